@@ -73,7 +73,7 @@ class AdvanceDecode(NamedTuple):
             *self.block_tables.stride()[:2],
             GROUPS=groups,
             BLOCK_G=triton.next_power_of_2(groups),
-            BLOCK=block,
+            BLOCK_R=block,
             num_warps=1,
             **dependent_launch(self.seq_lens.device),
         )
@@ -81,53 +81,54 @@ class AdvanceDecode(NamedTuple):
 
 @triton.jit
 def _advance_kernel(
-    seq_lens,  # in and out: int32 [R]
-    positions,  # out: int64 [R]
-    slot_mappings,  # out: int64 [G, R]
-    step,  # in and out: int64 [1]
-    overflow,  # out: int32 [>= R]
-    block_tables,  # int32 [G, >= R, max_pages]
-    page_sizes,  # int32 [G]
-    token_limits,  # int32 [>= R]
+    seq_lens_ptr,  # in and out: int32 [R]
+    positions_ptr,  # out: int64 [R]
+    slot_mappings_ptr,  # out: int64 [G, R]
+    step_ptr,  # in and out: int64 [1]
+    overflow_ptr,  # out: int32 [>= R]
+    block_tables_ptr,  # int32 [G, >= R, max_pages]
+    page_sizes_ptr,  # int32 [G]
+    token_limits_ptr,  # int32 [>= R]
     num_reqs,  # R
     max_pages,
-    slots_stride,  # of a group, as is the next
-    table_stride,
-    row_stride,
+    stride_slot_group,
+    stride_table_group,
+    stride_table_row,
     GROUPS: tl.constexpr,  # G
     BLOCK_G: tl.constexpr,  # G, rounded up to a power of two
-    BLOCK: tl.constexpr,  # rows of a program
+    BLOCK_R: tl.constexpr,  # rows of a program
     PDL: tl.constexpr,
 ):
-    """One program per BLOCK rows, all groups of them."""
+    """seq_len += 1, position = seq_len - 1, slot = page * page_size + offset. A program has BLOCK_R rows."""
     await_previous(PDL)
-    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    group = tl.arange(0, BLOCK_G)
-    inside = row < num_reqs
-    in_group = group < GROUPS
-    position = tl.load(seq_lens + row, mask=inside, other=0)
-    limit = tl.load(token_limits + row, mask=inside, other=0)
-    size = tl.load(page_sizes + group, mask=in_group, other=1)
+    offs_r = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    offs_g = tl.arange(0, BLOCK_G)
+    mask_r = offs_r < num_reqs
+    mask_g = offs_g < GROUPS
+    position = tl.load(seq_lens_ptr + offs_r, mask=mask_r, other=0)
+    limit = tl.load(token_limits_ptr + offs_r, mask=mask_r, other=0)
+    page_size = tl.load(page_sizes_ptr + offs_g, mask=mask_g, other=1)
     live = position > 0
     wants = live & (position < limit)
-    # Which rows move: those whose next position has a page in every group
-    column = position[None, :] // size[:, None]
-    asked = in_group[:, None] & wants[None, :] & (column < max_pages)
-    entry = block_tables + group[:, None] * table_stride + row[None, :].to(tl.int64) * row_stride + column
-    page = tl.load(entry, mask=asked, other=-1)
-    moves = wants & (tl.min(tl.where(in_group[:, None], page, 0), 0) >= 0)
-    # Their new state, inert for the others
-    slot = page.to(tl.int64) * size[:, None] + position[None, :] % size[:, None]
+    # 1. Which rows move: those whose next position has a page in every group
+    page_column = position[None, :] // page_size[:, None]
+    mask = mask_g[:, None] & wants[None, :] & (page_column < max_pages)
+    table_ptrs = block_tables_ptr + offs_g[:, None] * stride_table_group
+    table_ptrs += offs_r[None, :].to(tl.int64) * stride_table_row
+    page = tl.load(table_ptrs + page_column, mask=mask, other=-1)
+    moves = wants & (tl.min(tl.where(mask_g[:, None], page, 0), 0) >= 0)
+    # 2. Their new state, inert for the others
+    slot = page.to(tl.int64) * page_size[:, None] + position[None, :] % page_size[:, None]
     tl.store(
-        slot_mappings + group[:, None] * slots_stride + row[None, :],
+        slot_mappings_ptr + offs_g[:, None] * stride_slot_group + offs_r[None, :],
         tl.where(moves[None, :], slot, -1),
-        mask=in_group[:, None] & inside[None, :],
+        mask=mask_g[:, None] & mask_r[None, :],
     )
-    tl.store(positions + row, position.to(tl.int64), mask=moves)
-    tl.store(seq_lens + row, tl.where(moves, position + 1, 0), mask=inside)
-    tl.store(overflow + row, 1, mask=live & (moves == 0))
+    tl.store(positions_ptr + offs_r, position.to(tl.int64), mask=moves)
+    tl.store(seq_lens_ptr + offs_r, tl.where(moves, position + 1, 0), mask=mask_r)
+    tl.store(overflow_ptr + offs_r, 1, mask=live & (moves == 0))
     if tl.program_id(0) == 0:
-        tl.store(step, tl.load(step) + 1)
+        tl.store(step_ptr, tl.load(step_ptr) + 1)
 
 
 _advance_decode = define_op(

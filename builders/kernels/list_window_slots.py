@@ -72,15 +72,15 @@ class ListWindowSlots(NamedTuple):
 
 @triton.jit
 def _list_window_slots_kernel(
-    window_indices,  # out: int32 [T, W]
-    window_lens,  # out: int32 [T]
-    positions,  # int64 [T]
-    seq_lens,  # int32 [R]
-    query_start_loc,  # int32 [R + 1]
-    block_table,  # int32 [R, max_pages]
+    window_indices_ptr,  # out: int32 [T, W]
+    window_lens_ptr,  # out: int32 [T]
+    positions_ptr,  # int64 [T]
+    seq_lens_ptr,  # int32 [R]
+    query_start_loc_ptr,  # int32 [R + 1]
+    block_table_ptr,  # int32 [R, max_pages]
     num_reqs,  # R
-    capacity,  # max_pages * PAGE_SIZE
-    table_stride,
+    max_len,  # max_pages * PAGE_SIZE
+    stride_block_table,
     WINDOW: tl.constexpr,  # tokens that a query sees, itself included
     PAGE_SIZE: tl.constexpr,
     WIDTH: tl.constexpr,  # W
@@ -88,27 +88,27 @@ def _list_window_slots_kernel(
     BLOCK_R: tl.constexpr,  # R, likewise
     PDL: tl.constexpr,
 ):
-    """One program per query token."""
+    """window_indices[token] = the slots of positions p - WINDOW + 1 to p. One program per query token."""
     await_previous(PDL)
     token = tl.program_id(0).to(tl.int64)
-    # The token's request, and whether it has a window at all
-    request = tl.arange(0, BLOCK_R)
-    ends = tl.load(query_start_loc + 1 + request, mask=request < num_reqs, other=INT32_MAX)
+    # 1. The token's request, and whether it has a window at all
+    offs_r = tl.arange(0, BLOCK_R)
+    ends = tl.load(query_start_loc_ptr + 1 + offs_r, mask=offs_r < num_reqs, other=INT32_MAX)
     row = tl.sum((ends <= token).to(tl.int32), 0)
-    live = tl.load(seq_lens + row, mask=row < num_reqs, other=0) > 0
-    wide = tl.load(positions + token)
-    live = live & (wide >= 0) & (wide < capacity)
-    # The slots of its window
-    position = wide.to(tl.int32)
-    first = tl.maximum(position - WINDOW + 1, 0)
-    length = tl.where(live, position + 1 - first, 0)
-    lane = tl.arange(0, BLOCK_W)
-    seen = lane < length
-    at = first + lane
-    page = tl.load(block_table + row.to(tl.int64) * table_stride + at // PAGE_SIZE, mask=seen, other=0)
-    slots = tl.where(seen, page * PAGE_SIZE + at % PAGE_SIZE, -1)
-    tl.store(window_indices + token * WIDTH + lane, slots, mask=lane < WIDTH)
-    tl.store(window_lens + token, length)
+    live = tl.load(seq_lens_ptr + row, mask=row < num_reqs, other=0) > 0
+    position_int64 = tl.load(positions_ptr + token)
+    live = live & (position_int64 >= 0) & (position_int64 < max_len)
+    # 2. The slots of its window
+    position = position_int64.to(tl.int32)
+    kv_start = tl.maximum(position - WINDOW + 1, 0)
+    window_len = tl.where(live, position + 1 - kv_start, 0)
+    offs_w = tl.arange(0, BLOCK_W)
+    mask_w = offs_w < window_len
+    kv_pos = kv_start + offs_w
+    page = tl.load(block_table_ptr + row.to(tl.int64) * stride_block_table + kv_pos // PAGE_SIZE, mask=mask_w, other=0)
+    slots = tl.where(mask_w, page * PAGE_SIZE + kv_pos % PAGE_SIZE, -1)
+    tl.store(window_indices_ptr + token * WIDTH + offs_w, slots, mask=offs_w < WIDTH)
+    tl.store(window_lens_ptr + token, window_len)
 
 
 list_window_slots = define_op("builders::list_window_slots", ListWindowSlots, mutates=("window_indices", "window_lens"))

@@ -30,27 +30,27 @@ class PrefixLens(NamedTuple):
     def launch(self) -> None:
         num_reqs = len(self.prefix_lens)
         _prefix_lens_kernel[(triton.cdiv(num_reqs, _BLOCK),)](
-            *self, num_reqs, BLOCK=_BLOCK, num_warps=1, **dependent_launch(self.prefix_lens.device)
+            *self, num_reqs, BLOCK_R=_BLOCK, num_warps=1, **dependent_launch(self.prefix_lens.device)
         )
 
 
 @triton.jit
 def _prefix_lens_kernel(
-    prefix_lens,  # out: int32 [num_reqs]
-    seq_lens,  # int32 [num_reqs]
-    query_start_loc,  # int32 [num_reqs + 1]
+    prefix_lens_ptr,  # out: int32 [num_reqs]
+    seq_lens_ptr,  # int32 [num_reqs]
+    query_start_loc_ptr,  # int32 [num_reqs + 1]
     num_reqs,
-    BLOCK: tl.constexpr,  # rows of a program
+    BLOCK_R: tl.constexpr,  # rows of a program
     PDL: tl.constexpr,
 ):
-    """One program per BLOCK rows."""
+    """prefix_len = max(seq_len - query_len, 0). A program has BLOCK_R rows."""
     await_previous(PDL)
-    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = row < num_reqs
-    start = tl.load(query_start_loc + row, mask=inside, other=0)
-    end = tl.load(query_start_loc + row + 1, mask=inside, other=0)
-    seq_len = tl.load(seq_lens + row, mask=inside, other=0)
-    tl.store(prefix_lens + row, tl.maximum(seq_len - (end - start), 0), mask=inside)
+    offs_r = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    mask = offs_r < num_reqs
+    q_start = tl.load(query_start_loc_ptr + offs_r, mask=mask, other=0)
+    q_end = tl.load(query_start_loc_ptr + offs_r + 1, mask=mask, other=0)
+    seq_len = tl.load(seq_lens_ptr + offs_r, mask=mask, other=0)
+    tl.store(prefix_lens_ptr + offs_r, tl.maximum(seq_len - (q_end - q_start), 0), mask=mask)
 
 
 count_prefix = define_op("builders::count_prefix", PrefixLens, mutates=("prefix_lens",))

@@ -93,7 +93,7 @@ class SetExtendState(NamedTuple):
             self.slot_mappings.stride(0),
             *self.block_tables.stride()[:2],
             GROUPS=groups,
-            BLOCK=triton.next_power_of_2(self.query_len),
+            BLOCK_Q=triton.next_power_of_2(self.query_len),
             num_warps=1,
             **dependent_launch(self.seq_lens.device),
         )
@@ -101,49 +101,51 @@ class SetExtendState(NamedTuple):
 
 @triton.jit
 def _set_extend_state_kernel(
-    seq_lens,  # out: int32 [R]
-    positions,  # out: int64 [R * query_len]
-    slot_mappings,  # out: int64 [G, R * query_len]
-    overflow,  # out: int32 [>= R]
-    context_lens,  # int32 [>= R]
-    block_tables,  # int32 [G, >= R, max_pages]
-    page_sizes,  # int32 [G]
-    token_limits,  # int32 [>= R]
+    seq_lens_ptr,  # out: int32 [R]
+    positions_ptr,  # out: int64 [R * query_len]
+    slot_mappings_ptr,  # out: int64 [G, R * query_len]
+    overflow_ptr,  # out: int32 [>= R]
+    context_lens_ptr,  # int32 [>= R]
+    block_tables_ptr,  # int32 [G, >= R, max_pages]
+    page_sizes_ptr,  # int32 [G]
+    token_limits_ptr,  # int32 [>= R]
     query_len,
     max_pages,
-    slots_stride,  # of a group, as is the next
-    table_stride,
-    row_stride,
+    stride_slot_group,
+    stride_table_group,
+    stride_table_row,
     GROUPS: tl.constexpr,  # G
-    BLOCK: tl.constexpr,  # query_len, rounded up to a power of two
+    BLOCK_Q: tl.constexpr,  # query_len, rounded up to a power of two
     PDL: tl.constexpr,
 ):
-    """One program per row."""
+    """positions = context_len + query, slots by page, seq_len = context_len + query_len. One program per row."""
     await_previous(PDL)
     row = tl.program_id(0)
-    query = tl.arange(0, BLOCK)
-    inside = query < query_len
-    limit = tl.load(token_limits + row)
-    context = tl.load(context_lens + row)
-    token = context + query
-    # Whether all of the row's tokens fit, in every group. A sum could pass the largest int32 and come out below the
+    offs_q = tl.arange(0, BLOCK_Q)
+    mask = offs_q < query_len
+    limit = tl.load(token_limits_ptr + row)
+    context_len = tl.load(context_lens_ptr + row)
+    kv_pos = context_len + offs_q
+    # 1. Whether all of the row's tokens fit, in every group. A sum could pass the largest int32 and come out below the
     # limit.
-    fits = (limit > 0) & (context >= 0) & (context <= limit - query_len)
-    table = block_tables + row.to(tl.int64) * row_stride
+    fits = (limit > 0) & (context_len >= 0) & (context_len <= limit - query_len)
+    table_ptr = block_tables_ptr + row.to(tl.int64) * stride_table_row
     for group in tl.static_range(GROUPS):
-        column = token // tl.load(page_sizes + group)
-        owned = tl.load(table + group * table_stride + column, mask=inside & fits & (column < max_pages), other=-1)
-        fits = fits & (tl.min(tl.where(inside, owned, 0), 0) >= 0)
-    # The new state, inert where they do not
+        column = kv_pos // tl.load(page_sizes_ptr + group)
+        in_table = mask & fits & (column < max_pages)
+        page = tl.load(table_ptr + group * stride_table_group + column, mask=in_table, other=-1)
+        fits = fits & (tl.min(tl.where(mask, page, 0), 0) >= 0)
+    # 2. The new state, inert where they do not
     for group in tl.static_range(GROUPS):
-        size = tl.load(page_sizes + group)
-        page = tl.load(table + group * table_stride + token // size, mask=inside & fits, other=-1).to(tl.int64)
-        slot = tl.where(fits, page * size + token % size, -1)
-        tl.store(slot_mappings + group * slots_stride + row * query_len + query, slot, mask=inside)
-    tl.store(positions + row * query_len + query, tl.where(fits, token, 0).to(tl.int64), mask=inside)
-    tl.store(seq_lens + row, tl.where(fits, context + query_len, 0))
+        page_size = tl.load(page_sizes_ptr + group)
+        table_ptrs = table_ptr + group * stride_table_group + kv_pos // page_size
+        page = tl.load(table_ptrs, mask=mask & fits, other=-1)
+        slot = tl.where(fits, page.to(tl.int64) * page_size + kv_pos % page_size, -1)
+        tl.store(slot_mappings_ptr + group * stride_slot_group + row * query_len + offs_q, slot, mask=mask)
+    tl.store(positions_ptr + row * query_len + offs_q, tl.where(fits, kv_pos, 0).to(tl.int64), mask=mask)
+    tl.store(seq_lens_ptr + row, tl.where(fits, context_len + query_len, 0))
     if (limit > 0) & (fits == 0):
-        tl.store(overflow + row, 1)
+        tl.store(overflow_ptr + row, 1)
 
 
 class SetDecodeState(NamedTuple):
@@ -175,7 +177,7 @@ class SetDecodeState(NamedTuple):
             num_reqs,
             self.slot_mappings.stride(0),
             GROUPS=self.slot_mappings.shape[0],
-            BLOCK=block,
+            BLOCK_R=block,
             num_warps=1,
             **dependent_launch(self.seq_lens.device),
         )
@@ -183,33 +185,33 @@ class SetDecodeState(NamedTuple):
 
 @triton.jit
 def _set_decode_state_kernel(
-    seq_lens,  # out: int32 [R]
-    positions,  # out: int64 [R]
-    slot_mappings,  # out: int64 [G, R]
-    step,  # out: int64 [1]
-    extend_seq_lens,  # int32 [>= R]
-    accepted,  # int32 [>= R]
+    seq_lens_ptr,  # out: int32 [R]
+    positions_ptr,  # out: int64 [R]
+    slot_mappings_ptr,  # out: int64 [G, R]
+    step_ptr,  # out: int64 [1]
+    extend_seq_lens_ptr,  # int32 [>= R]
+    accepted_ptr,  # int32 [>= R]
     query_len,
     num_reqs,  # R
-    slots_stride,  # of a group
+    stride_slot_group,
     GROUPS: tl.constexpr,  # G
-    BLOCK: tl.constexpr,  # rows of a program
+    BLOCK_R: tl.constexpr,  # rows of a program
     PDL: tl.constexpr,
 ):
-    """One program per BLOCK rows."""
+    """seq_len = extend_seq_len - query_len + num_accepted + 1, no slots. A program has BLOCK_R rows."""
     await_previous(PDL)
-    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = row < num_reqs
-    extended = tl.load(extend_seq_lens + row, mask=inside, other=0)
-    live = extended > 0
-    kept = tl.minimum(tl.maximum(tl.load(accepted + row, mask=inside, other=0), 0), query_len - 1)
-    position = extended - query_len + kept
-    tl.store(seq_lens + row, tl.where(live, position + 1, 0), mask=inside)
-    tl.store(positions + row, tl.where(live, position, 0).to(tl.int64), mask=inside)
+    offs_r = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    mask = offs_r < num_reqs
+    extend_seq_len = tl.load(extend_seq_lens_ptr + offs_r, mask=mask, other=0)
+    live = extend_seq_len > 0
+    num_accepted = tl.minimum(tl.maximum(tl.load(accepted_ptr + offs_r, mask=mask, other=0), 0), query_len - 1)
+    position = extend_seq_len - query_len + num_accepted
+    tl.store(seq_lens_ptr + offs_r, tl.where(live, position + 1, 0), mask=mask)
+    tl.store(positions_ptr + offs_r, tl.where(live, position, 0).to(tl.int64), mask=mask)
     for group in tl.static_range(GROUPS):
-        tl.store(slot_mappings + group * slots_stride + row, tl.full((BLOCK,), -1, tl.int64), mask=inside)
+        tl.store(slot_mappings_ptr + group * stride_slot_group + offs_r, tl.full((BLOCK_R,), -1, tl.int64), mask=mask)
     if tl.program_id(0) == 0:
-        tl.store(step, tl.full((), 0, tl.int64))
+        tl.store(step_ptr, tl.full((), 0, tl.int64))
 
 
 _set_extend_state = define_op(

@@ -46,7 +46,7 @@ class LoadTables(NamedTuple):
             self.slots.stride(0),
             self.block_table.shape[1],
             self.block_table.stride(0),
-            BLOCK=block,
+            BLOCK_P=block,
             num_warps=4,
             **dependent_launch(self.slots.device),
         )
@@ -54,31 +54,32 @@ class LoadTables(NamedTuple):
 
 @triton.jit
 def _load_tables_kernel(
-    slots,  # int32 [requests, >= max_pages * page_size]
-    requests,  # int64 [R]
-    context_lens,  # int64 or int32 [R]
-    seq_lens,  # out: int32 [>= R]
-    block_table,  # out: int32 [>= R, max_pages]
+    slots_ptr,  # int32 [requests, >= max_pages * page_size]
+    requests_ptr,  # int64 [R]
+    context_lens_ptr,  # int64 or int32 [R]
+    seq_lens_ptr,  # out: int32 [>= R]
+    block_table_ptr,  # out: int32 [>= R, max_pages]
     page_size,
     steps,
     num_requests,  # rows of slots
-    slots_stride,
+    stride_slots,
     max_pages,
-    table_stride,
-    BLOCK: tl.constexpr,  # pages copied at a time
+    stride_block_table,
+    BLOCK_P: tl.constexpr,  # pages copied at a time
     PDL: tl.constexpr,
 ):
-    """One program per row of the batch."""
+    """block_table[p] = slots[request, p * page_size] // page_size. One program per row of the batch."""
     await_previous(PDL)
     row = tl.program_id(0)
-    request = tl.minimum(tl.maximum(tl.load(requests + row), 0), num_requests - 1).to(tl.int64)
-    context = tl.load(context_lens + row).to(tl.int32)
-    tl.store(seq_lens + row, context + 1)
-    pages = tl.minimum((context + steps + page_size - 1) // page_size, max_pages)
-    for begin in range(0, pages, BLOCK):
-        page = begin + tl.arange(0, BLOCK)
-        slot = tl.load(slots + request * slots_stride + page.to(tl.int64) * page_size, mask=page < pages, other=0)
-        tl.store(block_table + row.to(tl.int64) * table_stride + page, slot // page_size, mask=page < pages)
+    request = tl.minimum(tl.maximum(tl.load(requests_ptr + row), 0), num_requests - 1).to(tl.int64)
+    context_len = tl.load(context_lens_ptr + row).to(tl.int32)
+    tl.store(seq_lens_ptr + row, context_len + 1)
+    num_pages = tl.minimum((context_len + steps + page_size - 1) // page_size, max_pages)
+    for start in range(0, num_pages, BLOCK_P):
+        offs_p = start + tl.arange(0, BLOCK_P)
+        mask = offs_p < num_pages
+        slot = tl.load(slots_ptr + request * stride_slots + offs_p.to(tl.int64) * page_size, mask=mask, other=0)
+        tl.store(block_table_ptr + row.to(tl.int64) * stride_block_table + offs_p, slot // page_size, mask=mask)
 
 
 load_tables = define_op("engines::load_tables", LoadTables, mutates=("seq_lens", "block_table"))

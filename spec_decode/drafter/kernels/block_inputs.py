@@ -61,7 +61,7 @@ class BlockInputs(NamedTuple):
             self.query_len,
             width,
             self.token_ids.stride(0),
-            BLOCK=block,
+            BLOCK_H=block,
             num_warps=max(1, min(4, block // 256)),
             **dependent_launch(tokens.device),
         )
@@ -70,39 +70,39 @@ class BlockInputs(NamedTuple):
 
 @triton.jit
 def _block_inputs_kernel(
-    token_ids,  # int64 [R, 1 + K]
-    target_hidden_states,  # [R, 1 + K, F]
-    next_tokens,  # int64 [>= R]
-    accepted,  # int32 [>= R]
-    mask_hidden,  # [F]
+    token_ids_ptr,  # int64 [R, 1 + K]
+    target_hidden_states_ptr,  # [R, 1 + K, F]
+    next_tokens_ptr,  # int64 [>= R]
+    num_accepted_ptr,  # int32 [>= R]
+    mask_hidden_ptr,  # [F]
     mask_token_id,
-    tokens,  # out: int64 [R * Q]
-    states,  # out: [R * Q, F]
-    verified,  # 1 + K
+    out_tokens_ptr,  # out: int64 [R * Q]
+    out_states_ptr,  # out: [R * Q, F]
+    num_verified,  # 1 + K
     query_len,  # Q
-    width,  # F
-    row_stride,  # of token_ids
-    BLOCK: tl.constexpr,
+    hidden_size,  # F
+    stride_token_ids,
+    BLOCK_H: tl.constexpr,  # columns of a program
     PDL: tl.constexpr,
 ):
-    """One program per row, place and block of columns; the first block of a place also writes its token."""
+    """The token and the state of place q of a row. Grid [R, Q, ceil(F / BLOCK_H)]; the first block has the token."""
     await_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
-    place = tl.program_id(1)
-    column = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < width
-    last = tl.minimum(tl.maximum(tl.load(accepted + row), 0), verified - 1)
-    # The token and the state of this place
+    q = tl.program_id(1)
+    offs_h = tl.program_id(2) * BLOCK_H + tl.arange(0, BLOCK_H)
+    mask_h = offs_h < hidden_size
+    num_accepted = tl.minimum(tl.maximum(tl.load(num_accepted_ptr + row), 0), num_verified - 1)
     # What is not read may lie behind the row.
-    following = tl.load(token_ids + row * row_stride + place + 1, mask=place < last, other=0)
-    token = tl.where(place < last, following, tl.load(next_tokens + row))
-    of_target = target_hidden_states + (row * verified + place) * width + column
-    state = tl.load(of_target, mask=inside & (place <= last), other=0.0)
-    mask = tl.load(mask_hidden + column, mask=inside & (place > last), other=0.0)
-    at = row * query_len + place
-    tl.store(states + at * width + column, tl.where(place > last, mask, state), mask=inside)
+    following = tl.load(token_ids_ptr + row * stride_token_ids + q + 1, mask=q < num_accepted, other=0)
+    token = tl.where(q < num_accepted, following, tl.load(next_tokens_ptr + row))
+    state_ptrs = target_hidden_states_ptr + (row * num_verified + q) * hidden_size + offs_h
+    state = tl.load(state_ptrs, mask=mask_h & (q <= num_accepted), other=0.0)
+    mask_state = tl.load(mask_hidden_ptr + offs_h, mask=mask_h & (q > num_accepted), other=0.0)
+    out_row = row * query_len + q
+    state = tl.where(q > num_accepted, mask_state, state)
+    tl.store(out_states_ptr + out_row * hidden_size + offs_h, state, mask=mask_h)
     if tl.program_id(2) == 0:
-        tl.store(tokens + at, tl.where(place > last, mask_token_id, token))
+        tl.store(out_tokens_ptr + out_row, tl.where(q > num_accepted, mask_token_id, token))
 
 
 block_inputs = define_op("spec_decode::block_inputs", BlockInputs)

@@ -47,7 +47,7 @@ class GatherBlock(NamedTuple):
             self.columns,
             width,
             self.hidden.stride(0),
-            BLOCK=block,
+            BLOCK_H=block,
             num_warps=max(1, min(4, block // 256)),
             **dependent_launch(hidden.device),
         )
@@ -56,29 +56,30 @@ class GatherBlock(NamedTuple):
 
 @triton.jit
 def _gather_block_kernel(
-    hidden,  # [R * Q, H]
-    positions,  # int64 [R * Q]
-    accepted,  # int32 [>= R]
-    out,  # [R * K, H]
-    out_positions,  # int64 [R * K]
+    hidden_ptr,  # [R * Q, H]
+    positions_ptr,  # int64 [R * Q]
+    num_accepted_ptr,  # int32 [>= R]
+    out_ptr,  # out: [R * K, H]
+    out_positions_ptr,  # out: int64 [R * K]
     query_len,  # Q
-    columns,  # K
-    width,  # H
-    row_stride,  # of hidden
-    BLOCK: tl.constexpr,
+    num_drafts,  # K
+    hidden_size,  # H
+    stride_hidden,  # of a row
+    BLOCK_H: tl.constexpr,  # columns of a program
     PDL: tl.constexpr,
 ):
-    """One program per row of `out` and block of columns; the first block also writes the position."""
+    """out[r, k] = hidden[r, num_accepted[r] + k]. Grid [R * K, ceil(H / BLOCK_H)]; the first block has the position."""
     await_previous(PDL)
-    line = tl.program_id(0).to(tl.int64)
-    row = line // columns
-    dim = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = dim < width
-    first = tl.minimum(tl.maximum(tl.load(accepted + row), 0), query_len - columns)
-    place = row * query_len + first + line % columns
-    tl.store(out + line * width + dim, tl.load(hidden + place * row_stride + dim, mask=inside), mask=inside)
+    out_row = tl.program_id(0).to(tl.int64)
+    row = out_row // num_drafts
+    offs_h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    mask = offs_h < hidden_size
+    num_accepted = tl.minimum(tl.maximum(tl.load(num_accepted_ptr + row), 0), query_len - num_drafts)
+    in_row = row * query_len + num_accepted + out_row % num_drafts
+    state = tl.load(hidden_ptr + in_row * stride_hidden + offs_h, mask=mask)
+    tl.store(out_ptr + out_row * hidden_size + offs_h, state, mask=mask)
     if tl.program_id(1) == 0:
-        tl.store(out_positions + line, tl.load(positions + place))
+        tl.store(out_positions_ptr + out_row, tl.load(positions_ptr + in_row))
 
 
 gather_block = define_op("spec_decode::gather_block", GatherBlock)

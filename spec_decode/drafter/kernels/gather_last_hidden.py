@@ -36,7 +36,7 @@ class GatherLastHidden(NamedTuple):
             *self,
             width,
             *self.hidden.stride(),
-            BLOCK=block,
+            BLOCK_H=block,
             num_warps=max(1, min(4, block // 256)),
             **dependent_launch(self.hidden.device),
         )
@@ -44,24 +44,25 @@ class GatherLastHidden(NamedTuple):
 
 @triton.jit
 def _gather_last_hidden_kernel(
-    hidden,  # [R * query_len, H]
-    accepted,  # int32 [>= R]
-    last,  # out: [R, H]
+    hidden_ptr,  # [R * query_len, H]
+    num_accepted_ptr,  # int32 [>= R]
+    out_ptr,  # out: [R, H]
     query_len,
-    width,  # H
-    row_stride,  # of hidden
-    column_stride,  # of hidden
-    BLOCK: tl.constexpr,
+    hidden_size,  # H
+    stride_hidden_row,
+    stride_hidden_col,
+    BLOCK_H: tl.constexpr,  # columns of a program
     PDL: tl.constexpr,
 ):
-    """One program per row and block of columns."""
+    """out[r] = hidden[r, num_accepted[r]]. Grid [R, ceil(H / BLOCK_H)]."""
     await_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < width
-    place = tl.minimum(tl.maximum(tl.load(accepted + row), 0), query_len - 1)
-    state = tl.load(hidden + (row * query_len + place) * row_stride + column * column_stride, mask=inside)
-    tl.store(last + row * width + column, state, mask=inside)
+    offs_h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    mask = offs_h < hidden_size
+    num_accepted = tl.minimum(tl.maximum(tl.load(num_accepted_ptr + row), 0), query_len - 1)
+    row_ptr = hidden_ptr + (row * query_len + num_accepted) * stride_hidden_row
+    state = tl.load(row_ptr + offs_h * stride_hidden_col, mask=mask)
+    tl.store(out_ptr + row * hidden_size + offs_h, state, mask=mask)
 
 
 gather_last_hidden = define_op("spec_decode::gather_last_hidden", GatherLastHidden, mutates=("last",))

@@ -38,7 +38,7 @@ class ShiftTokens(NamedTuple):
             out,
             query_len,
             self.token_ids.stride(0),
-            BLOCK=triton.next_power_of_2(query_len),
+            BLOCK_Q=triton.next_power_of_2(query_len),
             num_warps=1,
             **dependent_launch(self.token_ids.device),
         )
@@ -47,24 +47,24 @@ class ShiftTokens(NamedTuple):
 
 @triton.jit
 def _shift_tokens_kernel(
-    token_ids,  # int64 [R, 1 + K]
-    next_tokens,  # int64 [>= R]
-    accepted,  # int32 [>= R]
-    out,  # int64 [R * (1 + K)]
+    token_ids_ptr,  # int64 [R, 1 + K]
+    next_tokens_ptr,  # int64 [>= R]
+    num_accepted_ptr,  # int32 [>= R]
+    out_ptr,  # out: int64 [R * (1 + K)]
     query_len,  # 1 + K
-    stride,  # of a row of token_ids
-    BLOCK: tl.constexpr,
+    stride_token_ids,  # of a row
+    BLOCK_Q: tl.constexpr,  # query_len, rounded up to a power of two
     PDL: tl.constexpr,
 ):
-    """One program per row."""
+    """out[q] = token_ids[q + 1] for q < num_accepted, else next_token. One program per row."""
     await_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
-    place = tl.arange(0, BLOCK)
+    offs_q = tl.arange(0, BLOCK_Q)
     # The last place never holds a shifted token, so that a count beyond it reads nothing of the next row.
-    shifted = (place < tl.load(accepted + row)) & (place < query_len - 1)
-    following = tl.load(token_ids + row * stride + place + 1, mask=place < query_len - 1, other=0)
-    token = tl.where(shifted, following, tl.load(next_tokens + row))
-    tl.store(out + row * query_len + place, token, mask=place < query_len)
+    is_shifted = (offs_q < tl.load(num_accepted_ptr + row)) & (offs_q < query_len - 1)
+    next_token = tl.load(token_ids_ptr + row * stride_token_ids + offs_q + 1, mask=offs_q < query_len - 1, other=0)
+    token = tl.where(is_shifted, next_token, tl.load(next_tokens_ptr + row))
+    tl.store(out_ptr + row * query_len + offs_q, token, mask=offs_q < query_len)
 
 
 shift_tokens = define_op("spec_decode::shift_tokens", ShiftTokens)

@@ -35,7 +35,7 @@ class PrepareInputs(NamedTuple):
             token_ids,
             query_len,
             *self.drafts.stride(),
-            BLOCK=triton.next_power_of_2(query_len),
+            BLOCK_Q=triton.next_power_of_2(query_len),
             num_warps=1,
             **dependent_launch(self.lens.device),
         )
@@ -48,27 +48,29 @@ class PrepareInputs(NamedTuple):
 
 @triton.jit
 def _prepare_inputs_kernel(
-    lens,  # int64 [R]
-    last_tokens,  # int64 [R]
-    drafts,  # int64 [R, K]
-    context_lens,  # out: int32 [R]
-    token_ids,  # out: int64 [R, 1 + K]
+    lens_ptr,  # int64 [R]
+    last_tokens_ptr,  # int64 [R]
+    drafts_ptr,  # int64 [R, K]
+    context_lens_ptr,  # out: int32 [R]
+    token_ids_ptr,  # out: int64 [R, 1 + K]
     query_len,  # 1 + K
-    row_stride,  # of drafts
-    column_stride,  # of drafts
-    BLOCK: tl.constexpr,
+    stride_drafts_row,
+    stride_drafts_col,
+    BLOCK_Q: tl.constexpr,  # query_len, rounded up to a power of two
     PDL: tl.constexpr,
 ):
-    """One program per row."""
+    """token_ids = last_token | drafts, context_len = num_tokens - 1. One program per row."""
     await_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, BLOCK)
-    inside = column < query_len
-    length = tl.load(lens + row)
-    last = tl.load(last_tokens + row)
-    draft = tl.load(drafts + row * row_stride + (column - 1) * column_stride, mask=(column > 0) & inside, other=0)
-    tl.store(context_lens + row, tl.maximum(length - 1, 0).to(tl.int32))
-    tl.store(token_ids + row * query_len + column, tl.where(column > 0, tl.maximum(draft, 0), last), mask=inside)
+    offs_q = tl.arange(0, BLOCK_Q)
+    mask = offs_q < query_len
+    num_tokens = tl.load(lens_ptr + row)
+    last_token = tl.load(last_tokens_ptr + row)
+    draft_ptrs = drafts_ptr + row * stride_drafts_row + (offs_q - 1) * stride_drafts_col
+    draft = tl.load(draft_ptrs, mask=(offs_q > 0) & mask, other=0)
+    tl.store(context_lens_ptr + row, tl.maximum(num_tokens - 1, 0).to(tl.int32))
+    token_ids = tl.where(offs_q > 0, tl.maximum(draft, 0), last_token)
+    tl.store(token_ids_ptr + row * query_len + offs_q, token_ids, mask=mask)
 
 
 prepare_inputs = define_op("spec_decode::prepare_inputs", PrepareInputs)

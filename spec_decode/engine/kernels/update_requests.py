@@ -70,7 +70,7 @@ class UpdateRequests(NamedTuple):
             self.outputs.stride(0),
             0 if draft_ids is None else draft_ids.stride(0),
             DRAFTING=draft_ids is not None,
-            BLOCK=triton.next_power_of_2(2 + num_drafts),
+            BLOCK_Q=triton.next_power_of_2(2 + num_drafts),
             num_warps=1,
             **dependent_launch(self.drafts.device),
         )
@@ -78,57 +78,57 @@ class UpdateRequests(NamedTuple):
 
 @triton.jit
 def _update_requests_kernel(
-    accepted,  # int64 [R]
-    next_tokens,  # int64 [R]
-    token_ids,  # int64 [R, 1 + K]
-    drafts,  # int64 [R, K]
-    lens,  # in and out: int64 [R]
-    max_lens,  # int64 [R]
-    last_tokens,  # out: int64 [R]
-    outputs,  # out: int64 [R, 2 + K]
-    draft_token_ids,  # out: int64 [R, 1 + K]
-    draft_context_lens,  # out: int32 [R]
-    draft_accepted,  # out: int32 [R]
-    draft_next_tokens,  # out: int64 [R]
-    draft_lens,  # out: int32 [R]
+    num_accepted_ptr,  # int64 [R]
+    next_tokens_ptr,  # int64 [R]
+    token_ids_ptr,  # int64 [R, 1 + K]
+    drafts_ptr,  # int64 [R, K]
+    lens_ptr,  # in and out: int64 [R]
+    max_lens_ptr,  # int64 [R]
+    last_tokens_ptr,  # out: int64 [R]
+    outputs_ptr,  # out: int64 [R, 2 + K]
+    draft_token_ids_ptr,  # out: int64 [R, 1 + K]
+    draft_context_lens_ptr,  # out: int32 [R]
+    draft_accepted_ptr,  # out: int32 [R]
+    draft_next_tokens_ptr,  # out: int64 [R]
+    draft_lens_ptr,  # out: int32 [R]
     position_offset,
     num_drafts,  # K
-    ids_row_stride,
-    ids_column_stride,
-    drafts_row_stride,
-    drafts_column_stride,
-    outputs_stride,
-    draft_ids_stride,
+    stride_ids_row,
+    stride_ids_col,
+    stride_drafts_row,
+    stride_drafts_col,
+    stride_outputs,
+    stride_draft_ids,
     DRAFTING: tl.constexpr,  # whether there is a drafter: without one the five draft tensors are None
-    BLOCK: tl.constexpr,
+    BLOCK_Q: tl.constexpr,  # 2 + K, rounded up to a power of two
     PDL: tl.constexpr,
 ):
-    """One program per row."""
+    """num_tokens += num_accepted + 1, and what the host and the drafter read of it. One program per row."""
     await_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, BLOCK)
-    kept = tl.load(accepted + row)
-    next_token = tl.load(next_tokens + row)
-    length = tl.load(lens + row)
-    limit = tl.load(max_lens + row)
-    # The output for the host
-    drafted = (column > 0) & (column <= num_drafts)
-    output = tl.load(drafts + row * drafts_row_stride + (column - 1) * drafts_column_stride, mask=drafted, other=0)
-    output = tl.where(column == 0, kept, tl.where(column == 1 + kept, next_token, output))
-    grown = tl.minimum(length + kept + 1, limit)
+    offs_q = tl.arange(0, BLOCK_Q)
+    num_accepted = tl.load(num_accepted_ptr + row)
+    next_token = tl.load(next_tokens_ptr + row)
+    num_tokens = tl.load(lens_ptr + row)
+    max_len = tl.load(max_lens_ptr + row)
+    # 1. The output for the host
+    is_draft = (offs_q > 0) & (offs_q <= num_drafts)
+    output = tl.load(drafts_ptr + row * stride_drafts_row + (offs_q - 1) * stride_drafts_col, mask=is_draft, other=0)
+    output = tl.where(offs_q == 0, num_accepted, tl.where(offs_q == 1 + num_accepted, next_token, output))
+    new_len = tl.minimum(num_tokens + num_accepted + 1, max_len)
     if DRAFTING:
-        # Where the drafter's next round starts
-        in_step = column <= num_drafts
-        ids = tl.load(token_ids + row * ids_row_stride + column * ids_column_stride, mask=in_step)
-        tl.store(draft_token_ids + row * draft_ids_stride + column, ids, mask=in_step)
-        tl.store(draft_context_lens + row, tl.maximum(length - 1 + position_offset, 0).to(tl.int32))
-        tl.store(draft_accepted + row, kept.to(tl.int32))
-        tl.store(draft_next_tokens + row, next_token)
-        tl.store(draft_lens + row, tl.minimum(tl.maximum(limit - grown - 1, 0), num_drafts).to(tl.int32))
-    # The requests and the output
-    tl.store(outputs + row * outputs_stride + column, output, mask=column < 2 + num_drafts)
-    tl.store(last_tokens + row, next_token)
-    tl.store(lens + row, grown)
+        # 2. Where the drafter's next round starts
+        in_step = offs_q <= num_drafts
+        ids = tl.load(token_ids_ptr + row * stride_ids_row + offs_q * stride_ids_col, mask=in_step)
+        tl.store(draft_token_ids_ptr + row * stride_draft_ids + offs_q, ids, mask=in_step)
+        tl.store(draft_context_lens_ptr + row, tl.maximum(num_tokens - 1 + position_offset, 0).to(tl.int32))
+        tl.store(draft_accepted_ptr + row, num_accepted.to(tl.int32))
+        tl.store(draft_next_tokens_ptr + row, next_token)
+        tl.store(draft_lens_ptr + row, tl.minimum(tl.maximum(max_len - new_len - 1, 0), num_drafts).to(tl.int32))
+    # 3. The requests and the output
+    tl.store(outputs_ptr + row * stride_outputs + offs_q, output, mask=offs_q < 2 + num_drafts)
+    tl.store(last_tokens_ptr + row, next_token)
+    tl.store(lens_ptr + row, new_len)
 
 
 update_requests = define_op(

@@ -40,7 +40,7 @@ class AncestorMasks(NamedTuple):
             masks,
             depths,
             tokens,
-            BLOCK=triton.next_power_of_2(tokens),
+            BLOCK_N=triton.next_power_of_2(tokens),
             num_warps=1,
             **dependent_launch(masks.device),
         )
@@ -59,43 +59,44 @@ def trees_alone(parents: torch.Tensor) -> torch.Tensor:
 
 @triton.jit
 def read_parents(
-    parents,  # int64 [R, N]
+    parents_ptr,  # int64 [R, N]
     row,
-    tokens,  # 1 + N
-    BLOCK: tl.constexpr,
+    num_tokens,  # 1 + N
+    BLOCK_N: tl.constexpr,  # 1 + N, rounded up to a power of two
 ):
-    """The parents int64 [BLOCK] of a row's query tokens, -1 of the root and from the tree's end on."""
-    token = tl.arange(0, BLOCK)
-    found = tl.load(parents + row * (tokens - 1) + token - 1, mask=(token > 0) & (token < tokens), other=-1)
-    end = tl.min(tl.where((token > 0) & ((found < 0) | (found >= token)), token, BLOCK), 0)
-    return tl.where(token < end, found, -1)
+    """The parents int64 [BLOCK_N] of a row's query tokens, -1 of the root and from the tree's end on."""
+    offs_n = tl.arange(0, BLOCK_N)
+    mask = (offs_n > 0) & (offs_n < num_tokens)
+    parent = tl.load(parents_ptr + row * (num_tokens - 1) + offs_n - 1, mask=mask, other=-1)
+    end = tl.min(tl.where((offs_n > 0) & ((parent < 0) | (parent >= offs_n)), offs_n, BLOCK_N), 0)
+    return tl.where(offs_n < end, parent, -1)
 
 
 @triton.jit
 def _ancestor_masks_kernel(
-    parents,  # int64 [R, N]
-    masks,  # out: int64 [R, 1 + N]
-    depths,  # out: int64 [R, 1 + N]
-    tokens,  # 1 + N
-    BLOCK: tl.constexpr,
+    parents_ptr,  # int64 [R, N]
+    masks_ptr,  # out: int64 [R, 1 + N]
+    depths_ptr,  # out: int64 [R, 1 + N]
+    num_tokens,  # 1 + N
+    BLOCK_N: tl.constexpr,  # 1 + N, rounded up to a power of two
     PDL: tl.constexpr,
 ):
-    """One program per row."""
+    """mask[n] = mask[parent[n]] | 1 << n, depth[n] = depth[parent[n]] + 1. One program per row."""
     await_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
-    token = tl.arange(0, BLOCK)
-    parent = read_parents(parents, row, tokens, BLOCK)
-    mask = tl.where(token == 0, 1, 0).to(tl.int64)
-    depth = tl.zeros((BLOCK,), tl.int64)
-    for at in range(1, tokens):
-        own = tl.sum(tl.where(token == at, parent, 0), 0)
-        if own >= 0:
-            above = tl.sum(tl.where(token == own, mask, 0), 0) | (tl.full((), 1, tl.int64) << at)
-            below = tl.sum(tl.where(token == own, depth, 0), 0) + 1
-            mask = tl.where(token == at, above, mask)
-            depth = tl.where(token == at, below, depth)
-    tl.store(masks + row * tokens + token, mask, mask=token < tokens)
-    tl.store(depths + row * tokens + token, depth, mask=token < tokens)
+    offs_n = tl.arange(0, BLOCK_N)
+    parent = read_parents(parents_ptr, row, num_tokens, BLOCK_N)
+    mask = tl.where(offs_n == 0, 1, 0).to(tl.int64)
+    depth = tl.zeros((BLOCK_N,), tl.int64)
+    for n in range(1, num_tokens):
+        parent_n = tl.sum(tl.where(offs_n == n, parent, 0), 0)
+        if parent_n >= 0:
+            mask_n = tl.sum(tl.where(offs_n == parent_n, mask, 0), 0) | (tl.full((), 1, tl.int64) << n)
+            depth_n = tl.sum(tl.where(offs_n == parent_n, depth, 0), 0) + 1
+            mask = tl.where(offs_n == n, mask_n, mask)
+            depth = tl.where(offs_n == n, depth_n, depth)
+    tl.store(masks_ptr + row * num_tokens + offs_n, mask, mask=offs_n < num_tokens)
+    tl.store(depths_ptr + row * num_tokens + offs_n, depth, mask=offs_n < num_tokens)
 
 
 ancestor_masks = define_op("spec_decode::ancestor_masks", AncestorMasks)

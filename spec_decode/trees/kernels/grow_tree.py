@@ -70,9 +70,9 @@ class GrowTree(NamedTuple):
         _grow_tree_kernel[(rows,)](
             *self,
             self.tokens.shape[1],
-            PLACES=places,
+            FRONTIER=places,
             WIDTH=width,
-            BLOCK=block,
+            BLOCK_C=block,
             num_warps=max(1, min(8, block * block // 2048)),
             **dependent_launch(self.tokens.device),
         )
@@ -80,69 +80,69 @@ class GrowTree(NamedTuple):
 
 @triton.jit
 def ranks(
-    score,  # fp32 [BLOCK]
-    candidate,  # [BLOCK]
-    among,  # fp32 [CHUNK]
-    at,  # [CHUNK]
+    score,  # fp32 [BLOCK_C]
+    offs_c,  # [BLOCK_C]
+    other_score,  # fp32 [CHUNK]
+    offs_other,  # [CHUNK]
 ):
-    """How many of `among`, candidates `at`, come before each of `score`: larger, or as large and earlier."""
-    others, mine = among[None, :], score[:, None]
-    earlier = (others == mine) & (at[None, :] < candidate[:, None])
-    return tl.sum(((others > mine) | earlier).to(tl.int32), 1)
+    """How many of other_score, candidates offs_other, come before each of score: larger, or as large and earlier."""
+    theirs, mine = other_score[None, :], score[:, None]
+    earlier = (theirs == mine) & (offs_other[None, :] < offs_c[:, None])
+    return tl.sum(((theirs > mine) | earlier).to(tl.int32), 1)
 
 
 @triton.jit
 def _grow_tree_kernel(
-    step,  # int64 [1]
-    child_tokens,  # int64 [R, F, W]
-    child_scores,  # fp32 [R, F, W]
-    tokens,  # out: int64 [R, C]
-    parents,  # out: int64 [R, C]
-    scores,  # out: fp32 [R, C]
-    frontier,  # in and out: int64 [R, W]
-    frontier_scores,  # in and out: fp32 [R, W]
-    frontier_tokens,  # out: int64 [R, W]
-    frontier_places,  # out: int64 [R, W]
-    candidates,  # C
-    PLACES: tl.constexpr,  # F
+    step_ptr,  # int64 [1]
+    child_tokens_ptr,  # int64 [R, F, W]
+    child_scores_ptr,  # fp32 [R, F, W]
+    tokens_ptr,  # out: int64 [R, C]
+    parents_ptr,  # out: int64 [R, C]
+    scores_ptr,  # out: fp32 [R, C]
+    frontier_ptr,  # in and out: int64 [R, W]
+    frontier_scores_ptr,  # in and out: fp32 [R, W]
+    frontier_tokens_ptr,  # out: int64 [R, W]
+    frontier_places_ptr,  # out: int64 [R, W]
+    num_candidates,  # C
+    FRONTIER: tl.constexpr,  # F
     WIDTH: tl.constexpr,  # W
-    BLOCK: tl.constexpr,  # F * W, rounded up to a power of two
+    BLOCK_C: tl.constexpr,  # F * W, rounded up to a power of two
     PDL: tl.constexpr,
 ):
-    """One program per row."""
+    """score = frontier_score + child_score; the WIDTH best are the next frontier. One program per row."""
     await_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
-    candidate = tl.arange(0, BLOCK)
-    inside = candidate < PLACES * WIDTH
-    place = candidate // WIDTH
-    at_step = tl.load(step)
-    # The children, and the scores of their paths
-    children = row * PLACES * WIDTH + candidate
-    token = tl.load(child_tokens + children, mask=inside, other=0)
-    score = tl.load(child_scores + children, mask=inside, other=float("-inf"))
-    first = tl.where(at_step > 0, WIDTH + (at_step - 1) * WIDTH * WIDTH, 0)
-    parent = tl.full((BLOCK,), -1, tl.int64)
-    if at_step > 0:
-        score += tl.load(frontier_scores + row * WIDTH + place, mask=inside, other=0.0)
-        parent = tl.load(frontier + row * WIDTH + place, mask=inside, other=-1)
-    # Store them as candidates. All of the last frontier is read before the next one is written over it.
+    offs_c = tl.arange(0, BLOCK_C)
+    mask = offs_c < FRONTIER * WIDTH
+    place = offs_c // WIDTH
+    step = tl.load(step_ptr)
+    # 1. The children, and the scores of their paths
+    child_offs = row * FRONTIER * WIDTH + offs_c
+    token = tl.load(child_tokens_ptr + child_offs, mask=mask, other=0)
+    score = tl.load(child_scores_ptr + child_offs, mask=mask, other=float("-inf"))
+    c_start = tl.where(step > 0, WIDTH + (step - 1) * WIDTH * WIDTH, 0)
+    parent = tl.full((BLOCK_C,), -1, tl.int64)
+    if step > 0:
+        score += tl.load(frontier_scores_ptr + row * WIDTH + place, mask=mask, other=0.0)
+        parent = tl.load(frontier_ptr + row * WIDTH + place, mask=mask, other=-1)
+    # 2. Store them as candidates. All of the last frontier is read before the next one is written over it.
     tl.debug_barrier()
-    if at_step == 0:
-        for start in range(PLACES * WIDTH, candidates, BLOCK):
-            other = start + candidate
-            tl.store(scores + row * candidates + other, float("-inf"), mask=other < candidates)
-    stored = row * candidates + first + candidate
-    tl.store(tokens + stored, token, mask=inside)
-    tl.store(parents + stored, parent, mask=inside)
-    tl.store(scores + stored, score, mask=inside)
-    # The next frontier. What is no candidate comes after all that are.
-    rank = ranks(score, candidate, score, candidate)
-    chosen = inside & (rank < WIDTH)
-    to = row * WIDTH + rank
-    tl.store(frontier + to, first + candidate, mask=chosen)
-    tl.store(frontier_scores + to, score, mask=chosen)
-    tl.store(frontier_tokens + to, token, mask=chosen)
-    tl.store(frontier_places + to, place.to(tl.int64), mask=chosen)
+    if step == 0:
+        for start in range(FRONTIER * WIDTH, num_candidates, BLOCK_C):
+            offs_other = start + offs_c
+            tl.store(scores_ptr + row * num_candidates + offs_other, float("-inf"), mask=offs_other < num_candidates)
+    c_offs = row * num_candidates + c_start + offs_c
+    tl.store(tokens_ptr + c_offs, token, mask=mask)
+    tl.store(parents_ptr + c_offs, parent, mask=mask)
+    tl.store(scores_ptr + c_offs, score, mask=mask)
+    # 3. The next frontier. What is no candidate comes after all that are.
+    rank = ranks(score, offs_c, score, offs_c)
+    is_chosen = mask & (rank < WIDTH)
+    frontier_offs = row * WIDTH + rank
+    tl.store(frontier_ptr + frontier_offs, c_start + offs_c, mask=is_chosen)
+    tl.store(frontier_scores_ptr + frontier_offs, score, mask=is_chosen)
+    tl.store(frontier_tokens_ptr + frontier_offs, token, mask=is_chosen)
+    tl.store(frontier_places_ptr + frontier_offs, place.to(tl.int64), mask=is_chosen)
 
 
 grow_tree = define_op(

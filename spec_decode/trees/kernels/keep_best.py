@@ -54,8 +54,8 @@ class KeepBest(NamedTuple):
             parents,
             candidates,
             self.num_tokens,
-            KEPT=triton.next_power_of_2(self.num_tokens),
-            BLOCK=block,
+            BLOCK_N=triton.next_power_of_2(self.num_tokens),
+            BLOCK_C=block,
             CHUNK=min(_CHUNK, block),
             num_warps=max(1, min(8, block // 64)),
             **dependent_launch(draft_tokens.device),
@@ -69,48 +69,51 @@ class KeepBest(NamedTuple):
 
 @triton.jit
 def _keep_best_kernel(
-    tokens,  # int64 [R, C]
-    parents,  # int64 [R, C]
-    scores,  # fp32 [R, C]
-    draft_tokens,  # out: int64 [R, N]
-    tree_parents,  # out: int64 [R, N]
-    candidates,  # C
-    count,  # N
-    KEPT: tl.constexpr,  # N, rounded up to a power of two
-    BLOCK: tl.constexpr,  # C, rounded up to a power of two
+    tokens_ptr,  # int64 [R, C]
+    parents_ptr,  # int64 [R, C]
+    scores_ptr,  # fp32 [R, C]
+    draft_tokens_ptr,  # out: int64 [R, N]
+    tree_parents_ptr,  # out: int64 [R, N]
+    num_candidates,  # C
+    num_tokens,  # N
+    BLOCK_N: tl.constexpr,  # N, rounded up to a power of two
+    BLOCK_C: tl.constexpr,  # C, rounded up to a power of two
     CHUNK: tl.constexpr,  # candidates that all others are compared with at a time
     PDL: tl.constexpr,
 ):
-    """One program per row."""
+    """Rank all candidates by score, keep the num_tokens best in their order. One program per row."""
     await_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
-    candidate = tl.arange(0, BLOCK)
-    inside = candidate < candidates
-    score = tl.load(scores + row * candidates + candidate, mask=inside, other=float("-inf"))
-    # How many candidates come before each
-    rank = tl.zeros((BLOCK,), tl.int32)
-    for start in range(0, candidates, CHUNK):
-        at = start + tl.arange(0, CHUNK)
-        among = tl.load(scores + row * candidates + at, mask=at < candidates, other=float("-inf"))
-        rank += ranks(score, candidate, among, at)
-    # The candidates that are kept
-    kept = inside & (rank < count) & (score > float("-inf"))
-    query_token = tl.cumsum(kept.to(tl.int32), 0)
-    token = tl.load(tokens + row * candidates + candidate, mask=inside, other=0)
-    parent = tl.load(parents + row * candidates + candidate, mask=inside, other=-1)
-    # A parent's query token is how many are kept up to it.
-    at = tl.arange(0, KEPT)
-    follows = tl.zeros((KEPT,), tl.int64)
-    for place in range(0, count):
-        own = kept & (query_token == place + 1)
-        above = tl.sum(tl.where(own, parent, 0), 0)
-        before = tl.sum((kept & (candidate <= above)).to(tl.int64), 0)
-        follows = tl.where(at == place, tl.where(above < 0, 0, before), follows)
-    # The tree, -1 behind its end
-    total = tl.sum(kept.to(tl.int32), 0)
-    tl.store(tree_parents + row * count + at, tl.where(at < total, follows, -1), mask=at < count)
-    tl.store(draft_tokens + row * count + at, tl.full((KEPT,), -1, tl.int64), mask=(at < count) & (at >= total))
-    tl.store(draft_tokens + row * count + query_token - 1, token, mask=kept)
+    offs_c = tl.arange(0, BLOCK_C)
+    mask = offs_c < num_candidates
+    score = tl.load(scores_ptr + row * num_candidates + offs_c, mask=mask, other=float("-inf"))
+    # 1. How many candidates come before each
+    rank = tl.zeros((BLOCK_C,), tl.int32)
+    for start in range(0, num_candidates, CHUNK):
+        offs_other = start + tl.arange(0, CHUNK)
+        in_row = offs_other < num_candidates
+        other_score = tl.load(scores_ptr + row * num_candidates + offs_other, mask=in_row, other=float("-inf"))
+        rank += ranks(score, offs_c, other_score, offs_other)
+    # 2. The candidates that are kept
+    is_kept = mask & (rank < num_tokens) & (score > float("-inf"))
+    query_token = tl.cumsum(is_kept.to(tl.int32), 0)
+    token = tl.load(tokens_ptr + row * num_candidates + offs_c, mask=mask, other=0)
+    parent = tl.load(parents_ptr + row * num_candidates + offs_c, mask=mask, other=-1)
+    # 3. A parent's query token is how many are kept up to it
+    offs_n = tl.arange(0, BLOCK_N)
+    follows = tl.zeros((BLOCK_N,), tl.int64)
+    for n in range(0, num_tokens):
+        is_n = is_kept & (query_token == n + 1)
+        parent_n = tl.sum(tl.where(is_n, parent, 0), 0)
+        num_before = tl.sum((is_kept & (offs_c <= parent_n)).to(tl.int64), 0)
+        follows = tl.where(offs_n == n, tl.where(parent_n < 0, 0, num_before), follows)
+    # 4. The tree, -1 behind its end
+    num_kept = tl.sum(is_kept.to(tl.int32), 0)
+    tree_parent = tl.where(offs_n < num_kept, follows, -1)
+    tl.store(tree_parents_ptr + row * num_tokens + offs_n, tree_parent, mask=offs_n < num_tokens)
+    behind = (offs_n < num_tokens) & (offs_n >= num_kept)
+    tl.store(draft_tokens_ptr + row * num_tokens + offs_n, tl.full((BLOCK_N,), -1, tl.int64), mask=behind)
+    tl.store(draft_tokens_ptr + row * num_tokens + query_token - 1, token, mask=is_kept)
 
 
 keep_best = define_op("spec_decode::keep_best", KeepBest)

@@ -73,9 +73,9 @@ class MoveAcceptedKV(NamedTuple):
             path.shape[1],
             pages * page_size,
             PAGE_SIZE=page_size,
-            DIM=dim,
+            HEAD_DIM=dim,
             VALUE_DIM=value_dim,
-            BLOCK=triton.next_power_of_2(max(dim, value_dim)),
+            BLOCK_D=triton.next_power_of_2(max(dim, value_dim)),
             num_warps=1,
             **dependent_launch(key_cache.device),
         )
@@ -83,48 +83,51 @@ class MoveAcceptedKV(NamedTuple):
 
 @triton.jit
 def _move_accepted_kv_kernel(
-    key_cache,  # in and out: [pages, page_size, heads, dim]
-    value_cache,  # in and out: [pages, page_size, heads, value_dim]
-    slot_mapping,  # int64 [R, 1 + N]
-    path,  # int64 [R, K]
-    key_page_stride,
-    key_token_stride,
-    key_head_stride,
-    key_dim_stride,
-    value_page_stride,
-    value_token_stride,
-    value_head_stride,
-    value_dim_stride,
-    tokens,  # 1 + N
-    depth,  # K
+    k_cache_ptr,  # in and out: [pages, page_size, heads, dim]
+    v_cache_ptr,  # in and out: [pages, page_size, heads, value_dim]
+    slot_mapping_ptr,  # int64 [R, 1 + N]
+    path_ptr,  # int64 [R, K]
+    stride_k_page,
+    stride_k_token,
+    stride_k_head,
+    stride_k_dim,
+    stride_v_page,
+    stride_v_token,
+    stride_v_head,
+    stride_v_dim,
+    num_tokens,  # 1 + N
+    max_depth,  # K
     num_slots,  # pages * page_size
     PAGE_SIZE: tl.constexpr,
-    DIM: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK_D: tl.constexpr,  # the wider of both, rounded up to a power of two
     PDL: tl.constexpr,
 ):
-    """One head of a row. A thread reads what it wrote itself, so that the order of the path is kept."""
+    """kv[slot of query token i + 1] = kv[slot of path[i]], of one head of a row; grid [R, heads].
+
+    A thread reads what it wrote itself, so that the order of the path is kept.
+    """
     await_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1).to(tl.int64)
-    dim = tl.arange(0, BLOCK).to(tl.int64)
-    key = key_cache + head * key_head_stride + dim * key_dim_stride
-    value = value_cache + head * value_head_stride + dim * value_dim_stride
-    for at in range(0, depth):
-        token = tl.load(path + row * depth + at)
-        if (token > 0) & (token < tokens):
-            source = tl.load(slot_mapping + row * tokens + token)
-            target = tl.load(slot_mapping + row * tokens + at + 1)
+    offs_d = tl.arange(0, BLOCK_D).to(tl.int64)
+    k_ptrs = k_cache_ptr + head * stride_k_head + offs_d * stride_k_dim
+    v_ptrs = v_cache_ptr + head * stride_v_head + offs_d * stride_v_dim
+    for i in range(0, max_depth):
+        query_token = tl.load(path_ptr + row * max_depth + i)
+        if (query_token > 0) & (query_token < num_tokens):
+            source = tl.load(slot_mapping_ptr + row * num_tokens + query_token)
+            target = tl.load(slot_mapping_ptr + row * num_tokens + i + 1)
             if (source >= 0) & (source < num_slots) & (target >= 0) & (target < num_slots):
-                source_page, source_at = source // PAGE_SIZE, source % PAGE_SIZE
-                page, offset = target // PAGE_SIZE, target % PAGE_SIZE
-                moved = tl.load(key + source_page * key_page_stride + source_at * key_token_stride, mask=dim < DIM)
-                tl.store(key + page * key_page_stride + offset * key_token_stride, moved, mask=dim < DIM)
-                moved = tl.load(
-                    value + source_page * value_page_stride + source_at * value_token_stride, mask=dim < VALUE_DIM
-                )
-                tl.store(value + page * value_page_stride + offset * value_token_stride, moved, mask=dim < VALUE_DIM)
+                source_page, source_offset = source // PAGE_SIZE, source % PAGE_SIZE
+                target_page, target_offset = target // PAGE_SIZE, target % PAGE_SIZE
+                k_source = k_ptrs + source_page * stride_k_page + source_offset * stride_k_token
+                k_target = k_ptrs + target_page * stride_k_page + target_offset * stride_k_token
+                tl.store(k_target, tl.load(k_source, mask=offs_d < HEAD_DIM), mask=offs_d < HEAD_DIM)
+                v_source = v_ptrs + source_page * stride_v_page + source_offset * stride_v_token
+                v_target = v_ptrs + target_page * stride_v_page + target_offset * stride_v_token
+                tl.store(v_target, tl.load(v_source, mask=offs_d < VALUE_DIM), mask=offs_d < VALUE_DIM)
 
 
 _move_accepted_kv = define_op("spec_decode::move_accepted_kv", MoveAcceptedKV, mutates=("key_cache", "value_cache"))

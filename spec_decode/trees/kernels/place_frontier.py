@@ -70,8 +70,8 @@ class PlaceFrontier(NamedTuple):
             hidden.stride(0),
             hidden.stride(1),
             WIDTH=width,
-            QUERIES=triton.next_power_of_2(tokens),
-            BLOCK=min(1024, triton.next_power_of_2(size)),
+            BLOCK_Q=triton.next_power_of_2(tokens),
+            BLOCK_H=min(1024, triton.next_power_of_2(size)),
             num_warps=2,
             **dependent_launch(hidden.device),
         )
@@ -79,56 +79,60 @@ class PlaceFrontier(NamedTuple):
 
 @triton.jit
 def _place_frontier_kernel(
-    step,  # int64 [1]
-    tokens,  # int64 [rows, W]
-    places,  # int64 [rows, W]
-    hidden,  # [rows, 1, H] at step 0, [rows, Q, H] later
-    seq_lens,  # int32 [>= rows]
-    token_ids,  # out: int64 [rows, Q]
-    states,  # out: [rows, Q, H]
-    positions,  # in and out: int64 [rows, Q]
-    tree_masks,  # in and out: int64 [rows, Q]
+    step_ptr,  # int64 [1]
+    tokens_ptr,  # int64 [rows, W]
+    places_ptr,  # int64 [rows, W]
+    hidden_ptr,  # [rows, 1, H] at step 0, [rows, Q, H] later
+    seq_lens_ptr,  # int32 [>= rows]
+    token_ids_ptr,  # out: int64 [rows, Q]
+    states_ptr,  # out: [rows, Q, H]
+    positions_ptr,  # in and out: int64 [rows, Q]
+    tree_masks_ptr,  # in and out: int64 [rows, Q]
     num_tokens,  # Q
-    size,  # H
-    hidden_row_stride,
-    hidden_stride,  # of a query token
+    hidden_size,  # H
+    stride_hidden_row,
+    stride_hidden_token,
     WIDTH: tl.constexpr,  # W
-    QUERIES: tl.constexpr,  # Q, rounded up to a power of two
-    BLOCK: tl.constexpr,  # columns of a state that are copied at a time
+    BLOCK_Q: tl.constexpr,  # Q, rounded up to a power of two
+    BLOCK_H: tl.constexpr,  # columns of a state that are copied at a time
     PDL: tl.constexpr,
 ):
-    """One token of a frontier. At step 0 the first of a row also clears the places of later ones."""
+    """tree_mask[q] = tree_mask[parent] | 1 << q of one token of a frontier, with its id, position and state.
+
+    Grid [rows, W]. At step 0 the first program of a row also clears the places of later tokens.
+    """
     await_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     place = tl.program_id(1).to(tl.int64)
-    at_step = tl.load(step)
-    live = tl.load(seq_lens + row) > 0
-    first = tl.load(positions + row * num_tokens)
-    # A round begins: clear what is not drafted yet
-    if (at_step == 0) & (place == 0):
-        later = tl.arange(0, QUERIES)
-        inside = (later >= WIDTH) & (later < num_tokens)
-        tl.store(tree_masks + row * num_tokens + later, tl.zeros((QUERIES,), tl.int64), mask=inside)
-        tl.store(token_ids + row * num_tokens + later, tl.zeros((QUERIES,), tl.int64), mask=inside)
-        tl.store(positions + row * num_tokens + later, first + tl.zeros((QUERIES,), tl.int64), mask=inside)
-    # Place the token, with the mask and the state of the one that it follows
-    at = at_step * WIDTH + place
-    if at < num_tokens:
-        above = tl.zeros((), tl.int64)
-        mask = tl.zeros((), tl.int64)
-        if at_step > 0:
-            above = (at_step - 1) * WIDTH + tl.load(places + row * WIDTH + place)
-            mask = tl.load(tree_masks + row * num_tokens + above)
-        own = tl.full((), 1, tl.int64) << at
-        token = tl.load(tokens + row * WIDTH + place)
-        to = row * num_tokens + at
-        tl.store(tree_masks + to, tl.where(live, mask | own, 0))
-        tl.store(positions + to, tl.where(live, first + at_step, 0))
-        tl.store(token_ids + to, tl.where(live, token, 0))
-        for start in range(0, size, BLOCK):
-            column = start + tl.arange(0, BLOCK)
-            state = tl.load(hidden + row * hidden_row_stride + above * hidden_stride + column, mask=column < size)
-            tl.store(states + to * size + column, state, mask=column < size)
+    step = tl.load(step_ptr)
+    live = tl.load(seq_lens_ptr + row) > 0
+    position = tl.load(positions_ptr + row * num_tokens)
+    # 1. A round begins: clear what is not drafted yet
+    if (step == 0) & (place == 0):
+        offs_q = tl.arange(0, BLOCK_Q)
+        mask = (offs_q >= WIDTH) & (offs_q < num_tokens)
+        tl.store(tree_masks_ptr + row * num_tokens + offs_q, tl.zeros((BLOCK_Q,), tl.int64), mask=mask)
+        tl.store(token_ids_ptr + row * num_tokens + offs_q, tl.zeros((BLOCK_Q,), tl.int64), mask=mask)
+        tl.store(positions_ptr + row * num_tokens + offs_q, position + tl.zeros((BLOCK_Q,), tl.int64), mask=mask)
+    # 2. Place the token, with the mask and the state of the one that it follows
+    q = step * WIDTH + place
+    if q < num_tokens:
+        parent_q = tl.zeros((), tl.int64)
+        tree_mask = tl.zeros((), tl.int64)
+        if step > 0:
+            parent_q = (step - 1) * WIDTH + tl.load(places_ptr + row * WIDTH + place)
+            tree_mask = tl.load(tree_masks_ptr + row * num_tokens + parent_q)
+        own_bit = tl.full((), 1, tl.int64) << q
+        token = tl.load(tokens_ptr + row * WIDTH + place)
+        q_offs = row * num_tokens + q
+        tl.store(tree_masks_ptr + q_offs, tl.where(live, tree_mask | own_bit, 0))
+        tl.store(positions_ptr + q_offs, tl.where(live, position + step, 0))
+        tl.store(token_ids_ptr + q_offs, tl.where(live, token, 0))
+        for start in range(0, hidden_size, BLOCK_H):
+            offs_h = start + tl.arange(0, BLOCK_H)
+            hidden_ptrs = hidden_ptr + row * stride_hidden_row + parent_q * stride_hidden_token + offs_h
+            state = tl.load(hidden_ptrs, mask=offs_h < hidden_size)
+            tl.store(states_ptr + q_offs * hidden_size + offs_h, state, mask=offs_h < hidden_size)
 
 
 place_frontier = define_op(

@@ -50,7 +50,7 @@ class TopChildren(NamedTuple):
             vocab,
             self.logits.stride(0),
             WIDTH=width,
-            BLOCK=block,
+            BLOCK_V=block,
             num_warps=max(1, min(8, block // 256)),
             **dependent_launch(device),
         )
@@ -65,8 +65,8 @@ class TopChildren(NamedTuple):
             vocab,
             blocks,
             WIDTH=width,
-            BLOCKS=triton.next_power_of_2(blocks),
-            BLOCK=merged,
+            BLOCK_B=triton.next_power_of_2(blocks),
+            BLOCK_C=merged,
             num_warps=max(1, min(8, merged // 256)),
             **dependent_launch(device),
         )
@@ -79,70 +79,70 @@ class TopChildren(NamedTuple):
 
 @triton.jit
 def _block_top_kernel(
-    logits,  # [R, V]
-    largest,  # out: fp32 [R, blocks, W]
-    at,  # out: int32 [R, blocks, W]
-    block_max,  # out: fp32 [R, blocks]
-    sum_exp,  # out: fp32 [R, blocks]
-    vocab,  # V
-    row_stride,
+    logits_ptr,  # [R, V]
+    max_ptr,  # out: fp32 [R, blocks, W]
+    argmax_ptr,  # out: int32 [R, blocks, W]
+    block_max_ptr,  # out: fp32 [R, blocks]
+    sum_exp_ptr,  # out: fp32 [R, blocks]
+    vocab_size,  # V
+    stride_logits,
     WIDTH: tl.constexpr,  # W
-    BLOCK: tl.constexpr,  # logits of a program
+    BLOCK_V: tl.constexpr,  # logits of a program
     PDL: tl.constexpr,
 ):
-    """One program per row and block of the vocabulary: the block's W largest logits, and its part of the softmax."""
+    """The W largest logits of one block of the vocabulary, and its part of the softmax. Grid [R, blocks]."""
     await_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
-    token = block * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(logits + row * row_stride + token, mask=token < vocab, other=float("-inf")).to(tl.float32)
+    offs_v = block * BLOCK_V + tl.arange(0, BLOCK_V)
+    x = tl.load(logits_ptr + row * stride_logits + offs_v, mask=offs_v < vocab_size, other=float("-inf")).to(tl.float32)
     x = tl.where(x == x, x, float("-inf"))
-    part = row * tl.num_programs(1) + block
-    store_max_sum_exp(x, block_max + part, sum_exp + part)
+    part_offs = row * tl.num_programs(1) + block
+    store_max_sum_exp(x, block_max_ptr + part_offs, sum_exp_ptr + part_offs)
     for rank in range(0, WIDTH):
-        best, first = tl.max(x, 0, return_indices=True)
-        tl.store(largest + part * WIDTH + rank, best)
-        tl.store(at + part * WIDTH + rank, block * BLOCK + first)
-        x = tl.where(token == block * BLOCK + first, float("-inf"), x)
+        max_logit, argmax = tl.max(x, 0, return_indices=True)
+        tl.store(max_ptr + part_offs * WIDTH + rank, max_logit)
+        tl.store(argmax_ptr + part_offs * WIDTH + rank, block * BLOCK_V + argmax)
+        x = tl.where(offs_v == block * BLOCK_V + argmax, float("-inf"), x)
 
 
 @triton.jit
 def _merge_top_kernel(
-    largest,  # fp32 [R, blocks, W]
-    at,  # int32 [R, blocks, W]
-    block_max,  # fp32 [R, blocks]
-    sum_exp,  # fp32 [R, blocks]
-    tokens,  # out: int64 [R, W]
-    scores,  # out: fp32 [R, W]
-    vocab,  # V
-    blocks,  # of the vocabulary
+    max_ptr,  # fp32 [R, blocks, W]
+    argmax_ptr,  # int32 [R, blocks, W]
+    block_max_ptr,  # fp32 [R, blocks]
+    sum_exp_ptr,  # fp32 [R, blocks]
+    tokens_ptr,  # out: int64 [R, W]
+    scores_ptr,  # out: fp32 [R, W]
+    vocab_size,  # V
+    num_blocks,  # of the vocabulary
     WIDTH: tl.constexpr,  # W
-    BLOCKS: tl.constexpr,  # blocks, rounded up to a power of two
-    BLOCK: tl.constexpr,  # blocks * W, likewise
+    BLOCK_B: tl.constexpr,  # blocks, rounded up to a power of two
+    BLOCK_C: tl.constexpr,  # blocks * W, likewise
     PDL: tl.constexpr,
 ):
     """One program per row: the W largest of its blocks', and their log-probabilities."""
     await_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
-    # The row's largest logit, and the logarithm of its sum of exponentials
-    block = tl.arange(0, BLOCKS)
-    maxima = tl.load(block_max + row * blocks + block, mask=block < blocks, other=float("-inf"))
-    sums = tl.load(sum_exp + row * blocks + block, mask=block < blocks, other=0.0)
-    peak, total = merge_sum_exp(maxima, sums)
-    total = tl.log(total)
-    # The W largest, one after another
-    candidate = tl.arange(0, BLOCK)
-    inside = candidate < blocks * WIDTH
-    x = tl.load(largest + row * blocks * WIDTH + candidate, mask=inside, other=float("-inf"))
-    token = tl.load(at + row * blocks * WIDTH + candidate, mask=inside, other=0)
+    # 1. The row's largest logit, and the logarithm of its sum of exponentials
+    offs_b = tl.arange(0, BLOCK_B)
+    block_max = tl.load(block_max_ptr + row * num_blocks + offs_b, mask=offs_b < num_blocks, other=float("-inf"))
+    block_sum = tl.load(sum_exp_ptr + row * num_blocks + offs_b, mask=offs_b < num_blocks, other=0.0)
+    row_max, row_sum = merge_sum_exp(block_max, block_sum)
+    log_sum = tl.log(row_sum)
+    # 2. The W largest, one after another
+    offs_c = tl.arange(0, BLOCK_C)
+    mask = offs_c < num_blocks * WIDTH
+    x = tl.load(max_ptr + row * num_blocks * WIDTH + offs_c, mask=mask, other=float("-inf"))
+    token = tl.load(argmax_ptr + row * num_blocks * WIDTH + offs_c, mask=mask, other=0)
     for rank in range(0, WIDTH):
         # Candidates lie in the order of their blocks: of equal ones the first has the lowest token.
-        best, first = tl.max(x, 0, return_indices=True)
-        chosen = tl.sum(tl.where(candidate == first, token, 0), 0)
-        score = tl.where(best == float("-inf"), best, tl.minimum(best - peak - total, 0.0))
-        tl.store(tokens + row * WIDTH + rank, tl.minimum(chosen, vocab - 1).to(tl.int64))
-        tl.store(scores + row * WIDTH + rank, score)
-        x = tl.where(candidate == first, float("-inf"), x)
+        max_logit, argmax = tl.max(x, 0, return_indices=True)
+        chosen = tl.sum(tl.where(offs_c == argmax, token, 0), 0)
+        score = tl.where(max_logit == float("-inf"), max_logit, tl.minimum(max_logit - row_max - log_sum, 0.0))
+        tl.store(tokens_ptr + row * WIDTH + rank, tl.minimum(chosen, vocab_size - 1).to(tl.int64))
+        tl.store(scores_ptr + row * WIDTH + rank, score)
+        x = tl.where(offs_c == argmax, float("-inf"), x)
 
 
 top_children = define_op("spec_decode::top_children", TopChildren)
