@@ -156,23 +156,23 @@ def _from_zero(counts: Tensor) -> Tensor:
     ]
 )
 def _replan_kernel(
-    seq_lens,  # int32 [num_reqs]
-    last_page_len,  # out: int32 [num_reqs]
-    plan_bytes,  # out: uint8 [n], the int workspace
-    plan,  # out: int32 [n / 4], the same memory
+    seq_lens_ptr,  # int32 [num_reqs]
+    last_page_len_ptr,  # out: int32 [num_reqs]
+    plan_bytes_ptr,  # out: uint8 [n], the int workspace
+    plan_ptr,  # out: int32 [n / 4], the same memory
     units,
     row_start,  # (row_stride - 1) * page_size
     min_chunk,  # pages of a chunk at least
     window_pages,  # pages of a request at most
     padded_tiles,  # of the grid
     tile_budget,
-    request_indices,  # this and the next are offsets in `plan`
+    request_indices,  # this and the next are offsets in plan_ptr
     qo_tile_indices,
     kv_tile_indices,
     o_indptr,
     merge_indptr,
     kv_chunk_size,
-    block_valid_mask,  # an offset in `plan_bytes`
+    block_valid_mask,  # an offset in plan_bytes_ptr
     PAGE_SIZE: tl.constexpr,
     QUERY_LEN: tl.constexpr,
     QUERY_TILES: tl.constexpr,  # units of a request
@@ -183,19 +183,19 @@ def _replan_kernel(
 ):
     """One program makes the whole plan; `PlanLayout` says what each array holds."""
     await_previous(PDL)
-    # The pages of each unit
-    unit = tl.arange(0, BLOCK_U)
-    inside = unit < units
-    request = unit // QUERY_TILES
-    leads = inside & (unit % QUERY_TILES == 0)
-    seq_len = tl.load(seq_lens + request, mask=inside, other=0)
-    tl.store(last_page_len + request, seq_len - row_start, mask=leads)
+    # 1. The pages of each unit
+    offs_u = tl.arange(0, BLOCK_U)
+    mask_u = offs_u < units
+    request = offs_u // QUERY_TILES
+    leads = mask_u & (offs_u % QUERY_TILES == 0)
+    seq_len = tl.load(seq_lens_ptr + request, mask=mask_u, other=0)
+    tl.store(last_page_len_ptr + request, seq_len - row_start, mask=leads)
     pages = tl.minimum(tl.maximum(tl.cdiv(seq_len, PAGE_SIZE), 1), window_pages)
-    pages = tl.where(inside, pages, 0)
+    pages = tl.where(mask_u, pages, 0)
     longest = tl.max(pages, 0)
     total = tl.sum(pages, 0)
 
-    # The pages of a chunk. A chunk of c pages makes between total / c and (total - units) / c + units tiles: between
+    # 2. The pages of a chunk. A chunk of c pages makes between total / c and (total - units) / c + units tiles: between
     # the bounds that this sets few sizes are left to try. Where even whole requests are too many tiles, nothing is cut.
     spare = tile_budget - units
     low = tl.maximum(tl.where(spare < 0, longest, tl.cdiv(total, tile_budget)), min_chunk)
@@ -205,33 +205,33 @@ def _replan_kernel(
         fits = tl.sum(tl.cdiv(pages, middle), 0) <= tile_budget
         low = tl.where(fits, low, middle + 1)
         high = tl.where(fits, middle, high)
-    tl.store(plan + kv_chunk_size, low * PAGE_SIZE)
+    tl.store(plan_ptr + kv_chunk_size, low * PAGE_SIZE)
 
-    # Where the partial outputs of each request start, and of each query token
+    # 3. Where the partial outputs of each request start, and of each query token
     chunks = tl.cdiv(pages, low)
     end = tl.cumsum(chunks, 0)
     start = end - chunks
     row = start // QUERY_TILES * QUERY_LEN
-    tl.store(plan + o_indptr, 0)
-    tl.store(plan + o_indptr + 1 + request, row + QUERY_LEN * chunks, mask=leads)
+    tl.store(plan_ptr + o_indptr, 0)
+    tl.store(plan_ptr + o_indptr + 1 + request, row + QUERY_LEN * chunks, mask=leads)
     if TENSOR_CORES:
-        tl.store(plan + merge_indptr, 0)
+        tl.store(plan_ptr + merge_indptr, 0)
         for token in range(QUERY_LEN):
-            to = plan + merge_indptr + 1 + request * QUERY_LEN + token
+            to = plan_ptr + merge_indptr + 1 + request * QUERY_LEN + token
             tl.store(to, row + (token + 1) * chunks, mask=leads)
 
-    # The unit and the chunk of each tile
-    tile = tl.arange(0, BLOCK_T)
-    valid = tile < tl.sum(chunks, 0)
-    begins = tl.histogram(tl.where(inside, start, BLOCK_T - 1), BLOCK_T)
+    # 4. The unit and the chunk of each tile
+    offs_t = tl.arange(0, BLOCK_T)
+    valid = offs_t < tl.sum(chunks, 0)
+    begins = tl.histogram(tl.where(mask_u, start, BLOCK_T - 1), BLOCK_T)
     owner = tl.where(valid, tl.cumsum(begins, 0) - 1, 0)
-    kv_tile = tl.where(valid, tile - tl.gather(start, owner, 0), 0)
-    in_grid = tile < padded_tiles
-    tl.store(plan + request_indices + tile, owner // QUERY_TILES, mask=in_grid)
-    tl.store(plan + kv_tile_indices + tile, kv_tile, mask=in_grid)
+    kv_tile = tl.where(valid, offs_t - tl.gather(start, owner, 0), 0)
+    mask_t = offs_t < padded_tiles
+    tl.store(plan_ptr + request_indices + offs_t, owner // QUERY_TILES, mask=mask_t)
+    tl.store(plan_ptr + kv_tile_indices + offs_t, kv_tile, mask=mask_t)
     if TENSOR_CORES:
-        tl.store(plan + qo_tile_indices + tile, owner % QUERY_TILES, mask=in_grid)
-    tl.store(plan_bytes + block_valid_mask + tile, valid.to(tl.uint8), mask=in_grid)
+        tl.store(plan_ptr + qo_tile_indices + offs_t, owner % QUERY_TILES, mask=mask_t)
+    tl.store(plan_bytes_ptr + block_valid_mask + offs_t, valid.to(tl.uint8), mask=mask_t)
 
 
 _replan = define_op("builders::flashinfer_replan", Replan, mutates=("last_page_len", "workspace"))

@@ -58,7 +58,7 @@ class BlockConvolution(NamedTuple):
             self.x.stride(0),
             *self.change.stride()[:2],
             TAPS=taps,
-            BLOCK=_BLOCK,
+            BLOCK_H=_BLOCK,
             **dependent_launch(out.device),
         )
         return out
@@ -66,35 +66,36 @@ class BlockConvolution(NamedTuple):
 
 @triton.jit
 def _block_convolution_kernel(
-    x,  # [T, H]
-    base,  # [C, H]
-    change,  # [T, C, G]
-    out,  # out: [T, H]
-    hidden,  # H
+    x_ptr,  # [T, H]
+    base_ptr,  # [C, H]
+    change_ptr,  # [T, C, G]
+    y_ptr,  # out: [T, H]
+    hidden_size,  # H
     group_size,  # H / G
     block_len,  # L
-    x_stride,
-    change_stride,  # of a token, as is the next of a tap
-    tap_stride,
+    stride_x,
+    stride_change_token,
+    stride_change_tap,
     TAPS: tl.constexpr,  # C
-    BLOCK: tl.constexpr,  # channels of a program
+    BLOCK_H: tl.constexpr,  # channels of a program
     PDL: tl.constexpr,
 ):
-    """One program per token and BLOCK of its channels."""
+    """y[t, h] = sum over c of x[t - c, h] * (base[c, h] + change[t, c, h's group]). Grid [T, ceil(H / BLOCK_H)]."""
     await_previous(PDL)
     token = tl.program_id(0).to(tl.int64)
-    channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = channel < hidden
-    place = token % block_len
-    total = tl.zeros((BLOCK,), tl.float32)
+    offs_h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    mask = offs_h < hidden_size
+    offset = token % block_len
+    acc = tl.zeros((BLOCK_H,), tl.float32)
     for tap in range(0, TAPS):
         # What lies before the block is not read: it is another request's.
-        seen = inside & (place >= tap)
-        value = tl.load(x + (token - tap) * x_stride + channel, mask=seen, other=0.0).to(tl.float32)
-        weight = tl.load(base + tap * hidden + channel, mask=seen, other=0.0).to(tl.float32)
-        shift = tl.load(change + token * change_stride + tap * tap_stride + channel // group_size, mask=seen, other=0.0)
-        total += value * (weight + shift.to(tl.float32))
-    tl.store(out + token * hidden + channel, total.to(out.dtype.element_ty), mask=inside)
+        mask_x = mask & (offset >= tap)
+        x = tl.load(x_ptr + (token - tap) * stride_x + offs_h, mask=mask_x, other=0.0).to(tl.float32)
+        base = tl.load(base_ptr + tap * hidden_size + offs_h, mask=mask_x, other=0.0).to(tl.float32)
+        change_ptrs = change_ptr + token * stride_change_token + tap * stride_change_tap + offs_h // group_size
+        change = tl.load(change_ptrs, mask=mask_x, other=0.0)
+        acc += x * (base + change.to(tl.float32))
+    tl.store(y_ptr + token * hidden_size + offs_h, acc.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 block_convolution = define_op("spec_decode::block_convolution", BlockConvolution)

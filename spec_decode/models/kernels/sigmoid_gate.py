@@ -43,7 +43,7 @@ class SigmoidGate(NamedTuple):
             self.x.stride(0),
             self.gate.stride(0),
             OF_ROWS=self.gate.shape[1] == 1,
-            BLOCK=_BLOCK,
+            BLOCK_SIZE=_BLOCK,
             **dependent_launch(out.device),
         )
         return out
@@ -51,26 +51,26 @@ class SigmoidGate(NamedTuple):
 
 @triton.jit
 def _sigmoid_gate_kernel(
-    x,  # [T, N]
-    gate,  # [T, N], or [T, 1]
-    out,  # out: [T, N]
-    width,  # N
-    x_stride,
-    gate_stride,
+    x_ptr,  # [T, N]
+    gate_ptr,  # [T, N], or [T, 1]
+    y_ptr,  # out: [T, N]
+    n_cols,  # N
+    stride_x,
+    stride_gate,
     OF_ROWS: tl.constexpr,  # whether a row has one gate
-    BLOCK: tl.constexpr,  # columns of a program
+    BLOCK_SIZE: tl.constexpr,  # columns of a program
     PDL: tl.constexpr,
 ):
-    """One program per token and BLOCK of its columns."""
+    """y = x * sigmoid(gate). Grid [T, ceil(N / BLOCK_SIZE)]."""
     await_previous(PDL)
     token = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < width
-    value = tl.load(x + token * x_stride + column, mask=inside, other=0.0).to(tl.float32)
-    at = column * 0 if OF_ROWS else column
-    opened = tl.load(gate + token * gate_stride + at, mask=inside, other=0.0).to(tl.float32)
-    result = value / (1.0 + tl.exp(-opened))
-    tl.store(out + token * width + column, result.to(out.dtype.element_ty), mask=inside)
+    offs = tl.program_id(1) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
+    mask = offs < n_cols
+    x = tl.load(x_ptr + token * stride_x + offs, mask=mask, other=0.0).to(tl.float32)
+    gate_offs = offs * 0 if OF_ROWS else offs
+    gate = tl.load(gate_ptr + token * stride_gate + gate_offs, mask=mask, other=0.0).to(tl.float32)
+    y = x / (1.0 + tl.exp(-gate))
+    tl.store(y_ptr + token * n_cols + offs, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 sigmoid_gate = define_op("spec_decode::sigmoid_gate", SigmoidGate)

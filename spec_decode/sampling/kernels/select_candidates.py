@@ -96,88 +96,92 @@ class SelectCandidates(NamedTuple):
 
 @triton.jit
 def _select_candidates_kernel(
-    logits,  # [rows * K, V]
-    candidates,  # int64 [rows * K, W]
-    gates,  # [rows * K, N]
-    predecessors,  # [V, N]
-    successors,  # [V, N]
-    next_tokens,  # int64 [R]
-    temperature,  # fp32 [R]
-    seeds,  # int64 [R]
-    positions,  # int64 [rows * K]
-    seq_lens,  # int32 [R]
-    draft_tokens,  # out: int64 [R, K]
-    draft_logits,  # in and out: fp32 [R, K, V]
-    scored,  # in and out: int64 [R, K, W]
-    draft_lens,  # int32 [R]
-    num_tokens,  # int32 [1]
-    min_confidence,  # fp32 [1]
-    columns,  # K
+    logits_ptr,  # [rows * K, V]
+    candidates_ptr,  # int64 [rows * K, W]
+    gates_ptr,  # [rows * K, N]
+    predecessors_ptr,  # [V, N]
+    successors_ptr,  # [V, N]
+    next_tokens_ptr,  # int64 [R]
+    temperature_ptr,  # fp32 [R]
+    seeds_ptr,  # int64 [R]
+    positions_ptr,  # int64 [rows * K]
+    seq_lens_ptr,  # int32 [R]
+    draft_tokens_ptr,  # out: int64 [R, K]
+    draft_logits_ptr,  # in and out: fp32 [R, K, V]
+    scored_ptr,  # in and out: int64 [R, K, W]
+    draft_lens_ptr,  # int32 [R]
+    num_tokens_ptr,  # int32 [1]
+    min_confidence_ptr,  # fp32 [1]
+    num_drafts,  # K
     width,  # W
     rank,  # N
-    logits_stride,
-    gates_stride,
-    tokens_stride,
-    cache_row_stride,  # of draft_logits, as is the next
-    cache_column_stride,
+    stride_logits,
+    stride_gates,
+    stride_draft_tokens,
+    stride_draft_row,
+    stride_draft_pos,
     STREAM: tl.constexpr,  # of the noise
     AHEAD: tl.constexpr,  # from an input's position to that of the token it predicts
     BLOCK_W: tl.constexpr,  # W, rounded up to a power of two
     BLOCK_N: tl.constexpr,  # dims of the shift that are summed at once
     PDL: tl.constexpr,
 ):
-    """One program per row, of the first of the buffers' R: a column after the other."""
+    """score = logit + sum of predecessors[previous] * gate * successors[token], and the argmax of score + gumbel.
+
+    One program per row, of the first of the buffers' R: a column after the other.
+    """
     await_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
-    place = tl.arange(0, BLOCK_W)
-    inside = place < width
-    row_temperature = tl.load(temperature + row)
-    is_random = row_temperature > 0
-    seed = tl.load(seeds + row)
-    threshold = tl.load(min_confidence)
-    length = tl.minimum(tl.minimum(tl.load(draft_lens + row), tl.load(num_tokens)), columns)
-    length = tl.where(tl.load(seq_lens + row) > 0, length, 0)
-    previous = tl.load(next_tokens + row)
-    for column in range(0, columns):
-        line = row * columns + column
-        token = tl.load(candidates + line * width + place, mask=inside, other=0)
-        x = tl.load(logits + line * logits_stride + token, mask=inside, other=float("-inf")).to(tl.float32)
-        found = x > float("-inf")
-        # What the token before adds to each candidate's logit
+    offs_w = tl.arange(0, BLOCK_W)
+    mask = offs_w < width
+    temperature = tl.load(temperature_ptr + row)
+    is_random = temperature > 0
+    seed = tl.load(seeds_ptr + row)
+    min_confidence = tl.load(min_confidence_ptr)
+    draft_len = tl.minimum(tl.minimum(tl.load(draft_lens_ptr + row), tl.load(num_tokens_ptr)), num_drafts)
+    draft_len = tl.where(tl.load(seq_lens_ptr + row) > 0, draft_len, 0)
+    previous = tl.load(next_tokens_ptr + row)
+    for k in range(0, num_drafts):
+        draft_row = row * num_drafts + k
+        token = tl.load(candidates_ptr + draft_row * width + offs_w, mask=mask, other=0)
+        x = tl.load(logits_ptr + draft_row * stride_logits + token, mask=mask, other=float("-inf")).to(tl.float32)
+        is_found = x > float("-inf")
+        # 1. What the token before adds to each candidate's logit
         shift = tl.zeros((BLOCK_W,), tl.float32)
         for start in range(0, rank, BLOCK_N):
-            dim = start + tl.arange(0, BLOCK_N)
-            before = tl.load(predecessors + previous * rank + dim, mask=dim < rank, other=0.0).to(tl.float32)
-            gate = tl.load(gates + line * gates_stride + dim, mask=dim < rank, other=0.0).to(tl.float32)
-            after = successors + token[:, None] * rank + dim[None, :]
-            after = tl.load(after, mask=found[:, None] & (dim < rank)[None, :], other=0.0).to(tl.float32)
-            shift += tl.sum((before * gate)[None, :] * after, 1)
-        x = tl.where(found, x + shift, float("-inf"))
+            offs_n = start + tl.arange(0, BLOCK_N)
+            mask_n = offs_n < rank
+            predecessor = tl.load(predecessors_ptr + previous * rank + offs_n, mask=mask_n, other=0.0).to(tl.float32)
+            gate = tl.load(gates_ptr + draft_row * stride_gates + offs_n, mask=mask_n, other=0.0).to(tl.float32)
+            successor = successors_ptr + token[:, None] * rank + offs_n[None, :]
+            successor = tl.load(successor, mask=is_found[:, None] & mask_n[None, :], other=0.0).to(tl.float32)
+            shift += tl.sum((predecessor * gate)[None, :] * successor, 1)
+        x = tl.where(is_found, x + shift, float("-inf"))
         if is_random:
-            x = tl.div_rn(x, row_temperature)
-        # Store the scores where verification reads them, and take those of the last round away.
-        line_logits = draft_logits + row * cache_row_stride + column * cache_column_stride
-        line_scored = scored + line * width + place
-        last = tl.load(line_scored, mask=inside, other=0)
-        again = tl.sum(((last[:, None] == token[None, :]) & inside[None, :]).to(tl.int32), 1) > 0
-        tl.store(line_logits + last, float("-inf"), mask=inside & (again == 0))
-        tl.store(line_logits + token, x, mask=inside)
-        tl.store(line_scored, token, mask=inside)
-        # The best of them, with noise in a random row
+            x = tl.div_rn(x, temperature)
+        # 2. Store the scores where verification reads them, and take those of the last round away.
+        draft_logits_ptrs = draft_logits_ptr + row * stride_draft_row + k * stride_draft_pos
+        scored_ptrs = scored_ptr + draft_row * width + offs_w
+        last = tl.load(scored_ptrs, mask=mask, other=0)
+        is_rescored = tl.sum(((last[:, None] == token[None, :]) & mask[None, :]).to(tl.int32), 1) > 0
+        tl.store(draft_logits_ptrs + last, float("-inf"), mask=mask & (is_rescored == 0))
+        tl.store(draft_logits_ptrs + token, x, mask=mask)
+        tl.store(scored_ptrs, token, mask=mask)
+        # 3. The best of them, with noise in a random row
         perturbed = x
         if is_random:
-            perturbed = x + triton_gumbel(triton_key(seed, tl.load(positions + line) + AHEAD, STREAM), token)
-        _, first = tl.max(perturbed, 0, return_indices=True)
+            perturbed = x + triton_gumbel(triton_key(seed, tl.load(positions_ptr + draft_row) + AHEAD, STREAM), token)
+        _, argmax = tl.max(perturbed, 0, return_indices=True)
         # Where every score is NaN none was found; the token must lie in the vocabulary all the same.
-        first = tl.minimum(first, width - 1)
-        previous = tl.sum(tl.where(place == first, token, 0), 0)
-        tl.store(draft_tokens + row * tokens_stride + column, tl.where(column < length, previous, -1))
-        if threshold > 0:
-            largest = tl.max(x, 0)
-            part = tl.exp(x - largest)
-            sure = tl.div_rn(tl.sum(tl.where(place == first, part, 0.0), 0), tl.sum(part, 0)) >= threshold
+        argmax = tl.minimum(argmax, width - 1)
+        previous = tl.sum(tl.where(offs_w == argmax, token, 0), 0)
+        tl.store(draft_tokens_ptr + row * stride_draft_tokens + k, tl.where(k < draft_len, previous, -1))
+        if min_confidence > 0:
+            max_logit = tl.max(x, 0)
+            exps = tl.exp(x - max_logit)
+            is_sure = tl.div_rn(tl.sum(tl.where(offs_w == argmax, exps, 0.0), 0), tl.sum(exps, 0)) >= min_confidence
             # The token that is not sure is still proposed.
-            length = tl.where(sure, length, tl.minimum(length, column + 1))
+            draft_len = tl.where(is_sure, draft_len, tl.minimum(draft_len, k + 1))
 
 
 select_candidates = define_op(

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 
+from builders.kernels.limits import INT32_MAX
 from builders.kernels.op import define_op
 from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
 
@@ -73,7 +74,7 @@ class BestPaths(NamedTuple):
             width,
             count,
             INDEX_BITS=_INDEX_BITS,
-            BLOCK=triton.next_power_of_2(count + 1),
+            BLOCK_P=triton.next_power_of_2(count + 1),
             num_warps=1,
             **dependent_launch(self.draft_tokens.device),
         )
@@ -81,55 +82,59 @@ class BestPaths(NamedTuple):
 
 @triton.jit
 def _best_paths_kernel(
-    child_tokens,  # int64 [R, K, W]
-    child_scores,  # fp32 [R, K, W]
-    depths,  # int32 [R]
-    draft_tokens,  # out: int64 [R, N]
-    parents,  # out: int64 [R, N]
-    places,  # K
+    child_tokens_ptr,  # int64 [R, K, W]
+    child_scores_ptr,  # fp32 [R, K, W]
+    depths_ptr,  # int32 [R]
+    draft_tokens_ptr,  # out: int64 [R, N]
+    parents_ptr,  # out: int64 [R, N]
+    max_depth,  # K
     width,  # W
-    count,  # N
+    num_tokens,  # N
     INDEX_BITS: tl.constexpr,  # of a rank, and of a query token
-    BLOCK: tl.constexpr,  # paths waiting at a time, rounded up to a power of two
+    BLOCK_P: tl.constexpr,  # paths waiting at a time, rounded up to a power of two
     PDL: tl.constexpr,
 ):
-    """One program per row. Every path taken lets two more wait: its next sibling, and its best child."""
+    """Take the best of the paths that wait, num_tokens times: score = parent_score + child_score.
+
+    One program per row. Every path taken lets two more wait: its next sibling, and its best child.
+    """
     await_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
-    index: tl.constexpr = (1 << INDEX_BITS) - 1
-    longest = tl.minimum(tl.load(depths + row), places)
-    children = row * places * width
-    waiting = tl.arange(0, BLOCK)
+    INDEX_MASK: tl.constexpr = (1 << INDEX_BITS) - 1
+    depth = tl.minimum(tl.load(depths_ptr + row), max_depth)
+    children_start = row * max_depth * width
+    offs_p = tl.arange(0, BLOCK_P)
     # At first the root's best child waits.
-    best_child = tl.load(child_scores + children, mask=longest > 0, other=float("-inf"))
-    score = tl.where(waiting == 0, best_child, float("-inf"))
+    best_child = tl.load(child_scores_ptr + children_start, mask=depth > 0, other=float("-inf"))
+    score = tl.where(offs_p == 0, best_child, float("-inf"))
     # The score of the path without its last token
-    above = tl.zeros((BLOCK,), tl.float32)
+    parent_score = tl.zeros((BLOCK_P,), tl.float32)
     # What orders equal scores: place, rank and parent in one number
-    order = tl.zeros((BLOCK,), tl.int32)
-    for at in range(0, count):
+    order = tl.zeros((BLOCK_P,), tl.int32)
+    for n in range(0, num_tokens):
         best = tl.max(score, 0)
         found = best > float("-inf")
-        first = tl.min(tl.where(score == best, order, 0x7FFFFFFF), 0)
-        taken = (score == best) & (order == first)
-        place = first >> (2 * INDEX_BITS)
-        rank = (first >> INDEX_BITS) & index
-        child = children + place * width + rank
-        token = tl.load(child_tokens + child, mask=found, other=-1)
-        tl.store(draft_tokens + row * count + at, token)
-        tl.store(parents + row * count + at, tl.where(found, first & index, -1).to(tl.int64))
+        taken_order = tl.min(tl.where(score == best, order, INT32_MAX), 0)
+        taken = (score == best) & (order == taken_order)
+        place = taken_order >> (2 * INDEX_BITS)
+        rank = (taken_order >> INDEX_BITS) & INDEX_MASK
+        child_offs = children_start + place * width + rank
+        token = tl.load(child_tokens_ptr + child_offs, mask=found, other=-1)
+        tl.store(draft_tokens_ptr + row * num_tokens + n, token)
+        tl.store(parents_ptr + row * num_tokens + n, tl.where(found, taken_order & INDEX_MASK, -1).to(tl.int64))
         # The next sibling waits in its place. A rank beyond the last carries into the place, and is never taken.
-        before = tl.sum(tl.where(taken, above, 0.0), 0)
-        own = tl.load(child_scores + child + 1, mask=found & (rank + 1 < width), other=float("-inf"))
-        score = tl.where(taken, before + own, score)
-        order = tl.where(taken, first + (1 << INDEX_BITS), order)
+        taken_parent_score = tl.sum(tl.where(taken, parent_score, 0.0), 0)
+        child_score = tl.load(child_scores_ptr + child_offs + 1, mask=found & (rank + 1 < width), other=float("-inf"))
+        score = tl.where(taken, taken_parent_score + child_score, score)
+        order = tl.where(taken, taken_order + (1 << INDEX_BITS), order)
         # The best child waits behind all others.
-        deeper = found & (place + 1 < longest)
-        own = tl.load(child_scores + children + (place + 1) * width, mask=deeper, other=float("-inf"))
-        new = waiting == at + 1
-        score = tl.where(new, best + own, score)
-        above = tl.where(new, best, above)
-        order = tl.where(new, ((place + 1) << (2 * INDEX_BITS)) | (at + 1), order)
+        has_child = found & (place + 1 < depth)
+        child_offs = children_start + (place + 1) * width
+        child_score = tl.load(child_scores_ptr + child_offs, mask=has_child, other=float("-inf"))
+        is_new = offs_p == n + 1
+        score = tl.where(is_new, best + child_score, score)
+        parent_score = tl.where(is_new, best, parent_score)
+        order = tl.where(is_new, ((place + 1) << (2 * INDEX_BITS)) | (n + 1), order)
 
 
 best_paths = define_op("spec_decode::best_paths", BestPaths, mutates=("draft_tokens", "parents"))

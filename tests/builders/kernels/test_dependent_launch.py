@@ -29,6 +29,7 @@ KERNELS = {
     "_grow_tree_kernel", "_keep_best_kernel", "_block_inputs_kernel", "_gather_block_kernel", "_line_argmax_kernel",
     "_store_block_kernel", "_place_frontier_kernel", "_prefix_lens_kernel", "_tree_attention_kernel", "streamed_kernel",
     "streamed_tma_kernel", "sum_shares_kernel", "_mla_query_key_kernel", "_block_target_kernel",
+    "_best_paths_kernel", "_block_convolution_kernel", "_select_candidates_kernel", "_sigmoid_gate_kernel",
 }  # fmt: skip
 CHOSEN = {"PDL": True, "launch_pdl": True}
 
