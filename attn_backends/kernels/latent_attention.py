@@ -16,8 +16,8 @@ import torch
 from attn_backends.kernels.online_softmax import LOG2_E, M_INIT
 from attn_backends.kernels.paged_attention import (
     PagedAttentionArguments,
+    launch_merge,
     length_within,
-    merge_kernel,
     seen_in_tree,
     split_range,
 )
@@ -127,17 +127,23 @@ class LatentAttentionArguments(NamedTuple):
         tiles = triton.cdiv(self.max_query_len * heads, config["BLOCK_M"])
         page_size = self.latent_cache.shape[1]
         latent_attention_kernel[(self.seq_lens.shape[0] * tiles, splits)](
-            query,
-            *self[1:6],
-            partial,
-            lse,
-            self.scale,
-            tiles,
-            tokens,
-            self._longest,
-            *query.stride()[:2],
-            *self.latent_cache.stride()[:2],
-            self.block_table.stride(0),
+            q_ptr=query,
+            kv_cache_ptr=self.latent_cache,
+            block_table_ptr=self.block_table,
+            seq_lens_ptr=self.seq_lens,
+            query_start_loc_ptr=self.query_start_loc,
+            tree_masks_ptr=self.tree_masks,
+            o_ptr=partial,
+            lse_ptr=lse,
+            sm_scale=self.scale,
+            num_m_blocks=tiles,
+            num_tokens=tokens,
+            max_len=self._longest,
+            stride_q_token=query.stride(0),
+            stride_q_head=query.stride(1),
+            stride_kv_page=self.latent_cache.stride(0),
+            stride_kv_token=self.latent_cache.stride(1),
+            stride_block_table=self.block_table.stride(0),
             HEADS=heads,
             PAGE_SIZE=page_size,
             VALUE_DIM=value_dim,
@@ -152,22 +158,8 @@ class LatentAttentionArguments(NamedTuple):
             **dependent_launch(query.device),
         )
         if split:
-            merge_kernel[(tokens, heads)](
-                partial,
-                lse,
-                None,  # sinks
-                out,
-                tokens,
-                HEADS=heads,
-                VALUE_DIM=value_dim,
-                BLOCK_DV=value_dim,
-                NUM_SPLITS=splits,
-                BLOCK_S=triton.next_power_of_2(splits),
-                HAS_SINKS=False,
-                IN_ORDER=fixed,
-                num_warps=merge_warps(1 if fixed else splits, value_dim),
-                **dependent_launch(query.device),
-            )
+            num_warps = merge_warps(1 if fixed else splits, value_dim)
+            launch_merge(partial, lse, None, out, in_order=fixed, num_warps=num_warps)
         return out.to(query.dtype)
 
 

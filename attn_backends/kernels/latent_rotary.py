@@ -105,10 +105,13 @@ class PrepareQuery(NamedTuple):
         block_d = triton.next_power_of_2(dim)
         block_h = _heads_a_program(heads, block_d)
         _prepare_query_kernel[(tokens, triton.cdiv(heads, block_h))](
-            *self[:3],
-            out,
-            *self.query.stride()[:2],
-            self.eps,
+            q_ptr=self.query,
+            positions_ptr=self.positions,
+            cos_sin_ptr=self.table,
+            o_ptr=out,
+            stride_q_token=self.query.stride(0),
+            stride_q_head=self.query.stride(1),
+            eps=self.eps,
             HEADS=heads,
             HEAD_DIM=dim,
             ROTARY=self.table.shape[1],
@@ -136,8 +139,11 @@ class InverseRotary(NamedTuple):
         block_r = triton.next_power_of_2(rotary)
         block_h = _heads_a_program(heads, block_r)
         _inverse_rotary_kernel[(tokens, triton.cdiv(heads, block_h))](
-            *self,
-            *self.out.stride()[:2],
+            o_ptr=self.out,
+            positions_ptr=self.positions,
+            cos_sin_ptr=self.table,
+            stride_o_token=self.out.stride(0),
+            stride_o_head=self.out.stride(1),
             HEADS=heads,
             SKIPPED=dim - rotary,
             ROTARY=rotary,

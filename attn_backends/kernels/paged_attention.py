@@ -143,19 +143,30 @@ class PagedAttentionArguments(NamedTuple):
             block_m=block_m,
         )
         attention_kernel[grid](
-            query,
-            *self[1:8],
-            partial,
-            lse,
-            self.scale,
-            self.soft_cap or 0.0,
-            tiles,
-            tokens,
-            self.longest,
-            *query.stride()[:2],
-            *self.key_cache.stride()[:3],
-            *self.value_cache.stride()[:3],
-            self.block_table.stride(0),
+            q_ptr=query,
+            k_cache_ptr=self.key_cache,
+            v_cache_ptr=self.value_cache,
+            block_table_ptr=self.block_table,
+            seq_lens_ptr=self.seq_lens,
+            query_start_loc_ptr=self.query_start_loc,
+            sinks_ptr=self.sinks,
+            tree_masks_ptr=self.tree_masks,
+            o_ptr=partial,
+            lse_ptr=lse,
+            sm_scale=self.scale,
+            softcap=self.soft_cap or 0.0,
+            num_m_blocks=tiles,
+            num_tokens=tokens,
+            max_len=self.longest,
+            stride_q_token=query.stride(0),
+            stride_q_head=query.stride(1),
+            stride_k_page=self.key_cache.stride(0),
+            stride_k_token=self.key_cache.stride(1),
+            stride_k_head=self.key_cache.stride(2),
+            stride_v_page=self.value_cache.stride(0),
+            stride_v_token=self.value_cache.stride(1),
+            stride_v_head=self.value_cache.stride(2),
+            stride_block_table=self.block_table.stride(0),
             HEADS=heads,
             GROUP=group,
             PAGE_SIZE=page_size,
@@ -177,23 +188,37 @@ class PagedAttentionArguments(NamedTuple):
             **dependent_launch(query.device),
         )
         if split:
-            merge_kernel[(tokens, heads)](
-                partial,
-                lse,
-                sinks,
-                out,
-                tokens,
-                HEADS=heads,
-                VALUE_DIM=value_dim,
-                BLOCK_DV=block_dv,
-                NUM_SPLITS=splits,
-                BLOCK_S=triton.next_power_of_2(splits),
-                HAS_SINKS=sinks is not None,
-                IN_ORDER=fixed,
-                num_warps=2,
-                **dependent_launch(query.device),
-            )
+            launch_merge(partial, lse, sinks, out, in_order=fixed, num_warps=2)
         return out.to(query.dtype)
+
+
+def launch_merge(
+    partial: torch.Tensor,
+    lse: torch.Tensor,
+    sinks: torch.Tensor | None,
+    out: torch.Tensor,
+    *,
+    in_order: bool,
+    num_warps: int,
+) -> None:
+    """Merge partial fp32 [S, T, Hq, Dv] by lse fp32 [S, T, Hq] into out [T, Hq, Dv]; in_order: see merge_kernel."""
+    splits, tokens, heads, value_dim = partial.shape
+    merge_kernel[(tokens, heads)](
+        o_partial_ptr=partial,
+        lse_ptr=lse,
+        sinks_ptr=sinks,
+        o_ptr=out,
+        num_tokens=tokens,
+        HEADS=heads,
+        VALUE_DIM=value_dim,
+        BLOCK_DV=triton.next_power_of_2(value_dim),
+        NUM_SPLITS=splits,
+        BLOCK_S=triton.next_power_of_2(splits),
+        HAS_SINKS=sinks is not None,
+        IN_ORDER=in_order,
+        num_warps=num_warps,
+        **dependent_launch(out.device),
+    )
 
 
 def _tokens(cache: torch.Tensor, pages: torch.Tensor, length: int) -> torch.Tensor:

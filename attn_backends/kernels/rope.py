@@ -47,8 +47,11 @@ class _RopeArguments(NamedTuple):
     def launch(self) -> None:
         tokens, heads, dim = self.x.shape
         _rope_kernel[(tokens,)](
-            *self,
-            *self.x.stride()[:2],
+            x_ptr=self.x,
+            positions_ptr=self.positions,
+            cos_sin_ptr=self.table,
+            stride_x_token=self.x.stride(0),
+            stride_x_head=self.x.stride(1),
             HEADS=heads,
             HALF_DIM=dim // 2,
             BLOCK_H=triton.next_power_of_2(heads),

@@ -56,10 +56,15 @@ class ListWindowSlots(NamedTuple):
     def launch(self) -> None:
         (tokens, width), num_reqs = self.window_indices.shape, self.seq_lens.shape[0]
         _list_window_slots_kernel[(tokens,)](
-            *self[:6],
-            num_reqs,
-            self._capacity,
-            self.block_table.stride(0),
+            window_indices_ptr=self.window_indices,
+            window_lens_ptr=self.window_lens,
+            positions_ptr=self.positions,
+            seq_lens_ptr=self.seq_lens,
+            query_start_loc_ptr=self.query_start_loc,
+            block_table_ptr=self.block_table,
+            num_reqs=num_reqs,
+            max_len=self._capacity,
+            stride_block_table=self.block_table.stride(0),
             WINDOW=self.window,
             PAGE_SIZE=self.page_size,
             WIDTH=width,

@@ -30,7 +30,13 @@ class PrefixLens(NamedTuple):
     def launch(self) -> None:
         num_reqs = len(self.prefix_lens)
         _prefix_lens_kernel[(triton.cdiv(num_reqs, _BLOCK),)](
-            *self, num_reqs, BLOCK_R=_BLOCK, num_warps=1, **dependent_launch(self.prefix_lens.device)
+            prefix_lens_ptr=self.prefix_lens,
+            seq_lens_ptr=self.seq_lens,
+            query_start_loc_ptr=self.query_start_loc,
+            num_reqs=num_reqs,
+            BLOCK_R=_BLOCK,
+            num_warps=1,
+            **dependent_launch(self.prefix_lens.device),
         )
 
 

@@ -88,10 +88,19 @@ class SetExtendState(NamedTuple):
     def launch(self) -> None:
         groups, _, max_pages = self.block_tables.shape
         _set_extend_state_kernel[(self.seq_lens.shape[0],)](
-            *self,
-            max_pages,
-            self.slot_mappings.stride(0),
-            *self.block_tables.stride()[:2],
+            seq_lens_ptr=self.seq_lens,
+            positions_ptr=self.positions,
+            slot_mappings_ptr=self.slot_mappings,
+            overflow_ptr=self.overflow,
+            context_lens_ptr=self.context_lens,
+            block_tables_ptr=self.block_tables,
+            page_sizes_ptr=self.page_sizes,
+            token_limits_ptr=self.token_limits,
+            query_len=self.query_len,
+            max_pages=max_pages,
+            stride_slot_group=self.slot_mappings.stride(0),
+            stride_table_group=self.block_tables.stride(0),
+            stride_table_row=self.block_tables.stride(1),
             GROUPS=groups,
             BLOCK_Q=triton.next_power_of_2(self.query_len),
             num_warps=1,
@@ -173,9 +182,15 @@ class SetDecodeState(NamedTuple):
     def launch(self) -> None:
         num_reqs, block = self.seq_lens.shape[0], 128
         _set_decode_state_kernel[(triton.cdiv(num_reqs, block),)](
-            *self,
-            num_reqs,
-            self.slot_mappings.stride(0),
+            seq_lens_ptr=self.seq_lens,
+            positions_ptr=self.positions,
+            slot_mappings_ptr=self.slot_mappings,
+            step_ptr=self.step,
+            extend_seq_lens_ptr=self.extend_seq_lens,
+            accepted_ptr=self.accepted,
+            query_len=self.query_len,
+            num_reqs=num_reqs,
+            stride_slot_group=self.slot_mappings.stride(0),
             GROUPS=self.slot_mappings.shape[0],
             BLOCK_R=block,
             num_warps=1,

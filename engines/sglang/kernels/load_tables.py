@@ -41,11 +41,17 @@ class LoadTables(NamedTuple):
     def launch(self) -> None:
         rows, block = len(self.requests), 1024
         _load_tables_kernel[(rows,)](
-            *self,
-            len(self.slots),
-            self.slots.stride(0),
-            self.block_table.shape[1],
-            self.block_table.stride(0),
+            slots_ptr=self.slots,
+            requests_ptr=self.requests,
+            context_lens_ptr=self.context_lens,
+            seq_lens_ptr=self.seq_lens,
+            block_table_ptr=self.block_table,
+            page_size=self.page_size,
+            steps=self.steps,
+            num_requests=len(self.slots),
+            stride_slots=self.slots.stride(0),
+            max_pages=self.block_table.shape[1],
+            stride_block_table=self.block_table.stride(0),
             BLOCK_P=block,
             num_warps=4,
             **dependent_launch(self.slots.device),

@@ -40,13 +40,15 @@ class GatherBlock(NamedTuple):
         width = hidden.shape[1]
         block = min(1024, triton.next_power_of_2(width))
         _gather_block_kernel[(len(hidden), triton.cdiv(width, block))](
-            *self[:3],
-            hidden,
-            positions,
-            self.query_len,
-            self.columns,
-            width,
-            self.hidden.stride(0),
+            hidden_ptr=self.hidden,
+            positions_ptr=self.positions,
+            num_accepted_ptr=self.accepted,
+            out_ptr=hidden,
+            out_positions_ptr=positions,
+            query_len=self.query_len,
+            num_drafts=self.columns,
+            hidden_size=width,
+            stride_hidden=self.hidden.stride(0),
             BLOCK_H=block,
             num_warps=max(1, min(4, block // 256)),
             **dependent_launch(hidden.device),

@@ -33,9 +33,13 @@ class GatherLastHidden(NamedTuple):
         rows, width = self.last.shape
         block = min(1024, triton.next_power_of_2(width))
         _gather_last_hidden_kernel[(rows, triton.cdiv(width, block))](
-            *self,
-            width,
-            *self.hidden.stride(),
+            hidden_ptr=self.hidden,
+            num_accepted_ptr=self.accepted,
+            out_ptr=self.last,
+            query_len=self.query_len,
+            hidden_size=width,
+            stride_hidden_row=self.hidden.stride(0),
+            stride_hidden_col=self.hidden.stride(1),
             BLOCK_H=block,
             num_warps=max(1, min(4, block // 256)),
             **dependent_launch(self.hidden.device),

@@ -34,10 +34,12 @@ class ShiftTokens(NamedTuple):
         out = self.fake()
         rows, query_len = self.token_ids.shape
         _shift_tokens_kernel[(rows,)](
-            *self,
-            out,
-            query_len,
-            self.token_ids.stride(0),
+            token_ids_ptr=self.token_ids,
+            next_tokens_ptr=self.next_tokens,
+            num_accepted_ptr=self.accepted,
+            out_ptr=out,
+            query_len=query_len,
+            stride_token_ids=self.token_ids.stride(0),
             BLOCK_Q=triton.next_power_of_2(query_len),
             num_warps=1,
             **dependent_launch(self.token_ids.device),

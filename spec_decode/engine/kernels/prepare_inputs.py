@@ -30,11 +30,14 @@ class PrepareInputs(NamedTuple):
         context_lens, token_ids = self.fake()
         rows, query_len = token_ids.shape
         _prepare_inputs_kernel[(rows,)](
-            *self,
-            context_lens,
-            token_ids,
-            query_len,
-            *self.drafts.stride(),
+            lens_ptr=self.lens,
+            last_tokens_ptr=self.last_tokens,
+            drafts_ptr=self.drafts,
+            context_lens_ptr=context_lens,
+            token_ids_ptr=token_ids,
+            query_len=query_len,
+            stride_drafts_row=self.drafts.stride(0),
+            stride_drafts_col=self.drafts.stride(1),
             BLOCK_Q=triton.next_power_of_2(query_len),
             num_warps=1,
             **dependent_launch(self.lens.device),

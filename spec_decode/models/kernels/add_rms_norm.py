@@ -62,14 +62,14 @@ class AddRmsNorm(NamedTuple):
         rows = rows if rows.stride(1) == 1 else rows.contiguous()
         block = triton.next_power_of_2(width)
         _add_rms_norm_kernel[(rows.shape[0],)](
-            rows,
-            self.delta,
-            self.weight,
-            total,
-            normed,
-            width,
-            rows.stride(0),
-            self.eps,
+            x_ptr=rows,
+            delta_ptr=self.delta,
+            w_ptr=self.weight,
+            total_ptr=total,
+            y_ptr=normed,
+            n_cols=width,
+            stride_x=rows.stride(0),
+            eps=self.eps,
             SHARES=self.shares,
             BLOCK_SIZE=block,
             num_warps=1 if block <= 256 else 4 if block <= 2048 else 8,

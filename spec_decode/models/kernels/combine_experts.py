@@ -63,7 +63,15 @@ class CombineExperts(NamedTuple):
         (tokens, top_k), width = self.weights.shape, self.rows.shape[1]
         out = stored_as(self.fake())
         _combine_kernel[(tokens, triton.cdiv(width, _BLOCK))](
-            *self, out, width, TOP_K=top_k, BLOCK_SIZE=_BLOCK, **dependent_launch(out.device)
+            x_ptr=self.rows,
+            weights_ptr=self.weights,
+            places_ptr=self.places,
+            shared_ptr=self.shared,
+            y_ptr=out,
+            n_cols=width,
+            TOP_K=top_k,
+            BLOCK_SIZE=_BLOCK,
+            **dependent_launch(out.device),
         )
         return out.to(self.rows.dtype)
 

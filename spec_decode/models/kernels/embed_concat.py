@@ -56,17 +56,19 @@ class EmbedConcat(NamedTuple):
     def launch(self) -> torch.Tensor:
         out, (tokens, width) = self.fake(), self.hidden.shape
         stored = stored_as(out)
+        embedding_norm, hidden_norm = self.norms or (None, None)
         block = triton.next_power_of_2(width) if self.norms else min(1024, triton.next_power_of_2(width))
         _embed_concat_kernel[(tokens, triton.cdiv(width, block), 2)](
-            self.token_ids,
-            self.embedding,
-            self.hidden,
-            *(self.norms or (None, None)),
-            stored,
-            self.embedding.shape[0],
-            width,
-            self.hidden.stride(0),
-            self.eps,
+            token_ids_ptr=self.token_ids,
+            embedding_ptr=self.embedding,
+            hidden_ptr=self.hidden,
+            embedding_norm_ptr=embedding_norm,
+            hidden_norm_ptr=hidden_norm,
+            out_ptr=stored,
+            vocab_size=self.embedding.shape[0],
+            hidden_size=width,
+            stride_hidden=self.hidden.stride(0),
+            eps=self.eps,
             BLOCK_H=block,
             num_warps=4 if block <= 2048 else 8,
             **dependent_launch(out.device),

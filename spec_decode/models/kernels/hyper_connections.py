@@ -119,14 +119,14 @@ class ReadStreams(NamedTuple):
         stored = stored_as(x)
         blocks = triton.cdiv(hidden, _BLOCK_H)
         read_streams_kernel[(tokens, blocks + (self.iterations > 0))](
-            self.streams.contiguous(),
-            self.mixes.contiguous(),
-            self.scale.contiguous(),
-            self.base.contiguous(),
-            stored,
-            write,
-            carry,
-            self.eps,
+            streams_ptr=self.streams.contiguous(),
+            mixes_ptr=self.mixes.contiguous(),
+            scale_ptr=self.scale.contiguous(),
+            base_ptr=self.base.contiguous(),
+            x_ptr=stored,
+            write_ptr=write,
+            carry_ptr=carry,
+            eps=self.eps,
             S=count,
             H=hidden,
             WIDTH=self.mixes.shape[1],
@@ -157,11 +157,11 @@ class WriteStreams(NamedTuple):
         tokens, count, hidden = self.streams.shape
         stored = stored_as(self.fake())
         write_streams_kernel[(tokens, triton.cdiv(hidden, _BLOCK_H))](
-            self.streams.contiguous(),
-            self.output.contiguous(),
-            self.write.contiguous(),
-            self.carry.contiguous(),
-            stored,
+            streams_ptr=self.streams.contiguous(),
+            output_ptr=self.output.contiguous(),
+            write_ptr=self.write.contiguous(),
+            carry_ptr=self.carry.contiguous(),
+            out_ptr=stored,
             S=count,
             H=hidden,
             BLOCK_S=triton.next_power_of_2(count),

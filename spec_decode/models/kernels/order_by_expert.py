@@ -73,12 +73,12 @@ class OrderByExpert(NamedTuple):
             return self.reference()
         tokens, places, ends = self.fake()
         _order_kernel[(triton.cdiv(rows + self.num_experts, _BLOCK),)](
-            self.experts,
-            tokens,
-            places,
-            ends,
-            rows,
-            self.num_experts,
+            experts_ptr=self.experts,
+            tokens_ptr=tokens,
+            places_ptr=places,
+            ends_ptr=ends,
+            num_rows=rows,
+            num_experts=self.num_experts,
             TOP_K=self.experts.shape[1],
             BLOCK_SIZE=_BLOCK,
             CHUNK=min(_CHUNK, triton.next_power_of_2(max(rows, 1))),

@@ -120,11 +120,11 @@ class RouteTokens(NamedTuple):
             return self.reference()
         weights, experts = self.fake()
         _route_kernel[(self.logits.shape[0],)](
-            self.logits,
-            self.bias,
-            weights,
-            experts,
-            self.scale,
+            logits_ptr=self.logits,
+            bias_ptr=self.bias,
+            topk_weights_ptr=weights,
+            topk_ids_ptr=experts,
+            scale=self.scale,
             TOP_K=self.top_k,
             SCORING=self.scoring,
             GROUPS=self.groups,

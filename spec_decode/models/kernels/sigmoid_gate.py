@@ -36,12 +36,12 @@ class SigmoidGate(NamedTuple):
         out = self.fake()
         tokens, width = self.x.shape
         _sigmoid_gate_kernel[(tokens, triton.cdiv(width, _BLOCK))](
-            self.x,
-            self.gate,
-            out,
-            width,
-            self.x.stride(0),
-            self.gate.stride(0),
+            x_ptr=self.x,
+            gate_ptr=self.gate,
+            y_ptr=out,
+            n_cols=width,
+            stride_x=self.x.stride(0),
+            stride_gate=self.gate.stride(0),
             OF_ROWS=self.gate.shape[1] == 1,
             BLOCK_SIZE=_BLOCK,
             **dependent_launch(out.device),

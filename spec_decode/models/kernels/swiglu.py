@@ -45,11 +45,11 @@ class SwiGLU(NamedTuple):
         out = self.fake()
         tokens, width = out.shape
         _swiglu_kernel[(tokens, triton.cdiv(width, _BLOCK))](
-            self.gate_up,
-            out,
-            width,
-            self.gate_up.stride(0),
-            self.limit,
+            gate_up_ptr=self.gate_up,
+            y_ptr=out,
+            n_cols=width,
+            stride_gate_up=self.gate_up.stride(0),
+            limit=self.limit,
             BLOCK_SIZE=_BLOCK,
             **dependent_launch(out.device),
         )

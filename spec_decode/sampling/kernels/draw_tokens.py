@@ -78,22 +78,29 @@ def launch_draw(
     (rows, group, vocab), device = processed.shape, processed.device
     block = vocab_block(vocab)
     blocks = triton.cdiv(vocab, block)
+    accepted, weight, norms, draft_logits = residual or (None, None, None, None)
+    strides = (0, 0, 0) if draft_logits is None else draft_logits.stride()
     # A plane of draws from p, and one from the residual.
     planes = 1 if residual is None else 2
     partial_score = torch.empty(planes, rows, blocks, dtype=torch.float32, device=device)
     partial_index = torch.empty(planes, rows, blocks, dtype=torch.int32, device=device)
     tokens = torch.empty(rows, dtype=torch.int64, device=device)
     _block_draw_kernel[(rows, blocks)](
-        processed,
-        temperature,
-        seeds,
-        positions,
-        *(residual or (None, None, None, None)),
-        partial_score,
-        partial_index,
-        group,
-        vocab,
-        *(residual.draft_logits.stride() if residual else (0, 0, 0)),
+        target_logits_ptr=processed,
+        temperature_ptr=temperature,
+        seeds_ptr=seeds,
+        positions_ptr=positions,
+        num_accepted_ptr=accepted,
+        weights_ptr=weight,
+        norms_ptr=norms,
+        draft_logits_ptr=draft_logits,
+        partial_score_ptr=partial_score,
+        partial_index_ptr=partial_index,
+        group_size=group,
+        vocab_size=vocab,
+        stride_draft_row=strides[0],
+        stride_draft_pos=strides[1],
+        stride_draft_token=strides[2],
         STREAM=noise.TARGET,
         BLOCK_V=block,
         # Few logits a thread, as in a drafter's sampling: noise is arithmetic.
@@ -101,11 +108,11 @@ def launch_draw(
         **dependent_launch(device),
     )
     store_draw_kernel[(rows,)](
-        partial_score,
-        partial_index,
-        tokens,
-        vocab,
-        blocks,
+        partial_score_ptr=partial_score,
+        partial_index_ptr=partial_index,
+        tokens_ptr=tokens,
+        vocab_size=vocab,
+        num_blocks=blocks,
         RESIDUAL=residual is not None,
         BLOCK_B=triton.next_power_of_2(blocks),
         num_warps=1,

@@ -42,11 +42,17 @@ class ProcessLogits(NamedTuple):
         rows, group, vocab = out.shape
         block = vocab_block(vocab)
         _process_kernel[(rows * group, triton.cdiv(vocab, block))](
-            *self,
-            out,
-            group,
-            vocab,
-            *self.logits.stride(),
+            logits_ptr=self.logits,
+            temperature_ptr=self.temperature,
+            selected_ptr=self.column,
+            top_k_ptr=self.top_k,
+            top_p_ptr=self.top_p,
+            out_ptr=out,
+            num_columns=group,
+            vocab_size=vocab,
+            stride_row=self.logits.stride(0),
+            stride_column=self.logits.stride(1),
+            stride_token=self.logits.stride(2),
             BLOCK_V=block,
             num_warps=max(1, min(8, block // 256)),
             **dependent_launch(out.device),

@@ -7,7 +7,7 @@ were stored once: an edge computed again could be rounded differently.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -111,17 +111,21 @@ class RestrictLogits(NamedTuple):
         thresholds = empty(rows)  # top_k's, then the larger of both
         targets = empty(rows)  # the sum of exponentials that the kept members of top_p's bin have to reach
 
-        size = (vocab, rows // len(self.top_k), parts)
-        bin_members, found = (edges, counts, bins, members), (bins, members, thresholds, targets)
+        row: dict[str, Any] = {"logits_ptr": self.logits, "top_k_ptr": self.top_k, "top_p_ptr": self.top_p}
+        row |= {"vocab_size": vocab, "group_size": rows // len(self.top_k), "num_parts": parts}
+        part_range = {"part_min_ptr": part_min, "part_max_ptr": part_max}
+        bin_counts = {"edges_ptr": edges, "max_ptr": maxima, "counts_ptr": counts}
+        bin_members = {"edges_ptr": edges, "counts_ptr": counts, "bins_ptr": bins, "members_ptr": members}
+        found = {"bins_ptr": bins, "members_ptr": members, "thresholds_ptr": thresholds, "targets_ptr": targets}
         by_part, by_row = (rows, min(parts, max(1, _PROGRAMS // rows))), (rows,)
         pdl = dependent_launch(device)
-        find_range_kernel[by_part](*self, part_min, part_max, *size, **walk, **pdl)
-        count_bins_kernel[by_part](*self, part_min, part_max, edges, maxima, counts, sums, *size, **count, **pdl)
-        gather_bin_kernel[by_part](*self, *bin_members, *size, TOP_P=False, **gather, **pdl)
-        top_k_threshold_kernel[by_row](*self, edges, maxima, counts, sums, *found, *size, **search, **pdl)
-        gather_bin_kernel[by_part](*self, *bin_members, *size, TOP_P=True, **gather, **pdl)
-        top_p_threshold_kernel[by_row](*self, edges, maxima, counts, *found, *size, **search, **pdl)
-        mask_logits_kernel[by_part](*self, thresholds, *size, **walk, **pdl)
+        find_range_kernel[by_part](**row, **part_range, **walk, **pdl)
+        count_bins_kernel[by_part](**row, **part_range, **bin_counts, sums_ptr=sums, **count, **pdl)
+        gather_bin_kernel[by_part](**row, **bin_members, TOP_P=False, **gather, **pdl)
+        top_k_threshold_kernel[by_row](**row, **bin_counts, sums_ptr=sums, **found, **search, **pdl)
+        gather_bin_kernel[by_part](**row, **bin_members, TOP_P=True, **gather, **pdl)
+        top_p_threshold_kernel[by_row](**row, **bin_counts, **found, **search, **pdl)
+        mask_logits_kernel[by_part](**row, thresholds_ptr=thresholds, **walk, **pdl)
 
 
 _restrict_logits = define_op("spec_decode::restrict_logits", RestrictLogits, mutates=("logits",))

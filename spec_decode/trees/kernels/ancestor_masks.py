@@ -36,10 +36,10 @@ class AncestorMasks(NamedTuple):
         masks, depths = self.fake()
         rows, tokens = masks.shape
         _ancestor_masks_kernel[(rows,)](
-            self.parents,
-            masks,
-            depths,
-            tokens,
+            parents_ptr=self.parents,
+            masks_ptr=masks,
+            depths_ptr=depths,
+            num_tokens=tokens,
             BLOCK_N=triton.next_power_of_2(tokens),
             num_warps=1,
             **dependent_launch(masks.device),

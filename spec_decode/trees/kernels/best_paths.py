@@ -69,10 +69,14 @@ class BestPaths(NamedTuple):
     def launch(self) -> None:
         (rows, places, width), count = self.child_scores.shape, self.draft_tokens.shape[1]
         _best_paths_kernel[(rows,)](
-            *self,
-            places,
-            width,
-            count,
+            child_tokens_ptr=self.child_tokens,
+            child_scores_ptr=self.child_scores,
+            depths_ptr=self.depths,
+            draft_tokens_ptr=self.draft_tokens,
+            parents_ptr=self.parents,
+            max_depth=places,
+            width=width,
+            num_tokens=count,
             INDEX_BITS=_INDEX_BITS,
             BLOCK_P=triton.next_power_of_2(count + 1),
             num_warps=1,

@@ -68,8 +68,17 @@ class GrowTree(NamedTuple):
         rows, places, width = self.child_tokens.shape
         block = triton.next_power_of_2(places * width)
         _grow_tree_kernel[(rows,)](
-            *self,
-            self.tokens.shape[1],
+            step_ptr=self.step,
+            child_tokens_ptr=self.child_tokens,
+            child_scores_ptr=self.child_scores,
+            tokens_ptr=self.tokens,
+            parents_ptr=self.parents,
+            scores_ptr=self.scores,
+            frontier_ptr=self.frontier,
+            frontier_scores_ptr=self.frontier_scores,
+            frontier_tokens_ptr=self.frontier_tokens,
+            frontier_places_ptr=self.frontier_places,
+            num_candidates=self.tokens.shape[1],
             FRONTIER=places,
             WIDTH=width,
             BLOCK_C=block,

@@ -49,11 +49,13 @@ class KeepBest(NamedTuple):
         rows, candidates = self.tokens.shape
         block = triton.next_power_of_2(candidates)
         _keep_best_kernel[(rows,)](
-            *self[:3],
-            draft_tokens,
-            parents,
-            candidates,
-            self.num_tokens,
+            tokens_ptr=self.tokens,
+            parents_ptr=self.parents,
+            scores_ptr=self.scores,
+            draft_tokens_ptr=draft_tokens,
+            tree_parents_ptr=parents,
+            num_candidates=candidates,
+            num_tokens=self.num_tokens,
             BLOCK_N=triton.next_power_of_2(self.num_tokens),
             BLOCK_C=block,
             CHUNK=min(_CHUNK, block),

@@ -42,13 +42,13 @@ class TopChildren(NamedTuple):
         at = torch.empty(rows, blocks, width, dtype=torch.int32, device=device)
         block_max, sum_exp = torch.empty(2, rows, blocks, dtype=torch.float32, device=device)
         _block_top_kernel[(rows, blocks)](
-            self.logits,
-            largest,
-            at,
-            block_max,
-            sum_exp,
-            vocab,
-            self.logits.stride(0),
+            logits_ptr=self.logits,
+            max_ptr=largest,
+            argmax_ptr=at,
+            block_max_ptr=block_max,
+            sum_exp_ptr=sum_exp,
+            vocab_size=vocab,
+            stride_logits=self.logits.stride(0),
             WIDTH=width,
             BLOCK_V=block,
             num_warps=max(1, min(8, block // 256)),
@@ -56,14 +56,14 @@ class TopChildren(NamedTuple):
         )
         merged = triton.next_power_of_2(blocks * width)
         _merge_top_kernel[(rows,)](
-            largest,
-            at,
-            block_max,
-            sum_exp,
-            tokens,
-            scores,
-            vocab,
-            blocks,
+            max_ptr=largest,
+            argmax_ptr=at,
+            block_max_ptr=block_max,
+            sum_exp_ptr=sum_exp,
+            tokens_ptr=tokens,
+            scores_ptr=scores,
+            vocab_size=vocab,
+            num_blocks=blocks,
             WIDTH=width,
             BLOCK_B=triton.next_power_of_2(blocks),
             BLOCK_C=merged,

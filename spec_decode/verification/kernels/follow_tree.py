@@ -48,12 +48,14 @@ class FollowTree(NamedTuple):
         accepted, path, next_tokens = self.fake()
         rows, tokens = self.target_tokens.shape
         _follow_tree_kernel[(rows,)](
-            *self[:3],
-            accepted,
-            path,
-            next_tokens,
-            tokens,
-            self.max_depth,
+            draft_tokens_ptr=self.draft_tokens,
+            parents_ptr=self.parents,
+            target_tokens_ptr=self.target_tokens,
+            num_accepted_ptr=accepted,
+            path_ptr=path,
+            next_tokens_ptr=next_tokens,
+            num_tokens=tokens,
+            max_depth=self.max_depth,
             BLOCK_N=triton.next_power_of_2(tokens),
             num_warps=1,
             **dependent_launch(accepted.device),

@@ -28,7 +28,14 @@ class HashSeeds(NamedTuple):
     def launch(self) -> torch.Tensor:
         hashed, count = torch.empty_like(self.seeds), len(self.seeds)
         _hash_kernel[(triton.cdiv(count, _BLOCK),)](
-            *self, hashed, count, STREAM=_STREAM, BLOCK_R=_BLOCK, num_warps=1, **dependent_launch(hashed.device)
+            seeds_ptr=self.seeds,
+            positions_ptr=self.positions,
+            out_ptr=hashed,
+            num_rows=count,
+            STREAM=_STREAM,
+            BLOCK_R=_BLOCK,
+            num_warps=1,
+            **dependent_launch(hashed.device),
         )
         return hashed
 

@@ -41,12 +41,14 @@ class SyntheticAccept(NamedTuple):
         (rows, columns), whole = self.draft_tokens.shape, math.floor(self.mean)
         accepted, positions = self.fake()
         _synthetic_accept_kernel[(rows,)](
-            *self[:3],
-            accepted,
-            positions,
-            whole,
-            self.mean - whole,
-            columns,
+            draft_tokens_ptr=self.draft_tokens,
+            seeds_ptr=self.seeds,
+            draft_positions_ptr=self.draft_positions,
+            num_accepted_ptr=accepted,
+            positions_ptr=positions,
+            mean_floor=whole,
+            mean_fraction=self.mean - whole,
+            num_drafts=columns,
             BLOCK_K=triton.next_power_of_2(columns),
             num_warps=1,
             **dependent_launch(accepted.device),
