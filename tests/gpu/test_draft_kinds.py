@@ -106,10 +106,10 @@ def largest_difference(found: list[Round], wanted: list[Round]) -> float:
     worst = 0.0
     for (tokens, logits, *parents), (theirs, others, *their_parents) in zip(found, wanted, strict=True):
         equal = all(torch.equal(*pair) for pair in zip((tokens, *parents), (theirs, *their_parents), strict=True))
-        apart = (logits - others).abs()[logits.isfinite() | others.isfinite()]
+        distance = (logits - others).abs()[logits.isfinite() | others.isfinite()]
         worst = max(
             worst,
-            float(apart.nan_to_num(torch.inf, torch.inf).max()) if len(apart) else 0.0,
+            float(distance.nan_to_num(torch.inf, torch.inf).max()) if len(distance) else 0.0,
             0.0 if equal else torch.inf,
         )
     return worst
