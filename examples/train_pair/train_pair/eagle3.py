@@ -40,8 +40,10 @@ WINDOW = 256
 LR, WARM_UP = 1e-3, 100
 WAVE = 1024
 """Texts that are written at once."""
-WRITING = 1 / 3
+WRITING = 0.4
 """Of the time, at most, and the wave that is under way."""
+_PAGE = 128
+"""Tokens of a page while texts are written: as these end in a row, few pages are wasted, and few are counted."""
 _LAYER = (
     "self_attn.q_proj",
     "self_attn.k_proj",
@@ -61,7 +63,7 @@ def write_texts(target: Path, count: int, tokens: int, seed: int, device: torch.
     They are written in waves, so that no prompt is read while others wait for their next token. No wave begins after
     the monotonic clock reads `deadline`, but for the first.
     """
-    llm = LLM(target, device=device, max_num_seqs=min(count, WAVE), max_model_len=tokens + 256)
+    llm = LLM(target, device=device, max_num_seqs=min(count, WAVE), max_model_len=tokens + 256, page_size=_PAGE)
     prompts = make_prompts(count, held_out=False, seed=seed)
     params = [
         SamplingParams(max_tokens=tokens, temperature=(0.0, 0.7, 1.0)[place % 3], seed=place + seed)
@@ -240,7 +242,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder of the head")
     parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))
     parser.add_argument("--minutes", type=float, default=5.0, help="of writing and training together")
-    for name, value in {"texts": 12288, "tokens": 256, "vocab": 8192, "batch": 64, "prompts": 96, "seed": 0}.items():
+    for name, value in {"texts": 65536, "tokens": 256, "vocab": 12288, "batch": 64, "prompts": 96, "seed": 0}.items():
         parser.add_argument(f"--{name}", type=int, default=value)
     command = sys.argv[1:] if arguments is None else list(arguments)
     print(json.dumps(run(parser.parse_args(command), command), indent=2))

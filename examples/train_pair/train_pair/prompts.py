@@ -47,6 +47,18 @@ QUESTIONS = (
     "Give three tips about {}.",
 )
 
+OF_TWO = (
+    "What do {} and {} have in common?",
+    "Which came first, {} or {}?",
+    "Write a dialogue between two friends, one of whom likes {} and the other {}.",
+    "How does {} depend on {}?",
+    "Tell me about {}, then about {}.",
+    "Explain {} with an example from {}.",
+    "Write a quiz with answers about {} and {}.",
+    "Plan a day of lessons about {} and {}.",
+)
+"""Of two topics: there are as many pairs as a model has time for, so that no text need be written twice."""
+
 BEGINNINGS = (
     "The history of {} begins",
     "In this article, we will look at {}",
@@ -59,16 +71,15 @@ Prompt = str | list[dict[str, str]]
 
 
 def make_prompts(count: int, *, held_out: bool, seed: int = 0) -> list[Prompt]:
-    """So many prompts, three questions to each beginning of a sentence; those that are held out share no topic with
-    the others. They repeat where more are asked for than there are."""
+    """So many prompts: of four, one question about a topic, two about two, and a beginning of a sentence. Those that
+    are held out share no topic with the others."""
     topics = [topic.strip() for topic in TOPICS.split("|") if topic.strip()]
     asked = [topic for place, topic in enumerate(topics) if (place % HELD_OUT == 0) is held_out]
     rng = random.Random(seed)
 
     def prompt(place: int) -> Prompt:
-        topic = rng.choice(asked)
-        if place % 4 == 3:
-            return rng.choice(BEGINNINGS).format(topic)
-        return [{"role": "user", "content": rng.choice(QUESTIONS).format(topic)}]
+        forms = (BEGINNINGS, QUESTIONS, OF_TWO, OF_TWO)[place % 4]
+        text = rng.choice(forms).format(*rng.sample(asked, 2))
+        return text if forms is BEGINNINGS else [{"role": "user", "content": text}]
 
     return [prompt(place) for place in range(count)]
