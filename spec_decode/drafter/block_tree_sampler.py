@@ -11,7 +11,7 @@ from spec_decode.trees import BlockTree, DraftTree, DynamicTreeConfig
 class BlockTreeSampler(DraftSettings):
     """Takes the place of a DraftSampler where a block's tokens become trees, in buffers that keep their addresses.
 
-    Inputs: DraftSettings, of which temperature and seeds are not read. A token's path is at most as long as draft_lens
+    Inputs: DraftSettings, of which seeds are not read. A token's path is at most as long as draft_lens
     and num_tokens say. Outputs: those of a TreeSampler, but that no row ever drafts on.
     """
 
@@ -49,4 +49,4 @@ class BlockTreeSampler(DraftSettings):
         """
         rows = len(positions) // self.tree.num_places
         depths = torch.minimum(self.draft_lens[:rows], self.num_tokens).masked_fill(self._seq_lens[:rows] == 0, 0)
-        self.tree.grow(logits, depths)
+        self.tree.grow(logits, depths, self.temperature[:rows])

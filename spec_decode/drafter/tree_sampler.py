@@ -11,7 +11,7 @@ from spec_decode.trees import DraftTree, DynamicTree, DynamicTreeConfig, StaticT
 class TreeSampler(DraftSettings):
     """Grows the trees of R requests, N draft tokens each and at most K deep, in buffers that keep their addresses.
 
-    Inputs: DraftSettings, of which temperature and seeds are not read. A token's path is at most as long as draft_lens
+    Inputs: DraftSettings, of which seeds are not read. A token's path is at most as long as draft_lens
     and num_tokens say. Outputs:
 
     - draft_tokens   int64 [R, N], -1 after a row's last
@@ -59,7 +59,7 @@ class TreeSampler(DraftSettings):
 
         Raises BatchError, with nothing changed, for logits of another frontier.
         """
-        self.tree.grow(logits)
+        self.tree.grow(logits, temperature=self.temperature[: len(logits)])
         self.keep(extend_lens)
 
     def keep(self, extend_lens: torch.Tensor) -> None:

@@ -6,7 +6,7 @@ import torch
 
 from builders.errors import require, require_tensor
 from spec_decode.trees.draft_tree import DraftTree
-from spec_decode.trees.dynamic_tree import DynamicTreeConfig
+from spec_decode.trees.dynamic_tree import DynamicTreeConfig, path_temperature
 from spec_decode.trees.kernels.best_paths import best_paths
 from spec_decode.trees.kernels.top_children import top_children
 
@@ -16,8 +16,9 @@ class BlockTree:
 
     The places know nothing of one another, so that the choices after a token are those after all others of its depth.
     By a DynamicTreeConfig a row has the N most probable of all paths through the W most probable tokens of each place
-    (DDTree); by a DraftTree child r of a token is the r-th choice of its place. Chance plays no part, so verification
-    is TreeSampling's. All buffers keep their addresses, and `grow` is device work of fixed shape:
+    (DDTree), at the temperature of `path_temperature`; by a DraftTree child r of a token is the r-th choice of its
+    place. Chance plays no part, so verification is TreeSampling's. All buffers keep their addresses, and `grow` is
+    device work of fixed shape:
 
     - draft_tokens  int64 [R, N], -1 after a row's last
     - parents       int64 [R, N], as TreeBatch has them
@@ -50,11 +51,12 @@ class BlockTree:
         self._choices = shape.max_children
         self.draft_tokens, self.parents = torch.full((2, rows, shape.num_tokens), -1, device=device)
 
-    def grow(self, logits: torch.Tensor, depths: torch.Tensor) -> None:
+    def grow(self, logits: torch.Tensor, depths: torch.Tensor, temperature: torch.Tensor | None = None) -> None:
         """Make the trees of the first rows, in place.
 
-        - logits  [rows * K, V of the draft] any float: place k of row r at r * K + k
-        - depths  int32 [rows], tokens of a row's longest path; below 1 none, above K as many as K
+        - logits       [rows * K, V of the draft] any float: place k of row r at r * K + k
+        - depths       int32 [rows], tokens of a row's longest path; below 1 none, above K as many as K
+        - temperature  fp32 [rows], the requests', 0 is greedy; None is 1 for all
 
         Raises BatchError, with nothing changed, for tensors of other shapes and logits of fewer tokens than choices.
         """
@@ -66,7 +68,10 @@ class BlockTree:
             f"trees need logits of at most {len(self.parents)} rows and of at least {self._choices} tokens, got {rows} "
             f"rows of {logits.shape[1]} tokens; there are no more trees, or choices. Make a tree for them.",
         )
-        tokens, scores = top_children(logits, self._choices)
+        if temperature is not None:
+            require_tensor("temperature", temperature, shape=(rows,), dtype=torch.float32, device=device)
+            temperature = path_temperature(temperature, places)
+        tokens, scores = top_children(logits, self._choices, temperature)
         if self._token_map is not None:
             tokens = self._token_map[tokens]
         tokens, draft_tokens, parents = tokens.view(rows, places, -1), self.draft_tokens[:rows], self.parents[:rows]

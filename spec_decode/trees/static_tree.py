@@ -43,13 +43,15 @@ class StaticTree:
         self._sources, self._parents = places.sources.to(device), tree.rows(rows, device)
         self._depths = torch.tensor(tree.depths[1:], device=device)
 
-    def grow(self, logits: torch.Tensor, choices: torch.Tensor | None = None) -> None:
-        """Take the step's logits of the first rows, in place: see DynamicTree.grow.
+    def grow(
+        self, logits: torch.Tensor, choices: torch.Tensor | None = None, temperature: torch.Tensor | None = None
+    ) -> None:
+        """Take the step's logits of the first rows, in place: see DynamicTree.grow. Ranks have no temperature.
 
         Raises BatchError, with nothing changed, for logits of more rows, of another frontier or of too few tokens.
         """
         rows = require_frontier(logits, self.frontier_tokens, self._choices)
-        tokens = top_children(logits.flatten(0, 1), self._choices)[0]
+        tokens = top_children(logits.flatten(0, 1), self._choices, None)[0]
         tokens = target_ids(tokens, self._token_map, choices)
         found = tokens.view(rows, 1, -1, self._choices)
         if found.shape[2] < self.width:

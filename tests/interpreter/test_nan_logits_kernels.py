@@ -59,7 +59,7 @@ def test_a_step_drafts_a_token_of_the_vocabulary():
 def test_they_have_no_children_of_a_tree():
     logits = torch.full((3, 700), -torch.inf)
     logits[0, 650], logits[0, 3], logits[1] = 1.0, 0.5, NAN
-    tokens, scores = top_children(logits, 3)
+    tokens, scores = top_children(logits, 3, None)
     assert tokens[0, :2].tolist() == [650, 3] and ((tokens >= 0) & (tokens < 700)).all()
     assert (scores > -torch.inf).tolist() == [[True, True, False], [False] * 3, [False] * 3]
 

@@ -258,8 +258,8 @@ def follow_tree():
 @op("spec_decode::top_children", close=CLOSE)
 def top_children():
     for vocab, width in ((40, 3), (4, 4), (1300, 8), (9000, 2)):
-        yield noise(3, vocab), width
-        yield noise(3, vocab).round(), width
+        yield noise(3, vocab), width, None
+        yield noise(3, vocab).round(), width, torch.tensor([1.0, 0.3, 1.7])
 
 
 @op("spec_decode::best_paths")

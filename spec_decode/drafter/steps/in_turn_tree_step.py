@@ -15,7 +15,8 @@ from spec_decode.models import InTurnBlockDraft, SelectingBlockDraft
 from spec_decode.trees.kernels.top_children import top_children
 
 PlaceLogits: TypeAlias = Callable[[int, torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]]
-"""Takes a place of the block and the tokens before it, int64 [rows, F]; returns what `grow` of a tree takes."""
+"""Takes a place of the block and the tokens before it, int64 [rows, F]; returns its logits and choices, as `grow` of a
+tree takes them."""
 
 
 class _GrowingStep(ContextBlockStep):
@@ -34,7 +35,7 @@ class _GrowingStep(ContextBlockStep):
             logits_after = self._place_logits(drafted, rows)
             for place in range(self.num_speculative_tokens):
                 batch.step.fill_(place)
-                sampler.tree.grow(*logits_after(place, frontier))
+                sampler.tree.grow(*logits_after(place, frontier), sampler.temperature[:rows])
                 frontier = sampler.tree.frontier_tokens[:rows]
         sampler.keep(batch.seq_lens[:rows])
 
@@ -65,7 +66,7 @@ class SelectingTreeStep(_GrowingStep):
 
     def _place_logits(self, drafted: torch.Tensor, rows: int) -> PlaceLogits:
         logits, gates = self.logits(drafted), self.model.gates(drafted).unflatten(0, (rows, -1))
-        candidates, _ = top_children(logits, self.model.num_candidates)
+        candidates, _ = top_children(logits, self.model.num_candidates, None)
         own = logits.gather(1, candidates).float().unflatten(0, (rows, -1))
         candidates = candidates.unflatten(0, (rows, -1))
         predecessors, successors = self.model.codebooks

@@ -32,6 +32,6 @@ class SelectingBlockStep(ContextBlockStep):
         logits = self.logits(drafted)
         with self.products():
             gates = self.model.gates(drafted)
-        candidates, _ = top_children(logits, self.model.num_candidates)
+        candidates, _ = top_children(logits, self.model.num_candidates, None)
         next_tokens = self.inputs.next_tokens
         self.sampler.select_block(logits, candidates, gates, self.model.codebooks, next_tokens, places.flatten())

@@ -13,19 +13,23 @@ from spec_decode.sampling.kernels.vocab_blocks import merge_sum_exp, store_max_s
 
 class TopChildren(NamedTuple):
     """The W largest logits of each of R rows: tokens int64 [R, W], largest first and of equal ones the first first, and
-    their log-probabilities fp32 [R, W] under softmax of the row, never above 0.
+    their log-probabilities fp32 [R, W] under softmax(row / temperature), never above 0.
 
     A token whose logit is -inf or NaN has -inf, and may be any of the vocabulary.
 
-    - logits  [R, V] any float, rows of any stride, V at least W
-    - width   W
+    - logits       [R, V] any float, rows of any stride, V at least W
+    - width        W
+    - temperature  fp32 [R], above 0; None is 1 for all
     """
 
     logits: torch.Tensor
     width: int
+    temperature: torch.Tensor | None
 
     def reference(self) -> tuple[torch.Tensor, torch.Tensor]:
         logits = self.logits.float().nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
+        if self.temperature is not None:
+            logits = logits / self.temperature[:, None]
         order = logits.sort(dim=1, descending=True, stable=True)
         found, tokens = order.values[:, : self.width], order.indices[:, : self.width]
         largest = found[:, :1]
@@ -43,6 +47,7 @@ class TopChildren(NamedTuple):
         block_max, sum_exp = torch.empty(2, rows, blocks, dtype=torch.float32, device=device)
         _block_top_kernel[(rows, blocks)](
             logits_ptr=self.logits,
+            temperature_ptr=self.temperature,
             max_ptr=largest,
             argmax_ptr=at,
             block_max_ptr=block_max,
@@ -80,6 +85,7 @@ class TopChildren(NamedTuple):
 @triton.jit
 def _block_top_kernel(
     logits_ptr,  # [R, V]
+    temperature_ptr,  # fp32 [R], or None
     max_ptr,  # out: fp32 [R, blocks, W]
     argmax_ptr,  # out: int32 [R, blocks, W]
     block_max_ptr,  # out: fp32 [R, blocks]
@@ -97,6 +103,8 @@ def _block_top_kernel(
     offs_v = block * BLOCK_V + tl.arange(0, BLOCK_V)
     x = tl.load(logits_ptr + row * stride_logits + offs_v, mask=offs_v < vocab_size, other=float("-inf")).to(tl.float32)
     x = tl.where(x == x, x, float("-inf"))
+    if temperature_ptr is not None:
+        x = tl.div_rn(x, tl.load(temperature_ptr + row))
     part_offs = row * tl.num_programs(1) + block
     store_max_sum_exp(x, block_max_ptr + part_offs, sum_exp_ptr + part_offs)
     for rank in range(0, WIDTH):

@@ -50,10 +50,12 @@ def make(name, folder, strategy=Strategy.FULL_LOOP, tree=DYNAMIC, **options):
 
 
 class Laws:
-    """The published model's log-probabilities, fp64 [V], of the token after a request's text and a path."""
+    """The published model's log-probabilities, fp64 [V], of the token after a request's text and a path, at the
+    request's temperature; of a greedy one at 1/2."""
 
     def __init__(self, name, fixture, request):
         model, (ids, target_states) = fixture.model, fixture.inputs(request)
+        self.temperature = max(0.5, float(fixture.verified.temperature[request]))
         self.shift = None
         if name in BLOCKS:
             case = BLOCKS[name]
@@ -80,7 +82,7 @@ class Laws:
         scores = self.scores[len(path)]
         if self.shift is not None:
             scores = scores + self.shift[len(path)][path[-1] if path else self.last]
-        return scores.log_softmax(-1)
+        return (scores / self.temperature).log_softmax(-1)
 
     def _set_selector(self, published, target_states, last, model):
         """Scores [K, V], -inf for what is no candidate, and what each token shifts them by, [K, V, V]."""
@@ -122,6 +124,7 @@ class Laws:
 @pytest.mark.parametrize("name", KINDS)
 def test_a_blocks_tree_has_the_paths_that_the_published_model_finds_most_probable(name, tree, tmp_path):
     fixture = make(name, tmp_path, tree=tree)
+    fixture.verified = fixture.verified._replace(temperature=torch.tensor([0.0, 0.8, 1.3]))
     drafts = fixture.drafts()
     assert drafts.logits.shape[:2] == (len(CONTEXTS), 0)
     for row in range(len(CONTEXTS)):

@@ -56,13 +56,14 @@ class Chains:
         return fixture.model.forward(torch.tensor(token_ids), hidden, batch.positions, attention)[-1:]
 
     def law(self, path):
-        """Log-probabilities [V] of the token after the root and these."""
+        """Log-probabilities [V] of the token after the root and these, at the request's temperature, 1/2 or more."""
         count = int(self.verified.accepted[self.row]) + 1
         ids = [*self.verified.token_ids[self.row, 1:count].tolist(), int(self.verified.next_tokens[self.row])]
         hidden = self.run(ids, self.verified.target_hidden_states[self.row, :count], self.start)
         for at, token in enumerate(path):
             hidden = self.run([token], hidden, self.start + at + 1)
-        return self.fixture.model.logits(hidden)[0].double().log_softmax(-1)
+        logits = self.fixture.model.logits(hidden)[0].double()
+        return (logits / max(0.5, float(self.verified.temperature[self.row]))).log_softmax(-1)
 
 
 def best_paths(chains, width, num_tokens, steps=K):
@@ -80,10 +81,11 @@ def best_paths(chains, width, num_tokens, steps=K):
     return [path for at, (path, _) in enumerate(found) if at in kept]
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.8, 1.3])
 @pytest.mark.parametrize("row", range(len(CONTEXTS)))
-def test_a_dynamic_tree_has_the_most_probable_paths(row):
+def test_a_dynamic_tree_has_the_paths_most_probable_at_the_requests_temperature(row, temperature):
     fixture = trees(strategy=Strategy.EAGER)
-    verified = fixture.verified()
+    verified = fixture.verified(temperature=temperature)
     drafts = fixture.drafter.propose(verified)
     assert paths(drafts, row) == best_paths(Chains(verified, row), DYNAMIC.width, DYNAMIC.num_tokens)
 

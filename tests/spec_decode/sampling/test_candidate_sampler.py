@@ -50,7 +50,7 @@ class Rounds:
     def select(self, sampler, width=WIDTH):
         sampler.select_block(
             self.logits,
-            top_children(self.logits, width)[0],
+            top_children(self.logits, width, None)[0],
             self.gates,
             self.codebooks,
             self.next_tokens,

@@ -63,6 +63,15 @@ def test_a_tree_has_the_most_probable_paths_best_first(width, count):
         assert paths_of(tree, row) == [path for path, _ in best_of(laws[row].tolist(), width, count)]
 
 
+def test_paths_are_scored_at_each_requests_temperature_or_at_one_half_where_it_is_lower():
+    tree, scaled, logits, depths = make_tree(), make_tree(), noisy(), lens(*[PLACES] * ROWS)
+    tree.grow(logits, depths, torch.tensor([0.0, 0.4, 1.7]))
+    scaled.grow(logits / torch.tensor([0.5, 0.5, 1.7]).repeat_interleave(PLACES)[:, None], depths)
+    assert torch.equal(tree.draft_tokens, scaled.draft_tokens) and torch.equal(tree.parents, scaled.parents)
+    scaled.grow(logits, depths)
+    assert not torch.equal(tree.draft_tokens[0], scaled.draft_tokens[0])
+
+
 def test_a_trees_tokens_are_the_choices_of_their_places():
     tree, logits = make_tree(STATIC), noisy()
     tree.grow(logits, lens(*[PLACES] * ROWS))
@@ -176,6 +185,12 @@ def test_a_tree_may_be_as_wide_as_no_frontier_could_be():
     tree = make_tree(DynamicTreeConfig(width=64, num_tokens=63), places=16)
     tree.grow(torch.randn(ROWS * 16, 70), lens(16, 16, 16))
     assert tree.draft_tokens.min() >= 0
+
+
+@pytest.mark.parametrize("temperature", [torch.ones(2), torch.ones(ROWS).double()])
+def test_temperatures_of_other_trees_are_refused(temperature):
+    with pytest.raises(BatchError, match="temperature must be"):
+        make_tree().grow(noisy(), lens(4, 4, 4), temperature)
 
 
 @pytest.mark.parametrize(

@@ -71,6 +71,28 @@ def test_the_best_children_of_the_best_paths_are_the_candidates(width, steps):
         assert [score for _, score in found] == pytest.approx([score for _, score in expected], abs=1e-5)
 
 
+def test_paths_are_scored_at_each_requests_temperature_or_at_one_half_where_it_is_lower():
+    growth, scaled = Growth(3, 4), Growth(3, 4)
+    temperature = torch.tensor([0.0, 0.4, 1.7])
+    for step in range(4):
+        for each in (growth, scaled):
+            each.step.fill_(step)
+        assert torch.equal(growth.tree.frontier_tokens, scaled.tree.frontier_tokens)
+        growth.tree.grow(growth.logits(), temperature=temperature)
+        scaled.tree.grow(scaled.logits() / torch.tensor([0.5, 0.5, 1.7])[:, None, None])
+    assert torch.equal(growth.tree.scores, scaled.tree.scores)
+    assert all(map(torch.equal, growth.tree.kept(), scaled.tree.kept()))
+
+
+def test_choices_are_the_tokens_of_each_rows_logits():
+    growth, mapped = Growth(3, 2), Growth(3, 2)
+    choices = torch.stack([torch.randperm(VOCAB, generator=torch.Generator().manual_seed(row)) for row in range(ROWS)])
+    for each, own in ((growth, None), (mapped, choices)):
+        each.tree.grow(growth.logits(), own)
+    assert torch.equal(mapped.tree.frontier_tokens, choices.gather(1, growth.tree.frontier_tokens))
+    assert torch.equal(mapped.tree.tokens[:, :3], choices.gather(1, growth.tree.tokens[:, :3]))
+
+
 @pytest.mark.parametrize(("width", "steps"), [(1, 3), (3, 4)])
 def test_the_next_frontier_is_the_best_of_the_last_step(width, steps):
     growth = Growth(width, steps).run()
@@ -130,7 +152,7 @@ def test_whoever_is_kept_has_its_path_kept(drawn, count):
 
 
 def test_logits_of_all_equal_tokens_are_taken_in_their_order():
-    tokens, scores = top_children(torch.zeros(2, 5), 3)
+    tokens, scores = top_children(torch.zeros(2, 5), 3, None)
     assert tokens.tolist() == [[0, 1, 2]] * 2
     assert scores.flatten().tolist() == pytest.approx([-math.log(5)] * 6)
 
@@ -138,7 +160,9 @@ def test_logits_of_all_equal_tokens_are_taken_in_their_order():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_children_are_the_most_probable_tokens(dtype):
     wide = torch.randn(4, 80, generator=torch.Generator().manual_seed(0)).to(dtype)
-    tokens, scores = top_children(wide[:, ::2], 6) if dtype == torch.float32 else top_children(wide[:, :40], 6)
+    tokens, scores = (
+        top_children(wide[:, ::2], 6, None) if dtype == torch.float32 else top_children(wide[:, :40], 6, None)
+    )
     logits = (wide[:, ::2] if dtype == torch.float32 else wide[:, :40]).double()
     assert torch.equal(tokens, logits.sort(dim=1, descending=True, stable=True).indices[:, :6])
     assert torch.allclose(scores.double(), logits.log_softmax(-1).gather(1, tokens), atol=1e-5)
@@ -146,14 +170,14 @@ def test_children_are_the_most_probable_tokens(dtype):
 
 def test_a_token_that_cannot_be_drafted_has_no_probability():
     logits = torch.tensor([[0.0, -math.inf, math.nan, -math.inf], [math.nan] * 4])
-    tokens, scores = top_children(logits, 3)
+    tokens, scores = top_children(logits, 3, None)
     assert tokens[0, 0] == 0 and scores.tolist() == [[0.0, -math.inf, -math.inf], [-math.inf] * 3]
     assert ((tokens >= 0) & (tokens < 4)).all()
 
 
 def test_no_score_is_above_0():
     logits = torch.tensor([[200.0, 0.0, 0.0], [1e-8, 0.0, 0.0]])
-    assert (top_children(logits, 3)[1] <= 0).all()
+    assert (top_children(logits, 3, None)[1] <= 0).all()
 
 
 def test_a_graph_grows_the_trees_of_each_replay():
