@@ -15,7 +15,8 @@ ROOMS = (
 
 EQUIVALENT: dict[str, dict[tuple[str, str], str]] = {
     "attn_backends/kernels/e4m3.py": {
-        ("abs_bits < _BITS", "abs_bits <= _BITS"): "both give 8 for 2^-6 itself",
+        ("= 0x3C800000", "= 1015021567"): "the number below 2^-6 itself is rounded to it either way",
+        ("abs_bits < BITS", "abs_bits <= BITS"): "both give 8 for 2^-6 itself",
     },
     "attn_backends/kernels/paged_attention.py": {
         (

@@ -11,10 +11,6 @@ import torch
 from builders.kernels.triton_runtime import tl, triton
 
 _LARGEST = 448.0
-FP32_ABS = tl.constexpr(0x7FFFFFFF)  # all bits but the sign
-_BITS_448 = tl.constexpr(0x43E00000)  # as fp32, like those below
-_BITS_2_14 = tl.constexpr(0x46800000)
-_BITS_2_MINUS_6 = tl.constexpr(0x3C800000)  # e4m3's smallest normal number
 
 
 def to_e4m3(x: torch.Tensor) -> torch.Tensor:
@@ -29,9 +25,13 @@ def e4m3_byte(x):
     Below 2^-6 steps are 2^-9, the last place of a float at 2^14 = 16384: that addition rounds. Above, 20 bits are
     rounded off and the exponent's bias goes from 127 to 7. 0x7F is NaN, 0x80 the sign.
     """
+    FP32_ABS: tl.constexpr = 0x7FFFFFFF  # all bits but the sign
+    BITS_448: tl.constexpr = 0x43E00000  # as fp32, like those below
+    BITS_2_14: tl.constexpr = 0x46800000
+    BITS_2_MINUS_6: tl.constexpr = 0x3C800000  # e4m3's smallest normal number
     bits = x.to(tl.int32, bitcast=True)
-    abs_bits = tl.minimum(bits & FP32_ABS, _BITS_448)
-    subnormal = (abs_bits.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True) - _BITS_2_14
+    abs_bits = tl.minimum(bits & FP32_ABS, BITS_448)
+    subnormal = (abs_bits.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True) - BITS_2_14
     normal = ((abs_bits + 0x7FFFF + ((abs_bits >> 20) & 1)) >> 20) - (120 << 3)
-    code = tl.where(abs_bits < _BITS_2_MINUS_6, subnormal, normal)
+    code = tl.where(abs_bits < BITS_2_MINUS_6, subnormal, normal)
     return (tl.where(x == x, code, 0x7F) | ((bits >> 24) & 0x80)).to(tl.uint8)

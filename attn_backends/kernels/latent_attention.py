@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 import torch
 
-from attn_backends.kernels.online_softmax import LOG2_E, M_INIT
 from attn_backends.kernels.paged_attention import (
     PagedAttentionArguments,
     launch_merge,
@@ -232,6 +231,8 @@ def latent_attention_kernel(
     a block, as l_ij [M, N], until the end. The first Dv dims of a latent serve as key and value, the last Dr dims as
     key only.
     """
+    LOG2_E: tl.constexpr = 1.4426950408889634
+    M_INIT: tl.constexpr = -3.0e38  # finite: in a row that sees no token of a block, -inf - (-inf) would be NaN
     await_previous(PDL)
     # 1. The request, block of rows and split of this program. Blocks of one request are neighbours: they run at the
     # same time and share its latents in the L2 cache.

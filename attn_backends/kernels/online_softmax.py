@@ -1,20 +1,17 @@
-"""What the attention kernels share of the online softmax. They keep scores as exponents of 2: e^x is 2^(x LOG2_E)."""
+"""What the attention kernels share of the online softmax. They keep scores as exponents of 2: e^x is 2^(x LOG2_E).
+
+Constants are local to a function: Triton compares a kernel's globals with what it was compiled with at each launch.
+"""
 
 from __future__ import annotations
 
 from builders.kernels.triton_runtime import tl, triton
 
-LOG2_E = tl.constexpr(1.4426950408889634)
-M_INIT = tl.constexpr(-3.0e38)
-"""Where a row's running maximum m_i starts. Finite: a row that sees no token of a block has scores of -inf alone, and
--inf - (-inf) is NaN."""
-SINK_LIMIT = tl.constexpr(1e30)
-"""A sink counts as no more. Beside it no score has a weight."""
-
 
 @triton.jit
 def apply_softcap(qk, softcap):
     """softcap * tanh(qk / softcap), by tanh(x) = sign(x) (1 - r) / (1 + r) with r = e^(-2 |x|)."""
+    LOG2_E: tl.constexpr = 1.4426950408889634
     r = tl.exp2(tl.abs(qk / softcap) * (-2.0 * LOG2_E))
     return softcap * tl.where(qk >= 0, 1.0, -1.0) * (1.0 - r) / (1.0 + r)
 
@@ -22,4 +19,6 @@ def apply_softcap(qk, softcap):
 @triton.jit
 def sink_exponent(sink):
     """A sink as an exponent of 2. One of +inf becomes finite and outweighs every score, without inf - inf."""
+    LOG2_E: tl.constexpr = 1.4426950408889634
+    SINK_LIMIT: tl.constexpr = 1e30  # beside such a sink no score has a weight
     return tl.where(sink > SINK_LIMIT, SINK_LIMIT, sink * LOG2_E)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from attn_backends.kernels.online_softmax import LOG2_E, M_INIT, apply_softcap, sink_exponent
+from attn_backends.kernels.online_softmax import apply_softcap, sink_exponent
 from attn_backends.kernels.softmax import softmax_with_sinks
 from builders.kernels.op import define_op
 from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
@@ -296,6 +296,8 @@ def attention_kernel(
     Grid [R * num_m_blocks, Hkv, S]. Of each row the program keeps the maximum m_i of the scores qk so far, l_i, the sum
     of p = 2^(qk - m_i), and acc, that of p v; alpha = 2^(m_i - m_ij) brings both to a new maximum m_ij.
     """
+    LOG2_E: tl.constexpr = 1.4426950408889634
+    M_INIT: tl.constexpr = -3.0e38  # finite: in a row that sees no token of a block, -inf - (-inf) would be NaN
     await_previous(PDL)
     # 1. The request, block of rows, KV head and split of this program
     request = tl.program_id(0) // num_m_blocks
@@ -481,6 +483,7 @@ def merge_kernel(
 
     Grid [T, Hq]. IN_ORDER: splits are added one after another, so that those without tokens change no bit of the sum.
     """
+    M_INIT: tl.constexpr = -3.0e38  # finite, where no split saw a token
     await_previous(PDL)
     q_token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
@@ -501,7 +504,7 @@ def merge_kernel(
     if HAS_SINKS:
         sink = sink_exponent(tl.load(sinks_ptr + head))
         m_all = tl.maximum(m_all, sink)
-    m_all = tl.maximum(m_all, M_INIT)  # finite, where no split saw a token
+    m_all = tl.maximum(m_all, M_INIT)
     # 3. The weighted sum of the outputs, and that of the weights
     if IN_ORDER:
         acc = tl.zeros((BLOCK_DV,), tl.float32)

@@ -15,7 +15,6 @@ from typing import NamedTuple
 import torch
 
 from attn_backends.kernels import fp8_ds_mla
-from attn_backends.kernels.online_softmax import LOG2_E, SINK_LIMIT
 from attn_backends.kernels.softmax import softmax_with_sinks
 from builders.errors import require, require_tensor
 from builders.kernels.op import define_op
@@ -207,6 +206,8 @@ def sparse_attention_kernel(
     Grid [T, ceil(H / M)]. The online softmax is that of `attention_kernel`, with maximum m_i, sum l_i and output acc;
     scores are exponents of 2.
     """
+    LOG2_E: tl.constexpr = 1.4426950408889634
+    SINK_LIMIT: tl.constexpr = 1e30
     await_previous(PDL)
     # 1. Load q [M, D]
     token = tl.program_id(0).to(tl.int64)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from attn_backends.kernels.online_softmax import LOG2_E, M_INIT, apply_softcap, sink_exponent
+from attn_backends.kernels.online_softmax import apply_softcap, sink_exponent
 from attn_backends.kernels.paged_attention import length_within, seen_in_tree
 from attn_backends.kernels.softmax import softmax_with_sinks
 from builders.kernels.op import define_op
@@ -196,6 +196,8 @@ def _tree_attention_kernel(
     A program has M query rows of one KV head; grid [R * num_m_blocks, Hkv]. All N query tokens of a request are one
     block. Exponents are of 2.
     """
+    LOG2_E: tl.constexpr = 1.4426950408889634
+    M_INIT: tl.constexpr = -3.0e38  # finite, in a row that sees no token
     await_previous(PDL)
     # 1. The request, block of rows and KV head of this program
     request = tl.program_id(0) // num_m_blocks
@@ -256,7 +258,7 @@ def _tree_attention_kernel(
     ancestors = tl.load(tree_masks_ptr + q_token, mask=mask_m, other=0)
     qk_mask = seen_in_tree(ancestors[:, None], offs_n[None, :]) & mask_n[None, :]
     qk = tl.where(qk_mask, qk * LOG2_E, float("-inf"))
-    m_i = tl.maximum(tl.max(qk, 1), M_INIT)  # finite in a row that sees no token
+    m_i = tl.maximum(tl.max(qk, 1), M_INIT)
     p = tl.exp2(qk - m_i[:, None])
     l_i = tl.sum(p, 1)
     acc = tl.dot(p.to(v.dtype), v, input_precision="ieee")

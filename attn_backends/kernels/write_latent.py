@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from attn_backends.kernels import fp8_ds_mla
-from attn_backends.kernels.e4m3 import FP32_ABS, e4m3_byte
+from attn_backends.kernels.e4m3 import e4m3_byte
 from attn_backends.kernels.latent_rotary import check_rotary, rounded, turn_tail, turned
 from builders.errors import require, require_tensor
 from builders.kernels.op import define_op
@@ -152,11 +152,6 @@ class _WriteLatent(NamedTuple):
         )
 
 
-_BITS_SMALLEST_AMAX = tl.constexpr(0x38D1B717)  # as fp32, like those below: fp8_ds_mla.SMALLEST_AMAX
-_BITS_INF = tl.constexpr(0x7F800000)
-_BELOW_QUARTER = tl.constexpr(0x1FFFFF)  # a mantissa's last quarter, less one: beyond 1.75 it carries into the exponent
-
-
 @triton.jit
 def _write_latent_kernel(
     latent_ptr,  # [num_tokens, D]
@@ -217,6 +212,10 @@ def _store_fp8_ds_mla(
     SCALE_BYTES: tl.constexpr,
 ):
     """A row of TILES + 1 tiles, the last of them rotary, to its offset in a page, by the rule of fp8_ds_mla.py."""
+    FP32_ABS: tl.constexpr = 0x7FFFFFFF  # all bits but the sign
+    BITS_SMALLEST_AMAX: tl.constexpr = 0x38D1B717  # as fp32: fp8_ds_mla.SMALLEST_AMAX
+    BITS_INF: tl.constexpr = 0x7F800000
+    BELOW_QUARTER: tl.constexpr = 0x1FFFFF  # a mantissa's last quarter, less one: beyond 1.75 it carries
     # 1. The exponent byte of each tile
     tiles = tl.reshape(x, (TILES + 1, TILE))
     tile = tl.arange(0, TILES + 1)
@@ -224,8 +223,8 @@ def _store_fp8_ds_mla(
     tiles_fp32 = tiles.to(tl.float32)
     magnitude = tiles_fp32.to(tl.int32, bitcast=True) & FP32_ABS
     # At most the bits of infinity: those of a NaN, which lie above, must not carry into the sign.
-    amax_bits = tl.minimum(tl.maximum(tl.max(magnitude, 1), _BITS_SMALLEST_AMAX), _BITS_INF)
-    exponent = ((amax_bits + _BELOW_QUARTER) >> 23) - 8
+    amax_bits = tl.minimum(tl.maximum(tl.max(magnitude, 1), BITS_SMALLEST_AMAX), BITS_INF)
+    exponent = ((amax_bits + BELOW_QUARTER) >> 23) - 8
     inverse_scale = ((254 - exponent) << 23).to(tl.float32, bitcast=True)  # 2^(127 - exponent)
     # 2. Store the e4m3 values, the bf16 values and the exponents
     data_ptr = page_ptr + page_offset * DATA_BYTES

@@ -7,7 +7,6 @@ from typing import NamedTuple
 import torch
 
 from builders.batch import NO_SLOT
-from builders.kernels.limits import INT32_MAX
 from builders.kernels.op import define_op
 from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
 
@@ -94,6 +93,7 @@ def _list_window_slots_kernel(
     PDL: tl.constexpr,
 ):
     """window_indices[token] = the slots of positions p - WINDOW + 1 to p. One program per query token."""
+    INT32_MAX: tl.constexpr = 2**31 - 1
     await_previous(PDL)
     token = tl.program_id(0).to(tl.int64)
     # 1. The token's request, and whether it has a window at all

@@ -18,7 +18,6 @@ DRAFT, ACCEPT, TARGET = 0x1F123BB5, 0x2545F491, 0x3C6EF372
 
 _MASK = 0xFFFFFFFF
 _MOST = 1 - 2.0**-24
-_MIX_1, _MIX_2 = 0x85EBCA6B, 0xC2B2AE35  # MurmurHash3's
 
 
 def key(seeds: torch.Tensor, positions: torch.Tensor, stream: int) -> torch.Tensor:
@@ -52,30 +51,24 @@ def gumbel(keys: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def _mix(h: torch.Tensor) -> torch.Tensor:
-    h = ((h ^ (h >> 16)) * _MIX_1) & _MASK
-    h = ((h ^ (h >> 13)) * _MIX_2) & _MASK
+    """MurmurHash3's finaliser, its shifts and factors."""
+    h = ((h ^ (h >> 16)) * 0x85EBCA6B) & _MASK
+    h = ((h ^ (h >> 13)) * 0xC2B2AE35) & _MASK
     return h ^ (h >> 16)
-
-
-WORD = tl.constexpr(_MASK)
-MIX_1 = tl.constexpr(_MIX_1)
-MIX_2 = tl.constexpr(_MIX_2)
-TWO_TO_MINUS_32 = tl.constexpr(2.0**-32)
-TWO_TO_MINUS_64 = tl.constexpr(2.0**-64)
-MOST = tl.constexpr(_MOST)
 
 
 @triton.jit
 def triton_mix(h):
     """`_mix` in a kernel, of uint32."""
-    h = (h ^ (h >> 16)) * MIX_1
-    h = (h ^ (h >> 13)) * MIX_2
+    h = (h ^ (h >> 16)) * 0x85EBCA6B
+    h = (h ^ (h >> 13)) * 0xC2B2AE35
     return h ^ (h >> 16)
 
 
 @triton.jit
 def triton_key(seed, position, stream: tl.constexpr):
     """`key` in a kernel: uint64, of int64 that broadcast."""
+    WORD: tl.constexpr = 0xFFFFFFFF
     low = triton_mix((seed & WORD).to(tl.uint32) ^ stream)
     high = triton_mix(low ^ ((seed >> 32) & WORD).to(tl.uint32))
     first = triton_mix(high ^ (position & WORD).to(tl.uint32))
@@ -85,6 +78,9 @@ def triton_key(seed, position, stream: tl.constexpr):
 @triton.jit
 def triton_uniform(key, token):
     """`uniform` in a kernel: fp32, of keys uint64 and tokens that broadcast."""
+    TWO_TO_MINUS_32: tl.constexpr = 2.3283064365386963e-10
+    TWO_TO_MINUS_64: tl.constexpr = 5.421010862427522e-20
+    MOST: tl.constexpr = 0.999999940395355224609375  # 1 - 2**-24
     low = triton_mix((key >> 32).to(tl.uint32) ^ token.to(tl.uint32))
     high = triton_mix(low + key.to(tl.uint32))
     # Products by powers of two are exact, fused into the sum or not.

@@ -11,7 +11,6 @@ import torch
 from torch.nn import functional as F
 
 from builders.errors import require
-from builders.kernels.limits import INT32_MAX
 from builders.kernels.op import define_op
 from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
 from spec_decode.models.kernels.stored_as import stored_as
@@ -132,6 +131,7 @@ def batch_invariant_linear_kernel(
 
     Grid [tiles of rows, tiles of outputs, B]; with ends_ptr [M, tiles of outputs, 1], and one row a tile.
     """
+    INT32_MAX: tl.constexpr = 2**31 - 1
     await_previous(PDL)
     # 1. The rows of this program, and the weight that multiplies them
     pid_b = tl.program_id(2).to(tl.int64)

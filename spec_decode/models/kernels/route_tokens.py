@@ -12,7 +12,6 @@ import torch
 from torch.nn import functional as F
 
 from builders.errors import require_tensor
-from builders.kernels.limits import INT32_MAX
 from builders.kernels.op import define_op
 from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
 from spec_decode.models.kernels.batch_invariance import by_row
@@ -131,6 +130,7 @@ class RouteTokens(NamedTuple):
             GROUP_SIZE=size,
             TOP_GROUPS=self.top_groups,
             NORMALISED=self.normalised,
+            EPS=EPS,
             BLOCK_G=block_g,
             BLOCK_S=block_s,
             num_warps=1 if block_g * block_s <= 512 else 4,
@@ -163,9 +163,6 @@ def _among_best_groups(choice: torch.Tensor, groups: int, top_groups: int) -> to
     return allowed
 
 
-_EPS = tl.constexpr(EPS)
-
-
 @triton.jit
 def _route_kernel(
     logits_ptr,  # fp32 [T, E]
@@ -179,6 +176,7 @@ def _route_kernel(
     GROUP_SIZE: tl.constexpr,  # E / G
     TOP_GROUPS: tl.constexpr,  # groups to choose from
     NORMALISED: tl.constexpr,  # make the weights sum up to 1
+    EPS: tl.constexpr,  # added to their sum
     BLOCK_G: tl.constexpr,  # G, rounded up to a power of two
     BLOCK_S: tl.constexpr,  # E / G, likewise
     PDL: tl.constexpr,
@@ -209,7 +207,7 @@ def _route_kernel(
     # 3. Their weights
     is_chosen = rank < TOP_K
     if NORMALISED:
-        scores = scores / (tl.sum(tl.where(is_chosen, scores, 0.0)) + _EPS)
+        scores = scores / (tl.sum(tl.where(is_chosen, scores, 0.0)) + EPS)
     tl.store(topk_weights_ptr + token * TOP_K + rank, scores * scale, mask=is_chosen)
     tl.store(topk_ids_ptr + token * TOP_K + rank, expert.to(tl.int64), mask=is_chosen)
 
@@ -263,6 +261,7 @@ def _nan_as_best(values):
 @triton.jit
 def _first_best(values, left, index):
     """The least index among the largest of the values that are left; none of them is NaN."""
+    INT32_MAX: tl.constexpr = 2**31 - 1
     best = tl.max(tl.where(left, values, float("-inf")))
     return tl.min(tl.where(left & (values == best), index, INT32_MAX))
 

@@ -16,7 +16,6 @@ import torch
 from torch.nn import functional as F
 
 from builders.errors import BatchError, require
-from builders.kernels.limits import INT32_MAX
 from builders.kernels.op import define_op
 from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
 from spec_decode.models.kernels.stored_as import stored_as
@@ -506,6 +505,7 @@ def _rows_of_group(
     There is a program for every sorted row. Of a group's rows every BLOCK_M-th has a tile, and the programs of the
     others have no rows: so many programs do for any groups, without knowing on the host how many there are.
     """
+    INT32_MAX: tl.constexpr = 2**31 - 1
     pid_m = tl.program_id(2)
     offs_e = tl.arange(0, BLOCK_E)
     # The last group has no end, so that every row belongs to one.

@@ -17,7 +17,6 @@ if HAVE_TRITON:
     from triton.tools.tensor_descriptor import TensorDescriptor
 
 _ALIGNMENT = 16
-L2_LINE_BYTES = tl.constexpr(128)
 
 
 def is_describable(matrix: torch.Tensor) -> bool:
@@ -141,6 +140,7 @@ def prefetch_weight(
     It may run before await_previous: it reads no value, and memory is idle while a program waits.
     """
     if PDL:
+        L2_LINE_BYTES: tl.constexpr = 128
         LINE_ELEMENTS: tl.constexpr = L2_LINE_BYTES // (w_ptr.dtype.element_ty.primitive_bitwidth // 8)
         NUM_LINES: tl.constexpr = BLOCK_K // LINE_ELEMENTS if BLOCK_K > LINE_ELEMENTS else 1
         offs_k = tl.minimum(k_start + tl.arange(0, NUM_LINES) * LINE_ELEMENTS, K - 1)

@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 import torch
 
-from builders.kernels.limits import INT32_MAX
 from builders.kernels.op import define_op
 from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
 from spec_decode.sampling import noise
@@ -190,6 +189,7 @@ def _store_block_kernel(
     PDL: tl.constexpr,
 ):
     """One program per row, of the first of the buffers' R: store its tokens up to where it stops, and none behind."""
+    INT32_MAX: tl.constexpr = 2**31 - 1
     await_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     offs_k = tl.arange(0, BLOCK_K)

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from builders.kernels.triton_runtime import tl, triton
 
-_ALL_BUT_SIGN = tl.constexpr(0x7FFFFFFF)  # bits of an fp32
-
 
 @triton.jit
 def search(
@@ -104,13 +102,15 @@ def _weight(x, counted, row_max, SUM_EXP: tl.constexpr):
 @triton.jit
 def _rank(x):
     """A float's int32, ordered as floats are; of both zeros, which are equal, the larger."""
+    ALL_BUT_SIGN: tl.constexpr = 0x7FFFFFFF
     bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
-    return bits ^ ((bits >> 31) & _ALL_BUT_SIGN)
+    return bits ^ ((bits >> 31) & ALL_BUT_SIGN)
 
 
 @triton.jit
 def _float(rank):
-    return (rank ^ ((rank >> 31) & _ALL_BUT_SIGN)).to(tl.float32, bitcast=True)
+    ALL_BUT_SIGN: tl.constexpr = 0x7FFFFFFF
+    return (rank ^ ((rank >> 31) & ALL_BUT_SIGN)).to(tl.float32, bitcast=True)
 
 
 @triton.jit

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from builders.kernels.limits import INT32_MAX
 from builders.kernels.triton_runtime import tl, triton
 
 _MIN_BLOCKS = 64
@@ -42,6 +41,7 @@ def merge_sum_exp(block_max, block_sum):
 @triton.jit
 def merge_argmax(score_ptrs, index_ptrs, mask):
     """The largest of the blocks' scores, and the lowest index among the blocks that reach it."""
+    INT32_MAX: tl.constexpr = 2**31 - 1
     score = tl.load(score_ptrs, mask=mask, other=float("-inf"))
     index = tl.load(index_ptrs, mask=mask, other=INT32_MAX)
     max_score = tl.max(score, 0)

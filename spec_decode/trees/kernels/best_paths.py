@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 import torch
 
-from builders.kernels.limits import INT32_MAX
 from builders.kernels.op import define_op
 from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
 
@@ -102,6 +101,7 @@ def _best_paths_kernel(
 
     One program per row. Every path taken lets two more wait: its next sibling, and its best child.
     """
+    INT32_MAX: tl.constexpr = 2**31 - 1
     await_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     INDEX_MASK: tl.constexpr = (1 << INDEX_BITS) - 1

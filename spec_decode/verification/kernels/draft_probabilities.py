@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from builders.kernels.limits import INT32_MAX
 from builders.kernels.triton_runtime import tl, triton
 from spec_decode.sampling.kernels.vocab_blocks import merge_sum_exp
 from spec_decode.sampling.noise import ACCEPT, triton_key, triton_uniform
@@ -37,6 +36,7 @@ def matches_argmax(
     BLOCK_K: tl.constexpr,  # K, likewise
 ):
     """Of a greedy row: which of its first draft_len tokens are the target's argmax."""
+    INT32_MAX: tl.constexpr = 2**31 - 1
     offs_k = tl.arange(0, BLOCK_K)
     offs_b = tl.arange(0, BLOCK_B)[None, :]
     part_offs = (row * num_drafts + offs_k[:, None]) * num_blocks + offs_b
