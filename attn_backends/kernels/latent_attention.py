@@ -220,10 +220,10 @@ def latent_attention_kernel(
     NUM_SPLITS: tl.constexpr,  # S
     SPLIT_BLOCKS: tl.constexpr,  # blocks of a split; 0 shares them out equally
     IS_CAUSAL: tl.constexpr,
-    TREE: tl.constexpr,
+    TREE: tl.constexpr,  # query tokens see each other by tree_masks
     WIDE_PAGES: tl.constexpr,  # whether an offset within a page may need 64 bits
     FP32_DOT: tl.constexpr,  # multiply in fp32, for the interpreter
-    PDL: tl.constexpr,
+    PDL: tl.constexpr,  # programmatic dependent launch
 ):
     """o = softmax(sm_scale q latent^T, masked) latent[:Dv]. A program has M query rows and one split of their tokens.
 

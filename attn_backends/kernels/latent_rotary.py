@@ -209,7 +209,7 @@ def _prepare_query_kernel(
     ROTARY: tl.constexpr,  # R
     BLOCK_H: tl.constexpr,  # heads of a program
     BLOCK_D: tl.constexpr,  # D, rounded up to a power of two
-    PDL: tl.constexpr,
+    PDL: tl.constexpr,  # programmatic dependent launch
 ):
     """q / rms(q), its last R dims rotated. A program has BLOCK_H heads of one token; grid [T, ceil(H / BLOCK_H)]."""
     await_previous(PDL)
@@ -236,7 +236,7 @@ def _inverse_rotary_kernel(
     ROTARY: tl.constexpr,  # R
     BLOCK_H: tl.constexpr,  # heads of a program
     BLOCK_R: tl.constexpr,  # R, rounded up to a power of two
-    PDL: tl.constexpr,
+    PDL: tl.constexpr,  # programmatic dependent launch
 ):
     """The last R dims of o rotated back. A program has BLOCK_H heads of one token; grid [T, ceil(H / BLOCK_H)]."""
     await_previous(PDL)

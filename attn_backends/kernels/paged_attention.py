@@ -284,12 +284,12 @@ def attention_kernel(
     SPLIT_BLOCKS: tl.constexpr,  # blocks of a split; 0 shares them out equally
     SLIDING_WINDOW: tl.constexpr,  # tokens that a query sees, itself included; 0 is all
     IS_CAUSAL: tl.constexpr,
-    TREE: tl.constexpr,
+    TREE: tl.constexpr,  # query tokens see each other by tree_masks
     HAS_SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     WIDE_PAGES: tl.constexpr,  # whether an offset within a page may need 64 bits
     FP32_DOT: tl.constexpr,  # multiply in fp32, for the interpreter
-    PDL: tl.constexpr,
+    PDL: tl.constexpr,  # programmatic dependent launch
 ):
     """o = softmax(sm_scale q k^T, masked) v. A program has M query rows of one KV head and one split of their tokens.
 
@@ -306,7 +306,7 @@ def attention_kernel(
     split = tl.program_id(2)
     q_start = tl.load(query_start_loc_ptr + request)
     q_len = tl.load(query_start_loc_ptr + request + 1) - q_start
-    # After the branch it would wait for the loads above.
+    # Loaded before the branch, which waits for the loads above.
     seq_len = length_within(tl.load(seq_lens_ptr + request), max_len)
     if m_block * BLOCK_M >= q_len * GROUP:
         return
@@ -477,7 +477,7 @@ def merge_kernel(
     BLOCK_S: tl.constexpr,  # S, likewise
     HAS_SINKS: tl.constexpr,
     IN_ORDER: tl.constexpr,  # add the splits one after another
-    PDL: tl.constexpr,
+    PDL: tl.constexpr,  # programmatic dependent launch
 ):
     """o = sum of 2^lse_i o_i / (sum of 2^lse_i + e^sink) over the splits i, of one head of one query token.
 

@@ -72,7 +72,7 @@ def _rope_kernel(
     HALF_DIM: tl.constexpr,  # D / 2
     BLOCK_H: tl.constexpr,  # H, rounded up to a power of two
     BLOCK_D: tl.constexpr,  # D / 2, likewise
-    PDL: tl.constexpr,
+    PDL: tl.constexpr,  # programmatic dependent launch
 ):
     """(x1, x2) = (x1 cos - x2 sin, x2 cos + x1 sin), with x1 and x2 the halves of a head. A program has one token."""
     await_previous(PDL)

@@ -134,7 +134,7 @@ def _rope_and_write_kv_kernel(
     BLOCK_D: tl.constexpr,  # D / 2, likewise
     BLOCK_DV: tl.constexpr,  # value_dim, likewise
     QUANTISE: tl.constexpr,  # whether the caches are e4m3 and key and value wider
-    PDL: tl.constexpr,
+    PDL: tl.constexpr,  # programmatic dependent launch
 ):
     """q and k rotated as in `_rope_kernel`; q stays in place, k and v go to their slot.
 

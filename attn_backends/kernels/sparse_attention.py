@@ -199,7 +199,7 @@ def sparse_attention_kernel(
     BLOCK_M: tl.constexpr,  # M
     BLOCK_N: tl.constexpr,  # N
     FP32_DOT: tl.constexpr,  # multiply in fp32, for the interpreter
-    PDL: tl.constexpr,
+    PDL: tl.constexpr,  # programmatic dependent launch
 ):
     """o = softmax(sm_scale q k^T) k over the listed latents k. A program has M heads of one query token.
 

@@ -189,7 +189,7 @@ def _tree_attention_kernel(
     HAS_SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     LSE_BASE_2: tl.constexpr,  # whether lse is a logarithm of base 2 or natural
-    PDL: tl.constexpr,
+    PDL: tl.constexpr,  # programmatic dependent launch
 ):
     """o = (e^lse o + sum of e^qk v) / (e^lse + sum of e^qk + e^sink), over the tokens that a query token's mask names.
 

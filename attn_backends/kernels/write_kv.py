@@ -125,7 +125,7 @@ def _write_kv_kernel(
     BLOCK_H: tl.constexpr,  # heads, rounded up to a power of two
     BLOCK_D: tl.constexpr,  # the wider of dim and value_dim, likewise
     QUANTISE: tl.constexpr,  # whether the caches are e4m3 and key and value wider
-    PDL: tl.constexpr,
+    PDL: tl.constexpr,  # programmatic dependent launch
 ):
     """k_cache[page, offset] = k and v_cache[page, offset] = v of slot page * PAGE_SIZE + offset. A program a token."""
     await_previous(PDL)

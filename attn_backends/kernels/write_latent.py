@@ -175,7 +175,7 @@ def _write_latent_kernel(
     TILES: tl.constexpr,
     DATA_BYTES: tl.constexpr,
     SCALE_BYTES: tl.constexpr,
-    PDL: tl.constexpr,
+    PDL: tl.constexpr,  # programmatic dependent launch
 ):
     """kv_cache[slot] = latent, or rope(latent / rms(latent) * weight), quantised if FP8_DS_MLA; a program a token."""
     await_previous(PDL)

@@ -181,7 +181,7 @@ def _replan_kernel(
     TENSOR_CORES: tl.constexpr,
     BLOCK_U: tl.constexpr,  # units, rounded up to a power of two
     BLOCK_T: tl.constexpr,  # padded_tiles + 1, likewise
-    PDL: tl.constexpr,
+    PDL: tl.constexpr,  # programmatic dependent launch
 ):
     """One program makes the whole plan; `PlanLayout` says what each array holds."""
     await_previous(PDL)

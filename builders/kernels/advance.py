@@ -105,7 +105,7 @@ def _advance_kernel(
     GROUPS: tl.constexpr,  # G
     BLOCK_G: tl.constexpr,  # G, rounded up to a power of two
     BLOCK_R: tl.constexpr,  # rows of a program
-    PDL: tl.constexpr,
+    PDL: tl.constexpr,  # programmatic dependent launch
 ):
     """seq_len += 1, position = seq_len - 1, slot = page * page_size + offset. A program has BLOCK_R rows."""
     await_previous(PDL)

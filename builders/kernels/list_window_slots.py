@@ -90,7 +90,7 @@ def _list_window_slots_kernel(
     WIDTH: tl.constexpr,  # W
     BLOCK_W: tl.constexpr,  # W, rounded up to a power of two
     BLOCK_R: tl.constexpr,  # R, likewise
-    PDL: tl.constexpr,
+    PDL: tl.constexpr,  # programmatic dependent launch
 ):
     """window_indices[token] = the slots of positions p - WINDOW + 1 to p. One program per query token."""
     INT32_MAX: tl.constexpr = 2**31 - 1

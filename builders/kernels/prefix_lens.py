@@ -47,7 +47,7 @@ def _prefix_lens_kernel(
     query_start_loc_ptr,  # int32 [num_reqs + 1]
     num_reqs,
     BLOCK_R: tl.constexpr,  # rows of a program
-    PDL: tl.constexpr,
+    PDL: tl.constexpr,  # programmatic dependent launch
 ):
     """prefix_len = max(seq_len - query_len, 0). A program has BLOCK_R rows."""
     await_previous(PDL)

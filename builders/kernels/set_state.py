@@ -125,7 +125,7 @@ def _set_extend_state_kernel(
     stride_table_row,
     GROUPS: tl.constexpr,  # G
     BLOCK_Q: tl.constexpr,  # query_len, rounded up to a power of two
-    PDL: tl.constexpr,
+    PDL: tl.constexpr,  # programmatic dependent launch
 ):
     """positions = context_len + query, slots by page, seq_len = context_len + query_len. One program per row."""
     await_previous(PDL)
@@ -211,7 +211,7 @@ def _set_decode_state_kernel(
     stride_slot_group,
     GROUPS: tl.constexpr,  # G
     BLOCK_R: tl.constexpr,  # rows of a program
-    PDL: tl.constexpr,
+    PDL: tl.constexpr,  # programmatic dependent launch
 ):
     """seq_len = extend_seq_len - query_len + num_accepted + 1, no slots. A program has BLOCK_R rows."""
     await_previous(PDL)

@@ -72,7 +72,7 @@ def _load_tables_kernel(
     max_pages,
     stride_block_table,
     BLOCK_P: tl.constexpr,  # pages copied at a time
-    PDL: tl.constexpr,
+    PDL: tl.constexpr,  # programmatic dependent launch
 ):
     """block_table[p] = slots[request, p * page_size] // page_size. One program per row of the batch."""
     await_previous(PDL)

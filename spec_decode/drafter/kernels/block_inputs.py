@@ -88,7 +88,7 @@ def _block_inputs_kernel(
     hidden_size,  # F
     stride_token_ids,
     BLOCK_H: tl.constexpr,  # columns of a program
-    PDL: tl.constexpr,
+    PDL: tl.constexpr,  # programmatic dependent launch
 ):
     """The token and the state of place q of a row. Grid [R, Q, ceil(F / BLOCK_H)]; the first block has the token."""
     await_previous(PDL)

@@ -68,7 +68,7 @@ def _gather_block_kernel(
     hidden_size,  # H
     stride_hidden,  # of a row
     BLOCK_H: tl.constexpr,  # columns of a program
-    PDL: tl.constexpr,
+    PDL: tl.constexpr,  # programmatic dependent launch
 ):
     """out[r, k] = hidden[r, num_accepted[r] + k]. Grid [R * K, ceil(H / BLOCK_H)]; the first block has the position."""
     await_previous(PDL)

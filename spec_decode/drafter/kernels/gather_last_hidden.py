@@ -56,7 +56,7 @@ def _gather_last_hidden_kernel(
     stride_hidden_row,
     stride_hidden_col,
     BLOCK_H: tl.constexpr,  # columns of a program
-    PDL: tl.constexpr,
+    PDL: tl.constexpr,  # programmatic dependent launch
 ):
     """out[r] = hidden[r, num_accepted[r]]. Grid [R, ceil(H / BLOCK_H)]."""
     await_previous(PDL)

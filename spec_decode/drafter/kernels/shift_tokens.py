@@ -56,7 +56,7 @@ def _shift_tokens_kernel(
     query_len,  # 1 + K
     stride_token_ids,  # of a row
     BLOCK_Q: tl.constexpr,  # query_len, rounded up to a power of two
-    PDL: tl.constexpr,
+    PDL: tl.constexpr,  # programmatic dependent launch
 ):
     """out[q] = token_ids[q + 1] for q < num_accepted, else next_token. One program per row."""
     await_previous(PDL)

@@ -60,7 +60,7 @@ def _prepare_inputs_kernel(
     stride_drafts_row,
     stride_drafts_col,
     BLOCK_Q: tl.constexpr,  # query_len, rounded up to a power of two
-    PDL: tl.constexpr,
+    PDL: tl.constexpr,  # programmatic dependent launch
 ):
     """token_ids = last_token | drafts, context_len = num_tokens - 1. One program per row."""
     await_previous(PDL)

@@ -116,7 +116,7 @@ def _update_requests_kernel(
     stride_draft_ids,
     DRAFTING: tl.constexpr,  # whether there is a drafter: without one the five draft tensors are None
     BLOCK_Q: tl.constexpr,  # 2 + K, rounded up to a power of two
-    PDL: tl.constexpr,
+    PDL: tl.constexpr,  # programmatic dependent launch
 ):
     """num_tokens += num_accepted + 1, and what the host and the drafter read of it. One program per row."""
     await_previous(PDL)

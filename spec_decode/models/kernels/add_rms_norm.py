@@ -90,7 +90,7 @@ def _add_rms_norm_kernel(
     eps,
     SHARES: tl.constexpr,  # S; 0 for a delta as x
     BLOCK_SIZE: tl.constexpr,  # H, rounded up to a power of two
-    PDL: tl.constexpr,
+    PDL: tl.constexpr,  # programmatic dependent launch
 ):
     """total = x + delta, y = total * rstd * w with rstd = 1 / sqrt(mean(total^2) + eps).
 

@@ -125,7 +125,7 @@ def batch_invariant_linear_kernel(
     BLOCK_N: tl.constexpr,  # outputs of a tile
     BLOCK_K: tl.constexpr,  # inputs multiplied at a time
     FP32_DOT: tl.constexpr,  # multiply in fp32, for the interpreter
-    PDL: tl.constexpr,
+    PDL: tl.constexpr,  # programmatic dependent launch
 ):
     """y[:, b] = x[:, b] @ w[b]^T. A program has a tile [BLOCK_M, BLOCK_N] of y, over all of K in order.
 

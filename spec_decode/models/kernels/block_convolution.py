@@ -79,7 +79,7 @@ def _block_convolution_kernel(
     stride_change_tap,
     TAPS: tl.constexpr,  # C
     BLOCK_H: tl.constexpr,  # channels of a program
-    PDL: tl.constexpr,
+    PDL: tl.constexpr,  # programmatic dependent launch
 ):
     """y[t, h] = sum over c of x[t - c, h] * (base[c, h] + change[t, c, h's group]). Grid [T, ceil(H / BLOCK_H)]."""
     await_previous(PDL)

@@ -91,7 +91,7 @@ def _combine_kernel(
     n_cols,  # H
     TOP_K: tl.constexpr,  # k
     BLOCK_SIZE: tl.constexpr,  # columns of a program
-    PDL: tl.constexpr,
+    PDL: tl.constexpr,  # programmatic dependent launch
 ):
     """y[t] = sum over j of weights[t, j] * x[places[t, j]], plus shared[t]. Grid [T, ceil(H / BLOCK_SIZE)]."""
     await_previous(PDL)

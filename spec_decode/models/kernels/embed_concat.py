@@ -95,7 +95,7 @@ def _embed_concat_kernel(
     stride_hidden,  # of a row
     eps,  # of the norms
     BLOCK_H: tl.constexpr,  # columns of a program
-    PDL: tl.constexpr,
+    PDL: tl.constexpr,  # programmatic dependent launch
 ):
     """out = norm(embedding[token_id]) | norm(hidden). A program has BLOCK_H columns of one half of a token's row.
 

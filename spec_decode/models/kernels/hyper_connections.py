@@ -211,7 +211,7 @@ def read_streams_kernel(
     NUM_BLOCKS: tl.constexpr,  # of columns
     BLOCK_S: tl.constexpr,  # S, rounded up to a power of two
     BLOCK_H: tl.constexpr,  # columns of a program
-    PDL: tl.constexpr,
+    PDL: tl.constexpr,  # programmatic dependent launch
 ):
     """x = sum over s of (sigmoid(mixes[s] * scale + base[s]) + eps) * streams[s], BLOCK_H columns of one token's.
 
@@ -271,6 +271,7 @@ def _connect(
 
 @triton.jit
 def _sigmoid(logits):
+    """1 / (1 + e^-x)."""
     return 1.0 / (1.0 + tl.exp(-logits))
 
 
@@ -285,7 +286,7 @@ def write_streams_kernel(
     H: tl.constexpr,
     BLOCK_S: tl.constexpr,  # S, rounded up to a power of two
     BLOCK_H: tl.constexpr,  # columns of a program
-    PDL: tl.constexpr,
+    PDL: tl.constexpr,  # programmatic dependent launch
 ):
     """out[s] = write[s] * output + sum over r of carry[r, s] * streams[r]: one token's, BLOCK_H of their columns."""
     await_previous(PDL)

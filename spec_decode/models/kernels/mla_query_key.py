@@ -127,7 +127,7 @@ def _mla_query_key_kernel(
     ROPE_DIM: tl.constexpr,  # R
     BLOCK_D: tl.constexpr,  # L, rounded up to a power of two
     BLOCK_R: tl.constexpr,  # R / 2, likewise
-    PDL: tl.constexpr,
+    PDL: tl.constexpr,  # programmatic dependent launch
 ):
     """One head of a token's query, or after the last of them its key. Grid [T, H + 1]."""
     await_previous(PDL)

@@ -98,7 +98,7 @@ def _order_kernel(
     TOP_K: tl.constexpr,  # k
     BLOCK_SIZE: tl.constexpr,  # rows and ends of a program
     CHUNK: tl.constexpr,  # rows compared with at a time
-    PDL: tl.constexpr,
+    PDL: tl.constexpr,  # programmatic dependent launch
 ):
     """Where something belongs is the number of rows that come before it, be it a row or the end of an expert.
 

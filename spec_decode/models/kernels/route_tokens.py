@@ -179,7 +179,7 @@ def _route_kernel(
     EPS: tl.constexpr,  # added to their sum
     BLOCK_G: tl.constexpr,  # G, rounded up to a power of two
     BLOCK_S: tl.constexpr,  # E / G, likewise
-    PDL: tl.constexpr,
+    PDL: tl.constexpr,  # programmatic dependent launch
 ):
     """The top k of score(logits) + bias among the best groups, and their scores as weights.
 
@@ -255,6 +255,7 @@ def _best_groups(
 
 @triton.jit
 def _nan_as_best(values):
+    """The values with +inf for NaN, which sorts first in torch too."""
     return tl.where(values == values, values, float("inf"))
 
 

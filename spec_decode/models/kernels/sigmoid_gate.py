@@ -59,7 +59,7 @@ def _sigmoid_gate_kernel(
     stride_gate,
     OF_ROWS: tl.constexpr,  # whether a row has one gate
     BLOCK_SIZE: tl.constexpr,  # columns of a program
-    PDL: tl.constexpr,
+    PDL: tl.constexpr,  # programmatic dependent launch
 ):
     """y = x * sigmoid(gate). Grid [T, ceil(N / BLOCK_SIZE)]."""
     await_previous(PDL)

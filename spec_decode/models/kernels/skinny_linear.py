@@ -240,7 +240,7 @@ def matvec_kernel(
     BLOCK_N: tl.constexpr,  # outputs of a program
     BLOCK_K: tl.constexpr,  # inputs multiplied at a time
     STAGES: tl.constexpr,  # tiles in flight
-    PDL: tl.constexpr,
+    PDL: tl.constexpr,  # programmatic dependent launch
 ):
     """y = epilogue(norm(x) @ w^T). A program has BLOCK_N outputs of BLOCK_M rows; grid [tiles of N, tiles of M].
 
@@ -334,7 +334,7 @@ def _epilogue(
     K: tl.constexpr,
     GATED: tl.constexpr,
 ):
-    """y times rstd; silu(gate) * up; plus the residual; and the store."""
+    """Store y with the norm taken in, silu(y) * up of it with a gate, plus the residual where there is one."""
     if eps is not None:
         # A row's scale is the same for all of its products: taken out of the sum, x is read once, not twice.
         rstd = tl.rsqrt(sum_sq / K + eps)

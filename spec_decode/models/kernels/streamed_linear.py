@@ -317,7 +317,7 @@ def streamed_kernel(
     N: tl.constexpr,
     K: tl.constexpr,
     GROUPS: tl.constexpr,  # E; 0 without ends
-    GATED: tl.constexpr,
+    GATED: tl.constexpr,  # w is gate above up
     SPLIT_K: tl.constexpr,  # store a share's sums as they are, for sum_shares_kernel
     EVICTION: tl.constexpr,  # the eviction policy of the weight's loads
     BLOCK_M: tl.constexpr,  # rows of the first tile
@@ -327,7 +327,7 @@ def streamed_kernel(
     BLOCK_E: tl.constexpr,  # E, rounded up to a power of two
     STAGES: tl.constexpr,  # tiles in flight
     FP32_DOT: tl.constexpr,  # multiply in fp32, for the interpreter
-    PDL: tl.constexpr,
+    PDL: tl.constexpr,  # programmatic dependent launch
 ):
     """y = epilogue(x @ w^T). A program has one tile of outputs and one share of K, for all rows, or those of one group.
 
@@ -347,7 +347,7 @@ def streamed_kernel(
         prefetch_weight(w_ptr, offs_w, k_start, N * (2 if GATED else 1), K, BLOCK_K, PDL)
     await_previous(PDL)
 
-    # 2. The rows of this program, in one tile or two, and where their inputs start
+    # 2. The rows of this program, up to m_end, in one tile or two, and where their inputs start
     offs_m = tl.arange(0, BLOCK_M)
     m_end = M
     if ends_ptr is not None:
@@ -378,7 +378,8 @@ def streamed_kernel(
             )
         if FP32_DOT:
             w = w.to(tl.float32)
-        acc = tl.dot(w, _load_x(x_ptrs, offs_m, m_end, offs_k, K, BLOCK_K, FP32_DOT), acc, input_precision="ieee")
+        x = _load_x(x_ptrs, offs_m, m_end, offs_k, K, BLOCK_K, FP32_DOT)
+        acc = tl.dot(w, x, acc, input_precision="ieee")
         if BLOCK_M2:
             x2 = _load_x(x2_ptrs, offs_m2, m_end, offs_k, K, BLOCK_K, FP32_DOT)
             acc2 = tl.dot(w, x2, acc2, input_precision="ieee")
@@ -419,7 +420,7 @@ def sum_shares_kernel(
     GATED: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
     BLOCK_N: tl.constexpr,  # outputs of a program
-    PDL: tl.constexpr,
+    PDL: tl.constexpr,  # programmatic dependent launch
 ):
     """y = epilogue(sum of the shares). A program has BLOCK_N outputs of one row; grid [M, ceil(N / BLOCK_N)]."""
     await_previous(PDL)

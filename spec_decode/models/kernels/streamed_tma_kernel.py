@@ -54,7 +54,7 @@ def streamed_tma_kernel(
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
     FP32_DOT: tl.constexpr,
-    PDL: tl.constexpr,
+    PDL: tl.constexpr,  # programmatic dependent launch
 ):
     """y = epilogue(x @ w^T). A program has TILE_N outputs of every row, and one share of K; grid [tiles, shares]."""
     # 1. The outputs and the share of this program; its first tiles of the weight are asked for at once
@@ -95,6 +95,7 @@ def streamed_tma_kernel(
 
 @triton.jit
 def _tile(desc, row, column, FP32_DOT: tl.constexpr):
+    """The tile of a descriptor's matrix that starts there."""
     tile = desc.load([row, column])
     if FP32_DOT:
         tile = tile.to(tl.float32)
@@ -133,7 +134,7 @@ def prefetch_weight(
     num_rows,
     K: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    PDL: tl.constexpr,
+    PDL: tl.constexpr,  # programmatic dependent launch
 ):
     """Bring a program's first tile of the weight, BLOCK_K inputs from k_start on, into the L2 cache.
 
@@ -164,7 +165,7 @@ def epilogue(
     N: tl.constexpr,
     GATED: tl.constexpr,
 ):
-    """y = silu(gate) * up, or the product with bias; plus the residual; and the store."""
+    """Store silu(y) * up, or y + bias without a gate, plus the residual where there is one."""
     if bias_ptr is not None:
         y += tl.load(bias_ptr + offs_n, mask=offs_n < N, other=0.0).to(tl.float32)
     if GATED:

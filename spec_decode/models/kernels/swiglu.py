@@ -64,7 +64,7 @@ def _swiglu_kernel(
     stride_gate_up,  # of a row of gate_up
     limit,  # of gate and up, or None
     BLOCK_SIZE: tl.constexpr,  # columns of a program
-    PDL: tl.constexpr,
+    PDL: tl.constexpr,  # programmatic dependent launch
 ):
     """y = silu(gate) * up. Grid [T, ceil(I / BLOCK_SIZE)]."""
     await_previous(PDL)

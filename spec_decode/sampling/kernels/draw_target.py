@@ -109,7 +109,7 @@ def _block_target_kernel(
     stride_token,
     STREAM: tl.constexpr,  # of the noise
     BLOCK_V: tl.constexpr,  # logits of a program
-    PDL: tl.constexpr,
+    PDL: tl.constexpr,  # programmatic dependent launch
 ):
     """argmax of logits / temperature + gumbel over one block of the vocabulary: its best token. Grid [R, blocks]."""
     await_previous(PDL)

@@ -140,7 +140,7 @@ def _block_draw_kernel(
     stride_draft_token,
     STREAM: tl.constexpr,  # of the noise
     BLOCK_V: tl.constexpr,  # logits of a program
-    PDL: tl.constexpr,
+    PDL: tl.constexpr,  # programmatic dependent launch
 ):
     """argmax of target_logits + gumbel, and of log(residual) + gumbel, over one block of the vocabulary.
 
@@ -213,7 +213,7 @@ def store_draw_kernel(
     num_blocks,  # of the vocabulary
     RESIDUAL: tl.constexpr,
     BLOCK_B: tl.constexpr,  # blocks, rounded up to a power of two
-    PDL: tl.constexpr,
+    PDL: tl.constexpr,  # programmatic dependent launch
 ):
     """One program per row: its token, the best of its blocks', of the residual's plane where that has any."""
     await_previous(PDL)

@@ -78,7 +78,7 @@ def _process_kernel(
     stride_column,
     stride_token,
     BLOCK_V: tl.constexpr,  # logits of a program
-    PDL: tl.constexpr,
+    PDL: tl.constexpr,  # programmatic dependent launch
 ):
     """out = logits / temperature. Grid [rows of out, blocks of the vocabulary]."""
     await_previous(PDL)

@@ -146,7 +146,7 @@ def find_range_kernel(
     group_size,  # G
     num_parts,  # of a row
     PART: tl.constexpr,  # logits of a part
-    PDL: tl.constexpr,
+    PDL: tl.constexpr,  # programmatic dependent launch
 ):
     """A program takes parts of one row: each one's least logit that is no mask, or inf, and its largest, or -inf."""
     await_previous(PDL)
@@ -179,7 +179,7 @@ def count_bins_kernel(
     LANES: tl.constexpr,  # logits counted at a time
     BINS: tl.constexpr,
     BLOCK_PARTS: tl.constexpr,  # parts, rounded up to a power of two
-    PDL: tl.constexpr,
+    PDL: tl.constexpr,  # programmatic dependent launch
 ):
     """A program takes parts of one row: how many logits of each are not below each edge, and for top_p their sum of
     exponentials.
@@ -258,7 +258,7 @@ def gather_bin_kernel(
     BINS: tl.constexpr,
     BLOCK_PARTS: tl.constexpr,  # parts, rounded up to a power of two
     CAPACITY: tl.constexpr,  # logits of a bin that are copied out
-    PDL: tl.constexpr,
+    PDL: tl.constexpr,  # programmatic dependent launch
 ):
     """Copy out the members of the bin that holds a threshold, in the order of their tokens, up to CAPACITY.
 
@@ -309,7 +309,7 @@ def top_k_threshold_kernel(
     BLOCK_PARTS: tl.constexpr,  # parts, rounded up to a power of two
     CAPACITY: tl.constexpr,  # logits of a bin that are copied out
     BLOCK: tl.constexpr,  # logits that a search reads at a time
-    PDL: tl.constexpr,
+    PDL: tl.constexpr,  # programmatic dependent launch
 ):
     """One program per row: top_k's threshold; for top_p, its bin and the sum of exponentials which that bin has to add
     to those above.
@@ -364,7 +364,7 @@ def top_p_threshold_kernel(
     BLOCK_PARTS: tl.constexpr,  # parts, rounded up to a power of two
     CAPACITY: tl.constexpr,  # logits of a bin that are copied out
     BLOCK: tl.constexpr,  # logits that a search reads at a time
-    PDL: tl.constexpr,
+    PDL: tl.constexpr,  # programmatic dependent launch
 ):
     """One program per row: top_p's threshold, which is not below top_k's."""
     await_previous(PDL)
@@ -392,7 +392,7 @@ def mask_logits_kernel(
     group_size,  # G
     num_parts,  # of a row
     PART: tl.constexpr,  # logits of a part
-    PDL: tl.constexpr,
+    PDL: tl.constexpr,  # programmatic dependent launch
 ):
     """-inf for a part's logits below the row's threshold; a program takes parts of one row."""
     await_previous(PDL)

@@ -127,7 +127,7 @@ def _line_argmax_kernel(
     STREAM: tl.constexpr,  # of the noise
     AHEAD: tl.constexpr,  # from an input's position to that of the token it predicts
     BLOCK_V: tl.constexpr,  # logits of a program
-    PDL: tl.constexpr,
+    PDL: tl.constexpr,  # programmatic dependent launch
 ):
     """draft_logits = logits / temperature, and argmax of it + gumbel, over one block of the vocabulary in one column.
 
@@ -186,7 +186,7 @@ def _store_block_kernel(
     stride_draft_tokens,
     BLOCK_B: tl.constexpr,  # blocks, rounded up to a power of two
     BLOCK_K: tl.constexpr,  # K, likewise
-    PDL: tl.constexpr,
+    PDL: tl.constexpr,  # programmatic dependent launch
 ):
     """One program per row, of the first of the buffers' R: store its tokens up to where it stops, and none behind."""
     INT32_MAX: tl.constexpr = 2**31 - 1

@@ -161,7 +161,7 @@ def _block_argmax_kernel(
     HIDDEN_SIZE: tl.constexpr,  # H; 0 without hidden
     BLOCK_H: tl.constexpr,  # columns of H that a program copies
     BLOCK_V: tl.constexpr,  # logits of a program
-    PDL: tl.constexpr,
+    PDL: tl.constexpr,  # programmatic dependent launch
 ):
     """draft_logits = logits / temperature, and argmax of it + gumbel, over one block of the vocabulary.
 
@@ -231,7 +231,7 @@ def _store_token_kernel(
     stride_draft_tokens,
     BLOCK_B: tl.constexpr,  # blocks, rounded up to a power of two
     BLOCK_K: tl.constexpr,  # K, likewise
-    PDL: tl.constexpr,
+    PDL: tl.constexpr,  # programmatic dependent launch
 ):
     """One program per row, of the first of the buffers' R: store its token, and decide whether it continues."""
     await_previous(PDL)

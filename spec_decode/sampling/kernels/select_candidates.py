@@ -140,7 +140,7 @@ def _select_candidates_kernel(
     AHEAD: tl.constexpr,  # from an input's position to that of the token it predicts
     BLOCK_W: tl.constexpr,  # W, rounded up to a power of two
     BLOCK_N: tl.constexpr,  # dims of the shift that are summed at once
-    PDL: tl.constexpr,
+    PDL: tl.constexpr,  # programmatic dependent launch
 ):
     """score = logit + sum of predecessors[previous] * gate * successors[token], and the argmax of score + gumbel.
 

@@ -96,6 +96,7 @@ def walk(
 
 @triton.jit
 def _weight(x, counted, row_max, SUM_EXP: tl.constexpr):
+    """What each logit that is counted weighs, else 0."""
     return tl.where(counted, tl.exp(x - row_max) if SUM_EXP else 1.0, 0.0)
 
 
@@ -109,6 +110,7 @@ def _rank(x):
 
 @triton.jit
 def _float(rank):
+    """The float of a rank."""
     ALL_BUT_SIGN: tl.constexpr = 0x7FFFFFFF
     return (rank ^ ((rank >> 31) & ALL_BUT_SIGN)).to(tl.float32, bitcast=True)
 

@@ -79,7 +79,7 @@ def _ancestor_masks_kernel(
     depths_ptr,  # out: int64 [R, 1 + N]
     num_tokens,  # 1 + N
     BLOCK_N: tl.constexpr,  # 1 + N, rounded up to a power of two
-    PDL: tl.constexpr,
+    PDL: tl.constexpr,  # programmatic dependent launch
 ):
     """mask[n] = mask[parent[n]] | 1 << n, depth[n] = depth[parent[n]] + 1. One program per row."""
     await_previous(PDL)

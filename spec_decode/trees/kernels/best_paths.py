@@ -95,7 +95,7 @@ def _best_paths_kernel(
     num_tokens,  # N
     INDEX_BITS: tl.constexpr,  # of a rank, and of a query token
     BLOCK_P: tl.constexpr,  # paths waiting at a time, rounded up to a power of two
-    PDL: tl.constexpr,
+    PDL: tl.constexpr,  # programmatic dependent launch
 ):
     """Take the best of the paths that wait, num_tokens times: score = parent_score + child_score.
 

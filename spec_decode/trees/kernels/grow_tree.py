@@ -116,7 +116,7 @@ def _grow_tree_kernel(
     FRONTIER: tl.constexpr,  # F
     WIDTH: tl.constexpr,  # W
     BLOCK_C: tl.constexpr,  # F * W, rounded up to a power of two
-    PDL: tl.constexpr,
+    PDL: tl.constexpr,  # programmatic dependent launch
 ):
     """score = frontier_score + child_score; the WIDTH best are the next frontier. One program per row."""
     await_previous(PDL)

@@ -81,7 +81,7 @@ def _keep_best_kernel(
     BLOCK_N: tl.constexpr,  # N, rounded up to a power of two
     BLOCK_C: tl.constexpr,  # C, rounded up to a power of two
     CHUNK: tl.constexpr,  # candidates that all others are compared with at a time
-    PDL: tl.constexpr,
+    PDL: tl.constexpr,  # programmatic dependent launch
 ):
     """Rank all candidates by score, keep the num_tokens best in their order. One program per row."""
     await_previous(PDL)

@@ -111,7 +111,7 @@ def _move_accepted_kv_kernel(
     HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,  # the wider of both, rounded up to a power of two
-    PDL: tl.constexpr,
+    PDL: tl.constexpr,  # programmatic dependent launch
 ):
     """kv[slot of query token i + 1] = kv[slot of path[i]], of one head of a row; grid [R, heads].
 

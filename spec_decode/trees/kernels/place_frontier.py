@@ -103,7 +103,7 @@ def _place_frontier_kernel(
     WIDTH: tl.constexpr,  # W
     BLOCK_Q: tl.constexpr,  # Q, rounded up to a power of two
     BLOCK_H: tl.constexpr,  # columns of a state that are copied at a time
-    PDL: tl.constexpr,
+    PDL: tl.constexpr,  # programmatic dependent launch
 ):
     """tree_mask[q] = tree_mask[parent] | 1 << q of one token of a frontier, with its id, position and state.
 

@@ -94,7 +94,7 @@ def _block_top_kernel(
     stride_logits,
     WIDTH: tl.constexpr,  # W
     BLOCK_V: tl.constexpr,  # logits of a program
-    PDL: tl.constexpr,
+    PDL: tl.constexpr,  # programmatic dependent launch
 ):
     """The W largest logits of one block of the vocabulary, and its part of the softmax. Grid [R, blocks]."""
     await_previous(PDL)
@@ -127,7 +127,7 @@ def _merge_top_kernel(
     WIDTH: tl.constexpr,  # W
     BLOCK_B: tl.constexpr,  # blocks, rounded up to a power of two
     BLOCK_C: tl.constexpr,  # blocks * W, likewise
-    PDL: tl.constexpr,
+    PDL: tl.constexpr,  # programmatic dependent launch
 ):
     """One program per row: the W largest of its blocks', and their log-probabilities."""
     await_previous(PDL)

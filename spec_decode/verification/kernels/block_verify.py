@@ -144,7 +144,7 @@ def _prefix_weights_kernel(
     TINY: tl.constexpr,  # the smallest normal fp32
     BLOCK_B: tl.constexpr,  # blocks, rounded up to a power of two
     BLOCK_K: tl.constexpr,  # K, likewise
-    PDL: tl.constexpr,
+    PDL: tl.constexpr,  # programmatic dependent launch
 ):
     """w(k) = min(1, w(k - 1) target_probs[k] / draft_probs[k]) from w(0) = 1, of a random row; a program a row.
 
@@ -208,7 +208,7 @@ def _residual_sums_kernel(
     stride_draft_pos,
     stride_draft_token,
     BLOCK_V: tl.constexpr,  # logits of a program
-    PDL: tl.constexpr,
+    PDL: tl.constexpr,  # programmatic dependent launch
 ):
     """One block's sum of max(w(k) target_probs - draft_probs, 0), at the column after the prefix of k tokens.
 
@@ -245,7 +245,7 @@ def _accept_prefix_kernel(
     num_blocks,  # of the vocabulary
     BLOCK_B: tl.constexpr,  # blocks, rounded up to a power of two
     BLOCK_K: tl.constexpr,  # K, likewise
-    PDL: tl.constexpr,
+    PDL: tl.constexpr,  # programmatic dependent launch
 ):
     """The longest prefix k of a random row with uniform <= S / (S + 1 - w(k)), S its residual's sum.
 

@@ -78,7 +78,7 @@ def _follow_tree_kernel(
     num_tokens,  # 1 + N
     max_depth,  # K
     BLOCK_N: tl.constexpr,  # 1 + N, rounded up to a power of two
-    PDL: tl.constexpr,
+    PDL: tl.constexpr,  # programmatic dependent launch
 ):
     """From the root down, to the first child that is the target's token after its parent; a program a row."""
     await_previous(PDL)

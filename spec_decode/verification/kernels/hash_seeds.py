@@ -51,7 +51,7 @@ def _hash_kernel(
     num_rows,  # R
     STREAM: tl.constexpr,  # of the noise
     BLOCK_R: tl.constexpr,  # rows of a program
-    PDL: tl.constexpr,
+    PDL: tl.constexpr,  # programmatic dependent launch
 ):
     """out = key(seed, position), as noise.py has it. A program has BLOCK_R rows."""
     await_previous(PDL)

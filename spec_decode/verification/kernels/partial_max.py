@@ -72,7 +72,7 @@ def _partial_max_kernel(
     stride_draft_pos,
     stride_draft_token,
     BLOCK_V: tl.constexpr,  # logits of a program
-    PDL: tl.constexpr,
+    PDL: tl.constexpr,  # programmatic dependent launch
 ):
     """max(x) and sum of e^(x - max(x)), or argmax(x), of one block of the vocabulary in one draft column x.
 

@@ -88,7 +88,7 @@ def _rejection_sample_kernel(
     stride_draft_token,
     BLOCK_B: tl.constexpr,  # blocks, rounded up to a power of two
     BLOCK_K: tl.constexpr,  # K, likewise
-    PDL: tl.constexpr,
+    PDL: tl.constexpr,  # programmatic dependent launch
 ):
     """Accept draft token k if uniform * draft_probs[k] < target_probs[k], up to the first that fails; a program a row.
 

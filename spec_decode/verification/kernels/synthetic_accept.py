@@ -70,7 +70,7 @@ def _synthetic_accept_kernel(
     mean_fraction,  # mean - floor(mean)
     num_drafts,  # K
     BLOCK_K: tl.constexpr,  # K, rounded up to a power of two
-    PDL: tl.constexpr,
+    PDL: tl.constexpr,  # programmatic dependent launch
 ):
     """floor(mean) + (uniform < mean - floor(mean)) tokens, draft_len at most. One program per row."""
     await_previous(PDL)
