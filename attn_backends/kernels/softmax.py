@@ -17,13 +17,13 @@ def softmax_with_sinks(scores: torch.Tensor, sinks: torch.Tensor | None, block: 
 
     A row that sees no token gets weights of 0, sink or not, and so does every row under a sink of +inf. NaN stays NaN.
     """
-    peak = scores.amax(-1, keepdim=True)
+    row_max = scores.amax(-1, keepdim=True)
     if sinks is not None:
-        peak = torch.maximum(peak, sinks)
-    peak = peak.clamp(min=torch.finfo(scores.dtype).min)
-    weights = torch.exp(scores - peak)
+        row_max = torch.maximum(row_max, sinks)
+    row_max = row_max.clamp(min=torch.finfo(scores.dtype).min)
+    weights = torch.exp(scores - row_max)
     parts = weights.split(block or weights.shape[-1], -1)
     total: torch.Tensor = reduce(torch.add, [part.sum(-1, keepdim=True) for part in parts])
     if sinks is not None:
-        total = total + torch.where(sinks == math.inf, 1.0, torch.exp(sinks - peak))
+        total = total + torch.where(sinks == math.inf, 1.0, torch.exp(sinks - row_max))
     return weights / total.clamp(min=1e-38)

@@ -1,4 +1,9 @@
-"""Block verification of a round's drafts."""
+"""Block verification of a round's drafts, in five stages.
+
+PartialMax reads the logits, block by block of the vocabulary; the three kernels here weigh the prefixes of each row's
+draft, sum their residuals and choose one; launch_draw draws the token after it. Legend: R rows, K draft tokens of a
+row, V tokens of the vocabulary.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Per block of the vocabulary, what softmax and argmax of a draft's columns need."""
+"""Per block of the vocabulary, what softmax and argmax of a draft's columns need.
+
+Legend: R rows, K draft tokens of a row, a column each, V tokens of the vocabulary.
+"""
 
 from __future__ import annotations
 

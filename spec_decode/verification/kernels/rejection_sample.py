@@ -1,4 +1,8 @@
-"""Token-wise rejection sampling of a round's drafts."""
+"""Token-wise rejection sampling of a round's drafts, in three stages.
+
+PartialMax reads the logits, block by block of the vocabulary; the kernel here decides for each row how many tokens are
+accepted; launch_draw draws the one after them. Legend: R rows, K draft tokens of a row, V tokens of the vocabulary.
+"""
 
 from __future__ import annotations
 
@@ -72,13 +76,13 @@ def _rejection_sample_kernel(
     draft_logits_ptr,  # fp32 [R, K, V]
     temperature_ptr,  # fp32 [R]
     seeds_ptr,  # int64 [R]
-    accept_seeds_ptr,  # int64 [R]
+    accept_seeds_ptr,  # int64 [R], of the uniforms
     draft_positions_ptr,  # int64 [R]
     partial_max_ptr,  # fp32 [2, R * K, blocks]
     partial_sum_exp_ptr,  # fp32 [2, R * K, blocks]
     partial_argmax_ptr,  # int32 [R * K, blocks]
     num_accepted_ptr,  # out: int64 [R]
-    weight_ptr,  # out: fp32 [R]
+    weight_ptr,  # out: fp32 [R], as Residual has it, like the next
     norms_ptr,  # out: fp32 [4, R * K]
     num_drafts,  # K
     vocab_size,  # V
@@ -90,7 +94,7 @@ def _rejection_sample_kernel(
     BLOCK_K: tl.constexpr,  # K, likewise
     PDL: tl.constexpr,  # programmatic dependent launch
 ):
-    """Accept draft token k if uniform * draft_probs[k] < target_probs[k], up to the first that fails; a program a row.
+    """Accept draft token k if uniform * draft_probs[k] < target_probs[k], up to the first that fails. Grid [R].
 
     Speculative sampling: Leviathan et al., 2023 (arXiv:2211.17192, algorithm 1). Greedy rows accept argmax tokens.
     """
