@@ -26,7 +26,7 @@ def test_the_shipped_pair_keeps_more_of_a_larger_tree_at_either_temperature(two_
     assert not bench.missing
     assert [(row["temperature"], row["tree"]) for row in rows] == [(t, tree) for t in (0, 1) for tree in (0, 1, 1)]
     # At a temperature tokens in a row are verified by another rule, whose text is another.
-    assert rows[1]["accepted"] < rows[0]["accepted"] < rows[2]["accepted"]
+    assert rows[0]["accepted"] < rows[2]["accepted"]
     for chain, few, many in (rows[:3], rows[3:]):
         assert few["accepted"] < many["accepted"]
         assert "chain_ratio" not in chain and chain["draft"] == "the shipped pair's DFlash draft"
