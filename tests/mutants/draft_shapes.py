@@ -115,10 +115,10 @@ def _as_deep_as_in_the_first_round(backend: AttentionBackend) -> Iterator[Attent
     """A graph's first round is its capture, of padding rows."""
     grow = BlockTree.grow
 
-    def grow_as_before(self: Any, logits: torch.Tensor, depths: torch.Tensor) -> None:
+    def grow_as_before(self: Any, logits: torch.Tensor, depths: torch.Tensor, temperature: torch.Tensor) -> None:
         if not hasattr(self, "first_depths"):
             self.first_depths = depths.clone()
-        grow(self, logits, self.first_depths[: len(depths)])
+        grow(self, logits, self.first_depths[: len(depths)], temperature)
 
     with mock.patch.object(BlockTree, "grow", grow_as_before):
         yield backend
