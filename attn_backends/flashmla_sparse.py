@@ -31,7 +31,7 @@ class FlashMlaSparse(FusedLatentWrite, AttentionBackend):
 
     name = "flashmla_sparse"
     version = _version()
-    contract_version = (1, 1)
+    contract_version = (1, 2)
     builder = FlashMlaSparseBuilder
     capabilities = Capabilities(
         devices=("cuda",),

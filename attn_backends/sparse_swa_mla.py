@@ -21,7 +21,7 @@ class SparseSwaMla(FusedLatentWrite, AttentionBackend):
 
     name = "sparse_swa_mla"
     version = TRITON_VERSION
-    contract_version = (1, 1)
+    contract_version = (1, 2)
     builder = SparseWindowBuilder
     capabilities = Capabilities(
         devices=("cpu", "cuda"),

@@ -40,7 +40,7 @@ class GatherBuilder(MetadataBuilder[AttentionBatch]):
 
 @register
 class Gather(AttentionBackend):
-    name, builder, contract_version = "gather", GatherBuilder, (1, 1)
+    name, builder, contract_version = "gather", GatherBuilder, (1, 2)
     capabilities = Capabilities(
         devices=("cpu", "cuda"),
         dtypes=(torch.float32,),

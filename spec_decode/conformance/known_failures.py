@@ -17,13 +17,14 @@ FILE = "known_failures.toml"
 class KnownFailure(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A check that is expected to fail. An issue is mandatory, and passing after all is a failure.
 
-    check, case: patterns of names, as in `--only`.
+    check, case: patterns of names, as in `--only`. error: whether an exception of the backend's is expected too.
     """
 
     check: str
     reason: str
     issue: str
     case: str = "*"
+    error: bool = False
 
     def __post_init__(self) -> None:
         if not self.issue or not self.reason:

@@ -183,7 +183,7 @@ def run_check(check: Check, planned: Result, known_failures: Sequence[KnownFailu
     except BaseException as error:  # a backend may fail in any way; one check's must not end the run
         outcome, reason = Outcome.ERROR, f"{type(error).__name__}: {error}{error_location(error)}"
     known = next((entry for entry in known_failures if entry.covers(check)), None)
-    if known and outcome in (Outcome.FAIL, Outcome.ERROR):
+    if known and (outcome is Outcome.FAIL or (known.error and outcome is Outcome.ERROR)):
         outcome, reason = Outcome.XFAIL, f"{known.issue}: {known.reason} ({reason})"
     elif known and outcome is Outcome.PASS:
         outcome, reason = Outcome.XPASS, f"{known.issue} says this fails, and it passes: remove the entry"

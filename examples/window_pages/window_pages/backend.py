@@ -14,7 +14,7 @@ class WindowPages(AttentionBackend):
 
     name = "window_pages"
     version = "0.1.0"
-    contract_version = (1, 1)
+    contract_version = (1, 2)
     builder = WindowPagesBuilder
     capabilities = Capabilities(
         devices=("cpu", "cuda"),

@@ -13,7 +13,7 @@ from wrapped_engine.builder import DriftingBuilder, WrappedBuilder, WrappedMetad
 class EnginePaged(AttentionBackend):
     name = "engine_paged"
     version = "0.1.0"
-    contract_version = (1, 1)
+    contract_version = (1, 2)
     builder = WrappedBuilder
     capabilities = Capabilities(
         devices=("cpu", "cuda"),

@@ -38,7 +38,9 @@ def crashes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AttentionBackend
 
 
 def test_a_file_beside_the_backend_makes_its_failures_expected(crashes: AttentionBackend, tmp_path: Path) -> None:
-    entry = '[[known_failure]]\ncheck = "numerics.*"\ncase = "base-*"\nreason = "no kernel"\nissue = "#7"\n'
+    entry = (
+        '[[known_failure]]\ncheck = "numerics.*"\ncase = "base-*"\nreason = "no kernel"\nissue = "#7"\nerror = true\n'
+    )
     (tmp_path / "known_failures.toml").write_text(entry)
 
     found = {
