@@ -200,7 +200,7 @@ def draft(options: _Options) -> None:
     texts = [*options.prompts, *(_read_prompts(options.prompts_file) if options.prompts_file else ())]
     if not texts:
         raise UserError("there is no prompt. Pass PROMPT or --prompts FILE.")
-    if empty := [index for index, text in enumerate(texts, 1) if not text]:
+    if empty := [index for index, text in enumerate(texts) if not text]:
         raise UserError(f"prompt {empty[0]} is empty. Write something.")
     console = stdout()
     params = options.params(len(texts))

@@ -123,7 +123,7 @@ class LLM:
         )
         # A step writes drafts beyond the text, and all of that stays below the model's positions.
         most = min(model.max_positions for model in (pair.target, pair.draft) if model is not None)
-        self._room = most - 1 - draft_slots(config, pair.draft)
+        self._positions, self._room = most, most - 1 - draft_slots(config, pair.draft)
         asked = settings.get("max_model_len")
         self.config = replace(config, max_model_len=max(2, min(self._room, _MAX_MODEL_LEN)) if asked is None else asked)
         self.pair = pair
@@ -188,7 +188,7 @@ class LLM:
         return self._run(self._prepare(_listed(prompts), sampling_params))
 
     def _prepare(self, prompts: Sequence[object], sampling_params: Params) -> list[_Running]:
-        require(len(prompts) > 0, "there is no prompt. Pass a text, or a list of texts.")
+        require(len(prompts) > 0, "there is no prompt. Pass a text, a list of token ids, or a list of either.")
         params = _params_each(sampling_params, len(prompts))
         return [self._one(i, prompt, each) for i, (prompt, each) in enumerate(zip(prompts, params, strict=True))]
 
@@ -210,7 +210,10 @@ class LLM:
             remedies.append(f"lower max_tokens to {longest - prompt} or less")
         if prompt + new <= self._room:
             remedies.append(f"raise max_model_len to {prompt + new} or more")
-        limit = "max_model_len" if longest < self._room else "the limit of the model"
+        limit = "max_model_len"
+        if longest == self._room:
+            ahead = self._positions - longest
+            limit = f"the model's {self._positions} positions less {ahead} that a round writes ahead"
         require(
             prompt + new <= longest,
             f"{name} has {prompt} tokens and max_tokens is {new}: together more than {longest}, {limit}. "
@@ -281,7 +284,7 @@ def _listed(prompts: Prompt | Sequence[Prompt]) -> list[object]:
         return [prompts]
     require(
         isinstance(prompts, Sequence) and not isinstance(prompts, bytes),
-        f"prompts are {prompts!r:.200}. Pass a text, or a list of texts.",
+        f"prompts are {prompts!r:.200}. Pass a text, a list of token ids, or a list of either.",
     )
     return [prompts] if prompts and isinstance(prompts[0], int | Mapping) else list(prompts)
 

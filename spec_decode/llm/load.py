@@ -31,13 +31,13 @@ def load(model: Name, draft: Name | None, *, dtype: torch.dtype, device: torch.d
         return load_byte_pair(folder, dtype, device, draft=None if draft is None else os.fspath(draft))
     from spec_decode.llm.published import load_published_pair
 
-    return load_published_pair(folder, None if draft is None else find(draft), dtype=dtype, device=device)
+    return load_published_pair(folder, None if draft is None else find(draft, "draft"), dtype=dtype, device=device)
 
 
-def find(name: Name) -> Path:
-    """The folder of a model. Raises CheckpointError with what was looked for."""
+def find(name: Name, what: str = "model") -> Path:
+    """The folder of a model, or of a draft. Raises CheckpointError with what was looked for."""
     if not isinstance(name, str | os.PathLike):
-        raise CheckpointError(f"a model is named by a folder or a name, got {name!r}. Pass its path.")
+        raise CheckpointError(f"a {what} is named by a folder or a name, got {name!r}. Pass its path.")
     path = Path(name)
     if os.fspath(name) and path.is_dir():
         return path
@@ -49,8 +49,8 @@ def find(name: Name) -> Path:
         return Path(snapshot_download(os.fspath(name), local_files_only=True))
     except Exception as error:  # the hub's library has an exception for each way in which a name can be wrong
         raise CheckpointError(
-            f"{os.fspath(name)!r} is no folder, not {SHIPPED_PAIR.name!r}, and not in this machine's Hugging Face "
-            "cache. Nothing is downloaded: pass the folder of the model."
+            f"{what} {os.fspath(name)!r} is no folder, not {SHIPPED_PAIR.name!r}, and not in this machine's Hugging "
+            f"Face cache. Nothing is downloaded: pass the folder of the {what}."
         ) from error
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from builders import BatchError
 from spec_decode.llm.byte_tokenizer import BOS, decode, encode
 from spec_decode.models import CheckpointError, DraftModel, TargetModel, load_pair, load_target
 
@@ -56,4 +57,4 @@ def _encode(text: str) -> list[int]:
     try:
         return encode(text)
     except UnicodeEncodeError as error:
-        raise CheckpointError(f"the prompt {text!a:.200} is not utf-8. Re-encode it.") from error
+        raise BatchError(f"the prompt {text!a:.200} is not utf-8. Re-encode it.") from error

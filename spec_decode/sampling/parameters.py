@@ -86,8 +86,8 @@ class SamplingParams:
         )
         require(
             type(self.seed) is int and -(2**63) <= self.seed < 2**63,
-            f"seed must be a signed 64-bit integer, got {self.seed!r}; the device could not hold it. Choose a smaller "
-            "one.",
+            f"seed must be a signed 64-bit integer, got {self.seed!r}. Pass one, another for each text that shall "
+            "differ from its like.",
         )
         require(
             type(self.max_tokens) is int and self.max_tokens >= 1,

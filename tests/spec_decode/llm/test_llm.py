@@ -180,6 +180,7 @@ BAD_PROMPTS = {
     "prompt 0 is None": [None],
     "prompts are None": None,
     "token ids, integers 0 to 255, got 256": [[256]],
+    "is not utf-8": "\udcff",
     "no chat template": [{"role": "user", "content": "x"}],
 }
 
@@ -221,7 +222,8 @@ def test_a_prompt_that_is_too_long_gets_the_remedies_that_help(llm: LLM) -> None
 def test_no_prompt_is_told_to_raise_a_limit_of_the_model() -> None:
     llm = LLM(SHIPPED_PAIR, device="cpu", max_num_seqs=1)
     assert refusal(llm, 2000, 64).endswith(
-        "together more than 2047, the limit of the model. Shorten the prompt, or lower max_tokens to 47 or less."
+        "together more than 2047, the model's 2048 positions less 1 that a round writes ahead. "
+        "Shorten the prompt, or lower max_tokens to 47 or less."
     )
 
 
@@ -260,7 +262,7 @@ def test_a_parameter_outside_its_range_is_refused(bad: dict[str, Any]) -> None:
 
 
 BAD_MODELS: dict[str, tuple[type[Exception], dict[str, Any]]] = {
-    "'nowhere' is no folder": (CheckpointError, {"model": "nowhere"}),
+    "model 'nowhere' is no folder": (CheckpointError, {"model": "nowhere"}),
     "named by a folder or a name, got 3": (CheckpointError, {"model": 3}),
     "drafts in .* are": (CheckpointError, {"draft": "nowhere"}),
     "Pass the draft's target too": (CheckpointError, {"draft": SHIPPED_PAIR}),

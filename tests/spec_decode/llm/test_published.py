@@ -128,6 +128,11 @@ def test_a_prompt_without_tokens_is_refused(folders: tuple[Path, Path]) -> None:
         load(folders).encode("")
 
 
+def test_a_draft_that_is_nowhere_is_named_as_the_draft(folders: tuple[Path, Path]) -> None:
+    with pytest.raises(CheckpointError, match=r"^draft 'nowhere' is no folder.*pass the folder of the draft"):
+        LLM(folders[0], draft="nowhere", device="cpu")
+
+
 def test_a_target_without_a_tokenizer_is_refused(folders: tuple[Path, Path]) -> None:
     (folders[0] / "tokenizer_config.json").unlink()
 
