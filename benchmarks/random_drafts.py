@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from spec_decode.models import deepseek_v4, dflash, dflash2, eagle, eagle3, mtp
+from spec_decode.models import deepseek_v4, dflash, dflash2, eagle, eagle3, latent_eagle3, mtp
 from spec_decode.models.attention import Attention
 from spec_decode.models.base import DraftModel, LayerGroup, TargetModel, TargetStates
 from spec_decode.models.checkpoints.random_store import SPREAD, RandomStore
@@ -112,6 +112,7 @@ _EAGLE3 = (
     *(f"midlayer.{name}" for name in (*_ATTENTION, *_MLP)),
 )
 
+_LATENT_EAGLE3 = tuple(name for name in _EAGLE3 if "self_attn" not in name)
 _PEAGLE = (
     *(*_EAGLE3, eagle3.MASK_HIDDEN),
     *(f"layers.{layer}.{name}" for layer in range(1, 4) for name in (*_ATTENTION, *_MLP)),
@@ -142,6 +143,20 @@ RANDOM_DRAFTS = {
         config={**_llama(2880, 17280, 64, 8, 64, 201088), "draft_vocab_size": 64000},
         names=_EAGLE3,
         num_target_states=3,
+    ),
+    "kimi-k2-eagle3": RandomDraft(
+        description="an EAGLE-3 draft in Kimi-K2's sizes: dense MLA of 64 heads, 7168 wide, 32k tokens of its own",
+        kind=latent_eagle3,
+        config={
+            "architectures": ["Eagle3DeepseekV2ForCausalLM"],
+            **_llama(7168, 18432, 64, 64, 192, 163840),
+            **{"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64},
+            **{"v_head_dim": 128, "draft_vocab_size": 32000},
+        },
+        names=_LATENT_EAGLE3,
+        num_target_states=3,
+        page_size=64,
+        backends=("triton_mla",),
     ),
     "glm-4.7-flash-mtp": RandomDraft(
         description="GLM-4.7-Flash's MTP layer: dense MLA, 64 experts of which a token takes 4",

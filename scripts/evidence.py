@@ -40,6 +40,7 @@ CLI = ("-m", "spec_decode")
 ROUNDS = (
     "llama3-8b-eagle",
     "eagle-1024",
+    "kimi-k2-eagle3",
     "glm-4.7-flash-mtp",
     "qwen3-8b-eagle3",
     "gpt-oss-20b-eagle3",

@@ -59,6 +59,7 @@ _DRAFTS = {
     "qwen3-8b-eagle3": "Qwen3-8B's EAGLE-3",
     "gpt-oss-20b-eagle3": "GPT-OSS-20B's EAGLE-3",
     "glm-4.7-flash-mtp": "GLM-4.7-Flash's MTP",
+    "kimi-k2-eagle3": "Kimi-K2's EAGLE-3",
     "deepseek-v4-mtp": "DeepSeek-V4's MTP",
     "eagle-1024": "an EAGLE draft 1024 wide",
     "llama3-8b-peagle": "Llama-3-8B's P-EAGLE",

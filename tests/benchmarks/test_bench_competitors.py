@@ -26,7 +26,7 @@ from spec_decode.tools.timing_limit import verdict
 from tests.benchmarks.test_bench_random_drafts import tiny
 from tests.factories import CPU, make_spec
 
-KINDS = ("llama3-8b-eagle", "qwen3-8b-eagle3", "glm-4.7-flash-mtp", "deepseek-v4-mtp")
+KINDS = ("llama3-8b-eagle", "qwen3-8b-eagle3", "kimi-k2-eagle3", "glm-4.7-flash-mtp", "deepseek-v4-mtp")
 LATENT = {"kind": AttentionKind.MLA, "num_kv_heads": 1, "head_dim": 48, "value_dim": 32}
 
 
