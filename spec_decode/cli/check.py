@@ -116,7 +116,7 @@ class CheckRun:
         bad = FAILURES | {Outcome.NOT_RUN}
         styles = {
             **dict.fromkeys(bad, "red"),
-            **dict.fromkeys((Outcome.PREVIEW, Outcome.UNAVAILABLE), "yellow"),
+            **dict.fromkeys((Outcome.XFAIL, Outcome.PREVIEW, Outcome.UNAVAILABLE), "yellow"),
             **({Outcome.UNSUPPORTED: "dim"} if self.verbose else {}),
         }
         count = count_results(name, update)

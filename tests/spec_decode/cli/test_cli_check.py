@@ -67,11 +67,12 @@ def test_a_failure_is_printed_with_its_reason_and_repro(checks, outcome, run):
     )
 
 
-def test_a_preview_is_printed_with_its_reason_and_fails_nobody(checks, run):
-    checks.outcomes = ["pass", "preview"]
+@pytest.mark.parametrize("outcome", ["preview", "xfail"])
+def test_a_preview_and_a_known_failure_are_printed_with_their_reason_and_fail_nobody(outcome, checks, run):
+    checks.outcomes = ["pass", outcome]
     result = run("check", "torch_reference", "--device", "cpu")
     assert result.exit_code == 0
-    assert "preview: graph.replay[decode1]: [stale] seq_lens" in result.output and "1 preview" in result.output
+    assert f"{outcome}: graph.replay[decode1]: [stale] seq_lens" in result.output and f"1 {outcome}" in result.output
 
 
 def test_no_check_at_all_is_a_failure(checks, run):
