@@ -42,6 +42,8 @@ _INTERPRETED = (
 _MARGIN = "    "
 _MOST_AT_ONCE = 8
 """Prompts; fewer leave fewer batch shapes to capture."""
+_FEW = 0.5
+"""Draft tokens accepted a round, below which a draft costs more than it brings."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -200,7 +202,7 @@ def draft(options: _Options) -> None:
     texts = [*options.prompts, *(_read_prompts(options.prompts_file) if options.prompts_file else ())]
     if not texts:
         raise UserError("there is no prompt. Pass PROMPT or --prompts FILE.")
-    if empty := [index for index, text in enumerate(texts) if not text]:
+    if empty := [index for index, text in enumerate(texts, 1) if not text]:
         raise UserError(f"prompt {empty[0]} is empty. Write something.")
     console = stdout()
     params = options.params(len(texts))
@@ -245,10 +247,13 @@ def _summary(options: _Options, llm: LLM, seconds: float, first: float) -> list[
     tree = llm.config.tree
     drafted = f"{count} draft tokens" if tree is None else f"{count}, the depth of a tree of {tree.num_tokens}"
     note = "; on the CPU that includes the arithmetic" if llm.pair.device.type == "cpu" else ""
+    accepted = f"accepted {stats.mean_accepted:.2f} of {drafted} a request and round"
+    if stats.mean_accepted < _FEW:
+        accepted += "; with so few, decoding without a draft is likely faster: -k 0"
     return [
         *lines,
-        f"accepted {stats.mean_accepted:.2f} of {drafted} a request and round",
-        f"{stats.rounds} rounds, {stats.host_us_a_round:.0f} host us a round in the drafter{note}",
+        accepted,
+        f"{stats.rounds} rounds, {stats.host_us_a_round / 1000:.2f} ms of host time a round in the drafter{note}",
     ]
 
 

@@ -197,8 +197,8 @@ class LLM:
         own = frozenset() if params.ignore_eos else self.pair.stop_ids
         sampling = replace(params, stop=(), stop_token_ids=own | frozenset(params.stop_token_ids))
         request = Request(prompt=token_ids, sampling=sampling)
-        self._require_room(f"prompt {index}", len(token_ids), params.max_tokens)
-        request = self.engine.checked(f"prompt {index}", request)
+        self._require_room(f"prompts[{index}]", len(token_ids), params.max_tokens)
+        request = self.engine.checked(f"prompts[{index}]", request)
         text = GrowingText(self.pair.decode, params.stop_strings)
         return _Running(request, Reply(index, prompt, len(token_ids), text))
 
@@ -222,11 +222,11 @@ class LLM:
 
     def _encode(self, index: int, prompt: object) -> Sequence[int]:
         if isinstance(prompt, str):
-            require(prompt != "", f"prompt {index} is empty. Write something.")
+            require(prompt != "", f"prompts[{index}] is empty. Write something.")
             return self.pair.encode(prompt)
         require(
             isinstance(prompt, Sequence) and len(prompt) > 0,
-            f"prompt {index} is {prompt!r:.200}. Pass a text, or a list of token ids.",
+            f"prompts[{index}] is {prompt!r:.200}. Pass a text, or a list of token ids.",
         )
         assert isinstance(prompt, Sequence)
         if isinstance(prompt[0], Mapping):

@@ -19,7 +19,7 @@ def draft_words(pair, *words):
 def test_draft_prints_text_plan_and_stats(pair, run):
     result = run(*draft_words(pair, "def ", "class "))
     assert result.exit_code == 0, result.output
-    for part in ("prompt 2:", "strategy full_loop", "group draft", "accepted", "host us a round"):
+    for part in ("prompt 2:", "strategy full_loop", "group draft", "accepted", "ms of host time a round"):
         assert part in result.output
 
 
@@ -175,7 +175,7 @@ def test_draft_refuses_a_strategy_that_the_backend_cannot_run(pair, refused, reb
     ("words", "part"),
     [
         ([], "no prompt"),
-        ([""], "prompt 0 is empty"),
+        ([""], "prompt 1 is empty"),
         (["x", "--chat"], "no chat template. Leave out --chat to continue the prompt as plain text"),
         (["x", "--backend", "nonesuch"], "torch_reference"),
         (["x", "--draft", "nonesuch"], "are draft, got 'nonesuch'"),

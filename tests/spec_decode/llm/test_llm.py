@@ -173,11 +173,11 @@ def test_a_small_model_steps_with_one_thread_and_leaves_the_setting(plain: LLM, 
 BAD_PROMPTS = {
     "no prompt": [],
     "is empty": "",
-    "prompt 1 is empty": ["x", ""],
-    "prompt 0 is 3": [3.0],
+    "prompts[1] is empty": ["x", ""],
+    "prompts[0] is 3": [3.0],
     "prompts are 3": 3,
     "prompts are b'x'": b"x",
-    "prompt 0 is None": [None],
+    "prompts[0] is None": [None],
     "prompts are None": None,
     "token ids, integers 0 to 255, got 256": [[256]],
     "is not utf-8": "\udcff",
@@ -198,7 +198,7 @@ def test_a_completion_has_the_logprobs_that_were_asked_for(llm: LLM) -> None:
     (found,) = with_logprobs.generate(PROMPTS[0], SamplingParams(max_tokens=8, logprobs=2))
     assert [len(each) for each in found.logprobs] == [2] * 8, "a greedy token is among the most likely ones"
     assert [next(iter(each)) for each in found.logprobs] == found.token_ids
-    with pytest.raises(BatchError, match="prompt 0 asks for 2 logprobs, max_logprobs is 0"):
+    with pytest.raises(BatchError, match=r"prompts\[0\] asks for 2 logprobs, max_logprobs is 0"):
         llm.generate(PROMPTS[0], SamplingParams(logprobs=2))
     assert llm.generate(PROMPTS[0], GREEDY)[0].logprobs == []
 
@@ -211,7 +211,7 @@ def refusal(llm: LLM, prompt: int, max_tokens: int) -> str:
 
 
 def test_a_prompt_that_is_too_long_gets_the_remedies_that_help(llm: LLM) -> None:
-    said = "prompt 0 has 100 tokens and max_tokens is 64: together more than 128, max_model_len. Shorten the prompt"
+    said = "prompts[0] has 100 tokens and max_tokens is 64: together more than 128, max_model_len. Shorten the prompt"
     room = 2048 - 1 - 4
     assert refusal(llm, 100, 64) == f"{said}, or lower max_tokens to 28 or less, or raise max_model_len to 164 or more."
     assert refusal(llm, 128, 64).endswith("Shorten the prompt, or raise max_model_len to 192 or more.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -212,6 +213,8 @@ def test_the_command_line_drafts_with_published_folders(folders: tuple[Path, Pat
     assert result.exit_code == 0, result.output
     for part in ("continued:", "strategy full_loop", "target [2/1 heads, dim 16", "of 2 draft tokens"):
         assert part in result.output
+    few = float(re.search(r"accepted (\S+) of 2", result.output)[1]) < 0.5
+    assert few is ("likely faster: -k 0" in result.output)
 
 
 @pytest.mark.parametrize("more", [[], ["-k", "0"], ["-k", "0", "--draft", "/nowhere"]])
