@@ -93,7 +93,7 @@ def test_previews_alone_prove_nothing() -> None:
 
 
 def test_a_known_failure_wins_over_a_preview() -> None:
-    known = [KnownFailure(check="builder.*", reason="later", issue="#9")]
+    known = [KnownFailure(check="builder.*", reason="later", issue="#9", error=True)]
 
     assert outcomes(check_backend(Before(), device=CPU, known_failures=known, report=True)) == {
         "builder.fails": Outcome.XFAIL,
