@@ -63,7 +63,7 @@ CPU_CASES = ("sampling", "round", "drafter-tiny", "block-trees")
 SUITES = {
     "backends": ("advance", "step", *_DECODE, "round"),
     "blocks": (*BLOCK_DRAFTS, "block-throughput"),
-    "trees": ("tree-verify", "block-trees", "block-tree-rounds"),
+    "trees": ("block-trees", "block-tree-rounds"),
     "drafter": (*PUBLISHED_DRAFTS, "throughput"),
     "competitors": (PRODUCTS, COMPILED_STEPS),
 }

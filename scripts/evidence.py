@@ -96,6 +96,7 @@ def timed_steps() -> list[Step]:
         "throughput": (("throughput",), 120),
         "blocks": (("blocks",), 400),
         "trees": (("trees",), 150),
+        "tree-verify": (("tree-verify",), 450),
         "sampling": (("sampling",), 60),
         "flashinfer-decode": (("flashinfer-decode",), 60),
         "competitors": (("competitors",), 120),

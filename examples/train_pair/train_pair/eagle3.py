@@ -14,6 +14,8 @@ import shlex
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,7 @@ STEPS = 4
 STEP_WEIGHT = 0.9
 WINDOW = 256
 LR, WARM_UP = 1e-3, 100
+TEMPERATURES = (0.0, 0.7, 0.0, 1.0)
 WAVE = 1024
 """Texts that are written at once."""
 WRITING = 0.4
@@ -57,8 +60,8 @@ _NORMS = ("input_layernorm", "post_attention_layernorm")
 
 
 def write_texts(target: Path, count: int, tokens: int, seed: int, device: torch.device, deadline: float) -> list[int]:
-    """Prompts and what the target writes after them, one after another: a third greedily, a third at temperature 0.7
-    and a third at 1.
+    """Prompts and what the target writes after them, one after another: a half greedily, a quarter at temperature 0.7
+    and a quarter at 1.
 
     They are written in waves, so that no prompt is read while others wait for their next token. No wave begins after
     the monotonic clock reads `deadline`, but for the first.
@@ -66,7 +69,7 @@ def write_texts(target: Path, count: int, tokens: int, seed: int, device: torch.
     llm = LLM(target, device=device, max_num_seqs=min(count, WAVE), max_model_len=tokens + 256, page_size=_PAGE)
     prompts = make_prompts(count, held_out=False, seed=seed)
     params = [
-        SamplingParams(max_tokens=tokens, temperature=(0.0, 0.7, 1.0)[place % 3], seed=place + seed)
+        SamplingParams(max_tokens=tokens, temperature=TEMPERATURES[place % 4], seed=place + seed)
         for place in range(count)
     ]
     end = min(llm.pair.stop_ids)
@@ -82,14 +85,30 @@ def write_texts(target: Path, count: int, tokens: int, seed: int, device: torch.
     return text
 
 
+def write_in_parallel(writers: int, target: Path, count: int, *others: Any) -> list[int]:
+    """As `write_texts`, by so many processes: a small model's steps wait for the host. Each has a seed of its own."""
+    tokens, seed, device, deadline = others
+    share = math.ceil(count / writers)
+    with ProcessPoolExecutor(writers, get_context("spawn")) as pool:
+        parts = [
+            pool.submit(write_texts, target, share, tokens, seed + writer, device, deadline)
+            for writer in range(writers)
+        ]
+        return [token for part in parts for token in part.result()]
+
+
 def make_head(target: TransformersTarget, vocab: torch.Tensor, device: torch.device) -> tuple[Eagle3, dict[str, Any]]:
-    """A head of random numbers whose vocabulary is these ids of the target's, ascending, and its config.json."""
-    theirs = target.config
+    """A head whose vocabulary is these ids of the target's, ascending, and its config.json.
+
+    Its states are normed, as EAGLE-3.1's are: those of a target's deep layers are large. The projection to the
+    vocabulary starts as the target's, all else at random.
+    """
+    theirs, layers = target.config, target.aux_hidden_state_layers or ()
     config = {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
         "hidden_size": theirs.hidden_size,
-        "intermediate_size": theirs.intermediate_size,
+        "intermediate_size": 2 * theirs.intermediate_size,
         "num_hidden_layers": 1,
         "num_attention_heads": theirs.num_attention_heads,
         "num_key_value_heads": theirs.num_key_value_heads,
@@ -99,12 +118,19 @@ def make_head(target: TransformersTarget, vocab: torch.Tensor, device: torch.dev
         "max_position_embeddings": theirs.max_position_embeddings,
         "vocab_size": target.vocab_size,
         "draft_vocab_size": len(vocab),
-        "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(target.aux_hidden_state_layers or ())},
+        "fc_norm": True,
+        "norm_output": True,
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(layers)},
         "torch_dtype": "bfloat16",
     }
-    names = [f"{name}.weight" for name in (*_NAMES, *(f"midlayer.{norm}" for norm in _NORMS))]
+    norms = (*(f"midlayer.{norm}" for norm in _NORMS), *(f"fc_norm.{state}" for state in range(len(layers))))
+    names = [f"{name}.weight" for name in (*_NAMES, *norms)]
     head = load(RandomStore(config, [*names, "d2t"], device), target, dtype=torch.float32, device=device)
     head.token_map = vocab
+    with torch.no_grad():
+        head.head.lm_head.weight.copy_(target.lm_head.weight[vocab])
+        for norm in head.aux.fc_norm:
+            nn.init.ones_(norm.weight)
     return head.train().requires_grad_(True), config
 
 
@@ -202,7 +228,9 @@ def run(flags: argparse.Namespace, command: Sequence[str]) -> dict[str, Any]:
     began = time.monotonic()
     torch.manual_seed(flags.seed)
     until = began + 60 * flags.minutes * WRITING
-    text = torch.tensor(write_texts(flags.target, flags.texts, flags.tokens, flags.seed, flags.device, until))
+    text = torch.tensor(
+        write_in_parallel(flags.writers, flags.target, flags.texts, flags.tokens, flags.seed, flags.device, until)
+    )
     counts = torch.bincount(text)
     vocab = counts.argsort(descending=True)[: flags.vocab].sort().values
     covered = counts[vocab].sum().item() / len(text)
@@ -242,7 +270,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder of the head")
     parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))
     parser.add_argument("--minutes", type=float, default=5.0, help="of writing and training together")
-    for name, value in {"texts": 65536, "tokens": 256, "vocab": 12288, "batch": 64, "prompts": 96, "seed": 0}.items():
+    for name, value in {
+        "texts": 65536,
+        "tokens": 256,
+        "vocab": 12288,
+        "batch": 64,
+        "prompts": 96,
+        "writers": 1,
+        "seed": 0,
+    }.items():
         parser.add_argument(f"--{name}", type=int, default=value)
     command = sys.argv[1:] if arguments is None else list(arguments)
     print(json.dumps(run(parser.parse_args(command), command), indent=2))
