@@ -99,7 +99,8 @@ def timed_steps() -> list[Step]:
         "tree-verify": (("tree-verify",), 450),
         "sampling": (("sampling",), 60),
         "flashinfer-decode": (("flashinfer-decode",), 60),
-        "competitors": (("competitors",), 120),
+        "products": (("products",), 240),
+        "compiled-steps": (("compiled-steps",), 600),
     }
     bench = (*CLI, "bench")
     return [Step(f"bench-{name}", (*bench, *of, "--device", "cuda"), t) for name, (of, t) in cases.items()]

@@ -28,6 +28,7 @@ from spec_decode.models.checkpoints.random_store import RandomStore
 from spec_decode.models.checkpoints.scoped_weights import ScopedWeights
 from spec_decode.models.decoder_config import read_decoder
 from spec_decode.models.decoder_weights import read_parameters
+from spec_decode.models.layers.linear import joined
 from spec_decode.models.layers.rope import RotaryEmbedding
 from spec_decode.sampling import SamplingParams
 from spec_decode.tools.timing_limit import TimingLimit
@@ -52,7 +53,7 @@ class AuxStatesTarget(LlamaTarget):
         entered: list[torch.Tensor] = []
         for index, layer in enumerate(self.layers):
             if index in self.aux_layers:
-                entered.append(x if delta is None else x + delta)
+                entered.append(joined(x, delta))
             x, delta = layer(x, delta, rope, attention)
         hidden: torch.Tensor = self.norm(x, delta)[1]
         return TargetStates(hidden, torch.cat(entered, -1))

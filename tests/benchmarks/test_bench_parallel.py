@@ -12,6 +12,7 @@ from benchmarks.cases.tree_verify import tree_rows
 from benchmarks.random_drafts import BLOCK_DRAFTS, RANDOM_DRAFTS
 from benchmarks.rounds import weight_bytes
 from benchmarks.rows import Bench
+from spec_decode.models.layers.decoder_layer import DecoderLayer
 from tests.benchmarks.test_bench_random_drafts import tiny
 from tests.factories import CPU, make_config
 
@@ -66,6 +67,22 @@ def test_a_target_hands_on_the_states_that_enter_its_layers():
     for hook in hooks:
         hook.remove()
     assert states.target_hidden_states.equal(torch.cat(seen, -1))
+
+
+@torch.no_grad()
+def test_a_target_hands_on_whole_states_where_a_product_is_left_in_shares(monkeypatch):
+    target = AuxStatesTarget(make_config(num_layers=4), 3)
+    inputs = torch.arange(5), torch.arange(5), lambda inputs: inputs.normed_and_rotated()[0]
+    whole = target(*inputs)
+    forward = DecoderLayer.forward
+
+    def in_shares(layer, *args):
+        x, delta = forward(layer, *args)
+        return x, torch.stack([delta, torch.zeros_like(delta)])
+
+    monkeypatch.setattr(DecoderLayer, "forward", in_shares)
+    states = target(*inputs)
+    assert states.hidden.equal(whole.hidden) and states.target_hidden_states.equal(whole.target_hidden_states)
 
 
 def test_a_block_reads_what_is_made_of_the_targets_states_too():
