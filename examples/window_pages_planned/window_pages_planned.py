@@ -1,4 +1,4 @@
-"""Page lists planned on the host: for each step a builder of its own, which builds before the first step runs."""
+"""Page lists planned on the host: each step has its own builder, and all of them build before the first step runs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from builders import AdvanceLevel, AdvanceSupport, AttentionBatch, AttentionSpec
 
 
 class PlannedBuilder(WindowPagesBuilder):
-    """Works out what each token sees from host values alone: the device's lengths are those of the first step."""
+    """Computes what each token sees from host values only, as the device still has the first step's lengths."""
 
     host_lengths = HostLengths.EXACT
 

@@ -10,7 +10,7 @@ from window_pages.builder import WindowMetadata, WindowPagesBuilder
 
 
 class WindowPages(AttentionBackend):
-    """Gathers the pages that each query token's list names, and attends to the tokens of them that it sees."""
+    """Gathers the listed pages of each query token, and attends to the visible tokens in them."""
 
     name = "window_pages"
     version = "0.1.0"

@@ -19,7 +19,7 @@ from builders import (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WindowMetadata:
-    """Query token t sees seen[t] tokens of the pages listed in pages[t], from the one at place skip[t] on.
+    """Lay the pages in pages[t] end to end: query token t sees seen[t] of their tokens, from token skip[t] on.
 
     query_start_loc int32 [num_reqs + 1], seq_lens int32 [num_reqs], positions int64 [num_tokens],
     block_table int32 [num_reqs, max_pages], slot_mapping int64 [num_tokens]: views of the batch.
