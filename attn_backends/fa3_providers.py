@@ -18,6 +18,7 @@ from torch import Tensor
 
 from attn_backends.base import KVCache, Sinks
 from attn_backends.capabilities import Feature, Sizes
+from attn_backends.extras import install_hint
 from builders import AttentionSpec, BatchError, FlashAttn3Metadata
 
 PROVIDER_VARIABLE = "ATTN_BACKENDS_FA3_PROVIDER"
@@ -157,7 +158,7 @@ class Vllm(Provider):
     name = "vllm"
     module = "vllm.vllm_flash_attn.flash_attn_interface"
     packages = ("vllm",)
-    remedy = "pip install 'attn-backends[vllm]'"
+    remedy = install_hint("vllm")
     entry = "flash_attn_varlen_func"
     inputs = ("k", "v", "seqused_k", "block_table")
     needs = ("num_splits", "fa_version")
@@ -190,7 +191,7 @@ class Upstream(_WithKVCache):
     module = "flash_attn_interface"
     packages = ("tokenspeed-fa3", "flash-attn-3")
     library = "flash_attn_3/_C*.so"
-    remedy = "pip install 'attn-backends[flash-attn]'"
+    remedy = install_hint("flash-attn")
 
     def __init__(self, module: ModuleType) -> None:
         super().__init__(module)

@@ -13,6 +13,7 @@ import torch
 
 from attn_backends.base import AttentionBackend
 from attn_backends.capabilities import Accepted, Capabilities, Rejected, is_version
+from attn_backends.extras import install_hint
 from attn_backends.torch_settings import torch_settings_kept
 from builders import CONTRACT_VERSION, AttentionSpec, MetadataBuilder
 from builders.errors import did_you_mean
@@ -266,7 +267,7 @@ def _make(name: str, registration: _Registration) -> AttentionBackend:
             factory = getattr(import_module(module), attribute)
         return factory()
     except ImportError as error:
-        remedy = f": pip install 'attn-backends[{registration.extra}]'" if registration.extra else ""
+        remedy = f": {install_hint(registration.extra)}" if registration.extra else ""
         absent = isinstance(error, ModuleNotFoundError) and error.name is not None and "." not in error.name
         raise MissingPackage(name, f"{f'{error.name} is not installed' if absent else error}{remedy}") from error
     except KeyboardInterrupt:

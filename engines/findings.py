@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, entry_points, version
 
 import attn_backends
+from attn_backends.extras import install_hint
 from spec_decode.tools.doctor import Finding, FindingStatus
 
 _TOPIC = "engines"
@@ -37,7 +38,7 @@ class EnginePlugIn:
         try:
             found = version(self.package)
         except PackageNotFoundError:
-            remedy = f"not installed: pip install 'attn-backends[{self.package}]'"
+            remedy = f"not installed: {install_hint(self.package)}"
             yield Finding(_TOPIC, self.package, FindingStatus.ABSENT, remedy)
             return
         reason = self.unsupported(found)

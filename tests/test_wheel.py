@@ -77,7 +77,7 @@ def test_the_wheel_lists_its_backends_with_nothing_beside_it_but_what_it_require
 
     environment.must(f"pip install {wheel}", empty)
     listed = environment.must("attn-backends list --device cpu", empty)
-    assert "torch_reference" in listed and "pip install 'attn-backends[flashinfer]'" in listed
+    assert "torch_reference" in listed and "pip install '.[flashinfer]' in a checkout of attn-backends" in listed
     drafted = environment.must("attn-backends draft 'A list is' --device cpu --max-tokens 4", empty)
     assert "A list is" in drafted
 

@@ -199,7 +199,7 @@ def test_without_the_package_it_is_refused_with_the_extra_that_brings_it(name):
         verdict = explain(name, make_spec(), CPU)
 
     assert isinstance(verdict, Rejected)
-    assert "attn-backends[flashinfer]" in verdict.reasons[0]
+    assert "pip install '.[flashinfer]' in a checkout" in verdict.reasons[0]
 
 
 @pytest.mark.parametrize("name", NAMES)

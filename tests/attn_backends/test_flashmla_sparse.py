@@ -83,7 +83,7 @@ def test_of_both_packages_its_own_is_taken(install: Install) -> None:
 
 
 def test_with_neither_the_refusal_says_what_brings_it(install: Install) -> None:
-    with pytest.raises(BrokenBackend, match=r"FlashMLA is not installed.*pip install 'attn-backends\[vllm\]'"):
+    with pytest.raises(BrokenBackend, match=r"FlashMLA is not installed.*pip install '\.\[vllm\]' in a checkout"):
         registry.get("flashmla_sparse")
 
 

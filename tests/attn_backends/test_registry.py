@@ -141,7 +141,7 @@ def test_unregistering_forgets_a_backend():
 
 def test_a_missing_package_names_the_extra_that_brings_it():
     registry._registered["gone"] = registry._Registration("a_package_that_is_not_here:Backend", "gone-kernels")
-    with pytest.raises(BrokenBackend, match=r"a_package_that_is_not_here.*pip install 'attn-backends\[gone-kernels\]'"):
+    with pytest.raises(BrokenBackend, match=r"a_package_that_is_not_here.*pip install '\.\[gone-kernels\]'"):
         get("gone")
 
 

@@ -143,7 +143,7 @@ def test_an_absent_peer_has_a_note_and_no_row(bench, timed):
     [row] = comparison_rows(bench, comparison(flashmla=by_backend("flashmla_sparse")), SPEC, 1, 16)
     assert row["peer_ratio"] is None and verdict(row["limits"]) == ("peer_ratio <= 1.5", None)
     [note] = bench.missing
-    assert note.startswith("comparison: flashmla (peer): ") and "attn-backends[vllm]" in note and not bench.stopped
+    assert note.startswith("comparison: flashmla (peer): ") and "'.[vllm]'" in note and not bench.stopped
 
 
 def test_a_peer_that_refuses_the_spec_gives_its_reasons(bench, timed):

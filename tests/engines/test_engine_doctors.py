@@ -38,7 +38,7 @@ def examine(monkeypatch, engine, found, value="engines.{}:register"):
 @BOTH
 def test_without_the_engine_the_extra_that_brings_it_is_named(monkeypatch, engine):
     (finding,) = examine(monkeypatch, engine, None).values()
-    assert finding.status == "absent" and f"pip install 'attn-backends[{engine}]'" in finding.detail
+    assert finding.status == "absent" and f"pip install '.[{engine}]' in a checkout" in finding.detail
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from attn_backends.extras import install_hint
 from builders import AttentionSpec
 from spec_decode.models.attention import AttentionInputs
 from spec_decode.models.checkpoints.errors import CheckpointError
@@ -22,7 +23,7 @@ try:
 except ImportError as error:
     raise ImportError(
         f"a target of the library transformers needs that package, which cannot be imported: {error}. "
-        "Install attn-backends[transformers]."
+        f"Run {install_hint('transformers')}."
     ) from error
 
 ATTENTION_NAME = "attn_backends_paged"

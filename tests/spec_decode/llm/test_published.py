@@ -195,7 +195,7 @@ def test_without_the_library_the_package_to_install_is_named(
         monkeypatch.delitem(sys.modules, f"spec_decode.models.{name}", raising=False)
     monkeypatch.setitem(sys.modules, "transformers", None)
 
-    with pytest.raises(CheckpointError, match=r"Install attn-backends\[transformers\]"):
+    with pytest.raises(CheckpointError, match=r"Run pip install '\.\[transformers\]' in a checkout"):
         load(folders)
 
 

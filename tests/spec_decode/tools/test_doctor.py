@@ -86,7 +86,7 @@ def test_each_absent_provider_of_flash_attention_3_comes_with_what_brings_it() -
     found = providers()
     assert found.keys() == {"upstream", "vllm", "sgl"}
     assert {finding.status for finding in found.values()} == {FindingStatus.ABSENT}
-    for name, remedy in {"upstream": "attn-backends[flash-attn]", "vllm": "[vllm]", "sgl": "sglang-kernel"}.items():
+    for name, remedy in {"upstream": "'.[flash-attn]'", "vllm": "'.[vllm]'", "sgl": "sglang-kernel"}.items():
         assert remedy in found[name].detail
 
 

@@ -1,0 +1,30 @@
+"""What messages and pages say about installing: no package index has a release, so nothing asks for one."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from attn_backends.extras import install_hint
+from tests.import_graph import ROOT, module_files
+
+PAGES = [*sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "examples").rglob("*.md")), ROOT / "README.md"]
+_ASKS_FOR_A_RELEASE = re.compile(r"pip install '?attn-backends\b|attn-backends\[")
+
+
+def test_the_hint_installs_the_extra_from_a_checkout() -> None:
+    assert install_hint("vllm") == "pip install '.[vllm]' in a checkout of attn-backends"
+
+
+@pytest.mark.parametrize(
+    "text", ["pip install attn-backends", "Install attn-backends[vllm]", "pip install 'attn-backends"]
+)
+def test_a_release_that_is_asked_for_is_found(text: str) -> None:
+    assert _ASKS_FOR_A_RELEASE.search(text)
+
+
+def test_no_page_and_no_module_asks_for_a_release() -> None:
+    texts: list[Path] = [*PAGES, *module_files().values()]
+    assert [path.name for path in texts if _ASKS_FOR_A_RELEASE.search(path.read_text(encoding="utf-8"))] == []
