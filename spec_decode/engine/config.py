@@ -165,6 +165,7 @@ def checked_request(name: str, request: Request, config: EngineConfig, pool: Pag
         f"{name} asks for {sampling.logprobs} logprobs, max_logprobs is {config.max_logprobs}. Ask for fewer, or raise "
         "max_logprobs where you make the engine or the LLM.",
     )
+    _check_stop_tokens(name, sampling, vocab_size)
     token_ids, new = _checked_prompt(name, request.prompt, vocab_size), sampling.max_tokens
     prompt = len(token_ids)
     require(
@@ -181,6 +182,16 @@ def checked_request(name: str, request: Request, config: EngineConfig, pool: Pag
     # A set, since each token of the text is looked up.
     return replace(
         request, prompt=token_ids, sampling=replace(sampling, stop_token_ids=frozenset(sampling.stop_token_ids))
+    )
+
+
+def _check_stop_tokens(name: str, sampling: SamplingParams, vocab_size: int) -> None:
+    """Raise BatchError for a stop token that the model cannot draw, which is mostly one of another vocabulary."""
+    foreign = sorted(token for token in sampling.stop_token_ids if not 0 <= token < vocab_size)
+    require(
+        not foreign,
+        f"{name} needs stop_token_ids in the model's vocabulary, 0 to {vocab_size - 1}, got {foreign[:3]}; its text "
+        "would never stop there. Take them from this model's tokenizer.",
     )
 
 

@@ -39,18 +39,19 @@ def load_published_pair(target: Path, draft: Path | None, *, dtype: torch.dtype,
     return Pair(
         wrapped,
         None if draft is None else load_draft(draft, wrapped, dtype=dtype, device=device),
-        _stop_ids(model.generation_config, tokenizer),
+        _stop_ids(model.generation_config, tokenizer, wrapped.vocab_size),
         partial(_encode, tokenizer),
         lambda token_ids: str(tokenizer.decode(list(token_ids), skip_special_tokens=True)),
         partial(_encode_chat, tokenizer) if tokenizer.chat_template else None,
     )
 
 
-def _stop_ids(config: Any, tokenizer: Any) -> frozenset[int]:
-    """The tokens that end a text, by the target's generation_config.json and by its tokenizer."""
+def _stop_ids(config: Any, tokenizer: Any, vocab_size: int) -> frozenset[int]:
+    """The tokens that end a text, by the target's generation_config.json and by its tokenizer. Either may name one that
+    the model does not have, -1 for example."""
     ends = getattr(config, "eos_token_id", None)
     listed = ends if isinstance(ends, list | tuple) else [ends]
-    return frozenset(end for end in (*listed, tokenizer.eos_token_id) if end is not None)
+    return frozenset(end for end in (*listed, tokenizer.eos_token_id) if end is not None and 0 <= end < vocab_size)
 
 
 def _encode(tokenizer: Any, text: str) -> list[int]:

@@ -41,7 +41,7 @@ class SamplingParams:
 
     - max_tokens      most tokens of the text, 1 or more
     - stop            a string or a list of strings that end the text; the text leaves them out
-    - stop_token_ids  tokens that end the text, in addition to the model's own end tokens
+    - stop_token_ids  tokens of the model's vocabulary that end the text, in addition to its own end tokens
     - ignore_eos      True: the model's own end tokens do not end the text
 
     And what is returned with it:

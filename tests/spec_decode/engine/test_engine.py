@@ -367,6 +367,12 @@ REFUSED = {
     "too long": (make_request(prompt=[1] * 60, max_tokens=5), "at most 64 together, got 60 and 5"),
     "out of the vocabulary": (make_request(prompt=[1, VOCAB], max_tokens=3), f"to {VOCAB - 1}, got {VOCAB} at place 1"),
     "a negative token": (make_request(prompt=[-1, 3], max_tokens=3), "got -1 at place 0"),
+    "a stop token out of the vocabulary": (
+        make_request(prompt=[1], max_tokens=3, stop_token_ids=[3, VOCAB]), rf"stop_token_ids.*got \[{VOCAB}\]"
+    ),
+    "a negative stop token": (
+        make_request(prompt=[1], max_tokens=3, stop_token_ids=[-1]), r"stop_token_ids.*got \[-1\]"
+    ),
 }  # fmt: skip
 
 

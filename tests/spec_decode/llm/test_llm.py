@@ -125,6 +125,13 @@ def test_a_stop_token_ends_the_text(llm: LLM) -> None:
     assert found.finish_reason == "stop" and "a" not in found.text
 
 
+def test_a_stop_token_of_another_vocabulary_is_refused(llm: LLM) -> None:
+    with pytest.raises(
+        BatchError, match=r"^prompts\[0\] needs stop_token_ids in the model's vocabulary, 0 to 255, got"
+    ):
+        llm.generate(PROMPTS[0], SamplingParams(stop_token_ids=[97, 99_999]))
+
+
 def test_a_stream_that_is_closed_frees_its_place(llm: LLM) -> None:
     whole = [one.text for one in llm.generate(PROMPTS, GREEDY)]
     stream = llm.stream(PROMPTS * 2, SamplingParams(max_tokens=100))

@@ -87,6 +87,11 @@ def test_a_text_stops_at_every_end_that_model_or_tokenizer_names(folders: tuple[
     assert load(folders).stop_ids == {0, 7}
 
 
+def test_an_end_that_the_model_does_not_have_is_left_out(folders: tuple[Path, Path]) -> None:
+    transformers.GenerationConfig(eos_token_id=[-1, 7, 8]).save_pretrained(folders[0])
+    assert load(folders).stop_ids == {0, 7}
+
+
 def test_a_chat_follows_the_models_template(folders: tuple[Path, Path]) -> None:
     encode = load(folders).encode_chat
 
