@@ -172,7 +172,7 @@ def _stale(report: Report, later: Report, installed: str | None) -> tuple[str, .
         reasons.append(f"version {installed} is installed now")
     contract = ".".join(map(str, CONTRACT_VERSION))
     if report.contract not in ("", contract):
-        reasons.append(f"it was checked against contract {report.contract}, which is {contract} now")
+        reasons.append(f"it was built for contract {report.contract}, the library is at {contract} now")
     return tuple(reasons)
 
 

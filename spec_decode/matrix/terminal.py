@@ -26,10 +26,12 @@ _STYLES = {
 
 
 def to_table(matrix: Matrix) -> RenderableType:
-    """A table for each group of columns, the drafters, the reasons by number, and where it all was seen."""
+    """A table for each group of columns, why rows are stale, the drafters, the reasons by number, and where it all was
+    seen."""
     notes = Notes()
     tables: list[RenderableType] = [_group(matrix, title, found, notes) for title, found in grouped(matrix.columns)]
     tables = tables or [_table("no evidence", ["backend"])]
+    tables += [_stale(matrix)] if any(row.stale for row in matrix.rows) else []
     tables += [_drafters(matrix)] if matrix.drafters else []
     tables += [_reasons(notes)] if notes.all else []
     tables += [_runs(matrix)] if matrix.runs else []
@@ -53,6 +55,11 @@ def _group(matrix: Matrix, title: str, columns: Sequence[Column], notes: Notes) 
 def _who(row: MatrixRow) -> Text:
     stale = " (stale)" if row.stale else ""
     return Text(f"{plain(row.title)}{stale}\n{plain(row.device)}", style="dim" if row.stale else "")
+
+
+def _stale(matrix: Matrix) -> RenderableType:
+    lines = (f"{plain(row.title)} on {plain(row.device)}: {plain(why)}" for row in matrix.rows for why in row.stale)
+    return Text("\n".join(["Stale", *lines, ""]))
 
 
 def _cell(cell: Cell, notes: Notes) -> Text:

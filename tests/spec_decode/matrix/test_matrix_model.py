@@ -132,7 +132,7 @@ def test_another_version_than_the_present_one_is_stale():
 
 
 def test_evidence_for_another_contract_is_stale():
-    assert "against contract 0.9" in build_matrix([report(contract="0.9")]).rows[0].stale[0]
+    assert "built for contract 0.9" in build_matrix([report(contract="0.9")]).rows[0].stale[0]
 
 
 def test_the_json_carries_a_nan_by_name_and_the_status_of_each_cell():

@@ -132,8 +132,9 @@ def test_every_page_shows_what_runs_disagree_on_newest_first(render):
 
 @pytest.mark.parametrize("render", [to_html, to_markdown, drawn])
 def test_every_page_says_what_is_stale(render):
-    assert "stale" in render(build_matrix([report(result("pass"))], current={"k": "2"}))
-    assert "(stale)" not in render(one("pass"))
+    shown = render(build_matrix([report(result("pass"))], current={"k": "2"}))
+    assert "stale" in shown and "version 2 is installed now" in shown
+    assert "(stale)" not in render(one("pass")) and "Stale" not in render(one("pass"))
 
 
 @pytest.mark.parametrize("render", [to_html, to_markdown, drawn])
