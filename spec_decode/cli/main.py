@@ -60,6 +60,11 @@ class _Verbs(click.Group):
         except KeyboardInterrupt:
             click.echo("\ninterrupted", err=True)  # behind ^C, or a text that was growing
             ctx.exit(130)
+        except click.NoSuchOption as error:
+            # click finds up to three, the best first, and would list them by the alphabet.
+            if error.possibilities:
+                del error.possibilities[1:]
+            raise
         except (click.ClickException, click.exceptions.Exit, click.Abort):
             raise
         except Exception as error:

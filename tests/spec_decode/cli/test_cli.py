@@ -50,6 +50,12 @@ def test_an_absent_cuda_device_is_refused(checks, refused):
     assert "0 CUDA devices" in refused("check", "torch_reference", "--device", "cuda")
 
 
+def test_a_misspelt_option_brings_up_the_likeliest_one(run):
+    result = run("draft", "x", "--max-token", "3")
+    assert result.exit_code == 2 and "--max-tokens" in result.stderr
+    assert not any(other in result.stderr for other in ("--max-model-len", "--backend"))
+
+
 def test_list_shows_claims_and_the_answer_here(run):
     result = run("list", "--device", "cpu")
     assert result.exit_code == 0
