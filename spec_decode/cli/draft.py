@@ -15,7 +15,7 @@ from rich.text import Text
 
 from spec_decode.cli.interpreter import divide_in_silence
 from spec_decode.cli.options import PAGE_SIZE, device_option, options_as, resolve_device
-from spec_decode.cli.output import UserError, printable, progress, say, stdout, told_again
+from spec_decode.cli.output import UserError, did_you_mean, printable, progress, say, stdout, told_again
 from spec_decode.cli.plug_ins import try_plug_ins_aloud
 from spec_decode.cli.tree_option import TREE_HELP, parse_tree
 
@@ -82,6 +82,22 @@ class _Options:
             return None
         has_its_own = self.target is None or is_pair(find(self.target))
         return "draft" if self.draft is None and has_its_own else self.draft
+
+    def require_known(self) -> None:
+        """Raise UserError for values that the library knows under other names."""
+        from spec_decode.drafter import Strategy
+
+        if (self.num_speculative_tokens or 0) < 0:
+            raise UserError(
+                f"-k is {self.num_speculative_tokens}. Pass the draft tokens of a round, 1 or more, or 0 to decode "
+                "without a draft."
+            )
+        strategies = ("auto", *(strategy.value for strategy in Strategy))
+        if self.strategy not in strategies:
+            raise UserError(
+                f"--strategy is {self.strategy!r}. Pass one of {', '.join(strategies)}."
+                f"{did_you_mean(self.strategy, strategies)}"
+            )
 
     def load(self, prompts: int) -> LLM:
         """The models, ready to run so many prompts."""
@@ -204,6 +220,7 @@ def draft(options: _Options) -> None:
         raise UserError("there is no prompt. Pass PROMPT or --prompts FILE.")
     if empty := [index for index, text in enumerate(texts, 1) if not text]:
         raise UserError(f"prompt {empty[0]} is empty. Write something.")
+    options.require_known()
     console = stdout()
     params = options.params(len(texts))
     screen = _Screen(console, texts)

@@ -331,4 +331,8 @@ def _strategy(strategy: str | Strategy | None) -> Strategy | None:
     try:
         return None if strategy is None else Strategy(strategy)
     except ValueError as error:
-        raise BatchError(f"strategy is {strategy!r}. Pass one of {', '.join(s.value for s in Strategy)}.") from error
+        names = [each.value for each in Strategy]
+        raise BatchError(
+            f"strategy is {strategy!r}. Pass one of {', '.join(names)}, or None for the fastest that can run."
+            f"{did_you_mean(str(strategy), names)}"
+        ) from error

@@ -279,6 +279,10 @@ BAD_MODELS: dict[str, tuple[type[Exception], dict[str, Any]]] = {
     "device is 'tpu'": (BatchError, {"device": "tpu"}),
     "device is 'cuda:99'": (BatchError, {"device": "cuda:99"}),
     "strategy is 'fast'. Pass one of device_loop": (BatchError, {"strategy": "fast"}),
+    "piecewise, eager, or None for the fastest that can run. Did you mean full_loop": (
+        BatchError,
+        {"strategy": "ful_loop"},
+    ),
     "strategy is 'slow'": (BatchError, {"model": "not read", "strategy": "slow"}),
     "max_num_seqs is 0. Pass 1 or more": (BatchError, {"max_num_seqs": 0}),
     "positions": (BatchError, {"max_model_len": 10**6}),
