@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, NoReturn
 
 from spec_decode.engine import FinishReason, Generation
 
@@ -33,6 +34,13 @@ class Completion:
     num_prompt_tokens: int
     accepted: list[int]
     logprobs: list[dict[int, float]]
+
+    if not TYPE_CHECKING:  # a type checker would take every name for one that is there
+
+        def __getattr__(self, name: str) -> NoReturn:
+            """Raise AttributeError. For vLLM's `outputs[0].outputs[0].text` it says what to write here."""
+            hint = ". It is one text: leave .outputs[0] out, and read .text" if name == "outputs" else ""
+            raise AttributeError(f"'Completion' object has no attribute {name!r}{hint}", name=name, obj=self)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

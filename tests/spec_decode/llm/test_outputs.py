@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spec_decode.llm.outputs import GrowingText
+from spec_decode.llm.outputs import Completion, GrowingText
 
 
 def decode(tokens: Sequence[int]) -> str:
@@ -22,6 +25,17 @@ def grown(data: bytes, stop: Sequence[str] = ()) -> tuple[list[str], GrowingText
         pieces.append(text.take())
     text.finish()
     return [*pieces, text.take(last=True)], text
+
+
+def test_a_completion_says_what_to_write_for_the_outputs_of_vllm() -> None:
+    completion: Any = Completion(
+        prompt="a", text="b", token_ids=[98], finish_reason="length", num_prompt_tokens=1, accepted=[], logprobs=[]
+    )
+    with pytest.raises(AttributeError, match=r"no attribute 'outputs'. It is one text: leave .outputs\[0\] out"):
+        completion.outputs[0].text  # noqa: B018
+    with pytest.raises(AttributeError, match=r"^'Completion' object has no attribute 'txt'$"):
+        completion.txt  # noqa: B018
+    assert copy.deepcopy(completion) == pickle.loads(pickle.dumps(completion)) == completion
 
 
 @given(st.text(max_size=30), st.lists(st.text("ab", min_size=1, max_size=4), max_size=3))
