@@ -64,8 +64,12 @@ def compare(pair: Pair, backends: Backends, requests: Sequence[Request], on_run:
     name = backends.names(backends.draft)
     on_run(f"{name}: plain decoding")
     plain = generate(pair, backends, requests, EngineConfig())
+    chosen = _chosen_plan(pair, backends)
     runs: dict[Strategy, GenerateResult | None] = {}
     for strategy in Strategy:
+        if strategy in chosen.unsupported:
+            runs[strategy] = None
+            continue
         on_run(f"{name}: {strategy.value}")
         try:
             config = replace(CONFIG, drafter=replace(DRAFTER, strategy=strategy))
@@ -83,7 +87,7 @@ def compare(pair: Pair, backends: Backends, requests: Sequence[Request], on_run:
         )
         for strategy, run in runs.items()
     ]
-    return Comparison(name, plain, _chosen_plan(pair, backends), rows)
+    return Comparison(name, plain, chosen, rows)
 
 
 def generate(pair: Pair, backends: Backends, requests: Sequence[Request], config: EngineConfig) -> GenerateResult:

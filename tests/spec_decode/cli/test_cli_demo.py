@@ -63,9 +63,11 @@ def shown_in_full(latent_pair, tmp_path_factory):
 def test_a_draft_that_proposes_its_tokens_at_once_is_compared_in_the_strategies_that_it_has(block_pair):
     pair = load_byte_pair(Path(block_pair), torch.float32, torch.device("cpu"), draft="block_draft")
     backends = backends_named(pair, comparison.CONFIG, "torch_reference")
-    found = comparison.compare(pair, backends, [make_request(prompt=[0], max_tokens=4)], lambda run: None)
+    told: list[str] = []
+    found = comparison.compare(pair, backends, [make_request(prompt=[0], max_tokens=4)], told.append)
     assert not found.differs
     assert [row.strategy for row in found.rows if row.run is None] == [Strategy.DEVICE_LOOP, Strategy.PIECEWISE]
+    assert [run.split(": ")[1] for run in told] == ["plain decoding", "full_loop", "per_step", "eager"]
     assert "not device_loop: this draft proposes all its tokens in one step" in "\n".join(found.chosen.explain())
 
 
