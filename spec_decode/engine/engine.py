@@ -303,6 +303,8 @@ class Engine:
     def _run_prefill(self) -> PrefillOutput:
         chunks = self._scheduler.next_chunks()
         prefilled = self._prefill.run(chunks)
+        if not chunks:
+            return prefilled
         new = [i for i, request in enumerate(prefilled.requests) if not request.handle.generation.token_ids]
         if new:
             rows, found = torch.tensor(new, device=self.device), prefilled.logprobs
@@ -321,14 +323,15 @@ class Engine:
             self._grow_tables()
             return
         row_of = {request: row for row, request in enumerate(self._batched)}
-        added = [request for request in running if request in prefilled.requests]
-        kept_rows = [row_of[request] for request in running if request not in added]
+        place_of = {request: place for place, request in enumerate(prefilled.requests)}
+        added = [request for request in running if request in place_of]
+        kept_rows = [row_of[request] for request in running if request not in place_of]
         pages = [request.pages for request in running]
         for tables in self._tables:
             tables.load([pages] * tables.num_groups, [self._token_limit(request) for request in running])
         self._batch.condense([request.handle.request for request in running], kept_rows)
         if added:
-            rows = torch.tensor([prefilled.requests.index(request) for request in added], device=self.device)
+            rows = torch.tensor([place_of[request] for request in added], device=self.device)
             lens = [request.prefill_len for request in added]
             self._batch.add(len(kept_rows), lens, prefilled.tokens[rows], prefilled.target_hidden_states[rows])
         self._batched, self._pages_in_tables = list(running), [len(request.pages) for request in running]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import chain, repeat
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -46,7 +46,10 @@ class _PendingOutput:
 
     def read_logprobs(self) -> Iterator[list[dict[int, float]]]:
         """For each request those of its tokens, as many as it asked for; none where it asked for none."""
-        found = [each.read() for each in self.logprobs] or [[()] * len(self.requests)] * 2
+        if not self.logprobs:
+            yield from repeat([], len(self.requests))
+            return
+        found = [each.read() for each in self.logprobs]
         for request, ids, values in zip(self.requests, *found, strict=True):
             count = request.handle.request.sampling.logprobs
             columns = zip(ids, values, strict=True) if count else ()
@@ -59,8 +62,8 @@ class PendingOutputs:
     def __init__(self, num_speculative_tokens: int) -> None:
         self._num_drafts = num_speculative_tokens
         self._pending: deque[_PendingOutput] = deque()
-        # The request, a token, with a step's first token the number of draft tokens that the step kept, and logprobs.
-        self._read: deque[tuple[RequestState, int, int | None, dict[int, float] | None]] = deque()
+        # The request, its tokens and their logprobs, and of a whole step the number of draft tokens that it kept.
+        self._read: deque[tuple[RequestState, list[int], list[dict[int, float]], int | None]] = deque()
         self.in_callback = False
         """Whether the last token was handed to a callback that has not returned: what raises then is the callback's."""
 
@@ -83,7 +86,7 @@ class PendingOutputs:
     def _add(
         self, requests: list[RequestState], output: torch.Tensor, logprobs: TopLogprobs | None, *, first: bool
     ) -> None:
-        asked = any(request.handle.request.sampling.logprobs for request in requests)
+        asked = logprobs is not None and any(request.handle.request.sampling.logprobs for request in requests)
         copies = tuple(map(AsyncOutput, logprobs)) if logprobs and asked else ()
         self._pending.append(_PendingOutput(requests, AsyncOutput(output), first, copies))
 
@@ -91,13 +94,12 @@ class PendingOutputs:
         """Wait for the oldest output and stream its tokens. What a callback raises comes through: see `stream`."""
         pending = self._pending[0]
         for request, row, found in zip(pending.requests, pending.output.read(), pending.read_logprobs(), strict=True):
-            tokens: list[int] = row
-            counts: Iterator[int | None] = repeat(None)
-            if not pending.first:
-                accepted = row[0]
+            if pending.first:
+                self._read.append((request, row, found, None))
+            else:
+                accepted: int = row[0]
                 request.step_read(self._num_drafts, accepted)
-                tokens, counts = row[1 : 2 + accepted], chain([accepted], repeat(None))
-            self._read.extend(zip(repeat(request), tokens, counts, found or repeat(None)))
+                self._read.append((request, row[1 : 2 + accepted], found, accepted))
         self._pending.popleft()
         self.stream(stats)
 
@@ -113,19 +115,25 @@ class PendingOutputs:
     def stream(self, stats: EngineStats) -> None:
         """Append what was read to the texts. What a callback raises comes through; the next call goes on after it."""
         while self._read:
-            request, token, accepted, logprobs = self._read[0]
-            if request.handle.done:
+            request, tokens, logprobs, accepted = self._read[0]
+            handle = request.handle
+            if handle.done:
                 self._read.popleft()
                 continue
             if accepted is not None and self._num_drafts:
-                request.handle.generation.accepted.append(accepted)
+                handle.generation.accepted.append(accepted)
                 stats.accepted += accepted
                 stats.drafted_for += 1
-                stats.had_room_for += request.handle.room > 1
-            stats.new_tokens += 1
-            in_text = request.handle.append_token(token, logprobs)
-            self._read.popleft()
-            if in_text and request.handle.on_token:
+                stats.had_room_for += handle.room > 1
+            # A callback may end any text, so that tokens which it is told of come one by one.
+            count = 1 if handle.on_token else len(tokens)
+            in_text = handle.append_tokens(tokens[:count], logprobs[:count])
+            stats.new_tokens += in_text + (handle.generation.finish_reason == "stop")
+            if count < len(tokens):
+                self._read[0] = (request, tokens[count:], logprobs[count:], None)
+            else:
+                self._read.popleft()
+            if in_text and handle.on_token:
                 self.in_callback = True
-                request.handle.on_token(token)
+                handle.on_token(tokens[0])
                 self.in_callback = False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Literal
 
 from spec_decode.sampling import SamplingParams
@@ -59,16 +60,23 @@ class Handle:
         """Tokens that the text may still take."""
         return self.request.sampling.max_tokens - len(self.generation.token_ids)
 
-    def append_token(self, token: int, logprobs: dict[int, float] | None = None) -> bool:
-        """Let the text grow by a token, or end it; whether the token is in the text."""
-        if token in self.request.sampling.stop_token_ids:
+    def append_tokens(self, tokens: Sequence[int], logprobs: Sequence[dict[int, float]] = ()) -> int:
+        """Let the text grow by tokens up to its end; how many of them are in the text. A stop token is not.
+
+        logprobs: of each token, or of none.
+        """
+        stop_ids, tokens = self.request.sampling.stop_token_ids, tokens[: self.room]
+        stopped = not set(tokens).isdisjoint(stop_ids)
+        if stopped:
+            tokens = list(takewhile(lambda token: token not in stop_ids, tokens))
+        self.generation.token_ids += tokens
+        if logprobs:
+            self.generation.logprobs += logprobs[: len(tokens)]
+        if stopped:
             self.generation.finish_reason = "stop"
-            return False
-        self.generation.token_ids.append(token)
-        if logprobs is not None:
-            self.generation.logprobs.append(logprobs)
-        self.finish_if_full()
-        return True
+        else:
+            self.finish_if_full()
+        return len(tokens)
 
     def finish_if_full(self) -> None:
         """End the text where it has all the tokens that were asked for."""
@@ -80,6 +88,7 @@ class Handle:
 class RequestState:
     """A request on its way through the engine, on the host.
 
+    max_len               tokens of prompt and text together, at most
     pages                 owned while it is admitted
     num_prefilled         tokens of `token_ids` in the caches, until it runs
     len_lower_bound,      what the host knows of its length on the device, whose latest steps it has not read yet;
@@ -87,14 +96,14 @@ class RequestState:
     """
 
     handle: Handle
+    max_len: int = field(init=False)
     pages: list[int] = field(default_factory=list)
     num_prefilled: int = 0
     len_lower_bound: int = 0
     len_upper_bound: int = 0
 
-    @property
-    def max_len(self) -> int:
-        return self.handle.request.max_len
+    def __post_init__(self) -> None:
+        self.max_len = self.handle.request.max_len
 
     @property
     def token_ids(self) -> list[int]:
@@ -110,7 +119,7 @@ class RequestState:
     @property
     def finished(self) -> bool:
         """Whether another step could add nothing."""
-        return self.handle.done or self.len_lower_bound >= self.max_len
+        return self.len_lower_bound >= self.max_len or self.handle.generation.finish_reason is not None
 
     def step_enqueued(self, num_drafts: int) -> None:
         """The device lengthens it by 1 to 1 + num_drafts tokens."""

@@ -68,14 +68,17 @@ class Scheduler:
         Returns how many requests were preempted.
         """
         self.free_finished()
-        if not self._has_room():
+        missing = self._missing_pages()
+        if not self._has_room(missing):
             read_outputs()
             self.free_finished()
+            missing = self._missing_pages()
         preempted = 0
-        while not self._has_room():
+        while not self._has_room(missing):
             self._preempt()
             preempted += 1
-        self._allocate()
+            missing = self._missing_pages()
+        self._allocate(missing)
         # Whoever was preempted waits first, and takes at least the pages that were short: nobody is admitted after it.
         self._admit()
         return preempted
@@ -97,33 +100,33 @@ class Scheduler:
 
     def free_finished(self) -> None:
         """Drop the finished requests and free their pages."""
-        for request in (*self.running, *self._prefilling):
-            if request.finished:
-                self._free(request)
-        self.running = [request for request in self.running if not request.finished]
-        self._prefilling = [request for request in self._prefilling if not request.finished]
+        finished = dict.fromkeys(request for request in (*self.running, *self._prefilling) if request.finished)
+        for request in finished:
+            self._free(request)
+        if finished:
+            self.running = [request for request in self.running if request not in finished]
+            self._prefilling = [request for request in self._prefilling if request not in finished]
         self._waiting = deque(request for request in self._waiting if not request.finished)
 
-    def _allocate(self) -> None:
+    def _allocate(self, missing: dict[RequestState, int]) -> None:
         """Give running requests the pages that they lack. If one lacks any and the pool is never short, all of them get
         those of later rounds too: one write to the tables then serves several rounds."""
-        missing = self._missing_pages()
         if missing and self._never_short:
             missing = self._missing_pages(_ROUNDS_AHEAD)
         for request, count in missing.items():
             request.pages += self.pool.allocate(count)
 
-    def _has_room(self) -> bool:
-        return sum(self._missing_pages().values()) <= self.pool.num_free
+    def _has_room(self, missing: dict[RequestState, int]) -> bool:
+        return sum(missing.values()) <= self.pool.num_free
 
     def _missing_pages(self, rounds_ahead: int = 0) -> dict[RequestState, int]:
         """How many pages each running request lacks for the next round and so many after it."""
         missing, growth = {}, rounds_ahead * (1 + self._config.num_speculative_tokens)
+        page_size, slots = self.pool.page_size, self.pool.draft_slots
         for request in self.running:
             length = min(request.len_upper_bound + growth, request.max_len)
-            count = self.pool.pages_for(length) - len(request.pages)
-            if count > 0:
-                missing[request] = count
+            if length + slots > len(request.pages) * page_size:
+                missing[request] = self.pool.pages_for(length) - len(request.pages)
         return missing
 
     def _preempt(self) -> None:
@@ -157,13 +160,13 @@ class Scheduler:
 
     def chunks_prefilled(self, chunks: list[Chunk]) -> None:
         """These chunks are in the caches; a request whose last one was among them runs, its next token is sampled."""
-        done = [chunk.request for chunk in chunks if chunk.last]
+        done = dict.fromkeys(chunk.request for chunk in chunks if chunk.last)
         for chunk in chunks:
             chunk.request.num_prefilled = chunk.end
         for request in done:
             request.len_lower_bound = request.len_upper_bound = request.prefill_len + 1
         left = [request for request in self._prefilling if request not in done]
-        self.running, self._prefilling = self.running + done, left
+        self.running, self._prefilling = [*self.running, *done], left
 
     def _free(self, request: RequestState) -> None:
         self.pool.free(request.pages)

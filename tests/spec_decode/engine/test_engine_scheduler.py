@@ -68,7 +68,7 @@ class Device:
             request.step_read(self.ahead, count - 1)
         for _ in range(count):
             if not request.handle.done:
-                request.handle.append_token(0)
+                request.handle.append_tokens([0])
 
     def read_all(self):
         while self.outputs:
@@ -183,9 +183,9 @@ def short_scheduler():
     handles = submitted(scheduler, 3, 3, 1)
     scheduler.chunks_prefilled(scheduler.next_chunks())
     for request in scheduler.running:
-        request.handle.append_token(7)
+        request.handle.append_tokens([7])
         request.step_enqueued(0)
-        request.handle.append_token(8)
+        request.handle.append_tokens([8])
     return scheduler, handles
 
 
