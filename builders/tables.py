@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from builders.errors import require, require_counts
+from builders.errors import BatchError, require, require_counts
 
 UNALLOCATED = -1
 """Block-table entry that names no page. Kernels never read one: lengths stop before it."""
@@ -113,6 +113,50 @@ class RequestTables:
         self.longest = max(token_limits, default=0)
         self.writable_host = starts
 
+    def condense(self, kept_rows: Sequence[int], num_new: int = 0) -> None:
+        """Let row i be what row kept_rows[i] was, without waiting for the device. num_new rows after them are live and
+        hold nothing until they `grow`; the rest is padding. Costs the host what the rows that go cost, not what stays.
+
+        Raises BatchError, with nothing changed, for a row that is not live or named twice, and for too many rows.
+        """
+        require_counts("kept_rows and num_new", (*kept_rows, num_new))
+        kept = len(kept_rows)
+        require(
+            len(set(kept_rows)) == kept and all(0 <= row < self.num_live for row in kept_rows),
+            f"kept_rows must be different live rows, 0 to {self.num_live - 1}, got {list(kept_rows)}; two requests "
+            "would share pages, or one have none. Keep each row once, and let new ones grow.",
+        )
+        require(
+            0 <= num_new <= self.max_reqs - kept,
+            f"at most {self.max_reqs} requests fit these tables, got {kept} that stay and {num_new} new ones. Allocate "
+            "larger tables or run the rest in another batch.",
+        )
+        order = self._staged(kept_rows)
+        self.block_tables[:, :kept] = self.block_tables.index_select(1, order)
+        self.block_tables[:, kept:].fill_(UNALLOCATED)
+        self.token_limits[:kept] = self.token_limits.index_select(0, order)
+        self.token_limits[kept:].zero_()
+        self.overflow.zero_()
+        self._taken = [self._taken_by(group, kept_rows) for group in range(self.num_groups)]
+        self._rows = [[*(rows[row] for row in kept_rows), *([] for _ in range(num_new))] for rows in self._rows]
+        self.num_live = kept + num_new
+        self.limits_host = (*(self.limits_host[row] for row in kept_rows), *(0,) * num_new)
+        self.longest = max(self.limits_host, default=0)
+        self.writable_host = (*(self.writable_host[row] for row in kept_rows), *(0,) * num_new)
+
+    def _taken_by(self, group: int, kept_rows: Sequence[int]) -> set[int]:
+        """The pages of a group that these rows of the present ones hold, by taking away those of the others."""
+        if not kept_rows:
+            return set()
+        rows, taken, size = self._rows[group], self._taken[group], self.page_sizes_host[group]
+        for row in set(range(self.num_live)).difference(kept_rows):
+            taken.difference_update(rows[row])
+        # A prefix that one of the others shared is still read.
+        for row in kept_rows:
+            if start := self.writable_host[row]:
+                taken.update(rows[row][: start // size])
+        return taken
+
     def grow(self, pages: Mapping[int, Sequence[Sequence[int]]], token_limits: Mapping[int, int]) -> None:
         """Append pages to live requests in place and raise their limits, without waiting for the device.
 
@@ -154,7 +198,7 @@ class RequestTables:
             row, limit = self._staged(list(token_limits.items())).T
             self.token_limits[row] = limit.int()
 
-    def _staged(self, rows: Sequence[tuple[int, ...]]) -> torch.Tensor:
+    def _staged(self, rows: Sequence[int] | Sequence[tuple[int, ...]]) -> torch.Tensor:
         """rows as int64 on the device, by a copy that nobody waits for."""
         host = torch.tensor(rows, dtype=torch.int64, device="cpu")
         staged = torch.empty_like(host, device=self.device)
@@ -167,19 +211,19 @@ class RequestTables:
 
     def _check_growth(self, request: int, groups: Sequence[Sequence[int]], limit: int) -> None:
         has = [len(rows[request]) for rows in self._rows]
-        require(
-            len(groups) == self.num_groups
-            and all(n + len(new) <= self.max_pages for n, new in zip(has, groups, strict=True)),
-            f"request {request} has {has} pages in {self.num_groups} groups and may have {self.max_pages} in each, got "
-            f"{[len(new) for new in groups]} more. Pass one list a group, or enlarge the tables.",
-        )
-        room = min((n + len(new)) * size for n, new, size in zip(has, groups, self.page_sizes_host, strict=True))
+        will_have = [n + len(new) for n, new in zip(has, groups, strict=False)]
+        if len(groups) != self.num_groups or max(will_have) > self.max_pages:
+            raise BatchError(
+                f"request {request} has {has} pages in {self.num_groups} groups and may have {self.max_pages} in each, "
+                f"got {[len(new) for new in groups]} more. Pass one list a group, or enlarge the tables."
+            )
+        room = min(n * size for n, size in zip(will_have, self.page_sizes_host, strict=True))
         most = min(room, self.max_seq_len)
-        require(
-            self.limits_host[request] <= limit <= most,
-            f"request {request} may hold {self.limits_host[request]} tokens, and {most} once it has grown, got a limit "
-            f"of {limit}; its writes would leave its pages. Grow by more, or raise it less.",
-        )
+        if not self.limits_host[request] <= limit <= most:
+            raise BatchError(
+                f"request {request} may hold {self.limits_host[request]} tokens, and {most} once it has grown, got a "
+                f"limit of {limit}; its writes would leave its pages. Grow by more, or raise it less."
+            )
 
     def _check_appended(self, pages: Mapping[int, Sequence[Sequence[int]]]) -> None:
         for group in range(self.num_groups):
@@ -223,39 +267,38 @@ class RequestTables:
         for request, (row, limit) in enumerate(zip(rows, token_limits, strict=True)):
             needed = -(-limit // size)
             require_counts(f"page ids of group {group}", row)
-            require(
-                1 <= limit <= self.max_seq_len and len(row) <= self.max_pages,
-                f"request {request} must hold 1 to {self.max_seq_len} tokens in at most {self.max_pages} pages, got "
-                f"{limit} tokens in {len(row)} pages. Lower the limit or raise max_seq_len.",
-            )
-            require(
-                len(row) >= needed,
-                f"request {request} may grow to {limit} tokens, which takes {needed} pages of {size} in group {group}, "
-                f"but has {len(row)}; its writes would leave its pages. Allocate more or lower its token limit.",
-            )
-            require(
-                len(set(row)) == len(row),
-                f"request {request} must name each page of group {group} once, got {list(row)}; two of its positions "
-                "would share a slot. Fix the block table.",
-            )
+            if not 1 <= limit <= self.max_seq_len or len(row) > self.max_pages:
+                raise BatchError(
+                    f"request {request} must hold 1 to {self.max_seq_len} tokens in at most {self.max_pages} pages, "
+                    f"got {limit} tokens in {len(row)} pages. Lower the limit or raise max_seq_len."
+                )
+            if len(row) < needed:
+                raise BatchError(
+                    f"request {request} may grow to {limit} tokens, which takes {needed} pages of {size} in group "
+                    f"{group}, but has {len(row)}; its writes would leave its pages. Allocate more or lower its token "
+                    "limit."
+                )
+            if len(set(row)) != len(row):
+                raise BatchError(
+                    f"request {request} must name each page of group {group} once, got {list(row)}; two of its "
+                    "positions would share a slot. Fix the block table."
+                )
             for page in row:
-                require(
-                    0 <= page < self.num_pages[group],
-                    f"page ids of group {group} must be 0 to {self.num_pages[group] - 1}, request {request} names "
-                    f"{page}; a kernel would read outside the cache. Fix the block table.",
-                )
+                if not 0 <= page < self.num_pages[group]:
+                    raise BatchError(
+                        f"page ids of group {group} must be 0 to {self.num_pages[group] - 1}, request {request} names "
+                        f"{page}; a kernel would read outside the cache. Fix the block table."
+                    )
             for page in row[writable_from[request] // size :]:
-                other = owner.setdefault(page, request)
-                require(
-                    other == request,
-                    f"page {page} of group {group} is writable by requests {other} and {request}; each would overwrite "
-                    "the other's keys. Share only pages before writable_from.",
-                )
+                if (other := owner.setdefault(page, request)) != request:
+                    raise BatchError(
+                        f"page {page} of group {group} is writable by requests {other} and {request}; each would "
+                        "overwrite the other's keys. Share only pages before writable_from."
+                    )
         for request, row in enumerate(rows):
             for page in row[: writable_from[request] // size]:
-                other = owner.get(page, request)
-                require(
-                    other == request,
-                    f"page {page} of group {group} is read by request {request} and writable by request {other}; its "
-                    "prefix would be overwritten. Copy the page first.",
-                )
+                if (other := owner.get(page, request)) != request:
+                    raise BatchError(
+                        f"page {page} of group {group} is read by request {request} and writable by request {other}; "
+                        "its prefix would be overwritten. Copy the page first."
+                    )

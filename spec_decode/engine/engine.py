@@ -326,15 +326,16 @@ class Engine:
         place_of = {request: place for place, request in enumerate(prefilled.requests)}
         added = [request for request in running if request in place_of]
         kept_rows = [row_of[request] for request in running if request not in place_of]
-        pages = [request.pages for request in running]
         for tables in self._tables:
-            tables.load([pages] * tables.num_groups, [self._token_limit(request) for request in running])
+            tables.condense(kept_rows, len(added))
         self._batch.condense([request.handle.request for request in running], kept_rows)
         if added:
             rows = torch.tensor([place_of[request] for request in added], device=self.device)
             lens = [request.prefill_len for request in added]
             self._batch.add(len(kept_rows), lens, prefilled.tokens[rows], prefilled.target_hidden_states[rows])
-        self._batched, self._pages_in_tables = list(running), [len(request.pages) for request in running]
+        self._batched = list(running)
+        self._pages_in_tables = [*(self._pages_in_tables[row] for row in kept_rows), *(0 for _ in added)]
+        self._grow_tables()
 
     def _grow_tables(self) -> None:
         new = {

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from attn_backends import get
-from builders import BatchError
+from builders import BatchError, tables
 from spec_decode.engine import Engine, Request
 from spec_decode.engine import engine as module
 from spec_decode.engine.request import Handle
@@ -17,7 +17,7 @@ from spec_decode.paged import GraphMode
 from tests.factories import engine_config, make_pair, make_request
 
 PAIR = make_pair()
-ENGINE = Path(module.__file__).parent
+ENGINE, TABLES = Path(module.__file__).parent, Path(tables.__file__)
 ASKED = [make_request(prompt=[i, 3, 1], max_tokens=n) for i, n in enumerate([5, 9, 3, 7])]
 
 
@@ -200,7 +200,8 @@ PLACES = {
     "the drafter": lambda engine: (engine.drafter, "propose"),
     "the target": lambda engine: (engine.target, "run"),
     "prefill": lambda engine: (engine._prefill, "run"),
-    "the tables": lambda engine: (engine._tables[0], "load"),
+    "the tables": lambda engine: (engine._tables[0], "condense"),
+    "the tables of prefill": lambda engine: (engine._prefill._tables, "load"),
     "their growth": lambda engine: (engine._tables[1], "grow"),
     "the batch": lambda engine: (engine._batch, "add"),
     "reading": lambda engine: (engine._outputs, "process_oldest"),
@@ -269,7 +270,7 @@ CANCELLING = ("cancel_all", "cancel", "free_finished", "_free", "free")
 
 
 class Interrupt:
-    """Raises KeyboardInterrupt at one line of the engine's own code, counted from the first step on.
+    """Raises KeyboardInterrupt at one line of the engine's own code or of its tables', counted from the first step on.
 
     within: names of the only functions to interrupt; without them it is all but RECOVERY.
     """
@@ -287,7 +288,8 @@ class Interrupt:
     def __call__(self, frame, event, arg):
         code = frame.f_code
         # A generator's frame cannot be interrupted twice.
-        mine = Path(code.co_filename).parent == ENGINE and not code.co_name.startswith("<")
+        path = Path(code.co_filename)
+        mine = (path.parent == ENGINE or path == TABLES) and not code.co_name.startswith("<")
         if mine and code.co_name in ("step", "generate"):
             return self
         if not mine or (code.co_name not in self.within if self.within else code.co_name in RECOVERY):
@@ -316,6 +318,21 @@ def test_an_interrupt_at_any_line_of_the_engine_loses_no_page_and_no_text(at):
     engine.step()
     assert [handle.generation.token_ids for handle in handles] == WHOLE, interrupt.where
     assert all(handle.generation.finish_reason == "length" for handle in handles) and engine.pool.num_free == 14
+
+
+@pytest.mark.parametrize("at", range(1, 170, 7))
+def test_an_interrupt_while_the_tables_change_leaves_no_page_taken(at):
+    engine = make_engine(num_pages=14)
+    handles = [engine.submit(request) for request in ASKED]
+    interrupt = Interrupt(at, ("condense", "_taken_by", "grow", "_write_growth"))
+    while any(not handle.done for handle in handles):
+        try:
+            with interrupt:
+                engine.step()
+        except KeyboardInterrupt:
+            assert engine.pool.num_free == 14, interrupt.where
+    assert interrupt.where
+    assert [handle.generation.token_ids for handle in handles] == WHOLE, interrupt.where
 
 
 def interrupted_twice(monkeypatch, engine, at, within):

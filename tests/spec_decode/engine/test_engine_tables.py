@@ -1,0 +1,115 @@
+"""After every step the tables hold what their requests own: whoever joined, grew, was preempted or was cancelled."""
+
+import random
+
+import pytest
+
+from attn_backends import get
+from spec_decode.engine import Engine
+from spec_decode.paged import GraphMode
+from tests.factories import engine_config, make_pair, make_request
+
+PAIR = make_pair()
+ASKED = [make_request(prompt=[i, 3, 1], max_tokens=n) for i, n in enumerate([25, 14, 28, 6, 22, 17, 4, 24])]
+
+
+def make_engine(num_pages=14, steps=3):
+    config = engine_config(
+        graph_mode=GraphMode.NONE,
+        num_speculative_tokens=steps,
+        max_num_seqs=4,
+        max_model_len=40,
+        page_size=4,
+        num_pages=num_pages,
+        max_prefill_tokens=5,
+    )
+    return Engine(*PAIR, get("torch_reference"), config)
+
+
+TEXTS = [each.token_ids for each in make_engine().generate(ASKED)]
+
+
+def check_tables(engine):
+    """Compares the tables with what the requests in the batch own; without any, nothing reads them."""
+    if not engine._batched:
+        return
+    owned = [request.pages for request in engine._batched]
+    limits = [engine._token_limit(request) for request in engine._batched]
+    for tables in engine._tables:
+        padded = [pages + [-1] * (tables.max_pages - len(pages)) for pages in owned]
+        empty = [[-1] * tables.max_pages] * (tables.max_reqs - len(owned))
+        assert tables.block_tables.tolist() == [padded + empty] * tables.num_groups
+        assert tables.token_limits.tolist() == limits + [0] * len(empty)
+        assert tables.limits_host == tuple(limits) and tables.num_live == len(owned)
+        assert tables._taken == [{page for pages in owned for page in pages}] * tables.num_groups
+
+
+def run(engine, handles, before_step=lambda: None):
+    """Steps to the end with a check after each; how often one broke off."""
+    broke = 0
+    while any(not handle.done for handle in handles):
+        before_step()
+        try:
+            engine.step()
+        except RuntimeError:
+            broke += 1
+        else:
+            check_tables(engine)
+    engine.step()
+    check_tables(engine)
+    assert engine.pool.num_free == engine.pool.num_pages
+    return broke
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+@pytest.mark.parametrize("num_pages", [14, None], ids=["few pages", "pages for all"])
+def test_requests_that_join_leave_and_are_preempted_have_their_pages_in_the_tables(num_pages, steps):
+    engine = make_engine(num_pages, steps)
+    handles = [engine.submit(request) for request in ASKED]
+    run(engine, handles)
+    assert [handle.generation.token_ids for handle in handles] == TEXTS
+    assert bool(engine.stats.preemptions) == bool(num_pages)
+
+
+def test_requests_that_are_cancelled_leave_the_tables():
+    engine, rng, seen = make_engine(), random.Random(1), []
+    handles = [engine.submit(request) for request in ASKED * 3]
+
+    def cancel_one():
+        if rng.random() < 0.4:
+            running = [request.handle for request in engine._batched if not request.handle.done]
+            if running:
+                seen.append(rng.choice(running))
+                engine.cancel(seen[-1])
+
+    run(engine, handles, cancel_one)
+    assert len(seen) >= 3
+    for handle, whole in zip(handles, TEXTS * 3, strict=True):
+        text = handle.generation.token_ids
+        assert text == (whole[: len(text)] if handle in seen else whole)
+
+
+PLACES = {
+    "before the tables": lambda engine: (engine._prefill, "run"),
+    "between the tables": lambda engine: (engine._tables[1], "condense"),
+    "before they grow": lambda engine: (engine._tables[0], "grow"),
+    "between their growth": lambda engine: (engine._tables[1], "grow"),
+    "behind the tables": lambda engine: (engine.target, "run"),
+}
+
+
+@pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
+def test_steps_that_break_off_leave_nothing_in_the_tables(place, monkeypatch):
+    engine, rng = make_engine(), random.Random(2)
+    owner, name = place(engine)
+    work = getattr(owner, name)
+
+    def fails_now_and_then(*args):
+        if rng.random() < 0.2:
+            raise RuntimeError("broken")
+        return work(*args)
+
+    monkeypatch.setattr(owner, name, fails_now_and_then)
+    handles = [engine.submit(request) for request in ASKED]
+    assert run(engine, handles) >= 2
+    assert [handle.generation.token_ids for handle in handles] == TEXTS
