@@ -57,7 +57,7 @@ def test_every_extra_of_a_user_has_its_size_on_the_page_of_installation() -> Non
 
 def test_a_refusal_names_extras_that_there_are() -> None:
     named = {registration.extra for registration in registry._BUILT_IN.values() if registration.extra}
-    named |= {extra for kind in PROVIDERS for extra in re.findall(r"attn-backends\[([\w-]+)\]", kind.remedy)}
+    named |= {extra for kind in PROVIDERS for extra in re.findall(r"'\.\[([\w-]+)\]'", kind.remedy)}
     assert {"flash-attn", "flashinfer", "vllm"} <= named <= extras()
 
 
