@@ -12,13 +12,14 @@ from spec_decode.trees.kernels.top_children import top_children
 
 
 class BlockTree:
-    """The trees of R requests, of the K laws that one step of a block draft gives, one for each place.
+    """The trees of R requests, made from the K distributions that one step of a block draft returns, one for each
+    position.
 
-    The places know nothing of one another, so that the choices after a token are those after all others of its depth.
-    By a DynamicTreeConfig a row has the N most probable of all paths through the W most probable tokens of each place
-    (DDTree), at the temperature of `path_temperature`; by a DraftTree child r of a token is the r-th choice of its
-    place. Chance plays no part, so verification is TreeSampling's. All buffers keep their addresses, and `grow` is
-    device work of fixed shape:
+    The distributions do not depend on the tokens that are chosen at other positions, so all tokens of one depth have
+    the same children. With a DynamicTreeConfig, a row has the N most probable of all paths through the W most probable
+    tokens of each position (DDTree), at the temperature of `path_temperature`. With a DraftTree, child r of a token is
+    the r-th most probable token of its position. No token is drawn at random, so TreeSampling verifies the trees. All
+    buffers keep their addresses, and `grow` is device work of fixed shape:
 
     - draft_tokens  int64 [R, N], -1 after a row's last
     - parents       int64 [R, N], as TreeBatch has them
@@ -54,8 +55,8 @@ class BlockTree:
     def grow(self, logits: torch.Tensor, depths: torch.Tensor, temperature: torch.Tensor | None = None) -> None:
         """Make the trees of the first rows, in place.
 
-        - logits       [rows * K, V of the draft] any float: place k of row r at r * K + k
-        - depths       int32 [rows], tokens of a row's longest path; below 1 none, above K as many as K
+        - logits       [rows * K, V of the draft] any float: position k of row r is at r * K + k
+        - depths       int32 [rows], most tokens of a row's longest path; below 1 counts as 0, and above K as K
         - temperature  fp32 [rows], the requests', 0 is greedy; None is 1 for all
 
         Raises BatchError, with nothing changed, for tensors of other shapes and logits of fewer tokens than choices.

@@ -18,9 +18,9 @@ class DraftTree:
 
     Query token 0 is the root, the last verified token; query token 1 + i is draft token i.
 
-    - parents  of draft token i, the query token that it follows: 0, or 1 + that of an earlier draft token
+    - parents  for draft token i, the query token that it follows: 0 for the root, 1 + j for draft token j
 
-    Raises BatchError for a parent that is none, or that does not come before its child, and for more than
+    Raises BatchError for a parent that does not exist or does not come before its child, and for more than
     MAX_TREE_TOKENS query tokens.
     """
 
@@ -49,11 +49,11 @@ class DraftTree:
 
     @classmethod
     def from_paths(cls, paths: Iterable[Sequence[int]]) -> DraftTree:
-        """The tree of these paths, in any order, each by the ranks of its tokens: (0, 2) is the third choice after the
-        first. Draft tokens are numbered by depth, then by path.
+        """The tree of these paths, in any order. A path lists the ranks of its tokens, 0 for the most probable: (0, 2)
+        is the third most probable token after the most probable one. Draft tokens are numbered by depth, then by path.
 
-        Raises BatchError for a path that is empty or listed twice, without its parent or without the choice before it,
-        and as the class does.
+        Raises BatchError for a path that is empty or listed twice, for one whose parent or more probable sibling is
+        missing, and as the class does.
         """
         listed = list(paths) if isinstance(paths, Iterable) else [paths]
         for path in listed:
@@ -71,12 +71,12 @@ class DraftTree:
 
     @property
     def num_tokens(self) -> int:
-        """Draft tokens."""
+        """Number of draft tokens."""
         return len(self.parents)
 
     @property
     def depths(self) -> tuple[int, ...]:
-        """Of each query token, the tokens between it and the root, itself included: 0 for the root."""
+        """For each query token, its distance from the root: 0 for the root, 1 for the tokens after it."""
         found = [0]
         for parent in self.parents:
             found.append(found[parent] + 1)
@@ -84,7 +84,7 @@ class DraftTree:
 
     @property
     def max_depth(self) -> int:
-        """The most draft tokens that can be accepted: the draft's steps."""
+        """The most draft tokens that can be accepted, which is the number of the draft's steps."""
         return max(self.depths)
 
     @property
@@ -94,11 +94,11 @@ class DraftTree:
 
     @property
     def width(self) -> int:
-        """The most tokens of one depth that others follow: what a step of a draft drafts from."""
+        """The most tokens of one depth that have children. A step of the draft drafts from these."""
         return max(Counter(self.depths[token] for token in set(self.parents)).values())
 
     def by_depth(self) -> DraftTree:
-        """The same tree, whose draft tokens are numbered by depth, and otherwise in their order."""
+        """The same tree with its draft tokens numbered by depth. Tokens of one depth keep their order."""
         order = sorted(range(1 + self.num_tokens), key=self.depths.__getitem__)
         new = {token: at for at, token in enumerate(order)}
         return DraftTree(tuple(new[self.parents[token - 1]] for token in order[1:]))

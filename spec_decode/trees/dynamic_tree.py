@@ -23,10 +23,10 @@ draft, the shipped pair keeps 4.40 tokens a round scored at 1, 4.97 at 1/2, 4.98
 class DynamicTreeConfig:
     """How a dynamic tree grows.
 
-    - width       W, choices at each step
+    - width       W, paths that each step extends, and tokens that it drafts after each of them
     - num_tokens  N, draft tokens that are verified
 
-    Raises BatchError for sizes of which no tree can be made.
+    Raises BatchError for sizes that no tree can have.
     """
 
     width: int
@@ -70,20 +70,21 @@ class DynamicTreeConfig:
 
 
 class DynamicTree:
-    """The trees of R requests (EAGLE-2, Li et al., 2024): each of K steps drafts the W most probable children of every
-    token on its frontier, the W best paths among them are the next frontier, and in the end the N best of all are kept.
+    """The trees of R requests (EAGLE-2, Li et al., 2024). Each of K steps drafts the W most probable children of every
+    token on its frontier. The ends of the W best paths among them are the next frontier. After the last step, the N
+    best tokens of all steps are kept.
 
-    A path is as good as the product of its tokens' probabilities under softmax of the draft's logits, at the
-    temperature of `path_temperature`; chance plays no part, so verification is TreeSampling's. All buffers keep their
+    A path's score is the product of its tokens' probabilities under softmax of the draft's logits, at the temperature
+    of `path_temperature`. No token is drawn at random, so TreeSampling verifies the trees. All buffers keep their
     addresses, and every method is device work of fixed shape. For the next step, of R rows and W tokens on the
     frontier:
 
     - frontier_tokens  int64 [R, W], the tokens to draft from
-    - frontier_places  int64 [R, W], on the frontier before, the token that each follows
+    - frontier_places  int64 [R, W], the index on the previous frontier of the token that each follows
     - frontier_scores  fp32 [R, W], their paths' log-probabilities; -inf where fewer paths are possible
     - frontier         int64 [R, W], which candidates they are
 
-    And of all C = W + (K - 1) * W * W candidates, in the order they were drafted in:
+    For all C = W + (K - 1) * W * W candidates, in the order in which they were drafted:
 
     - tokens           int64 [R, C]
     - parents          int64 [R, C], the candidate that each follows; -1 is the root

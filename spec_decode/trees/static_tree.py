@@ -11,13 +11,14 @@ from spec_decode.trees.tree_batch import TreeBatch
 
 
 class StaticTree:
-    """The trees of R requests, all of a DraftTree's shape: child r of a token is the draft's r-th choice after it.
+    """The trees of R requests, all of a DraftTree's shape: child r of a token is the draft's r-th most probable token
+    after it.
 
-    On a frontier are the tokens of one depth that have children. Chance plays no part, so verification is
-    TreeSampling's. All buffers keep their addresses, and every method is device work of fixed shape. For the next step:
+    A frontier holds the tokens of one depth that have children. No token is drawn at random, so TreeSampling verifies
+    the trees. All buffers keep their addresses, and every method is device work of fixed shape. For the next step:
 
-    - frontier_tokens  int64 [R, W], the tokens to draft from; the last ones of a depth with fewer are not used
-    - frontier_places  int64 [R, W], on the frontier before, the token that each follows
+    - frontier_tokens  int64 [R, W], the tokens to draft from; if a depth has fewer than W, the last ones are not used
+    - frontier_places  int64 [R, W], the index on the previous frontier of the token that each follows
     """
 
     def __init__(

@@ -14,7 +14,7 @@ class TreeBatch(NamedTuple):
     """The trees of R requests, each of up to N draft tokens.
 
     - draft_tokens  int64 [R, N]
-    - parents       int64 [R, N], as DraftTree has them; the first that is none ends a row's tree: nothing after is read
+    - parents       int64 [R, N], as in DraftTree; the first value that is no parent ends the row's tree
     """
 
     draft_tokens: torch.Tensor

@@ -14,13 +14,14 @@ from builders.kernels.triton_runtime import await_previous, dependent_launch, tl
 def move_accepted_kv(
     key_cache: torch.Tensor, value_cache: torch.Tensor, slot_mapping: torch.Tensor, path: torch.Tensor
 ) -> None:
-    """Copy key and value of the i-th accepted token into the slot of query token i, of one layer, in place.
+    """Compact the accepted path's keys and values in one layer's cache, in place: the i-th accepted token's go into the
+    slot of query token i. The cache then looks as if no tree had been drafted.
 
-    key_cache     [pages, page_size, heads, dim], with strides of its own
-    value_cache   [pages, page_size, heads, value_dim], likewise
-    slot_mapping  int64 [R, 1 + N], the slots of each row's query tokens, no two the same; below 0 or beyond the last
-                  page nothing is read or written
-    path          int64 [R, K], as TreeVerifyOutput has it; what is no query token moves nothing
+    key_cache     [pages, page_size, heads, dim], any strides
+    value_cache   [pages, page_size, heads, value_dim], any strides
+    slot_mapping  int64 [R, 1 + N], the slots of each row's query tokens, all different; slots below 0 or beyond the
+                  last page are neither read nor written
+    path          int64 [R, K], from TreeVerifyOutput; a value that is no query token moves nothing
 
     Device work only, no host read. Raises BatchError for caches of unlike sizes, a path as long as the
     tree, and for tensors of another shape, dtype or device.
