@@ -29,6 +29,9 @@ _LSE = "return_softmax_lse"
 _SINKS = ("sinks", "s_aux")
 """What builds call the argument that takes sinks, in bf16; a build with neither has none."""
 
+_LATENT_QUERY = ("qv", "q_v")
+"""What builds call the argument that takes queries against the values: their products are added to the scores."""
+
 _UPSTREAM_PARTS = {
     Feature.SLIDING_WINDOW: {"LOCAL"},
     Feature.SOFT_CAP: {"SOFTCAP"},
@@ -78,10 +81,16 @@ class Provider:
         self.sinks = next((name for name in _SINKS if name in arguments), None)
         if self.sinks is None:
             self.features -= {Feature.SINKS}
+        self.latent_query = next((name for name in _LATENT_QUERY if name in arguments), None)
         if _LSE not in arguments:
             self.features -= {Feature.TREE}
         self._attend = attend
         self._folder = Path(getattr(module, "__file__", None) or "/nonexistent/module").parent
+
+    @property
+    def serves_latents(self) -> bool:
+        """Whether `attend_to_latents` runs."""
+        return self.latent_query is not None and Feature.VALUE_DIM in self.features
 
     @property
     def version(self) -> str:
@@ -121,6 +130,22 @@ class Provider:
         """
         out, lse, *_ = self._call(query, cache, metadata, spec, causal=False, **{_LSE: True})
         return out, lse
+
+    def attend_to_latents(
+        self, query: Tensor, cache: KVCache, metadata: FlashAttn3Metadata, spec: AttentionSpec
+    ) -> Tensor:
+        """Attention over a paged cache of latents, for builds that serve them; [num_tokens, num_q_heads, value_dim].
+
+        query  [num_tokens, num_q_heads, head_dim]: of the latent's value_dim dims, then of the rotary ones
+
+        A score is the sum of two products: rotary dims of query and key, and the others with the value.
+        """
+        assert self.latent_query is not None
+        latent, rotary = query[..., : spec.out_dim], query[..., spec.out_dim :]
+        keys = KVCache(cache.key[..., spec.out_dim :], cache.value)
+        more = {self.latent_query: latent}
+        out: Tensor = self._call(rotary, keys, metadata, spec, causal=spec.causal, **more)
+        return out
 
     def _call(
         self,

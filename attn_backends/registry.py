@@ -64,6 +64,7 @@ _BUILT_IN = {
     "triton_mla": _Registration("attn_backends.triton_mla:TritonMla"),
     "sparse_swa_mla": _Registration("attn_backends.sparse_swa_mla:SparseSwaMla"),
     "flash_attn3": _Registration("attn_backends.flash_attn3:FlashAttn3"),
+    "flash_attn3_mla": _Registration("attn_backends.flash_attn3_mla:FlashAttn3Mla"),
     "flashinfer": _Registration("attn_backends.flashinfer:FlashInfer", "flashinfer"),
     "flashinfer_tensor_cores": _Registration("attn_backends.flashinfer:FlashInferTensorCores", "flashinfer"),
     "flashinfer_cuda_cores": _Registration("attn_backends.flashinfer:FlashInferCudaCores", "flashinfer"),

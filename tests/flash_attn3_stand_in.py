@@ -21,7 +21,7 @@ import torch
 from attn_backends import AttentionBackend
 from attn_backends.fa3_providers import PROVIDER_VARIABLE, Vllm
 
-_BACKEND = "attn_backends.flash_attn3"
+_BACKENDS = {"flash_attn3": "FlashAttn3", "flash_attn3_mla": "FlashAttn3Mla"}
 
 
 def flash_attn_varlen_func(
@@ -41,11 +41,16 @@ def flash_attn_varlen_func(
     fa_version: int,
     return_softmax_lse: bool = False,
     s_aux: torch.Tensor | None = None,
+    q_v: torch.Tensor | None = None,
 ) -> Any:
     if fa_version != 3 or num_splits < 1:
         raise RuntimeError(f"version 3 with splits of its own is asked for, got {fa_version} and {num_splits}")
     if s_aux is not None and s_aux.dtype is not torch.bfloat16:
         raise RuntimeError(f"sinks must be bf16, got {s_aux.dtype}")
+    if q_v is not None:
+        if (q.shape[-1], v.shape[-1]) != (64, 512) or q_v.shape[-1] != 512:
+            raise RuntimeError(f"q_v takes keys of 64 dims and values of 512, got {q.shape[-1]} and {v.shape[-1]}")
+        q, k = torch.cat([q, q_v], -1), torch.cat([k, v], -1)
     sizes = softmax_scale, causal, *window_size, softcap
     out, lse = attend(q, k, v, cu_seqlens_q, seqused_k, block_table, s_aux, *sizes)
     return (out, lse) if return_softmax_lse else out
@@ -101,24 +106,25 @@ attend = torch.ops.flash_attn3_stand_in.attend.default
 
 
 @contextmanager
-def installed() -> Iterator[AttentionBackend]:
-    """The backend flash_attn3 over the stand-in, on the CPU; nothing is loaded for good."""
+def installed(name: str = "flash_attn3") -> Iterator[AttentionBackend]:
+    """A backend over the stand-in, on the CPU; nothing is loaded for good."""
+    backend = f"attn_backends.{name}"
     names = [Vllm.module.rsplit(".", dots)[0] for dots in (2, 1)] + [Vllm.module]
-    modules = {name: ModuleType(name) for name in names}
+    modules = {each: ModuleType(each) for each in names}
     vars(modules[Vllm.module]).update(FA3_AVAILABLE=True, flash_attn_varlen_func=flash_attn_varlen_func)
-    taken = {name: sys.modules.pop(name, None) for name in (*names, _BACKEND)}
+    taken = {each: sys.modules.pop(each, None) for each in (*names, backend)}
     asked = os.environ.get(PROVIDER_VARIABLE)
     sys.modules.update(modules)
     os.environ[PROVIDER_VARIABLE] = Vllm.name
     try:
-        base = import_module(_BACKEND).FlashAttn3
-        yield type("FlashAttn3", (base,), {"capabilities": replace(base.capabilities, devices=("cpu",))})()
+        base = getattr(import_module(backend), _BACKENDS[name])
+        yield type(base.__name__, (base,), {"capabilities": replace(base.capabilities, devices=("cpu",))})()
     finally:
         os.environ.pop(PROVIDER_VARIABLE)
         os.environ.update({} if asked is None else {PROVIDER_VARIABLE: asked})
-        vars(sys.modules["attn_backends"]).pop("flash_attn3", None)
-        for name, module in taken.items():
-            sys.modules.pop(name, None)
+        vars(sys.modules["attn_backends"]).pop(name, None)
+        for each, module in taken.items():
+            sys.modules.pop(each, None)
             if module is not None:
-                sys.modules[name] = module
-                vars(sys.modules["attn_backends"]).update({"flash_attn3": module} if name == _BACKEND else {})
+                sys.modules[each] = module
+                vars(sys.modules["attn_backends"]).update({name: module} if each == backend else {})

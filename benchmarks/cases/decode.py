@@ -62,7 +62,7 @@ COMPARISONS = (
     PeerComparison(
         case="mla-decode",
         backend="triton_mla",
-        peers={"flashinfer_mla": flashinfer_mla},
+        peers={"flashinfer_mla": flashinfer_mla, "flash_attn3_mla": by_backend("flash_attn3_mla")},
         max_ratio=1.2,
         specs=tuple(replace(MLA, num_q_heads=heads) for heads in (16, 128)),
     ),

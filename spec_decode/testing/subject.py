@@ -22,7 +22,12 @@ PLAIN_SPECS: dict[AttentionKind, list[dict[str, Any]]] = {
     AttentionKind.MLA: [
         {"num_q_heads": heads, "num_kv_heads": 1, "page_size": page, "sliding_window": window, **dims}
         for dims, heads, page, window in product(
-            ({"head_dim": 80, "value_dim": 64}, {"head_dim": 128}, {"head_dim": 512}),
+            (
+                {"head_dim": 80, "value_dim": 64},
+                {"head_dim": 128},
+                {"head_dim": 512},
+                {"head_dim": 576, "value_dim": 512},
+            ),
             (4, 64),
             (PAGE_SIZE, 64, 1),
             (None, 40),

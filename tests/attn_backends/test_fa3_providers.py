@@ -2,6 +2,7 @@
 
 import importlib
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from attn_backends import fa3_providers as providers
 from attn_backends.capabilities import Feature
 from attn_backends.fa3_providers import PROVIDER_VARIABLE, BrokenProvider, find_provider
 from builders import BatchError, FlashAttn3Metadata
+from spec_decode.tools.specs import MLA
 from tests.factories import CPU, make_cache, make_spec
 
 MODULES = {kind.name: kind.module for kind in providers.PROVIDERS}
@@ -21,7 +23,7 @@ calls = []
 FA3_AVAILABLE, FA3_UNAVAILABLE_REASON = True, None
 def flash_attn_varlen_func(q, k, v, max_seqlen_q, cu_seqlens_q, max_seqlen_k, cu_seqlens_k=None, seqused_k=None,
         softmax_scale=None, causal=False, window_size=None, softcap=0.0, block_table=None,
-        num_splits=0, fa_version=2, s_aux=None, return_softmax_lse=False):
+        num_splits=0, fa_version=2, s_aux=None, return_softmax_lse=False, q_v=None):
     calls.append(dict(locals()))
     return (q, q[..., 0].t()) if return_softmax_lse else q
 """
@@ -29,11 +31,12 @@ UPSTREAM = """
 calls = []
 def flash_attn_with_kvcache(q, k_cache, v_cache, k=None, v=None, cache_seqlens=None, page_table=None,
         cu_seqlens_q=None, max_seqlen_q=None, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0,
-        num_splits=0, return_softmax_lse=False, sinks=None):
+        num_splits=0, return_softmax_lse=False, sinks=None, qv=None):
     calls.append(dict(locals()))
     return (q, q[..., 0].t(), None, None) if return_softmax_lse else q
 """
 WITHOUT_SINKS = UPSTREAM.replace(", sinks=None", "")
+WITHOUT_LATENTS = UPSTREAM.replace(", qv=None", "")
 WHOLE = {"vllm": VLLM, "upstream": UPSTREAM, "sgl": UPSTREAM}
 TOKENSPEED = [
     *(f"FLASHATTENTION_DISABLE_{part}" for part in ("BACKWARD", "SOFTCAP", "HDIM96", "SM8x")),
@@ -290,6 +293,32 @@ def test_the_others_are_called_with_the_cache_and_its_table(name, install):
     )
     assert (call["max_seqlen_q"], call["softmax_scale"], call["causal"], call["num_splits"]) == (3, 0.3, True, 5)
     assert call["k"] is None and call["v"] is None
+
+
+@pytest.mark.parametrize(("name", "latent_query"), [("vllm", "q_v"), ("upstream", "qv"), ("sgl", "qv")])
+def test_latents_are_values_and_keys_beside_their_rotary_dims(name, latent_query, install):
+    install(name)
+    provider, spec = find_provider(), replace(MLA, causal=False)
+    query, cache = torch.zeros(6, spec.num_q_heads, spec.head_dim), make_cache(spec, 3)
+    provider.attend_to_latents(query, cache, make_metadata(), spec)
+    call = sys.modules[provider.module].calls[-1]
+    key, value = (call[entry] for entry in provider.inputs[:2])
+    assert value is cache.value and key.shape == (*cache.key.shape[:3], 64)
+    assert key.data_ptr() == cache.key[..., 512:].data_ptr()
+    assert call["q"].data_ptr() == query[..., 512:].data_ptr() and call["q"].shape[-1] == 64
+    assert call[latent_query].data_ptr() == query.data_ptr() and call[latent_query].shape[-1] == 512
+    assert (call["causal"], call["softmax_scale"]) == (False, spec.softmax_scale)
+
+
+def test_latents_are_served_by_a_whole_build_that_takes_them(install, build_record):
+    install("vllm")
+    assert find_provider().serves_latents
+    build_record(*TOKENSPEED)
+    assert not find_provider().serves_latents
+    install("upstream", WITHOUT_LATENTS)
+    install("upstream", "CONFIG = {'build_flags': {}}", module="flash_attn_config")
+    found = find_provider()
+    assert Feature.VALUE_DIM in found.features and not found.serves_latents
 
 
 @pytest.mark.parametrize("name", MODULES)

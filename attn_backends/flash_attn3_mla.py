@@ -1,0 +1,56 @@
+"""FlashAttention-3 over latents on Hopper: DeepSeek's dense attention in absorbed form."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from attn_backends.base import AttentionBackend, KVCache, Sinks, check_forward_inputs
+from attn_backends.capabilities import Capabilities, Feature, FusedWrite, Sizes
+from attn_backends.fa3_providers import PROVIDER_VARIABLE, find_provider
+from attn_backends.fused_writes import FusedLatentWrite
+from builders import AttentionKind, AttentionSpec, FlashAttn3Builder, FlashAttn3Metadata
+
+PROVIDER = find_provider()
+
+_LATENT, _ROTARY = 512, 64
+
+
+class FlashAttn3Mla(FusedLatentWrite, AttentionBackend):
+    """Latents of 512 dims beside 64 rotary ones, in PROVIDER's kernels for values wider than keys.
+
+    The rotary dims are the key; the latent is the value, and a second key that the queries' first 512 dims are
+    multiplied with. Nothing is copied: both are views of the cache.
+    """
+
+    name = "flash_attn3_mla"
+    version = PROVIDER.version
+    contract_version = (1, 2)
+    builder = FlashAttn3Builder
+    capabilities = Capabilities(
+        devices=("cuda",),
+        dtypes=(torch.bfloat16,),
+        head_dims=Sizes(minimum=_LATENT + _ROTARY, maximum=_LATENT + _ROTARY),
+        value_dims=Sizes(minimum=_LATENT, maximum=_LATENT),
+        page_sizes=PROVIDER.page_sizes,
+        features=frozenset({Feature.GQA, Feature.VALUE_DIM, Feature.NON_CAUSAL}),
+        fused_writes=frozenset({FusedWrite.KV_A_NORM_ROPE}),
+        required=frozenset({Feature.VALUE_DIM}),
+        kinds=(AttentionKind.MLA,),
+        compute_capability=(9, 0),
+        one_major_version=True,
+    )
+
+    def unsupported_reasons(self, spec: AttentionSpec, device: torch.device) -> list[str]:
+        if PROVIDER.serves_latents:
+            return []
+        return [
+            f"{PROVIDER.version} is built without the kernels for values wider than keys, which latents need; "
+            f"{PROVIDER_VARIABLE} pins another build"
+        ]
+
+    def forward(
+        self, query: Tensor, cache: KVCache, metadata: FlashAttn3Metadata, *, spec: AttentionSpec, sinks: Sinks = None
+    ) -> Tensor:
+        check_forward_inputs(query, cache, metadata, spec, sinks)
+        return PROVIDER.attend_to_latents(query, cache, metadata, spec)
