@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 
 import torch
 
@@ -99,8 +100,9 @@ class RequestTables:
             self._check_group(group, rows, token_limits, starts)
         host = torch.full(tuple(self.block_tables.shape), UNALLOCATED, dtype=torch.int32, device="cpu")
         for group, rows in enumerate(pages):
-            for request, row in enumerate(rows):
-                host[group, request, : len(row)] = torch.tensor(row, dtype=torch.int32, device="cpu")
+            lens = torch.tensor([len(row) for row in rows], dtype=torch.int64, device="cpu")
+            owned = torch.arange(self.max_pages, device="cpu") < lens[:, None]
+            host[group, :num_reqs][owned] = torch.tensor([*chain(*rows)], dtype=torch.int32, device="cpu")
         limits = torch.zeros(self.max_reqs, dtype=torch.int32, device="cpu")
         limits[:num_reqs] = torch.tensor(list(token_limits), dtype=torch.int32, device="cpu")
         self._send(host, self.block_tables)
@@ -138,11 +140,11 @@ class RequestTables:
         self.token_limits[kept:].zero_()
         self.overflow.zero_()
         self._taken = [self._taken_by(group, kept_rows) for group in range(self.num_groups)]
-        self._rows = [[*(rows[row] for row in kept_rows), *([] for _ in range(num_new))] for rows in self._rows]
+        self._rows = [[*map(rows.__getitem__, kept_rows), *([] for _ in range(num_new))] for rows in self._rows]
         self.num_live = kept + num_new
-        self.limits_host = (*(self.limits_host[row] for row in kept_rows), *(0,) * num_new)
+        self.limits_host = (*map(self.limits_host.__getitem__, kept_rows), *(0,) * num_new)
         self.longest = max(self.limits_host, default=0)
-        self.writable_host = (*(self.writable_host[row] for row in kept_rows), *(0,) * num_new)
+        self.writable_host = (*map(self.writable_host.__getitem__, kept_rows), *(0,) * num_new)
 
     def _taken_by(self, group: int, kept_rows: Sequence[int]) -> set[int]:
         """The pages of a group that these rows of the present ones hold, by taking away those of the others."""

@@ -180,9 +180,9 @@ def checked_request(name: str, request: Request, config: EngineConfig, pool: Pag
         "would wait for ever. Shorten it or raise num_pages.",
     )
     # A set, since each token of the text is looked up.
-    return replace(
-        request, prompt=token_ids, sampling=replace(sampling, stop_token_ids=frozenset(sampling.stop_token_ids))
-    )
+    if not isinstance(sampling.stop_token_ids, frozenset):
+        sampling = replace(sampling, stop_token_ids=frozenset(sampling.stop_token_ids))
+    return replace(request, prompt=token_ids, sampling=sampling)
 
 
 def _check_stop_tokens(name: str, sampling: SamplingParams, vocab_size: int) -> None:

@@ -65,7 +65,8 @@ class Handle:
 
         logprobs: of each token, or of none.
         """
-        stop_ids, tokens = self.request.sampling.stop_token_ids, tokens[: self.room]
+        stop_ids, room = self.request.sampling.stop_token_ids, self.room
+        tokens = tokens[:room]
         stopped = not set(tokens).isdisjoint(stop_ids)
         if stopped:
             tokens = list(takewhile(lambda token: token not in stop_ids, tokens))
@@ -74,7 +75,7 @@ class Handle:
             self.generation.logprobs += logprobs[: len(tokens)]
         if stopped:
             self.generation.finish_reason = "stop"
-        else:
+        elif len(tokens) == room:
             self.finish_if_full()
         return len(tokens)
 
