@@ -13,4 +13,4 @@ def encode(text: str) -> list[int]:
 
 def decode(ids: list[int]) -> str:
     """The text of ids without BOS. An incomplete utf-8 sequence becomes U+FFFD."""
-    return bytes(token for token in ids if token != BOS).decode(errors="replace")
+    return bytes(ids).replace(bytes([BOS]), b"").decode(errors="replace")

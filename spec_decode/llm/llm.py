@@ -185,7 +185,7 @@ class LLM:
 
         Raises as `generate` does, when it is called.
         """
-        return self._run(self._prepare(_listed(prompts), sampling_params))
+        return self._run(self._prepare(_listed(prompts), sampling_params), in_pieces=True)
 
     def _prepare(self, prompts: Sequence[object], sampling_params: Params) -> list[_Running]:
         require(len(prompts) > 0, "there is no prompt. Pass a text, a list of token ids, or a list of either.")
@@ -240,26 +240,33 @@ class LLM:
 
     def _finish(self, running: list[_Running]) -> list[Completion]:
         try:
-            for _ in self._run(running):
+            for _ in self._run(running, in_pieces=False):
                 pass
         finally:
             self.engine.cancel_all([one.handle for one in running if one.handle is not None])
         return [one.reply.completion(one.handle.generation) for one in running if one.handle is not None]
 
-    def _run(self, running: list[_Running]) -> Iterator[TextChunk]:
-        """Submit, step until all have ended, and yield each piece as it is read."""
+    def _run(self, running: list[_Running], *, in_pieces: bool) -> Iterator[TextChunk]:
+        """Submit, step until all have ended, and yield each piece as it is read.
+
+        in_pieces: False yields a text in one piece at its end, unless a stop string may end it on the way. Decoding it
+        token by token takes longer than all else that the host does in a step.
+        """
         self.engine.stats = EngineStats()
         try:
             for one in running:
-                one.handle = self.engine.submit(one.request, on_token=self._taker(one))
+                told = in_pieces or one.reply.growing.may_stop
+                one.handle = self.engine.submit(one.request, on_token=self._taker(one) if told else None)
+            left = running
             while True:
-                for one in running:
+                for one in left:
                     assert one.handle is not None
                     if one.handle.done:
                         one.reply.end(one.handle.generation)
                     while one.reply.chunks:
                         yield one.reply.chunks.popleft()
-                if all(one.handle is not None and one.handle.done for one in running):
+                left = [one for one in left if not one.reply.ended]
+                if not left:
                     return
                 with self._threads():
                     self.engine.step()

@@ -58,7 +58,7 @@ class TextChunk:
 
 
 class GrowingText:
-    """A text that takes token after token, gives out what can no longer change, and ends at a stop string.
+    """A text that takes tokens, gives out what can no longer change, and ends at a stop string.
 
     What might be the beginning of a stop string, or of a character, is kept back until it is decided.
     """
@@ -72,11 +72,21 @@ class GrowingText:
         self._start = self._read = 0  # tokens before _start are settled; those before _read are in `text`
         self._given = 0
 
-    def add(self, token: int) -> None:
-        """Take a token. One behind a stop string changes nothing."""
+    @property
+    def may_stop(self) -> bool:
+        """Whether a stop string may end it."""
+        return bool(self._stop)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that it has taken."""
+        return len(self._tokens)
+
+    def add(self, tokens: Sequence[int]) -> None:
+        """Take tokens. Those that are added behind a stop string change nothing."""
         if self.stopped:
             return
-        self._tokens.append(token)
+        self._tokens += tokens
         # Decoded with a few tokens before it: a tokenizer may join words by what stands before.
         before = self._decode(self._tokens[self._start : self._read])
         whole = self._decode(self._tokens[self._start :])
@@ -121,19 +131,20 @@ class Reply:
     def __init__(self, index: int, prompt: object, num_prompt_tokens: int, text: GrowingText) -> None:
         self.index, self.prompt, self.num_prompt_tokens, self.growing = index, prompt, num_prompt_tokens, text
         self.chunks: deque[TextChunk] = deque()
-        self._ended = False
+        self.ended = False
 
     def take(self, token: int) -> bool:
         """Let the text grow by a token; whether a stop string has ended it."""
-        self.growing.add(token)
+        self.growing.add([token])
         if piece := self.growing.take():
             self.chunks.append(TextChunk(index=self.index, text=piece))
         return self.growing.stopped
 
     def end(self, generation: Generation) -> None:
-        """Give out the rest, once, with the reason."""
-        if not self._ended:
-            self._ended = True
+        """Give out the rest, once, with the reason; tokens that `take` was not told of too."""
+        if not self.ended:
+            self.ended = True
+            self.growing.add(generation.token_ids[self.growing.num_tokens :])
             self.growing.finish()
             rest = self.growing.take(last=True)
             self.chunks.append(TextChunk(index=self.index, text=rest, finish_reason=self._reason(generation)))

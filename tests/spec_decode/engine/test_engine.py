@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 from train_pair.attention import causal_attention, run_target
@@ -346,6 +348,21 @@ def test_streaming_tells_each_requests_tokens_in_order(steps):
         on_token=lambda index, token: streamed.setdefault(index, []).append(token),
     )  # fmt: skip
     assert [streamed[index] for index in range(7)] == said
+
+
+@pytest.mark.parametrize("stop_ids", [frozenset(), frozenset(range(0, VOCAB, 7))], ids=["to the end", "stop ids"])
+def test_streaming_changes_no_text_and_no_total(stop_ids):
+    engine, requests = make_engine(max_logprobs=2), make_requests(7, stop_token_ids=stop_ids, logprobs=2)
+    found = []
+    for on_token in (None, lambda index, token: None):
+        results = engine.generate(requests, on_token=on_token)
+        found.append((results, replace(engine.stats, propose_seconds=0)))
+    assert found[0] == found[1] and found[0][1].accepted > 0
+    results, stats = found[0]
+    stopped = sum(each.finish_reason == "stop" for each in results)
+    assert stats.new_tokens == sum(len(each.token_ids) for each in results) + stopped and bool(stopped) == bool(
+        stop_ids
+    )
 
 
 def test_streaming_tells_no_stop_id():

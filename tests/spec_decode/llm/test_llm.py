@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -112,6 +113,8 @@ def test_a_stop_string_ends_the_text_before_it(llm: LLM, stop: Any) -> None:
     cut = min((text.find(each) for each in stops if each in text), default=None)
     (found,) = llm.generate(PROMPTS[0], SamplingParams(max_tokens=24, stop=stop))
     assert found.text == text[:cut] and found.finish_reason == ("length" if cut is None else "stop")
+    if cut is not None:
+        assert llm.pair.decode(found.token_ids) in [text[:cut] + each for each in stops]
     assert rest_of(llm.stream(PROMPTS[0], SamplingParams(max_tokens=24, stop=stop)))[0] == found.text
 
 
@@ -162,6 +165,33 @@ def test_two_streams_may_be_read_in_turn(llm: LLM) -> None:
     first, second = (llm.stream(prompt, GREEDY) for prompt in PROMPTS)
     begun = next(first)
     assert rest_of(second)[0] == whole[1].text and begun.text + rest_of(first)[0] == whole[0].text
+
+
+def test_a_text_that_ends_while_another_stream_is_read_gets_its_last_piece(llm: LLM) -> None:
+    whole = [one.text for one in llm.generate(PROMPTS, GREEDY)]
+    first, own = llm.stream(PROMPTS, GREEDY), []
+    while not own or own[-1].index == 0:
+        own.append(next(first))
+    # The engine runs all to their ends here, while `first` is between its pieces of the second prompt.
+    llm.generate(PROMPTS[0], SamplingParams(max_tokens=60))
+    own += first
+    for index, text in enumerate(whole):
+        pieces = [chunk for chunk in own if chunk.index == index]
+        assert "".join(chunk.text for chunk in pieces) == text and pieces[-1].finish_reason == "length"
+
+
+def test_a_text_that_is_not_streamed_is_decoded_once(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, calls = llm.generate(PROMPTS, GREEDY), []
+    decode = llm.pair.decode
+
+    def counted(token_ids: Sequence[int]) -> str:
+        calls.append(token_ids)
+        return decode(token_ids)
+
+    monkeypatch.setattr(llm, "pair", replace(llm.pair, decode=counted))
+    assert [one.text for one in llm.generate(PROMPTS, GREEDY)] == [one.text for one in whole]
+    # Each time with the few tokens before, and once more for what a text's end may have kept back.
+    assert len(calls) <= 4 * len(PROMPTS)
 
 
 @pytest.mark.parametrize("threads", [1, 2])

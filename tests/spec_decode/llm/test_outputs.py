@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ def decode(tokens: Sequence[int]) -> str:
 def grown(data: bytes, stop: Sequence[str] = ()) -> tuple[list[str], GrowingText]:
     text, pieces = GrowingText(decode, stop), []
     for token in data:
-        text.add(token)
+        text.add([token])
         pieces.append(text.take())
     text.finish()
     return [*pieces, text.take(last=True)], text
@@ -46,6 +47,15 @@ def test_pieces_make_the_text_up_to_the_first_stop_string(whole: str, stop: list
     first = whole[: min(ends)] if ends else whole
     cut = min((first.find(each) for each in stop if each in first), default=len(first))
     assert "".join(pieces) == text.text == first[:cut] and text.stopped == bool(ends)
+
+
+@given(st.binary(max_size=30), st.lists(st.integers(0, 30), max_size=4))
+def test_tokens_that_come_together_make_the_text_that_they_make_one_by_one(data: bytes, cuts: list[int]) -> None:
+    text = GrowingText(decode)
+    for start, end in pairwise([0, *sorted(cuts), len(data)]):
+        text.add(data[start:end])
+    text.finish()
+    assert text.take(last=True) == text.text == grown(data)[1].text
 
 
 @given(st.text("ab", max_size=20))
