@@ -1,8 +1,8 @@
-"""The current CUDA device: where Triton launches, and where streams and events are made."""
+"""The current CUDA device, where Triton launches and streams and events are made; and copies to a device."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
 from typing import Any, TypeVar, cast
@@ -17,6 +17,12 @@ def on_device(device: torch.device) -> AbstractContextManager[object]:
     if device.type != "cuda" or device.index is None or device.index == torch.cuda.current_device():
         return nullcontext()
     return torch.cuda.device(device)
+
+
+def staged(values: Sequence[int] | Sequence[Sequence[int]], device: torch.device) -> torch.Tensor:
+    """The values as int64 on a device, by a copy that nobody waits for: pinned memory lives until it has run."""
+    host = torch.tensor(values, dtype=torch.int64, device="cpu")
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
 
 
 def on_own_device(method: F) -> F:

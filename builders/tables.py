@@ -7,6 +7,7 @@ from itertools import chain
 
 import torch
 
+from builders.devices import staged
 from builders.errors import BatchError, require, require_counts
 
 UNALLOCATED = -1
@@ -123,17 +124,17 @@ class RequestTables:
         """
         require_counts("kept_rows and num_new", (*kept_rows, num_new))
         kept = len(kept_rows)
-        require(
-            len(set(kept_rows)) == kept and all(0 <= row < self.num_live for row in kept_rows),
-            f"kept_rows must be different live rows, 0 to {self.num_live - 1}, got {list(kept_rows)}; two requests "
-            "would share pages, or one have none. Keep each row once, and let new ones grow.",
-        )
+        if len(set(kept_rows)) != kept or (kept and not 0 <= min(kept_rows) <= max(kept_rows) < self.num_live):
+            raise BatchError(
+                f"kept_rows must be different live rows, 0 to {self.num_live - 1}, got {list(kept_rows)}; two requests "
+                "would share pages, or one have none. Keep each row once, and let new ones grow."
+            )
         require(
             0 <= num_new <= self.max_reqs - kept,
             f"at most {self.max_reqs} requests fit these tables, got {kept} that stay and {num_new} new ones. Allocate "
             "larger tables or run the rest in another batch.",
         )
-        order = self._staged(kept_rows)
+        order = staged(kept_rows, self.device)
         self.block_tables[:, :kept] = self.block_tables.index_select(1, order)
         self.block_tables[:, kept:].fill_(UNALLOCATED)
         self.token_limits[:kept] = self.token_limits.index_select(0, order)
@@ -166,61 +167,56 @@ class RequestTables:
         nothing changed, if the two name different requests, for a request that is not live, a limit below the present
         one or beyond the pages, and an id that is out of range or already owned.
         """
-        require(
-            pages.keys() == token_limits.keys() and all(0 <= request < self.num_live for request in pages),
-            f"pages and limits must be of the same requests, 0 to {self.num_live - 1}, got {sorted(pages)} and "
-            f"{sorted(token_limits)}. Load a request before it grows.",
-        )
+        if pages.keys() != token_limits.keys() or not all(0 <= request < self.num_live for request in pages):
+            raise BatchError(
+                f"pages and limits must be of the same requests, 0 to {self.num_live - 1}, got {sorted(pages)} and "
+                f"{sorted(token_limits)}. Load a request before it grows."
+            )
         require_counts("token limits", token_limits.values())
         for request, groups in pages.items():
             self._check_growth(request, groups, token_limits[request])
         self._check_appended(pages)
-        entries = [
-            (group, request, len(self._rows[group][request]) + offset, page)
-            for request, groups in pages.items()
-            for group, row in enumerate(groups)
-            for offset, page in enumerate(row)
-        ]
-        self._write_growth(entries, token_limits)
-        for group, request, _, page in entries:
-            self._rows[group][request].append(page)
-            self._taken[group].add(page)
+        self._write_growth(pages, token_limits)
+        for request, groups in pages.items():
+            for row, taken, new in zip(self._rows, self._taken, groups, strict=True):
+                row[request] += new
+                taken.update(new)
         limits = list(self.limits_host)
         for request, limit in token_limits.items():
             limits[request] = limit
         self.limits_host = tuple(limits)
         self.longest = max(limits, default=0)
 
-    def _write_growth(self, entries: Sequence[tuple[int, int, int, int]], token_limits: Mapping[int, int]) -> None:
-        """entries: (group, request, column, page)."""
-        if entries:
-            group, request, column, page = self._staged(entries).T
-            self.block_tables[group, request, column] = page.int()
+    def _write_growth(self, pages: Mapping[int, Sequence[Sequence[int]]], token_limits: Mapping[int, int]) -> None:
+        for group, rows in enumerate(self._rows):
+            at: tuple[list[int], ...] = ([], [], [])  # row, column and page of each new entry
+            for request, groups in pages.items():
+                start, new = len(rows[request]), groups[group]
+                at[0].extend([request] * len(new))
+                at[1].extend(range(start, start + len(new)))
+                at[2].extend(new)
+            if at[0]:
+                row, column, page = staged(at, self.device)
+                self.block_tables[group, row, column] = page.int()
         if token_limits:
-            row, limit = self._staged(list(token_limits.items())).T
+            row, limit = staged([list(token_limits), list(token_limits.values())], self.device)
             self.token_limits[row] = limit.int()
-
-    def _staged(self, rows: Sequence[int] | Sequence[tuple[int, ...]]) -> torch.Tensor:
-        """rows as int64 on the device, by a copy that nobody waits for."""
-        host = torch.tensor(rows, dtype=torch.int64, device="cpu")
-        staged = torch.empty_like(host, device=self.device)
-        self._send(host, staged)
-        return staged
 
     def _send(self, host: torch.Tensor, device: torch.Tensor) -> None:
         """Copy without waiting: pinned memory lives until the copy has run."""
         device.copy_(host.pin_memory() if self.device.type == "cuda" else host, non_blocking=True)
 
     def _check_growth(self, request: int, groups: Sequence[Sequence[int]], limit: int) -> None:
-        has = [len(rows[request]) for rows in self._rows]
-        will_have = [n + len(new) for n, new in zip(has, groups, strict=False)]
-        if len(groups) != self.num_groups or max(will_have) > self.max_pages:
+        counts, most = [], self.max_seq_len
+        for rows, new, size in zip(self._rows, groups, self.page_sizes_host, strict=False):
+            counts.append(len(rows[request]) + len(new))
+            most = min(most, counts[-1] * size)
+        if len(groups) != self.num_groups or max(counts) > self.max_pages:
             raise BatchError(
-                f"request {request} has {has} pages in {self.num_groups} groups and may have {self.max_pages} in each, "
-                f"got {[len(new) for new in groups]} more. Pass one list a group, or enlarge the tables."
+                f"request {request} has {[len(rows[request]) for rows in self._rows]} pages in {self.num_groups} "
+                f"groups and may have {self.max_pages} in each, got {[len(new) for new in groups]} more. Pass one list "
+                "a group, or enlarge the tables."
             )
-        room = min(n * size for n, size in zip(will_have, self.page_sizes_host, strict=True))
-        most = min(room, self.max_seq_len)
         if not self.limits_host[request] <= limit <= most:
             raise BatchError(
                 f"request {request} may hold {self.limits_host[request]} tokens, and {most} once it has grown, got a "
@@ -231,12 +227,13 @@ class RequestTables:
         for group in range(self.num_groups):
             appended = [page for groups in pages.values() for page in groups[group]]
             require_counts(f"page ids of group {group}", appended)
-            require(
-                len(set(appended)) == len(appended)
-                and all(0 <= page < self.num_pages[group] and page not in self._taken[group] for page in appended),
-                f"pages appended in group {group} must be among 0 to {self.num_pages[group] - 1} and free, got "
-                f"{appended}; two requests would share a slot. Take them from the free list.",
-            )
+            distinct = set(appended)
+            in_pool = not distinct or 0 <= min(distinct) <= max(distinct) < self.num_pages[group]
+            if not in_pool or len(distinct) != len(appended) or not distinct.isdisjoint(self._taken[group]):
+                raise BatchError(
+                    f"pages appended in group {group} must be among 0 to {self.num_pages[group] - 1} and free, got "
+                    f"{appended}; two requests would share a slot. Take them from the free list."
+                )
 
     def _check_shape(
         self, pages: Sequence[Sequence[Sequence[int]]], token_limits: Sequence[int], writable_from: Sequence[int]
@@ -255,11 +252,11 @@ class RequestTables:
             f"and {len(writable_from)} writable_from. Pass one row per request and group.",
         )
         require_counts("token limits and writable_from", (*token_limits, *writable_from))
-        require(
-            all(0 <= start <= limit for start, limit in zip(writable_from, token_limits, strict=True)),
-            f"writable_from must be positions, 0 to the request's token limit, got {list(writable_from)} of limits "
-            f"{list(token_limits)}; pages of a prefix would pass for others. Pass 0 where everything is written.",
-        )
+        if not all(0 <= start <= limit for start, limit in zip(writable_from, token_limits, strict=True)):
+            raise BatchError(
+                f"writable_from must be positions, 0 to the request's token limit, got {list(writable_from)} of limits "
+                f"{list(token_limits)}; pages of a prefix would pass for others. Pass 0 where everything is written."
+            )
 
     def _check_group(
         self, group: int, rows: Sequence[Sequence[int]], token_limits: Sequence[int], writable_from: Sequence[int]

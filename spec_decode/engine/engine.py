@@ -254,7 +254,7 @@ class Engine:
             self._broken = False
             return more
         except BaseException:
-            self._broken = self._broken and not self._outputs.in_callback
+            self._broken = not self._outputs.in_callback
             self._recover()
             raise
         finally:
@@ -328,7 +328,7 @@ class Engine:
         kept_rows = [row_of[request] for request in running if request not in place_of]
         for tables in self._tables:
             tables.condense(kept_rows, len(added))
-        self._batch.condense([request.handle.request for request in running], kept_rows)
+        self._batch.condense(kept_rows, [request.handle.request for request in added])
         if added:
             rows = torch.tensor([place_of[request] for request in added], device=self.device)
             lens = [request.prefill_len for request in added]

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
+from builders.devices import staged
 from builders.errors import require_tensor
 from spec_decode.drafter import Drafter, VerifiedTokens
 from spec_decode.engine.kernels.prepare_inputs import prepare_inputs
@@ -99,22 +100,22 @@ class InputBatch:
             if self._verifier is not None:
                 inputs.seeds[rows].copy_(self._verifier.draft_seeds(self.sampling.seeds[rows], self.lens[rows]))
 
-    def condense(self, requests: Sequence[Request], kept_rows: Sequence[int]) -> None:
+    def condense(self, kept_rows: Sequence[int], new: Sequence[Request]) -> None:
         """Let row i be what row kept_rows[i] was; the rows after them become the new requests', all others padding.
 
-        requests: of all rows. `add` fills the rows of the new ones.
+        `add` fills the rows of the new ones. Waits for the device only where there are any.
         """
-        order = torch.tensor(kept_rows, dtype=torch.int64, device=self.lens.device)
-        moved = [self.lens, self.last_tokens]
+        order, kept = staged(kept_rows, self.lens.device), len(kept_rows)
+        moved = [self.lens, self.max_lens, self.last_tokens, *self.sampling]
         if self._drafter is not None:
             inputs = self._drafter.inputs
             moved += [*_token_inputs(inputs, slice(None)), inputs.target_hidden_states, inputs.seeds]
         for tensor in moved:
-            tensor[: len(kept_rows)] = tensor.index_select(0, order)
-        self.lens[len(kept_rows) :].zero_()
-        self.max_lens.zero_()
-        self.max_lens[: len(requests)] = torch.tensor([request.max_len for request in requests])
-        self.sampling.load([request.sampling for request in requests])
+            tensor[:kept] = tensor.index_select(0, order)
+        self.lens[kept:].zero_()
+        self.max_lens[kept:].zero_()
+        self.max_lens[kept : kept + len(new)] = torch.tensor([request.max_len for request in new])
+        self.sampling.tail(kept).load([request.sampling for request in new])
         if self._drafter is not None:
             self._drafter.inputs.temperature.copy_(self.sampling.temperature)
 

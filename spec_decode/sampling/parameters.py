@@ -160,13 +160,20 @@ class Sampling(NamedTuple):
             f"at most {rows} requests fit these sampling parameters, got {len(params)}. Allocate "
             "more rows or run the rest in another batch.",
         )
-        padded = [*params, *[SamplingParams()] * (rows - len(params))]
-        self.temperature.copy_(torch.tensor([each.temperature for each in padded], dtype=torch.float32))
         # Restricting a greedy row would cost a search that cannot change its argmax.
-        self.top_k.copy_(torch.tensor([each.top_k if each.temperature else 0 for each in padded], dtype=torch.int32))
-        self.top_p.copy_(torch.tensor([each.top_p if each.temperature else 1.0 for each in padded]))
-        self.seeds.copy_(torch.tensor([each.seed for each in padded], dtype=torch.int64))
+        for tensor, values, padding in (
+            (self.temperature, [each.temperature for each in params], 0),
+            (self.top_k, [each.top_k if each.temperature else 0 for each in params], 0),
+            (self.top_p, [each.top_p if each.temperature else 1 for each in params], 1),
+            (self.seeds, [each.seed for each in params], 0),
+        ):
+            tensor[: len(params)] = torch.tensor(values, dtype=tensor.dtype)
+            tensor[len(params) :].fill_(padding)
 
     def head(self, rows: int) -> Sampling:
         """Views of the first rows."""
         return Sampling(*(tensor[:rows] for tensor in self))
+
+    def tail(self, first: int) -> Sampling:
+        """Views of the rows from `first` on."""
+        return Sampling(*(tensor[first:] for tensor in self))

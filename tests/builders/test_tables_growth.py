@@ -55,6 +55,13 @@ def test_growth_leaves_a_raised_overflow_flag_for_whoever_reads_it():
     assert tables.overflow.tolist() == [0, 1, 0]
 
 
+def test_a_page_that_was_appended_is_no_longer_free():
+    tables = loaded(1)
+    tables.grow({0: [[4]]}, {0: 12})
+    with pytest.raises(BatchError, match="two requests would share a slot"):
+        tables.grow({1: [[4]]}, {1: 8})
+
+
 def test_a_load_forgets_what_was_appended():
     tables = loaded(1)
     tables.grow({0: [[4]]}, {0: 12})

@@ -1,16 +1,21 @@
-"""After every step the tables hold what their requests own: whoever joined, grew, was preempted or was cancelled."""
+"""After every step tables and batch hold what is their requests': whoever joined, grew, was preempted or cancelled."""
 
 import random
 
 import pytest
+import torch
 
 from attn_backends import get
 from spec_decode.engine import Engine
 from spec_decode.paged import GraphMode
+from spec_decode.sampling import Sampling
 from tests.factories import engine_config, make_pair, make_request
 
 PAIR = make_pair()
-ASKED = [make_request(prompt=[i, 3, 1], max_tokens=n) for i, n in enumerate([25, 14, 28, 6, 22, 17, 4, 24])]
+ASKED = [
+    make_request(prompt=[i, 3, 1], max_tokens=n, temperature=i % 3 / 2, top_k=i % 2 * 9, top_p=1 - i % 2 / 8, seed=i)
+    for i, n in enumerate([25, 14, 28, 6, 22, 17, 4, 24])
+]
 
 
 def make_engine(num_pages=14, steps=3):
@@ -26,7 +31,7 @@ def make_engine(num_pages=14, steps=3):
     return Engine(*PAIR, get("torch_reference"), config)
 
 
-TEXTS = [each.token_ids for each in make_engine().generate(ASKED)]
+TEXTS = {steps: [each.token_ids for each in make_engine(steps=steps).generate(ASKED)] for steps in (0, 3)}
 
 
 def check_tables(engine):
@@ -44,6 +49,21 @@ def check_tables(engine):
         assert tables._taken == [{page for pages in owned for page in pages}] * tables.num_groups
 
 
+def check_batch(engine):
+    """Compares the rows of the batch with its requests: of the others nothing must be left."""
+    batch, requests = engine._batch, [request.handle.request for request in engine._batched]
+    if not requests:
+        return
+    padding = batch.lens.shape[0] - len(requests)
+    assert batch.max_lens.tolist() == [request.max_len for request in requests] + [0] * padding
+    assert batch.lens[len(requests) :].tolist() == [0] * padding
+    expected = Sampling.allocate(batch.lens.shape[0], "cpu")
+    expected.load([request.sampling for request in requests])
+    assert all(map(torch.equal, batch.sampling, expected))
+    if engine.drafter:
+        assert torch.equal(engine.drafter.inputs.temperature, expected.temperature)
+
+
 def run(engine, handles, before_step=lambda: None):
     """Steps to the end with a check after each; how often one broke off."""
     broke = 0
@@ -55,8 +75,9 @@ def run(engine, handles, before_step=lambda: None):
             broke += 1
         else:
             check_tables(engine)
+            check_batch(engine)
     engine.step()
-    check_tables(engine)
+    assert not engine._batched
     assert engine.pool.num_free == engine.pool.num_pages
     return broke
 
@@ -67,7 +88,7 @@ def test_requests_that_join_leave_and_are_preempted_have_their_pages_in_the_tabl
     engine = make_engine(num_pages, steps)
     handles = [engine.submit(request) for request in ASKED]
     run(engine, handles)
-    assert [handle.generation.token_ids for handle in handles] == TEXTS
+    assert [handle.generation.token_ids for handle in handles] == TEXTS[steps]
     assert bool(engine.stats.preemptions) == bool(num_pages)
 
 
@@ -84,7 +105,7 @@ def test_requests_that_are_cancelled_leave_the_tables():
 
     run(engine, handles, cancel_one)
     assert len(seen) >= 3
-    for handle, whole in zip(handles, TEXTS * 3, strict=True):
+    for handle, whole in zip(handles, TEXTS[3] * 3, strict=True):
         text = handle.generation.token_ids
         assert text == (whole[: len(text)] if handle in seen else whole)
 
@@ -112,4 +133,4 @@ def test_steps_that_break_off_leave_nothing_in_the_tables(place, monkeypatch):
     monkeypatch.setattr(owner, name, fails_now_and_then)
     handles = [engine.submit(request) for request in ASKED]
     assert run(engine, handles) >= 2
-    assert [handle.generation.token_ids for handle in handles] == TEXTS
+    assert [handle.generation.token_ids for handle in handles] == TEXTS[3]

@@ -90,6 +90,12 @@ def test_more_requests_than_rows_are_refused_with_nothing_written():
     assert rows(sampling) == [(0.0, 0, 1.0, 0)]
 
 
+def test_loading_the_tail_leaves_the_rows_before_it():
+    sampling = Sampling.of([SamplingParams(temperature=1.0, top_k=2, top_p=0.5, seed=row) for row in range(4)], "cpu")
+    sampling.tail(2).load([SamplingParams(temperature=2.0, seed=7)])
+    assert rows(sampling) == [(1.0, 2, 0.5, 0), (1.0, 2, 0.5, 1), (2.0, 0, 1.0, 7), (0.0, 0, 1.0, 0)]
+
+
 def test_the_head_shares_the_rows():
     sampling = Sampling.allocate(3, "cpu")
     head = sampling.head(2)
