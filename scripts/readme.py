@@ -99,25 +99,24 @@ def figures(root: Path) -> str:
     version, sizes = vllm["arms"][0]["vllm"], " / ".join(map(str, SIZES))
     refuted = [report for report in builders if any(report.counts[bad] for bad in (*FAILURES, Outcome.XFAIL))]
     lines = [
-        ["", "baseline", "this library", "measured on, by"],
-        ["---", "---:", "---:", "---"],
+        ["measured", "baseline", "this library", "device, date, command"],
+        ["---", "---", "---", "---"],
         [
-            f"Tokens/s in vLLM {version} at {sizes} requests, {DRAFT_TOKENS} draft tokens. Baseline: the draft uses "
-            f"vLLM's `{THEIRS}`. This library: it uses our `{OURS}`",
-            _pair(arms[THEIRS]),
-            f"**{_pair(arms[OURS])}**",
+            f"Tokens/s in vLLM {version} with {sizes} concurrent requests, {DRAFT_TOKENS} draft tokens",
+            f"{_pair(arms[THEIRS])} (draft on vLLM's `{THEIRS}`)",
+            f"**{_pair(arms[OURS])}** (draft on our `{OURS}`)",
             _source(vllm, "scripts/vllm_figures.py"),
         ],
         [
-            f"Tokens/s in our engine at {sizes} requests. Baseline: no draft. This library: {drafted} draft tokens",
-            _pair(speeds[plain]),
-            f"**{_pair(speeds[drafted])}**",
+            f"Tokens/s in our engine with {sizes} concurrent requests",
+            f"{_pair(speeds[plain])} (no draft)",
+            f"**{_pair(speeds[drafted])}** ({drafted} draft tokens)",
             _source(engine, "attn-backends bench throughput"),
         ],
         [
-            f"Host time to draft {DRAFT_TOKENS} tokens. Baseline: eager. This library: one graph replay",
-            f"{host['eager'] / 1e3:.1f} ms",
-            f"**{host['full_loop'] / 1e3:.2f} ms**",
+            f"Host time to draft {DRAFT_TOKENS} tokens for 1 request",
+            f"{host['eager'] / 1e3:.1f} ms (eager)",
+            f"**{host['full_loop'] / 1e3:.2f} ms** (one graph replay)",
             _source(rounds, "attn-backends bench llama3-8b-eagle"),
         ],
     ]
@@ -128,9 +127,9 @@ def figures(root: Path) -> str:
         f"{_table(lines)}\n\nThe model is an 8B Llama with an EAGLE draft, both with random weights. Such a draft is "
         "almost always rejected, so we forced the mean number of accepted tokens: "
         f"{kept:g} of {DRAFT_TOKENS} draft tokens in vLLM, {min(accepted):.1f} to {max(accepted):.1f} of {drafted} in "
-        f"our engine. Without a draft, vLLM makes {_pair(arms[NO_DRAFT])} tokens/s at {sizes} requests "
-        f"({_short(vllm['env']['device'])}, same run).\n\nOf the {len(builders)} metadata builders in vLLM {version} "
-        f"that claim to update metadata in place, our checks refute {len(refuted)} (CPU, {date}, "
+        f"our engine. Without a draft, vLLM makes {_pair(arms[NO_DRAFT])} tokens/s with {sizes} concurrent requests "
+        f"({_short(vllm['env']['device'])}, same run).\n\nvLLM {version} has {len(builders)} metadata builders that "
+        f"claim to update metadata in place. Our checks refute {len(refuted)} of these claims (CPU, {date}, "
         "`attn-backends check --engine vllm`)."
     )
 
@@ -239,7 +238,7 @@ def _passed(report: Report | None) -> str:
         return ""
     counts = report.counts
     ran = counts[Outcome.PASS] + sum(counts[bad] for bad in (*FAILURES, Outcome.XFAIL))
-    return f"{counts[Outcome.PASS]} of {ran} ({report.env.date[:10]})" if ran else "needs other hardware or a package"
+    return f"{counts[Outcome.PASS]} of {ran} ({report.env.date[:10]})" if ran else "not run"
 
 
 if __name__ == "__main__":
