@@ -16,8 +16,9 @@ def table(report: dict[str, Any]) -> str:
         raise ValueError(f"the report has no rounds of {_CASE} with K = {_K}: nothing to show on the strategies page")
     env, context = report["env"], found[strategies[0], _SIZES[0]]["context"]
     lines = [
-        f"A round of Llama-3-8B's EAGLE draft on `{_BACKEND}`, K = {_K}, {context:,} tokens of context, greedy, on "
-        f"{env['device']} ({env['date'][:10]}, commit `{env['commit'][:12]}`); medians in microseconds:",
+        f"The table shows how long a draft of {_K} tokens takes, without verification: Llama-3-8B's EAGLE draft on "
+        f"`{_BACKEND}`, {context:,} tokens of context, greedy, {env['device']}, {env['date'][:10]}, commit "
+        f"`{env['commit'][:12]}`. Times are medians in microseconds, for {_SIZES[0]} request and for {_SIZES[1]}.",
         "",
         "| strategy | " + " | ".join(f"GPU, {n} req. | host, {n} req." for n in _SIZES) + " | graphs, MiB |",
         "|---|" + "---:|" * (2 * len(_SIZES) + 1),
