@@ -55,14 +55,26 @@ class Launch:
 
 
 class FlashInferWrappers:
-    """Makes the wrappers of one spec on one device; they share a workspace, since they run one after the other."""
+    """Makes the wrappers of one spec on one device; they share a workspace, since they run one after the other.
 
-    def __init__(self, spec: AttentionSpec, device: torch.device) -> None:
+    kv_layout  of a page, as FlashInfer writes it: NHD or HND
+    partials   uint8, a workspace that is there already; it is used where it is large enough
+    """
+
+    def __init__(
+        self,
+        spec: AttentionSpec,
+        device: torch.device,
+        *,
+        kv_layout: str = "NHD",
+        partials: torch.Tensor | None = None,
+    ) -> None:
         self.spec = spec
         self.device = device
+        self._kv_layout = kv_layout
         # Here and no earlier: the package starts CUDA when it is imported.
         self._flashinfer: Any = import_module("flashinfer")
-        self._partials = torch.empty(0, dtype=torch.uint8, device=device)
+        self._partials = torch.empty(0, dtype=torch.uint8, device=device) if partials is None else partials
         self._counters: torch.Tensor | None = None
         self._none = torch.empty(0, dtype=torch.int32, device=device)
         self._sizes = (spec.num_q_heads, spec.num_kv_heads, spec.head_dim, spec.page_size)
@@ -91,7 +103,7 @@ class FlashInferWrappers:
         indptr, pages, last_page_len = TableRows.of(batch.block_table)
         wrapper = self._flashinfer.BatchDecodeWithPagedKVCacheWrapper(
             self._workspace(batch.num_reqs, batch.num_reqs),
-            "NHD",
+            self._kv_layout,
             use_cuda_graph=True,
             use_tensor_cores=kernel is Kernel.TENSOR_CORES,
             paged_kv_indptr_buffer=indptr.to(self.device),
@@ -117,7 +129,7 @@ class FlashInferWrappers:
         indptr, pages, last_page_len = TableRows.of(batch.block_table)
         wrapper = self._flashinfer.BatchPrefillWithPagedKVCacheWrapper(
             self._workspace(batch.num_reqs, batch.num_tokens),
-            "NHD",
+            self._kv_layout,
             use_cuda_graph=True,
             qo_indptr_buf=starts.to(self.device),
             paged_kv_indptr_buf=indptr.to(self.device),
@@ -142,7 +154,7 @@ class FlashInferWrappers:
             (lens - (pages - 1).clamp_(min=0) * size).int(),
         )
         workspace = self._workspace(batch.num_reqs, batch.num_tokens)
-        wrapper = self._flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend="fa2")
+        wrapper = self._flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, self._kv_layout, backend="fa2")
         wrapper.plan(*rows, *self._sizes, causal=self._causal(batch), **self._numbers)
         return self._launch(Kernel.RAGGED, batch, wrapper=wrapper)
 

@@ -8,175 +8,33 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from importlib.metadata import PackageNotFoundError, version
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from builders.kernels.triton_runtime import torch_implementations
 from engines import vllm as plug_in
 from spec_decode.graphs import runtime_for
 from tests.builders.flashinfer.host_planner import read_plan
 from tests.engines import vllm_flashinfer
+from tests.engines.vllm_runner import (
+    DIM,
+    HEADS,
+    KV_HEADS,
+    NEEDS_VLLM,
+    PAGE,
+    PAGED,
+    TOKENS,
+    WIDTH,
+    LatentRunner,
+    Runner,
+    assert_attends,
+    backend_of,
+    default_dtype,
+    select,
+)
 from tests.factories import CPU, make_spec
 
-try:
-    FOUND = version("vllm")
-except PackageNotFoundError:
-    FOUND = "none"
-pytestmark = [
-    pytest.mark.skipif(not FOUND.startswith("0.33."), reason=f"vllm 0.33 is not installed: found {FOUND}"),
-    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="vLLM's kernels need TRITON_INTERPRET=1 here"),
-]
-PAGE, WIDTH, TOKENS = 16, 12, 4
-HEADS, KV_HEADS, DIM = 4, 2, 64
-PAGED = ("ATTN_BACKENDS_TRITON_PAGED", "FLASHINFER_IN_GRAPH")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def inside():
-    """vLLM, with our names registered as its plug-in loader registers them: twice."""
-    from engines.vllm.conformance.stand_in import enter
-
-    enter()
-    plug_in.register()
-    plug_in.register()
-
-
-@pytest.fixture(autouse=True)
-def flashinfer(monkeypatch):
-    vllm_flashinfer.HOST_PLANS.clear()
-    monkeypatch.setenv("VLLM_FLASHINFER_WORKSPACE_BUFFER_SIZE", str(16 << 20))
-    vllm_flashinfer.install(monkeypatch, importlib.import_module("vllm.v1.attention.backends.flashinfer"))
-    with torch_implementations():
-        yield
-
-
-def backend_of(name):
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum
-
-    return AttentionBackendEnum[name].get_class()
-
-
-class Runner:
-    """vLLM's persistent buffers of one KV group, and its own AttentionGroup over them, for up to 8 rows."""
-
-    ROWS = 8
-
-    def __init__(self, name, query_len=1, dtype=torch.bfloat16, kernel_block=PAGE, block=PAGE, ranks=1):
-        from vllm.config import set_current_vllm_config
-        from vllm.v1.kv_cache_interface import FullAttentionSpec
-        from vllm.v1.worker.utils import AttentionGroup
-
-        from engines.vllm.conformance.config import LAYER, config_of
-
-        heads = {"num_q_heads": ranks * HEADS, "num_kv_heads": ranks * KV_HEADS}
-        self.config = config_of(make_spec(**heads, head_dim=DIM, page_size=PAGE), TOKENS)
-        self.config.cache_config.kv_cache_layout = "LBNHC"
-        self.query_len, self.layer_name, backend = query_len, LAYER, backend_of(name)
-        group = FullAttentionSpec(block_size=block, num_kv_heads=KV_HEADS, head_size=DIM, dtype=dtype)
-        with set_current_vllm_config(self.config), default_dtype(dtype):
-            numbers = (HEADS, DIM, DIM**-0.5, KV_HEADS, None, None, "auto", None)
-            self.layer = layer_of(backend.get_impl_cls()(*numbers))
-            self.config.compilation_config.static_forward_context = {LAYER: self.layer}
-            self.group = AttentionGroup(backend, [LAYER], group, 0)
-            self.group.create_metadata_builders(self.config, CPU, kernel_block_size=kernel_block)
-        self.allocate()
-        self.cache = torch.randn(100, KV_HEADS, PAGE, 2 * DIM, generator=torch.Generator().manual_seed(0)).to(dtype)
-
-    def allocate(self):
-        query_len = self.query_len
-        self.seq_lens = torch.zeros(self.ROWS, dtype=torch.int32)
-        self.table = torch.zeros(self.ROWS, WIDTH, dtype=torch.int32)
-        self.slots = torch.full((self.ROWS * query_len,), -1)
-        self.positions = torch.zeros(self.ROWS * query_len, dtype=torch.int64)
-        self.starts = torch.arange(self.ROWS + 1, dtype=torch.int32) * query_len
-
-    @property
-    def builder(self):
-        return self.group.get_metadata_builder()
-
-    def fill(self, lens, seed=0):
-        """Rows of these lengths over pages of their own; the others are padding, as vLLM leaves it."""
-        pages = torch.randperm(99, generator=torch.Generator().manual_seed(seed)).int() + 1
-        self.seq_lens.zero_()
-        self.seq_lens[: len(lens)] = torch.tensor(lens)
-        self.table[: len(lens)] = pages[: len(lens) * WIDTH].view(-1, WIDTH)
-
-    def common(self, rows=None):
-        from vllm.v1.attention.backend import CommonAttentionMetadata
-
-        rows = rows or self.ROWS
-        live = int((self.seq_lens[:rows] > 0).sum())
-        starts = torch.arange(rows + 1, dtype=torch.int32).clamp(max=live) * self.query_len
-        return CommonAttentionMetadata(
-            query_start_loc=self.starts[: rows + 1],
-            query_start_loc_cpu=starts,
-            seq_lens=self.seq_lens[:rows],
-            num_reqs=rows,
-            num_actual_tokens=rows * self.query_len,
-            max_query_len=self.query_len,
-            max_seq_len=WIDTH * PAGE,
-            block_table_tensor=self.table[:rows],
-            slot_mapping=self.slots[: rows * self.query_len],
-            positions=self.positions[: rows * self.query_len],
-            seq_lens_cpu_upper_bound=self.seq_lens[:rows].clone(),
-        )
-
-    def attend(self, metadata, query):
-        """What the layer's own forward computes, as vLLM calls it."""
-        out = torch.zeros_like(query)
-        call = (self.layer, query, None, None, self.cache, metadata)
-        self.layer.impl.forward(*call, output=out, output_scale=None, output_block_scale=None)
-        return out
-
-    def truth(self, query, lens):
-        """Attention of the live rows in fp64, by their lengths and tables alone."""
-        key, value = self.cache.double().transpose(1, 2).split(DIM, -1)
-        rows = []
-        for row, length in enumerate(lens):
-            pages = self.table[row, : -(-length // PAGE)].long()
-            its_key, its_value = (each[pages].flatten(0, 1)[:length].repeat_interleave(2, 1) for each in (key, value))
-            for token in range(self.query_len):
-                seen = length - self.query_len + token + 1
-                q = query[row * self.query_len + token].double()
-                weights = (torch.einsum("hd,shd->hs", q, its_key[:seen]) * DIM**-0.5).softmax(-1)
-                rows.append(torch.einsum("hs,shd->hd", weights, its_value[:seen]))
-        return torch.stack(rows)
-
-
-class default_dtype:
-    """vLLM makes layers with the model's dtype as the default one."""
-
-    def __init__(self, dtype):
-        self.dtype = dtype
-
-    def __enter__(self):
-        self.before = torch.get_default_dtype()
-        torch.set_default_dtype(self.dtype)
-
-    def __exit__(self, *error):
-        torch.set_default_dtype(self.before)
-
-
-def layer_of(impl):
-    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
-
-    layer = type("Layer", (AttentionLayerBase,), dict.fromkeys(AttentionLayerBase.__abstractmethods__))()
-    layer.impl = impl
-    for name in ("_q_scale", "_k_scale", "_v_scale"):
-        setattr(layer, name, torch.ones(1))
-        setattr(layer, f"{name}_float", 1.0)
-    return layer
-
-
-def assert_attends(runner, metadata, lens):
-    query = torch.randn(
-        runner.ROWS * runner.query_len, HEADS, DIM, generator=torch.Generator().manual_seed(9)
-    ).bfloat16()
-    found = runner.attend(metadata, query)[: len(lens) * runner.query_len].double()
-    torch.testing.assert_close(found, runner.truth(query, lens), atol=2e-2, rtol=2e-2)
+pytestmark = NEEDS_VLLM
 
 
 @pytest.mark.parametrize("name", plug_in.NAMES)
@@ -201,20 +59,6 @@ def test_a_misspelt_name_is_refused_with_ours_among_the_valid_ones():
         backend_of("FLASHINFER_INGRAPH")
 
 
-def select(name, **changes):
-    """What vLLM's platform answers for a layer."""
-    from vllm.config import set_current_vllm_config
-    from vllm.platforms import current_platform
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum
-    from vllm.v1.attention.selector import AttentionSelectorConfig
-
-    from engines.vllm.conformance.config import config_of
-
-    asked = {"head_size": 128, "dtype": torch.bfloat16, "kv_cache_dtype": "auto", "block_size": 16, **changes}
-    with set_current_vllm_config(config_of(make_spec(head_dim=DIM, page_size=PAGE), TOKENS)):
-        return current_platform.get_attn_backend_cls(AttentionBackendEnum[name], AttentionSelectorConfig(**asked))
-
-
 @pytest.mark.parametrize("name", PAGED)
 def test_vllm_selects_a_backend_by_its_name(name):
     assert select(name).rpartition(".")[0].startswith("engines.vllm.v0_33")
@@ -233,11 +77,9 @@ def test_vllm_selects_a_backend_by_its_name(name):
         ),
         (PAGED[0], {"use_dcp": True}, "DCP not supported"),
         (PAGED[0], {"use_mla": True}, "MLA not supported"),
-        (PAGED[0], {"use_non_causal": True}, "non-causal attention not supported"),
         (PAGED[0], {"use_adaptive_verification": True}, "device-cpu query lens mismatch not supported"),
         (PAGED[1], {"kv_cache_dtype": "fp8"}, "kv_cache_dtype not supported"),
         (PAGED[1], {"use_batch_invariant": True}, "batch invariance not supported"),
-        (PAGED[1], {"use_non_causal": True}, "non-causal attention not supported"),
         (PAGED[1], {"has_sink": True}, "attention sinks not supported"),
         (PAGED[1], {"use_dcp": True}, "DCP not supported"),
         (PAGED[1], {"use_adaptive_verification": True}, "device-cpu query lens mismatch not supported"),
@@ -370,15 +212,13 @@ def test_a_block_table_of_kernel_blocks_is_read_where_vllm_maps_it(name):
     assert_attends(runner, metadata, [5, 150, 33])
 
 
-def test_a_common_prefix_or_a_batch_that_is_not_causal_is_not_built_by_ours():
+def test_a_common_prefix_is_not_built_by_ours():
     from builders import BatchError
 
     runner = Runner(PAGED[0])
     runner.fill([5, 150])
     with pytest.raises(BatchError, match="no cascade attention, got a common prefix of 16 tokens"):
         runner.builder.build(16, runner.common())
-    with pytest.raises(BatchError, match="attends causally, got a batch with causal=False"):
-        runner.builder.build(0, runner.common().replace(causal=False))
 
 
 def test_batch_invariance_is_ours_where_vllm_asks_for_it(monkeypatch):
@@ -391,7 +231,7 @@ def test_a_graph_is_made_for_the_longest_request_of_the_engine_not_of_the_batch(
     runner = Runner(PAGED[0])
     runner.fill([5, 7])
     metadata = runner.group.build_metadata_for_cudagraph_capture(runner.common().replace(max_seq_len=8))
-    assert metadata.max_seq_len == runner.config.model_config.max_model_len
+    assert metadata.ours.max_seq_len == runner.config.model_config.max_model_len
 
 
 def test_keys_and_values_are_written_where_vllm_keeps_them():
@@ -465,57 +305,14 @@ def test_a_batch_with_a_prefill_is_planned_by_vllm():
     assert "prefill" in vllm_flashinfer.HOST_PLANS
 
 
-def test_without_full_graphs_flashinfer_says_that_it_does_not_update():
-    from vllm.config import CUDAGraphMode, set_current_vllm_config
+def test_without_full_graphs_flashinfer_says_that_it_does_not_update(monkeypatch):
+    from vllm.config import CUDAGraphMode
 
     runner = Runner(PAGED[1])
-    runner.config.compilation_config.cudagraph_mode = CUDAGraphMode.NONE
-    with set_current_vllm_config(runner.config):
-        runner.group.create_metadata_builders(runner.config, CPU, kernel_block_size=PAGE)
+    monkeypatch.setattr(runner.config.compilation_config, "cudagraph_mode", CUDAGraphMode.NONE)
+    runner.remake()
     assert runner.builder.reasons == ["full graphs are off"]
     assert not runner.group.supports_draft_decode_metadata_update
-
-
-class LatentRunner(Runner):
-    """The same for latents of 512 + 64 dims, with vLLM's builder of their metadata and its layer's decode."""
-
-    def __init__(self, query_len=1):
-        from vllm.config import set_current_vllm_config
-        from vllm.v1.kv_cache_interface import MLAAttentionSpec
-        from vllm.v1.worker.utils import AttentionGroup
-
-        from engines.vllm.conformance.config import LAYER, config_of
-
-        spec = make_spec(num_q_heads=HEADS, num_kv_heads=1, head_dim=576, page_size=PAGE)
-        self.config, self.query_len, self.layer_name = config_of(spec, TOKENS), query_len, LAYER
-        self.config.model_config.model_arch_config.head_size = 576
-        dims = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
-        prefill = SimpleNamespace(clone=lambda: None)
-        layer = SimpleNamespace(**dims, q_lora_rank=None, prefill_backend=prefill)
-        self.config.compilation_config.static_forward_context = {LAYER: layer}
-        backend = backend_of("ATTN_BACKENDS_TRITON_MLA")
-        group = MLAAttentionSpec(block_size=PAGE, num_kv_heads=1, head_size=576, dtype=torch.bfloat16)
-        with set_current_vllm_config(self.config), default_dtype(torch.bfloat16):
-            numbers = (HEADS, 576, 0.1, 1, None, None, "auto", None, "decoder", None)
-            self.impl = backend.get_impl_cls()(*numbers, **dims, q_lora_rank=None, qk_head_dim=192, kv_b_proj=None)
-            self.group = AttentionGroup(backend, [LAYER], group, 0)
-            self.group.create_metadata_builders(self.config, CPU, kernel_block_size=PAGE)
-        self.allocate()
-        self.cache = torch.randn(100, PAGE, 576, generator=torch.Generator().manual_seed(0)).bfloat16()
-
-    def common(self, rows=None):
-        return super().common(rows).replace(is_prefilling=torch.zeros(rows or self.ROWS, dtype=torch.bool))
-
-    def truth(self, query, lens):
-        rows = []
-        for row, length in enumerate(lens):
-            pages = self.table[row, : -(-length // PAGE)].long()
-            latents = self.cache[pages].flatten(0, 1)[:length].double()
-            for token in range(self.query_len):
-                seen = latents[: length - self.query_len + token + 1]
-                weights = (query[row * self.query_len + token].double() @ seen.T * 0.1).softmax(-1)
-                rows.append(weights @ seen[:, :512])
-        return torch.stack(rows)
 
 
 @pytest.mark.parametrize("query_len", [1, 1 + TOKENS])

@@ -4,6 +4,7 @@ workspace, right or wrong.
 
 from __future__ import annotations
 
+import sys
 from types import ModuleType
 from typing import Any
 
@@ -52,19 +53,19 @@ class Decode(wrappers.BatchDecodeWithPagedKVCacheWrapper):
 
 
 class Prefill(wrappers.BatchPrefillWithPagedKVCacheWrapper):
-    """The one that vLLM plans for batches with prefills."""
+    """The one that vLLM plans for batches with prefills and for blocks, and that we plan once for a shape of blocks."""
 
     def __init__(self, workspace: torch.Tensor, layout: str, **options: Any) -> None:
-        super().__init__(workspace, layout, backend="fa2")
+        super().__init__(workspace, layout, **{**options, "backend": "fa2"})
 
-    def plan(self, **numbers: Any) -> None:
-        HOST_PLANS.append("prefill")
+    def plan(self, *rows: Any, **numbers: Any) -> None:
+        HOST_PLANS.append("block" if self._graph else "prefill")
         extra = ("seq_lens", "o_data_type", "fixed_split_size", "disable_split_kv")
         self._logits_soft_cap = numbers["logits_soft_cap"] or 0.0
-        super().plan(**{name: value for name, value in numbers.items() if name not in extra})
+        super().plan(*rows, **{name: value for name, value in numbers.items() if name not in extra})
 
     def run(self, q: torch.Tensor, cache: Any, *, out: torch.Tensor, **options: Any) -> torch.Tensor:
-        return self._run(q, cache, out, causal=True)[0]
+        return self._run(q, cache, out, causal=self._causal)[0]
 
 
 def install(monkeypatch: Any, flashinfer: ModuleType) -> None:
@@ -72,6 +73,8 @@ def install(monkeypatch: Any, flashinfer: ModuleType) -> None:
     put = lambda name, value: monkeypatch.setattr(flashinfer, name, value)  # noqa: E731
     put("BatchDecodeWithPagedKVCacheWrapper", Decode)
     put("BatchPrefillWithPagedKVCacheWrapper", Prefill)
+    put("BatchAttentionWithAttentionSinkWrapper", type("WithSinks", (), {}))  # which nothing here is
+    monkeypatch.setattr(sys.modules["flashinfer"], "BatchPrefillWithPagedKVCacheWrapper", Prefill, raising=False)
     put("fast_decode_plan", lambda wrapper, non_blocking=True, **numbers: wrapper.plan(**numbers))
     put("pin_host_range_buf", lambda size: None)
     put("_get_multi_ctas_kv_counter_buffer", lambda *args, **options: None)

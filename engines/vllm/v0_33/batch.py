@@ -9,16 +9,36 @@ from builders import AttentionBatch, check_batch
 from builders.errors import require
 
 
+def check_causality(common: CommonAttentionMetadata, *, serves_blocks: bool, sliding_window: int | None) -> None:
+    """Raise BatchError for a batch whose later tokens a kernel would leave out, or show where they are hidden.
+
+    serves_blocks   whether the kernels have attention that is not causal, as a block of draft tokens needs it
+    sliding_window  of the layers. vLLM's is symmetric in a block, ours ends at none of its tokens: the same, as long as
+                    the block is no longer than the window
+    """
+    causal, block = common.causal, common.max_query_len
+    require(
+        isinstance(causal, bool),
+        "attn-backends attends causally in all requests of a batch or in none, got a tensor that tells each its own; "
+        "some would be attended to wrongly. Use FLASH_ATTN for this model.",
+    )
+    require(
+        bool(causal) or serves_blocks,
+        "this backend attends causally, got a batch with causal=False; later tokens would be left out. Choose "
+        "FLASH_ATTN, or another backend with attention that is not causal, for the draft.",
+    )
+    require(
+        bool(causal) or sliding_window is None or block <= sliding_window,
+        f"a block of draft tokens must be no longer than the sliding window of {sliding_window}, got {block}; tokens "
+        "would be seen that the window hides. Draft fewer tokens, or choose FLASH_ATTN for the draft.",
+    )
+
+
 def batch_of(common: CommonAttentionMetadata, *, max_seq_len: int) -> AttentionBatch:
     """max_seq_len: the longest that any batch of the engine may be, since a graph keeps what its capture was given.
 
-    Raises BatchError for tensors that a kernel would misread, and for a batch that does not attend causally.
+    Raises BatchError for tensors that a kernel would misread.
     """
-    require(
-        common.causal is True,
-        f"attn-backends attends causally, got a batch with causal={common.causal!r}; later tokens would be left out. "
-        "Use a backend of vLLM's own for it.",
-    )
     rows, tokens, query_len = common.num_reqs, common.num_actual_tokens, common.max_query_len
     positions = common.positions
     batch = AttentionBatch(

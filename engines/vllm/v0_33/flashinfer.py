@@ -1,13 +1,15 @@
 """vLLM's FlashInfer backend with its decode plan made on the device: metadata that updates in a graph.
 
 Everything but the plan stays vLLM's. On Hopper vLLM decodes by XQA where it can, which it cannot update in a graph;
-this one takes FlashInfer's FA2 kernel, for one token a request and for 1 + K.
+this one takes FlashInfer's FA2 kernel, for one token a request and for 1 + K. A block of draft tokens, which is not
+causal, has no decode wrapper in FlashInfer: it takes the prefill wrapper, planned the same way.
 """
 
 from __future__ import annotations
 
 from copy import copy
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -16,16 +18,20 @@ from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 
 from builders import AttentionSpec
 from builders.errors import require
+from builders.flashinfer.wrappers import FlashInferWrappers
 from engines.vllm.device_plan import NO_FLASHINFER, DevicePlan
+from engines.vllm.v0_33.batch import batch_of, check_causality
 from engines.vllm.v0_33.log import say_update
 from engines.vllm.v0_33.reasons import cache_reasons
 
 try:
     from vllm.v1.attention.backends.flashinfer import (
         FIDecode,
+        FIPrefill,
         FlashInferBackend,
         FlashInferMetadata,
         FlashInferMetadataBuilder,
+        get_flashinfer_layout_string,
     )
 except ModuleNotFoundError as error:
     raise ImportError(f"{error}: FLASHINFER_IN_GRAPH {NO_FLASHINFER}") from error
@@ -39,6 +45,7 @@ class Shape(NamedTuple):
 
     num_reqs: int
     query_len: int
+    causal: bool
 
 
 @dataclass
@@ -85,8 +92,10 @@ class InGraphBuilder(FlashInferMetadataBuilder):
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> InGraphMetadata:
-        """See vLLM. Raises BatchError where vLLM plans a shape by other rules than ours."""
-        common, shape = common_attn_metadata, self._shape_of(common_attn_metadata)
+        """See vLLM. Raises BatchError as `check_causality` does, and where vLLM plans by other rules than ours."""
+        common = common_attn_metadata
+        check_causality(common, serves_blocks=True, sliding_window=self._sliding_window)
+        shape = self._shape_of(common)
         key = (shape, _addresses(common)) if shape else None
         if key in self._plans:
             plan, planned = self._plans[key]
@@ -97,9 +106,16 @@ class InGraphBuilder(FlashInferMetadataBuilder):
         theirs = super().build(common_prefix_len, common, fast_build)
         metadata = InGraphMetadata(**vars(theirs), common=common)
         if key and self._is_ours(key[0], theirs):
-            # No other batch may plan this wrapper on the host: that would write its pages into vLLM's block table.
-            wrapper = self._decode_wrappers_cudagraph.pop(key[0])
-            metadata.plan = self._take(wrapper, common, key[0])
+            if key[0].causal:
+                # No other batch may plan this wrapper on the host: that would write its pages into vLLM's block table.
+                wrapper = self._decode_wrappers_cudagraph.pop(key[0][:2])
+            else:
+                wrapper = self._wrappers.extend(batch_of(common, max_seq_len=self.model_config.max_model_len)).wrapper
+                metadata.prefill = FIPrefill(wrapper=wrapper)
+            spec = self._spec(causal=key[0].causal)
+            metadata.plan = DevicePlan(
+                wrapper, spec, common.seq_lens, common.block_table_tensor, query_len=key[0].query_len
+            )
             metadata.plan.refresh()
             self._plans[key] = (metadata.plan, metadata)
         return metadata
@@ -118,33 +134,50 @@ class InGraphBuilder(FlashInferMetadataBuilder):
             "a replay would attend by an old plan. Choose FLASH_ATTN for the draft.",
         )
         assert metadata.common is not None
-        metadata.decode = super().build(0, metadata.common).decode
+        theirs = super().build(0, metadata.common)
+        metadata.decode, metadata.prefill = theirs.decode, theirs.prefill
+
+    @property
+    def _sliding_window(self) -> int | None:
+        return self.window_left + 1 if self.window_left >= 0 else None
 
     def _shape_of(self, common: CommonAttentionMetadata) -> Shape | None:
         """The shape of a batch that a wrapper in graph mode serves, else None."""
-        if self.reasons or common.causal is not True:
+        if self.reasons:
             return None
         split = split_decodes_and_prefills(common, decode_threshold=self.reorder_batch_threshold, require_uniform=True)
         decodes, prefills, tokens, _ = split
         if prefills or decodes != common.num_reqs or not tokens or tokens % decodes:
             return None
-        return Shape(decodes, tokens // decodes)
+        return Shape(decodes, tokens // decodes, common.causal)
 
     def _is_ours(self, shape: Shape, theirs: FlashInferMetadata) -> bool:
         known = sum(planned == shape for planned, _ in self._plans)
-        graph = isinstance(theirs.decode, FIDecode) and theirs.decode.wrapper.is_cuda_graph_enabled
+        if shape.causal:
+            graph = isinstance(theirs.decode, FIDecode) and theirs.decode.wrapper.is_cuda_graph_enabled
+        else:
+            graph = shape.num_reqs * shape.query_len <= self._decode_cudagraph_max_bs
         return graph and known < _MOST_ADDRESSES
 
-    def _take(self, wrapper: Any, common: CommonAttentionMetadata, shape: Shape) -> DevicePlan:
-        spec = AttentionSpec(
+    @cached_property
+    def _wrappers(self) -> FlashInferWrappers:
+        """Those of blocks, in the workspace of vLLM's own."""
+        layout = get_flashinfer_layout_string(self.kv_cache_layout)
+        partials = self._get_workspace_buffer()
+        return FlashInferWrappers(self._spec(causal=False), self.device, kv_layout=layout, partials=partials)
+
+    def _spec(self, *, causal: bool) -> AttentionSpec:
+        return AttentionSpec(
             num_q_heads=self.num_qo_heads,
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
             page_size=self.page_size,
             dtype=self.model_config.dtype,
-            sliding_window=self.window_left + 1 if self.window_left >= 0 else None,
+            sliding_window=self._sliding_window,
+            scale=self.sm_scale,
+            soft_cap=self.logits_soft_cap or None,
+            causal=causal,
         )
-        return DevicePlan(wrapper, spec, common.seq_lens, common.block_table_tensor, query_len=shape.query_len)
 
 
 class InGraphFlashInfer(FlashInferBackend):
@@ -167,10 +200,6 @@ class InGraphFlashInfer(FlashInferBackend):
 
     @classmethod
     def supports_sink(cls) -> bool:
-        return False
-
-    @classmethod
-    def supports_non_causal(cls) -> bool:
         return False
 
     @classmethod

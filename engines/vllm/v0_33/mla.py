@@ -7,13 +7,15 @@ from functools import cache
 from typing import Any, ClassVar
 
 import torch
+from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.mla.triton_mla import TritonMLABackend, TritonMLAImpl, TritonMLAMetadataBuilder
 
 import attn_backends
 from builders import AttentionBatch, AttentionKind, AttentionSpec
 from engines.vllm.kv_views import latents
+from engines.vllm.v0_33.batch import check_causality
 from engines.vllm.v0_33.log import say_update
-from engines.vllm.v0_33.reasons import cache_reasons, require_served, serves_capability
+from engines.vllm.v0_33.reasons import cache_reasons, require_served, serves_blocks, serves_capability
 
 OURS = attn_backends.get("triton_mla")
 _PAGE_SIZE = 16
@@ -37,6 +39,13 @@ class LatentBuilder(TritonMLAMetadataBuilder):
         # By query length and row: padding rows of a graph own tokens, as all others do.
         lens = torch.arange(1, self.reorder_batch_threshold + 1, dtype=torch.int32, device=device)
         self.starts = lens[:, None] * torch.arange(rows + 1, dtype=torch.int32, device=device)
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> Any:
+        """See vLLM, which takes causality that is a tensor for True. Raises BatchError as `check_causality` does."""
+        check_causality(common_attn_metadata, serves_blocks=serves_blocks(OURS), sliding_window=None)
+        return super().build(common_prefix_len, common_attn_metadata, fast_build)
 
     def _build_decode(
         self,
@@ -82,14 +91,14 @@ class LatentImpl(TritonMLAImpl):
         spec = latent_spec(*dims, _PAGE_SIZE, torch.get_default_dtype(), scale=self.scale)
         padded = None if self.q_pad_num_heads in (None, self.num_heads) else self.q_pad_num_heads
         require_served(OURS, spec, {"q_pad_num_heads": padded})
-        self.spec = cache(lambda page_size: replace(spec, page_size=page_size))
+        self.spec = cache(lambda page_size, causal: replace(spec, page_size=page_size, causal=causal))
 
     def forward_mqa(
         self, q: Any, kv_c_and_k_pe_cache: torch.Tensor, attn_metadata: Any, layer: Any
     ) -> tuple[torch.Tensor, None]:
         """See vLLM. Raises BatchError for a cache whose layout is not known."""
         query = torch.cat(q, -1) if isinstance(q, tuple) else q
-        spec = self.spec(kv_c_and_k_pe_cache.shape[1])
+        spec = self.spec(kv_c_and_k_pe_cache.shape[1], attn_metadata.causal)
         store = latents(kv_c_and_k_pe_cache, spec.head_dim, spec.out_dim)
         return OURS.forward(query, store, attn_metadata.decode.paged, spec=spec), None
 
@@ -141,7 +150,7 @@ class TritonLatents(TritonMLABackend):
 
     @classmethod
     def supports_non_causal(cls) -> bool:
-        return False
+        return serves_blocks(OURS)
 
     @classmethod
     def supports_device_cpu_query_lens_mismatch(cls) -> bool:

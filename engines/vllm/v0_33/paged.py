@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, ClassVar
 
@@ -24,9 +24,9 @@ from attn_backends.kernels.write_kv import write_kv
 from builders import AdvanceLevel, AttentionSpec
 from builders.errors import require
 from engines.vllm.kv_views import keys_and_values
-from engines.vllm.v0_33.batch import batch_of
+from engines.vllm.v0_33.batch import batch_of, check_causality
 from engines.vllm.v0_33.log import say_update
-from engines.vllm.v0_33.reasons import require_served, selector_reasons, serves_capability
+from engines.vllm.v0_33.reasons import require_served, selector_reasons, serves_blocks, serves_capability
 
 PREFIX = "ATTN_BACKENDS_"
 """Of vLLM's names for them."""
@@ -39,7 +39,15 @@ _PAGE_SIZES = (16, 32, 64, 128)
 """Kernel block sizes that vLLM chooses among, where a backend takes powers of two."""
 
 
-class PagedBuilder(AttentionMetadataBuilder[Any]):
+@dataclass(frozen=True, slots=True)
+class LayerMetadata:
+    """Our builder's metadata, and whether the batch attends causally: vLLM says so of a batch, not of a layer."""
+
+    ours: Any
+    causal: bool
+
+
+class PagedBuilder(AttentionMetadataBuilder[LayerMetadata]):
     """One of ours over vLLM's tensors. vLLM moves its lengths itself: an update refreshes what is made of them."""
 
     ours: ClassVar[attn_backends.AttentionBackend]
@@ -48,14 +56,18 @@ class PagedBuilder(AttentionMetadataBuilder[Any]):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         impl = vllm_config.compilation_config.static_forward_context[layer_names[0]].impl
         spec, scheduler = impl.spec(kv_cache_spec.block_size), vllm_config.scheduler_config
-        self.max_seq_len = vllm_config.model_config.max_model_len
-        self.inner = self.ours.builder(
-            spec,
-            device,
-            max_reqs=scheduler.max_num_seqs,
-            max_tokens=scheduler.max_num_batched_tokens,
-            max_seq_len=self.max_seq_len,
-        )
+        self.max_seq_len, self.sliding_window = vllm_config.model_config.max_model_len, spec.sliding_window
+        self.serves_blocks = serves_blocks(self.ours)
+        self.inner = {
+            causal: self.ours.builder(
+                replace(spec, causal=causal),
+                device,
+                max_reqs=scheduler.max_num_seqs,
+                max_tokens=scheduler.max_num_batched_tokens,
+                max_seq_len=self.max_seq_len,
+            )
+            for causal in ((True, False) if self.serves_blocks else (True,))
+        }
         support = self.ours.builder.advance_support(spec, device)
         self.supports_draft_decode_metadata_update = support.level is AdvanceLevel.IN_GRAPH
         reasons = [] if self.supports_draft_decode_metadata_update else [support.reason]
@@ -69,18 +81,21 @@ class PagedBuilder(AttentionMetadataBuilder[Any]):
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
-    ) -> Any:
-        """See vLLM. Raises BatchError for a common prefix, which vLLM 0.33 never has, and as `batch_of` does."""
+    ) -> LayerMetadata:
+        """See vLLM. Raises BatchError for a common prefix, which vLLM 0.33 never has, and as `check_causality` and
+        `batch_of` do."""
         require(
             common_prefix_len == 0,
             f"attn-backends has no cascade attention, got a common prefix of {common_prefix_len} tokens; they would be "
             "attended to twice or never. Use a vLLM 0.33, which passes 0.",
         )
-        return self.inner.build(batch_of(common_attn_metadata, max_seq_len=self.max_seq_len))
+        check_causality(common_attn_metadata, serves_blocks=self.serves_blocks, sliding_window=self.sliding_window)
+        batch, causal = batch_of(common_attn_metadata, max_seq_len=self.max_seq_len), common_attn_metadata.causal
+        return LayerMetadata(self.inner[causal].build(batch), causal)
 
-    def update_draft_decode_metadata(self, metadata: Any) -> None:
+    def update_draft_decode_metadata(self, metadata: LayerMetadata) -> None:
         """Refresh from vLLM's lengths as they stand. Raises nothing that build() has not."""
-        self.inner.advance(metadata)
+        self.inner[metadata.causal].advance(metadata.ours)
 
 
 class PagedImpl(AttentionImpl[Any]):
@@ -109,7 +124,7 @@ class PagedImpl(AttentionImpl[Any]):
         if asked["attn_type"] == AttentionType.DECODER:
             asked.pop("attn_type")
         require_served(self.ours, spec, asked)
-        self.spec = cache(lambda page_size: replace(spec, page_size=page_size))
+        self.spec = cache(lambda page_size, causal=True: replace(spec, page_size=page_size, causal=causal))
 
     def do_kv_cache_update(
         self, layer: Any, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
@@ -138,9 +153,9 @@ class PagedImpl(AttentionImpl[Any]):
         """
         if attn_metadata is None:  # vLLM measures its memory
             return output.fill_(0)
-        store, tokens = keys_and_values(kv_cache, self.head_size), attn_metadata.num_tokens
-        spec = self.spec(store.key.shape[1])
-        out = self.ours.forward(query[:tokens], store, attn_metadata, spec=spec, sinks=self.sinks)
+        metadata, store = attn_metadata.ours, keys_and_values(kv_cache, self.head_size)
+        tokens, spec = metadata.num_tokens, self.spec(store.key.shape[1], attn_metadata.causal)
+        out = self.ours.forward(query[:tokens], store, metadata, spec=spec, sinks=self.sinks)
         output[:tokens].view_as(out).copy_(out)
         return output
 
@@ -179,6 +194,10 @@ class PagedBackend(AttentionBackend):
         return Feature.SINKS in cls.ours.capabilities.features
 
     @classmethod
+    def supports_non_causal(cls) -> bool:
+        return serves_blocks(cls.ours)
+
+    @classmethod
     def supports_batch_invariance(cls) -> bool:
         return Feature.BATCH_INVARIANT in cls.ours.capabilities.features
 
@@ -214,7 +233,12 @@ def vllm_backend(name: str) -> type[PagedBackend]:
         ours = attn_backends.get(name)
     except attn_backends.BrokenBackend as error:
         raise ImportError(str(error)) from error
-    title = "".join(part.capitalize() for part in name.split("_"))
+    return over(ours)
+
+
+def over(ours: attn_backends.AttentionBackend) -> type[PagedBackend]:
+    """A class of vLLM's over one of our backends."""
+    title = "".join(part.capitalize() for part in ours.name.split("_"))
     supported = [dtype for dtype in ours.capabilities.dtypes if dtype.itemsize == 2]
     parts = {
         "builder": type(f"{title}Builder", (PagedBuilder,), {"ours": ours}),

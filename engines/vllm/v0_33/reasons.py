@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from attn_backends import AttentionBackend
+from attn_backends import AttentionBackend, Feature
 from builders import AttentionSpec
 
 _PAGE_SIZE = 16
@@ -24,6 +24,7 @@ def selector_reasons(
     kv_cache_dtype: str | None = None,
     has_sink: bool = False,
     has_sliding_window: bool = False,
+    use_non_causal: bool = False,
     **others: Any,
 ) -> list[str]:
     """What speaks against a model, as far as vLLM's selector tells of it: no head counts, and no soft cap."""
@@ -35,6 +36,7 @@ def selector_reasons(
         dtype=dtype,
         sliding_window=1 if has_sliding_window else None,
         sinks=has_sink,
+        causal=not use_non_causal,
     )
     return cache_reasons(kv_cache_dtype, dtype) + _spec_reasons(ours, spec)
 
@@ -54,6 +56,11 @@ def require_served(ours: AttentionBackend, spec: AttentionSpec, extras: Mapping[
 
 def _spec_reasons(ours: AttentionBackend, spec: AttentionSpec) -> list[str]:
     return ours.capabilities.spec_reasons(spec) + ours.unsupported_reasons(spec, _CUDA)
+
+
+def serves_blocks(ours: AttentionBackend) -> bool:
+    """Whether the backend's kernels attend in blocks of draft tokens, which are not causal."""
+    return Feature.NON_CAUSAL in ours.capabilities.features
 
 
 def serves_capability(ours: AttentionBackend, capability: tuple[int, int]) -> bool:

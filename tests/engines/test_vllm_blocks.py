@@ -1,0 +1,338 @@
+"""Blocks of draft tokens, which are not causal, inside vLLM 0.33's own classes: DFlash and what drafts as it does.
+
+No engine, model or GPU, and stand-ins for FlashInfer and FlashAttention-3. See test_vllm_inside.py for what they need.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from attn_backends import Feature
+from builders import BatchError
+from engines import vllm as plug_in
+from spec_decode.graphs import runtime_for
+from tests import flash_attn3_stand_in
+from tests.engines import vllm_flashinfer
+from tests.engines.vllm_runner import (
+    DIM,
+    HEADS,
+    NEEDS_VLLM,
+    PAGE,
+    PAGED,
+    TOKENS,
+    WIDTH,
+    LatentRunner,
+    Runner,
+    assert_attends,
+    backend_of,
+    select,
+)
+from tests.factories import CPU
+
+pytestmark = NEEDS_VLLM
+BLOCK = 1 + TOKENS
+"""Query tokens a request of DFlash and DFlash2: the last token and a mask for each draft token. DSpark has one less."""
+FLASHINFER, FLASH_ATTN3, LATENTS = PAGED[1], "ATTN_BACKENDS_FLASH_ATTN3", "ATTN_BACKENDS_TRITON_MLA"
+GROUPED = (*PAGED, FLASH_ATTN3)
+LENS = ([5, 150, 33, 16, 90, 7, 12, 64], [40, 6, 190])
+
+
+def flash_attn3():
+    """The backend over the stand-in for its kernels, as a class of vLLM's."""
+    from engines.vllm.v0_33.paged import over
+
+    with flash_attn3_stand_in.installed() as ours:
+        return over(ours)
+
+
+def runner_of(name, query_len=BLOCK, window=None):
+    """A group of layers of a block draft."""
+    if name == LATENTS:
+        return LatentRunner(query_len, causal=False)
+    backend = flash_attn3() if name == FLASH_ATTN3 else None
+    return Runner(name, query_len, causal=False, window=window, backend=backend)
+
+
+def dflash(runner):
+    """vLLM's speculator of block drafts, as far as it decides how the draft runs."""
+    from vllm.v1.worker.gpu.attn_utils import AttentionCGSupportInfo
+    from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
+
+    speculator = object.__new__(DFlashSpeculator)
+    config = replace(runner.config, attention_config=replace(runner.config.attention_config, use_non_causal=True))
+    support = type(runner.builder).get_cudagraph_support(config, runner.group.kv_cache_spec)
+    vars(speculator).update(
+        vllm_config=config,
+        device=CPU,
+        num_query_per_req=runner.query_len,
+        attn_groups=[[runner.group]],
+        attn_cg_support=AttentionCGSupportInfo().narrow(support, runner.group.backend.get_name()),
+        block_tables=Tables(runner),
+        input_buffers=runner.inputs,
+    )
+    speculator._configure_decode_metadata_update()
+    return speculator
+
+
+class Tables:
+    """vLLM's block tables of one KV group: buffers that are never moved."""
+
+    cp_size = 1
+
+    def __init__(self, runner):
+        self._runner = runner
+
+    def get_dummy_block_tables(self, num_reqs):
+        self._runner.table.zero_()
+        return [self._runner.table[:num_reqs]]
+
+    def get_dummy_slot_mappings(self, num_tokens):
+        return self._runner.slots.fill_(-1)[None, :num_tokens]
+
+
+class Drafted:
+    """A round of DFlash from its preparation to its attention, by vLLM's own code: captured once, then replayed."""
+
+    def __init__(self, runner):
+        from vllm.v1.worker.gpu.input_batch import InputBuffers
+        from vllm.v1.worker.gpu.spec_decode.dflash.cudagraph import _prepare_dflash_inputs_to_capture
+
+        self.runner, rows = runner, runner.ROWS
+        self.tokens = rows * runner.query_len
+        runner.inputs = InputBuffers(rows, self.tokens, CPU)
+        runner.seq_lens, runner.starts = runner.inputs.seq_lens, runner.inputs.query_start_loc
+        self.speculator = dflash(runner)
+        kv_cache = SimpleNamespace(kv_cache_groups=[SimpleNamespace(layer_names=[runner.layer_name])])
+        length = runner.config.model_config.max_model_len
+        groups = (self.speculator.block_tables, self.speculator.attn_groups, kv_cache)
+        state = _prepare_dflash_inputs_to_capture(
+            rows, self.tokens, runner.inputs, *groups, length, skip_attn=False, causal={0: False}
+        )
+        self.metadata = state.attn_metadata[runner.layer_name]
+        self.query = torch.zeros(self.tokens, HEADS, runner.head_dim, dtype=torch.bfloat16)
+        self.out = torch.zeros(self.tokens, HEADS, runner.value_dim, dtype=torch.bfloat16)
+
+        def forward():
+            self.speculator._update_draft_decode_metadata(state.attn_metadata, rows)
+            self.out.copy_(runner.attend(self.metadata, self.query))
+
+        forward()  # vLLM warms a graph up with its own inputs
+        self.graph = runtime_for(CPU).capture(forward)
+
+    def draft(self, lens, seed):
+        """For requests of these lengths, of whose last round one token was rejected; their blocks end at `lens`."""
+        from vllm.v1.worker.gpu.spec_decode.dflash.speculator import prepare_dflash_inputs
+
+        runner, rows, length = self.runner, self.runner.ROWS, self.runner.query_len
+        pages = torch.randperm(99, generator=torch.Generator().manual_seed(seed)).int() + 1
+        runner.table.zero_()
+        runner.table[: len(lens)] = pages[: len(lens) * WIDTH].view(-1, WIDTH)
+        # Two tokens were verified; the second is the one that was rejected.
+        ends = torch.tensor([each - length - 1 for each in lens])
+        batch = SimpleNamespace(
+            num_reqs=len(lens),
+            num_scheduled_tokens=np.full(len(lens), 2, dtype=np.int32),
+            positions=torch.stack([ends, ends + 1], 1).flatten(),
+            query_start_loc=torch.arange(len(lens) + 1, dtype=torch.int32) * 2,
+            idx_mapping=torch.arange(len(lens)),
+        )
+        context_and_samples = (torch.zeros(rows * length, dtype=torch.int64) for _ in range(5))
+        one, zero, any_token = torch.ones(rows, dtype=torch.int32), torch.zeros(rows), torch.full((rows,), 7)
+        prepare_dflash_inputs(
+            runner.inputs, runner.slots, *context_and_samples, zero.clone(), zero.long(),
+            batch, num_sampled=one, num_rejected=one, last_sampled=any_token, next_prefill_tokens=any_token,
+            input_temperature=zero, input_seeds=zero.long(), block_table=runner.table, block_size=PAGE, cp_rank=0,
+            cp_size=1, cp_interleave=1, parallel_drafting_token_id=3, num_query_per_req=length,
+            num_speculative_steps=length - 1, max_num_reqs=rows, max_num_tokens=self.tokens,
+            max_model_len=runner.config.model_config.max_model_len,
+        )  # fmt: skip
+        assert runner.seq_lens.tolist() == [*lens, *[0] * (rows - len(lens))]
+        self.query.copy_(torch.randn(self.query.shape, generator=torch.Generator().manual_seed(seed)))
+        self.graph.replay()
+        return self.out[: len(lens) * length].double()
+
+
+@pytest.mark.parametrize("window", [None, BLOCK, 40], ids=["all", "a block", "40"])
+@pytest.mark.parametrize("query_len", [BLOCK, TOKENS], ids=["dflash", "dspark"])
+@pytest.mark.parametrize("name", GROUPED)
+def test_a_block_sees_the_tokens_behind_it_and_its_window(name, query_len, window):
+    runner = runner_of(name, query_len, window)
+    for seed, lens in enumerate(LENS):
+        runner.fill(lens, seed)
+        assert_attends(runner, runner.group.build_metadata(runner.common()), lens)
+
+
+@pytest.mark.parametrize(
+    ("name", "window"), [(LATENTS, None), *((name, window) for name in GROUPED for window in (None, BLOCK, 40))]
+)
+def test_vllms_speculator_replays_a_block_over_batches_that_its_graph_never_saw(name, window):
+    drafted = Drafted(runner_of(name, window=window))
+    planned = len(vllm_flashinfer.HOST_PLANS)
+    for seed, lens in enumerate(LENS):
+        lens = [length + BLOCK for length in lens if length + BLOCK <= WIDTH * PAGE]
+        found = drafted.draft(lens, seed + 1)
+        torch.testing.assert_close(found, drafted.runner.truth(drafted.query, lens), atol=2e-2, rtol=2e-2)
+    assert len(vllm_flashinfer.HOST_PLANS) == planned
+
+
+@pytest.mark.parametrize("name", (*GROUPED, LATENTS))
+def test_vllms_speculator_runs_a_block_draft_as_one_full_graph(name, monkeypatch):
+    from vllm.config.compilation import CUDAGraphMode
+    from vllm.v1.worker.gpu.spec_decode.dflash import speculator as theirs
+
+    runner, modes = runner_of(name), []
+    runner.inputs = None
+    monkeypatch.setattr(theirs, "DFlashCudaGraphManager", lambda config, device, mode, **more: modes.append(mode))
+    speculator = dflash(runner)
+    speculator.init_cudagraph_manager(CUDAGraphMode.FULL_AND_PIECEWISE)
+    assert modes == [CUDAGraphMode.FULL_DECODE_ONLY] and speculator.supports_decode_metadata_update
+
+
+def test_vllms_own_flashinfer_has_no_graph_of_a_block_without_trtllm_and_xqa(monkeypatch):
+    from vllm.v1.attention.backend import AttentionCGSupport
+    from vllm.v1.attention.backends import flashinfer as theirs
+
+    monkeypatch.setattr(theirs, "can_use_trtllm_attention", lambda *args, **options: False)
+    runner = runner_of(FLASHINFER)
+    config = replace(runner.config, attention_config=replace(runner.config.attention_config, use_non_causal=True))
+    support = theirs.FlashInferMetadataBuilder.get_cudagraph_support(config, runner.group.kv_cache_spec)
+    assert support is AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+
+
+@pytest.mark.parametrize("name", PAGED)
+def test_vllm_selects_ours_for_a_block_draft(name):
+    assert select(name, use_non_causal=True).rpartition(".")[0].startswith("engines.vllm.v0_33")
+
+
+def test_vllm_selects_ours_for_a_block_draft_of_latents():
+    assert select(LATENTS, use_non_causal=True, head_size=576, use_mla=True)
+
+
+@pytest.mark.parametrize("name", [name for name in plug_in.NAMES if name != FLASHINFER])
+def test_kernels_without_blocks_are_refused_with_vllms_reason_and_ours(name, monkeypatch):
+    """Its capabilities decide: those of FlashAttention-3 are its provider's."""
+    backend = flash_attn3() if name == FLASH_ATTN3 else backend_of(name)
+    without_blocks(monkeypatch, backend, name)
+    assert not backend.supports_non_causal()
+    if name == FLASH_ATTN3:
+        return
+    latents = {"head_size": 576, "use_mla": True} if name == LATENTS else {}
+    ours = "" if name == LATENTS else ".*has no non_causal"
+    with pytest.raises(ValueError, match=f"non-causal attention not supported{ours}"):
+        select(name, use_non_causal=True, **latents)
+
+
+def without_blocks(monkeypatch, backend, name):
+    from engines.vllm.v0_33 import mla
+
+    ours = mla.OURS if name == LATENTS else backend.ours
+    features = ours.capabilities.features - {Feature.NON_CAUSAL}
+    lesser = type(type(ours).__name__, (type(ours),), {"capabilities": replace(ours.capabilities, features=features)})
+    if name == LATENTS:
+        monkeypatch.setattr(mla, "OURS", lesser())
+    else:
+        for part in (backend, backend.builder, backend.impl):
+            monkeypatch.setattr(part, "ours", lesser())
+
+
+@pytest.mark.parametrize("name", [PAGED[0], FLASH_ATTN3, LATENTS])
+def test_kernels_without_blocks_build_none(name, monkeypatch):
+    runner = runner_of(name)
+    without_blocks(monkeypatch, runner.group.backend, name)
+    runner.remake()
+    runner.fill([150, 33])
+    with pytest.raises(BatchError, match="attends causally, got a batch with causal=False"):
+        runner.builder.build(0, runner.common())
+    runner.causal = True
+    assert runner.builder.build(0, runner.common())
+
+
+@pytest.mark.parametrize("name", (*GROUPED, LATENTS))
+def test_requests_of_unlike_causality_are_refused(name):
+    runner = runner_of(name)
+    runner.fill([150, 33])
+    with pytest.raises(BatchError, match="in all requests of a batch or in none, got a tensor"):
+        runner.builder.build(0, runner.common().replace(causal=torch.tensor([True] * runner.ROWS)))
+
+
+@pytest.mark.parametrize("name", GROUPED)
+def test_a_block_longer_than_its_window_is_refused(name):
+    runner = runner_of(name, window=BLOCK - 1)
+    runner.fill([150, 33])
+    with pytest.raises(BatchError, match=f"no longer than the sliding window of {BLOCK - 1}, got {BLOCK}"):
+        runner.builder.build(0, runner.common())
+    runner.causal = True
+    assert_attends(runner, runner.builder.build(0, runner.common()), [150, 33])
+
+
+@pytest.mark.parametrize("name", (*GROUPED, LATENTS))
+def test_metadata_of_a_group_says_how_its_batch_attends(name):
+    """vLLM's first runner asks each layer's for it."""
+    runner = runner_of(name)
+    runner.fill([150, 33])
+    for causal in (False, True, False):
+        runner.causal = causal
+        metadata = runner.builder.build(0, runner.common())
+        assert metadata.causal is causal
+        query = torch.randn(runner.ROWS * BLOCK, HEADS, runner.head_dim).bfloat16()
+        found = runner.attend(metadata, query)[: 2 * BLOCK].double()
+        torch.testing.assert_close(found, runner.truth(query, [150, 33]), atol=2e-2, rtol=2e-2)
+
+
+def test_flashinfer_plans_a_shape_of_blocks_on_the_host_once():
+    runner = runner_of(FLASHINFER)
+    for seed in range(5):
+        runner.fill([5 + seed, 150], seed)
+        runner.group.build_metadata(runner.common())
+    assert vllm_flashinfer.HOST_PLANS == ["prefill", "block"]
+
+
+def test_no_build_of_a_block_writes_vllms_block_table():
+    runner = runner_of(FLASHINFER)
+    runner.fill([5, 150, 33])
+    before = runner.table.clone()
+    elsewhere = runner.common().replace(seq_lens=runner.seq_lens.clone(), block_table_tensor=runner.table.clone())
+    for common in (runner.common(), elsewhere, runner.common()):
+        runner.builder.build(0, common)
+    assert torch.equal(runner.table, before)
+
+
+def test_a_block_without_a_graph_is_planned_by_vllm():
+    runner = runner_of(FLASHINFER)
+    runner.builder._decode_cudagraph_max_bs = 2 * BLOCK - 1
+    runner.fill([20, 150])
+    for length in (150, 160):
+        runner.fill([20, length])
+        metadata = runner.builder.build(0, runner.common(rows=2))
+        assert metadata.plan is None and metadata.num_prefills == 2
+        assert_blocks(runner, metadata, [20, length])
+    runner.fill([20, 170])
+    runner.builder.update_draft_decode_metadata(metadata)
+    assert_blocks(runner, metadata, [20, 170])
+
+
+def assert_blocks(runner, metadata, lens):
+    query = torch.randn(len(lens) * BLOCK, HEADS, DIM, generator=torch.Generator().manual_seed(9)).bfloat16()
+    found = runner.attend(metadata, query).double()
+    torch.testing.assert_close(found, runner.truth(query, lens), atol=2e-2, rtol=2e-2)
+
+
+def test_blocks_attend_in_vllms_own_workspace():
+    runner = runner_of(FLASHINFER)
+    runner.builder.set_workspace_buffer(torch.zeros(200 << 20, dtype=torch.uint8))
+    runner.fill([20, 150])
+    wrapper = runner.builder.build(0, runner.common()).prefill.wrapper
+    assert wrapper._float_workspace_buffer is runner.builder._get_workspace_buffer()
+
+
+def test_a_soft_cap_holds_in_a_block():
+    runner = runner_of(FLASHINFER)
+    runner.builder.logits_soft_cap = runner.layer.impl.logits_soft_cap = 5.0
+    runner.fill([20, 150])
+    wrapper = runner.builder.build(0, runner.common()).prefill.wrapper
+    assert (wrapper._soft_cap, wrapper._sm_scale) == (5.0, runner.layer.impl.scale)

@@ -1,0 +1,247 @@
+"""vLLM's runner as its builders see it: persistent buffers of one KV group, its own groups over them, and the truth.
+
+Needs vLLM's Python, such as `make engines` unpacks, and TRITON_INTERPRET=1 for vLLM's own Triton kernels.
+"""
+
+from __future__ import annotations
+
+import os
+from importlib.metadata import PackageNotFoundError, version
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests.factories import CPU, make_spec
+
+try:
+    FOUND = version("vllm")
+except PackageNotFoundError:
+    FOUND = "none"
+NEEDS_VLLM = [
+    pytest.mark.skipif(not FOUND.startswith("0.33."), reason=f"vllm 0.33 is not installed: found {FOUND}"),
+    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="vLLM's kernels need TRITON_INTERPRET=1 here"),
+    pytest.mark.usefixtures("vllm_inside", "vllm_flashinfer"),
+]
+"""Of a module of tests inside vLLM."""
+PAGE, WIDTH, TOKENS = 16, 12, 4
+HEADS, KV_HEADS, DIM = 4, 2, 64
+PAGED = ("ATTN_BACKENDS_TRITON_PAGED", "FLASHINFER_IN_GRAPH")
+
+
+def backend_of(name):
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    return AttentionBackendEnum[name].get_class()
+
+
+def select(name, **changes):
+    """What vLLM's platform answers for a layer."""
+    from vllm.config import set_current_vllm_config
+    from vllm.platforms import current_platform
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+    from vllm.v1.attention.selector import AttentionSelectorConfig
+
+    from engines.vllm.conformance.config import config_of
+
+    asked = {"head_size": 128, "dtype": torch.bfloat16, "kv_cache_dtype": "auto", "block_size": 16, **changes}
+    with set_current_vllm_config(config_of(make_spec(head_dim=DIM, page_size=PAGE), TOKENS)):
+        return current_platform.get_attn_backend_cls(AttentionBackendEnum[name], AttentionSelectorConfig(**asked))
+
+
+class Runner:
+    """vLLM's persistent buffers of one KV group, and its own AttentionGroup over them, for up to 8 rows."""
+
+    ROWS = 8
+    head_dim = value_dim = DIM
+
+    def __init__(
+        self,
+        name,
+        query_len=1,
+        dtype=torch.bfloat16,
+        kernel_block=PAGE,
+        block=PAGE,
+        ranks=1,
+        *,
+        causal=True,
+        window=None,
+        backend=None,
+    ):
+        from vllm.config import set_current_vllm_config
+        from vllm.v1.kv_cache_interface import FullAttentionSpec
+        from vllm.v1.worker.utils import AttentionGroup
+
+        from engines.vllm.conformance.config import LAYER, config_of
+
+        heads = {"num_q_heads": ranks * HEADS, "num_kv_heads": ranks * KV_HEADS}
+        self.config = config_of(make_spec(**heads, head_dim=DIM, page_size=PAGE), TOKENS)
+        self.config.cache_config.kv_cache_layout = "LBNHC"
+        self.query_len, self.layer_name, self.causal, self.window = query_len, LAYER, causal, window
+        backend = backend or backend_of(name)
+        group = FullAttentionSpec(block_size=block, num_kv_heads=KV_HEADS, head_size=DIM, dtype=dtype)
+        with set_current_vllm_config(self.config), default_dtype(dtype):
+            numbers = (HEADS, DIM, DIM**-0.5, KV_HEADS, None, window, "auto", None)
+            self.layer = layer_of(backend.get_impl_cls()(*numbers))
+            self.config.compilation_config.static_forward_context = {LAYER: self.layer}
+            self.group = AttentionGroup(backend, [LAYER], group, 0)
+        self.remake(kernel_block)
+        self.allocate()
+        self.cache = torch.randn(100, KV_HEADS, PAGE, 2 * DIM, generator=torch.Generator().manual_seed(0)).to(dtype)
+
+    def remake(self, kernel_block=PAGE):
+        """The group's builders anew, as vLLM makes them."""
+        from vllm.config import set_current_vllm_config
+
+        with set_current_vllm_config(self.config):
+            self.group.create_metadata_builders(self.config, CPU, kernel_block_size=kernel_block)
+
+    def allocate(self):
+        query_len = self.query_len
+        self.seq_lens = torch.zeros(self.ROWS, dtype=torch.int32)
+        self.table = torch.zeros(self.ROWS, WIDTH, dtype=torch.int32)
+        self.slots = torch.full((self.ROWS * query_len,), -1)
+        self.positions = torch.zeros(self.ROWS * query_len, dtype=torch.int64)
+        self.starts = torch.arange(self.ROWS + 1, dtype=torch.int32) * query_len
+
+    @property
+    def builder(self):
+        return self.group.get_metadata_builder()
+
+    def fill(self, lens, seed=0):
+        """Rows of these lengths over pages of their own; the others are padding, as vLLM leaves it."""
+        pages = torch.randperm(99, generator=torch.Generator().manual_seed(seed)).int() + 1
+        self.seq_lens.zero_()
+        self.seq_lens[: len(lens)] = torch.tensor(lens)
+        self.table[: len(lens)] = pages[: len(lens) * WIDTH].view(-1, WIDTH)
+
+    def common(self, rows=None):
+        from vllm.v1.attention.backend import CommonAttentionMetadata
+
+        rows = rows or self.ROWS
+        live = int((self.seq_lens[:rows] > 0).sum())
+        starts = torch.arange(rows + 1, dtype=torch.int32).clamp(max=live) * self.query_len
+        return CommonAttentionMetadata(
+            query_start_loc=self.starts[: rows + 1],
+            query_start_loc_cpu=starts,
+            seq_lens=self.seq_lens[:rows],
+            num_reqs=rows,
+            num_actual_tokens=rows * self.query_len,
+            max_query_len=self.query_len,
+            max_seq_len=WIDTH * PAGE,
+            block_table_tensor=self.table[:rows],
+            slot_mapping=self.slots[: rows * self.query_len],
+            positions=self.positions[: rows * self.query_len],
+            seq_lens_cpu_upper_bound=self.seq_lens[:rows].clone(),
+            causal=self.causal,
+        )
+
+    def attend(self, metadata, query):
+        """What the layer's own forward computes, as vLLM calls it."""
+        out = torch.zeros_like(query)
+        call = (self.layer, query, None, None, self.cache, metadata)
+        self.layer.impl.forward(*call, output=out, output_scale=None, output_block_scale=None)
+        return out
+
+    def truth(self, query, lens):
+        """Attention of the live rows in fp64, by their lengths and tables alone."""
+        key, value = self.cache.double().transpose(1, 2).split(DIM, -1)
+        rows = []
+        for row, length in enumerate(lens):
+            pages = self.table[row, : -(-length // PAGE)].long()
+            its_key, its_value = (each[pages].flatten(0, 1)[:length].repeat_interleave(2, 1) for each in (key, value))
+            for token in range(self.query_len):
+                seen = self.seen(length, token)
+                q = query[row * self.query_len + token].double()
+                weights = (torch.einsum("hd,shd->hs", q, its_key[seen]) * DIM**-0.5).softmax(-1)
+                rows.append(torch.einsum("hs,shd->hd", weights, its_value[seen]))
+        return torch.stack(rows)
+
+    def seen(self, length, token):
+        """What a query token sees of its request: a block's window is symmetric, as FLASH_ATTN of vLLM has it."""
+        position, window = length - self.query_len + token, self.window or length
+        last = position if self.causal else min(length - 1, position + window - 1)
+        return slice(max(0, position - window + 1), last + 1)
+
+
+class default_dtype:
+    """vLLM makes layers with the model's dtype as the default one."""
+
+    def __init__(self, dtype):
+        self.dtype = dtype
+
+    def __enter__(self):
+        self.before = torch.get_default_dtype()
+        torch.set_default_dtype(self.dtype)
+
+    def __exit__(self, *error):
+        torch.set_default_dtype(self.before)
+
+
+def layer_of(impl):
+    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+
+    layer = type("Layer", (AttentionLayerBase,), dict.fromkeys(AttentionLayerBase.__abstractmethods__))()
+    layer.impl = impl
+    for name in ("_q_scale", "_k_scale", "_v_scale"):
+        setattr(layer, name, torch.ones(1))
+        setattr(layer, f"{name}_float", 1.0)
+    return layer
+
+
+def assert_attends(runner, metadata, lens):
+    query = torch.randn(
+        runner.ROWS * runner.query_len, HEADS, DIM, generator=torch.Generator().manual_seed(9)
+    ).bfloat16()
+    found = runner.attend(metadata, query)[: len(lens) * runner.query_len].double()
+    torch.testing.assert_close(found, runner.truth(query, lens), atol=2e-2, rtol=2e-2)
+
+
+class LatentRunner(Runner):
+    """The same for latents of 512 + 64 dims, with vLLM's builder of their metadata and its layer's decode."""
+
+    head_dim, value_dim = 576, 512
+
+    def __init__(self, query_len=1, *, causal=True):
+        from vllm.config import set_current_vllm_config
+        from vllm.v1.kv_cache_interface import MLAAttentionSpec
+        from vllm.v1.worker.utils import AttentionGroup
+
+        from engines.vllm.conformance.config import LAYER, config_of
+
+        spec = make_spec(num_q_heads=HEADS, num_kv_heads=1, head_dim=576, page_size=PAGE)
+        self.config, self.query_len, self.layer_name = config_of(spec, TOKENS), query_len, LAYER
+        self.causal, self.window = causal, None
+        self.config.model_config.model_arch_config.head_size = 576
+        dims = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
+        prefill = SimpleNamespace(clone=lambda: None)
+        layer = SimpleNamespace(
+            **dims, q_lora_rank=None, prefill_backend=prefill, non_causal_multi_token_decode=not causal
+        )
+        self.config.compilation_config.static_forward_context = {LAYER: layer}
+        backend = backend_of("ATTN_BACKENDS_TRITON_MLA")
+        group = MLAAttentionSpec(block_size=PAGE, num_kv_heads=1, head_size=576, dtype=torch.bfloat16)
+        with set_current_vllm_config(self.config), default_dtype(torch.bfloat16):
+            numbers = (HEADS, 576, 0.1, 1, None, None, "auto", None, "decoder", None)
+            self.impl = backend.get_impl_cls()(*numbers, **dims, q_lora_rank=None, qk_head_dim=192, kv_b_proj=None)
+            self.group = AttentionGroup(backend, [LAYER], group, 0)
+        self.remake()
+        self.allocate()
+        self.cache = torch.randn(100, PAGE, 576, generator=torch.Generator().manual_seed(0)).bfloat16()
+
+    def common(self, rows=None):
+        return super().common(rows).replace(is_prefilling=torch.zeros(rows or self.ROWS, dtype=torch.bool))
+
+    def attend(self, metadata, query):
+        return self.impl.forward_mqa(query, self.cache, metadata, None)[0]
+
+    def truth(self, query, lens):
+        rows = []
+        for row, length in enumerate(lens):
+            pages = self.table[row, : -(-length // PAGE)].long()
+            latents = self.cache[pages].flatten(0, 1)[:length].double()
+            for token in range(self.query_len):
+                seen = latents[self.seen(length, token)]
+                weights = (query[row * self.query_len + token].double() @ seen.T * 0.1).softmax(-1)
+                rows.append(weights @ seen[:, :512])
+        return torch.stack(rows)
