@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from builders import AttentionSpec
+from builders.errors import require
 from builders.flashinfer import PlanLayout, TableRows, replan
 from builders.paged import num_sms
 from engines.vllm.version import SUPPORTED
@@ -22,7 +23,8 @@ class DevicePlan:
     seq_lens     int32 [num_reqs]              the engine's buffer, read by each refresh
     block_table  int32 [num_reqs, max_pages]   the engine's too, rows any stride apart, read by the kernel
 
-    Raises BatchError for a plan of another kind, another FlashInfer or another batch.
+    Raises BatchError for a plan of another kind, another FlashInfer or another batch, and for rows that are not causal
+    and longer than a query tile, with a window.
     """
 
     def __init__(
@@ -33,6 +35,12 @@ class DevicePlan:
         info = list(wrapper._plan_info)
         self.layout = PlanLayout.of_tensor_cores(
             info, spec, num_reqs=num_reqs, num_sms=num_sms(device), query_len=query_len
+        )
+        seen = spec.window_left + query_len
+        require(
+            spec.causal or spec.sliding_window is None or self.layout.window_pages * spec.page_size >= seen,
+            f"a block of {query_len} tokens sees {seen} with its window, FlashInfer plans {self.layout.window_pages} "
+            f"pages of {spec.page_size} for it; it would leave the last out. Draft fewer tokens.",
         )
         self.wrapper, self.seq_lens, self.last_page_len = wrapper, seq_lens, rows.last_page_len
         self.row_stride = int(rows.indptr[1])

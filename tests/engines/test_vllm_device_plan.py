@@ -1,6 +1,7 @@
 """An engine's FlashInfer wrapper planned on the device, held against FlashInfer's host planner."""
 
 import random
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -91,6 +92,17 @@ def test_heads_of_all_ranks_are_refused_for_the_plan_of_one():
     case = Case([40] * 8, num_kv_heads=8, tensor_cores=True)
     with pytest.raises(BatchError, match="need a plan of 264 tiles or more, got 33"):
         plan_of(case, torch.tensor(case.seq_lens, dtype=torch.int32), table_of(case), num_kv_heads=1, num_q_heads=4)
+
+
+def test_a_block_that_sees_more_than_is_planned_of_its_window_is_refused():
+    """FlashInfer plans the window and one query tile, here of 64 tokens; the first token of the block sees them all."""
+    case = Case([400, 300], head_dim=256, group=1, query_len=80, window_left=99, page_size=16, tensor_cores=True)
+    lens, table = torch.tensor(case.seq_lens, dtype=torch.int32), table_of(case)
+    with pytest.raises(BatchError, match="a block of 80 tokens sees 179 with its window, FlashInfer plans 11 pages"):
+        plan_of(case, lens, table, causal=False, head_dim=256)
+    plan_of(case, lens, table, head_dim=256).refresh()
+    shorter = replace(case, query_len=77)
+    plan_of(shorter, lens, table, causal=False, head_dim=256).refresh()
 
 
 def test_a_plan_of_another_batch_is_refused():
