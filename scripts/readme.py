@@ -35,6 +35,8 @@ SIZES = (1, 32)
 """Requests at once, in the table."""
 DRAFT_TOKENS = 7
 """Draft tokens of a round, in the figures of vLLM and of the host's time."""
+VLLM_SIZE = "llama3-8b"
+"""Of the model in vLLM, which its report may have run beside others."""
 SPECULATION = "throughput/speculation"
 """The rows of our engine's throughput with and without a draft."""
 NO_DRAFT, THEIRS, OURS, IN_PLACE = "", "FLASHINFER", "FLASHINFER_IN_GRAPH", "FLASH_ATTN"
@@ -135,11 +137,11 @@ def figures(root: Path) -> str:
 
 
 def vllm_arms(report: Mapping[str, Any]) -> dict[str, dict[int, float]]:
-    """Output tokens a second by draft backend and requests: without a draft, and with drafts of DRAFT_TOKENS."""
+    """Output tokens a second of the Llama by draft backend and requests: without a draft, and with DRAFT_TOKENS."""
     return {
         arm["arm"]["draft"]: {row["requests"]: median(row["tokens_per_s"]) for row in arm["rows"]}
         for arm in report["arms"]
-        if arm["arm"]["steps"] in (0, DRAFT_TOKENS)
+        if arm["arm"]["steps"] in (0, DRAFT_TOKENS) and arm["arm"]["size"] == VLLM_SIZE
     }
 
 
@@ -225,7 +227,11 @@ def _source(report: Mapping[str, Any], command: str) -> str:
 
 def _kept(report: Mapping[str, Any]) -> float:
     """Draft tokens that vLLM's arms of DRAFT_TOKENS keep a round."""
-    kept: float = next(arm["arm"]["kept"] for arm in report["arms"] if arm["arm"]["steps"] == DRAFT_TOKENS)
+    kept: float = next(
+        arm["arm"]["kept"]
+        for arm in report["arms"]
+        if (arm["arm"]["steps"], arm["arm"]["size"]) == (DRAFT_TOKENS, VLLM_SIZE)
+    )
     return kept
 
 

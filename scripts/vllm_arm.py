@@ -18,11 +18,29 @@ ROOT = Path(__file__).resolve().parent.parent
 SIZES = {
     "llama3-8b": (4096, 14336, 32, 8, 128, 128256, 32),
     "small": (1024, 2816, 8, 2, 128, 32000, 4),
+    "qwen3-8b": (4096, 12288, 32, 8, 128, 151936, 36),
+    "qwen3-small": (1024, 2816, 8, 2, 128, 32000, 8),
 }
 """hidden_size, intermediate_size, heads, KV heads, head_dim, vocab_size, layers."""
+FAMILIES = {
+    "llama": {"architectures": ["LlamaForCausalLM"], "rms_norm_eps": 1e-5, "rope_theta": 500000.0},
+    "qwen3": {"architectures": ["Qwen3ForCausalLM"], "rms_norm_eps": 1e-6, "rope_theta": 1000000.0},
+}
+"""What the configuration of each family of models says."""
+KINDS = {"eagle": "EagleLlamaForCausalLM", "dflash": "DFlashDraftModel", "dflash2": "DFlash2DraftModel"}
+"""Of drafts, with their architectures; the last two propose a block."""
+BLOCK_LAYERS = 5
+"""Of a block draft, and target layers whose states it reads."""
+DFLASH2 = {
+    "block_size": 8, "conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 256, "selector_top_k": 16,
+    "causal": False,
+}  # fmt: skip
+"""As published."""
 REQUESTS = (1, 4, 16, 32)
 CAPTURED = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 """Tokens of a captured batch: those that are timed, and some between for when requests end."""
+CAPTURED_OF_LONG_BLOCKS = (*CAPTURED, 384, 512)
+"""Where more than 7 tokens are drafted."""
 PROMPT, NEW_TOKENS, REPEATS = 512, 256, 2
 SEED = 20
 # NVLink multicast stays off: where it does not work, vLLM's collectives hang.
@@ -45,6 +63,7 @@ class Arm:
     kept           drafts kept a round on average, whatever they are; 0: as the target decides
     num_gpus       tensor parallelism
     requests       numbers of requests that are timed
+    kind           of the draft, of KINDS
     compiled       as vLLM runs by default: layers compiled by torch, graphs of pieces where full ones cannot be;
                    otherwise layers as they are, with full graphs of decodes or none
     """
@@ -56,6 +75,7 @@ class Arm:
     num_gpus: int = 1
     requests: tuple[int, ...] = REQUESTS
     compiled: bool = False
+    kind: str = "eagle"
 
     @property
     def is_timed(self) -> bool:
@@ -65,42 +85,62 @@ class Arm:
     @property
     def name(self) -> str:
         kept = f"keeps {self.kept:g}" if self.kept else "exact"
-        compiled = " compiled" if self.compiled else ""
-        return f"{self.draft or 'no draft'} K={self.steps} {self.size} {kept} TP={self.num_gpus}{compiled}"
+        more = f"{'' if self.kind == 'eagle' else f' {self.kind}'}{' compiled' if self.compiled else ''}"
+        return f"{self.draft or 'no draft'} K={self.steps} {self.size} {kept} TP={self.num_gpus}{more}"
 
 
-def model_folder(size: str, *, is_draft: bool) -> str:
-    """A folder with a configuration alone: weights come later."""
+def model_folder(size: str, *, kind: str = "") -> str:
+    """A folder with a configuration alone: weights come later. kind: of a draft, of KINDS; none for the target."""
     hidden, wide, heads, kv_heads, head_dim, vocab, layers = SIZES[size]
+    family = "qwen3" if size.startswith("qwen3") else "llama"
     config = {
-        "architectures": ["EagleLlamaForCausalLM" if is_draft else "LlamaForCausalLM"], "model_type": "llama",
-        "hidden_size": hidden, "intermediate_size": wide, "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads, "head_dim": head_dim, "vocab_size": vocab,
-        "num_hidden_layers": 1 if is_draft else layers, "max_position_embeddings": 8192, "rms_norm_eps": 1e-5,
-        "rope_theta": 500000.0, "hidden_act": "silu", "tie_word_embeddings": False, "torch_dtype": "bfloat16",
-        "bos_token_id": 1, "eos_token_id": 2,
+        "model_type": family, "hidden_size": hidden, "intermediate_size": wide, "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads, "head_dim": head_dim, "vocab_size": vocab, "num_hidden_layers": layers,
+        "max_position_embeddings": 8192, "hidden_act": "silu", "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+        "bos_token_id": 1, "eos_token_id": 2, **FAMILIES[family],
     }  # fmt: skip
+    if kind:
+        config |= _draft_config(kind, vocab, layers)
     folder = tempfile.mkdtemp()
     Path(folder, "config.json").write_text(json.dumps(config))
     return folder
 
 
+def _draft_config(kind: str, vocab: int, layers: int) -> dict[str, Any]:
+    """What a draft's configuration says otherwise than its target's."""
+    if kind == "eagle":
+        return {"architectures": [KINDS[kind]], "num_hidden_layers": 1}
+    read = [1 + at * (layers - 4) // (BLOCK_LAYERS - 1) for at in range(BLOCK_LAYERS)]
+    config = {
+        "architectures": [KINDS[kind]], "num_hidden_layers": BLOCK_LAYERS, "block_size": 16,
+        "dflash_config": {"mask_token_id": vocab - 1, "target_layer_ids": read},
+    }  # fmt: skip
+    if kind == "dflash2":
+        config["dflash_config"] |= DFLASH2
+        config |= {
+            "block_size": DFLASH2["block_size"], "layer_types": ["sliding_attention"] * BLOCK_LAYERS,
+            "sliding_window": 2048, "use_sliding_window": True, "max_window_layers": 0,
+        }  # fmt: skip
+    return config
+
+
 def engine_options(arm: Arm) -> dict[str, Any]:
     """Arguments of vllm.LLM."""
+    captured = CAPTURED if arm.steps <= 7 else CAPTURED_OF_LONG_BLOCKS
     uncompiled = {} if arm.compiled else {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
     options = {
-        "model": model_folder(arm.size, is_draft=False), "load_format": "dummy", "skip_tokenizer_init": True,
+        "model": model_folder(arm.size), "load_format": "dummy", "skip_tokenizer_init": True,
         "max_model_len": 4096, "max_num_seqs": max(REQUESTS), "max_num_batched_tokens": 8192, "dtype": "bfloat16",
         "seed": 0, "gpu_memory_utilization": 0.3, "kv_cache_memory_bytes": 8 << 30, "enable_prefix_caching": False,
         "tensor_parallel_size": arm.num_gpus, "disable_custom_all_reduce": True, "enable_flashinfer_autotune": False,
         "worker_extension_cls": "scripts.vllm_worker.MeasuredWorker",
         "attention_config": {"backend": "FLASH_ATTN"},
-        "compilation_config": {"cudagraph_capture_sizes": list(CAPTURED)} | uncompiled,
+        "compilation_config": {"cudagraph_capture_sizes": list(captured)} | uncompiled,
     }  # fmt: skip
     if arm.draft:
         speculation: dict[str, Any] = {
-            "method": "eagle", "model": model_folder(arm.size, is_draft=True), "num_speculative_tokens": arm.steps,
-            "attention_backend": arm.draft,
+            "method": "eagle" if arm.kind == "eagle" else "dflash", "model": model_folder(arm.size, kind=arm.kind),
+            "num_speculative_tokens": arm.steps, "attention_backend": arm.draft,
         }  # fmt: skip
         if arm.kept:
             # vLLM counts the target's own token too.

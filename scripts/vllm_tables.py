@@ -11,6 +11,12 @@ _ENGINES = {
     False: "Without compilation (`mode` 0), full graphs of decodes or none",
 }
 """How engines run, by whether they are compiled, as the page orders them."""
+_NAMES = {"dflash": "DFlash", "dflash2": "DFlash2"}
+_MODELS = {
+    "eagle": "A Llama of the 8B shape with an EAGLE draft",
+    **{kind: f"A Qwen3 of the 8B shape with a {name} draft" for kind, name in _NAMES.items()},
+}
+"""What was run, by the kind of the draft, in the page's order."""
 
 
 def figures(report: dict[str, Any], name: str) -> str:
@@ -24,21 +30,33 @@ def figures(report: dict[str, Any], name: str) -> str:
         raise ValueError(f"{name} has no arm that was timed: nothing to show on vLLM's page")
     blocks = []
     for compiled, engines in _ENGINES.items():
-        # Reports from before there were compiled arms do not say.
-        arms = [each for each in timed if each["arm"].get("compiled", False) is compiled]
-        if not arms:
-            continue
-        blocks.append(
-            f"{engines}. A Llama of the 8B shape with an EAGLE draft, random weights, acceptance as stated, vLLM "
-            f"{arms[0]['vllm']} on {env['device']} ({env['date'][:10]}, commit `{env['commit'][:12]}`); output tokens "
-            "a second, and in brackets the microseconds that the host takes for a draft, medians:"
-        )
-        plain = [each for each in arms if not each["arm"]["draft"]]
-        for steps in sorted({each["arm"]["steps"] for each in arms if each["arm"]["draft"]}):
-            of_k = [each for each in arms if each["arm"]["steps"] == steps and each["arm"]["draft"]]
-            blocks.append(_table(steps, [*plain, *of_k]))
-    if report["agreement"]:
-        blocks.append(_agreement(report["agreement"]))
+        for kind, models in _MODELS.items():
+            # Reports from before there were compiled arms and other kinds of drafts do not say.
+            arms = [
+                each
+                for each in timed
+                if (each["arm"].get("compiled", False), each["arm"].get("kind", "eagle")) == (compiled, kind)
+                and each["arm"]["draft"]
+            ]
+            if not arms:
+                continue
+            blocks.append(
+                f"{engines}. {models}, random weights, acceptance as stated, vLLM "
+                f"{arms[0]['vllm']} on {env['device']} ({env['date'][:10]}, commit `{env['commit'][:12]}`); output "
+                "tokens a second, and in brackets the microseconds that the host takes for a draft, medians:"
+            )
+            sizes = {each["arm"].get("size") for each in arms}
+            plain = [
+                each
+                for each in timed
+                if not each["arm"]["draft"]
+                and each["arm"].get("compiled", False) is compiled
+                and each["arm"].get("size") in sizes
+            ]
+            for steps in sorted({each["arm"]["steps"] for each in arms}):
+                blocks.append(_table(steps, [*plain, *(each for each in arms if each["arm"]["steps"] == steps)]))
+    for kind in dict.fromkeys(row.get("kind", "eagle") for row in report["agreement"]):
+        blocks.append(_agreement([row for row in report["agreement"] if row.get("kind", "eagle") == kind], kind))
     return "\n\n".join(blocks)
 
 
@@ -63,13 +81,15 @@ def _cell(row: dict[str, Any]) -> str:
     return f"{median(row['tokens_per_s']):,.0f}{host}"
 
 
-def _agreement(rows: list[dict[str, Any]]) -> str:
+def _agreement(rows: list[dict[str, Any]], kind: str) -> str:
     """Each draft's share of tokens that are FLASH_ATTN's, where texts are the same."""
     shares = []
     for draft in dict.fromkeys(row["draft"] for row in rows):
         of_draft = [row for row in rows if row["draft"] == draft]
         share = sum(row["equal"] for row in of_draft) / sum(row["draft_tokens"] for row in of_draft)
         shares.append(f"`{draft}` {share:.1%}")
+    of_kind = "" if kind == "eagle" else f" with {_NAMES[kind]}"
     return (
-        f"Draft tokens equal to those of vLLM's `FLASH_ATTN` over the same texts of a small model: {', '.join(shares)}."
+        f"Draft tokens equal to those of vLLM's `FLASH_ATTN` over the same texts of a small model{of_kind}: "
+        f"{', '.join(shares)}."
     )

@@ -8,10 +8,12 @@ import warnings
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
+Weight: TypeAlias = tuple[tuple[int, ...], float]
+"""Shape, and how wide its products are."""
 SHARPNESS = 2.0
 """Standard deviation of a query's and a key's elements: attention must matter, so that wrong metadata shows."""
 
@@ -19,47 +21,98 @@ SHARPNESS = 2.0
 def random_weights(
     config: Any, *, is_draft: bool, seed: int, device: torch.device
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The whole checkpoint of a Llama, or of its EAGLE draft, which shares embedding and head: the same on every rank.
+    """The whole checkpoint of a Llama or a Qwen3, or of its EAGLE, DFlash or DFlash2 draft, which shares embedding and
+    head: the same on every rank.
 
     config: as transformers has it, with hidden_size, intermediate_size, vocab_size, num_hidden_layers, head_dim and
     the numbers of heads.
     """
+    weights = _draft_weights(config) if is_draft else _target_weights(config)
+    for name, (shape, spread) in weights.items():
+        # The name without .weight, by which weights are drawn.
+        yield name, _random(f"{seed} {name.removesuffix('.weight')}", shape, spread, device)
+
+
+def _target_weights(config: Any) -> dict[str, Weight]:
+    hidden = config.hidden_size
+    # An embedding's row is a token's state: elements of 1, whatever the number of tokens.
+    weights: dict[str, Weight] = {
+        "model.embed_tokens.weight": ((config.vocab_size, hidden), math.sqrt(hidden)),
+        "model.norm.weight": ((hidden,), 1.0),
+        "lm_head.weight": ((config.vocab_size, hidden), 1.0),
+    }
+    for at in range(config.num_hidden_layers):
+        layer = _layer_weights(config, has_head_norms=config.model_type == "qwen3")
+        weights |= {f"model.layers.{at}.{name}": weight for name, weight in layer.items()}
+    return weights
+
+
+def _draft_weights(config: Any) -> dict[str, Weight]:
+    hidden, block = config.hidden_size, getattr(config, "dflash_config", None)
+    states = len(block["target_layer_ids"]) if block else 2
+    weights: dict[str, Weight] = {"fc.weight": ((hidden, states * hidden), 1.0)}
+    if block:
+        weights |= {f"{name}.weight": ((hidden,), 1.0) for name in ("hidden_norm", "norm")}
+    if block and "selector_rank" in block:
+        weights |= _selector_weights(config, block["selector_rank"])
+    for at in range(config.num_hidden_layers):
+        layer = _layer_weights(config, has_head_norms=bool(block))
+        if block and "conv_kernel_size" in block:
+            layer |= _convolution_weights(hidden, block["conv_kernel_size"], block["conv_group_size"])
+        if not block and at == 0:
+            del layer["input_layernorm.weight"]
+        weights |= {f"layers.{at}.{name}": weight for name, weight in layer.items()}
+    return weights
+
+
+def _layer_weights(config: Any, *, has_head_norms: bool) -> dict[str, Weight]:
     hidden, wide = config.hidden_size, config.intermediate_size
     heads, kv_heads = (n * config.head_dim for n in (config.num_attention_heads, config.num_key_value_heads))
-    layer = {
-        "self_attn.q_proj": (heads, hidden, SHARPNESS),
-        "self_attn.k_proj": (kv_heads, hidden, SHARPNESS),
-        "self_attn.v_proj": (kv_heads, hidden, 1.0),
-        "self_attn.o_proj": (hidden, heads, 1.0),
-        "mlp.gate_proj": (wide, hidden, 1.0),
-        "mlp.up_proj": (wide, hidden, 1.0),
-        "mlp.down_proj": (hidden, wide, 1.0),
+    weights: dict[str, Weight] = {
+        "self_attn.q_proj": ((heads, hidden), SHARPNESS),
+        "self_attn.k_proj": ((kv_heads, hidden), SHARPNESS),
+        "self_attn.v_proj": ((kv_heads, hidden), 1.0),
+        "self_attn.o_proj": ((hidden, heads), 1.0),
+        "mlp.gate_proj": ((wide, hidden), 1.0),
+        "mlp.up_proj": ((wide, hidden), 1.0),
+        "mlp.down_proj": ((hidden, wide), 1.0),
+        "input_layernorm": ((hidden,), 1.0),
+        "post_attention_layernorm": ((hidden,), 1.0),
     }
-    shapes = {} if is_draft else {f"model.{name}": size for name, size in _outside_of_layers(config).items()}
-    shapes |= {"fc": (hidden, 2 * hidden, 1.0)} if is_draft else {"lm_head": (config.vocab_size, hidden, 1.0)}
-    prefix = "" if is_draft else "model."
-    for at in range(config.num_hidden_layers):
-        shapes |= {f"{prefix}layers.{at}.{name}": size for name, size in layer.items()}
-        norms = (
-            ["post_attention_layernorm"] if is_draft and at == 0 else ["input_layernorm", "post_attention_layernorm"]
-        )
-        shapes |= {f"{prefix}layers.{at}.{name}": (hidden, 0, 1.0) for name in norms}
-    for name, (rows, columns, spread) in shapes.items():
-        yield f"{name}.weight", _random(f"{seed} {name}", rows, columns, spread, device)
+    if has_head_norms:
+        weights |= {f"self_attn.{name}": ((config.head_dim,), SHARPNESS) for name in ("q_norm", "k_norm")}
+    return {f"{name}.weight": weight for name, weight in weights.items()}
 
 
-def _outside_of_layers(config: Any) -> dict[str, tuple[int, int, float]]:
-    # An embedding's row is a token's state: elements of 1, whatever the number of tokens.
-    embedding = (config.vocab_size, config.hidden_size, math.sqrt(config.hidden_size))
-    return {"embed_tokens": embedding, "norm": (config.hidden_size, 0, 1.0)}
+def _convolution_weights(hidden: int, taps: int, group: int) -> dict[str, Weight]:
+    """Of DFlash2's layers: the mean of the taps, on average."""
+    return {
+        f"{name}_conv.{part}": weight
+        for name in ("attention", "mlp")
+        for part, weight in {
+            "base_kernel": ((2, taps, hidden), 1 / taps),
+            "kernel_projection.weight": ((2 * taps * hidden // group, hidden), 0.25),
+        }.items()
+    }
 
 
-def _random(name: str, rows: int, columns: int, spread: float, device: torch.device) -> torch.Tensor:
-    if columns == 0:
-        return torch.ones(rows, dtype=torch.bfloat16, device=device)
+def _selector_weights(config: Any, rank: int) -> dict[str, Weight]:
+    """Of DFlash2's choice among candidates: pairs of tokens weigh as much as a token's own logit."""
+    table = ((config.vocab_size, rank), rank**0.25)
+    return {
+        "candidate_selector.predecessor_codebook": table,
+        "candidate_selector.successor_codebook": table,
+        "candidate_selector.hidden_projection.weight": ((rank, config.hidden_size), 1.0),
+    }
+
+
+def _random(name: str, shape: tuple[int, ...], spread: float, device: torch.device) -> torch.Tensor:
+    """A matrix is random, its products as wide as `spread`; what is none has this number everywhere."""
+    if len(shape) != 2:
+        return torch.full(shape, spread, dtype=torch.bfloat16, device=device)
     generator = torch.Generator(device).manual_seed(zlib.crc32(name.encode()))
-    found = torch.randn(rows, columns, dtype=torch.bfloat16, device=device, generator=generator)
-    return found.mul_(spread / math.sqrt(columns))
+    found = torch.randn(shape, dtype=torch.bfloat16, device=device, generator=generator)
+    return found.mul_(spread / math.sqrt(shape[1]))
 
 
 class MeasuredWorker:
@@ -76,7 +129,7 @@ class MeasuredWorker:
         with torch.no_grad():
             for is_draft, model in models.items():
                 weights = random_weights(model.config, is_draft=is_draft, seed=seed, device=torch.device("cuda"))
-                model.load_weights(weights)
+                _load_in_place(model, weights)
 
     def watch_drafts(self, count_waits: bool) -> None:
         """From now on keep what each draft proposes and the host's time for it, and count the plans that the host makes
@@ -111,6 +164,17 @@ class MeasuredWorker:
         return {**self._seen, "drafts": drafts, "fused": fused}
 
 
+def _load_in_place(model: Any, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+    """Load what vLLM's model takes. A block draft makes tensors of its weights then: they stay where they were, too."""
+    inner = vars(model.model)
+    held = {name: value for name, value in inner.items() if isinstance(value, torch.Tensor)}
+    model.load_weights(weights)
+    for name, tensor in held.items():
+        if inner[name] is not tensor:
+            tensor.copy_(inner[name])
+            inner[name] = tensor
+
+
 @contextmanager
 def _waits_in(seen: dict[str, int]) -> Iterator[None]:
     """Counts, by what says so, how often the host waits for the device."""
@@ -127,17 +191,22 @@ def _waits_in(seen: dict[str, int]) -> Iterator[None]:
 
 
 def _count_plans() -> list[None]:
-    """A list that grows by one with each plan that vLLM's FlashInfer backend makes on the host for a decode."""
+    """A list that grows by one with each plan that vLLM's FlashInfer backend makes on the host: for a decode, for
+    prefills, and for a block of drafts, which takes a prefill's."""
     plans: list[None] = []
     try:
         import vllm.v1.attention.backends.flashinfer as backend
     except ImportError:
         return plans
-    plan = backend.fast_plan_decode
 
-    def counted(*args: Any, **options: Any) -> Any:
-        plans.append(None)
-        return plan(*args, **options)
+    def counted(plan: Any) -> Any:
+        def count(*args: Any, **options: Any) -> Any:
+            plans.append(None)
+            return plan(*args, **options)
 
-    backend.fast_plan_decode = counted
+        return count
+
+    backend.fast_plan_decode = counted(backend.fast_plan_decode)
+    prefill: Any = backend.BatchPrefillWithPagedKVCacheWrapper
+    prefill.plan = counted(prefill.plan)
     return plans

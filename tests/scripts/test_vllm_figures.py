@@ -1,24 +1,44 @@
 """What the measurements of vLLM compare and object to; vLLM itself runs on a GPU alone."""
 
 import copy
+import json
 import warnings
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 import transformers
+from safetensors.torch import save_file
 
-from scripts.vllm_arm import SIZES, Arm, engine_options, model_folder, prompts
-from scripts.vllm_figures import BASE, CONTROL, OURS, REBUILT, Kept, agreement, arms, problems, run_all, same_drafts
-from scripts.vllm_worker import MeasuredWorker, random_weights
+from scripts.vllm_arm import KINDS, SIZES, Arm, engine_options, model_folder, prompts
+from scripts.vllm_figures import (
+    BASE,
+    BLOCKS,
+    CONTROL,
+    OURS,
+    REBUILT,
+    Kept,
+    agreement,
+    arms,
+    block_arms,
+    problems,
+    run_all,
+    same_drafts,
+)
+from scripts.vllm_worker import MeasuredWorker, _load_in_place, random_weights
+from spec_decode.models import CheckpointError
+from spec_decode.models.load import load_draft
+from tests.spec_decode.models.generated import StubTarget
 
 
 def row(requests=1, drafts=(), texts=([1, 2],), **more):
     return {"requests": requests, "drafts": list(drafts), "texts": list(texts), "plans": 0, "waits": {}} | more
 
 
-def arm(draft, *rows, kept=0.0, fused=(True,), graph_mode="FULL_DECODE_ONLY", compiled=False):
+def arm(draft, *rows, kept=0.0, fused=(True,), graph_mode="FULL_DECODE_ONLY", compiled=False, **more):
     named = {"draft": draft, "kept": kept, "name": f"{draft} {kept}", "compiled": compiled}
+    named |= {"kind": "eagle", "size": "llama3-8b", **more}
     return {"arm": named, "rows": list(rows), "fused": list(fused), "graph_mode": graph_mode, "exit_status": 0}
 
 
@@ -66,7 +86,7 @@ def test_vllms_own_drafts_may_plan_wait_and_be_rebuilt():
 def test_a_draft_that_leaves_flash_attn_more_often_than_vllms_own_is_said():
     found = engines()
     found[3]["rows"][0]["drafts"] = [[[5, 6, 8]]] * 50
-    assert [said.split(":")[0] for said in objections(found)] == [OURS[0]]
+    assert [said.split(":")[0] for said in objections(found)] == [f"{OURS[0]}, eagle"]
     found[1]["rows"][0]["drafts"] = copy.deepcopy(found[3]["rows"][0]["drafts"])
     assert objections(found) == []
 
@@ -76,6 +96,22 @@ def test_graphs_of_compiled_drafts_are_judged_by_those_of_the_compiled_engine_wi
     plain = arm("", row(), graph_mode="FULL_AND_PIECEWISE", compiled=True)
     draft = arm(OURS[0], row(), kept=1.8, graph_mode=graph_mode, compiled=True)
     assert bool(objections([*engines(), plain, draft])) is objected
+
+
+def test_graphs_are_judged_by_those_of_the_same_model_without_a_draft():
+    plain = arm("", row(), graph_mode="NONE", size="qwen3-8b")
+    draft = arm(OURS[0], row(), kept=4.4, graph_mode="NONE", size="qwen3-8b", kind="dflash2")
+    assert objections([*engines(), plain, draft]) == []
+    assert len(objections([*engines(), {**plain, "graph_mode": "FULL_DECODE_ONLY"}, draft])) == 1
+
+
+def test_blocks_are_compared_with_blocks_of_their_kind():
+    drafts = [[[5, 6, 7]]] * 50
+    blocks = [arm(name, row(drafts=drafts), kind="dflash") for name in (BASE, REBUILT, CONTROL, *OURS)]
+    others = [arm(name, row(drafts=[[[1, 2, 3]]] * 50), kind="dflash2") for name in (BASE, REBUILT, CONTROL, *OURS)]
+    assert objections([*engines(), *blocks, *others]) == []
+    blocks[3]["rows"][0]["drafts"] = [[[5, 6, 8]]] * 50
+    assert [said.split(":")[0] for said in objections([*engines(), *blocks, *others])] == [f"{OURS[0]}, dflash"]
 
 
 def test_compiled_engines_run_as_vllm_does_by_default():
@@ -94,9 +130,24 @@ def test_timed_engines_are_not_compared():
     assert agreement([arm(BASE, row(), kept=1.8), arm(OURS[0], row(), kept=1.8)]) == []
 
 
+def eagle_arms(num_gpus):
+    return [each for each in arms(num_gpus) if not each.size.startswith("qwen3")]
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_every_block_draft_is_timed_and_compared_beside_no_draft(kind):
+    blocks = [each for each in arms(1) if each.kind == kind]
+    assert {each.draft for each in blocks if each.kept and not each.compiled} == {BASE, REBUILT, *OURS}
+    assert {each.draft for each in blocks if each.compiled} == {BASE, REBUILT, OURS[0]}
+    assert {each.draft for each in blocks if not each.kept} == {BASE, REBUILT, CONTROL, *OURS}
+    assert {each.steps for each in blocks} == {BLOCKS[kind][0]}
+    plain = {(each.compiled, each.size) for each in block_arms() if not each.draft}
+    assert plain == {(False, "qwen3-8b"), (True, "qwen3-8b")}
+
+
 @pytest.mark.parametrize("num_gpus", [1, 2])
 def test_every_draft_is_timed_and_compared_on_one_gpu(num_gpus):
-    single = [each for each in arms(num_gpus) if each.num_gpus == 1 and not each.compiled]
+    single = [each for each in eagle_arms(num_gpus) if each.num_gpus == 1 and not each.compiled]
     for steps in (3, 7):
         timed = {each.draft for each in single if each.kept and each.steps == steps}
         assert timed == {BASE, REBUILT, *OURS}
@@ -104,7 +155,7 @@ def test_every_draft_is_timed_and_compared_on_one_gpu(num_gpus):
 
 
 def test_compiled_arms_time_flashinfer_both_ways_beside_flash_attn_and_no_draft():
-    compiled = {(each.draft, each.steps) for each in arms(1) if each.compiled and each.is_timed}
+    compiled = {(each.draft, each.steps) for each in eagle_arms(1) if each.compiled and each.is_timed}
     assert compiled == {("", 0), *((draft, steps) for draft in (BASE, REBUILT, OURS[0]) for steps in (3, 7))}
 
 
@@ -143,16 +194,35 @@ def test_exact_arms_are_not_timed():
     assert [Arm(*told).is_timed for told in ((BASE, 3), (BASE, 3, "small", 1.8), ("", 0))] == [False, True, True]
 
 
-def test_the_weights_are_a_whole_llama():
-    config = transformers.AutoConfig.from_pretrained(model_folder("small", is_draft=False))
+@pytest.mark.parametrize("size", ["small", "qwen3-small"])
+def test_the_weights_are_a_whole_model(size):
+    config = transformers.AutoConfig.from_pretrained(model_folder(size))
     with torch.device("meta"):
-        expected = transformers.LlamaForCausalLM(config).state_dict()
+        expected = transformers.AutoModelForCausalLM.from_config(config).state_dict()
     found = dict(random_weights(config, is_draft=False, seed=0, device=torch.device("cpu")))
     assert {name: tensor.shape for name, tensor in found.items()} == {name: x.shape for name, x in expected.items()}
 
 
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_the_weights_of_a_block_draft_are_a_whole_checkpoint(kind, monkeypatch):
+    """Our own loader of published drafts takes every tensor of one, and none besides."""
+    vocab, hidden = 128, 64
+    monkeypatch.setitem(SIZES, "qwen3-tiny", (hidden, 96, 4, 2, 16, vocab, 8))
+    folder = Path(model_folder("qwen3-tiny", kind=kind))
+    config = transformers.AutoConfig.from_pretrained(folder)
+    weights = dict(random_weights(config, is_draft=True, seed=0, device=torch.device("cpu")))
+    save_file(weights, folder / "model.safetensors")
+    target = StubTarget(vocab_size=vocab, hidden_size=hidden, target_states_size=5 * hidden, dtype=torch.bfloat16)
+    draft = load_draft(folder, target)
+    assert type(draft).__name__.lower() == kind
+    weights.popitem()
+    save_file(weights, folder / "model.safetensors")
+    with pytest.raises(CheckpointError):
+        load_draft(folder, target)
+
+
 def test_the_weights_are_the_same_every_time_and_others_by_another_seed():
-    config = transformers.AutoConfig.from_pretrained(model_folder("small", is_draft=True))
+    config = transformers.AutoConfig.from_pretrained(model_folder("small", kind="eagle"))
     config.vocab_size, device = 64, torch.device("cpu")
     first, again, other = (dict(random_weights(config, is_draft=True, seed=seed, device=device)) for seed in (0, 0, 1))
     assert all(torch.equal(first[name], again[name]) for name in first)
@@ -235,7 +305,48 @@ def test_waits_are_told_only_where_they_are_counted(monkeypatch):
 
 
 def test_sizes_are_those_that_the_names_say():
-    config = transformers.AutoConfig.from_pretrained(model_folder("llama3-8b", is_draft=False))
-    with torch.device("meta"):
-        model = transformers.LlamaForCausalLM(config)
-    assert round(sum(x.numel() for x in model.parameters()) / 1e9, 2) == 8.03 and len(SIZES) == 2
+    billions = {}
+    for size in SIZES:
+        with torch.device("meta"):
+            config = transformers.AutoConfig.from_pretrained(model_folder(size))
+            model = transformers.AutoModelForCausalLM.from_config(config)
+        billions[size] = round(sum(x.numel() for x in model.parameters()) / 1e9, 2)
+    assert (billions["llama3-8b"], billions["qwen3-8b"]) == (8.03, 8.19)
+
+
+def test_a_block_draft_reads_the_target_layers_of_the_published_one_and_says_its_window():
+    config, other = (
+        json.loads(Path(model_folder("qwen3-8b", kind=kind), "config.json").read_text()) for kind in BLOCKS
+    )
+    assert config["dflash_config"]["target_layer_ids"] == [1, 9, 17, 25, 33] and config["num_hidden_layers"] == 5
+    assert "layer_types" not in config and other["layer_types"] == ["sliding_attention"] * 5
+    assert (other["dflash_config"]["causal"], other["sliding_window"]) == (False, 2048)
+    assert [config["architectures"], other["architectures"]] == [["DFlashDraftModel"], ["DFlash2DraftModel"]]
+
+
+def test_a_graph_is_captured_for_every_number_of_requests_that_is_timed():
+    for each in arms(1):
+        captured = engine_options(each)["compilation_config"]["cudagraph_capture_sizes"]
+        assert {count * (1 + each.steps) for count in each.requests} <= set(captured)
+
+
+def test_vllm_is_told_the_method_of_a_draft():
+    assert {engine_options(Arm(BASE, 7, kind=kind))["speculative_config"]["method"] for kind in BLOCKS} == {"dflash"}
+    assert engine_options(Arm(BASE, 7))["speculative_config"]["method"] == "eagle" and set(KINDS) == {"eagle", *BLOCKS}
+
+
+def test_tensors_that_a_model_makes_of_its_weights_stay_where_a_graph_has_them():
+    class Block(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = torch.nn.Linear(2, 2, bias=False)
+            self.model.fused = torch.zeros(4)
+
+        def load_weights(self, weights):
+            self.model.weight.data.copy_(dict(weights)["weight"])
+            self.model.fused = self.model.weight.detach().flatten().clone()
+
+    block, given = Block(), torch.arange(4.0).view(2, 2)
+    fused = block.model.fused
+    _load_in_place(block, iter([("weight", given)]))
+    assert block.model.fused is fused and torch.equal(fused, given.flatten())
