@@ -5,6 +5,8 @@ No engine, model or GPU, and stand-ins for FlashInfer and FlashAttention-3. See 
 
 from __future__ import annotations
 
+import importlib
+import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -15,12 +17,14 @@ import torch
 from attn_backends import Feature
 from builders import BatchError
 from engines import vllm as plug_in
+from scripts import vllm_arm, vllm_figures, vllm_worker
 from spec_decode.graphs import runtime_for
 from tests import flash_attn3_stand_in
 from tests.engines import vllm_flashinfer
 from tests.engines.vllm_runner import (
     DIM,
     HEADS,
+    KV_HEADS,
     NEEDS_VLLM,
     PAGE,
     PAGED,
@@ -30,6 +34,7 @@ from tests.engines.vllm_runner import (
     Runner,
     assert_attends,
     backend_of,
+    default_dtype,
     select,
 )
 from tests.factories import CPU
@@ -336,3 +341,83 @@ def test_a_soft_cap_holds_in_a_block():
     runner.fill([20, 150])
     wrapper = runner.builder.build(0, runner.common()).prefill.wrapper
     assert (wrapper._soft_cap, wrapper._sm_scale) == (5.0, runner.layer.impl.scale)
+
+
+@pytest.fixture
+def one_process(monkeypatch, tmp_path):
+    """vLLM's own models on the CPU, in a group of one process."""
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.distributed import (
+        destroy_distributed_environment,
+        destroy_model_parallel,
+        init_distributed_environment,
+        initialize_model_parallel,
+    )
+    from vllm.v1.attention import selector
+
+    with monkeypatch.context() as without_flashinfer:
+        for name in [name for name in sys.modules if name.partition(".")[0] == "flashinfer"]:
+            without_flashinfer.delitem(sys.modules, name)
+        importlib.import_module("vllm.compilation.backends")
+    monkeypatch.setitem(vllm_arm.SIZES, "qwen3-tiny", (64, 96, HEADS, KV_HEADS, DIM, 128, 8))
+    with set_current_vllm_config(VllmConfig()):
+        init_distributed_environment(1, 0, f"file://{tmp_path}/group", 0, backend="gloo")
+        initialize_model_parallel(1)
+    selector._cached_get_attn_backend.cache_clear()
+    yield
+    selector._cached_get_attn_backend.cache_clear()
+    destroy_model_parallel()
+    destroy_distributed_environment()
+
+
+def config_of_arm(kind):
+    """What vLLM makes of an arm of the figures, in a tiny size."""
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor.models import qwen3, qwen3_dflash, qwen3_dflash2
+    from vllm.model_executor.models.registry import ModelRegistry
+
+    models = (qwen3.Qwen3ForCausalLM, qwen3_dflash.DFlashQwen3ForCausalLM, qwen3_dflash2.DFlash2Qwen3ForCausalLM)
+    for name, model in zip(("Qwen3ForCausalLM", "DFlashDraftModel", "DFlash2DraftModel"), models, strict=True):
+        ModelRegistry.register_model(name, model)
+    arm = vllm_arm.Arm(PAGED[0], vllm_figures.BLOCKS[kind][0], "qwen3-tiny", kind=kind)
+    return EngineArgs(**vllm_arm.engine_options(arm)).create_engine_config()
+
+
+def draft_of(config):
+    """The draft as vLLM's loader of block drafts makes it, without its weights."""
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader.utils import initialize_model
+    from vllm.model_executor.models.qwen3_dflash import dflash_has_any_non_causal
+
+    draft = config.speculative_config
+    attention = replace(
+        config.attention_config,
+        use_non_causal=dflash_has_any_non_causal(draft.draft_model_config.hf_config),
+        backend=draft.attention_backend,
+    )
+    config = replace(config, attention_config=attention)
+    with set_current_vllm_config(config), default_dtype(torch.bfloat16):
+        return initialize_model(config, model_config=draft.draft_model_config, prefix="draft")
+
+
+@pytest.mark.parametrize(("kind", "window"), [("dflash", None), ("dflash2", 2048)])
+def test_vllm_makes_the_block_drafts_of_the_figures_over_ours(kind, window, one_process):
+    model = draft_of(config_of_arm(kind))
+    layers = [layer.self_attn for layer in model.model.layers]
+    assert {(layer.sliding_window, layer.causal) for layer in layers} == {(window, False)}
+    assert {layer.attn.impl.spec(PAGE).sliding_window for layer in layers} == {window}
+
+    for parameter in model.parameters():
+        parameter.data.fill_(7)
+    weights = vllm_worker.random_weights(model.config, is_draft=True, seed=0, device=CPU)
+    vllm_worker._load_in_place(model, weights)
+    left = {name for name, value in model.named_parameters() if bool((value == 7).all())}
+    shared = {"model.embed_tokens.weight", "lm_head.weight"}
+    assert left - shared <= {"model.mask_embedding"}
+
+
+def test_vllm_makes_no_block_draft_over_kernels_without_blocks(one_process, monkeypatch):
+    config = config_of_arm("dflash")
+    without_blocks(monkeypatch, backend_of(PAGED[0]), PAGED[0])
+    with pytest.raises(ValueError, match=r"not valid for this configuration.*non-causal attention not supported"):
+        draft_of(config)
