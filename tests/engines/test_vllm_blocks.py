@@ -335,12 +335,13 @@ def test_blocks_attend_in_vllms_own_workspace():
     assert wrapper._float_workspace_buffer is runner.builder._get_workspace_buffer()
 
 
-def test_a_soft_cap_holds_in_a_block():
+def test_a_block_is_planned_with_the_numbers_and_the_cache_layout_of_its_layers(monkeypatch):
     runner = runner_of(FLASHINFER)
-    runner.builder.logits_soft_cap = runner.layer.impl.logits_soft_cap = 5.0
+    runner.builder.logits_soft_cap, runner.builder.sm_scale = 5.0, 0.2
+    monkeypatch.setattr(runner.config.cache_config, "kv_cache_layout", "LBHNC")
     runner.fill([20, 150])
     wrapper = runner.builder.build(0, runner.common()).prefill.wrapper
-    assert (wrapper._soft_cap, wrapper._sm_scale) == (5.0, runner.layer.impl.scale)
+    assert (wrapper._soft_cap, wrapper._sm_scale, wrapper.kv_layout) == (5.0, 0.2, "HND")
 
 
 @pytest.fixture

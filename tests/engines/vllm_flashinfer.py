@@ -56,7 +56,9 @@ class Prefill(wrappers.BatchPrefillWithPagedKVCacheWrapper):
     """The one that vLLM plans for batches with prefills and for blocks, and that we plan once for a shape of blocks."""
 
     def __init__(self, workspace: torch.Tensor, layout: str, **options: Any) -> None:
-        super().__init__(workspace, layout, **{**options, "backend": "fa2"})
+        # The other layout is told, and not attended to.
+        super().__init__(workspace, "NHD", **{**options, "backend": "fa2"})
+        self.kv_layout = layout
 
     def plan(self, *rows: Any, **numbers: Any) -> None:
         HOST_PLANS.append("block" if self._graph else "prefill")

@@ -2,9 +2,10 @@
 
 import copy
 import json
+import sys
 import warnings
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -280,6 +281,22 @@ def test_plans_of_batches_with_prefills_are_counted_apart():
         worker.model_runner.speculator.propose(batch, [1])
     seen = worker.drafts_seen()
     assert (seen["plans"], seen["prefill_plans"]) == (1, 2)
+
+
+def test_plans_of_decodes_and_of_blocks_are_counted(monkeypatch):
+    backend = ModuleType("vllm.v1.attention.backends.flashinfer")
+    backend.fast_plan_decode = lambda *args, **options: "decode"
+    backend.BatchPrefillWithPagedKVCacheWrapper = type("Prefill", (), {"plan": lambda self, *args: "block"})
+    parts = backend.__name__.split(".")
+    for last in range(1, len(parts)):
+        monkeypatch.setitem(sys.modules, ".".join(parts[:last]), ModuleType(".".join(parts[:last])))
+    monkeypatch.setitem(sys.modules, backend.__name__, backend)
+    worker = MeasuredWorker()
+    worker.model_runner = Runner()
+    worker.watch_drafts(False)
+    assert (backend.fast_plan_decode(), backend.BatchPrefillWithPagedKVCacheWrapper().plan(1)) == ("decode", "block")
+    worker.model_runner.speculator.propose(DECODES, [1])
+    assert worker.drafts_seen()["plans"] == 2
 
 
 def test_waits_are_told_only_where_they_are_counted(monkeypatch):

@@ -134,8 +134,8 @@ class InGraphBuilder(FlashInferMetadataBuilder):
             "a replay would attend by an old plan. Choose FLASH_ATTN for the draft.",
         )
         assert metadata.common is not None
-        theirs = super().build(0, metadata.common)
-        metadata.decode, metadata.prefill = theirs.decode, theirs.prefill
+        # A block's wrapper, which is vLLM's one of prefills that are not causal, is planned again in place.
+        metadata.decode = super().build(0, metadata.common).decode
 
     @property
     def _sliding_window(self) -> int | None:
