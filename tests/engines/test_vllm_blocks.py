@@ -198,7 +198,7 @@ def test_vllms_speculator_runs_a_block_draft_as_one_full_graph(name, monkeypatch
     assert modes == [CUDAGraphMode.FULL_DECODE_ONLY] and speculator.supports_decode_metadata_update
 
 
-def test_vllms_own_flashinfer_has_no_graph_of_a_block_without_trtllm_and_xqa(monkeypatch):
+def test_vllms_own_flashinfer_has_no_graph_of_a_block_without_xqa(monkeypatch):
     from vllm.v1.attention.backend import AttentionCGSupport
     from vllm.v1.attention.backends import flashinfer as theirs
 
