@@ -14,7 +14,10 @@ row whose end the host has not read runs once more: the device keeps its length 
 writes within its pages, and its output is dropped. Everything is enqueued to one stream, so pages and rows may go to
 other requests at once: whatever still uses them runs before. The host waits for the device where it is short of pages,
 because requests that ended or grew less than expected may leave enough, and because a preempted text must be known; and
-where lengths, pages and sampling parameters of requests that begin are copied to the device.
+where prompts, lengths and sampling parameters of requests that begin are copied to the device.
+
+What the host does in a step must not grow with what stays as it is. Rows of requests that go on move on the device, and
+their pages are neither checked nor sent again; tokens join a text by the slice.
 
 Noise is defined by seed and position, drafts end by a request's own limit and never for want of pages, and a preempted
 request goes on with the text it had. So a request's text does not depend on which requests run beside it: within

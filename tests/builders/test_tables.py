@@ -221,4 +221,5 @@ def test_tables_are_filled_from_the_cpu_whatever_the_default_device_is():
         tables = RequestTables(page_sizes=[4], num_pages=[4], max_reqs=1, max_seq_len=16, device=torch.device("cpu"))
         tables.load([[[2]]], [4])
         tables.grow({0: [[1]]}, {0: 8})
+        tables.condense([0])
     assert tables.block_tables[0, 0, :2].tolist() == [2, 1] and tables.token_limits.tolist() == [8]
