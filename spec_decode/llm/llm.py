@@ -249,20 +249,22 @@ class LLM:
     def _run(self, running: list[_Running], *, in_pieces: bool) -> Iterator[TextChunk]:
         """Submit, step until all have ended, and yield each piece as it is read.
 
-        in_pieces: False yields a text in one piece at its end, unless a stop string may end it on the way. Decoding it
-        token by token takes longer than all else that the host does in a step.
+        in_pieces: what a step adds is a piece; False: a text is one piece, at its end. Only where a stop string may end
+        a text on the way is it decoded token by token, which takes longer than all else that the host does in a step.
         """
         self.engine.stats = EngineStats()
         try:
             for one in running:
-                told = in_pieces or one.reply.growing.may_stop
-                one.handle = self.engine.submit(one.request, on_token=self._taker(one) if told else None)
+                on_token = self._taker(one) if one.reply.growing.may_stop else None
+                one.handle = self.engine.submit(one.request, on_token=on_token)
             left = running
             while True:
                 for one in left:
                     assert one.handle is not None
                     if one.handle.done:
                         one.reply.end(one.handle.generation)
+                    elif in_pieces:
+                        one.reply.follow(one.handle.generation)
                     while one.reply.chunks:
                         yield one.reply.chunks.popleft()
                 left = [one for one in left if not one.reply.ended]
@@ -278,7 +280,7 @@ class LLM:
 
     def _taker(self, one: _Running) -> Callable[[int], None]:
         def take(token: int) -> None:
-            if one.reply.take(token):
+            if one.reply.take([token]):
                 assert one.handle is not None
                 self.engine.cancel(one.handle)
 

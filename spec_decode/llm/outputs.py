@@ -133,12 +133,17 @@ class Reply:
         self.chunks: deque[TextChunk] = deque()
         self.ended = False
 
-    def take(self, token: int) -> bool:
-        """Let the text grow by a token; whether a stop string has ended it."""
-        self.growing.add([token])
+    def take(self, tokens: Sequence[int]) -> bool:
+        """Let the text grow by tokens; whether a stop string has ended it."""
+        self.growing.add(tokens)
         if piece := self.growing.take():
             self.chunks.append(TextChunk(index=self.index, text=piece))
         return self.growing.stopped
+
+    def follow(self, generation: Generation) -> None:
+        """Take what the generation has and this has not."""
+        if tokens := generation.token_ids[self.growing.num_tokens :]:
+            self.take(tokens)
 
     def end(self, generation: Generation) -> None:
         """Give out the rest, once, with the reason; tokens that `take` was not told of too."""

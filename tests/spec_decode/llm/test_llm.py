@@ -106,6 +106,22 @@ def test_a_stream_gives_the_same_text_piece_by_piece(llm: LLM) -> None:
         assert [chunk.finish_reason for chunk in own] == [None] * (len(own) - 1) + ["length"]
 
 
+def test_a_stream_gives_out_what_each_step_added_in_the_order_of_the_prompts(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step: Any = llm.engine.step
+    steps: list[list[int]] = []
+
+    def counted() -> bool:
+        steps.append([])
+        return bool(step())
+
+    monkeypatch.setattr(llm.engine, "step", counted)
+    for chunk in llm.stream(PROMPTS, GREEDY):
+        steps[-1].append(chunk.index)
+    assert all(each in ([], [0], [1], [0, 1]) for each in steps) and sum(map(bool, steps)) > 3
+
+
 @pytest.mark.parametrize("stop", ["same", ["zzz", "same as"], "e", ["statement"]])
 def test_a_stop_string_ends_the_text_before_it(llm: LLM, stop: Any) -> None:
     text = llm.generate(PROMPTS[0], GREEDY)[0].text
