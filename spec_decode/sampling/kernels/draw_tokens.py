@@ -175,7 +175,8 @@ def _block_draw_kernel(
     if num_accepted_ptr is not None:
         residual_score = tl.full((BLOCK_V,), float("-inf"), tl.float32)
         if w > 0:
-            draft_ptrs = draft_logits_ptr + row * stride_draft_row + k * stride_draft_pos + offs_v * stride_draft_token
+            draft_ptrs = draft_logits_ptr + row * stride_draft_row + k * stride_draft_pos
+            draft_ptrs += offs_v.to(tl.int64) * stride_draft_token
             draft_logits = tl.load(draft_ptrs, mask=mask, other=float("-inf"))
             draft_row, num_draft_rows = row * (group_size - 1) + k, num_rows * (group_size - 1)
             residual = residual_weight(target_logits, draft_logits, w, norms_ptr, draft_row, num_draft_rows)

@@ -229,7 +229,8 @@ def _residual_sums_kernel(
         w = tl.load(weights_ptr + draft_row - 1)
         target_ptrs = target_logits_ptr + (draft_row + row) * vocab_size + offs_v
         target_logits = tl.load(target_ptrs, mask=mask, other=float("-inf"))
-        draft_ptrs = draft_logits_ptr + row * stride_draft_row + k * stride_draft_pos + offs_v * stride_draft_token
+        draft_ptrs = draft_logits_ptr + row * stride_draft_row + k * stride_draft_pos
+        draft_ptrs += offs_v.to(tl.int64) * stride_draft_token
         draft_logits = tl.load(draft_ptrs, mask=mask, other=float("-inf"))
         part_offs = prefix_row * tl.num_programs(1) + tl.program_id(1)
         residual = residual_weight(target_logits, draft_logits, w, norms_ptr, draft_row, num_rows * num_drafts)

@@ -120,7 +120,7 @@ def draft_probabilities(
     mask = (offs_k < draft_len) & (draft_tokens < vocab_size)
     target_ptrs = target_logits_ptr + (row * (num_drafts + 1) + offs_k) * vocab_size + draft_tokens
     target_logits = tl.load(target_ptrs, mask=mask, other=float("-inf"))
-    draft_ptrs = draft_logits_ptr + row * stride_draft_row + offs_k * stride_draft_pos
+    draft_ptrs = draft_logits_ptr + row * stride_draft_row + offs_k.to(tl.int64) * stride_draft_pos
     draft_logits = tl.load(draft_ptrs + draft_tokens * stride_draft_token, mask=mask, other=float("-inf"))
     target_probs = tl.where(mask, tl.div_rn(tl.exp(target_logits - target_max), target_sum), 0.0)
     draft_probs = tl.where(mask, tl.div_rn(tl.exp(draft_logits - draft_max), draft_sum), 0.0)

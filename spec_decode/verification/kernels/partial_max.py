@@ -92,7 +92,8 @@ def _partial_max_kernel(
     target_logits = tl.load(target_logits_ptr + (draft_row + row) * vocab_size + offs_v, mask=mask, other=float("-inf"))
     if temperature > 0:
         # A random row: max and sum of the target's logits, then of the draft's
-        draft_ptrs = draft_logits_ptr + row * stride_draft_row + k * stride_draft_pos + offs_v * stride_draft_token
+        draft_ptrs = draft_logits_ptr + row * stride_draft_row + k * stride_draft_pos
+        draft_ptrs += offs_v.to(tl.int64) * stride_draft_token
         draft_logits = tl.load(draft_ptrs, mask=mask, other=float("-inf"))
         store_max_sum_exp(target_logits, max_ptr + part_offs, sum_exp_ptr + part_offs)
         part_offs += tl.num_programs(0) * tl.num_programs(1)
