@@ -2,11 +2,15 @@
 
 Before 3.9 the minimum of a NaN and a number is NaN; compiled, it is the number. Since 3.9 a mask of which one side is a
 scalar, `inside & (column < columns)`, is int32 and refused, and the arg max of numbers that are all NaN raises.
+
+And what it does again and again: each call of a device function goes through all of triton.language to replace what the
+launch has replaced already. That was a third of the session's time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -20,10 +24,26 @@ def repair() -> None:
     """For the rest of the process."""
     sum_products_in_order()
     divide_in_silence()
+    _patch_once_a_launch()
     if tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 9):
         _ignore_nan()
     else:
         _take_masks_and_nan()
+
+
+def _patch_once_a_launch() -> None:
+    """A launch replaces them and at its end puts them back; before 3.6 they stay replaced."""
+    patch, is_builtin = interpreter._patch_lang, interpreter.tl.core.is_builtin
+
+    @cache
+    def languages(function: Any) -> list[Any]:
+        seen = {id(value) for value in function.__globals__.values()}
+        return [language for language in (interpreter.tl, interpreter.tl.core) if id(language) in seen]
+
+    def patch_once(function: Any) -> Any:
+        return patch(function) if any(is_builtin(language.load) for language in languages(function)) else None
+
+    interpreter._patch_lang = patch_once
 
 
 def _ignore_nan() -> None:
