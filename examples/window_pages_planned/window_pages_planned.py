@@ -1,4 +1,4 @@
-"""Page lists planned on the host: each step has its own builder, and all of them build before the first step runs."""
+"""Page lists planned on the host: each step has its own builder, and all builders build before the first later step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from builders import AdvanceLevel, AdvanceSupport, AttentionBatch, AttentionSpec
 
 
 class PlannedBuilder(WindowPagesBuilder):
-    """Computes what each token sees from host values only, as the device still has the first step's lengths."""
+    """Computes from host lengths only. When it builds for a later step, the device still has the lengths of step 0."""
 
     host_lengths = HostLengths.EXACT
 
@@ -20,11 +20,12 @@ class PlannedBuilder(WindowPagesBuilder):
 
     def build(self, batch: AttentionBatch, *, horizon: int = 0) -> WindowMetadata:
         assert batch.host_seq_lens is not None and batch.host_query_lens is not None
-        rows, ends = [0] * batch.num_tokens, [0] * batch.num_tokens  # a token of padding sees 0 .. -1
+        rows, ends = [0] * batch.num_tokens, [0] * batch.num_tokens  # a padding token sees nothing: its end is 0
         token = 0
         for row, (seq_len, query_len) in enumerate(zip(batch.host_seq_lens, batch.host_query_lens, strict=True)):
             for place in range(query_len):
-                rows[token], ends[token] = row, max(seq_len - query_len + place + 1, 0) if seq_len else 0
+                rows[token] = row
+                ends[token] = max(seq_len - query_len + place + 1, 0) if seq_len else 0
                 token += 1
         self._plan = torch.tensor([rows, ends]).to(self.device)
         return super().build(batch, horizon=horizon)
@@ -32,7 +33,8 @@ class PlannedBuilder(WindowPagesBuilder):
     def _ranges(self, metadata: WindowMetadata) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         row, end = self._plan
         window = self.spec.sliding_window
-        return row, torch.zeros_like(end) if window is None else (end - window).clamp(min=0), end
+        start = torch.zeros_like(end) if window is None else (end - window).clamp(min=0)
+        return row, start, end
 
 
 class WindowPagesPlanned(WindowPages):

@@ -12,14 +12,16 @@ from pathlib import Path
 import pytest
 
 from attn_backends import Capabilities, Feature, Sizes
-from builders import AttentionSpec
+from builders import AttentionBatch, AttentionSpec
 from spec_decode.conformance.coverage import FAMILIES
 from tests.examples.stranger import Stranger
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "adding-a-backend.md").read_text()
-_FENCE = re.compile(r"^```(?P<info>[^\n`]*)\n(?P<text>.*?)^```$", re.DOTALL | re.MULTILINE)
-_TITLE = re.compile(r'^\w+ title="([^"]+)"$')
+CONTRACT = (ROOT / "docs" / "reference" / "backend-contract.md").read_text()
+_FENCE = re.compile(
+    r"(?:^`(?P<path>[^`\n]+)`:\n\n)?^```(?P<info>[^\n`]*)\n(?P<text>.*?)^```$", re.DOTALL | re.MULTILINE
+)
 
 
 @dataclass(frozen=True)
@@ -37,8 +39,8 @@ def blocks() -> list[tuple[str, str]]:
 
 
 def files() -> dict[str, str]:
-    """The text of each file that the page shows, by the path in its title."""
-    return {title[1]: text for info, text in blocks() if (title := _TITLE.match(info))}
+    """The text of each file that the page shows, by the path above it."""
+    return {match["path"]: match["text"] for match in _FENCE.finditer(PAGE) if match["path"]}
 
 
 def commands() -> Iterator[Command]:
@@ -75,7 +77,7 @@ def run(stranger: tuple[Stranger, Path], command: Command) -> None:
 
 
 @pytest.mark.parametrize("name", files())
-def test_a_block_with_a_title_is_that_example(name: str) -> None:
+def test_a_block_below_a_path_is_that_example(name: str) -> None:
     assert files()[name] == (ROOT / "examples" / name).read_text(), f"put examples/{name} into the page"
 
 
@@ -86,8 +88,8 @@ def test_the_page_shows_every_file_of_its_backends() -> None:
 
 
 def test_every_block_is_a_file_a_command_an_output_or_a_drawing() -> None:
-    strange = [info for info, _ in blocks() if not (_TITLE.match(info) or info.split()[:1] in ([], ["sh"], ["text"]))]
-    assert not strange
+    others = [match["info"].split()[:1] for match in _FENCE.finditer(PAGE) if not match["path"]]
+    assert all(language in ([], ["sh"], ["text"]) for language in others)
 
 
 def test_the_page_links_to_its_own_headings() -> None:
@@ -95,15 +97,16 @@ def test_the_page_links_to_its_own_headings() -> None:
     assert set(re.findall(r"\]\(#([^)]+)\)", PAGE)) <= headings
 
 
-def test_the_page_names_all_that_a_spec_and_a_record_of_capabilities_hold() -> None:
-    named = set(re.findall(r"`(\w+)[`(]", PAGE))
-    held = {field.name for kind in (AttentionSpec, Capabilities) for field in dataclasses.fields(kind)}
+def test_the_contract_names_all_that_a_batch_a_spec_and_a_record_of_capabilities_hold() -> None:
+    named = set(re.findall(r"`(\w+)[`(]", CONTRACT))
+    records = (AttentionBatch, AttentionSpec, Capabilities)
+    held = {field.name for kind in records for field in dataclasses.fields(kind)}
     assert held | {feature.name for feature in Feature} <= named
 
 
-def test_the_page_shows_sizes_as_they_are_made() -> None:
+def test_the_contract_shows_sizes_as_they_are_made() -> None:
     signature = inspect.signature(Sizes)
-    shown = re.search(r"`Sizes\((minimum.*?)\)`", PAGE)
+    shown = re.search(r"`Sizes\((minimum.*?)\)`", CONTRACT)
     assert shown and shown[1] == ", ".join(f"{name}={p.default}" for name, p in signature.parameters.items())
 
 

@@ -43,7 +43,7 @@ class WindowPages(AttentionBackend):
         if spec.soft_cap is not None:
             scores = spec.soft_cap * _quick_tanh(scores / spec.soft_cap)
         unseen = ~visible[:, None, None]
-        # Filled again after the softmax: a padding token sees nothing, and its 0 / 0 must become 0.
+        # A padding token sees nothing: its softmax is NaN, and the second masked_fill makes it 0.
         weights = scores.masked_fill(unseen, -torch.inf).softmax(-1).masked_fill(unseen, 0)
         return torch.einsum("thgl,tlhd->thgd", weights, value).flatten(1, 2).to(query.dtype)
 
@@ -51,7 +51,7 @@ class WindowPages(AttentionBackend):
 def _gather(part: torch.Tensor, pages: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
     """Keys or values [pages, page_size, H, D] of the listed pages; fp32 [T, L, H, D], exactly 0 where not visible.
 
-    A cache holds whatever memory held where no token was written, NaN too, and 0 * NaN is NaN.
+    Where no token was written, the cache may hold NaN. A weight of 0 would not remove it: 0 * NaN is NaN.
     """
     return torch.where(visible[..., None, None], part[pages.long()].flatten(1, 2).float(), 0)
 

@@ -19,12 +19,12 @@ from builders import (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WindowMetadata:
-    """Lay the pages in pages[t] end to end: query token t sees seen[t] of their tokens, from token skip[t] on.
+    """For each query token t: pages[t] are the pages that it reads, in order, each with page_size tokens. Of all these
+    tokens, t skips the first skip[t] and sees the next seen[t]. Unused entries of pages[t] are 0.
 
     query_start_loc int32 [num_reqs + 1], seq_lens int32 [num_reqs], positions int64 [num_tokens],
     block_table int32 [num_reqs, max_pages], slot_mapping int64 [num_tokens]: views of the batch.
     pages int32 [num_tokens, width], skip int32 [num_tokens], seen int32 [num_tokens]: the builder's own buffers.
-    Where a token sees fewer pages than the list is wide, the rest is page 0, and seen never reaches it.
     """
 
     num_reqs: int
@@ -84,7 +84,7 @@ class WindowPagesBuilder(MetadataBuilder[WindowMetadata]):
         )
 
     def _width(self) -> int:
-        """Pages that one token can see at most, wherever in a page its window begins."""
+        """The most pages that one token can see. Its window may begin anywhere in a page."""
         size, window = self.spec.page_size, self.spec.sliding_window
         whole = -(-self.max_seq_len // size)
         return whole if window is None else min(whole, -(-(window - 1) // size) + 1)
@@ -102,11 +102,12 @@ class WindowPagesBuilder(MetadataBuilder[WindowMetadata]):
         metadata.seen.copy_(end - start)
 
     def _ranges(self, metadata: WindowMetadata) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Each query token's request, and the range of positions it sees; a token of padding sees 0 .. -1."""
+        """Each query token's row, and the positions that it sees: start to end - 1. In padding, start and end are 0."""
         starts = metadata.query_start_loc
         token = torch.arange(metadata.num_tokens, dtype=starts.dtype, device=starts.device)
         row = torch.searchsorted(starts[1:], token, right=True).clamp(max=metadata.num_reqs - 1)
         live = (metadata.seq_lens[row] > 0) & (token < starts[-1])
         end = torch.where(live, metadata.positions + 1, 0)
         window = self.spec.sliding_window
-        return row, torch.zeros_like(end) if window is None else (end - window).clamp(min=0), end
+        start = torch.zeros_like(end) if window is None else (end - window).clamp(min=0)
+        return row, start, end
