@@ -240,7 +240,8 @@ class StreamedLinear(NamedTuple):
             )
             return
         groups = 0 if ends is None else len(weight)
-        streamed_kernel[programs, shares, self.rows if groups else 1](
+        # Rows share the first axis with the tiles: the others have 65,535 programs at most.
+        streamed_kernel[programs * (self.rows if groups else 1), shares](
             x_ptr=x,
             w_ptr=weight,
             ends_ptr=ends,
@@ -331,15 +332,17 @@ def streamed_kernel(
 ):
     """y = epilogue(x @ w^T). A program has one tile of outputs and one share of K, for all rows, or those of one group.
 
-    Grid [tiles of outputs, shares, 1], with ends_ptr [tiles of outputs, shares, M]. A tile of the weight is loaded once
-    and multiplied with BLOCK_M rows and BLOCK_M2 rows after them: a tile's sizes are powers of two, and 80 rows make 64
-    and 16.
+    Grid [tiles of outputs, shares], with ends_ptr [M * tiles of outputs, shares]: neighbours have the tiles of one row.
+    A tile of the weight is loaded once and multiplied with BLOCK_M rows and BLOCK_M2 rows after them: a tile's sizes
+    are powers of two, and 80 rows make 64 and 16.
     """
     # 1. The outputs and the share of this program. With a gate the upper half of a tile is of the gate, the lower one
     # of the up projection, and both are of the same outputs.
     TILE_N: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
+    NUM_TILES: tl.constexpr = (N + TILE_N - 1) // TILE_N
+    pid_n = tl.program_id(0) if ends_ptr is None else tl.program_id(0) % NUM_TILES
     offs_b = tl.arange(0, BLOCK_N)
-    offs_n = tl.program_id(0) * TILE_N + offs_b % TILE_N
+    offs_n = pid_n * TILE_N + offs_b % TILE_N
     offs_w = offs_n + offs_b // TILE_N * N
     mask_n = offs_n < N
     k_start = tl.program_id(1) * k_per_split
@@ -351,7 +354,8 @@ def streamed_kernel(
     offs_m = tl.arange(0, BLOCK_M)
     m_end = M
     if ends_ptr is not None:
-        offs_m, m_end, group = _rows_of_group(ends_ptr, offs_m, M, GROUPS, BLOCK_M, BLOCK_E)
+        pid_m = tl.program_id(0) // NUM_TILES
+        offs_m, m_end, group = _rows_of_group(ends_ptr, pid_m, offs_m, M, GROUPS, BLOCK_M, BLOCK_E)
         w_ptr += group.to(tl.int64) * (N * (2 if GATED else 1)) * K
     x_rows = offs_m if tokens_ptr is None else tl.load(tokens_ptr + offs_m, mask=offs_m < m_end, other=0)
     w_ptrs = w_ptr + offs_w.to(tl.int64)[:, None] * K
@@ -386,7 +390,22 @@ def streamed_kernel(
 
     # 4. The epilogue, and the store
     _store(
-        acc, offs_m, m_end, bias_ptr, residual_ptr, y_ptr, M, limit, offs_w, mask_n, N, GATED, SPLIT_K, BLOCK_M, TILE_N
+        acc,
+        offs_m,
+        m_end,
+        bias_ptr,
+        residual_ptr,
+        y_ptr,
+        M,
+        limit,
+        pid_n,
+        offs_w,
+        mask_n,
+        N,
+        GATED,
+        SPLIT_K,
+        BLOCK_M,
+        TILE_N,
     )
     if BLOCK_M2:
         _store(
@@ -398,6 +417,7 @@ def streamed_kernel(
             y_ptr,
             M,
             limit,
+            pid_n,
             offs_w,
             mask_n,
             N,
@@ -469,6 +489,7 @@ def _store(
     y_ptr,  # out: [M, N]; SPLIT_K: fp32 [shares, M, N]
     M,
     limit,  # of gate and up, or None
+    pid_n,  # the tile of outputs
     offs_n,  # [BLOCK_N]
     mask_n,  # bool [BLOCK_N], whether an output is one of the N
     N: tl.constexpr,
@@ -487,7 +508,7 @@ def _store(
         if GATED:
             halves = tl.permute(tl.reshape(y, (BLOCK_M, 2, TILE_N)), (0, 2, 1))
             y, up = tl.split(halves)
-        offs_n = tl.program_id(0) * TILE_N + tl.arange(0, TILE_N)[None, :]
+        offs_n = pid_n * TILE_N + tl.arange(0, TILE_N)[None, :]
         mask = (offs_m < m_end)[:, None] & (offs_n < N)
         epilogue(y, up, bias_ptr, residual_ptr, y_ptr, offs_m.to(tl.int64)[:, None], offs_n, mask, limit, N, GATED)
 
@@ -495,6 +516,7 @@ def _store(
 @triton.jit
 def _rows_of_group(
     ends_ptr,  # int32 [E]
+    pid_m,  # a sorted row
     offs_m,  # [BLOCK_M], counted from the first of this program
     M,
     GROUPS: tl.constexpr,
@@ -507,7 +529,6 @@ def _rows_of_group(
     others have no rows: so many programs do for any groups, without knowing on the host how many there are.
     """
     INT32_MAX: tl.constexpr = 2**31 - 1
-    pid_m = tl.program_id(2)
     offs_e = tl.arange(0, BLOCK_E)
     # The last group has no end, so that every row belongs to one.
     ends = tl.load(ends_ptr + offs_e, mask=offs_e < GROUPS - 1, other=INT32_MAX)

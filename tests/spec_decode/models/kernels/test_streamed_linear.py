@@ -8,7 +8,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from builders.errors import BatchError
+from spec_decode.models.kernels import streamed_linear as streamed_linear_module
 from spec_decode.models.kernels.streamed_linear import (
+    StreamedLinear,
     num_shares,
     streamed_groups,
     streamed_linear,
@@ -190,6 +192,21 @@ BY_THREADS = {
 def test_without_the_copy_engine_the_tiling_is_of_the_other_kernel(rows, n, k, options):
     tile = streamed_tiling(rows, n, k, **{"room": H200, **options})
     assert not tile.tma and (tile.block_n, tile.block_k) == (64, 256 // options.get("itemsize", 2))
+
+
+def test_no_axis_of_the_grid_is_too_short_for_the_rows_of_a_long_prompt(monkeypatch):
+    grids = []
+
+    class Spy:
+        def __getitem__(self, grid):
+            return lambda **options: grids.append(grid)
+
+    monkeypatch.setattr(streamed_linear_module, "streamed_kernel", Spy())
+    rows = 8192 * 8
+    x, weight = torch.zeros(8192, 16).half(), torch.zeros(8, 200, 16).half()
+    ends, tokens = torch.full((8,), rows, dtype=torch.int32), torch.zeros(rows, dtype=torch.int64)
+    StreamedLinear(x, weight, ends, tokens).launch()
+    assert grids == [(rows * 4, 1)], "CUDA's second axis and third have 65,535 programs at most"
 
 
 def test_few_inputs_are_not_cut_into_shares_of_less_than_two_tiles():
