@@ -200,6 +200,11 @@ class StreamedLinear(NamedTuple):
         tile = tile or streamed_tiling(
             self.rows, height, inputs, room, groups=groups, itemsize=itemsize, gated=self.gated
         )
+        if groups and (tile.block_m2 or tile.tma):
+            raise BatchError(
+                "sorted rows have one tile of rows a program, which its threads fetch, got a tiling with "
+                f"block_m2={tile.block_m2}, tma={tile.tma}. Use streamed_tiling's, with groups={groups}."
+            )
         share = triton.cdiv(triton.cdiv(inputs, tile.block_k), tile.shares) * tile.block_k
         return Cut(tile, share, triton.cdiv(inputs, share))
 
@@ -334,7 +339,7 @@ def streamed_kernel(
 
     Grid [tiles of outputs, shares], with ends_ptr [M * tiles of outputs, shares]: neighbours have the tiles of one row.
     A tile of the weight is loaded once and multiplied with BLOCK_M rows and BLOCK_M2 rows after them: a tile's sizes
-    are powers of two, and 80 rows make 64 and 16.
+    are powers of two, and 80 rows make 64 and 16. With ends_ptr BLOCK_M2 is 0.
     """
     # 1. The outputs and the share of this program. With a gate the upper half of a tile is of the gate, the lower one
     # of the up projection, and both are of the same outputs.

@@ -17,7 +17,7 @@ from spec_decode.models.kernels.streamed_linear import (
 )
 from spec_decode.models.kernels.streamed_shares import streamed_shares, sum_shares
 from spec_decode.models.kernels.streamed_tiling import MAX_ROWS, ROWS_OF_ANY_WEIGHT, Room, most_rows, streamed_tiling
-from tests.spec_decode.models.kernels.streamed_oracle import FORMS, LIMIT, assert_exact, make_arguments
+from tests.spec_decode.models.kernels.streamed_oracle import FORMS, GROUPS, LIMIT, assert_exact, make_arguments
 
 H200 = Room(num_sms=132, shared_memory=232448)
 
@@ -207,6 +207,14 @@ def test_no_axis_of_the_grid_is_too_short_for_the_rows_of_a_long_prompt(monkeypa
     ends, tokens = torch.full((8,), rows, dtype=torch.int32), torch.zeros(rows, dtype=torch.int64)
     StreamedLinear(x, weight, ends, tokens).launch()
     assert grids == [(rows * 4, 1)], "CUDA's second axis and third have 65,535 programs at most"
+
+
+@pytest.mark.parametrize("change", [{"block_m2": 16}, {"tma": True}])
+def test_groups_in_two_tiles_of_rows_or_fetched_by_the_copy_engine_are_refused(change):
+    arguments = make_arguments("groups", 5, 32, 64)
+    tile = replace(streamed_tiling(5, 32, 64, H200, groups=GROUPS), **change)
+    with pytest.raises(BatchError, match="sorted rows have one tile of rows a program"):
+        arguments.launch(tile)
 
 
 def test_few_inputs_are_not_cut_into_shares_of_less_than_two_tiles():
