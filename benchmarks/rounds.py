@@ -14,7 +14,7 @@ from benchmarks.random_drafts import RandomDraft
 from benchmarks.rows import SEEN, Bench, BenchRow
 from builders import AttentionSpec
 from spec_decode.drafter import Drafter, DrafterConfig, Strategy, VerifiedTokens
-from spec_decode.drafter.strategies.loop import LoopStrategy
+from spec_decode.drafter.strategies.base import LoopStrategy
 from spec_decode.models import DraftModel
 from spec_decode.models.deepseek_v4 import DeepseekV4Prediction
 from spec_decode.models.layers.moe import MixtureOfExperts

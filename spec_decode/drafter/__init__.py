@@ -1,8 +1,7 @@
 """The multi-step drafter: its plan, its strategies, and what they run over."""
 
 from spec_decode.drafter.autotune import Measurement, autotune_strategy
-from spec_decode.drafter.config import DrafterConfig
-from spec_decode.drafter.draft_checks import check_draft
+from spec_decode.drafter.config import DrafterConfig, check_draft
 from spec_decode.drafter.drafter import Drafter, StepMetadata
 from spec_decode.drafter.plan import DraftPlan, StrategyError, plan_draft
 from spec_decode.drafter.steps import Drafts

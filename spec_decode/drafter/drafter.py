@@ -11,8 +11,7 @@ import torch
 from builders import RequestTables
 from builders.devices import on_own_device
 from builders.errors import require, require_tensor
-from spec_decode.drafter.config import DrafterConfig
-from spec_decode.drafter.draft_checks import check_draft
+from spec_decode.drafter.config import DrafterConfig, check_draft
 from spec_decode.drafter.plan import DraftPlan, plan_draft
 from spec_decode.drafter.steps import Drafts, make_step
 from spec_decode.drafter.strategies import DraftStrategy

@@ -1,8 +1,16 @@
 """Capture, replay, and their emulation on the CPU."""
 
-from spec_decode.graphs.manager import Capturable, CaptureReport, Factory, GraphKey, GraphManager, default_capture_sizes
+from spec_decode.graphs.manager import (
+    Capturable,
+    CaptureReport,
+    Factory,
+    GraphKey,
+    GraphManager,
+    default_capture_sizes,
+    loop_unsupported_reason,
+    runtime_for,
+)
 from spec_decode.graphs.runtime import CaptureError, Graph, GraphRuntime, SplitOp
-from spec_decode.graphs.runtimes import loop_unsupported_reason, runtime_for
 
 __all__ = [
     "Capturable",

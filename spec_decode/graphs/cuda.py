@@ -12,8 +12,7 @@ from typing import Any
 import torch
 
 from spec_decode.graphs.cuda_loop import WhileGraph
-from spec_decode.graphs.pieces import PiecewiseGraph, SplitOpCall
-from spec_decode.graphs.runtime import CaptureError, Graph, SplitOp
+from spec_decode.graphs.runtime import CaptureError, Graph, PiecewiseGraph, SplitOp, SplitOpCall
 
 
 class CudaGraph:

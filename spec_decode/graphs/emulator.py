@@ -23,8 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from spec_decode.graphs.pieces import PiecewiseGraph, SplitOpCall
-from spec_decode.graphs.runtime import CaptureError, Graph, SplitOp
+from spec_decode.graphs.runtime import CaptureError, Graph, PiecewiseGraph, SplitOp, SplitOpCall
 
 _CONVERSIONS = ("bool", "int", "float", "index", "array", "dlpack", "repr")
 HOST_READS = {getattr(torch.Tensor, name) for name in ("tolist", "numpy", "cpu", "item")}

@@ -61,7 +61,7 @@ def test_text_that_a_program_uses_counts() -> None:
         # one for the type checker does not.
         ("attn_backends.triton_paged", "attn_backends.kernels.paged_attention", "attn_backends.flashinfer"),
         ("attn_backends.triton_paged", "builders.spec", "builders"),
-        ("spec_decode.graphs.runtimes", "spec_decode.graphs.cuda", "spec_decode.drafter.drafter"),
+        ("spec_decode.graphs.manager", "spec_decode.graphs.cuda", "spec_decode.drafter.drafter"),
         ("spec_decode.conformance.numerics_checks", "spec_decode.testing.oracle", "spec_decode.environment"),
         ("spec_decode.conformance.child", "spec_decode.conformance.runner", "tests.mutants"),
         ("spec_decode.conformance.drafter_checks", "spec_decode.models.kernels.linear", "spec_decode.engine.engine"),

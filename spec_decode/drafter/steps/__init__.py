@@ -9,11 +9,10 @@ from builders import RequestTables
 from spec_decode.drafter.config import DrafterConfig
 from spec_decode.drafter.plan import DraftPlan
 from spec_decode.drafter.steps.block_step import BlockStep
-from spec_decode.drafter.steps.context_block_step import ContextBlockStep, InTurnBlockStep
+from spec_decode.drafter.steps.context_block_step import ContextBlockStep, InTurnBlockStep, SelectingBlockStep
 from spec_decode.drafter.steps.draft_step import DraftStep
 from spec_decode.drafter.steps.in_turn_tree_step import InTurnTreeStep, SelectingTreeStep
 from spec_decode.drafter.steps.module_step import ModuleStep
-from spec_decode.drafter.steps.selecting_block_step import SelectingBlockStep
 from spec_decode.drafter.steps.step import Drafts, Step
 from spec_decode.drafter.steps.tree_step import TreeStep
 from spec_decode.models import (

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 
 from builders import RequestTables
-from spec_decode.drafter.block_tree_sampler import BlockTreeSampler
 from spec_decode.drafter.kernels.block_inputs import block_inputs
 from spec_decode.drafter.kernels.gather_block import gather_block
 from spec_decode.drafter.plan import DraftPlan
 from spec_decode.drafter.steps.step import Step
+from spec_decode.drafter.tree_sampler import BlockTreeSampler
 from spec_decode.models import BlockDraft
 from spec_decode.sampling import DraftSampler
 

@@ -10,12 +10,13 @@ import torch
 from builders import BatchBuffers, CaptureConstants, RequestTables
 from spec_decode.drafter.plan import DraftPlan
 from spec_decode.drafter.steps.step import Step
-from spec_decode.models import ContextBlockDraft, InTurnBlockDraft
+from spec_decode.models import ContextBlockDraft, InTurnBlockDraft, SelectingBlockDraft
 from spec_decode.paged.attention import PagedAttention
 from spec_decode.paged.step_buffers import StepBuffers
-from spec_decode.sampling import DraftSampler
+from spec_decode.sampling import CandidateSampler, DraftSampler
 from spec_decode.sampling.draft_sampler import NO_TOKEN
 from spec_decode.sampling.draft_settings import DraftSettings
+from spec_decode.trees.kernels.top_children import top_children
 
 
 class ContextBlockStep(Step[ContextBlockDraft, Any]):
@@ -125,3 +126,29 @@ class InTurnBlockStep(ContextBlockStep):
         confidence = confidence_of(drafted, previous.flatten())
         unsure = (confidence < self.config.min_confidence).view(rows, -1)[:, :-1].cumsum(1) > 0
         tokens[:, 1:].masked_fill_(unsure, NO_TOKEN)
+
+
+class SelectingBlockStep(ContextBlockStep):
+    """A block whose tokens are drawn one after the other, each among the likeliest of its place."""
+
+    model: SelectingBlockDraft
+    sampler: CandidateSampler
+
+    def _make_sampler(self, batch: BatchBuffers) -> CandidateSampler:
+        return CandidateSampler(
+            batch.seq_lens,
+            batch.positions,
+            batch.step,
+            num_speculative_tokens=self.num_speculative_tokens,
+            vocab_size=self.model.vocab_size,
+            num_candidates=self.model.num_candidates,
+            min_confidence=self.config.min_confidence,
+        )
+
+    def _sample(self, drafted: torch.Tensor, places: torch.Tensor) -> None:
+        logits = self.logits(drafted)
+        with self.products():
+            gates = self.model.gates(drafted)
+        candidates, _ = top_children(logits, self.model.num_candidates, None)
+        next_tokens = self.inputs.next_tokens
+        self.sampler.select_block(logits, candidates, gates, self.model.codebooks, next_tokens, places.flatten())

@@ -11,13 +11,12 @@ import torch
 
 from builders import CaptureConstants, GraphSupport, RequestTables
 from builders.errors import require
-from spec_decode.drafter.block_tree_sampler import BlockTreeSampler
 from spec_decode.drafter.config import DrafterConfig
 from spec_decode.drafter.kernels.gather_last_hidden import gather_last_hidden
 from spec_decode.drafter.kernels.shift_tokens import shift_tokens
 from spec_decode.drafter.plan import DraftPlan
 from spec_decode.drafter.strategies.base import LaterSteps
-from spec_decode.drafter.tree_sampler import TreeSampler
+from spec_decode.drafter.tree_sampler import BlockTreeSampler, TreeSampler
 from spec_decode.drafter.verified_tokens import VerifiedTokens
 from spec_decode.graphs import Capturable
 from spec_decode.models import DraftModel

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from builders import AdvanceLevel
-from spec_decode.drafter.strategies.base import advance_unsupported_reason
-from spec_decode.drafter.strategies.loop import LoopStrategy
+from spec_decode.drafter.strategies.base import LoopStrategy, advance_unsupported_reason
 from spec_decode.graphs import Capturable
 from spec_decode.paged.attention import PagedAttention
 from spec_decode.paged.metadata_plan import GraphMode, GroupFacts, MetadataUpdate

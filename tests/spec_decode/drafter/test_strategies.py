@@ -9,7 +9,7 @@ from attn_backends import get
 from builders import CaptureConstants
 from spec_decode.drafter import Strategy, StrategyError
 from spec_decode.drafter.strategies import DraftStrategy
-from spec_decode.drafter.strategies.loop import LoopStrategy
+from spec_decode.drafter.strategies.base import LoopStrategy
 from spec_decode.graphs import Capturable, GraphManager
 from spec_decode.paged import GraphMode
 from spec_decode.paged.metadata_plan import MetadataUpdate
