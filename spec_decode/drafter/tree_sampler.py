@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from spec_decode.sampling.draft_settings import DraftSettings
+from spec_decode.sampling.draft_sampler import DraftSettings
 from spec_decode.trees import BlockTree, DraftTree, DynamicTree, DynamicTreeConfig, StaticTree
 
 

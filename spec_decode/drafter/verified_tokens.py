@@ -8,7 +8,7 @@ import torch
 
 from builders import BatchError
 from builders.errors import require, require_tensor
-from spec_decode.sampling.draft_settings import DraftSettings
+from spec_decode.sampling.draft_sampler import DraftSettings
 
 
 class VerifiedTokens(NamedTuple):

@@ -39,16 +39,15 @@ from builders.errors import require
 from spec_decode.drafter import Drafter, DraftPlan, Measurement, autotune_strategy, plan_draft
 from spec_decode.engine.config import EngineConfig, check_models, checked_request, make_pool
 from spec_decode.engine.input_batch import InputBatch
-from spec_decode.engine.outputs import PendingOutputs
+from spec_decode.engine.outputs import EngineStats, PendingOutputs
 from spec_decode.engine.prefill import Prefill, PrefillOutput
 from spec_decode.engine.request import Generation, Handle, Request, RequestState
 from spec_decode.engine.scheduler import Scheduler
-from spec_decode.engine.stats import EngineStats
 from spec_decode.engine.target_runner import Step, TargetRunner
 from spec_decode.engine.target_step import TargetStep, TreeTargetStep
 from spec_decode.models import DraftModel, TargetModel
 from spec_decode.paged.kv_groups import BackendChoice, KVGroup, make_groups
-from spec_decode.sampling.top_logprobs import TopLogprobs
+from spec_decode.sampling.target_sampler import TopLogprobs
 from spec_decode.verification import Verifier, verifier
 
 _log = logging.getLogger(__name__)

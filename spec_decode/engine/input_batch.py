@@ -16,7 +16,7 @@ from spec_decode.engine.kernels.prepare_inputs import prepare_inputs
 from spec_decode.engine.kernels.update_requests import update_requests
 from spec_decode.engine.request import Request
 from spec_decode.sampling import Sampling
-from spec_decode.sampling.top_logprobs import TopLogprobs, top_logprobs
+from spec_decode.sampling.target_sampler import TopLogprobs, top_logprobs
 from spec_decode.verification import Verifier, VerifyOutput
 
 

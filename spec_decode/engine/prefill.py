@@ -14,7 +14,7 @@ from spec_decode.engine.request import RequestState
 from spec_decode.engine.scheduler import Chunk
 from spec_decode.engine.target_runner import TargetRunner
 from spec_decode.sampling import Sampling, sample_target
-from spec_decode.sampling.top_logprobs import TopLogprobs, top_logprobs
+from spec_decode.sampling.target_sampler import TopLogprobs, top_logprobs
 
 
 @dataclass(frozen=True, slots=True)

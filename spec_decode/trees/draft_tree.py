@@ -1,14 +1,15 @@
-"""The shape of a tree of draft tokens, known before anything is drafted."""
+"""The shape of a tree of draft tokens, known before anything is drafted, and the trees of a batch as tensors."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
-from builders.errors import require, require_counts
+from builders.errors import require, require_counts, require_tensor
 from builders.spec import MAX_TREE_TOKENS
 
 
@@ -151,3 +152,25 @@ def _require_path(path: tuple[int, ...], known: dict[tuple[int, ...], int]) -> N
 
 def _follows_its_sibling(path: tuple[int, ...], known: dict[tuple[int, ...], int]) -> bool:
     return path[-1] == 0 or (*path[:-1], path[-1] - 1) in known
+
+
+class TreeBatch(NamedTuple):
+    """The trees of R requests, each of up to N draft tokens.
+
+    - draft_tokens  int64 [R, N]
+    - parents       int64 [R, N], as in DraftTree; the first value that is no parent ends the row's tree
+    """
+
+    draft_tokens: torch.Tensor
+    parents: torch.Tensor
+
+    def checked(self, target_logits: torch.Tensor) -> TreeBatch:
+        """These, contiguous. Raises BatchError for tensors, or target_logits, of another shape, dtype or device, and
+        for more tokens than a tree may have."""
+        (rows, tokens), device = self.draft_tokens.shape, target_logits.device
+        for name, tensor in self._asdict().items():
+            require_tensor(name, tensor, shape=(rows, tokens), dtype=torch.int64, device=device)
+        shape, dtype = (rows, 1 + tokens, None), target_logits.dtype
+        require_tensor("target_logits", target_logits, shape=shape, dtype=dtype, device=device)
+        require_tree_size(tokens, f"room for {tokens}")
+        return TreeBatch(self.draft_tokens.contiguous(), self.parents.contiguous())

@@ -8,11 +8,10 @@ import torch
 
 from builders.errors import require, require_tensor
 from builders.spec import MAX_TREE_TOKENS
-from spec_decode.trees.draft_tree import require_tree_size
+from spec_decode.trees.draft_tree import TreeBatch, require_tree_size
 from spec_decode.trees.kernels.grow_tree import grow_tree
 from spec_decode.trees.kernels.keep_best import keep_best
 from spec_decode.trees.kernels.top_children import top_children
-from spec_decode.trees.tree_batch import TreeBatch
 
 _SHARPEST = 0.5
 """Paths of requests below this temperature are scored at it. Of greedy trees of 8 choices and 16 tokens of its DFlash

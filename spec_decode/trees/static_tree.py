@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from spec_decode.trees.draft_tree import DraftTree
+from spec_decode.trees.draft_tree import DraftTree, TreeBatch
 from spec_decode.trees.dynamic_tree import require_frontier, target_ids
 from spec_decode.trees.kernels.top_children import top_children
-from spec_decode.trees.tree_batch import TreeBatch
 
 
 class StaticTree:

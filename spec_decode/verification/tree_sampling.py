@@ -10,8 +10,8 @@ from builders.errors import require, require_counts, require_tensor
 from spec_decode.sampling.kernels.draw_tokens import draw_tokens
 from spec_decode.sampling.parameters import Sampling
 from spec_decode.sampling.target_sampler import process_target_logits
+from spec_decode.trees.draft_tree import TreeBatch
 from spec_decode.trees.kernels.ancestor_masks import ancestor_masks
-from spec_decode.trees.tree_batch import TreeBatch
 from spec_decode.verification.kernels.follow_tree import follow_tree
 
 

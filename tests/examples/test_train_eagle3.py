@@ -12,7 +12,7 @@ from train_pair import eagle3
 from train_pair.prompts import make_prompts
 
 from spec_decode import LLM, SamplingParams
-from spec_decode.llm.published import load_published_pair
+from spec_decode.llm.load import load_published_pair
 from spec_decode.models import TransformersTarget
 from spec_decode.models.eagle3 import Eagle3
 from spec_decode.models.hf.folder import load_model

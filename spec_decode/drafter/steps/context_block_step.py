@@ -14,8 +14,7 @@ from spec_decode.models import ContextBlockDraft, InTurnBlockDraft, SelectingBlo
 from spec_decode.paged.attention import PagedAttention
 from spec_decode.paged.step_buffers import StepBuffers
 from spec_decode.sampling import CandidateSampler, DraftSampler
-from spec_decode.sampling.draft_sampler import NO_TOKEN
-from spec_decode.sampling.draft_settings import DraftSettings
+from spec_decode.sampling.draft_sampler import NO_TOKEN, DraftSettings
 from spec_decode.trees.kernels.top_children import top_children
 
 

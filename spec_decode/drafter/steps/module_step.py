@@ -7,17 +7,46 @@ from itertools import accumulate
 
 import torch
 
-from builders import BatchBuffers, RequestTables, advance_state, set_decode_state
+from builders import NO_SLOT, BatchBuffers, RequestTables, advance_state, set_decode_state
 from spec_decode.drafter.kernels.gather_last_hidden import gather_last_hidden
 from spec_decode.drafter.kernels.shift_tokens import shift_tokens
 from spec_decode.drafter.plan import DraftPlan
 from spec_decode.drafter.steps.step import Step
 from spec_decode.models import ModuleDraft
 from spec_decode.paged.attention import PagedAttention
-from spec_decode.paged.input_cache import InputCache
-from spec_decode.paged.kv_groups import build_ragged
+from spec_decode.paged.kv_groups import KVGroup, build_ragged
 from spec_decode.paged.step_buffers import StepBuffers
 from spec_decode.sampling import DraftSampler
+
+_FIRST_SLOT = -NO_SLOT
+"""The line of slot 0: line 0 takes what has no slot."""
+
+
+class InputCache:
+    """A token and the target's states for every slot, beside the KV of the same slots.
+
+    So it needs no rows: it holds for a request wherever that runs, after a prefill, in another row or anew.
+
+    token_ids  int64 [1 + slots]
+    states     [1 + slots, F]
+    """
+
+    def __init__(self, group: KVGroup, states_size: int, dtype: torch.dtype, device: torch.device) -> None:
+        pages = min(cache.num_pages for cache in group.caches.values())
+        lines = _FIRST_SLOT + pages * group.spec.page_size
+        self.token_ids = torch.zeros(lines, dtype=torch.int64, device=device)
+        self.states = torch.zeros(lines, states_size, dtype=dtype, device=device)
+
+    def store(self, slots: torch.Tensor, token_ids: torch.Tensor, states: torch.Tensor) -> None:
+        """Keep token_ids int64 [T] and states [T, F] at slots int64 [T], where these are slots."""
+        lines = slots + _FIRST_SLOT
+        self.token_ids.index_copy_(0, lines, token_ids)
+        self.states.index_copy_(0, lines, states)
+
+    def load(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Copies of what was kept at slots int64 [T]; of what is no slot, anything finite."""
+        lines = slots + _FIRST_SLOT
+        return self.token_ids.index_select(0, lines), self.states.index_select(0, lines)
 
 
 class ModuleStep(Step[ModuleDraft, DraftSampler]):

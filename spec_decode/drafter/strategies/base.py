@@ -15,7 +15,7 @@ from spec_decode.models.attention import Attention
 from spec_decode.paged.kv_groups import KVGroup
 from spec_decode.paged.metadata_plan import GraphMode, GroupFacts, MetadataUpdate
 from spec_decode.paged.step_buffers import StepBuffers
-from spec_decode.sampling.draft_settings import DraftSettings
+from spec_decode.sampling.draft_sampler import DraftSettings
 
 GRAPHS_OFF = "graphs are turned off"
 

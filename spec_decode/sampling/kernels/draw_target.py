@@ -11,8 +11,7 @@ from builders.kernels.op import define_op
 from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
 from spec_decode.sampling import noise
 from spec_decode.sampling.kernels.draw_tokens import DrawTokens, store_draw_kernel
-from spec_decode.sampling.kernels.process_logits import ProcessLogits
-from spec_decode.sampling.kernels.restriction import is_restricted, restriction
+from spec_decode.sampling.kernels.process_logits import ProcessLogits, is_restricted, restriction
 from spec_decode.sampling.kernels.vocab_blocks import vocab_block
 from spec_decode.sampling.noise import triton_gumbel, triton_key
 

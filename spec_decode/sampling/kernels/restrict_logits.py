@@ -14,7 +14,7 @@ import torch
 from builders.errors import require, require_tensor
 from builders.kernels.op import define_op
 from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
-from spec_decode.sampling.kernels.restriction import restriction
+from spec_decode.sampling.kernels.process_logits import restriction
 from spec_decode.sampling.kernels.threshold_search import search, walk
 
 _PART = 4096

@@ -24,7 +24,7 @@ transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
 transformers.logging.set_verbosity_error()
 
-from spec_decode.llm.published import load_published_pair  # noqa: E402
+from spec_decode.llm.load import load_published_pair  # noqa: E402
 
 WORDS = ["<end>", "<turn>", "the", "cat", "sat"]
 TEMPLATE = "{% for m in messages %}<turn> {{ m.content }}{% endfor %}{% if add_generation_prompt %} <turn>{% endif %}"
@@ -171,7 +171,7 @@ def test_the_target_hands_out_the_states_that_the_draft_reads(
 ) -> None:
     write_model(folders[0], num_hidden_layers=6)
     # Only which layers are asked for: the draft itself has its own tests.
-    monkeypatch.setattr("spec_decode.llm.published.aux_hidden_state_layers", lambda folder, n: (2, n // 2, n - 3))
+    monkeypatch.setattr("spec_decode.llm.load.aux_hidden_state_layers", lambda folder, n: (2, n // 2, n - 3))
 
     assert load(folders).target.aux_hidden_state_layers == (2, 3, 3)
 
