@@ -11,7 +11,7 @@ from torch import nn
 from spec_decode.models import deepseek_v4, dflash, dflash2, eagle, eagle3, latent_eagle3, mtp
 from spec_decode.models.attention import Attention
 from spec_decode.models.base import DraftModel, LayerGroup, TargetModel, TargetStates
-from spec_decode.models.checkpoints.random_store import SPREAD, RandomStore
+from spec_decode.models.checkpoints.store import SPREAD, RandomStore
 from spec_decode.models.kernels.linear import linear
 
 _ATTENTION = [f"self_attn.{part}_proj.weight" for part in "qkvo"]

@@ -24,8 +24,7 @@ from spec_decode.models import DraftModel, LlamaTarget, ModelConfig
 from spec_decode.models.attention import Attention
 from spec_decode.models.base import TargetStates
 from spec_decode.models.checkpoints.config_reader import ConfigReader
-from spec_decode.models.checkpoints.random_store import RandomStore
-from spec_decode.models.checkpoints.scoped_weights import ScopedWeights
+from spec_decode.models.checkpoints.store import RandomStore, ScopedWeights
 from spec_decode.models.decoder_config import read_decoder
 from spec_decode.models.decoder_weights import read_parameters
 from spec_decode.models.layers.linear import joined

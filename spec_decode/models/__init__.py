@@ -19,7 +19,7 @@ from spec_decode.models.base import (
     TargetModel,
     TargetStates,
 )
-from spec_decode.models.checkpoints.errors import CheckpointError
+from spec_decode.models.checkpoints.files import CheckpointError
 from spec_decode.models.config import LatentConfig, ModelConfig
 from spec_decode.models.eagle import EagleDraft
 from spec_decode.models.llama import LlamaTarget

@@ -10,14 +10,13 @@ from torch import nn
 from spec_decode.models.attention import Attention
 from spec_decode.models.base import BlockDraft, TargetModel
 from spec_decode.models.checkpoints.mask_token import read_mask_token
-from spec_decode.models.checkpoints.scoped_weights import ScopedWeights
-from spec_decode.models.checkpoints.store import TensorStore
+from spec_decode.models.checkpoints.store import ScopedWeights, TensorStore
 from spec_decode.models.decoder_config import DecoderConfig, read_decoder
 from spec_decode.models.decoder_weights import read_parameters
 from spec_decode.models.draft import DecoderDraft, check_shared
 from spec_decode.models.kernels.linear import linear
 from spec_decode.models.layers.decoder_layer import DecoderLayer, LayerOptions
-from spec_decode.models.layers.embedding import Embedding
+from spec_decode.models.layers.linear import Embedding
 from spec_decode.models.layers.rms_norm import RMSNorm
 
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")

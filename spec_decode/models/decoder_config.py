@@ -8,7 +8,7 @@ import torch
 
 from spec_decode.models.base import LayerGroup
 from spec_decode.models.checkpoints.config_reader import ConfigReader
-from spec_decode.models.checkpoints.errors import CheckpointError
+from spec_decode.models.checkpoints.files import CheckpointError
 from spec_decode.models.config import ModelConfig
 from spec_decode.models.layers.rope import LLAMA_SCALINGS, Scaling, read_rope, rope_section
 

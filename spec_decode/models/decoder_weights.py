@@ -11,7 +11,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from spec_decode.models.checkpoints.scoped_weights import ScopedWeights
+from spec_decode.models.checkpoints.store import ScopedWeights
 from spec_decode.models.layers.linear import FusingLinear
 
 M = TypeVar("M", bound=nn.Module)

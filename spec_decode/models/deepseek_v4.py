@@ -11,9 +11,8 @@ from torch.nn import functional as F
 from spec_decode.models.attention import Attention
 from spec_decode.models.base import KeepRows, TargetModel
 from spec_decode.models.checkpoints.config_reader import ConfigReader
-from spec_decode.models.checkpoints.errors import CheckpointError
-from spec_decode.models.checkpoints.scoped_weights import ScopedWeights
-from spec_decode.models.checkpoints.store import TensorStore
+from spec_decode.models.checkpoints.files import CheckpointError
+from spec_decode.models.checkpoints.store import ScopedWeights, TensorStore
 from spec_decode.models.draft import check_target
 from spec_decode.models.kernels.hyper_connections import write_streams
 from spec_decode.models.kernels.linear import linear

@@ -11,10 +11,9 @@ from torch.nn import functional as F
 
 from spec_decode.models.attention import Attention, ContextAttention
 from spec_decode.models.base import ContextBlockDraft, TargetModel
-from spec_decode.models.checkpoints.errors import CheckpointError
+from spec_decode.models.checkpoints.files import CheckpointError
 from spec_decode.models.checkpoints.mask_token import require_mask_token
-from spec_decode.models.checkpoints.scoped_weights import ScopedWeights
-from spec_decode.models.checkpoints.store import TensorStore
+from spec_decode.models.checkpoints.store import ScopedWeights, TensorStore
 from spec_decode.models.checkpoints.token_map import read_token_map
 from spec_decode.models.config import MAX_LAYERS
 from spec_decode.models.decoder_config import DecoderConfig, read_decoder

@@ -10,12 +10,11 @@ from torch import nn
 
 from spec_decode.models.base import DraftModel, LayerGroup, TargetModel
 from spec_decode.models.checkpoints.config_reader import ConfigReader
-from spec_decode.models.checkpoints.errors import CheckpointError
-from spec_decode.models.checkpoints.scoped_weights import ScopedWeights
-from spec_decode.models.checkpoints.store import TensorStore
+from spec_decode.models.checkpoints.files import CheckpointError
+from spec_decode.models.checkpoints.store import ScopedWeights, TensorStore
 from spec_decode.models.decoder_config import DecoderConfig
 from spec_decode.models.layers.decoder_layer import DecoderLayer, LayerOptions
-from spec_decode.models.layers.embedding import Embedding
+from spec_decode.models.layers.linear import Embedding
 from spec_decode.models.layers.rope import RotaryEmbedding
 
 _LAYER_CONFIG = "transformer_layer_config"

@@ -9,14 +9,13 @@ from torch import nn
 from torch.nn import functional as F
 
 from spec_decode.models.base import InTurnBlockDraft, TargetModel
-from spec_decode.models.checkpoints.errors import CheckpointError
-from spec_decode.models.checkpoints.scoped_weights import ScopedWeights
-from spec_decode.models.checkpoints.store import TensorStore
+from spec_decode.models.checkpoints.files import CheckpointError
+from spec_decode.models.checkpoints.store import ScopedWeights, TensorStore
 from spec_decode.models.decoder_config import DecoderConfig
 from spec_decode.models.dflash import DFlash, draft_vocab, load_as
 from spec_decode.models.dflash import aux_hidden_state_layers as aux_hidden_state_layers
 from spec_decode.models.kernels.linear import linear
-from spec_decode.models.layers.embedding import Embedding
+from spec_decode.models.layers.linear import Embedding
 
 
 class MarkovHead(nn.Module):

@@ -11,17 +11,14 @@ import torch
 
 from attn_backends.kernels.rope import Rope
 from spec_decode.models.attention import Attention
-from spec_decode.models.base import KeepRows, LayerGroup, TargetModel
-from spec_decode.models.checkpoints.scoped_weights import ScopedWeights
-from spec_decode.models.checkpoints.store import TensorStore
+from spec_decode.models.base import KeepRows, KeptRowsDraft, LayerGroup, TargetModel
+from spec_decode.models.checkpoints.store import ScopedWeights, TensorStore
 from spec_decode.models.config import ModelConfig
 from spec_decode.models.decoder_config import DecoderConfig, read_decoder
 from spec_decode.models.decoder_weights import read_parameters
 from spec_decode.models.draft import HiddenStatesDraft, check_target, decoder_fields
-from spec_decode.models.kept_rows import KeptRowsDraft
 from spec_decode.models.kernels.linear import linear
-from spec_decode.models.layers.decoder_layer import DecoderLayer, LayerOptions, ResidualLayer
-from spec_decode.models.layers.latent_decoder_layer import LatentDecoderLayer
+from spec_decode.models.layers.decoder_layer import DecoderLayer, LatentDecoderLayer, LayerOptions, ResidualLayer
 from spec_decode.models.layers.linear import EmbedLinear, ResidualStream, joined
 from spec_decode.models.layers.rms_norm import RMSNorm
 from spec_decode.models.layers.rope import RotaryEmbedding

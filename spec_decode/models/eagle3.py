@@ -7,10 +7,9 @@ import torch
 
 from attn_backends.kernels.rope import Rope
 from spec_decode.models.attention import Attention
-from spec_decode.models.base import BlockDraft, KeepRows, TargetModel
+from spec_decode.models.base import BlockDraft, KeepRows, KeptRowsDraft, TargetModel
 from spec_decode.models.checkpoints.mask_token import require_mask_token
-from spec_decode.models.checkpoints.scoped_weights import ScopedWeights
-from spec_decode.models.checkpoints.store import TensorStore
+from spec_decode.models.checkpoints.store import ScopedWeights, TensorStore
 from spec_decode.models.checkpoints.token_map import read_token_map
 from spec_decode.models.config import MAX_LAYERS, ModelConfig
 from spec_decode.models.decoder_config import DecoderConfig, read_decoder
@@ -18,7 +17,6 @@ from spec_decode.models.decoder_weights import read_parameters
 from spec_decode.models.draft import HiddenStatesDraft, check_aux_states, decoder_fields
 from spec_decode.models.eagle3_parts import AuxStates, DraftHead, draft_vocab, first_prefix, published_name
 from spec_decode.models.eagle3_parts import aux_hidden_state_layers as aux_hidden_state_layers
-from spec_decode.models.kept_rows import KeptRowsDraft
 from spec_decode.models.kernels.embed_concat import embed_concat
 from spec_decode.models.layers.decoder_layer import DecoderLayer, LayerOptions
 from spec_decode.models.layers.linear import ResidualStream

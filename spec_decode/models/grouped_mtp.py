@@ -14,9 +14,8 @@ from spec_decode.models import mtp
 from spec_decode.models.attention import Attention
 from spec_decode.models.base import DraftModel, KeepRows, TargetModel
 from spec_decode.models.checkpoints.config_reader import ConfigReader
-from spec_decode.models.checkpoints.errors import CheckpointError
-from spec_decode.models.checkpoints.scoped_weights import ScopedWeights, frozen
-from spec_decode.models.checkpoints.store import TensorStore
+from spec_decode.models.checkpoints.files import CheckpointError
+from spec_decode.models.checkpoints.store import ScopedWeights, TensorStore, frozen
 from spec_decode.models.draft import check_target, decoder_fields
 from spec_decode.models.kernels.embed_concat import embed_concat
 from spec_decode.models.kernels.linear import linear
@@ -24,8 +23,7 @@ from spec_decode.models.layers.feed_forward import FeedForward, Names, read_dens
 from spec_decode.models.layers.grouped_attention import GroupedAttention, read_grouped_shape
 from spec_decode.models.layers.moe import MixtureOfExperts, read_qwen_mixture
 from spec_decode.models.layers.rms_norm import RMSNorm
-from spec_decode.models.mtp_draft import MtpDraft
-from spec_decode.models.mtp_modules import MtpModules
+from spec_decode.models.mtp_draft import MtpDraft, MtpModules
 
 _QWEN_ARCHITECTURES = tuple(
     f"{name}{end}" for name in ("Qwen3_5", "Qwen3_5Moe") for end in ("ForCausalLM", "ForConditionalGeneration")

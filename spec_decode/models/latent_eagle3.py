@@ -9,9 +9,8 @@ import torch
 
 from spec_decode.models.attention import Attention
 from spec_decode.models.base import KeepRows, TargetModel
-from spec_decode.models.checkpoints.errors import CheckpointError
-from spec_decode.models.checkpoints.scoped_weights import ScopedWeights
-from spec_decode.models.checkpoints.store import TensorStore
+from spec_decode.models.checkpoints.files import CheckpointError
+from spec_decode.models.checkpoints.store import ScopedWeights, TensorStore
 from spec_decode.models.checkpoints.token_map import read_token_map
 from spec_decode.models.config import MAX_LAYERS
 from spec_decode.models.decoder_weights import read_parameters

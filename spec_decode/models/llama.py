@@ -10,7 +10,7 @@ from spec_decode.models.base import LayerGroup, TargetModel, TargetStates
 from spec_decode.models.config import ModelConfig
 from spec_decode.models.kernels.linear import linear
 from spec_decode.models.layers.decoder_layer import DecoderLayer
-from spec_decode.models.layers.embedding import Embedding
+from spec_decode.models.layers.linear import Embedding
 from spec_decode.models.layers.rms_norm import RMSNorm
 from spec_decode.models.layers.rope import RotaryEmbedding
 

@@ -13,9 +13,8 @@ import torch
 from spec_decode.models.attention import Attention
 from spec_decode.models.base import DraftModel, KeepRows, TargetModel
 from spec_decode.models.checkpoints.config_reader import ConfigReader
-from spec_decode.models.checkpoints.errors import CheckpointError
-from spec_decode.models.checkpoints.scoped_weights import ScopedWeights
-from spec_decode.models.checkpoints.store import TensorStore
+from spec_decode.models.checkpoints.files import CheckpointError
+from spec_decode.models.checkpoints.store import ScopedWeights, TensorStore
 from spec_decode.models.draft import check_target
 from spec_decode.models.kernels.embed_concat import embed_concat
 from spec_decode.models.kernels.linear import linear
@@ -23,8 +22,7 @@ from spec_decode.models.layers.feed_forward import FeedForward, Names, read_dens
 from spec_decode.models.layers.mla_attention import MlaAttention, read_mla_shape
 from spec_decode.models.layers.moe import MixtureOfExperts, MixtureShape, read_mixture, read_mixture_shape
 from spec_decode.models.layers.rms_norm import RMSNorm
-from spec_decode.models.mtp_draft import MtpDraft, check_published_form
-from spec_decode.models.mtp_modules import MtpModules
+from spec_decode.models.mtp_draft import MtpDraft, MtpModules, check_published_form
 
 ARCHITECTURES = ("DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM")
 

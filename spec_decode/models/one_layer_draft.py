@@ -9,11 +9,10 @@ from typing import ClassVar
 
 import torch
 
-from spec_decode.models.base import LayerGroup, TargetModel
+from spec_decode.models.base import KeptRowsDraft, LayerGroup, TargetModel
 from spec_decode.models.checkpoints.config_reader import ConfigReader
-from spec_decode.models.checkpoints.scoped_weights import ScopedWeights
+from spec_decode.models.checkpoints.store import ScopedWeights
 from spec_decode.models.draft import check_embedding, target_embedding
-from spec_decode.models.kept_rows import KeptRowsDraft
 from spec_decode.models.layers.grouped_attention import GroupedAttention
 from spec_decode.models.layers.mla_attention import MlaAttention
 from spec_decode.models.layers.rms_norm import RMSNorm

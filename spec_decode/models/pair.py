@@ -19,8 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from spec_decode.models.base import DraftModel
-from spec_decode.models.checkpoints.errors import CheckpointError
-from spec_decode.models.checkpoints.files import check_safetensors, is_finite, read_object
+from spec_decode.models.checkpoints.files import CheckpointError, check_safetensors, is_finite, read_object
 from spec_decode.models.config import ModelConfig
 from spec_decode.models.decoder_weights import published_tensors
 from spec_decode.models.dflash import DFlash

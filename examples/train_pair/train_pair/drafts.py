@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from spec_decode.models import EagleDraft, LlamaTarget, ModelConfig
-from spec_decode.models.checkpoints.random_store import RandomStore
+from spec_decode.models.checkpoints.store import RandomStore
 from spec_decode.models.dflash import DFlash, load
 
 Draft = EagleDraft | DFlash

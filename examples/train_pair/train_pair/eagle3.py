@@ -27,7 +27,7 @@ from torch.nn import functional as F
 from spec_decode import LLM, SamplingParams
 from spec_decode.environment import environment
 from spec_decode.models import TransformersTarget
-from spec_decode.models.checkpoints.random_store import RandomStore
+from spec_decode.models.checkpoints.store import RandomStore
 from spec_decode.models.decoder_weights import published_tensors
 from spec_decode.models.eagle3 import Eagle3, load
 from spec_decode.models.eagle3_parts import published_name

@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from spec_decode.models.checkpoints.errors import CheckpointError
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be loaded; the message says what is wrong with which file."""
 
 
 def read_object(path: Path, remedy: str) -> dict[str, Any]:

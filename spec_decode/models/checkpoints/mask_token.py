@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from spec_decode.models.checkpoints.errors import CheckpointError
+from spec_decode.models.checkpoints.files import CheckpointError
 from spec_decode.models.checkpoints.store import TensorStore
 
 _KEYS = ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id")

@@ -1,19 +1,19 @@
-"""A checkpoint folder as models are published: config.json, and weights in one file or in shards with an index."""
+"""A checkpoint: its tensors by name, those under a common prefix, and random numbers in the place of both."""
 
 from __future__ import annotations
 
 import zipfile
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch import nn
 
 from spec_decode.models.checkpoints.config_reader import ConfigReader
-from spec_decode.models.checkpoints.errors import CheckpointError
-from spec_decode.models.checkpoints.files import check_safetensors, is_finite, read_object, unreadable
+from spec_decode.models.checkpoints.files import CheckpointError, check_safetensors, is_finite, read_object, unreadable
 
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 """Where weights are looked for; the first that exists is the one that is read."""
@@ -192,3 +192,68 @@ def _open_bin(path: Path) -> _Shard:
 
 def _is_plain(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.layout == torch.strided and not value.is_meta
+
+
+@dataclass(frozen=True, slots=True)
+class ScopedWeights:
+    """The tensors under a prefix, which completes every name, cast and moved as they are taken."""
+
+    store: TensorStore
+    prefix: str
+    dtype: torch.dtype
+    device: torch.device
+
+    def under(self, prefix: str) -> ScopedWeights:
+        """Those under a longer prefix."""
+        return replace(self, prefix=self.prefix + prefix)
+
+    def has(self, name: str) -> bool:
+        """Whether the checkpoint holds a tensor of that name."""
+        return self.prefix + name in self.store.names()
+
+    def take(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """The tensor of that name and shape; dtype None is that of the model."""
+        return self.store.take(self.prefix + name, shape, dtype or self.dtype).to(self.device)
+
+    def parameter(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
+        """`take`, as a parameter that is not trained."""
+        return frozen(self.take(name, *shape, dtype=dtype))
+
+    def stacked(self, names: Sequence[str], rows: Sequence[int], *columns: int) -> nn.Parameter:
+        """Matrices [rows[i], columns] (or vectors [rows[i]]) below each other: one product in place of several."""
+        parts = [self.take(name, count, *columns) for name, count in zip(names, rows, strict=True)]
+        return frozen(parts[0] if len(parts) == 1 else torch.cat(parts))
+
+    def refuse_unused(self) -> None:
+        """Raise CheckpointError for tensors under the prefix that no module took; others belong to the target."""
+        self.store.refuse_unused(under=self.prefix)
+
+
+def frozen(tensor: torch.Tensor) -> nn.Parameter:
+    """A parameter that is not trained."""
+    return nn.Parameter(tensor, requires_grad=False)
+
+
+SPREAD = 0.02
+"""Standard deviation of a random weight: states neither vanish nor grow."""
+
+
+class RandomStore(TensorStore):
+    """A checkpoint that was never written: whatever is taken is drawn at random, on the device."""
+
+    def __init__(self, config: dict[str, Any], names: list[str], device: torch.device) -> None:
+        super().__init__(Path("random"), config, dict.fromkeys(names, Path("random")))
+        self._device = device
+
+    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Norms are 1, maps of tokens the identity, all other numbers normal."""
+        self._taken.add(name)
+        if name == "d2t":
+            return torch.zeros(shape, dtype=torch.int64)
+        if name.endswith(("norm.weight", "layernorm.weight")):
+            return torch.ones(shape, dtype=dtype, device=self._device)
+        return torch.randn(shape, dtype=dtype, device=self._device).mul_(SPREAD)
+
+    def take_flat(self, name: str, size: int, dtype: torch.dtype) -> torch.Tensor:
+        """Normal numbers."""
+        return self.take(name, (size,), dtype)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from spec_decode.models.checkpoints.errors import CheckpointError
+from spec_decode.models.checkpoints.files import CheckpointError
 from spec_decode.models.checkpoints.store import TensorStore
 
 

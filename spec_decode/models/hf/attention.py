@@ -16,7 +16,7 @@ from torch import nn
 from attn_backends.extras import install_hint
 from builders import AttentionSpec
 from spec_decode.models.attention import AttentionInputs
-from spec_decode.models.checkpoints.errors import CheckpointError
+from spec_decode.models.checkpoints.files import CheckpointError
 
 try:
     from transformers import AttentionInterface

@@ -7,8 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from spec_decode.models.checkpoints.errors import CheckpointError
-from spec_decode.models.checkpoints.files import check_safetensors, read_object, require_plain_utf8, require_regular
+from spec_decode.models.checkpoints.files import (
+    CheckpointError,
+    check_safetensors,
+    read_object,
+    require_plain_utf8,
+    require_regular,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

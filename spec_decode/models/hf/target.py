@@ -17,8 +17,7 @@ from torch import nn
 from builders import AttentionSpec
 from spec_decode.models.attention import Attention, AttentionInputs
 from spec_decode.models.base import LayerGroup, TargetModel, TargetStates
-from spec_decode.models.checkpoints.errors import CheckpointError
-from spec_decode.models.checkpoints.files import is_finite
+from spec_decode.models.checkpoints.files import CheckpointError, is_finite
 from spec_decode.models.hf.attention import ATTENTION_NAME, serving, unserved
 from spec_decode.models.hf.hidden_states import catching, set_hooks
 

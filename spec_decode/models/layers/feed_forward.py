@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from spec_decode.models.checkpoints.scoped_weights import ScopedWeights, frozen
+from spec_decode.models.checkpoints.store import ScopedWeights, frozen
 from spec_decode.models.kernels.linear import gated_linear, linear
 from spec_decode.models.kernels.sigmoid_gate import sigmoid_gate
 

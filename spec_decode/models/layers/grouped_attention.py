@@ -15,8 +15,8 @@ from builders import AttentionSpec
 from spec_decode.models.attention import Attention, AttentionInputs
 from spec_decode.models.base import KeepRows
 from spec_decode.models.checkpoints.config_reader import ConfigReader
-from spec_decode.models.checkpoints.errors import CheckpointError
-from spec_decode.models.checkpoints.scoped_weights import ScopedWeights, frozen
+from spec_decode.models.checkpoints.files import CheckpointError
+from spec_decode.models.checkpoints.store import ScopedWeights, frozen
 from spec_decode.models.config import ModelConfig
 from spec_decode.models.kernels.linear import linear
 from spec_decode.models.kernels.sigmoid_gate import sigmoid_gate

@@ -13,7 +13,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from spec_decode.models.checkpoints.scoped_weights import ScopedWeights, frozen
+from spec_decode.models.checkpoints.store import ScopedWeights, frozen
 from spec_decode.models.kernels.hyper_connections import collapse_streams, read_streams
 from spec_decode.models.kernels.skinny_linear import wide_linear
 

@@ -18,12 +18,11 @@ from builders import AttentionKind, AttentionSpec
 from spec_decode.models.attention import Attention, AttentionInputs
 from spec_decode.models.base import KeepRows
 from spec_decode.models.checkpoints.config_reader import ConfigReader
-from spec_decode.models.checkpoints.scoped_weights import ScopedWeights, frozen
+from spec_decode.models.checkpoints.store import ScopedWeights, frozen
 from spec_decode.models.kernels.linear import linear, stacked_linear
 from spec_decode.models.kernels.mla_query_key import mla_query_key
 from spec_decode.models.layers.rms_norm import RMSNorm
-from spec_decode.models.layers.rope import RopeConfig
-from spec_decode.models.layers.yarn import Yarn, read_latent_rope
+from spec_decode.models.layers.rope import RopeConfig, Yarn, read_latent_rope
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,14 +12,14 @@ import torch
 from torch import nn
 
 from spec_decode.models.checkpoints.config_reader import ConfigReader
-from spec_decode.models.checkpoints.errors import CheckpointError
-from spec_decode.models.checkpoints.scoped_weights import ScopedWeights, frozen
+from spec_decode.models.checkpoints.files import CheckpointError
+from spec_decode.models.checkpoints.store import ScopedWeights, frozen
 from spec_decode.models.kernels.combine_experts import combine_experts
 from spec_decode.models.kernels.order_by_expert import order_by_expert
 from spec_decode.models.kernels.route_tokens import Routing, route_tokens
 from spec_decode.models.kernels.skinny_linear import wide_linear
 from spec_decode.models.layers.feed_forward import FeedForward, GatedFeedForward, Names, read_dense
-from spec_decode.models.layers.grouped_linear import grouped_gated_linear, grouped_linear
+from spec_decode.models.layers.linear import grouped_gated_linear, grouped_linear
 
 
 class Experts(nn.Module):

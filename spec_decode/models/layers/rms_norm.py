@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from spec_decode.models.checkpoints.scoped_weights import ScopedWeights
+from spec_decode.models.checkpoints.store import ScopedWeights
 from spec_decode.models.kernels.add_rms_norm import add_rms_norm
 
 

@@ -18,8 +18,8 @@ from builders import AttentionKind, AttentionSpec
 from spec_decode.models.attention import Attention, AttentionInputs
 from spec_decode.models.base import KeepRows
 from spec_decode.models.checkpoints.config_reader import ConfigReader
-from spec_decode.models.checkpoints.errors import CheckpointError
-from spec_decode.models.checkpoints.scoped_weights import ScopedWeights, frozen
+from spec_decode.models.checkpoints.files import CheckpointError
+from spec_decode.models.checkpoints.store import ScopedWeights, frozen
 from spec_decode.models.kernels.linear import linear, stacked_linear
 from spec_decode.models.layers.rms_norm import RMSNorm
 from spec_decode.models.layers.rope import RopeConfig

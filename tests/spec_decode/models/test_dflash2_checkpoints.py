@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from spec_decode.models import dflash2
-from spec_decode.models.checkpoints.errors import CheckpointError
+from spec_decode.models.checkpoints.files import CheckpointError
 from spec_decode.models.load import load_draft
 from tests.spec_decode.models.generated import HIDDEN, VOCAB, Generated, StubTarget, make_dflash, make_dflash2
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from spec_decode.models.checkpoints.errors import CheckpointError
+from spec_decode.models.checkpoints.files import CheckpointError
 from spec_decode.models.load import aux_hidden_state_layers, load_draft
 from tests.spec_decode.models.generated import HIDDEN, VOCAB, StubTarget, make_dflash
 

@@ -16,7 +16,7 @@ from spec_decode.engine import Engine
 from spec_decode.models import CheckpointError
 from spec_decode.models.grouped_mtp import GroupedPrediction
 from spec_decode.models.load import load_draft
-from spec_decode.models.mtp_modules import MtpModules
+from spec_decode.models.mtp_draft import MtpModules
 from spec_decode.paged import GraphMode
 from tests.factories import CPU, engine_config, make_request
 from tests.spec_decode.models.generated_mtp import (

@@ -14,7 +14,7 @@ from spec_decode.models.grouped_mtp import GroupedPrediction
 from spec_decode.models.latent_eagle3 import LatentEagle3
 from spec_decode.models.load import aux_hidden_state_layers, load_draft
 from spec_decode.models.mtp import MultiTokenPrediction
-from spec_decode.models.mtp_modules import MtpModules
+from spec_decode.models.mtp_draft import MtpModules
 from tests.spec_decode.models import generated_mtp
 from tests.spec_decode.models.generated import (
     FORMS,

@@ -12,7 +12,7 @@ from spec_decode.models import CheckpointError, mtp
 from spec_decode.models.checkpoints.config_reader import ConfigReader
 from spec_decode.models.checkpoints.store import TensorStore
 from spec_decode.models.layers.mla_attention import read_mla_shape
-from spec_decode.models.layers.yarn import read_latent_rope
+from spec_decode.models.layers.rope import read_latent_rope
 from tests.factories import CPU
 from tests.spec_decode.models.generated_mtp import (
     GLM_CONFIG,

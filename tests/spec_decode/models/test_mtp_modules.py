@@ -12,7 +12,7 @@ from spec_decode.drafter import Drafter, DrafterConfig, Strategy, StrategyError
 from spec_decode.models import CheckpointError, mtp
 from spec_decode.models.checkpoints.store import TensorStore
 from spec_decode.models.load import load_draft
-from spec_decode.models.mtp_modules import MtpModules
+from spec_decode.models.mtp_draft import MtpModules
 from spec_decode.paged.kv_groups import make_group
 from tests.factories import CPU, owned_pages
 from tests.spec_decode.models.generated_mtp import (

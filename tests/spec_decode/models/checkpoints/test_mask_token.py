@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from spec_decode.models.checkpoints.errors import CheckpointError
+from spec_decode.models.checkpoints.files import CheckpointError
 from spec_decode.models.checkpoints.mask_token import read_mask_token
 from spec_decode.models.checkpoints.store import TensorStore
 from spec_decode.models.load import load_draft

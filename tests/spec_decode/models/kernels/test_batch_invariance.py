@@ -16,7 +16,7 @@ from spec_decode.models.kernels.linear import gated_linear, linear, stacked_line
 from spec_decode.models.kernels.route_tokens import Routing, route_tokens
 from spec_decode.models.kernels.skinny_linear import wide_linear
 from spec_decode.models.kernels.swiglu import swiglu
-from spec_decode.models.layers.grouped_linear import grouped_gated_linear, grouped_linear
+from spec_decode.models.layers.linear import grouped_gated_linear, grouped_linear
 
 SIZE = st.one_of(st.integers(1, 70), st.sampled_from([127, 255, 511]))
 

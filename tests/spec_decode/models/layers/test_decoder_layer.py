@@ -5,8 +5,7 @@ import torch
 
 from spec_decode.models.kernels import skinny_linear as skinny
 from spec_decode.models.kernels.skinny_linear import MAX_ROWS
-from spec_decode.models.layers.decoder_layer import DecoderLayer, LayerOptions
-from spec_decode.models.layers.latent_decoder_layer import LatentDecoderLayer
+from spec_decode.models.layers.decoder_layer import DecoderLayer, LatentDecoderLayer, LayerOptions
 from spec_decode.models.layers.rope import RotaryEmbedding
 from tests.factories import make_config, make_latent_config
 

@@ -6,7 +6,7 @@ import torch
 from spec_decode.graphs import runtime_for
 from spec_decode.models.kernels.route_tokens import Routing, route_tokens
 from spec_decode.models.kernels.swiglu import swiglu
-from spec_decode.models.layers import grouped_linear as products
+from spec_decode.models.layers import linear as products
 from spec_decode.models.layers.feed_forward import FeedForward
 from spec_decode.models.layers.moe import Experts, MixtureOfExperts
 from tests.factories import CPU
