@@ -32,8 +32,7 @@ import torch
 from attn_backends import names
 from spec_decode.environment import environment
 from spec_decode.files import ReportError, write_whole
-from spec_decode.matrix.sources import read_documents
-from spec_decode.matrix.staleness import stale_reports
+from spec_decode.matrix.sources import read_documents, stale_reports
 
 ROOT = Path(__file__).resolve().parent.parent
 CLI = ("-m", "spec_decode")

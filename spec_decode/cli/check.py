@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import click
 from rich.console import Console
 
-from spec_decode.cli.engine_builders import builder_names, kit_of
+from spec_decode.cli.checkout import builder_names, kit_of
 from spec_decode.cli.interpreter import interpret_kernels_on
 from spec_decode.cli.options import (
     chosen_names,
     device_option,
     options_as,
     resolve_device,
+    try_plug_ins_aloud,
     use_threads,
 )
 from spec_decode.cli.output import (
@@ -34,7 +35,6 @@ from spec_decode.cli.output import (
     stdout,
     write,
 )
-from spec_decode.cli.plug_ins import try_plug_ins_aloud
 
 if TYPE_CHECKING:
     import torch

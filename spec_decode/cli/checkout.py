@@ -1,14 +1,23 @@
-"""What stands beside the packages in a checkout and is in no wheel."""
+"""What stands beside the packages in a checkout and is in no wheel: `attn-backends bench`, and kits over engines."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
+from typing import TYPE_CHECKING, Protocol, cast
 
-from spec_decode.cli.output import UserError
+import click
+
+from spec_decode.cli.output import UserError, did_you_mean
+
+if TYPE_CHECKING:
+    from spec_decode.testing.subject import Subject
 
 _ROOT = Path(__file__).parents[2]
+ENGINES = ("vllm",)
+"""Those whose own metadata builders `check --engine` tries. Their kits are loaded by name, and only then."""
 
 
 def from_checkout(module: str, *, what: str, folder: str) -> ModuleType:
@@ -20,3 +29,56 @@ def from_checkout(module: str, *, what: str, folder: str) -> ModuleType:
             "there, and try again."
         )
     return import_module(module)
+
+
+@click.command(add_help_option=False, context_settings={"ignore_unknown_options": True})
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+@click.pass_context
+def bench(context: click.Context, arguments: tuple[str, ...]) -> None:
+    """Time the drafter and its parts, from a checkout."""
+    command: click.Command = from_checkout("benchmarks.command", what="the benchmarks", folder="benchmarks").bench
+    with command.make_context("bench", list(arguments), parent=context.parent) as inner:
+        command.invoke(inner)
+
+
+class EngineKit(Protocol):
+    """What a module engines.ENGINE.conformance has."""
+
+    NAMES: Sequence[str]
+    FAMILIES: Sequence[str]
+
+    def require_engine(self) -> None: ...
+
+    def subjects(self, names: Sequence[str]) -> list[Subject]: ...
+
+
+def kit_of(engine: str) -> EngineKit:
+    """The kit over an engine's builders. Raises UserError for an engine without one, and outside a checkout."""
+    if engine not in ENGINES:
+        raise UserError(
+            f"an engine whose builders can be checked is {' or '.join(ENGINES)}, got {engine!r}. Fix "
+            f"--engine.{did_you_mean(engine, ENGINES)}"
+        )
+    kit = from_checkout(
+        f"engines.{engine}.conformance",
+        what=f"the checks of {engine}'s own builders",
+        folder=f"engines/{engine}/conformance",
+    )
+    return cast(EngineKit, kit)
+
+
+def builder_names(engine: str, asked: Sequence[str]) -> list[str]:
+    """The builders asked for, each once; all of the engine's where none is.
+
+    Raises UserError for an unknown one, and BackendError where the engine is not installed, or in another version.
+    """
+    kit = kit_of(engine)
+    known = kit.NAMES
+    for name in asked:
+        if name not in known:
+            raise UserError(
+                f"a builder of {engine} must be one of {', '.join(known)}, got {name!r}. Fix the name."
+                f"{did_you_mean(name, known)}"
+            )
+    kit.require_engine()
+    return list(dict.fromkeys(asked or known))

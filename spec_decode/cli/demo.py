@@ -13,9 +13,8 @@ from rich.console import Console
 from spec_decode.cli.check import CheckRun
 from spec_decode.cli.list import describe, print_backends
 from spec_decode.cli.matrix import REPORTS
-from spec_decode.cli.options import available_names, device_option, resolve_device, use_threads
+from spec_decode.cli.options import available_names, device_option, resolve_device, try_plug_ins_aloud, use_threads
 from spec_decode.cli.output import printable, progress, require_writable, say, stdout, write
-from spec_decode.cli.plug_ins import try_plug_ins_aloud
 
 if TYPE_CHECKING:
     import torch

@@ -9,9 +9,8 @@ from itertools import chain
 
 import click
 
-from spec_decode.cli.options import PAGE_SIZE, device_option, resolve_device
+from spec_decode.cli.options import PAGE_SIZE, device_option, resolve_device, try_plug_ins_aloud
 from spec_decode.cli.output import say, stdout
-from spec_decode.cli.plug_ins import try_plug_ins_aloud
 
 _ENGINES = ("vllm", "sglang")
 """Those with a plug-in of ours, as modules of `engines`."""

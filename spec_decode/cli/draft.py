@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -14,14 +16,13 @@ from rich.console import Console
 from rich.text import Text
 
 from spec_decode.cli.interpreter import divide_in_silence
-from spec_decode.cli.options import PAGE_SIZE, device_option, options_as, resolve_device
+from spec_decode.cli.options import PAGE_SIZE, device_option, options_as, resolve_device, try_plug_ins_aloud
 from spec_decode.cli.output import UserError, did_you_mean, printable, progress, say, stdout, told_again
-from spec_decode.cli.plug_ins import try_plug_ins_aloud
-from spec_decode.cli.tree_option import TREE_HELP, parse_tree
 
 if TYPE_CHECKING:
     from spec_decode.llm import LLM, SamplingParams, TextChunk
     from spec_decode.llm.llm import Prompt
+    from spec_decode.trees import DraftTree, DynamicTreeConfig
 
 _DTYPE = click.Choice(("auto", "float32", "bfloat16", "float16"))
 _TARGET = "Folder or name of the model; default: the pair that ships with the package."
@@ -30,6 +31,7 @@ _STRATEGY = (
     "How steps 1 to K-1 run. auto: the fastest that the backend allows, as measured on a GPU; else full_loop, per_step "
     "or another name, which an unknown one lists."
 )
+_TREE = "Draft trees, -k tokens deep: WIDTHxTOKENS such as 4x16, or a JSON file of paths such as [[0], [1], [0, 0]]."
 _VERIFY = (
     "How drafts are verified: rejection (default), block, or synthetic:MEAN, which accepts that many on average. "
     "Trees: only sampling."
@@ -60,7 +62,7 @@ class _Options:
     page_size: Annotated[int, PAGE_SIZE, "Tokens of a KV page."] = 16
     strategy: Annotated[str, _STRATEGY] = "auto"
     num_speculative_tokens: Annotated[int | None, "-k", "Draft tokens a round; default 4; 0: plain decoding."]
-    tree: Annotated[str | None, TREE_HELP]
+    tree: Annotated[str | None, _TREE]
     verification: Annotated[str | None, "--verify", _VERIFY]
     batch_invariant: Annotated[bool, _INVARIANT] = False
     temperature: Annotated[float, "0 is greedy."] = 0.0
@@ -118,7 +120,7 @@ class _Options:
             backend=self.backend,
             draft_backend=self.draft_backend,
             strategy=None if self.strategy == "auto" else self.strategy,
-            tree=None if self.tree is None else parse_tree(self.tree),
+            tree=None if self.tree is None else _parse_tree(self.tree),
             verification=self.verification,
             batch_invariant=self.batch_invariant,
             page_size=self.page_size,
@@ -284,3 +286,24 @@ def _read_prompts(path: Path) -> list[str]:
 
 def _indented(text: str) -> str:
     return "\n".join(_MARGIN + line for line in printable(text).splitlines())
+
+
+def _parse_tree(text: str) -> DraftTree | DynamicTreeConfig:
+    """The tree that the user asks for. Raises UserError for a file that holds no paths, BatchError for no tree."""
+    from spec_decode.trees import DraftTree, DynamicTreeConfig
+
+    if sizes := re.fullmatch(r"(\d{1,9})x(\d{1,9})", text):
+        return DynamicTreeConfig(width=int(sizes[1]), num_tokens=int(sizes[2]))
+    try:
+        paths = json.loads(Path(text).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"--tree must be WIDTHxTOKENS, like 4x16, or a JSON file of paths, got {text!r}: {error}. "
+            "Write one of the two."
+        ) from error
+    if not isinstance(paths, list) or not all(isinstance(path, list) for path in paths):
+        raise UserError(
+            f"the file of --tree must hold a list of paths, each a list of choices, {text} does not. "
+            "Write it like [[0], [1], [0, 0]]."
+        )
+    return DraftTree.from_paths(paths)

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 import click
 from rich.console import Console
 
-from spec_decode.cli.options import device_option, resolve_device
+from spec_decode.cli.options import device_option, resolve_device, try_plug_ins_aloud
 from spec_decode.cli.output import UserError, say, stdout
-from spec_decode.cli.plug_ins import try_plug_ins_aloud
 
 if TYPE_CHECKING:
     import torch

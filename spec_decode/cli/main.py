@@ -11,15 +11,15 @@ from typing import Any
 
 import click
 
-from spec_decode.cli import kernel_cache
-from spec_decode.cli.bench import bench
 from spec_decode.cli.check import check
+from spec_decode.cli.checkout import bench
 from spec_decode.cli.demo import demo
 from spec_decode.cli.doctor import doctor
 from spec_decode.cli.draft import draft
 from spec_decode.cli.list import list_backends
 from spec_decode.cli.matrix import matrix
 from spec_decode.cli.new import new
+from spec_decode.cli.options import CACHE_VARIABLE
 from spec_decode.cli.output import UserError
 
 
@@ -86,7 +86,7 @@ def main() -> None:
         sys.stdout.reconfigure(errors="backslashreplace")  # a prompt may have what the terminal's encoding has not
     if sys.prefix != sys.base_prefix:
         # Compiled kernels belong to the environment that made them, not to the home folder.
-        os.environ.setdefault(kernel_cache.VARIABLE, str(Path(sys.prefix) / "cache" / "triton"))
+        os.environ.setdefault(CACHE_VARIABLE, str(Path(sys.prefix) / "cache" / "triton"))
 
 
 for _verb in (demo, list_backends, new, check, draft, matrix, bench, doctor):

@@ -187,7 +187,7 @@ def _check(result: Matrix, documents: Documents, options: _Options) -> None:
 def _warn_of_age(documents: Documents) -> bool:
     """Name the reports that were made from other source than is here now; whether there are any."""
     from spec_decode.matrix.numbered import age_text
-    from spec_decode.matrix.staleness import stale_reports
+    from spec_decode.matrix.sources import stale_reports
 
     stale = stale_reports(documents)
     for path, changed in stale.items():

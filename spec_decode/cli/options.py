@@ -1,8 +1,12 @@
-"""Options and arguments that several verbs have: devices and backend names. Imports no torch."""
+"""Options and arguments that several verbs have: devices, with their kernel cache, and backend names, of plug-ins too.
+Imports no torch.
+"""
 
 from __future__ import annotations
 
+import json
 import os
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, Field, fields
 from functools import wraps
@@ -11,9 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_origin, get_type_h
 
 import click
 
-from spec_decode.cli.kernel_cache import require_kernel_cache
-from spec_decode.cli.output import UserError, did_you_mean
-from spec_decode.cli.plug_ins import try_plug_ins_aloud
+from spec_decode.cli.output import UserError, did_you_mean, printable, progress, stdout
 
 if TYPE_CHECKING:
     import torch
@@ -27,6 +29,9 @@ device_option = click.option(
 )
 """For `resolve_device`."""
 PAGE_SIZE = click.IntRange(1, 2**16)
+CACHE_VARIABLE = "TRITON_CACHE_DIR"
+"""Names the folder of Triton's compiled kernels."""
+_REMEDY = f"Remove it, or set {CACHE_VARIABLE} to another folder."
 
 
 def options_as(record: type[R]) -> Callable[[Callable[[R], None]], Callable[..., None]]:
@@ -89,6 +94,31 @@ def resolve_device(name: str | None, *, present: bool = True) -> torch.device:
     return device
 
 
+def require_kernel_cache() -> None:
+    """Raise UserError for a folder of Triton's cache that cannot be written, or that holds what is no kernel."""
+    # Triton takes an empty one for none.
+    folder = Path(os.environ.get(CACHE_VARIABLE) or Path.home() / ".triton" / "cache")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise UserError(
+            f"Triton keeps compiled kernels in {folder}, which must be a folder that can be written: {error.strerror}. "
+            f"Set {CACHE_VARIABLE} to another."
+        ) from error
+    for description in folder.glob("*/*.json"):
+        try:
+            whole = isinstance(json.loads(description.read_bytes()), dict)
+        except (OSError, ValueError, RecursionError):
+            whole = description.name.startswith("__grp__")  # which Triton makes again
+        if not whole:
+            raise UserError(f"{description} of Triton's cache is damaged. {_REMEDY}")
+    for kernel in folder.glob("*/*.cubin"):
+        with kernel.open("rb") as file:
+            if file.read(4) != b"\x7fELF":
+                raise UserError(f"{kernel} of Triton's cache is no compiled kernel. {_REMEDY}")
+
+
 def use_threads(count: int) -> None:
     """Have torch use so many threads, here and in the processes that are started. More seldom help what is checked: its
     tensors are small, and on a busy machine threads wait for one another.
@@ -137,6 +167,19 @@ def available_names(device: torch.device) -> list[str]:
         except BrokenBackend:
             continue
     return found
+
+
+def try_plug_ins_aloud() -> dict[str, str]:
+    """`try_plug_ins`, which shows what is being loaded; without plug-ins it shows nothing."""
+    from attn_backends import registry
+    from spec_decode.tools.plug_ins import try_plug_ins
+
+    if not registry.plug_ins():
+        return {}
+    with progress(stdout(), each=True) as update:
+        return try_plug_ins(
+            on_loading=lambda plug_in: update(printable(f"loading backend {plug_in.name} of package {plug_in.package}"))
+        )
 
 
 def _made_for(able: Capabilities, device: torch.device) -> bool:

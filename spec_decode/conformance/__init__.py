@@ -21,7 +21,7 @@ from spec_decode.conformance.known_failures import KnownFailure
 from spec_decode.conformance.parametrize import parametrize_with_checks
 from spec_decode.conformance.report import ConformanceFailure, Report
 from spec_decode.conformance.runner import check_backend, iter_checks
-from spec_decode.testing.expectations import CheckFailure, Unavailable, Unsupported
+from spec_decode.testing.outcome import CheckFailure, Unavailable, Unsupported
 
 __all__ = [
     "Check",

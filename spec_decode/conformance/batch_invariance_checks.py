@@ -12,7 +12,7 @@ from spec_decode.conformance.cases import spec_cases
 from spec_decode.conformance.check import Family
 from spec_decode.conformance.coverage import with_case
 from spec_decode.testing.batches import Batch, Case
-from spec_decode.testing.expectations import expect
+from spec_decode.testing.outcome import expect
 from spec_decode.testing.paged_fixture import PagedFixture
 from spec_decode.testing.poison import bits
 from spec_decode.testing.subject import Subject

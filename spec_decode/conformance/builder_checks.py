@@ -12,7 +12,6 @@ from spec_decode.conformance.coverage import ADVANCE, with_case
 from spec_decode.graphs import CaptureError, runtime_for
 from spec_decode.testing.batches import DECODE, MAX_SEQ_LEN, SINGLE, VERIFY, Batch, Case
 from spec_decode.testing.error_location import error_location
-from spec_decode.testing.expectations import CheckFailure, Measurements, Unsupported, expect, worst
 from spec_decode.testing.host_reads import refuse_host_reads
 from spec_decode.testing.metadata_fields import (
     changed_since,
@@ -22,6 +21,7 @@ from spec_decode.testing.metadata_fields import (
     memory_layouts_of,
     tensors_of,
 )
+from spec_decode.testing.outcome import CheckFailure, Measurements, Unsupported, expect, worst
 from spec_decode.testing.paged_fixture import PagedFixture
 from spec_decode.testing.subject import Subject
 

@@ -1,17 +1,17 @@
-"""A check: one line of the contract, tried on one case, for any backend."""
+"""A check: one line of the contract, tried on one case, for any backend. A failure is shrunk to a small batch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from typing import Any
 
 from builders.devices import on_device
 from spec_decode.conformance.coverage import EVERYTHING, FAMILIES, ON_REQUEST, Coverage
-from spec_decode.testing.expectations import Measurements
+from spec_decode.testing.batches import Batch
+from spec_decode.testing.outcome import CheckFailure, Measurements
 from spec_decode.testing.process_exit import refuse_process_exit
-from spec_decode.testing.shrink import run_and_shrink
 from spec_decode.testing.subject import Subject
 
 Cases = Callable[[Subject], Iterable[tuple[str, Any]]]
@@ -173,3 +173,34 @@ def _raising(error: BaseException) -> Body:
         raise error
 
     return body
+
+
+def run_and_shrink(run: Callable[[Batch], Measurements | None], batch: Batch) -> Measurements:
+    """run(batch). If that raises CheckFailure, raise the failure of the smallest batch that still fails.
+
+    Each request is tried alone and without padding, the shortest first: most failures need no second request.
+    """
+    try:
+        return run(batch) or {}
+    except CheckFailure as failure:
+        small, shown = next(_failing(run, batch), (batch, failure))
+        raise CheckFailure(
+            contract=shown.contract, expected=shown.expected, got=shown.got, shrunk=_describe(small)
+        ) from None
+
+
+def _failing(run: Callable[[Batch], Measurements | None], batch: Batch) -> Iterator[tuple[Batch, CheckFailure]]:
+    for length, query in sorted(zip(batch.seq_lens, batch.query_lens, strict=True)):
+        alone = Batch((query,), (length,), 1)
+        try:
+            run(alone)
+        except CheckFailure as failure:
+            yield alone, failure
+        except Exception:  # another error on a request alone must not hide the failure that is being explained
+            continue
+
+
+def _describe(batch: Batch) -> str:
+    if batch.rows == 1:
+        return f"one request of {batch.seq_lens[0]} tokens, query length {batch.query_lens[0]}"
+    return f"requests of {list(batch.seq_lens)} tokens in {batch.rows} rows, none of them alone"

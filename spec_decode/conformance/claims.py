@@ -11,11 +11,10 @@ from attn_backends import Feature, FusedWrite
 from builders import AdvanceLevel, AttentionKind, GraphSupport
 from spec_decode.conformance import coverage
 from spec_decode.conformance.cases import tested_values
-from spec_decode.conformance.coverage import EVERYTHING
+from spec_decode.conformance.coverage import EVERYTHING, strategy_column, unsupported_reason
 from spec_decode.conformance.report import Claim
-from spec_decode.conformance.strategies import strategy_column, unsupported_reason
 from spec_decode.drafter import Strategy
-from spec_decode.testing.expectations import Unsupported
+from spec_decode.testing.outcome import Unsupported
 from spec_decode.testing.subject import Subject
 
 

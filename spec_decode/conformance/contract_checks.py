@@ -14,8 +14,8 @@ from spec_decode.conformance.cases import spec_cases
 from spec_decode.conformance.check import Family
 from spec_decode.conformance.coverage import DECLARED, only
 from spec_decode.testing.batches import DECODE, Case
-from spec_decode.testing.expectations import CheckFailure, Measurements, Unsupported, expect
 from spec_decode.testing.metadata_fields import tensors_of
+from spec_decode.testing.outcome import CheckFailure, Measurements, Unsupported, expect
 from spec_decode.testing.paged_fixture import PagedFixture
 from spec_decode.testing.subject import Subject
 

@@ -12,7 +12,7 @@ from builders.kernels.triton_runtime import torch_implementations
 from spec_decode.drafter import Drafter, DrafterConfig, Strategy, StrategyError, VerifiedTokens
 from spec_decode.sampling.draft_sampler import NO_TOKEN
 from spec_decode.testing.draft_fixture import VOCAB, DraftFixture
-from spec_decode.testing.expectations import expect
+from spec_decode.testing.outcome import expect
 from spec_decode.trees import DraftTree, DynamicTreeConfig
 
 without_interpreter = torch_implementations()

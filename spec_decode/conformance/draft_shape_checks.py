@@ -5,10 +5,10 @@ from __future__ import annotations
 from functools import partial
 
 from spec_decode.conformance.check import Family
+from spec_decode.conformance.coverage import every_strategy
 from spec_decode.conformance.draft_runs import compare, draft, without_interpreter
-from spec_decode.conformance.strategies import every_strategy
 from spec_decode.testing.draft_fixture import DraftFixture, StackedBlockDraft
-from spec_decode.testing.expectations import Measurements
+from spec_decode.testing.outcome import Measurements
 from spec_decode.testing.subject import Subject
 from spec_decode.trees import DraftTree, DynamicTreeConfig
 

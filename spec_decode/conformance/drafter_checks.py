@@ -11,6 +11,7 @@ import torch
 
 from builders import AttentionSpec, HostLengths
 from spec_decode.conformance.check import Cases, Family
+from spec_decode.conformance.coverage import every_strategy, one_strategy
 from spec_decode.conformance.draft_runs import (
     Pause,
     compare,
@@ -20,7 +21,6 @@ from spec_decode.conformance.draft_runs import (
     verified_tokens,
     without_interpreter,
 )
-from spec_decode.conformance.strategies import every_strategy, one_strategy
 from spec_decode.drafter import Drafter, DrafterConfig, Strategy, StrategyError, VerifiedTokens
 from spec_decode.graphs.emulator import HostReadGuard
 from spec_decode.models import AttentionInputs, EagleDraft
@@ -29,7 +29,7 @@ from spec_decode.sampling.draft_sampler import NO_TOKEN
 from spec_decode.testing import oracle
 from spec_decode.testing.draft_fixture import MAX_SEQ_LEN, DraftFixture, DraftShape, target_of
 from spec_decode.testing.error_location import error_location
-from spec_decode.testing.expectations import CheckFailure, Measurements, Unsupported, expect
+from spec_decode.testing.outcome import CheckFailure, Measurements, Unsupported, expect
 from spec_decode.testing.subject import Subject
 
 check = Family("drafter", covers=one_strategy)

@@ -15,8 +15,8 @@ from spec_decode.conformance.cases import spec_cases
 from spec_decode.conformance.check import Family
 from spec_decode.conformance.coverage import fused_write_column, with_case
 from spec_decode.testing.batches import DECODE, MAX_SEQ_LEN, Case
-from spec_decode.testing.expectations import Measurements, expect, worst
 from spec_decode.testing.oracle import assert_as_precise
+from spec_decode.testing.outcome import Measurements, expect, worst
 from spec_decode.testing.paged_fixture import PagedFixture
 from spec_decode.testing.subject import Subject
 

@@ -12,8 +12,8 @@ from spec_decode.conformance.check import Family
 from spec_decode.conformance.coverage import ADVANCE, CAPTURE, with_case
 from spec_decode.graphs import runtime_for
 from spec_decode.testing.batches import DECODE, VERIFY, Batch, Case
-from spec_decode.testing.expectations import Measurements, expect, worst
 from spec_decode.testing.metadata_fields import expect_same_fields
+from spec_decode.testing.outcome import Measurements, expect, worst
 from spec_decode.testing.paged_fixture import PagedFixture
 from spec_decode.testing.subject import Subject
 

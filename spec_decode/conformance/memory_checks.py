@@ -14,7 +14,7 @@ from spec_decode.conformance.check import Family
 from spec_decode.conformance.coverage import with_case
 from spec_decode.testing import memory
 from spec_decode.testing.batches import SINGLE, Case
-from spec_decode.testing.expectations import CheckFailure, Measurements
+from spec_decode.testing.outcome import CheckFailure, Measurements
 from spec_decode.testing.paged_fixture import PagedFixture
 from spec_decode.testing.subject import Subject
 

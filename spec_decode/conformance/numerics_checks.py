@@ -11,8 +11,8 @@ from spec_decode.conformance.cases import SCALE_OF_LOW_SCORES, base_cases, edge_
 from spec_decode.conformance.check import Family
 from spec_decode.conformance.coverage import with_case
 from spec_decode.testing.batches import DECODE, RAGGED, SINGLE, VERIFY, Batch, Case
-from spec_decode.testing.expectations import Measurements, Unsupported, expect
 from spec_decode.testing.metadata_fields import changed_since, copies_of
+from spec_decode.testing.outcome import Measurements, Unsupported, expect
 from spec_decode.testing.paged_fixture import PagedFixture
 from spec_decode.testing.poison import bits
 from spec_decode.testing.subject import Subject

@@ -14,7 +14,7 @@ from spec_decode.conformance.known_failures import KnownFailure, known_failures_
 from spec_decode.conformance.report import repro_command
 from spec_decode.conformance.runner import default_device, iter_checks
 from spec_decode.testing.error_location import outside_this_package
-from spec_decode.testing.expectations import CheckFailure, Unavailable, Unsupported
+from spec_decode.testing.outcome import CheckFailure, Unavailable, Unsupported
 from spec_decode.testing.process_exit import refuse_process_exit
 
 

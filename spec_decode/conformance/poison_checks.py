@@ -8,7 +8,7 @@ from spec_decode.conformance.cases import base_cases
 from spec_decode.conformance.check import Family
 from spec_decode.conformance.coverage import MEMORY, with_case
 from spec_decode.testing.batches import DECODE, RAGGED, VERIFY, Batch, Case
-from spec_decode.testing.expectations import Measurements, expect
+from spec_decode.testing.outcome import Measurements, expect
 from spec_decode.testing.paged_fixture import PagedFixture
 from spec_decode.testing.poison import poisoned_allocations
 from spec_decode.testing.subject import Subject

@@ -13,7 +13,7 @@ from spec_decode.conformance.cases import spec_cases
 from spec_decode.conformance.check import Family
 from spec_decode.conformance.coverage import REFUSALS, only
 from spec_decode.testing.batches import DECODE, Case, with_trees
-from spec_decode.testing.expectations import CheckFailure, expect
+from spec_decode.testing.outcome import CheckFailure, expect
 from spec_decode.testing.paged_fixture import PagedFixture
 from spec_decode.testing.subject import Subject
 

@@ -24,8 +24,7 @@ from spec_decode.conformance.report import Report, Result
 from spec_decode.environment import Environment, environment
 from spec_decode.source_digests import SourceRecord
 from spec_decode.testing.error_location import error_location
-from spec_decode.testing.expectations import CheckFailure, Measurements, Unavailable, Unsupported
-from spec_decode.testing.outcome import Outcome
+from spec_decode.testing.outcome import CheckFailure, Measurements, Outcome, Unavailable, Unsupported
 from spec_decode.testing.subject import Subject
 
 

@@ -12,15 +12,15 @@ from itertools import islice
 import torch
 
 from spec_decode.conformance.check import Family
+from spec_decode.conformance.coverage import strategy_column
 from spec_decode.conformance.draft_runs import without_interpreter
 from spec_decode.conformance.soak_rounds import SoakDrafter, soak_fixture, soak_rounds
 from spec_decode.conformance.soak_schedule import ScheduledRound
-from spec_decode.conformance.strategies import strategy_column
 from spec_decode.drafter import Drafts, Strategy, StrategyError, VerifiedTokens
 from spec_decode.testing import memory
 from spec_decode.testing.error_location import error_location
-from spec_decode.testing.expectations import CheckFailure, Measurements, Unsupported
 from spec_decode.testing.memory import MemoryReading
+from spec_decode.testing.outcome import CheckFailure, Measurements, Unsupported
 from spec_decode.testing.poison import bits
 from spec_decode.testing.subject import Subject
 

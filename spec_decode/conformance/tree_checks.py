@@ -13,7 +13,7 @@ from spec_decode.conformance.check import Family
 from spec_decode.conformance.coverage import ADVANCE, CAPTURE, with_case
 from spec_decode.graphs import runtime_for
 from spec_decode.testing.batches import Batch, Case, with_trees
-from spec_decode.testing.expectations import Measurements
+from spec_decode.testing.outcome import Measurements
 from spec_decode.testing.paged_fixture import PagedFixture
 from spec_decode.testing.subject import Subject
 

@@ -1,12 +1,11 @@
 """The compatibility matrix: what each backend claims and what was seen, as pure functions of the reports' JSON."""
 
 from spec_decode.conformance.report import Claim
-from spec_decode.matrix.cells import Cell, Note, RunEvidence, Status, evidence_of
+from spec_decode.matrix.cells import Cell, Note, Run, RunEvidence, Status, evidence_of
 from spec_decode.matrix.columns import Column
 from spec_decode.matrix.markdown import to_markdown
 from spec_decode.matrix.model import SCHEMA, Matrix, MatrixRow, build_matrix, to_json
 from spec_decode.matrix.page import to_html
-from spec_decode.matrix.provenance import Run
 from spec_decode.matrix.sources import Sources
 from spec_decode.matrix.terminal import to_table
 

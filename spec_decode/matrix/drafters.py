@@ -6,8 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from spec_decode.matrix.cells import Status
-from spec_decode.matrix.provenance import Runs
+from spec_decode.matrix.cells import Runs, Status
 from spec_decode.matrix.sources import Agreement, AgreementRow, Quantiles, Timing
 
 

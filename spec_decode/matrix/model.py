@@ -12,10 +12,9 @@ from builders import CONTRACT_VERSION
 from spec_decode.conformance.coverage import EVERYTHING
 from spec_decode.conformance.report import Claim, Report, Result
 from spec_decode.files import json_number
-from spec_decode.matrix.cells import Cell, Status, evidence_of
+from spec_decode.matrix.cells import Cell, Run, Runs, Status, evidence_of
 from spec_decode.matrix.columns import Column, columns_of
 from spec_decode.matrix.drafters import DraftRow, draft_rows
-from spec_decode.matrix.provenance import Run, Runs
 from spec_decode.matrix.sources import Agreement, Timing
 from spec_decode.matrix.speed import Section, speed_sections
 from spec_decode.testing.outcome import Outcome

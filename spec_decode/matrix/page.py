@@ -7,17 +7,104 @@ import hashlib
 from functools import cache
 from itertools import groupby
 from pathlib import Path
+from statistics import median_high
 from typing import Any
 
 import jinja2
+import msgspec
 from markupsafe import Markup
 
-from spec_decode.matrix.cells import Status
+from spec_decode.matrix.cells import OLDER, Status
 from spec_decode.matrix.model import Matrix
 from spec_decode.matrix.numbered import HOW_TO_READ, age_text, grouped, time_text, verdict_text
-from spec_decode.matrix.plots import WIDTH, plot
-from spec_decode.matrix.speed import TITLES
+from spec_decode.matrix.speed import TITLES, Bar, Panel
 from spec_decode.matrix.text import counted, plain
+
+WIDTH = 300.0
+ROW = 34.0
+"""Height of a bar with its label above it."""
+_LABEL = 38
+"""Characters of a label that fit beside the value; the numbers below the panels have all of it."""
+_OUTLIER = 4.0
+"""A bar of more than so many medians of its panel goes beyond the scale, or the others could not be told apart."""
+
+
+class Mark(msgspec.Struct, frozen=True, kw_only=True):
+    """One bar: from 0 to its median, the range as a line over its end, and where the floor and the limit are.
+
+    What the timing has not, or what lies beyond the scale, is None. beyond: whether the median does.
+    """
+
+    bar: Bar
+    y: float
+    label: str
+    value: str
+    beyond: bool
+    width: float | None
+    low: float | None
+    high: float | None
+    floor: float | None
+    limit: float | None
+
+
+class Plot(msgspec.Struct, frozen=True, kw_only=True):
+    """A drawn panel. description: the same as text."""
+
+    title: str
+    height: float
+    marks: tuple[Mark, ...]
+    description: str
+
+
+def plot(panel: Panel, quantity: str) -> Plot:
+    """The panel on a scale of its own from 0 to its slowest bar that is no outlier."""
+    scale = WIDTH / (_longest(panel) or 1.0)
+    return Plot(
+        title=panel.title,
+        height=ROW * len(panel.bars),
+        marks=tuple(_mark(bar, ROW * n, scale) for n, bar in enumerate(panel.bars)),
+        description=f"{panel.title}, {quantity}: {'; '.join(map(_description, panel.bars))}",
+    )
+
+
+def _longest(panel: Panel) -> float:
+    """Microseconds that the scale ends at."""
+    timed = [(bar.us, bar.floor or 0.0) for bar in panel.bars if bar.us is not None]
+    most = _OUTLIER * median_high(us.p50 for us, _ in timed) if timed else 0.0
+    return max((max(us.p80, floor) for us, floor in timed if us.p50 <= most), default=0.0)
+
+
+def _mark(bar: Bar, y: float, scale: float) -> Mark:
+    us, label = bar.us, bar.label + (" (peer)" if bar.peer else "") + (OLDER if bar.changed else "")
+    beyond = us is not None and _at(us.p50, scale) is None
+    return Mark(
+        bar=bar,
+        y=y,
+        label=label if len(label) <= _LABEL else f"{label[: _LABEL - 1]}…",
+        value="no launch" if us is None else _short(us.p50),
+        beyond=beyond,
+        width=WIDTH if beyond else _at(us.p50 if us else None, scale),
+        low=_at(us.p20 if us else None, scale),
+        high=_at(us.p80 if us else None, scale),
+        floor=_at(bar.floor, scale),
+        limit=_at(bar.limit, scale),
+    )
+
+
+def _at(value: float | None, scale: float) -> float | None:
+    if value is None or value * scale > WIDTH + 0.05:
+        return None
+    return round(value * scale, 1)
+
+
+def _short(us: float) -> str:
+    return f"{us:,.0f}" if us >= 100 else f"{us:.1f}" if us >= 10 else f"{us:.2f}"
+
+
+def _description(bar: Bar) -> str:
+    floor = f", floor {bar.floor:.4g}" if bar.floor is not None else ""
+    return f"{bar.label}{' (peer)' if bar.peer else ''} {time_text(bar)}{floor} {verdict_text(bar)}".strip()
+
 
 _FOLDER = Path(__file__).parent / "templates"
 

@@ -1,4 +1,5 @@
-"""What the matrix is made from: check reports, the agreement of draft pairs, and timings, each by its schema."""
+"""What the matrix is made from: check reports, the agreement of draft pairs, and timings, each by its schema, and
+which of them are of older source."""
 
 from __future__ import annotations
 
@@ -251,3 +252,29 @@ def _follow(document: Any, kind: Any, where: str) -> Any:
         raise ReportError(
             f"{where} does not follow the schema that it names: {error}. Run the command that made it again."
         ) from error
+
+
+class _Provenance(msgspec.Struct):
+    """What every kind of report has."""
+
+    schema: str
+    sources: SourceRecord = SourceRecord()
+
+
+def stale_reports(documents: Documents) -> dict[Path, tuple[str, ...]]:
+    """For each report that was made from other source, of any kind and device: the modules that changed since.
+
+    JSON that is no report is left out. Raises ReportError for a file that cannot be read or was edited.
+    """
+    stale = {}
+    for path, document in documents.items():
+        if isinstance(document, ReportError):
+            raise document
+        require_unedited(document, str(path))
+        try:
+            changed = msgspec.convert(document, _Provenance).sources.changed()
+        except msgspec.ValidationError:
+            continue
+        if changed:
+            stale[path] = changed
+    return stale

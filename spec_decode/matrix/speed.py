@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from spec_decode.matrix.provenance import Runs
+from spec_decode.matrix.cells import Runs
 from spec_decode.matrix.sources import Quantiles, Timing
 from spec_decode.matrix.text import counted
 from spec_decode.tools.timing_limit import TimingLimit, verdict

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from spec_decode.testing.expectations import expect
+from spec_decode.testing.outcome import expect
 
 
 def tensors_of(record: Any) -> dict[str, torch.Tensor]:

@@ -9,7 +9,7 @@ import torch
 
 from attn_backends import Capabilities
 from builders import AttentionSpec
-from spec_decode.testing.expectations import Measurements, expect
+from spec_decode.testing.outcome import Measurements, expect
 
 _EPS = torch.finfo(torch.float32).eps
 _SCORE = 32.0

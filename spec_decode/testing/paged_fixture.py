@@ -12,8 +12,8 @@ from builders import AttentionBatch, AttentionKind, BatchBuffers, MetadataBuilde
 from builders.spec import AttentionSpec
 from spec_decode.testing import oracle
 from spec_decode.testing.batches import MAX_SEQ_LEN, Batch
-from spec_decode.testing.expectations import Measurements, Unsupported, expect
 from spec_decode.testing.layouts import layout_of
+from spec_decode.testing.outcome import Measurements, Unsupported, expect
 from spec_decode.testing.poison import bits
 from spec_decode.testing.subject import Subject
 

@@ -10,7 +10,7 @@ import torch
 
 from attn_backends import AttentionBackend, Rejected
 from builders import AdvanceLevel, AttentionKind, AttentionSpec
-from spec_decode.testing.expectations import Unsupported, expect
+from spec_decode.testing.outcome import Unsupported, expect
 
 PAGE_SIZE = 16
 

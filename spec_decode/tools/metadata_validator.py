@@ -29,7 +29,6 @@ from builders import AttentionBatch, MetadataBuilder
 from builders.errors import require
 from spec_decode.drafter import Drafter, Drafts, StepMetadata, VerifiedTokens
 from spec_decode.paged.kv_groups import KVGroup
-from spec_decode.testing.expectations import CheckFailure, expect
 from spec_decode.testing.layouts import layout_of
 from spec_decode.testing.metadata_fields import (
     changed_since,
@@ -39,6 +38,7 @@ from spec_decode.testing.metadata_fields import (
     tensors_of,
 )
 from spec_decode.testing.oracle import LogicalBatch, assert_within_budget
+from spec_decode.testing.outcome import CheckFailure, expect
 from spec_decode.testing.poison import poisoned_allocations
 
 

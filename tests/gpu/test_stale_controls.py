@@ -21,8 +21,8 @@ from attn_backends import AttentionBackend, get
 from builders import AdvanceSupport, AttentionBatch, AttentionSpec
 from spec_decode.conformance import check_backend
 from spec_decode.testing.batches import DECODE
-from spec_decode.testing.expectations import CheckFailure
 from spec_decode.testing.metadata_fields import tensors_of
+from spec_decode.testing.outcome import CheckFailure
 from spec_decode.testing.paged_fixture import PagedFixture
 from spec_decode.testing.subject import Subject
 

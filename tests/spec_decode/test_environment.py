@@ -5,7 +5,7 @@ import torch
 
 from spec_decode import environment as environment_module
 from spec_decode.environment import environment
-from spec_decode.matrix.provenance import Run
+from spec_decode.matrix.cells import Run
 
 CPU = torch.device("cpu")
 

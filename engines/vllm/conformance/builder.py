@@ -19,7 +19,7 @@ from builders import (
     HostLengths,
     MetadataBuilder,
 )
-from spec_decode.testing.expectations import Unsupported
+from spec_decode.testing.outcome import Unsupported
 
 _HOST = ("num_reqs", "num_tokens", "max_query_len", "max_seq_len")
 

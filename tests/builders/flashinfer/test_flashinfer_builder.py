@@ -10,8 +10,7 @@ from builders import AdvanceLevel, BatchError
 from spec_decode.conformance import check_backend
 from spec_decode.graphs import runtime_for
 from spec_decode.testing.batches import RAGGED, VERIFY, Batch
-from spec_decode.testing.expectations import CheckFailure
-from spec_decode.testing.outcome import Outcome
+from spec_decode.testing.outcome import CheckFailure, Outcome
 from spec_decode.testing.paged_fixture import PagedFixture
 from spec_decode.testing.subject import Subject
 from tests.factories import CPU

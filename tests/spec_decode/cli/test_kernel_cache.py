@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from spec_decode.cli.kernel_cache import VARIABLE, require_kernel_cache
+from spec_decode.cli.options import CACHE_VARIABLE, require_kernel_cache
 from spec_decode.cli.output import UserError
 
 
@@ -22,7 +22,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str
         folder.mkdir(parents=True)
         for name, content in files.items():
             (folder / name).write_bytes(content)
-        monkeypatch.setenv(VARIABLE, str(folder.parent))
+        monkeypatch.setenv(CACHE_VARIABLE, str(folder.parent))
 
     return cache
 
@@ -61,8 +61,8 @@ def test_garbage_in_the_cache_is_named(cache: Callable[..., None], name: str, co
 @pytest.mark.parametrize("place", ["a_file", "a_file/below", "/proc", "/dev/null/x"])
 def test_a_place_that_cannot_be_written_is_refused(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a_file").touch()
-    monkeypatch.setenv(VARIABLE, str(tmp_path / place))
-    with pytest.raises(UserError, match=f"must be a folder that can be written.*Set {VARIABLE} to another"):
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / place))
+    with pytest.raises(UserError, match=f"must be a folder that can be written.*Set {CACHE_VARIABLE} to another"):
         require_kernel_cache()
 
 
@@ -70,7 +70,7 @@ def test_a_place_that_cannot_be_written_is_refused(place: str, tmp_path: Path, m
 def test_every_verb_that_compiles_for_a_gpu_looks_first(
     verb: str, refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(VARIABLE, "/dev/null/x")
+    monkeypatch.setenv(CACHE_VARIABLE, "/dev/null/x")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     assert "Triton keeps compiled kernels in /dev/null/x" in refused(*verb.split(), "--device", "cuda")

@@ -10,9 +10,16 @@ from attn_backends.torch_reference import TorchReference
 from builders import AdvanceLevel, AdvanceSupport, AttentionSpec, ReferenceBuilder
 from spec_decode.conformance import iter_checks
 from spec_decode.conformance.claims import claims_of
-from spec_decode.conformance.coverage import DECLARED, EVERYTHING, dtype_column, only, with_case
+from spec_decode.conformance.coverage import (
+    DECLARED,
+    EVERYTHING,
+    dtype_column,
+    every_strategy,
+    one_strategy,
+    only,
+    with_case,
+)
 from spec_decode.conformance.runner import check_backend, plan
-from spec_decode.conformance.strategies import every_strategy, one_strategy
 from spec_decode.drafter import Strategy
 from spec_decode.testing.batches import DECODE, RAGGED, VERIFY, Case
 from spec_decode.testing.outcome import Outcome

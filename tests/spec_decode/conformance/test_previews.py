@@ -17,8 +17,7 @@ from spec_decode.conformance import check as kit
 from spec_decode.conformance.coverage import with_case
 from spec_decode.conformance.parametrize import _for_pytest
 from spec_decode.conformance.report import Report
-from spec_decode.testing.expectations import expect
-from spec_decode.testing.outcome import Outcome
+from spec_decode.testing.outcome import Outcome, expect
 from spec_decode.testing.subject import Subject
 
 CPU = torch.device("cpu")

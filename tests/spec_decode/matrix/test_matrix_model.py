@@ -6,7 +6,7 @@ import pytest
 from spec_decode.conformance.coverage import EVERYTHING
 from spec_decode.conformance.report import Claim
 from spec_decode.matrix import Matrix, Status, build_matrix, to_json
-from spec_decode.matrix.plots import WIDTH, plot
+from spec_decode.matrix.page import WIDTH, plot
 from tests.spec_decode.matrix.evidence import TAG, agreement, limit, report, result, timing
 
 OLD, NEW = "2026-01-01T00:00:00+00:00", "2026-02-01T00:00:00+00:00"

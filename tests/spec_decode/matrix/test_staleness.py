@@ -13,8 +13,7 @@ from rich.console import Console
 from spec_decode import source_digests
 from spec_decode.files import ReportError, report_bytes
 from spec_decode.matrix import build_matrix, to_html, to_json, to_markdown, to_table
-from spec_decode.matrix.sources import files_below, read_documents
-from spec_decode.matrix.staleness import stale_reports
+from spec_decode.matrix.sources import files_below, read_documents, stale_reports
 from spec_decode.source_digests import SourceRecord
 from tests.spec_decode.matrix.evidence import ENV, report, result
 

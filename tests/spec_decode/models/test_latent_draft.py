@@ -18,7 +18,7 @@ from spec_decode.engine import Engine
 from spec_decode.llm.byte_tokenizer import encode
 from spec_decode.models import LatentConfig, LlamaTarget
 from spec_decode.paged import GraphMode
-from spec_decode.testing.expectations import CheckFailure
+from spec_decode.testing.outcome import CheckFailure
 from spec_decode.testing.subject import Subject
 from tests.factories import CPU, engine_config, make_config, make_latent_config, make_pair, make_request, resampled
 

@@ -9,8 +9,8 @@ import torch
 
 from attn_backends.torch_reference import TorchReference
 from builders import AttentionSpec
-from spec_decode.testing.expectations import CheckFailure, Measurements
 from spec_decode.testing.oracle import LogicalBatch, assert_within_budget
+from spec_decode.testing.outcome import CheckFailure, Measurements
 from tests.factories import make_spec
 
 SPEC = make_spec(num_q_heads=1, num_kv_heads=1, head_dim=64, dtype=torch.bfloat16)

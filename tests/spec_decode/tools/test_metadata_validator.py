@@ -15,7 +15,7 @@ from spec_decode.conformance import soak_rounds
 from spec_decode.conformance.soak_rounds import SoakDrafter
 from spec_decode.conformance.soak_schedule import ScheduledRound
 from spec_decode.drafter import Drafter, Strategy
-from spec_decode.testing.expectations import Unsupported
+from spec_decode.testing.outcome import Unsupported
 from spec_decode.testing.poison import bits
 from spec_decode.testing.subject import Subject
 from spec_decode.tools.metadata_validator import MetadataDrift, MetadataValidator

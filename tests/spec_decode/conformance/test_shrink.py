@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from spec_decode.conformance.check import run_and_shrink
 from spec_decode.testing.batches import Batch
-from spec_decode.testing.expectations import CheckFailure, Measurements
-from spec_decode.testing.shrink import run_and_shrink
+from spec_decode.testing.outcome import CheckFailure, Measurements
 
 MANY = Batch((1, 1, 1), (40, 3, 17), 5)
 
