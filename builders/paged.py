@@ -23,7 +23,8 @@ class PagedMetadata(BatchMetadata):
 
 
 SPLIT_TOKENS = 256
-"""KV tokens of a split of batch-invariant attention: a split begins at the same position in every batch."""
+"""KV tokens of a split of batch-invariant attention: without a window, a split begins at the same position in every
+batch."""
 
 
 class PagedViewBuilder(BatchMetadataBuilder[PagedMetadata]):
@@ -46,7 +47,8 @@ class PagedViewBuilder(BatchMetadataBuilder[PagedMetadata]):
     def _splits_of(self, batch: AttentionBatch) -> int:
         if not self.spec.batch_invariant:
             return self.splits(batch)
-        # The merge rounds once more than a single split does: one of the two forms for all lengths.
+        # The merge rounds once more than a single split does: one of the two forms for all lengths. A window has one
+        # split, since splits begin at the first token that a tile's first row sees, not at the same in every batch.
         return 1 if self.spec.sliding_window else max(2, -(-batch.max_seq_len // SPLIT_TOKENS))
 
     @abstractmethod

@@ -15,6 +15,7 @@ import torch
 
 from attn_backends.kernels.online_softmax import apply_softcap, sink_exponent
 from attn_backends.kernels.softmax import softmax_with_sinks
+from builders.errors import BatchError
 from builders.kernels.op import define_op
 from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
 from builders.paged import SPLIT_TOKENS, num_sms
@@ -41,7 +42,9 @@ class PagedAttentionArguments(NamedTuple):
     soft_cap         None is no cap
     causal           False: a query sees its request's queries behind it too, where they form no tree
     batch_invariant  cut by the op's sizes and a token's position alone: a row's bits are those it has in any batch;
-                     splits are of SPLIT_TOKENS tokens, and the last takes what is left
+                     splits are of SPLIT_TOKENS tokens, and the last takes what is left. With a window there is one
+
+    Raises BatchError for batch_invariant with a window and more than one split.
     """
 
     query: torch.Tensor
@@ -66,7 +69,17 @@ class PagedAttentionArguments(NamedTuple):
         """The length that a row of the block table has entries for, max_seq_len at most."""
         return min(self.max_seq_len, self.block_table.shape[1] * self.key_cache.shape[1])
 
+    def _check(self) -> None:
+        # Splits begin at the window of a tile's first row, and which row that is depends on the batch.
+        if self.batch_invariant and self.sliding_window and self.num_splits > 1:
+            raise BatchError(
+                "a batch-invariant kernel does not split the tokens of a sliding window: where a split begins would "
+                f"depend on the batch, got num_splits={self.num_splits}, sliding_window={self.sliding_window}. "
+                "Pass num_splits=1."
+            )
+
     def reference(self) -> torch.Tensor:
+        self._check()
         out = self.fake().zero_()
         starts, lens = self.query_start_loc.tolist(), self.seq_lens.tolist()
         for request, length in enumerate(lens):
@@ -119,6 +132,7 @@ class PagedAttentionArguments(NamedTuple):
         return self.query.new_empty(*self.query.shape[:2], self.value_cache.shape[3])
 
     def launch(self) -> torch.Tensor:
+        self._check()
         query, splits, sinks = self.query, self.num_splits, self.sinks
         query = query if query.stride(2) == 1 else query.contiguous()
         tokens, heads, dim = query.shape

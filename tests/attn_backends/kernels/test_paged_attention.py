@@ -6,7 +6,7 @@ import torch
 
 from attn_backends import KVCache, get
 from attn_backends.base import check_forward_inputs
-from attn_backends.kernels.paged_attention import tile_config
+from attn_backends.kernels.paged_attention import PagedAttentionArguments, tile_config
 from builders import BatchBuffers, BatchError
 from tests.factories import CPU, make_cache, make_spec, make_tables
 
@@ -188,3 +188,30 @@ def test_sinks_of_another_dtype_are_refused():
 def test_a_tile_follows_what_bounds_a_program(row_bytes, tokens, alone, block_m, tile):
     config = tile_config(row_bytes=row_bytes, tokens=tokens, alone=alone, block_m=block_m)
     assert (config["BLOCK_N"], config["num_warps"], config["num_stages"]) == tile
+
+
+def attend(**changes):
+    """Two queries at the end of six tokens; changes: of the op's arguments."""
+    generator = torch.Generator().manual_seed(1)
+    cache = torch.randn(2, 4, 1, 16, generator=generator)
+    return PagedAttentionArguments(**{
+        "query": torch.randn(2, 1, 16, generator=generator), "key_cache": cache, "value_cache": cache.flip(3),
+        "block_table": torch.tensor([[0, 1]], dtype=torch.int32), "seq_lens": torch.tensor([6], dtype=torch.int32),
+        "query_start_loc": torch.tensor([0, 2], dtype=torch.int32), "sinks": None, "tree_masks": None,
+        "max_query_len": 2, "max_seq_len": 8, "num_splits": 1, "scale": 0.2, "sliding_window": None,
+        "soft_cap": None, "causal": True, "batch_invariant": True, **changes,
+    })  # fmt: skip
+
+
+@pytest.mark.parametrize("how", ["reference", "launch"])
+def test_a_window_in_splits_whose_bits_must_not_depend_on_the_batch_is_refused(how):
+    with pytest.raises(BatchError, match=r"got num_splits=2, sliding_window=3\. Pass num_splits=1"):
+        getattr(attend(num_splits=2, sliding_window=3), how)()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"num_splits": 2}, {"sliding_window": 3}, {"num_splits": 2, "sliding_window": 3, "batch_invariant": False}],
+)
+def test_either_alone_and_both_where_bits_may_depend_on_the_batch_are_allowed(changes):
+    assert attend(**changes).reference().isfinite().all()
