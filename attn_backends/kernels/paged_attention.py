@@ -89,7 +89,8 @@ class PagedAttentionArguments(NamedTuple):
             step = 1 if self.batch_invariant else max(1, last - first)
             for start in range(first, last if length else first, step):
                 whole = self.tree_masks is not None or not self.causal
-                end = length if whole else length - (last - start - step)
+                # Of fewer tokens than queries the first queries see none, and one hidden token stands for that.
+                end = length if whole else max(1, length - (last - start - step))
                 pages, rows = self.block_table[request], slice(start, start + step)
                 key, value = _tokens(self.key_cache, pages, end), _tokens(self.value_cache, pages, end)
                 hidden = self._hidden(rows, length - (last - first), start - first, end)

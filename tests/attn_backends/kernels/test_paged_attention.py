@@ -215,3 +215,11 @@ def test_a_window_in_splits_whose_bits_must_not_depend_on_the_batch_is_refused(h
 )
 def test_either_alone_and_both_where_bits_may_depend_on_the_batch_are_allowed(changes):
     assert attend(**changes).reference().isfinite().all()
+
+
+@pytest.mark.parametrize("invariant", [False, True])
+@pytest.mark.parametrize("window", [None, 1])
+def test_queries_before_the_first_token_see_nothing(invariant, window):
+    arguments = attend(seq_lens=torch.tensor([1], dtype=torch.int32), sliding_window=window, batch_invariant=invariant)
+    out = arguments.reference()
+    assert out[0].eq(0).all() and torch.equal(out[1, 0], arguments.value_cache[0, 0, 0])
