@@ -59,7 +59,8 @@ def streamed_linear(
 
     x [M, K], adjacent along K; weight [N, K], contiguous, of one dtype. gated: weight [2 N, K] holds gate above up, and
     the result is silu(gate) * up, with a limit silu(min(gate, limit)) * clamp(up, -limit, limit), and there is no bias.
-    Raises BatchError for more than MAX_ROWS rows and for shapes or dtypes that do not fit, with nothing run.
+    Raises BatchError for more than MAX_ROWS rows, shapes or dtypes that do not fit, an empty weight and a limit without
+    a gate, with nothing run.
     """
     require(
         0 < x.shape[0] <= MAX_ROWS,
@@ -86,10 +87,10 @@ def streamed_groups(
     weight  as x, [E, N, K], contiguous; gated: [E, 2 N, K], gate above up, and a row becomes silu(gate) * up
     ends    int32 [E]: one past each group's last row; rows from ends[-1] on are of the last group
     tokens  int64 [M], in 0..T-1: the row of x that each of the M rows is; None: they are x
-    limit   with it, silu(min(gate, limit)) * clamp(up, -limit, limit)
+    limit   of gated: with it, silu(min(gate, limit)) * clamp(up, -limit, limit)
 
     The weights of groups that have rows are read, once for every 16 of their rows. Raises BatchError for shapes or
-    dtypes that do not fit, with nothing run.
+    dtypes that do not fit, an empty weight and a limit without a gate, with nothing run.
     """
     return _streamed_linear(*StreamedLinear(x, weight, ends, tokens, gated=gated, limit=limit).checked())
 
@@ -128,12 +129,18 @@ class StreamedLinear(NamedTuple):
         return self.x.shape[0] if self.tokens is None else self.tokens.shape[0]
 
     def checked(self) -> StreamedLinear:
-        """These. Raises BatchError for shapes or dtypes that do not fit."""
+        """These. Raises BatchError for shapes or dtypes that do not fit, an empty weight, or a limit without a gate."""
         x, weight, ends, tokens, bias, residual = self[:6]
+        if self.limit is not None and not self.gated:
+            raise BatchError(
+                f"a limit is of gate and up, got limit={self.limit} for a product without a gate. "
+                "Pass gated=True, or no limit."
+            )
         kind = (weight.dtype, x.device)
         if not (
             x.dim() == 2
             and weight.dim() == (2 if ends is None else 3)
+            and weight.numel() > 0
             and weight.shape[-1] == x.shape[1]
             and weight.is_contiguous()
             and x.stride(1) == 1
@@ -149,8 +156,8 @@ class StreamedLinear(NamedTuple):
             tensors = {name: value for name, value in self._asdict().items() if isinstance(value, torch.Tensor)}
             found = ", ".join(f"{name} {tensor.dtype} {list(tensor.shape)}" for name, tensor in tensors.items())
             raise BatchError(
-                "a streamed linear needs contiguous tensors of one dtype and device whose sizes fit, got "
-                f"{found}. See its docstring for the shapes."
+                "a streamed linear needs contiguous tensors of one dtype and device whose sizes fit, and a weight that "
+                f"is not empty, got {found}. See its docstring for the shapes."
             )
         return self
 

@@ -105,6 +105,8 @@ MISFITS = {
     "the residual's dtype": ({"residual": torch.zeros(3, 4).half()}, r"residual torch.float16 \[3, 4\]"),
     "a gate of an odd number of rows": ({"weight": torch.zeros(5, 8), "gated": True}, r"weight torch.float32 \[5, 8\]"),
     "a gate with a bias": ({"bias": torch.zeros(2), "gated": True}, r"bias torch.float32 \[2\]"),
+    "no inputs": ({"x": torch.zeros(3, 0), "weight": torch.zeros(4, 0)}, r"weight torch.float32 \[4, 0\]"),
+    "no outputs": ({"weight": torch.zeros(0, 8)}, r"weight torch.float32 \[0, 8\]"),
     "a stack of weights": ({"weight": torch.zeros(2, 4, 8)}, r"weight torch.float32 \[2, 4, 8\]"),
 }
 
@@ -115,10 +117,21 @@ def test_tensors_that_do_not_fit_are_named(change, found):
         streamed_linear(**{"x": torch.zeros(3, 8), "weight": torch.zeros(4, 8), **change})
 
 
+@pytest.mark.parametrize("groups", [False, True])
+def test_a_limit_without_a_gate_is_refused(groups):
+    arguments = make_arguments("groups" if groups else "plain", 3, 4, 8)._replace(limit=LIMIT)
+    with pytest.raises(BatchError, match=r"got limit=0\.7 for a product without a gate\. Pass gated=True"):
+        call(arguments)
+
+
 MISFIT_GROUPS = {
     "ends of another number": ({"ends": torch.zeros(3, dtype=torch.int32)}, r"ends torch.int32 \[3\]"),
     "ends of another dtype": ({"ends": torch.zeros(2, dtype=torch.int64)}, r"ends torch.int64 \[2\]"),
     "tokens of another dtype": ({"tokens": torch.zeros(3, dtype=torch.int32)}, r"tokens torch.int32 \[3\]"),
+    "no weights": (
+        {"weight": torch.zeros(0, 4, 8), "ends": torch.zeros(0, dtype=torch.int32)},
+        r"weight torch.float32 \[0, 4, 8\]",
+    ),
     "one weight": ({"weight": torch.zeros(4, 8)}, r"weight torch.float32 \[4, 8\]"),
 }
 
