@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from builders.errors import require_tensor
+from builders.errors import require, require_tensor
 
 
 class VerifyArguments(NamedTuple):
@@ -35,9 +35,14 @@ class VerifyArguments(NamedTuple):
     def checked(self) -> VerifyArguments:
         """These, contiguous as kernels read them, except draft_logits, which are large and stay where they are.
 
-        Raises BatchError for tensors of another shape, dtype or device.
+        Raises BatchError for tensors of another shape, dtype or device, and for drafts of no columns.
         """
         rows, columns = self.draft_tokens.shape
+        require(
+            columns > 0,
+            "draft_tokens must have a column or more, got [R, 0]; without drafts nothing is verified. Draw the "
+            "target's token with sample_target.",
+        )
         vocab, device = self.processed.shape[-1], self.processed.device
         expected: tuple[tuple[tuple[int, ...], torch.dtype], ...] = (
             ((rows, columns + 1, vocab), torch.float32),

@@ -42,6 +42,12 @@ def test_arguments_of_wrong_tensors_are_refused_by_name(name, tensor):
         verify_arguments(**{name: tensor}).checked()
 
 
+def test_drafts_of_no_columns_are_refused():
+    empty = {"processed": torch.zeros(ROWS, 1, VOCAB), "draft_logits": torch.zeros(ROWS, 0, VOCAB)}
+    with pytest.raises(BatchError, match=r"draft_tokens must have a column or more.*Draw .* with sample_target"):
+        verify_arguments(draft_tokens=zeros(ROWS, 0), **empty).checked()
+
+
 def test_arguments_become_contiguous_but_for_the_drafts_logits_which_stay_where_they_are():
     wide = torch.zeros(ROWS, 2 * STEPS, 2 * VOCAB)[:, :STEPS, ::2]
     seeds, tokens = zeros(2 * ROWS)[::2], zeros(ROWS, 2 * STEPS)[:, ::2]
