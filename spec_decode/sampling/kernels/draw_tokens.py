@@ -18,9 +18,11 @@ class Residual(NamedTuple):
 
     - accepted      int64 [R]        draft tokens accepted; the token after them is drawn, from this column's logits
     - weight        fp32 [R]         w; 0 where nothing was rejected: p is drawn from
-    - norms         fp32 [4, R * K]  of each column of p and then of q: the largest logit, and the sum of
-                                     exp(logit - largest); read only where weight is above 0
+    - norms         fp32 [4, R * K]  planes, a number for each draft column: p's largest logit, p's sum of
+                                     exp(logit - largest), then the same two of q; read only where weight is above 0
     - draft_logits  fp32 [R, K, V]   q's
+
+    Of greedy rows neither weight nor norms are read, and either may be unwritten.
     """
 
     accepted: torch.Tensor
@@ -193,15 +195,16 @@ def residual_weight(
     target_logits,  # fp32 [BLOCK_V]
     draft_logits,  # fp32 [BLOCK_V]
     w,
-    norms_ptr,  # fp32 [4, num_rows]
+    norms_ptr,  # fp32 [4, R * K]
     draft_row,
-    num_rows,  # R * K
+    num_draft_rows,  # R * K
 ):
     """max(w target_probs - draft_probs, 0), by Residual's norms of draft_row: the maxima and sums of both softmaxes."""
-    target_scale = tl.div_rn(w, tl.load(norms_ptr + num_rows + draft_row))
-    draft_scale = tl.div_rn(1.0, tl.load(norms_ptr + 3 * num_rows + draft_row))
+    target_scale = tl.div_rn(w, tl.load(norms_ptr + num_draft_rows + draft_row))
+    draft_scale = tl.div_rn(1.0, tl.load(norms_ptr + 3 * num_draft_rows + draft_row))
     target_probs = tl.exp(target_logits - tl.load(norms_ptr + draft_row)) * target_scale
-    draft_probs = tl.exp(draft_logits - tl.load(norms_ptr + 2 * num_rows + draft_row)) * draft_scale
+    draft_probs = tl.exp(draft_logits - tl.load(norms_ptr + 2 * num_draft_rows + draft_row)) * draft_scale
+    # The maximum makes 0 of NaN: a residual of NaN is empty, and the token is drawn from p.
     return tl.maximum(target_probs - draft_probs, 0.0)
 
 

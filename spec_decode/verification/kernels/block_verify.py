@@ -16,8 +16,8 @@ from spec_decode.sampling.kernels.vocab_blocks import vocab_block
 from spec_decode.verification.kernels.distributions import Distributions, count_leading
 from spec_decode.verification.kernels.draft_probabilities import (
     accept_uniform,
-    draft_probabilities,
     matches_argmax,
+    probabilities_and_norms,
     read_draft,
 )
 from spec_decode.verification.kernels.partial_max import PartialMax
@@ -66,6 +66,7 @@ class BlockVerify(VerifyArguments):
             weights_ptr=weights,
             num_accepted_ptr=residual.accepted,
             norms_ptr=residual.norms,
+            num_rows=rows,
             num_drafts=columns,
             vocab_size=vocab,
             num_blocks=blocks,
@@ -140,6 +141,7 @@ def _prefix_weights_kernel(
     weights_ptr,  # out: fp32 [R, K]
     num_accepted_ptr,  # out: int64 [R], of greedy rows
     norms_ptr,  # out: fp32 [4, R * K]
+    num_rows,  # R
     num_drafts,  # K
     vocab_size,  # V
     num_blocks,  # of the vocabulary
@@ -162,26 +164,27 @@ def _prefix_weights_kernel(
     offs_k = tl.arange(0, BLOCK_K)
     draft_tokens, draft_len = read_draft(row, draft_tokens_ptr, num_drafts, BLOCK_K)
     if tl.load(temperature_ptr + row) > 0:
-        target_probs, draft_probs = draft_probabilities(
-            row,
-            draft_tokens,
-            draft_len,
-            target_logits_ptr,
-            draft_logits_ptr,
-            partial_max_ptr,
-            partial_sum_exp_ptr,
-            norms_ptr,
-            num_drafts,
-            vocab_size,
-            num_blocks,
-            stride_draft_row,
-            stride_draft_pos,
-            stride_draft_token,
-            BLOCK_B,
-            BLOCK_K,
+        target_probs, draft_probs = probabilities_and_norms(
+            row=row,
+            draft_tokens=draft_tokens,
+            draft_len=draft_len,
+            target_logits_ptr=target_logits_ptr,
+            draft_logits_ptr=draft_logits_ptr,
+            partial_max_ptr=partial_max_ptr,
+            partial_sum_exp_ptr=partial_sum_exp_ptr,
+            norms_ptr=norms_ptr,
+            num_rows=num_rows,
+            num_drafts=num_drafts,
+            vocab_size=vocab_size,
+            num_blocks=num_blocks,
+            stride_draft_row=stride_draft_row,
+            stride_draft_pos=stride_draft_pos,
+            stride_draft_token=stride_draft_token,
+            BLOCK_B=BLOCK_B,
+            BLOCK_K=BLOCK_K,
         )
-        # 2. The weights, one token after another. One that is no number keeps no draft; by themselves, minimum and
-        # maximum drop it.
+        # 2. The weights, one token after another. NaN must stay NaN, so that no prefix passes with it: unless they are
+        # told to propagate it, minimum and maximum return the number beside it.
         ratio = tl.div_rn(target_probs, tl.maximum(draft_probs, TINY, propagate_nan=tl.PropagateNan.ALL))
         w = 1.0
         weights = tl.zeros((BLOCK_K,), tl.float32)
@@ -195,7 +198,7 @@ def _prefix_weights_kernel(
             row, draft_tokens, draft_len, partial_max_ptr, partial_argmax_ptr, num_drafts, num_blocks, BLOCK_B, BLOCK_K
         )
         num_accepted = tl.min(tl.where(accept, num_drafts, offs_k), 0)
-        tl.store(num_accepted_ptr + row, tl.minimum(num_accepted, draft_len).to(tl.int64))
+        tl.store(num_accepted_ptr + row, num_accepted.to(tl.int64))
 
 
 @triton.jit
@@ -226,6 +229,7 @@ def _residual_sums_kernel(
         offs_v = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
         mask = offs_v < vocab_size
         draft_row = row * num_drafts + k
+        # Past the draft's end weight or norms are unwritten memory; no prefix reads the sums that come of them.
         w = tl.load(weights_ptr + draft_row - 1)
         target_ptrs = target_logits_ptr + (draft_row + row) * vocab_size + offs_v
         target_logits = tl.load(target_ptrs, mask=mask, other=float("-inf"))
@@ -274,6 +278,8 @@ def _accept_prefix_kernel(
         numerator = tl.where(has_next, residual_sum, weights)
         denominator = tl.where(has_next, residual_sum + 1 - weights, 1.0)
         uniform = accept_uniform(tl.load(accept_seeds_ptr + row), tl.load(draft_positions_ptr + row) + offs_k)
+        # Not strictly less, as it is by token: a uniform is above 0, so that a weight of 0 without a residual fails,
+        # and without one a weight of 1, where p is q, must pass.
         accept = (offs_k < draft_len) & (uniform * denominator <= numerator)
         num_accepted = tl.max(tl.where(accept, offs_k + 1, 0), 0)
         w = tl.where(num_accepted > 0, tl.sum(tl.where(offs_k + 1 == num_accepted, weights, 0.0), 0), 1.0)

@@ -19,7 +19,7 @@ def read_draft(
     """A row's draft int64 [BLOCK_K], -1 outside its K columns, and how many tokens it has before its end."""
     offs_k = tl.arange(0, BLOCK_K)
     draft_tokens = tl.load(draft_tokens_ptr + row * num_drafts + offs_k, mask=offs_k < num_drafts, other=-1)
-    draft_len = tl.minimum(tl.min(tl.where(draft_tokens < 0, offs_k, num_drafts), 0), num_drafts)
+    draft_len = tl.min(tl.where(draft_tokens < 0, offs_k, num_drafts), 0)
     return draft_tokens, draft_len
 
 
@@ -54,7 +54,8 @@ def _store_norms(
     draft_len,
     partial_max_ptr,  # fp32 [R * K, blocks], of one model
     partial_sum_exp_ptr,  # fp32 [R * K, blocks]
-    norms_ptr,  # out: fp32 [2, R * K]
+    norms_ptr,  # out: fp32 [2, R * K], the planes of that model
+    num_rows,  # R
     num_drafts,  # K
     num_blocks,  # of the vocabulary
     BLOCK_B: tl.constexpr,  # blocks, rounded up to a power of two
@@ -70,14 +71,13 @@ def _store_norms(
     block_max = tl.load(partial_max_ptr + part_offs, mask=mask, other=float("-inf"))
     block_sum = tl.load(partial_sum_exp_ptr + part_offs, mask=mask, other=0.0)
     row_max, row_sum = merge_sum_exp(block_max, block_sum)
-    num_rows = tl.num_programs(0) * num_drafts
     tl.store(norms_ptr + draft_row, row_max, mask=offs_k < draft_len)
-    tl.store(norms_ptr + num_rows + draft_row, row_sum, mask=offs_k < draft_len)
+    tl.store(norms_ptr + num_rows * num_drafts + draft_row, row_sum, mask=offs_k < draft_len)
     return row_max, row_sum
 
 
 @triton.jit
-def draft_probabilities(
+def probabilities_and_norms(
     row,
     draft_tokens,  # int64 [BLOCK_K]
     draft_len,
@@ -85,7 +85,8 @@ def draft_probabilities(
     draft_logits_ptr,  # fp32 [R, K, V]
     partial_max_ptr,  # fp32 [2, R * K, blocks]
     partial_sum_exp_ptr,  # fp32 [2, R * K, blocks]
-    norms_ptr,  # out: fp32 [4, R * K]
+    norms_ptr,  # out: fp32 [4, R * K], in the order of Residual's planes
+    num_rows,  # R
     num_drafts,  # K
     vocab_size,  # V
     num_blocks,  # of the vocabulary
@@ -97,20 +98,30 @@ def draft_probabilities(
 ):
     """exp(logit - max) / sum under both models, fp32 [BLOCK_K]: of a random row's draft_len tokens, 0 of the others.
 
-    One program per row. It also stores their columns' norms, max and sum.
+    It also stores their columns' norms, max and sum, from which residual_weight computes later.
     """
     # 1. Each column's max and sum, for the target, then the draft
     offs_k = tl.arange(0, BLOCK_K)
-    num_rows = tl.num_programs(0) * num_drafts
+    num_columns = num_rows * num_drafts
     target_max, target_sum = _store_norms(
-        row, draft_len, partial_max_ptr, partial_sum_exp_ptr, norms_ptr, num_drafts, num_blocks, BLOCK_B, BLOCK_K
+        row,
+        draft_len,
+        partial_max_ptr,
+        partial_sum_exp_ptr,
+        norms_ptr,
+        num_rows,
+        num_drafts,
+        num_blocks,
+        BLOCK_B,
+        BLOCK_K,
     )
     draft_max, draft_sum = _store_norms(
         row,
         draft_len,
-        partial_max_ptr + num_rows * num_blocks,
-        partial_sum_exp_ptr + num_rows * num_blocks,
-        norms_ptr + 2 * num_rows,
+        partial_max_ptr + num_columns * num_blocks,
+        partial_sum_exp_ptr + num_columns * num_blocks,
+        norms_ptr + 2 * num_columns,
+        num_rows,
         num_drafts,
         num_blocks,
         BLOCK_B,

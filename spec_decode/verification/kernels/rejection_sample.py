@@ -14,8 +14,8 @@ from spec_decode.sampling.kernels.draw_tokens import Residual, launch_draw
 from spec_decode.verification.kernels.distributions import Distributions, count_leading
 from spec_decode.verification.kernels.draft_probabilities import (
     accept_uniform,
-    draft_probabilities,
     matches_argmax,
+    probabilities_and_norms,
     read_draft,
 )
 from spec_decode.verification.kernels.partial_max import PartialMax
@@ -56,6 +56,7 @@ class RejectionSample(VerifyArguments):
             num_accepted_ptr=residual.accepted,
             weight_ptr=residual.weight,
             norms_ptr=residual.norms,
+            num_rows=rows,
             num_drafts=columns,
             vocab_size=self.processed.shape[2],
             num_blocks=partial.argmax.shape[1],
@@ -84,6 +85,7 @@ def _rejection_sample_kernel(
     num_accepted_ptr,  # out: int64 [R]
     weight_ptr,  # out: fp32 [R], as Residual has it, like the next
     norms_ptr,  # out: fp32 [4, R * K]
+    num_rows,  # R
     num_drafts,  # K
     vocab_size,  # V
     num_blocks,  # of the vocabulary
@@ -105,33 +107,35 @@ def _rejection_sample_kernel(
     draft_tokens, draft_len = read_draft(row, draft_tokens_ptr, num_drafts, BLOCK_K)
     # 2. Decide on each token
     if tl.load(temperature_ptr + row) > 0:
-        target_probs, draft_probs = draft_probabilities(
-            row,
-            draft_tokens,
-            draft_len,
-            target_logits_ptr,
-            draft_logits_ptr,
-            partial_max_ptr,
-            partial_sum_exp_ptr,
-            norms_ptr,
-            num_drafts,
-            vocab_size,
-            num_blocks,
-            stride_draft_row,
-            stride_draft_pos,
-            stride_draft_token,
-            BLOCK_B,
-            BLOCK_K,
+        target_probs, draft_probs = probabilities_and_norms(
+            row=row,
+            draft_tokens=draft_tokens,
+            draft_len=draft_len,
+            target_logits_ptr=target_logits_ptr,
+            draft_logits_ptr=draft_logits_ptr,
+            partial_max_ptr=partial_max_ptr,
+            partial_sum_exp_ptr=partial_sum_exp_ptr,
+            norms_ptr=norms_ptr,
+            num_rows=num_rows,
+            num_drafts=num_drafts,
+            vocab_size=vocab_size,
+            num_blocks=num_blocks,
+            stride_draft_row=stride_draft_row,
+            stride_draft_pos=stride_draft_pos,
+            stride_draft_token=stride_draft_token,
+            BLOCK_B=BLOCK_B,
+            BLOCK_K=BLOCK_K,
         )
         uniform = accept_uniform(tl.load(accept_seeds_ptr + row), tl.load(draft_positions_ptr + row) + offs_k)
+        # Past the draft's end both are 0, which accepts nothing.
         accept = uniform * draft_probs < target_probs
     else:
         accept = matches_argmax(
             row, draft_tokens, draft_len, partial_max_ptr, partial_argmax_ptr, num_drafts, num_blocks, BLOCK_B, BLOCK_K
         )
-    # 3. Count those before the first rejected one; its successor is drawn from the residual, of weight 1
+    # 3. Count those before the first rejected one; the token in its place is drawn from the residual, of weight 1
     num_accepted = tl.min(tl.where(accept, num_drafts, offs_k), 0)
-    tl.store(num_accepted_ptr + row, tl.minimum(num_accepted, draft_len).to(tl.int64))
+    tl.store(num_accepted_ptr + row, num_accepted.to(tl.int64))
     tl.store(weight_ptr + row, tl.where(num_accepted < draft_len, 1.0, 0.0))
 
 

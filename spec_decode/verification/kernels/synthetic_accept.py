@@ -17,7 +17,7 @@ from spec_decode.verification.kernels.draft_probabilities import accept_uniform,
 class SyntheticAccept(NamedTuple):
     """How many draft tokens are accepted, int64 [R], and the position of the token after them, int64 [R].
 
-    - draft_tokens     int64 [R, K], contiguous; the first -1 ends a row's draft
+    - draft_tokens     int64 [R, K], contiguous; the first below 0 ends a row's draft
     - seeds            int64 [R], contiguous
     - draft_positions  int64 [R], contiguous: absolute position of draft token 0
     - mean             a row accepts floor(mean) tokens, and one more with probability mean - floor(mean), but no more
