@@ -24,7 +24,6 @@ from tests.spec_decode.trees.tree_helpers import TREES
 PROMPTS = ["The for statement", "def read(path):", "x", "An assignment to a list"]
 TARGET, SHIPPED = load_pair(SHIPPED_PAIR, draft="block_draft")
 DYNAMIC, STATIC = DynamicTreeConfig(width=4, num_tokens=12), TREES["wide and deep"]
-BOTH = pytest.mark.parametrize("tree", [DYNAMIC, STATIC], ids=["dynamic", "static"])
 
 
 def peagle(draft_vocab):
@@ -54,15 +53,17 @@ def draft(request, tmp_path_factory):
 
 
 def make_engine(draft, tree, *, steps=3, backend="triton_paged", **options):
-    options = {"max_num_seqs": 3, "max_model_len": 96, "page_size": 16, **options}
+    options = {"max_num_seqs": 5, "max_model_len": 96, "page_size": 16, **options}
     config = engine_config(num_speculative_tokens=steps, tree=tree, **options)
     return Engine(TARGET, draft, get(backend), config, draft_backend=get("torch_reference"))
 
 
-def requests(temperature=0.0, new=24):
+def requests(new=12, temperatures=(0.0, 0.8)):
+    """Of each prompt a greedy one and a hot one, more than run at once."""
     return [
         make_request(prompt=encode(prompt), max_tokens=new, temperature=temperature, seed=3 + at)
         for at, prompt in enumerate(PROMPTS)
+        for temperature in temperatures
     ]
 
 
@@ -70,57 +71,65 @@ def texts(engine, asked):
     return [generation.token_ids for generation in engine.generate(asked)]
 
 
-@pytest.fixture(scope="module", params=[0.0, 0.8], ids=["greedy", "hot"])
-def plain(request):
-    """What plain decoding says, and to which requests."""
-    asked = requests(request.param)
-    return asked, texts(make_engine(None, None, steps=0), asked)
+def kept(engine, asked):
+    return [(each.token_ids, each.accepted) for each in engine.generate(asked)]
 
 
-@BOTH
-def test_a_text_drafted_in_trees_of_blocks_is_what_plain_decoding_says(draft, plain, tree):
-    asked, expected = plain
+@pytest.fixture(scope="module")
+def plain():
+    """What plain decoding says."""
+    return texts(make_engine(None, None, steps=0), requests())
+
+
+@pytest.fixture(scope="module", params=[DYNAMIC, STATIC], ids=["dynamic", "static"])
+def tree(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def in_one_graph(draft, tree):
+    """What an engine says and keeps whose whole round is one graph."""
     engine = make_engine(draft, tree)
-    assert texts(engine, asked) == expected
     assert engine.plan.strategy is Strategy.FULL_LOOP
+    return kept(engine, requests())
+
+
+def test_a_text_drafted_in_trees_of_blocks_is_what_plain_decoding_says(in_one_graph, plain):
+    assert [text for text, _ in in_one_graph] == plain
+
+
+def test_one_graph_of_a_whole_round_keeps_what_eager_keeps(draft, tree, in_one_graph):
+    assert in_one_graph == kept(make_engine(draft, tree, graph_mode=GraphMode.NONE), requests())
 
 
 @pytest.mark.parametrize("strategy", [Strategy.EAGER, Strategy.PER_STEP, Strategy.PIECEWISE])
 def test_every_strategy_says_what_plain_decoding_says(plain, strategy):
-    asked, expected = plain
     modes = {"graph_mode": GraphMode.PIECEWISE} if strategy is Strategy.PIECEWISE else {"strategy": strategy}
-    assert texts(make_engine(SHIPPED, DYNAMIC, **modes), asked) == expected
+    assert texts(make_engine(SHIPPED, DYNAMIC, **modes), requests()) == plain
 
 
-@BOTH
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_one_graph_of_a_whole_round_keeps_what_eager_keeps(draft, temperature, tree):
-    graph, eager = (make_engine(draft, tree, graph_mode=mode) for mode in (GraphMode.FULL, GraphMode.NONE))
-    found, wanted = (engine.generate(requests(temperature)) for engine in (graph, eager))
-    assert [(each.token_ids, each.accepted) for each in found] == [(each.token_ids, each.accepted) for each in wanted]
-
-
-@pytest.mark.parametrize("tree", [DraftTree.chain(5), DynamicTreeConfig(width=1, num_tokens=5)])
-def test_a_tree_of_one_path_drafts_what_a_chain_drafts(draft, tree):
-    chain, path = make_engine(draft, None, steps=5), make_engine(draft, tree, steps=5)
-    accepted = [[each.accepted for each in engine.generate(requests())] for engine in (chain, path)]
-    assert accepted[0] == accepted[1] and (draft is not SHIPPED or sum(accepted[0][0]) > 0)
+def test_a_tree_of_one_path_drafts_what_a_chain_drafts(draft):
+    """Greedily: at a temperature a chain is verified by another rule."""
+    asked = requests(temperatures=(0.0,))
+    chain = kept(make_engine(draft, None, steps=5), asked)
+    for tree in (DraftTree.chain(5), DynamicTreeConfig(width=1, num_tokens=5)):
+        assert kept(make_engine(draft, tree, steps=5), asked) == chain
+    assert draft is not SHIPPED or sum(chain[0][1]) > 0
 
 
 def test_more_paths_have_more_tokens_accepted():
-    wide = DynamicTreeConfig(width=8, num_tokens=60)
+    wide, asked = DynamicTreeConfig(width=8, num_tokens=60), requests(40, (0.0,))
     chain, tree = make_engine(SHIPPED, None, steps=7), make_engine(SHIPPED, wide, steps=7)
-    texts(chain, requests(new=60)), texts(tree, requests(new=60))
+    texts(chain, asked), texts(tree, asked)
     assert tree.stats.mean_accepted > chain.stats.mean_accepted
 
 
 def test_a_text_is_its_own_whoever_joins_leaves_or_is_preempted_beside_it(plain):
-    asked, expected = plain
-    crowd = asked * 3
+    crowd = requests() * 2
     order = random.Random(0).sample(range(len(crowd)), len(crowd))
     engine = make_engine(SHIPPED, DYNAMIC, num_pages=8)
     found = texts(engine, [crowd[at] for at in order])
-    assert found == [expected[at % len(asked)] for at in order]
+    assert found == [plain[at % len(plain)] for at in order]
     assert engine.stats.preemptions > 0 and engine.pool.num_free == 8
 
 
@@ -128,15 +137,14 @@ def test_a_text_is_its_own_whoever_joins_leaves_or_is_preempted_beside_it(plain)
 def test_a_request_drafts_whole_trees_to_the_end_of_its_text(draft, steps, tree):
     """Of more tokens than a block has places, and of fewer."""
     engine = make_engine(draft, replace(tree, num_tokens=min(tree.num_tokens, 36)), steps=steps)
-    texts(engine, requests())
+    texts(engine, requests(temperatures=(0.0,)))
     assert not any(int(tables.overflow.sum()) for tables in engine._tables)
 
 
 def test_a_draft_that_runs_over_no_tree_takes_a_backend_without_them(plain):
-    asked, expected = plain
     config = engine_config(num_speculative_tokens=3, tree=DYNAMIC, max_num_seqs=3, max_model_len=96, page_size=16)
     engine = Engine(TARGET, SHIPPED, get("torch_reference"), config, draft_backend=NoTrees())
-    assert texts(engine, asked) == expected
+    assert texts(engine, requests()) == plain
     with pytest.raises(NoBackend, match=r"no_trees refuses.*tree"):
         Engine(TARGET, SHIPPED, NoTrees(), config)
 

@@ -39,39 +39,41 @@ def make_engine(draft, steps, **options):
     return Engine(TARGET, draft, get("torch_reference"), config)
 
 
-def texts(engine, **options):
-    requests = [make_request(prompt=encode(prompt), max_tokens=20, seed=3, **options) for prompt in PROMPTS]
-    return [generation.token_ids for generation in engine.generate(requests)]
+def requests(temperatures, new=12):
+    return [
+        make_request(prompt=encode(prompt), max_tokens=new, seed=3, temperature=temperature)
+        for prompt in PROMPTS
+        for temperature in temperatures
+    ]
+
+
+def texts(engine, *temperatures):
+    return [generation.token_ids for generation in engine.generate(requests(temperatures))]
 
 
 @pytest.fixture(scope="module")
 def plain():
     """What plain decoding says."""
-    return texts(make_engine(None, 0))
+    return texts(make_engine(None, 0), 0.0)
 
 
 @pytest.mark.parametrize("steps", [1, 3, 7])
 def test_a_greedy_text_drafted_in_blocks_is_what_plain_decoding_says(draft, plain, steps):
-    assert texts(make_engine(draft, steps)) == plain
-
-
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_one_graph_of_a_whole_round_says_what_eager_says(draft, temperature):
-    graph = make_engine(draft, 3, graph_mode=GraphMode.FULL)
-    eager = make_engine(draft, 3, graph_mode=GraphMode.NONE)
-    assert texts(graph, temperature=temperature) == texts(eager, temperature=temperature)
-    assert graph.plan.strategy is Strategy.FULL_LOOP
-
-
-def test_a_request_drafts_whole_blocks_to_the_end_of_its_text(draft):
-    engine = make_engine(draft, 7)
-    texts(engine)
+    """And whole blocks are drafted to its end."""
+    engine = make_engine(draft, steps)
+    assert texts(engine, 0.0) == plain
     assert not any(int(tables.overflow.sum()) for tables in engine._tables)
+
+
+def test_one_graph_of_a_whole_round_says_what_eager_says(draft):
+    graph, eager = (make_engine(draft, 3, graph_mode=mode) for mode in (GraphMode.FULL, GraphMode.NONE))
+    assert texts(graph, 0.0, 0.8) == texts(eager, 0.0, 0.8)
+    assert graph.plan.strategy is Strategy.FULL_LOOP
 
 
 def test_a_batch_invariant_text_drafts_in_a_batch_what_it_drafts_alone(draft):
     engine = make_engine(draft, 3, batch_invariant=True)
-    requests = [make_request(prompt=encode(prompt), max_tokens=8, seed=3, temperature=0.8) for prompt in PROMPTS]
-    together = [(made.token_ids, made.accepted) for made in engine.generate(requests)]
-    alone = [engine.generate([request])[0] for request in requests]
+    asked = requests([0.8], new=6)
+    together = [(made.token_ids, made.accepted) for made in engine.generate(asked)]
+    alone = [engine.generate([request])[0] for request in asked]
     assert together == [(made.token_ids, made.accepted) for made in alone]
