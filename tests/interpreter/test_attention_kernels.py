@@ -77,8 +77,9 @@ def test_no_token_before_every_window_of_a_request_is_read(query_lens, masks, pa
     """A window starts at each slot of a page once, and just behind it."""
     spec = replace(PLAIN, sliding_window=WINDOW, page_size=page_size)
     masks = None if masks is None else torch.tensor(masks)
-    for start in range(6):
-        starts = (start, start + 6, start + 12)
+    batches = page_size // 3 + 1
+    for start in range(batches):
+        starts = (start, start + batches, start + 2 * batches)
         seq_lens = [first + WINDOW - 1 + count for first, count in zip(starts, query_lens, strict=True)]
         args = paged(spec, (query_lens, seq_lens, None), splits, masks)
         for table, first in zip(args[3], starts, strict=True):

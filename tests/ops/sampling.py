@@ -272,7 +272,8 @@ def best_paths():
         # Log-probabilities of a peaked law, whose sums are rounded.
         scores[4] = (noise(places, width) * 4).log_softmax(-1).sort(-1, descending=True).values
         tokens = whole(0, 2**40, 6, places, width, seed=1)
-        for depths in ((places,) * 6, (99, 1, places, 3, places - 1, 0), (-5, 2, 2**31 - 1, 1, 2, 1)):
+        uneven = ((99, 1, places, 3, places - 1, 0), (-5, 2, 2**31 - 1, 1, 2, 1)) if count < 32 else ()
+        for depths in ((places,) * 6, *uneven):
             yield tokens, scores, int32(*depths), *torch.full((2, 6, count), 7)
 
 

@@ -43,6 +43,7 @@ ON_A_DEVICE = "drafter.a_round_never_waits[k4-n3-device_loop]"
 ROUNDS_OF_ANOTHER = {
     "drafter.strategies_agree": ("k1-n32", "k2-n2", "k4-n7"),
     "drafter.requests_stop_on_their_own": ("k2-n3",),
+    "drafter.drafts_resume_after_a_pause": ("k1-n2",),
     "drafter.strategies_agree_on_layers_and_groups": ("k3-n2-groups",),
 }
 """How strategies run is the reference's to show; another backend brings its metadata, in each strategy."""
