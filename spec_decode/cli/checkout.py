@@ -1,4 +1,4 @@
-"""What stands beside the packages in a checkout and is in no wheel: `attn-backends bench`, and kits over engines."""
+"""What stands beside the packages in a checkout and is in no wheel, such as the kits over engines' own builders."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Protocol, cast
-
-import click
 
 from spec_decode.cli.output import UserError, did_you_mean
 
@@ -29,16 +27,6 @@ def from_checkout(module: str, *, what: str, folder: str) -> ModuleType:
             "there, and try again."
         )
     return import_module(module)
-
-
-@click.command(add_help_option=False, context_settings={"ignore_unknown_options": True})
-@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
-@click.pass_context
-def bench(context: click.Context, arguments: tuple[str, ...]) -> None:
-    """Time the drafter and its parts, from a checkout."""
-    command: click.Command = from_checkout("benchmarks.command", what="the benchmarks", folder="benchmarks").bench
-    with command.make_context("bench", list(arguments), parent=context.parent) as inner:
-        command.invoke(inner)
 
 
 class EngineKit(Protocol):

@@ -11,8 +11,8 @@ from typing import Any
 
 import click
 
+from spec_decode.cli.bench import bench
 from spec_decode.cli.check import check
-from spec_decode.cli.checkout import bench
 from spec_decode.cli.demo import demo
 from spec_decode.cli.doctor import doctor
 from spec_decode.cli.draft import draft
