@@ -31,7 +31,8 @@ class PagedAttentionArguments(NamedTuple):
     block_table      int32 [R, max_pages], read only below seq_lens
     seq_lens         int32 [R]; the last query of request r is at position seq_lens[r] - 1; 0 gives rows of 0, and so
                      does one that is negative, or beyond max_seq_len or the block table
-    query_start_loc  int32 [R + 1]; request r's queries are rows query_start_loc[r] .. query_start_loc[r + 1] - 1
+    query_start_loc  int32 [R + 1]; request r's queries are rows query_start_loc[r] .. query_start_loc[r + 1] - 1. From
+                     query_start_loc[R] on rows are of no request, and may come out as anything
     sinks            fp32 [Hq]; -inf is none, +inf gives 0
     tree_masks       int64 [T], or None: queries are trees, as AttentionBatch has them
     max_query_len    a capture constant, which sizes the launch
@@ -196,7 +197,7 @@ class PagedAttentionArguments(NamedTuple):
             IS_CAUSAL=self.causal,
             TREE=self.tree_masks is not None,
             HAS_SOFTCAP=bool(self.soft_cap),
-            HAS_SINKS=sinks is not None and not split,
+            HAS_SINKS=sinks is not None and not split,  # of several splits the merge adds them
             WIDE_PAGES=page_size * max(self.key_cache.stride(1), self.value_cache.stride(1)) >= 1 << 31,
             FP32_DOT=interpreted,
             **tile,
@@ -216,7 +217,10 @@ def launch_merge(
     in_order: bool,
     num_warps: int,
 ) -> None:
-    """Merge partial fp32 [S, T, Hq, Dv] by lse fp32 [S, T, Hq] into out [T, Hq, Dv]; in_order: see merge_kernel."""
+    """Merge partial fp32 [S, T, Hq, Dv] by lse fp32 [S, T, Hq] into out [T, Hq, Dv]; in_order: see merge_kernel.
+
+    partial of a split whose lse is -inf may be unwritten.
+    """
     splits, tokens, heads, value_dim = partial.shape
     merge_kernel[(tokens, heads)](
         o_partial_ptr=partial,
@@ -245,7 +249,7 @@ def _tokens(cache: torch.Tensor, pages: torch.Tensor, length: int) -> torch.Tens
 def tile_config(*, row_bytes: int, tokens: int, alone: bool, block_m: int) -> dict[str, int]:
     """KV tokens that a program takes at once, and how it runs: the fastest on an H200, of those tried.
 
-    row_bytes: of a token's key and value; tokens: of a split, at most; alone: whether no two programs share an SM.
+    row_bytes: of a token's key and value; tokens: of a split, about; alone: whether no two programs share an SM.
 
     A program alone is bound by the latency of its loads, which more warps have in flight at once. So is one of a block
     or two, where a pipeline only adds to it. Others are bound by bandwidth: a stage less lets more of them run.
@@ -321,7 +325,7 @@ def attention_kernel(
     split = tl.program_id(2)
     q_start = tl.load(query_start_loc_ptr + request)
     q_len = tl.load(query_start_loc_ptr + request + 1) - q_start
-    # Loaded before the branch, which waits for the loads above.
+    # Loaded before the branch, so that this load is under way while the branch waits for those above.
     seq_len = length_within(tl.load(seq_lens_ptr + request), max_len)
     if m_block * BLOCK_M >= q_len * GROUP:
         return
@@ -335,12 +339,14 @@ def attention_kernel(
     q_pos = context_len + offs_m // GROUP
     if TREE:
         ancestors = tl.load(tree_masks_ptr + q_token, mask=mask_m, other=0)
+        # A mask of 0 gives the position before the root's, whose window begins a token before the root's. mask_n hides
+        # that token, so such a query sees of the context what the root does, as in the reference.
         q_pos = context_len + _popcount(ancestors) - 1
     offs_d = tl.arange(0, BLOCK_D)
     offs_dv = tl.arange(0, BLOCK_DV)
 
-    # 3. The range of KV tokens that any row of this tile sees, and this split's blocks of it. A padding row has no
-    # keys: its range is empty and its output is 0.
+    # 3. The range of KV tokens that any row of this tile sees, and this split's blocks of it. A padding request, of
+    # seq_len 0, has no keys: its range is empty and its rows are 0.
     last_row = tl.minimum(m_block * BLOCK_M + BLOCK_M, q_len * GROUP) - 1
     kv_end = tl.where(seq_len > 0, context_len + last_row // GROUP + 1, 0)
     kv_start = 0
@@ -401,6 +407,7 @@ def attention_kernel(
         if TREE:
             qk_mask = seen_in_tree(ancestors[:, None], (offs_n - context_len)[None, :]) & mask_n[None, :]
         elif IS_CAUSAL:
+            # Without mask_n: the tile's last query is at kv_end - 1. Padding rows see more, and are not stored.
             qk_mask = offs_n[None, :] <= q_pos[:, None]
         else:
             qk_mask = mask_n[None, :]
@@ -415,7 +422,7 @@ def attention_kernel(
         acc = acc * alpha[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
         m_i = m_ij
 
-    # 6. A sink adds to l_i alone
+    # 6. A sink adds to l_i alone; with several splits it does so in the merge
     if HAS_SINKS:
         sink = sink_exponent(tl.load(sinks_ptr + head, mask=mask_m, other=0.0))
         m_ij = tl.maximum(m_i, sink)
@@ -465,8 +472,11 @@ def split_range(
     NUM_SPLITS: tl.constexpr,
     SPLIT_BLOCKS: tl.constexpr,  # blocks of a split; 0 shares them out equally
 ):
-    """The blocks of a split, from and to: an equal share of them, or SPLIT_BLOCKS where that is not 0; the last split
-    then has the rest."""
+    """The blocks of a split, from and to: an equal share of them, rounded up, or SPLIT_BLOCKS where that is not 0; the
+    last split then has the rest.
+
+    Too few blocks leave late splits empty: from may then exceed to.
+    """
     n_block_end = n_block_min + num_n_blocks
     if SPLIT_BLOCKS > 0:
         lo = n_block_min + split * SPLIT_BLOCKS
@@ -480,7 +490,7 @@ def split_range(
 
 @triton.jit
 def merge_kernel(
-    o_partial_ptr,  # fp32 [S, T, Hq, Dv]
+    o_partial_ptr,  # fp32 [S, T, Hq, Dv]; of a split whose lse is -inf it may be unwritten, and hold NaN
     lse_ptr,  # fp32 [S, T, Hq], log2 of each split's sum of exponentials
     sinks_ptr,  # fp32 [Hq], or None
     o_ptr,  # out: [T, Hq, Dv]

@@ -4,7 +4,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attn_backends.kernels.paged_attention import paged_attention
+from attn_backends.kernels.paged_attention import launch_merge, paged_attention
 from builders.kernels.triton_runtime import torch_implementations
 from tests.factories import make_cache
 from tests.ops.attention import PLAIN, paged
@@ -90,3 +90,16 @@ def test_no_token_before_every_window_of_a_request_is_read(query_lens, masks, pa
         with torch_implementations():
             wanted = paged_attention(*args[:1], *(t.nan_to_num() for t in args[1:3]), *args[3:])
         torch.testing.assert_close(by_kernel, wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("in_order", [False, True])
+def test_the_merge_takes_nothing_from_a_split_without_tokens(in_order):
+    generator = torch.Generator().manual_seed(1)
+    partial, lse = torch.randn(3, 2, 4, 10, generator=generator), torch.randn(3, 2, 4, generator=generator)
+    lse[1, 0], lse[:, 1, 3] = -torch.inf, -torch.inf
+    wanted = (partial.double() * lse.double().exp2()[..., None]).sum(0)
+    wanted /= lse.double().exp2().sum(0).clamp(min=1e-30)[..., None]
+    partial[lse == -torch.inf] = torch.nan  # as unwritten memory may hold
+    out = torch.empty(2, 4, 10)
+    launch_merge(partial, lse, None, out, in_order=in_order, num_warps=1)
+    torch.testing.assert_close(out.double(), wanted, rtol=1e-5, atol=1e-6)
