@@ -29,8 +29,8 @@ MAX_WIDE_ROWS = 64
 _TOGETHER = 4
 """Rows of one program at most: more would not leave it the registers."""
 
-_KEPT_IN_CACHE = 32 << 20
-"""Bytes of a weight above which no L2 cache would hold it until the next step: it is read to be dropped first."""
+_EVICT_ABOVE_BYTES = 32 << 20
+"""A weight of more bytes is the first that the L2 cache drops: it would not hold it until the next step anyway."""
 
 
 def skinny_linear(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
@@ -203,7 +203,7 @@ class SkinnyLinear(NamedTuple):
             N=outputs,
             K=inputs,
             GATED=self.gated,
-            EVICTION="evict_first" if weight.nbytes > _KEPT_IN_CACHE else "",
+            EVICTION="evict_first" if weight.nbytes > _EVICT_ABOVE_BYTES else "",
             BLOCK_M=power_of_two(together),
             BLOCK_N=tile.block_n,
             BLOCK_K=tile.block_k,

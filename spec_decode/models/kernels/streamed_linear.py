@@ -5,7 +5,8 @@ The weight is the tall side of the tensor core's product and the rows its narrow
 it empty: y^T = w x^T. A program owns a tile of outputs and, where K is split (split-K), a share of K, whose partial
 sums a second kernel adds in order: a result has one order of summation whatever the device does.
 
-Legend: M rows, K inputs, N outputs, E weights. All work of a row happens in fp32 between the loads and the store.
+Legend: M rows, T rows of x that M sorted rows are taken from, K inputs, N outputs, E weights. Products are of operands
+in their own dtype; sums and all that follows are in fp32, up to the store.
 """
 
 from __future__ import annotations
@@ -34,10 +35,11 @@ from spec_decode.models.kernels.streamed_tma_kernel import (
     streamed_tma_kernel,
 )
 
-_KEPT_IN_CACHE = 32 << 20
-"""Bytes of weights above which no L2 cache would hold them until the next step: they are read to be dropped first."""
+_EVICT_ABOVE_BYTES = 32 << 20
+"""Weights of more bytes are the first that the L2 cache drops: it would not hold them until the next step anyway."""
 
 _SUM_BLOCK = 512
+"""Outputs of a program that adds shares."""
 
 
 def num_shares(x: torch.Tensor, weight: torch.Tensor) -> int:
@@ -96,7 +98,12 @@ def streamed_groups(
 
 
 class Cut(NamedTuple):
-    """How a product is cut. share: inputs of each of so many shares of a row's, of which the last may have fewer."""
+    """How a product is cut.
+
+    tile    of a program
+    share   inputs of one share; the last may have fewer
+    shares  how many shares a row's K inputs are cut into
+    """
 
     tile: StreamedTiling
     share: int
@@ -201,11 +208,11 @@ class StreamedLinear(NamedTuple):
 
     def cut(self, tile: StreamedTiling | None = None) -> Cut:
         """How the product is cut; tile: of the program, None: as `streamed_tiling` does."""
-        (height, inputs), itemsize = self.weight.shape[-2:], self.weight.element_size()
+        (w_rows, inputs), itemsize = self.weight.shape[-2:], self.weight.element_size()
         groups = 0 if self.ends is None else self.weight.shape[0]
         room = room_of(self.x.device)
         tile = tile or streamed_tiling(
-            self.rows, height, inputs, room, groups=groups, itemsize=itemsize, gated=self.gated
+            self.rows, w_rows, inputs, room, groups=groups, itemsize=itemsize, gated=self.gated
         )
         if groups and (tile.block_m2 or tile.tma):
             raise BatchError(
@@ -220,30 +227,31 @@ class StreamedLinear(NamedTuple):
         (2 N with a gate). The plain kernel stands in where operands are not aligned for the bulk copy engine."""
         x, weight, ends, tokens, bias, residual, gated, limit = self
         outputs, (tile, share, shares) = self.outputs, cut
-        if split := shares > 1:
-            # Gate, bias and residual come after the sum of the shares.
+        if is_cut := shares > 1:
+            # Gate, bias and residual come after the sum of the shares: to the kernel, both halves of a gated weight are
+            # outputs of one without a gate.
             outputs, gated, bias, residual, limit = weight.shape[-2], False, None, None, None
-        height = tile.block_n // (2 if gated else 1)
-        programs, fp32_dot = triton.cdiv(outputs, height), x.device.type == "cpu"
+        tile_n = tile.block_n // (2 if gated else 1)
+        programs, fp32_dot = triton.cdiv(outputs, tile_n), x.device.type == "cpu"
         if tile.tma and is_describable(x) and is_describable(weight):
             streamed_tma_kernel[programs, shares](
                 x_desc=describe(x, tile.block_m, tile.block_k),
                 x2_desc=describe(x, tile.block_m2 or tile.block_m, tile.block_k),
-                w_desc=describe(weight, height, tile.block_k),
+                w_desc=describe(weight, tile_n, tile.block_k),
                 w_ptr=weight,
                 bias_ptr=bias,
                 residual_ptr=residual,
                 y_ptr=out,
                 M=self.rows,
-                k_per_split=share,
+                k_per_share=share,
                 limit=limit,
                 N=outputs,
                 K=x.shape[1],
                 GATED=gated,
-                SPLIT_K=split,
+                SPLIT_K=is_cut,
                 BLOCK_M=tile.block_m,
                 BLOCK_M2=tile.block_m2,
-                TILE_N=height,
+                TILE_N=tile_n,
                 BLOCK_K=tile.block_k,
                 STAGES=tile.stages,
                 FP32_DOT=fp32_dot,
@@ -263,14 +271,14 @@ class StreamedLinear(NamedTuple):
             y_ptr=out,
             M=self.rows,
             stride_xm=x.stride(0),
-            k_per_split=share,
+            k_per_share=share,
             limit=limit,
             N=outputs,
             K=x.shape[1],
             GROUPS=groups,
             GATED=gated,
-            SPLIT_K=split,
-            EVICTION="evict_first" if weight.nbytes > _KEPT_IN_CACHE else "",
+            SPLIT_K=is_cut,
+            EVICTION="evict_first" if weight.nbytes > _EVICT_ABOVE_BYTES else "",
             BLOCK_M=tile.block_m,
             BLOCK_M2=tile.block_m2,
             BLOCK_N=tile.block_n,
@@ -296,7 +304,7 @@ def launch_sum_shares(
     [M, N]."""
     rows, outputs = out.shape
     sum_shares_kernel[(rows, triton.cdiv(outputs, _SUM_BLOCK))](
-        partial_ptr=sums,
+        sums_ptr=sums,
         bias_ptr=bias,
         residual_ptr=residual,
         y_ptr=out,
@@ -304,7 +312,7 @@ def launch_sum_shares(
         limit=limit,
         N=outputs,
         GATED=gated,
-        NUM_SPLITS=len(sums),
+        NUM_SHARES=len(sums),
         BLOCK_N=_SUM_BLOCK,
         num_warps=4,
         **dependent_launch(out.device),
@@ -316,21 +324,21 @@ _streamed_linear = define_op("spec_decode::streamed_linear", StreamedLinear)
 
 @triton.jit
 def streamed_kernel(
-    x_ptr,  # [M, K]; with tokens of any number of rows
+    x_ptr,  # [M, K]; with tokens [T, K]
     w_ptr,  # [N, K], with a gate [2 N, K]; with ends [E, N, K] or [E, 2 N, K]
     ends_ptr,  # int32 [E], one past each group's last row, or None
-    tokens_ptr,  # int64 [T], the row of x for each sorted row, or None
+    tokens_ptr,  # int64 [M], the row of x for each sorted row, or None
     bias_ptr,  # [N], or None
     residual_ptr,  # [M, N], or None
     y_ptr,  # out: [M, N]; SPLIT_K: fp32 [shares, M, N]
     M,
     stride_xm,  # of a row
-    k_per_split,  # inputs of a program, a multiple of BLOCK_K
+    k_per_share,  # inputs of a program, a multiple of BLOCK_K
     limit,  # of gate and up, or None
-    N: tl.constexpr,
+    N: tl.constexpr,  # SPLIT_K: all rows of the weight
     K: tl.constexpr,
     GROUPS: tl.constexpr,  # E; 0 without ends
-    GATED: tl.constexpr,  # w is gate above up
+    GATED: tl.constexpr,  # w is gate above up; never with SPLIT_K
     SPLIT_K: tl.constexpr,  # store a share's sums as they are, for sum_shares_kernel
     EVICTION: tl.constexpr,  # the eviction policy of the weight's loads
     BLOCK_M: tl.constexpr,  # rows of the first tile
@@ -348,16 +356,17 @@ def streamed_kernel(
     A tile of the weight is loaded once and multiplied with BLOCK_M rows and BLOCK_M2 rows after them: a tile's sizes
     are powers of two, and 80 rows make 64 and 16. With ends_ptr BLOCK_M2 is 0.
     """
-    # 1. The outputs and the share of this program. With a gate the upper half of a tile is of the gate, the lower one
-    # of the up projection, and both are of the same outputs.
+    # 1. The outputs and the share of this program. With a gate the first half of a tile's rows are of the gate, the
+    # second of the up projection for the same outputs: rows n and N + n of w. _store takes the halves apart.
     TILE_N: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
     NUM_TILES: tl.constexpr = (N + TILE_N - 1) // TILE_N
     pid_n = tl.program_id(0) if ends_ptr is None else tl.program_id(0) % NUM_TILES
     offs_b = tl.arange(0, BLOCK_N)
-    offs_n = pid_n * TILE_N + offs_b % TILE_N
+    n_start = pid_n * TILE_N
+    offs_n = n_start + offs_b % TILE_N
     offs_w = offs_n + offs_b // TILE_N * N
     mask_n = offs_n < N
-    k_start = tl.program_id(1) * k_per_split
+    k_start = tl.program_id(1) * k_per_share
     if ends_ptr is None:
         prefetch_weight(w_ptr, offs_w, k_start, N * (2 if GATED else 1), K, BLOCK_K, PDL)
     await_previous(PDL)
@@ -366,14 +375,15 @@ def streamed_kernel(
     offs_m = tl.arange(0, BLOCK_M)
     m_end = M
     if ends_ptr is not None:
+        # One for every sorted row: the first of each BLOCK_M rows of a group has their tile, and the others no rows.
         pid_m = tl.program_id(0) // NUM_TILES
         offs_m, m_end, group = _rows_of_group(ends_ptr, pid_m, offs_m, M, GROUPS, BLOCK_M, BLOCK_E)
         w_ptr += group.to(tl.int64) * (N * (2 if GATED else 1)) * K
     x_rows = offs_m if tokens_ptr is None else tl.load(tokens_ptr + offs_m, mask=offs_m < m_end, other=0)
     w_ptrs = w_ptr + offs_w.to(tl.int64)[:, None] * K
     x_ptrs = x_ptr + x_rows.to(tl.int64)[None, :] * stride_xm
-    # A program without rows reads nothing.
-    k_end = tl.where(tl.min(offs_m, 0) < m_end, tl.minimum(k_start + k_per_split, K), k_start)
+    # A program without rows, whose offs_m are all M, reads nothing.
+    k_end = tl.where(tl.min(offs_m, 0) < m_end, tl.minimum(k_start + k_per_share, K), k_start)
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     if BLOCK_M2:
         offs_m2 = BLOCK_M + tl.arange(0, BLOCK_M2)
@@ -402,47 +412,43 @@ def streamed_kernel(
 
     # 4. The epilogue, and the store
     _store(
-        acc,
-        offs_m,
-        m_end,
-        bias_ptr,
-        residual_ptr,
-        y_ptr,
-        M,
-        limit,
-        pid_n,
-        offs_w,
-        mask_n,
-        N,
-        GATED,
-        SPLIT_K,
-        BLOCK_M,
-        TILE_N,
+        acc=acc,
+        offs_m=offs_m,
+        m_end=m_end,
+        bias_ptr=bias_ptr,
+        residual_ptr=residual_ptr,
+        y_ptr=y_ptr,
+        M=M,
+        limit=limit,
+        n_start=n_start,
+        N=N,
+        GATED=GATED,
+        SPLIT_K=SPLIT_K,
+        BLOCK_M=BLOCK_M,
+        TILE_N=TILE_N,
     )
     if BLOCK_M2:
         _store(
-            acc2,
-            offs_m2,
-            m_end,
-            bias_ptr,
-            residual_ptr,
-            y_ptr,
-            M,
-            limit,
-            pid_n,
-            offs_w,
-            mask_n,
-            N,
-            GATED,
-            SPLIT_K,
-            BLOCK_M2,
-            TILE_N,
+            acc=acc2,
+            offs_m=offs_m2,
+            m_end=m_end,
+            bias_ptr=bias_ptr,
+            residual_ptr=residual_ptr,
+            y_ptr=y_ptr,
+            M=M,
+            limit=limit,
+            n_start=n_start,
+            N=N,
+            GATED=GATED,
+            SPLIT_K=SPLIT_K,
+            BLOCK_M=BLOCK_M2,
+            TILE_N=TILE_N,
         )
 
 
 @triton.jit
 def sum_shares_kernel(
-    partial_ptr,  # fp32 [shares, M, N], with a gate [shares, M, 2 N]
+    sums_ptr,  # fp32 [shares, M, N], with a gate [shares, M, 2 N]
     bias_ptr,  # [N], or None
     residual_ptr,  # [M, N], or None
     y_ptr,  # out: [M, N]
@@ -450,7 +456,7 @@ def sum_shares_kernel(
     limit,  # of gate and up, or None
     N: tl.constexpr,
     GATED: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,
+    NUM_SHARES: tl.constexpr,
     BLOCK_N: tl.constexpr,  # outputs of a program
     PDL: tl.constexpr,  # programmatic dependent launch
 ):
@@ -463,11 +469,11 @@ def sum_shares_kernel(
     y = tl.zeros((BLOCK_N,), tl.float32)
     up = tl.zeros((BLOCK_N,), tl.float32)
     # Unrolled, so that all loads are on their way before the first sum waits for one.
-    for split in tl.static_range(NUM_SPLITS):
-        partial_ptrs = partial_ptr + (split * M + m) * W_ROWS + offs_n
-        y += tl.load(partial_ptrs, mask=mask, other=0.0)
+    for share in tl.static_range(NUM_SHARES):
+        sums_ptrs = sums_ptr + (share * M + m) * W_ROWS + offs_n
+        y += tl.load(sums_ptrs, mask=mask, other=0.0)
         if GATED:
-            up += tl.load(partial_ptrs + N, mask=mask, other=0.0)
+            up += tl.load(sums_ptrs + N, mask=mask, other=0.0)
     epilogue(y, up, bias_ptr, residual_ptr, y_ptr, m, offs_n, mask, limit, N, GATED)
 
 
@@ -501,9 +507,7 @@ def _store(
     y_ptr,  # out: [M, N]; SPLIT_K: fp32 [shares, M, N]
     M,
     limit,  # of gate and up, or None
-    pid_n,  # the tile of outputs
-    offs_n,  # [BLOCK_N]
-    mask_n,  # bool [BLOCK_N], whether an output is one of the N
+    n_start,  # the program's first output
     N: tl.constexpr,
     GATED: tl.constexpr,
     SPLIT_K: tl.constexpr,
@@ -512,16 +516,17 @@ def _store(
 ):
     """Store acc^T: a share's sums as they are, or whole ones after the epilogue."""
     y = tl.trans(acc)
+    offs_n = n_start + tl.arange(0, TILE_N)[None, :]
+    mask = (offs_m < m_end)[:, None] & (offs_n < N)
     if SPLIT_K:
-        y_ptrs = y_ptr + (tl.program_id(1) * M + offs_m).to(tl.int64)[:, None] * N + offs_n[None, :]
-        tl.store(y_ptrs, y, mask=(offs_m < m_end)[:, None] & mask_n[None, :])
+        y_ptrs = y_ptr + (tl.program_id(1) * M + offs_m).to(tl.int64)[:, None] * N + offs_n
+        tl.store(y_ptrs, y, mask=mask)
     else:
         up = y
         if GATED:
+            # The first half of a tile's columns is of the gate, the second of the up projection.
             halves = tl.permute(tl.reshape(y, (BLOCK_M, 2, TILE_N)), (0, 2, 1))
             y, up = tl.split(halves)
-        offs_n = pid_n * TILE_N + tl.arange(0, TILE_N)[None, :]
-        mask = (offs_m < m_end)[:, None] & (offs_n < N)
         epilogue(y, up, bias_ptr, residual_ptr, y_ptr, offs_m.to(tl.int64)[:, None], offs_n, mask, limit, N, GATED)
 
 
@@ -535,10 +540,11 @@ def _rows_of_group(
     BLOCK_M: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
-    """The sorted rows of this program, one past their group's last, and the group.
+    """The sorted rows of this program, one past their group's last, and the group. Without rows all are M, the number
+    of sorted rows.
 
-    There is a program for every sorted row. Of a group's rows every BLOCK_M-th has a tile, and the programs of the
-    others have no rows: so many programs do for any groups, without knowing on the host how many there are.
+    There is a program for every sorted row, since the host does not know where groups end. Of a group's rows every
+    BLOCK_M-th has a tile, and the programs of the others have no rows.
     """
     INT32_MAX: tl.constexpr = 2**31 - 1
     offs_e = tl.arange(0, BLOCK_E)

@@ -42,24 +42,24 @@ def streamed_tma_kernel(
     residual_ptr,  # [M, N], or None
     y_ptr,  # out: [M, N]; SPLIT_K: fp32 [shares, M, N]
     M,
-    k_per_split,  # inputs of a program, a multiple of BLOCK_K
+    k_per_share,  # inputs of a program, a multiple of BLOCK_K
     limit,  # of gate and up, or None
-    N: tl.constexpr,
+    N: tl.constexpr,  # SPLIT_K: all rows of the weight
     K: tl.constexpr,
-    GATED: tl.constexpr,
-    SPLIT_K: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_M2: tl.constexpr,  # rows after the first BLOCK_M, or 0
+    GATED: tl.constexpr,  # the weight is gate above up; never with SPLIT_K
+    SPLIT_K: tl.constexpr,  # store a share's sums as they are, for sum_shares_kernel
+    BLOCK_M: tl.constexpr,  # rows of the first tile
+    BLOCK_M2: tl.constexpr,  # rows of the second tile, or 0
     TILE_N: tl.constexpr,  # outputs of a program
-    BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr,
-    FP32_DOT: tl.constexpr,
+    BLOCK_K: tl.constexpr,  # inputs multiplied at a time
+    STAGES: tl.constexpr,  # tiles in flight
+    FP32_DOT: tl.constexpr,  # multiply in fp32, for the interpreter
     PDL: tl.constexpr,  # programmatic dependent launch
 ):
     """y = epilogue(x @ w^T). A program has TILE_N outputs of every row, and one share of K; grid [tiles, shares]."""
     # 1. The outputs and the share of this program; its first tiles of the weight are asked for at once
     n_start = tl.program_id(0) * TILE_N
-    k_start = tl.program_id(1) * k_per_split
+    k_start = tl.program_id(1) * k_per_share
     offs_n = n_start + tl.arange(0, TILE_N)
     prefetch_weight(w_ptr, offs_n, k_start, N, K, BLOCK_K, PDL)
     if GATED:
@@ -72,7 +72,7 @@ def streamed_tma_kernel(
     if BLOCK_M2:
         acc2 = tl.zeros((TILE_N, BLOCK_M2), tl.float32)
         up2 = acc2
-    for k in tl.range(k_start, tl.minimum(k_start + k_per_split, K), BLOCK_K, num_stages=STAGES):
+    for k in tl.range(k_start, tl.minimum(k_start + k_per_share, K), BLOCK_K, num_stages=STAGES):
         w = _tile(w_desc, n_start, k, FP32_DOT)
         x = tl.trans(_tile(x_desc, 0, k, FP32_DOT))
         acc = tl.dot(w, x, acc, input_precision="ieee")
