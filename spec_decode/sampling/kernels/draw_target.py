@@ -124,7 +124,7 @@ def _block_target_kernel(
         logits_ptrs = logits_ptr + row * stride_row
         if selected_ptr is not None:
             logits_ptrs += tl.load(selected_ptr + row) * stride_column
-        x = tl.load(logits_ptrs + offs_v * stride_token, mask=mask, other=float("-inf")).to(tl.float32)
+        x = tl.load(logits_ptrs + offs_v.to(tl.int64) * stride_token, mask=mask, other=float("-inf")).to(tl.float32)
         if temperature > 0:
             x = tl.div_rn(x, temperature)
     # 2. The best of them, with noise in a random row

@@ -103,7 +103,8 @@ def _process_kernel(
     if top_k_ptr is not None:
         _, _, has_top_k, has_top_p = restriction(top_k_ptr, top_p_ptr, row, vocab_size)
         mask = mask & (has_top_k | has_top_p)
-    x = tl.load(logits_ptr + row * stride_row + column * stride_column + offs_v * stride_token, mask=mask)
+    logits_ptrs = logits_ptr + row * stride_row + column * stride_column
+    x = tl.load(logits_ptrs + offs_v.to(tl.int64) * stride_token, mask=mask)
     temperature = tl.load(temperature_ptr + row)
     x = x.to(tl.float32)
     if temperature > 0:
