@@ -69,14 +69,17 @@ def plain():
 
 @pytest.mark.parametrize("steps", [1, 2, 4])
 def test_a_greedy_text_drafted_by_modules_is_what_plain_decoding_says(draft, plain, steps):
-    assert texts(make_engine(draft, steps)) == plain
+    """And it is drafted to its end."""
+    engine = make_engine(draft, steps)
+    assert texts(engine) == plain
+    assert not any(int(tables.overflow.sum()) for tables in engine._tables)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_one_graph_of_a_whole_round_says_what_eager_says(draft, temperature):
-    graph = make_engine(draft, 4, graph_mode=GraphMode.FULL, verification=MOST_KEPT)
-    eager = make_engine(draft, 4, graph_mode=GraphMode.NONE, verification=MOST_KEPT)
-    assert texts(graph, temperature=temperature) == texts(eager, temperature=temperature)
+def test_one_graph_of_a_whole_round_says_what_eager_says(draft):
+    modes = (GraphMode.FULL, GraphMode.NONE)
+    graph, eager = (make_engine(draft, 4, graph_mode=mode, verification=MOST_KEPT) for mode in modes)
+    for temperature in (0.0, 0.8):
+        assert texts(graph, temperature=temperature) == texts(eager, temperature=temperature)
     assert graph.plan.strategy is Strategy.FULL_LOOP
 
 
@@ -94,12 +97,6 @@ def test_drafts_do_not_depend_on_how_a_prompt_was_split(draft, alone, chunk):
 def test_drafts_after_a_preemption_are_those_without_one(draft, alone):
     tight = make_engine(draft, 4, verification=MOST_KEPT, page_size=4, num_pages=17)
     assert texts(tight) == alone and tight.stats.preemptions > 0
-
-
-def test_a_request_drafts_to_the_end_of_its_text(draft):
-    engine = make_engine(draft, 4)
-    texts(engine)
-    assert not any(int(tables.overflow.sum()) for tables in engine._tables)
 
 
 def test_more_tokens_than_modules_are_refused_before_anything_is_allocated(draft, monkeypatch):

@@ -1,5 +1,6 @@
 """Every published kind of draft, driven by the drafter over paged caches, against dense attention over whole texts."""
 
+import functools
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -438,30 +439,44 @@ OF_EVERY_KIND = {
 }
 
 
+def fourth_round(fixture, asked):
+    """The drafts of a round after two in which none were asked for, in one way or the other, or after two like it."""
+    fixture.drafts()
+    for round_ in range(1, 4):
+        none = asked if round_ < 3 else None
+        grown = fixture.verified.context_lens + fixture.verified.accepted + 1
+        fixture.verified = fixture.verified._replace(
+            token_ids=fixture.verified.token_ids.roll(round_, 0),
+            context_lens=grown,
+            accepted=torch.zeros_like(grown),
+            next_tokens=fixture.verified.next_tokens.roll(1),
+            draft_lens=torch.full_like(grown, 0 if none == "lengths" else K),
+        )
+        drafts = fixture.drafter.propose(fixture.verified, 0 if none == "num_tokens" else None)
+        if none:
+            assert (drafts.tokens == -1).all()
+    return drafts
+
+
+@pytest.fixture(scope="module")
+def never(tmp_path_factory):
+    """By the name of a draft, its fourth round after three that drafted."""
+
+    @functools.cache
+    def of(name):
+        return fourth_round(DraftFixture(OF_EVERY_KIND[name], tmp_path_factory.mktemp(name), Strategy.EAGER), None)
+
+    return of
+
+
 @pytest.mark.parametrize("asked", ["lengths", "num_tokens"])
 @pytest.mark.parametrize(
     ("name", "strategy"),
     [(n, s) for n in OF_EVERY_KIND for s in STRATEGIES if n in CASES or s is not Strategy.DEVICE_LOOP],
 )
-def test_a_draft_of_any_kind_goes_on_after_rounds_without_drafts_as_if_there_were_none(name, strategy, asked, tmp_path):
-    def fourth_round(fixture, asked):
-        fixture.drafts()
-        for round_ in range(1, 4):
-            none = asked if round_ < 3 else None
-            grown = fixture.verified.context_lens + fixture.verified.accepted + 1
-            fixture.verified = fixture.verified._replace(
-                token_ids=fixture.verified.token_ids.roll(round_, 0),
-                context_lens=grown,
-                accepted=torch.zeros_like(grown),
-                next_tokens=fixture.verified.next_tokens.roll(1),
-                draft_lens=torch.full_like(grown, 0 if none == "lengths" else K),
-            )
-            drafts = fixture.drafter.propose(fixture.verified, 0 if none == "num_tokens" else None)
-            if none:
-                assert (drafts.tokens == -1).all()
-        return drafts
-
-    never = fourth_round(DraftFixture(OF_EVERY_KIND[name], tmp_path / "never", Strategy.EAGER), None)
-    found = fourth_round(DraftFixture(OF_EVERY_KIND[name], tmp_path / "found", strategy), asked)
-    assert (never.tokens >= 0).all()
-    assert torch.equal(found.tokens, never.tokens) and torch.equal(found.logits, never.logits)
+def test_a_draft_of_any_kind_goes_on_after_rounds_without_drafts_as_if_there_were_none(
+    name, strategy, asked, never, tmp_path
+):
+    found, wanted = fourth_round(DraftFixture(OF_EVERY_KIND[name], tmp_path, strategy), asked), never(name)
+    assert (wanted.tokens >= 0).all()
+    assert torch.equal(found.tokens, wanted.tokens) and torch.equal(found.logits, wanted.logits)
