@@ -4,7 +4,7 @@ Before 3.9 the minimum of a NaN and a number is NaN; compiled, it is the number.
 scalar, `inside & (column < columns)`, is int32 and refused, and the arg max of numbers that are all NaN raises.
 
 And what it does again and again: each call of a device function goes through all of triton.language to replace what the
-launch has replaced already. That was a third of the session's time.
+launch has replaced already, and each operation makes anew the table of NumPy's dtypes.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ def repair() -> None:
     sum_products_in_order()
     divide_in_silence()
     _patch_once_a_launch()
+    _remember_dtypes()
     if tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 9):
         _ignore_nan()
     else:
@@ -44,6 +45,18 @@ def _patch_once_a_launch() -> None:
         return patch(function) if any(is_builtin(language.load) for language in languages(function)) else None
 
     interpreter._patch_lang = patch_once
+
+
+def _remember_dtypes() -> None:
+    dtype_of, known = interpreter._get_np_dtype, dict[str, np.dtype]()
+
+    def remembered(type_: Any) -> np.dtype:
+        scalar = type_.scalar
+        if scalar.name not in known:
+            known[scalar.name] = dtype_of(scalar)
+        return known[scalar.name]
+
+    interpreter._get_np_dtype = remembered
 
 
 def _ignore_nan() -> None:
