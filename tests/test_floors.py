@@ -108,6 +108,12 @@ def test_no_files_or_folders_use_one_another_in_a_circle(kind: str, request: pyt
     assert circles(request.getfixturevalue(kind)) == []
 
 
+def test_no_file_imports_itself() -> None:
+    """Looking for what defines such a name would not end."""
+    files = module_files()
+    assert [m for m, path in files.items() if m in imported(path.read_text(encoding="utf-8"), m, files)] == []
+
+
 def test_the_engine_uses_the_drafter_by_its_public_names_and_the_target_does_not(sources: Uses) -> None:
     used_by = {module: {use for use in used if room_of(use) == "drafter"} for module, used in sources.items()}
     engine = {module: used for module, used in used_by.items() if room_of(module) == "engine"}

@@ -33,8 +33,6 @@ def load(model: Name, draft: Name | None, *, dtype: torch.dtype, device: torch.d
                 f"one of the names {', '.join(own)}."
             )
         return load_byte_pair(folder, dtype, device, draft=None if draft is None else os.fspath(draft))
-    from spec_decode.llm.load import load_published_pair
-
     return load_published_pair(folder, None if draft is None else find(draft, "draft"), dtype=dtype, device=device)
 
 
