@@ -126,12 +126,13 @@ def figures(root: Path) -> str:
     accepted = [row["accepted"] for row in engine["rows"] if row["case"] == SPECULATION and "accepted" in row]
     date = max(report.env.date for report in builders)[:10]
     return (
-        f"{_table(lines)}\n\nThe model is an 8B Llama with an EAGLE draft, both with random weights. Such a draft is "
-        "almost always rejected, so we forced the mean number of accepted tokens: "
-        f"{kept:g} of {DRAFT_TOKENS} draft tokens in vLLM, {min(accepted):.1f} to {max(accepted):.1f} of {drafted} in "
-        f"our engine. Without a draft, vLLM makes {_pair(arms[NO_DRAFT])} tokens/s with {sizes} concurrent requests "
-        f"({_short(vllm['env']['device'])}, same run).\n\nvLLM {version} has {len(builders)} metadata builders that "
-        f"claim to update metadata in place. Our checks refute {len(refuted)} of these claims (CPU, {date}, "
+        f"{_table(lines)}\n\nThe model is an 8B Llama with an EAGLE draft, both with random weights. The target "
+        "rejects almost every token of such a draft. We therefore made the verifier accept a fixed mean number per "
+        f"round: {kept:g} of {DRAFT_TOKENS} draft tokens in vLLM, {min(accepted):.1f} to {max(accepted):.1f} of "
+        f"{drafted} in our engine. Without a draft, vLLM generates {_pair(arms[NO_DRAFT])} tokens/s with {sizes} "
+        f"concurrent requests ({_short(vllm['env']['device'])}, same run).\n\nAn attention backend's *metadata* tells "
+        f"its kernels where each request's tokens are. vLLM {version} has {len(builders)} metadata builders that claim "
+        f"to update their metadata in place. Our checks refute {len(refuted)} of these claims (CPU, {date}, "
         "`attn-backends check --engine vllm`)."
     )
 
