@@ -10,7 +10,7 @@ class ThriftyBuilder(WindowPagesBuilder):
     """Still claims an advance in the graph, which is no longer true."""
 
     def advance(self, metadata: WindowMetadata) -> None:
-        """A step rarely reaches a new page, so the page lists can stay. (They cannot: some step does.)"""
+        """Wrong: leaves the page lists as they are, because few steps reach a new page. Some do."""
         self._count_tokens(metadata)
 
 

@@ -1,4 +1,4 @@
-"""Page lists planned on the host: each step has its own builder, and all builders build before the first later step."""
+"""Page lists planned on the host: each later step has its own builder, and every `build` runs before step 1."""
 
 from __future__ import annotations
 

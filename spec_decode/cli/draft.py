@@ -266,7 +266,7 @@ def _summary(options: _Options, llm: LLM, seconds: float, first: float) -> list[
     tree = llm.config.tree
     drafted = f"{count} draft tokens" if tree is None else f"{count}, the depth of a tree of {tree.num_tokens}"
     note = "; on the CPU that includes the arithmetic" if llm.pair.device.type == "cpu" else ""
-    accepted = f"accepted {stats.mean_accepted:.2f} of {drafted} a request and round"
+    accepted = f"accepted {stats.mean_accepted:.2f} of {drafted} per request and round"
     if stats.mean_accepted < _FEW:
         accepted += "; with so few, decoding without a draft is likely faster: -k 0"
     return [

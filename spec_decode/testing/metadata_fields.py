@@ -51,7 +51,7 @@ def expect_same_fields(found: Any, fresh: Any, contract: str) -> None:
     for name in a:
         if not torch.equal(a[name], b[name]):
             expected, got = _first_difference(name, a[name], b[name])
-            expect(False, contract=f"{contract}: field {name} means the present batch", expected=expected, got=got)
+            expect(False, contract=f"{contract}: field {name} matches the current batch", expected=expected, got=got)
     expect(
         host_fields_of(found) == host_fields_of(fresh),
         contract=f"{contract}: host fields hold for the whole horizon",

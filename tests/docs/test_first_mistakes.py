@@ -166,7 +166,7 @@ MISTAKES = [
     _mistake(
         "takes_one_page_size_for_all",
         "builder.advance_means_a_rebuild",
-        "means the present batch",
+        "matches the current batch",
         advance=_as_if_pages_had_16_tokens,
     ),
     _mistake(

@@ -56,7 +56,7 @@ def test_a_wrong_update_is_named_with_its_field_and_step(lie: dict[str, Result])
     found = lie["builder.advance_means_a_rebuild[base-decode]"]
 
     assert found.outcome is Outcome.FAIL
-    assert re.search(r"step \d of P1: field kv_indptr means the present batch; expected: .*; got: ", found.reason)
+    assert re.search(r"step \d of P1: field kv_indptr matches the current batch; expected: .*; got: ", found.reason)
 
 
 def test_a_wrong_update_is_right_as_long_as_no_page_fills(lie: dict[str, Result]) -> None:
