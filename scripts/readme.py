@@ -242,7 +242,7 @@ def _short(device: str) -> str:
 
 def _passed(report: Report | None) -> str:
     if report is None:
-        return ""
+        return "not run"
     counts = report.counts
     ran = counts[Outcome.PASS] + sum(counts[bad] for bad in (*FAILURES, Outcome.XFAIL))
     return f"{counts[Outcome.PASS]} of {ran} ({report.env.date[:10]})" if ran else "not run"

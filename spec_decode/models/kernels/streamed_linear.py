@@ -207,7 +207,10 @@ class StreamedLinear(NamedTuple):
         return stored.to(out.dtype)
 
     def cut(self, tile: StreamedTiling | None = None) -> Cut:
-        """How the product is cut; tile: of the program, None: as `streamed_tiling` does."""
+        """How the product is cut; tile: of the program, None: as `streamed_tiling` does.
+
+        Raises BatchError for a tile that groups cannot have.
+        """
         (w_rows, inputs), itemsize = self.weight.shape[-2:], self.weight.element_size()
         groups = 0 if self.ends is None else self.weight.shape[0]
         room = room_of(self.x.device)
