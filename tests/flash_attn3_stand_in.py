@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from attn_backends import AttentionBackend
+from attn_backends import AttentionBackend, registry
 from attn_backends.fa3_providers import PROVIDER_VARIABLE, Vllm
 
 _BACKENDS = {"flash_attn3": "FlashAttn3", "flash_attn3_mla": "FlashAttn3Mla"}
@@ -108,23 +108,27 @@ attend = torch.ops.flash_attn3_stand_in.attend.default
 @contextmanager
 def installed(name: str = "flash_attn3") -> Iterator[AttentionBackend]:
     """A backend over the stand-in, on the CPU; nothing is loaded for good."""
-    backend = f"attn_backends.{name}"
+    backends = {each: f"attn_backends.{each}" for each in _BACKENDS}
     names = [Vllm.module.rsplit(".", dots)[0] for dots in (2, 1)] + [Vllm.module]
     modules = {each: ModuleType(each) for each in names}
     vars(modules[Vllm.module]).update(FA3_AVAILABLE=True, flash_attn_varlen_func=flash_attn_varlen_func)
-    taken = {each: sys.modules.pop(each, None) for each in (*names, backend)}
-    asked = os.environ.get(PROVIDER_VARIABLE)
+    taken = {each: sys.modules.pop(each, None) for each in (*names, *backends.values())}
+    loaded, asked = dict(registry._loaded), os.environ.get(PROVIDER_VARIABLE)
     sys.modules.update(modules)
     os.environ[PROVIDER_VARIABLE] = Vllm.name
     try:
-        base = getattr(import_module(backend), _BACKENDS[name])
+        base = getattr(import_module(backends[name]), _BACKENDS[name])
         yield type(base.__name__, (base,), {"capabilities": replace(base.capabilities, devices=("cpu",))})()
     finally:
         os.environ.pop(PROVIDER_VARIABLE)
         os.environ.update({} if asked is None else {PROVIDER_VARIABLE: asked})
-        vars(sys.modules["attn_backends"]).pop(name, None)
+        registry._loaded.clear()
+        registry._loaded.update(loaded)
         for each, module in taken.items():
             sys.modules.pop(each, None)
             if module is not None:
                 sys.modules[each] = module
-                vars(sys.modules["attn_backends"]).update({name: module} if each == backend else {})
+        for each, path in backends.items():
+            vars(sys.modules["attn_backends"]).pop(each, None)
+            if (module := taken[path]) is not None:
+                vars(sys.modules["attn_backends"])[each] = module
