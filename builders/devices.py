@@ -21,8 +21,12 @@ def on_device(device: torch.device) -> AbstractContextManager[object]:
 
 def staged(values: Sequence[int] | Sequence[Sequence[int]], device: torch.device) -> torch.Tensor:
     """The values as int64 on a device, by a copy that nobody waits for: pinned memory lives until it has run."""
-    host = torch.tensor(values, dtype=torch.int64, device="cpu")
-    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
+    return pinned(torch.tensor(values, dtype=torch.int64, device="cpu"), device).to(device, non_blocking=True)
+
+
+def pinned(host: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor on the host, where the device is CUDA in pinned memory, which it can be copied from without a wait."""
+    return host.pin_memory() if device.type == "cuda" else host
 
 
 def on_own_device(method: F) -> F:

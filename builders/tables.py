@@ -7,7 +7,7 @@ from itertools import chain
 
 import torch
 
-from builders.devices import staged
+from builders.devices import pinned, staged
 from builders.errors import BatchError, require, require_counts
 
 UNALLOCATED = -1
@@ -106,8 +106,8 @@ class RequestTables:
             host[group, :num_reqs][owned] = torch.tensor([*chain(*rows)], dtype=torch.int32, device="cpu")
         limits = torch.zeros(self.max_reqs, dtype=torch.int32, device="cpu")
         limits[:num_reqs] = torch.tensor(list(token_limits), dtype=torch.int32, device="cpu")
-        self._send(host, self.block_tables)
-        self._send(limits, self.token_limits)
+        for sent, table in ((host, self.block_tables), (limits, self.token_limits)):
+            table.copy_(pinned(sent, self.device), non_blocking=True)
         self.overflow.zero_()
         self._rows = [[list(row) for row in rows] for rows in pages]
         self._taken = [{page for row in rows for page in row} for rows in pages]
@@ -201,10 +201,6 @@ class RequestTables:
         if token_limits:
             row, limit = staged([list(token_limits), list(token_limits.values())], self.device)
             self.token_limits[row] = limit.int()
-
-    def _send(self, host: torch.Tensor, device: torch.Tensor) -> None:
-        """Copy without waiting: pinned memory lives until the copy has run."""
-        device.copy_(host.pin_memory() if self.device.type == "cuda" else host, non_blocking=True)
 
     def _check_growth(self, request: int, groups: Sequence[Sequence[int]], limit: int) -> None:
         counts, most = [], self.max_seq_len

@@ -29,15 +29,12 @@ def figures(report: dict[str, Any], name: str) -> str:
     if not timed:
         raise ValueError(f"{name} has no arm that was timed: nothing to show on vLLM's page")
     blocks = []
+    # Reports from before there were compiled arms and other kinds of drafts do not say.
     for compiled, engines in _ENGINES.items():
+        alike = [each for each in timed if each["arm"].get("compiled", False) is compiled]
+        drafted = [each for each in alike if each["arm"]["draft"]]
         for kind, models in _MODELS.items():
-            # Reports from before there were compiled arms and other kinds of drafts do not say.
-            arms = [
-                each
-                for each in timed
-                if (each["arm"].get("compiled", False), each["arm"].get("kind", "eagle")) == (compiled, kind)
-                and each["arm"]["draft"]
-            ]
+            arms = [each for each in drafted if each["arm"].get("kind", "eagle") == kind]
             if not arms:
                 continue
             blocks.append(
@@ -46,13 +43,7 @@ def figures(report: dict[str, Any], name: str) -> str:
                 "tokens a second, and in brackets the microseconds that the host takes for a draft, medians:"
             )
             sizes = {each["arm"].get("size") for each in arms}
-            plain = [
-                each
-                for each in timed
-                if not each["arm"]["draft"]
-                and each["arm"].get("compiled", False) is compiled
-                and each["arm"].get("size") in sizes
-            ]
+            plain = [each for each in alike if not each["arm"]["draft"] and each["arm"].get("size") in sizes]
             for steps in sorted({each["arm"]["steps"] for each in arms}):
                 blocks.append(_table(steps, [*plain, *(each for each in arms if each["arm"]["steps"] == steps)]))
     for kind in dict.fromkeys(row.get("kind", "eagle") for row in report["agreement"]):

@@ -85,9 +85,10 @@ def write_texts(target: Path, count: int, tokens: int, seed: int, device: torch.
     return text
 
 
-def write_in_parallel(writers: int, target: Path, count: int, *others: Any) -> list[int]:
+def write_in_parallel(
+    writers: int, target: Path, count: int, tokens: int, seed: int, device: torch.device, deadline: float
+) -> list[int]:
     """As `write_texts`, by so many processes: a small model's steps wait for the host. Each has a seed of its own."""
-    tokens, seed, device, deadline = others
     share = math.ceil(count / writers)
     with ProcessPoolExecutor(writers, get_context("spawn")) as pool:
         parts = [
