@@ -7,7 +7,6 @@ right, the lse is natural, an empty row is 0 with an lse of -inf, and so is the 
 from __future__ import annotations
 
 import math
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
+import pytest
 import torch
 
 from attn_backends import AttentionBackend, registry
@@ -106,29 +106,34 @@ attend = torch.ops.flash_attn3_stand_in.attend.default
 
 
 @contextmanager
+def unloaded() -> Iterator[None]:
+    """FlashAttention-3's backends as nobody loaded them; what is loaded inside is forgotten."""
+    paths = {each: f"attn_backends.{each}" for each in _BACKENDS}
+    package, loaded = vars(sys.modules["attn_backends"]), dict(registry._loaded)
+    taken = {path: sys.modules.pop(path, None) for path in paths.values()}
+    for each in paths:
+        registry._loaded.pop(each, None)
+    try:
+        yield
+    finally:
+        registry._loaded.clear()
+        registry._loaded.update(loaded)
+        for each, path in paths.items():
+            sys.modules.pop(path, None)
+            package.pop(each, None)
+            if (module := taken[path]) is not None:
+                sys.modules[path] = package[each] = module
+
+
+@contextmanager
 def installed(name: str = "flash_attn3") -> Iterator[AttentionBackend]:
     """A backend over the stand-in, on the CPU; nothing is loaded for good."""
-    backends = {each: f"attn_backends.{each}" for each in _BACKENDS}
     names = [Vllm.module.rsplit(".", dots)[0] for dots in (2, 1)] + [Vllm.module]
     modules = {each: ModuleType(each) for each in names}
     vars(modules[Vllm.module]).update(FA3_AVAILABLE=True, flash_attn_varlen_func=flash_attn_varlen_func)
-    taken = {each: sys.modules.pop(each, None) for each in (*names, *backends.values())}
-    loaded, asked = dict(registry._loaded), os.environ.get(PROVIDER_VARIABLE)
-    sys.modules.update(modules)
-    os.environ[PROVIDER_VARIABLE] = Vllm.name
-    try:
-        base = getattr(import_module(backends[name]), _BACKENDS[name])
+    with unloaded(), pytest.MonkeyPatch.context() as patch:
+        for each, module in modules.items():
+            patch.setitem(sys.modules, each, module)
+        patch.setenv(PROVIDER_VARIABLE, Vllm.name)
+        base = getattr(import_module(f"attn_backends.{name}"), _BACKENDS[name])
         yield type(base.__name__, (base,), {"capabilities": replace(base.capabilities, devices=("cpu",))})()
-    finally:
-        os.environ.pop(PROVIDER_VARIABLE)
-        os.environ.update({} if asked is None else {PROVIDER_VARIABLE: asked})
-        registry._loaded.clear()
-        registry._loaded.update(loaded)
-        for each, module in taken.items():
-            sys.modules.pop(each, None)
-            if module is not None:
-                sys.modules[each] = module
-        for each, path in backends.items():
-            vars(sys.modules["attn_backends"]).pop(each, None)
-            if (module := taken[path]) is not None:
-                vars(sys.modules["attn_backends"])[each] = module

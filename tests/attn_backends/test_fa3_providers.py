@@ -14,6 +14,7 @@ from attn_backends.fa3_providers import PROVIDER_VARIABLE, BrokenProvider, find_
 from builders import BatchError, FlashAttn3Metadata
 from spec_decode.tools.specs import MLA
 from tests.factories import CPU, make_cache, make_spec
+from tests.flash_attn3_stand_in import unloaded
 
 MODULES = {kind.name: kind.module for kind in providers.PROVIDERS}
 TOP_LEVEL = {module.partition(".")[0] for module in MODULES.values()} | {"flash_attn_config"}
@@ -396,19 +397,15 @@ def test_the_version_names_the_package_even_where_it_has_no_metadata(install, mo
 
 
 @pytest.fixture
-def load(install, monkeypatch):
+def load(install):
     """Loads the backend over one provider; afterwards nobody has loaded it."""
-    monkeypatch.setattr(registry, "_loaded", {})
-    loaded = sys.modules.pop("attn_backends.flash_attn3", None)
 
     def load(name, source=None):
         install(name, source)
         return registry.get("flash_attn3")
 
-    yield load
-    sys.modules.pop("attn_backends.flash_attn3", None)
-    if loaded is not None:
-        sys.modules["attn_backends.flash_attn3"] = loaded
+    with unloaded():
+        yield load
 
 
 def hopper_spec(**changes):
