@@ -9,7 +9,6 @@ The figures are medians; each row names the device, the date and the command of 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from scripts import strategy_times, vllm_tables
 from scripts.line_plot import Line, line_plot
 from spec_decode.conformance.report import FAILURES, Report
-from spec_decode.files import write_whole
+from spec_decode.files import read_json, write_whole
 from spec_decode.matrix import Sources
 from spec_decode.matrix.text import markdown
 from spec_decode.testing.outcome import Outcome
@@ -210,7 +209,7 @@ def _is_current(path: Path, text: str) -> bool:
 
 
 def _load(root: Path, name: str) -> dict[str, Any]:
-    report: dict[str, Any] = json.loads((root / "reports" / name).read_text(encoding="utf-8"))
+    report: dict[str, Any] = read_json(root / "reports" / name)
     return report
 
 

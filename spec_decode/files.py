@@ -1,4 +1,7 @@
-"""Files that others may read while they are written, JSON read with care, and reports that carry their own digest."""
+"""Files that others may read while they are written, JSON read with care, and reports that carry their own digest.
+
+``python -m spec_decode.files FILE`` prints a report with its rows written out.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,15 @@ import json
 import math
 import os
 import stat
+import sys
 import threading
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import msgspec
+
+from spec_decode.report_tables import MalformedTable, Tables, packed, unpacked
 
 SEAL = "digest"
 """The field of a report that holds the digest of all others."""
@@ -44,8 +50,11 @@ def write_whole(path: Path, content: bytes) -> None:
 
 
 def report_bytes(document: dict[str, Any]) -> bytes:
-    """The report as a file holds it: sealed, without indentation, with a newline at the end."""
-    return msgspec.json.encode(sealed(document)) + b"\n"
+    """The report as a file holds it: sealed, its lists of objects as tables, without indentation, a newline at the end.
+
+    The seal is of the document, however its rows are written.
+    """
+    return msgspec.json.encode({name: _as_table(value) for name, value in sealed(document).items()}) + b"\n"
 
 
 def sealed(document: dict[str, Any]) -> dict[str, Any]:
@@ -62,8 +71,10 @@ def require_unedited(document: Any, where: str) -> None:
 
 
 def read_json(path: str | os.PathLike[str]) -> Any:
-    """What a JSON file holds. Raises ReportError where it cannot be read, is no whole JSON, or says one thing twice. A
-    pipe or a device is not waited for.
+    """What a JSON file holds, its tables as lists of objects.
+
+    Raises ReportError where it cannot be read, is no whole JSON, says one thing twice or has a table without its rows.
+    A pipe or a device is not waited for.
     """
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):
@@ -74,12 +85,17 @@ def read_json(path: str | os.PathLike[str]) -> Any:
 
 
 def parse_json(content: bytes, where: str) -> Any:
-    """The JSON in some bytes; raises ReportError for what is no whole JSON or says one thing twice."""
+    """The JSON in some bytes, its tables as lists of objects. Raises ReportError for what is no whole JSON, says one
+    thing twice or has a table without its rows."""
     try:
         document = msgspec.json.decode(content)
         # The decoder keeps the last of two equal keys, and nobody would know of the first.
         json.loads(content, object_pairs_hook=_require_unique)
+        if isinstance(document, dict):
+            document = {name: unpacked(value) if _is_table(value) else value for name, value in document.items()}
         return document
+    except MalformedTable as error:
+        raise ReportError(f"{where} has a malformed table: {error}. Run the command that made it again.") from error
     except (ValueError, RecursionError) as error:
         raise ReportError(f"{where} is not whole JSON: {error}. Run the command that made it again.") from error
 
@@ -87,6 +103,15 @@ def parse_json(content: bytes, where: str) -> Any:
 def json_number(value: float) -> float | str:
     """The value, or its name where JSON has no number for it."""
     return value if math.isfinite(value) else str(float(value))
+
+
+def _as_table(value: Any) -> Any:
+    rows = isinstance(value, (list, tuple)) and value and all(isinstance(row, dict) for row in value)
+    return packed(value) if rows else value
+
+
+def _is_table(value: Any) -> bool:
+    return isinstance(value, dict) and value.keys() == set(Tables.__struct_fields__)
 
 
 def _digest(document: dict[str, Any]) -> str:
@@ -97,3 +122,7 @@ def _digest(document: dict[str, Any]) -> str:
 def _require_unique(pairs: list[tuple[str, Any]]) -> None:
     if twice := [name for name, count in Counter(name for name, _ in pairs).items() if count > 1]:
         raise ValueError(f"the key {twice[0]!r} stands twice in one object")
+
+
+if __name__ == "__main__":
+    sys.stdout.buffer.write(msgspec.json.format(msgspec.json.encode(read_json(sys.argv[1])), indent=1) + b"\n")

@@ -18,7 +18,7 @@ from tests.import_graph import FLOORS, ROOT, Uses, circles, imported, loaded_use
 pytestmark = pytest.mark.xdist_group("import_graph")
 OUTSIDE = ["tests", "examples", "scripts", "train_pair"]
 ROOMS = [
-    "files", "environment", "source_digests",
+    "report_tables", "files", "environment", "source_digests",
     "graphs", "sampling", "trees", "verification", "models", "paged", "drafter", "engine", "llm", "__init__",
     "testing", "conformance", "tools", "matrix", "cli", "__main__",
 ]  # fmt: skip
@@ -26,7 +26,7 @@ ROOMS = [
 SERVING = ("graphs", "sampling", "trees", "verification", "models", "paged", "drafter", "engine")
 PRODUCTION = (*SERVING, "tools.metadata_validator")
 """What serves requests, and what may look on while it does."""
-LIMIT = 5
+LIMIT = 6
 """Modules in the root of spec_decode, at most."""
 
 

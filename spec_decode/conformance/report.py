@@ -6,7 +6,6 @@ import math
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,7 +17,7 @@ from spec_decode.files import ReportError, json_number, read_json, report_bytes,
 from spec_decode.source_digests import SourceRecord
 from spec_decode.testing.outcome import Outcome
 
-SCHEMA = "attn-report/4"
+SCHEMA = "attn-report/5"
 _SHOWN_FAILURES = 10
 _NON_FINITE = ("nan", "inf", "-inf")
 Number = Annotated[float, msgspec.Meta(extra_json_schema={"type": ["number", "string"], "pattern": "^(nan|-?inf)$"})]
@@ -74,15 +73,16 @@ class Result(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return self.check.partition(".")[0]
 
 
-class ReportRow(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A result in a file. columns and reason: indices into the report's tables."""
+class ResultRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A result in a file. columns: its tags, as indices into the report's columns."""
 
+    check: str
     case: str
     outcome: Outcome
-    seconds: float
-    columns: tuple[int, ...]
+    reason: str = ""
     evidence: dict[str, Number] = {}
-    reason: int | None = None
+    seconds: float
+    columns: tuple[Annotated[int, msgspec.Meta(ge=0)], ...]
 
 
 class _Run(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -105,15 +105,11 @@ class _Run(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class ReportDocument(_Run, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A report in a file: what many results share stands in it once. results: rows by check.
-
-    digest: of everything else, so that an edit shows.
-    """
+    """A report in a file. columns: every tag of its results. digest: of everything else, so that an edit shows."""
 
     schema: str
     columns: tuple[str, ...] = ()
-    reasons: tuple[str, ...] = ()
-    results: dict[str, tuple[ReportRow, ...]]
+    results: tuple[ResultRow, ...]
     digest: str = ""
 
 
@@ -185,19 +181,12 @@ class Report(_Run, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     def document(self) -> dict[str, Any]:
         """Plain data in a stable order, as JSON can hold it: such evidence as NaN by name. It is not sealed."""
-        columns = _index(tag for result in self.results for tag in result.tags)
-        reasons = _index(result.reason for result in self.results if result.reason)
-        rows: dict[str, list[ReportRow]] = {}
-        for r in self.results:
-            evidence: dict[str, Any] = {key: json_number(value) for key, value in sorted(r.evidence.items())}
-            at, why = tuple(columns[tag] for tag in r.tags), reasons[r.reason] if r.reason else None
-            rows.setdefault(r.check, []).append(ReportRow(r.case, r.outcome, r.seconds, at, evidence, why))
-        shared: dict[str, Any] = {name: getattr(self, name) for name in _Run.__struct_fields__}
-        shared |= {"columns": tuple(columns), "reasons": tuple(reasons)}
-        found = {check: tuple(each) for check, each in rows.items()}
-        document: dict[str, Any] = msgspec.to_builtins(ReportDocument(schema=SCHEMA, **shared, results=found))
-        results = {check: [_shortened(row) for row in each] for check, each in document["results"].items()}
-        return {"schema": SCHEMA, **document, "results": results}
+        columns = {tag: i for i, tag in enumerate(dict.fromkeys(tag for result in self.results for tag in result.tags))}
+        rows = tuple(_row(result, columns) for result in self.results)
+        shared = {name: getattr(self, name) for name in _Run.__struct_fields__}
+        document = ReportDocument(schema=SCHEMA, **shared, columns=tuple(columns), results=rows)
+        made: dict[str, Any] = msgspec.to_builtins(document)
+        return {"schema": SCHEMA, **made}
 
     def to_json(self) -> bytes:
         """The file: the document, sealed."""
@@ -227,8 +216,8 @@ class Report(_Run, frozen=True, kw_only=True, forbid_unknown_fields=True):
             )
         try:
             found = msgspec.convert(_with_numbers(document), ReportDocument)
-            head = {name: getattr(found, name) for name in _Run.__struct_fields__}
-            return cls(**head, results=tuple(_results_in(found)))
+            shared = {name: getattr(found, name) for name in _Run.__struct_fields__}
+            return cls(**shared, results=tuple(_result(row, found.columns) for row in found.results))
         except (msgspec.ValidationError, ReportError, IndexError) as error:
             raise ReportError(
                 f"{where} does not follow {SCHEMA}: {error}. Outcomes are "
@@ -244,41 +233,25 @@ def repro_command(backend: str, check: str, case: str, *, engine: str = "", devi
     return f"attn-backends check {asked} --device {device}{length} --only '{check}*{case}*'"
 
 
-def _results_in(document: ReportDocument) -> Iterable[Result]:
-    """The rows of a file as results, in its order. Raises IndexError for a tag or a reason that is not in its table."""
-    for check, rows in document.results.items():
-        for row in rows:
-            yield Result(
-                check=check,
-                case=row.case,
-                outcome=row.outcome,
-                reason="" if row.reason is None else document.reasons[row.reason],
-                evidence=row.evidence,
-                seconds=row.seconds,
-                tags=tuple(document.columns[i] for i in row.columns),
-            )
+def _row(result: Result, columns: dict[str, int]) -> ResultRow:
+    fields = {name: getattr(result, name) for name in ResultRow.__struct_fields__ if name != "columns"}
+    fields["evidence"] = {key: json_number(value) for key, value in sorted(result.evidence.items())}
+    return ResultRow(**fields, columns=tuple(columns[tag] for tag in result.tags))
 
 
-def _index(values: Iterable[str]) -> dict[str, int]:
-    return {value: i for i, value in enumerate(dict.fromkeys(values))}
-
-
-def _shortened(row: tuple[Any, ...]) -> tuple[Any, ...]:
-    """A row without what is at its end by default."""
-    return row if row[5] is not None else row[:5] if row[4] else row[:4]
+def _result(row: ResultRow, columns: tuple[str, ...]) -> Result:
+    """A row of a file. Raises IndexError for a column that is not there."""
+    fields = {name: getattr(row, name) for name in row.__struct_fields__ if name != "columns"}
+    return Result(**fields, tags=tuple(columns[i] for i in row.columns))
 
 
 def _with_numbers(document: dict[str, Any]) -> dict[str, Any]:
     """The document with floats for the names of non-finite evidence; validation sees any other string."""
 
     def row_with(row: Any) -> Any:
-        if not (isinstance(row, list) and len(row) > 4 and isinstance(row[4], dict)):
+        if not (isinstance(row, dict) and isinstance(evidence := row.get("evidence"), dict)):
             return row
-        numbers = {key: float(value) if value in _NON_FINITE else value for key, value in row[4].items()}
-        return [*row[:4], numbers, *row[5:]]
+        return {**row, "evidence": {key: float(v) if v in _NON_FINITE else v for key, v in evidence.items()}}
 
     results = document.get("results")
-    if not isinstance(results, dict):
-        return document
-    rows = {check: [row_with(r) for r in each] if isinstance(each, list) else each for check, each in results.items()}
-    return {**document, "results": rows}
+    return {**document, "results": list(map(row_with, results))} if isinstance(results, list) else document

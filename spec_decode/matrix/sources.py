@@ -20,11 +20,11 @@ PATTERNS = ("check-*.json", "pair-agreement*.json", "bench-*.json")
 """Names of the files that a folder is searched for."""
 Documents = dict[Path, Any]
 """What each JSON file holds, or the ReportError of why it cannot be read."""
-AGREEMENT_SCHEMA = "attn-pair-agreement/4"
+AGREEMENT_SCHEMA = "attn-pair-agreement/5"
 TIMING_SCHEMA = "attn-bench/3"
 
 
-class AgreementRow(msgspec.Struct, frozen=True, kw_only=True, array_like=True, forbid_unknown_fields=True):
+class AgreementRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A draft model on a backend in a strategy: how many prompts got other tokens than by eager drafting, the same in
     each of the graph modes.
 
@@ -60,7 +60,7 @@ class AgreementRow(msgspec.Struct, frozen=True, kw_only=True, array_like=True, f
 
 
 class Agreement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A report of draft pairs. rows: in the order of AgreementRow's fields. digest: of everything else."""
+    """A report of draft pairs. digest: of everything else."""
 
     schema: str = AGREEMENT_SCHEMA
     env: Environment

@@ -18,6 +18,7 @@ from benchmarks.decode_fixture import DecodeFixture
 from benchmarks.report import read_report, report_bytes
 from benchmarks.rows import STOPPED, Bench, serving, with_limits
 from builders import AdvanceLevel, BatchError, advance_state
+from spec_decode.files import parse_json
 from spec_decode.matrix.sources import Sources, TimingReport
 from spec_decode.tools.specs import FP8_DS_MLA, GQA, MLA
 from spec_decode.tools.timing_limit import TimingLimit, verdict
@@ -356,7 +357,7 @@ def test_a_report_is_what_the_matrix_reads(on_cpu, tmp_path):
 
 @NO_CUDA
 def test_a_row_depends_on_its_case_and_its_backend(on_cpu):
-    sources = msgspec.convert(msgspec.json.decode(report_bytes(on_cpu)), TimingReport).sources
+    sources = msgspec.convert(parse_json(report_bytes(on_cpu), "rows"), TimingReport).sources
     names = [f"{package}.{name}" for package, modules in sources.modules.items() for name in modules]
     behind = {names[i] for i in sources.parts["round"]}
     assert {"benchmarks.cases.backend_rounds", "attn_backends.triton_paged", "builders.paged"} <= behind

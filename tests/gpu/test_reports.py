@@ -1,11 +1,9 @@
 """The one writer of reports; a GPU test is skipped without a device, and fails where its report was asked for."""
 
-import json
-
 import pytest
 import torch
 
-from spec_decode.files import require_unedited
+from spec_decode.files import read_json, require_unedited
 
 pytest_plugins = "pytester"
 TESTS = """
@@ -31,7 +29,7 @@ def run(pytester: pytest.Pytester):
         done = pytester.runpytest_inprocess(
             "-p", "spec_decode.conformance.pytest_plugin", "-rs", "--json", str(path), *options
         )
-        return done.stdout.str(), json.loads(path.read_text()) if path.exists() else {}
+        return done.stdout.str(), read_json(path) if path.exists() else {}
 
     return run
 

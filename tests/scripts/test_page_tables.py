@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from scripts import readme, strategy_times, vllm_tables
+from spec_decode.files import read_json
 
 ROOT = readme.ROOT
 
 
 def test_the_strategies_page_has_a_row_for_each_strategy_that_was_timed() -> None:
-    table = strategy_times.table(json.loads((ROOT / "reports" / readme.ROUNDS).read_text()))
+    table = strategy_times.table(read_json(ROOT / "reports" / readme.ROUNDS))
     assert {"| `full_loop` |", "| `device_loop` |", "| `per_step` |", "| `eager` |"} <= {
         line[: line.index("|", 2) + 1] for line in table.splitlines() if line.startswith("| `")
     }

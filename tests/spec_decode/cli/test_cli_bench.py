@@ -1,10 +1,9 @@
-import json
-
 import pytest
 
 from benchmarks import Bench, command
 from benchmarks.command import _short
 from spec_decode.cli import checkout
+from spec_decode.files import read_json
 from spec_decode.tools.timing_limit import TimingLimit
 from tests.factories import CPU
 
@@ -36,7 +35,7 @@ def timings(monkeypatch):
 def test_bench_prints_a_table_and_writes_rows(timings, tmp_path, run):
     result = run("bench", "round", "--device", "cpu", "--json", "out/rows.json")
     assert result.exit_code == 0 and "12.35" in result.output
-    [row] = json.loads((tmp_path / "out" / "rows.json").read_text())["rows"]
+    [row] = read_json(tmp_path / "out" / "rows.json")["rows"]
     assert (row["case"], row["host_us"]) == ("round", [1.0, 12.346, 20.0])
     assert timings.calls == [(("round",), "attn-backends bench round --device cpu")]
 
@@ -70,7 +69,7 @@ def test_bench_says_below_its_table_what_has_no_row(timings, tmp_path, run):
     result = run("bench", "--device", "cpu", "--json", "rows.json")
     assert result.exit_code == 0
     assert result.output.splitlines()[-1] == "not timed: step: flashinfer is not installed"
-    assert json.loads((tmp_path / "rows.json").read_text())["missing"] == timings.missing
+    assert read_json(tmp_path / "rows.json")["missing"] == timings.missing
 
 
 def test_bench_ends_with_1_when_something_began_and_failed(timings, tmp_path, run):
@@ -105,7 +104,7 @@ def test_a_bench_that_is_cut_off_leaves_the_rows_it_has(timings, tmp_path, run, 
     monkeypatch.setattr(command, "_SECONDS_BETWEEN_WRITES", 0.0)
     monkeypatch.setattr(command, "run", cut_off)
     run("bench", "--device", "cpu", "--json", "rows.json")
-    assert [row["case"] for row in json.loads((tmp_path / "rows.json").read_text())["rows"]] == ["round"]
+    assert [row["case"] for row in read_json(tmp_path / "rows.json")["rows"]] == ["round"]
 
 
 def test_bench_has_the_help_of_the_benchmarks(run):

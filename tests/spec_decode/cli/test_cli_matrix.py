@@ -170,11 +170,11 @@ def test_an_interrupted_run_keeps_what_is_finished_and_is_resumed_behind_it(subp
 
 @pytest.mark.parametrize("change", [{"command": "other"}, {"env": "commit"}, {"results": "not_run"}, {"schema": "x/1"}])
 def test_resume_checks_again_what_another_run_left_or_left_unfinished(tagged, subprocesses, run, change):
-    document = json.loads(tagged.read_text())
+    document = read_json(tagged)
     if "env" in change:
         document["env"]["commit"] = "other"
     elif "results" in change:
-        document["results"]["graph.replay"][0][1] = "not_run"
+        document["results"][0]["outcome"] = "not_run"
     else:
         document |= change
     tagged.write_text(json.dumps(sealed(document)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
@@ -21,7 +20,7 @@ from spec_decode.cli.main import main
 from spec_decode.conformance.kept_results import KeptResults
 from spec_decode.conformance.report import Report
 from spec_decode.conformance.runner import Plan, plan, run
-from spec_decode.files import ReportError, report_bytes
+from spec_decode.files import ReportError, parse_json, report_bytes
 from spec_decode.testing.outcome import Outcome
 
 FAMILY = "contract"
@@ -72,7 +71,7 @@ def end_after_three(target: Path) -> list[str]:
 def test_a_run_that_is_ended_leaves_what_it_had_found(target: Path) -> None:
     calls = end_after_three(target)
     lines = KeptResults(target).path.read_text().splitlines()
-    assert [Report.of(msgspec.json.decode(line), "").results[0].check for line in lines] == calls
+    assert [Report.of(parse_json(line, ""), "").results[0].check for line in lines] == calls
 
 
 def test_resume_runs_only_what_is_missing(target: Path) -> None:
@@ -221,7 +220,7 @@ def test_a_resume_that_is_refused_is_one_line_also_from_a_subprocess(tmp_path: P
     target = tmp_path / "report.json"
     end_after_three(target)
     part = KeptResults(target).path
-    other = [json.loads(line) | {"backend": "other"} for line in part.read_bytes().splitlines()]
+    other = [parse_json(line, "") | {"backend": "other"} for line in part.read_bytes().splitlines()]
     part.write_bytes(b"".join(map(report_bytes, other)))
     command = ["check", "torch_reference", "--device", "cpu", "--isolate", "--json", str(target), "--resume"]
     result = CliRunner().invoke(main, [*command, "--only", "contract.version_matches"])

@@ -7,7 +7,7 @@ import pytest
 
 from spec_decode.conformance.report import Claim, ConformanceFailure, Report, Result
 from spec_decode.environment import Environment
-from spec_decode.files import ReportError, report_bytes
+from spec_decode.files import ReportError, parse_json, report_bytes
 from spec_decode.source_digests import SourceRecord
 from spec_decode.testing.outcome import Outcome
 
@@ -42,7 +42,7 @@ def of(**outcomes: int) -> Report:
 
 
 def written(tmp_path: Path, change=lambda document: None) -> Path:
-    document = msgspec.json.decode(of(**{"pass": 2}).to_json())
+    document = of(**{"pass": 2}).document()
     change(document)
     path = tmp_path / "report.json"
     path.write_bytes(report_bytes(document))
@@ -142,20 +142,22 @@ def test_the_json_has_exactly_the_documented_fields():
     full = report(result(tags=("page:16",), evidence={"error": 0.5}), result("fail", case="prefill", reason="wrong"))
     full = msgspec.structs.replace(full, package="p 1", engine="e 2", contract="1.0", claims={"page:16": CLAIM})
     full = msgspec.structs.replace(full, sources=SourceRecord.of({"graph": ["builders.errors"]}))
-    document = msgspec.json.decode(full.to_json())
+    document = parse_json(full.to_json(), "full")
     assert list(document) == [
         *("schema", "backend", "version", "package", "engine", "contract", "env", "command", "sources", "claims"),
-        *("columns", "reasons", "results", "digest"),
+        *("columns", "results", "digest"),
     ]
     assert list(document["env"]) == [
         *("device", "torch", "triton", "python", "commit", "dirty", "date", "driver", "cuda", "platform", "stated"),
         "packages",
     ]
-    assert document["schema"] == "attn-report/4" and list(document["sources"]) == ["modules", "parts"]
-    assert document["columns"] == ["page:16"] and document["reasons"] == ["wrong"]
-    assert document["results"] == {
-        "graph.replay": [["decode", "pass", 0.0, [0], {"error": 0.5}], ["prefill", "fail", 0.0, [], {}, 0]]
-    }
+    assert document["schema"] == "attn-report/5" and list(document["sources"]) == ["modules", "parts"]
+    assert document["columns"] == ["page:16"]
+    of_both = {"check": "graph.replay", "seconds": 0.0}
+    assert document["results"] == [
+        {**of_both, "case": "decode", "outcome": "pass", "evidence": {"error": 0.5}, "columns": [0]},
+        {**of_both, "case": "prefill", "outcome": "fail", "reason": "wrong", "columns": []},
+    ]
 
 
 def test_the_json_is_one_line():
@@ -184,8 +186,8 @@ def test_the_json_does_not_depend_on_the_order_evidence_came_in():
 
 
 def test_non_finite_evidence_is_written_by_name():
-    data = report(result(evidence={"a": math.nan, "b": math.inf, "c": -math.inf})).to_json()
-    assert msgspec.json.decode(data)["results"]["graph.replay"][0][4] == {"a": "nan", "b": "inf", "c": "-inf"}
+    [row] = report(result(evidence={"a": math.nan, "b": math.inf, "c": -math.inf})).document()["results"]
+    assert row["evidence"] == {"a": "nan", "b": "inf", "c": "-inf"}
 
 
 def test_non_finite_evidence_survives_a_round_trip(tmp_path):
@@ -256,13 +258,13 @@ def test_loading_half_a_report_says_it_is_truncated(tmp_path):
         Report.load(tmp_path / "r.json")
 
 
-@pytest.mark.parametrize("schema", ["attn-report/1", "attn-report/3", "attn-report/5"])
+@pytest.mark.parametrize("schema", ["attn-report/1", "attn-report/4", "attn-report/6"])
 def test_another_schema_is_refused_and_named_beside_the_one_needed(tmp_path, schema):
     path = written(tmp_path, lambda document: document.update(schema=schema))
     with pytest.raises(ReportError) as caught:
         Report.load(path)
     assert str(caught.value) == (
-        f"{path} has schema '{schema}', a report has 'attn-report/4'. Run the checks again, or read it with the "
+        f"{path} has schema '{schema}', a report has 'attn-report/5'. Run the checks again, or read it with the "
         "version that wrote it."
     )
 
@@ -274,14 +276,14 @@ def test_json_without_a_schema_is_refused(tmp_path):
 
 
 def test_an_unknown_outcome_is_refused_with_its_place(tmp_path):
-    path = written(tmp_path, lambda document: document["results"]["graph.replay"][1].__setitem__(1, "passed"))
+    path = written(tmp_path, lambda document: document["results"][1].update(outcome="passed"))
     with pytest.raises(ReportError, match=r"'passed'.*\$\.results.*pass, fail"):
         Report.load(path)
 
 
 @pytest.mark.parametrize("value", ["0.5", "NaN", None, [1]])
 def test_evidence_that_is_no_number_is_refused(tmp_path, value):
-    path = written(tmp_path, lambda document: document["results"]["graph.replay"][0].append({"error": value}))
+    path = written(tmp_path, lambda document: document["results"][0].update(evidence={"error": value}))
     with pytest.raises(ReportError, match=r"\$\.results"):
         Report.load(path)
 
@@ -289,4 +291,11 @@ def test_evidence_that_is_no_number_is_refused(tmp_path, value):
 def test_an_unknown_field_is_refused(tmp_path):
     path = written(tmp_path, lambda document: document["env"].update(colour="blue"))
     with pytest.raises(ReportError, match="colour"):
+        Report.load(path)
+
+
+@pytest.mark.parametrize("column", [-1, 1, "mode:decode"])
+def test_a_column_that_is_not_in_the_table_is_refused(tmp_path, column):
+    path = written(tmp_path, lambda document: document["results"][0].update(columns=[column]))
+    with pytest.raises(ReportError, match="does not follow attn-report/5"):
         Report.load(path)

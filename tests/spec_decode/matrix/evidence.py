@@ -9,7 +9,7 @@ import msgspec
 
 from spec_decode.conformance.report import Claim, Report, Result
 from spec_decode.environment import Environment
-from spec_decode.matrix.sources import Agreement, AgreementRow, Timing
+from spec_decode.matrix.sources import Agreement, Timing
 from spec_decode.testing.outcome import Outcome
 
 ENV = {
@@ -66,7 +66,7 @@ def agreement(**fields) -> Agreement:
     document = {
         "env": ENV,
         "command": "pair",
-        "rows": [[{**row, **fields}[name] for name in AgreementRow.__struct_fields__]],
+        "rows": [{**row, **fields}],
     }
     return msgspec.convert(document, Agreement)
 

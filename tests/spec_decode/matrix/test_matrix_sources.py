@@ -47,10 +47,10 @@ def test_a_file_named_twice_is_read_once(tmp_path):
     assert len(Sources.read([path, tmp_path]).reports) == 1
 
 
-@pytest.mark.parametrize("schema", ["attn-report/3", "attn-soak/1", "attn-bench/2", None, 7])
+@pytest.mark.parametrize("schema", ["attn-report/4", "attn-soak/1", "attn-bench/2", None, 7])
 def test_another_schema_is_named_with_what_is_read_and_what_to_do(tmp_path, schema):
     path = write(tmp_path, "x.json", {**report().document(), "schema": schema})
-    with pytest.raises(ReportError, match=r"attn-report/4, attn-pair-agreement/4 and attn-bench/3") as caught:
+    with pytest.raises(ReportError, match=r"attn-report/5, attn-pair-agreement/5 and attn-bench/3") as caught:
         Sources.read([path])
     told, named = str(caught.value), schema if isinstance(schema, str) else None
     assert f"x.json has schema {named!r}, the matrix reads" in told
@@ -155,7 +155,7 @@ def test_a_timing_is_as_old_as_the_modules_behind_its_case(tmp_path):
     assert [timed.changed for timed in found] == [("builders.errors",), (), ("builders.errors",)]
 
 
-@pytest.mark.parametrize("schema", ["attn-report/4", "attn-matrix/4", "attn-bench/3", "attn-pair-agreement/4"])
+@pytest.mark.parametrize("schema", ["attn-report/5", "attn-matrix/4", "attn-bench/3", "attn-pair-agreement/5"])
 def test_a_schema_requires_its_own_version(schema):
     found = msgspec.json.decode(schemas()[f"{schema.replace('/', '-')}.json"])
     top = found["$defs"][found["$ref"].rpartition("/")[2]]

@@ -1,0 +1,97 @@
+"""Rows come back from tables as they were, and a table that holds none is refused."""
+
+import subprocess
+import sys
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spec_decode.files import ReportError, read_json, report_bytes, require_unedited
+from spec_decode.report_tables import MalformedTable, packed, unpacked
+
+NAMES = st.sampled_from(["case", "backend", "num_reqs", "gpu_us"])
+SCALARS = st.none() | st.booleans() | st.integers(-9, 9) | st.floats(allow_nan=False, allow_infinity=False) | st.text()
+CELLS = SCALARS | st.lists(SCALARS, max_size=3) | st.dictionaries(NAMES | st.text(max_size=3), SCALARS, max_size=3)
+ROWS = [
+    {"case": "round", "backend": "triton_paged", "num_reqs": 1, "gpu_us": [1.0, 2.0, 3.0]},
+    {"case": "round", "backend": "triton_paged", "num_reqs": 4, "gpu_us": [1.5, 2.5, 3.5]},
+    {"case": "advance", "backend": "shared"},
+    {"case": "round", "backend": "flashinfer", "num_reqs": 1, "gpu_us": [1.1, 2.1, 3.1]},
+]
+
+
+def as_written(rows):
+    return msgspec.json.decode(msgspec.json.encode(packed(rows)))
+
+
+@given(st.lists(st.dictionaries(NAMES, CELLS, min_size=1), min_size=1, max_size=8))
+def test_rows_come_back_as_they_were(rows):
+    found = unpacked(as_written(rows))
+    assert msgspec.json.encode(found, order="sorted") == msgspec.json.encode(rows, order="sorted")
+
+
+def test_what_rows_share_stands_once():
+    rows = [{"case": "the name of a case", "limit": "a long word" if i % 2 else "another", "us": i} for i in range(9)]
+    [table] = as_written(rows)["tables"]
+    assert table["same"] == {"case": "the name of a case"} and table["values"] == {"limit": ["another", "a long word"]}
+    assert table["fields"] == ["limit", "us"] and table["rows"][:2] == [[0, 0], [1, 1]] and "places" not in table
+
+
+def test_equal_numbers_of_other_types_are_kept_apart():
+    rows = [{"value": value} for value in (1, 1.0, True, 1, 1.0, True)]
+    assert [type(row["value"]) for row in unpacked(as_written(rows))] == [int, float, bool] * 2
+
+
+def test_rows_of_other_fields_keep_their_places():
+    tables = as_written(ROWS)["tables"]
+    assert [table["places"] for table in tables] == [[0, 1, 3], [2]]
+    assert unpacked({"tables": tables}) == ROWS
+
+
+def test_a_field_that_is_no_name_is_refused():
+    with pytest.raises(ValueError, match=r"must be a name, got 'a\.b'"):
+        packed([{"a.b": 1}])
+
+
+@pytest.mark.parametrize(
+    ("table", "why"),
+    [
+        ({"fields": ["a"], "rows": [[1, 2]]}, "a row has 2 cells, its table 1 fields"),
+        ({"fields": ["a"], "values": {"a": ["x"]}, "rows": [[1]]}, "a has 1 values, a row asks for number 1"),
+        ({"fields": ["a"], "values": {"a": ["x"]}, "rows": [[-1]]}, "asks for number -1"),
+        ({"fields": ["a"], "values": {"a": ["x", "y"]}, "rows": [[True]]}, "asks for number True"),
+        ({"fields": ["a"], "places": [0, 1], "rows": [[1]]}, "has 1 rows and 2 places"),
+        ({"fields": ["a"], "places": [1], "rows": [[1]]}, "are not 0, 1, 2"),
+        ({"fields": ["a"], "places": [0, 0], "rows": [[1], [2]]}, "are not 0, 1, 2"),
+        ({"fields": ["a", "a.b"], "rows": [[1, 2]]}, "a is a value and has fields"),
+        ({"fields": ["a"]}, "missing required field `rows`"),
+        ({"fields": ["a"], "rows": [[1]], "colour": 1}, "colour"),
+    ],
+)
+def test_a_malformed_table_is_refused(tmp_path, table, why):
+    with pytest.raises(MalformedTable, match=why):
+        unpacked({"tables": [table]})
+    (tmp_path / "r.json").write_bytes(msgspec.json.encode({"rows": {"tables": [table]}}))
+    with pytest.raises(ReportError, match=f"r.json has a malformed table: .*{why}"):
+        read_json(tmp_path / "r.json")
+
+
+def test_a_seal_is_of_the_rows_and_not_of_how_they_are_written(tmp_path):
+    path = tmp_path / "r.json"
+    path.write_bytes(report_bytes({"schema": "x/1", "rows": ROWS}))
+    document = read_json(path)
+    require_unedited(document, "r.json")
+    path.write_bytes(msgspec.json.encode(document))
+    assert read_json(path) == document
+    path.write_bytes(report_bytes({"schema": "x/1", "rows": ROWS}).replace(b"flashinfer", b"flashinfes"))
+    with pytest.raises(ReportError, match="was changed after it was written"):
+        require_unedited(read_json(path), "r.json")
+
+
+def test_a_report_is_printed_with_its_rows_written_out(tmp_path):
+    (tmp_path / "r.json").write_bytes(report_bytes({"schema": "x/1", "rows": ROWS}))
+    command = [sys.executable, "-m", "spec_decode.files", str(tmp_path / "r.json")]
+    shown = msgspec.json.decode(subprocess.run(command, check=True, capture_output=True).stdout)
+    assert shown["rows"] == ROWS
