@@ -130,9 +130,9 @@ def figures(root: Path) -> str:
         f"round: {kept:g} of {DRAFT_TOKENS} draft tokens in vLLM, {min(accepted):.1f} to {max(accepted):.1f} of "
         f"{drafted} in our engine. Without a draft, vLLM generates {_pair(arms[NO_DRAFT])} tokens/s with {sizes} "
         f"concurrent requests ({_short(vllm['env']['device'])}, same run).\n\nAn attention backend's *metadata* tells "
-        f"its kernels where each request's tokens are. vLLM {version} has {len(builders)} metadata builders that claim "
-        f"to update their metadata in place. Our checks refute {len(refuted)} of these claims (CPU, {date}, "
-        "`attn-backends check --engine vllm`)."
+        f"its kernels where each request's tokens are. We checked {len(builders)} of the metadata builders in vLLM "
+        f"{version} that claim to update their metadata in place, and refuted {len(refuted)} of these claims (CPU, "
+        f"{date}, `attn-backends check --engine vllm`)."
     )
 
 

@@ -64,7 +64,7 @@ class Arm:
     num_gpus       tensor parallelism
     requests       numbers of requests that are timed
     kind           of the draft, of KINDS
-    compiled       as vLLM runs by default: layers compiled by torch, graphs of pieces where full ones cannot be;
+    compiled       as vLLM runs by default: layers compiled by torch, piecewise graphs where full ones are impossible;
                    otherwise layers as they are, with full graphs of decodes or none
     """
 

@@ -6,7 +6,7 @@ once; random weights, the target on FLASH_ATTN. Timed arms keep as many drafts a
 round as they are told, whatever was drafted, so that all do the same work. Exact arms of a small model keep what the
 target says: all draft from the same texts, and their draft tokens are compared with those of FLASH_ATTN's draft. How
 far two of vLLM's own backends are apart there is what rounding does. With two GPUs, tensor parallelism over both
-against one. Compiled arms run as vLLM does by default, with graphs of pieces where full ones cannot be; the others
+against one. Compiled arms run as vLLM does by default, with piecewise graphs where full ones are impossible; the others
 have full graphs or none, which brings an engine up sooner. Every arm is a process, which runs each batch once before it
 is timed, with its GPUs to itself; exact arms share one. What an arm found is kept in a folder, with its log: it is not
 run again while the code that the report covers, what measures an arm, the GPU and the versions are the same.

@@ -7,7 +7,7 @@ from typing import Any
 
 _NO_DRAFT = "no speculation"
 _ENGINES = {
-    True: "vLLM's defaults: layers compiled by torch, graphs of pieces where full ones cannot be",
+    True: "vLLM's defaults: layers compiled by torch, and piecewise graphs where full graphs are impossible",
     False: "Without compilation (`mode` 0), full graphs of decodes or none",
 }
 """How engines run, by whether they are compiled, as the page orders them."""

@@ -56,7 +56,7 @@ def test_a_claim_counts_as_refuted_where_a_check_failed_or_is_known_to_fail(copy
     claims = {report.backend: report for report in readme.in_place_claims(copy)}
     assert "KpoolTailMetadataBuilder" in claims and "FlashInferMetadataBuilder" not in claims
     (copy / "reports/cpu/check-vllm-KpoolTailMetadataBuilder.json").unlink()
-    assert "has 5 metadata builders" in readme.figures(copy) and "refute 0 of" in readme.figures(copy)
+    assert "We checked 5 of" in readme.figures(copy) and "refuted 0 of" in readme.figures(copy)
 
 
 def test_check_names_what_is_not_current_and_writes_nothing(
