@@ -48,7 +48,8 @@ VLLM := $(VENV)/engines/vllm-0.33.0
 SGLANG := $(VENV)/engines/sglang-0.5.23
 engines: $(VLLM)/.unpacked $(SGLANG)/.unpacked
 	PYTHONPATH=$(VLLM) $(BIN)/attn-backends check --engine vllm --json build/engines
-	PYTHONPATH=$(VLLM) TRITON_INTERPRET=1 $(BIN)/python -m pytest -q tests/engines/test_vllm_inside.py tests/engines/test_vllm_blocks.py
+	PYTHONPATH=$(VLLM) TRITON_INTERPRET=1 $(BIN)/python -m pytest -q tests/engines/test_vllm_inside.py tests/engines/test_vllm_blocks.py \
+		tests/engines/test_vllm_validator.py
 	PYTHONPATH=$(SGLANG) $(BIN)/python -m pytest -q tests/engines/test_sglang_inside.py
 
 $(VLLM)/.unpacked: $(VENV)/.installed engines/vllm/conformance/requirements.txt

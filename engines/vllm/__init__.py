@@ -7,6 +7,7 @@ for the backend: on another minor of vLLM, or without the package of its kernels
 from __future__ import annotations
 
 import logging
+import os
 
 ENTRY_POINT_GROUP = "vllm.general_plugins"
 """Of the packages that vLLM calls in every process."""
@@ -18,11 +19,24 @@ NAMES = {
 }
 """Name and class of each backend. A class's get_name() says the same name: vLLM looks a layer's backend up by it."""
 
+VALIDATE = "ATTN_BACKENDS_VALIDATE"
+"""The variable that has a served vLLM compare its draft metadata: 1, or 0 for not."""
+
 _log = logging.getLogger(__name__)
 
 
 def register() -> None:
-    """Tell vLLM the names. vLLM starts without them, with a warning, where names are not free or one is taken."""
+    """Tell vLLM the names. vLLM starts without them, with a warning, where names are not free or one is taken.
+
+    Raises ValueError for a VALIDATE that says neither 0 nor 1, and UnsupportedVllm where it asks for what this vLLM's
+    speculators do not allow.
+    """
+    if (asked := os.environ.get(VALIDATE, "0")) not in ("0", "1"):
+        raise ValueError(f"{VALIDATE} must be 0 or 1, got {asked!r}. Set it to 1 to compare draft metadata.")
+    if asked == "1":
+        from engines.vllm.v0_33 import validator
+
+        validator.install()
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     if not hasattr(AttentionBackendEnum, "register"):

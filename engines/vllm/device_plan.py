@@ -53,3 +53,12 @@ class DevicePlan:
     def refresh(self) -> None:
         """Make the plan that of the lengths as they stand; graph-safe, one kernel."""
         replan(self.seq_lens, self.last_page_len, self.workspace, self.layout, row_stride=self.row_stride)
+
+    def arrays(self) -> dict[str, torch.Tensor]:
+        """The plan as it stands, by array name, without what padding tiles hold; waits for the device."""
+        layout = self.layout
+        mask = self.workspace[layout.block_valid_mask :][: layout.padded_tiles].view(torch.bool)
+        ints, tiles = self.workspace.view(torch.int32), int(mask.sum())
+        found = {name: ints[offset : offset + length] for name, (offset, length) in layout.arrays.items()}
+        trimmed = {name: array[:tiles] if name.endswith("indices") else array for name, array in found.items()}
+        return {**trimmed, "block_valid_mask": mask}

@@ -1,0 +1,367 @@
+"""A served vLLM checks its draft metadata: ATTN_BACKENDS_VALIDATE=1, for drafts that run as one full graph.
+
+What a graph replays can go stale with no other sign than a lower acceptance rate. After some of the rounds, what the
+draft's graph has read in its last step is compared with what vLLM's own builders, made a second time, build for the
+same batch; and the buffers that the graph was captured over, with those that vLLM fills now. The first difference is
+logged with its group, step and field. Nothing is compared after it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import wraps
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+from vllm.config import set_current_vllm_config
+from vllm.config.compilation import CUDAGraphMode
+from vllm.logger import init_logger
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
+from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
+from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator import TargetDependentARSpeculator
+from vllm.v1.worker.utils import AttentionGroup
+
+from engines.vllm.device_plan import DevicePlan
+from engines.vllm.version import SUPPORTED, UnsupportedVllm
+
+SHARE = 0.02
+"""Of the time, at most: after a comparison the next one waits for 1 / SHARE times as long as it took."""
+_HOOKS: dict[type[Any], dict[str, str]] = {
+    TargetDependentARSpeculator: {
+        "capture": "",
+        "_generate_fused_drafts": "num_tokens_padded attn_metadata num_speculative_steps",
+        "_fused_multi_step_decode": "num_reqs batch_desc seq_lens_cpu_upper_bound num_speculative_steps",
+    },
+    DFlashSpeculator: {
+        "capture": "",
+        "_prepare_graph_forward": "num_reqs attn_metadata",
+        "_prepare_graph_replay": "input_batch num_graph_reqs dummy_run",
+        "propose": "input_batch",
+    },
+}
+"""What is wrapped, and the arguments that are read of it."""
+_log = init_logger("vllm.attn_backends")
+
+
+class Difference(NamedTuple):
+    """Where what a graph reads is not the batch."""
+
+    group: str
+    step: int
+    field: str
+    what: str
+
+
+class Round(NamedTuple):
+    """A round that a full graph has run.
+
+    key         of the graph: its tokens and draft steps
+    num_reqs    without padding
+    padded      with it
+    query_len   query tokens a request
+    step        the last one, of which the buffers hold the batch
+    """
+
+    key: tuple[int, int]
+    num_reqs: int
+    padded: int
+    query_len: int
+    step: int
+    seq_lens_cpu_upper_bound: torch.Tensor
+
+
+class DraftValidator:
+    """Of one speculator of vLLM.
+
+    rounds: compared so far. found: the first difference.
+    """
+
+    def __init__(self, speculator: Any, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.speculator, self.rounds = speculator, 0
+        self.found: Difference | None = None
+        self._clock, self._next, self._capturing = clock, -float("inf"), False
+        self._captured: dict[tuple[int, int], Mapping[str, Any]] = {}
+        self._addresses: dict[str, int] = {}
+        self._groups: list[list[AttentionGroup]] = []
+
+    @contextmanager
+    def capturing(self) -> Iterator[None]:
+        """While vLLM captures: what it hands its graphs is kept, the last of each shape is the graph's."""
+        self._capturing = True
+        try:
+            yield
+        finally:
+            self._capturing = False
+        self._addresses = self._buffers()
+        if not self._captured:
+            kind = type(self.speculator).__name__
+            _log.warning("No draft metadata is compared: %s captured no graph that updates its metadata.", kind)
+
+    def keep(self, key: tuple[int, int], attn_metadata: Mapping[str, Any] | None) -> None:
+        """Note the metadata of a forward that may be a capture."""
+        if self._capturing and attn_metadata is not None:
+            self._captured[key] = attn_metadata
+
+    def after(self, done: Round) -> None:
+        """Compare, if it is time to. Logs the first difference."""
+        begin = self._clock()
+        if self.found or begin < self._next or done.key not in self._captured or self._is_dummy(done):
+            return
+        self.found = next(self._differences(done), None)
+        self.rounds += 1
+        now = self._clock()
+        self._next = now + (now - begin) / SHARE
+        if self.found:
+            _log.error(
+                "Draft metadata is not that of the batch: group %s, step %d, field %s: %s (comparison %d). From there "
+                "on, drafts may be wrong without any other sign than a lower acceptance rate. Comparing ends here.",
+                *self.found,
+                self.rounds,
+            )
+        elif self.rounds & (self.rounds - 1) == 0:
+            _log.info("Draft metadata of %d rounds was compared with a fresh build: no difference.", self.rounds)
+
+    def _is_dummy(self, done: Round) -> bool:
+        """Whether these are no requests: vLLM runs such batches to warm up, and beside other ranks."""
+        return not done.num_reqs or bool((self.speculator.idx_mapping[: done.num_reqs] < 0).any())
+
+    def _differences(self, done: Round) -> Iterator[Difference]:
+        for name, address in self._buffers().items():
+            if address != self._addresses[name]:
+                yield Difference("all", done.step, name, "the graph reads the captured buffer, vLLM fills another one")
+        slots = self._slots(done) if done.step else None
+        if slots is not None and self.speculator.advance_draft_positions:
+            inputs, live = self.speculator.input_buffers, slice(done.num_reqs)
+            lens = {"seq_lens": (inputs.seq_lens[live], inputs.positions[live].int() + 1)}
+            slots_now = self.speculator.block_tables.slot_mappings
+            rows = {f"slot_mappings[{i}]": (slots_now[i, live], slots[i, live]) for i in range(len(slots))}
+            for name, (found, wanted) in {**lens, **rows}.items():
+                for field, what in _first_difference(name, found, wanted):
+                    yield Difference("all", done.step, field, what)
+        captured, fresh = self._captured[done.key], self._fresh(done, slots)
+        for group in chain.from_iterable(self._groups):
+            layer = group.layer_names[0]
+            for field, what in compare(captured[layer], fresh[layer], done):
+                yield Difference(f"{group.backend.get_name()} ({layer})", done.step, field, what)
+
+    def _buffers(self) -> dict[str, int]:
+        """Where what vLLM fills for each round lies."""
+        inputs, tables = self.speculator.input_buffers, self.speculator.block_tables
+        named = {name: getattr(inputs, name) for name in ("seq_lens", "query_start_loc", "positions")}
+        named |= {f"block table {i}": table for i, table in enumerate(tables.input_block_tables)}
+        return {name: tensor.data_ptr() for name, tensor in {**named, "slot_mappings": tables.slot_mappings}.items()}
+
+    def _slots(self, done: Round) -> torch.Tensor:
+        """vLLM's slots of the batch, computed again."""
+        speculator, rows = self.speculator, done.num_reqs
+        slots: torch.Tensor = speculator.block_tables.compute_slot_mappings(
+            speculator.idx_mapping[:rows],
+            speculator.input_buffers.query_start_loc[: rows + 1],
+            speculator.input_buffers.positions[:rows],
+            done.padded,
+            out=torch.empty_like(speculator.block_tables.slot_mappings),
+        )
+        return slots
+
+    def _fresh(self, done: Round, slots: torch.Tensor | None) -> Mapping[str, Any]:
+        """What vLLM builds for the batch where it updates nothing, by builders that no graph knows."""
+        speculator = self.speculator
+        if not self._groups:
+            self._groups = _second_builders(speculator)
+        desc = _Desc(done.padded * done.query_len, done.padded)
+        served = speculator.attn_groups, speculator.draft_max_seq_len
+        # A graph keeps the longest length that its capture was given.
+        speculator.attn_groups, speculator.draft_max_seq_len = self._groups, speculator.max_model_len
+        try:
+            built: Mapping[str, Any] = speculator._build_attn_metadata(
+                num_reqs=done.num_reqs,
+                batch_desc=desc,
+                query_start_loc_np=speculator.arange_np[: done.num_reqs + 1] * done.query_len,
+                seq_lens_cpu_upper_bound=done.seq_lens_cpu_upper_bound,
+                step=done.step,
+                causal=getattr(speculator, "_group_causal", True),
+                slot_mappings=slots,
+            )
+        finally:
+            speculator.attn_groups, speculator.draft_max_seq_len = served
+        return built
+
+
+class _Desc(NamedTuple):
+    """vLLM's description of a graph, as far as a build reads it."""
+
+    num_tokens: int
+    num_reqs: int
+    cg_mode: CUDAGraphMode = CUDAGraphMode.FULL
+
+
+def compare(captured: Any, fresh: Any, done: Round) -> Iterator[tuple[str, str]]:
+    """Field and difference of each tensor whose rows of requests are not those of the fresh one."""
+    expected = dict(_tensors(fresh))
+    for name, found in _tensors(captured):
+        wanted = expected.get(name)
+        if wanted is None or wanted.shape != found.shape:
+            yield name, f"has the shape {list(found.shape)}, freshly built {wanted is not None and list(wanted.shape)}"
+            continue
+        live = _live_rows(len(found), done) if found.dim() else None
+        yield from _first_difference(name, found[:live] if live else found, wanted[:live] if live else wanted)
+
+
+def _first_difference(name: str, found: torch.Tensor, wanted: torch.Tensor) -> Iterator[tuple[str, str]]:
+    if not torch.equal(found, wanted):
+        where = tuple((found != wanted).nonzero()[0].tolist())
+        yield f"{name}{list(where)}", f"is {found[where].item()}, freshly built {wanted[where].item()}"
+
+
+def _live_rows(length: int, done: Round) -> int:
+    """How many of a tensor's first elements belong to requests: a graph's padding means nothing."""
+    rows = {done.padded + 1: done.num_reqs + 1, done.padded * done.query_len: done.num_reqs * done.query_len}
+    return {**rows, done.padded: done.num_reqs}.get(length, length)
+
+
+def _tensors(value: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors in a record of records, by their path, without scratch space, which is made of floats, and without
+    vLLM's batch, which no kernel reads."""
+    if isinstance(value, torch.Tensor):
+        if not value.is_floating_point():
+            yield name.removeprefix("."), value
+    elif isinstance(value, DevicePlan):
+        yield from ((f"{name}.{array}".removeprefix("."), content) for array, content in value.arrays().items())
+    elif dataclasses.is_dataclass(value) and not isinstance(value, (type, CommonAttentionMetadata)):
+        for field, inner in vars(value).items() if hasattr(value, "__dict__") else _slots(value):
+            yield from _tensors(inner, f"{name}.{field}")
+
+
+def _slots(value: Any) -> list[tuple[str, Any]]:
+    return [(field.name, getattr(value, field.name)) for field in dataclasses.fields(value)]
+
+
+def _second_builders(speculator: Any) -> list[list[AttentionGroup]]:
+    """The speculator's groups with builders of their own, in the workspaces of the first."""
+    with set_current_vllm_config(speculator.attn_vllm_config):
+        return [[_second(speculator, group) for group in groups] for groups in speculator.attn_groups]
+
+
+def _second(speculator: Any, group: AttentionGroup) -> AttentionGroup:
+    served: Any = group.get_metadata_builder()
+    second = AttentionGroup(group.backend, group.layer_names, group.kv_cache_spec, group.kv_cache_group_id)
+    block = served.kv_cache_spec.block_size
+    second.create_metadata_builders(speculator.attn_vllm_config, speculator.device, kernel_block_size=block)
+    second.kernel_block_stride = group.kernel_block_stride
+    builder: Any = second.get_metadata_builder()
+    if hasattr(served, "aot_schedule"):  # `DFlashSpeculator.set_attn` decides it
+        builder.aot_schedule = served.aot_schedule
+    if hasattr(served, "set_workspace_buffer"):
+        builder.set_workspace_buffer(served._get_workspace_buffer())
+    return second
+
+
+def validator_of(speculator: Any) -> DraftValidator:
+    """The speculator's own, made on first use."""
+    if "attn_backends_validator" not in vars(speculator):
+        speculator.attn_backends_validator = DraftValidator(speculator)
+    found: DraftValidator = speculator.attn_backends_validator
+    return found
+
+
+def install() -> None:
+    """Wrap vLLM's speculators, once. Raises UnsupportedVllm where one is not vLLM's own."""
+    wrong = [
+        f"{cls.__name__}.{name}"
+        for cls, hooks in _HOOKS.items()
+        for name, arguments in hooks.items()
+        if not _takes(getattr(cls, name, None), arguments.split())
+    ]
+    if wrong:
+        raise UnsupportedVllm(
+            f"ATTN_BACKENDS_VALIDATE=1 watches speculators of vLLM {SUPPORTED}, this vLLM has other ones: "
+            f"{', '.join(wrong)}. Install a released vLLM {SUPPORTED}, or unset the variable."
+        )
+    _wrap(TargetDependentARSpeculator, "capture", _capture)
+    _wrap(TargetDependentARSpeculator, "_generate_fused_drafts", _keep_steps)
+    _wrap(TargetDependentARSpeculator, "_fused_multi_step_decode", _after_steps)
+    _wrap(DFlashSpeculator, "capture", _capture)
+    _wrap(DFlashSpeculator, "_prepare_graph_forward", _keep_block)
+    _wrap(DFlashSpeculator, "_prepare_graph_replay", _note_block)
+    _wrap(DFlashSpeculator, "propose", _after_block)
+    _wrap(DraftModelSpeculator, "set_attn", _say_unwatched)
+
+
+def _takes(method: Any, arguments: list[str]) -> bool:
+    return callable(method) and set(arguments) <= set(inspect.signature(method).parameters)
+
+
+def _wrap(cls: type, name: str, around: Callable[..., Any]) -> None:
+    """Have `around` called with the method, the speculator and its arguments by name."""
+    method = getattr(cls, name)
+    if getattr(method, "_around", None) is around:
+        return
+    signature = inspect.signature(method)
+
+    @wraps(method)
+    def wrapped(self: Any, *args: Any, **named: Any) -> Any:
+        asked = signature.bind(self, *args, **named)
+        asked.apply_defaults()
+        return around(lambda: method(self, *args, **named), self, asked.arguments)
+
+    wrapped._around = around  # type: ignore[attr-defined]
+    setattr(cls, name, wrapped)
+
+
+def _capture(method: Callable[[], Any], speculator: Any, asked: Mapping[str, Any]) -> Any:
+    with validator_of(speculator).capturing():
+        return method()
+
+
+def _keep_steps(method: Callable[[], Any], speculator: Any, asked: Mapping[str, Any]) -> Any:
+    key = (asked["num_tokens_padded"], asked["num_speculative_steps"])
+    validator_of(speculator).keep(key, asked["attn_metadata"])
+    return method()
+
+
+def _after_steps(method: Callable[[], Any], speculator: Any, asked: Mapping[str, Any]) -> Any:
+    result, desc = method(), asked["batch_desc"]
+    if desc.cg_mode == CUDAGraphMode.FULL:
+        # A graph that is not of one number of steps runs them all.
+        steps = getattr(desc, "num_speculative_tokens", speculator.num_speculative_steps)
+        padded = desc.num_reqs or desc.num_tokens
+        bound = asked["seq_lens_cpu_upper_bound"]
+        done = Round((desc.num_tokens, steps), asked["num_reqs"], padded, 1, steps - 1, bound)
+        validator_of(speculator).after(done)
+    return result
+
+
+def _keep_block(method: Callable[[], Any], speculator: Any, asked: Mapping[str, Any]) -> Any:
+    validator_of(speculator).keep((asked["num_reqs"], 0), asked["attn_metadata"])
+    return method()
+
+
+def _note_block(method: Callable[[], Any], speculator: Any, asked: Mapping[str, Any]) -> Any:
+    speculator.attn_backends_replayed = None if asked["dummy_run"] else asked["num_graph_reqs"]
+    return method()
+
+
+def _after_block(method: Callable[[], Any], speculator: Any, asked: Mapping[str, Any]) -> Any:
+    speculator.attn_backends_replayed = None
+    result, batch, padded = method(), asked["input_batch"], speculator.attn_backends_replayed
+    if padded is not None:
+        query_len = speculator.num_query_per_req
+        done = Round((padded, 0), batch.num_reqs, padded, query_len, 0, batch.seq_lens_cpu_upper_bound)
+        validator_of(speculator).after(done)
+    return result
+
+
+def _say_unwatched(method: Callable[[], Any], speculator: Any, asked: Mapping[str, Any]) -> Any:
+    result = method()
+    watched: Any = tuple(_HOOKS)
+    if not isinstance(speculator, watched):
+        _log.warning("Draft metadata of %s is not compared: it drafts in a way of its own.", type(speculator).__name__)
+    elif not speculator.supports_decode_metadata_update:
+        _log.warning("No draft metadata is compared: vLLM builds it anew for every step.")
+    return result

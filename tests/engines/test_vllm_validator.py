@@ -1,0 +1,377 @@
+"""A served vLLM that compares its draft metadata: vLLM 0.33's own speculators, over an emulated graph.
+
+See test_vllm_inside.py for what it needs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from engines import vllm as plug_in
+from spec_decode.graphs import runtime_for
+from tests.engines.vllm_runner import NEEDS_VLLM, PAGE, PAGED, TOKENS, WIDTH, LatentRunner, Runner
+from tests.factories import CPU
+
+pytestmark = NEEDS_VLLM
+LATENTS = "ATTN_BACKENDS_TRITON_MLA"
+LENS = [5, 150, 33]
+
+
+@pytest.fixture(autouse=True)
+def installed(monkeypatch, vllm_inside):
+    """The validator in vLLM's speculators; afterwards they are as they were."""
+    from engines.vllm.v0_33 import validator
+
+    for cls, hooks in {**validator._HOOKS, validator.DraftModelSpeculator: {"set_attn": ""}}.items():
+        for name in hooks:
+            monkeypatch.setattr(cls, name, getattr(cls, name))
+    validator.install()
+    return validator
+
+
+def flash_attention_schedule(*, seqlens=None, cache_seqlens=None, **rest):
+    """For FlashAttention's own op: like its plan, this one depends on every length."""
+    lens = seqlens if cache_seqlens is None else cache_seqlens
+    return torch.cat([lens.new_zeros(1), lens])
+
+
+def frozen(metadata):
+    return replace(metadata, seq_lens=metadata.seq_lens.clone())
+
+
+class Tables:
+    """vLLM's block tables of one KV group, of which row i belongs to request i."""
+
+    cp_size = 1
+
+    def __init__(self, runner):
+        self.input_block_tables = [runner.table]
+        self.slot_mappings = runner.slots[None]
+
+    def compute_slot_mappings(self, idx_mapping, query_start_loc, positions, num_tokens_padded, out=None):
+        out = self.slot_mappings if out is None else out
+        pages = self.input_block_tables[0][: len(positions)].gather(1, (positions // PAGE)[:, None])[:, 0]
+        out.fill_(-1)
+        out[0, : len(positions)] = torch.where(idx_mapping >= 0, pages * PAGE + positions % PAGE, -1)
+        return out[:, :num_tokens_padded]
+
+
+class Served:
+    """vLLM's EAGLE speculator as far as it runs the later steps of a draft: captured once, then replayed."""
+
+    def __init__(self, runner):
+        from vllm.config.compilation import CUDAGraphMode
+        from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
+
+        self.runner, self.rows = runner, runner.ROWS
+        self.speculator = object.__new__(EagleSpeculator)
+        vars(self.speculator).update(
+            self.inputs(),
+            current_draft_step=torch.zeros((), dtype=torch.int64),
+            _generate_draft=self.step,
+            decode_cudagraph_manager=SimpleNamespace(run_fullgraph=lambda desc: self.graph.replay()),
+            prefill_cudagraph_manager=SimpleNamespace(use_breakable_cg=False, capture=lambda *a, **more: None),
+            speculative_config=SimpleNamespace(uses_dynamic_speculative_decoding=lambda: False),
+            max_num_reqs=self.rows,
+            model_state=None,
+            target_input_buffers=None,
+            target_attn_groups=None,
+            last_token_indices=torch.zeros(self.rows, dtype=torch.int64),
+        )
+        self.speculator._configure_decode_metadata_update()
+        self.speculator.decode_cudagraph_manager.capture = self.capture
+        self.desc = SimpleNamespace(num_tokens=self.rows, num_reqs=self.rows, cg_mode=CUDAGraphMode.FULL)
+        self.speculator.capture()
+
+    def inputs(self):
+        """What every speculator of vLLM has."""
+        from vllm.v1.worker.gpu.input_batch import InputBuffers
+
+        runner, tokens = self.runner, self.rows * self.runner.query_len
+        runner.inputs = InputBuffers(self.rows, tokens, CPU)
+        runner.seq_lens, runner.starts = runner.inputs.seq_lens, runner.inputs.query_start_loc
+        runner.positions = runner.inputs.positions[:tokens]
+        return {
+            "vllm_config": runner.config,
+            "device": CPU,
+            "num_speculative_steps": TOKENS,
+            "attn_groups": [[runner.group]],
+            "block_tables": Tables(runner),
+            "input_buffers": runner.inputs,
+            "idx_mapping": torch.full((self.rows,), -1),
+            "arange_np": np.arange(self.rows + 1, dtype=np.int32),
+            "draft_is_prefilling": torch.zeros(self.rows, dtype=torch.bool),
+            "kv_cache_config": SimpleNamespace(kv_cache_groups=[SimpleNamespace(layer_names=[runner.layer_name])]),
+            "draft_max_seq_len": WIDTH * PAGE,
+            "dcp_size": 1,
+        }
+
+    def capture(self, decode, *rest, **more):
+        runner = self.runner
+        runner.fill([1] * self.rows)
+        runner.starts.copy_(torch.arange(self.rows + 1))
+        self.metadata = runner.group.build_metadata_for_cudagraph_capture(runner.common())
+
+        def forward():
+            mode = self.desc.cg_mode if hasattr(self, "desc") else None
+            decode(self.rows, self.rows, {runner.layer_name: self.metadata}, None, None, mode, TOKENS)
+
+        forward()  # vLLM warms up
+        self.graph = runtime_for(CPU).capture(forward)
+
+    def step(self, *rest, **more):
+        """As vLLM's own ends: after the last step lengths and positions stay."""
+        moves = (self.speculator.current_draft_step < TOKENS - 1).int()
+        self.runner.seq_lens += (self.runner.seq_lens > 0) * moves
+        self.runner.positions += (self.runner.seq_lens > 0) * moves
+
+    def draft(self, lens, seed=0, dummy=False):
+        runner, live = self.runner, len(lens)
+        runner.fill(lens, seed)
+        runner.positions.zero_()
+        runner.positions[:live] = torch.tensor(lens) - 1
+        runner.starts.copy_(torch.arange(self.rows + 1).clamp(max=live))
+        self.speculator.idx_mapping.fill_(-1)
+        if not dummy:
+            self.speculator.idx_mapping[:live] = torch.arange(live)
+        bound = torch.tensor(lens, dtype=torch.int32)
+        self.speculator._fused_multi_step_decode(live, False, self.desc, None, bound, TOKENS)
+
+    @property
+    def validator(self):
+        self.speculator.attn_backends_validator._next = -float("inf")
+        return self.speculator.attn_backends_validator
+
+
+def served(name):
+    return Served(LatentRunner() if name == LATENTS else Runner(name))
+
+
+@pytest.fixture
+def said(installed, monkeypatch):
+    """What the validator logs."""
+    lines = []
+
+    def log(text, *values):
+        lines.append(text % values)
+
+    monkeypatch.setattr(installed, "_log", SimpleNamespace(info=log, warning=log, error=log))
+    return lines
+
+
+@pytest.mark.parametrize("name", [*PAGED, LATENTS, "TRITON_ATTN", "FLASH_ATTN"])
+def test_rounds_of_a_right_builder_show_no_difference(name, said, monkeypatch):
+    if name == "FLASH_ATTN":
+        from vllm.v1.attention.backends import flash_attn
+
+        monkeypatch.setattr(flash_attn, "get_scheduler_metadata", flash_attention_schedule)
+    engine = served(name)
+    for seed, lens in enumerate([LENS, [40, 6, 140, 90], [64]]):
+        engine.draft(lens, seed)
+        assert engine.validator.found is None and engine.validator.rounds == seed + 1
+    assert said == [f"Draft metadata of {n} rounds was compared with a fresh build: no difference." for n in (1, 2)]
+
+
+@pytest.mark.parametrize(
+    ("name", "field"),
+    [("FLASHINFER_IN_GRAPH", "plan."), (LATENTS, "decode.paged"), ("FLASH_ATTN", "scheduler_metadata")],
+)
+def test_an_update_that_does_nothing_is_found_with_group_step_and_field(name, field, said, monkeypatch):
+    from vllm.v1.attention.backends import flash_attn
+
+    monkeypatch.setattr(flash_attn, "get_scheduler_metadata", flash_attention_schedule)
+    if name == LATENTS:
+        from engines.vllm.v0_33 import mla
+
+        # What is made of the lengths is no view here, and nothing refreshes it.
+        build = mla.OURS.builder.build
+        monkeypatch.setattr(mla.OURS.builder, "build", lambda self, batch: frozen(build(self, batch)))
+    engine = Runner(name) if name != LATENTS else LatentRunner()
+    monkeypatch.setattr(type(engine.builder), "update_draft_decode_metadata", lambda self, metadata: None)
+    engine = Served(engine)
+    engine.draft([5, 150, 33])
+    found = engine.validator.found
+    assert found.group == f"{engine.runner.group.backend.get_name()} ({engine.runner.layer_name})"
+    assert found.step == TOKENS - 1 and found.field.startswith(field) and "freshly built" in found.what
+    assert said[-1].startswith(f"Draft metadata is not that of the batch: group {found.group}, step 3, field {field}")
+
+    engine.draft([64])
+    assert engine.validator.rounds == 1 and len(said) == 1, "nothing is compared after a difference"
+
+
+def test_slots_of_another_step_are_found(said):
+    engine = served("TRITON_ATTN")
+    compute, tables = Tables.compute_slot_mappings, engine.speculator.block_tables
+    tables.compute_slot_mappings = lambda ids, starts, positions, n, out=None: compute(
+        tables, ids, starts, positions if out is not None else (positions - 1).clamp(min=0), n, out
+    )
+    engine.speculator.capture()
+    engine.draft(LENS)
+    assert engine.validator.found[:3] == ("all", TOKENS - 1, "slot_mappings[0][0]")
+
+
+def test_lengths_that_do_not_move_are_found(said):
+    engine = served("TRITON_ATTN")
+    engine.step = engine.speculator._generate_draft = lambda *rest, **more: engine.runner.positions.add_(1)
+    engine.speculator.capture()
+    engine.draft(LENS)
+    assert engine.validator.found.field == "seq_lens[0]"
+
+
+def test_a_buffer_that_vllm_replaced_after_the_capture_is_found(said):
+    engine = served("TRITON_ATTN")
+    engine.speculator.block_tables.input_block_tables = [engine.runner.table.clone()]
+    engine.draft(LENS)
+    assert engine.validator.found.field == "block table 0" and "fills another one" in engine.validator.found.what
+
+
+def test_buffers_of_a_later_capture_are_those_that_count(said):
+    engine = served("TRITON_ATTN")
+    engine.runner.table = engine.runner.table.clone()
+    engine.speculator.block_tables.input_block_tables = [engine.runner.table]
+    engine.speculator.capture()
+    engine.draft(LENS)
+    assert engine.validator.rounds == 1 and engine.validator.found is None
+
+
+def test_padding_means_nothing(said):
+    engine = served("TRITON_ATTN")
+    compute, tables = Tables.compute_slot_mappings, engine.speculator.block_tables
+    tables.compute_slot_mappings = lambda *args, out=None: compute(tables, *args, out=out).masked_fill_(
+        tables.slot_mappings < 0, -1 if out is None else -16
+    )
+    engine.draft(LENS)
+    assert engine.validator.rounds == 1 and engine.validator.found is None
+
+
+def test_the_engine_keeps_its_own_builders_and_a_batch_without_a_graph_is_left_out(said):
+    engine = served("TRITON_ATTN")
+    speculator, captured = engine.speculator, engine.metadata
+    groups, longest = speculator.attn_groups, speculator.draft_max_seq_len = speculator.attn_groups, 99
+    engine.draft(LENS)
+    assert speculator.attn_groups is groups and speculator.draft_max_seq_len == longest
+    other = {engine.runner.layer_name: engine.runner.group.build_metadata(engine.runner.common())}
+    speculator._generate_fused_drafts(engine.rows, engine.rows, other, None, None, engine.desc.cg_mode, TOKENS)
+    assert [kept[engine.runner.layer_name] for kept in engine.validator._captured.values()] == [captured]
+
+
+def test_comparing_takes_two_hundredths_of_the_time(installed):
+    engine, now = served("TRITON_ATTN"), iter([100.0, 101.0, 120.0, 150.9, 151.1, 152.0])
+    validator = engine.speculator.attn_backends_validator = installed.DraftValidator(
+        engine.speculator, clock=lambda: next(now)
+    )
+    engine.speculator.capture()
+    compared = []
+    for _ in range(4):  # from 100 to 101, then not at 120 nor at 150.9, and at 151.1
+        engine.draft(LENS)
+        compared.append(validator.rounds)
+    assert compared == [1, 1, 1, 2]
+
+
+def test_batches_of_no_requests_are_left_out(said):
+    engine = served("TRITON_ATTN")
+    engine.draft(LENS, dummy=True)
+    assert engine.validator.rounds == 0 and said == []
+
+
+def test_a_draft_without_a_graph_to_compare_says_so(said):
+    engine = served("TRITON_ATTN")
+    engine.speculator.attn_backends_validator._captured.clear()
+    engine.speculator.decode_cudagraph_manager.capture = lambda *rest, **more: None
+    engine.speculator.capture()
+    assert said == ["No draft metadata is compared: EagleSpeculator captured no graph that updates its metadata."]
+
+
+def test_a_draft_that_is_not_watched_says_so(said, installed):
+    eagle = served("TRITON_ATTN").speculator
+    eagle.supports_decode_metadata_update = False
+    for speculator in (eagle, SimpleNamespace()):
+        installed._say_unwatched(lambda: None, speculator, {})
+    assert said == [
+        "No draft metadata is compared: vLLM builds it anew for every step.",
+        "Draft metadata of SimpleNamespace is not compared: it drafts in a way of its own.",
+    ]
+
+
+def test_a_block_draft_is_compared_in_its_one_step(installed, said, monkeypatch):
+    """DFlash's own propose runs a model; what it calls of the graph stands in for it."""
+    cls, runner = installed.DFlashSpeculator, Runner("FLASHINFER_IN_GRAPH", 1 + TOKENS, causal=False)
+    update, rows = cls._update_draft_decode_metadata, Runner.ROWS
+
+    def capture(self):
+        runner.fill([1 + TOKENS] * rows)
+        metadata = runner.group.build_metadata_for_cudagraph_capture(runner.common())
+        state = {runner.layer_name: metadata}
+        self.graph = runtime_for(CPU).capture(lambda: self._prepare_graph_forward(rows, state))
+
+    def propose(self, input_batch):
+        if input_batch.num_reqs <= self.max_rows:
+            self._prepare_graph_replay(input_batch, rows, None, None, None, input_batch.dummy)
+            self.graph.replay()
+
+    for name, method in {
+        "capture": capture,
+        "propose": propose,
+        "_prepare_graph_forward": lambda self, num_reqs, attn_metadata: update(self, attn_metadata, num_reqs),
+        "_prepare_graph_replay": lambda self, input_batch, num_graph_reqs, a, b, c, dummy_run: None,
+    }.items():
+        monkeypatch.setattr(cls, name, method)
+    installed.install()
+    speculator = object.__new__(cls)
+    served = Served.__new__(Served)
+    served.runner, served.rows = runner, rows
+    vars(speculator).update(
+        served.inputs(), max_rows=rows, _group_causal=False, num_query_per_req=1 + TOKENS, requires_non_causal=True
+    )
+    speculator._configure_decode_metadata_update()
+    speculator.capture()
+    for lens, dummy in (([25, 150, 33], False), ([64], True), ([40, 90], False)):
+        runner.fill(lens)
+        runner.starts.copy_(torch.arange(rows + 1).clamp(max=len(lens)) * (1 + TOKENS))
+        speculator.idx_mapping[: len(lens)] = torch.arange(len(lens))
+        bound = torch.tensor(lens, dtype=torch.int32)
+        speculator.propose(SimpleNamespace(num_reqs=len(lens), seq_lens_cpu_upper_bound=bound, dummy=dummy))
+        speculator.attn_backends_validator._next = -float("inf")
+    assert speculator.attn_backends_validator.rounds == 2 and speculator.attn_backends_validator.found is None
+
+    speculator.max_rows = 1
+    speculator.propose(SimpleNamespace(num_reqs=2, seq_lens_cpu_upper_bound=bound, dummy=False))
+    assert speculator.attn_backends_validator.rounds == 2, "no graph was replayed"
+    speculator.max_rows = rows
+
+    plan = speculator.attn_backends_validator._captured[rows, 0][runner.layer_name].plan
+    monkeypatch.setattr(plan, "refresh", lambda: None)
+    speculator.graph = runtime_for(CPU).capture(lambda: None)
+    runner.fill([64, 150])
+    speculator.propose(SimpleNamespace(num_reqs=2, seq_lens_cpu_upper_bound=torch.tensor([64, 150]), dummy=False))
+    found = speculator.attn_backends_validator.found
+    assert found.step == 0 and found.field.startswith("plan.")
+
+
+def test_a_vllm_whose_speculator_is_another_is_refused(installed, monkeypatch):
+    from engines.vllm.version import UnsupportedVllm
+
+    monkeypatch.setattr(installed.TargetDependentARSpeculator, "_fused_multi_step_decode", lambda self, batch: None)
+    monkeypatch.setenv(plug_in.VALIDATE, "1")
+    with pytest.raises(UnsupportedVllm, match=r"other ones: TargetDependentARSpeculator\._fused_multi_step_decode\."):
+        plug_in.register()
+
+
+def test_the_variable_turns_it_on_once(installed, monkeypatch):
+    cls = installed.TargetDependentARSpeculator
+    before = cls.capture
+    monkeypatch.setenv(plug_in.VALIDATE, "1")
+    plug_in.register()
+    assert cls.capture is before and before.__wrapped__ is not None
+
+
+@pytest.mark.parametrize("value", ["", "yes", "2"])
+def test_another_value_of_the_variable_is_refused(value, monkeypatch):
+    monkeypatch.setenv(plug_in.VALIDATE, value)
+    with pytest.raises(ValueError, match="ATTN_BACKENDS_VALIDATE must be 0 or 1, got"):
+        plug_in.register()
