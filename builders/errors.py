@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable
+from collections.abc import Iterable, Iterator
 from difflib import get_close_matches
 from functools import cache
 from types import UnionType
@@ -37,11 +37,11 @@ def require_counts(name: str, values: Iterable[object]) -> None:
 def type_problems(record: object) -> list[str]:
     """What is wrong with a dataclass's values by its annotations. A bool is no int, and a float may be an int but must
     be finite; of a collection only its own type is looked at."""
-    hints = _hints(type(record))  # type: ignore[arg-type]
+    fields = _field_types(type(record))  # type: ignore[arg-type]
     return [
-        f"{name} must be {_describe(hint)}, got {value!r}"
-        for name, hint in hints.items()
-        if not _has_type(value := getattr(record, name), hint)
+        f"{name} must be {' or '.join(map(_describe, types))}, got {value!r}"
+        for name, types in fields.items()
+        if not any(_has_type(value := getattr(record, name), one) for one in types)
     ]
 
 
@@ -52,23 +52,28 @@ def require_types(record: object) -> None:
 
 
 @cache
-def _hints(record: Hashable) -> dict[str, Any]:
-    return get_type_hints(record)
+def _field_types(record: type) -> dict[str, tuple[Any, ...]]:
+    """The types that each field may have. Read once a class: a spec is checked thousands of times."""
+    return {name: tuple(_alternatives(hint)) for name, hint in get_type_hints(record).items()}
 
 
-def _has_type(value: object, hint: Any) -> bool:
+def _alternatives(hint: Any) -> Iterator[Any]:
     if isinstance(hint, UnionType) or get_origin(hint) is Union:
-        return any(_has_type(value, one) for one in get_args(hint))
-    if hint is float:
+        for one in get_args(hint):
+            yield from _alternatives(one)
+    else:
+        yield get_origin(hint) or hint
+
+
+def _has_type(value: object, wanted: Any) -> bool:
+    if wanted is float:
         return type(value) in (int, float) and math.isfinite(value)  # type: ignore[arg-type]
-    return type(value) is int if hint is int else isinstance(value, get_origin(hint) or hint)
+    return type(value) is int if wanted is int else isinstance(value, wanted)
 
 
-def _describe(hint: Any) -> str:
-    if isinstance(hint, UnionType) or get_origin(hint) is Union:
-        return " or ".join(_describe(one) for one in get_args(hint))
+def _describe(wanted: Any) -> str:
     names = {int: "an int", float: "a finite number", bool: "True or False", str: "a string", type(None): "None"}
-    return names.get(hint, f"of type {hint.__qualname__}")
+    return names.get(wanted, f"of type {wanted.__qualname__}")
 
 
 def require_tensor(

@@ -14,14 +14,14 @@ import ctypes
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from spec_decode.graphs.runtime import CaptureError, Graph, PiecewiseGraph, SplitOp, SplitOpCall
 
@@ -49,18 +49,18 @@ class _Node:
     fresh: tuple[tuple[int, torch.Tensor], ...]
 
     def run(self) -> None:
-        if self.op._schema.name in _EMPTY:
+        if _traits(self.op).is_empty:
             # The pool may have lent the memory to another operation since the last replay.
             for _, captured in self.fresh:
                 _poison(captured)
             return
         result = self.op(*self.args, **self.kwargs)
         if self.fresh:
-            leaves = tree_leaves(result)
+            made = tensors_of(result)
             for index, captured in self.fresh:
-                if leaves[index].shape != captured.shape:
-                    raise CaptureError(f"{self.op} made {leaves[index].shape}, captured {captured.shape}")
-                captured.copy_(leaves[index])
+                if made[index].shape != captured.shape:
+                    raise CaptureError(f"{self.op} made {made[index].shape}, captured {captured.shape}")
+                captured.copy_(made[index])
 
 
 class _Borrowed:
@@ -188,9 +188,12 @@ class HostReadGuard(TorchFunctionMode):
     ) -> Any:
         if func in HOST_READS:
             raise _capture_error(f"Tensor.{func.__name__}", "reads the device from the host")
-        named = (*args[1:], *(kwargs or {}).values()) if func is torch.Tensor.to else ((kwargs or {}).get("device"),)
-        if any(isinstance(value, str) and value.startswith("cpu") for value in named):
-            raise _capture_error(f"{func.__name__} to 'cpu'", "takes the data to the host")
+        if kwargs or func is torch.Tensor.to:
+            named = (
+                (*args[1:], *(kwargs or {}).values()) if func is torch.Tensor.to else ((kwargs or {}).get("device"),)
+            )
+            if any(isinstance(value, str) and value.startswith("cpu") for value in named):
+                raise _capture_error(f"{func.__name__} to 'cpu'", "takes the data to the host")
         if func is torch.Tensor.__setitem__ and isinstance(args[2], int | float) and _is_basic(args[1]):
             # On a device this fills a view; the CPU's own way would wrap the number in a fresh host tensor.
             return args[0][args[1]].fill_(args[2])
@@ -223,20 +226,18 @@ class _Recorder(PlainDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         _check_capturable(func, args, kwargs)
-        inputs = {_storage(t) for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        inputs = {_storage(tensor) for tensor in tensors_of((args, *kwargs.values()))}
         for tensor in _written(func, args, kwargs):
             if _storage(tensor) not in self._made:
                 storage = tensor.untyped_storage()
                 self._before.setdefault(_storage(tensor), (storage, storage.clone()))
         result = func(*args, **kwargs)
         fresh = tuple(
-            (index, leaf)
-            for index, leaf in enumerate(tree_leaves(result))
-            if isinstance(leaf, torch.Tensor) and _storage(leaf) not in inputs
+            (index, tensor) for index, tensor in enumerate(tensors_of(result)) if _storage(tensor) not in inputs
         )
-        self._made.update((_storage(leaf), leaf) for _, leaf in fresh)
+        self._made.update((_storage(tensor), tensor) for _, tensor in fresh)
         # An output that only aliases its input is a view: the view object itself is already what replay needs.
-        if fresh or func._schema.is_mutable:
+        if fresh or _traits(func).written:
             self._nodes.append(_Node(func, args, kwargs, fresh))
         return result
 
@@ -255,7 +256,8 @@ class _Recorder(PlainDispatchMode):
         taken, self._nodes = self._nodes, []
         nodes = []
         for node in taken:
-            args, kwargs = tree_map_only(torch.Tensor, unowned, (node.args, node.kwargs))
+            args = _with_tensors(node.args, unowned)
+            kwargs = {name: _with_tensors(value, unowned) for name, value in node.kwargs.items()}
             nodes.append(_Node(node.op, args, kwargs, node.fresh))
         return EmulatedGraph(nodes, borrowed.values())
 
@@ -285,35 +287,89 @@ def _storage(tensor: torch.Tensor) -> int:
     return address
 
 
+class _Traits(NamedTuple):
+    """What an operation's schema and tags say of every call; read from torch they cost as much as a small operation."""
+
+    name: str
+    written: tuple[tuple[int, str], ...]
+    """Place and name of each argument that is written to."""
+    is_empty: bool
+    """Whether it allocates and fills nothing."""
+    indexes: bool
+    """Whether its second argument may be a mask."""
+    draws: bool
+    """Whether one of its arguments may be a generator."""
+    host_read: str
+    """See `host_read`."""
+    refused: str
+    """Why no call of it can be captured, in words; else empty."""
+
+
+@cache
+def _traits(op: Any) -> _Traits:
+    schema, tags, refused = op._schema, op.tags, ""
+    written = tuple(
+        (place, argument.name)
+        for place, argument in enumerate(schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
+    read = ""
+    if torch.Tag.data_dependent_output in tags or schema.name in _CHECKS_ON_THE_HOST:
+        read = "reads the device from the host"
+    elif torch.Tag.dynamic_output_shape in tags:
+        read = "makes a shape that depends on device data"
+    if schema.name in _MOVES_STORAGE:
+        refused = "moves a tensor to other memory"
+    elif schema.name in _FRESH_HOST_DATA:
+        refused = "copies fresh host data to the device"
+    return _Traits(
+        name=schema.name,
+        written=written,
+        is_empty=schema.name in _EMPTY,
+        indexes=schema.name in _BOOL_INDEXED,
+        draws=any("Generator" in str(argument.type) for argument in schema.arguments),
+        host_read=read,
+        refused=refused,
+    )
+
+
+def tensors_of(value: Any) -> list[torch.Tensor]:
+    """The tensors of an operation's arguments or of its result: the value itself, or those it lists, to any depth."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, list | tuple):
+        return [tensor for each in value for tensor in tensors_of(each)]
+    return []
+
+
+def _with_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """The value with each of its tensors changed."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    return type(value)(_with_tensors(each, change) for each in value) if isinstance(value, list | tuple) else value
+
+
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """The tensors that the operation writes to."""
-    arguments = func._schema.arguments
-    given = dict(zip([argument.name for argument in arguments], args, strict=False)) | kwargs
-    written = [given.get(a.name) for a in arguments if a.alias_info is not None and a.alias_info.is_write]
-    return [leaf for leaf in tree_leaves(written) if isinstance(leaf, torch.Tensor)]
+    written = _traits(func).written
+    return tensors_of([args[place] if place < len(args) else kwargs.get(name) for place, name in written])
 
 
 def _check_capturable(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    name = func._schema.name
-    if read := host_read(func, args):
-        raise _capture_error(name, read)
-    if name in _MOVES_STORAGE:
-        raise _capture_error(name, "moves a tensor to other memory")
-    if any(isinstance(value, torch.Generator) for value in (*args, *kwargs.values())):
-        raise _capture_error(name, "draws from a generator whose state the graph does not move")
-    if name in _FRESH_HOST_DATA:
-        raise _capture_error(name, "copies fresh host data to the device")
+    traits = _traits(func)
+    if why := host_read(func, args) or traits.refused:
+        raise _capture_error(traits.name, why)
+    if traits.draws and any(isinstance(value, torch.Generator) for value in (*args, *kwargs.values())):
+        raise _capture_error(traits.name, "draws from a generator whose state the graph does not move")
 
 
 def host_read(func: Any, args: tuple[Any, ...]) -> str:
     """What of a dispatched operation waits for the device, in words; empty if nothing does."""
-    name = func._schema.name
-    if torch.Tag.data_dependent_output in func.tags or name in _CHECKS_ON_THE_HOST:
-        return "reads the device from the host"
-    if name in _BOOL_INDEXED:
+    traits = _traits(func)
+    if traits.indexes:
         masked = any(t is not None and t.dtype in (torch.bool, torch.uint8) for t in args[1])
         return "indexes by a mask, whose count only the device knows" if masked else ""
-    return "makes a shape that depends on device data" if torch.Tag.dynamic_output_shape in func.tags else ""
+    return traits.host_read
 
 
 def _refused(name: str, why: str) -> Callable[..., Any]:

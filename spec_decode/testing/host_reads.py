@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 
-from spec_decode.graphs.emulator import HOST_READS, PlainDispatchMode, host_read
+from spec_decode.graphs.emulator import HOST_READS, PlainDispatchMode, host_read, tensors_of
 
 
 class HostRead(RuntimeError):
@@ -46,19 +45,19 @@ class _Operations(PlainDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        reads = self.any_on_device((args, kwargs))
+        reads = self.any_on_device((args, *(kwargs or {}).values()))
         if reads and (why := host_read(func, args)):
             raise HostRead(f"{func._schema.name} {why}")
         result = func(*args, **(kwargs or {}))
         if reads:
-            written = [leaf for leaf in tree_leaves((args, result)) if isinstance(leaf, torch.Tensor)]
+            written = tensors_of((args, result))
             self._kept += written
             self._on_device |= {_storage(tensor) for tensor in written}
         return result
 
     def any_on_device(self, values: Any) -> bool:
         """Whether a tensor among them is the device's."""
-        return any(isinstance(leaf, torch.Tensor) and _storage(leaf) in self._on_device for leaf in tree_leaves(values))
+        return any(_storage(tensor) in self._on_device for tensor in tensors_of(values))
 
 
 class _Methods(TorchFunctionMode):
