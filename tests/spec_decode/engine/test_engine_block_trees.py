@@ -53,7 +53,7 @@ def draft(request, tmp_path_factory):
 
 
 def make_engine(draft, tree, *, steps=3, backend="triton_paged", **options):
-    options = {"max_num_seqs": 5, "max_model_len": 96, "page_size": 16, **options}
+    options = {"max_num_seqs": 3, "max_model_len": 96, "page_size": 16, **options}
     config = engine_config(num_speculative_tokens=steps, tree=tree, **options)
     return Engine(TARGET, draft, get(backend), config, draft_backend=get("torch_reference"))
 
@@ -109,17 +109,16 @@ def test_every_strategy_says_what_plain_decoding_says(plain, strategy):
 
 
 def test_a_tree_of_one_path_drafts_what_a_chain_drafts(draft):
-    """Greedily: at a temperature a chain is verified by another rule."""
-    asked = requests(temperatures=(0.0,))
-    chain = kept(make_engine(draft, None, steps=5), asked)
-    for tree in (DraftTree.chain(5), DynamicTreeConfig(width=1, num_tokens=5)):
-        assert kept(make_engine(draft, tree, steps=5), asked) == chain
+    """Greedily: at a temperature a chain is verified by another rule. And eagerly: graphs keep what eager keeps."""
+    asked, trees = requests(temperatures=(0.0,)), (None, DraftTree.chain(5), DynamicTreeConfig(width=1, num_tokens=5))
+    chain, *paths = [kept(make_engine(draft, tree, steps=5, graph_mode=GraphMode.NONE), asked) for tree in trees]
+    assert paths == [chain, chain]
     assert draft is not SHIPPED or sum(chain[0][1]) > 0
 
 
 def test_more_paths_have_more_tokens_accepted():
-    wide, asked = DynamicTreeConfig(width=8, num_tokens=60), requests(40, (0.0,))
-    chain, tree = make_engine(SHIPPED, None, steps=7), make_engine(SHIPPED, wide, steps=7)
+    asked, trees = requests(40, (0.0,)), (None, DynamicTreeConfig(width=8, num_tokens=60))
+    chain, tree = (make_engine(SHIPPED, tree, steps=7, graph_mode=GraphMode.NONE) for tree in trees)
     texts(chain, asked), texts(tree, asked)
     assert tree.stats.mean_accepted > chain.stats.mean_accepted
 
@@ -136,7 +135,8 @@ def test_a_text_is_its_own_whoever_joins_leaves_or_is_preempted_beside_it(plain)
 @pytest.mark.parametrize(("steps", "tree"), [(3, replace(DYNAMIC, num_tokens=63)), (15, DYNAMIC)])
 def test_a_request_drafts_whole_trees_to_the_end_of_its_text(draft, steps, tree):
     """Of more tokens than a block has places, and of fewer."""
-    engine = make_engine(draft, replace(tree, num_tokens=min(tree.num_tokens, 36)), steps=steps)
+    tree = replace(tree, num_tokens=min(tree.num_tokens, 36))
+    engine = make_engine(draft, tree, steps=steps, graph_mode=GraphMode.NONE)
     texts(engine, requests(temperatures=(0.0,)))
     assert not any(int(tables.overflow.sum()) for tables in engine._tables)
 

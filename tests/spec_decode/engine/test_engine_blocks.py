@@ -57,7 +57,7 @@ def plain():
     return texts(make_engine(None, 0), 0.0)
 
 
-@pytest.mark.parametrize("steps", [1, 3, 7])
+@pytest.mark.parametrize("steps", [1, 7])
 def test_a_greedy_text_drafted_in_blocks_is_what_plain_decoding_says(draft, plain, steps):
     """And whole blocks are drafted to its end."""
     engine = make_engine(draft, steps)
@@ -65,14 +65,15 @@ def test_a_greedy_text_drafted_in_blocks_is_what_plain_decoding_says(draft, plai
     assert not any(int(tables.overflow.sum()) for tables in engine._tables)
 
 
-def test_one_graph_of_a_whole_round_says_what_eager_says(draft):
+def test_one_graph_of_a_whole_round_says_what_eager_says(draft, plain):
     graph, eager = (make_engine(draft, 3, graph_mode=mode) for mode in (GraphMode.FULL, GraphMode.NONE))
-    assert texts(graph, 0.0, 0.8) == texts(eager, 0.0, 0.8)
+    said = texts(graph, 0.0, 0.8)
+    assert said == texts(eager, 0.0, 0.8) and said[::2] == plain
     assert graph.plan.strategy is Strategy.FULL_LOOP
 
 
 def test_a_batch_invariant_text_drafts_in_a_batch_what_it_drafts_alone(draft):
-    engine = make_engine(draft, 3, batch_invariant=True)
+    engine = make_engine(draft, 3, batch_invariant=True, graph_mode=GraphMode.NONE)
     asked = requests([0.8], new=6)
     together = [(made.token_ids, made.accepted) for made in engine.generate(asked)]
     alone = [engine.generate([request])[0] for request in asked]

@@ -25,7 +25,7 @@ BOTH = pytest.mark.parametrize("tree", [DYNAMIC, STATIC], ids=["dynamic", "stati
 
 
 def make_engine(tree, *, steps=3, backend="triton_paged", **options):
-    options = {"max_num_seqs": 5, "max_model_len": 96, "page_size": 16, **options}
+    options = {"max_num_seqs": 3, "max_model_len": 96, "page_size": 16, **options}
     config = engine_config(num_speculative_tokens=steps, tree=tree, **options)
     return Engine(TARGET, DRAFT if steps else None, get(backend), config)
 
@@ -59,7 +59,10 @@ def plain():
 @BOTH
 @pytest.mark.parametrize("backend", ["torch_reference", "triton_paged"])
 def test_a_text_drafted_in_trees_is_what_plain_decoding_says(plain, tree, backend):
-    assert texts(make_engine(tree, backend=backend), requests()) == plain
+    """And trees are drafted to its end."""
+    engine = make_engine(tree, backend=backend)
+    assert texts(engine, requests()) == plain
+    assert not any(int(tables.overflow.sum()) for tables in engine._tables)
 
 
 @pytest.mark.parametrize("strategy", [Strategy.FULL_LOOP, Strategy.DEVICE_LOOP, Strategy.PER_STEP, Strategy.EAGER])
@@ -71,7 +74,7 @@ def test_a_backend_that_merges_a_tree_with_its_prefix_says_what_plain_decoding_s
     assert texts(Engine(TARGET, DRAFT, MergesTrees(), config), requests()) == plain
 
 
-@pytest.mark.parametrize("strategy", [None, *Strategy])
+@pytest.mark.parametrize("strategy", Strategy)
 def test_every_strategy_says_what_plain_decoding_says(plain, strategy):
     if strategy is Strategy.PIECEWISE:
         strategy, options = None, {"graph_mode": GraphMode.PIECEWISE}
@@ -83,13 +86,15 @@ def test_every_strategy_says_what_plain_decoding_says(plain, strategy):
 def test_a_tree_of_one_path_drafts_what_a_chain_drafts():
     """Greedily: at a temperature a chain is verified by another rule."""
     asked, trees = requests(temperatures=(0.0,)), (None, DraftTree.chain(5), DynamicTreeConfig(width=1, num_tokens=5))
-    chain, *paths = [[each.accepted for each in make_engine(tree, steps=5).generate(asked)] for tree in trees]
+    engines = [make_engine(tree, steps=5, graph_mode=GraphMode.NONE) for tree in trees]
+    chain, *paths = [[each.accepted for each in engine.generate(asked)] for engine in engines]
     assert paths == [chain, chain]
 
 
 def test_more_paths_have_more_tokens_accepted():
     asked = requests(40, (0.0,))
-    chain, tree = make_engine(None, steps=3), make_engine(DynamicTreeConfig(width=8, num_tokens=40), steps=3)
+    trees = (None, DynamicTreeConfig(width=8, num_tokens=40))
+    chain, tree = (make_engine(tree, steps=3, graph_mode=GraphMode.NONE) for tree in trees)
     texts(chain, asked), texts(tree, asked)
     assert tree.stats.rounds < chain.stats.rounds
 
@@ -105,12 +110,6 @@ def test_a_text_is_its_own_whoever_joins_leaves_or_is_preempted_beside_it(plain)
 
 def test_a_tree_may_have_fewer_tokens_than_the_draft_has_steps(plain):
     assert texts(make_engine(DynamicTreeConfig(width=3, num_tokens=3), steps=5), requests()) == plain
-
-
-def test_a_request_drafts_trees_to_the_end_of_its_text():
-    engine = make_engine(DYNAMIC)
-    texts(engine, requests())
-    assert not any(int(tables.overflow.sum()) for tables in engine._tables)
 
 
 def test_a_backend_without_trees_is_refused_by_name():
