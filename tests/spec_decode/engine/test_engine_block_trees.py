@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -16,13 +17,13 @@ from spec_decode.models.load import load_draft
 from spec_decode.paged import GraphMode
 from spec_decode.trees import DraftTree, DynamicTreeConfig
 from tests.factories import engine_config, make_request
-from tests.spec_decode.engine.test_engine_blocks import CHECKPOINTS
+from tests.spec_decode.engine.test_engine_blocks import CHECKPOINTS, TARGET
 from tests.spec_decode.engine.test_engine_trees import NoTrees
 from tests.spec_decode.models.generated import make_eagle3
 from tests.spec_decode.trees.tree_helpers import TREES
 
 PROMPTS = ["The for statement", "def read(path):", "x", "An assignment to a list"]
-TARGET, SHIPPED = load_pair(SHIPPED_PAIR, draft="block_draft")
+SHIPPED_TARGET, SHIPPED = load_pair(SHIPPED_PAIR, draft="block_draft")
 DYNAMIC, STATIC = DynamicTreeConfig(width=4, num_tokens=12), TREES["wide and deep"]
 
 
@@ -52,10 +53,14 @@ def draft(request, tmp_path_factory):
     )
 
 
+def target_of(draft):
+    return SHIPPED_TARGET if draft is SHIPPED else TARGET
+
+
 def make_engine(draft, tree, *, steps=3, backend="triton_paged", **options):
     options = {"max_num_seqs": 3, "max_model_len": 96, "page_size": 16, **options}
     config = engine_config(num_speculative_tokens=steps, tree=tree, **options)
-    return Engine(TARGET, draft, get(backend), config, draft_backend=get("torch_reference"))
+    return Engine(target_of(draft), draft, get(backend), config, draft_backend=get("torch_reference"))
 
 
 def requests(new=12, temperatures=(0.0, 0.8)):
@@ -75,10 +80,11 @@ def kept(engine, asked):
     return [(each.token_ids, each.accepted) for each in engine.generate(asked)]
 
 
-@pytest.fixture(scope="module")
-def plain():
+@cache
+def plain(target):
     """What plain decoding says."""
-    return texts(make_engine(None, None, steps=0), requests())
+    config = engine_config(max_num_seqs=3, max_model_len=96, page_size=16)
+    return texts(Engine(target, None, get("triton_paged"), config), requests())
 
 
 @pytest.fixture(scope="module", params=[DYNAMIC, STATIC], ids=["dynamic", "static"])
@@ -94,8 +100,8 @@ def in_one_graph(draft, tree):
     return kept(engine, requests())
 
 
-def test_a_text_drafted_in_trees_of_blocks_is_what_plain_decoding_says(in_one_graph, plain):
-    assert [text for text, _ in in_one_graph] == plain
+def test_a_text_drafted_in_trees_of_blocks_is_what_plain_decoding_says(draft, in_one_graph):
+    assert [text for text, _ in in_one_graph] == plain(target_of(draft))
 
 
 def test_one_graph_of_a_whole_round_keeps_what_eager_keeps(draft, tree, in_one_graph):
@@ -103,9 +109,9 @@ def test_one_graph_of_a_whole_round_keeps_what_eager_keeps(draft, tree, in_one_g
 
 
 @pytest.mark.parametrize("strategy", [Strategy.EAGER, Strategy.PER_STEP, Strategy.PIECEWISE])
-def test_every_strategy_says_what_plain_decoding_says(plain, strategy):
+def test_every_strategy_says_what_plain_decoding_says(strategy):
     modes = {"graph_mode": GraphMode.PIECEWISE} if strategy is Strategy.PIECEWISE else {"strategy": strategy}
-    assert texts(make_engine(SHIPPED, DYNAMIC, **modes), requests()) == plain
+    assert texts(make_engine(SHIPPED, DYNAMIC, **modes), requests()) == plain(SHIPPED_TARGET)
 
 
 def test_a_tree_of_one_path_drafts_what_a_chain_drafts(draft):
@@ -123,12 +129,12 @@ def test_more_paths_have_more_tokens_accepted():
     assert tree.stats.mean_accepted > chain.stats.mean_accepted
 
 
-def test_a_text_is_its_own_whoever_joins_leaves_or_is_preempted_beside_it(plain):
-    crowd = requests() * 2
+def test_a_text_is_its_own_whoever_joins_leaves_or_is_preempted_beside_it():
+    crowd, alone = requests() * 2, plain(SHIPPED_TARGET)
     order = random.Random(0).sample(range(len(crowd)), len(crowd))
     engine = make_engine(SHIPPED, DYNAMIC, num_pages=8)
     found = texts(engine, [crowd[at] for at in order])
-    assert found == [plain[at % len(plain)] for at in order]
+    assert found == [alone[at % len(alone)] for at in order]
     assert engine.stats.preemptions > 0 and engine.pool.num_free == 8
 
 
@@ -141,12 +147,12 @@ def test_a_request_drafts_whole_trees_to_the_end_of_its_text(draft, steps, tree)
     assert not any(int(tables.overflow.sum()) for tables in engine._tables)
 
 
-def test_a_draft_that_runs_over_no_tree_takes_a_backend_without_them(plain):
+def test_a_draft_that_runs_over_no_tree_takes_a_backend_without_them():
     config = engine_config(num_speculative_tokens=3, tree=DYNAMIC, max_num_seqs=3, max_model_len=96, page_size=16)
-    engine = Engine(TARGET, SHIPPED, get("torch_reference"), config, draft_backend=NoTrees())
-    assert texts(engine, requests()) == plain
+    engine = Engine(SHIPPED_TARGET, SHIPPED, get("torch_reference"), config, draft_backend=NoTrees())
+    assert texts(engine, requests()) == plain(SHIPPED_TARGET)
     with pytest.raises(NoBackend, match=r"no_trees refuses.*tree"):
-        Engine(TARGET, SHIPPED, NoTrees(), config)
+        Engine(SHIPPED_TARGET, SHIPPED, NoTrees(), config)
 
 
 @pytest.mark.parametrize(

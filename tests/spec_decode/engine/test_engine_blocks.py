@@ -7,14 +7,13 @@ from attn_backends import get
 from spec_decode.drafter import Strategy
 from spec_decode.engine import Engine
 from spec_decode.llm.byte_tokenizer import encode
-from spec_decode.models import SHIPPED_PAIR, load_pair
 from spec_decode.models.load import load_draft
 from spec_decode.paged import GraphMode
-from tests.factories import engine_config, make_request
+from tests.factories import engine_config, make_config, make_pair, make_request
 from tests.spec_decode.models.generated import make_causal, make_dflash, make_dflash2
 
 PROMPTS = ["The for statement", "def read(path):", "x"]
-TARGET = load_pair(SHIPPED_PAIR)[0]
+TARGET = make_pair(make_config(vocab_size=256, head_dim=64, max_positions=512, num_layers=2))[0]
 SIZES = {"vocab_size": TARGET.vocab_size, "max_position_embeddings": 512}
 CHECKPOINTS = {
     "pard": make_causal(pard_token=0, **SIZES),

@@ -8,15 +8,14 @@ from builders import BatchError
 from spec_decode.drafter import Strategy
 from spec_decode.engine import Engine
 from spec_decode.llm.byte_tokenizer import encode
-from spec_decode.models import SHIPPED_PAIR, load_pair
 from spec_decode.models.load import load_draft
 from spec_decode.paged import GraphMode
 from spec_decode.trees import DynamicTreeConfig
-from tests.factories import engine_config, make_request
+from tests.factories import engine_config, make_config, make_pair, make_request
 from tests.spec_decode.models.generated_mtp import V3_CONFIG, v3_modules, write
 
 PROMPTS = ["The for statement", "def read(path):", "x", "A list, like a tuple, holds"]
-TARGET = load_pair(SHIPPED_PAIR)[0]
+TARGET = make_pair(make_config(vocab_size=256, max_positions=512, num_layers=2))[0]
 CONFIG = {
     **V3_CONFIG,
     "num_nextn_predict_layers": 4,
