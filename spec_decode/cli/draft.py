@@ -272,7 +272,7 @@ def _summary(options: _Options, llm: LLM, seconds: float, first: float) -> list[
     return [
         *lines,
         accepted,
-        f"{stats.rounds} rounds, {stats.host_us_a_round / 1000:.2f} ms of host time a round in the drafter{note}",
+        f"{stats.rounds} rounds, {stats.host_us_a_round / 1000:.2f} ms of host time a round to launch it{note}",
     ]
 
 

@@ -16,7 +16,7 @@ from spec_decode.drafter.plan import DraftPlan, plan_draft
 from spec_decode.drafter.steps import Drafts, make_step
 from spec_decode.drafter.strategies import DraftStrategy
 from spec_decode.drafter.verified_tokens import VerifiedTokens
-from spec_decode.graphs import Factory, GraphManager, default_capture_sizes
+from spec_decode.graphs import Capturable, Factory, GraphManager, default_capture_sizes
 from spec_decode.models import DraftModel
 from spec_decode.paged.kv_groups import KVGroup
 from spec_decode.paged.step_buffers import StepBuffers
@@ -81,6 +81,21 @@ class Drafter:
     def drafts(self) -> Drafts:
         """What the last round proposed, in the drafter's own buffers of all rows and K columns."""
         return self._step.drafts(self.tables.max_reqs, self.num_speculative_tokens)
+
+    @property
+    def apart_reason(self) -> str | None:
+        """Why a round and the target's step after it cannot be one graph; None where they can."""
+        if reason := self._step.uncaptured_reason or self._step.extend.plan.host_reason:
+            return reason
+        if self._later is None:
+            return None
+        reason, name = self._later.apart_reason, self.plan.strategy.value
+        return self.plan.host_reason or (reason and f"the draft's strategy is {name}: {reason}")
+
+    def whole_round(self, size: int) -> Capturable:
+        """A round of `size` padded rows for another's graph, where `apart_reason` is None; its own graphs stay as they
+        are. Capture it on padding rows alone."""
+        return (self._round or self._step.capturable)(size)
 
     def metadata_in_use(self) -> dict[int, StepMetadata]:
         """What step 0 and the last step of the last round read, by the step; the tables must not have changed.

@@ -46,6 +46,9 @@ class EngineConfig:
     """The most logprobs that a request may ask for. The target's step computes so many for every row; 0: none."""
     graph_mode: GraphMode = GraphMode.FULL
     """Of the target; a drafter has its own."""
+    one_graph: bool | None = None
+    """Whether one graph holds a decode round, the draft and the target's step after it; the texts are the same. None:
+    where nothing in a round needs the host. `Engine.round_plan` says why not."""
     autotune: bool = True
     """Where the drafter has no strategy, on a CUDA device: measure those that can run and take the fastest.
 

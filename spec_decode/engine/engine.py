@@ -3,8 +3,8 @@
 One step of the engine. Everything but the last line is only enqueued:
 
     prefill               a chunk of the prompts that are not in the caches yet              eager
-    drafter.propose       from `drafter.inputs`, K tokens after each row's last              graphs of the drafter
-    target step           over last tokens and drafts: verify, update requests and inputs    one graph (target_step.py)
+    draft                 from `drafter.inputs`, K tokens after each row's last              one graph of both, or
+    target step           over last tokens and drafts: verify, update requests and inputs    graphs of each: round_plan
     output                a small copy of what was kept, to pinned memory
     the step before's     is read now: streamed, stopped at stop ids and limits
 
@@ -42,6 +42,7 @@ from spec_decode.engine.input_batch import InputBatch
 from spec_decode.engine.outputs import EngineStats, PendingOutputs
 from spec_decode.engine.prefill import Prefill, PrefillOutput
 from spec_decode.engine.request import Generation, Handle, Request, RequestState
+from spec_decode.engine.round_plan import RoundPlan, plan_round
 from spec_decode.engine.scheduler import Scheduler
 from spec_decode.engine.target_runner import Step, TargetRunner
 from spec_decode.engine.target_step import TargetStep, TreeTargetStep
@@ -105,6 +106,10 @@ class Engine:
             graph_mode=config.graph_mode,
         )
         self._target_step: Step = self._make_target_step(verify)
+        self.round_plan: RoundPlan | None = None
+        """Whether one graph holds a round, and why; None when decoding plainly."""
+        if self.drafter:
+            self.round_plan = plan_round(self.drafter, self.target, config.one_graph)
         self._prefill = Prefill(self.target, self.drafter, prefill_tables, config.max_logprobs)
         self._outputs = PendingOutputs(steps)
         self._batched: list[RequestState] = []  # the requests in the batch, by row, and how many of their pages it has
@@ -163,10 +168,16 @@ class Engine:
     def capture(self, *, progress: bool = False) -> None:
         """Capture the graphs of target and drafter, if that has not been done; the first step does it otherwise."""
         if not self._captured:
-            self.target.capture(self._target_step, progress=progress)
-            if self.drafter:
-                self.drafter.capture(progress=progress)
+            drafter = self.drafter
+            before = drafter.whole_round if drafter and self._one_graph else None
+            self.target.capture(self._target_step, before=before, progress=progress)
+            if drafter and not self._one_graph:
+                drafter.capture(progress=progress)
             self._captured = True
+
+    @property
+    def _one_graph(self) -> bool:
+        return self.round_plan is not None and self.round_plan.one_graph
 
     def checked(self, name: str, request: Request) -> Request:
         """A copy that nobody else can change. Raises BatchError, which calls it by that name, for a request that can
@@ -356,11 +367,11 @@ class Engine:
 
     def _run_round(self) -> None:
         self.stats.rounds += 1
-        if self.drafter:
-            start = time.perf_counter()
+        start = time.perf_counter()
+        if self.drafter and not self._one_graph:
             self.drafter.propose(None)
-            self.stats.propose_seconds += time.perf_counter() - start
         self.target.run(self._target_step, lambda size: self._batch.prepare_inputs(size)[0])
+        self.stats.launch_seconds += time.perf_counter() - start
         rows, found = slice(len(self._batched)), self._batch.logprobs
         logprobs = None if found is None else TopLogprobs(*(each[rows] for each in found))
         self._outputs.add_step(self._batched, self._batch.outputs[rows], logprobs)

@@ -19,8 +19,8 @@ class EngineStats:
     """Totals since the last generate() began, or since the engine was made."""
 
     rounds: int = 0
-    propose_seconds: float = 0.0
-    """Wall time of the propose() calls, from call to return."""
+    launch_seconds: float = 0.0
+    """Wall time of launching the rounds, draft and target, from call to return."""
     accepted: int = 0
     """Draft tokens kept, over drafted_for rows of all rounds. A row that runs once more after its end counts in rounds
     alone."""
@@ -44,8 +44,8 @@ class EngineStats:
 
     @property
     def host_us_a_round(self) -> float:
-        """Wall time of propose() a round, in microseconds."""
-        return 1e6 * self.propose_seconds / max(1, self.rounds)
+        """Wall time of launching a round, in microseconds."""
+        return 1e6 * self.launch_seconds / max(1, self.rounds)
 
 
 class AsyncOutput:

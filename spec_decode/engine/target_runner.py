@@ -9,7 +9,7 @@ from typing import Protocol, TypeAlias
 import torch
 
 from builders import RequestTables
-from spec_decode.graphs import Capturable, GraphManager, SplitOp, default_capture_sizes
+from spec_decode.graphs import Capturable, Factory, GraphManager, SplitOp, default_capture_sizes
 from spec_decode.models import Attention, TargetModel, TargetStates
 from spec_decode.paged import GraphMode
 from spec_decode.paged.attention import PagedAttention
@@ -89,7 +89,8 @@ class TargetRunner:
 
     @torch.no_grad()
     def run(self, step: Step, context_lens: Callable[[int], torch.Tensor]) -> None:
-        """Enqueue the step over the live requests of the tables, eagerly or as a replay of its graph.
+        """Enqueue the step over the live requests of the tables, eagerly or as a replay of its graph, with what that
+        begins with.
 
         context_lens: gives those of the step, int32 [size], where a group's metadata is built before a replay. Waits
         for nothing, unless a group's builder must know the exact lengths. Raises BatchError, with nothing run, where
@@ -103,10 +104,25 @@ class TargetRunner:
             self._buffers.build_at(context_lens(size), size)
         self._buffers.replay(self.graphs, TARGET, size)
 
-    def capture(self, step: Step, *, progress: bool = False) -> None:
-        """Capture the step at every size, on padding rows; no request may be live in the tables."""
-        if not self._eager:
-            self.graphs.capture({TARGET: partial(self._capturable, step)}, progress=progress)
+    @property
+    def apart_reason(self) -> str | None:
+        """Why the steps cannot follow other work in one graph; None where they can."""
+        return "the target runs without graphs: its graph mode is none" if self._eager else self.plan.host_reason
+
+    def capture(self, step: Step, *, before: Factory | None = None, progress: bool = False) -> None:
+        """Capture the step at every size, on padding rows; no request may be live in the tables.
+
+        before: work that each graph begins with, where `apart_reason` is None.
+        """
+        if self._eager:
+            return
+
+        def capturable(size: int) -> Capturable:
+            first = before and before(size)
+            work = self._capturable(step, size)
+            return work.after(first) if first else work
+
+        self.graphs.capture({TARGET: capturable}, progress=progress)
 
     def _capturable(self, step: Step, size: int) -> Capturable:
         constants = self._buffers.prepare_capture(size)

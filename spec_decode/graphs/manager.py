@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -64,6 +64,17 @@ class Capturable:
     def pieces(run: Callable[[SplitOp], Any], constants: CaptureConstants) -> Capturable:
         """Work that is captured in pieces, around the calls that it hands to its argument."""
         return Capturable(lambda: run(_call), constants, lambda runtime: runtime.capture_pieces(run))
+
+    def after(self, first: Capturable) -> Capturable:
+        """The work of two that are captured whole, in one graph: replayed by this one's constants, and for no longer
+        texts than either serves."""
+
+        def both() -> None:
+            first.run()
+            self.run()
+
+        max_seq_len = min(first.constants.max_seq_len, self.constants.max_seq_len)
+        return Capturable(both, replace(self.constants, max_seq_len=max_seq_len))
 
     def capture(self, runtime: GraphRuntime) -> Graph:
         """The graph. Raises CaptureError for work that no graph can hold."""

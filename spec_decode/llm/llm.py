@@ -148,12 +148,13 @@ class LLM:
 
     def explain(self) -> str:
         """Which backend serves each layer group and why no other does, which of the target's states the draft reads,
-        and how the drafter runs and why."""
-        plan = self.plan.explain() if self.plan else ["no draft: every text is decoded plainly"]
+        how the drafter runs and why, and whether one graph holds a round."""
+        plan, whole = self.plan, self.engine.round_plan
+        how = [*plan.explain(), str(whole)] if plan else ["no draft: every text is decoded plainly"]
         target = self.pair.target
         layers = ", ".join(map(str, target.aux_hidden_state_layers or ()))
         reads = [f"draft reads the states that enter layers {layers} of the target's {target.num_layers}"]
-        return "\n".join([*explain_backends(self.pair, self.backends, self.config), *(reads if layers else ()), *plan])
+        return "\n".join([*explain_backends(self.pair, self.backends, self.config), *(reads if layers else ()), *how])
 
     def generate(self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None) -> list[Completion]:
         """Continue one prompt or several. Returns a completion for each, in the order of the prompts.

@@ -114,6 +114,16 @@ class MetadataPlan:
         """Indices of the groups whose attention runs between captured pieces."""
         return self._indices(lambda group: group.uncaptured is not None)
 
+    @property
+    def host_reason(self) -> str | None:
+        """Why the host acts between the replays of such steps; None where it only launches them."""
+        for group in self.groups:
+            if group.uncaptured:
+                return f"the attention of {group.facts.describe()} runs between the graph's pieces ({group.uncaptured})"
+            if group.built:
+                return f"the host builds the metadata of {group.facts.describe()} in every round"
+        return None
+
     def explain(self) -> list[str]:
         """The plan in words, one line each."""
         return [group.explain() for group in self.groups]

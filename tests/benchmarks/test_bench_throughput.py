@@ -162,7 +162,7 @@ def test_requests_have_prompts_and_seeds_of_their_own():
 def test_step_0_outside_its_graph_says_the_same(strategy, with_step_0, later):
     pair, requests = make_pair(make_config(hidden_size=64, head_dim=64)), TINY.requests(2)
     requests = [replace(request, prompt=[token % 20 for token in request.prompt]) for request in requests]
-    options = {"strategy": strategy, "verification": "rejection"}
+    options = {"strategy": strategy, "verification": "rejection", "one_graph": False}
     engines = [make_engine(pair, extend_in_graph=on, **options) for on in (True, False)]
     inside, outside = ([g.token_ids for g in engine.generate(requests)] for engine in engines)
     assert inside == outside

@@ -50,7 +50,7 @@ class Step(ABC, Generic[M, S]):
 
     inputs     VerifiedTokens, of all rows R of the tables
     extend     StepBuffers of the step
-    captured   whether a graph holds the step
+    captured   whether a graph holds the step; uncaptured_reason says why none does
     sampler    which holds what was drafted
     products   makes the context in which the model runs
     """
@@ -70,8 +70,8 @@ class Step(ABC, Generic[M, S]):
         )
         self.products = products_of(model, groups)
         facts = [group.facts for group in plan.groups]
-        uniform = all(group.graph_support >= GraphSupport.UNIFORM_BATCH for group in facts)
-        self.captured = config.extend_in_graph and plan.strategy.implementation.uses_graphs and uniform
+        self.uncaptured_reason = self._uncaptured_reason(plan)
+        self.captured = self.uncaptured_reason is None
         mode = GraphMode.FULL if self.captured else GraphMode.NONE
         self._extend_plan = plan_uniform_step(facts, self.places, mode)
         self.extend = StepBuffers(groups, tables, self._extend_plan, query_len=self.extend_len)
@@ -79,6 +79,14 @@ class Step(ABC, Generic[M, S]):
         self.inputs = VerifiedTokens.allocate(
             self.sampler, tables.max_reqs, self.num_speculative_tokens, model.target_states_size, groups[0].spec.dtype
         )
+
+    def _uncaptured_reason(self, plan: DraftPlan) -> str | None:
+        if not plan.strategy.implementation.uses_graphs:
+            return f"the draft's strategy is {plan.strategy.value}, which uses no graphs"
+        if not self.config.extend_in_graph:
+            return "the draft's step 0 runs without a graph: extend_in_graph is off"
+        unable = [group.facts for group in plan.groups if group.facts.graph_support < GraphSupport.UNIFORM_BATCH]
+        return f"{unable[0].describe()} cannot capture step 0, of several tokens a request" if unable else None
 
     @property
     def extend_len(self) -> int:

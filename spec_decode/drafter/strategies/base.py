@@ -68,6 +68,8 @@ class DraftStrategy(ABC):
     """How it keeps the metadata of a group current that cannot advance in its graphs."""
     graph_kind: ClassVar[str] = "step"
     """The kind of its graphs of later steps."""
+    apart_reason: ClassVar[str | None] = "it replays a graph for each later step"
+    """Why the target's step cannot follow in the graph of its later steps; None where it can."""
 
     def __init_subclass__(cls) -> None:
         """Raises TypeError for a strategy that uses graphs and does not say what it captures."""

@@ -21,6 +21,7 @@ class DeviceLoop(LoopStrategy):
     needs_later_steps = True
     drawback = "runs only if you ask for it; an iteration costs the device more than an unrolled step"
     automatic = False
+    apart_reason = "its loop ends its graph"
 
     @classmethod
     def unsupported_reason(

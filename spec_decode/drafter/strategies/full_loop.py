@@ -19,6 +19,7 @@ class FullLoop(LoopStrategy):
 
     chosen_because = "every group's metadata advances in the graph, or is planned ahead"
     otherwise = MetadataUpdate.PREPLANNED
+    apart_reason = None
 
     @classmethod
     def unsupported_reason(

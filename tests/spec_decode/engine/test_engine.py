@@ -356,7 +356,7 @@ def test_streaming_changes_no_text_and_no_total(stop_ids):
     found = []
     for on_token in (None, lambda index, token: None):
         results = engine.generate(requests, on_token=on_token)
-        found.append((results, replace(engine.stats, propose_seconds=0)))
+        found.append((results, replace(engine.stats, launch_seconds=0)))
     assert found[0] == found[1] and found[0][1].accepted > 0
     results, stats = found[0]
     stopped = sum(each.finish_reason == "stop" for each in results)
@@ -427,7 +427,7 @@ def test_statistics_count_what_was_kept():
     kept = [accepted for result in results for accepted in result.accepted]
     assert engine.stats.accepted == sum(kept) and engine.stats.drafted_for == len(kept)
     assert all(0 <= accepted <= 3 for accepted in kept)
-    assert engine.stats.propose_seconds > 0 and engine.stats.host_us_a_round > 0
+    assert engine.stats.launch_seconds > 0 and engine.stats.host_us_a_round > 0
 
 
 def test_statistics_start_anew_with_every_call():

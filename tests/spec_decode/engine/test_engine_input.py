@@ -250,7 +250,7 @@ def test_a_round_that_breaks_off_after_a_callback_has_returned_gives_every_page_
 def test_capturing_with_progress_shows_that_of_target_and_drafter(monkeypatch):
     engine, seen = make_engine(), []
     for part in (engine.target, engine.drafter):
-        monkeypatch.setattr(part, "capture", lambda *_, progress=False, part=part: seen.append((part, progress)))
+        monkeypatch.setattr(part, "capture", lambda *_, progress, part=part, **__: seen.append((part, progress)))
     engine.capture(progress=True)
     assert seen == [(engine.target, True), (engine.drafter, True)]
 
@@ -290,7 +290,8 @@ class Interrupt:
         # A generator's frame cannot be interrupted twice.
         path = Path(code.co_filename)
         mine = (path.parent == ENGINE or path == TABLES) and not code.co_name.startswith("<")
-        if mine and code.co_name in ("step", "generate"):
+        # In these no step has begun, and nothing is broken off.
+        if mine and code.co_name in ("step", "generate", "_require_outside"):
             return self
         if not mine or (code.co_name not in self.within if self.within else code.co_name in RECOVERY):
             return None

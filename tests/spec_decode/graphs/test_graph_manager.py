@@ -3,6 +3,7 @@ import torch
 
 from builders import BatchError, CaptureConstants
 from spec_decode.graphs import Capturable, CaptureError, GraphKey, GraphManager
+from spec_decode.graphs.emulator import EmulatedRuntime
 from tests.factories import CPU
 
 ROOMY = CaptureConstants(max_reqs=8, max_query_len=1, max_seq_len=64)
@@ -249,3 +250,14 @@ def test_work_says_how_it_is_captured():
     continue_flag.fill_(1)
     manager.replay(GraphKey("loop", 1), ROOMY)
     assert total.tolist() == [3]
+
+
+def test_work_after_other_work_is_one_graph_with_the_shorter_bound():
+    x = torch.ones(1)
+    first = Capturable(lambda: x.add_(1), CaptureConstants(max_reqs=8, max_query_len=1, max_seq_len=32))
+    second = Capturable(lambda: x.mul_(3), CaptureConstants(max_reqs=8, max_query_len=5, max_seq_len=64))
+    assert second.after(first).constants == CaptureConstants(max_reqs=8, max_query_len=5, max_seq_len=32)
+    assert first.after(second).constants == CaptureConstants(max_reqs=8, max_query_len=1, max_seq_len=32)
+    graph = second.after(first).capture(EmulatedRuntime())
+    graph.replay()
+    assert x.tolist() == [6]
