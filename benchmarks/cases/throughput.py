@@ -61,21 +61,24 @@ class AuxStatesTarget(LlamaTarget):
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Decoding:
     """How an engine decodes. accepted: draft tokens kept a round, in the mean; None: as many as the target accepts.
-    num_speculative_tokens 0: plainly. tree: instead of tokens in a row; what is kept of it, the target says."""
+    num_speculative_tokens 0: plainly. tree: instead of tokens in a row; what is kept of it, the target says. one_graph:
+    as EngineConfig has it."""
 
     num_speculative_tokens: int
     accepted: float | None = 0.0
     tree: DynamicTreeConfig | None = None
     extend_in_graph: bool = True
+    one_graph: bool | None = None
     batch_invariant: bool = False
 
 
-_EXTEND_ON = Decoding(num_speculative_tokens=2, accepted=1.0)
+_EXTEND_ON = Decoding(num_speculative_tokens=2, accepted=1.0, one_graph=False)
 _EXTEND_OFF = replace(_EXTEND_ON, extend_in_graph=False)
 """SGLang #6606 drafts 2 tokens a round, the first by step 0, and names no acceptance: half of them here. The number
 divides out of the gain, which is a ratio of times of a round."""
 _PLAIN = Decoding(num_speculative_tokens=0)
 _SPECULATIVE = Decoding(num_speculative_tokens=4, accepted=2.5)
+_TWO_GRAPHS, _ONE_GRAPH = replace(_SPECULATIVE, one_graph=False), replace(_SPECULATIVE, one_graph=True)
 _INVARIANT = replace(_SPECULATIVE, batch_invariant=True)
 
 
@@ -140,14 +143,14 @@ QWEN3_8B = replace(
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What was seen while all requests decoded. round_us: from one step of the engine to the next; propose_us: host
-    time of the drafter in it."""
+    """What was seen while all requests decoded. round_us: from one step of the engine to the next; launch_us: host
+    time of launching draft and target in it."""
 
     tokens: int
     seconds: float
     accepted: float
     round_us: Quantiles
-    propose_us: float
+    launch_us: float
 
     @property
     def tokens_per_second(self) -> float:
@@ -156,13 +159,15 @@ class Rates:
 
 
 def throughput_rows(bench: Bench, case: ThroughputCase = LLAMA3_8B) -> Iterator[BenchRow]:
-    """The graph of step 0 on against off, then speculation against plain decoding, then batch invariant against not."""
+    """The graph of step 0 on against off, then one graph a round against two, then speculation against plain decoding,
+    then batch invariant against not."""
     with bench.noting(NAME):
         timed = timed_pair(bench, case)
         # On a backend that has both.
         everywhere = replace(timed, backend=registry.get(case.backends[-1]))
         for what, rows in (
-            ("extend-graph", _extend_rows(timed)),
+            ("extend-graph", gain_rows("extend-graph", timed, _EXTEND_OFF, _EXTEND_ON, case.gains)),
+            ("one-graph", gain_rows("one-graph", timed, _TWO_GRAPHS, _ONE_GRAPH, {})),
             ("speculation", compared_rows("speculation", (timed, _PLAIN), (timed, _SPECULATIVE), "plain_ratio")),
             (
                 "batch-invariant",
@@ -214,6 +219,7 @@ class TimedPair:
             page_size=case.draft.page_size,
             max_prefill_tokens=_PREFILL_TOKENS,
             verification=None if decoding.accepted is None else f"synthetic:{decoding.accepted}",
+            one_graph=decoding.one_graph,
             batch_invariant=decoding.batch_invariant,
         )
         draft_backend = registry.get(case.draft.backends[0])
@@ -236,27 +242,33 @@ class TimedPair:
             "output_tokens": case.output,
             "timed_tokens": rates.tokens,
             "extend_in_graph": None if plain else decoding.extend_in_graph,
+            "one_graph": None if plain else decoding.one_graph,
             "batch_invariant": decoding.batch_invariant,
             "host_waits": host_waits,
             "accepted": None if plain else round(rates.accepted, 3),
             "wall_us": rates.round_us,
-            "propose_us": None if plain else round(rates.propose_us, 1),
+            "launch_us": round(rates.launch_us, 1),
             "tokens_per_second": round(rates.tokens_per_second, 2),
             "per_user": round(rates.tokens_per_second / num_reqs, 2),
         }
 
 
-def _extend_rows(timed: TimedPair) -> Iterator[BenchRow]:
-    """With the engine's host a round ahead of the device, and with one that waits for every round: the published gains
-    are of an engine whose host waited, and work of a host that is ahead costs no time."""
-    case, off, on = timed.case, timed.engine(_EXTEND_OFF), timed.engine(_EXTEND_ON)
+def gain_rows(
+    part: str, timed: TimedPair, without: Decoding, within: Decoding, gains: Mapping[int, float]
+) -> Iterator[BenchRow]:
+    """Two ways to launch the same rounds, and what the second gains, in percent; gains: what it must, by requests.
+
+    With the engine's host a round ahead of the device, and with one that waits for every round: the published gains are
+    of an engine whose host waited, and work of a host that is ahead costs no time.
+    """
+    case, engines = timed.case, [timed.engine(decoding) for decoding in (without, within)]
     for num_reqs, host_waits in product(case.num_reqs, (False, True)):
         requests = case.requests(num_reqs)
-        without, within = (rates_of(engine, requests, case.warm_up_tokens, host_waits) for engine in (off, on))
-        yield timed.row("extend-graph", _EXTEND_OFF, num_reqs, host_waits, without)
-        gain = 100 * (within.tokens_per_second / without.tokens_per_second - 1)
-        row = timed.row("extend-graph", _EXTEND_ON, num_reqs, host_waits, within)
-        limits = [TimingLimit("gain_percent", case.gains[num_reqs], at_least=True)] if num_reqs in case.gains else []
+        before, after = (rates_of(engine, requests, case.warm_up_tokens, host_waits) for engine in engines)
+        yield timed.row(part, without, num_reqs, host_waits, before)
+        gain = 100 * (after.tokens_per_second / before.tokens_per_second - 1)
+        row = timed.row(part, within, num_reqs, host_waits, after)
+        limits = [TimingLimit("gain_percent", gains[num_reqs], at_least=True)] if num_reqs in gains else []
         yield with_limits({**row, "gain_percent": round(gain, 2)}, *limits)
 
 

@@ -124,6 +124,7 @@ class TimingRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     temperature: float | None = None
     """Of a draft round: the requests'; 0 is greedy."""
     extend_in_graph: bool | None = None
+    one_graph: bool | None = None
     host_waits: bool | None = None
     batch_invariant: bool = False
 

@@ -90,6 +90,7 @@ TITLES = {
     "throughput/block-drafts": "A whole engine: a draft of a block at once beside one that goes step by step",
     "throughput/speculation": "A whole engine: speculation beside plain decoding",
     "throughput/extend-graph": "A whole engine: step 0 of the draft in a graph, or launched",
+    "throughput/one-graph": "A whole engine: one graph of draft and target, or two",
     "sampling/top-k": "Logits restricted to top-k, beside FlashInfer's sampling",
     "sampling/top-p": "Probabilities restricted to top-p, beside FlashInfer's sampling",
     "sampling/top-k and top-p": "Probabilities restricted to both, beside FlashInfer's sampling",
@@ -225,7 +226,9 @@ def _engine(timing: Timing) -> list[str]:
     found += [timing.draft] if timing.draft and timing.case.endswith(_DRAFTS_DIFFER) else []
     if timing.case.endswith("extend-graph"):
         found += ["in a graph" if timing.extend_in_graph else "launched"]
-        found += ["host waits"] if timing.host_waits else []
+    if timing.case.endswith("one-graph"):
+        found += ["one graph" if timing.one_graph else "two graphs"]
+    found += ["host waits"] if timing.host_waits else []
     found += ["batch invariant"] if timing.batch_invariant else []
     return [", ".join(found)]
 

@@ -47,6 +47,8 @@ def test_a_tiny_pair_runs_all_of_the_case(timed):
     assert not timed[1].stopped
     extend = [(r["num_reqs"], r["host_waits"], r["extend_in_graph"]) for r in rows_of(timed, "extend-graph")]
     assert extend == [(n, waits, on) for n in (1, 3) for waits in (False, True) for on in (False, True)]
+    graphs = [(r["num_reqs"], r["host_waits"], r["one_graph"]) for r in rows_of(timed, "one-graph")]
+    assert graphs == extend
     speculation = [(r["num_reqs"], r["num_speculative_tokens"]) for r in rows_of(timed, "speculation")]
     assert speculation == [(n, steps) for n in (1, 3) for steps in (0, 4)]
 
@@ -68,6 +70,7 @@ def test_drafts_are_kept_as_often_as_was_asked_for(timed):
 
 
 def test_the_gain_is_that_over_the_row_before_and_held_to_its_limit(timed):
+    assert all("gain_percent" in row for row in rows_of(timed, "one-graph")[1::2])
     rows = rows_of(timed, "extend-graph")
     for off, on in zip(rows[::2], rows[1::2], strict=True):
         assert "gain_percent" not in off and "limits" not in off
@@ -98,14 +101,17 @@ def test_a_backend_that_does_not_serve_here_is_noted_and_the_next_one_named(time
 
 
 def test_a_part_that_fails_leaves_the_other_its_rows(monkeypatch):
-    def broken(timed):
-        raise RuntimeError("out of memory")
-        yield
+    def broken(part, *args):
+        if part == "extend-graph":
+            raise RuntimeError("out of memory")
+        yield from rows(part, *args)
 
-    monkeypatch.setattr(throughput, "_extend_rows", broken)
+    rows = throughput.gain_rows
+    monkeypatch.setattr(throughput, "gain_rows", broken)
     bench = Bench(CPU, None)
-    rows = list(throughput_rows(bench, replace(TINY, num_reqs=(1,), output=12)))
-    assert {row["case"] for row in rows} == {"throughput/speculation", "throughput/batch-invariant"}
+    found = list(throughput_rows(bench, replace(TINY, num_reqs=(1,), output=12)))
+    kept = {"throughput/one-graph", "throughput/speculation", "throughput/batch-invariant"}
+    assert {row["case"] for row in found} == kept
     assert bench.stopped == ["throughput/extend-graph: stopped by RuntimeError: out of memory"]
 
 

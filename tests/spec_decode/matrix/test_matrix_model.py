@@ -296,6 +296,14 @@ def test_engines_with_step_0_in_a_graph_or_not_are_told_apart():
     ]  # fmt: skip
 
 
+def test_engines_with_one_graph_a_round_or_two_are_told_apart():
+    base = {"case": "throughput/one-graph", "num_speculative_tokens": 4, "accepted": 2.5, "strategy": "full_loop"}
+    (section,) = build_matrix([], (), [engine(**base, one_graph=one) for one in (False, True)]).speed
+    assert [bar.label for bar in section.panels[0].bars] == [
+        "k K = 4, 2.5 kept, two graphs", "k K = 4, 2.5 kept, one graph",
+    ]  # fmt: skip
+
+
 def test_engines_that_draft_in_other_ways_are_told_apart():
     base = {"case": "throughput/block-drafts", "num_speculative_tokens": 7, "accepted": 3.5, "strategy": "full_loop"}
     rows = [engine(**base, draft=draft) for draft in ("EAGLE-3", "DFlash")]
