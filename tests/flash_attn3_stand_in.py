@@ -21,7 +21,7 @@ import torch
 from attn_backends import AttentionBackend, registry
 from attn_backends.fa3_providers import PROVIDER_VARIABLE, Vllm
 
-_BACKENDS = {"flash_attn3": "FlashAttn3", "flash_attn3_mla": "FlashAttn3Mla"}
+BACKENDS = {"flash_attn3": "FlashAttn3", "flash_attn3_mla": "FlashAttn3Mla"}
 
 
 def flash_attn_varlen_func(
@@ -108,7 +108,7 @@ attend = torch.ops.flash_attn3_stand_in.attend.default
 @contextmanager
 def unloaded() -> Iterator[None]:
     """FlashAttention-3's backends as nobody loaded them; what is loaded inside is forgotten."""
-    paths = {each: f"attn_backends.{each}" for each in _BACKENDS}
+    paths = {each: f"attn_backends.{each}" for each in BACKENDS}
     package, loaded = vars(sys.modules["attn_backends"]), dict(registry._loaded)
     taken = {path: sys.modules.pop(path, None) for path in paths.values()}
     for each in paths:
@@ -135,5 +135,5 @@ def installed(name: str = "flash_attn3") -> Iterator[AttentionBackend]:
         for each, module in modules.items():
             patch.setitem(sys.modules, each, module)
         patch.setenv(PROVIDER_VARIABLE, Vllm.name)
-        base = getattr(import_module(f"attn_backends.{name}"), _BACKENDS[name])
+        base = getattr(import_module(f"attn_backends.{name}"), BACKENDS[name])
         yield type(base.__name__, (base,), {"capabilities": replace(base.capabilities, devices=("cpu",))})()

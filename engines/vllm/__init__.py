@@ -15,7 +15,8 @@ NAMES = {
     "FLASHINFER_IN_GRAPH": "engines.vllm.v0_33.flashinfer.InGraphFlashInfer",
     "ATTN_BACKENDS_TRITON_PAGED": "engines.vllm.v0_33.paged.TritonPaged",
     "ATTN_BACKENDS_FLASH_ATTN3": "engines.vllm.v0_33.paged.FlashAttn3",
-    "ATTN_BACKENDS_TRITON_MLA": "engines.vllm.v0_33.mla.TritonLatents",
+    "ATTN_BACKENDS_TRITON_MLA": "engines.vllm.v0_33.mla.TritonMla",
+    "ATTN_BACKENDS_FLASH_ATTN3_MLA": "engines.vllm.v0_33.mla.FlashAttn3Mla",
 }
 """Name and class of each backend. A class's get_name() says the same name: vLLM looks a layer's backend up by it."""
 

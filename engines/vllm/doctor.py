@@ -25,6 +25,7 @@ examine = EnginePlugIn(
         "ATTN_BACKENDS_TRITON_PAGED": why_not_loaded("triton_paged"),
         "ATTN_BACKENDS_FLASH_ATTN3": why_not_loaded("flash_attn3"),
         "ATTN_BACKENDS_TRITON_MLA": why_not_loaded("triton_mla"),
+        "ATTN_BACKENDS_FLASH_ATTN3_MLA": why_not_loaded("flash_attn3_mla"),
     },
     chosen_by='"attention_backend" in --speculative-config',
 ).examine

@@ -1,13 +1,16 @@
-"""vLLM with our names in it, and a stand-in for FlashInfer: for tests that ask for them."""
+"""vLLM with our names in it, and stand-ins for kernels that need a GPU: for tests that ask for them."""
 
 from __future__ import annotations
 
 import importlib
+from functools import cache
 
 import pytest
 
+from attn_backends import registry
 from builders.kernels.triton_runtime import torch_implementations
 from engines import vllm as plug_in
+from tests import flash_attn3_stand_in
 from tests.engines import vllm_flashinfer as stand_in
 
 
@@ -28,3 +31,21 @@ def vllm_flashinfer(vllm_inside, monkeypatch):
     stand_in.install(monkeypatch, importlib.import_module("vllm.v1.attention.backends.flashinfer"))
     with torch_implementations():
         yield
+
+
+@pytest.fixture
+def vllm_kernels(vllm_inside, monkeypatch):
+    """Our backends over stand-ins for their kernels, where vLLM finds them by our names."""
+    from engines.vllm.v0_33.backend import class_named
+
+    for name in flash_attn3_stand_in.BACKENDS:
+        monkeypatch.setitem(registry._loaded, name, over_stand_in(name))
+    class_named.cache_clear()
+    yield
+    class_named.cache_clear()
+
+
+@cache
+def over_stand_in(name):
+    with flash_attn3_stand_in.installed(name) as ours:
+        return ours

@@ -19,12 +19,12 @@ from builders import BatchError
 from engines import vllm as plug_in
 from scripts import vllm_arm, vllm_figures, vllm_worker
 from spec_decode.graphs import runtime_for
-from tests import flash_attn3_stand_in
 from tests.engines import vllm_flashinfer
 from tests.engines.vllm_runner import (
     DIM,
     HEADS,
     KV_HEADS,
+    LATENT,
     NEEDS_VLLM,
     PAGE,
     PAGED,
@@ -42,25 +42,15 @@ from tests.factories import CPU
 pytestmark = NEEDS_VLLM
 BLOCK = 1 + TOKENS
 """Query tokens a request of DFlash and DFlash2: the last token and a mask for each draft token. DSpark has one less."""
-FLASHINFER, FLASH_ATTN3, LATENTS = PAGED[1], "ATTN_BACKENDS_FLASH_ATTN3", "ATTN_BACKENDS_TRITON_MLA"
-GROUPED = (*PAGED, FLASH_ATTN3)
+FLASHINFER = PAGED[1]
 LENS = ([5, 150, 33, 16, 90, 7, 12, 64], [40, 6, 190])
-
-
-def flash_attn3():
-    """The backend over the stand-in for its kernels, as a class of vLLM's."""
-    from engines.vllm.v0_33.paged import over
-
-    with flash_attn3_stand_in.installed() as ours:
-        return over(ours)
 
 
 def runner_of(name, query_len=BLOCK, window=None):
     """A group of layers of a block draft."""
-    if name == LATENTS:
-        return LatentRunner(query_len, causal=False)
-    backend = flash_attn3() if name == FLASH_ATTN3 else None
-    return Runner(name, query_len, causal=False, window=window, backend=backend)
+    if name in LATENT:
+        return LatentRunner(name, query_len, causal=False)
+    return Runner(name, query_len, causal=False, window=window)
 
 
 def dflash(runner):
@@ -164,7 +154,7 @@ class Drafted:
 
 @pytest.mark.parametrize("window", [None, BLOCK, 40], ids=["all", "a block", "40"])
 @pytest.mark.parametrize("query_len", [BLOCK, TOKENS], ids=["dflash", "dspark"])
-@pytest.mark.parametrize("name", GROUPED)
+@pytest.mark.parametrize("name", PAGED)
 def test_a_block_sees_the_tokens_behind_it_and_its_window(name, query_len, window):
     runner = runner_of(name, query_len, window)
     for seed, lens in enumerate(LENS):
@@ -173,7 +163,8 @@ def test_a_block_sees_the_tokens_behind_it_and_its_window(name, query_len, windo
 
 
 @pytest.mark.parametrize(
-    ("name", "window"), [(LATENTS, None), *((name, window) for name in GROUPED for window in (None, BLOCK, 40))]
+    ("name", "window"),
+    [*((name, None) for name in LATENT), *((name, window) for name in PAGED for window in (None, BLOCK, 40))],
 )
 def test_vllms_speculator_replays_a_block_over_batches_that_its_graph_never_saw(name, window):
     drafted = Drafted(runner_of(name, window=window))
@@ -185,7 +176,7 @@ def test_vllms_speculator_replays_a_block_over_batches_that_its_graph_never_saw(
     assert len(vllm_flashinfer.HOST_PLANS) == planned
 
 
-@pytest.mark.parametrize("name", (*GROUPED, LATENTS))
+@pytest.mark.parametrize("name", (*PAGED, *LATENT))
 def test_vllms_speculator_runs_a_block_draft_as_one_full_graph(name, monkeypatch):
     from vllm.config.compilation import CUDAGraphMode
     from vllm.v1.worker.gpu.spec_decode.dflash import speculator as theirs
@@ -214,41 +205,33 @@ def test_vllm_selects_ours_for_a_block_draft(name):
     assert select(name, use_non_causal=True).rpartition(".")[0].startswith("engines.vllm.v0_33")
 
 
-def test_vllm_selects_ours_for_a_block_draft_of_latents():
-    assert select(LATENTS, use_non_causal=True, head_size=576, use_mla=True)
+@pytest.mark.parametrize("name", LATENT)
+def test_vllm_selects_ours_for_a_block_draft_of_latents(name):
+    assert select(name, use_non_causal=True, head_size=576, use_mla=True)
 
 
 @pytest.mark.parametrize("name", [name for name in plug_in.NAMES if name != FLASHINFER])
 def test_kernels_without_blocks_are_refused_with_vllms_reason_and_ours(name, monkeypatch):
     """Its capabilities decide: those of FlashAttention-3 are its provider's."""
-    backend = flash_attn3() if name == FLASH_ATTN3 else backend_of(name)
-    without_blocks(monkeypatch, backend, name)
-    assert not backend.supports_non_causal()
-    if name == FLASH_ATTN3:
-        return
-    latents = {"head_size": 576, "use_mla": True} if name == LATENTS else {}
-    ours = "" if name == LATENTS else ".*has no non_causal"
+    without_blocks(monkeypatch, backend_of(name))
+    latents = {"head_size": 576, "use_mla": True} if name in LATENT else {}
+    ours = "" if name in LATENT else ".*has no non_causal"
     with pytest.raises(ValueError, match=f"non-causal attention not supported{ours}"):
         select(name, use_non_causal=True, **latents)
 
 
-def without_blocks(monkeypatch, backend, name):
-    from engines.vllm.v0_33 import mla
-
-    ours = mla.OURS if name == LATENTS else backend.ours
+def without_blocks(monkeypatch, backend):
+    ours = backend.ours
     features = ours.capabilities.features - {Feature.NON_CAUSAL}
     lesser = type(type(ours).__name__, (type(ours),), {"capabilities": replace(ours.capabilities, features=features)})
-    if name == LATENTS:
-        monkeypatch.setattr(mla, "OURS", lesser())
-    else:
-        for part in (backend, backend.builder, backend.impl):
-            monkeypatch.setattr(part, "ours", lesser())
+    for part in (backend, backend.builder, backend.impl):
+        monkeypatch.setattr(part, "ours", lesser())
 
 
-@pytest.mark.parametrize("name", [PAGED[0], FLASH_ATTN3, LATENTS])
+@pytest.mark.parametrize("name", [name for name in (*PAGED, *LATENT) if name != FLASHINFER])
 def test_kernels_without_blocks_build_none(name, monkeypatch):
     runner = runner_of(name)
-    without_blocks(monkeypatch, runner.group.backend, name)
+    without_blocks(monkeypatch, runner.group.backend)
     runner.remake()
     runner.fill([150, 33])
     with pytest.raises(BatchError, match="attends causally, got a batch with causal=False"):
@@ -257,7 +240,7 @@ def test_kernels_without_blocks_build_none(name, monkeypatch):
     assert runner.builder.build(0, runner.common())
 
 
-@pytest.mark.parametrize("name", (*GROUPED, LATENTS))
+@pytest.mark.parametrize("name", (*PAGED, *LATENT))
 def test_requests_of_unlike_causality_are_refused(name):
     runner = runner_of(name)
     runner.fill([150, 33])
@@ -265,7 +248,7 @@ def test_requests_of_unlike_causality_are_refused(name):
         runner.builder.build(0, runner.common().replace(causal=torch.tensor([True] * runner.ROWS)))
 
 
-@pytest.mark.parametrize("name", GROUPED)
+@pytest.mark.parametrize("name", PAGED)
 def test_a_block_longer_than_its_window_is_refused(name):
     runner = runner_of(name, window=BLOCK - 1)
     runner.fill([150, 33])
@@ -275,7 +258,7 @@ def test_a_block_longer_than_its_window_is_refused(name):
     assert_attends(runner, runner.builder.build(0, runner.common()), [150, 33])
 
 
-@pytest.mark.parametrize("name", (*GROUPED, LATENTS))
+@pytest.mark.parametrize("name", (*PAGED, *LATENT))
 def test_metadata_of_a_group_says_how_its_batch_attends(name):
     """vLLM's first runner asks each layer's for it."""
     runner = runner_of(name)
@@ -419,6 +402,6 @@ def test_vllm_makes_the_block_drafts_of_the_figures_over_ours(kind, window, one_
 
 def test_vllm_makes_no_block_draft_over_kernels_without_blocks(one_process, monkeypatch):
     config = config_of_arm("dflash")
-    without_blocks(monkeypatch, backend_of(PAGED[0]), PAGED[0])
+    without_blocks(monkeypatch, backend_of(PAGED[0]))
     with pytest.raises(ValueError, match=r"not valid for this configuration.*non-causal attention not supported"):
         draft_of(config)

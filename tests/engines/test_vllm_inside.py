@@ -12,6 +12,7 @@ import sys
 import pytest
 import torch
 
+from attn_backends import registry
 from engines import vllm as plug_in
 from spec_decode.graphs import runtime_for
 from tests.builders.flashinfer.host_planner import read_plan
@@ -20,6 +21,7 @@ from tests.engines.vllm_runner import (
     DIM,
     HEADS,
     KV_HEADS,
+    LATENT,
     NEEDS_VLLM,
     PAGE,
     PAGED,
@@ -39,11 +41,15 @@ pytestmark = NEEDS_VLLM
 
 @pytest.mark.parametrize("name", plug_in.NAMES)
 def test_a_class_says_the_name_that_vllm_knows_it_by(name):
-    if name == "ATTN_BACKENDS_FLASH_ATTN3":
-        with pytest.raises(ImportError, match=r"backend 'flash_attn3' .* does not load"):
-            backend_of(name)
-    else:
-        assert backend_of(name).get_name() == name
+    assert backend_of(name).get_name() == name
+
+
+@pytest.mark.parametrize("name", [name for name in plug_in.NAMES if "FLASH_ATTN3" in name])
+def test_without_its_kernels_a_name_has_no_class_and_the_reason(name, monkeypatch):
+    ours = name.removeprefix("ATTN_BACKENDS_").lower()
+    monkeypatch.delitem(registry._loaded, ours)
+    with pytest.raises(ImportError, match=f"backend '{ours}' .* does not load"):
+        backend_of(name)
 
 
 def test_a_forked_worker_registers_again_and_has_the_backends():
@@ -84,23 +90,28 @@ def test_vllm_selects_a_backend_by_its_name(name):
         (PAGED[1], {"use_dcp": True}, "DCP not supported"),
         (PAGED[1], {"use_adaptive_verification": True}, "device-cpu query lens mismatch not supported"),
         (PAGED[1], {"kv_cache_dtype": "float16"}, "must have the dtype of the queries"),
-        ("ATTN_BACKENDS_TRITON_MLA", {"head_size": 1088, "use_mla": True}, "head_size not supported"),
+        (LATENT[0], {"head_size": 1088, "use_mla": True}, "head_size not supported"),
         (
-            "ATTN_BACKENDS_TRITON_MLA",
+            LATENT[0],
             {"head_size": 576, "use_mla": True, "use_adaptive_verification": True},
             "device-cpu query lens mismatch not supported",
         ),
         (
-            "ATTN_BACKENDS_TRITON_MLA",
+            LATENT[0],
             {"head_size": 576, "use_mla": True, "kv_cache_dtype": "fp8"},
             "kv_cache_dtype not",
         ),
-        ("ATTN_BACKENDS_TRITON_MLA", {"head_size": 576, "use_mla": True, "use_dcp": True}, "DCP not supported"),
-        ("ATTN_BACKENDS_TRITON_MLA", {"head_size": 128}, "non-MLA not supported"),
-        ("ATTN_BACKENDS_TRITON_MLA", {"head_size": 576, "use_mla": True, "use_pcp": True}, "PCP not supported"),
-        ("ATTN_BACKENDS_TRITON_MLA", {"head_size": 576, "use_mla": True, "use_sparse": True}, "sparse not supported"),
-        ("ATTN_BACKENDS_TRITON_MLA", {"head_size": 576, "use_mla": True, "dtype": torch.float32}, "dtype not"),
+        (LATENT[0], {"head_size": 576, "use_mla": True, "use_dcp": True}, "DCP not supported"),
+        (LATENT[0], {"head_size": 128}, "non-MLA not supported"),
+        (LATENT[0], {"head_size": 576, "use_mla": True, "use_pcp": True}, "PCP not supported"),
+        (LATENT[0], {"head_size": 576, "use_mla": True, "use_sparse": True}, "sparse not supported"),
+        (LATENT[0], {"head_size": 576, "use_mla": True, "dtype": torch.float32}, "dtype not"),
         (PAGED[1], {"head_size": 512}, "head_size not supported"),
+        (LATENT[1], {"head_size": 512, "use_mla": True}, "head_size not supported"),
+        (LATENT[1], {"head_size": 576, "use_mla": True, "dtype": torch.float16}, "dtype not supported"),
+        (LATENT[1], {"head_size": 576, "use_mla": True, "block_size": 8}, "block_size not supported"),
+        (LATENT[1], {"head_size": 576, "use_mla": True, "kv_cache_dtype": "fp8"}, "kv_cache_dtype not supported"),
+        (LATENT[1], {"head_size": 576, "use_mla": True, "use_batch_invariant": True}, "batch invariance not supported"),
         *((name, {"use_pcp": True}, "PCP not supported") for name in PAGED),
         *((name, {"block_size": 8}, "block_size not supported") for name in PAGED),
         *((name, {"attn_type": "encoder"}, "attention type encoder not supported") for name in PAGED),
@@ -119,8 +130,12 @@ def test_vllm_shows_the_reason_against_a_model(name, changes, reason):
         (PAGED[1], (9, 0), True),
         (PAGED[1], (7, 5), False),
         (PAGED[1], (10, 0), False),
-        ("ATTN_BACKENDS_TRITON_MLA", (9, 0), True),
-        ("ATTN_BACKENDS_TRITON_MLA", (7, 5), False),
+        (PAGED[2], (10, 0), False),
+        (LATENT[1], (9, 0), True),
+        (LATENT[1], (8, 0), False),
+        (LATENT[1], (10, 0), False),
+        (LATENT[0], (9, 0), True),
+        (LATENT[0], (7, 5), False),
     ],
 )
 def test_vllm_offers_a_backend_on_the_devices_that_its_kernels_run_on(name, capability, served):
@@ -316,22 +331,84 @@ def test_without_full_graphs_flashinfer_says_that_it_does_not_update(monkeypatch
 
 
 @pytest.mark.parametrize("query_len", [1, 1 + TOKENS])
-def test_latents_are_attended_to_over_vllms_metadata(query_len):
-    runner = LatentRunner(query_len)
-    runner.fill([1 + query_len] * runner.ROWS)
-    metadata = runner.group.build_metadata_for_cudagraph_capture(runner.common())
+@pytest.mark.parametrize("name", LATENT)
+def test_latents_are_attended_to_over_vllms_metadata(name, query_len):
+    runner = LatentRunner(name, query_len)
     for seed, lens in enumerate([[5, 150, 33, 16, 90, 7, 12, 64], [40, 6, 190]]):
+        runner.fill(lens, seed)
+        assert_attends(runner, runner.group.build_metadata(runner.common()), lens)
+
+
+@pytest.mark.parametrize("name", LATENT)
+def test_a_captured_draft_loop_of_latents_replays_over_batches_that_it_never_saw(name):
+    """As vLLM's fused loop: every step updates, attends and moves the lengths, all in one graph of a dummy batch."""
+    runner = LatentRunner(name)
+    runner.fill([1] * runner.ROWS)
+    metadata = runner.group.build_metadata_for_cudagraph_capture(runner.common())
+    query = torch.zeros(runner.ROWS, HEADS, runner.head_dim, dtype=torch.bfloat16)
+    outs = torch.zeros(TOKENS - 1, runner.ROWS, HEADS, runner.value_dim, dtype=torch.bfloat16)
+
+    def loop():
+        for out in outs:
+            runner.group.update_draft_decode_metadata({runner.layer_name: metadata})
+            out.copy_(runner.attend(metadata, query))
+            runner.seq_lens.add_(runner.seq_lens.sign())
+
+    graph = runtime_for(CPU).capture(loop)
+    for seed, lens in enumerate([[5, 150, 33, 16, 90, 7, 12, 64], [40, 6, 188]]):
         runner.fill(lens, seed + 1)
-        runner.group.update_draft_decode_metadata({runner.layer_name: metadata})
-        query = torch.randn(runner.ROWS * query_len, HEADS, 576, generator=torch.Generator().manual_seed(9)).bfloat16()
-        found, logsumexp = runner.impl.forward_mqa(query, runner.cache, metadata, None)
-        live = found[: len(lens) * query_len].double()
-        torch.testing.assert_close(live, runner.truth(query, lens), atol=2e-2, rtol=2e-2)
-        assert logsumexp is None
+        query.copy_(torch.randn(query.shape, generator=torch.Generator().manual_seed(seed)))
+        graph.replay()
+        for step, out in enumerate(outs):
+            found = out[: len(lens)].double()
+            truth = runner.truth(query, [length + step for length in lens])
+            torch.testing.assert_close(found, truth, atol=2e-2, rtol=2e-2)
 
 
-def test_vllm_fuses_a_draft_of_latents():
-    assert LatentRunner().group.supports_draft_decode_metadata_update
+def test_a_layer_of_latents_returns_no_logsumexp():
+    runner = LatentRunner(LATENT[0])
+    runner.fill([5, 150])
+    metadata = runner.group.build_metadata(runner.common())
+    query = torch.zeros(runner.ROWS, HEADS, runner.head_dim, dtype=torch.bfloat16)
+    assert runner.impl.forward_mqa(query, runner.cache, metadata, None)[1] is None
+
+
+@pytest.mark.parametrize(
+    ("extras", "reason"),
+    [
+        ({"alibi_slopes": [0.5]}, "has no alibi_slopes"),
+        ({"sliding_window": 128}, "has no sliding_window"),
+        ({"logits_soft_cap": 5.0}, "has no logits_soft_cap"),
+        ({"attn_type": "encoder_only"}, "has no attn_type, the layer has 'encoder_only'"),
+        ({"q_pad_num_heads": 2 * HEADS}, "has no q_pad_num_heads"),
+        ({"kv_lora_rank": 256}, "value_dim must be 512, got 256"),
+    ],
+)
+def test_a_layer_of_latents_with_what_ours_lacks_is_refused_when_it_is_made(extras, reason):
+    with pytest.raises(ValueError, match=f"{reason}.*vLLM was not started"):
+        LatentRunner(LATENT[1], **extras)
+
+
+def test_a_build_without_kernels_for_latents_is_refused_with_the_reason(monkeypatch):
+    provider = type(backend_of(LATENT[1]).ours).__mro__[1].forward.__globals__["PROVIDER"]
+    monkeypatch.setattr(provider, "latent_query", None)
+    with pytest.raises(ValueError, match=r"not valid for this configuration.*values wider than keys"):
+        select(LATENT[1], head_size=576, use_mla=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "block", "page"),
+    [(PAGED[2], 64, 64), (PAGED[2], 128, 64), (LATENT[1], 16, 16), (LATENT[1], 64, 32), (LATENT[0], 48, 48)],
+)
+def test_vllm_divides_its_blocks_into_pages_that_the_kernels_read_right(name, block, page):
+    from vllm.v1.worker.utils import select_common_block_size
+
+    assert select_common_block_size(block, [backend_of(name)]) == page
+
+
+@pytest.mark.parametrize("name", LATENT)
+def test_vllm_fuses_a_draft_of_latents(name):
+    assert LatentRunner(name).group.supports_draft_decode_metadata_update
 
 
 def test_a_draft_alone_takes_the_backend_that_its_speculative_config_names():

@@ -21,12 +21,13 @@ except PackageNotFoundError:
 NEEDS_VLLM = [
     pytest.mark.skipif(not FOUND.startswith("0.33."), reason=f"vllm 0.33 is not installed: found {FOUND}"),
     pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="vLLM's kernels need TRITON_INTERPRET=1 here"),
-    pytest.mark.usefixtures("vllm_inside", "vllm_flashinfer"),
+    pytest.mark.usefixtures("vllm_inside", "vllm_flashinfer", "vllm_kernels"),
 ]
 """Of a module of tests inside vLLM."""
 PAGE, WIDTH, TOKENS = 16, 12, 4
 HEADS, KV_HEADS, DIM = 4, 2, 64
-PAGED = ("ATTN_BACKENDS_TRITON_PAGED", "FLASHINFER_IN_GRAPH")
+PAGED = ("ATTN_BACKENDS_TRITON_PAGED", "FLASHINFER_IN_GRAPH", "ATTN_BACKENDS_FLASH_ATTN3")
+LATENT = ("ATTN_BACKENDS_TRITON_MLA", "ATTN_BACKENDS_FLASH_ATTN3_MLA")
 
 
 def backend_of(name):
@@ -66,7 +67,6 @@ class Runner:
         *,
         causal=True,
         window=None,
-        backend=None,
     ):
         from vllm.config import set_current_vllm_config
         from vllm.v1.kv_cache_interface import FullAttentionSpec
@@ -78,7 +78,7 @@ class Runner:
         self.config = config_of(make_spec(**heads, head_dim=DIM, page_size=PAGE), TOKENS)
         self.config.cache_config.kv_cache_layout = "LBNHC"
         self.query_len, self.layer_name, self.causal, self.window = query_len, LAYER, causal, window
-        backend = backend or backend_of(name)
+        backend = backend_of(name)
         group = FullAttentionSpec(block_size=block, num_kv_heads=KV_HEADS, head_size=DIM, dtype=dtype)
         with set_current_vllm_config(self.config), default_dtype(dtype):
             numbers = (HEADS, DIM, DIM**-0.5, KV_HEADS, None, window, "auto", None)
@@ -190,9 +190,8 @@ def layer_of(impl):
 
 
 def assert_attends(runner, metadata, lens):
-    query = torch.randn(
-        runner.ROWS * runner.query_len, HEADS, DIM, generator=torch.Generator().manual_seed(9)
-    ).bfloat16()
+    shape, seeded = (runner.ROWS * runner.query_len, HEADS, runner.head_dim), torch.Generator().manual_seed(9)
+    query = torch.randn(shape, generator=seeded).bfloat16()
     found = runner.attend(metadata, query)[: len(lens) * runner.query_len].double()
     torch.testing.assert_close(found, runner.truth(query, lens), atol=2e-2, rtol=2e-2)
 
@@ -202,7 +201,7 @@ class LatentRunner(Runner):
 
     head_dim, value_dim = 576, 512
 
-    def __init__(self, query_len=1, *, causal=True):
+    def __init__(self, name, query_len=1, *, causal=True, kv_lora_rank=512, **extras):
         from vllm.config import set_current_vllm_config
         from vllm.v1.kv_cache_interface import MLAAttentionSpec
         from vllm.v1.worker.utils import AttentionGroup
@@ -213,17 +212,19 @@ class LatentRunner(Runner):
         self.config, self.query_len, self.layer_name = config_of(spec, TOKENS), query_len, LAYER
         self.causal, self.window = causal, None
         self.config.model_config.model_arch_config.head_size = 576
-        dims = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
+        dims = {"kv_lora_rank": kv_lora_rank, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
         prefill = SimpleNamespace(clone=lambda: None)
         layer = SimpleNamespace(
             **dims, q_lora_rank=None, prefill_backend=prefill, non_causal_multi_token_decode=not causal
         )
         self.config.compilation_config.static_forward_context = {LAYER: layer}
-        backend = backend_of("ATTN_BACKENDS_TRITON_MLA")
+        backend = backend_of(name)
         group = MLAAttentionSpec(block_size=PAGE, num_kv_heads=1, head_size=576, dtype=torch.bfloat16)
         with set_current_vllm_config(self.config), default_dtype(torch.bfloat16):
-            numbers = (HEADS, 576, 0.1, 1, None, None, "auto", None, "decoder", None)
-            self.impl = backend.get_impl_cls()(*numbers, **dims, q_lora_rank=None, qk_head_dim=192, kv_b_proj=None)
+            names = ("alibi_slopes", "sliding_window", "logits_soft_cap", "kv_sharing_target_layer_name")
+            numbers = {"num_heads": HEADS, "head_size": 576, "scale": 0.1, "num_kv_heads": 1, "kv_cache_dtype": "auto"}
+            layer_of_it = {**dict.fromkeys(names), **numbers, "attn_type": "decoder", **dims, **extras}
+            self.impl = backend.get_impl_cls()(**layer_of_it, q_lora_rank=None, qk_head_dim=192, kv_b_proj=None)
             self.group = AttentionGroup(backend, [LAYER], group, 0)
         self.remake()
         self.allocate()

@@ -7,23 +7,34 @@ from functools import cache
 from typing import Any, ClassVar
 
 import torch
-from vllm.v1.attention.backend import CommonAttentionMetadata
-from vllm.v1.attention.backends.mla.triton_mla import TritonMLABackend, TritonMLAImpl, TritonMLAMetadataBuilder
+from vllm.model_executor.layers.attention.mla_attention import (
+    MLACommonBackend,
+    MLACommonImpl,
+    MLACommonMetadata,
+    MLACommonMetadataBuilder,
+    QueryLenSupport,
+)
+from vllm.v1.attention.backend import AttentionCGSupport, AttentionType, CommonAttentionMetadata
 
 import attn_backends
-from builders import AttentionBatch, AttentionKind, AttentionSpec
+from builders import AdvanceLevel, AttentionBatch, AttentionKind, AttentionSpec
 from engines.vllm.kv_views import latents
+from engines.vllm.v0_33.backend import OurBackend, class_name, class_named, vllm_name
 from engines.vllm.v0_33.batch import check_causality
 from engines.vllm.v0_33.log import say_update
-from engines.vllm.v0_33.reasons import cache_reasons, require_served, serves_blocks, serves_capability
+from engines.vllm.v0_33.reasons import CUDA, cache_reasons, page_sizes, require_served, serves_blocks
 
-OURS = attn_backends.get("triton_mla")
-_PAGE_SIZE = 16
-"""Of a spec until the cache says its own."""
+_EXTRAS = ("alibi_slopes", "sliding_window", "logits_soft_cap", "attn_type", "q_pad_num_heads")
+"""What a layer of vLLM's may have that a spec of latents here has not."""
 
 
-class LatentBuilder(TritonMLAMetadataBuilder):
-    """vLLM's metadata, and in its decode part ours: views of the same tensors, with splits by shape."""
+class LatentBuilder(MLACommonMetadataBuilder[MLACommonMetadata]):
+    """vLLM's metadata, and in its decode part ours: an update refreshes what ours is made of."""
+
+    ours: ClassVar[attn_backends.AttentionBackend]
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
+    query_len_support: ClassVar[QueryLenSupport] = QueryLenSupport.UNIFORM
+    supports_non_causal_multi_token_decode: ClassVar[bool] = True
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
@@ -31,11 +42,17 @@ class LatentBuilder(TritonMLAMetadataBuilder):
         dtype = self.model_config.dtype
         spec = latent_spec(self.num_heads, dims.kv_lora_rank, dims.qk_rope_head_dim, self.page_size, dtype)
         rows, self.max_seq_len = scheduler.max_num_seqs, self.model_config.max_model_len
-        self.inner = OURS.builder(
+        self.inner = self.ours.builder(
             spec, device, max_reqs=rows, max_tokens=scheduler.max_num_batched_tokens, max_seq_len=self.max_seq_len
         )
-        reasons = [] if self.supports_draft_decode_metadata_update else ["decode context parallelism is on"]
-        say_update(TritonLatents.get_name(), reasons)
+        support = self.ours.builder.advance_support(spec, device)
+        refusals = {
+            support.reason: support.level is not AdvanceLevel.IN_GRAPH,
+            "decode context parallelism is on": self.dcp_world_size > 1,
+        }
+        reasons = [reason for reason, holds in refusals.items() if holds]
+        self.supports_draft_decode_metadata_update = not reasons
+        say_update(vllm_name(self.ours), reasons)
         # By query length and row: padding rows of a graph own tokens, as all others do.
         lens = torch.arange(1, self.reorder_batch_threshold + 1, dtype=torch.int32, device=device)
         self.starts = lens[:, None] * torch.arange(rows + 1, dtype=torch.int32, device=device)
@@ -44,8 +61,12 @@ class LatentBuilder(TritonMLAMetadataBuilder):
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> Any:
         """See vLLM, which takes causality that is a tensor for True. Raises BatchError as `check_causality` does."""
-        check_causality(common_attn_metadata, serves_blocks=serves_blocks(OURS), sliding_window=None)
+        check_causality(common_attn_metadata, serves_blocks=serves_blocks(self.ours), sliding_window=None)
         return super().build(common_prefix_len, common_attn_metadata, fast_build)
+
+    def update_draft_decode_metadata(self, metadata: Any) -> None:
+        """Refresh from vLLM's lengths as they stand. Raises nothing that build() has not."""
+        self.inner.advance(metadata.decode.paged)
 
     def _build_decode(
         self,
@@ -79,18 +100,24 @@ class LatentBuilder(TritonMLAMetadataBuilder):
         return decode
 
 
-class LatentImpl(TritonMLAImpl):
+class LatentImpl(MLACommonImpl[MLACommonMetadata]):
     """A layer whose decode is ours. It returns no logsumexp, so that nothing can be combined with its output, and no
     kind of context parallelism is offered."""
 
+    ours: ClassVar[attn_backends.AttentionBackend]
     can_return_lse_for_decode = supports_dcp = supports_pcp = False
 
-    def __init__(self, *args: Any, **named: Any) -> None:
-        super().__init__(*args, **named)
-        dims = (self.num_heads, self.kv_lora_rank, self.qk_rope_head_dim)
-        spec = latent_spec(*dims, _PAGE_SIZE, torch.get_default_dtype(), scale=self.scale)
-        padded = None if self.q_pad_num_heads in (None, self.num_heads) else self.q_pad_num_heads
-        require_served(OURS, spec, {"q_pad_num_heads": padded})
+    def __init__(self, **layer: Any) -> None:
+        """See vLLM, which names all that it says of a layer. Raises ValueError for one that ours does not serve."""
+        super().__init__(**layer)
+        sizes = (self.num_heads, self.kv_lora_rank, self.qk_rope_head_dim, page_sizes(self.ours)[0])
+        spec = latent_spec(*sizes, torch.get_default_dtype(), self.scale)
+        extras = {name: layer.get(name) or None for name in _EXTRAS}
+        if extras["attn_type"] == AttentionType.DECODER:
+            del extras["attn_type"]
+        if extras["q_pad_num_heads"] == self.num_heads:
+            del extras["q_pad_num_heads"]
+        require_served(self.ours, spec, extras)
         self.spec = cache(lambda page_size, causal: replace(spec, page_size=page_size, causal=causal))
 
     def forward_mqa(
@@ -100,7 +127,7 @@ class LatentImpl(TritonMLAImpl):
         query = torch.cat(q, -1) if isinstance(q, tuple) else q
         spec = self.spec(kv_c_and_k_pe_cache.shape[1], attn_metadata.causal)
         store = latents(kv_c_and_k_pe_cache, spec.head_dim, spec.out_dim)
-        return OURS.forward(query, store, attn_metadata.decode.paged, spec=spec), None
+        return self.ours.forward(query, store, attn_metadata.decode.paged, spec=spec), None
 
 
 def latent_spec(
@@ -119,46 +146,27 @@ def latent_spec(
     )
 
 
-class TritonLatents(TritonMLABackend):
-    """vLLM's Triton backend for latents with the decode of attn-backends."""
+class LatentBackend(OurBackend, MLACommonBackend):
+    """What vLLM asks of a backend over latents beside what it asks of any."""
 
-    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "float16", "bfloat16"]
-
-    @staticmethod
-    def get_name() -> str:
-        return "ATTN_BACKENDS_TRITON_MLA"
-
-    @staticmethod
-    def get_builder_cls() -> type[LatentBuilder]:
-        return LatentBuilder
-
-    @staticmethod
-    def get_impl_cls() -> type[LatentImpl]:
-        return LatentImpl
-
-    @classmethod
-    def supports_batch_invariance(cls) -> bool:
-        return False
-
-    @classmethod
-    def supports_head_size(cls, head_size: int) -> bool:
-        return head_size in OURS.capabilities.head_dims
-
-    @classmethod
-    def supports_compute_capability(cls, capability: Any) -> bool:
-        return serves_capability(OURS, (capability.major, capability.minor))
-
-    @classmethod
-    def supports_non_causal(cls) -> bool:
-        return serves_blocks(OURS)
-
-    @classmethod
-    def supports_device_cpu_query_lens_mismatch(cls) -> bool:
-        """No: a launch is sized by the longest query that the host knows of."""
-        return False
+    builder = LatentBuilder
+    impl = LatentImpl
 
     @classmethod
     def validate_configuration(cls, *args: Any, **asked: Any) -> list[str]:
         """vLLM's reasons in its words, and ours in ours."""
-        ours = cache_reasons(asked.get("kv_cache_dtype"), asked["dtype"])
+        head_size, dtype = asked["head_size"], asked["dtype"]
+        widest = cls.ours.capabilities.value_dims
+        rank = min(head_size, head_size if widest is None or widest.maximum is None else widest.maximum)
+        spec = latent_spec(1, rank, head_size - rank, page_sizes(cls.ours)[0], dtype)
+        ours = cache_reasons(asked.get("kv_cache_dtype"), dtype) + cls.ours.unsupported_reasons(spec, CUDA)
         return [*super().validate_configuration(*args, **asked), *ours]
+
+
+_CLASSES = {class_name(name): name for name in ("triton_mla", "flash_attn3_mla")}
+
+
+def __getattr__(attribute: str) -> type[LatentBackend]:
+    if attribute not in _CLASSES:
+        raise AttributeError(f"module {__name__} has no attribute {attribute!r}")
+    return class_named(LatentBackend, _CLASSES[attribute])

@@ -9,13 +9,11 @@ from typing import Any, ClassVar
 import torch
 from vllm import envs
 from vllm.v1.attention.backend import (
-    AttentionBackend,
     AttentionCGSupport,
     AttentionImpl,
     AttentionMetadataBuilder,
     AttentionType,
     CommonAttentionMetadata,
-    MultipleOf,
 )
 
 import attn_backends
@@ -24,19 +22,16 @@ from attn_backends.kernels.write_kv import write_kv
 from builders import AdvanceLevel, AttentionSpec
 from builders.errors import require
 from engines.vllm.kv_views import keys_and_values
+from engines.vllm.v0_33.backend import OurBackend, class_name, class_named, vllm_name
 from engines.vllm.v0_33.batch import batch_of, check_causality
 from engines.vllm.v0_33.log import say_update
-from engines.vllm.v0_33.reasons import require_served, selector_reasons, serves_blocks, serves_capability
+from engines.vllm.v0_33.reasons import page_sizes, require_served, selector_reasons, serves_blocks
 
-PREFIX = "ATTN_BACKENDS_"
-"""Of vLLM's names for them."""
 _LAYER = (
     *("num_heads", "head_size", "scale", "num_kv_heads", "alibi_slopes", "sliding_window", "kv_cache_dtype"),
     *("logits_soft_cap", "attn_type", "kv_sharing_target_layer_name"),
 )
 """What vLLM says of a layer, in the order that it passes it in."""
-_PAGE_SIZES = (16, 32, 64, 128)
-"""Kernel block sizes that vLLM chooses among, where a backend takes powers of two."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +66,7 @@ class PagedBuilder(AttentionMetadataBuilder[LayerMetadata]):
         support = self.ours.builder.advance_support(spec, device)
         self.supports_draft_decode_metadata_update = support.level is AdvanceLevel.IN_GRAPH
         reasons = [] if self.supports_draft_decode_metadata_update else [support.reason]
-        say_update(f"{PREFIX}{self.ours.name.upper()}", reasons)
+        say_update(vllm_name(self.ours), reasons)
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
@@ -113,7 +108,7 @@ class PagedImpl(AttentionImpl[Any]):
             num_q_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_size,
-            page_size=_PAGE_SIZES[0],
+            page_size=page_sizes(self.ours)[0],
             dtype=torch.get_default_dtype(),
             sliding_window=asked.pop("sliding_window"),
             scale=self.scale,
@@ -160,62 +155,16 @@ class PagedImpl(AttentionImpl[Any]):
         return output
 
 
-class PagedBackend(AttentionBackend):
-    """What vLLM asks of a backend, answered from our record of it."""
+class PagedBackend(OurBackend):
+    """What vLLM asks of a backend over keys and values beside what it asks of any."""
 
-    ours: ClassVar[attn_backends.AttentionBackend]
-    builder: ClassVar[type[PagedBuilder]]
-    impl: ClassVar[type[PagedImpl]]
-    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "float16", "bfloat16"]
+    builder = PagedBuilder
+    impl = PagedImpl
     forward_includes_kv_cache_update = False
-
-    @classmethod
-    def get_name(cls) -> str:
-        return f"{PREFIX}{cls.ours.name.upper()}"
-
-    @classmethod
-    def get_impl_cls(cls) -> type[PagedImpl]:
-        return cls.impl
-
-    @classmethod
-    def get_builder_cls(cls) -> type[PagedBuilder]:
-        return cls.builder
-
-    @classmethod
-    def supports_head_size(cls, head_size: int) -> bool:
-        return head_size in cls.ours.capabilities.head_dims
-
-    @classmethod
-    def supports_sliding_window(cls) -> bool:
-        return Feature.SLIDING_WINDOW in cls.ours.capabilities.features
-
-    @classmethod
-    def supports_sink(cls) -> bool:
-        return Feature.SINKS in cls.ours.capabilities.features
-
-    @classmethod
-    def supports_non_causal(cls) -> bool:
-        return serves_blocks(cls.ours)
 
     @classmethod
     def supports_batch_invariance(cls) -> bool:
         return Feature.BATCH_INVARIANT in cls.ours.capabilities.features
-
-    @classmethod
-    def supports_device_cpu_query_lens_mismatch(cls) -> bool:
-        """No: a launch is sized by the longest query that the host knows of."""
-        return False
-
-    @classmethod
-    def get_supported_kernel_block_sizes(cls, kv_cache_spec: Any = None) -> list[int | MultipleOf]:
-        sizes = cls.ours.capabilities.page_sizes
-        if sizes.power_of_two:
-            return [size for size in _PAGE_SIZES if size in sizes]
-        return [MultipleOf(sizes.multiple_of)]
-
-    @classmethod
-    def supports_compute_capability(cls, capability: Any) -> bool:
-        return serves_capability(cls.ours, (capability.major, capability.minor))
 
     @classmethod
     def validate_configuration(cls, *args: Any, **asked: Any) -> list[str]:
@@ -223,35 +172,10 @@ class PagedBackend(AttentionBackend):
         return [*super().validate_configuration(*args, **asked), *selector_reasons(cls.ours, **asked)]
 
 
-@cache
-def vllm_backend(name: str) -> type[PagedBackend]:
-    """The backend that is registered with attn-backends by this name, as a class of vLLM's.
-
-    Raises ImportError where its kernels' package is missing, which vLLM shows as the reason.
-    """
-    try:
-        ours = attn_backends.get(name)
-    except attn_backends.BrokenBackend as error:
-        raise ImportError(str(error)) from error
-    return over(ours)
-
-
-def over(ours: attn_backends.AttentionBackend) -> type[PagedBackend]:
-    """A class of vLLM's over one of our backends."""
-    title = "".join(part.capitalize() for part in ours.name.split("_"))
-    supported = [dtype for dtype in ours.capabilities.dtypes if dtype.itemsize == 2]
-    parts = {
-        "builder": type(f"{title}Builder", (PagedBuilder,), {"ours": ours}),
-        "impl": type(f"{title}Impl", (PagedImpl,), {"ours": ours}),
-    }
-    # vLLM finds the class again by its module and name.
-    return type(title, (PagedBackend,), {"ours": ours, "supported_dtypes": supported, "__module__": __name__, **parts})
-
-
-_CLASSES = {"TritonPaged": "triton_paged", "FlashAttn3": "flash_attn3"}
+_CLASSES = {class_name(name): name for name in ("triton_paged", "flash_attn3")}
 
 
 def __getattr__(attribute: str) -> type[PagedBackend]:
     if attribute not in _CLASSES:
         raise AttributeError(f"module {__name__} has no attribute {attribute!r}")
-    return vllm_backend(_CLASSES[attribute])
+    return class_named(PagedBackend, _CLASSES[attribute])

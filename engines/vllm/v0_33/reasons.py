@@ -10,9 +10,9 @@ import torch
 from attn_backends import AttentionBackend, Feature
 from builders import AttentionSpec
 
-_PAGE_SIZE = 16
-"""Stands for any: which sizes a backend takes, vLLM asks it itself."""
-_CUDA = torch.device("cuda")
+CUDA = torch.device("cuda")
+_PAGE_SIZES = (16, 32, 64, 128)
+"""Kernel block sizes that vLLM chooses among, where not every multiple of a size will do."""
 _CACHE_DTYPES = {"auto": None, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
@@ -32,7 +32,7 @@ def selector_reasons(
         num_q_heads=1,
         num_kv_heads=1,
         head_dim=head_size,
-        page_size=_PAGE_SIZE,
+        page_size=page_sizes(ours)[0],
         dtype=dtype,
         sliding_window=1 if has_sliding_window else None,
         sinks=has_sink,
@@ -55,7 +55,13 @@ def require_served(ours: AttentionBackend, spec: AttentionSpec, extras: Mapping[
 
 
 def _spec_reasons(ours: AttentionBackend, spec: AttentionSpec) -> list[str]:
-    return ours.capabilities.spec_reasons(spec) + ours.unsupported_reasons(spec, _CUDA)
+    return ours.capabilities.spec_reasons(spec) + ours.unsupported_reasons(spec, CUDA)
+
+
+def page_sizes(ours: AttentionBackend) -> list[int]:
+    """Pages that the backend serves, of those that vLLM has. The first stands for any in a spec that knows none yet:
+    which sizes a backend takes, vLLM asks it itself."""
+    return [size for size in _PAGE_SIZES if size in ours.capabilities.page_sizes]
 
 
 def serves_blocks(ours: AttentionBackend) -> bool:
