@@ -85,12 +85,10 @@ class Drafter:
     @property
     def apart_reason(self) -> str | None:
         """Why a round and the target's step after it cannot be one graph; None where they can."""
-        if reason := self._step.uncaptured_reason or self._step.extend.plan.host_reason:
-            return reason
-        if self._later is None:
-            return None
-        reason, name = self._later.apart_reason, self.plan.strategy.value
-        return self.plan.host_reason or (reason and f"the draft's strategy is {name}: {reason}")
+        reason = self._step.uncaptured_reason or self._step.extend.plan.host_reason
+        if reason is None and self._later and self._later.apart_reason:
+            return f"the draft's strategy is {self.plan.strategy.value}: {self._later.apart_reason}"
+        return reason
 
     def whole_round(self, size: int) -> Capturable:
         """A round of `size` padded rows for another's graph, where `apart_reason` is None; its own graphs stay as they

@@ -4,5 +4,6 @@ from spec_decode.engine.config import EngineConfig
 from spec_decode.engine.engine import Engine
 from spec_decode.engine.outputs import EngineStats
 from spec_decode.engine.request import FinishReason, Generation, Handle, Request
+from spec_decode.engine.round_plan import RoundPlan
 
-__all__ = ["Engine", "EngineConfig", "EngineStats", "FinishReason", "Generation", "Handle", "Request"]
+__all__ = ["Engine", "EngineConfig", "EngineStats", "FinishReason", "Generation", "Handle", "Request", "RoundPlan"]

@@ -69,6 +69,10 @@ class EngineConfig:
             f"trees are verified by {TREE_VERIFICATION}, got verification {self.verification!r} with a tree; its rule "
             f"is for tokens in a row. Pass {TREE_VERIFICATION}, or no tree.",
         )
+        require(
+            self.one_graph is None or self.drafter is not None,
+            f"one_graph is {self.one_graph}, and there is no draft: a round is the target's step alone. Leave it out.",
+        )
         for name in ("max_num_seqs", "page_size", "max_prefill_tokens", "num_pages"):
             value = getattr(self, name)
             require(value is None or value >= 1, f"{name} is {value}. Pass 1 or more.")

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from attn_backends import get
+from builders import BatchError
 from spec_decode.drafter import DrafterConfig, Strategy, StrategyError
-from spec_decode.engine import Engine, EngineConfig
-from spec_decode.engine.round_plan import RoundPlan
+from spec_decode.engine import Engine, EngineConfig, RoundPlan
 from spec_decode.graphs import GraphManager
 from spec_decode.llm.byte_tokenizer import encode
 from spec_decode.models import SHIPPED_PAIR, load_pair
@@ -151,5 +151,7 @@ def test_a_target_without_graphs_runs_after_a_captured_draft():
     assert plan == RoundPlan(False, "the target runs without graphs: its graph mode is none")
 
 
-def test_plain_decoding_has_no_plan_of_a_round():
+def test_plain_decoding_has_no_plan_of_a_round_and_none_is_taken():
     assert make_engine(None, steps=0).round_plan is None
+    with pytest.raises(BatchError, match=r"one_graph is False, and there is no draft.*Leave it out"):
+        make_engine(None, steps=0, one_graph=False)

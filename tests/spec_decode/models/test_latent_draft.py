@@ -228,7 +228,7 @@ def test_graphs_keep_and_say_what_eager_does_when_hot(config, strategy):
 def test_the_first_draft_is_the_dense_drafts_over_the_whole_prompt(config, monkeypatch):
     target, draft = make_latent_pair(config, context=1.0)
     draft.fuse.weight[:, draft.config.hidden_size :] *= 10
-    engine, logits = make_engine((target, draft), max_num_seqs=4), []
+    engine, logits = make_engine((target, draft), max_num_seqs=4, one_graph=False), []
     propose = engine.drafter.propose
 
     def spy(verified):
