@@ -17,7 +17,8 @@ because requests that ended or grew less than expected may leave enough, and bec
 where prompts, lengths and sampling parameters of requests that begin are copied to the device.
 
 What the host does in a step must not grow with what stays as it is. Rows of requests that go on move on the device, and
-their pages are neither checked nor sent again; tokens join a text by the slice.
+their pages are neither checked nor sent again; tokens join a text by the slice, from one list of all rows' tokens,
+because objects that a step makes for each request would set off Python's garbage collection.
 
 Noise is defined by seed and position, drafts end by a request's own limit and never for want of pages, and a preempted
 request goes on with the text it had. So a request's text does not depend on which requests run beside it: within

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import repeat
-from typing import Any
 
 import torch
 
@@ -59,12 +57,11 @@ class AsyncOutput:
         if self._event:
             self._event.record(torch.cuda.current_stream(source.device))
 
-    def read(self) -> list[Any]:
-        """The values, row by row."""
+    def read(self) -> torch.Tensor:
+        """The values, on the host."""
         if self._event:
             self._event.synchronize()
-        rows: list[Any] = self._copy.tolist()
-        return rows
+        return self._copy
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,16 +74,40 @@ class _PendingOutput:
     first: bool
     logprobs: tuple[AsyncOutput, ...]
 
-    def read_logprobs(self) -> Iterator[list[dict[int, float]]]:
-        """For each request those of its tokens, as many as it asked for; none where it asked for none."""
-        if not self.logprobs:
-            yield from repeat([], len(self.requests))
-            return
-        found = [each.read() for each in self.logprobs]
-        for request, ids, values in zip(self.requests, *found, strict=True):
+    def read(self) -> _ReadOutput:
+        """What is to be streamed of it; waits for it."""
+        # Before the tokens: an output that was read is streamed at once.
+        logprobs = list(self._read_logprobs())
+        return _ReadOutput(self.requests, self.output.read().flatten().tolist(), self.first, logprobs)
+
+    def _read_logprobs(self) -> Iterator[list[dict[int, float]]]:
+        """For each request those of its tokens, as many as it asked for; nothing at all where nobody asked."""
+        found = [each.read().tolist() for each in self.logprobs]
+        for request, ids, values in zip(self.requests, *found, strict=True) if found else ():
             count = request.handle.request.sampling.logprobs
             columns = zip(ids, values, strict=True) if count else ()
             yield [dict(zip(i[: 1 + (count or 0)], v, strict=False)) for i, v in columns]
+
+
+@dataclass(slots=True)
+class _ReadOutput:
+    """An output on the host, and how much of it is in the texts: the rows before `row`, and `told` tokens of that row.
+
+    values: all rows', one after the other. A list for each row would let Python collect garbage in every step of many
+    requests, and now and then look through all objects of the process, for 100 ms and more.
+    """
+
+    requests: list[RequestState]
+    values: list[int]
+    first: bool
+    logprobs: list[list[dict[int, float]]]
+    row: int = 0
+    told: int = 0
+
+    @property
+    def width(self) -> int:
+        """Columns of a row."""
+        return len(self.values) // len(self.requests)
 
 
 class PendingOutputs:
@@ -95,8 +116,7 @@ class PendingOutputs:
     def __init__(self, num_speculative_tokens: int) -> None:
         self._num_drafts = num_speculative_tokens
         self._pending: deque[_PendingOutput] = deque()
-        # The request, its tokens and their logprobs, and of a whole step the number of draft tokens that it kept.
-        self._read: deque[tuple[RequestState, list[int], list[dict[int, float]], int | None]] = deque()
+        self._read: _ReadOutput | None = None
         self.in_callback = False
         """Whether the last token was handed to a callback that has not returned: what raises then is the callback's."""
 
@@ -125,48 +145,53 @@ class PendingOutputs:
 
     def process_oldest(self, stats: EngineStats) -> None:
         """Wait for the oldest output and stream its tokens. What a callback raises comes through: see `stream`."""
-        pending = self._pending[0]
-        for request, row, found in zip(pending.requests, pending.output.read(), pending.read_logprobs(), strict=True):
-            if pending.first:
-                self._read.append((request, row, found, None))
-            else:
-                accepted: int = row[0]
+        read = self._pending[0].read()
+        if not read.first:
+            for request, accepted in zip(read.requests, read.values[:: read.width], strict=True):
                 request.step_read(self._num_drafts, accepted)
-                self._read.append((request, row[1 : 2 + accepted], found, accepted))
+        self._read = read
         self._pending.popleft()
         self.stream(stats)
 
     def requests(self) -> list[RequestState]:
         """The requests of everything that is not in the texts yet, each as often as it has something."""
-        return [*(request for request, *_ in self._read), *(r for out in self._pending for r in out.requests)]
+        read = self._read.requests[self._read.row :] if self._read else []
+        return [*read, *(request for output in self._pending for request in output.requests)]
 
     def clear(self) -> None:
         """Forget everything that is not in the texts yet."""
-        self._read.clear()
+        self._read = None
         self._pending.clear()
 
     def stream(self, stats: EngineStats) -> None:
         """Append what was read to the texts. What a callback raises comes through; the next call goes on after it."""
-        while self._read:
-            request, tokens, logprobs, accepted = self._read[0]
-            handle = request.handle
-            if handle.done:
-                self._read.popleft()
+        if (read := self._read) is None:
+            return
+        requests, values, width = read.requests, read.values, read.width
+        while read.row < len(requests):
+            row, told, handle = read.row, read.told, requests[read.row].handle
+            generation, start = handle.generation, row * width
+            if generation.finish_reason is not None:
+                read.row, read.told = row + 1, 0
                 continue
-            if accepted is not None and self._num_drafts:
-                handle.generation.accepted.append(accepted)
-                stats.accepted += accepted
-                stats.drafted_for += 1
-                stats.had_room_for += handle.room > 1
-            # A callback may end any text, so that tokens which it is told of come one by one.
-            count = 1 if handle.on_token else len(tokens)
-            in_text = handle.append_tokens(tokens[:count], logprobs[:count])
-            stats.new_tokens += in_text + (handle.generation.finish_reason == "stop")
-            if count < len(tokens):
-                self._read[0] = (request, tokens[count:], logprobs[count:], None)
+            if read.first:
+                tokens = values[start : start + 1]
             else:
-                self._read.popleft()
+                accepted = values[start]
+                tokens = values[start + 1 + told : start + 2 + accepted]
+                if self._num_drafts and not told:
+                    generation.accepted.append(accepted)
+                    stats.accepted += accepted
+                    stats.drafted_for += 1
+                    stats.had_room_for += handle.room > 1
+            # A callback may end any text, so that tokens which it is told of come one by one.
+            left, tokens = len(tokens), tokens[:1] if handle.on_token else tokens
+            logprobs = read.logprobs[row][told : told + len(tokens)] if read.logprobs else ()
+            in_text = handle.append_tokens(tokens, logprobs)
+            stats.new_tokens += in_text + (generation.finish_reason == "stop")
+            read.row, read.told = (row, told + 1) if len(tokens) < left else (row + 1, 0)
             if in_text and handle.on_token:
                 self.in_callback = True
                 handle.on_token(tokens[0])
                 self.in_callback = False
+        self._read = None

@@ -65,9 +65,10 @@ class Handle:
 
         logprobs: of each token, or of none.
         """
-        stop_ids, room = self.request.sampling.stop_token_ids, self.room
-        tokens = tokens[:room]
-        stopped = not set(tokens).isdisjoint(stop_ids)
+        stop_ids, room = frozenset(self.request.sampling.stop_token_ids), self.room
+        if room < len(tokens):
+            tokens = tokens[:room]
+        stopped = not stop_ids.isdisjoint(tokens)
         if stopped:
             tokens = list(takewhile(lambda token: token not in stop_ids, tokens))
         self.generation.token_ids += tokens
