@@ -19,28 +19,31 @@ from spec_decode.trees import DynamicTreeConfig
 from tests.factories import engine_config, make_request
 from tests.spec_decode.drafter.third_party_backends import DecodeOnly, Planned, Rebuilt, Uncapturable
 from tests.spec_decode.engine.test_engine_blocks import CHECKPOINTS
-from tests.spec_decode.engine.test_engine_modules import CONFIG as MODULES
+from tests.spec_decode.engine.test_engine_blocks import TARGET as BLOCKS
+from tests.spec_decode.engine.test_engine_modules import CONFIG
+from tests.spec_decode.engine.test_engine_modules import TARGET as MODULES
 from tests.spec_decode.models.generated_mtp import v3_modules, write
 from tests.spec_decode.trees.tree_helpers import TREES
 
 PROMPTS = ["The for statement", "def read(path):", "x", "An assignment to a list"]
-TARGET, CHAIN = load_pair(SHIPPED_PAIR)
+CHAIN = load_pair(SHIPPED_PAIR)
 DYNAMIC, STATIC = DynamicTreeConfig(width=3, num_tokens=8), TREES["wide and deep"]
 
 
 @pytest.fixture(scope="module")
-def drafts(tmp_path_factory):
+def pairs(tmp_path_factory):
     folders = {name: kind.write(tmp_path_factory.mktemp(name)) for name, kind in CHECKPOINTS.items()}
-    folders["modules"] = write(tmp_path_factory.mktemp("modules"), MODULES, v3_modules(MODULES, shared=True))
-    loaded = {name: load_draft(folder, TARGET, dtype=torch.float32) for name, folder in folders.items()}
-    return {**loaded, "chain": CHAIN, "shipped block": load_pair(SHIPPED_PAIR, draft="block_draft")[1]}
+    found = {name: (BLOCKS, load_draft(folder, BLOCKS, dtype=torch.float32)) for name, folder in folders.items()}
+    modules = write(tmp_path_factory.mktemp("modules"), CONFIG, v3_modules(CONFIG, shared=True))
+    found["modules"] = MODULES, load_draft(modules, MODULES, dtype=torch.float32)
+    return {**found, "chain": CHAIN, "shipped block": load_pair(SHIPPED_PAIR, draft="block_draft")}
 
 
-def make_engine(draft=CHAIN, *, steps=3, backend="triton_paged", draft_backend=None, **options):
+def make_engine(pair=CHAIN, *, steps=3, backend="triton_paged", draft_backend=None, **options):
     options = {"max_num_seqs": 3, "max_model_len": 64, "page_size": 16, **options}
     config = engine_config(num_speculative_tokens=steps, **options)
     target = get(backend) if isinstance(backend, str) else backend
-    return Engine(TARGET, draft, target, config, draft_backend=draft_backend or get("torch_reference"))
+    return Engine(*pair, target, config, draft_backend=draft_backend or get("torch_reference"))
 
 
 def requests(new=10, **options):
@@ -83,12 +86,12 @@ KINDS = {
 
 
 @pytest.mark.parametrize(("name", "options"), KINDS.values(), ids=KINDS)
-def test_a_round_of_one_graph_says_and_keeps_what_two_do(drafts, name, options, monkeypatch):
-    backend = "triton_paged" if "tree" in options else "torch_reference"
+def test_a_round_of_one_graph_says_and_keeps_what_two_do(pairs, name, options, monkeypatch):
+    backend = "triton_paged" if name == "chain" else "torch_reference"
     asked = requests(logprobs=2 if "max_logprobs" in options else None)
     replayed, found = counted(monkeypatch), []
     for one_graph, graphs in ((None, 1), (False, 2)):
-        engine = make_engine(drafts[name], backend=backend, draft_backend=get(backend), one_graph=one_graph, **options)
+        engine = make_engine(pairs[name], backend=backend, one_graph=one_graph, **options)
         assert engine.round_plan.one_graph is (graphs == 1)
         results = engine.generate(asked)
         found.append((results, replace(engine.stats, launch_seconds=0)))
@@ -147,11 +150,11 @@ def test_one_graph_that_cannot_be_is_refused(options, reason):
 
 def test_a_target_without_graphs_runs_after_a_captured_draft():
     config = EngineConfig(drafter=DrafterConfig(num_speculative_tokens=3), graph_mode=GraphMode.NONE)
-    plan = Engine(TARGET, CHAIN, get("torch_reference"), config).round_plan
+    plan = Engine(*CHAIN, get("torch_reference"), config).round_plan
     assert plan == RoundPlan(False, "the target runs without graphs: its graph mode is none")
 
 
 def test_plain_decoding_has_no_plan_of_a_round_and_none_is_taken():
-    assert make_engine(None, steps=0).round_plan is None
+    assert make_engine((CHAIN[0], None), steps=0).round_plan is None
     with pytest.raises(BatchError, match=r"one_graph is False, and there is no draft.*Leave it out"):
-        make_engine(None, steps=0, one_graph=False)
+        make_engine((CHAIN[0], None), steps=0, one_graph=False)
