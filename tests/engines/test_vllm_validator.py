@@ -14,11 +14,10 @@ import torch
 
 from engines import vllm as plug_in
 from spec_decode.graphs import runtime_for
-from tests.engines.vllm_runner import NEEDS_VLLM, PAGE, PAGED, TOKENS, WIDTH, LatentRunner, Runner
+from tests.engines.vllm_runner import LATENT, NEEDS_VLLM, PAGE, PAGED, TOKENS, WIDTH, LatentRunner, Runner, backend_of
 from tests.factories import CPU
 
 pytestmark = NEEDS_VLLM
-LATENTS = "ATTN_BACKENDS_TRITON_MLA"
 LENS = [5, 150, 33]
 
 
@@ -149,7 +148,11 @@ class Served:
 
 
 def served(name):
-    return Served(LatentRunner() if name == LATENTS else Runner(name))
+    return Served(runner_of(name))
+
+
+def runner_of(name):
+    return LatentRunner(name) if name in LATENT else Runner(name)
 
 
 @pytest.fixture
@@ -164,7 +167,7 @@ def said(installed, monkeypatch):
     return lines
 
 
-@pytest.mark.parametrize("name", [*PAGED, LATENTS, "TRITON_ATTN", "FLASH_ATTN"])
+@pytest.mark.parametrize("name", [*PAGED, *LATENT, "TRITON_ATTN", "FLASH_ATTN"])
 def test_rounds_of_a_right_builder_show_no_difference(name, said, monkeypatch):
     if name == "FLASH_ATTN":
         from vllm.v1.attention.backends import flash_attn
@@ -179,19 +182,22 @@ def test_rounds_of_a_right_builder_show_no_difference(name, said, monkeypatch):
 
 @pytest.mark.parametrize(
     ("name", "field"),
-    [("FLASHINFER_IN_GRAPH", "plan."), (LATENTS, "decode.paged"), ("FLASH_ATTN", "scheduler_metadata")],
+    [
+        ("FLASHINFER_IN_GRAPH", "plan."),
+        ("FLASH_ATTN", "scheduler_metadata"),
+        *((name, "decode.paged") for name in LATENT),
+    ],
 )
 def test_an_update_that_does_nothing_is_found_with_group_step_and_field(name, field, said, monkeypatch):
     from vllm.v1.attention.backends import flash_attn
 
     monkeypatch.setattr(flash_attn, "get_scheduler_metadata", flash_attention_schedule)
-    if name == LATENTS:
-        from engines.vllm.v0_33 import mla
-
+    if name in LATENT:
         # What is made of the lengths is no view here, and nothing refreshes it.
-        build = mla.OURS.builder.build
-        monkeypatch.setattr(mla.OURS.builder, "build", lambda self, batch: frozen(build(self, batch)))
-    engine = Runner(name) if name != LATENTS else LatentRunner()
+        builder = backend_of(name).ours.builder
+        build = builder.build
+        monkeypatch.setattr(builder, "build", lambda self, batch: frozen(build(self, batch)))
+    engine = runner_of(name)
     monkeypatch.setattr(type(engine.builder), "update_draft_decode_metadata", lambda self, metadata: None)
     engine = Served(engine)
     engine.draft([5, 150, 33])
