@@ -2,35 +2,26 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 from torch import Tensor
 
 from attn_backends.base import AttentionBackend, KVCache, Sinks, check_forward_inputs
 from attn_backends.capabilities import Capabilities, Feature, FusedWrite, Sizes
-from attn_backends.fa3_providers import package_version
+from attn_backends.flashmla_version import flashmla_version
 from attn_backends.fused_writes import FusedLatentWrite
 from builders import AttentionKind, AttentionSpec
 from builders.flashmla import FlashMlaMetadata, FlashMlaSparseBuilder, load_flashmla
 
 flashmla = load_flashmla()
 
-_FOLDER = Path(flashmla.__file__).parent
 _HEADS = (64, 128)
-
-
-def _version() -> str:
-    if flashmla.__name__.startswith("vllm."):
-        return package_version("vllm", kernels=_FOLDER.parents[1], pattern="_flashmla_C*.so")
-    return package_version("tokenspeed-flashmla", "flash-mla", kernels=_FOLDER, pattern="cuda*.so")
 
 
 class FlashMlaSparse(FusedLatentWrite, AttentionBackend):
     """fp8_ds_mla by the decode kernel, every token a request of its own; bf16 by the prefill kernel."""
 
     name = "flashmla_sparse"
-    version = _version()
+    version = flashmla_version(flashmla)
     contract_version = (1, 2)
     builder = FlashMlaSparseBuilder
     capabilities = Capabilities(

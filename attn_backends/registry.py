@@ -69,6 +69,7 @@ _BUILT_IN = {
     "flashinfer_tensor_cores": _Registration("attn_backends.flashinfer:FlashInferTensorCores", "flashinfer"),
     "flashinfer_cuda_cores": _Registration("attn_backends.flashinfer:FlashInferCudaCores", "flashinfer"),
     "flashinfer_xqa": _Registration("attn_backends.flashinfer:FlashInferXqa", "flashinfer"),
+    "flashmla": _Registration("attn_backends.flashmla:FlashMla", "vllm"),
     "flashmla_sparse": _Registration("attn_backends.flashmla_sparse:FlashMlaSparse", "vllm"),
 }
 _registered = dict(_BUILT_IN)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 from inspect import signature
@@ -19,15 +20,17 @@ _TOKEN_BYTES = 584
 
 
 _MODULES = ("flash_mla.flash_mla_interface", "vllm.third_party.flashmla.flash_mla_interface")
-_SPARSE = {"flash_mla_sparse_fwd": {"attn_sink"}, "flash_mla_with_kvcache": {"indices", "attn_sink"}}
-"""The entries that are called, each with the arguments that older releases lack."""
+SPARSE = {"flash_mla_sparse_fwd": {"attn_sink"}, "flash_mla_with_kvcache": {"indices", "attn_sink"}}
+"""The entries that are called for lists of slots, each with the arguments that older releases lack."""
+DENSE = {"FlashMLASchedMeta": {"have_initialized"}, "flash_mla_with_kvcache": {"block_table", "cache_seqlens"}}
+"""The same for whole prefixes. Older releases schedule in a call of its own, which takes lengths."""
 
 
-def load_flashmla() -> Any:
+def load_flashmla(entries: Mapping[str, set[str]] = SPARSE) -> Any:
     """FlashMLA's module: from a package of its own if one is installed, else from vLLM's wheel.
 
-    Raises ImportError if neither is installed, and RuntimeError if the one found does not load or has no sparse
-    attention with sinks; the other is not tried then.
+    Raises ImportError if neither is installed, and RuntimeError if the one found does not load or lacks one of the
+    entries or an argument of it; the other is not tried then.
     """
     for name in _MODULES:
         package = name.partition(".")[0]
@@ -38,7 +41,7 @@ def load_flashmla() -> Any:
             if isinstance(error, ModuleNotFoundError) and error.name == package:
                 continue
             raise RuntimeError(f"{name} is installed and cannot be used: {type(error).__name__}: {error}") from error
-        for entry, needed in _SPARSE.items():
+        for entry, needed in entries.items():
             found = set(signature(getattr(module, entry)).parameters) if hasattr(module, entry) else set()
             if missing := sorted(needed - found):
                 raise RuntimeError(f"{name} is too old: its {entry} must take {' and '.join(missing)}")

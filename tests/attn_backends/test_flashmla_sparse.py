@@ -37,7 +37,7 @@ Install = Callable[..., None]
 @pytest.fixture
 def install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Install]:
     """Puts a package's module on disk; what is not put there is absent, and nobody has loaded the backend."""
-    ours = ("flash_mla", "vllm", "attn_backends.flashmla_sparse")
+    ours = ("flash_mla", "vllm", "attn_backends.flashmla")
     before = {name: module for name, module in sys.modules.items() if name.startswith(ours)}
     for name in before:
         del sys.modules[name]
@@ -99,6 +99,12 @@ def test_an_older_release_is_refused_and_the_other_package_not_tried(case: str, 
     install(OWN, OLD[case])
     with pytest.raises(BrokenBackend, match=f"{OWN} is too old: its flash_mla_.* must take .*attn_sink"):
         registry.get("flashmla_sparse")
+
+
+def test_dense_decode_needs_a_release_that_schedules_in_its_calls(install: Install) -> None:
+    install(VLLM)
+    with pytest.raises(BrokenBackend, match=f"{VLLM} is too old: its FlashMLASchedMeta must take have_initialized"):
+        registry.get("flashmla")
 
 
 def test_a_build_that_does_not_load_is_refused_in_its_own_words(install: Install) -> None:

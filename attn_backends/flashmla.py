@@ -1,0 +1,80 @@
+"""FlashMLA's dense decode on Hopper, in whichever package has it: DeepSeek's latent attention in absorbed form."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from attn_backends.base import AttentionBackend, KVCache, Sinks, check_forward_inputs
+from attn_backends.capabilities import Capabilities, Feature, FusedWrite, Sizes
+from attn_backends.flashmla_version import flashmla_version
+from attn_backends.fused_writes import FusedLatentWrite
+from builders import AttentionKind, AttentionSpec
+from builders.flashmla import DENSE, load_flashmla
+from builders.flashmla_dense import FlashMlaDenseBuilder, FlashMlaDenseMetadata
+
+flashmla = load_flashmla(DENSE)
+
+_LATENT, _ROTARY = 512, 64
+
+
+class FlashMla(FusedLatentWrite, AttentionBackend):
+    """Latents of 512 dims beside 64 rotary ones, in pages of 64 tokens; any number of heads fills its tiles of 64 rows.
+
+    One call serves rows of a few query tokens each, as drafts and verification have. Other batches, such as prompts,
+    take a call for every row and 128 of its tokens.
+    """
+
+    name = "flashmla"
+    version = flashmla_version(flashmla)
+    contract_version = (1, 2)
+    builder = FlashMlaDenseBuilder
+    capabilities = Capabilities(
+        devices=("cuda",),
+        dtypes=(torch.bfloat16,),
+        head_dims=Sizes(minimum=_LATENT + _ROTARY, maximum=_LATENT + _ROTARY),
+        value_dims=Sizes(minimum=_LATENT, maximum=_LATENT),
+        page_sizes=Sizes(minimum=64, maximum=64),
+        features=frozenset({Feature.GQA, Feature.VALUE_DIM, Feature.NON_CAUSAL}),
+        fused_writes=frozenset({FusedWrite.KV_A_NORM_ROPE}),
+        required=frozenset({Feature.VALUE_DIM}),
+        kinds=(AttentionKind.MLA,),
+        compute_capability=(9, 0),
+        one_major_version=True,
+    )
+
+    def forward(
+        self,
+        query: Tensor,
+        cache: KVCache,
+        metadata: FlashMlaDenseMetadata,
+        *,
+        spec: AttentionSpec,
+        sinks: Sinks = None,
+    ) -> Tensor:
+        check_forward_inputs(query, cache, metadata, spec, sinks)
+        query, table, lens = query.contiguous(), metadata.block_table, metadata.kv_lens
+        if not metadata.chunks:
+            rows = query.unflatten(0, (metadata.num_reqs, metadata.max_query_len))
+            return _attend(rows, cache, table, lens, spec).flatten(0, 1)
+        out = query.new_zeros(*query.shape[:2], spec.out_dim)
+        for at, (row, start, end, _) in enumerate(metadata.chunks):
+            its_table, its_len = table[row : row + 1], lens[at : at + 1]
+            out[start:end] = _attend(query[None, start:end], cache, its_table, its_len, spec)[0]
+        return out
+
+
+def _attend(query: Tensor, cache: KVCache, block_table: Tensor, kv_lens: Tensor, spec: AttentionSpec) -> Tensor:
+    """query [rows, tokens a row, num_q_heads, head_dim]; returns [..., value_dim]."""
+    out: Tensor = flashmla.flash_mla_with_kvcache(
+        q=query,
+        k_cache=cache.key,
+        block_table=block_table,
+        cache_seqlens=kv_lens,
+        head_dim_v=spec.out_dim,
+        # A new one, for which the call makes a schedule on the device: an old one would drop tokens, or read others.
+        tile_scheduler_metadata=flashmla.FlashMLASchedMeta(),
+        softmax_scale=spec.softmax_scale,
+        causal=spec.causal,
+    )[0]
+    return out

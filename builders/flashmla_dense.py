@@ -1,0 +1,86 @@
+"""Metadata of FlashMLA over whole prefixes: views, and the calls that a batch takes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from builders.batch import AttentionBatch
+from builders.contract import AdvanceLevel, AdvanceSupport, GraphSupport
+from builders.metadata import BatchMetadata, BatchMetadataBuilder
+from builders.spec import AttentionSpec
+
+
+class QueryChunk(NamedTuple):
+    """Query tokens start to end of a batch, all of one row, which has `behind` query tokens after them."""
+
+    row: int
+    start: int
+    end: int
+    behind: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FlashMlaDenseMetadata(BatchMetadata):
+    """Views where one call serves the batch: one of few query tokens, as many in each row. Else a call for each chunk.
+
+    kv_lens  int32 [num_reqs], or [number of chunks]   tokens that a call attends to: seq_lens, or those of a chunk
+    """
+
+    chunks: tuple[QueryChunk, ...]
+    """Empty where one call serves the batch."""
+    kv_lens: torch.Tensor
+
+
+class FlashMlaDenseBuilder(BatchMetadataBuilder[FlashMlaDenseMetadata]):
+    """Makes no schedule, so the kernel makes one on the device in every call.
+
+    A schedule is right only for the lengths that it was made for. How it is laid out differs between releases, and
+    FlashMLA makes one only together with attention, so nothing else could refresh it.
+    """
+
+    graph_support = GraphSupport.UNIFORM_BATCH
+    step_fields = ("seq_lens", "slot_mapping", "kv_lens")
+
+    _MOST_TOKENS = 128
+    """Query tokens of a row in one call: partial results, in fp32, take 0.5 MB a token of 128 heads."""
+
+    def allocate(self) -> None:
+        self._kv_lens = torch.zeros(self.max_tokens, dtype=torch.int32, device=self.device)
+
+    @classmethod
+    def advance_support(cls, spec: AttentionSpec, device: torch.device) -> AdvanceSupport:
+        return AdvanceSupport(AdvanceLevel.IN_GRAPH, "step fields are views; the kernel schedules itself in each call")
+
+    def build(self, batch: AttentionBatch, *, horizon: int = 0) -> FlashMlaDenseMetadata:
+        self.check_horizon(batch, horizon)
+        chunks = () if batch.uniform and batch.max_query_len <= self._MOST_TOKENS else self._chunks_of(batch)
+        metadata = FlashMlaDenseMetadata(
+            **self.batch_fields(batch),
+            chunks=chunks,
+            kv_lens=self._kv_lens[: len(chunks)] if chunks else batch.seq_lens,
+        )
+        self.advance(metadata)
+        return metadata
+
+    def advance(self, metadata: FlashMlaDenseMetadata) -> None:
+        lens = metadata.kv_lens
+        for at, chunk in enumerate(metadata.chunks):
+            seen = metadata.seq_lens[chunk.row : chunk.row + 1]
+            torch.sub(seen, chunk.behind if self.spec.causal else 0, out=lens[at : at + 1])
+        if metadata.chunks:
+            lens.clamp_(min=0)
+
+    def _chunks_of(self, batch: AttentionBatch) -> tuple[QueryChunk, ...]:
+        """Reads the query lengths, and waits for the device if the host does not know them."""
+        lens = batch.host_query_lens or batch.query_start_loc.diff().tolist()
+        chunks, start = [], 0
+        for row, query_len in enumerate(lens):
+            end = start + query_len
+            for at in range(start, end, self._MOST_TOKENS):
+                until = min(at + self._MOST_TOKENS, end)
+                chunks.append(QueryChunk(row, at, until, end - until))
+            start = end
+        return tuple(chunks)

@@ -1,0 +1,102 @@
+"""The backend flashmla by the conformance kit, over a stand-in for its kernels."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from builders import AttentionBatch
+from builders.flashmla_dense import FlashMlaDenseBuilder
+from spec_decode.conformance import ConformanceFailure, check_backend
+from spec_decode.testing.outcome import Outcome
+from tests import flashmla_stand_in as stand_in
+from tests.factories import CPU, make_spec
+from tests.flashmla_stand_in import installed
+
+
+@pytest.fixture(scope="module")
+def backend():
+    with installed() as made:
+        yield made
+
+
+@pytest.mark.parametrize("family", ["contract", "builder", "poison", "graph", "refusal"])
+def test_it_passes_the_kit(backend, family):
+    check_backend(backend, device=CPU, families=[family])
+
+
+def test_attention_is_right(backend):
+    report = check_backend(backend, device=CPU, checks=["numerics.*"])
+    served = {result.case.partition("-")[0] for result in report.results if result.outcome is Outcome.PASS}
+    assert {"base", "deepseek_v3", "page_64", "heads_1", "heads_20", "heads_128", "length_4099"} <= served
+    assert served.isdisjoint({"page_1", "page_16", "window", "fp8_cache"})
+
+
+@pytest.mark.parametrize("check", ["numerics.*", "builder.advance_attends_right", "graph.replay_equals_eager"])
+def test_rows_of_many_query_tokens_are_attended_to_in_chunks(backend, check, monkeypatch):
+    monkeypatch.setattr(FlashMlaDenseBuilder, "_MOST_TOKENS", 3)
+    report = check_backend(backend, device=CPU, checks=[f"{check}[[]base-*", f"{check}[[]bf16-*"])
+    assert any(result.outcome is Outcome.PASS for result in report.results)
+
+
+KILLERS = (
+    "builder.advance_attends_right",
+    "graph.replay_equals_eager",
+    "graph.loop_replays_over_other_batches",
+    "graph.blocks_replay_over_other_batches",
+)
+
+
+@pytest.mark.parametrize("killer", KILLERS)
+def test_a_schedule_that_outlives_its_call_is_found(backend, killer, monkeypatch):
+    """As FlashMLA offers it to callers whose lengths stay: it leaves out the blocks that a request grew into."""
+    kept = []
+
+    class Keeping(type(backend)):
+        def forward(self, query, cache, metadata, *, spec, sinks=None):
+            known = [schedule for its, schedule in kept if its is metadata]
+            if not known:
+                kept.append((metadata, stand_in.FlashMLASchedMeta()))
+            module = type(backend).__mro__[1].forward.__globals__["flashmla"]
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(module, "FlashMLASchedMeta", lambda: (known or [kept[-1][1]])[0])
+                return super().forward(query, cache, metadata, spec=spec, sinks=sinks)
+
+    with pytest.raises(ConformanceFailure, match=f"{killer}.*attention over the logical prefix"):
+        check_backend(Keeping(), device=CPU, checks=[f"{killer}[[]base-*"])
+
+
+def ragged() -> AttentionBatch:
+    """Rows of 5, 1 and 4 query tokens, the last one padding by its length."""
+    return AttentionBatch(
+        num_reqs=3, num_tokens=10, max_query_len=5, max_seq_len=128, uniform=False,
+        query_start_loc=torch.tensor([0, 5, 6, 10], dtype=torch.int32),
+        seq_lens=torch.tensor([7, 70, 0], dtype=torch.int32), positions=torch.zeros(10, dtype=torch.int64),
+        block_table=torch.zeros(3, 2, dtype=torch.int32), slot_mapping=torch.zeros(10, dtype=torch.int64),
+        host_query_lens=(5, 1, 4),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("causal", "lens"), [(True, [5, 7, 70, 0, 0]), (False, [7, 7, 70, 0, 0])])
+def test_a_chunk_sees_its_row_up_to_its_last_token(causal, lens, monkeypatch):
+    monkeypatch.setattr(FlashMlaDenseBuilder, "_MOST_TOKENS", 3)
+    spec = make_spec(num_q_heads=4, num_kv_heads=1, head_dim=576, page_size=64, causal=causal)
+    builder = FlashMlaDenseBuilder(spec, CPU, max_reqs=3, max_tokens=10, max_seq_len=128)
+    batch = ragged()
+    metadata = builder.build(batch)
+    assert [chunk[:3] for chunk in metadata.chunks] == [(0, 0, 3), (0, 3, 5), (1, 5, 6), (2, 6, 9), (2, 9, 10)]
+    assert metadata.kv_lens.tolist() == lens
+
+    assert builder.build(replace(batch, host_query_lens=None)).chunks == metadata.chunks
+    batch.seq_lens.add_(batch.seq_lens.sign())
+    builder.advance(metadata)
+    assert metadata.kv_lens.tolist() == [length + 1 if length else 0 for length in lens]
+
+
+def test_a_batch_that_one_call_serves_is_views_of_it():
+    spec = make_spec(num_q_heads=4, num_kv_heads=1, head_dim=576, page_size=64)
+    batch = replace(ragged(), uniform=True, num_tokens=15)
+    metadata = FlashMlaDenseBuilder(spec, CPU, max_reqs=3, max_tokens=15, max_seq_len=128).build(batch)
+    assert metadata.chunks == () and metadata.kv_lens is batch.seq_lens
