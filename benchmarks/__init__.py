@@ -35,7 +35,7 @@ __all__ = ["CASES", "CPU_CASES", "SUITES", "Bench", "run"]
 
 _DECODE = {
     "sparse-decode": "sparse_swa_mla beside FlashMLA, over fp8_ds_mla and over bf16",
-    "mla-decode": "triton_mla beside the latent attention of FlashInfer and FlashAttention-3",
+    "mla-decode": "triton_mla and flashmla beside the latent attention of FlashInfer and FlashAttention-3",
     "paged-decode": "triton_paged beside FlashAttention-3 and FlashInfer on tensor cores",
     "flashinfer-decode": "flashinfer's choice beside each kernel it has, by query heads a KV head",
 }

@@ -67,6 +67,13 @@ COMPARISONS = (
         specs=tuple(replace(MLA, num_q_heads=heads, page_size=32) for heads in (16, 128)),
     ),
     PeerComparison(
+        case="mla-decode",
+        backend="flashmla",
+        peers={"flashinfer_mla": flashinfer_mla, "triton_mla": by_backend("triton_mla")},
+        max_ratio=1.2,
+        specs=tuple(replace(MLA, num_q_heads=heads) for heads in (16, 128)),
+    ),
+    PeerComparison(
         case="paged-decode",
         backend="triton_paged",
         peers={"flash_attn3": by_backend("flash_attn3"), "flashinfer": flashinfer_decode},
