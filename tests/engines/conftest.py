@@ -10,7 +10,7 @@ import pytest
 from attn_backends import registry
 from builders.kernels.triton_runtime import torch_implementations
 from engines import vllm as plug_in
-from tests import flash_attn3_stand_in
+from tests import flash_attn3_stand_in, flashmla_stand_in
 from tests.engines import vllm_flashinfer as stand_in
 
 
@@ -38,7 +38,7 @@ def vllm_kernels(vllm_inside, monkeypatch):
     """Our backends over stand-ins for their kernels, where vLLM finds them by our names."""
     from engines.vllm.v0_33.backend import class_named
 
-    for name in flash_attn3_stand_in.BACKENDS:
+    for name in (*flash_attn3_stand_in.BACKENDS, "flashmla"):
         monkeypatch.setitem(registry._loaded, name, over_stand_in(name))
     class_named.cache_clear()
     yield
@@ -47,5 +47,5 @@ def vllm_kernels(vllm_inside, monkeypatch):
 
 @cache
 def over_stand_in(name):
-    with flash_attn3_stand_in.installed(name) as ours:
+    with flashmla_stand_in.installed() if name == "flashmla" else flash_attn3_stand_in.installed(name) as ours:
         return ours

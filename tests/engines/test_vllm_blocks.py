@@ -25,6 +25,7 @@ from tests.engines.vllm_runner import (
     HEADS,
     KV_HEADS,
     LATENT,
+    LATENT_LAYER,
     NEEDS_VLLM,
     PAGE,
     PAGED,
@@ -141,8 +142,8 @@ class Drafted:
         prepare_dflash_inputs(
             runner.inputs, runner.slots, *context_and_samples, zero.clone(), zero.long(),
             batch, num_sampled=one, num_rejected=one, last_sampled=any_token, next_prefill_tokens=any_token,
-            input_temperature=zero, input_seeds=zero.long(), block_table=runner.table, block_size=PAGE, cp_rank=0,
-            cp_size=1, cp_interleave=1, parallel_drafting_token_id=3, num_query_per_req=length,
+            input_temperature=zero, input_seeds=zero.long(), block_table=runner.table, block_size=runner.page,
+            cp_rank=0, cp_size=1, cp_interleave=1, parallel_drafting_token_id=3, num_query_per_req=length,
             num_speculative_steps=length - 1, max_num_reqs=rows, max_num_tokens=self.tokens,
             max_model_len=runner.config.model_config.max_model_len,
         )  # fmt: skip
@@ -207,14 +208,14 @@ def test_vllm_selects_ours_for_a_block_draft(name):
 
 @pytest.mark.parametrize("name", LATENT)
 def test_vllm_selects_ours_for_a_block_draft_of_latents(name):
-    assert select(name, use_non_causal=True, head_size=576, use_mla=True)
+    assert select(name, use_non_causal=True, **LATENT_LAYER)
 
 
 @pytest.mark.parametrize("name", [name for name in plug_in.NAMES if name != FLASHINFER])
 def test_kernels_without_blocks_are_refused_with_vllms_reason_and_ours(name, monkeypatch):
     """Its capabilities decide: those of FlashAttention-3 are its provider's."""
     without_blocks(monkeypatch, backend_of(name))
-    latents = {"head_size": 576, "use_mla": True} if name in LATENT else {}
+    latents = LATENT_LAYER if name in LATENT else {}
     ours = "" if name in LATENT else ".*has no non_causal"
     with pytest.raises(ValueError, match=f"non-causal attention not supported{ours}"):
         select(name, use_non_causal=True, **latents)

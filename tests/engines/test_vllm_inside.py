@@ -15,6 +15,7 @@ import torch
 from attn_backends import registry
 from engines import vllm as plug_in
 from spec_decode.graphs import runtime_for
+from tests import flashmla_stand_in
 from tests.builders.flashinfer.host_planner import read_plan
 from tests.engines import vllm_flashinfer
 from tests.engines.vllm_runner import (
@@ -22,6 +23,7 @@ from tests.engines.vllm_runner import (
     HEADS,
     KV_HEADS,
     LATENT,
+    LATENT_LAYER,
     NEEDS_VLLM,
     PAGE,
     PAGED,
@@ -44,7 +46,7 @@ def test_a_class_says_the_name_that_vllm_knows_it_by(name):
     assert backend_of(name).get_name() == name
 
 
-@pytest.mark.parametrize("name", [name for name in plug_in.NAMES if "FLASH_ATTN3" in name])
+@pytest.mark.parametrize("name", [name for name in plug_in.NAMES if "FLASH_ATTN3" in name or "FLASHMLA" in name])
 def test_without_its_kernels_a_name_has_no_class_and_the_reason(name, monkeypatch):
     ours = name.removeprefix("ATTN_BACKENDS_").lower()
     monkeypatch.delitem(registry._loaded, ours)
@@ -107,11 +109,21 @@ def test_vllm_selects_a_backend_by_its_name(name):
         (LATENT[0], {"head_size": 576, "use_mla": True, "use_sparse": True}, "sparse not supported"),
         (LATENT[0], {"head_size": 576, "use_mla": True, "dtype": torch.float32}, "dtype not"),
         (PAGED[1], {"head_size": 512}, "head_size not supported"),
-        (LATENT[1], {"head_size": 512, "use_mla": True}, "head_size not supported"),
-        (LATENT[1], {"head_size": 576, "use_mla": True, "dtype": torch.float16}, "dtype not supported"),
-        (LATENT[1], {"head_size": 576, "use_mla": True, "block_size": 8}, "block_size not supported"),
-        (LATENT[1], {"head_size": 576, "use_mla": True, "kv_cache_dtype": "fp8"}, "kv_cache_dtype not supported"),
-        (LATENT[1], {"head_size": 576, "use_mla": True, "use_batch_invariant": True}, "batch invariance not supported"),
+        *(
+            (name, {**LATENT_LAYER, **changes}, reason)
+            for name in LATENT[1:]
+            for changes, reason in (
+                ({"head_size": 512}, "head_size not supported"),
+                ({"dtype": torch.float16}, "dtype not supported"),
+                ({"block_size": 8}, "block_size not supported"),
+                ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype not supported"),
+                ({"use_batch_invariant": True}, "batch invariance not supported"),
+                ({"use_dcp": True}, "DCP not supported"),
+                ({"use_sparse": True}, "sparse not supported"),
+                ({"use_adaptive_verification": True}, "device-cpu query lens mismatch not supported"),
+            )
+        ),
+        (LATENT[2], {**LATENT_LAYER, "block_size": 32}, "block_size not supported"),
         *((name, {"use_pcp": True}, "PCP not supported") for name in PAGED),
         *((name, {"block_size": 8}, "block_size not supported") for name in PAGED),
         *((name, {"attn_type": "encoder"}, "attention type encoder not supported") for name in PAGED),
@@ -131,9 +143,9 @@ def test_vllm_shows_the_reason_against_a_model(name, changes, reason):
         (PAGED[1], (7, 5), False),
         (PAGED[1], (10, 0), False),
         (PAGED[2], (10, 0), False),
-        (LATENT[1], (9, 0), True),
-        (LATENT[1], (8, 0), False),
-        (LATENT[1], (10, 0), False),
+        *((name, (9, 0), True) for name in LATENT[1:]),
+        *((name, (8, 0), False) for name in LATENT[1:]),
+        *((name, (10, 0), False) for name in LATENT[1:]),
         (LATENT[0], (9, 0), True),
         (LATENT[0], (7, 5), False),
     ],
@@ -339,10 +351,9 @@ def test_latents_are_attended_to_over_vllms_metadata(name, query_len):
         assert_attends(runner, runner.group.build_metadata(runner.common()), lens)
 
 
-@pytest.mark.parametrize("name", LATENT)
-def test_a_captured_draft_loop_of_latents_replays_over_batches_that_it_never_saw(name):
-    """As vLLM's fused loop: every step updates, attends and moves the lengths, all in one graph of a dummy batch."""
-    runner = LatentRunner(name)
+def replay_draft_loop(runner):
+    """vLLM's fused loop, in one graph of a dummy batch, over batches that it never saw: every step updates, attends and
+    moves the lengths."""
     runner.fill([1] * runner.ROWS)
     metadata = runner.group.build_metadata_for_cudagraph_capture(runner.common())
     query = torch.zeros(runner.ROWS, HEADS, runner.head_dim, dtype=torch.bfloat16)
@@ -363,6 +374,24 @@ def test_a_captured_draft_loop_of_latents_replays_over_batches_that_it_never_saw
             found = out[: len(lens)].double()
             truth = runner.truth(query, [length + step for length in lens])
             torch.testing.assert_close(found, truth, atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("name", LATENT)
+def test_a_captured_draft_loop_of_latents_replays_over_batches_that_it_never_saw(name):
+    replay_draft_loop(LatentRunner(name))
+
+
+def test_a_draft_loop_that_kept_its_schedule_would_attend_wrongly(monkeypatch):
+    """What FLASHMLA of vLLM would do if it only claimed the update: the schedule of the captured step stays."""
+    kept = flashmla_stand_in.FlashMLASchedMeta()
+    monkeypatch.setattr(kernels_of(LATENT[2], "flashmla"), "FlashMLASchedMeta", lambda: kept)
+    with pytest.raises(AssertionError, match="Tensor-likes are not close"):
+        replay_draft_loop(LatentRunner(LATENT[2]))
+
+
+def kernels_of(name, attribute):
+    """A global of the module of our backend that vLLM knows by a name."""
+    return type(backend_of(name).ours).__mro__[1].forward.__globals__[attribute]
 
 
 def test_a_layer_of_latents_returns_no_logsumexp():
@@ -390,15 +419,19 @@ def test_a_layer_of_latents_with_what_ours_lacks_is_refused_when_it_is_made(extr
 
 
 def test_a_build_without_kernels_for_latents_is_refused_with_the_reason(monkeypatch):
-    provider = type(backend_of(LATENT[1]).ours).__mro__[1].forward.__globals__["PROVIDER"]
-    monkeypatch.setattr(provider, "latent_query", None)
+    monkeypatch.setattr(kernels_of(LATENT[1], "PROVIDER"), "latent_query", None)
     with pytest.raises(ValueError, match=r"not valid for this configuration.*values wider than keys"):
-        select(LATENT[1], head_size=576, use_mla=True)
+        select(LATENT[1], **LATENT_LAYER)
 
 
 @pytest.mark.parametrize(
     ("name", "block", "page"),
-    [(PAGED[2], 64, 64), (PAGED[2], 128, 64), (LATENT[1], 16, 16), (LATENT[1], 64, 32), (LATENT[0], 48, 48)],
+    [
+        *((PAGED[2], block, 64) for block in (64, 128)),
+        *((LATENT[1], block, 32) for block in (32, 64)),
+        *((LATENT[2], block, 64) for block in (64, 128)),
+        (LATENT[0], 48, 48),
+    ],
 )
 def test_vllm_divides_its_blocks_into_pages_that_the_kernels_read_right(name, block, page):
     from vllm.v1.worker.utils import select_common_block_size

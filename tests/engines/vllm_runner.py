@@ -27,7 +27,9 @@ NEEDS_VLLM = [
 PAGE, WIDTH, TOKENS = 16, 12, 4
 HEADS, KV_HEADS, DIM = 4, 2, 64
 PAGED = ("ATTN_BACKENDS_TRITON_PAGED", "FLASHINFER_IN_GRAPH", "ATTN_BACKENDS_FLASH_ATTN3")
-LATENT = ("ATTN_BACKENDS_TRITON_MLA", "ATTN_BACKENDS_FLASH_ATTN3_MLA")
+LATENT = ("ATTN_BACKENDS_TRITON_MLA", "ATTN_BACKENDS_FLASH_ATTN3_MLA", "ATTN_BACKENDS_FLASHMLA")
+LATENT_LAYER = {"head_size": 576, "use_mla": True, "block_size": 64}
+"""DeepSeek-V3's, as `select` takes it."""
 
 
 def backend_of(name):
@@ -53,7 +55,7 @@ def select(name, **changes):
 class Runner:
     """vLLM's persistent buffers of one KV group, and its own AttentionGroup over them, for up to 8 rows."""
 
-    ROWS = 8
+    ROWS, page = 8, PAGE
     head_dim = value_dim = DIM
 
     def __init__(
@@ -89,12 +91,12 @@ class Runner:
         self.allocate()
         self.cache = torch.randn(100, KV_HEADS, PAGE, 2 * DIM, generator=torch.Generator().manual_seed(0)).to(dtype)
 
-    def remake(self, kernel_block=PAGE):
+    def remake(self, kernel_block=None):
         """The group's builders anew, as vLLM makes them."""
         from vllm.config import set_current_vllm_config
 
         with set_current_vllm_config(self.config):
-            self.group.create_metadata_builders(self.config, CPU, kernel_block_size=kernel_block)
+            self.group.create_metadata_builders(self.config, CPU, kernel_block_size=kernel_block or self.page)
 
     def allocate(self):
         query_len = self.query_len
@@ -128,7 +130,7 @@ class Runner:
             num_reqs=rows,
             num_actual_tokens=rows * self.query_len,
             max_query_len=self.query_len,
-            max_seq_len=WIDTH * PAGE,
+            max_seq_len=WIDTH * self.page,
             block_table_tensor=self.table[:rows],
             slot_mapping=self.slots[: rows * self.query_len],
             positions=self.positions[: rows * self.query_len],
@@ -197,7 +199,7 @@ def assert_attends(runner, metadata, lens):
 
 
 class LatentRunner(Runner):
-    """The same for latents of 512 + 64 dims, with vLLM's builder of their metadata and its layer's decode."""
+    """The same for latents of 512 + 64 dims, in the smallest pages that the kernels read, with the layer's decode."""
 
     head_dim, value_dim = 576, 512
 
@@ -208,7 +210,9 @@ class LatentRunner(Runner):
 
         from engines.vllm.conformance.config import LAYER, config_of
 
-        spec = make_spec(num_q_heads=HEADS, num_kv_heads=1, head_dim=576, page_size=PAGE)
+        backend = backend_of(name)
+        self.page = backend.get_preferred_block_size(PAGE)
+        spec = make_spec(num_q_heads=HEADS, num_kv_heads=1, head_dim=576, page_size=self.page)
         self.config, self.query_len, self.layer_name = config_of(spec, TOKENS), query_len, LAYER
         self.causal, self.window = causal, None
         self.config.model_config.model_arch_config.head_size = 576
@@ -218,8 +222,7 @@ class LatentRunner(Runner):
             **dims, q_lora_rank=None, prefill_backend=prefill, non_causal_multi_token_decode=not causal
         )
         self.config.compilation_config.static_forward_context = {LAYER: layer}
-        backend = backend_of(name)
-        group = MLAAttentionSpec(block_size=PAGE, num_kv_heads=1, head_size=576, dtype=torch.bfloat16)
+        group = MLAAttentionSpec(block_size=self.page, num_kv_heads=1, head_size=576, dtype=torch.bfloat16)
         with set_current_vllm_config(self.config), default_dtype(torch.bfloat16):
             names = ("alibi_slopes", "sliding_window", "logits_soft_cap", "kv_sharing_target_layer_name")
             numbers = {"num_heads": HEADS, "head_size": 576, "scale": 0.1, "num_kv_heads": 1, "kv_cache_dtype": "auto"}
@@ -228,7 +231,7 @@ class LatentRunner(Runner):
             self.group = AttentionGroup(backend, [LAYER], group, 0)
         self.remake()
         self.allocate()
-        self.cache = torch.randn(100, PAGE, 576, generator=torch.Generator().manual_seed(0)).bfloat16()
+        self.cache = torch.randn(100, self.page, 576, generator=torch.Generator().manual_seed(0)).bfloat16()
 
     def common(self, rows=None):
         return super().common(rows).replace(is_prefilling=torch.zeros(rows or self.ROWS, dtype=torch.bool))
@@ -239,7 +242,7 @@ class LatentRunner(Runner):
     def truth(self, query, lens):
         rows = []
         for row, length in enumerate(lens):
-            pages = self.table[row, : -(-length // PAGE)].long()
+            pages = self.table[row, : -(-length // self.page)].long()
             latents = self.cache[pages].flatten(0, 1)[:length].double()
             for token in range(self.query_len):
                 seen = latents[self.seen(length, token)]

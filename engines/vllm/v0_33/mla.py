@@ -163,7 +163,7 @@ class LatentBackend(OurBackend, MLACommonBackend):
         return [*super().validate_configuration(*args, **asked), *ours]
 
 
-_CLASSES = {class_name(name): name for name in ("triton_mla", "flash_attn3_mla")}
+_CLASSES = {class_name(name): name for name in ("triton_mla", "flash_attn3_mla", "flashmla")}
 
 
 def __getattr__(attribute: str) -> type[LatentBackend]:
