@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -150,16 +151,20 @@ def joined(*generators: Cases) -> Cases:
     return lambda subject: [case for generate in generators for case in generate(subject)]
 
 
-def _specs(subject: Subject) -> Iterable[tuple[str, AttentionSpec]]:
+def _specs(subject: Subject) -> Iterator[tuple[str, AttentionSpec]]:
     """Every variant of the base spec, then those of the other kinds that the backend claims, named after the kind."""
     base = subject.base_spec()
-    for variant, changes in _VARIANTS[base.kind].items():
-        yield variant, _changed(base, changes)
+    yield from _variants_of(base)
     for kind in subject.backend.capabilities.kinds:
         if kind is not base.kind:
             plain = AttentionSpec(kind=kind, dtype=base.dtype, **PLAIN_SPECS[kind][0])
-            for variant, changes in _VARIANTS[kind].items():
-                yield f"{kind.value}_{variant}", _changed(plain, changes)
+            yield from ((f"{kind.value}_{variant}", spec) for variant, spec in _variants_of(plain))
+
+
+@cache
+def _variants_of(base: AttentionSpec) -> list[tuple[str, AttentionSpec]]:
+    """Once a spec: every check of a backend asks for them."""
+    return [(variant, _changed(base, changes)) for variant, changes in _VARIANTS[base.kind].items()]
 
 
 def _with_batches(variant: str, spec: AttentionSpec, batches: dict[str, Batch]) -> list[tuple[str, Case]]:

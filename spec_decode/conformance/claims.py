@@ -11,7 +11,7 @@ from attn_backends import Feature, FusedWrite
 from builders import AdvanceLevel, AttentionKind, GraphSupport
 from spec_decode.conformance import coverage
 from spec_decode.conformance.cases import tested_values
-from spec_decode.conformance.coverage import EVERYTHING, strategy_column, unsupported_reason
+from spec_decode.conformance.coverage import EVERYTHING, strategy_column, unsupported_strategies
 from spec_decode.conformance.report import Claim
 from spec_decode.drafter import Strategy
 from spec_decode.testing.outcome import Unsupported
@@ -67,7 +67,7 @@ def _advance(subject: Subject) -> Claim:
 
 
 def _strategy(strategy: Strategy, subject: Subject) -> Claim:
-    reason = unsupported_reason(subject, strategy)
+    reason = unsupported_strategies(subject).get(strategy, "")
     return Claim(claimed=not reason, reason=reason)
 
 

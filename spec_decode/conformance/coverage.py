@@ -104,24 +104,28 @@ def _of_batch(batch: Batch) -> Iterator[str]:
         yield "mode:decode" if query == 1 else "mode:prefill" if query == length else "mode:extend"
 
 
-def unsupported_reason(subject: Subject, strategy: Strategy) -> str:
-    """Why a drafter over this backend alone cannot run the strategy; empty when it can."""
+def unsupported_strategies(subject: Subject) -> dict[Strategy, str]:
+    """Why a drafter over this backend alone cannot run a strategy; those that it can run are left out."""
+    found: dict[Strategy, str] = {}
     try:
         group = KVGroup(name="draft", backend=subject.backend, spec=subject.base_spec(), caches={})
         facts, no_loop = group.facts(subject.device), loop_unsupported_reason(subject.device)
-        choose([facts], 4, GraphMode.FULL, forced=strategy, loop_unsupported_reason=no_loop)
-    except StrategyError as error:
-        return str(error)
+        for strategy in Strategy:
+            try:
+                choose([facts], 4, GraphMode.FULL, forced=strategy, loop_unsupported_reason=no_loop)
+            except StrategyError as error:
+                found[strategy] = str(error)
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # a plug-in's builder may fail in any way; its checks report it too
-        return f"cannot be asked: {type(error).__name__}: {error}"
-    return ""
+        return dict.fromkeys(Strategy, f"cannot be asked: {type(error).__name__}: {error}")
+    return found
 
 
 def supported_strategies(subject: Subject) -> list[Strategy]:
-    """Those without a reason, in the enum's order."""
-    return [strategy for strategy in Strategy if not unsupported_reason(subject, strategy)]
+    """Those that a drafter over this backend alone can run, in the enum's order."""
+    refused = unsupported_strategies(subject)
+    return [strategy for strategy in Strategy if strategy not in refused]
 
 
 def strategy_column(strategy: Strategy) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from itertools import product
 from typing import Any
 
@@ -59,8 +60,7 @@ class Subject:
         dtypes = sorted(self.backend.capabilities.dtypes, key=lambda dtype: -torch.finfo(dtype).bits)
         reasons: list[str] = []
         for kind, dtype in product(self.backend.capabilities.kinds, dtypes):
-            for fields in PLAIN_SPECS[kind]:
-                spec = AttentionSpec(kind=kind, dtype=dtype, **fields)
+            for spec in _plain_specs(kind, dtype):
                 answer = self.backend.supports(spec, self.device)
                 if not isinstance(answer, Rejected):
                     return spec
@@ -81,6 +81,11 @@ class Subject:
         support = self.backend.builder.advance_support(spec, self.device)
         if support.level is not AdvanceLevel.IN_GRAPH:
             raise Unsupported(f"advance is {support.level.name}: {support.reason}")
+
+
+@cache
+def _plain_specs(kind: AttentionKind, dtype: torch.dtype) -> tuple[AttentionSpec, ...]:
+    return tuple(AttentionSpec(kind=kind, dtype=dtype, **fields) for fields in PLAIN_SPECS[kind])
 
 
 def _reasons_of(answer: Rejected) -> tuple[str, ...]:
