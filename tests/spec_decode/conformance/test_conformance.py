@@ -203,26 +203,23 @@ def test_conformance(check):
 """
 
 
-@pytest.mark.parametrize(
-    ("case", "shown"),
-    [
-        ("base-single", ["contract: ", "expected: "]),
-        ("base-verify", ['raise RuntimeError("no kernel image")', "test_broken.py:13: RuntimeError"]),
-    ],
-)
-def test_a_failure_in_pytest_shows_no_frame_of_the_kit_and_how_to_repeat_it(
-    tmp_path: Path, case: str, shown: list[str]
-) -> None:
+def test_a_failure_in_pytest_shows_no_frame_of_the_kit_and_how_to_repeat_it(tmp_path: Path) -> None:
     (tmp_path / "test_broken.py").write_text(BROKEN)
     env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
-    asked = ["-q", "-p", "no:cacheprovider", "-k", f"attention_is_right[{case}]"]
+    cases = {
+        "base-single": ["contract: ", "expected: "],
+        "base-verify": ['raise RuntimeError("no kernel image")', "test_broken.py:13: RuntimeError"],
+    }
+    asked = ["-q", "-p", "no:cacheprovider", "-k", " or ".join(f"attention_is_right[{case}]" for case in cases)]
     ended = subprocess.run(
         [sys.executable, "-m", "pytest", *asked], cwd=tmp_path, env=env, stdout=subprocess.PIPE, text=True
     )
-    failure = ended.stdout.split("= FAILURES =")[1].split("= short test summary info =")[0]
-    repeat = f"attn-backends check broken --device cpu --only 'numerics.attention_is_right*{case}*'"
-    assert all(part in failure for part in shown) and failure.count(repeat) == 1
-    assert "spec_decode/" not in failure and failure.count(".py:") == 2 * ("raise" in shown[0])
+    told = ended.stdout.split("= FAILURES =")[1].split("= short test summary info =")[0]
+    failures = told.split("_ test_conformance[")[1:]
+    for failure, (case, shown) in zip(failures, cases.items(), strict=True):
+        repeat = f"attn-backends check broken --device cpu --only 'numerics.attention_is_right*{case}*'"
+        assert all(part in failure for part in shown) and failure.count(repeat) == 1
+        assert "spec_decode/" not in failure and failure.count(".py:") == 2 * ("raise" in shown[0])
 
 
 def test_a_device_read_is_told_with_the_line_of_its_author() -> None:

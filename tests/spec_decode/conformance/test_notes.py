@@ -25,7 +25,6 @@ from tests.factories import register_as
 from tests.foreseen import Foreseen
 
 CPU = torch.device("cpu")
-PLAN = plan("torch_reference", device=CPU, checks=["numerics.attention_is_right[[]sinks-decode]"])
 QUICK = ("--device", "cpu", "--only", "contract.version_matches")
 
 
@@ -104,27 +103,24 @@ def test_a_run_tells_which_claims_it_did_not_try_and_how_large_its_batches_were(
     assert told.endswith(f"rows up to {len(DECODE.seq_lens)}, lengths up to {max(DECODE.seq_lens)}")
 
 
-def test_a_claim_that_was_refused_counts_as_never_tried() -> None:
-    results = [msgspec.structs.replace(result, outcome=Outcome.UNSUPPORTED) for result in PLAN.report.results]
-    refused = what_was_tried({"feature:sinks": Claim(claimed=True)}, PLAN.checks, results)
+def test_a_claim_counts_as_never_tried_where_it_was_refused_and_not_where_it_is_not_made() -> None:
+    planned = plan("torch_reference", device=CPU, checks=["numerics.attention_is_right[[]sinks-decode]"])
+    results = [msgspec.structs.replace(result, outcome=Outcome.UNSUPPORTED) for result in planned.report.results]
+    refused = what_was_tried({"feature:sinks": Claim(claimed=True)}, planned.checks, results)
     assert refused == "claimed and never tried: feature:sinks; rows up to 0, lengths up to 0"
-
-
-def test_a_claim_that_is_not_made_need_not_be_tried() -> None:
-    told = what_was_tried({"feature:sinks": Claim(claimed=False)}, PLAN.checks, PLAN.report.results)
+    told = what_was_tried({"feature:sinks": Claim(claimed=False)}, planned.checks, planned.report.results)
     assert told.startswith("claimed and never tried: nothing;")
 
 
-def test_what_was_tried_is_told_under_the_summary_also_from_a_subprocess(run: Callable[..., Result]) -> None:
+def test_what_was_tried_and_nothing_else_is_told_under_the_summary_also_from_a_subprocess(
+    run: Callable[..., Result],
+) -> None:
     here, isolated = (
         run("torch_reference", *QUICK, *options).output.splitlines() for options in (["--no-isolate"], [])
     )
     assert here[-1].strip().startswith("claimed and never tried: ") and here[-1] == isolated[-1]
-
-
-def test_a_backend_that_keeps_to_all_has_nothing_to_note(run: Callable[..., Result]) -> None:
+    assert all(lines[-2].startswith("torch_reference: 1 checks") for lines in (here, isolated))
     assert notes("torch_reference") == []
-    assert run("torch_reference", *QUICK).output.splitlines()[-2].startswith("torch_reference: 1 checks")
 
 
 def test_a_claim_that_was_lost_is_told_under_the_summary(
