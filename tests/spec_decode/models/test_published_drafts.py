@@ -246,15 +246,25 @@ class DraftFixture:
         return [*self.prompts[request].tolist(), *ids], target_hidden_states
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+def drafted(case, folder, strategies=(Strategy.FULL_LOOP,), **options):
+    """A fixture and its eager drafts, which these strategies draft too, to the bit."""
+    fixture = DraftFixture(case, folder / "eager", Strategy.EAGER, **options)
+    drafts = fixture.drafts()
+    for strategy in strategies:
+        found = DraftFixture(case, folder / strategy.value, strategy, **options).drafts()
+        kept = found.tokens >= 0
+        assert torch.equal(found.tokens, drafts.tokens), strategy
+        assert torch.equal(found.logits[kept], drafts.logits[kept]), strategy
+    return fixture, drafts
+
+
 @pytest.mark.parametrize("name", CASES)
-def test_a_draft_over_pages_is_the_published_model_over_whole_texts(name, strategy, tmp_path):
+def test_a_draft_over_pages_is_the_published_model_over_whole_texts(name, tmp_path):
     case = CASES[name]
-    fixture = DraftFixture(case, tmp_path, strategy)
+    fixture, drafts = drafted(case, tmp_path, [each for each in STRATEGIES if each is not Strategy.EAGER])
     exact, rounded = (
         case.oracle(case.checkpoint, fixture.target, case.windows, dtype) for dtype in (torch.float64, torch.float32)
     )
-    drafts = fixture.drafts()
     for request in range(len(CONTEXTS)):
         tokens, scores = oracle.greedy(exact, *fixture.inputs(request), K)
         _, wide = oracle.greedy(rounded, *fixture.inputs(request), K)
@@ -265,17 +275,15 @@ def test_a_draft_over_pages_is_the_published_model_over_whole_texts(name, strate
         assert (drafts.logits[request] - scores)[finite].abs().max() < budget, f"request {request}"
 
 
-@pytest.mark.parametrize("strategy", [Strategy.EAGER, Strategy.FULL_LOOP])
 @pytest.mark.parametrize("name", BLOCKS)
-def test_a_block_over_pages_is_the_published_model_over_whole_texts_and_masks(name, strategy, tmp_path):
+def test_a_block_over_pages_is_the_published_model_over_whole_texts_and_masks(name, tmp_path):
     case = BLOCKS[name]
-    fixture = DraftFixture(case, tmp_path, strategy)
+    fixture, drafts = drafted(case, tmp_path)
     exact, rounded = (
         case.oracle(case.checkpoint, fixture.target, case.windows, dtype) for dtype in (torch.float64, torch.float32)
     )
     mask, states = fixture.model.mask_token_id, fixture.model.mask_hidden
     states = torch.zeros(fixture.target.target_states_size) if states is None else states
-    drafts = fixture.drafts()
     for request in range(len(CONTEXTS)):
         ids, target_states = fixture.inputs(request)
         masked = [*ids, *[mask] * (K - 1)], torch.cat([target_states, states.expand(K - 1, -1)])
@@ -301,15 +309,13 @@ def test_sampled_blocks_are_the_same_in_every_strategy_and_stop_where_they_are_t
     assert [sum(token >= 0 for token in row) for row in drafts.tokens.tolist()] == [K, 0, 2]
 
 
-@pytest.mark.parametrize("strategy", [Strategy.EAGER, Strategy.FULL_LOOP])
 @pytest.mark.parametrize("name", CONTEXT_BLOCKS)
-def test_a_block_after_the_targets_states_is_the_published_model_over_whole_texts(name, strategy, tmp_path):
+def test_a_block_after_the_targets_states_is_the_published_model_over_whole_texts(name, tmp_path):
     checkpoint, layers = CONTEXT_BLOCKS[name]
-    fixture = DraftFixture(Case(checkpoint, oracle.DFlash, TWO_STATES), tmp_path, strategy)
+    fixture, drafts = drafted(Case(checkpoint, oracle.DFlash, TWO_STATES), tmp_path)
     exact, rounded = (
         oracle.DFlash(checkpoint, fixture.target, layers, dtype) for dtype in (torch.float64, torch.float32)
     )
-    drafts = fixture.drafts()
     for request in range(len(CONTEXTS)):
         ids, target_states = fixture.inputs(request)
         model = fixture.model
@@ -347,14 +353,12 @@ DSPARKS = {
 
 
 @pytest.mark.parametrize("min_confidence", [0.0, 0.5])
-@pytest.mark.parametrize("strategy", [Strategy.EAGER, Strategy.FULL_LOOP])
 @pytest.mark.parametrize("name", DSPARKS)
-def test_a_block_drafted_in_turn_is_the_published_model_over_whole_texts(name, strategy, min_confidence, tmp_path):
+def test_a_block_drafted_in_turn_is_the_published_model_over_whole_texts(name, min_confidence, tmp_path):
     checkpoint = DSPARKS[name]
     case = Case(checkpoint, oracle.DFlash, TWO_STATES)
-    fixture = DraftFixture(case, tmp_path, strategy, min_confidence=min_confidence)
+    fixture, drafts = drafted(case, tmp_path, min_confidence=min_confidence)
     exact = oracle.DFlash(checkpoint, fixture.target, [WHOLE, WHOLE], torch.float64)
-    drafts = fixture.drafts()
     for request in range(len(CONTEXTS)):
         ids, target_states = fixture.inputs(request)
         scores, confidences = exact.in_turn(target_states, ids[-1], fixture.model.mask_token_id, K)
@@ -385,18 +389,14 @@ DFLASH2S = {
 
 
 @pytest.mark.parametrize("min_confidence", [0.0, 0.6])
-@pytest.mark.parametrize("strategy", [Strategy.EAGER, Strategy.FULL_LOOP])
 @pytest.mark.parametrize("name", DFLASH2S)
-def test_a_block_chosen_among_candidates_is_the_published_model_over_whole_texts(
-    name, strategy, min_confidence, tmp_path
-):
+def test_a_block_chosen_among_candidates_is_the_published_model_over_whole_texts(name, min_confidence, tmp_path):
     checkpoint, layers = DFLASH2S[name]
     case = Case(checkpoint, oracle.DFlash2, TWO_STATES)
-    fixture = DraftFixture(case, tmp_path, strategy, min_confidence=min_confidence)
+    fixture, drafts = drafted(case, tmp_path, min_confidence=min_confidence)
     exact, rounded = (
         oracle.DFlash2(checkpoint, fixture.target, layers, dtype) for dtype in (torch.float64, torch.float32)
     )
-    drafts = fixture.drafts()
     for request in range(len(CONTEXTS)):
         ids, target_states = fixture.inputs(request)
         (scores, confidences), (wide, _) = (
