@@ -10,8 +10,8 @@ export TORCHINDUCTOR_CACHE_DIR ?= $(CURDIR)/$(VENV)/cache/inductor
 # Each process of the tests would compile the modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-# Tests of one group share what is dear to make: they run in one process.
-PYTEST := -m pytest -n 2 --dist loadgroup -q
+# Tests of one file share what is dear to make: they run in one process. In the order of tests/conftest.py.
+PYTEST := -m pytest -n 2 --dist loadfile --no-loadscope-reorder -q
 
 # What the releases of torch, triton and transformers may break.
 RELEASE_TESTS := tests/builders tests/attn_backends/test_registry.py tests/attn_backends/kernels \

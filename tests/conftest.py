@@ -19,22 +19,13 @@ settings.register_profile(
 )
 settings.load_profile("repeatable")
 
-_LONG = ("test_interpreter_conformance", "test_real_pair", "test_engine_batching", "tests/examples/")
+_LONG = ("test_interpreter_conformance", "conformance/", "engine/", "models/", "attn_backends/", "tests/examples/")
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest tests first, so that no worker is left with one of them at the end; groups where xdist looks."""
+    """The longest files first, so that no worker is left with one of them at the end."""
     items.sort(key=lambda item: not any(name in item.nodeid for name in _LONG))
-    for item in items:
-        _name_group(item)
-
-
-def _name_group(item: pytest.Item) -> None:
-    """xdist 3.8 appends a test's group to an attribute that pytest 9.2 no longer reads, and would group nothing."""
-    group = getattr(item, "_nodeid", item.nodeid).removeprefix(item.nodeid)
-    if group.startswith("@"):
-        item._id = item.parent.id.child(item.name + group)  # type: ignore[union-attr]
 
 
 @pytest.hookimpl(wrapper=True)

@@ -14,8 +14,6 @@ import pytest
 
 from tests.import_graph import FLOORS, ROOT, Uses, circles, imported, loaded_uses, module_files, source_uses, uses_here
 
-# In one process: everything is parsed and loaded once.
-pytestmark = pytest.mark.xdist_group("import_graph")
 OUTSIDE = ["tests", "examples", "scripts", "train_pair"]
 ROOMS = [
     "report_tables", "files", "environment", "source_digests",

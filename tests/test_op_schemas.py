@@ -22,8 +22,7 @@ def test_every_op_that_the_library_defines_has_samples() -> None:
     assert all(op.samples for op in TABLE.values())
 
 
-@pytest.mark.parametrize(
-    ("op", "sample"), [(op, at) for op in TABLE for at in range(len(TABLE[op].samples))], ids=lambda value: str(value)
-)
-def test_the_schema_is_true_and_the_fake_is_like_the_op(op: str, sample: int) -> None:
-    check_schema(TABLE[op].call, TABLE[op].samples[sample])
+@pytest.mark.parametrize("op", TABLE)
+def test_the_schema_is_true_and_the_fake_is_like_the_op(op: str) -> None:
+    for sample in TABLE[op].samples:
+        check_schema(TABLE[op].call, sample)

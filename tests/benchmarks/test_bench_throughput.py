@@ -17,8 +17,6 @@ from spec_decode.paged import GraphMode
 from spec_decode.tools.timing_limit import verdict
 from tests.factories import CPU, engine_config, make_config, make_pair
 
-# In one process: the case is timed once.
-pytestmark = pytest.mark.xdist_group("throughput")
 NO_CUDA = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
 TINY = ThroughputCase(
     draft=replace(RANDOM_DRAFTS["llama3-8b-eagle"], config=_llama(64, 96, 4, 2, 64, 96)),

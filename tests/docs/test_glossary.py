@@ -14,9 +14,6 @@ import pytest
 from tests.import_graph import ROOT, module_files
 from tests.retired_words import files, retired
 
-# In one process: the sources are parsed once.
-pytestmark = pytest.mark.xdist_group("glossary")
-
 GLOSSARY = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")
 
 

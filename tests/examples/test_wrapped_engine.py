@@ -13,8 +13,6 @@ from spec_decode.testing.outcome import Outcome
 from tests.examples.stranger import Stranger
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "wrapped_engine"
-# In one process: the environment is made once.
-pytestmark = pytest.mark.xdist_group("wrapped_engine")
 _QUICK = "--family contract --family builder --family refusal --family poison --family graph"
 
 

@@ -130,7 +130,7 @@ def start(words: str, tmp_path: Path, **options) -> subprocess.Popen[str]:
 def test_a_closed_pipe_ends_a_verb_in_silence(tmp_path):
     reader, writer = os.pipe()
     os.close(reader)
-    process = start("list --device cpu", tmp_path, stdout=writer)
+    process = start("--help", tmp_path, stdout=writer)
     os.close(writer)
     assert process.communicate()[1] == "" and process.returncode == 1
 
@@ -207,8 +207,7 @@ def test_an_interrupt_while_the_command_line_is_loaded_ends_with_130(monkeypatch
     assert ended.value.code == 130 and capsys.readouterr().err == "\ninterrupted\n"
 
 
-@pytest.mark.parametrize("words", ["list", "check lent --no-isolate --only contract.version_matches"])
-def test_a_thread_of_a_plug_in_keeps_no_verb_from_ending(words, tmp_path):
+def test_a_thread_of_a_plug_in_keeps_no_verb_from_ending(tmp_path):
     install(
         tmp_path,
         "lender",
@@ -217,7 +216,8 @@ def test_a_thread_of_a_plug_in_keeps_no_verb_from_ending(words, tmp_path):
         "from attn_backends.torch_reference import TorchReference as Backend\n"
         "threading.Thread(target=threading.Event().wait, name='watcher').start()\n",
     )
-    process = start(f"{words} --device cpu", tmp_path, env={"PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}, stdout=-1)
+    path = f"{ROOT}{os.pathsep}{tmp_path}"
+    process = start("list --device cpu", tmp_path, env={"PYTHONPATH": path}, stdout=-1)
     printed, said = process.communicate()
     assert process.returncode == 0 and "lent" in printed and "not waited for: watcher" in said
 

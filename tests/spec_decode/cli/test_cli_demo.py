@@ -14,8 +14,6 @@ from spec_decode.llm.pair import load_byte_pair
 from tests.factories import make_request
 from tests.spec_decode.cli.conftest import RebuildBackend, invoke, stand_in_kit
 
-pytestmark = pytest.mark.xdist_group("demo")
-
 
 def shorten(monkeypatch):
     monkeypatch.setattr(comparison, "PROMPTS", 2)

@@ -1,4 +1,5 @@
 import re
+import sys
 import threading
 from contextlib import contextmanager
 from importlib.metadata import EntryPoint
@@ -89,6 +90,9 @@ def test_draft_explains_the_backends_it_did_not_choose(pair, run):
 @pytest.fixture
 def slow_plug_in(monkeypatch):
     """Another package declares the backend `slow`."""
+    says = b'{"loading": "slow"}\n{"finished": true}\n'
+    child = [sys.executable, "-S", "-c", f"import os, sys; os.write(int(sys.argv[1]), {says!r})"]
+    monkeypatch.setattr(plug_ins, "python_module", lambda module: child)
     point = EntryPoint("slow", "attn_backends.torch_reference:TorchReference", "attn_backends")
     monkeypatch.setattr(registry, "entry_points", lambda group: [point])
     monkeypatch.setattr(registry, "_loaded", dict(registry._loaded))

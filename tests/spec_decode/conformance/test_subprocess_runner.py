@@ -108,12 +108,6 @@ def test_what_a_backend_starts_ends_with_it(tmp_path, hang):
         assert pipe.read() == ""
 
 
-def test_the_real_process_checks_a_real_backend():
-    request = {"device": "cpu", "checks": ["contract.version_matches"], "command": "c"}
-    found = check_isolated("torch_reference", env=env(), request=request)
-    assert outcomes(found) == ["pass"] and found.env.torch == torch.__version__ and found.claims
-
-
 @pytest.fixture
 def install(tmp_path, monkeypatch):
     """install(code) makes a package `lent` findable that declares the backend `lent`, lent.py's Backend."""
@@ -135,13 +129,14 @@ def test_a_plug_in_that_crashes_on_import_is_named_and_harms_nothing_here(instal
     assert outcomes(found) == ["error"] and "SIGSEGV" in found.results[0].reason
 
 
-def test_a_thread_of_a_backend_is_named_and_not_waited_for(install):
+def test_the_real_process_checks_a_real_backend_and_names_a_thread_of_it_without_waiting_for_it(install):
     install(
         "import threading\n"
         "from attn_backends.torch_reference import TorchReference as Backend\n"
         "threading.Thread(target=threading.Event().wait, name='watcher').start()\n"
     )
     notes = []
-    request = {"device": "cpu", "checks": ["contract.version_matches"]}
+    request = {"device": "cpu", "checks": ["contract.version_matches"], "command": "c"}
     found = check_isolated("lent", env=env(), request=request, on_note=notes.append)
-    assert outcomes(found) == ["pass"] and "still running after the last check: watcher" in notes[-1]
+    assert outcomes(found) == ["pass"] and found.env.torch == torch.__version__ and found.claims
+    assert "still running after the last check: watcher" in notes[-1]

@@ -12,9 +12,6 @@ from spec_decode.models.kernels.batch_invariance import is_batch_invariant
 from spec_decode.paged import GraphMode
 from tests.factories import engine_config, make_config, make_latent_config, make_pair, make_request
 
-# In one process: what eager drafting says is made once.
-pytestmark = pytest.mark.xdist_group("batch_invariance")
-
 SIZES = {"head_dim": 64, "max_positions": 400}
 
 

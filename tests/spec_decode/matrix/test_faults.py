@@ -29,8 +29,6 @@ from spec_decode.testing.outcome import Outcome
 from spec_decode.tools import plug_ins
 from tests.hanging import HANG, UNLIMITED, pass_limits_at
 
-# In one process: what may end it is tried once.
-pytestmark = pytest.mark.xdist_group("faults")
 CPU = torch.device("cpu")
 TAG = "dim:96"
 """A column with few checks, so that a run takes little longer than its start."""
@@ -77,7 +75,6 @@ PLUG_INS = {
     "healthy": (FORWARD, "pass"),
     "crasher": (FORWARD, "print('no such kernel image', flush=True); os.abort()"),
     "hanger": (FORWARD, HANG.format(mark="MARK")),
-    "exiter": (FORWARD, "import ctypes; ctypes.CDLL(None)._exit(0)"),
     "quitter": (FORWARD, "sys.exit('licence expired')"),
     "no_exception": (FORWARD, "raise type('Abrupt', (BaseException,), {})('enough')"),
     "quits_at_import": (AT_IMPORT, "sys.exit('licence expired')"),
@@ -245,13 +242,8 @@ def test_check_names_a_crash_and_goes_on(crashed: Checked) -> None:
     result, reports = crashed.result, crashed.reports
     assert result.exit_code == 1 and [report.ok for report in reports] == [False, True]
     assert "error: numerics.attention_is_right[value_dim-decode]: the process ended with SIGABRT" in result.stdout
+    assert "crasher: 4 checks = 0 pass, 1 error, 3 not_run" in result.stdout
     assert f"{reports[0].summary()}\n" in result.stdout and f"{reports[1].summary()}\n" in result.stdout
-
-
-def test_one_that_ends_its_process_with_status_0_is_not_taken_for_finished() -> None:
-    result = say("check", "exiter", "--only", PICKED)
-    assert result.exit_code == 1 and "exiter: 4 checks = 0 pass, 1 error, 3 not_run" in result.stdout
-    assert "error: numerics.attention_is_right[value_dim-decode]: the process ended with exit status 0" in result.stdout
 
 
 def test_what_is_available_is_found_without_what_crashes_at_import(monkeypatch: pytest.MonkeyPatch) -> None:

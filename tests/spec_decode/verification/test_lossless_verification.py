@@ -17,9 +17,6 @@ from tests.spec_decode.verification.verify_helpers import (
     verified,
 )
 
-# In one process: what is drawn for a case is drawn once.
-pytestmark = pytest.mark.xdist_group("lossless")
-
 
 @pytest.fixture(scope="module", params=["rejection", "block"])
 def lossless(request):
