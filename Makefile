@@ -43,14 +43,16 @@ oldest newest: %: $(VENV)/%/.installed
 	TRITON_INTERPRET=1 $(VENV)/$@/bin/python $(PYTEST) -m "not slow" $(RELEASE_KERNELS)
 	$(VENV)/$@/bin/attn-backends draft 'def read(path):' --device cpu --max-tokens 8
 
-# The kit over the metadata builders of vLLM, and our plug-ins inside vLLM and SGLang: only their Python is needed.
+# The kit over the metadata builders of vLLM and SGLang, and our plug-ins inside vLLM and SGLang: only their Python is needed.
 VLLM := $(VENV)/engines/vllm-0.33.0
 SGLANG := $(VENV)/engines/sglang-0.5.23
 engines: $(VLLM)/.unpacked $(SGLANG)/.unpacked
 	PYTHONPATH=$(VLLM) $(BIN)/attn-backends check --engine vllm --json build/engines
 	PYTHONPATH=$(VLLM) TRITON_INTERPRET=1 $(BIN)/python -m pytest -q tests/engines/test_vllm_inside.py tests/engines/test_vllm_blocks.py \
 		tests/engines/test_vllm_validator.py
+	PYTHONPATH=$(SGLANG) $(BIN)/attn-backends check --engine sglang --json build/engines
 	PYTHONPATH=$(SGLANG) $(BIN)/python -m pytest -q tests/engines/test_sglang_inside.py
+	PYTHONPATH=$(SGLANG) TRITON_INTERPRET=1 $(BIN)/python -m pytest -q tests/engines/test_sglang_rounds.py
 
 $(VLLM)/.unpacked: $(VENV)/.installed engines/vllm/conformance/requirements.txt
 	$(BIN)/python scripts/unpack_engine.py vllm==0.33.0 $(VLLM) engines/vllm/conformance/requirements.txt

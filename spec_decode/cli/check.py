@@ -158,7 +158,7 @@ class _Options:
     """The options of `check`, as the user gave them."""
 
     names: Annotated[tuple[str, ...], click.argument("names", nargs=-1, metavar="NAME...")]
-    engine: Annotated[str | None, "Check metadata builders of an engine: vllm. Without NAME, all of them."]
+    engine: Annotated[str | None, "Check metadata builders of an engine: vllm or sglang. Without NAME, all."]
     device: Annotated[str | None, device_option]
     families: Annotated[tuple[str, ...], "--family", "Run only this family of checks; repeatable."]
     checks: Annotated[tuple[str, ...], "--only", "Run only checks that match this pattern; repeatable."]
@@ -181,8 +181,8 @@ def check(options: _Options) -> None:
     its reason and the command that repeats it. The exit status is 0 only if every backend passes; a backend for which
     no check ran does not pass.
 
-    With --engine, NAME is a metadata builder of that installed engine. Its claims are checked on the CPU, without the
-    engine, a model or a GPU. On the CPU, Triton kernels run in Triton's interpreter.
+    With --engine, NAME is a metadata builder of that installed engine, or a draft backend of SGLang. Its claims are
+    checked on the CPU, without the engine, a model or a GPU. On the CPU, Triton kernels run in Triton's interpreter.
 
     A check that is newer than the contract that a backend was built for is a preview, and fails nothing. Notes below
     the summary name what no result shows, such as a known failure that covers nothing. The family soak drafts thousands

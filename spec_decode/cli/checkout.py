@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from spec_decode.testing.subject import Subject
 
 _ROOT = Path(__file__).parents[2]
-ENGINES = ("vllm",)
+ENGINES = ("vllm", "sglang")
 """Those whose own metadata builders `check --engine` tries. Their kits are loaded by name, and only then."""
 
 

@@ -28,9 +28,9 @@ NAME = "attn_backends_triton_paged"
 @pytest.fixture(scope="module", autouse=True)
 def inside():
     """SGLang, with the plug-in registered and its hook applied as SGLang's loader does."""
-    from tests.engines.sglang_stand_in import enter
+    from engines.sglang.conformance.pictures import do_without
 
-    enter()
+    do_without()
     from sglang.srt.plugins.hook_registry import HookRegistry
 
     plug_in.register()

@@ -11,9 +11,9 @@ from click.testing import CliRunner
 
 from attn_backends import AttentionBackend, BrokenBackend
 from builders import AttentionKind, AttentionSpec
+from engines.conformance.null_page import NoAttention, with_null_page
 from engines.vllm.conformance import stand_in, subjects
-from engines.vllm.conformance.builder import with_null_block
-from engines.vllm.conformance.forwards import Latents, NoAttention, PackedHeads, WindowLists
+from engines.vllm.conformance.forwards import Latents, PackedHeads, WindowLists
 from spec_decode.cli.main import main
 
 HEADS = AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=64, page_size=16)
@@ -54,7 +54,7 @@ def test_no_vllm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_pages_follow_a_null_block_of_nan(kind: type[AttentionBackend], spec: AttentionSpec) -> None:
     cache = backend_of(kind).allocate_kv(spec, 3, torch.device("cpu"))
-    blocks = with_null_block(cache)
+    blocks = with_null_page(cache)
 
     assert (cache.num_pages, blocks.num_pages) == (3, 4)
     for pages, every in ((cache.key, blocks.key), (cache.value, blocks.value)):

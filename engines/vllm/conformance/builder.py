@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass
-from functools import cache
 from typing import Any, ClassVar
 
 import torch
 
-from attn_backends import KVCache
 from builders import (
     AdvanceLevel,
     AdvanceSupport,
@@ -19,22 +15,8 @@ from builders import (
     HostLengths,
     MetadataBuilder,
 )
+from engines.conformance.records import Inner, record_of, tensors_in
 from spec_decode.testing.outcome import Unsupported
-
-_HOST = ("num_reqs", "num_tokens", "max_query_len", "max_seq_len")
-
-
-@dataclass(frozen=True, eq=False)
-class Inner:
-    """vLLM's own metadata, and the batch it is of. The kit compares the tensors beside it."""
-
-    metadata: Any
-    batch: AttentionBatch
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Inner)
-
-    __hash__ = None  # type: ignore[assignment]
 
 
 class EngineBuilder(MetadataBuilder[Any]):
@@ -72,9 +54,8 @@ class EngineBuilder(MetadataBuilder[Any]):
         self.check_horizon(batch, horizon)
         self._fill_inputs(batch)
         metadata = self.inner.build(0, self._common(batch))
-        tensors = self.tensors_of(metadata)
-        host = (batch.num_reqs, batch.num_tokens, batch.max_query_len, batch.max_seq_len)
-        return _record(tuple(tensors))(*tensors.values(), *host, Inner(metadata, batch))
+        host = {name: getattr(batch, name) for name in ("num_reqs", "num_tokens", "max_query_len", "max_seq_len")}
+        return record_of(self.tensors_of(metadata), **host, inner=Inner(metadata, batch))
 
     def advance(self, metadata: Any) -> None:
         """Raises Unsupported for more than one token a request, for which vLLM never calls it."""
@@ -90,7 +71,9 @@ class EngineBuilder(MetadataBuilder[Any]):
 
     def tensors_of(self, metadata: Any) -> dict[str, torch.Tensor]:
         """What of vLLM's metadata a captured graph holds on to, by name; what is nested joined by _."""
-        return {name: tensor for name, tensor in _tensors(metadata) if not name.startswith(self.scratch or ("/",))}
+        return {
+            name: tensor for name, tensor in tensors_in(metadata).items() if not name.startswith(self.scratch or ("/",))
+        }
 
     def _fill_inputs(self, batch: AttentionBatch) -> None:
         """The block table and the slots that vLLM's runner makes before it builds or updates."""
@@ -122,32 +105,3 @@ class EngineBuilder(MetadataBuilder[Any]):
             is_prefilling=torch.zeros(batch.num_reqs, dtype=torch.bool),
             seq_lens_cpu_upper_bound=torch.tensor(batch.host_seq_lens, dtype=torch.int32),
         )
-
-
-@cache
-def _record(names: tuple[str, ...]) -> type:
-    """Frozen metadata with these tensors."""
-    tensors = [(name, torch.Tensor) for name in names]
-    host = [(name, int) for name in _HOST]
-    return dataclasses.make_dataclass("EngineMetadata", [*tensors, *host, ("inner", Inner)], frozen=True)
-
-
-def _tensors(metadata: Any, prefix: str = "") -> list[tuple[str, torch.Tensor]]:
-    found: list[tuple[str, torch.Tensor]] = []
-    for field in dataclasses.fields(metadata):
-        value, name = getattr(metadata, field.name), prefix + field.name
-        if isinstance(value, torch.Tensor):
-            found.append((name, value))
-        elif dataclasses.is_dataclass(value):
-            found += _tensors(value, f"{name}_")
-    return found
-
-
-def with_null_block(cache: KVCache) -> KVCache:
-    """The cache that vLLM's blocks are of: the kit's pages, and the null block before them."""
-    return KVCache(*map(_from_the_null_block, (cache.key, cache.value)))
-
-
-def _from_the_null_block(pages: torch.Tensor) -> torch.Tensor:
-    start = pages.storage_offset() - pages.stride(0)
-    return pages.as_strided((pages.shape[0] + 1, *pages.shape[1:]), pages.stride(), start)

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 
 from attn_backends import AttentionBackend
+from engines.conformance.subjects import HEADS, backend_class
 from engines.vllm.conformance.forwards import PackedHeads
-from engines.vllm.conformance.making import HEADS, backend_class, builder_class, heads_group
+from engines.vllm.conformance.making import builder_class, heads_group
 
 _FIELDS = ("seq_lens", "slot_mapping", "scheduler_metadata")
 

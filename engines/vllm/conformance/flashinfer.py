@@ -9,9 +9,10 @@ import torch
 
 from attn_backends import AttentionBackend, Sizes
 from builders import AttentionSpec
+from engines.conformance.null_page import NoAttention
+from engines.conformance.subjects import HEADS, backend_class
 from engines.vllm.conformance.config import LAYER
-from engines.vllm.conformance.forwards import NoAttention
-from engines.vllm.conformance.making import HEADS, backend_class, builder_class, heads_group
+from engines.vllm.conformance.making import builder_class, heads_group
 
 
 def backend() -> type[AttentionBackend]:

@@ -3,33 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import torch
 
-from attn_backends import AttentionBackend, Capabilities, Feature, Sizes
-from builders import CONTRACT_VERSION, AttentionKind, AttentionSpec, GraphSupport
+from builders import AttentionSpec, GraphSupport
 from engines.vllm.conformance.builder import EngineBuilder
 from engines.vllm.conformance.config import LAYER, config_of
 
-HEADS = Capabilities(
-    devices=("cpu",),
-    dtypes=(torch.bfloat16,),
-    head_dims=Sizes(minimum=64, maximum=256),
-    page_sizes=Sizes(minimum=16, multiple_of=16),
-    features=frozenset({Feature.GQA, Feature.SLIDING_WINDOW}),
-)
-"""What heads of keys and values are tried with."""
-LATENT = replace(
-    HEADS,
-    head_dims=Sizes(minimum=64, maximum=512, power_of_two=True),
-    kv_dtypes=(torch.float8_e4m3fn,),
-    features=frozenset({Feature.GQA, Feature.SLIDING_WINDOW, Feature.SINKS}),
-    kinds=(AttentionKind.MLA,),
-)
-"""The same of latents."""
 _PLAIN = AttentionSpec(num_q_heads=4, num_kv_heads=1, head_dim=512, page_size=64, sliding_window=128)
 
 
@@ -78,18 +60,6 @@ def builder_class(
         "scratch": scratch,
     }
     return type(theirs.__name__, (EngineBuilder,), body)
-
-
-def backend_class(
-    module: str, builder: type[EngineBuilder], capabilities: Capabilities, attends: type[AttentionBackend]
-) -> type[AttentionBackend]:
-    """The backend that is checked: the builder, what it is tried with, and what attends by its metadata.
-
-    module: that of the subject, beside which its known failures are.
-    """
-    facts = {"name": builder.__name__, "builder": builder, "capabilities": capabilities}
-    # It is asked for whatever the contract says now.
-    return type(builder.__name__, (attends,), {"__module__": module, "contract_version": CONTRACT_VERSION, **facts})
 
 
 _GRAPH_SUPPORT = {

@@ -10,8 +10,9 @@ import torch
 
 from attn_backends import AttentionBackend, Feature
 from builders import AttentionSpec
+from engines.conformance.subjects import LATENT, backend_class
 from engines.vllm.conformance.forwards import WindowLists
-from engines.vllm.conformance.making import LATENT, backend_class, builder_class
+from engines.vllm.conformance.making import builder_class
 
 _FIELDS = ("seq_lens", "slot_mapping", "is_valid_token", "decode_swa_indices", "decode_swa_lens")
 _SCRATCH = ("flashinfer_", "query_start_loc_cpu")

@@ -12,7 +12,8 @@ from unittest.mock import MagicMock
 import torch
 
 from attn_backends import BrokenBackend
-from engines.vllm.conformance.launches import record_launches
+from engines.conformance.kernels import KernelPackage, stand_in_for
+from engines.conformance.launches import record_launches
 from engines.vllm.version import SUPPORTED
 
 SERIES = f"{SUPPORTED}."
@@ -25,8 +26,6 @@ _ENVIRONMENT = {
     "VLLM_FLASHINFER_WORKSPACE_BUFFER_SIZE": str(1 << 20),  # which nothing works in
 }
 _EXTENSIONS = ("vllm._C_stable_libtorch", "vllm._moe_C_stable_libtorch")
-_FLASH_ATTENTION = ("vllm.vllm_flash_attn", "vllm.vllm_flash_attn.flash_attn_interface")
-_FLASHINFER = ("flashinfer", "flashinfer.decode", "flashinfer.prefill", "flashinfer.utils")
 _DEEP_GEMM = ("deep_gemm", "vllm.third_party.deep_gemm")
 """It has no schedule to make without a GPU, and vLLM does without it."""
 _OPS = ("_C", "_moe_C", "_C_cache_ops", "_C_utils", "_C_custom_ar", "_vllm_fa2_C", "_vllm_fa3_C", "_flashmla_C")
@@ -64,15 +63,14 @@ def enter() -> None:
 
     for name in _OPS:
         setattr(torch.ops, name, MagicMock(name=name))
-    for name in (*_FLASH_ATTENTION, *_FLASHINFER):
-        sys.modules[name] = _AnyKernel(name)
+    stand_in_for("flashinfer")
+    stand_in_for("vllm.vllm_flash_attn", kind=_FlashAttention)
 
 
-class _AnyKernel(ModuleType):
-    """A package of kernels, each of which does nothing. FlashAttention is there in version 3, as on Hopper."""
+class _FlashAttention(KernelPackage):
+    """There in version 3, as on Hopper."""
 
     FA2_AVAILABLE, FA3_AVAILABLE = False, True
-    __path__: list[str] = []  # noqa: RUF012  as a package has it
 
     @staticmethod
     def is_fa_version_supported(version: int, device: object = None) -> bool:
@@ -81,11 +79,6 @@ class _AnyKernel(ModuleType):
     @staticmethod
     def fa_version_unsupported_reason(version: int, device: object = None) -> str | None:
         return None if version == 3 else "it is not installed"
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return MagicMock(name=name)
 
 
 def _platform() -> Any:

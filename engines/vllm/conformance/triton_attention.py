@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from attn_backends import AttentionBackend
+from engines.conformance.subjects import HEADS, backend_class
 from engines.vllm.conformance.forwards import PackedHeads
-from engines.vllm.conformance.making import HEADS, backend_class, builder_class, heads_group
+from engines.vllm.conformance.making import builder_class, heads_group
 
 
 def backend() -> type[AttentionBackend]:

@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
-from attn_backends import AttentionBackend, Feature, Sizes
+from attn_backends import AttentionBackend
 from builders import AttentionSpec
+from engines.conformance.subjects import DENSE_LATENT, backend_class
 from engines.vllm.conformance.config import LAYER
 from engines.vllm.conformance.forwards import Latents
-from engines.vllm.conformance.making import LATENT, backend_class, builder_class
-
-_DENSE = replace(
-    LATENT,
-    kv_dtypes=(),
-    head_dims=Sizes(minimum=64, maximum=576),
-    value_dims=Sizes(minimum=64, maximum=512, power_of_two=True),
-    features=frozenset({Feature.GQA, Feature.VALUE_DIM}),
-    required=frozenset({Feature.VALUE_DIM}),
-)
+from engines.vllm.conformance.making import builder_class
 
 
 def backend() -> type[AttentionBackend]:
@@ -28,7 +19,7 @@ def backend() -> type[AttentionBackend]:
 
     fields = ("slot_mapping", "decode_seq_lens")
     builder = builder_class(TritonMLAMetadataBuilder, _group, fields, prepare=_prepare)
-    return backend_class(__name__, builder, _DENSE, Latents)
+    return backend_class(__name__, builder, DENSE_LATENT, Latents)
 
 
 def _group(spec: AttentionSpec) -> Any:

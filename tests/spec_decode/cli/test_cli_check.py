@@ -226,7 +226,7 @@ def test_there_is_nothing_to_resume_without_a_report(checks, refused):
 @pytest.mark.parametrize(
     ("words", "why"),
     [
-        (("--engine", "vlm"), "an engine whose builders can be checked is vllm, got 'vlm'"),
+        (("--engine", "vlm"), "an engine whose builders can be checked is vllm or sglang, got 'vlm'"),
         (("--engine", "vllm", "KpoolTail"), "a builder of vllm must be one of FlashAttentionMetadataBuilder, "),
         (("--engine", "vllm", "--device", "cuda"), "device cuda was asked for"),
         (("--engine", "vllm", "--isolate"), "got --isolate. Leave"),

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from attn_backends import AttentionBackend, Sizes
-from engines.vllm.conformance.forwards import NoAttention
-from engines.vllm.conformance.making import LATENT, backend_class, builder_class, index_group
+from engines.conformance.null_page import NoAttention
+from engines.conformance.subjects import LATENT, backend_class
+from engines.vllm.conformance.making import builder_class, index_group
 
 
 def backend() -> type[AttentionBackend]:

@@ -1,4 +1,4 @@
-"""SGLang's Python on a machine without a GPU: what it imports for pictures, and never calls, is not there."""
+"""What SGLang imports for pictures and never calls on a draft, which is not there."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class _Nothing(ModuleType):
         return self
 
 
-def enter() -> None:
+def do_without() -> None:
     """Before anything imports sglang; once in a process."""
     if "sglang" in sys.modules:
         return

@@ -1,0 +1,32 @@
+"""SGLang's own draft backends as subjects of the conformance kit: on a CPU, with no engine, model or GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from engines.conformance.subjects import Listed, subject_of
+from engines.sglang.conformance import (
+    round_checks,  # noqa: F401  it adds to the family
+    stand_in,
+)
+from spec_decode.testing.subject import Subject
+
+FAMILIES = ("graph",)
+"""A plan is for a graph."""
+_BACKENDS = {
+    "FlashInferMultiStepDraftBackend": Listed("flashinfer"),
+    "TritonMultiStepDraftBackend": Listed("triton"),
+}
+NAMES = tuple(_BACKENDS)
+
+
+def require_engine() -> None:
+    """Raise BrokenBackend where SGLang is not installed, or another than 0.5.23."""
+    stand_in.sglang_version()
+
+
+def subjects(names: Sequence[str] = NAMES) -> list[Subject]:
+    """These draft backends of the installed SGLang. Raises BrokenBackend for an unknown one, and for another SGLang."""
+    version = stand_in.sglang_version()
+    stand_in.enter()
+    return [subject_of(name, __name__, _BACKENDS, f"sglang {version}") for name in names]

@@ -1,0 +1,58 @@
+"""Attention in plain torch over what SGLang tells its kernels, each as the one launch that it is on a device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from engines.conformance.launches import launch
+
+Rows = Callable[[], Sequence[Tensor]]
+"""Reads, when the kernel runs, the slots that each row attends to."""
+
+
+def attend(
+    out: Tensor, query: Tensor, key: Tensor, value: Tensor, rows: Rows, read: Sequence[Tensor], scale: float
+) -> None:
+    """Fill out [rows, heads, value dim] with attention of query [rows, heads, dim] over slots of key and value.
+
+    key, value: [slots, kv heads, dim]. read: the tensors that `rows` reads.
+    """
+    launch(_attend, out, query, key, value, rows, read, scale)
+
+
+def _attend(
+    out: Tensor, query: Tensor, key: Tensor, value: Tensor, rows: Rows, read: Sequence[Tensor], scale: float
+) -> None:
+    group = query.shape[1] // key.shape[1]
+    for row, slots in enumerate(rows()):
+        seen, brought = (of[slots.long()].float().repeat_interleave(group, 1) for of in (key, value))
+        weights = (torch.einsum("hd,thd->ht", query[row].float(), seen) * scale).softmax(-1)
+        out[row] = torch.einsum("ht,thd->hd", weights, brought)
+
+
+def listed(ends: Tensor, slots: Tensor) -> list[Tensor]:
+    """Row r attends to slots[ends[r] : ends[r + 1]].
+
+    A kernel has the address of the slots, so these may go on behind the view that a capture had.
+    """
+    edges, slots = ends.tolist(), from_its_address(slots)
+    return [slots[first:last] for first, last in pairwise(edges)]
+
+
+def in_pages(table: Tensor, lengths: Tensor, page_size: int, window: int = 0) -> list[Tensor]:
+    """Row r attends to the first lengths[r] slots of its pages, or to the last `window` of them."""
+    slots = (table.long()[:, :, None] * page_size + torch.arange(page_size)).flatten(1)
+    return [
+        row[max(0, length - window) if window else 0 : length]
+        for row, length in zip(slots, lengths.tolist(), strict=False)
+    ]
+
+
+def from_its_address(tensor: Tensor) -> Tensor:
+    """The tensor and all that lies behind it, as one row: what a kernel may read that was given its address."""
+    behind = tensor.untyped_storage().nbytes() // tensor.itemsize - tensor.storage_offset()
+    return tensor.as_strided((behind,), (1,))

@@ -1,0 +1,203 @@
+"""A draft backend of SGLang behind the contract of this library: a round is planned as SGLang's graph runner plans it.
+
+SGLang gives each step of a draft a backend of its own, and plans all of them before it replays the one graph of their
+steps. In the kit's words the steps are planned ahead: nothing advances inside the graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from attn_backends import KVCache
+from attn_backends.base import Sinks
+from builders import (
+    AdvanceLevel,
+    AdvanceSupport,
+    AttentionBatch,
+    AttentionSpec,
+    CaptureConstants,
+    GraphSupport,
+    MetadataBuilder,
+)
+from engines.conformance.null_page import EngineCache, with_null_page
+from engines.sglang.conformance.runner import runner_of, slots_of
+from engines.sglang.conformance.stand_in import STEPS, on_an_h200
+from spec_decode.testing.outcome import Unsupported
+
+
+class PlannedSteps(MetadataBuilder[Any]):
+    """Plays the graph runner of SGLang's EAGLE worker: its static inputs, and its calls of the draft's backend.
+
+    A batch of the kit counts the token that is asked about, SGLang's lengths are those before the round: step i of a
+    round attends to length + i + 1 tokens.
+    """
+
+    graph_support = GraphSupport.SINGLE_TOKEN_DECODE
+    build_per_round = True
+
+    step_fields = ()  # each step has metadata of its own
+
+    @staticmethod
+    def make(runner: Any) -> Any:
+        """SGLang's container of a backend for each step. Raises NotImplementedError: each subject has its own."""
+        raise NotImplementedError
+
+    @staticmethod
+    def told(metadata: Any, batch: Any, live: int) -> dict[str, torch.Tensor]:
+        """What the kernels of a step read for the first `live` rows, by name; the rest is padding.
+
+        metadata: of the step's backend. batch: SGLang's, of the step. Raises NotImplementedError: as `make`.
+        """
+        raise NotImplementedError
+
+    @classmethod
+    def advance_support(cls, spec: AttentionSpec, device: torch.device) -> AdvanceSupport:
+        return AdvanceSupport(AdvanceLevel.PREPLANNED, "SGLang has a backend for each step, and plans all of them")
+
+    def allocate(self) -> None:
+        rows = self.max_reqs
+        with on_an_h200():
+            self.runner = runner_of(self.spec, rows, self.max_seq_len)
+            self.steps = self.make(self.runner)
+            self.steps.init_cuda_graph_state(rows, rows)
+            self._padding = self.steps.attn_backends[0].get_cuda_graph_seq_len_fill_value()
+        self._requests = torch.zeros(rows, dtype=torch.int64)
+        self._seq_lens = torch.full((rows,), self._padding, dtype=torch.int64)
+        self._positions = torch.zeros(rows, dtype=torch.int64)
+        self._write_at = torch.zeros(rows, STEPS, dtype=torch.int64)
+        self._captured: dict[int, list[Any]] = {}
+
+    def build(self, batch: AttentionBatch, *, horizon: int = 0) -> Step:
+        """The first step of a round. Raises Unsupported as `plan` does."""
+        self.check_horizon(batch, horizon)
+        self.plan(batch)
+        return self.step(batch.num_reqs, 0)
+
+    def plan(self, batch: AttentionBatch) -> None:
+        """Plan the steps of a round over the batch; the first time for so many rows, after the plan of a capture.
+
+        Raises Unsupported for more than one token a request.
+        """
+        if batch.max_query_len > 1:
+            raise Unsupported("SGLang drafts one token of a request in a step, this batch has more")
+        rows = batch.num_reqs
+        with on_an_h200():
+            if rows not in self._captured:
+                self._load(rows)
+                self.steps.init_forward_metadata_out_graph(self._batch(rows, [0] * rows), in_capture=True)
+                self._captured[rows] = [step.forward_metadata for step in self.steps.attn_backends]
+            self._load(rows, batch)
+            asked = batch.host_seq_lens if getattr(self.steps, "needs_cpu_seq_lens", True) else None
+            self.steps.init_forward_metadata_out_graph(self._batch(rows, asked))
+
+    def begin(self, rows: int) -> None:
+        """What the graph of a round records before its steps."""
+        with on_an_h200():
+            self.steps.init_forward_metadata_in_graph(self._batch(rows))
+
+    def step(self, rows: int, step: int) -> Step:
+        """A step of the planned round, with what the graph of its capture holds."""
+        view = self._batch(rows)
+        view.out_cache_loc = self._write_at[:rows, step]
+        return Step(self, self.steps.attn_backends[step], self._captured[rows][step], view)
+
+    def capture_constants(self, metadata: Any) -> CaptureConstants:
+        return CaptureConstants(max_reqs=metadata.batch.batch_size, max_query_len=1, max_seq_len=self.max_seq_len)
+
+    def _load(self, rows: int, batch: AttentionBatch | None = None) -> None:
+        """Fill the static inputs for a round over the batch; None for a capture, all rows of which are padding."""
+        if batch is None:
+            self._requests[:rows].zero_()
+            self._positions[:rows].zero_()
+            self._write_at[:rows].zero_()
+            self._seq_lens[:rows].fill_(self._padding)
+            return
+        table = self.runner.req_to_token_pool.req_to_token
+        slots = slots_of(batch.block_table, self.spec.page_size)[:, : table.shape[1]]
+        table[1 : rows + 1].zero_()
+        table[1 : rows + 1, : slots.shape[1]] = slots
+        live, cached = batch.seq_lens > 0, (batch.seq_lens - 1).clamp(min=0).long()
+        self._requests[:rows] = torch.where(live, torch.arange(1, rows + 1), 0)
+        self._seq_lens[:rows] = torch.where(live, cached, self._padding)
+        self._positions[:rows] = cached
+        # Padding writes to slot 0.
+        drafted = table[1 : rows + 1].long().gather(1, cached[:, None] + torch.arange(STEPS))
+        self._write_at[:rows] = torch.where(live[:, None], drafted, 0)
+
+    def _batch(self, rows: int, host_seq_lens: Sequence[int] | None = None) -> Any:
+        """SGLang's batch of a round, over the static inputs."""
+        from sglang.srt.model_executor.forward_batch_info import ForwardMode
+        from sglang.srt.speculative.eagle_info import EagleDraftInput
+
+        known = None
+        if host_seq_lens is not None:
+            known = torch.tensor([length - 1 if length else self._padding for length in host_seq_lens])
+        return SimpleNamespace(
+            batch_size=rows,
+            forward_mode=ForwardMode.DECODE,
+            input_ids=None,
+            req_pool_indices=self._requests[:rows],
+            seq_lens=self._seq_lens[:rows],
+            seq_lens_cpu=known,
+            seq_lens_sum=None if known is None else int(known.sum()),
+            encoder_lens=None,
+            positions=self._positions[:rows],
+            out_cache_loc=self._write_at[:rows].flatten(),
+            out_cache_loc_is_physical=False,
+            kv_loc_plan=None,
+            kv_loc_cols=None,
+            spec_info=EagleDraftInput(num_tokens_per_req=1),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What a step attends with: its backend, the metadata that its graph holds, and SGLang's batch of the step."""
+
+    builder: PlannedSteps
+    backend: Any
+    metadata: Any
+    batch: Any
+
+    def told(self, live: int) -> dict[str, torch.Tensor]:
+        """As `PlannedSteps.told`."""
+        return self.builder.told(self.metadata, self.batch, live)
+
+    def attend(self, query: torch.Tensor, cache: KVCache) -> torch.Tensor:
+        """SGLang's own forward, over the kit's cache: [rows, heads, value dim]."""
+        pool, layer = self.builder.runner.token_to_kv_pool, self.builder.runner.layer
+        _put_in(pool, cache)
+        self.backend.forward_metadata = self.metadata
+        with on_an_h200():
+            out = self.backend.forward_decode(query.flatten(1), None, None, layer, self.batch, save_kv_cache=False)
+        heads: torch.Tensor = out.view(len(query), layer.tp_q_head_num, layer.v_head_dim)
+        return heads
+
+
+class DraftAttention(EngineCache):
+    """Attends as a step of SGLang's draft does. Where the step writes is its batch's to say, not its metadata's."""
+
+    def write_kv(self, key: torch.Tensor, value: torch.Tensor, cache: KVCache, metadata: Any) -> None:
+        pages, where = with_null_page(cache), metadata.batch.out_cache_loc
+        for part, new in ((pages.key, key), (pages.value, value)):
+            part.flatten(0, 1).index_copy_(0, where, new.to(part.dtype))
+
+    def forward(
+        self, query: torch.Tensor, cache: KVCache, metadata: Any, *, spec: AttentionSpec, sinks: Sinks = None
+    ) -> torch.Tensor:
+        attended: torch.Tensor = metadata.attend(query, cache)
+        return attended
+
+
+def _put_in(pool: Any, cache: KVCache) -> None:
+    """Let SGLang's pool be over the kit's cache."""
+    pages = with_null_page(cache)
+    if hasattr(pool, "kv_buffer"):
+        pool.kv_buffer[0] = pages.key.flatten(0, 1)
+    else:
+        pool.k_buffer[0], pool.v_buffer[0] = pages.key.flatten(0, 1), pages.value.flatten(0, 1)

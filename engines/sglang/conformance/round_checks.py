@@ -1,0 +1,165 @@
+"""Family graph, for backends that plan every step of a round: its one graph, planned anew and replayed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any, cast
+
+import torch
+
+from builders import HostLengths, advance_state
+from engines.conformance.records import record_of, tensors_in
+from engines.sglang.conformance.builder import PlannedSteps, Step
+from engines.sglang.conformance.stand_in import STEPS
+from spec_decode.conformance.cases import base_cases, joined, page_cases
+from spec_decode.conformance.check import Family
+from spec_decode.conformance.coverage import ADVANCE, CAPTURE, with_case
+from spec_decode.graphs import runtime_for
+from spec_decode.testing.batches import Batch, Case
+from spec_decode.testing.error_location import error_location
+from spec_decode.testing.host_reads import refuse_host_reads
+from spec_decode.testing.metadata_fields import expect_same_fields
+from spec_decode.testing.outcome import CheckFailure, Measurements, Unsupported, expect, worst
+from spec_decode.testing.paged_fixture import PagedFixture
+from spec_decode.testing.subject import Subject
+
+check = Family("graph", covers=with_case(CAPTURE, ADVANCE))
+
+_DRAFTED = STEPS - 1
+"""Steps that attend: the last token of a round is only sampled."""
+_ROUND = Batch((1,) * 5, (2, 16, 17, 60, 127), 7)
+"""As the first step sees it. SGLang drafts after a prompt, so no request begins with a token alone."""
+_CASES = joined(base_cases({"round": _ROUND}), page_cases({"round": _ROUND}))
+_ROUNDS = {
+    "as_large": _ROUND,
+    "shrunk": Batch((1, 1), (31, 3), 7),
+    "grown": Batch((1,) * 7, (12, 13, 15, 64, 65, 2, 150), 7),
+}
+
+
+class _CapturedRound:
+    """The steps of a round with their attention, captured as SGLang captures them: over rows of padding."""
+
+    def __init__(self, subject: Subject, case: Case) -> None:
+        self.fixture = fixture = PagedFixture(subject, case.spec, case.batch.rows)
+        self.rows, spec = case.batch.rows, case.spec
+        self.buffers = fixture.load(Batch((1,), (2,), self.rows))
+        self.builder = cast(PlannedSteps, fixture.builder())
+        self.builder.plan(fixture.view(self.buffers, Batch((1,), (2,), self.rows)))
+        self.steps = [self.builder.step(self.rows, step) for step in range(_DRAFTED)]
+        shape = (_DRAFTED, self.rows)
+        self.query = torch.zeros(*shape, spec.num_q_heads, spec.head_dim, dtype=spec.dtype)
+        self.key = torch.zeros(*shape, spec.num_kv_heads, spec.head_dim, dtype=spec.new_kv_dtype)
+        self.value = torch.zeros(*shape, spec.num_kv_heads, spec.out_dim, dtype=spec.new_kv_dtype)
+        self.out = torch.zeros(*shape, spec.num_q_heads, spec.out_dim, dtype=spec.dtype)
+        self._run()
+        self.graph = runtime_for(fixture.device).capture(self._run)
+
+    def _run(self) -> None:
+        fixture = self.fixture
+        self.builder.begin(self.rows)
+        for i, step in enumerate(self.steps):
+            fixture.subject.backend.write_kv(self.key[i], self.value[i], fixture.cache, step)
+            self.out[i].copy_(fixture.forward(self.query[i], step))
+
+    def replay(self, batch: Batch) -> tuple[list[list[int]], list[list[torch.Tensor]]]:
+        """Plan another round and replay the graph over it: the lengths of each step, and what it was asked."""
+        fixture = self.fixture
+        fixture.replace_batch(self.buffers, batch)
+        lengths = [[n + step for n in batch.seq_lens] for step in range(_DRAFTED)]
+        asked = [fixture.queries(batch) for _ in lengths]
+        for step, (lens, queries) in enumerate(zip(lengths, asked, strict=True)):
+            inputs = fixture.inputs(batch, lens, queries)
+            for target, source in zip((self.query, self.key, self.value), inputs, strict=True):
+                target[step].copy_(source)
+        self.out.fill_(float("nan"))
+        self.builder.plan(fixture.view(self.buffers, batch))
+        self.graph.replay()
+        return lengths, asked
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """What was seen of a step. told, fresh: what its kernels read, and what those of a round that begins there read.
+
+    moved: tensors of the graph's metadata that the plan has put elsewhere. where: the step and its round, in words.
+    """
+
+    where: str
+    told: Any
+    fresh: Any
+    moved: list[str]
+    attended: Callable[[], Measurements]
+
+
+@cache
+def _seen(subject: Subject, case: Case) -> list[_Step]:
+    """Every step of every round: the graph of a round is captured once, and the checks read what it did."""
+    captured, other = _CapturedRound(subject, case), case.batch.rows
+    fresh = cast(PlannedSteps, captured.fixture.builder())
+    found: list[_Step] = []
+    for name, batch in _ROUNDS.items():
+        lengths, asked = captured.replay(batch)
+        live, outs = len(batch.seq_lens), captured.out.clone()
+        told = [_copied(step, live) for step in captured.steps]
+        moved = [_moved(step) for step in captured.steps]
+        for i, lens in enumerate(lengths):
+            where = f"step {i} of a round over '{name}'"
+            fresh.plan(captured.fixture.view(captured.buffers, batch, lens))
+            fresh.begin(other)
+            attended = partial(captured.fixture.assert_within_budget, outs[i], lens, asked[i], contract=where)
+            found.append(_Step(where, told[i], _copied(fresh.step(other, 0), live), moved[i], attended))
+            advance_state(captured.buffers, other)
+        captured.fixture.expect_cache(lengths[-1], contract=f"writes of a round over '{name}'")
+    return found
+
+
+@check("the captured steps of a round, planned and replayed over other batches, attend right", _CASES)
+def planned_rounds_attend_right(subject: Subject, case: Case) -> Measurements:
+    return worst(step.attended() for step in _seen(subject, case))
+
+
+@check("after a plan and a replay over other batches, each step is told what a round that begins there is told", _CASES)
+def planned_steps_mean_a_fresh_round(subject: Subject, case: Case) -> None:
+    for step in _seen(subject, case):
+        expect_same_fields(step.told, step.fresh, step.where)
+
+
+@check("the plan of a replay writes where the captured graph reads", _CASES)
+def plans_keep_addresses(subject: Subject, case: Case) -> None:
+    for step in _seen(subject, case):
+        expect(
+            not step.moved,
+            contract=f"{step.where}: a graph reads the addresses of its capture",
+            expected="the same tensors",
+            got=f"{step.moved} replaced",
+        )
+
+
+@check("the plan of a replay waits for nothing of the device where SGLang is told no lengths on the host", _CASES)
+def plans_read_no_device(subject: Subject, case: Case) -> None:
+    if (known := subject.backend.builder.host_lengths) is not HostLengths.NONE:
+        raise Unsupported(f"the backend asks for lengths on the host: {known.value}")
+    fixture = PagedFixture(subject, case.spec, case.batch.rows)
+    view, builder = fixture.view(fixture.load(case.batch), case.batch), fixture.builder()
+    builder.build(view)
+    try:
+        with refuse_host_reads(subject.device, [view.seq_lens, view.block_table]):
+            builder.build(view)
+    except RuntimeError as error:
+        raise CheckFailure(
+            contract="the plan of a replay enqueues device work",
+            expected="no wait",
+            got=f"{error}{error_location(error)}",
+        ) from error
+
+
+def _copied(step: Step, live: int) -> Any:
+    return record_of({what: tensor.clone() for what, tensor in step.told(live).items()})
+
+
+def _moved(step: Step) -> list[str]:
+    held, planned = tensors_in(step.metadata), tensors_in(step.backend.forward_metadata)
+    return [what for what in held if what not in planned or held[what].data_ptr() != planned[what].data_ptr()]

@@ -1,0 +1,116 @@
+"""SGLang's Python on a machine without a GPU: torch says that there is an H200, and nothing is where kernels are."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from attn_backends import BrokenBackend
+from engines.conformance.kernels import stand_in_for
+from engines.conformance.launches import record_launches
+from engines.sglang.conformance import pictures
+from engines.sglang.version import SUPPORTED
+
+STEPS = 6
+"""Tokens that a round drafts. SGLang has a backend for each but the last, which is only sampled."""
+_ENVIRONMENT = {
+    "CUDA_VISIBLE_DEVICES": "",
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "TORCHDYNAMO_DISABLE": "1",  # it has nothing to compile for
+}
+_KERNELS = ("sgl_kernel", "flash_mla", "flashinfer", "deep_gemm")
+_PROPERTIES = SimpleNamespace(
+    name="NVIDIA H200", major=9, minor=0, multi_processor_count=132, total_memory=141 << 30, warp_size=32
+)
+_SAID_OF_CUDA: dict[str, Callable[..., Any]] = {
+    "is_available": lambda: True,
+    "device_count": lambda: 1,
+    "current_device": lambda: 0,
+    "get_device_capability": lambda device=None: (9, 0),
+    "get_device_name": lambda device=None: "NVIDIA H200",
+    "get_device_properties": lambda device=None: _PROPERTIES,
+    "is_current_stream_capturing": lambda: False,
+    "mem_get_info": lambda device=None: (141 << 30, 141 << 30),
+}
+
+
+def sglang_version() -> str:
+    """The installed SGLang's. Raises BrokenBackend where there is none, or another than 0.5.23."""
+    try:
+        found = version("sglang")
+    except PackageNotFoundError:
+        found = "none"
+    if found != SUPPORTED:
+        raise BrokenBackend(
+            f"SGLang's draft backends are checked as {SUPPORTED} has them, found {found}. Run `make engines`, which "
+            f"unpacks the right one, or pip install sglang=={SUPPORTED}."
+        )
+    return found
+
+
+@contextmanager
+def on_an_h200() -> Iterator[None]:
+    """Inside, torch says that there is one, and what is asked to be there is on the CPU."""
+    with ExitStack() as said:
+        for name, answer in _SAID_OF_CUDA.items():
+            said.enter_context(mock.patch.object(torch.cuda, name, answer))
+        said.enter_context(mock.patch.object(torch.version, "cuda", "13.0"))
+        said.enter_context(_OnTheCpu())
+        yield
+
+
+class _OnTheCpu(TorchFunctionMode):
+    """Makes what SGLang asks of the device by name."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if str(kwargs.get("device", "")).startswith("cuda"):
+            kwargs = {**kwargs, "device": "cpu"}
+        return func(*args, **kwargs)
+
+
+def enter() -> None:
+    """Make SGLang importable here, and publish the configuration of a server that drafts. Once in a process."""
+    if "sglang" in sys.modules:
+        return
+    record_launches()
+    _launch_in_order()
+    os.environ.update(_ENVIRONMENT)
+    stand_in_for(*_KERNELS)
+    pictures.do_without()
+    _publish()
+
+
+def _launch_in_order() -> None:
+    """In the interpreter a kernel begins when the one before it has ended: it has nothing to wait for, or to let go."""
+    import triton.language.extra.cuda as cuda
+
+    for name in ("gdc_wait", "gdc_launch_dependents"):
+        setattr(cuda, name, lambda **_: None)
+
+
+@cache
+def _publish() -> None:
+    with on_an_h200():
+        from sglang.srt.runtime_context import get_context, get_parallel
+
+        get_context().override_server_args(
+            speculative_algorithm="EAGLE",
+            speculative_num_steps=STEPS,
+            speculative_eagle_topk=1,
+            speculative_num_draft_tokens=STEPS + 1,
+        ).install()
+        get_parallel().override_permanently(attn_tp_rank=0, attn_dcp_rank=0, tp_rank=0)

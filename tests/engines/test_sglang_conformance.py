@@ -1,0 +1,64 @@
+"""The kit over SGLang's draft backends, as far as it goes without SGLang: `make engines` runs it over them."""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from attn_backends import BrokenBackend
+from engines.sglang.conformance import stand_in, subjects
+from engines.sglang.conformance.attention import attend, in_pages, listed
+from engines.sglang.conformance.runner import slots_of
+from spec_decode.cli.main import main
+from spec_decode.graphs import runtime_for
+from tests.factories import CPU
+
+
+@pytest.mark.parametrize("found", ["0.5.22", "0.5.230"])
+def test_another_sglang_is_refused(found: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stand_in, "version", lambda package: found)
+    with pytest.raises(BrokenBackend, match=f"found {found}. Run `make engines`"):
+        subjects()
+
+
+def test_no_sglang_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def version(package: str) -> str:
+        raise PackageNotFoundError(package)
+
+    monkeypatch.setattr(stand_in, "version", version)
+    with pytest.raises(BrokenBackend, match="found none"):
+        subjects()
+    result = CliRunner().invoke(main, ["check", "--engine", "sglang", "--device", "cpu"])
+    assert result.exit_code == 2 and result.stderr.count("\n") == 1 and "pip install sglang==0.5.23" in result.stderr
+
+
+def test_pages_follow_one_that_is_padding_s() -> None:
+    table = torch.tensor([[2, 0]], dtype=torch.int32)
+    assert slots_of(table, 4).tolist() == [[12, 13, 14, 15, 4, 5, 6, 7]]
+
+
+def test_slots_are_read_behind_the_view_of_a_capture() -> None:
+    slots = torch.arange(10, 16)
+    ends = torch.tensor([0, 2, 5])
+    assert [row.tolist() for row in listed(ends, slots[:1])] == [[10, 11], [12, 13, 14]]
+
+
+@pytest.mark.parametrize(("window", "expected"), [(0, [4, 5, 6, 7, 2]), (3, [6, 7, 2])])
+def test_pages_are_read_up_to_a_length_and_from_a_window_on(window: int, expected: list[int]) -> None:
+    (row,) = in_pages(torch.tensor([[2, 3, 1]]), torch.tensor([5]), 2, window)
+    assert row.tolist() == expected
+
+
+def test_a_replay_attends_by_what_the_slots_are_then() -> None:
+    key, value = torch.randn(4, 1, 8), torch.randn(4, 1, 8)
+    query, out = torch.randn(1, 2, 8), torch.zeros(1, 2, 8)
+    ends, slots = torch.tensor([0, 1]), torch.tensor([3])
+    graph = runtime_for(CPU).capture(
+        lambda: attend(out, query, key, value, lambda: listed(ends, slots), (ends, slots), 1.0)
+    )
+    slots.fill_(2)
+    graph.replay()
+    torch.testing.assert_close(out, value[2].expand(1, 2, 8))
