@@ -74,18 +74,20 @@ def _one(
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     count, length = query.shape[0], key.shape[0]
     out = torch.empty(count, spec.num_q_heads, spec.out_dim, dtype=dtype)
+    query, key, value = (part.to(operands).to(wide) for part in (query, key, value))
+    sinks = None if sinks is None else sinks.to(wide)
     for token in range(count):
         position = length - count + token
         first = 0 if spec.sliding_window is None else max(0, position - spec.sliding_window + 1)
         end = position + 1 if spec.causal else length
         for kv_head in range(spec.num_kv_heads):
             heads = slice(kv_head * spec.group_size, (kv_head + 1) * spec.group_size)
-            keys, values = (rows[first:end, kv_head].to(operands).to(wide) for rows in (key, value))
-            scores = query[token, heads].to(operands).to(wide) @ keys.T * spec.softmax_scale
+            keys, values = key[first:end, kv_head], value[first:end, kv_head]
+            scores = query[token, heads] @ keys.T * spec.softmax_scale
             if spec.soft_cap is not None:
                 scores = spec.soft_cap * torch.tanh(scores / spec.soft_cap)
             # A sink of +inf leaves the tokens no weight; one of -inf has none itself.
-            sink = torch.full_like(scores[:, 0], -torch.inf) if sinks is None else sinks[heads].to(wide)
+            sink = torch.full_like(scores[:, 0], -torch.inf) if sinks is None else sinks[heads]
             peak = torch.maximum(scores.amax(1), sink)
             weights = torch.exp(scores - peak[:, None])
             total = weights.sum(1) + torch.exp(sink - peak).masked_fill(sink == torch.inf, 1)
