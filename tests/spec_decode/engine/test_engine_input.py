@@ -2,6 +2,7 @@
 
 import sys
 import threading
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -269,6 +270,12 @@ RECOVERY = ("_recover", "restart", "requests", "clear", "reset", "finish_if_full
 CANCELLING = ("cancel_all", "cancel", "free_finished", "_free", "free")
 
 
+@cache
+def is_interrupted(filename):
+    """Asked for every call of a step, those within torch too."""
+    return Path(filename).parent == ENGINE or Path(filename) == TABLES
+
+
 class Interrupt:
     """Raises KeyboardInterrupt at one line of the engine's own code or of its tables', counted from the first step on.
 
@@ -288,8 +295,7 @@ class Interrupt:
     def __call__(self, frame, event, arg):
         code = frame.f_code
         # A generator's frame cannot be interrupted twice.
-        path = Path(code.co_filename)
-        mine = (path.parent == ENGINE or path == TABLES) and not code.co_name.startswith("<")
+        mine = is_interrupted(code.co_filename) and not code.co_name.startswith("<")
         # In these no step has begun, and nothing is broken off.
         if mine and code.co_name in ("step", "generate", "_require_outside"):
             return self

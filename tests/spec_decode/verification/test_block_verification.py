@@ -166,12 +166,16 @@ def test_block_verification_accepts_more_than_rejection_sampling_on_average(pair
     assert pair.mean("block_accepted") > pair.mean("rejection_accepted") + 0.001
 
 
+TEXTS = 2 * COUNT
+"""So many show noise that is used twice."""
+
+
 def texts(how, draft_seeds, length):
-    """Joint index of the first `length` tokens of COUNT requests, of rounds over a Markov chain, and its law."""
+    """Joint index of the first `length` tokens of TEXTS requests, of rounds over a Markov chain, and its law."""
     generator = torch.Generator().manual_seed(3)
     p, q = torch.randn(2, VOCAB, VOCAB, generator=generator) * 1.5
-    row, seeds = torch.arange(COUNT), torch.arange(COUNT)
-    text, size = torch.zeros(COUNT, length * (STEPS + 1) + 1, dtype=torch.int64), torch.ones(COUNT, dtype=torch.int64)
+    row, seeds = torch.arange(TEXTS), torch.arange(TEXTS)
+    text, size = torch.zeros(TEXTS, length * (STEPS + 1) + 1, dtype=torch.int64), torch.ones(TEXTS, dtype=torch.int64)
     while size.min() <= length:
         drafts, previous, first = [], [text[row, size - 1]], FIRST + size
         for step in range(STEPS):

@@ -15,7 +15,7 @@ from tests.spec_decode.trees.test_draft_tree import trees
 from tests.spec_decode.trees.tree_helpers import TREES, Drafted, Tables, draft, first_two, verify
 from tests.spec_decode.verification.verify_helpers import FIRST, law, p_value, sampling_of
 
-COUNT, VOCAB = 100_000, 5
+COUNT, VOCAB = 50_000, 5
 # Two children of the root, tokens 4 and 6; of the first of them, 5; of the second, 4 and 7; of that 7, 2.
 TREE = DraftTree((0, 0, 1, 2, 2, 5))
 TOKENS = [4, 6, 5, 4, 7, 2]

@@ -8,7 +8,7 @@ from scipy import stats
 
 from spec_decode.sampling import DraftSampler, Sampling, sample_target
 
-COUNT = 100_000
+COUNT = 50_000
 FIRST = 30
 """Absolute position of draft token 0."""
 
