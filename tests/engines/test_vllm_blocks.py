@@ -33,6 +33,7 @@ from tests.engines.vllm_runner import (
     WIDTH,
     LatentRunner,
     Runner,
+    Tables,
     assert_attends,
     backend_of,
     default_dtype,
@@ -73,22 +74,6 @@ def dflash(runner):
     )
     speculator._configure_decode_metadata_update()
     return speculator
-
-
-class Tables:
-    """vLLM's block tables of one KV group: buffers that are never moved."""
-
-    cp_size = 1
-
-    def __init__(self, runner):
-        self._runner = runner
-
-    def get_dummy_block_tables(self, num_reqs):
-        self._runner.table.zero_()
-        return [self._runner.table[:num_reqs]]
-
-    def get_dummy_slot_mappings(self, num_tokens):
-        return self._runner.slots.fill_(-1)[None, :num_tokens]
 
 
 class Drafted:

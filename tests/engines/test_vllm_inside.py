@@ -15,7 +15,6 @@ import torch
 from attn_backends import registry
 from engines import vllm as plug_in
 from spec_decode.graphs import runtime_for
-from tests import flashmla_stand_in
 from tests.builders.flashinfer.host_planner import read_plan
 from tests.engines import vllm_flashinfer
 from tests.engines.vllm_runner import (
@@ -29,7 +28,6 @@ from tests.engines.vllm_runner import (
     PAGED,
     TOKENS,
     WIDTH,
-    LatentRunner,
     Runner,
     assert_attends,
     backend_of,
@@ -342,88 +340,6 @@ def test_without_full_graphs_flashinfer_says_that_it_does_not_update(monkeypatch
     assert not runner.group.supports_draft_decode_metadata_update
 
 
-@pytest.mark.parametrize("query_len", [1, 1 + TOKENS])
-@pytest.mark.parametrize("name", LATENT)
-def test_latents_are_attended_to_over_vllms_metadata(name, query_len):
-    runner = LatentRunner(name, query_len)
-    for seed, lens in enumerate([[5, 150, 33, 16, 90, 7, 12, 64], [40, 6, 190]]):
-        runner.fill(lens, seed)
-        assert_attends(runner, runner.group.build_metadata(runner.common()), lens)
-
-
-def replay_draft_loop(runner):
-    """vLLM's fused loop, in one graph of a dummy batch, over batches that it never saw: every step updates, attends and
-    moves the lengths."""
-    runner.fill([1] * runner.ROWS)
-    metadata = runner.group.build_metadata_for_cudagraph_capture(runner.common())
-    query = torch.zeros(runner.ROWS, HEADS, runner.head_dim, dtype=torch.bfloat16)
-    outs = torch.zeros(TOKENS - 1, runner.ROWS, HEADS, runner.value_dim, dtype=torch.bfloat16)
-
-    def loop():
-        for out in outs:
-            runner.group.update_draft_decode_metadata({runner.layer_name: metadata})
-            out.copy_(runner.attend(metadata, query))
-            runner.seq_lens.add_(runner.seq_lens.sign())
-
-    graph = runtime_for(CPU).capture(loop)
-    for seed, lens in enumerate([[5, 150, 33, 16, 90, 7, 12, 64], [40, 6, 188]]):
-        runner.fill(lens, seed + 1)
-        query.copy_(torch.randn(query.shape, generator=torch.Generator().manual_seed(seed)))
-        graph.replay()
-        for step, out in enumerate(outs):
-            found = out[: len(lens)].double()
-            truth = runner.truth(query, [length + step for length in lens])
-            torch.testing.assert_close(found, truth, atol=2e-2, rtol=2e-2)
-
-
-@pytest.mark.parametrize("name", LATENT)
-def test_a_captured_draft_loop_of_latents_replays_over_batches_that_it_never_saw(name):
-    replay_draft_loop(LatentRunner(name))
-
-
-def test_a_draft_loop_that_kept_its_schedule_would_attend_wrongly(monkeypatch):
-    """What FLASHMLA of vLLM would do if it only claimed the update: the schedule of the captured step stays."""
-    kept = flashmla_stand_in.FlashMLASchedMeta()
-    monkeypatch.setattr(kernels_of(LATENT[2], "flashmla"), "FlashMLASchedMeta", lambda: kept)
-    with pytest.raises(AssertionError, match="Tensor-likes are not close"):
-        replay_draft_loop(LatentRunner(LATENT[2]))
-
-
-def kernels_of(name, attribute):
-    """A global of the module of our backend that vLLM knows by a name."""
-    return type(backend_of(name).ours).__mro__[1].forward.__globals__[attribute]
-
-
-def test_a_layer_of_latents_returns_no_logsumexp():
-    runner = LatentRunner(LATENT[0])
-    runner.fill([5, 150])
-    metadata = runner.group.build_metadata(runner.common())
-    query = torch.zeros(runner.ROWS, HEADS, runner.head_dim, dtype=torch.bfloat16)
-    assert runner.impl.forward_mqa(query, runner.cache, metadata, None)[1] is None
-
-
-@pytest.mark.parametrize(
-    ("extras", "reason"),
-    [
-        ({"alibi_slopes": [0.5]}, "has no alibi_slopes"),
-        ({"sliding_window": 128}, "has no sliding_window"),
-        ({"logits_soft_cap": 5.0}, "has no logits_soft_cap"),
-        ({"attn_type": "encoder_only"}, "has no attn_type, the layer has 'encoder_only'"),
-        ({"q_pad_num_heads": 2 * HEADS}, "has no q_pad_num_heads"),
-        ({"kv_lora_rank": 256}, "value_dim must be 512, got 256"),
-    ],
-)
-def test_a_layer_of_latents_with_what_ours_lacks_is_refused_when_it_is_made(extras, reason):
-    with pytest.raises(ValueError, match=f"{reason}.*vLLM was not started"):
-        LatentRunner(LATENT[1], **extras)
-
-
-def test_a_build_without_kernels_for_latents_is_refused_with_the_reason(monkeypatch):
-    monkeypatch.setattr(kernels_of(LATENT[1], "PROVIDER"), "latent_query", None)
-    with pytest.raises(ValueError, match=r"not valid for this configuration.*values wider than keys"):
-        select(LATENT[1], **LATENT_LAYER)
-
-
 @pytest.mark.parametrize(
     ("name", "block", "page"),
     [
@@ -437,11 +353,6 @@ def test_vllm_divides_its_blocks_into_pages_that_the_kernels_read_right(name, bl
     from vllm.v1.worker.utils import select_common_block_size
 
     assert select_common_block_size(block, [backend_of(name)]) == page
-
-
-@pytest.mark.parametrize("name", LATENT)
-def test_vllm_fuses_a_draft_of_latents(name):
-    assert LatentRunner(name).group.supports_draft_decode_metadata_update
 
 
 def test_a_draft_alone_takes_the_backend_that_its_speculative_config_names():

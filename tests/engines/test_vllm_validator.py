@@ -14,7 +14,7 @@ import torch
 
 from engines import vllm as plug_in
 from spec_decode.graphs import runtime_for
-from tests.engines.vllm_runner import LATENT, NEEDS_VLLM, PAGE, PAGED, TOKENS, WIDTH, LatentRunner, Runner, backend_of
+from tests.engines.vllm_runner import LATENT, NEEDS_VLLM, PAGED, TOKENS, WIDTH, LatentRunner, Runner, Tables, backend_of
 from tests.factories import CPU
 
 pytestmark = NEEDS_VLLM
@@ -41,23 +41,6 @@ def flash_attention_schedule(*, seqlens=None, cache_seqlens=None, **rest):
 
 def frozen(metadata):
     return replace(metadata, seq_lens=metadata.seq_lens.clone())
-
-
-class Tables:
-    """vLLM's block tables of one KV group, of which row i belongs to request i."""
-
-    cp_size = 1
-
-    def __init__(self, runner):
-        self.input_block_tables = [runner.table]
-        self.slot_mappings = runner.slots[None]
-
-    def compute_slot_mappings(self, idx_mapping, query_start_loc, positions, num_tokens_padded, out=None):
-        out = self.slot_mappings if out is None else out
-        pages = self.input_block_tables[0][: len(positions)].gather(1, (positions // PAGE)[:, None])[:, 0]
-        out.fill_(-1)
-        out[0, : len(positions)] = torch.where(idx_mapping >= 0, pages * PAGE + positions % PAGE, -1)
-        return out[:, :num_tokens_padded]
 
 
 class Served:
@@ -106,7 +89,7 @@ class Served:
             "arange_np": np.arange(self.rows + 1, dtype=np.int32),
             "draft_is_prefilling": torch.zeros(self.rows, dtype=torch.bool),
             "kv_cache_config": SimpleNamespace(kv_cache_groups=[SimpleNamespace(layer_names=[runner.layer_name])]),
-            "draft_max_seq_len": WIDTH * PAGE,
+            "draft_max_seq_len": WIDTH * runner.page,
             "dcp_size": 1,
         }
 

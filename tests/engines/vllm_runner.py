@@ -198,6 +198,29 @@ def assert_attends(runner, metadata, lens):
     torch.testing.assert_close(found, runner.truth(query, lens), atol=2e-2, rtol=2e-2)
 
 
+class Tables:
+    """vLLM's block tables of one KV group, of which row i belongs to request i: buffers that are never moved."""
+
+    cp_size = 1
+
+    def __init__(self, runner):
+        self.input_block_tables, self.page = [runner.table], runner.page
+        self.slot_mappings = runner.slots[None]
+
+    def get_dummy_block_tables(self, num_reqs):
+        return [self.input_block_tables[0].zero_()[:num_reqs]]
+
+    def get_dummy_slot_mappings(self, num_tokens):
+        return self.slot_mappings.fill_(-1)[:, :num_tokens]
+
+    def compute_slot_mappings(self, idx_mapping, query_start_loc, positions, num_tokens_padded, out=None):
+        out = self.slot_mappings if out is None else out
+        pages = self.input_block_tables[0][: len(positions)].gather(1, (positions // self.page)[:, None])[:, 0]
+        out.fill_(-1)
+        out[0, : len(positions)] = torch.where(idx_mapping >= 0, pages * self.page + positions % self.page, -1)
+        return out[:, :num_tokens_padded]
+
+
 class LatentRunner(Runner):
     """The same for latents of 512 + 64 dims, in the smallest pages that the kernels read, with the layer's decode."""
 
