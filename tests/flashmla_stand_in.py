@@ -50,21 +50,35 @@ def flash_mla_with_kvcache(
     schedule, config = tile_scheduler_metadata, (*q.shape[:3], *k_cache.shape[1:3], causal)
     assert isinstance(schedule, FlashMLASchedMeta) and num_splits is None
     assert config == (schedule.config or config), "inputs are not those that the schedule was made for"
-    _require(
-        "dtypes are bf16, and int32", q.dtype == k_cache.dtype == torch.bfloat16, _int32(cache_seqlens, block_table)
-    )
-    _require("dims are 576 and 512, in pages of 64", (q.shape[3], head_dim_v, k_cache.shape[1]) == (576, 512, _BLOCK))
-    _require("last dims are contiguous", q.stride(3) == k_cache.stride(3) == block_table.stride(1) == 1)
-    _require(
-        "lengths are contiguous", cache_seqlens.is_contiguous(), len(cache_seqlens) == len(block_table) == len(q) > 0
-    )
-    if not schedule.have_initialized:
-        parts = max(NUM_SMS // -(-q.shape[1] * q.shape[2] // _ROWS), 1)
-        schedule.tile_scheduler_metadata, schedule.num_splits = plan(cache_seqlens, parts)
-        schedule.have_initialized, schedule.config = True, config
-    made = schedule.tile_scheduler_metadata, schedule.num_splits
     scale = q.shape[3] ** -0.5 if softmax_scale is None else softmax_scale
-    return attend(q, k_cache, block_table, cache_seqlens, *made, scale, causal and q.shape[1] > 1)
+    given = cache_seqlens, block_table, scale, causal, schedule.tile_scheduler_metadata, schedule.num_splits
+    out, lse, *made = dense_decode_fwd(q, k_cache, head_dim_v, *given)
+    schedule.have_initialized, schedule.config = True, config
+    schedule.tile_scheduler_metadata, schedule.num_splits = made
+    return out, lse
+
+
+def dense_decode_fwd(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    head_dim_v: int,
+    lens: torch.Tensor,
+    table: torch.Tensor,
+    scale: float,
+    causal: bool,
+    parts: torch.Tensor | None,
+    splits: torch.Tensor | None,
+    out: None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What FlashMLA's Python calls. out: vLLM's build has it."""
+    _require("dtypes are bf16, and int32", q.dtype == k_cache.dtype == torch.bfloat16, _int32(lens, table))
+    _require("dims are 576 and 512, in pages of 64", (q.shape[3], head_dim_v, k_cache.shape[1]) == (576, 512, _BLOCK))
+    _require("last dims are contiguous", q.stride(3) == k_cache.stride(3) == table.stride(1) == 1)
+    _require("lengths are contiguous", lens.is_contiguous(), len(lens) == len(table) == len(q) > 0)
+    if parts is None or splits is None:
+        parts, splits = plan(lens, max(NUM_SMS // -(-q.shape[1] * q.shape[2] // _ROWS), 1))
+    attended = attend(q, k_cache, table, lens, parts, splits, scale, causal and q.shape[1] > 1)
+    return (*attended, parts, splits)
 
 
 def _require(what: str, *holds: bool) -> None:

@@ -5,7 +5,9 @@ No engine, model or GPU, and stand-ins for FlashAttention-3 and FlashMLA. See te
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+import importlib
+import sys
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -29,6 +31,7 @@ from tests.factories import CPU
 
 pytestmark = NEEDS_VLLM
 _, FLASH_ATTN3, FLASHMLA = LATENT
+VLLM_FLASHMLA = "vllm.third_party.flashmla.flash_mla_interface"
 LENS = ([5, 150, 33, 16, 90, 7, 12, 64], [40, 6, 188])
 
 
@@ -123,6 +126,17 @@ def test_a_draft_loop_that_kept_its_schedule_would_attend_wrongly(monkeypatch):
     loop = DraftLoop(LatentRunner(FLASHMLA))
     with pytest.raises(AssertionError, match="Tensor-likes are not close"):
         loop.assert_right()
+
+
+def test_flashmla_takes_the_calls_by_the_python_that_vllm_ships(monkeypatch):
+    """Its checks of what belongs together too; only the compiled operation is the stand-in's."""
+    monkeypatch.setitem(sys.modules, "vllm._flashmla_C", ModuleType("vllm._flashmla_C"))
+    monkeypatch.setattr(torch.ops, "_flashmla_C", SimpleNamespace(dense_decode_fwd=flashmla_stand_in.dense_decode_fwd))
+    theirs = importlib.import_module(VLLM_FLASHMLA)
+    del sys.modules[VLLM_FLASHMLA]  # which another test may look for, without kernels
+    for entry in ("FlashMLASchedMeta", "flash_mla_with_kvcache"):
+        monkeypatch.setattr(kernels_of(FLASHMLA, "flashmla"), entry, getattr(theirs, entry))
+    DraftLoop(LatentRunner(FLASHMLA)).assert_right()
 
 
 def kernels_of(name, attribute):
