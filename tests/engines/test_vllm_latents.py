@@ -12,6 +12,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
+from builders import AdvanceLevel, AdvanceSupport
 from spec_decode.graphs import runtime_for
 from tests import flashmla_stand_in
 from tests.engines.vllm_runner import (
@@ -181,6 +182,25 @@ def test_a_build_without_kernels_for_latents_is_refused_with_the_reason(monkeypa
     monkeypatch.setattr(kernels_of(FLASH_ATTN3, "PROVIDER"), "latent_query", None)
     with pytest.raises(ValueError, match=r"not valid for this configuration.*values wider than keys"):
         select(FLASH_ATTN3, **LATENT_LAYER)
+
+
+def test_over_divided_contexts_vllm_rebuilds(monkeypatch):
+    from vllm.model_executor.layers.attention.mla_attention import MLACommonMetadataBuilder
+
+    make = MLACommonMetadataBuilder.__init__
+
+    def divided(self, *args):
+        make(self, *args)
+        self.dcp_world_size = 2
+
+    monkeypatch.setattr(MLACommonMetadataBuilder, "__init__", divided)
+    assert not LatentRunner(FLASHMLA).group.supports_draft_decode_metadata_update
+
+
+def test_over_a_builder_that_claims_no_advance_vllm_rebuilds(monkeypatch):
+    rebuilt = AdvanceSupport(AdvanceLevel.REBUILD, "it plans on the host")
+    monkeypatch.setattr(backend_of(FLASHMLA).ours.builder, "advance_support", classmethod(lambda *given: rebuilt))
+    assert not LatentRunner(FLASHMLA).group.supports_draft_decode_metadata_update
 
 
 @pytest.mark.parametrize("name", LATENT)
