@@ -38,9 +38,10 @@ def figures(report: dict[str, Any], name: str) -> str:
             if not arms:
                 continue
             blocks.append(
-                f"{engines}. {models}, random weights, acceptance as stated, vLLM "
-                f"{arms[0]['vllm']} on {env['device']} ({env['date'][:10]}, commit `{env['commit'][:12]}`); output "
-                "tokens a second, and in brackets the microseconds that the host takes for a draft, medians:"
+                f"{engines}. {models}, random weights, vLLM {arms[0]['vllm']} on {env['device']} "
+                f"({env['date'][:10]}, commit `{env['commit'][:12]}`). The verifier accepts a fixed mean number of "
+                "draft tokens per round, given in the head of each table. The cells are output tokens per second and, "
+                "in brackets, the microseconds that the host takes for a draft; both are medians."
             )
             sizes = {each["arm"].get("size") for each in arms}
             plain = [each for each in alike if not each["arm"]["draft"] and each["arm"].get("size") in sizes]
@@ -55,7 +56,9 @@ def _table(steps: int, arms: list[dict[str, Any]]) -> str:
     requests = sorted({row["requests"] for each in arms for row in each["rows"]})
     kept = next(each["arm"]["kept"] for each in arms if each["arm"]["draft"])
     lines = [
-        f"| {steps} draft tokens, {kept:g} kept | graphs | " + " | ".join(f"{count} req." for count in requests) + " |",
+        f"| {steps} draft tokens, {kept:g} accepted | graphs | "
+        + " | ".join(f"{count} req." for count in requests)
+        + " |",
         "|---|---|" + "---:|" * len(requests),
     ]
     for each in arms:
@@ -81,6 +84,6 @@ def _agreement(rows: list[dict[str, Any]], kind: str) -> str:
         shares.append(f"`{draft}` {share:.1%}")
     of_kind = "" if kind == "eagle" else f" with {_NAMES[kind]}"
     return (
-        f"Draft tokens equal to those of vLLM's `FLASH_ATTN` over the same texts of a small model{of_kind}: "
-        f"{', '.join(shares)}."
+        f"A small model{of_kind} drafted over the same texts on each backend. So many of its draft tokens were those "
+        f"that it drafted on vLLM's `FLASH_ATTN`: {', '.join(shares)}."
     )

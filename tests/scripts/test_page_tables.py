@@ -51,8 +51,8 @@ VLLM_REPORT = {
 def test_vllms_figures_are_medians_by_draft_tokens_beside_no_speculation() -> None:
     said = vllm_tables.figures(VLLM_REPORT, "vllm.json")
 
-    assert "| 3 draft tokens, 1.8 kept | graphs | 4 req. |" in said
-    assert "| 7 draft tokens, 1.8 kept | graphs | 4 req. |" in said
+    assert "| 3 draft tokens, 1.8 accepted | graphs | 4 req. |" in said
+    assert "| 7 draft tokens, 1.8 accepted | graphs | 4 req. |" in said
     assert "| `FLASH_ATTN` | `FULL_DECODE_ONLY` | 110 (80) |" in said
     assert "| `FLASHINFER_IN_GRAPH`, 2 GPUs | `FULL_DECODE_ONLY` | 130 (80) |" in said
     assert said.count("| no speculation | `FULL_DECODE_ONLY` | 50 |") == 2 and "`TRITON_ATTN` 97.5%" in said
@@ -65,7 +65,7 @@ def test_figures_of_compiled_engines_stand_apart_from_others() -> None:
     said = vllm_tables.figures({**VLLM_REPORT, "arms": arms, "agreement": []}, "vllm.json")
     compiled, uncompiled = said.split("Without compilation")
 
-    assert "| 50 |" in uncompiled and "| 100 (80) |" in uncompiled and "Draft tokens equal" not in said
+    assert "| 50 |" in uncompiled and "| 100 (80) |" in uncompiled and "A small model" not in said
     assert "vLLM's defaults" in compiled and "| 60 |" in compiled and "| 120 (80) |" in compiled
 
 
