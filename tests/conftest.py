@@ -19,7 +19,7 @@ settings.register_profile(
 )
 settings.load_profile("repeatable")
 
-_LONG = ("test_interpreter_conformance", "conformance/", "engine/", "models/", "attn_backends/", "tests/examples/")
+_LONG = ("test_op_kernels", "conformance/", "engine/", "models/", "attn_backends/", "tests/examples/")
 
 
 @pytest.hookimpl(trylast=True)

@@ -4,12 +4,15 @@ Before 3.9 the minimum of a NaN and a number is NaN; compiled, it is the number.
 scalar, `inside & (column < columns)`, is int32 and refused, and the arg max of numbers that are all NaN raises.
 
 And what it does again and again: each call of a device function goes through all of triton.language to replace what the
-launch has replaced already, and each operation makes anew the table of NumPy's dtypes.
+launch has replaced already, each operation makes anew the table of NumPy's dtypes, and each value its shape and type;
+each sum of integers is computed once more in 64 bits, for an assertion that is made in debug mode alone.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -26,6 +29,9 @@ def repair() -> None:
     divide_in_silence()
     _patch_once_a_launch()
     _remember_dtypes()
+    _remember_shapes()
+    builder = interpreter.interpreter_builder
+    builder.options = replace(builder.options, sanitize_overflow=False)
     if tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 9):
         _ignore_nan()
     else:
@@ -57,6 +63,30 @@ def _remember_dtypes() -> None:
         return known[scalar.name]
 
     interpreter._get_np_dtype = remembered
+
+
+def _remember_shapes() -> None:
+    core = interpreter.tl.core
+
+    @cache
+    def shape_and_numel(shape: tuple[int, ...]) -> tuple[Any, Any]:
+        return core.tuple([core.constexpr(size) for size in shape]), core.constexpr(math.prod(shape))
+
+    def init(self: Any, handle: Any, type: Any) -> None:
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.shape, self.numel = shape_and_numel(tuple(type.shape) if type.is_block() else ())
+
+    make_type, known = core.block_type.__init__, dict[Any, tuple[Any, ...]]()
+
+    def init_type(self: Any, element_ty: Any, shape: Any) -> None:
+        key = element_ty.name, *(getattr(size, "value", size) for size in shape)
+        if key not in known:
+            make_type(self, element_ty, shape)
+            known[key] = self.shape, self.numel, self.name
+        self.element_ty = element_ty
+        self.shape, self.numel, self.name = known[key]
+
+    core.tensor.__init__, core.block_type.__init__ = init, init_type
 
 
 def _ignore_nan() -> None:
