@@ -40,6 +40,10 @@ def test_it_passes_the_kit(backend, family):
     check_backend(backend, device=CPU, families=[family])
 
 
+def test_whole_rounds_agree_in_every_strategy(backend):
+    check_backend(backend, device=CPU, checks=["drafter.strategies_agree[[]k4-n7[]]"])
+
+
 def test_attention_is_right(backend):
     report = check_backend(backend, device=CPU, checks=[f"numerics.*[[]{variant}-*" for variant in VARIANTS])
     served = {result.case.partition("-")[0] for result in report.results if result.outcome is Outcome.PASS}

@@ -109,6 +109,8 @@ def test_trees_are_timed_beside_as_many_tokens_in_a_row_on_every_backend_that_ha
 
     monkeypatch.setattr(tree_verify, "time_attention", run_once)
     monkeypatch.setattr(tree_verify, "_CONTEXT", 20)
+    small = {"num_q_heads": 2, "num_kv_heads": 1, "head_dim": 128, "value_dim": 64, "scale": None}
+    monkeypatch.setattr(tree_verify, "_SPECS", [replace(spec, **small) for spec in tree_verify._SPECS])
     rows = list(tree_rows(Bench(CPU, None)))
     assert {row["backend"] for row in rows} == {"torch_reference", "triton_paged", "triton_mla"}
     assert [row["tree"] for row in rows] == [False, True] * (len(rows) // 2)

@@ -2,9 +2,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from attn_backends.triton_paged import TritonPaged
-from builders import FlashAttn3Builder, TritonPagedBuilder, paged
-from spec_decode.conformance import check_backend
+from builders import TritonPagedBuilder, paged
 from tests.factories import CPU, make_spec
 
 
@@ -37,19 +35,3 @@ def test_splits_fill_a_device(num_reqs, kv_heads, query_len, max_seq_len, splits
     )
     batch = SimpleNamespace(num_reqs=num_reqs, max_query_len=query_len, max_seq_len=max_seq_len)
     assert builder.splits(batch) == splits
-
-
-class StandIn(TritonPaged):
-    """FlashAttention-3's builder without its kernels: any paged attention over the same metadata serves to judge it."""
-
-    name = "flash_attn3_stand_in"
-    builder = FlashAttn3Builder
-
-
-@pytest.mark.parametrize("family", ["contract", "builder", "graph"])
-def test_flash_attn3s_builder_passes_the_kit_over_a_stand_in_kernel(family):
-    check_backend(StandIn(), device=CPU, families=[family])
-
-
-def test_whole_rounds_of_flash_attn3s_builder_agree_over_a_stand_in_kernel():
-    check_backend(StandIn(), device=CPU, checks=["drafter.strategies_agree[[]k4-n7[]]"])
