@@ -154,6 +154,19 @@ def test_latents_are_attended_to_over_vllms_metadata(name, query_len):
         assert_attends(runner, runner.group.build_metadata(runner.common()), lens)
 
 
+@pytest.mark.parametrize("causal", [True, False])
+def test_rows_in_several_calls_see_what_their_batch_shows_them(causal, monkeypatch):
+    monkeypatch.setattr(backend_of(FLASHMLA).ours.builder, "_MOST_TOKENS", 2)
+    runner = LatentRunner(FLASHMLA, 1 + TOKENS, causal=causal)
+    for seed, lens in enumerate(LENS):
+        runner.fill(lens, seed)
+        metadata = runner.group.build_metadata(runner.common())
+        assert_attends(runner, metadata, lens)
+        runner.seq_lens.add_(runner.seq_lens.sign())
+        runner.group.update_draft_decode_metadata({runner.layer_name: metadata})
+        assert_attends(runner, metadata, [length + 1 for length in lens])
+
+
 def test_a_layer_of_latents_returns_no_logsumexp():
     runner = LatentRunner(LATENT[0])
     runner.fill([5, 150])

@@ -42,9 +42,13 @@ class LatentBuilder(MLACommonMetadataBuilder[MLACommonMetadata]):
         dtype = self.model_config.dtype
         spec = latent_spec(self.num_heads, dims.kv_lora_rank, dims.qk_rope_head_dim, self.page_size, dtype)
         rows, self.max_seq_len = scheduler.max_num_seqs, self.model_config.max_model_len
-        self.inner = self.ours.builder(
-            spec, device, max_reqs=rows, max_tokens=scheduler.max_num_batched_tokens, max_seq_len=self.max_seq_len
-        )
+        self.serves_blocks, tokens = serves_blocks(self.ours), scheduler.max_num_batched_tokens
+        self.inner = {
+            causal: self.ours.builder(
+                replace(spec, causal=causal), device, max_reqs=rows, max_tokens=tokens, max_seq_len=self.max_seq_len
+            )
+            for causal in ((True, False) if self.serves_blocks else (True,))
+        }
         support = self.ours.builder.advance_support(spec, device)
         refusals = {
             support.reason: support.level is not AdvanceLevel.IN_GRAPH,
@@ -61,12 +65,13 @@ class LatentBuilder(MLACommonMetadataBuilder[MLACommonMetadata]):
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> Any:
         """See vLLM, which takes causality that is a tensor for True. Raises BatchError as `check_causality` does."""
-        check_causality(common_attn_metadata, serves_blocks=serves_blocks(self.ours), sliding_window=None)
+        check_causality(common_attn_metadata, serves_blocks=self.serves_blocks, sliding_window=None)
+        self._causal = common_attn_metadata.causal
         return super().build(common_prefix_len, common_attn_metadata, fast_build)
 
     def update_draft_decode_metadata(self, metadata: Any) -> None:
         """Refresh from vLLM's lengths as they stand. Raises nothing that build() has not."""
-        self.inner.advance(metadata.decode.paged)
+        self.inner[metadata.causal].advance(metadata.decode.paged)
 
     def _build_decode(
         self,
@@ -96,7 +101,7 @@ class LatentBuilder(MLACommonMetadataBuilder[MLACommonMetadata]):
             block_table=block_table_tensor,
             slot_mapping=none,
         )
-        decode.paged = self.inner.build(batch)
+        decode.paged = self.inner[self._causal].build(batch)
         return decode
 
 
