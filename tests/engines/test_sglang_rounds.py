@@ -8,6 +8,7 @@ from __future__ import annotations
 from importlib.metadata import PackageNotFoundError, version
 
 import pytest
+import torch
 
 from builders.kernels.triton_runtime import torch_implementations
 from spec_decode.testing.outcome import CheckFailure
@@ -18,7 +19,10 @@ except PackageNotFoundError:
     FOUND = "none"
 pytestmark = pytest.mark.skipif(FOUND != "0.5.23", reason=f"sglang 0.5.23 is not installed: found {FOUND}")
 TRITON, FLASHINFER = "TritonMultiStepDraftBackend", "FlashInferMultiStepDraftBackend"
-ATTEND, MEAN = "planned_rounds_attend_right", "planned_steps_mean_a_fresh_round"
+FLASH_ATTENTION, FLASHMLA = "FlashAttentionMultiStepBackend", "FlashMLAMultiStepDraftBackend"
+DSA, DSV4 = "DeepseekSparseAttnMultiStepBackend", "DeepseekV4MultiStepBackend"
+ATTEND, TOKENS = "planned_rounds_attend_right", "planned_steps_have_their_tokens"
+MEAN = "planned_steps_mean_a_fresh_round"
 ADDRESSES, DEVICE = "plans_keep_addresses", "plans_read_no_device"
 
 
@@ -93,7 +97,19 @@ def all_as_the_first(steps, batch):
 def test_steps_that_are_planned_as_the_first_are_found(tried, name):
     mutant = tried(name).with_plan(all_as_the_first)
     assert "step 1 of a round over 'as_large'" in mutant.failure(ATTEND)
+    assert "step 1 of a round over 'as_large': request 0 has" in mutant.failure(TOKENS)
     assert "step 1 of a round over 'as_large': field kv_indptr" in mutant.failure(MEAN)
+
+
+def test_flash_attention_s_steps_that_are_all_the_first_are_found(tried):
+    def forget(steps):
+        for step in steps.attn_backends:
+            step.speculative_step_id = 0
+
+    mutant = tried(FLASH_ATTENTION).with_steps(forget)
+    assert "step 1 of a round over 'as_large'" in mutant.failure(ATTEND)
+    assert "request 0 has the tokens before the step and the step's own; expected: 3 tokens" in mutant.failure(TOKENS)
+    assert "step 1 of a round over 'as_large': field cache_seqlens_int32" in mutant.failure(MEAN)
 
 
 def test_a_page_of_another_request_is_found(tried):
@@ -103,6 +119,7 @@ def test_a_page_of_another_request_is_found(tried):
 
     mutant = tried(TRITON).with_plan(exchange)
     assert "step 2 of a round over 'as_large'" in mutant.failure(ATTEND)
+    assert "step 2 of a round over 'as_large': request 1 has its own slots" in mutant.failure(TOKENS)
     assert "step 2 of a round over 'as_large': field kv_indices" in mutant.failure(MEAN)
 
 
@@ -140,3 +157,78 @@ def test_a_window_of_one_more_token_mends_tritons(tried):
 
     assert "step 0 of a round over 'as_large'" in tried(TRITON).failure(ATTEND, "window-round")
     tried(TRITON).with_runner(widen).check(ATTEND, "window-round")
+
+
+MISSED = "request 0 has the tokens before the step and the step's own; expected: 2 tokens; got: 1 tokens"
+
+
+@pytest.mark.parametrize("name", [FLASHMLA, DSA, DSV4])
+def test_lengths_that_do_not_advance_are_found(tried, name):
+    assert f"step 0 of a round over 'as_large': {MISSED}" in tried(name).failure(TOKENS)
+
+
+def test_flashmla_that_plans_each_step_for_its_own_lengths_passes(tried, monkeypatch):
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode, build_inner_fb_view
+
+    lengths = {}
+
+    def plan(steps, batch):
+        for i, step in enumerate(steps.attn_backends):
+            own = lengths.setdefault((id(steps), i), torch.zeros_like(batch.seq_lens))
+            own.copy_(batch.seq_lens + i + 1)
+            view = build_inner_fb_view(batch, bs=batch.batch_size, forward_mode=ForwardMode.DECODE)
+            view.seq_lens, view.seq_lens_cpu = own, None
+            step.init_forward_metadata_out_graph(view)
+
+    mended = tried(FLASHMLA).with_plan(plan)
+    as_it_is = mended.builder.step
+
+    def step(self, rows, i):
+        made = as_it_is(self, rows, i)
+        made.batch.seq_lens = lengths[id(self.steps), i]
+        return made
+
+    monkeypatch.setattr(mended.builder, "step", step)
+    for what in (ATTEND, TOKENS, MEAN):
+        mended.check(what)
+
+
+def test_sparse_attention_that_plans_each_step_for_its_own_lengths_passes(tried):
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+    def plan(steps, batch):
+        for i, step in enumerate(steps.attn_backends):
+            lengths = batch.seq_lens + i + 1
+            step._apply_cuda_graph_metadata(
+                batch.batch_size, batch.req_pool_indices, lengths, None, ForwardMode.DECODE, batch.spec_info
+            )
+
+    mended = tried(DSA).with_plan(plan)
+    for what in (TOKENS, MEAN):
+        mended.check(what)
+
+
+def test_the_first_three_steps_of_sparse_attention_keep_the_schedule_of_their_capture(tried):
+    """A copy that refreshes them, as SGLang does for the others, fails at its lengths alone."""
+
+    def refresh(steps, batch):
+        for step in steps.attn_backends:
+            step._refresh_paged_mqa_schedule_metadata(metadata := step.forward_metadata, metadata.paged_mqa_ctx_lens_2d)
+            step._refresh_topk_v2_plan(metadata)
+
+    assert "step 0 of a round over 'as_large': field paged_mqa_schedule_metadata" in tried(DSA).failure(MEAN)
+    refreshed = tried(DSA).with_plan(refresh).failure(MEAN)
+    assert "step 1 of a round over 'as_large': field cache_seqlens_int32" in refreshed
+
+
+def test_deepseek_v4_that_plans_each_step_for_its_own_lengths_passes(tried):
+    def plan(steps, batch):
+        for i, step in enumerate(steps.attn_backends[:-1]):
+            raw = step.forward_metadata
+            if raw.seq_lens.data_ptr() == batch.seq_lens.data_ptr():
+                raw.seq_lens = raw.seq_lens.clone()
+            raw.seq_lens.copy_(batch.seq_lens + i + 1)
+
+    mended = tried(DSV4).with_plan(plan)
+    for what in (TOKENS, MEAN):
+        mended.check(what)

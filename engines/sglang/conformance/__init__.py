@@ -14,7 +14,13 @@ from spec_decode.testing.subject import Subject
 FAMILIES = ("graph",)
 """A plan is for a graph."""
 _BACKENDS = {
+    "DeepseekSparseAttnMultiStepBackend": Listed(
+        "dsa", "an indexer, whose kernels need a GPU, chooses what is attended"
+    ),
+    "DeepseekV4MultiStepBackend": Listed("dsv4", "FlashMLA reads a packed cache that needs a GPU"),
+    "FlashAttentionMultiStepBackend": Listed("flash_attention"),
     "FlashInferMultiStepDraftBackend": Listed("flashinfer"),
+    "FlashMLAMultiStepDraftBackend": Listed("flashmla"),
     "TritonMultiStepDraftBackend": Listed("triton"),
 }
 NAMES = tuple(_BACKENDS)

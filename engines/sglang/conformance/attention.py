@@ -52,7 +52,18 @@ def in_pages(table: Tensor, lengths: Tensor, page_size: int, window: int = 0) ->
     ]
 
 
+def used_pages(table: Tensor, lengths: Tensor, live: int, page_size: int) -> Tensor:
+    """The pages of the first `live` rows, one after another, without what follows each row's length."""
+    used = ((lengths + page_size - 1) // page_size).tolist()
+    return torch.cat([table[row, : used[row]] for row in range(live)])
+
+
 def from_its_address(tensor: Tensor) -> Tensor:
     """The tensor and all that lies behind it, as one row: what a kernel may read that was given its address."""
     behind = tensor.untyped_storage().nbytes() // tensor.itemsize - tensor.storage_offset()
     return tensor.as_strided((behind,), (1,))
+
+
+def whole_rows(table: Tensor) -> Tensor:
+    """The table with its rows as long as they are apart: a kernel has the address of a view and its stride."""
+    return table.as_strided((len(table), table.stride(0)), table.stride())

@@ -55,6 +55,14 @@ class PlannedSteps(MetadataBuilder[Any]):
         """
         raise NotImplementedError
 
+    @staticmethod
+    def slots(metadata: Any, batch: Any) -> Sequence[torch.Tensor]:
+        """The slots whose tokens the kernels of a step take for each row's text, in order; with a window, for its end.
+
+        metadata, batch: as `told` has them. Raises NotImplementedError: as `make`.
+        """
+        raise NotImplementedError
+
     @classmethod
     def advance_support(cls, spec: AttentionSpec, device: torch.device) -> AdvanceSupport:
         return AdvanceSupport(AdvanceLevel.PREPLANNED, "SGLang has a backend for each step, and plans all of them")
@@ -70,47 +78,57 @@ class PlannedSteps(MetadataBuilder[Any]):
         self._seq_lens = torch.full((rows,), self._padding, dtype=torch.int64)
         self._positions = torch.zeros(rows, dtype=torch.int64)
         self._write_at = torch.zeros(rows, STEPS, dtype=torch.int64)
-        self._captured: dict[int, list[Any]] = {}
 
     def build(self, batch: AttentionBatch, *, horizon: int = 0) -> Step:
-        """The first step of a round. Raises Unsupported as `plan` does."""
+        """The first step of a round over the batch, of which the capture was one too. Raises Unsupported as `plan`."""
         self.check_horizon(batch, horizon)
+        self.plan_capture(batch.num_reqs, batch)
         self.plan(batch)
+        self.begin(batch.num_reqs)
         return self.step(batch.num_reqs, 0)
 
-    def plan(self, batch: AttentionBatch) -> None:
-        """Plan the steps of a round over the batch; the first time for so many rows, after the plan of a capture.
+    def plan_capture(self, rows: int, batch: AttentionBatch | None = None) -> None:
+        """Plan the steps of a round for a capture; without a batch, over rows of padding, as SGLang captures.
 
         Raises Unsupported for more than one token a request.
         """
-        if batch.max_query_len > 1:
-            raise Unsupported("SGLang drafts one token of a request in a step, this batch has more")
-        rows = batch.num_reqs
+        self._load(rows, batch)
+        known = [0] * rows if batch is None else batch.host_seq_lens
         with on_an_h200():
-            if rows not in self._captured:
-                self._load(rows)
-                self.steps.init_forward_metadata_out_graph(self._batch(rows, [0] * rows), in_capture=True)
-                self._captured[rows] = [step.forward_metadata for step in self.steps.attn_backends]
-            self._load(rows, batch)
-            asked = batch.host_seq_lens if getattr(self.steps, "needs_cpu_seq_lens", True) else None
-            self.steps.init_forward_metadata_out_graph(self._batch(rows, asked))
+            self.steps.init_forward_metadata_out_graph(self._batch(rows, known), in_capture=True)
+
+    def plan(self, batch: AttentionBatch) -> None:
+        """Plan the steps of a round over the batch before a replay. Raises Unsupported as `plan_capture` does."""
+        self._load(batch.num_reqs, batch)
+        asked = batch.host_seq_lens if getattr(self.steps, "needs_cpu_seq_lens", True) else None
+        with on_an_h200():
+            self.steps.init_forward_metadata_out_graph(self._batch(batch.num_reqs, asked))
 
     def begin(self, rows: int) -> None:
         """What the graph of a round records before its steps."""
         with on_an_h200():
             self.steps.init_forward_metadata_in_graph(self._batch(rows))
 
+    def end_warm_up(self) -> None:
+        """What SGLang does between a round that warms up and the capture of one."""
+        if hasattr(self.steps, "on_after_cuda_graph_warmup"):
+            with on_an_h200():
+                self.steps.on_after_cuda_graph_warmup()
+
     def step(self, rows: int, step: int) -> Step:
-        """A step of the planned round, with what the graph of its capture holds."""
-        view = self._batch(rows)
+        """A step of the round that was planned last, with the metadata that its backend has now."""
+        view, backend = self._batch(rows), self.steps.attn_backends[step]
         view.out_cache_loc = self._write_at[:rows, step]
-        return Step(self, self.steps.attn_backends[step], self._captured[rows][step], view)
+        view.page_size, view.window = self.spec.page_size, self.spec.sliding_window or 0
+        return Step(self, backend, backend.forward_metadata, view)
 
     def capture_constants(self, metadata: Any) -> CaptureConstants:
         return CaptureConstants(max_reqs=metadata.batch.batch_size, max_query_len=1, max_seq_len=self.max_seq_len)
 
     def _load(self, rows: int, batch: AttentionBatch | None = None) -> None:
         """Fill the static inputs for a round over the batch; None for a capture, all rows of which are padding."""
+        if batch is not None and batch.max_query_len > 1:
+            raise Unsupported("SGLang drafts one token of a request in a step, this batch has more")
         if batch is None:
             self._requests[:rows].zero_()
             self._positions[:rows].zero_()
@@ -167,6 +185,10 @@ class Step:
     def told(self, live: int) -> dict[str, torch.Tensor]:
         """As `PlannedSteps.told`."""
         return self.builder.told(self.metadata, self.batch, live)
+
+    def slots(self) -> list[list[int]]:
+        """As `PlannedSteps.slots`."""
+        return [row.tolist() for row in self.builder.slots(self.metadata, self.batch)]
 
     def attend(self, query: torch.Tensor, cache: KVCache) -> torch.Tensor:
         """SGLang's own forward, over the kit's cache: [rows, heads, value dim]."""

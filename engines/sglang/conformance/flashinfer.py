@@ -33,6 +33,11 @@ class FlashInferMultiStepDraftBackend(PlannedSteps):
         ends = wrapper.indptr[: live + 1]
         return {"kv_indptr": ends, "kv_indices": wrapper.indices[: ends[-1]], "planned": wrapper.planned[: live + 1]}
 
+    @staticmethod
+    def slots(metadata: Any, batch: Any) -> list[Tensor]:
+        (wrapper,) = metadata.decode_wrappers
+        return _planned(wrapper.indptr, wrapper.planned, wrapper.indices)
+
 
 def backend() -> type[AttentionBackend]:
     # SGLang has one wrapper for a step, which a model with windows would need two of.

@@ -47,22 +47,25 @@ class _CapturedRound:
         self.rows, spec = case.batch.rows, case.spec
         self.buffers = fixture.load(Batch((1,), (2,), self.rows))
         self.builder = cast(PlannedSteps, fixture.builder())
-        self.builder.plan(fixture.view(self.buffers, Batch((1,), (2,), self.rows)))
-        self.steps = [self.builder.step(self.rows, step) for step in range(_DRAFTED)]
+        self.builder.plan_capture(self.rows)
         shape = (_DRAFTED, self.rows)
         self.query = torch.zeros(*shape, spec.num_q_heads, spec.head_dim, dtype=spec.dtype)
         self.key = torch.zeros(*shape, spec.num_kv_heads, spec.head_dim, dtype=spec.new_kv_dtype)
         self.value = torch.zeros(*shape, spec.num_kv_heads, spec.out_dim, dtype=spec.new_kv_dtype)
         self.out = torch.zeros(*shape, spec.num_q_heads, spec.out_dim, dtype=spec.dtype)
         self._run()
+        self.builder.end_warm_up()
         self.graph = runtime_for(fixture.device).capture(self._run)
 
     def _run(self) -> None:
         fixture = self.fixture
         self.builder.begin(self.rows)
+        # The graph keeps the metadata that the steps have in its capture.
+        self.steps = [self.builder.step(self.rows, step) for step in range(_DRAFTED)]
         for i, step in enumerate(self.steps):
             fixture.subject.backend.write_kv(self.key[i], self.value[i], fixture.cache, step)
-            self.out[i].copy_(fixture.forward(self.query[i], step))
+            if not fixture.subject.no_attention:
+                self.out[i].copy_(fixture.forward(self.query[i], step))
 
     def replay(self, batch: Batch) -> tuple[list[list[int]], list[list[torch.Tensor]]]:
         """Plan another round and replay the graph over it: the lengths of each step, and what it was asked."""
@@ -82,14 +85,18 @@ class _CapturedRound:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """What was seen of a step. told, fresh: what its kernels read, and what those of a round that begins there read.
+    """What was seen of a step.
 
-    moved: tensors of the graph's metadata that the plan has put elsewhere. where: the step and its round, in words.
+    where: the step and its round, in words. told, fresh: what its kernels read, and what those of a round that begins
+    there read. slots, expected_slots: those of each request's text, as its kernels have them and by the kit's own
+    tables. moved: tensors of the graph's metadata that the plan has put elsewhere.
     """
 
     where: str
     told: Any
     fresh: Any
+    slots: list[list[int]]
+    expected_slots: list[list[int]]
     moved: list[str]
     attended: Callable[[], Measurements]
 
@@ -97,28 +104,51 @@ class _Step:
 @cache
 def _seen(subject: Subject, case: Case) -> list[_Step]:
     """Every step of every round: the graph of a round is captured once, and the checks read what it did."""
-    captured, other = _CapturedRound(subject, case), case.batch.rows
-    fresh = cast(PlannedSteps, captured.fixture.builder())
+    captured = _CapturedRound(subject, case)
     found: list[_Step] = []
     for name, batch in _ROUNDS.items():
         lengths, asked = captured.replay(batch)
         live, outs = len(batch.seq_lens), captured.out.clone()
         told = [_copied(step, live) for step in captured.steps]
+        slots = [step.slots()[:live] for step in captured.steps]
         moved = [_moved(step) for step in captured.steps]
         for i, lens in enumerate(lengths):
             where = f"step {i} of a round over '{name}'"
-            fresh.plan(captured.fixture.view(captured.buffers, batch, lens))
-            fresh.begin(other)
+            fresh = cast(PlannedSteps, captured.fixture.builder())
             attended = partial(captured.fixture.assert_within_budget, outs[i], lens, asked[i], contract=where)
-            found.append(_Step(where, told[i], _copied(fresh.step(other, 0), live), moved[i], attended))
-            advance_state(captured.buffers, other)
+            begun = _copied(fresh.build(captured.fixture.view(captured.buffers, batch, lens)), live)
+            texts = [_slots_of(captured.fixture, request, length) for request, length in enumerate(lens)]
+            found.append(_Step(where, told[i], begun, slots[i], texts, moved[i], attended))
+            advance_state(captured.buffers, captured.rows)
         captured.fixture.expect_cache(lengths[-1], contract=f"writes of a round over '{name}'")
     return found
 
 
 @check("the captured steps of a round, planned and replayed over other batches, attend right", _CASES)
 def planned_rounds_attend_right(subject: Subject, case: Case) -> Measurements:
+    if why := subject.no_attention:
+        raise Unsupported(f"no attention to check: {why}")
     return worst(step.attended() for step in _seen(subject, case))
+
+
+@check(
+    "after a plan and a replay over other batches, each step has every token before it, its own, and no other", _CASES
+)
+def planned_steps_have_their_tokens(subject: Subject, case: Case) -> None:
+    for step in _seen(subject, case):
+        for request, (found, expected) in enumerate(zip(step.slots, step.expected_slots, strict=True)):
+            expect(
+                len(found) == len(expected),
+                contract=f"{step.where}: request {request} has the tokens before the step and the step's own",
+                expected=f"{len(expected)} tokens",
+                got=f"{len(found)} tokens",
+            )
+            expect(
+                found == expected,
+                contract=f"{step.where}: request {request} has its own slots",
+                expected=str(expected),
+                got=found,
+            )
 
 
 @check("after a plan and a replay over other batches, each step is told what a round that begins there is told", _CASES)
@@ -143,11 +173,12 @@ def plans_read_no_device(subject: Subject, case: Case) -> None:
     if (known := subject.backend.builder.host_lengths) is not HostLengths.NONE:
         raise Unsupported(f"the backend asks for lengths on the host: {known.value}")
     fixture = PagedFixture(subject, case.spec, case.batch.rows)
-    view, builder = fixture.view(fixture.load(case.batch), case.batch), fixture.builder()
-    builder.build(view)
+    view = fixture.view(fixture.load(case.batch), case.batch)
+    builder = cast(PlannedSteps, fixture.builder())
+    builder.plan_capture(case.batch.rows)
     try:
         with refuse_host_reads(subject.device, [view.seq_lens, view.block_table]):
-            builder.build(view)
+            builder.plan(view)
     except RuntimeError as error:
         raise CheckFailure(
             contract="the plan of a replay enqueues device work",
@@ -160,6 +191,15 @@ def _copied(step: Step, live: int) -> Any:
     return record_of({what: tensor.clone() for what, tensor in step.told(live).items()})
 
 
+def _slots_of(fixture: PagedFixture, request: int, length: int) -> list[int]:
+    """Behind the page of padding, which comes first."""
+    size, pages = fixture.spec.page_size, fixture.pages[request]
+    first = max(0, length - (fixture.spec.sliding_window or length))
+    return [(pages[position // size] + 1) * size + position % size for position in range(first, length)]
+
+
 def _moved(step: Step) -> list[str]:
+    if type(step.metadata) is not type(step.backend.forward_metadata):
+        return []  # the graph makes its own from what is planned
     held, planned = tensors_in(step.metadata), tensors_in(step.backend.forward_metadata)
     return [what for what in held if what not in planned or held[what].data_ptr() != planned[what].data_ptr()]

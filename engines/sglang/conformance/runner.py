@@ -39,6 +39,7 @@ def runner_of(spec: AttentionSpec, max_reqs: int, max_seq_len: int) -> Any:
         gpu_id=0,
         dtype=spec.dtype,
         kv_cache_dtype=spec.cache_dtype,
+        kv_cache_dtype_str="auto",
         page_size=spec.page_size,
         server_args=get_context().server_args,
         # SGLang's counts the tokens before the query's own.
@@ -82,7 +83,7 @@ def _model_config(spec: AttentionSpec, width: int) -> Any:
     from transformers import PretrainedConfig
 
     latent = spec.kind is AttentionKind.MLA
-    hf_config = PretrainedConfig(architectures=["LlamaForCausalLMEagle"])
+    hf_config = PretrainedConfig(architectures=["LlamaForCausalLMEagle"], num_attention_heads=spec.num_q_heads)
     return SimpleNamespace(
         attention_arch=AttentionArch.MLA if latent else AttentionArch.MHA,
         context_len=width,

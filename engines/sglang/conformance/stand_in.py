@@ -70,13 +70,18 @@ def on_an_h200() -> Iterator[None]:
         yield
 
 
+_IS_CUDA = torch.Tensor.is_cuda.__get__  # type: ignore[attr-defined]  # as torch has it
+
+
 class _OnTheCpu(TorchFunctionMode):
-    """Makes what SGLang asks of the device by name."""
+    """Makes on the CPU what SGLang asks for on the device, and says that it is on the device."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func == _IS_CUDA:
+            return True
         if str(kwargs.get("device", "")).startswith("cuda"):
             kwargs = {**kwargs, "device": "cpu"}
         return func(*args, **kwargs)

@@ -36,6 +36,12 @@ class TritonMultiStepDraftBackend(PlannedSteps):
                 found |= {f"{rail}_indptr": ends[: live + 1], f"{rail}_indices": from_its_address(slots)[: ends[live]]}
         return found
 
+    @staticmethod
+    def slots(metadata: Any, batch: Any) -> list[Tensor]:
+        if batch.window:
+            return listed(metadata.window_kv_indptr, metadata.window_kv_indices)
+        return listed(metadata.kv_indptr, metadata.kv_indices)
+
 
 def backend() -> type[AttentionBackend]:
     return backend_class(__name__, TritonMultiStepDraftBackend, HEADS, DraftAttention)
