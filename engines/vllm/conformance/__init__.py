@@ -10,13 +10,18 @@ from spec_decode.testing.subject import Subject
 
 FAMILIES = ("builder", "graph")
 """What a builder can be asked without its kernels."""
+_SCORES = "an indexer scores by its metadata, it does not attend"
+_CHOSEN = "an indexer chooses what is attended"
 _BUILDERS = {
     "FlashAttentionMetadataBuilder": Listed("flash_attention"),
     "FlashInferMetadataBuilder": Listed("flashinfer", "FlashInfer's kernels attend by a plan that only they make"),
     "TritonAttentionMetadataBuilder": Listed("triton_attention"),
     "TritonMLAMetadataBuilder": Listed("triton_mla"),
     "DeepseekSparseSWAMetadataBuilder": Listed("sparse_swa"),
-    "DeepseekV32IndexerMetadataBuilder": Listed("indexer", "an indexer scores by its metadata, it does not attend"),
+    "DeepseekV32IndexerMetadataBuilder": Listed("indexer", _SCORES),
+    "DeepseekV32IndexerWithAnEmptyUpdate": Listed("indexer_with_an_empty_update", _SCORES),
+    "FlashMLASparseMetadataBuilder": Listed("flashmla_sparse", _CHOSEN),
+    "FlashMLASparseWithAnEmptyUpdate": Listed("flashmla_sparse_with_an_empty_update", _CHOSEN),
     "KpoolTailMetadataBuilder": Listed(
         "kpool_tail", "the tail of a pool is stored by its metadata, nothing attends to it"
     ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from attn_backends import AttentionBackend, Sizes
 from engines.conformance.null_page import NoAttention
@@ -15,8 +16,12 @@ _FIELDS = ("seq_lens", "slot_mapping", "decode_seq_lens")
 def backend() -> type[AttentionBackend]:
     from vllm.v1.attention.backends.mla.indexer import DeepseekV32IndexerMetadataBuilder
 
+    return backend_over(DeepseekV32IndexerMetadataBuilder, __name__)
+
+
+def backend_over(theirs: Any, module: str) -> type[AttentionBackend]:
+    """Over vLLM's builder or a copy. module: as `backend_class` has it."""
     # DeepGEMM makes the schedule; without it nothing writes there.
-    scratch = ("decode_schedule_metadata",)
-    builder = builder_class(DeepseekV32IndexerMetadataBuilder, index_group, _FIELDS, scratch=scratch)
+    builder = builder_class(theirs, index_group, _FIELDS, scratch=("decode_schedule_metadata",))
     pages = replace(LATENT, page_sizes=Sizes(minimum=64, multiple_of=64))
-    return backend_class(__name__, builder, pages, NoAttention)
+    return backend_class(module, builder, pages, NoAttention)

@@ -62,6 +62,12 @@ def builder_class(
     return type(theirs.__name__, (EngineBuilder,), body)
 
 
+def with_empty_update(theirs: Any, name: str) -> Any:
+    """A copy of vLLM's builder that claims to update in place, and does nothing when it is asked to."""
+    hook = {"update_draft_decode_metadata": lambda self, metadata: None}
+    return type(name, (theirs,), {"supports_draft_decode_metadata_update": True, **hook})
+
+
 _GRAPH_SUPPORT = {
     "NEVER": GraphSupport.NEVER,
     "UNIFORM_SINGLE_TOKEN_DECODE": GraphSupport.SINGLE_TOKEN_DECODE,

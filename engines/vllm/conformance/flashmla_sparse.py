@@ -1,0 +1,49 @@
+"""The builder of FlashMLA's sparse latents, as DeepSeek-V3.2 has them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+from attn_backends import AttentionBackend, Sizes
+from builders import AttentionSpec
+from engines.conformance.null_page import NoAttention
+from engines.conformance.subjects import DENSE_LATENT, backend_class
+from engines.vllm.conformance.config import LAYER
+from engines.vllm.conformance.making import builder_class
+
+_PAGE = 64
+_PAGES = replace(DENSE_LATENT, page_sizes=Sizes(minimum=_PAGE, maximum=_PAGE))
+_FIELDS = ("seq_lens", "slot_mapping")
+
+
+def backend() -> type[AttentionBackend]:
+    from vllm.v1.attention.backends.mla.flashmla_sparse import FlashMLASparseMetadataBuilder
+
+    return backend_over(FlashMLASparseMetadataBuilder, __name__)
+
+
+def backend_over(theirs: Any, module: str) -> type[AttentionBackend]:
+    """Over vLLM's builder or a copy. module: as `backend_class` has it."""
+    return backend_class(module, builder_class(theirs, _group, _FIELDS, prepare=_prepare), _PAGES, NoAttention)
+
+
+def _group(spec: AttentionSpec) -> Any:
+    from vllm.v1.kv_cache_interface import MLAAttentionSpec
+
+    return MLAAttentionSpec(block_size=spec.page_size, num_kv_heads=1, head_size=spec.head_dim, dtype=spec.dtype)
+
+
+def _prepare(config: Any, spec: AttentionSpec) -> None:
+    """A model with latents and an indexer, and a layer that reads no prompt."""
+    dims = {
+        "kv_lora_rank": spec.out_dim,
+        "qk_rope_head_dim": spec.head_dim - spec.out_dim,
+        "qk_nope_head_dim": 128,
+        "v_head_dim": 128,
+        "q_lora_rank": None,
+    }
+    config.model_config.hf_text_config.update({**dims, "index_topk": 2048})
+    config.model_config.model_arch_config.head_size = 576
+    config.compilation_config.static_forward_context[LAYER] = SimpleNamespace(prefill_backend=None)

@@ -1,0 +1,13 @@
+"""The builder of FlashMLA's sparse latents as vllm#54369 and vllm#54790 have it: an update that does nothing."""
+
+from __future__ import annotations
+
+from attn_backends import AttentionBackend
+from engines.vllm.conformance.flashmla_sparse import backend_over
+from engines.vllm.conformance.making import with_empty_update
+
+
+def backend() -> type[AttentionBackend]:
+    from vllm.v1.attention.backends.mla.flashmla_sparse import FlashMLASparseMetadataBuilder
+
+    return backend_over(with_empty_update(FlashMLASparseMetadataBuilder, "FlashMLASparseWithAnEmptyUpdate"), __name__)

@@ -1,0 +1,14 @@
+"""The builder of DeepSeek-V3.2's indexer as vllm#54369 has it: an update that does nothing."""
+
+from __future__ import annotations
+
+from attn_backends import AttentionBackend
+from engines.vllm.conformance.indexer import backend_over
+from engines.vllm.conformance.making import with_empty_update
+
+
+def backend() -> type[AttentionBackend]:
+    from vllm.v1.attention.backends.mla.indexer import DeepseekV32IndexerMetadataBuilder
+
+    theirs = with_empty_update(DeepseekV32IndexerMetadataBuilder, "DeepseekV32IndexerWithAnEmptyUpdate")
+    return backend_over(theirs, __name__)

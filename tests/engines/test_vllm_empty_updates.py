@@ -1,0 +1,55 @@
+"""Control of the verdict on FlashMLA's sparse latents with an empty update: a copy that the kit finds.
+
+Needs vLLM's Python, such as `make engines` unpacks, and TRITON_INTERPRET=1 for vLLM's own Triton kernels.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from importlib.metadata import PackageNotFoundError, version
+
+import pytest
+import torch
+
+from builders.kernels.triton_runtime import torch_implementations
+from spec_decode.testing.outcome import CheckFailure
+from spec_decode.testing.subject import Subject
+
+try:
+    FOUND = version("vllm")
+except PackageNotFoundError:
+    FOUND = "none"
+pytestmark = pytest.mark.skipif(not FOUND.startswith("0.33."), reason=f"vllm 0.33 is not installed: found {FOUND}")
+CHECKS = (
+    "builder.advance_means_a_rebuild[base-decode]",
+    "builder.advance_refreshes_another_batch[base-decode]",
+    "graph.replayed_advances_mean_a_rebuild[base-decode]",
+)
+
+
+def run(backend, name):
+    from spec_decode.conformance.check import expand
+
+    subject = Subject(backend(), torch.device("cpu"), engine="vllm", no_attention="none")
+    (found,) = (check for check in expand(subject) if check.id == name)
+    with torch_implementations():
+        return found()
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_an_empty_update_holds_only_where_nothing_is_copied(vllm_inside, name):
+    from vllm.v1.attention.backends.mla.flashmla_sparse import FlashMLASparseMetadataBuilder
+
+    from engines.vllm.conformance.flashmla_sparse import backend_over
+    from engines.vllm.conformance.making import with_empty_update
+
+    class Copies(FlashMLASparseMetadataBuilder):
+        """A builder with lengths of its own, as the indexer has them."""
+
+        def build(self, common_prefix_len, common_attn_metadata, fast_build=False):
+            metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
+            return dataclasses.replace(metadata, seq_lens=metadata.seq_lens.clone())
+
+    run(backend_over(with_empty_update(FlashMLASparseMetadataBuilder, "Views"), __name__), name)
+    with pytest.raises(CheckFailure, match="field seq_lens"):
+        run(backend_over(with_empty_update(Copies, "Copies"), __name__), name)
