@@ -67,6 +67,18 @@ def counted(monkeypatch):
     return replayed
 
 
+def drafts_of(engine, monkeypatch):
+    """What is drafted in each round from now on: of random drafts too, of which a target seldom keeps any."""
+    drafted, run = [], engine.target.run
+
+    def spy(*args):
+        run(*args)
+        drafted.append(engine.drafter.drafts.tokens.tolist())
+
+    monkeypatch.setattr(engine.target, "run", spy)
+    return drafted
+
+
 KINDS = {
     "a chain": ("chain", {}),
     "a chain of one": ("chain", {"steps": 1}),
@@ -93,8 +105,9 @@ def test_a_round_of_one_graph_says_and_keeps_what_two_do(pairs, name, options, m
     for one_graph, graphs in ((None, 1), (False, 2)):
         engine = make_engine(pairs[name], backend=backend, one_graph=one_graph, **options)
         assert engine.round_plan.one_graph is (graphs == 1)
+        drafted = drafts_of(engine, monkeypatch)
         results = engine.generate(asked)
-        found.append((results, replace(engine.stats, launch_seconds=0)))
+        found.append((results, replace(engine.stats, launch_seconds=0), drafted))
         assert len(replayed) == graphs * engine.stats.rounds
         assert engine.stats.preemptions > 0 or "num_pages" not in options
         replayed.clear()
