@@ -17,7 +17,7 @@ _BACKENDS = {
     "DeepseekSparseAttnMultiStepBackend": Listed(
         "dsa", "an indexer, whose kernels need a GPU, chooses what is attended"
     ),
-    "DeepseekV4MultiStepBackend": Listed("dsv4", "FlashMLA reads a packed cache that needs a GPU"),
+    "DeepseekV4MultiStepBackend": Listed("dsv4", "FlashMLA reads a cache of packed bytes, which needs a GPU"),
     "FlashAttentionMultiStepBackend": Listed("flash_attention"),
     "FlashInferMultiStepDraftBackend": Listed("flashinfer"),
     "FlashMLAMultiStepDraftBackend": Listed("flashmla"),

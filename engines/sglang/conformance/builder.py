@@ -79,7 +79,7 @@ class PlannedSteps(MetadataBuilder[Any]):
         self._positions = torch.zeros(rows, dtype=torch.int64)
         self._write_at = torch.zeros(rows, STEPS, dtype=torch.int64)
 
-    def build(self, batch: AttentionBatch, *, horizon: int = 0) -> Step:
+    def build(self, batch: AttentionBatch, *, horizon: int = 0) -> PlannedStep:
         """The first step of a round over the batch, of which the capture was one too. Raises Unsupported as `plan`."""
         self.check_horizon(batch, horizon)
         self.plan_capture(batch.num_reqs, batch)
@@ -115,12 +115,12 @@ class PlannedSteps(MetadataBuilder[Any]):
             with on_an_h200():
                 self.steps.on_after_cuda_graph_warmup()
 
-    def step(self, rows: int, step: int) -> Step:
+    def step(self, rows: int, step: int) -> PlannedStep:
         """A step of the round that was planned last, with the metadata that its backend has now."""
         view, backend = self._batch(rows), self.steps.attn_backends[step]
         view.out_cache_loc = self._write_at[:rows, step]
         view.page_size, view.window = self.spec.page_size, self.spec.sliding_window or 0
-        return Step(self, backend, backend.forward_metadata, view)
+        return PlannedStep(self, backend, backend.forward_metadata, view)
 
     def capture_constants(self, metadata: Any) -> CaptureConstants:
         return CaptureConstants(max_reqs=metadata.batch.batch_size, max_query_len=1, max_seq_len=self.max_seq_len)
@@ -174,7 +174,7 @@ class PlannedSteps(MetadataBuilder[Any]):
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class PlannedStep:
     """What a step attends with: its backend, the metadata that its graph holds, and SGLang's batch of the step."""
 
     builder: PlannedSteps

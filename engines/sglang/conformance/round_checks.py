@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, cast
@@ -11,7 +11,7 @@ import torch
 
 from builders import HostLengths, advance_state
 from engines.conformance.records import record_of, tensors_in
-from engines.sglang.conformance.builder import PlannedSteps, Step
+from engines.sglang.conformance.builder import PlannedStep, PlannedSteps
 from engines.sglang.conformance.stand_in import STEPS
 from spec_decode.conformance.cases import base_cases, joined, page_cases
 from spec_decode.conformance.check import Family
@@ -31,7 +31,14 @@ _DRAFTED = STEPS - 1
 """Steps that attend: the last token of a round is only sampled."""
 _ROUND = Batch((1,) * 5, (2, 16, 17, 60, 127), 7)
 """As the first step sees it. SGLang drafts after a prompt, so no request begins with a token alone."""
-_CASES = joined(base_cases({"round": _ROUND}), page_cases({"round": _ROUND}))
+
+
+def _cases(subject: Subject) -> Iterable[tuple[str, Any]]:
+    """None for a backend that plans no steps: once this module is loaded, the kit asks for those of any backend."""
+    rounds = joined(base_cases({"round": _ROUND}), page_cases({"round": _ROUND}))
+    return rounds(subject) if issubclass(subject.backend.builder, PlannedSteps) else ()
+
+
 _ROUNDS = {
     "as_large": _ROUND,
     "shrunk": Batch((1, 1), (31, 3), 7),
@@ -124,7 +131,7 @@ def _seen(subject: Subject, case: Case) -> list[_Step]:
     return found
 
 
-@check("the captured steps of a round, planned and replayed over other batches, attend right", _CASES)
+@check("the captured steps of a round, planned and replayed over other batches, attend right", _cases)
 def planned_rounds_attend_right(subject: Subject, case: Case) -> Measurements:
     if why := subject.no_attention:
         raise Unsupported(f"no attention to check: {why}")
@@ -132,7 +139,7 @@ def planned_rounds_attend_right(subject: Subject, case: Case) -> Measurements:
 
 
 @check(
-    "after a plan and a replay over other batches, each step has every token before it, its own, and no other", _CASES
+    "after a plan and a replay over other batches, each step has every token before it, its own, and no other", _cases
 )
 def planned_steps_have_their_tokens(subject: Subject, case: Case) -> None:
     for step in _seen(subject, case):
@@ -151,13 +158,13 @@ def planned_steps_have_their_tokens(subject: Subject, case: Case) -> None:
             )
 
 
-@check("after a plan and a replay over other batches, each step is told what a round that begins there is told", _CASES)
+@check("after a plan and a replay over other batches, each step is told what a round that begins there is told", _cases)
 def planned_steps_mean_a_fresh_round(subject: Subject, case: Case) -> None:
     for step in _seen(subject, case):
         expect_same_fields(step.told, step.fresh, step.where)
 
 
-@check("the plan of a replay writes where the captured graph reads", _CASES)
+@check("the plan of a replay writes where the captured graph reads", _cases)
 def plans_keep_addresses(subject: Subject, case: Case) -> None:
     for step in _seen(subject, case):
         expect(
@@ -168,7 +175,7 @@ def plans_keep_addresses(subject: Subject, case: Case) -> None:
         )
 
 
-@check("the plan of a replay waits for nothing of the device where SGLang is told no lengths on the host", _CASES)
+@check("the plan of a replay waits for nothing of the device where SGLang is told no lengths on the host", _cases)
 def plans_read_no_device(subject: Subject, case: Case) -> None:
     if (known := subject.backend.builder.host_lengths) is not HostLengths.NONE:
         raise Unsupported(f"the backend asks for lengths on the host: {known.value}")
@@ -187,7 +194,7 @@ def plans_read_no_device(subject: Subject, case: Case) -> None:
         ) from error
 
 
-def _copied(step: Step, live: int) -> Any:
+def _copied(step: PlannedStep, live: int) -> Any:
     return record_of({what: tensor.clone() for what, tensor in step.told(live).items()})
 
 
@@ -198,7 +205,7 @@ def _slots_of(fixture: PagedFixture, request: int, length: int) -> list[int]:
     return [(pages[position // size] + 1) * size + position % size for position in range(first, length)]
 
 
-def _moved(step: Step) -> list[str]:
+def _moved(step: PlannedStep) -> list[str]:
     if type(step.metadata) is not type(step.backend.forward_metadata):
         return []  # the graph makes its own from what is planned
     held, planned = tensors_in(step.metadata), tensors_in(step.backend.forward_metadata)

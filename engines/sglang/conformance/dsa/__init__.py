@@ -68,7 +68,7 @@ def backend() -> type[AttentionBackend]:
     return backend_class(__name__, DeepseekSparseAttnMultiStepBackend, pages, DraftAttention)
 
 
-def _schedule(context_lens: Tensor, block: int, multiprocessors: int) -> Tensor:
+def _schedule(context_lens: Tensor, block: int, num_sms: int) -> Tensor:
     """For DeepGEMM's schedule: like it, this one depends on every length."""
     return ((context_lens + block - 1) // block).int().cumsum(0, dtype=torch.int32)
 

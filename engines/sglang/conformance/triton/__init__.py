@@ -47,6 +47,10 @@ def backend() -> type[AttentionBackend]:
     return backend_class(__name__, TritonMultiStepDraftBackend, HEADS, DraftAttention)
 
 
+_SCALE = 4
+"""Its place behind logits, lse, the splits and their largest number."""
+
+
 def _decode_attention(
     q: Tensor,
     k_buffer: Tensor,
@@ -54,14 +58,10 @@ def _decode_attention(
     o: Tensor,
     kv_indptr: Tensor,
     kv_indices: Tensor,
-    attn_logits: Tensor,
-    attn_lse: Tensor,
-    num_kv_splits: Tensor,
-    max_kv_splits: int,
-    sm_scale: float,
-    *_: Any,
-    **__: Any,
+    *rest: Any,
+    **_: Any,
 ) -> None:
-    """For SGLang's kernel, which takes minutes in the interpreter."""
+    """For SGLang's kernel, which takes minutes in the interpreter. rest: where partial results go, then the scale."""
+    sm_scale = rest[_SCALE]
     key, value = (buffer.flatten(0, -3) for buffer in (k_buffer, v_buffer))
     attend(o, q, key, value, partial(listed, kv_indptr, kv_indices), (kv_indptr, kv_indices), sm_scale)
