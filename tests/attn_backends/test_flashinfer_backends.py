@@ -75,7 +75,7 @@ def test_attention_is_right(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_trees_are_served_but_for_windows(name):
-    report = check_backend(backend(name), device=CPU, checks=[f"{check}[[]*" for check in TREES])
+    report = check_backend(backend(name), device=CPU, checks=[f"{TREES[0]}[[]*"])
     found = {result.case: result.outcome for result in report.results}
     refused = {case.partition("-")[0] for case, outcome in found.items() if outcome is not Outcome.PASS}
     no_variants = {"soft_cap", "page_1"} if name == "flashinfer_xqa" else set()
