@@ -6,14 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-
-pytest.importorskip("transformers")
-from train_pair import eagle3
 from train_pair.prompts import make_prompts
 
-from spec_decode import LLM, SamplingParams
+from spec_decode import LLM, SamplingParams, models
 from spec_decode.llm.load import load_published_pair
-from spec_decode.models import TransformersTarget
 from spec_decode.models.eagle3 import Eagle3
 from spec_decode.models.hf.folder import load_model
 from tests.factories import CPU
@@ -23,7 +19,16 @@ TINY = ["--texts", "8", "--tokens", "6", "--minutes", "0.0001", "--vocab", "12",
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory):
+def eagle3():
+    """Not while tests are collected: a target of transformers takes seconds to import."""
+    pytest.importorskip("transformers")
+    from train_pair import eagle3
+
+    return eagle3
+
+
+@pytest.fixture(scope="module")
+def folders(eagle3, tmp_path_factory):
     target, out = tmp_path_factory.mktemp("target"), tmp_path_factory.mktemp("head")
     write_model(target, num_hidden_layers=6, vocab_size=16, eos_token_id=0, max_position_embeddings=512)
     write_tokenizer(target)
@@ -57,9 +62,11 @@ def test_what_was_done_is_written_beside_it(folders):
     assert record["training_steps"] == 1 and record["tokens_a_step"] == 16 and "--texts 8" in record["command"]
 
 
-def test_steps_of_training_bring_the_head_nearer_to_its_target(folders):
+def test_steps_of_training_bring_the_head_nearer_to_its_target(eagle3, folders):
     torch.manual_seed(0)
-    target = TransformersTarget(load_model(folders[0], dtype=torch.float32, device=CPU), aux_hidden_state_layers=(0, 1))
+    target = models.TransformersTarget(
+        load_model(folders[0], dtype=torch.float32, device=CPU), aux_hidden_state_layers=(0, 1)
+    )
     with torch.no_grad():
         target.lm_head.weight.mul_(30)  # as it is, every token is about as likely as another
     vocab = torch.arange(0, 12)
@@ -76,13 +83,13 @@ def test_steps_of_training_bring_the_head_nearer_to_its_target(folders):
     assert config["eagle_config"] == {"eagle_aux_hidden_state_layer_ids": [0, 1]}
 
 
-def test_no_further_wave_is_written_after_the_deadline(folders, monkeypatch, capsys):
+def test_no_further_wave_is_written_after_the_deadline(eagle3, folders, monkeypatch, capsys):
     monkeypatch.setattr(eagle3, "WAVE", 2)
     sizes = [len(eagle3.write_texts(folders[0], 4, 6, 0, CPU, deadline)) for deadline in (0.0, float("inf"))]
     assert 0 < sizes[0] < sizes[1] and capsys.readouterr().out.count("2 texts: ") == 2
 
 
-def test_too_little_text_for_a_window_is_refused(folders, tmp_path, monkeypatch):
+def test_too_little_text_for_a_window_is_refused(eagle3, folders, tmp_path, monkeypatch):
     monkeypatch.setattr(eagle3, "write_in_parallel", lambda *asked: [1] * (eagle3.WINDOW + 1))
     with pytest.raises(SystemExit, match="Ask for more --texts"):
         eagle3.main(["--target", str(folders[0]), "--out", str(tmp_path), *TINY])
@@ -95,7 +102,7 @@ def test_prompts_repeat_by_seed_and_share_no_topic_with_those_held_out():
     assert "black holes" in held_out and "black holes" not in train and "gravity" in train
 
 
-def test_a_head_that_is_there_can_be_measured_again(folders, capsys):
+def test_a_head_that_is_there_can_be_measured_again(eagle3, folders, capsys):
     target, out = folders
     before = {file.name: file.read_bytes() for file in out.iterdir()}
     eagle3.main(["--target", str(target), "--out", str(out), *TINY, "--only-measure"])

@@ -27,6 +27,7 @@ import torch
 
 from attn_backends import AttentionBackend, registry
 from attn_backends.torch_reference import TorchReference
+from spec_decode import models
 from spec_decode.engine import Engine, Request
 from spec_decode.models import Attention, DraftModel, EagleDraft, LayerGroup, ModelConfig
 from spec_decode.paged import GraphMode
@@ -35,8 +36,6 @@ from spec_decode.paged.kv_groups import build_ragged, make_group
 from tests.factories import engine_config, make_request, make_tables
 
 transformers = pytest.importorskip("transformers")
-
-from spec_decode.models.hf.target import TransformersTarget  # noqa: E402
 
 SCHEMA = "attn-transformers-logits/2"
 JOBS = 8
@@ -116,9 +115,9 @@ class ModelUnderTest:
         return model
 
     @cached_property
-    def target(self) -> TransformersTarget:
+    def target(self) -> models.TransformersTarget:
         """The same weights over paged attention."""
-        return TransformersTarget(copy.deepcopy(self.own))
+        return models.TransformersTarget(copy.deepcopy(self.own))
 
     @cached_property
     @torch.no_grad()
@@ -208,7 +207,7 @@ class TargetAsDraft(DraftModel):
 
     position_offset = 1
 
-    def __init__(self, target: TransformersTarget) -> None:
+    def __init__(self, target: models.TransformersTarget) -> None:
         super().__init__()
         self.target = target
         self.vocab_size, self.max_positions = target.vocab_size, target.max_positions

@@ -7,12 +7,12 @@ from functools import partial
 
 import pytest
 
+from spec_decode import models
 from spec_decode.models import CheckpointError
 
 transformers = pytest.importorskip("transformers")
 
 from spec_decode.models.hf.folder import load_model, load_tokenizer  # noqa: E402
-from spec_decode.models.hf.target import TransformersTarget  # noqa: E402
 
 CODE = """
 from pathlib import Path
@@ -83,7 +83,7 @@ def test_weights_that_are_no_numbers_make_no_target(folder, value):
 
     named = r"NaN or infinity in 1 of them, model\.embed_tokens\.weight first; .* no target was made"
     with pytest.raises(CheckpointError, match=named):
-        TransformersTarget(model)
+        models.TransformersTarget(model)
 
 
 @pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16"])

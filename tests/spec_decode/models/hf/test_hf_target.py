@@ -14,6 +14,7 @@ import torch
 
 from attn_backends import get
 from builders import RequestTables
+from spec_decode import models
 from spec_decode.graphs import runtime_for
 from spec_decode.models import AttentionInputs, CheckpointError, TargetStates
 from spec_decode.paged.attention import PagedAttention
@@ -23,9 +24,7 @@ from tests.factories import CPU, make_tables
 transformers = pytest.importorskip("transformers")
 transformers.logging.set_verbosity_error()
 
-from spec_decode.models.hf.attention import UnservedModel  # noqa: E402
 from spec_decode.models.hf.folder import load_model, load_tokenizer  # noqa: E402
-from spec_decode.models.hf.target import TransformersTarget  # noqa: E402
 
 TEXTS = torch.randint(0, 64, (2, 24), generator=torch.Generator().manual_seed(5))
 WINDOW = 6
@@ -80,8 +79,8 @@ def eager(kind: str) -> Any:
 
 
 @cache
-def target(kind: str) -> TransformersTarget:
-    return TransformersTarget(copy.deepcopy(eager(kind)))
+def target(kind: str) -> models.TransformersTarget:
+    return models.TransformersTarget(copy.deepcopy(eager(kind)))
 
 
 @cache
@@ -104,7 +103,7 @@ def budget(kind: str) -> float:
 class Runner:
     """A target over two requests' pages."""
 
-    def __init__(self, model: TransformersTarget, backend: str) -> None:
+    def __init__(self, model: models.TransformersTarget, backend: str) -> None:
         self.model = model
         described = model.layer_groups(PAGE)
         self.tables: RequestTables = make_tables([64, 64], page_sizes=[PAGE] * len(described))
@@ -181,7 +180,7 @@ def test_groups_carry_what_their_layers_ask_for() -> None:
 def test_in_bfloat16_it_is_as_close_as_the_librarys_own_attention(kind: str) -> None:
     model = copy.deepcopy(eager(kind)).bfloat16()
     own = (model(TEXTS).logits.double() - judged(kind)).abs().mean()
-    runner = Runner(TransformersTarget(model), "triton_paged")
+    runner = Runner(models.TransformersTarget(model), "triton_paged")
 
     found = torch.stack(runner.logits(list(TEXTS), [24, 24]))
 
@@ -217,7 +216,7 @@ def test_a_target_with_a_pad_token_is_captured() -> None:
     sizes = {"n_embd": 64, "n_head": 1, "n_layer": 1, "n_inner": 48}
     model = make_model("GPT2Config", pad_token_id=0, **sizes)
     wanted = model(TEXTS[:, :6]).logits
-    runner = Runner(TransformersTarget(model), "torch_reference")
+    runner = Runner(models.TransformersTarget(model), "torch_reference")
     batch, metadata = build_ragged(runner.groups, runner.tables, [6, 6], [6, 6])
     tokens, out = torch.zeros(12, dtype=torch.int64), torch.zeros(12, 64)
 
@@ -240,8 +239,8 @@ def test_deepseek_v4_is_refused_for_the_state_of_its_compressors() -> None:
     model = object.__new__(DeepseekV4ForCausalLM)
     torch.nn.Module.__init__(model)
     model.config = transformers.DeepseekV4Config()
-    with pytest.raises(UnservedModel, match=r"keeps a state of its own .* or of compressed keys"):
-        TransformersTarget(model)
+    with pytest.raises(CheckpointError, match=r"keeps a state of its own .* or of compressed keys"):
+        models.TransformersTarget(model)
 
 
 def speculate(runner: Runner, prompt: list[int], plain: list[int], count: int) -> list[int]:
@@ -271,7 +270,7 @@ def test_speculated_greedy_text_is_the_librarys_own(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["llama", "gpt_oss"])
 @torch.no_grad()
 def test_target_hidden_states_are_the_residual_states_that_enter_the_named_layers(kind: str) -> None:
-    model = TransformersTarget(copy.deepcopy(eager(kind)), aux_hidden_state_layers=(2, 0, 1))
+    model = models.TransformersTarget(copy.deepcopy(eager(kind)), aux_hidden_state_layers=(2, 0, 1))
     whole = eager(kind)(TEXTS[:1], output_hidden_states=True).hidden_states
 
     target_hidden_states = dense(model, TEXTS[0]).target_hidden_states
@@ -284,7 +283,7 @@ def test_target_hidden_states_are_the_residual_states_that_enter_the_named_layer
 
 @torch.no_grad()
 def test_the_state_after_the_last_layer_is_not_yet_normed() -> None:
-    model = TransformersTarget(copy.deepcopy(eager("llama")), aux_hidden_state_layers=[4])
+    model = models.TransformersTarget(copy.deepcopy(eager("llama")), aux_hidden_state_layers=[4])
 
     states = dense(model, TEXTS[0])
 
@@ -303,10 +302,10 @@ def test_without_aux_layers_the_target_hidden_states_are_the_final_states() -> N
 @pytest.mark.parametrize("layers", [(), (5,), (-1, 2)])
 def test_aux_layers_that_the_model_lacks_are_refused(layers: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match=r"0 to 4, got \("):
-        TransformersTarget(copy.deepcopy(eager("llama")), aux_hidden_state_layers=layers)
+        models.TransformersTarget(copy.deepcopy(eager("llama")), aux_hidden_state_layers=layers)
 
 
-def dense(model: TransformersTarget, tokens: torch.Tensor) -> TargetStates:
+def dense(model: models.TransformersTarget, tokens: torch.Tensor) -> TargetStates:
     """A forward over one whole text, without pages."""
     runner = Runner(model, "torch_reference")
     batch, metadata = build_ragged(runner.groups, runner.tables, [len(tokens)], [len(tokens)])
@@ -321,7 +320,7 @@ def test_a_failing_attention_leaves_no_trace() -> None:
     with pytest.raises(ZeroDivisionError):
         target("llama")(TEXTS[0], torch.arange(24), broken)
 
-    with pytest.raises(UnservedModel, match="called by itself"):
+    with pytest.raises(CheckpointError, match="called by itself"):
         target("llama").model(TEXTS[:1])
 
 
@@ -343,10 +342,10 @@ def test_a_forward_within_a_forward_keeps_its_own_attention() -> None:
 
 
 def test_an_attention_that_changes_after_the_target_was_made_is_refused() -> None:
-    model = TransformersTarget(copy.deepcopy(eager("llama")))
+    model = models.TransformersTarget(copy.deepcopy(eager("llama")))
     model.model.model.layers[2].self_attn.scaling = 0.5
 
-    with pytest.raises(UnservedModel, match=r"layer 2 asks for .*scale=0\.5.* while the target was made for"):
+    with pytest.raises(CheckpointError, match=r"layer 2 asks for .*scale=0\.5.* while the target was made for"):
         dense(model, TEXTS[0])
 
 
@@ -366,8 +365,8 @@ def test_an_attention_that_changes_after_the_target_was_made_is_refused() -> Non
 def test_a_model_with_other_parts_is_refused_with_the_part_and_the_reason(
     kind: str, fields: dict[str, Any], reason: str
 ) -> None:
-    with pytest.raises(UnservedModel, match=reason):
-        TransformersTarget(make_model(kind, **fields))
+    with pytest.raises(CheckpointError, match=reason):
+        models.TransformersTarget(make_model(kind, **fields))
 
 
 def test_logits_that_are_more_than_an_output_projection_are_refused() -> None:
@@ -379,15 +378,15 @@ def test_logits_that_are_more_than_an_output_projection_are_refused() -> None:
 
     model.register_forward_hook(sharpen)
 
-    with pytest.raises(UnservedModel, match="LlamaForCausalLM makes its logits of the last states in a way other"):
-        TransformersTarget(model)
+    with pytest.raises(CheckpointError, match="LlamaForCausalLM makes its logits of the last states in a way other"):
+        models.TransformersTarget(model)
 
 
 def test_an_encoder_and_a_decoder_are_refused() -> None:
     config = transformers.T5Config(vocab_size=8, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)
 
-    with pytest.raises(UnservedModel, match="T5ForConditionalGeneration is an encoder and a decoder"):
-        TransformersTarget(transformers.T5ForConditionalGeneration(config))
+    with pytest.raises(CheckpointError, match="T5ForConditionalGeneration is an encoder and a decoder"):
+        models.TransformersTarget(transformers.T5ForConditionalGeneration(config))
 
 
 @pytest.mark.parametrize(
@@ -414,32 +413,32 @@ def test_a_layer_that_asks_for_other_attention_is_refused_by_its_number(asked: d
 
     attention.forward = forward
 
-    with pytest.raises(UnservedModel, match=f"layer 1 \\(LlamaAttention\\) {reason}"):
-        TransformersTarget(model)
+    with pytest.raises(CheckpointError, match=f"layer 1 \\(LlamaAttention\\) {reason}"):
+        models.TransformersTarget(model)
 
 
 def test_a_layer_that_attends_twice_is_refused() -> None:
     model = copy.deepcopy(eager("llama"))
     model.model.layers[3].self_attn.layer_idx = 2
 
-    with pytest.raises(UnservedModel, match=r"layer 2 asked for attention 2 times"):
-        TransformersTarget(model)
+    with pytest.raises(CheckpointError, match=r"layer 2 asked for attention 2 times"):
+        models.TransformersTarget(model)
 
 
 def test_a_layer_that_never_attends_is_refused() -> None:
     model = copy.deepcopy(eager("llama"))
     model.model.layers[1].self_attn.forward = lambda hidden_states, **_: (hidden_states, None)
 
-    with pytest.raises(UnservedModel, match=r"layer 1 asked for attention 0 times"):
-        TransformersTarget(model)
+    with pytest.raises(CheckpointError, match=r"layer 1 asked for attention 0 times"):
+        models.TransformersTarget(model)
 
 
 def test_a_window_that_the_config_does_not_know_is_refused() -> None:
     model = copy.deepcopy(eager("gpt_oss"))
     model.model.layers[0].self_attn.sliding_window = None
 
-    with pytest.raises(UnservedModel, match=r"layer 0 is of type sliding_attention, yet .* None"):
-        TransformersTarget(model)
+    with pytest.raises(CheckpointError, match=r"layer 0 is of type sliding_attention, yet .* None"):
+        models.TransformersTarget(model)
 
 
 @pytest.mark.parametrize("safe", [True, False], ids=["safetensors", "bin"])
@@ -450,7 +449,7 @@ def test_a_saved_model_loads_as_it_was(tmp_path: Path, safe: bool) -> None:
         (tmp_path / "model.safetensors").unlink()
         torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
 
-    loaded = TransformersTarget(load_model(tmp_path, dtype=torch.float32))
+    loaded = models.TransformersTarget(load_model(tmp_path, dtype=torch.float32))
 
     with torch.no_grad():
         assert torch.equal(dense(loaded, TEXTS[0]).hidden, dense(target("llama"), TEXTS[0]).hidden)
