@@ -20,6 +20,7 @@ except PackageNotFoundError:
 pytestmark = pytest.mark.skipif(FOUND != "0.5.23", reason=f"sglang 0.5.23 is not installed: found {FOUND}")
 TRITON, FLASHINFER = "TritonMultiStepDraftBackend", "FlashInferMultiStepDraftBackend"
 FLASH_ATTENTION, FLASHMLA = "FlashAttentionMultiStepBackend", "FlashMLAMultiStepDraftBackend"
+TRTLLM_MLA, FLASHINFER_MLA = "TRTLLMMLAMultiStepDraftBackend", "FlashInferMLAMultiStepDraftBackend"
 DSA, DSV4 = "DeepseekSparseAttnMultiStepBackend", "DeepseekV4MultiStepBackend"
 ATTEND, TOKENS = "planned_rounds_attend_right", "planned_steps_have_their_tokens"
 MEAN = "planned_steps_mean_a_fresh_round"
@@ -162,7 +163,7 @@ def test_a_window_of_one_more_token_mends_tritons(tried):
 MISSED = "request 0 has the tokens before the step and the step's own; expected: 2 tokens; got: 1 tokens"
 
 
-@pytest.mark.parametrize("name", [FLASHMLA, DSA, DSV4])
+@pytest.mark.parametrize("name", [FLASHMLA, TRTLLM_MLA, FLASHINFER_MLA, DSA, DSV4])
 def test_lengths_that_do_not_advance_are_found(tried, name):
     assert f"step 0 of a round over 'as_large': {MISSED}" in tried(name).failure(TOKENS)
 
@@ -191,6 +192,50 @@ def test_flashmla_that_plans_each_step_for_its_own_lengths_passes(tried, monkeyp
     monkeypatch.setattr(mended.builder, "step", step)
     for what in (ATTEND, TOKENS, MEAN):
         mended.check(what)
+
+
+def test_trtllm_s_latents_that_plan_each_step_for_its_own_lengths_pass(tried):
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+    def plan(steps, batch):
+        for i, step in enumerate(steps.attn_backends):
+            lengths = batch.seq_lens + i + 1
+            step._apply_cuda_graph_metadata(None, batch.batch_size, batch.req_pool_indices, lengths, ForwardMode.DECODE)
+
+    mended = tried(TRTLLM_MLA).with_plan(plan)
+    for what in (ATTEND, TOKENS, MEAN):
+        mended.check(what)
+
+
+def test_flashinfer_s_latents_that_plan_by_the_offsets_of_their_indices_pass(tried):
+    def plan(steps, batch):
+        for i, step in enumerate(steps.attn_backends):
+            offsets = steps.kv_indptr[i, : batch.batch_size + 1]
+            step.forward_metadata.decode_wrapper._plan(None, None, None, None, offsets, offsets.diff())
+
+    mended = tried(FLASHINFER_MLA).with_plan(plan)
+    for what in (ATTEND, TOKENS, MEAN):
+        mended.check(what)
+
+
+def test_flashinfer_s_plan_of_latents_begins_a_request_among_the_slots_of_the_one_before(tried):
+    from engines.sglang.conformance.round_checks import _ROUND
+    from spec_decode.testing.batches import Case
+    from spec_decode.testing.paged_fixture import PagedFixture
+
+    subject = tried(FLASHINFER_MLA).subject
+
+    with torch_implementations():
+        case = Case(subject.base_spec(), _ROUND)
+        fixture = PagedFixture(subject, case.spec, _ROUND.rows)
+        builder = fixture.builder()
+        view = fixture.view(fixture.load(_ROUND), _ROUND)
+        builder.plan_capture(_ROUND.rows)
+        builder.plan(view)
+        second = builder.step(_ROUND.rows, 0).slots()[1]
+        own = fixture.pages[1][0] + 1
+        assert second[0] // case.spec.page_size == fixture.pages[0][0] + 1, "a slot of request 0"
+        assert all(slot // case.spec.page_size == own for slot in second[1:])
 
 
 def test_sparse_attention_that_plans_each_step_for_its_own_lengths_passes(tried):

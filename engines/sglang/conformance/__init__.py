@@ -19,8 +19,10 @@ _BACKENDS = {
     ),
     "DeepseekV4MultiStepBackend": Listed("dsv4", "FlashMLA reads a cache of packed bytes, which needs a GPU"),
     "FlashAttentionMultiStepBackend": Listed("flash_attention"),
+    "FlashInferMLAMultiStepDraftBackend": Listed("flashinfer_mla"),
     "FlashInferMultiStepDraftBackend": Listed("flashinfer"),
     "FlashMLAMultiStepDraftBackend": Listed("flashmla"),
+    "TRTLLMMLAMultiStepDraftBackend": Listed("trtllm_mla"),
     "TritonMultiStepDraftBackend": Listed("triton"),
 }
 NAMES = tuple(_BACKENDS)

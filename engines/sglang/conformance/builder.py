@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -41,6 +41,8 @@ class PlannedSteps(MetadataBuilder[Any]):
     build_per_round = True
 
     step_fields = ()  # each step has metadata of its own
+    held_as: ClassVar[str] = "forward_metadata"
+    """Where the backend of a step holds its metadata."""
 
     @staticmethod
     def make(runner: Any) -> Any:
@@ -120,7 +122,7 @@ class PlannedSteps(MetadataBuilder[Any]):
         view, backend = self._batch(rows), self.steps.attn_backends[step]
         view.out_cache_loc = self._write_at[:rows, step]
         view.page_size, view.window = self.spec.page_size, self.spec.sliding_window or 0
-        return PlannedStep(self, backend, backend.forward_metadata, view)
+        return PlannedStep(self, backend, getattr(backend, self.held_as), view)
 
     def capture_constants(self, metadata: Any) -> CaptureConstants:
         return CaptureConstants(max_reqs=metadata.batch.batch_size, max_query_len=1, max_seq_len=self.max_seq_len)
@@ -182,6 +184,10 @@ class PlannedStep:
     metadata: Any
     batch: Any
 
+    def planned(self) -> Any:
+        """The metadata that the backend has now, after another plan."""
+        return getattr(self.backend, self.builder.held_as)
+
     def told(self, live: int) -> dict[str, torch.Tensor]:
         """As `PlannedSteps.told`."""
         return self.builder.told(self.metadata, self.batch, live)
@@ -194,7 +200,7 @@ class PlannedStep:
         """SGLang's own forward, over the kit's cache: [rows, heads, value dim]."""
         pool, layer = self.builder.runner.token_to_kv_pool, self.builder.runner.layer
         _put_in(pool, cache)
-        self.backend.forward_metadata = self.metadata
+        setattr(self.backend, self.builder.held_as, self.metadata)
         with on_an_h200():
             out = self.backend.forward_decode(query.flatten(1), None, None, layer, self.batch, save_kv_cache=False)
         heads: torch.Tensor = out.view(len(query), layer.tp_q_head_num, layer.v_head_dim)

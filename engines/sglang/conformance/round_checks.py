@@ -206,7 +206,7 @@ def _slots_of(fixture: PagedFixture, request: int, length: int) -> list[int]:
 
 
 def _moved(step: PlannedStep) -> list[str]:
-    if type(step.metadata) is not type(step.backend.forward_metadata):
+    if type(step.metadata) is not type(step.planned()):
         return []  # the graph makes its own from what is planned
-    held, planned = tensors_in(step.metadata), tensors_in(step.backend.forward_metadata)
+    held, planned = tensors_in(step.metadata), tensors_in(step.planned())
     return [what for what in held if what not in planned or held[what].data_ptr() != planned[what].data_ptr()]
