@@ -184,6 +184,12 @@ class PlannedStep:
     metadata: Any
     batch: Any
 
+    @property
+    def slot_mapping(self) -> torch.Tensor:
+        """Where the step writes, which its batch says, and no metadata of its backend."""
+        where: torch.Tensor = self.batch.out_cache_loc
+        return where
+
     def planned(self) -> Any:
         """The metadata that the backend has now, after another plan."""
         return getattr(self.backend, self.builder.held_as)
@@ -208,12 +214,7 @@ class PlannedStep:
 
 
 class DraftAttention(EngineCache):
-    """Attends as a step of SGLang's draft does. Where the step writes is its batch's to say, not its metadata's."""
-
-    def write_kv(self, key: torch.Tensor, value: torch.Tensor, cache: KVCache, metadata: Any) -> None:
-        pages, where = with_null_page(cache), metadata.batch.out_cache_loc
-        for part, new in ((pages.key, key), (pages.value, value)):
-            part.flatten(0, 1).index_copy_(0, where, new.to(part.dtype))
+    """Attends as a step of SGLang's draft does."""
 
     def forward(
         self, query: torch.Tensor, cache: KVCache, metadata: Any, *, spec: AttentionSpec, sinks: Sinks = None
