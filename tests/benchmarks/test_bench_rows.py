@@ -372,7 +372,8 @@ def rounded(value):
 
 @NO_CUDA
 def test_a_report_gives_back_the_run(on_cpu, tmp_path):
-    limited = replace(on_cpu, rows=[with_limits(row, TimingLimit("host_us", 1)) for row in on_cpu.rows])
+    rows = [with_limits(row, TimingLimit("host_us", 1)) for row in on_cpu.rows]
+    limited = replace(on_cpu, rows=rows, missing=[*on_cpu.missing], stopped=[])
     limited.stopped.append(limited.miss("round", f"{STOPPED}RuntimeError: no memory"))
     path = tmp_path / "rows.json"
     path.write_bytes(report_bytes(limited))

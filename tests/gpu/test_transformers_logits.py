@@ -410,8 +410,8 @@ def test_a_token_that_the_model_would_not_say_is_off_by_more_than_the_budget():
 
 
 def test_a_model_that_cannot_be_built_is_a_row_with_the_error(monkeypatch):
-    monkeypatch.setitem(MODELS, "llama", ("NoSuchConfig", {}))
-    [row] = rows_of(("llama", torch.float32, "torch_reference"), CPU)
+    monkeypatch.setitem(MODELS, "none_such", ("NoSuchConfig", {}))
+    [row] = rows_of(("none_such", torch.float32, "torch_reference"), CPU)
     assert problems_of([row]) == [row] and "NoSuchConfig" in row["failed"]
 
 
