@@ -9,6 +9,7 @@ import subprocess
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import datetime, timezone
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -114,7 +115,7 @@ def _run(*command: str) -> str:
 def _checkout() -> tuple[str, bool | None, str | None]:
     """The commit, whether the tree differs from it, and what of these was stated by variables."""
     given, said = os.environ.get(_COMMIT), os.environ.get(_DIRTY)
-    found, changed = _git_state()
+    found, changed = _git_state(_PACKAGE)
     if not given and not said:
         return found, changed, None
     commit, dirty = given or found, {"0": False, "1": True}.get(said or "")
@@ -126,9 +127,13 @@ def _checkout() -> tuple[str, bool | None, str | None]:
     return commit, dirty, f"stated by {by}{git}"
 
 
-def _git_state() -> tuple[str, bool | None]:
-    """The commit, and whether the tree differs from it. Only a checkout that tracks this package counts."""
-    commit = _probe(_git_commit)
+@cache
+def _git_state(package: Path) -> tuple[str, bool | None]:
+    """The commit, and whether the tree differs from it. Only a checkout that tracks this package counts.
+
+    Asked once a process: its modules are loaded by then, and in a fresh clone git reads every file each time.
+    """
+    commit = _probe(lambda: _git_commit(package))
     if commit.startswith("unknown"):
         return commit, None
     # Reports are left out, or the first report of a series would make the second one dirty.
@@ -136,9 +141,9 @@ def _git_state() -> tuple[str, bool | None]:
     return commit, None if status.startswith("unknown") else bool(status)
 
 
-def _git_commit() -> str:
+def _git_commit(package: Path) -> str:
     try:
-        _run("git", "ls-files", "--error-unmatch", f"{_PACKAGE.name}/__init__.py")
+        _run("git", "ls-files", "--error-unmatch", f"{package.name}/__init__.py")
     except subprocess.CalledProcessError as error:
         raise LookupError("this package is not in a checkout of git") from error
     return _run("git", "rev-parse", "HEAD")

@@ -28,13 +28,14 @@ def test_a_failing_probe_becomes_a_value_with_its_reason(monkeypatch):
     assert environment(CPU).device == "unknown: OSError: no such table"
 
 
-def test_a_machine_without_git_has_an_unknown_commit(monkeypatch):
+def test_a_machine_without_git_has_an_unknown_commit(monkeypatch, tmp_path):
     def absent(*_: object, **__: object) -> None:
         raise FileNotFoundError("git")
 
     for name in ("ATTN_BACKENDS_COMMIT", "ATTN_BACKENDS_DIRTY"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(subprocess, "run", absent)
+    monkeypatch.setattr(environment_module, "_PACKAGE", tmp_path / "spec_decode")
     env = environment(CPU)
     assert env.commit.startswith("unknown") and env.dirty is None
 
@@ -59,7 +60,16 @@ def git(monkeypatch):
     """A checkout at commit f00dfeed, without changes."""
     for name in ("ATTN_BACKENDS_COMMIT", "ATTN_BACKENDS_DIRTY"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(environment_module, "_git_state", lambda: ("f00dfeed", False))
+    monkeypatch.setattr(environment_module, "_git_state", lambda package: ("f00dfeed", False))
+
+
+def test_git_is_asked_once_a_process(monkeypatch, tmp_path):
+    """A fresh clone's git reads every file each time."""
+    asked = []
+    monkeypatch.setattr(environment_module, "_PACKAGE", tmp_path / "spec_decode")
+    monkeypatch.setattr(environment_module, "_run", lambda *command: asked.append(command) or "f00dfeed")
+    assert {environment(CPU).commit for _ in range(3)} == {"f00dfeed"}
+    assert [command[-1] for command in asked if "status" in command] == [":!reports"]
 
 
 def test_a_commit_that_git_gave_is_marked_by_nothing(git):
