@@ -52,7 +52,7 @@ engines: $(VLLM)/.unpacked $(SGLANG)/.unpacked
 		tests/engines/test_vllm_validator.py tests/engines/test_vllm_latents.py tests/engines/test_vllm_empty_updates.py
 	PYTHONPATH=$(SGLANG) $(BIN)/attn-backends check --engine sglang --json build/engines
 	PYTHONPATH=$(SGLANG) $(BIN)/python -m pytest -q tests/engines/test_sglang_inside.py
-	PYTHONPATH=$(SGLANG) TRITON_INTERPRET=1 $(BIN)/python -m pytest -q tests/engines/test_sglang_rounds.py
+	PYTHONPATH=$(SGLANG) TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 -q tests/engines/test_sglang_rounds.py
 
 $(VLLM)/.unpacked: $(VENV)/.installed engines/vllm/conformance/requirements.txt
 	$(BIN)/python scripts/unpack_engine.py vllm==0.33.0 $(VLLM) engines/vllm/conformance/requirements.txt

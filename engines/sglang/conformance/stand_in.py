@@ -21,7 +21,7 @@ from engines.conformance.launches import record_launches
 from engines.sglang.conformance import pictures
 from engines.sglang.version import SUPPORTED
 
-STEPS = 6
+STEPS = 5
 """Tokens that a round drafts. SGLang has a backend for each but the last, which is only sampled."""
 _ENVIRONMENT = {
     "CUDA_VISIBLE_DEVICES": "",
