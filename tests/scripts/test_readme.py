@@ -55,8 +55,15 @@ def test_every_figure_comes_from_its_report(copy: Path, name: str, old: str, new
 def test_a_claim_counts_as_refuted_where_a_check_failed_or_is_known_to_fail(copy: Path) -> None:
     claims = {report.backend: report for report in readme.in_place_claims(copy)}
     assert "KpoolTailMetadataBuilder" in claims and "FlashInferMetadataBuilder" not in claims
+    assert "FlashMLASparseWithAnEmptyUpdate" not in claims, "a copy of ours is no builder of vLLM's"
     (copy / "reports/cpu/check-vllm-KpoolTailMetadataBuilder.json").unlink()
     assert "We checked 5 of" in readme.figures(copy) and "refuted 0 of" in readme.figures(copy)
+
+
+def test_a_draft_backend_of_sglang_counts_where_its_steps_miss_their_tokens(copy: Path) -> None:
+    assert "In 5 of the 8 draft backends" in readme.figures(copy)
+    (copy / "reports/cpu/check-sglang-FlashMLAMultiStepDraftBackend.json").unlink()
+    assert "In 4 of the 7 draft backends" in readme.figures(copy)
 
 
 def test_check_names_what_is_not_current_and_writes_nothing(
