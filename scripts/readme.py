@@ -26,6 +26,8 @@ from spec_decode.matrix.text import markdown
 from spec_decode.testing.outcome import Outcome
 
 ROOT = Path(__file__).resolve().parent.parent
+CPU = "CPU"
+"""The column of reports without a GPU, whatever the processor."""
 README, PLOT = Path("README.md"), Path("docs/drawings/tokens-per-second.svg")
 STRATEGIES, VLLM_PAGE = Path("docs/guide/strategies.md"), Path("docs/engines/vllm.md")
 VLLM, UNCOMPILED, ROUNDS = "h200/vllm-compiled.json", "h200/vllm.json", "h200/bench-drafter.json"
@@ -76,19 +78,18 @@ def between(page: str, name: str, table: str) -> str:
 
 
 def summary(reports: Sequence[Report]) -> str:
-    """A row for each backend, a column for each device, GPUs first: checks passed of those that ran, and the date.
+    """A row for each backend, a column for each GPU and one for CPUs: checks passed of those that ran, and the date.
 
     Refusals are left out; of several reports the newest counts. One of soaks alone is no report of the whole kit.
     """
     newest: dict[tuple[str, str], Report] = {}
     for report in sorted(reports, key=lambda report: report.env.date):
         if not report.engine and {result.family for result in report.results} != {"soak"}:
-            newest[report.backend, report.env.device] = report
-    devices = sorted({(report.env.cuda is None, report.env.device) for report in newest.values()})
-    lines = [["backend", *("CPU" if on_cpu else _short(device) for on_cpu, device in devices)]]
-    lines += [["---"] * (1 + len(devices))]
+            newest[report.backend, _short(report.env.device) if report.env.cuda else CPU] = report
+    devices = sorted({device for _, device in newest}, key=lambda device: (device == CPU, device))
+    lines = [["backend", *devices], ["---"] * (1 + len(devices))]
     for backend in sorted({backend for backend, _ in newest}):
-        cells = [_passed(newest.get((backend, device))) for _, device in devices]
+        cells = [_passed(newest.get((backend, device))) for device in devices]
         lines.append([f"`{backend}`", *map(markdown, cells)])
     return _table(lines)
 

@@ -80,9 +80,17 @@ def test_check_names_what_is_not_current_and_writes_nothing(
     assert (copy / readme.PLOT).exists() and readme.main(["--check"]) == 0
 
 
+def test_reports_of_several_processors_share_a_column() -> None:
+    reports = readme.Sources.read([ROOT / "reports"]).reports
+    old = next(each for each in reports if each.backend == "torch_reference" and not each.env.cuda)
+    env = msgspec.structs.replace(old.env, device="another processor", date="2031-01-02T03:04:05+00:00")
+    table = readme.summary([*reports, msgspec.structs.replace(old, env=env)])
+    assert table.splitlines()[0].count("CPU") == 1 and table.count("(2031-01-02)") == 1
+
+
 def test_the_newest_report_of_a_device_counts() -> None:
     table = readme.summary(readme.Sources.read([ROOT / "reports"]).reports)
-    assert table.startswith("| backend | H100 80GB HBM3 | H200 | CPU |")
+    assert table.splitlines()[0] == "| backend | H100 80GB HBM3 | H200 | CPU |"
     assert "| 4 of 4" not in table, "a newer report of soaks alone is no report of all checks"
     assert "| not run |" in next(line for line in table.splitlines() if "`flashinfer`" in line)
 
