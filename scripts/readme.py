@@ -186,9 +186,10 @@ def planned_steps(root: Path) -> str:
     date = max(report.env.date for report in reports)[:10]
     return (
         f"SGLang {reports[0].version} plans the metadata of all draft steps before it replays their graph. In "
-        f"{len(missing)} of the {len(reports)} draft backends that we checked, no step reaches every token that the "
-        f"round has drafted ([details](docs/engines/sglang.md#sglangs-own-draft-backends); CPU, {date}, "
-        "`attn-backends check --engine sglang`)."
+        f"{len(missing)} of the {len(reports)} draft backends that we checked, the metadata of the steps leaves out "
+        "tokens that the round has drafted, so the draft does not attend to them "
+        f"([details](docs/engines/sglang.md#sglangs-own-draft-backends); CPU, {date}, `attn-backends check --engine "
+        "sglang`)."
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 _NO_DRAFT = "no speculation"
 _ENGINES = {
     True: "vLLM's defaults: layers compiled by torch, and piecewise graphs where full graphs are impossible",
-    False: "Without compilation (`mode` 0), full graphs of decodes or none",
+    False: "Without compilation (`mode` 0): full graphs for decode batches, or no graphs if the backend allows none",
 }
 """How engines run, by whether they are compiled, as the page orders them."""
 _NAMES = {"dflash": "DFlash", "dflash2": "DFlash2"}
@@ -84,6 +84,6 @@ def _agreement(rows: list[dict[str, Any]], kind: str) -> str:
         shares.append(f"`{draft}` {share:.1%}")
     of_kind = "" if kind == "eagle" else f" with {_NAMES[kind]}"
     return (
-        f"A small model{of_kind} drafted over the same texts on each backend. So many of its draft tokens were those "
-        f"that it drafted on vLLM's `FLASH_ATTN`: {', '.join(shares)}."
+        f"A small model{of_kind} drafted over the same texts on each backend. The share of its draft tokens that equal "
+        f"those on vLLM's `FLASH_ATTN` is: {', '.join(shares)}."
     )
