@@ -7,19 +7,17 @@ right, the lse is natural, an empty row is 0 with an lse of -inf, and so is the 
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
-from importlib import import_module
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
-from attn_backends import AttentionBackend, registry
+from attn_backends import AttentionBackend
 from attn_backends.fa3_providers import PROVIDER_VARIABLE, Vllm
+from tests.backends_over_stand_ins import loaded_over, unloaded
 
 BACKENDS = {"flash_attn3": "FlashAttn3", "flash_attn3_mla": "FlashAttn3Mla"}
 
@@ -106,34 +104,12 @@ attend = torch.ops.flash_attn3_stand_in.attend.default
 
 
 @contextmanager
-def unloaded() -> Iterator[None]:
-    """FlashAttention-3's backends as nobody loaded them; what is loaded inside is forgotten."""
-    paths = {each: f"attn_backends.{each}" for each in BACKENDS}
-    package, loaded = vars(sys.modules["attn_backends"]), dict(registry._loaded)
-    taken = {path: sys.modules.pop(path, None) for path in paths.values()}
-    for each in paths:
-        registry._loaded.pop(each, None)
-    try:
-        yield
-    finally:
-        registry._loaded.clear()
-        registry._loaded.update(loaded)
-        for each, path in paths.items():
-            sys.modules.pop(path, None)
-            package.pop(each, None)
-            if (module := taken[path]) is not None:
-                sys.modules[path] = package[each] = module
-
-
-@contextmanager
 def installed(name: str = "flash_attn3") -> Iterator[AttentionBackend]:
     """A backend over the stand-in, on the CPU; nothing is loaded for good."""
     names = [Vllm.module.rsplit(".", dots)[0] for dots in (2, 1)] + [Vllm.module]
     modules = {each: ModuleType(each) for each in names}
     vars(modules[Vllm.module]).update(FA3_AVAILABLE=True, flash_attn_varlen_func=flash_attn_varlen_func)
-    with unloaded(), pytest.MonkeyPatch.context() as patch:
-        for each, module in modules.items():
-            patch.setitem(sys.modules, each, module)
+    with unloaded(*BACKENDS), pytest.MonkeyPatch.context() as patch:
         patch.setenv(PROVIDER_VARIABLE, Vllm.name)
-        base = getattr(import_module(f"attn_backends.{name}"), BACKENDS[name])
-        yield type(base.__name__, (base,), {"capabilities": replace(base.capabilities, devices=("cpu",))})()
+        with loaded_over(modules, name, BACKENDS[name]) as backend:
+            yield backend

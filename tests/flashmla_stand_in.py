@@ -8,18 +8,16 @@ and combine.cu. A part is one of its SMs, a block is 64 tokens, and a split is w
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from importlib import import_module
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, NamedTuple
 
-import pytest
 import torch
 
-from attn_backends import AttentionBackend, registry
+from attn_backends import AttentionBackend
+from tests.backends_over_stand_ins import loaded_over, unloaded
 
 MODULE = "flash_mla.flash_mla_interface"
 NUM_SMS = 8
@@ -208,16 +206,9 @@ attend = torch.ops.flashmla_stand_in.attend.default
 @contextmanager
 def installed() -> Iterator[AttentionBackend]:
     """The backend flashmla over the stand-in, on the CPU; nothing is loaded for good."""
-    package, loaded = vars(sys.modules["attn_backends"]), dict(registry._loaded)
-    with pytest.MonkeyPatch.context() as patch:
-        for name in (MODULE.partition(".")[0], MODULE):
-            patch.setitem(sys.modules, name, ModuleType(name))
-        vars(sys.modules[MODULE]).update(
-            __file__=__file__, FlashMLASchedMeta=FlashMLASchedMeta, flash_mla_with_kvcache=flash_mla_with_kvcache
-        )
-        patch.delitem(sys.modules, "attn_backends.flashmla", raising=False)
-        patch.setattr(registry, "_loaded", loaded)
-        base = import_module("attn_backends.flashmla").FlashMla
-        del sys.modules["attn_backends.flashmla"]
-        package.pop("flashmla", None)
-        yield type(base.__name__, (base,), {"capabilities": replace(base.capabilities, devices=("cpu",))})()
+    modules = {name: ModuleType(name) for name in (MODULE.partition(".")[0], MODULE)}
+    vars(modules[MODULE]).update(
+        __file__=__file__, FlashMLASchedMeta=FlashMLASchedMeta, flash_mla_with_kvcache=flash_mla_with_kvcache
+    )
+    with unloaded("flashmla"), loaded_over(modules, "flashmla", "FlashMla") as backend:
+        yield backend

@@ -13,8 +13,9 @@ from attn_backends.capabilities import Feature
 from attn_backends.fa3_providers import PROVIDER_VARIABLE, BrokenProvider, find_provider
 from builders import BatchError, FlashAttn3Metadata
 from spec_decode.tools.specs import MLA
+from tests.backends_over_stand_ins import unloaded
 from tests.factories import CPU, make_cache, make_spec
-from tests.flash_attn3_stand_in import unloaded
+from tests.flash_attn3_stand_in import BACKENDS
 
 MODULES = {kind.name: kind.module for kind in providers.PROVIDERS}
 TOP_LEVEL = {module.partition(".")[0] for module in MODULES.values()} | {"flash_attn_config"}
@@ -404,7 +405,7 @@ def load(install):
         install(name, source)
         return registry.get("flash_attn3")
 
-    with unloaded():
+    with unloaded(*BACKENDS):
         yield load
 
 
