@@ -21,7 +21,7 @@ from builders import BatchError
 _CHILD = (sys.executable, "-m", "spec_decode")
 _SAME = (
     *("case", "backend", "peer", "spec", "strategy", "num_reqs", "num_speculative_tokens", "context", "temperature"),
-    *("num_groups", "num_tokens", "tree", "draft", "extend_in_graph", "one_graph", "batch_invariant"),
+    *("num_groups", "num_tokens", "tree", "draft", "extend_in_graph", "one_graph", "host_waits", "batch_invariant"),
 )
 """Columns that say what a row is of."""
 _TIMES = ("gpu_us", "wall_us", "host_us")

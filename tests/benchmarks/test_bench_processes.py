@@ -29,10 +29,16 @@ def test_gpu_time_decides_before_host_time():
     assert next(slowest([[fast], [slow]]))["gpu_us"]["p50"] == 3.0
 
 
-@pytest.mark.parametrize("column", ["strategy", "num_reqs", "num_speculative_tokens", "temperature", "tree", "draft"])
+@pytest.mark.parametrize(
+    "column",
+    [
+        *("strategy", "num_reqs", "num_speculative_tokens", "temperature", "tree", "draft"),
+        *("extend_in_graph", "one_graph", "host_waits", "batch_invariant"),
+    ],
+)
 def test_rows_of_unlike_shapes_are_not_one(column):
-    runs = [[row("a", 2.0, **{column: 7}), row("a", 1.0, **{column: 8})]] * 2
-    assert [found[column] for found in slowest(runs)] == [7, 8]
+    first, second = row("a", 2.0) | {column: 7}, row("a", 1.0) | {column: 8}
+    assert [found["p50_of_processes"] for found in slowest([[first, second], [second]])] == [[2.0], [1.0, 1.0]]
 
 
 def test_rows_that_say_the_same_of_themselves_are_paired_in_order():
