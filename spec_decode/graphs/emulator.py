@@ -13,7 +13,6 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
 from unittest import mock
@@ -36,20 +35,22 @@ _HOST_BUFFERS = ("frombuffer", "from_dlpack")
 _CHECKS_ON_THE_HOST = {"aten::_linalg_check_errors", "aten::_linalg_eigh", "aten::_linalg_svd", "aten::linalg_eig"}
 _CHECKS_ON_THE_HOST |= {"aten::_linalg_eigvals", "aten::linalg_lstsq"}
 _EMPTY = {"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty", "aten::new_empty_strided"}
+_LISTS = (list, tuple)
 _BOOL_INDEXED = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"}
 
 
-@dataclass(frozen=True, slots=True)
-class _Node:
+class _Node(NamedTuple):
     """One device operation; `fresh` are its outputs that are no alias of an input, at their captured addresses."""
 
     op: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    fresh: tuple[tuple[int, torch.Tensor], ...]
+    fresh: list[tuple[int, torch.Tensor]]
+    is_empty: bool
+    """See `_Traits`."""
 
     def run(self) -> None:
-        if _traits(self.op).is_empty:
+        if self.is_empty:
             # The pool may have lent the memory to another operation since the last replay.
             for _, captured in self.fresh:
                 _poison(captured)
@@ -225,20 +226,24 @@ class _Recorder(PlainDispatchMode):
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        _check_capturable(func, args, kwargs)
-        inputs = {_storage(tensor) for tensor in tensors_of((args, *kwargs.values()))}
-        for tensor in _written(func, args, kwargs):
-            if _storage(tensor) not in self._made:
-                storage = tensor.untyped_storage()
-                self._before.setdefault(_storage(tensor), (storage, storage.clone()))
+        traits = _traits(func)
+        _check_capturable(func, traits, args, kwargs)
+        inputs = {_storage(tensor) for tensor in tensors_of((*args, *kwargs.values()))}
+        for place, name in traits.written:
+            for tensor in tensors_of(args[place] if place < len(args) else kwargs.get(name)):
+                key = _storage(tensor)
+                if key not in self._made and key not in self._before:
+                    storage = tensor.untyped_storage()
+                    self._before[key] = (storage, storage.clone())
         result = func(*args, **kwargs)
-        fresh = tuple(
-            (index, tensor) for index, tensor in enumerate(tensors_of(result)) if _storage(tensor) not in inputs
-        )
-        self._made.update((_storage(tensor), tensor) for _, tensor in fresh)
+        fresh = []
+        for index, tensor in enumerate(tensors_of(result)):
+            if (key := _storage(tensor)) not in inputs:
+                fresh.append((index, tensor))
+                self._made[key] = tensor
         # An output that only aliases its input is a view: the view object itself is already what replay needs.
-        if fresh or _traits(func).written:
-            self._nodes.append(_Node(func, args, kwargs, fresh))
+        if fresh or traits.written:
+            self._nodes.append(_Node(func, args, kwargs, fresh, traits.is_empty))
         return result
 
     def take(self) -> EmulatedGraph:
@@ -246,19 +251,21 @@ class _Recorder(PlainDispatchMode):
         borrowed: dict[int, _Borrowed] = {}
 
         def unowned(tensor: torch.Tensor) -> torch.Tensor:
-            key, storage = _storage(tensor), tensor.untyped_storage()
-            if key in self._made or not storage.nbytes():
+            if (key := _storage(tensor)) in self._made:
                 return tensor
             if key not in borrowed:
+                storage = tensor.untyped_storage()
+                if not storage.nbytes():
+                    return tensor
                 borrowed[key] = _Borrowed(storage, node.op._schema.name)
             return borrowed[key].view(tensor)
 
         taken, self._nodes = self._nodes, []
         nodes = []
         for node in taken:
-            args = _with_tensors(node.args, unowned)
+            args = tuple([_with_tensors(value, unowned) for value in node.args])
             kwargs = {name: _with_tensors(value, unowned) for name, value in node.kwargs.items()}
-            nodes.append(_Node(node.op, args, kwargs, node.fresh))
+            nodes.append(node._replace(args=args, kwargs=kwargs))
         return EmulatedGraph(nodes, borrowed.values())
 
     def adopt(self, tensor: torch.Tensor) -> None:
@@ -337,26 +344,24 @@ def tensors_of(value: Any) -> list[torch.Tensor]:
     """The tensors of an operation's arguments or of its result: the value itself, or those it lists, to any depth."""
     if isinstance(value, torch.Tensor):
         return [value]
-    if isinstance(value, list | tuple):
-        return [tensor for each in value for tensor in tensors_of(each)]
-    return []
+    found: list[torch.Tensor] = []
+    if isinstance(value, _LISTS):
+        for each in value:
+            if isinstance(each, torch.Tensor):
+                found.append(each)
+            elif isinstance(each, _LISTS):
+                found += tensors_of(each)
+    return found
 
 
 def _with_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """The value with each of its tensors changed."""
     if isinstance(value, torch.Tensor):
         return change(value)
-    return type(value)(_with_tensors(each, change) for each in value) if isinstance(value, list | tuple) else value
+    return type(value)([_with_tensors(each, change) for each in value]) if isinstance(value, _LISTS) else value
 
 
-def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """The tensors that the operation writes to."""
-    written = _traits(func).written
-    return tensors_of([args[place] if place < len(args) else kwargs.get(name) for place, name in written])
-
-
-def _check_capturable(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    traits = _traits(func)
+def _check_capturable(func: Any, traits: _Traits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if why := host_read(func, args) or traits.refused:
         raise _capture_error(traits.name, why)
     if traits.draws and any(isinstance(value, torch.Generator) for value in (*args, *kwargs.values())):

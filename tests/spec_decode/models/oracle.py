@@ -326,15 +326,13 @@ class DFlash2(DFlash):
 
     def convolved(self, prefix: str, side: int, inputs: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         base = self.decoder.tensors[f"{prefix}base_kernel"][side]
-        taps, hidden = base.shape
-        group = self.decoder.config["dflash_config"]["conv_group_size"]
+        taps, group = len(base), self.decoder.config["dflash_config"]["conv_group_size"]
         change = self.decoder.linear(f"{prefix}kernel_projection", inputs).view(len(x), 2, taps, -1)[:, side]
+        weights = base + change.repeat_interleave(group, -1)
         out = torch.zeros_like(x)
         for place in range(len(x)):
             for tap in range(min(taps, place + 1)):
-                for channel in range(hidden):
-                    weight = base[tap, channel] + change[place, tap, channel // group]
-                    out[place, channel] += weight * x[place - tap, channel]
+                out[place] += weights[place, tap] * x[place - tap]
         return out
 
     def in_turn(
