@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
 from typing import NamedTuple
 
 import torch
@@ -73,27 +74,28 @@ def _one(
 ) -> torch.Tensor:
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     count, length = query.shape[0], key.shape[0]
+    groups = (spec.num_kv_heads, spec.group_size)
     out = torch.empty(count, spec.num_q_heads, spec.out_dim, dtype=dtype)
     query, key, value = (part.to(operands).to(wide) for part in (query, key, value))
-    sinks = None if sinks is None else sinks.to(wide)
+    query, key, value = query.unflatten(1, groups), key.transpose(0, 1), value.transpose(0, 1)
+    # A sink of +inf leaves the tokens no weight; one of -inf has none itself.
+    sink = torch.full(groups, -torch.inf, dtype=wide) if sinks is None else sinks.to(wide).view(groups)
     for token in range(count):
         position = length - count + token
         first = 0 if spec.sliding_window is None else max(0, position - spec.sliding_window + 1)
         end = position + 1 if spec.causal else length
-        for kv_head in range(spec.num_kv_heads):
-            heads = slice(kv_head * spec.group_size, (kv_head + 1) * spec.group_size)
-            keys, values = key[first:end, kv_head], value[first:end, kv_head]
-            scores = query[token, heads] @ keys.T * spec.softmax_scale
-            if spec.soft_cap is not None:
-                scores = spec.soft_cap * torch.tanh(scores / spec.soft_cap)
-            # A sink of +inf leaves the tokens no weight; one of -inf has none itself.
-            sink = torch.full_like(scores[:, 0], -torch.inf) if sinks is None else sinks[heads]
-            peak = torch.maximum(scores.amax(1), sink)
-            weights = torch.exp(scores - peak[:, None])
-            total = weights.sum(1) + torch.exp(sink - peak).masked_fill(sink == torch.inf, 1)
-            weights = weights.to(operands).to(wide)
-            parts = zip(weights.tensor_split(partials, 1), values.tensor_split(partials), strict=True)
-            out[token, heads] = sum((part @ rows / total[:, None]).to(dtype) for part, rows in parts)
+        keys, values = key[:, first:end], value[:, first:end]
+        scores = query[token] @ keys.mT * spec.softmax_scale  # [num_kv_heads, group_size, end - first]
+        if spec.soft_cap is not None:
+            scores = spec.soft_cap * torch.tanh(scores / spec.soft_cap)
+        peak = torch.maximum(scores.amax(-1), sink)
+        weights = torch.exp(scores - peak[..., None])
+        total = weights.sum(-1) + torch.exp(sink - peak).masked_fill(sink == torch.inf, 1)
+        weights = weights.to(operands).to(wide)
+        parts = zip(weights.tensor_split(partials, -1), values.tensor_split(partials, 1), strict=True)
+        out[token] = reduce(torch.add, [(part @ rows / total[..., None]).to(dtype) for part, rows in parts]).flatten(
+            0, 1
+        )
     return out
 
 
