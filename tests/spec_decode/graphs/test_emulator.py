@@ -1,6 +1,4 @@
 import gc
-import subprocess
-import sys
 import weakref
 
 import numpy as np
@@ -517,14 +515,3 @@ def test_a_capture_draws_no_random_numbers():
 def test_a_tensor_of_host_memory_can_be_made_again_after_a_capture():
     capture(lambda: NUMBERS + 1)
     assert torch.frombuffer(bytearray(b"ab"), dtype=torch.uint8).tolist() == [97, 98]
-
-
-def test_a_capture_does_not_import_torchs_compiler():
-    script = (
-        "import sys, torch\n"
-        "from spec_decode.graphs import runtime_for\n"
-        "cell = torch.zeros(1)\n"
-        "runtime_for(cell.device).capture(lambda: cell.add_(1)).replay()\n"
-        "assert cell.item() == 1 and 'torch._dynamo' not in sys.modules"
-    )
-    subprocess.run([sys.executable, "-c", script], check=True)
