@@ -20,15 +20,36 @@ SIZES = {
     "small": (1024, 2816, 8, 2, 128, 32000, 4),
     "qwen3-8b": (4096, 12288, 32, 8, 128, 151936, 36),
     "qwen3-small": (1024, 2816, 8, 2, 128, 32000, 8),
+    "deepseek-v3": (7168, 18432, 128, 128, 64, 129280, 4),
+    "deepseek-v3-shard": (7168, 2304, 16, 16, 64, 16160, 4),
+    "deepseek-small": (1024, 2816, 16, 16, 64, 32000, 4),
 }
-"""hidden_size, intermediate_size, heads, KV heads, head_dim, vocab_size, layers."""
+"""hidden_size, intermediate_size, heads, KV heads, head_dim, vocab_size, layers.
+
+deepseek-v3 is the first four layers of the published 61, three dense and one of experts, with the published MTP layer,
+of experts too: 53 GB in bfloat16, which an H100 holds. -shard is what tensor parallelism leaves one of eight GPUs of
+it, 8 GB. deepseek-small is dense: an expert that wins narrowly would change more than attention does. DeepSeek's
+head_dim is the part with positions.
+"""
+EXPERT_WIDTH = {"deepseek-v3": 2048, "deepseek-v3-shard": 256}
+"""intermediate_size of one expert, for models that have experts."""
+DENSE_LAYERS = 3
+"""The first ones of a model with experts."""
+LATENTS = {
+    "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+    "n_routed_experts": 256, "n_shared_experts": 1, "num_experts_per_tok": 8, "n_group": 8, "topk_group": 4,
+    "routed_scaling_factor": 2.5, "norm_topk_prob": True, "scoring_func": "sigmoid", "topk_method": "noaux_tc",
+    "num_nextn_predict_layers": 1,
+}  # fmt: skip
+"""As published."""
 FAMILIES = {
     "llama": {"architectures": ["LlamaForCausalLM"], "rms_norm_eps": 1e-5, "rope_theta": 500000.0},
     "qwen3": {"architectures": ["Qwen3ForCausalLM"], "rms_norm_eps": 1e-6, "rope_theta": 1000000.0},
+    "deepseek_v3": {"architectures": ["DeepseekV3ForCausalLM"], "rms_norm_eps": 1e-6, "rope_theta": 10000.0, **LATENTS},
 }
 """What the configuration of each family of models says."""
-KINDS = {"eagle": "EagleLlamaForCausalLM", "dflash": "DFlashDraftModel", "dflash2": "DFlash2DraftModel"}
-"""Of drafts, with their architectures; the last two propose a block."""
+KINDS = {"eagle": "EagleLlamaForCausalLM", "dflash": "DFlashDraftModel", "dflash2": "DFlash2DraftModel", "mtp": ""}
+"""Of drafts, with their architectures. DFlash and DFlash2 propose a block; an MTP layer is part of its target."""
 BLOCK_LAYERS = 5
 """Of a block draft, and target layers whose states it reads."""
 DFLASH2 = {
@@ -37,11 +58,9 @@ DFLASH2 = {
 }  # fmt: skip
 """As published."""
 REQUESTS = (1, 4, 16, 32)
-CAPTURED = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+CAPTURED = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 """Tokens of a captured batch: those that are timed, and some between for when requests end."""
-CAPTURED_OF_LONG_BLOCKS = (*CAPTURED, 384, 512)
-"""Where more than 7 tokens are drafted."""
-PROMPT, NEW_TOKENS, REPEATS = 512, 256, 2
+PROMPT, NEW_TOKENS, REPEATS = 512, 256, 3
 SEED = 20
 # NVLink multicast stays off: where it does not work, vLLM's collectives hang.
 ENVIRONMENT = {
@@ -78,6 +97,11 @@ class Arm:
     kind: str = "eagle"
 
     @property
+    def target(self) -> str:
+        """vLLM's own choice for the target on Hopper."""
+        return "FLASH_ATTN_MLA" if self.size.startswith("deepseek") else "FLASH_ATTN"
+
+    @property
     def is_timed(self) -> bool:
         """Or compared, beside others on the same GPU."""
         return bool(self.kept) or not self.draft
@@ -92,13 +116,20 @@ class Arm:
 def model_folder(size: str, *, kind: str = "") -> str:
     """A folder with a configuration alone: weights come later. kind: of a draft, of KINDS; none for the target."""
     hidden, wide, heads, kv_heads, head_dim, vocab, layers = SIZES[size]
-    family = "qwen3" if size.startswith("qwen3") else "llama"
+    family = {"qwen3": "qwen3", "deepseek": "deepseek_v3"}.get(size.partition("-")[0], "llama")
     config = {
         "model_type": family, "hidden_size": hidden, "intermediate_size": wide, "num_attention_heads": heads,
         "num_key_value_heads": kv_heads, "head_dim": head_dim, "vocab_size": vocab, "num_hidden_layers": layers,
         "max_position_embeddings": 8192, "hidden_act": "silu", "tie_word_embeddings": False, "torch_dtype": "bfloat16",
         "bos_token_id": 1, "eos_token_id": 2, **FAMILIES[family],
     }  # fmt: skip
+    if family == "deepseek_v3":
+        has_experts = size in EXPERT_WIDTH
+        config |= {
+            "moe_intermediate_size": EXPERT_WIDTH.get(size, wide),
+            # The MTP layer comes after the last one.
+            "first_k_dense_replace": DENSE_LAYERS if has_experts else layers + 1,
+        }
     if kind:
         config |= _draft_config(kind, vocab, layers)
     folder = tempfile.mkdtemp()
@@ -126,7 +157,7 @@ def _draft_config(kind: str, vocab: int, layers: int) -> dict[str, Any]:
 
 def engine_options(arm: Arm) -> dict[str, Any]:
     """Arguments of vllm.LLM."""
-    captured = CAPTURED if arm.steps <= 7 else CAPTURED_OF_LONG_BLOCKS
+    captured = [size for size in CAPTURED if size <= max(arm.requests) * (1 + arm.steps)]
     uncompiled = {} if arm.compiled else {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
     options = {
         "model": model_folder(arm.size), "load_format": "dummy", "skip_tokenizer_init": True,
@@ -134,14 +165,16 @@ def engine_options(arm: Arm) -> dict[str, Any]:
         "seed": 0, "gpu_memory_utilization": 0.3, "kv_cache_memory_bytes": 8 << 30, "enable_prefix_caching": False,
         "tensor_parallel_size": arm.num_gpus, "disable_custom_all_reduce": True, "enable_flashinfer_autotune": False,
         "worker_extension_cls": "scripts.vllm_worker.MeasuredWorker",
-        "attention_config": {"backend": "FLASH_ATTN"},
-        "compilation_config": {"cudagraph_capture_sizes": list(captured)} | uncompiled,
+        "attention_config": {"backend": arm.target},
+        "compilation_config": {"cudagraph_capture_sizes": captured} | uncompiled,
     }  # fmt: skip
     if arm.draft:
         speculation: dict[str, Any] = {
-            "method": "eagle" if arm.kind == "eagle" else "dflash", "model": model_folder(arm.size, kind=arm.kind),
+            "method": "dflash" if arm.kind.startswith("dflash") else arm.kind,
             "num_speculative_tokens": arm.steps, "attention_backend": arm.draft,
         }  # fmt: skip
+        if arm.kind != "mtp":
+            speculation["model"] = model_folder(arm.size, kind=arm.kind)
         if arm.kept:
             # vLLM counts the target's own token too.
             speculation |= {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": 1 + arm.kept}

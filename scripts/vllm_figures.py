@@ -1,15 +1,17 @@
 """vLLM with its own draft backends and with ours, on the GPUs of one machine: python scripts/vllm_figures.py --json
 reports/h200/vllm.json.
 
-A Llama of the 8B shape with an EAGLE draft, and a Qwen3 of its 8B shape with DFlash and DFlash2, which draft a block at
-once; random weights, the target on FLASH_ATTN. Timed arms keep as many drafts a
-round as they are told, whatever was drafted, so that all do the same work. Exact arms of a small model keep what the
-target says: all draft from the same texts, and their draft tokens are compared with those of FLASH_ATTN's draft. How
-far two of vLLM's own backends are apart there is what rounding does. With two GPUs, tensor parallelism over both
-against one. Compiled arms run as vLLM does by default, with piecewise graphs where full ones are impossible; the others
-have full graphs or none, which brings an engine up sooner. Every arm is a process, which runs each batch once before it
-is timed, with its GPUs to itself; exact arms share one. What an arm found is kept in a folder, with its log: it is not
-run again while the code that the report covers, what measures an arm, the GPU and the versions are the same.
+A Llama of the 8B shape with an EAGLE draft, a Qwen3 of its 8B shape with DFlash and DFlash2, which draft a block at
+once, and layers of DeepSeek-V3 with its MTP layer, whose cache holds latents; random weights, the target on what vLLM
+chooses, FLASH_ATTN or FLASH_ATTN_MLA. Timed arms keep as many drafts a round as they are told, whatever was drafted, so
+that all do the same work. Exact arms of a small model keep what the target says: all draft from the same texts, and
+their draft tokens are compared with those of a draft on the target's backend. How far two of vLLM's own backends are
+apart there is what rounding does. With two GPUs, tensor parallelism over both against one. Compiled arms run as vLLM
+does by default, with piecewise graphs where full ones are impossible; the others have full graphs or none, which brings
+an engine up sooner. Every arm is a process, which runs each batch once before it is timed, with its GPUs to itself;
+exact arms share one. What an arm found is kept in a folder, with its log: it is not run again while the code that the
+report covers, what measures an arm, the GPU and the versions are the same. With --minutes, arms that are not done in
+time are left out, the last first, and what is kept is reported; the folder may go to another machine meanwhile.
 
 Fails where a draft of ours is not fused, plans a batch of decodes on the host, waits for the device, takes the engine's
 graphs, or drafts other tokens more often than vLLM's own backends do among themselves. A batch with prefills has no
@@ -20,13 +22,16 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -50,10 +55,41 @@ ROOTS = (
 )
 BASE, REBUILT, CONTROL = "FLASH_ATTN", "FLASHINFER", "TRITON_ATTN"
 OURS = ("FLASHINFER_IN_GRAPH", "ATTN_BACKENDS_TRITON_PAGED", "ATTN_BACKENDS_FLASH_ATTN3")
+
+
+@dataclass(frozen=True)
+class Names:
+    """Draft backends over a kind of cache.
+
+    base       the target's, which others' drafts are compared with
+    others     vLLM's others; how far they leave the base is what rounding does
+    ours       those of this library
+    """
+
+    base: str
+    others: tuple[str, ...]
+    ours: tuple[str, ...]
+
+    @property
+    def all(self) -> tuple[str, ...]:
+        return (self.base, *self.others, *self.ours)
+
+
+GROUPED = Names(BASE, (REBUILT, CONTROL), OURS)
+LATENT = Names(
+    "FLASH_ATTN_MLA",
+    # Of vLLM's, only the last updates in place.
+    ("FLASHMLA", "TRITON_MLA"),
+    ("ATTN_BACKENDS_FLASH_ATTN3_MLA", "ATTN_BACKENDS_FLASHMLA", "ATTN_BACKENDS_TRITON_MLA"),
+)
 KEPT = {3: 1.8, 7: 3.2}
 """Drafts kept a round, by the draft tokens of one."""
 BLOCKS = {"dflash": (15, 5.0), "dflash2": (7, 4.4)}
 """Kinds of drafts that propose a block: their draft tokens as published, and how many are kept a round."""
+MTP = (3, 1.8)
+"""Draft tokens of the MTP layer, which vLLM runs once for each, and how many are kept a round."""
+TIMED = {False: (BASE, REBUILT, *OURS), True: (BASE, REBUILT, OURS[0])}
+"""Draft backends over grouped heads that are timed, by whether layers are compiled."""
 MACHINE = ("device", "driver", "cuda", "torch", "triton", "python")
 """What an environment says of it, by which results are kept."""
 EXACT_ARMS = 3
@@ -63,39 +99,56 @@ MARGIN = 0.02
 
 
 def arms(num_gpus: int) -> list[Arm]:
-    """The longest first of those that are not compiled, then those that are."""
+    """The most valuable first: those of all kinds without compilation, then those with it."""
+    across = [
+        *(Arm(draft, 3, kept=KEPT[3], num_gpus=2) for draft in (BASE, OURS[0])),
+        Arm(OURS[0], 3, "small", num_gpus=2, requests=(4,)),
+    ]
+    every = [*latent_arms(), *block_arms(), *eagle_arms()]
+    every.sort(key=lambda arm: (arm.compiled, not arm.is_timed))
+    return [*(across if num_gpus > 1 else ()), *every]
+
+
+def eagle_arms() -> list[Arm]:
+    """Those of an EAGLE draft over grouped heads, likewise."""
     timed = [
-        Arm(draft, steps, kept=kept, num_gpus=count)
-        for count in ((2, 1) if num_gpus > 1 else (1,))
+        Arm(draft, steps, kept=kept, compiled=compiled)
+        for compiled, drafts in TIMED.items()
         for steps, kept in KEPT.items()
-        for draft in ((BASE, OURS[0]) if count > 1 else (BASE, REBUILT, *OURS))
-        if count == 1 or steps == 3
+        for draft in drafts
     ]
-    exact = [Arm(draft, 3, "small", requests=(1, 4, 32)) for draft in (BASE, REBUILT, CONTROL, *OURS)]
-    across = [Arm(OURS[0], 3, "small", num_gpus=2, requests=(4,))] if num_gpus > 1 else []
-    compiled = [
-        Arm(draft, steps, kept=kept, compiled=True)
-        for steps, kept in KEPT.items()
-        for draft in (BASE, REBUILT, OURS[0])
-    ]
-    return [*timed, Arm("", 0), *exact, *across, Arm("", 0, compiled=True), *compiled, *block_arms()]
+    exact = [Arm(draft, 3, "small", requests=(1, 4, 32)) for draft in GROUPED.all]
+    return [*(Arm("", 0, compiled=compiled) for compiled in TIMED), *timed, *exact]
+
+
+def names(kind: str) -> Names:
+    """Draft backends of a kind of draft."""
+    return LATENT if kind == "mtp" else GROUPED
 
 
 def block_arms() -> list[Arm]:
-    """Those of drafts that propose a block, in the same order."""
-    plain = [Arm("", 0, "qwen3-8b", compiled=compiled) for compiled in (False, True)]
+    """Those whose draft proposes a block, and those without a draft that they are compared with."""
     timed = [
         Arm(draft, steps, "qwen3-8b", kept=kept, compiled=compiled, kind=kind)
-        for compiled, drafts in ((False, (BASE, REBUILT, *OURS)), (True, (BASE, REBUILT, OURS[0])))
+        for compiled, drafts in TIMED.items()
         for kind, (steps, kept) in BLOCKS.items()
         for draft in drafts
     ]
     exact = [
         Arm(draft, steps, "qwen3-small", requests=(1, 4, 32), kind=kind)
         for kind, (steps, _) in BLOCKS.items()
-        for draft in (BASE, REBUILT, CONTROL, *OURS)
+        for draft in GROUPED.all
     ]
-    return [*timed, *plain, *exact]
+    return [*(Arm("", 0, "qwen3-8b", compiled=compiled) for compiled in TIMED), *timed, *exact]
+
+
+def latent_arms() -> list[Arm]:
+    """Those with an MTP layer over latents, likewise."""
+    steps, kept = MTP
+    sizes = ("deepseek-v3", "deepseek-v3-shard")
+    timed = [Arm(draft, steps, size, kept=kept, kind="mtp") for size in sizes for draft in LATENT.all]
+    exact = [Arm(draft, steps, "deepseek-small", requests=(1, 4, 32), kind="mtp") for draft in LATENT.all]
+    return [*(Arm("", 0, size) for size in sizes), *timed, *exact]
 
 
 class Kept:
@@ -119,20 +172,29 @@ class Kept:
         write_whole(self.path(arm, ".json"), json.dumps({"of": self._of, "found": found}).encode())
 
 
-def run(arm: Arm, gpus: Sequence[int], kept: Kept) -> dict[str, Any]:
-    """What the arm found, or how it ended with the end of its log."""
+def run(arm: Arm, gpus: Sequence[int], kept: Kept, seconds: float | None = None) -> dict[str, Any] | None:
+    """What the arm found, or how it ended with the end of its log; None if it takes longer than so many seconds."""
     if (before := kept.load(arm)) is not None:
         return before
+    if seconds is not None and seconds <= 0:
+        return None
     log = kept.path(arm, ".log")
     with tempfile.TemporaryDirectory() as folder:
         made = Path(folder, "arm.json")
         with log.open("w") as output:
-            ended = subprocess.run(
+            process = subprocess.Popen(
                 [sys.executable, str(ROOT / "scripts" / "vllm_arm.py"), json.dumps(asdict(arm)), str(made)],
-                cwd=ROOT, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+                cwd=ROOT, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
                 env={**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))},
             )  # fmt: skip
-        found: dict[str, Any] = {"arm": asdict(arm) | {"name": arm.name}, "exit_status": ended.returncode}
+            try:
+                status = process.wait(seconds)
+            except subprocess.TimeoutExpired:
+                # Its workers are of its session.
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+                return None
+        found: dict[str, Any] = {"arm": asdict(arm) | {"name": arm.name}, "exit_status": status}
         if made.exists():
             env = environment(torch.device("cuda"))
             found |= {"commit": env.commit, "date": env.date} | json.loads(made.read_text())
@@ -141,21 +203,32 @@ def run(arm: Arm, gpus: Sequence[int], kept: Kept) -> dict[str, Any]:
     return found | {"rows": [], "said": log.read_text(errors="replace").splitlines()[-30:]}
 
 
-def run_all(asked: Sequence[Arm], gpus: Sequence[int], kept: Kept) -> list[dict[str, Any]]:
-    """Arms over several GPUs one after another, then the timed ones, one on each, then the others."""
+def run_all(
+    asked: Sequence[Arm], gpus: Sequence[int], kept: Kept, *, seconds: float | None = None
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """What arms found, and the names of those that were not done within so many seconds.
 
-    def run_on(some: Sequence[int], arm: Arm) -> dict[str, Any]:
-        found = run(arm, some, kept)
-        print(found["arm"]["name"], *[f"{row['requests']}: {row['tokens_per_s']}" for row in found["rows"]], flush=True)
+    Those over several GPUs come first, one after another, then the others in their order: one on each GPU if they are
+    timed.
+    """
+    ends = None if seconds is None else time.monotonic() + seconds
+    left_out: list[str] = []
+
+    def run_on(some: Sequence[int], arm: Arm) -> dict[str, Any] | None:
+        found = run(arm, some, kept, None if ends is None else ends - time.monotonic())
+        if found is None:
+            left_out.append(arm.name)
+        else:
+            told = [f"{row['requests']}: {row['tokens_per_s']}" for row in found["rows"]]
+            print(arm.name, *told, *found.get("said", ()), flush=True)
         return found
 
     found = [run_on(gpus[: arm.num_gpus], arm) for arm in asked if arm.num_gpus > 1]
-    for is_timed, sharing in ((True, 1), (False, EXACT_ARMS)):
-        places = [[gpu] for gpu in gpus] * sharing
-        arms_here = [arm for arm in asked if arm.num_gpus == 1 and arm.is_timed is is_timed]
+    for is_timed, together in groupby((arm for arm in asked if arm.num_gpus == 1), key=lambda arm: arm.is_timed):
+        places = [[gpu] for gpu in gpus] * (1 if is_timed else EXACT_ARMS)
         with ThreadPoolExecutor(len(places)) as pool:
-            found += pool.map(on_a_free_one(places, run_on), arms_here)
-    return found
+            found += pool.map(on_a_free_one(places, run_on), together)
+    return [each for each in found if each is not None], left_out
 
 
 def same_drafts(base: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, int]:
@@ -177,11 +250,11 @@ def same_drafts(base: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, 
 
 
 def agreement(found: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Each exact arm beside FLASH_ATTN's of the same kind of draft, row by row."""
+    """Each exact arm beside that of the target's backend with the same kind of draft, row by row."""
     exact = [each for each in found if not each["arm"]["kept"] and each["arm"]["draft"] and each["rows"]]
     bases: dict[str, Mapping[str, Any]] = {}
     for each in exact:
-        if each["arm"]["draft"] == BASE:
+        if each["arm"]["draft"] == names(each["arm"]["kind"]).base:
             bases.setdefault(each["arm"]["kind"], each)
     return [
         {name: each["arm"][name] for name in ("name", "kind", "draft")}
@@ -196,7 +269,7 @@ def agreement(found: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def unlike(compared: Sequence[Mapping[str, Any]], draft: str, kind: str) -> float:
-    """The share of a draft backend's tokens that are not FLASH_ATTN's, of one kind of draft."""
+    """The share of a draft backend's tokens that are not those of the target's, of one kind of draft."""
     rows = [row for row in compared if (row["draft"], row["kind"]) == (draft, kind)]
     tokens = sum(row["draft_tokens"] for row in rows)
     return 1 - sum(row["equal"] for row in rows) / tokens if tokens else 1.0
@@ -207,7 +280,7 @@ def problems(found: Sequence[Mapping[str, Any]], compared: Sequence[Mapping[str,
     said = [f"{each['arm']['name']}: ended with {each['exit_status']}" for each in found if not each["rows"]]
     plain = {_engine(each): each["graph_mode"] for each in found if not each["arm"]["draft"] and each["rows"]}
     for each in found:
-        if each["arm"]["draft"] not in OURS or not each["rows"]:
+        if each["arm"]["draft"] not in (*GROUPED.ours, *LATENT.ours) or not each["rows"]:
             continue
         name, without = each["arm"]["name"], plain.get(_engine(each))
         if not all(each["fused"]):
@@ -216,11 +289,16 @@ def problems(found: Sequence[Mapping[str, Any]], compared: Sequence[Mapping[str,
             said.append(f"{name}: graphs {each['graph_mode']}, without a draft {without}")
         said += [f"{name}: {row['plans']} plans on the host" for row in each["rows"] if row["plans"]]
         said += [f"{name}: waits for the device: {next(iter(row['waits']))}" for row in each["rows"] if row["waits"]]
-    for kind, draft in sorted({(row["kind"], row["draft"]) for row in compared if row["draft"] in OURS}):
-        own = max(unlike(compared, theirs, kind) for theirs in (CONTROL, REBUILT))
+    for kind, draft in sorted({(row["kind"], row["draft"]) for row in compared}):
+        of_kind = names(kind)
+        if draft not in of_kind.ours:
+            continue
+        own = max(unlike(compared, theirs, kind) for theirs in of_kind.others)
         share = unlike(compared, draft, kind)
         if share > own + MARGIN:
-            said.append(f"{draft}, {kind}: {share:.1%} of draft tokens are not {BASE}'s, of vLLM's own {own:.1%}")
+            said.append(
+                f"{draft}, {kind}: {share:.1%} of draft tokens are not {of_kind.base}'s, of vLLM's own {own:.1%}"
+            )
     return said
 
 
@@ -233,7 +311,10 @@ def main() -> None:
     parser = script_options(__doc__)
     parser.add_argument("--only", action="append", help="patterns of arms' names; all if left out")
     parser.add_argument("--kept", type=Path, default=ROOT / "build/vllm", help="folder of what is kept")
+    parser.add_argument("--minutes", type=float, help="how long it may take; without it, until all is done")
     flags = parser.parse_args()
+    if flags.minutes is not None and not flags.minutes > 0:
+        parser.error(f"--minutes must be above 0, got {flags.minutes:g}.")
     gpus = list(range(torch.cuda.device_count()))
     if not gpus:
         parser.error(
@@ -242,7 +323,7 @@ def main() -> None:
     env = msgspec.to_builtins(environment(flags.device))
     of = {name: env[name] for name in MACHINE} | {"sources": SourceRecord.of({"": ROOTS}).modules}
     asked = [arm for arm in arms(len(gpus)) if any(fnmatchcase(arm.name, only) for only in flags.only or ["*"])]
-    found = run_all(asked, gpus, Kept(flags.kept, of))
+    found, left_out = run_all(asked, gpus, Kept(flags.kept, of), seconds=flags.minutes and flags.minutes * 60)
     compared = agreement(found)
     said = problems(found, compared)
     for each in found:
@@ -250,8 +331,9 @@ def main() -> None:
             # Thousands of tokens each: what they say is in the agreement.
             del row["texts"]
             row.pop("drafts", None)
-    write_report(flags.json, SCHEMA, flags.device, ROOTS, arms=found, agreement=compared, problems=said, finished=True)
-    print(*said, sep="\n")
+    content = {"arms": found, "agreement": compared, "problems": said, "finished": not left_out}
+    write_report(flags.json, SCHEMA, flags.device, ROOTS, **content)
+    print(*said, *(f"left out for lack of time: {name}" for name in left_out), sep="\n")
     raise SystemExit(bool(said))
 
 

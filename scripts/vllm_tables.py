@@ -11,12 +11,17 @@ _ENGINES = {
     False: "Without compilation (`mode` 0): full graphs for decode batches, or no graphs if the backend allows none",
 }
 """How engines run, by whether they are compiled, as the page orders them."""
-_NAMES = {"dflash": "DFlash", "dflash2": "DFlash2"}
+_NAMES = {"dflash": "DFlash", "dflash2": "DFlash2", "mtp": "DeepSeek-V3's latents and MTP layer"}
 _MODELS = {
-    "eagle": "A Llama of the 8B shape with an EAGLE draft",
-    **{kind: f"A Qwen3 of the 8B shape with a {name} draft" for kind, name in _NAMES.items()},
+    ("eagle", "llama3-8b"): "A Llama of the 8B shape with an EAGLE draft",
+    ("dflash", "qwen3-8b"): "A Qwen3 of the 8B shape with a DFlash draft",
+    ("dflash2", "qwen3-8b"): "A Qwen3 of the 8B shape with a DFlash2 draft",
+    ("mtp", "deepseek-v3"): "Four layers of DeepSeek-V3, one of them with experts, and its MTP layer; 128 heads",
+    ("mtp", "deepseek-v3-shard"): (
+        "What tensor parallelism leaves one of eight GPUs of four layers of DeepSeek-V3 and its MTP layer; 16 heads"
+    ),
 }
-"""What was run, by the kind of the draft, in the page's order."""
+"""What was run, by the kind of the draft and the size, in the page's order."""
 
 
 def figures(report: dict[str, Any], name: str) -> str:
@@ -33,23 +38,28 @@ def figures(report: dict[str, Any], name: str) -> str:
     for compiled, engines in _ENGINES.items():
         alike = [each for each in timed if each["arm"].get("compiled", False) is compiled]
         drafted = [each for each in alike if each["arm"]["draft"]]
-        for kind, models in _MODELS.items():
-            arms = [each for each in drafted if each["arm"].get("kind", "eagle") == kind]
+        for (kind, size), models in _MODELS.items():
+            arms = [each for each in drafted if _model(each) == (kind, size)]
             if not arms:
                 continue
             blocks.append(
                 f"{engines}. {models}, random weights, vLLM {arms[0]['vllm']} on {env['device']} "
                 f"({env['date'][:10]}, commit `{env['commit'][:12]}`). The verifier accepts a fixed mean number of "
-                "draft tokens per round, given in the head of each table. The cells are output tokens per second and, "
-                "in brackets, the microseconds that the host takes for a draft; both are medians."
+                "draft tokens per round, given in the head of each table. A cell gives output tokens per second, the "
+                "median of the runs and in square brackets their range, and in round brackets the microseconds that "
+                "the host takes for a draft, the median."
             )
-            sizes = {each["arm"].get("size") for each in arms}
-            plain = [each for each in alike if not each["arm"]["draft"] and each["arm"].get("size") in sizes]
+            plain = [each for each in alike if not each["arm"]["draft"] and _model(each)[1] == size]
             for steps in sorted({each["arm"]["steps"] for each in arms}):
                 blocks.append(_table(steps, [*plain, *(each for each in arms if each["arm"]["steps"] == steps)]))
     for kind in dict.fromkeys(row.get("kind", "eagle") for row in report["agreement"]):
         blocks.append(_agreement([row for row in report["agreement"] if row.get("kind", "eagle") == kind], kind))
     return "\n\n".join(blocks)
+
+
+def _model(found: dict[str, Any]) -> tuple[str, str]:
+    """Kind of draft and size."""
+    return found["arm"].get("kind", "eagle"), found["arm"].get("size", "llama3-8b")
 
 
 def _table(steps: int, arms: list[dict[str, Any]]) -> str:
@@ -72,11 +82,12 @@ def _table(steps: int, arms: list[dict[str, Any]]) -> str:
 
 def _cell(row: dict[str, Any]) -> str:
     host = f" ({median(each['p50'] for each in row['host_us']):,.0f})" if row["host_us"] else ""
-    return f"{median(row['tokens_per_s']):,.0f}{host}"
+    runs = row["tokens_per_s"]
+    return f"{median(runs):,.0f} [{min(runs):,.0f}-{max(runs):,.0f}]{host}"
 
 
 def _agreement(rows: list[dict[str, Any]], kind: str) -> str:
-    """Each draft's share of tokens that are FLASH_ATTN's, where texts are the same."""
+    """Each draft's share of tokens that are those of the target's backend, where texts are the same."""
     shares = []
     for draft in dict.fromkeys(row["draft"] for row in rows):
         of_draft = [row for row in rows if row["draft"] == draft]
@@ -85,5 +96,5 @@ def _agreement(rows: list[dict[str, Any]], kind: str) -> str:
     of_kind = "" if kind == "eagle" else f" with {_NAMES[kind]}"
     return (
         f"A small model{of_kind} drafted over the same texts on each backend. The share of its draft tokens that equal "
-        f"those on vLLM's `FLASH_ATTN` is: {', '.join(shares)}."
+        f"those on vLLM's `{'FLASH_ATTN_MLA' if kind == 'mtp' else 'FLASH_ATTN'}` is: {', '.join(shares)}."
     )

@@ -21,16 +21,28 @@ SHARPNESS = 2.0
 def random_weights(
     config: Any, *, is_draft: bool, seed: int, device: torch.device
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The whole checkpoint of a Llama or a Qwen3, or of its EAGLE, DFlash or DFlash2 draft, which shares embedding and
-    head: the same on every rank.
+    """The whole checkpoint of a Llama, a Qwen3 or a DeepSeek-V3, or of its EAGLE, DFlash, DFlash2 or MTP draft, which
+    shares embedding and head: the same on every rank.
 
     config: as transformers has it, with hidden_size, intermediate_size, vocab_size, num_hidden_layers, head_dim and
     the numbers of heads.
     """
-    weights = _draft_weights(config) if is_draft else _target_weights(config)
+    weights = weight_shapes(config, is_draft=is_draft)
     for name, (shape, spread) in weights.items():
         # The name without .weight, by which weights are drawn.
         yield name, _random(f"{seed} {name.removesuffix('.weight')}", shape, spread, device)
+
+
+def weight_shapes(config: Any, *, is_draft: bool) -> dict[str, Weight]:
+    """What random_weights draws, by the names of the checkpoint."""
+    if not is_draft:
+        return _target_weights(config)
+    return _mtp_weights(config) if _has_latents(config) else _draft_weights(config)
+
+
+def _has_latents(config: Any) -> bool:
+    """Of a DeepSeek-V3, whose MTP layer vLLM gives a model_type of its own."""
+    return getattr(config, "kv_lora_rank", None) is not None
 
 
 def _target_weights(config: Any) -> dict[str, Weight]:
@@ -42,9 +54,65 @@ def _target_weights(config: Any) -> dict[str, Weight]:
         "lm_head.weight": ((config.vocab_size, hidden), 1.0),
     }
     for at in range(config.num_hidden_layers):
-        layer = _layer_weights(config, has_head_norms=config.model_type == "qwen3")
+        if _has_latents(config):
+            layer = _latent_layer_weights(config, at)
+        else:
+            layer = _layer_weights(config, has_head_norms=config.model_type == "qwen3")
         weights |= {f"model.layers.{at}.{name}": weight for name, weight in layer.items()}
     return weights
+
+
+def _mtp_weights(config: Any) -> dict[str, Weight]:
+    """Of the layer after the target's last one."""
+    hidden, at = config.hidden_size, config.num_hidden_layers
+    layer = {
+        "enorm.weight": ((hidden,), 1.0),
+        "hnorm.weight": ((hidden,), 1.0),
+        "eh_proj.weight": ((hidden, 2 * hidden), 1.0),
+        "shared_head.norm.weight": ((hidden,), 1.0),
+        **_latent_layer_weights(config, at),
+    }
+    return {f"model.layers.{at}.{name}": weight for name, weight in layer.items()}
+
+
+def _latent_layer_weights(config: Any, at: int) -> dict[str, Weight]:
+    hidden, heads = config.hidden_size, config.num_attention_heads
+    q_rank, rank, rope = config.q_lora_rank, config.kv_lora_rank, config.qk_rope_head_dim
+    nope, value = config.qk_nope_head_dim, config.v_head_dim
+    weights: dict[str, Weight] = {
+        "self_attn.q_a_proj": ((q_rank, hidden), 1.0),
+        "self_attn.q_a_layernorm": ((q_rank,), 1.0),
+        "self_attn.q_b_proj": ((heads * (nope + rope), q_rank), SHARPNESS),
+        # The latent has a norm, the part with positions has none.
+        "self_attn.kv_a_proj_with_mqa": ((rank + rope, hidden), SHARPNESS),
+        "self_attn.kv_a_layernorm": ((rank,), 1.0),
+        # Keys and values.
+        "self_attn.kv_b_proj": ((heads * (nope + value), rank), SHARPNESS),
+        "self_attn.o_proj": ((hidden, heads * value), 1 / SHARPNESS),
+        "input_layernorm": ((hidden,), 1.0),
+        "post_attention_layernorm": ((hidden,), 1.0),
+    }
+    if at < config.first_k_dense_replace:
+        weights |= _mlp_weights("mlp", hidden, config.intermediate_size)
+    else:
+        width = config.moe_intermediate_size
+        weights |= {"mlp.gate": ((config.n_routed_experts, hidden), 1.0)}
+        weights |= _mlp_weights("mlp.shared_experts", hidden, width * config.n_shared_experts)
+        for expert in range(config.n_routed_experts):
+            weights |= _mlp_weights(f"mlp.experts.{expert}", hidden, width)
+    named = {f"{name}.weight": weight for name, weight in weights.items()}
+    if "mlp.gate" in weights:
+        # Experts are chosen by their scores alone.
+        named["mlp.gate.e_score_correction_bias"] = ((config.n_routed_experts,), 0.0)
+    return named
+
+
+def _mlp_weights(name: str, hidden: int, wide: int) -> dict[str, Weight]:
+    return {
+        f"{name}.gate_proj": ((wide, hidden), 1.0),
+        f"{name}.up_proj": ((wide, hidden), 1.0),
+        f"{name}.down_proj": ((hidden, wide), 1.0),
+    }
 
 
 def _draft_weights(config: Any) -> dict[str, Weight]:
@@ -73,9 +141,7 @@ def _layer_weights(config: Any, *, has_head_norms: bool) -> dict[str, Weight]:
         "self_attn.k_proj": ((kv_heads, hidden), SHARPNESS),
         "self_attn.v_proj": ((kv_heads, hidden), 1.0),
         "self_attn.o_proj": ((hidden, heads), 1.0),
-        "mlp.gate_proj": ((wide, hidden), 1.0),
-        "mlp.up_proj": ((wide, hidden), 1.0),
-        "mlp.down_proj": ((hidden, wide), 1.0),
+        **_mlp_weights("mlp", hidden, wide),
         "input_layernorm": ((hidden,), 1.0),
         "post_attention_layernorm": ((hidden,), 1.0),
     }
@@ -165,7 +231,10 @@ class MeasuredWorker:
 
 
 def _load_in_place(model: Any, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
-    """Load what vLLM's model takes. A block draft makes tensors of its weights then: they stay where they were, too."""
+    """Load what vLLM's model takes. A block draft makes tensors of its weights then: they stay where they were, too.
+
+    Latent attention's matrices need nothing: unquantised, they are views of weights.
+    """
     inner = vars(model.model)
     held = {name: value for name, value in inner.items() if isinstance(value, torch.Tensor)}
     model.load_weights(weights)

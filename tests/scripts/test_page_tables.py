@@ -53,9 +53,9 @@ def test_vllms_figures_are_medians_by_draft_tokens_beside_no_speculation() -> No
 
     assert "| 3 draft tokens, 1.8 accepted | graphs | 4 req. |" in said
     assert "| 7 draft tokens, 1.8 accepted | graphs | 4 req. |" in said
-    assert "| `FLASH_ATTN` | `FULL_DECODE_ONLY` | 110 (80) |" in said
-    assert "| `FLASHINFER_IN_GRAPH`, 2 GPUs | `FULL_DECODE_ONLY` | 130 (80) |" in said
-    assert said.count("| no speculation | `FULL_DECODE_ONLY` | 50 |") == 2 and "`TRITON_ATTN` 97.5%" in said
+    assert "| `FLASH_ATTN` | `FULL_DECODE_ONLY` | 110 [100-1,200] (80) |" in said
+    assert "| `FLASHINFER_IN_GRAPH`, 2 GPUs | `FULL_DECODE_ONLY` | 130 [130-130] (80) |" in said
+    assert said.count("| no speculation | `FULL_DECODE_ONLY` | 50 [50-50] |") == 2 and "`TRITON_ATTN` 97.5%" in said
     assert "vLLM 0.33.0 on NVIDIA H200 (2026-11-23, commit `0123456789ab`)" in said
 
 
@@ -65,8 +65,21 @@ def test_figures_of_compiled_engines_stand_apart_from_others() -> None:
     said = vllm_tables.figures({**VLLM_REPORT, "arms": arms, "agreement": []}, "vllm.json")
     compiled, uncompiled = said.split("Without compilation")
 
-    assert "| 50 |" in uncompiled and "| 100 (80) |" in uncompiled and "A small model" not in said
-    assert "vLLM's defaults" in compiled and "| 60 |" in compiled and "| 120 (80) |" in compiled
+    assert "| 50 [50-50] |" in uncompiled and "| 100 [100-100] (80) |" in uncompiled and "A small model" not in said
+    assert "vLLM's defaults" in compiled and "| 60 [60-60] |" in compiled and "| 120 [120-120] (80) |" in compiled
+
+
+def test_figures_over_latents_have_a_table_for_each_size_and_their_own_base() -> None:
+    sizes = ("deepseek-v3", "deepseek-v3-shard")
+    arms = [vllm_arm("", 0, [10.0 + at], size=size) for at, size in enumerate(sizes)]
+    arms += [vllm_arm("FLASHMLA", 3, [70.0 + at], size=size, kind="mtp") for at, size in enumerate(sizes)]
+    agreed = [{"kind": "mtp", "draft": "FLASHMLA", "draft_tokens": 4, "equal": 3}]
+    said = vllm_tables.figures({**VLLM_REPORT, "arms": arms, "agreement": agreed}, "vllm.json")
+    whole, shard = said.split("What tensor parallelism leaves")
+
+    assert "128 heads" in whole and "| 10 [10-10] |" in whole and "| 70 [70-70] (80) |" in whole
+    assert "16 heads" in shard and "| 11 [11-11] |" in shard and "| 71 [71-71] (80) |" in shard
+    assert "those on vLLM's `FLASH_ATTN_MLA` is: `FLASHMLA` 75.0%" in shard
 
 
 def test_a_report_of_vllm_without_timed_arms_is_an_error() -> None:

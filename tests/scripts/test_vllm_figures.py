@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 import sys
 import warnings
 from pathlib import Path
@@ -12,22 +13,26 @@ import torch
 import transformers
 from safetensors.torch import save_file
 
-from scripts.vllm_arm import KINDS, SIZES, Arm, engine_options, model_folder, prompts
+from scripts.vllm_arm import DENSE_LAYERS, KINDS, SIZES, Arm, engine_options, model_folder, prompts
 from scripts.vllm_figures import (
     BASE,
     BLOCKS,
     CONTROL,
+    LATENT,
     OURS,
     REBUILT,
     Kept,
     agreement,
     arms,
     block_arms,
+    eagle_arms,
+    latent_arms,
     problems,
+    run,
     run_all,
     same_drafts,
 )
-from scripts.vllm_worker import MeasuredWorker, _load_in_place, random_weights
+from scripts.vllm_worker import MeasuredWorker, _load_in_place, random_weights, weight_shapes
 from spec_decode.models import CheckpointError
 from spec_decode.models.load import load_draft
 from tests.spec_decode.models.generated import StubTarget
@@ -115,6 +120,18 @@ def test_blocks_are_compared_with_blocks_of_their_kind():
     assert [said.split(":")[0] for said in objections([*engines(), *blocks, *others])] == [f"{OURS[0]}, dflash"]
 
 
+def test_drafts_over_latents_are_compared_with_that_of_the_targets_backend():
+    found = [arm(name, row(drafts=[[[5, 6, 7]]] * 50), kind="mtp", size="deepseek-small") for name in LATENT.all]
+    assert objections([*engines(), *found]) == []
+    found[3]["rows"][0]["drafts"] = [[[5, 6, 8]]] * 50
+    assert [said.split(":")[0] for said in objections([*engines(), *found])] == [f"{LATENT.ours[0]}, mtp"]
+    found[2].update(fused=[False])
+    found[4].update(fused=[False])
+    assert [said for said in objections(found) if "not fused" in said] == [
+        f"{LATENT.ours[1]} 0.0: not fused on every rank"
+    ]
+
+
 def test_compiled_engines_run_as_vllm_does_by_default():
     modes = [engine_options(Arm("", 0, compiled=told))["compilation_config"] for told in (True, False)]
     assert "mode" not in modes[0] and "cudagraph_mode" not in modes[0]
@@ -131,10 +148,6 @@ def test_timed_engines_are_not_compared():
     assert agreement([arm(BASE, row(), kept=1.8), arm(OURS[0], row(), kept=1.8)]) == []
 
 
-def eagle_arms(num_gpus):
-    return [each for each in arms(num_gpus) if not each.size.startswith("qwen3")]
-
-
 @pytest.mark.parametrize("kind", BLOCKS)
 def test_every_block_draft_is_timed_and_compared_beside_no_draft(kind):
     blocks = [each for each in arms(1) if each.kind == kind]
@@ -146,18 +159,29 @@ def test_every_block_draft_is_timed_and_compared_beside_no_draft(kind):
     assert plain == {(False, "qwen3-8b"), (True, "qwen3-8b")}
 
 
-@pytest.mark.parametrize("num_gpus", [1, 2])
-def test_every_draft_is_timed_and_compared_on_one_gpu(num_gpus):
-    single = [each for each in eagle_arms(num_gpus) if each.num_gpus == 1 and not each.compiled]
+def test_every_eagle_draft_is_timed_and_compared():
+    single = [each for each in eagle_arms() if not each.compiled]
     for steps in (3, 7):
-        timed = {each.draft for each in single if each.kept and each.steps == steps}
-        assert timed == {BASE, REBUILT, *OURS}
+        assert {each.draft for each in single if each.kept and each.steps == steps} == {BASE, REBUILT, *OURS}
     assert {each.draft for each in single if not each.kept} == {"", BASE, REBUILT, CONTROL, *OURS}
 
 
+def test_every_draft_over_latents_is_timed_with_all_heads_and_a_shard_of_them_and_compared():
+    for size in ("deepseek-v3", "deepseek-v3-shard"):
+        assert {each.draft for each in latent_arms() if each.size == size} == {"", *LATENT.all}
+    exact = [each for each in latent_arms() if not each.is_timed]
+    assert {(each.draft, each.size) for each in exact} == {(draft, "deepseek-small") for draft in LATENT.all}
+    assert {each.target for each in latent_arms()} == {LATENT.base}
+
+
 def test_compiled_arms_time_flashinfer_both_ways_beside_flash_attn_and_no_draft():
-    compiled = {(each.draft, each.steps) for each in eagle_arms(1) if each.compiled and each.is_timed}
+    compiled = {(each.draft, each.steps) for each in eagle_arms() if each.compiled and each.is_timed}
     assert compiled == {("", 0), *((draft, steps) for draft in (BASE, REBUILT, OURS[0]) for steps in (3, 7))}
+
+
+def test_arms_that_are_compiled_come_last_and_exact_ones_before_them():
+    order = [(each.compiled, not each.is_timed) for each in arms(1)]
+    assert order == sorted(order) and len(set(order)) == 3
 
 
 def test_two_gpus_run_tensor_parallelism_too():
@@ -186,22 +210,55 @@ def test_arms_that_are_kept_are_not_run_again_and_come_in_their_order(tmp_path):
     kept, asked = Kept(tmp_path, {}), arms(2)
     for each in asked:
         kept.store(each, {"arm": {"name": each.name}, "rows": []})
-    names = [found["arm"]["name"] for found in run_all(asked, [0, 1], kept)]
-    assert sorted(names) == sorted(each.name for each in asked)
-    assert [name.endswith("TP=2") for name in names] == sorted((each.num_gpus == 2 for each in asked), reverse=True)
+    found, left_out = run_all(asked, [0, 1], kept, seconds=0)
+    assert [each["arm"]["name"] for each in found] == [each.name for each in asked] and left_out == []
+    assert [each.num_gpus for each in asked[:4]] == [2, 2, 2, 1]
+
+
+def test_arms_are_left_out_when_the_time_is_over(tmp_path):
+    kept, asked = Kept(tmp_path, {}), [Arm(BASE, 3), Arm(OURS[0], 3)]
+    kept.store(asked[1], {"arm": {"name": asked[1].name}, "rows": []})
+    found, left_out = run_all(asked, [0], kept, seconds=0)
+    assert [each["arm"]["name"] for each in found] == [asked[1].name] and left_out == [asked[0].name]
+
+
+def test_an_arm_that_outlives_the_time_is_ended_and_not_kept(tmp_path, monkeypatch):
+    sleeps = tmp_path / "sleeps"
+    sleeps.write_text("#!/bin/sh\nsleep 1000\n")
+    sleeps.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(sleeps))
+    kept = Kept(tmp_path, {})
+    assert run(Arm(BASE, 3), [0], kept, 0.1) is None and kept.load(Arm(BASE, 3)) is None
 
 
 def test_exact_arms_are_not_timed():
     assert [Arm(*told).is_timed for told in ((BASE, 3), (BASE, 3, "small", 1.8), ("", 0))] == [False, True, True]
 
 
-@pytest.mark.parametrize("size", ["small", "qwen3-small"])
+@pytest.mark.parametrize("size", ["small", "qwen3-small", "deepseek-small"])
 def test_the_weights_are_a_whole_model(size):
     config = transformers.AutoConfig.from_pretrained(model_folder(size))
     with torch.device("meta"):
         expected = transformers.AutoModelForCausalLM.from_config(config).state_dict()
     found = dict(random_weights(config, is_draft=False, seed=0, device=torch.device("cpu")))
     assert {name: tensor.shape for name, tensor in found.items()} == {name: x.shape for name, x in expected.items()}
+
+
+def test_a_model_with_experts_has_as_many_weights_as_transformers_counts_and_its_mtp_layer_one_more_layer():
+    config = transformers.AutoConfig.from_pretrained(model_folder("deepseek-v3-shard"))
+    with torch.device("meta"):
+        expected = transformers.AutoModelForCausalLM.from_config(config)
+    shapes = weight_shapes(config, is_draft=False)
+    assert sum(map(math.prod, (shape for shape, _ in shapes.values()))) == sum(
+        x.numel() for x in expected.state_dict().values()
+    )
+    last = f"model.layers.{DENSE_LAYERS}."
+    draft = weight_shapes(config, is_draft=True)
+    assert {name.replace(".4.", ".3.", 1): weight for name, weight in draft.items() if "head.norm" not in name} == {
+        **{name: weight for name, weight in shapes.items() if name.startswith(last)},
+        **{f"{last}{name}.weight": ((7168,), 1.0) for name in ("enorm", "hnorm")},
+        f"{last}eh_proj.weight": ((7168, 2 * 7168), 1.0),
+    }
 
 
 @pytest.mark.parametrize("kind", BLOCKS)
@@ -344,12 +401,16 @@ def test_a_block_draft_reads_the_target_layers_of_the_published_one_and_says_its
 def test_a_graph_is_captured_for_every_number_of_requests_that_is_timed():
     for each in arms(1):
         captured = engine_options(each)["compilation_config"]["cudagraph_capture_sizes"]
+        assert max(captured) == max(each.requests) * (1 + each.steps)
         assert {count * (1 + each.steps) for count in each.requests} <= set(captured)
 
 
 def test_vllm_is_told_the_method_of_a_draft():
     assert {engine_options(Arm(BASE, 7, kind=kind))["speculative_config"]["method"] for kind in BLOCKS} == {"dflash"}
-    assert engine_options(Arm(BASE, 7))["speculative_config"]["method"] == "eagle" and set(KINDS) == {"eagle", *BLOCKS}
+    assert engine_options(Arm(BASE, 7))["speculative_config"]["method"] == "eagle"
+    mtp = engine_options(Arm(LATENT.base, 3, "deepseek-small", kind="mtp"))
+    assert mtp["speculative_config"]["method"] == "mtp" and mtp["attention_config"] == {"backend": "FLASH_ATTN_MLA"}
+    assert "model" not in mtp["speculative_config"] and set(KINDS) == {"eagle", *BLOCKS, "mtp"}
 
 
 def test_tensors_that_a_model_makes_of_its_weights_stay_where_a_graph_has_them():
