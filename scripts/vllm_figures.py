@@ -220,7 +220,7 @@ def run_all(
             left_out.append(arm.name)
         else:
             told = [f"{row['requests']}: {row['tokens_per_s']}" for row in found["rows"]]
-            print(arm.name, *told, *found.get("said", ()), flush=True)
+            print(" ".join((arm.name, *told)), *found.get("said", ()), sep="\n", flush=True)
         return found
 
     found = [run_on(gpus[: arm.num_gpus], arm) for arm in asked if arm.num_gpus > 1]

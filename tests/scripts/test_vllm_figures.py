@@ -27,6 +27,7 @@ from scripts.vllm_figures import (
     block_arms,
     eagle_arms,
     latent_arms,
+    main,
     problems,
     run,
     run_all,
@@ -229,6 +230,13 @@ def test_an_arm_that_outlives_the_time_is_ended_and_not_kept(tmp_path, monkeypat
     monkeypatch.setattr(sys, "executable", str(sleeps))
     kept = Kept(tmp_path, {})
     assert run(Arm(BASE, 3), [0], kept, 0.1) is None and kept.load(Arm(BASE, 3)) is None
+
+
+def test_no_time_at_all_is_refused(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["vllm_figures.py", "--json", "FILE", "--minutes", "0"])
+    with pytest.raises(SystemExit):
+        main()
+    assert "--minutes must be above 0, got 0." in capsys.readouterr().err
 
 
 def test_exact_arms_are_not_timed():
