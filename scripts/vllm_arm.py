@@ -218,9 +218,11 @@ def measure(arm: Arm) -> dict[str, Any]:
         # Whatever is compiled at first use is compiled here.
         _, texts = generate(count, count_waits=True)
         counted = llm.collective_rpc("drafts_seen") if arm.draft else []
-        row: dict[str, Any] = {"requests": count, "texts": texts, "tokens_per_s": [], "host_us": []}
+        row: dict[str, Any] = {"requests": count, "tokens_per_s": [], "host_us": []}
+        if not arm.is_timed:
+            row |= {"texts": texts, "drafts": counted[0]["drafts"]}
         if counted:
-            row |= {name: counted[0][name] for name in ("drafts", "plans", "prefill_plans", "waits")}
+            row |= {name: counted[0][name] for name in ("plans", "prefill_plans", "waits")}
             found["fused"] = [rank["fused"] for rank in counted]
         for _ in range(REPEATS if arm.is_timed else 0):
             seconds, timed = generate(count)
