@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from functools import cache
 
 import pytest
@@ -43,6 +44,32 @@ def vllm_kernels(vllm_inside, monkeypatch):
     class_named.cache_clear()
     yield
     class_named.cache_clear()
+
+
+@pytest.fixture
+def one_process(vllm_inside, monkeypatch, tmp_path):
+    """vLLM's own models on the CPU, in a group of one process."""
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.distributed import (
+        destroy_distributed_environment,
+        destroy_model_parallel,
+        init_distributed_environment,
+        initialize_model_parallel,
+    )
+    from vllm.v1.attention import selector
+
+    with monkeypatch.context() as without_flashinfer:
+        for name in [name for name in sys.modules if name.partition(".")[0] == "flashinfer"]:
+            without_flashinfer.delitem(sys.modules, name)
+        importlib.import_module("vllm.compilation.backends")
+    with set_current_vllm_config(VllmConfig()):
+        init_distributed_environment(1, 0, f"file://{tmp_path}/group", 0, backend="gloo")
+        initialize_model_parallel(1)
+    selector._cached_get_attn_backend.cache_clear()
+    yield
+    selector._cached_get_attn_backend.cache_clear()
+    destroy_model_parallel()
+    destroy_distributed_environment()
 
 
 @cache

@@ -5,8 +5,6 @@ No engine, model or GPU, and stand-ins for FlashInfer and FlashAttention-3. See 
 
 from __future__ import annotations
 
-import importlib
-import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -314,30 +312,8 @@ def test_a_block_is_planned_with_the_numbers_and_the_cache_layout_of_its_layers(
 
 
 @pytest.fixture
-def one_process(monkeypatch, tmp_path):
-    """vLLM's own models on the CPU, in a group of one process."""
-    from vllm.config import VllmConfig, set_current_vllm_config
-    from vllm.distributed import (
-        destroy_distributed_environment,
-        destroy_model_parallel,
-        init_distributed_environment,
-        initialize_model_parallel,
-    )
-    from vllm.v1.attention import selector
-
-    with monkeypatch.context() as without_flashinfer:
-        for name in [name for name in sys.modules if name.partition(".")[0] == "flashinfer"]:
-            without_flashinfer.delitem(sys.modules, name)
-        importlib.import_module("vllm.compilation.backends")
+def tiny(one_process, monkeypatch):
     monkeypatch.setitem(vllm_arm.SIZES, "qwen3-tiny", (64, 96, HEADS, KV_HEADS, DIM, 128, 8))
-    with set_current_vllm_config(VllmConfig()):
-        init_distributed_environment(1, 0, f"file://{tmp_path}/group", 0, backend="gloo")
-        initialize_model_parallel(1)
-    selector._cached_get_attn_backend.cache_clear()
-    yield
-    selector._cached_get_attn_backend.cache_clear()
-    destroy_model_parallel()
-    destroy_distributed_environment()
 
 
 def config_of_arm(kind):
@@ -371,7 +347,7 @@ def draft_of(config):
 
 
 @pytest.mark.parametrize(("kind", "window"), [("dflash", None), ("dflash2", 2048)])
-def test_vllm_makes_the_block_drafts_of_the_figures_over_ours(kind, window, one_process):
+def test_vllm_makes_the_block_drafts_of_the_figures_over_ours(kind, window, tiny):
     model = draft_of(config_of_arm(kind))
     layers = [layer.self_attn for layer in model.model.layers]
     assert {(layer.sliding_window, layer.causal) for layer in layers} == {(window, False)}
@@ -386,7 +362,7 @@ def test_vllm_makes_the_block_drafts_of_the_figures_over_ours(kind, window, one_
     assert left - shared <= {"model.mask_embedding"}
 
 
-def test_vllm_makes_no_block_draft_over_kernels_without_blocks(one_process, monkeypatch):
+def test_vllm_makes_no_block_draft_over_kernels_without_blocks(tiny, monkeypatch):
     config = config_of_arm("dflash")
     without_blocks(monkeypatch, backend_of(PAGED[0]))
     with pytest.raises(ValueError, match=r"not valid for this configuration.*non-causal attention not supported"):

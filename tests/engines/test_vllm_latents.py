@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from builders import AdvanceLevel, AdvanceSupport
+from scripts import vllm_arm, vllm_worker
 from spec_decode.graphs import runtime_for
 from tests import flashmla_stand_in
 from tests.engines.vllm_runner import (
@@ -26,6 +27,7 @@ from tests.engines.vllm_runner import (
     Tables,
     assert_attends,
     backend_of,
+    default_dtype,
     select,
 )
 from tests.factories import CPU
@@ -219,3 +221,34 @@ def test_over_a_builder_that_claims_no_advance_vllm_rebuilds(monkeypatch):
 @pytest.mark.parametrize("name", LATENT)
 def test_vllm_fuses_a_draft_of_latents(name):
     assert LatentRunner(name).group.supports_draft_decode_metadata_update
+
+
+def test_vllm_takes_every_weight_of_the_figures_deepseek_and_its_mtp_layer(one_process, vllm_kernels, monkeypatch):
+    from vllm.config import set_current_vllm_config
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor.layers.fused_moe.runner import shared_experts
+    from vllm.model_executor.model_loader.utils import initialize_model
+    from vllm.model_executor.models import deepseek_mtp, deepseek_v2
+    from vllm.model_executor.models.registry import ModelRegistry
+
+    monkeypatch.setitem(vllm_arm.SIZES, "deepseek-tiny", (64, 96, HEADS, HEADS, 64, 128, 4))
+    monkeypatch.setitem(vllm_arm.EXPERT_WIDTH, "deepseek-tiny", 16)
+    monkeypatch.setattr(shared_experts, "aux_stream", lambda: None)
+    ModelRegistry.register_model("DeepseekV3ForCausalLM", deepseek_v2.DeepseekV3ForCausalLM)
+    ModelRegistry.register_model("DeepSeekMTPModel", deepseek_mtp.DeepSeekMTP)
+    arm = vllm_arm.Arm(LATENT[0], 3, "deepseek-tiny", kind="mtp")
+    config = EngineArgs(**vllm_arm.engine_options(arm)).create_engine_config()
+    draft = config.speculative_config
+    shared = {"model.embed_tokens.weight", "model.layers.4.shared_head.head.weight"}
+    for is_draft, of, model_config in (
+        (False, config, config.model_config),
+        (True, draft.apply_draft_overrides(config), draft.draft_model_config),
+    ):
+        with set_current_vllm_config(of), default_dtype(torch.bfloat16):
+            model = initialize_model(of, model_config=model_config)
+        for parameter in model.parameters():
+            parameter.data.fill_(7)
+        weights = vllm_worker.random_weights(model.config, is_draft=is_draft, seed=0, device=CPU)
+        vllm_worker._load_in_place(model, weights)
+        left = {name for name, value in model.named_parameters() if bool((value == 7).any())}
+        assert left == (shared if is_draft else set())
