@@ -18,6 +18,7 @@ NAMES = {
     "ATTN_BACKENDS_TRITON_MLA": "engines.vllm.v0_33.mla.TritonMla",
     "ATTN_BACKENDS_FLASH_ATTN3_MLA": "engines.vllm.v0_33.mla.FlashAttn3Mla",
     "ATTN_BACKENDS_FLASHMLA": "engines.vllm.v0_33.mla.Flashmla",
+    "FLASHMLA_SPARSE_IN_GRAPH": "engines.vllm.v0_33.sparse.InGraphFlashMlaSparse",
 }
 """Name and class of each backend. A class's get_name() says the same name: vLLM looks a layer's backend up by it."""
 

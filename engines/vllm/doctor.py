@@ -27,6 +27,7 @@ examine = EnginePlugIn(
         "ATTN_BACKENDS_TRITON_MLA": why_not_loaded("triton_mla"),
         "ATTN_BACKENDS_FLASH_ATTN3_MLA": why_not_loaded("flash_attn3_mla"),
         "ATTN_BACKENDS_FLASHMLA": why_not_loaded("flashmla"),
+        "FLASHMLA_SPARSE_IN_GRAPH": lambda: "",
     },
     chosen_by='"attention_backend" in --speculative-config',
 ).examine

@@ -14,7 +14,6 @@ import torch
 
 from attn_backends import Feature
 from builders import BatchError
-from engines import vllm as plug_in
 from scripts import vllm_arm, vllm_figures, vllm_worker
 from spec_decode.graphs import runtime_for
 from tests.engines import vllm_flashinfer
@@ -194,7 +193,7 @@ def test_vllm_selects_ours_for_a_block_draft_of_latents(name):
     assert select(name, use_non_causal=True, **LATENT_LAYER)
 
 
-@pytest.mark.parametrize("name", [name for name in plug_in.NAMES if name != FLASHINFER])
+@pytest.mark.parametrize("name", [name for name in (*PAGED, *LATENT) if name != FLASHINFER])
 def test_kernels_without_blocks_are_refused_with_vllms_reason_and_ours(name, monkeypatch):
     """Its capabilities decide: those of FlashAttention-3 are its provider's."""
     without_blocks(monkeypatch, backend_of(name))

@@ -1,4 +1,4 @@
-"""Control of the verdict on FlashMLA's sparse latents with an empty update: a copy that the kit finds.
+"""Control of the verdicts on FlashMLA's sparse latents, with an empty update and with ours: a copy that the kit finds.
 
 Needs vLLM's Python, such as `make engines` unpacks, and TRITON_INTERPRET=1 for vLLM's own Triton kernels.
 """
@@ -6,6 +6,7 @@ Needs vLLM's Python, such as `make engines` unpacks, and TRITON_INTERPRET=1 for 
 from __future__ import annotations
 
 import dataclasses
+from copy import copy
 from importlib.metadata import PackageNotFoundError, version
 
 import pytest
@@ -14,6 +15,7 @@ import torch
 from builders.kernels.triton_runtime import torch_implementations
 from spec_decode.testing.outcome import CheckFailure
 from spec_decode.testing.subject import Subject
+from tests.engines import vllm_sparse
 
 try:
     FOUND = version("vllm")
@@ -53,3 +55,28 @@ def test_an_empty_update_holds_only_where_nothing_is_copied(vllm_inside, name):
     run(backend_over(with_empty_update(FlashMLASparseMetadataBuilder, "Views"), __name__), name)
     with pytest.raises(CheckFailure, match="field seq_lens"):
         run(backend_over(with_empty_update(Copies, "Copies"), __name__), name)
+
+
+@pytest.mark.parametrize("name", CHECKS)
+@pytest.mark.parametrize(("dtype", "separate"), vllm_sparse.CACHES)
+def test_our_update_leaves_nothing_stale(vllm_inside, dtype, separate, name, monkeypatch):
+    from engines.vllm.conformance.flashmla_sparse import backend_over
+    from engines.vllm.v0_33.sparse import InGraphSparseBuilder
+
+    vllm_sparse.install(monkeypatch, separate=separate)
+
+    class Ours(InGraphSparseBuilder):
+        def __init__(self, group, names, config, device):
+            config = copy(config)
+            config.cache_config = copy(config.cache_config)
+            config.cache_config.cache_dtype = dtype
+            super().__init__(group, names, config, device)
+
+    class Copies(Ours):
+        def build(self, *args, **more):
+            metadata = super().build(*args, **more)
+            return dataclasses.replace(metadata, seq_lens=metadata.seq_lens.clone())
+
+    run(backend_over(Ours, __name__), name)
+    with pytest.raises(CheckFailure, match="field seq_lens"):
+        run(backend_over(Copies, __name__), name)

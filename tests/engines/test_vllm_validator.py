@@ -14,7 +14,19 @@ import torch
 
 from engines import vllm as plug_in
 from spec_decode.graphs import runtime_for
-from tests.engines.vllm_runner import LATENT, NEEDS_VLLM, PAGED, TOKENS, WIDTH, LatentRunner, Runner, Tables, backend_of
+from tests.engines import vllm_sparse
+from tests.engines.vllm_runner import (
+    HEADS,
+    LATENT,
+    NEEDS_VLLM,
+    PAGED,
+    TOKENS,
+    WIDTH,
+    LatentRunner,
+    Runner,
+    Tables,
+    backend_of,
+)
 from tests.factories import CPU
 
 pytestmark = NEEDS_VLLM
@@ -82,13 +94,17 @@ class Served:
             "vllm_config": runner.config,
             "device": CPU,
             "num_speculative_steps": TOKENS,
-            "attn_groups": [[runner.group]],
+            "attn_groups": [runner.groups],
             "block_tables": Tables(runner),
             "input_buffers": runner.inputs,
             "idx_mapping": torch.full((self.rows,), -1),
             "arange_np": np.arange(self.rows + 1, dtype=np.int32),
             "draft_is_prefilling": torch.zeros(self.rows, dtype=torch.bool),
-            "kv_cache_config": SimpleNamespace(kv_cache_groups=[SimpleNamespace(layer_names=[runner.layer_name])]),
+            "kv_cache_config": SimpleNamespace(
+                kv_cache_groups=[
+                    SimpleNamespace(layer_names=[name for group in runner.groups for name in group.layer_names])
+                ]
+            ),
             "draft_max_seq_len": WIDTH * runner.page,
             "dcp_size": 1,
         }
@@ -97,11 +113,14 @@ class Served:
         runner = self.runner
         runner.fill([1] * self.rows)
         runner.starts.copy_(torch.arange(self.rows + 1))
-        self.metadata = runner.group.build_metadata_for_cudagraph_capture(runner.common())
+        built = {
+            group.layer_names[0]: group.build_metadata_for_cudagraph_capture(runner.common()) for group in runner.groups
+        }
+        self.built, self.metadata = built, built[runner.layer_name]
 
         def forward():
             mode = self.desc.cg_mode if hasattr(self, "desc") else None
-            decode(self.rows, self.rows, {runner.layer_name: self.metadata}, None, None, mode, TOKENS)
+            decode(self.rows, self.rows, built, None, None, mode, TOKENS)
 
         forward()  # vLLM warms up
         self.graph = runtime_for(CPU).capture(forward)
@@ -161,6 +180,35 @@ def test_rounds_of_a_right_builder_show_no_difference(name, said, monkeypatch):
         engine.draft(lens, seed)
         assert engine.validator.found is None and engine.validator.rounds == seed + 1
     assert said == [f"Draft metadata of {n} rounds was compared with a fresh build: no difference." for n in (1, 2)]
+
+
+class Attending(Served):
+    """The same over sparse latents, whose kernels leave a schedule of their own in the metadata."""
+
+    def step(self, *rest, **more):
+        self.runner.draft(self.built, torch.ones(self.rows, HEADS, self.runner.head_dim, dtype=torch.bfloat16))
+        super().step()
+
+
+@pytest.mark.parametrize("dtype", ["auto", vllm_sparse.FP8])
+def test_rounds_over_sparse_latents_show_no_difference(dtype, said, monkeypatch):
+    vllm_sparse.install(monkeypatch)
+    vllm_sparse.leave_memory_as_it_was(monkeypatch)
+    engine = Attending(vllm_sparse.SparseRunner(dtype))
+    for rounds, lens in enumerate([LENS, [64]], 1):
+        engine.draft(lens, rounds)
+        assert engine.validator.found is None and engine.validator.rounds == rounds
+
+
+def test_an_indexer_whose_update_does_nothing_is_found(said, monkeypatch):
+    vllm_sparse.install(monkeypatch)
+    runner = vllm_sparse.SparseRunner()
+    theirs = type(runner.indexer.get_metadata_builder())
+    monkeypatch.setattr(theirs, "update_draft_decode_metadata", lambda self, metadata: None)
+    engine = Attending(runner)
+    engine.draft(LENS)
+    found = engine.validator.found
+    assert found.group == f"DEEPSEEK_V32_INDEXER ({vllm_sparse.INDEXER})" and found.field.startswith("decode.")
 
 
 @pytest.mark.parametrize(

@@ -110,12 +110,17 @@ class Runner:
     def builder(self):
         return self.group.get_metadata_builder()
 
+    @property
+    def groups(self):
+        """All of the draft's, in this KV group."""
+        return [self.group]
+
     def fill(self, lens, seed=0):
         """Rows of these lengths over pages of their own; the others are padding, as vLLM leaves it."""
         pages = torch.randperm(99, generator=torch.Generator().manual_seed(seed)).int() + 1
         self.seq_lens.zero_()
         self.seq_lens[: len(lens)] = torch.tensor(lens)
-        self.table[: len(lens)] = pages[: len(lens) * WIDTH].view(-1, WIDTH)
+        self.table[: len(lens), :WIDTH] = pages[: len(lens) * WIDTH].view(-1, WIDTH)
 
     def common(self, rows=None):
         from vllm.v1.attention.backend import CommonAttentionMetadata
@@ -144,6 +149,10 @@ class Runner:
         call = (self.layer, query, None, None, self.cache, metadata)
         self.layer.impl.forward(*call, output=out, output_scale=None, output_block_scale=None)
         return out
+
+    def draft(self, metadata, query):
+        """What a draft's layer computes from the metadata of all layers."""
+        return self.attend(metadata[self.layer_name], query)
 
     def truth(self, query, lens):
         """Attention of the live rows in fp64, by their lengths and tables alone."""

@@ -22,6 +22,7 @@ from vllm.config import set_current_vllm_config
 from vllm.config.compilation import CUDAGraphMode
 from vllm.logger import init_logger
 from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.attention.ops import flashmla
 from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator import TargetDependentARSpeculator
@@ -226,14 +227,16 @@ def _live_rows(length: int, done: Round) -> int:
 
 
 def _tensors(value: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors in a record of records, by their path, without scratch space, which is made of floats, and without
-    vLLM's batch, which no kernel reads."""
+    """The tensors in a record of records, by their path, without scratch space, which is made of floats, without
+    vLLM's batch, which no kernel reads, and without FlashMLA's schedule, which no build makes."""
     if isinstance(value, torch.Tensor):
         if not value.is_floating_point():
             yield name.removeprefix("."), value
     elif isinstance(value, DevicePlan):
         yield from ((f"{name}.{array}".removeprefix("."), content) for array, content in value.arrays().items())
-    elif dataclasses.is_dataclass(value) and not isinstance(value, (type, CommonAttentionMetadata)):
+    elif dataclasses.is_dataclass(value) and not isinstance(
+        value, (type, CommonAttentionMetadata, flashmla.FlashMLASchedMeta)
+    ):
         for field, inner in vars(value).items() if hasattr(value, "__dict__") else _slots(value):
             yield from _tensors(inner, f"{name}.{field}")
 
