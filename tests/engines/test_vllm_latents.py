@@ -28,6 +28,7 @@ from tests.engines.vllm_runner import (
     default_dtype,
     select,
 )
+from tests.factories import CPU
 
 pytestmark = NEEDS_VLLM
 _, FLASH_ATTN3, FLASHMLA = LATENT
