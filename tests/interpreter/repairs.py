@@ -5,7 +5,8 @@ scalar, `inside & (column < columns)`, is int32 and refused, and the arg max of 
 
 And what it does again and again: each call of a device function goes through all of triton.language to replace what the
 launch has replaced already, each operation makes anew the table of NumPy's dtypes, and each value its shape and type;
-each sum of integers is computed once more in 64 bits, for an assertion that is made in debug mode alone.
+each operation compares the types and the shapes of its operands name by name and size by size, also where they are one
+object; each sum of integers is computed once more in 64 bits, for an assertion that is made in debug mode alone.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ def repair() -> None:
     _patch_once_a_launch()
     _remember_dtypes()
     _remember_shapes()
+    _see_that_one_object_is_itself()
     builder = interpreter.interpreter_builder
     builder.options = replace(builder.options, sanitize_overflow=False)
     if tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 9):
@@ -87,6 +89,21 @@ def _remember_shapes() -> None:
         self.shape, self.numel, self.name = known[key]
 
     core.tensor.__init__, core.block_type.__init__ = init, init_type
+
+
+def _see_that_one_object_is_itself() -> None:
+    core, semantic = interpreter.tl.core, interpreter.TritonSemantic
+    equal, broadcast, unwrap = core.dtype.__eq__, semantic.broadcast_impl_value, core._unwrap_if_constexpr
+    nested = (list, tuple, core.tuple, core.constexpr)
+
+    def is_equal(self: Any, other: Any) -> bool:
+        return self is other or equal(self, other)
+
+    def broadcast_unlike(self: Any, lhs: Any, rhs: Any) -> tuple[Any, Any]:
+        return (lhs, rhs) if lhs.shape is rhs.shape else broadcast(self, lhs, rhs)
+
+    core.dtype.__eq__, semantic.broadcast_impl_value = is_equal, broadcast_unlike
+    core._unwrap_if_constexpr = lambda value: unwrap(value) if isinstance(value, nested) else value
 
 
 def _ignore_nan() -> None:
