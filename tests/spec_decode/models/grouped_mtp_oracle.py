@@ -119,14 +119,9 @@ class GroupedOracle:
         part = rope.get("partial_rotary_factor", self.config.get("partial_rotary_factor", 1.0))
         theta, dims = rope.get("rope_theta", self.config.get("rope_theta")), round(part * head.shape[1])
         half = dims // 2
-        out = head.clone()
-        for place in range(len(head)):
-            for pair in range(half):
-                number = torch.complex(head[place, pair], head[place, pair + half])
-                angle = torch.tensor(place * theta ** (-pair / half)).double()
-                number = number * torch.polar(torch.ones_like(angle), angle)
-                out[place, pair], out[place, pair + half] = number.real, number.imag
-        return out
+        angles = torch.outer(torch.arange(len(head)).double(), theta ** (-torch.arange(half).double() / half))
+        turned = torch.complex(head[:, :half], head[:, half:dims]) * torch.polar(torch.ones_like(angles), angles)
+        return torch.cat([turned.real, turned.imag, head[:, dims:]], -1)
 
     def projected(self, x, part):
         out = x @ self.block[f"self_attn.{part}_proj.weight"].T
