@@ -13,12 +13,13 @@ import stat
 import sys
 import threading
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from spec_decode.report_tables import MalformedTable, Tables, packed, unpacked
+from spec_decode.report_tables import MalformedTable, Tables, indices, packed, runs, unpacked
 
 SEAL = "digest"
 """The field of a report that holds the digest of all others."""
@@ -50,11 +51,13 @@ def write_whole(path: Path, content: bytes) -> None:
 
 
 def report_bytes(document: dict[str, Any]) -> bytes:
-    """The report as a file holds it: sealed, its lists of objects as tables, without indentation, a newline at the end.
+    """The report as a file holds it: sealed, its lists of objects as tables, the parts of its sources as runs, without
+    indentation, a newline at the end.
 
-    The seal is of the document, however its rows are written.
+    The seal is of the document, however its rows and indices are written.
     """
-    return msgspec.json.encode({name: _as_table(value) for name, value in sealed(document).items()}) + b"\n"
+    written = {name: _as_table(value) for name, value in sealed(document).items()}
+    return msgspec.json.encode(_with_parts(written, list | tuple, runs)) + b"\n"
 
 
 def sealed(document: dict[str, Any]) -> dict[str, Any]:
@@ -93,9 +96,12 @@ def parse_json(content: bytes, where: str) -> Any:
         json.loads(content, object_pairs_hook=_require_unique)
         if isinstance(document, dict):
             document = {name: unpacked(value) if _is_table(value) else value for name, value in document.items()}
+            document = _with_parts(document, str, indices)
         return document
     except MalformedTable as error:
-        raise ReportError(f"{where} has a malformed table: {error}. Run the command that made it again.") from error
+        raise ReportError(
+            f"{where} has a malformed table or index: {error}. Run the command that made it again."
+        ) from error
     except (ValueError, RecursionError) as error:
         raise ReportError(f"{where} is not whole JSON: {error}. Run the command that made it again.") from error
 
@@ -108,6 +114,15 @@ def json_number(value: float) -> float | str:
 def _as_table(value: Any) -> Any:
     rows = isinstance(value, (list, tuple)) and value and all(isinstance(row, dict) for row in value)
     return packed(value) if rows else value
+
+
+def _with_parts(document: dict[str, Any], kind: Any, change: Callable[[Any], Any]) -> dict[str, Any]:
+    """The document with those parts of its sources changed that are of a kind."""
+    sources = document.get("sources")
+    if not (isinstance(sources, dict) and isinstance(sources.get("parts"), dict)):
+        return document
+    parts = {name: change(part) if isinstance(part, kind) else part for name, part in sources["parts"].items()}
+    return {**document, "sources": {**sources, "parts": parts}}
 
 
 def _is_table(value: Any) -> bool:

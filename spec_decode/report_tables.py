@@ -1,13 +1,17 @@
-"""The rows of a report as tables, where what many rows share stands once."""
+"""The rows of a report as tables, where what many rows share stands once, and lists of indices as runs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 Row = Mapping[str, Any]
+_RUN = re.compile(r"(\d{1,7})(?:-(\d{1,7}))?", re.ASCII)
+_MOST = 100_000
+"""Far more than any report has: so a few bytes cannot take all memory."""
 
 
 class MalformedTable(ValueError):
@@ -19,13 +23,13 @@ class Table(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     fields: of the cells in `rows`; a field of an object is written as object.field. same: fields that are equal in all
     rows. values: for a field that is listed here, a cell is an index into its values. places: each row's index in the
-    whole list, where there are several tables.
+    whole list, as `runs` writes them, where there are several tables.
     """
 
     fields: tuple[str, ...]
     same: dict[str, Any] = {}
     values: dict[str, tuple[Any, ...]] = {}
-    places: tuple[int, ...] = ()
+    places: str = ""
     rows: tuple[tuple[Any, ...], ...]
 
 
@@ -56,13 +60,37 @@ def unpacked(tables: Any) -> list[dict[str, Any]]:
     placed: dict[int, dict[str, Any]] = {}
     for table in found:
         rows = list(_rows(table))
-        places = table.places or range(len(placed), len(placed) + len(rows))
+        places = indices(table.places) or range(len(placed), len(placed) + len(rows))
         if len(places) != len(rows):
             raise MalformedTable(f"a table has {len(rows)} rows and {len(places)} places")
         placed |= dict(zip(places, rows, strict=True))
     if placed.keys() != set(range(sum(len(table.rows) for table in found))):
         raise MalformedTable("the places of the rows are not 0, 1, 2 and so on")
     return [placed[place] for place in range(len(placed))]
+
+
+def runs(found: Iterable[int]) -> str:
+    """Indices, from 0 on, in their order: "0-18,20" for 0, 1 and so on to 18, and 20."""
+    ends: list[list[int]] = []
+    for index in found:
+        if ends and ends[-1][1] + 1 == index:
+            ends[-1][1] = index
+        else:
+            ends.append([index, index])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in ends)
+
+
+def indices(text: str) -> list[int]:
+    """What `runs` wrote. Raises MalformedTable for anything else."""
+    found: list[int] = []
+    for run in text.split(",") if text else ():
+        if not (ends := _RUN.fullmatch(run)):
+            raise MalformedTable(f"indices are written as 0-18,20, got {text[:40]!r}")
+        first, last = int(ends[1]), int(ends[2] or ends[1])
+        if not first <= last < first + _MOST - len(found):
+            raise MalformedTable(f"a run of indices goes up, and there are at most {_MOST} in all, got {run}")
+        found += range(first, last + 1)
+    return found
 
 
 def _table(rows: list[Row], places: Sequence[int]) -> Table:
@@ -79,7 +107,7 @@ def _table(rows: list[Row], places: Sequence[int]) -> Table:
         else:
             columns[name] = column
     cells = tuple(zip(*columns.values(), strict=True)) or ((),) * len(rows)
-    return Table(fields=tuple(columns), same=same, values=values, places=tuple(places), rows=cells)
+    return Table(fields=tuple(columns), same=same, values=values, places=runs(places), rows=cells)
 
 
 def _length(written: Any) -> int:

@@ -30,7 +30,8 @@ class SourceRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """The source that a report was made from.
 
     modules: by package, every module with its digest, sorted. parts: which of them a part of the report depends on, as
-    indices; a part is a family of checks or a case of the bench, and one that is not named depends on all modules.
+    ascending indices; a part is a family of checks or a case of the bench, and one that is not named depends on all
+    modules.
     """
 
     modules: dict[str, Digests] = {}
@@ -45,9 +46,8 @@ class SourceRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             package, _, module = name.rpartition(".")
             modules.setdefault(package, {})[module] = digest
         index = {name: i for i, (name, _) in enumerate(_flat(modules))}
-        return cls(
-            modules=modules, parts={part: tuple(map(index.__getitem__, found)) for part, found in behind.items()}
-        )
+        parts = {part: tuple(sorted(index[name] for name in found)) for part, found in behind.items()}
+        return cls(modules=modules, parts=parts)
 
     def changed(self, parts: Iterable[str] = ()) -> tuple[str, ...]:
         """The modules that are no longer what they were, or are gone; of these parts alone, where any are named."""

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spec_decode.files import ReportError, read_json, report_bytes, require_unedited
-from spec_decode.report_tables import MalformedTable, packed, unpacked
+from spec_decode.report_tables import MalformedTable, indices, packed, runs, unpacked
 
 NAMES = st.sampled_from(["case", "backend", "num_reqs", "gpu_us"])
 SCALARS = st.none() | st.booleans() | st.integers(-9, 9) | st.floats(allow_nan=False, allow_infinity=False) | st.text()
@@ -46,7 +46,7 @@ def test_equal_numbers_of_other_types_are_kept_apart():
 
 def test_rows_of_other_fields_keep_their_places():
     tables = as_written(ROWS)["tables"]
-    assert [table["places"] for table in tables] == [[0, 1, 3], [2]]
+    assert [table["places"] for table in tables] == ["0-1,3", "2"]
     assert unpacked({"tables": tables}) == ROWS
 
 
@@ -62,9 +62,10 @@ def test_a_field_that_is_no_name_is_refused():
         ({"fields": ["a"], "values": {"a": ["x"]}, "rows": [[1]]}, "a has 1 values, a row asks for number 1"),
         ({"fields": ["a"], "values": {"a": ["x"]}, "rows": [[-1]]}, "asks for number -1"),
         ({"fields": ["a"], "values": {"a": ["x", "y"]}, "rows": [[True]]}, "asks for number True"),
-        ({"fields": ["a"], "places": [0, 1], "rows": [[1]]}, "has 1 rows and 2 places"),
-        ({"fields": ["a"], "places": [1], "rows": [[1]]}, "are not 0, 1, 2"),
-        ({"fields": ["a"], "places": [0, 0], "rows": [[1], [2]]}, "are not 0, 1, 2"),
+        ({"fields": ["a"], "places": "0-1", "rows": [[1]]}, "has 1 rows and 2 places"),
+        ({"fields": ["a"], "places": "1", "rows": [[1]]}, "are not 0, 1, 2"),
+        ({"fields": ["a"], "places": "0,0", "rows": [[1], [2]]}, "are not 0, 1, 2"),
+        ({"fields": ["a"], "places": [0], "rows": [[1]]}, "places"),
         ({"fields": ["a", "a.b"], "rows": [[1, 2]]}, "a is a value and has fields"),
         ({"fields": ["a"]}, "missing required field `rows`"),
         ({"fields": ["a"], "rows": [[1]], "colour": 1}, "colour"),
@@ -74,8 +75,37 @@ def test_a_malformed_table_is_refused(tmp_path, table, why):
     with pytest.raises(MalformedTable, match=why):
         unpacked({"tables": [table]})
     (tmp_path / "r.json").write_bytes(msgspec.json.encode({"rows": {"tables": [table]}}))
-    with pytest.raises(ReportError, match=f"r.json has a malformed table: .*{why}"):
+    with pytest.raises(ReportError, match=f"r.json has a malformed table or index: .*{why}"):
         read_json(tmp_path / "r.json")
+
+
+@given(st.lists(st.integers(0, 40)))
+def test_indices_come_back_from_runs_in_their_order(found):
+    assert indices(runs(found)) == found
+
+
+def test_indices_that_follow_one_another_are_a_run():
+    assert [runs(found) for found in ([], [3], [0, 1, 2, 5, 6, 4], range(90_000))] == ["", "3", "0-2,5-6,4", "0-89999"]
+
+
+@pytest.mark.parametrize(
+    "text", ["-1", "1-", "a", "1,,2", "1 - 2", "5-3", "٣", "0-9999999", "0-60000,0-60000", "1" * 9]
+)
+def test_indices_that_are_no_runs_are_refused(tmp_path, text):
+    with pytest.raises(MalformedTable, match="ind"):
+        indices(text)
+    (tmp_path / "r.json").write_bytes(msgspec.json.encode({"sources": {"parts": {"numerics": text}}}))
+    with pytest.raises(ReportError, match=r"r.json has a malformed table or index: .*ind"):
+        read_json(tmp_path / "r.json")
+
+
+def test_the_parts_of_a_reports_sources_are_written_as_runs_under_the_same_seal(tmp_path):
+    document = {"schema": "x/1", "sources": {"modules": {}, "parts": {"numerics": [*range(20), 25, 21]}}}
+    (tmp_path / "r.json").write_bytes(report_bytes(document))
+    assert b'"numerics":"0-19,25,21"' in (tmp_path / "r.json").read_bytes()
+    found = read_json(tmp_path / "r.json")
+    require_unedited(found, "r.json")
+    assert found["sources"] == document["sources"]
 
 
 def test_a_seal_is_of_the_rows_and_not_of_how_they_are_written(tmp_path):

@@ -91,6 +91,12 @@ def test_parts_share_their_modules_and_change_by_themselves() -> None:
     assert SourceRecord(modules={"builders": {"gone": "0" * 8}}).changed() == ("builders.gone",)
 
 
+def test_the_modules_of_a_part_ascend_across_packages() -> None:
+    """A file then needs few runs for them."""
+    [part] = SourceRecord.of({"": ["attn_backends.torch_reference"]}).parts.values()
+    assert list(part) == sorted(part)
+
+
 def test_no_module_of_another_package_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     read, find = [], source_digests._module
     monkeypatch.setattr(source_digests, "_module", lambda name: read.append(name) or find(name))
