@@ -11,18 +11,16 @@ from attn_backends import NoBackend, get
 from builders import BatchError
 from spec_decode.drafter import Strategy
 from spec_decode.engine import Engine
-from spec_decode.llm.byte_tokenizer import encode
 from spec_decode.models import SHIPPED_PAIR, load_pair
 from spec_decode.models.load import load_draft
 from spec_decode.paged import GraphMode
 from spec_decode.trees import DraftTree, DynamicTreeConfig
-from tests.factories import engine_config, make_request
+from tests.factories import engine_config
 from tests.spec_decode.engine.test_engine_blocks import CHECKPOINTS, TARGET
-from tests.spec_decode.engine.test_engine_trees import NoTrees
+from tests.spec_decode.engine.test_engine_trees import NoTrees, requests, texts
 from tests.spec_decode.models.generated import make_eagle3
 from tests.spec_decode.trees.tree_helpers import TREES
 
-PROMPTS = ["The for statement", "def read(path):", "x", "An assignment to a list"]
 SHIPPED_TARGET, SHIPPED = load_pair(SHIPPED_PAIR, draft="block_draft")
 DYNAMIC, STATIC = DynamicTreeConfig(width=4, num_tokens=12), TREES["wide and deep"]
 
@@ -61,19 +59,6 @@ def make_engine(draft, tree, *, steps=3, backend="triton_paged", **options):
     options = {"max_num_seqs": 3, "max_model_len": 96, "page_size": 16, **options}
     config = engine_config(num_speculative_tokens=steps, tree=tree, **options)
     return Engine(target_of(draft), draft, get(backend), config, draft_backend=get("torch_reference"))
-
-
-def requests(new=12, temperatures=(0.0, 0.8)):
-    """Of each prompt a greedy one and a hot one, more than run at once."""
-    return [
-        make_request(prompt=encode(prompt), max_tokens=new, temperature=temperature, seed=3 + at)
-        for at, prompt in enumerate(PROMPTS)
-        for temperature in temperatures
-    ]
-
-
-def texts(engine, asked):
-    return [generation.token_ids for generation in engine.generate(asked)]
 
 
 def kept(engine, asked):

@@ -14,31 +14,21 @@ from spec_decode.trees import DraftTree, DynamicTree, DynamicTreeConfig
 from spec_decode.trees.kernels.keep_best import keep_best
 from spec_decode.trees.kernels.top_children import top_children
 from spec_decode.verification import TreeSampling
+from tests.spec_decode.trees.tree_helpers import TableGrowth
 from tests.spec_decode.verification.verify_helpers import sampling_of
 
 ROWS, VOCAB = 3, 7
 
 
-class Growth:
-    """A dynamic tree of W choices and K steps, and a draft whose logits are a table by depth and last token."""
+class Growth(TableGrowth):
+    """Of a dynamic tree of W choices and K steps."""
 
     def __init__(self, width, steps, seed=0, num_tokens=None):
-        self.table = torch.randn(steps, ROWS, VOCAB, VOCAB, generator=torch.Generator().manual_seed(seed)) * 2
-        self.step, self.steps = torch.zeros(1, dtype=torch.int64), steps
+        super().__init__(ROWS, VOCAB, steps, seed)
+        self.table *= 2
         candidates = width + (steps - 1) * width * width
         config = DynamicTreeConfig(width=width, num_tokens=num_tokens or candidates)
         self.tree = DynamicTree(ROWS, self.step, config, num_speculative_tokens=steps)
-
-    def logits(self):
-        step = int(self.step)
-        last = self.tree.frontier_tokens if step else torch.zeros(ROWS, 1, dtype=torch.int64)
-        return self.table[step, torch.arange(ROWS)[:, None], last]
-
-    def run(self):
-        for step in range(self.steps):
-            self.step.fill_(step)
-            self.tree.grow(self.logits())
-        return self
 
     def paths(self, row):
         """Each candidate's tokens from the root on, and its score."""

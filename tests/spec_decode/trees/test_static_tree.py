@@ -6,31 +6,17 @@ import torch
 from builders import BatchError
 from spec_decode.graphs.emulator import EmulatedRuntime
 from spec_decode.trees import DraftTree, StaticTree
-from tests.spec_decode.trees.tree_helpers import TREES
+from tests.spec_decode.trees.tree_helpers import TREES, TableGrowth
 
 ROWS, VOCAB = 3, 9
 UNORDERED = DraftTree((0, 1, 0, 2, 3, 3))
 """Whose draft tokens are not numbered by depth."""
 
 
-class Growth:
-    """A static tree, and a draft whose logits are a table by depth and last token."""
-
+class Growth(TableGrowth):
     def __init__(self, shape, steps=None, **options):
-        self.steps, self.step = steps or shape.max_depth, torch.zeros(1, dtype=torch.int64)
-        self.table = torch.randn(self.steps, ROWS, VOCAB, VOCAB, generator=torch.Generator().manual_seed(0))
+        super().__init__(ROWS, VOCAB, steps or shape.max_depth)
         self.tree = StaticTree(ROWS, self.step, shape, num_speculative_tokens=self.steps, **options)
-
-    def logits(self):
-        step = int(self.step)
-        last = self.tree.frontier_tokens if step else torch.zeros(ROWS, 1, dtype=torch.int64)
-        return self.table[step, torch.arange(ROWS)[:, None], last]
-
-    def run(self):
-        for step in range(self.steps):
-            self.step.fill_(step)
-            self.tree.grow(self.logits())
-        return self
 
 
 def choices(growth, shape, row):

@@ -30,6 +30,24 @@ class Tables:
         self.q = 0.5 * (self.p[:depth] + noise)
 
 
+class TableGrowth:
+    """A tree of R rows, which a subclass makes, grown by a draft whose logits [K, R, last token, V] are a table."""
+
+    def __init__(self, rows, vocab, steps, seed=0):
+        self.table = torch.randn(steps, rows, vocab, vocab, generator=torch.Generator().manual_seed(seed))
+        self.step, self.steps, self.row = torch.zeros(1, dtype=torch.int64), steps, torch.arange(rows)[:, None]
+
+    def logits(self):
+        step = int(self.step)
+        return self.table[step, self.row, self.tree.frontier_tokens if step else torch.zeros_like(self.row)]
+
+    def run(self):
+        for step in range(self.steps):
+            self.step.fill_(step)
+            self.tree.grow(self.logits())
+        return self
+
+
 @dataclass
 class Drafted:
     """Trees of R rows whose root is token 0: tokens int64 [R, 1 + N], the target's logits fp32 [R, 1 + N, V]."""
