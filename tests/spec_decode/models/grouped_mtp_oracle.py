@@ -1,5 +1,7 @@
 """Multi-token prediction over grouped heads: tiny checkpoints as Qwen, MiMo and GLM-4.5 publish them, and the layer in
-fp64 from their tensors, one token, head and expert at a time."""
+fp64 from their tensors, one head and expert at a time."""
+
+import math
 
 import torch
 
@@ -139,9 +141,9 @@ class GroupedOracle:
         for head in range(heads):
             shared = head // (heads // kv_heads)
             queries, keys = self.rotated(query[:, head]), self.rotated(key[:, shared])
-            for token in range(len(x)):
-                scores = keys[: token + 1] @ queries[token] * dim**-0.5
-                out[token, head] = scores.softmax(0) @ value[: token + 1, shared]
+            scores = queries @ keys.T * dim**-0.5
+            unseen = torch.ones_like(scores, dtype=torch.bool).triu(1)
+            out[:, head] = scores.masked_fill(unseen, -math.inf).softmax(-1) @ value[:, shared]
         out = out * gate.sigmoid() if self.family == "Qwen" else out
         return out.flatten(1) @ self.block["self_attn.o_proj.weight"].T
 
@@ -150,7 +152,7 @@ class GroupedOracle:
         if self.family == "Glm4":
             return mixture(x, self.config, weight, NAMES, "gate.e_score_correction_bias")
         if "num_experts" not in self.config:
-            return torch.stack([gated(row, weight, "", NAMES) for row in x])
+            return gated(x, weight, "", NAMES)
         out = []
         for row in x:
             scores = (weight["gate.weight"] @ row).softmax(0)

@@ -53,17 +53,17 @@ class MtpOracle:
         up = self.normed(latent[:, :rank], "self_attn.kv_a_layernorm") @ weight["self_attn.kv_b_proj.weight"].T
         up = up.view(len(x), heads, -1)
         out = torch.zeros(len(x), heads, config["v_head_dim"]).double()
-        for token in range(len(x)):
-            for head in range(heads):
-                key = torch.cat([up[: token + 1, head, :nope], shared[: token + 1]], -1)
-                scores = key @ query[token, head] * key.shape[1] ** -0.5 * factor
-                out[token, head] = scores.softmax(0) @ up[: token + 1, head, nope:]
+        for head in range(heads):
+            key = torch.cat([up[:, head, :nope], shared], -1)
+            scores = query[:, head] @ key.T * key.shape[1] ** -0.5 * factor
+            unseen = torch.ones_like(scores, dtype=torch.bool).triu(1)
+            out[:, head] = scores.masked_fill(unseen, -math.inf).softmax(-1) @ up[:, head, nope:]
         return out.flatten(1) @ weight["self_attn.o_proj.weight"].T
 
     def feed_forward(self, x):
         weight, names = in_fp64(self.weight, "mlp."), ("gate_proj", "up_proj", "down_proj")
         if self.config.get("n_routed_experts") is None:
-            return torch.stack([gated(row, weight, "", names) for row in x])
+            return gated(x, weight, "", names)
         return mixture(x, self.config, weight, names, "gate.e_score_correction_bias")
 
     def states(self, ids, hidden):

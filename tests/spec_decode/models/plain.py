@@ -26,14 +26,12 @@ def mixture(x, config, weight, names, bias, *, limit=float("inf")):
         config.get("scoring_func", "sigmoid")
     ]
     out = []
-    for row in x:
+    for row, shared in zip(x, gated(x, weight, "shared_experts.", names, limit), strict=True):
         scores = score(weight["gate.weight"] @ row)
         choice = choose(scores + weight[bias], config)
         shares = scores[choice] / scores[choice].sum() * config["routed_scaling_factor"]
-        total = gated(row, weight, "shared_experts.", names, limit)
-        for share, expert in zip(shares, choice, strict=True):
-            total = total + share * gated(row, weight, f"experts.{expert}.", names, limit)
-        out.append(total)
+        chosen = [gated(row, weight, f"experts.{expert}.", names, limit) for expert in choice]
+        out.append(shared + shares @ torch.stack(chosen))
     return torch.stack(out)
 
 
@@ -46,5 +44,6 @@ def choose(scores, config):
 
 
 def gated(x, weight, prefix, names, limit=float("inf")):
-    gate, up, down = (weight[f"{prefix}{name}.weight"] for name in names)
-    return down @ (silu((gate @ x).clamp(max=limit)) * (up @ x).clamp(-limit, limit))
+    """x [..., H] through one expert."""
+    gate, up, down = (weight[f"{prefix}{name}.weight"].T for name in names)
+    return (silu((x @ gate).clamp(max=limit)) * (x @ up).clamp(-limit, limit)) @ down
