@@ -20,7 +20,7 @@ RELEASE_TESTS := tests/builders tests/attn_backends/test_registry.py tests/attn_
 RELEASE_KERNELS := $(addprefix tests/interpreter/test_,op_kernels.py attention_kernels.py \
 	latent_attention_kernel.py nan_logits_kernels.py shared_state_kernels.py verify_kernels.py)
 
-.PHONY: demo test slow engines oldest newest smollm2 lint docs check release clean
+.PHONY: demo test slow engines engine-vllm engine-sglang engine-sglang-rounds oldest newest smollm2 lint docs check release clean
 
 demo: $(VENV)/.installed
 	$(BIN)/attn-backends demo
@@ -44,16 +44,23 @@ oldest newest: %: $(VENV)/%/.installed
 	$(VENV)/$@/bin/attn-backends draft 'def read(path):' --device cpu --max-tokens 8
 
 # The kit over the metadata builders of vLLM and SGLang, and our plug-ins inside vLLM and SGLang: only their Python is needed.
+# Each part takes one core: make -j2 -O engines.
 VLLM := $(VENV)/engines/vllm-0.33.0
 SGLANG := $(VENV)/engines/sglang-0.5.23
-engines: $(VLLM)/.unpacked $(SGLANG)/.unpacked
+engines: engine-vllm engine-sglang engine-sglang-rounds
+
+engine-vllm: $(VLLM)/.unpacked
 	PYTHONPATH=$(VLLM) $(BIN)/attn-backends check --engine vllm --json build/engines
 	PYTHONPATH=$(VLLM) TRITON_INTERPRET=1 $(BIN)/python -m pytest -q tests/engines/test_vllm_inside.py tests/engines/test_vllm_blocks.py \
 		tests/engines/test_vllm_validator.py tests/engines/test_vllm_latents.py tests/engines/test_vllm_sparse_latents.py \
 		tests/engines/test_vllm_empty_updates.py
+
+engine-sglang: $(SGLANG)/.unpacked
 	PYTHONPATH=$(SGLANG) $(BIN)/attn-backends check --engine sglang --json build/engines
 	PYTHONPATH=$(SGLANG) $(BIN)/python -m pytest -q tests/engines/test_sglang_inside.py
-	PYTHONPATH=$(SGLANG) TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 -q tests/engines/test_sglang_rounds.py
+
+engine-sglang-rounds: $(SGLANG)/.unpacked
+	PYTHONPATH=$(SGLANG) TRITON_INTERPRET=1 $(BIN)/python -m pytest -q tests/engines/test_sglang_rounds.py
 
 $(VLLM)/.unpacked: $(VENV)/.installed engines/vllm/conformance/requirements.txt
 	$(BIN)/python scripts/unpack_engine.py vllm==0.33.0 $(VLLM) engines/vllm/conformance/requirements.txt
