@@ -56,7 +56,7 @@ class EagleDraft(KeptRowsDraft):
 
     def layer_groups(self, page_size: int) -> list[LayerGroup]:
         """The one layer, in a group of its own."""
-        return self.config.layer_groups(page_size, self.fuse.weight.dtype)
+        return self.config.layer_groups(page_size, self.norm.weight.dtype)
 
     def states(
         self,

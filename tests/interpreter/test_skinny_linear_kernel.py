@@ -5,7 +5,7 @@ import torch
 
 from spec_decode.models.kernels.skinny_linear import MAX_ROWS, norm_linear
 from spec_decode.models.kernels.skinny_tiling import Tiling
-from tests.spec_decode.models.kernels.skinny_oracle import FORMS, assert_within_budget, make_inputs
+from tests.spec_decode.models.kernels.skinny_oracle import FORMS, NARROW, assert_within_budget, make_inputs
 
 TILE = Tiling(block_n=4, block_k=16, num_warps=4)
 
@@ -23,6 +23,16 @@ def test_every_form_cut_by_the_table(form, rows, dtype):
 def test_every_form_in_whole_and_partial_tiles_of_both_axes(form, n, k):
     inputs = make_inputs(form, 3, n, k)
     assert_within_budget(inputs.launched(TILE), inputs)
+
+
+@pytest.mark.parametrize("form", NARROW)
+@pytest.mark.parametrize(("rows", "n", "k"), [(1, 16, 32), (3, 18, 50)])
+@torch.no_grad()
+def test_every_form_in_8_bits(form, rows, n, k):
+    inputs = make_inputs(form, rows, n, k, torch.bfloat16).in_8_bits()
+    assert_within_budget(inputs.launched(TILE), inputs)
+    if rows <= MAX_ROWS:
+        assert_within_budget(inputs.call(), inputs)
 
 
 @pytest.mark.parametrize("form", ["wide", "wide_norm"])

@@ -9,7 +9,7 @@ from spec_decode.models.kernels import streamed_linear
 from spec_decode.models.kernels.streamed_shares import StreamedShares, SumShares
 from spec_decode.models.kernels.streamed_tiling import StreamedTiling, row_blocks
 from tests.ops.questions import Placed
-from tests.spec_decode.models.kernels.streamed_oracle import FORMS, assert_exact, exact, make_arguments
+from tests.spec_decode.models.kernels.streamed_oracle import FORMS, assert_exact, exact, in_8_bits, make_arguments
 
 WHOLE = [form for form in FORMS if not form.endswith("groups")]
 
@@ -82,6 +82,22 @@ def test_the_copy_engine_fetches_whole_and_partial_tiles_and_shares(form, rows, 
     arguments = make_arguments(form, rows, n, k)
     assert_exact(arguments.launch(tile(shares, block_m2=16, tma=True)), arguments)
     assert len(tma_launches) == 1
+
+
+@pytest.mark.parametrize("shares", [1, 3])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("rows", "n", "k"), [(5, 32, 64), (18, 37, 50)])
+def test_every_form_in_8_bits(form, rows, n, k, shares):
+    arguments = in_8_bits(make_arguments(form, rows, n, k, torch.bfloat16))
+    cut = tile(1) if form.endswith("groups") else tile(shares, block_m2=16 * (rows > 16))
+    assert_exact(arguments.launch(cut), arguments)
+    assert_exact(arguments.launch(), arguments)
+
+
+@pytest.mark.parametrize("form", WHOLE)
+def test_more_rows_of_8_bits_than_a_launch_takes(form):
+    arguments = in_8_bits(make_arguments(form, 163, 37, 300, torch.float16))
+    assert_exact(arguments.launch(), arguments)
 
 
 def of_wide_rows(x, columns, start=0):

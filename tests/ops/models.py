@@ -13,6 +13,7 @@ import spec_decode.models.kernels.mla_query_key
 import spec_decode.models.kernels.sigmoid_gate
 import spec_decode.models.kernels.streamed_shares
 import spec_decode.models.kernels.swiglu  # noqa: F401
+from spec_decode.models.kernels.fp8_weight import Fp8Weight, operands
 from tests.ops.sample import CLOSE, each, noise, op
 from tests.spec_decode.models.kernels import mixture_oracle, skinny_oracle, streamed_oracle
 from tests.spec_decode.models.kernels.hyper_oracle import EPS, make_case
@@ -161,6 +162,10 @@ def skinny_linear():
     for form in skinny_oracle.FORMS:
         yield tuple(skinny_oracle.make_inputs(form, 2, 21, 40).arguments())
         yield tuple(with_nan(skinny_oracle.make_inputs(form, 2, 18, 50).arguments()))
+    for form in skinny_oracle.NARROW:
+        narrow = skinny_oracle.make_inputs(form, 2, 21, 40, torch.bfloat16).in_8_bits()
+        yield tuple(narrow.arguments())
+        yield tuple(with_nan(narrow).arguments())
     for token in (-1, -(2**40), skinny_oracle.VOCAB, 2**40):
         inputs = skinny_oracle.make_inputs("embed", 2, 18, 50)
         inputs.token_ids[1] = token
@@ -173,12 +178,17 @@ def streamed_linear():
         for inputs in (50, 9):
             yield tuple(streamed_oracle.make_arguments(form, 7, 21, inputs))
         yield tuple(with_nan(streamed_oracle.make_arguments(form, 3, 37, 56)))
+        narrow = streamed_oracle.in_8_bits(streamed_oracle.make_arguments(form, 5, 37, 50, torch.bfloat16))
+        yield tuple(narrow)
+        yield tuple(with_nan(narrow))
 
 
 @op("spec_decode::streamed_shares", close=SUMS)
 def streamed_shares():
     for rows in (3, 5):
-        yield streamed_oracle.make_arguments("plain", rows, 21, 600, torch.bfloat16)[:2]
+        product = streamed_oracle.make_arguments("plain", rows, 21, 600, torch.bfloat16)
+        for operands_of in (product, streamed_oracle.in_8_bits(product)):
+            yield operands_of.x, operands_of.weight, operands_of.scale
 
 
 @op("spec_decode::sum_shares", close=SUMS)
@@ -190,5 +200,9 @@ def sum_shares():
 @op("spec_decode::batch_invariant_linear", close=SUMS, strided="x weight")
 def batch_invariant_linear():
     for outputs, inputs, dtype in each((40, 1), (300, 1), (torch.float32, torch.bfloat16)):
-        yield noise(9, 2, inputs, dtype=dtype), noise(2, outputs, inputs, seed=1, dtype=dtype) / 8, None
-    yield noise(9, 1, 50), noise(4, 20, 50, seed=1), torch.tensor([2, 2, 7, 9], dtype=torch.int32)
+        yield noise(9, 2, inputs, dtype=dtype), noise(2, outputs, inputs, seed=1, dtype=dtype) / 8, None, None
+    yield noise(9, 1, 50), noise(4, 20, 50, seed=1), torch.tensor([2, 2, 7, 9], dtype=torch.int32), None
+    weight = noise(4, 20, 50, seed=1, dtype=torch.bfloat16) * torch.logspace(-1, 1, 20)[:, None]
+    for count, ends in ((4, None), (1, torch.tensor([2, 2, 7, 9], dtype=torch.int32))):
+        values, scale = operands(Fp8Weight.of(weight.bfloat16()))
+        yield noise(9, count, 50, dtype=torch.bfloat16), values, ends, scale

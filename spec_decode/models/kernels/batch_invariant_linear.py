@@ -1,6 +1,7 @@
 """Products whose rows have the same bits in every batch: one kernel, cut by the weights' sizes alone.
 
-Legend: M rows, B weights, N outputs, K inputs. Sums are in fp32 and rounded once, to the weight's dtype.
+Legend: M rows, B weights, N outputs, K inputs. Sums are in fp32 and rounded once, to the weight's dtype, with
+one of 8 bits to x's.
 """
 
 from __future__ import annotations
@@ -13,40 +14,44 @@ from torch.nn import functional as F
 from builders.errors import require
 from builders.kernels.op import define_op
 from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
+from spec_decode.models.kernels.fp8_weight import Weight, is_scaled, operands, widened
 from spec_decode.models.kernels.stored_as import stored_as
 
 
-def batch_invariant_linear(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor | None = None) -> torch.Tensor:
+def batch_invariant_linear(x: torch.Tensor, weight: Weight, ends: torch.Tensor | None = None) -> torch.Tensor:
     """x[m, b] @ weight[b].T; [M, B, N].
 
-    x       [M, B, K], of any strides; converted to the weight's dtype in the kernel
+    x       [M, B, K], of any strides; converted to the weight's dtype in the kernel, or a weight of 8 bits to x's
     weight  [B, N, K], of any strides
     ends    int32 [B]: x is [M, 1, K] and sorted by weight, ends[b] is one past the last row of weight b, and rows from
             ends[-1] on take the last; the result is [M, 1, N]
 
     Raises BatchError for sizes that do not fit, with nothing run.
     """
+    values, scale = operands(weight)
     stacked = weight.shape[0] if ends is None else 1
-    fits = x.dim() == weight.dim() == 3 and x.shape[1:] == (stacked, weight.shape[2])
+    fits = x.dim() == len(weight.shape) == 3 and x.shape[1:] == (stacked, weight.shape[2])
+    fits = fits and is_scaled(values, scale)
     require(
         fits and (ends is None or (ends.shape == weight.shape[:1] and ends.dtype == torch.int32)),
         "weights [B, N, K] multiply x [M, B, K], or sorted rows [M, 1, K] with int32 ends [B], got weights "
         f"{list(weight.shape)}, x {list(x.shape)} and ends {None if ends is None else list(ends.shape)}. "
         "Reshape them.",
     )
-    return _batch_invariant_linear(x, weight, ends)
+    return _batch_invariant_linear(x, values, ends, scale)
 
 
 class BatchInvariantLinear(NamedTuple):
-    """As `batch_invariant_linear` has them."""
+    """As `batch_invariant_linear` has them; scale fp32 [B, N] of a weight float8_e4m3fn."""
 
     x: torch.Tensor
     weight: torch.Tensor
     ends: torch.Tensor | None
+    scale: torch.Tensor | None = None
 
     def reference(self) -> torch.Tensor:
         """Every row alone, and copied: torch's own sums depend on how many there are, and on a row's alignment."""
-        out, weight, ends = self.fake(), self.weight.float(), self.ends
+        out, weight, ends = self.fake(), widened(self.weight, self.scale), self.ends
         for t, row in enumerate(self.x.float()):
             used = weight if ends is None else weight[int((ends[:-1] <= t).sum())][None]
             for b, (inputs, matrix) in enumerate(zip(row, used, strict=True)):
@@ -55,19 +60,22 @@ class BatchInvariantLinear(NamedTuple):
         return out
 
     def fake(self) -> torch.Tensor:
-        return self.weight.new_empty(*self.x.shape[:2], self.weight.shape[1])
+        dtype = self.weight.dtype if self.scale is None else self.x.dtype
+        return self.x.new_empty(*self.x.shape[:2], self.weight.shape[1], dtype=dtype)
 
     def launch(self) -> torch.Tensor:
         (rows, stacked, inputs), outputs = self.x.shape, self.weight.shape[1]
-        out = stored_as(self.fake())
+        out = self.fake()
+        stored = stored_as(out)
         tile = tile_of(outputs, self.weight.element_size())
         tiles = rows if self.ends is not None else triton.cdiv(rows, tile["BLOCK_M"])
         if rows and stacked:
             batch_invariant_linear_kernel[(tiles, triton.cdiv(outputs, tile["BLOCK_N"]), stacked)](
                 x_ptr=self.x,
                 w_ptr=self.weight,
+                scale_ptr=self.scale,
                 ends_ptr=self.ends,
-                y_ptr=out,
+                y_ptr=stored,
                 M=rows,
                 stride_xm=self.x.stride(0),
                 stride_xb=self.x.stride(1),
@@ -75,17 +83,17 @@ class BatchInvariantLinear(NamedTuple):
                 stride_wb=self.weight.stride(0),
                 stride_wn=self.weight.stride(1),
                 stride_wk=self.weight.stride(2),
-                stride_ym=out.stride(0),
-                stride_yb=out.stride(1),
+                stride_ym=stored.stride(0),
+                stride_yb=stored.stride(1),
                 N=outputs,
                 K=inputs,
                 WEIGHTS=self.weight.shape[0],
                 BLOCK_E=triton.next_power_of_2(self.weight.shape[0]),
-                FP32_DOT=out.device.type == "cpu",
+                FP32_DOT=stored.device.type == "cpu",
                 **tile,
                 **dependent_launch(out.device),
             )
-        return out.to(self.weight.dtype)
+        return stored.to(out.dtype)
 
 
 def tile_of(outputs: int, itemsize: int) -> dict[str, int]:
@@ -106,6 +114,7 @@ def tile_of(outputs: int, itemsize: int) -> dict[str, int]:
 def batch_invariant_linear_kernel(
     x_ptr,  # [M, B, K]; with ends [M, 1, K]
     w_ptr,  # [B, N, K]
+    scale_ptr,  # fp32 [B, N], of w; or None
     ends_ptr,  # int32 [B], one past each weight's last row, or None
     y_ptr,  # out: [M, B, N]; with ends [M, 1, N]
     M,  # M
@@ -127,7 +136,7 @@ def batch_invariant_linear_kernel(
     FP32_DOT: tl.constexpr,  # multiply in fp32, for the interpreter
     PDL: tl.constexpr,  # programmatic dependent launch
 ):
-    """y[:, b] = x[:, b] @ w[b]^T. A program has a tile [BLOCK_M, BLOCK_N] of y, over all of K in order.
+    """y[:, b] = x[:, b] @ w[b]^T * scale[b]. A program has a tile [BLOCK_M, BLOCK_N] of y, over all of K in order.
 
     Grid [tiles of rows, tiles of outputs, B]; with ends_ptr [M, tiles of outputs, 1], and one row a tile.
     """
@@ -155,13 +164,19 @@ def batch_invariant_linear_kernel(
         offs_k = k + tl.arange(0, BLOCK_K)
         mask_x = mask_m[:, None] & (offs_k < K)[None, :]
         mask_w = (offs_k < K)[:, None] & (offs_n < N)
-        x = tl.load(x_ptrs + offs_k[None, :] * stride_xk, mask=mask_x, other=0.0).to(w_ptr.dtype.element_ty)
+        x = tl.load(x_ptrs + offs_k[None, :] * stride_xk, mask=mask_x, other=0.0)
         w = tl.load(w_ptrs + offs_k[:, None] * stride_wk, mask=mask_w, other=0.0)
+        if scale_ptr is None:
+            x = x.to(w_ptr.dtype.element_ty)
+        else:
+            w = w.to(tl.float32).to(x_ptr.dtype.element_ty)
         if FP32_DOT:
             x = x.to(tl.float32)
             w = w.to(tl.float32)
         acc = tl.dot(x, w, acc, input_precision="ieee")
-    # 3. Store
+    # 3. The scale, and the store
+    if scale_ptr is not None:
+        acc *= tl.load(scale_ptr + w_index * N + offs_n, mask=offs_n < N, other=0.0)
     y_ptrs = y_ptr + offs_m * stride_ym + pid_b * stride_yb + offs_n
     tl.store(y_ptrs, acc.to(y_ptr.dtype.element_ty), mask=mask_m[:, None] & (offs_n < N))
 

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from spec_decode.models.kernels.batch_invariance import is_batch_invariant
 from spec_decode.models.kernels.batch_invariant_linear import batch_invariant_linear
+from spec_decode.models.kernels.fp8_weight import Weight
 from spec_decode.models.kernels.product_kind import ProductKind, product_kind
 from spec_decode.models.kernels.skinny_linear import skinny_gated_linear, skinny_linear
 from spec_decode.models.kernels.streamed_linear import streamed_linear
@@ -18,7 +19,7 @@ from spec_decode.models.kernels.swiglu import swiglu
 
 def linear(
     x: torch.Tensor,
-    weight: torch.Tensor,
+    weight: Weight,
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -33,6 +34,7 @@ def linear(
     if kind is ProductKind.STREAMED:
         return streamed_linear(x, weight, bias, residual)
     if kind is ProductKind.TORCH:
+        assert isinstance(weight, torch.Tensor)
         out = F.linear(x, weight, bias)
     else:
         out = batch_invariant_linear(x[:, None], weight[None])[:, 0]
@@ -40,7 +42,7 @@ def linear(
     return out if residual is None else residual + out
 
 
-def gated_linear(x: torch.Tensor, weight: torch.Tensor, limit: float | None = None) -> torch.Tensor:
+def gated_linear(x: torch.Tensor, weight: Weight, limit: float | None = None) -> torch.Tensor:
     """swiglu(x @ weight^T, limit) for rows x [M, K]: weight [2 N, K], gate above up; [M, N]."""
     kind = product_kind(x, weight, gated=True, skinny=limit is None)
     if kind is ProductKind.SKINNY:

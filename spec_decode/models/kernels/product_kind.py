@@ -7,6 +7,7 @@ from enum import Enum
 import torch
 
 from spec_decode.models.kernels.batch_invariance import is_batch_invariant
+from spec_decode.models.kernels.fp8_weight import Fp8Weight, Weight
 from spec_decode.models.kernels.skinny_tiling import most_skinny_rows
 from spec_decode.models.kernels.streamed_tiling import most_rows, room_of
 
@@ -21,10 +22,10 @@ class ProductKind(Enum):
     STREAMED = "streamed"
     """By `streamed_linear`: too few rows to keep tensor cores busy, so that reading the weight is what takes time."""
     TORCH = "torch"
-    """By torch's own: many rows, and whatever the kernels above cannot read."""
+    """By torch's own: many rows, and whatever the kernels above cannot read. Never a weight of 8 bits."""
 
 
-def product_kind(x: torch.Tensor, weight: torch.Tensor, *, gated: bool = False, skinny: bool = True) -> ProductKind:
+def product_kind(x: torch.Tensor, weight: Weight, *, gated: bool = False, skinny: bool = True) -> ProductKind:
     """How rows x [M, K] are multiplied by weight [N, K], or by what stands beside them in a fused layer.
 
     gated   weight [2 N, K] holds gate above up
@@ -34,7 +35,9 @@ def product_kind(x: torch.Tensor, weight: torch.Tensor, *, gated: bool = False, 
     """
     if is_batch_invariant():
         return ProductKind.BATCH_INVARIANT
-    rows = x.shape[0]
+    rows, (n, k) = x.shape[0], weight.shape
+    if isinstance(weight, Fp8Weight):
+        return ProductKind.SKINNY if skinny and 0 < rows <= most_skinny_rows(n, k) else ProductKind.STREAMED
     if (
         x.dim() != 2
         or not rows
@@ -44,7 +47,6 @@ def product_kind(x: torch.Tensor, weight: torch.Tensor, *, gated: bool = False, 
         or not may_launch(x.device)
     ):
         return ProductKind.TORCH
-    n, k = weight.shape
     if skinny and rows <= most_skinny_rows(n, k):
         return ProductKind.SKINNY
     if weight.itemsize == 2 and rows <= most_rows(n, k, room_of(x.device), gated=gated):

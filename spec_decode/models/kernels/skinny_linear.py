@@ -19,6 +19,7 @@ from spec_decode.models.kernels.add_rms_norm import add_rms_norm
 from spec_decode.models.kernels.batch_invariance import is_batch_invariant
 from spec_decode.models.kernels.batch_invariant_linear import batch_invariant_linear
 from spec_decode.models.kernels.embed_concat import embedded
+from spec_decode.models.kernels.fp8_weight import Weight, is_scaled, operands, widened
 from spec_decode.models.kernels.product_kind import may_launch
 from spec_decode.models.kernels.skinny_tiling import MAX_ROWS, Tiling, power_of_two, tile_of
 from spec_decode.models.kernels.stored_as import stored_as
@@ -33,17 +34,20 @@ _EVICT_ABOVE_BYTES = 32 << 20
 """A weight of more bytes is the first that the L2 cache drops: it would not hold it until the next step anyway."""
 
 
-def skinny_linear(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-    """x @ weight^T, plus residual [M, N] where there is one; x [M, K], weight [N, K] contiguous, of one dtype; [M, N].
+def skinny_linear(x: torch.Tensor, weight: Weight, residual: torch.Tensor | None = None) -> torch.Tensor:
+    """x @ weight^T, plus residual [M, N] where there is one; x [M, K], weight [N, K] contiguous, of one dtype or the
+    weight of 8 bits; [M, N].
 
     Raises BatchError for more than MAX_ROWS rows and for shapes or dtypes that do not fit, with nothing run.
     """
-    return _skinny_linear(*SkinnyLinear(x, weight, residual=residual).checked())[1]
+    values, scale = operands(weight)
+    return _skinny_linear(*SkinnyLinear(x, values, residual=residual, scale=scale).checked())[1]
 
 
-def skinny_gated_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def skinny_gated_linear(x: torch.Tensor, weight: Weight) -> torch.Tensor:
     """silu(gate) * up of x @ weight^T, weight [2 N, K], gate above up; else as `skinny_linear`."""
-    return _skinny_linear(*SkinnyLinear(x, weight, gated=True).checked())[1]
+    values, scale = operands(weight)
+    return _skinny_linear(*SkinnyLinear(x, values, gated=True, scale=scale).checked())[1]
 
 
 def norm_linear(
@@ -51,7 +55,7 @@ def norm_linear(
     delta: torch.Tensor | None,
     norm: torch.Tensor,
     eps: float,
-    weight: torch.Tensor,
+    weight: Weight,
     gated: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """x + delta (x where there is none), [M, K], and its RMS norm by `norm` [K] and eps, @ weight^T.
@@ -59,18 +63,21 @@ def norm_linear(
     gated: weight [2 N, K] holds gate above up, and the second result is silu(gate) * up; else it is [N, K]. The result
     is [M, N]. x + delta is rounded to x's dtype, its norm is not. Raises as `skinny_linear` does.
     """
-    total, out = _skinny_linear(*SkinnyLinear(x, weight, delta=delta, norm=norm, eps=eps, gated=gated).checked())
+    values, scale = operands(weight)
+    arguments = SkinnyLinear(x, values, delta=delta, norm=norm, eps=eps, gated=gated, scale=scale)
+    total, out = _skinny_linear(*arguments.checked())
     return (x if delta is None else total), out
 
 
 def embed_linear(
-    token_ids: torch.Tensor, embedding: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor
+    token_ids: torch.Tensor, embedding: torch.Tensor, hidden: torch.Tensor, weight: Weight
 ) -> torch.Tensor:
     """(embedding[token_ids] | hidden) @ weight^T, [M, N].
 
     token_ids int64 [T], embedding [V, H], hidden [T, H], weight [N, 2 H]. Raises as `skinny_linear` does.
     """
-    return _skinny_linear(*SkinnyLinear(hidden, weight, token_ids, embedding).checked())[1]
+    values, scale = operands(weight)
+    return _skinny_linear(*SkinnyLinear(hidden, values, token_ids, embedding, scale=scale).checked())[1]
 
 
 def wide_linear(x: torch.Tensor, weight: torch.Tensor, *, norm_eps: float | None = None) -> torch.Tensor:
@@ -113,8 +120,9 @@ class SkinnyLinear(NamedTuple):
     residual   as x, [M, N]: is added to the product
     eps        of the RMS norm; None: no norm
     gated      the product is a gate above up, and becomes silu(gate) * up
+    scale      fp32 [N], with a gate [2 N]: of a weight float8_e4m3fn
 
-    Returns x + delta (empty without a delta) and the result [M, N] in the weight's dtype.
+    Returns x + delta (empty without a delta) and the result [M, N] in the weight's dtype, with a scale in x's.
     """
 
     x: torch.Tensor
@@ -126,11 +134,17 @@ class SkinnyLinear(NamedTuple):
     residual: torch.Tensor | None = None
     eps: float | None = None
     gated: bool = False
+    scale: torch.Tensor | None = None
 
     @property
     def outputs(self) -> int:
         """N."""
         return self.weight.shape[0] // 2 if self.gated else self.weight.shape[0]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The result's."""
+        return self.weight.dtype if self.scale is None else self.x.dtype
 
     def checked(self) -> SkinnyLinear:
         """These. Raises BatchError for more than MAX_ROWS rows and for shapes or dtypes that do not fit."""
@@ -144,7 +158,8 @@ class SkinnyLinear(NamedTuple):
         if not (
             weight.shape[1] == inputs
             and weight.is_contiguous()
-            and weight.dtype == x.dtype
+            and is_scaled(weight, self.scale)
+            and (self.scale is not None or weight.dtype == x.dtype)
             and x.stride(1) == 1
             and (token_ids is None or (token_ids.shape == (rows,) and token_ids.dtype == torch.int64))
             and (embedding is None or _like(embedding, x, embedding.shape[0], x.shape[1]))
@@ -155,8 +170,9 @@ class SkinnyLinear(NamedTuple):
             tensors = {name: value for name, value in self._asdict().items() if isinstance(value, torch.Tensor)}
             found = ", ".join(f"{name} {tensor.dtype} {list(tensor.shape)}" for name, tensor in tensors.items())
             raise BatchError(
-                f"a skinny linear of {inputs} inputs and {self.outputs} outputs needs contiguous tensors of one dtype "
-                f"and of these sizes, got {found}. See its docstring for the shapes."
+                f"a skinny linear of {inputs} inputs and {self.outputs} outputs needs contiguous tensors of one dtype, "
+                f"or a weight of 8 bits with its scale, and of these sizes, got {found}. See its docstring for the "
+                "shapes."
             )
         return self
 
@@ -168,17 +184,17 @@ class SkinnyLinear(NamedTuple):
         wide = (x if self.delta is None else total).float()
         if self.eps is not None:
             wide = F.rms_norm(wide, wide.shape[1:], None if self.norm is None else self.norm.float(), self.eps)
-        out = F.linear(wide, self.weight.float())
+        out = F.linear(wide, widened(self.weight, self.scale))
         if self.gated:
             gate, up = out.chunk(2, -1)
             out = F.silu(gate) * up
         if self.residual is not None:
             out = self.residual.float() + out
-        return total, out.to(self.weight.dtype)
+        return total, out.to(self.dtype)
 
     def fake(self) -> tuple[torch.Tensor, torch.Tensor]:
         total = self.x.new_empty(0 if self.delta is None else self.x.shape)
-        return total, self.weight.new_empty(self.x.shape[0], self.outputs)
+        return total, self.weight.new_empty(self.x.shape[0], self.outputs, dtype=self.dtype)
 
     def launch(self, tile: Tiling | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """tile: how the kernel is cut; None: as `tile_of` does."""
@@ -189,6 +205,7 @@ class SkinnyLinear(NamedTuple):
         matvec_kernel[(triton.cdiv(outputs, tile.block_n), triton.cdiv(rows, together))](
             x_ptr=self.x,
             w_ptr=self.weight,
+            scale_ptr=self.scale,
             token_ids_ptr=self.token_ids,
             embedding_ptr=self.embedding,
             delta_ptr=self.delta,
@@ -221,6 +238,7 @@ _skinny_linear = define_op("spec_decode::skinny_linear", SkinnyLinear)
 def matvec_kernel(
     x_ptr,  # [M, K]; with an embedding [M, K / 2]
     w_ptr,  # [N, K], with a gate [2 N, K]
+    scale_ptr,  # fp32 [N], with a gate [2 N], of w; or None
     token_ids_ptr,  # int64 [T], or None
     embedding_ptr,  # [V, K / 2], or None
     delta_ptr,  # [M, K], or None
@@ -242,7 +260,9 @@ def matvec_kernel(
     STAGES: tl.constexpr,  # tiles in flight
     PDL: tl.constexpr,  # programmatic dependent launch
 ):
-    """y = epilogue(norm(x) @ w^T). A program has BLOCK_N outputs of BLOCK_M rows; grid [tiles of N, tiles of M].
+    """y = epilogue(norm(x) @ w^T * scale). A program has BLOCK_N outputs of BLOCK_M rows.
+
+    Grid [tiles of N, tiles of M].
 
     Products in fp32, summed over K at the end: for so few rows that a tensor core would run nearly empty.
     """
@@ -271,6 +291,10 @@ def matvec_kernel(
             acc_up += x * w_up.to(tl.float32)
     # 3. Their sums over K, the epilogue, and the store
     y, up, sum_sq = tl.sum(acc, 2), tl.sum(acc_up, 2), tl.sum(acc_sq, 2)
+    if scale_ptr is not None:
+        y *= tl.load(scale_ptr + offs_n, mask=offs_n < N, other=0.0)[None, :]
+        if GATED:
+            up *= tl.load(scale_ptr + N + offs_n, mask=offs_n < N, other=0.0)[None, :]
     offs_m = (tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M))[:, None]
     _epilogue(y, up, sum_sq, eps, residual_ptr, y_ptr, offs_m, offs_n[None, :], M, N, K, GATED)
 

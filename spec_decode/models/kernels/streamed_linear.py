@@ -6,7 +6,8 @@ it empty: y^T = w x^T. A program owns a tile of outputs and, where K is split (s
 sums a second kernel adds in order: a result has one order of summation whatever the device does.
 
 Legend: M rows, T rows of x that M sorted rows are taken from, K inputs, N outputs, E weights. Products are of operands
-in their own dtype; sums and all that follows are in fp32, up to the store.
+in their own dtype (a weight of 8 bits is first converted to that of x); sums and what follows are in fp32, up to the
+store.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch.nn import functional as F
 from builders.errors import BatchError, require
 from builders.kernels.op import define_op
 from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
+from spec_decode.models.kernels.fp8_weight import Weight, is_scaled, operands, widened
 from spec_decode.models.kernels.stored_as import stored_as
 from spec_decode.models.kernels.streamed_tiling import (
     MAX_ROWS,
@@ -42,15 +44,16 @@ _SUM_BLOCK = 512
 """Outputs of a program that adds shares."""
 
 
-def num_shares(x: torch.Tensor, weight: torch.Tensor) -> int:
+def num_shares(x: torch.Tensor, weight: Weight) -> int:
     """How many shares K is cut into for rows x [M, K] and weight [N, K]: more than 1 where N alone gives too few
-    programs."""
-    return StreamedLinear(x, weight).cut().shares
+    programs. 1 for more than MAX_ROWS rows, which are multiplied in parts."""
+    values, scale = operands(weight)
+    return 1 if x.shape[0] > MAX_ROWS else StreamedLinear(x, values, scale=scale).cut().shares
 
 
 def streamed_linear(
     x: torch.Tensor,
-    weight: torch.Tensor,
+    weight: Weight,
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
     *,
@@ -59,24 +62,27 @@ def streamed_linear(
 ) -> torch.Tensor:
     """x @ weight^T, plus bias [N] and residual [M, N] where there are such; [M, N].
 
-    x [M, K], adjacent along K; weight [N, K], contiguous, of one dtype. gated: weight [2 N, K] holds gate above up, and
-    the result is silu(gate) * up, with a limit silu(min(gate, limit)) * clamp(up, -limit, limit), and there is no bias.
-    Raises BatchError for more than MAX_ROWS rows, shapes or dtypes that do not fit, an empty weight and a limit without
-    a gate, with nothing run.
+    x [M, K], adjacent along K; weight [N, K], contiguous, of one dtype or the weight of 8 bits. gated: weight [2 N, K]
+    holds gate above up, and the result is silu(gate) * up, with a limit silu(min(gate, limit)) * clamp(up, -limit,
+    limit), and there is no bias.
+    A weight of 8 bits takes any number of rows, and is read once for every MAX_ROWS of them. Raises BatchError for more
+    than MAX_ROWS rows of another, shapes or dtypes that do not fit, an empty weight and a limit without a gate, with
+    nothing run.
     """
+    values, scale = operands(weight)
     require(
-        0 < x.shape[0] <= MAX_ROWS,
+        scale is not None or 0 < x.shape[0] <= MAX_ROWS,
         f"a streamed linear takes 1 to {MAX_ROWS} rows, got {x.shape[0]}. Ask product_kind, and use "
         "torch's linear where it says so.",
     )
     return _streamed_linear(
-        *StreamedLinear(x, weight, bias=bias, residual=residual, gated=gated, limit=limit).checked()
+        *StreamedLinear(x, values, bias=bias, residual=residual, gated=gated, limit=limit, scale=scale).checked()
     )
 
 
 def streamed_groups(
     x: torch.Tensor,
-    weight: torch.Tensor,
+    weight: Weight,
     ends: torch.Tensor,
     tokens: torch.Tensor | None = None,
     *,
@@ -86,7 +92,8 @@ def streamed_groups(
     """Rows sorted by group, each times its group's weight; [M, N].
 
     x       float [M, K], or [T, K] with tokens
-    weight  as x, [E, N, K], contiguous; gated: [E, 2 N, K], gate above up, and a row becomes silu(gate) * up
+    weight  as x or of 8 bits, [E, N, K], contiguous; gated: [E, 2 N, K], gate above up, and a row becomes silu(gate) *
+            up
     ends    int32 [E]: one past each group's last row; rows from ends[-1] on are of the last group
     tokens  int64 [M], in 0..T-1: the row of x that each of the M rows is; None: they are x
     limit   of gated: with it, silu(min(gate, limit)) * clamp(up, -limit, limit)
@@ -94,7 +101,8 @@ def streamed_groups(
     The weights of groups that have rows are read, once for every 16 of their rows. Raises BatchError for shapes or
     dtypes that do not fit, an empty weight and a limit without a gate, with nothing run.
     """
-    return _streamed_linear(*StreamedLinear(x, weight, ends, tokens, gated=gated, limit=limit).checked())
+    values, scale = operands(weight)
+    return _streamed_linear(*StreamedLinear(x, values, ends, tokens, gated=gated, limit=limit, scale=scale).checked())
 
 
 class Cut(NamedTuple):
@@ -113,7 +121,8 @@ class Cut(NamedTuple):
 class StreamedLinear(NamedTuple):
     """Rows x, the weight or the weights of groups, and what comes after; None for what a form does without.
 
-    As `streamed_linear` and `streamed_groups` have them; returns the result [M, N] in the weight's dtype.
+    As `streamed_linear` and `streamed_groups` have them. scale: fp32 [N], with a gate [2 N], with ends [E, ...] of
+    these, of a weight float8_e4m3fn. Returns the result [M, N] in x's dtype.
     """
 
     x: torch.Tensor
@@ -124,6 +133,7 @@ class StreamedLinear(NamedTuple):
     residual: torch.Tensor | None = None
     gated: bool = False
     limit: float | None = None
+    scale: torch.Tensor | None = None
 
     @property
     def outputs(self) -> int:
@@ -143,7 +153,7 @@ class StreamedLinear(NamedTuple):
                 f"a limit is of gate and up, got limit={self.limit} for a product without a gate. "
                 "Pass gated=True, or no limit."
             )
-        kind = (weight.dtype, x.device)
+        kind = (x.dtype, x.device)
         if not (
             x.dim() == 2
             and weight.dim() == (2 if ends is None else 3)
@@ -151,7 +161,9 @@ class StreamedLinear(NamedTuple):
             and weight.shape[-1] == x.shape[1]
             and weight.is_contiguous()
             and x.stride(1) == 1
-            and (x.dtype, weight.device) == kind
+            and weight.device == x.device
+            and is_scaled(weight, self.scale)
+            and (self.scale is not None or weight.dtype == x.dtype)
             and not (self.gated and (bias is not None or weight.shape[-2] % 2))
             and (ends is None or (ends.shape == weight.shape[:1] and ends.dtype == torch.int32))
             and (tokens is None or (ends is not None and tokens.dim() == 1 and tokens.dtype == torch.int64))
@@ -163,23 +175,26 @@ class StreamedLinear(NamedTuple):
             tensors = {name: value for name, value in self._asdict().items() if isinstance(value, torch.Tensor)}
             found = ", ".join(f"{name} {tensor.dtype} {list(tensor.shape)}" for name, tensor in tensors.items())
             raise BatchError(
-                "a streamed linear needs contiguous tensors of one dtype and device whose sizes fit, and a weight that "
-                f"is not empty, got {found}. See its docstring for the shapes."
+                "a streamed linear needs contiguous tensors of one dtype, or a weight of 8 bits with its scale, and of "
+                f"one device, whose sizes fit, and a weight that is not empty, got {found}. See its docstring for the "
+                "shapes."
             )
         return self
 
     def reference(self) -> torch.Tensor:
         x = (self.x if self.tokens is None else self.x[self.tokens]).float()
         if self.ends is None:
-            out = F.linear(x, self.weight.float(), None if self.bias is None else self.bias.float())
+            weight = widened(self.weight, self.scale)
+            out = F.linear(x, weight, None if self.bias is None else self.bias.float())
         else:
             rows = torch.arange(self.rows, dtype=torch.int32, device=x.device)
             groups = torch.searchsorted(self.ends[:-1], rows, right=True)
             # Every row alone: torch's own sums depend on how many there are.
             out = x.new_empty(self.rows, self.weight.shape[1])
             for t in range(self.rows):
-                weight = self.weight.index_select(0, groups[t : t + 1])[0]
-                out[t] = F.linear(x[t : t + 1], weight.float())[0]
+                group = int(groups[t])
+                weight = widened(self.weight[group], None if self.scale is None else self.scale[group])
+                out[t] = F.linear(x[t : t + 1], weight)[0]
         if self.gated:
             gate, up = out.chunk(2, -1)
             if self.limit is not None:
@@ -187,29 +202,40 @@ class StreamedLinear(NamedTuple):
             out = F.silu(gate) * up
         if self.residual is not None:
             out = self.residual.float() + out
-        return out.to(self.weight.dtype)
+        return out.to(self.x.dtype)
 
     def fake(self) -> torch.Tensor:
-        return self.weight.new_empty(self.rows, self.outputs)
+        return self.x.new_empty(self.rows, self.outputs)
 
     def launch(self, tile: StreamedTiling | None = None) -> torch.Tensor:
         """tile: how the kernel is cut; None: as `streamed_tiling` does."""
-        out, cut = self.fake(), self.cut(tile)
+        out = self.fake()
         if not self.rows:
             return out
         stored = stored_as(out)
+        if self.ends is not None or self.rows <= MAX_ROWS:
+            self.launch_into(stored, tile)
+        else:
+            for start in range(0, self.rows, MAX_ROWS):
+                rows = slice(start, start + MAX_ROWS)
+                residual = None if self.residual is None else self.residual[rows]
+                self._replace(x=self.x[rows], residual=residual).launch_into(stored[rows], tile)
+        return stored.to(out.dtype)
+
+    def launch_into(self, out: torch.Tensor, tile: StreamedTiling | None) -> None:
+        """Launch all that gives out [M, N], of at most MAX_ROWS rows where they are not sorted; tile: see `launch`."""
+        cut = self.cut(tile)
         if cut.shares == 1:
-            self.multiply(stored, cut)
+            self.multiply(out, cut)
         else:
             sums = torch.empty(cut.shares, self.rows, self.weight.shape[-2], dtype=torch.float32, device=out.device)
             self.multiply(sums, cut)
-            launch_sum_shares(sums, stored, self.bias, self.residual, gated=self.gated, limit=self.limit)
-        return stored.to(out.dtype)
+            launch_sum_shares(sums, out, self.bias, self.residual, gated=self.gated, limit=self.limit)
 
     def cut(self, tile: StreamedTiling | None = None) -> Cut:
         """How the product is cut; tile: of the program, None: as `streamed_tiling` does.
 
-        Raises BatchError for a tile that groups cannot have.
+        Raises BatchError for a tile that groups cannot have, and for a bulk copy of a weight of 8 bits.
         """
         (w_rows, inputs), itemsize = self.weight.shape[-2:], self.weight.element_size()
         groups = 0 if self.ends is None else self.weight.shape[0]
@@ -222,13 +248,18 @@ class StreamedLinear(NamedTuple):
                 "sorted rows have one tile of rows a program, which its threads fetch, got a tiling with "
                 f"block_m2={tile.block_m2}, tma={tile.tma}. Use streamed_tiling's, with groups={groups}."
             )
+        if self.scale is not None and tile.tma:
+            raise BatchError(
+                "a weight of 8 bits is fetched by a program's threads, got a tiling with tma=True. Use "
+                "streamed_tiling's, with itemsize=1."
+            )
         share = triton.cdiv(triton.cdiv(inputs, tile.block_k), tile.shares) * tile.block_k
         return Cut(tile, share, triton.cdiv(inputs, share))
 
     def multiply(self, out: torch.Tensor, cut: Cut) -> None:
         """Launch the product: into `out` [M, N] whole, or where it is cut into shares their sums, fp32 [shares, M, N]
         (2 N with a gate). The plain kernel stands in where operands are not aligned for the bulk copy engine."""
-        x, weight, ends, tokens, bias, residual, gated, limit = self
+        x, weight, ends, tokens, bias, residual, gated, limit, scale = self
         outputs, (tile, share, shares) = self.outputs, cut
         if is_cut := shares > 1:
             # Gate, bias and residual come after the sum of the shares: to the kernel, both halves of a gated weight are
@@ -267,6 +298,7 @@ class StreamedLinear(NamedTuple):
         streamed_kernel[programs * (self.rows if groups else 1), shares](
             x_ptr=x,
             w_ptr=weight,
+            scale_ptr=scale,
             ends_ptr=ends,
             tokens_ptr=tokens,
             bias_ptr=bias,
@@ -329,6 +361,7 @@ _streamed_linear = define_op("spec_decode::streamed_linear", StreamedLinear)
 def streamed_kernel(
     x_ptr,  # [M, K]; with tokens [T, K]
     w_ptr,  # [N, K], with a gate [2 N, K]; with ends [E, N, K] or [E, 2 N, K]
+    scale_ptr,  # fp32 [N], with a gate [2 N], with ends [E] of these, of w; or None
     ends_ptr,  # int32 [E], one past each group's last row, or None
     tokens_ptr,  # int64 [M], the row of x for each sorted row, or None
     bias_ptr,  # [N], or None
@@ -353,7 +386,7 @@ def streamed_kernel(
     FP32_DOT: tl.constexpr,  # multiply in fp32, for the interpreter
     PDL: tl.constexpr,  # programmatic dependent launch
 ):
-    """y = epilogue(x @ w^T). A program has one tile of outputs and one share of K, for all rows, or those of one group.
+    """y = epilogue(x @ w^T * scale). A program has one tile of outputs, and one share of K, for all rows or a group's.
 
     Grid [tiles of outputs, shares], with ends_ptr [M * tiles of outputs, shares]: neighbours have the tiles of one row.
     A tile of the weight is loaded once and multiplied with BLOCK_M rows and BLOCK_M2 rows after them: a tile's sizes
@@ -382,6 +415,8 @@ def streamed_kernel(
         pid_m = tl.program_id(0) // NUM_TILES
         offs_m, m_end, group = _rows_of_group(ends_ptr, pid_m, offs_m, M, GROUPS, BLOCK_M, BLOCK_E)
         w_ptr += group.to(tl.int64) * (N * (2 if GATED else 1)) * K
+        if scale_ptr is not None:
+            scale_ptr += group.to(tl.int64) * (N * (2 if GATED else 1))
     x_rows = offs_m if tokens_ptr is None else tl.load(tokens_ptr + offs_m, mask=offs_m < m_end, other=0)
     w_ptrs = w_ptr + offs_w.to(tl.int64)[:, None] * K
     x_ptrs = x_ptr + x_rows.to(tl.int64)[None, :] * stride_xm
@@ -407,13 +442,21 @@ def streamed_kernel(
             )
         if FP32_DOT:
             w = w.to(tl.float32)
+        elif scale_ptr is not None:
+            # By way of fp32: a GPU's conversion straight to bf16 takes a number at a time, in its slowest unit.
+            w = w.to(tl.float32).to(x_ptr.dtype.element_ty)
         x = _load_x(x_ptrs, offs_m, m_end, offs_k, K, BLOCK_K, FP32_DOT)
         acc = tl.dot(w, x, acc, input_precision="ieee")
         if BLOCK_M2:
             x2 = _load_x(x2_ptrs, offs_m2, m_end, offs_k, K, BLOCK_K, FP32_DOT)
             acc2 = tl.dot(w, x2, acc2, input_precision="ieee")
 
-    # 4. The epilogue, and the store
+    # 4. The scale, the epilogue, and the store
+    if scale_ptr is not None:
+        scale = tl.load(scale_ptr + offs_w, mask=mask_n, other=0.0)[:, None]
+        acc *= scale
+        if BLOCK_M2:
+            acc2 *= scale
     _store(
         acc=acc,
         offs_m=offs_m,

@@ -8,17 +8,19 @@ import torch
 from torch.nn import functional as F
 
 from builders.kernels.op import define_op
+from spec_decode.models.kernels.fp8_weight import Weight, operands, widened
 from spec_decode.models.kernels.stored_as import stored_as
 from spec_decode.models.kernels.streamed_linear import StreamedLinear, launch_sum_shares
 
 
-def streamed_shares(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def streamed_shares(x: torch.Tensor, weight: Weight) -> torch.Tensor:
     """fp32 [S, M, N], whose sum over S is x [M, K] @ weight [N, K]^T; S is `num_shares`, 2 or more.
 
     For a product that is ProductKind.STREAMED. Raises BatchError for shapes or dtypes that do not fit.
     """
-    StreamedLinear(x, weight).checked()
-    return _streamed_shares(x, weight)
+    values, scale = operands(weight)
+    StreamedLinear(x, values, scale=scale).checked()
+    return _streamed_shares(x, values, scale)
 
 
 def sum_shares(shares: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -27,23 +29,30 @@ def sum_shares(shares: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 
 class StreamedShares(NamedTuple):
-    """As `streamed_shares` has them."""
+    """As `streamed_shares` has them; scale fp32 [N] of a weight float8_e4m3fn."""
 
     x: torch.Tensor
     weight: torch.Tensor
+    scale: torch.Tensor | None = None
+
+    @property
+    def product(self) -> StreamedLinear:
+        """The product that is cut."""
+        return StreamedLinear(self.x, self.weight, scale=self.scale)
 
     def reference(self) -> torch.Tensor:
-        share = StreamedLinear(*self).cut().share
-        parts = zip(self.x.float().split(share, 1), self.weight.float().split(share, 1), strict=True)
+        share, wide = self.product.cut().share, widened(self.weight, self.scale)
+        parts = zip(self.x.float().split(share, 1), wide.split(share, 1), strict=True)
         return torch.stack([F.linear(x, weight) for x, weight in parts])
 
     def fake(self) -> torch.Tensor:
-        cut = StreamedLinear(*self).cut()
+        cut = self.product.cut()
         return self.x.new_empty(cut.shares, self.x.shape[0], self.weight.shape[0], dtype=torch.float32)
 
     def launch(self) -> torch.Tensor:
         out = self.fake()
-        StreamedLinear(*self).multiply(out, StreamedLinear(*self).cut())
+        product = self.product
+        product.multiply(out, product.cut())
         return out
 
 

@@ -34,6 +34,9 @@ _BLOCK_N = 64
 _BLOCK_BYTES = 256
 """Inputs of a row that are loaded at a time, in bytes."""
 
+_BLOCK_K = 128
+"""The same in inputs, at most: those of 8 bits are converted in registers, which would not hold more."""
+
 _MOST_STAGES = 6
 """Tiles in flight for a program that has its multiprocessor to itself; more gain nothing."""
 
@@ -94,7 +97,7 @@ def room_of(device: torch.device) -> Room:
 def most_rows(n: int, k: int, room: Room, *, gated: bool = False) -> int:
     """Up to how many rows these kernels beat torch's own (measured on an H200), with a weight of n rows of k inputs of
     16 bits. gated: the weight is of gate and up."""
-    pays = k <= _LONG and _shares(n, k * 2, room) > 1 if _is_alone(n, room) else gated
+    pays = k <= _LONG and _shares(n, k, room, itemsize=2) > 1 if _is_alone(n, room) else gated
     return MAX_ROWS if pays and _rows_are_aligned(k, 2) and room.tma else ROWS_OF_ANY_WEIGHT
 
 
@@ -104,11 +107,13 @@ def streamed_tiling(
 ) -> StreamedTiling:
     """For so many rows, a weight of n rows of k inputs of itemsize bytes, and a device's room.
 
+    Inputs of the rows themselves have 2 bytes at least.
+
     groups: weights that rows are sorted by; 0: there is one, for all rows. gated: the weight is of gate and up.
     """
     block_m, block_m2 = (LEAST_ROWS, 0) if groups else row_blocks(rows)
     alone = _is_alone(n, room) and not groups
-    shares = _shares(n, k * itemsize, room) if alone else 1
+    shares = _shares(n, k, room, itemsize=itemsize) if alone else 1
     tma = (
         room.tma
         and itemsize == 2
@@ -118,7 +123,7 @@ def streamed_tiling(
         and not (gated and alone and shares == 1)
         and rows > _ROWS_BY_THREADS
     )
-    block_n, width = _BLOCK_N, _BLOCK_BYTES
+    block_n, width = _BLOCK_N, _width(itemsize)
     most = _GROUP_STAGES if groups else _MOST_STAGES if alone else _SHARED_STAGES
     if tma and not alone:
         block_n, width = 2 * _BLOCK_N, _BLOCK_BYTES // 2
@@ -127,9 +132,11 @@ def streamed_tiling(
         width = _BLOCK_BYTES // 2
     elif tma:
         most -= 1
-    if 2 * (block_m + block_m2 + block_n) * width > room.shared_memory:
+    # As many of the weight's rows would take the room of a tile.
+    height = block_n + (block_m + block_m2) * max(1, 2 // itemsize)
+    if 2 * height * width > room.shared_memory:
         width //= 2  # a device with little shared memory does not hold two such tiles
-    fitting = room.shared_memory // ((block_m + block_m2 + block_n) * width * (1 if alone else 2))
+    fitting = room.shared_memory // (height * width * (1 if alone else 2))
     stages = max(2, min(most, fitting))
     return StreamedTiling(block_m, block_m2, block_n, width // itemsize, shares, num_warps=4, stages=stages, tma=tma)
 
@@ -148,9 +155,15 @@ def _rows_are_aligned(k: int, itemsize: int) -> bool:
     return k * itemsize % 16 == 0
 
 
-def _shares(n: int, width: int, room: Room) -> int:
-    """Shares of a row of so many bytes, of a weight whose n rows leave multiprocessors without a tile."""
-    return max(1, min(room.num_sms // _tiles(n), _MOST_SHARES, width // (_LEAST_BLOCKS * _BLOCK_BYTES)))
+def _width(itemsize: int) -> int:
+    """Bytes of a row of the weight that are loaded at a time."""
+    return min(_BLOCK_BYTES, _BLOCK_K * itemsize)
+
+
+def _shares(n: int, k: int, room: Room, *, itemsize: int) -> int:
+    """Shares of a row of k inputs, of a weight whose n rows leave multiprocessors without a tile."""
+    most = k * itemsize // (_LEAST_BLOCKS * _width(itemsize))
+    return max(1, min(room.num_sms // _tiles(n), _MOST_SHARES, most))
 
 
 def row_blocks(rows: int) -> tuple[int, int]:

@@ -6,7 +6,7 @@ Legend: T tokens, K inputs, N outputs, V vocabulary. All floats are of the weigh
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, TypeGuard
 
 import torch
 from torch import nn
@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from spec_decode.models.kernels.batch_invariance import is_batch_invariant
 from spec_decode.models.kernels.batch_invariant_linear import batch_invariant_linear
 from spec_decode.models.kernels.embed_concat import embed_concat
+from spec_decode.models.kernels.fp8_weight import Fp8Weight, Weight
 from spec_decode.models.kernels.linear import gated_linear, linear
 from spec_decode.models.kernels.product_kind import ProductKind, product_kind
 from spec_decode.models.kernels.skinny_linear import embed_linear, norm_linear
@@ -41,7 +42,7 @@ class FusingLinear(nn.Module):
     A bias is never fused. `product_kind` says which rows are few.
     """
 
-    weight: torch.Tensor
+    weight: Weight
     bias: torch.Tensor | None
 
     def __init__(self, inputs: int, *outputs: int, bias: bool = False) -> None:
@@ -115,8 +116,9 @@ MAX_STREAMED_ROWS = 1024
 """Sorted rows up to which weights are streamed: above it groups have so many that torch's kernel is as fast."""
 
 
-def grouped_linear(rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """rows [R, K] sorted by group, weight [E, N, K] of one dtype, ends int32 [E]: one past each group's last row.
+def grouped_linear(rows: torch.Tensor, weight: Weight, ends: torch.Tensor) -> torch.Tensor:
+    """rows [R, K] sorted by group, weight [E, N, K] of one dtype or of 8 bits, ends int32 [E]: one past each group's
+    last row.
 
     [R, N], where a row of group e is row @ weight[e].T. The work is of fixed shape, so a graph can hold it. Only the
     weights of groups that have rows are read. For many bf16 rows on Hopper and Blackwell it is torch's grouped matmul,
@@ -124,20 +126,22 @@ def grouped_linear(rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor)
     """
     if is_batch_invariant():
         return batch_invariant_linear(rows[:, None], weight, ends)[:, 0]
-    return _grouped_mm(rows, weight, ends) if _is_grouped_mm(rows, weight) else streamed_groups(rows, weight, ends)
+    return _grouped_mm(rows, weight, ends) if _is_grouped_mm(weight, rows) else streamed_groups(rows, weight, ends)
 
 
 def grouped_gated_linear(
-    x: torch.Tensor, tokens: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, limit: float | None = None
+    x: torch.Tensor, tokens: torch.Tensor, weight: Weight, ends: torch.Tensor, limit: float | None = None
 ) -> torch.Tensor:
     """swiglu(grouped_linear(x[tokens], weight, ends), limit), [R, N]; tokens int64 [R], weight [E, 2 N, K]."""
-    if is_batch_invariant() or _is_grouped_mm(tokens, weight):
+    if is_batch_invariant() or _is_grouped_mm(weight, tokens):
         return swiglu(grouped_linear(x[tokens], weight, ends), limit)
     return streamed_groups(x, weight, ends, tokens, gated=True, limit=limit)
 
 
-def _is_grouped_mm(rows: torch.Tensor, weight: torch.Tensor) -> bool:
+def _is_grouped_mm(weight: Weight, rows: torch.Tensor) -> TypeGuard[torch.Tensor]:
     """Whether torch's kernel is the faster and can: elsewhere it reads `ends` on the host, and it loads 16 bytes."""
+    if isinstance(weight, Fp8Weight):
+        return False
     aligned = weight.shape[1] % 8 == 0 and weight.shape[2] % 8 == 0
     known = hasattr(F, "grouped_mm") or hasattr(torch, "_grouped_mm")
     if not (known and aligned and rows.is_cuda and weight.dtype == torch.bfloat16):

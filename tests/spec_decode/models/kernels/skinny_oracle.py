@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch.nn import functional as F
 
+from spec_decode.models.kernels.fp8_weight import Fp8Weight, operands
 from spec_decode.models.kernels.skinny_linear import SkinnyLinear, embed_linear, norm_linear, skinny_linear, wide_linear
 
 EPS = 1e-6
 VOCAB = 11
 FORMS = ("plain", "residual", "norm", "delta", "gated", "delta_gated", "embed", "wide", "wide_norm")
+NARROW = [form for form in FORMS if not form.startswith("wide")]
+"""Those whose weight may be of 8 bits."""
 
 
 @dataclass
@@ -28,16 +31,29 @@ class Inputs:
     residual: torch.Tensor | None = None
     gated: bool = False
     wide: bool = False
+    scale: torch.Tensor | None = None
+
+    def in_8_bits(self):
+        """The same with the weight in 8 bits. Outputs differ a hundredfold in size, so that another's scale shows."""
+        sizes = torch.logspace(-1, 1, len(self.weight), dtype=torch.float64)
+        weight, scale = operands(Fp8Weight.of((self.weight.double() * sizes[:, None]).to(self.weight.dtype)))
+        return replace(self, weight=weight, scale=scale)
+
+    @property
+    def wide_weight(self):
+        """The weight in float64."""
+        return self.weight.double() if self.scale is None else self.weight.double() * self.scale.double()[:, None]
 
     def call(self):
         """The result by the public function of this form."""
+        weight = self.weight if self.scale is None else Fp8Weight(self.weight, self.scale)
         if self.token_ids is not None:
-            return embed_linear(self.token_ids, self.embedding, self.x, self.weight)
+            return embed_linear(self.token_ids, self.embedding, self.x, weight)
         if self.wide:
             return wide_linear(self.x, self.weight, norm_eps=self.eps)
         if self.norm is not None:
-            return norm_linear(self.x, self.delta, self.norm, self.eps, self.weight, gated=self.gated)[1]
-        return skinny_linear(self.x, self.weight, self.residual)
+            return norm_linear(self.x, self.delta, self.norm, self.eps, weight, gated=self.gated)[1]
+        return skinny_linear(self.x, weight, self.residual)
 
     def launched(self, tile):
         """The result by the kernel, cut as tile says."""
@@ -47,8 +63,13 @@ class Inputs:
         """The op's own."""
         return SkinnyLinear(
             self.x, self.weight, self.token_ids, self.embedding, self.delta, self.norm, self.residual, self.eps,
-            self.gated,
+            self.gated, self.scale,
         )  # fmt: skip
+
+    @property
+    def dtype(self):
+        """The result's."""
+        return self.weight.dtype if self.scale is None else self.x.dtype
 
     def exact(self):
         """The result in float64; x + delta is rounded to its dtype as the residual stream is."""
@@ -60,21 +81,21 @@ class Inputs:
             x = x / (x.square().mean(1, keepdim=True) + self.eps).sqrt()
         if self.norm is not None:
             x = x * self.norm.double()
-        out = torch.einsum("tk,nk->tn", x, self.weight.double())
+        out = torch.einsum("tk,nk->tn", x, self.wide_weight)
         if self.gated:
             gate, up = out.chunk(2, 1)
             out = gate / (1 + (-gate).exp()) * up
         return out if self.residual is None else out + self.residual.double()
 
     def by_parts(self):
-        """The result by separate operations that each round to the weight's dtype."""
+        """The result by separate operations that each round to the result's dtype."""
         x = self.x if self.delta is None else self.x + self.delta
-        x = x.to(self.weight.dtype)
+        x = x.to(self.dtype)
         if self.token_ids is not None:
             x = torch.cat([self.embedding[self.token_ids], x], 1)
         if self.eps is not None:
             x = F.rms_norm(x, x.shape[1:], self.norm, self.eps)
-        out = F.linear(x, self.weight)
+        out = F.linear(x, self.wide_weight.to(x.dtype))
         if self.gated:
             gate, up = out.chunk(2, 1)
             out = F.silu(gate) * up
@@ -109,8 +130,8 @@ def make_inputs(form, rows, n, k, dtype=torch.float32):
 def assert_within_budget(found, inputs):
     """No further from float64 than twice as far as the unfused operations, whose roundings it may do."""
     exact = inputs.exact()
-    rounding = torch.finfo(inputs.weight.dtype).eps * exact.abs().max()
+    rounding = torch.finfo(inputs.dtype).eps * exact.abs().max()
     budget = 2 * ((inputs.by_parts().double() - exact).abs().max() + rounding)
     error = (found.double() - exact).abs().max()
-    assert found.dtype == inputs.weight.dtype and found.shape == exact.shape
+    assert found.dtype == inputs.dtype and found.shape == exact.shape
     assert error <= budget, f"off by {error:.3g}, allowed {budget:.3g}"

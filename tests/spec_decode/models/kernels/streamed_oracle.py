@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from spec_decode.models.kernels.fp8_weight import Fp8Weight, operands
 from spec_decode.models.kernels.streamed_linear import StreamedLinear
 
 FORMS = ("plain", "bias", "residual", "gated", "gated_limit", "groups", "gated_groups")
@@ -34,16 +35,24 @@ def make_arguments(form, rows, n, k, dtype=torch.float32, group_of=None):
     return StreamedLinear(x, weight, ends, tokens, None, None, gated, limit)
 
 
+def in_8_bits(arguments):
+    """The same with the weight in 8 bits. Outputs differ a hundredfold in size, so that another's scale shows."""
+    sizes = torch.logspace(-1, 1, arguments.weight.shape[-2], dtype=torch.float64)
+    weight, scale = operands(Fp8Weight.of((arguments.weight.double() * sizes[:, None]).to(arguments.weight.dtype)))
+    return arguments._replace(weight=weight, scale=scale)
+
+
 def exact(arguments):
     """The result in float64, row by row."""
-    x, weight, ends, tokens, bias, residual, gated, limit = arguments
+    x, weight, ends, tokens, bias, residual, gated, limit, scale = arguments
     rows = (x if tokens is None else x[tokens]).double()
+    weight = weight.double() if scale is None else weight.double() * scale.double()[..., None]
     if ends is None:
-        out = torch.einsum("tk,nk->tn", rows, weight.double())
+        out = torch.einsum("tk,nk->tn", rows, weight)
     else:
         starts = [0, *ends.tolist()[:-1]]
         group_of = [max(e for e, start in enumerate(starts) if start <= row) for row in range(len(rows))]
-        out = torch.stack([weight[e].double() @ row for e, row in zip(group_of, rows, strict=True)])
+        out = torch.stack([weight[e] @ row for e, row in zip(group_of, rows, strict=True)])
     if bias is not None:
         out = out + bias.double()
     if gated:
@@ -57,7 +66,7 @@ def exact(arguments):
 def assert_exact(found, arguments, wanted=None):
     """One rounding of the result, and fp32's own of sums of so many terms."""
     wanted = exact(arguments) if wanted is None else wanted
-    eps = torch.finfo(arguments.weight.dtype).eps + arguments.x.shape[1] * torch.finfo(torch.float32).eps
-    assert found.dtype == arguments.weight.dtype and found.shape == wanted.shape
+    eps = torch.finfo(arguments.x.dtype).eps + arguments.x.shape[1] * torch.finfo(torch.float32).eps
+    assert found.dtype == arguments.x.dtype and found.shape == wanted.shape
     error, budget = (found.double() - wanted).abs().max(), eps * wanted.abs().max()
     assert error <= budget, f"off by {error:.3g}, allowed {budget:.3g}"

@@ -5,6 +5,7 @@ import torch
 
 from builders.paged import num_sms
 from spec_decode.models.kernels.batch_invariance import batch_invariance
+from spec_decode.models.kernels.fp8_weight import Fp8Weight
 from spec_decode.models.kernels.product_kind import ProductKind, product_kind
 from spec_decode.models.kernels.streamed_tiling import MAX_ROWS
 from spec_decode.models.kernels.streamed_tiling import ROWS_OF_ANY_WEIGHT as MOST
@@ -57,6 +58,14 @@ def test_more_rows_are_streamed_of_a_gate_than_of_the_same_weight_without():
     x = rows(MAX_ROWS)
     weight = torch.zeros(64 * (num_sms(x.device) + 1), 8).half()
     assert product_kind(x, weight, gated=True) is STREAMED and product_kind(x, weight) is TORCH
+
+
+@pytest.mark.parametrize(
+    ("count", "kind"), [(0, STREAMED), (1, SKINNY), (2, SKINNY), (3, STREAMED), (MAX_ROWS + 1, STREAMED)]
+)
+def test_a_weight_of_8_bits_is_never_torchs(count, kind):
+    assert product_kind(rows(count), Fp8Weight.of(WEIGHT)) is kind
+    assert product_kind(rows(count), Fp8Weight.of(WEIGHT), skinny=False) is STREAMED
 
 
 UNREADABLE = {

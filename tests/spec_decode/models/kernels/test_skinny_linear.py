@@ -17,7 +17,7 @@ from spec_decode.models.kernels.skinny_linear import (
     wide_linear,
 )
 from spec_decode.models.kernels.skinny_tiling import MAX_SUMS, MIN_PROGRAMS, Tiling, power_of_two, tile_of, tiling
-from tests.spec_decode.models.kernels.skinny_oracle import EPS, FORMS, assert_within_budget, make_inputs
+from tests.spec_decode.models.kernels.skinny_oracle import EPS, FORMS, NARROW, assert_within_budget, make_inputs
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
@@ -28,6 +28,15 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 @torch.no_grad()
 def test_the_torch_implementation_of_every_form(form, rows, dtype):
     inputs = make_inputs(form, rows, 21, 50, dtype)
+    assert_within_budget(inputs.call(), inputs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("form", NARROW)
+@pytest.mark.parametrize("rows", [1, MAX_ROWS])
+@torch.no_grad()
+def test_the_torch_implementation_of_every_form_in_8_bits(form, rows, dtype):
+    inputs = make_inputs(form, rows, 21, 50, dtype).in_8_bits()
     assert_within_budget(inputs.call(), inputs)
 
 

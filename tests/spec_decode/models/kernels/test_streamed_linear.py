@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from builders.errors import BatchError
 from spec_decode.models.kernels import streamed_linear as streamed_linear_module
+from spec_decode.models.kernels.fp8_weight import Fp8Weight
 from spec_decode.models.kernels.streamed_linear import (
     StreamedLinear,
     num_shares,
@@ -17,14 +18,22 @@ from spec_decode.models.kernels.streamed_linear import (
 )
 from spec_decode.models.kernels.streamed_shares import streamed_shares, sum_shares
 from spec_decode.models.kernels.streamed_tiling import MAX_ROWS, ROWS_OF_ANY_WEIGHT, Room, most_rows, streamed_tiling
-from tests.spec_decode.models.kernels.streamed_oracle import FORMS, GROUPS, LIMIT, assert_exact, make_arguments
+from tests.spec_decode.models.kernels.streamed_oracle import (
+    FORMS,
+    GROUPS,
+    LIMIT,
+    assert_exact,
+    in_8_bits,
+    make_arguments,
+)
 
 H200 = Room(num_sms=132, shared_memory=232448)
 
 
 def call(arguments):
     """By the public function of the form."""
-    x, weight, ends, tokens, bias, residual, gated, limit = arguments
+    x, weight, ends, tokens, bias, residual, gated, limit, scale = arguments
+    weight = weight if scale is None else Fp8Weight(weight, scale)
     if ends is None:
         return streamed_linear(x, weight, bias, residual, gated=gated, limit=limit)
     return streamed_groups(x, weight, ends, tokens, gated=gated, limit=limit)
@@ -36,6 +45,26 @@ def call(arguments):
 def test_the_torch_implementation_of_every_form(form, rows, dtype):
     arguments = make_arguments(form, rows, 21, 50, dtype)
     assert_exact(call(arguments), arguments)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("rows", [1, MAX_ROWS + 1])
+def test_the_torch_implementation_of_every_form_in_8_bits(form, rows, dtype):
+    arguments = in_8_bits(make_arguments(form, rows, 21, 50, dtype))
+    assert_exact(call(arguments), arguments)
+
+
+def test_more_rows_than_a_launch_takes_have_no_shares():
+    x, weight = torch.zeros(MAX_ROWS + 1, 600).half(), Fp8Weight.of(torch.zeros(21, 600).half())
+    assert num_shares(x, weight) == 1 and num_shares(x[1:], weight) > 1
+
+
+def test_a_bulk_copy_of_8_bits_is_refused():
+    arguments = in_8_bits(make_arguments("plain", 5, 32, 64, torch.float16))
+    tile = replace(streamed_tiling(5, 32, 64, H200, itemsize=1), tma=True)
+    with pytest.raises(BatchError, match="a weight of 8 bits is fetched by a program's threads"):
+        arguments.launch(tile)
 
 
 MORE_ROWS = {
@@ -152,14 +181,14 @@ def test_a_gate_that_is_nan_stays_nan_under_a_limit():
 
 @given(
     rows=st.integers(1, MAX_ROWS), n=st.integers(1, 300000), k=st.integers(1, 40000),
-    groups=st.sampled_from([0, 8]), itemsize=st.sampled_from([2, 4]), gated=st.booleans(),
+    groups=st.sampled_from([0, 8]), itemsize=st.sampled_from([1, 2, 4]), gated=st.booleans(),
     room=st.sampled_from([H200, Room(108, 166912), Room(8, 101376)]),
 )  # fmt: skip
 @example(rows=129, n=1, k=1, groups=0, itemsize=2, gated=False, room=Room(8, 101376))
 def test_every_tiling_fits_its_device(rows, n, k, groups, itemsize, gated, room):
     tile = streamed_tiling(rows, n, k, room, groups=groups, itemsize=itemsize, gated=gated)
-    size = tile.block_m + tile.block_m2 + tile.block_n
-    assert tile.stages * size * tile.block_k * itemsize <= room.shared_memory
+    size = (tile.block_m + tile.block_m2) * max(2, itemsize) + tile.block_n * itemsize
+    assert tile.stages * size * tile.block_k <= room.shared_memory
     assert tile.block_m + tile.block_m2 >= (1 if groups else rows)
     assert tile.shares == 1 or tile.shares * -(-n // tile.block_n) <= room.num_sms
 
@@ -196,6 +225,7 @@ BY_THREADS = {
     "a gate whose tiles would be of 32 rows": (96, 5632, 4096, {"gated": True}),
     "groups": (96, 28672, 4096, {"groups": 8}),
     "another dtype": (96, 28672, 4096, {"itemsize": 4}),
+    "8 bits": (96, 28672, 4096, {"itemsize": 1}),
     "few rows": (80, 28672, 4096, {}),
     "few rows of a program alone": (80, 4096, 4096, {}),
 }
@@ -204,7 +234,7 @@ BY_THREADS = {
 @pytest.mark.parametrize(("rows", "n", "k", "options"), BY_THREADS.values(), ids=BY_THREADS)
 def test_without_the_copy_engine_the_tiling_is_of_the_other_kernel(rows, n, k, options):
     tile = streamed_tiling(rows, n, k, **{"room": H200, **options})
-    assert not tile.tma and (tile.block_n, tile.block_k) == (64, 256 // options.get("itemsize", 2))
+    assert not tile.tma and (tile.block_n, tile.block_k) == (64, min(128, 256 // options.get("itemsize", 2)))
 
 
 def test_no_axis_of_the_grid_is_too_short_for_the_rows_of_a_long_prompt(monkeypatch):

@@ -1,0 +1,87 @@
+"""A weight stored in 8 bits, and the two forms in which a product takes its weight.
+
+Legend: N outputs, K inputs; further axes, of stacked weights, stand before N.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import torch
+from torch import nn
+
+DTYPE = torch.float8_e4m3fn
+_LARGEST = torch.finfo(DTYPE).max
+_ROWS_AT_ONCE = 4096
+"""Rows that are quantised together: in fp32 a whole output projection would take gigabytes."""
+
+
+class Fp8Weight(nn.Module):
+    """values [..., N, K] times scale [..., N]: one scale for each output. Products read the values and multiply their
+    sums by the scale.
+
+    values  float8_e4m3fn, contiguous
+    scale   fp32
+    """
+
+    values: torch.Tensor
+    scale: torch.Tensor
+
+    def __init__(self, values: torch.Tensor, scale: torch.Tensor) -> None:
+        super().__init__()
+        self.register_buffer("values", values)
+        self.register_buffer("scale", scale)
+
+    @classmethod
+    def of(cls, weight: torch.Tensor) -> Fp8Weight:
+        """The nearest to weight [..., N, K], finite: each output's largest number becomes the largest of 8 bits."""
+        weight = weight.detach()
+        # An output of zeros has any scale but 0.
+        scale = (weight.abs().amax(-1).float() / _LARGEST).clamp(min=torch.finfo(torch.float32).tiny)
+        values = torch.empty_like(weight, dtype=DTYPE, memory_format=torch.contiguous_format)
+        parts = (each.flatten(0, -2).split(_ROWS_AT_ONCE) for each in (values, weight, scale[..., None]))
+        for into, rows, divisor in zip(*parts, strict=True):
+            into.copy_(rows / divisor)
+        return cls(values, scale)
+
+    @property
+    def shape(self) -> torch.Size:
+        """[..., N, K]."""
+        return self.values.shape
+
+    @property
+    def nbytes(self) -> int:
+        """Of values and scale."""
+        return self.values.nbytes + self.scale.nbytes
+
+    def __getitem__(self, index: slice | None) -> Fp8Weight:
+        """Some of the first axis, or with None an axis of 1 before it: a view."""
+        return Fp8Weight(self.values[index], self.scale[index])
+
+
+Weight: TypeAlias = torch.Tensor | Fp8Weight
+"""What a product multiplies by: float [..., N, K] as it is, or in 8 bits."""
+
+
+def operands(weight: Weight) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """A weight as kernels take it: its numbers [..., N, K], and their scale fp32 [..., N], None for a weight that is
+    as it is."""
+    return (weight.values, weight.scale) if isinstance(weight, Fp8Weight) else (weight, None)
+
+
+def widened(values: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+    """The weight of these `operands` in fp32."""
+    return values.float() if scale is None else values.float() * scale[..., None]
+
+
+def is_scaled(values: torch.Tensor, scale: torch.Tensor | None) -> bool:
+    """Whether these are the `operands` of a weight: of 8 bits with their scale, or wider ones without."""
+    if scale is None:
+        return values.dtype != DTYPE
+    return (
+        values.dtype == DTYPE
+        and scale.dtype == torch.float32
+        and scale.shape == values.shape[:-1]
+        and scale.device == values.device
+        and scale.is_contiguous()
+    )

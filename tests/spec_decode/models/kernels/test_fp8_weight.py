@@ -1,0 +1,120 @@
+"""Weights in 8 bits: how near they are to what they were made of, and their products."""
+
+import pytest
+import torch
+
+from builders.errors import BatchError
+from spec_decode.models.kernels import fp8_weight
+from spec_decode.models.kernels.batch_invariance import batch_invariance
+from spec_decode.models.kernels.batch_invariant_linear import batch_invariant_linear
+from spec_decode.models.kernels.fp8_weight import Fp8Weight, is_scaled, widened
+from spec_decode.models.kernels.linear import gated_linear, linear
+from spec_decode.models.kernels.swiglu import swiglu
+from spec_decode.models.layers.linear import grouped_gated_linear, grouped_linear
+
+HALF_A_STEP = 2.0**-4
+"""Of 3 bits behind the leading one, relative to the number."""
+
+
+def draw(*shape, seed=0):
+    """Outputs that differ ten-thousandfold in size."""
+    numbers = torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+    return (numbers * torch.logspace(-4, 0, shape[-2])[:, None]).bfloat16()
+
+
+@pytest.mark.parametrize("shape", [(37, 50), (3, 5, 8), (1, 1)])
+def test_every_number_is_within_half_a_step_of_what_it_was(shape, monkeypatch):
+    monkeypatch.setattr(fp8_weight, "_ROWS_AT_ONCE", 4)
+    weight = draw(*shape)
+    found = Fp8Weight.of(weight)
+    assert (found.values.dtype, found.scale.dtype) == (torch.float8_e4m3fn, torch.float32)
+    assert (
+        found.shape == weight.shape
+        and found.values.is_contiguous()
+        and found.nbytes == (shape[-1] + 4) * (weight.numel() // shape[-1])
+    )
+    wide, error = weight.float(), (widened(found.values, found.scale) - weight.float()).abs()
+    # Below the least normal number, 2^-6, steps no longer shrink.
+    least = found.scale[..., None] * 2**-6
+    assert (error <= HALF_A_STEP * wide.abs().maximum(least)).all()
+    assert found.values.float().abs().amax(-1).eq(448).all(), "the largest number has the most that 8 bits hold"
+
+
+def test_an_output_of_zeros_stays_one_and_the_least_numbers_stay_finite():
+    weight = torch.zeros(3, 8).bfloat16()
+    weight[1, 2] = torch.finfo(torch.bfloat16).tiny
+    found = Fp8Weight.of(weight)
+    wide = widened(found.values, found.scale)
+    assert not wide[0].any() and wide.isfinite().all() and found.scale.all()
+
+
+def test_a_transposed_weight_is_stored_by_rows():
+    weight = draw(8, 24).mT
+    found = Fp8Weight.of(weight)
+    assert found.values.is_contiguous() and torch.equal(found.values, Fp8Weight.of(weight.contiguous()).values)
+
+
+def test_a_part_has_its_own_scales():
+    whole = Fp8Weight.of(draw(10, 8))
+    part = whole[slice(4, None)]
+    assert torch.equal(widened(part.values, part.scale), widened(whole.values, whole.scale)[4:])
+    assert part.values.data_ptr() == whole.values[4:].data_ptr() and whole[None].shape == (1, 10, 8)
+
+
+UNSCALED = {
+    "no scale": lambda weight: (weight.values, None),
+    "a scale beside 16 bits": lambda weight: (weight.values.half(), weight.scale),
+    "a scale for each input": lambda weight: (weight.values, weight.scale.new_ones(8)),
+    "one scale": lambda weight: (weight.values, weight.scale[:1]),
+    "a narrow scale": lambda weight: (weight.values, weight.scale.half()),
+    "a scale with gaps": lambda weight: (weight.values, weight.scale.repeat_interleave(2)[::2]),
+}
+
+
+@pytest.mark.parametrize("change", UNSCALED.values(), ids=UNSCALED)
+def test_8_bits_need_a_scale_for_each_output_and_nothing_else_has_one(change):
+    weight = Fp8Weight.of(draw(4, 8))
+    assert is_scaled(weight.values, weight.scale) and is_scaled(weight.values.half(), None)
+    values, scale = change(weight)
+    assert not is_scaled(values, scale)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 200])
+@torch.no_grad()
+def test_products_refuse_a_scale_that_does_not_fit(rows):
+    weight, x = Fp8Weight.of(draw(4, 8)), draw(rows, 8)
+    with pytest.raises(BatchError, match=r"or a weight of 8 bits with its scale"):
+        linear(x, Fp8Weight(weight.values, weight.scale[:3]))
+    with pytest.raises(BatchError, match="weights"):
+        batch_invariant_linear(x[:, None], Fp8Weight(weight.values, weight.scale[:3])[None])
+
+
+@pytest.mark.parametrize("invariant", [False, True])
+@pytest.mark.parametrize("rows", [0, 1, 2, 3, 161, 400])
+@torch.no_grad()
+def test_any_number_of_rows_is_multiplied(rows, invariant):
+    weight, x = Fp8Weight.of(draw(6, 8)), draw(rows, 8, seed=1) if rows else torch.zeros(0, 8).bfloat16()
+    bias, residual = draw(1, 6, seed=2)[0], draw(rows, 6, seed=3) if rows else torch.zeros(0, 6).bfloat16()
+    wide = x.float() @ widened(weight.values, weight.scale).T
+    with batch_invariance(invariant):
+        for found, wanted in (
+            (linear(x, weight), wide),
+            (linear(x, weight, bias, residual), wide + bias + residual),
+            (gated_linear(x, weight), swiglu(wide)),
+        ):
+            assert found.dtype == torch.bfloat16
+            torch.testing.assert_close(found.float(), wanted, rtol=2**-6, atol=2**-7)
+
+
+@pytest.mark.parametrize("invariant", [False, True])
+@torch.no_grad()
+def test_sorted_rows_take_the_weight_and_the_scales_of_their_group(invariant):
+    weights, ends = Fp8Weight.of(draw(3, 6, 8) * torch.tensor([1.0, 8.0, 64.0])[:, None, None]), [1, 1, 4]
+    x, tokens = draw(4, 8, seed=1), torch.arange(4)
+    wide = widened(weights.values, weights.scale)[[0, 2, 2, 2]]
+    wanted = torch.einsum("rk,rnk->rn", x.float(), wide)
+    with batch_invariance(invariant):
+        found = grouped_linear(x, weights, torch.tensor(ends).int())
+        gated = grouped_gated_linear(x, tokens, weights, torch.tensor(ends).int())
+    torch.testing.assert_close(found.float(), wanted, rtol=2**-6, atol=2**-7)
+    torch.testing.assert_close(gated.float(), swiglu(wanted), rtol=2**-5, atol=2**-6)
