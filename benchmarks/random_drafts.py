@@ -12,6 +12,7 @@ from spec_decode.models import deepseek_v4, dflash, dflash2, eagle, eagle3, late
 from spec_decode.models.attention import Attention
 from spec_decode.models.base import DraftModel, LayerGroup, TargetModel, TargetStates
 from spec_decode.models.checkpoints.store import SPREAD, RandomStore
+from spec_decode.models.draft_weights import quantise_draft
 from spec_decode.models.kernels.linear import linear
 
 _ATTENTION = [f"self_attn.{part}_proj.weight" for part in "qkvo"]
@@ -28,6 +29,11 @@ class Head(TargetModel):
         self.embed = nn.Embedding(vocab, hidden, dtype=dtype)
         self.lm_head = nn.Linear(hidden, vocab, bias=False, dtype=dtype)
         self.requires_grad_(False)
+
+    @property
+    def output_projection(self) -> torch.Tensor:
+        """[V, H]."""
+        return self.lm_head.weight
 
     def layer_groups(self, page_size: int) -> list[LayerGroup]:
         """None: there are no layers."""
@@ -47,7 +53,8 @@ class Head(TargetModel):
 class RandomDraft:
     """A draft's shape, and the rounds to time. config: as in its config.json. num_target_states: hidden states a token.
 
-    backends: those to draft with; the first is timed in every strategy.
+    backends: those to draft with; the first is timed in every strategy. draft_weights: as `quantise_draft` has it;
+    None: they are in dtype.
     """
 
     description: str
@@ -58,6 +65,7 @@ class RandomDraft:
     page_size: int = 16
     backends: tuple[str, ...] = ("triton_paged", "flash_attn3", "flashinfer")
     dtype: torch.dtype = torch.bfloat16
+    draft_weights: str | None = None
     num_reqs: tuple[int, ...] = (1, 4, 16, 32)
     num_speculative_tokens: tuple[int, ...] = (3, 7)
     context: int = 1024
@@ -76,6 +84,8 @@ class RandomDraft:
             parameter.normal_(0, SPREAD)
         store = RandomStore(self.config, list(self.names), device)
         draft: DraftModel = self.kind.load(store, target, dtype=dtype, device=device)
+        if self.draft_weights is not None:
+            quantise_draft(draft, self.draft_weights)
         return draft
 
 

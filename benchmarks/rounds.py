@@ -17,6 +17,7 @@ from spec_decode.drafter import Drafter, DrafterConfig, Strategy, VerifiedTokens
 from spec_decode.drafter.strategies.base import LoopStrategy
 from spec_decode.models import DraftModel
 from spec_decode.models.deepseek_v4 import DeepseekV4Prediction
+from spec_decode.models.kernels.fp8_weight import Fp8Weight
 from spec_decode.models.layers.moe import MixtureOfExperts
 from spec_decode.paged.kv_groups import make_group
 
@@ -47,16 +48,18 @@ class TimedDraft:
         return group.layers
 
     def step_bytes(self, num_reqs: int) -> float:
-        """What a step must move at least: the weights, and the KV that it sees."""
+        """What a step in 16 bits must move at least: the weights, and the KV that it sees."""
         seen = min(self.context, self.spec.sliding_window or self.context)
         kv_bytes = num_reqs * seen * token_bytes(self.spec) * len(self.layers)
         return weight_bytes(self.model, num_reqs, whole_round=self.at_once) + kv_bytes
 
     def counted(self, passes: int) -> str:
         """What a floor of so many passes counts, in words."""
+        narrow = any(isinstance(module, Fp8Weight) for module in self.model.modules())
+        seen = f"and {SEEN}{'; weights of 8 bits as if they had 16' if narrow else ''}"
         if self.at_once:
-            return f"every weight but embeddings once, and {SEEN}"
-        return f"{passes} times the weights of a later step, of a mixture those of the expected experts, and {SEEN}"
+            return f"every weight but embeddings once, {seen}"
+        return f"{passes} times the weights of a later step, of a mixture those of the expected experts, {seen}"
 
     def labels(self, case: str, run: RoundConfig) -> BenchRow:
         """The columns that say what a row is of."""
@@ -159,15 +162,17 @@ _TABLES = ("embed", "candidate_selector.predecessor_codebook", "candidate_select
 
 def weight_bytes(model: DraftModel, num_reqs: int, *, whole_round: bool = False) -> float:
     """Weights that a later step of so many requests reads: no embedding or codebook, nothing that step 0 alone uses,
-    and of a mixture's experts as many as its tokens take if each takes any with equal chance.
+    and of a mixture's experts as many as its tokens take if each takes any with equal chance. Weights of 8 bits count
+    as those of 16 that they are compared with.
 
     whole_round: of a draft whose step 0 is the round, what that uses too.
     """
     of_step_0 = type(model).combine is not DraftModel.combine and not whole_round
     unread = (*_TABLES, "fc.", "aux.") if of_step_0 else _TABLES
-    read = {
-        name: float(p.numel() * p.element_size()) for name, p in model.named_parameters() if not name.startswith(unread)
-    }
+    sizes = {name: p.numel() * p.element_size() for name, p in model.named_parameters()}
+    narrow = {name: part for name, part in model.named_modules() if isinstance(part, Fp8Weight)}
+    sizes |= {name: 2 * weight.values.numel() for name, weight in narrow.items()}
+    read = {name: float(size) for name, size in sizes.items() if not name.startswith(unread)}
     shares = {
         f"{name}.experts.": 1 - (1 - module.routing.top_k / module.routing.num_experts) ** num_reqs
         for name, module in model.named_modules()

@@ -4,7 +4,10 @@ another of the same target."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
+
+import torch
 
 from attn_backends import get
 from attn_backends.triton_paged import TritonPaged
@@ -17,6 +20,9 @@ from spec_decode.tools.timing_limit import TimingLimit
 
 _FLOOR = {("llama3-8b-eagle", 1): TimingLimit("floor_ratio", 1.12), ("eagle-1024", 1): TimingLimit("floor_ratio", 2.0)}
 """What a round may take of the time to move its bytes once, by draft and number of requests."""
+_IN_8_BITS = ("llama3-8b-eagle", "eagle-1024")
+"""Drafts that are timed with weights of 8 bits too, against the floor of 16."""
+_FLOOR_IN_8_BITS = {("llama3-8b-eagle", 1): TimingLimit("floor_ratio", 0.75)}
 _BLOCK_FLOOR = {1: TimingLimit("floor_ratio", 1.12), 32: TimingLimit("floor_ratio", 1.3)}
 """The same of block drafts that draw all tokens at once, by the number of requests."""
 _LOOP = TimingLimit("loop_us", 4)
@@ -61,6 +67,21 @@ def random_draft_rows(bench: Bench, name: str) -> Iterator[BenchRow]:
             with bench.noting(name, at=at):
                 for row in time_round(bench, draft, run, names):
                     yield _with_limits(name, run, row, unrolled)
+    if name in _IN_8_BITS:
+        with bench.noting(f"{name}, fp8"):
+            yield from _rows_in_8_bits(bench, name)
+
+
+def _rows_in_8_bits(bench: Bench, name: str) -> Iterator[BenchRow]:
+    """Full-loop rounds of a draft with draft_weights="fp8"."""
+    case = replace(RANDOM_DRAFTS[name], draft_weights="fp8", dtype=torch.bfloat16)
+    draft, backend = TimedDraft.of(case, bench.device), get(case.backends[0])
+    for k, num_reqs in product(case.num_speculative_tokens, case.num_reqs):
+        with bench.noting(name, at=f"fp8, K {k}, {num_reqs} requests"):
+            run = RoundConfig(backend, Strategy.FULL_LOOP, k, num_reqs)
+            for row in time_round(bench, draft, run, {WHOLE: f"{name}/fp8-round"}):
+                limit = _FLOOR_IN_8_BITS.get((name, num_reqs))
+                yield with_limits(row, limit) if limit else row
 
 
 def _with_limits(name: str, run: RoundConfig, row: BenchRow, unrolled: dict[tuple[int, int], float]) -> BenchRow:

@@ -36,6 +36,7 @@ _VERIFY = (
     "How drafts are verified: rejection (default), block, or synthetic:MEAN, which accepts that many on average. "
     "Trees: only sampling."
 )
+_WEIGHTS = "Weights of the draft's products: fp8 halves their bytes, see the guide; default: as they are loaded."
 _INVARIANT = "Make texts independent of the other prompts, bit for bit; slower, see the guide."
 _INTERPRETED = (
     "TRITON_INTERPRET=1: kernels run in Triton's interpreter, which takes minutes for a few tokens. Unset it to use "
@@ -64,6 +65,7 @@ class _Options:
     num_speculative_tokens: Annotated[int | None, "-k", "Draft tokens a round; default 4; 0: plain decoding."]
     tree: Annotated[str | None, _TREE]
     verification: Annotated[str | None, "--verify", _VERIFY]
+    draft_weights: Annotated[str | None, click.Choice(("fp8",)), _WEIGHTS]
     batch_invariant: Annotated[bool, _INVARIANT] = False
     temperature: Annotated[float, "0 is greedy."] = 0.0
     top_k: Annotated[int, "Sample from the k most probable tokens; 0: from all."] = 0
@@ -123,6 +125,7 @@ class _Options:
             tree=None if self.tree is None else _parse_tree(self.tree),
             verification=self.verification,
             batch_invariant=self.batch_invariant,
+            draft_weights=self.draft_weights,
             page_size=self.page_size,
             max_model_len=self.max_model_len,
             max_num_seqs=min(prompts, _MOST_AT_ONCE),

@@ -180,8 +180,10 @@ def _shape(
 ) -> dict[str, str]:
     """Everything that the times depend on, in words."""
     where = environment(tables.device)
+    # Buffers too: weights of 8 bits are such.
+    weight_bytes = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
     return {
-        "model": f"{type(model).__name__}, {sum(parameter.numel() for parameter in model.parameters())} parameters",
+        "model": f"{type(model).__name__}, {weight_bytes} bytes of weights",
         "groups": "; ".join(f"{g.backend.name} {g.backend.version} [{g.spec.describe()}]" for g in groups),
         "num_reqs": str(tables.max_reqs),
         "num_speculative_tokens": str(config.num_speculative_tokens),

@@ -21,6 +21,7 @@ from spec_decode.llm.backends import choose_backends, explain_backends
 from spec_decode.llm.load import Name, load
 from spec_decode.llm.outputs import Completion, GrowingText, Reply, TextChunk
 from spec_decode.llm.pair import Message
+from spec_decode.models.draft_weights import check_draft_weights, quantise_draft
 from spec_decode.sampling import SamplingParams
 from spec_decode.trees import DraftTree, DynamicTreeConfig
 
@@ -36,12 +37,14 @@ another (24 tokens a second fell to 2 on two busy cores)."""
 class Settings(TypedDict, total=False):
     """Further settings. EngineConfig explains verification, batch_invariant and page_size, DrafterConfig tree.
 
+    - draft_weights  "fp8": the draft's products read weights of 8 bits, see the guide; None: as they are loaded
     - strategy       how the later steps of a round run, see the guide; None: the fastest
     - max_model_len  most tokens of a prompt and its text; 4,096, or fewer if a model has fewer positions
     - max_num_seqs   prompts that run at once; 8. The others wait
     - max_logprobs   most logprobs that a prompt may ask for; 0
     """
 
+    draft_weights: str | None
     strategy: str | Strategy | None
     tree: DraftTree | DynamicTreeConfig | None
     verification: str | None
@@ -104,7 +107,17 @@ class LLM:
             )
         # Before the models are read, which may take minutes.
         where, strategy = _device(device), _strategy(settings.get("strategy"))
-        pair = load(model, draft, dtype=_dtype(dtype, where), device=where)
+        kind, draft_weights = _dtype(dtype, where), settings.get("draft_weights")
+        if draft_weights is not None:
+            require(
+                draft is not None,
+                f"draft_weights is {draft_weights!r} and there is no draft. Pass draft=, or leave it out.",
+            )
+            check_draft_weights(draft_weights, kind, where)
+        pair = load(model, draft, dtype=kind, device=where)
+        if pair.draft is not None and draft_weights is not None:
+            quantise_draft(pair.draft, draft_weights)
+        self._draft_weights = draft_weights
         steps = (_DRAFT_TOKENS if pair.draft else 0) if num_speculative_tokens is None else num_speculative_tokens
         require(
             pair.draft is not None or steps == 0,
@@ -148,13 +161,15 @@ class LLM:
 
     def explain(self) -> str:
         """Which backend serves each layer group and why no other does, which of the target's states the draft reads,
-        how the drafter runs and why, and whether one graph holds a round."""
+        weights other than those loaded, how the drafter runs and why, and whether one graph holds a round."""
         plan, whole = self.plan, self.engine.round_plan
         how = [*plan.explain(), str(whole)] if plan else ["no draft: every text is decoded plainly"]
         target = self.pair.target
         layers = ", ".join(map(str, target.aux_hidden_state_layers or ()))
         reads = [f"draft reads the states that enter layers {layers} of the target's {target.num_layers}"]
-        return "\n".join([*explain_backends(self.pair, self.backends, self.config), *(reads if layers else ()), *how])
+        weights = [f"draft's products read weights in {self._draft_weights}"] if self._draft_weights else []
+        reads = [*(reads if layers else ()), *weights]
+        return "\n".join([*explain_backends(self.pair, self.backends, self.config), *reads, *how])
 
     def generate(self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None) -> list[Completion]:
         """Continue one prompt or several. Returns a completion for each, in the order of the prompts.

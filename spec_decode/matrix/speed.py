@@ -81,6 +81,7 @@ TITLES = {
     "round": "A whole draft round",
     "round/steps": "Steps 1 to K-1 of a draft round",
     **{f"{name}/round": f"A whole draft round of {draft}" for name, draft in _DRAFTS.items()},
+    **{f"{name}/fp8-round": f"A whole draft round of {draft}, with fp8 weights" for name, draft in _DRAFTS.items()},
     **{f"{name}/steps": f"Steps 1 to K-1 of {draft}" for name, draft in _DRAFTS.items()},
     **{f"{name}/compiled-steps": f"Steps 1 to K-1 of {draft}, beside torch.compile" for name, draft in _DRAFTS.items()},
     "products": "The products of these drafts, beside torch's own",

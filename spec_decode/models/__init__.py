@@ -21,6 +21,7 @@ from spec_decode.models.base import (
 )
 from spec_decode.models.checkpoints.files import CheckpointError
 from spec_decode.models.config import LatentConfig, ModelConfig
+from spec_decode.models.draft_weights import quantise_draft
 from spec_decode.models.eagle import EagleDraft
 from spec_decode.models.llama import LlamaTarget
 from spec_decode.models.load import load_draft
@@ -52,6 +53,7 @@ __all__ = [
     "load_draft",
     "load_pair",
     "load_target",
+    "quantise_draft",
     "save_draft",
     "save_pair",
 ]

@@ -73,6 +73,11 @@ class TargetModel(_Model):
     aux_hidden_state_layers: tuple[int, ...] | None = None
     """The layers whose incoming states, side by side, are target_hidden_states, where it says so."""
 
+    @property
+    def output_projection(self) -> torch.Tensor | None:
+        """[V, H], where `logits` is the product with it and nothing else; None: it is more, or does not say."""
+        return None
+
     @abstractmethod
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attention: Attention) -> TargetStates:
         """The states of T tokens.

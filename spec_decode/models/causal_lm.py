@@ -14,9 +14,8 @@ from spec_decode.models.checkpoints.store import ScopedWeights, TensorStore
 from spec_decode.models.decoder_config import DecoderConfig, read_decoder
 from spec_decode.models.decoder_weights import read_parameters
 from spec_decode.models.draft import DecoderDraft, check_shared
-from spec_decode.models.kernels.linear import linear
 from spec_decode.models.layers.decoder_layer import DecoderLayer, LayerOptions
-from spec_decode.models.layers.linear import Embedding
+from spec_decode.models.layers.linear import Embedding, Linear
 from spec_decode.models.layers.rms_norm import RMSNorm
 
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
@@ -37,7 +36,7 @@ class CausalDraft(DecoderDraft):
         self.embed = Embedding(model.vocab_size, model.hidden_size)
         self.layers = nn.ModuleList(DecoderLayer(model, layer, options) for layer in range(model.num_layers))
         self.norm = RMSNorm(model.hidden_size, model.norm_eps)
-        self.lm_head = nn.Linear(model.hidden_size, model.vocab_size, bias=False)
+        self.lm_head = Linear(model.hidden_size, model.vocab_size)
 
     @property
     def batch_invariant(self) -> bool:
@@ -56,7 +55,7 @@ class CausalDraft(DecoderDraft):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [T, H]; logits [T, vocab_size]."""
-        return linear(hidden, self.lm_head.weight)
+        return self.lm_head.product(hidden)
 
 
 class ParallelCausalDraft(BlockDraft, CausalDraft):

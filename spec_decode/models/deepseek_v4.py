@@ -14,6 +14,7 @@ from spec_decode.models.checkpoints.config_reader import ConfigReader
 from spec_decode.models.checkpoints.files import CheckpointError
 from spec_decode.models.checkpoints.store import ScopedWeights, TensorStore
 from spec_decode.models.draft import check_target
+from spec_decode.models.kernels.fp8_weight import Weight
 from spec_decode.models.kernels.hyper_connections import write_streams
 from spec_decode.models.kernels.linear import linear
 from spec_decode.models.layers.feed_forward import Names
@@ -75,6 +76,9 @@ class DeepseekV4Prediction(MtpDraft):
     A state is all streams of a token, [S H]: as target_hidden_states, those after the target's last layer, before its
     own head collapses them.
     """
+
+    from_embedding: Weight
+    from_state: Weight
 
     def __init__(self, weights: ScopedWeights, target: TargetModel) -> None:
         config = weights.store.config

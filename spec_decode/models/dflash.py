@@ -21,7 +21,9 @@ from spec_decode.models.decoder_weights import read_parameters
 from spec_decode.models.draft import HiddenStatesDraft, check_aux_states, check_shared, decoder_fields, read_layers
 from spec_decode.models.kernels.linear import linear
 from spec_decode.models.layers.decoder_layer import AttentionLayer, DecoderLayer, LayerOptions
+from spec_decode.models.layers.linear import Linear
 from spec_decode.models.layers.rms_norm import RMSNorm
+from spec_decode.models.target_head import TargetHead
 
 D = TypeVar("D", bound="DFlash")
 
@@ -60,13 +62,14 @@ class DFlash(HiddenStatesDraft, ContextBlockDraft):
         self.token_map = token_map
         self.target_states_size = target.target_states_size
         self.first_place = 0 if _samples_from_anchor(store) else 1
-        self.fc = nn.Linear(self.target_states_size, model.hidden_size, bias=False)
+        self.fc = Linear(self.target_states_size, model.hidden_size)
         self.hidden_norm = RMSNorm(model.hidden_size, model.norm_eps)
         options = LayerOptions.found(store, "layers.0.")
         self.layers = nn.ModuleList(self.make_layer(store, layer, options) for layer in range(model.num_layers))
         self.norm = RMSNorm(model.hidden_size, model.norm_eps)
-        own = weights.has("lm_head.weight")
-        self.lm_head = nn.Linear(model.hidden_size, draft_vocab(store, model.vocab_size), bias=False) if own else None
+        self.lm_head: Linear | TargetHead = TargetHead(target)
+        if weights.has("lm_head.weight"):
+            self.lm_head = Linear(model.hidden_size, draft_vocab(store, model.vocab_size))
 
     def make_layer(self, store: TensorStore, layer: int, options: LayerOptions) -> AttentionLayer:
         """A layer without its parameters."""
@@ -74,7 +77,7 @@ class DFlash(HiddenStatesDraft, ContextBlockDraft):
 
     def combine(self, target_hidden_states: torch.Tensor) -> torch.Tensor:
         """target_hidden_states [T, F]; states [T, H], normed: what every layer's context is made of."""
-        normed: torch.Tensor = self.hidden_norm(linear(target_hidden_states, self.fc.weight))[1]
+        normed: torch.Tensor = self.hidden_norm(self.fc.product(target_hidden_states))[1]
         return normed
 
     def write_context(self, states: torch.Tensor, positions: torch.Tensor, attention: ContextAttention) -> None:
@@ -104,7 +107,7 @@ class DFlash(HiddenStatesDraft, ContextBlockDraft):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [T, H]; logits [T, draft vocabulary]."""
-        return self._target[0].logits(hidden) if self.lm_head is None else linear(hidden, self.lm_head.weight)
+        return self.lm_head.product(hidden)
 
 
 def serves(store: TensorStore) -> bool:

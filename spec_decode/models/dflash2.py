@@ -21,7 +21,7 @@ from spec_decode.models.dflash import DFlash, draft_vocab, load_as
 from spec_decode.models.dflash import aux_hidden_state_layers as aux_hidden_state_layers
 from spec_decode.models.draft import is_by_speculators
 from spec_decode.models.kernels.block_convolution import block_convolution
-from spec_decode.models.kernels.linear import gated_linear, linear
+from spec_decode.models.kernels.linear import gated_linear
 from spec_decode.models.layers.decoder_layer import AttentionLayer, LayerOptions
 from spec_decode.models.layers.linear import Linear, ResidualStream
 
@@ -86,7 +86,7 @@ class CandidateSelector(nn.Module):
         super().__init__()
         self.predecessor_codebook = nn.Parameter(torch.empty(vocab_size, rank))
         self.successor_codebook = nn.Parameter(torch.empty(vocab_size, rank))
-        self.hidden_projection = nn.Linear(hidden_size, rank, bias=False)
+        self.hidden_projection = Linear(hidden_size, rank)
 
 
 class DFlash2(DFlash, SelectingBlockDraft):
@@ -140,7 +140,7 @@ class DFlash2(DFlash, SelectingBlockDraft):
 
     def gates(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [T, H]; [T, N]."""
-        return linear(hidden, self.candidate_selector.hidden_projection.weight)
+        return self.candidate_selector.hidden_projection.product(hidden)
 
 
 def serves(store: TensorStore) -> bool:

@@ -14,8 +14,7 @@ from spec_decode.models.checkpoints.store import ScopedWeights, TensorStore
 from spec_decode.models.decoder_config import DecoderConfig
 from spec_decode.models.dflash import DFlash, draft_vocab, load_as
 from spec_decode.models.dflash import aux_hidden_state_layers as aux_hidden_state_layers
-from spec_decode.models.kernels.linear import linear
-from spec_decode.models.layers.linear import Embedding
+from spec_decode.models.layers.linear import Embedding, Linear
 
 
 class MarkovHead(nn.Module):
@@ -24,7 +23,7 @@ class MarkovHead(nn.Module):
     def __init__(self, vocab_size: int, rank: int, draft_vocab_size: int) -> None:
         super().__init__()
         self.markov_w1 = Embedding(vocab_size, rank)
-        self.markov_w2 = nn.Linear(rank, draft_vocab_size, bias=False)
+        self.markov_w2 = Linear(rank, draft_vocab_size)
 
 
 class ConfidenceHead(nn.Module):
@@ -57,7 +56,7 @@ class DSpark(DFlash, InTurnBlockDraft):
 
     def bias_after(self, token_ids: torch.Tensor) -> torch.Tensor:
         """token_ids int64 [T]; [T, draft vocabulary]."""
-        return linear(self.markov_head.markov_w1(token_ids), self.markov_head.markov_w2.weight)
+        return self.markov_head.markov_w2.product(self.markov_head.markov_w1(token_ids))
 
     @property
     def confidence(self) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None:

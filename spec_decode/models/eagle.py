@@ -17,18 +17,18 @@ from spec_decode.models.config import ModelConfig
 from spec_decode.models.decoder_config import DecoderConfig, read_decoder
 from spec_decode.models.decoder_weights import read_parameters
 from spec_decode.models.draft import HiddenStatesDraft, check_target, decoder_fields
-from spec_decode.models.kernels.linear import linear
 from spec_decode.models.layers.decoder_layer import DecoderLayer, LatentDecoderLayer, LayerOptions, ResidualLayer
 from spec_decode.models.layers.linear import EmbedLinear, ResidualStream, joined
 from spec_decode.models.layers.rms_norm import RMSNorm
 from spec_decode.models.layers.rope import RotaryEmbedding
 from spec_decode.models.llama import LlamaTarget
+from spec_decode.models.target_head import TargetHead
 
 
 class EagleDraft(KeptRowsDraft):
     """At position p: the token at p + 1 and the hidden state at p give a hidden state that predicts the token at p + 2.
 
-    Embedding and output projection are the target's own modules, shared, not copied.
+    Embedding and output projection are the target's own modules, shared, not copied; see TargetHead.
     """
 
     def __init__(self, config: ModelConfig, target: LlamaTarget) -> None:
@@ -43,6 +43,7 @@ class EagleDraft(KeptRowsDraft):
         self.rotary = RotaryEmbedding(config)
         # A tuple hides the target's modules from this module's own parameters.
         self._shared = (target.embed, target.lm_head)
+        self.head = TargetHead(target)
 
     @property
     def batch_invariant(self) -> bool:
@@ -77,7 +78,7 @@ class EagleDraft(KeptRowsDraft):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [T, H]; logits [T, vocab_size]."""
-        return linear(hidden, self._shared[1].weight)
+        return self.head.product(hidden)
 
 
 class UnnormedLayer(DecoderLayer):
@@ -111,6 +112,7 @@ class PublishedEagle(HiddenStatesDraft, KeptRowsDraft):
         self.target_states_size = self.hidden_size
         self.fc = EmbedLinear(2 * self.hidden_size, self.hidden_size, bias="fc.bias" in store.names())
         self.layers = self.stack(store, UnnormedLayer(config.model, LayerOptions.found(store, "layers.0.")))
+        self.head = TargetHead(target)
 
     def states(
         self,
@@ -131,7 +133,7 @@ class PublishedEagle(HiddenStatesDraft, KeptRowsDraft):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [T, H]; the target's logits [T, vocab_size] of them."""
-        return self._target[0].logits(hidden)
+        return self.head.product(hidden)
 
 
 def serves(store: TensorStore) -> bool:

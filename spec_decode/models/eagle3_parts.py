@@ -11,8 +11,7 @@ from torch import nn
 from spec_decode.models.checkpoints.config_reader import ConfigReader
 from spec_decode.models.checkpoints.store import TensorStore
 from spec_decode.models.draft import is_by_speculators, read_layers
-from spec_decode.models.kernels.linear import linear
-from spec_decode.models.layers.linear import NormLinear, joined
+from spec_decode.models.layers.linear import Linear, NormLinear, joined
 from spec_decode.models.layers.rms_norm import RMSNorm
 
 
@@ -26,7 +25,7 @@ class AuxStates(nn.Module):
         self.input_norm = RMSNorm(whole, eps) if _flag(store, "norm_before_fc") else None
         count = whole // each if _flag(store, "fc_norm") else 0
         self.fc_norm = nn.ModuleList(RMSNorm(each, eps) for _ in range(count))
-        self.fc = nn.Linear(whole, hidden, bias=False)
+        self.fc = Linear(whole, hidden)
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
         """[T, F]; [T, H]."""
@@ -35,7 +34,7 @@ class AuxStates(nn.Module):
         if self.fc_norm:
             parts = states.chunk(len(self.fc_norm), -1)
             states = torch.cat([norm(part)[1] for norm, part in zip(self.fc_norm, parts, strict=True)], -1)
-        return linear(states, self.fc.weight)
+        return self.fc.product(states)
 
 
 class DraftHead(nn.Module):
@@ -58,7 +57,7 @@ class DraftHead(nn.Module):
     def forward(self, states: torch.Tensor) -> torch.Tensor:
         """[T, H] as they are handed on; logits [T, draft vocabulary]."""
         if self.norm_output:
-            return linear(states, self.lm_head.weight)
+            return self.lm_head.product(states)
         logits: torch.Tensor = self.lm_head(states, None, self.norm)[1]
         return logits
 

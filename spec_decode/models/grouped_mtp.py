@@ -18,6 +18,7 @@ from spec_decode.models.checkpoints.files import CheckpointError
 from spec_decode.models.checkpoints.store import ScopedWeights, TensorStore, frozen
 from spec_decode.models.draft import check_target, decoder_fields
 from spec_decode.models.kernels.embed_concat import embed_concat
+from spec_decode.models.kernels.fp8_weight import Weight
 from spec_decode.models.kernels.linear import linear
 from spec_decode.models.layers.feed_forward import FeedForward, Names, read_dense
 from spec_decode.models.layers.grouped_attention import GroupedAttention, read_grouped_shape
@@ -168,6 +169,8 @@ class GroupedPrediction(MtpDraft):
 
     The target's hidden states are those after its final norm, and so are those that the layer hands on after its own.
     """
+
+    fuse: Weight
 
     def __init__(
         self, weights: ScopedWeights, target: TargetModel, config: ConfigReader, layout: MtpLayout, layer: int

@@ -43,6 +43,11 @@ class LlamaTarget(TargetModel):
         """See the base."""
         return True
 
+    @property
+    def output_projection(self) -> torch.Tensor:
+        """[V, H]."""
+        return self.lm_head.weight
+
     def layer_groups(self, page_size: int) -> list[LayerGroup]:
         """One group: all layers are alike."""
         return self.config.layer_groups(page_size, self.embed.weight.dtype)

@@ -17,6 +17,7 @@ from spec_decode.models.checkpoints.files import CheckpointError
 from spec_decode.models.checkpoints.store import ScopedWeights, TensorStore
 from spec_decode.models.draft import check_target
 from spec_decode.models.kernels.embed_concat import embed_concat
+from spec_decode.models.kernels.fp8_weight import Weight
 from spec_decode.models.kernels.linear import linear
 from spec_decode.models.layers.feed_forward import FeedForward, Names, read_dense
 from spec_decode.models.layers.mla_attention import MlaAttention, read_mla_shape
@@ -89,6 +90,8 @@ class MultiTokenPrediction(MtpDraft):
     The target's hidden states are those after its final norm, and those that the layer hands on are after the head's,
     as in transformers and vLLM: it was trained on normed states, and later steps read no others.
     """
+
+    fuse: Weight
 
     def __init__(self, weights: ScopedWeights, target: TargetModel, layer: int) -> None:
         """layer: its index in the checkpoint, where those that draft come after the target's own."""

@@ -17,8 +17,10 @@ from spec_decode.models.base import LayerGroup, ModuleDraft, TargetModel
 from spec_decode.models.checkpoints.config_reader import ConfigReader
 from spec_decode.models.checkpoints.files import CheckpointError
 from spec_decode.models.checkpoints.store import ScopedWeights
+from spec_decode.models.kernels.fp8_weight import Weight
 from spec_decode.models.kernels.linear import linear
 from spec_decode.models.one_layer_draft import OneLayerDraft
+from spec_decode.models.target_head import TargetHead
 
 
 class MtpDraft(OneLayerDraft):
@@ -42,13 +44,13 @@ class MtpDraft(OneLayerDraft):
         super().__init__(weights, target, embedding=embedding, norms=norms, norm_offset=norm_offset, config=config)
         self.max_positions = config.get("max_position_embeddings", int)
         self.hidden_size = self.target_states_size
-        self.head = None
+        self.head: Weight | TargetHead = TargetHead(target)
         if weights.has(head):
             self.head = weights.parameter(head, self.vocab_size, config.get("hidden_size", int))
 
     def projected(self, normed: torch.Tensor) -> torch.Tensor:
         """Logits [T, vocab_size] of normed states [T, H]."""
-        return self._target[0].logits(normed) if self.head is None else linear(normed, self.head)
+        return self.head.product(normed) if isinstance(self.head, TargetHead) else linear(normed, self.head)
 
 
 def check_published_form(config: ConfigReader) -> None:

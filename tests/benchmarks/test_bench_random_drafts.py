@@ -66,6 +66,9 @@ def test_every_draft_is_timed_in_every_strategy(small, name, monkeypatch):
         "eager",
     }
     assert {row["temperature"] for row in rows if "temperature" in row} == {0.0, 1.0}
+    narrow = [row for row in rows if row["case"] == f"{name}/fp8-round"]
+    assert len(narrow) == (name in draft_rounds._IN_8_BITS)
+    assert all(row["floor_counts"].endswith("weights of 8 bits as if they had 16") for row in narrow)
 
 
 def test_one_device_loop_is_held_against_the_full_loops_of_every_length(small):
@@ -98,6 +101,14 @@ def test_a_step_reads_neither_embeddings_nor_what_step_0_alone_uses():
 def test_a_step_reads_the_targets_head_where_the_draft_has_none():
     draft = tiny("eagle-1024").make(CPU)
     assert weight_bytes(draft, 1) == 4 * (sum(p.numel() for p in draft.parameters()) + 64 * 32)
+
+
+@pytest.mark.parametrize("name", ["eagle-1024", "qwen3-8b-eagle3", "glm-4.7-flash-mtp"])
+def test_weights_of_8_bits_count_as_those_of_16_that_they_are_compared_with(name):
+    case = replace(tiny(name), dtype=torch.bfloat16)
+    drafts = [replace(case, draft_weights=weights).make(CPU) for weights in (None, "fp8")]
+    for whole_round in (False, True):
+        assert len({weight_bytes(draft, 2, whole_round=whole_round) for draft in drafts}) == 1
 
 
 def test_a_step_reads_as_many_experts_as_its_tokens_take():

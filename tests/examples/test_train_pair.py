@@ -13,6 +13,7 @@ from attn_backends import get
 from spec_decode.engine import Engine
 from spec_decode.llm.byte_tokenizer import encode
 from spec_decode.models import SHIPPED_PAIR, CheckpointError, draft_names, load_pair, load_target, save_pair
+from spec_decode.models.target_head import TargetHead
 from tests.factories import (
     CPU,
     engine_config,
@@ -121,6 +122,6 @@ def test_the_shipped_latent_draft_has_the_dims_that_latent_kernels_are_made_for(
 def test_the_block_draft_fits_the_shipped_target():
     target = load_target(SHIPPED_PAIR)
     draft = make_draft(FURTHER_DRAFTS["block_draft"], target, CPU)
-    assert draft.embed is None and draft.lm_head is None and draft.hidden_size == target.hidden_size
+    assert draft.embed is None and isinstance(draft.lm_head, TargetHead) and draft.hidden_size == target.hidden_size
     assert all(parameter.requires_grad for parameter in draft.parameters())
     assert [(group.spec.causal, group.spec.sliding_window) for group in draft.layer_groups(16)] == [(False, None)]

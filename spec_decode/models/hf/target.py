@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 _PROBE_TOKENS = 2
 _SERVED_LAYER_TYPES = ("full_attention", "sliding_attention")
+_OF_LOGITS = ("logit_scale", "logits_scaling", "final_logit_softcapping")
+"""What a model's config may do to its logits: Cohere multiplies, Granite divides, Gemma caps."""
 
 
 class TransformersTarget(TargetModel):
@@ -80,6 +82,12 @@ class TransformersTarget(TargetModel):
         return lm_head
 
     @property
+    def output_projection(self) -> torch.Tensor | None:
+        """[V, H]; None where logits have a bias, or the model's config scales or caps them."""
+        plain = self.lm_head.bias is None and not any(getattr(self.config, name, None) for name in _OF_LOGITS)
+        return self.lm_head.weight if plain else None
+
+    @property
     def _decoder(self) -> nn.Module:
         return _decoder_of(self.model)
 
@@ -116,12 +124,12 @@ class TransformersTarget(TargetModel):
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [T, H]; logits [T, V], scaled and capped as the model's config says."""
         logits: torch.Tensor = self.lm_head(hidden)
-        # Cohere multiplies, Granite divides, Gemma caps.
-        if scale := getattr(self.config, "logit_scale", None):
+        scale, divisor, cap = (getattr(self.config, name, None) for name in _OF_LOGITS)
+        if scale:
             logits = logits * scale
-        if divisor := getattr(self.config, "logits_scaling", None):
+        if divisor:
             logits = logits / divisor
-        if cap := getattr(self.config, "final_logit_softcapping", None):
+        if cap:
             logits = cap * torch.tanh(logits / cap)
         return logits
 

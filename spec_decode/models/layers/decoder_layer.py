@@ -17,7 +17,6 @@ from spec_decode.models.attention import Attention, AttentionInputs
 from spec_decode.models.base import KeepRows
 from spec_decode.models.checkpoints.store import TensorStore
 from spec_decode.models.config import ModelConfig
-from spec_decode.models.kernels.linear import linear
 from spec_decode.models.layers.linear import Linear, NormGateUp, NormLinear, ResidualLinear, ResidualStream
 from spec_decode.models.layers.rms_norm import RMSNorm
 
@@ -132,14 +131,14 @@ class LatentDecoderLayer(ResidualLayer):
         hidden, heads, dim, eps = config.hidden_size, config.num_q_heads, config.head_dim, config.norm_eps
         q_rank, out_rank = config.latent.q_rank, config.latent.out_rank
         self.heads, self.head_dim, self.value_dim = heads, dim, config.value_dim
-        self.q_a = nn.Linear(hidden, q_rank, bias=False)
+        self.q_a = Linear(hidden, q_rank)
         self.q_norm = RMSNorm(q_rank, eps)
-        self.q_b = nn.Linear(q_rank, heads * dim, bias=False)
-        self.kv = nn.Linear(hidden, dim, bias=False)
+        self.q_b = Linear(q_rank, heads * dim)
+        self.kv = Linear(hidden, dim)
         self.kv_norm = RMSNorm(dim, eps)
         self.sinks = nn.Parameter(torch.zeros(heads)) if config.latent.sinks else None
-        self.out_a = nn.Linear(heads * config.value_dim, out_rank, bias=False)
-        self.out_b = nn.Linear(out_rank, hidden, bias=False)
+        self.out_a = Linear(heads * config.value_dim, out_rank)
+        self.out_b = Linear(out_rank, hidden)
         self.add_feed_forward(config)
 
     def forward(
@@ -157,10 +156,10 @@ class LatentDecoderLayer(ResidualLayer):
 
     def attend(self, x: torch.Tensor, rope: Rope, attention: Attention, keep: KeepRows | None = None) -> torch.Tensor:
         """x [T, H] normed; the residual's delta [T, H], of the rows kept."""
-        narrow = self.q_norm(linear(x, self.q_a.weight))[1]
-        query = linear(narrow, self.q_b.weight).view(-1, self.heads, self.head_dim)
+        narrow = self.q_norm(self.q_a.product(x))[1]
+        query = self.q_b.product(narrow).view(-1, self.heads, self.head_dim)
         query = prepare_query(query, rope.positions, rope.table, eps=self.q_norm.eps)
-        latent = linear(x, self.kv.weight)[:, None]
+        latent = self.kv.product(x)[:, None]
         norm = KvANormRope(weight=self.kv_norm.weight, eps=self.kv_norm.eps, positions=rope.positions, table=rope.table)
         sinks = None if self.sinks is None else self.sinks.float()
         value = latent[..., : self.value_dim]
@@ -168,4 +167,4 @@ class LatentDecoderLayer(ResidualLayer):
         if self.value_dim == self.head_dim:
             out = inverse_rotary(out, rope.positions, rope.table)
         out = out.flatten(1) if keep is None else keep(out.flatten(1))
-        return linear(linear(out, self.out_a.weight), self.out_b.weight)
+        return self.out_b.product(self.out_a.product(out))

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from spec_decode.models.checkpoints.store import ScopedWeights, frozen
+from spec_decode.models.kernels.fp8_weight import Weight
 from spec_decode.models.kernels.linear import gated_linear, linear
 from spec_decode.models.kernels.sigmoid_gate import sigmoid_gate
 
@@ -27,6 +28,9 @@ class Names:
 
 class FeedForward(nn.Module):
     """down(swiglu(gate_up(x))): gate_up [2 I, H], gate first, and down [H, I]."""
+
+    gate_up: Weight
+    down: Weight
 
     def __init__(self, gate_up: torch.Tensor, down: torch.Tensor, limit: float | None = None) -> None:
         super().__init__()
@@ -55,5 +59,12 @@ def read_dense(
     weights: ScopedWeights, names: Names, hidden: int, intermediate: int, limit: float | None
 ) -> FeedForward:
     """A feed-forward whose gate and up projection are stored apart."""
+    return FeedForward(*read_gate_up_down(weights, names, hidden, intermediate), limit)
+
+
+def read_gate_up_down(
+    weights: ScopedWeights, names: Names, hidden: int, intermediate: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """gate_up [2 I, H] and down [H, I] of one."""
     gate_up = weights.stacked([f"{names.gate}.weight", f"{names.up}.weight"], [intermediate] * 2, hidden)
-    return FeedForward(gate_up, weights.take(f"{names.down}.weight", hidden, intermediate), limit)
+    return gate_up, weights.take(f"{names.down}.weight", hidden, intermediate)

@@ -18,6 +18,7 @@ from spec_decode.models.checkpoints.config_reader import ConfigReader
 from spec_decode.models.checkpoints.files import CheckpointError
 from spec_decode.models.checkpoints.store import ScopedWeights, frozen
 from spec_decode.models.config import ModelConfig
+from spec_decode.models.kernels.fp8_weight import Weight
 from spec_decode.models.kernels.linear import linear
 from spec_decode.models.kernels.sigmoid_gate import sigmoid_gate
 from spec_decode.models.layers.rms_norm import RMSNorm
@@ -124,6 +125,8 @@ def read_grouped_shape(
 class GroupedAttention(nn.Module):
     """One layer, from tensors named as Llama's and Qwen's."""
 
+    project_in: Weight
+    out: Weight
     table: torch.Tensor
 
     def __init__(self, shape: GroupedShape, weights: ScopedWeights, max_positions: int) -> None:

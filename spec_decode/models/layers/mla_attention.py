@@ -19,6 +19,7 @@ from spec_decode.models.attention import Attention, AttentionInputs
 from spec_decode.models.base import KeepRows
 from spec_decode.models.checkpoints.config_reader import ConfigReader
 from spec_decode.models.checkpoints.store import ScopedWeights, frozen
+from spec_decode.models.kernels.fp8_weight import Weight
 from spec_decode.models.kernels.linear import linear, stacked_linear
 from spec_decode.models.kernels.mla_query_key import mla_query_key
 from spec_decode.models.layers.rms_norm import RMSNorm
@@ -76,6 +77,9 @@ def read_mla_shape(config: ConfigReader, hidden: int, eps: float) -> MlaShape:
 class MlaAttention(nn.Module):
     """One layer, from tensors named as DeepSeek-V3 names them."""
 
+    project_in: Weight
+    q_up: Weight | None
+    out: Weight
     table: torch.Tensor
 
     def __init__(

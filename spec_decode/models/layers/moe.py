@@ -15,15 +15,19 @@ from spec_decode.models.checkpoints.config_reader import ConfigReader
 from spec_decode.models.checkpoints.files import CheckpointError
 from spec_decode.models.checkpoints.store import ScopedWeights, frozen
 from spec_decode.models.kernels.combine_experts import combine_experts
+from spec_decode.models.kernels.fp8_weight import Weight
 from spec_decode.models.kernels.order_by_expert import order_by_expert
 from spec_decode.models.kernels.route_tokens import Routing, route_tokens
 from spec_decode.models.kernels.skinny_linear import wide_linear
-from spec_decode.models.layers.feed_forward import FeedForward, GatedFeedForward, Names, read_dense
+from spec_decode.models.layers.feed_forward import FeedForward, GatedFeedForward, Names, read_dense, read_gate_up_down
 from spec_decode.models.layers.linear import grouped_gated_linear, grouped_linear
 
 
 class Experts(nn.Module):
     """Many feed-forwards, of which each token takes a few: gate_up [E, 2 I, H] and down [E, H, I]."""
+
+    gate_up: Weight
+    down: Weight
 
     def __init__(self, gate_up: torch.Tensor, down: torch.Tensor, limit: float | None = None) -> None:
         super().__init__()
@@ -135,9 +139,8 @@ def read_qwen_mixture(config: ConfigReader, weights: ScopedWeights, names: Names
     }
     shape = read_mixture_shape(ConfigReader(said, config.place), hidden, scoring="softmax")
     mixture = read_mixture(shape, weights, names)
-    dense = read_dense(weights.under("shared_expert."), names, hidden, shared, None)
-    gate = weights.take("shared_expert_gate.weight", 1, hidden)
-    mixture.shared = GatedFeedForward(gate, dense.gate_up.data, dense.down.data)
+    gate_up, down = read_gate_up_down(weights.under("shared_expert."), names, hidden, shared)
+    mixture.shared = GatedFeedForward(weights.take("shared_expert_gate.weight", 1, hidden), gate_up, down)
     return mixture
 
 

@@ -20,6 +20,7 @@ from spec_decode.models.base import KeepRows
 from spec_decode.models.checkpoints.config_reader import ConfigReader
 from spec_decode.models.checkpoints.files import CheckpointError
 from spec_decode.models.checkpoints.store import ScopedWeights, frozen
+from spec_decode.models.kernels.fp8_weight import Weight
 from spec_decode.models.kernels.linear import linear, stacked_linear
 from spec_decode.models.layers.rms_norm import RMSNorm
 from spec_decode.models.layers.rope import RopeConfig
@@ -81,6 +82,9 @@ def read_window_shape(config: ConfigReader, hidden: int, eps: float) -> WindowSh
 class WindowAttention(nn.Module):
     """The layer's attention."""
 
+    project_in: Weight
+    q_up: Weight
+    out_up: Weight
     table: torch.Tensor
 
     def __init__(self, shape: WindowShape, weights: ScopedWeights, max_positions: int) -> None:

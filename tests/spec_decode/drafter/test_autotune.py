@@ -3,6 +3,7 @@ import os
 import pickle
 import time
 import warnings
+from dataclasses import replace
 from types import SimpleNamespace
 
 import msgspec
@@ -13,7 +14,7 @@ from attn_backends import get
 from builders import BatchError, RequestTables
 from spec_decode.drafter import DrafterConfig, Strategy, autotune, plan_draft
 from spec_decode.drafter.autotune import MARGIN, StrategyCache, autotune_strategy
-from spec_decode.models import BlockDraft, EagleDraft, LlamaTarget
+from spec_decode.models import BlockDraft, EagleDraft, LlamaTarget, quantise_draft
 from spec_decode.paged import GraphMode
 from spec_decode.paged.kv_groups import make_group
 from tests.factories import CPU, make_config
@@ -104,6 +105,14 @@ def test_a_second_call_measures_nothing_and_says_where_its_answer_is_from(fixtur
 def test_another_shape_is_measured_anew(fixture):
     fixture.measure(times(device=50.0))
     assert fixture.measure(times(per_step=50.0), num_speculative_tokens=K - 1).strategy is Strategy.PER_STEP
+
+
+def test_a_draft_of_other_weights_is_measured_anew_in_8_bits_too(fixture):
+    for size, fastest in ((16, Strategy.DEVICE_LOOP), (32, Strategy.PER_STEP)):
+        config = replace(CONFIG, intermediate_size=size)
+        fixture.model = EagleDraft(config, LlamaTarget(config).bfloat16()).bfloat16()
+        quantise_draft(fixture.model)
+        assert fixture.measure({**times(), fastest: 50.0}).strategy is fastest
 
 
 @pytest.mark.parametrize("change", ["truncated", "of another shape", "of another schema"])

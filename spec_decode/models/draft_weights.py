@@ -1,0 +1,137 @@
+"""A draft whose products read weights of fewer bits than it was loaded with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from builders.errors import did_you_mean, require
+from spec_decode.models.base import DraftModel
+from spec_decode.models.deepseek_v4 import DeepseekV4Prediction
+from spec_decode.models.grouped_mtp import GroupedPrediction
+from spec_decode.models.kernels.fp8_weight import Fp8Weight
+from spec_decode.models.layers.feed_forward import FeedForward
+from spec_decode.models.layers.grouped_attention import GroupedAttention
+from spec_decode.models.layers.linear import FusingLinear
+from spec_decode.models.layers.mla_attention import MlaAttention
+from spec_decode.models.layers.moe import Experts
+from spec_decode.models.layers.window_attention import WindowAttention
+from spec_decode.models.mtp import MultiTokenPrediction
+from spec_decode.models.mtp_draft import MtpDraft
+from spec_decode.models.target_head import TargetHead
+
+DRAFT_WEIGHTS = ("fp8",)
+"""The names of such weights: fp8 is float8_e4m3fn with a scale for each output."""
+
+_QUANTISED = (torch.bfloat16, torch.float16)
+_CAPABILITY = (8, 9)
+"""The least of a GPU that converts float8_e4m3fn."""
+_PRODUCTS: dict[type[nn.Module], tuple[str, ...]] = {
+    FusingLinear: ("weight",),
+    FeedForward: ("gate_up", "down"),
+    Experts: ("gate_up", "down"),
+    GroupedAttention: ("project_in", "out"),
+    MlaAttention: ("project_in", "q_up", "out"),
+    WindowAttention: ("project_in", "q_up", "out_up"),
+    MultiTokenPrediction: ("fuse",),
+    GroupedPrediction: ("fuse",),
+    DeepseekV4Prediction: ("from_embedding", "from_state"),
+    MtpDraft: ("head",),
+    TargetHead: ("weight",),
+}
+"""The weights that a module hands to `linear` and its kind. What else it has stays as it is: embeddings and other
+tables, norms, routers, hyper-connections, convolutions, and the projections of latent attention's heads."""
+
+
+class _Place(NamedTuple):
+    """Where a module has a weight."""
+
+    module: nn.Module
+    name: str
+
+    @property
+    def weight(self) -> object:
+        """What is there; of a target's head, the target's."""
+        found: object = getattr(self.module, self.name)
+        return self.module.shared if found is None and isinstance(self.module, TargetHead) else found
+
+
+def check_draft_weights(weights: str, dtype: torch.dtype, device: torch.device) -> None:
+    """Raise BatchError unless a draft of that dtype, on that device, can have weights of that name."""
+    require(
+        weights in DRAFT_WEIGHTS,
+        f"draft_weights is {weights!r}.{did_you_mean(str(weights), DRAFT_WEIGHTS)} Pass one of "
+        f"{', '.join(DRAFT_WEIGHTS)}, or leave it out to keep the weights as they are loaded.",
+    )
+    require(
+        dtype in _QUANTISED,
+        f"draft_weights={weights!r} is for a draft in bfloat16 or float16, and this one is in "
+        f"{str(dtype).removeprefix('torch.')}. Load the models with dtype='bfloat16', or leave draft_weights out.",
+    )
+    if device.type == "cuda":
+        found = torch.cuda.get_device_capability(device)
+        require(
+            found >= _CAPABILITY,
+            f"draft_weights={weights!r} needs a GPU of compute capability 8.9, and {device} has "
+            f"{'.'.join(map(str, found))}: it cannot convert these numbers. Leave draft_weights out.",
+        )
+
+
+def quantise_draft(draft: DraftModel, weights: str = "fp8") -> None:
+    """Store the weights of the draft's products in 8 bits, in place: float8_e4m3fn with a scale for each output.
+
+    A head that it shares with its target becomes a copy of its own; the target and the embedding stay as they are. Call
+    it before a Drafter captures graphs of the draft. What is drafted changes a little, and so does how much of it the
+    target accepts; the target's own text does not.
+
+    Raises BatchError, with nothing changed, for other names, a draft that is not in bfloat16 or float16 or has such
+    weights already, a device of compute capability below 8.9, a draft without products of this library's layers, and
+    one that reads a target's head which is more than a product.
+    """
+    places = list(_places(draft))
+    require(
+        bool(places),
+        f"{type(draft).__name__} has no product of this library's layers, whose kernels alone read 8 bits. Leave "
+        "draft_weights out.",
+    )
+    for place in places:
+        _checked(place, weights)
+    head: Fp8Weight | None = None
+    for place in places:
+        if isinstance(place.module, TargetHead):
+            # Prediction modules have a copy together.
+            made = head = Fp8Weight.of(_checked(place, weights)) if head is None else head
+        else:
+            made = Fp8Weight.of(_checked(place, weights))
+        # A parameter's name takes no module.
+        delattr(place.module, place.name)
+        setattr(place.module, place.name, made)
+
+
+def _places(draft: DraftModel) -> Iterator[_Place]:
+    for module in draft.modules():
+        names = [name for kind, names in _PRODUCTS.items() if isinstance(module, kind) for name in names]
+        places = [_Place(module, name) for name in names]
+        # A layer may do without a weight, and a head that is the target's is a module of its own.
+        absent = () if isinstance(module, TargetHead) else (TargetHead, type(None))
+        yield from (place for place in places if not isinstance(place.weight, absent))
+
+
+def _checked(place: _Place, weights: str) -> torch.Tensor:
+    """The weight as it is. Raises BatchError."""
+    weight = place.weight
+    require(
+        not isinstance(weight, Fp8Weight),
+        "the draft's weights are of 8 bits already. Load it anew for others.",
+    )
+    require(
+        weight is not None,
+        "the draft uses its target's head, and that target's logits are more than a product with one matrix, or it "
+        "does not say (TargetModel.output_projection). Leave draft_weights out, or use a draft with its own head.",
+    )
+    assert isinstance(weight, torch.Tensor)
+    check_draft_weights(weights, weight.dtype, weight.device)
+    return weight

@@ -1,0 +1,31 @@
+"""The output projection of a draft that brings none."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from spec_decode.models.base import TargetModel
+from spec_decode.models.kernels.fp8_weight import Fp8Weight
+from spec_decode.models.kernels.linear import linear
+
+
+class TargetHead(nn.Module):
+    """The target's, or a copy of it in 8 bits: the target's own stays as it is."""
+
+    weight: Fp8Weight | None
+
+    def __init__(self, target: TargetModel) -> None:
+        super().__init__()
+        # A tuple hides the target's modules from the draft's own parameters.
+        self._target = (target,)
+        self.weight = None
+
+    @property
+    def shared(self) -> torch.Tensor | None:
+        """The target's `output_projection`."""
+        return self._target[0].output_projection
+
+    def product(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden [T, H]; logits [T, V]."""
+        return self._target[0].logits(hidden) if self.weight is None else linear(hidden, self.weight)

@@ -1,0 +1,19 @@
+"""Whole rounds of drafts with weights of 8 bits: the kernels draft what the torch implementations draft."""
+
+import pytest
+import torch
+
+from builders.kernels.triton_runtime import torch_implementations
+from tests.spec_decode.models.test_draft_weights import first_logits, make
+
+
+@pytest.mark.parametrize("num_reqs", [1, 3])
+@pytest.mark.parametrize("name", ["eagle-1024", "qwen3-8b-eagle3", "glm-4.7-flash-mtp", "qwen3-8b-dflash"])
+@torch.no_grad()
+def test_a_round_in_8_bits(name, num_reqs):
+    # The interpreter truncates fp32 to bf16 where the hardware rounds.
+    draft = make(name, "fp8", torch.float16)
+    with torch_implementations():
+        wanted = first_logits(draft, num_reqs)
+    found, scored = first_logits(draft, num_reqs), wanted.isfinite()
+    assert (found - wanted)[scored].abs().max() < 0.002 * wanted[scored].abs().max()

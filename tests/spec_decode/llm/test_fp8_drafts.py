@@ -1,0 +1,105 @@
+"""The shipped drafts with weights of 8 bits, on held-out text: the target's own texts, and as many accepted tokens."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from builders import BatchError
+from spec_decode import LLM, SamplingParams
+from spec_decode.models import SHIPPED_PAIR, load_pair
+from spec_decode.models.kernels.fp8_weight import Fp8Weight
+from spec_decode.testing.held_out_text import held_out_prompts
+
+PROMPTS = held_out_prompts(12, 96)
+GREEDY = SamplingParams(max_tokens=64)
+DRAFTS = ("draft", "latent_draft", "block_draft")
+NEAR = 0.15
+"""By how many of four tokens a round the acceptance may differ. Measured on the CPU: 0.05 at most."""
+
+
+def make(draft: str | None, **settings: Any) -> LLM:
+    return LLM("pydoc", draft=draft, device="cpu", dtype="bfloat16", max_num_seqs=6, max_model_len=200, **settings)
+
+
+def accepted(draft: str, draft_weights: str | None) -> float:
+    """Draft tokens of four a round."""
+    llm = make(draft, draft_weights=draft_weights)
+    llm.generate(PROMPTS, GREEDY)
+    return llm.engine.stats.mean_accepted
+
+
+bf16 = cache(accepted)
+
+
+@cache
+def own_texts() -> list[str]:
+    """The target's, without a draft."""
+    plain = make(None, batch_invariant=True)
+    return [one.text for one in plain.generate(PROMPTS[:4], GREEDY)]
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_a_draft_in_8_bits_changes_no_greedy_text(draft: str) -> None:
+    # Where no sum depends on the batch, texts in bf16 are equal whatever is drafted.
+    for weights in (None, "fp8"):
+        llm = make(draft, draft_weights=weights, batch_invariant=True)
+        found = llm.generate(PROMPTS[:4], GREEDY)
+        assert [one.text for one in found] == own_texts() and sum(found[0].accepted) > 0
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_about_as_many_tokens_are_accepted(draft: str) -> None:
+    assert accepted(draft, "fp8") == pytest.approx(bf16(draft, None), abs=NEAR)
+
+
+WRONG = {
+    "forgotten": torch.ones_like,
+    "one for the whole weight": lambda scale: scale.mean().expand_as(scale).contiguous(),
+    "the next output's": lambda scale: scale.roll(1, -1),
+    "in reverse": lambda scale: scale.flip(-1),
+}
+
+
+@pytest.mark.parametrize("change", WRONG.values(), ids=WRONG)
+def test_wrong_scales_lose_more_than_that(change: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = Fp8Weight.of
+
+    def wrong(weight: torch.Tensor) -> Fp8Weight:
+        made = right(weight)
+        return Fp8Weight(made.values, change(made.scale))
+
+    monkeypatch.setattr(Fp8Weight, "of", wrong)
+    assert accepted("draft", "fp8") < bf16("draft", None) - 4 * NEAR
+
+
+def test_the_loaded_draft_has_8_bits_and_the_target_not() -> None:
+    llm = make("draft", draft_weights="fp8")
+    target, _ = load_pair(SHIPPED_PAIR, dtype=torch.bfloat16)
+    assert llm.pair.draft is not None
+    assert any(isinstance(part, Fp8Weight) for part in llm.pair.draft.modules())
+    for name, weight in llm.pair.target.named_parameters():
+        assert torch.equal(weight, target.get_parameter(name))
+    assert "draft's products read weights in fp8" in llm.explain()
+    assert "fp8" not in make("draft").explain()
+
+
+REFUSED = {
+    "no draft": ({"draft": None}, r"draft_weights is 'fp8' and there is no draft\. Pass draft="),
+    "float32": ({"dtype": "auto"}, r"and this one is in float32\. Load the models with dtype='bfloat16'"),
+    "another name": ({"draft_weights": "int8"}, r"draft_weights is 'int8'\..* Pass one of fp8, or leave it out"),
+    "a number": ({"draft_weights": 8}, r"draft_weights is 8\. Pass one of fp8, or leave it out"),
+}
+
+
+@pytest.mark.parametrize(("change", "why"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_is_refused_before_a_model_is_read(
+    change: dict[str, Any], why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("spec_decode.llm.llm.load", None)
+    settings: dict[str, Any] = {"draft": "draft", "dtype": "bfloat16", "draft_weights": "fp8", **change}
+    with pytest.raises(BatchError, match=why):
+        LLM("pydoc", device="cpu", **settings)

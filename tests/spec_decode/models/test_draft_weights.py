@@ -1,0 +1,174 @@
+"""Drafts whose products read weights of 8 bits: which weights these are, what they draft, and what is refused."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from attn_backends import get
+from benchmarks.random_drafts import BLOCK_DRAFTS, RANDOM_DRAFTS
+from benchmarks.rounds import RoundConfig, TimedDraft, _verified, make_drafter
+from builders import BatchError
+from spec_decode.drafter import Strategy
+from spec_decode.models import SHIPPED_PAIR, load_pair, quantise_draft
+from spec_decode.models.base import DraftModel
+from spec_decode.models.checkpoints.store import TensorStore
+from spec_decode.models.draft_weights import check_draft_weights
+from spec_decode.models.kernels.fp8_weight import Fp8Weight, widened
+from spec_decode.models.load import load_draft
+from spec_decode.models.mtp import load as load_mtp
+from spec_decode.models.mtp_draft import MtpModules
+from spec_decode.models.target_head import TargetHead
+from tests.benchmarks.test_bench_parallel import tiny_block
+from tests.benchmarks.test_bench_random_drafts import tiny
+from tests.factories import CPU
+from tests.spec_decode.models.generated import StubTarget
+from tests.spec_decode.models.generated_mtp import V3_CONFIG, v3_modules, write
+
+DRAFTS = {**RANDOM_DRAFTS, **BLOCK_DRAFTS}
+KEPT = {
+    "embed.weight", "embed", "key_up", "value_up", "out_down", "base_kernel", "predecessor_codebook",
+    "successor_codebook",
+}  # fmt: skip
+"""The last parts of names of 16-bit matrices that stay so: tables, what is folded into heads, and taps."""
+
+
+class ProductTarget(StubTarget):
+    """One whose logits are a product."""
+
+    @property
+    def output_projection(self):
+        return self.lm_head.weight
+
+
+def make(name, draft_weights=None, dtype=torch.bfloat16):
+    torch.manual_seed(0)
+    case = tiny_block(name) if name in BLOCK_DRAFTS else tiny(name)
+    return TimedDraft.of(replace(case, dtype=dtype, draft_weights=draft_weights), CPU)
+
+
+def narrow_weights(model):
+    return {path: part for path, part in model.named_modules() if isinstance(part, Fp8Weight)}
+
+
+def first_logits(draft, num_reqs=1):
+    """Those of the first token of a round, of each request."""
+    run = RoundConfig(get("torch_reference"), Strategy.EAGER, 2, num_reqs)
+    drafts = make_drafter(draft, run, CPU).propose(_verified(draft, run, CPU))
+    return drafts.logits[:, 0].clone()
+
+
+@pytest.mark.parametrize("name", DRAFTS)
+@torch.no_grad()
+def test_every_product_of_every_draft_reads_8_bits_and_drafts_what_these_numbers_draft(name):
+    narrow, wide = make(name, "fp8"), make(name)
+    weights = narrow_weights(narrow.model)
+    assert weights and all(weight.values.is_contiguous() for weight in weights.values())
+    left = {
+        path
+        for path, weight in narrow.model.named_parameters()
+        if weight.dtype == torch.bfloat16 and weight.dim() > 1 and not path.endswith(tuple(KEPT))
+    }
+    assert not left
+    before = first_logits(wide)
+    for path, weight in weights.items():
+        module = wide.model.get_submodule(path.rpartition(".")[0])
+        place = module.shared if isinstance(module, TargetHead) else wide.model.get_parameter(path)
+        assert place.dtype == torch.bfloat16 and place.shape == weight.shape
+        place.data.copy_(widened(weight.values, weight.scale))
+    found, wanted = first_logits(narrow), first_logits(wide)
+    scored = wanted.isfinite()
+    error, size = (found - wanted)[scored].abs().max(), wanted[scored].abs().max()
+    assert error < 0.015 * size < (before - wanted)[scored].abs().max()
+
+
+def test_the_target_keeps_its_head_and_the_draft_has_a_copy_in_8_bits():
+    target, draft = load_pair(SHIPPED_PAIR, dtype=torch.bfloat16)
+    head, embedding = target.lm_head.weight, target.embed.weight
+    before = head.clone(), embedding.clone()
+    quantise_draft(draft)
+    assert target.lm_head.weight is head and target.embed.weight is embedding
+    assert torch.equal(head, before[0]) and torch.equal(embedding, before[1])
+    assert torch.equal(draft.head.weight.values, Fp8Weight.of(head).values)
+    hidden = torch.ones(1, target.hidden_size).bfloat16()
+    assert not torch.equal(draft.logits(hidden), target.logits(hidden))
+
+
+def test_prediction_modules_share_a_copy_of_the_targets_head(tmp_path):
+    config = {**V3_CONFIG, "num_nextn_predict_layers": 2}
+    target = ProductTarget(vocab_size=config["vocab_size"], dtype=torch.bfloat16)
+    store = TensorStore.open(write(tmp_path, config, v3_modules(config, shared=True)))
+    draft = load_mtp(store, target, dtype=torch.bfloat16, device=CPU)
+    assert isinstance(draft, MtpModules)
+    quantise_draft(draft)
+    first, second = (module.head.weight for module in draft.prediction_modules)
+    assert isinstance(first, Fp8Weight) and first is second
+
+
+def shipped(dtype=torch.bfloat16):
+    return load_pair(SHIPPED_PAIR, dtype=dtype)[1]
+
+
+class Foreign(DraftModel):
+    """A draft of layers of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.project = nn.Linear(4, 4, dtype=torch.bfloat16)
+
+    def layer_groups(self, page_size):
+        raise NotImplementedError
+
+    def forward(self, token_ids, hidden, positions, attention):
+        raise NotImplementedError
+
+    def logits(self, hidden):
+        raise NotImplementedError
+
+
+def of_a_target_that_does_not_say(tmp_path):
+    config = {**V3_CONFIG, "num_nextn_predict_layers": 1}
+    write(tmp_path, config, v3_modules(config, shared=True))
+    return load_draft(tmp_path, StubTarget(vocab_size=config["vocab_size"], dtype=torch.bfloat16))
+
+
+REFUSED = {
+    "float32": (lambda _: shipped(torch.float32), "is in float32. Load the models with dtype='bfloat16'"),
+    "another library's layers": (lambda _: Foreign(), "Foreign has no product of this library's layers"),
+    "a head that is more than a product": (of_a_target_that_does_not_say, "Leave draft_weights out, or use a draft"),
+}
+
+
+@pytest.mark.parametrize(("draft", "why"), REFUSED.values(), ids=REFUSED)
+def test_a_draft_that_cannot_have_8_bits_is_refused_and_left_as_it_is(draft, why, tmp_path):
+    model = draft(tmp_path)
+    before = dict(model.named_parameters())
+    with pytest.raises(BatchError, match=why):
+        quantise_draft(model)
+    after = dict(model.named_parameters())
+    assert before.keys() == after.keys() and all(after[name] is before[name] for name in before)
+
+
+def test_weights_of_8_bits_are_not_made_twice():
+    draft = shipped()
+    quantise_draft(draft)
+    with pytest.raises(BatchError, match=r"of 8 bits already\. Load it anew"):
+        quantise_draft(draft)
+
+
+def test_an_unknown_name_is_answered_with_those_there_are():
+    with pytest.raises(
+        BatchError, match=r"draft_weights is 'f8'\. Did you mean fp8\? Pass one of fp8, or leave it out"
+    ):
+        quantise_draft(shipped(), "f8")
+
+
+@pytest.mark.parametrize(("capability", "fits"), [((8, 0), False), ((8, 9), True), ((9, 0), True)])
+def test_a_gpu_that_cannot_convert_8_bits_is_refused(capability, fits, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    if fits:
+        check_draft_weights("fp8", torch.float16, torch.device("cuda:0"))
+    else:
+        with pytest.raises(BatchError, match=r"needs a GPU of compute capability 8\.9, and cuda:0 has 8\.0"):
+            check_draft_weights("fp8", torch.float16, torch.device("cuda:0"))
