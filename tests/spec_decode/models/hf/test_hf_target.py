@@ -382,6 +382,13 @@ def test_logits_that_are_more_than_an_output_projection_are_refused() -> None:
         models.TransformersTarget(model)
 
 
+def test_an_output_projection_is_told_where_logits_are_its_product_alone() -> None:
+    plain, capped = (models.TransformersTarget(make_model(kind)) for kind in ("llama", "gemma2"))
+    assert plain.output_projection is plain.lm_head.weight and capped.output_projection is None
+    plain.lm_head.bias = torch.nn.Parameter(torch.zeros(plain.vocab_size))
+    assert plain.output_projection is None
+
+
 def test_an_encoder_and_a_decoder_are_refused() -> None:
     config = transformers.T5Config(vocab_size=8, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)
 
