@@ -64,6 +64,12 @@ def torch_implementations() -> Iterator[None]:
         _torch_only = before
 
 
+def stored_as(out: torch.Tensor) -> torch.Tensor:
+    """What a kernel stores to: out itself, or on the CPU fp32 of its shape. Converting that to out's dtype is then
+    torch's work, because the interpreter truncates fp32 to bf16 where the hardware rounds."""
+    return out.float() if out.device.type == "cpu" else out
+
+
 PDL_VARIABLE = "ATTN_BACKENDS_PDL"
 """Environment variable: 1 asks for programmatic dependent launch, 0 forbids it, unset takes it where it exists. Read at
 the first launch on a device."""

@@ -13,9 +13,8 @@ from torch.nn import functional as F
 
 from builders.errors import require
 from builders.kernels.op import define_op
-from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
+from builders.kernels.triton_runtime import await_previous, dependent_launch, stored_as, tl, triton
 from spec_decode.models.kernels.fp8_weight import Weight, is_scaled, operands, widened
-from spec_decode.models.kernels.stored_as import stored_as
 
 
 def batch_invariant_linear(x: torch.Tensor, weight: Weight, ends: torch.Tensor | None = None) -> torch.Tensor:

@@ -11,9 +11,8 @@ import torch
 
 from builders.errors import require, require_tensor
 from builders.kernels.op import define_op
-from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
+from builders.kernels.triton_runtime import await_previous, dependent_launch, stored_as, tl, triton
 from spec_decode.models.kernels.batch_invariance import by_row
-from spec_decode.models.kernels.stored_as import stored_as
 
 _BLOCK = 512
 

@@ -9,9 +9,8 @@ import torch
 from torch.nn import functional as F
 
 from builders.kernels.op import define_op
-from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
+from builders.kernels.triton_runtime import await_previous, dependent_launch, stored_as, tl, triton
 from spec_decode.models.kernels.add_rms_norm import AddRmsNorm
-from spec_decode.models.kernels.stored_as import stored_as
 
 
 def embed_concat(

@@ -13,9 +13,8 @@ import torch
 
 from builders.errors import require, require_tensor
 from builders.kernels.op import define_op
-from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
+from builders.kernels.triton_runtime import await_previous, dependent_launch, stored_as, tl, triton
 from spec_decode.models.kernels.batch_invariance import by_row
-from spec_decode.models.kernels.stored_as import stored_as
 
 _BLOCK_H = 1024
 """Columns of a program: a load of 16 bytes for each thread of 4 warps."""

@@ -15,8 +15,7 @@ from attn_backends.kernels.latent_rotary import check_rotary, turned
 from attn_backends.kernels.rope import Rope
 from builders.errors import require, require_tensor
 from builders.kernels.op import define_op
-from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
-from spec_decode.models.kernels.stored_as import stored_as
+from builders.kernels.triton_runtime import await_previous, dependent_launch, stored_as, tl, triton
 
 
 def mla_query_key(

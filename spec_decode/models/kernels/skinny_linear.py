@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from builders.errors import BatchError, require
 from builders.kernels.op import define_op
-from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
+from builders.kernels.triton_runtime import await_previous, dependent_launch, stored_as, tl, triton
 from spec_decode.models.kernels.add_rms_norm import add_rms_norm
 from spec_decode.models.kernels.batch_invariance import is_batch_invariant
 from spec_decode.models.kernels.batch_invariant_linear import batch_invariant_linear
@@ -22,7 +22,6 @@ from spec_decode.models.kernels.embed_concat import embedded
 from spec_decode.models.kernels.fp8_weight import Weight, is_scaled, operands, widened
 from spec_decode.models.kernels.product_kind import may_launch
 from spec_decode.models.kernels.skinny_tiling import MAX_ROWS, Tiling, power_of_two, tile_of
-from spec_decode.models.kernels.stored_as import stored_as
 
 MAX_WIDE_ROWS = 64
 """Those of a wide linear, whose weight is small enough to be read again for every _TOGETHER of them."""

@@ -8,8 +8,8 @@ import torch
 from torch.nn import functional as F
 
 from builders.kernels.op import define_op
+from builders.kernels.triton_runtime import stored_as
 from spec_decode.models.kernels.fp8_weight import Weight, operands, widened
-from spec_decode.models.kernels.stored_as import stored_as
 from spec_decode.models.kernels.streamed_linear import StreamedLinear, launch_sum_shares
 
 
