@@ -23,7 +23,7 @@ from benchmarks.cases.products import product_rows
 from benchmarks.cases.sampling import sampling_rows
 from benchmarks.cases.throughput import block_throughput_rows, throughput_rows
 from benchmarks.cases.tree_verify import tree_rows
-from benchmarks.measure import copy_bandwidth, kernel_interval
+from benchmarks.measure import DeviceRates, kernel_interval
 from benchmarks.random_drafts import BLOCK_DRAFTS, PUBLISHED_DRAFTS, RANDOM_DRAFTS
 from benchmarks.report import part_of
 from benchmarks.rows import EMPTY, Bench, BenchRow
@@ -96,10 +96,10 @@ def run(
             f"{', '.join(CPU_CASES)}, or use a machine with a GPU."
         )
     with on_device(device):
-        bandwidth, interval = (copy_bandwidth(), kernel_interval()) if on_cuda else (None, None)
+        rates, interval = (DeviceRates.measured(), kernel_interval()) if on_cuda else (None, None)
     env = msgspec.to_builtins(environment(device))
-    env |= {"copy_bytes_per_us": bandwidth and round(bandwidth), "kernel_interval_us": interval}
-    bench = Bench(device, bandwidth, env, command)
+    env |= {name: rates and round(getattr(rates, name)) for name in ("copy_bytes_per_us", "matmul_flops_per_us")}
+    bench = Bench(device, rates, {**env, "kernel_interval_us": interval}, command)
     for case in _expanded(cases):
         if not on_cuda and case not in CPU_CASES:
             bench.miss(case, f"times a CUDA device and this run is on {device.type}")

@@ -1,4 +1,4 @@
-"""Timing on a device: quantiles of host, wall and GPU time, launches, and the bandwidth that sets the floor."""
+"""Timing on a device: quantiles of host, wall and GPU time, launches, and the rates that set the floor."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ _WARMUP = 5
 _REPEATS = 40
 _CYCLES_A_MICROSECOND = 2000
 """Of a GPU's clock, at most."""
+_MATMUL_SIZE = 8192
 _QUANTILES = {"p20": 0.2, "p50": 0.5, "p80": 0.8}
 
 Quantiles = dict[str, float]
@@ -106,3 +107,29 @@ def copy_bandwidth() -> float:
     target = torch.empty_like(source)
     median = time_kernels(lambda: torch.add(source, 0, out=target), calls=4)["p50"]
     return 2 * source.numel() * source.element_size() / median
+
+
+def matmul_rate() -> float:
+    """Floating-point operations a microsecond of torch's product of two large bf16 matrices; the best of many, since no
+    floor may be above what can be reached."""
+    left, right = torch.randn(2, _MATMUL_SIZE, _MATMUL_SIZE, dtype=torch.bfloat16, device="cuda")
+    out = torch.empty_like(left)
+    best = min(_elapsed_us(lambda: torch.mm(left, right, out=out)) for _ in range(_REPEATS))
+    return 2 * _MATMUL_SIZE**3 / best
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceRates:
+    """How fast a device copies and multiplies; see `copy_bandwidth` and `matmul_rate`."""
+
+    copy_bytes_per_us: float
+    matmul_flops_per_us: float
+
+    @classmethod
+    def measured(cls) -> DeviceRates:
+        """Those of the current device, a GPU."""
+        return cls(copy_bandwidth(), matmul_rate())
+
+    def least_us(self, num_bytes: float, flops: float = 0.0) -> float:
+        """How long it takes to move so many bytes, or to do the arithmetic meanwhile if that takes longer."""
+        return max(num_bytes / self.copy_bytes_per_us, flops / self.matmul_flops_per_us)

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import torch
 
 from attn_backends import AttentionBackend
 from benchmarks.decode_fixture import shuffled_tables, token_bytes
-from benchmarks.measure import kernels_in, time_call
+from benchmarks.flops import FlopCounter
+from benchmarks.measure import DeviceRates, kernels_in, time_call
 from benchmarks.random_drafts import RandomDraft
 from benchmarks.rows import SEEN, Bench, BenchRow
 from builders import AttentionSpec
 from spec_decode.drafter import Drafter, DrafterConfig, Strategy, VerifiedTokens
 from spec_decode.drafter.strategies.base import LoopStrategy
 from spec_decode.models import DraftModel
-from spec_decode.models.deepseek_v4 import DeepseekV4Prediction
 from spec_decode.models.kernels.fp8_weight import Fp8Weight
 from spec_decode.models.layers.moe import MixtureOfExperts
+from spec_decode.models.target_head import TargetHead
 from spec_decode.paged.kv_groups import make_group
 
 
@@ -47,18 +48,21 @@ class TimedDraft:
         (group,) = self.model.layer_groups(self.spec.page_size)
         return group.layers
 
-    def step_bytes(self, num_reqs: int) -> float:
-        """What a step in 16 bits must move at least: the weights, and the KV that it sees."""
+    def step_us(self, rates: DeviceRates, num_reqs: int, flops: Mapping[str, int]) -> float:
+        """What a step in 16 bits takes at least: each weight as long as moving it or its arithmetic, whichever is
+        longer, and the KV that it sees. flops: by the weight; none where bytes alone count."""
         seen = min(self.context, self.spec.sliding_window or self.context)
         kv_bytes = num_reqs * seen * token_bytes(self.spec) * len(self.layers)
-        return weight_bytes(self.model, num_reqs, whole_round=self.at_once) + kv_bytes
+        read = weights_read(self.model, num_reqs, whole_round=self.at_once)
+        weights_us = sum(rates.least_us(size, flops.get(name, 0)) for name, size in read.items())
+        return weights_us + rates.least_us(kv_bytes)
 
     def counted(self, passes: int) -> str:
         """What a floor of so many passes counts, in words."""
         narrow = any(isinstance(module, Fp8Weight) for module in self.model.modules())
         seen = f"and {SEEN}{'; weights of 8 bits as if they had 16' if narrow else ''}"
         if self.at_once:
-            return f"every weight but embeddings once, {seen}"
+            return f"every weight but embeddings once, or the products with it where these take longer, {seen}"
         return f"{passes} times the weights of a later step, of a mixture those of the expected experts, {seen}"
 
     def labels(self, case: str, run: RoundConfig) -> BenchRow:
@@ -86,6 +90,7 @@ WHOLE, STEPS = "round", "steps"
 def time_round(bench: Bench, draft: TimedDraft, run: RoundConfig, names: Mapping[str, str]) -> Iterator[BenchRow]:
     """A row for each part that `names` gives a case name to, with the time and memory of its graphs."""
     k, num_reqs = run.num_speculative_tokens, run.num_reqs
+    flops = round_flops(draft, run, bench.device) if draft.at_once and bench.rates else {}
     drafter = None
     for part, name in names.items():
         # A graph of a whole round runs no step alone.
@@ -97,7 +102,7 @@ def time_round(bench: Bench, draft: TimedDraft, run: RoundConfig, names: Mapping
         # A temperature changes no kernel, and counting them takes longer than timing.
         kernels = kernels_in(call) / passes if bench.on_cuda and not run.temperature else None
         timing = time_call(call, bench.device, prepare=prepare)
-        floor = bench.floor_us(passes * draft.step_bytes(num_reqs))
+        floor = bench.rates and round(passes * draft.step_us(bench.rates, num_reqs, flops), 3)
         yield {
             **draft.labels(name, run),
             "num_speculative_tokens": k,
@@ -120,6 +125,16 @@ def _part(
         return drafter.propose, passes, lambda: None
     # Later steps advance the shared state: step 0 restores it before each.
     return lambda: drafter.launch_later_steps(num_reqs), passes - 1, lambda: drafter.launch_step_0(num_reqs)
+
+
+def round_flops(draft: TimedDraft, run: RoundConfig, device: torch.device) -> dict[str, int]:
+    """Floating-point operations of a round that is one step, by the weight, with those of rows that no token needs."""
+    weights, read = weights_of(draft.model), weights_read(draft.model, run.num_reqs, whole_round=True)
+    drafter = make_drafter(draft, replace(run, strategy=Strategy.EAGER), device)
+    counter = FlopCounter({name: weights[name] for name in read})
+    with counter:
+        drafter.propose(_verified(draft, run, device))
+    return counter.flops
 
 
 def make_drafter(draft: TimedDraft, run: RoundConfig, device: torch.device, *, extend_in_graph: bool = True) -> Drafter:
@@ -160,31 +175,37 @@ _TABLES = ("embed", "candidate_selector.predecessor_codebook", "candidate_select
 """What a step reads a few rows of."""
 
 
-def weight_bytes(model: DraftModel, num_reqs: int, *, whole_round: bool = False) -> float:
-    """Weights that a later step of so many requests reads: no embedding or codebook, nothing that step 0 alone uses,
-    and of a mixture's experts as many as its tokens take if each takes any with equal chance. Weights of 8 bits count
-    as those of 16 that they are compared with.
+def weights_of(model: DraftModel) -> dict[str, torch.Tensor]:
+    """Every weight, of 8 bits its values, and the target's head where the model has none of its own."""
+    weights: dict[str, torch.Tensor] = dict(model.named_parameters())
+    for name, module in model.named_modules():
+        if isinstance(module, Fp8Weight):
+            weights[name] = module.values
+        elif isinstance(module, TargetHead) and module.weight is None and module.shared is not None:
+            weights[name] = module.shared
+    return weights
+
+
+def weights_read(model: DraftModel, num_reqs: int, *, whole_round: bool = False) -> dict[str, float]:
+    """Bytes of the weights that a later step of so many requests reads: no embedding or codebook, nothing that step 0
+    alone uses, and of a mixture's experts as many as its tokens take if each takes any with equal chance. Weights of
+    8 bits count as those of 16 that they are compared with.
 
     whole_round: of a draft whose step 0 is the round, what that uses too.
     """
     of_step_0 = type(model).combine is not DraftModel.combine and not whole_round
     unread = (*_TABLES, "fc.", "aux.") if of_step_0 else _TABLES
-    sizes = {name: p.numel() * p.element_size() for name, p in model.named_parameters()}
-    narrow = {name: part for name, part in model.named_modules() if isinstance(part, Fp8Weight)}
-    sizes |= {name: 2 * weight.values.numel() for name, weight in narrow.items()}
-    read = {name: float(size) for name, size in sizes.items() if not name.startswith(unread)}
     shares = {
         f"{name}.experts.": 1 - (1 - module.routing.top_k / module.routing.num_experts) ** num_reqs
         for name, module in model.named_modules()
         if isinstance(module, MixtureOfExperts)
     }
-    for name in read:
-        read[name] *= next((share for prefix, share in shares.items() if name.startswith(prefix)), 1.0)
-    if not any(name.startswith(("lm_head", "head.")) or name == "head" for name in read):
-        read["the target's head"] = model.vocab_size * _head_width(model) * next(model.parameters()).element_size()
-    return sum(read.values())
 
+    def share(name: str) -> float:
+        return next((share for prefix, share in shares.items() if name.startswith(prefix)), 1.0)
 
-def _head_width(model: DraftModel) -> int:
-    """Columns of the output projection: those of the target's hidden state, of which a draft's may hold several."""
-    return model.hidden_size // (model.streams if isinstance(model, DeepseekV4Prediction) else 1)
+    return {
+        name: share(name) * weight.numel() * max(weight.element_size(), 2)
+        for name, weight in weights_of(model).items()
+        if not name.startswith(unread)
+    }

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from attn_backends import AttentionBackend, BackendError, Rejected, registry
+from benchmarks.measure import DeviceRates
 from builders import AdvanceLevel, AttentionSpec
 from spec_decode.source_digests import SourceRecord
 from spec_decode.tools.timing_limit import TimingLimit
@@ -41,8 +42,8 @@ class Bench:
     """A run of the bench: its device, its rows, and what it could not time."""
 
     device: torch.device
-    bandwidth: float | None
-    """Bytes a microsecond of an elementwise copy; None without a GPU."""
+    rates: DeviceRates | None
+    """None without a GPU: there are no floors."""
     env: Mapping[str, Any] = field(default_factory=dict)
     """Where it runs: the fields of `spec_decode.matrix.sources.TimingEnvironment`."""
     command: str = ""
@@ -62,7 +63,7 @@ class Bench:
 
     def floor_us(self, num_bytes: float) -> float | None:
         """How long that many bytes take at the copy bandwidth."""
-        return None if self.bandwidth is None else round(num_bytes / self.bandwidth, 3)
+        return None if self.rates is None else round(self.rates.least_us(num_bytes), 3)
 
     def miss(self, what: str, why: object) -> str:
         """Note, once, what is not timed and why; the line."""

@@ -24,7 +24,7 @@ _IN_8_BITS = ("llama3-8b-eagle", "eagle-1024")
 """Drafts that are timed with weights of 8 bits too, against the floor of 16."""
 _FLOOR_IN_8_BITS = {("llama3-8b-eagle", 1): TimingLimit("floor_ratio", 0.75)}
 _BLOCK_FLOOR = {1: TimingLimit("floor_ratio", 1.12), 32: TimingLimit("floor_ratio", 1.3)}
-"""The same of block drafts that draw all tokens at once, by the number of requests."""
+"""What a round of a block draft that draws all tokens at once may take of its floor, by the number of requests."""
 _LOOP = TimingLimit("loop_us", 4)
 """GPU time that a step of the device loop may take over one of the full loop."""
 _BLOCK_HOST = TimingLimit("host_us", 40)

@@ -79,9 +79,11 @@ class Quantiles(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
 
 
 class TimingEnvironment(Environment, frozen=True, kw_only=True):
-    """Where a timing was taken, and what its copies reached."""
+    """Where a timing was taken, and what its copies and its large products reached."""
 
     copy_bytes_per_us: float | None = None
+    matmul_flops_per_us: float | None = None
+    """Absent from reports of before it was measured."""
     kernel_interval_us: float | None = None
     """From one kernel of a graph to the next, where each does next to nothing."""
 

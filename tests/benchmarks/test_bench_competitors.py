@@ -15,6 +15,7 @@ from benchmarks.cases.compiled_steps import (
     model_step,
     step_inputs,
 )
+from benchmarks.measure import DeviceRates
 from benchmarks.random_drafts import PUBLISHED_DRAFTS
 from benchmarks.rounds import RoundConfig, TimedDraft
 from benchmarks.rows import Bench
@@ -144,7 +145,7 @@ def test_each_product_has_a_row_of_ours_beside_torchs(monkeypatch):
     monkeypatch.setattr(products, "COLD_BYTES", 0)
     monkeypatch.setattr(products, "_SMALLEST", 32 * 64)
     monkeypatch.setattr(products, "_ROWS", (1, 8))
-    bench = Bench(CPU, 1000.0)
+    bench = Bench(CPU, DeviceRates(1000.0, 1.0))
 
     rows = list(products.product_rows(bench))
 

@@ -10,10 +10,9 @@ from benchmarks.cases.draft_rounds import block_draft_rows
 from benchmarks.cases.throughput import LLAMA3_8B, AuxStatesTarget, block_throughput_rows
 from benchmarks.cases.tree_verify import tree_rows
 from benchmarks.random_drafts import BLOCK_DRAFTS, RANDOM_DRAFTS
-from benchmarks.rounds import weight_bytes
 from benchmarks.rows import Bench
 from spec_decode.models.layers.decoder_layer import DecoderLayer
-from tests.benchmarks.test_bench_random_drafts import tiny
+from tests.benchmarks.test_bench_random_drafts import tiny, weight_bytes
 from tests.factories import CPU, make_config
 
 

@@ -8,7 +8,7 @@ import torch
 from benchmarks.cases import draft_rounds
 from benchmarks.cases.draft_rounds import random_draft_rows
 from benchmarks.random_drafts import RANDOM_DRAFTS
-from benchmarks.rounds import RoundConfig, weight_bytes
+from benchmarks.rounds import RoundConfig, weights_read
 from benchmarks.rows import Bench
 from spec_decode.drafter import Strategy
 from spec_decode.tools.timing_limit import verdict
@@ -41,6 +41,10 @@ def tiny(name, drafts=RANDOM_DRAFTS):
     config = {field: TINY.get(field, value) for field, value in case.config.items()}
     sizes = {"num_reqs": (1,), "num_speculative_tokens": (2,), "context": 12}
     return replace(case, config=config, backends=("torch_reference",), dtype=torch.float32, **sizes)
+
+
+def weight_bytes(draft, num_reqs, *, whole_round=False):
+    return sum(weights_read(draft, num_reqs, whole_round=whole_round).values())
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from benchmarks import decode_fixture, measure, peers
 from benchmarks.cases import advance, backend_rounds, decode
 from benchmarks.cases.decode import PeerComparison, by_backend, comparison_rows
 from benchmarks.decode_fixture import DecodeFixture
+from benchmarks.measure import DeviceRates
 from benchmarks.report import read_report, report_bytes
 from benchmarks.rows import STOPPED, Bench, serving, with_limits
 from builders import AdvanceLevel, BatchError, advance_state
@@ -38,7 +39,7 @@ def at(p50):
 
 @pytest.fixture
 def bench():
-    return Bench(CPU, 1000.0)
+    return Bench(CPU, DeviceRates(1000.0, 1.0))
 
 
 @pytest.fixture

@@ -1,0 +1,39 @@
+"""The arithmetic of a call: how much it multiplies by each weight."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class FlopCounter(TorchDispatchMode):
+    """While it is active, adds up the floating-point operations of products with some weights in `flops`, by name.
+
+    Any operation that takes a weight, or a view of it, and another matrix is a product, whichever kernel runs it. Its
+    result [..., M, N] has M rows that a weight [..., N, K] multiplies; M rows in E groups share a weight [E, N, K].
+    Leave out embeddings and codebooks, of which operations take a few rows.
+    """
+
+    def __init__(self, weights: Mapping[str, torch.Tensor]) -> None:
+        super().__init__()
+        self.flops = dict.fromkeys(weights, 0)
+        self._names = {weight.untyped_storage().data_ptr(): name for name, weight in weights.items()}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        matrices = [x for x in args if isinstance(x, torch.Tensor) and x.dim() > 1]
+        names = [self._names.get(x.untyped_storage().data_ptr()) for x in matrices]
+        if None in names:
+            for name, weight in zip(names, matrices, strict=True):
+                if name is not None:
+                    self.flops[name] += _flops(tree_leaves(out)[-1], weight)
+        return out
+
+
+def _flops(result: torch.Tensor, weight: torch.Tensor) -> int:
+    groups = len(weight) if weight.dim() > result.dim() else 1
+    return 2 * result.shape[-2] * weight.numel() // groups
