@@ -5,6 +5,7 @@ Legend: N outputs, K inputs; further axes, of stacked weights, stand before N.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TypeAlias
 
 import torch
@@ -13,7 +14,7 @@ from torch import nn
 DTYPE = torch.float8_e4m3fn
 _LARGEST = torch.finfo(DTYPE).max
 _ROWS_AT_ONCE = 4096
-"""Rows that are quantised together: in fp32 a whole output projection would take gigabytes."""
+"""Rows that are quantised together: a copy of all experts, or of an output projection in fp32, takes gigabytes."""
 
 
 class Fp8Weight(nn.Module):
@@ -34,15 +35,18 @@ class Fp8Weight(nn.Module):
 
     @classmethod
     def of(cls, weight: torch.Tensor) -> Fp8Weight:
-        """The nearest to weight [..., N, K], finite: each output's largest number becomes the largest of 8 bits."""
+        """Round weight [..., N, K], whose numbers must be finite, to the nearest in 8 bits. The scales make the largest
+        number of each output the largest that 8 bits hold."""
         weight = weight.detach()
-        # An output of zeros has any scale but 0.
-        scale = (weight.abs().amax(-1).float() / _LARGEST).clamp(min=torch.finfo(torch.float32).tiny)
         values = torch.empty_like(weight, dtype=DTYPE, memory_format=torch.contiguous_format)
-        parts = (each.flatten(0, -2).split(_ROWS_AT_ONCE) for each in (values, weight, scale[..., None]))
+        scale = weight.new_empty(*weight.shape[:-1], 1, dtype=torch.float32)
+        parts = (each.flatten(0, -2).split(_ROWS_AT_ONCE) for each in (values, weight, scale))
         for into, rows, divisor in zip(*parts, strict=True):
-            into.copy_(rows / divisor)
-        return cls(values, scale)
+            wide = rows.float()
+            # Not 0, which an output of zeros would give.
+            divisor.copy_((wide.abs().amax(-1, True) / _LARGEST).clamp(min=torch.finfo(torch.float32).tiny))
+            into.copy_(wide / divisor)
+        return cls(values, scale[..., 0])
 
     @property
     def shape(self) -> torch.Size:
@@ -53,6 +57,13 @@ class Fp8Weight(nn.Module):
     def nbytes(self) -> int:
         """Of values and scale."""
         return self.values.nbytes + self.scale.nbytes
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Fp8Weight:
+        """Follow `Module.to` and its like to another device, but keep the dtypes: casting would drop the scale's bits,
+        and no product reads the result."""
+        device = fn(self.scale).device
+        self.values, self.scale = self.values.to(device), self.scale.to(device)
+        return self
 
     def __getitem__(self, index: slice | None) -> Fp8Weight:
         """Some of the first axis, or with None an axis of 1 before it: a view."""

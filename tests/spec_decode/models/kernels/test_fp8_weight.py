@@ -2,6 +2,9 @@
 
 import pytest
 import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from builders.errors import BatchError
 from spec_decode.models.kernels import fp8_weight
@@ -52,6 +55,40 @@ def test_a_transposed_weight_is_stored_by_rows():
     weight = draw(8, 24).mT
     found = Fp8Weight.of(weight)
     assert found.values.is_contiguous() and torch.equal(found.values, Fp8Weight.of(weight.contiguous()).values)
+
+
+def test_a_cast_of_the_module_around_it_leaves_a_weight_in_8_bits():
+    layer = nn.Module()
+    layer.weight, layer.bias = Fp8Weight.of(draw(10, 8)), nn.Parameter(torch.ones(10))
+    values, scale = layer.weight.values.clone(), layer.weight.scale.clone()
+    assert layer.half().bias.dtype == torch.float16
+    assert torch.equal(layer.weight.scale, scale) and torch.equal(layer.weight.values, values)
+    moved = layer.to("meta").weight
+    assert moved.values.is_meta and moved.scale.is_meta and is_scaled(moved.values, moved.scale)
+
+
+class Copies(TorchDispatchMode):
+    """The size of the largest tensor that is made, other than 8 bits and views of `source`."""
+
+    def __init__(self, source):
+        super().__init__()
+        self.source, self.most = source, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for made in tree_leaves(out):
+            if made.dtype != torch.float8_e4m3fn and made.untyped_storage().data_ptr() != self.source.data_ptr():
+                self.most = max(self.most, made.numel())
+        return out
+
+
+def test_a_weight_is_never_copied_whole(monkeypatch):
+    monkeypatch.setattr(fp8_weight, "_ROWS_AT_ONCE", 4)
+    weight = draw(2, 20, 8)
+    with Copies(weight) as copies:
+        Fp8Weight.of(weight)
+    # Four rows, or a scale for each of forty.
+    assert copies.most == 40
 
 
 def test_a_part_has_its_own_scales():
