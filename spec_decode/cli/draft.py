@@ -102,6 +102,11 @@ class _Options:
                 f"--strategy is {self.strategy!r}. Pass one of {', '.join(strategies)}."
                 f"{did_you_mean(self.strategy, strategies)}"
             )
+        if self.draft_weights is not None and self.drafts_with is None:
+            raise UserError(
+                f"--draft-weights is {self.draft_weights!r} and there is no draft. Pass --draft, and no -k 0, or leave "
+                "--draft-weights out."
+            )
 
     def load(self, prompts: int) -> LLM:
         """The models, ready to run so many prompts."""
@@ -258,8 +263,9 @@ def _summary(options: _Options, llm: LLM, seconds: float, first: float) -> list[
     names = [chosen.names(each) for each in (chosen.target, chosen.draft)]
     other = f", {names[1]} for the draft" if names[1] not in ("", names[0]) else ""
     dtype = str(next(llm.pair.target.parameters()).dtype).removeprefix("torch.")
+    weights = f", draft weights in {options.draft_weights}" if options.draft_weights else ""
     lines = [
-        f"backend {names[0]}{other} on {llm.pair.device}, {dtype}",
+        f"backend {names[0]}{other} on {llm.pair.device}, {dtype}{weights}",
         f"{stats.new_tokens} tokens in {seconds:.2f} s: {stats.new_tokens / max(seconds, 1e-9):.0f} tokens a second, "
         f"the first after {first:.2f} s",
     ]

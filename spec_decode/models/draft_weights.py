@@ -69,13 +69,13 @@ def check_draft_weights(weights: str, dtype: torch.dtype, device: torch.device) 
     require(
         dtype in _QUANTISED,
         f"draft_weights={weights!r} is for a draft in bfloat16 or float16, and this one is in "
-        f"{str(dtype).removeprefix('torch.')}. Load the models with dtype='bfloat16', or leave draft_weights out.",
+        f"{str(dtype).removeprefix('torch.')}. Load the models with dtype bfloat16, or leave draft_weights out.",
     )
     if device.type == "cuda":
         found = torch.cuda.get_device_capability(device)
         require(
             found >= _CAPABILITY,
-            f"draft_weights={weights!r} needs a GPU of compute capability 8.9, and {device} has "
+            f"draft_weights={weights!r} needs a GPU of compute capability 8.9 or more, and {device} has "
             f"{'.'.join(map(str, found))}: it cannot convert these numbers. Leave draft_weights out.",
         )
 
@@ -87,10 +87,14 @@ def quantise_draft(draft: DraftModel, weights: str = "fp8") -> None:
     it before a Drafter captures graphs of the draft. What is drafted changes a little, and so does how much of it the
     target accepts; the target's own text does not.
 
-    Raises BatchError, with nothing changed, for other names, a draft that is not in bfloat16 or float16 or has such
-    weights already, a device of compute capability below 8.9, a draft without products of this library's layers, and
-    one that reads a target's head which is more than a product.
+    Raises BatchError, with nothing changed, for other names, anything but a draft, a draft that is not in bfloat16 or
+    float16 or has such weights already, a device of compute capability below 8.9, a draft without products of this
+    library's layers, and one that reads a target's head which is more than a product.
     """
+    require(
+        isinstance(draft, DraftModel),
+        f"quantise_draft takes a DraftModel, got {type(draft).__name__}. Pass the draft: a target stays as it is.",
+    )
     places = list(_places(draft))
     require(
         bool(places),
@@ -125,7 +129,7 @@ def _checked(place: _Place, weights: str) -> torch.Tensor:
     weight = place.weight
     require(
         not isinstance(weight, Fp8Weight),
-        "the draft's weights are of 8 bits already. Load it anew for others.",
+        "the draft's weights are in 8 bits already. Call quantise_draft once for each draft that you load.",
     )
     require(
         weight is not None,

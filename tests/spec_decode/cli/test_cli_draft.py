@@ -47,9 +47,12 @@ def test_draft_takes_weights_of_8_bits_for_the_draft(pair, run):
     words = draft_words(pair, "x", "--dtype", "bfloat16", "--draft-weights")
     result = run(*words, "fp8", "--explain")
     assert result.exit_code == 0 and "draft's products read weights in fp8" in result.output, result.output
+    assert " on cpu, bfloat16, draft weights in fp8\n" in result.output
     refused = run(*draft_words(pair, "x", "--draft-weights", "fp8"))
     assert refused.exit_code != 0 and "this one is in float32" in refused.output
     assert "'int8' is not 'fp8'" in run(*words, "int8").output
+    plain = run(*words, "fp8", "-k", "0")
+    assert plain.exit_code != 0 and "--draft-weights is 'fp8' and there is no draft. Pass --draft, and" in plain.output
 
 
 def test_draft_finds_a_backend_for_each_of_target_and_draft(latent_pair, run):

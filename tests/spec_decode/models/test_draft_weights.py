@@ -134,7 +134,8 @@ def of_a_target_that_does_not_say(tmp_path):
 
 
 REFUSED = {
-    "float32": (lambda _: shipped(torch.float32), "is in float32. Load the models with dtype='bfloat16'"),
+    "float32": (lambda _: shipped(torch.float32), "is in float32. Load the models with dtype bfloat16"),
+    "a target": (lambda _: load_pair(SHIPPED_PAIR, dtype=torch.bfloat16)[0], "a DraftModel, got LlamaTarget. Pass the"),
     "another library's layers": (lambda _: Foreign(), "Foreign has no product of this library's layers"),
     "a head that is more than a product": (of_a_target_that_does_not_say, "Leave draft_weights out, or use a draft"),
 }
@@ -153,7 +154,7 @@ def test_a_draft_that_cannot_have_8_bits_is_refused_and_left_as_it_is(draft, why
 def test_weights_of_8_bits_are_not_made_twice():
     draft = shipped()
     quantise_draft(draft)
-    with pytest.raises(BatchError, match=r"of 8 bits already\. Load it anew"):
+    with pytest.raises(BatchError, match=r"in 8 bits already\. Call quantise_draft once"):
         quantise_draft(draft)
 
 
@@ -170,5 +171,5 @@ def test_a_gpu_that_cannot_convert_8_bits_is_refused(capability, fits, monkeypat
     if fits:
         check_draft_weights("fp8", torch.float16, torch.device("cuda:0"))
     else:
-        with pytest.raises(BatchError, match=r"needs a GPU of compute capability 8\.9, and cuda:0 has 8\.0"):
+        with pytest.raises(BatchError, match=r"needs a GPU of compute capability 8\.9 or more, and cuda:0 has 8\.0"):
             check_draft_weights("fp8", torch.float16, torch.device("cuda:0"))
