@@ -13,7 +13,7 @@ import torch
 
 from spec_decode.llm.pair import Message, Pair, load_byte_pair
 from spec_decode.models import SHIPPED_PAIR, CheckpointError, draft_names
-from spec_decode.models.load import aux_hidden_state_layers, load_draft
+from spec_decode.models.load import aux_hidden_state_layers, check_draft, load_draft
 
 Name = str | os.PathLike[str]
 
@@ -76,8 +76,10 @@ def load_published_pair(target: Path, draft: Path | None, *, dtype: torch.dtype,
     except ImportError as error:
         raise CheckpointError(str(error)) from error
     tokenizer = load_tokenizer(target)
-    if draft is not None and (draft / "tokenizer_config.json").is_file():
-        _check_same_tokens(tokenizer, load_tokenizer(draft), target, draft)
+    if draft is not None:
+        check_draft(draft)
+        if (draft / "tokenizer_config.json").is_file():
+            _check_same_tokens(tokenizer, load_tokenizer(draft), target, draft)
     model = load_model(target, dtype=dtype, device=device)
     num_layers = model.config.get_text_config().num_hidden_layers
     layers = None if draft is None else aux_hidden_state_layers(draft, num_layers)

@@ -51,6 +51,19 @@ def load_draft(
     target's `embed` (weight [V, H]), where it brings none, and `logits`. Raises CheckpointError, with nothing kept, for
     anything amiss in the folder and for a draft that does not fit the target.
     """
+    store, kind = _opened(folder)
+    draft: DraftModel = kind.load(store, target, dtype=dtype, device=torch.device(device))
+    return draft
+
+
+def check_draft(folder: Path) -> None:
+    """Raise CheckpointError for a folder that `load_draft` refuses whatever the target: to be asked before the target
+    is read, which may take minutes."""
+    _opened(folder)
+
+
+def _opened(folder: Path) -> tuple[TensorStore, Any]:
+    """A draft's checkpoint, and the module of _KINDS that loads it. Raises CheckpointError."""
     store = TensorStore.open(folder)
     # A kind that is not served is said to be one before anything else is: converting its weights would not help.
     kind = _kind_of(store, list(_KINDS.values()))
@@ -65,8 +78,7 @@ def load_draft(
             f"{folder} must hold a draft of a known kind, got architectures "
             f"{store.config.values.get('architectures')}. Known are {'; '.join(_KINDS)}."
         )
-    draft: DraftModel = kind.load(store, target, dtype=dtype, device=torch.device(device))
-    return draft
+    return store, kind
 
 
 def aux_hidden_state_layers(folder: Path, num_target_layers: int) -> tuple[int, ...] | None:

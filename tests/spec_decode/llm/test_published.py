@@ -193,6 +193,17 @@ def test_a_draft_of_another_vocabulary_is_refused(folders: tuple[Path, Path]) ->
         load(folders)
 
 
+def test_a_quantised_draft_is_refused_before_the_target_is_read(
+    folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = json.loads((folders[1] / "config.json").read_text())
+    (folders[1] / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "fp8"}}))
+    monkeypatch.setattr("spec_decode.models.hf.folder.load_model", None)
+
+    with pytest.raises(CheckpointError, match="must have no quantization_config, got quant_method 'fp8'"):
+        load(folders)
+
+
 def test_without_the_library_the_package_to_install_is_named(
     folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
