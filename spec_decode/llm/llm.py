@@ -37,7 +37,7 @@ another (24 tokens a second fell to 2 on two busy cores)."""
 class Settings(TypedDict, total=False):
     """Further settings. EngineConfig explains verification, batch_invariant and page_size, DrafterConfig tree.
 
-    - draft_weights  "fp8": the draft's products read weights of 8 bits, see the guide; None: as they are loaded
+    - draft_weights  "fp8": the draft's products read weights in 8 bits, see the guide; None: as they are loaded
     - strategy       how the later steps of a round run, see the guide; None: the fastest
     - max_model_len  most tokens of a prompt and its text; 4,096, or fewer if a model has fewer positions
     - max_num_seqs   prompts that run at once; 8. The others wait
