@@ -1,7 +1,8 @@
-"""vLLM's FlashMLA over sparse latents, with metadata that updates in a graph. Kernels, cache and prefill stay vLLM's.
+"""vLLM's FlashMLA over sparse latents, with metadata that is updated in the graph. Kernels, cache and prefill stay
+vLLM's.
 
-A draft over sparse latents has a second group: its indexer's, whose backend the model's layers pick themselves. vLLM's
-own builder of that group updates in place, so this one is all that keeps such a draft from being one graph.
+A draft over sparse latents has a second group, for its indexer. The model's layers pick that group's backend, and
+vLLM's builder for it already updates in place. With this module's builder, the whole draft can be one graph.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 from engines.vllm.v0_33.log import say_update
 
 _QUANTIZED = "fp8_ds_mla"
-"""The quantised cache of FlashMLA's sparse decode on Hopper."""
+"""The one quantised cache format that FlashMLA's sparse decode kernel reads on Hopper."""
 
 
 class InGraphSparseBuilder(FlashMLASparseMetadataBuilder):
-    """vLLM's metadata: views of its buffers, constants, and a map from tokens to requests that an update writes.
+    """vLLM's metadata: constants, views of vLLM's buffers, and a map from tokens to requests, which an update rewrites.
 
-    FlashMLA's schedule for a quantised cache is the kernel's: its first call in a graph makes it there, and later calls
-    may keep it, because vLLM passes no lengths that it could depend on.
+    For a quantised cache, FlashMLA's first call in a graph makes the schedule there. Later calls may reuse it: vLLM
+    passes the kernel no lengths, so the schedule does not depend on any.
     """
 
     supports_draft_decode_metadata_update = True
@@ -39,16 +40,16 @@ class InGraphSparseBuilder(FlashMLASparseMetadataBuilder):
         say_update(InGraphFlashMlaSparse.get_name(), [])
 
     def update_draft_decode_metadata(self, metadata: FlashMLASparseMetadata) -> None:
-        """Map tokens to requests as a build does, by one kernel: the map is one buffer for all batches of the builder.
+        """Rewrite the map from tokens to requests as build() does, with one kernel: all batches share its buffer.
 
-        Raises nothing that build() has not.
+        build() has already raised every error that this could raise.
         """
         tokens = metadata.num_decode_tokens
         compute_token_to_req_indices(metadata.query_start_loc, metadata.req_id_per_token, tokens, tokens)
 
 
 class InGraphFlashMlaSparse(FlashMLASparseBackend):
-    """vLLM's FLASHMLA_SPARSE on Hopper, without what no check has run an update over."""
+    """vLLM's FLASHMLA_SPARSE on Hopper, without the features that no check has tested an update with."""
 
     @staticmethod
     def get_name() -> str:
@@ -60,7 +61,8 @@ class InGraphFlashMlaSparse(FlashMLASparseBackend):
 
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
-        """DeepSeek-V3.2's. vLLM's takes 512 too: GLM-5.3's, whose third group, a pool's tail, does not update right."""
+        """DeepSeek-V3.2's 576. vLLM's backend also takes GLM-5.3's 512, but vLLM updates that model's third group, the
+        tail of a pool, wrongly."""
         return [576]
 
     @classmethod
@@ -81,11 +83,11 @@ class InGraphFlashMlaSparse(FlashMLASparseBackend):
 
     @classmethod
     def validate_configuration(cls, *args: Any, **asked: Any) -> list[str]:
-        """vLLM's reasons in its words, and ours in ours."""
+        """vLLM's reasons, then ours."""
         reasons: list[str] = super().validate_configuration(*args, **asked)
         held = asked.get("kv_cache_dtype")
         if held is not None and is_quantized_kv_cache(held) and held != _QUANTIZED:
-            # vLLM gives FLASHMLA_SPARSE this one for any fp8, and knows it by its name.
+            # vLLM turns any fp8 format into this one, but only for the backend named FLASHMLA_SPARSE.
             reasons.append(f"a quantised KV cache must be {_QUANTIZED}, got {held}; use --kv-cache-dtype {_QUANTIZED}")
         if get_current_vllm_config().attention_config.hisparse_config is not None:
             reasons.append("HiSparse keeps the cache on the host, and prepares each batch there; turn it off")
