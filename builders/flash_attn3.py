@@ -1,4 +1,4 @@
-"""Metadata of FlashAttention-3: views, and the lengths that its kernel is given."""
+"""Metadata for FlashAttention-3: views, and the lengths that the kernel reads."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from builders.spec import AttentionSpec
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FlashAttn3Metadata(BatchMetadata):
-    """Views, and for trees a buffer of the builder with the lengths of their prefixes.
+    """Views of the batch; for trees also a buffer of the builder, with the lengths of their prefixes.
 
     kv_lens  int32 [num_reqs]   tokens that the kernel attends to: seq_lens, or for trees the tokens cached before them
     """
@@ -27,19 +27,20 @@ class FlashAttn3Metadata(BatchMetadata):
 
 
 class FlashAttn3Builder(BatchMetadataBuilder[FlashAttn3Metadata]):
-    """Leaves out the scheduler's metadata, so the kernel prepares it on the device in every call.
+    """Passes no scheduler metadata, so the kernel prepares it on the device in every call.
 
-    On an H200, making it once a round saves about 1 us of GPU time a call and costs 20 us of host and 22 us of GPU time
-    a round; refreshing it in the graph costs 2 to 4 us more a step. Results are right even if it is stale.
+    On an H200, one preparation a round would save about 1 us of GPU time a call, and cost 20 us of host time and 22 us
+    of GPU time a round. A refresh in the graph would cost 2 to 4 us more a step. Stale scheduler metadata would not
+    change the results.
     """
 
     graph_support = GraphSupport.ALWAYS
     step_fields = ("seq_lens", "slot_mapping", "kv_lens")
 
     _MOST_SPLITS = 32
-    """Of them the kernel uses as many as fill the device, chosen on the device by each request's length."""
+    """The limit that the kernel gets. On the device, it uses as many splits as fill it, by each request's length."""
     _TILE_ROWS = 64
-    """Query rows, tokens times heads of a group, of the kernel's smallest tile."""
+    """Query rows of the kernel's smallest tile. A row is one head of a group, for one token."""
     _PARTIAL_BYTES = 64 << 20
     """Memory for the partial outputs of all splits, fp32."""
 
@@ -70,10 +71,11 @@ class FlashAttn3Builder(BatchMetadataBuilder[FlashAttn3Metadata]):
         return self.max_seq_len
 
     def _splits_of(self, batch: AttentionBatch) -> int:
-        """From the batch's shape alone, and never 0: the kernel's host code would choose by the captured lengths.
+        """Computed from the batch's shape alone. Never 0, with which the kernel's host code would choose by the lengths
+        at capture.
 
-        Splits fill a device that has few tiles, and even out requests of unlike lengths. Where requests have rows for
-        several tiles each, and the tiles fill the device, writing partial outputs costs more: 6 to 17 % on an H100.
+        Splits fill a device that has few tiles, and balance requests of different lengths. If each request has several
+        tiles and these fill the device, splits only add partial outputs to write: 6 to 17 % more time on an H100.
         """
         row_tiles = -(-batch.max_query_len * self.spec.group_size // self._TILE_ROWS)
         tiles = batch.num_reqs * self.spec.num_kv_heads * row_tiles
