@@ -1,4 +1,4 @@
-"""A draft whose products read weights of fewer bits than it was loaded with."""
+"""Store the weights of a loaded draft's products in fewer bits."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from spec_decode.models.mtp_draft import MtpDraft
 from spec_decode.models.target_head import TargetHead
 
 DRAFT_WEIGHTS = ("fp8",)
-"""The names of such weights: fp8 is float8_e4m3fn with a scale for each output."""
+"""The formats: fp8 is float8_e4m3fn with a scale for each output."""
 
 _QUANTISED = (torch.bfloat16, torch.float16)
 _CAPABILITY = (8, 9)
-"""The least of a GPU that converts float8_e4m3fn."""
+"""The lowest compute capability with instructions that convert float8_e4m3fn."""
 _PRODUCTS: dict[type[nn.Module], tuple[str, ...]] = {
     FusingLinear: ("weight",),
     FeedForward: ("gate_up", "down"),
@@ -42,25 +42,26 @@ _PRODUCTS: dict[type[nn.Module], tuple[str, ...]] = {
     MtpDraft: ("head",),
     TargetHead: ("weight",),
 }
-"""The weights that a module hands to `linear` and its kind. What else it has stays as it is: embeddings and other
-tables, norms, routers, hyper-connections, convolutions, and the projections of latent attention's heads."""
+"""The weights of each module that it passes to `linear` or a similar function. Its other weights stay as they are:
+embeddings and other tables, norms, routers, hyper-connections, convolutions, and the projections that latent attention
+folds into its heads."""
 
 
 class _Place(NamedTuple):
-    """Where a module has a weight."""
+    """An attribute of a module that holds a weight."""
 
     module: nn.Module
     name: str
 
     @property
     def weight(self) -> object:
-        """What is there; of a target's head, the target's."""
+        """The attribute's value; for a TargetHead without a weight of its own, the target's."""
         found: object = getattr(self.module, self.name)
         return self.module.shared if found is None and isinstance(self.module, TargetHead) else found
 
 
 def check_draft_weights(weights: str, dtype: torch.dtype, device: torch.device) -> None:
-    """Raise BatchError unless a draft of that dtype, on that device, can have weights of that name."""
+    """Raise BatchError unless a draft of this dtype, on this device, can have its weights in this format."""
     require(
         weights in DRAFT_WEIGHTS,
         f"draft_weights is {weights!r}.{did_you_mean(str(weights), DRAFT_WEIGHTS)} Pass one of "
@@ -83,13 +84,13 @@ def check_draft_weights(weights: str, dtype: torch.dtype, device: torch.device) 
 def quantise_draft(draft: DraftModel, weights: str = "fp8") -> None:
     """Store the weights of the draft's products in 8 bits, in place: float8_e4m3fn with a scale for each output.
 
-    A head that it shares with its target becomes a copy of its own; the target and the embedding stay as they are. Call
-    it before a Drafter captures graphs of the draft. What is drafted changes a little, and so does how much of it the
-    target accepts; the target's own text does not.
+    If the draft shares the target's head, it gets a copy of its own. The target and the embedding stay as they are.
+    Call this before a Drafter captures graphs of the draft. The drafted tokens change a little, and so does how many of
+    them the target accepts; the target's own text does not change.
 
-    Raises BatchError, with nothing changed, for other names, anything but a draft, a draft that is not in bfloat16 or
-    float16 or has such weights already, a device of compute capability below 8.9, a draft without products of this
-    library's layers, and one that reads a target's head which is more than a product.
+    Raises BatchError, with nothing changed, for an unknown format, anything but a draft, a draft that is neither in
+    bfloat16 nor float16 or has such weights already, a GPU of compute capability below 8.9, a draft that multiplies
+    with none of this library's layers, and one that uses the head of a target whose logits are more than a product.
     """
     require(
         isinstance(draft, DraftModel),
@@ -98,7 +99,7 @@ def quantise_draft(draft: DraftModel, weights: str = "fp8") -> None:
     places = list(_places(draft))
     require(
         bool(places),
-        f"{type(draft).__name__} has no product of this library's layers, whose kernels alone read 8 bits. Leave "
+        f"{type(draft).__name__} uses none of this library's linear layers, and only their kernels read 8 bits. Leave "
         "draft_weights out.",
     )
     for place in places:
@@ -106,11 +107,11 @@ def quantise_draft(draft: DraftModel, weights: str = "fp8") -> None:
     head: Fp8Weight | None = None
     for place in places:
         if isinstance(place.module, TargetHead):
-            # Prediction modules have a copy together.
+            # All prediction modules share one copy.
             made = head = Fp8Weight.of(_checked(place, weights)) if head is None else head
         else:
             made = Fp8Weight.of(_checked(place, weights))
-        # A parameter's name takes no module.
+        # nn.Module accepts no module under the name of a parameter.
         delattr(place.module, place.name)
         setattr(place.module, place.name, made)
 
@@ -119,13 +120,13 @@ def _places(draft: DraftModel) -> Iterator[_Place]:
     for module in draft.modules():
         names = [name for kind, names in _PRODUCTS.items() if isinstance(module, kind) for name in names]
         places = [_Place(module, name) for name in names]
-        # A layer may do without a weight, and a head that is the target's is a module of its own.
+        # A layer may lack a weight, and a TargetHead in the place of a head is visited as a module.
         absent = () if isinstance(module, TargetHead) else (TargetHead, type(None))
         yield from (place for place in places if not isinstance(place.weight, absent))
 
 
 def _checked(place: _Place, weights: str) -> torch.Tensor:
-    """The weight as it is. Raises BatchError."""
+    """The weight in 16 bits. Raises BatchError."""
     weight = place.weight
     require(
         not isinstance(weight, Fp8Weight),
@@ -133,8 +134,8 @@ def _checked(place: _Place, weights: str) -> torch.Tensor:
     )
     require(
         weight is not None,
-        "the draft uses its target's head, and that target's logits are more than a product with one matrix, or it "
-        "does not say (TargetModel.output_projection). Leave draft_weights out, or use a draft with its own head.",
+        "the draft uses its target's head, and the target has no output_projection: it scales or caps its logits, adds "
+        "a bias to them, or does not define the property. Leave draft_weights out, or use a draft with its own head.",
     )
     assert isinstance(weight, torch.Tensor)
     check_draft_weights(weights, weight.dtype, weight.device)

@@ -1,4 +1,4 @@
-"""The output projection of a draft that brings none."""
+"""The output projection of a draft whose checkpoint has none."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from spec_decode.models.kernels.linear import linear
 
 
 class TargetHead(nn.Module):
-    """The target's, or a copy of it in 8 bits: the target's own stays as it is."""
+    """The target's output projection. weight: a copy of it in 8 bits that is used instead, or None."""
 
     weight: Fp8Weight | None
 
@@ -23,7 +23,7 @@ class TargetHead(nn.Module):
 
     @property
     def shared(self) -> torch.Tensor | None:
-        """The target's `output_projection`."""
+        """The target's `output_projection` [V, H], None if it has none."""
         return self._target[0].output_projection
 
     def product(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,6 @@
-"""A weight stored in 8 bits, and the two forms in which a product takes its weight.
+"""A weight stored in 8 bits, and the two forms of weight that a product takes.
 
-Legend: N outputs, K inputs; further axes, of stacked weights, stand before N.
+Legend: N outputs, K inputs. Stacked weights have more axes, before N.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Fp8Weight(nn.Module):
 
     @property
     def nbytes(self) -> int:
-        """Of values and scale."""
+        """Bytes of the values and the scale."""
         return self.values.nbytes + self.scale.nbytes
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Fp8Weight:
@@ -66,27 +66,27 @@ class Fp8Weight(nn.Module):
         return self
 
     def __getitem__(self, index: slice | None) -> Fp8Weight:
-        """Some of the first axis, or with None an axis of 1 before it: a view."""
+        """A view: a slice of the first axis or, with None, a new axis of size 1 before it."""
         return Fp8Weight(self.values[index], self.scale[index])
 
 
 Weight: TypeAlias = torch.Tensor | Fp8Weight
-"""What a product multiplies by: float [..., N, K] as it is, or in 8 bits."""
+"""What a product multiplies by: a float tensor [..., N, K], or the same in 8 bits."""
 
 
 def operands(weight: Weight) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """A weight as kernels take it: its numbers [..., N, K], and their scale fp32 [..., N], None for a weight that is
-    as it is."""
+    """The arguments of a kernel for this weight: its numbers [..., N, K], and their scale fp32 [..., N], which is None
+    unless the weight is in 8 bits."""
     return (weight.values, weight.scale) if isinstance(weight, Fp8Weight) else (weight, None)
 
 
 def widened(values: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
-    """The weight of these `operands` in fp32."""
+    """The weight with these `operands`, in fp32."""
     return values.float() if scale is None else values.float() * scale[..., None]
 
 
 def is_scaled(values: torch.Tensor, scale: torch.Tensor | None) -> bool:
-    """Whether these are the `operands` of a weight: of 8 bits with their scale, or wider ones without."""
+    """Whether a weight can have these `operands`: 8 bits with a scale, or more bits without one."""
     if scale is None:
         return values.dtype != DTYPE
     return (

@@ -136,7 +136,7 @@ def of_a_target_that_does_not_say(tmp_path):
 REFUSED = {
     "float32": (lambda _: shipped(torch.float32), "is in float32. Load the models with dtype bfloat16"),
     "a target": (lambda _: load_pair(SHIPPED_PAIR, dtype=torch.bfloat16)[0], "a DraftModel, got LlamaTarget. Pass the"),
-    "another library's layers": (lambda _: Foreign(), "Foreign has no product of this library's layers"),
+    "another library's layers": (lambda _: Foreign(), "Foreign uses none of this library's linear layers"),
     "a head that is more than a product": (of_a_target_that_does_not_say, "Leave draft_weights out, or use a draft"),
 }
 
