@@ -1,7 +1,7 @@
 """Products whose rows have the same bits in every batch: one kernel, cut by the weights' sizes alone.
 
-Legend: M rows, B weights, N outputs, K inputs. Sums are in fp32 and rounded once, to the weight's dtype, with
-one of 8 bits to x's.
+Legend: M rows, B weights, N outputs, K inputs. Sums are in fp32 and rounded once: to the weight's dtype, or
+to x's if the weight is in 8 bits.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from spec_decode.models.kernels.fp8_weight import Weight, is_scaled, operands, w
 def batch_invariant_linear(x: torch.Tensor, weight: Weight, ends: torch.Tensor | None = None) -> torch.Tensor:
     """x[m, b] @ weight[b].T; [M, B, N].
 
-    x       [M, B, K], of any strides; converted to the weight's dtype in the kernel, or a weight of 8 bits to x's
+    x       [M, B, K], of any strides; the kernel converts it to the weight's dtype, or a weight in 8 bits to x's
     weight  [B, N, K], of any strides
     ends    int32 [B]: x is [M, 1, K] and sorted by weight, ends[b] is one past the last row of weight b, and rows from
             ends[-1] on take the last; the result is [M, 1, N]
@@ -41,7 +41,7 @@ def batch_invariant_linear(x: torch.Tensor, weight: Weight, ends: torch.Tensor |
 
 
 class BatchInvariantLinear(NamedTuple):
-    """As `batch_invariant_linear` has them; scale fp32 [B, N] of a weight float8_e4m3fn."""
+    """The arguments of `batch_invariant_linear`; with a weight float8_e4m3fn, its scale fp32 [B, N]."""
 
     x: torch.Tensor
     weight: torch.Tensor

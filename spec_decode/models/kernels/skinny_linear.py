@@ -34,8 +34,8 @@ _EVICT_ABOVE_BYTES = 32 << 20
 
 
 def skinny_linear(x: torch.Tensor, weight: Weight, residual: torch.Tensor | None = None) -> torch.Tensor:
-    """x @ weight^T, plus residual [M, N] where there is one; x [M, K], weight [N, K] contiguous, of one dtype or the
-    weight of 8 bits; [M, N].
+    """x @ weight^T, plus residual [M, N] where there is one; x [M, K], weight [N, K] contiguous, of x's dtype or in 8
+    bits; [M, N].
 
     Raises BatchError for more than MAX_ROWS rows and for shapes or dtypes that do not fit, with nothing run.
     """
@@ -119,9 +119,9 @@ class SkinnyLinear(NamedTuple):
     residual   as x, [M, N]: is added to the product
     eps        of the RMS norm; None: no norm
     gated      the product is a gate above up, and becomes silu(gate) * up
-    scale      fp32 [N], with a gate [2 N]: of a weight float8_e4m3fn
+    scale      fp32 [N], with a gate [2 N]: that of a weight float8_e4m3fn
 
-    Returns x + delta (empty without a delta) and the result [M, N] in the weight's dtype, with a scale in x's.
+    Returns x + delta (empty without a delta) and the result [M, N] in the weight's dtype, or in x's with a scale.
     """
 
     x: torch.Tensor

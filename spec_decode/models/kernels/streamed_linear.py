@@ -61,12 +61,12 @@ def streamed_linear(
 ) -> torch.Tensor:
     """x @ weight^T, plus bias [N] and residual [M, N] where there are such; [M, N].
 
-    x [M, K], adjacent along K; weight [N, K], contiguous, of one dtype or the weight of 8 bits. gated: weight [2 N, K]
-    holds gate above up, and the result is silu(gate) * up, with a limit silu(min(gate, limit)) * clamp(up, -limit,
-    limit), and there is no bias.
-    A weight of 8 bits takes any number of rows, and is read once for every MAX_ROWS of them. Raises BatchError for more
-    than MAX_ROWS rows of another, shapes or dtypes that do not fit, an empty weight and a limit without a gate, with
-    nothing run.
+    x [M, K], adjacent along K; weight [N, K], contiguous, of x's dtype or in 8 bits. gated: weight [2 N, K] holds gate
+    above up, and the result is silu(gate) * up, with a limit silu(min(gate, limit)) * clamp(up, -limit, limit), and
+    there is no bias.
+    A weight in 8 bits takes any number of rows and is read once for every MAX_ROWS of them; another takes 1 to
+    MAX_ROWS. Raises BatchError for another number of rows, shapes or dtypes that do not fit, an empty weight and a
+    limit without a gate, with nothing run.
     """
     values, scale = operands(weight)
     require(
@@ -91,8 +91,8 @@ def streamed_groups(
     """Rows sorted by group, each times its group's weight; [M, N].
 
     x       float [M, K], or [T, K] with tokens
-    weight  as x or of 8 bits, [E, N, K], contiguous; gated: [E, 2 N, K], gate above up, and a row becomes silu(gate) *
-            up
+    weight  of x's dtype or in 8 bits, [E, N, K], contiguous; gated: [E, 2 N, K], gate above up, and a row becomes
+            silu(gate) * up
     ends    int32 [E]: one past each group's last row; rows from ends[-1] on are of the last group
     tokens  int64 [M], in 0..T-1: the row of x that each of the M rows is; None: they are x
     limit   of gated: with it, silu(min(gate, limit)) * clamp(up, -limit, limit)
@@ -120,8 +120,8 @@ class Cut(NamedTuple):
 class StreamedLinear(NamedTuple):
     """Rows x, the weight or the weights of groups, and what comes after; None for what a form does without.
 
-    As `streamed_linear` and `streamed_groups` have them. scale: fp32 [N], with a gate [2 N], with ends [E, ...] of
-    these, of a weight float8_e4m3fn. Returns the result [M, N] in x's dtype.
+    As `streamed_linear` and `streamed_groups` have them. scale: that of a weight float8_e4m3fn, fp32 [N], with a gate
+    [2 N], with ends [E, N] or [E, 2 N]. Returns the result [M, N] in x's dtype.
     """
 
     x: torch.Tensor
@@ -235,7 +235,7 @@ class StreamedLinear(NamedTuple):
     def cut(self, tile: StreamedTiling | None = None) -> Cut:
         """How the product is cut; tile: of the program, None: as `streamed_tiling` does.
 
-        Raises BatchError for a tile that groups cannot have, and for a bulk copy of a weight of 8 bits.
+        Raises BatchError for a tile that groups cannot have, and for a bulk copy of a weight in 8 bits.
         """
         (w_rows, inputs), itemsize = self.weight.shape[-2:], self.weight.element_size()
         groups = 0 if self.ends is None else self.weight.shape[0]
@@ -361,7 +361,7 @@ _streamed_linear = define_op("spec_decode::streamed_linear", StreamedLinear)
 def streamed_kernel(
     x_ptr,  # [M, K]; with tokens [T, K]
     w_ptr,  # [N, K], with a gate [2 N, K]; with ends [E, N, K] or [E, 2 N, K]
-    scale_ptr,  # fp32 [N], with a gate [2 N], with ends [E] of these, of w; or None
+    scale_ptr,  # of w, or None: fp32 [N], with a gate [2 N]; with ends [E, N] or [E, 2 N]
     ends_ptr,  # int32 [E], one past each group's last row, or None
     tokens_ptr,  # int64 [M], the row of x for each sorted row, or None
     bias_ptr,  # [N], or None

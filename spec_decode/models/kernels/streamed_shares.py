@@ -29,7 +29,7 @@ def sum_shares(shares: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 
 class StreamedShares(NamedTuple):
-    """As `streamed_shares` has them; scale fp32 [N] of a weight float8_e4m3fn."""
+    """The arguments of `streamed_shares`; with a weight float8_e4m3fn, its scale fp32 [N]."""
 
     x: torch.Tensor
     weight: torch.Tensor

@@ -35,7 +35,7 @@ _BLOCK_BYTES = 256
 """Inputs of a row that are loaded at a time, in bytes."""
 
 _BLOCK_K = 128
-"""The same in inputs, at most: those of 8 bits are converted in registers, which would not hold more."""
+"""The most inputs that are loaded at a time: 8-bit ones are converted in registers, which would not hold more."""
 
 _MOST_STAGES = 6
 """Tiles in flight for a program that has its multiprocessor to itself; more gain nothing."""
@@ -107,7 +107,7 @@ def streamed_tiling(
 ) -> StreamedTiling:
     """For so many rows, a weight of n rows of k inputs of itemsize bytes, and a device's room.
 
-    Inputs of the rows themselves have 2 bytes at least.
+    An input of x has 2 bytes at least, whatever itemsize is.
 
     groups: weights that rows are sorted by; 0: there is one, for all rows. gated: the weight is of gate and up.
     """
@@ -132,7 +132,7 @@ def streamed_tiling(
         width = _BLOCK_BYTES // 2
     elif tma:
         most -= 1
-    # As many of the weight's rows would take the room of a tile.
+    # Rows of the weight that would take as much memory as its tile and those of x together.
     height = block_n + (block_m + block_m2) * max(1, 2 // itemsize)
     if 2 * height * width > room.shared_memory:
         width //= 2  # a device with little shared memory does not hold two such tiles

@@ -117,7 +117,7 @@ MAX_STREAMED_ROWS = 1024
 
 
 def grouped_linear(rows: torch.Tensor, weight: Weight, ends: torch.Tensor) -> torch.Tensor:
-    """rows [R, K] sorted by group, weight [E, N, K] of one dtype or of 8 bits, ends int32 [E]: one past each group's
+    """rows [R, K] sorted by group, weight [E, N, K] of their dtype or in 8 bits, ends int32 [E]: one past each group's
     last row.
 
     [R, N], where a row of group e is row @ weight[e].T. The work is of fixed shape, so a graph can hold it. Only the
