@@ -17,6 +17,8 @@ from spec_decode.cli.main import main
 from spec_decode.llm import LLM, SamplingParams
 from spec_decode.llm.pair import Pair
 from spec_decode.models import CheckpointError
+from spec_decode.models.causal_lm import CausalDraft
+from spec_decode.models.kernels.fp8_weight import Fp8Weight
 from tests.factories import CPU
 from tests.spec_decode.models.test_speculators_drafts import FOLDERS
 
@@ -191,6 +193,18 @@ def test_a_draft_of_another_vocabulary_is_refused(folders: tuple[Path, Path]) ->
 
     with pytest.raises(CheckpointError, match=r"9 .*8|8 .*9"):
         load(folders)
+
+
+def test_a_tied_output_projection_is_copied_in_8_bits_and_the_embedding_stays(folders: tuple[Path, Path]) -> None:
+    write_model(folders[1], tie_word_embeddings=True)
+    greedy = SamplingParams(max_tokens=6, ignore_eos=True)
+    plain = LLM(folders[0], device="cpu", dtype="bfloat16")
+    llm = LLM(folders[0], draft=folders[1], device="cpu", dtype="bfloat16", draft_weights="fp8")
+
+    draft = llm.pair.draft
+    assert isinstance(draft, CausalDraft) and isinstance(draft.lm_head.weight, Fp8Weight)
+    assert torch.equal(draft.lm_head.weight.values, Fp8Weight.of(draft.embed.weight).values)
+    assert llm.generate("the cat", greedy)[0].token_ids == plain.generate("the cat", greedy)[0].token_ids
 
 
 def test_a_quantised_draft_is_refused_before_the_target_is_read(
