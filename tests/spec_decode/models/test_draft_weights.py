@@ -1,6 +1,7 @@
 """Drafts whose products read weights of 8 bits: which weights these are, what they draft, and what is refused."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from benchmarks.random_drafts import BLOCK_DRAFTS, RANDOM_DRAFTS
 from benchmarks.rounds import RoundConfig, TimedDraft, _verified, make_drafter
 from builders import BatchError
 from spec_decode.drafter import Strategy
-from spec_decode.models import SHIPPED_PAIR, load_pair, quantise_draft
+from spec_decode.models import SHIPPED_PAIR, dspark, load_pair, quantise_draft
 from spec_decode.models.base import DraftModel
 from spec_decode.models.checkpoints.store import TensorStore
 from spec_decode.models.draft_weights import check_draft_weights
@@ -23,15 +24,27 @@ from spec_decode.models.target_head import TargetHead
 from tests.benchmarks.test_bench_parallel import tiny_block
 from tests.benchmarks.test_bench_random_drafts import tiny
 from tests.factories import CPU
-from tests.spec_decode.models.generated import StubTarget
+from tests.spec_decode.models.generated import Generated, StubTarget, make_causal
 from tests.spec_decode.models.generated_mtp import V3_CONFIG, v3_modules, write
+from tests.spec_decode.models.grouped_mtp_oracle import MIMO_CONFIG, QWEN_MOE_CONFIG, grouped_tensors
 
-DRAFTS = {**RANDOM_DRAFTS, **BLOCK_DRAFTS}
+CASES = {name: tiny(name) for name in RANDOM_DRAFTS} | {name: tiny_block(name) for name in BLOCK_DRAFTS}
+_DFLASH = CASES["qwen3-8b-dflash"]
+_MARKOV = {"markov_head_type": "vanilla", "markov_rank": 8}
+CASES["a DSpark draft"] = replace(_DFLASH, kind=dspark, config=_DFLASH.config | _MARKOV)
+V3_VOCAB = {"vocab_size": V3_CONFIG["vocab_size"]}
+CHECKPOINTS = {
+    "a language model": (make_causal, {}),
+    "grouped heads before a mixture": (lambda: Generated(QWEN_MOE_CONFIG, grouped_tensors(QWEN_MOE_CONFIG)), V3_VOCAB),
+    "grouped heads with biases": (lambda: Generated(MIMO_CONFIG, grouped_tensors(MIMO_CONFIG)), V3_VOCAB),
+}
+"""Kinds that the bench has none of: a checkpoint, and its target's sizes."""
+DRAFTS = [*CASES, *CHECKPOINTS]
 KEPT = {
     "embed.weight", "embed", "key_up", "value_up", "out_down", "base_kernel", "predecessor_codebook",
-    "successor_codebook",
+    "successor_codebook", "shared.gate", "markov_w1.weight",
 }  # fmt: skip
-"""The last parts of names of 16-bit matrices that stay so: tables, what is folded into heads, and taps."""
+"""The last parts of names of 16-bit matrices that stay so: tables, what is folded into heads, taps and gates."""
 
 
 class ProductTarget(StubTarget):
@@ -44,8 +57,16 @@ class ProductTarget(StubTarget):
 
 def make(name, draft_weights=None, dtype=torch.bfloat16):
     torch.manual_seed(0)
-    case = tiny_block(name) if name in BLOCK_DRAFTS else tiny(name)
-    return TimedDraft.of(replace(case, dtype=dtype, draft_weights=draft_weights), CPU)
+    return TimedDraft.of(replace(CASES[name], dtype=dtype, draft_weights=draft_weights), CPU)
+
+
+def load_from(folder, name, draft_weights=None):
+    checkpoint, sizes = CHECKPOINTS[name]
+    model = load_draft(checkpoint().write(folder), ProductTarget(dtype=torch.bfloat16, **sizes))
+    if draft_weights is not None:
+        quantise_draft(model, draft_weights)
+    (group,) = model.layer_groups(16)
+    return TimedDraft(model=model, spec=group.spec, context=12)
 
 
 def narrow_weights(model):
@@ -61,8 +82,9 @@ def first_logits(draft, num_reqs=1):
 
 @pytest.mark.parametrize("name", DRAFTS)
 @torch.no_grad()
-def test_every_product_of_every_draft_reads_8_bits_and_drafts_what_these_numbers_draft(name):
-    narrow, wide = make(name, "fp8"), make(name)
+def test_every_product_of_every_draft_reads_8_bits_and_drafts_what_these_numbers_draft(name, tmp_path):
+    made = make if name in CASES else partial(load_from, tmp_path)
+    narrow, wide = made(name, "fp8"), made(name)
     weights = narrow_weights(narrow.model)
     assert weights and all(weight.values.is_contiguous() for weight in weights.values())
     left = {
