@@ -144,10 +144,12 @@ class PagedAttentionArguments(NamedTuple):
         # The interpreter truncates fp32 to bf16 where the hardware rounds: let torch do that conversion.
         out_dtype = torch.float32 if interpreted else query.dtype
         out = torch.empty(tokens, heads, value_dim, dtype=out_dtype, device=query.device)
+        # A single split writes to `out` and has no lse; the kernel takes a pointer all the same.
         partial = torch.empty(splits, tokens, heads, value_dim, device=query.device) if split else out
         lse = torch.empty(splits, tokens, heads, device=query.device) if split else out
         block_d, block_dv = triton.next_power_of_2(dim), triton.next_power_of_2(value_dim)
         fixed, max_rows = self.batch_invariant, self.max_query_len * group
+        # tl.dot takes 16 rows at least. A batch-invariant tile must not follow max_query_len, which is the batch's.
         block_m = max(16, min(64, triton.next_power_of_2(group if fixed else max_rows)))
         tiles = triton.cdiv(max_rows, block_m)
         grid = (self.seq_lens.shape[0] * tiles, kv_heads, splits)
@@ -310,7 +312,7 @@ def attention_kernel(
     FP32_DOT: tl.constexpr,  # multiply in fp32, for the interpreter
     PDL: tl.constexpr,  # programmatic dependent launch
 ):
-    """o = softmax(sm_scale q k^T, masked) v. A program has M query rows of one KV head and one split of their tokens.
+    """o = softmax(sm_scale q k^T, masked) v. A program has M query rows of one KV head and one split of KV tokens.
 
     Grid [R * num_m_blocks, Hkv, S]. Of each row the program keeps the maximum m_i of the scores qk so far, l_i, the sum
     of p = 2^(qk - m_i), and acc, that of p v; alpha = 2^(m_i - m_ij) brings both to a new maximum m_ij.
@@ -326,7 +328,7 @@ def attention_kernel(
     q_start = tl.load(query_start_loc_ptr + request)
     q_len = tl.load(query_start_loc_ptr + request + 1) - q_start
     # Loaded before the branch, so that this load is under way while the branch waits for those above.
-    seq_len = length_within(tl.load(seq_lens_ptr + request), max_len)
+    seq_len = length_within(tl.load(seq_lens_ptr + request), max_len)  # 0 for a padding request
     if m_block * BLOCK_M >= q_len * GROUP:
         return
 
@@ -339,14 +341,15 @@ def attention_kernel(
     q_pos = context_len + offs_m // GROUP
     if TREE:
         ancestors = tl.load(tree_masks_ptr + q_token, mask=mask_m, other=0)
-        # A mask of 0 gives the position before the root's, whose window begins a token before the root's. mask_n hides
-        # that token, so such a query sees of the context what the root does, as in the reference.
+        # A query stands as deep in its tree as it has ancestors, itself included. A token without a mask yet (0) comes
+        # out one before the root, and its window too; kv_start below cuts that token off, so such a query sees the
+        # context that the root sees, as in the reference.
         q_pos = context_len + _popcount(ancestors) - 1
     offs_d = tl.arange(0, BLOCK_D)
     offs_dv = tl.arange(0, BLOCK_DV)
 
-    # 3. The range of KV tokens that any row of this tile sees, and this split's blocks of it. A padding request, of
-    # seq_len 0, has no keys: its range is empty and its rows are 0.
+    # 3. The KV tokens that the rows of this tile see, kv_start to kv_end, and this split's blocks of them, lo to hi. A
+    # padding request, of seq_len 0, has no keys: its range is empty and its rows are 0.
     last_row = tl.minimum(m_block * BLOCK_M + BLOCK_M, q_len * GROUP) - 1
     kv_end = tl.where(seq_len > 0, context_len + last_row // GROUP + 1, 0)
     kv_start = 0
@@ -354,7 +357,7 @@ def attention_kernel(
         kv_start = tl.maximum(context_len + (m_block * BLOCK_M) // GROUP - SLIDING_WINDOW + 1, 0)
     if not IS_CAUSAL:
         kv_end = seq_len
-    if TREE:  # any token may be the root's child, and any may be seen
+    if TREE:  # the order of query tokens says neither how deep they stand nor whom they see: take the widest range
         kv_end = seq_len
         if SLIDING_WINDOW > 0:
             kv_start = tl.maximum(context_len - SLIDING_WINDOW + 1, 0)  # the root's window
@@ -399,15 +402,16 @@ def attention_kernel(
         if FP32_DOT:
             k = k.to(tl.float32)
             v = v.to(tl.float32)
-        # 5b. qk [M, N], capped and masked
+        # 5b. qk [M, N], capped and masked. "ieee" keeps fp32 operands from being rounded to TF32.
         qk = tl.dot(q, k, input_precision="ieee") * sm_scale
         if HAS_SOFTCAP:
             qk = apply_softcap(qk, softcap)
-        qk = qk * LOG2_E
+        qk = qk * LOG2_E  # not folded into sm_scale: the cap applies to exponents of e
         if TREE:
             qk_mask = seen_in_tree(ancestors[:, None], (offs_n - context_len)[None, :]) & mask_n[None, :]
         elif IS_CAUSAL:
-            # Without mask_n: the tile's last query is at kv_end - 1. Padding rows see more, and are not stored.
+            # Without mask_n: a query sees up to its own position, and the last one's is kv_end - 1. Padding rows see
+            # more, and are not stored.
             qk_mask = offs_n[None, :] <= q_pos[:, None]
         else:
             qk_mask = mask_n[None, :]
@@ -437,7 +441,7 @@ def attention_kernel(
         acc.to(o_ptr.dtype.element_ty),
         mask=mask_m[:, None] & (offs_dv[None, :] < VALUE_DIM),
     )
-    if NUM_SPLITS > 1:
+    if NUM_SPLITS > 1:  # a row that saw no token of this split gets -inf, by log2(0)
         tl.store(lse_ptr + row_offs, m_i + tl.log2(l_i), mask=mask_m)
 
 
@@ -449,14 +453,18 @@ def length_within(seq_len, max_len):
 
 @triton.jit
 def seen_in_tree(ancestors, query_token):
-    """Whether query tokens with these ancestors, int64, see those of these numbers; below 0 stands what was cached."""
-    bit = tl.minimum(tl.maximum(query_token, 0), 63).to(tl.int64)
+    """Whether a query token with this mask of ancestors, int64, sees a request's query token of this index; one below 0
+    was cached before the tree, and every query sees it. The two broadcast."""
+    bit = tl.minimum(tl.maximum(query_token, 0), 63).to(tl.int64)  # the caller hides tokens beyond the tree
     return (query_token < 0) | ((ancestors >> bit) & 1 != 0)
 
 
 @triton.jit
 def _popcount(word):
-    """How many bits of each int64 are set, as int32: pairs, nibbles and bytes are summed side by side."""
+    """How many bits of each int64 are set, as int32: pairs, nibbles and bytes are summed side by side.
+
+    Written out, since the interpreter runs no libdevice function.
+    """
     x = word.to(tl.uint64)
     x = x - ((x >> 1) & 0x5555555555555555)
     x = (x & 0x3333333333333333) + ((x >> 2) & 0x3333333333333333)
@@ -499,7 +507,7 @@ def merge_kernel(
     VALUE_DIM: tl.constexpr,  # Dv
     BLOCK_DV: tl.constexpr,  # Dv, rounded up to a power of two
     NUM_SPLITS: tl.constexpr,  # S
-    BLOCK_S: tl.constexpr,  # S, likewise
+    BLOCK_S: tl.constexpr,  # S, rounded up to a power of two
     HAS_SINKS: tl.constexpr,
     IN_ORDER: tl.constexpr,  # add the splits one after another
     PDL: tl.constexpr,  # programmatic dependent launch
@@ -514,7 +522,7 @@ def merge_kernel(
     head = tl.program_id(1)
     split = tl.arange(0, BLOCK_S)
     offs_dv = tl.arange(0, BLOCK_DV)
-    # 1. Load each split's lse [S] and o [S, Dv]
+    # 1. Load each split's lse [S] and o [S, Dv]; with IN_ORDER the loop of 3. loads o
     offs = (split.to(tl.int64) * num_tokens + q_token) * HEADS + head
     lse = tl.load(lse_ptr + offs, mask=split < NUM_SPLITS, other=float("-inf"))
     if not IN_ORDER:
@@ -538,7 +546,7 @@ def merge_kernel(
             i = (split_i * num_tokens + q_token) * HEADS + head
             lse_i = tl.load(lse_ptr + i)
             o_i = tl.load(o_partial_ptr + i * VALUE_DIM + offs_dv, mask=offs_dv < VALUE_DIM, other=0.0)
-            w_i = tl.exp2(lse_i - m_all) + tl.zeros_like(o_i)
+            w_i = tl.exp2(lse_i - m_all) + tl.zeros_like(o_i)  # [BLOCK_DV], like tl.fma's other operands
             l_all += w_i
             acc = tl.fma(tl.where(lse_i == float("-inf"), 0.0, o_i), w_i, acc)
     else:

@@ -40,7 +40,7 @@ _EVICT_ABOVE_BYTES = 32 << 20
 """Weights of more bytes are the first that the L2 cache drops: it would not hold them until the next step anyway."""
 
 _SUM_BLOCK = 512
-"""Outputs of a program that adds shares."""
+"""Outputs of a program that adds shares: 16 bytes of fp32 for each thread of its 4 warps."""
 
 
 def num_shares(x: torch.Tensor, weight: Weight) -> int:
@@ -253,6 +253,7 @@ class StreamedLinear(NamedTuple):
                 "a weight of 8 bits is fetched by a program's threads, got a tiling with tma=True. Use "
                 "streamed_tiling's, with itemsize=1."
             )
+        # A share is whole blocks of K, rounded up: fewer shares than the tiling's may then cover K.
         share = triton.cdiv(triton.cdiv(inputs, tile.block_k), tile.shares) * tile.block_k
         return Cut(tile, share, triton.cdiv(inputs, share))
 
@@ -370,13 +371,13 @@ def streamed_kernel(
     M,
     stride_xm,  # of a row
     k_per_share,  # inputs of a program, a multiple of BLOCK_K
-    limit,  # of gate and up, or None
+    limit,  # the gate's maximum, and up's in absolute value; or None
     N: tl.constexpr,  # SPLIT_K: all rows of the weight
     K: tl.constexpr,
     GROUPS: tl.constexpr,  # E; 0 without ends
     GATED: tl.constexpr,  # w is gate above up; never with SPLIT_K
     SPLIT_K: tl.constexpr,  # store a share's sums as they are, for sum_shares_kernel
-    EVICTION: tl.constexpr,  # the eviction policy of the weight's loads
+    EVICTION: tl.constexpr,  # the eviction policy of the weight's loads; "" is the default one
     BLOCK_M: tl.constexpr,  # rows of the first tile
     BLOCK_M2: tl.constexpr,  # rows of the second tile, or 0
     BLOCK_N: tl.constexpr,  # rows of the weight in a tile; with a gate half of them are the up projection's
@@ -388,9 +389,13 @@ def streamed_kernel(
 ):
     """y = epilogue(x @ w^T * scale). A program has one tile of outputs, and one share of K, for all rows or a group's.
 
-    Grid [tiles of outputs, shares], with ends_ptr [M * tiles of outputs, shares]: neighbours have the tiles of one row.
-    A tile of the weight is loaded once and multiplied with BLOCK_M rows and BLOCK_M2 rows after them: a tile's sizes
-    are powers of two, and 80 rows make 64 and 16. With ends_ptr BLOCK_M2 is 0.
+    Epilogue: silu(gate) * up with a gate, else + bias; then + residual. A tile of the weight is loaded once and
+    multiplied with BLOCK_M rows and BLOCK_M2 rows after them: a tile's sizes are powers of two, and 80 rows make 64 and
+    16. Grid [tiles of outputs, shares].
+
+    With ends_ptr BLOCK_M2 is 0 and the grid is [M * tiles of outputs, shares]: the host does not know where groups end,
+    so every sorted row has a program for each tile, and those of one row are neighbours. Only the programs of every
+    BLOCK_M-th row of a group have work.
     """
     # 1. The outputs and the share of this program. With a gate the first half of a tile's rows are of the gate, the
     # second of the up projection for the same outputs: rows n and N + n of w. _store takes the halves apart.
@@ -399,10 +404,12 @@ def streamed_kernel(
     pid_n = tl.program_id(0) if ends_ptr is None else tl.program_id(0) % NUM_TILES
     offs_b = tl.arange(0, BLOCK_N)
     n_start = pid_n * TILE_N
-    offs_n = n_start + offs_b % TILE_N
-    offs_w = offs_n + offs_b // TILE_N * N
+    offs_n = n_start + offs_b % TILE_N  # the output of each row of the tile
+    offs_w = offs_n + (offs_b // TILE_N) * N  # its row of w
     mask_n = offs_n < N
     k_start = tl.program_id(1) * k_per_share
+    # The weight is no result of an earlier kernel, so it may be fetched before the wait. ends_ptr is one, and it says
+    # which group's weight this program reads.
     if ends_ptr is None:
         prefetch_weight(w_ptr, offs_w, k_start, N * (2 if GATED else 1), K, BLOCK_K, PDL)
     await_previous(PDL)
@@ -411,7 +418,7 @@ def streamed_kernel(
     offs_m = tl.arange(0, BLOCK_M)
     m_end = M
     if ends_ptr is not None:
-        # One for every sorted row: the first of each BLOCK_M rows of a group has their tile, and the others no rows.
+        # offs_m becomes pid_m and the BLOCK_M - 1 rows after it, or M throughout for a program without rows.
         pid_m = tl.program_id(0) // NUM_TILES
         offs_m, m_end, group = _rows_of_group(ends_ptr, pid_m, offs_m, M, GROUPS, BLOCK_M, BLOCK_E)
         w_ptr += group.to(tl.int64) * (N * (2 if GATED else 1)) * K
@@ -420,7 +427,7 @@ def streamed_kernel(
     x_rows = offs_m if tokens_ptr is None else tl.load(tokens_ptr + offs_m, mask=offs_m < m_end, other=0)
     w_ptrs = w_ptr + offs_w.to(tl.int64)[:, None] * K
     x_ptrs = x_ptr + x_rows.to(tl.int64)[None, :] * stride_xm
-    # A program without rows, whose offs_m are all M, reads nothing.
+    # A program without rows has no inputs: the loop does not run, and the store is masked.
     k_end = tl.where(tl.min(offs_m, 0) < m_end, tl.minimum(k_start + k_per_share, K), k_start)
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     if BLOCK_M2:
@@ -428,7 +435,8 @@ def streamed_kernel(
         x2_ptrs = x_ptr + offs_m2.to(tl.int64)[None, :] * stride_xm
         acc2 = tl.zeros((BLOCK_N, BLOCK_M2), tl.float32)
 
-    # 3. w @ x^T, BLOCK_K inputs at a time: acc [BLOCK_N, BLOCK_M], acc2 [BLOCK_N, BLOCK_M2]
+    # 3. w @ x^T, BLOCK_K inputs at a time: acc [BLOCK_N, BLOCK_M], acc2 [BLOCK_N, BLOCK_M2]. Shares are multiples of
+    # BLOCK_K, so only the end of K cuts a block short. "ieee" keeps fp32 operands from being rounded to TF32.
     for k in tl.range(k_start, k_end, BLOCK_K, num_stages=STAGES):
         offs_k = k + tl.arange(0, BLOCK_K)
         if K % BLOCK_K == 0:
@@ -499,7 +507,7 @@ def sum_shares_kernel(
     residual_ptr,  # [M, N], or None
     y_ptr,  # out: [M, N]
     M,
-    limit,  # of gate and up, or None
+    limit,  # the gate's maximum, and up's in absolute value; or None
     N: tl.constexpr,
     GATED: tl.constexpr,
     NUM_SHARES: tl.constexpr,
@@ -552,7 +560,7 @@ def _store(
     residual_ptr,  # [M, N], or None
     y_ptr,  # out: [M, N]; SPLIT_K: fp32 [shares, M, N]
     M,
-    limit,  # of gate and up, or None
+    limit,  # the gate's maximum, and up's in absolute value; or None
     n_start,  # the program's first output
     N: tl.constexpr,
     GATED: tl.constexpr,
@@ -570,7 +578,8 @@ def _store(
     else:
         up = y
         if GATED:
-            # The first half of a tile's columns is of the gate, the second of the up projection.
+            # y's columns are TILE_N of the gate, then TILE_N of the up projection. tl.split wants the two as the last
+            # axis: [BLOCK_M, 2, TILE_N] becomes [BLOCK_M, TILE_N, 2].
             halves = tl.permute(tl.reshape(y, (BLOCK_M, 2, TILE_N)), (0, 2, 1))
             y, up = tl.split(halves)
         epilogue(y, up, bias_ptr, residual_ptr, y_ptr, offs_m.to(tl.int64)[:, None], offs_n, mask, limit, N, GATED)
@@ -579,7 +588,7 @@ def _store(
 @triton.jit
 def _rows_of_group(
     ends_ptr,  # int32 [E]
-    pid_m,  # a sorted row
+    pid_m,  # that this program was launched for
     offs_m,  # [BLOCK_M], counted from the first of this program
     M,
     GROUPS: tl.constexpr,
@@ -589,8 +598,7 @@ def _rows_of_group(
     """The sorted rows of this program, one past their group's last, and the group. Without rows all are M, the number
     of sorted rows.
 
-    There is a program for every sorted row, since the host does not know where groups end. Of a group's rows every
-    BLOCK_M-th has a tile, and the programs of the others have no rows.
+    Of a group's rows every BLOCK_M-th has a tile, and the programs of the others have no rows.
     """
     INT32_MAX: tl.constexpr = 2**31 - 1
     offs_e = tl.arange(0, BLOCK_E)

@@ -43,7 +43,7 @@ def streamed_tma_kernel(
     y_ptr,  # out: [M, N]; SPLIT_K: fp32 [shares, M, N]
     M,
     k_per_share,  # inputs of a program, a multiple of BLOCK_K
-    limit,  # of gate and up, or None
+    limit,  # the gate's maximum, and up's in absolute value; or None
     N: tl.constexpr,  # SPLIT_K: all rows of the weight
     K: tl.constexpr,
     GATED: tl.constexpr,  # the weight is gate above up; never with SPLIT_K
@@ -111,7 +111,7 @@ def _store(
     residual_ptr,  # [M, N], or None
     y_ptr,  # out: [M, N]; SPLIT_K: fp32 [shares, M, N]
     M,
-    limit,  # of gate and up, or None
+    limit,  # the gate's maximum, and up's in absolute value; or None
     offs_n,  # [TILE_N]
     N: tl.constexpr,
     GATED: tl.constexpr,
@@ -146,6 +146,7 @@ def prefetch_weight(
         NUM_LINES: tl.constexpr = BLOCK_K // LINE_ELEMENTS if BLOCK_K > LINE_ELEMENTS else 1
         offs_k = tl.minimum(k_start + tl.arange(0, NUM_LINES) * LINE_ELEMENTS, K - 1)
         line_ptrs = w_ptr + tl.minimum(w_rows, num_rows - 1).to(tl.int64)[:, None] * K + offs_k[None, :]
+        # Inline assembly must have a result: the mov makes one, which nothing reads.
         tl.inline_asm_elementwise(
             "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [line_ptrs.to(tl.int64)], tl.int32, is_pure=False, pack=1
         )
@@ -161,7 +162,7 @@ def epilogue(
     offs_m,  # int64, broadcasts to `mask`
     offs_n,  # broadcasts to `mask`
     mask,  # bool
-    limit,  # of gate and up, or None
+    limit,  # the gate's maximum, and up's in absolute value; or None
     N: tl.constexpr,
     GATED: tl.constexpr,
 ):

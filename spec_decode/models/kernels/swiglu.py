@@ -62,7 +62,7 @@ def _swiglu_kernel(
     y_ptr,  # out: [T, I]
     n_cols,  # I
     stride_gate_up,  # of a row of gate_up
-    limit,  # of gate and up, or None
+    limit,  # the gate's maximum, and up's in absolute value; or None
     BLOCK_SIZE: tl.constexpr,  # columns of a program
     PDL: tl.constexpr,  # programmatic dependent launch
 ):

@@ -44,6 +44,7 @@ def matches_argmax(
     block_max = tl.load(partial_max_ptr + part_offs, mask=mask, other=float("-inf"))
     block_argmax = tl.load(partial_argmax_ptr + part_offs, mask=mask, other=INT32_MAX)
     max_logit = tl.max(block_max, 1)
+    # Of equal logits the first wins.
     target_argmax = tl.min(tl.where(block_max == max_logit[:, None], block_argmax, INT32_MAX), 1)
     return (draft_tokens == target_argmax) & (offs_k < draft_len)
 
@@ -61,8 +62,8 @@ def _store_norms(
     BLOCK_B: tl.constexpr,  # blocks, rounded up to a power of two
     BLOCK_K: tl.constexpr,  # K, likewise
 ):
-    """Of a random row's first draft_len columns: the largest logit and the sum of exponentials, stored as Residual's
-    norms of one model."""
+    """Returns the largest logit and the sum of exponentials, fp32 [BLOCK_K], of a random row's first draft_len columns;
+    also stores them, as Residual's norms of one model."""
     offs_k = tl.arange(0, BLOCK_K)
     offs_b = tl.arange(0, BLOCK_B)[None, :]
     draft_row = row * num_drafts + offs_k
@@ -127,7 +128,7 @@ def probabilities_and_norms(
         BLOCK_B,
         BLOCK_K,
     )
-    # 2. Both models' logits of the draft tokens, and their probabilities
+    # 2. Both models' logits of the draft tokens, and their probabilities; a token beyond the vocabulary has 0
     mask = (offs_k < draft_len) & (draft_tokens < vocab_size)
     target_ptrs = target_logits_ptr + (row * (num_drafts + 1) + offs_k) * vocab_size + draft_tokens
     target_logits = tl.load(target_ptrs, mask=mask, other=float("-inf"))
@@ -142,4 +143,4 @@ def probabilities_and_norms(
 def accept_uniform(seed, position):
     """fp32 in (0, 1), shaped as position: the accept uniform of a draft token there."""
     key = triton_key(seed, position, _ACCEPT)
-    return triton_uniform(key, key * 0)
+    return triton_uniform(key, key * 0)  # the noise of token 0: one number a position

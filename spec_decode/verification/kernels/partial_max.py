@@ -89,6 +89,7 @@ def _partial_max_kernel(
     mask = offs_v < vocab_size
     part_offs = draft_row * tl.num_programs(1) + block
     temperature = tl.load(temperature_ptr + row)
+    # The target has 1 + K columns a row: row * (1 + K) + k is draft_row + row.
     target_logits = tl.load(target_logits_ptr + (draft_row + row) * vocab_size + offs_v, mask=mask, other=float("-inf"))
     if temperature > 0:
         # A random row: max and sum of the target's logits, then of the draft's
@@ -96,7 +97,7 @@ def _partial_max_kernel(
         draft_ptrs += offs_v.to(tl.int64) * stride_draft_token
         draft_logits = tl.load(draft_ptrs, mask=mask, other=float("-inf"))
         store_max_sum_exp(target_logits, max_ptr + part_offs, sum_exp_ptr + part_offs)
-        part_offs += tl.num_programs(0) * tl.num_programs(1)
+        part_offs += tl.num_programs(0) * tl.num_programs(1)  # the draft's plane
         store_max_sum_exp(draft_logits, max_ptr + part_offs, sum_exp_ptr + part_offs)
     else:
         # A greedy row: the target's first largest logit

@@ -78,13 +78,13 @@ def _rejection_sample_kernel(
     temperature_ptr,  # fp32 [R]
     seeds_ptr,  # int64 [R]
     accept_seeds_ptr,  # int64 [R], of the uniforms
-    draft_positions_ptr,  # int64 [R]
-    partial_max_ptr,  # fp32 [2, R * K, blocks]
-    partial_sum_exp_ptr,  # fp32 [2, R * K, blocks]
-    partial_argmax_ptr,  # int32 [R * K, blocks]
+    draft_positions_ptr,  # int64 [R], absolute position of draft token 0
+    partial_max_ptr,  # fp32 [2, R * K, blocks], of the target and of the draft
+    partial_sum_exp_ptr,  # fp32 [2, R * K, blocks], likewise
+    partial_argmax_ptr,  # int32 [R * K, blocks], of the target in greedy rows
     num_accepted_ptr,  # out: int64 [R]
-    weight_ptr,  # out: fp32 [R], as Residual has it, like the next
-    norms_ptr,  # out: fp32 [4, R * K]
+    weight_ptr,  # out: fp32 [R], w of the residual max(w p - q, 0); 0: the token after the draft is drawn from p
+    norms_ptr,  # out: fp32 [4, R * K]: the target's max and sum of exponentials, then the draft's
     num_rows,  # R
     num_drafts,  # K
     vocab_size,  # V
@@ -96,16 +96,17 @@ def _rejection_sample_kernel(
     BLOCK_K: tl.constexpr,  # K, likewise
     PDL: tl.constexpr,  # programmatic dependent launch
 ):
-    """Accept draft token k if uniform * draft_probs[k] < target_probs[k], up to the first that fails. Grid [R].
+    """Accept draft token k if uniform * draft_probs[k] < target_probs[k], up to the first that fails.
 
     Speculative sampling: Leviathan et al., 2023 (arXiv:2211.17192, algorithm 1). Greedy rows accept argmax tokens.
+    Grid [R]: a program per row.
     """
     await_previous(PDL)
-    # 1. Load the row's draft tokens, [BLOCK_K]
+    # 1. Load the row's draft tokens [BLOCK_K]; draft_len of them stand before the first below 0
     row = tl.program_id(0).to(tl.int64)
     offs_k = tl.arange(0, BLOCK_K)
     draft_tokens, draft_len = read_draft(row, draft_tokens_ptr, num_drafts, BLOCK_K)
-    # 2. Decide on each token
+    # 2. Decide on each token: accept, bool [BLOCK_K]
     if tl.load(temperature_ptr + row) > 0:
         target_probs, draft_probs = probabilities_and_norms(
             row=row,
@@ -127,13 +128,15 @@ def _rejection_sample_kernel(
             BLOCK_K=BLOCK_K,
         )
         uniform = accept_uniform(tl.load(accept_seeds_ptr + row), tl.load(draft_positions_ptr + row) + offs_k)
-        # Past the draft's end both are 0, which accepts nothing.
+        # Strictly less: past the draft's end both are 0, and a product that underflows to 0 must not accept a token
+        # that the target cannot produce.
         accept = uniform * draft_probs < target_probs
     else:
         accept = matches_argmax(
             row, draft_tokens, draft_len, partial_max_ptr, partial_argmax_ptr, num_drafts, num_blocks, BLOCK_B, BLOCK_K
         )
-    # 3. Count those before the first rejected one; the token in its place is drawn from the residual, of weight 1
+    # 3. Count the tokens before the first rejected one: num_drafts where there is none, as columns beyond K, which
+    # accept nothing, are no lower. launch_draw replaces the rejected token by a draw from max(p - q, 0), of weight 1.
     num_accepted = tl.min(tl.where(accept, num_drafts, offs_k), 0)
     tl.store(num_accepted_ptr + row, num_accepted.to(tl.int64))
     tl.store(weight_ptr + row, tl.where(num_accepted < draft_len, 1.0, 0.0))
