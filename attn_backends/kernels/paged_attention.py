@@ -148,16 +148,16 @@ class PagedAttentionArguments(NamedTuple):
         partial = torch.empty(splits, tokens, heads, value_dim, device=query.device) if split else out
         lse = torch.empty(splits, tokens, heads, device=query.device) if split else out
         block_d, block_dv = triton.next_power_of_2(dim), triton.next_power_of_2(value_dim)
-        fixed, max_rows = self.batch_invariant, self.max_query_len * group
+        invariant, max_rows = self.batch_invariant, self.max_query_len * group
         # tl.dot takes 16 rows at least. A batch-invariant tile must not follow max_query_len, which is the batch's.
-        block_m = max(16, min(64, triton.next_power_of_2(group if fixed else max_rows)))
-        tiles = triton.cdiv(max_rows, block_m)
-        grid = (self.seq_lens.shape[0] * tiles, kv_heads, splits)
-        visible = triton.cdiv(min(self.max_seq_len, self.sliding_window or self.max_seq_len), splits)
+        block_m = max(16, min(64, triton.next_power_of_2(group if invariant else max_rows)))
+        num_m_blocks = triton.cdiv(max_rows, block_m)
+        grid = (self.seq_lens.shape[0] * num_m_blocks, kv_heads, splits)
+        split_tokens = triton.cdiv(min(self.max_seq_len, self.sliding_window or self.max_seq_len), splits)
         tile = tile_config(
             row_bytes=(block_d + block_dv) * query.element_size(),
-            tokens=SPLIT_TOKENS if fixed else visible,
-            alone=not fixed and math.prod(grid) <= num_sms(query.device),
+            tokens=SPLIT_TOKENS if invariant else split_tokens,
+            alone=not invariant and math.prod(grid) <= num_sms(query.device),
             block_m=block_m,
         )
         attention_kernel[grid](
@@ -173,7 +173,7 @@ class PagedAttentionArguments(NamedTuple):
             lse_ptr=lse,
             sm_scale=self.scale,
             softcap=self.soft_cap or 0.0,
-            num_m_blocks=tiles,
+            num_m_blocks=num_m_blocks,
             num_tokens=tokens,
             max_len=self.longest,
             stride_q_token=query.stride(0),
@@ -194,7 +194,7 @@ class PagedAttentionArguments(NamedTuple):
             BLOCK_DV=block_dv,
             BLOCK_M=block_m,
             NUM_SPLITS=splits,
-            SPLIT_BLOCKS=SPLIT_TOKENS // tile["BLOCK_N"] if fixed else 0,
+            SPLIT_BLOCKS=SPLIT_TOKENS // tile["BLOCK_N"] if invariant else 0,
             SLIDING_WINDOW=self.sliding_window or 0,
             IS_CAUSAL=self.causal,
             TREE=self.tree_masks is not None,
@@ -206,7 +206,7 @@ class PagedAttentionArguments(NamedTuple):
             **dependent_launch(query.device),
         )
         if split:
-            launch_merge(partial, lse, sinks, out, in_order=fixed, num_warps=2)
+            launch_merge(partial, lse, sinks, out, in_order=invariant, num_warps=2)
         return out.to(query.dtype)
 
 
@@ -408,7 +408,8 @@ def attention_kernel(
             qk = apply_softcap(qk, softcap)
         qk = qk * LOG2_E  # not folded into sm_scale: the cap applies to exponents of e
         if TREE:
-            qk_mask = seen_in_tree(ancestors[:, None], (offs_n - context_len)[None, :]) & mask_n[None, :]
+            q_index = offs_n - context_len  # which query token a KV token is; below 0, cached before them
+            qk_mask = seen_in_tree(ancestors[:, None], q_index[None, :]) & mask_n[None, :]
         elif IS_CAUSAL:
             # Without mask_n: a query sees up to its own position, and the last one's is kv_end - 1. Padding rows see
             # more, and are not stored.
@@ -543,9 +544,9 @@ def merge_kernel(
         acc = tl.zeros((BLOCK_DV,), tl.float32)
         l_all = tl.zeros((BLOCK_DV,), tl.float32)
         for split_i in range(NUM_SPLITS):
-            i = (split_i * num_tokens + q_token) * HEADS + head
-            lse_i = tl.load(lse_ptr + i)
-            o_i = tl.load(o_partial_ptr + i * VALUE_DIM + offs_dv, mask=offs_dv < VALUE_DIM, other=0.0)
+            row_i = (split_i * num_tokens + q_token) * HEADS + head
+            lse_i = tl.load(lse_ptr + row_i)
+            o_i = tl.load(o_partial_ptr + row_i * VALUE_DIM + offs_dv, mask=offs_dv < VALUE_DIM, other=0.0)
             w_i = tl.exp2(lse_i - m_all) + tl.zeros_like(o_i)  # [BLOCK_DV], like tl.fma's other operands
             l_all += w_i
             acc = tl.fma(tl.where(lse_i == float("-inf"), 0.0, o_i), w_i, acc)

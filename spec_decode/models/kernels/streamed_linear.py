@@ -401,29 +401,30 @@ def streamed_kernel(
     # second of the up projection for the same outputs: rows n and N + n of w. _store takes the halves apart.
     TILE_N: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
     NUM_TILES: tl.constexpr = (N + TILE_N - 1) // TILE_N
+    W_ROWS: tl.constexpr = N * (2 if GATED else 1)  # of one weight
     pid_n = tl.program_id(0) if ends_ptr is None else tl.program_id(0) % NUM_TILES
-    offs_b = tl.arange(0, BLOCK_N)
+    tile_row = tl.arange(0, BLOCK_N)
     n_start = pid_n * TILE_N
-    offs_n = n_start + offs_b % TILE_N  # the output of each row of the tile
-    offs_w = offs_n + (offs_b // TILE_N) * N  # its row of w
+    offs_n = n_start + tile_row % TILE_N  # the output of each row of the tile
+    offs_w = offs_n + (tile_row // TILE_N) * N  # its row of w
     mask_n = offs_n < N
     k_start = tl.program_id(1) * k_per_share
     # The weight is no result of an earlier kernel, so it may be fetched before the wait. ends_ptr is one, and it says
     # which group's weight this program reads.
     if ends_ptr is None:
-        prefetch_weight(w_ptr, offs_w, k_start, N * (2 if GATED else 1), K, BLOCK_K, PDL)
+        prefetch_weight(w_ptr, offs_w, k_start, W_ROWS, K, BLOCK_K, PDL)
     await_previous(PDL)
 
     # 2. The rows of this program, up to m_end, in one tile or two, and where their inputs start
     offs_m = tl.arange(0, BLOCK_M)
     m_end = M
     if ends_ptr is not None:
-        # offs_m becomes pid_m and the BLOCK_M - 1 rows after it, or M throughout for a program without rows.
-        pid_m = tl.program_id(0) // NUM_TILES
-        offs_m, m_end, group = _rows_of_group(ends_ptr, pid_m, offs_m, M, GROUPS, BLOCK_M, BLOCK_E)
-        w_ptr += group.to(tl.int64) * (N * (2 if GATED else 1)) * K
+        # offs_m becomes sorted_row and the BLOCK_M - 1 rows after it, or M throughout for a program without rows.
+        sorted_row = tl.program_id(0) // NUM_TILES
+        offs_m, m_end, group = _rows_of_group(ends_ptr, sorted_row, offs_m, M, GROUPS, BLOCK_M, BLOCK_E)
+        w_ptr += group.to(tl.int64) * W_ROWS * K
         if scale_ptr is not None:
-            scale_ptr += group.to(tl.int64) * (N * (2 if GATED else 1))
+            scale_ptr += group.to(tl.int64) * W_ROWS
     x_rows = offs_m if tokens_ptr is None else tl.load(tokens_ptr + offs_m, mask=offs_m < m_end, other=0)
     w_ptrs = w_ptr + offs_w.to(tl.int64)[:, None] * K
     x_ptrs = x_ptr + x_rows.to(tl.int64)[None, :] * stride_xm
@@ -573,7 +574,8 @@ def _store(
     offs_n = n_start + tl.arange(0, TILE_N)[None, :]
     mask = (offs_m < m_end)[:, None] & (offs_n < N)
     if SPLIT_K:
-        y_ptrs = y_ptr + (tl.program_id(1) * M + offs_m).to(tl.int64)[:, None] * N + offs_n
+        share = tl.program_id(1)
+        y_ptrs = y_ptr + (share * M + offs_m).to(tl.int64)[:, None] * N + offs_n
         tl.store(y_ptrs, y, mask=mask)
     else:
         up = y
@@ -588,7 +590,7 @@ def _store(
 @triton.jit
 def _rows_of_group(
     ends_ptr,  # int32 [E]
-    pid_m,  # that this program was launched for
+    sorted_row,  # that this program was launched for
     offs_m,  # [BLOCK_M], counted from the first of this program
     M,
     GROUPS: tl.constexpr,
@@ -604,8 +606,8 @@ def _rows_of_group(
     offs_e = tl.arange(0, BLOCK_E)
     # The last group has no end, so that every row belongs to one.
     ends = tl.load(ends_ptr + offs_e, mask=offs_e < GROUPS - 1, other=INT32_MAX)
-    is_before = ends <= pid_m
+    is_before = ends <= sorted_row
     group = tl.sum(is_before.to(tl.int32), 0)
     m_start = tl.max(tl.where(is_before, ends, 0), 0)
     m_end = tl.minimum(tl.min(tl.where(is_before, INT32_MAX, ends), 0), M)
-    return tl.where((pid_m - m_start) % BLOCK_M == 0, pid_m + offs_m, M), m_end, group
+    return tl.where((sorted_row - m_start) % BLOCK_M == 0, sorted_row + offs_m, M), m_end, group

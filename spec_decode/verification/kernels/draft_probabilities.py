@@ -50,7 +50,7 @@ def matches_argmax(
 
 
 @triton.jit
-def _store_norms(
+def _merge_norms(
     row,
     draft_len,
     partial_max_ptr,  # fp32 [R * K, blocks], of one model
@@ -104,7 +104,7 @@ def probabilities_and_norms(
     # 1. Each column's max and sum, for the target, then the draft
     offs_k = tl.arange(0, BLOCK_K)
     num_columns = num_rows * num_drafts
-    target_max, target_sum = _store_norms(
+    target_max, target_sum = _merge_norms(
         row,
         draft_len,
         partial_max_ptr,
@@ -116,7 +116,7 @@ def probabilities_and_norms(
         BLOCK_B,
         BLOCK_K,
     )
-    draft_max, draft_sum = _store_norms(
+    draft_max, draft_sum = _merge_norms(
         row,
         draft_len,
         partial_max_ptr + num_columns * num_blocks,
