@@ -121,8 +121,8 @@ class LatentAttentionArguments(NamedTuple):
         split = splits > 1
         partial = torch.empty(splits, tokens, heads, value_dim, device=query.device) if split else out
         lse = torch.empty(splits, tokens, heads, device=query.device) if split else out
-        fixed = self.batch_invariant
-        config = config or tile_config(heads if fixed else self.max_query_len * heads, dim, query.element_size())
+        invariant = self.batch_invariant
+        config = config or tile_config(heads if invariant else self.max_query_len * heads, dim, query.element_size())
         tiles = triton.cdiv(self.max_query_len * heads, config["BLOCK_M"])
         page_size = self.latent_cache.shape[1]
         latent_attention_kernel[(self.seq_lens.shape[0] * tiles, splits)](
@@ -148,7 +148,7 @@ class LatentAttentionArguments(NamedTuple):
             VALUE_DIM=value_dim,
             ROTARY_DIM=dim - value_dim,
             NUM_SPLITS=splits,
-            SPLIT_BLOCKS=SPLIT_TOKENS // config["BLOCK_N"] if fixed else 0,
+            SPLIT_BLOCKS=SPLIT_TOKENS // config["BLOCK_N"] if invariant else 0,
             IS_CAUSAL=self.causal,
             TREE=self.tree_masks is not None,
             WIDE_PAGES=page_size * self.latent_cache.stride(1) >= 1 << 31,
@@ -157,8 +157,8 @@ class LatentAttentionArguments(NamedTuple):
             **dependent_launch(query.device),
         )
         if split:
-            num_warps = merge_warps(1 if fixed else splits, value_dim)
-            launch_merge(partial, lse, None, out, in_order=fixed, num_warps=num_warps)
+            num_warps = merge_warps(1 if invariant else splits, value_dim)
+            launch_merge(partial, lse, None, out, in_order=invariant, num_warps=num_warps)
         return out.to(query.dtype)
 
 

@@ -47,7 +47,6 @@ class RejectionSample(VerifyArguments):
             draft_tokens_ptr=self.draft_tokens,
             draft_logits_ptr=self.draft_logits,
             temperature_ptr=self.temperature,
-            seeds_ptr=self.seeds,
             accept_seeds_ptr=self.accept_seeds,
             draft_positions_ptr=self.draft_positions,
             partial_max_ptr=partial.largest,
@@ -76,7 +75,6 @@ def _rejection_sample_kernel(
     draft_tokens_ptr,  # int64 [R, K]
     draft_logits_ptr,  # fp32 [R, K, V]
     temperature_ptr,  # fp32 [R]
-    seeds_ptr,  # int64 [R]
     accept_seeds_ptr,  # int64 [R], of the uniforms
     draft_positions_ptr,  # int64 [R], absolute position of draft token 0
     partial_max_ptr,  # fp32 [2, R * K, blocks], of the target and of the draft
