@@ -25,6 +25,7 @@ from spec_decode.models.decoder_weights import published_tensors
 from spec_decode.models.dflash import DFlash
 from spec_decode.models.draft import check_shared
 from spec_decode.models.eagle import EagleDraft
+from spec_decode.models.kernels.fp8_weight import Fp8Weight
 from spec_decode.models.llama import LlamaTarget
 from spec_decode.models.load import aux_hidden_state_layers, load_draft
 
@@ -44,7 +45,11 @@ class _Index(NamedTuple):
 
 
 def save_pair(folder: Path, target: LlamaTarget, draft: EagleDraft, training: dict[str, Any]) -> None:
-    """Write a pair in bf16, with `training` as its record. Further drafts, made for another target, are not kept."""
+    """Write a pair in bf16, with `training` as its record. Further drafts, made for another target, are not kept.
+
+    Raises CheckpointError, with nothing written, for a draft in 8 bits.
+    """
+    _check_whole(draft)
     folder.mkdir(parents=True, exist_ok=True)
     _write_json(folder / "config.json", {"target": target.config, "draft": draft.config})
     _write_json(folder / "training.json", training)
@@ -55,8 +60,10 @@ def save_pair(folder: Path, target: LlamaTarget, draft: EagleDraft, training: di
 def save_draft(folder: Path, name: str, draft: EagleDraft | DFlash, training: dict[str, Any]) -> None:
     """Write one more draft of the target in a folder, in bf16, with `training` as its record.
 
-    Raises CheckpointError, with nothing written, for a folder without a pair or a name that no draft can have.
+    Raises CheckpointError, with nothing written, for a folder without a pair, a name that no draft can have, or a draft
+    in 8 bits.
     """
+    _check_whole(draft)
     index = _read_index(folder / "config.json")
     if name in ("target", "draft") or not name.isidentifier():
         raise CheckpointError(
@@ -104,6 +111,14 @@ def load_pair(
     _check_fits(folder, draft, config, index.target)
     target = load_target(folder, dtype=dtype, device=device)
     return target, _load(folder, draft, lambda: EagleDraft(config, target), dtype, device)
+
+
+def _check_whole(draft: DraftModel) -> None:
+    if any(isinstance(part, Fp8Weight) for part in draft.modules()):
+        raise CheckpointError(
+            "the draft's weights are in 8 bits, and a folder holds them as they were before. Save it before "
+            "quantise_draft, or load it anew."
+        )
 
 
 def _check_fits(folder: Path, name: str, draft: ModelConfig, target: ModelConfig) -> None:

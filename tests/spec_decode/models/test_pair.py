@@ -12,6 +12,7 @@ from spec_decode.models import (
     draft_names,
     load_pair,
     load_target,
+    quantise_draft,
     save_draft,
     save_pair,
 )
@@ -43,7 +44,7 @@ def make_block_draft(folder, target=None, **changes):
     target = target or make_pair()[0]
     sizes = {"vocab_size": target.vocab_size, "hidden_size": target.hidden_size, "target_hidden": target.hidden_size}
     checkpoint = make_dflash(**{"num_states": 1, "qk_norm": True, **sizes, **changes})
-    return load_draft(checkpoint.write(folder), target, dtype=torch.float32)
+    return load_draft(checkpoint.write(folder), target, dtype=next(target.parameters()).dtype)
 
 
 @pytest.fixture
@@ -410,3 +411,16 @@ def test_a_pair_has_a_target_and_a_draft_of_its_own(folder, name):
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {name: None}))
     assert str(folder) in refusal(folder)
+
+
+def test_a_draft_in_8_bits_is_not_written_without_its_weights(folder, tmp_path):
+    target, draft = (model.bfloat16() for model in make_pair())
+    block = make_block_draft(tmp_path / "published", target)
+    for each in (draft, block):
+        quantise_draft(each)
+        before = sorted(path.name for path in tmp_path.rglob("*"))
+        with pytest.raises(CheckpointError, match=r"in 8 bits.* Save it before quantise_draft"):
+            save_draft(folder, "another", each, {})
+        with pytest.raises(CheckpointError, match="in 8 bits"):
+            save_pair(tmp_path / "new", target, each, {})
+        assert sorted(path.name for path in tmp_path.rglob("*")) == before
