@@ -11,7 +11,6 @@ made again.
 from __future__ import annotations
 
 import argparse
-import os
 import queue
 import signal
 import subprocess
@@ -24,12 +23,14 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
+from typing import IO
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
 from attn_backends import names
+from scripts.on_gpus import run_on_gpus
 from spec_decode.environment import environment
 from spec_decode.files import ReportError, write_whole
 from spec_decode.matrix.sources import read_documents, stale_reports
@@ -151,7 +152,7 @@ class Evidence:
         with tempfile.TemporaryDirectory() as folder:
             made, log = Path(folder, f"{step.report}.json"), self.into / f"{step.report}.log"
             with log.open("w") as output:
-                status = self._command([sys.executable, *step.command, "--json", str(made)], gpus, output.fileno())
+                status = self._command([sys.executable, *step.command, "--json", str(made)], gpus, output)
             if made.exists():
                 write_whole(self.into / made.name, made.read_bytes())
         last = log.read_text().strip().rpartition("\n")[2]
@@ -161,22 +162,12 @@ class Evidence:
             log.unlink()
         self._say(f"{step.report}: {status}  {last[:100]}")
 
-    def _command(self, command: Sequence[str], gpus: Sequence[int], output: int) -> int:
+    def _command(self, command: Sequence[str], gpus: Sequence[int], output: IO[str]) -> int:
         """Its exit status; it is ended, with all that it started, when the time is over."""
-        with subprocess.Popen(
-            command,
-            cwd=ROOT,
-            env={**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))},
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
-        ) as process:
-            try:
-                return process.wait(self._left)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
-                return process.wait()
+        try:
+            return run_on_gpus(command, gpus, output, self._left)
+        except subprocess.TimeoutExpired:
+            return -signal.SIGKILL
 
     def _say(self, text: str) -> None:
         print(f"{time.monotonic() - self.began:5.0f} s  {text}", flush=True)

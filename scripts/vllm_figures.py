@@ -21,8 +21,6 @@ graph, and vLLM plans it.
 from __future__ import annotations
 
 import json
-import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -42,6 +40,7 @@ import torch
 
 from engines.vllm import NAMES
 from scripts.free_places import on_a_free_one
+from scripts.on_gpus import run_on_gpus
 from scripts.script_report import script_options, write_report
 from scripts.vllm_arm import ROOT, Arm
 from spec_decode.environment import environment
@@ -181,18 +180,11 @@ def run(arm: Arm, gpus: Sequence[int], kept: Kept, seconds: float | None = None)
     log = kept.path(arm, ".log")
     with tempfile.TemporaryDirectory() as folder:
         made = Path(folder, "arm.json")
+        asked = [sys.executable, str(ROOT / "scripts" / "vllm_arm.py"), json.dumps(asdict(arm)), str(made)]
         with log.open("w") as output:
-            process = subprocess.Popen(
-                [sys.executable, str(ROOT / "scripts" / "vllm_arm.py"), json.dumps(asdict(arm)), str(made)],
-                cwd=ROOT, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
-                env={**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))},
-            )  # fmt: skip
             try:
-                status = process.wait(seconds)
+                status = run_on_gpus(asked, gpus, output, seconds)
             except subprocess.TimeoutExpired:
-                # Its workers are of its session.
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
                 return None
         found: dict[str, Any] = {"arm": asdict(arm) | {"name": arm.name}, "exit_status": status}
         if made.exists():

@@ -1,0 +1,34 @@
+"""A command on some of a machine's GPUs, for a limited time."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def run_on_gpus(command: Sequence[str], gpus: Sequence[int], output: IO[str], seconds: float | None) -> int:
+    """Its exit status; it runs in the project's folder, sees these GPUs alone, and both its outputs go to the file.
+
+    Raises subprocess.TimeoutExpired after so many seconds, when it is ended with all that it started; None: no limit.
+    """
+    with subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))},
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,
+    ) as process:
+        try:
+            return process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            # Whatever it started is of its session.
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
