@@ -99,13 +99,22 @@ MARGIN = 0.02
 
 def arms(num_gpus: int) -> list[Arm]:
     """The most valuable first: those of all kinds without compilation, then those with it."""
-    across = [
-        *(Arm(draft, 3, kept=KEPT[3], num_gpus=2) for draft in (BASE, OURS[0])),
-        Arm(OURS[0], 3, "small", num_gpus=2, requests=(4,)),
-    ]
     every = [*latent_arms(), *block_arms(), *eagle_arms()]
     every.sort(key=lambda arm: (arm.compiled, not arm.is_timed))
-    return [*(across if num_gpus > 1 else ()), *every]
+    return [*(across() if num_gpus > 1 else ()), *every]
+
+
+def across() -> list[Arm]:
+    """Those over two GPUs: of each kind of draft one that is timed and one that is compared with one GPU's."""
+    kinds = [
+        (OURS[0], 3, "llama3-8b", "small", "eagle", KEPT[3]),
+        (LATENT.ours[0], MTP[0], "deepseek-v3", "deepseek-small", "mtp", MTP[1]),
+        (OURS[0], BLOCKS["dflash"][0], "qwen3-8b", "qwen3-small", "dflash", BLOCKS["dflash"][1]),
+    ]
+    return [
+        *(Arm(draft, steps, size, kept, 2, kind=kind) for draft, steps, size, _, kind, kept in kinds),
+        *(Arm(draft, steps, small, 0.0, 2, (4,), kind=kind) for draft, steps, _, small, kind, _ in kinds),
+    ]
 
 
 def eagle_arms() -> list[Arm]:

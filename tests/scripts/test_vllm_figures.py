@@ -5,6 +5,7 @@ import json
 import math
 import sys
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -185,12 +186,14 @@ def test_arms_that_are_compiled_come_last_and_exact_ones_before_them():
     assert order == sorted(order) and len(set(order)) == 3
 
 
-def test_two_gpus_run_tensor_parallelism_too():
-    assert {(each.draft, bool(each.kept)) for each in arms(2) if each.num_gpus == 2} == {
-        (BASE, True),
-        (OURS[0], True),
-        (OURS[0], False),
+def test_two_gpus_run_each_kind_of_draft_timed_and_exact():
+    across = [each for each in arms(2) if each.num_gpus == 2]
+    assert {(each.kind, each.is_timed) for each in across} == {
+        (kind, is_timed) for kind in ("eagle", "mtp", "dflash") for is_timed in (True, False)
     }
+    # Each has one GPU's beside it.
+    alone = {replace(each, requests=()) for each in arms(1)}
+    assert {replace(each, num_gpus=1, requests=()) for each in across} <= alone
 
 
 def test_arms_are_told_apart_by_their_names():
@@ -213,7 +216,7 @@ def test_arms_that_are_kept_are_not_run_again_and_come_in_their_order(tmp_path):
         kept.store(each, {"arm": {"name": each.name}, "rows": []})
     found, left_out = run_all(asked, [0, 1], kept, seconds=0)
     assert [each["arm"]["name"] for each in found] == [each.name for each in asked] and left_out == []
-    assert [each.num_gpus for each in asked[:4]] == [2, 2, 2, 1]
+    assert [each.num_gpus for each in asked] == sorted((each.num_gpus for each in asked), reverse=True)
 
 
 def test_arms_are_left_out_when_the_time_is_over(tmp_path):
