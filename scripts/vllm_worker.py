@@ -192,9 +192,11 @@ class MeasuredWorker:
         models = {False: runner.model}
         if runner.speculator is not None:
             models[True] = runner.speculator.model
-        with torch.no_grad():
+        # As vLLM runs: the tensors that a block draft makes of its weights at first use are inference tensors.
+        with torch.inference_mode():
             for is_draft, model in models.items():
-                weights = random_weights(model.config, is_draft=is_draft, seed=seed, device=torch.device("cuda"))
+                device = next(model.parameters()).device
+                weights = random_weights(model.config, is_draft=is_draft, seed=seed, device=device)
                 _load_in_place(model, weights)
 
     def watch_drafts(self, count_waits: bool) -> None:

@@ -14,6 +14,7 @@ import torch
 import transformers
 from safetensors.torch import save_file
 
+from scripts import vllm_worker
 from scripts.vllm_arm import DENSE_LAYERS, KINDS, SIZES, Arm, engine_options, model_folder, prompts
 from scripts.vllm_figures import (
     BASE,
@@ -34,7 +35,7 @@ from scripts.vllm_figures import (
     run_all,
     same_drafts,
 )
-from scripts.vllm_worker import MeasuredWorker, _load_in_place, random_weights, weight_shapes
+from scripts.vllm_worker import MeasuredWorker, random_weights, weight_shapes
 from spec_decode.models import CheckpointError
 from spec_decode.models.load import load_draft
 from tests.spec_decode.models.generated import StubTarget
@@ -424,18 +425,23 @@ def test_vllm_is_told_the_method_of_a_draft():
     assert "model" not in mtp["speculative_config"] and set(KINDS) == {"eagle", *BLOCKS, "mtp"}
 
 
-def test_tensors_that_a_model_makes_of_its_weights_stay_where_a_graph_has_them():
+def test_tensors_that_a_model_makes_of_its_weights_stay_where_a_graph_has_them(monkeypatch):
     class Block(torch.nn.Module):
         def __init__(self):
             super().__init__()
+            self.config = None
             self.model = torch.nn.Linear(2, 2, bias=False)
-            self.model.fused = torch.zeros(4)
+            # As vLLM's block drafts do without weights, when they first run.
+            with torch.inference_mode():
+                self.model.fused = torch.zeros(4)
 
         def load_weights(self, weights):
             self.model.weight.data.copy_(dict(weights)["weight"])
             self.model.fused = self.model.weight.detach().flatten().clone()
 
-    block, given = Block(), torch.arange(4.0).view(2, 2)
+    block, given, worker = Block(), torch.arange(4.0).view(2, 2), MeasuredWorker()
     fused = block.model.fused
-    _load_in_place(block, iter([("weight", given)]))
+    monkeypatch.setattr(vllm_worker, "random_weights", lambda *_, **__: iter([("weight", given)]))
+    worker.model_runner = SimpleNamespace(model=block, speculator=None)
+    worker.fill_weights(1)
     assert block.model.fused is fused and torch.equal(fused, given.flatten())
