@@ -28,13 +28,13 @@ from tests.spec_decode.models.generated import (
     make_eagle3,
     make_latent_eagle3,
 )
-from tests.spec_decode.models.grouped_mtp_oracle import (
+from tests.spec_decode.models.generated_mtp import (
     GLM_CONFIG,
     MIMO_CONFIG,
     QWEN_MOE_CONFIG,
     QWEN_TEXT,
     SIZES,
-    grouped_tensors,
+    make_mtp,
 )
 from tests.spec_decode.models.test_published_drafts import THREE_STATES, TWO_STATES, Case, DraftFixture
 
@@ -47,10 +47,9 @@ NEAR = 1e-3
 """By how much a GPU's fp32 logit may differ from a CPU's."""
 
 
-def make_mtp(config: dict[str, Any]) -> Generated:
+def with_heads(config: dict[str, Any]) -> Generated:
     """Multi-token prediction of one layer over grouped heads."""
-    sizes = {**SIZES, **HEADS, "vocab_size": VOCAB}
-    return Generated({**config, **sizes}, grouped_tensors({**config, **sizes}))
+    return make_mtp({**config, **SIZES, **HEADS, "vocab_size": VOCAB})
 
 
 QWEN = {**QWEN_TEXT, "architectures": ["Qwen3_5ForCausalLM"]}
@@ -58,17 +57,17 @@ CHAINS = {
     "EAGLE": Case(make_eagle(**HEADS), oracle.Eagle),
     "EAGLE-3.1": Case(make_eagle3(fc_norm=True, norm_output=True, **HEADS), oracle.Eagle3, THREE_STATES),
     "EAGLE-3 over latents": Case(make_latent_eagle3(**LATENT), oracle.Eagle3, THREE_STATES),
-    "Qwen3.5's MTP": Case(make_mtp(QWEN), oracle.Eagle),
-    "Qwen3-Next's MTP": Case(make_mtp(QWEN_MOE_CONFIG), oracle.Eagle),
-    "GLM-4.5's MTP": Case(make_mtp(GLM_CONFIG), oracle.Eagle),
-    "MiMo's MTP": Case(make_mtp(MIMO_CONFIG), oracle.Eagle),
+    "Qwen3.5's MTP": Case(with_heads(QWEN), oracle.Eagle),
+    "Qwen3-Next's MTP": Case(with_heads(QWEN_MOE_CONFIG), oracle.Eagle),
+    "GLM-4.5's MTP": Case(with_heads(GLM_CONFIG), oracle.Eagle),
+    "MiMo's MTP": Case(with_heads(MIMO_CONFIG), oracle.Eagle),
 }
 """Drafts that go step by step. The oracles are not run here."""
 BLOCKS = {
     "P-EAGLE": Case(make_eagle3(mask=(), ptd_token_id=7, **HEADS), oracle.Eagle3, THREE_STATES),
     "PARD": Case(make_causal(pard_token=VOCAB - 1, **HEADS), oracle.Causal),
     "DFlash": Case(make_dflash(**HEADS), oracle.DFlash, TWO_STATES),
-    "DSpark": Case(make_dflash(markov_rank=6, **HEADS), oracle.DFlash, TWO_STATES),
+    "DSpark": Case(make_dflash(markov_rank=6, **HEADS), oracle.DSpark, TWO_STATES),
     "DFlash2": Case(make_dflash2(**HEADS), oracle.DFlash2, TWO_STATES),
 }
 """Drafts that propose a block at once."""

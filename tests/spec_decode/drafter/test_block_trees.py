@@ -8,10 +8,8 @@ import torch
 
 from builders import BatchError
 from spec_decode.drafter import Strategy, StrategyError
-from spec_decode.models import InTurnBlockDraft
 from spec_decode.trees import DraftTree, DynamicTreeConfig
 from tests.spec_decode.drafter.test_tree_drafts import best_paths, paths
-from tests.spec_decode.models import oracle
 from tests.spec_decode.models.test_published_drafts import (
     BLOCKS,
     CASES,
@@ -20,9 +18,6 @@ from tests.spec_decode.models.test_published_drafts import (
     DFLASH2S,
     DSPARKS,
     MAX_SEQ_LEN,
-    TWO_STATES,
-    WHOLE,
-    Case,
     DraftFixture,
     K,
 )
@@ -32,12 +27,7 @@ DYNAMIC, STATIC = DynamicTreeConfig(width=3, num_tokens=14), TREES["wide and dee
 BOTH = pytest.mark.parametrize("tree", [DYNAMIC, STATIC], ids=["dynamic", "static"])
 # More candidates than a tree has choices
 SELECTING = {name: case for name, case in DFLASH2S.items() if name != "causal_dflash2"}
-CONTEXT = {
-    **CONTEXT_BLOCKS,
-    **{name: (checkpoint, [WHOLE, WHOLE]) for name, checkpoint in DSPARKS.items()},
-    **SELECTING,
-}
-KINDS = [*BLOCKS, *CONTEXT]
+KINDS = BLOCKS | CONTEXT_BLOCKS | DSPARKS | SELECTING
 AT_ONCE, IN_TURN = "dflash_with_all_that_is_optional", "dspark_with_all_that_is_optional"
 FEW = pytest.mark.parametrize("name", ["p_eagle", "pard", AT_ONCE, "dflash_from_the_anchor", IN_TURN, "dflash2"])
 CAPTURED = [Strategy.PER_STEP, Strategy.FULL_LOOP]
@@ -45,8 +35,7 @@ CAPTURED = [Strategy.PER_STEP, Strategy.FULL_LOOP]
 
 
 def make(name, folder, strategy=Strategy.FULL_LOOP, tree=DYNAMIC, **options):
-    case = BLOCKS[name] if name in BLOCKS else Case(CONTEXT[name][0], oracle.DFlash, TWO_STATES)
-    return DraftFixture(case, folder, strategy, tree=tree, **options)
+    return DraftFixture(KINDS[name], folder, strategy, tree=tree, **options)
 
 
 class Laws:
@@ -57,23 +46,21 @@ class Laws:
         model, (ids, target_states) = fixture.model, fixture.inputs(request)
         self.temperature = max(0.5, float(fixture.verified.temperature[request]))
         self.shift = None
-        if name in BLOCKS:
-            case = BLOCKS[name]
-            published = case.oracle(case.checkpoint, fixture.target, case.windows, torch.float64)
-            hidden = model.mask_hidden
-            hidden = torch.zeros(fixture.target.target_states_size) if hidden is None else hidden
-            states = torch.cat([target_states, hidden.expand(K - 1, -1)])
-            self.scores = oracle.block(published, [*ids, *[model.mask_token_id] * (K - 1)], states, K)
+        case, self.last = KINDS[name], ids[-1]
+        published = case.oracle(case.checkpoint, fixture.target, case.layers, torch.float64)
+        if name in BLOCKS | CONTEXT_BLOCKS:
+            self.scores, _ = published.drafts(ids, target_states, K)
             return
-        checkpoint, layers = CONTEXT[name]
-        kind = oracle.DFlash2 if name in SELECTING else oracle.DFlash
-        published = kind(checkpoint, fixture.target, layers, torch.float64)
+        tensors, states = published.tensors, published.places(self.last, target_states, K)
+        unary = states @ published.head.T
         if name in SELECTING:
-            self._set_selector(published, target_states, ids[-1], model)
-            return
-        self.scores = published.scores(target_states, ids[-1], model.mask_token_id, K, model.first_place)
-        if isinstance(model, InTurnBlockDraft):
-            tensors, self.last = published.decoder.tensors, ids[-1]
+            kth = unary.sort(-1, descending=True).values[:, model.num_candidates - 1, None]
+            self.scores = unary.masked_fill(unary < kth, -torch.inf)
+            gates = states @ tensors["candidate_selector.hidden_projection.weight"].T
+            before, behind = (tensors[f"candidate_selector.{part}_codebook"] for part in ("predecessor", "successor"))
+            self.shift = (before * gates[:, None]) @ behind.T
+        else:
+            self.scores = published.whole(unary)
             rows = tensors["markov_head.markov_w1.weight"] @ tensors["markov_head.markov_w2.weight"].T
             self.shift = [published.whole(rows).nan_to_num(neginf=0.0)] * K
 
@@ -83,18 +70,6 @@ class Laws:
         if self.shift is not None:
             scores = scores + self.shift[len(path)][path[-1] if path else self.last]
         return (scores / self.temperature).log_softmax(-1)
-
-    def _set_selector(self, published, target_states, last, model):
-        """Scores [K, V], -inf for what is no candidate, and what each token shifts them by, [K, V, V]."""
-        tensors, first = published.decoder.tensors, model.first_place
-        block = [last, *[model.mask_token_id] * (K - 1 + first)]
-        states = published.states(target_states, block)[first:]
-        unary = states @ published.head.T
-        kth = unary.sort(-1, descending=True).values[:, model.num_candidates - 1, None]
-        self.scores, self.last = unary.masked_fill(unary < kth, -torch.inf), last
-        gates = states @ tensors["candidate_selector.hidden_projection.weight"].T
-        before, behind = (tensors[f"candidate_selector.{part}_codebook"] for part in ("predecessor", "successor"))
-        self.shift = (before * gates[:, None]) @ behind.T
 
     def expected(self, tree, steps=K):
         """The paths of a tree, in the order of its draft tokens."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,7 @@ from torch import nn
 from spec_decode.models import TargetModel
 
 VOCAB, HIDDEN, TARGET_POSITIONS = 40, 32, 96
+GATED = ("gate_proj", "up_proj", "down_proj")
 FORMS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 
 
@@ -55,6 +59,18 @@ class Generated:
     config: dict[str, Any]
     tensors: dict[str, torch.Tensor]
 
+    def changed(
+        self, config: dict[str, Any] | None = None, tensors: dict[str, Any] | None = None, without: Sequence[str] = ()
+    ) -> Generated:
+        """A copy with other fields of config.json, those of a section as "section.field", and other tensors; without
+        the fields and tensors of these names."""
+        said = copy.deepcopy(self.config)
+        for path, value in (config or {}).items():
+            *sections, field = path.split(".")
+            reduce(dict.__getitem__, sections, said)[field] = value
+        found = self.tensors | (tensors or {})
+        return Generated(*({name: value for name, value in of.items() if name not in without} for of in (said, found)))
+
     def write(self, folder: Path, form: str = "model.safetensors") -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").write_text(json.dumps(self.config))
@@ -80,23 +96,93 @@ def save(path: Path, tensors: dict[str, torch.Tensor]) -> None:
 
 
 class Tensors:
-    """Random tensors by name, with norms and biases that do something."""
+    """Random tensors by name, with norms and biases that do something. around: what the weights of norms are around."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, prefix: str = "", around: float = 1.0) -> None:
         self.generator = torch.Generator().manual_seed(seed)
+        self.prefix, self.around = prefix, around
         self.made: dict[str, torch.Tensor] = {}
 
+    def draw(self, name: str, *shape: int, scale: float = 1.0, around: float = 0.0) -> None:
+        self.made[self.prefix + name] = around + torch.randn(shape, generator=self.generator) * scale
+
     def matrix(self, name: str, rows: int, columns: int, gain: float = 1.5) -> None:
-        self.made[f"{name}.weight"] = torch.randn(rows, columns, generator=self.generator) * gain * columns**-0.5
+        self.draw(f"{name}.weight", rows, columns, scale=gain * columns**-0.5)
 
     def table(self, name: str, rows: int, columns: int) -> None:
-        self.made[f"{name}.weight"] = torch.randn(rows, columns, generator=self.generator)
+        self.draw(f"{name}.weight", rows, columns)
 
-    def norm(self, name: str, size: int) -> None:
-        self.made[f"{name}.weight"] = 1 + torch.randn(size, generator=self.generator) / 3
+    def norms(self, size: int, *names: str) -> None:
+        for name in names:
+            self.draw(f"{name}.weight", size, scale=1 / 3, around=self.around)
 
     def bias(self, name: str, size: int) -> None:
-        self.made[f"{name}.bias"] = torch.randn(size, generator=self.generator) / 3
+        self.draw(f"{name}.bias", size, scale=1 / 3)
+
+    def gated(self, prefix: str, inner: int, hidden: int, names: Sequence[str] = GATED) -> None:
+        gate, up, down = (f"{prefix}{name}" for name in names)
+        self.matrix(gate, inner, hidden)
+        self.matrix(up, inner, hidden)
+        self.matrix(down, hidden, inner)
+
+    def experts(self, prefix: str, count: int, inner: int, hidden: int, names: Sequence[str] = GATED) -> None:
+        self.matrix(f"{prefix}gate", count, hidden)
+        for expert in range(count):
+            self.gated(f"{prefix}experts.{expert}.", inner, hidden, names)
+
+    def grouped_heads(
+        self,
+        prefix: str,
+        config: dict[str, Any],
+        inputs: int,
+        *,
+        qkv_bias: bool = False,
+        out_bias: bool = False,
+        qk_norm: bool = False,
+        gate: bool = False,
+    ) -> None:
+        hidden, heads, kv_heads = (config[n] for n in ("hidden_size", "num_attention_heads", "num_key_value_heads"))
+        dim = config.get("head_dim") or hidden // heads
+        for part, count in zip("qkv", (heads * (1 + gate), kv_heads, kv_heads), strict=True):
+            self.matrix(f"{prefix}{part}_proj", count * dim, inputs)
+            if qkv_bias:
+                self.bias(f"{prefix}{part}_proj", count * dim)
+        self.matrix(f"{prefix}o_proj", hidden, heads * dim)
+        if out_bias:
+            self.bias(f"{prefix}o_proj", hidden)
+        if qk_norm:
+            self.norms(dim, f"{prefix}q_norm", f"{prefix}k_norm")
+
+    def latent_heads(self, prefix: str, config: dict[str, Any], inputs: int) -> None:
+        """DeepSeek's attention over a latent."""
+        heads, rank, nope, rope, values = (
+            config[name]
+            for name in ("num_attention_heads", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+        )
+        if (q_rank := config["q_lora_rank"]) is None:
+            self.matrix(f"{prefix}q_proj", heads * (nope + rope), inputs)
+        else:
+            self.matrix(f"{prefix}q_a_proj", q_rank, inputs)
+            self.norms(q_rank, f"{prefix}q_a_layernorm")
+            self.matrix(f"{prefix}q_b_proj", heads * (nope + rope), q_rank)
+        self.matrix(f"{prefix}kv_a_proj_with_mqa", rank + rope, inputs)
+        self.norms(rank, f"{prefix}kv_a_layernorm")
+        self.matrix(f"{prefix}kv_b_proj", heads * (nope + values), rank)
+        self.matrix(f"{prefix}o_proj", config["hidden_size"], heads * values)
+
+    def feed_forward(self, prefix: str, config: dict[str, Any]) -> None:
+        """Dense, a mixture as DeepSeek and GLM lay it out, or one as Qwen does."""
+        hidden, inner = config["hidden_size"], config.get("moe_intermediate_size", 0)
+        if (count := config.get("n_routed_experts")) is not None:
+            self.experts(prefix, count, inner, hidden)
+            self.draw(f"{prefix}gate.e_score_correction_bias", count, scale=0.5)
+            self.gated(f"{prefix}shared_experts.", inner * config["n_shared_experts"], hidden)
+        elif "num_experts" in config:
+            self.experts(prefix, config["num_experts"], inner, hidden)
+            self.gated(f"{prefix}shared_expert.", config["shared_expert_intermediate_size"], hidden)
+            self.matrix(f"{prefix}shared_expert_gate", 1, hidden)
+        else:
+            self.gated(prefix, config["intermediate_size"], hidden)
 
     def layer(
         self,
@@ -105,28 +191,25 @@ class Tensors:
         *,
         inputs: int | None = None,
         input_norm: bool = True,
-        qkv_bias: bool = False,
-        out_bias: bool = False,
-        qk_norm: bool = False,
+        **heads: bool,
     ) -> None:
-        hidden, wide = config["hidden_size"], config["intermediate_size"]
-        heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-        dim = config.get("head_dim") or hidden // heads
-        for part, count in zip("qkv", (heads, kv_heads, kv_heads), strict=True):
-            self.matrix(f"{prefix}self_attn.{part}_proj", count * dim, inputs or hidden)
-            if qkv_bias:
-                self.bias(f"{prefix}self_attn.{part}_proj", count * dim)
-        self.matrix(f"{prefix}self_attn.o_proj", hidden, heads * dim)
-        if out_bias:
-            self.bias(f"{prefix}self_attn.o_proj", hidden)
-        if qk_norm:
-            self.norm(f"{prefix}self_attn.q_norm", dim)
-            self.norm(f"{prefix}self_attn.k_norm", dim)
-        for part, shape in {"gate": (wide, hidden), "up": (wide, hidden), "down": (hidden, wide)}.items():
-            self.matrix(f"{prefix}mlp.{part}_proj", *shape)
-        self.norm(f"{prefix}post_attention_layernorm", hidden)
-        if input_norm:
-            self.norm(f"{prefix}input_layernorm", hidden)
+        hidden, attention = config["hidden_size"], f"{prefix}self_attn."
+        if config.get("kv_lora_rank"):
+            self.latent_heads(attention, config, inputs or hidden)
+        else:
+            self.grouped_heads(attention, config, inputs or hidden, **heads)
+        self.feed_forward(f"{prefix}mlp.", config)
+        self.norms(hidden, f"{prefix}post_attention_layernorm", *[f"{prefix}input_layernorm"] * input_norm)
+
+    def vocabulary(self, config: dict[str, Any], draft_vocab: int | None, *, embedding: bool, head: bool) -> None:
+        """What a draft has of its own; a head where its vocabulary is."""
+        if embedding:
+            self.table("embed_tokens", config["vocab_size"], config["hidden_size"])
+        if head or draft_vocab is not None:
+            self.matrix("lm_head", draft_vocab or config["vocab_size"], config["hidden_size"])
+        if draft_vocab is not None:
+            config["draft_vocab_size"] = draft_vocab
+            self.made |= make_maps(draft_vocab, config["vocab_size"])
 
 
 def decoder_config(**changes: Any) -> dict[str, Any]:
@@ -156,10 +239,9 @@ def make_eagle(
     tensors.matrix("fc", hidden, 2 * hidden, gain=0.5)
     if fc_bias:
         tensors.bias("fc", hidden)
-    if own_embedding:
-        tensors.table("embed_tokens", config["vocab_size"], hidden)
     for layer in range(config["num_hidden_layers"]):
         tensors.layer(f"layers.{layer}.", config, input_norm=layer > 0, qkv_bias=qkv_bias)
+    tensors.vocabulary(config, None, embedding=own_embedding, head=False)
     return Generated(config, tensors.made)
 
 
@@ -182,78 +264,27 @@ def make_eagle3(
     flags = config.get("eagle_config", {}) | config
     tensors.matrix("fc", hidden, num_states * target_hidden)
     if flags.get("norm_before_fc"):
-        tensors.norm("input_norm", num_states * target_hidden)
-    for state in range(num_states if flags.get("fc_norm") else 0):
-        tensors.norm(f"fc_norm.{state}", target_hidden)
+        tensors.norms(num_states * target_hidden, "input_norm")
+    if flags.get("fc_norm"):
+        tensors.norms(target_hidden, *(f"fc_norm.{state}" for state in range(num_states)))
     tensors.layer(first, config, inputs=2 * hidden, qkv_bias=qkv_bias)
-    tensors.norm(f"{first}hidden_norm", hidden)
+    tensors.norms(hidden, f"{first}hidden_norm", "norm")
     for layer in range(1, config["num_hidden_layers"]):
         tensors.layer(f"layers.{layer}.", config, qkv_bias=qkv_bias)
     if mask is not None:
-        tensors.made["mask_hidden"] = torch.randn(*mask, num_states * target_hidden, generator=tensors.generator)
-    tensors.norm("norm", hidden)
-    tensors.matrix("lm_head", draft_vocab or config["vocab_size"], hidden)
-    if own_embedding:
-        tensors.table("embed_tokens", config["vocab_size"], hidden)
-    if draft_vocab is not None:
-        config["draft_vocab_size"] = draft_vocab
-        tensors.made |= make_maps(draft_vocab, config["vocab_size"])
+        tensors.draw("mask_hidden", *mask, num_states * target_hidden)
+    tensors.vocabulary(config, draft_vocab, embedding=own_embedding, head=True)
     return Generated(config, tensors.made)
 
 
-def make_latent_eagle3(
-    *,
-    draft_vocab: int | None = 24,
-    own_embedding: bool = False,
-    first: str = "midlayer.",
-    target_hidden: int = HIDDEN,
-    num_states: int = 3,
-    seed: int = 0,
-    **changes: Any,
-) -> Generated:
-    """EAGLE-3 with DeepSeek's attention over a latent. draft_vocab None: the target's, without a map."""
-    ranks = {"q_lora_rank": 20, "kv_lora_rank": 32, "qk_nope_head_dim": 12, "qk_rope_head_dim": 16, "v_head_dim": 10}
-    config = decoder_config(
-        **{
-            "architectures": ["Eagle3DeepseekV2ForCausalLM"],
-            "model_type": "deepseek_v3",
-            "num_attention_heads": 3,
-            "num_key_value_heads": 3,
-            "rms_norm_eps": 1e-6,
-            "target_hidden_size": target_hidden,
-            **ranks,
-            **changes,
-        }
-    )
-    hidden, heads, tensors = config["hidden_size"], config["num_attention_heads"], Tensors(seed)
-    query = config["qk_nope_head_dim"] + config["qk_rope_head_dim"]
-    tensors.matrix("fc", hidden, num_states * target_hidden)
-    for state in range(num_states if config.get("fc_norm") else 0):
-        tensors.norm(f"fc_norm.{state}", target_hidden)
-    for norm in ("input_layernorm", "hidden_norm", "post_attention_layernorm"):
-        tensors.norm(f"{first}{norm}", hidden)
-    attention, rank = f"{first}self_attn.", config["kv_lora_rank"]
-    if (q_rank := config["q_lora_rank"]) is None:
-        tensors.matrix(f"{attention}q_proj", heads * query, 2 * hidden)
-    else:
-        tensors.matrix(f"{attention}q_a_proj", q_rank, 2 * hidden)
-        tensors.norm(f"{attention}q_a_layernorm", q_rank)
-        tensors.matrix(f"{attention}q_b_proj", heads * query, q_rank)
-    tensors.matrix(f"{attention}kv_a_proj_with_mqa", rank + config["qk_rope_head_dim"], 2 * hidden)
-    tensors.norm(f"{attention}kv_a_layernorm", rank)
-    tensors.matrix(f"{attention}kv_b_proj", heads * (config["qk_nope_head_dim"] + config["v_head_dim"]), rank)
-    tensors.matrix(f"{attention}o_proj", hidden, heads * config["v_head_dim"])
-    wide = config["intermediate_size"]
-    for part, shape in {"gate": (wide, hidden), "up": (wide, hidden), "down": (hidden, wide)}.items():
-        tensors.matrix(f"{first}mlp.{part}_proj", *shape)
-    tensors.norm("norm", hidden)
-    tensors.matrix("lm_head", draft_vocab or config["vocab_size"], hidden)
-    if own_embedding:
-        tensors.table("embed_tokens", config["vocab_size"], hidden)
-    if draft_vocab is not None:
-        config["draft_vocab_size"] = draft_vocab
-        tensors.made |= make_maps(draft_vocab, config["vocab_size"])
-    return Generated(config, tensors.made)
+def make_latent_eagle3(*, target_hidden: int = HIDDEN, **changes: Any) -> Generated:
+    """EAGLE-3 with DeepSeek's attention over a latent."""
+    fields = {
+        "architectures": ["Eagle3DeepseekV2ForCausalLM"], "model_type": "deepseek_v3", "num_attention_heads": 3,
+        "num_key_value_heads": 3, "rms_norm_eps": 1e-6, "target_hidden_size": target_hidden, "q_lora_rank": 20,
+        "kv_lora_rank": 32, "qk_nope_head_dim": 12, "qk_rope_head_dim": 16, "v_head_dim": 10,
+    }  # fmt: skip
+    return make_eagle3(target_hidden=target_hidden, **{**fields, **changes})
 
 
 def make_dflash(
@@ -274,12 +305,9 @@ def make_dflash(
     config = decoder_config(**{"num_hidden_layers": 2, "dflash_config": said, **changes})
     hidden, tensors = config["hidden_size"], Tensors(seed)
     tensors.matrix("fc", hidden, num_states * target_hidden)
-    tensors.norm("hidden_norm", hidden)
     for layer in range(config["num_hidden_layers"]):
         tensors.layer(f"layers.{layer}.", config, qk_norm=qk_norm, qkv_bias=not qk_norm)
-    tensors.norm("norm", hidden)
-    if own_embedding:
-        tensors.table("embed_tokens", config["vocab_size"], hidden)
+    tensors.norms(hidden, "hidden_norm", "norm")
     if markov_rank is not None:
         config["markov_rank"] = markov_rank
         tensors.table("markov_head.markov_w1", config["vocab_size"], markov_rank)
@@ -288,11 +316,7 @@ def make_dflash(
             more = markov_rank if config.get("confidence_head_with_markov") else 0
             tensors.matrix("confidence_head.proj", 1, hidden + more, gain=3)
             tensors.bias("confidence_head.proj", 1)
-    if own_head or draft_vocab is not None:
-        tensors.matrix("lm_head", draft_vocab or config["vocab_size"], hidden)
-    if draft_vocab is not None:
-        config["draft_vocab_size"] = draft_vocab
-        tensors.made |= make_maps(draft_vocab, config["vocab_size"])
+    tensors.vocabulary(config, draft_vocab, embedding=own_embedding, head=own_head)
     return Generated(config, tensors.made)
 
 
@@ -318,12 +342,11 @@ def make_dflash2(
     for layer in range(config["num_hidden_layers"]):
         for part in ("attention_conv", "mlp_conv"):
             prefix = f"layers.{layer}.{part}."
-            base = torch.randn(2, taps, hidden, generator=tensors.generator) / 2
-            base[:, 0] += 1
-            tensors.made[f"{prefix}base_kernel"] = base
+            tensors.draw(f"{prefix}base_kernel", 2, taps, hidden, scale=0.5)
+            tensors.made[f"{prefix}base_kernel"][:, 0] += 1
             tensors.matrix(f"{prefix}kernel_projection", 2 * taps * (hidden // group), hidden, gain=0.5)
     for part in ("predecessor", "successor"):
-        tensors.made[f"candidate_selector.{part}_codebook"] = torch.randn(vocab, rank, generator=tensors.generator)
+        tensors.draw(f"candidate_selector.{part}_codebook", vocab, rank)
     tensors.matrix("candidate_selector.hidden_projection", rank, hidden, gain=3)
     return Generated(config, plain.tensors | tensors.made)
 
@@ -348,7 +371,7 @@ def make_causal(architecture: str = "LlamaForCausalLM", *, seed: int = 0, **chan
             out_bias=biased,
             qk_norm=architecture == "Qwen3ForCausalLM",
         )
-    tensors.norm("model.norm", hidden)
+    tensors.norms(hidden, "model.norm")
     if not config.get("tie_word_embeddings"):
         tensors.matrix("lm_head", vocab, hidden)
     return Generated(config, tensors.made)

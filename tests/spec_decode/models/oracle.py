@@ -2,77 +2,19 @@
 
 In fp64 for what is right, in fp32 for the error that rounding alone makes.
 
-Legend: n positions, H hidden size.
+Legend: n positions, H hidden size, F size of the target's states, K tokens of a round, V vocabulary.
 """
 
-from __future__ import annotations
-
 import math
-from typing import Any
 
 import torch
 
-from tests.spec_decode.models.generated import Generated, StubTarget
+from tests.spec_decode.models.generated import GATED
+from tests.spec_decode.models.generated_mtp import parts_of
+from tests.spec_decode.models.plain import attend, attend_latents, gated, mixture, rms, turn, turn_halves, under
 
 
-class Decoder:
-    """Functions of the published tensors of one checkpoint."""
-
-    def __init__(self, checkpoint: Generated, dtype: torch.dtype) -> None:
-        self.config, self.dtype = checkpoint.config, dtype
-        self.tensors = {name: tensor.to(dtype) for name, tensor in checkpoint.tensors.items()}
-
-    def linear(self, name: str, x: torch.Tensor) -> torch.Tensor:
-        out = x @ self.tensors[f"{name}.weight"].T
-        return out + self.tensors[f"{name}.bias"] if f"{name}.bias" in self.tensors else out
-
-    def norm(self, name: str, x: torch.Tensor) -> torch.Tensor:
-        mean = (x**2).mean(-1, keepdim=True)
-        return x / (mean + self.config["rms_norm_eps"]).sqrt() * self.tensors[f"{name}.weight"]
-
-    def layer(self, prefix: str, inputs: torch.Tensor, residual: torch.Tensor, window: int | None) -> torch.Tensor:
-        x = residual + self.attention(f"{prefix}self_attn.", inputs, window)
-        normed = self.norm(f"{prefix}post_attention_layernorm", x)
-        gate, up = (self.linear(f"{prefix}mlp.{part}_proj", normed) for part in ("gate", "up"))
-        return x + self.linear(f"{prefix}mlp.down_proj", gate * gate.sigmoid() * up)
-
-    def attention(self, prefix: str, inputs: torch.Tensor, window: int | None) -> torch.Tensor:
-        n, heads = len(inputs), self.config["num_attention_heads"]
-        kv_heads = self.config["num_key_value_heads"]
-        query = self.linear(f"{prefix}q_proj", inputs).view(n, heads, -1)
-        key = self.linear(f"{prefix}k_proj", inputs).view(n, kv_heads, -1)
-        value = self.linear(f"{prefix}v_proj", inputs).view(n, kv_heads, -1)
-        if f"{prefix}q_norm.weight" in self.tensors:
-            query, key = self.norm(f"{prefix}q_norm", query), self.norm(f"{prefix}k_norm", key)
-        query, key = self.rotated(query), self.rotated(key)
-        out = torch.empty_like(query)
-        for head in range(heads):
-            shared = head // (heads // kv_heads)
-            scores = query[:, head] @ key[:, shared].T * query.shape[-1] ** -0.5
-            distance = torch.arange(n)[:, None] - torch.arange(n)[None]
-            unseen = (distance < 0) | (distance >= (window or n))
-            out[:, head] = scores.masked_fill(unseen, -math.inf).softmax(-1) @ value[:, shared]
-        return self.linear(f"{prefix}o_proj", out.flatten(1))
-
-    def rotated(self, x: torch.Tensor) -> torch.Tensor:
-        """x [n, heads, D]: dims i and i + D / 2 are the parts of a complex number, turned by its position's angle."""
-        real, imaginary = x.chunk(2, -1)
-        frequencies = torch.tensor(self.frequencies(x.shape[-1]), dtype=torch.float64)
-        angles = (torch.arange(len(x))[:, None] * frequencies[None]).to(x.dtype)
-        turned = torch.complex(real, imaginary) * torch.polar(torch.ones_like(angles), angles)[:, None]
-        return torch.cat([turned.real, turned.imag], -1)
-
-    def frequencies(self, dim: int) -> list[float]:
-        rope = self.config.get("rope_parameters") or self.config.get("rope_scaling") or {}
-        theta = rope.get("rope_theta") or self.config["rope_theta"]
-        plain = [theta ** (-2 * i / dim) for i in range(dim // 2)]
-        kind = rope.get("rope_type", rope.get("type", "default"))
-        if kind == "linear":
-            return [frequency / rope["factor"] for frequency in plain]
-        return [llama3(frequency, rope) for frequency in plain] if kind == "llama3" else plain
-
-
-def llama3(frequency: float, rope: dict[str, Any]) -> float:
+def llama3(frequency, rope):
     length, factor = 2 * math.pi / frequency, rope["factor"]
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
     original = rope["original_max_position_embeddings"]
@@ -84,273 +26,441 @@ def llama3(frequency: float, rope: dict[str, Any]) -> float:
     return (1 - smooth) * frequency / factor + smooth * frequency
 
 
-class Eagle:
-    def __init__(
-        self, checkpoint: Generated, target: StubTarget, windows: list[int | None], dtype: torch.dtype
-    ) -> None:
-        self.decoder, self.windows = Decoder(checkpoint, dtype), windows
-        own = self.decoder.tensors.get("embed_tokens.weight")
-        self.embedding = target.embed.weight.to(dtype) if own is None else own
-        self.head = target.lm_head.weight.to(dtype)
-
-    def combine(self, target_hidden_states: torch.Tensor) -> torch.Tensor:
-        return target_hidden_states
-
-    def states(self, ids: list[int], hidden: torch.Tensor) -> torch.Tensor:
-        x = self.decoder.linear("fc", torch.cat([self.embedding[ids], hidden], -1))
-        for layer, window in enumerate(self.windows):
-            prefix = f"layers.{layer}."
-            inputs = self.decoder.norm(f"{prefix}input_layernorm", x) if layer else x
-            x = self.decoder.layer(prefix, inputs, x, window)
-        return x
-
-    def scores(self, state: torch.Tensor) -> torch.Tensor:
-        return self.head @ state
+def yarn(frequencies, theta, rope):
+    """Those that turn seldom are slowed down by the factor."""
+    pairs, found = len(frequencies), []
+    ends = [
+        pairs * math.log(rope["original_max_position_embeddings"] / (turns * 2 * math.pi)) / math.log(theta)
+        for turns in (rope["beta_fast"], rope["beta_slow"])
+    ]
+    low, high = max(math.floor(ends[0]), 0), min(math.ceil(ends[1]), 2 * pairs - 1)
+    for pair, plain in enumerate(frequencies):
+        slowed = min(max((pair - low) / (high - low), 0), 1)
+        found.append(plain / rope["factor"] * slowed + plain * (1 - slowed))
+    return found
 
 
-class Eagle3:
-    def __init__(
-        self, checkpoint: Generated, target: StubTarget, windows: list[int | None], dtype: torch.dtype
-    ) -> None:
-        self.decoder, self.windows = Decoder(checkpoint, dtype), windows
-        tensors = self.decoder.tensors
-        own = tensors.get("embed_tokens.weight")
-        self.embedding = target.embed.weight.to(dtype) if own is None else own
-        self.vocab_size = target.vocab_size
+class Published:
+    """Functions of the published tensors of one checkpoint.
+
+    layers  of each layer its window, None for none; of a block's also whether it is causal
+    prefix  of the names of the tensors
+    """
+
+    around = 0.0
+    """What is added to the weight of a norm."""
+    rotated = 1.0
+    """The part of a head that is rotated, where the config does not say it."""
+    own_head = "lm_head.weight"
+
+    def __init__(self, checkpoint, target, layers, dtype, prefix=""):
+        self.config = checkpoint.config.get("text_config", checkpoint.config)
+        self.layers, self.dtype, self.vocab_size = layers, dtype, target.vocab_size
+        self.tensors = under(checkpoint.tensors, prefix, dtype)
+        self.embedding = self.tensors.get("embed_tokens.weight", target.embed.weight.to(dtype))
+        self.head = self.tensors.get(self.own_head, target.lm_head.weight.to(dtype))
         self.d2t = checkpoint.tensors.get("d2t")
-        self.first = "midlayer." if "midlayer.hidden_norm.weight" in tensors else "layers.0."
-        self.feeds_normed = (checkpoint.config.get("eagle_config", {}) | checkpoint.config).get("norm_output")
 
-    def combine(self, target_hidden_states: torch.Tensor) -> torch.Tensor:
-        if "input_norm.weight" in self.decoder.tensors:
-            target_hidden_states = self.decoder.norm("input_norm", target_hidden_states)
-        if norms := [name for name in self.decoder.tensors if name.startswith("fc_norm.")]:
-            each = target_hidden_states.split(target_hidden_states.shape[-1] // len(norms), -1)
-            normed = [self.decoder.norm(f"fc_norm.{state}", part) for state, part in enumerate(each)]
-            target_hidden_states = torch.cat(normed, -1)
-        return self.decoder.linear("fc", target_hidden_states)
+    def drafts(self, ids, target_hidden_states, steps):
+        """A greedy round after input tokens ids [n] with target states [n, F]: scores [K, V] of each token, and the
+        probability [K] that the draft gives to the best of them."""
+        raise NotImplementedError
 
-    def states(self, ids: list[int], hidden: torch.Tensor) -> torch.Tensor:
-        decoder, first = self.decoder, self.first
-        normed = decoder.norm(f"{first}hidden_norm", hidden)
-        inputs = torch.cat([decoder.norm(f"{first}input_layernorm", self.embedding[ids]), normed], -1)
-        residual = normed if decoder.config.get("norm_before_residual") else hidden
-        x = decoder.layer(first, inputs, residual, self.windows[0])
-        for layer, window in enumerate(self.windows[1:], 1):
-            prefix = f"layers.{layer}."
-            x = decoder.layer(prefix, decoder.norm(f"{prefix}input_layernorm", x), x, window)
-        return decoder.norm("norm", x) if self.feeds_normed else x
+    def linear(self, name, x):
+        return x @ self.tensors[f"{name}.weight"].T + self.tensors.get(f"{name}.bias", 0)
 
-    def scores(self, state: torch.Tensor) -> torch.Tensor:
-        own = self.decoder.linear("lm_head", state if self.feeds_normed else self.decoder.norm("norm", state))
+    def norm(self, name, x):
+        return rms(x, self.config["rms_norm_eps"]) * (self.tensors[f"{name}.weight"] + self.around)
+
+    def layer(self, prefix, inputs, residual, window):
+        x = residual + self.attention(f"{prefix}self_attn.", inputs, window)
+        return x + self.feed_forward(f"{prefix}mlp.", self.norm(f"{prefix}post_attention_layernorm", x))
+
+    def feed_forward(self, prefix, x):
+        return gated(x, self.tensors, prefix, GATED)
+
+    def attention(self, prefix, every, window, causal=True, count=None):
+        """Of the last `count` of the tokens [n, H], over all of them."""
+        n = len(every)
+        heads, kv_heads = self.config["num_attention_heads"], self.config["num_key_value_heads"]
+        query, key, value = (
+            self.linear(f"{prefix}{part}_proj", every).view(n, each, -1)
+            for part, each in (("q", heads), ("k", kv_heads), ("v", kv_heads))
+        )
+        query, gate = query.tensor_split([key.shape[-1]], -1)
+        if f"{prefix}q_norm.weight" in self.tensors:
+            query, key = self.norm(f"{prefix}q_norm", query), self.norm(f"{prefix}k_norm", key)
+        angles = self.angles(n, key.shape[-1])
+        distance = torch.arange(n)[:, None] - torch.arange(n)[None]
+        unseen = (distance >= (window or n)) | ((distance < 0) & causal)
+        rows = slice(-(count or n), None)
+        out = attend(turn_halves(query, angles)[rows], turn_halves(key, angles), value, unseen[rows])
+        return self.linear(f"{prefix}o_proj", out * gate[rows].flatten(1).sigmoid() if gate.numel() else out)
+
+    def angles(self, count, dim):
+        """[count, pairs of the dims that are rotated of `dim`]."""
+        return torch.outer(torch.arange(count).double(), self.frequencies(dim)).to(self.dtype)
+
+    def frequencies(self, dim):
+        rope = self.config.get("rope_parameters") or self.config.get("rope_scaling") or {}
+        dim = round(dim * rope.get("partial_rotary_factor", self.config.get("partial_rotary_factor", self.rotated)))
+        theta = rope.get("rope_theta") or self.config["rope_theta"]
+        plain = [theta ** (-2 * i / dim) for i in range(dim // 2)]
+        kind = rope.get("rope_type", rope.get("type", "default"))
+        if kind == "yarn":
+            plain = yarn(plain, theta, rope)
+        elif kind != "default":
+            plain = [llama3(each, rope) if kind == "llama3" else each / rope["factor"] for each in plain]
+        return torch.tensor(plain, dtype=torch.float64)
+
+    def whole(self, own):
+        """Scores [..., V] of those of the draft's own vocabulary."""
         if self.d2t is None:
             return own
-        scores = torch.full((self.vocab_size,), -math.inf, dtype=self.decoder.dtype)
-        for index, offset in enumerate(self.d2t.tolist()):
-            scores[index + offset] = own[index]
+        scores = torch.full((*own.shape[:-1], self.vocab_size), -math.inf, dtype=self.dtype)
+        scores[..., self.d2t + torch.arange(len(self.d2t))] = own
         return scores
+
+
+class Stepwise(Published):
+    """A draft that goes on from its own states, or that puts masks behind the text where it has a token for them."""
+
+    def drafts(self, ids, target_hidden_states, steps):
+        ids, target_hidden_states = list(ids), target_hidden_states.to(self.dtype)
+        mask = self.config.get("ptd_token_id", self.config.get("pard_token"))
+        if mask is None:
+            scores = self.greedy(ids, self.combine(target_hidden_states), steps)
+        else:
+            state = self.tensors.get("mask_hidden", torch.zeros_like(target_hidden_states[0])).view(1, -1)
+            hidden = self.combine(torch.cat([target_hidden_states, state.expand(steps - 1, -1)]))
+            scores = self.scores(self.states([*ids, *[mask] * (steps - 1)], hidden)[-steps:])
+        return scores, scores.softmax(-1).amax(-1)
+
+    def greedy(self, ids, hidden, steps):
+        scores = []
+        for _ in range(steps):
+            last = self.states(ids, hidden)[-1:]
+            scores.append(self.scores(last)[0])
+            ids, hidden = [*ids, int(scores[-1].argmax())], torch.cat([hidden, last])
+        return torch.stack(scores)
+
+    def combine(self, target_hidden_states):
+        return target_hidden_states
+
+    def states(self, ids, hidden):
+        """[n, H] of a whole text."""
+        raise NotImplementedError
+
+    def scores(self, states):
+        """[..., V] of states [..., H]."""
+        return states @ self.head.T
+
+
+class Eagle(Stepwise):
+    def states(self, ids, hidden):
+        x = self.linear("fc", torch.cat([self.embedding[ids], hidden], -1))
+        for layer, window in enumerate(self.layers):
+            prefix = f"layers.{layer}."
+            x = self.layer(prefix, self.norm(f"{prefix}input_layernorm", x) if layer else x, x, window)
+        return x
+
+
+class Eagle3(Stepwise):
+    def __init__(self, checkpoint, target, layers, dtype):
+        super().__init__(checkpoint, target, layers, dtype)
+        self.first = "midlayer." if "midlayer.hidden_norm.weight" in self.tensors else "layers.0."
+        self.feeds_normed = (self.config.get("eagle_config", {}) | self.config).get("norm_output")
+
+    def combine(self, target_hidden_states):
+        if "input_norm.weight" in self.tensors:
+            target_hidden_states = self.norm("input_norm", target_hidden_states)
+        if norms := [name for name in self.tensors if name.startswith("fc_norm.")]:
+            each = target_hidden_states.chunk(len(norms), -1)
+            target_hidden_states = torch.cat([self.norm(f"fc_norm.{i}", part) for i, part in enumerate(each)], -1)
+        return self.linear("fc", target_hidden_states)
+
+    def states(self, ids, hidden):
+        normed = self.norm(f"{self.first}hidden_norm", hidden)
+        inputs = torch.cat([self.norm(f"{self.first}input_layernorm", self.embedding[ids]), normed], -1)
+        residual = normed if self.config.get("norm_before_residual") else hidden
+        x = self.layer(self.first, inputs, residual, self.layers[0])
+        for layer, window in enumerate(self.layers[1:], 1):
+            x = self.layer(f"layers.{layer}.", self.norm(f"layers.{layer}.input_layernorm", x), x, window)
+        return self.norm("norm", x) if self.feeds_normed else x
+
+    def scores(self, states):
+        return self.whole(self.linear("lm_head", states if self.feeds_normed else self.norm("norm", states)))
 
 
 class LatentEagle3(Eagle3):
     """The same with DeepSeek's attention as `transformers` computes it, over a layer's input of twice the width."""
 
-    def __init__(
-        self, checkpoint: Generated, target: StubTarget, windows: list[int | None], dtype: torch.dtype
-    ) -> None:
+    @torch.no_grad()
+    def attention(self, prefix, every, window):
         from transformers import DeepseekV3Config
         from transformers.models.deepseek_v3 import modeling_deepseek_v3 as deepseek
 
-        super().__init__(checkpoint, target, windows, dtype)
-        tensors, prefix = self.decoder.tensors, f"{self.first}self_attn."
-        self.config = DeepseekV3Config(**checkpoint.config, attn_implementation="eager")
-        self.rotary = deepseek.DeepseekV3RotaryEmbedding(self.config)
-        self.attention = deepseek.DeepseekV3Attention(self.config, 0)
-        parts = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
-        for name in ("q_proj", "q_a_proj", "kv_a_proj_with_mqa"):
-            if f"{name}.weight" in parts:
-                rows, columns = parts[f"{name}.weight"].shape
-                setattr(self.attention, name, torch.nn.Linear(columns, rows, bias=False))
-        self.attention.to(dtype).load_state_dict(parts)
-
-    @torch.no_grad()
-    def states(self, ids: list[int], hidden: torch.Tensor) -> torch.Tensor:
-        decoder, first, n = self.decoder, self.first, len(ids)
-        normed = decoder.norm(f"{first}hidden_norm", hidden)
-        inputs = torch.cat([decoder.norm(f"{first}input_layernorm", self.embedding[ids]), normed], -1)
-        unseen = torch.full((n, n), -math.inf, dtype=decoder.dtype).triu(1)
-        angles = self.rotary(inputs[None], torch.arange(n)[None])
-        attended = self.attention(inputs[None], angles, unseen[None, None])[0][0]
-        x = (normed if decoder.config.get("norm_before_residual") else hidden) + attended
-        normed = decoder.norm(f"{first}post_attention_layernorm", x)
-        gate, up = (decoder.linear(f"{first}mlp.{part}_proj", normed) for part in ("gate", "up"))
-        x = x + decoder.linear(f"{first}mlp.down_proj", gate * gate.sigmoid() * up)
-        return decoder.norm("norm", x) if self.feeds_normed else x
+        config = DeepseekV3Config(**self.config, attn_implementation="eager")
+        attention, parts = deepseek.DeepseekV3Attention(config, 0), under(self.tensors, prefix, self.dtype)
+        for name in {"q_proj", "q_a_proj", "kv_a_proj_with_mqa"} & {name.removesuffix(".weight") for name in parts}:
+            setattr(attention, name, torch.nn.Linear(*parts[f"{name}.weight"].shape[::-1], bias=False))
+        attention.to(self.dtype).load_state_dict(parts)
+        n = len(every)
+        unseen = torch.full((n, n), -math.inf, dtype=self.dtype).triu(1)[None, None]
+        angles = deepseek.DeepseekV3RotaryEmbedding(config)(every[None], torch.arange(n)[None])
+        return attention(every[None], angles, unseen)[0][0]
 
 
-class Causal:
-    def __init__(
-        self, checkpoint: Generated, target: StubTarget, windows: list[int | None], dtype: torch.dtype
-    ) -> None:
-        self.decoder, self.windows = Decoder(checkpoint, dtype), windows
+class Causal(Stepwise):
+    def combine(self, target_hidden_states):
+        return torch.zeros(len(target_hidden_states), self.config["hidden_size"], dtype=self.dtype)
 
-    def combine(self, target_hidden_states: torch.Tensor) -> torch.Tensor:
-        return torch.zeros(len(target_hidden_states), self.decoder.config["hidden_size"])
-
-    def states(self, ids: list[int], hidden: torch.Tensor) -> torch.Tensor:
-        x = self.decoder.tensors["model.embed_tokens.weight"][ids]
-        for layer, window in enumerate(self.windows):
+    def states(self, ids, hidden):
+        x = self.tensors["model.embed_tokens.weight"][ids]
+        for layer, window in enumerate(self.layers):
             prefix = f"model.layers.{layer}."
-            x = self.decoder.layer(prefix, self.decoder.norm(f"{prefix}input_layernorm", x), x, window)
+            x = self.layer(prefix, self.norm(f"{prefix}input_layernorm", x), x, window)
         return x
 
-    def scores(self, state: torch.Tensor) -> torch.Tensor:
-        head = "model.embed_tokens" if self.decoder.config.get("tie_word_embeddings") else "lm_head"
-        return self.decoder.linear(head, self.decoder.norm("model.norm", state))
+    def scores(self, states):
+        head = "model.embed_tokens" if self.config.get("tie_word_embeddings") else "lm_head"
+        return self.linear(head, self.norm("model.norm", states))
 
 
-def greedy(
-    model: Eagle | Eagle3 | Causal, ids: list[int], target_hidden_states: torch.Tensor, steps: int
-) -> tuple[list[int], torch.Tensor]:
-    """The next tokens after the input tokens, whose target states are [n, F], and the scores [steps, V] of each."""
-    ids, hidden = list(ids), model.combine(target_hidden_states.to(model.decoder.dtype))
-    scores = []
-    for _ in range(steps):
-        last = model.states(ids, hidden)[-1]
-        scores.append(model.scores(last))
-        ids.append(int(scores[-1].argmax()))
-        hidden = torch.cat([hidden, last[None].to(hidden.dtype)])
-    return ids[-steps:], torch.stack(scores)
+class Prediction(Stepwise):
+    """A layer of multi-token prediction, of grouped heads as GLM-4.5's."""
+
+    own_head, rotated = "shared_head.head.weight", 0.5
+
+    def __init__(self, checkpoint, target, layers, dtype, module=0):
+        """module: which of those that draft."""
+        prefix, self.block, self.fuse, self.outer = parts_of(checkpoint.config, module)
+        super().__init__(checkpoint, target, layers, dtype, prefix)
+
+    def states(self, ids, hidden):
+        before, beside, after = self.outer
+        x = self.fused(self.norm(before, self.embedding[ids]), self.norm(beside, hidden))
+        return self.norm(after, self.layer(self.block, self.norm(f"{self.block}input_layernorm", x), x, None))
+
+    def fused(self, token, state):
+        return self.linear(self.fuse, torch.cat([token, state], -1))
+
+    def feed_forward(self, prefix, x):
+        if self.config.get("n_routed_experts") is None:
+            return super().feed_forward(prefix, x)
+        weight = under(self.tensors, prefix, self.dtype)
+        return mixture(x, self.config, weight, GATED, "gate.e_score_correction_bias")
 
 
-def block(model: Eagle3 | Causal, ids: list[int], target_hidden_states: torch.Tensor, count: int) -> torch.Tensor:
-    """Scores [count, V] after the last `count` of the input tokens, masks among them, with target states [n, F]."""
-    states = model.states(ids, model.combine(target_hidden_states.to(model.decoder.dtype)))
-    return torch.stack([model.scores(state) for state in states[-count:]])
+class DeepseekV3(Prediction):
+    """DeepSeek-V3's and GLM-4.7-Flash's: a key and a value for every head are made of a latent."""
+
+    rotated = 1.0
+
+    def attention(self, prefix, x, window):
+        config, count, yarn = self.config, len(x), self.config.get("rope_scaling")
+        heads, nope, rank = config["num_attention_heads"], config["qk_nope_head_dim"], config["kv_lora_rank"]
+        if config["q_lora_rank"] is None:
+            query = self.linear(f"{prefix}q_proj", x)
+        else:
+            narrow = self.norm(f"{prefix}q_a_layernorm", self.linear(f"{prefix}q_a_proj", x))
+            query = self.linear(f"{prefix}q_b_proj", narrow)
+        latent = self.linear(f"{prefix}kv_a_proj_with_mqa", x)
+        up = self.linear(f"{prefix}kv_b_proj", self.norm(f"{prefix}kv_a_layernorm", latent[:, :rank]))
+        key, value = up.view(count, heads, -1).tensor_split([nope], -1)
+        query, shared = query.view(count, heads, -1), latent[:, None, rank:].expand(-1, heads, -1)
+        angles, scale = self.angles(count, shared.shape[-1]), query.shape[-1] ** -0.5
+        amplitude = 1.0
+        if yarn:
+            size, whole = (0.1 * yarn[name] * math.log(yarn["factor"]) + 1 for name in ("mscale", "mscale_all_dim"))
+            amplitude, scale = size / whole, scale * whole**2
+        query = torch.cat([query[..., :nope], turn(query[..., nope:], angles) * amplitude], -1)
+        key = torch.cat([key, turn(shared, angles) * amplitude], -1)
+        unseen = torch.ones(count, count, dtype=torch.bool).triu(1)
+        return self.linear(f"{prefix}o_proj", attend(query, key, value, unseen, scale))
 
 
-class DFlash:
+class MiMo(Prediction):
+    rotated = 1.0
+
+    def fused(self, token, state):
+        return super().fused(state, token)
+
+
+class Qwen(Prediction):
+    """Norms around 1, gated heads, and a shared expert with a gate of its own."""
+
+    around, rotated = 1.0, 0.25
+
+    def feed_forward(self, prefix, x):
+        if "num_experts" not in self.config:
+            return super().feed_forward(prefix, x)
+        weight, count, out = under(self.tensors, prefix, self.dtype), self.config["num_experts_per_tok"], []
+        for row in x:
+            scores = (weight["gate.weight"] @ row).softmax(0)
+            best = sorted(range(len(scores)), key=lambda expert, of=scores: -float(of[expert]))[:count]
+            total = (weight["shared_expert_gate.weight"] @ row).sigmoid() * gated(row, weight, "shared_expert.", GATED)
+            for expert in best:
+                total = total + scores[expert] / scores[best].sum() * gated(row, weight, f"experts.{expert}.", GATED)
+            out.append(total)
+        return torch.stack(out)
+
+
+class Modules:
+    """A chain of layers, each of which drafts a token after the whole true text, from the states of the one before."""
+
+    def __init__(self, kind, checkpoint, target, layers, dtype):
+        count = checkpoint.config["num_nextn_predict_layers"]
+        self.modules = [kind(checkpoint, target, layers, dtype, module) for module in range(count)]
+
+    def drafts(self, ids, hidden, steps):
+        scores = []
+        for module in self.modules[:steps]:
+            hidden = module.states(ids, hidden.to(module.dtype))
+            scores.append(module.scores(hidden[-1]))
+            ids = [*ids[1:], int(scores[-1].argmax())]
+        scores = torch.stack(scores)
+        return scores, scores.softmax(-1).amax(-1)
+
+
+class DeepseekV4(Stepwise):
+    """Residual streams [n, S, H] joined by the formulas of the mHC paper, with the constants as published."""
+
+    def __init__(self, checkpoint, target, layers, dtype):
+        super().__init__(checkpoint, target, layers, dtype, "mtp.0.")
+        self.streams = self.config["hc_mult"]
+
+    def attention(self, x):
+        config, dim = self.config, self.config["head_dim"]
+        pairs = config["qk_rope_head_dim"] // 2
+        angles = torch.outer(torch.arange(len(x)), config["rope_theta"] ** (-torch.arange(pairs).double() / pairs))
+        angles = angles.to(self.dtype)
+        query = self.linear("attn.wq_b", self.norm("attn.q_norm", self.linear("attn.wq_a", x)))
+        query = turn(rms(query.view(len(x), -1, dim), config["rms_norm_eps"]), angles)
+        latent = turn(self.norm("attn.kv_norm", self.linear("attn.wkv", x)), angles)
+        out = attend_latents(query, latent, config["sliding_window"], self.tensors["attn.attn_sink"], dim)
+        out = turn(out, -angles).view(len(x), config["o_groups"], -1)
+        downs = self.tensors["attn.wo_a.weight"].chunk(config["o_groups"])
+        return self.linear("attn.wo_b", torch.cat([out[:, g] @ down.T for g, down in enumerate(downs)], -1))
+
+    def connected(self, streams, name, norm, block):
+        """streams [n, S, H] through a block."""
+        count, eps = self.streams, self.config["hc_eps"]
+        mixes = rms(streams.flatten(1), self.config["rms_norm_eps"]) @ self.tensors[f"hc_{name}_fn"].T
+        scale, base = self.tensors[f"hc_{name}_scale"], self.tensors[f"hc_{name}_base"]
+        read = (mixes[:, :count] * scale[0] + base[:count]).sigmoid() + eps
+        write = 2 * (mixes[:, count : 2 * count] * scale[1] + base[count : 2 * count]).sigmoid()
+        carry = (mixes[:, 2 * count :] * scale[2] + base[2 * count :]).view(-1, count, count).softmax(2) + eps
+        carry = carry / (carry.sum(1, keepdim=True) + eps)
+        for _ in range(self.config["hc_sinkhorn_iters"] - 1):
+            carry = carry / (carry.sum(2, keepdim=True) + eps)
+            carry = carry / (carry.sum(1, keepdim=True) + eps)
+        x = block(self.norm(norm, torch.einsum("ts,tsh->th", read, streams)))
+        return write[..., None] * x[:, None] + torch.einsum("tsr,tsh->trh", carry, streams)
+
+    def feed_forward(self, x):
+        weight, limit = under(self.tensors, "ffn.", self.dtype), self.config["swiglu_limit"] or math.inf
+        return mixture(x, self.config, weight, ("w1", "w3", "w2"), "gate.bias", limit=limit)
+
+    def states(self, ids, hidden):
+        embedded = self.linear("e_proj", self.norm("enorm", self.embedding[ids]))
+        streams = self.norm("hnorm", hidden.view(len(ids), self.streams, -1))
+        streams = self.linear("h_proj", streams) + embedded[:, None]
+        streams = self.connected(streams, "attn", "attn_norm", self.attention)
+        return self.connected(streams, "ffn", "ffn_norm", self.feed_forward).flatten(1)
+
+    def scores(self, states):
+        mixes = rms(states, self.config["rms_norm_eps"]) @ self.tensors["hc_head_fn"].T
+        read = (mixes * self.tensors["hc_head_scale"] + self.tensors["hc_head_base"]).sigmoid() + self.config["hc_eps"]
+        x = torch.einsum("ts,tsh->th", read, states.view(len(states), self.streams, -1))
+        return self.norm("norm", x) @ self.head.T
+
+
+class DFlash(Published):
     """A block of masks after context whose keys and values are made of the target's states, layer by layer."""
 
-    def __init__(
-        self,
-        checkpoint: Generated,
-        target: StubTarget,
-        layers: list[tuple[int | None, bool]],
-        dtype: torch.dtype,
-    ) -> None:
-        """layers: of each its window, None for none, and whether it is causal."""
-        self.decoder, self.layers = Decoder(checkpoint, dtype), layers
-        tensors = self.decoder.tensors
-        self.embedding = tensors.get("embed_tokens.weight", target.embed.weight.to(dtype))
-        self.head = tensors.get("lm_head.weight", target.lm_head.weight.to(dtype))
-        self.vocab_size, self.d2t = target.vocab_size, checkpoint.tensors.get("d2t")
+    from_anchor = False
+    """Whether the block's first token predicts, where the config does not say it."""
 
-    def states(self, target_hidden_states: torch.Tensor, block: list[int]) -> torch.Tensor:
+    def __init__(self, checkpoint, target, layers, dtype):
+        super().__init__(checkpoint, target, layers, dtype)
+        self.said = self.config["dflash_config"]
+
+    def drafts(self, ids, target_hidden_states, steps):
+        scores = self.whole(self.places(ids[-1], target_hidden_states, steps) @ self.head.T)
+        return scores, scores.softmax(-1).amax(-1)
+
+    def places(self, next_token, target_hidden_states, steps):
+        """The normed states [K, H] that predict the places behind next_token: each by the mask in it, or by what is
+        before it where the anchor predicts too."""
+        first = 0 if (self.config | self.said).get("sample_from_anchor", self.from_anchor) else 1
+        block = [next_token, *[self.said["mask_token_id"]] * (steps - 1 + first)]
+        return self.states(target_hidden_states, block)[first:]
+
+    def states(self, target_hidden_states, block):
         """Normed, of the tokens of a block after n verified tokens with target states [n, F]."""
-        decoder = self.decoder
-        context = decoder.norm("hidden_norm", decoder.linear("fc", target_hidden_states.to(decoder.dtype)))
+        context = self.norm("hidden_norm", self.linear("fc", target_hidden_states.to(self.dtype)))
         x = self.embedding[block]
         for layer, (window, causal) in enumerate(self.layers):
             prefix = f"layers.{layer}."
-            inputs = decoder.norm(f"{prefix}input_layernorm", x)
-            given = self.convolved(f"{prefix}attention_conv.", 0, inputs, inputs)
-            out = self.attention(f"{prefix}self_attn.", torch.cat([context, given]), len(block), window, causal)
+            inputs = self.norm(f"{prefix}input_layernorm", x)
+            every = torch.cat([context, self.convolved(f"{prefix}attention_conv.", 0, inputs, inputs)])
+            out = self.attention(f"{prefix}self_attn.", every, window, causal, len(block))
             x = x + self.convolved(f"{prefix}attention_conv.", 1, inputs, out)
-            normed = decoder.norm(f"{prefix}post_attention_layernorm", x)
-            given = self.convolved(f"{prefix}mlp_conv.", 0, normed, normed)
-            gate, up = (decoder.linear(f"{prefix}mlp.{part}_proj", given) for part in ("gate", "up"))
-            out = decoder.linear(f"{prefix}mlp.down_proj", gate * gate.sigmoid() * up)
+            normed = self.norm(f"{prefix}post_attention_layernorm", x)
+            out = self.feed_forward(f"{prefix}mlp.", self.convolved(f"{prefix}mlp_conv.", 0, normed, normed))
             x = x + self.convolved(f"{prefix}mlp_conv.", 1, normed, out)
-        return decoder.norm("norm", x)
+        return self.norm("norm", x)
 
-    def convolved(self, prefix: str, side: int, inputs: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    def convolved(self, prefix, side, inputs, x):
         """x [n, H] through the convolution before (side 0) or after (1) a sublayer that takes inputs [n, H]; x itself
         where there is none."""
         return x
 
-    def scores(
-        self, target_hidden_states: torch.Tensor, next_token: int, mask: int, steps: int, first: int = 1
-    ) -> torch.Tensor:
-        """Of the places behind next_token, each by the mask in it; or with `first` 0 by what is before it."""
-        block = [next_token, *[mask] * (steps - 1 + first)]
-        return self.whole(self.states(target_hidden_states, block)[first:] @ self.head.T)
 
-    def in_turn(
-        self, target_hidden_states: torch.Tensor, next_token: int, mask: int, steps: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same with a Markov head, each by the place before it and the token drafted there; and confidences."""
-        tensors, config = self.decoder.tensors, self.decoder.config
-        from_anchor = config.get("sample_from_anchor", True)
-        block = [next_token, *[mask] * (steps - from_anchor)]
-        states = self.states(target_hidden_states, block)[0 if from_anchor else 1 :]
-        scores, confidences, previous = [], [], next_token
-        for state in states:
-            known = tensors["markov_head.markov_w1.weight"][previous]
-            scores.append(self.whole((self.head @ state + tensors["markov_head.markov_w2.weight"] @ known)[None])[0])
-            if "confidence_head.proj.weight" in tensors:
-                inputs = torch.cat([state, known]) if config.get("confidence_head_with_markov") else state
-                confidences.append(self.decoder.linear("confidence_head.proj", inputs).sigmoid()[0])
+class DSpark(DFlash):
+    """With a Markov head: each place by the token drafted before it too."""
+
+    from_anchor = True
+
+    def drafts(self, ids, target_hidden_states, steps):
+        scores, sure, previous = [], [], ids[-1]
+        for state in self.places(previous, target_hidden_states, steps):
+            known = self.tensors["markov_head.markov_w1.weight"][previous]
+            scores.append(self.whole(self.head @ state + self.tensors["markov_head.markov_w2.weight"] @ known))
+            inputs = torch.cat([state, known]) if self.config.get("confidence_head_with_markov") else state
+            own = "confidence_head.proj.weight" in self.tensors
+            sure.append(
+                self.linear("confidence_head.proj", inputs).sigmoid()[0] if own else scores[-1].softmax(-1).max()
+            )
             previous = int(scores[-1].argmax())
-        return torch.stack(scores), torch.stack(confidences) if confidences else torch.ones(steps)
-
-    def whole(self, own: torch.Tensor) -> torch.Tensor:
-        if self.d2t is None:
-            return own
-        scores = torch.full((len(own), self.vocab_size), -math.inf, dtype=self.decoder.dtype)
-        scores[:, self.d2t + torch.arange(len(self.d2t))] = own
-        return scores
-
-    def attention(self, prefix: str, every: torch.Tensor, count: int, window: int | None, causal: bool) -> torch.Tensor:
-        decoder, n = self.decoder, len(every)
-        heads, kv_heads = decoder.config["num_attention_heads"], decoder.config["num_key_value_heads"]
-        query, key, value = (
-            decoder.linear(f"{prefix}{part}_proj", every).view(n, each, -1)
-            for part, each in (("q", heads), ("k", kv_heads), ("v", kv_heads))
-        )
-        if f"{prefix}q_norm.weight" in decoder.tensors:
-            query, key = decoder.norm(f"{prefix}q_norm", query), decoder.norm(f"{prefix}k_norm", key)
-        query, key = decoder.rotated(query)[-count:], decoder.rotated(key)
-        distance = torch.arange(n - count, n)[:, None] - torch.arange(n)[None]
-        unseen = (distance < 0) if causal else distance < -n
-        unseen = unseen | (distance >= (window or n))
-        out = torch.empty_like(query)
-        for head in range(heads):
-            shared = head // (heads // kv_heads)
-            scores = query[:, head] @ key[:, shared].T * query.shape[-1] ** -0.5
-            out[:, head] = scores.masked_fill(unseen, -math.inf).softmax(-1) @ value[:, shared]
-        return decoder.linear(f"{prefix}o_proj", out.flatten(1))
+        return torch.stack(scores), torch.stack(sure)
 
 
 class DFlash2(DFlash):
-    """DFlash with a convolution before and after every sublayer, and a selector among a place's likeliest tokens."""
+    """With a convolution before and after every sublayer, and a selector among a place's likeliest tokens."""
 
-    def convolved(self, prefix: str, side: int, inputs: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        base = self.decoder.tensors[f"{prefix}base_kernel"][side]
-        taps, group = len(base), self.decoder.config["dflash_config"]["conv_group_size"]
-        change = self.decoder.linear(f"{prefix}kernel_projection", inputs).view(len(x), 2, taps, -1)[:, side]
-        weights = base + change.repeat_interleave(group, -1)
+    def convolved(self, prefix, side, inputs, x):
+        base = self.tensors[f"{prefix}base_kernel"][side]
+        change = self.linear(f"{prefix}kernel_projection", inputs).view(len(x), 2, len(base), -1)[:, side]
+        weights = base + change.repeat_interleave(self.said["conv_group_size"], -1)
         out = torch.zeros_like(x)
         for place in range(len(x)):
-            for tap in range(min(taps, place + 1)):
+            for tap in range(min(len(base), place + 1)):
                 out[place] += weights[place, tap] * x[place - tap]
         return out
 
-    def in_turn(
-        self, target_hidden_states: torch.Tensor, next_token: int, mask: int, steps: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Scores [steps, V] of each place, -inf for what is no candidate, each given the best of the place before; and
-        how probable that best one is."""
-        tensors, said = self.decoder.tensors, self.decoder.config["dflash_config"]
-        first = 0 if said.get("sample_from_anchor") else 1
-        states = self.states(target_hidden_states, [next_token, *[mask] * (steps - 1 + first)])[first:]
-        scores, previous = torch.full((steps, self.vocab_size), -math.inf, dtype=self.decoder.dtype), next_token
-        for place, state in enumerate(states):
+    def drafts(self, ids, target_hidden_states, steps):
+        """Scores are -inf for what is no candidate."""
+        scores, previous = torch.full((steps, self.vocab_size), -math.inf, dtype=self.dtype), ids[-1]
+        for place, state in enumerate(self.places(previous, target_hidden_states, steps)):
             unary = self.head @ state
-            gate = tensors["candidate_selector.hidden_projection.weight"] @ state
-            known = tensors["candidate_selector.predecessor_codebook"][previous] * gate
-            for token in sorted(range(self.vocab_size), key=lambda token: -float(unary[token]))[
-                : said["selector_top_k"]
-            ]:
-                scores[place, token] = unary[token] + known @ tensors["candidate_selector.successor_codebook"][token]
+            gate = self.tensors["candidate_selector.hidden_projection.weight"] @ state
+            known = self.tensors["candidate_selector.predecessor_codebook"][previous] * gate
+            ranked = sorted(range(self.vocab_size), key=lambda token, of=unary: -float(of[token]))
+            for token in ranked[: self.said["selector_top_k"]]:
+                scores[place, token] = (
+                    unary[token] + known @ self.tensors["candidate_selector.successor_codebook"][token]
+                )
             previous = int(scores[place].argmax())
         return scores, scores.softmax(-1).amax(-1)

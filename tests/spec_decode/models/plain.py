@@ -1,12 +1,14 @@
-"""The formulas that the oracles of multi-token prediction share, in fp64 and one token and expert at a time."""
+"""The formulas that oracles share, one head, token and expert at a time, in the dtype of what they are given."""
+
+import math
 
 import torch
 from torch.nn.functional import silu, softplus
 
 
-def in_fp64(tensors, prefix):
-    """Tensors under the prefix by the rest of their names, as they are stored, in fp64."""
-    return {name.removeprefix(prefix): t.double() for name, t in tensors.items() if name.startswith(prefix)}
+def under(tensors, prefix, dtype=torch.float64):
+    """Tensors under the prefix by the rest of their names, as they are stored, in this dtype."""
+    return {name.removeprefix(prefix): t.to(dtype) for name, t in tensors.items() if name.startswith(prefix)}
 
 
 def rms(x, eps):
@@ -14,13 +16,44 @@ def rms(x, eps):
 
 
 def turn(x, angles):
-    """x [T, ..., 2 n] with adjacent pairs turned by angles [T, n], as complex numbers."""
-    pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous())
+    """x [T, ..., D] with the adjacent pairs of its last dims turned by angles [T, pairs], as complex numbers."""
+    pairs = torch.view_as_complex(x[..., -2 * angles.shape[1] :].unflatten(-1, (-1, 2)).contiguous())
     angles = angles.view(angles.shape[0], *[1] * (x.dim() - 2), -1)
-    return torch.view_as_real(pairs * torch.polar(torch.ones_like(angles), angles)).flatten(-2)
+    tail = torch.view_as_real(pairs * torch.polar(torch.ones_like(angles), angles)).flatten(-2)
+    return torch.cat([x[..., : -tail.shape[-1]], tail], -1)
 
 
-def mixture(x, config, weight, names, bias, *, limit=float("inf")):
+def turn_halves(x, angles):
+    """x [T, heads, D] turned by angles [T, pairs]: dims i and i + pairs are the parts of a complex number."""
+    real, imaginary, rest = x.tensor_split([angles.shape[1], 2 * angles.shape[1]], -1)
+    turned = torch.complex(real, imaginary) * torch.polar(torch.ones_like(angles), angles)[:, None]
+    return torch.cat([turned.real, turned.imag, rest], -1)
+
+
+def attend(query, key, value, unseen, scale=None):
+    """[T, heads * Dv] of query [T, heads, D] over key and value [U, kv heads, D or Dv]; unseen bool [T, U]."""
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    out = []
+    for head in range(query.shape[1]):
+        shared = head // (query.shape[1] // key.shape[1])
+        scores = query[:, head] @ key[:, shared].T * scale
+        out.append(scores.masked_fill(unseen, -math.inf).softmax(-1) @ value[:, shared])
+    return torch.cat(out, -1)
+
+
+def attend_latents(query, latent, window, sinks, value_dim):
+    """[T, heads, value_dim] of query [T, heads, D] over its window of latents [T, D], with a sink [heads] or none."""
+    out = torch.zeros(*query.shape[:2], value_dim).to(query)
+    for token in range(len(query)):
+        seen = latent[max(0, token + 1 - (window or len(query))) : token + 1]
+        for head in range(query.shape[1]):
+            scores = (seen @ query[token, head] * query.shape[-1] ** -0.5).exp()
+            sink = 0.0 if sinks is None else sinks[head].exp()
+            out[token, head] = scores @ seen[:, :value_dim] / (scores.sum() + sink)
+    return out
+
+
+def mixture(x, config, weight, names, bias, *, limit=math.inf):
     """x [T, H] through the experts that each token chooses and the shared one."""
     score = {"sigmoid": torch.sigmoid, "sqrtsoftplus": lambda v: softplus(v).sqrt()}[
         config.get("scoring_func", "sigmoid")
@@ -43,7 +76,7 @@ def choose(scores, config):
     return sorted(allowed, key=lambda e: -float(scores[e]))[: config["num_experts_per_tok"]]
 
 
-def gated(x, weight, prefix, names, limit=float("inf")):
+def gated(x, weight, prefix, names, limit=math.inf):
     """x [..., H] through one expert."""
     gate, up, down = (weight[f"{prefix}{name}.weight"].T for name in names)
     return (silu((x @ gate).clamp(max=limit)) * (x @ up).clamp(-limit, limit)) @ down

@@ -24,9 +24,8 @@ from spec_decode.models.target_head import TargetHead
 from tests.benchmarks.test_bench_parallel import tiny_block
 from tests.benchmarks.test_bench_random_drafts import tiny
 from tests.factories import CPU
-from tests.spec_decode.models.generated import Generated, StubTarget, make_causal
-from tests.spec_decode.models.generated_mtp import V3_CONFIG, v3_modules, write
-from tests.spec_decode.models.grouped_mtp_oracle import MIMO_CONFIG, QWEN_MOE_CONFIG, grouped_tensors
+from tests.spec_decode.models.generated import StubTarget, make_causal
+from tests.spec_decode.models.generated_mtp import MIMO_CONFIG, QWEN_MOE_CONFIG, V3_CONFIG, make_mtp
 
 CASES = {name: tiny(name) for name in RANDOM_DRAFTS} | {name: tiny_block(name) for name in BLOCK_DRAFTS}
 _DFLASH = CASES["qwen3-8b-dflash"]
@@ -35,8 +34,8 @@ CASES["a DSpark draft"] = replace(_DFLASH, kind=dspark, config=_DFLASH.config | 
 V3_VOCAB = {"vocab_size": V3_CONFIG["vocab_size"]}
 CHECKPOINTS = {
     "a language model": (make_causal, {}),
-    "grouped heads before a mixture": (lambda: Generated(QWEN_MOE_CONFIG, grouped_tensors(QWEN_MOE_CONFIG)), V3_VOCAB),
-    "grouped heads with biases": (lambda: Generated(MIMO_CONFIG, grouped_tensors(MIMO_CONFIG)), V3_VOCAB),
+    "grouped heads before a mixture": (partial(make_mtp, QWEN_MOE_CONFIG), V3_VOCAB),
+    "grouped heads with biases": (partial(make_mtp, MIMO_CONFIG), V3_VOCAB),
 }
 """Kinds that the bench has none of: a checkpoint, and its target's sizes."""
 DRAFTS = [*CASES, *CHECKPOINTS]
@@ -120,7 +119,7 @@ def test_the_target_keeps_its_head_and_the_draft_has_a_copy_in_8_bits():
 def test_prediction_modules_share_a_copy_of_the_targets_head(tmp_path):
     config = {**V3_CONFIG, "num_nextn_predict_layers": 2}
     target = ProductTarget(vocab_size=config["vocab_size"], dtype=torch.bfloat16)
-    store = TensorStore.open(write(tmp_path, config, v3_modules(config, shared=True)))
+    store = TensorStore.open(make_mtp(config).write(tmp_path))
     draft = load_mtp(store, target, dtype=torch.bfloat16, device=CPU)
     assert isinstance(draft, MtpModules)
     quantise_draft(draft)
@@ -150,9 +149,7 @@ class Foreign(DraftModel):
 
 
 def of_a_target_that_does_not_say(tmp_path):
-    config = {**V3_CONFIG, "num_nextn_predict_layers": 1}
-    write(tmp_path, config, v3_modules(config, shared=True))
-    return load_draft(tmp_path, StubTarget(vocab_size=config["vocab_size"], dtype=torch.bfloat16))
+    return load_draft(make_mtp(V3_CONFIG).write(tmp_path), StubTarget(**V3_VOCAB, dtype=torch.bfloat16))
 
 
 REFUSED = {

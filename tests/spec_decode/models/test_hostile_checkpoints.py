@@ -12,26 +12,19 @@ from spec_decode.models import CheckpointError, load_pair, save_pair
 from spec_decode.models.checkpoints.store import TensorStore
 from spec_decode.models.load import load_draft
 from tests.factories import make_pair
-from tests.spec_decode.models.generated import Generated, make_dflash
-from tests.spec_decode.models.generated_mtp import V4_CONFIG
-from tests.spec_decode.models.test_load_draft import EVERY, target_for
+from tests.spec_decode.models.generated import Generated, StubTarget
+from tests.spec_decode.models.test_published_drafts import EVERY
 
 LIES = [10**12, 2**63, 10**400, 2**30, -1, 1.5, True, "7", math.nan, math.inf, [], {}]
 SIZES = {
-    "eagle": ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size"),
-    "eagle3": ("draft_vocab_size", "num_key_value_heads", "intermediate_size", "num_hidden_layers"),
-    "latent_eagle3": ("draft_vocab_size", "kv_lora_rank", "v_head_dim", "intermediate_size", "num_attention_heads"),
-    "dflash2": ("block_size", "conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"),
-    "causal": ("hidden_size", "intermediate_size", "num_hidden_layers", "max_position_embeddings"),
-    "mtp": ("n_routed_experts", "moe_intermediate_size", "kv_lora_rank", "max_position_embeddings", "v_head_dim"),
-    "grouped_mtp": (
-        "num_experts",
-        "moe_intermediate_size",
-        "head_dim",
-        "shared_expert_intermediate_size",
-        "hidden_size",
-    ),
-    "deepseek_v4": ("n_routed_experts", "hc_mult", "head_dim", "q_lora_rank", "o_lora_rank"),
+    "eagle": "hidden_size intermediate_size num_hidden_layers num_attention_heads vocab_size",
+    "eagle3": "draft_vocab_size num_key_value_heads intermediate_size num_hidden_layers",
+    "latent_eagle3": "draft_vocab_size kv_lora_rank v_head_dim intermediate_size num_attention_heads",
+    "dflash2": "block_size conv_kernel_size conv_group_size selector_rank selector_top_k",
+    "llama": "hidden_size intermediate_size num_hidden_layers max_position_embeddings",
+    "deepseek_v3": "n_routed_experts moe_intermediate_size kv_lora_rank max_position_embeddings v_head_dim",
+    "qwen_of_experts": "num_experts moe_intermediate_size head_dim shared_expert_intermediate_size hidden_size",
+    "deepseek_v4": "n_routed_experts hc_mult head_dim q_lora_rank o_lora_rank",
 }
 
 
@@ -41,33 +34,28 @@ def refusal(read):
     return str(refused.value)
 
 
-def whole(tensors):
-    return {name: tensor.contiguous() for name, tensor in tensors.items()}
+def load_refusal(folder, kind, checkpoint=None):
+    case = EVERY[kind]
+    target = StubTarget(**case.target)
+    (checkpoint or case.checkpoint).write(folder)
+    return refusal(lambda: load_draft(folder, target, dtype=torch.float32))
 
 
-@pytest.mark.parametrize(("kind", "field"), [(kind, field) for kind, fields in SIZES.items() for field in fields])
+@pytest.mark.parametrize(("kind", "field"), [(kind, name) for kind, names in SIZES.items() for name in names.split()])
 def test_a_config_that_lies_about_a_size_is_refused(tmp_path, kind, field):
     """The lie that is not refused is left in config.json."""
-    checkpoint, target = EVERY[kind](), target_for(kind)
-    folder = Generated(checkpoint.config, whole(checkpoint.tensors)).write(tmp_path)
+    checkpoint, target = EVERY[kind].checkpoint, StubTarget(**EVERY[kind].target)
+    folder = checkpoint.write(tmp_path)
     for lie in LIES:
         (folder / "config.json").write_text(json.dumps({**checkpoint.config, field: lie}))
         refusal(lambda: load_draft(folder, target, dtype=torch.float32))
 
 
-@pytest.mark.parametrize("window", [0, -1, 10**12, True])
-def test_a_window_that_holds_no_token_is_refused(tmp_path, window):
-    make, kind = EVERY["deepseek_v4"], "deepseek_v4"
-    folder = Generated({**V4_CONFIG, "sliding_window": window}, whole(make().tensors)).write(tmp_path)
-    refusal(lambda: load_draft(folder, target_for(kind), dtype=torch.float32))
-
-
 @pytest.mark.parametrize("lie", [10**400, -1.0, 0, math.nan, math.inf, -math.inf, True, "7"], ids=repr)
 @pytest.mark.parametrize("field", ["rms_norm_eps", "rope_theta"])
 def test_a_number_that_is_none_is_refused_by_its_name(tmp_path, field, lie):
-    make, kind = EVERY["causal"], "causal"
-    folder = Generated({**make().config, field: lie}, make().tensors).write(tmp_path)
-    assert field.removeprefix("rms_") in refusal(lambda: load_draft(folder, target_for(kind), dtype=torch.float32))
+    message = load_refusal(tmp_path, "llama", EVERY["llama"].checkpoint.changed({field: lie}))
+    assert field.removeprefix("rms_") in message
 
 
 CONFIGS = {
@@ -85,15 +73,14 @@ CONFIGS = {
 def test_a_config_that_no_writer_would_write_is_refused(tmp_path, text, said):
     save_file({"a": torch.ones(1)}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_bytes(text)
-    assert said in refusal(lambda: TensorStore.open(tmp_path))
-    assert said in refusal(lambda: load_pair(tmp_path))
+    assert said in refusal(lambda: TensorStore.open(tmp_path)) and said in refusal(lambda: load_pair(tmp_path))
 
 
 @pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16"])
 def test_a_drafts_config_may_begin_with_a_byte_order_mark(tmp_path, encoding):
-    path = EVERY["causal"]().write(tmp_path) / "config.json"
+    path = EVERY["llama"].checkpoint.write(tmp_path) / "config.json"
     path.write_bytes(path.read_text().encode(encoding))
-    load_draft(tmp_path, target_for("causal"), dtype=torch.float32)
+    load_draft(tmp_path, StubTarget(), dtype=torch.float32)
 
 
 def entry(**changes):
@@ -116,70 +103,69 @@ HEADERS = {
 }  # fmt: skip
 
 
-def write_raw(folder, header, length=None):
-    header = json.dumps(header).encode()
+def header_refusal(folder, header, length=None):
     (folder / "config.json").write_text("{}")
-    raw = struct.pack("<Q", len(header) if length is None else length) + header + bytes(16)
-    (folder / "model.safetensors").write_bytes(raw)
-    return folder
+    length = len(header) if length is None else length
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", length) + header + bytes(16))
+    return refusal(lambda: TensorStore.open(folder))
 
 
 @pytest.mark.parametrize("header", HEADERS.values(), ids=HEADERS)
 def test_a_safetensors_header_that_lies_is_refused(tmp_path, header):
-    message = refusal(lambda: TensorStore.open(write_raw(tmp_path, header)))
+    message = header_refusal(tmp_path, json.dumps(header).encode())
     assert "model.safetensors cannot be read as safetensors" in message
 
 
 @pytest.mark.parametrize("length", [0, 2**32, 2**62, 2**64 - 1])
 def test_a_header_of_another_length_is_refused(tmp_path, length):
-    refusal(lambda: TensorStore.open(write_raw(tmp_path, {"a": entry()}, length)))
+    header_refusal(tmp_path, json.dumps({"a": entry()}).encode(), length)
 
 
 def test_a_safetensors_header_that_says_a_name_twice_is_refused(tmp_path):
-    write_raw(tmp_path, {"a": entry()})
-    header = b'{"a": %s, "a": %s}' % (json.dumps(entry()).encode(), json.dumps(entry(shape=[4])).encode())
-    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(16))
-    assert "a is said twice in one object" in refusal(lambda: TensorStore.open(tmp_path))
+    twice = b'{"a": %s, "a": %s}' % (json.dumps(entry()).encode(), json.dumps(entry(shape=[4])).encode())
+    assert "a is said twice in one object" in header_refusal(tmp_path, twice)
 
 
-@pytest.mark.parametrize("load", [TensorStore.open, load_pair], ids=["a checkpoint", "a pair"])
-def test_a_config_that_is_a_pipe_is_refused_and_not_waited_for(tmp_path, pipe, load):
-    pipe(tmp_path / "config.json")
-    assert "it is a pipe or a device, not a file" in refusal(lambda: load(tmp_path))
-
-
-def test_weights_of_a_pair_that_are_a_pipe_are_refused_and_not_waited_for(pair, pipe):
-    pipe(pair / "draft.safetensors")
-    assert "it is a pipe or a device, not a file" in refusal(lambda: load_pair(pair))
+@pytest.fixture
+def pair(tmp_path):
+    save_pair(tmp_path, *make_pair(), {})
+    return tmp_path
 
 
 def test_a_pairs_weights_that_say_a_name_twice_are_refused(pair):
     path = pair / "target.safetensors"
     raw = path.read_bytes()
-    length = struct.unpack("<Q", raw[:8])[0]
-    header = raw[8 : 8 + length].rstrip()
-    name = next(name for name in json.loads(header) if name != "__metadata__")
-    again = b", %s: %s}" % (json.dumps(name).encode(), json.dumps(json.loads(header)[name]).encode())
-    header = header.removesuffix(b"}") + again
-    path.write_bytes(struct.pack("<Q", len(header)) + header + raw[8 + length :])
+    end = 8 + struct.unpack("<Q", raw[:8])[0]
+    name, said = next(item for item in json.loads(raw[8:end]).items() if item[0] != "__metadata__")
+    header = raw[8:end].rstrip().removesuffix(b"}") + f", {json.dumps(name)}: {json.dumps(said)}}}".encode()
+    path.write_bytes(struct.pack("<Q", len(header)) + header + raw[end:])
     assert f"{name} is said twice in one object" in refusal(lambda: load_pair(pair))
 
 
-PLACES = ["../x.safetensors", "/etc/passwd", "a/../../b", "..", "", "a\0b", "\ud800"]
+@pytest.mark.parametrize(
+    ("load", "name"),
+    [(TensorStore.open, "config.json"), (load_pair, "config.json"), (load_pair, "draft.safetensors")],
+)
+def test_a_pipe_is_refused_and_not_waited_for(pair, pipe, load, name):
+    pipe(pair / name)
+    assert "it is a pipe or a device, not a file" in refusal(lambda: load(pair))
 
 
-@pytest.mark.parametrize("place", PLACES, ids=ascii)
-def test_an_index_that_leaves_its_folder_is_refused(tmp_path, place):
+PLACES = ["../x.safetensors", "/etc/passwd", "a/../../b", "..", "", "a\0b", "\ud800", "x" * 5000]
+
+
+@pytest.mark.parametrize("place", PLACES, ids=lambda place: ascii(place[:20]))
+def test_an_index_that_leaves_its_folder_or_names_no_file_is_refused(tmp_path, place):
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": place}}))
-    refusal(lambda: TensorStore.open(tmp_path))
+    message = refusal(lambda: TensorStore.open(tmp_path))
+    assert len(message) < 1000 and ("names 1 files, 1 of them missing: xxx" in message) is place.startswith("x")
 
 
 def test_a_shard_may_be_a_link_as_in_the_hubs_cache(tmp_path):
     (tmp_path / "blobs").mkdir()
-    folder = Generated({}, {"a": torch.ones(2), "b": torch.ones(1)}).write(
-        tmp_path / "snapshot", "model.safetensors.index.json"
-    )
+    checkpoint = Generated({}, {"a": torch.ones(2), "b": torch.ones(1)})
+    folder = checkpoint.write(tmp_path / "snapshot", "model.safetensors.index.json")
     for number, path in enumerate(sorted(folder.glob("*.safetensors"))):
         path.rename(tmp_path / "blobs" / str(number))
         path.symlink_to(tmp_path / "blobs" / str(number))
@@ -189,24 +175,24 @@ def test_a_shard_may_be_a_link_as_in_the_hubs_cache(tmp_path):
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_weights_that_are_no_numbers_are_refused_by_name(tmp_path, dtype, value):
-    make, kind = EVERY["eagle"], "eagle"
-    checkpoint = make()
-    checkpoint.tensors["fc.weight"] = checkpoint.tensors["fc.weight"].to(dtype)
-    checkpoint.tensors["fc.weight"][3, 5] = value
-    message = refusal(lambda: load_draft(checkpoint.write(tmp_path), target_for(kind), dtype=torch.float32))
+    plain = EVERY["eagle"].checkpoint
+    weight = plain.tensors["fc.weight"].to(dtype, copy=True)
+    weight[3, 5] = value
+    message = load_refusal(tmp_path, "eagle", plain.changed(tensors={"fc.weight": weight}))
     assert message.startswith("fc.weight in ") and "must hold finite numbers" in message
+
+
+def test_a_pairs_weights_that_are_no_numbers_are_refused_by_name(pair):
+    state = load_file(pair / "target.safetensors")
+    state["norm.weight"][0] = math.nan
+    save_file(state, pair / "target.safetensors")
+    assert "norm.weight must hold finite numbers" in refusal(lambda: load_pair(pair))
 
 
 @pytest.mark.parametrize("make", [lambda x: x.to_sparse(), lambda x: x.to("meta")], ids=["sparse", "meta"])
 def test_a_bin_file_of_tensors_without_plain_data_is_refused(tmp_path, make):
     Generated({}, {"a": make(torch.eye(2))}).write(tmp_path, "pytorch_model.bin")
     refusal(lambda: TensorStore.open(tmp_path))
-
-
-@pytest.fixture
-def pair(tmp_path):
-    save_pair(tmp_path, *make_pair(), {})
-    return tmp_path
 
 
 @pytest.mark.parametrize("field", ["vocab_size", "hidden_size", "num_layers", "num_q_heads", "max_positions"])
@@ -219,19 +205,10 @@ def test_a_pairs_config_that_lies_about_a_size_is_refused(pair, field):
         refusal(lambda: load_pair(pair))
 
 
-def test_a_pairs_weights_that_are_no_numbers_are_refused_by_name(pair):
-    state = load_file(pair / "target.safetensors")
-    state["norm.weight"][0] = math.nan
-    save_file(state, pair / "target.safetensors")
-    assert "norm.weight must hold finite numbers" in refusal(lambda: load_pair(pair))
-
-
-@pytest.mark.parametrize("kind", EVERY)
+@pytest.mark.parametrize("kind", [*SIZES, "dflash", "dspark", "deepseek_v3_of_modules"])
 def test_a_quantised_checkpoint_is_refused_whatever_its_kind(tmp_path, kind):
-    make = EVERY[kind]
-    config = {**make().config, "quantization_config": {"quant_method": "gptq"}}
-    folder = Generated(config, whole(make().tensors)).write(tmp_path)
-    message = refusal(lambda: load_draft(folder, target_for(kind), dtype=torch.float32))
+    quantised = EVERY[kind].checkpoint.changed({"quantization_config": {"quant_method": "gptq"}})
+    message = load_refusal(tmp_path, kind, quantised)
     assert "must have no quantization_config, got quant_method 'gptq'" in message
 
 
@@ -240,17 +217,3 @@ def test_a_number_that_the_dtype_asked_for_has_not_is_refused(tmp_path):
     message = refusal(lambda: TensorStore.open(tmp_path).take("a", (2,), torch.float16))
     assert "a in" in message and "must hold numbers that torch.float16 has, got one of 1e+06" in message
     assert TensorStore.open(tmp_path).take("a", (2,), torch.bfloat16).isfinite().all()
-
-
-def test_an_index_with_a_name_that_no_file_can_have_is_refused(tmp_path):
-    (tmp_path / "config.json").write_text("{}")
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "x" * 5000}}))
-    message = refusal(lambda: TensorStore.open(tmp_path))
-    assert "names 1 files, 1 of them missing: xxx" in message and len(message) < 1000
-
-
-@pytest.mark.parametrize("size", [0, -3])
-def test_a_block_of_no_size_is_refused(tmp_path, size):
-    folder = make_dflash(block_size=size).write(tmp_path)
-    message = refusal(lambda: load_draft(folder, target_for("eagle"), dtype=torch.float32))
-    assert f"block_size in {folder / 'config.json'} must be 1 or more, got {size}" in message

@@ -13,7 +13,8 @@ from spec_decode.models import TargetModel
 from spec_decode.models.load import load_draft
 from spec_decode.paged.kv_groups import make_group
 from tests.factories import CPU
-from tests.spec_decode.models.grouped_mtp_oracle import QWEN_CONFIG, QWEN_TEXT, GroupedOracle, grouped_tensors
+from tests.spec_decode.models import oracle
+from tests.spec_decode.models.generated_mtp import QWEN_CONFIG, QWEN_TEXT, make_mtp
 
 transformers = pytest.importorskip("transformers", minversion="5.2")
 K, PAGE, LENGTH = 3, 4, 40
@@ -54,20 +55,14 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("qwen")
     torch.manual_seed(0)
     sizes = {name: value for name, value in QWEN_TEXT.items() if name != "partial_rotary_factor"}
-    linear = {
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 2,
-        "linear_key_head_dim": 8,
-        "linear_value_head_dim": 8,
-    }
-    config = transformers.Qwen3_5TextConfig(
-        **{**sizes, "num_hidden_layers": 2}, **linear, layer_types=["linear_attention", "full_attention"]
-    )
+    sizes |= {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
+    sizes |= {"linear_num_key_heads": 2, "linear_num_value_heads": 2}
+    config = transformers.Qwen3_5TextConfig(**sizes, linear_key_head_dim=8, linear_value_head_dim=8)
     model = transformers.Qwen3_5ForCausalLM(config)
     for parameter in model.parameters():
         parameter.data.mul_(1 if parameter.dim() == 1 else 8)
     model.save_pretrained(folder)
-    whole = load_file(folder / "model.safetensors") | grouped_tensors(QWEN_CONFIG)
+    whole = load_file(folder / "model.safetensors") | make_mtp(QWEN_CONFIG).tensors
     save_file({name: tensor.contiguous() for name, tensor in whole.items()}, folder / "model.safetensors")
     said = json.loads((folder / "config.json").read_text())
     assert said["architectures"] == ["Qwen3_5ForCausalLM"] and said["mtp_num_hidden_layers"] == 1
@@ -102,21 +97,16 @@ class Rounds:
         states = torch.zeros(1, K + 1, target.hidden_size)
         states[0, 0] = hidden[-1]
         while len(text) < length:
-            drafted = (
-                self.drafter.propose(
-                    VerifiedTokens(
-                        token_ids=torch.tensor([verified]),
-                        target_hidden_states=states.clone(),
-                        context_lens=torch.tensor([count], dtype=torch.int32),
-                        accepted=torch.tensor([accepted], dtype=torch.int32),
-                        next_tokens=torch.tensor(text[-1:]),
-                        temperature=torch.zeros(1),
-                        seeds=torch.zeros(1, dtype=torch.int64),
-                    )
-                )
-                .tokens[0]
-                .tolist()
+            round_ = VerifiedTokens(
+                token_ids=torch.tensor([verified]),
+                target_hidden_states=states.clone(),
+                context_lens=torch.tensor([count], dtype=torch.int32),
+                accepted=torch.tensor([accepted], dtype=torch.int32),
+                next_tokens=torch.tensor(text[-1:]),
+                temperature=torch.zeros(1),
+                seeds=torch.zeros(1, dtype=torch.int64),
             )
+            drafted = self.drafter.propose(round_).tokens[0].tolist()
             found.append((list(text), drafted))
             count += accepted + 1
             best, hidden = target.over([*text, *drafted])
@@ -135,10 +125,7 @@ def test_its_layer_drafts_from_the_states_that_it_hands_out(folder, target, stra
         plain.append(target.over(plain)[0][-1])
     text, found = Rounds(draft, strategy).text(target, prompt, 20)
     assert text == plain and len(set(plain)) > 3
-    oracle = GroupedOracle(QWEN_CONFIG, grouped_tensors(QWEN_CONFIG), target)
+    published = oracle.Qwen(make_mtp(QWEN_CONFIG), target, [None], torch.float64)
     for before, drafted in found:
-        hidden, ids = target.over(before[:-1])[1], torch.tensor(before[1:])
-        for token in drafted:
-            state = oracle.states(ids, hidden)[-1:]
-            assert token == int(oracle.logits(state)[0].argmax())
-            ids, hidden = torch.cat([ids, torch.tensor([token])]), torch.cat([hidden.double(), state])
+        scores, _ = published.drafts(before[1:], target.over(before[:-1])[1], K)
+        assert drafted == scores.argmax(-1).tolist()

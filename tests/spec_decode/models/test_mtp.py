@@ -1,128 +1,79 @@
-"""DeepSeek-V3's and GLM-4.7-Flash's multi-token prediction against attention with explicit keys and values, in fp64."""
+"""Multi-token prediction as it was published: its sizes, layers of `transformers`, and forms of its tensors."""
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from attn_backends import Accepted, get
 from builders import AttentionKind
-from spec_decode.drafter import Strategy
-from spec_decode.models import CheckpointError, mtp
 from spec_decode.models.checkpoints.config_reader import ConfigReader
-from spec_decode.models.checkpoints.store import TensorStore
+from spec_decode.models.layers.grouped_attention import read_grouped_shape
 from spec_decode.models.layers.mla_attention import read_mla_shape
 from spec_decode.models.layers.rope import read_latent_rope
+from spec_decode.models.layers.window_attention import read_window_shape
+from spec_decode.models.load import load_draft
 from tests.factories import CPU
+from tests.spec_decode.models import oracle
+from tests.spec_decode.models.generated import GATED, Generated, StubTarget
 from tests.spec_decode.models.generated_mtp import (
     GLM_CONFIG,
+    GLM_FLASH_CONFIG,
     HIDDEN,
     LAYER,
+    MIMO_CONFIG,
+    QWEN_MOE_CONFIG,
+    QWEN_TEXT,
+    SIZES,
     V3_CONFIG,
+    V4_CONFIG,
     VOCAB,
-    DraftFixture,
-    StubTarget,
-    assert_drafts_are_those_of_eager,
-    assert_drafts_are_those_without_a_cache,
-    assert_pieces_say_what_whole_texts_say,
-    close,
-    v3_tensors,
-    write,
+    make_mtp,
 )
-from tests.spec_decode.models.mtp_oracle import MtpOracle
 
-FORMS = {
-    "deepseek_v3": (V3_CONFIG, False),
-    "glm_flash": (GLM_CONFIG, False),
-    "embedding_and_head_of_the_target": (GLM_CONFIG, True),
-    "no_rank_of_queries": ({**V3_CONFIG, "q_lora_rank": None}, False),
-    "dense_feed_forward": ({**GLM_CONFIG, "n_routed_experts": None}, False),
-}
-TARGET = StubTarget()
+TARGET = StubTarget(vocab_size=VOCAB)
 
 
-def load(folder, target=TARGET, dtype=torch.float32):
-    return mtp.load(TensorStore.open(folder), target, dtype=dtype, device=CPU)
+def load(folder, target=TARGET):
+    return load_draft(folder, target, dtype=torch.float32)
 
 
-@pytest.fixture(params=FORMS.values(), ids=FORMS)
-def form(request, tmp_path):
-    config, shared = request.param
-    tensors = v3_tensors(config, shared=shared)
-    return load(write(tmp_path, config, tensors)), MtpOracle(config, tensors, TARGET)
+def assert_same_parameters(model, other):
+    found, wanted = model.state_dict(), other.state_dict()
+    assert found.keys() == wanted.keys() and all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
 
 
-@pytest.fixture
-def folder(tmp_path):
-    return write(tmp_path, V3_CONFIG, v3_tensors(V3_CONFIG))
+AS_PUBLISHED = {
+    "glm_flash": (
+        {**GLM_FLASH_CONFIG, "num_attention_heads": 20, "kv_lora_rank": 512, "qk_rope_head_dim": 64,
+         "qk_nope_head_dim": 192, "v_head_dim": 256, "max_position_embeddings": 202752},
+        lambda config: read_mla_shape(config, HIDDEN, 1e-5),
+        "triton_mla",
+        {"kind": AttentionKind.MLA, "num_q_heads": 20, "head_dim": 576, "out_dim": 512, "softmax_scale": 256**-0.5},
+    ),
+    "deepseek_v4": (
+        {**V4_CONFIG, "num_attention_heads": 64, "head_dim": 512, "qk_rope_head_dim": 64, "sliding_window": 128,
+         "o_groups": 8, "o_lora_rank": 1024, "q_lora_rank": 1024},
+        lambda config: read_window_shape(config, HIDDEN, 1e-6),
+        "sparse_swa_mla",
+        {"head_dim": 512, "out_dim": 512, "sliding_window": 128, "softmax_scale": 512**-0.5},
+    ),
+    "qwen": (
+        {**QWEN_TEXT, "hidden_size": 5120, "num_attention_heads": 24, "num_key_value_heads": 4, "head_dim": 256},
+        lambda config: read_grouped_shape(config, 1e-6, qk_norm=True, gated=True, norm_offset=1.0, rotated=0.25),
+        "triton_paged",
+        {"kind": AttentionKind.MHA, "num_q_heads": 24, "num_kv_heads": 4, "head_dim": 256},
+    ),
+}  # fmt: skip
 
 
-def test_prefill_and_continuation_say_what_the_whole_text_says(form):
-    assert_pieces_say_what_whole_texts_say(*form, [11, 7], [6, 5])
-
-
-def test_the_drafter_drafts_what_the_draft_without_a_cache_drafts(form):
-    assert_drafts_are_those_without_a_cache(*form)
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("strategy", [Strategy.DEVICE_LOOP, Strategy.FULL_LOOP, Strategy.PER_STEP])
-def test_every_strategy_that_captures_the_step_drafts_what_eager_drafts(folder, strategy, temperature):
-    assert_drafts_are_those_of_eager(load(folder), strategy, temperature)
-
-
-def test_the_latent_kernels_take_the_layers_attention_and_agree_with_the_reference(folder):
-    model = load(folder)
-    spec = model.layer_groups(16)[0].spec
-    assert (spec.kind, spec.head_dim, spec.out_dim) == (AttentionKind.MLA, 48, 32)
-    assert isinstance(get("triton_mla").supports(spec, CPU), Accepted)
-    for (tokens, logits), (wanted, wanted_logits) in zip(
-        DraftFixture(model, "triton_mla").drafts(None), DraftFixture(model).drafts(None), strict=True
-    ):
-        assert tokens.tolist() == wanted.tolist()
-        close(logits, wanted_logits.double())
-
-
-def test_what_the_layer_hands_on_is_what_that_of_transformers_does(tmp_path):
-    transformers = pytest.importorskip("transformers")
-    layers = pytest.importorskip("transformers.modeling_layers")
-    if not hasattr(layers, "MtpLayer"):
-        pytest.skip("this release of transformers has no layer for it")
-    from transformers.models.deepseek_v3 import modeling_deepseek_v3 as deepseek
-
-    plain = {name: value for name, value in V3_CONFIG.items() if name not in ("rope_scaling", "rope_theta")}
-    plain |= {"n_routed_experts": None, "rope_parameters": {"rope_type": "default", "rope_theta": 300.0}}
-    tensors = v3_tensors(plain)
-    config = transformers.DeepseekV3Config(**plain | {"n_routed_experts": 8, "first_k_dense_replace": LAYER + 1})
-    config._attn_implementation = "eager"
-    layer = layers.MtpLayer(config, deepseek.DeepseekV3DecoderLayer, deepseek.DeepseekV3RMSNorm, 0)
-    own = {name.removeprefix(f"model.layers.{LAYER}."): tensor for name, tensor in tensors.items()}
-    names = {"shared_head.norm.weight": "post_norm.weight"}
-    outer = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
-    kept = {name: t for name, t in own.items() if not name.startswith(("embed_tokens", "shared_head.head"))}
-    state = {names.get(n, n if n.startswith(outer) else f"mtp_block.{n}"): t for n, t in kept.items()}
-    layer.load_state_dict(state)
-    ids = torch.randint(0, VOCAB, (9,), generator=torch.Generator().manual_seed(1))
-    hidden, places = torch.randn(9, HIDDEN, generator=torch.Generator().manual_seed(2)), torch.arange(9)[None]
-    with torch.no_grad():
-        found = layer(
-            own["embed_tokens.weight"][ids][None], hidden[None],
-            deepseek.DeepseekV3RotaryEmbedding(config)(hidden[None], places),
-            torch.full((9, 9), -torch.inf).triu(1)[None, None], places, None,
-        )  # fmt: skip
-    model = load(write(tmp_path, plain, tensors))
-    close(
-        DraftFixture(model).run([9, 1], [9, 1], torch.cat([ids, ids[:1]]), torch.cat([hidden, hidden[:1]]))[:9],
-        found[0].double(),
-    )
-
-
-def test_sizes_as_published_give_the_published_attention():
-    config = {**GLM_CONFIG, "num_attention_heads": 20, "kv_lora_rank": 512, "qk_rope_head_dim": 64,
-              "qk_nope_head_dim": 192, "v_head_dim": 256, "max_position_embeddings": 202752}  # fmt: skip
-    spec = read_mla_shape(ConfigReader(config, "config.json"), HIDDEN, 1e-5).spec(64, torch.bfloat16)
-    assert (spec.num_q_heads, spec.head_dim, spec.out_dim, spec.softmax_scale) == (20, 576, 512, 256**-0.5)
-    assert isinstance(get("triton_mla").supports(spec, CPU), Accepted)
+@pytest.mark.parametrize(("config", "read", "backend", "wanted"), AS_PUBLISHED.values(), ids=AS_PUBLISHED)
+def test_sizes_as_published_give_the_published_attention(config, read, backend, wanted):
+    spec = read(ConfigReader(config, "config.json")).spec(64, torch.bfloat16)
+    assert {field: getattr(spec, field) for field in wanted} == wanted
+    assert isinstance(get(backend).supports(spec, CPU), Accepted)
 
 
 def test_deepseeks_own_scaling_leaves_rotated_dims_their_size_and_raises_the_scale():
@@ -136,57 +87,99 @@ def test_deepseeks_own_scaling_leaves_rotated_dims_their_size_and_raises_the_sca
     torch.testing.assert_close(ratio[23:], torch.full((9,), 1 / 40).double(), rtol=1e-3, atol=0)
 
 
-def test_a_bf16_draft_keeps_its_router_in_fp32(folder):
-    target = StubTarget().bfloat16()
-    model = load(folder, target, torch.bfloat16)
-    wide = {name for name, parameter in model.named_parameters() if parameter.dtype == torch.float32}
-    assert wide == {"mlp.router", "mlp.bias"} and model.layer_groups(4)[0].spec.dtype == torch.bfloat16
-    tokens = DraftFixture(model).drafts(None)[0][0]
-    assert tokens.min() >= 0
+def inputs_of(rotary):
+    """Tokens and states of a text; and what a layer of `transformers` is told of it."""
+    generator = torch.Generator().manual_seed(1)
+    ids, hidden = torch.randint(0, VOCAB, (9,), generator=generator), torch.randn(9, HIDDEN, generator=generator)
+    mask, places = torch.full((9, 9), -torch.inf).triu(1)[None, None], torch.arange(9)[None]
+    told = {"attention_mask": mask, "position_ids": places, "position_embeddings": rotary(hidden[None], places)}
+    return ids, hidden, told
 
 
-def test_the_target_is_no_part_of_the_draft(tmp_path):
-    model = load(write(tmp_path, V3_CONFIG, v3_tensors(V3_CONFIG, shared=True)))
-    own = {parameter.data_ptr() for parameter in model.parameters()}
-    assert own.isdisjoint(parameter.data_ptr() for parameter in TARGET.parameters())
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
+@torch.no_grad()
+def test_the_oracles_layer_is_that_of_transformers(family):
+    transformers = pytest.importorskip("transformers")
+    layers = pytest.importorskip("transformers.modeling_layers")
+    if not hasattr(layers, "MtpLayer"):
+        pytest.skip("this release of transformers has no layer for it")
+    import transformers.models.deepseek_v3.modeling_deepseek_v3 as deepseek
+    import transformers.models.glm4_moe.modeling_glm4_moe as glm
+
+    rope = {"rope_type": "default", "rope_theta": 500.0}
+    if family == "deepseek_v3":
+        said = {name: value for name, value in V3_CONFIG.items() if not name.startswith("rope")}
+        said |= {"n_routed_experts": None, "rope_parameters": rope}
+        config = transformers.DeepseekV3Config(**said | {"n_routed_experts": 8, "first_k_dense_replace": LAYER + 1})
+        kind, parts, of = "DeepseekV3", deepseek, oracle.DeepseekV3
+    else:
+        said = {**GLM_CONFIG, "rope_parameters": {**rope, "partial_rotary_factor": 0.5}}
+        config, kind, parts, of = transformers.Glm4MoeConfig(**said), "Glm4Moe", glm, oracle.Prediction
+    config._attn_implementation, config._experts_implementation = "eager", "eager"
+    norm, decoder, rotary = (getattr(parts, f"{kind}{part}") for part in ("RMSNorm", "DecoderLayer", "RotaryEmbedding"))
+    layer, checkpoint = layers.MtpLayer(config, decoder, norm, 1), make_mtp(said)
+    own = {name.removeprefix(f"model.layers.{LAYER}."): tensor for name, tensor in checkpoint.tensors.items()}
+    own = {name: t.contiguous() for name, t in (fused_experts(own) if family == "glm4_moe" else own).items()}
+    state = {name: own.pop(name) for name in ("enorm.weight", "hnorm.weight", "eh_proj.weight")}
+    state["post_norm.weight"] = own.pop("shared_head.norm.weight")
+    layer.load_state_dict(state | {f"mtp_block.{name}": tensor for name, tensor in own.items()})
+    ids, hidden, told = inputs_of(rotary(config))
+    angles, mask, places = told["position_embeddings"], told["attention_mask"], told["position_ids"]
+    found = layer(TARGET.embed(ids)[None], hidden[None], angles, mask, places, None)[0]
+    wanted = of(checkpoint, TARGET, [None], torch.float64).states(ids, hidden.double())
+    torch.testing.assert_close(found.double(), wanted, rtol=2e-4, atol=2e-5)
 
 
-def serves(config):
-    return mtp.serves(TensorStore(Path("generated"), config, {}))
+@torch.no_grad()
+def test_mimos_block_is_qwen2s_of_transformers():
+    transformers = pytest.importorskip("transformers")
+    from transformers.models.qwen2 import modeling_qwen2 as qwen2
+
+    config = transformers.Qwen2Config(**SIZES, rope_parameters={"rope_type": "default", "rope_theta": 640000.0})
+    config._attn_implementation = "eager"
+    published = oracle.MiMo(make_mtp(MIMO_CONFIG), TARGET, [None], torch.float64)
+    layer = qwen2.Qwen2DecoderLayer(config, 0)
+    layer.load_state_dict({name: published.tensors[name].float() for name in layer.state_dict()})
+    _, x, told = inputs_of(qwen2.Qwen2RotaryEmbedding(config))
+    found = layer(x[None], **told)
+    wanted = published.layer("", published.norm("input_layernorm", x.double()), x.double(), None)
+    found = found[0] if isinstance(found, tuple) else found.view(9, -1)
+    torch.testing.assert_close(found.double(), wanted, rtol=2e-4, atol=2e-5)
 
 
-def test_only_the_checkpoints_of_the_family_are_served():
-    assert serves(V3_CONFIG) and serves(GLM_CONFIG)
-    assert not serves({"architectures": ["LlamaForCausalLM"]}) and not serves({})
+def fused_experts(tensors):
+    """The experts' tensors stacked, gate above up."""
+    prefix = next(name for name in tensors if ".experts." in name).partition("experts.")[0]
+    gate, up, down = (
+        torch.stack([tensors[f"{prefix}experts.{expert}.{part}.weight"] for expert in range(8)]) for part in GATED
+    )
+    stacked = {f"{prefix}experts.gate_up_proj": torch.cat([gate, up], 1), f"{prefix}experts.down_proj": down}
+    return {name: tensor for name, tensor in tensors.items() if ".experts." not in name} | stacked
 
 
-CONFIG_PROBLEMS = {
-    "no_such_layer": ({"num_nextn_predict_layers": 0}, "num_nextn_predict_layers .* at least 1, got 0"),
-    "missing_field": ({"kv_lora_rank": None}, "must say kv_lora_rank"),
-    "wrong_type": ({"num_attention_heads": "many"}, "num_attention_heads .* got 'many'"),
-    "activation": ({"hidden_act": "gelu"}, "hidden_act .* must be 'silu', got 'gelu'"),
-    "bias": ({"attention_bias": True}, "attention_bias .* must be False, got True"),
-    "vocabulary": ({"vocab_size": VOCAB + 1}, f"vocab_size.* {VOCAB + 1} .*{VOCAB}"),
-    "width": ({"hidden_size": HIDDEN + 2}, f"hidden_size.* {HIDDEN + 2} .*{HIDDEN}"),
-    "rope_type": ({"rope_scaling": {"type": "dynamic", "factor": 2}}, "default or yarn, got 'dynamic'"),
-    "yarn_factor": (
-        {"rope_scaling": {"type": "yarn", "factor": 0.5, "original_max_position_embeddings": 8}},
-        "at least 1, .* 0.5 and 8",
-    ),
-    "scoring": ({"scoring_func": "tanh"}, "sigmoid, softmax, sqrtsoftplus, got 'tanh'"),
-    "groups": ({"n_group": 3}, "8 experts in 3 groups"),
-    "too_many_experts": ({"num_experts_per_tok": 5}, "1 to 4 of the experts that it may choose from, got 5"),
-    "odd_rotary": ({"qk_rope_head_dim": 15}, "even number of dims, .* qk_rope_head_dim 15"),
+def test_experts_in_one_tensor_are_those_in_many(tmp_path):
+    many = make_mtp(QWEN_MOE_CONFIG)
+    one = Generated(many.config, fused_experts(many.tensors))
+    assert_same_parameters(load(one.write(tmp_path / "one")), load(many.write(tmp_path / "many")))
+
+
+FOLDERS = Path(__file__).parent / "speculators_drafts"
+RENAMED = {
+    "input_proj.weight": "mtp.fc.weight",
+    "final_layernorm.weight": "mtp.norm.weight",
+    "hidden_layernorm.weight": "mtp.pre_fc_norm_hidden.weight",
+    "token_layernorm.weight": "mtp.pre_fc_norm_embedding.weight",
 }
+"""What Qwen calls the tensors that speculators trains on."""
 
 
-@pytest.mark.parametrize(("changes", "message"), CONFIG_PROBLEMS.values(), ids=CONFIG_PROBLEMS)
-def test_a_config_that_cannot_be_served_is_refused(tmp_path, changes, message):
-    folder = write(tmp_path, {**V3_CONFIG, **changes}, v3_tensors(V3_CONFIG))
-    with pytest.raises(CheckpointError, match=message):
-        load(folder)
-
-
-def test_a_target_with_hidden_states_of_another_size_is_refused(folder):
-    with pytest.raises(CheckpointError, match="size 32, this target returns 96"):
-        load(folder, StubTarget(target_states_size=96))
+@pytest.mark.parametrize("name", ["mtp_qwen3_5", "mtp_qwen3_5_moe", "mtp_qwen3_next"])
+def test_what_speculators_saved_is_the_layer_that_qwen_published(name, tmp_path):
+    own = {n.removeprefix("mtp_layers.0."): t for n, t in load_file(FOLDERS / name / "model.safetensors").items()}
+    config = json.loads((FOLDERS / name / "config.json").read_text())["transformer_layer_config"]
+    published = Generated(
+        {"architectures": ["Qwen3_5ForConditionalGeneration"], "text_config": {**config, "mtp_num_hidden_layers": 1}},
+        {RENAMED.get(n, f"mtp.layers.0.{n}"): tensor for n, tensor in own.items()},
+    )
+    target = StubTarget(vocab_size=config["vocab_size"], hidden_size=config["hidden_size"])
+    assert_same_parameters(load(published.write(tmp_path), target), load(FOLDERS / name, target))

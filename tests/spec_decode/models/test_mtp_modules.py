@@ -1,6 +1,5 @@
-"""Modules of multi-token prediction that draft a token each, against their chain over whole true texts in fp64."""
+"""Modules of multi-token prediction that draft a token each: short texts, prompts in parts, and what rounds ask for."""
 
-from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -9,213 +8,140 @@ import torch
 from attn_backends import get
 from builders import BatchError, RequestTables
 from spec_decode.drafter import Drafter, DrafterConfig, Strategy, StrategyError
-from spec_decode.models import CheckpointError, mtp
-from spec_decode.models.checkpoints.store import TensorStore
+from spec_decode.models import CheckpointError
 from spec_decode.models.load import load_draft
 from spec_decode.models.mtp_draft import MtpModules
 from spec_decode.paged.kv_groups import make_group
-from tests.factories import CPU, owned_pages
-from tests.spec_decode.models.generated_mtp import (
-    GLM_CONFIG,
-    V3_CONFIG,
-    DraftFixture,
-    StubTarget,
-    close,
-    v3_modules,
-    v3_tensors,
-    write,
-)
-from tests.spec_decode.models.mtp_oracle import MtpOracle
+from tests.factories import CPU
+from tests.spec_decode.models.generated import Generated, StubTarget
+from tests.spec_decode.models.generated_mtp import V3_CONFIG, module_tensors
+from tests.spec_decode.models.test_published_drafts import MAX_SEQ_LEN, MODULES, PAGE, DraftFixture, assert_published
+from tests.spec_decode.models.test_published_drafts import K as COUNT
 
-COUNT = 3
-TARGET = StubTarget()
-V3, GLM = ({**config, "num_nextn_predict_layers": COUNT} for config in (V3_CONFIG, GLM_CONFIG))
-FORMS = {"deepseek_v3": (V3, False), "glm_flash": (GLM, False), "embedding_and_head_of_the_target": (GLM, True)}
-GRAPHS = [Strategy.FULL_LOOP, Strategy.PER_STEP]
+V3 = MODULES["deepseek_v3_of_modules"]
+ACCEPTED = [None, (1, 3, 0), (0, 0, 0), (3, 2, 4), (2, 0, 1)]
+"""What each round keeps of the one before; of most it keeps less than was drafted."""
 
 
-def load(folder):
-    return mtp.load(TensorStore.open(folder), TARGET, dtype=torch.float32, device=CPU)
+class ModulesFixture(DraftFixture):
+    """Whose prompts come in parts; what was never read is NaN."""
 
-
-@pytest.fixture(params=FORMS.values(), ids=FORMS)
-def form(request, tmp_path):
-    config, shared = request.param
-    tensors = v3_modules(config, shared=shared)
-    return load(write(tmp_path, config, tensors)), [MtpOracle(config, tensors, TARGET, k) for k in range(COUNT)]
-
-
-@pytest.fixture
-def model(tmp_path):
-    return load(write(tmp_path, V3, v3_modules(V3)))
-
-
-class RoundsFixture(DraftFixture):
-    """Rounds of which most reject what was drafted, after prompts that come in parts; what was never read is NaN."""
-
-    ACCEPTED = ((1, 3), (0, 0), (3, 2), (0, 0), (2, 1))
-    STEPS = COUNT
-
-    def __init__(self, model, backend="torch_reference", *, contexts=(5, 9), part=99, steps=COUNT):
-        super().__init__(model, backend)
-        self.CONTEXTS, self.STEPS, self.part = contexts, steps, part
+    def __init__(self, folder, strategy=Strategy.FULL_LOOP, *, part=99, **options):
+        super().__init__(V3, folder, strategy, **options)
+        self.part = part
 
     def prefill(self):
         self.drafter._step.inputs_read.states.fill_(torch.nan)
-        pages = owned_pages(2, 12, 24)
-        tables = RequestTables(page_sizes=[4], num_pages=[24], max_reqs=2, max_seq_len=48, device=CPU)
-        for start in range(0, max(self.CONTEXTS), self.part):
-            ends = [min(start + self.part, length) for length in self.CONTEXTS]
-            rows = [row for row in range(2) if ends[row] > start]
-            tables.load([[pages[row] for row in rows]], [ends[row] for row in rows])
+        tables = self.make_tables()
+        for start in range(0, max(self.contexts), self.part):
+            ends = [min(start + self.part, length) for length in self.contexts]
+            rows = [row for row, end in enumerate(ends) if end > start]
+            tables.load([[pages[row] for row in rows] for pages in self.pages], [ends[row] for row in rows])
             ids, hidden = (
-                torch.cat([self.committed[row][which][start : ends[row]] for row in rows]) for which in (0, 1)
+                torch.cat([of[row][start : ends[row]] for row in rows])
+                for of in (self.prompts, self.target_hidden_states)
             )
             lens = [ends[row] for row in rows]
             self.drafter.prefill(tables, [end - start for end in lens], lens, ids, hidden)
 
-
-def chained_drafts(oracles, ids, hidden):
-    """A greedy token of each module after a whole text, and their logits."""
-    tokens, logits = [], []
-    for oracle in oracles:
-        hidden = oracle.states(ids, hidden)
-        logits.append(oracle.logits(hidden[-1:])[0])
-        tokens.append(int(logits[-1].argmax()))
-        ids = torch.cat([ids[1:], torch.tensor(tokens[-1:])])
-    return tokens, logits
+    def assert_rounds(self):
+        for accepted in ACCEPTED:
+            kept = None if accepted is None else torch.tensor(accepted, dtype=torch.int32).clamp(max=self.steps)
+            drafts = self.drafts() if kept is None else self.go_on(accepted=kept)
+            assert_published(drafts, self, V3)
 
 
-def assert_drafts_are_those_of_the_chain(fixture, oracles, strategy=Strategy.EAGER):
-    found = fixture.drafts(strategy)
-    wanted = fixture.dense_drafts(partial(chained_drafts, oracles[: fixture.STEPS]))
-    for round_, ((tokens, logits), (wanted_tokens, wanted_logits)) in enumerate(zip(found, wanted, strict=True)):
-        assert tokens.tolist() == wanted_tokens, f"round {round_}"
-        close(logits, wanted_logits)
+@pytest.fixture
+def fixture(tmp_path):
+    return ModulesFixture(tmp_path)
 
 
-@pytest.mark.parametrize("backend", ["torch_reference", "triton_mla"])
-def test_each_module_drafts_what_it_says_after_the_whole_true_text(form, backend):
-    model, oracles = form
-    assert_drafts_are_those_of_the_chain(RoundsFixture(model, backend), oracles)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"backend": "triton_mla"},
+        {"contexts": [0, 1, 2]},
+        {"contexts": [3, 0, 9]},
+        {"part": 1},
+        {"part": 3, "strategy": Strategy.EAGER},
+        {"part": 5},
+        {"steps": 1},
+        {"steps": 3},
+    ],
+    ids=str,
+)
+def test_rounds_are_those_of_the_chain_over_the_whole_true_text(options, tmp_path):
+    """Of fewer tokens than modules, those of the first."""
+    ModulesFixture(tmp_path, **options).assert_rounds()
 
 
-@pytest.mark.parametrize("contexts", [(0, 1), (2, 3), (0, 9)])
-def test_texts_shorter_than_the_chain_draft_the_same(form, contexts):
-    model, oracles = form
-    assert_drafts_are_those_of_the_chain(RoundsFixture(model, contexts=contexts), oracles, Strategy.FULL_LOOP)
-
-
-def test_what_was_never_read_reaches_no_cache(model):
-    fixture = RoundsFixture(model, contexts=(0, 1))
-    fixture.ACCEPTED = ((1, 0),)
-    fixture.drafts(Strategy.EAGER)
-    written = [page * 4 + offset for row in owned_pages(2, 12, 24) for page in row[:2] for offset in range(4)][
-        : 2 * COUNT
-    ]
+def test_what_was_never_read_reaches_no_cache(tmp_path):
+    fixture = ModulesFixture(tmp_path, Strategy.EAGER, contexts=[0, 1, 2])
+    fixture.drafts()
+    pages = [page * PAGE + offset for pages in fixture.pages[0] for page in pages for offset in range(PAGE)]
+    rows = torch.tensor(pages).view(3, MAX_SEQ_LEN)[:, :COUNT]
     for cache in fixture.groups[0].caches.values():
-        assert cache.key.flatten(0, 1)[written].isfinite().all()
+        assert cache.key.flatten(0, 1)[rows].isfinite().all()
 
 
-@pytest.mark.parametrize("part", [1, 2, 4])
-def test_a_prompt_in_parts_fills_every_modules_cache(form, part):
-    model, oracles = form
-    assert_drafts_are_those_of_the_chain(RoundsFixture(model, part=part), oracles)
-
-
-@pytest.mark.parametrize("steps", [1, 2])
-def test_fewer_tokens_than_modules_are_drafted_by_the_first(form, steps):
-    model, oracles = form
-    fixture = RoundsFixture(model, steps=steps)
-    fixture.ACCEPTED = tuple((min(a, steps), min(b, steps)) for a, b in fixture.ACCEPTED)
-    assert_drafts_are_those_of_the_chain(fixture, oracles)
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("backend", ["torch_reference", "triton_mla"])
-@pytest.mark.parametrize("strategy", GRAPHS)
-def test_one_graph_drafts_what_eager_drafts_to_the_last_bit(model, strategy, backend, temperature):
-    expected = RoundsFixture(model, backend).drafts(Strategy.EAGER, temperature)
-    fixture = RoundsFixture(model, backend)
-    for (tokens, logits), (wanted, wanted_logits) in zip(fixture.drafts(strategy, temperature), expected, strict=True):
-        assert tokens.tolist() == wanted.tolist() and torch.equal(logits, wanted_logits)
-    assert {report.key.kind for report in fixture.drafter.graphs.reports} == {"extend"}
-
-
-def test_a_round_that_is_run_again_drafts_the_same(model):
-    fixture = RoundsFixture(model)
-    *_, (tokens, logits) = fixture.drafts(Strategy.FULL_LOOP)
-    again = fixture.drafter.propose(fixture.rounds[-1])
+def test_a_round_that_is_run_again_drafts_the_same_and_stops_where_it_is_told(fixture):
+    first = fixture.drafts()
+    tokens, logits, verified = first.tokens.clone(), first.logits.clone(), fixture.verified
+    again = fixture.drafter.propose(verified)
     assert torch.equal(again.tokens, tokens) and torch.equal(again.logits, logits)
+    told = verified._replace(draft_lens=torch.tensor([1, COUNT, 0], dtype=torch.int32))
+    wanted = [[int(tokens[0, 0]), *[-1] * (COUNT - 1)], tokens[1].tolist(), [-1] * COUNT]
+    assert fixture.drafter.propose(told).tokens.tolist() == wanted
+    assert fixture.drafter.propose(verified, 2).tokens.tolist() == tokens[:, :2].tolist()
 
 
-def test_rows_stop_where_they_are_told_and_the_others_draft_on(model):
-    fixture = RoundsFixture(model)
-    *_, (tokens, _) = fixture.drafts(Strategy.FULL_LOOP)
-    lens = fixture.rounds[-1]._replace(draft_lens=torch.tensor([1, COUNT], dtype=torch.int32))
-    assert fixture.drafter.propose(lens).tokens.tolist() == [[int(tokens[0, 0]), -1, -1], tokens[1].tolist()]
-    assert fixture.drafter.propose(fixture.rounds[-1], 2).tokens.tolist() == tokens[:, :2].tolist()
+def test_rows_may_change_between_rounds(fixture):
+    tokens = fixture.drafts().tokens.clone()
+    fixture.tables.load([pages[::-1] for pages in fixture.pages], [MAX_SEQ_LEN] * 3)
+    turned = [None if tensor is None else tensor.flip(0) for tensor in fixture.verified]
+    assert torch.equal(fixture.drafter.propose(type(fixture.verified)(*turned)).tokens, tokens.flip(0))
 
 
-def test_rows_may_change_between_rounds(model):
-    fixture = RoundsFixture(model)
-    *_, (tokens, _) = fixture.drafts(Strategy.FULL_LOOP)
-    fixture.tables.load([owned_pages(2, 12, 24)[::-1]], [48, 48])
-    turned = [None if tensor is None else tensor.flip(0) for tensor in fixture.rounds[-1]]
-    assert torch.equal(fixture.drafter.propose(type(fixture.rounds[-1])(*turned)).tokens, tokens.flip(0))
-
-
-def test_the_plan_says_that_there_are_no_later_steps(model):
-    fixture = RoundsFixture(model)
-    fixture.drafts(None)
+def test_the_plan_says_that_there_are_no_later_steps(tmp_path):
+    fixture = ModulesFixture(tmp_path, None)
+    fixture.drafts()
     plan = fixture.drafter.plan
-    assert plan.strategy is Strategy.FULL_LOOP
+    assert plan.strategy is Strategy.FULL_LOOP and {r.key.kind for r in fixture.drafter.graphs.reports} == {"extend"}
     assert "no later ones" in dict(plan.not_chosen)[Strategy.DEVICE_LOOP]
     with pytest.raises(StrategyError, match=r"device_loop cannot run: .* no later ones"):
-        fixture.drafts(Strategy.DEVICE_LOOP)
+        ModulesFixture(tmp_path, Strategy.DEVICE_LOOP)
 
 
-def test_more_tokens_than_modules_are_refused_before_anything_is_allocated(model, monkeypatch):
-    fixture = RoundsFixture(model)
+def test_more_tokens_than_modules_are_refused_before_anything_is_allocated(fixture, monkeypatch):
     monkeypatch.setattr(torch, "zeros", None)
-    with pytest.raises(BatchError, match=r"at most 3 a round, got num_speculative_tokens 4; .* Lower it to 3 or less"):
-        Drafter(model, fixture.groups, fixture.tables, DrafterConfig(num_speculative_tokens=4))
+    with pytest.raises(BatchError, match=r"at most 4 a round, got num_speculative_tokens 5; .* Lower it to 4 or less"):
+        Drafter(fixture.model, fixture.groups, fixture.tables, DrafterConfig(num_speculative_tokens=COUNT + 1))
 
 
-def test_every_module_has_a_cache_of_its_own(model):
-    [group] = model.layer_groups(16)
-    assert group.layers == (0, 1, 2)
+def test_every_module_has_parameters_and_a_cache_of_its_own(fixture):
+    model, [group] = fixture.model, fixture.model.layer_groups(16)
+    assert isinstance(model, MtpModules) and len(model.prediction_modules) == COUNT
+    for one, other in pairwise(model.prediction_modules):
+        assert not torch.equal(one.fuse, other.fuse)
+    assert group.layers == tuple(range(COUNT))
     caches = make_group("mtp", get("torch_reference"), group.spec, group.layers, num_pages=2, device=CPU).caches
     assert len({cache.key.data_ptr() for cache in caches.values()}) == COUNT
 
 
-def test_the_prefix_that_requests_share_ends_before_what_a_round_rewrites(model):
-    fixture = RoundsFixture(model)
-    fixture.drafts(None)
-    tables = RequestTables(page_sizes=[4], num_pages=[24], max_reqs=1, max_seq_len=48, device=CPU)
-    tables.load([[list(range(12))]], [48], writable_from=[8])
-    prompt = torch.zeros(2, dtype=torch.int64), torch.zeros(2, model.hidden_size)
-    with pytest.raises(BatchError, match="write from position 8 on, got queries from position 6"):
+def test_the_prefix_that_requests_share_ends_before_what_a_round_rewrites(fixture):
+    fixture.drafts()
+    tables = RequestTables(page_sizes=[PAGE], num_pages=[36], max_reqs=1, max_seq_len=MAX_SEQ_LEN, device=CPU)
+    tables.load([[list(range(12))]], [MAX_SEQ_LEN], writable_from=[8])
+    prompt = torch.zeros(2, dtype=torch.int64), torch.zeros(2, fixture.model.hidden_size)
+    with pytest.raises(BatchError, match="write from position 8 on, got queries from position 5"):
         fixture.drafter.prefill(tables, [2], [10], *prompt)
-    fixture.drafter.prefill(tables, [2], [12], *prompt)
+    fixture.drafter.prefill(tables, [2], [13], *prompt)
 
 
-def test_a_checkpoint_of_several_modules_is_loaded_whole(tmp_path):
-    model = load_draft(write(tmp_path, V3, v3_modules(V3)), TARGET, dtype=torch.float32)
-    assert isinstance(model, MtpModules) and len(model.prediction_modules) == COUNT
-    for one, other in pairwise(model.prediction_modules):
-        assert not torch.equal(one.fuse, other.fuse)
-
-
-@pytest.mark.parametrize(("said", "held"), [(3, 2), (2, 3), (1, 2), (10**9, 1)])
+@pytest.mark.parametrize(("said", "held"), [(3, [0, 1]), (2, [0, 1, 2]), (1, [0, 1]), (10**9, [0]), (3, [0, 2])])
 def test_a_checkpoint_with_other_modules_than_it_says_is_refused(tmp_path, said, held):
-    tensors = v3_modules({**V3, "num_nextn_predict_layers": held})
-    folder = write(tmp_path, {**V3, "num_nextn_predict_layers": said}, tensors)
-    with pytest.raises(CheckpointError, match=rf"says, {said} from model\.layers\.2 on, got {held};"):
-        load(folder)
-
-
-def test_a_gap_between_modules_is_refused(tmp_path):
-    tensors = v3_tensors(V3) | v3_tensors(V3, module=2)
-    with pytest.raises(CheckpointError, match=r"3 from model\.layers\.2 on, got 1"):
-        load(write(tmp_path, V3, tensors))
+    tensors = {name: tensor for module in held for name, tensor in module_tensors(V3_CONFIG, module).items()}
+    checkpoint = Generated({**V3_CONFIG, "num_nextn_predict_layers": said}, tensors)
+    row = len(held) if held == list(range(len(held))) else 1
+    with pytest.raises(CheckpointError, match=rf"says, {said} from model\.layers\.2 on, got {row}[;.]"):
+        load_draft(checkpoint.write(tmp_path), StubTarget(**V3.target), dtype=torch.float32)
