@@ -46,36 +46,29 @@ def test_with_bindings_and_driver_nothing_stands_in_the_way(installed):
     assert loop_unsupported_reason(torch.device("cuda")) is None
 
 
+def no_library():
+    raise RuntimeError("no libnvrtc")
+
+
+MISSING = {
+    "older bindings": ({"version": "12.9.2"}, "cuda.bindings 13 or later, found 12.9.2"),
+    "driver 12.8": ({"driver": 12080}, "needs a driver for CUDA 13.0, the one here serves 12.8;"),
+    "driver 12.99": ({"driver": 12990}, "needs a driver for CUDA 13.0, the one here serves 12.99;"),
+    "no library": ({"nvrtc": no_library}, "no libnvrtc"),
+}
+
+
+@pytest.mark.parametrize(("changes", "reason"), MISSING.values(), ids=MISSING)
+def test_what_is_missing_is_named_and_a_loop_is_refused_in_the_same_words(installed, changes, reason):
+    installed(**changes)
+    assert reason in loop_unsupported_reason(torch.device("cuda"))
+    with pytest.raises(CaptureError, match=f"{reason}.*No graph was made"):
+        cuda_loop.WhileGraph(torch.ones(1, dtype=torch.int32), first=print, body=print, capture=print)
+
+
 def test_missing_bindings_are_named_with_what_brings_them(monkeypatch):
     monkeypatch.setitem(sys.modules, "cuda.bindings", None)
     assert "pip install 'cuda-python>=13'" in loop_unsupported_reason(torch.device("cuda"))
-
-
-def test_older_bindings_are_named_with_their_version(installed):
-    installed(version="12.9.2")
-    assert "cuda.bindings 13 or later, found 12.9.2" in loop_unsupported_reason(torch.device("cuda"))
-
-
-@pytest.mark.parametrize(("driver", "served"), [(12080, "12.8"), (12990, "12.99")])
-def test_an_older_driver_is_named_with_what_it_serves(installed, driver, served):
-    installed(driver=driver)
-    assert f"needs a driver for CUDA 13.0, the one here serves {served};" in loop_unsupported_reason(
-        torch.device("cuda")
-    )
-
-
-def test_bindings_that_do_not_find_their_library_say_so(installed):
-    def nvrtc():
-        raise RuntimeError("no libnvrtc")
-
-    installed(nvrtc=nvrtc)
-    assert "no libnvrtc" in loop_unsupported_reason(torch.device("cuda"))
-
-
-def test_a_loop_is_refused_in_the_same_words(installed):
-    installed(version="12.9.2")
-    with pytest.raises(CaptureError, match=r"found 12\.9\.2.*No graph was made"):
-        cuda_loop.WhileGraph(torch.ones(1, dtype=torch.int32), first=print, body=print, capture=print)
 
 
 def test_the_emulator_needs_nothing():

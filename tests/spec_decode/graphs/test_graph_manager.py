@@ -1,3 +1,7 @@
+"""Graphs of several kinds and sizes: in which order they are captured, which serves a batch, what memory they take."""
+
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -26,8 +30,8 @@ def captured(sizes=(1, 2, 4), **kinds):
     return manager
 
 
-def test_the_largest_size_is_captured_first():
-    manager = captured(sizes=(2, 8, 4), step=Work())
+def test_the_largest_size_is_captured_first_and_each_once():
+    manager = captured(sizes=(2, 8, 4, 2), step=Work())
     assert [report.key.num_reqs for report in manager.reports] == [8, 4, 2]
 
 
@@ -37,16 +41,10 @@ def test_every_kind_is_captured_at_every_size():
     assert {report.key for report in manager.reports} == keys and len(manager.reports) == 4
 
 
-def test_a_factory_is_called_for_the_warm_up_and_again_for_the_capture():
+def test_a_factory_is_called_for_the_warm_up_which_runs_and_again_for_the_capture_which_does_not():
     work = Work()
     captured(step=work)
-    assert work.made == [4, 4, 2, 2, 1, 1]
-
-
-def test_the_warm_up_runs_and_the_capture_does_not():
-    work = Work()
-    captured(step=work)
-    assert work.total.tolist() == [7]
+    assert work.made == [4, 4, 2, 2, 1, 1] and work.total.tolist() == [7]
 
 
 def test_nothing_of_the_warm_up_is_baked_in():
@@ -60,24 +58,17 @@ def test_nothing_of_the_warm_up_is_baked_in():
     assert [x.tolist() for x in tensors] == [[1], [1]]
 
 
-@pytest.mark.parametrize(("num_reqs", "size"), [(1, 1), (2, 2), (3, 4), (4, 4), (5, 8), (8, 8)])
-def test_a_batch_is_padded_to_the_next_captured_size(num_reqs, size):
-    assert GraphManager(CPU, [8, 1, 4, 2]).padded(num_reqs) == size
-
-
-def test_a_batch_above_the_largest_size_is_refused_with_both_numbers():
-    with pytest.raises(BatchError, match="largest captured batch is 4 requests, got 5"):
-        GraphManager(CPU, [1, 4]).padded(5)
+def test_a_batch_is_padded_to_the_next_captured_size_and_refused_above_the_largest():
+    manager = GraphManager(CPU, [8, 1, 4, 2])
+    assert [manager.padded(num_reqs) for num_reqs in range(1, 9)] == [1, 2, 4, 4, 8, 8, 8, 8]
+    with pytest.raises(BatchError, match="largest captured batch is 8 requests, got 9"):
+        manager.padded(9)
 
 
 @pytest.mark.parametrize("sizes", [[], [0], [4, -1]])
 def test_sizes_that_are_no_number_of_requests_are_refused(sizes):
     with pytest.raises(BatchError, match="capture sizes must be at least one"):
         GraphManager(CPU, sizes)
-
-
-def test_a_size_given_twice_is_captured_once():
-    assert len(captured(sizes=(2, 2), step=Work()).reports) == 1
 
 
 def test_a_replay_runs_the_graph_of_its_key():
@@ -90,15 +81,11 @@ def test_a_replay_runs_the_graph_of_its_key():
 
 @pytest.mark.parametrize("name", ["max_reqs", "max_query_len", "max_seq_len"])
 def test_a_replay_past_a_capture_constant_is_refused_and_not_run(name):
-    work = Work()
+    work, most = Work(), getattr(ROOMY, name)
     manager = captured(step=work)
     work.total.zero_()
-    fields = {field: getattr(ROOMY, field) for field in ("max_reqs", "max_query_len", "max_seq_len")}
-    needed = CaptureConstants(**{**fields, name: fields[name] + 1})
-    with pytest.raises(
-        BatchError, match=f"{name}: captured with {fields[name]}, needed {fields[name] + 1}.*step graph of 2"
-    ):
-        manager.replay(GraphKey("step", 2), needed)
+    with pytest.raises(BatchError, match=f"{name}: captured with {most}, needed {most + 1}.*step graph of 2"):
+        manager.replay(GraphKey("step", 2), replace(ROOMY, **{name: most + 1}))
     assert work.total.tolist() == [0]
 
 
@@ -115,30 +102,18 @@ def test_a_report_says_what_a_graph_cost():
     assert (report.key, report.bytes, report.num_nodes) == (GraphKey("step", 1), 0, 1) and report.seconds >= 0
 
 
-def test_release_drops_every_graph_and_report():
-    manager = captured(step=Work())
+def test_a_release_drops_every_graph_and_its_memory_and_a_capture_makes_them_anew():
+    work = Hungry()
+    manager = captured(sizes=(1,), step=work)
+    before = manager.bytes_used
     manager.release()
-    assert manager.reports == [] and not manager.complete
+    assert manager.reports == [] and not manager.complete and before > manager.bytes_used == 0
     with pytest.raises(BatchError, match="none of kind step for 1 requests"):
         manager.replay(GraphKey("step", 1), ROOMY)
-
-
-def test_graphs_can_be_captured_anew_after_a_release():
-    work, manager = Work(), GraphManager(CPU, [1])
-    manager.capture({"step": work})
-    manager.release()
     manager.capture({"step": work})
     work.total.zero_()
     manager.replay(GraphKey("step", 1), ROOMY)
-    assert work.total.tolist() == [1] and len(manager.reports) == 1
-
-
-def test_a_function_that_reads_the_host_is_refused_at_capture():
-    def factory(size):
-        return Capturable(lambda: torch.zeros(1).item(), ROOMY)
-
-    with pytest.raises(CaptureError):
-        captured(step=factory)
+    assert work.total.tolist() == [2] and manager.bytes_used == before
 
 
 class Hungry(Work):
@@ -171,10 +146,7 @@ def test_sizes_that_are_expected_not_to_fit_are_left_out_with_the_reason():
     manager = limited(everything[8] + everything[4])
     assert list(taken(manager)) == [8, 4] and set(manager.left_out) == {1, 2} and manager.complete
     assert "size 2 was left out: its graphs are expected to take" in manager.left_out[2]
-
-
-def test_a_smaller_size_may_fit_where_a_larger_one_does_not():
-    everything = taken(limited(None))
+    # A smaller size may fit where a larger one does not.
     assert list(taken(limited(everything[8] + everything[8] // 4))) == [8, 2]
 
 
@@ -201,7 +173,7 @@ def test_a_limit_below_the_largest_size_is_refused_and_nothing_is_kept():
     assert manager.reports == [] and not manager.complete
 
 
-def test_an_interrupted_capture_is_taken_up_where_it_stopped():
+def test_an_interrupted_capture_is_taken_up_where_it_stopped_and_a_complete_one_is_not_repeated():
     work, manager = Work(), GraphManager(CPU, [1, 2, 4])
 
     def fails_at_2(size):
@@ -212,27 +184,13 @@ def test_an_interrupted_capture_is_taken_up_where_it_stopped():
     with pytest.raises(KeyError):
         manager.capture({"step": fails_at_2})
     assert not manager.complete
-    manager.capture({"step": work})
-    assert work.made == [4, 4, 2, 2, 1, 1] and manager.complete
+    for _ in range(2):
+        manager.capture({"step": work})
+    assert work.made == [4, 4, 2, 2, 1, 1] and manager.complete and len(manager.reports) == 3
     work.total.zero_()
     for size in (1, 2, 4):
         manager.replay(GraphKey("step", size), ROOMY)
     assert work.total.tolist() == [7]
-
-
-def test_a_complete_capture_is_not_repeated():
-    work, manager = Work(), GraphManager(CPU, [1, 2])
-    for _ in range(2):
-        manager.capture({"step": work})
-    assert work.made == [2, 2, 1, 1] and len(manager.reports) == 2
-
-
-def test_a_release_gives_the_memory_back():
-    manager = captured(step=Hungry())
-    manager.release()
-    assert manager.bytes_used == 0
-    manager.capture({"step": Hungry()})
-    assert manager.bytes_used == sum(taken(captured(step=Hungry())).values())
 
 
 def test_work_says_how_it_is_captured():
