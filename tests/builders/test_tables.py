@@ -1,71 +1,60 @@
+"""What a load, a growth and a condensation leave of the tables, and that a refused one changes nothing."""
+
+import random
 import re
 
 import pytest
 import torch
 
-from builders import BatchBuffers, BatchError, RequestTables
+from builders import BatchError, RequestTables
 from tests.factories import make_tables
 
 
-def empty_tables(max_reqs=3, max_seq_len=16):
-    return RequestTables(page_sizes=[4], num_pages=[8], max_reqs=max_reqs, max_seq_len=max_seq_len, device="cpu")
+def empty_tables(page_sizes=(4,), num_pages=(12,), max_reqs=3, max_seq_len=20, device="cpu"):
+    return RequestTables(
+        page_sizes=page_sizes, num_pages=num_pages, max_reqs=max_reqs, max_seq_len=max_seq_len, device=device
+    )
+
+
+def loaded(groups=1):
+    """Two requests, of 6 and 4 tokens, whose flags are up."""
+    tables = empty_tables([4] * groups, [12] * groups)
+    tables.load([[[0, 1], [2]]] * groups, [6, 4])
+    tables.overflow.fill_(1)
+    return tables
+
+
+def sharing():
+    """Three requests of 8 tokens: the first two share what the first group's page 9 and the second's page 5 hold."""
+    tables = empty_tables([2, 4], [40, 24], 4, 16)
+    pages = [[[9, 1, 2, 3], [9, 4, 6, 7], [8, 10, 11, 12]], [[5, 0], [5, 1], [2, 3]]]
+    tables.load(pages, [8, 8, 8], writable_from=[4, 4, 0])
+    return tables
+
+
+def tensors_of(tables):
+    return tables.block_tables, tables.token_limits, tables.overflow, tables.page_sizes
 
 
 def contents(tables):
-    return (
-        tables.block_tables.tolist(), tables.token_limits.tolist(), tables.overflow.tolist(), tables.num_live,
-        tables.limits_host,
-    )  # fmt: skip
+    host = tables.num_live, tables.limits_host, tables.longest, tables.writable_host, tables._taken
+    return ([tensor.tolist() for tensor in tensors_of(tables)], *host)
 
 
-def test_a_group_with_too_few_rows_is_refused_beside_one_that_has_them_all():
-    tables = RequestTables(page_sizes=[4, 4], num_pages=[8, 8], max_reqs=3, max_seq_len=16, device="cpu")
-    with pytest.raises(BatchError, match=re.escape("pages must hold 2 groups of 1 rows, got [1, 0] rows")):
-        tables.load([[[0]], []], [4])
+def test_a_load_leaves_nothing_of_what_was_there():
+    tables, fresh = loaded(), empty_tables()
+    for each in (tables, fresh):
+        each.load([[[5, 6]]], [7])
+    assert contents(tables) == contents(fresh)
+    assert tables.block_tables[0].tolist() == [[5, 6, -1, -1, -1], [-1] * 5, [-1] * 5]
+    assert tables.token_limits.tolist() == [7, 0, 0] and tables.overflow.tolist() == [0, 0, 0]
+    assert (tables.num_live, tables.limits_host, tables.longest) == (1, (7,), 7)
+    assert {tensor.dtype for tensor in tensors_of(tables)} == {torch.int32}
 
 
-def test_everything_that_kernels_read_of_the_tables_is_int32():
-    tables = empty_tables()
-    read = (tables.block_tables, tables.token_limits, tables.overflow, tables.page_sizes)
-    assert [tensor.dtype for tensor in read] == [torch.int32] * 4
-
-
-REFUSED = {
-    "too many requests": (([[[0], [1], [2], [3]]], [4] * 4), "at most 3 requests fit these tables, got 4"),
-    "too few groups": (([], [4]), "pages must hold 1 groups of 1 rows"),
-    "too few rows": (([[[0]]], [4, 4]), "pages must hold 1 groups of 2 rows, got [1] rows"),
-    "limit beyond its pages": (([[[0, 1]]], [9]), "takes 3 pages of 4 in group 0, but has 2"),
-    "limit beyond the table": (
-        ([[[0, 1, 2, 3]]], [17]),
-        "must hold 1 to 16 tokens in at most 4 pages, got 17",
-    ),
-    "limit of nothing": (([[[0]]], [0]), "must hold 1 to 16 tokens"),
-    "more pages than the table": (([[[0, 1, 2, 3, 4]]], [16]), "got 16 tokens in 5 pages"),
-    "page id too large": (([[[0, 8]]], [8]), "must be 0 to 7, request 0 names 8"),
-    "negative page id": (([[[-1]]], [4]), "must be 0 to 7, request 0 names -1"),
-    "shared writable page": (
-        ([[[0, 1], [2, 1]]], [8, 8]),
-        "page 1 of group 0 is writable by requests 0 and 1",
-    ),
-}
-
-
-@pytest.mark.parametrize(("args", "message"), REFUSED.values(), ids=REFUSED)
-def test_a_table_that_would_let_kernels_stray_is_refused(args, message):
-    with pytest.raises(BatchError) as refused:
-        empty_tables().load(*args)
-    assert message in str(refused.value)
-
-
-@pytest.mark.parametrize(("args", "message"), REFUSED.values(), ids=REFUSED)
-def test_nothing_changes_when_a_load_is_refused(args, message):
-    tables = empty_tables()
-    tables.load([[[5, 6], [7]]], [8, 4])
-    tables.overflow.fill_(1)
-    before = contents(tables)
-    with pytest.raises(BatchError):
-        tables.load(*args)
-    assert contents(tables) == before
+def test_each_group_has_its_own_pages():
+    tables = make_tables([10, 10], page_sizes=(4, 8), max_seq_len=16)
+    assert (tables.block_tables[0, 0] >= 0).sum() == 4 and (tables.block_tables[1, 0] >= 0).sum() == 2
 
 
 def test_a_read_only_prefix_may_be_shared():
@@ -74,152 +63,205 @@ def test_a_read_only_prefix_may_be_shared():
     assert tables.block_tables[0, :2, :3].tolist() == [[0, 1, 2], [0, 1, 3]]
 
 
-def test_a_shared_page_that_one_request_still_writes_is_refused():
-    with pytest.raises(BatchError, match="writable by requests 0 and 1"):
-        empty_tables().load([[[0, 1, 2], [0, 1, 3]]], [12, 12], writable_from=[7, 7])
+def test_growth_appends_pages_raises_limits_and_leaves_a_flag_for_whoever_reads_it():
+    tables = loaded(groups=2)
+    tables.grow({1: [[7, 5], [3, 9]]}, {1: 11})
+    assert tables.block_tables[0].tolist() == [[0, 1, -1, -1, -1], [2, 7, 5, -1, -1], [-1] * 5]
+    assert tables.block_tables[1, 1].tolist() == [2, 3, 9, -1, -1]
+    assert tables.token_limits.tolist() == [6, 11, 0] and tables.overflow.tolist() == [1, 1, 1]
+    assert (tables.limits_host, tables.longest) == ((6, 11), 11)
 
 
-@pytest.mark.parametrize("writer", [0, 1])
-def test_a_read_prefix_page_that_another_request_writes_is_refused(writer):
-    writable_from = [8, 8]
-    writable_from[writer] = 0
-    with pytest.raises(BatchError, match=f"read by request {1 - writer} and writable by request {writer}"):
-        empty_tables().load([[[0, 1, 2], [0, 4, 3]]], [12, 12], writable_from=writable_from)
+def test_a_request_grows_behind_what_it_has_until_its_row_is_full():
+    tables = loaded()
+    tables.grow({0: [[]]}, {0: 8})
+    tables.grow({0: [[4]]}, {0: 12})
+    tables.grow({0: [[6, 8]], 1: [[]]}, {0: 20, 1: 4})
+    assert tables.block_tables[0, :2].tolist() == [[0, 1, 4, 6, 8], [2, -1, -1, -1, -1]]
 
 
-def test_a_writable_from_of_another_length_is_refused():
-    with pytest.raises(BatchError, match="and 1 writable_from"):
-        empty_tables().load([[[0], [1]]], [4, 4], writable_from=[0])
+def test_a_load_forgets_what_was_appended():
+    tables = loaded()
+    tables.grow({0: [[4]]}, {0: 12})
+    tables.load([[[1]]], [4])
+    tables.grow({0: [[4, 0]]}, {0: 12})
+    assert tables.block_tables[0, 0, :3].tolist() == [1, 4, 0]
 
 
-def test_page_sizes_and_counts_must_come_in_pairs():
-    with pytest.raises(BatchError, match="got 2 sizes and 1 counts"):
-        RequestTables(page_sizes=[4, 8], num_pages=[8], max_reqs=1, max_seq_len=8, device="cpu")
+def test_tables_that_changed_row_by_row_are_what_a_load_makes_of_the_same_requests():
+    sizes, counts, rows, longest = [2, 4], [40, 24], 4, 16
+    rng, tables, free = random.Random(0), empty_tables(sizes, counts, rows, longest), [[*range(n)] for n in counts]
+    requests = []  # pages by group, and a limit
+    for _ in range(300):
+        kept = rng.sample(range(len(requests)), rng.randint(0, len(requests)))
+        for row in set(range(len(requests))).difference(kept):
+            for group, pages in zip(free, requests[row][0], strict=True):
+                group += pages
+        requests = [requests[row] for row in kept]
+        new = rng.randint(0, rows - len(kept))
+        tables.overflow.fill_(1)
+        tables.condense(kept, new)
+        requests += [([[], []], 0) for _ in range(new)]
+        growth = {}
+        for row, (pages, limit) in enumerate(requests):
+            limit = rng.randint(max(1, limit), longest)
+            more = [max(0, -(-limit // size) - len(own)) for size, own in zip(sizes, pages, strict=True)]
+            growth[row] = [
+                [group.pop(rng.randrange(len(group))) for _ in range(count)]
+                for group, count in zip(free, more, strict=True)
+            ]
+            requests[row] = ([own + add for own, add in zip(pages, growth[row], strict=True)], limit)
+        tables.grow(growth, {row: limit for row, (_, limit) in enumerate(requests)})
+        fresh = empty_tables(sizes, counts, rows, longest)
+        fresh.load([[pages[group] for pages, _ in requests] for group in range(2)], [limit for _, limit in requests])
+        assert contents(tables) == contents(fresh)
 
 
-def test_padding_rows_own_nothing_and_may_hold_nothing():
-    tables = empty_tables()
-    tables.load([[[5, 6]]], [7])
-    assert tables.block_tables[0].tolist() == [[5, 6, -1, -1], [-1] * 4, [-1] * 4]
-    assert tables.token_limits.tolist() == [7, 0, 0]
+def test_a_new_row_is_padding_until_it_grows():
+    tables = sharing()
+    tables.condense([], 2)
+    assert tables.num_live == 2 and tables.limits_host == (0, 0) and tables.longest == 0
+    tables.grow({1: [[3, 4], [5]]}, {1: 4})
+    assert tables.token_limits.tolist() == [0, 4, 0, 0] and tables.longest == 4
+    assert tables.block_tables[:, 1, :2].tolist() == [[3, 4], [5, -1]]
 
 
-def test_a_second_load_leaves_nothing_of_the_first():
-    tables = empty_tables()
-    tables.load([[[0, 1, 2, 3], [4, 5]]], [16, 8])
-    tables.load([[[6]]], [4])
-    assert tables.block_tables[0].tolist() == [[6, -1, -1, -1], [-1] * 4, [-1] * 4]
-    assert (tables.num_live, tables.limits_host) == (1, (4,))
+@pytest.mark.parametrize("stays", [0, 1])
+@pytest.mark.parametrize("pages", [[[9], []], [[], [5]]], ids=["first group", "second group"])
+def test_a_shared_prefix_stays_taken_while_one_of_its_requests_does(stays, pages):
+    tables = sharing()
+    tables.condense([2, stays])
+    assert tables.writable_host == (0, 4)
+    with pytest.raises(BatchError, match="two requests would share a slot"):
+        tables.grow({0: pages}, {0: 8})
+    tables.condense([0])
+    tables.grow({0: pages}, {0: 8})
 
 
-def test_a_load_lowers_the_overflow_flags():
-    tables = empty_tables()
-    tables.overflow.fill_(1)
-    tables.load([[[0]]], [4])
-    assert tables.overflow.tolist() == [0, 0, 0]
+def test_nothing_stays_taken_where_no_row_stays():
+    tables = sharing()
+    tables._taken[0].add(30)  # what a call that was interrupted left
+    tables.condense([], 1)
+    tables.grow({0: [[30, 9], [5]]}, {0: 4})
+    assert tables.limits_host == (4,)
 
 
-def test_a_load_keeps_every_address():
-    tables = empty_tables()
-    before = [t.data_ptr() for t in (tables.block_tables, tables.token_limits, tables.overflow, tables.page_sizes)]
-    tables.load([[[0]]], [4])
-    after = [t.data_ptr() for t in (tables.block_tables, tables.token_limits, tables.overflow, tables.page_sizes)]
-    assert after == before
+CHANGES = {
+    "load": lambda tables: tables.load([[[0]]], [4]),
+    "grow": lambda tables: tables.grow({1: [[7]]}, {1: 8}),
+    "condense": lambda tables: tables.condense([1], 1),
+}
 
 
-def test_each_group_has_its_own_pages():
-    tables = make_tables([10, 10], page_sizes=(4, 8), max_seq_len=16)
-    assert tables.block_tables.dtype == torch.int32
-    assert (tables.block_tables[0, 0] >= 0).sum() == 4 and (tables.block_tables[1, 0] >= 0).sum() == 2
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_a_change_keeps_every_address(change):
+    tables = loaded()
+    before = [tensor.data_ptr() for tensor in tensors_of(tables)]
+    change(tables)
+    assert [tensor.data_ptr() for tensor in tensors_of(tables)] == before
 
 
-def test_a_page_that_one_request_names_twice_is_refused():
-    tables = RequestTables(page_sizes=[4], num_pages=[8], max_reqs=1, max_seq_len=16, device="cpu")
-    with pytest.raises(BatchError):
-        tables.load([[[3, 3]]], [8])
+def load(pages, limits, writable_from=None):
+    """A load of one group with these pages of each request."""
+    return lambda tables: tables.load([pages], limits, writable_from=writable_from)
 
 
-def behind_a_prefix():
-    """Buffers of two requests that share a page and may write from positions 4 and 6 on."""
-    tables = RequestTables(page_sizes=[4], num_pages=[8], max_reqs=2, max_seq_len=16, device="cpu")
-    tables.load([[[0, 1], [0, 2]]], [8, 8], writable_from=[4, 6])
-    return BatchBuffers(tables, max_tokens=8)
+def grow(pages, limits):
+    return lambda tables: tables.grow(pages, limits)
 
 
-@pytest.mark.parametrize(
-    ("lens", "request_of", "start", "position"), [([3, 1], 0, 4, 3), ([1, 3], 1, 6, 5), ([6, 1], 0, 4, 0)]
-)
-def test_a_batch_that_writes_before_the_end_of_a_shared_prefix_is_refused(lens, request_of, start, position):
-    batch = behind_a_prefix()
-    with pytest.raises(BatchError) as refused:
-        batch.load(lens, [6, 8])
-    assert f"request {request_of} may write from position {start} on, got queries from position {position};" in str(
-        refused.value
-    )
-    assert batch.seq_lens.tolist() == [0, 0]
+def condense(*args):
+    return lambda tables: tables.condense(*args)
 
 
-def test_a_batch_may_write_from_the_end_of_a_shared_prefix_on():
-    batch = behind_a_prefix()
-    batch.load([2, 2], [6, 8])
-    assert batch.slot_mappings[0, :4].tolist() == [4, 5, 10, 11]
+REFUSED = [
+    (load([[0], [1], [3], [4]], [4] * 4), "at most 3 requests fit these tables, got 4"),
+    (lambda tables: tables.load([], [4]), "pages must hold 1 groups of 1 rows"),
+    (load([[0]], [4, 4]), "pages must hold 1 groups of 2 rows, got [1] rows"),
+    (load([[0], [1]], [4, 4], [0]), "and 1 writable_from"),
+    (load([[0, 1]], [9]), "takes 3 pages of 4 in group 0, but has 2"),
+    (load([[0, 1, 2, 3, 4]], [21]), "must hold 1 to 20 tokens in at most 5 pages, got 21"),
+    (load([[0]], [0]), "must hold 1 to 20 tokens"),
+    (load([[0, 1, 2, 3, 4, 5]], [20]), "got 20 tokens in 6 pages"),
+    (load([[0, 12]], [8]), "must be 0 to 11, request 0 names 12"),
+    (load([[-1]], [4]), "must be 0 to 11, request 0 names -1"),
+    (load([[3, 3]], [8]), "must name each page of group 0 once, got [3, 3]"),
+    (load([[0, 1], [2, 1]], [8, 8]), "page 1 of group 0 is writable by requests 0 and 1"),
+    (load([[0, 1, 2], [0, 1, 3]], [12, 12], [7, 7]), "writable by requests 0 and 1"),
+    (load([[0, 1, 2], [0, 4, 3]], [12, 12], [0, 8]), "read by request 1 and writable by request 0"),
+    (load([[0, 1, 2], [0, 4, 3]], [12, 12], [8, 0]), "read by request 0 and writable by request 1"),
+    (load([[0, 1], [0, 2]], [8, 8], [-4, -4]), "must be positions, 0 to the request's"),
+    (load([[0, 1]], [8], [9]), "to the request's token limit, got [9] of limits [8]"),
+    # What a tensor of ints would round.
+    (load([[0.5]], [4]), "page ids of group 0 must be ints, got 0.5"),
+    (load([["0"]], [4]), "page ids of group 0 must be ints, got '0'"),
+    (load([[True]], [4]), "page ids of group 0 must be ints, got True"),
+    (load([[0]], [2.5]), "token limits and writable_from must be ints, got 2.5"),
+    (load([[0]], [True]), "token limits and writable_from must be ints, got True"),
+    (load([[0]], [4], [1.0]), "must be ints, got 1.0"),
+    (grow({2: [[4]]}, {2: 4}), "0 to 1, got [2]"),
+    (grow({0: [[4]]}, {1: 8}), "got [0] and [1]"),
+    (grow({0: []}, {0: 8}), "got [] more"),
+    (grow({0: [[4, 5, 6, 7]]}, {0: 8}), "may have 5 in each, got [4] more"),
+    (grow({0: [[4]]}, {0: 13}), "and 12 once it has grown, got a limit of 13"),
+    (grow({0: [[4]]}, {0: 5}), "may hold 6 tokens"),
+    (grow({0: [[1]]}, {0: 8}), "and free, got [1]"),
+    (grow({0: [[2]]}, {0: 8}), "and free, got [2]"),
+    (grow({0: [[4]], 1: [[4]]}, {0: 8, 1: 8}), "and free, got [4, 4]"),
+    (grow({0: [[12]]}, {0: 8}), "0 to 11 and free, got [12]"),
+    (grow({0: [[4.0]]}, {0: 8}), "must be ints, got 4.0"),
+    (grow({0: [[4]]}, {0: 8.5}), "must be ints, got 8.5"),
+    (condense([0, 0]), "different live rows, 0 to 1, got [0, 0]"),
+    (condense([0, 2]), "different live rows, 0 to 1, got [0, 2]"),
+    (condense([-1]), "different live rows, 0 to 1, got [-1]"),
+    (condense([0, 1], 2), "at most 3 requests fit these tables, got 2 that stay and 2 new ones"),
+    (condense([0, 1], -1), "got 2 that stay and -1 new ones"),
+    (condense([True]), "kept_rows and num_new must be ints, got True"),
+    (condense([0], 1.0), "kept_rows and num_new must be ints, got 1.0"),
+]
 
 
-@pytest.mark.parametrize(
-    ("pages", "limits", "options", "message"),
-    [
-        ([[[0.5]]], [4], {}, "page ids of group 0 must be ints, got 0.5"),
-        ([[["0"]]], [4], {}, "page ids of group 0 must be ints, got '0'"),
-        ([[[0]]], [2.5], {}, "token limits and writable_from must be ints, got 2.5"),
-        ([[[0]]], [4], {"writable_from": [1.0]}, "must be ints, got 1.0"),
-        (
-            [[[0, 1], [0, 2]]],
-            [8, 8],
-            {"writable_from": [-4, -4]},
-            "must be positions, 0 to the request's",
-        ),
-        ([[[0, 1]]], [8], {"writable_from": [9]}, "to the request's token limit, got [9] of limits [8]"),
-        ([[[True]]], [4], {}, "page ids of group 0 must be ints, got True"),
-        ([[[0]]], [True], {}, "token limits and writable_from must be ints, got True"),
-    ],
-)
-def test_what_a_tensor_of_ints_would_round_or_a_slice_wrap_is_refused(pages, limits, options, message):
-    tables = empty_tables()
+@pytest.mark.parametrize(("change", "message"), REFUSED, ids=[message for _, message in REFUSED])
+def test_what_would_let_kernels_stray_is_refused_and_changes_nothing(change, message):
+    tables, before = loaded(), contents(loaded())
     with pytest.raises(BatchError, match=re.escape(message)):
-        tables.load(pages, limits, **options)
-    assert tables.num_live == 0
+        change(tables)
+    assert contents(tables) == before
+    tables.grow({0: [[4]]}, {0: 12})
+    assert tables.block_tables[0, 0].tolist() == [0, 1, 4, -1, -1]
+
+
+def test_a_group_with_too_few_rows_is_refused_beside_one_that_has_them_all():
+    with pytest.raises(BatchError, match=re.escape("pages must hold 2 groups of 1 rows, got [1, 0] rows")):
+        empty_tables([4, 4], [8, 8]).load([[[0]], []], [4])
+
+
+NO_SIZE, TOO_LARGE = "must be (1 or more|ints)", "must hold fewer than 2147483648 tokens, got"
 
 
 @pytest.mark.parametrize(
-    "changes",
+    ("sizes", "message"),
     [
-        {"max_reqs": True},
-        {"page_sizes": [0]},
-        {"num_pages": [-1]},
-        {"max_reqs": -1},
-        {"max_seq_len": 0},
-        {"max_reqs": 1.5},
+        ({"max_reqs": True}, NO_SIZE),
+        ({"max_reqs": -1}, NO_SIZE),
+        ({"max_reqs": 1.5}, NO_SIZE),
+        ({"page_sizes": [0]}, NO_SIZE),
+        ({"num_pages": [-1]}, NO_SIZE),
+        ({"max_seq_len": 0}, NO_SIZE),
+        ({"page_sizes": [1 << 16], "num_pages": [1 << 15]}, TOO_LARGE),
+        ({"max_seq_len": 1 << 31, "page_sizes": [1 << 30], "num_pages": [1]}, TOO_LARGE),
+        ({"page_sizes": [4, 8]}, "got 2 sizes and 1 counts"),
     ],
 )
-def test_tables_of_no_size_are_refused_before_anything_is_allocated(changes):
-    sizes = {"page_sizes": [4], "num_pages": [8], "max_reqs": 2, "max_seq_len": 16}
-    with pytest.raises(BatchError, match=r"page sizes, page counts, max_reqs and max_seq_len must be (1 or more|ints)"):
-        RequestTables(**{**sizes, **changes}, device="cpu")
-
-
-@pytest.mark.parametrize(
-    "changes", [{"page_sizes": [1 << 16], "num_pages": [1 << 15]}, {"max_seq_len": 1 << 31, "page_sizes": [1 << 30]}]
-)
-def test_pools_and_requests_that_an_int32_does_not_count_are_refused(changes):
-    sizes = {"page_sizes": [4], "num_pages": [1], "max_reqs": 1, "max_seq_len": 16}
-    with pytest.raises(BatchError, match="must hold fewer than 2147483648 tokens, got"):
-        RequestTables(**{**sizes, **changes}, device="cpu")
+def test_tables_of_such_sizes_are_refused_before_anything_is_allocated(sizes, message):
+    with pytest.raises(BatchError, match=message):
+        empty_tables(**sizes)
 
 
 def test_tables_are_filled_from_the_cpu_whatever_the_default_device_is():
     with torch.device("meta"):
-        tables = RequestTables(page_sizes=[4], num_pages=[4], max_reqs=1, max_seq_len=16, device=torch.device("cpu"))
+        tables = empty_tables(device=torch.device("cpu"))
         tables.load([[[2]]], [4])
         tables.grow({0: [[1]]}, {0: 8})
         tables.condense([0])
-    assert tables.block_tables[0, 0, :2].tolist() == [2, 1] and tables.token_limits.tolist() == [8]
+    assert tables.block_tables[0, 0, :2].tolist() == [2, 1] and tables.token_limits.tolist() == [8, 0, 0]
