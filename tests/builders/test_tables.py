@@ -43,6 +43,7 @@ def contents(tables):
 
 def test_a_load_leaves_nothing_of_what_was_there():
     tables, fresh = loaded(), empty_tables()
+    assert fresh.num_live == 0
     for each in (tables, fresh):
         each.load([[[5, 6]]], [7])
     assert contents(tables) == contents(fresh)

@@ -1,10 +1,13 @@
 """Backends broken in one way each. The kit is good only if a named check kills every one of them."""
 
-from tests.mutants.attention import ATTENTION_MUTANTS
-from tests.mutants.builders import BUILDER_MUTANTS
-from tests.mutants.claims import CLAIM_MUTANTS, FUSED_WRITE_MUTANTS
-from tests.mutants.draft_shapes import DRAFT_SHAPE_MUTANTS
-from tests.mutants.edges import EDGE_MUTANTS, ONE_PAGE_SIZE
+from tests.mutants import attention, builders, claims, draft_shapes, edges
+from tests.mutants.mutant import Mutant, mutants_of
 
-MUTANTS = (*BUILDER_MUTANTS, *ATTENTION_MUTANTS, *DRAFT_SHAPE_MUTANTS)
-ALL_MUTANTS = (*MUTANTS, *CLAIM_MUTANTS, *FUSED_WRITE_MUTANTS, *EDGE_MUTANTS, ONE_PAGE_SIZE)
+MUTANTS = tuple(mutant for module in (builders, attention, draft_shapes) for mutant in mutants_of(vars(module)))
+BESIDE = tuple(mutant for module in (claims, edges) for mutant in mutants_of(vars(module)))
+"""What is wrong with them, no drafter of one layer at the usual sizes comes to."""
+ALL_MUTANTS = (*MUTANTS, *BESIDE)
+
+
+def mutant_named(name: str) -> Mutant:
+    return next(mutant for mutant in ALL_MUTANTS if mutant.name == name)

@@ -15,47 +15,7 @@ from attn_backends.kernels.rope import apply_rope, rope_formula
 from attn_backends.torch_reference import TorchReference
 from builders import AdvanceLevel, AdvanceSupport, AttentionSpec, BatchError, ReferenceBuilder
 from tests.factories import register_as
-from tests.mutants.mutant import Mutant, attends_by, claims, derived, values_of
-
-
-def _keeps_what_it_builds(self: Any, batch: Any, *, horizon: int = 0) -> Any:
-    self.kept = [*getattr(self, "kept", []), batch.seq_lens.clone()]
-    return ReferenceBuilder.build(self, batch, horizon=horizon)
-
-
-class _KeepsAnInheritedClaim(ReferenceBuilder):
-    def __init_subclass__(cls, **kwargs: Any) -> None: ...
-
-
-class _AdvancesWithoutReason(ReferenceBuilder):
-    @classmethod
-    def advance_support(cls, spec: AttentionSpec, device: torch.device) -> AdvanceSupport:
-        return AdvanceSupport(AdvanceLevel.IN_GRAPH, "")
-
-
-@attends_by
-def _starts_cuda(metadata: Any, spec: Any) -> Any:
-    torch.cuda.init()
-    return metadata
-
-
-def _takes_any_write(self: Any, key: Any, value: Any, cache: Any, metadata: Any) -> None:
-    with suppress(BatchError):
-        TorchReference.write_kv(self, key, value, cache, metadata)
-
-
-def _answers_yes_or_no(self: Any, spec: AttentionSpec, device: torch.device) -> bool:
-    return bool(TorchReference.supports(self, spec, device))
-
-
-def _gives_one_reason(self: Any, spec: AttentionSpec, device: torch.device) -> Accepted | Rejected:
-    answer = TorchReference.supports(self, spec, device)
-    return Rejected(answer.reasons[:1]) if isinstance(answer, Rejected) else answer
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _CapabilitiesWithAFunction(Capabilities):
-    tune: Callable[..., None] = print
+from tests.mutants.mutant import around, backend, build, having, values_of
 
 
 @contextmanager
@@ -71,85 +31,113 @@ def cuda_that_starts() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def _where_cuda_starts(backend: AttentionBackend) -> Iterator[AttentionBackend]:
-    with cuda_that_starts():
-        yield backend
-
-
-@contextmanager
-def _starting_when_loaded(backend: AttentionBackend) -> Iterator[str]:
+@around("contract.loading_touches_no_cuda")
+def starts_cuda_when_loaded(backend: AttentionBackend) -> Iterator[str]:
     def load() -> AttentionBackend:
         torch.cuda.init()
         return backend
 
     with cuda_that_starts():
-        register_as(backend.name, load)
-        yield backend.name
+        register_as("starts_cuda", load)
+        yield "starts_cuda"
 
 
-@contextmanager
-def _under_another_name(backend: AttentionBackend) -> Iterator[str]:
+@around("contract.cpu_use_touches_no_cuda")
+def starts_cuda(backend: AttentionBackend) -> Iterator[AttentionBackend]:
+    def forward(*inputs: Any, **options: Any) -> torch.Tensor:
+        torch.cuda.init()
+        return TorchReference.forward(*inputs, **options)
+
+    with cuda_that_starts():
+        yield type("Starter", (TorchReference,), {"forward": forward})()
+
+
+@around("contract.name_is_the_registered_one")
+def called_otherwise(backend: AttentionBackend) -> Iterator[str]:
     with cuda_that_starts():
         register_as("another_name", lambda: backend)
         yield "another_name"
 
 
-class _FusedWithoutKeyRotation(TorchReference):
-    name = "fused_without_key_rotation"
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _CapabilitiesWithAFunction(Capabilities):
+    tune: Callable[..., None] = print
 
+
+class _KeepsAnInheritedClaim(ReferenceBuilder):
+    def __init_subclass__(cls, **kwargs: Any) -> None: ...
+
+
+class _AdvancesWithoutReason(ReferenceBuilder):
+    @classmethod
+    def advance_support(cls, spec: AttentionSpec, device: torch.device) -> AdvanceSupport:
+        return AdvanceSupport(AdvanceLevel.IN_GRAPH, "")
+
+
+of_another_contract = having("of_another_contract", "contract.version_matches", contract_version=(2, 0))
+capabilities_with_a_function = having(
+    "capabilities_with_a_function",
+    "contract.capabilities_are_data",
+    capabilities=_CapabilitiesWithAFunction(**values_of(TorchReference.capabilities)),
+)
+advances_without_reason = having(
+    "advances_without_reason", "contract.builder_declares_itself", builder=_AdvancesWithoutReason
+)
+keeps_an_inherited_claim = having(
+    "keeps_an_inherited_claim", "contract.overriding_build_drops_the_claim", builder=_KeepsAnInheritedClaim
+)
+
+
+@backend("contract.supports_answers_with_reasons")
+class AnswersYesOrNo(TorchReference):
+    def supports(self, spec: AttentionSpec, device: torch.device) -> Any:
+        return bool(super().supports(spec, device))
+
+
+@backend("refusal.all_reasons_at_once")
+class GivesOneReason(TorchReference):
+    def supports(self, spec: AttentionSpec, device: torch.device) -> Accepted | Rejected:
+        answer = super().supports(spec, device)
+        return Rejected(answer.reasons[:1]) if isinstance(answer, Rejected) else answer
+
+
+@backend("refusal.bad_writes_never_reach_a_kernel")
+class TakesAnyWrite(TorchReference):
+    def write_kv(self, key: Any, value: Any, cache: Any, metadata: Any) -> None:
+        with suppress(BatchError):
+            super().write_kv(key, value, cache, metadata)
+
+
+@build("builder.rounds_keep_no_memory")
+def keeps_what_it_builds(self: Any, batch: Any, metadata: Any) -> Any:
+    self.kept = [*getattr(self, "kept", []), batch.seq_lens.clone()]
+    return metadata
+
+
+_ROPE_WRITE = "numerics.fused_rope_write_stores_the_same"
+
+
+@backend(_ROPE_WRITE)
+class FusedWithoutKeyRotation(TorchReference):
     def rope_and_write_kv(self, query: Any, key: Any, value: Any, rope: Any, cache: Any, metadata: Any) -> None:
         apply_rope(query, rope)
         self.write_kv(key, value, cache, metadata)
 
 
-class _FusedWithoutQueryRotation(TorchReference):
-    name = "fused_without_query_rotation"
-
+@backend(_ROPE_WRITE)
+class FusedWithoutQueryRotation(TorchReference):
     def rope_and_write_kv(self, query: Any, key: Any, value: Any, rope: Any, cache: Any, metadata: Any) -> None:
         self.write_kv(rope_formula(key, rope), value, cache, metadata)
 
 
-class _FusedWritesPadding(TorchReference):
-    name = "fused_writes_padding"
-
+@backend(_ROPE_WRITE)
+class FusedWritesPadding(TorchReference):
     def rope_and_write_kv(self, query: Any, key: Any, value: Any, rope: Any, cache: Any, metadata: Any) -> None:
         everywhere = replace(metadata, slot_mapping=metadata.slot_mapping.clamp(min=0))
         super().rope_and_write_kv(query, key, value, rope, cache, everywhere)
 
 
-class _FusedWithAnotherEpsilon(TorchReference):
-    name = "fused_with_another_epsilon"
-
+@backend("numerics.fused_latent_write_stores_the_same")
+class FusedWithAnotherEpsilon(TorchReference):
     def norm_rope_and_write_latent(self, latent: Any, norm_rope: Any, cache: Any, metadata: Any) -> None:
         super().norm_rope_and_write_latent(latent, replace(norm_rope, eps=1.0), cache, metadata)
-
-
-CLAIM_MUTANTS = (
-    claims("of_another_contract", "contract.version_matches", contract_version=(2, 0)),
-    claims("called_otherwise", "contract.name_is_the_registered_one", around=_under_another_name),
-    claims(
-        "capabilities_with_a_function",
-        "contract.capabilities_are_data",
-        capabilities=_CapabilitiesWithAFunction(**values_of(TorchReference.capabilities)),
-    ),
-    claims("answers_yes_or_no", "contract.supports_answers_with_reasons", supports=_answers_yes_or_no),
-    claims("advances_without_reason", "contract.builder_declares_itself", builder=_AdvancesWithoutReason),
-    claims("keeps_an_inherited_claim", "contract.overriding_build_drops_the_claim", builder=_KeepsAnInheritedClaim),
-    claims("starts_cuda", "contract.cpu_use_touches_no_cuda", forward=_starts_cuda, around=_where_cuda_starts),
-    claims("starts_cuda_when_loaded", "contract.loading_touches_no_cuda", around=_starting_when_loaded),
-    claims(
-        "keeps_what_it_builds", "builder.rounds_keep_no_memory", builder=derived("Keeps", build=_keeps_what_it_builds)
-    ),
-    claims("gives_one_reason", "refusal.all_reasons_at_once", supports=_gives_one_reason),
-    claims("takes_any_write", "refusal.bad_writes_never_reach_a_kernel", write_kv=_takes_any_write),
-)
-"""Beside the others: what is wrong with them, no round of a drafter comes to."""
-
-FUSED_WRITE_MUTANTS = (
-    Mutant("fused_without_key_rotation", "numerics.fused_rope_write_stores_the_same", _FusedWithoutKeyRotation()),
-    Mutant("fused_without_query_rotation", "numerics.fused_rope_write_stores_the_same", _FusedWithoutQueryRotation()),
-    Mutant("fused_writes_padding", "numerics.fused_rope_write_stores_the_same", _FusedWritesPadding()),
-    Mutant("fused_with_another_epsilon", "numerics.fused_latent_write_stores_the_same", _FusedWithAnotherEpsilon()),
-)
-"""Beside the others: metadata is right, so that no validation of a running drafter shows them."""

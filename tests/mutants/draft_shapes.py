@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -13,51 +12,49 @@ import torch
 from attn_backends import AttentionBackend
 from attn_backends.merged_trees import merge_tree
 from attn_backends.triton_paged import TritonPaged
-from builders import AdvanceSupport, AttentionSpec, FlashAttn3Builder, FlashAttn3Metadata, ReferenceBuilder
+from builders import FlashAttn3Builder, FlashAttn3Metadata, ReferenceBuilder
 from spec_decode.trees import BlockTree
 from tests import flash_attn3_stand_in
-from tests.mutants.mutant import (
-    Mutant,
-    attends_by,
-    builder_mutant,
-    derived,
-    of_built,
-    then,
-    with_builder,
-    with_forward,
-)
+from tests.mutants.mutant import advance, around, attends_by, backend, build, derived
 
-_NO_BLOCK = "the validator drafts no blocks"
+_BLOCKS, _NO_BLOCK = "numerics.blocks_see_what_is_behind", "the validator drafts no blocks"
+_TREES, _NO_TREE = "numerics.trees_see_their_ancestors", "the validator drafts no trees"
+_OTHER_TREES = "graph.tree_replays_over_other_trees"
 
 
-@attends_by
-def _blocks_are_causal(metadata: Any, spec: Any) -> Any:
+@attends_by(_BLOCKS, not_shown=_NO_BLOCK)
+def blocks_are_causal(metadata: Any, spec: Any) -> Any:
     return replace(metadata, kv_end=torch.where(metadata.kv_end > 0, metadata.positions + 1, 0).int())
 
 
-@then
-def _windows_end_at_a_blocks_own_tokens(self: Any, metadata: Any) -> None:
+@build(_BLOCKS, cases="window-*", not_shown=_NO_BLOCK)
+def windows_of_a_blocks_end(self: Any, batch: Any, metadata: Any) -> Any:
     if not self.spec.causal and self.spec.sliding_window:
         metadata.kv_start.copy_((metadata.kv_end - self.spec.sliding_window).clamp_(min=0))
+    return metadata
 
 
-def _leaves_a_blocks_end(self: Any, metadata: Any) -> None:
+@advance("graph.blocks_replay_over_other_batches", not_shown=_NO_BLOCK)
+def ends_of_the_last_blocks(self: Any, metadata: Any) -> None:
     end = metadata.kv_end.clone()
     ReferenceBuilder.advance(self, metadata)
     if not self.spec.causal:
         metadata.kv_end.copy_(end)
 
 
-_NO_TREE = "the validator drafts no trees"
+@advance("drafter.strategies_agree_on_blocks", cases="k4-n3", not_shown=_NO_BLOCK)
+def advances_short_queries_only(self: Any, metadata: Any) -> None:
+    if metadata.max_query_len <= 5:
+        ReferenceBuilder.advance(self, metadata)
 
 
-@attends_by
-def _sees_its_siblings(metadata: Any, spec: Any) -> Any:
+@attends_by(_TREES, not_shown=_NO_TREE)
+def sees_its_siblings(metadata: Any, spec: Any) -> Any:
     return replace(metadata, tree_masks=None)
 
 
-@attends_by
-def _trees_are_chains(metadata: Any, spec: Any) -> Any:
+@attends_by(_TREES, not_shown=_NO_TREE)
+def trees_are_chains(metadata: Any, spec: Any) -> Any:
     if metadata.tree_masks is not None:
         index = torch.arange(metadata.num_tokens) - metadata.query_start_loc[metadata.token_to_req]
         # All bits up to its own; of the last there is, all.
@@ -65,10 +62,18 @@ def _trees_are_chains(metadata: Any, spec: Any) -> Any:
     return metadata
 
 
-@of_built
-def _keeps_the_masks_it_was_built_with(self: Any, batch: Any, metadata: Any) -> Any:
+@build(_OTHER_TREES, not_shown=_NO_TREE)
+def masks_of_the_last_round(self: Any, batch: Any, metadata: Any) -> Any:
     masks = metadata.tree_masks
     return metadata if masks is None else replace(metadata, tree_masks=masks.clone())
+
+
+masks_of_the_capture = replace(
+    masks_of_the_last_round,
+    name="masks_of_the_capture",
+    killer="drafter.strategies_agree_on_trees",
+    cases="k4-n3-dynamic",
+)
 
 
 class MergesTrees(TritonPaged):
@@ -87,32 +92,24 @@ class MergesTrees(TritonPaged):
         return merge_tree(out, lse.t(), query, cache, metadata, spec, sinks, lse_base_2=self.lse_base_2)
 
 
-class _MistakesTheBase(MergesTrees):
+@backend(_TREES, not_shown=_NO_TREE)
+class MistakesTheBaseOfAnLse(MergesTrees):
     lse_base_2 = True
 
 
-class _CountsPrefixesOnce(FlashAttn3Builder):
-    @classmethod
-    def advance_support(cls, spec: AttentionSpec, device: torch.device) -> AdvanceSupport:
-        return FlashAttn3Builder.advance_support(spec, device)
-
-    def advance(self, metadata: FlashAttn3Metadata) -> None:
-        if metadata.tree_masks is not None and not self._prefix_lens.any():
-            super().advance(metadata)
+def _count_prefixes_once(self: Any, metadata: FlashAttn3Metadata) -> None:
+    if metadata.tree_masks is not None and not self._prefix_lens.any():
+        FlashAttn3Builder.advance(self, metadata)
 
 
-class _LeavesPrefixes(MergesTrees):
-    builder = _CountsPrefixesOnce
+@backend(_OTHER_TREES, not_shown=_NO_TREE)
+class PrefixesOfTheLastTrees(MergesTrees):
+    builder = derived("CountsOnce", FlashAttn3Builder, advance=_count_prefixes_once)
 
 
-def _advances_short_queries_only(self: Any, metadata: Any) -> None:
-    if metadata.max_query_len <= 5:
-        ReferenceBuilder.advance(self, metadata)
-
-
-@contextmanager
-def _as_deep_as_in_the_first_round(backend: AttentionBackend) -> Iterator[AttentionBackend]:
-    """A graph's first round is its capture, of padding rows."""
+@around("drafter.strategies_agree_on_blocks", cases="*-dynamic-tree", not_shown=_NO_TREE)
+def trees_of_the_first_block(backend: AttentionBackend) -> Iterator[AttentionBackend]:
+    """As deep as in the first round, which of a graph is its capture, of padding rows."""
     grow = BlockTree.grow
 
     def grow_as_before(self: Any, logits: torch.Tensor, depths: torch.Tensor, temperature: torch.Tensor) -> None:
@@ -122,59 +119,3 @@ def _as_deep_as_in_the_first_round(backend: AttentionBackend) -> Iterator[Attent
 
     with mock.patch.object(BlockTree, "grow", grow_as_before):
         yield backend
-
-
-DRAFT_SHAPE_MUTANTS = (
-    Mutant(
-        "blocks_are_causal", "numerics.blocks_see_what_is_behind", with_forward(_blocks_are_causal), not_shown=_NO_BLOCK
-    ),
-    Mutant(
-        "windows_of_a_blocks_end",
-        "numerics.blocks_see_what_is_behind",
-        with_builder(derived("windows_of_a_blocks_end", advance=_windows_end_at_a_blocks_own_tokens)),
-        not_shown=_NO_BLOCK,
-        cases="window-*",
-    ),
-    builder_mutant(
-        "ends_of_the_last_blocks",
-        "graph.blocks_replay_over_other_batches",
-        advance=_leaves_a_blocks_end,
-        not_shown=_NO_BLOCK,
-    ),
-    Mutant(
-        "sees_its_siblings", "numerics.trees_see_their_ancestors", with_forward(_sees_its_siblings), not_shown=_NO_TREE
-    ),
-    Mutant(
-        "trees_are_chains", "numerics.trees_see_their_ancestors", with_forward(_trees_are_chains), not_shown=_NO_TREE
-    ),
-    builder_mutant(
-        "masks_of_the_last_round",
-        "graph.tree_replays_over_other_trees",
-        build=_keeps_the_masks_it_was_built_with,
-        not_shown=_NO_TREE,
-    ),
-    builder_mutant(
-        "masks_of_the_capture",
-        "drafter.strategies_agree_on_trees",
-        build=_keeps_the_masks_it_was_built_with,
-        not_shown=_NO_TREE,
-        cases="k4-n3-dynamic",
-    ),
-    builder_mutant(
-        "advances_short_queries_only",
-        "drafter.strategies_agree_on_blocks",
-        advance=_advances_short_queries_only,
-        not_shown=_NO_BLOCK,
-        cases="k4-n3",
-    ),
-    Mutant(
-        "trees_of_the_first_block",
-        "drafter.strategies_agree_on_blocks",
-        with_builder(derived("trees_of_the_first_block")),
-        not_shown=_NO_TREE,
-        around=_as_deep_as_in_the_first_round,
-        cases="*-dynamic-tree",
-    ),
-    Mutant("mistakes_the_base_of_an_lse", "numerics.trees_see_their_ancestors", _MistakesTheBase(), not_shown=_NO_TREE),
-    Mutant("prefixes_of_the_last_trees", "graph.tree_replays_over_other_trees", _LeavesPrefixes(), not_shown=_NO_TREE),
-)

@@ -1,9 +1,10 @@
-"""What a mutant is, and how one is made of the reference builder and the reference backend."""
+"""What a mutant is, and decorators that make one, named alike, of what is broken about the reference or its builder."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 
 from attn_backends import AttentionBackend, get
 from attn_backends.torch_reference import TorchReference
-from builders import AdvanceSupport, AttentionSpec, MetadataBuilder, ReferenceBuilder
+from builders import MetadataBuilder, ReferenceBuilder
 from tests.page_lists import PageListBuilder, PageLists
 
 
@@ -39,18 +40,15 @@ class Mutant:
         return f"{self.killer}[[]{self.cases}]"
 
 
-class Restated(ReferenceBuilder):
-    """The reference builder with its claim stated again, so that a broken build() still claims to advance."""
-
-    @classmethod
-    def advance_support(cls, spec: AttentionSpec, device: torch.device) -> AdvanceSupport:
-        return ReferenceBuilder.advance_support(spec, device)
+def mutants_of(module: Mapping[str, Any]) -> tuple[Mutant, ...]:
+    """Those that a module defines, in its order."""
+    return tuple(each for each in module.values() if isinstance(each, Mutant))
 
 
-def derived(name: str, **methods: Any) -> type[MetadataBuilder[Any]]:
-    """The reference builder with these methods, and its claim stated again."""
-    support = classmethod(lambda cls, spec, device: ReferenceBuilder.advance_support(spec, device))
-    return type(name, (ReferenceBuilder,), {"advance_support": support, **methods})
+def derived(name: str, base: type[MetadataBuilder[Any]] = ReferenceBuilder, **methods: Any) -> type[Any]:
+    """A builder with these methods, and its base's claim to advance stated again."""
+    support = classmethod(lambda cls, spec, device: base.advance_support(spec, device))
+    return type(name, (base,), {"advance_support": support, **methods})
 
 
 def with_builder(builder: type[MetadataBuilder[Any]], base: str = "torch_reference") -> AttentionBackend:
@@ -61,8 +59,7 @@ def with_builder(builder: type[MetadataBuilder[Any]], base: str = "torch_referen
 
 def with_forward(change: Callable[..., torch.Tensor]) -> AttentionBackend:
     """The reference backend with another forward."""
-    changed = {"forward": change, "name": "forward_mutant"}
-    return type("ForwardMutant", (TorchReference,), changed)()
+    return type("ForwardMutant", (TorchReference,), {"forward": change, "name": "forward_mutant"})()
 
 
 def freeze(base: str, field: str) -> AttentionBackend:
@@ -77,87 +74,104 @@ def freeze(base: str, field: str) -> AttentionBackend:
     def advance(self: Any, metadata: Any) -> None:
         original.advance(self, self.moving or metadata)
 
-    support = classmethod(lambda cls, spec, device: original.advance_support(spec, device))
-    methods = {"build": build, "advance": advance, "advance_support": support}
-    return with_builder(type("Frozen", (original,), methods), base)
-
-
-def lists_pages(name: str, killer: str, **methods: Any) -> Mutant:
-    backend = type("Lister", (PageLists,), {"name": name, "builder": type(name, (PageListBuilder,), methods)})
-    return Mutant(name, killer, backend())
+    return with_builder(derived("Frozen", original, build=build, advance=advance), base)
 
 
 def values_of(record: Any) -> dict[str, Any]:
     return {field.name: getattr(record, field.name) for field in fields(record)}
 
 
-def claims(name: str, killer: str, *, around: Any = nullcontext, cases: str = "*", **attributes: Any) -> Mutant:
-    attributes = {"name": name, **attributes}
-    return Mutant(name, killer, type(name, (TorchReference,), attributes)(), cases=cases, around=around)
+def having(name: str, killer: str, **attributes: Any) -> Mutant:
+    """The reference backend with these attributes."""
+    return Mutant(name, killer, type(name, (TorchReference,), {"name": name, **attributes})())
 
 
-def builder_mutant(
-    name: str,
-    killer: str,
-    *,
-    not_shown: str = "",
-    refused: type[Exception] | None = None,
-    cases: str = "*",
-    **methods: Any,
-) -> Mutant:
-    if "advance" in methods:
-        methods["first_build"] = methods.get("build", ReferenceBuilder.build)
-        methods["build"] = right_build
-        methods["broken_advance"] = methods["advance"]
-        methods["advance"] = broken_once_built
-    return Mutant(name, killer, with_builder(derived(name, **methods)), not_shown, refused, cases)
+def around(killer: str, **options: Any) -> Callable[[Callable[[AttentionBackend], Iterator[Any]]], Mutant]:
+    """What is broken is not the reference but what this does around its check; it yields what is checked."""
+    return lambda does: Mutant(does.__name__, killer, get("torch_reference"), around=contextmanager(does), **options)
 
 
-def right_build(self: Any, batch: Any, *, horizon: int = 0) -> Any:
-    self.building = True
-    metadata = self.first_build(batch, horizon=horizon)
-    self.building = False
-    return metadata
+def _decorator(make: Callable[..., AttentionBackend]) -> Callable[..., Callable[[Any], Mutant]]:
+    """Takes a killer and options: those that a `Mutant` has none of go to `make`, with what is decorated."""
+
+    def of(killer: str, **options: Any) -> Callable[[Any], Mutant]:
+        own = {key: options.pop(key) for key in [*options] if key in Mutant.__dataclass_fields__}
+        return lambda broken: Mutant(_snake_case(broken.__name__), killer, make(broken, **options), **own)
+
+    return of
 
 
-def broken_once_built(self: Any, metadata: Any) -> None:
-    advance = ReferenceBuilder.advance if self.building else type(self).broken_advance
-    advance(self, metadata)
+def _snake_case(name: str) -> str:
+    return re.sub(r"(?<=.)([A-Z])", r"_\1", name).lower()
 
 
-def attends_by(change: Callable[[Any, Any], Any]) -> Callable[..., torch.Tensor]:
-    """The reference forward by the metadata that `change` makes of its own and the spec."""
+@_decorator
+def backend(broken: type[AttentionBackend]) -> AttentionBackend:
+    """This class of backends."""
+    return broken()
+
+
+@_decorator
+def builder(broken: type[MetadataBuilder[Any]]) -> AttentionBackend:
+    """The reference with this class of builders, the reference builder's claim stated again."""
+    return with_builder(derived(broken.__name__, broken, advance_support=vars(ReferenceBuilder)["advance_support"]))
+
+
+@_decorator
+def forward(broken: Callable[..., torch.Tensor]) -> AttentionBackend:
+    return with_forward(broken)
+
+
+@_decorator
+def attends_by(change: Callable[[Any, Any], Any]) -> AttentionBackend:
+    """It attends by the metadata that `change` makes of its own and the spec."""
 
     def forward(self: Any, query: Any, cache: Any, metadata: Any, *, spec: Any, sinks: Any = None) -> torch.Tensor:
         return TorchReference.forward(self, query, cache, change(metadata, spec), spec=spec, sinks=sinks)
 
-    return forward
+    return with_forward(forward)
 
 
-def gives(change: Callable[[torch.Tensor, Any, Any], torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """The reference forward, whose output `change` makes another, by the metadata and the spec."""
+@_decorator
+def gives(change: Callable[[torch.Tensor, Any, Any], torch.Tensor]) -> AttentionBackend:
+    """`change` makes another output of its own, by the metadata and the spec."""
 
     def forward(self: Any, query: Any, cache: Any, metadata: Any, *, spec: Any, sinks: Any = None) -> torch.Tensor:
         out = TorchReference.forward(self, query, cache, metadata, spec=spec, sinks=sinks)
         return change(out, metadata, spec)
 
-    return forward
+    return with_forward(forward)
 
 
-def then(change: Callable[[Any, Any], None]) -> Callable[..., None]:
-    """The reference advance, and `change` of the builder and its metadata after it."""
-
-    def advance(self: Any, metadata: Any) -> None:
-        ReferenceBuilder.advance(self, metadata)
-        change(self, metadata)
-
-    return advance
-
-
-def of_built(change: Callable[[Any, Any, Any], Any]) -> Callable[..., Any]:
-    """The reference build, whose metadata `change` makes other, by the builder and the batch."""
+@_decorator
+def build(change: Callable[[Any, Any, Any], Any]) -> AttentionBackend:
+    """`change` makes other metadata of what is built, by the builder and the batch."""
 
     def build(self: Any, batch: Any, *, horizon: int = 0) -> Any:
         return change(self, batch, ReferenceBuilder.build(self, batch, horizon=horizon))
 
-    return build
+    return with_builder(derived(change.__name__, build=build))
+
+
+@_decorator
+def advance(broken: Callable[[Any, Any], None], build: Any = None, **methods: Any) -> AttentionBackend:
+    """Broken once it has built right. build: as in `build`, of what was built right."""
+
+    def built(self: Any, batch: Any, *, horizon: int = 0) -> Any:
+        self.building = True
+        metadata = ReferenceBuilder.build(self, batch, horizon=horizon)
+        self.building = False
+        return metadata if build is None else build(self, batch, metadata)
+
+    def advanced(self: Any, metadata: Any) -> None:
+        (ReferenceBuilder.advance if self.building else broken)(self, metadata)
+
+    return with_builder(derived(broken.__name__, build=built, advance=advanced, **methods))
+
+
+@_decorator
+def lists_pages(broken: Callable[[Any, Any], torch.Tensor], method: str) -> AttentionBackend:
+    """The lister of pages with another such method."""
+    name = broken.__name__
+    lister = type(name, (PageListBuilder,), {method: broken})
+    return type("Lister", (PageLists,), {"name": name, "builder": lister})()

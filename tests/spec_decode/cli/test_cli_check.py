@@ -8,7 +8,7 @@ import torch
 from attn_backends import registry
 from spec_decode.cli import output
 from spec_decode.conformance.report import Report
-from tests.mutants import MUTANTS
+from tests.mutants import mutant_named
 
 
 def test_check_prints_the_summary_and_interprets_kernels_on_the_cpu(checks, run):
@@ -45,7 +45,7 @@ def test_rounds_without_a_soak_are_refused(checks, refused):
 
 
 def test_a_failed_soak_is_printed_with_the_command_that_repeats_it(plug_in, run, tmp_path):
-    stale = next(mutant.backend for mutant in MUTANTS if mutant.name == "stale_seq_lens")
+    stale = mutant_named("stale_seq_lens").backend
     plug_in(stale.name, lambda: stale)
     only = "soak.long_runs_stay_right*r10-s3-full_loop*"
     words = ("check", stale.name, "--device", "cpu", "--rounds", "10", "--seed", "3", "--only", only)

@@ -2,7 +2,7 @@ import json
 
 from spec_decode.tools import doctor
 from spec_decode.tools.doctor import Finding, FindingStatus
-from tests.mutants import MUTANTS
+from tests.mutants import mutant_named
 
 
 def test_doctor_tells_every_topic_once_and_ends_well(run):
@@ -27,8 +27,7 @@ def test_validated_metadata_is_one_more_topic_with_its_cost(run):
 
 
 def test_a_drift_is_named_and_told_in_the_exit_status(run, plug_in):
-    mutant = next(mutant for mutant in MUTANTS if mutant.name == "stale_seq_lens")
-    plug_in("stale", lambda: mutant.backend)
+    plug_in("stale", lambda: mutant_named("stale_seq_lens").backend)
     result = run("doctor", "--device", "cpu", "--validate-metadata", "stale", "--rounds", "4")
     assert result.exit_code == 1
     assert "round 1, step 0, group draft" in result.output and "field kv_end" in result.output

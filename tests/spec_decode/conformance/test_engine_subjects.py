@@ -12,7 +12,7 @@ from spec_decode.conformance.report import Report
 from spec_decode.conformance.runner import plan, run
 from spec_decode.testing.outcome import Outcome
 from spec_decode.testing.subject import Subject
-from tests.mutants import ALL_MUTANTS
+from tests.mutants import mutant_named
 
 SLOTS = Subject(get("torch_reference"), torch.device("cpu"), engine="engine 1.2", no_attention="it maps slots")
 BY_FIELDS = ("builder.advance_refreshes_another_batch", "graph.replayed_advances_mean_a_rebuild")
@@ -23,7 +23,7 @@ def report_of(subject: Subject, *checks: str) -> Report:
 
 
 def mutant(name: str) -> Subject:
-    return replace(SLOTS, backend=next(each.backend for each in ALL_MUTANTS if each.name == name))
+    return replace(SLOTS, backend=mutant_named(name).backend)
 
 
 def test_a_report_names_the_engine_and_repeats_with_it() -> None:

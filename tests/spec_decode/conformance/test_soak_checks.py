@@ -25,7 +25,7 @@ from spec_decode.conformance.soak_schedule import Schedule, ScheduledRound, draf
 from spec_decode.drafter import Drafts, Strategy
 from spec_decode.testing.memory import MemoryReading
 from spec_decode.testing.outcome import Outcome
-from tests.mutants import MUTANTS
+from tests.mutants import mutant_named
 from tests.mutants.mutant import freeze, with_builder, with_forward
 
 CPU = torch.device("cpu")
@@ -115,7 +115,7 @@ def test_a_soak_runs_only_where_it_is_asked_for() -> None:
 
 
 STALE = {
-    "seq_lens": next(mutant.backend for mutant in MUTANTS if mutant.name == "stale_seq_lens"),
+    "seq_lens": mutant_named("stale_seq_lens").backend,
     "window": freeze("torch_reference", "kv_start"),
     "kernel's seq_lens": freeze("triton_paged", "seq_lens"),
     "slots": freeze("triton_paged", "slot_mapping"),

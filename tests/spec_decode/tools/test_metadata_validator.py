@@ -14,26 +14,20 @@ from builders import AdvanceLevel, AdvanceSupport, AttentionSpec, BatchError, Gr
 from spec_decode.conformance import soak_rounds
 from spec_decode.conformance.soak_rounds import SoakDrafter
 from spec_decode.conformance.soak_schedule import ScheduledRound
-from spec_decode.drafter import Drafter, Strategy
+from spec_decode.drafter import Strategy
 from spec_decode.testing.outcome import Unsupported
 from spec_decode.testing.poison import bits
 from spec_decode.testing.subject import Subject
 from spec_decode.tools.metadata_validator import MetadataDrift, MetadataValidator
 from spec_decode.tools.validated_rounds import validate_rounds
 from tests.foreseen import Foreseen
-from tests.mutants import MUTANTS, ONE_PAGE_SIZE
-from tests.mutants.mutant import Mutant, freeze, with_builder
+from tests.mutants import MUTANTS, mutant_named
+from tests.mutants.mutant import freeze, with_builder
 
 CPU = torch.device("cpu")
 ROUNDS = 8
-SHOWN, REFUSED, NOT_SHOWN = (
-    [pytest.param(mutant, id=mutant.name) for mutant in MUTANTS if wanted(mutant)]
-    for wanted in (
-        lambda mutant: not mutant.not_shown and mutant.refused is None,
-        lambda mutant: mutant.refused is not None,
-        lambda mutant: mutant.not_shown,
-    )
-)
+BY_NAME = {mutant.name: mutant for mutant in MUTANTS}
+NOT_SHOWN = [name for name, mutant in BY_NAME.items() if mutant.not_shown]
 
 
 class Rebuilt(ReferenceBuilder):
@@ -81,38 +75,33 @@ def tensors_reached(root: object) -> dict[int, torch.Tensor]:
 @pytest.fixture(autouse=True)
 def small_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fewer batch sizes to capture, and a loop of two steps behind the first."""
-    monkeypatch.setattr(soak_rounds, "MAX_REQS", 3)
+    monkeypatch.setattr(soak_rounds, "MAX_REQS", 2)
     monkeypatch.setattr(soak_rounds, "DRAFT_TOKENS", 3)
 
 
 @pytest.fixture(autouse=True)
 def no_pool(monkeypatch: pytest.MonkeyPatch) -> None:
     """One mutant keeps its first builder's buffer for all others: another test's would be of another size."""
-    mutant = next(mutant for mutant in MUTANTS if mutant.name == "builders_share_buffers")
-    monkeypatch.setattr(mutant.backend.builder, "_pool", None)
+    monkeypatch.setattr(mutant_named("builders_share_buffers").backend.builder, "_pool", None)
 
 
-@pytest.mark.parametrize("mutant", SHOWN)
-def test_a_mutant_in_a_running_drafter_is_caught(mutant: Mutant) -> None:
-    with pytest.raises(MetadataDrift):
-        validate_rounds(mutant.backend, CPU, rounds=ROUNDS)
+@pytest.mark.parametrize("name", [name for name in BY_NAME if name not in NOT_SHOWN])
+def test_a_mutant_is_caught_in_a_running_drafter_or_refused_by_it(name: str) -> None:
+    mutant = mutant_named(name)
+    with pytest.raises(mutant.refused or MetadataDrift):
+        validate_rounds(mutant.backend, CPU, rounds=5 * ROUNDS)
 
 
 def test_a_mutant_that_is_right_for_one_page_size_is_caught_on_another() -> None:
-    assert validate_rounds(ONE_PAGE_SIZE.backend, CPU, rounds=ROUNDS).validations == ROUNDS
+    lister = mutant_named("pages_have_16_tokens").backend
+    assert validate_rounds(lister, CPU, rounds=ROUNDS).validations == ROUNDS
     with pytest.raises(MetadataDrift, match="page_counts"):
-        validate_rounds(ONE_PAGE_SIZE.backend, CPU, rounds=ROUNDS, page_size=8)
+        validate_rounds(lister, CPU, rounds=ROUNDS, page_size=8)
 
 
 def test_a_page_size_that_a_backend_refuses_is_not_validated() -> None:
     with pytest.raises(Unsupported, match="page"):
         validate_rounds(get("triton_paged"), CPU, rounds=1, page_size=12)
-
-
-@pytest.mark.parametrize("mutant", REFUSED)
-def test_a_mutant_that_cannot_be_captured_is_refused_by_the_drafter(mutant: Mutant) -> None:
-    with pytest.raises(mutant.refused or AssertionError):
-        validate_rounds(mutant.backend, CPU, rounds=1)
 
 
 def tokens_of(backend: AttentionBackend) -> list[torch.Tensor]:
@@ -125,35 +114,30 @@ def reference_tokens() -> list[torch.Tensor]:
     return tokens_of(get("torch_reference"))
 
 
-@pytest.mark.parametrize("mutant", NOT_SHOWN)
-def test_a_mutant_that_no_running_drafter_shows_drafts_what_the_reference_does(mutant: Mutant) -> None:
-    drafted = zip(tokens_of(mutant.backend), reference_tokens(), strict=True)
+@pytest.mark.parametrize("name", NOT_SHOWN)
+def test_a_mutant_that_no_running_drafter_shows_drafts_what_the_reference_does(name: str) -> None:
+    drafted = zip(tokens_of(mutant_named(name).backend), reference_tokens(), strict=True)
     assert all(torch.equal(tokens, wanted) for tokens, wanted in drafted)
 
 
-@pytest.mark.parametrize("strategy", [strategy for strategy in Strategy if strategy is not Strategy.PIECEWISE])
-def test_a_right_backend_never_drifts_whichever_the_strategy(strategy: Strategy) -> None:
-    validated = validate_rounds(get("torch_reference"), CPU, rounds=ROUNDS, strategy=strategy)
-    assert validated.strategy == strategy.value and validated.validations == ROUNDS and validated.leaves > 0
+RIGHT = [("torch_reference", strategy, strategy) for strategy in Strategy if strategy is not Strategy.PIECEWISE]
+RIGHT += [(name, None, Strategy.FULL_LOOP) for name in ("triton_paged", "triton_mla", "sparse_swa_mla")]
+# Groups that do not advance in place.
+RIGHT += [(Foreseen(), None, Strategy.FULL_LOOP), (with_builder(Rebuilt), None, Strategy.PER_STEP)]
+RIGHT += [(with_builder(Uncapturable), None, Strategy.PIECEWISE)]
 
 
-@pytest.mark.parametrize("name", ["triton_paged", "triton_mla", "sparse_swa_mla"])
-def test_the_backends_of_the_project_never_drift(name: str) -> None:
-    assert validate_rounds(get(name), CPU, rounds=ROUNDS).validations == ROUNDS
-
-
-@pytest.mark.parametrize(
-    ("backend", "strategy"),
-    [(Foreseen(), "full_loop"), (with_builder(Rebuilt), "per_step"), (with_builder(Uncapturable), "piecewise")],
-)
-def test_a_group_that_does_not_advance_in_place_is_validated_too(backend: AttentionBackend, strategy: str) -> None:
-    validated = validate_rounds(backend, CPU, rounds=ROUNDS)
-    assert (validated.strategy, validated.validations) == (strategy, ROUNDS)
+@pytest.mark.parametrize(("backend", "asked", "strategy"), RIGHT)
+def test_a_right_backend_never_drifts(
+    backend: AttentionBackend | str, asked: Strategy | None, strategy: Strategy
+) -> None:
+    made = get(backend) if isinstance(backend, str) else backend
+    validated = validate_rounds(made, CPU, rounds=ROUNDS, strategy=asked)
+    assert (validated.strategy, validated.validations) == (strategy.value, ROUNDS) and validated.leaves > 0
 
 
 def test_a_kernel_that_is_wrong_is_caught_though_its_group_does_not_advance_in_place() -> None:
-    (mutant,) = (mutant for mutant in MUTANTS if mutant.name == "gqa_interleaved")
-    wrong = type("Wrong", (type(mutant.backend),), {"builder": Rebuilt})()
+    wrong = type("Wrong", (type(mutant_named("gqa_interleaved").backend),), {"builder": Rebuilt})()
     with pytest.raises(MetadataDrift, match="attention over the present caches"):
         validate_rounds(wrong, CPU, rounds=ROUNDS)
 
@@ -168,10 +152,17 @@ def test_the_field_that_is_not_refreshed_is_named_with_where_and_what(backend: s
     assert (drift.value.round, drift.value.step, drift.value.group) == (1, 0, "draft")
 
 
-def test_a_later_step_that_drifts_is_named_by_its_step() -> None:
+@pytest.fixture
+def running() -> tuple[Any, MetadataValidator, list[Any]]:
+    """A drafter of the reference, its validator, and rounds; one is drafted and validated."""
     candidate, rounds = candidate_of(get("torch_reference"))
     validator = MetadataValidator(candidate.drafter)
     candidate.draft(*rounds[0], validator.propose)
+    return candidate, validator, rounds
+
+
+def test_a_later_step_that_drifts_is_named_by_its_step(running: Any) -> None:
+    candidate, validator, _ = running
     _, last = candidate.drafter.metadata_in_use().values()
     last.metadata[0].kv_end.add_(1)
     with pytest.raises(MetadataDrift, match="field kv_end") as drift:
@@ -179,20 +170,17 @@ def test_a_later_step_that_drifts_is_named_by_its_step() -> None:
     assert drift.value.step == 2
 
 
-def test_metadata_that_moved_since_the_first_validation_is_named() -> None:
-    candidate, rounds = candidate_of(get("torch_reference"))
-    validator = MetadataValidator(candidate.drafter)
-    candidate.draft(*rounds[0], validator.propose)
+def test_metadata_that_moved_since_the_first_validation_is_named(running: Any) -> None:
+    candidate, validator, _ = running
     metadata = candidate.drafter.metadata_in_use()[0].metadata[0]
     object.__setattr__(metadata, "kv_end", metadata.kv_end.clone())
     with pytest.raises(MetadataDrift, match="stays at its addresses: field kv_end"):
         validator.validate()
 
 
-def test_a_validation_changes_nothing() -> None:
-    candidate, rounds = candidate_of(get("torch_reference"))
-    validator = MetadataValidator(candidate.drafter)
-    for round_ in rounds:
+def test_a_validation_changes_nothing(running: Any) -> None:
+    candidate, validator, rounds = running
+    for round_ in rounds[1:4]:
         candidate.draft(*round_)
         before = {key: tensor.clone() for key, tensor in tensors_reached(candidate.drafter).items()}
         state = torch.random.get_rng_state()
@@ -205,11 +193,9 @@ def test_a_validation_changes_nothing() -> None:
 
 
 def test_validated_rounds_draft_the_same_tokens() -> None:
-    plain, rounds = candidate_of(get("torch_reference"))
-    seen, _ = candidate_of(get("torch_reference"))
+    seen, rounds = candidate_of(get("torch_reference"))
     validator = MetadataValidator(seen.drafter)
-    for round_ in rounds:
-        expected = plain.draft(*round_).tokens.clone()
+    for round_, expected in zip(rounds, reference_tokens(), strict=True):
         assert torch.equal(seen.draft(*round_, validator.propose).tokens, expected)
 
 
@@ -229,7 +215,6 @@ def test_a_round_of_one_token_has_only_step_0_to_validate() -> None:
     assert [*candidate.drafter.metadata_in_use()] == [0] and validator.validations == 1
 
 
-def test_a_validator_of_no_round_is_refused() -> None:
-    drafter: Drafter = candidate_of(get("torch_reference"))[0].drafter
+def test_a_validator_of_no_round_is_refused(running: Any) -> None:
     with pytest.raises(BatchError, match="every N-th round is validated, N from 1 on, got 0"):
-        MetadataValidator(drafter, every=0)
+        MetadataValidator(running[0].drafter, every=0)
