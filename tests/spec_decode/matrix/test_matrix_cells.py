@@ -1,3 +1,5 @@
+"""What outcomes and a claim come to in one cell."""
+
 import math
 
 import pytest
@@ -7,116 +9,78 @@ from spec_decode.matrix.cells import Cell, Status, evidence_of
 from tests.spec_decode.matrix.evidence import result
 
 YES, NO = Claim(claimed=True), Claim(claimed=False)
+BROKEN, VERIFIED, PARTIAL, CLAIMED = Status.BROKEN, Status.VERIFIED, Status.PARTIAL, Status.CLAIMED
+REFUSED, UNCLAIMED, UNKNOWN = Status.REFUSED, Status.UNCLAIMED, Status.UNKNOWN
 
 
 def seen(*outcomes: str, claim: Claim | None = YES):
     return evidence_of([result(outcome) for outcome in outcomes], claim)
 
 
-@pytest.mark.parametrize("bad", ["fail", "xpass", "error"])
-@pytest.mark.parametrize("claim", [YES, NO, None])
-def test_one_failure_breaks_whatever_is_claimed(bad, claim):
-    assert seen("pass", "pass", bad, claim=claim).status is Status.BROKEN
+STATUSES = [
+    # outcomes; where it is claimed, where it is not, and where no claim was recorded
+    ("pass pass", VERIFIED, UNCLAIMED, VERIFIED),
+    ("pass unsupported", VERIFIED, UNCLAIMED, VERIFIED),
+    ("pass preview unsupported", VERIFIED, UNCLAIMED, VERIFIED),
+    *((f"pass pass {bad}", BROKEN, BROKEN, BROKEN) for bad in ("fail", "xpass", "error")),
+    *((f"pass {missing}", PARTIAL, UNCLAIMED, PARTIAL) for missing in ("xfail", "not_run", "unavailable")),
+    ("xfail xfail", BROKEN, BROKEN, BROKEN),
+    ("preview", CLAIMED, UNKNOWN, UNKNOWN),
+    ("unsupported unsupported", CLAIMED, REFUSED, REFUSED),
+    ("not_run", CLAIMED, UNKNOWN, UNKNOWN),
+    ("unavailable", CLAIMED, UNKNOWN, UNKNOWN),
+    ("unavailable unsupported", CLAIMED, UNKNOWN, UNKNOWN),
+    ("", CLAIMED, UNKNOWN, UNKNOWN),
+]
 
 
-def test_only_passes_verify_a_claim():
-    assert seen("pass", "pass").status is Status.VERIFIED
+@pytest.mark.parametrize(("outcomes", "claimed", "not_claimed", "unsaid"), STATUSES)
+def test_outcomes_and_a_claim_make_a_status(outcomes, claimed, not_claimed, unsaid):
+    found = [seen(*outcomes.split(), claim=claim).status for claim in (YES, NO, None)]
+    assert found == [claimed, not_claimed, unsaid]
 
 
-def test_refused_cases_beside_passes_leave_it_verified():
-    assert seen("pass", "unsupported").status is Status.VERIFIED
+@pytest.mark.parametrize(
+    ("outcomes", "counts", "notes"),
+    [
+        ("pass pass xfail unsupported", (2, 3, 1), ["xfail"]),
+        ("pass preview unsupported", (1, 1, 1), ["preview"]),
+        ("pass unsupported", (1, 1, 1), []),
+        ("xfail pass fail", (1, 3, 0), ["fail", "xfail"]),
+    ],
+)
+def test_counts_leave_out_refusals_and_notes_tell_failures_first(outcomes, counts, notes):
+    found = seen(*outcomes.split())
+    assert (found.passed, found.total, found.refused) == counts
+    assert [note.outcome for note in found.notes] == notes
 
 
-def test_a_failed_preview_beside_passes_leaves_it_verified_with_a_note():
-    found = seen("pass", "preview", "unsupported")
-    assert (found.status, found.passed, found.total) == (Status.VERIFIED, 1, 1)
-    assert [note.outcome for note in found.notes] == ["preview"]
+@pytest.mark.parametrize(
+    ("values", "worst"), [((0.1, 0.4, 0.2), 0.4), ((math.nan, 0.5), None), ((0.5, math.nan), None)]
+)
+def test_the_worst_error_is_the_largest_or_no_number(values, worst):
+    found = evidence_of([result("pass", evidence={"error_over_budget": value}) for value in values], YES)
+    if worst is None:
+        assert found.worst is not None and math.isnan(found.worst)
+    else:
+        assert found.text == "verified 3/3 0.4x"
 
 
-@pytest.mark.parametrize(("claim", "word"), [(YES, Status.CLAIMED), (NO, Status.UNKNOWN), (None, Status.UNKNOWN)])
-def test_a_failed_preview_alone_proves_nothing(claim, word):
-    assert seen("preview", claim=claim).status is word
+def test_equal_reasons_become_one_note_with_a_count_and_the_shortest_is_told_first():
+    reasons = ["no sinks; no window", *["no sinks"] * 14]
+    refusals = [result("unsupported", reason=reason, case=str(n)) for n, reason in enumerate(reasons)]
+    notes = evidence_of(refusals).notes
+    assert [(note.reason, note.case, note.count) for note in notes] == [("no sinks", "1", 14), (reasons[0], "0", 1)]
 
 
-@pytest.mark.parametrize("missing", ["xfail", "not_run", "unavailable"])
-def test_passes_with_something_missing_are_partial(missing):
-    assert seen("pass", missing).status is Status.PARTIAL
-
-
-def test_known_failures_without_a_pass_are_broken():
-    assert seen("xfail", "xfail").status is Status.BROKEN
-
-
-def test_refusals_of_what_is_not_claimed_are_refused():
-    assert seen("unsupported", "unsupported", claim=NO).status is Status.REFUSED
-
-
-def test_refusals_where_no_claim_was_recorded_are_refused():
-    assert seen("unsupported", claim=None).status is Status.REFUSED
-
-
-def test_refusals_of_what_is_claimed_leave_it_a_claim():
-    assert seen("unsupported").status is Status.CLAIMED
-
-
-@pytest.mark.parametrize("outcomes", [("not_run",), ("unavailable",), ("unavailable", "unsupported")])
-def test_where_nothing_ran_nothing_is_known_and_there_is_no_number(outcomes):
-    found = seen(*outcomes, claim=NO)
-    assert found.status is Status.UNKNOWN and found.text == "unknown"
-
-
-def test_passes_of_what_is_not_claimed_are_unclaimed():
-    assert seen("pass", claim=NO).status is Status.UNCLAIMED
-
-
-def test_the_count_leaves_refused_cases_out():
-    found = seen("pass", "pass", "xfail", "unsupported")
-    assert (found.passed, found.total, found.refused) == (2, 3, 1)
-
-
-def test_the_worst_error_is_the_largest():
-    errors = [result("pass", evidence={"error_over_budget": value}) for value in (0.1, 0.4, 0.2)]
-    assert evidence_of(errors, YES).text == "verified 3/3 0.4x"
-
-
-@pytest.mark.parametrize("values", [(math.nan, 0.5), (0.5, math.nan)])
-def test_a_nan_is_the_worst_error(values):
-    worst = evidence_of([result("fail", evidence={"error_over_budget": value}) for value in values]).worst
-    assert worst is not None and math.isnan(worst)
-
-
-def test_equal_reasons_become_one_note_with_a_count():
-    notes = evidence_of([result("unsupported", reason="no sinks", case=str(n)) for n in range(14)]).notes
-    assert [(note.case, note.count) for note in notes] == [("0", 14)]
-
-
-def test_failures_are_told_before_known_failures():
-    assert [note.outcome for note in seen("xfail", "pass", "fail").notes] == ["fail", "xfail"]
-
-
-def test_the_shortest_refusal_is_told_first():
-    refusals = [result("unsupported", reason=reason) for reason in ("no sinks; no window", "no sinks")]
-    assert [note.reason for note in evidence_of(refusals).notes] == ["no sinks", "no sinks; no window"]
-
-
-def test_refusals_beside_passes_are_counted_and_not_told():
-    assert seen("pass", "unsupported").notes == ()
-
-
-def test_a_claim_without_a_run_is_claimed_with_its_level():
+def test_where_nothing_ran_there_is_no_number_and_a_claim_has_its_level():
+    assert seen("not_run", claim=NO).text == "unknown"
+    assert Cell.of(None, []).status is Cell.of(NO, []).status is UNKNOWN
     assert Cell.of(Claim(claimed=True, level="in graph"), []).text == "claimed (in graph)"
 
 
-def test_no_claim_and_no_run_is_unknown():
-    assert Cell.of(None, []).status is Status.UNKNOWN and Cell.of(NO, []).status is Status.UNKNOWN
-
-
-def test_runs_that_disagree_are_both_told_newest_first():
+def test_runs_that_disagree_are_both_told_newest_first_and_those_that_agree_once():
     cell = Cell.of(YES, [seen("pass"), seen("fail"), seen("pass", "pass")])
-    assert cell.conflict and cell.status is Status.VERIFIED
-    assert cell.text == "verified 1/1; earlier broken 0/1"
-
-
-def test_runs_that_agree_are_told_once():
+    assert cell.conflict and cell.status is VERIFIED and cell.text == "verified 1/1; earlier broken 0/1"
     cell = Cell.of(YES, [seen("pass"), seen("pass", "pass")])
     assert not cell.conflict and cell.text == "verified 1/1"
