@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -17,7 +18,6 @@ from attn_backends import AttentionBackend, BrokenBackend, Feature, Rejected, ge
 from attn_backends.torch_reference import TorchReference
 from builders import (
     CONTRACT_VERSION,
-    AdvanceSupport,
     AttentionBatch,
     AttentionKind,
     AttentionSpec,
@@ -31,25 +31,17 @@ from spec_decode.matrix import Matrix, Status, build_matrix
 from spec_decode.testing.outcome import Outcome
 from tests.factories import register_as
 from tests.mutants.claims import cuda_that_starts
+from tests.mutants.mutant import derived, with_builder
 
 CPU = torch.device("cpu")
 KEEPS_NOTHING = "builder.rounds_keep_no_memory"
 LOADING = "contract.loading_touches_no_cuda"
+NUMERICS = "numerics.attention_is_right"
+Keep = Callable[[ReferenceMetadata], object]
 
 
-def keeping(
-    keep: Callable[[ReferenceMetadata], object], name: str = "leaker", built_for: tuple[int, int] = CONTRACT_VERSION
-) -> Report:
-    """What the check of memory says of a backend whose advance calls this too."""
-
-    class Builder(ReferenceBuilder):
-        def advance(self, metadata: ReferenceMetadata) -> None:
-            super().advance(metadata)
-            keep(metadata)
-
-    namespace = {"name": name, "builder": Builder, "contract_version": built_for}
-    backend: AttentionBackend = type("Keeper", (TorchReference,), namespace)()
-    return check_backend(backend, device=CPU, checks=[KEEPS_NOTHING], report=True)
+def report_of(backend: AttentionBackend | str, *checks: str) -> Report:
+    return check_backend(backend, device=CPU, checks=checks, report=True)
 
 
 def only(report: Report) -> Result:
@@ -57,7 +49,12 @@ def only(report: Report) -> Result:
     return result
 
 
-def into_one_tensor() -> Callable[[ReferenceMetadata], object]:
+def every_metadata() -> Keep:
+    kept: list[ReferenceMetadata] = []
+    return kept.append
+
+
+def into_one_tensor() -> Keep:
     history = [torch.zeros(0)]
 
     def keep(metadata: ReferenceMetadata) -> None:
@@ -66,7 +63,7 @@ def into_one_tensor() -> Callable[[ReferenceMetadata], object]:
     return keep
 
 
-def outside_of_tensors() -> Callable[[ReferenceMetadata], object]:
+def outside_of_tensors() -> Keep:
     """As a library does that forgets to unmap: 256 KiB, written to. A long-lived heap might have had them to spare."""
     kept: list[mmap] = []
 
@@ -77,81 +74,67 @@ def outside_of_tensors() -> Callable[[ReferenceMetadata], object]:
     return keep
 
 
-def up_to_a_bound() -> Callable[[ReferenceMetadata], object]:
+def up_to_a_bound() -> Keep:
     kept: list[torch.Tensor] = []
     return lambda metadata: kept.append(torch.zeros(4)) if len(kept) < 12 else None
 
 
-@pytest.fixture(scope="module")
-def leaker() -> Report:
-    kept: list[ReferenceMetadata] = []
-    return keeping(kept.append)
+RESIDENT = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the resident set is read from /proc")
+NEW = "new in contract 1.1, the backend was built for 1.0: "
 
 
-@pytest.fixture(scope="module")
-def bounded() -> Report:
-    return keeping(up_to_a_bound(), "bounded")
+@pytest.mark.parametrize(
+    ("keeps", "built_for", "outcome", "reason"),
+    [
+        (
+            every_metadata,
+            CONTRACT_VERSION,
+            Outcome.FAIL,
+            "16 equal rounds.* more tensors",
+        ),
+        (every_metadata, (1, 0), Outcome.PREVIEW, f"^{NEW}"),
+        (into_one_tensor, CONTRACT_VERSION, Outcome.FAIL, "0 more tensors and 128 more bytes in tensors"),
+        pytest.param(outside_of_tensors, CONTRACT_VERSION, Outcome.FAIL, "a resident set that is", marks=RESIDENT),
+        (up_to_a_bound, CONTRACT_VERSION, Outcome.PASS, "^$"),
+    ],
+)
+def test_memory_that_an_advance_keeps_round_after_round_is_told(
+    keeps: Callable[[], Keep], built_for: tuple[int, int], outcome: Outcome, reason: str
+) -> None:
+    keep = keeps()
+
+    class Builder(ReferenceBuilder):
+        def advance(self, metadata: ReferenceMetadata) -> None:
+            super().advance(metadata)
+            keep(metadata)
+
+    namespace = {"name": "keeper", "builder": Builder, "contract_version": built_for}
+    found = only(report_of(type("Keeper", (TorchReference,), namespace)(), KEEPS_NOTHING))
+    assert found.outcome is outcome and re.search(reason, found.reason)
 
 
-def test_metadata_that_is_kept_round_after_round_fails(leaker: Report) -> None:
-    found = only(leaker)
-    assert found.outcome is Outcome.FAIL and "more tensors" in found.reason and "16 equal rounds" in found.reason
-
-
-def test_a_tensor_that_grows_fails() -> None:
-    found = only(keeping(into_one_tensor()))
-    assert found.outcome is Outcome.FAIL and "0 more tensors and 128 more bytes in tensors" in found.reason
-
-
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the resident set is read from /proc")
-def test_memory_that_python_does_not_know_of_fails() -> None:
-    found = only(keeping(outside_of_tensors()))
-    assert found.outcome is Outcome.FAIL and "a resident set that is" in found.reason
-
-
-def test_a_cache_that_fills_up_passes(bounded: Report) -> None:
-    assert only(bounded).outcome is Outcome.PASS
-
-
-def test_a_leak_in_a_backend_of_contract_1_0_is_a_preview_that_names_it() -> None:
-    kept: list[ReferenceMetadata] = []
-    found = only(keeping(kept.append, built_for=(1, 0)))
-    assert found.outcome is Outcome.PREVIEW
-    assert found.reason.startswith("new in contract 1.1, the backend was built for 1.0: ")
-
-
-def test_a_leak_is_broken_in_the_matrix_and_the_backend_beside_it_verified(leaker: Report, bounded: Report) -> None:
-    matrix = build_matrix([leaker, bounded])
-    assert word(matrix, "leaker", "mode:decode") is Status.BROKEN
-    assert word(matrix, "bounded", "mode:decode") is Status.VERIFIED
-
-
-class OwnsItsTensors(ReferenceBuilder):
-    """What it builds has tensors of its own: they live as long as the metadata, and what a graph reads goes with it."""
-
-    @classmethod
-    def advance_support(cls, spec: AttentionSpec, device: torch.device) -> AdvanceSupport:
-        return ReferenceBuilder.advance_support(spec, device)
-
-    def build(self, batch: AttentionBatch, *, horizon: int = 0) -> ReferenceMetadata:
-        built = super().build(batch, horizon=horizon)
-        return replace(built, kv_start=built.kv_start.clone(), kv_end=built.kv_end.clone())
+def build_of_its_own(self: Any, batch: AttentionBatch, *, horizon: int = 0) -> ReferenceMetadata:
+    """Its tensors live as long as the metadata, and what a graph reads goes with it."""
+    built = ReferenceBuilder.build(self, batch, horizon=horizon)
+    return replace(built, kv_start=built.kv_start.clone(), kv_end=built.kv_end.clone())
 
 
 def test_the_captured_loop_keeps_the_metadata_that_its_graph_reads() -> None:
-    backend = type("Owner", (TorchReference,), {"name": "owner", "builder": OwnsItsTensors})()
-    check_backend(backend, device=CPU, checks=["graph.loop_replays_over_other_batches[[]base-decode]"])
+    owner = with_builder(derived("OwnsItsTensors", build=build_of_its_own))
+    check_backend(owner, device=CPU, checks=["graph.loop_replays_over_other_batches[[]base-decode]"])
 
 
 @pytest.fixture
 def machine_with_cuda() -> Iterator[None]:
+    """Where a backend `starter` starts CUDA when it is loaded."""
+
+    def start() -> AttentionBackend:
+        torch.cuda.init()
+        return Later()
+
     with cuda_that_starts():
+        register_as("starter", start)
         yield
-
-
-def cuda_starter() -> AttentionBackend:
-    torch.cuda.init()
-    return Later()
 
 
 class Later(TorchReference):
@@ -159,8 +142,7 @@ class Later(TorchReference):
 
 
 def test_starting_cuda_while_loading_fails_where_it_works(machine_with_cuda: None) -> None:
-    register_as("starter", cuda_starter)
-    found = only(check_backend("starter", device=CPU, checks=[LOADING], report=True))
+    found = only(report_of("starter", LOADING))
     assert found.outcome is Outcome.FAIL and "initialised while it was loaded" in found.reason
 
 
@@ -172,38 +154,21 @@ def test_looking_at_the_device_for_the_report_does_not_hide_who_started_cuda(
         return environment(device)
 
     monkeypatch.setattr(runner, "environment", look)
-    register_as("starter", cuda_starter)
-    assert only(check_backend("starter", device=CPU, checks=[LOADING], report=True)).outcome is Outcome.FAIL
+    assert only(report_of("starter", LOADING)).outcome is Outcome.FAIL
 
 
 def test_starting_cuda_is_not_laid_on_whoever_is_loaded_later(machine_with_cuda: None) -> None:
-    register_as("starter", cuda_starter)
     register(Later)
     get("starter")
-    assert only(check_backend("later", device=CPU, checks=[LOADING], report=True)).outcome is Outcome.PASS
+    assert only(report_of("later", LOADING)).outcome is Outcome.PASS
 
 
-class NarrowBuilder(ReferenceBuilder):
-    """Knows no window, and its advance does nothing."""
-
-    def __init__(self, spec: AttentionSpec, device: torch.device, **bounds: int) -> None:
-        super().__init__(replace(spec, sliding_window=None), device, **bounds)
-        self._building = False
-
-    @classmethod
-    def advance_support(cls, spec: AttentionSpec, device: torch.device) -> Any:
-        return ReferenceBuilder.advance_support(spec, device)
-
-    def build(self, batch: Any, *, horizon: int = 0) -> ReferenceMetadata:
-        self._building = True
-        try:
-            return super().build(batch, horizon=horizon)
-        finally:
-            self._building = False
-
-    def advance(self, metadata: ReferenceMetadata) -> None:
-        if self._building:
-            super().advance(metadata)
+def build_without_window(self: Any, batch: Any, *, horizon: int = 0) -> ReferenceMetadata:
+    windowed, self.spec = self.spec, replace(self.spec, sliding_window=None)
+    built = ReferenceBuilder.build(self, batch, horizon=horizon)
+    ReferenceBuilder.advance(self, built)
+    self.spec = windowed
+    return built
 
 
 class Liar(TorchReference):
@@ -212,7 +177,7 @@ class Liar(TorchReference):
     name = "liar"
     version = "1"
     contract_version = (1, 0)
-    builder = NarrowBuilder
+    builder = derived("Narrow", build=build_without_window, advance=lambda self, metadata: None)
     capabilities = replace(TorchReference.capabilities, devices=("cpu", "cuda", "xpu", "meta"))
 
     def forward(
@@ -225,7 +190,6 @@ class Liar(TorchReference):
         return super().forward(query, cache, metadata, spec=plain, sinks=None)
 
 
-NUMERICS = "numerics.attention_is_right"
 LIES = {
     "dtype:bfloat16": (NUMERICS, "bf16-decode"),
     "dtype:float16": (NUMERICS, "fp16-decode"),
@@ -247,41 +211,30 @@ LIES = {
 """The column of each claim, and the check and case that must find it false."""
 
 
-def told(backend: AttentionBackend) -> Report:
+@pytest.fixture(scope="module")
+def found() -> tuple[Report, Matrix]:
+    """What is told of the liar, and the matrix of it beside the reference, whose claims are true."""
     asked = [f"{check}[[]{case}]" for check, case in LIES.values()]
-    return check_backend(backend, device=CPU, checks=asked, report=True)
+    liar, honest = report_of(Liar(), *asked), report_of(TorchReference(), *asked)
+    return liar, build_matrix([liar, honest])
 
 
-@pytest.fixture(scope="module")
-def liar() -> Report:
-    return told(Liar())
-
-
-@pytest.fixture(scope="module")
-def matrix(liar: Report) -> Matrix:
-    return build_matrix([liar, told(TorchReference())])
-
-
-def word(matrix: Matrix, backend: str, tag: str) -> Status:
-    return next(row for row in matrix.rows if row.backend == backend).cells[tag].status
-
-
-def test_the_liar_claims_every_feature_dtype_and_the_best_of_levels(liar: Report) -> None:
-    assert all(liar.claims[f"feature:{feature.value}"].claimed for feature in Feature)
-    assert all(liar.claims[tag].claimed for tag in LIES if tag != "contract:declared")
-    assert (liar.claims["graph:capture"].level, liar.claims["graph:advance"].level) == ("always", "in graph")
+def test_the_liar_claims_every_feature_dtype_and_the_best_of_levels(found: tuple[Report, Matrix]) -> None:
+    claims = found[0].claims
+    assert all(claims[f"feature:{feature.value}"].claimed for feature in Feature)
+    assert all(claims[tag].claimed for tag in LIES if tag != "contract:declared")
+    assert (claims["graph:capture"].level, claims["graph:advance"].level) == ("always", "in graph")
 
 
 @pytest.mark.parametrize("tag", LIES)
-def test_a_false_claim_fails_with_a_reason_and_is_broken_in_the_matrix(tag: str, liar: Report, matrix: Matrix) -> None:
-    (found,) = [result for result in liar.results if (result.check, result.case) == LIES[tag]]
-    assert found.outcome is Outcome.FAIL and found.reason.startswith("contract: ") and "; got: " in found.reason
-    assert tag in found.tags and word(matrix, "liar", tag) is Status.BROKEN
-
-
-@pytest.mark.parametrize("tag", LIES)
-def test_the_same_claim_where_it_is_true_stays_verified_beside_the_liar(tag: str, matrix: Matrix) -> None:
-    assert word(matrix, "torch_reference", tag) is Status.VERIFIED
+def test_a_false_claim_fails_with_a_reason_and_is_broken_in_the_matrix_where_a_true_one_is_verified(
+    tag: str, found: tuple[Report, Matrix]
+) -> None:
+    report, matrix = found
+    (lie,) = [result for result in report.results if (result.check, result.case) == LIES[tag]]
+    assert lie.outcome is Outcome.FAIL and lie.reason.startswith("contract: ") and "; got: " in lie.reason
+    words = {row.backend: row.cells[tag].status for row in matrix.rows}
+    assert tag in lie.tags and words == {"liar": Status.BROKEN, "torch_reference": Status.VERIFIED}
 
 
 @pytest.fixture
@@ -351,25 +304,20 @@ def test_a_backend_that_refuses_every_spec_is_not_ok(declared: Callable[..., str
     assert not report.ok and report.counts[Outcome.PASS] and not report.counts[Outcome.FAIL]
 
 
-@pytest.mark.parametrize("reasons", [(), ("",), (" ",)])
-def test_a_refusal_without_a_reason_is_no_refusal(reasons: tuple[str, ...], declared: Callable[..., str]) -> None:
-    report = check_backend(declared(supports=refusing(*reasons)), device=CPU, checks=[NUMERICS], report=True)
-    found = only(report)
-    assert found.outcome is Outcome.FAIL and "a refusal has a reason, and none is blank" in found.reason
+def refuses_sinks(self: Any, spec: AttentionSpec, device: torch.device) -> Any:
+    return Rejected(("",)) if spec.sinks else TorchReference.supports(self, spec, device)
 
 
-def test_a_spec_refused_without_a_reason_fails(declared: Callable[..., str]) -> None:
-    def supports(self: Any, spec: AttentionSpec, device: torch.device) -> Any:
-        return Rejected(("",)) if spec.sinks else TorchReference.supports(self, spec, device)
-
-    report = check_backend(declared(supports=supports), device=CPU, checks=[f"{NUMERICS}[[]sinks-single]"], report=True)
-    found = only(report)
+@pytest.mark.parametrize("supports", [refusing(), refusing(""), refusing(" "), refuses_sinks])
+def test_a_refusal_without_a_reason_is_no_refusal(supports: Any, declared: Callable[..., str]) -> None:
+    cases = "[[]sinks-single]" if supports is refuses_sinks else ""
+    found = only(report_of(declared(supports=supports), f"{NUMERICS}{cases}"))
     assert found.outcome is Outcome.FAIL and "a refusal has a reason, and none is blank" in found.reason
 
 
 def test_a_check_whose_cases_cannot_be_made_is_an_error_in_every_column(declared: Callable[..., str]) -> None:
-    report = check_backend(declared(supports=fail), device=CPU, checks=[NUMERICS], report=True)
-    assert [(r.case, r.outcome, r.tags) for r in report.results] == [("any", Outcome.ERROR, ("*",))]
+    found = only(report_of(declared(supports=fail), NUMERICS))
+    assert (found.case, found.outcome, found.tags) == ("any", Outcome.ERROR, ("*",))
 
 
 class Abrupt(BaseException):
@@ -387,9 +335,7 @@ def test_what_is_no_exception_ends_no_run_wherever_the_kit_asks(
     attributes: dict[str, Any] = {"supports": abrupt}
     if method == "advance_support":
         attributes = {"builder": type("Builder", (ReferenceBuilder,), {method: abrupt})}
-    report = check_backend(
-        declared(**attributes), device=CPU, checks=["contract.version_matches", "builder.*any*"], report=True
-    )
+    report = report_of(declared(**attributes), "contract.version_matches", "builder.*any*")
     assert not report.ok and report.results[0].outcome is Outcome.PASS
     assert any(f"{type(error).__name__}: {error}" in result.reason for result in report.results)
 
@@ -397,12 +343,7 @@ def test_what_is_no_exception_ends_no_run_wherever_the_kit_asks(
 def test_ending_the_process_with_status_0_is_an_error_of_the_check_and_the_rest_still_runs(
     declared: Callable[..., str],
 ) -> None:
-    report = check_backend(
-        declared(forward=lambda *_, **__: os._exit(0)),
-        device=CPU,
-        checks=[f"{NUMERICS}[[]base-*", "contract.v*"],
-        report=True,
-    )
+    report = report_of(declared(forward=lambda *_, **__: os._exit(0)), f"{NUMERICS}[[]base-*", "contract.v*")
     ended = [result for result in report.results if result.check == NUMERICS]
     assert len(ended) == 4 and {result.outcome for result in ended} == {Outcome.ERROR}
     assert all("os._exit(0) would end the process that checks the backend" in result.reason for result in ended)
