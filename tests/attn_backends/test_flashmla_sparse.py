@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,10 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from attn_backends import BrokenBackend, KVCache, fa3_providers, registry
+from attn_backends import BrokenBackend, KVCache, registry
 from attn_backends.kernels.fp8_ds_mla import TOKEN_BYTES
 from builders import AttentionKind, AttentionSpec
 from builders.flashmla import FlashMlaMetadata, FlashMlaSchedule, FlashMlaSparseBuilder, load_flashmla
+from tests.attn_backends.packages_on_disk import packages_on_disk, versions
+from tests.backends_over_stand_ins import unloaded
 from tests.factories import CPU
 
 OWN, VLLM = "flash_mla.flash_mla_interface", "vllm.third_party.flashmla.flash_mla_interface"
@@ -35,32 +36,13 @@ Install = Callable[..., None]
 
 
 @pytest.fixture
-def install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Install]:
-    """Puts a package's module on disk; what is not put there is absent, and nobody has loaded the backend."""
-    ours = ("flash_mla", "vllm", "attn_backends.flashmla")
-    before = {name: module for name, module in sys.modules.items() if name.startswith(ours)}
-    for name in before:
-        del sys.modules[name]
-    for name in ours[:2]:
-        monkeypatch.setitem(sys.modules, name, None)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(registry, "_loaded", {})
-
-    def install(module: str, source: str = SOURCE) -> None:
-        *packages, leaf = module.split(".")
-        folder = tmp_path
-        for package in packages:
-            folder = folder / package
-            folder.mkdir(exist_ok=True)
-            (folder / "__init__.py").touch()
-        (folder / f"{leaf}.py").write_text(source)
-        monkeypatch.delitem(sys.modules, packages[0], raising=False)
-        importlib.invalidate_caches()
-
-    yield install
-    for name in [name for name in sys.modules if name.startswith(ours)]:
-        del sys.modules[name]
-    sys.modules.update(before)
+def install(tmp_path: Path) -> Iterator[Install]:
+    """Installs a package's module; what is not installed is absent, and nobody has loaded the backends."""
+    with (
+        packages_on_disk(tmp_path, "flash_mla", "vllm") as on_disk,
+        unloaded("flashmla", "flashmla_sparse"),
+    ):
+        yield lambda module, source=SOURCE: on_disk(module, source)
 
 
 def make_spec(fp8: bool) -> AttentionSpec:
@@ -70,16 +52,11 @@ def make_spec(fp8: bool) -> AttentionSpec:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("module", [OWN, VLLM])
-def test_either_package_brings_it(module: str, install: Install) -> None:
-    install(module)
-    assert load_flashmla().__name__ == module
-
-
-def test_of_both_packages_its_own_is_taken(install: Install) -> None:
-    install(VLLM)
-    install(OWN)
-    assert load_flashmla().__name__ == OWN
+@pytest.mark.parametrize(("installed", "taken"), [([OWN], OWN), ([VLLM], VLLM), ([VLLM, OWN], OWN)])
+def test_either_package_brings_it_and_of_both_its_own(installed: list[str], taken: str, install: Install) -> None:
+    for module in installed:
+        install(module)
+    assert load_flashmla().__name__ == taken
 
 
 def test_with_neither_the_refusal_says_what_brings_it(install: Install) -> None:
@@ -87,17 +64,29 @@ def test_with_neither_the_refusal_says_what_brings_it(install: Install) -> None:
         registry.get("flashmla_sparse")
 
 
-OLD = {
-    "no sinks in decode": SOURCE.replace("indices=None, attn_sink=None", "indices=None"),
-    "no sparse prefill": SOURCE.replace("flash_mla_sparse_fwd", "flash_attn_varlen_func"),
+BROKEN = {
+    "no sinks in decode": (
+        SOURCE.replace("indices=None, attn_sink=None", "indices=None"),
+        f"{OWN} is too old: its flash_mla_.* must take .*attn_sink",
+    ),
+    "no sparse prefill": (
+        SOURCE.replace("flash_mla_sparse_fwd", "flash_attn_varlen_func"),
+        f"{OWN} is too old: its flash_mla_.* must take .*attn_sink",
+    ),
+    "a build that does not load": (
+        "raise ImportError('undefined symbol: _ZN3c10')",
+        "installed and cannot be used: ImportError: undefined symbol: _ZN3c10",
+    ),
 }
 
 
-@pytest.mark.parametrize("case", OLD)
-def test_an_older_release_is_refused_and_the_other_package_not_tried(case: str, install: Install) -> None:
+@pytest.mark.parametrize(("source", "words"), BROKEN.values(), ids=BROKEN)
+def test_a_broken_one_is_refused_in_words_and_the_other_package_not_tried(
+    source: str, words: str, install: Install
+) -> None:
     install(VLLM)
-    install(OWN, OLD[case])
-    with pytest.raises(BrokenBackend, match=f"{OWN} is too old: its flash_mla_.* must take .*attn_sink"):
+    install(OWN, source)
+    with pytest.raises(BrokenBackend, match=words):
         registry.get("flashmla_sparse")
 
 
@@ -105,13 +94,6 @@ def test_dense_decode_needs_a_release_that_schedules_in_its_calls(install: Insta
     install(VLLM)
     with pytest.raises(BrokenBackend, match=f"{VLLM} is too old: its FlashMLASchedMeta must take have_initialized"):
         registry.get("flashmla")
-
-
-def test_a_build_that_does_not_load_is_refused_in_its_own_words(install: Install) -> None:
-    install(VLLM)
-    install(OWN, "raise ImportError('undefined symbol: _ZN3c10')")
-    with pytest.raises(BrokenBackend, match="installed and cannot be used: ImportError: undefined symbol: _ZN3c10"):
-        registry.get("flashmla_sparse")
 
 
 @pytest.mark.parametrize("fp8", [True, False])
@@ -140,24 +122,17 @@ def test_builder_and_backend_call_the_same_module(module: str, fp8: bool, instal
     )
 
 
-@pytest.mark.parametrize(
-    ("module", "library", "version"),
-    [
-        (
-            OWN,
-            "flash_mla/cuda.cpython-311-x86_64-linux-gnu.so",
-            "tokenspeed-flashmla without its wheel's metadata (cuda.",
-        ),
-        (VLLM, "vllm/_flashmla_C.abi3.so", "vllm without its wheel's metadata (_flashmla_C."),
-    ],
-)
-def test_the_version_is_of_the_package_that_was_taken(
-    module: str, library: str, version: str, install: Install, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def absent(package: str) -> str:
-        raise fa3_providers.PackageNotFoundError(package)
+LIBRARIES = {
+    OWN: ("flash_mla/cuda.cpython-311-x86_64-linux-gnu.so", "tokenspeed-flashmla"),
+    VLLM: ("vllm/_flashmla_C.abi3.so", "vllm"),
+}
 
-    monkeypatch.setattr(fa3_providers, "version_of", absent)
+
+@pytest.mark.parametrize("module", LIBRARIES)
+def test_the_version_is_of_the_package_that_was_taken(module: str, install: Install, tmp_path: Path) -> None:
+    library, package = LIBRARIES[module]
     install(module)
     (tmp_path / library).write_bytes(b"kernels")
-    assert registry.get("flashmla_sparse").version.startswith(version)
+    with versions({}):
+        found = registry.get("flashmla_sparse").version
+    assert found.startswith(f"{package} without its wheel's metadata ({Path(library).name.partition('.')[0]}.")
