@@ -1,12 +1,13 @@
 """Every output of a verifier follows from its noise: what fp64 in plain Python makes of the same uniforms and the same
 Gumbel noise, for every draft of a tiny vocabulary. No statistics: a biased weight or threshold shows in a few rows."""
 
+import itertools
 import math
 
 import pytest
 import torch
 
-from spec_decode.sampling import noise
+from spec_decode.sampling import Sampling, noise
 from spec_decode.verification import verifier
 from spec_decode.verification.kernels.block_verify import block_verify
 from spec_decode.verification.kernels.hash_seeds import hash_seeds
@@ -16,11 +17,17 @@ from spec_decode.verification.kernels.verify_arguments import VerifyArguments
 from tests.spec_decode.sampling.noise_words import each_device, seeds_of
 from tests.spec_decode.verification.verify_helpers import sampling_of
 from tests.spec_decode.verification.verify_oracle import (
+    DRAFTS,
+    ENDED,
     FIRST,
     STEPS,
+    VOCAB,
     Case,
+    block_lengths,
     block_oracle,
     block_passes,
+    next_law,
+    rejection_lengths,
     rejection_oracle,
     rejection_passes,
 )
@@ -31,6 +38,31 @@ KINDS = {
     "block": (block_verify, block_oracle, block_passes),
 }
 each_kind = pytest.mark.parametrize(("op", "oracle", "passes"), KINDS.values(), ids=KINDS)
+RESTRICTIONS = {
+    "whole": {"temperature": 1.7},
+    "top_k": {"temperature": 1.0, "top_k": 2},
+    "top_p": {"temperature": 1.7, "top_p": 0.8},
+    "top_k and top_p": {"temperature": 0.6, "top_k": 2, "top_p": 0.9},
+}
+
+
+def test_the_oracles_preserve_the_targets_distribution_and_a_block_accepts_more():
+    case, texts = Case(TABLES), list(itertools.product(range(VOCAB), repeat=STEPS + 1))
+    for table in range(TABLES):
+        row = table * len(DRAFTS + ENDED)
+        p, q, means = case.p[row], case.q[row], []
+        for lengths in (rejection_lengths, block_lengths):
+            found, mean = dict.fromkeys(texts, 0.0), 0.0
+            for draft in DRAFTS:
+                drafted = math.prod(q[i][token] for i, token in enumerate(draft))
+                for accepted, (chance, weight) in enumerate(lengths(p, q, draft)):
+                    wanted, mean = next_law(p, q, draft, accepted, weight), mean + drafted * chance * accepted
+                    for text in (text for text in texts if chance and text[:accepted] == draft[:accepted]):
+                        later = math.prod(p[i][text[i]] for i in range(accepted + 1, STEPS + 1))
+                        found[text] += drafted * chance * wanted[text[accepted]] / sum(wanted) * later
+            means.append(mean)
+            assert found == pytest.approx({text: math.prod(p[i][t] for i, t in enumerate(text)) for text in texts})
+        assert means[1] > means[0]
 
 
 @each_device
@@ -38,7 +70,21 @@ each_kind = pytest.mark.parametrize(("op", "oracle", "passes"), KINDS.values(), 
 @pytest.mark.parametrize("seed", range(3))
 def test_every_output_is_what_the_noise_says(op, oracle, passes, seed, device):
     case = Case(TABLES)
-    case.check(op, oracle, torch.arange(len(case.rows)) * 3 + seed, device, 1e-5)
+    seeds = torch.arange(len(case.rows)) * 3 + seed
+    case.check(case.run(op, seeds, device), oracle, seeds)
+
+
+@each_device
+@pytest.mark.parametrize("asked", RESTRICTIONS.values(), ids=RESTRICTIONS)
+@pytest.mark.parametrize("name", KINDS)
+def test_a_verifiers_output_follows_from_the_restricted_target_and_the_seeds_it_drafts_with(name, asked, device):
+    how, case = verifier(name, num_speculative_tokens=STEPS), Case(TABLES, **asked)
+    logits, tokens, draft_logits, first = (
+        x.to(device) for x in (case.p_logits, case.tokens, case.q_logits, case.first)
+    )
+    sampling = Sampling(*(x.to(device) for x in sampling_of(len(case.rows), **asked, seeds=case.seeds)))
+    output = how.verify(logits, tokens, draft_logits, sampling=sampling, draft_positions=first)
+    case.check((output.accepted, output.next_tokens), KINDS[name][1], how.draft_seeds(sampling.seeds, first).cpu())
 
 
 @each_device
@@ -50,7 +96,7 @@ def test_each_prefix_passes_up_to_its_probability_and_no_further(op, oracle, pas
     chances = [passes(p, q, draft) for p, q, draft in zip(case.p, case.q, case.drafts, strict=True)]
     wanted = [x[column] * factor if column < len(x) and 0 < x[column] < 0.999 else 0.5 for x in chances]
     seeds = seeds_of(torch.tensor(wanted, dtype=torch.float64), torch.tensor(FIRST + column), noise.ACCEPT)
-    case.check(op, oracle, seeds, device, 2e-5)
+    case.check(case.run(op, seeds, device), oracle, seeds, 2e-5)
 
 
 @each_device
@@ -99,18 +145,3 @@ def test_the_seeds_of_a_blocks_draft_are_none_of_the_keys_of_the_noise(device):
     hashed = hash_seeds(seeds.to(device), first.to(device)).cpu()
     assert len(set(hashed.tolist())) == 100
     assert not any(hashed.eq(noise.key(seeds, first, x)).any() for x in (noise.DRAFT, noise.ACCEPT, noise.TARGET))
-
-
-@each_device
-@pytest.mark.parametrize("name", ["rejection", "block"])
-def test_a_verifiers_uniforms_are_those_of_the_seeds_it_drafts_with(name, device):
-    how, op = verifier(name, num_speculative_tokens=STEPS), KINDS[name][0]
-    case = Case(TABLES)
-    rows = len(case.rows)
-    logits, tokens, draft_logits = (x.to(device) for x in (case.p_logits, case.tokens, case.q_logits))
-    sampling, first = sampling_of(rows, 1.0), torch.full((rows,), FIRST, device=device)
-    sampling = type(sampling)(*(x.to(device) for x in sampling))
-    output = how.verify(logits, tokens, draft_logits, sampling=sampling, draft_positions=first)
-    accept_seeds = how.draft_seeds(sampling.seeds, first)
-    expected = op(logits, tokens, draft_logits, sampling.temperature, sampling.seeds, accept_seeds, first)
-    assert torch.equal(output.accepted, expected[0]) and torch.equal(output.next_tokens, expected[1])

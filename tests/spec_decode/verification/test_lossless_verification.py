@@ -1,21 +1,28 @@
-from functools import cache
+"""Verifiers that leave the target's distribution as it is: what rows accept, and texts of drafts that the drafter's own
+sampler draws. That each output follows from its noise is asked in test_exact_verification.py."""
+
+import itertools
+import math
 
 import pytest
 import torch
-from scipy import stats
 
 from spec_decode.sampling import Sampling, SamplingParams, sample_target
-from spec_decode.verification import verifier
+from spec_decode.verification import BlockVerification, verifier
 from tests.spec_decode.verification.verify_helpers import (
     COUNT,
     FIRST,
     draft_of,
+    law,
     p_value,
     peaked,
     sampling_of,
     two_tokens,
     verified,
 )
+
+RESTRICTIONS = {"top_k": {"top_k": 3}, "top_p": {"top_p": 0.7}, "top_k and top_p": {"top_k": 4, "top_p": 0.8}}
+LOGITS = torch.tensor([3.0, 2.5, 2.0, 1.0, 0.5, 0.0])
 
 
 @pytest.fixture(scope="module", params=["rejection", "block"])
@@ -35,26 +42,26 @@ GREEDY = {
 }
 
 
-@pytest.mark.parametrize(("target", "draft", "accepted", "added"), GREEDY.values(), ids=GREEDY)
-def test_greedy_accepts_the_longest_prefix_and_adds_the_targets_own_token(lossless, target, draft, accepted, added):
-    output = verified(lossless, peaked([target]), [draft])
-    assert (output.accepted.tolist(), output.next_tokens.tolist()) == ([accepted], [added])
+def test_greedy_accepts_the_longest_prefix_and_adds_the_targets_own_token(lossless):
+    targets, drafts, *wanted = zip(*GREEDY.values(), strict=True)
+    output = verified(lossless, peaked(targets), drafts)
+    found = zip(output.accepted.tolist(), output.next_tokens.tolist(), strict=True)
+    assert dict(zip(GREEDY, found, strict=True)) == dict(zip(GREEDY, zip(*wanted, strict=True), strict=True))
 
 
-def test_rows_are_verified_independently(lossless):
-    cases = list(GREEDY.values())
-    output = verified(lossless, peaked([case[0] for case in cases]), [case[1] for case in cases])
-    assert output.accepted.tolist() == [case[2] for case in cases]
-    assert output.next_tokens.tolist() == [case[3] for case in cases]
+def test_a_greedy_row_ignores_its_restriction(lossless):
+    # Two equal maxima: a restriction to one token could only take the wrong one away.
+    logits = torch.tensor([0.0, 2.0, 2.0, 1.0]).expand(1, 3, -1)
+    output = verified(lossless, logits, [[1, 1]], temperature=0.0, top_k=1, top_p=0.01)
+    assert (output.accepted.tolist(), output.next_tokens.tolist()) == ([2], [1])
 
 
 def test_temperatures_are_each_rows_own(lossless):
     logits = torch.zeros(2, 2, 8).repeat(200, 1, 1)
     logits[..., 3] = 1.0
-    tokens = torch.full((400, 1), 3)
-    params = [SamplingParams(temperature=float(row % 2), seed=row) for row in range(400)]
+    sampling = Sampling.of([SamplingParams(temperature=float(row % 2), seed=row) for row in range(400)], "cpu")
     output = lossless.verify(
-        logits, tokens, logits[:, :1] * 5, sampling=Sampling.of(params, "cpu"), draft_positions=torch.full((400,), 9)
+        logits, torch.full((400, 1), 3), logits[:, :1] * 5, sampling=sampling, draft_positions=torch.full((400,), 9)
     )
     assert output.accepted[::2].eq(1).all() and 0 < output.accepted[1::2].sum() < 200
 
@@ -68,76 +75,31 @@ def test_a_draft_from_the_targets_own_distribution_is_always_accepted(lossless, 
     assert output.accepted.eq(3).all()
 
 
-def test_a_random_draft_that_ends_early_is_not_accepted_beyond_its_end(lossless):
-    logits = torch.zeros(500, 4, 8)
-    tokens = torch.tensor([[3, -1, 3]]).expand(500, -1)
-    output = verified(lossless, logits, tokens, temperature=1.0, draft_logits=logits[:, :3])
-    assert output.accepted.eq(1).all()
+@pytest.mark.parametrize("restriction", RESTRICTIONS.values(), ids=RESTRICTIONS)
+def test_a_draft_from_the_restricted_distribution_is_always_accepted_and_a_token_outside_never(lossless, restriction):
+    kept = law(LOGITS, 1.0, **restriction)
+    inside = kept.log().float().expand(5000, 2, -1)
+    tokens = torch.stack([draft_of(inside[:, i], 1.0, FIRST + i) for i in range(2)], 1)
+    logits = LOGITS.expand(5000, 3, -1)
+    output = verified(lossless, logits, tokens, draft_logits=inside, temperature=1.0, **restriction)
+    assert output.accepted.eq(2).all()
+    # Of the tokens outside, the draft can hardly produce one either.
+    outside = kept.eq(0).nonzero().repeat(1000, 1)
+    q = torch.full((len(outside), 1, 6), -9.0).scatter(2, outside[..., None], 0.0).index_fill(2, outside[0], -200.0)
+    output = verified(lossless, logits[: len(q), :2], outside, draft_logits=q, temperature=1.0, **restriction)
+    assert output.accepted.eq(0).all() and (kept[output.next_tokens] > 0).all()
 
 
-def test_a_token_that_the_target_cannot_produce_is_never_accepted(lossless):
-    logits = torch.zeros(2000, 2, 8)
-    logits[..., 3] = float("-inf")
-    output = verified(lossless, logits, torch.full((2000, 1), 3), temperature=1.0, draft_logits=torch.zeros(2000, 1, 8))
-    assert output.accepted.eq(0).all() and output.next_tokens.ne(3).all()
-
-
-def test_a_rejected_token_is_never_what_replaces_it(lossless):
-    target, draft = torch.randn(2, 6, generator=torch.Generator().manual_seed(1))
-    tokens = draft_of(draft.expand(5000, -1), 1.0, FIRST)
-    output = verified(
-        lossless, target.expand(5000, 2, -1), tokens[:, None], temperature=1.0, draft_logits=draft.expand(5000, 1, -1)
-    )
-    rejected = output.accepted == 0
-    assert rejected.any() and (output.next_tokens[rejected] != tokens[rejected]).all()
-
-
-CASES = [
-    (temperature, likeness, seed)
-    for seed, (temperature, likeness) in enumerate((t, k) for t in (0.6, 1.0, 1.7) for k in (0.0, 0.6, 0.95))
-]
-
-
-@cache
-def first_two(lossless, temperature, likeness, seed):
-    """The first token and the second of each request, of 5, and the laws that they should have."""
-    first, second, _, _, exact = two_tokens(lossless, 5, temperature, likeness, seed)
-    return first, second, exact
-
-
-@pytest.mark.parametrize(("temperature", "likeness", "seed"), CASES)
-def test_the_first_token_is_distributed_as_the_targets(lossless, temperature, likeness, seed):
-    first, _, exact = first_two(lossless, temperature, likeness, seed)
-    assert p_value(first, exact[0], 5) > 1e-4
-
-
-@pytest.mark.parametrize(("temperature", "likeness", "seed"), CASES)
-def test_the_first_two_tokens_are_jointly_distributed_as_the_targets(lossless, temperature, likeness, seed):
-    first, second, exact = first_two(lossless, temperature, likeness, seed)
-    assert p_value(first * 5 + second, exact[0][:, None] * exact[1], 25) > 1e-4
-
-
-@pytest.mark.parametrize("temperature", [0.6, 1.0, 1.7])
-def test_the_token_after_a_draft_accepted_whole_is_distributed_as_the_targets(lossless, temperature):
-    _, _, output, (d0, d1), exact = two_tokens(lossless, 3, temperature, 0.8, 5)
-    for a in range(3):
-        for b in range(3):
-            whole = (output.accepted == 2) & (d0 == a) & (d1 == b)
-            if whole.sum() > 500:
-                assert p_value(output.next_tokens[whole], exact[2][a, b], 3) > 1e-4
-
-
-@pytest.mark.parametrize("temperature", [0.6, 1.0, 1.7])
-def test_a_draft_is_accepted_as_often_as_the_overlap_of_the_two_distributions(lossless, temperature):
-    generator = torch.Generator().manual_seed(9)
-    p, q = torch.randn(2, 10, generator=generator)
-    tokens = draft_of(q.expand(COUNT, -1), temperature, FIRST)
-    output = verified(
-        lossless, p.expand(COUNT, 2, -1), tokens[:, None], temperature=temperature,
-        draft_logits=q.expand(COUNT, 1, -1) / temperature,
-    )  # fmt: skip
-    overlap = torch.minimum((p / temperature).softmax(-1), (q / temperature).softmax(-1)).sum().item()
-    assert stats.binomtest(int(output.accepted.sum()), COUNT, overlap).pvalue > 1e-4
+@pytest.mark.parametrize("name", ["rejection", "block"])
+def test_what_follows_the_end_of_a_draft_is_not_read(name):
+    how = verifier(name, num_speculative_tokens=3)
+    p, q = torch.randn(2, 2000, 4, 3, generator=torch.Generator().manual_seed(0))
+    drafts = torch.tensor([[0, 1, -1], [2, -1, 1], [-1, 0, 2], [1, 1, 1]]).repeat(500, 1)
+    after = (drafts < 0).long().cummax(1).values.bool()[..., None]
+    clean = verified(how, p, drafts, temperature=1.0, draft_logits=q[:, 1:])
+    poisoned = torch.cat([p[:, :1], p[:, 1:].masked_fill(after, math.nan)], 1)
+    dirty = verified(how, poisoned, drafts, temperature=1.0, draft_logits=q[:, 1:].masked_fill(after, math.nan))
+    assert torch.equal(clean.accepted, dirty.accepted) and torch.equal(clean.next_tokens, dirty.next_tokens)
 
 
 @pytest.mark.parametrize("proposed", [0, 2])
@@ -151,22 +113,85 @@ def test_a_token_after_a_whole_or_an_empty_draft_is_the_one_plain_decoding_draws
     assert output.accepted.eq(proposed).all() and torch.equal(output.next_tokens, plain)
 
 
-@pytest.mark.parametrize("temperature", [0.6, 1.7])
-def test_where_nothing_was_proposed_the_next_token_is_distributed_as_the_targets(lossless, temperature):
-    logits = torch.randn(8, generator=torch.Generator().manual_seed(2))
-    output = verified(lossless, logits.expand(COUNT, 2, -1), torch.full((COUNT, 1), -1), temperature=temperature)
-    assert p_value(output.next_tokens, (logits.double() / temperature).softmax(-1), 8) > 1e-4
+@pytest.mark.parametrize("restriction", [{}, *RESTRICTIONS.values()], ids=["whole", *RESTRICTIONS])
+@pytest.mark.parametrize("temperature", [0.0, 0.6, 1.7])
+def test_plain_sampling_is_distributed_as_the_target(temperature, restriction):
+    one_seed = sampling_of(COUNT, temperature, seeds=torch.full((COUNT,), 3), **restriction)
+    tokens = sample_target(LOGITS.expand(COUNT, -1), sampling=one_seed, positions=torch.arange(COUNT))
+    if temperature:
+        assert p_value(tokens, law(LOGITS, temperature, **restriction), 6) > 1e-4
+    else:
+        assert tokens.eq(0).all()
 
 
-@pytest.mark.parametrize("temperature", [0.6, 1.7])
-def test_plain_sampling_is_distributed_as_the_target(temperature):
-    logits = torch.randn(8, generator=torch.Generator().manual_seed(2))
-    one_seed = sampling_of(COUNT, temperature, seeds=torch.full((COUNT,), 3))
-    tokens = sample_target(logits.expand(COUNT, -1), sampling=one_seed, positions=torch.arange(COUNT))
-    assert p_value(tokens, (logits.double() / temperature).softmax(-1), 8) > 1e-4
+TWO = {
+    "cold, a draft that knows nothing": (0.6, 0.0, {}),
+    "a draft that knows something": (1.0, 0.6, {}),
+    "hot, a draft that knows much": (1.7, 0.95, {}),
+    "top_k": (1.0, 0.0, RESTRICTIONS["top_k"]),
+    "top_p": (1.0, 0.0, RESTRICTIONS["top_p"]),
+    "top_k and top_p": (0.6, 0.6, RESTRICTIONS["top_k and top_p"]),
+    "a smaller vocabulary": (0.6, 0.9, {"draft_vocab": 3}),
+    "a smaller vocabulary, top_k and top_p": (1.0, 0.3, {"draft_vocab": 3, "top_k": 4, "top_p": 0.9}),
+}
 
 
-def test_plain_sampling_at_temperature_0_takes_the_argmax():
-    logits = torch.randn(20, 8, generator=torch.Generator().manual_seed(2))
-    tokens = sample_target(logits, sampling=sampling_of(20), positions=torch.zeros(20, dtype=torch.int64))
-    assert tokens.tolist() == logits.argmax(-1).tolist()
+@pytest.mark.parametrize(("temperature", "likeness", "options"), TWO.values(), ids=TWO)
+def test_the_first_two_tokens_are_jointly_distributed_as_the_targets(lossless, temperature, likeness, options):
+    texts, joint, output = two_tokens(lossless, temperature, likeness, 3, **options)
+    assert p_value(texts, joint, 25) > 1e-4 and output.accepted.unique().tolist() == [0, 1, 2]
+
+
+VOCAB, STEPS, LENGTH = 3, 3, 3
+TEXTS = 2 * COUNT
+"""So many show noise that is used twice."""
+
+
+def texts_p_value(how, draft_seeds):
+    """Of the first LENGTH tokens of TEXTS requests, of rounds over a Markov chain."""
+    generator = torch.Generator().manual_seed(3)
+    p, q = torch.randn(2, VOCAB, VOCAB, generator=generator) * 1.5
+    row, seeds = torch.arange(TEXTS), torch.arange(TEXTS)
+    text, size = torch.zeros(TEXTS, LENGTH * (STEPS + 1) + 1, dtype=torch.int64), torch.ones(TEXTS, dtype=torch.int64)
+    while size.min() <= LENGTH:
+        drafts, previous, first = [], [text[row, size - 1]], FIRST + size
+        for step in range(STEPS):
+            drafts.append(draft_of(q[previous[-1]], 1.0, first + step, draft_seeds(seeds, first)))
+            previous.append(drafts[-1])
+        output = verified(
+            how, torch.stack([p[x] for x in previous], 1), torch.stack(drafts, 1), temperature=1.0,
+            draft_logits=torch.stack([q[x] for x in previous[:-1]], 1), first=first,
+        )  # fmt: skip
+        for step, token in enumerate(drafts):
+            text[row, size + step] = token
+        size = size + output.accepted
+        text[row, size] = output.next_tokens
+        size = size + 1
+    chain = p.double().softmax(-1).tolist()
+    chances = [
+        math.prod(chain[a][b] for a, b in itertools.pairwise((0, *tokens)))
+        for tokens in itertools.product(range(VOCAB), repeat=LENGTH)
+    ]
+    place = VOCAB ** torch.arange(LENGTH - 1, -1, -1)
+    return p_value((text[:, 1 : LENGTH + 1] * place).sum(1), chances, VOCAB**LENGTH)
+
+
+def test_a_text_of_many_rounds_is_distributed_as_the_targets(lossless):
+    assert texts_p_value(lossless, lossless.draft_seeds) > 1e-4
+
+
+class StaleSeeds(BlockVerification):
+    def draft_seeds(self, seeds, draft_positions):
+        return seeds
+
+
+STALE = {
+    "drafts": (BlockVerification(), StaleSeeds().draft_seeds),
+    "accept uniforms": (StaleSeeds(), BlockVerification().draft_seeds),
+}
+
+
+@pytest.mark.parametrize(("how", "draft_seeds"), STALE.values(), ids=STALE)
+def test_noise_used_twice_for_a_block_would_change_the_distribution(how, draft_seeds):
+    # Not a promise but the reason for draft_seeds, and the proof that the test above would notice.
+    assert texts_p_value(how, draft_seeds) < 1e-5

@@ -67,8 +67,8 @@ def _row_law(row, temperature, top_k, top_p):
     return [math.exp((x - max(row)) / temperature) / weight(kept) if x >= kept else 0.0 for x in row]
 
 
-def two_tokens(verifier, vocab, temperature, likeness, seed, *, draft_vocab=None, **restriction):
-    """First two output tokens of COUNT requests, K = 2, and the joint distribution they should have.
+def two_tokens(verifier, temperature, likeness, seed, *, vocab=5, draft_vocab=None, **restriction):
+    """The first two output tokens of COUNT requests, K = 2, as one index, the law that it should have, and the output.
 
     draft_vocab: how many tokens the draft can propose. restriction: the target's top_k and top_p, which it knows
     nothing of.
@@ -92,8 +92,8 @@ def two_tokens(verifier, vocab, temperature, likeness, seed, *, draft_vocab=None
         p[1][first], sampling=sampling_of(COUNT, temperature, **restriction), positions=torch.full((COUNT,), FIRST + 1)
     )
     second = torch.where(accepted == 2, d1, torch.where(accepted == 1, added, later))
-    exact = [law(x, temperature, **restriction) for x in (*p, after)]
-    return first, second, output, (d0, d1), exact
+    exact = [law(x, temperature, **restriction) for x in p]
+    return first * vocab + second, exact[0][:, None] * exact[1], output
 
 
 def p_value(tokens, probabilities, bins):

@@ -7,6 +7,7 @@ import torch
 
 from spec_decode.sampling import noise
 from spec_decode.verification.kernels.verify_arguments import VerifyArguments
+from tests.spec_decode.verification.verify_helpers import law
 
 VOCAB, STEPS, FIRST = 3, 3, 30
 DRAFTS = list(itertools.product(range(VOCAB), repeat=STEPS))
@@ -46,10 +47,28 @@ def block_oracle(p, q, draft, uniforms):
     return accepted, weights_of(p, q, draft)[accepted]
 
 
+def rejection_lengths(p, q, draft):
+    """The probability of each accepted length, and the weight of the target's law in what then follows."""
+    passes = rejection_passes(p, q, draft)
+    ends = [*(1 - chance for chance in passes), 1.0]
+    return [(math.prod(passes[:i]) * ends[i], 1.0) for i in range(len(draft) + 1)]
+
+
+def block_lengths(p, q, draft):
+    passes = [1.0, *block_passes(p, q, draft)]
+    longer = [math.prod(1 - chance for chance in passes[i + 1 :]) for i in range(len(passes))]
+    return [(a * b, w) for a, b, w in zip(passes, longer, weights_of(p, q, draft), strict=True)]
+
+
+def next_law(p, q, draft, accepted, weight):
+    """What the token after the accepted ones is drawn from, not normalised."""
+    return p[accepted] if accepted == len(draft) else residual(p[accepted], q[accepted], weight)
+
+
 class Case:
     """Rows: every draft of a tiny vocabulary with every table of random logits; p and q are fp64."""
 
-    def __init__(self, tables):
+    def __init__(self, tables, temperature=1.0, **restriction):
         generator = torch.Generator().manual_seed(7)
         p = torch.randn(tables, STEPS + 1, VOCAB, generator=generator) * 1.5
         q = p[:, :STEPS] * 0.5 + torch.randn(tables, STEPS, VOCAB, generator=generator)
@@ -57,32 +76,33 @@ class Case:
         which = torch.tensor([table for table, _ in self.rows])
         self.p_logits, self.q_logits = p[which], q[which]
         self.tokens = torch.tensor([draft for _, draft in self.rows])
-        self.p, self.q = (x.double().softmax(-1).tolist() for x in (self.p_logits, self.q_logits))
+        self.p, self.q = law(p, temperature, **restriction)[which].tolist(), law(q, 1.0)[which].tolist()
         self.drafts = [[t for t in draft if t >= 0] for _, draft in self.rows]
+        self.seeds, self.first = torch.arange(len(which)) + 1000, torch.full((len(which),), FIRST)
 
-    def check(self, op, oracle, accept_seeds, device, margin):
-        """The op's output for these seeds is the oracle's, but for choices closer than the margin: at most 2 %."""
-        count = len(self.rows)
-        seeds, first = torch.arange(count) + 1000, torch.full((count,), FIRST)
-        arguments = VerifyArguments(
-            self.p_logits, self.tokens, self.q_logits, torch.ones(count), seeds, accept_seeds, first
-        )
-        found = [x.tolist() for x in op(*(x.to(device) for x in arguments))]
-        positions = first[:, None] + torch.arange(STEPS + 1)
+    def run(self, op, accept_seeds, device="cpu"):
+        """The op's output, where the logits are those of the laws."""
+        ones = torch.ones(len(self.rows))
+        arguments = self.p_logits, self.tokens, self.q_logits, ones, self.seeds, accept_seeds, self.first
+        return op(*(x.to(device) for x in VerifyArguments(*arguments)))
+
+    def check(self, output, oracle, accept_seeds, margin=1e-5):
+        """It is the oracle's for these seeds, but for choices closer than the margin: at most 2 %."""
+        found = list(zip(*(x.tolist() for x in output), strict=True))
+        positions = self.first[:, None] + torch.arange(STEPS + 1)
         uniforms = noise.uniform(noise.key(accept_seeds[:, None], positions, noise.ACCEPT), positions * 0).tolist()
-        keys = noise.key(seeds[:, None], positions, noise.TARGET)
+        keys = noise.key(self.seeds[:, None], positions, noise.TARGET)
         gumbel = noise.gumbel(keys[..., None], torch.arange(VOCAB)).tolist()
         close = 0
-        for row in range(count):
-            p, q, draft = self.p[row], self.q[row], self.drafts[row]
+        for row, (p, q, draft) in enumerate(zip(self.p, self.q, self.drafts, strict=True)):
             (accepted, weight), near = oracle(p, q, draft, uniforms[row]), set()
             for factor in (1 - margin, 1 + margin):
                 near.add(oracle(p, q, draft, [u * factor for u in uniforms[row]])[0])
-            law = p[accepted] if accepted == len(draft) else residual(p[accepted], q[accepted], weight)
-            scores = [math.log(x) + g if x else -math.inf for x, g in zip(law, gumbel[row][accepted], strict=True)]
+            wanted = next_law(p, q, draft, accepted, weight)
+            scores = [math.log(x) + g if x else -math.inf for x, g in zip(wanted, gumbel[row][accepted], strict=True)]
             best, second = sorted(scores)[:-3:-1]
             if len(near) > 1 or best - second < 1e-4:
                 close += 1
                 continue
-            assert (found[0][row], found[1][row]) == (accepted, scores.index(best)), (row, self.rows[row])
-        assert close <= count // 50
+            assert found[row] == (accepted, scores.index(best)), (row, self.rows[row])
+        assert close <= len(found) // 50
