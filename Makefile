@@ -18,7 +18,7 @@ RELEASE_TESTS := tests/builders tests/attn_backends/test_registry.py tests/attn_
 	tests/spec_decode/graphs tests/spec_decode/sampling tests/spec_decode/drafter/test_strategies.py \
 	tests/spec_decode/models/hf tests/spec_decode/cli/test_cli_draft.py
 RELEASE_KERNELS := $(addprefix tests/interpreter/test_,op_kernels.py attention_kernels.py \
-	latent_attention_kernel.py nan_logits_kernels.py shared_state_kernels.py verify_kernels.py)
+	nan_logits_kernels.py shared_state_kernels.py verify_kernels.py)
 
 .PHONY: demo test slow engines engine-vllm engine-sglang engine-sglang-rounds oldest newest smollm2 lint docs check release clean
 

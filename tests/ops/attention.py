@@ -153,14 +153,22 @@ def paged(spec, batch, splits, masks=None):
 
 @op("attn_backends::paged_attention", close=CLOSE, strided="query key_cache value_cache")
 def paged_attention():
-    for splits in (1, 3):
-        for batch, spec, causal in product(BATCHES, (PLAIN, EVERYTHING), (True, False)):
-            yield paged(replace(spec, causal=causal), batch, splits)
-        for window in (None, 64):
-            yield paged(replace(PLAIN, sliding_window=window), TREES, splits, tree_masks())
-        for spec in SPECS:
-            yield paged(spec, ([2, 2], [7, 70], 3), splits)
+    for batch, spec, causal in product(BATCHES, (PLAIN, EVERYTHING), (True, False)):
+        yield paged(replace(spec, causal=causal), batch, 3)
+    for spec, batch in zip(SPECS, BATCHES * 4, strict=False):
+        yield paged(spec, ([2, 2], [7, 70], 3), 3)
+        yield paged(spec, batch, 1)
+    for splits, window in ((1, None), (3, 64)):
+        yield paged(replace(PLAIN, sliding_window=window), TREES, splits, tree_masks())
     yield paged(PLAIN, ([1, 1], [1, 130], 2), 8)
+    for splits in (1, 3):
+        sample = paged(replace(PLAIN, sinks=True), ([1, 1, 1], [130, 70, 1], 4), splits)
+        sample[6].copy_(torch.tensor([-torch.inf, torch.inf, 0.5, -torch.inf]))
+        yield sample
+        sample = paged(PLAIN, ([1, 1, 1], [130, 130, 70], None), splits)
+        for request, position, head in ((0, 3, 1), (2, 69, 0)):
+            sample[1][sample[3][request, position // 4], position % 4, head] = torch.nan
+        yield sample
 
 
 op("attn_backends::tree_attention", close=CLOSE, strided="query key_cache value_cache")(test_tree_attention.samples)
@@ -176,15 +184,21 @@ def latent(batch, splits=2, *, page_size=4, heads=6, widths=(32, 16), dtype=torc
 
 @op("attn_backends::latent_attention", close=CLOSE, strided="query latent_cache")
 def latent_attention():
-    for splits in (1, 3):
-        for batch, causal in product(LATENT_BATCHES, (True, False)):
-            yield latent(batch, splits, causal=causal)
-        yield latent((TREE_LENS, [20, 70, 30], None), splits, masks=tree_masks())
+    for batch in LATENT_BATCHES:
+        yield latent(batch, 1)
+        for causal in (True, False):
+            yield latent(batch, 3, causal=causal)
+    yield latent((TREE_LENS, [20, 70, 30], None), 3, masks=tree_masks())
     for heads in (2, 16, 20, 128):
         yield latent(([1, 1], [7, 20], 3), heads=heads)
-    for widths, dtype in product(((512, 64), (16, 32)), DTYPES):
+    for widths, dtype in each(((512, 64), (16, 32)), DTYPES):
         yield latent(([2, 2], [7, 70], 3), widths=widths, dtype=dtype)
     yield latent(([1, 1], [1, 66], 2), 32)
+    for splits in (1, 4):
+        sample = latent(([1, 1, 1], [66, 66, 34], 4), splits)
+        for request, position in ((0, 3), (2, 33)):
+            sample[1][sample[2][request, position // 4], position % 4] = torch.nan
+        yield sample
 
 
 @op("attn_backends::sparse_attention", close=ROUNDED_ONCE, strided="query latent_cache indices")

@@ -26,7 +26,8 @@ def process_logits():
     for vocab, dtype, column in each((1100, 3), DTYPES, (None, torch.tensor([2, 0, 1, 2]))):
         yield noise(4, 3, vocab, dtype=dtype), torch.tensor([0.0, 0.7, 1.0, 1e-3]), column, None, None
     yield noise(4, 3, 80)[..., ::2], torch.ones(4), None, None, None
-    yield noise(4, 3, 40), torch.full((4,), 2.0), None, int32(2, 3, 39, 0), torch.tensor([1, 0.5, 1, 0.9])
+    # Some rows are not restricted, and so not written.
+    yield noise(6, 3, 40), torch.full((6,), 2.0), None, int32(2, 0, 39, 0, 40, 41), torch.tensor([1, 0.5, 1, 1, 1, 1])
 
 
 @op("spec_decode::draw_tokens")
@@ -36,7 +37,7 @@ def draw_tokens():
     yield ties(5000, (700, 4000)), torch.zeros(1), *torch.zeros(2, 1, dtype=torch.int64)
 
 
-@op("spec_decode::draw_target")
+@op("spec_decode::draw_target", strided="logits")
 def draw_target():
     for vocab, dtype, column in each((37, 2000), DTYPES[:2], (torch.tensor([2, 0, 1] * 2), None)):
         yield (

@@ -1,4 +1,5 @@
-import math
+"""Backends of our own kernels against attention over the logical tokens, of keys and values and of latents."""
+
 from dataclasses import replace
 
 import pytest
@@ -7,31 +8,47 @@ import torch
 from attn_backends import KVCache, get
 from attn_backends.base import check_forward_inputs
 from attn_backends.kernels.paged_attention import PagedAttentionArguments, tile_config
-from builders import BatchBuffers, BatchError
+from builders import AttentionKind, BatchBuffers, BatchError
+from tests.attn_backends.kernels.attention_oracle import attend, tokens_of
 from tests.factories import CPU, make_cache, make_spec, make_tables
 
 PLAIN = make_spec(head_dim=64)
-CASES = {
-    "decode": (PLAIN, [1, 1, 1], [1, 4, 17]),
-    "ragged": (PLAIN, [1, 5, 3], [9, 5, 21]),
-    "uniform extend": (PLAIN, [3, 3], [7, 20]),
-    "no grouping": (replace(PLAIN, num_kv_heads=4), [2, 2], [7, 20]),
-    "one kv head": (replace(PLAIN, num_kv_heads=1), [2, 2], [7, 20]),
-    "window": (replace(PLAIN, sliding_window=5), [1, 4, 8], [4, 20, 8]),
-    "window of one": (replace(PLAIN, sliding_window=1), [1, 3], [4, 20]),
-    "sinks": (replace(PLAIN, sinks=True), [1, 4], [1, 20]),
-    "soft cap": (replace(PLAIN, soft_cap=1.5), [1, 4], [3, 20]),
-    "scale": (replace(PLAIN, scale=0.7), [1, 4], [3, 20]),
-    "another value dim": (replace(PLAIN, value_dim=72), [1, 4], [3, 20]),
-    "everything": (
-        replace(PLAIN, sliding_window=6, sinks=True, soft_cap=2.0, scale=0.3, value_dim=72), [3, 1, 2], [3, 9, 21],
-    ),
-    "one-token pages": (replace(PLAIN, page_size=1), [2, 1], [7, 20]),
-}  # fmt: skip
+LATENTS = make_spec(kind=AttentionKind.MLA, num_kv_heads=1, head_dim=48, value_dim=32, scale=0.2)
+SPECS = {
+    "plain": PLAIN,
+    "no grouping": replace(PLAIN, num_kv_heads=4),
+    "one kv head": replace(PLAIN, num_kv_heads=1),
+    "window": replace(PLAIN, sliding_window=5),
+    "window of one": replace(PLAIN, sliding_window=1),
+    "sinks": replace(PLAIN, sinks=True),
+    "soft cap": replace(PLAIN, soft_cap=1.5),
+    "scale": replace(PLAIN, scale=0.7),
+    "another value dim": replace(PLAIN, value_dim=72),
+    "everything": replace(PLAIN, sliding_window=6, sinks=True, soft_cap=2.0, scale=0.3, value_dim=72),
+    "one-token pages": replace(PLAIN, page_size=1),
+    "bfloat16": replace(PLAIN, dtype=torch.bfloat16, kv_dtype=torch.bfloat16),
+    "latents": LATENTS,
+    "latents of DeepSeek-V3's dims": replace(LATENTS, head_dim=576, value_dim=512),
+    "latents of less value than rotary dims": replace(LATENTS, value_dim=16),
+    "latents in pages of six": replace(LATENTS, page_size=6, num_q_heads=6),
+    "latents in float16": replace(LATENTS, dtype=torch.float16, kv_dtype=torch.float16),
+}
+CLOSE = {torch.float32: {"rtol": 1e-5, "atol": 1e-5}, torch.float16: {"rtol": 2**-10, "atol": 1e-5}}
+CLOSE[torch.bfloat16] = {"rtol": 2**-7, "atol": 1e-5}
+BATCHES = {"decode": ([1, 1, 1], [1, 4, 17]), "ragged": ([1, 5, 3], [9, 5, 21]), "uniform": ([3, 3], [7, 20])}
+
+
+def names_for(spec):
+    return ["torch_reference", "triton_mla" if spec.kind is AttentionKind.MLA else "triton_paged"]
+
+
+each_backend = pytest.mark.parametrize(
+    ("spec", "name"), [(spec, name) for spec in (PLAIN, LATENTS) for name in names_for(spec)]
+)
 
 
 class Asked:
-    """A batch on a cache that is noise, with what attention over the logical tokens gives, in plain fp64."""
+    """A batch over a cache that is noise, and what attention over the logical tokens gives."""
 
     def __init__(self, spec, query_lens, seq_lens, pad_reqs=None):
         generator = torch.Generator().manual_seed(1)
@@ -39,12 +56,12 @@ class Asked:
         self.spec, self.query_lens, self.seq_lens = spec, query_lens, seq_lens
         self.batch = BatchBuffers(tables, max_tokens=64)
         num_reqs, num_tokens = self.batch.load(query_lens, seq_lens, pad_reqs=pad_reqs)
-        self.view = self.batch.view(
-            0, num_reqs=num_reqs, num_tokens=num_tokens, max_query_len=max(query_lens),
-            uniform=len(set(query_lens)) == 1,
-        )  # fmt: skip
-        self.cache = make_cache(spec, tables.num_pages[0])
-        self.query = torch.randn(num_tokens, spec.num_q_heads, spec.head_dim, generator=generator)
+        sizes = {"max_query_len": max(query_lens), "uniform": len(set(query_lens)) == 1}
+        self.view = self.batch.view(0, num_reqs=num_reqs, num_tokens=num_tokens, **sizes)
+        self.table, self.cache = tables.block_tables[0], make_cache(spec, tables.num_pages[0])
+        if spec.kind is AttentionKind.MLA:
+            self.cache = KVCache(self.cache.key, self.cache.key[..., : spec.out_dim])
+        self.query = torch.randn(num_tokens, spec.num_q_heads, spec.head_dim, generator=generator).to(spec.dtype)
         self.sinks = torch.randn(spec.num_q_heads, generator=generator) if spec.sinks else None
 
     def run(self, name):
@@ -53,52 +70,50 @@ class Asked:
         return backend.forward(self.query, self.cache, builder.build(self.view), spec=self.spec, sinks=self.sinks)
 
     def truth(self):
-        rows, token = [], 0
-        for request, (query, seq) in enumerate(zip(self.query_lens, self.seq_lens, strict=True)):
-            for position in range(seq - query, seq):
-                heads = range(self.spec.num_q_heads)
-                rows.append(torch.stack([self._one(request, position, token, head) for head in heads]))
-                token += 1
+        rows, window = [], self.spec.sliding_window or 99
+        for pages, count, length in zip(self.table, self.query_lens, self.seq_lens, strict=False):
+            tokens = tokens_of(self.cache, pages, length, self.spec)
+            for position in range(length - count, length):
+                seen = range(max(0, position + 1 - window), position + 1)
+                rows.append(attend(self.query[len(rows)], *tokens, seen, self.spec, self.sinks))
         return torch.stack(rows)
 
-    def _one(self, request, position, token, head):
-        spec = self.spec
-        first = 0 if spec.sliding_window is None else max(0, position - spec.sliding_window + 1)
-        kv_head = head * spec.num_kv_heads // spec.num_q_heads
-        weights, total = [], 0.0 if self.sinks is None else math.exp(float(self.sinks[head]))
-        values = []
-        for past in range(first, position + 1):
-            page = int(self.batch.tables.block_tables[0, request, past // spec.page_size])
-            key = self.cache.key[page, past % spec.page_size, kv_head].double()
-            score = spec.softmax_scale * float(self.query[token, head].double() @ key)
-            score = score if spec.soft_cap is None else spec.soft_cap * math.tanh(score / spec.soft_cap)
-            weights.append(math.exp(score))
-            values.append(self.cache.value[page, past % spec.page_size, kv_head].double())
-        total += sum(weights)
-        return sum((w / total * v for w, v in zip(weights, values, strict=True)), torch.zeros(spec.out_dim))
+
+def check(spec, batch):
+    asked = Asked(spec, *batch)
+    for name in names_for(spec):
+        out = asked.run(name)
+        assert out.dtype == spec.dtype
+        torch.testing.assert_close(
+            out.double(), asked.truth(), **CLOSE[spec.dtype], msg=lambda text, at=name: at + text
+        )
 
 
-@pytest.mark.parametrize("name", ["torch_reference", "triton_paged"])
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_attention_over_pages_is_attention_over_the_logical_tokens(name, case):
-    asked = Asked(*case)
-    torch.testing.assert_close(asked.run(name).double(), asked.truth(), rtol=1e-5, atol=1e-5)
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+def test_attention_over_pages_is_attention_over_the_logical_tokens(spec):
+    check(spec, ([3, 1, 8], [3, 9, 21]))
 
 
-@pytest.mark.parametrize("name", ["torch_reference", "triton_paged"])
-@pytest.mark.parametrize("spec", [PLAIN, replace(PLAIN, sinks=True)], ids=["plain", "sinks"])
-def test_padding_rows_come_out_as_zero(name, spec):
-    out = Asked(spec, [2, 2], [7, 20], pad_reqs=4).run(name)
-    assert out[4:].eq(0).all() and out[:4].ne(0).any()
+@pytest.mark.parametrize("batch", BATCHES.values(), ids=BATCHES)
+@pytest.mark.parametrize("spec", [PLAIN, LATENTS], ids=["plain", "latents"])
+def test_batches_of_every_shape(spec, batch):
+    check(spec, batch)
 
 
-@pytest.mark.parametrize("name", ["torch_reference", "triton_paged"])
-def test_nothing_outside_a_requests_tokens_is_read(name):
-    asked = Asked(PLAIN, [1, 3], [6, 17])
+@each_backend
+def test_padding_rows_come_out_as_zero(spec, name):
+    for sinks in (False, True) if spec is PLAIN else (False,):
+        out = Asked(replace(spec, sinks=sinks), [2, 2], [7, 20], pad_reqs=4).run(name)
+        assert out[4:].eq(0).all() and out[:4].ne(0).any()
+
+
+@each_backend
+def test_nothing_outside_a_requests_tokens_is_read(spec, name):
+    asked = Asked(spec, [1, 3], [6, 17])
     owned = torch.zeros(asked.cache.num_pages, 4, dtype=torch.bool)
-    for request, length in enumerate(asked.seq_lens):
-        for position in range(length):
-            owned[asked.batch.tables.block_tables[0, request, position // 4], position % 4] = True
+    for pages, length in zip(asked.table, asked.seq_lens, strict=False):
+        at = torch.arange(length)
+        owned[pages[at // 4].long(), at % 4] = True
     clean = asked.run(name)
     asked.cache.key[~owned] = asked.cache.value[~owned] = float("nan")
     assert torch.equal(asked.run(name), clean)
@@ -108,69 +123,49 @@ def test_nothing_outside_a_requests_tokens_is_read(name):
 def test_a_window_keeps_tokens_before_it_from_being_read(name):
     asked = Asked(replace(PLAIN, sliding_window=4), [1], [18])
     clean = asked.run(name)
-    pages = asked.batch.tables.block_tables[0, 0, :3].long()
-    asked.cache.value[pages] = 1e4
+    asked.cache.value[asked.table[0, :3].long()] = 1e4
     assert torch.equal(asked.run(name), clean)
 
 
-@pytest.mark.parametrize("name", ["torch_reference", "triton_paged"])
-def test_keys_and_values_may_be_packed_any_way(name):
-    asked = Asked(PLAIN, [1, 3], [6, 17])
-    plain = asked.run(name)
-    packed = torch.stack([asked.cache.key, asked.cache.value], 3).flatten(3)
-    asked.cache = KVCache(packed[..., :64], packed[..., 64:])
+@each_backend
+def test_a_cache_may_lie_in_a_wider_one(spec, name):
+    asked = Asked(spec, [1, 3], [6, 17])
+    plain, cache = asked.run(name), asked.cache
+    wide = torch.stack([cache.key, cache.value if spec is PLAIN else cache.key.flip(0)], 3).flatten(3)
+    asked.cache = KVCache(wide[..., : spec.head_dim], wide[..., 64:] if spec is PLAIN else wide[..., : spec.out_dim])
     assert torch.equal(asked.run(name), plain)
 
 
-def refusal(change):
+SINKS = {"spec": replace(PLAIN, sinks=True)}
+REFUSED = {
+    "too few query tokens": (lambda asked: {"query": asked.query[:-1]}, "query must be torch.float32 [4, 4, 64]"),
+    "a query of another dtype": (lambda asked: {"query": asked.query.bfloat16()}, "got torch.bfloat16"),
+    "a cache of another dtype": (
+        lambda asked: {"cache": KVCache(asked.cache.key.bfloat16(), asked.cache.value)}, "key cache must be",
+    ),
+    "a cache of another page size": (
+        lambda asked: {"cache": KVCache(asked.cache.key, asked.cache.value[:, :2])}, "value cache must be",
+    ),
+    "a strided last dim": (
+        lambda asked: {"cache": KVCache(asked.cache.key.mT.contiguous().mT, asked.cache.value)},
+        "the last dim of the key cache must be contiguous",
+    ),
+    "sinks that the spec does not have": (lambda _: {"sinks": torch.zeros(4)}, "spec.sinks=False and a tensor"),
+    "missing sinks": (lambda _: SINKS, "spec.sinks=True and None"),
+    "sinks of another dtype": (
+        lambda _: {**SINKS, "sinks": torch.zeros(4, dtype=torch.bfloat16)}, "sinks must be torch.float32 [4]",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "message"), REFUSED.values(), ids=REFUSED)
+def test_tensors_that_a_kernel_would_misread_are_refused(change, message):
     asked = Asked(PLAIN, [1, 3], [6, 17])
-    builder = get("torch_reference").builder(PLAIN, CPU, max_reqs=4, max_tokens=64, max_seq_len=32)
-    args = {
-        "query": asked.query,
-        "cache": asked.cache,
-        "metadata": builder.build(asked.view),
-        "spec": PLAIN,
-        "sinks": None,
-    }
+    metadata = get("torch_reference").builder(PLAIN, CPU, max_reqs=4, max_tokens=64, max_seq_len=32).build(asked.view)
+    right = {"query": asked.query, "cache": asked.cache, "metadata": metadata, "spec": PLAIN, "sinks": None}
     with pytest.raises(BatchError) as refused:
-        check_forward_inputs(**{**args, **change(asked)})
-    return str(refused.value)
-
-
-def test_too_few_query_tokens_are_refused():
-    assert "query must be torch.float32 [4, 4, 64]" in refusal(lambda asked: {"query": asked.query[:-1]})
-
-
-def test_a_query_of_another_dtype_is_refused():
-    assert "got torch.bfloat16" in refusal(lambda asked: {"query": asked.query.bfloat16()})
-
-
-def test_a_cache_of_another_dtype_is_refused():
-    assert "key cache must be" in refusal(lambda a: {"cache": KVCache(a.cache.key.bfloat16(), a.cache.value)})
-
-
-def test_a_cache_of_another_page_size_is_refused():
-    assert "value cache must be" in refusal(lambda a: {"cache": KVCache(a.cache.key, a.cache.value[:, :2])})
-
-
-def test_a_cache_whose_last_dim_is_strided_is_refused():
-    def strided(asked):
-        return {"cache": KVCache(asked.cache.key.transpose(1, 3).contiguous().transpose(1, 3), asked.cache.value)}
-
-    assert "the last dim of the key cache must be contiguous" in refusal(strided)
-
-
-def test_sinks_that_the_spec_does_not_have_are_refused():
-    assert "spec.sinks=False and a tensor" in refusal(lambda asked: {"sinks": torch.zeros(4)})
-
-
-def test_missing_sinks_are_refused():
-    assert "spec.sinks=True and None" in refusal(lambda asked: {"spec": replace(PLAIN, sinks=True)})
-
-
-def test_sinks_of_another_dtype_are_refused():
-    change = {"spec": replace(PLAIN, sinks=True), "sinks": torch.zeros(4, dtype=torch.bfloat16)}
-    assert "sinks must be torch.float32 [4]" in refusal(lambda asked: change)
+        check_forward_inputs(**{**right, **change(asked)})
+    assert message in str(refused.value)
 
 
 @pytest.mark.parametrize(
@@ -190,7 +185,7 @@ def test_a_tile_follows_what_bounds_a_program(row_bytes, tokens, alone, block_m,
     assert (config["BLOCK_N"], config["num_warps"], config["num_stages"]) == tile
 
 
-def attend(**changes):
+def arguments(**changes):
     """Two queries at the end of six tokens; changes: of the op's arguments."""
     generator = torch.Generator().manual_seed(1)
     cache = torch.randn(2, 4, 1, 16, generator=generator)
@@ -203,23 +198,38 @@ def attend(**changes):
     })  # fmt: skip
 
 
-@pytest.mark.parametrize("how", ["reference", "launch"])
-def test_a_window_in_splits_whose_bits_must_not_depend_on_the_batch_is_refused(how):
-    with pytest.raises(BatchError, match=r"got num_splits=2, sliding_window=3\. Pass num_splits=1"):
-        getattr(attend(num_splits=2, sliding_window=3), how)()
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [{"num_splits": 2}, {"sliding_window": 3}, {"num_splits": 2, "sliding_window": 3, "batch_invariant": False}],
-)
-def test_either_alone_and_both_where_bits_may_depend_on_the_batch_are_allowed(changes):
-    assert attend(**changes).reference().isfinite().all()
+def test_a_window_in_splits_whose_bits_must_not_depend_on_the_batch_is_refused():
+    for how in ("reference", "launch"):
+        with pytest.raises(BatchError, match=r"got num_splits=2, sliding_window=3\. Pass num_splits=1"):
+            getattr(arguments(num_splits=2, sliding_window=3), how)()
+    for changes in ({"num_splits": 2}, {"sliding_window": 3}):
+        assert arguments(**changes).reference().isfinite().all()
+    assert arguments(num_splits=2, sliding_window=3, batch_invariant=False).reference().isfinite().all()
 
 
 @pytest.mark.parametrize("invariant", [False, True])
 @pytest.mark.parametrize("window", [None, 1])
 def test_queries_before_the_first_token_see_nothing(invariant, window):
-    arguments = attend(seq_lens=torch.tensor([1], dtype=torch.int32), sliding_window=window, batch_invariant=invariant)
-    out = arguments.reference()
-    assert out[0].eq(0).all() and torch.equal(out[1, 0], arguments.value_cache[0, 0, 0])
+    short = arguments(seq_lens=torch.tensor([1], dtype=torch.int32), sliding_window=window, batch_invariant=invariant)
+    out = short.reference()
+    assert out[0].eq(0).all() and torch.equal(out[1, 0], short.value_cache[0, 0, 0])
+
+
+def test_a_key_of_nan_makes_nan_of_the_heads_that_see_it_and_of_no_other():
+    asked = Asked(PLAIN, [1, 2], [6, 17])
+    asked.cache.key[asked.table[1, 16 // 4], 16 % 4, 1] = float("nan")
+    for name in names_for(PLAIN):
+        wrong = torch.zeros(3, 4, 64, dtype=torch.bool)
+        wrong[2, 2:] = True
+        assert torch.equal(asked.run(name).isnan(), wrong)
+
+
+def test_a_sink_of_minus_infinity_is_none_and_one_of_infinity_gives_zero():
+    inf, asked = float("inf"), Asked(replace(PLAIN, sinks=True), [1, 1], [6, 17], pad_reqs=3)
+    asked.sinks = torch.tensor([-inf, inf, 0.5, -inf])
+    with_none = Asked(PLAIN, [1, 1], [6, 17], pad_reqs=3)
+    for name in names_for(PLAIN):
+        out, bare = asked.run(name), with_none.run(name)
+        assert out[:, 1].eq(0).all() and out[2].eq(0).all()
+        torch.testing.assert_close(out[:, [0, 3]], bare[:, [0, 3]], rtol=1e-6, atol=1e-7)
+        assert (out[:2, 2] - bare[:2, 2]).abs().amax(1).gt(1e-3).all()

@@ -8,6 +8,7 @@ import torch
 
 from attn_backends.kernels.tree_attention import tree_attention
 from builders.kernels.prefix_lens import count_prefix
+from tests.attn_backends.kernels.attention_oracle import attend, scores_of, tokens_of
 from tests.factories import batch_of, indexes_fp8, make_cache, make_spec
 
 PLAIN = make_spec(head_dim=64)
@@ -40,9 +41,6 @@ class Trees:
         generator = torch.Generator().manual_seed(3)
         self.tensors, owned, num_tokens = batch_of(query_lens, seq_lens, pad_reqs, spec.page_size, 136)
         cache = make_cache(spec, len(owned))
-        at = [torch.arange(length) for length in seq_lens]
-        pages = zip(self.tensors[0], at, strict=False)
-        self.slots = [(table[at // spec.page_size].long(), at % spec.page_size) for table, at in pages]
         for part in (cache.key, cache.value):
             part.copy_(torch.where(owned[..., None, None], part.float(), torch.nan).to(part.dtype))
         query = torch.randn(num_tokens, spec.num_q_heads + 1, spec.head_dim, generator=generator)[:, 1:]
@@ -52,17 +50,25 @@ class Trees:
         self.spec, self.cache, self.max_query_len = spec, cache, max(query_lens)
         self.query_lens, self.seq_lens = query_lens, seq_lens
 
+    def requests(self):
+        """Of each request the rows of the query, and its keys and values."""
+        start = 0
+        for pages, count, length in zip(self.tensors[0], self.query_lens, self.seq_lens, strict=False):
+            rows = slice(start, start := start + count)
+            yield rows, *tokens_of(self.cache, pages, length, self.spec)
+
     def of_prefix(self, base_2):
         """What another kernel leaves: out and lse over the prefixes; where one is empty, what must not be read."""
         heads, tokens = self.spec.num_q_heads, len(self.query)
-        out = torch.full((tokens, heads, self.spec.out_dim), torch.nan).to(self.spec.dtype)
-        lse = torch.full((heads, tokens), torch.nan)
-        for rows, scores, values in self.requests():
-            cached = scores.shape[-1] - (rows.stop - rows.start)
-            if cached:
-                prefix = scores[..., :cached]
-                out[rows] = (prefix.softmax(-1) @ values[:, :cached]).transpose(0, 1).to(out.dtype)
-                lse[:, rows] = prefix.logsumexp(-1) / (math.log(2) if base_2 else 1.0)
+        out = torch.full((tokens, heads, self.spec.out_dim), torch.nan, dtype=self.spec.dtype)
+        lse = torch.full((heads, tokens), -math.inf)
+        for rows, keys, values in self.requests():
+            for row in range(rows.start, rows.stop):
+                cached = range(len(keys) - (rows.stop - rows.start))
+                if cached:
+                    out[row] = attend(self.query[row], keys, values, cached, self.spec, None)
+                    scores = scores_of(self.query[row], keys[cached], self.spec)
+                    lse[:, row] = scores.logsumexp(0) / (math.log(2) if base_2 else 1.0)
         return out, lse.t()
 
     def arguments(self, base_2=False):
@@ -77,31 +83,16 @@ class Trees:
         return arguments[8]
 
     def at_once(self):
-        """Attention in fp32 to all that each query token sees, in one softmax."""
+        """Attention to all that each query token sees, in one softmax."""
         out = torch.zeros(len(self.query), self.spec.num_q_heads, self.spec.out_dim)
-        for rows, scores, values in self.requests():
-            count, length = rows.stop - rows.start, scores.shape[-1]
-            for token in range(count):
-                mask = int(self.masks[rows.start + token]) % 2**64
-                seen = [*range(length - count), *(length - count + j for j in range(count) if mask >> j & 1)]
-                weights = scores[:, token, seen].exp()
-                total = weights.sum(-1, keepdim=True) + (0.0 if self.sinks is None else self.sinks.exp()[:, None])
-                out[rows.start + token] = torch.einsum("hn,hnd->hd", weights / total, values[:, seen])
+        for rows, keys, values in self.requests():
+            count = rows.stop - rows.start
+            cached = len(keys) - count
+            for row in range(rows.start, rows.stop):
+                mask = int(self.masks[row]) % 2**64
+                seen = [*range(cached), *(cached + j for j in range(count) if mask >> j & 1)]
+                out[row] = attend(self.query[row], keys, values, seen, self.spec, self.sinks)
         return out
-
-    def requests(self):
-        """Rows of the query, scores [H, q, L] and values [H, L, E] of each request, in fp32."""
-        start = 0
-        for query_len, slots in zip(self.query_lens, self.slots, strict=True):
-            rows = slice(start, start := start + query_len)
-            key, value = (
-                part.float()[slots].repeat_interleave(self.spec.group_size, 1).transpose(0, 1)
-                for part in (self.cache.key, self.cache.value)
-            )
-            scores = self.query[rows].float().transpose(0, 1) @ key.transpose(1, 2) * self.spec.softmax_scale
-            if self.spec.soft_cap:
-                scores = self.spec.soft_cap * torch.tanh(scores / self.spec.soft_cap)
-            yield rows, scores, value
 
 
 def tolerance(spec):
@@ -154,8 +145,7 @@ def test_a_sink_of_minus_infinity_is_none_and_one_of_infinity_gives_zero():
 def key_of_nan():
     """Of the second request's star, seen by the token of that place alone, in the heads of the second KV head."""
     trees = Trees(PLAIN, *UNIFORM)
-    page, offset = (int(part[32 + 3]) for part in trees.slots[1])
-    trees.cache.key[page, offset, 1] = torch.nan
+    trees.cache.key[trees.tensors[0][1, 35 // 4], 35 % 4, 1] = torch.nan
     return trees
 
 
