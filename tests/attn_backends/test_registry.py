@@ -1,3 +1,4 @@
+import re
 import sys
 from dataclasses import replace
 from importlib.metadata import EntryPoint
@@ -57,33 +58,25 @@ def plug_in_module(monkeypatch):
     monkeypatch.setitem(sys.modules, "a_plug_in", module)
 
 
-def test_the_built_in_backends_are_known():
-    assert {"torch_reference", "triton_paged"} <= {*names()}
+def test_a_built_in_backend_is_known_and_made_once():
+    assert {"torch_reference", "triton_paged"} <= {*names()} and get("torch_reference") is get("torch_reference")
 
 
-def test_a_backend_is_made_once():
-    assert get("torch_reference") is get("torch_reference")
-
-
-def test_an_unknown_name_lists_the_known_ones():
-    with pytest.raises(
-        UnknownBackend, match=r"one of flash_attn3, .*triton_paged, got 'torch_referense'.*mean torch_re"
-    ):
+def test_an_unknown_name_lists_the_known_and_declared_ones(declare):
+    declare(declared="a_plug_in:Other")
+    known = r"one of declared, flash_attn3, .*triton_paged, got 'torch_referense'.*mean torch_re"
+    with pytest.raises(UnknownBackend, match=known):
         get("torch_referense")
-
-
-def test_an_unknown_name_is_unknown_to_explain_too():
     with pytest.raises(UnknownBackend):
         explain("nobody", make_spec(), CPU)
 
 
-def test_a_registered_backend_is_had_by_its_name():
-    register(Other)
-    assert isinstance(get("other"), Other) and "other" in names()
-
-
-def test_register_decorates():
+def test_a_registered_backend_is_had_by_its_name_until_it_is_unregistered():
     assert register(Other) is Other and register(replace=True)(Other) is Other
+    assert isinstance(get("other"), Other) and "other" in names()
+    unregister("other")
+    with pytest.raises(UnknownBackend):
+        get("other")
 
 
 @pytest.mark.parametrize("what", ["other", TorchReference(), dict, lambda: Other(), None.__class__])
@@ -103,8 +96,9 @@ def test_a_class_without_a_name_is_refused():
             pass
 
 
-@pytest.mark.parametrize("name", ["torch_reference", "other"])
-def test_a_duplicate_is_refused_and_nothing_changes(name):
+@pytest.mark.parametrize("name", ["torch_reference", "other", "declared"])
+def test_a_duplicate_is_refused_and_nothing_changes(name, declare, plug_in_module):
+    declare(declared="a_plug_in:Other")
     register(Other)
     before = get(name), names()
     with pytest.raises(DuplicateBackend, match=f"'{name}' is already registered; pass replace=True"):
@@ -112,31 +106,102 @@ def test_a_duplicate_is_refused_and_nothing_changes(name):
     assert (get(name), names()) == before
 
 
-def test_a_name_that_a_package_declares_is_taken_too(declare):
+def test_a_name_is_taken_over_when_asked_to_and_given_back(declare, plug_in_module):
     declare(declared="a_plug_in:Other")
-    with pytest.raises(DuplicateBackend):
-        register_as("declared", TritonPaged)
+    for name, own in (("torch_reference", TorchReference), ("declared", Other)):
+        assert type(get(name)) is own
+        register_as(name, TritonPaged, replace=True)
+        assert isinstance(get(name), TritonPaged) and names().count(name) == 1
+        unregister(name)
+        assert type(get(name)) is own
 
 
-def test_a_name_is_taken_over_when_asked_to():
-    get("torch_reference")
-    register_as("torch_reference", Other, replace=True)
-    assert isinstance(get("torch_reference"), Other)
+class Abrupt(BaseException):
+    """What no `except Exception` catches."""
 
 
-def test_unregistering_gives_a_built_in_name_back():
-    register_as("torch_reference", Other, replace=True)
-    get("torch_reference")
-    unregister("torch_reference")
-    assert type(get("torch_reference")) is TorchReference
+def raising(error):
+    def fail(*_):
+        raise error
+
+    return fail
 
 
-def test_unregistering_forgets_a_backend():
-    register(Other)
-    get("other")
-    unregister("other")
-    with pytest.raises(UnknownBackend):
-        get("other")
+def odd(**members):
+    return type("Odd", (TorchReference,), members)
+
+
+def of_contract(major, minor):
+    return odd(contract_version=(CONTRACT_VERSION[0] + major, CONTRACT_VERSION[1] + minor))
+
+
+def with_a_wrong_record():
+    return odd(capabilities=replace(TorchReference.capabilities, devices="cpu"))()
+
+
+def promising(write, method):
+    promised = replace(TorchReference.capabilities, fused_writes=frozenset({FusedWrite[write]}))
+    return odd(capabilities=promised, **{method: None})
+
+
+BROKEN = {
+    "its factory fails": (raising(OSError("no libcuda")), "does not load: OSError: no libcuda"),
+    "its factory raises no exception": (raising(Abrupt("enough")), "does not load: Abrupt: enough"),
+    "its factory makes something else": (
+        dict, r"must be an attn_backends\.AttentionBackend, its factory made a dict",
+    ),
+    "another contract major": (
+        of_contract(1, 0), rf"\({CONTRACT_VERSION[0] + 1}, {CONTRACT_VERSION[1]}\).*\({CONTRACT_VERSION[0]}, ",
+    ),
+    "its record raises": (
+        odd(capabilities=property(raising(KeyError("no table")))),
+        r"must state capabilities, .*got KeyError\('no table'\)",
+    ),
+    "its record raises no exception": (
+        odd(capabilities=property(raising(Abrupt("enough")))), "must state capabilities",
+    ),
+    "its record cannot be made": (with_a_wrong_record, r"CapabilitiesError: devices must be .*, got 'cpu'"),
+    "no method for a promised write of rope": (
+        promising("ROPE", "rope_and_write_kv"),
+        "it lacks rope_and_write_kv; a layer would fail.*leave the write out",
+    ),
+    "no method for a promised write of latents": (
+        promising("KV_A_NORM_ROPE", "norm_rope_and_write_latent"),
+        "it lacks norm_rope_and_write_latent; a layer would fail.*leave the write out",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("make", "words"), BROKEN.values(), ids=BROKEN)
+def test_a_backend_that_cannot_be_used_is_broken_in_words_and_breaks_nobody_else(make, words):
+    register_as("broken", make)
+    with pytest.raises(BrokenBackend, match=words):
+        get("broken")
+    verdict = explain("broken", make_spec(), CPU)
+    assert isinstance(verdict, Rejected) and re.search(words, str(verdict))
+    assert isinstance(explain("torch_reference", make_spec(), CPU), Accepted)
+
+
+def test_another_contract_minor_is_taken():
+    newer = of_contract(0, 7)
+    register_as("newer", newer)
+    assert isinstance(get("newer"), newer)
+
+
+ANSWERS = {
+    "None": (lambda *asked: None, "supports() gave None"),
+    "a bool": (lambda *asked: True, "supports() gave True"),
+    "a word": (lambda *asked: "yes", "supports() gave 'yes'"),
+    "an exit": (lambda *asked: sys.exit("licence expired"), "SystemExit: licence expired"),
+    "what is no exception": (raising(Abrupt("enough")), "was asked and failed: Abrupt: enough"),
+}
+
+
+@pytest.mark.parametrize(("answer", "words"), ANSWERS.values(), ids=ANSWERS)
+def test_an_answer_that_is_none_is_a_rejection_in_words(answer, words):
+    register_as("odd", odd(supports=answer))
+    verdict = explain("odd", make_spec(), CPU)
+    assert isinstance(verdict, Rejected) and words in verdict.reasons[0]
 
 
 def test_a_missing_package_names_the_extra_that_brings_it():
@@ -145,83 +210,19 @@ def test_a_missing_package_names_the_extra_that_brings_it():
         get("gone")
 
 
-def test_a_missing_attribute_is_a_broken_backend(declare, plug_in_module):
-    declare(gone="a_plug_in:Missing")
+def test_a_declared_backend_is_found_and_a_broken_one_rejected_with_its_reason(declare, plug_in_module):
+    declare(declared="a_plug_in:Other", gone="a_plug_in:Missing", absent="a_package_that_is_not_here:Backend")
+    assert {"declared", "gone", "absent"} <= {*names()} and isinstance(get("declared"), Other)
     with pytest.raises(BrokenBackend, match=r"does not load: AttributeError.*Missing"):
         get("gone")
-
-
-def test_a_factory_that_fails_is_a_broken_backend_in_its_own_words():
-    def fail():
-        raise OSError("no libcuda")
-
-    register_as("failing", fail)
-    with pytest.raises(BrokenBackend, match="does not load: OSError: no libcuda"):
-        get("failing")
-
-
-def test_a_factory_of_something_else_is_a_broken_backend():
-    register_as("wrong", dict)
-    with pytest.raises(BrokenBackend, match=r"must be an attn_backends\.AttentionBackend, its factory made a dict"):
-        get("wrong")
-
-
-def test_another_contract_major_is_refused_with_both_numbers():
-    class Old(TorchReference):
-        contract_version = (CONTRACT_VERSION[0] + 1, 0)
-
-    register_as("old", Old)
-    with pytest.raises(BrokenBackend) as refused:
-        get("old")
-    assert str(Old.contract_version) in str(refused.value) and str(CONTRACT_VERSION) in str(refused.value)
-
-
-def test_another_contract_minor_is_taken():
-    class Newer(TorchReference):
-        contract_version = (CONTRACT_VERSION[0], CONTRACT_VERSION[1] + 7)
-
-    register_as("newer", Newer)
-    assert isinstance(get("newer"), Newer)
-
-
-def test_a_declared_backend_is_found(declare, plug_in_module):
-    declare(declared="a_plug_in:Other")
-    assert "declared" in names() and isinstance(get("declared"), Other)
-
-
-def test_an_unknown_name_lists_declared_ones_too(declare):
-    declare(declared="a_plug_in:Other")
-    with pytest.raises(UnknownBackend, match=r"one of declared, flash_attn3, .*torch_reference"):
-        get("nobody")
-
-
-def test_a_registered_name_wins_over_a_declared_one(declare, plug_in_module):
-    declare(declared="a_plug_in:Other")
-    register_as("declared", TritonPaged, replace=True)
-    assert isinstance(get("declared"), TritonPaged) and names().count("declared") == 1
-
-
-def test_a_broken_plug_in_is_rejected_with_its_reason(declare):
-    declare(declared="a_package_that_is_not_here:Backend")
-    verdict = explain("declared", make_spec(), CPU)
+    verdict = explain("absent", make_spec(), CPU)
     assert isinstance(verdict, Rejected) and "a_package_that_is_not_here" in verdict.reasons[0]
-
-
-def test_a_broken_plug_in_breaks_nobody_else(declare):
-    declare(declared="a_package_that_is_not_here:Backend")
     assert isinstance(explain("torch_reference", make_spec(), CPU), Accepted)
 
 
 def test_a_backend_that_failed_is_tried_again():
-    results = iter([RuntimeError("not yet"), Other()])
-
-    def factory():
-        result = next(results)
-        if isinstance(result, Exception):
-            raise result
-        return result
-
-    register_as("late", factory)
+    makers = iter([raising(RuntimeError("not yet")), Other])
+    register_as("late", lambda: next(makers)())
     with pytest.raises(BrokenBackend):
         get("late")
     assert isinstance(get("late"), Other)
@@ -263,63 +264,21 @@ def test_a_refused_plug_in_is_not_loaded_and_keeps_its_name(declare):
     assert "declared" in names()
 
 
-@pytest.mark.parametrize("answer", [None, True, "yes"])
-def test_an_answer_that_is_none_is_a_rejection_that_says_so(answer):
-    register_as("odd", type("Odd", (TorchReference,), {"supports": lambda *asked: answer}))
-    verdict = explain("odd", make_spec(), CPU)
-    assert isinstance(verdict, Rejected) and f"supports() gave {answer!r}" in verdict.reasons[0]
-
-
-def test_a_backend_that_leaves_python_when_asked_is_rejected_in_words():
-    register_as("odd", type("Odd", (TorchReference,), {"supports": lambda *asked: sys.exit("licence expired")}))
-    assert "SystemExit: licence expired" in str(explain("odd", make_spec(), CPU))
-
-
-def test_a_backend_whose_record_raises_is_refused_with_what_it_raised():
-    def no_record(self):
-        raise KeyError("no table")
-
-    register_as("odd", type("Odd", (TorchReference,), {"capabilities": property(no_record)}))
-    with pytest.raises(BrokenBackend, match=r"must state capabilities, .*got KeyError\('no table'\)"):
-        get("odd")
-
-
-def test_a_backend_whose_record_cannot_be_made_is_broken_in_the_records_words():
-    def with_a_wrong_record():
-        return type("Odd", (TorchReference,), {"capabilities": replace(TorchReference.capabilities, devices="cpu")})()
-
-    register_as("odd", with_a_wrong_record)
-    with pytest.raises(BrokenBackend, match=r"CapabilitiesError: devices must be .*, got 'cpu'"):
-        get("odd")
+NAMELESS = ["", " ", "a b", "a\nb", "\x1b[31mred", "a/b", "a|b", "_a", "-a", "a:b", "\u017fa", 3, None]
 
 
 @pytest.mark.parametrize(
-    ("write", "method"), [("ROPE", "rope_and_write_kv"), ("KV_A_NORM_ROPE", "norm_rope_and_write_latent")]
+    ("name", "words"),
+    [
+        *((name, r"must be made of ASCII letters.*Choose another") for name in NAMELESS),
+        *((name, "stands for several") for name in ("all", "available")),
+    ],
 )
-def test_a_fused_write_without_its_method_is_refused_at_load(write, method):
-    class Promises(TorchReference):
-        capabilities = replace(TorchReference.capabilities, fused_writes=frozenset({FusedWrite[write]}))
-
-    setattr(Promises, method, None)
-    register_as("promises", Promises)
-    with pytest.raises(BrokenBackend, match=rf"it lacks {method}; a layer would fail.*leave the write out"):
-        get("promises")
-
-
-@pytest.mark.parametrize(
-    "name", ["", " ", "a b", "a\nb", "\x1b[31mred", "a/b", "a|b", "_a", "-a", "a:b", "\u017fa", 3, None]
-)
-def test_a_name_that_no_file_or_table_can_show_is_refused(name):
+def test_a_name_that_nobody_can_write_or_that_means_several_is_refused(name, words):
     before = names()
-    with pytest.raises(BackendError, match=r"must be made of ASCII letters.*Choose another"):
+    with pytest.raises(BackendError, match=words):
         register_as(name, Other)
     assert names() == before
-
-
-@pytest.mark.parametrize("name", ["all", "available"])
-def test_a_word_of_the_command_line_is_no_name(name):
-    with pytest.raises(BackendError, match="stands for several"):
-        register_as(name, Other)
 
 
 @pytest.mark.parametrize("replace_it", [True, False])
@@ -383,19 +342,3 @@ def test_numbers_that_loading_draws_are_not_missed():
     torch.manual_seed(5)
     get("draws")
     assert torch.equal(torch.rand(4), expected)
-
-
-class Abrupt(BaseException):
-    """What no `except Exception` catches."""
-
-
-def test_a_backend_that_raises_what_is_no_exception_costs_no_other_its_answer():
-    def raise_it(*_):
-        raise Abrupt("enough")
-
-    register_as("abrupt", raise_it)
-    assert "does not load: Abrupt: enough" in str(explain("abrupt", make_spec(), CPU))
-    register_as("asked", type("Asked", (TorchReference,), {"supports": raise_it}))
-    assert "was asked and failed: Abrupt: enough" in str(explain("asked", make_spec(), CPU))
-    register_as("stated", type("Stated", (TorchReference,), {"capabilities": property(raise_it)}))
-    assert "must state capabilities" in str(explain("stated", make_spec(), CPU))

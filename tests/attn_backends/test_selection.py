@@ -23,40 +23,27 @@ def test_the_first_of_the_default_order_that_serves_is_chosen():
     assert (selection.backend.name, selection.rejected) == ("triton_paged", {})
 
 
-def test_a_backend_made_for_a_feature_says_that_it_serves_nothing_else():
-    with pytest.raises(NoBackend, match="serves only specs with value_dim"):
-        select(SERVED_BY_TRITON, CPU, ["triton_mla"])
-
-
-def test_every_rejection_on_the_way_is_kept_with_its_reasons():
-    selection = select(NOT_SERVED_BY_TRITON, CPU)
+@pytest.mark.parametrize("preferred", [None, ["triton_paged", "torch_reference"]])
+def test_every_rejection_on_the_way_is_kept_with_its_reasons(preferred):
+    selection = select(NOT_SERVED_BY_TRITON, CPU, preferred)
     assert selection.backend.name == "torch_reference"
     assert "head_dim must be 64 to 256" in selection.rejected["triton_paged"].reasons[0]
+    assert preferred is None or list(selection.rejected) == ["triton_paged"]
 
 
-def test_a_preference_decides():
-    assert select(SERVED_BY_TRITON, CPU, ["torch_reference"]).backend.name == "torch_reference"
-
-
-def test_preferences_are_tried_in_order():
-    selection = select(NOT_SERVED_BY_TRITON, CPU, ["triton_paged", "torch_reference"])
-    assert selection.backend.name == "torch_reference" and list(selection.rejected) == ["triton_paged"]
-
-
-def test_a_preference_is_never_left_for_another_backend():
-    with pytest.raises(NoBackend, match="triton_paged: head_dim must be"):
-        select(NOT_SERVED_BY_TRITON, CPU, ["triton_paged"])
-
-
-def test_a_refusal_by_all_holds_each_ones_reasons():
-    spec = make_spec(dtype=torch.float64)
-    with pytest.raises(NoBackend, match=r"triton_paged: dtype.*torch_reference: dtype"):
-        select(spec, CPU)
-
-
-def test_an_unknown_preference_is_unknown():
-    with pytest.raises(UnknownBackend, match="got 'nobody'"):
-        select(SERVED_BY_TRITON, CPU, ["nobody"])
+@pytest.mark.parametrize(
+    ("spec", "preferred", "error", "words"),
+    [
+        (SERVED_BY_TRITON, ["triton_mla"], NoBackend, "serves only specs with value_dim"),
+        (NOT_SERVED_BY_TRITON, ["triton_paged"], NoBackend, "triton_paged: head_dim must be"),
+        (make_spec(dtype=torch.float64), None, NoBackend, r"triton_paged: dtype.*torch_reference: dtype"),
+        (SERVED_BY_TRITON, ["nobody"], UnknownBackend, "got 'nobody'"),
+        (SERVED_BY_TRITON, ["broken"], NoBackend, "is not installed"),
+    ],
+)
+def test_a_preference_is_never_left_for_another_backend_and_every_reason_is_told(broken, spec, preferred, error, words):
+    with pytest.raises(error, match=words):
+        select(spec, CPU, preferred)
 
 
 def test_a_broken_preference_is_passed_over_for_the_next(broken):
@@ -64,11 +51,6 @@ def test_a_broken_preference_is_passed_over_for_the_next(broken):
     assert selection.backend.name == "torch_reference"
     told = "backend 'broken' cannot be loaded: a_package_that_is_not_here is not installed"
     assert selection.rejected[broken].reasons == (told,)
-
-
-def test_a_broken_preference_alone_is_refused_with_the_reason(broken):
-    with pytest.raises(NoBackend, match="is not installed"):
-        select(SERVED_BY_TRITON, CPU, [broken])
 
 
 def test_a_registered_backend_is_used_only_when_asked_for():

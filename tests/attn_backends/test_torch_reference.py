@@ -19,31 +19,19 @@ def prefill():
     return backend.forward(query, make_cache(SPEC, tables.num_pages[0]), metadata, spec=SPEC, sinks=torch.arange(4.0))
 
 
-@pytest.mark.parametrize("tokens", [1, 4, 17, 18])
-def test_gathering_in_chunks_changes_nothing(monkeypatch, tokens):
-    whole = prefill()
-    monkeypatch.setattr(torch_reference, "_GATHERED_ELEMENTS", tokens * 32 * 2 * 16)
+@pytest.mark.parametrize("tokens", [0, 1, 4, 17, 18])
+def test_gathering_in_chunks_changes_nothing_and_keeps_the_bound(monkeypatch, tokens):
+    """Of one token where even that is too much."""
+    whole, gathered, gather = prefill(), [], torch_reference._gather
+
+    def counted(cache, part, slot, seen):
+        gathered.append(len(slot))
+        return gather(cache, part, slot, seen)
+
+    monkeypatch.setattr(torch_reference, "_gather", counted)
+    monkeypatch.setattr(torch_reference, "_GATHERED_ELEMENTS", max(1, tokens * 32 * 2 * 16))
     torch.testing.assert_close(prefill(), whole, rtol=1e-6, atol=1e-6)
-
-
-def test_a_chunk_holds_one_token_where_even_that_is_too_much(monkeypatch):
-    whole = prefill()
-    monkeypatch.setattr(torch_reference, "_GATHERED_ELEMENTS", 1)
-    torch.testing.assert_close(prefill(), whole, rtol=1e-6, atol=1e-6)
-
-
-def test_the_chunk_bound_is_kept(monkeypatch):
-    gathered = []
-    real = torch_reference._gather
-
-    def gather(cache, part, slot, seen):
-        gathered.append(slot.numel() * part.shape[2] * part.shape[3])
-        return real(cache, part, slot, seen)
-
-    monkeypatch.setattr(torch_reference, "_gather", gather)
-    monkeypatch.setattr(torch_reference, "_GATHERED_ELEMENTS", 5 * 32 * 2 * 16)
-    prefill()
-    assert len(gathered) == 2 * 4 and max(gathered) <= 5 * 32 * 2 * 16
+    assert len(gathered) == 2 * -(-18 // max(1, tokens)) and max(gathered) <= max(1, tokens)
 
 
 def visible_ranges(query_lens, seq_lens, window, pad_reqs, more_tokens=0):
@@ -55,19 +43,10 @@ def visible_ranges(query_lens, seq_lens, window, pad_reqs, more_tokens=0):
     return list(zip(metadata.token_to_req.tolist(), metadata.kv_start.tolist(), metadata.kv_end.tolist(), strict=True))
 
 
-def test_every_token_sees_its_prefix():
-    assert visible_ranges([2, 1], [5, 9], None, 2) == [(0, 0, 4), (0, 0, 5), (1, 0, 9)]
-
-
-def test_every_token_sees_its_window():
-    assert visible_ranges([2, 1], [5, 9], 4, 2) == [(0, 0, 4), (0, 1, 5), (1, 5, 9)]
-
-
-@pytest.mark.parametrize("window", [None, 4])
-def test_a_padding_token_sees_nothing(window):
-    assert [r[1:] for r in visible_ranges([2], [5], window, 3)[2:]] == [(0, 0)] * 4
-
-
-@pytest.mark.parametrize("window", [None, 4])
-def test_a_token_after_the_last_request_sees_nothing(window):
-    assert [r[1:] for r in visible_ranges([2, 1], [5, 9], window, 2, more_tokens=3)[3:]] == [(0, 0)] * 3
+@pytest.mark.parametrize(("window", "first"), [(None, [0, 0, 0]), (4, [0, 1, 5])])
+def test_every_token_sees_its_prefix_or_window_and_what_is_no_token_sees_nothing(window, first):
+    seen = list(zip([0, 0, 1], first, [4, 5, 9], strict=True))
+    assert visible_ranges([2, 1], [5, 9], window, 2) == seen
+    assert [each[1:] for each in visible_ranges([2], [5], window, 3)[2:]] == [(0, 0)] * 4
+    later = visible_ranges([2, 1], [5, 9], window, 2, more_tokens=3)
+    assert later[:3] == seen and [each[1:] for each in later[3:]] == [(0, 0)] * 3
