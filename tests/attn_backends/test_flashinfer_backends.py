@@ -61,26 +61,19 @@ def test_a_backend_passes_the_kit(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_attention_is_right(name):
-    report = check_backend(
-        backend(name), device=CPU, checks=[f"numerics.*[[]{variant}-*" for variant in VARIANTS], report=True
-    )
+def test_attention_is_right_and_trees_are_served_but_for_windows(name):
+    checks = [*(f"numerics.*[[]{variant}-*" for variant in VARIANTS), f"{TREES[0]}[[]*"]
+    report = check_backend(backend(name), device=CPU, checks=checks, report=True)
     served = [result for result in report.results if result.check not in (NOT_SERVED, *TREES)]
     found = {v: {result.outcome for result in served if result.case.startswith(f"{v}-")} for v in VARIANTS}
-
-    refused = ("soft_cap", "page_1") if name == "flashinfer_xqa" else ()
+    refused = {"soft_cap", "page_1"} if name == "flashinfer_xqa" else set()
     wanted = {variant: {Outcome.UNSUPPORTED if variant in refused else Outcome.PASS} for variant in VARIANTS}
     assert found == wanted, report.summary()
 
-
-@pytest.mark.parametrize("name", NAMES)
-def test_trees_are_served_but_for_windows(name):
-    report = check_backend(backend(name), device=CPU, checks=[f"{TREES[0]}[[]*"])
-    found = {result.case: result.outcome for result in report.results}
-    refused = {case.partition("-")[0] for case, outcome in found.items() if outcome is not Outcome.PASS}
-    no_variants = {"soft_cap", "page_1"} if name == "flashinfer_xqa" else set()
-    assert refused == {"window", "sinks", "fp8_cache"} | no_variants
-    assert {case.partition("-")[0] for case in found} - refused >= {"base", "gqa", "page_64", "dim_128"}
+    trees = [result for result in report.results if result.check == TREES[0]]
+    without = {result.case.partition("-")[0] for result in trees if result.outcome is not Outcome.PASS}
+    assert without == {"window", "sinks", "fp8_cache"} | refused
+    assert {result.case.partition("-")[0] for result in trees} - without >= {"base", "gqa", "page_64", "dim_128"}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -124,18 +117,17 @@ def test_steps_attend_to_the_logical_prefix(name):
     check_backend(backend(name), device=CPU, checks=["drafter.steps_attend*k4-*"])
 
 
-@pytest.mark.parametrize("window", [None, 40])
-def test_an_extend_of_several_query_tiles_and_chunks_is_right(window):
-    fixture = fixture_of(backend("flashinfer"), 3, sliding_window=window, **MQA)
-
-    assert_attends_right(fixture, Batch((20, 20), (33, 160), 3))
-
-
-@pytest.mark.parametrize("window", [None, 100])
-def test_a_ragged_batch_of_several_chunks_and_an_empty_row_is_right(window):
-    fixture = fixture_of(backend("flashinfer"), 3, sliding_window=window, **MQA)
-
-    assert_attends_right(fixture, Batch((40, 1), (160, 150), 3))
+@pytest.mark.parametrize(
+    ("window", "batch"),
+    [
+        (None, Batch((20, 20), (33, 160), 3)),
+        (40, Batch((20, 20), (33, 160), 3)),
+        (None, Batch((40, 1), (160, 150), 3)),
+        (100, Batch((40, 1), (160, 150), 3)),
+    ],
+)
+def test_an_extend_of_several_query_tiles_and_chunks_and_an_empty_row_is_right(window, batch):
+    assert_attends_right(fixture_of(backend("flashinfer"), 3, sliding_window=window, **MQA), batch)
 
 
 @pytest.mark.parametrize("rows", [7, 9])
@@ -178,20 +170,14 @@ def forward(fixture, metadata, cache):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_keys_and_values_of_unlike_strides_are_refused(name):
+def test_strides_that_the_kernels_cannot_follow_are_refused(name):
     fixture, metadata = built(name)
-    cache = KVCache(padded_dims(fixture.cache, 64).key, fixture.cache.value)
-
+    unlike = KVCache(padded_dims(fixture.cache, 64).key, fixture.cache.value)
     with pytest.raises(BatchError, match=r"same strides, .* Lay both out alike"):
-        forward(fixture, metadata, cache)
-
-
-@pytest.mark.parametrize(("name", "by"), [("flashinfer", 4), ("flashinfer_cuda_cores", 4), ("flashinfer_xqa", 8)])
-def test_strides_that_the_kernels_cannot_follow_are_refused(name, by):
-    fixture, metadata = built(name)
-
-    with pytest.raises(BatchError):
-        forward(fixture, metadata, padded_dims(fixture.cache, by))
+        forward(fixture, metadata, unlike)
+    if name != "flashinfer_tensor_cores":
+        with pytest.raises(BatchError):
+            forward(fixture, metadata, padded_dims(fixture.cache, 8 if name == "flashinfer_xqa" else 4))
 
 
 @pytest.mark.parametrize("name", NAMES)
