@@ -1,4 +1,4 @@
-"""Tokens drawn in turn among candidates: by the scores that the one before shifts, and verified against the same."""
+"""Tokens drawn in turn among candidates: as single steps draw them from logits that the token before shifts."""
 
 import pytest
 import torch
@@ -6,45 +6,35 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from builders import BatchError
-from spec_decode.sampling import CandidateSampler, sample_target
+from spec_decode.sampling import CandidateSampler
 from spec_decode.trees.kernels.top_children import top_children
-from spec_decode.verification import verifier
-from tests.spec_decode.sampling.test_sample_block import make_sampler, step_by_step
-from tests.spec_decode.verification.verify_helpers import COUNT, FIRST, law, p_value, sampling_of, verified
+from tests.spec_decode.sampling.test_sample_block import draw_settings, make_sampler, step_by_step
 
 VOCAB, WIDTH, RANK = 23, 5, 3
 
 
-def make(rows, columns, *, vocab=VOCAB, width=WIDTH, confidence=0.0):
+def make(rows, columns, *, width=WIDTH, confidence=0.0):
     return CandidateSampler(
         torch.full((rows,), 9, dtype=torch.int32),
         torch.zeros(rows, dtype=torch.int64),
         torch.zeros(1, dtype=torch.int64),
         num_speculative_tokens=columns,
-        vocab_size=vocab,
+        vocab_size=VOCAB,
         num_candidates=width,
         min_confidence=confidence,
     )
 
 
-def settings(sampler, seed, rows, columns):
-    draws = torch.Generator().manual_seed(seed)
-    sampler.temperature.copy_(torch.randint(0, 3, (rows,), generator=draws) / 2)
-    sampler.seeds.copy_(torch.randint(-99, 99, (rows,), generator=draws))
-    sampler.draft_lens.copy_(torch.randint(-1, columns + 2, (rows,), generator=draws))
-    sampler.num_tokens.fill_(int(torch.randint(1, columns + 1, (1,), generator=draws)))
-
-
 class Rounds:
     """Random inputs of a round, and what each column's logits are once the token before is known."""
 
-    def __init__(self, rows, columns, seed, vocab=VOCAB, rank=RANK):
+    def __init__(self, rows, columns, seed):
         generator = torch.Generator().manual_seed(seed)
         self.rows, self.columns = rows, columns
-        self.logits = 3 * torch.randn(rows * columns, vocab, generator=generator)
-        self.gates = torch.randn(rows * columns, rank, generator=generator)
-        self.codebooks = torch.randn(2, vocab, rank, generator=generator).unbind()
-        self.next_tokens = torch.randint(0, vocab, (rows,), generator=generator)
+        self.logits = 3 * torch.randn(rows * columns, VOCAB, generator=generator)
+        self.gates = torch.randn(rows * columns, RANK, generator=generator)
+        self.codebooks = torch.randn(2, VOCAB, RANK, generator=generator).unbind()
+        self.next_tokens = torch.randint(0, VOCAB, (rows,), generator=generator)
         self.positions = torch.randint(0, 99, (rows, 1), generator=generator) + torch.arange(columns)
 
     def select(self, sampler, width=WIDTH):
@@ -57,13 +47,13 @@ class Rounds:
             self.positions.flatten(),
         )
 
-    def after(self, column, previous, width=WIDTH):
+    def after(self, column, previous):
         """The logits [R, V] of a column after the tokens int64 [R], -inf for what is no candidate."""
         predecessors, successors = self.codebooks
         gates = self.gates.view(self.rows, self.columns, -1)[:, column]
         whole = self.logits.view(self.rows, self.columns, -1)[:, column]
         shifted = whole + (predecessors[previous] * gates) @ successors.T
-        found = torch.zeros_like(whole, dtype=torch.bool).scatter_(1, whole.topk(width).indices, True)
+        found = torch.zeros_like(whole, dtype=torch.bool).scatter_(1, whole.topk(WIDTH).indices, True)
         return shifted.masked_fill(~found, -torch.inf)
 
 
@@ -80,11 +70,11 @@ def test_a_block_is_drawn_as_one_step_after_the_other_from_its_candidates(rows, 
     for round_ in range(2):
         given_ = Rounds(rows, columns, seed + round_)
         for sampler in (one, each):
-            settings(sampler, seed, rows, columns)
+            draw_settings(sampler, seed)
         given_.select(one)
         # Its own choices, of a greedy or random row that never stops, are what the next column's logits follow.
         free = make(rows, columns)
-        settings(free, seed, rows, columns)
+        draw_settings(free, seed)
         free.draft_lens.fill_(columns)
         free.num_tokens.fill_(columns)
         given_.select(free)
@@ -93,44 +83,6 @@ def test_a_block_is_drawn_as_one_step_after_the_other_from_its_candidates(rows, 
         step_by_step(logits, given_.positions, seq_lens, each)
         assert one.draft_tokens.tolist() == each.draft_tokens.tolist()
         torch.testing.assert_close(one.draft_logits, each.draft_logits, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("temperature", [0.6, 1.0])
-@pytest.mark.parametrize("method", ["rejection", "block"])
-def test_the_text_of_verified_candidates_is_distributed_as_the_targets(method, temperature):
-    vocab, width, generator = 5, 3, torch.Generator().manual_seed(8)
-    given_ = Rounds(1, 2, seed=4, vocab=vocab)
-    p = [torch.randn(*shape, generator=generator) * 1.5 for shape in ((vocab,), (vocab, vocab))]
-    after = torch.randn(vocab, vocab, vocab, generator=generator)
-    given_.logits, given_.gates = given_.logits.repeat(COUNT, 1), given_.gates.repeat(COUNT, 1)
-    given_.next_tokens = given_.next_tokens.expand(COUNT)
-    given_.rows, given_.positions = COUNT, torch.tensor([[FIRST - 2, FIRST - 1]]).expand(COUNT, 2)
-    sampler = make(COUNT, 2, vocab=vocab, width=width)
-    sampler.temperature.fill_(temperature)
-    sampler.seeds.copy_(torch.arange(COUNT))
-    given_.select(sampler, width)
-    d0, d1 = sampler.draft_tokens.unbind(1)
-    one = Rounds(1, 2, seed=4, vocab=vocab)
-    drawn = law(one.after(0, one.next_tokens, width)[0], temperature)
-    assert p_value(d0, drawn, vocab) > 1e-4 and (drawn > 0).sum() == width
-    for token in d0.unique().tolist():
-        assert p_value(d1[d0 == token], law(one.after(1, torch.tensor([token]), width)[0], temperature), vocab) > 1e-4
-    output = verified(
-        verifier(method, num_speculative_tokens=2),
-        torch.stack([p[0].expand(COUNT, -1), p[1][d0], after[d0, d1]], 1),
-        sampler.draft_tokens,
-        temperature=temperature,
-        draft_logits=sampler.draft_logits,
-    )
-    accepted, added = output.accepted, output.next_tokens
-    first = torch.where(accepted > 0, d0, added)
-    later = sample_target(
-        p[1][first], sampling=sampling_of(COUNT, temperature), positions=torch.full((COUNT,), FIRST + 1)
-    )
-    second = torch.where(accepted == 2, d1, torch.where(accepted == 1, added, later))
-    joint = law(p[0], temperature)[:, None] * law(p[1], temperature)
-    assert p_value(first * vocab + second, joint, vocab**2) > 1e-4
-    assert 0.1 < accepted.float().mean() < 1.9
 
 
 def test_what_the_last_round_scored_is_taken_away():

@@ -1,142 +1,117 @@
+"""A step of the draft's sampler, against the same row by row in plain Python, and against the laws it draws from."""
+
 import math
+import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from scipy import stats
 
 from builders import BatchError
 from spec_decode.sampling import DraftSampler, noise
 from spec_decode.sampling.draft_sampler import NO_TOKEN
 
+MAP = torch.tensor([30, 4, 9, 17, 3])
+OUTPUTS = ("draft_tokens", "draft_logits", "next_ids", "continue_flag")
 
-class Drafted:
-    """One call on buffers that held 7s, with room for one row more than it writes."""
 
-    def __init__(
-        self, logits, temperature, *, seeds=None, positions=None, seq_lens=None, column=1, columns=3,
-        lengths=None, num_tokens=None, confidence=0.0, token_map=None, vocab=None, hidden=None, next_hidden=None,
-    ):  # fmt: skip
-        rows = logits.shape[0]
-        buffer = torch.full((rows + 1,), 5, dtype=torch.int32)
-        self.seq_lens = buffer[:rows]
-        if seq_lens is not None:
-            self.seq_lens.copy_(torch.tensor(seq_lens))
-        self.sampler = sampler = DraftSampler(
-            buffer, torch.full((rows,), 10) if positions is None else positions, torch.tensor([column]),
-            num_speculative_tokens=columns, vocab_size=vocab or logits.shape[1], token_map=token_map,
-            min_confidence=confidence,
-        )  # fmt: skip
-        self.tokens, self.logits = sampler.draft_tokens.fill_(7), sampler.draft_logits.fill_(7)
-        self.next_ids, self.continue_flag = sampler.next_ids.fill_(7), sampler.continue_flag.fill_(7)
-        sampler.temperature[:rows] = torch.as_tensor(temperature)
-        sampler.seeds[:rows] = torch.arange(rows) if seeds is None else seeds
-        if lengths is not None:
-            sampler.draft_lens[:rows] = torch.tensor(lengths)
-        if num_tokens is not None:
-            sampler.num_tokens.fill_(num_tokens)
-        sampler(logits, hidden, next_hidden)
+def drafted(
+    logits, temperature, *, seeds=None, positions=None, seq_lens=5, column=1, columns=3, lengths=None, num_tokens=None,
+    confidence=0.0, token_map=None, vocab=None, hidden=None, next_hidden=None,
+):  # fmt: skip
+    """The sampler's outputs and lengths after a call on buffers that held 7s, with room for one row more."""
+    rows = len(logits)
+    lens = torch.full((rows + 1,), 5, dtype=torch.int32)
+    lens[:rows] = torch.as_tensor(seq_lens)
+    sampler = DraftSampler(
+        lens, torch.full((rows,), 10) if positions is None else positions, torch.tensor([column]),
+        num_speculative_tokens=columns, vocab_size=vocab or logits.shape[1], token_map=token_map,
+        min_confidence=confidence,
+    )  # fmt: skip
+    for name in OUTPUTS:
+        getattr(sampler, name).fill_(7)
+    sampler.temperature[:rows] = torch.as_tensor(temperature)
+    sampler.seeds[:rows] = torch.arange(rows) if seeds is None else seeds
+    if lengths is not None:
+        sampler.draft_lens[:rows] = torch.as_tensor(lengths)
+    if num_tokens is not None:
+        sampler.num_tokens.fill_(num_tokens)
+    sampler(logits, hidden, next_hidden)
+    return SimpleNamespace(seq_lens=lens, **{name: getattr(sampler, name) for name in OUTPUTS})
 
 
 def random_logits(rows, vocab, seed=0):
     return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * 2
 
 
-def test_greedy_takes_the_argmax():
-    logits = random_logits(6, 50)
-    assert Drafted(logits, 0.0).tokens[:6, 1].tolist() == logits.argmax(-1).tolist()
+CONFIDENCE = 0.4
+EACH_ROWS = ("temperature", "seq_lens", "lengths", "seeds", "positions")
+
+
+def row_of(logits, temperature, seed, position, ids):
+    """A row's processed logits, the index it draws, and whether that is sure enough."""
+    processed = logits.float() / temperature if temperature else logits.float()
+    scores = processed.tolist()
+    if temperature:
+        key = noise.key(seed[None], position[None] + 2, noise.DRAFT)
+        scores = (processed + noise.gumbel(key, ids)).tolist()
+    index = scores.index(max(scores))
+    return processed, index, processed.softmax(-1)[index] >= CONFIDENCE
+
+
+@given(
+    seed=st.integers(0, 2**20), column=st.integers(0, 3), confident=st.booleans(), mapped=st.booleans(),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+)  # fmt: skip
+def test_a_step_is_what_plain_python_makes_of_each_row(seed, column, confident, mapped, dtype):
+    rng, rows, columns = random.Random(seed), 5, 3
+    ids, vocab = (MAP, 32) if mapped else (torch.arange(11), 11)
+    logits = random_logits(rows, len(ids), seed).to(dtype)
+    given_ = {
+        "temperature": [rng.choice([0.0, 0.5, 1.0, 1.7]) for _ in range(rows)],
+        "seq_lens": [rng.choice([0, 4, 9]) for _ in range(rows)],
+        "lengths": [rng.randrange(6) for _ in range(rows)],
+        "seeds": torch.tensor([rng.randrange(-(2**63), 2**63) for _ in range(rows)]),
+        "positions": torch.tensor([rng.randrange(2**20) for _ in range(rows)]),
+        "num_tokens": rng.randrange(1, 5),
+    }
+    found = drafted(
+        logits, **given_, column=column, confidence=CONFIDENCE if confident else 0.0, vocab=vocab,
+        token_map=MAP if mapped else None,
+    )  # fmt: skip
+    tokens, cached = torch.full((rows + 1, columns), 7), torch.full((rows + 1, columns, vocab), 7.0)
+    next_ids, lens = [0] * rows + [7], [0] * rows + [5]
+    for row in range(rows):
+        temperature, seq_len, length, *noise_of = (given_[name][row] for name in EACH_ROWS)
+        processed, index, sure = row_of(logits[row], temperature, *noise_of, ids)
+        limit = min(length, given_["num_tokens"], columns)
+        proposes = seq_len > 0 and column < limit
+        if column == 0:
+            tokens[row] = NO_TOKEN
+        if column < columns:
+            tokens[row, column] = ids[index] if proposes else NO_TOKEN
+            cached[row, column, ids] = processed
+        next_ids[row] = int(ids[index]) if proposes else 0
+        lens[row] = seq_len if proposes and column + 1 < limit and (sure or not confident) else 0
+    assert torch.equal(found.draft_tokens, tokens) and torch.equal(found.draft_logits, cached)
+    assert (found.next_ids.tolist(), found.seq_lens.tolist()) == (next_ids, lens)
+    assert found.continue_flag.tolist() == [int(any(lens[:rows]))]
 
 
 def test_greedy_takes_the_first_of_equals():
     logits = torch.zeros(2, 40)
     logits[0, [3, 30]] = logits[1, [17, 18]] = 2.0
-    assert Drafted(logits, 0.0).tokens[:2, 1].tolist() == [3, 17]
-
-
-def test_temperatures_are_each_rows_own():
-    logits = random_logits(2, 50).repeat(500, 1)
-    drafted = Drafted(logits, torch.tensor([0.0, 1.5] * 500)).tokens[:1000, 1]
-    assert len(drafted[::2].unique()) == 1 and len(drafted[1::2].unique()) > 10
-
-
-def test_a_row_that_cannot_advance_gets_no_token_and_a_harmless_next_input():
-    drafted = Drafted(random_logits(3, 50), 1.0, seq_lens=[4, 0, 9])
-    assert drafted.tokens[1, 1] == NO_TOKEN and drafted.next_ids[1] == 0
-    assert (drafted.tokens[[0, 2], 1] >= 0).all()
-
-
-def test_the_next_input_is_the_token():
-    drafted = Drafted(random_logits(3, 50), 1.0)
-    assert drafted.next_ids[:3].tolist() == drafted.tokens[:3, 1].tolist()
-
-
-@pytest.mark.parametrize("column", [0, 1, 2])
-def test_only_the_named_column_of_the_batchs_rows_is_written(column):
-    drafted = Drafted(random_logits(3, 50), 1.0, column=column)
-    others = [c for c in range(3) if c != column]
-    assert drafted.tokens[:3, others].eq(NO_TOKEN if column == 0 else 7).all() and drafted.logits[:, others].eq(7).all()
-    assert drafted.tokens[3].eq(7).all() and drafted.logits[3].eq(7).all() and drafted.next_ids[3] == 7
-
-
-def test_a_row_proposes_as_many_tokens_as_it_was_given():
-    drafted = Drafted(random_logits(4, 50), 1.0, column=1, lengths=[0, 1, 2, 3])
-    assert (drafted.tokens[:4, 1] >= 0).tolist() == [False, False, True, True]
-    assert drafted.next_ids[:2].tolist() == [0, 0]
-
-
-def test_a_row_that_proposed_its_last_token_is_inert_and_the_others_keep_their_length():
-    drafted = Drafted(random_logits(4, 50), 1.0, column=1, lengths=[1, 2, 3, 9])
-    assert drafted.seq_lens.tolist() == [0, 0, 5, 5] and drafted.continue_flag.tolist() == [1]
-
-
-def test_the_last_column_ends_every_row():
-    drafted = Drafted(random_logits(2, 50), 1.0, column=2, lengths=[9, 3], num_tokens=9)
-    assert (drafted.tokens[:2, 2] >= 0).all()
-    assert drafted.seq_lens.tolist() == [0, 0] and drafted.continue_flag.tolist() == [0]
-
-
-def test_the_rounds_number_of_tokens_bounds_every_row():
-    drafted = Drafted(random_logits(3, 50), 1.0, column=1, lengths=[3, 1, 3], num_tokens=2)
-    assert (drafted.tokens[:3, 1] >= 0).tolist() == [True, False, True]
-    assert drafted.seq_lens.tolist() == [0, 0, 0] and drafted.continue_flag.tolist() == [0]
-
-
-def test_padding_never_sets_the_continue_flag():
-    drafted = Drafted(random_logits(2, 50), 1.0, column=0, seq_lens=[0, 0])
-    assert drafted.continue_flag.tolist() == [0]
-
-
-CONFIDENT = torch.tensor([[0.9, 0.05, 0.05], [0.4, 0.35, 0.25]]).log()
-
-
-def test_a_row_stops_after_a_token_of_low_confidence():
-    drafted = Drafted(CONFIDENT, 0.0, confidence=0.5)
-    assert drafted.tokens[:2, 1].tolist() == [0, 0] and drafted.seq_lens.tolist() == [5, 0]
+    assert drafted(logits, 0.0).draft_tokens[:2, 1].tolist() == [3, 17]
 
 
 @pytest.mark.parametrize(("minimum", "seq_len"), [(0.5, 5), (math.nextafter(0.5, 1), 5), (0.5 + 2**-24, 0)])
 def test_a_row_goes_on_with_just_the_minimum_confidence(minimum, seq_len):
     # The minimum is held in fp32: next to 0.5 in fp64 is 0.5.
-    assert Drafted(torch.zeros(1, 2), 0.0, confidence=minimum).seq_lens.tolist() == [seq_len]
-
-
-def test_confidence_is_that_of_the_rows_temperature():
-    low, high = (Drafted(CONFIDENT[1:] * 8, t, confidence=0.5) for t in (1.0, 20.0))
-    assert (low.seq_lens.tolist(), high.seq_lens.tolist()) == ([5], [0])
-
-
-def test_confidence_is_that_of_the_token_drawn():
-    rows = 200
-    drafted = Drafted(CONFIDENT[:1].expand(rows, -1), 1.0, confidence=0.5)
-    assert (drafted.seq_lens > 0).tolist() == drafted.tokens[:rows, 1].eq(0).tolist()
-    assert 0 < int((drafted.seq_lens > 0).sum()) < rows
-
-
-def test_without_a_minimum_confidence_no_row_stops():
-    assert Drafted(torch.zeros(1, 5000), 0.0).seq_lens.tolist() == [5]
-
-
-MAP = torch.tensor([3, 4, 9, 17, 30])
+    assert drafted(torch.zeros(1, 2), 0.0, confidence=minimum).seq_lens[:1].tolist() == [seq_len]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -144,26 +119,8 @@ def test_a_smaller_vocabulary_draws_what_the_whole_one_draws_without_the_other_t
     logits = random_logits(40, 5)
     whole = torch.full((40, 32), float("-inf"))
     whole[:, MAP] = logits
-    mapped, expected = Drafted(logits, temperature, token_map=MAP, vocab=32), Drafted(whole, temperature)
-    assert mapped.tokens.tolist() == expected.tokens.tolist()
-    assert mapped.next_ids.tolist() == expected.next_ids.tolist()
-
-
-def test_processed_logits_of_a_smaller_vocabulary_land_in_the_columns_that_the_map_names():
-    logits = random_logits(2, 5)
-    cached = Drafted(logits, 0.5, token_map=MAP, vocab=32).logits[:2, 1]
-    others = torch.ones(32, dtype=torch.bool).index_fill(0, MAP, False)
-    assert torch.equal(cached[:, MAP], logits / 0.5) and cached[:, others].eq(7).all()
-
-
-def test_a_map_of_another_length_than_the_logits_is_refused():
-    with pytest.raises(BatchError, match=r"logits must be torch\.float32 \[1, 5\] .*, got torch\.float32 \[1, 4\]"):
-        Drafted(random_logits(1, 4), 0.0, token_map=MAP, vocab=32)
-
-
-def test_a_map_of_another_dtype_is_refused():
-    with pytest.raises(BatchError, match=r"token_map must be torch\.int64"):
-        Drafted(random_logits(1, 5), 0.0, token_map=MAP.int(), vocab=32)
+    mapped, expected = drafted(logits, temperature, token_map=MAP, vocab=32), drafted(whole, temperature)
+    assert torch.equal(mapped.draft_tokens, expected.draft_tokens) and torch.equal(mapped.next_ids, expected.next_ids)
 
 
 def test_columns_that_the_map_does_not_name_start_at_minus_infinity():
@@ -176,55 +133,13 @@ def test_columns_that_the_map_does_not_name_start_at_minus_infinity():
     assert torch.equal(sampler.draft_logits[0, 0], expected)
 
 
-def test_a_step_after_the_last_column_writes_no_column():
-    drafted = Drafted(random_logits(3, 50), 1.0, column=3)
-    assert drafted.tokens.eq(7).all() and drafted.logits.eq(7).all()
-
-
-def test_processed_logits_are_divided_by_a_positive_temperature_alone():
-    logits = random_logits(2, 50)
-    drafted = Drafted(logits, torch.tensor([0.0, 0.5]))
-    assert torch.equal(drafted.logits[0, 1], logits[0]) and torch.equal(drafted.logits[1, 1], logits[1] / 0.5)
-
-
-def test_low_precision_logits_are_processed_in_fp32():
-    logits = random_logits(1, 50).bfloat16()
-    assert torch.equal(Drafted(logits, 0.7).logits[0, 1], logits[0].float() / torch.tensor(0.7))
-
-
-def test_a_row_draws_the_same_token_in_any_batch_order():
+def test_a_row_draws_the_same_token_alone_in_any_batch_and_in_any_column():
     logits, seeds, positions = random_logits(20, 50), torch.arange(20) * 91, torch.arange(20) * 7
-    order = torch.randperm(20, generator=torch.Generator().manual_seed(1))
-    there = Drafted(logits, 1.0, seeds=seeds, positions=positions).tokens[:20, 1]
-    here = Drafted(logits[order], 1.0, seeds=seeds[order], positions=positions[order]).tokens[:20, 1]
-    assert here.tolist() == there[order].tolist()
-
-
-def test_a_row_draws_the_same_token_alone():
-    logits = random_logits(5, 50)
-    together = Drafted(logits, 1.0).tokens[:5, 1].tolist()
-    alone = [int(Drafted(logits[r : r + 1], 1.0, seeds=torch.tensor([r])).tokens[0, 1]) for r in range(5)]
-    assert alone == together
-
-
-def test_the_column_has_no_part_in_the_draw():
-    logits = random_logits(20, 50)
-    assert torch.equal(Drafted(logits, 1.0, column=0).tokens[:, 0], Drafted(logits, 1.0, column=2).tokens[:, 2])
-
-
-@pytest.mark.parametrize("changed", ["seeds", "positions"])
-def test_another_seed_or_position_draws_another_token(changed):
-    logits = random_logits(1, 50).expand(200, -1)
-    fixed = {"seeds": torch.zeros(200, dtype=torch.int64), "positions": torch.zeros(200, dtype=torch.int64)}
-    drafted = Drafted(logits, 1.5, **{**fixed, changed: torch.arange(200)})
-    assert len(drafted.tokens[:200, 1].unique()) > 10
-
-
-def test_the_noise_is_that_of_the_position_of_the_token_drawn():
-    logits, seeds, positions = random_logits(30, 50), torch.arange(30), torch.arange(30) * 3
-    keys = noise.key(seeds, positions + 2, noise.DRAFT)[:, None]
-    expected = (logits + noise.gumbel(keys, torch.arange(50)[None])).argmax(-1)
-    assert Drafted(logits, 1.0, seeds=seeds, positions=positions).tokens[:30, 1].tolist() == expected.tolist()
+    together = drafted(logits, 1.0, seeds=seeds, positions=positions).draft_tokens[:20, 1].tolist()
+    for row in range(20):
+        one = slice(row, row + 1)
+        alone = drafted(logits[one], 1.0, seeds=seeds[one], positions=positions[one], column=row % 3)
+        assert alone.draft_tokens[0, row % 3] == together[row]
 
 
 @pytest.mark.parametrize("along", ["seeds", "positions"])
@@ -232,24 +147,31 @@ def test_the_noise_is_that_of_the_position_of_the_token_drawn():
 def test_tokens_are_distributed_as_the_softmax(temperature, along):
     count = 60_000
     logits = random_logits(1, 12, seed=3)
-    fixed = {"seeds": torch.full((count,), 5), "positions": torch.full((count,), 9)}
-    options = {**fixed, along: torch.arange(count)}
-    tokens = Drafted(logits.expand(count, -1), temperature, columns=2, **options).tokens[:count, 1]
+    options = {"seeds": torch.full((count,), 5), "positions": torch.full((count,), 9), along: torch.arange(count)}
+    tokens = drafted(logits.expand(count, -1), temperature, columns=2, **options).draft_tokens[:count, 1]
     expected = (logits[0].double() / temperature).softmax(-1).numpy() * count
     assert stats.chisquare(np.bincount(tokens.numpy(), minlength=12), expected).pvalue > 1e-4
 
 
-def test_logits_of_another_vocabulary_are_refused():
-    with pytest.raises(BatchError, match=r"logits must be torch\.float32 \[1, 6\]"):
-        Drafted(torch.zeros(1, 5), 0.0, vocab=6)
-
-
-def test_hidden_states_of_another_width_than_the_next_steps_are_refused():
-    with pytest.raises(BatchError, match="next_hidden must be"):
-        Drafted(random_logits(2, 12), 0.0, columns=2, hidden=torch.zeros(2, 8), next_hidden=torch.zeros(2, 9))
-
-
 def test_hidden_states_are_copied_to_the_rows_of_the_batch():
     hidden, next_hidden = torch.randn(2, 8), torch.full((3, 8), 7.0)
-    Drafted(random_logits(2, 12), 0.0, hidden=hidden, next_hidden=next_hidden)
+    drafted(random_logits(2, 12), 0.0, hidden=hidden, next_hidden=next_hidden)
     assert torch.equal(next_hidden[:2], hidden) and next_hidden[2].eq(7).all()
+
+
+REFUSED = {
+    "another vocabulary": ({"vocab": 6}, r"logits must be torch\.float32 \[1, 6\]"),
+    "a map of another length": (
+        {"token_map": MAP[:4], "vocab": 32}, r"logits must be torch\.float32 \[1, 4\] .*, got torch\.float32 \[1, 5\]",
+    ),
+    "a map of another dtype": ({"token_map": MAP.int(), "vocab": 32}, r"token_map must be torch\.int64"),
+    "hidden states of another width": (
+        {"hidden": torch.zeros(1, 8), "next_hidden": torch.zeros(1, 9)}, "next_hidden must be",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("options", "message"), REFUSED.values(), ids=REFUSED)
+def test_tensors_of_another_shape_or_dtype_are_refused(options, message):
+    with pytest.raises(BatchError, match=message):
+        drafted(random_logits(1, 5), 0.0, **options)

@@ -24,6 +24,16 @@ def make_sampler(rows, columns, confidence=0.0, token_map=None):
     return sampler
 
 
+def draw_settings(sampler, seed):
+    """Of any rows."""
+    rows, columns = sampler.draft_tokens.shape
+    draws = torch.Generator().manual_seed(seed)
+    sampler.temperature.copy_(torch.randint(0, 3, (rows,), generator=draws) / 2)
+    sampler.seeds.copy_(torch.randint(-99, 99, (rows,), generator=draws))
+    sampler.draft_lens.copy_(torch.randint(-1, columns + 2, (rows,), generator=draws))
+    sampler.num_tokens.fill_(int(torch.randint(1, columns + 1, (1,), generator=draws)))
+
+
 def step_by_step(logits, positions, seq_lens, sampler):
     """logits [R, K, V], positions [R, K]; seq_lens, positions and step are the sampler's own buffers."""
     own_positions, own_lens, step = (sampler._buffers[index] for index in (2, 3, 4))
@@ -50,11 +60,7 @@ def test_a_block_is_sampled_as_one_step_after_the_other(rows, columns, seed, con
     seq_lens = torch.randint(0, 3, (rows,), generator=generator, dtype=torch.int32)
     one, each = (make_sampler(rows, columns, confidence, token_map) for _ in range(2))
     for sampler in (one, each):
-        draws = torch.Generator().manual_seed(seed)
-        sampler.temperature.copy_(torch.randint(0, 3, (rows,), generator=draws) / 2)
-        sampler.seeds.copy_(torch.randint(-99, 99, (rows,), generator=draws))
-        sampler.draft_lens.copy_(torch.randint(-1, columns + 2, (rows,), generator=draws))
-        sampler.num_tokens.fill_(int(torch.randint(1, columns + 1, (1,), generator=draws)))
+        draw_settings(sampler, seed)
     one._buffers[3].copy_(seq_lens)
     one.sample_block(logits.flatten(0, 1), positions.flatten())
     step_by_step(logits, positions, seq_lens, each)
