@@ -13,9 +13,7 @@ from spec_decode.graphs.emulator import EmulatedRuntime
 from spec_decode.trees import DraftTree, DynamicTree, DynamicTreeConfig
 from spec_decode.trees.kernels.keep_best import keep_best
 from spec_decode.trees.kernels.top_children import top_children
-from spec_decode.verification import TreeSampling
 from tests.spec_decode.trees.tree_helpers import TableGrowth
-from tests.spec_decode.verification.verify_helpers import sampling_of
 
 ROWS, VOCAB = 3, 7
 
@@ -147,15 +145,12 @@ def test_logits_of_all_equal_tokens_are_taken_in_their_order():
     assert scores.flatten().tolist() == pytest.approx([-math.log(5)] * 6)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_children_are_the_most_probable_tokens(dtype):
-    wide = torch.randn(4, 80, generator=torch.Generator().manual_seed(0)).to(dtype)
-    tokens, scores = (
-        top_children(wide[:, ::2], 6, None) if dtype == torch.float32 else top_children(wide[:, :40], 6, None)
-    )
-    logits = (wide[:, ::2] if dtype == torch.float32 else wide[:, :40]).double()
-    assert torch.equal(tokens, logits.sort(dim=1, descending=True, stable=True).indices[:, :6])
-    assert torch.allclose(scores.double(), logits.log_softmax(-1).gather(1, tokens), atol=1e-5)
+@pytest.mark.parametrize("view", [lambda x: x[:, ::2], lambda x: x[:, :40].bfloat16()], ids=["strided", "bfloat16"])
+def test_children_are_the_most_probable_tokens(view):
+    logits = view(torch.randn(4, 80, generator=torch.Generator().manual_seed(0)))
+    tokens, scores = top_children(logits, 6, None)
+    assert torch.equal(tokens, logits.double().sort(dim=1, descending=True, stable=True).indices[:, :6])
+    assert torch.allclose(scores.double(), logits.double().log_softmax(-1).gather(1, tokens), atol=1e-5)
 
 
 def test_a_token_that_cannot_be_drafted_has_no_probability():
@@ -180,21 +175,6 @@ def test_a_graph_grows_the_trees_of_each_replay():
         graphs[places].replay()
     assert growth.tree.frontier_scores.equal(expected.tree.frontier_scores)
     assert all(map(torch.equal, growth.tree.kept(), expected.tree.kept()))
-
-
-def test_a_kept_tree_may_be_verified():
-    growth = Growth(3, 3, num_tokens=10).run()
-    place = {"sampling": sampling_of(ROWS), "draft_positions": torch.full((ROWS,), 5)}
-    kept = growth.tree.kept()
-    # The target says at each query token what the tree's last path does.
-    logits = torch.zeros(ROWS, 11, VOCAB)
-    last = 10
-    while last > 0:
-        parent = int(kept.parents[0, last - 1])
-        logits[0, parent, kept.draft_tokens[0, last - 1]] = 9
-        last = parent
-    output = TreeSampling(3).verify(logits, kept, **place)
-    assert output.path[0, output.accepted[0] - 1] == 10
 
 
 @pytest.mark.parametrize(
@@ -223,15 +203,21 @@ def test_a_tree_that_the_steps_do_not_fit_is_refused(steps, config, message):
         DynamicTree(1, torch.zeros(1, dtype=torch.int64), config, num_speculative_tokens=steps)
 
 
-@pytest.mark.parametrize("shape", [(ROWS + 1, 1), (ROWS, 2), (0, 3)])
-def test_logits_of_another_frontier_are_refused(shape):
-    with pytest.raises(BatchError, match=rf"1 to {ROWS} rows, and of the root or the 3 tokens of a frontier, got"):
-        Growth(3, 2).tree.grow(torch.zeros(*shape, VOCAB))
+FRONTIER = f"1 to {ROWS} rows, and of the root or the 3 tokens of a frontier, got"
 
 
-def test_a_vocabulary_without_so_many_choices_is_refused():
-    with pytest.raises(BatchError, match="at least 3 tokens, got 2"):
-        Growth(3, 2).tree.grow(torch.zeros(ROWS, 1, 2))
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+        ((ROWS + 1, 1, VOCAB), FRONTIER),
+        ((ROWS, 2, VOCAB), FRONTIER),
+        ((0, 3, VOCAB), FRONTIER),
+        ((ROWS, 1, 2), "at least 3 tokens, got 2"),
+    ],
+)
+def test_logits_of_another_frontier_or_of_fewer_tokens_than_choices_are_refused(shape, message):
+    with pytest.raises(BatchError, match=message):
+        Growth(3, 2).tree.grow(torch.zeros(shape))
 
 
 def test_the_trees_of_the_first_rows_are_those_of_all_rows():

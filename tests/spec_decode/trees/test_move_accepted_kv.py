@@ -23,52 +23,31 @@ def at(cache, slot):
     return cache[slot // PAGE_SIZE, slot % PAGE_SIZE]
 
 
-def moved(slot_mapping, path):
-    """Each cache before and after."""
-    before, after = caches(), tuple(cache.clone() for cache in caches())
-    move_accepted_kv(*after, slot_mapping, torch.tensor(path))
-    return list(zip(before, after, strict=True))
+MOVES = {
+    "over the end of a page": ([[10, 11, 12, 13, 14, 3]], [[2, 4, 5]]),
+    "to where a later one came from": ([[0, 1, 2, 3, 4, 5]], [[3, 4, 5]]),
+    "along the first tokens": ([[7, 8, 9, 10]], [[1, 2, 3]]),
+    "paths that end": ([[0, 1, 2, 3], [8, 9, 10, 11]], [[-1, -1], [3, -1]]),
+    **{
+        f"token {token} at slot {outside}": ([[outside if at == token else at for at in range(4)]], [[2, 3]])
+        for token in (1, 2)
+        for outside in (-1, PAGES * PAGE_SIZE)
+    },
+}
 
 
-def test_accepted_tokens_move_to_the_slots_of_a_plain_text():
-    own = [10, 11, 12, 13, 14, 3]  # over the end of a page
-    for before, after in moved(slots(own), [[2, 4, 5]]):
+@pytest.mark.parametrize(("own", "paths"), MOVES.values(), ids=MOVES)
+def test_accepted_tokens_move_to_the_slots_of_a_plain_text_and_nothing_else_moves(own, paths):
+    """One without a key to move, or a place to go, stays."""
+    after = tuple(cache.clone() for cache in caches())
+    move_accepted_kv(*after, slots(*own), torch.tensor(paths))
+    for before, found in zip(caches(), after, strict=True):
         expected = before.clone()
-        for place, token in enumerate([2, 4, 5], 1):
-            at(expected, own[place]).copy_(at(before, own[token]))
-        assert torch.equal(after, expected)
-
-
-def test_a_token_that_goes_where_a_later_one_came_from_is_moved_first():
-    # Query token 3 goes to 1, and 4 to 2, 5 to 3: what lies at 3 has gone before.
-    for before, after in moved(slots([0, 1, 2, 3, 4, 5]), [[3, 4, 5]]):
-        assert [torch.equal(at(after, i), at(before, j)) for i, j in ((1, 3), (2, 4), (3, 5))] == [True] * 3
-
-
-def test_a_path_along_the_first_tokens_stays_where_it_is():
-    for before, after in moved(slots([7, 8, 9, 10]), [[1, 2, 3]]):
-        assert torch.equal(before, after)
-
-
-def test_nothing_after_a_paths_end_is_moved():
-    for before, after in moved(slots([0, 1, 2, 3], [8, 9, 10, 11]), [[-1, -1], [3, -1]]):
-        expected = before.clone()
-        at(expected, 9).copy_(at(before, 11))
-        assert torch.equal(after, expected)
-
-
-@pytest.mark.parametrize("outside", [-1, PAGES * PAGE_SIZE])
-@pytest.mark.parametrize("token", [1, 2])
-def test_a_slot_outside_the_cache_is_neither_read_nor_written(outside, token):
-    own = [0, 1, 2, 3]
-    own[token] = outside
-    for before, after in moved(slots(own), [[2, 3]]):
-        expected = before.clone()
-        if token == 2:  # token 2 has no key to move, and token 3 no place to go
-            assert torch.equal(after, before)
-        else:
-            at(expected, own[2]).copy_(at(before, own[3]))
-            assert torch.equal(after, expected)
+        for row, path in zip(own, paths, strict=True):
+            for place, token in enumerate(path, 1):
+                if token > 0 and {row[place], row[token]} <= {*range(PAGES * PAGE_SIZE)}:
+                    at(expected, row[place]).copy_(at(before, row[token]))
+        assert torch.equal(found, expected)
 
 
 def test_a_graph_moves_by_the_path_of_each_replay():

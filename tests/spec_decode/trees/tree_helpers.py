@@ -1,10 +1,9 @@
-"""Trees of drafts in bulk, drawn from tables of logits, and what a verifier made of them."""
+"""Trees of drafts in bulk, drawn from tables of logits, and what the verifier made of them."""
 
 from dataclasses import dataclass
 
 import torch
 
-from spec_decode.sampling import sample_target
 from spec_decode.trees import DraftTree, TreeBatch
 from spec_decode.verification import TreeSampling
 from tests.spec_decode.verification.verify_helpers import FIRST, sampling_of
@@ -80,14 +79,3 @@ def verify(drafted, **sampling):
     rows = len(drafted.tokens)
     place = {"sampling": sampling_of(rows, **sampling), "draft_positions": torch.full((rows,), FIRST)}
     return TreeSampling(drafted.tree.max_depth).verify(drafted.p_logits, drafted.batch, **place)
-
-
-def first_two(tables, drafted, output, temperature):
-    """The first two tokens int64 [R] of each text: accepted, added, or decoded after that."""
-    path = drafted.tokens.gather(1, output.path.clamp(min=0))
-    first = torch.where(output.accepted > 0, path[:, 0], output.next_tokens)
-    positions = torch.full_like(first, FIRST + 1)
-    later = sample_target(tables.p[1][first], sampling=sampling_of(len(first), temperature), positions=positions)
-    second = path[:, 1] if path.shape[1] > 1 else later
-    second = torch.where(output.accepted > 1, second, torch.where(output.accepted == 1, output.next_tokens, later))
-    return first, second
