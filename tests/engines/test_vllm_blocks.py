@@ -17,6 +17,7 @@ from builders import BatchError
 from scripts import vllm_arm, vllm_figures, vllm_worker
 from spec_decode.graphs import runtime_for
 from tests.engines import vllm_flashinfer
+from tests.engines.vllm_draft_loop import speculator_of
 from tests.engines.vllm_runner import (
     DIM,
     HEADS,
@@ -30,7 +31,6 @@ from tests.engines.vllm_runner import (
     WIDTH,
     LatentRunner,
     Runner,
-    Tables,
     assert_attends,
     backend_of,
     default_dtype,
@@ -57,39 +57,25 @@ def dflash(runner):
     from vllm.v1.worker.gpu.attn_utils import AttentionCGSupportInfo
     from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
 
-    speculator = object.__new__(DFlashSpeculator)
     config = replace(runner.config, attention_config=replace(runner.config.attention_config, use_non_causal=True))
     support = type(runner.builder).get_cudagraph_support(config, runner.group.kv_cache_spec)
-    vars(speculator).update(
-        vllm_config=config,
-        device=CPU,
-        num_query_per_req=runner.query_len,
-        attn_groups=[[runner.group]],
-        attn_cg_support=AttentionCGSupportInfo().narrow(support, runner.group.backend.get_name()),
-        block_tables=Tables(runner),
-        input_buffers=runner.inputs,
-    )
-    speculator._configure_decode_metadata_update()
-    return speculator
+    narrowed = AttentionCGSupportInfo().narrow(support, runner.group.backend.get_name())
+    own = {"vllm_config": config, "num_query_per_req": runner.query_len, "attn_cg_support": narrowed}
+    return speculator_of(DFlashSpeculator, runner, **own)
 
 
 class Drafted:
     """A round of DFlash from its preparation to its attention, by vLLM's own code: captured once, then replayed."""
 
     def __init__(self, runner):
-        from vllm.v1.worker.gpu.input_batch import InputBuffers
         from vllm.v1.worker.gpu.spec_decode.dflash.cudagraph import _prepare_dflash_inputs_to_capture
 
         self.runner, rows = runner, runner.ROWS
         self.tokens = rows * runner.query_len
-        runner.inputs = InputBuffers(rows, self.tokens, CPU)
-        runner.seq_lens, runner.starts = runner.inputs.seq_lens, runner.inputs.query_start_loc
-        self.speculator = dflash(runner)
-        kv_cache = SimpleNamespace(kv_cache_groups=[SimpleNamespace(layer_names=[runner.layer_name])])
-        length = runner.config.model_config.max_model_len
-        groups = (self.speculator.block_tables, self.speculator.attn_groups, kv_cache)
+        self.speculator = made = dflash(runner)
+        groups = (made.block_tables, made.attn_groups, made.kv_cache_config, made.max_model_len)
         state = _prepare_dflash_inputs_to_capture(
-            rows, self.tokens, runner.inputs, *groups, length, skip_attn=False, causal={0: False}
+            rows, self.tokens, runner.inputs, *groups, skip_attn=False, causal={0: False}
         )
         self.metadata = state.attn_metadata[runner.layer_name]
         self.query = torch.zeros(self.tokens, HEADS, runner.head_dim, dtype=torch.bfloat16)
@@ -107,9 +93,8 @@ class Drafted:
         from vllm.v1.worker.gpu.spec_decode.dflash.speculator import prepare_dflash_inputs
 
         runner, rows, length = self.runner, self.runner.ROWS, self.runner.query_len
-        pages = torch.randperm(99, generator=torch.Generator().manual_seed(seed)).int() + 1
         runner.table.zero_()
-        runner.table[: len(lens)] = pages[: len(lens) * WIDTH].view(-1, WIDTH)
+        runner.fill(lens, seed)
         # Two tokens were verified; the second is the one that was rejected.
         ends = torch.tensor([each - length - 1 for each in lens])
         batch = SimpleNamespace(
@@ -127,7 +112,7 @@ class Drafted:
             input_temperature=zero, input_seeds=zero.long(), block_table=runner.table, block_size=runner.page,
             cp_rank=0, cp_size=1, cp_interleave=1, parallel_drafting_token_id=3, num_query_per_req=length,
             num_speculative_steps=length - 1, max_num_reqs=rows, max_num_tokens=self.tokens,
-            max_model_len=runner.config.model_config.max_model_len,
+            max_model_len=self.speculator.max_model_len,
         )  # fmt: skip
         assert runner.seq_lens.tolist() == [*lens, *[0] * (rows - len(lens))]
         self.query.copy_(torch.randn(self.query.shape, generator=torch.Generator().manual_seed(seed)))
@@ -165,7 +150,6 @@ def test_vllms_speculator_runs_a_block_draft_as_one_full_graph(name, monkeypatch
     from vllm.v1.worker.gpu.spec_decode.dflash import speculator as theirs
 
     runner, modes = runner_of(name), []
-    runner.inputs = None
     monkeypatch.setattr(theirs, "DFlashCudaGraphManager", lambda config, device, mode, **more: modes.append(mode))
     speculator = dflash(runner)
     speculator.init_cudagraph_manager(CUDAGraphMode.FULL_AND_PIECEWISE)

@@ -8,29 +8,18 @@ from __future__ import annotations
 from dataclasses import replace
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 
 from engines import vllm as plug_in
 from spec_decode.graphs import runtime_for
 from tests.engines import vllm_sparse
-from tests.engines.vllm_runner import (
-    HEADS,
-    LATENT,
-    NEEDS_VLLM,
-    PAGED,
-    TOKENS,
-    WIDTH,
-    LatentRunner,
-    Runner,
-    Tables,
-    backend_of,
-)
+from tests.engines.vllm_draft_loop import DraftLoop, speculator_of
+from tests.engines.vllm_runner import LATENT, NEEDS_VLLM, PAGED, TOKENS, LatentRunner, Runner, Tables, backend_of
 from tests.factories import CPU
 
 pytestmark = NEEDS_VLLM
-LENS = [5, 150, 33]
+LENS, EVERY_ROW = [5, 150, 33], [5, 150, 33, 16, 90, 7, 12, 64]
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +31,8 @@ def installed(monkeypatch, vllm_inside):
         for name in hooks:
             monkeypatch.setattr(cls, name, getattr(cls, name))
     validator.install()
-    return validator
+    with torch.inference_mode():  # as vLLM runs
+        yield validator
 
 
 def flash_attention_schedule(*, seqlens=None, cache_seqlens=None, **rest):
@@ -55,106 +45,24 @@ def frozen(metadata):
     return replace(metadata, seq_lens=metadata.seq_lens.clone())
 
 
-class Served:
-    """vLLM's EAGLE speculator as far as it runs the later steps of a draft: captured once, then replayed."""
-
-    def __init__(self, runner):
-        from vllm.config.compilation import CUDAGraphMode
-        from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
-
-        self.runner, self.rows = runner, runner.ROWS
-        self.speculator = object.__new__(EagleSpeculator)
-        vars(self.speculator).update(
-            self.inputs(),
-            current_draft_step=torch.zeros((), dtype=torch.int64),
-            _generate_draft=self.step,
-            decode_cudagraph_manager=SimpleNamespace(run_fullgraph=lambda desc: self.graph.replay()),
-            prefill_cudagraph_manager=SimpleNamespace(use_breakable_cg=False, capture=lambda *a, **more: None),
-            speculative_config=SimpleNamespace(uses_dynamic_speculative_decoding=lambda: False),
-            max_num_reqs=self.rows,
-            model_state=None,
-            target_input_buffers=None,
-            target_attn_groups=None,
-            last_token_indices=torch.zeros(self.rows, dtype=torch.int64),
-        )
-        self.speculator._configure_decode_metadata_update()
-        self.speculator.decode_cudagraph_manager.capture = self.capture
-        self.desc = SimpleNamespace(num_tokens=self.rows, num_reqs=self.rows, cg_mode=CUDAGraphMode.FULL)
-        self.speculator.capture()
-
-    def inputs(self):
-        """What every speculator of vLLM has."""
-        from vllm.v1.worker.gpu.input_batch import InputBuffers
-
-        runner, tokens = self.runner, self.rows * self.runner.query_len
-        runner.inputs = InputBuffers(self.rows, tokens, CPU)
-        runner.seq_lens, runner.starts = runner.inputs.seq_lens, runner.inputs.query_start_loc
-        runner.positions = runner.inputs.positions[:tokens]
-        return {
-            "vllm_config": runner.config,
-            "device": CPU,
-            "num_speculative_steps": TOKENS,
-            "attn_groups": [runner.groups],
-            "block_tables": Tables(runner),
-            "input_buffers": runner.inputs,
-            "idx_mapping": torch.full((self.rows,), -1),
-            "arange_np": np.arange(self.rows + 1, dtype=np.int32),
-            "draft_is_prefilling": torch.zeros(self.rows, dtype=torch.bool),
-            "kv_cache_config": SimpleNamespace(
-                kv_cache_groups=[
-                    SimpleNamespace(layer_names=[name for group in runner.groups for name in group.layer_names])
-                ]
-            ),
-            "draft_max_seq_len": WIDTH * runner.page,
-            "dcp_size": 1,
-        }
-
-    def capture(self, decode, *rest, **more):
-        runner = self.runner
-        runner.fill([1] * self.rows)
-        runner.starts.copy_(torch.arange(self.rows + 1))
-        built = {
-            group.layer_names[0]: group.build_metadata_for_cudagraph_capture(runner.common()) for group in runner.groups
-        }
-        self.built, self.metadata = built, built[runner.layer_name]
-
-        def forward():
-            mode = self.desc.cg_mode if hasattr(self, "desc") else None
-            decode(self.rows, self.rows, built, None, None, mode, TOKENS)
-
-        forward()  # vLLM warms up
-        self.graph = runtime_for(CPU).capture(forward)
-
-    def step(self, *rest, **more):
-        """As vLLM's own ends: after the last step lengths and positions stay."""
-        moves = (self.speculator.current_draft_step < TOKENS - 1).int()
-        self.runner.seq_lens += (self.runner.seq_lens > 0) * moves
-        self.runner.positions += (self.runner.seq_lens > 0) * moves
-
-    def draft(self, lens, seed=0, dummy=False):
-        runner, live = self.runner, len(lens)
-        runner.fill(lens, seed)
-        runner.positions.zero_()
-        runner.positions[:live] = torch.tensor(lens) - 1
-        runner.starts.copy_(torch.arange(self.rows + 1).clamp(max=live))
-        self.speculator.idx_mapping.fill_(-1)
-        if not dummy:
-            self.speculator.idx_mapping[:live] = torch.arange(live)
-        bound = torch.tensor(lens, dtype=torch.int32)
-        self.speculator._fused_multi_step_decode(live, False, self.desc, None, bound, TOKENS)
-
-    @property
-    def validator(self):
-        self.speculator.attn_backends_validator._next = -float("inf")
-        return self.speculator.attn_backends_validator
-
-
-def served(name):
-    return Served(runner_of(name))
+def loop(name):
+    return DraftLoop(runner_of(name), attends=False)
 
 
 def runner_of(name):
     return LatentRunner(name) if name in LATENT else Runner(name)
+
+
+def compared(engine):
+    """The validator, for which it is time to compare again."""
+    validator = engine.speculator.attn_backends_validator
+    validator._next = -float("inf")
+    return validator
+
+
+def assert_no_difference(engine, rounds):
+    validator = compared(engine)
+    assert (validator.found, validator.rounds) == (None, rounds)
 
 
 @pytest.fixture
@@ -175,29 +83,21 @@ def test_rounds_of_a_right_builder_show_no_difference(name, said, monkeypatch):
         from vllm.v1.attention.backends import flash_attn
 
         monkeypatch.setattr(flash_attn, "get_scheduler_metadata", flash_attention_schedule)
-    engine = served(name)
+    engine = loop(name)
     for seed, lens in enumerate([LENS, [40, 6, 140, 90], [64]]):
         engine.draft(lens, seed)
-        assert engine.validator.found is None and engine.validator.rounds == seed + 1
+        assert_no_difference(engine, seed + 1)
     assert said == [f"Draft metadata of {n} rounds was compared with a fresh build: no difference." for n in (1, 2)]
-
-
-class Attending(Served):
-    """The same over sparse latents, whose kernels leave a schedule of their own in the metadata."""
-
-    def step(self, *rest, **more):
-        self.runner.draft(self.built, torch.ones(self.rows, HEADS, self.runner.head_dim, dtype=torch.bfloat16))
-        super().step()
 
 
 @pytest.mark.parametrize("dtype", ["auto", vllm_sparse.FP8])
 def test_rounds_over_sparse_latents_show_no_difference(dtype, said, monkeypatch):
     vllm_sparse.install(monkeypatch)
     vllm_sparse.leave_memory_as_it_was(monkeypatch)
-    engine = Attending(vllm_sparse.SparseRunner(dtype))
-    for rounds, lens in enumerate([LENS, [64]], 1):
+    engine = DraftLoop(vllm_sparse.SparseRunner(dtype))
+    for rounds, lens in enumerate([EVERY_ROW, [64] * 8], 1):
         engine.draft(lens, rounds)
-        assert engine.validator.found is None and engine.validator.rounds == rounds
+        assert_no_difference(engine, rounds)
 
 
 def test_an_indexer_whose_update_does_nothing_is_found(said, monkeypatch):
@@ -205,9 +105,9 @@ def test_an_indexer_whose_update_does_nothing_is_found(said, monkeypatch):
     runner = vllm_sparse.SparseRunner()
     theirs = type(runner.indexer.get_metadata_builder())
     monkeypatch.setattr(theirs, "update_draft_decode_metadata", lambda self, metadata: None)
-    engine = Attending(runner)
+    engine = DraftLoop(runner)
     engine.draft(LENS)
-    found = engine.validator.found
+    found = compared(engine).found
     assert found.group == f"DEEPSEEK_V32_INDEXER ({vllm_sparse.INDEXER})" and found.field.startswith("decode.")
 
 
@@ -230,75 +130,76 @@ def test_an_update_that_does_nothing_is_found_with_group_step_and_field(name, fi
         monkeypatch.setattr(builder, "build", lambda self, batch: frozen(build(self, batch)))
     engine = runner_of(name)
     monkeypatch.setattr(type(engine.builder), "update_draft_decode_metadata", lambda self, metadata: None)
-    engine = Served(engine)
-    engine.draft([5, 150, 33])
-    found = engine.validator.found
+    engine = DraftLoop(engine, attends=False)
+    engine.draft(LENS)
+    found = compared(engine).found
     assert found.group == f"{engine.runner.group.backend.get_name()} ({engine.runner.layer_name})"
     assert found.step == TOKENS - 1 and found.field.startswith(field) and "freshly built" in found.what
     assert said[-1].startswith(f"Draft metadata is not that of the batch: group {found.group}, step 3, field {field}")
 
     engine.draft([64])
-    assert engine.validator.rounds == 1 and len(said) == 1, "nothing is compared after a difference"
+    assert compared(engine).rounds == 1 and len(said) == 1, "nothing is compared after a difference"
 
 
 def test_slots_of_another_step_are_found(said):
-    engine = served("TRITON_ATTN")
+    engine = loop("TRITON_ATTN")
     compute, tables = Tables.compute_slot_mappings, engine.speculator.block_tables
     tables.compute_slot_mappings = lambda ids, starts, positions, n, out=None: compute(
         tables, ids, starts, positions if out is not None else (positions - 1).clamp(min=0), n, out
     )
     engine.speculator.capture()
     engine.draft(LENS)
-    assert engine.validator.found[:3] == ("all", TOKENS - 1, "slot_mappings[0][0]")
+    assert compared(engine).found[:3] == ("all", TOKENS - 1, "slot_mappings[0][0]")
 
 
 def test_lengths_that_do_not_move_are_found(said):
-    engine = served("TRITON_ATTN")
+    engine = loop("TRITON_ATTN")
     engine.step = engine.speculator._generate_draft = lambda *rest, **more: engine.runner.positions.add_(1)
     engine.speculator.capture()
     engine.draft(LENS)
-    assert engine.validator.found.field == "seq_lens[0]"
+    assert compared(engine).found.field == "seq_lens[0]"
 
 
 def test_a_buffer_that_vllm_replaced_after_the_capture_is_found(said):
-    engine = served("TRITON_ATTN")
+    engine = loop("TRITON_ATTN")
     engine.speculator.block_tables.input_block_tables = [engine.runner.table.clone()]
     engine.draft(LENS)
-    assert engine.validator.found.field == "block table 0" and "fills another one" in engine.validator.found.what
+    assert compared(engine).found.field == "block table 0" and "fills another one" in compared(engine).found.what
 
 
 def test_buffers_of_a_later_capture_are_those_that_count(said):
-    engine = served("TRITON_ATTN")
+    engine = loop("TRITON_ATTN")
     engine.runner.table = engine.runner.table.clone()
     engine.speculator.block_tables.input_block_tables = [engine.runner.table]
     engine.speculator.capture()
     engine.draft(LENS)
-    assert engine.validator.rounds == 1 and engine.validator.found is None
+    assert_no_difference(engine, 1)
 
 
 def test_padding_means_nothing(said):
-    engine = served("TRITON_ATTN")
+    engine = loop("TRITON_ATTN")
     compute, tables = Tables.compute_slot_mappings, engine.speculator.block_tables
     tables.compute_slot_mappings = lambda *args, out=None: compute(tables, *args, out=out).masked_fill_(
         tables.slot_mappings < 0, -1 if out is None else -16
     )
     engine.draft(LENS)
-    assert engine.validator.rounds == 1 and engine.validator.found is None
+    assert_no_difference(engine, 1)
 
 
 def test_the_engine_keeps_its_own_builders_and_a_batch_without_a_graph_is_left_out(said):
-    engine = served("TRITON_ATTN")
+    engine = loop("TRITON_ATTN")
     speculator, captured = engine.speculator, engine.metadata
     groups, longest = speculator.attn_groups, speculator.draft_max_seq_len = speculator.attn_groups, 99
     engine.draft(LENS)
     assert speculator.attn_groups is groups and speculator.draft_max_seq_len == longest
     other = {engine.runner.layer_name: engine.runner.group.build_metadata(engine.runner.common())}
-    speculator._generate_fused_drafts(engine.rows, engine.rows, other, None, None, engine.desc.cg_mode, TOKENS)
-    assert [kept[engine.runner.layer_name] for kept in engine.validator._captured.values()] == [captured]
+    speculator._generate_fused_drafts(Runner.ROWS, Runner.ROWS, other, None, None, engine.desc.cg_mode, TOKENS)
+    (kept,) = compared(engine)._captured.values()
+    assert kept is captured
 
 
 def test_comparing_takes_two_hundredths_of_the_time(installed):
-    engine, now = served("TRITON_ATTN"), iter([100.0, 101.0, 120.0, 150.9, 151.1, 152.0])
+    engine, now = loop("TRITON_ATTN"), iter([100.0, 101.0, 120.0, 150.9, 151.1, 152.0])
     validator = engine.speculator.attn_backends_validator = installed.DraftValidator(
         engine.speculator, clock=lambda: next(now)
     )
@@ -311,23 +212,23 @@ def test_comparing_takes_two_hundredths_of_the_time(installed):
 
 
 def test_batches_of_no_requests_are_left_out(said):
-    engine = served("TRITON_ATTN")
+    engine = loop("TRITON_ATTN")
     engine.draft(LENS, dummy=True)
-    assert engine.validator.rounds == 0 and said == []
+    assert compared(engine).rounds == 0 and said == []
 
 
 def test_a_draft_without_a_graph_to_compare_says_so(said):
-    engine = served("TRITON_ATTN")
+    engine = loop("TRITON_ATTN")
     engine.speculator.attn_backends_validator._captured.clear()
     engine.speculator.decode_cudagraph_manager.capture = lambda *rest, **more: None
     engine.speculator.capture()
-    assert said == ["No draft metadata is compared: EagleSpeculator captured no graph that updates its metadata."]
+    assert said == ["No draft metadata is compared: MTPSpeculator captured no graph that updates its metadata."]
 
 
 def test_a_draft_that_is_not_watched_says_so(said, installed):
-    eagle = served("TRITON_ATTN").speculator
-    eagle.supports_decode_metadata_update = False
-    for speculator in (eagle, SimpleNamespace()):
+    ours = loop("TRITON_ATTN").speculator
+    ours.supports_decode_metadata_update = False
+    for speculator in (ours, SimpleNamespace()):
         installed._say_unwatched(lambda: None, speculator, {})
     assert said == [
         "No draft metadata is compared: vLLM builds it anew for every step.",
@@ -359,13 +260,8 @@ def test_a_block_draft_is_compared_in_its_one_step(installed, said, monkeypatch)
     }.items():
         monkeypatch.setattr(cls, name, method)
     installed.install()
-    speculator = object.__new__(cls)
-    served = Served.__new__(Served)
-    served.runner, served.rows = runner, rows
-    vars(speculator).update(
-        served.inputs(), max_rows=rows, _group_causal=False, num_query_per_req=1 + TOKENS, requires_non_causal=True
-    )
-    speculator._configure_decode_metadata_update()
+    own = {"max_rows": rows, "_group_causal": False, "num_query_per_req": 1 + TOKENS, "requires_non_causal": True}
+    speculator = speculator_of(cls, runner, **own)
     speculator.capture()
     for lens, dummy in (([25, 150, 33], False), ([64], True), ([40, 90], False)):
         runner.fill(lens)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import numpy as np
 import torch
 
 from spec_decode.graphs import runtime_for
@@ -16,48 +17,70 @@ from tests.factories import CPU
 LENS = ([5, 150, 33, 16, 90, 7, 12, 64], [40, 6, 188])
 
 
+def speculator_of(cls, runner, **state):
+    """A speculator of vLLM's over a runner's groups, whose inputs the runner then reads."""
+    from vllm.v1.worker.gpu.input_batch import InputBuffers
+
+    rows, layers = runner.ROWS, [layer for group in runner.groups for layer in group.layer_names]
+    inputs = runner.inputs = InputBuffers(rows, rows * runner.query_len, CPU)
+    runner.seq_lens, runner.starts, runner.positions = inputs.seq_lens, inputs.query_start_loc, inputs.positions
+    speculator = object.__new__(cls)
+    defaults = {
+        "vllm_config": runner.config, "device": CPU, "attn_groups": [runner.groups], "block_tables": Tables(runner),
+        "input_buffers": inputs, "num_speculative_steps": TOKENS, "max_num_reqs": rows, "dcp_size": 1,
+        "max_model_len": runner.config.model_config.max_model_len, "draft_max_seq_len": WIDTH * runner.page,
+        "kv_cache_config": SimpleNamespace(kv_cache_groups=[SimpleNamespace(layer_names=layers)]),
+        "idx_mapping": torch.full((rows,), -1), "arange_np": np.arange(rows + 1, dtype=np.int32),
+        "draft_is_prefilling": torch.zeros(rows, dtype=torch.bool),
+    }  # fmt: skip
+    vars(speculator).update({**defaults, **state})
+    speculator._configure_decode_metadata_update()
+    return speculator
+
+
 class DraftLoop:
-    """Steps 1 to K-1 of multi-token prediction by vLLM's own speculator: captured once over a dummy batch, replayed."""
+    """Steps 1 to K-1 of multi-token prediction by vLLM's own speculator: captured once over a dummy batch, replayed.
+
+    attends: whether the draft's one layer attends; outs is what it found in each step.
+    """
 
     @torch.inference_mode()
-    def __init__(self, runner):
+    def __init__(self, runner, *, attends=True):
         from vllm.config import CUDAGraphMode
-        from vllm.v1.worker.gpu.cudagraph_utils import prepare_inputs_to_capture
-        from vllm.v1.worker.gpu.input_batch import InputBuffers
         from vllm.v1.worker.gpu.model_states.default import DefaultModelState
         from vllm.v1.worker.gpu.spec_decode.mtp.speculator import MTPSpeculator
 
-        self.runner, rows = runner, runner.ROWS
-        self.inputs = InputBuffers(rows, rows, CPU)
-        runner.seq_lens, runner.starts = self.inputs.seq_lens, self.inputs.query_start_loc
+        self.runner, self.attends, rows = runner, attends, runner.ROWS
         self.query = torch.zeros(rows, HEADS, runner.head_dim, dtype=torch.bfloat16)
         self.outs = torch.zeros(TOKENS, rows, HEADS, runner.value_dim, dtype=torch.bfloat16)
-        self.speculator = object.__new__(MTPSpeculator)
-        self.max_model_len = runner.config.model_config.max_model_len
-        layers = [layer for group in runner.groups for layer in group.layer_names]
-        ids = torch.zeros(rows, dtype=torch.int64)
-        vars(self.speculator).update(
-            vllm_config=runner.config, device=CPU, attn_groups=[runner.groups], block_tables=Tables(runner),
-            input_buffers=self.inputs, num_speculative_steps=TOKENS, max_model_len=self.max_model_len,
-            kv_cache_config=SimpleNamespace(kv_cache_groups=[SimpleNamespace(layer_names=layers)]),
-            idx_mapping=torch.arange(rows), current_draft_step=torch.zeros(1, dtype=torch.int64),
-            sample_src_positions=ids.clone(), draft_tokens=torch.zeros(rows, TOKENS, dtype=torch.int64),
-            hidden_states=torch.zeros(rows, 1), temperature=None, seeds=None, draft_logits=None,
-            pcp_manager=None, supports_mm_inputs=False, model=self.model, sample_draft=lambda *given: ids,
-            _prepare_eplb_forward=lambda rows: None,
-        )  # fmt: skip
-        self.speculator._configure_decode_metadata_update()
-        state = object.__new__(DefaultModelState)
+        self.desc = SimpleNamespace(num_tokens=rows, num_reqs=rows, cg_mode=CUDAGraphMode.FULL)
+        state, ids = object.__new__(DefaultModelState), torch.zeros(rows, dtype=torch.int64)
         vars(state).update(supports_mm_inputs=False, encoder_cache=None, model_config=runner.config.model_config)
-        groups = self.speculator.attn_groups, self.speculator.kv_cache_config
+        self.speculator = speculator_of(
+            MTPSpeculator, runner, model_state=state, model=self.model, sample_draft=lambda *given: ids,
+            supports_mm_inputs=False, current_draft_step=torch.zeros(1, dtype=torch.int64),
+            sample_src_positions=ids.clone(), last_token_indices=ids.clone(),
+            draft_tokens=torch.zeros(rows, TOKENS, dtype=torch.int64),
+            hidden_states=torch.zeros(rows, 1), temperature=None, seeds=None, draft_logits=None, pcp_manager=None,
+            target_input_buffers=None, target_attn_groups=None, _prepare_eplb_forward=lambda rows: None,
+            speculative_config=SimpleNamespace(uses_dynamic_speculative_decoding=lambda: False),
+            prefill_cudagraph_manager=SimpleNamespace(use_breakable_cg=False, capture=lambda *given, **more: None),
+            decode_cudagraph_manager=SimpleNamespace(
+                capture=self.capture, run_fullgraph=lambda desc: self.graph.replay()
+            ),
+        )  # fmt: skip
+        self.speculator.capture()
+
+    def capture(self, generate, *given, **more):
+        """vLLM prepares and warms up with what the capture then has anew."""
+        from vllm.v1.worker.gpu.cudagraph_utils import prepare_inputs_to_capture
+
+        rows = self.runner.ROWS
 
         def forward():
-            """vLLM prepares and warms up with what the capture then has anew."""
-            tables = self.speculator.block_tables
-            made = prepare_inputs_to_capture(rows, rows, state, self.inputs, tables, *groups, True, 1)
+            made = prepare_inputs_to_capture(rows, rows, *given, True, 1)
             self.metadata, self.step = made.attn_metadata, 0
-            how = None, CUDAGraphMode.FULL, TOKENS
-            return lambda: self.speculator._generate_fused_drafts(rows, rows, *made, *how)
+            return lambda: generate(rows, rows, *made, None, self.desc.cg_mode, TOKENS)
 
         forward()()
         self.graph = runtime_for(CPU).capture(forward())
@@ -65,27 +88,36 @@ class DraftLoop:
     def model(self, **inputs):
         """The draft's one layer, of which only the attention is looked at."""
         self.step += 1
-        self.outs[self.step].copy_(self.runner.draft(self.metadata, self.query))
+        if self.attends:
+            self.outs[self.step].copy_(self.runner.draft(self.metadata, self.query))
         return self.speculator.hidden_states
 
-    def draft(self, lens, seed):
-        """For requests of which one token was rejected, and whose first drafted token is the last of `lens` tokens."""
+    @torch.inference_mode()
+    def draft(self, lens, seed=0, *, dummy=False):
+        """For requests of which one token was rejected, and whose first drafted token is the last of `lens` tokens.
+
+        dummy: for no requests at all, as vLLM warms up.
+        """
         from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator import prepare_decode_inputs
 
-        runner, rows = self.runner, len(lens)
+        runner, speculator, rows = self.runner, self.speculator, len(lens)
         runner.table.zero_()
-        pages = torch.randperm(99, generator=torch.Generator().manual_seed(seed)).int() + 1
-        runner.table[:rows, :WIDTH] = pages[: rows * WIDTH].view(-1, WIDTH)
+        runner.fill(lens, seed)
+        runner.starts.copy_(torch.arange(runner.ROWS + 1).clamp(max=rows))
+        speculator.idx_mapping.fill_(-1)
+        if not dummy:
+            speculator.idx_mapping[:rows] = torch.arange(rows)
         self.query.copy_(torch.randn(self.query.shape, generator=torch.Generator().manual_seed(seed)))
         sampled, rejected = torch.zeros(rows, dtype=torch.int64), torch.ones(rows, dtype=torch.int32)
+        bound = torch.tensor(lens, dtype=torch.int32)
+        runner.positions[:rows] = bound - 2
         prepare_decode_inputs(
-            sampled, torch.tensor(lens, dtype=torch.int32), rejected, self.inputs,
-            self.speculator.sample_src_positions, self.max_model_len, runner.ROWS,
+            sampled, bound, rejected, runner.inputs, speculator.sample_src_positions, speculator.max_model_len,
+            runner.ROWS,
         )  # fmt: skip
         assert runner.seq_lens.tolist() == [*lens, *[0] * (runner.ROWS - rows)]
-        self.graph.replay()
+        speculator._fused_multi_step_decode(rows, False, self.desc, None, bound, TOKENS)
 
-    @torch.inference_mode()
     def assert_right(self):
         for seed, lens in enumerate(LENS):
             self.draft(lens, seed)
