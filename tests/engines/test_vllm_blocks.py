@@ -23,17 +23,15 @@ from tests.engines.vllm_runner import (
     HEADS,
     KV_HEADS,
     LATENT,
-    LATENT_LAYER,
     NEEDS_VLLM,
     PAGE,
     PAGED,
     TOKENS,
     WIDTH,
-    LatentRunner,
-    Runner,
     assert_attends,
     backend_of,
     default_dtype,
+    make_runner,
     select,
 )
 from tests.factories import CPU
@@ -45,11 +43,9 @@ FLASHINFER = PAGED[1]
 LENS = ([5, 150, 33, 16, 90, 7, 12, 64], [40, 6, 190])
 
 
-def runner_of(name, query_len=BLOCK, window=None):
+def runner_of(name, query_len=BLOCK, **options):
     """A group of layers of a block draft."""
-    if name in LATENT:
-        return LatentRunner(name, query_len, causal=False)
-    return Runner(name, query_len, causal=False, window=window)
+    return make_runner(name, query_len, causal=False, **options)
 
 
 def dflash(runner):
@@ -124,7 +120,7 @@ class Drafted:
 @pytest.mark.parametrize("query_len", [BLOCK, TOKENS], ids=["dflash", "dspark"])
 @pytest.mark.parametrize("name", PAGED)
 def test_a_block_sees_the_tokens_behind_it_and_its_window(name, query_len, window):
-    runner = runner_of(name, query_len, window)
+    runner = runner_of(name, query_len, window=window)
     for seed, lens in enumerate(LENS):
         runner.fill(lens, seed)
         assert_attends(runner, runner.group.build_metadata(runner.common()), lens)
@@ -167,24 +163,13 @@ def test_vllms_own_flashinfer_has_no_graph_of_a_block_without_xqa(monkeypatch):
     assert support is AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
 
 
-@pytest.mark.parametrize("name", PAGED)
-def test_vllm_selects_ours_for_a_block_draft(name):
-    assert select(name, use_non_causal=True).rpartition(".")[0].startswith("engines.vllm.v0_33")
-
-
-@pytest.mark.parametrize("name", LATENT)
-def test_vllm_selects_ours_for_a_block_draft_of_latents(name):
-    assert select(name, use_non_causal=True, **LATENT_LAYER)
-
-
 @pytest.mark.parametrize("name", [name for name in (*PAGED, *LATENT) if name != FLASHINFER])
 def test_kernels_without_blocks_are_refused_with_vllms_reason_and_ours(name, monkeypatch):
     """Its capabilities decide: those of FlashAttention-3 are its provider's."""
     without_blocks(monkeypatch, backend_of(name))
-    latents = LATENT_LAYER if name in LATENT else {}
     ours = "" if name in LATENT else ".*has no non_causal"
     with pytest.raises(ValueError, match=f"non-causal attention not supported{ours}"):
-        select(name, use_non_causal=True, **latents)
+        select(name, use_non_causal=True)
 
 
 def without_blocks(monkeypatch, backend):
@@ -239,24 +224,6 @@ def test_metadata_of_a_group_says_how_its_batch_attends(name):
         torch.testing.assert_close(found, runner.truth(query, [150, 33]), atol=2e-2, rtol=2e-2)
 
 
-def test_flashinfer_plans_a_shape_of_blocks_on_the_host_once():
-    runner = runner_of(FLASHINFER)
-    for seed in range(5):
-        runner.fill([5 + seed, 150], seed)
-        runner.group.build_metadata(runner.common())
-    assert vllm_flashinfer.HOST_PLANS == ["prefill", "block"]
-
-
-def test_no_build_of_a_block_writes_vllms_block_table():
-    runner = runner_of(FLASHINFER)
-    runner.fill([5, 150, 33])
-    before = runner.table.clone()
-    elsewhere = runner.common().replace(seq_lens=runner.seq_lens.clone(), block_table_tensor=runner.table.clone())
-    for common in (runner.common(), elsewhere, runner.common()):
-        runner.builder.build(0, common)
-    assert torch.equal(runner.table, before)
-
-
 def test_a_block_without_a_graph_is_planned_by_vllm():
     runner = runner_of(FLASHINFER)
     runner.builder._decode_cudagraph_max_bs = 2 * BLOCK - 1
@@ -265,16 +232,10 @@ def test_a_block_without_a_graph_is_planned_by_vllm():
         runner.fill([20, length])
         metadata = runner.builder.build(0, runner.common(rows=2))
         assert metadata.plan is None and metadata.num_prefills == 2
-        assert_blocks(runner, metadata, [20, length])
+        assert_attends(runner, metadata, [20, length], rows=2)
     runner.fill([20, 170])
     runner.builder.update_draft_decode_metadata(metadata)
-    assert_blocks(runner, metadata, [20, 170])
-
-
-def assert_blocks(runner, metadata, lens):
-    query = torch.randn(len(lens) * BLOCK, HEADS, DIM, generator=torch.Generator().manual_seed(9)).bfloat16()
-    found = runner.attend(metadata, query).double()
-    torch.testing.assert_close(found, runner.truth(query, lens), atol=2e-2, rtol=2e-2)
+    assert_attends(runner, metadata, [20, 170], rows=2)
 
 
 def test_blocks_attend_in_vllms_own_workspace():

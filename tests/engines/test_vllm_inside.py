@@ -14,29 +14,33 @@ import torch
 
 from attn_backends import registry
 from engines import vllm as plug_in
-from spec_decode.graphs import runtime_for
 from tests.builders.flashinfer.host_planner import read_plan
 from tests.engines import vllm_flashinfer
+from tests.engines.vllm_draft_loop import LENS, DraftLoop
 from tests.engines.vllm_runner import (
     DIM,
     HEADS,
     KV_HEADS,
     LATENT,
-    LATENT_LAYER,
     NEEDS_VLLM,
     PAGE,
     PAGED,
+    SPARSE,
     TOKENS,
     WIDTH,
     Runner,
     assert_attends,
     backend_of,
     default_dtype,
+    make_runner,
     select,
 )
-from tests.factories import CPU, make_spec
+from tests.factories import make_spec
 
 pytestmark = NEEDS_VLLM
+DENSE = (*PAGED, *LATENT)
+DECODE, BLOCK = {"query_len": 1}, {"query_len": 1 + TOKENS, "causal": False}
+"""Shapes of a batch: one token a request, and a block of draft tokens."""
 
 
 @pytest.mark.parametrize("name", plug_in.NAMES)
@@ -65,66 +69,44 @@ def test_a_misspelt_name_is_refused_with_ours_among_the_valid_ones():
         backend_of("FLASHINFER_INGRAPH")
 
 
-@pytest.mark.parametrize("name", PAGED)
-def test_vllm_selects_a_backend_by_its_name(name):
-    assert select(name).rpartition(".")[0].startswith("engines.vllm.v0_33")
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [*((name, {}) for name in plug_in.NAMES), *((name, {"use_non_causal": True}) for name in DENSE)],
+)
+def test_vllm_selects_a_backend_by_its_name(name, changes):
+    assert select(name, **changes) == plug_in.NAMES[name]
 
 
 @pytest.mark.parametrize(
     ("name", "changes", "reason"),
     [
-        (PAGED[0], {"head_size": 40}, "head_dim must be 64 to 256, a multiple of 8, got 40"),
-        (PAGED[0], {"dtype": torch.float32}, "dtype not supported"),
-        (PAGED[0], {"kv_cache_dtype": "fp8"}, "kv_cache_dtype not supported"),
-        (
-            PAGED[0],
-            {"kv_cache_dtype": "float16"},
-            "must have the dtype of the queries, torch.bfloat16, got torch.float16",
-        ),
-        (PAGED[0], {"use_dcp": True}, "DCP not supported"),
-        (PAGED[0], {"use_mla": True}, "MLA not supported"),
-        (PAGED[0], {"use_adaptive_verification": True}, "device-cpu query lens mismatch not supported"),
-        (PAGED[1], {"kv_cache_dtype": "fp8"}, "kv_cache_dtype not supported"),
-        (PAGED[1], {"use_batch_invariant": True}, "batch invariance not supported"),
-        (PAGED[1], {"has_sink": True}, "attention sinks not supported"),
-        (PAGED[1], {"use_dcp": True}, "DCP not supported"),
-        (PAGED[1], {"use_adaptive_verification": True}, "device-cpu query lens mismatch not supported"),
-        (PAGED[1], {"kv_cache_dtype": "float16"}, "must have the dtype of the queries"),
-        (LATENT[0], {"head_size": 1088, "use_mla": True}, "head_size not supported"),
-        (
-            LATENT[0],
-            {"head_size": 576, "use_mla": True, "use_adaptive_verification": True},
-            "device-cpu query lens mismatch not supported",
-        ),
-        (
-            LATENT[0],
-            {"head_size": 576, "use_mla": True, "kv_cache_dtype": "fp8"},
-            "kv_cache_dtype not",
-        ),
-        (LATENT[0], {"head_size": 576, "use_mla": True, "use_dcp": True}, "DCP not supported"),
-        (LATENT[0], {"head_size": 128}, "non-MLA not supported"),
-        (LATENT[0], {"head_size": 576, "use_mla": True, "use_pcp": True}, "PCP not supported"),
-        (LATENT[0], {"head_size": 576, "use_mla": True, "use_sparse": True}, "sparse not supported"),
-        (LATENT[0], {"head_size": 576, "use_mla": True, "dtype": torch.float32}, "dtype not"),
-        (PAGED[1], {"head_size": 512}, "head_size not supported"),
-        *(
-            (name, {**LATENT_LAYER, **changes}, reason)
-            for name in LATENT[1:]
-            for changes, reason in (
-                ({"head_size": 512}, "head_size not supported"),
-                ({"dtype": torch.float16}, "dtype not supported"),
-                ({"block_size": 8}, "block_size not supported"),
-                ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype not supported"),
-                ({"use_batch_invariant": True}, "batch invariance not supported"),
-                ({"use_dcp": True}, "DCP not supported"),
-                ({"use_sparse": True}, "sparse not supported"),
-                ({"use_adaptive_verification": True}, "device-cpu query lens mismatch not supported"),
-            )
-        ),
-        (LATENT[2], {**LATENT_LAYER, "block_size": 32}, "block_size not supported"),
-        *((name, {"use_pcp": True}, "PCP not supported") for name in PAGED),
-        *((name, {"block_size": 8}, "block_size not supported") for name in PAGED),
-        *((name, {"attn_type": "encoder"}, "attention type encoder not supported") for name in PAGED),
+        (name, changes, reason)
+        for names, changes, reason in (
+            (plug_in.NAMES, {"use_dcp": True}, "DCP not supported"),
+            (plug_in.NAMES, {"use_pcp": True}, "PCP not supported"),
+            (plug_in.NAMES, {"use_adaptive_verification": True}, "device-cpu query lens mismatch not supported"),
+            (plug_in.NAMES, {"dtype": torch.float32}, "dtype not supported"),
+            (plug_in.NAMES, {"block_size": 8}, "block_size not supported"),
+            (DENSE, {"kv_cache_dtype": "fp8"}, "kv_cache_dtype not supported"),
+            (DENSE, {"use_sparse": True}, "sparse not supported"),
+            (PAGED, {"attn_type": "encoder"}, "attention type encoder not supported"),
+            (PAGED, {"use_mla": True}, "MLA not supported"),
+            (PAGED[:2], {"kv_cache_dtype": "float16"}, "must have the dtype of the queries, .*, got torch.float16"),
+            (PAGED[:1], {"head_size": 40}, "head_dim must be 64 to 256, a multiple of 8, got 40"),
+            (PAGED[1:2], {"head_size": 512}, "head_size not supported"),
+            (PAGED[1:2], {"has_sink": True}, "attention sinks not supported"),
+            ((*PAGED[1:2], *LATENT[1:], SPARSE), {"use_batch_invariant": True}, "batch invariance not supported"),
+            ((*LATENT, SPARSE), {"use_mla": False}, "non-MLA not supported"),
+            (LATENT[:1], {"head_size": 1088}, "head_size not supported"),
+            ((*LATENT[1:], SPARSE), {"head_size": 512}, "head_size not supported"),
+            ((*LATENT[1:], SPARSE), {"dtype": torch.float16}, "dtype not supported"),
+            ((LATENT[2], SPARSE), {"block_size": 32}, "block_size not supported"),
+            ([SPARSE], {"use_sparse": False}, "non-sparse not supported"),
+            ([SPARSE], {"kv_cache_dtype": "fp8"}, "must be fp8_ds_mla, got fp8; use --kv-cache-dtype fp8_ds_mla"),
+            ([SPARSE], {"kv_cache_dtype": "nvfp4_ds_mla"}, "must be fp8_ds_mla, got nvfp4_ds_mla"),
+            ([SPARSE], {"use_non_causal": True}, "non-causal attention not supported"),
+        )
+        for name in names
     ],
 )
 def test_vllm_shows_the_reason_against_a_model(name, changes, reason):
@@ -132,26 +114,17 @@ def test_vllm_shows_the_reason_against_a_model(name, changes, reason):
         select(name, **changes)
 
 
-@pytest.mark.parametrize(
-    ("name", "capability", "served"),
-    [
-        (PAGED[0], (8, 0), True),
-        (PAGED[0], (7, 5), False),
-        (PAGED[1], (9, 0), True),
-        (PAGED[1], (7, 5), False),
-        (PAGED[1], (10, 0), False),
-        (PAGED[2], (10, 0), False),
-        *((name, (9, 0), True) for name in LATENT[1:]),
-        *((name, (8, 0), False) for name in LATENT[1:]),
-        *((name, (10, 0), False) for name in LATENT[1:]),
-        (LATENT[0], (9, 0), True),
-        (LATENT[0], (7, 5), False),
-    ],
-)
-def test_vllm_offers_a_backend_on_the_devices_that_its_kernels_run_on(name, capability, served):
+def test_sparse_latents_are_served_in_fp8_too():
+    assert select(SPARSE, kv_cache_dtype="fp8_ds_mla")
+
+
+@pytest.mark.parametrize("name", plug_in.NAMES)
+def test_vllm_offers_a_backend_on_the_devices_that_its_kernels_run_on(name):
     from vllm.platforms.interface import DeviceCapability
 
-    assert backend_of(name).supports_compute_capability(DeviceCapability(*capability)) is served
+    of_triton = name in (PAGED[0], LATENT[0])
+    served = {(7, 5): False, (8, 0): of_triton or name == PAGED[1], (9, 0): True, (10, 0): of_triton}
+    assert {each: backend_of(name).supports_compute_capability(DeviceCapability(*each)) for each in served} == served
 
 
 def test_without_flashinfer_the_reason_says_what_brings_it(monkeypatch):
@@ -185,35 +158,20 @@ def test_the_draft_and_the_verification_of_a_batch_have_full_graphs(name):
     assert support is AttentionCGSupport.UNIFORM_BATCH
 
 
-@pytest.mark.parametrize("name", PAGED)
-def test_vllm_fuses_a_draft_group(name):
-    assert Runner(name).group.supports_draft_decode_metadata_update
-
-
 @pytest.mark.parametrize("query_len", [1, 1 + TOKENS])
-@pytest.mark.parametrize("name", PAGED)
+@pytest.mark.parametrize("name", DENSE)
 def test_a_build_attends_right(name, query_len):
-    runner = Runner(name, query_len)
-    for seed, lens in enumerate([[5, 150, 33, 16, 90, 7, 12, 64], [40, 6, 190]]):
+    runner = make_runner(name, query_len)
+    for seed, lens in enumerate(LENS):
         runner.fill(lens, seed)
         assert_attends(runner, runner.group.build_metadata(runner.common()), lens)
 
 
-@pytest.mark.parametrize("name", PAGED)
-def test_an_update_captured_on_a_dummy_batch_replays_over_others(name):
-    """As the fused loop does: nothing is built between the capture and a batch that it never saw."""
-    runner = Runner(name)
-    runner.fill([1] * runner.ROWS)
-    metadata = runner.group.build_metadata_for_cudagraph_capture(runner.common())
-    graph = runtime_for(CPU).capture(lambda: runner.group.update_draft_decode_metadata({runner.layer_name: metadata}))
-    planned = len(vllm_flashinfer.HOST_PLANS)
-    for seed, lens in enumerate([[5, 150, 33, 16, 90, 7, 12, 64], [40, 6, 190]]):
-        runner.fill(lens, seed + 1)
-        for step in range(TOKENS - 1):
-            graph.replay()
-            assert_attends(runner, metadata, [length + step for length in lens])
-            runner.seq_lens[: len(lens)] += 1  # vLLM moves its lengths itself
-    assert len(vllm_flashinfer.HOST_PLANS) == planned
+@pytest.mark.parametrize("name", DENSE)
+def test_vllms_speculator_replays_its_draft_loop_over_batches_that_its_graph_never_saw(name):
+    loop = DraftLoop(make_runner(name))
+    assert loop.speculator.supports_decode_metadata_update
+    loop.assert_right()
 
 
 @pytest.mark.parametrize("name", PAGED)
@@ -271,19 +229,20 @@ def test_memory_is_measured_without_metadata():
     assert not runner.attend(None, torch.randn(3, HEADS, DIM)).any()
 
 
-def test_flashinfer_plans_a_shape_on_the_host_once():
-    runner = Runner(PAGED[1])
+@pytest.mark.parametrize(("shape", "plans"), [(DECODE, ["decode"]), (BLOCK, ["prefill", "block"])], ids=str)
+def test_flashinfer_plans_a_shape_on_the_host_once(shape, plans):
+    runner = Runner(PAGED[1], **shape)
     for seed in range(5):
         runner.fill([5 + seed, 150], seed)
         runner.group.build_metadata(runner.common())
-    assert vllm_flashinfer.HOST_PLANS == ["decode"]
+    assert plans == vllm_flashinfer.HOST_PLANS
 
 
 def test_a_plan_is_flashinfers_own_for_the_lengths_as_they_stand():
     runner, fresh = Runner(PAGED[1]), Runner(PAGED[1])
     runner.fill([3] * 8)
     runner.group.build_metadata(runner.common())
-    for seed, lens in enumerate([[5, 150, 33, 16, 90, 7, 12, 64], [190] * 8]):
+    for seed, lens in enumerate([LENS[0], [190] * 8]):
         runner.fill(lens, seed)
         fresh.fill(lens, seed)
         plan = runner.group.build_metadata(runner.common()).plan
@@ -291,9 +250,10 @@ def test_a_plan_is_flashinfers_own_for_the_lengths_as_they_stand():
         assert read_plan(plan.workspace, plan.layout) == read_plan(theirs._int_workspace_buffer, plan.layout)
 
 
-def test_no_build_writes_vllms_block_table():
+@pytest.mark.parametrize("shape", [DECODE, BLOCK], ids=str)
+def test_no_build_writes_vllms_block_table(shape):
     """A wrapper that is bound to it must never be planned on the host again: that would copy pages into it."""
-    runner = Runner(PAGED[1])
+    runner = Runner(PAGED[1], **shape)
     runner.fill([5, 150, 33])
     before = runner.table.clone()
     elsewhere = runner.common().replace(seq_lens=runner.seq_lens.clone(), block_table_tensor=runner.table.clone())

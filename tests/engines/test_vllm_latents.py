@@ -19,7 +19,6 @@ from tests.engines.vllm_draft_loop import LENS, DraftLoop
 from tests.engines.vllm_runner import (
     HEADS,
     LATENT,
-    LATENT_LAYER,
     NEEDS_VLLM,
     TOKENS,
     LatentRunner,
@@ -33,13 +32,6 @@ from tests.factories import CPU
 pytestmark = NEEDS_VLLM
 _, FLASH_ATTN3, FLASHMLA = LATENT
 VLLM_FLASHMLA = "vllm.third_party.flashmla.flash_mla_interface"
-
-
-@pytest.mark.parametrize("name", LATENT)
-def test_vllms_speculator_replays_its_draft_loop_over_batches_that_its_graph_never_saw(name):
-    loop = DraftLoop(LatentRunner(name))
-    assert loop.speculator.supports_decode_metadata_update
-    loop.assert_right()
 
 
 def test_a_draft_loop_that_kept_its_schedule_would_attend_wrongly(monkeypatch):
@@ -65,15 +57,6 @@ def test_flashmla_takes_the_calls_by_the_python_that_vllm_ships(monkeypatch):
 def kernels_of(name, attribute):
     """A global of the module of our backend that vLLM knows by a name."""
     return type(backend_of(name).ours).__mro__[1].forward.__globals__[attribute]
-
-
-@pytest.mark.parametrize("query_len", [1, 1 + TOKENS])
-@pytest.mark.parametrize("name", LATENT)
-def test_latents_are_attended_to_over_vllms_metadata(name, query_len):
-    runner = LatentRunner(name, query_len)
-    for seed, lens in enumerate(LENS):
-        runner.fill(lens, seed)
-        assert_attends(runner, runner.group.build_metadata(runner.common()), lens)
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -116,7 +99,7 @@ def test_a_layer_of_latents_with_what_ours_lacks_is_refused_when_it_is_made(extr
 def test_a_build_without_kernels_for_latents_is_refused_with_the_reason(monkeypatch):
     monkeypatch.setattr(kernels_of(FLASH_ATTN3, "PROVIDER"), "latent_query", None)
     with pytest.raises(ValueError, match=r"not valid for this configuration.*values wider than keys"):
-        select(FLASH_ATTN3, **LATENT_LAYER)
+        select(FLASH_ATTN3)
 
 
 def test_over_divided_contexts_vllm_rebuilds(monkeypatch):
@@ -136,11 +119,6 @@ def test_over_a_builder_that_claims_no_advance_vllm_rebuilds(monkeypatch):
     rebuilt = AdvanceSupport(AdvanceLevel.REBUILD, "it plans on the host")
     monkeypatch.setattr(backend_of(FLASHMLA).ours.builder, "advance_support", classmethod(lambda *given: rebuilt))
     assert not LatentRunner(FLASHMLA).group.supports_draft_decode_metadata_update
-
-
-@pytest.mark.parametrize("name", LATENT)
-def test_vllm_fuses_a_draft_of_latents(name):
-    assert LatentRunner(name).group.supports_draft_decode_metadata_update
 
 
 def test_vllm_takes_every_weight_of_the_figures_deepseek_and_its_mtp_layer(one_process, vllm_kernels, monkeypatch):

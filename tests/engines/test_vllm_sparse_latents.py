@@ -10,8 +10,8 @@ import torch
 
 from tests.engines import vllm_sparse
 from tests.engines.vllm_draft_loop import DraftLoop
-from tests.engines.vllm_runner import DIM, NEEDS_VLLM, PAGE, TOKENS, backend_of, select
-from tests.engines.vllm_sparse import CACHES, FP8, SPARSE, SPARSE_LAYER, SparseRunner
+from tests.engines.vllm_runner import DIM, NEEDS_VLLM, PAGE, SPARSE, TOKENS, select
+from tests.engines.vllm_sparse import CACHES, SparseRunner
 from tests.factories import make_spec
 
 pytestmark = NEEDS_VLLM
@@ -64,44 +64,10 @@ def test_a_batch_of_several_tokens_a_request_does_not_reach_the_graph(refreshed,
             loop.assert_right()
 
 
-def test_vllm_selects_it_for_sparse_latents_alone():
-    assert select(SPARSE, **SPARSE_LAYER) == "engines.vllm.v0_33.sparse.InGraphFlashMlaSparse"
-    assert select(SPARSE, **SPARSE_LAYER, kv_cache_dtype=FP8)
-
-
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({"use_sparse": False}, "non-sparse not supported"),
-        ({"use_mla": False}, "non-MLA not supported"),
-        ({"head_size": 512}, "head_size not supported"),
-        ({"dtype": torch.float16}, "dtype not supported"),
-        ({"block_size": 32}, "block_size not supported"),
-        ({"kv_cache_dtype": "fp8"}, "must be fp8_ds_mla, got fp8; use --kv-cache-dtype fp8_ds_mla"),
-        ({"kv_cache_dtype": "nvfp4_ds_mla"}, "must be fp8_ds_mla, got nvfp4_ds_mla"),
-        ({"use_dcp": True}, "DCP not supported"),
-        ({"use_pcp": True}, "PCP not supported"),
-        ({"use_non_causal": True}, "non-causal attention not supported"),
-        ({"use_batch_invariant": True}, "batch invariance not supported"),
-        ({"use_adaptive_verification": True}, "device-cpu query lens mismatch not supported"),
-    ],
-)
-def test_vllm_shows_the_reason_against_a_sparse_draft(changes, reason):
-    with pytest.raises(ValueError, match=f"is not valid for this configuration.*{reason}"):
-        select(SPARSE, **{**SPARSE_LAYER, **changes})
-
-
 def test_a_cache_on_the_host_is_refused(monkeypatch):
     from engines.vllm.conformance.config import config_of
 
     config = config_of(make_spec(head_dim=DIM, page_size=PAGE), TOKENS)
     monkeypatch.setattr(config.attention_config, "hisparse_config", object())
     with pytest.raises(ValueError, match="HiSparse keeps the cache on the host"):
-        select(SPARSE, **SPARSE_LAYER)
-
-
-@pytest.mark.parametrize(("capability", "served"), [((9, 0), True), ((8, 0), False), ((10, 0), False)])
-def test_it_is_offered_on_hopper_alone(capability, served):
-    from vllm.platforms.interface import DeviceCapability
-
-    assert backend_of(SPARSE).supports_compute_capability(DeviceCapability(*capability)) is served
+        select(SPARSE)

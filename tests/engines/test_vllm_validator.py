@@ -15,7 +15,7 @@ from engines import vllm as plug_in
 from spec_decode.graphs import runtime_for
 from tests.engines import vllm_sparse
 from tests.engines.vllm_draft_loop import DraftLoop, speculator_of
-from tests.engines.vllm_runner import LATENT, NEEDS_VLLM, PAGED, TOKENS, LatentRunner, Runner, Tables, backend_of
+from tests.engines.vllm_runner import LATENT, NEEDS_VLLM, PAGED, TOKENS, Runner, Tables, backend_of, make_runner
 from tests.factories import CPU
 
 pytestmark = NEEDS_VLLM
@@ -46,11 +46,7 @@ def frozen(metadata):
 
 
 def loop(name):
-    return DraftLoop(runner_of(name), attends=False)
-
-
-def runner_of(name):
-    return LatentRunner(name) if name in LATENT else Runner(name)
+    return DraftLoop(make_runner(name), attends=False)
 
 
 def compared(engine):
@@ -128,7 +124,7 @@ def test_an_update_that_does_nothing_is_found_with_group_step_and_field(name, fi
         builder = backend_of(name).ours.builder
         build = builder.build
         monkeypatch.setattr(builder, "build", lambda self, batch: frozen(build(self, batch)))
-    engine = runner_of(name)
+    engine = make_runner(name)
     monkeypatch.setattr(type(engine.builder), "update_draft_decode_metadata", lambda self, metadata: None)
     engine = DraftLoop(engine, attends=False)
     engine.draft(LENS)

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from spec_decode.graphs import runtime_for
+from tests.engines.vllm_flashinfer import HOST_PLANS
 from tests.engines.vllm_runner import HEADS, TOKENS, WIDTH, Tables
 from tests.factories import CPU
 
@@ -119,8 +120,11 @@ class DraftLoop:
         speculator._fused_multi_step_decode(rows, False, self.desc, None, bound, TOKENS)
 
     def assert_right(self):
+        """Each step of each batch attends as it should, and nothing is planned on the host."""
+        planned = len(HOST_PLANS)
         for seed, lens in enumerate(LENS):
             self.draft(lens, seed)
             for step in range(1, TOKENS):
                 truth = self.runner.truth(self.query, [length + step - 1 for length in lens])
                 torch.testing.assert_close(self.outs[step, : len(lens)].double(), truth, atol=2e-2, rtol=2e-2)
+        assert len(HOST_PLANS) == planned

@@ -28,8 +28,10 @@ PAGE, WIDTH, TOKENS = 16, 12, 4
 HEADS, KV_HEADS, DIM = 4, 2, 64
 PAGED = ("ATTN_BACKENDS_TRITON_PAGED", "FLASHINFER_IN_GRAPH", "ATTN_BACKENDS_FLASH_ATTN3")
 LATENT = ("ATTN_BACKENDS_TRITON_MLA", "ATTN_BACKENDS_FLASH_ATTN3_MLA", "ATTN_BACKENDS_FLASHMLA")
+SPARSE = "FLASHMLA_SPARSE_IN_GRAPH"
 LATENT_LAYER = {"head_size": 576, "use_mla": True, "block_size": 64}
-"""DeepSeek-V3's, as `select` takes it."""
+LAYERS = {**dict.fromkeys(LATENT, LATENT_LAYER), SPARSE: {**LATENT_LAYER, "use_sparse": True}}
+"""DeepSeek-V3's and V3.2's, of which a selector is asked; the others' are Llama's."""
 
 
 def backend_of(name):
@@ -39,7 +41,7 @@ def backend_of(name):
 
 
 def select(name, **changes):
-    """What vLLM's platform answers for a layer."""
+    """What vLLM's platform answers for a layer that the backend serves but for these changes."""
     from vllm.config import set_current_vllm_config
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
@@ -47,7 +49,8 @@ def select(name, **changes):
 
     from engines.vllm.conformance.config import config_of
 
-    asked = {"head_size": 128, "dtype": torch.bfloat16, "kv_cache_dtype": "auto", "block_size": 16, **changes}
+    asked = {"head_size": 128, "dtype": torch.bfloat16, "kv_cache_dtype": "auto", "block_size": 16}
+    asked |= LAYERS.get(name, {}) | changes
     with set_current_vllm_config(config_of(make_spec(head_dim=DIM, page_size=PAGE), TOKENS)):
         return current_platform.get_attn_backend_cls(AttentionBackendEnum[name], AttentionSelectorConfig(**asked))
 
@@ -200,8 +203,8 @@ def layer_of(impl):
     return layer
 
 
-def assert_attends(runner, metadata, lens):
-    shape, seeded = (runner.ROWS * runner.query_len, HEADS, runner.head_dim), torch.Generator().manual_seed(9)
+def assert_attends(runner, metadata, lens, rows=Runner.ROWS):
+    shape, seeded = (rows * runner.query_len, HEADS, runner.head_dim), torch.Generator().manual_seed(9)
     query = torch.randn(shape, generator=seeded).bfloat16()
     found = runner.attend(metadata, query)[: len(lens) * runner.query_len].double()
     torch.testing.assert_close(found, runner.truth(query, lens), atol=2e-2, rtol=2e-2)
@@ -235,7 +238,7 @@ class LatentRunner(Runner):
 
     head_dim, value_dim = 576, 512
 
-    def __init__(self, name, query_len=1, *, causal=True, kv_lora_rank=512, **extras):
+    def __init__(self, name, query_len=1, *, causal=True, window=None, kv_lora_rank=512, **extras):
         from vllm.config import set_current_vllm_config
         from vllm.v1.kv_cache_interface import MLAAttentionSpec
         from vllm.v1.worker.utils import AttentionGroup
@@ -246,7 +249,7 @@ class LatentRunner(Runner):
         self.page = backend.get_preferred_block_size(PAGE)
         spec = make_spec(num_q_heads=HEADS, num_kv_heads=1, head_dim=576, page_size=self.page)
         self.config, self.query_len, self.layer_name = config_of(spec, TOKENS), query_len, LAYER
-        self.causal, self.window = causal, None
+        self.causal, self.window = causal, window
         self.config.model_config.model_arch_config.head_size = 576
         dims = {"kv_lora_rank": kv_lora_rank, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
         prefill = SimpleNamespace(clone=lambda: None)
@@ -281,3 +284,8 @@ class LatentRunner(Runner):
                 weights = (query[row * self.query_len + token].double() @ seen.T * 0.1).softmax(-1)
                 rows.append(weights @ seen[:, :512])
         return torch.stack(rows)
+
+
+def make_runner(name, query_len=1, **options):
+    """A group of layers, over heads or latents as the backend takes them."""
+    return (LatentRunner if name in LATENT else Runner)(name, query_len, **options)

@@ -14,12 +14,9 @@ from unittest.mock import MagicMock
 
 import torch
 
-from tests.engines.vllm_runner import HEADS, TOKENS, LatentRunner, backend_of, default_dtype
+from tests.engines.vllm_runner import HEADS, SPARSE, TOKENS, LatentRunner, backend_of, default_dtype
 from tests.factories import CPU, make_spec
 
-SPARSE = "FLASHMLA_SPARSE_IN_GRAPH"
-SPARSE_LAYER = {"head_size": 576, "use_mla": True, "use_sparse": True, "block_size": 64}
-"""DeepSeek-V3.2's, as `select` takes it."""
 INDEXER = "model.layers.0.indexer"
 TOPK, INDEX_DIM, SCALE = 128, 16, 0.1
 FP8 = "fp8_ds_mla"
