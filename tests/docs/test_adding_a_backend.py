@@ -14,14 +14,14 @@ import pytest
 from attn_backends import Capabilities, Feature, Sizes
 from builders import AttentionBatch, AttentionSpec
 from spec_decode.conformance.coverage import FAMILIES
+from tests.docs.pages import DOCS, ROOT, blocks, shows, with_output
 from tests.examples.stranger import Stranger
 
-ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "adding-a-backend.md").read_text()
-CONTRACT = (ROOT / "docs" / "reference" / "backend-contract.md").read_text()
-_FENCE = re.compile(
-    r"(?:^`(?P<path>[^`\n]+)`:\n\n)?^```(?P<info>[^\n`]*)\n(?P<text>.*?)^```$", re.DOTALL | re.MULTILINE
-)
+PAGE = DOCS / "adding-a-backend.md"
+TEXT = PAGE.read_text()
+CONTRACT = (DOCS / "reference" / "backend-contract.md").read_text()
+FILES = {block.path: block.text for block in blocks(PAGE) if block.path}
+"""The text of each file that the page shows, by the path above it."""
 
 
 @dataclass(frozen=True)
@@ -34,67 +34,50 @@ class Command:
     output: tuple[str, ...]
 
 
-def blocks() -> list[tuple[str, str]]:
-    return [(match["info"], match["text"]) for match in _FENCE.finditer(PAGE)]
-
-
-def files() -> dict[str, str]:
-    """The text of each file that the page shows, by the path above it."""
-    return {match["path"]: match["text"] for match in _FENCE.finditer(PAGE) if match["path"]}
-
-
 def commands() -> Iterator[Command]:
-    following = [*blocks()[1:], ("", "")]
-    for (info, text), (next_info, output) in zip(blocks(), following, strict=True):
-        language, *options = info.split()[:2] or [""]
+    for block, output in with_output(PAGE, "text"):
+        language, *options = block.info.split()[:2] or [""]
         if language == "sh":
-            lines = output.splitlines() if next_info == "text" else []
-            yield Command(text, 1 if "exit=1" in options else 0, "slow" in options, tuple(lines))
+            yield Command(block.text, int("exit=1" in options), "slow" in options, tuple(output.splitlines()))
 
 
 @pytest.fixture(scope="module")
 def stranger(tmp_path_factory: pytest.TempPathFactory) -> tuple[Stranger, Path]:
     """Someone who has written every file of the page, and installed nothing yet."""
     work = tmp_path_factory.mktemp("work")
-    for name, text in files().items():
+    for name, text in FILES.items():
         path = work / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     return Stranger.arrive(tmp_path_factory.mktemp("environment")), work
 
 
-def shows(output: str, line: str) -> bool:
-    """Whether the output has this line, "..." standing for anything."""
-    pattern = ".*".join(re.escape(part) for part in line.split("..."))
-    return any(re.fullmatch(pattern, found.rstrip()) for found in output.splitlines())
-
-
 def run(stranger: tuple[Stranger, Path], command: Command) -> None:
     environment, work = stranger
     output = environment.must(command.text, work, status=command.status)
-    missing = [line for line in command.output if not shows(output, line)]
+    said = [line.rstrip() for line in output.splitlines()]
+    missing = [line for line in command.output if not any(shows(line, found) for found in said)]
     assert not missing, f"the page shows {missing}, and\n$ {command.text}\nsaid\n{output}"
 
 
-@pytest.mark.parametrize("name", files())
+@pytest.mark.parametrize("name", FILES)
 def test_a_block_below_a_path_is_that_example(name: str) -> None:
-    assert files()[name] == (ROOT / "examples" / name).read_text(), f"put examples/{name} into the page"
+    assert FILES[name] == (ROOT / "examples" / name).read_text(), f"put examples/{name} into the page"
 
 
 def test_the_page_shows_every_file_of_its_backends() -> None:
     folders = ("window_pages", "window_pages_liar", "window_pages_planned")
     written = {path for folder in folders for path in (ROOT / "examples" / folder).rglob("*.py")}
-    assert {path.relative_to(ROOT / "examples").as_posix() for path in written} <= files().keys()
+    assert {path.relative_to(ROOT / "examples").as_posix() for path in written} <= FILES.keys()
 
 
 def test_every_block_is_a_file_a_command_an_output_or_a_drawing() -> None:
-    others = [match["info"].split()[:1] for match in _FENCE.finditer(PAGE) if not match["path"]]
-    assert all(language in ([], ["sh"], ["text"]) for language in others)
+    assert {block.info.partition(" ")[0] for block in blocks(PAGE) if not block.path} <= {"", "sh", "text"}
 
 
 def test_the_page_links_to_its_own_headings() -> None:
-    headings = {re.sub(r"[^\w -]", "", line.lower()).replace(" ", "-") for line in re.findall(r"^#+ (.*)$", PAGE, re.M)}
-    assert set(re.findall(r"\]\(#([^)]+)\)", PAGE)) <= headings
+    headings = {re.sub(r"[^\w -]", "", line.lower()).replace(" ", "-") for line in re.findall(r"^#+ (.*)$", TEXT, re.M)}
+    assert set(re.findall(r"\]\(#([^)]+)\)", TEXT)) <= headings
 
 
 def test_the_contract_names_all_that_a_batch_a_spec_and_a_record_of_capabilities_hold() -> None:
@@ -112,7 +95,7 @@ def test_the_contract_shows_sizes_as_they_are_made() -> None:
 
 def test_the_page_names_every_family_in_order() -> None:
     *families, last = FAMILIES
-    assert f"{', '.join(families)} and {last}" in " ".join(PAGE.split())
+    assert f"{', '.join(families)} and {last}" in " ".join(TEXT.split())
 
 
 @pytest.mark.slow

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,17 +11,17 @@ import torch
 
 from attn_backends import AttentionBackend
 from spec_decode.conformance import check_backend
-from spec_decode.conformance.report import FAILURES
+from spec_decode.conformance.report import FAILURES, Report
 from spec_decode.testing.outcome import Outcome
+from tests.docs.pages import DOCS, ROOT
+from tests.factories import CPU
 
-ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "examples" / "window_pages"))
 
-from window_pages.backend import WindowPages  # noqa: E402
-from window_pages.builder import WindowPagesBuilder  # noqa: E402
+from window_pages.backend import WindowPages
+from window_pages.builder import WindowPagesBuilder
 
-PAGE = (ROOT / "docs" / "adding-a-backend.md").read_text()
-CPU = torch.device("cpu")
+PAGE = (DOCS / "adding-a-backend.md").read_text()
 
 
 @dataclass(frozen=True)
@@ -32,19 +31,17 @@ class Mistake:
     name: str
     check: str
     says: str
-    builder: dict[str, Any]
-    backend: dict[str, Any]
+    backend: AttentionBackend
 
-    def make(self) -> AttentionBackend:
-        support = classmethod(lambda cls, spec, device: WindowPagesBuilder.advance_support(spec, device))
-        builder = type("Mistaken", (WindowPagesBuilder,), {"advance_support": support, **self.builder})
-        made = type("Mistake", (WindowPages,), {"name": self.name, "builder": builder, **self.backend})
-        backend: AttentionBackend = made()
-        return backend
+    def report(self) -> Report:
+        return check_backend(self.backend, device=CPU, checks=[self.check], report=True)
 
 
 def _mistake(name: str, check: str, says: str, backend: dict[str, Any] | None = None, **builder: Any) -> Mistake:
-    return Mistake(name, check, says, builder, backend or {})
+    support = classmethod(lambda cls, spec, device: WindowPagesBuilder.advance_support(spec, device))
+    mistaken = type("Mistaken", (WindowPagesBuilder,), {"advance_support": support, **builder})
+    made = type("Mistake", (WindowPages,), {"name": name, "builder": mistaken, **(backend or {})})
+    return Mistake(name, check, says, made())
 
 
 def _before(trouble: Any) -> Any:
@@ -104,54 +101,32 @@ def _unwritten(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
     return out + 0 * torch.empty_like(out)
 
 
-def _times_zero(self: Any, query: Any, cache: Any, metadata: Any, *, spec: Any, sinks: Any = None) -> torch.Tensor:
-    out = WindowPages.forward(self, query, cache, metadata, spec=spec, sinks=sinks)
+def _times_zero(self: Any, query: Any, cache: Any, metadata: Any, **options: Any) -> torch.Tensor:
+    out = WindowPages.forward(self, query, cache, metadata, **options)
     return out + 0 * cache.key[metadata.pages.long()].sum()
 
 
-def _follows_the_table(
-    self: Any, query: Any, cache: Any, metadata: Any, *, spec: Any, sinks: Any = None
-) -> torch.Tensor:
+def _follows_the_table(self: Any, query: Any, cache: Any, metadata: Any, **options: Any) -> torch.Tensor:
     _ = cache.key[metadata.block_table.clamp(min=0).long()]
-    return WindowPages.forward(self, query, cache, metadata, spec=spec, sinks=sinks)
+    return WindowPages.forward(self, query, cache, metadata, **options)
 
 
+HOST_WORK = {
+    "branches_on_the_device": ("reads the device from the host", lambda m: int(m.seq_lens.max())),
+    "copies_to_the_host": ("reads the device from the host", lambda m: m.seq_lens.tolist()),
+    "makes_a_tensor_of_host_data": ("copies fresh host data to the device", lambda m: torch.tensor([1, 2])),
+    "has_a_shape_of_device_data": ("makes a shape that depends on device data", lambda m: m.seq_lens.nonzero()),
+    "repeats_by_device_data": (
+        "makes a shape that depends on device data",
+        lambda m: torch.repeat_interleave(m.seq_lens, m.seq_lens),
+    ),
+    "indexes_by_a_mask": ("whose count only the device knows", lambda m: m.positions[m.seq_lens > 0]),
+}
+"""What advance() does first, and the answer."""
 MISTAKES = [
-    _mistake(
-        "branches_on_the_device",
-        "builder.advance_is_device_work",
-        "reads the device from the host",
-        advance=_before(lambda m: int(m.seq_lens.max())),
-    ),
-    _mistake(
-        "copies_to_the_host",
-        "builder.advance_is_device_work",
-        "reads the device from the host",
-        advance=_before(lambda m: m.seq_lens.tolist()),
-    ),
-    _mistake(
-        "makes_a_tensor_of_host_data",
-        "builder.advance_is_device_work",
-        "copies fresh host data to the device",
-        advance=_before(lambda m: torch.tensor([1, 2])),
-    ),
-    _mistake(
-        "has_a_shape_of_device_data",
-        "builder.advance_is_device_work",
-        "makes a shape that depends on device data",
-        advance=_before(lambda m: m.seq_lens.nonzero()),
-    ),
-    _mistake(
-        "repeats_by_device_data",
-        "builder.advance_is_device_work",
-        "makes a shape that depends on device data",
-        advance=_before(lambda m: torch.repeat_interleave(m.seq_lens, m.seq_lens)),
-    ),
-    _mistake(
-        "indexes_by_a_mask",
-        "builder.advance_is_device_work",
-        "whose count only the device knows",
-        advance=_before(lambda m: m.positions[m.seq_lens > 0]),
+    *(
+        _mistake(name, "builder.advance_is_device_work", says, advance=_before(trouble))
+        for name, (says, trouble) in HOST_WORK.items()
     ),
     _mistake("replaces_a_tensor", "builder.advance_keeps_addresses", "replaced", advance=_allocates),
     _mistake("assigns_a_field", "builder.advance_means_a_rebuild", "FrozenInstanceError", advance=_assigns),
@@ -185,7 +160,7 @@ MISTAKES = [
 
 @pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.name)
 def test_a_first_mistake_gets_the_answer_on_the_page(mistake: Mistake) -> None:
-    report = check_backend(mistake.make(), device=CPU, checks=[mistake.check], report=True)
+    report = mistake.report()
 
     family, check = mistake.check.split(".")
     assert f"`{check}`" in PAGE or f"`{mistake.check}`" in PAGE or f"`{family}.*`" in PAGE
@@ -195,10 +170,9 @@ def test_a_first_mistake_gets_the_answer_on_the_page(mistake: Mistake) -> None:
 
 
 def test_one_page_size_for_all_shows_in_the_cases_of_other_pages_alone() -> None:
-    mistake = next(mistake for mistake in MISTAKES if mistake.name == "takes_one_page_size_for_all")
-    report = check_backend(mistake.make(), device=CPU, checks=[mistake.check], report=True)
+    (mistake,) = (mistake for mistake in MISTAKES if mistake.name == "takes_one_page_size_for_all")
 
-    assert {result.case for result in report.results if result.outcome in FAILURES} == {
+    assert {result.case for result in mistake.report().results if result.outcome in FAILURES} == {
         "page_4-decode",
         "page_128-decode",
     }
@@ -220,5 +194,5 @@ def test_a_claim_lost_by_overriding_build_is_noted_in_the_words_of_the_page() ->
 
 
 def test_counting_on_is_right_until_another_batch_comes() -> None:
-    counts_on = next(mistake for mistake in MISTAKES if mistake.name == "counts_on")
-    check_backend(counts_on.make(), device=CPU, checks=["builder.advance_means_a_rebuild"])
+    (mistake,) = (mistake for mistake in MISTAKES if mistake.name == "counts_on")
+    check_backend(mistake.backend, device=CPU, checks=["builder.advance_means_a_rebuild"])

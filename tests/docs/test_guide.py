@@ -17,51 +17,37 @@ from spec_decode.conformance.report import FAILURES
 from spec_decode.drafter import Strategy
 from spec_decode.matrix import Status
 from spec_decode.testing.outcome import Outcome
+from tests.docs.pages import DOCS, ROOT, blocks, shows, with_output
 
-ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "docs" / "index.md", *sorted((ROOT / "docs" / "guide").glob("*.md"))]
-_FENCE = re.compile(r"^```(?P<language>\w*)\n(?P<text>.*?)^```$", re.DOTALL | re.MULTILINE)
-
-
-def blocks(page: Path) -> list[tuple[str, str]]:
-    return [(match["language"], match["text"]) for match in _FENCE.finditer(page.read_text(encoding="utf-8"))]
+PAGES = [DOCS / "index.md", *sorted((DOCS / "guide").glob("*.md"))]
+EACH = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 
 
 def commands() -> list[str]:
-    texts = [text for page in PAGES for language, text in blocks(page) if language == "sh"]
+    texts = [block.text for page in PAGES for block in blocks(page) if block.info == "sh"]
     return [line for text in texts for line in text.splitlines() if line.startswith("attn-backends")]
 
 
 def first_cells(page: str) -> set[str]:
     """What stands as code in the first column of the page's tables."""
-    return set(re.findall(r"^\| `(\w+)` \|", (ROOT / "docs" / page).read_text(encoding="utf-8"), re.MULTILINE))
+    return set(re.findall(r"^\| `(\w+)` \|", (DOCS / page).read_text(encoding="utf-8"), re.MULTILINE))
 
 
-def shows(wanted: str, found: str) -> bool:
-    """Whether the output is the one on the page, "..." standing for anything within a line."""
-    return re.fullmatch(".*".join(map(re.escape, wanted.split("..."))), found) is not None
-
-
-_RUN = [pytest.param(page, id=page.stem) for page in PAGES]
-
-
-@pytest.mark.parametrize("page", _RUN)
+@EACH
 def test_the_python_of_a_page_runs_and_says_what_the_page_shows(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     names: dict[str, object] = {"__name__": page.stem}
-    following = [*blocks(page)[1:], ("", "")]
-    for (language, text), (next_language, wanted) in zip(blocks(page), following, strict=True):
-        if language == "python":
+    for block, expected in with_output(page, "output"):
+        if block.info == "python":
             found = io.StringIO()
             with redirect_stdout(found):
-                exec(compile(text, str(page), "exec"), names)
-            expected = wanted if next_language == "output" else ""
+                exec(compile(block.text, str(page), "exec"), names)
             assert shows(expected, found.getvalue()), f"the page shows\n{expected}\nand it said\n{found.getvalue()}"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@EACH
 def test_every_block_of_a_page_is_code_a_command_or_the_output_of_the_code_above(page: Path) -> None:
-    languages = [language for language, _ in blocks(page)]
+    languages = [block.info for block in blocks(page)]
     assert set(languages) <= {"python", "sh", "output"}
     assert all(before == "python" for before, after in pairwise(languages) if after == "output")
 
@@ -86,7 +72,7 @@ def test_the_page_on_the_matrix_has_every_status_and_outcome() -> None:
 
 
 def test_the_page_on_the_matrix_says_which_outcomes_fail_a_report() -> None:
-    page = (ROOT / "docs" / "guide" / "matrix.md").read_text(encoding="utf-8")
+    page = (DOCS / "guide" / "matrix.md").read_text(encoding="utf-8")
     said = set(re.findall(r"^\| `(\w+)` \|.*\| yes \|$", page, re.MULTILINE)) - {status.value for status in Status}
     assert said == {outcome.value for outcome in (*FAILURES, Outcome.NOT_RUN)}
 

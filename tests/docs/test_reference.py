@@ -5,43 +5,28 @@ from __future__ import annotations
 import ast
 import importlib
 import re
-from pathlib import Path
 
 import pytest
 
-from tests.test_floors import FLOORS
+from tests.docs.pages import DOCS, blocks
+from tests.import_graph import FLOORS
 
-DOCS = Path(__file__).parents[2] / "docs"
-PUBLIC = [
-    "builders",
-    "attn_backends",
-    *(
-        f"spec_decode.{name}"
-        for name in (
-            "conformance",
-            "drafter",
-            "engine",
-            "graphs",
-            "matrix",
-            "models",
-            "paged",
-            "sampling",
-            "verification",
-        )
-    ),
-]
+ROOMS = ("conformance", "drafter", "engine", "graphs", "matrix", "models", "paged", "sampling", "verification")
+PUBLIC = ["builders", "attn_backends", *(f"spec_decode.{room}" for room in ROOMS)]
 
 
-def text_of(folder: str) -> str:
-    return "\n".join(page.read_text(encoding="utf-8") for page in sorted((DOCS / folder).glob("*.md")))
+def documented() -> list[tuple[str, str]]:
+    """Every name of the reference with the page that documents it."""
+    pages = [(page.name, page.read_text(encoding="utf-8")) for page in sorted((DOCS / "reference").glob("*.md"))]
+    return [(page, name) for page, text in pages for name in re.findall(r"^::: (\S+)$", text, re.MULTILINE)]
 
 
-def documented() -> list[str]:
-    return re.findall(r"^::: (\S+)$", text_of("reference"), re.MULTILINE)
+NAMES = [name for _, name in documented()]
 
 
 def imported_by_the_guide() -> set[str]:
-    code = re.findall(r"^```python\n(.*?)^```$", text_of("guide"), re.MULTILINE | re.DOTALL)
+    pages = (DOCS / "guide").glob("*.md")
+    code = [block.text for page in pages for block in blocks(page) if block.info == "python"]
     nodes = [node for text in code for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ImportFrom)]
     ours = [node for node in nodes if (node.module or "").split(".")[0] in FLOORS]
     return {f"{node.module}.{alias.name}" for node in ours for alias in node.names}
@@ -49,21 +34,20 @@ def imported_by_the_guide() -> set[str]:
 
 @pytest.mark.parametrize("package", PUBLIC)
 def test_what_a_package_lists_is_documented_and_nothing_else_of_it(package: str) -> None:
-    of_the_package = {name for name in documented() if name.rpartition(".")[0] == package}
+    of_the_package = {name for name in NAMES if name.rpartition(".")[0] == package}
     assert of_the_package == {f"{package}.{name}" for name in importlib.import_module(package).__all__}
 
 
 def test_what_the_guide_imports_is_documented() -> None:
-    assert imported_by_the_guide() - set(documented()) == set()
+    assert imported_by_the_guide() - set(NAMES) == set()
 
 
 def test_nothing_is_documented_twice() -> None:
-    names = documented()
-    assert sorted(names) == sorted(set(names))
+    assert sorted(NAMES) == sorted(set(NAMES))
 
 
 def test_every_documented_name_exists() -> None:
-    for name in documented():
+    for name in NAMES:
         module, _, attribute = name.rpartition(".")
         assert hasattr(importlib.import_module(module), attribute), name
 
@@ -72,10 +56,6 @@ def test_every_link_to_a_name_leads_to_the_page_that_documents_it_or_what_it_is_
     pages = "\n".join(page.read_text(encoding="utf-8") for page in sorted(DOCS.rglob("*.md")))
     links = set(re.findall(r"\]\((?:\.\./)?reference/(\w+\.md)#([\w.]+)\)", pages))
     assert len(links) > 20
-    known = {
-        (page.name, name)
-        for page in (DOCS / "reference").glob("*.md")
-        for name in re.findall(r"^::: (\S+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
-    }
+    known = set(documented())
     wrong = {link for link in links if link not in known and (link[0], link[1].rpartition(".")[0]) not in known}
     assert wrong == set()

@@ -11,13 +11,14 @@ from types import SimpleNamespace
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "docs" / "_site"))
+from tests.docs.pages import DOCS, ROOT
 
-from inline_drawings import on_page_content  # noqa: E402
+sys.path.insert(0, str(DOCS / "_site"))
 
-CONFIG = SimpleNamespace(docs_dir=str(ROOT / "docs"))
-PAGES = [*sorted((ROOT / "docs").rglob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+from inline_drawings import on_page_content
+
+CONFIG = SimpleNamespace(docs_dir=str(DOCS))
+PAGES = [*sorted(DOCS.rglob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
 MADE = [ROOT / line.strip("/") for line in (ROOT / ".gitignore").read_text().splitlines() if line.startswith("/docs/")]
 """What `make docs` makes, which is no file of a checkout."""
 
@@ -43,7 +44,7 @@ def test_a_page_can_be_read_as_a_file(page: Path) -> None:
     ["--8<-- 'file.py'", "<!-- times -->", "[`LLM`][spec_decode.LLM]", "[a](gone.md)", "[a](compatibility.html#speed)"],
 )
 def test_what_only_a_built_site_shows_is_found(text: str) -> None:
-    assert problems(ROOT / "docs" / "index.md", f"# Page\n\n{text}\n") != []
+    assert problems(DOCS / "index.md", f"# Page\n\n{text}\n") != []
 
 
 @pytest.mark.parametrize("link", ["gone.md", "other.md#gone", "#gone", "gone.png", "/other.md"])
@@ -67,7 +68,7 @@ def test_a_drawing_becomes_part_of_its_page() -> None:
     assert page.startswith("<p><svg ") and 'aria-label="A round."' in page and "<img" not in page
 
 
-@pytest.mark.parametrize("drawing", sorted((ROOT / "docs" / "drawings").glob("*.svg")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("drawing", sorted((DOCS / "drawings").glob("*.svg")), ids=lambda path: path.stem)
 def test_a_drawing_loads_nothing(drawing: Path) -> None:
     text = drawing.read_text().replace("http://www.w3.org/2000/svg", "")
     assert "http" not in text and "href" not in text
