@@ -6,8 +6,11 @@ for the backend: on another minor of vLLM, or without the package of its kernels
 
 from __future__ import annotations
 
+import copyreg
 import logging
 import os
+from collections.abc import Callable
+from typing import Any
 
 ENTRY_POINT_GROUP = "vllm.general_plugins"
 """Of the packages that vLLM calls in every process."""
@@ -40,6 +43,10 @@ def register() -> None:
         from engines.vllm.v0_33 import validator
 
         validator.install()
+    _register_names()
+
+
+def _register_names() -> None:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     if not hasattr(AttentionBackendEnum, "register"):
@@ -50,3 +57,20 @@ def register() -> None:
             register_backend(name, path)
         elif (taken := AttentionBackendEnum[name].get_path()) != path:
             _log.warning("vLLM's backend %s is %s already, that of attn-backends was left out.", name, taken)
+    # A process that vLLM spawns, as `vllm serve` does, reads its configuration before it loads plug-ins, and an enum's
+    # member is pickled by a value that only they make valid.
+    copyreg.pickle(AttentionBackendEnum, _reduced)
+
+
+def _reduced(member: Any) -> tuple[Callable[..., Any], tuple[str, ...]]:
+    """How a member of vLLM's AttentionBackendEnum is pickled."""
+    is_ours = NAMES.get(member.name) == member.value
+    return (_named, (member.name,)) if is_ours else (type(member), (member.value,))
+
+
+def _named(name: str) -> Any:
+    """The member of a name of ours, in a process that may not have loaded plug-ins."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    _register_names()
+    return AttentionBackendEnum[name]

@@ -5,9 +5,12 @@ Needs vLLM's Python, such as `make engines` unpacks, and TRITON_INTERPRET=1 for 
 
 from __future__ import annotations
 
+import copy
 import importlib
 import os
+import subprocess
 import sys
+from multiprocessing.reduction import ForkingPickler
 
 import pytest
 import torch
@@ -41,6 +44,7 @@ pytestmark = NEEDS_VLLM
 DENSE = (*PAGED, *LATENT)
 DECODE, BLOCK = {"query_len": 1}, {"query_len": 1 + TOKENS, "causal": False}
 """Shapes of a batch: one token a request, and a block of draft tokens."""
+READ = "import pickle, sys; print(*(f'{each.name}:{each.get_path()}' for each in pickle.load(sys.stdin.buffer)))"
 
 
 @pytest.mark.parametrize("name", plug_in.NAMES)
@@ -62,6 +66,23 @@ def test_a_forked_worker_registers_again_and_has_the_backends():
         plug_in.register()
         os._exit(backend_of(PAGED[0]).get_name() != PAGED[0])
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_a_spawned_process_reads_its_configuration_before_it_loads_plug_ins():
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    plug_in.register()
+    configured = [AttentionBackendEnum[name] for name in (*plug_in.NAMES, "FLASH_ATTN")]
+    assert copy.deepcopy(configured) == configured
+    # As `vllm serve` starts its engine, and an engine its workers.
+    child = subprocess.run(
+        [sys.executable, "-c", READ],
+        input=bytes(ForkingPickler.dumps(configured)),
+        stdout=subprocess.PIPE,
+        check=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert child.stdout.decode().split() == [f"{each.name}:{each.get_path()}" for each in configured]
 
 
 def test_a_misspelt_name_is_refused_with_ours_among_the_valid_ones():
