@@ -32,6 +32,8 @@ README, PLOT = Path("README.md"), Path("docs/drawings/tokens-per-second.svg")
 STRATEGIES, VLLM_PAGE = Path("docs/guide/strategies.md"), Path("docs/engines/vllm.md")
 VLLM, UNCOMPILED, ROUNDS = "h200/vllm-compiled.json", "h200/vllm.json", "h200/bench-drafter.json"
 """The reports of vLLM's defaults, layers compiled; of vLLM without compilation; of draft rounds."""
+BLOCKS, LATENTS = "h100/vllm-blocks.json", "h100/vllm-latents.json"
+"""Those of vLLM with drafts of a block, and with drafts over latents."""
 SIZES = (1, 32)
 """Requests at once, in the table."""
 DRAFT_TOKENS = 7
@@ -45,6 +47,13 @@ OWN_TOKENS = ("graph.planned_steps_have_their_tokens", "base-round")
 NO_DRAFT, THEIRS, OURS, IN_PLACE = "", "FLASHINFER", "FLASHINFER_IN_GRAPH", "FLASH_ATTN"
 """vLLM's arms by the draft's attention backend; the last is vLLM's own that updates in place by itself."""
 
+IN_VLLM = (
+    ("EAGLE, {} draft tokens", VLLM, DRAFT_TOKENS, VLLM_SIZE, THEIRS, OURS),
+    ("DFlash, a block of {} draft tokens", BLOCKS, 15, "qwen3-8b", THEIRS, OURS),
+    ("MTP over latents, {} draft tokens", LATENTS, 3, "deepseek-v3-shard", "FLASHMLA", "ATTN_BACKENDS_FLASHMLA"),
+)
+"""Rows of vLLM: the draft, report, draft tokens, size, vLLM's backend and ours."""
+
 
 class StaleReadme(Exception):
     """A file is not what the reports say, or lacks a marker; the message says which, and what to do."""
@@ -56,7 +65,10 @@ def contents(root: Path) -> dict[Path, str]:
         README: {"figures": figures(root), "matrix": summary(Sources.read([root / "reports"]).reports)},
         STRATEGIES: {"strategy times": strategy_times.table(_load(root, ROUNDS))},
         VLLM_PAGE: {
-            "vllm figures": "\n\n".join(vllm_tables.figures(_load(root, name), name) for name in (VLLM, UNCOMPILED))
+            "vllm ratios": vllm_tables.ratios([_load(root, name) for name in (VLLM, BLOCKS, LATENTS)]),
+            "vllm figures": "\n\n".join(
+                vllm_tables.figures(_load(root, name), name) for name in (VLLM, UNCOMPILED, BLOCKS, LATENTS)
+            ),
         },
     }
     made = {PLOT: plot(_load(root, VLLM))}
@@ -101,16 +113,12 @@ def figures(root: Path) -> str:
     arms, speeds, host = vllm_arms(vllm), engine_speeds(engine), host_times(rounds)
     plain, drafted = min(speeds), max(speeds)
     version, sizes = vllm["arms"][0]["vllm"], " / ".join(map(str, SIZES))
+    in_vllm, kept = vllm_rows(root)
     refuted = [report for report in builders if any(report.counts[bad] for bad in (*FAILURES, Outcome.XFAIL))]
     lines = [
         ["measured", "baseline", "this library", "device, date, command"],
         ["---", "---", "---", "---"],
-        [
-            f"Tokens/s in vLLM {version} with {sizes} concurrent requests, {DRAFT_TOKENS} draft tokens",
-            f"{_pair(arms[THEIRS])} (draft on vLLM's `{THEIRS}`)",
-            f"**{_pair(arms[OURS])}** (draft on our `{OURS}`)",
-            _source(vllm, "scripts/vllm_figures.py"),
-        ],
+        *in_vllm,
         [
             f"Tokens/s in our engine with {sizes} concurrent requests",
             f"{_pair(speeds[plain])} (no draft)",
@@ -124,14 +132,14 @@ def figures(root: Path) -> str:
             _source(rounds, "attn-backends bench llama3-8b-eagle"),
         ],
     ]
-    kept = _kept(vllm)
     accepted = [row["accepted"] for row in engine["rows"] if row["case"] == SPECULATION and "accepted" in row]
     date = max(report.env.date for report in builders)[:10]
     return (
-        f"{_table(lines)}\n\nThe model is an 8B Llama with an EAGLE draft, both with random weights. The target "
-        "rejects almost every token of such a draft. We therefore made the verifier accept a fixed mean number per "
-        f"round: {kept:g} of {DRAFT_TOKENS} draft tokens in vLLM, {min(accepted):.1f} to {max(accepted):.1f} of "
-        f"{drafted} in our engine. Without a draft, vLLM generates {_pair(arms[NO_DRAFT])} tokens/s with {sizes} "
+        f"{_table(lines)}\n\nThe model is an 8B Llama with an EAGLE draft, for DFlash an 8B Qwen3, and for MTP what "
+        "one of eight GPUs has of four layers of DeepSeek-V3; all have random weights. The target rejects almost every "
+        "token of such a draft. We therefore made the verifier accept a fixed mean number per round: "
+        f"{', '.join(kept)} draft tokens in vLLM, {min(accepted):.1f} to {max(accepted):.1f} of {drafted} in our "
+        f"engine. Without a draft, vLLM generates {_pair(arms[NO_DRAFT])} tokens/s of the Llama with {sizes} "
         f"concurrent requests ({_short(vllm['env']['device'])}, same run).\n\nAn attention backend's *metadata* tells "
         f"its kernels where each request's tokens are. We checked {len(builders)} of the metadata builders in vLLM "
         f"{version} that claim to update their metadata in place, and refuted {len(refuted)} of these claims (CPU, "
@@ -139,12 +147,39 @@ def figures(root: Path) -> str:
     )
 
 
-def vllm_arms(report: Mapping[str, Any]) -> dict[str, dict[int, float]]:
-    """Output tokens a second of the Llama by draft backend and requests: without a draft, and with DRAFT_TOKENS."""
+def vllm_rows(root: Path) -> tuple[list[list[str]], list[str]]:
+    """A row for each draft of IN_VLLM, and how many of its tokens are kept a round."""
+    rows, kept = [], []
+    for said, name, steps, size, theirs, ours in IN_VLLM:
+        report = _load(root, name)
+        arms = vllm_arms(report, steps, size)
+        begin = (
+            "the same"
+            if rows
+            else (
+                f"Tokens/s in vLLM {report['arms'][0]['vllm']} with {' / '.join(map(str, SIZES))} concurrent requests"
+            )
+        )
+        rows.append(
+            [
+                f"{begin}: {said.format(steps)}",
+                f"{_pair(arms[theirs])} (vLLM's `{theirs}`)",
+                f"**{_pair(arms[ours])}** (our `{ours}`)",
+                _source(report, "scripts/vllm_figures.py"),
+            ]
+        )
+        kept.append(f"{_kept(report, steps, size):g} of {steps}")
+    return rows, kept
+
+
+def vllm_arms(
+    report: Mapping[str, Any], steps: int = DRAFT_TOKENS, size: str = VLLM_SIZE
+) -> dict[str, dict[int, float]]:
+    """Output tokens a second of a model by draft backend and requests: without a draft, and with so many tokens."""
     return {
         arm["arm"]["draft"]: {row["requests"]: median(row["tokens_per_s"]) for row in arm["rows"]}
         for arm in report["arms"]
-        if arm["arm"]["steps"] in (0, DRAFT_TOKENS) and arm["arm"]["size"] == VLLM_SIZE
+        if arm["arm"]["steps"] in (0, steps) and arm["arm"]["size"] == size and arm["rows"][0]["tokens_per_s"]
     }
 
 
@@ -249,18 +284,16 @@ def _source(report: Mapping[str, Any], command: str) -> str:
     return f"{_short(report['env']['device'])}, {report['env']['date'][:10]}, `{command}`"
 
 
-def _kept(report: Mapping[str, Any]) -> float:
-    """Draft tokens that vLLM's arms of DRAFT_TOKENS keep a round."""
+def _kept(report: Mapping[str, Any], steps: int = DRAFT_TOKENS, size: str = VLLM_SIZE) -> float:
+    """Draft tokens that vLLM's arms of so many keep a round."""
     kept: float = next(
-        arm["arm"]["kept"]
-        for arm in report["arms"]
-        if (arm["arm"]["steps"], arm["arm"]["size"]) == (DRAFT_TOKENS, VLLM_SIZE)
+        arm["arm"]["kept"] for arm in report["arms"] if (arm["arm"]["steps"], arm["arm"]["size"]) == (steps, size)
     )
     return kept
 
 
 def _short(device: str) -> str:
-    return device.removeprefix("NVIDIA ")
+    return device.removeprefix("NVIDIA ").removesuffix(" 80GB HBM3")
 
 
 def _passed(report: Report | None) -> str:

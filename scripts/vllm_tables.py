@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
@@ -22,6 +23,50 @@ _MODELS = {
     ),
 }
 """What was run, by the kind of the draft and the size, in the page's order."""
+
+_SHORT = {
+    ("eagle", "llama3-8b"): "EAGLE, 8B Llama",
+    ("dflash", "qwen3-8b"): "DFlash, 8B Qwen3",
+    ("dflash2", "qwen3-8b"): "DFlash2, 8B Qwen3",
+    ("mtp", "deepseek-v3"): "MTP, four layers of DeepSeek-V3, 128 heads",
+    ("mtp", "deepseek-v3-shard"): "MTP, an eighth of the same, 16 heads",
+}
+_GROUPED = (("FLASHINFER", "FLASHINFER_IN_GRAPH"), ("FLASH_ATTN", "FLASHINFER_IN_GRAPH"))
+_LATENT = (("FLASH_ATTN_MLA", "ATTN_BACKENDS_FLASH_ATTN3_MLA"), ("FLASHMLA", "ATTN_BACKENDS_FLASHMLA"))
+"""vLLM's draft backend and ours that are compared, over grouped heads and over latents."""
+
+
+def ratios(reports: Sequence[dict[str, Any]]) -> str:
+    """Output tokens a second of our draft backends over those of vLLM's, for the most draft tokens of each report."""
+    sizes = sorted({row["requests"] for report in reports for each in report["arms"] for row in each["rows"]})
+    lines = [
+        f"| draft | vLLM's backend | ours | {' | '.join(f'{size} req.' for size in sizes)} | GPU |",
+        "|---|---|---|" + "---:|" * len(sizes) + "---|",
+    ]
+    for report in reports:
+        for (kind, size), model in _SHORT.items():
+            arms = [each for each in report["arms"] if each["arm"]["kept"] and _model(each) == (kind, size)]
+            steps = max((each["arm"]["steps"] for each in arms), default=0)
+            rows = {
+                each["arm"]["draft"]: {row["requests"]: row["tokens_per_s"] for row in each["rows"]}
+                for each in arms
+                if each["arm"]["steps"] == steps
+            }
+            for theirs, ours in _LATENT if kind == "mtp" else _GROUPED:
+                if theirs in rows and ours in rows:
+                    cells = [_ratio(rows[ours].get(count), rows[theirs].get(count)) for count in sizes]
+                    device = report["env"]["device"].removeprefix("NVIDIA ").partition(" ")[0]
+                    named = f"{model}, {steps} tokens | `{theirs}` | `{ours}`"
+                    lines.append(f"| {named} | {' | '.join(cells)} | {device}, {report['env']['date'][:10]} |")
+    return "\n".join(lines)
+
+
+def _ratio(ours: list[float] | None, theirs: list[float] | None) -> str:
+    """Of the medians, after a ~ where the runs' ranges overlap."""
+    if not ours or not theirs:
+        return ""
+    overlap = max(min(ours), min(theirs)) <= min(max(ours), max(theirs))
+    return f"{'~' if overlap else ''}{median(ours) / median(theirs):.2f}"
 
 
 def figures(report: dict[str, Any], name: str) -> str:

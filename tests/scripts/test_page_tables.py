@@ -82,6 +82,24 @@ def test_figures_over_latents_have_a_table_for_each_size_and_their_own_base() ->
     assert "those on vLLM's `FLASH_ATTN_MLA` is: `FLASHMLA` 75.0%" in shard
 
 
+def test_ratios_are_of_medians_for_the_most_draft_tokens_and_say_where_runs_overlap() -> None:
+    runs = {"FLASHINFER": [50.0, 40.0, 60.0], "FLASH_ATTN": [99.0, 100.0, 110.0], "FLASHINFER_IN_GRAPH": [80.0, 100.0]}
+    arms = [vllm_arm(draft, 7, tokens) for draft, tokens in runs.items()]
+    latent = [vllm_arm("FLASHMLA", 3, [10.0], size="deepseek-v3", kind="mtp")]
+    latent.append(vllm_arm("ATTN_BACKENDS_FLASHMLA", 3, [25.0], size="deepseek-v3", kind="mtp"))
+    few = [vllm_arm(draft, 3, [1.0]) for draft in runs]
+    said = vllm_tables.ratios([{**VLLM_REPORT, "arms": [*few, *arms]}, {**VLLM_REPORT, "arms": latent}])
+
+    assert said.splitlines()[0] == "| draft | vLLM's backend | ours | 4 req. | GPU |"
+    llama, source = "| EAGLE, 8B Llama, 7 tokens", "H200, 2026-11-23 |"
+    latents = "| MTP, four layers of DeepSeek-V3, 128 heads, 3 tokens"
+    assert said.splitlines()[2:] == [
+        f"{llama} | `FLASHINFER` | `FLASHINFER_IN_GRAPH` | 1.80 | {source}",
+        f"{llama} | `FLASH_ATTN` | `FLASHINFER_IN_GRAPH` | ~0.90 | {source}",
+        f"{latents} | `FLASHMLA` | `ATTN_BACKENDS_FLASHMLA` | 2.50 | {source}",
+    ]
+
+
 def test_a_report_of_vllm_without_timed_arms_is_an_error() -> None:
     with pytest.raises(ValueError, match=r"vllm\.json has no arm that was timed"):
         vllm_tables.figures({**VLLM_REPORT, "arms": VLLM_REPORT["arms"][-1:]}, "vllm.json")

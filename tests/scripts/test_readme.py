@@ -40,8 +40,10 @@ def change(root: Path, name: str, old: str, new: str) -> None:
 @pytest.mark.parametrize(
     ("name", "old", "new", "shown"),
     [
-        ("h200/vllm-compiled.json", '"kept":3.2', '"kept":3.4', "3.4 of 7 draft tokens in vLLM"),
+        ("h200/vllm-compiled.json", '"kept":3.2', '"kept":3.4', "round: 3.4 of 7, 5 of 15"),
         ("h200/vllm-compiled.json", "[4401.4,4489.5]", "[4401.4,5489.5]", "203 / 4,945"),
+        ("h100/vllm-blocks.json", "[623.0,627.2,626.3]", "[623.0,637.2,636.3]", "**636 / 6,577** (our `FLASHINFER_IN"),
+        ("h100/vllm-latents.json", '"kept":1.8', '"kept":1.9', "1.9 of 3 draft tokens in vLLM"),
         ("h200/bench-throughput.json", '"tokens_per_second":12398.0', '"tokens_per_second":13398.0', "564 / 13,398"),
         ("h200/bench-drafter.json", "16637.0", "17637.0", "17.6 ms"),
     ],
@@ -90,7 +92,7 @@ def test_reports_of_several_processors_share_a_column() -> None:
 
 def test_the_newest_report_of_a_device_counts() -> None:
     table = readme.summary(readme.Sources.read([ROOT / "reports"]).reports)
-    assert table.splitlines()[0] == "| backend | H100 80GB HBM3 | H200 | CPU |"
+    assert table.splitlines()[0] == "| backend | H100 | H200 | CPU |"
     assert "| 4 of 4" not in table, "a newer report of soaks alone is no report of all checks"
     assert "| not run |" in next(line for line in table.splitlines() if "`flashinfer`" in line)
 
