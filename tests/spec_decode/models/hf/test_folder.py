@@ -1,4 +1,5 @@
-"""A folder's own code is never run, nobody is asked whether it may be, and its files are not believed."""
+"""A model and a tokenizer from a folder: its own code is never run, nobody is asked whether it may be, nothing is
+fetched, and its files are not believed."""
 
 import json
 import math
@@ -6,6 +7,7 @@ import struct
 from functools import partial
 
 import pytest
+import torch
 
 from spec_decode import models
 from spec_decode.models import CheckpointError
@@ -29,20 +31,27 @@ SIZES = {
     "vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
     "num_key_value_heads": 1, "max_position_embeddings": 16,
 }  # fmt: skip
+LOADERS = {"tokenizer": load_tokenizer, "model": partial(load_model, dtype=torch.float32)}
+CONFIGS = ["config.json", "generation_config.json", "tokenizer_config.json"]
+MODEL = {"AutoConfig": "its_own.Config", "AutoModelForCausalLM": "its_own.Model"}
+
+
+@pytest.fixture(scope="module")
+def plain():
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES))
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch):
-    """A saved model whose configs name classes of a module beside them; whoever reads stdin fails."""
-
-    def ask(*_):
-        pytest.fail("somebody was asked")
-
-    monkeypatch.setattr("builtins.input", ask)
+def folder(plain, tmp_path, monkeypatch):
+    """A saved model with a module of its own beside it; whoever reads stdin fails."""
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("somebody was asked"))
     monkeypatch.setattr("sys.stdin", None)
-    transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)).save_pretrained(tmp_path)
+    plain.save_pretrained(tmp_path)
     (tmp_path / "its_own.py").write_text(CODE)
-    return tmp_path
+    change(tmp_path / "tokenizer_config.json")
+    yield tmp_path
+    assert not (tmp_path / "ran").exists()
 
 
 def change(path, **fields):
@@ -50,80 +59,92 @@ def change(path, **fields):
     path.write_text(json.dumps(found | fields))
 
 
-MODEL = {"AutoConfig": "its_own.Config", "AutoModelForCausalLM": "its_own.Model"}
+def refusal(folder, kind="model"):
+    with pytest.raises(CheckpointError) as refused:
+        LOADERS[kind](folder)
+    return str(refused.value)
 
 
-def test_a_model_that_only_its_own_code_knows_is_refused(folder):
+@pytest.mark.parametrize("safe", [True, False], ids=["safetensors", "bin"])
+def test_a_saved_model_loads_as_it_was(folder, plain, safe):
+    if not safe:
+        (folder / "model.safetensors").unlink()
+        torch.save(plain.state_dict(), folder / "pytorch_model.bin")
+    loaded = LOADERS["model"](folder)
+    state, target = loaded.state_dict(), models.TransformersTarget(loaded)
+    assert all(torch.equal(state[name], tensor) for name, tensor in plain.state_dict().items())
+    assert target.embed.weight.shape == (32, 16) and (target.vocab_size, target.max_positions) == (32, 16)
+
+
+def test_missing_weights_are_refused_by_name(folder, plain):
+    state = plain.state_dict()
+    del state["model.layers.0.mlp.up_proj.weight"]
+    plain.save_pretrained(folder, state_dict=state)
+    assert "lack 1 of the model's tensors: model.layers.0.mlp.up_proj.weight" in refusal(folder)
+
+
+def test_a_folder_without_a_model_is_refused_without_a_download(folder, tmp_path):
+    assert "there is no such folder" in refusal(tmp_path / "gone")
+    (folder / "model.safetensors").unlink()
+    assert "must hold a causal language model" in refusal(folder)
+    (folder / "config.json").write_text(json.dumps({"model_type": "no_such_model"}))
+    assert "no_such_model" in refusal(folder)
+    (folder / "tokenizer_config.json").unlink()
+    assert "the folder does not hold it" in refusal(folder, "tokenizer")
+
+
+def test_what_only_its_own_code_knows_is_refused(folder):
     change(folder / "config.json", model_type="of_its_own", auto_map=MODEL)
-    with pytest.raises(CheckpointError, match=r"auto_map to code beside it, which is never run\."):
-        load_model(folder, dtype=None)
-    assert not (folder / "ran").exists()
+    own = {"AutoTokenizer": ["its_own.Tokenizer", None]}
+    change(folder / "tokenizer_config.json", tokenizer_class="Tokenizer", auto_map=own)
+    for kind in LOADERS:
+        assert "auto_map to code beside it, which is never run." in refusal(folder, kind)
 
 
 def test_a_model_that_the_library_knows_loads_without_its_own_code(folder):
     change(folder / "config.json", auto_map=MODEL)
-    assert type(load_model(folder, dtype=None)) is transformers.LlamaForCausalLM
-    assert not (folder / "ran").exists()
-
-
-def test_a_tokenizer_that_only_its_own_code_knows_is_refused(folder):
-    change(folder / "config.json", model_type="of_its_own", auto_map=MODEL)
-    own = {"AutoTokenizer": ["its_own.Tokenizer", None]}
-    change(folder / "tokenizer_config.json", tokenizer_class="Tokenizer", auto_map=own)
-    with pytest.raises(CheckpointError, match=r"auto_map to code beside it, which is never run\."):
-        load_tokenizer(folder)
-    assert not (folder / "ran").exists()
+    assert type(LOADERS["model"](folder)) is transformers.LlamaForCausalLM
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_weights_that_are_no_numbers_make_no_target(folder, value):
-    model = load_model(folder, dtype=None)
+    model = LOADERS["model"](folder)
     # Far from the tokens that a target is tried on.
     model.model.embed_tokens.weight.data[-1, 3] = value
-
     named = r"NaN or infinity in 1 of them, model\.embed_tokens\.weight first; .* no target was made"
     with pytest.raises(CheckpointError, match=named):
         models.TransformersTarget(model)
 
 
-@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16"])
-@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer_config.json"])
-@pytest.mark.parametrize("load", [load_tokenizer, partial(load_model, dtype=None)], ids=["tokenizer", "model"])
-def test_a_byte_order_mark_is_named_and_nothing_else_is_blamed(folder, load, name, encoding):
-    change(folder / "tokenizer_config.json")
-    (folder / name).write_bytes((folder / name).read_text().encode(encoding))
-    with pytest.raises(CheckpointError, match=f"{name} must be utf-8 without a byte order mark, it is utf"):
-        load(folder)
-
-
-@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer_config.json"])
-@pytest.mark.parametrize("load", [load_tokenizer, partial(load_model, dtype=None)], ids=["tokenizer", "model"])
-def test_nan_is_named_with_its_field_and_nothing_else_is_blamed(folder, load, name):
-    change(folder / "tokenizer_config.json")
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("kind", LOADERS)
+def test_a_config_that_is_amiss_is_named_and_nothing_else_is_blamed(folder, kind, name):
+    text = (folder / name).read_text()
+    for encoding in ("utf-8-sig", "utf-16"):
+        (folder / name).write_bytes(text.encode(encoding))
+        assert f"{name} must be utf-8 without a byte order mark, it is utf" in refusal(folder, kind)
+    (folder / name).write_text(text)
     change(folder / name, rms_norm_eps=math.nan)
-    with pytest.raises(CheckpointError, match=f"{name} must hold JSON: rms_norm_eps is NaN"):
-        load(folder)
+    assert f"{name} must hold JSON: rms_norm_eps is NaN" in refusal(folder, kind)
 
 
 def test_a_limit_of_infinity_is_none_to_refuse(folder):
     change(folder / "config.json", time_step_limit=[0.0, math.inf], a_limit=math.inf)
-    load_model(folder, dtype=None)
+    LOADERS["model"](folder)
 
 
 def test_a_header_that_says_a_name_twice_is_refused(folder):
     path = folder / "model.safetensors"
     raw = path.read_bytes()
-    length = struct.unpack("<Q", raw[:8])[0]
-    name, entry = next(item for item in json.loads(raw[8 : 8 + length]).items() if item[0] != "__metadata__")
-    header = raw[8 : 8 + length].rstrip().removesuffix(b"}") + f", {json.dumps(name)}: {json.dumps(entry)}}}".encode()
-    path.write_bytes(struct.pack("<Q", len(header)) + header + raw[8 + length :])
-    with pytest.raises(CheckpointError, match=f"{name} is said twice"):
-        load_model(folder, dtype=None)
+    end = 8 + struct.unpack("<Q", raw[:8])[0]
+    name, entry = next(item for item in json.loads(raw[8:end]).items() if item[0] != "__metadata__")
+    header = raw[8:end].rstrip().removesuffix(b"}") + f", {json.dumps(name)}: {json.dumps(entry)}}}".encode()
+    path.write_bytes(struct.pack("<Q", len(header)) + header + raw[end:])
+    assert f"{name} is said twice" in refusal(folder)
 
 
-@pytest.mark.parametrize(("name", "load"), [("generation_config.json", load_model), ("tokenizer.json", load_tokenizer)])
-def test_a_folder_that_holds_a_pipe_is_refused_before_the_library_waits_for_it(folder, pipe, name, load):
+@pytest.mark.parametrize(("kind", "name"), [("model", "generation_config.json"), ("tokenizer", "tokenizer.json")])
+def test_a_folder_that_holds_a_pipe_is_refused_before_the_library_waits_for_it(folder, pipe, kind, name):
     change(folder / "tokenizer_config.json", tokenizer_class="PreTrainedTokenizerFast")
     pipe(folder / name)
-    with pytest.raises(CheckpointError, match=f"{name} cannot be read: it is a pipe or a device"):
-        load(folder) if load is load_tokenizer else load(folder, dtype=None)
+    assert f"{name} cannot be read: it is a pipe or a device" in refusal(folder, kind)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-import json
-from collections.abc import Sequence
-from functools import cache
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -24,7 +22,6 @@ from tests.factories import CPU, make_tables
 transformers = pytest.importorskip("transformers")
 transformers.logging.set_verbosity_error()
 
-from spec_decode.models.hf.folder import load_model, load_tokenizer  # noqa: E402
 
 TEXTS = torch.randint(0, 64, (2, 24), generator=torch.Generator().manual_seed(5))
 WINDOW = 6
@@ -122,22 +119,12 @@ class Runner:
         return list(self.model.logits(states.hidden).split(lens))
 
 
-PREFILL, DECODE, VERIFY = [(9, 16)], [(1, 1)] * 4, [(5, 5)] * 2
-SCHEDULES = {
-    "prefill": PREFILL,
-    "chunked_prefill": [(3, 7), (8, 1), (2, 9)],
-    "decode": [*PREFILL, *DECODE],
-    "verify": [(5, 9), *VERIFY],
-}
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_logits_are_those_of_the_librarys_eager_attention(kind: str, backend: str, schedule: str) -> None:
+def test_logits_are_those_of_the_librarys_eager_attention(kind: str, backend: str) -> None:
+    """Of prompts in parts, of single tokens and of drafts."""
     runner, done = Runner(target(kind), backend), [0, 0]
-
-    for lens in SCHEDULES[schedule]:
+    for lens in [(3, 9), (8, 1), (1, 1), (1, 1), (5, 5), (2, 5)]:
         ends = [start + length for start, length in zip(done, lens, strict=True)]
         rows = [TEXTS[r, done[r] : ends[r]] for r in range(2)]
         for r, logits in enumerate(runner.logits(rows, ends)):
@@ -188,6 +175,21 @@ def test_in_bfloat16_it_is_as_close_as_the_librarys_own_attention(kind: str) -> 
     assert float((found.double() - judged(kind)).abs().mean()) <= 2 * float(own)
 
 
+def replayed(runner: Runner, start: int, count: int) -> torch.Tensor:
+    """Logits [2, count, V] of the texts' tokens from `start` on, by a graph that was captured over other tokens."""
+    batch, metadata = build_ragged(runner.groups, runner.tables, [count] * 2, [start + count] * 2)
+    tokens, out = torch.zeros(2 * count, dtype=torch.int64), torch.zeros(2 * count, 64)
+
+    def forward() -> None:
+        states = runner.model(tokens, batch.positions, PagedAttention(runner.groups, metadata))
+        out.copy_(runner.model.logits(states.hidden))
+
+    graph = runtime_for(CPU).capture(forward)
+    tokens.copy_(TEXTS[:, start : start + count].flatten())
+    graph.replay()
+    return out.view(2, count, 64)
+
+
 @pytest.mark.parametrize("kind", ["llama", "gpt_oss"])
 @torch.no_grad()
 def test_a_captured_forward_replays_over_other_tokens(kind: str) -> None:
@@ -195,52 +197,17 @@ def test_a_captured_forward_replays_over_other_tokens(kind: str) -> None:
         pytest.skip("before its version 5 the library loops over experts on the CPU, and reads the host to do so")
     runner = Runner(target(kind), "triton_paged")
     runner.logits([TEXTS[0, :9], TEXTS[1, :9]], [9, 9])
-    batch, metadata = build_ragged(runner.groups, runner.tables, [3, 3], [12, 12])
-    tokens = torch.zeros(6, dtype=torch.int64)
-    out = torch.zeros(6, 64)
-
-    def forward() -> None:
-        states = runner.model(tokens, batch.positions, PagedAttention(runner.groups, metadata))
-        out.copy_(runner.model.logits(states.hidden))
-
-    graph = runtime_for(CPU).capture(forward)
-    tokens.copy_(TEXTS[:, 9:12].flatten())
-    graph.replay()
-
-    assert float((out.view(2, 3, 64) - judged(kind)[:, 9:12]).abs().max()) <= budget(kind)
+    assert float((replayed(runner, 9, 3) - judged(kind)[:, 9:12]).abs().max()) <= budget(kind)
 
 
+@torch.no_grad()
 def test_a_target_with_a_pad_token_is_captured() -> None:
     if transformers.__version__.startswith("4."):
         pytest.skip("before its version 5 the library gives GPT-2's attention no scale: refused")
-    sizes = {"n_embd": 64, "n_head": 1, "n_layer": 1, "n_inner": 48}
-    model = make_model("GPT2Config", pad_token_id=0, **sizes)
+    model = make_model("GPT2Config", pad_token_id=0, n_embd=64, n_head=1, n_layer=1, n_inner=48)
     wanted = model(TEXTS[:, :6]).logits
-    runner = Runner(models.TransformersTarget(model), "torch_reference")
-    batch, metadata = build_ragged(runner.groups, runner.tables, [6, 6], [6, 6])
-    tokens, out = torch.zeros(12, dtype=torch.int64), torch.zeros(12, 64)
-
-    def forward() -> None:
-        states = runner.model(tokens, batch.positions, PagedAttention(runner.groups, metadata))
-        out.copy_(runner.model.logits(states.hidden))
-
-    graph = runtime_for(CPU).capture(forward)
-    tokens.copy_(TEXTS[:, :6].flatten())
-    graph.replay()
-
-    assert torch.allclose(out.view(2, 6, 64), wanted, atol=1e-3)
-
-
-def test_deepseek_v4_is_refused_for_the_state_of_its_compressors() -> None:
-    if not hasattr(transformers, "DeepseekV4Config"):
-        pytest.skip("this transformers has no DeepSeek-V4")
-    from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4ForCausalLM
-
-    model = object.__new__(DeepseekV4ForCausalLM)
-    torch.nn.Module.__init__(model)
-    model.config = transformers.DeepseekV4Config()
-    with pytest.raises(CheckpointError, match=r"keeps a state of its own .* or of compressed keys"):
-        models.TransformersTarget(model)
+    found = replayed(Runner(models.TransformersTarget(model), "torch_reference"), 0, 6)
+    assert torch.allclose(found, wanted, atol=1e-3)
 
 
 def speculate(runner: Runner, prompt: list[int], plain: list[int], count: int) -> list[int]:
@@ -270,31 +237,20 @@ def test_speculated_greedy_text_is_the_librarys_own(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["llama", "gpt_oss"])
 @torch.no_grad()
 def test_target_hidden_states_are_the_residual_states_that_enter_the_named_layers(kind: str) -> None:
-    model = models.TransformersTarget(copy.deepcopy(eager(kind)), aux_hidden_state_layers=(2, 0, 1))
+    """Those after the last layer are not yet normed."""
+    model = models.TransformersTarget(copy.deepcopy(eager(kind)), aux_hidden_state_layers=(2, 0, 4))
     whole = eager(kind)(TEXTS[:1], output_hidden_states=True).hidden_states
-
-    target_hidden_states = dense(model, TEXTS[0]).target_hidden_states
-
-    assert model.target_states_size == 96 and target_hidden_states.shape == (24, 96)
-    torch.testing.assert_close(
-        target_hidden_states, torch.cat([whole[i][0] for i in (2, 0, 1)], -1), atol=1e-4, rtol=1e-4
-    )
-
-
-@torch.no_grad()
-def test_the_state_after_the_last_layer_is_not_yet_normed() -> None:
-    model = models.TransformersTarget(copy.deepcopy(eager("llama")), aux_hidden_state_layers=[4])
-
     states = dense(model, TEXTS[0])
-
-    assert not torch.allclose(states.target_hidden_states, states.hidden)
-    torch.testing.assert_close(model.model.model.norm(states.target_hidden_states), states.hidden)
+    *aux, last = states.target_hidden_states.chunk(3, -1)
+    assert model.target_states_size == 96
+    torch.testing.assert_close(torch.cat(aux), torch.cat([whole[2][0], whole[0][0]]), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(model.model.model.norm(last), states.hidden)
+    assert not torch.allclose(last, states.hidden)
 
 
 @torch.no_grad()
 def test_without_aux_layers_the_target_hidden_states_are_the_final_states() -> None:
     states = dense(target("llama"), TEXTS[0])
-
     assert states.target_hidden_states is states.hidden and target("llama").target_states_size == 32
     torch.testing.assert_close(states.hidden, eager("llama").model(TEXTS[:1]).last_hidden_state[0])
 
@@ -344,42 +300,8 @@ def test_a_forward_within_a_forward_keeps_its_own_attention() -> None:
 def test_an_attention_that_changes_after_the_target_was_made_is_refused() -> None:
     model = models.TransformersTarget(copy.deepcopy(eager("llama")))
     model.model.model.layers[2].self_attn.scaling = 0.5
-
     with pytest.raises(CheckpointError, match=r"layer 2 asks for .*scale=0\.5.* while the target was made for"):
         dense(model, TEXTS[0])
-
-
-@pytest.mark.parametrize(
-    ("kind", "fields", "reason"),
-    [
-        ("BloomConfig", {}, "BloomForCausalLM takes no position_ids"),
-        ("MambaConfig", {}, "MambaForCausalLM keeps a state of its own"),
-        ("MiniMaxConfig", {}, "layer 1 of MiniMaxForCausalLM is of type linear_attention"),
-        (
-            "LlamaConfig",
-            {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
-            r"rotary_emb .*\(rope type dynamic\)",
-        ),
-    ],
-)
-def test_a_model_with_other_parts_is_refused_with_the_part_and_the_reason(
-    kind: str, fields: dict[str, Any], reason: str
-) -> None:
-    with pytest.raises(CheckpointError, match=reason):
-        models.TransformersTarget(make_model(kind, **fields))
-
-
-def test_logits_that_are_more_than_an_output_projection_are_refused() -> None:
-    model = copy.deepcopy(eager("llama"))
-
-    def sharpen(_: Any, __: Any, out: Any) -> Any:
-        out.logits = out.logits * 1.1
-        return out
-
-    model.register_forward_hook(sharpen)
-
-    with pytest.raises(CheckpointError, match="LlamaForCausalLM makes its logits of the last states in a way other"):
-        models.TransformersTarget(model)
 
 
 def test_an_output_projection_is_told_where_logits_are_its_product_alone() -> None:
@@ -389,106 +311,83 @@ def test_an_output_projection_is_told_where_logits_are_its_product_alone() -> No
     assert plain.output_projection is None
 
 
-def test_an_encoder_and_a_decoder_are_refused() -> None:
-    config = transformers.T5Config(vocab_size=8, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)
+def changed(change: Callable[[Any], Any], kind: str = "llama") -> Any:
+    model = copy.deepcopy(eager(kind))
+    change(model)
+    return model
 
-    with pytest.raises(CheckpointError, match="T5ForConditionalGeneration is an encoder and a decoder"):
-        models.TransformersTarget(transformers.T5ForConditionalGeneration(config))
 
-
-@pytest.mark.parametrize(
-    ("asked", "reason"),
-    [
-        ({"attention_mask": torch.zeros(1, 1, 2, 2)}, "adds a mask or bias"),
-        ({"position_bias": torch.zeros(1)}, "asks for position_bias"),
-        ({"scaling": None}, "names no number to scale"),
-        ({"is_causal": False}, "lets tokens see what comes after them"),
-        ({"dropout": 0.1}, "drops weights at random"),
-    ],
-)
-def test_a_layer_that_asks_for_other_attention_is_refused_by_its_number(asked: dict[str, Any], reason: str) -> None:
-    model = copy.deepcopy(eager("llama"))
-    # What a layer of another architecture would hand to the library's attention function.
+def asking(model: Any, **asked: Any) -> None:
+    """Layer 1 hands to the library's attention function what a layer of another architecture would."""
     attention = model.model.layers[1].self_attn
-    inner = attention.forward
+    inner, part = attention.forward, torch.zeros(1, 4, 2, 64)
 
     def forward(**given: Any) -> Any:
         interface = transformers.AttentionInterface()["attn_backends_paged"]
-        part = torch.zeros(1, 4, 2, 64)
         interface(attention, part, part, part, **{"attention_mask": None, "scaling": 1.0, **asked})
         return inner(**given)
 
     attention.forward = forward
 
-    with pytest.raises(CheckpointError, match=f"layer 1 \\(LlamaAttention\\) {reason}"):
-        models.TransformersTarget(model)
+
+def sharpen(_: Any, __: Any, out: Any) -> Any:
+    out.logits = out.logits * 1.1
+    return out
 
 
-def test_a_layer_that_attends_twice_is_refused() -> None:
-    model = copy.deepcopy(eager("llama"))
-    model.model.layers[3].self_attn.layer_idx = 2
-
-    with pytest.raises(CheckpointError, match=r"layer 2 asked for attention 2 times"):
-        models.TransformersTarget(model)
+def make_t5() -> Any:
+    sizes = {"vocab_size": 8, "d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2}
+    return transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes))
 
 
-def test_a_layer_that_never_attends_is_refused() -> None:
-    model = copy.deepcopy(eager("llama"))
+def make_deepseek_v4() -> Any:
+    if not hasattr(transformers, "DeepseekV4Config"):
+        pytest.skip("this transformers has no DeepSeek-V4")
+    from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4ForCausalLM
+
+    model = object.__new__(DeepseekV4ForCausalLM)
+    torch.nn.Module.__init__(model)
+    model.config = transformers.DeepseekV4Config()
+    return model
+
+
+def never_attend(model: Any) -> None:
     model.model.layers[1].self_attn.forward = lambda hidden_states, **_: (hidden_states, None)
 
-    with pytest.raises(CheckpointError, match=r"layer 1 asked for attention 0 times"):
-        models.TransformersTarget(model)
+
+DYNAMIC = {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}
+ASKED: dict[str, dict[str, Any]] = {
+    "adds a mask or bias": {"attention_mask": torch.zeros(1, 1, 2, 2)},
+    "asks for position_bias": {"position_bias": torch.zeros(1)},
+    "names no number to scale": {"scaling": None},
+    "lets tokens see what comes after them": {"is_causal": False},
+    "drops weights at random": {"dropout": 0.1},
+}
+UNSERVED: dict[str, Callable[[], Any]] = {
+    "BloomForCausalLM takes no position_ids": partial(make_model, "BloomConfig"),
+    "MambaForCausalLM keeps a state of its own": partial(make_model, "MambaConfig"),
+    "layer 1 of MiniMaxForCausalLM is of type linear_attention": partial(make_model, "MiniMaxConfig"),
+    r"rotary_emb .*\(rope type dynamic\)": partial(make_model, "LlamaConfig", **DYNAMIC),
+    "T5ForConditionalGeneration is an encoder and a decoder": make_t5,
+    r"keeps a state of its own .* or of compressed keys": make_deepseek_v4,
+    "LlamaForCausalLM makes its logits of the last states in a way other": partial(
+        changed, lambda model: model.register_forward_hook(sharpen)
+    ),
+    "layer 2 asked for attention 2 times": partial(
+        changed, lambda model: setattr(model.model.layers[3].self_attn, "layer_idx", 2)
+    ),
+    "layer 1 asked for attention 0 times": partial(changed, never_attend),
+    "layer 0 is of type sliding_attention, yet .* None": partial(
+        changed, lambda model: setattr(model.model.layers[0].self_attn, "sliding_window", None), "gpt_oss"
+    ),
+    **{
+        rf"layer 1 \(LlamaAttention\) {said}": partial(changed, partial(asking, **asked))
+        for said, asked in ASKED.items()
+    },
+}
 
 
-def test_a_window_that_the_config_does_not_know_is_refused() -> None:
-    model = copy.deepcopy(eager("gpt_oss"))
-    model.model.layers[0].self_attn.sliding_window = None
-
-    with pytest.raises(CheckpointError, match=r"layer 0 is of type sliding_attention, yet .* None"):
-        models.TransformersTarget(model)
-
-
-@pytest.mark.parametrize("safe", [True, False], ids=["safetensors", "bin"])
-def test_a_saved_model_loads_as_it_was(tmp_path: Path, safe: bool) -> None:
-    model = eager("llama")
-    model.save_pretrained(tmp_path)
-    if not safe:
-        (tmp_path / "model.safetensors").unlink()
-        torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
-
-    loaded = models.TransformersTarget(load_model(tmp_path, dtype=torch.float32))
-
-    with torch.no_grad():
-        assert torch.equal(dense(loaded, TEXTS[0]).hidden, dense(target("llama"), TEXTS[0]).hidden)
-    assert loaded.embed.weight.shape == (64, 32) and (loaded.vocab_size, loaded.max_positions) == (64, 128)
-
-
-def test_missing_weights_are_refused_by_name(tmp_path: Path) -> None:
-    model = eager("llama")
-    state = model.state_dict()
-    del state["model.layers.1.mlp.up_proj.weight"]
-    model.save_pretrained(tmp_path, state_dict=state)
-
-    with pytest.raises(CheckpointError, match=r"lack 1 of the model's tensors: model\.layers\.1\.mlp\.up_proj\.weight"):
-        load_model(tmp_path, dtype=torch.float32)
-
-
-def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
-    eager("llama").config.save_pretrained(tmp_path)
-
-    with pytest.raises(CheckpointError, match="must hold a causal language model"):
-        load_model(tmp_path, dtype=torch.float32)
-
-
-def test_an_architecture_that_the_library_does_not_know_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "no_such_model"}))
-
-    with pytest.raises(CheckpointError, match="no_such_model"):
-        load_model(tmp_path, dtype=torch.float32)
-
-
-def test_a_folder_that_is_not_there_is_refused_without_a_download(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="there is no such folder"):
-        load_model(tmp_path / "gone", dtype=torch.float32)
-    with pytest.raises(CheckpointError, match="the folder does not hold it"):
-        load_tokenizer(tmp_path)
+@pytest.mark.parametrize(("reason", "make"), UNSERVED.items(), ids=UNSERVED)
+def test_a_model_with_other_parts_is_refused_with_the_part_and_the_reason(reason: str, make: Callable[[], Any]) -> None:
+    with pytest.raises(CheckpointError, match=reason):
+        models.TransformersTarget(make())
