@@ -31,11 +31,8 @@ def test_every_number_is_within_half_a_step_of_what_it_was(shape, monkeypatch):
     weight = draw(*shape)
     found = Fp8Weight.of(weight)
     assert (found.values.dtype, found.scale.dtype) == (torch.float8_e4m3fn, torch.float32)
-    assert (
-        found.shape == weight.shape
-        and found.values.is_contiguous()
-        and found.nbytes == (shape[-1] + 4) * (weight.numel() // shape[-1])
-    )
+    assert found.shape == weight.shape and found.values.is_contiguous()
+    assert found.nbytes == (shape[-1] + 4) * (weight.numel() // shape[-1])
     wide, error = weight.float(), (widened(found.values, found.scale) - weight.float()).abs()
     # Below the least normal number, 2^-6, steps no longer shrink.
     least = found.scale[..., None] * 2**-6

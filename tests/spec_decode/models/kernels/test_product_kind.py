@@ -12,45 +12,29 @@ from spec_decode.models.kernels.streamed_tiling import ROWS_OF_ANY_WEIGHT as MOS
 
 SKINNY, STREAMED, TORCH = ProductKind.SKINNY, ProductKind.STREAMED, ProductKind.TORCH
 WEIGHT = torch.zeros(4, 8).half()
+NARROW, LARGE = Fp8Weight.of(WEIGHT), torch.zeros(3 << 17, 8).half()
 
 
 def rows(count, dtype=torch.float16):
     return torch.zeros(count, 8, dtype=dtype)
 
 
-@pytest.mark.parametrize(
-    ("count", "kind"),
-    [
-        (0, TORCH),
-        (1, SKINNY),
-        (2, SKINNY),
-        (3, STREAMED),
-        (MOST, STREAMED),
-        (MOST + 1, TORCH),
-    ],
-)
+BY_ROWS = {
+    "16 bits": (WEIGHT, {}, {0: TORCH, 1: SKINNY, 2: SKINNY, 3: STREAMED, MOST: STREAMED, MOST + 1: TORCH}),
+    "a large weight": (LARGE, {}, {1: SKINNY, 2: STREAMED}),
+    "one that is not yet large": (LARGE[1:], {}, {1: SKINNY, 2: SKINNY}),
+    "32 bits": (WEIGHT.float(), {}, {1: SKINNY, 2: SKINNY, 3: TORCH}),
+    "what the skinny kernel does not do": (WEIGHT, {"skinny": False}, {1: STREAMED, 2: STREAMED}),
+    "8 bits": (NARROW, {}, {0: STREAMED, 1: SKINNY, 2: SKINNY, 3: STREAMED, MAX_ROWS + 1: STREAMED}),
+    "8 bits, and not the skinny kernel": (NARROW, {"skinny": False}, dict.fromkeys((0, 1, 3, MAX_ROWS + 1), STREAMED)),
+}
+
+
+@pytest.mark.parametrize(("weight", "options", "kinds"), BY_ROWS.values(), ids=BY_ROWS)
 @torch.no_grad()
-def test_the_number_of_rows_decides(count, kind):
-    assert product_kind(rows(count), WEIGHT) is kind
-
-
-@pytest.mark.parametrize(("count", "kind"), [(1, SKINNY), (2, STREAMED)])
-@torch.no_grad()
-def test_two_rows_of_a_large_weight_are_streamed(count, kind):
-    assert product_kind(rows(count), torch.zeros(3 << 17, 8).half()) is kind
-    assert product_kind(rows(count), torch.zeros((3 << 17) - 1, 8).half()) is SKINNY
-
-
-@pytest.mark.parametrize(("count", "kind"), [(1, SKINNY), (2, SKINNY), (3, TORCH)])
-@torch.no_grad()
-def test_weights_of_32_bits_are_not_streamed(count, kind):
-    assert product_kind(rows(count, torch.float32), WEIGHT.float()) is kind
-
-
-@pytest.mark.parametrize("count", [1, 2])
-@torch.no_grad()
-def test_few_rows_with_what_the_skinny_kernel_does_not_do_are_streamed(count):
-    assert product_kind(rows(count), WEIGHT, skinny=False) is STREAMED
+def test_the_number_of_rows_and_the_weight_decide(weight, options, kinds):
+    dtype = torch.float16 if weight is NARROW else weight.dtype
+    assert {count: product_kind(rows(count, dtype), weight, **options) for count in kinds} == kinds
 
 
 @torch.no_grad()
@@ -58,14 +42,6 @@ def test_more_rows_are_streamed_of_a_gate_than_of_the_same_weight_without():
     x = rows(MAX_ROWS)
     weight = torch.zeros(64 * (num_sms(x.device) + 1), 8).half()
     assert product_kind(x, weight, gated=True) is STREAMED and product_kind(x, weight) is TORCH
-
-
-@pytest.mark.parametrize(
-    ("count", "kind"), [(0, STREAMED), (1, SKINNY), (2, SKINNY), (3, STREAMED), (MAX_ROWS + 1, STREAMED)]
-)
-def test_a_weight_of_8_bits_is_never_torchs(count, kind):
-    assert product_kind(rows(count), Fp8Weight.of(WEIGHT)) is kind
-    assert product_kind(rows(count), Fp8Weight.of(WEIGHT), skinny=False) is STREAMED
 
 
 UNREADABLE = {
@@ -77,22 +53,14 @@ UNREADABLE = {
 
 
 @pytest.mark.parametrize("count", [1, 3])
-@pytest.mark.parametrize(("x", "weight"), UNREADABLE.values(), ids=UNREADABLE)
 @torch.no_grad()
-def test_what_our_kernels_would_misread_is_torchs(x, weight, count):
-    assert product_kind(x[:count], weight) is TORCH
-
-
-@pytest.mark.parametrize("count", [1, 3])
-def test_rows_that_may_need_a_gradient_are_torchs(count):
-    assert product_kind(rows(count), WEIGHT) is TORCH
-
-
-@pytest.mark.parametrize("count", [1, 3])
-@torch.no_grad()
-def test_rows_under_autocast_are_torchs(count):
+def test_what_our_kernels_would_misread_or_not_record_is_torchs(count):
+    found = {name: product_kind(x[:count], weight) for name, (x, weight) in UNREADABLE.items()}
+    assert found == dict.fromkeys(UNREADABLE, TORCH)
     with torch.autocast("cpu", torch.bfloat16):
         assert product_kind(rows(count), WEIGHT) is TORCH
+    with torch.enable_grad():
+        assert product_kind(rows(count), WEIGHT) is TORCH and product_kind(rows(count), NARROW) is not TORCH
 
 
 @pytest.mark.parametrize("count", [1, 3, 1000])
