@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -10,23 +11,17 @@ from train_pair.attention import causal_attention, positions_of
 
 from attn_backends import get
 from attn_backends.torch_reference import TorchReference
-from builders import BatchError, GraphSupport, ReferenceBuilder
-from spec_decode.engine import Engine
+from builders import BatchError
 from spec_decode.models import DraftModel, LayerGroup, LlamaTarget
 from spec_decode.paged import GraphMode
-from tests.factories import engine_config, make_config, make_pair, make_request, resampled
+from tests.factories import make_config, make_request, resampled
+from tests.spec_decode.drafter.third_party_backends import Uncapturable
+from tests.spec_decode.engine import engine_helpers
+from tests.spec_decode.engine.engine_helpers import PAIR, overflows, texts
 
-PAIR = make_pair()
 VOCAB = PAIR[0].vocab_size
 REFERENCE = get("torch_reference")
-
-
-def make_engine(
-    pair=PAIR, *, backend=REFERENCE, draft_backend=None, num_speculative_tokens=3, graph_mode=GraphMode.NONE, **options
-):
-    options = {"max_num_seqs": 4, "max_model_len": 64, "page_size": 4, **options}
-    config = engine_config(num_speculative_tokens=num_speculative_tokens, graph_mode=graph_mode, **options)
-    return Engine(*pair, backend, config, draft_backend=draft_backend)
+make_engine = partial(engine_helpers.make_engine, max_num_seqs=4)
 
 
 def make_requests(count, seed=0, *, prompt=12, new=20):
@@ -44,10 +39,6 @@ def make_requests(count, seed=0, *, prompt=12, new=20):
     ]
 
 
-def texts(engine, requests, **options):
-    return [generation.token_ids for generation in engine.generate(requests, **options)]
-
-
 _ALONE = {}
 
 
@@ -60,8 +51,9 @@ def alone(requests, **options):
     return _ALONE[asked]
 
 
-def all_pages(engine):
-    return engine.pool.num_pages
+def run_to_end(engine):
+    while engine.step():
+        pass
 
 
 @pytest.mark.slow
@@ -79,17 +71,14 @@ def test_500_requests_that_come_and_go_say_what_each_says_alone():
             engine.cancel(handles[recent])
             cancelled.add(recent)
     assert engine.stats.preemptions > 15 and len(cancelled) > 20
-    assert engine.pool.num_free == all_pages(engine)
-    assert all(tables.overflow.eq(0).all() for tables in engine._tables)
+    assert engine.pool.num_free == engine.pool.num_pages
+    assert not overflows(engine)
     for index, (handle, text) in enumerate(zip(handles, alone(requests, max_model_len=24), strict=True)):
         said = handle.generation.token_ids
         assert said == (text[: len(said)] if index in cancelled else text)
 
 
-VERIFIERS = ("rejection", "block", "synthetic:1.5")
-
-
-@pytest.mark.parametrize("verification", VERIFIERS)
+@pytest.mark.parametrize("verification", ["rejection", "block", "synthetic:1.5"])
 def test_a_preempted_request_goes_on_with_the_text_it_had(verification):
     # With these seeds, one goes on from a token that the target would not draw again by itself.
     requests = [make_request(prompt=[i, 3], max_tokens=45, temperature=1.0, seed=16 + i) for i in range(4)]
@@ -102,8 +91,8 @@ def test_a_preempted_request_goes_on_with_the_text_it_had(verification):
 
 def test_plain_decoding_survives_preemption():
     requests = [resampled(request, max_tokens=25) for request in make_requests(5, 3)]
-    tight = make_engine(num_pages=13, num_speculative_tokens=0)
-    assert texts(tight, requests) == alone(requests, num_speculative_tokens=0)
+    tight = make_engine(num_pages=13, steps=0)
+    assert texts(tight, requests) == alone(requests, steps=0)
     assert tight.stats.preemptions > 0 and tight.pool.num_free == 13
 
 
@@ -128,7 +117,7 @@ def test_a_request_owns_pages_for_the_next_round_or_where_the_pool_holds_the_lon
     engine.submit(make_request(prompt=[1, 2, 3], max_tokens=40))
     owned = []
     while engine.step():
-        owned.append(all_pages(engine) - engine.pool.num_free)
+        owned.append(engine.pool.num_pages - engine.pool.num_free)
     # The prompt, its first token and the drafts; the longest text, and the drafts that are run over behind it.
     assert owned[0] == 3 + 1 + 3 and max(owned) <= 43 + 3
     grown = [after - before for before, after in pairwise(owned) if after]
@@ -136,13 +125,12 @@ def test_a_request_owns_pages_for_the_next_round_or_where_the_pool_holds_the_lon
 
 
 def test_a_request_waits_until_its_prompt_fits():
-    engine = make_engine(num_pages=10, num_speculative_tokens=0, page_size=4)
+    engine = make_engine(num_pages=10, steps=0, page_size=4)
     engine.submit(make_request(prompt=[1] * 20, max_tokens=12))
     late = engine.submit(make_request(prompt=[2] * 20, max_tokens=2))
     engine.step()
     assert not late.generation.token_ids and engine.pool.num_free == 10 - 6
-    while engine.step():
-        pass
+    run_to_end(engine)
     assert late.generation.finish_reason == "length" and engine.stats.preemptions == 0
 
 
@@ -153,12 +141,11 @@ def test_a_request_that_the_pool_can_never_hold_is_refused_with_what_would_fit()
         engine.submit(make_request(prompt=[1] * 7, max_tokens=7))
 
 
-@pytest.mark.parametrize("steps", [0, 3])
-@pytest.mark.parametrize("chunk", [1, 3, 7])
+@pytest.mark.parametrize(("chunk", "steps"), [(1, 3), (3, 0), (7, 3)])
 def test_a_prompt_in_chunks_says_what_it_says_as_a_whole(chunk, steps):
     requests = make_requests(4, 5, prompt=20, new=8)
-    engine = make_engine(num_speculative_tokens=steps, max_prefill_tokens=chunk)
-    assert texts(engine, requests) == alone(requests, num_speculative_tokens=steps)
+    engine = make_engine(steps=steps, max_prefill_tokens=chunk)
+    assert texts(engine, requests) == alone(requests, steps=steps)
     assert engine.stats.prefill_tokens == sum(len(request.prompt) for request in requests)
 
 
@@ -175,12 +162,21 @@ def test_a_long_prompt_holds_the_others_up_by_a_chunk_a_round():
     assert max(prefilled) == 4 and len(short.generation.token_ids) >= 10
 
 
-@pytest.mark.parametrize("steps", [0, 3])
-@pytest.mark.parametrize("when", ["waiting", "in its prompt", "running", "in its own callback", "in another's"])
+@pytest.mark.parametrize(
+    ("when", "steps"),
+    [
+        ("waiting", 3),
+        ("in its prompt", 3),
+        ("running", 0),
+        ("running", 3),
+        ("in its own callback", 3),
+        ("in another's", 3),
+    ],
+)
 def test_a_cancelled_request_leaves_the_others_texts_as_they_are(when, steps):
     requests = [resampled(r, temperature=1.0, max_tokens=16, stop_token_ids=frozenset()) for r in make_requests(4, 7)]
     requests[2] = replace(requests[2], prompt=[5] * 12)
-    engine = make_engine(max_num_seqs=2 if when == "waiting" else 4, num_speculative_tokens=steps, max_prefill_tokens=9)
+    engine = make_engine(max_num_seqs=2 if when == "waiting" else 4, steps=steps, max_prefill_tokens=9)
     handles = []
 
     def on_token(index):
@@ -196,31 +192,14 @@ def test_a_cancelled_request_leaves_the_others_texts_as_they_are(when, steps):
     if when in ("waiting", "in its prompt", "running"):
         assert not handles[2].done
         engine.cancel(handles[2])
-    while engine.step():
-        pass
-    wanted = alone(requests, num_speculative_tokens=steps)
+    run_to_end(engine)
+    wanted = alone(requests, steps=steps)
     said = [handle.generation.token_ids for handle in handles]
     assert handles[2].generation.finish_reason == "abort" and said[2] == wanted[2][: len(said[2])]
     assert [*said[:2], said[3]] == [*wanted[:2], wanted[3]]
-    assert engine.pool.num_free == all_pages(engine)
-
-
-def test_cancelling_what_is_done_changes_nothing():
-    engine = make_engine()
-    handle = engine.submit(make_request(prompt=[1], max_tokens=2))
-    while engine.step():
-        pass
-    engine.cancel(handle)
-    assert handle.generation.finish_reason == "length"
-
-
-def test_a_generation_says_why_it_ended():
-    whole = alone([make_request(prompt=[2, 9], max_tokens=6)])[0]
-    stopping = make_request(prompt=[2, 9], max_tokens=6, stop_token_ids=frozenset(whole[2:3]))
-    assert [g.finish_reason for g in make_engine().generate([stopping, resampled(stopping, max_tokens=1)])] == [
-        "stop",
-        "length",
-    ]
+    assert engine.pool.num_free == engine.pool.num_pages
+    engine.cancel(handles[0])
+    assert handles[0].generation.finish_reason == "length"
 
 
 def test_a_request_may_be_submitted_by_a_callback():
@@ -232,8 +211,7 @@ def test_a_request_may_be_submitted_by_a_callback():
             handles.append(engine.submit(second))
 
     handles.append(engine.submit(make_request(prompt=[3], max_tokens=9), on_token=chain))
-    while engine.step():
-        pass
+    run_to_end(engine)
     assert handles[1].generation.token_ids == alone([second])[0]
 
 
@@ -245,8 +223,7 @@ def test_a_step_within_a_step_is_refused():
             pass
 
 
-@pytest.mark.parametrize("every", [1, 5])
-@pytest.mark.parametrize("num_pages", [None, 16])
+@pytest.mark.parametrize(("every", "num_pages"), [(1, None), (5, 16)])
 def test_no_token_is_lost_when_a_callback_raises(num_pages, every):
     requests = [resampled(request, max_tokens=15) for request in make_requests(4, 9)]
     engine, told = make_engine(num_pages=num_pages), []
@@ -266,7 +243,7 @@ def test_no_token_is_lost_when_a_callback_raises(num_pages, every):
             busy = engine.step()
         except RuntimeError:
             failures += 1
-        assert all(tables.overflow.eq(0).all() for tables in engine._tables)
+        assert not overflows(engine)
     wanted = alone(requests)
     assert failures > 5 and [handle.generation.token_ids for handle in handles] == wanted
     assert [[token for i, token in told if i == index] for index in range(4)] == wanted
@@ -302,7 +279,7 @@ def test_a_request_near_its_limit_gets_as_many_drafts_as_its_text_has_room_for(m
 
 @pytest.mark.parametrize("steps", [0, 3])
 def test_a_row_whose_end_nobody_has_heard_of_stays_within_its_pages(steps):
-    engine = make_engine(num_speculative_tokens=steps, page_size=1)
+    engine = make_engine(steps=steps, page_size=1)
     engine.submit(make_request(prompt=[1], max_tokens=5))
     engine.step()
     for _ in range(9):
@@ -311,16 +288,7 @@ def test_a_row_whose_end_nobody_has_heard_of_stays_within_its_pages(steps):
         engine._grow_tables()
         engine._run_round()
     assert engine._batch.lens.tolist() == [6, 0, 0, 0]
-    assert all(tables.overflow.eq(0).all() for tables in engine._tables)
-
-
-def test_totals_count_tokens_and_rounds():
-    engine = make_engine(max_num_seqs=2)
-    requests = [resampled(request, stop_token_ids=frozenset()) for request in make_requests(5)]
-    results = engine.generate(requests)
-    assert engine.stats.new_tokens == sum(len(result.token_ids) for result in results)
-    assert engine.stats.prefill_tokens == sum(len(request.prompt) for request in requests)
-    assert engine.stats.preemptions == 0
+    assert not overflows(engine)
 
 
 def layer_windows(layer):
@@ -377,8 +345,7 @@ def dense_text(target, request):
     return tokens[0, len(request.prompt) :].tolist()
 
 
-@pytest.mark.parametrize("graph_mode", [GraphMode.NONE, GraphMode.FULL])
-@pytest.mark.parametrize("chunk", [2, 512])
+@pytest.mark.parametrize(("chunk", "graph_mode"), [(512, GraphMode.NONE), (2, GraphMode.FULL)])
 def test_a_draft_that_is_the_target_is_always_right(chunk, graph_mode):
     target = two_groups()
     requests = [make_request(prompt=p, max_tokens=n) for p, n in (([1, 2, 3, 4, 5, 6, 7], 17), ([9], 12), ([3, 8], 1))]
@@ -415,57 +382,17 @@ def test_every_group_gets_the_backend_chosen_for_it():
         assert texts(engine, [request]) == [dense_text(target, request)]
 
 
-def test_a_group_without_a_backend_is_refused():
-    target = two_groups()
-    with pytest.raises(BatchError, match=r"every KV group of the target needs a backend, 'sliding' has none"):
-        make_engine((target, SameModel(target)), backend={"full": REFERENCE})
+CAPTURED = {
+    "plain": (0, {}, ()),
+    "plain, in pieces": (0, {"graph_mode": GraphMode.PIECEWISE}, (0,)),
+    "drafted, in pieces": (3, {"graph_mode": GraphMode.PIECEWISE}, (0,)),
+    "drafted, of attention that no graph holds": (3, {"backend": Uncapturable()}, (0,)),
+}
 
 
-@pytest.mark.parametrize(
-    ("other", "told"),
-    [
-        ({"vocab_size": 30}, "has 30 tokens in its vocabulary, this target has 24"),
-        ({"hidden_size": 64}, "numbers in the target's hidden states, this target has"),
-        ({"max_positions": 60}, "the draft has 60 positions. Pass a max_model_len of at most 56"),
-    ],
-)
-def test_a_draft_made_for_another_target_is_refused(other, told):
-    with pytest.raises(BatchError, match=told):
-        make_engine((PAIR[0], make_pair(make_config(**other))[1]))
-
-
-def test_speculation_without_a_draft_is_refused_and_plain_decoding_is_not():
-    request = make_request(prompt=[1], max_tokens=5)
-    assert texts(make_engine((PAIR[0], None), num_speculative_tokens=0), [request]) == alone([request])
-    with pytest.raises(BatchError, match="3 speculative tokens need a draft model"):
-        make_engine((PAIR[0], None))
-
-
-class Uncapturable(TorchReference):
-    name = "uncapturable"
-
-    class builder(ReferenceBuilder):
-        graph_support = GraphSupport.NEVER
-
-
-@pytest.mark.parametrize("steps", [0, 3])
-@pytest.mark.parametrize("mode", [mode for mode in GraphMode if mode is not GraphMode.NONE])
-def test_a_captured_target_says_what_an_eager_one_says(mode, steps):
+@pytest.mark.parametrize(("steps", "options", "uncaptured"), CAPTURED.values(), ids=CAPTURED)
+def test_a_captured_target_says_what_an_eager_one_says(steps, options, uncaptured):
     requests = make_requests(5, 11, new=8)
-    engine = make_engine(graph_mode=mode, num_speculative_tokens=steps)
-    assert texts(engine, requests) == texts(make_engine(num_speculative_tokens=steps), requests)
-    assert engine.target.plan.uncaptured_groups == ((0,) if mode is GraphMode.PIECEWISE else ())
-
-
-def test_attention_that_no_graph_holds_runs_between_the_pieces_of_the_target():
-    requests = make_requests(5, 11)
-    engine = make_engine(backend=Uncapturable(), graph_mode=GraphMode.FULL)
-    assert texts(engine, requests) == texts(make_engine(), requests)
-    assert engine.target.plan.uncaptured_groups == (0,) and engine.target.graphs.complete
-
-
-def test_target_and_drafter_capture_into_graphs_of_their_own():
-    engine = make_engine(graph_mode=GraphMode.FULL)
-    engine.capture()
-    assert engine.target.graphs is not engine.drafter.graphs
-    assert {report.key.num_reqs for report in engine.target.graphs.reports} == {1, 2, 4}
+    engine = make_engine(steps=steps, **{"graph_mode": GraphMode.FULL, **options})
+    assert texts(engine, requests) == texts(make_engine(steps=steps), requests)
+    assert engine.target.plan.uncaptured_groups == uncaptured and engine.target.graphs.complete

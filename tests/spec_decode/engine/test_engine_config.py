@@ -11,30 +11,48 @@ from spec_decode.drafter.plan import Strategy
 from spec_decode.engine import Engine, EngineConfig
 from spec_decode.engine import engine as module
 from spec_decode.engine.config import make_pool
-from tests.factories import engine_config, make_pair
+from spec_decode.paged import GraphMode
+from spec_decode.trees import DraftTree
+from tests.factories import engine_config, make_config, make_pair
+from tests.spec_decode.engine.engine_helpers import PAIR, make_engine
 
 REFUSED = {
     "a negative number of drafts": ({"num_speculative_tokens": -1}, "num_speculative_tokens must be 1 or more, got -1"),
+    "a fraction of a token": ({"num_speculative_tokens": 1.5}, "num_speculative_tokens must be an int, got 1.5"),
+    "a truth": ({"max_num_seqs": True}, "max_num_seqs must be an int, got True"),
     "no rows": ({"max_num_seqs": 0}, "max_num_seqs is 0. Pass 1 or more"),
+    "fewer than no rows": ({"max_num_seqs": -1}, "max_num_seqs is -1. Pass 1 or more"),
     "no room for a new token": ({"max_model_len": 1}, "max_model_len is 1. Pass 2 or more"),
     "no pages": ({"num_pages": 0}, "num_pages is 0. Pass 1 or more"),
+    "pages in parts": ({"num_pages": 2.0}, "num_pages must be an int or None, got 2.0"),
     "empty pages": ({"page_size": 0}, "page_size is 0. Pass 1 or more"),
+    "a page in words": ({"page_size": "16"}, "page_size must be an int, got '16'"),
+    "no prefill": ({"max_prefill_tokens": 0}, "max_prefill_tokens is 0. Pass 1 or more"),
+    "fewer than no logprobs": ({"max_logprobs": -1}, "max_logprobs is -1"),
     "a verification that has no name": ({"verification": 3}, "verification must be a string or None, got 3"),
     "an answer in words": ({"autotune": "no"}, "autotune must be True or False, got 'no'"),
+    "a graph mode in words": ({"graph_mode": "none"}, "graph_mode must be of type GraphMode, got 'none'"),
+    "a strategy in words": ({"strategy": "full_loop"}, "strategy must be of type Strategy or None, got 'full_loop'"),
     "a confidence in words": ({"min_confidence": "x"}, "min_confidence must be a finite number, got 'x'"),
-    "no prefill": ({"max_prefill_tokens": 0}, "max_prefill_tokens is 0. Pass 1 or more"),
+    "no confidence": ({"min_confidence": float("nan")}, "min_confidence must be a finite number, got nan"),
+    "a certainty": ({"min_confidence": 1.0}, "min_confidence must be a probability below 1"),
+    "less than no confidence": ({"min_confidence": -0.1}, "min_confidence must be a probability below 1"),
+    "a capture size in words": ({"capture_sizes": ["4"]}, "capture_sizes must be ints, got '4'"),
+    "one capture size": ({"capture_sizes": 4}, "capture_sizes must be of type Sequence or None, got 4"),
+    "a memory limit in parts": ({"graph_memory_limit": 1e9}, "graph_memory_limit must be an int or None, got 1000"),
+    "a loop of no steps": ({"loop_steps": 0}, "loop_steps must be a number of steps, 1 or more, got 0"),
+    "a loop of parts of a step": ({"loop_steps": 1.5}, "loop_steps must be an int, got 1.5"),
+    "confidence in a tree": (
+        {"min_confidence": 0.5, "tree": DraftTree.chain(3)},
+        "got min_confidence 0.5 with a tree",
+    ),
 }
 
 
 @pytest.mark.parametrize(("changed", "message"), REFUSED.values(), ids=REFUSED)
-def test_a_size_with_which_no_request_could_run_is_refused(changed, message):
+def test_settings_of_another_type_or_with_which_no_request_could_run_are_refused(changed, message):
     with pytest.raises(BatchError, match=f"(?s){message}"):
         engine_config(**{"num_speculative_tokens": 3, **changed})
-
-
-def test_a_confidence_that_is_no_probability_is_refused_with_the_drafter():
-    with pytest.raises(BatchError, match="min_confidence must be a probability below 1"):
-        engine_config(num_speculative_tokens=3, min_confidence=1.0)
 
 
 def test_settings_are_frozen_and_named():
@@ -52,6 +70,32 @@ def test_without_a_number_of_pages_the_longest_requests_fit():
     assert make_pool(engine_config(num_speculative_tokens=3, num_pages=7), None).num_pages == 7
 
 
+OTHER_MODELS = {
+    "another vocabulary": ({"vocab_size": 30}, {}, "has 30 tokens in its vocabulary, this target has 24"),
+    "another width": ({"hidden_size": 64}, {}, "numbers in the target's hidden states, this target has"),
+    "a shorter draft": ({"max_positions": 60}, {}, "the draft has 60 positions. Pass a max_model_len of at most 56"),
+    "a position too many": (
+        {},
+        {"max_model_len": 157},
+        "the target has 160 positions. Pass a max_model_len of at most 156",
+    ),
+    "more logprobs than tokens": ({}, {"max_logprobs": 25}, "max_logprobs is 25, the target has 24 tokens"),
+}
+
+
+@pytest.mark.parametrize(("draft", "options", "message"), OTHER_MODELS.values(), ids=OTHER_MODELS)
+def test_models_that_fit_neither_each_other_nor_the_settings_are_refused(draft, options, message):
+    with pytest.raises(BatchError, match=message):
+        make_engine((PAIR[0], make_pair(make_config(**draft))[1]), **options)
+
+
+def test_speculation_needs_a_draft_and_every_group_a_backend():
+    with pytest.raises(BatchError, match="3 speculative tokens need a draft model"):
+        make_engine((PAIR[0], None))
+    with pytest.raises(BatchError, match="every KV group of the target needs a backend, 'layers' has none among"):
+        make_engine(backend={"full": get("torch_reference")})
+
+
 class Autotuned:
     strategy, wall_us = Strategy.PER_STEP, {"per_step": 1.0}
 
@@ -59,7 +103,7 @@ class Autotuned:
         return "per_step: fastest"
 
 
-def make_engine(monkeypatch, device="cuda", **options):
+def autotuned_engine(monkeypatch, device="cuda", **options):
     """An engine on the CPU that takes itself for one on `device` when it chooses a strategy."""
     calls = []
 
@@ -78,12 +122,11 @@ def make_engine(monkeypatch, device="cuda", **options):
             self.device = torch.device("cpu")
 
     monkeypatch.setattr(Engine, "_make_drafter", on_device)
-    config = engine_config(num_speculative_tokens=3, max_model_len=32, page_size=4, **options)
-    return Engine(*make_pair(), get("torch_reference"), config), len(calls)
+    return make_engine(max_model_len=32, graph_mode=GraphMode.FULL, **options), len(calls)
 
 
 def test_on_cuda_without_a_strategy_the_fastest_is_taken(monkeypatch):
-    engine, calls = make_engine(monkeypatch)
+    engine, calls = autotuned_engine(monkeypatch)
     assert calls == 1 and engine.plan.strategy is Strategy.PER_STEP and engine.plan.reason == "per_step: fastest"
 
 
@@ -96,5 +139,5 @@ NOT_AUTOTUNED = {
 
 @pytest.mark.parametrize("options", NOT_AUTOTUNED.values(), ids=NOT_AUTOTUNED)
 def test_nothing_is_autotuned(options, monkeypatch):
-    engine, calls = make_engine(monkeypatch, **options)
+    engine, calls = autotuned_engine(monkeypatch, **options)
     assert calls == 0 and engine.autotuned is None and engine.plan.strategy is Strategy.FULL_LOOP

@@ -8,37 +8,46 @@ from pathlib import Path
 import pytest
 import torch
 
-from attn_backends import get
 from builders import BatchError, tables
-from spec_decode.engine import Engine, Request
+from spec_decode.engine import Request
 from spec_decode.engine import engine as module
 from spec_decode.engine.request import Handle
 from spec_decode.engine.target_runner import TargetRunner
 from spec_decode.paged import GraphMode
-from tests.factories import engine_config, make_pair, make_request
+from tests.factories import make_request
+from tests.spec_decode.engine import engine_helpers
+from tests.spec_decode.engine.engine_helpers import texts
 
-PAIR = make_pair()
 ENGINE, TABLES = Path(module.__file__).parent, Path(tables.__file__)
 ASKED = [make_request(prompt=[i, 3, 1], max_tokens=n) for i, n in enumerate([5, 9, 3, 7])]
 
 
 def make_engine(**options):
-    options = {
-        "num_speculative_tokens": 3,
-        "max_num_seqs": 3,
-        "max_model_len": 40,
-        "page_size": 4,
-        "num_pages": 24,
-        **options,
-    }
-    return Engine(*PAIR, get("torch_reference"), engine_config(graph_mode=GraphMode.NONE, **options))
+    return engine_helpers.make_engine(**{"max_model_len": 40, "num_pages": 24, **options})
 
 
-def texts(engine, requests=ASKED, **options):
-    return [generation.token_ids for generation in engine.generate(requests, **options)]
+WHOLE = texts(make_engine(), ASKED)
 
 
-WHOLE = texts(make_engine())
+def submitted(engine):
+    return [engine.submit(request) for request in ASKED]
+
+
+def serve(engine, handles):
+    """Steps until every text has ended as it would have; how many steps broke off, each with every page back."""
+    broke, num_pages = 0, engine.pool.num_pages
+    while not all(handle.done for handle in handles):
+        try:
+            engine.step()
+        except (RuntimeError, KeyboardInterrupt):
+            broke += 1
+            assert engine.pool.num_free == num_pages
+        finally:
+            sys.settrace(None)
+    engine.step()
+    assert [handle.generation.token_ids for handle in handles] == WHOLE and engine.pool.num_free == num_pages
+    assert {handle.generation.finish_reason for handle in handles} == {"length"}
+    return broke
 
 
 def request(**changes):
@@ -62,31 +71,41 @@ REFUSED = {
     "beyond the vocabulary": (request(prompt=[1, 10**30]), f"got {10**30} at place 1"),
     "sampling in words": (Request(prompt=[1, 2], sampling="greedy"), "SamplingParams as its sampling, got str"),
     "stop strings": (request(stop=["end"]), r"has stop strings, \('end',\), and an engine knows tokens alone"),
+    "an empty prompt": (request(prompt=[]), "needs a prompt and new tokens.*got 0 and 3"),
+    "too long": (request(prompt=[1] * 36, max_tokens=5), "at most 40 together, got 36 and 5"),
+    "a negative token": (request(prompt=[-1, 3]), "0 to 23, got -1 at place 0"),
+    "one token too many": (request(prompt=[1, 24]), "0 to 23, got 24 at place 1"),
+    "a foreign stop token": (request(stop_token_ids=[3, 24]), r"stop_token_ids.*got \[24\]"),
+    "a negative stop token": (request(stop_token_ids=[-1]), r"stop_token_ids.*got \[-1\]"),
 }  # fmt: skip
 
 
+@pytest.fixture(scope="module")
+def engine():
+    return make_engine()
+
+
 @pytest.mark.parametrize(("wrong", "message"), REFUSED.values(), ids=REFUSED)
-def test_what_is_no_request_is_refused_in_words_and_the_next_call_is_right(wrong, message):
-    engine = make_engine()
+def test_what_is_no_request_is_refused_in_words_and_the_next_call_is_right(engine, wrong, message):
+    told = []
     with pytest.raises(BatchError, match=f"(?s){message}"):
         engine.submit(wrong)
     with pytest.raises(BatchError, match=f"(?s)request 1 .*{message}"):
-        engine.generate([ASKED[0], wrong])
-    assert not engine.step() and engine.pool.num_free == 24 and texts(engine, ASKED[:1]) == WHOLE[:1]
+        engine.generate([ASKED[0], wrong], on_token=lambda index, token: told.append(token))
+    assert not told and not engine.step() and engine.pool.num_free == 24 and texts(engine, ASKED[:1]) == WHOLE[:1]
 
 
 @pytest.mark.parametrize("wrong", [ASKED[0], None, 3])
-def test_requests_that_are_no_list_are_refused(wrong):
+def test_requests_that_are_no_list_are_refused(engine, wrong):
     with pytest.raises(BatchError, match=r"a list of requests.*Pass \[request\] for one"):
-        make_engine().generate(wrong)
+        engine.generate(wrong)
 
 
-def test_requests_may_come_from_a_generator():
-    assert texts(make_engine(), (request for request in ASKED)) == WHOLE
+def test_requests_may_come_from_a_generator(engine):
+    assert texts(engine, (request for request in ASKED)) == WHOLE
 
 
-def test_a_callback_that_cannot_be_called_is_refused_before_anything_runs():
-    engine = make_engine()
+def test_a_callback_that_cannot_be_called_is_refused_before_anything_runs(engine):
     with pytest.raises(BatchError, match="on_token must be a function of a token, got int"):
         engine.submit(ASKED[0], on_token=5)
     with pytest.raises(BatchError, match="a function of an index and a token, or None, got list and int"):
@@ -94,28 +113,20 @@ def test_a_callback_that_cannot_be_called_is_refused_before_anything_runs():
     assert not engine.step()
 
 
-def test_a_prompt_that_the_caller_changes_after_submitting_is_served_as_submitted():
-    engine, prompt, stop = make_engine(), list(ASKED[0].prompt), set()
-    handle = engine.submit(make_request(prompt=prompt, max_tokens=5, stop_token_ids=stop))
+def test_requests_are_served_as_they_were_submitted_and_as_often(engine):
+    prompt, stop = list(ASKED[0].prompt), set()
+    asked = make_request(prompt=prompt, max_tokens=5, stop_token_ids=stop)
+    handles = [engine.submit(asked), engine.submit(asked)]
     prompt += [999] * 50
     stop.update(range(99))
     while engine.step():
         pass
-    assert handle.generation.token_ids == WHOLE[0] and engine.pool.num_free == 24
-
-
-def test_a_request_that_is_submitted_twice_is_served_twice():
-    engine = make_engine()
-    handles = [engine.submit(ASKED[0]), engine.submit(ASKED[0])]
-    while engine.step():
-        pass
-    assert [handle.generation.token_ids for handle in handles] == WHOLE[:1] * 2
+    assert [handle.generation.token_ids for handle in handles] == WHOLE[:1] * 2 and engine.pool.num_free == 24
 
 
 def test_a_step_beside_one_of_another_thread_is_refused_and_both_go_on():
     engine, raised = make_engine(), []
-    handles = [engine.submit(request) for request in ASKED]
-    recover = engine._recover
+    handles, recover = submitted(engine), engine._recover
 
     def beside():
         try:
@@ -132,10 +143,7 @@ def test_a_step_beside_one_of_another_thread_is_refused_and_both_go_on():
         recover()
 
     engine._recover = recover_beside_a_step
-    while engine.step():
-        pass
-    assert len(raised) == 1 and "by another thread. Submit" in raised[0]
-    assert [handle.generation.token_ids for handle in handles] == WHOLE
+    assert serve(engine, handles) == 0 and len(raised) == 1 and "by another thread. Submit" in raised[0]
 
 
 def test_a_callback_that_generates_is_refused_and_statistics_go_on():
@@ -146,25 +154,8 @@ def test_a_callback_that_generates_is_refused_and_statistics_go_on():
             engine.generate(ASKED[:1])
         raised.append(token)
 
-    assert texts(engine, on_token=nested) == WHOLE
+    assert texts(engine, ASKED, on_token=nested) == WHOLE
     assert len(raised) == sum(map(len, WHOLE)) == engine.stats.new_tokens
-
-
-CONFIGS = {
-    "a fraction of a token": ({"num_speculative_tokens": 1.5}, "num_speculative_tokens must be an int, got 1.5"),
-    "a truth": ({"max_num_seqs": True}, "max_num_seqs must be an int, got True"),
-    "a page in words": ({"page_size": "16"}, "page_size must be an int, got '16'"),
-    "pages in parts": ({"num_pages": 2.0}, "num_pages must be an int or None, got 2.0"),
-    "fewer than no rows": ({"max_num_seqs": -1}, "max_num_seqs is -1. Pass 1 or more"),
-    "a graph mode in words": ({"graph_mode": "none"}, "graph_mode must be of type GraphMode, got 'none'"),
-    "a strategy in words": ({"strategy": "full_loop"}, "strategy must be of type Strategy or None, got 'full_loop'"),
-}
-
-
-@pytest.mark.parametrize(("changed", "message"), CONFIGS.values(), ids=CONFIGS)
-def test_settings_of_another_type_are_refused(changed, message):
-    with pytest.raises(BatchError, match=f"(?s){message}"):
-        engine_config(**{"num_speculative_tokens": 3, **changed})
 
 
 @pytest.mark.parametrize(
@@ -181,7 +172,7 @@ def test_an_eager_target_runs_batches_above_its_largest_capture_size():
     engine.target = TargetRunner(
         runner.model, runner.groups, runner.tables, query_len=4, graph_mode=GraphMode.NONE, capture_sizes=[1]
     )
-    assert texts(engine) == WHOLE
+    assert texts(engine, ASKED) == WHOLE
 
 
 def broken_once(monkeypatch, owner, name, at, error):
@@ -211,23 +202,20 @@ PLACES = {
 
 
 @pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
-@pytest.mark.parametrize(
-    ("at", "error"), [(1, RuntimeError("broken")), (2, KeyboardInterrupt())], ids=["an error", "an interrupt"]
-)
-def test_after_a_round_that_broke_off_the_steps_to_come_end_every_text_as_it_would_have(place, at, error, monkeypatch):
+def test_after_a_round_that_broke_off_the_steps_to_come_end_every_text_as_it_would_have(place, monkeypatch):
     engine = make_engine()
-    handles = [engine.submit(request) for request in ASKED]
-    broken_once(monkeypatch, *place(engine), at, error)
-    broke = 0
-    while any(not handle.done for handle in handles):
-        try:
-            engine.step()
-        except (RuntimeError, KeyboardInterrupt):
-            broke += 1
-            assert engine.pool.num_free == 24
-    assert broke == 1 and [handle.generation.token_ids for handle in handles] == WHOLE
-    engine.step()
-    assert engine.pool.num_free == 24
+    handles = submitted(engine)
+    broken_once(monkeypatch, *place(engine), 1, RuntimeError("broken"))
+    assert serve(engine, handles) == 1
+
+
+@pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
+def test_generate_returns_every_page_when_it_is_interrupted_and_is_right_the_next_time(place, monkeypatch):
+    engine = make_engine()
+    broken_once(monkeypatch, *place(engine), 2, KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate(ASKED)
+    assert engine.pool.num_free == 24 and texts(engine, ASKED) == WHOLE
 
 
 def test_a_round_that_breaks_off_after_a_callback_has_returned_gives_every_page_back(monkeypatch):
@@ -256,15 +244,6 @@ def test_capturing_with_progress_shows_that_of_target_and_drafter(monkeypatch):
     assert seen == [(engine.target, True), (engine.drafter, True)]
 
 
-@pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
-def test_generate_returns_every_page_when_a_round_breaks_off_and_is_right_the_next_time(place, monkeypatch):
-    engine = make_engine()
-    broken_once(monkeypatch, *place(engine), 2, KeyboardInterrupt())
-    with pytest.raises(KeyboardInterrupt):
-        engine.generate(ASKED)
-    assert engine.pool.num_free == 24 and texts(engine) == WHOLE
-
-
 RECOVERY = ("_recover", "restart", "requests", "clear", "reset", "finish_if_full")
 """What puts things right after a step that broke off."""
 CANCELLING = ("cancel_all", "cancel", "free_finished", "_free", "free")
@@ -285,12 +264,9 @@ class Interrupt:
     def __init__(self, at, within=()):
         self.left, self.where, self.within = at, None, within
 
-    def __enter__(self):
+    def start(self):
         if self.where is None:
             sys.settrace(self)
-
-    def __exit__(self, *raised):
-        sys.settrace(None)
 
     def __call__(self, frame, event, arg):
         code = frame.f_code
@@ -310,36 +286,30 @@ class Interrupt:
         return self
 
 
-@pytest.mark.parametrize("at", range(1, 1200, 60))
-def test_an_interrupt_at_any_line_of_the_engine_loses_no_page_and_no_text(at):
-    engine = make_engine(num_pages=14, max_prefill_tokens=4)
-    handles = [engine.submit(request) for request in ASKED]
-    interrupt = Interrupt(at)
-    while any(not handle.done for handle in handles):
-        try:
-            with interrupt:
-                engine.step()
-        except KeyboardInterrupt:
-            assert engine.pool.num_free == 14, interrupt.where
-    assert interrupt.where
-    engine.step()
-    assert [handle.generation.token_ids for handle in handles] == WHOLE, interrupt.where
-    assert all(handle.generation.finish_reason == "length" for handle in handles) and engine.pool.num_free == 14
+def interrupted_at(engine, at, within=()):
+    """Every step of the engine goes on until that line."""
+    interrupt, step = Interrupt(at, within), engine.step
+
+    def traced():
+        interrupt.start()
+        return step()
+
+    engine.step = traced
+    return interrupt
 
 
-@pytest.mark.parametrize("at", range(1, 170, 7))
-def test_an_interrupt_while_the_tables_change_leaves_no_page_taken(at):
-    engine = make_engine(num_pages=14)
-    handles = [engine.submit(request) for request in ASKED]
-    interrupt = Interrupt(at, ("condense", "_taken_by", "grow", "_write_growth"))
-    while any(not handle.done for handle in handles):
-        try:
-            with interrupt:
-                engine.step()
-        except KeyboardInterrupt:
-            assert engine.pool.num_free == 14, interrupt.where
-    assert interrupt.where
-    assert [handle.generation.token_ids for handle in handles] == WHOLE, interrupt.where
+IN_TABLES = ("condense", "_taken_by", "grow", "_write_growth")
+
+
+@pytest.mark.parametrize(
+    ("at", "options", "within"),
+    [(at, {"max_prefill_tokens": 4}, ()) for at in range(1, 1200, 60)]
+    + [(at, {}, IN_TABLES) for at in range(1, 170, 7)],
+)
+def test_an_interrupt_at_any_line_of_the_engine_and_its_tables_loses_no_page_and_no_text(at, options, within):
+    engine = make_engine(num_pages=14, **options)
+    handles, interrupt = submitted(engine), interrupted_at(engine, at, within)
+    assert serve(engine, handles) == 1, interrupt.where
 
 
 def interrupted_twice(monkeypatch, engine, at, within):
@@ -349,7 +319,7 @@ def interrupted_twice(monkeypatch, engine, at, within):
     def run(*args):
         calls.append(args)
         if len(calls) == 3:
-            second.__enter__()
+            second.start()
             raise KeyboardInterrupt
         return work(*args)
 
@@ -360,18 +330,8 @@ def interrupted_twice(monkeypatch, engine, at, within):
 @pytest.mark.parametrize("at", range(1, 36, 2))
 def test_a_second_interrupt_within_the_recovery_from_the_first_loses_no_page_and_no_text(at, monkeypatch):
     engine = make_engine()
-    handles = [engine.submit(request) for request in ASKED]
-    second = interrupted_twice(monkeypatch, engine, at, RECOVERY)
-    with pytest.raises(KeyboardInterrupt):
-        try:
-            while engine.step():
-                pass
-        finally:
-            sys.settrace(None)
-    assert second.where and engine.pool.num_free == 24, second.where
-    while engine.step():
-        pass
-    assert [handle.generation.token_ids for handle in handles] == WHOLE and engine.pool.num_free == 24, second.where
+    handles, second = submitted(engine), interrupted_twice(monkeypatch, engine, at, RECOVERY)
+    assert serve(engine, handles) == 1 and second.where, second.where
 
 
 @pytest.mark.parametrize("at", range(1, 81, 4))
@@ -384,31 +344,25 @@ def test_a_second_interrupt_while_generate_ends_its_requests_returns_every_page(
         finally:
             sys.settrace(None)
     assert second.where and engine.pool.num_free == 24, second.where
-    assert texts(engine) == WHOLE, second.where
+    assert texts(engine, ASKED) == WHOLE, second.where
 
 
 def test_a_third_interrupt_leaves_what_the_next_step_puts_right(monkeypatch):
     engine = make_engine()
-    handles = [engine.submit(request) for request in ASKED]
+    handles = submitted(engine)
     with monkeypatch.context() as context:
         broken_once(context, engine.target, "run", 3, KeyboardInterrupt())
-        context.setattr(engine.pool, "reset", interrupted)
+        broken_once(context, engine.pool, "reset", 1, KeyboardInterrupt())
+        broken_once(context, engine.pool, "reset", 1, KeyboardInterrupt())
         with pytest.raises(KeyboardInterrupt):
             for _ in range(3):
                 engine.step()
-    while engine.step():
-        pass
-    assert [handle.generation.token_ids for handle in handles] == WHOLE and engine.pool.num_free == 24
-
-
-def interrupted():
-    raise KeyboardInterrupt
+    assert serve(engine, handles) == 0
 
 
 def test_an_interrupt_before_a_full_text_is_ended_does_not_lengthen_it(monkeypatch):
     engine = make_engine()
-    handles = [engine.submit(request) for request in ASKED]
-    ended, full = Handle.finish_if_full, []
+    handles, ended, full = submitted(engine), Handle.finish_if_full, []
 
     def finish_if_full(handle):
         if len(handle.generation.token_ids) == handle.request.sampling.max_tokens and not full:
@@ -417,10 +371,4 @@ def test_an_interrupt_before_a_full_text_is_ended_does_not_lengthen_it(monkeypat
         ended(handle)
 
     monkeypatch.setattr(Handle, "finish_if_full", finish_if_full)
-    with pytest.raises(KeyboardInterrupt):
-        while engine.step():
-            pass
-    while engine.step():
-        pass
-    assert [handle.generation.token_ids for handle in handles] == WHOLE
-    assert full[0].generation.finish_reason == "length" and engine.pool.num_free == 24
+    assert serve(engine, handles) == 1

@@ -1,31 +1,27 @@
 """Logprobs of a text's tokens: those of the target over the whole text, however the text was made."""
 
+from functools import partial
+
 import pytest
 import torch
 from train_pair.attention import run_target
 
-from attn_backends import get
 from builders import BatchError
-from spec_decode.engine import Engine
 from spec_decode.paged import GraphMode
 from spec_decode.trees import DynamicTreeConfig
-from tests.factories import engine_config, make_pair, make_request, resampled
+from tests.factories import make_request, resampled
+from tests.spec_decode.engine import engine_helpers
+from tests.spec_decode.engine.engine_helpers import PAIR
 
-PAIR = make_pair()
-TREE = DynamicTreeConfig(width=2, num_tokens=6)
 WAYS = {
-    "plain": {"num_speculative_tokens": 0, "graph_mode": GraphMode.NONE},
-    "drafted": {"graph_mode": GraphMode.NONE},
+    "plain": {"steps": 0},
+    "drafted": {},
     "in graphs": {"graph_mode": GraphMode.FULL},
-    "plain in graphs": {"num_speculative_tokens": 0, "graph_mode": GraphMode.FULL},
-    "in trees": {"graph_mode": GraphMode.FULL, "tree": TREE},
+    "plain in graphs": {"steps": 0, "graph_mode": GraphMode.FULL},
+    "in trees": {"graph_mode": GraphMode.FULL, "tree": DynamicTreeConfig(width=2, num_tokens=6)},
     "preempted": {"graph_mode": GraphMode.FULL, "num_pages": 26, "page_size": 1},
 }
-
-
-def make_engine(**options):
-    options = {"num_speculative_tokens": 3, "max_num_seqs": 3, "max_model_len": 40, "page_size": 4, **options}
-    return Engine(*PAIR, get("torch_reference"), engine_config(**options))
+make_engine = partial(engine_helpers.make_engine, max_model_len=40)
 
 
 def requests(temperature=0.0):
@@ -78,7 +74,3 @@ def test_a_token_that_ends_a_text_has_no_entry():
 def test_more_logprobs_than_the_engine_computes_are_refused():
     with pytest.raises(BatchError, match=r"asks for 3 logprobs, max_logprobs is 2\. Ask for fewer, or raise"):
         make_engine(max_logprobs=2).generate(requests())
-    with pytest.raises(BatchError, match="max_logprobs is 25, the target has 24 tokens"):
-        make_engine(max_logprobs=25)
-    with pytest.raises(BatchError, match="max_logprobs is -1"):
-        make_engine(max_logprobs=-1)

@@ -1,41 +1,26 @@
 """After every step tables and batch hold what is their requests': whoever joined, grew, was preempted or cancelled."""
 
 import random
-from functools import cache
+from functools import cache, partial
 
 import pytest
 import torch
 
-from attn_backends import get
-from spec_decode.engine import Engine
-from spec_decode.paged import GraphMode
 from spec_decode.sampling import Sampling
-from tests.factories import engine_config, make_pair, make_request
+from tests.factories import make_request
+from tests.spec_decode.engine import engine_helpers
 
-PAIR = make_pair()
 ASKED = [
     make_request(prompt=[i, 3, 1], max_tokens=n, temperature=i % 3 / 2, top_k=i % 2 * 9, top_p=1 - i % 2 / 8, seed=i)
     for i, n in enumerate([25, 14, 28, 6, 22, 17, 4, 24])
 ]
-
-
-def make_engine(num_pages=14, steps=3):
-    config = engine_config(
-        graph_mode=GraphMode.NONE,
-        num_speculative_tokens=steps,
-        max_num_seqs=4,
-        max_model_len=40,
-        page_size=4,
-        num_pages=num_pages,
-        max_prefill_tokens=5,
-    )
-    return Engine(*PAIR, get("torch_reference"), config)
+make_engine = partial(engine_helpers.make_engine, max_num_seqs=4, max_model_len=40, num_pages=14, max_prefill_tokens=5)
 
 
 @cache
-def texts(steps):
+def whole(steps):
     """What an engine says that nothing breaks off."""
-    return [each.token_ids for each in make_engine(steps=steps).generate(ASKED)]
+    return engine_helpers.texts(make_engine(steps=steps), ASKED)
 
 
 def check_tables(engine):
@@ -86,13 +71,12 @@ def run(engine, handles, before_step=lambda: None):
     return broke
 
 
-@pytest.mark.parametrize("steps", [0, 3])
-@pytest.mark.parametrize("num_pages", [14, None], ids=["few pages", "pages for all"])
+@pytest.mark.parametrize(("num_pages", "steps"), [(14, 0), (14, 3), (None, 3)])
 def test_requests_that_join_leave_and_are_preempted_have_their_pages_in_the_tables(num_pages, steps):
-    engine = make_engine(num_pages, steps)
+    engine = make_engine(num_pages=num_pages, steps=steps)
     handles = [engine.submit(request) for request in ASKED]
     run(engine, handles)
-    assert [handle.generation.token_ids for handle in handles] == texts(steps)
+    assert [handle.generation.token_ids for handle in handles] == whole(steps)
     assert bool(engine.stats.preemptions) == bool(num_pages)
 
 
@@ -109,9 +93,9 @@ def test_requests_that_are_cancelled_leave_the_tables():
 
     run(engine, handles, cancel_one)
     assert len(seen) >= 3
-    for handle, whole in zip(handles, texts(3) * 3, strict=True):
+    for handle, text_alone in zip(handles, whole(3) * 3, strict=True):
         text = handle.generation.token_ids
-        assert text == (whole[: len(text)] if handle in seen else whole)
+        assert text == (text_alone[: len(text)] if handle in seen else text_alone)
 
 
 PLACES = {
@@ -137,4 +121,4 @@ def test_steps_that_break_off_leave_nothing_in_the_tables(place, monkeypatch):
     monkeypatch.setattr(owner, name, fails_now_and_then)
     handles = [engine.submit(request) for request in ASKED]
     assert run(engine, handles) >= 2
-    assert [handle.generation.token_ids for handle in handles] == texts(3)
+    assert [handle.generation.token_ids for handle in handles] == whole(3)

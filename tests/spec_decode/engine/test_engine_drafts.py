@@ -1,0 +1,210 @@
+"""Whole texts with every kind of draft: what plain decoding says, in graphs as without them, whoever runs beside."""
+
+import random
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+
+from attn_backends import Feature, NoBackend, get
+from attn_backends.torch_reference import TorchReference
+from builders import BatchError
+from spec_decode.drafter import Strategy
+from spec_decode.engine import Engine
+from spec_decode.graphs import GraphManager
+from spec_decode.models.load import load_draft
+from spec_decode.paged import GraphMode
+from spec_decode.trees import DraftTree, DynamicTreeConfig
+from tests.mutants.draft_shapes import MergesTrees
+from tests.spec_decode.engine.engine_helpers import (
+    BLOCKS,
+    TARGET,
+    kept,
+    make_engine,
+    overflows,
+    pair,
+    peagle,
+    requests,
+    texts,
+)
+from tests.spec_decode.trees.tree_helpers import TREES
+
+DYNAMIC, STATIC = DynamicTreeConfig(width=4, num_tokens=12), TREES["wide and deep"]
+MOST_KEPT = "synthetic:2.5"
+"""Texts are then drafts for the most part, so that they change with any entry of any draft's cache."""
+
+
+@cache
+def plain(target):
+    return texts(make_engine((target, None), steps=0, page_size=16), requests())
+
+
+KINDS = {
+    "a chain": ("draft", {}),
+    "a chain of one": ("draft", {"steps": 1}),
+    "block verification": ("draft", {"verification": "block"}),
+    "most kept": ("draft", {"verification": MOST_KEPT}),
+    "short of pages": ("draft", {"num_pages": 12, "page_size": 4}),
+    "rows of padding": ("draft", {"max_num_seqs": 5}),
+    "sure tokens only": ("draft", {"min_confidence": 0.3}),
+    "logprobs": ("draft", {"max_logprobs": 2}),
+    "a tree": ("draft", {"tree": DYNAMIC}),
+    "a fixed tree": ("draft", {"tree": STATIC}),
+    "a tree of fewer tokens than steps": ("draft", {"tree": DynamicTreeConfig(width=3, num_tokens=3), "steps": 5}),
+    "modules": ("modules", {"steps": 2}),
+    "modules, most kept": ("modules", {"steps": 4, "verification": MOST_KEPT}),
+    "a block": ("block_draft", {}),
+    **{f"a block of {name}": (name, {"steps": 7 if at % 2 else 1}) for at, name in enumerate(BLOCKS)},
+    "a tree of a block": ("block_draft", {"tree": DYNAMIC}),
+    "a tree of fewer tokens than places": ("block_draft", {"tree": DYNAMIC, "steps": 15}),
+    **{f"a tree of {name}": (name, {"tree": replace(DYNAMIC, num_tokens=36)}) for name in BLOCKS},
+    "a fixed tree of dspark": ("dspark", {"tree": STATIC}),
+    "a fixed tree of dflash": ("dflash", {"tree": STATIC}),
+}
+
+
+@pytest.mark.parametrize(("name", "options"), KINDS.values(), ids=KINDS)
+def test_a_round_of_one_graph_of_two_or_of_none_says_and_keeps_the_same_and_greedily_what_plain_decoding_says(
+    name, options, monkeypatch
+):
+    backend = "triton_paged" if name == "draft" else "torch_reference"
+    asked = requests(logprobs=2 if "max_logprobs" in options else None)
+    found = []
+    for graphs, mode in ((1, {}), (2, {"one_graph": False}), (0, {"graph_mode": GraphMode.NONE})):
+        options = {"backend": backend, "page_size": 16, "graph_mode": GraphMode.FULL, **options, **mode}
+        engine = make_engine(pair(name), draft_backend=get("torch_reference"), **options)
+        assert engine.round_plan.one_graph is (graphs == 1)
+        with monkeypatch.context() as patch:
+            replays, drafted = watched(engine, patch)
+            results = engine.generate(asked)
+        found.append((results, replace(engine.stats, launch_seconds=0), drafted))
+        assert len(replays) == graphs * engine.stats.rounds and not overflows(engine)
+        assert engine.stats.preemptions > 0 or "num_pages" not in options
+    assert found[0] == found[1] == found[2]
+    # Trees are verified by a rule that changes no text, others at a temperature change theirs.
+    same = slice(None) if "tree" in options else slice(0, None, 2)
+    if options.get("verification") != MOST_KEPT:
+        assert [result.token_ids for result in results][same] == plain(pair(name)[0])[same]
+
+
+def watched(engine, patch):
+    """From now on: a graph for each replay, and what is drafted in each round, for a target seldom keeps any of a
+    random draft."""
+    replays, drafted, replay, run = [], [], GraphManager.replay, engine.target.run
+
+    def counted(self, key, needed):
+        replays.append(key)
+        replay(self, key, needed)
+
+    def noted(*args):
+        run(*args)
+        drafted.append(engine.drafter.drafts.tokens[: len(engine._batched)].tolist())
+
+    patch.setattr(GraphManager, "replay", counted)
+    patch.setattr(engine.target, "run", noted)
+    return replays, drafted
+
+
+@pytest.mark.parametrize("strategy", Strategy)
+def test_a_backend_that_merges_a_tree_with_its_prefix_says_what_plain_decoding_says_in_every_strategy(strategy):
+    """The prefix grows inside of what is captured."""
+    mode = {"graph_mode": GraphMode.FULL, "strategy": strategy}
+    if strategy is Strategy.PIECEWISE:
+        mode = {"graph_mode": GraphMode.PIECEWISE}
+    engine = make_engine(pair("draft"), backend=MergesTrees(), page_size=16, max_model_len=96, tree=DYNAMIC, **mode)
+    assert texts(engine, requests()) == plain(pair("draft")[0])
+
+
+CROWDED = {
+    "rejection": ("draft", {}),
+    "block verification": ("draft", {"verification": "block"}),
+    "most kept": ("draft", {"verification": MOST_KEPT}),
+    "a tree": ("draft", {"tree": DYNAMIC}),
+    "modules": ("modules", {"verification": MOST_KEPT, "steps": 4}),
+    "a tree of a block": ("block_draft", {"tree": DYNAMIC}),
+}
+
+
+@pytest.mark.parametrize(("name", "options"), CROWDED.values(), ids=CROWDED)
+def test_a_text_is_its_own_whoever_joins_leaves_waits_or_is_preempted_beside_it(name, options):
+    asked = requests(12) * 2
+    random.Random(0).shuffle(asked)
+    crowded = make_engine(pair(name), num_pages=14, max_prefill_tokens=20, **options)
+    single = make_engine(pair(name), max_num_seqs=1, **options)
+    assert texts(crowded, asked) == texts(single, asked)
+    assert crowded.stats.preemptions > 0 and crowded.pool.num_free == 14
+
+
+@pytest.mark.parametrize("name", ["draft", "block_draft"])
+def test_a_tree_of_one_path_drafts_what_a_chain_drafts(name):
+    """Greedily: at a temperature a chain is verified by another rule."""
+    asked, trees = requests(temperatures=(0.0,)), (None, DraftTree.chain(5), DynamicTreeConfig(width=1, num_tokens=5))
+    chain, *paths = [kept(make_engine(pair(name), tree=tree, steps=5), asked) for tree in trees]
+    assert paths == [chain, chain] and sum(chain[0][1]) > 0
+
+
+@pytest.mark.parametrize(("name", "steps"), [("draft", 3), ("block_draft", 7)])
+def test_more_paths_have_more_tokens_accepted(name, steps):
+    trees = (None, DynamicTreeConfig(width=8, num_tokens=40))
+    chain, tree = (make_engine(pair(name), tree=tree, steps=steps) for tree in trees)
+    assert texts(chain, requests(24, (0.0,))) == texts(tree, requests(24, (0.0,)))
+    assert tree.stats.mean_accepted > chain.stats.mean_accepted
+
+
+class NoTrees(TorchReference):
+    """A backend without the feature."""
+
+    name = "no_trees"
+    capabilities = replace(TorchReference.capabilities, features=frozenset(Feature) - {Feature.TREE})
+
+
+def test_a_backend_without_trees_serves_a_draft_that_runs_over_none_and_nothing_else():
+    target, draft = pair("block_draft")
+    engine = make_engine((target, draft), draft_backend=NoTrees(), tree=DYNAMIC)
+    assert texts(engine, requests()) == plain(target)
+    for refused, backends in ((draft, {"backend": NoTrees()}), (pair("draft")[1], {"draft_backend": NoTrees()})):
+        with pytest.raises(NoBackend, match=r"no_trees refuses.*tree"):
+            make_engine((target, refused), tree=DYNAMIC, **backends)
+
+
+REFUSED = {
+    "rejection": (
+        "draft",
+        {"verification": "rejection"},
+        "trees are verified by sampling, got verification 'rejection'",
+    ),
+    "deeper than the steps": (
+        "draft",
+        {"steps": 2, "tree": STATIC},
+        "at most as deep as .*, 2, got a path of 3 tokens",
+    ),
+    "a word": ("draft", {"tree": "4x12"}, "of type DraftTree or of type DynamicTreeConfig or None, got '4x12'"),
+    "a tree's rule": ("draft", {"tree": None, "verification": "sampling"}, "of rejection, block, .* got 'sampling'"),
+    "more than all paths": (
+        "block_draft",
+        {"tree": DynamicTreeConfig(width=2, num_tokens=15)},
+        "at most the 14 paths that 3 tokens of 2 choices make",
+    ),
+    "modules": ("modules", {}, "goes step by step or proposes a block, this one has a module for each token"),
+    "more tokens than modules": (
+        "modules",
+        {"tree": None, "steps": 5},
+        "at most 4 a round, got num_speculative_tokens 5; .* Lower it to 4 or less",
+    ),
+}
+
+
+@pytest.mark.parametrize(("name", "options", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_a_draft_cannot_draft_is_refused_before_anything_is_allocated(name, options, message, monkeypatch):
+    models = pair(name)
+    monkeypatch.setattr(Engine, "_make_groups", None)
+    with pytest.raises(BatchError, match=message):
+        make_engine(models, **{"tree": DYNAMIC, **options})
+
+
+def test_more_choices_than_the_draft_has_tokens_are_refused_before_anything_is_allocated(tmp_path, monkeypatch):
+    draft = load_draft(peagle(9).write(tmp_path), TARGET, dtype=torch.float32)
+    monkeypatch.setattr(Engine, "_make_groups", None)
+    with pytest.raises(BatchError, match="as many choices after a token as the draft has, 9, got 10"):
+        make_engine((TARGET, draft), tree=DynamicTreeConfig(width=10, num_tokens=12))
