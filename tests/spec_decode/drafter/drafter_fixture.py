@@ -116,13 +116,15 @@ class DrafterFixture:
         device = self.tables.device
         return VerifiedTokens(*(None if tensor is None else tensor[rows].to(device) for tensor in whole))
 
-    def rounds(self, count=3, temperature=0.0):
-        """Consecutive rounds, each from where the last one's accepted tokens end."""
+    def rounds(self, count=3, temperature=0.0, after_round=lambda: None):
+        """Consecutive rounds, each from where the last one's accepted tokens end: tokens, and logits or parents."""
         contexts, found = list(CONTEXTS), []
         for round_ in range(count):
             verified = self.verified(round_=round_, temperature=temperature, contexts=contexts)
             drafts = self.drafter.propose(verified)
-            found.append((drafts.tokens.clone(), drafts.logits.clone()))
+            scores = drafts.logits if drafts.parents is None else drafts.parents
+            found.append((drafts.tokens.clone(), scores.clone()))
+            after_round()
             contexts = [c + int(a) + 1 for c, a in zip(contexts, verified.accepted, strict=True)]
         return found
 

@@ -4,6 +4,7 @@ import pickle
 import time
 import warnings
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import msgspec
@@ -72,25 +73,17 @@ def fixture(tmp_path):
     return AutotuneFixture(tmp_path)
 
 
-def test_the_fastest_strategy_is_chosen(fixture):
-    assert fixture.measure(times(device=50.0)).strategy is Strategy.DEVICE_LOOP
+@pytest.mark.parametrize(
+    ("us", "strategy"), [(50.0, Strategy.DEVICE_LOOP), (100.0 * (1 - MARGIN / 2), Strategy.FULL_LOOP)]
+)
+def test_the_fastest_strategy_is_chosen_unless_by_noise(fixture, us, strategy):
+    assert fixture.measure(times(device=us)).strategy is strategy
 
 
-def test_noise_does_not_replace_the_rules_choice(fixture):
-    assert fixture.measure(times(device=100.0 * (1 - MARGIN / 2))).strategy is Strategy.FULL_LOOP
-
-
-def test_every_strategy_that_can_run_is_measured_over_live_requests_of_full_length(fixture):
+def test_every_strategy_that_may_be_fastest_is_measured_over_live_requests_of_full_length(fixture):
     fixture.measure(times(), proposes=True)
-    assert fixture.seen == [(s, 2, 24) for s in MEASURED]
-
-
-def test_what_is_never_the_fastest_is_not_measured():
+    assert fixture.seen == [(strategy, 2, 24) for strategy in MEASURED]
     assert not {Strategy.PIECEWISE, Strategy.EAGER} & {*MEASURED}
-
-
-def test_a_measurement_leaves_no_request_in_the_tables(fixture):
-    fixture.measure(times(), proposes=True)
     assert fixture.tables.num_live == 0 and not fixture.tables.token_limits.any()
 
 
@@ -115,81 +108,71 @@ def test_a_draft_of_other_weights_is_measured_anew_in_8_bits_too(fixture):
         assert fixture.measure({**times(), fastest: 50.0}).strategy is fastest
 
 
-@pytest.mark.parametrize("change", ["truncated", "of another shape", "of another schema"])
-def test_a_cached_file_that_does_not_fit_is_measured_again(fixture, change):
-    fixture.measure(times(device=50.0))
-    (path,) = fixture.cache.folder.glob("*.json")
-    text = path.read_text()
-    broken = {
-        "truncated": text[:40],
-        "of another shape": text.replace('"num_reqs":"2"', '"num_reqs":"3"'),
-        "of another schema": text.replace("attn-strategy/1", "attn-strategy/0"),
-    }
-    path.write_text(broken[change])
-    assert fixture.measure(times(per_step=50.0)).strategy is Strategy.PER_STEP
+def bytes_of(content):
+    return lambda path: path.write_bytes(content(path.read_bytes()) if callable(content) else content)
 
 
-def poison(path, text):
-    """What an enemy, or an accident, may have put in place of a measurement."""
-    path.unlink()
-    target = path.with_name("target")
-    if text == "a folder":
-        path.mkdir()
-    elif text == "a pipe":
-        os.mkfifo(path)
-    elif text == "a symlink to a device":
-        path.symlink_to("/dev/zero")
-    elif text == "a symlink to nothing":
-        path.symlink_to(target)
-    else:
-        path.write_bytes(text)
+def fields(**changes):
+    return bytes_of(lambda kept: msgspec.json.encode({**msgspec.json.decode(kept), **changes}))
 
 
-POISON = {
-    "nothing": b"",
-    "garbage": bytes(range(256)),
-    "a pickle": pickle.dumps(os.getcwd),
-    "no object": b"[1, 2]",
-    "deeper than a parser goes": b'{"shape":' + b"[" * 100_000,
-    "larger than any measurement": b" " * (1 << 17),
-    "a folder": "a folder",
-    "a pipe": "a pipe",
-    "a symlink to a device": "a symlink to a device",
-    "a symlink to nothing": "a symlink to nothing",
+def in_its_place(make):
+    return lambda path: (path.unlink(), make(path))
+
+
+UNWRITABLE = {"a folder": in_its_place(Path.mkdir), "a pipe": in_its_place(os.mkfifo)}
+SPOILED = {
+    "truncated": bytes_of(lambda kept: kept[:40]),
+    "nothing": bytes_of(b""),
+    "garbage": bytes_of(bytes(range(256))),
+    "a pickle": bytes_of(pickle.dumps(os.getcwd)),
+    "no object": bytes_of(b"[1, 2]"),
+    "deeper than a parser goes": bytes_of(b'{"shape":' + b"[" * 100_000),
+    "larger than any measurement": bytes_of(b" " * (1 << 17)),
+    "a symlink to a device": in_its_place(lambda path: path.symlink_to("/dev/zero")),
+    "a symlink to nothing": in_its_place(lambda path: path.symlink_to("target")),
+    "another schema": fields(schema="attn-strategy/0"),
+    "a time in words": fields(wall_us={"full_loop": "fast"}),
+    "times of other strategies": fields(wall_us={"full_loop": 1.0}),
+    "no times": fields(wall_us={}),
+    "a time below nothing": fields(wall_us={"full_loop": 3.0, "device_loop": -1.0, "per_step": 2.0}),
+    "another choice than the times lead to": fields(strategy="per_step"),
+    "a choice that cannot run here": fields(strategy="piecewise"),
+    "an unknown strategy": fields(strategy="__import__('os')"),
+    "a field too many": fields(run="rm"),
+    "a shape that is none": fields(shape=5),
+    "another machine's": fields(shape={"device": "NVIDIA H200"}),
+    **UNWRITABLE,
 }
 
 
-@pytest.mark.parametrize("text", POISON.values(), ids=POISON)
-def test_whatever_lies_in_place_of_a_measurement_is_measured_again(fixture, text):
+@pytest.mark.parametrize("name", SPOILED)
+def test_what_could_not_have_been_measured_here_is_measured_again(fixture, name):
     fixture.measure(times(device=50.0))
     (path,) = fixture.cache.folder.glob("*.json")
-    poison(path, text)
+    SPOILED[name](path)
+    fixture.seen.clear()
     with warnings.catch_warnings(record=True) as warned:
-        assert fixture.measure(times(per_step=50.0)).strategy is Strategy.PER_STEP
-    assert [str(each.message).partition(",")[0] for each in warned] == (
-        ["a measured strategy is kept in a folder that can be written"] if text in ("a folder", "a pipe") else []
-    )
+        assert fixture.measure(times(full=50.0)).strategy is Strategy.FULL_LOOP and fixture.seen
+    told = ["a measured strategy is kept in a folder that can be written"] if name in UNWRITABLE else []
+    assert [str(each.message).partition(",")[0] for each in warned] == told
 
 
-CHANGED = {
-    "a time in words": {"wall_us": {"full_loop": "fast"}},
-    "times of other strategies": {"wall_us": {"full_loop": 1.0}},
-    "no times": {"wall_us": {}},
-    "a time below nothing": {"wall_us": {"full_loop": 3.0, "device_loop": -1.0, "per_step": 2.0}},
-    "another choice than the times lead to": {"strategy": "per_step"},
-    "an unknown strategy": {"strategy": "__import__('os')"},
-    "a field too many": {"run": "rm"},
-    "a shape that is none": {"shape": 5},
-    "another machine's": {"shape": {"device": "NVIDIA H200"}},
-}
-
-
-@pytest.mark.parametrize("change", CHANGED.values(), ids=CHANGED)
-def test_a_measurement_that_could_not_have_been_made_here_is_measured_again(fixture, change):
-    fixture.measure(times(device=50.0))
-    (path,) = fixture.cache.folder.glob("*.json")
-    path.write_bytes(msgspec.json.encode({**msgspec.json.decode(path.read_bytes()), **change}))
-    assert fixture.measure(times(full=50.0)).strategy is Strategy.FULL_LOOP and fixture.seen
+@pytest.mark.parametrize(
+    ("variables", "folder"),
+    [
+        ({"ATTN_BACKENDS_CACHE": "/own", "XDG_CACHE_HOME": "/caches"}, "/own/strategies"),
+        ({"ATTN_BACKENDS_CACHE": "~/own", "HOME": "/home/me"}, "/home/me/own/strategies"),
+        ({"XDG_CACHE_HOME": "/caches", "HOME": "/home/me"}, "/caches/attn-backends/strategies"),
+        ({"HOME": "/home/me"}, "/home/me/.cache/attn-backends/strategies"),
+    ],
+)
+def test_the_folder_follows_the_environment(monkeypatch, variables, folder):
+    for name in ("ATTN_BACKENDS_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert StrategyCache().folder == Path(folder)
 
 
 def test_without_a_home_folder_a_folder_is_asked_for(monkeypatch):
@@ -200,34 +183,18 @@ def test_without_a_home_folder_a_folder_is_asked_for(monkeypatch):
         StrategyCache()
 
 
-def test_a_tilde_in_the_variable_is_the_home_folder(monkeypatch, tmp_path):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setenv("ATTN_BACKENDS_CACHE", "~/kept")
-    assert StrategyCache().folder == tmp_path / "kept" / "strategies"
-
-
-def test_a_cached_strategy_that_cannot_run_here_is_measured_again(fixture):
-    found = fixture.measure(times(device=50.0))
-    fixture.cache.put(msgspec.structs.replace(found, strategy=Strategy.PIECEWISE))
-    assert fixture.measure(times(per_step=50.0)).strategy is Strategy.PER_STEP
-
-
 def test_without_graphs_there_is_nothing_to_measure_or_keep(fixture):
     found = fixture.measure(times(), graph_mode=GraphMode.NONE)
     assert found.strategy is Strategy.EAGER and not fixture.seen and not list(fixture.cache.folder.glob("*"))
     assert all("graphs are turned off" in reason for reason in found.not_measured.values())
 
 
-def test_a_small_pool_measures_with_fewer_requests(tmp_path):
+def test_a_small_pool_measures_with_fewer_requests_and_one_without_room_for_any_is_refused(tmp_path):
     fixture = AutotuneFixture(tmp_path, num_pages=4)
     fixture.measure(times())
     assert {live for _, live, _ in fixture.seen} == {1}
-
-
-def test_a_pool_without_room_for_a_round_is_refused(tmp_path):
-    fixture = AutotuneFixture(tmp_path, num_pages=2)
     with pytest.raises(BatchError, match="room for a request of 9 tokens"):
-        fixture.measure(times())
+        AutotuneFixture(tmp_path / "other", num_pages=2).measure(times())
 
 
 def test_wall_time_is_measured_where_no_clock_is_given(fixture):
@@ -235,29 +202,19 @@ def test_wall_time_is_measured_where_no_clock_is_given(fixture):
     assert set(found.wall_us) == {strategy.value for strategy in MEASURED} and min(found.wall_us.values()) > 0
 
 
-def test_a_gpus_time_ends_when_the_device_is_done(monkeypatch):
-    """By a clock that stands still but for what the device does when it is waited for."""
-    now = [0.0]
+@pytest.mark.parametrize(("device", "us"), [("cpu", 3.0), ("cuda", 3.0 + 7.0)])
+def test_a_strategys_time_is_that_of_its_rounds_until_the_device_is_done(monkeypatch, device, us):
+    """By a clock that stands still but for a round and what the device does when it is waited for."""
+    now, rounds = [0.0], []
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: now.append(now[-1] + 7e-6))
     monkeypatch.setattr(time, "perf_counter", lambda: now[-1])
-    tables = SimpleNamespace(device=torch.device("cuda"), longest=40)
-    inputs = SimpleNamespace(context_lens=torch.zeros(2, dtype=torch.int32))
-    drafter = SimpleNamespace(tables=tables, inputs=inputs, num_speculative_tokens=3, propose=lambda: None)
-    assert autotune._wall_us(drafter) == pytest.approx(7.0)
-
-
-def test_a_strategys_time_is_that_of_its_rounds(monkeypatch):
-    """By a clock that a round alone moves on."""
-    now, rounds = [0.0], []
-
-    def propose():
-        rounds.append(now.append(now[-1] + 3e-6))
-
-    monkeypatch.setattr(time, "perf_counter", lambda: now[-1])
-    tables = SimpleNamespace(device=torch.device("cpu"), longest=40)
-    inputs = SimpleNamespace(context_lens=torch.zeros(2, dtype=torch.int32))
-    drafter = SimpleNamespace(tables=tables, inputs=inputs, num_speculative_tokens=3, propose=propose)
-    assert autotune._wall_us(drafter) == pytest.approx(3.0) and len(rounds) > 15
+    drafter = SimpleNamespace(
+        tables=SimpleNamespace(device=torch.device(device), longest=40),
+        inputs=SimpleNamespace(context_lens=torch.zeros(2, dtype=torch.int32)),
+        num_speculative_tokens=3,
+        propose=lambda: rounds.append(now.append(now[-1] + 3e-6)),
+    )
+    assert autotune._wall_us(drafter) == pytest.approx(us) and len(rounds) > 15
 
 
 def test_a_folder_that_cannot_be_written_is_warned_of_and_the_measurement_is_used(tmp_path):
@@ -278,13 +235,6 @@ def test_a_measurement_that_could_not_be_kept_leaves_the_earlier_one_and_no_part
     with pytest.warns(RuntimeWarning, match="no space left"):
         fixture.cache.put(msgspec.structs.replace(earlier, strategy=Strategy.PER_STEP))
     assert fixture.cache.get(earlier.shape) == earlier and len(list(fixture.cache.folder.iterdir())) == 1
-
-
-@pytest.mark.parametrize(("variable", "tail"), [("ATTN_BACKENDS_CACHE", ""), ("XDG_CACHE_HOME", "attn-backends")])
-def test_the_folder_follows_the_environment(monkeypatch, tmp_path, variable, tail):
-    monkeypatch.delenv("ATTN_BACKENDS_CACHE", raising=False)
-    monkeypatch.setenv(variable, str(tmp_path))
-    assert StrategyCache().folder == tmp_path / tail / "strategies"
 
 
 class EagleBlock(BlockDraft, EagleDraft):

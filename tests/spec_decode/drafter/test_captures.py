@@ -11,7 +11,6 @@ from spec_decode.graphs import default_capture_sizes
 from spec_decode.graphs.emulator import EmulatedRuntime
 from tests.spec_decode.drafter.drafter_fixture import (
     CAPTURING,
-    CONTEXTS,
     MAX_SEQ_LEN,
     DrafterFixture,
     K,
@@ -25,27 +24,15 @@ from tests.spec_decode.drafter.third_party_backends import Bound
 @pytest.mark.parametrize("rounds", [0, 1])
 @pytest.mark.parametrize("strategy", CAPTURING)
 @pytest.mark.parametrize("make", [advancing, decode_only])
-def test_a_capture_touches_nothing_of_a_live_request(make, strategy, rounds):
+def test_a_capture_before_or_after_live_rounds_touches_nothing_of_a_live_request(make, strategy, rounds):
     fixture = make(strategy=strategy)
     fixture.rounds(rounds)
     tables = fixture.tables
     live = [*fixture.caches(), tables.block_tables, tables.token_limits, tables.overflow]
     before = [tensor.clone() for tensor in live]
-    fixture.drafter.capture()
-    assert all(torch.equal(a, b) for a, b in zip(before, live, strict=True))
-
-
-@pytest.mark.parametrize("strategy", CAPTURING)
-@pytest.mark.parametrize("make", [advancing, decode_only])
-def test_a_capture_anew_after_live_rounds_touches_nothing_of_a_live_request(make, strategy):
-    fixture = make(strategy=strategy)
-    fixture.rounds(1)
-    tables = fixture.tables
-    live = [*fixture.caches(), tables.block_tables, tables.token_limits, tables.overflow]
-    before = [tensor.clone() for tensor in live]
     fixture.drafter.graphs.release()
     fixture.drafter.capture()
-    assert fixture.drafter.graphs.complete and all(torch.equal(a, b) for a, b in zip(before, live, strict=True))
+    assert fixture.drafter.graphs.complete and all(map(torch.equal, before, live))
 
 
 class ShortBuilder(ReferenceBuilder):
@@ -69,49 +56,27 @@ def test_a_round_is_replayed_up_to_the_length_that_every_group_was_captured_for_
     before = [tensor.clone() for tensor in fixture.caches()]
     with pytest.raises(BatchError, match="max_seq_len: captured with 24, needed 25"):
         fixture.rounds(1)
-    assert all(torch.equal(a, b) for a, b in zip(before, fixture.caches(), strict=True))
+    assert all(map(torch.equal, before, fixture.caches()))
 
 
-def test_a_capture_ahead_of_the_first_round_changes_no_token():
-    fixture = advancing()
+@pytest.mark.parametrize("again", [True, False], ids=["captured by hand", "captured by the next round"])
+def test_graphs_that_are_captured_ahead_of_a_round_or_released_behind_one_change_no_token(again):
+    fixture = advancing(capture_sizes=[4])
     fixture.drafter.capture()
-    assert_same(fixture.rounds(), advancing().rounds())
 
-
-def test_a_capture_between_rounds_changes_no_token():
-    fixture, expected = advancing(), advancing().rounds(2)
-    verified = [fixture.verified(round_=0)]
-    contexts = [c + int(a) + 1 for c, a in zip(CONTEXTS, verified[0].accepted, strict=True)]
-    verified.append(fixture.verified(round_=1, contexts=contexts))
-    found = []
-    for each in verified:
-        drafts = fixture.drafter.propose(each)
-        found.append((drafts.tokens.clone(), drafts.logits.clone()))
+    def release():
         fixture.drafter.graphs.release()
-        fixture.drafter.capture()
-    assert_same(found, expected)
+        if again:
+            fixture.drafter.capture()
+
+    assert_same(fixture.rounds(after_round=release), advancing(capture_sizes=[4]).rounds())
 
 
-def test_a_drafter_whose_graphs_were_released_captures_them_for_its_next_round():
-    fixture, expected = advancing(capture_sizes=[4]), advancing(capture_sizes=[4]).rounds(2)
-    found, contexts = [], list(CONTEXTS)
-    for round_ in range(2):
-        verified = fixture.verified(round_=round_, contexts=contexts)
-        drafts = fixture.drafter.propose(verified)
-        found.append((drafts.tokens.clone(), drafts.logits.clone()))
-        contexts = [c + int(a) + 1 for c, a in zip(contexts, verified.accepted, strict=True)]
-        fixture.drafter.graphs.release()
-    assert_same(found, expected)
-
-
-def test_an_eager_drafter_captures_nothing():
-    fixture = advancing(strategy=Strategy.EAGER)
+def test_an_eager_drafter_captures_nothing_and_needs_no_capture_size():
+    fixture = advancing(capture_sizes=[2], strategy=Strategy.EAGER)
     fixture.drafter.capture()
+    fixture.rounds(1)
     assert fixture.drafter.graphs.reports == []
-
-
-def test_an_eager_drafter_needs_no_capture_size():
-    advancing(capture_sizes=[2], strategy=Strategy.EAGER).rounds(1)
 
 
 def test_a_builder_gets_one_upper_bound_per_row_at_capture_too():

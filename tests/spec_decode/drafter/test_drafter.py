@@ -71,13 +71,6 @@ def test_a_request_drafts_the_same_in_another_row_of_a_smaller_batch():
     assert found.tolist() == tokens[[2, 1]].tolist()
 
 
-def test_drafts_are_views_of_the_same_buffers_every_round():
-    fixture = advancing()
-    first = fixture.drafter.propose(fixture.verified())
-    second = fixture.drafter.propose(fixture.verified(round_=1))
-    assert first.tokens.data_ptr() == second.tokens.data_ptr() and first.logits.data_ptr() == second.logits.data_ptr()
-
-
 @pytest.mark.parametrize("make", [advancing, mixed])
 def test_a_single_token_is_drafted_by_step_0_alone(make):
     expected = make(steps=1, strategy=Strategy.EAGER).rounds()

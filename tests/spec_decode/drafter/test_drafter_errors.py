@@ -5,37 +5,42 @@ from builders import BatchError, RequestTables
 from spec_decode.drafter import Drafter, DrafterConfig, Strategy
 from tests.spec_decode.drafter.drafter_fixture import MAX_SEQ_LEN, K, advancing, assert_same
 
-
-def changed(**changes):
-    fixture = advancing(strategy=Strategy.EAGER)
-    verified = fixture.verified()
-    return fixture, verified._replace(**{name: change(getattr(verified, name)) for name, change in changes.items()})
-
-
 REFUSED = {
-    "one row too few": ({"accepted": lambda x: x[:2]}, r"accepted must be torch\.int32 \[3\].*got torch\.int32 \[2\]"),
-    "one column too few": ({"token_ids": lambda x: x[:, 1:]}, r"token_ids must be .*\[3, 5\].*\[3, 4\]"),
-    "another hidden size": ({"target_hidden_states": lambda x: x[..., :32]}, r"hidden_states must be .*\[3, 5, 64\]"),
-    "another float": ({"target_hidden_states": lambda x: x.bfloat16()}, r"must be torch\.float32.*got torch\.bfloat16"),
-    "another integer": ({"context_lens": lambda x: x.long()}, r"must be torch\.int32 .*got torch\.int64"),
-    "another device": ({"seeds": lambda x: x.to("meta")}, "on cpu, got .* on meta"),
-}  # fmt: skip
+    "one row too few": (
+        lambda it: it._replace(accepted=it.accepted[:2]),
+        r"accepted must be torch\.int32 \[3\].*got torch\.int32 \[2\]",
+    ),
+    "one column too few": (
+        lambda it: it._replace(token_ids=it.token_ids[:, 1:]),
+        r"token_ids must be .*\[3, 5\].*\[3, 4\]",
+    ),
+    "another hidden size": (
+        lambda it: it._replace(target_hidden_states=it.target_hidden_states[..., :32]),
+        r"hidden_states must be .*\[3, 5, 64\]",
+    ),
+    "another float": (
+        lambda it: it._replace(target_hidden_states=it.target_hidden_states.bfloat16()),
+        r"must be torch\.float32.*got torch\.bfloat16",
+    ),
+    "another integer": (
+        lambda it: it._replace(context_lens=it.context_lens.long()),
+        r"must be torch\.int32 .*got torch\.int64",
+    ),
+    "another device": (lambda it: it._replace(seeds=it.seeds.to("meta")), "on cpu, got .* on meta"),
+    "a tensor left out": (lambda it: it._replace(seeds=None), "seeds must be a tensor, got NoneType"),
+    "a list for a tensor": (lambda it: it._replace(accepted=[0, 1, 2]), "accepted must be a tensor, got list"),
+    "no verified tokens": (lambda it: [1, 2], "starts from VerifiedTokens, got list"),
+}
 
 
-@pytest.mark.parametrize(("changes", "message"), REFUSED.values(), ids=REFUSED)
-def test_verified_tokens_that_do_not_fit_are_refused(changes, message):
-    fixture, verified = changed(**changes)
-    with pytest.raises(BatchError, match=message):
-        fixture.drafter.propose(verified)
-
-
-@pytest.mark.parametrize(("changes", "message"), REFUSED.values(), ids=REFUSED)
-def test_nothing_runs_when_verified_tokens_are_refused(changes, message):
-    fixture, verified = changed(**changes)
+@pytest.mark.parametrize(("change", "message"), REFUSED.values(), ids=REFUSED)
+def test_verified_tokens_that_do_not_fit_are_refused_with_nothing_run_and_the_next_round_is_right(change, message):
+    fixture = advancing(strategy=Strategy.EAGER)
     before = [tensor.clone() for tensor in fixture.caches()]
-    with pytest.raises(BatchError):
-        fixture.drafter.propose(verified)
-    assert all(torch.equal(a, b) for a, b in zip(before, fixture.caches(), strict=True))
+    with pytest.raises(BatchError, match=message):
+        fixture.drafter.propose(change(fixture.verified()))
+    assert all(map(torch.equal, before, fixture.caches()))
+    assert_same(fixture.rounds(1), advancing(strategy=Strategy.EAGER).rounds(1))
 
 
 @pytest.mark.parametrize("wrong", [lambda x: x[:-1], lambda x: x[:, 1:], lambda x: x[None]])
@@ -79,56 +84,11 @@ def test_tables_of_other_page_sizes_than_the_groups_are_refused():
         Drafter(fixture.model, fixture.groups[::-1], fixture.tables, DrafterConfig(num_speculative_tokens=K))
 
 
-def test_a_drafter_of_no_tokens_is_refused():
-    with pytest.raises(BatchError, match="num_speculative_tokens must be 1 or more, got 0"):
-        advancing(steps=0)
-
-
 def test_more_tokens_a_round_than_a_request_has_places_are_refused():
     with pytest.raises(
         BatchError, match=f"takes {MAX_SEQ_LEN + 1} places of a request, these tables hold {MAX_SEQ_LEN}"
     ):
         advancing(steps=MAX_SEQ_LEN)
-
-
-WRONG = {
-    "no verified tokens": (lambda verified: [1, 2], "starts from VerifiedTokens, got list"),
-    "a tensor left out": (lambda verified: verified._replace(seeds=None), "seeds must be a tensor, got NoneType"),
-    "a list for a tensor": (
-        lambda verified: verified._replace(accepted=[0, 1, 2]),
-        "accepted must be a tensor, got list",
-    ),
-}
-
-
-@pytest.mark.parametrize(("change", "message"), WRONG.values(), ids=WRONG)
-def test_what_is_no_record_of_tensors_is_refused_and_the_next_round_is_right(change, message):
-    fixture = advancing(strategy=Strategy.EAGER)
-    with pytest.raises(BatchError, match=message):
-        fixture.drafter.propose(change(fixture.verified()))
-    assert_same(fixture.rounds(1), advancing(strategy=Strategy.EAGER).rounds(1))
-
-
-SETTINGS = {
-    "a fraction of a token": ({"steps": 1.5}, "num_speculative_tokens must be an int, got 1.5"),
-    "a truth": ({"steps": True}, "num_speculative_tokens must be an int, got True"),
-    "a capture size in words": ({"capture_sizes": ["4"]}, "capture_sizes must be ints, got '4'"),
-    "one capture size": ({"capture_sizes": 4}, "capture_sizes must be of type Sequence or None, got 4"),
-    "a memory limit in parts": (
-        {"graph_memory_limit": 1e9},
-        "graph_memory_limit must be an int or None, got 1000",
-    ),
-    "a strategy in words": ({"strategy": "full_loop"}, "strategy must be of type Strategy or None, got 'full_loop'"),
-    "a graph mode in words": ({"graph_mode": "none"}, "graph_mode must be of type GraphMode, got 'none'"),
-    "a confidence in words": ({"min_confidence": "x"}, "min_confidence must be a finite number, got 'x'"),
-    "no confidence": ({"min_confidence": float("nan")}, "min_confidence must be a finite number, got nan"),
-}
-
-
-@pytest.mark.parametrize(("changed", "message"), SETTINGS.values(), ids=SETTINGS)
-def test_settings_of_another_type_are_refused(changed, message):
-    with pytest.raises(BatchError, match=message):
-        advancing(**changed)
 
 
 @pytest.mark.parametrize(("tokens", "states"), [(2, 3), (3, 2), (4, 4)])
@@ -139,7 +99,7 @@ def test_a_prefill_of_another_number_of_tokens_writes_nothing(tokens, states):
         fixture.drafter.prefill(
             fixture.tables, [1, 1, 1], [1, 8, 16], torch.zeros(tokens, dtype=torch.int64), torch.zeros(states, 64)
         )
-    assert all(torch.equal(a, b) for a, b in zip(before, fixture.caches(), strict=True))
+    assert all(map(torch.equal, before, fixture.caches()))
 
 
 @pytest.mark.parametrize("count", [-1, K + 1, 1.5, True, "2"])
@@ -147,15 +107,3 @@ def test_a_round_of_a_number_of_tokens_that_the_drafter_has_not_is_refused(count
     fixture = advancing()
     with pytest.raises(BatchError, match=f"proposes 0 to {K} tokens a round, asked for {count!r}"):
         fixture.drafter.propose(fixture.verified(), num_tokens=count)
-
-
-@pytest.mark.parametrize("steps", [0, -1, 1.5, True, "2"])
-def test_a_loop_of_no_steps_is_refused(steps):
-    with pytest.raises(BatchError, match=f"loop_steps must be (an int|a number of steps, 1 or more), got {steps!r}"):
-        advancing(loop_steps=steps)
-
-
-@pytest.mark.parametrize("least", [-0.1, 1.0])
-def test_a_least_confidence_that_is_no_probability_below_1_is_refused(least):
-    with pytest.raises(BatchError, match="min_confidence must be a probability below 1"):
-        advancing(min_confidence=least)

@@ -36,9 +36,35 @@ CHOSEN = {
 
 
 @pytest.mark.parametrize(("groups", "mode", "strategy", "rebuilt"), CHOSEN.values(), ids=CHOSEN)
-def test_the_cheapest_strategy_that_every_group_can_run_is_chosen(groups, mode, strategy, rebuilt):
-    plan = choose(groups, 4, mode)
+@pytest.mark.parametrize("tokens", [1, 4])
+def test_the_cheapest_strategy_that_every_group_can_run_is_chosen(groups, mode, strategy, rebuilt, tokens):
+    plan = choose(groups, tokens, mode)
     assert (plan.strategy, list(plan.rebuild_groups)) == (strategy, rebuilt)
+    assert [group.facts for group in plan.groups] == groups
+    assert {other for other, reason in plan.not_chosen if reason} == set(Strategy) - {strategy} and plan.reason
+
+
+NOT_CHOSEN = {
+    "a rebuilt group": (
+        [ADVANCING, REBUILT],
+        FULL,
+        Strategy.FULL_LOOP,
+        "group rebuilt (rebuilt_kernels) is REBUILD: rebuilt has its reason",
+    ),
+    "a group that no graph holds": (
+        [ADVANCING, NEVER],
+        FULL,
+        Strategy.PER_STEP,
+        "group never (never_kernels) cannot be captured at all",
+    ),
+    "graphs turned off": ([ADVANCING], NONE, Strategy.PER_STEP, "graphs are turned off"),
+    "only if it is asked for": ([ADVANCING], FULL, Strategy.DEVICE_LOOP, "runs only if you ask for it"),
+}
+
+
+@pytest.mark.parametrize(("groups", "mode", "strategy", "reason"), NOT_CHOSEN.values(), ids=NOT_CHOSEN)
+def test_the_reason_against_a_strategy_is_its_groups_own(groups, mode, strategy, reason):
+    assert dict(choose(groups, 4, mode).not_chosen)[strategy].startswith(reason)
 
 
 @pytest.mark.parametrize(
@@ -56,59 +82,41 @@ def test_a_tree_of_a_block_changes_nothing_of_the_plan(groups):
     assert choose(groups, 4, FULL, at_once=True, tree=True) == choose(groups, 4, FULL, at_once=True)
 
 
-def test_a_strategy_of_later_steps_that_a_block_draft_was_asked_for_is_refused():
-    with pytest.raises(StrategyError, match=r"device_loop cannot run: .* has no later ones"):
-        choose([ADVANCING], 4, FULL, forced=Strategy.DEVICE_LOOP, at_once=True)
-
-
-@pytest.mark.parametrize(("groups", "mode", "strategy", "rebuilt"), CHOSEN.values(), ids=CHOSEN)
-def test_every_strategy_not_chosen_has_a_reason(groups, mode, strategy, rebuilt):
-    plan = choose(groups, 4, mode)
-    assert {s for s, _ in plan.not_chosen} == set(Strategy) - {strategy}
-    assert all(reason for _, reason in plan.not_chosen) and plan.reason
-
-
-def test_the_reason_against_the_full_loop_is_the_rebuild_groups_own():
-    reasons = dict(choose([ADVANCING, REBUILT], 4, FULL).not_chosen)
-    assert reasons[Strategy.FULL_LOOP] == "group rebuilt (rebuilt_kernels) is REBUILD: rebuilt has its reason"
-
-
-def test_the_reason_against_graphs_names_the_group_that_no_graph_holds():
-    reasons = dict(choose([ADVANCING, NEVER], 4, FULL).not_chosen)
-    assert reasons[Strategy.PER_STEP] == "group never (never_kernels) cannot be captured at all"
-
-
-def test_the_reason_against_graphs_says_when_they_are_off():
-    assert set(dict(choose([ADVANCING], 4, NONE).not_chosen).values()) == {"graphs are turned off"}
-
-
 IMPOSSIBLE = {
-    "piecewise with nothing to cut around": (
-        [ADVANCING],
-        FULL,
-        Strategy.PIECEWISE,
-        "nothing to split the graph around",
-    ),
+    "piecewise with nothing to cut around": ([ADVANCING], Strategy.PIECEWISE, {}, "nothing to split the graph around"),
     "device loop with a group planned ahead": (
         [ADVANCING, PLANNED],
-        FULL,
         Strategy.DEVICE_LOOP,
+        {},
         "planned has its reason",
     ),
-    "device loop with a rebuilt group": ([ADVANCING, REBUILT], FULL, Strategy.DEVICE_LOOP, "rebuilt has its reason"),
-    "device loop without graphs": ([ADVANCING], NONE, Strategy.DEVICE_LOOP, "graphs are turned off"),
-    "piecewise without graphs": ([NEVER], NONE, Strategy.PIECEWISE, "graphs are turned off"),
-    "full loop with a rebuilt group": ([ADVANCING, REBUILT], FULL, Strategy.FULL_LOOP, "rebuilt has its reason"),
-    "full loop without graphs": ([ADVANCING], NONE, Strategy.FULL_LOOP, "graphs are turned off"),
-    "per step without graphs": ([ADVANCING], NONE, Strategy.PER_STEP, "graphs are turned off"),
-    "per step around a group that no graph holds": ([NEVER], FULL, Strategy.PER_STEP, "group never"),
+    "device loop with a rebuilt group": ([ADVANCING, REBUILT], Strategy.DEVICE_LOOP, {}, "rebuilt has its reason"),
+    "device loop of a block": ([ADVANCING], Strategy.DEVICE_LOOP, {"at_once": True}, "has no later ones"),
+    "device loop where no device captures one": (
+        [ADVANCING],
+        Strategy.DEVICE_LOOP,
+        {"loop_unsupported_reason": "the driver is too old"},
+        "the driver is too old",
+    ),
+    "full loop with a rebuilt group": ([ADVANCING, REBUILT], Strategy.FULL_LOOP, {}, "rebuilt has its reason"),
+    "per step around a group that no graph holds": ([NEVER], Strategy.PER_STEP, {}, "group never"),
+    **{
+        f"{strategy.value} without graphs": ([NEVER], strategy, {"graph_mode": NONE}, "graphs are turned off")
+        for strategy in Strategy
+        if strategy is not Strategy.EAGER
+    },
 }
 
 
-@pytest.mark.parametrize(("groups", "mode", "forced", "reason"), IMPOSSIBLE.values(), ids=IMPOSSIBLE)
-def test_a_forced_strategy_that_cannot_be_run_raises_with_the_groups_reason(groups, mode, forced, reason):
+@pytest.mark.parametrize(("groups", "forced", "options", "reason"), IMPOSSIBLE.values(), ids=IMPOSSIBLE)
+def test_a_forced_strategy_that_cannot_be_run_raises_with_the_reason_that_unforced_speaks_against_it(
+    groups, forced, options, reason
+):
+    options = {"graph_mode": FULL, **options}
     with pytest.raises(StrategyError, match=f"{forced.value} cannot run: .*{reason}"):
-        choose(groups, 4, mode, forced=forced)
+        choose(groups, 4, forced=forced, **options)
+    plan = choose(groups, 4, **options)
+    assert reason in dict(plan.not_chosen)[forced] and plan.strategy is not forced
 
 
 @pytest.mark.parametrize("forced", [s for s in Strategy if s is not Strategy.PIECEWISE])
@@ -117,27 +125,8 @@ def test_a_forced_strategy_that_can_be_run_is_run(forced):
     assert (plan.strategy, plan.reason) == (forced, "asked for")
     others = {reason for strategy, reason in plan.not_chosen if strategy is not Strategy.PIECEWISE}
     assert others == {f"{forced.value} was asked for"}
-
-
-def test_a_step_in_pieces_is_run_where_it_is_asked_for():
     plan = choose([ADVANCING, NEVER], 4, FULL, forced=Strategy.PIECEWISE)
     assert (plan.strategy, plan.reason) == (Strategy.PIECEWISE, "asked for")
-
-
-def test_a_device_that_cannot_capture_a_loop_says_so():
-    reasons = dict(choose([ADVANCING], 4, FULL, loop_unsupported_reason="the driver is too old").not_chosen)
-    assert reasons[Strategy.DEVICE_LOOP] == "the driver is too old"
-    with pytest.raises(StrategyError, match=r"device_loop cannot run: the driver is too old"):
-        choose([ADVANCING], 4, FULL, forced=Strategy.DEVICE_LOOP, loop_unsupported_reason="the driver is too old")
-
-
-def test_a_device_that_cannot_capture_a_loop_runs_the_full_loop():
-    assert choose([ADVANCING], 4, FULL, loop_unsupported_reason="x").strategy is Strategy.FULL_LOOP
-
-
-def test_the_device_loop_runs_only_where_it_is_asked_for():
-    reasons = dict(choose([ADVANCING], 4, FULL).not_chosen)
-    assert reasons[Strategy.DEVICE_LOOP].startswith("runs only if you ask for it")
 
 
 @pytest.mark.parametrize("mode", [mode for mode in GraphMode if mode is not NONE])
@@ -161,10 +150,6 @@ def test_a_drafter_of_no_tokens_is_refused(tokens):
         choose([ADVANCING], tokens, FULL)
 
 
-def test_a_single_token_is_drafted_by_the_full_loop_too():
-    assert choose([ADVANCING], 1, FULL).strategy is Strategy.FULL_LOOP
-
-
 WAITS = {
     "rebuilt with exact lengths": (AdvanceLevel.REBUILD, HostLengths.EXACT, False, FULL, True),
     "rebuilt with bounds": (AdvanceLevel.REBUILD, HostLengths.UPPER_BOUND, False, FULL, False),
@@ -180,13 +165,14 @@ WAITS = {
 
 @pytest.mark.parametrize(("level", "lengths", "per_round", "mode", "waits"), WAITS.values(), ids=WAITS)
 def test_only_a_build_that_needs_exact_lengths_waits(level, lengths, per_round, mode, waits):
+    """And makes no other group wait. The explanation shows it, and a build once a round."""
     facts = group("it", level, host_lengths=lengths, build_per_round=per_round)
-    assert choose([facts], 4, mode).groups[0].waits is waits
-
-
-def test_one_waiting_group_does_not_make_the_others_wait():
-    plan = choose([ADVANCING, group("rebuilt", AdvanceLevel.REBUILD, host_lengths=HostLengths.EXACT)], 4, FULL)
-    assert [g.waits for g in plan.groups] == [False, True]
+    plan = choose([ADVANCING, facts], 4, mode)
+    assert [each.waits for each in plan.groups] == [False, waits]
+    told = plan.explain()[-1]
+    assert told.startswith("group it (it_kernels): ") and told.endswith("; it has its reason")
+    assert ("waiting for the device (a build needs the exact lengths)" in told) is waits
+    assert ("built once a round (its builder asks for that)" in told) is per_round
 
 
 def test_the_explanation_names_the_choice_the_rest_and_every_group():
@@ -197,30 +183,6 @@ def test_the_explanation_names_the_choice_the_rest_and_every_group():
     assert lines[-2:] == [
         "group advancing (advancing_kernels): advanced in the graph; advancing has its reason",
         "group rebuilt (rebuilt_kernels): rebuilt at every step; rebuilt has its reason",
-    ]
-
-
-def test_the_explanation_shows_a_build_once_a_round():
-    line = choose([group("it", build_per_round=True)], 4, FULL).explain()[-1]
-    assert line == (
-        "group it (it_kernels): advanced in the graph, built once a round (its builder asks for that); "
-        "it has its reason"
-    )
-
-
-def test_the_explanation_shows_a_wait():
-    facts = group("it", AdvanceLevel.REBUILD, host_lengths=HostLengths.EXACT)
-    assert (
-        "rebuilt at every step, waiting for the device (a build needs the exact lengths); "
-        in choose([facts], 4, FULL).explain()[-1]
-    )
-
-
-def test_groups_keep_their_order():
-    assert [g.facts.name for g in choose([REBUILT, ADVANCING, OTHER], 4, FULL).groups] == [
-        "rebuilt",
-        "advancing",
-        "other",
     ]
 
 

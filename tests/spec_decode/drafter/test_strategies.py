@@ -12,7 +12,6 @@ from spec_decode.drafter.strategies import DraftStrategy
 from spec_decode.drafter.strategies.base import LoopStrategy
 from spec_decode.graphs import Capturable, GraphManager
 from spec_decode.paged import GraphMode
-from spec_decode.paged.metadata_plan import MetadataUpdate
 from tests.foreseen import ForeseenBuilder
 from tests.spec_decode.drafter.drafter_fixture import (
     CAPTURING,
@@ -38,13 +37,47 @@ from tests.spec_decode.drafter.third_party_backends import (
 )
 
 
-def test_a_rebuild_group_is_rebuilt_and_the_advancing_one_is_not():
-    plan = mixed().drafter.plan
-    assert plan.strategy is Strategy.PER_STEP
-    assert [(g.update, g.waits) for g in plan.groups] == [
-        (MetadataUpdate.IN_GRAPH, False),
-        (MetadataUpdate.REBUILD, True),
-    ]
+def of(*backends):
+    return lambda **options: DrafterFixture([make() for make in backends], **options)
+
+
+KINDS = {
+    "advancing": (advancing, Strategy.FULL_LOOP, {"extend", "round"}),
+    "rebuilt": (mixed, Strategy.PER_STEP, {"extend", "step"}),
+    "planned ahead": (preplanned, Strategy.FULL_LOOP, {"extend", "loop"}),
+    "captured for decode alone": (decode_only, Strategy.FULL_LOOP, {"loop"}),
+    "that no graph holds": (of(Advancing, Uncapturable), Strategy.PIECEWISE, {"step"}),
+    "that no graph holds, beside a rebuilt one": (of(Rebuilt, Uncapturable), Strategy.PIECEWISE, {"step"}),
+    "that no graph holds, rebuilt": (of(Advancing, UncapturableRebuilt), Strategy.PIECEWISE, {"step"}),
+}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(("make", "strategy", "kinds"), KINDS.values(), ids=KINDS)
+def test_groups_of_every_kind_draft_what_eager_drafts_in_the_graphs_that_hold_them(make, strategy, kinds, temperature):
+    fixture = make()
+    expected = make(strategy=Strategy.EAGER).rounds(temperature=temperature)
+    assert_same(fixture.rounds(temperature=temperature), expected)
+    assert fixture.drafter.plan.strategy is strategy
+    assert {report.key.kind for report in fixture.drafter.graphs.reports} == kinds
+
+
+@pytest.mark.parametrize("strategy", CAPTURING)
+def test_every_strategy_draws_what_eager_draws(strategy):
+    expected = advancing(strategy=Strategy.EAGER).rounds(temperature=1.0)
+    assert_same(advancing(strategy=strategy).rounds(temperature=1.0), expected)
+
+
+@pytest.mark.parametrize(
+    ("mode", "steps"), [(GraphMode.NONE, 3), (GraphMode.FULL, 2), (GraphMode.FULL, 5), (GraphMode.PIECEWISE, 3)]
+)
+def test_every_graph_mode_drafts_what_eager_drafts(mode, steps):
+    expected = advancing(steps=steps, strategy=Strategy.EAGER).rounds(2)
+    found = advancing(steps=steps, graph_mode=mode, capture_sizes=[4])
+    assert_same(found.rounds(2), expected)
+    kinds = {report.key.kind for report in found.drafter.graphs.reports}
+    assert kinds == (set() if mode is GraphMode.NONE else {"extend", "round"})
+    assert (found.drafter.plan.strategy is Strategy.EAGER) == (mode is GraphMode.NONE)
 
 
 def test_a_round_builds_the_rebuild_group_once_a_step_and_the_advancing_one_never():
@@ -57,24 +90,9 @@ def test_a_round_builds_the_rebuild_group_once_a_step_and_the_advancing_one_neve
     assert RebuiltBuilder.builds == [K + 1] + [1] * (K - 1)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_mixed_groups_draft_what_eager_drafts(temperature):
-    expected = mixed(strategy=Strategy.EAGER).rounds(temperature=temperature)
-    assert_same(mixed().rounds(temperature=temperature), expected)
-
-
 def test_a_forced_full_loop_with_a_rebuild_group_raises_with_its_reason():
     with pytest.raises(StrategyError, match="its plan is made on the host"):
         mixed(strategy=Strategy.FULL_LOOP)
-
-
-def test_a_group_that_the_host_can_foresee_leaves_the_full_loop_possible():
-    plan = preplanned().drafter.plan
-    assert plan.strategy is Strategy.FULL_LOOP
-    assert [(g.update, g.waits) for g in plan.groups] == [
-        (MetadataUpdate.IN_GRAPH, False),
-        (MetadataUpdate.PREPLANNED, True),
-    ]
 
 
 def test_a_round_plans_every_later_step_of_such_a_group_before_the_loop():
@@ -105,28 +123,6 @@ def test_planned_groups_draft_what_eager_drafts(temperature, limits):
     for (tokens, logits), (wanted, wanted_logits) in zip(found, expected, strict=True):
         assert tokens.tolist() == wanted.tolist()
         assert torch.equal(logits[tokens >= 0], wanted_logits[tokens >= 0])
-
-
-def test_consecutive_rounds_are_each_planned_anew():
-    assert_same(preplanned().rounds(), preplanned(strategy=Strategy.EAGER).rounds())
-
-
-def test_two_advancing_groups_run_the_full_loop():
-    assert advancing().drafter.plan.strategy is Strategy.FULL_LOOP
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("strategy", CAPTURING)
-def test_advancing_groups_draft_what_eager_drafts(strategy, temperature):
-    expected = advancing(strategy=Strategy.EAGER).rounds(temperature=temperature)
-    assert_same(advancing(strategy=strategy).rounds(temperature=temperature), expected)
-
-
-def test_a_group_captured_for_decode_alone_runs_step_0_eagerly_and_drafts_the_same():
-    fixture = decode_only()
-    found = fixture.rounds()
-    assert {report.key.kind for report in fixture.drafter.graphs.reports} == {"loop"}
-    assert_same(found, advancing(strategy=Strategy.EAGER).rounds())
 
 
 @pytest.mark.parametrize(
@@ -162,22 +158,6 @@ def test_a_graph_of_a_whole_round_is_as_wide_as_step_0_and_as_long_as_the_shorte
     assert joined.constants == CaptureConstants(max_reqs=4, max_query_len=5, max_seq_len=10)
 
 
-def test_turning_graphs_off_is_eager_and_captures_nothing():
-    fixture = mixed(graph_mode=GraphMode.NONE)
-    fixture.rounds(1)
-    assert fixture.drafter.plan.strategy is Strategy.EAGER and fixture.drafter.graphs.reports == []
-
-
-@pytest.mark.parametrize("steps", [2, 3, 4, 5])
-@pytest.mark.parametrize("mode", GraphMode)
-def test_every_graph_mode_drafts_what_eager_drafts(mode, steps):
-    expected = advancing(steps=steps, strategy=Strategy.EAGER).rounds(2)
-    found = advancing(steps=steps, graph_mode=mode, capture_sizes=[4])
-    assert_same(found.rounds(2), expected)
-    kinds = {report.key.kind for report in found.drafter.graphs.reports}
-    assert kinds == (set() if mode is GraphMode.NONE else {"extend", "round"})
-
-
 @pytest.mark.parametrize("other", ["torch_reference", "rebuilt"])
 def test_a_build_per_round_group_drafts_what_eager_drafts_when_rows_move(other):
     def rounds(strategy):
@@ -188,24 +168,6 @@ def test_a_build_per_round_group_drafts_what_eager_drafts_when_rows_move(other):
         return first, fixture.drafter.propose(verified).tokens.tolist()
 
     assert rounds(None) == rounds(Strategy.EAGER)
-
-
-def test_a_group_that_no_graph_holds_leaves_the_rest_of_the_step_in_one():
-    fixture = piecewise()
-    fixture.rounds(1)
-    assert fixture.drafter.plan.strategy is Strategy.PIECEWISE
-    assert {report.key.kind for report in fixture.drafter.graphs.reports} == {"step"}
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize(
-    "backends", [(Advancing, Uncapturable), (Rebuilt, Uncapturable), (Advancing, UncapturableRebuilt)]
-)
-def test_a_step_in_pieces_drafts_what_eager_drafts(backends, temperature):
-    def rounds(strategy):
-        return DrafterFixture([make() for make in backends], strategy=strategy).rounds(temperature=temperature)
-
-    assert_same(rounds(None), rounds(Strategy.EAGER))
 
 
 class CountedOps(TorchDispatchMode):
@@ -234,7 +196,3 @@ def test_a_round_sets_the_state_of_step_0_once(make, strategy):
 def test_a_strategy_that_uses_graphs_and_says_nothing_of_them_is_refused_when_it_is_defined():
     with pytest.raises(TypeError, match=r"Silent does not;.*Define _capturable, or set uses_graphs = False"):
         type("Silent", (DraftStrategy,), {})
-
-
-def test_a_strategy_without_graphs_has_none_to_say_of():
-    type("Graphless", (DraftStrategy,), {"uses_graphs": False})

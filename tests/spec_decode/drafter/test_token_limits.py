@@ -3,24 +3,24 @@ import torch
 
 from tests.spec_decode.drafter.drafter_fixture import CONTEXTS, MAX_SEQ_LEN, STRATEGIES, K, advancing, mixed
 
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_request_that_does_not_fit_proposes_nothing_and_is_flagged(strategy):
-    limits = [MAX_SEQ_LEN, CONTEXTS[1] + K, MAX_SEQ_LEN]
-    fixture = advancing(limits=limits, strategy=strategy)
-    drafts = fixture.drafter.propose(fixture.verified())
-    assert drafts.tokens[1].tolist() == [-1] * K and (drafts.tokens[[0, 2]] >= 0).all()
-    assert fixture.tables.overflow.tolist() == [0, 1, 0, 0]
+ROOMS = {
+    "for less than step 0": (0, 0, 0),
+    "for step 0 alone, which keeps all": (1, K, 1),
+    "for one advance": (2, K, 2),
+    "for all that follow from the first token": (1, 0, K),
+}
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_request_that_reaches_its_limit_on_the_way_proposes_nothing_from_there_on(strategy):
-    fixture = advancing(limits=[MAX_SEQ_LEN, CONTEXTS[1] + K + 2, MAX_SEQ_LEN], strategy=strategy)
-    verified = fixture.verified()._replace(accepted=torch.full((3,), K, dtype=torch.int32))
-    # Step 0 ends one token below the limit, so one advance fits.
+@pytest.mark.parametrize(("room", "accepted", "proposed"), ROOMS.values(), ids=ROOMS)
+def test_a_request_proposes_what_it_has_room_for_and_is_flagged_where_that_is_not_all(
+    room, accepted, proposed, strategy
+):
+    fixture = advancing(limits=[MAX_SEQ_LEN, CONTEXTS[1] + K + room, MAX_SEQ_LEN], strategy=strategy)
+    verified = fixture.verified()._replace(accepted=torch.full((3,), accepted, dtype=torch.int32))
     tokens = fixture.drafter.propose(verified).tokens
-    assert (tokens[1] >= 0).tolist() == [True, True, False, False] and (tokens[[0, 2]] >= 0).all()
-    assert fixture.tables.overflow.tolist() == [0, 1, 0, 0]
+    assert (tokens[1] >= 0).tolist() == [place < proposed for place in range(K)] and (tokens[[0, 2]] >= 0).all()
+    assert fixture.tables.overflow.tolist() == [0, proposed < K, 0, 0]
 
 
 @pytest.mark.parametrize("limit", [CONTEXTS[1] + K, CONTEXTS[1] + K + 2])
@@ -39,10 +39,3 @@ def test_a_request_that_does_not_fit_writes_nothing():
     for index, (was, tensor) in enumerate(zip(before, fixture.caches(), strict=True)):
         pages = fixture.pages[index // 2][1]
         assert torch.equal(tensor[pages], was[pages])
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_request_whose_step_0_ends_exactly_at_its_limit_drafts(strategy):
-    fixture = advancing(limits=[MAX_SEQ_LEN, CONTEXTS[1] + K + 1, MAX_SEQ_LEN], strategy=strategy)
-    tokens = fixture.drafter.propose(fixture.verified()._replace(accepted=torch.zeros(3, dtype=torch.int32))).tokens
-    assert (tokens >= 0).all() and fixture.tables.overflow.tolist() == [0] * 4

@@ -20,6 +20,7 @@ from tests.spec_decode.drafter.drafter_fixture import (
     DrafterFixture,
     K,
     TwoLayerDraft,
+    assert_same,
 )
 from tests.spec_decode.drafter.third_party_backends import DecodeOnly
 from tests.spec_decode.trees.tree_helpers import TREES
@@ -102,23 +103,11 @@ def test_a_static_trees_tokens_are_the_drafts_choices(row):
     assert paths(drafts, row) == expected[1:]
 
 
-def rounds(fixture, count=3):
-    """Consecutive rounds, each from where the last one's accepted tokens end."""
-    contexts, found = list(CONTEXTS), []
-    for round_ in range(count):
-        verified = fixture.verified(round_=round_, contexts=contexts)
-        drafts = fixture.drafter.propose(verified)
-        found.append((drafts.tokens.tolist(), drafts.parents.tolist()))
-        contexts = [c + int(a) + 1 for c, a in zip(contexts, verified.accepted, strict=True)]
-    return found
-
-
 @pytest.mark.parametrize("tree", [DYNAMIC, STATIC], ids=["dynamic", "static"])
 @pytest.mark.parametrize("strategy", CAPTURING)
 def test_every_strategy_drafts_what_eager_drafts(strategy, tree):
-    expected = rounds(trees(tree, strategy=Strategy.EAGER))
     fixture = trees(tree, strategy=strategy)
-    assert rounds(fixture) == expected
+    assert_same(fixture.rounds(), trees(tree, strategy=Strategy.EAGER).rounds())
     assert fixture.drafter.plan.strategy is strategy
 
 
@@ -180,18 +169,7 @@ def test_a_tree_of_a_draft_with_a_module_for_each_token_is_refused():
         trees(make_model=Modules)
 
 
-def test_more_choices_than_the_draft_has_tokens_are_refused():
-    with pytest.raises(BatchError, match="as many choices after a token as the draft has, 24, got 25"):
-        trees(DynamicTreeConfig(width=25, num_tokens=10))
-
-
 WIDE = DraftTree.from_paths([*((i,) for i in range(22)), *((i, 0) for i in range(22)), (0, 0, 0)])
-
-
-@pytest.mark.parametrize("tree", [WIDE, DynamicTreeConfig(width=22, num_tokens=9)])
-def test_a_tree_whose_frontiers_no_mask_holds_is_refused(tree):
-    with pytest.raises(BatchError, match=f"at most 64 tokens, got 22 tokens to draft from at each of {K - 1} steps"):
-        trees(tree)
 
 
 def test_no_strategy_with_graphs_is_chosen_for_a_backend_that_captures_single_tokens_alone():
@@ -199,19 +177,24 @@ def test_no_strategy_with_graphs_is_chosen_for_a_backend_that_captures_single_to
         DrafterFixture([get("triton_paged"), DecodeOnly()], tree=DYNAMIC, strategy=Strategy.FULL_LOOP)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"tree": DraftTree.chain(K + 1)}, f"at most as deep as the draft has steps, {K}"),
-        ({"tree": (0, 1)}, r"tree must be of type DraftTree or of type DynamicTreeConfig or None, got \(0, 1\)"),
-        ({"min_confidence": 0.5}, "got min_confidence 0.5 with a tree"),
-    ],
-)
-def test_settings_that_fit_no_tree_are_refused(options, message):
+FRONTIERS = f"at most 64 tokens, got 22 tokens to draft from at each of {K - 1} steps"
+REFUSED = {
+    "deeper than the steps": (DraftTree.chain(K + 1), f"at most as deep as the draft has steps, {K}"),
+    "no tree": ((0, 1), r"tree must be of type DraftTree or of type DynamicTreeConfig or None, got \(0, 1\)"),
+    "more choices than tokens": (
+        DynamicTreeConfig(width=25, num_tokens=10),
+        "as many choices after a token as the draft has, 24, got 25",
+    ),
+    "frontiers that no mask holds": (WIDE, FRONTIERS),
+    "frontiers that no mask holds, of no shape": (DynamicTreeConfig(width=22, num_tokens=9), FRONTIERS),
+    "more places than a table has": (
+        DynamicTreeConfig(width=19, num_tokens=10),
+        "takes 59 places of a request, these tables hold 48",
+    ),
+}
+
+
+@pytest.mark.parametrize(("tree", "message"), REFUSED.values(), ids=REFUSED)
+def test_a_tree_that_cannot_be_drafted_is_refused(tree, message):
     with pytest.raises(BatchError, match=message):
-        trees(**options)
-
-
-def test_a_table_without_room_for_all_frontiers_is_refused():
-    with pytest.raises(BatchError, match="takes 59 places of a request, these tables hold 48"):
-        trees(DynamicTreeConfig(width=19, num_tokens=10))
+        trees(tree)
