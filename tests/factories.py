@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,6 +31,16 @@ def register_as(name: object, make: Callable[[], Any], *, replace: bool = False)
     """Register under any name what `make` returns, a backend as a rule."""
     made = type("Made", (TorchReference,), {"name": name, "__new__": lambda cls: make()})
     return register(replace=replace)(made)
+
+
+def install_plug_in(site: Path, package: str, name: str, source: str) -> None:
+    """A package in a folder that declares the backend `name`, the class Backend of its module."""
+    module = package.replace("-", "_")
+    (site / f"{module}.py").write_text(source)
+    info = site / f"{module}-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1\n")
+    (info / "entry_points.txt").write_text(f"[attn_backends]\n{name} = {module}:Backend\n")
 
 
 def make_spec(**changes: Any) -> AttentionSpec:

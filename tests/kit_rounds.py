@@ -9,7 +9,7 @@ STOP_ON_THEIR_OWN = "drafter.requests_stop_on_their_own"
 RESUME_AFTER_A_PAUSE = "drafter.drafts_resume_after_a_pause"
 
 OFTEN = {
-    STRATEGIES_AGREE: ("k1-n32", "k2-n2", "k3-n3", "k4-n7", "k5-n1", "k6-n2", "k7-n3", "k8-n7", "k16-n1"),
+    STRATEGIES_AGREE: ("k1-n32", "k2-n2", "k3-n3", "k4-n7", "k5-n1", "k6-n2", "k7-n1", "k8-n1", "k16-n1"),
     STOP_ON_THEIR_OWN: ("k2-n3", "k4-n7"),
     RESUME_AFTER_A_PAUSE: ("k1-n2", "k4-n3"),
 }

@@ -20,9 +20,9 @@ from spec_decode.cli.main import main
 from spec_decode.cli.output import write
 from spec_decode.conformance import runner
 from spec_decode.llm import TextChunk
+from tests.factories import install_plug_in
 from tests.spec_decode.cli.conftest import invoke
 from tests.spec_decode.cli.test_cli_draft import draft_words
-from tests.spec_decode.matrix.test_faults import install
 
 COMMAND = [sys.executable, "-m", "spec_decode"]
 ROOT = Path(__file__).parents[3]
@@ -208,7 +208,7 @@ def test_an_interrupt_while_the_command_line_is_loaded_ends_with_130(monkeypatch
 
 
 def test_a_thread_of_a_plug_in_keeps_no_verb_from_ending(tmp_path):
-    install(
+    install_plug_in(
         tmp_path,
         "lender",
         "lent",

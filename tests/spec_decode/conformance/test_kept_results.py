@@ -22,6 +22,7 @@ from spec_decode.conformance.report import Report
 from spec_decode.conformance.runner import Plan, plan, run
 from spec_decode.files import ReportError, parse_json, report_bytes
 from spec_decode.testing.outcome import Outcome
+from tests.factories import install_plug_in
 
 FAMILY = "contract"
 
@@ -68,40 +69,38 @@ def end_after_three(target: Path) -> list[str]:
     return calls
 
 
-def test_a_run_that_is_ended_leaves_what_it_had_found(target: Path) -> None:
-    calls = end_after_three(target)
-    lines = KeptResults(target).path.read_text().splitlines()
-    assert [Report.of(parse_json(line, ""), "").results[0].check for line in lines] == calls
+def run_after(target: Path, *, resume: bool = True) -> list[str]:
+    """What another run of the same checks runs."""
+    after: list[str] = []
+    run(counting(after), kept=KeptResults(target, resume=resume))
+    return after
 
 
-def test_resume_runs_only_what_is_missing(target: Path) -> None:
+def test_a_run_that_is_ended_leaves_what_it_had_found_and_is_resumed_there(target: Path) -> None:
     before, after, told = end_after_three(target), [], []
+    lines = KeptResults(target).path.read_text().splitlines()
+    assert [Report.of(parse_json(line, ""), "").results[0].check for line in lines] == before
     report = run(counting(after), kept=KeptResults(target, resume=True), on_result=told.append)
     assert [result.check for result in report.results] == [*before, *after] == names()
     assert report.counts[Outcome.PASS] == len(report.results) and told == list(report.results)
 
 
+def test_without_resume_everything_runs_again(target: Path) -> None:
+    end_after_three(target)
+    assert run_after(target, resume=False) == names()
+
+
 def test_a_line_that_was_cut_short_is_run_again(target: Path) -> None:
     end_after_three(target)
-    kept, after = KeptResults(target, resume=True), []
-    kept.path.write_bytes(kept.path.read_bytes()[:-9])
-    run(counting(after), kept=kept)
-    assert after == names()[2:]
+    kept = KeptResults(target).path
+    kept.write_bytes(kept.read_bytes()[:-9])
+    assert run_after(target) == names()[2:]
 
 
 def test_resume_takes_a_whole_report_as_it_is(target: Path) -> None:
     run(counting([]), kept=KeptResults(target)).save(target)
     KeptResults(target).discard()
-    after: list[str] = []
-    run(counting(after), kept=KeptResults(target, resume=True))
-    assert after == []
-
-
-def test_without_resume_everything_runs_again(target: Path) -> None:
-    end_after_three(target)
-    after: list[str] = []
-    run(counting(after), kept=KeptResults(target))
-    assert after == names()
+    assert run_after(target) == []
 
 
 @pytest.mark.parametrize(
@@ -138,7 +137,7 @@ from attn_backends.torch_reference import TorchReference
 
 AT_WORK = Path({at_work!r})
 
-class Terminating(TorchReference):
+class Backend(TorchReference):
     name = "terminating"
     def write_kv(self, *args):
         if not AT_WORK.exists():
@@ -153,12 +152,9 @@ class Terminating(TorchReference):
 @pytest.fixture
 def at_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The file of the plug-in that terminates this process, which is on the path of those it starts, too."""
-    info = tmp_path / "terminating-1.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: terminating\nVersion: 1\n")
-    (info / "entry_points.txt").write_text("[attn_backends]\nterminating = terminating:Terminating\n")
     file = tmp_path / "at_work"
-    (tmp_path / "terminating.py").write_text(TERMINATING.format(at_work=str(file), command=os.getpid()))
+    source = TERMINATING.format(at_work=str(file), command=os.getpid())
+    install_plug_in(tmp_path, "terminating", "terminating", source)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.setattr(registry, "_loaded", dict(registry._loaded))
@@ -216,8 +212,7 @@ def test_a_line_that_is_nested_too_deep_is_refused(target: Path) -> None:
         run(counting([]), kept=KeptResults(target, resume=True))
 
 
-def test_a_resume_that_is_refused_is_one_line_also_from_a_subprocess(tmp_path: Path) -> None:
-    target = tmp_path / "report.json"
+def test_a_resume_that_is_refused_is_one_line_also_from_a_subprocess(target: Path) -> None:
     end_after_three(target)
     part = KeptResults(target).path
     other = [parse_json(line, "") | {"backend": "other"} for line in part.read_bytes().splitlines()]

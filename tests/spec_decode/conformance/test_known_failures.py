@@ -1,19 +1,27 @@
-"""Failures that a backend's author knows of are read from a file beside the backend, by every face of the kit."""
+"""Failures that a backend's author knows of, from a call or from a file beside the backend."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner, Result
 
-from attn_backends import AttentionBackend, BrokenBackend, get
-from spec_decode.conformance import check_backend
+from attn_backends import AttentionBackend, BrokenBackend, get, registry
+from attn_backends.torch_reference import TorchReference
+from spec_decode.cli.main import main
+from spec_decode.conformance import KnownFailure, check_backend
 from spec_decode.conformance.known_failures import known_failures_of
+from spec_decode.conformance.report import Report
 from spec_decode.testing.outcome import Outcome
+from tests.factories import register_as
 
 CPU = torch.device("cpu")
+VERSION, INERT = "contract.version_matches", "builder.padding_stays_inert"
 _MODULE = """
 from attn_backends.torch_reference import TorchReference
 
@@ -27,38 +35,60 @@ class Crashes(TorchReference):
 
 @pytest.fixture
 def crashes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AttentionBackend:
-    """A third party's backend, in a module of its own folder."""
+    """A third party's backend, in a module of its own folder; registered until the test ends."""
     (tmp_path / "crashing_backend.py").write_text(_MODULE)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "crashing_backend", raising=False)
     from crashing_backend import Crashes  # type: ignore[import-not-found]
 
+    for store in ("_registered", "_loaded"):
+        monkeypatch.setattr(registry, store, dict(getattr(registry, store)))
+    register_as("crashes", Crashes)
     backend: AttentionBackend = Crashes()
     return backend
 
 
-def test_a_file_beside_the_backend_makes_its_failures_expected(crashes: AttentionBackend, tmp_path: Path) -> None:
-    entry = (
-        '[[known_failure]]\ncheck = "numerics.*"\ncase = "base-*"\nreason = "no kernel"\nissue = "#7"\nerror = true\n'
-    )
-    (tmp_path / "known_failures.toml").write_text(entry)
-
-    found = {
-        r.case: r.outcome
-        for r in check_backend(
-            crashes,
-            device=CPU,
-            checks=["numerics.attention*[[]scale-decode]", "numerics.attention*[[]base-decode]"],
-            report=True,
-        ).results
-    }
-
-    assert found == {"base-decode": Outcome.XFAIL, "scale-decode": Outcome.ERROR}
+@pytest.fixture
+def beside(tmp_path: Path) -> Callable[[str], object]:
+    """Writes the file beside the backend."""
+    return (tmp_path / "known_failures.toml").write_text
 
 
-def test_a_backend_without_the_file_has_none(crashes: AttentionBackend) -> None:
-    assert known_failures_of(crashes) == ()
-    assert known_failures_of(get("torch_reference")) == ()
+def report_of(backend: AttentionBackend | str, *checks: str, known: list[KnownFailure] | None = None) -> Report:
+    return check_backend(backend, device=CPU, checks=checks, known_failures=known, report=True)
+
+
+def outcomes(report: Report) -> dict[str, Outcome]:
+    return {result.case: result.outcome for result in report.results}
+
+
+def of_the_command() -> Result:
+    return CliRunner().invoke(main, ["check", "crashes", "--device", "cpu", "--only", VERSION])
+
+
+@pytest.mark.parametrize(("error", "outcome"), [(True, Outcome.XFAIL), (False, Outcome.ERROR)])
+def test_an_exception_is_expected_with_its_issue_only_where_it_is_known(
+    crashes: AttentionBackend, error: bool, outcome: Outcome
+) -> None:
+    """It may be of another bug than the failure that is known."""
+    known = [KnownFailure(check="numerics.attention_*", reason="kernel missing", issue="#7", error=error)]
+    (result,) = report_of(crashes, "numerics.attention_is_right[[]base-single]", known=known).results
+    assert result.outcome is outcome and ("#7: kernel missing" in result.reason) is error
+    assert "RuntimeError: no kernel image (in forward, crashing_backend.py:8)" in result.reason
+
+
+def test_a_known_failure_that_passes_is_a_failure() -> None:
+    report = report_of("torch_reference", VERSION, known=[KnownFailure(check=VERSION, reason="old", issue="#8")])
+    assert [result.outcome for result in report.results] == [Outcome.XPASS] and not report.ok
+
+
+def test_a_file_beside_the_backend_makes_its_failures_expected(
+    crashes: AttentionBackend, beside: Callable[[str], object]
+) -> None:
+    assert known_failures_of(crashes) == known_failures_of(get("torch_reference")) == ()
+    beside('[[known_failure]]\ncheck = "numerics.*"\ncase = "base-*"\nreason = "no"\nissue = "#7"\nerror = true\n')
+    report = report_of(crashes, *(f"numerics.attention*[[]{case}]" for case in ("scale-decode", "base-decode")))
+    assert outcomes(report) == {"base-decode": Outcome.XFAIL, "scale-decode": Outcome.ERROR}
 
 
 @pytest.mark.parametrize(
@@ -71,25 +101,49 @@ def test_a_backend_without_the_file_has_none(crashes: AttentionBackend) -> None:
         ("[[known_failure", "is not that"),
     ],
 )
-def test_a_file_that_says_something_else_is_refused(
-    crashes: AttentionBackend, tmp_path: Path, text: str, says: str
+def test_a_file_that_says_something_else_is_refused_and_makes_the_backend_unavailable(
+    crashes: AttentionBackend, beside: Callable[[str], object], text: str, says: str
 ) -> None:
-    (tmp_path / "known_failures.toml").write_text(text)
-
-    with pytest.raises(BrokenBackend, match=says) as refusal:
+    beside(text)
+    with pytest.raises(BrokenBackend, match=rf"known_failures\.toml.*{says}|{says}.*known_failures\.toml"):
         known_failures_of(crashes)
-    assert "known_failures.toml" in str(refusal.value)
-
-
-def test_a_broken_file_makes_the_backend_unavailable(crashes: AttentionBackend, tmp_path: Path) -> None:
-    (tmp_path / "known_failures.toml").write_text("[[known_failure]]")
-
-    report = check_backend(crashes, device=CPU, report=True)
-
+    report = report_of(crashes)
     assert [result.outcome for result in report.results] == [Outcome.UNAVAILABLE] and not report.ok
+    told = of_the_command()
+    assert told.exit_code == 1 and "unavailable: contract.loads[any]: known failures are tables" in told.output
 
 
-def test_an_error_says_where_it_was_raised(crashes: AttentionBackend) -> None:
-    (result,) = check_backend(crashes, device=CPU, checks=["*.attention_is_right[[]base-decode]"], report=True).results
+def notes(backend: AttentionBackend | str, asked: str, entry: KnownFailure) -> list[str]:
+    """What was told, but for what was tried, which is told last."""
+    told: list[str] = []
+    check_backend(backend, device=CPU, checks=[asked], known_failures=[entry], on_note=told.append, report=True)
+    return told[:-1]
 
-    assert result.reason == "RuntimeError: no kernel image (in forward, crashing_backend.py:8)"
+
+def later(**fields: str) -> KnownFailure:
+    return KnownFailure(**{"check": INERT, "case": "base-*", **fields}, reason="later", issue="#7")
+
+
+@pytest.mark.parametrize("entry", [later(check=f"{INERT}_", case="*"), later(case="bse-*")])
+def test_an_entry_that_covers_nothing_is_told(entry: KnownFailure) -> None:
+    (note,) = notes("torch_reference", VERSION, entry)
+    told = f"known failure {entry.check}[{entry.case}] (#7) covers no check of torch_reference on cpu:"
+    assert note.startswith(told)
+
+
+def test_an_entry_of_the_file_that_covers_nothing_is_told_under_the_summary(
+    crashes: AttentionBackend, beside: Callable[[str], object]
+) -> None:
+    beside('[[known_failure]]\ncheck = "builder.padding_stays_inrt"\nreason = "later"\nissue = "#7"\n')
+    told = of_the_command().output
+    assert "known failure builder.padding_stays_inrt[*] (#7) covers no check" in told
+
+
+REFUSING: Any = {"unsupported_reasons": lambda self, spec, device: ["not here"]}
+
+
+@pytest.mark.parametrize("backend", ["torch_reference", type("Refusing", (TorchReference,), REFUSING)()])
+def test_an_entry_whose_check_was_not_asked_for_or_has_no_case_here_covers_something(
+    backend: AttentionBackend | str,
+) -> None:
+    assert notes(backend, VERSION, later()) == []

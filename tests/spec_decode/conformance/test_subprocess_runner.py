@@ -9,6 +9,7 @@ import torch
 
 from spec_decode.conformance.coverage import EVERYTHING
 from spec_decode.conformance.subprocess_runner import TimeLimits, check_isolated
+from tests.factories import install_plug_in
 from tests.hanging import HANG, UNLIMITED, pass_limits_at
 from tests.spec_decode.matrix.evidence import env, report, result
 
@@ -33,21 +34,15 @@ def outcomes(report) -> list[str]:
     return [result.outcome.value for result in report.results]
 
 
-def test_a_whole_run_is_what_the_process_said():
-    seen = []
-    found = run("say(report=plan)\nfor n in range(4): done(n)", on_result=seen.append)
-    assert outcomes(found) == ["pass"] * 4 and found.version == "7"
-    assert list(found.results) == seen
-
-
-def test_the_notes_on_a_plan_are_told_before_its_results():
+def test_a_whole_run_is_what_the_process_said_and_the_notes_on_a_plan_are_told_before_its_results():
     told = []
-    run(
+    found = run(
         "say(report=plan, notes=['advance is REBUILD'])\nfor n in range(4): done(n)",
         on_note=told.append,
-        on_result=lambda result: told.append(result.case),
+        on_result=told.append,
     )
-    assert told == ["advance is REBUILD", "0", "1", "2", "3"]
+    assert outcomes(found) == ["pass"] * 4 and found.version == "7"
+    assert told == ["advance is REBUILD", *found.results]
 
 
 def test_a_crash_is_an_error_of_the_check_in_flight_and_the_rest_is_not_run():
@@ -107,33 +102,16 @@ def test_what_a_backend_starts_ends_with_it(tmp_path, hang):
         assert pipe.read() == ""
 
 
-@pytest.fixture
-def install(tmp_path, monkeypatch):
-    """install(code) makes a package `lent` findable that declares the backend `lent`, lent.py's Backend."""
-
-    def install(code):
-        (tmp_path / "lent.py").write_text(code)
-        info = tmp_path / "lent-1.dist-info"
-        info.mkdir()
-        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: lent\nVersion: 1\n")
-        (info / "entry_points.txt").write_text("[attn_backends]\nlent = lent:Backend\n")
-        monkeypatch.syspath_prepend(tmp_path)
-
-    return install
-
-
-def test_a_plug_in_that_crashes_on_import_is_named_and_harms_nothing_here(install):
-    install("import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)\n")
-    found = check_isolated("lent", env=env(), request={"device": "cpu"})
-    assert outcomes(found) == ["error"] and "SIGSEGV" in found.results[0].reason
-
-
-def test_the_real_process_checks_a_real_backend_and_names_a_thread_of_it_without_waiting_for_it(install):
-    install(
+def test_the_real_process_checks_a_real_backend_and_names_a_thread_of_it_without_waiting_for_it(tmp_path, monkeypatch):
+    install_plug_in(
+        tmp_path,
+        "lent",
+        "lent",
         "import threading\n"
         "from attn_backends.torch_reference import TorchReference as Backend\n"
-        "threading.Thread(target=threading.Event().wait, name='watcher').start()\n"
+        "threading.Thread(target=threading.Event().wait, name='watcher').start()\n",
     )
+    monkeypatch.syspath_prepend(tmp_path)
     notes = []
     request = {"device": "cpu", "checks": ["contract.version_matches"], "command": "c"}
     found = check_isolated("lent", env=env(), request=request, on_note=notes.append)

@@ -10,7 +10,6 @@ import json
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 import torch
@@ -27,6 +26,7 @@ from spec_decode.environment import environment
 from spec_decode.matrix import Matrix, Status, build_matrix, to_markdown
 from spec_decode.testing.outcome import Outcome
 from spec_decode.tools import plug_ins
+from tests.factories import install_plug_in
 from tests.hanging import HANG, UNLIMITED, pass_limits_at
 
 CPU = torch.device("cpu")
@@ -92,11 +92,11 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Every plug-in, and the name `rival` by two packages, on the path of this process and of those it starts."""
     site = tmp_path_factory.mktemp("site")
     for name, (source, fault) in PLUG_INS.items():
-        install(
+        install_plug_in(
             site, f"faulty-{name}", name, source.format(name=name, fault=fault.replace("MARK", str(site / "hangs")))
         )
     for package in ("rivals-a", "rivals-b"):
-        install(site, package, "rival", FORWARD.format(name=package, fault="pass"))
+        install_plug_in(site, package, "rival", FORWARD.format(name=package, fault="pass"))
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(site))
         patch.setenv("PYTHONPATH", str(site), prepend=os.pathsep)
@@ -105,15 +105,6 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         patch.setattr(plug_ins, "_tried", {})
         pass_limits_at(site / "hangs", HANG_LIMIT, patch)
         yield
-
-
-def install(site: Path, package: str, name: str, source: str) -> None:
-    module = package.replace("-", "_")
-    (site / f"{module}.py").write_text(source)
-    info = site / f"{module}-1.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1\n")
-    (info / "entry_points.txt").write_text(f"[attn_backends]\n{name} = {module}:Backend\n")
 
 
 @dataclass(frozen=True)
@@ -244,6 +235,7 @@ def test_check_names_a_crash_and_goes_on(crashed: Checked) -> None:
     assert "error: numerics.attention_is_right[value_dim-decode]: the process ended with SIGABRT" in result.stdout
     assert "crasher: 4 checks = 0 pass, 1 error, 3 not_run" in result.stdout
     assert f"{reports[0].summary()}\n" in result.stdout and f"{reports[1].summary()}\n" in result.stdout
+    assert "claimed and never tried: " in result.stdout.splitlines()[-1]
 
 
 def test_what_is_available_is_found_without_what_crashes_at_import(monkeypatch: pytest.MonkeyPatch) -> None:

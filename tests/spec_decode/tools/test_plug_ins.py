@@ -69,21 +69,21 @@ def tried(tmp_path: Path) -> Tried:
     return tried
 
 
-def test_without_plug_ins_no_process_is_started(declare: Callable[..., None], tried: Tried) -> None:
-    declare()
-    assert tried() == ({}, [])
-
-
-def test_sound_plug_ins_cost_one_process(declare: Callable[..., None], tried: Tried) -> None:
-    declare("a", "b", "c")
-    assert tried() == ({}, [["a", "b", "c"]])
-
-
-def test_what_is_left_is_loaded_together_after_each_that_crashes(declare: Callable[..., None], tried: Tried) -> None:
-    declare("a", "crash1", "b", "crash2", "c")
-    refused, processes = tried()
-    assert list(refused) == ["crash1", "crash2"]
-    assert processes == [["a", "crash1", "b", "crash2", "c"], ["a", "b", "crash2", "c"], ["a", "b", "c"]]
+@pytest.mark.parametrize(
+    ("names", "processes"),
+    [
+        ("", []),
+        ("a b c", ["a b c"]),
+        ("a crash1 b crash2 c", ["a crash1 b crash2 c", "a b crash2 c", "a b c"]),
+    ],
+)
+def test_what_is_left_is_loaded_together_after_each_that_crashes(
+    names: str, processes: list[str], declare: Callable[..., None], tried: Tried
+) -> None:
+    declare(*names.split())
+    refused, started = tried()
+    assert list(refused) == [name for name in names.split() if name.startswith("crash")]
+    assert [" ".join(given) for given in started] == processes
 
 
 def test_what_crashes_is_refused_with_its_signal_and_last_words(declare: Callable[..., None], tried: Tried) -> None:
@@ -95,16 +95,14 @@ def test_what_crashes_is_refused_with_its_signal_and_last_words(declare: Callabl
     assert str(error.value) == refused["crash"]
 
 
-def test_what_hangs_is_refused_with_its_limit(declare: Callable[..., None], tried: Tried) -> None:
-    declare("hang")
-    assert "outlived the limit of 0.3 s for a package to load" in tried(0.3)[0]["hang"]
-
-
-def test_what_hangs_was_the_last_that_was_named(declare: Callable[..., None], tried: Tried) -> None:
+def test_what_hangs_is_refused_with_its_limit_and_was_the_last_that_was_named(
+    declare: Callable[..., None], tried: Tried
+) -> None:
     declare("a", "hang", "b")
     told: list[str] = []
-    tried(0.3, lambda plug_in: told.append(f"{plug_in.name} of {plug_in.package}"))
-    assert told[:2] == ["a of unknown", "hang of unknown"] and told[2:] == ["a of unknown", "b of unknown"]
+    refused, _ = tried(0.3, lambda plug_in: told.append(f"{plug_in.name} of {plug_in.package}"))
+    assert "outlived the limit of 0.3 s for a package to load" in refused["hang"]
+    assert told == [f"{name} of unknown" for name in ("a", "hang", "a", "b")]
 
 
 def test_what_ends_its_process_without_a_fault_is_refused_too(declare: Callable[..., None], tried: Tried) -> None:
@@ -118,11 +116,15 @@ def test_a_process_that_says_nothing_refuses_all(declare: Callable[..., None]) -
     assert refused.keys() == {"a", "b"} and "exit status 1; it printed: no module" in refused["a"]
 
 
-def test_nothing_is_tried_twice_and_a_refusal_is_told_again(declare: Callable[..., None], tried: Tried) -> None:
+def test_nothing_is_tried_twice_and_a_refusal_is_told_again_until_a_call_registers_the_name(
+    declare: Callable[..., None], tried: Tried
+) -> None:
     declare("a", "crash")
     first, _ = tried()
     again, processes = tried()
     assert again == first and len(processes) == 2
+    register_as("crash", TorchReference, replace=True)
+    assert type(get("crash")) is TorchReference
 
 
 def test_what_is_loaded_here_or_registered_by_a_call_is_not_tried(declare: Callable[..., None], tried: Tried) -> None:
@@ -130,15 +132,3 @@ def test_what_is_loaded_here_or_registered_by_a_call_is_not_tried(declare: Calla
     get("here")
     register_as("by_call", TorchReference, replace=True)
     assert tried() == ({}, [["new"]])
-
-
-def test_a_backend_registered_under_a_refused_name_is_had(declare: Callable[..., None], tried: Tried) -> None:
-    declare("crash")
-    tried()
-    register_as("crash", TorchReference, replace=True)
-    assert type(get("crash")) is TorchReference
-
-
-def test_the_real_process_loads_what_this_one_would(declare: Callable[..., None]) -> None:
-    declare("nobody_there_declares_this")
-    assert try_plug_ins() == {} and type(get("nobody_there_declares_this")) is TorchReference
