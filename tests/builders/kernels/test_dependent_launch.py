@@ -2,6 +2,7 @@
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -62,14 +63,16 @@ def test_it_is_chosen_where_the_gpu_has_it_unless_forbidden(options, capability,
     assert options(capability, asked) == (CHOSEN if chosen else {"PDL": False})
 
 
-def test_asking_for_it_where_it_does_not_exist_is_refused(options):
-    with pytest.raises(BatchError, match=r"ATTN_BACKENDS_PDL=1 needs compute capability 9\.0.*got \(8, 0\)"):
-        options((8, 0), "1")
-
-
-def test_another_value_of_the_variable_is_refused(options):
-    with pytest.raises(BatchError, match="must be 0 or 1, got 'yes'"):
-        options((9, 0), "yes")
+@pytest.mark.parametrize(
+    ("capability", "asked", "message"),
+    [
+        ((8, 0), "1", r"ATTN_BACKENDS_PDL=1 needs compute capability 9\.0.*got \(8, 0\)"),
+        ((9, 0), "yes", "must be 0 or 1, got 'yes'"),
+    ],
+)
+def test_asking_for_it_in_vain_or_in_another_word_is_refused(options, capability, asked, message):
+    with pytest.raises(BatchError, match=message):
+        options(capability, asked)
 
 
 def test_the_cpu_never_has_it(monkeypatch):
@@ -83,20 +86,24 @@ PREFETCH = "prefetch_weight"
 """It reads no value, and may come before the wait."""
 
 
+@cache
+def nodes_of_sources():
+    """By file, what its syntax tree is made of."""
+    return {path: list(ast.walk(ast.parse(path.read_text()))) for path in SOURCES}
+
+
 def definitions():
     """Each function with a parameter PDL, helpers of the ground floor and a prefetch aside."""
-    for path in SOURCES:
-        if path.name != "triton_runtime.py":
-            for node in ast.walk(ast.parse(path.read_text())):
-                is_kernel = isinstance(node, ast.FunctionDef) and node.name != PREFETCH
-                if is_kernel and "PDL" in [argument.arg for argument in node.args.args]:
-                    yield node
+    for path, nodes in nodes_of_sources().items():
+        for node in nodes if path.name != "triton_runtime.py" else ():
+            is_kernel = isinstance(node, ast.FunctionDef) and node.name != PREFETCH
+            if is_kernel and "PDL" in [argument.arg for argument in node.args.args]:
+                yield node
 
 
 def launches():
     """Every launch of a kernel: its file, its name, and whether it passes the options."""
-    for path in SOURCES:
-        nodes = list(ast.walk(ast.parse(path.read_text())))
+    for path, nodes in nodes_of_sources().items():
         assigned = [ast.unparse(node) for node in nodes if isinstance(node, ast.Assign)]
         options = (
             "dependent_launch(",

@@ -71,6 +71,8 @@ class Backend(TorchReference):
     def supports(self, spec, device):
         {fault}
 """
+CRASHING = {"crashes_at_import": "driver", "crashes_when_asked": "device"}
+"""What each misses."""
 PLUG_INS = {
     "healthy": (FORWARD, "pass"),
     "crasher": (FORWARD, "print('no such kernel image', flush=True); os.abort()"),
@@ -78,8 +80,8 @@ PLUG_INS = {
     "quitter": (FORWARD, "sys.exit('licence expired')"),
     "no_exception": (FORWARD, "raise type('Abrupt', (BaseException,), {})('enough')"),
     "quits_at_import": (AT_IMPORT, "sys.exit('licence expired')"),
-    "crashes_at_import": (AT_IMPORT, "print('no such driver', flush=True); os.abort()"),
-    "crashes_when_asked": (WHEN_ASKED, "print('no such device', flush=True); os.abort()"),
+    "crashes_at_import": (AT_IMPORT, f"print('no such {CRASHING['crashes_at_import']}', flush=True); os.abort()"),
+    "crashes_when_asked": (WHEN_ASKED, f"print('no such {CRASHING['crashes_when_asked']}', flush=True); os.abort()"),
     "cuda_at_import": (AT_IMPORT, "torch.cuda.init()"),
     "takes_ours_by_call": (AT_IMPORT, "register(TorchReference)"),
     "torch_reference": (FORWARD, "os.abort()"),
@@ -123,13 +125,6 @@ def crashed(installed: None, tmp_path_factory: pytest.TempPathFactory) -> Checke
     return Checked(result, [Report.load(folder / f"check-{name}.json") for name in ("crasher", "healthy")])
 
 
-@pytest.fixture(scope="module")
-def together(crashed: Checked) -> list[Report]:
-    """The reports of crasher, healthy, hanger."""
-    hung = MatrixRun(device=CPU, tags=(TAG,), limits=TimeLimits(check=HANG_LIMIT, backend=UNLIMITED))
-    return [*crashed.reports, *hung.of(["hanger"])]
-
-
 def say(*words: str) -> Result:
     return CliRunner().invoke(main, [*words, "--device", "cpu"])
 
@@ -138,27 +133,35 @@ def word_of(matrix: Matrix, backend: str, tag: str = TAG) -> Status:
     return next(row for row in matrix.rows if row.backend == backend).cells[tag].status
 
 
-def refusal(name: str) -> str:
-    """Why a name cannot be had; its report says the same."""
+REFUSALS = {
+    "quits_at_import": ["does not load: SystemExit: licence expired"],
+    "takes_ours_by_call": ["DuplicateBackend: backend 'torch_reference' is already registered"],
+    "faulty-torch_reference:torch_reference": [
+        "package faulty-torch_reference declares 'torch_reference', which is built in",
+        "a backend name must be free",
+    ],
+    "rival": [
+        "packages rivals-a and rivals-b all declare 'rival'",
+        "Ask for rivals-a:rival or rivals-b:rival",
+        "a backend name must be free",
+    ],
+}
+"""By name, why it cannot be had."""
+try:
+    torch.zeros(1, device="cuda")  # where it works, the kit's check of it is in test_faults_in_the_kit.py
+except (AssertionError, RuntimeError) as error:
+    REFUSALS["cuda_at_import"] = ["'cuda_at_import' is registered but does not load: ", str(error).splitlines()[0]]
+CRASHES = {name: f"the process ended with SIGABRT; it printed: no such {what}" for name, what in CRASHING.items()}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_a_name_that_cannot_be_had_is_refused_and_unavailable_in_the_same_words(name: str) -> None:
     with pytest.raises(BrokenBackend) as refused:
         get(name)
-    report = check_backend(name, device=CPU, report=True)
-    assert not report.ok and [result.outcome for result in report.results] == [Outcome.UNAVAILABLE]
-    assert report.results[0].reason == str(refused.value)
-    return str(refused.value)
-
-
-def test_importing_cuda_where_there_is_none_is_refused_in_the_plug_ins_own_words() -> None:
-    if torch.cuda.is_available():
-        pytest.skip("initialising CUDA works here; the kit's check of it is in test_faults_in_the_kit.py")
-    assert refusal("cuda_at_import").startswith("backend 'cuda_at_import' is registered but does not load: ")
-    with pytest.raises((AssertionError, RuntimeError)) as torchs:
-        torch.zeros(1, device="cuda")
-    assert str(torchs.value).splitlines()[0] in refusal("cuda_at_import")
-
-
-def test_leaving_python_at_import_is_refused_and_leaves_nothing() -> None:
-    assert "does not load: SystemExit: licence expired" in refusal("quits_at_import")
+    (result,) = check_backend(name, device=CPU, report=True).results
+    assert result.outcome is Outcome.UNAVAILABLE and result.reason == str(refused.value)
+    assert all(words in result.reason for words in REFUSALS[name])
+    assert type(get("torch_reference")) is TorchReference
 
 
 @pytest.mark.parametrize(
@@ -171,25 +174,6 @@ def test_leaving_python_in_a_check_is_that_checks_error(name: str, reason: str) 
     assert any(result.reason.startswith(reason) for result in report.results)
 
 
-def test_declaring_a_name_of_ours_is_refused_and_the_name_stays_ours() -> None:
-    assert "faulty-torch_reference:torch_reference" in names() and names().count("torch_reference") == 1
-    words = refusal("faulty-torch_reference:torch_reference")
-    assert "package faulty-torch_reference declares 'torch_reference', which is built in" in words
-    assert type(get("torch_reference")) is TorchReference
-
-
-def test_registering_a_name_of_ours_at_import_is_refused_and_the_name_stays_ours() -> None:
-    words = refusal("takes_ours_by_call")
-    assert "DuplicateBackend: backend 'torch_reference' is already registered" in words
-    assert type(get("torch_reference")) is TorchReference
-
-
-def test_a_name_that_two_plug_ins_declare_means_neither_and_says_how_to_ask_for_each() -> None:
-    words = refusal("rival")
-    assert "packages rivals-a and rivals-b all declare 'rival'" in words
-    assert "Ask for rivals-a:rival or rivals-b:rival" in words
-
-
 @pytest.mark.parametrize("package", ["rivals-a", "rivals-b"])
 def test_a_plug_in_whose_name_is_contested_keeps_its_results(package: str) -> None:
     report = check_backend(f"{package}:rival", device=CPU, checks=[BRIEF], report=True)
@@ -197,45 +181,38 @@ def test_a_plug_in_whose_name_is_contested_keeps_its_results(package: str) -> No
 
 
 def test_list_names_every_refusal_and_goes_on() -> None:
-    entries = {entry["name"]: entry for entry in json.loads(say("list", "--json").stdout)["backends"]}
-    assert entries["healthy"]["accepted"] and entries["torch_reference"]["accepted"]
-    refused = {name: " ".join(entry["reasons"]) for name, entry in entries.items() if not entry["accepted"]}
-    assert "SystemExit: licence expired" in refused["quits_at_import"]
-    assert "does not load" in refused["takes_ours_by_call"]
-    assert "which is built in" in refused["faulty-torch_reference:torch_reference"]
-    assert "rivals-a and rivals-b" in refused["rival"]
+    entries = json.loads(say("list", "--json").stdout)["backends"]
+    refused = {entry["name"]: " ".join(entry["reasons"]) for entry in entries if not entry["accepted"]}
+    assert {"healthy", "torch_reference"}.isdisjoint(refused)
+    assert names().count("torch_reference") == [entry["name"] for entry in entries].count("torch_reference") == 1
+    for name, words in (REFUSALS | {name: [words] for name, words in CRASHES.items()}).items():
+        assert all(part in refused[name] for part in words), name
     assert "of package faulty-crashes_at_import" in refused["crashes_at_import"]
-    assert "the process ended with SIGABRT; it printed: no such driver" in refused["crashes_at_import"]
-    assert "the process ended with SIGABRT; it printed: no such device" in refused["crashes_when_asked"]
 
 
-def test_doctor_names_every_refusal_and_goes_on() -> None:
+def test_doctor_names_every_refusal_and_tells_plug_ins_under_the_names_that_they_are_had_by() -> None:
     findings = json.loads(say("doctor", "--json").stdout)
-    backends = {finding["subject"]: finding for finding in findings if finding["topic"] == "backends"}
-    assert backends["healthy"]["status"] == backends["torch_reference"]["status"] == "ok"
-    assert "licence" in backends["quits_at_import"]["detail"]
-    assert "already registered" in backends["takes_ours_by_call"]["detail"]
-    for name in ("faulty-torch_reference:torch_reference", "rival"):
-        assert "a backend name must be free" in backends[name]["detail"]
-    for name in ("crashes_at_import", "crashes_when_asked"):
-        assert backends[name]["status"] == "failed" and "SIGABRT" in backends[name]["detail"]
-
-
-def test_doctor_tells_each_plug_in_under_the_name_that_it_is_had_by() -> None:
-    found = {f["subject"]: f for f in json.loads(say("doctor", "--json").stdout) if f["topic"] == "plug-ins"}
-    assert found["healthy"]["detail"] == "faulty-healthy: faulty_healthy.Backend 7"
-    assert found["rivals-a:rival"]["detail"] == "rivals-a: rivals_a.Backend 7"
-    assert "torch_reference" not in found and found["faulty-torch_reference:torch_reference"]["status"] == "failed"
-    assert found["crashes_at_import"]["status"] == "failed"
+    backends, plug_in = (
+        {found["subject"]: (found["status"], found["detail"]) for found in findings if found["topic"] == topic}
+        for topic in ("backends", "plug-ins")
+    )
+    assert backends["healthy"][0] == backends["torch_reference"][0] == "ok"
+    for name, words in (REFUSALS | {name: ["SIGABRT"] for name in CRASHES}).items():
+        assert backends[name][0] == "failed" and words[-1] in backends[name][1], name
+    assert plug_in["healthy"][1] == "faulty-healthy: faulty_healthy.Backend 7"
+    assert plug_in["rivals-a:rival"][1] == "rivals-a: rivals_a.Backend 7"
+    assert "torch_reference" not in plug_in
+    assert plug_in["faulty-torch_reference:torch_reference"][0] == plug_in["crashes_at_import"][0] == "failed"
 
 
 def test_check_names_a_crash_and_goes_on(crashed: Checked) -> None:
-    result, reports = crashed.result, crashed.reports
-    assert result.exit_code == 1 and [report.ok for report in reports] == [False, True]
+    result, (crasher, healthy) = crashed.result, crashed.reports
+    assert result.exit_code == 1 and not crasher.ok and healthy.ok and healthy.version == "7"
+    assert healthy.counts[Outcome.PASS] == sum(each.outcome is not Outcome.UNSUPPORTED for each in healthy.results)
     assert "error: numerics.attention_is_right[value_dim-decode]: the process ended with SIGABRT" in result.stdout
     assert "crasher: 4 checks = 0 pass, 1 error, 3 not_run" in result.stdout
-    assert f"{reports[0].summary()}\n" in result.stdout and f"{reports[1].summary()}\n" in result.stdout
-    assert "claimed and never tried: " in result.stdout.splitlines()[-1]
+    assert f"{crasher.summary()}\n" in result.stdout and f"{healthy.summary()}\n" in result.stdout
+    assert "claimed and never tried: " in result.stdout.partition(healthy.summary())[2]
 
 
 def test_what_is_available_is_found_without_what_crashes_at_import(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -260,27 +237,16 @@ def test_the_matrix_shows_no_evidence_for_a_plug_in_that_does_not_load_but_the_r
     assert "licence expired" in to_markdown(matrix)
 
 
-def test_a_crash_is_named_with_its_check_and_last_words(together: list[Report]) -> None:
-    crasher = together[0]
-    (error,) = [result for result in crasher.results if result.outcome is Outcome.ERROR]
-    assert error.check == "numerics.attention_is_right"
-    assert "SIGABRT; it printed: no such kernel image" in error.reason
-
-
-def test_a_hang_is_named_with_its_check_and_limit(together: list[Report]) -> None:
-    hanger = together[2]
-    (error,) = [result for result in hanger.results if result.outcome is Outcome.ERROR]
-    assert error.check == "numerics.attention_is_right"
-    assert error.reason.startswith("the process outlived the limit of 10 s for a check and was ended")
-
-
-def test_a_backend_that_is_checked_after_a_crash_is_whole(together: list[Report]) -> None:
-    healthy = together[1]
-    assert healthy.ok and healthy.version == "7"
-    assert healthy.counts[Outcome.PASS] == sum(result.outcome is not Outcome.UNSUPPORTED for result in healthy.results)
-
-
-def test_the_matrix_shows_a_crash_and_a_hang_as_broken_beside_what_is_verified(together: list[Report]) -> None:
-    matrix = build_matrix(together)
-    words = [word_of(matrix, report.backend) for report in together]
-    assert words == [Status.BROKEN, Status.VERIFIED, Status.BROKEN]
+def test_a_crash_and_a_hang_are_named_with_their_check_and_broken_beside_what_is_verified(crashed: Checked) -> None:
+    hung = MatrixRun(device=CPU, tags=(TAG,), limits=TimeLimits(check=HANG_LIMIT, backend=UNLIMITED))
+    reports = [*crashed.reports, *hung.of(["hanger"])]
+    words = (
+        "the process ended with SIGABRT; it printed: no such kernel image",
+        "the process outlived the limit of 10 s for a check and was ended",
+    )
+    for report, said in zip(reports[::2], words, strict=True):
+        (error,) = [result for result in report.results if result.outcome is Outcome.ERROR]
+        assert error.check == "numerics.attention_is_right" and error.reason.startswith(said)
+    matrix = build_matrix(reports)
+    statuses = [word_of(matrix, report.backend) for report in reports]
+    assert statuses == [Status.BROKEN, Status.VERIFIED, Status.BROKEN]
