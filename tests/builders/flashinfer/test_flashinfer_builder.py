@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
+from itertools import permutations
 
 import pytest
 import torch
@@ -47,6 +48,25 @@ def fixture_of(made, rows, **changes):
 
 def build(fixture, batch, builder=None):
     return (builder or fixture.builder()).build(fixture.view(fixture.load(batch), batch))
+
+
+def built(made, batch, **changes):
+    """A fixture of the backend, its builder, and the view that it has built, with what it built."""
+    fixture = fixture_of(made, batch.rows, **changes)
+    builder, view = fixture.builder(), fixture.view(fixture.load(batch), batch)
+    return fixture, builder, view, builder.build(view)
+
+
+def advanced(made, before, after):
+    """A fixture, and the metadata of one batch that was advanced over another in its place."""
+    fixture = fixture_of(made, before.rows)
+    buffers, builder = fixture.load(before), fixture.builder()
+    metadata = builder.build(fixture.view(buffers, before))
+    fixture.poison()
+    fixture.load_tables(len(after.seq_lens))
+    fixture.reload(buffers, after)
+    builder.advance(metadata)
+    return fixture, metadata
 
 
 def assert_attends_right(fixture, batch, metadata):
@@ -121,61 +141,49 @@ def test_a_stale_advance_fails_the_checks_that_are_about_it(name, stale, killers
 def test_an_advance_into_another_chunk_means_a_rebuild_and_attends_right(name):
     batch = Batch((1, 1, 1), (126, 127, 14), 4)
     fixture = fixture_of(backend(name), batch.rows)
-    built = fixture.build(batch, horizon=4)
-    metadata = built.metadata
+    running = fixture.build(batch, horizon=4)
+    metadata = running.metadata
     assert_attends_right(fixture, batch, metadata)
     for step in range(1, 5):
-        built.advance()
-        fresh = built.fresh()
+        running.advance()
+        fresh = running.fresh()
         assert torch.equal(metadata.plan, fresh.plan) and torch.equal(metadata.last_page_len, fresh.last_page_len)
         now = replace(batch, seq_lens=tuple(n + step for n in batch.seq_lens))
         assert_attends_right(fixture, now, metadata)
 
 
-@pytest.mark.parametrize("name", PLANNED)
-def test_a_plan_left_behind_at_the_end_of_a_chunk_drops_tokens(name):
-    batch = Batch((1,), (128,), 1)
-    fixture = fixture_of(with_advance(name, lengths_alone), batch.rows)
-    built = fixture.build(batch, horizon=1)
-    assert_attends_right(fixture, batch, built.metadata)
-    built.advance()
-    with pytest.raises(CheckFailure, match="attention"):
-        assert_attends_right(fixture, replace(batch, seq_lens=(129,)), built.metadata)
+ENDLESS = "would not end: a chunk of request 0 starts at 128 of 20 tokens"
 
 
-def test_on_the_cuda_cores_a_plan_of_longer_requests_would_not_end():
-    fixture = fixture_of(with_advance("flashinfer_cuda_cores", lengths_alone), LONG.rows)
-    buffers, builder = fixture.load(LONG), fixture.builder()
-    metadata = builder.build(fixture.view(buffers, LONG))
-    fixture.reload(buffers, SHORT)
-    builder.advance(metadata)
-    with pytest.raises(RuntimeError, match="would not end: a chunk of request 0 starts at 128 of 20 tokens"):
-        assert_attends_right(fixture, SHORT, metadata)
+@pytest.mark.parametrize(
+    ("name", "before", "after", "error", "words"),
+    [
+        pytest.param("flashinfer_cuda_cores", LONG, SHORT, RuntimeError, ENDLESS, id="on CUDA cores it would not end"),
+        # The kernel counts the chunks of a token by the length on the device, the merge goes by the plan.
+        pytest.param(
+            "flashinfer_tensor_cores",
+            Batch((5, 5), (150, 140), 3),
+            Batch((5, 5), (20, 30), 3),
+            CheckFailure,
+            "attention",
+            id="on tensor cores partial outputs lie elsewhere",
+        ),
+        *(
+            pytest.param(name, Batch((1,), (128,), 1), Batch((1,), (129,), 1), CheckFailure, "attention")
+            for name in PLANNED
+        ),
+    ],
+)
+def test_a_plan_that_is_left_behind_is_seen_by_the_kernel(name, before, after, error, words):
+    fixture, metadata = advanced(with_advance(name, lengths_alone), before, after)
+    with pytest.raises(error, match=words):
+        assert_attends_right(fixture, after, metadata)
 
 
-def test_a_plan_of_shorter_queries_puts_partial_outputs_elsewhere_on_the_tensor_cores():
-    """The kernel counts the chunks of a token by the length on the device, the merge goes by the plan."""
-    long, short = Batch((5, 5), (150, 140), 3), Batch((5, 5), (20, 30), 3)
-    fixture = fixture_of(with_advance("flashinfer_tensor_cores", lengths_alone), long.rows)
-    buffers, builder = fixture.load(long), fixture.builder()
-    metadata = builder.build(fixture.view(buffers, long))
-    fixture.reload(buffers, short)
-    builder.advance(metadata)
-    with pytest.raises(CheckFailure, match="attention"):
-        assert_attends_right(fixture, short, metadata)
-
-
-@pytest.mark.parametrize("after", [LONG, SHORT, ALONE], ids=["long", "short", "alone"])
-@pytest.mark.parametrize("before", [LONG, SHORT, ALONE], ids=["long", "short", "alone"])
+@pytest.mark.parametrize(("before", "after"), [*permutations([LONG, SHORT, ALONE], 2)])
 @pytest.mark.parametrize("name", NAMES)
 def test_an_advance_follows_any_lengths_to_any_others(name, before, after):
-    fixture = fixture_of(backend(name), before.rows)
-    buffers, builder = fixture.load(before), fixture.builder()
-    metadata = builder.build(fixture.view(buffers, before))
-    fixture.poison()
-    fixture.load_tables(len(after.seq_lens))
-    fixture.reload(buffers, after)
-    builder.advance(metadata)
+    fixture, metadata = advanced(backend(name), before, after)
     assert_attends_right(fixture, after, metadata)
 
 
@@ -198,27 +206,17 @@ def test_a_batch_shape_is_planned_once(name, plans):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_build_of_a_known_shape_reads_nothing_back(name):
-    fixture = fixture_of(backend(name), LONG.rows)
-    buffers, builder = fixture.load(LONG), fixture.builder()
-    builder.build(fixture.view(buffers, LONG))
-    runtime_for(CPU).capture(lambda: builder.build(fixture.view(buffers, LONG)))
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_replay_plans_nothing(name, plans):
-    fixture = fixture_of(backend(name), LONG.rows)
-    buffers, builder = fixture.load(LONG), fixture.builder()
-    metadata = builder.build(fixture.view(buffers, LONG))
+def test_a_build_of_a_known_shape_reads_nothing_back_and_a_replay_plans_nothing(name, plans):
+    fixture, builder, view, metadata = built(backend(name), LONG)
     query, _, _ = fixture.inputs(LONG, LONG.seq_lens, fixture.queries(LONG))
     planned = len(plans)
+    runtime_for(CPU).capture(lambda: builder.build(view))
 
     def step():
         builder.advance(metadata)
         fixture.subject.backend.forward(query, fixture.cache, metadata, spec=fixture.spec)
 
-    graph = runtime_for(CPU).capture(step)
-    graph.replay()
+    runtime_for(CPU).capture(step).replay()
     assert len(plans) == planned
 
 
@@ -235,11 +233,8 @@ def test_shapes_of_one_builder_do_not_disturb_each_other():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_another_table_is_followed_where_it_lies(name):
-    fixture = fixture_of(backend(name), LONG.rows)
-    builder, view = fixture.builder(), fixture.view(fixture.load(LONG), LONG)
-    table = view.block_table.clone()
-    builder.build(view)
-    moved = builder.build(replace(view, block_table=table))
+    fixture, builder, view, _ = built(backend(name), LONG)
+    moved = builder.build(replace(view, block_table=view.block_table.clone()))
     view.block_table.fill_(-1)
     assert_attends_right(fixture, LONG, moved)
 
@@ -252,18 +247,13 @@ def test_a_builder_of_xqa_serves_an_extend_and_then_decodes():
     assert_attends_right(fixture, decode, build(fixture, decode, builder))
 
 
-def test_a_ragged_batch_is_planned_for_its_own_lengths_every_time(plans):
+def test_a_ragged_batch_is_planned_for_its_own_lengths_every_time_and_refuses_to_advance(plans):
     fixture = fixture_of(backend("flashinfer"), RAGGED.rows)
     builder = fixture.builder()
     for batch in (RAGGED, replace(RAGGED, seq_lens=(150, 9, 30, 7))):
-        assert_attends_right(fixture, batch, build(fixture, batch, builder))
+        metadata = build(fixture, batch, builder)
+        assert_attends_right(fixture, batch, metadata)
     assert len(plans) == 2
-
-
-def test_a_ragged_batch_refuses_to_advance():
-    fixture = fixture_of(backend("flashinfer"), RAGGED.rows)
-    builder = fixture.builder()
-    metadata = build(fixture, RAGGED, builder)
     with pytest.raises(BatchError, match=r"up to 20 tokens a row in 31 of 4 rows; .* Build it anew"):
         builder.advance(metadata)
 
@@ -278,45 +268,44 @@ def in_wider_rows(table, *, before, after, rows=0):
 @pytest.mark.parametrize("name", PLANNED)
 @pytest.mark.parametrize("batch", [LONG, VERIFY], ids=["decode", "extend"])
 def test_rows_may_lie_any_stride_apart(name, batch):
-    fixture = fixture_of(backend(name), batch.rows)
-    view = fixture.view(fixture.load(batch), batch)
-    spread = replace(view, block_table=in_wider_rows(view.block_table, before=3, after=2, rows=1))
-    builder = fixture.builder()
-    builder.build(view)
-    metadata = builder.build(spread)
+    fixture, builder, view, _ = built(backend(name), batch)
+    metadata = builder.build(replace(view, block_table=in_wider_rows(view.block_table, before=3, after=2, rows=1)))
     view.block_table.fill_(-1)
     assert_attends_right(fixture, batch, metadata)
 
 
+ONE_LIST = "one list of pages, got rows of 10 with strides "
+
+
 @pytest.mark.parametrize(
-    ("change", "strides"),
+    ("name", "change", "words"),
     [
-        pytest.param(lambda table: table.t().contiguous().t(), r"\(1, 3\)", id="rows strided themselves"),
-        pytest.param(lambda table: table[:1].expand(3, -1), r"\(0, 1\)", id="rows that overlap"),
-        pytest.param(lambda table: in_wider_rows(table, before=3, after=0), r"\(13, 1\)", id="memory that ends"),
+        pytest.param("flashinfer", lambda table: table.t().contiguous().t(), rf"{ONE_LIST}\(1, 3\)", id="transposed"),
+        pytest.param("flashinfer", lambda table: table[:1].expand(3, -1), rf"{ONE_LIST}\(0, 1\)", id="overlapping"),
+        pytest.param(
+            "flashinfer",
+            lambda table: in_wider_rows(table, before=3, after=0),
+            rf"{ONE_LIST}\(13, 1\)",
+            id="memory that ends",
+        ),
+        pytest.param(
+            "flashinfer_xqa",
+            lambda table: in_wider_rows(table, before=3, after=2, rows=1),
+            r"without gaps, got strides \(15, 1\)",
+            id="gaps in XQA's",
+        ),
     ],
 )
-def test_rows_that_are_not_one_list_of_pages_are_refused(change, strides):
-    fixture = fixture_of(backend("flashinfer"), LONG.rows)
-    view = fixture.view(fixture.load(LONG), LONG)
-    with pytest.raises(BatchError, match=f"one list of pages, got rows of 10 with strides {strides}"):
-        fixture.builder().build(replace(view, block_table=change(view.block_table)))
-
-
-def test_xqa_refuses_rows_that_lie_apart():
-    fixture = fixture_of(backend("flashinfer_xqa"), LONG.rows)
-    view = fixture.view(fixture.load(LONG), LONG)
-    with pytest.raises(BatchError, match=r"without gaps, got strides \(15, 1\)"):
-        spread = in_wider_rows(view.block_table, before=3, after=2, rows=1)
-        fixture.builder().build(replace(view, block_table=spread))
+def test_rows_that_the_kernel_would_misread_are_refused(name, change, words):
+    _, builder, view, _ = built(backend(name), LONG)
+    with pytest.raises(BatchError, match=words):
+        builder.build(replace(view, block_table=change(view.block_table)))
 
 
 @pytest.mark.parametrize("name", PLANNED)
 def test_one_row_of_another_width_is_another_shape(name):
     batch = Batch((1,), (40,), 1)
-    fixture = fixture_of(backend(name), batch.rows)
-    builder, view = fixture.builder(), fixture.view(fixture.load(batch), batch)
-    builder.build(view)
+    fixture, builder, view, _ = built(backend(name), batch)
     assert_attends_right(fixture, batch, builder.build(replace(view, block_table=view.block_table[:, :4])))
 
 
@@ -336,37 +325,33 @@ def test_the_workspace_holds_the_partial_outputs(batch):
         build(fixture_of(backend("flashinfer"), batch.rows, num_q_heads=8, num_kv_heads=1), batch)
 
 
+PLAN, READS = "its split plan is recomputed on the device", "reads lengths and pages itself"
+
+
 @pytest.mark.parametrize(
-    ("changes", "kernel", "why"),
+    ("name", "changes", "kernel", "why"),
     [
-        ({"num_kv_heads": 2}, "tensor_cores", "query heads share keys"),
-        ({"num_kv_heads": 8}, "cuda_cores", "no two query heads share keys"),
-        ({"num_kv_heads": 8, "sliding_window": 40}, "tensor_cores", "reads all tokens, not the window alone"),
+        ("flashinfer", {"num_kv_heads": 2}, "tensor_cores", "query heads share keys"),
+        ("flashinfer", {"num_kv_heads": 8}, "cuda_cores", "no two query heads share keys"),
+        (
+            "flashinfer",
+            {"num_kv_heads": 8, "sliding_window": 40},
+            "tensor_cores",
+            "reads all tokens, not the window alone",
+        ),
+        *(
+            (f"flashinfer_{kernel}", {"num_kv_heads": heads}, kernel, f" (asked for): {how}")
+            for kernel, how in (("tensor_cores", PLAN), ("cuda_cores", PLAN), ("xqa", READS))
+            for heads in (2, 8)
+        ),
     ],
 )
-def test_the_kernel_is_chosen_by_the_spec_and_says_why(changes, kernel, why):
-    fixture = fixture_of(backend("flashinfer"), 3, num_q_heads=8, **changes)
-    support = fixture.subject.backend.builder.advance_support(fixture.spec, CPU)
+def test_the_kernel_is_the_one_asked_for_or_chosen_by_the_spec_and_says_why(name, changes, kernel, why):
+    fixture, builder, _, metadata = built(backend(name), LONG, num_q_heads=8, **changes)
+    support = builder.advance_support(fixture.spec, CPU)
 
-    assert build(fixture, LONG).launch.kernel == kernel
-    assert support.level is AdvanceLevel.IN_GRAPH
+    assert metadata.launch.kernel == kernel and support.level is AdvanceLevel.IN_GRAPH
     assert support.reason.startswith(kernel) and why in support.reason
-
-
-@pytest.mark.parametrize(
-    ("name", "kernel", "how"),
-    [
-        ("flashinfer_tensor_cores", "tensor_cores", "its split plan is recomputed on the device"),
-        ("flashinfer_cuda_cores", "cuda_cores", "its split plan is recomputed on the device"),
-        ("flashinfer_xqa", "xqa", "reads lengths and pages itself"),
-    ],
-)
-@pytest.mark.parametrize("num_kv_heads", [2, 8])
-def test_a_kernel_that_is_asked_for_is_taken_whatever_the_spec(name, kernel, how, num_kv_heads):
-    fixture = fixture_of(backend(name), 3, num_q_heads=8, num_kv_heads=num_kv_heads)
-
-    assert build(fixture, LONG).launch.kernel == kernel
-    assert fixture.subject.backend.builder.advance_support(fixture.spec, CPU).reason == f"{kernel} (asked for): {how}"
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -378,8 +363,7 @@ def test_extends_and_ragged_batches_take_the_prefill_wrapper(name):
 
 
 def test_a_graph_may_not_go_past_the_table():
-    fixture = fixture_of(backend("flashinfer"), 3)
-    builder = fixture.builder()
-    constants = builder.capture_constants(build(fixture, LONG, builder))
+    _, builder, _, metadata = built(backend("flashinfer"), LONG)
+    constants = builder.capture_constants(metadata)
 
     assert (constants.max_reqs, constants.max_query_len, constants.max_seq_len) == (3, 1, 160)

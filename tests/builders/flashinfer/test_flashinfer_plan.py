@@ -113,15 +113,10 @@ def test_empty_rows_take_a_tile_each_so_that_the_grid_is_never_outgrown():
 
 
 @given(st.one_of(CUDA_CORES, TENSOR_CORES))
-def test_last_page_len_gives_back_the_length_in_uint32(case):
+def test_last_page_len_gives_back_the_length_in_uint32_and_nothing_outside_the_plan_is_written(case):
+    (workspace, last_page_len), layout = case.replanned(), case.layout()
     pages_before = (case.row_stride - 1) * case.page_size
-    _, last_page_len = case.replanned()
     assert [(pages_before + last) % 2**32 for last in last_page_len.tolist()] == case.seq_lens
-
-
-@given(st.one_of(CUDA_CORES, TENSOR_CORES))
-def test_nothing_outside_the_plan_is_written(case):
-    workspace, layout = case.replanned()[0], case.layout()
     outside = torch.ones(len(workspace), dtype=torch.bool)
     for offset, length in layout.arrays.values():
         outside[4 * offset : 4 * (offset + length)] = False
@@ -151,90 +146,58 @@ def test_a_replay_plans_for_the_lengths_of_the_replay(tensor_cores, num_reqs):
     assert read_plan(workspace, layout) == after.plan()
 
 
-@pytest.mark.parametrize("case", [Case([3, 700]), Case([3, 700], tensor_cores=True, query_len=3)], ids=["cuda", "fa2"])
-def test_the_op_writes_what_its_schema_says(case):
-    layout = case.layout()
-    workspace, last_page_len = case.replanned()
-    seq_lens = torch.tensor(case.seq_lens, dtype=torch.int32)
-    values = [int(getattr(layout, name)) for name in PlanLayout.__dataclass_fields__]
-    torch.library.opcheck(
-        torch.ops.builders.flashinfer_replan.default,
-        (seq_lens, last_page_len, workspace, case.row_stride, values),
-        test_utils=("test_schema", "test_faketensor"),
-    )
+FA2_INFO = Case([1, 1], tensor_cores=True).host_plan().info
+CUDA_INFO = Case([1, 1]).host_plan().info
+UNSPLIT = Case([1] * 150).host_plan().info
 
 
-def tensor_core_refusal(info, query_len=1, num_kv_heads=8):
+def of_tensor_cores(info, *, query_len=1, num_kv_heads=8):
     spec = make_spec(page_size=16, num_q_heads=32, num_kv_heads=num_kv_heads)
-    with pytest.raises(BatchError) as refused:
-        PlanLayout.of_tensor_cores(info, spec, num_reqs=2, num_sms=NUM_SMS, query_len=query_len)
-    return str(refused.value)
+    return PlanLayout.of_tensor_cores(info, spec, num_reqs=2, num_sms=NUM_SMS, query_len=query_len)
+
+
+def of_cuda_cores(info, num_reqs=2):
+    return PlanLayout.of_cuda_cores(info, num_reqs=num_reqs, page_size=16)
 
 
 def changed(info, index, value):
     return [*info[:index], value, *info[index + 1 :]]
 
 
-FA2_INFO = Case([1, 1], tensor_cores=True).host_plan().info
-CUDA_INFO = Case([1, 1]).host_plan().info
+INT32 = "multiples of 4 bytes.*'qo_tile_indices': 30"
+REFUSED = {
+    "the other kernel's": (lambda: of_tensor_cores(CUDA_INFO), "holds 15 values in FlashInfer 0.6.12 to 0.7.2, got 10"),
+    "the other's": (lambda: of_cuda_cores(FA2_INFO), "holds 10 values"),
+    "no graph mode": (lambda: of_tensor_cores(changed(FA2_INFO, 13, 0)), "CUDA-graph mode"),
+    "no graph mode either": (lambda: of_cuda_cores(changed(CUDA_INFO, 8, 0)), "CUDA-graph mode"),
+    "no splits": (lambda: of_tensor_cores(changed(FA2_INFO, 14, 0)), "split_kv off"),
+    "other queries": (
+        lambda: of_tensor_cores(FA2_INFO, query_len=3),
+        "2 requests of 3 query tokens, got one for 2 tokens",
+    ),
+    "too few tiles": (lambda: of_tensor_cores(FA2_INFO, num_kv_heads=4), "66 tiles or more, got 33"),
+    "another batch size": (lambda: of_cuda_cores(UNSPLIT, num_reqs=149), "exactly 149 tiles, got 150"),
+    "no int32 offsets": (lambda: of_tensor_cores(changed(FA2_INFO, 5, 30)), INT32),
+}
 
 
-def test_plan_info_of_the_other_kernel_is_refused():
-    assert "holds 15 values in FlashInfer 0.6.12 to 0.7.2, got 10" in tensor_core_refusal(CUDA_INFO)
-    with pytest.raises(BatchError, match="holds 10 values"):
-        PlanLayout.of_cuda_cores(FA2_INFO, num_reqs=2, page_size=16)
+@pytest.mark.parametrize(("make", "message"), REFUSED.values(), ids=REFUSED)
+def test_plan_info_that_is_not_this_plans_is_refused(make, message):
+    with pytest.raises(BatchError, match=f"(?s){message}"):
+        make()
 
 
-def test_a_plan_without_cuda_graph_mode_is_refused():
-    assert "CUDA-graph mode" in tensor_core_refusal(changed(FA2_INFO, 13, 0))
-    with pytest.raises(BatchError, match="CUDA-graph mode"):
-        PlanLayout.of_cuda_cores(changed(CUDA_INFO, 8, 0), num_reqs=2, page_size=16)
-
-
-def test_a_tensor_core_plan_without_splits_is_refused():
-    assert "split_kv off" in tensor_core_refusal(changed(FA2_INFO, 14, 0))
-
-
-def test_a_tensor_core_plan_for_other_queries_is_refused():
-    assert "2 requests of 3 query tokens, got one for 2 tokens" in tensor_core_refusal(FA2_INFO, query_len=3)
-
-
-def test_a_tensor_core_plan_with_too_few_tiles_is_refused():
-    assert "66 tiles or more, got 33" in tensor_core_refusal(FA2_INFO, num_kv_heads=4)
-
-
-def test_a_cuda_core_plan_for_another_batch_size_is_refused():
-    unsplit = Case([1] * 150).host_plan().info
-    with pytest.raises(BatchError, match="exactly 149 tiles, got 150"):
-        PlanLayout.of_cuda_cores(unsplit, num_reqs=149, page_size=16)
-
-
-def test_offsets_that_are_no_int32_offsets_are_refused():
-    message = tensor_core_refusal(changed(FA2_INFO, 5, 30))
-    assert "multiples of 4 bytes" in message and "'qo_tile_indices': 30" in message
-
-
-@pytest.fixture
-def buffers():
-    layout = Case([5, 9]).layout()
-    seq_lens, last_page_len = (torch.zeros(2, dtype=torch.int32) for _ in range(2))
-    return [seq_lens, last_page_len, torch.zeros(4000, dtype=torch.uint8), layout]
-
-
-def test_lengths_of_another_batch_are_refused(buffers):
-    buffers[0] = torch.zeros(3, dtype=torch.int32)
-    with pytest.raises(BatchError, match=r"seq_lens must be torch.int32 \[2\]"):
-        replan(*buffers, row_stride=4)
-
-
-@pytest.mark.parametrize("num_bytes", [1000, 4001])
-def test_a_workspace_that_does_not_hold_the_plan_is_refused(buffers, num_bytes):
-    buffers[2] = torch.zeros(num_bytes, dtype=torch.uint8)
-    with pytest.raises(BatchError, match=f"whole int32 elements, got {num_bytes} bytes"):
-        replan(*buffers, row_stride=4)
-
-
-def test_a_layout_of_another_batch_is_refused_by_its_buffers(buffers):
-    buffers[3] = replace(buffers[3], num_reqs=3)
-    with pytest.raises(BatchError, match="seq_lens must be"):
-        replan(*buffers, row_stride=4)
+@pytest.mark.parametrize(
+    ("rows", "num_bytes", "num_reqs", "message"),
+    [
+        (3, 4000, 2, r"seq_lens must be torch.int32 \[2\]"),
+        (2, 1000, 2, "whole int32 elements, got 1000 bytes"),
+        (2, 4001, 2, "whole int32 elements, got 4001 bytes"),
+        (2, 4000, 3, "seq_lens must be"),
+    ],
+)
+def test_buffers_of_another_plan_are_refused(rows, num_bytes, num_reqs, message):
+    layout = replace(Case([5, 9]).layout(), num_reqs=num_reqs)
+    seq_lens, last_page_len = torch.zeros(rows, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
+    with pytest.raises(BatchError, match=message):
+        replan(seq_lens, last_page_len, torch.zeros(num_bytes, dtype=torch.uint8), layout, row_stride=4)
