@@ -3,15 +3,29 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib import import_module
 from types import ModuleType
+from typing import Any
 
 import pytest
+import torch
 
 from attn_backends import AttentionBackend, registry
+
+
+def stand_in_op(name: str, mutates: Sequence[str] = ()) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """A function of tensors on the CPU as an op, which a graph records as one."""
+
+    def define(function: Callable[..., Any]) -> Callable[..., Any]:
+        torch.library.define(name, torch.library.infer_schema(function, mutates_args=mutates))
+        torch.library.impl(name, "cpu", function)
+        namespace, _, op = name.partition("::")
+        return getattr(getattr(torch.ops, namespace), op).default  # type: ignore[no-any-return]
+
+    return define
 
 
 @contextmanager

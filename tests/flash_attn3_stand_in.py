@@ -17,7 +17,7 @@ import torch
 
 from attn_backends import AttentionBackend
 from attn_backends.fa3_providers import PROVIDER_VARIABLE, Vllm
-from tests.backends_over_stand_ins import loaded_over, unloaded
+from tests.backends_over_stand_ins import loaded_over, stand_in_op, unloaded
 
 BACKENDS = {"flash_attn3": "FlashAttn3", "flash_attn3_mla": "FlashAttn3Mla"}
 
@@ -54,7 +54,8 @@ def flash_attn_varlen_func(
     return (out, lse) if return_softmax_lse else out
 
 
-def _attend(
+@stand_in_op("flash_attn3_stand_in::attend")
+def attend(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -92,15 +93,6 @@ def _attend(
         out[rows] = torch.einsum("qkgn,nkd->qkgd", weights.unflatten(1, (kv_heads, -1)), values).flatten(1, 2).to(dtype)
         lse[:, rows] = sums.nan_to_num(-math.inf, posinf=math.inf, neginf=-math.inf).t()
     return out, lse
-
-
-torch.library.define(
-    "flash_attn3_stand_in::attend",
-    "(Tensor query, Tensor key, Tensor value, Tensor starts, Tensor lens, Tensor table, Tensor? sinks, float scale, "
-    "bool causal, int window_left, int window_right, float soft_cap) -> (Tensor, Tensor)",
-)
-torch.library.impl("flash_attn3_stand_in::attend", "cpu", _attend)
-attend = torch.ops.flash_attn3_stand_in.attend.default
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from attn_backends import AttentionBackend
-from tests.backends_over_stand_ins import loaded_over, unloaded
+from tests.backends_over_stand_ins import loaded_over, stand_in_op, unloaded
 
 MODULE = "flash_mla.flash_mla_interface"
 NUM_SMS = 8
@@ -100,7 +100,8 @@ class Part(NamedTuple):
     last_is_split: bool
 
 
-def _plan(lens: torch.Tensor, num_parts: int) -> tuple[torch.Tensor, torch.Tensor]:
+@stand_in_op("flashmla_stand_in::plan")
+def plan(lens: torch.Tensor, num_parts: int) -> tuple[torch.Tensor, torch.Tensor]:
     tokens = lens.tolist()
     last = [max(length - 1, 0) // _BLOCK for length in tokens]
     blocks = [block + 1 for block in last]
@@ -128,7 +129,8 @@ def _plan(lens: torch.Tensor, num_parts: int) -> tuple[torch.Tensor, torch.Tenso
     return torch.tensor([[*part, 0] for part in parts], dtype=torch.int32), torch.tensor(splits, dtype=torch.int32)
 
 
-def _attend(
+@stand_in_op("flashmla_stand_in::attend")
+def attend(
     query: torch.Tensor,
     cache: torch.Tensor,
     table: torch.Tensor,
@@ -189,18 +191,6 @@ def _attend_to_blocks(
     lse = scores.logsumexp(-1)
     weights = (scores - lse.nan_to_num(neginf=0.0)[..., None]).exp()
     return torch.einsum("shn,nd->shd", weights, latents[:, :512]), lse
-
-
-torch.library.define("flashmla_stand_in::plan", "(Tensor lens, int num_parts) -> (Tensor, Tensor)")
-torch.library.impl("flashmla_stand_in::plan", "cpu", _plan)
-plan = torch.ops.flashmla_stand_in.plan.default
-torch.library.define(
-    "flashmla_stand_in::attend",
-    "(Tensor query, Tensor cache, Tensor table, Tensor lens, Tensor parts, Tensor splits, float scale, bool causal) -> "
-    "(Tensor, Tensor)",
-)
-torch.library.impl("flashmla_stand_in::attend", "cpu", _attend)
-attend = torch.ops.flashmla_stand_in.attend.default
 
 
 @contextmanager

@@ -16,7 +16,8 @@ from tests.flashinfer_stand_in import wrappers
 
 HOST_PLANS: list[str] = []
 """An entry for every plan made on the host."""
-_PLANNED = ("num_qo_heads", "num_kv_heads", "head_dim", "page_size", "window_left", "logits_soft_cap", "sm_scale")
+_SIZES = ("num_qo_heads", "num_kv_heads", "head_dim", "page_size")
+_NUMBERS = ("window_left", "logits_soft_cap", "sm_scale", "q_data_type", "kv_data_type")
 
 
 class Decode(wrappers.BatchDecodeWithPagedKVCacheWrapper):
@@ -44,9 +45,8 @@ class Decode(wrappers.BatchDecodeWithPagedKVCacheWrapper):
         rows = len(last_page_len)
         self._query_len, self._logits_soft_cap = q_len_per_req, numbers["logits_soft_cap"] or 0.0
         self._qo_indptr_buf = torch.arange(rows + 1, dtype=torch.int32) * q_len_per_req
-        sizes = [numbers[name] for name in _PLANNED]
-        dtypes = numbers["q_data_type"], numbers["kv_data_type"]
-        self._plan([q_len_per_req] * rows, indptr, indices, last_page_len, *sizes, *dtypes)
+        sizes, known = [numbers[name] for name in _SIZES], {name: numbers[name] for name in _NUMBERS}
+        self._plan([q_len_per_req] * rows, indptr, indices, last_page_len, *sizes, **known)
 
     def run(self, q: torch.Tensor, cache: Any, *, out: torch.Tensor, **options: Any) -> torch.Tensor:
         return self._run(q, cache, out, causal=self._query_len > 1)[0]

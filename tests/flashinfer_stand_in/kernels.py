@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from tests.backends_over_stand_ins import stand_in_op
 from tests.builders.flashinfer.host_planner import ceil_div
 from tests.flashinfer_stand_in.planning import PlanInfo
 
@@ -76,7 +77,8 @@ class _Pages:
         return self.key[page, offset].float(), self.value[page, offset].float()
 
 
-def _attend(
+@stand_in_op("flashinfer_stand_in::attend", mutates=("partials", "out", "lse"))
+def attend(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -258,13 +260,3 @@ def _merge(
     merged = torch.zeros(len(counts), *out.shape[1:]).index_add_(0, owner, partial * share[..., None])
     out[: len(counts)] = torch.where((counts == 0)[:, None, None], 0.0, merged / total[..., None])
     lse[: len(counts)] = torch.where((counts == 0)[:, None], _LOWEST, peak + total.log2())
-
-
-torch.library.define(
-    "flashinfer_stand_in::attend",
-    "(Tensor query, Tensor key, Tensor value, Tensor? qo_indptr, Tensor kv_indptr, Tensor kv_indices, "
-    "Tensor last_page_len, Tensor plan, Tensor(a!) partials, Tensor(b!) out, Tensor(c!) lse, int[] plan_info, "
-    "bool causal, int window_left, float soft_cap, float scale) -> ()",
-)
-torch.library.impl("flashinfer_stand_in::attend", "cpu", _attend)
-attend = torch.ops.flashinfer_stand_in.attend.default

@@ -62,11 +62,12 @@ class _Wrapper:
         num_kv_heads: int,
         head_dim: int,
         page_size: int,
-        window_left: int,
-        logits_soft_cap: float | None,
-        sm_scale: float | None,
-        q_data_type: torch.dtype,
-        kv_data_type: torch.dtype | None,
+        *,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        sm_scale: float | None = None,
+        q_data_type: torch.dtype = torch.float16,
+        kv_data_type: torch.dtype | None = None,
     ) -> None:
         self._take_rows(indptr, indices, last_page_len)
         heads = {"num_q_heads": num_q_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
@@ -175,39 +176,12 @@ class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
         super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph, *rows, use_tensor_cores)
 
     def plan(
-        self,
-        indptr: torch.Tensor,
-        indices: torch.Tensor,
-        last_page_len: torch.Tensor,
-        num_qo_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        page_size: int,
-        pos_encoding_mode: str = "NONE",
-        window_left: int = -1,
-        logits_soft_cap: float | None = None,
-        q_data_type: torch.dtype = torch.float16,
-        kv_data_type: torch.dtype | None = None,
-        *,
-        sm_scale: float | None = None,
+        self, indptr: torch.Tensor, indices: torch.Tensor, last_page_len: torch.Tensor, *sizes: int, **numbers: Any
     ) -> None:
         num_reqs = len(last_page_len)
         self._qo_indptr_buf = torch.arange(num_reqs + 1, dtype=torch.int32, device=self.device)
-        self._plan(
-            [1] * num_reqs if self._tensor_cores else None,
-            indptr,
-            indices,
-            last_page_len,
-            num_qo_heads,
-            num_kv_heads,
-            head_dim,
-            page_size,
-            window_left,
-            logits_soft_cap,
-            sm_scale,
-            q_data_type,
-            kv_data_type,
-        )
+        query_lens = [1] * num_reqs if self._tensor_cores else None
+        self._plan(query_lens, indptr, indices, last_page_len, *sizes, **numbers)
 
     def run(
         self,
@@ -256,32 +230,16 @@ class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
         page_size: int,
         *,
         causal: bool = False,
-        sm_scale: float | None = None,
-        window_left: int = -1,
-        logits_soft_cap: float | None = None,
-        q_data_type: torch.dtype = torch.float16,
-        kv_data_type: torch.dtype | None = None,
+        **numbers: Any,
     ) -> None:
         if self._graph:
             self._qo_indptr_buf.copy_(qo_indptr)
         else:
             self._qo_indptr_buf = qo_indptr.to(self.device)
         self._num_rows, self._causal = int(qo_indptr[-1]), causal
-        self._plan(
-            qo_indptr.diff().tolist(),
-            paged_kv_indptr,
-            paged_kv_indices,
-            paged_kv_last_page_len,
-            num_qo_heads,
-            num_kv_heads,
-            head_dim_qk,
-            page_size,
-            window_left,
-            logits_soft_cap,
-            sm_scale,
-            q_data_type,
-            kv_data_type,
-        )
+        rows = (paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len)
+        sizes = (num_qo_heads, num_kv_heads, head_dim_qk, page_size)
+        self._plan(qo_indptr.diff().tolist(), *rows, *sizes, **numbers)
 
     def run(
         self,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from tests.backends_over_stand_ins import stand_in_op
 from tests.flashinfer_stand_in.wrappers import check_layout, refuse_overlap
 
 SEMAPHORE_BYTES = 4096
@@ -39,13 +40,12 @@ def trtllm_batch_decode_with_kv_cache(
         raise RuntimeError(f"the workspace has no room behind the semaphores: {workspace_buffer.numel()} bytes")
     out = torch.empty_like(query)
     check_layout(query, key, value, out)
-    torch.ops.flashinfer_stand_in.xqa.default(
-        query, key, value, workspace_buffer, block_tables, seq_lens, out, bmm1_scale, window_left + 1
-    )
+    xqa(query, key, value, workspace_buffer, block_tables, seq_lens, out, bmm1_scale, window_left + 1)
     return out
 
 
-def _xqa(
+@stand_in_op("flashinfer_stand_in::xqa", mutates=("out",))
+def xqa(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -74,11 +74,3 @@ def _xqa(
         weights = torch.softmax(torch.einsum("hgd,nhd->hgn", by_group[request], keys) * scale, -1)
         found = torch.einsum("hgn,nhd->hgd", weights, values) if length else torch.full_like(by_group[0], float("nan"))
         out[request] = found.flatten(0, 1).to(out.dtype)
-
-
-torch.library.define(
-    "flashinfer_stand_in::xqa",
-    "(Tensor query, Tensor key, Tensor value, Tensor workspace, Tensor block_tables, Tensor seq_lens, Tensor(a!) out, "
-    "float scale, int window) -> ()",
-)
-torch.library.impl("flashinfer_stand_in::xqa", "cpu", _xqa)
