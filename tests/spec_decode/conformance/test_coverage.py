@@ -95,42 +95,34 @@ def declared(family: str) -> dict[str, set[str]]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("family", "covered"),
-    [
-        ("contract", {"contract:declared"}),
-        ("refusal", {"contract:refusals"}),
-        ("poison", {"contract:memory"}),
-        ("graph", {"graph:capture", "graph:advance"}),
-    ],
-)
-def test_every_check_of_a_family_covers_the_same_columns_beside_its_case(family, covered):
+BESIDE_ITS_CASE = {
+    "contract": {"contract:declared"},
+    "refusal": {"contract:refusals"},
+    "poison": {"contract:memory"},
+    "graph": {"graph:capture", "graph:advance"},
+    "builder": {"graph:advance"},
+    "numerics": set(),
+}
+OTHERWISE = {
+    **{
+        f"builder.{name}": set()
+        for name in (
+            "build_leaves_the_batch_alone",
+            "build_reuses_its_addresses",
+            "build_reads_no_device",
+            "rounds_keep_no_memory",
+        )
+    },
+    "numerics.fused_rope_write_stores_the_same": {"fused_write:rope"},
+    "numerics.fused_latent_write_stores_the_same": {"fused_write:kv_a_norm_rope"},
+}
+
+
+@pytest.mark.parametrize("family", BESIDE_ITS_CASE)
+def test_every_check_of_a_family_covers_the_same_columns_beside_its_case_but_for_some(family):
     found = declared(family)
-    assert found and all(own == covered for own in found.values())
-
-
-def test_the_checks_of_fused_writes_cover_them():
-    assert declared("numerics") == {
-        "numerics.attention_is_right": set(),
-        "numerics.bits_do_not_depend_on_the_batch": set(),
-        "numerics.blocks_see_what_is_behind": set(),
-        "numerics.edges_are_right": set(),
-        "numerics.forward_leaves_its_inputs_alone": set(),
-        "numerics.infinite_sinks_are_defined": set(),
-        "numerics.shared_pages_are_read_by_each_row": set(),
-        "numerics.strides_are_followed": set(),
-        "numerics.trees_see_their_ancestors": set(),
-        "numerics.fused_rope_write_stores_the_same": {"fused_write:rope"},
-        "numerics.fused_latent_write_stores_the_same": {"fused_write:kv_a_norm_rope"},
-    }
-
-
-def test_the_checks_of_a_builder_that_need_an_advance_cover_it():
-    found = declared("builder")
-    without = {"build_leaves_the_batch_alone", "build_reuses_its_addresses", "rounds_keep_no_memory"}
-    without |= {"build_reads_no_device"}
-    assert {name for name, own in found.items() if own != {"graph:advance"}} == {f"builder.{name}" for name in without}
-    assert all(not found[f"builder.{name}"] for name in without)
+    assert found and found == {name: OTHERWISE.get(name, BESIDE_ITS_CASE[family]) for name in found}
+    assert {name for name in OTHERWISE if name.startswith(f"{family}.")} <= found.keys()
 
 
 def test_a_check_of_the_claims_or_refusals_is_no_evidence_for_its_spec():
@@ -146,19 +138,12 @@ def test_a_backend_that_refuses_every_case_is_refused_in_every_column():
     assert [(check.case, check.covers) for check in checks] == [("any", (EVERYTHING,))]
 
 
-def test_a_drafters_case_covers_the_strategy_that_it_is():
+def test_a_drafters_case_covers_its_strategy_or_all_that_run_where_they_are_compared():
     assert columns(one_strategy, Strategy.EAGER) == {"strategy:eager"}
-
-
-def test_where_strategies_are_compared_all_that_run_are_covered():
-    every = columns(every_strategy, (4, 1))
-    limited = columns(every_strategy, (4, 1), Limited())
+    assert len(columns(one_strategy, (4, 1))) == 1  # the strategy chosen
+    every, limited = columns(every_strategy, (4, 1)), columns(every_strategy, (4, 1), Limited())
     assert {"strategy:full_loop", "strategy:per_step", "strategy:eager"} <= every
     assert every - limited >= {"strategy:full_loop"} and "strategy:per_step" in limited
-
-
-def test_another_drafters_check_is_evidence_for_the_strategy_chosen():
-    assert len(columns(one_strategy, (4, 1))) == 1
 
 
 def test_the_strategies_are_covered_by_the_checks_that_run_them():
@@ -180,22 +165,11 @@ def test_a_report_records_claims_contract_and_tags():
     assert {tag for result in report.results for tag in result.tags} == {"contract:declared"}
 
 
-@pytest.mark.parametrize(
-    ("tag", "yes", "no"),
-    [
-        ("feature:sinks", TorchReference(), Limited()),
-        ("kv:float8_e4m3fn", TorchReference(), Limited()),
-        ("strategy:full_loop", TorchReference(), Limited()),
-        ("graph:advance", TorchReference(), Limited()),
-    ],
-)
-def test_claims_are_those_of_the_record_and_the_builder(tag, yes, no):
-    assert claims(yes)[tag].claimed and not claims(no)[tag].claimed
-
-
-def test_the_claim_to_advance_has_its_level_and_its_reason():
-    claim = claims(Limited())["graph:advance"]
-    assert (claim.level, claim.reason) == ("rebuild", "for the test")
+def test_claims_are_those_of_the_record_and_the_builder():
+    yes, no = claims(TorchReference()), claims(Limited())
+    for tag in ("feature:sinks", "kv:float8_e4m3fn", "strategy:full_loop", "graph:advance"):
+        assert yes[tag].claimed and not no[tag].claimed, tag
+    assert (no["graph:advance"].level, no["graph:advance"].reason) == ("rebuild", "for the test")
 
 
 def test_a_backend_for_another_device_claims_nothing_and_says_why():
@@ -204,13 +178,8 @@ def test_a_backend_for_another_device_claims_nothing_and_says_why():
 
 
 def test_a_claim_that_cannot_be_read_is_none_and_says_so():
-    class Odd(ReferenceBuilder):
-        graph_support = "always"
-
-    class OddBackend(TorchReference):
-        builder = Odd
-
-    claim = claims(OddBackend())["graph:capture"]
+    odd = type("Odd", (ReferenceBuilder,), {"graph_support": "always"})
+    claim = claims(type("OddBackend", (TorchReference,), {"builder": odd})())["graph:capture"]
     assert not claim.claimed and "cannot be read: ValueError" in claim.reason
 
 

@@ -62,29 +62,20 @@ def pytest_face(backend: AttentionBackend, name: str) -> Callable[[], None]:
     return run  # type: ignore[no-any-return]
 
 
-def test_an_older_backend_sees_previews_and_stays_ok() -> None:
+def three(fails: Outcome, crashes: Outcome, passes: Outcome = Outcome.PASS) -> dict[str, Outcome]:
+    return {"builder.fails": fails, "builder.crashes": crashes, "builder.passes": passes}
+
+
+def test_an_older_backend_sees_previews_and_stays_ok_and_one_of_that_version_fails() -> None:
     report = check_backend(Before(), device=CPU, report=True)
 
-    assert report.ok
-    assert outcomes(report) == {
-        "builder.fails": Outcome.PREVIEW,
-        "builder.crashes": Outcome.PREVIEW,
-        "builder.passes": Outcome.PASS,
-    }
+    assert report.ok and outcomes(report) == three(Outcome.PREVIEW, Outcome.PREVIEW)
     assert report.results[0].reason.startswith(
         "new in contract 1.1, the backend was built for 1.0: contract: a new rule"
     )
-
-
-def test_a_backend_of_that_version_fails() -> None:
+    assert outcomes(Report.of(report.document(), "here")) == outcomes(report)
     report = check_backend(Since(), device=CPU, report=True)
-
-    assert not report.ok
-    assert outcomes(report) == {
-        "builder.fails": Outcome.FAIL,
-        "builder.crashes": Outcome.ERROR,
-        "builder.passes": Outcome.PASS,
-    }
+    assert not report.ok and outcomes(report) == three(Outcome.FAIL, Outcome.ERROR)
 
 
 def test_previews_alone_prove_nothing() -> None:
@@ -93,33 +84,28 @@ def test_previews_alone_prove_nothing() -> None:
 
 def test_a_known_failure_wins_over_a_preview() -> None:
     known = [KnownFailure(check="builder.*", reason="later", issue="#9", error=True)]
+    report = check_backend(Before(), device=CPU, known_failures=known, report=True)
 
-    assert outcomes(check_backend(Before(), device=CPU, known_failures=known, report=True)) == {
-        "builder.fails": Outcome.XFAIL,
-        "builder.crashes": Outcome.XFAIL,
-        "builder.passes": Outcome.XPASS,
-    }
+    assert outcomes(report) == three(Outcome.XFAIL, Outcome.XFAIL, Outcome.XPASS)
 
 
-def test_a_report_with_previews_is_read_as_it_was_written() -> None:
-    report = check_backend(Before(), device=CPU, report=True)
-
-    assert outcomes(Report.of(report.document(), "here")) == outcomes(report)
+NEW = r"new in contract 1\.1, the backend was built for 1\.0"
 
 
-@pytest.mark.parametrize("name", ["builder.fails", "builder.crashes"])
-def test_pytest_expects_a_preview_to_fail_and_says_why(name: str) -> None:
-    run = pytest_face(Before(), name)
-
-    with pytest.raises(XFailed, match=r"new in contract 1\.1, the backend was built for 1\.0"):
-        run()
-
-
-@pytest.mark.parametrize(("name", "error"), [("builder.fails", pytest.fail.Exception), ("builder.crashes", KeyError)])
-def test_pytest_lets_a_failure_through_that_is_no_preview(name: str, error: type[BaseException]) -> None:
-    run = pytest_face(Since(), name)
-
-    with pytest.raises(error):
+@pytest.mark.parametrize(
+    ("backend", "name", "error", "words"),
+    [
+        (Before, "builder.fails", XFailed, NEW),
+        (Before, "builder.crashes", XFailed, NEW),
+        (Since, "builder.fails", pytest.fail.Exception, "a new rule"),
+        (Since, "builder.crashes", KeyError, "gone"),
+    ],
+)
+def test_pytest_expects_a_preview_to_fail_and_lets_another_failure_through(
+    backend: type[AttentionBackend], name: str, error: type[BaseException], words: str
+) -> None:
+    run = pytest_face(backend(), name)
+    with pytest.raises(error, match=words):
         run()
 
 
