@@ -29,30 +29,42 @@ def stand_in_op(name: str, mutates: Sequence[str] = ()) -> Callable[[Callable[..
 
 
 @contextmanager
-def unloaded(*names: str) -> Iterator[None]:
-    """These backends as nobody loaded them; what is loaded inside is forgotten."""
-    paths = {each: f"attn_backends.{each}" for each in names}
-    package, loaded = vars(sys.modules["attn_backends"]), dict(registry._loaded)
-    taken = {path: sys.modules.pop(path, None) for path in paths.values()}
-    for each in paths:
-        registry._loaded.pop(each, None)
+def unloaded(*paths: str, package: str = "") -> Iterator[None]:
+    """These modules, their backends and that package as before any import; as they were afterwards."""
+    before, loaded = _take_away(paths, package), dict(registry._loaded)
+    for name, backend in loaded.items():
+        if type(backend).__module__ in paths:
+            del registry._loaded[name]
     try:
         yield
     finally:
+        _take_away(paths, package)
+        sys.modules.update(before)
+        for path in before.keys() & set(paths):
+            parent, _, child = path.rpartition(".")
+            setattr(sys.modules[parent], child, before[path])
         registry._loaded.clear()
         registry._loaded.update(loaded)
-        for each, path in paths.items():
-            sys.modules.pop(path, None)
-            package.pop(each, None)
-            if (module := taken[path]) is not None:
-                sys.modules[path] = package[each] = module
+
+
+def _take_away(paths: Sequence[str], package: str) -> dict[str, ModuleType]:
+    names = [name for name in sys.modules if name in paths or name.partition(".")[0] == package]
+    for parent, _, child in (path.rpartition(".") for path in paths):
+        vars(sys.modules[parent]).pop(child, None)
+    return {name: sys.modules.pop(name) for name in names}
+
+
+def on_the_cpu(base: type[AttentionBackend]) -> AttentionBackend:
+    """A backend of this class that runs on the CPU."""
+    capabilities = replace(base.capabilities, devices=("cpu",))
+    made: AttentionBackend = type(base.__name__, (base,), {"capabilities": capabilities})()
+    return made
 
 
 @contextmanager
-def loaded_over(modules: Mapping[str, ModuleType], name: str, class_name: str) -> Iterator[AttentionBackend]:
-    """A backend, on the CPU, that found these modules; inside `unloaded`."""
-    with pytest.MonkeyPatch.context() as patch:
+def loaded_over(modules: Mapping[str, ModuleType], path: str, class_name: str) -> Iterator[AttentionBackend]:
+    """A backend of that module, on the CPU, that found these modules; nothing is loaded for good."""
+    with unloaded(path), pytest.MonkeyPatch.context() as patch:
         for each, module in modules.items():
             patch.setitem(sys.modules, each, module)
-        base = getattr(import_module(f"attn_backends.{name}"), class_name)
-        yield type(base.__name__, (base,), {"capabilities": replace(base.capabilities, devices=("cpu",))})()
+        yield on_the_cpu(getattr(import_module(path), class_name))

@@ -20,6 +20,7 @@ from attn_backends.fa3_providers import PROVIDER_VARIABLE, Vllm
 from tests.backends_over_stand_ins import loaded_over, stand_in_op, unloaded
 
 BACKENDS = {"flash_attn3": "FlashAttn3", "flash_attn3_mla": "FlashAttn3Mla"}
+PATHS = [f"attn_backends.{name}" for name in BACKENDS]
 
 
 def flash_attn_varlen_func(
@@ -101,7 +102,7 @@ def installed(name: str = "flash_attn3") -> Iterator[AttentionBackend]:
     names = [Vllm.module.rsplit(".", dots)[0] for dots in (2, 1)] + [Vllm.module]
     modules = {each: ModuleType(each) for each in names}
     vars(modules[Vllm.module]).update(FA3_AVAILABLE=True, flash_attn_varlen_func=flash_attn_varlen_func)
-    with unloaded(*BACKENDS), pytest.MonkeyPatch.context() as patch:
+    with unloaded(*PATHS), pytest.MonkeyPatch.context() as patch:
         patch.setenv(PROVIDER_VARIABLE, Vllm.name)
-        with loaded_over(modules, name, BACKENDS[name]) as backend:
+        with loaded_over(modules, f"attn_backends.{name}", BACKENDS[name]) as backend:
             yield backend

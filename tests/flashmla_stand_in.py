@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from attn_backends import AttentionBackend
-from tests.backends_over_stand_ins import loaded_over, stand_in_op, unloaded
+from tests.backends_over_stand_ins import loaded_over, stand_in_op
 
 MODULE = "flash_mla.flash_mla_interface"
 NUM_SMS = 8
@@ -200,5 +200,5 @@ def installed() -> Iterator[AttentionBackend]:
     vars(modules[MODULE]).update(
         __file__=__file__, FlashMLASchedMeta=FlashMLASchedMeta, flash_mla_with_kvcache=flash_mla_with_kvcache
     )
-    with unloaded("flashmla"), loaded_over(modules, "flashmla", "FlashMla") as backend:
+    with loaded_over(modules, "attn_backends.flashmla", "FlashMla") as backend:
         yield backend

@@ -15,7 +15,7 @@ from spec_decode.tools.specs import MLA
 from tests.attn_backends.packages_on_disk import packages_on_disk, versions
 from tests.backends_over_stand_ins import unloaded
 from tests.factories import CPU, make_cache, make_spec
-from tests.flash_attn3_stand_in import BACKENDS
+from tests.flash_attn3_stand_in import PATHS
 
 MODULES = {kind.name: kind.module for kind in providers.PROVIDERS}
 each_provider = pytest.mark.parametrize("name", MODULES)
@@ -282,7 +282,7 @@ def load(install):
         install(name, source)
         return registry.get("flash_attn3")
 
-    with unloaded(*BACKENDS):
+    with unloaded(*PATHS):
         yield load
 
 

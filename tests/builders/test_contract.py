@@ -1,5 +1,9 @@
-import pytest
+"""What every builder refuses, claims and states, and what a kernel's operands must be."""
 
+import pytest
+import torch
+
+from attn_backends import get
 from builders import (
     AdvanceLevel,
     AdvanceSupport,
@@ -11,6 +15,7 @@ from builders import (
     ReferenceBuilder,
     TritonPagedBuilder,
 )
+from builders.errors import require_tensor
 from tests.factories import CPU, make_spec, make_tables
 
 
@@ -72,6 +77,43 @@ def test_a_batch_beyond_a_builders_bounds_is_refused_at_build(bound):
     Replanned(make_spec(), CPU, **bounds).build(view)
     with pytest.raises(BatchError, match="got a batch of 2, 4 and up to 32; a kernel would leave them"):
         Replanned(make_spec(), CPU, **{**bounds, bound: bounds[bound] - 1}).build(view)
+
+
+BACKENDS = ("torch_reference", "triton_paged", "triton_mla", "sparse_swa_mla")
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_a_horizon_beyond_the_pages_and_one_that_is_no_int_are_refused_at_build(name):
+    buffers = BatchBuffers(make_tables([30], max_seq_len=32), max_tokens=4)
+    buffers.load([1], [5])
+    spec = make_spec(num_kv_heads=1, sliding_window=8)
+    builder = get(name).builder(spec, CPU, max_reqs=1, max_tokens=4, max_seq_len=32)
+    view = buffers.view(0, num_reqs=1, num_tokens=1, max_query_len=1)
+    assert builder.build(view, horizon=31).num_reqs == 1
+    for horizon in (-1, 32):
+        message = rf"0 to 31, the tokens of the 8 pages .* got {horizon}; .* leave its pages"
+        with pytest.raises(BatchError, match=message):
+            builder.build(view, horizon=horizon)
+    for horizon in (1.5, "2", True):
+        with pytest.raises(BatchError, match=f"horizons must be ints, got {horizon!r}"):
+            builder.build(view, horizon=horizon)
+
+
+class Elsewhere:
+    """As much of a tensor as the check asks for, on a device that need not be here."""
+
+    def __init__(self, device):
+        self.shape, self.dtype, self.device = torch.Size([2]), torch.float32, torch.device(device)
+
+
+def test_a_device_without_an_index_is_any_of_its_type_and_one_with_it_no_other():
+    def required_on(device, tensor_device):
+        require_tensor("x", Elsewhere(tensor_device), shape=(2,), dtype=torch.float32, device=torch.device(device))
+
+    for wanted, found in (("cuda", "cuda:1"), ("cpu:0", "cpu"), ("cuda:1", "cuda:1")):
+        required_on(wanted, found)
+    with pytest.raises(BatchError, match=r"x must be torch\.float32 \[2\] on cuda:0, got .* on cuda:1; a kernel"):
+        required_on("cuda:0", "cuda:1")
 
 
 def constants(**changes):

@@ -9,12 +9,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from importlib import import_module
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 from attn_backends import AttentionBackend, registry
+from tests.backends_over_stand_ins import on_the_cpu, unloaded
 from tests.flashinfer_stand_in.wrappers import BatchDecodeWithPagedKVCacheWrapper, BatchPrefillWithPagedKVCacheWrapper
 from tests.flashinfer_stand_in.xqa import trtllm_batch_decode_with_kv_cache
 
@@ -37,7 +37,8 @@ def installed(partials: int = 1 << 13) -> Iterator[None]:
         BatchPrefillWithPagedKVCacheWrapper=BatchPrefillWithPagedKVCacheWrapper,
     )
     vars(decode).update(trtllm_batch_decode_with_kv_cache=trtllm_batch_decode_with_kv_cache)
-    with _backends_of_their_own(), _modules({"flashinfer": package, "flashinfer.decode": decode}):
+    with unloaded(*_IMPORT_IT, package="flashinfer"):
+        sys.modules.update({"flashinfer": package, "flashinfer.decode": decode})
         vars(import_module("builders.flashinfer.wrappers"))["_PARTIALS"] = partials
         yield
 
@@ -45,53 +46,12 @@ def installed(partials: int = 1 << 13) -> Iterator[None]:
 @contextmanager
 def absent() -> Iterator[None]:
     """`import flashinfer` fails, wherever it is installed, and no backend over it has been made."""
-    with _backends_of_their_own(), _modules({"flashinfer": None}):
+    with unloaded(*_IMPORT_IT, package="flashinfer"):
+        sys.modules["flashinfer"] = None  # type: ignore[assignment]  # is how an import is made to fail
         yield
 
 
 def backend(name: str) -> AttentionBackend:
     """A backend over the stand-in, which runs on the CPU."""
     module, _, attribute = registry._BUILT_IN[name].factory.partition(":")
-    base = getattr(import_module(module), attribute)
-    capabilities = replace(base.capabilities, devices=("cpu",))
-    made: AttentionBackend = type(base.__name__, (base,), {"capabilities": capabilities})()
-    return made
-
-
-@contextmanager
-def _backends_of_their_own() -> Iterator[None]:
-    """No backend over the package has been made, and none that is made now stays."""
-    loaded = _forget()
-    try:
-        yield
-    finally:
-        _forget()
-        registry._loaded.update(loaded)
-
-
-def _forget() -> dict[str, AttentionBackend]:
-    return {name: registry._loaded.pop(name) for name in NAMES if name in registry._loaded}
-
-
-@contextmanager
-def _modules(stand_ins: dict[str, ModuleType | None]) -> Iterator[None]:
-    """These modules in the package's place, and every module that imports it made anew; as before afterwards."""
-    before = _take_away()
-    sys.modules.update(stand_ins)  # type: ignore[arg-type]  # None is how an import is made to fail
-    try:
-        yield
-    finally:
-        _take_away()
-        sys.modules.update(before)
-        for name in before.keys() & set(_IMPORT_IT):
-            parent, _, child = name.rpartition(".")
-            setattr(sys.modules[parent], child, before[name])
-
-
-def _take_away() -> dict[str, ModuleType]:
-    affected = [name for name in sys.modules if name.partition(".")[0] == "flashinfer" or name in _IMPORT_IT]
-    taken = {name: sys.modules.pop(name) for name in affected}
-    for name in _IMPORT_IT:
-        parent, _, child = name.rpartition(".")
-        vars(sys.modules[parent]).pop(child, None)
-    return taken
+    return on_the_cpu(getattr(import_module(module), attribute))

@@ -17,11 +17,7 @@ from spec_decode.matrix.sources import files_below, read_documents, stale_report
 from spec_decode.source_digests import SourceRecord
 from tests.spec_decode.matrix.evidence import ENV, report, result
 
-KERNEL = """
-def kernel(x):
-    \"\"\"Add one.\"\"\"
-    return x + 1  # by the book
-"""
+KERNEL = "def kernel(x): return x + 1"
 
 
 @pytest.fixture
@@ -75,15 +71,6 @@ def test_every_page_shows_the_age_with_its_files(project: Path) -> None:
     stream = io.StringIO()
     Console(width=120, file=stream).print(to_table(matrix))
     assert "verified 1/1*" in stream.getvalue() and "verified 1/1\\*" in to_markdown(matrix)
-
-
-@pytest.mark.parametrize("old, new", [("# by the book", "# otherwise"), ("Add one.", "Add 1."), ("x + 1", "(x + 1)")])
-def test_comments_docstrings_and_layout_age_nothing(project: Path, old: str, new: str) -> None:
-    evidence = tiny_report()
-    assert old in KERNEL
-    (project / "kernel.py").write_text(KERNEL.replace(old, new))
-    forget()
-    assert evidence.sources.changed() == ()
 
 
 def test_reports_of_every_kind_and_device_are_named_with_what_changed(project: Path, tmp_path: Path) -> None:

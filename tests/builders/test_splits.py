@@ -1,0 +1,59 @@
+"""Into how many parts a builder has its kernel split the tokens of a request."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from builders import FlashAttn3Builder, TritonPagedBuilder, flash_attn3, paged
+from tests.factories import CPU, make_spec
+
+
+@pytest.fixture(autouse=True)
+def an_h200(monkeypatch):
+    for module in (flash_attn3, paged):
+        monkeypatch.setattr(module, "num_sms", lambda device: 132)
+
+
+def made(builder, spec):
+    return builder(spec, CPU, max_reqs=4096, max_tokens=8192, max_seq_len=16384)
+
+
+@pytest.mark.parametrize(
+    ("num_reqs", "kv_heads", "query_len", "max_seq_len", "splits"),
+    [
+        pytest.param(1, 2, 1, 1024, 32, id="half of the device would be idle: shorter splits"),
+        pytest.param(1, 2, 4, 1024, 32, id="a short extend is no more than a tile"),
+        pytest.param(1, 2, 8, 1024, 16, id="a longer one has rows enough for a split"),
+        pytest.param(1, 8, 1, 1024, 16, id="nearly all of the device"),
+        pytest.param(4, 8, 1, 1024, 16, id="a few programs for each multiprocessor"),
+        pytest.param(32, 8, 1, 1024, 2, id="no more programs than that"),
+        pytest.param(1, 2, 1, 16384, 64, id="no more than 64"),
+        pytest.param(256, 8, 1, 1024, 1, id="at least one"),
+    ],
+)
+def test_splits_of_the_paged_kernel_fill_a_device(num_reqs, kv_heads, query_len, max_seq_len, splits):
+    builder = made(TritonPagedBuilder, make_spec(num_q_heads=4 * kv_heads, num_kv_heads=kv_heads))
+    batch = SimpleNamespace(num_reqs=num_reqs, max_query_len=query_len, max_seq_len=max_seq_len)
+    assert builder.splits(batch) == splits
+
+
+GROUPED = make_spec(num_q_heads=32, num_kv_heads=8, head_dim=128)
+LATENT = make_spec(num_q_heads=128, num_kv_heads=1, head_dim=576, value_dim=512)
+
+
+@pytest.mark.parametrize(
+    ("spec", "num_reqs", "query_len", "splits"),
+    [
+        pytest.param(GROUPED, 1, 1, 32, id="a decode of one request"),
+        pytest.param(GROUPED, 1, 5, 32, id="its verification"),
+        pytest.param(GROUPED, 32, 16, 8, id="one tile of rows a request: as many as 64 MiB hold"),
+        pytest.param(GROUPED, 3, 64, 21, id="several tiles that leave a quarter of the device idle"),
+        pytest.param(GROUPED, 4, 64, 1, id="several that fill it"),
+        pytest.param(GROUPED, 1, 8192, 1, id="a prompt"),
+        pytest.param(GROUPED, 4096, 1, 1, id="at least one"),
+        pytest.param(LATENT, 32, 1, 8, id="wide values take more memory"),
+    ],
+)
+def test_splits_of_flash_attention_3_follow_from_the_shape_of_the_batch(spec, num_reqs, query_len, splits):
+    batch = SimpleNamespace(num_reqs=num_reqs, max_query_len=query_len, num_tokens=num_reqs * query_len)
+    assert made(FlashAttn3Builder, spec)._splits_of(batch) == splits
