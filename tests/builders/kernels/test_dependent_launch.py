@@ -13,25 +13,6 @@ from builders.kernels.triton_runtime import HAVE_TRITON, PDL_VARIABLE, dependent
 
 ROOT = Path(__file__).parents[3]
 SOURCES = [path for folder in ("builders", "attn_backends", "spec_decode") for path in (ROOT / folder).rglob("*.py")]
-KERNELS = {
-    "_advance_kernel", "matvec_kernel", "_rope_kernel", "_rope_and_write_kv_kernel", "_write_kv_kernel",
-    "attention_kernel", "merge_kernel", "_block_argmax_kernel", "_store_token_kernel", "_add_rms_norm_kernel",
-    "_swiglu_kernel", "_embed_concat_kernel", "_set_extend_state_kernel", "_set_decode_state_kernel",
-    "_shift_tokens_kernel",
-    "_gather_last_hidden_kernel", "_process_kernel", "_block_draw_kernel", "store_draw_kernel", "_partial_max_kernel",
-    "_rejection_sample_kernel", "_prefix_weights_kernel", "_residual_sums_kernel", "_accept_prefix_kernel",
-    "_synthetic_accept_kernel", "_hash_kernel", "_prepare_inputs_kernel", "_update_requests_kernel",
-    "latent_attention_kernel", "sparse_attention_kernel", "_prepare_query_kernel", "_inverse_rotary_kernel",
-    "_write_latent_kernel", "_list_window_slots_kernel", "_replan_kernel", "_route_kernel", "_order_kernel",
-    "_combine_kernel", "read_streams_kernel", "write_streams_kernel", "find_range_kernel", "count_bins_kernel",
-    "gather_bin_kernel", "top_k_threshold_kernel", "top_p_threshold_kernel", "mask_logits_kernel",
-    "batch_invariant_linear_kernel", "_ancestor_masks_kernel", "_follow_tree_kernel", "_move_accepted_kv_kernel",
-    "_block_top_kernel", "_merge_top_kernel",
-    "_grow_tree_kernel", "_keep_best_kernel", "_block_inputs_kernel", "_gather_block_kernel", "_line_argmax_kernel",
-    "_store_block_kernel", "_place_frontier_kernel", "_prefix_lens_kernel", "_tree_attention_kernel", "streamed_kernel",
-    "streamed_tma_kernel", "sum_shares_kernel", "_mla_query_key_kernel", "_block_target_kernel",
-    "_best_paths_kernel", "_block_convolution_kernel", "_select_candidates_kernel", "_sigmoid_gate_kernel",
-}  # fmt: skip
 CHOSEN = {"PDL": True, "launch_pdl": True}
 
 
@@ -115,12 +96,11 @@ def launches():
                 yield path.name, ast.unparse(call.func.value), any(o.startswith(options) for o in unpacked)
 
 
-def test_every_kernel_of_a_round_is_launched_so_and_no_other_kernel_asks_for_it():
-    assert {name for _, name, so in launches() if so} == KERNELS == {node.name for node in definitions()}
-
-
-def test_no_launch_of_such_a_kernel_leaves_the_options_out():
-    assert not [(file, name) for file, name, so in launches() if name in KERNELS and not so]
+def test_every_kernel_is_launched_so_in_each_place_and_asks_for_it():
+    launched = {(file, name, so) for file, name, so in launches() if name.endswith("kernel")}
+    assert not [(file, name) for file, name, so in launched if not so]
+    assert {name for _, name, _ in launched} == {node.name for node in definitions()} and len(launched) > 50
+    assert not [(file, name) for file, name, so in launches() if so and not name.endswith("kernel")]
 
 
 def statements_before_the_wait(kernel):
@@ -134,7 +114,7 @@ MEMORY = re.compile(r"\.?(load|store|atomic_\w+|inline_asm_elementwise)\(|return
 
 def test_a_kernel_launched_so_touches_no_memory_before_it_awaits_its_predecessor():
     before = {kernel.name: statements_before_the_wait(kernel) for kernel in definitions()}
-    assert before.keys() == KERNELS and None not in before.values()
+    assert before and None not in before.values()
     assert not [(name, line) for name, lines in before.items() for line in lines if MEMORY.search(line)]
 
 
