@@ -51,6 +51,23 @@ def derived(name: str, base: type[MetadataBuilder[Any]] = ReferenceBuilder, **me
     return type(name, (base,), {"advance_support": support, **methods})
 
 
+def broken_once_built(
+    base: type[Any], broken: Callable[[Any, Any], None], build: Any = None, **methods: Any
+) -> type[Any]:
+    """A builder that builds right, and has this advance from then on."""
+
+    def built(self: Any, batch: Any, *, horizon: int = 0) -> Any:
+        self.building = True
+        metadata = base.build(self, batch, horizon=horizon)
+        self.building = False
+        return metadata if build is None else build(self, batch, metadata)
+
+    def advanced(self: Any, metadata: Any) -> None:
+        (base.advance if self.building else broken)(self, metadata)
+
+    return derived(broken.__name__, base, build=built, advance=advanced, **methods)
+
+
 def with_builder(builder: type[MetadataBuilder[Any]], base: str = "torch_reference") -> AttentionBackend:
     """The backend `base` with another builder."""
     backend = type(get(base))
@@ -156,17 +173,7 @@ def build(change: Callable[[Any, Any, Any], Any]) -> AttentionBackend:
 @_decorator
 def advance(broken: Callable[[Any, Any], None], build: Any = None, **methods: Any) -> AttentionBackend:
     """Broken once it has built right. build: as in `build`, of what was built right."""
-
-    def built(self: Any, batch: Any, *, horizon: int = 0) -> Any:
-        self.building = True
-        metadata = ReferenceBuilder.build(self, batch, horizon=horizon)
-        self.building = False
-        return metadata if build is None else build(self, batch, metadata)
-
-    def advanced(self: Any, metadata: Any) -> None:
-        (ReferenceBuilder.advance if self.building else broken)(self, metadata)
-
-    return with_builder(derived(broken.__name__, build=built, advance=advanced, **methods))
+    return with_builder(broken_once_built(ReferenceBuilder, broken, build, **methods))
 
 
 @_decorator

@@ -1,7 +1,6 @@
 """FlashInfer's builders over a stand-in for its kernels: what is planned and when, and what a stale plan comes to."""
 
 from dataclasses import replace
-from functools import partial
 from itertools import permutations
 
 import pytest
@@ -17,6 +16,7 @@ from spec_decode.testing.subject import Subject
 from tests.factories import CPU
 from tests.flashinfer_stand_in import NAMES, backend, installed
 from tests.flashinfer_stand_in.wrappers import BatchDecodeWithPagedKVCacheWrapper, BatchPrefillWithPagedKVCacheWrapper
+from tests.mutants.mutant import broken_once_built
 
 PLANNED = ("flashinfer_tensor_cores", "flashinfer_cuda_cores")
 LONG, SHORT, ALONE = Batch((1, 1), (150, 140), 3), Batch((1, 1), (20, 30), 3), Batch((1,), (143,), 3)
@@ -79,34 +79,22 @@ def assert_attends_right(fixture, batch, metadata):
 def with_advance(name, advance):
     """The backend with another advance, which runs once the metadata has been built right."""
     made = backend(name)
-    right = made.builder
-
-    def build(self, batch, *, horizon=0):
-        self.advance = partial(right.advance, self)
-        try:
-            return right.build(self, batch, horizon=horizon)
-        finally:
-            del self.advance
-
-    claim = classmethod(lambda cls, spec, device: right.advance_support(spec, device))
-    methods = {"build": build, "advance_support": claim}
-    methods["advance"] = lambda self, metadata: advance(right, self, metadata)
-    type(made).builder = type("Stale", (right,), methods)
+    type(made).builder = broken_once_built(made.builder, advance)
     return made
 
 
-def nothing(right, builder, metadata):
+def nothing(builder, metadata):
     pass
 
 
-def lengths_alone(right, builder, metadata):
+def lengths_alone(builder, metadata):
     pages_before = (metadata.block_table.shape[1] - 1) * builder.spec.page_size
     torch.sub(metadata.seq_lens, pages_before, out=metadata.last_page_len)
 
 
-def plan_alone(right, builder, metadata):
+def plan_alone(builder, metadata):
     kept = metadata.last_page_len.clone()
-    right.advance(builder, metadata)
+    type(builder).__base__.advance(builder, metadata)
     metadata.last_page_len.copy_(kept)
 
 
