@@ -7,8 +7,10 @@ from builders.kernels.triton_runtime import torch_implementations
 from tests.spec_decode.models.test_draft_weights import first_logits, make
 
 
-@pytest.mark.parametrize("num_reqs", [1, 3])
-@pytest.mark.parametrize("name", ["eagle-1024", "qwen3-8b-eagle3", "glm-4.7-flash-mtp", "qwen3-8b-dflash"])
+@pytest.mark.parametrize(
+    ("name", "num_reqs"),
+    [("eagle-1024", 1), ("eagle-1024", 3), ("qwen3-8b-eagle3", 1), ("glm-4.7-flash-mtp", 3), ("qwen3-8b-dflash", 1)],
+)
 @torch.no_grad()
 def test_a_round_in_8_bits(name, num_reqs):
     # The interpreter truncates fp32 to bf16 where the hardware rounds.

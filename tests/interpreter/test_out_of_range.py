@@ -5,6 +5,7 @@ where memcheck watches them.
 """
 
 import os
+from itertools import product
 
 import pytest
 import torch
@@ -57,7 +58,7 @@ def latent(length, causal, invariant, masks=None):
     )  # fmt: skip
 
 
-def tree(length, causal, invariant):
+def tree(length, *_):
     out = noise(4, 2, 16)
     tree_attention(
         noise(4, 2, 16), noise(4, 4, 1, 16), noise(4, 4, 1, 16), TABLE, lens(length, 7),
@@ -67,21 +68,17 @@ def tree(length, causal, invariant):
     return out
 
 
-@pytest.mark.parametrize("length", [-1, -LARGEST, 9, 1000, LARGEST])
-@pytest.mark.parametrize("attention", [paged, latent, tree])
-@pytest.mark.parametrize(("causal", "invariant"), [(True, False), (True, True), (False, False)])
-def test_a_length_out_of_range_gives_rows_of_0(attention, causal, invariant, length):
-    out = attention(length, causal, invariant)
-    assert out[:2].eq(0).all()
-    assert torch.equal(out[2:], attention(7, causal, invariant)[2:])
+FORMS = [
+    *product((paged, latent, tree), [(True, False, None), (True, True, None), (False, False, None)]),
+    *product((paged, latent), [(True, False, torch.tensor([1, 3, 1, 3], device=DEVICE))]),
+]
 
 
-@pytest.mark.parametrize("attention", [paged, latent])
-def test_a_length_out_of_range_gives_trees_of_0(attention):
-    masks = torch.tensor([1, 3, 1, 3])
-    for length in (-1, 9, LARGEST):
-        out = attention(length, True, False, masks)
-        assert out[:2].eq(0).all() and torch.equal(out[2:], attention(7, True, False, masks)[2:])
+@pytest.mark.parametrize("length", [-1, -LARGEST, 9, LARGEST])
+@pytest.mark.parametrize(("attention", "form"), FORMS)
+def test_a_length_out_of_range_gives_rows_of_0(attention, form, length):
+    out = attention(length, *form)
+    assert out[:2].eq(0).all() and torch.equal(out[2:], attention(7, *form)[2:])
 
 
 def test_a_length_beyond_the_bound_alone_gives_rows_of_0():
@@ -110,10 +107,15 @@ def test_a_position_out_of_range_lists_no_slots(position):
     assert indices.tolist() == [[-1, -1, -1], [2, 3, 8]] and listed.tolist() == [0, 3]
 
 
-@pytest.mark.parametrize("token", [-1, 7, 10**9, 2**62])
-def test_an_id_outside_the_vocabulary_embeds_as_0(token):
-    out = embed_concat(torch.tensor([token, 3]), embedding := noise(7, 16), hidden := noise(2, 16), (), 1e-6)
-    assert out[0, :16].eq(0).all() and torch.equal(out[1, :16], embedding[3]) and torch.equal(out[:, 16:], hidden)
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("token", [-1, 7, 10**9, 2**62, -(2**40)])
+def test_an_id_outside_the_vocabulary_embeds_as_0(token, normed):
+    norms = [torch.ones(16)] * 2 if normed else []
+    embedding, hidden = noise(9, 16)[1:8], noise(2, 16)
+    out = embed_concat(torch.tensor([token, 3]), embedding, hidden, norms, 1e-6)
+    alone = embed_concat(torch.tensor([3]), embedding, hidden[1:], norms, 1e-6)
+    assert out[0, :16].eq(0).all() and torch.equal(out[1:], alone) and alone[:, :16].all()
+    assert normed or (torch.equal(out[1, :16], embedding[3]) and torch.equal(out[:, 16:], hidden))
 
 
 @pytest.mark.parametrize("verify", [rejection_sample, block_verify])

@@ -10,43 +10,33 @@ from tests.spec_decode.models.kernels.skinny_oracle import FORMS, NARROW, assert
 TILE = Tiling(block_n=4, block_k=16, num_warps=4)
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize(("rows", "dtype"), [(1, torch.float16), (MAX_ROWS, torch.float32)])
+CUTS = {
+    "one row, by the table": (1, 21, 40, torch.float16, None),
+    "the most rows, by the table": (MAX_ROWS, 21, 40, torch.float32, None),
+    "whole tiles, by the table": (1, 16, 32, torch.float16, None),
+    "whole tiles": (3, 16, 32, torch.float32, TILE),
+    "partial tiles": (3, 18, 50, torch.float32, TILE),
+    "less than a tile": (3, 1, 2, torch.float32, TILE),
+    "sums of bfloat16": (4, 20, 50, torch.bfloat16, TILE),
+}
+CASES = [(form, False, name) for form in FORMS for name in CUTS]
+CASES += [(form, True, name) for form in NARROW for name in CUTS if "tiles" in name]
+
+
+@pytest.mark.parametrize(("form", "narrow", "cut"), CASES)
 @torch.no_grad()
-def test_every_form_cut_by_the_table(form, rows, dtype):
-    inputs = make_inputs(form, rows, 21, 40, dtype)
-    assert_within_budget(inputs.call(), inputs)
+def test_every_form_in_every_cut(form, narrow, cut):
+    rows, n, k, dtype, tiling = CUTS[cut]
+    inputs = make_inputs(form, rows, n, k, torch.bfloat16 if narrow else dtype)
+    inputs = inputs.in_8_bits() if narrow else inputs
+    assert_within_budget(inputs.launched(tiling) if tiling else inputs.call(), inputs)
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize(("n", "k"), [(16, 32), (18, 50), (1, 2)])
-def test_every_form_in_whole_and_partial_tiles_of_both_axes(form, n, k):
-    inputs = make_inputs(form, 3, n, k)
-    assert_within_budget(inputs.launched(TILE), inputs)
-
-
-@pytest.mark.parametrize("form", NARROW)
-@pytest.mark.parametrize(("rows", "n", "k"), [(1, 16, 32), (3, 18, 50)])
+@pytest.mark.parametrize(("form", "rows"), [("wide", 4), ("wide", 5), ("wide_norm", 11)])
 @torch.no_grad()
-def test_every_form_in_8_bits(form, rows, n, k):
-    inputs = make_inputs(form, rows, n, k, torch.bfloat16).in_8_bits()
-    assert_within_budget(inputs.launched(TILE), inputs)
-    if rows <= MAX_ROWS:
-        assert_within_budget(inputs.call(), inputs)
-
-
-@pytest.mark.parametrize("form", ["wide", "wide_norm"])
-@pytest.mark.parametrize("rows", [4, 5, 11])
-@torch.no_grad()
-def test_a_wide_linear_takes_more_rows_a_few_at_a_time(rows, form):
+def test_a_wide_linear_takes_more_rows_a_few_at_a_time(form, rows):
     inputs = make_inputs(form, rows, 24, 50, torch.bfloat16)
     assert_within_budget(inputs.call(), inputs)
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_bfloat16_keeps_its_sums_in_float32(form):
-    inputs = make_inputs(form, 4, 20, 50, torch.bfloat16)
-    assert_within_budget(inputs.launched(TILE), inputs)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])

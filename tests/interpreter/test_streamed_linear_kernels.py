@@ -12,10 +12,43 @@ from tests.ops.questions import Placed
 from tests.spec_decode.models.kernels.streamed_oracle import FORMS, assert_exact, exact, in_8_bits, make_arguments
 
 WHOLE = [form for form in FORMS if not form.endswith("groups")]
+FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 
 
 def tile(shares=1, block_m2=0, tma=False):
     return StreamedTiling(16, block_m2, block_n=32, block_k=16, shares=shares, num_warps=4, stages=2, tma=tma)
+
+
+CUTS = {
+    "one row, by the device": (1, 21, 300, FP16, None),
+    "a few rows, by the device": (5, 21, 300, BF16, None),
+    "rows in two parts, by the device": (18, 21, 300, FP32, None),
+    "whole tiles": (5, 32, 64, FP32, tile()),
+    "partial tiles": (5, 37, 50, FP32, tile()),
+    "whole tiles, two shares": (5, 32, 64, FP32, tile(2)),
+    "partial tiles, three shares": (5, 37, 50, FP32, tile(3)),
+    "a part and a row": (17, 37, 50, FP32, tile(1, 16)),
+    "two whole parts, two shares": (32, 37, 50, FP32, tile(2, 16)),
+    "more shares than tiles of inputs": (3, 32, 40, BF16, tile(16)),
+    "copied, whole tiles": (5, 32, 64, FP32, tile(1, 16, tma=True)),
+    "copied, a part and a row, three shares": (17, 32, 64, FP32, tile(3, 16, tma=True)),
+    "copied, partial tiles": (32, 37, 56, FP32, tile(1, 16, tma=True)),
+    "copied, partial tiles, two shares": (5, 37, 56, FP32, tile(2, 16, tma=True)),
+}
+
+
+def takes(form, narrow, cut):
+    """Rows sorted by group are in no shares, no second part and not copied; a weight of 8 bits is not copied."""
+    return cut is None or not ((narrow and cut.tma) or (form not in WHOLE and cut != tile()))
+
+
+CASES = [
+    pytest.param(form, narrow, *cut, id=f"{form}{'-fp8' * narrow}-{name}")
+    for form in FORMS
+    for narrow in (False, True)
+    for name, cut in CUTS.items()
+    if takes(form, narrow, cut[-1])
+]
 
 
 @pytest.fixture
@@ -31,40 +64,25 @@ def tma_launches(monkeypatch):
     return launches
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize(("rows", "dtype"), [(1, torch.float16), (5, torch.bfloat16), (18, torch.float32)])
-def test_every_form_cut_by_the_device(form, rows, dtype):
-    arguments = make_arguments(form, rows, 21, 300, dtype)
+@pytest.mark.parametrize(("form", "narrow", "rows", "n", "k", "dtype", "cut"), CASES)
+def test_every_form_in_every_cut(form, narrow, rows, n, k, dtype, cut, tma_launches):
+    arguments = make_arguments(form, rows, n, k, BF16 if narrow and dtype is FP32 else dtype)
+    arguments = in_8_bits(arguments) if narrow else arguments
+    assert_exact(arguments.launch(cut), arguments)
+    assert len(tma_launches) == (cut is not None and cut.tma)
+
+
+@pytest.mark.parametrize("form", WHOLE)
+def test_more_rows_of_8_bits_than_a_launch_takes(form):
+    arguments = in_8_bits(make_arguments(form, 163, 37, 50, FP16))
     assert_exact(arguments.launch(), arguments)
 
 
-@pytest.mark.parametrize("shares", [1, 2, 3])
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize(("n", "k"), [(32, 64), (37, 50)])
-def test_every_form_in_whole_and_partial_tiles_and_shares(form, n, k, shares):
-    arguments = make_arguments(form, 5, n, k)
-    assert_exact(arguments.launch(tile(1 if form.endswith("groups") else shares)), arguments)
-
-
-@pytest.mark.parametrize("shares", [1, 2])
-@pytest.mark.parametrize("rows", [17, 32])
 @pytest.mark.parametrize("form", WHOLE)
-def test_every_form_of_rows_in_two_parts(form, rows, shares):
-    arguments = make_arguments(form, rows, 37, 50)
-    assert_exact(arguments.launch(tile(shares, block_m2=16)), arguments)
-
-
-@pytest.mark.parametrize("form", WHOLE)
-@pytest.mark.parametrize(
-    ("rows", "dtype"),
-    [
-        (33, torch.float16), (64, torch.bfloat16), (65, torch.float16), (96, torch.bfloat16), (97, torch.float16),
-        (160, torch.bfloat16),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("rows", "dtype"), [(33, FP16), (65, FP16), (97, FP16), (160, BF16)])
 def test_the_copy_engine_fetches_the_tiles_of_many_rows(form, rows, dtype, tma_launches):
-    arguments = make_arguments(form, rows, 37, 552, dtype)
-    if form != "gated_limit" and rows > 80:
+    arguments = make_arguments(form, rows, 37, 552 if rows == 97 else 136, dtype)
+    if form != "gated_limit" and rows == 97:
         # The tiling is the device's own, cut into shares.
         assert_exact(arguments.launch(), arguments)
         assert tma_launches[-1]["SPLIT_K"]
@@ -72,32 +90,6 @@ def test_the_copy_engine_fetches_the_tiles_of_many_rows(form, rows, dtype, tma_l
     blocks = dict(zip(("block_m", "block_m2"), row_blocks(rows), strict=True))
     assert_exact(arguments.launch(replace(tile(tma=True), **blocks)), arguments)
     assert tma_launches and not tma_launches[-1]["SPLIT_K"]
-
-
-@pytest.mark.parametrize("shares", [1, 2, 3])
-@pytest.mark.parametrize("rows", [5, 17, 32])
-@pytest.mark.parametrize("form", WHOLE)
-@pytest.mark.parametrize(("n", "k"), [(32, 64), (37, 56)])
-def test_the_copy_engine_fetches_whole_and_partial_tiles_and_shares(form, rows, n, k, shares, tma_launches):
-    arguments = make_arguments(form, rows, n, k)
-    assert_exact(arguments.launch(tile(shares, block_m2=16, tma=True)), arguments)
-    assert len(tma_launches) == 1
-
-
-@pytest.mark.parametrize("shares", [1, 3])
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize(("rows", "n", "k"), [(5, 32, 64), (18, 37, 50)])
-def test_every_form_in_8_bits(form, rows, n, k, shares):
-    arguments = in_8_bits(make_arguments(form, rows, n, k, torch.bfloat16))
-    cut = tile(1) if form.endswith("groups") else tile(shares, block_m2=16 * (rows > 16))
-    assert_exact(arguments.launch(cut), arguments)
-    assert_exact(arguments.launch(), arguments)
-
-
-@pytest.mark.parametrize("form", WHOLE)
-def test_more_rows_of_8_bits_than_a_launch_takes(form):
-    arguments = in_8_bits(make_arguments(form, 163, 37, 300, torch.float16))
-    assert_exact(arguments.launch(), arguments)
 
 
 def of_wide_rows(x, columns, start=0):
@@ -137,11 +129,6 @@ def test_the_sum_of_shares_is_added_to_the_residual():
     arguments = make_arguments("residual", 5, 21, 600, torch.bfloat16)
     shares = StreamedShares(arguments.x, arguments.weight).launch()
     assert_exact(SumShares(shares, arguments.residual).launch(), arguments)
-
-
-def test_more_shares_than_tiles_of_inputs_leave_none_out():
-    arguments = make_arguments("residual", 3, 32, 40)
-    assert_exact(arguments.launch(tile(shares=16)), arguments)
 
 
 ROWS_OF_GROUPS = {

@@ -89,6 +89,9 @@ def prepare_query():
 def inverse_rotary():
     for (tokens, heads, dim, rotary), dtype in each(ROTARY, DTYPES):
         yield noise(tokens, heads, dim, dtype=dtype), torch.arange(tokens) * 9, noise(40, rotary).cos()
+    # Ties, which go to the even bfloat16.
+    ties = torch.tensor([1, 1, 1 + 2**-7, 1, -1, -1, -1 - 2**-7, -1]).bfloat16().view(1, 4, 2)
+    yield ties, torch.tensor([0]), torch.tensor([[1, 2**-8]])
 
 
 def any_bfloat16(tokens):
@@ -116,6 +119,10 @@ def write_latent():
     for latents, page_size in each((hard_latents(), any_bfloat16(12), one_exponent_a_tile(12)), (1, 16)):
         cache = torch.full((len(latents) * 2 // page_size + 1, page_bytes(page_size)), 0xAB, dtype=torch.uint8)
         yield latents, cache, torch.arange(len(latents)) * 2 + 1, *plain, page_size, 0.0
+    # Zeros of either sign, which the norm keeps.
+    norm = noise(512, seed=1), torch.arange(4) * 9, noise(40, 64, seed=2).cos()
+    cache = torch.zeros(2, page_bytes(16), dtype=torch.uint8)
+    yield torch.full((4, 512), -0.0).bfloat16(), cache, SLOTS, *norm, 16, 1e-6
 
 
 PLAIN = make_spec(head_dim=64)

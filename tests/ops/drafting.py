@@ -77,7 +77,7 @@ def list_window_slots():
             pages, tokens = -(-192 // page_size), int(starts[-1]) + padding
             order = torch.randperm(len(query_lens) * pages, generator=torch.Generator().manual_seed(0))
             table = order.view(-1, pages).int()
-            positions = torch.cat([positions.clamp(min=0), torch.full((padding,), 6)])
+            positions = torch.cat([positions.clamp(min=0), torch.full((padding,), 3)])
             width = -(-window // 64) * 64
             yield (
                 torch.full((tokens, width), 7, dtype=torch.int32), torch.full((tokens,), 7, dtype=torch.int32),

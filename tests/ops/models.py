@@ -129,7 +129,7 @@ def combine_experts():
     yield rows, weights, places, shared
 
 
-@op("spec_decode::read_streams", close=CLOSE)
+@op("spec_decode::read_streams", close=CLOSE, strided="streams mixes")
 def read_streams():
     for streams, hidden, dtype in each((4, 1, 2, 3), (50, 1, 1100), (torch.float32, torch.float16)):
         case = make_case(streams=streams, hidden=hidden, dtype=dtype)
@@ -141,9 +141,11 @@ def read_streams():
         yield head.streams, *head.head, 0, EPS
     for case in (with_nan(make_case(), "streams", "mixes", "output"), make_case(tokens=0)):
         yield case.streams, case.mixes, case.scale, case.base, 20, EPS
+    far = make_case(tokens=1)
+    yield far.streams, torch.tensor([[300.0, -300.0, 0.0, 300.0] * 6]), far.scale * 0 + 1, far.base * 0, 20, EPS
 
 
-@op("spec_decode::write_streams", close=CLOSE)
+@op("spec_decode::write_streams", close=CLOSE, strided="streams output")
 def write_streams():
     for streams, hidden, dtype in each((4, 1, 3), (50, 1, 1024, 1100), (torch.float32, torch.float16)):
         case = make_case(streams=streams, hidden=hidden, dtype=dtype)

@@ -2,6 +2,7 @@
 
 import torch
 
+from builders.kernels.triton_runtime import torch_implementations
 from spec_decode.trees import DraftTree, DynamicTree, DynamicTreeConfig
 from spec_decode.verification.kernels.verify_arguments import VerifyArguments
 from tests.ops.sample import CLOSE, each, int32, noise, op, whole
@@ -265,7 +266,7 @@ def top_children():
 
 @op("spec_decode::best_paths")
 def best_paths():
-    for places, width, count in ((4, 3, 12), (1, 1, 1), (7, 8, 63), (3, 64, 32), (16, 2, 63), (2, 2, 9)):
+    for places, width, count in ((4, 3, 12), (1, 1, 1), (7, 8, 20), (3, 64, 32), (16, 2, 63), (2, 2, 9)):
         scores = -whole(0, 4, 6, places, width, seed=places).float().sort(2).values
         scores[1] = 0
         scores[2, :, width // 2 :] = -torch.inf
@@ -280,12 +281,20 @@ def best_paths():
 
 @op("spec_decode::grow_tree")
 def grow_tree():
-    config = DynamicTreeConfig(width=2, num_tokens=4)
-    tree = DynamicTree(3, torch.zeros(1, dtype=torch.int64), config, num_speculative_tokens=2)
-    buffers = tree.tokens, tree.parents, tree.scores
-    frontier = tree.frontier, tree.frontier_scores, tree.frontier_tokens, tree.frontier_places
-    for step in (0, 1):
-        yield torch.tensor([step]), whole(0, 9, 3, 2, 2), whole(-9, 0, 3, 2, 2).float() * 64, *buffers, *frontier
+    for width, steps in ((2, 2), (1, 3), (3, 3), (5, 2)):
+        config = DynamicTreeConfig(width=width, num_tokens=2)
+        tree = DynamicTree(8, torch.zeros(1, dtype=torch.int64), config, num_speculative_tokens=steps)
+        buffers = tree.tokens, tree.parents, tree.scores
+        frontier = tree.frontier, tree.frontier_scores, tree.frontier_tokens, tree.frontier_places
+        for draw, step in enumerate([*range(steps)] * 2):
+            places = width if step else 1
+            tokens = whole(0, 9, 8, places, width, seed=draw)
+            # So far apart, scores are sums without rounding, and the tree grows from what it holds.
+            scores = (whole(-4, 1, 8, places, width, seed=draw).float() * 64).sort(-1, descending=True).values
+            sample = torch.tensor([step]), tokens, scores, *buffers, *frontier
+            yield tuple(part.clone() for part in sample)
+            with torch_implementations():
+                torch.ops.spec_decode.grow_tree(*sample)
 
 
 @op("spec_decode::keep_best")
