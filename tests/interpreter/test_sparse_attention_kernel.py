@@ -7,7 +7,6 @@ from attn_backends.kernels import sparse_attention
 from tests.attn_backends.kernels.test_sparse_attention import BF16, FP8, Asked
 
 FORMS = {"plain": {"dtype": BF16, "dim": 512}, "fp8_ds_mla": FP8}
-LISTS = {"short lists": (20, 3, 0, 1, 17), "longer lists": (0, 40, 6, 0, 16)}
 
 
 def force(monkeypatch, block_m, block_n, tokens_first):
@@ -15,37 +14,31 @@ def force(monkeypatch, block_m, block_n, tokens_first):
     monkeypatch.setattr(sparse_attention, "tile_config", lambda *args: tile)
 
 
-@pytest.mark.parametrize("tokens_first", [True, False], ids=["tokens first", "heads first"])
+@pytest.mark.parametrize(
+    ("tile", "lists"),
+    [
+        ((16, 32, True), (20, 3, 0, 1, 17)),
+        ((16, 32, False), (20, 3, 0, 1, 17)),
+        ((16, 8, False), (20, 3, 0, 1, 17)),
+        ((16, 8, False), (0, 40, 6, 0, 16)),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
-def test_a_list_in_one_block(monkeypatch, form, tokens_first):
-    force(monkeypatch, 16, 32, tokens_first)
-    Asked(LISTS["short lists"], **form, heads=20).check()
-
-
-@pytest.mark.parametrize("lists", LISTS.values(), ids=LISTS)
-@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
-def test_lists_of_many_blocks(monkeypatch, form, lists):
-    force(monkeypatch, 16, 8, False)
-    Asked(lists, **form, heads=3).check()
-
-
-@pytest.mark.parametrize("tokens_first", [True, False], ids=["tokens first", "heads first"])
-@pytest.mark.parametrize("sinks", [False, True], ids=["no sinks", "sinks"])
-def test_an_empty_list_comes_out_as_zero_whatever_the_query_holds(monkeypatch, tokens_first, sinks):
-    force(monkeypatch, 16, 16, tokens_first)
-    asked = Asked((0, 4, 3), sinks=sinks)
-    asked.query[0] = asked.query[2] = math.nan
-    asked.indices[2, :3] = -1
-    out = asked.run()
-    assert out[0].eq(0).all() and out[2].eq(0).all() and out[1].ne(0).any()
+def test_lists_in_one_block_and_in_many(monkeypatch, form, lists, tile):
+    force(monkeypatch, *tile)
+    Asked(lists, **form, heads=20 if tile[1] == 32 else 3).check()
 
 
 @pytest.mark.parametrize("tile", [(16, 16, True), (16, 16, False), (16, 8, False)], ids=str)
-def test_a_sink_of_infinity_gives_zero(monkeypatch, tile):
+def test_a_list_of_nothing_and_a_sink_of_infinity_give_zero_whatever_the_query_holds(monkeypatch, tile):
     force(monkeypatch, *tile)
-    asked = Asked((12, 0, 3))
+    asked = Asked((0, 12, 3))
+    asked.query[0] = asked.query[2] = math.nan
+    asked.indices[2, :3] = -1
     out, bare = asked.run(sinks=torch.tensor([math.inf, -math.inf, 0.0])), asked.run(sinks=None)
-    assert out[:, 0].eq(0).all() and torch.equal(out[:, 1], bare[:, 1]) and out[1].eq(0).all()
+    assert out[:, 0].eq(0).all() and torch.equal(out[:, 1], bare[:, 1])
+    assert out[0].eq(0).all() and out[2].eq(0).all() and out[1].ne(0).any() and bare[::2].eq(0).all()
 
 
 @pytest.mark.parametrize("tile", [(16, 16, True), (16, 16, False), (16, 2, False)], ids=str)

@@ -13,6 +13,7 @@ from builders import BatchError
 CLOSE = {torch.float32: {"rtol": 1e-5, "atol": 1e-5}, torch.bfloat16: {"rtol": 2**-7, "atol": 1e-5}}
 SHAPES = [(3, 64, 512, 64), (2, 5, 576, 64), (3, 1, 64, 64), (2, 3, 80, 6), (1, 7, 2, 2)]
 """Tokens, heads, dims, rotary dims."""
+POSITIONS = torch.tensor([3, 5])
 
 
 def noise(*shape, dtype=torch.float32, seed=0):
@@ -43,90 +44,59 @@ def prepared(query, positions, table, eps):
 
 @pytest.mark.parametrize("dtype", CLOSE)
 @pytest.mark.parametrize(("tokens", "heads", "dim", "rotary"), SHAPES)
-def test_a_query_is_normed_per_head_and_turned(tokens, heads, dim, rotary, dtype):
+def test_a_query_is_normed_per_head_and_turned_and_an_output_turned_back_in_place(tokens, heads, dim, rotary, dtype):
     query, table, positions = noise(tokens, heads, dim, dtype=dtype) * 3, make_table(rotary), torch.arange(tokens) * 9
+    before = query.clone()
     found = prepare_query(query, positions, table, eps=1e-6)
-    assert found.dtype == dtype and found.is_contiguous()
+    assert found.dtype == dtype and found.is_contiguous() and torch.equal(query, before)
     torch.testing.assert_close(found.double(), prepared(query, positions, table, 1e-6), **CLOSE[dtype])
+    expected = turned(query.double(), angles_of(positions, table).conj())
+    assert inverse_rotary(query, positions, table) is query
+    torch.testing.assert_close(query.double(), expected, **CLOSE[dtype])
 
 
 def test_eps_keeps_a_small_head_small():
-    query, table, positions = noise(2, 3, 64) * 1e-3, make_table(16), torch.tensor([3, 5])
-    found = prepare_query(query, positions, table, eps=1e-2)
-    torch.testing.assert_close(found.double(), prepared(query, positions, table, 1e-2), rtol=1e-5, atol=1e-7)
+    query, table = noise(2, 3, 64) * 1e-3, make_table(16)
+    found = prepare_query(query, POSITIONS, table, eps=1e-2)
+    torch.testing.assert_close(found.double(), prepared(query, POSITIONS, table, 1e-2), rtol=1e-5, atol=1e-7)
     assert found.abs().max() < 0.1
 
 
-def test_a_query_is_left_as_it_was():
-    query = noise(2, 3, 64)
-    before = query.clone()
-    prepare_query(query, torch.tensor([3, 5]), make_table(16), eps=1e-6)
-    assert torch.equal(query, before)
-
-
-def test_a_query_may_be_a_view_of_a_projection():
-    projection, table, positions = noise(2, 5, 100), make_table(16), torch.tensor([3, 5])
-    view = projection[:, 1:4, 20:84]
+def test_a_view_is_read_and_turned_where_it_lies():
+    whole, table = noise(2, 5, 100), make_table(16)
+    view, before = whole[:, 1:4, 20:84], whole.clone()
     assert torch.equal(
-        prepare_query(view, positions, table, eps=1e-6), prepare_query(view.contiguous(), positions, table, eps=1e-6)
+        prepare_query(view, POSITIONS, table, eps=1e-6), prepare_query(view.contiguous(), POSITIONS, table, eps=1e-6)
     )
+    inverse_rotary(view, POSITIONS, table)
+    changed = (whole != before).nonzero()
+    assert changed[:, 1].unique().tolist() == [1, 2, 3] and changed[:, 2].unique().tolist() == list(range(68, 84))
 
 
 def test_a_bad_head_leaves_the_others_alone():
-    query, table, positions = noise(2, 3, 64), make_table(16), torch.tensor([3, 5])
-    clean = prepare_query(query, positions, table, eps=1e-6)
+    query, table = noise(2, 3, 64), make_table(16)
+    clean = prepare_query(query, POSITIONS, table, eps=1e-6)
     query[1, 1, 63] = math.nan
-    found = prepare_query(query, positions, table, eps=1e-6)
+    found = prepare_query(query, POSITIONS, table, eps=1e-6)
     assert found[1, 1].isnan().any()
     found[1, 1] = clean[1, 1]
     assert torch.equal(found, clean)
 
 
-def test_the_gradient_of_a_query_is_that_of_the_formula():
-    query, table, positions = noise(2, 3, 8).requires_grad_(), make_table(4), torch.tensor([3, 5])
-    wide = query.detach().double().requires_grad_()
+def test_gradients_are_those_of_the_formulas_and_an_output_that_asks_for_one_is_turned_out_of_place():
+    query, table = noise(2, 3, 8).requires_grad_(), make_table(4)
+    before, wide = query.detach().clone(), query.detach().double().requires_grad_()
     weight = noise(2, 3, 8, seed=1)
-    (prepare_query(query, positions, table, eps=1e-6) * weight).sum().backward()
-    (prepared(wide, positions, table, 1e-6) * weight).sum().backward()
+    (prepare_query(query, POSITIONS, table, eps=1e-6) * weight).sum().backward()
+    (prepared(wide, POSITIONS, table, 1e-6) * weight).sum().backward()
     torch.testing.assert_close(query.grad.double(), wide.grad, rtol=1e-4, atol=1e-5)
 
-
-@pytest.mark.parametrize("dtype", CLOSE)
-@pytest.mark.parametrize(("tokens", "heads", "dim", "rotary"), SHAPES)
-def test_an_output_is_turned_back_in_place(tokens, heads, dim, rotary, dtype):
-    out, table, positions = noise(tokens, heads, dim, dtype=dtype), make_table(rotary), torch.arange(tokens) * 9
-    expected = turned(out.double(), angles_of(positions, table).conj())
-    assert inverse_rotary(out, positions, table) is out
-    torch.testing.assert_close(out.double(), expected, **CLOSE[dtype])
-
-
-def test_turning_back_touches_only_the_rotary_dims():
-    whole = noise(2, 5, 100)
-    before, whole_dims = whole.clone(), whole[:, 1:4, 20:84]
-    inverse_rotary(whole_dims, torch.tensor([3, 5]), make_table(16))
-    changed = (whole != before).nonzero()
-    assert changed[:, 1].unique().tolist() == [1, 2, 3] and changed[:, 2].unique().tolist() == list(range(68, 84))
-
-
-def test_turning_back_undoes_the_turn_of_a_query():
-    query, table, positions = noise(3, 4, 64), make_table(64), torch.tensor([0, 39, 7])
-    straight = prepare_query(query, torch.zeros(3, dtype=torch.int64), table, eps=1e-6)
-    found = inverse_rotary(prepare_query(query, positions, table, eps=1e-6), positions, table)
-    torch.testing.assert_close(found, straight, rtol=1e-5, atol=1e-6)
-
-
-def test_an_output_of_zero_stays_zero():
-    assert inverse_rotary(torch.zeros(2, 3, 64), torch.tensor([3, 5]), make_table(16)).eq(0).all()
-
-
-def test_an_output_that_asks_for_a_gradient_is_turned_out_of_place():
-    out, table, positions = noise(2, 3, 8).requires_grad_(), make_table(4), torch.tensor([3, 5])
-    before, weight = out.detach().clone(), noise(2, 3, 8, seed=1)
-    (inverse_rotary(out, positions, table) * weight).sum().backward()
-    assert torch.equal(out.detach(), before)
+    query.grad = None
+    (inverse_rotary(query, POSITIONS, table) * weight).sum().backward()
+    assert torch.equal(query.detach(), before)
     # The turn is orthogonal: its gradient is the forward turn of the weights.
-    expected = turned(weight.double(), angles_of(positions, table))
-    torch.testing.assert_close(out.grad.double(), expected, rtol=1e-5, atol=1e-6)
+    expected = turned(weight.double(), angles_of(POSITIONS, table))
+    torch.testing.assert_close(query.grad.double(), expected, rtol=1e-5, atol=1e-6)
 
 
 GOOD = {"x": noise(2, 3, 64), "positions": torch.tensor([3, 5]), "table": make_table(16)}

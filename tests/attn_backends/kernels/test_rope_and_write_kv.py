@@ -1,7 +1,5 @@
 """Rope and the KV write as one op, against rotation in float64 and a write of its own."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -71,49 +69,24 @@ def test_queries_are_turned_in_place_and_turned_keys_and_values_stored(sizes, dt
 
 
 @pytest.mark.parametrize(
-    "kv_dtype",
-    [pytest.param(None, id="its own dtype"), pytest.param(torch.float8_e4m3fn, id="e4m3", marks=indexes_fp8)],
+    "changes",
+    [
+        pytest.param({}, id="its own dtype"),
+        pytest.param({"kv_dtype": torch.float8_e4m3fn}, id="e4m3", marks=indexes_fp8),
+        pytest.param({"value_dim": 40}, id="a value dim of its own"),
+    ],
 )
-def test_the_numbers_are_those_of_the_two_ops(kv_dtype):
-    spec = make_spec(dtype=torch.float16)
-    caches = [make_cache(replace(spec, kv_dtype=kv_dtype) if kv_dtype else spec, 5) for _ in range(2)]
-    for cache in caches:
-        cache.key.zero_()
-        cache.value.zero_()
-    (_, (query, key, value)), (_, (other, other_key, _)) = packed_of(spec), packed_of(spec)
-    rope = rope_of(spec.head_dim)
-
-    rope_and_write_kv(query, key, value, rope, caches[0].key, caches[0].value, SLOTS)
-    write_kv(apply_rope(other_key, rope), value, caches[1].key, caches[1].value, SLOTS)
-    apply_rope(other, rope)
-    assert torch.equal(query, other)
-    assert torch.equal(caches[0].key.float(), caches[1].key.float())
-    assert torch.equal(caches[0].value.float(), caches[1].value.float())
-    assert caches[0].key.float().count_nonzero() and not torch.equal(key, other_key)
-
-
-def test_a_value_dim_of_its_own_and_strided_caches():
-    spec = make_spec(value_dim=40)
-    key, value = torch.randn(TOKENS, 2, 16), torch.randn(TOKENS, 2, 40)
-    packed = torch.full((5, 4, 2, 60), torch.nan)
-    caches = packed[..., :16], packed[..., 17:57]
-    wanted = make_cache(spec, 5)
-
-    rope_and_write_kv(torch.randn(TOKENS, 4, 16), key, value, rope_of(16), *caches, SLOTS)
-    write_kv(apply_rope(key, rope_of(16)), value, wanted.key, wanted.value, SLOTS)
-
-    for slot in SLOTS[SLOTS >= 0]:
-        at = slot // 4, slot % 4
-        assert torch.equal(caches[0][at], wanted.key[at]) and torch.equal(caches[1][at], wanted.value[at])
-    assert packed.isfinite().sum() == 3 * 2 * (16 + 40)
-
-
-@pytest.mark.parametrize("slot", [20, 2**40, -2, -(2**40)])
-def test_a_slot_outside_of_the_cache_writes_nothing(slot):
+@pytest.mark.parametrize("slots", [SLOTS, *(torch.tensor([slot, 7, -1, slot]) for slot in (20, 2**40, -2, -(2**40)))])
+def test_the_numbers_are_those_of_the_two_ops(changes, slots):
     """In the middle of a larger storage, where a stray write would be seen."""
-    storage, slots = torch.zeros(2, 9, 4, 2, 16), torch.tensor([slot, 7, -1, slot])
-    key_cache, value_cache = storage[:, 2:7]
-    query, key, value = torch.randn(TOKENS, 8, 16).split([4, 2, 2], 1)
-    rope_and_write_kv(query, key, value, rope_of(16), key_cache, value_cache, slots)
-    assert torch.equal(value_cache[1, 3], value[1]) and key_cache[1, 3].all()
-    assert storage.count_nonzero() == 2 * 2 * 16
+    spec = make_spec(dtype=torch.float16, **changes)
+    rope, (_, parts), (_, others) = rope_of(16), packed_of(spec), packed_of(spec)
+    value = torch.randn(TOKENS, 2, spec.out_dim, generator=torch.Generator().manual_seed(1)).half()
+    found, wanted = (torch.zeros(9, 4, 2, spec.head_dim + 1 + spec.out_dim).to(spec.cache_dtype) for _ in range(2))
+
+    rope_and_write_kv(*parts[:2], value, rope, found[2:7, ..., :16], found[2:7, ..., 17:], slots)
+    write_kv(apply_rope(others[1], rope), value, wanted[2:7, ..., :16], wanted[2:7, ..., 17:], slots)
+    apply_rope(others[0], rope)
+    assert torch.equal(parts[0], others[0]) and not torch.equal(parts[1], others[1])
+    assert torch.equal(found.float(), wanted.float())
+    assert found.float().count_nonzero() == int(((slots >= 0) & (slots < 20)).sum()) * 2 * (16 + spec.out_dim)

@@ -12,48 +12,35 @@ def new(tokens, dtype=torch.float32):
     return torch.randn(tokens, 2, 16).to(dtype), torch.randn(tokens, 2, 8).to(dtype)
 
 
-def test_a_token_is_stored_at_its_page_and_offset():
-    cache, (key, value) = make_cache(SPEC, 5), new(2)
-    write_kv(key, value, cache.key, cache.value, torch.tensor([9, 3]))
-    assert torch.equal(cache.key[2, 1], key[0]) and torch.equal(cache.value[2, 1], value[0])
-    assert torch.equal(cache.key[0, 3], key[1]) and torch.equal(cache.value[0, 3], value[1])
+def written(key, value, cache, slots):
+    """Keys and values as the op leaves them, and as storing token after token does."""
+    expected = [part.clone() for part in cache]
+    write_kv(key, value, *cache, torch.tensor(slots))
+    for at, slot in enumerate(slots):
+        if 0 <= slot < expected[0].shape[0] * 4:
+            expected[0][slot // 4, slot % 4], expected[1][slot // 4, slot % 4] = key[at], value[at]
+    return [*cache], expected
 
 
-def test_no_other_slot_is_touched():
-    cache, before = make_cache(SPEC, 5), make_cache(SPEC, 5)
-    write_kv(*new(2), cache.key, cache.value, torch.tensor([9, 3]))
-    others = [slot for slot in range(20) if slot not in (3, 9)]
-    for found, was in ((cache.key, before.key), (cache.value, before.value)):
-        assert torch.equal(found.flatten(0, 1)[others], was.flatten(0, 1)[others])
+def random_cache():
+    cache = make_cache(SPEC, 5)
+    return cache.key, cache.value
 
 
-def test_slot_minus_one_writes_nothing():
-    cache, before = make_cache(SPEC, 5), make_cache(SPEC, 5)
-    write_kv(*new(3), cache.key, cache.value, torch.tensor([-1, -1, -1]))
-    assert torch.equal(cache.key, before.key) and torch.equal(cache.value, before.value)
+PACKED = torch.randn(3, 8, 16, generator=torch.Generator().manual_seed(0))
+STORED = {
+    "tokens": (*new(3), random_cache()),
+    "views of a projection": (PACKED[:, 4:6], PACKED[:, 6:, :8], random_cache()),
+    "a cache of keys' and values' pages": (PACKED[:, 4:6], PACKED[:, 6:], torch.randn(5, 2, 4, 2, 16).unbind(1)),
+    "a cache of keys' and values' dims": (*new(3), torch.randn(5, 4, 2, 24).split([16, 8], -1)),
+}
 
 
-def test_keys_and_values_may_be_strided_apart():
-    packed = torch.zeros(5, 2, 4, 2, 16)
-    key, value = torch.randn(1, 2, 16), torch.randn(1, 2, 16)
-    write_kv(key, value, packed[:, 0], packed[:, 1], torch.tensor([6]))
-    assert torch.equal(packed[1, 0, 2], key[0]) and torch.equal(packed[1, 1, 2], value[0])
-    assert packed.count_nonzero() == key.numel() + value.numel()
-
-
-def test_keys_and_values_may_share_the_last_dim():
-    packed = torch.zeros(5, 4, 2, 24)
-    key, value = new(1)
-    write_kv(key, value, packed[..., :16], packed[..., 16:], torch.tensor([6]))
-    assert torch.equal(packed[1, 2], torch.cat([key[0], value[0]], -1))
-
-
-def test_new_tokens_may_be_views_of_a_packed_projection():
-    cache = make_cache(make_spec(), 5)
-    packed = torch.randn(2, 8, 16)
-    key, value = packed[:, 4:6], packed[:, 6:]
-    write_kv(key, value, cache.key, cache.value, torch.tensor([0, 19]))
-    assert torch.equal(cache.key[4, 3], key[1]) and torch.equal(cache.value[4, 3], value[1])
+@pytest.mark.parametrize("slots", [[9, -1, 3], [-1, -1, -1], [20, 7, -2], [2**40, 7, -(2**40)]], ids=str)
+@pytest.mark.parametrize(("key", "value", "cache"), STORED.values(), ids=STORED)
+def test_a_token_is_stored_at_its_page_and_offset_and_nothing_else_is_touched(key, value, cache, slots):
+    found, expected = written(key, value, cache, slots)
+    assert all(map(torch.equal, found, expected))
 
 
 REFUSED = {
@@ -114,12 +101,3 @@ def test_no_number_beyond_the_range_of_e4m3_reaches_a_cast_whose_result_depends_
     caches = e4m3_caches()
     write_kv(new, -new, *caches, torch.tensor([1]))
     assert seen == [448.0, 448.0] and caches[0][0, 1, 0].float().isnan().tolist() == [False, False, False, True]
-
-
-@pytest.mark.parametrize("slot", [8, 2**40, -2, -(2**40)])
-def test_a_slot_outside_of_the_cache_writes_nothing(slot):
-    caches = [torch.zeros(2, 4, 2, 16), torch.zeros(2, 4, 2, 8)]
-    key, value = new(2)
-    write_kv(key, value, *caches, torch.tensor([slot, 7]))
-    assert torch.equal(caches[0][1, 3], key[1]) and torch.equal(caches[1][1, 3], value[1])
-    assert caches[0].count_nonzero() == key[1].numel() and caches[1].count_nonzero() == value[1].numel()
