@@ -3,12 +3,12 @@
 import pytest
 import torch
 
+from attn_backends.kernels import sparse_attention as sparse
 from attn_backends.kernels.latent_attention import latent_attention
 from attn_backends.kernels.paged_attention import paged_attention
-from attn_backends.kernels.sparse_attention import sparse_attention
 from builders.paged import SPLIT_TOKENS
 from spec_decode.models.kernels.batch_invariant_linear import batch_invariant_linear
-from tests.ops.sample import int32, noise
+from tests.ops.sample import int32, noise, whole
 
 PAGE = 32
 LENGTHS = (3, 70, SPLIT_TOKENS + 40)
@@ -66,14 +66,16 @@ def test_splits_without_tokens_change_no_bit_and_a_split_too_few_loses_no_token(
     torch.testing.assert_close(fewer, right, rtol=1e-4, atol=1e-5)
 
 
-def test_a_list_attended_alone_has_the_bits_that_it_has_among_many():
-    cache, lists = noise(40, 8, 64), torch.randint(0, 320, (70, 30), generator=torch.Generator().manual_seed(1))
-    query, lens = noise(70, 20, 64, seed=2), torch.full((70,), 30, dtype=torch.int32)
+def test_a_list_attended_alone_has_the_bits_and_the_tiles_that_it_has_among_many(monkeypatch):
+    tile_config, tiles = sparse.tile_config, []
+    monkeypatch.setattr(sparse, "tile_config", lambda *sizes: tiles.append(sizes) or tile_config(*sizes))
+    cache, lists, query = noise(40, 8, 64), whole(0, 320, 6, 30).int(), noise(6, 20, 64, seed=2)
 
     def attend(tokens):
-        return sparse_attention(query[tokens], cache, lists[tokens].int(), lens[tokens], None, 8, 0.2, True)
+        lens = torch.full_like(lists[tokens, 0], 30)
+        return sparse.sparse_attention(query[tokens], cache, lists[tokens], lens, None, 8, 0.2, True)
 
-    assert torch.equal(attend(slice(0, 70))[40:41], attend(slice(40, 41)))
+    assert torch.equal(attend(slice(0, 6))[4:5], attend(slice(4, 5))) and tiles[0] == tiles[1]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
