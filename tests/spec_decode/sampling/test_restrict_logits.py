@@ -25,40 +25,27 @@ def kept(row, top_k=0, top_p=1.0):
 
 ROW = [1.0, 4.0, 3.0, 0.0, 2.0]  # shares 0.03, 0.64, 0.23, 0.01, 0.09
 CASES = {
-    "both off": ({}, [0, 1, 2, 3, 4]),
-    "one token": ({"top_k": 1}, [1]),
-    "three tokens": ({"top_k": 3}, [1, 2, 4]),
-    "as many as there are": ({"top_k": 5}, [0, 1, 2, 3, 4]),
-    "more than there are": ({"top_k": 2**31 - 1}, [0, 1, 2, 3, 4]),
-    "less than the best one's share": ({"top_p": 0.5}, [1]),
-    "next to nothing": ({"top_p": 1e-30}, [1]),
-    "more than the best one's share": ({"top_p": 0.7}, [1, 2]),
-    "nearly all": ({"top_p": 0.999999}, [0, 1, 2, 3, 4]),
-    "a share of what top_k left": ({"top_k": 2, "top_p": 0.72}, [1]),  # 0.73 of the two, 0.64 of all
+    "both off": (ROW, {}, [0, 1, 2, 3, 4]),
+    "one token": (ROW, {"top_k": 1}, [1]),
+    "three tokens": (ROW, {"top_k": 3}, [1, 2, 4]),
+    "as many as there are": (ROW, {"top_k": 5}, [0, 1, 2, 3, 4]),
+    "more than there are": (ROW, {"top_k": 2**31 - 1}, [0, 1, 2, 3, 4]),
+    "less than the best one's share": (ROW, {"top_p": 0.5}, [1]),
+    "next to nothing": (ROW, {"top_p": 1e-30}, [1]),
+    "more than the best one's share": (ROW, {"top_p": 0.7}, [1, 2]),
+    "nearly all": (ROW, {"top_p": 0.999999}, [0, 1, 2, 3, 4]),
+    "a share of what top_k left": (ROW, {"top_k": 2, "top_p": 0.72}, [1]),  # 0.73 of the two, 0.64 of all
+    "ties with the kth": ([1.0, 2.0, 1.0, 3.0, 0.0, 1.0], {"top_k": 3}, [0, 1, 2, 3, 5]),
+    "ties with the last of top_p": ([1.0, 1.0, 9.0, 1.0, 0.0], {"top_p": 0.999}, [0, 1, 2, 3]),
+    "ties of all": ([0.0] * 7, {"top_p": 0.1}, [*range(7)]),
+    "tokens that were out": ([-INF, 1.0, -INF, 0.0], {"top_k": 3, "top_p": 0.99}, [1, 3]),
 }
 
 
-@pytest.mark.parametrize(("restriction", "expected"), CASES.values(), ids=CASES)
-def test_a_row_keeps_the_tokens_of_its_restriction(restriction, expected):
-    assert kept(ROW, **restriction) == expected
-
-
-def test_tokens_that_tie_with_the_kth_all_stay():
-    assert kept([1.0, 2.0, 1.0, 3.0, 0.0, 1.0], top_k=3) == [0, 1, 2, 3, 5]
-
-
-def test_tokens_that_tie_with_the_last_of_top_p_all_stay():
-    assert kept([1.0, 1.0, 9.0, 1.0, 0.0], top_p=0.999) == [0, 1, 2, 3]
-    assert kept([0.0] * 7, top_p=0.1) == list(range(7))
-
-
-def test_a_token_that_was_out_stays_out():
-    assert kept([-INF, 1.0, -INF, 0.0], top_k=3, top_p=0.99) == [1, 3]
-
-
-def test_what_stays_keeps_its_logit():
-    [out] = restricted([ROW], [2], [1.0])
-    assert out.tolist() == [-INF, 4.0, 3.0, -INF, -INF]
+@pytest.mark.parametrize(("row", "restriction", "expected"), CASES.values(), ids=CASES)
+def test_a_row_keeps_the_tokens_of_its_restriction_and_their_logits(row, restriction, expected):
+    [out] = restricted([row], [restriction.get("top_k", 0)], [restriction.get("top_p", 1.0)])
+    assert out.tolist() == [x if index in expected else -INF for index, x in enumerate(row)]
 
 
 def test_every_request_restricts_its_own_group_of_rows():

@@ -59,27 +59,22 @@ def rows(sampling):
     return list(zip(*(field.tolist() for field in fields), strict=True))
 
 
-def test_a_request_is_greedy_unless_it_asks_otherwise():
-    assert rows(Sampling.of([SamplingParams()], "cpu")) == [(0.0, 0, 1.0, 0)]
+GREEDY = (0.0, 0, 1.0, 0)
 
 
-def test_every_request_has_a_row_of_the_dtypes_that_kernels_read():
+def test_every_request_has_a_row_of_the_dtypes_that_kernels_read_and_a_greedy_one_no_restriction():
     params = [SamplingParams(temperature=0.5, top_k=7, top_p=0.75, seed=-(2**63)), SamplingParams(seed=9)]
-    sampling = Sampling.of(params, "cpu")
-    assert rows(sampling) == [(0.5, 7, 0.75, -(2**63)), (0.0, 0, 1.0, 9)]
+    sampling = Sampling.of([*params, SamplingParams(), SamplingParams(top_k=3, top_p=0.5)], "cpu")
+    assert rows(sampling) == [(0.5, 7, 0.75, -(2**63)), (0.0, 0, 1.0, 9), GREEDY, GREEDY]
     assert (sampling.temperature.dtype, sampling.top_p.dtype) == (torch.float32, torch.float32)
     assert (sampling.top_k.dtype, sampling.seeds.dtype) == (torch.int32, torch.int64)
-
-
-def test_a_greedy_row_asks_for_no_restriction():
-    assert rows(Sampling.of([SamplingParams(top_k=3, top_p=0.5)], "cpu")) == [(0.0, 0, 1.0, 0)]
 
 
 def test_loading_replaces_every_row_in_place():
     sampling = Sampling.of([SamplingParams(temperature=1.0, top_k=2, top_p=0.5, seed=3)] * 3, "cpu")
     held = [field.data_ptr() for field in (sampling.temperature, sampling.top_k, sampling.top_p, sampling.seeds)]
     sampling.load([SamplingParams(temperature=2.0, seed=4)])
-    assert rows(sampling) == [(2.0, 0, 1.0, 4), (0.0, 0, 1.0, 0), (0.0, 0, 1.0, 0)]
+    assert rows(sampling) == [(2.0, 0, 1.0, 4), GREEDY, GREEDY]
     assert held == [f.data_ptr() for f in (sampling.temperature, sampling.top_k, sampling.top_p, sampling.seeds)]
 
 
@@ -87,17 +82,12 @@ def test_more_requests_than_rows_are_refused_with_nothing_written():
     sampling = Sampling.allocate(1, "cpu")
     with pytest.raises(BatchError, match=r"at most 1 requests .* got 2"):
         sampling.load([SamplingParams(seed=5)] * 2)
-    assert rows(sampling) == [(0.0, 0, 1.0, 0)]
+    assert rows(sampling) == [GREEDY]
 
 
-def test_loading_the_tail_leaves_the_rows_before_it():
+def test_head_and_tail_share_the_rows_and_leave_the_others():
     sampling = Sampling.of([SamplingParams(temperature=1.0, top_k=2, top_p=0.5, seed=row) for row in range(4)], "cpu")
     sampling.tail(2).load([SamplingParams(temperature=2.0, seed=7)])
-    assert rows(sampling) == [(1.0, 2, 0.5, 0), (1.0, 2, 0.5, 1), (2.0, 0, 1.0, 7), (0.0, 0, 1.0, 0)]
-
-
-def test_the_head_shares_the_rows():
-    sampling = Sampling.allocate(3, "cpu")
-    head = sampling.head(2)
-    sampling.load([SamplingParams(temperature=1.0, top_k=1, top_p=0.5, seed=row) for row in range(3)])
-    assert rows(head) == rows(sampling)[:2]
+    assert rows(sampling) == [(1.0, 2, 0.5, 0), (1.0, 2, 0.5, 1), (2.0, 0, 1.0, 7), GREEDY]
+    sampling.head(1).load([SamplingParams(seed=8)])
+    assert rows(sampling.head(2)) == rows(sampling)[:2] == [(0.0, 0, 1.0, 8), (1.0, 2, 0.5, 1)]

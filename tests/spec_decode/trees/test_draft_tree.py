@@ -27,14 +27,10 @@ def paths_of(tree):
 
 
 @given(trees())
-def test_depths_count_the_way_to_the_root(tree):
-    assert tree.depths == (0, *(len(path) for path in paths_of(tree)))
-    assert tree.max_depth == max(len(path) for path in paths_of(tree))
-
-
-@given(trees())
-def test_max_children_is_the_widest_choice(tree):
-    assert tree.max_children == 1 + max(path[-1] for path in paths_of(tree))
+def test_depths_count_the_way_to_the_root_and_max_children_the_widest_choice(tree):
+    paths = paths_of(tree)
+    assert tree.depths == (0, *(len(path) for path in paths)) and tree.max_depth == max(tree.depths)
+    assert tree.max_children == 1 + max(path[-1] for path in paths)
 
 
 @given(trees(), st.randoms())
@@ -45,13 +41,9 @@ def test_a_tree_is_the_one_of_its_paths_in_any_order(tree, random):
     assert paths_of(found) == sorted(paths, key=lambda path: (len(path), path))
 
 
-def test_a_chain_is_one_path():
+def test_rows_are_the_same_tree_for_every_request_and_a_chain_is_one_path():
+    assert torch.equal(DraftTree((0, 0, 1)).rows(2, "cpu"), torch.tensor([[0, 0, 1]] * 2))
     assert DraftTree.chain(3).parents == (0, 1, 2)
-
-
-def test_rows_are_the_same_tree_for_every_request():
-    rows = DraftTree((0, 0, 1)).rows(2, "cpu")
-    assert torch.equal(rows, torch.tensor([[0, 0, 1]] * 2))
 
 
 def test_a_tree_is_as_deep_as_the_draft_has_steps_at_most():
@@ -86,21 +78,27 @@ def test_parents_that_make_no_tree_are_refused(parents, message):
         DraftTree(parents)
 
 
+ONCE = "each be there once, with every shorter path"
+RANKS = "must be sequences of ints, the ranks of their tokens, got "
+
+
 @pytest.mark.parametrize(
-    "paths",
-    [[(0,), (0,)], [(0, 0)], [(1,)], [(0,), (0, 1)], [()], [(0,), (-1,)]],
-    ids=["twice", "without its parent", "without the choice before", "a gap below", "empty", "negative"],
+    ("paths", "message"),
+    [
+        pytest.param([(0,), (0,)], ONCE, id="twice"),
+        pytest.param([(0, 0)], ONCE, id="without its parent"),
+        pytest.param([(1,)], ONCE, id="without the choice before"),
+        pytest.param([(0,), (0, 1)], ONCE, id="a gap below"),
+        pytest.param([()], ONCE, id="empty"),
+        pytest.param([(0,), (-1,)], ONCE, id="negative"),
+        (None, f"{RANKS}None"),
+        ([None], f"{RANKS}None"),
+        ([(0,), 3], f"{RANKS}3"),
+        ([(0.0,)], re.escape(f"{RANKS}(0.0,)")),
+    ],
 )
-def test_paths_that_make_no_tree_are_refused(paths):
-    with pytest.raises(BatchError, match=r"each be there once, with every shorter path"):
-        DraftTree.from_paths(paths)
-
-
-@pytest.mark.parametrize(("paths", "found"), [(None, "None"), ([None], "None"), ([(0,), 3], "3"), ([(0.0,)], "(0.0,)")])
-def test_paths_that_are_no_ranks_are_refused(paths, found):
-    with pytest.raises(
-        BatchError, match=re.escape(f"must be sequences of ints, the ranks of their tokens, got {found}")
-    ):
+def test_paths_that_make_no_tree_are_refused(paths, message):
+    with pytest.raises(BatchError, match=message):
         DraftTree.from_paths(paths)
 
 

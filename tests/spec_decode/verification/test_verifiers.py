@@ -5,6 +5,8 @@ from builders import BatchError
 from spec_decode.graphs import runtime_for
 from spec_decode.sampling import Sampling
 from spec_decode.verification import BlockVerification, RejectionSampling, SyntheticAcceptance, verifier
+from spec_decode.verification.kernels.verify_arguments import VerifyArguments
+from tests.spec_decode.verification.verify_helpers import sampling_of
 
 ROWS, STEPS, VOCAB = 64, 3, 9
 NAMES = ["rejection", "block", "synthetic:1.5"]
@@ -17,12 +19,8 @@ KNOWN = {
 }
 
 
-@pytest.mark.parametrize(("name", "kind"), KNOWN.items(), ids=KNOWN)
-def test_a_verifier_is_had_by_name(name, kind):
-    assert type(verifier(name, num_speculative_tokens=STEPS)) is kind
-
-
-def test_the_default_is_rejection_sampling():
+def test_a_verifier_is_had_by_name_and_the_default_is_rejection_sampling():
+    assert {name: type(verifier(name, num_speculative_tokens=STEPS)) for name in KNOWN} == KNOWN
     assert type(verifier(num_speculative_tokens=STEPS)) is RejectionSampling
 
 
@@ -111,3 +109,56 @@ def test_rejection_draws_every_round_with_the_requests_own_seeds():
 def test_a_block_draws_each_round_with_seeds_of_its_own():
     seeds = torch.full((1000,), 4)
     assert len(BlockVerification().draft_seeds(seeds, torch.arange(1000)).unique()) == 1000
+
+
+def zeros(*shape, dtype=torch.int64):
+    return torch.zeros(*shape, dtype=dtype)
+
+
+def verify_arguments(**changed):
+    fields = {
+        "processed": torch.zeros(ROWS, STEPS + 1, VOCAB), "draft_tokens": zeros(ROWS, STEPS),
+        "draft_logits": torch.zeros(ROWS, STEPS, VOCAB), "temperature": torch.ones(ROWS), "seeds": zeros(ROWS),
+        "accept_seeds": zeros(ROWS), "draft_positions": zeros(ROWS),
+    }  # fmt: skip
+    return VerifyArguments(**fields | changed)
+
+
+WRONG = {
+    "processed": torch.zeros(ROWS, STEPS, VOCAB),
+    "draft_tokens": zeros(ROWS, STEPS, dtype=torch.int32),
+    "draft_logits": torch.zeros(ROWS, STEPS, VOCAB, device="meta"),
+    "temperature": torch.ones(ROWS + 1),
+    "seeds": torch.zeros(ROWS),
+    "accept_seeds": zeros(1),
+    "draft_positions": zeros(ROWS, 1),
+}
+
+
+@pytest.mark.parametrize(("name", "tensor"), WRONG.items(), ids=WRONG)
+def test_arguments_of_wrong_tensors_are_refused_by_name(name, tensor):
+    with pytest.raises(BatchError, match=f"^{name} must be .* on cpu, got"):
+        verify_arguments(**{name: tensor}).checked()
+
+
+def test_drafts_of_no_columns_are_refused():
+    empty = {"processed": torch.zeros(ROWS, 1, VOCAB), "draft_logits": torch.zeros(ROWS, 0, VOCAB)}
+    with pytest.raises(BatchError, match=r"draft_tokens must have a column or more.*Draw .* with sample_target"):
+        verify_arguments(draft_tokens=zeros(ROWS, 0), **empty).checked()
+
+
+def test_arguments_become_contiguous_but_for_the_drafts_logits_which_stay_where_they_are():
+    wide = torch.zeros(ROWS, 2 * STEPS, 2 * VOCAB)[:, :STEPS, ::2]
+    seeds, tokens = zeros(2 * ROWS)[::2], zeros(ROWS, 2 * STEPS)[:, ::2]
+    checked = verify_arguments(draft_logits=wide, draft_tokens=tokens, seeds=seeds, accept_seeds=seeds).checked()
+    assert checked.draft_logits is wide
+    assert all(tensor.is_contiguous() for tensor in checked if tensor is not wide)
+
+
+def test_synthetic_acceptance_and_a_blocks_seeds_take_positions_of_int64_alone():
+    right, positions = verify_arguments(), zeros(ROWS, dtype=torch.int32)
+    drafts = right.processed, right.draft_tokens, right.draft_logits
+    with pytest.raises(BatchError, match=r"^draft_positions must be torch\.int64"):
+        SyntheticAcceptance(1.0).verify(*drafts, sampling=sampling_of(ROWS), draft_positions=positions)
+    with pytest.raises(BatchError, match=r"^draft_positions must be torch\.int64"):
+        BlockVerification().draft_seeds(right.seeds, positions)
