@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from builders import BatchError
-from spec_decode.graphs.emulator import EmulatedRuntime
 from spec_decode.trees import DraftTree, DynamicTree, DynamicTreeConfig
 from spec_decode.trees.kernels.keep_best import keep_best
 from spec_decode.trees.kernels.top_children import top_children
@@ -51,12 +50,18 @@ def best_paths(growth, row):
 
 
 @pytest.mark.parametrize(("width", "steps"), [(1, 3), (2, 1), (3, 4), (7, 2)])
-def test_the_best_children_of_the_best_paths_are_the_candidates(width, steps):
+def test_the_best_children_of_the_best_paths_are_the_candidates_and_the_best_of_the_last_the_frontier(width, steps):
     growth = Growth(width, steps).run()
+    last = width * width if steps > 1 else width
     for row in range(ROWS):
         expected, found = best_paths(growth, row), growth.paths(row)
         assert [path for path, _ in found] == [path for path, _ in expected]
         assert [score for _, score in found] == pytest.approx([score for _, score in expected], abs=1e-5)
+        best = sorted(range(len(found) - last, len(found)), key=lambda at: -found[at][1])[:width]
+        assert growth.tree.frontier[row].tolist() == best
+        assert growth.tree.frontier_tokens[row].tolist() == [found[at][0][-1] for at in best]
+        assert growth.tree.frontier_scores[row].tolist() == [found[at][1] for at in best]
+        assert growth.tree.frontier_places[row].tolist() == [(at - len(found) + last) // width for at in best]
 
 
 def test_paths_are_scored_at_each_requests_temperature_or_at_one_half_where_it_is_lower():
@@ -81,19 +86,6 @@ def test_choices_are_the_tokens_of_each_rows_logits():
     assert torch.equal(mapped.tree.tokens[:, :3], choices.gather(1, growth.tree.tokens[:, :3]))
 
 
-@pytest.mark.parametrize(("width", "steps"), [(1, 3), (3, 4)])
-def test_the_next_frontier_is_the_best_of_the_last_step(width, steps):
-    growth = Growth(width, steps).run()
-    last = width * width if steps > 1 else width
-    for row in range(ROWS):
-        paths = growth.paths(row)
-        best = sorted(range(len(paths) - last, len(paths)), key=lambda at: -paths[at][1])[:width]
-        assert growth.tree.frontier[row].tolist() == best
-        assert growth.tree.frontier_tokens[row].tolist() == [paths[at][0][-1] for at in best]
-        assert growth.tree.frontier_scores[row].tolist() == [paths[at][1] for at in best]
-        assert growth.tree.frontier_places[row].tolist() == [(at - len(paths) + last) // width for at in best]
-
-
 @pytest.mark.parametrize("count", [1, 5, 20, 30])
 def test_the_kept_tree_is_the_best_paths(count):
     growth = Growth(3, 4, num_tokens=count).run()
@@ -105,17 +97,6 @@ def test_the_kept_tree_is_the_best_paths(count):
         for token, parent in zip(draft_tokens[row].tolist(), tree.parents, strict=True):
             found.append((*found[parent], token))
         assert found[1:] == [paths[at][0] for at in sorted(best)]
-
-
-@pytest.mark.parametrize("before", [0, 3], ids=["at first", "after another round"])
-def test_a_round_that_ends_early_keeps_its_own_paths_alone(before):
-    growth = Growth(3, 3, num_tokens=20)
-    for step in [*range(before), 0, 1]:
-        growth.step.fill_(step)
-        growth.tree.grow(growth.logits())
-    draft_tokens, parents = growth.tree.kept()
-    assert torch.equal(draft_tokens[:, :12], growth.tree.tokens[:, :12])
-    assert draft_tokens[:, 12:].eq(-1).all() and parents[:, 12:].eq(-1).all() and parents[:, :12].ge(0).all()
 
 
 def scored_trees():
@@ -166,13 +147,7 @@ def test_no_score_is_above_0():
 
 
 def test_a_graph_grows_the_trees_of_each_replay():
-    expected, growth = Growth(3, 3, seed=1).run(), Growth(3, 3, seed=1)
-    runtime, logits = EmulatedRuntime(), {places: torch.zeros(ROWS, places, VOCAB) for places in (1, 3)}
-    graphs = {places: runtime.capture(lambda own=own: growth.tree.grow(own)) for places, own in logits.items()}
-    for step, places in enumerate([1, 3, 3]):
-        growth.step.fill_(step)
-        logits[places].copy_(growth.logits())
-        graphs[places].replay()
+    expected, growth = Growth(3, 3, seed=1).run(), Growth(3, 3, seed=1).replayed()
     assert growth.tree.frontier_scores.equal(expected.tree.frontier_scores)
     assert all(map(torch.equal, growth.tree.kept(), expected.tree.kept()))
 
@@ -220,6 +195,17 @@ def test_logits_of_another_frontier_or_of_fewer_tokens_than_choices_are_refused(
         Growth(3, 2).tree.grow(torch.zeros(shape))
 
 
+@pytest.mark.parametrize(("before", "length", "count"), [(0, 0, 0), (0, 1, 3), (0, 2, 12), (3, 1, 3), (3, 2, 12)])
+def test_a_round_that_ends_early_keeps_its_own_paths_and_a_row_none_longer_than_it_asks_for(before, length, count):
+    whole, early = Growth(3, 3, num_tokens=20).run(), Growth(3, 3, num_tokens=20).run(before).run(length)
+    tokens, parents = early.tree.kept()
+    assert torch.equal(tokens[:, :count], early.tree.tokens[:, :count]) and parents[:, :count].ge(0).all()
+    assert tokens[:, count:].eq(-1).all() and parents[:, count:].eq(-1).all()
+    found, kept = whole.tree.kept(torch.tensor([length, 3, length])), whole.tree.kept()
+    assert all(torch.equal(mine[1], its[1]) for mine, its in zip(found, kept, strict=True))
+    assert all(torch.equal(mine[::2], its[::2]) for mine, its in zip(found, (tokens, parents), strict=True))
+
+
 def test_the_trees_of_the_first_rows_are_those_of_all_rows():
     few, all_rows = Growth(3, 3), Growth(3, 3).run()
     for step in range(3):
@@ -227,18 +213,6 @@ def test_the_trees_of_the_first_rows_are_those_of_all_rows():
         few.tree.grow(few.logits()[:2])
     lens = torch.tensor([3, 3])
     assert all(map(torch.equal, few.tree.kept(lens), (each[:2] for each in all_rows.tree.kept())))
-
-
-@pytest.mark.parametrize("length", [0, 1, 2])
-def test_no_path_is_longer_than_its_row_asks_for(length):
-    growth = Growth(3, 3, num_tokens=12).run()
-    shallow = Growth(3, 3, num_tokens=12)
-    for step in range(length):
-        shallow.step.fill_(step)
-        shallow.tree.grow(shallow.logits())
-    found, whole = growth.tree.kept(torch.tensor([length, 3, length])), growth.tree.kept()
-    assert all(torch.equal(mine[1], its[1]) for mine, its in zip(found, whole, strict=True))
-    assert all(torch.equal(mine[::2], its[::2]) for mine, its in zip(found, shallow.tree.kept(), strict=True))
 
 
 def test_tokens_of_a_smaller_vocabulary_are_the_targets():

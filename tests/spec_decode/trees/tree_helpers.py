@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
+from spec_decode.graphs.emulator import EmulatedRuntime
 from spec_decode.trees import DraftTree, TreeBatch
 from spec_decode.verification import TreeSampling
 from tests.spec_decode.verification.verify_helpers import FIRST, sampling_of
@@ -40,10 +41,22 @@ class TableGrowth:
         step = int(self.step)
         return self.table[step, self.row, self.tree.frontier_tokens if step else torch.zeros_like(self.row)]
 
-    def run(self):
-        for step in range(self.steps):
+    def run(self, steps=None):
+        for step in range(self.steps if steps is None else steps):
             self.step.fill_(step)
             self.tree.grow(self.logits())
+        return self
+
+    def replayed(self):
+        """As run, by a graph of the root's step and one of the later steps'."""
+        runtime, (rows, vocab) = EmulatedRuntime(), (len(self.row), self.table.shape[-1])
+        logits = {places: torch.zeros(rows, places, vocab) for places in (1, self.tree.width)}
+        graphs = {places: runtime.capture(lambda own=own: self.tree.grow(own)) for places, own in logits.items()}
+        for step in range(self.steps):
+            self.step.fill_(step)
+            found = self.logits()
+            logits[found.shape[1]].copy_(found)
+            graphs[found.shape[1]].replay()
         return self
 
 
