@@ -1,4 +1,4 @@
-"""The backend flash_attn3 by the conformance kit, over a stand-in for its kernels."""
+"""The backends flash_attn3 and flash_attn3_mla by the conformance kit, over a stand-in for their kernels."""
 
 from dataclasses import replace
 
@@ -11,10 +11,11 @@ from spec_decode.testing.batches import VERIFY
 from spec_decode.testing.outcome import Outcome
 from spec_decode.testing.paged_fixture import PagedFixture
 from spec_decode.testing.subject import Subject
+from spec_decode.tools.specs import MLA
 from tests.factories import CPU, make_spec
 from tests.flash_attn3_stand_in import installed
 
-VARIANTS = (
+VARIANTS = {
     "base",
     "window",
     "soft_cap",
@@ -25,7 +26,7 @@ VARIANTS = (
     "dim_256",
     "dims_64_and_256",
     "fp8_cache",
-)
+}
 TREES = "numerics.trees_see_their_ancestors"
 
 
@@ -35,9 +36,20 @@ def backend():
         yield made
 
 
+@pytest.fixture(scope="module")
+def mla():
+    with installed("flash_attn3_mla") as made:
+        yield made
+
+
+@pytest.mark.parametrize("name", ["backend", "mla"])
 @pytest.mark.parametrize("family", ["contract", "builder", "poison", "graph", "refusal"])
-def test_it_passes_the_kit(backend, family):
-    check_backend(backend, device=CPU, families=[family])
+def test_it_passes_the_kit(name, family, request):
+    check_backend(request.getfixturevalue(name), device=CPU, families=[family])
+
+
+def served(report):
+    return {result.case.partition("-")[0] for result in report.results if result.outcome is Outcome.PASS}
 
 
 def test_whole_rounds_agree_in_every_strategy(backend):
@@ -45,9 +57,23 @@ def test_whole_rounds_agree_in_every_strategy(backend):
 
 
 def test_attention_is_right(backend):
-    report = check_backend(backend, device=CPU, checks=[f"numerics.*[[]{variant}-*" for variant in VARIANTS])
-    served = {result.case.partition("-")[0] for result in report.results if result.outcome is Outcome.PASS}
-    assert served == set(VARIANTS)
+    checks = [f"numerics.*[[]{variant}-*" for variant in VARIANTS]
+    assert served(check_backend(backend, device=CPU, checks=checks)) == VARIANTS
+
+
+def test_attention_to_latents_is_right(mla):
+    found = served(check_backend(mla, device=CPU, checks=["numerics.*"]))
+    assert {"base", "bf16", "page_1", "heads_128", "length_4099"} <= found
+    # On an H200 pages of 64 let NaN after the last token through.
+    assert found.isdisjoint({"page_64", "deepseek_v3"})
+
+
+def test_a_build_without_kernels_for_latents_refuses_with_the_reason(mla, monkeypatch):
+    provider = type(mla).__mro__[1].forward.__globals__["PROVIDER"]
+    monkeypatch.setattr(provider, "latent_query", None)
+    verdict = mla.supports(MLA, CPU)
+    assert isinstance(verdict, Rejected)
+    assert any("built without the kernels for values wider than keys" in reason for reason in verdict.reasons)
 
 
 def test_trees_are_served_but_for_windows(backend):
