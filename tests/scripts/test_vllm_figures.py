@@ -5,6 +5,7 @@ import json
 import math
 import sys
 import warnings
+from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -20,15 +21,13 @@ from scripts.vllm_figures import (
     BASE,
     BLOCKS,
     CONTROL,
+    GROUPED,
     LATENT,
     OURS,
     REBUILT,
     Kept,
     agreement,
     arms,
-    block_arms,
-    eagle_arms,
-    latent_arms,
     main,
     problems,
     run,
@@ -151,35 +150,30 @@ def test_timed_engines_are_not_compared():
     assert agreement([arm(BASE, row(), kept=1.8), arm(OURS[0], row(), kept=1.8)]) == []
 
 
-@pytest.mark.parametrize("kind", BLOCKS)
-def test_every_block_draft_is_timed_and_compared_beside_no_draft(kind):
-    blocks = [each for each in arms(1) if each.kind == kind]
-    assert {each.draft for each in blocks if each.kept and not each.compiled} == {BASE, REBUILT, *OURS}
-    assert {each.draft for each in blocks if each.compiled} == {BASE, REBUILT, OURS[0]}
-    assert {each.draft for each in blocks if not each.kept} == {BASE, REBUILT, CONTROL, *OURS}
-    assert {each.steps for each in blocks} == {BLOCKS[kind][0]}
-    plain = {(each.compiled, each.size) for each in block_arms() if not each.draft}
-    assert plain == {(False, "qwen3-8b"), (True, "qwen3-8b")}
-
-
-def test_every_eagle_draft_is_timed_and_compared():
-    single = [each for each in eagle_arms() if not each.compiled]
-    for steps in (3, 7):
-        assert {each.draft for each in single if each.kept and each.steps == steps} == {BASE, REBUILT, *OURS}
-    assert {each.draft for each in single if not each.kept} == {"", BASE, REBUILT, CONTROL, *OURS}
-
-
-def test_every_draft_over_latents_is_timed_with_all_heads_and_a_shard_of_them_and_compared():
-    for size in ("deepseek-v3", "deepseek-v3-shard"):
-        assert {each.draft for each in latent_arms() if each.size == size} == {"", *LATENT.all}
-    exact = [each for each in latent_arms() if not each.is_timed]
-    assert {(each.draft, each.size) for each in exact} == {(draft, "deepseek-small") for draft in LATENT.all}
-    assert {each.target for each in latent_arms()} == {LATENT.base}
-
-
-def test_compiled_arms_time_flashinfer_both_ways_beside_flash_attn_and_no_draft():
-    compiled = {(each.draft, each.steps) for each in eagle_arms() if each.compiled and each.is_timed}
-    assert compiled == {("", 0), *((draft, steps) for draft in (BASE, REBUILT, OURS[0]) for steps in (3, 7))}
+def test_every_kind_of_draft_is_timed_on_large_models_and_compared_on_small_ones():
+    timed, exact, latent = {BASE, REBUILT, *OURS}, set(GROUPED.all), set(LATENT.all)
+    plain = {("eagle", size, 0): {""} for size in ("llama3-8b", "qwen3-8b")}
+    grouped = {
+        **{("eagle", "llama3-8b", steps): timed for steps in (3, 7)},
+        **{(kind, "qwen3-8b", steps): timed for kind, (steps, _) in BLOCKS.items()},
+    }
+    sizes = ("deepseek-v3", "deepseek-v3-shard")
+    expected = {
+        False: {
+            **{("eagle", size, 0): {""} for size in sizes},
+            **{("mtp", size, 3): latent for size in (*sizes, "deepseek-small")},
+            **{("eagle", "small", 3): exact, **{(kind, "qwen3-small", BLOCKS[kind][0]): exact for kind in BLOCKS}},
+            **plain,
+            **grouped,
+        },
+        True: {**plain, **{arm: {BASE, REBUILT, OURS[0]} for arm in grouped}},
+    }
+    found = {False: defaultdict(set), True: defaultdict(set)}
+    for each in arms(1):
+        found[each.compiled][each.kind, each.size, each.steps].add(each.draft)
+        assert each.is_timed == ("small" not in each.size)
+        assert each.target == (LATENT if each.size.startswith("deepseek") else GROUPED).base
+    assert found == expected
 
 
 def test_arms_that_are_compiled_come_last_and_exact_ones_before_them():
@@ -211,20 +205,14 @@ def test_what_an_arm_found_is_kept_until_its_source_or_machine_is_another(tmp_pa
         assert kept.load(asked) == {"rows": [1]} and kept.load(Arm(BASE, 7)) is None
 
 
-def test_arms_that_are_kept_are_not_run_again_and_come_in_their_order(tmp_path):
+def test_arms_that_are_kept_come_in_their_order_and_one_that_is_not_is_left_out_when_the_time_is_over(tmp_path):
     kept, asked = Kept(tmp_path, {}), arms(2)
-    for each in asked:
+    last = asked[-1].name
+    for each in asked[:-1]:
         kept.store(each, {"arm": {"name": each.name}, "rows": []})
     found, left_out = run_all(asked, [0, 1], kept, seconds=0)
-    assert [each["arm"]["name"] for each in found] == [each.name for each in asked] and left_out == []
+    assert [each["arm"]["name"] for each in found] == [each.name for each in asked[:-1]] and left_out == [last]
     assert [each.num_gpus for each in asked] == sorted((each.num_gpus for each in asked), reverse=True)
-
-
-def test_arms_are_left_out_when_the_time_is_over(tmp_path):
-    kept, asked = Kept(tmp_path, {}), [Arm(BASE, 3), Arm(OURS[0], 3)]
-    kept.store(asked[1], {"arm": {"name": asked[1].name}, "rows": []})
-    found, left_out = run_all(asked, [0], kept, seconds=0)
-    assert [each["arm"]["name"] for each in found] == [asked[1].name] and left_out == [asked[0].name]
 
 
 def test_an_arm_that_outlives_the_time_is_ended_and_not_kept(tmp_path, monkeypatch):
@@ -243,17 +231,13 @@ def test_no_time_at_all_is_refused(monkeypatch, capsys):
     assert "--minutes must be above 0, got 0." in capsys.readouterr().err
 
 
-def test_exact_arms_are_not_timed():
-    assert [Arm(*told).is_timed for told in ((BASE, 3), (BASE, 3, "small", 1.8), ("", 0))] == [False, True, True]
-
-
 @pytest.mark.parametrize("size", ["small", "qwen3-small", "deepseek-small"])
 def test_the_weights_are_a_whole_model(size):
     config = transformers.AutoConfig.from_pretrained(model_folder(size))
     with torch.device("meta"):
         expected = transformers.AutoModelForCausalLM.from_config(config).state_dict()
-    found = dict(random_weights(config, is_draft=False, seed=0, device=torch.device("cpu")))
-    assert {name: tensor.shape for name, tensor in found.items()} == {name: x.shape for name, x in expected.items()}
+    found = {name: shape for name, (shape, _) in weight_shapes(config, is_draft=False).items()}
+    assert found == {name: x.shape for name, x in expected.items()}
 
 
 def test_a_model_with_experts_has_as_many_weights_as_transformers_counts_and_its_mtp_layer_one_more_layer():
@@ -321,18 +305,19 @@ class Speculator:
         return torch.tensor(tokens)
 
 
-class Runner:
-    def __init__(self):
-        self.speculator = Speculator()
+def watching(speculator=None):
+    """A worker of vLLM's that keeps what is drafted."""
+    worker = MeasuredWorker()
+    worker.model_runner = SimpleNamespace(speculator=speculator or Speculator())
+    worker.watch_drafts(False)
+    return worker
 
 
 DECODES, MIXED = SimpleNamespace(num_scheduled_tokens=[4, 4]), SimpleNamespace(num_scheduled_tokens=[4, 9])
 
 
 def test_a_worker_keeps_what_was_drafted_since_it_was_asked():
-    worker = MeasuredWorker()
-    worker.model_runner = Runner()
-    worker.watch_drafts(False)
+    worker = watching()
     worker.model_runner.speculator.propose(DECODES, [1])
     worker.watch_drafts(False)
     worker.model_runner.speculator.propose(DECODES, [2], dummy_run=True)
@@ -342,9 +327,7 @@ def test_a_worker_keeps_what_was_drafted_since_it_was_asked():
 
 
 def test_plans_of_batches_with_prefills_are_counted_apart():
-    worker = MeasuredWorker()
-    worker.model_runner = Runner()
-    worker.watch_drafts(False)
+    worker = watching()
     for batch, plans in ((MIXED, 2), (DECODES, 0), (DECODES, 1)):
         worker._plans += [None] * plans
         worker.model_runner.speculator.propose(batch, [1])
@@ -360,9 +343,7 @@ def test_plans_of_decodes_and_of_blocks_are_counted(monkeypatch):
     for last in range(1, len(parts)):
         monkeypatch.setitem(sys.modules, ".".join(parts[:last]), ModuleType(".".join(parts[:last])))
     monkeypatch.setitem(sys.modules, backend.__name__, backend)
-    worker = MeasuredWorker()
-    worker.model_runner = Runner()
-    worker.watch_drafts(False)
+    worker = watching()
     assert (backend.fast_plan_decode(), backend.BatchPrefillWithPagedKVCacheWrapper().plan(1)) == ("decode", "block")
     worker.model_runner.speculator.propose(DECODES, [1])
     assert worker.drafts_seen()["plans"] == 2
@@ -378,9 +359,7 @@ def test_waits_are_told_only_where_they_are_counted(monkeypatch):
                 warnings.warn("called a synchronizing operation", stacklevel=1)
             return super().propose(batch, tokens)
 
-    worker = MeasuredWorker()
-    worker.model_runner = Runner()
-    worker.model_runner.speculator = Waiting()
+    worker = watching(Waiting())
     for count_waits in (True, False):
         worker.watch_drafts(count_waits)
         worker.model_runner.speculator.propose(DECODES, [1])
@@ -390,14 +369,11 @@ def test_waits_are_told_only_where_they_are_counted(monkeypatch):
     assert modes == ["warn", "default"] * 2
 
 
-def test_sizes_are_those_that_the_names_say():
-    billions = {}
-    for size in SIZES:
-        with torch.device("meta"):
-            config = transformers.AutoConfig.from_pretrained(model_folder(size))
-            model = transformers.AutoModelForCausalLM.from_config(config)
-        billions[size] = round(sum(x.numel() for x in model.parameters()) / 1e9, 2)
-    assert (billions["llama3-8b"], billions["qwen3-8b"]) == (8.03, 8.19)
+@pytest.mark.parametrize(("size", "billions"), [("llama3-8b", 8.03), ("qwen3-8b", 8.19)])
+def test_sizes_are_those_that_the_names_say(size, billions):
+    config = transformers.AutoConfig.from_pretrained(model_folder(size))
+    shapes = (shape for shape, _ in weight_shapes(config, is_draft=False).values())
+    assert round(sum(map(math.prod, shapes)) / 1e9, 2) == billions
 
 
 def test_a_block_draft_reads_the_target_layers_of_the_published_one_and_says_its_window():
