@@ -7,10 +7,8 @@ import torch
 
 from benchmarks.cases import block_trees
 from benchmarks.cases.block_trees import QWEN3_8B_ROUNDS, SHIPPED, block_tree_round_rows, block_tree_rows
-from benchmarks.rows import Bench
 from spec_decode.trees import DynamicTreeConfig
 from tests.benchmarks.test_bench_parallel import tiny_block
-from tests.factories import CPU
 
 TREES = (DynamicTreeConfig(width=4, num_tokens=7), DynamicTreeConfig(width=8, num_tokens=32))
 
@@ -20,8 +18,7 @@ def two_trees(monkeypatch):
     monkeypatch.setattr(block_trees, "_TREES", TREES)
 
 
-def test_the_shipped_pair_keeps_more_of_a_larger_tree_at_either_temperature(two_trees):
-    bench = Bench(CPU, None)
+def test_the_shipped_pair_keeps_more_of_a_larger_tree_at_either_temperature(bench, two_trees):
     rows = list(block_tree_rows(bench, replace(SHIPPED, num_reqs=(4,), output=32)))
     assert not bench.missing
     assert [(row["temperature"], row["tree"]) for row in rows] == [(t, tree) for t in (0, 1) for tree in (0, 1, 1)]
@@ -34,10 +31,9 @@ def test_the_shipped_pair_keeps_more_of_a_larger_tree_at_either_temperature(two_
         assert many["chain_ratio"] == pytest.approx(many["tokens_per_second"] / chain["tokens_per_second"], rel=0.01)
 
 
-def test_rounds_of_a_published_shape_keep_as_few_tokens_in_a_row_as_of_trees(two_trees):
+def test_rounds_of_a_published_shape_keep_as_few_tokens_in_a_row_as_of_trees(bench, two_trees):
     sizes = {"num_layers": 6, "dtype": torch.float32, "backends": ("triton_paged",), "num_reqs": (1, 2), "prompt": 12}
     case = replace(QWEN3_8B_ROUNDS, draft=tiny_block("qwen3-8b-dflash"), **sizes, output=16, warm_up_tokens=4, gains={})
-    bench = Bench(CPU, None)
     rows = list(block_tree_round_rows(bench, case))
     assert not bench.missing and len(rows) == 6 and all(row["num_speculative_tokens"] == 7 for row in rows)
     assert [row["draft"].rpartition(", ")[2] for row in rows[1::3]] == ["4x7", "4x7"]

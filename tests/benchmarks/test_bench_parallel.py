@@ -31,8 +31,7 @@ def small(monkeypatch):
 
 
 @pytest.mark.parametrize("name", BLOCK_DRAFTS)
-def test_a_block_draft_is_timed_beside_one_that_goes_step_by_step(small, name):
-    bench = Bench(CPU, None)
+def test_a_block_draft_is_timed_beside_one_that_goes_step_by_step(bench, small, name):
     rows = list(block_draft_rows(bench, name))
     assert not bench.missing
     assert [(row["case"], row.get("peer", False)) for row in rows] == [
@@ -41,11 +40,10 @@ def test_a_block_draft_is_timed_beside_one_that_goes_step_by_step(small, name):
     ]
 
 
-def test_engines_of_both_kinds_of_draft_keep_as_many_tokens_and_differ_in_the_draft_alone():
+def test_engines_of_both_kinds_of_draft_keep_as_many_tokens_and_differ_in_the_draft_alone(bench):
     sizes = {"num_layers": 6, "dtype": torch.float32, "backends": ("triton_paged",), "num_reqs": (2,), "prompt": 12}
     sizes |= {"output": 40, "warm_up_tokens": 8, "gains": {}, "kept": {3: 2.0}}
     case = replace(LLAMA3_8B, draft=tiny_block("qwen3-8b-dflash"), **sizes)
-    bench = Bench(CPU, None)
     steps, found = block_throughput_rows(bench, case, tiny("qwen3-8b-eagle3"))
     assert not bench.missing
     assert (steps["draft"], found["draft"]) == ("Qwen3-8B's EAGLE-3 draft", "Qwen3-8B's DFlash draft")

@@ -57,10 +57,9 @@ ALIKE = ("eagle-1024", "gpt-oss-20b-eagle3")
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in ALIKE)) for n in RANDOM_DRAFTS])
-def test_every_draft_is_timed_in_every_strategy(small, name, monkeypatch):
+def test_every_draft_is_timed_in_every_strategy(bench, small, name, monkeypatch):
     # The graphs for K 1 to 8 are no rounds, and take longer than all of them: see the next test.
     monkeypatch.setattr(draft_rounds, "_graph_set_rows", lambda *_: iter(()))
-    bench = Bench(CPU, None)
     rows = list(random_draft_rows(bench, name))
     assert not bench.missing
     assert {row["strategy"] for row in rows if row["case"] == f"{name}/round"} == {

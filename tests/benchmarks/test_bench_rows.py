@@ -23,7 +23,6 @@ from spec_decode.files import parse_json
 from spec_decode.matrix.sources import Sources, TimingReport
 from spec_decode.tools.specs import FP8_DS_MLA, GQA, MLA
 from spec_decode.tools.timing_limit import TimingLimit, verdict
-from tests.benchmarks import fake_flashinfer
 from tests.factories import CPU, make_spec
 
 NO_CUDA = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
@@ -39,6 +38,7 @@ def at(p50):
 
 @pytest.fixture
 def bench():
+    """Of a device, whose floors are known."""
     return Bench(CPU, DeviceRates(1000.0, 1.0))
 
 
@@ -56,22 +56,6 @@ def timed(monkeypatch):
     return medians
 
 
-@pytest.fixture
-def flashinfer(monkeypatch):
-    """The stand-in, and what is built on it, gone again afterwards."""
-    ours = ("builders.flashinfer.builder", "builders.flashinfer.wrappers", "attn_backends.flashinfer")
-    names = (*ours, "benchmarks.flashinfer_plans")
-    for name in names:
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    for name, module in fake_flashinfer.modules().items():
-        monkeypatch.setitem(sys.modules, name, module)
-    from benchmarks import flashinfer_plans
-
-    yield flashinfer_plans
-    for name in names:
-        sys.modules.pop(name, None)
-
-
 def zeros(fixture):
     return lambda cache: torch.zeros(fixture.num_reqs, fixture.spec.num_q_heads, fixture.spec.out_dim)
 
@@ -84,30 +68,27 @@ def comparison(**peers):
     return PeerComparison(case="comparison", backend="triton_paged", peers=peers, max_ratio=1.5)
 
 
+US, RATIO = TimingLimit("gpu_us", 3), TimingLimit("host_ratio", 10, at_least=True)
+TWO = TimingLimit("a", 1), TimingLimit("b", 1)
+
+
 @pytest.mark.parametrize(
-    "row, met",
+    ("row", "limits", "said", "met"),
     [
-        ({"gpu_us": 3.0}, True),
-        ({"gpu_us": at(3)}, True),
-        ({"gpu_us": {"p20": 1, "p50": 3.1, "p80": 4}}, False),
-        ({"gpu_us": None}, None),
-        ({}, None),
+        ({"gpu_us": 3.0}, [US], "gpu_us <= 3", True),
+        ({"gpu_us": at(3)}, [US], "gpu_us <= 3", True),
+        ({"gpu_us": {"p20": 1, "p50": 3.1, "p80": 4}}, [US], "gpu_us <= 3", False),
+        ({"gpu_us": None}, [US], "gpu_us <= 3", None),
+        ({}, [US], "gpu_us <= 3", None),
+        ({"host_ratio": 10}, [RATIO], "host_ratio >= 10", True),
+        ({"host_ratio": 9.9}, [RATIO], "host_ratio >= 10", False),
+        ({"a": 1, "b": 2}, TWO, "a <= 1 and b <= 1", False),
+        ({"a": 1}, TWO, "a <= 1 and b <= 1", None),
+        ({"b": 2}, TWO, "a <= 1 and b <= 1", False),
     ],
 )
-def test_a_limit_holds_the_median_and_leaves_open_what_was_not_measured(row, met):
-    judged = with_limits(row, TimingLimit("gpu_us", 3))
-    assert verdict(judged["limits"]) == ("gpu_us <= 3", met)
-
-
-def test_a_limit_from_below():
-    judged = [with_limits({"host_ratio": ratio}, TimingLimit("host_ratio", 10, at_least=True)) for ratio in (10, 9.9)]
-    assert [verdict(row["limits"]) for row in judged] == [("host_ratio >= 10", True), ("host_ratio >= 10", False)]
-
-
-@pytest.mark.parametrize("row, met", [({"a": 1, "b": 2}, False), ({"a": 1}, None), ({"b": 2}, False)])
-def test_of_two_limits_one_that_is_broken_decides(row, met):
-    judged = with_limits(row, TimingLimit("a", 1), TimingLimit("b", 1))
-    assert verdict(judged["limits"]) == ("a <= 1 and b <= 1", met)
+def test_a_limit_holds_the_median_and_leaves_open_what_was_not_measured(row, limits, said, met):
+    assert verdict(with_limits(row, *limits)["limits"]) == (said, met)
 
 
 def test_a_row_is_held_against_the_best_of_its_peers(bench, timed):
@@ -119,24 +100,17 @@ def test_a_row_is_held_against_the_best_of_its_peers(bench, timed):
     assert all(row["peer_difference"] < 1e-5 for row in others) and not bench.missing
 
 
-def test_the_floor_of_cold_caches_is_what_must_be_read(bench, timed):
+@pytest.mark.parametrize(("cold", "floor"), [(True, (2 * 40 * 2 * 2 * 64 * 4 / 1000, 0.9990)), (False, (None, None))])
+def test_the_floor_of_cold_caches_is_what_must_be_read(bench, timed, cold, floor):
     timed += [82]
-    [row] = comparison_rows(bench, comparison(), SPEC, 2, 40)
-    assert (row["floor_us"], row["share_of_bandwidth"]) == (2 * 40 * 2 * 2 * 64 * 4 / 1000, 0.9990)
-
-
-def test_warm_caches_have_no_floor(bench, timed):
-    timed += [1]
-    [row] = comparison_rows(bench, replace(comparison(), cold=False), SPEC, 1, 16)
-    assert row["floor_us"] is None and row["share_of_bandwidth"] is None
+    [row] = comparison_rows(bench, replace(comparison(), cold=cold), SPEC, 2, 40)
+    assert (row["floor_us"], row["share_of_bandwidth"]) == floor
 
 
 def test_a_peer_that_computes_something_else_is_seen(bench, timed):
     timed += [1, 1]
-    assert [row.get("peer_difference") for row in comparison_rows(bench, comparison(zeros=zeros), SPEC, 1, 16)] == [
-        None,
-        1.0,
-    ]
+    ours, peer = comparison_rows(bench, comparison(zeros=zeros), SPEC, 1, 16)
+    assert (ours.get("peer_difference"), peer["peer_difference"]) == (None, 1.0)
 
 
 @NO_PEERS
@@ -248,13 +222,13 @@ def test_flashinfers_latent_attention_is_planned_for_the_fixture(flashinfer):
     torch.testing.assert_close(peers.flashinfer_mla(fixture)(cache), expected)
 
 
-def planned(flashinfer, backend, num_reqs=2, context=250, horizon=7):
+def planned(backend, num_reqs=2, context=250, horizon=7):
     fixture = DecodeFixture(replace(SPEC, dtype=torch.bfloat16, kv_dtype=None), num_reqs, context, CPU, horizon=horizon)
     return fixture, backend, fixture.builder(backend)
 
 
 def test_a_plan_for_the_horizon_holds_while_only_last_page_len_moves(flashinfer):
-    fixture, backend, builder = planned(flashinfer, flashinfer.FlashInferHorizon())
+    fixture, backend, builder = planned(flashinfer.FlashInferHorizon())
     metadata = builder.build(fixture.batch)
     plan, plans = metadata.plan.clone(), len(metadata.launch.wrapper.plans)
     [cache] = fixture.caches(backend, cold=False)
@@ -268,21 +242,19 @@ def test_a_plan_for_the_horizon_holds_while_only_last_page_len_moves(flashinfer)
 
 
 def test_a_plan_for_the_start_alone_would_not_hold(flashinfer):
-    fixture, backend, builder = planned(flashinfer, flashinfer.FlashInferHorizon(), num_reqs=1, context=256)
+    fixture, backend, builder = planned(flashinfer.FlashInferHorizon(), num_reqs=1, context=256)
     metadata = builder.build(fixture.batch)
     layout, [cache] = metadata.launch.layout, fixture.caches(backend, cold=False)
     metadata.plan[layout.block_valid_mask + 2 :][: layout.padded_tiles - 2] = 0
     advance_state(fixture.buffers, fixture.num_reqs)
     builder.advance(metadata)
-    out, expected = (
-        backend.forward(fixture.query, cache, metadata, spec=fixture.spec),
-        fixture.attention_by(get("torch_reference"))(cache),
-    )
+    out = backend.forward(fixture.query, cache, metadata, spec=fixture.spec)
+    expected = fixture.attention_by(get("torch_reference"))(cache)
     assert not torch.allclose(out, expected, rtol=0.02, atol=0.02)
 
 
 def test_every_build_plans_on_the_host_and_keeps_the_lengths_of_the_device(flashinfer):
-    fixture, _, builder = planned(flashinfer, flashinfer.FlashInferPerStep())
+    fixture, _, builder = planned(flashinfer.FlashInferPerStep())
     metadata = builder.build(fixture.batch)
     before = len(metadata.launch.wrapper.plans)
     advance_state(fixture.buffers, fixture.num_reqs)

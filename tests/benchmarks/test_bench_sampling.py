@@ -1,4 +1,3 @@
-import sys
 from dataclasses import replace
 from importlib.util import find_spec
 
@@ -6,13 +5,11 @@ import pytest
 import torch
 
 import benchmarks as benches
-from benchmarks import measure
 from benchmarks.cases import sampling
 from benchmarks.cases.sampling import COMPARISONS, comparison_rows, sampling_rows, threshold
 from benchmarks.rows import Bench
 from benchmarks.sampling_methods import KINDS, SamplingFixture, TimedCall, our_logits, our_target
 from spec_decode.sampling import SamplingParams
-from tests.benchmarks import fake_flashinfer_sampling
 from tests.factories import CPU
 
 NO_CUDA = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
@@ -20,24 +17,6 @@ NO_PEER = pytest.mark.skipif(find_spec("flashinfer") is not None, reason="needs 
 INF = float("inf")
 BOTH = SamplingParams(temperature=1.0, top_k=50, top_p=0.9)
 BY_CASE = {comparison.case: comparison for comparison in COMPARISONS}
-
-
-@pytest.fixture(autouse=True)
-def once(monkeypatch):
-    monkeypatch.setattr(measure, "_WARMUP", 0)
-    monkeypatch.setattr(measure, "_REPEATS", 1)
-
-
-@pytest.fixture
-def bench():
-    return Bench(CPU, None)
-
-
-@pytest.fixture
-def flashinfer(monkeypatch):
-    for name, module in fake_flashinfer_sampling.modules().items():
-        monkeypatch.setitem(sys.modules, name, module)
-    return sys.modules["flashinfer.sampling"]
 
 
 def fixture_of(params, kind="flat", rows=3):
