@@ -5,7 +5,6 @@ Needs SGLang's Python, such as `make engines` unpacks.
 
 from __future__ import annotations
 
-from importlib.metadata import PackageNotFoundError, version
 from types import SimpleNamespace
 
 import pytest
@@ -13,13 +12,10 @@ import torch
 
 from engines import sglang as plug_in
 from spec_decode.graphs import runtime_for
+from tests.engines.released import needs
 from tests.factories import CPU
 
-try:
-    FOUND = version("sglang")
-except PackageNotFoundError:
-    FOUND = "none"
-pytestmark = pytest.mark.skipif(FOUND != "0.5.23", reason=f"sglang 0.5.23 is not installed: found {FOUND}")
+pytestmark = needs("sglang", "0.5.23")
 HEADS, KV_HEADS, DIM, LAYERS = 4, 2, 64, 2
 STEPS = 4
 NAME = "attn_backends_triton_paged"
@@ -284,6 +280,12 @@ REFUSED = {
     "another layout": (
         lambda runner: setattr(runner.token_to_kv_pool, "kv_cache_layout", "hnd"), "the layout is hnd"
     ),
+    "a head that the kernel has not": (
+        lambda runner: setattr(runner, "model", Draft(head_dim=40)), "must be 64 to 256, a multiple of 8, got 40"
+    ),
+    "a backend that does not load": (
+        lambda runner: setattr(runner, "draft_attention_backend", "attn_backends_flash_attn3"), "flash_attn3"
+    ),
     "virtual slots": (
         lambda runner: setattr(runner.kv_index_translator, "is_translating", True), "this pool translates them"
     ),
@@ -297,15 +299,3 @@ def test_a_draft_that_is_not_served_is_refused_in_words(what):
     options = change(runner) or {}
     with pytest.raises(ValueError, match=reason):
         factory(runner, **options).create_decode_backend()
-
-
-def test_a_layer_that_the_kernel_has_not_is_refused_in_words():
-    with pytest.raises(ValueError, match="head_dim must be 64 to 256, a multiple of 8, got 40"):
-        Engine([3], head_dim=40).steps()
-
-
-def test_a_backend_that_does_not_load_is_refused_in_its_words():
-    runner = Engine([3]).runner
-    runner.draft_attention_backend = "attn_backends_flash_attn3"
-    with pytest.raises(ValueError, match="flash_attn3"):
-        factory(runner).create_decode_backend()

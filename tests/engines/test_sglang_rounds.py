@@ -5,19 +5,14 @@ Needs SGLang's Python, such as `make engines` unpacks, and TRITON_INTERPRET=1 fo
 
 from __future__ import annotations
 
-from importlib.metadata import PackageNotFoundError, version
-
 import pytest
 import torch
 
 from builders.kernels.triton_runtime import torch_implementations
 from spec_decode.testing.outcome import CheckFailure
+from tests.engines.released import needs
 
-try:
-    FOUND = version("sglang")
-except PackageNotFoundError:
-    FOUND = "none"
-pytestmark = pytest.mark.skipif(FOUND != "0.5.23", reason=f"sglang 0.5.23 is not installed: found {FOUND}")
+pytestmark = needs("sglang", "0.5.23")
 TRITON, FLASHINFER = "TritonMultiStepDraftBackend", "FlashInferMultiStepDraftBackend"
 FLASH_ATTENTION, FLASHMLA = "FlashAttentionMultiStepBackend", "FlashMLAMultiStepDraftBackend"
 TRTLLM_MLA, FLASHINFER_MLA = "TRTLLMMLAMultiStepDraftBackend", "FlashInferMLAMultiStepDraftBackend"
@@ -36,22 +31,14 @@ class Tried:
         (self.subject,) = subjects([name])
         self.monkeypatch, self.builder = monkeypatch, self.subject.backend.builder
 
-    def with_steps(self, change):
+    def remade(self, *, runner=lambda runner: None, steps=lambda steps: None):
         make = self.builder.make
 
-        def changed(runner):
-            change(steps := make(runner))
-            return steps
-
-        self.monkeypatch.setattr(self.builder, "make", staticmethod(changed))
-        return self
-
-    def with_runner(self, change):
-        make = self.builder.make
-
-        def changed(runner):
-            change(runner)
-            return make(runner)
+        def changed(given):
+            runner(given)
+            made = make(given)
+            steps(made)
+            return made
 
         self.monkeypatch.setattr(self.builder, "make", staticmethod(changed))
         return self
@@ -68,7 +55,7 @@ class Tried:
 
             steps.init_forward_metadata_out_graph = planned
 
-        return self.with_steps(replace)
+        return self.remade(steps=replace)
 
     def check(self, what, case="base-round"):
         from spec_decode.conformance.check import expand
@@ -94,12 +81,32 @@ def all_as_the_first(steps, batch):
     steps.cuda_graph_kv_indices[1:].copy_(steps.cuda_graph_kv_indices[0].clone())
 
 
-@pytest.mark.parametrize("name", [TRITON, FLASHINFER])
-def test_steps_that_are_planned_as_the_first_are_found(tried, name):
-    mutant = tried(name).with_plan(all_as_the_first)
-    assert "step 1 of a round over 'as_large'" in mutant.failure(ATTEND)
-    assert "step 1 of a round over 'as_large': request 0 has" in mutant.failure(TOKENS)
-    assert "step 1 of a round over 'as_large': field kv_indptr" in mutant.failure(MEAN)
+def a_page_of_another_request(steps, batch):
+    slots, ends = steps.cuda_graph_kv_indices[2], steps.kv_indptr[2].tolist()
+    slots[ends[1]] = slots[ends[3]]
+
+
+def too_little_work(steps, batch):
+    (wrapper,) = steps.attn_backends[3].forward_metadata.decode_wrappers
+    wrapper.planned[1:] -= 1
+
+
+FIRST = {ATTEND: "", TOKENS: ": request 0 has", MEAN: ": field kv_indptr"}
+
+
+@pytest.mark.parametrize(
+    ("name", "plan", "step", "said"),
+    [
+        (TRITON, all_as_the_first, 1, FIRST),
+        (FLASHINFER, all_as_the_first, 1, FIRST),
+        (TRITON, a_page_of_another_request, 2, {**FIRST, TOKENS: ": request 1 has its", MEAN: ": field kv_indices"}),
+        (FLASHINFER, too_little_work, 3, {ATTEND: "", MEAN: ": field planned"}),
+    ],
+)
+def test_a_wrong_plan_is_found_in_its_step(tried, name, plan, step, said):
+    mutant = tried(name).with_plan(plan)
+    for what, more in said.items():
+        assert f"step {step} of a round over 'as_large'{more}" in mutant.failure(what)
 
 
 def test_flash_attention_s_steps_that_are_all_the_first_are_found(tried):
@@ -107,31 +114,10 @@ def test_flash_attention_s_steps_that_are_all_the_first_are_found(tried):
         for step in steps.attn_backends:
             step.speculative_step_id = 0
 
-    mutant = tried(FLASH_ATTENTION).with_steps(forget)
+    mutant = tried(FLASH_ATTENTION).remade(steps=forget)
     assert "step 1 of a round over 'as_large'" in mutant.failure(ATTEND)
     assert "request 0 has the tokens before the step and the step's own; expected: 3 tokens" in mutant.failure(TOKENS)
     assert "step 1 of a round over 'as_large': field cache_seqlens_int32" in mutant.failure(MEAN)
-
-
-def test_a_page_of_another_request_is_found(tried):
-    def exchange(steps, batch):
-        slots, ends = steps.cuda_graph_kv_indices[2], steps.kv_indptr[2].tolist()
-        slots[ends[1]] = slots[ends[3]]
-
-    mutant = tried(TRITON).with_plan(exchange)
-    assert "step 2 of a round over 'as_large'" in mutant.failure(ATTEND)
-    assert "step 2 of a round over 'as_large': request 1 has its own slots" in mutant.failure(TOKENS)
-    assert "step 2 of a round over 'as_large': field kv_indices" in mutant.failure(MEAN)
-
-
-def test_a_plan_for_too_little_work_is_found(tried):
-    def shorten(steps, batch):
-        (wrapper,) = steps.attn_backends[3].forward_metadata.decode_wrappers
-        wrapper.planned[1:] -= 1
-
-    mutant = tried(FLASHINFER).with_plan(shorten)
-    assert "step 3 of a round over 'as_large'" in mutant.failure(ATTEND)
-    assert "step 3 of a round over 'as_large': field planned" in mutant.failure(MEAN)
 
 
 def test_metadata_that_a_plan_replaces_is_found(tried):
@@ -157,7 +143,7 @@ def test_a_window_of_one_more_token_mends_tritons(tried):
         runner.sliding_window_size += 1
 
     assert "step 0 of a round over 'as_large'" in tried(TRITON).failure(ATTEND, "window-round")
-    tried(TRITON).with_runner(widen).check(ATTEND, "window-round")
+    tried(TRITON).remade(runner=widen).check(ATTEND, "window-round")
 
 
 MISSED = "request 0 has the tokens before the step and the step's own; expected: 2 tokens; got: 1 tokens"
@@ -194,27 +180,48 @@ def test_flashmla_that_plans_each_step_for_its_own_lengths_passes(tried, monkeyp
         mended.check(what)
 
 
-def test_trtllm_s_latents_that_plan_each_step_for_its_own_lengths_pass(tried):
+def plan_trtllm(step, batch, lengths, offsets):
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
+    step._apply_cuda_graph_metadata(None, batch.batch_size, batch.req_pool_indices, lengths, ForwardMode.DECODE)
+
+
+def plan_flashinfer(step, batch, lengths, offsets):
+    step.forward_metadata.decode_wrapper._plan(None, None, None, None, offsets, offsets.diff())
+
+
+def plan_sparse_attention(step, batch, lengths, offsets):
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+    more = None, ForwardMode.DECODE, batch.spec_info
+    step._apply_cuda_graph_metadata(batch.batch_size, batch.req_pool_indices, lengths, *more)
+
+
+def plan_deepseek_v4(step, batch, lengths, offsets):
+    raw = step.forward_metadata
+    if raw.seq_lens.data_ptr() == batch.seq_lens.data_ptr():
+        raw.seq_lens = raw.seq_lens.clone()
+    raw.seq_lens.copy_(lengths)
+
+
+@pytest.mark.parametrize(
+    ("name", "plan_step", "checks"),
+    [
+        (TRTLLM_MLA, plan_trtllm, (ATTEND, TOKENS, MEAN)),
+        (FLASHINFER_MLA, plan_flashinfer, (ATTEND, TOKENS, MEAN)),
+        (DSA, plan_sparse_attention, (TOKENS, MEAN)),
+        (DSV4, plan_deepseek_v4, (TOKENS, MEAN)),
+    ],
+)
+def test_steps_that_are_planned_each_for_its_own_lengths_pass(tried, name, plan_step, checks):
     def plan(steps, batch):
-        for i, step in enumerate(steps.attn_backends):
-            lengths = batch.seq_lens + i + 1
-            step._apply_cuda_graph_metadata(None, batch.batch_size, batch.req_pool_indices, lengths, ForwardMode.DECODE)
+        # The last of DeepSeek V4's is never run.
+        for i, step in enumerate(steps.attn_backends[: -1 if name == DSV4 else None]):
+            offsets = steps.kv_indptr[i, : batch.batch_size + 1] if name == FLASHINFER_MLA else None
+            plan_step(step, batch, batch.seq_lens + i + 1, offsets)
 
-    mended = tried(TRTLLM_MLA).with_plan(plan)
-    for what in (ATTEND, TOKENS, MEAN):
-        mended.check(what)
-
-
-def test_flashinfer_s_latents_that_plan_by_the_offsets_of_their_indices_pass(tried):
-    def plan(steps, batch):
-        for i, step in enumerate(steps.attn_backends):
-            offsets = steps.kv_indptr[i, : batch.batch_size + 1]
-            step.forward_metadata.decode_wrapper._plan(None, None, None, None, offsets, offsets.diff())
-
-    mended = tried(FLASHINFER_MLA).with_plan(plan)
-    for what in (ATTEND, TOKENS, MEAN):
+    mended = tried(name).with_plan(plan)
+    for what in checks:
         mended.check(what)
 
 
@@ -238,21 +245,6 @@ def test_flashinfer_s_plan_of_latents_begins_a_request_among_the_slots_of_the_on
         assert all(slot // case.spec.page_size == own for slot in second[1:])
 
 
-def test_sparse_attention_that_plans_each_step_for_its_own_lengths_passes(tried):
-    from sglang.srt.model_executor.forward_batch_info import ForwardMode
-
-    def plan(steps, batch):
-        for i, step in enumerate(steps.attn_backends):
-            lengths = batch.seq_lens + i + 1
-            step._apply_cuda_graph_metadata(
-                batch.batch_size, batch.req_pool_indices, lengths, None, ForwardMode.DECODE, batch.spec_info
-            )
-
-    mended = tried(DSA).with_plan(plan)
-    for what in (TOKENS, MEAN):
-        mended.check(what)
-
-
 def test_the_first_three_steps_of_sparse_attention_keep_the_schedule_of_their_capture(tried):
     """A copy that refreshes them, as SGLang does for the others, fails at its lengths alone."""
 
@@ -264,16 +256,3 @@ def test_the_first_three_steps_of_sparse_attention_keep_the_schedule_of_their_ca
     assert "step 0 of a round over 'as_large': field paged_mqa_schedule_metadata" in tried(DSA).failure(MEAN)
     refreshed = tried(DSA).with_plan(refresh).failure(MEAN)
     assert "step 1 of a round over 'as_large': field cache_seqlens_int32" in refreshed
-
-
-def test_deepseek_v4_that_plans_each_step_for_its_own_lengths_passes(tried):
-    def plan(steps, batch):
-        for i, step in enumerate(steps.attn_backends[:-1]):
-            raw = step.forward_metadata
-            if raw.seq_lens.data_ptr() == batch.seq_lens.data_ptr():
-                raw.seq_lens = raw.seq_lens.clone()
-            raw.seq_lens.copy_(batch.seq_lens + i + 1)
-
-    mended = tried(DSV4).with_plan(plan)
-    for what in (TOKENS, MEAN):
-        mended.check(what)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 from copy import copy
-from importlib.metadata import PackageNotFoundError, version
 
 import pytest
 import torch
@@ -16,12 +15,9 @@ from builders.kernels.triton_runtime import torch_implementations
 from spec_decode.testing.outcome import CheckFailure
 from spec_decode.testing.subject import Subject
 from tests.engines import vllm_sparse
+from tests.engines.released import needs
 
-try:
-    FOUND = version("vllm")
-except PackageNotFoundError:
-    FOUND = "none"
-pytestmark = pytest.mark.skipif(not FOUND.startswith("0.33."), reason=f"vllm 0.33 is not installed: found {FOUND}")
+pytestmark = needs("vllm", "0.33")
 CHECKS = (
     "builder.advance_means_a_rebuild[base-decode]",
     "builder.advance_refreshes_another_batch[base-decode]",

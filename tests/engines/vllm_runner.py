@@ -6,20 +6,16 @@ Needs vLLM's Python, such as `make engines` unpacks, and TRITON_INTERPRET=1 for 
 from __future__ import annotations
 
 import os
-from importlib.metadata import PackageNotFoundError, version
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from tests.engines.released import needs
 from tests.factories import CPU, make_spec
 
-try:
-    FOUND = version("vllm")
-except PackageNotFoundError:
-    FOUND = "none"
 NEEDS_VLLM = [
-    pytest.mark.skipif(not FOUND.startswith("0.33."), reason=f"vllm 0.33 is not installed: found {FOUND}"),
+    needs("vllm", "0.33"),
     pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="vLLM's kernels need TRITON_INTERPRET=1 here"),
     pytest.mark.usefixtures("vllm_inside", "vllm_flashinfer", "vllm_kernels"),
 ]
