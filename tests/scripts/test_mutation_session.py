@@ -50,71 +50,69 @@ def test_crashes():
 NEVER = 10_000
 
 
-@pytest.fixture
-def ask(tmp_path):
-    """Answers of a session to one request after another."""
-    (tmp_path / "product").mkdir()
-    (tmp_path / "product/code.py").write_text(PRODUCT)
-    (tmp_path / "test_it.py").write_text(TESTS)
-    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = slow\npythonpath = .\n")
-
-    def answers(*requests):
-        usual = {"trace": False, "timeout": NEVER, "timeouts": {}}
-        lines = "".join(json.dumps({**usual, **request}) + "\n" for request in requests)
-        env = {"PYTHONPATH": str(ROOT), "PATH": ""}
-        done = subprocess.run(
-            [sys.executable, "-c", SERVE],
-            cwd=tmp_path,
-            env=env,
-            input=lines,
-            stdout=subprocess.PIPE,
-            text=True,
-            check=True,
-        )
-        return [json.loads(line) for line in done.stdout.splitlines()]
-
-    return answers
+def asked(*names, seconds=NEVER, **each):
+    """A request for these tests: how long it may take in all, and a test by its name."""
+    tests = [f"test_it.py::test_{name}" for name in names]
+    limits = {f"test_it.py::test_{name}": most for name, most in each.items()}
+    return {"tests": tests, "trace": False, "timeout": seconds, "timeouts": limits}
 
 
-def asked(*names):
-    return {"tests": [f"test_it.py::test_{name}" for name in names]}
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory):
+    """What one session answers to one request after another, by what each is about."""
+    folder = tmp_path_factory.mktemp("project")
+    (folder / "product").mkdir()
+    (folder / "product/code.py").write_text(PRODUCT)
+    (folder / "test_it.py").write_text(TESTS)
+    (folder / "test_traced.py").write_text(TESTS.partition("@pytest.mark.slow")[0])
+    (folder / "pytest.ini").write_text("[pytest]\nmarkers = slow\npythonpath = .\n")
+    requests = {
+        "traced": {**asked(), "tests": ["test_traced.py"], "trace": True},
+        "failing": asked("one", "two", "three"),
+        "skipped": asked("skipped"),
+        "slow": asked("slow"),
+        "hanging": asked("hangs", seconds=1),
+        "long": asked("one", "hangs", "two", hangs=1),
+        "crashing": asked("crashes"),
+        "good": asked("one"),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", SERVE],
+        cwd=folder,
+        env={"PYTHONPATH": str(ROOT), "PATH": ""},
+        input="".join(json.dumps(request) + "\n" for request in requests.values()),
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    return dict(zip(requests, map(json.loads, done.stdout.splitlines()), strict=True))
 
 
-def test_traced_tests_have_the_functions_they_enter_and_the_sources_they_read(ask, tmp_path):
-    (tmp_path / "test_it.py").write_text(TESTS.partition("@pytest.mark.slow")[0])
-    (answer,) = ask({"tests": ["test_it.py"], "trace": True})
-    found = {name.partition("::")[2]: test for name, test in answer["tests"].items()}
+def named(answer):
+    return {name.partition("::test_")[2]: test for name, test in answer["tests"].items()}
+
+
+def test_traced_tests_have_the_functions_they_enter_and_the_sources_they_read(answers):
+    found = named(answers["traced"])
     entered = {name: [line for _, line in test["functions"]] for name, test in found.items()}
-    assert entered == {"test_one": [2, 5], "test_two": [8], "test_three": [], "test_skipped": []}
-    assert [name for name, test in found.items() if test["read"] == ["product/code.py"]] == ["test_three"]
+    assert entered == {"one": [2, 5], "two": [8], "three": [], "skipped": []}
+    assert [name for name, test in found.items() if test["read"] == ["product/code.py"]] == ["three"]
 
 
-def test_tests_run_in_the_order_asked_for_until_one_fails(ask):
-    (answer,) = ask(asked("one", "two", "three"))
-    found = {name.partition("::")[2]: test["outcome"] for name, test in answer["tests"].items()}
-    assert (answer["status"], list(found.items())) == (1, [("test_one", "passed"), ("test_two", "failed")])
+def test_tests_run_in_the_order_asked_for_until_one_fails(answers):
+    found = [(name, test["outcome"]) for name, test in named(answers["failing"]).items()]
+    assert (answers["failing"]["status"], found) == (1, [("one", "passed"), ("two", "failed")])
 
 
-def test_a_skipped_test_has_not_passed(ask):
-    (answer,) = ask(asked("skipped"))
-    assert [test["outcome"] for test in answer["tests"].values()] == ["skipped"]
+def test_a_skipped_test_has_not_passed_and_slow_ones_are_left_out(answers):
+    assert [test["outcome"] for test in named(answers["skipped"]).values()] == ["skipped"]
+    assert answers["slow"]["status"] == 5
 
 
-def test_slow_tests_are_left_out(ask):
-    assert ask(asked("slow"))[0]["status"] == 5
+def test_a_test_that_never_ends_is_ended_and_one_that_takes_longer_than_it_may_is_named(answers):
+    assert answers["hanging"]["status"] == "hung"
+    assert answers["long"] == {"status": "hung", "tests": {"test_it.py::test_hangs": {"outcome": "failed"}}}
 
 
-def test_a_test_that_never_ends_is_ended(ask):
-    (answer,) = ask({**asked("hangs"), "timeout": 1})
-    assert answer["status"] == "hung"
-
-
-def test_a_test_that_takes_longer_than_it_may_is_ended_and_named(ask):
-    hangs = "test_it.py::test_hangs"
-    (answer,) = ask({**asked("one", "hangs", "two"), "timeouts": {hangs: 1}})
-    assert answer == {"status": "hung", "tests": {hangs: {"outcome": "failed"}}}
-
-
-def test_a_crash_is_told_and_the_session_goes_on(ask):
-    crashed, good = ask(asked("crashes"), asked("one"))
-    assert (crashed["status"], good["status"]) == ("ended by -9", 0)
+def test_a_crash_is_told_and_the_session_goes_on(answers):
+    assert (answers["crashing"]["status"], answers["good"]["status"]) == ("ended by -9", 0)
