@@ -75,8 +75,7 @@ def test_attention_without_pages_is_attention(shape):
             torch.testing.assert_close(out[row, head].double(), expected, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("num_reqs", [1, 5])
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize(("name", "num_reqs"), [(KINDS[0], 1), *((name, 5) for name in KINDS)])
 def test_a_step_in_plain_torch_is_the_models(name, num_reqs):
     draft = tiny_draft(name)
     step, inputs = model_step(draft, num_reqs, CPU), step_inputs(draft, num_reqs, CPU)

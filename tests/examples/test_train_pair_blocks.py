@@ -9,10 +9,10 @@ from train_pair.losses import block_loss
 from train_pair.recipe import Recipe
 
 from attn_backends import get
-from builders import RequestTables
 from spec_decode.drafter import Drafter, DrafterConfig, Strategy, VerifiedTokens
 from spec_decode.paged.kv_groups import make_group
-from tests.factories import CPU, make_block_config, make_pair, owned_pages
+from tests import factories
+from tests.factories import CPU, make_block_config, make_pair
 
 STARTS, MASKS = torch.tensor([[2, 9, 10, 26], [4, 5, 17, 33]]), 5
 PAGE, MAX_LEN = 4, 48
@@ -42,11 +42,7 @@ def full(starts, steps, padded_to=MASKS):
 
 
 def make_tables(reqs):
-    """Tables in which each request owns pages for MAX_LEN tokens."""
-    each = MAX_LEN // PAGE
-    tables = RequestTables(page_sizes=[PAGE], num_pages=[reqs * each], max_reqs=reqs, max_seq_len=MAX_LEN, device=CPU)
-    tables.load([owned_pages(reqs, each, reqs * each)], [MAX_LEN] * reqs)
-    return tables
+    return factories.make_tables([MAX_LEN] * reqs, page_sizes=[PAGE], max_seq_len=MAX_LEN)
 
 
 def make_drafter(draft, reqs, steps):
