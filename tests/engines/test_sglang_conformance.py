@@ -2,37 +2,13 @@
 
 from __future__ import annotations
 
-from importlib.metadata import PackageNotFoundError
-
 import pytest
 import torch
-from click.testing import CliRunner
 
-from attn_backends import BrokenBackend
-from engines.sglang.conformance import stand_in, subjects
 from engines.sglang.conformance.attention import attend, in_pages, listed
 from engines.sglang.conformance.runner import slots_of
-from spec_decode.cli.main import main
 from spec_decode.graphs import runtime_for
 from tests.factories import CPU
-
-
-@pytest.mark.parametrize("found", ["0.5.22", "0.5.230"])
-def test_another_sglang_is_refused(found: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stand_in, "version", lambda package: found)
-    with pytest.raises(BrokenBackend, match=f"found {found}. Run `make engines`"):
-        subjects()
-
-
-def test_no_sglang_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    def version(package: str) -> str:
-        raise PackageNotFoundError(package)
-
-    monkeypatch.setattr(stand_in, "version", version)
-    with pytest.raises(BrokenBackend, match="found none"):
-        subjects()
-    result = CliRunner().invoke(main, ["check", "--engine", "sglang", "--device", "cpu"])
-    assert result.exit_code == 2 and result.stderr.count("\n") == 1 and "pip install sglang==0.5.23" in result.stderr
 
 
 def test_pages_follow_one_that_is_padding_s() -> None:

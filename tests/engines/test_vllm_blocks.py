@@ -14,7 +14,7 @@ import torch
 
 from attn_backends import Feature
 from builders import BatchError
-from scripts import vllm_arm, vllm_figures, vllm_worker
+from scripts import vllm_arm, vllm_figures
 from spec_decode.graphs import runtime_for
 from tests.engines import vllm_flashinfer
 from tests.engines.vllm_draft_loop import speculator_of
@@ -33,6 +33,7 @@ from tests.engines.vllm_runner import (
     default_dtype,
     make_runner,
     select,
+    weights_left,
 )
 from tests.factories import CPU
 
@@ -297,13 +298,8 @@ def test_vllm_makes_the_block_drafts_of_the_figures_over_ours(kind, window, tiny
     assert {(layer.sliding_window, layer.causal) for layer in layers} == {(window, False)}
     assert {layer.attn.impl.spec(PAGE).sliding_window for layer in layers} == {window}
 
-    for parameter in model.parameters():
-        parameter.data.fill_(7)
-    weights = vllm_worker.random_weights(model.config, is_draft=True, seed=0, device=CPU)
-    vllm_worker._load_in_place(model, weights)
-    left = {name for name, value in model.named_parameters() if bool((value == 7).all())}
     shared = {"model.embed_tokens.weight", "lm_head.weight"}
-    assert left - shared <= {"model.mask_embedding"}
+    assert weights_left(model, is_draft=True) - shared <= {"model.mask_embedding"}
 
 
 def test_vllm_makes_no_block_draft_over_kernels_without_blocks(tiny, monkeypatch):

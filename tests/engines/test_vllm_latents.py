@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from builders import AdvanceLevel, AdvanceSupport
-from scripts import vllm_arm, vllm_worker
+from scripts import vllm_arm
 from tests import flashmla_stand_in
 from tests.engines.vllm_draft_loop import LENS, DraftLoop
 from tests.engines.vllm_runner import (
@@ -26,8 +26,8 @@ from tests.engines.vllm_runner import (
     backend_of,
     default_dtype,
     select,
+    weights_left,
 )
-from tests.factories import CPU
 
 pytestmark = NEEDS_VLLM
 _, FLASH_ATTN3, FLASHMLA = LATENT
@@ -144,9 +144,4 @@ def test_vllm_takes_every_weight_of_the_figures_deepseek_and_its_mtp_layer(one_p
     ):
         with set_current_vllm_config(of), default_dtype(torch.bfloat16):
             model = initialize_model(of, model_config=model_config)
-        for parameter in model.parameters():
-            parameter.data.fill_(7)
-        weights = vllm_worker.random_weights(model.config, is_draft=is_draft, seed=0, device=CPU)
-        vllm_worker._load_in_place(model, weights)
-        left = {name for name, value in model.named_parameters() if bool((value == 7).any())}
-        assert left == (shared if is_draft else set())
+        assert weights_left(model, is_draft=is_draft) == (shared if is_draft else set())

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from scripts import vllm_worker
 from tests.engines.released import needs
 from tests.factories import CPU, make_spec
 
@@ -285,3 +286,12 @@ class LatentRunner(Runner):
 def make_runner(name, query_len=1, **options):
     """A group of layers, over heads or latents as the backend takes them."""
     return (LatentRunner if name in LATENT else Runner)(name, query_len, **options)
+
+
+def weights_left(model, *, is_draft):
+    """The parameters of a model of vLLM's that the figures' random weights do not fill, wholly or in part."""
+    for parameter in model.parameters():
+        parameter.data.fill_(7)
+    weights = vllm_worker.random_weights(model.config, is_draft=is_draft, seed=0, device=CPU)
+    vllm_worker._load_in_place(model, weights)
+    return {name for name, value in model.named_parameters() if bool((value == 7).any())}
