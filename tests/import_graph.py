@@ -22,6 +22,8 @@ ROOT = Path(__file__).parents[1]
 FLOORS = ["builders", "attn_backends", "spec_decode", "engines", "benchmarks"]
 """From the ground up."""
 
+parsed = cache(ast.parse)
+"""Of a source. A tree is walked by several tests."""
 Uses = dict[str, set[str]]
 """For each module, the modules it uses. A package's own file is called package.__init__."""
 
@@ -54,7 +56,7 @@ def imported(source: str, module: str = "", known: Collection[str] = ()) -> set[
 
 @cache
 def _import_statements(source: str) -> list[ast.Import | ast.ImportFrom]:
-    return [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Import | ast.ImportFrom)]
+    return [node for node in ast.walk(parsed(source)) if isinstance(node, ast.Import | ast.ImportFrom)]
 
 
 @cache

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from tests.import_graph import FLOORS, ROOT
+from tests.import_graph import FLOORS, ROOT, parsed
 
 FOLDERS = [*FLOORS, "tests", "scripts", "examples", "docs"]
 PAGES = ["README.md", "CONTRIBUTING.md"]
@@ -98,7 +98,7 @@ def retired_names(name: str, source: str) -> set[str]:
     lower = source.lower()
     # To look for the letters is quicker than to parse, and most files have none of them.
     spelled = any(word in source for word in whole) or any(part in lower for part in parts)
-    defined = {*(_defined(ast.parse(source)) if spelled else ()), Path(name).stem}
+    defined = {*(_defined(parsed(source)) if spelled else ()), Path(name).stem}
     return {d for d in defined if d in whole or {part.lower() for part in _PART.findall(d)} & parts.keys()}
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import ast
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 
 import pytest
 
-from tests.import_graph import module_files
+from tests.import_graph import module_files, parsed
 
 MAX_LINES, MAX_PARAMETERS = 80, 8
 RAISERS = {"require": "BatchError", "require_tensor": "BatchError", "expect": "CheckFailure"}
@@ -56,9 +57,10 @@ class Function:
         return f"{own} {self.class_docstring}" if self.node.name == "__init__" else own
 
 
-def functions(source: str, module: str = "") -> Iterator[Function]:
+@cache
+def functions(source: str, module: str = "") -> list[Function]:
     """Every function of a source, those inside of classes and functions too."""
-    yield from _functions(ast.parse(source), module, True, "")
+    return list(_functions(parsed(source), module, True, ""))
 
 
 def _functions(parent: ast.AST, prefix: str, public: bool, class_docstring: str) -> Iterator[Function]:

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Iterator
+from functools import cache
 
 import pytest
 
-from tests.import_graph import module_files
+from tests.import_graph import module_files, parsed
 
 Rule = Callable[[str], Iterator[str]]
 CONTENT = ("fp32", "int", "uint8", "[", "out:", "in and out:")
 """How the comment beside a tensor's parameter begins."""
 
 
-def kernels(source: str) -> Iterator[ast.FunctionDef]:
+@cache
+def kernels(source: str) -> list[ast.FunctionDef]:
     """Functions that Triton compiles, those of them that are launched, by their names."""
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.FunctionDef) and node.name.endswith("_kernel"):
-            yield from [node] if any("triton.jit" in ast.unparse(d) for d in node.decorator_list) else []
+    named = [n for n in ast.walk(parsed(source)) if isinstance(n, ast.FunctionDef) and n.name.endswith("_kernel")]
+    return [node for node in named if any("triton.jit" in ast.unparse(d) for d in node.decorator_list)]
 
 
 def unlike_the_fields(source: str) -> Iterator[str]:
@@ -50,7 +51,7 @@ def silent(source: str) -> Iterator[str]:
 
 def by_position(source: str) -> Iterator[str]:
     """Kernels that are launched with an argument by its position."""
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript) and node.args:
             yield from [name] if (name := ast.unparse(node.func.value)).endswith("_kernel") else []
 

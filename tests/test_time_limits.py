@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.import_graph import parsed
+
 TESTS = Path(__file__).parent
 FILES = sorted(TESTS.rglob("*.py"))
 _LIMITS = {"timeout", "timeout_s", "deadline", "max_seconds"}
@@ -15,7 +17,7 @@ _WAITS = {"wait", "join", "result", "communicate", "acquire", "set_default_timeo
 
 def limits(source: str) -> Iterator[int]:
     """The lines with a limit: given as an option, given to something that waits, or a clock that is compared."""
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         if isinstance(node, ast.keyword) and node.arg in _LIMITS and ast.unparse(node.value) != "None":
             yield node.value.lineno
         if isinstance(node, ast.Call) and _name(node) in _WAITS:

@@ -6,12 +6,11 @@ import ast
 import re
 from collections import Counter
 from collections.abc import Iterable
-from functools import cache
 from pathlib import Path
 
 import pytest
 
-from tests.import_graph import ROOT, module_files
+from tests.import_graph import ROOT, module_files, parsed
 from tests.retired_words import files, retired
 
 GLOSSARY = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")
@@ -21,9 +20,6 @@ def terms(page: str) -> list[tuple[str, list[str]]]:
     """Each row's term, and the names it has in code."""
     rows = [line.split("|")[1:3] for line in page.splitlines() if line.startswith("| ")]
     return [(term.strip(), re.findall(r"`(\w+)`", code)) for term, code in rows if term.strip() != "term"]
-
-
-parsed = cache(ast.parse)
 
 
 def defined(path: Path) -> set[str]:
