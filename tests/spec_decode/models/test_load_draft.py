@@ -65,24 +65,19 @@ def test_an_eagle_may_keep_its_layers_config_in_a_section(tmp_path):
 
 
 def test_the_sizes_that_the_drafter_asks_for(tmp_path):
-    sizes = {
-        kind: (
-            draft.vocab_size,
-            draft.hidden_size,
-            draft.target_states_size,
-            draft.position_offset,
-            draft.max_positions,
-        )
-        for kind in ("eagle", "eagle3", "llama", "deepseek_v4")
-        for draft, _ in [load(tmp_path / kind, kind)]
-        if kind == "deepseek_v4" or not draft.training
-    }
-    assert sizes == {
+    sizes = ("vocab_size", "hidden_size", "target_states_size", "position_offset", "max_positions")
+    drafts = {kind: load(tmp_path / kind, kind)[0] for kind in ("eagle", "eagle3", "llama", "deepseek_v4")}
+    assert {kind: tuple(getattr(draft, name) for name in sizes) for kind, draft in drafts.items()} == {
         "eagle": (VOCAB, HIDDEN, HIDDEN, 0, 96),
         "eagle3": (VOCAB, HIDDEN, 3 * HIDDEN, 0, 96),
         "llama": (VOCAB, HIDDEN, HIDDEN, 1, 80),
         "deepseek_v4": (24, 4 * HIDDEN, 4 * HIDDEN, 0, 96),
     }
+
+
+@pytest.mark.parametrize("kind", ["eagle", "eagle3", "llama", "dflash"])
+def test_layers_of_decoders_are_not_in_training(tmp_path, kind):
+    assert not load(tmp_path, kind)[0].training
 
 
 @pytest.mark.parametrize("kind", ["eagle", "eagle3", "dflash", "deepseek_v4", "qwen"])
