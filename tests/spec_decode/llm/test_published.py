@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -72,47 +73,34 @@ def load(folders: tuple[Path, Path | None]) -> Pair:
     return load_published_pair(*folders, dtype=torch.float32, device=CPU)
 
 
-def test_a_pair_is_loaded_from_its_folders(folders: tuple[Path, Path]) -> None:
+def test_a_pair_is_loaded_from_its_folders_with_the_targets_tokenizer(folders: tuple[Path, Path]) -> None:
+    write_tokenizer(folders[1])
     pair = load(folders)
 
     assert (pair.target.vocab_size, pair.draft.vocab_size, pair.draft.position_offset) == (8, 8, 1)
+    assert pair.encode("the cat sat") == [2, 3, 4] and pair.decode([2, 3, 0]) == "the cat"
+    with pytest.raises(CheckpointError, match=r"has no token"):
+        pair.encode("")
 
 
-def test_text_goes_through_the_targets_tokenizer_and_back(folders: tuple[Path, Path]) -> None:
-    pair = load(folders)
-
-    assert pair.encode("the cat sat") == [2, 3, 4]
-    assert pair.decode([2, 3, 0]) == "the cat"
-
-
-def test_a_text_stops_at_every_end_that_model_or_tokenizer_names(folders: tuple[Path, Path]) -> None:
+def test_a_text_stops_at_every_end_of_model_or_tokenizer_that_the_model_has(folders: tuple[Path, Path]) -> None:
     assert load(folders).stop_ids == {0, 7}
-
-
-def test_an_end_that_the_model_does_not_have_is_left_out(folders: tuple[Path, Path]) -> None:
     transformers.GenerationConfig(eos_token_id=[-1, 7, 8]).save_pretrained(folders[0])
     assert load(folders).stop_ids == {0, 7}
 
 
-def test_a_chat_follows_the_models_template(folders: tuple[Path, Path]) -> None:
-    encode = load(folders).encode_chat
+def test_a_chat_follows_the_models_template_and_is_refused_without(folders: tuple[Path, Path]) -> None:
+    llm, turns = LLM(folders[0], device="cpu"), [{"role": "user", "content": "cat"}]
+    greedy = SamplingParams(max_tokens=4, ignore_eos=True)
 
-    assert encode is not None and encode([{"role": "user", "content": "cat"}]) == [1, 3, 1]
-
-
-def test_a_chat_without_a_template_is_refused(folders: tuple[Path, Path]) -> None:
-    write_tokenizer(folders[0], template=None)
-    (folders[0] / "chat_template.jinja").unlink()
-
-    with pytest.raises(BatchError, match="has no chat template"):
-        LLM(folders[0], device="cpu").chat([{"role": "user", "content": "cat"}])
-
-
-def test_a_conversation_that_the_template_cannot_read_is_refused(folders: tuple[Path, Path]) -> None:
+    assert llm.chat([turns, turns], greedy)[1].token_ids == llm.generate([[1, 3, 1]], greedy)[0].token_ids
+    assert llm.chat(turns, greedy)[0].num_prompt_tokens == 3
     write_tokenizer(folders[0], template="{{ raise_exception('roles must alternate') }}")
-
     with pytest.raises(CheckpointError, match="refuses this conversation: roles must alternate"):
-        LLM(folders[0], device="cpu").chat([{"role": "user", "content": "cat"}])
+        LLM(folders[0], device="cpu").chat(turns)
+    (folders[0] / "chat_template.jinja").unlink()
+    with pytest.raises(BatchError, match="has no chat template"):
+        LLM(folders[0], device="cpu").chat(turns)
 
 
 def test_a_target_without_a_draft_is_decoded_plainly(folders: tuple[Path, Path]) -> None:
@@ -123,17 +111,39 @@ def test_a_target_without_a_draft_is_decoded_plainly(folders: tuple[Path, Path])
     assert plain.generate("the cat", greedy)[0].token_ids == drafted.generate("the cat", greedy)[0].token_ids
 
 
-def test_a_chat_is_answered(folders: tuple[Path, Path]) -> None:
-    llm, turns = LLM(folders[0], device="cpu"), [{"role": "user", "content": "cat"}]
-    greedy = SamplingParams(max_tokens=4, ignore_eos=True)
-
-    assert llm.chat([turns, turns], greedy)[1].token_ids == llm.generate([[1, 3, 1]], greedy)[0].token_ids
-    assert llm.chat(turns, greedy)[0].num_prompt_tokens == 3
+def quantise(folder: Path) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": {"quant_method": "fp8"}}))
 
 
-def test_a_prompt_without_tokens_is_refused(folders: tuple[Path, Path]) -> None:
-    with pytest.raises(CheckpointError, match=r"has no token"):
-        load(folders).encode("")
+REFUSED: dict[str, tuple[Callable[[Path, Path], object], str]] = {
+    "no tokenizer": (
+        lambda target, draft: (target / "tokenizer_config.json").unlink(),
+        r"tokenizer_config\.json is needed",
+    ),
+    "a tokenizer wider than the model": (
+        lambda target, draft: write_tokenizer(target, [*WORDS, "a", "b", "c", "d"]),
+        "has 9 tokens, the model beside it 8",
+    ),
+    "other numbers for tokens": (
+        lambda target, draft: write_tokenizer(draft, ["<end>", "<turn>", "cat", "the", "sat"]),
+        r"2 of 5 tokens have other numbers .*: 'the' is 2 in .* and 3 in ",
+    ),
+    "another vocabulary": (lambda target, draft: write_model(draft, vocab_size=9), r"9 .*8|8 .*9"),
+    "a model that the library does not know": (
+        lambda target, draft: (target / "config.json").write_text('{"model_type": "no_such_model"}'),
+        "no_such_model",
+    ),
+}
+
+
+@pytest.mark.parametrize(("spoil", "message"), REFUSED.values(), ids=REFUSED)
+def test_folders_that_make_no_pair_are_refused(
+    folders: tuple[Path, Path], spoil: Callable[[Path, Path], object], message: str
+) -> None:
+    spoil(*folders)
+    with pytest.raises(CheckpointError, match=message):
+        load(folders)
 
 
 def test_a_draft_that_is_nowhere_is_named_as_the_draft(folders: tuple[Path, Path]) -> None:
@@ -141,31 +151,14 @@ def test_a_draft_that_is_nowhere_is_named_as_the_draft(folders: tuple[Path, Path
         LLM(folders[0], draft="nowhere", device="cpu")
 
 
-def test_a_target_without_a_tokenizer_is_refused(folders: tuple[Path, Path]) -> None:
-    (folders[0] / "tokenizer_config.json").unlink()
+def test_a_quantised_draft_is_refused_before_the_target_is_read(
+    folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quantise(folders[1])
+    monkeypatch.setattr("spec_decode.models.hf.folder.load_model", None)
 
-    with pytest.raises(CheckpointError, match=r"tokenizer_config\.json is needed"):
+    with pytest.raises(CheckpointError, match="must have no quantization_config, got quant_method 'fp8'"):
         load(folders)
-
-
-def test_a_tokenizer_wider_than_the_model_is_refused(folders: tuple[Path, Path]) -> None:
-    write_tokenizer(folders[0], [*WORDS, "a", "b", "c", "d"])
-
-    with pytest.raises(CheckpointError, match="has 9 tokens, the model beside it 8"):
-        load(folders)
-
-
-def test_a_draft_that_numbers_tokens_otherwise_is_refused(folders: tuple[Path, Path]) -> None:
-    write_tokenizer(folders[1], ["<end>", "<turn>", "cat", "the", "sat"])
-
-    with pytest.raises(CheckpointError, match=r"2 of 5 tokens have other numbers .*: 'the' is 2 in .* and 3 in "):
-        load(folders)
-
-
-def test_a_draft_with_the_targets_tokenizer_is_taken(folders: tuple[Path, Path]) -> None:
-    write_tokenizer(folders[1])
-
-    assert load(folders).draft.vocab_size == 8
 
 
 def test_the_target_hands_out_the_states_that_the_draft_reads(
@@ -188,13 +181,6 @@ def test_the_layers_whose_states_the_draft_reads_are_said(tmp_path: Path) -> Non
     assert "reads the states" not in LLM(tmp_path, device="cpu").explain()
 
 
-def test_a_draft_of_another_vocabulary_is_refused(folders: tuple[Path, Path]) -> None:
-    write_model(folders[1], vocab_size=9)
-
-    with pytest.raises(CheckpointError, match=r"9 .*8|8 .*9"):
-        load(folders)
-
-
 def test_a_tied_output_projection_is_copied_in_8_bits_and_the_embedding_stays(folders: tuple[Path, Path]) -> None:
     write_model(folders[1], tie_word_embeddings=True)
     greedy = SamplingParams(max_tokens=6, ignore_eos=True)
@@ -207,17 +193,6 @@ def test_a_tied_output_projection_is_copied_in_8_bits_and_the_embedding_stays(fo
     assert llm.generate("the cat", greedy)[0].token_ids == plain.generate("the cat", greedy)[0].token_ids
 
 
-def test_a_quantised_draft_is_refused_before_the_target_is_read(
-    folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = json.loads((folders[1] / "config.json").read_text())
-    (folders[1] / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "fp8"}}))
-    monkeypatch.setattr("spec_decode.models.hf.folder.load_model", None)
-
-    with pytest.raises(CheckpointError, match="must have no quantization_config, got quant_method 'fp8'"):
-        load(folders)
-
-
 def test_without_the_library_the_package_to_install_is_named(
     folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -226,13 +201,6 @@ def test_without_the_library_the_package_to_install_is_named(
     monkeypatch.setitem(sys.modules, "transformers", None)
 
     with pytest.raises(CheckpointError, match=r"Run pip install '\.\[transformers\]' in a checkout"):
-        load(folders)
-
-
-def test_a_broken_config_is_the_librarys_complaint(folders: tuple[Path, Path]) -> None:
-    (folders[0] / "config.json").write_text(json.dumps({"model_type": "no_such_model"}))
-
-    with pytest.raises(CheckpointError, match="no_such_model"):
         load(folders)
 
 

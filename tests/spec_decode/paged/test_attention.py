@@ -1,6 +1,7 @@
 """How paged attention rotates queries and keys on their way into the cache."""
 
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -23,10 +24,9 @@ METADATA = [SimpleNamespace(slot_mapping=SLOTS)]
 
 
 class Storing(TorchReference):
-    """Attends to nothing: the output is the query. Counts its fused writes and keeps the keys of the others."""
+    """Attends to nothing: the output is the query. Counts its fused writes."""
 
-    def __init__(self):
-        self.fused, self.given = 0, None
+    fused = 0
 
     def forward(self, query, cache, metadata, *, spec, sinks=None):
         return query
@@ -36,30 +36,31 @@ class Storing(TorchReference):
         super().rope_and_write_kv(*args)
 
 
-class Unfused(Storing):
+class Overriding(Storing):
+    """States no capabilities of its own, and keeps the keys that it was given."""
+
+    def write_kv(self, key, value, cache, metadata):
+        self.given = key.clone()
+        super().write_kv(key, value, cache, metadata)
+
+
+class Unfused(Overriding):
     capabilities = replace(TorchReference.capabilities, fused_writes=frozenset())
 
-    def write_kv(self, key, value, cache, metadata):
-        self.given = key.clone()
-        super().write_kv(key, value, cache, metadata)
 
-
-class Overriding(Storing):
-    """States no capabilities of its own."""
-
-    def write_kv(self, key, value, cache, metadata):
-        self.given = key.clone()
-        super().write_kv(key, value, cache, metadata)
-
-
-def attended(backend, dtype=torch.float32):
+def attended(backend, dtype=torch.float32, attention=PagedAttention):
     """(rotated query, cache, query and key as projected) of one call."""
     cache = make_cache(SPEC, 5)
     group = KVGroup(name="layers", backend=backend, spec=SPEC, caches={0: cache})
     query, key, value = torch.randn(3, 8, 16, dtype=dtype).split([4, 2, 2], 1)
     as_projected = query.clone(), key.clone()
-    out = PagedAttention([group], METADATA)(AttentionInputs(0, query, key, value, rope=ROPE))
+    out = attention([group], METADATA)(AttentionInputs(0, query, key, value, rope=ROPE))
     return out, cache, *as_projected
+
+
+def split_attention(uncaptured, rebuilt):
+    """Attention between the pieces of a graph."""
+    return partial(SplitAttention, uncaptured=uncaptured, rebuilt=rebuilt, split_op=lambda fn, *inputs: fn(*inputs))
 
 
 def assert_rotated(out, cache, query, key):
@@ -74,20 +75,14 @@ def test_a_backend_that_declares_the_fused_write_takes_the_one_kernel():
     assert backend.fused == 1
 
 
-def test_a_backend_that_declares_none_gets_rotated_keys():
-    backend = Unfused()
+@pytest.mark.parametrize("make", [Unfused, Overriding], ids=["that declares none", "that overrides the write"])
+def test_a_backend_without_the_fused_write_gets_rotated_keys(make):
+    backend = make()
     out, cache, query, key = attended(backend)
     assert_rotated(out, cache, query, key)
     torch.testing.assert_close(backend.given, rope_formula(key, ROPE))
-    assert backend.fused == 0
-
-
-def test_a_subclass_that_overrides_the_write_loses_the_fused_ones_that_it_inherits():
-    backend = Overriding()
     assert TorchReference.capabilities.fused_writes == frozenset(FusedWrite)
-    assert backend.capabilities.fused_writes == frozenset()
-    _, _, _, key = attended(backend)
-    torch.testing.assert_close(backend.given, rope_formula(key, ROPE))
+    assert backend.fused == 0 and backend.capabilities.fused_writes == frozenset()
 
 
 def test_keys_of_another_dtype_than_the_cache_are_rotated_in_their_own():
@@ -126,12 +121,8 @@ def test_tensors_that_a_kernel_would_misread_are_refused_with_nothing_written(ch
 
 
 def test_a_call_between_pieces_of_a_graph_rotates_and_writes_as_every_other_does():
-    cache, backend = make_cache(SPEC, 5), Storing()
-    group = KVGroup(name="layers", backend=backend, spec=SPEC, caches={0: cache})
-    query, key, value = torch.randn(3, 8, 16).split([4, 2, 2], 1)
-    projected = (query.clone(), key.clone())
-    attention = SplitAttention([group], METADATA, uncaptured=[0], rebuilt=[], split_op=lambda fn, *inputs: fn(*inputs))
-    assert_rotated(attention(AttentionInputs(0, query, key, value, rope=ROPE)), cache, *projected)
+    backend = Storing()
+    assert_rotated(*attended(backend, attention=split_attention([0], [])))
     assert backend.fused == 1
 
 
@@ -139,9 +130,7 @@ def test_between_pieces_a_rebuilt_group_is_read_as_it_is_by_then_and_another_as_
     caches = [make_cache(SPEC, 5), make_cache(SPEC, 5)]
     groups = [KVGroup(name=f"{i}", backend=Storing(), spec=SPEC, caches={i: cache}) for i, cache in enumerate(caches)]
     metadata = [SimpleNamespace(slot_mapping=SLOTS), SimpleNamespace(slot_mapping=SLOTS)]
-    attention = SplitAttention(
-        groups, metadata, uncaptured=[0, 1], rebuilt=[1], split_op=lambda fn, *inputs: fn(*inputs)
-    )
+    attention = split_attention([0, 1], [1])(groups, metadata)
     before = [cache.key.clone() for cache in caches]
     metadata[:] = [SimpleNamespace(slot_mapping=torch.tensor([-1, -1, -1]))] * 2
     for layer in (0, 1):
