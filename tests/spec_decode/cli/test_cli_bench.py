@@ -32,24 +32,39 @@ def timings(monkeypatch):
     return fake
 
 
-def test_bench_prints_a_table_and_writes_rows(timings, tmp_path, run):
-    result = run("bench", "round", "--device", "cpu", "--json", "out/rows.json")
+@pytest.mark.parametrize("words", [(), ("--processes", "2")])
+def test_bench_prints_a_table_of_what_was_measured_and_writes_rows(timings, tmp_path, monkeypatch, run, words):
+    counts = []
+    monkeypatch.setattr(command, "run_in_processes", lambda count, **how: (counts.append(count), timings(**how))[1])
+    result = run("bench", "round", "--device", "cpu", "--json", "out/rows.json", *words)
     assert result.exit_code == 0 and "12.35" in result.output
+    assert "host us" in result.output and "floor us" not in result.output
     [row] = read_json(tmp_path / "out" / "rows.json")["rows"]
     assert (row["case"], row["host_us"]) == ("round", [1.0, 12.346, 20.0])
-    assert timings.calls == [(("round",), "attn-backends bench round --device cpu")]
+    assert counts == [int(count) for count in words[1:]]
+    assert timings.calls == [(("round",), " ".join(("attn-backends bench round --device cpu", *words)))]
 
 
-def test_bench_runs_in_as_many_processes_as_asked_for(timings, monkeypatch, run):
-    seen = []
+def test_bench_says_below_its_table_what_has_no_row_and_ends_with_1_for_what_failed(timings, tmp_path, run):
+    timings.missing += ["step: flashinfer is not installed"]
+    result = run("bench", "--device", "cpu", "--json", "rows.json")
+    assert result.exit_code == 0
+    assert result.output.splitlines()[-1] == "not timed: step: flashinfer is not installed"
+    assert read_json(tmp_path / "rows.json")["missing"] == timings.missing
+    timings.stopped += ["step: stopped by RuntimeError: no memory"]
+    assert run("bench", "--device", "cpu", "--json", "again.json").exit_code == 1
+    assert (tmp_path / "again.json").exists()
 
-    def in_processes(count, **how):
-        seen.append(count)
-        return timings(**how)
 
-    monkeypatch.setattr(command, "run_in_processes", in_processes)
-    assert run("bench", "round", "--device", "cpu", "--processes", "2").exit_code == 0
-    assert seen == [2] and timings.calls == [(("round",), "attn-backends bench round --device cpu --processes 2")]
+def test_bench_lists_its_cases_and_suites_and_has_the_help_of_the_benchmarks(run):
+    listed, told = run("bench", "--list").output, run("bench", "--help").output
+    assert "all of advance, step" in listed and all(case in listed for case in command.CASES)
+    assert told.startswith("Usage: main bench") and "--processes" in told
+
+
+def test_bench_refuses_what_it_does_not_know(timings, refused, run):
+    assert "round, step" in refused("bench", "nonesuch", "--device", "cpu")
+    assert "No such option" in run("bench", "--nonesuch").stderr
 
 
 def test_bench_shows_each_limit_with_its_verdict():
@@ -57,37 +72,6 @@ def test_bench_shows_each_limit_with_its_verdict():
     shown = _short({"case": "round", "peer": True, "limits": limits, "floor_counts": "the weights"})
     assert (shown["limits"], shown["met"], shown["peer"]) == ("host_us <= 80", True, True)
     assert "floor_counts" not in shown
-
-
-def test_bench_shows_no_column_that_nothing_was_measured_for(timings, run):
-    output = run("bench", "--device", "cpu").output
-    assert "host us" in output and "floor us" not in output
-
-
-def test_bench_says_below_its_table_what_has_no_row(timings, tmp_path, run):
-    timings.missing += ["step: flashinfer is not installed"]
-    result = run("bench", "--device", "cpu", "--json", "rows.json")
-    assert result.exit_code == 0
-    assert result.output.splitlines()[-1] == "not timed: step: flashinfer is not installed"
-    assert read_json(tmp_path / "rows.json")["missing"] == timings.missing
-
-
-def test_bench_ends_with_1_when_something_began_and_failed(timings, tmp_path, run):
-    timings.stopped += ["step: stopped by RuntimeError: no memory"]
-    assert run("bench", "--device", "cpu", "--json", "rows.json").exit_code == 1
-    assert (tmp_path / "rows.json").exists()
-
-
-def test_bench_lists_its_cases(timings, run):
-    assert "one step" in run("bench", "--list").output and not timings.calls
-
-
-def test_bench_lists_its_suites(run):
-    assert "all of advance, step" in run("bench", "--list").output
-
-
-def test_bench_refuses_an_unknown_case(timings, refused):
-    assert "round, step" in refused("bench", "nonesuch", "--device", "cpu")
 
 
 @pytest.mark.parametrize("case", ["advance", "step", "sparse-decode", "mla-decode", "paged-decode"])
@@ -105,16 +89,6 @@ def test_a_bench_that_is_cut_off_leaves_the_rows_it_has(timings, tmp_path, run, 
     monkeypatch.setattr(command, "run", cut_off)
     run("bench", "--device", "cpu", "--json", "rows.json")
     assert [row["case"] for row in read_json(tmp_path / "rows.json")["rows"]] == ["round"]
-
-
-def test_bench_has_the_help_of_the_benchmarks(run):
-    result = run("bench", "--help")
-    assert result.exit_code == 0 and result.output.startswith("Usage: main bench") and "--processes" in result.output
-
-
-def test_bench_refuses_an_unknown_option(run):
-    result = run("bench", "--nonesuch")
-    assert result.exit_code == 2 and "No such option" in result.stderr
 
 
 def test_without_a_checkout_bench_says_where_the_benchmarks_are(refused, monkeypatch, tmp_path):

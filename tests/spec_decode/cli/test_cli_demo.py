@@ -22,11 +22,6 @@ def shorten(monkeypatch):
     monkeypatch.setattr(comparison, "DRAFT_TOKENS", 2)
 
 
-@pytest.fixture
-def short_demo(monkeypatch):
-    shorten(monkeypatch)
-
-
 @pytest.fixture(scope="module")
 def shown(pair, tmp_path_factory):
     """The demo beside a report, once: what it printed, the page it wrote, what it opened and the checks it ran."""
@@ -69,26 +64,23 @@ def test_a_draft_that_proposes_its_tokens_at_once_is_compared_in_the_strategies_
     assert "not device_loop: this draft proposes all its tokens in one step" in "\n".join(found.chosen.explain())
 
 
-def test_demo_fits_a_screen(shown):
-    assert shown.result.exit_code == 0, shown.result.output
-    assert len(shown.result.stdout.splitlines()) <= 40
+def test_demo_fits_a_screen_and_shows_the_reports_that_are_there_as_a_page(shown):
+    said = shown.result.stdout
+    assert shown.result.exit_code == 0 and len(said.splitlines()) <= 40, shown.result.output
     for part in (
         "backends made for cpu: torch_reference",
         "not here: ",
         "\ncontinued\n",
         "strategy full_loop: ",
-        "yes",
+        "every run has the tokens of eager drafting",
+        "\npiecewise cannot run: every group's attention can be captured, so there is nothing to split the graph "
+        "around\n",
+        "shows 1 reports",
+        str(shown.page),
     ):
-        assert part in shown.result.stdout
-    assert "every run has the tokens of eager drafting" in shown.result.stdout
-
-
-def test_demo_says_why_a_strategy_cannot_run(shown):
-    said = shown.result.stdout.splitlines()
-    assert (
-        "piecewise cannot run: every group's attention can be captured, so there is nothing to split the graph around"
-        in said
-    )
+        assert part in said
+    assert shown.page.read_text().startswith("<!doctype html>") and not shown.checks
+    assert not shown.opened, "there is no desktop"
 
 
 def test_a_reason_names_the_drafts_that_it_holds_for():
@@ -97,14 +89,6 @@ def test_a_reason_names_the_drafts_that_it_holds_for():
 
     found = {"a": compared(piecewise="why", device_loop="once"), "b": compared(piecewise="why")}
     assert comparison.reasons(found) == ["piecewise cannot run: why", "device_loop cannot run for a: once"]
-
-
-def test_demo_writes_the_page_of_the_matrix_and_names_it(shown):
-    assert str(shown.page) in shown.result.stdout and shown.page.read_text().startswith("<!doctype html>")
-
-
-def test_demo_opens_nothing_where_there_is_no_desktop(shown):
-    assert not shown.opened
 
 
 def test_demo_opens_the_page_where_there_is_a_desktop(monkeypatch):
@@ -122,12 +106,10 @@ def test_demo_refuses_a_page_that_cannot_be_written_before_it_drafts(pair, tmp_p
 
 def test_demo_shows_every_part_in_full_and_succeeds(shown_in_full):
     assert shown_in_full.result.exit_code == 0, shown_in_full.result.output
-    for part in ("asked for:", "continued", "full_loop", "yes, 2 of 2", "not eager:", "verified 1/1"):
+    parts = ("asked for:", "continued", "full_loop", "yes, 2 of 2", "not eager:", "verified 1/1")
+    for part in (*parts, "cannot run", "for the test"):
         assert part in shown_in_full.result.output
-
-
-def test_demo_without_reports_runs_the_quick_families(shown_in_full):
-    assert list(shown_in_full.checks[0][1]["families"]) == ["contract", "builder"]
+    assert list(shown_in_full.checks[0][1]["families"]) == ["contract", "builder"], "the quick ones, without reports"
 
 
 def test_demo_drafts_with_every_draft_of_the_pair(shown_in_full):
@@ -138,14 +120,11 @@ def test_demo_drafts_with_every_draft_of_the_pair(shown_in_full):
     assert "torch_reference, draft" in explained and "torch_reference, latent_draft" in explained
 
 
-def test_demo_prefers_reports_that_are_there(shown):
-    assert "shows 1 reports" in shown.result.output and not shown.checks
-
-
 @pytest.mark.parametrize(
     ("full", "says"), [([], (" NO ", "NOT EVERY RUN AGREES")), (["--full"], ("NO: 1 of 2 differ",))]
 )
-def test_demo_fails_if_one_strategy_differs(pair, checks, short_demo, monkeypatch, run, full, says):
+def test_demo_fails_if_one_strategy_differs(pair, checks, monkeypatch, run, full, says):
+    shorten(monkeypatch)
     untampered = comparison.generate
 
     def tampered(models, backends, requests, config):
@@ -158,7 +137,3 @@ def test_demo_fails_if_one_strategy_differs(pair, checks, short_demo, monkeypatc
     monkeypatch.setattr(comparison, "generate", tampered)
     result = run("demo", *full, "--device", "cpu", "--pair", pair)
     assert result.exit_code == 1 and all(part in result.output for part in says), result.output
-
-
-def test_demo_shows_why_a_strategy_cannot_be_run(shown_in_full):
-    assert "cannot run" in shown_in_full.result.output and "for the test" in shown_in_full.result.output

@@ -22,6 +22,7 @@ def test_draft_prints_text_plan_and_stats(pair, run):
     assert result.exit_code == 0, result.output
     for part in ("prompt 2:", "strategy full_loop", "group draft", "accepted", "ms of host time a round"):
         assert part in result.output
+    assert re.search(r"12 tokens in [\d.]+ s: \d+ tokens a second, the first after [\d.]+ s", result.output)
 
 
 def test_draft_runs_the_small_pair_with_one_thread(pair, run, monkeypatch):
@@ -37,12 +38,6 @@ def test_draft_reads_prompts_from_a_file(pair, tmp_path, run):
     assert "prompt 2:" in output and "prompt 3:" not in output
 
 
-def test_draft_takes_another_draft_of_the_pair(latent_pair, run):
-    result = run(*draft_words(latent_pair, "x", "--draft", "latent_draft", "--draft-backend", "torch_reference"))
-    assert result.exit_code == 0, result.output
-    assert "backend triton_paged, torch_reference for the draft on cpu" in result.output
-
-
 def test_draft_takes_weights_of_8_bits_for_the_draft(pair, run):
     words = draft_words(pair, "x", "--dtype", "bfloat16", "--draft-weights")
     result = run(*words, "fp8", "--explain")
@@ -55,35 +50,36 @@ def test_draft_takes_weights_of_8_bits_for_the_draft(pair, run):
     assert plain.exit_code != 0 and "--draft-weights is 'fp8' and there is no draft. Pass --draft, and" in plain.output
 
 
-def test_draft_finds_a_backend_for_each_of_target_and_draft(latent_pair, run):
-    result = run(*draft_words(latent_pair, "x", "--draft", "latent_draft"))
-    assert result.exit_code == 0 and " for the draft on cpu" in result.output
+TREE = ("-k", "3", "--tree", "4x12")
+PATHS = ("-k", "3", "--tree", "paths.json")
+DRAFTS = {
+    "a backend for each": ("latent_draft", (), " for the draft on cpu"),
+    "a backend for the draft": (
+        "latent_draft",
+        ("--draft-backend", "torch_reference"),
+        "backend triton_paged, torch_reference for the draft on cpu",
+    ),
+    "a backend for both": ("latent_draft", ("--backend", "torch_reference"), "backend torch_reference on cpu"),
+    "a block": ("block_draft", (), "not piecewise: this draft proposes all its tokens in one step"),
+    "a tree": ("draft", TREE, "of 3, the depth of a tree of"),
+    "a tree of paths": ("draft", PATHS, "of 3, the depth of a tree of"),
+    "a tree of a block": ("block_draft", TREE, "strategy full_loop"),
+    "paths of a block": ("block_draft", PATHS, "of 3, the depth of a tree of"),
+}
 
 
-def test_draft_says_the_same_whichever_draft_it_uses(latent_pair, run):
-    texts = [run(*draft_words(latent_pair, "x", "--draft", name)).output for name in ("draft", "latent_draft")]
-    assert texts[0].partition("backend")[0] == texts[1].partition("backend")[0]
-
-
-def test_draft_says_the_same_with_a_draft_that_proposes_its_tokens_at_once(block_pair, run):
-    texts = [run(*draft_words(block_pair, "def ", *more)).output for more in (["-k", "0"], ["--draft", "block_draft"])]
-    assert texts[0].partition("backend")[0] == texts[1].partition("backend")[0]
-    assert "not piecewise: this draft proposes all its tokens in one step" in texts[1]
-
-
-def test_a_backend_that_serves_target_and_draft_is_taken_for_both(latent_pair, run):
-    words = draft_words(latent_pair, "x", "--draft", "latent_draft", "--backend", "torch_reference")
-    assert "backend torch_reference on cpu" in run(*words).output
-
-
-def test_a_backend_that_cannot_serve_the_draft_is_no_reason_for_another(latent_pair, refused):
-    line = refused(*draft_words(latent_pair, "x", "--draft", "latent_draft", "--backend", "triton_paged"))
-    assert "not mla" in line and line.endswith("name its backend with draft_backend.")
-
-
-def test_a_draft_backend_that_cannot_serve_the_draft_is_refused(latent_pair, refused):
-    line = refused(*draft_words(latent_pair, "x", "--draft", "latent_draft", "--draft-backend", "triton_paged"))
-    assert "triton_paged: serves mha, not mla" in line and "draft_backend" not in line
+@pytest.mark.parametrize(("draft", "words", "told"), DRAFTS.values(), ids=DRAFTS)
+def test_every_draft_says_what_plain_decoding_says(draft, words, told, request, run, tmp_path):
+    (tmp_path / "paths.json").write_text("[[0], [1], [0, 0], [0, 1]]")
+    pair = request.getfixturevalue({"draft": "pair"}.get(draft, draft.replace("draft", "pair")))
+    # Trees are verified by a rule that changes no text at any temperature.
+    temperature = "0.7" if "--tree" in words else "0"
+    plain, drafted = (
+        run(*draft_words(pair, "def ", "--temperature", temperature, *more)).output
+        for more in (("-k", "0"), ("--draft", draft, *words))
+    )
+    assert "plain decoding" in plain and told in drafted
+    assert plain.partition("backend")[0] == drafted.partition("backend")[0]
 
 
 def test_draft_explains_the_backends_of_target_and_draft(latent_pair, run):
@@ -92,11 +88,6 @@ def test_draft_explains_the_backends_of_target_and_draft(latent_pair, run):
     target, draft = output.split("target [")[1].split("draft [")
     assert "2/1 heads, dim 64, page 16, float32]: triton_paged\n" in target and "not torch_reference" in target
     assert "window 24, sinks, mla]: torch_reference\n" in draft and "not triton_paged: serves mha" in draft
-
-
-def test_draft_explains_the_backends_it_did_not_choose(pair, run):
-    output = run(*draft_words(pair, "x", "--explain", "--backend", "torch_reference")).output
-    assert "backend torch_reference" in output and "not triton_paged" in output
 
 
 @pytest.fixture
@@ -157,15 +148,6 @@ def test_what_is_told_again_is_told_until_the_end(capsys):
     assert capsys.readouterr().err == "one\ntwo\n"
 
 
-def test_draft_without_draft_tokens_decodes_plainly(pair, run):
-    assert "plain decoding" in run(*draft_words(pair, "x", "-k", "0")).output
-
-
-def test_draft_says_how_fast_it_was(pair, run):
-    output = run(*draft_words(pair, "x")).output
-    assert re.search(r"6 tokens in [\d.]+ s: \d+ tokens a second, the first after [\d.]+ s", output)
-
-
 def test_texts_come_in_the_order_of_their_prompts(pair, run):
     together = run(*draft_words(pair, "a list is", "x", "def ")).output.partition("backend")[0]
     alone = [run(*draft_words(pair, prompt)).output.partition("backend")[0] for prompt in ("a list is", "x", "def ")]
@@ -178,48 +160,67 @@ def test_draft_repeats_itself_for_a_seed(pair, run):
     assert texts[0] == texts[1] != texts[2]
 
 
-def test_draft_takes_one_new_token(pair, run):
-    assert run(*draft_words(pair, "x", "--max-tokens", "1")).exit_code == 0
-
-
-def test_draft_refuses_a_strategy_that_the_backend_cannot_run(pair, refused, rebuilt):
-    line = refused(*draft_words(pair, "x", "--backend", "rebuilt", "--strategy", "full_loop"))
-    assert "for the test" in line
+REFUSED = {
+    "pair": [
+        ((), "no prompt"),
+        (("",), "prompt 1 is empty"),
+        (("x", "--chat"), "no chat template. Leave out --chat to continue the prompt as plain text"),
+        (("x", "--backend", "nonesuch"), "torch_reference"),
+        (("x", "--backend", "rebuilt", "--strategy", "full_loop"), "for the test"),
+        (("x", "--draft", "nonesuch"), "are draft, got 'nonesuch'"),
+        (("x", "--draft-backend", "nonesuch"), "torch_reference"),
+        (("x", "-k", "-1"), "-k is -1. Pass the draft tokens of a round, 1 or more, or 0 to decode without a draft."),
+        (("x", "--strategy", "nosuch"), "one of auto, device_loop, full_loop, per_step, piecewise, eager."),
+        (("x", "--strategy", "ful_loop"), "Did you mean full_loop?"),
+        (("x", "-k", "999"), "Pass fewer num_speculative_tokens"),
+        (("x", "--temperature", "-1"), "temperature"),
+        (("x", "--verify", "dice"), "one of rejection, block"),
+        (("x", "--verify", "synthetic:9"), "from 0 to 4"),
+        (("x", "--verify", "sampling"), "one of rejection, block"),
+        (("x", "--tree", "4x16", "--verify", "block"), "trees are verified by sampling, got verification 'block'"),
+        (("x", "--tree", "4x64"), "1 to 63 draft tokens, got 64"),
+        (("x", "--tree", "4x16", "-k", "1"), "at most the 4 paths that 1 tokens of 4 choices make"),
+        (("x", "--tree", "nowhere"), "WIDTHxTOKENS, like 4x16, or a JSON file of paths, got 'nowhere'"),
+        (("x", "--tree", "4x16", "--backend", "flash_attn3"), "flash_attn3"),
+        *((("x", "--tree", f"no_tree_{at}.json"), "tree") for at in range(4)),
+        (("x", "--max-tokens", "0"), "max_tokens"),
+        (("x" * 600,), "that a round writes ahead. Shorten the prompt."),
+        (("x" * 60, "--max-model-len", "64"), "or raise max_model_len to 67 or more"),
+        (("x", "--target", "nowhere"), "model 'nowhere' is no folder"),
+        (("--prompts", "nowhere"), "utf-8 file"),
+        (("--prompts", "bytes"), "utf-8 file"),
+        (("\udcff",), "utf-8"),
+        (("x", "--backend", "triton_paged", "--dtype", "float16", "--device", "mps"), "device"),
+    ],
+    "block_pair": [
+        (
+            ("x", "--draft", "block_draft", "--tree", "2x40"),
+            "at most the 30 paths that 4 tokens of 2 choices make, got 40",
+        ),
+        (
+            ("x", "--draft", "block_draft", "--tree", "paths.json", "-k", "2"),
+            "at most as deep as the draft has steps, 2, got a path of 3",
+        ),
+    ],
+}
 
 
 @pytest.mark.parametrize(
-    ("words", "part"),
-    [
-        ([], "no prompt"),
-        ([""], "prompt 1 is empty"),
-        (["x", "--chat"], "no chat template. Leave out --chat to continue the prompt as plain text"),
-        (["x", "--backend", "nonesuch"], "torch_reference"),
-        (["x", "--draft", "nonesuch"], "are draft, got 'nonesuch'"),
-        (["x", "--draft-backend", "nonesuch"], "torch_reference"),
-        (["x", "-k", "-1"], "-k is -1. Pass the draft tokens of a round, 1 or more, or 0 to decode without a draft."),
-        (["x", "--strategy", "nosuch"], "one of auto, device_loop, full_loop, per_step, piecewise, eager."),
-        (["x", "--strategy", "ful_loop"], "Did you mean full_loop?"),
-        (["x", "-k", "999"], "Pass fewer num_speculative_tokens"),
-        (["x", "--temperature", "-1"], "temperature"),
-        (["x", "--verify", "dice"], "one of rejection, block"),
-        (["x", "--verify", "synthetic:9"], "from 0 to 4"),
-        (["x", "--verify", "sampling"], "one of rejection, block"),
-        (["x", "--tree", "4x16", "--verify", "block"], "trees are verified by sampling, got verification 'block'"),
-        (["x", "--tree", "4x64"], "1 to 63 draft tokens, got 64"),
-        (["x", "--tree", "4x16", "-k", "1"], "at most the 4 paths that 1 tokens of 4 choices make"),
-        (["x", "--tree", "nowhere"], "WIDTHxTOKENS, like 4x16, or a JSON file of paths, got 'nowhere'"),
-        (["x", "--tree", "4x16", "--backend", "flash_attn3"], "flash_attn3"),
-        (["x", "--max-tokens", "0"], "max_tokens"),
-        (["x" * 600], "that a round writes ahead. Shorten the prompt."),
-        (["x" * 60, "--max-model-len", "64"], "or raise max_model_len to 67 or more"),
-        (["x", "--target", "nowhere"], "model 'nowhere' is no folder"),
-        (["--prompts", "nowhere"], "utf-8 file"),
-        (["\udcff"], "utf-8"),
-        (["x", "--backend", "triton_paged", "--dtype", "float16", "--device", "mps"], "device"),
-    ],
+    ("of", "words", "part"), [(of, *each) for of, refusals in REFUSED.items() for each in refusals]
 )
-def test_draft_refuses(pair, words, part, refused):
-    assert part in refused(*draft_words(pair, *words))
+def test_draft_refuses(of, words, part, request, refused, rebuilt, tmp_path):
+    (tmp_path / "bytes").write_bytes(b"\xff\xfe")
+    (tmp_path / "paths.json").write_text("[[0], [0, 0], [0, 0, 0]]")
+    for at, text in enumerate(("{}", "[0]", "[[1]]", "[[")):
+        (tmp_path / f"no_tree_{at}.json").write_text(text)
+    assert part in refused(*draft_words(request.getfixturevalue(of), *words))
+
+
+def test_a_backend_that_cannot_serve_the_draft_is_no_reason_for_another(latent_pair, refused):
+    words = draft_words(latent_pair, "x", "--draft", "latent_draft")
+    of_both, of_draft = (refused(*words, option, "triton_paged") for option in ("--backend", "--draft-backend"))
+    assert "not mla" in of_both and of_both.endswith("name its backend with draft_backend.")
+    assert "triton_paged: serves mha, not mla" in of_draft and "draft_backend" not in of_draft
 
 
 @pytest.mark.parametrize(("prompts", "at_once"), [(1, 1), (9, 8)])
@@ -233,54 +234,6 @@ def test_draft_captures_no_larger_batches_than_its_prompts_make(pair, run, monke
 def test_a_draft_of_another_model_needs_its_target(refused, tmp_path):
     said = refused("draft", "x", "--draft", tmp_path)
     assert f"--draft {tmp_path} needs --target" in said and "one of draft, block_draft, latent_draft" in said
-
-
-@pytest.mark.parametrize("tree", ["4x12", "paths.json"])
-def test_a_text_drafted_in_trees_is_plain_decodings(pair, run, tmp_path, tree, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "paths.json").write_text("[[0], [1], [0, 0], [0, 1]]")
-    words = draft_words(pair, "The for statement", "--max-tokens", "12")
-    plain, drafted = (run(*words, *more).output for more in (["-k", "0"], ["-k", "3", "--tree", tree]))
-    assert "of 3, the depth of a tree of" in drafted
-    assert plain.partition("backend")[0] == drafted.partition("backend")[0]
-
-
-@pytest.mark.parametrize("tree", ["4x12", "8x63", "paths.json"])
-def test_a_text_drafted_in_trees_of_blocks_is_plain_decodings(block_pair, run, tmp_path, tree, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "paths.json").write_text("[[0], [1], [0, 0], [0, 1]]")
-    words = draft_words(block_pair, "The for statement", "--max-tokens", "12", "--temperature", "0.7")
-    block = ["--draft", "block_draft", "-k", "3", "--tree", tree]
-    plain, drafted = (run(*words, *more).output for more in (["-k", "0"], block))
-    assert "of 3, the depth of a tree of" in drafted and "strategy full_loop" in drafted
-    assert plain.partition("backend")[0] == drafted.partition("backend")[0]
-
-
-@pytest.mark.parametrize(
-    ("words", "part"),
-    [
-        (["--tree", "4x64"], "1 to 63 draft tokens, got 64"),
-        (["--tree", "2x40"], "at most the 30 paths that 4 tokens of 2 choices make, got 40"),
-        (["--tree", "paths.json", "-k", "2"], "at most as deep as the draft has steps, 2, got a path of 3"),
-        (["--tree", "4x16", "--verify", "rejection"], "trees are verified by sampling"),
-        (["--tree", "4x16", "--backend", "flash_attn3"], "flash_attn3"),
-    ],
-)
-def test_a_tree_that_no_block_can_draft_is_refused(block_pair, tmp_path, words, part, refused):
-    (tmp_path / "paths.json").write_text("[[0], [0, 0], [0, 0, 0]]")
-    assert part in refused(*draft_words(block_pair, "x", "--draft", "block_draft", *words))
-
-
-@pytest.mark.parametrize("text", ["{}", "[0]", "[[1]]", "[["])
-def test_draft_refuses_a_file_without_a_tree(pair, tmp_path, refused, text):
-    (tmp_path / "paths.json").write_text(text)
-    line = refused(*draft_words(pair, "x", "--tree", str(tmp_path / "paths.json")))
-    assert "tree" in line
-
-
-def test_draft_refuses_prompts_that_are_not_utf8(pair, tmp_path, refused):
-    (tmp_path / "prompts").write_bytes(b"\xff\xfe")
-    assert "utf-8 file" in refused(*draft_words(pair, "--prompts", "prompts"))
 
 
 def test_draft_refuses_a_pair_of_another_vocabulary(make_pair, tmp_path, refused):

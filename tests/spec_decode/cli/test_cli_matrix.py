@@ -50,14 +50,12 @@ def tagged(subprocesses, tmp_path, run):
     return tmp_path / "reports" / "cpu" / "check-torch_reference.json"
 
 
-def test_matrix_finds_the_reports_below_the_current_folder(tagged, run):
-    result = run("matrix")
-    assert result.exit_code == 0 and "verified 1/1" in result.output
-
-
-def test_matrix_takes_files_and_folders(tagged, run):
-    assert "verified 1/1" in run("matrix", tagged).output
-    assert "verified 1/1" in run("matrix", tagged.parent).output
+def test_matrix_shows_reports_of_folders_and_files_and_the_columns_asked_for(tagged, run):
+    for words in ((), (tagged,), (tagged.parent,), ("--tag", "graph:*"), ("--installed",)):
+        result = run("matrix", *words)
+        assert result.exit_code == 0 and "verified 1/1" in result.output and "graph support" in result.output
+        assert ("(stale)" in result.output) is ("--installed" in words)
+    assert "graph support" not in run("matrix", "--tag", "page:*").output
 
 
 def test_matrix_on_standard_output_is_nothing_else(tagged, run):
@@ -78,59 +76,41 @@ def test_a_tag_that_is_like_no_column_is_refused(tagged, refused, patterns):
     assert "is like none. Fix --tag. Did you mean graph:capture?" in line
 
 
-def test_a_tag_that_no_result_of_a_run_has_is_refused(tagged, refused_after):
+def test_a_tag_that_no_result_of_a_run_has_is_refused(subprocesses, refused_after):
     assert "'graph:captur' is like none" in refused_after(
         "matrix", "--run", "torch_reference", "--device", "cpu", "--tag", "graph:captur"
     )
 
 
-def test_matrix_shows_only_the_columns_asked_for(tagged, run):
-    assert "graph support" in run("matrix", "--tag", "graph:*").output
-    result = run("matrix", "--tag", "page:*")
-    assert result.exit_code == 0 and "graph support" not in result.output
-
-
-def test_matrix_marks_other_versions_than_the_installed_as_stale(tagged, run):
-    assert "(stale)" in run("matrix", "--installed").output and "(stale)" not in run("matrix").output
-
-
-def test_matrix_without_reports_says_how_to_get_some(refused):
-    assert "--run available" in refused("matrix")
-
-
-@pytest.mark.parametrize("content", ["{", "[]", '{"schema": "other/9"}', '{"schema": "attn-report/1"}'])
-def test_matrix_refuses_what_is_no_report(tmp_path, content, refused):
-    (tmp_path / "bad.json").write_text(content)
-    assert "bad.json" in refused("matrix", "bad.json")
-
-
-def test_matrix_refuses_a_missing_report(refused):
-    assert "absent.json" in refused("matrix", "absent.json")
-
-
 @pytest.mark.parametrize(
-    "words",
+    ("words", "part"),
     [
-        ("--resume",), ("--into", "x"), ("--run", "torch_reference", "--resume"),
-        ("--run", "torch_reference", "--check"), ("--run", "torch_reference", "--check-limit", "0"),
-        ("--run", "nobody"),
+        ((), "--run available"),
+        (("absent.json",), "absent.json"),
+        *(((f"bad_{at}.json",), f"bad_{at}.json") for at in range(4)),
+        (("--resume",), ""),
+        (("--into", "x"), ""),
+        (("--run", "torch_reference", "--resume"), ""),
+        (("--run", "torch_reference", "--check"), ""),
+        (("--run", "torch_reference", "--check-limit", "0"), ""),
+        (("--run", "nobody"), "nobody"),
     ],
-)  # fmt: skip
-def test_matrix_refuses_options_that_make_no_sense_together(words, subprocesses, refused):
-    assert refused("matrix", *words) and not subprocesses.calls
+)
+def test_matrix_refuses_what_is_no_report_and_options_that_make_no_sense_together(
+    words, part, subprocesses, refused, tmp_path
+):
+    for at, content in enumerate(("{", "[]", '{"schema": "other/9"}', '{"schema": "attn-report/1"}')):
+        (tmp_path / f"bad_{at}.json").write_text(content)
+    assert part in refused("matrix", *words) and not subprocesses.calls
 
 
 def test_a_fresh_run_is_shown_and_not_kept(subprocesses, run, tmp_path):
-    result = run("matrix", "--run", "torch_reference", "--device", "cpu", "--tag", "graph:*")
+    limits = ("--check-limit", "3", "--limit", "9")
+    result = run("matrix", "--run", "torch_reference", "--device", "cpu", "--tag", "graph:*", *limits)
     assert result.exit_code == 0 and "verified 1/1" in result.output
-    assert [(name, ask["tags"]) for name, ask, _ in subprocesses.calls] == [("torch_reference", ["graph:*"])]
+    ((name, ask, limits),) = subprocesses.calls
+    assert (name, ask["tags"], limits.check, limits.backend) == ("torch_reference", ["graph:*"], 3.0, 9.0)
     assert not list(tmp_path.iterdir())
-
-
-def test_a_run_hands_its_limits_on(subprocesses, run):
-    run("matrix", "--run", "torch_reference", "--device", "cpu", "--check-limit", "3", "--limit", "9")
-    limits = subprocesses.calls[0][2]
-    assert (limits.check, limits.backend) == (3.0, 9.0)
 
 
 def test_a_backend_that_fails_takes_no_other_with_it_and_fails_the_run(subprocesses, run, tmp_path):
@@ -168,8 +148,10 @@ def test_an_interrupted_run_keeps_what_is_finished_and_is_resumed_behind_it(subp
     assert result.exit_code == 0 and "torch_reference@1" in result.output and "triton_paged@1" in result.output
 
 
-@pytest.mark.parametrize("change", [{"command": "other"}, {"env": "commit"}, {"results": "not_run"}, {"schema": "x/1"}])
-def test_resume_checks_again_what_another_run_left_or_left_unfinished(tagged, subprocesses, run, change):
+@pytest.mark.parametrize(
+    "change", [{}, {"command": "other"}, {"env": "commit"}, {"results": "not_run"}, {"schema": "x/1"}]
+)
+def test_resume_checks_again_only_what_another_run_left_or_left_unfinished(tagged, subprocesses, run, change):
     document = read_json(tagged)
     if "env" in change:
         document["env"]["commit"] = "other"
@@ -179,12 +161,7 @@ def test_resume_checks_again_what_another_run_left_or_left_unfinished(tagged, su
         document |= change
     tagged.write_text(json.dumps(sealed(document)))
     run("matrix", "--run", "torch_reference", "--device", "cpu", "--into", tagged.parent, "--resume")
-    assert len(subprocesses.calls) == 1
-
-
-def test_resume_keeps_an_unchanged_report(tagged, subprocesses, run):
-    run("matrix", "--run", "torch_reference", "--device", "cpu", "--into", tagged.parent, "--resume")
-    assert not subprocesses.calls
+    assert len(subprocesses.calls) == bool(change)
 
 
 def test_check_passes_on_whole_reports_and_writes_nothing(tagged, tmp_path, run):

@@ -37,30 +37,22 @@ def test_a_folder_that_is_there_is_left_as_it_is(refused):
     assert [path.name for path in Path("mine").iterdir()] == ["notes"]
 
 
-@pytest.mark.parametrize("name", ["My-Own", "9lives", "../up", "a b", ""])
-def test_a_name_that_no_module_can_have_is_refused(name, refused):
-    assert "must be lower-case letters" in refused("new", name)
-
-
-@pytest.mark.parametrize(
-    "name", ["class", "json", "torch", "numpy", "click", "builders", "spec_decode", "tests", "vllm", "transformers"]
-)
-def test_a_name_that_would_hide_a_module_is_refused(name, refused):
-    assert "a backend's name becomes a module's" in refused("new", name)
-    assert not Path(name).exists()
-
-
 def test_a_module_of_the_current_folder_is_hidden_by_nobody(run, monkeypatch, tmp_path):
     Path("mine.py").touch()
     monkeypatch.syspath_prepend(tmp_path)
     assert run("new", "mine").exit_code == 0
 
 
-@pytest.mark.parametrize("name", ["all", "available"])
-def test_a_word_that_stands_for_several_backends_is_refused(name, refused):
-    assert "stands for several backends" in refused("new", name)
+REFUSED = {
+    "must be lower-case letters": ["My-Own", "9lives", "../up", "a b", ""],
+    "a backend's name becomes a module's": [
+        *("class", "json", "torch", "numpy", "click", "builders", "spec_decode", "tests", "vllm", "transformers"),
+    ],
+    "stands for several backends": ["all", "available"],
+    "'triton_paged' is registered already. Choose": ["triton_paged"],
+}
 
 
-def test_a_name_that_is_taken_is_refused(refused):
-    assert "'triton_paged' is registered already. Choose" in refused("new", "triton_paged")
-    assert not Path("triton_paged").exists()
+@pytest.mark.parametrize(("name", "why"), [(name, why) for why, names in REFUSED.items() for name in names])
+def test_a_name_that_no_new_backend_can_have_is_refused(name, why, refused, tmp_path):
+    assert why in refused("new", name) and not list(tmp_path.iterdir())
