@@ -7,16 +7,17 @@ import torch
 from attn_backends import Feature, NoBackend, get
 from builders import BatchError
 from spec_decode.drafter import Strategy, StrategyError
-from spec_decode.engine import Engine
 from spec_decode.models.kernels.batch_invariance import is_batch_invariant
 from spec_decode.paged import GraphMode
-from tests.factories import engine_config, make_config, make_latent_config, make_pair, make_request
+from tests.factories import make_config, make_latent_config, make_pair, make_request
+from tests.spec_decode.engine import engine_helpers
+from tests.spec_decode.engine.engine_helpers import kept, pair, requests
 
 SIZES = {"head_dim": 64, "max_positions": 400}
 
 
 @cache
-def pair(latent):
+def bf16_pair(latent):
     """In bfloat16, whose roundings change tokens where a sum's order changes."""
     draft = make_latent_config(**{**SIZES, "head_dim": 64}) if latent else None
     target, draft = make_pair(make_config(**SIZES), draft)
@@ -26,11 +27,10 @@ def pair(latent):
     return target, draft
 
 
-def make_engine(count, *, latent=False, backend="triton_paged", **options):
-    options = {"graph_mode": GraphMode.NONE, "batch_invariant": True, **options}
-    config = engine_config(num_speculative_tokens=count, max_num_seqs=4, max_model_len=64, page_size=4, **options)
+def make_engine(count, *, latent=False, **options):
+    options = {"backend": "triton_paged", "max_num_seqs": 4, "batch_invariant": True, **options}
     draft_backend = get("sparse_swa_mla") if latent else None
-    return Engine(*pair(latent), get(backend), config, draft_backend=draft_backend)
+    return engine_helpers.make_engine(bf16_pair(latent), draft_backend=draft_backend, steps=count, **options)
 
 
 def requests_at(temperature):
@@ -43,25 +43,22 @@ def requests_at(temperature):
     ]
 
 
-def together(engine, temperature=0.0):
-    return [(made.token_ids, made.accepted) for made in engine.generate(requests_at(temperature))]
-
-
 @cache
 def eager(count=3):
-    return together(make_engine(count))
-
-
-def alone(engine, temperature=0.0):
-    made = [engine.generate([request])[0] for request in requests_at(temperature)]
-    return [(generation.token_ids, generation.accepted) for generation in made]
+    return kept(make_engine(count), requests_at(0.0))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("latent", [False, True])
 def test_a_text_in_bfloat16_is_the_one_that_the_request_has_alone(latent, temperature):
-    engine = make_engine(3, latent=latent)
-    assert together(engine, temperature) == alone(engine, temperature)
+    engine, asked = make_engine(3, latent=latent), requests_at(temperature)
+    assert kept(engine, asked) == [alone for request in asked for alone in kept(engine, [request])]
+
+
+@pytest.mark.parametrize("name", ["pard", "dflash", "dspark", "dflash2"])
+def test_a_block_is_drafted_in_a_batch_as_it_is_alone(name):
+    engine, asked = engine_helpers.make_engine(pair(name), batch_invariant=True), requests(6, (0.8,))
+    assert kept(engine, asked) == [alone for request in asked for alone in kept(engine, [request])]
 
 
 @pytest.mark.parametrize("count", [1, 4])
@@ -76,29 +73,29 @@ def test_every_strategy_drafts_what_eager_drafts(strategy):
         engine = make_engine(3, strategy=strategy, graph_mode=mode)
     except StrategyError as refusal:
         pytest.skip(str(refusal))
-    assert together(engine) == eager()
+    assert kept(engine, requests_at(0.0)) == eager()
 
 
 def test_a_small_pool_that_preempts_changes_no_token():
     engine = make_engine(3, num_pages=16)
-    found = together(engine)
+    found = kept(engine, requests_at(0.0))
     assert engine.stats.preemptions > 0
     assert [text for text, _ in found] == [text for text, _ in eager()]
 
 
 def test_prefilling_in_small_chunks_changes_no_token():
-    assert together(make_engine(3, max_prefill_tokens=7)) == eager()
+    assert kept(make_engine(3, max_prefill_tokens=7), requests_at(0.0)) == eager()
 
 
 def test_models_run_with_batch_invariant_products_and_leave_nothing_behind(monkeypatch):
     seen = []
-    for model in pair(False):
+    for model in bf16_pair(False):
         original = model.logits
         monkeypatch.setattr(model, "logits", lambda h, f=original: seen.append(is_batch_invariant()) or f(h))
-    together(make_engine(2))
+    kept(make_engine(2), requests_at(0.0))
     assert seen and all(seen) and not is_batch_invariant()
     seen.clear()
-    together(make_engine(2, batch_invariant=False))
+    kept(make_engine(2, batch_invariant=False), requests_at(0.0))
     assert seen and not any(seen)
 
 
@@ -111,6 +108,6 @@ def test_a_backend_without_the_feature_is_refused(monkeypatch):
 
 
 def test_a_model_whose_sums_are_its_own_is_refused(monkeypatch):
-    monkeypatch.setattr(type(pair(False)[0]), "batch_invariant", property(lambda self: False))
+    monkeypatch.setattr(type(bf16_pair(False)[0]), "batch_invariant", property(lambda self: False))
     with pytest.raises(BatchError, match="LlamaTarget, which cannot"):
         make_engine(2)

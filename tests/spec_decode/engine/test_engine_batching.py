@@ -103,14 +103,6 @@ def test_nobody_is_preempted_for_pages_that_turn_out_not_to_be_needed():
     assert engine.stats.preemptions == 0
 
 
-def test_the_youngest_is_preempted_and_the_oldest_never():
-    told, requests = [], [make_request(prompt=[index + 1], max_tokens=30) for index in range(3)]
-    tight = make_engine(num_pages=12)
-    tight.generate(requests, on_token=lambda index, token: told.append(index))
-    ends = [len(told) - told[::-1].index(index) for index in range(3)]
-    assert tight.stats.preemptions > 0 and ends == sorted(ends)
-
-
 @pytest.mark.parametrize(("num_pages", "rounds"), [(66, 1), (67, 1 + 8)])
 def test_a_request_owns_pages_for_the_next_round_or_where_the_pool_holds_the_longest_for_some_more(num_pages, rounds):
     engine = make_engine(max_num_seqs=1, page_size=1, num_pages=num_pages)
@@ -122,16 +114,6 @@ def test_a_request_owns_pages_for_the_next_round_or_where_the_pool_holds_the_lon
     assert owned[0] == 3 + 1 + 3 and max(owned) <= 43 + 3
     grown = [after - before for before, after in pairwise(owned) if after]
     assert min(grown) >= 0 and (1 + rounds) * 4 >= max(grown) > (rounds - 1) * 4
-
-
-def test_a_request_waits_until_its_prompt_fits():
-    engine = make_engine(num_pages=10, steps=0, page_size=4)
-    engine.submit(make_request(prompt=[1] * 20, max_tokens=12))
-    late = engine.submit(make_request(prompt=[2] * 20, max_tokens=2))
-    engine.step()
-    assert not late.generation.token_ids and engine.pool.num_free == 10 - 6
-    run_to_end(engine)
-    assert late.generation.finish_reason == "length" and engine.stats.preemptions == 0
 
 
 def test_a_request_that_the_pool_can_never_hold_is_refused_with_what_would_fit():

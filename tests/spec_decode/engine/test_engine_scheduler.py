@@ -118,27 +118,11 @@ def serve(world):
 
 @given(WORLDS)
 @settings(max_examples=150, deadline=None)
-def test_every_request_ends_within_its_pages_whatever_the_device_keeps(world):
-    serve(world)
-
-
-@given(WORLDS)
-@settings(max_examples=150, deadline=None)
-def test_pages_of_later_rounds_preempt_nobody_and_keep_nobody_waiting(world):
+def test_every_request_ends_within_its_pages_and_those_of_later_rounds_make_nobody_wait(world):
     early = serve(world)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(scheduler_module, "_ROUNDS_AHEAD", 0)
         assert early == serve(world)
-
-
-def test_nobody_waits_for_pages_of_a_pool_that_holds_the_longest_in_every_row():
-    scheduler = scheduler_of(num_pages=16, max_num_seqs=2, max_model_len=8)
-    submitted(scheduler, 5)
-    scheduler.chunks_prefilled(scheduler.next_chunks())
-    scheduler.running[0].step_enqueued(0)
-    # The first owns its 8 pages before it needs them, and the 8 that are left hold the longest request.
-    submitted(scheduler, 7)
-    assert len(scheduler.running[0].pages) == 8 and len(scheduler._prefilling) == 1
 
 
 def scheduler_of(num_pages=20, **options):
@@ -151,6 +135,15 @@ def submitted(scheduler, *prompts):
     for handle in handles:
         scheduler.submit(handle)
     scheduler.make_room(lambda: None)
+    return handles
+
+
+def running(scheduler, *prompts):
+    """Has them prefilled, and a step of each enqueued."""
+    handles = submitted(scheduler, *prompts)
+    scheduler.chunks_prefilled(scheduler.next_chunks())
+    for request in scheduler.running:
+        request.step_enqueued(0)
     return handles
 
 
@@ -168,13 +161,27 @@ def test_nobody_overtakes_a_request_that_waits_for_pages():
     assert [len(request.token_ids) for request in scheduler._prefilling] == [6]
 
 
-def test_a_page_more_for_everybody_admitted_before_is_kept_free():
-    scheduler = scheduler_of(num_pages=8)
+@pytest.mark.parametrize(("num_pages", "admitted"), [(8, 1), (9, 2)])
+def test_a_page_more_for_everybody_admitted_before_is_kept_free(num_pages, admitted):
+    scheduler = scheduler_of(num_pages=num_pages)
     submitted(scheduler, 3, 3)
-    assert len(scheduler._prefilling) == 1
-    scheduler = scheduler_of(num_pages=9)
-    submitted(scheduler, 3, 3)
-    assert len(scheduler._prefilling) == 2
+    assert len(scheduler._prefilling) == admitted
+
+
+POOLS = {
+    # Of the 4 free pages the running request takes one, and 3 are too few for 3 and one more for who runs.
+    "that may be short": ({"num_pages": 8}, (3, 2), 5, 0),
+    # The first owns its 8 pages before it needs them, and the 8 that are left hold the longest request.
+    "that holds the longest in every row": ({"num_pages": 16, "max_num_seqs": 2, "max_model_len": 8}, (5, 7), 8, 1),
+}
+
+
+@pytest.mark.parametrize(("options", "prompts", "pages", "prefilling"), POOLS.values(), ids=POOLS)
+def test_running_requests_get_their_pages_before_anybody_is_admitted(options, prompts, pages, prefilling):
+    scheduler = scheduler_of(**options)
+    running(scheduler, prompts[0])
+    submitted(scheduler, prompts[1])
+    assert len(scheduler.running[0].pages) == pages and len(scheduler._prefilling) == prefilling
 
 
 def short_scheduler():
@@ -224,24 +231,10 @@ def test_a_pool_gives_no_page_that_it_does_not_have():
     assert pool.num_free == 1
 
 
-def test_running_requests_get_their_pages_before_anybody_is_admitted():
-    scheduler = scheduler_of(num_pages=8)
-    submitted(scheduler, 3)
-    scheduler.chunks_prefilled(scheduler.next_chunks())
-    scheduler.running[0].step_enqueued(0)
-    # Of the 4 free pages the running request takes one, and 3 are too few for 3 and one more for who runs.
-    submitted(scheduler, 2)
-    assert len(scheduler.running[0].pages) == 5 and scheduler.next_chunks() == []
-
-
 def test_whoever_waits_anew_after_a_restart_has_nothing_cached():
     scheduler = scheduler_of()
-    submitted(scheduler, 3)
-    scheduler.chunks_prefilled(scheduler.next_chunks())
-    (running,) = scheduler.running
-    running.step_enqueued(0)
-
+    running(scheduler, 3)
+    (request,) = scheduler.running
     scheduler.restart([])
-
-    assert (running.len_lower_bound, running.len_upper_bound, running.num_prefilled, running.pages) == (0, 0, 0, [])
+    assert (request.len_lower_bound, request.len_upper_bound, request.num_prefilled, request.pages) == (0, 0, 0, [])
     assert scheduler.pool.num_free == 20 and not scheduler.running and scheduler.has_unfinished
