@@ -215,8 +215,8 @@ LIES = {
 def found() -> tuple[Report, Matrix]:
     """What is told of the liar, and the matrix of it beside the reference, whose claims are true."""
     asked = [f"{check}[[]{case}]" for check, case in LIES.values()]
-    liar, honest = report_of(Liar(), *asked), report_of(TorchReference(), *asked)
-    return liar, build_matrix([liar, honest])
+    liar, truthful = report_of(Liar(), *asked), report_of(TorchReference(), *asked)
+    return liar, build_matrix([liar, truthful])
 
 
 def test_the_liar_claims_every_feature_dtype_and_the_best_of_levels(found: tuple[Report, Matrix]) -> None:

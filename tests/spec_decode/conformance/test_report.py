@@ -12,7 +12,7 @@ from spec_decode.files import ReportError, parse_json, report_bytes
 from spec_decode.source_digests import SourceRecord
 from tests.spec_decode.matrix.evidence import report, result
 
-BAD, FINE = ("fail", "error", "xpass", "not_run"), ("unsupported", "xfail", "preview", "unavailable")
+BAD, OTHERS = ("fail", "error", "xpass", "not_run"), ("unsupported", "xfail", "preview", "unavailable")
 
 
 def of(*outcomes: str) -> Report:
@@ -25,7 +25,7 @@ def of(*outcomes: str) -> Report:
         ((), False),
         (("unsupported", "unavailable", "preview"), False),
         (("pass",), True),
-        (("pass", *FINE, *FINE), True),
+        (("pass", *OTHERS, *OTHERS), True),
         *((("pass", "pass", bad), False) for bad in BAD),
     ],
 )
