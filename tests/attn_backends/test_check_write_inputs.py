@@ -3,56 +3,45 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from attn_backends import KVCache, check_write_inputs, get
+from attn_backends import check_write_inputs, get
 from builders import AttentionKind, BatchError
 from tests.factories import CPU, make_spec
 
-
-def a_write(kind, **changes):
-    """The inputs of a right write of 3 tokens, but for what changes."""
-    spec = make_spec(kind=kind, num_kv_heads=1, value_dim=16)
-    cache = get("torch_reference").allocate_kv(spec, 2, CPU)
-    heads = torch.zeros(3, 1, 16)
-    right = {"key": heads, "value": heads, "slots": torch.zeros(3, dtype=torch.int64)}
-    given = SimpleNamespace(**{**right, **changes})
-    return given.key, given.value, cache, SimpleNamespace(num_tokens=3, slot_mapping=given.slots)
-
-
-@pytest.mark.parametrize("kind", AttentionKind)
-def test_a_right_write_is_let_through(kind):
-    check_write_inputs(*a_write(kind))
-
-
-@pytest.mark.parametrize("kind", AttentionKind)
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"slots": torch.zeros(3, dtype=torch.int32)}, "slot_mapping must be torch.int64"),
-        ({"slots": torch.zeros(2, dtype=torch.int64)}, "slot_mapping must be torch.int64"),
-        ({"key": torch.zeros(3, 1, 15)}, "key must be torch.float32"),
-        ({"key": torch.zeros(3, 1, 16, dtype=torch.bfloat16)}, "key must be torch.float32"),
-        ({"key": torch.zeros(4, 1, 16)}, "key must be torch.float32"),
-        ({"key": torch.zeros(3, 2, 16)}, "key must be torch.float32"),
-    ],
+MHA, MLA = make_spec(num_kv_heads=1), make_spec(num_kv_heads=1, kind=AttentionKind.MLA)
+PACKED = make_spec(
+    num_kv_heads=1, kind=AttentionKind.MLA, head_dim=512, dtype=torch.bfloat16, kv_dtype=torch.float8_e4m3fn
 )
-def test_what_a_kernel_would_misread_is_refused(kind, changes, message):
+SPECS = {"keys and values": MHA, "latents": MLA, "packed latents": PACKED}
+
+
+def check(spec, change=None):
+    """A write of 3 tokens, right but for what changes."""
+    new = torch.zeros(3, 1, spec.head_dim, dtype=spec.dtype)
+    given = {"key": new, "value": new, "slots": torch.zeros(3, dtype=torch.int64)}
+    given |= {name: to(given[name]) for name, to in (change or {}).items()}
+    metadata = SimpleNamespace(num_tokens=3, slot_mapping=given["slots"])
+    check_write_inputs(given["key"], given["value"], get("torch_reference").allocate_kv(spec, 2, CPU), metadata)
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+def test_a_right_write_is_let_through(spec):
+    check(spec)
+
+
+REFUSED = {
+    "slots of another dtype": ({"slots": torch.Tensor.int}, r"slot_mapping must be torch\.int64"),
+    "too few slots": ({"slots": lambda x: x[:2]}, r"slot_mapping must be torch\.int64"),
+    "keys of another dim": ({"key": lambda x: x[..., :15]}, r"key must be torch\."),
+    "keys of another dtype": ({"key": torch.Tensor.double}, r"key must be torch\."),
+    "too many keys": ({"key": lambda x: torch.cat([x, x])}, r"key must be torch\."),
+    "too many heads": ({"key": lambda x: x.expand(-1, 2, -1)}, r"key must be torch\."),
+}
+CASES = [(spec, *case) for spec in SPECS.values() for case in REFUSED.values()]
+
+
+@pytest.mark.parametrize(
+    ("spec", "change", "message"), [*CASES, (MHA, {"value": lambda x: x[..., :8]}, "value must be")]
+)
+def test_what_a_kernel_would_misread_is_refused(spec, change, message):
     with pytest.raises(BatchError, match=message):
-        check_write_inputs(*a_write(kind, **changes))
-
-
-def test_a_value_of_another_shape_is_refused():
-    with pytest.raises(BatchError, match="value must be"):
-        check_write_inputs(*a_write(AttentionKind.MHA, value=torch.zeros(3, 1, 8)))
-
-
-def test_a_packed_cache_of_latents_takes_bfloat16_latents():
-    spec = make_spec(
-        kind=AttentionKind.MLA, num_kv_heads=1, head_dim=512, dtype=torch.bfloat16, kv_dtype=torch.float8_e4m3fn
-    )
-    cache = get("torch_reference").allocate_kv(spec, 2, CPU)
-    metadata = SimpleNamespace(num_tokens=1, slot_mapping=torch.zeros(1, dtype=torch.int64))
-    latent = torch.zeros(1, 1, 512, dtype=torch.bfloat16)
-    check_write_inputs(latent, latent, cache, metadata)
-    with pytest.raises(BatchError, match=r"key must be torch\.bfloat16"):
-        check_write_inputs(latent.float(), latent, cache, metadata)
-    assert isinstance(cache, KVCache)
+        check(spec, change)

@@ -8,34 +8,19 @@ from engines.sglang.kernels.load_tables import load_tables
 STEPS = 3
 
 
-def load(lens, page_size, dtype=torch.int64, width=64, requests=None):
-    """Lengths and tables of requests whose slots are pages in no order; tables hold -7 where nothing is written."""
-    generator = torch.Generator().manual_seed(0)
-    pages = torch.randperm(5 * width, generator=generator).view(5, -1)[:, : width // page_size].int()
-    wide = torch.full((5, width + 3), -1, dtype=torch.int32)
-    slots = wide[:, :width]
-    slots.copy_((pages[:, :, None] * page_size + torch.arange(page_size)).view(5, -1))
-    requests = torch.tensor(requests or range(4, 4 - len(lens), -1))
-    seq_lens = torch.full((len(lens) + 1,), -7, dtype=torch.int32)
-    table = torch.full((len(lens) + 1, width // page_size), -7, dtype=torch.int32)
-    load_tables(slots, requests, torch.tensor(lens, dtype=dtype), seq_lens, table, page_size, STEPS)
-    return seq_lens, table, pages, requests
-
-
-SHAPES = [([5], 1), ([0, 1, 61], 1), ([0, 7, 8, 9], 4), ([4, 61], 8)]
-
-
-@pytest.mark.parametrize(("lens", "page_size"), SHAPES)
-def test_rows_hold_the_pages_that_the_steps_reach_and_keep_the_rest(lens, page_size):
-    seq_lens, table, pages, requests = load(lens, page_size)
-    assert seq_lens.tolist() == [*(length + 1 for length in lens), -7]
-    for row, length in enumerate(lens):
+@pytest.mark.parametrize("requests", [(4,), (4, 3, 2), (4, 3, 2, 1), (-3, 99)], ids=str)
+@pytest.mark.parametrize(("lens", "page_size"), [([5, 0, 61, 1], 1), ([0, 7, 8, 9], 4), ([4, 61, 5, 5], 8)])
+def test_rows_hold_the_pages_that_the_steps_reach_and_keep_the_rest(lens, page_size, requests):
+    """Of requests whose slots are pages in no order; one outside of the table counts as the nearest."""
+    lens = lens[: len(requests)]
+    pages = torch.randperm(5 * 64, generator=torch.Generator().manual_seed(0)).view(5, -1)[:, : 64 // page_size].int()
+    wide = torch.full((5, 67), -1, dtype=torch.int32)
+    wide[:, :64] = (pages[:, :, None] * page_size + torch.arange(page_size)).view(5, -1)
+    seq_lens, table = torch.full((5,), -7, dtype=torch.int32), torch.full((5, 64 // page_size), -7, dtype=torch.int32)
+    load_tables(wide[:, :64], torch.tensor(requests), torch.tensor(lens), seq_lens, table, page_size, STEPS)
+    assert seq_lens.tolist() == [length + 1 for length in lens] + [-7] * (5 - len(lens))
+    expected = torch.full_like(table, -7)
+    for row, (request, length) in enumerate(zip(requests, lens, strict=True)):
         reached = -(-(length + STEPS) // page_size)
-        assert table[row, :reached].tolist() == pages[requests[row], :reached].tolist()
-        assert (table[row, reached:] == -7).all()
-    assert (table[-1] == -7).all()
-
-
-def test_a_request_outside_of_the_table_counts_as_the_nearest():
-    _, table, pages, _ = load([5, 5], 1, requests=[-3, 99])
-    assert torch.equal(table[0, :8], pages[0, :8]) and torch.equal(table[1, :8], pages[4, :8])
+        expected[row, :reached] = pages[min(max(request, 0), 4), :reached]
+    assert torch.equal(table, expected)

@@ -3,16 +3,14 @@
 from dataclasses import replace
 
 import pytest
-import torch
 
 from attn_backends.kernels import paged_attention, tree_attention
-from attn_backends.kernels.paged_attention import SPLIT_TOKENS
 from builders.kernels.triton_runtime import HAVE_TRITON
+from builders.paged import SPLIT_TOKENS
 from tests.attn_backends.kernels.test_tree_attention import BATCHES, Trees
-from tests.factories import make_spec
+from tests.ops.attention import PLAIN, paged
 
 pytestmark = pytest.mark.skipif(not HAVE_TRITON, reason="needs the package triton")
-SPEC = make_spec(head_dim=64, num_q_heads=8, num_kv_heads=2)
 
 
 class Launches:
@@ -35,28 +33,18 @@ def launches(monkeypatch):
 
 
 def test_trees_take_a_program_for_each_tile_of_a_groups_rows(launches):
-    trees = Trees(SPEC, *BATCHES["ragged, as wide as a mask"])
-    out = torch.zeros(len(trees.query), 8, 64)
-    tables, lens, starts = trees.tensors
-    tree_attention.TreeAttentionArguments(
-        trees.query, trees.cache.key, trees.cache.value, tables, lens, starts, None, trees.masks, out,
-        torch.zeros(len(trees.query), 8), False, 64, 0.125, None,
-    ).launch()  # fmt: skip
+    trees = Trees(replace(PLAIN, num_q_heads=8), *BATCHES["ragged, as wide as a mask"])
+    tree_attention.TreeAttentionArguments(*trees.arguments()).launch()
     [(grid, constants)] = launches
     # The longest row's 64 tokens by 4 heads a group, in tiles of 64.
-    assert constants["BLOCK_M"] == 64 and grid == (len(lens) * 4, 2)
+    assert constants["BLOCK_M"] == 64 and grid == (4 * 4, 2)
 
 
 @pytest.mark.parametrize(("invariant", "split_tokens"), [(False, 0), (True, SPLIT_TOKENS)])
 def test_splits_have_a_fixed_size_where_bits_must_not_depend_on_the_batch_and_there_alone(
     launches, invariant, split_tokens
 ):
-    trees = Trees(replace(SPEC, num_q_heads=4), [1, 1], [5, 130], [1, 1], None)
-    tables, lens, starts = trees.tensors
-    paged_attention.PagedAttentionArguments(
-        trees.query, trees.cache.key, trees.cache.value, tables, lens, starts, None, None,
-        max_query_len=1, max_seq_len=136, num_splits=2, scale=0.125, sliding_window=None, soft_cap=None, causal=True,
-        batch_invariant=invariant,
-    ).launch()  # fmt: skip
+    sample = paged(replace(PLAIN, batch_invariant=invariant), ([1, 1], [5, 130], None), 2)
+    paged_attention.PagedAttentionArguments(*sample).launch()
     [(_, constants)] = launches
     assert constants["SPLIT_BLOCKS"] * constants["BLOCK_N"] == split_tokens
