@@ -189,14 +189,6 @@ def test_without_the_package_it_is_refused_with_the_extra_that_brings_it(name):
     assert "pip install '.[flashinfer]' in a checkout" in verdict.reasons[0]
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_on_the_cpu_it_is_refused(name):
-    verdict = type(backend(name)).__base__().supports(make_spec(), CPU)
-
-    assert isinstance(verdict, Rejected)
-    assert "runs on cuda, not on cpu" in verdict.reasons
-
-
 @pytest.fixture
 def package_that_breaks(monkeypatch, tmp_path):
     """A flashinfer whose import ends in an error, and no backend over it."""
