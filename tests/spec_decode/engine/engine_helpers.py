@@ -14,7 +14,7 @@ from spec_decode.models.load import load_draft
 from spec_decode.paged import GraphMode
 from tests.factories import engine_config, make_config, make_pair, make_request
 from tests.spec_decode.models.generated import make_causal, make_dflash, make_dflash2, make_eagle3
-from tests.spec_decode.models.generated_mtp import V3_CONFIG, v3_modules, write
+from tests.spec_decode.models.generated_mtp import V3_CONFIG, make_mtp
 
 PROMPTS = ["The for statement", "def read(path):", "x", "An assignment to a list"]
 PAIR = make_pair()
@@ -46,7 +46,7 @@ def pair(name):
         return load_pair(SHIPPED_PAIR, draft=name)
     with TemporaryDirectory() as folder:
         if name == "modules":
-            write(Path(folder), MODULES, v3_modules(MODULES, shared=True))
+            make_mtp(MODULES).write(Path(folder))
         else:
             BLOCKS[name].write(Path(folder))
         return TARGET, load_draft(Path(folder), TARGET, dtype=torch.float32)

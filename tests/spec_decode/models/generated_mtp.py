@@ -81,16 +81,6 @@ def make_mtp(config, *, own=False):
     return Generated(config, {name: tensor for tensors in modules for name, tensor in tensors.items()})
 
 
-def v3_modules(config, *, shared=False):
-    """The tensors of as many layers that draft as the config says. shared: with the target's embedding and head."""
-    return make_mtp(config, own=not shared).tensors
-
-
-def write(folder, config, tensors):
-    """A checkpoint of these."""
-    return Generated(config, tensors).write(folder)
-
-
 def module_tensors(config, module=0, own=False):
     """The tensors of one of the layers that draft."""
     family, text = config["architectures"][0][:4], config.get("text_config", config)
