@@ -14,16 +14,16 @@ ASKED = ("--device", "cpu", "--family", "graph", "--only", "graph.*", "--quick")
 
 
 @pytest.mark.parametrize("names", [("torch_reference",), ("torch_reference", "triton_paged")])
-@pytest.mark.parametrize(("how", "apart"), [((), True), (("--isolate",), True), (("--no-isolate",), False)])
+@pytest.mark.parametrize(("how", "isolated"), [((), True), (("--isolate",), True), (("--no-isolate",), False)])
 def test_check_passes_on_what_was_asked_for_to_a_subprocess_each_or_to_this_process(
-    names, how, apart, checks, run, tmp_path
+    names, how, isolated, checks, run, tmp_path
 ):
     """In this process a debugger works. Kernels are interpreted on the CPU."""
     path = tmp_path / "out" if len(names) > 1 else tmp_path / "one.json"
     result = run("check", *names, *ASKED, *how, "--json", path)
     assert result.exit_code == 0 and "torch_reference: 1 checks = 1 pass" in result.output
     assert result.stderr.splitlines() == [f"{name}: starting" for name in names] and "starting" not in result.stdout
-    assert [name for name, *_ in checks.calls] == list(names) and checks.isolated == (list(names) if apart else [])
+    assert [name for name, *_ in checks.calls] == list(names) and checks.isolated == (list(names) if isolated else [])
     for name, asked, interpreted in checks.calls:
         assert (str(asked["device"]), asked["families"], asked["checks"]) == ("cpu", ["graph"], ["graph.*"])
         assert asked["quick"] and interpreted == "1"
