@@ -11,17 +11,15 @@ made again.
 from __future__ import annotations
 
 import argparse
-import queue
 import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from functools import partial
 from pathlib import Path
 from typing import IO
 
@@ -30,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 
 from attn_backends import names
+from scripts.free_places import on_a_free_one
 from scripts.on_gpus import run_on_gpus
 from spec_decode.environment import environment
 from spec_decode.files import ReportError, write_whole
@@ -123,26 +122,23 @@ class Evidence:
         self.began = time.monotonic()
         self.failed: list[str] = []
         self.left_out: list[str] = []
-        self._shared, self._timed = _waiting(shared), _waiting(timed)
+        self._shared, self._timed = shared, timed
 
     def run(self) -> None:
         """Until every step has ended, or the time has."""
-        _together([partial(self._take, self._shared, gpu) for gpu in self.gpus for _ in range(SLOTS)])
+        self._together(self._shared, [gpu for gpu in self.gpus for _ in range(SLOTS)])
         for step in self.lone:
             self._run(step, *self.gpus)
-        _together([partial(self._take, self._timed, gpu) for gpu in self.gpus])
+        self._together(self._timed, self.gpus)
 
     @property
     def _left(self) -> float | None:
         return None if self.seconds is None else max(0.0, self.began + self.seconds - time.monotonic())
 
-    def _take(self, waiting: queue.SimpleQueue[Step], gpu: int) -> None:
-        while True:
-            try:
-                step = waiting.get_nowait()
-            except queue.Empty:
-                return
-            self._run(step, gpu)
+    def _together(self, steps: Sequence[Step], places: Sequence[int]) -> None:
+        """In their order, one at a time on each of these GPUs; one that is named twice takes two."""
+        with ThreadPoolExecutor(len(places)) as pool:
+            list(pool.map(on_a_free_one(places, lambda gpu, step: self._run(step, gpu)), steps))
 
     def _run(self, step: Step, *gpus: int) -> None:
         if self._left is not None and step.seconds > self._left:
@@ -184,21 +180,6 @@ def is_stale(path: Path) -> bool:
         return not path.exists() or bool(stale_reports(read_documents([path])))
     except ReportError:
         return True
-
-
-def _waiting(steps: Sequence[Step]) -> queue.SimpleQueue[Step]:
-    waiting: queue.SimpleQueue[Step] = queue.SimpleQueue()
-    for step in steps:
-        waiting.put(step)
-    return waiting
-
-
-def _together(work: Sequence[Callable[[], None]]) -> None:
-    threads = [threading.Thread(target=each) for each in work]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
 
 
 def main() -> None:
