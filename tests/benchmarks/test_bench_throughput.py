@@ -4,13 +4,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import benchmarks as benches
 from attn_backends import get
 from benchmarks.cases import throughput
 from benchmarks.cases.throughput import LLAMA3_8B, ThroughputCase, rates_of, throughput_rows
 from benchmarks.random_drafts import RANDOM_DRAFTS, _llama
 from benchmarks.rows import Bench
-from builders import BatchError
 from spec_decode.drafter import Strategy
 from spec_decode.engine import Engine
 from spec_decode.paged import GraphMode
@@ -172,9 +170,3 @@ def test_step_0_outside_its_graph_says_the_same(strategy, with_step_0, later):
     assert inside == outside
     kinds = [{report.key.kind for report in engine.drafter.graphs.reports} for engine in engines]
     assert kinds == [{"extend", with_step_0}, {later}]
-
-
-@NO_CUDA
-def test_on_a_cpu_the_case_is_left_out_of_its_suite():
-    with pytest.raises(BatchError, match="throughput: times a CUDA device and this run is on cpu"):
-        benches.run(device=CPU, cases=["drafter"])
