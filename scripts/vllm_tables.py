@@ -32,7 +32,11 @@ _SHORT = {
     ("mtp", "deepseek-v3-shard"): "MTP, an eighth of the same, 16 heads",
 }
 _GROUPED = (("FLASHINFER", "FLASHINFER_IN_GRAPH"), ("FLASH_ATTN", "FLASHINFER_IN_GRAPH"))
-_LATENT = (("FLASH_ATTN_MLA", "ATTN_BACKENDS_FLASH_ATTN3_MLA"), ("FLASHMLA", "ATTN_BACKENDS_FLASHMLA"))
+_LATENT = (
+    ("FLASH_ATTN_MLA", "ATTN_BACKENDS_FLASH_ATTN3_MLA"),
+    ("FLASHMLA", "ATTN_BACKENDS_FLASHMLA"),
+    ("TRITON_MLA", "ATTN_BACKENDS_TRITON_MLA"),
+)
 """vLLM's draft backend and ours that are compared, over grouped heads and over latents."""
 
 
@@ -40,8 +44,8 @@ def ratios(reports: Sequence[dict[str, Any]]) -> str:
     """Output tokens a second of our draft backends over those of vLLM's, for the most draft tokens of each report."""
     sizes = sorted({row["requests"] for report in reports for each in report["arms"] for row in each["rows"]})
     lines = [
-        f"| draft | vLLM's backend | ours | {' | '.join(f'{size} req.' for size in sizes)} | GPU |",
-        "|---|---|---|" + "---:|" * len(sizes) + "---|",
+        f"| draft | vLLM's backend | ours | {' | '.join(f'{size} req.' for size in sizes)} | vLLM | GPU |",
+        "|---|---|---|" + "---:|" * len(sizes) + "---|---|",
     ]
     for report in reports:
         for (kind, size), model in _SHORT.items():
@@ -57,7 +61,8 @@ def ratios(reports: Sequence[dict[str, Any]]) -> str:
                     cells = [_ratio(rows[ours].get(count), rows[theirs].get(count)) for count in sizes]
                     device = report["env"]["device"].removeprefix("NVIDIA ").partition(" ")[0]
                     named = f"{model}, {steps} tokens | `{theirs}` | `{ours}`"
-                    lines.append(f"| {named} | {' | '.join(cells)} | {device}, {report['env']['date'][:10]} |")
+                    mode = "defaults" if arms[0]["arm"].get("compiled", False) else "mode 0"
+                    lines.append(f"| {named} | {' | '.join(cells)} | {mode} | {device}, {report['env']['date'][:10]} |")
     return "\n".join(lines)
 
 

@@ -80,8 +80,8 @@ def test_ratios_are_of_medians_for_the_most_draft_tokens_and_say_where_runs_over
     few = [vllm_arm(draft, 3, [1.0]) for draft in runs]
     said = vllm_tables.ratios([{**VLLM_REPORT, "arms": [*few, *arms]}, {**VLLM_REPORT, "arms": latent}])
 
-    assert said.splitlines()[0] == "| draft | vLLM's backend | ours | 4 req. | GPU |"
-    llama, source = "| EAGLE, 8B Llama, 7 tokens", "H200, 2026-11-23 |"
+    assert said.splitlines()[0] == "| draft | vLLM's backend | ours | 4 req. | vLLM | GPU |"
+    llama, source = "| EAGLE, 8B Llama, 7 tokens", "mode 0 | H200, 2026-11-23 |"
     latents = "| MTP, four layers of DeepSeek-V3, 128 heads, 3 tokens"
     assert said.splitlines()[2:] == [
         f"{llama} | `FLASHINFER` | `FLASHINFER_IN_GRAPH` | 1.80 | {source}",
