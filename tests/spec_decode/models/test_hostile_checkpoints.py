@@ -12,7 +12,7 @@ from spec_decode.models import CheckpointError, load_pair, save_pair
 from spec_decode.models.checkpoints.store import TensorStore
 from spec_decode.models.load import load_draft
 from tests.factories import make_pair
-from tests.spec_decode.models.generated import Generated, StubTarget
+from tests.spec_decode.models.generated import Generated, StubTarget, say_twice
 from tests.spec_decode.models.test_published_drafts import EVERY
 
 LIES = [10**12, 2**63, 10**400, 2**30, -1, 1.5, True, "7", math.nan, math.inf, [], {}]
@@ -133,12 +133,7 @@ def pair(tmp_path):
 
 
 def test_a_pairs_weights_that_say_a_name_twice_are_refused(pair):
-    path = pair / "target.safetensors"
-    raw = path.read_bytes()
-    end = 8 + struct.unpack("<Q", raw[:8])[0]
-    name, said = next(item for item in json.loads(raw[8:end]).items() if item[0] != "__metadata__")
-    header = raw[8:end].rstrip().removesuffix(b"}") + f", {json.dumps(name)}: {json.dumps(said)}}}".encode()
-    path.write_bytes(struct.pack("<Q", len(header)) + header + raw[end:])
+    name = say_twice(pair / "target.safetensors")
     assert f"{name} is said twice in one object" in refusal(lambda: load_pair(pair))
 
 

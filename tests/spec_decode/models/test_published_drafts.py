@@ -44,21 +44,9 @@ K, PAGE, MAX_SEQ_LEN = 4, 4, 48
 CONTEXTS, ACCEPTED = [1, 9, 25], [K, 0, 2]
 
 LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
-}
-YARN = {
-    "rope_type": "yarn",
-    "factor": 8.0,
-    "original_max_position_embeddings": 12,
-    "beta_fast": 4.0,
-    "beta_slow": 0.5,
-    "mscale": 0.7,
-    "mscale_all_dim": 1.0,
-}
+}  # fmt: skip
 
 
 @dataclass
@@ -128,7 +116,7 @@ CASES = {
         norm_before_residual=True,
         rope_parameters={"rope_type": "default", "rope_theta": 300.0},
     ),
-    "latent_eagle3": latent_eagle3(rope_scaling=YARN),
+    "latent_eagle3": latent_eagle3(rope_scaling=V3_CONFIG["rope_scaling"]),
     "latent_eagle3_1": latent_eagle3(
         target=TWO_STATES,
         num_states=2,

@@ -3,7 +3,6 @@ fetched, and its files are not believed."""
 
 import json
 import math
-import struct
 from functools import partial
 
 import pytest
@@ -11,6 +10,7 @@ import torch
 
 from spec_decode import models
 from spec_decode.models import CheckpointError
+from tests.spec_decode.models.generated import say_twice
 
 transformers = pytest.importorskip("transformers")
 
@@ -134,12 +134,7 @@ def test_a_limit_of_infinity_is_none_to_refuse(folder):
 
 
 def test_a_header_that_says_a_name_twice_is_refused(folder):
-    path = folder / "model.safetensors"
-    raw = path.read_bytes()
-    end = 8 + struct.unpack("<Q", raw[:8])[0]
-    name, entry = next(item for item in json.loads(raw[8:end]).items() if item[0] != "__metadata__")
-    header = raw[8:end].rstrip().removesuffix(b"}") + f", {json.dumps(name)}: {json.dumps(entry)}}}".encode()
-    path.write_bytes(struct.pack("<Q", len(header)) + header + raw[end:])
+    name = say_twice(folder / "model.safetensors")
     assert f"{name} is said twice" in refusal(folder)
 
 

@@ -146,17 +146,11 @@ def test_budget_is_far_below_what_a_forgotten_window_or_sink_would_change() -> N
         assert (model(TEXTS).logits - judged("gpt_oss")).abs().max() > 1000 * budget("gpt_oss")
 
 
-def test_layers_of_one_kind_of_attention_share_a_group() -> None:
-    assert {kind: [(g.name, g.layers) for g in target(kind).layer_groups(PAGE)] for kind in ("llama", "gpt_oss")} == {
-        "llama": [("full", (0, 1, 2, 3))],
-        "gpt_oss": [("sliding", (0, 2)), ("full", (1, 3))],
-    }
-
-
-def test_groups_carry_what_their_layers_ask_for() -> None:
-    oss = {group.name: group.spec for group in target("gpt_oss").layer_groups(PAGE)}
-    gemma = target("gemma2").layer_groups(PAGE)[0].spec
-
+def test_layers_of_one_kind_of_attention_share_a_group_that_carries_what_they_ask_for() -> None:
+    llama, sliding_and_full, gemma2 = (target(kind).layer_groups(PAGE) for kind in ("llama", "gpt_oss", "gemma2"))
+    assert [(group.name, group.layers) for group in llama] == [("full", (0, 1, 2, 3))]
+    assert [(g.name, g.layers) for g in sliding_and_full] == [("sliding", (0, 2)), ("full", (1, 3))]
+    oss, gemma = {group.name: group.spec for group in sliding_and_full}, gemma2[0].spec
     assert (oss["sliding"].sliding_window, oss["full"].sliding_window) == (WINDOW, None)
     assert oss["full"].sinks and oss["full"].page_size == PAGE and oss["full"].softmax_scale == 64**-0.5
     assert (gemma.soft_cap, gemma.softmax_scale, gemma.sinks) == (CAP, 24**-0.5, False)
