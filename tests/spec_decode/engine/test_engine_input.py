@@ -35,7 +35,7 @@ def submitted(engine):
 
 def serve(engine, handles):
     """Steps until every text has ended as it would have; how many steps broke off, each with every page back."""
-    broke, num_pages = 0, engine.pool.num_pages
+    broke, num_pages, trace = 0, engine.pool.num_pages, sys.gettrace()
     while not all(handle.done for handle in handles):
         try:
             engine.step()
@@ -43,7 +43,7 @@ def serve(engine, handles):
             broke += 1
             assert engine.pool.num_free == num_pages
         finally:
-            sys.settrace(None)
+            sys.settrace(trace)
     engine.step()
     assert [handle.generation.token_ids for handle in handles] == WHOLE and engine.pool.num_free == num_pages
     assert {handle.generation.finish_reason for handle in handles} == {"length"}

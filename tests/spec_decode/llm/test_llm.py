@@ -325,6 +325,11 @@ def test_a_model_or_a_setting_that_does_not_fit_is_refused(told: str, bad: tuple
         LLM(**{"model": "pydoc", "draft": "draft", "device": "cpu", **changes})
 
 
+def test_an_empty_folder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=str(tmp_path)):
+        LLM(tmp_path, device="cpu")
+
+
 def test_the_front_door_has_what_it_lists_and_nothing_else() -> None:
     assert {name: getattr(spec_decode, name).__name__ for name in spec_decode.__all__} == {
         name: name for name in ("LLM", "Completion", "SamplingParams", "TextChunk")
