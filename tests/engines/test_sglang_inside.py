@@ -253,14 +253,6 @@ def test_the_step_that_reads_the_text_stays_sglangs(monkeypatch):
     assert maker.create_draft_extend_backend() is made
 
 
-def test_sglangs_own_names_are_found_as_ever(monkeypatch):
-    runner, made = Engine([3]).runner, SimpleNamespace(attn_backends=[])
-    runner.draft_attention_backend = "triton"
-    maker = factory(runner)
-    monkeypatch.setattr(maker, "_create_triton_decode_backend", lambda: ("triton", made))
-    assert maker.create_decode_backend() is made
-
-
 def test_the_names_are_choices_and_backends_of_a_runner():
     from sglang.srt.arg_groups.choices import DRAFT_ATTENTION_BACKEND_CHOICES
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS

@@ -53,8 +53,9 @@ def test_an_empty_update_holds_only_where_nothing_is_copied(vllm_inside, name):
         run(backend_over(with_empty_update(Copies, "Copies"), __name__), name)
 
 
-@pytest.mark.parametrize("name", CHECKS)
-@pytest.mark.parametrize(("dtype", "separate"), vllm_sparse.CACHES)
+@pytest.mark.parametrize(
+    ("dtype", "separate", "name"), [(*cache, name) for cache, name in zip(vllm_sparse.CACHES, CHECKS, strict=True)]
+)
 def test_our_update_leaves_nothing_stale(vllm_inside, dtype, separate, name, monkeypatch):
     from engines.vllm.conformance.flashmla_sparse import backend_over
     from engines.vllm.v0_33.sparse import InGraphSparseBuilder

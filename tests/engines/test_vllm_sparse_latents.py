@@ -17,8 +17,7 @@ from tests.factories import make_spec
 pytestmark = NEEDS_VLLM
 
 
-@pytest.mark.parametrize("native", [False, True], ids=["flat", "native"])
-@pytest.mark.parametrize(("dtype", "separate"), CACHES)
+@pytest.mark.parametrize(("dtype", "separate", "native"), [*((*each, False) for each in CACHES), (*CACHES[0], True)])
 def test_vllms_speculator_replays_a_sparse_draft_over_batches_that_its_graph_never_saw(
     dtype, separate, native, monkeypatch
 ):
