@@ -45,7 +45,7 @@ def names_for(spec):
 class Asked:
     """A batch and a row of padding over a cache that is NaN wherever no request's token lies."""
 
-    def __init__(self, spec, query_lens, seq_lens):
+    def __init__(self, spec, query_lens, seq_lens, masks=None):
         generator = torch.Generator().manual_seed(1)
         tables = make_tables(seq_lens, page_sizes=(spec.page_size,), max_reqs=4, max_seq_len=32)
         self.spec, self.query_lens, self.seq_lens = spec, query_lens, seq_lens
@@ -53,6 +53,10 @@ class Asked:
         num_reqs, num_tokens = self.batch.load(query_lens, seq_lens, pad_reqs=len(seq_lens) + 1)
         sizes = {"max_query_len": max(query_lens), "uniform": len(set(query_lens)) == 1}
         self.view = self.batch.view(0, num_reqs=num_reqs, num_tokens=num_tokens, **sizes)
+        self.masks = masks
+        if masks is not None:
+            self.batch.tree_masks[: len(masks)] = torch.tensor(masks)
+            self.view = self.batch.tree_view(self.view)
         self.table, self.cache = tables.block_tables[0], make_cache(spec, tables.num_pages[0])
         if spec.kind is AttentionKind.MLA:
             self.cache = KVCache(self.cache.key, self.cache.key[..., : spec.out_dim])
@@ -78,11 +82,14 @@ class Asked:
             tokens = tokens_of(self.cache, pages, length, self.spec)
             for position in range(length - count, length):
                 seen = range(max(0, position + 1 - window), position + 1)
+                if self.masks is not None:
+                    own = (length - count + at for at in range(count) if self.masks[len(rows)] >> at & 1)
+                    seen = [*range(length - count), *own]
                 rows.append(attend(self.query[len(rows)], *tokens, seen, self.spec, self.sinks))
         return torch.stack(rows)
 
 
-def check(spec, batch):
+def check(spec, *batch):
     asked = Asked(spec, *batch)
     for name in names_for(spec):
         out = asked.run(name)
@@ -94,13 +101,18 @@ def check(spec, batch):
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 def test_attention_over_pages_is_attention_over_the_logical_tokens(spec):
-    check(spec, ([3, 1, 8], [3, 9, 21]))
+    check(spec, [3, 1, 8], [3, 9, 21])
 
 
 @pytest.mark.parametrize("batch", BATCHES.values(), ids=BATCHES)
 @pytest.mark.parametrize("spec", [PLAIN, LATENTS], ids=["plain", "latents"])
 def test_batches_of_every_shape(spec, batch):
-    check(spec, batch)
+    check(spec, *batch)
+
+
+@pytest.mark.parametrize("spec", [PLAIN, LATENTS], ids=["plain", "latents"])
+def test_a_trees_token_sees_its_ancestors_and_what_was_cached(spec):
+    check(replace(spec, tree=True), [5, 1, 3], [5, 9, 21], [1, 3, 5, 11, 21, 1, 1, 3, 5])
 
 
 @pytest.mark.parametrize("name", ["torch_reference", "triton_paged"])
