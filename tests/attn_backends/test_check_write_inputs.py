@@ -8,10 +8,10 @@ from builders import AttentionKind, BatchError
 from tests.factories import CPU, make_spec
 
 MHA, MLA = make_spec(num_kv_heads=1), make_spec(num_kv_heads=1, kind=AttentionKind.MLA)
-PACKED = make_spec(
+FP8_DS_MLA = make_spec(
     num_kv_heads=1, kind=AttentionKind.MLA, head_dim=512, dtype=torch.bfloat16, kv_dtype=torch.float8_e4m3fn
 )
-SPECS = {"keys and values": MHA, "latents": MLA, "packed latents": PACKED}
+SPECS = {"keys and values": MHA, "latents": MLA, "fp8_ds_mla": FP8_DS_MLA}
 
 
 def check(spec, change=None):

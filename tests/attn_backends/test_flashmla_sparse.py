@@ -40,7 +40,7 @@ def install(tmp_path: Path) -> Iterator[Install]:
     """Installs a package's module; what is not installed is absent, and nobody has loaded the backends."""
     with (
         packages_on_disk(tmp_path, "flash_mla", "vllm") as on_disk,
-        unloaded("flashmla", "flashmla_sparse"),
+        unloaded("attn_backends.flashmla", "attn_backends.flashmla_sparse"),
     ):
         yield lambda module, source=SOURCE: on_disk(module, source)
 

@@ -27,11 +27,15 @@ def random_cache():
     return cache.key, cache.value
 
 
-PACKED = torch.randn(3, 8, 16, generator=torch.Generator().manual_seed(0))
+PROJECTION = torch.randn(3, 8, 16, generator=torch.Generator().manual_seed(0))
 STORED = {
     "tokens": (*new(3), random_cache()),
-    "views of a projection": (PACKED[:, 4:6], PACKED[:, 6:, :8], random_cache()),
-    "a cache of keys' and values' pages": (PACKED[:, 4:6], PACKED[:, 6:], torch.randn(5, 2, 4, 2, 16).unbind(1)),
+    "views of a projection": (PROJECTION[:, 4:6], PROJECTION[:, 6:, :8], random_cache()),
+    "a cache of keys' and values' pages": (
+        PROJECTION[:, 4:6],
+        PROJECTION[:, 6:],
+        torch.randn(5, 2, 4, 2, 16).unbind(1),
+    ),
     "a cache of keys' and values' dims": (*new(3), torch.randn(5, 4, 2, 24).split([16, 8], -1)),
 }
 
