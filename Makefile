@@ -32,9 +32,9 @@ test: $(VENV)/.installed
 		echo "make test: FAILED in the interpreter, see above"; exit 1; }
 	@echo "make test: every test passed"
 
-# Statistics, and whole kits in the interpreter: minutes each.
+# Statistics, and whole kits in the interpreter: minutes each, so that they are shared out one by one, not by files.
 slow: $(VENV)/.installed
-	$(BIN)/python $(PYTEST) -m slow
+	$(BIN)/python -m pytest -n 2 --dist worksteal -q -m slow
 	TRITON_INTERPRET=1 $(BIN)/python $(PYTEST) -m slow tests/interpreter
 
 # The oldest releases that are promised and the newest that were run, each in an environment of its own.

@@ -107,7 +107,7 @@ def test_a_group_that_the_cuda_cores_have_no_kernel_for_is_refused():
     assert all("one of (1, 2, 3, 4, 8), got 6" in result.reason for result in report.results)
 
 
-@pytest.mark.parametrize(("name", "case"), zip(NAMES, ("k4-n7", "k2-n2", "k3-n3", "k2-n2"), strict=True))
+@pytest.mark.parametrize(("name", "case"), list(zip(NAMES, ("k4-n7", "k2-n2", "k3-n3", "k2-n2"), strict=True)))
 def test_whole_rounds_agree_in_every_strategy(name, case):
     check_backend(backend(name), device=CPU, checks=[f"drafter.strategies_agree[[]{case}[]]"])
 
