@@ -34,7 +34,7 @@ test: $(VENV)/.installed
 
 # Statistics, and whole kits in the interpreter: minutes each, so that they are shared out one by one, not by files.
 slow: $(VENV)/.installed
-	$(BIN)/python -m pytest -n 2 --dist worksteal -q -m slow
+	$(BIN)/python $(PYTEST) --dist worksteal -m slow
 	TRITON_INTERPRET=1 $(BIN)/python $(PYTEST) -m slow tests/interpreter
 
 # The oldest releases that are promised and the newest that were run, each in an environment of its own.

@@ -29,7 +29,7 @@ import torch
 
 from attn_backends import names
 from scripts.free_places import on_a_free_one
-from scripts.on_gpus import run_on_gpus
+from scripts.on_gpus import card, run_on_gpus
 from spec_decode.environment import environment
 from spec_decode.files import ReportError, write_whole
 from spec_decode.matrix.sources import read_documents, stale_reports
@@ -171,7 +171,7 @@ class Evidence:
 
 def folder_of(device: str) -> Path:
     """Where the reports of a GPU go: NVIDIA H100 80GB HBM3 -> reports/h100."""
-    return ROOT / "reports" / device.removeprefix("NVIDIA ").split()[0].lower()
+    return ROOT / "reports" / card(device).lower()
 
 
 def is_stale(path: Path) -> bool:

@@ -1,4 +1,4 @@
-"""A command on some of a machine's GPUs, for a limited time."""
+"""GPUs of a machine: what a card is called, and a command on some of them for a limited time."""
 
 from __future__ import annotations
 
@@ -10,6 +10,11 @@ from pathlib import Path
 from typing import IO
 
 ROOT = Path(__file__).resolve().parent.parent
+
+
+def card(device: str) -> str:
+    """The short name of a GPU: H100 of NVIDIA H100 80GB HBM3."""
+    return device.removeprefix("NVIDIA ").split()[0]
 
 
 def run_on_gpus(command: Sequence[str], gpus: Sequence[int], output: IO[str], seconds: float | None) -> int:

@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from scripts import strategy_times, vllm_tables
 from scripts.line_plot import Line, line_plot
+from scripts.on_gpus import card
 from spec_decode.conformance.report import FAILURES, Report
 from spec_decode.files import read_json, write_whole
 from spec_decode.matrix import Sources
@@ -103,7 +104,7 @@ def summary(reports: Sequence[Report]) -> str:
     newest: dict[tuple[str, str], Report] = {}
     for report in sorted(reports, key=lambda report: report.env.date):
         if not report.engine and {result.family for result in report.results} != {"soak"}:
-            newest[report.backend, _short(report.env.device) if report.env.cuda else CPU] = report
+            newest[report.backend, card(report.env.device) if report.env.cuda else CPU] = report
     devices = sorted({device for _, device in newest}, key=lambda device: (device == CPU, device))
     lines = [["backend", *devices], ["---"] * (1 + len(devices))]
     for backend in sorted({backend for backend, _ in newest}):
@@ -119,7 +120,7 @@ def figures(root: Path) -> str:
     arms, speeds, host = vllm_arms(vllm), engine_speeds(engine), host_times(rounds)
     plain, drafted = min(speeds), max(speeds)
     version, sizes = vllm["arms"][0]["vllm"], " / ".join(map(str, SIZES))
-    in_vllm, kept = vllm_rows(root)
+    in_vllm, kept = vllm_rows(root, f"Tokens/s in vLLM {version} with {sizes} concurrent requests")
     refuted = [report for report in builders if any(report.counts[bad] for bad in (*FAILURES, Outcome.XFAIL))]
     lines = [
         ["measured", "baseline", "this library", "device, date, command"],
@@ -146,29 +147,22 @@ def figures(root: Path) -> str:
         "almost every token of such a draft. We therefore made the verifier accept a fixed mean number per round: "
         f"{', '.join(kept)} draft tokens in vLLM, {min(accepted):.1f} to {max(accepted):.1f} of {drafted} in our "
         f"engine. Without a draft, vLLM generates {_pair(arms[NO_DRAFT])} tokens/s of the Llama with {sizes} "
-        f"concurrent requests ({_short(vllm['env']['device'])}, same run).\n\nAn attention backend's *metadata* tells "
+        f"concurrent requests ({card(vllm['env']['device'])}, same run).\n\nAn attention backend's *metadata* tells "
         f"its kernels where each request's tokens are. We checked {len(builders)} of the metadata builders in vLLM "
         f"{version} that claim to update their metadata in place, and refuted {len(refuted)} of these claims (CPU, "
         f"{date}, `attn-backends check --engine vllm`). {planned_steps(root)}"
     )
 
 
-def vllm_rows(root: Path) -> tuple[list[list[str]], list[str]]:
-    """A row for each draft of IN_VLLM, and how many of its tokens are kept a round."""
+def vllm_rows(root: Path, measured: str) -> tuple[list[list[str]], list[str]]:
+    """A row for each draft of IN_VLLM, the first of which says what was measured, and how many tokens a round keeps."""
     rows, kept = [], []
     for said, name, steps, size, theirs, ours in IN_VLLM:
         report = _load(root, name)
         arms = vllm_arms(report, steps, size)
-        begin = (
-            "the same"
-            if rows
-            else (
-                f"Tokens/s in vLLM {report['arms'][0]['vllm']} with {' / '.join(map(str, SIZES))} concurrent requests"
-            )
-        )
         rows.append(
             [
-                f"{begin}: {said.format(steps)}",
+                f"{'the same' if rows else measured}: {said.format(steps)}",
                 f"{_pair(_best(arms, theirs))} (vLLM's {_named(theirs)})",
                 f"**{_pair(_best(arms, ours))}** (our {_named(ours)})",
                 _source(report, "scripts/vllm_figures.py"),
@@ -244,7 +238,7 @@ def planned_steps(root: Path) -> str:
 
 def plot(report: Mapping[str, Any]) -> str:
     """vLLM's output tokens a second against requests, as an SVG for light and dark pages."""
-    arms, device = vllm_arms(report), _short(report["env"]["device"])
+    arms, device = vllm_arms(report), card(report["env"]["device"])
     kept = _kept(report)
     names = {
         OURS: "FLASHINFER_IN_GRAPH (ours)",
@@ -295,7 +289,7 @@ def _pair(values: Mapping[int, float]) -> str:
 
 
 def _source(report: Mapping[str, Any], command: str) -> str:
-    return f"{_short(report['env']['device'])}, {report['env']['date'][:10]}, `{command}`"
+    return f"{card(report['env']['device'])}, {report['env']['date'][:10]}, `{command}`"
 
 
 def _kept(report: Mapping[str, Any], steps: int = DRAFT_TOKENS, size: str = VLLM_SIZE) -> float:
@@ -304,10 +298,6 @@ def _kept(report: Mapping[str, Any], steps: int = DRAFT_TOKENS, size: str = VLLM
         arm["arm"]["kept"] for arm in report["arms"] if (arm["arm"]["steps"], arm["arm"]["size"]) == (steps, size)
     )
     return kept
-
-
-def _short(device: str) -> str:
-    return device.removeprefix("NVIDIA ").removesuffix(" 80GB HBM3")
 
 
 def _passed(report: Report | None) -> str:

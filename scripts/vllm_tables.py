@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from statistics import median
 from typing import Any
+
+from scripts.on_gpus import card
 
 _NO_DRAFT = "no speculation"
 _ENGINES = {
@@ -47,23 +49,26 @@ def ratios(reports: Sequence[dict[str, Any]]) -> str:
         f"| draft | vLLM's backend | ours | {' | '.join(f'{size} req.' for size in sizes)} | vLLM | GPU |",
         "|---|---|---|" + "---:|" * len(sizes) + "---|---|",
     ]
-    for report in reports:
-        for (kind, size), model in _SHORT.items():
-            arms = [each for each in report["arms"] if each["arm"]["kept"] and _model(each) == (kind, size)]
-            steps = max((each["arm"]["steps"] for each in arms), default=0)
-            rows = {
-                each["arm"]["draft"]: {row["requests"]: row["tokens_per_s"] for row in each["rows"]}
-                for each in arms
-                if each["arm"]["steps"] == steps
-            }
-            for theirs, ours in _LATENT if kind == "mtp" else _GROUPED:
-                if theirs in rows and ours in rows:
-                    cells = [_ratio(rows[ours].get(count), rows[theirs].get(count)) for count in sizes]
-                    device = report["env"]["device"].removeprefix("NVIDIA ").partition(" ")[0]
-                    named = f"{model}, {steps} tokens | `{theirs}` | `{ours}`"
-                    mode = "defaults" if arms[0]["arm"].get("compiled", False) else "mode 0"
-                    lines.append(f"| {named} | {' | '.join(cells)} | {mode} | {device}, {report['env']['date'][:10]} |")
+    lines += [line for report in reports for model in _SHORT for line in _ratio_lines(report, model, sizes)]
     return "\n".join(lines)
+
+
+def _ratio_lines(report: dict[str, Any], model: tuple[str, str], sizes: Sequence[int]) -> Iterator[str]:
+    """Those of a kind of draft and a size of model; none where the report has not both backends of a pair."""
+    arms = [each for each in report["arms"] if each["arm"]["kept"] and _model(each) == model]
+    steps = max((each["arm"]["steps"] for each in arms), default=0)
+    rows = {
+        each["arm"]["draft"]: {row["requests"]: row["tokens_per_s"] for row in each["rows"]}
+        for each in arms
+        if each["arm"]["steps"] == steps
+    }
+    for theirs, ours in _LATENT if model[0] == "mtp" else _GROUPED:
+        if theirs in rows and ours in rows:
+            cells = [_ratio(rows[ours].get(count), rows[theirs].get(count)) for count in sizes]
+            mode = "defaults" if arms[0]["arm"].get("compiled", False) else "mode 0"
+            source = f"{card(report['env']['device'])}, {report['env']['date'][:10]}"
+            said = [f"{_SHORT[model]}, {steps} tokens", f"`{theirs}`", f"`{ours}`", *cells, mode, source]
+            yield f"| {' | '.join(said)} |"
 
 
 def _ratio(ours: list[float] | None, theirs: list[float] | None) -> str:
