@@ -16,23 +16,20 @@ _ENGINES = {
 """How engines run, by whether they are compiled, as the page orders them."""
 _NAMES = {"dflash": "DFlash", "dflash2": "DFlash2", "mtp": "DeepSeek-V3's latents and MTP layer"}
 _MODELS = {
-    ("eagle", "llama3-8b"): "A Llama of the 8B shape with an EAGLE draft",
-    ("dflash", "qwen3-8b"): "A Qwen3 of the 8B shape with a DFlash draft",
-    ("dflash2", "qwen3-8b"): "A Qwen3 of the 8B shape with a DFlash2 draft",
-    ("mtp", "deepseek-v3"): "Four layers of DeepSeek-V3, one of them with experts, and its MTP layer; 128 heads",
+    ("eagle", "llama3-8b"): ("EAGLE, 8B Llama", "A Llama of the 8B shape with an EAGLE draft"),
+    ("dflash", "qwen3-8b"): ("DFlash, 8B Qwen3", "A Qwen3 of the 8B shape with a DFlash draft"),
+    ("dflash2", "qwen3-8b"): ("DFlash2, 8B Qwen3", "A Qwen3 of the 8B shape with a DFlash2 draft"),
+    ("mtp", "deepseek-v3"): (
+        "MTP, four layers of DeepSeek-V3, 128 heads",
+        "Four layers of DeepSeek-V3, one of them with experts, and its MTP layer; 128 heads",
+    ),
     ("mtp", "deepseek-v3-shard"): (
-        "What tensor parallelism leaves one of eight GPUs of four layers of DeepSeek-V3 and its MTP layer; 16 heads"
+        "MTP, an eighth of the same, 16 heads",
+        "What tensor parallelism leaves one of eight GPUs of four layers of DeepSeek-V3 and its MTP layer; 16 heads",
     ),
 }
-"""What was run, by the kind of the draft and the size, in the page's order."""
+"""What was run, in a row and in a sentence, by the kind of the draft and the size, in the pages' order."""
 
-_SHORT = {
-    ("eagle", "llama3-8b"): "EAGLE, 8B Llama",
-    ("dflash", "qwen3-8b"): "DFlash, 8B Qwen3",
-    ("dflash2", "qwen3-8b"): "DFlash2, 8B Qwen3",
-    ("mtp", "deepseek-v3"): "MTP, four layers of DeepSeek-V3, 128 heads",
-    ("mtp", "deepseek-v3-shard"): "MTP, an eighth of the same, 16 heads",
-}
 _GROUPED = (("FLASHINFER", "FLASHINFER_IN_GRAPH"), ("FLASH_ATTN", "FLASHINFER_IN_GRAPH"))
 _LATENT = (
     ("FLASH_ATTN_MLA", "ATTN_BACKENDS_FLASH_ATTN3_MLA"),
@@ -49,7 +46,7 @@ def ratios(reports: Sequence[dict[str, Any]]) -> str:
         f"| draft | vLLM's backend | ours | {' | '.join(f'{size} req.' for size in sizes)} | vLLM | GPU |",
         "|---|---|---|" + "---:|" * len(sizes) + "---|---|",
     ]
-    lines += [line for report in reports for model in _SHORT for line in _ratio_lines(report, model, sizes)]
+    lines += [line for report in reports for model in _MODELS for line in _ratio_lines(report, model, sizes)]
     return "\n".join(lines)
 
 
@@ -67,7 +64,7 @@ def _ratio_lines(report: dict[str, Any], model: tuple[str, str], sizes: Sequence
             cells = [_ratio(rows[ours].get(count), rows[theirs].get(count)) for count in sizes]
             mode = "defaults" if arms[0]["arm"].get("compiled", False) else "mode 0"
             source = f"{card(report['env']['device'])}, {report['env']['date'][:10]}"
-            said = [f"{_SHORT[model]}, {steps} tokens", f"`{theirs}`", f"`{ours}`", *cells, mode, source]
+            said = [f"{_MODELS[model][0]}, {steps} tokens", f"`{theirs}`", f"`{ours}`", *cells, mode, source]
             yield f"| {' | '.join(said)} |"
 
 
@@ -93,7 +90,7 @@ def figures(report: dict[str, Any], name: str) -> str:
     for compiled, engines in _ENGINES.items():
         alike = [each for each in timed if each["arm"].get("compiled", False) is compiled]
         drafted = [each for each in alike if each["arm"]["draft"]]
-        for (kind, size), models in _MODELS.items():
+        for (kind, size), (_, models) in _MODELS.items():
             arms = [each for each in drafted if _model(each) == (kind, size)]
             if not arms:
                 continue
