@@ -9,9 +9,10 @@ their draft tokens are compared with those of a draft on the target's backend. H
 apart there is what rounding does. With two GPUs, tensor parallelism over both against one. Compiled arms run as vLLM
 does by default, with piecewise graphs where full ones are impossible; the others have full graphs or none, which brings
 an engine up sooner. Every arm is a process, which runs each batch once before it is timed, with its GPUs to itself;
-exact arms share one. What an arm found is kept in a folder, with its log: it is not run again while the code that the
-report covers, what measures an arm, the GPU and the versions are the same. With --minutes, arms that are not done in
-time are left out, the last first, and what is kept is reported; the folder may go to another machine meanwhile.
+exact arms share GPUs, and start their engines as vllm serve does. What an arm found is kept in a folder, with its log:
+it is not run again while the code that the report covers, what measures an arm, the GPU and the versions are the same.
+With --minutes, arms that are not done in time are left out, the last first, and what is kept is reported; the folder
+may go to another machine meanwhile.
 
 Fails where a draft of ours is not fused, plans a batch of decodes on the host, waits for the device, takes the engine's
 graphs, or drafts other tokens more often than vLLM's own backends do among themselves. A batch with prefills has no
@@ -105,7 +106,8 @@ def arms(num_gpus: int) -> list[Arm]:
 
 
 def across() -> list[Arm]:
-    """Those over two GPUs: of each kind of draft one that is timed and one that is compared with one GPU's."""
+    """Those over two GPUs: of each kind of draft one that is timed, and one that is compared with that on the target's
+    backend, which is compared with one GPU's."""
     kinds = [
         (OURS[0], 3, "llama3-8b", "small", "eagle", KEPT[3]),
         (LATENT.ours[0], MTP[0], "deepseek-v3", "deepseek-small", "mtp", MTP[1]),
@@ -113,7 +115,11 @@ def across() -> list[Arm]:
     ]
     return [
         *(Arm(draft, steps, size, kept, 2, kind=kind) for draft, steps, size, _, kind, kept in kinds),
-        *(Arm(draft, steps, small, 0.0, 2, (4,), kind=kind) for draft, steps, _, small, kind, _ in kinds),
+        *(
+            Arm(draft, steps, small, 0.0, 2, (1, 4, 32), kind=kind)
+            for ours, steps, _, small, kind, _ in kinds
+            for draft in (names(kind).base, ours)
+        ),
     ]
 
 
@@ -209,8 +215,7 @@ def run_all(
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """What arms found, and the names of those that were not done within so many seconds.
 
-    Those over several GPUs come first, one after another, then the others in their order: one on each GPU if they are
-    timed.
+    A timed arm has its GPUs to itself; exact ones share them.
     """
     ends = None if seconds is None else time.monotonic() + seconds
     left_out: list[str] = []
@@ -224,9 +229,10 @@ def run_all(
             print(" ".join((arm.name, *told)), *found.get("said", ()), sep="\n", flush=True)
         return found
 
-    found = [run_on(gpus[: arm.num_gpus], arm) for arm in asked if arm.num_gpus > 1]
-    for is_timed, together in groupby((arm for arm in asked if arm.num_gpus == 1), key=lambda arm: arm.is_timed):
-        places = [[gpu] for gpu in gpus] * (1 if is_timed else EXACT_ARMS)
+    found: list[dict[str, Any] | None] = []
+    for (wanted, is_timed), together in groupby(asked, key=lambda arm: (arm.num_gpus, arm.is_timed)):
+        places = [gpus[at : at + wanted] for at in range(0, len(gpus) - wanted + 1, wanted)]
+        places *= 1 if is_timed else EXACT_ARMS
         with ThreadPoolExecutor(len(places)) as pool:
             found += pool.map(on_a_free_one(places, run_on), together)
     return [each for each in found if each is not None], left_out
@@ -251,21 +257,29 @@ def same_drafts(base: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, 
 
 
 def agreement(found: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Each exact arm beside that of the target's backend with the same kind of draft, row by row."""
+    """Each exact arm beside that of the target's backend with the same kind of draft and as many GPUs, and this one
+    over several beside that on one, row by row."""
     exact = [each for each in found if not each["arm"]["kept"] and each["arm"]["draft"] and each["rows"]]
-    bases: dict[str, Mapping[str, Any]] = {}
-    for each in exact:
-        if each["arm"]["draft"] == names(each["arm"]["kind"]).base:
-            bases.setdefault(each["arm"]["kind"], each)
-    return [
-        {name: each["arm"][name] for name in ("name", "kind", "draft")}
-        | {"requests": row["requests"]}
-        | same_drafts(beside, row)
+    bases = {
+        (each["arm"]["kind"], each["arm"]["num_gpus"]): each
         for each in exact
-        if (base := bases.get(each["arm"]["kind"])) is not None and each is not base
+        if each["arm"]["draft"] == names(each["arm"]["kind"]).base
+    }
+
+    def beside(each: Mapping[str, Any]) -> Mapping[str, Any] | None:
+        kind, num_gpus = each["arm"]["kind"], each["arm"]["num_gpus"]
+        base = bases.get((kind, num_gpus))
+        return bases.get((kind, 1)) if each is base else base
+
+    return [
+        {name: each["arm"][name] for name in ("name", "kind", "draft", "num_gpus")}
+        | {"requests": row["requests"]}
+        | same_drafts(theirs, row)
+        for each in exact
+        if (base := beside(each)) is not None and each is not base
         for row in each["rows"]
-        for beside in base["rows"]
-        if beside["requests"] == row["requests"]
+        for theirs in base["rows"]
+        if theirs["requests"] == row["requests"]
     ]
 
 

@@ -141,10 +141,10 @@ def _cell(row: dict[str, Any]) -> str:
 def _agreement(rows: list[dict[str, Any]], kind: str) -> str:
     """Each draft's share of tokens that are those of the target's backend, where texts are the same."""
     shares = []
-    for draft in dict.fromkeys(row["draft"] for row in rows):
-        of_draft = [row for row in rows if row["draft"] == draft]
+    for draft, num_gpus in dict.fromkeys((row["draft"], row.get("num_gpus", 1)) for row in rows):
+        of_draft = [row for row in rows if (row["draft"], row.get("num_gpus", 1)) == (draft, num_gpus)]
         share = sum(row["equal"] for row in of_draft) / sum(row["draft_tokens"] for row in of_draft)
-        shares.append(f"`{draft}` {share:.1%}")
+        shares.append(f"`{draft}`{f' on {num_gpus} GPUs' if num_gpus > 1 else ''} {share:.1%}")
     of_kind = "" if kind == "eagle" else f" with {_NAMES[kind]}"
     return (
         f"A small model{of_kind} drafted over the same texts on each backend. The share of its draft tokens that equal "

@@ -46,7 +46,7 @@ def row(requests=1, drafts=(), texts=([1, 2],), **more):
 
 def arm(draft, *rows, kept=0.0, fused=(True,), graph_mode="FULL_DECODE_ONLY", compiled=False, **more):
     named = {"draft": draft, "kept": kept, "name": f"{draft} {kept}", "compiled": compiled}
-    named |= {"kind": "eagle", "size": "llama3-8b", **more}
+    named |= {"kind": "eagle", "size": "llama3-8b", "num_gpus": 1, **more}
     return {"arm": named, "rows": list(rows), "fused": list(fused), "graph_mode": graph_mode, "exit_status": 0}
 
 
@@ -132,6 +132,17 @@ def test_drafts_over_latents_are_compared_with_that_of_the_targets_backend():
     assert [said for said in objections(found) if "not fused" in said] == [
         f"{LATENT.ours[1]} 0.0: not fused on every rank"
     ]
+
+
+def test_drafts_over_two_gpus_are_compared_with_the_targets_backend_over_two_and_that_one_with_one_gpus():
+    drafts = [[[5, 6, 8]]] * 50
+    across = [arm(name, row(drafts=drafts), num_gpus=2) for name in (BASE, OURS[0])]
+    rows = [each for each in agreement([*engines(), *across]) if each["num_gpus"] == 2]
+    assert [(each["draft"], each["draft_tokens"], each["equal"]) for each in rows] == [
+        (BASE, 150, 100),
+        (OURS[0], 150, 150),
+    ]
+    assert objections([*engines(), *across]) == []
 
 
 def test_compiled_engines_run_as_vllm_does_by_default():
