@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
@@ -20,7 +21,8 @@ def card(device: str) -> str:
 def run_on_gpus(command: Sequence[str], gpus: Sequence[int], output: IO[str], seconds: float | None) -> int:
     """Its exit status; it runs in the project's folder, sees these GPUs alone, and both its outputs go to the file.
 
-    Raises subprocess.TimeoutExpired after so many seconds, when it is ended with all that it started; None: no limit.
+    All that it started is ended with it: a process that outlives it would hold memory of a GPU. Raises
+    subprocess.TimeoutExpired after so many seconds; None: no limit.
     """
     with subprocess.Popen(
         command,
@@ -33,7 +35,7 @@ def run_on_gpus(command: Sequence[str], gpus: Sequence[int], output: IO[str], se
     ) as process:
         try:
             return process.wait(seconds)
-        except subprocess.TimeoutExpired:
+        finally:
             # Whatever it started is of its session.
-            os.killpg(process.pid, signal.SIGKILL)
-            raise
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)

@@ -70,9 +70,6 @@ ENVIRONMENT = {
     "NVSHMEM_DISABLE_NVLS": "1", "VLLM_ALLREDUCE_USE_FLASHINFER": "0", "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
     "VLLM_USE_NCCL_SYMM_MEM": "0", "VLLM_ALLREDUCE_USE_FLASHINFER_PCIE_IPC": "0",
 }  # fmt: skip
-SERVED = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
-"""Of exact arms besides: their engine is a spawned process, as vllm serve starts it. That of a timed arm is this one,
-so that a round's time is the engine's alone."""
 
 
 @dataclass(frozen=True)
@@ -194,7 +191,7 @@ def prompts(count: int, vocab: int) -> list[dict[str, list[int]]]:
 
 def measure(arm: Arm) -> dict[str, Any]:
     """Rows of each number of requests, and how the engine runs."""
-    os.environ.update(ENVIRONMENT | ({} if arm.is_timed else SERVED))
+    os.environ.update(ENVIRONMENT)
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     import torch
     import vllm

@@ -9,10 +9,9 @@ their draft tokens are compared with those of a draft on the target's backend. H
 apart there is what rounding does. With two GPUs, tensor parallelism over both against one. Compiled arms run as vLLM
 does by default, with piecewise graphs where full ones are impossible; the others have full graphs or none, which brings
 an engine up sooner. Every arm is a process, which runs each batch once before it is timed, with its GPUs to itself;
-exact arms share GPUs, and start their engines as vllm serve does. What an arm found is kept in a folder, with its log:
-it is not run again while the code that the report covers, what measures an arm, the GPU and the versions are the same.
-With --minutes, arms that are not done in time are left out, the last first, and what is kept is reported; the folder
-may go to another machine meanwhile.
+exact arms share GPUs. What an arm found is kept in a folder, with its log: it is not run again while the code that the
+report covers, what measures an arm, the GPU and the versions are the same. With --minutes, arms that are not done in
+time are left out, the last first, and what is kept is reported; the folder may go to another machine meanwhile.
 
 Fails where a draft of ours is not fused, plans a batch of decodes on the host, waits for the device, takes the engine's
 graphs, or drafts other tokens more often than vLLM's own backends do among themselves. A batch with prefills has no
@@ -107,7 +106,7 @@ def arms(num_gpus: int) -> list[Arm]:
 
 def across() -> list[Arm]:
     """Those over two GPUs: of each kind of draft one that is timed, and one that is compared with that on the target's
-    backend, which is compared with one GPU's."""
+    backend. Not with one GPU's: the sums over GPUs round otherwise, and the texts of random weights part early."""
     kinds = [
         (OURS[0], 3, "llama3-8b", "small", "eagle", KEPT[3]),
         (LATENT.ours[0], MTP[0], "deepseek-v3", "deepseek-small", "mtp", MTP[1]),
@@ -257,26 +256,19 @@ def same_drafts(base: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, 
 
 
 def agreement(found: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Each exact arm beside that of the target's backend with the same kind of draft and as many GPUs, and this one
-    over several beside that on one, row by row."""
+    """Each exact arm beside that of the target's backend with the same kind of draft and as many GPUs, row by row."""
     exact = [each for each in found if not each["arm"]["kept"] and each["arm"]["draft"] and each["rows"]]
     bases = {
         (each["arm"]["kind"], each["arm"]["num_gpus"]): each
         for each in exact
         if each["arm"]["draft"] == names(each["arm"]["kind"]).base
     }
-
-    def beside(each: Mapping[str, Any]) -> Mapping[str, Any] | None:
-        kind, num_gpus = each["arm"]["kind"], each["arm"]["num_gpus"]
-        base = bases.get((kind, num_gpus))
-        return bases.get((kind, 1)) if each is base else base
-
     return [
         {name: each["arm"][name] for name in ("name", "kind", "draft", "num_gpus")}
         | {"requests": row["requests"]}
         | same_drafts(theirs, row)
         for each in exact
-        if (base := beside(each)) is not None and each is not base
+        if (base := bases.get((each["arm"]["kind"], each["arm"]["num_gpus"]))) is not None and each is not base
         for row in each["rows"]
         for theirs in base["rows"]
         if theirs["requests"] == row["requests"]

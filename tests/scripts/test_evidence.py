@@ -1,6 +1,7 @@
 """The run that makes all evidence: every report in place, timings undisturbed, failures named."""
 
 import json
+import os
 from dataclasses import replace
 from itertools import pairwise
 
@@ -10,6 +11,7 @@ import torch
 
 from scripts import evidence
 from scripts.evidence import Evidence, Step
+from scripts.on_gpus import run_on_gpus
 from spec_decode.environment import environment
 from spec_decode.files import report_bytes
 from spec_decode.source_digests import SourceRecord
@@ -84,6 +86,15 @@ def test_what_outlives_the_time_is_ended_with_what_it_started_and_its_old_report
     run, reports = ran(tmp_path, [], [slow], seconds=0.5)
 
     assert run.failed == ["slow"] and reports == {"slow": {"old": True}}
+
+
+def test_what_a_command_leaves_behind_ends_with_it():
+    read, write = os.pipe()
+    with open(write, "w") as output:
+        assert run_on_gpus(["sh", "-c", "(sleep 5; echo late) &"], [0], output, None) == 0
+    # Ends when nobody is left who could write.
+    with open(read) as said:
+        assert said.read() == ""
 
 
 def test_a_step_that_fails_is_named_and_keeps_its_report_and_its_log(tmp_path):

@@ -134,14 +134,11 @@ def test_drafts_over_latents_are_compared_with_that_of_the_targets_backend():
     ]
 
 
-def test_drafts_over_two_gpus_are_compared_with_the_targets_backend_over_two_and_that_one_with_one_gpus():
+def test_drafts_over_two_gpus_are_compared_with_the_targets_backend_over_two():
     drafts = [[[5, 6, 8]]] * 50
     across = [arm(name, row(drafts=drafts), num_gpus=2) for name in (BASE, OURS[0])]
     rows = [each for each in agreement([*engines(), *across]) if each["num_gpus"] == 2]
-    assert [(each["draft"], each["draft_tokens"], each["equal"]) for each in rows] == [
-        (BASE, 150, 100),
-        (OURS[0], 150, 150),
-    ]
+    assert [(each["draft"], each["draft_tokens"], each["equal"]) for each in rows] == [(OURS[0], 150, 150)]
     assert objections([*engines(), *across]) == []
 
 
