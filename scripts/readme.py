@@ -34,8 +34,8 @@ STRATEGIES = Path("docs/guide/strategies.md")
 VLLM_PAGE, VLLM_FIGURES = Path("docs/engines/vllm.md"), Path("docs/engines/vllm-figures.md")
 VLLM, UNCOMPILED, ROUNDS = "h200/vllm-compiled.json", "h200/vllm.json", "h200/bench-drafter.json"
 """The reports of vLLM's defaults, layers compiled; of vLLM without compilation; of draft rounds."""
-BLOCKS, LATENTS = "h100/vllm-blocks.json", "h100/vllm-latents.json"
-"""Those of vLLM with drafts of a block, and with drafts over latents."""
+BLOCKS, LATENTS, PAIR = "h100/vllm-blocks.json", "h100/vllm-latents.json", "h100/vllm-pair.json"
+"""Those of vLLM with drafts of a block, with drafts over latents, and on two GPUs."""
 SIZES = (1, 32)
 """Requests at once, in the table."""
 DRAFT_TOKENS = 7
@@ -71,10 +71,13 @@ def contents(root: Path) -> dict[Path, str]:
     tables = {
         README: {"figures": figures(root), "matrix": summary(Sources.read([root / "reports"]).reports)},
         STRATEGIES: {"strategy times": strategy_times.table(_load(root, ROUNDS))},
-        VLLM_PAGE: {"vllm ratios": vllm_tables.ratios([_load(root, name) for name in (VLLM, BLOCKS, LATENTS)])},
+        VLLM_PAGE: {
+            "vllm ratios": vllm_tables.ratios([_load(root, name) for name in (VLLM, BLOCKS, LATENTS)]),
+            "vllm on two GPUs": vllm_tables.scaling(_load(root, PAIR)),
+        },
         VLLM_FIGURES: {
             "vllm figures": "\n\n".join(
-                vllm_tables.figures(_load(root, name), name) for name in (VLLM, UNCOMPILED, BLOCKS, LATENTS)
+                vllm_tables.figures(_load(root, name), name) for name in (VLLM, UNCOMPILED, BLOCKS, LATENTS, PAIR)
             )
         },
     }

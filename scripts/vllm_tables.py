@@ -41,7 +41,7 @@ _LATENT = (
 
 def ratios(reports: Sequence[dict[str, Any]]) -> str:
     """Output tokens a second of our draft backends over those of vLLM's, for the most draft tokens of each report."""
-    sizes = sorted({row["requests"] for report in reports for each in report["arms"] for row in each["rows"]})
+    sizes = _requests(reports)
     lines = [
         f"| draft | vLLM's backend | ours | {' | '.join(f'{size} req.' for size in sizes)} | vLLM | GPU |",
         "|---|---|---|" + "---:|" * len(sizes) + "---|---|",
@@ -52,20 +52,50 @@ def ratios(reports: Sequence[dict[str, Any]]) -> str:
 
 def _ratio_lines(report: dict[str, Any], model: tuple[str, str], sizes: Sequence[int]) -> Iterator[str]:
     """Those of a kind of draft and a size of model; none where the report has not both backends of a pair."""
-    arms = [each for each in report["arms"] if each["arm"]["kept"] and _model(each) == model]
+    arms = [each for each in report["arms"] if each["arm"]["kept"] and _model(each) == model and _num_gpus(each) == 1]
     steps = max((each["arm"]["steps"] for each in arms), default=0)
-    rows = {
-        each["arm"]["draft"]: {row["requests"]: row["tokens_per_s"] for row in each["rows"]}
-        for each in arms
-        if each["arm"]["steps"] == steps
-    }
+    rows = {each["arm"]["draft"]: _speeds(each) for each in arms if each["arm"]["steps"] == steps}
     for theirs, ours in _LATENT if model[0] == "mtp" else _GROUPED:
         if theirs in rows and ours in rows:
             cells = [_ratio(rows[ours].get(count), rows[theirs].get(count)) for count in sizes]
             mode = "defaults" if arms[0]["arm"].get("compiled", False) else "mode 0"
-            source = f"{card(report['env']['device'])}, {report['env']['date'][:10]}"
-            said = [f"{_MODELS[model][0]}, {steps} tokens", f"`{theirs}`", f"`{ours}`", *cells, mode, source]
+            said = [f"{_MODELS[model][0]}, {steps} tokens", f"`{theirs}`", f"`{ours}`", *cells, mode, _source(report)]
             yield f"| {' | '.join(said)} |"
+
+
+def scaling(report: dict[str, Any]) -> str:
+    """Output tokens a second of our draft backends on two GPUs over those on one."""
+    sizes = _requests([report])
+    lines = [
+        f"| draft | ours | {' | '.join(f'{size} req.' for size in sizes)} | GPU |",
+        "|---|---|" + "---:|" * len(sizes) + "---|",
+    ]
+
+    def alike(found: dict[str, Any]) -> dict[str, Any]:
+        return {key: value for key, value in found["arm"].items() if key not in ("name", "num_gpus")}
+
+    timed = [each for each in report["arms"] if each["arm"]["kept"]]
+    on = {count: [each for each in timed if _num_gpus(each) == count] for count in (1, 2)}
+    for two, one in ((two, one) for two in on[2] for one in on[1] if alike(one) == alike(two)):
+        cells = [_ratio(_speeds(two).get(count), _speeds(one).get(count)) for count in sizes]
+        draft, steps = f"`{two['arm']['draft']}`", two["arm"]["steps"]
+        said = [f"{_MODELS[_model(two)][0]}, {steps} tokens", draft, *cells, _source(report)]
+        lines.append(f"| {' | '.join(said)} |")
+    return "\n".join(lines)
+
+
+def _requests(reports: Sequence[dict[str, Any]]) -> list[int]:
+    """Numbers of requests of all arms."""
+    return sorted({row["requests"] for report in reports for each in report["arms"] for row in each["rows"]})
+
+
+def _speeds(found: dict[str, Any]) -> dict[int, list[float]]:
+    """Tokens a second of each run of an arm, by requests."""
+    return {row["requests"]: row["tokens_per_s"] for row in found["rows"]}
+
+
+def _source(report: dict[str, Any]) -> str:
+    return f"{card(report['env']['device'])}, {report['env']['date'][:10]}"
 
 
 def _ratio(ours: list[float] | None, theirs: list[float] | None) -> str:
@@ -114,6 +144,11 @@ def _model(found: dict[str, Any]) -> tuple[str, str]:
     return found["arm"].get("kind", "eagle"), found["arm"].get("size", "llama3-8b")
 
 
+def _num_gpus(found: dict[str, Any]) -> int:
+    """Reports from before there were arms on two do not say."""
+    return int(found["arm"].get("num_gpus", 1))
+
+
 def _table(steps: int, arms: list[dict[str, Any]]) -> str:
     requests = sorted({row["requests"] for each in arms for row in each["rows"]})
     kept = next(each["arm"]["kept"] for each in arms if each["arm"]["draft"])
@@ -125,7 +160,7 @@ def _table(steps: int, arms: list[dict[str, Any]]) -> str:
     ]
     for each in arms:
         rows = {row["requests"]: row for row in each["rows"]}
-        gpus = f", {each['arm']['num_gpus']} GPUs" if each["arm"]["num_gpus"] > 1 else ""
+        gpus = f", {_num_gpus(each)} GPUs" if _num_gpus(each) > 1 else ""
         name = f"`{each['arm']['draft']}`" if each["arm"]["draft"] else _NO_DRAFT
         cells = [_cell(rows[count]) if count in rows else "" for count in requests]
         lines.append(f"| {name}{gpus} | `{each['graph_mode']}` | " + " | ".join(cells) + " |")

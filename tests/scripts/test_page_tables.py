@@ -90,6 +90,17 @@ def test_ratios_are_of_medians_for_the_most_draft_tokens_and_say_where_runs_over
     ]
 
 
+def test_two_gpus_are_compared_with_the_same_draft_on_one() -> None:
+    one, two = vllm_arm("FLASHINFER_IN_GRAPH", 3, [100.0]), vllm_arm("FLASHINFER_IN_GRAPH", 3, [160.0], num_gpus=2)
+    others = [vllm_arm("FLASHINFER_IN_GRAPH", 7, [1.0]), vllm_arm("FLASHINFER", 3, [2.0])]
+    report = {**VLLM_REPORT, "arms": [two, *others, one]}
+    assert vllm_tables.scaling(report).splitlines()[2:] == [
+        "| EAGLE, 8B Llama, 3 tokens | `FLASHINFER_IN_GRAPH` | 1.60 | H200, 2026-11-23 |"
+    ]
+    # The most draft tokens of one GPU, and no row of two.
+    assert vllm_tables.ratios([{**report, "arms": [one, others[1], two]}]).splitlines()[2].split(" | ")[3] == "50.00"
+
+
 def test_a_report_of_vllm_without_timed_arms_is_an_error() -> None:
     with pytest.raises(ValueError, match=r"vllm\.json has no arm that was timed"):
         vllm_tables.figures({**VLLM_REPORT, "arms": VLLM_REPORT["arms"][-1:]}, "vllm.json")
