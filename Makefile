@@ -1,7 +1,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt
+PIP := $(BIN)/python -m pip install -q --no-compile --disable-pip-version-check -c constraints.txt
 
 # Downloads and compiled kernels stay in the project folder too.
 export PIP_CACHE_DIR ?= $(CURDIR)/$(VENV)/cache/pip
@@ -112,7 +112,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 # Gigabytes, used once: not kept in the cache of downloads.
 $(VENV)/%/.installed: pyproject.toml constraints-%.txt
 	$(PYTHON) -m venv $(VENV)/$*
-	$(VENV)/$*/bin/python -m pip install -q --no-cache-dir --disable-pip-version-check -c constraints-$*.txt -e '.[test]'
+	$(VENV)/$*/bin/python -m pip install -q --no-compile --no-cache-dir --disable-pip-version-check -c constraints-$*.txt -e '.[test]'
 	@touch $@
 
 $(VENV)/.docs: $(VENV)/.installed
