@@ -25,7 +25,7 @@ def main() -> None:
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
     if options.requirements:
-        target = ["--no-deps", "--upgrade", "--target", str(options.folder)]
+        target = ["--no-compile", "--no-deps", "--upgrade", "--target", str(options.folder)]
         subprocess.run([*PIP, "install", *target, "-r", options.requirements], check=True)
     with TemporaryDirectory() as downloads:
         subprocess.run([*PIP, "download", "--no-deps", "-d", downloads, options.engine], check=True)
