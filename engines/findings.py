@@ -23,6 +23,7 @@ class EnginePlugIn:
     group, variable    of the entry points that the engine calls, and what restricts it to some of them
     needs              by the name of each backend, why it does not load, or nothing
     chosen_by          how a draft takes one of them
+    refused            why the plug-in does not load in this environment, or nothing
     """
 
     package: str
@@ -32,6 +33,7 @@ class EnginePlugIn:
     variable: str
     needs: Mapping[str, Callable[[], str]]
     chosen_by: str
+    refused: Callable[[], str] = str
 
     def examine(self) -> Iterator[Finding]:
         """The engine, and where it is of a supported version, how it finds the plug-in and each backend of it."""
@@ -55,7 +57,7 @@ class EnginePlugIn:
             return f"no package declares attn_backends in {self.group}: install attn-backends again"
         if allowed is not None and "attn_backends" not in allowed.split(","):
             return f"{self.variable}={allowed} leaves attn_backends out: add it, or unset the variable"
-        return ""
+        return self.refused()
 
 
 def _finding(subject: str, reason: str, detail: str) -> Finding:

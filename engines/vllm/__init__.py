@@ -37,13 +37,23 @@ def register() -> None:
     Raises ValueError for a VALIDATE that says neither 0 nor 1, and UnsupportedVllm where it asks for what this vLLM's
     speculators do not allow.
     """
-    if (asked := os.environ.get(VALIDATE, "0")) not in ("0", "1"):
-        raise ValueError(f"{VALIDATE} must be 0 or 1, got {asked!r}. Set it to 1 to compare draft metadata.")
-    if asked == "1":
+    if reason := refused_variable():
+        raise ValueError(reason)
+    if os.environ.get(VALIDATE) == "1":
         from engines.vllm.v0_33 import validator
 
         validator.install()
     _register_names()
+
+
+def refused_variable() -> str:
+    """What is wrong with VALIDATE, and what to do; empty if nothing is."""
+    asked = os.environ.get(VALIDATE, "0")
+    return (
+        ""
+        if asked in ("0", "1")
+        else f"{VALIDATE} must be 0 or 1, got {asked!r}. Set it to 1 to compare draft metadata."
+    )
 
 
 def _register_names() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 
 from engines.findings import EnginePlugIn, why_not_loaded
-from engines.vllm import ENTRY_POINT_GROUP
+from engines.vllm import ENTRY_POINT_GROUP, refused_variable
 from engines.vllm.device_plan import NO_FLASHINFER
 from engines.vllm.version import unsupported_reason
 
@@ -30,4 +30,5 @@ examine = EnginePlugIn(
         "FLASHMLA_SPARSE_IN_GRAPH": lambda: "",
     },
     chosen_by='"attention_backend" in --speculative-config',
+    refused=refused_variable,
 ).examine

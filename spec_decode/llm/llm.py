@@ -110,8 +110,9 @@ class LLM:
         kind, draft_weights = _dtype(dtype, where), settings.get("draft_weights")
         if draft_weights is not None:
             require(
-                draft is not None,
-                f"draft_weights is {draft_weights!r} and there is no draft. Pass draft=, or leave it out.",
+                draft is not None and num_speculative_tokens != 0,
+                f"draft_weights is {draft_weights!r} and there is no draft. Pass draft=, and no "
+                "num_speculative_tokens=0, or leave it out.",
             )
             check_draft_weights(draft_weights, kind, where)
         pair = load(model, draft, dtype=kind, device=where)

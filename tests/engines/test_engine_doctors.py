@@ -88,3 +88,9 @@ def test_a_variable_that_leaves_the_plug_in_out_is_a_finding(monkeypatch, engine
     monkeypatch.setenv(variable, "other,more")
     finding = examine(monkeypatch, engine, SUPPORTED[engine])["its plug-ins"]
     assert finding.status == "refused" and f"{variable}=other,more leaves attn_backends out" in finding.detail
+
+
+def test_a_variable_that_the_plug_in_refuses_is_a_finding(monkeypatch):
+    monkeypatch.setenv("ATTN_BACKENDS_VALIDATE", "2")
+    finding = examine(monkeypatch, "vllm", "0.33.0")["its plug-ins"]
+    assert finding.status == "refused" and "ATTN_BACKENDS_VALIDATE must be 0 or 1, got '2'. Set" in finding.detail
