@@ -105,20 +105,20 @@ def arms(num_gpus: int) -> list[Arm]:
 
 
 def across() -> list[Arm]:
-    """Those over two GPUs: of each kind of draft one that is timed, and one that is compared with that on the target's
-    backend. Not with one GPU's: the sums over GPUs round otherwise, and the texts of random weights part early."""
+    """Those over two GPUs: of each kind of draft one of ours and one on the target's backend, timed and exact.
+
+    Exact ones are compared with each other, not with one GPU's: sums over GPUs round otherwise, and the texts of random
+    weights part early.
+    """
     kinds = [
-        (OURS[0], 3, "llama3-8b", "small", "eagle", KEPT[3]),
-        (LATENT.ours[0], MTP[0], "deepseek-v3", "deepseek-small", "mtp", MTP[1]),
-        (OURS[0], BLOCKS["dflash"][0], "qwen3-8b", "qwen3-small", "dflash", BLOCKS["dflash"][1]),
+        ("eagle", 3, KEPT[3], "llama3-8b", "small"),
+        ("mtp", *MTP, "deepseek-v3", "deepseek-small"),
+        ("dflash", *BLOCKS["dflash"], "qwen3-8b", "qwen3-small"),
     ]
+    each = [(draft, *kind) for kind in kinds for draft in (names(kind[0]).ours[0], names(kind[0]).base)]
     return [
-        *(Arm(draft, steps, size, kept, 2, kind=kind) for draft, steps, size, _, kind, kept in kinds),
-        *(
-            Arm(draft, steps, small, 0.0, 2, (1, 4, 32), kind=kind)
-            for ours, steps, _, small, kind, _ in kinds
-            for draft in (names(kind).base, ours)
-        ),
+        *(Arm(draft, steps, size, kept, 2, kind=kind) for draft, kind, steps, kept, size, _ in each),
+        *(Arm(draft, steps, small, 0.0, 2, (1, 4, 32), kind=kind) for draft, kind, steps, _, _, small in each),
     ]
 
 
