@@ -189,6 +189,21 @@ def test_an_interrupt_while_the_command_line_is_loaded_ends_with_130(monkeypatch
     assert ended.value.code == 130 and capsys.readouterr().err == "\ninterrupted\n"
 
 
+def test_an_interrupt_in_an_executed_string_ends_with_the_verbs_status(tmp_path):
+    (tmp_path / "interrupted.py").write_text(
+        "import contextlib, sys, types\n"
+        "def main(**options):\n"
+        "    with contextlib.suppress(KeyboardInterrupt):\n"
+        "        exec('raise KeyboardInterrupt')\n"
+        "    sys.exit(130)\n"
+        "sys.modules['spec_decode.cli.main'] = types.SimpleNamespace(main=main)\n"
+        "from spec_decode.__main__ import main\n"
+        "main()\n"
+    )
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    assert subprocess.run([sys.executable, "-m", "interrupted"], cwd=tmp_path, env=env).returncode == 130
+
+
 def test_a_thread_of_a_plug_in_keeps_no_verb_from_ending(tmp_path):
     install_plug_in(
         tmp_path,
