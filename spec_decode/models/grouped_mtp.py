@@ -11,20 +11,16 @@ from dataclasses import dataclass, replace
 import torch
 
 from spec_decode.models import mtp
-from spec_decode.models.attention import Attention
-from spec_decode.models.base import DraftModel, KeepRows, TargetModel
+from spec_decode.models.base import DraftModel, TargetModel
 from spec_decode.models.checkpoints.config_reader import ConfigReader
 from spec_decode.models.checkpoints.files import CheckpointError
 from spec_decode.models.checkpoints.store import ScopedWeights, TensorStore, frozen
 from spec_decode.models.draft import check_target, decoder_fields
-from spec_decode.models.kernels.embed_concat import embed_concat
-from spec_decode.models.kernels.fp8_weight import Weight
-from spec_decode.models.kernels.linear import linear
 from spec_decode.models.layers.feed_forward import FeedForward, Names, read_dense
 from spec_decode.models.layers.grouped_attention import GroupedAttention, read_grouped_shape
 from spec_decode.models.layers.moe import MixtureOfExperts, read_qwen_mixture
 from spec_decode.models.layers.rms_norm import RMSNorm
-from spec_decode.models.mtp_draft import MtpDraft, MtpModules
+from spec_decode.models.mtp_draft import MtpModules, PredictionLayer
 
 _QWEN_ARCHITECTURES = tuple(
     f"{name}{end}" for name in ("Qwen3_5", "Qwen3_5Moe") for end in ("ForCausalLM", "ForConditionalGeneration")
@@ -164,13 +160,8 @@ def _one(store: TensorStore, config: ConfigReader, layout: MtpLayout) -> int:
     return count
 
 
-class GroupedPrediction(MtpDraft):
-    """A layer. At position p: the token at p + 1 and the state at p give a state that predicts the token at p + 2.
-
-    The target's hidden states are those after its final norm, and so are those that the layer hands on after its own.
-    """
-
-    fuse: Weight
+class GroupedPrediction(PredictionLayer):
+    """With attention over grouped heads."""
 
     def __init__(
         self, weights: ScopedWeights, target: TargetModel, config: ConfigReader, layout: MtpLayout, layer: int
@@ -200,27 +191,6 @@ class GroupedPrediction(MtpDraft):
         self.mlp_norm = RMSNorm.read(block, "post_attention_layernorm.weight", hidden, eps, offset)
         self.mlp = _read_feed_forward(config, block.under("mlp."), layout, layer)
         self.final_norm = RMSNorm.read(weights, layout.final_norm, hidden, eps, offset)
-
-    def states(
-        self,
-        token_ids: torch.Tensor,
-        hidden: torch.Tensor,
-        positions: torch.Tensor,
-        attention: Attention,
-        keep: KeepRows | None,
-    ) -> torch.Tensor:
-        """token_ids, positions int64 [T], hidden [T, H]; states [T, H]."""
-        norms = [self.embedding_norm.weight, self.state_norm.weight]
-        both = embed_concat(token_ids, self.embedding, hidden, norms, self.state_norm.eps)
-        x, normed = self.attention_norm(linear(both, self.fuse))
-        delta = self.attention(normed, positions, self.layer, attention, keep)
-        x, normed = self.mlp_norm(x if keep is None else keep(x), delta)
-        state: torch.Tensor = self.final_norm(self.mlp(normed, x))[1]
-        return state
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden [T, H]; logits [T, vocab_size]."""
-        return self.projected(hidden)
 
 
 def _read_feed_forward(

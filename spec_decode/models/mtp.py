@@ -10,20 +10,16 @@ from itertools import count
 
 import torch
 
-from spec_decode.models.attention import Attention
-from spec_decode.models.base import DraftModel, KeepRows, TargetModel
+from spec_decode.models.base import DraftModel, TargetModel
 from spec_decode.models.checkpoints.config_reader import ConfigReader
 from spec_decode.models.checkpoints.files import CheckpointError
 from spec_decode.models.checkpoints.store import ScopedWeights, TensorStore
 from spec_decode.models.draft import check_target
-from spec_decode.models.kernels.embed_concat import embed_concat
-from spec_decode.models.kernels.fp8_weight import Weight
-from spec_decode.models.kernels.linear import linear
 from spec_decode.models.layers.feed_forward import FeedForward, Names, read_dense
 from spec_decode.models.layers.mla_attention import MlaAttention, read_mla_shape
 from spec_decode.models.layers.moe import MixtureOfExperts, MixtureShape, read_mixture, read_mixture_shape
 from spec_decode.models.layers.rms_norm import RMSNorm
-from spec_decode.models.mtp_draft import MtpDraft, MtpModules, check_published_form
+from spec_decode.models.mtp_draft import MtpModules, PredictionLayer, check_published_form
 
 ARCHITECTURES = ("DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM")
 
@@ -84,14 +80,9 @@ def _read_feed_forward_shape(config: ConfigReader, layer: int, hidden: int) -> M
     return config.get("intermediate_size", int)
 
 
-class MultiTokenPrediction(MtpDraft):
-    """A layer. At position p: the token at p + 1 and the state at p give a state that predicts the token at p + 2.
-
-    The target's hidden states are those after its final norm, and those that the layer hands on are after the head's,
-    as in transformers and vLLM: it was trained on normed states, and later steps read no others.
-    """
-
-    fuse: Weight
+class MultiTokenPrediction(PredictionLayer):
+    """The states that the layer hands on are after its head's norm, as in transformers and vLLM: it was trained on
+    normed states, and later steps read no others."""
 
     def __init__(self, weights: ScopedWeights, target: TargetModel, layer: int) -> None:
         """layer: its index in the checkpoint, where those that draft come after the target's own."""
@@ -106,25 +97,4 @@ class MultiTokenPrediction(MtpDraft):
         self.attention = MlaAttention(attention, weights.under("self_attn."), self.max_positions)
         self.mlp_norm = RMSNorm.read(weights, "post_attention_layernorm.weight", hidden, eps)
         self.mlp = read_feed_forward(config, weights.under("mlp."), layer, hidden)
-        self.head_norm = RMSNorm.read(weights, "shared_head.norm.weight", hidden, eps)
-
-    def states(
-        self,
-        token_ids: torch.Tensor,
-        hidden: torch.Tensor,
-        positions: torch.Tensor,
-        attention: Attention,
-        keep: KeepRows | None,
-    ) -> torch.Tensor:
-        """token_ids, positions int64 [T], hidden [T, H]; states [T, H]."""
-        norms = [self.embedding_norm.weight, self.state_norm.weight]
-        both = embed_concat(token_ids, self.embedding, hidden, norms, self.state_norm.eps)
-        x, normed = self.attention_norm(linear(both, self.fuse))
-        delta = self.attention(normed, positions, self.layer, attention, keep)
-        x, normed = self.mlp_norm(x if keep is None else keep(x), delta)
-        state: torch.Tensor = self.head_norm(self.mlp(normed, x))[1]
-        return state
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden [T, H]; logits [T, vocab_size]."""
-        return self.projected(hidden)
+        self.final_norm = RMSNorm.read(weights, "shared_head.norm.weight", hidden, eps)

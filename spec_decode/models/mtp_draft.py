@@ -13,12 +13,18 @@ import torch
 from torch import nn
 
 from spec_decode.models.attention import Attention
-from spec_decode.models.base import LayerGroup, ModuleDraft, TargetModel
+from spec_decode.models.base import KeepRows, LayerGroup, ModuleDraft, TargetModel
 from spec_decode.models.checkpoints.config_reader import ConfigReader
 from spec_decode.models.checkpoints.files import CheckpointError
 from spec_decode.models.checkpoints.store import ScopedWeights
+from spec_decode.models.kernels.embed_concat import embed_concat
 from spec_decode.models.kernels.fp8_weight import Weight
 from spec_decode.models.kernels.linear import linear
+from spec_decode.models.layers.feed_forward import FeedForward
+from spec_decode.models.layers.grouped_attention import GroupedAttention
+from spec_decode.models.layers.mla_attention import MlaAttention
+from spec_decode.models.layers.moe import MixtureOfExperts
+from spec_decode.models.layers.rms_norm import RMSNorm
 from spec_decode.models.one_layer_draft import OneLayerDraft
 from spec_decode.models.target_head import TargetHead
 
@@ -51,6 +57,45 @@ class MtpDraft(OneLayerDraft):
     def projected(self, normed: torch.Tensor) -> torch.Tensor:
         """Logits [T, vocab_size] of normed states [T, H]."""
         return self.head.product(normed) if isinstance(self.head, TargetHead) else linear(normed, self.head)
+
+
+class PredictionLayer(MtpDraft):
+    """A decoder layer. At position p: the token at p + 1 and the state at p give a state that predicts the token at
+    p + 2.
+
+    The target's hidden states are those after its final norm, and so are those that the layer hands on after its own.
+    """
+
+    layer: int
+    """Its place among those that draft."""
+    fuse: Weight
+    """[H, 2H], over the normed embedding and the normed state."""
+    attention: MlaAttention | GroupedAttention
+    mlp: FeedForward | MixtureOfExperts
+    attention_norm: RMSNorm
+    mlp_norm: RMSNorm
+    final_norm: RMSNorm
+
+    def states(
+        self,
+        token_ids: torch.Tensor,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        attention: Attention,
+        keep: KeepRows | None,
+    ) -> torch.Tensor:
+        """token_ids, positions int64 [T], hidden [T, H]; states [T, H]."""
+        norms = [self.embedding_norm.weight, self.state_norm.weight]
+        both = embed_concat(token_ids, self.embedding, hidden, norms, self.state_norm.eps)
+        x, normed = self.attention_norm(linear(both, self.fuse))
+        delta = self.attention(normed, positions, self.layer, attention, keep)
+        x, normed = self.mlp_norm(x if keep is None else keep(x), delta)
+        state: torch.Tensor = self.final_norm(self.mlp(normed, x))[1]
+        return state
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden [T, H]; logits [T, vocab_size]."""
+        return self.projected(hidden)
 
 
 def check_published_form(config: ConfigReader) -> None:
