@@ -24,9 +24,9 @@ def test_gathering_in_chunks_changes_nothing_and_keeps_the_bound(monkeypatch, to
     """Of one token where even that is too much."""
     whole, gathered, gather = prefill(), [], torch_reference._gather
 
-    def counted(cache, part, slot, seen):
+    def counted(cache, part, slot):
         gathered.append(len(slot))
-        return gather(cache, part, slot, seen)
+        return gather(cache, part, slot)
 
     monkeypatch.setattr(torch_reference, "_gather", counted)
     monkeypatch.setattr(torch_reference, "_GATHERED_ELEMENTS", max(1, tokens * 32 * 2 * 16))
