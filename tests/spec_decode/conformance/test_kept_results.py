@@ -23,6 +23,7 @@ from spec_decode.conformance.runner import Plan, plan, run
 from spec_decode.files import ReportError, parse_json, report_bytes
 from spec_decode.testing.outcome import Outcome
 from tests.factories import install_plug_in
+from tests.forked import fork_isolated
 
 FAMILY = "contract"
 
@@ -151,13 +152,13 @@ class Backend(TorchReference):
 
 @pytest.fixture
 def at_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The file of the plug-in that terminates this process, which is on the path of those it starts, too."""
+    """The file of the plug-in that terminates this process, which is on the path of those it forks, too."""
     file = tmp_path / "at_work"
     source = TERMINATING.format(at_work=str(file), command=os.getpid())
     install_plug_in(tmp_path, "terminating", "terminating", source)
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.setattr(registry, "_loaded", dict(registry._loaded))
+    fork_isolated(monkeypatch)
     # Where nothing else hears the signal, it fails the test instead of ending it with all the others.
     before = signal.signal(signal.SIGTERM, lambda *_: pytest.fail("nothing listened for SIGTERM"))
     yield file
@@ -212,7 +213,10 @@ def test_a_line_that_is_nested_too_deep_is_refused(target: Path) -> None:
         run(counting([]), kept=KeptResults(target, resume=True))
 
 
-def test_a_resume_that_is_refused_is_one_line_also_from_a_subprocess(target: Path) -> None:
+def test_a_resume_that_is_refused_is_one_line_also_from_a_subprocess(
+    target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fork_isolated(monkeypatch)
     end_after_three(target)
     part = KeptResults(target).path
     other = [parse_json(line, "") | {"backend": "other"} for line in part.read_bytes().splitlines()]

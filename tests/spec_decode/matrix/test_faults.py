@@ -7,7 +7,6 @@ may do to the kit is in test_faults_in_the_kit.py, how plug-ins are tried before
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -27,6 +26,7 @@ from spec_decode.matrix import Matrix, Status, build_matrix, to_markdown
 from spec_decode.testing.outcome import Outcome
 from spec_decode.tools import plug_ins
 from tests.factories import install_plug_in
+from tests.forked import fork_isolated
 from tests.hanging import HANG, UNLIMITED, pass_limits_at
 
 CPU = torch.device("cpu")
@@ -91,7 +91,7 @@ PLUG_INS = {
 
 @pytest.fixture(scope="module", autouse=True)
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Every plug-in, and the name `rival` by two packages, on the path of this process and of those it starts."""
+    """Every plug-in, and the name `rival` by two packages, on the path of this process and of its forks."""
     site = tmp_path_factory.mktemp("site")
     for name, (source, fault) in PLUG_INS.items():
         install_plug_in(
@@ -101,11 +101,11 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         install_plug_in(site, package, "rival", FORWARD.format(name=package, fault="pass"))
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(site))
-        patch.setenv("PYTHONPATH", str(site), prepend=os.pathsep)
         patch.setattr(registry, "_loaded", dict(registry._loaded))
         patch.setattr(registry, "_refused", {})
         patch.setattr(plug_ins, "_tried", {})
         pass_limits_at(site / "hangs", HANG_LIMIT, patch)
+        fork_isolated(patch)
         yield
 
 

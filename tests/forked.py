@@ -1,0 +1,62 @@
+"""Isolated processes as forks of this one: each would import for two seconds what is here already."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import subprocess
+import sys
+import traceback
+import warnings
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import IO, Any
+
+import pytest
+
+from spec_decode.testing import process_isolation
+
+
+class Fork:
+    """What `start_isolated` uses of a `subprocess.Popen` of python -c CODE ARGUMENT..., as a fork of this process."""
+
+    def __init__(self, command: Sequence[str], *, stdout: IO[bytes], **options: Any) -> None:
+        assert command[:2] == [sys.executable, "-c"] and options["start_new_session"]
+        self._status: int | None = None
+        self.pid = os.fork()
+        if not self.pid:
+            os._exit(_run(command[2], ["-c", *command[3:]], stdout.fileno()))
+
+    def wait(self) -> int:
+        if self._status is None:
+            self._status = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        return self._status
+
+
+def _run(code: str, arguments: list[str], output: int) -> int:
+    """What python -c does, in a session of its own and without the handlers of this process; its exit status."""
+    os.setsid()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+    faulthandler.disable()
+    warnings.simplefilter("ignore")
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    sys.stdout = sys.stderr = os.fdopen(1, "w", closefd=False)
+    sys.argv = arguments
+    try:
+        exec(code, {"__name__": "__main__"})
+    except SystemExit as ended:
+        return ended.code if isinstance(ended.code, int) else 1
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    finally:
+        sys.stdout.flush()
+    return 0
+
+
+def fork_isolated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have `start_isolated` fork. That it starts a process of Python's is shown where nothing is forked."""
+    monkeypatch.setattr(process_isolation, "subprocess", SimpleNamespace(Popen=Fork, DEVNULL=subprocess.DEVNULL))
