@@ -36,8 +36,8 @@ MOST_KEPT = "synthetic:2.5"
 
 
 @cache
-def plain(target):
-    return texts(make_engine((target, None), steps=0, page_size=16), requests())
+def plain(target, new=10):
+    return texts(make_engine((target, None), steps=0, page_size=16), requests(new))
 
 
 KINDS = {
@@ -58,22 +58,32 @@ KINDS = {
     **{f"a block of {name}": (name, {"steps": 7 if at % 2 else 1}) for at, name in enumerate(BLOCKS)},
     "a tree of a block": ("block_draft", {"tree": DYNAMIC}),
     "a tree of fewer tokens than places": ("block_draft", {"tree": DYNAMIC, "steps": 15}),
-    **{f"a tree of {name}": (name, {"tree": replace(DYNAMIC, num_tokens=36)}) for name in BLOCKS},
+    **{f"a tree of {name}": (name, {"tree": DYNAMIC}) for name in BLOCKS},
     "a fixed tree of dspark": ("dspark", {"tree": STATIC}),
     "a fixed tree of dflash": ("dflash", {"tree": STATIC}),
 }
 
 
-@pytest.mark.parametrize(("name", "options"), KINDS.values(), ids=KINDS)
+MODES = [(1, {}), (0, {"graph_mode": GraphMode.NONE}), (2, {"one_graph": False})]
+"""Graphs of a round, and what makes an engine have so many."""
+TWO_GRAPHS = ("a chain", "short of pages", "a fixed tree", "modules", "a block of dspark")
+"""One kind of each shape: a draft is captured alike whether the target's step follows in its graph or in another."""
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_round_of_one_graph_of_two_or_of_none_says_and_keeps_the_same_and_greedily_what_plain_decoding_says(
-    name, options, monkeypatch
+    kind, monkeypatch
 ):
+    name, options = KINDS[kind]
+    (target, _), verification = pair(name), options.get("verification")
+    # Rounds enough of either: one that keeps no draft adds one token.
+    new = 6 if target is TARGET and verification != MOST_KEPT else 10
     backend = "triton_paged" if name == "draft" else "torch_reference"
-    asked = requests(logprobs=2 if "max_logprobs" in options else None)
+    asked = requests(new, logprobs=2 if "max_logprobs" in options else None)
     found = []
-    for graphs, mode in ((1, {}), (2, {"one_graph": False}), (0, {"graph_mode": GraphMode.NONE})):
-        options = {"backend": backend, "page_size": 16, "graph_mode": GraphMode.FULL, **options, **mode}
-        engine = make_engine(pair(name), draft_backend=get("torch_reference"), **options)
+    for graphs, mode in MODES if kind in TWO_GRAPHS else MODES[:2]:
+        settings = {"backend": backend, "page_size": 16, "graph_mode": GraphMode.FULL, **options, **mode}
+        engine = make_engine(pair(name), draft_backend=get("torch_reference"), **settings)
         assert engine.round_plan.one_graph is (graphs == 1)
         with monkeypatch.context() as patch:
             replays, drafted = watched(engine, patch)
@@ -81,11 +91,11 @@ def test_a_round_of_one_graph_of_two_or_of_none_says_and_keeps_the_same_and_gree
         found.append((results, replace(engine.stats, launch_seconds=0), drafted))
         assert len(replays) == graphs * engine.stats.rounds and not overflows(engine)
         assert engine.stats.preemptions > 0 or "num_pages" not in options
-    assert found[0] == found[1] == found[2]
+    assert all(each == found[0] for each in found)
     # Trees are verified by a rule that changes no text, others at a temperature change theirs.
     same = slice(None) if "tree" in options else slice(0, None, 2)
-    if options.get("verification") != MOST_KEPT:
-        assert [result.token_ids for result in results][same] == plain(pair(name)[0])[same]
+    if verification != MOST_KEPT:
+        assert [result.token_ids for result in results][same] == plain(target, new)[same]
 
 
 def watched(engine, patch):
@@ -113,13 +123,11 @@ def test_a_backend_that_merges_a_tree_with_its_prefix_says_what_plain_decoding_s
     if strategy is Strategy.PIECEWISE:
         mode = {"graph_mode": GraphMode.PIECEWISE}
     engine = make_engine(pair("draft"), backend=MergesTrees(), page_size=16, max_model_len=96, tree=DYNAMIC, **mode)
-    assert texts(engine, requests()) == plain(pair("draft")[0])
+    assert texts(engine, requests(7)) == plain(pair("draft")[0], 7)
 
 
 CROWDED = {
-    "rejection": ("draft", {}),
-    "block verification": ("draft", {"verification": "block"}),
-    "most kept": ("draft", {"verification": MOST_KEPT}),
+    "a chain": ("draft", {"verification": MOST_KEPT}),
     "a tree": ("draft", {"tree": DYNAMIC}),
     "modules": ("modules", {"verification": MOST_KEPT, "steps": 4}),
     "a tree of a block": ("block_draft", {"tree": DYNAMIC}),
@@ -128,12 +136,11 @@ CROWDED = {
 
 @pytest.mark.parametrize(("name", "options"), CROWDED.values(), ids=CROWDED)
 def test_a_text_is_its_own_whoever_joins_leaves_waits_or_is_preempted_beside_it(name, options):
-    asked = requests(12) * 2
-    random.Random(0).shuffle(asked)
-    crowded = make_engine(pair(name), num_pages=14, max_prefill_tokens=20, **options)
+    asked = random.Random(0).sample(requests(12), 8)
+    crowded = make_engine(pair(name), max_num_seqs=4, num_pages=13, max_prefill_tokens=20, **options)
     single = make_engine(pair(name), max_num_seqs=1, **options)
     assert texts(crowded, asked) == texts(single, asked)
-    assert crowded.stats.preemptions > 0 and crowded.pool.num_free == 14
+    assert crowded.stats.preemptions > 0 and crowded.pool.num_free == 13
 
 
 @pytest.mark.parametrize("name", ["draft", "block_draft"])
