@@ -14,8 +14,8 @@ from spec_decode.models import SHIPPED_PAIR, load_pair
 from spec_decode.models.kernels.fp8_weight import Fp8Weight
 from spec_decode.testing.held_out_text import held_out_prompts
 
-PROMPTS = held_out_prompts(6, 96)
-GREEDY = SamplingParams(max_tokens=32)
+PROMPTS = held_out_prompts(6, 48)
+GREEDY = SamplingParams(max_tokens=24)
 DRAFTS = ("draft", "latent_draft", "block_draft")
 NEAR = 0.3
 """By how many of four tokens a round the acceptance may differ on so little text. Measured on 12 prompts and 64 tokens:
@@ -23,7 +23,7 @@ NEAR = 0.3
 
 
 def make(draft: str | None, **settings: Any) -> LLM:
-    return LLM("pydoc", draft=draft, device="cpu", dtype="bfloat16", max_num_seqs=6, max_model_len=200, **settings)
+    return LLM("pydoc", draft=draft, device="cpu", dtype="bfloat16", max_num_seqs=6, max_model_len=96, **settings)
 
 
 def accepted(draft: str, draft_weights: str | None) -> float:
