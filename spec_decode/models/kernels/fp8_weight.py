@@ -13,6 +13,8 @@ from torch import nn
 
 DTYPE = torch.float8_e4m3fn
 _LARGEST = torch.finfo(DTYPE).max
+_WIDE = torch.arange(256, dtype=torch.uint8).view(DTYPE).float()
+"""The number of every byte."""
 _ROWS_AT_ONCE = 4096
 """Rows that are quantised together: a copy of all experts, or of an output projection in fp32, takes gigabytes."""
 
@@ -82,7 +84,11 @@ def operands(weight: Weight) -> tuple[torch.Tensor, torch.Tensor | None]:
 
 def widened(values: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
     """The weight with these `operands`, in fp32."""
-    return values.float() if scale is None else values.float() * scale[..., None]
+    if scale is None:
+        return values.float()
+    # On a CPU, looking the numbers up takes a quarter of the time that converting them takes.
+    found = _WIDE.index_select(0, values.view(torch.uint8).int().flatten()) if values.is_cpu else values.float()
+    return found.view(values.shape) * scale[..., None]
 
 
 def is_scaled(values: torch.Tensor, scale: torch.Tensor | None) -> bool:
