@@ -19,7 +19,7 @@ from tests.spec_decode.engine import engine_helpers
 from tests.spec_decode.engine.engine_helpers import texts
 
 ENGINE, TABLES = Path(module.__file__).parent, Path(tables.__file__)
-ASKED = [make_request(prompt=[i, 3, 1], max_tokens=n) for i, n in enumerate([5, 9, 3, 7])]
+ASKED = [make_request(prompt=[i, 3, 1], max_tokens=n) for i, n in enumerate([4, 6, 3, 5])]
 
 
 def make_engine(**options):
@@ -115,7 +115,7 @@ def test_a_callback_that_cannot_be_called_is_refused_before_anything_runs(engine
 
 def test_requests_are_served_as_they_were_submitted_and_as_often(engine):
     prompt, stop = list(ASKED[0].prompt), set()
-    asked = make_request(prompt=prompt, max_tokens=5, stop_token_ids=stop)
+    asked = make_request(prompt=prompt, max_tokens=4, stop_token_ids=stop)
     handles = [engine.submit(asked), engine.submit(asked)]
     prompt += [999] * 50
     stop.update(range(99))
