@@ -35,10 +35,6 @@ EQUIVALENT: dict[str, dict[tuple[str, str], str]] = {
             "value_dim, device",
         ): "it is brought to the query's dtype in the end",
     },
-    "attn_backends/torch_reference.py": {
-        ("rows, 0.0)", "rows, 1.0)"): "what is not seen has weight 0: any number will do that is one",
-        ("rows, 0.0)", "rows, (-1.0))"): "what is not seen has weight 0: any number will do that is one",
-    },
     "builders/batch.py": {
         ("lens, seqs, strict=True", "lens, seqs, strict=False"): "as many of both are required just before",
         ("lens, seqs, strict=True", "lens, seqs"): "as many of both are required just before",
