@@ -26,6 +26,8 @@ from tests.mutants.mutant import freeze, with_builder
 
 CPU = torch.device("cpu")
 ROUNDS = 8
+FEW = 4
+"""Rounds that drafts are compared in: all that show a mutant show it by then."""
 BY_NAME = {mutant.name: mutant for mutant in MUTANTS}
 NOT_SHOWN = [name for name, mutant in BY_NAME.items() if mutant.not_shown]
 
@@ -106,7 +108,7 @@ def test_a_page_size_that_a_backend_refuses_is_not_validated() -> None:
 
 def tokens_of(backend: AttentionBackend) -> list[torch.Tensor]:
     candidate, rounds = candidate_of(backend)
-    return [candidate.draft(*round_).tokens.clone() for round_ in rounds]
+    return [candidate.draft(*round_).tokens.clone() for round_ in rounds[:FEW]]
 
 
 @cache
@@ -180,7 +182,7 @@ def test_metadata_that_moved_since_the_first_validation_is_named(running: Any) -
 
 def test_a_validation_changes_nothing(running: Any) -> None:
     candidate, validator, rounds = running
-    for round_ in rounds[1:4]:
+    for round_ in rounds[1:3]:
         candidate.draft(*round_)
         before = {key: tensor.clone() for key, tensor in tensors_reached(candidate.drafter).items()}
         state = torch.random.get_rng_state()
@@ -195,7 +197,7 @@ def test_a_validation_changes_nothing(running: Any) -> None:
 def test_validated_rounds_draft_the_same_tokens() -> None:
     seen, rounds = candidate_of(get("torch_reference"))
     validator = MetadataValidator(seen.drafter)
-    for round_, expected in zip(rounds, reference_tokens(), strict=True):
+    for round_, expected in zip(rounds[:FEW], reference_tokens(), strict=True):
         assert torch.equal(seen.draft(*round_, validator.propose).tokens, expected)
 
 
