@@ -105,15 +105,18 @@ def background(page) -> str:
     return page.evaluate("getComputedStyle(document.body).backgroundColor")
 
 
-def test_the_page_asks_for_nothing_and_complains_of_nothing(visit, page_file):
-    page = visit()
-    assert page.requests == [page_file.as_uri()] and page.complaints == []
-
-
-def test_rows_are_filtered_by_device_and_backend(visit):
+def test_rows_and_what_could_not_be_loaded_are_filtered_by_device_and_backend(visit):
     page = visit()
     assert len(shown_rows(page)) == 4
+    folded = page.locator(".absent summary")
+    assert folded.inner_text() == "2 backends could not be loaded here"
+    folded.click()
+    assert page.locator(".absent li:visible").count() == 2
+    assert "needs a package that is not installed" in page.locator(".absent li").first.inner_text()
+    page.locator("#f-backend").select_option("gone")
+    assert [item.inner_text()[:4] for item in page.locator(".absent li:visible").all()] == ["gone"]
     page.locator("#f-backend").select_option("alpha")
+    assert not page.locator(".absent:visible").count()
     assert page.locator(".matrix .device:visible").count() == 1  # no group is empty
     page.locator("#f-device").select_option("GPU one")
     assert shown_rows(page) == ["alpha 2", "alpha 1"]
@@ -122,13 +125,6 @@ def test_rows_are_filtered_by_device_and_backend(visit):
     page.get_by_role("button", name="Show all").click()
     playwright.expect(page.locator("#shown")).to_have_text(re.compile("^4"))
     assert len(shown_rows(page)) == 4
-
-
-def test_a_feature_is_shown_alone_and_in_words(visit):
-    page = visit()
-    page.locator("#f-feature").select_option(label="page 2")
-    assert page.locator(".matrix tr[data-backend]").first.locator("td:visible").count() == 1
-    assert page.locator(".matrix .text:visible").first.inner_text() == "broken 0/1 0.4x"
 
 
 def test_a_cell_opens_alone_to_its_evidence_and_closes_with_escape(visit):
@@ -146,10 +142,12 @@ def test_a_cell_opens_alone_to_its_evidence_and_closes_with_escape(visit):
     assert panel.count() == 1
 
 
-def test_filters_and_the_open_cell_are_in_the_address_while_they_are_looked_at(visit):
+def test_a_feature_is_shown_alone_and_filters_and_the_open_cell_are_in_the_address_while_they_are_looked_at(visit):
     page = visit()
-    page.locator("#f-device").select_option("GPU one")
     page.locator("#f-feature").select_option(label="page 2")
+    assert page.locator(".matrix tr[data-backend]").first.locator("td:visible").count() == 1
+    assert page.locator(".matrix .text:visible").first.inner_text() == "broken 0/1 0.4x"
+    page.locator("#f-device").select_option("GPU one")
     page.locator(".matrix summary", has_text="page 2 broken").nth(1).click()
     playwright.expect(page).to_have_url(re.compile("#.*cell="))
     again = visit(address=page.evaluate("location.href"))
@@ -161,22 +159,10 @@ def test_filters_and_the_open_cell_are_in_the_address_while_they_are_looked_at(v
     playwright.expect(again).not_to_have_url(re.compile("#.*(device|feature)"))
 
 
-def test_an_address_of_something_that_is_gone_shows_everything(visit, page_file):
+def test_the_page_asks_for_nothing_and_an_address_of_something_that_is_gone_shows_everything(visit, page_file):
     page = visit(address=f"{page_file.as_uri()}#device=none&cell=none&feature=none")
-    assert len(shown_rows(page)) == 4 and not page.locator(".panel:visible").count() and page.complaints == []
-
-
-def test_backends_that_could_not_be_loaded_are_one_folded_row(visit):
-    page = visit()
-    folded = page.locator(".absent summary")
-    assert folded.inner_text() == "2 backends could not be loaded here"
-    folded.click()
-    assert page.locator(".absent li:visible").count() == 2
-    assert "needs a package that is not installed" in page.locator(".absent li").first.inner_text()
-    page.locator("#f-backend").select_option("gone")
-    assert [item.inner_text()[:4] for item in page.locator(".absent li:visible").all()] == ["gone"]
-    page.locator("#f-backend").select_option("alpha")
-    assert not page.locator(".absent:visible").count()
+    assert len(shown_rows(page)) == 4 and not page.locator(".panel:visible").count()
+    assert [url.partition("#")[0] for url in page.requests] == [page_file.as_uri()] and page.complaints == []
 
 
 def test_the_theme_follows_the_system_and_the_button(visit):
