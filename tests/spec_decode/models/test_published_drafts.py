@@ -329,34 +329,34 @@ class DraftFixture:
 
 def assert_published(drafts, fixture, case, min_confidence=0.0):
     """A greedy round is the published model's."""
-    exact, rounded = (
-        case.oracle(case.checkpoint, fixture.target, case.layers, dtype) for dtype in (torch.float64, torch.float32)
-    )
-    steps = fixture.steps
+    steps, models = fixture.steps, {}
+
+    def published(dtype, request):
+        if dtype not in models:
+            models[dtype] = case.oracle(case.checkpoint, fixture.target, case.layers, dtype)
+        return models[dtype].drafts(*fixture.inputs(request), steps)
+
     for request in range(len(fixture.contexts)):
-        inputs = fixture.inputs(request)
-        (scores, sure), (wide, _) = (each.drafts(*inputs, steps) for each in (exact, rounded))
+        scores, sure = published(torch.float64, request)
         stop = next((k + 1 for k in range(steps) if sure[k] < min_confidence), steps)
         wanted = [*scores.argmax(-1).tolist()[:stop], *[-1] * (steps - stop)]
         assert drafts.tokens[request].tolist() == wanted, f"request {request}"
-        found, scores, wide = drafts.logits[request, :stop], scores[:stop], wide[:stop]
+        found, scores = drafts.logits[request, :stop], scores[:stop]
         finite = scores.isfinite()
-        budget = 4 * (wide - scores)[finite].abs().max() + 1e-5
         assert found.isfinite().equal(finite)
-        assert (found - scores)[finite].abs().max() < budget, f"request {request}"
+        error = (found - scores)[finite].abs().max() - 1e-5
+        # Rounding alone makes the rest, and is looked at only where there is one.
+        if not error < 0:
+            wide = published(torch.float32, request)[0][:stop]
+            assert error < 4 * (wide - scores)[finite].abs().max(), f"request {request}"
 
 
 CAPTURED = {
-    Strategy.DEVICE_LOOP: {
-        "eagle", "eagle3", "latent_eagle3", "qwen3_with_a_window_in_its_second_layer", "deepseek_v3", "deepseek_v4",
-        "qwen_of_experts", "glm",
-    },
-    Strategy.PER_STEP: {
-        "eagle", "eagle3", "latent_eagle3", "qwen3_with_a_window_in_its_second_layer", "deepseek_v3", "deepseek_v4",
-        "p_eagle", "pard", "dflash", "causal_dflash", "deepseek_v3_of_modules", "dspark", *DFLASH2S,
-    },
-}  # fmt: skip
-"""The drafts of each kind of model that are captured in these strategies; all are in one graph of the full loop."""
+    Strategy.DEVICE_LOOP: {"eagle", "qwen3_with_a_window_in_its_second_layer", "deepseek_v4", "glm"},
+    Strategy.PER_STEP: {"eagle", "qwen3_with_a_window_in_its_second_layer", "deepseek_v4", "dflash"},
+}
+"""Also captured in these strategies. All are in one graph of the full loop, and a draft without later steps is in the
+same one whatever the strategy."""
 EVERY = CASES | PREDICTIONS | MODULES | BLOCKS | CONTEXT_BLOCKS | DSPARKS | DFLASH2S
 ROUNDS = [
     {},
