@@ -1,7 +1,6 @@
 """Trees of every kind of block draft, against a search over what the published models say after each path."""
 
 import heapq
-from itertools import product
 
 import pytest
 import torch
@@ -30,7 +29,7 @@ KINDS = BLOCKS | CONTEXT_BLOCKS | DSPARKS | SELECTING
 AT_ONCE, IN_TURN = "dflash_with_all_that_is_optional", "dspark_with_all_that_is_optional"
 FEW = pytest.mark.parametrize("name", ["p_eagle", "pard", AT_ONCE, "dflash_from_the_anchor", IN_TURN, "dflash2"])
 CAPTURED = [Strategy.PER_STEP, Strategy.FULL_LOOP]
-"""All that a draft without later steps can be captured in, but for pieces, which ask for another mode."""
+"""All that a draft without later steps can be captured in, in the same graph; pieces ask for another mode."""
 
 
 def make(name, folder, strategy=Strategy.FULL_LOOP, tree=DYNAMIC, **options):
@@ -76,14 +75,16 @@ class Laws:
             return [path for path in self.ranked(tree) if len(path) <= steps]
         if self.shift is not None:
             return best_paths(self, tree.width, tree.num_tokens, steps)
-        laws = [self.law((0,) * place) for place in range(steps)]
-        best = [law.topk(tree.width).indices.tolist() for law in laws]
-        every = [path for depth in range(1, steps + 1) for path in product(*best[:depth])]
-        return heapq.nlargest(
-            tree.num_tokens,
-            every,
-            key=lambda path: sum(float(law[token]) for law, token in zip(laws, path, strict=False)),
-        )
+        # No path is more probable than the one that it goes on from.
+        best = [self.law((0,) * place).topk(tree.width) for place in range(steps)]
+        found, open_ = [], [(0.0, ())]
+        while open_ and len(found) <= tree.num_tokens:
+            missing, path = heapq.heappop(open_)
+            found.append(path)
+            if len(path) < steps:
+                for log, token in zip(*(each.tolist() for each in best[len(path)]), strict=True):
+                    heapq.heappush(open_, (missing - log, (*path, token)))
+        return found[1:]
 
     def ranked(self, tree):
         """The paths of a tree's shape, a depth after the other."""
@@ -131,7 +132,7 @@ def rounds(fixture, temperature, count=3):
 def test_every_strategy_drafts_what_eager_drafts_bit_for_bit(name, tree, temperature, tmp_path):
     eager = rounds(make(name, tmp_path / "eager", Strategy.EAGER, tree), temperature)
     assert not all(map(torch.equal, eager[0], eager[1]))
-    for strategy in CAPTURED:
+    for strategy in CAPTURED if name == IN_TURN else CAPTURED[1:]:
         fixture = make(name, tmp_path / strategy.value, strategy, tree)
         for round_, (found, wanted) in enumerate(zip(rounds(fixture, temperature), eager, strict=True)):
             assert all(map(torch.equal, found, wanted)), f"{strategy}, round {round_}"

@@ -86,9 +86,9 @@ def test_as_much_is_kept_as_when_the_same_pair_speculates_without_a_cache(length
     # The text is the target's whatever is drafted: only the counts show a draft at a wrong position or sta
     pair = make_pair(make_config(vocab_size=256, num_q_heads=4), context=0.5)
     prompts = ["aardvark!"[:length], "bumblebee"[:length], "crocodile"[:length]]
-    rounds = 12
+    rounds = 8
     kept, _ = speculate(*pair, prompts, rounds, 3)
-    requests = [make_request(prompt=encode(prompt), max_tokens=50) for prompt in prompts]
+    requests = [make_request(prompt=encode(prompt), max_tokens=4 * rounds) for prompt in prompts]
     results = make_engine(pair).generate(requests)
     first = [accepted for result in results for accepted in result.accepted[:rounds]]
     assert len(first) == rounds * 3 and 0.2 < kept < 2.5
