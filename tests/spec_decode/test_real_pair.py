@@ -18,10 +18,10 @@ from spec_decode.paged import GraphMode
 from spec_decode.testing.held_out_text import held_out_prompts
 from tests.factories import engine_config, make_request
 
-PROMPTS = 12
+PROMPTS = 8
 GREEDY_PROMPTS = 2
 """Of these, where every strategy of every backend writes them."""
-NEW_TOKENS = 40
+NEW_TOKENS = 24
 CLOSE = 1e-4
 """Two candidates whose logits lie nearer than this may swap by rounding alone."""
 

@@ -71,7 +71,7 @@ def test_texts_greedy_and_hot_are_the_same_in_any_number_of_rows_and_again(steps
     engine = make_engine(steps=steps)
     wanted = texts(engine, requests)
     assert [len(text) for text in wanted] == [request.sampling.max_tokens for request in requests]
-    for other in (engine, *(make_engine(steps=steps, max_num_seqs=rows) for rows in (1, 2, 16))):
+    for other in (engine, *(make_engine(steps=steps, max_num_seqs=rows) for rows in (1, 16))):
         assert texts(other, requests) == wanted
     assert texts(engine, []) == []
 

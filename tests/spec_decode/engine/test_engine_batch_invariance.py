@@ -38,7 +38,7 @@ def requests_at(temperature):
     lens = (3, 17, 9, 30, 11)
     prompts = [torch.randint(0, 24, (n,), generator=generator).tolist() for n in lens]
     return [
-        make_request(prompt=prompt, max_tokens=14, temperature=temperature, seed=seed)
+        make_request(prompt=prompt, max_tokens=10, temperature=temperature, seed=seed)
         for seed, prompt in enumerate(prompts)
     ]
 
@@ -77,7 +77,7 @@ def test_every_strategy_drafts_what_eager_drafts(strategy):
 
 
 def test_a_small_pool_that_preempts_changes_no_token():
-    engine = make_engine(3, num_pages=16)
+    engine = make_engine(3, num_pages=14)
     found = kept(engine, requests_at(0.0))
     assert engine.stats.preemptions > 0
     assert [text for text, _ in found] == [text for text, _ in eager()]
