@@ -17,7 +17,7 @@ CHAIN = pair("draft")
 
 def make_round(pair=CHAIN, **options):
     """An engine of the shipped pair, in graphs."""
-    options = {"backend": "triton_paged", "draft_backend": get("torch_reference"), "page_size": 16, **options}
+    options = {"backend": "triton_paged", "draft_backend": get("torch_reference"), "max_num_seqs": 2, **options}
     return make_engine(pair, **{"graph_mode": GraphMode.FULL, **options})
 
 
@@ -32,7 +32,7 @@ def test_one_graph_is_captured_instead_of_two():
 @pytest.fixture(scope="module")
 def whole():
     """What an engine says and keeps whose rounds are one graph."""
-    return make_round().generate(requests(6))
+    return make_round().generate(requests(4))
 
 
 APART = {
@@ -56,7 +56,7 @@ APART = {
         {"backend": Uncapturable()},
         r"the attention of group target \(.*\) runs between the graph",
     ),
-    "other sizes": ({"capture_sizes": [3]}, r"the draft's graphs are of \[3\] requests, the target's of \[1, 2, 3\]"),
+    "other sizes": ({"capture_sizes": [2]}, r"the draft's graphs are of \[2\] requests, the target's of \[1, 2\]"),
     "a memory limit": ({"graph_memory_limit": 1 << 30}, "graph_memory_limit is of the draft's graphs alone"),
 }
 
@@ -65,7 +65,7 @@ APART = {
 def test_where_one_graph_cannot_be_the_plan_says_why_and_the_texts_stay(whole, options, reason):
     engine = make_round(**options)
     assert not engine.round_plan.one_graph and re.match(reason, engine.round_plan.reason), engine.round_plan
-    assert engine.generate(requests(6)) == whole
+    assert engine.generate(requests(4)) == whole
 
 
 @pytest.mark.parametrize(("options", "reason"), list(APART.values())[1:], ids=list(APART)[1:])
