@@ -83,7 +83,7 @@ def digests_behind(roots: Iterable[str]) -> Digests:
         name = pending.pop()
         if name not in found and name not in RECORDERS and (module := _module(name)):
             found[name] = module.digest
-            pending += _uses(module, packages)
+            pending += _uses(name, packages)
     return dict(sorted(found.items()))
 
 
@@ -115,12 +115,13 @@ class _Module:
     """(module, name, name here) of each `from module import name as name here`; (module, "", "") of `import module`."""
 
 
-def _uses(module: _Module, packages: frozenset[str]) -> Iterator[str]:
+@cache
+def _uses(module: str, packages: frozenset[str]) -> tuple[str, ...]:
     """The modules of these packages that a module imports. No other is read: torch alone is longer than all of them."""
-    for origin, name, _ in module.imports:
-        use = _definer(origin, name, packages) if name else origin
-        if _top(use) in packages:
-            yield use
+    found = _module(module)
+    imports = found.imports if found else ()
+    uses = [_definer(origin, name, packages) if name else origin for origin, name, _ in imports]
+    return tuple(use for use in uses if _top(use) in packages)
 
 
 def _definer(origin: str, name: str, packages: frozenset[str]) -> str:
