@@ -10,6 +10,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Sequence
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import IO, Any
 
@@ -19,14 +20,22 @@ from spec_decode.testing import process_isolation
 
 
 class Fork:
-    """What `start_isolated` uses of a `subprocess.Popen` of python -c CODE ARGUMENT..., as a fork of this process."""
+    """What `start_isolated` uses of a `subprocess.Popen` of python -c CODE ARGUMENT..., as a fork of this process in a
+    group of its own."""
 
-    def __init__(self, command: Sequence[str], *, stdout: IO[bytes], **options: Any) -> None:
+    def __init__(
+        self, command: Sequence[str], *, stdout: IO[bytes], pass_fds: Sequence[int] = (), **options: Any
+    ) -> None:
         assert command[:2] == [sys.executable, "-c"] and options["start_new_session"]
         self._status: int | None = None
         self.pid = os.fork()
+        os.setpgid(self.pid, self.pid)  # in both processes: whichever is first
         if not self.pid:
-            os._exit(_run(command[2], ["-c", *command[3:]], stdout.fileno()))
+            os.dup2(stdout.fileno(), 1)
+            os.dup2(stdout.fileno(), 2)
+            for kept, following in pairwise([2, *sorted(pass_fds), os.sysconf("SC_OPEN_MAX")]):
+                os.closerange(kept + 1, following)
+            os._exit(_run(command[2], ["-c", *command[3:]]))
 
     def wait(self) -> int:
         if self._status is None:
@@ -34,15 +43,12 @@ class Fork:
         return self._status
 
 
-def _run(code: str, arguments: list[str], output: int) -> int:
-    """What python -c does, in a session of its own and without the handlers of this process; its exit status."""
-    os.setsid()
+def _run(code: str, arguments: list[str]) -> int:
+    """What python -c does, without the handlers of this process; its exit status."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
     faulthandler.disable()
     warnings.simplefilter("ignore")
-    os.dup2(output, 1)
-    os.dup2(output, 2)
     sys.stdout = sys.stderr = os.fdopen(1, "w", closefd=False)
     sys.argv = arguments
     try:
