@@ -6,8 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from builders.kernels.triton_runtime import HAVE_TRITON
+from spec_decode.conformance import child
 from spec_decode.conformance.report import Report
 from spec_decode.testing.outcome import Outcome
 
@@ -26,3 +28,16 @@ def test_triton_kernels_pass_the_kit_in_the_interpreter(families: tuple[str, ...
 
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     assert Report.load(report).counts[Outcome.PASS] >= 25
+
+
+@pytest.mark.parametrize("interpreted", [False, True])
+def test_a_process_of_its_own_interprets_as_the_command_does(
+    interpreted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    devices: list[torch.device] = []
+    monkeypatch.setattr(child, "interpret_kernels_on", devices.append)
+    monkeypatch.setattr(child, "running_threads", list)
+    monkeypatch.setenv("TRITON_INTERPRET", str(int(interpreted)))
+    with open(os.devnull, "wb") as nowhere:
+        child.main("torch_reference", nowhere.fileno(), {"device": "cpu", "checks": ["contract.shapes*"]})
+    assert devices == [torch.device("cpu")] * interpreted

@@ -15,7 +15,6 @@ import click
 from rich.console import Console
 
 from spec_decode.cli.checkout import builder_names, kit_of
-from spec_decode.cli.interpreter import interpret_kernels_on
 from spec_decode.cli.options import (
     chosen_names,
     device_option,
@@ -35,6 +34,7 @@ from spec_decode.cli.output import (
     stdout,
     write,
 )
+from spec_decode.testing.interpreter import interpret_kernels_on
 
 if TYPE_CHECKING:
     import torch

@@ -15,9 +15,9 @@ import click
 from rich.console import Console
 from rich.text import Text
 
-from spec_decode.cli.interpreter import divide_in_silence
 from spec_decode.cli.options import PAGE_SIZE, device_option, options_as, resolve_device, try_plug_ins_aloud
 from spec_decode.cli.output import UserError, did_you_mean, printable, progress, say, stdout, told_again
+from spec_decode.testing.interpreter import divide_in_silence
 
 if TYPE_CHECKING:
     from spec_decode.llm import LLM, SamplingParams, TextChunk

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import click
 
-from spec_decode.cli.interpreter import interpret_kernels_on
 from spec_decode.cli.options import device_option, options_as, resolve_device
 from spec_decode.cli.output import UserError, did_you_mean, say, stdout, write
+from spec_decode.testing.interpreter import interpret_kernels_on
 
 if TYPE_CHECKING:
     from spec_decode.conformance.report import Report

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import torch
 
+from spec_decode.testing.interpreter import interpret_kernels_on
 from spec_decode.testing.process_exit import end_at_once, running_threads
 
 if TYPE_CHECKING:
@@ -24,6 +25,8 @@ def main(name: str, writer: int, request: dict[str, Any]) -> None:
     from spec_decode.files import ReportError
     from spec_decode.source_digests import SourceRecord
 
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        interpret_kernels_on(torch.device(request["device"]))
     keep = request.pop("keep", None)
     with soak_length(**request.pop("soak", {})):
         planned = plan(name, **{**request, "device": torch.device(request["device"])})

@@ -1,4 +1,7 @@
-"""A product inside an interpreted kernel: what every comparison of bits in this folder stands on."""
+"""Operations inside an interpreted kernel: what every comparison of bits in this folder stands on."""
+
+import math
+import warnings
 
 import torch
 import triton
@@ -24,3 +27,32 @@ def test_each_element_is_the_sum_of_its_terms_in_their_order():
         wanted = wanted + left[:, term, None] * right[term]
     assert torch.equal(found, wanted)
     assert not torch.equal(found, left @ right)
+
+
+@triton.jit
+def log_and_inverse_kernel(x_ptr):
+    x = tl.load(x_ptr)
+    tl.store(x_ptr + 1, tl.log2(x))
+    tl.store(x_ptr + 2, 1 / x)
+
+
+def test_zero_has_a_log_and_an_inverse_without_a_warning():
+    found = torch.zeros(3)
+    with warnings.catch_warnings(action="error"):
+        log_and_inverse_kernel[(1,)](found)
+    assert found.tolist() == [0, -math.inf, math.inf]
+
+
+@triton.jit
+def numbers_kernel(found_ptr, x_ptr):
+    x = tl.load(x_ptr)
+    count, block = x.to(tl.int32), x + tl.zeros((2,), tl.float32)
+    tl.store(found_ptr, x * 3 + count * 3 + tl.sum(block * 3))
+    tl.store(found_ptr + 1, x.to(tl.float16) / (x + 1).to(tl.float16))
+    tl.store(found_ptr + 2, count * 0.25 + count // 3)
+
+
+def test_a_number_is_one_beside_each_tensor_and_a_quotient_of_halves_a_float():
+    found = torch.zeros(3)
+    numbers_kernel[(1,)](found, torch.full((1,), 2.0))
+    assert torch.equal(found, torch.tensor([24, 2 / 3, 0.5]))
