@@ -29,7 +29,9 @@ class Placed:
     def assert_alone(self) -> None:
         """Raise AssertionError if anything but the operand was written. It is gone then."""
         poison = _poison(len(self.buffer), self.buffer.dtype, self.buffer.device)
-        self.view.copy_(poison[0])
+        # A copied bool would be 0 or 1.
+        view, wanted = (x.view(torch.uint8) if x.dtype is torch.bool else x for x in (self.view, poison))
+        view.copy_(wanted[0])
         assert torch.equal(_bits(self.buffer), _bits(poison))
 
 
