@@ -16,7 +16,7 @@ def test_the_kernels_have_a_session_of_their_own(which):
 
 @pytest.mark.parametrize("target", ["test", "oldest", "newest", "slow"])
 def test_ci_runs_every_session(target):
-    assert re.search(rf"^(make|within \d+) {target}$", (ROOT / ".ci/run").read_text(), re.MULTILINE)
+    assert re.search(rf"^(timed make|within \d+) {target}$", (ROOT / ".ci/run").read_text(), re.MULTILINE)
 
 
 def test_every_file_of_kernels_is_collected_where_they_are_interpreted() -> None:
