@@ -33,7 +33,7 @@ class EnginePlugIn:
     variable: str
     needs: Mapping[str, Callable[[], str]]
     chosen_by: str
-    refused: Callable[[], str] = str
+    refused: Callable[[], str] = lambda: ""
 
     def examine(self) -> Iterator[Finding]:
         """The engine, and where it is of a supported version, how it finds the plug-in and each backend of it."""

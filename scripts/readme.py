@@ -292,7 +292,7 @@ def _pair(values: Mapping[int, float]) -> str:
 
 
 def _source(report: Mapping[str, Any], command: str) -> str:
-    return f"{card(report['env']['device'])}, {report['env']['date'][:10]}, `{command}`"
+    return f"{vllm_tables.source(report)}, `{command}`"
 
 
 def _kept(report: Mapping[str, Any], steps: int = DRAFT_TOKENS, size: str = VLLM_SIZE) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 from typing import Any
 
@@ -59,7 +59,7 @@ def _ratio_lines(report: dict[str, Any], model: tuple[str, str], sizes: Sequence
         if theirs in rows and ours in rows:
             cells = [_ratio(rows[ours].get(count), rows[theirs].get(count)) for count in sizes]
             mode = "defaults" if arms[0]["arm"].get("compiled", False) else "mode 0"
-            said = [f"{_MODELS[model][0]}, {steps} tokens", f"`{theirs}`", f"`{ours}`", *cells, mode, _source(report)]
+            said = [f"{_MODELS[model][0]}, {steps} tokens", f"`{theirs}`", f"`{ours}`", *cells, mode, source(report)]
             yield f"| {' | '.join(said)} |"
 
 
@@ -79,7 +79,7 @@ def scaling(report: dict[str, Any]) -> str:
     for two, one in ((two, one) for two in on[2] for one in on[1] if alike(one) == alike(two)):
         cells = [_ratio(_speeds(two).get(count), _speeds(one).get(count)) for count in sizes]
         draft, steps = f"`{two['arm']['draft']}`", two["arm"]["steps"]
-        said = [f"{_MODELS[_model(two)][0]}, {steps} tokens", draft, *cells, _source(report)]
+        said = [f"{_MODELS[_model(two)][0]}, {steps} tokens", draft, *cells, source(report)]
         lines.append(f"| {' | '.join(said)} |")
     return "\n".join(lines)
 
@@ -94,7 +94,8 @@ def _speeds(found: dict[str, Any]) -> dict[int, list[float]]:
     return {row["requests"]: row["tokens_per_s"] for row in found["rows"]}
 
 
-def _source(report: dict[str, Any]) -> str:
+def source(report: Mapping[str, Any]) -> str:
+    """The card that a report was measured on, and the day."""
     return f"{card(report['env']['device'])}, {report['env']['date'][:10]}"
 
 
@@ -175,9 +176,11 @@ def _cell(row: dict[str, Any]) -> str:
 
 def _agreement(rows: list[dict[str, Any]], kind: str) -> str:
     """Each draft's share of tokens that are those of the target's backend, where texts are the same."""
+    alike: dict[tuple[str, int], list[dict[str, Any]]] = {}
+    for row in rows:
+        alike.setdefault((row["draft"], row.get("num_gpus", 1)), []).append(row)
     shares = []
-    for draft, num_gpus in dict.fromkeys((row["draft"], row.get("num_gpus", 1)) for row in rows):
-        of_draft = [row for row in rows if (row["draft"], row.get("num_gpus", 1)) == (draft, num_gpus)]
+    for (draft, num_gpus), of_draft in alike.items():
         share = sum(row["equal"] for row in of_draft) / sum(row["draft_tokens"] for row in of_draft)
         shares.append(f"`{draft}`{f' on {num_gpus} GPUs' if num_gpus > 1 else ''} {share:.1%}")
     of_kind = "" if kind == "eagle" else f" with {_NAMES[kind]}"

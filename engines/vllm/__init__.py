@@ -48,12 +48,9 @@ def register() -> None:
 
 def refused_variable() -> str:
     """What is wrong with VALIDATE, and what to do; empty if nothing is."""
-    asked = os.environ.get(VALIDATE, "0")
-    return (
-        ""
-        if asked in ("0", "1")
-        else f"{VALIDATE} must be 0 or 1, got {asked!r}. Set it to 1 to compare draft metadata."
-    )
+    if (asked := os.environ.get(VALIDATE, "0")) in ("0", "1"):
+        return ""
+    return f"{VALIDATE} must be 0 or 1, got {asked!r}. Set it to 1 to compare draft metadata."
 
 
 def _register_names() -> None:

@@ -25,11 +25,12 @@ def main(name: str, writer: int, request: dict[str, Any]) -> None:
     from spec_decode.files import ReportError
     from spec_decode.source_digests import SourceRecord
 
+    device = torch.device(request["device"])
     if os.environ.get("TRITON_INTERPRET") == "1":
-        interpret_kernels_on(torch.device(request["device"]))
+        interpret_kernels_on(device)
     keep = request.pop("keep", None)
     with soak_length(**request.pop("soak", {})):
-        planned = plan(name, **{**request, "device": torch.device(request["device"])})
+        planned = plan(name, **{**request, "device": device})
     _send(writer, {"report": planned.report.document()})
     head = msgspec.structs.replace(planned.report, sources=SourceRecord(), claims={}, results=())
 

@@ -131,7 +131,7 @@ def test_a_closed_pipe_ends_a_verb_in_silence(tmp_path):
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 def test_a_full_disk_is_one_line(tmp_path):
     with open("/dev/full", "w") as full:
-        process = start("--help", tmp_path, stdout=full)
+        process = start("list --device cpu", tmp_path, stdout=full)
     said = process.communicate()[1]
     assert process.returncode == 2 and "No space left on device" in said and said.count("\n") == 1
 
