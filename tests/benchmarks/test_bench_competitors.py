@@ -116,13 +116,16 @@ def test_a_draft_has_a_row_of_its_own_and_one_of_the_compiled_step(monkeypatch):
     assert verdict(ours["limits"]) == ("peer_ratio <= 1", ours["peer_ratio"] <= 1)
 
 
-def test_every_published_draft_is_compiled_at_each_of_its_sizes(bench, monkeypatch):
+def test_every_published_draft_is_compiled_at_its_fewest_and_most_requests(bench, monkeypatch):
     seen = []
-    monkeypatch.setattr(compiled_steps, "PUBLISHED_DRAFTS", {KINDS[0]: tiny(KINDS[0])})
+    drafts = {name: replace(tiny(KINDS[0]), num_reqs=sizes) for name, sizes in {"one": (1,), "more": (1, 2, 4)}.items()}
+    monkeypatch.setattr(compiled_steps, "PUBLISHED_DRAFTS", drafts)
     monkeypatch.setattr(compiled_steps, "beside_compiled", lambda _, case, __, run: seen.append((case, run)) or [])
     assert not list(compiled_steps.compiled_step_rows(bench)) and not bench.missing
     assert [(case, run.num_reqs, run.num_speculative_tokens) for case, run in seen] == [
-        (f"{KINDS[0]}/compiled-steps", 1, 7)
+        ("one/compiled-steps", 1, 7),
+        ("more/compiled-steps", 1, 7),
+        ("more/compiled-steps", 4, 7),
     ]
 
 
