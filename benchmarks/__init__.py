@@ -14,7 +14,7 @@ import torch
 from benchmarks.cases.advance import advance_rows, step_rows
 from benchmarks.cases.backend_rounds import round_rows
 from benchmarks.cases.block_trees import block_tree_round_rows, block_tree_rows
-from benchmarks.cases.compiled_steps import CASE as COMPILED_STEPS
+from benchmarks.cases.compiled_steps import SUFFIX as COMPILED
 from benchmarks.cases.compiled_steps import compiled_step_rows
 from benchmarks.cases.decode import decode_rows
 from benchmarks.cases.draft_rounds import block_draft_rows, random_draft_rows
@@ -49,7 +49,10 @@ _ROWS: dict[str, tuple[str, Callable[[Bench], Iterator[BenchRow]]]] = {
     **{name: (case.description, partial(random_draft_rows, name=name)) for name, case in RANDOM_DRAFTS.items()},
     **{name: (case.description, partial(block_draft_rows, name=name)) for name, case in BLOCK_DRAFTS.items()},
     PRODUCTS: ("the products of these drafts one by one, beside torch's own", product_rows),
-    COMPILED_STEPS: ("later steps of these drafts beside torch.compile's of the same", compiled_step_rows),
+    **{
+        f"{name}{COMPILED}": (f"later steps of {name} beside torch.compile's", partial(compiled_step_rows, name=name))
+        for name in PUBLISHED_DRAFTS
+    },
     "throughput": ("output tokens a second of the whole engine, step 0 in a graph or not", throughput_rows),
     "block-throughput": (
         "the same of a draft that proposes a block at once, beside one step by step",
@@ -65,7 +68,7 @@ SUITES = {
     "blocks": (*BLOCK_DRAFTS, "block-throughput"),
     "trees": ("block-trees", "block-tree-rounds"),
     "drafter": (*PUBLISHED_DRAFTS, "throughput"),
-    "competitors": (PRODUCTS, COMPILED_STEPS),
+    "competitors": (PRODUCTS, *(f"{name}{COMPILED}" for name in PUBLISHED_DRAFTS)),
 }
 """Names for several cases at once."""
 CASES = {

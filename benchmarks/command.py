@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -68,13 +69,15 @@ def bench(cases: tuple[str, ...], device: str | None, target: str | None, proces
 
 
 def _writer(target: str | None) -> Callable[[Bench], None]:
-    """Writes the rows so far to the target, if that is a file: a run takes minutes and may be cut off."""
+    """Writes the rows so far to the target, if that is a file: a run takes minutes and may be cut off. Until it ends,
+    the report says that rows are missing."""
     written = time.monotonic()
 
     def keep(timings: Bench) -> None:
         nonlocal written
         if target is not None and target != "-" and time.monotonic() - written >= _SECONDS_BETWEEN_WRITES:
-            write(target, report_bytes(timings))
+            last = timings.rows[-1]["case"]
+            write(target, report_bytes(replace(timings, missing=[*timings.missing, f"all after {last}: cut off"])))
             written = time.monotonic()
 
     return keep

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 
 import torch
 
-from attn_backends import AttentionBackend
+from attn_backends import AttentionBackend, get
 from benchmarks.decode_fixture import shuffled_tables, token_bytes
 from benchmarks.flops import FlopCounter
 from benchmarks.measure import DeviceRates, kernels_in, time_call
@@ -130,7 +130,9 @@ def _part(
 def round_flops(draft: TimedDraft, run: RoundConfig, device: torch.device) -> dict[str, int]:
     """Floating-point operations of a round that is one step, by the weight, with those of rows that no token needs."""
     weights, read = weights_of(draft.model), weights_read(draft.model, run.num_reqs, whole_round=True)
-    drafter = make_drafter(draft, replace(run, strategy=Strategy.EAGER), device)
+    # No backend multiplies by a weight, and not every kernel's operation may run where operations are counted.
+    counted = replace(run, backend=get("torch_reference"), strategy=Strategy.EAGER)
+    drafter = make_drafter(draft, counted, device)
     counter = FlopCounter({name: weights[name] for name in read})
     with counter:
         drafter.propose(_verified(draft, run, device))

@@ -99,7 +99,7 @@ def timed_steps() -> list[Step]:
         "sampling": (("sampling",), 60),
         "flashinfer-decode": (("flashinfer-decode",), 60),
         "products": (("products",), 240),
-        "compiled-steps": (("compiled-steps",), 400),
+        **{f"{name}-compiled": ((f"{name}-compiled",), 140) for name in (*ROUNDS, "kimi-k2-eagle3")},
     }
     bench = (*CLI, "bench")
     return [Step(f"bench-{name}", (*bench, *of, "--device", "cuda"), t) for name, (of, t) in cases.items()]

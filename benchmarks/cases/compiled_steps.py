@@ -27,7 +27,8 @@ from spec_decode.graphs import runtime_for
 from spec_decode.models.attention import AttentionInputs
 from spec_decode.tools.timing_limit import TimingLimit
 
-CASE = "compiled-steps"
+SUFFIX = "-compiled"
+"""Of a draft's name: its steps beside the compiled ones."""
 _NUM_SPECULATIVE_TOKENS = 7
 _NO_SLOWER = TimingLimit("peer_ratio", 1.0)
 _NAMESPACES = ("attn_backends", "builders", "spec_decode")
@@ -37,16 +38,15 @@ Step = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, 
 """Of tokens int64 [R], hidden states [R, H] and positions int64 [R]; the next tokens and hidden states."""
 
 
-def compiled_step_rows(bench: Bench) -> Iterator[BenchRow]:
-    """For every draft, at its fewest and its most requests, a row of ours, with its time over the compiled one's, and
-    one of that: each shape is compiled for half a minute."""
-    for name, case in PUBLISHED_DRAFTS.items():
-        with bench.noting(f"{CASE}: {name}"):
-            draft = TimedDraft.of(case, bench.device)
-            for num_reqs in sorted({min(case.num_reqs), max(case.num_reqs)}):
-                run = RoundConfig(get(case.backends[0]), Strategy.FULL_LOOP, _NUM_SPECULATIVE_TOKENS, num_reqs)
-                with bench.noting(f"{CASE}: {name}", at=f"{num_reqs} requests"):
-                    yield from beside_compiled(bench, f"{name}/{CASE}", draft, run)
+def compiled_step_rows(bench: Bench, *, name: str) -> Iterator[BenchRow]:
+    """Of a published draft, at its fewest and its most requests, a row of ours, with its time over the compiled one's,
+    and one of that: each shape is compiled for a minute."""
+    case = PUBLISHED_DRAFTS[name]
+    draft = TimedDraft.of(case, bench.device)
+    for num_reqs in sorted({min(case.num_reqs), max(case.num_reqs)}):
+        run = RoundConfig(get(case.backends[0]), Strategy.FULL_LOOP, _NUM_SPECULATIVE_TOKENS, num_reqs)
+        with bench.noting(f"{name}{SUFFIX}", at=f"{num_reqs} requests"):
+            yield from beside_compiled(bench, f"{name}{SUFFIX}", draft, run)
 
 
 def beside_compiled(bench: Bench, case: str, draft: TimedDraft, run: RoundConfig) -> Iterator[BenchRow]:

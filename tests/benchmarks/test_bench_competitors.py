@@ -106,9 +106,7 @@ def test_a_draft_has_a_row_of_its_own_and_one_of_the_compiled_step(monkeypatch):
     monkeypatch.setattr(compiled_steps, "_compile", lambda module: module)
     run = RoundConfig(get("torch_reference"), Strategy.FULL_LOOP, 3, 1)
 
-    ours, theirs = compiled_steps.beside_compiled(
-        Bench(CPU, None), "x/compiled-steps", tiny_draft("llama3-8b-eagle"), run
-    )
+    ours, theirs = compiled_steps.beside_compiled(Bench(CPU, None), "x-compiled", tiny_draft("llama3-8b-eagle"), run)
 
     assert (ours["backend"], ours.get("peer", False), ours["strategy"]) == ("torch_reference", False, "full_loop")
     assert (theirs["backend"], theirs["peer"], theirs["strategy"]) == ("torch.compile", True, "per_step")
@@ -116,16 +114,14 @@ def test_a_draft_has_a_row_of_its_own_and_one_of_the_compiled_step(monkeypatch):
     assert verdict(ours["limits"]) == ("peer_ratio <= 1", ours["peer_ratio"] <= 1)
 
 
-def test_every_published_draft_is_compiled_at_its_fewest_and_most_requests(bench, monkeypatch):
+@pytest.mark.parametrize("sizes, compiled", [((1,), [1]), ((1, 2, 4), [1, 4])])
+def test_a_published_draft_is_compiled_at_its_fewest_and_most_requests(sizes, compiled, bench, monkeypatch):
     seen = []
-    drafts = {name: replace(tiny(KINDS[0]), num_reqs=sizes) for name, sizes in {"one": (1,), "more": (1, 2, 4)}.items()}
-    monkeypatch.setattr(compiled_steps, "PUBLISHED_DRAFTS", drafts)
+    monkeypatch.setattr(compiled_steps, "PUBLISHED_DRAFTS", {"x": replace(tiny(KINDS[0]), num_reqs=sizes)})
     monkeypatch.setattr(compiled_steps, "beside_compiled", lambda _, case, __, run: seen.append((case, run)) or [])
-    assert not list(compiled_steps.compiled_step_rows(bench)) and not bench.missing
+    assert not list(compiled_steps.compiled_step_rows(bench, name="x")) and not bench.missing
     assert [(case, run.num_reqs, run.num_speculative_tokens) for case, run in seen] == [
-        ("one/compiled-steps", 1, 7),
-        ("more/compiled-steps", 1, 7),
-        ("more/compiled-steps", 4, 7),
+        ("x-compiled", num_reqs, 7) for num_reqs in compiled
     ]
 
 

@@ -1,5 +1,7 @@
 """What a round takes at least: the bytes that it moves, and of a block the arithmetic."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -48,6 +50,11 @@ def test_a_dflash_round_multiplies_the_block_and_the_verified_tokens_states():
         for name, numel in matrices_in(draft.model).items()
     }
     assert found == {**expected, "lm_head": 2 * REQS * K * 64 * 32}
+
+
+def test_arithmetic_is_counted_without_the_backends_kernels():
+    draft = TimedDraft.of(tiny_block("llama3-8b-peagle"), CPU)
+    assert round_flops(draft, replace(BLOCK_ROUND, backend=None), CPU) == round_flops(draft, BLOCK_ROUND, CPU)
 
 
 @pytest.mark.parametrize("name", BLOCK_DRAFTS)

@@ -80,7 +80,7 @@ def test_bench_refuses_to_time_a_gpu_on_a_cpu(case, refused):
     assert f"the cases {case} time a CUDA device and this run is on cpu" in line
 
 
-def test_a_bench_that_is_cut_off_leaves_the_rows_it_has(timings, tmp_path, run, monkeypatch):
+def test_a_bench_that_is_cut_off_leaves_the_rows_it_has_and_says_so(timings, tmp_path, run, monkeypatch):
     def cut_off(**how):
         timings(**how)
         raise KeyboardInterrupt
@@ -88,7 +88,9 @@ def test_a_bench_that_is_cut_off_leaves_the_rows_it_has(timings, tmp_path, run, 
     monkeypatch.setattr(command, "_SECONDS_BETWEEN_WRITES", 0.0)
     monkeypatch.setattr(command, "run", cut_off)
     run("bench", "--device", "cpu", "--json", "rows.json")
-    assert [row["case"] for row in read_json(tmp_path / "rows.json")["rows"]] == ["round"]
+    report = read_json(tmp_path / "rows.json")
+    assert [row["case"] for row in report["rows"]] == ["round"]
+    assert report["missing"][-1] == "all after round: cut off"
 
 
 def test_without_a_checkout_bench_says_where_the_benchmarks_are(refused, monkeypatch, tmp_path):
