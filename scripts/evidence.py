@@ -44,6 +44,8 @@ ROUNDS = (
     "gpt-oss-20b-eagle3",
     "deepseek-v4-mtp",
 )
+COMPILED = (*(name for name in ROUNDS if name != "deepseek-v4-mtp"), "kimi-k2-eagle3")
+"""Drafts that torch 2.11 compiles: it tunes the grouped product of the other with offsets that end the process."""
 IN_TWO = ("--processes", "2")
 """What a driver does between two kernels may differ from process to process."""
 SLOTS = 12
@@ -99,7 +101,7 @@ def timed_steps() -> list[Step]:
         "sampling": (("sampling",), 60),
         "flashinfer-decode": (("flashinfer-decode",), 60),
         "products": (("products",), 240),
-        **{f"{name}-compiled": ((f"{name}-compiled",), 140) for name in (*ROUNDS, "kimi-k2-eagle3")},
+        **{f"{name}-compiled": ((f"{name}-compiled",), 140) for name in COMPILED},
     }
     bench = (*CLI, "bench")
     return [Step(f"bench-{name}", (*bench, *of, "--device", "cuda"), t) for name, (of, t) in cases.items()]

@@ -36,6 +36,11 @@ VLLM, UNCOMPILED, ROUNDS = "h200/vllm-compiled.json", "h200/vllm.json", "h200/be
 """The reports of vLLM's defaults, layers compiled; of vLLM without compilation; of draft rounds."""
 BLOCKS, LATENTS, PAIR = "h100/vllm-blocks.json", "h100/vllm-latents.json", "h100/vllm-pair.json"
 """Those of vLLM with drafts of a block, with drafts over latents, and on two GPUs."""
+COMPILED = tuple(
+    f"h200/bench-{draft}-compiled.json"
+    for draft in ("llama3-8b-eagle", "qwen3-8b-eagle3", "gpt-oss-20b-eagle3", "glm-4.7-flash-mtp", "eagle-1024")
+)
+"""Those of draft steps beside torch.compile's."""
 SIZES = (1, 32)
 """Requests at once, in the table."""
 DRAFT_TOKENS = 7
@@ -70,7 +75,10 @@ def contents(root: Path) -> dict[Path, str]:
     """Pages and plot as the reports under root make them. Raises StaleReadme for a page without its markers."""
     tables = {
         README: {"figures": figures(root), "matrix": summary(Sources.read([root / "reports"]).reports)},
-        STRATEGIES: {"strategy times": strategy_times.table(_load(root, ROUNDS))},
+        STRATEGIES: {
+            "strategy times": strategy_times.table(_load(root, ROUNDS)),
+            "compiled times": strategy_times.beside_compiled([_load(root, name) for name in COMPILED]),
+        },
         VLLM_PAGE: {
             "vllm ratios": vllm_tables.ratios([_load(root, name) for name in (VLLM, BLOCKS, LATENTS)]),
             "vllm on two GPUs": vllm_tables.scaling(_load(root, PAIR)),
@@ -119,7 +127,8 @@ def summary(reports: Sequence[Report]) -> str:
 def figures(root: Path) -> str:
     """Headline rows, what was measured and by what, and below them what the checks found and what was run."""
     vllm, engine = _load(root, VLLM), _load(root, "h200/bench-throughput.json")
-    rounds, builders = _load(root, ROUNDS), in_place_claims(root)
+    rounds, compiled, builders = _load(root, ROUNDS), _load(root, COMPILED[0]), in_place_claims(root)
+    torchs, ours = zip(*strategy_times.compiled_times(compiled).values(), strict=True)
     arms, speeds, host = vllm_arms(vllm), engine_speeds(engine), host_times(rounds)
     plain, drafted = min(speeds), max(speeds)
     version, sizes = vllm["arms"][0]["vllm"], " / ".join(map(str, SIZES))
@@ -134,6 +143,12 @@ def figures(root: Path) -> str:
             f"{_pair(speeds[plain])} (no draft)",
             f"**{_pair(speeds[drafted])}** ({drafted} draft tokens)",
             _source(engine, "attn-backends bench throughput"),
+        ],
+        [
+            f"GPU time to draft tokens 2 to {DRAFT_TOKENS} for {sizes} concurrent requests",
+            f"{_ms(torchs)} ms (`torch.compile`, max-autotune)",
+            f"**{_ms(ours)} ms**",
+            _source(compiled, "attn-backends bench llama3-8b-eagle-compiled"),
         ],
         [
             f"Host time to draft {DRAFT_TOKENS} tokens for 1 request",
@@ -289,6 +304,10 @@ def _table(lines: Sequence[Sequence[str]]) -> str:
 
 def _pair(values: Mapping[int, float]) -> str:
     return " / ".join(f"{values[size]:,.0f}" for size in SIZES)
+
+
+def _ms(times_us: Sequence[float]) -> str:
+    return " / ".join(f"{us / 1e3:.2f}" for us in times_us)
 
 
 def _source(report: Mapping[str, Any], command: str) -> str:

@@ -1,7 +1,8 @@
-"""The times on the strategies page, from the report that holds them."""
+"""The times on the strategies page, from the reports that hold them."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 _CASE, _BACKEND, _K = "llama3-8b-eagle/round", "triton_paged", 7
@@ -28,6 +29,34 @@ def table(report: dict[str, Any]) -> str:
         times = [f"{row[kind][1]:,.0f}" for row in each for kind in ("gpu_us", "host_us")]
         lines.append(f"| `{name}` | " + " | ".join(times) + f" | {each[-1]['graph_bytes'] / 2**20:.0f} |")
     return "\n".join(lines)
+
+
+def beside_compiled(reports: Sequence[dict[str, Any]]) -> str:
+    """Later steps of drafts beside the same steps compiled by torch, a row for each report's draft."""
+    env = reports[0]["env"]
+    steps, context = reports[0]["rows"][0]["num_speculative_tokens"] - 1, reports[0]["rows"][0]["context"]
+    lines = [
+        f"GPU time of the {steps} later steps of a round of {steps + 1} draft tokens, {context:,} tokens of context, "
+        f"greedy, {env['device']}, {env['date'][:10]}, torch {env['torch']}. Times are medians in microseconds.",
+        "",
+        "| draft | " + " | ".join(f"torch.compile, {n} req. | this library, {n} req. | ratio" for n in _SIZES) + " |",
+        "|---|" + "---:|" * (3 * len(_SIZES)),
+    ]
+    for report in reports:
+        cells = []
+        for size in _SIZES:
+            theirs, ours = compiled_times(report)[size]
+            cells += [f"{theirs:,.0f}", f"{ours:,.0f}", f"{ours / theirs:.2f}"]
+        lines.append(f"| `{report['rows'][0]['case'].removesuffix('-compiled')}` | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def compiled_times(report: dict[str, Any]) -> dict[int, tuple[float, float]]:
+    """By requests: microseconds of the compiled steps and of ours."""
+    found: dict[tuple[int, bool], float] = {
+        (row["num_reqs"], bool(row.get("peer"))): row["gpu_us"][1] for row in report["rows"]
+    }
+    return {size: (found[size, True], found[size, False]) for size in _SIZES}
 
 
 def _wanted(row: dict[str, Any]) -> bool:

@@ -12,6 +12,25 @@ def test_a_report_without_such_rounds_is_refused() -> None:
         strategy_times.table({"env": {}, "rows": []})
 
 
+def test_a_drafts_steps_stand_beside_the_compiled_ones() -> None:
+    rows = [
+        {
+            "case": "x-compiled",
+            "num_speculative_tokens": 4,
+            "context": 1024,
+            "num_reqs": n,
+            "gpu_us": [0, us, 0],
+            **more,
+        }
+        for n in (1, 32)
+        for us, more in ((30.0 * n, {}), (40.0 * n, {"peer": True}))
+    ]
+    env = {"device": "NVIDIA H200", "date": "2026-11-26T00:00:00", "torch": "2.11.0"}
+    said = strategy_times.beside_compiled([{"env": env, "rows": rows}]).splitlines()
+    assert said[0].startswith("GPU time of the 3 later steps of a round of 4 draft tokens, 1,024 tokens of context")
+    assert said[4] == "| `x` | 40 | 30 | 0.75 | 1,280 | 960 | 0.75 |"
+
+
 def vllm_arm(draft: str, steps: int, tokens_per_s: list[float], **more: object) -> dict[str, object]:
     row = {"requests": 4, "tokens_per_s": tokens_per_s, "host_us": [{"p50": 80.0}, {"p50": 90.0}, {"p50": 70.0}]}
     return {
