@@ -158,6 +158,12 @@ class Engine:
             _log.info("autotune: %s", self.autotuned.explain())
             if self.autotuned.wall_us:
                 plan = plan.autotuned(self.autotuned.strategy, self.autotuned.explain())
+        sizes, most = config.capture_sizes, self.config.max_num_seqs
+        require(
+            not sizes or max(sizes) >= most or not plan.strategy.implementation.uses_graphs,
+            f"capture_sizes end at {max(sizes or [0])} and up to {most} requests run at once; so many would have no "
+            f"graph. Add {most} to capture_sizes, or leave them out.",
+        )
         return Drafter(draft, groups, tables, config, plan)
 
     @property

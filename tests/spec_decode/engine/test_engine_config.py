@@ -96,6 +96,13 @@ def test_speculation_needs_a_draft_and_every_group_a_backend():
         make_engine(backend={"full": get("torch_reference")})
 
 
+def test_graphs_reach_as_many_requests_as_may_run_at_once():
+    with pytest.raises(BatchError, match=r"capture_sizes end at 2 and up to 3 requests run at once.* Add 3 to"):
+        make_engine(graph_mode=GraphMode.FULL, capture_sizes=[1, 2])
+    make_engine(graph_mode=GraphMode.FULL, capture_sizes=[3])
+    make_engine(graph_mode=GraphMode.NONE, capture_sizes=[1, 2])
+
+
 class Autotuned:
     strategy, wall_us = Strategy.PER_STEP, {"per_step": 1.0}
 
