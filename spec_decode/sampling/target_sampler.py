@@ -16,24 +16,26 @@ from spec_decode.sampling.parameters import Sampling
 def sample_target(
     logits: torch.Tensor, *, sampling: Sampling, positions: torch.Tensor, column: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """The sampler of plain decoding: one token int64 [R] per row.
+    """The sampler of plain decoding: one token per row, or of each of a row's columns, int64 of the shape of positions.
 
-    - logits     [R, V] any float, or [R, G, V] with a column
+    - logits     [R, V] any float, or [R, G, V]
     - sampling   R rows
-    - positions  int64 [R], the absolute positions of the tokens
-    - column     int64 [R], 0 to G - 1: which of a row's logits are drawn from
+    - positions  int64 [R], the absolute positions of the tokens; [R, G] for each column of logits [R, G, V]
+    - column     int64 [R], 0 to G - 1: which of a row's logits [R, G, V] are drawn from; None: each
 
     Raises BatchError for tensors of another shape, dtype or device.
     """
-    logits = logits[:, None] if column is None else logits
-    _check(logits, sampling)
     rows, device = len(logits), logits.device
-    integers = {"seeds": sampling.seeds, "positions": positions} | ({} if column is None else {"column": column})
-    for name, tensor in integers.items():
-        require_tensor(name, tensor, shape=(rows,), dtype=torch.int64, device=device)
+    shape = (rows,) if column is not None else tuple(logits.shape[:-1])
+    require_tensor("positions", positions, shape=shape, dtype=torch.int64, device=device)
+    logits = logits[:, None] if column is None and logits.dim() == 2 else logits
+    _check(logits, sampling)
+    for name, tensor in {"seeds": sampling.seeds, "column": column}.items():
+        if tensor is not None:
+            require_tensor(name, tensor, shape=(rows,), dtype=torch.int64, device=device)
     temperature, top_k, top_p, seeds = sampling
     restricted = process_logits(logits, temperature, column, top_k, top_p)
-    restrict_logits(restricted[:, 0], top_k=top_k, top_p=top_p)
+    restrict_logits(restricted.flatten(0, 1), top_k=top_k, top_p=top_p)
     return draw_target(
         logits, restricted, temperature, top_k, top_p, seeds.contiguous(), positions.contiguous(), column
     )

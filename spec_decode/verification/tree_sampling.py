@@ -7,9 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from builders.errors import require, require_counts, require_tensor
-from spec_decode.sampling.kernels.draw_tokens import draw_tokens
 from spec_decode.sampling.parameters import Sampling
-from spec_decode.sampling.target_sampler import process_target_logits
+from spec_decode.sampling.target_sampler import sample_target
 from spec_decode.trees.draft_tree import TreeBatch
 from spec_decode.trees.kernels.ancestor_masks import ancestor_masks
 from spec_decode.verification.kernels.follow_tree import follow_tree
@@ -54,12 +53,8 @@ class TreeSampling:
         Raises BatchError for tensors of another shape, dtype or device.
         """
         draft_tokens, parents = trees.checked(target_logits)
-        rows, tokens = draft_tokens.shape
-        require_tensor("draft_positions", draft_positions, shape=(rows,), dtype=torch.int64, device=parents.device)
-        processed = process_target_logits(target_logits, sampling)
-        positions = (draft_positions[:, None] + ancestor_masks(parents)[1]).flatten()
-        temperature, seeds = (
-            tensor[:, None].expand(rows, 1 + tokens).flatten() for tensor in (sampling.temperature, sampling.seeds)
-        )
-        drawn = draw_tokens(processed.flatten(0, 1), temperature, seeds, positions).view(rows, 1 + tokens)
+        shape, device = (len(parents),), parents.device
+        require_tensor("draft_positions", draft_positions, shape=shape, dtype=torch.int64, device=device)
+        positions = draft_positions[:, None] + ancestor_masks(parents)[1]
+        drawn = sample_target(target_logits, sampling=sampling, positions=positions)
         return TreeVerifyOutput(*follow_tree(draft_tokens, parents, drawn, self._max_depth))

@@ -89,8 +89,9 @@ def processed(logits):
 
 
 def drawn(logits):
-    zeros = torch.zeros(3, dtype=torch.int64)
-    return [draw_target(logits, torch.zeros(3, 1, 3), torch.zeros(3), zeros.int(), torch.ones(3), zeros, zeros, None)]
+    zeros, restricted = torch.zeros(3, dtype=torch.int64), torch.zeros(logits.shape)
+    positions = torch.zeros(logits.shape[:2], dtype=torch.int64)
+    return [draw_target(logits, restricted, torch.zeros(3), zeros.int(), torch.ones(3), zeros, positions, None)]
 
 
 def verified(op, draft_logits):

@@ -31,21 +31,18 @@ def process_logits():
     yield noise(6, 3, 40), torch.full((6,), 2.0), None, int32(2, 0, 39, 0, 40, 41), torch.tensor([1, 0.5, 1, 1, 1, 1])
 
 
-@op("spec_decode::draw_tokens")
-def draw_tokens():
-    for vocab in (37, 1, 512, 2000):
-        yield noise(6, vocab), torch.tensor([0.0, 1.0, 0.5] * 2), seeds(6), whole(0, 2**40, 6, seed=2)
-    yield ties(5000, (700, 4000)), torch.zeros(1), *torch.zeros(2, 1, dtype=torch.int64)
-
-
 @op("spec_decode::draw_target", strided="logits")
 def draw_target():
-    for vocab, dtype, column in each((37, 2000), DTYPES[:2], (torch.tensor([2, 0, 1] * 2), None)):
+    for vocab, dtype, column in each((37, 1, 512, 2000), DTYPES[:2], (torch.tensor([2, 0, 1] * 2), None)):
+        columns = 3 if column is None else 1
         yield (
-            noise(6, 3, vocab, dtype=dtype), noise(6, 1, vocab, seed=1), torch.tensor([0.0, 1.0, 0.5] * 2),
-            int32(0, 0, vocab, 5, 0, 7), torch.tensor([1.0, 1, 1, 1, 0.5, 0.5]), seeds(6), whole(0, 2**40, 6, seed=2),
-            column,
+            noise(6, 3, vocab, dtype=dtype), noise(6, columns, vocab, seed=1), torch.tensor([0.0, 1.0, 0.5] * 2),
+            int32(0, 0, vocab, 5, 0, 7), torch.tensor([1.0, 1, 1, 1, 0.5, 0.5]), seeds(6),
+            whole(0, 2**40, 6, columns, seed=2), column,
         )  # fmt: skip
+    zero = torch.zeros(1, dtype=torch.int64)
+    logits = ties(5000, (700, 4000))[:, None]
+    yield logits, torch.zeros_like(logits), torch.zeros(1), zero.int(), torch.ones(1), zero, zero, None
 
 
 @op("spec_decode::restrict_logits")

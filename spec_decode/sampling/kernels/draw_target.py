@@ -1,5 +1,4 @@
-"""Draw the target's token of each row in one pass over its logits, which are copied only where top_k or top_p restrict
-them."""
+"""Draw the target's tokens in one pass over its logits, which are copied only where top_k or top_p restrict them."""
 
 from __future__ import annotations
 
@@ -10,23 +9,24 @@ import torch
 from builders.kernels.op import define_op
 from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
 from spec_decode.sampling import noise
-from spec_decode.sampling.kernels.draw_tokens import DrawTokens, store_draw_kernel
+from spec_decode.sampling.kernels.draw_tokens import drawn_tokens, store_draw_kernel
 from spec_decode.sampling.kernels.process_logits import ProcessLogits, is_restricted, restriction
 from spec_decode.sampling.kernels.vocab_blocks import vocab_block
 from spec_decode.sampling.noise import triton_gumbel, triton_key
 
 
 class DrawTarget(NamedTuple):
-    """int64 [R]: what DrawTokens draws from the processed logits.
+    """int64, of the shape of positions: what `drawn_tokens` draws from the processed logits.
 
     - logits       [R, G, V] any float, of any strides
-    - restricted   fp32 [R, 1, V], contiguous: the processed logits, read only of rows that top_k or top_p restrict
+    - restricted   fp32 [R, G, V], or with a column [R, 1, V], contiguous: the processed logits, read only of rows that
+                   top_k or top_p restrict
     - temperature  fp32 [R]
     - top_k        int32 [R]
     - top_p        fp32 [R]
     - seeds        int64 [R], contiguous
-    - positions    int64 [R], contiguous: the absolute positions of the tokens drawn
-    - column       int64 [R], 0 to G - 1: which of a row's logits are drawn from; None: the first
+    - positions    int64, contiguous, a number for each row of restricted: the absolute positions of the tokens drawn
+    - column       int64 [R], 0 to G - 1: which of a row's logits are drawn from; None: each
     """
 
     logits: torch.Tensor
@@ -39,21 +39,23 @@ class DrawTarget(NamedTuple):
     column: torch.Tensor | None
 
     def reference(self) -> torch.Tensor:
-        column = torch.zeros_like(self.positions) if self.column is None else self.column
-        plain = ProcessLogits(self.logits, self.temperature, column, None, None).reference()
+        plain = ProcessLogits(self.logits, self.temperature, self.column, None, None).reference()
         rows = is_restricted(self.top_k, self.top_p, self.logits.shape[2])[:, None, None]
-        processed = torch.where(rows, self.restricted, plain)[:, 0]
-        return DrawTokens(processed, self.temperature, self.seeds, self.positions).reference()
+        processed = torch.where(rows, self.restricted, plain)
+        positions = self.positions.view(processed.shape[:2])
+        tokens = drawn_tokens(processed, self.temperature[:, None], self.seeds[:, None], positions)
+        return tokens.view_as(self.positions)
 
     def launch(self) -> torch.Tensor:
         logits, device = self.logits, self.logits.device
-        rows, _, vocab = logits.shape
+        rows, group, vocab = self.restricted.shape
+        draws = rows * group
         block = vocab_block(vocab)
         blocks = triton.cdiv(vocab, block)
-        partial_score = torch.empty(rows, blocks, dtype=torch.float32, device=device)
-        partial_index = torch.empty(rows, blocks, dtype=torch.int32, device=device)
+        partial_score = torch.empty(draws, blocks, dtype=torch.float32, device=device)
+        partial_index = torch.empty(draws, blocks, dtype=torch.int32, device=device)
         tokens = self.fake()
-        _block_target_kernel[(rows, blocks)](
+        _block_target_kernel[(draws, blocks)](
             logits_ptr=self.logits,
             restricted_ptr=self.restricted,
             temperature_ptr=self.temperature,
@@ -64,6 +66,7 @@ class DrawTarget(NamedTuple):
             selected_ptr=self.column,
             partial_score_ptr=partial_score,
             partial_index_ptr=partial_index,
+            num_columns=group,
             vocab_size=vocab,
             stride_row=logits.stride(0),
             stride_column=logits.stride(1),
@@ -73,7 +76,7 @@ class DrawTarget(NamedTuple):
             num_warps=max(1, min(8, block // 128)),
             **dependent_launch(device),
         )
-        store_draw_kernel[(rows,)](
+        store_draw_kernel[(draws,)](
             partial_score_ptr=partial_score,
             partial_index_ptr=partial_index,
             tokens_ptr=tokens,
@@ -93,15 +96,16 @@ class DrawTarget(NamedTuple):
 @triton.jit
 def _block_target_kernel(
     logits_ptr,  # [R, G, V]
-    restricted_ptr,  # fp32 [R, 1, V]
+    restricted_ptr,  # fp32 [R, G, V]; [R, 1, V] with selected_ptr
     temperature_ptr,  # fp32 [R]
     top_k_ptr,  # int32 [R]
     top_p_ptr,  # fp32 [R]
     seeds_ptr,  # int64 [R]
-    positions_ptr,  # int64 [R]
-    selected_ptr,  # int64 [R], or None: the first column
-    partial_score_ptr,  # out: fp32 [R, blocks]
-    partial_index_ptr,  # out: int32 [R, blocks]
+    positions_ptr,  # int64 [R, G]; [R] with selected_ptr
+    selected_ptr,  # int64 [R], or None: all columns
+    partial_score_ptr,  # out: fp32 [R, G, blocks]; [R, blocks] with selected_ptr, the next likewise
+    partial_index_ptr,  # out: int32 [R, G, blocks]
+    num_columns,  # drawn from in a row: G, or 1 with selected_ptr
     vocab_size,  # V
     stride_row,
     stride_column,
@@ -110,28 +114,33 @@ def _block_target_kernel(
     BLOCK_V: tl.constexpr,  # logits of a program
     PDL: tl.constexpr,  # programmatic dependent launch
 ):
-    """argmax of logits / temperature + gumbel over one block of the vocabulary: its best token. Grid [R, blocks]."""
+    """argmax of logits / temperature + gumbel over one block of the vocabulary: its best token.
+
+    Grid [R * num_columns, blocks].
+    """
     await_previous(PDL)
-    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    draw, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row = draw // num_columns
     offs_v = block * BLOCK_V + tl.arange(0, BLOCK_V)
     mask = offs_v < vocab_size
     # 1. The processed logits, restricted before or made here
     temperature = tl.load(temperature_ptr + row)
     _, _, has_top_k, has_top_p = restriction(top_k_ptr, top_p_ptr, row, vocab_size)
     if has_top_k | has_top_p:
-        x = tl.load(restricted_ptr + row * vocab_size + offs_v, mask=mask, other=float("-inf"))
+        x = tl.load(restricted_ptr + draw * vocab_size + offs_v, mask=mask, other=float("-inf"))
     else:
-        logits_ptrs = logits_ptr + row * stride_row
+        column = draw % num_columns
         if selected_ptr is not None:
-            logits_ptrs += tl.load(selected_ptr + row) * stride_column
+            column = tl.load(selected_ptr + row)
+        logits_ptrs = logits_ptr + row * stride_row + column * stride_column
         x = tl.load(logits_ptrs + offs_v.to(tl.int64) * stride_token, mask=mask, other=float("-inf")).to(tl.float32)
         if temperature > 0:
             x = tl.div_rn(x, temperature)
     # 2. The best of them, with noise in a random row
     if temperature > 0:
-        x += triton_gumbel(triton_key(tl.load(seeds_ptr + row), tl.load(positions_ptr + row), STREAM), offs_v)
+        x += triton_gumbel(triton_key(tl.load(seeds_ptr + row), tl.load(positions_ptr + draw), STREAM), offs_v)
     max_score, argmax = tl.max(x, 0, return_indices=True)
-    part_offs = row * tl.num_programs(1) + block
+    part_offs = draw * tl.num_programs(1) + block
     tl.store(partial_score_ptr + part_offs, max_score)
     tl.store(partial_index_ptr + part_offs, block * BLOCK_V + argmax)
 

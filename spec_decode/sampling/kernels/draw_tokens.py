@@ -1,4 +1,5 @@
-"""Draw the target's token of each row: the argmax, or a sample with the noise of its seed and position."""
+"""Draw the target's token after each row's accepted draft: the argmax, or a sample with the noise of its seed and
+position."""
 
 from __future__ import annotations
 
@@ -6,7 +7,6 @@ from typing import NamedTuple
 
 import torch
 
-from builders.kernels.op import define_op
 from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
 from spec_decode.sampling import noise
 from spec_decode.sampling.kernels.vocab_blocks import merge_argmax, vocab_block
@@ -39,30 +39,14 @@ class Residual(NamedTuple):
         return cls(accepted, weight, torch.empty(4, rows * columns, dtype=torch.float32, device=device), draft_logits)
 
 
-class DrawTokens(NamedTuple):
-    """int64 [R]: a row's argmax where temperature is 0, else a draw from its softmax; of equal logits the first wins.
-
-    - processed    fp32 [R, V], contiguous processed logits
-    - temperature  fp32 [R]
-    - seeds        int64 [R], contiguous
-    - positions    int64 [R], contiguous: the absolute positions of the tokens drawn
-    """
-
-    processed: torch.Tensor
-    temperature: torch.Tensor
-    seeds: torch.Tensor
-    positions: torch.Tensor
-
-    def reference(self) -> torch.Tensor:
-        keys = noise.key(self.seeds, self.positions, noise.TARGET)
-        perturbed = self.processed + noise.gumbel(keys[:, None], torch.arange(self.processed.shape[1])[None])
-        return torch.where(self.temperature > 0, perturbed.argmax(-1), self.processed.argmax(-1))
-
-    def launch(self) -> torch.Tensor:
-        return launch_draw(self.processed[:, None], *self[1:], None)
-
-    def fake(self) -> torch.Tensor:
-        return torch.empty_like(self.positions)
+def drawn_tokens(
+    processed: torch.Tensor, temperature: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor
+) -> torch.Tensor:
+    """In torch: the argmax of processed logits fp32 [..., V] where temperature is 0, else a draw from their softmax; of
+    equal logits the first wins. temperature fp32, seeds and positions int64 broadcast to [...]."""
+    keys = noise.key(seeds, positions, noise.TARGET)
+    perturbed = processed + noise.gumbel(keys[..., None], torch.arange(processed.shape[-1]))
+    return torch.where(temperature > 0, perturbed.argmax(-1), processed.argmax(-1))
 
 
 def launch_draw(
@@ -70,22 +54,18 @@ def launch_draw(
     temperature: torch.Tensor,
     seeds: torch.Tensor,
     positions: torch.Tensor,
-    residual: Residual | None,
+    residual: Residual,
 ) -> torch.Tensor:
-    """Launch the kernels; int64 [R], a token of each row of processed fp32 [R, G, V].
-
-    Without a residual, column 0 is drawn from, at `positions`; else column `accepted`, at positions + accepted, where
-    the residual is of G - 1 draft tokens.
-    """
+    """Launch the kernels; int64 [R], a token of each row of processed fp32 [R, 1 + K, V]: drawn from column `accepted`,
+    at positions + accepted."""
     (rows, group, vocab), device = processed.shape, processed.device
     block = vocab_block(vocab)
     blocks = triton.cdiv(vocab, block)
-    accepted, weight, norms, draft_logits = residual or (None, None, None, None)
-    strides = (0, 0, 0) if draft_logits is None else draft_logits.stride()
+    accepted, weight, norms, draft_logits = residual
+    strides = draft_logits.stride()
     # A plane of draws from p, and one from the residual.
-    planes = 1 if residual is None else 2
-    partial_score = torch.empty(planes, rows, blocks, dtype=torch.float32, device=device)
-    partial_index = torch.empty(planes, rows, blocks, dtype=torch.int32, device=device)
+    partial_score = torch.empty(2, rows, blocks, dtype=torch.float32, device=device)
+    partial_index = torch.empty(2, rows, blocks, dtype=torch.int32, device=device)
     tokens = torch.empty(rows, dtype=torch.int64, device=device)
     _block_draw_kernel[(rows, blocks)](
         target_logits_ptr=processed,
@@ -115,7 +95,7 @@ def launch_draw(
         tokens_ptr=tokens,
         vocab_size=vocab,
         num_blocks=blocks,
-        RESIDUAL=residual is not None,
+        RESIDUAL=True,
         BLOCK_B=triton.next_power_of_2(blocks),
         num_warps=1,
         **dependent_launch(device),
@@ -129,12 +109,12 @@ def _block_draw_kernel(
     temperature_ptr,  # fp32 [R]
     seeds_ptr,  # int64 [R]
     positions_ptr,  # int64 [R]
-    num_accepted_ptr,  # int64 [R], or None without a residual; the next three likewise
+    num_accepted_ptr,  # int64 [R]
     weights_ptr,  # fp32 [R]
     norms_ptr,  # fp32 [4, R * (G - 1)]
     draft_logits_ptr,  # fp32 [R, G - 1, V]
-    partial_score_ptr,  # out: fp32 [1, R, blocks]; with a residual fp32 [2, R, blocks], of p and of it
-    partial_index_ptr,  # out: int32 of the same shape
+    partial_score_ptr,  # out: fp32 [2, R, blocks], of p and of the residual
+    partial_index_ptr,  # out: int32 [2, R, blocks]
     group_size,  # G
     vocab_size,  # V
     stride_draft_row,
@@ -157,15 +137,12 @@ def _block_draw_kernel(
     mask = offs_v < vocab_size
     temperature = tl.load(temperature_ptr + row)
     seed = tl.load(seeds_ptr + row)
-    position = tl.load(positions_ptr + row)
-    logits_row = row * group_size
+    k = tl.load(num_accepted_ptr + row)
+    position = tl.load(positions_ptr + row) + k
+    logits_row = row * group_size + k
     w = 0.0
-    if num_accepted_ptr is not None:
-        k = tl.load(num_accepted_ptr + row)
-        logits_row += k
-        position += k
-        if temperature > 0:
-            w = tl.load(weights_ptr + row)
+    if temperature > 0:
+        w = tl.load(weights_ptr + row)
     # 2. The best of the target's
     target_logits = tl.load(target_logits_ptr + logits_row * vocab_size + offs_v, mask=mask, other=float("-inf"))
     gumbel = tl.zeros((BLOCK_V,), tl.float32)
@@ -174,18 +151,17 @@ def _block_draw_kernel(
     max_score, argmax = tl.max(target_logits + gumbel, 0, return_indices=True)
     part_offs = row * num_blocks + block
     # 3. The best of the residual, with the same noise
-    if num_accepted_ptr is not None:
-        residual_score = tl.full((BLOCK_V,), float("-inf"), tl.float32)
-        if w > 0:
-            draft_ptrs = draft_logits_ptr + row * stride_draft_row + k * stride_draft_pos
-            draft_ptrs += offs_v.to(tl.int64) * stride_draft_token
-            draft_logits = tl.load(draft_ptrs, mask=mask, other=float("-inf"))
-            draft_row, num_draft_rows = row * (group_size - 1) + k, num_rows * (group_size - 1)
-            residual = residual_weight(target_logits, draft_logits, w, norms_ptr, draft_row, num_draft_rows)
-            residual_score = tl.log(residual) + gumbel
-        residual_max, residual_argmax = tl.max(residual_score, 0, return_indices=True)
-        tl.store(partial_score_ptr + num_rows * num_blocks + part_offs, residual_max)
-        tl.store(partial_index_ptr + num_rows * num_blocks + part_offs, block * BLOCK_V + residual_argmax)
+    residual_score = tl.full((BLOCK_V,), float("-inf"), tl.float32)
+    if w > 0:
+        draft_ptrs = draft_logits_ptr + row * stride_draft_row + k * stride_draft_pos
+        draft_ptrs += offs_v.to(tl.int64) * stride_draft_token
+        draft_logits = tl.load(draft_ptrs, mask=mask, other=float("-inf"))
+        draft_row, num_draft_rows = row * (group_size - 1) + k, num_rows * (group_size - 1)
+        residual = residual_weight(target_logits, draft_logits, w, norms_ptr, draft_row, num_draft_rows)
+        residual_score = tl.log(residual) + gumbel
+    residual_max, residual_argmax = tl.max(residual_score, 0, return_indices=True)
+    tl.store(partial_score_ptr + num_rows * num_blocks + part_offs, residual_max)
+    tl.store(partial_index_ptr + num_rows * num_blocks + part_offs, block * BLOCK_V + residual_argmax)
     tl.store(partial_score_ptr + part_offs, max_score)
     tl.store(partial_index_ptr + part_offs, block * BLOCK_V + argmax)
 
@@ -234,6 +210,3 @@ def store_draw_kernel(
         token = tl.where(residual_max > float("-inf"), residual_token, token)
     # Where every logit is NaN none was found; the token must lie in the vocabulary all the same.
     tl.store(tokens_ptr + row, tl.minimum(token, vocab_size - 1).to(tl.int64))
-
-
-draw_tokens = define_op("spec_decode::draw_tokens", DrawTokens)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from spec_decode.sampling import noise
-from spec_decode.sampling.kernels.draw_tokens import DrawTokens
+from spec_decode.sampling.kernels.draw_tokens import drawn_tokens
 from spec_decode.verification.kernels.verify_arguments import VerifyArguments
 
 
@@ -56,7 +56,7 @@ class Distributions:
         arguments = self._arguments
         scores = torch.where(from_residual[:, None], residual.log(), arguments.processed[row, accepted])
         positions = arguments.draft_positions + accepted
-        return DrawTokens(scores, arguments.temperature, arguments.seeds, positions).reference()
+        return drawn_tokens(scores, arguments.temperature, arguments.seeds, positions)
 
 
 def count_leading(accepted: torch.Tensor) -> torch.Tensor:

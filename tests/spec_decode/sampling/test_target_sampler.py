@@ -14,6 +14,7 @@ REFUSED = {
     "columns of flat logits": lambda: sample(torch.zeros(ROWS, VOCAB), column=ZEROS),
     "a draw at no position": lambda: sample(torch.zeros(ROWS, VOCAB), positions=ZEROS[:0]),
     "a draw for fewer requests": lambda: sample(torch.zeros(ROWS + 1, VOCAB)),
+    "a position for a column of two": lambda: sample(torch.zeros(ROWS, 2, VOCAB)),
 }
 
 
@@ -32,6 +33,14 @@ def test_only_the_column_asked_for_is_drawn_from():
     logits[0, 2, 5] = logits[1, 0, 3] = 1.0
     tokens = sample_target(logits, sampling=sampling_of(2), positions=ZEROS[:2], column=torch.tensor([2, 0]))
     assert tokens.tolist() == [5, 3]
+
+
+def test_every_column_is_drawn_from_at_its_own_position():
+    logits, positions = torch.randn(ROWS, 4, VOCAB), torch.arange(4 * ROWS).view(ROWS, 4)
+    sampling = sampling_of(ROWS, 1.0)
+    sampling.top_k[1] = 3
+    columns = [sample_target(logits[:, at], sampling=sampling, positions=positions[:, at]) for at in range(4)]
+    assert torch.equal(sample_target(logits, sampling=sampling, positions=positions), torch.stack(columns, 1))
 
 
 def test_a_restricted_row_draws_from_what_is_left():
