@@ -8,10 +8,9 @@ import torch
 
 from builders.kernels.op import define_op
 from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
-from spec_decode.sampling import noise
-from spec_decode.sampling.kernels.sample_draft import NO_TOKEN, POSITION_AHEAD
-from spec_decode.sampling.kernels.vocab_blocks import merge_sum_exp, store_max_sum_exp, vocab_block
-from spec_decode.sampling.noise import triton_gumbel, triton_key
+from spec_decode.sampling.kernels.draft_argmax import launch_draft_argmax, sampled
+from spec_decode.sampling.kernels.sample_draft import NO_TOKEN
+from spec_decode.sampling.kernels.vocab_blocks import merge_sum_exp
 
 
 class SampleBlock(NamedTuple):
@@ -36,12 +35,8 @@ class SampleBlock(NamedTuple):
         columns, vocab = self.draft_tokens.shape[1], self.logits.shape[1]
         rows = len(self.logits) // columns
         ids = torch.arange(vocab) if self.token_map is None else self.token_map
-        temperature = self.temperature[:rows].repeat_interleave(columns)
-        is_random = temperature > 0
-        processed = self.logits.float() / torch.where(is_random, temperature, 1.0)[:, None]
-        keys = noise.key(self.seeds[:rows].repeat_interleave(columns), self.positions + POSITION_AHEAD, noise.DRAFT)
-        perturbed = processed + noise.gumbel(keys[:, None], ids[None])
-        chosen = torch.where(is_random[:, None], perturbed, processed).argmax(-1)
+        temperature, seeds = (each[:rows].repeat_interleave(columns) for each in (self.temperature, self.seeds))
+        processed, chosen = sampled(self.logits, temperature, seeds, self.positions, ids)
         lengths = self.draft_lens[:rows].clamp(max=self.num_tokens).clamp(max=columns)
         proposes = (self.seq_lens[:rows, None] > 0) & (torch.arange(columns) < lengths[:, None])
         if self.min_confidence > 0:
@@ -51,35 +46,17 @@ class SampleBlock(NamedTuple):
         self.draft_tokens[:rows] = torch.where(proposes, ids[chosen].view(rows, columns), NO_TOKEN)
 
     def launch(self) -> None:
-        (lines, vocab), columns, device = self.logits.shape, self.draft_tokens.shape[1], self.logits.device
-        block = vocab_block(vocab)
-        blocks = triton.cdiv(vocab, block)
-        partial_score, partial_max, partial_sum_exp = torch.empty(3, lines, blocks, dtype=torch.float32, device=device)
-        partial_index = torch.empty(lines, blocks, dtype=torch.int32, device=device)
-        _line_argmax_kernel[(lines, blocks)](
-            logits_ptr=self.logits,
-            temperature_ptr=self.temperature,
-            seeds_ptr=self.seeds,
-            positions_ptr=self.positions,
-            draft_logits_ptr=self.draft_logits,
-            min_confidence_ptr=self.min_confidence,
-            token_map_ptr=self.token_map,
-            partial_score_ptr=partial_score,
-            partial_max_ptr=partial_max,
-            partial_sum_exp_ptr=partial_sum_exp,
-            partial_index_ptr=partial_index,
-            vocab_size=vocab,
-            num_drafts=columns,
-            stride_logits=self.logits.stride(0),
-            stride_draft_row=self.draft_logits.stride(0),
-            stride_draft_pos=self.draft_logits.stride(1),
-            STREAM=noise.DRAFT,
-            AHEAD=POSITION_AHEAD,
-            BLOCK_V=block,
-            # As of a single step: noise is arithmetic.
-            num_warps=max(1, min(8, block // 128)),
-            **dependent_launch(device),
+        (lines, vocab), columns = self.logits.shape, self.draft_tokens.shape[1]
+        partial = launch_draft_argmax(
+            self.logits,
+            self.temperature,
+            self.seeds,
+            self.positions,
+            self.draft_logits,
+            self.min_confidence,
+            self.token_map,
         )
+        blocks = partial["partial_index_ptr"].shape[1]
         parts = triton.next_power_of_2(columns) * triton.next_power_of_2(blocks)
         _store_block_kernel[(lines // columns,)](
             logits_ptr=self.logits,
@@ -90,10 +67,7 @@ class SampleBlock(NamedTuple):
             num_tokens_ptr=self.num_tokens,
             min_confidence_ptr=self.min_confidence,
             token_map_ptr=self.token_map,
-            partial_score_ptr=partial_score,
-            partial_max_ptr=partial_max,
-            partial_sum_exp_ptr=partial_sum_exp,
-            partial_index_ptr=partial_index,
+            **partial,
             vocab_size=vocab,
             num_drafts=columns,
             num_blocks=blocks,
@@ -102,67 +76,8 @@ class SampleBlock(NamedTuple):
             BLOCK_B=triton.next_power_of_2(blocks),
             BLOCK_K=triton.next_power_of_2(columns),
             num_warps=max(1, min(8, parts // 256)),
-            **dependent_launch(device),
+            **dependent_launch(self.logits.device),
         )
-
-
-@triton.jit
-def _line_argmax_kernel(
-    logits_ptr,  # [rows * K, V of the draft]
-    temperature_ptr,  # fp32 [R]
-    seeds_ptr,  # int64 [R]
-    positions_ptr,  # int64 [rows * K]
-    draft_logits_ptr,  # out: fp32 [R, K, V]
-    min_confidence_ptr,  # fp32 [1]
-    token_map_ptr,  # int64 [V of the draft], or None
-    partial_score_ptr,  # out: fp32 [rows * K, blocks]
-    partial_max_ptr,  # out: fp32 [rows * K, blocks]; not written without min_confidence, the next likewise
-    partial_sum_exp_ptr,  # out: fp32 [rows * K, blocks]
-    partial_index_ptr,  # out: int32 [rows * K, blocks]
-    vocab_size,  # V of the draft
-    num_drafts,  # K
-    stride_logits,
-    stride_draft_row,  # of draft_logits, as is the next
-    stride_draft_pos,
-    STREAM: tl.constexpr,  # of the noise
-    AHEAD: tl.constexpr,  # from an input's position to that of the token it predicts
-    BLOCK_V: tl.constexpr,  # logits of a program
-    PDL: tl.constexpr,  # programmatic dependent launch
-):
-    """draft_logits = logits / temperature, and argmax of it + gumbel, over one block of the vocabulary in one column.
-
-    Grid [rows * K, blocks]; the rows are the first of the buffers' R.
-    """
-    await_previous(PDL)
-    draft_row = tl.program_id(0).to(tl.int64)
-    block = tl.program_id(1)
-    row = draft_row // num_drafts
-    offs_v = block * BLOCK_V + tl.arange(0, BLOCK_V)
-    mask = offs_v < vocab_size
-    # 1. Load. Every load stands before the first store: after one that may alias it, it would wait until that is done.
-    x = tl.load(logits_ptr + draft_row * stride_logits + offs_v, mask=mask, other=float("-inf")).to(tl.float32)
-    token = offs_v
-    if token_map_ptr is not None:
-        token = tl.load(token_map_ptr + offs_v, mask=mask, other=0)
-    temperature = tl.load(temperature_ptr + row)
-    seed = tl.load(seeds_ptr + row)
-    position = tl.load(positions_ptr + draft_row)
-    min_confidence = tl.load(min_confidence_ptr)
-    # 2. Store the processed logits, which verification reads
-    is_random = temperature > 0
-    if is_random:
-        x = tl.div_rn(x, temperature)
-    draft_ptrs = draft_logits_ptr + row * stride_draft_row + draft_row % num_drafts * stride_draft_pos + token
-    tl.store(draft_ptrs, x, mask=mask)
-    part_offs = draft_row * tl.num_programs(1) + block
-    if min_confidence > 0:
-        store_max_sum_exp(x, partial_max_ptr + part_offs, partial_sum_exp_ptr + part_offs)
-    # 3. The best of them, with noise in a random row
-    if is_random:
-        x = x + triton_gumbel(triton_key(seed, position + AHEAD, STREAM), token)
-    max_score, argmax = tl.max(x, 0, return_indices=True)
-    tl.store(partial_score_ptr + part_offs, max_score)
-    tl.store(partial_index_ptr + part_offs, block * BLOCK_V + argmax)
 
 
 @triton.jit

@@ -8,14 +8,11 @@ import torch
 
 from builders.kernels.op import define_op
 from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
-from spec_decode.sampling import noise
-from spec_decode.sampling.kernels.vocab_blocks import merge_argmax, merge_sum_exp, store_max_sum_exp, vocab_block
-from spec_decode.sampling.noise import triton_gumbel, triton_key
+from spec_decode.sampling.kernels.draft_argmax import launch_draft_argmax, sampled
+from spec_decode.sampling.kernels.vocab_blocks import merge_argmax, merge_sum_exp
 
 NO_TOKEN = -1
 """Draft token of a row that proposes nothing: padding, a request that could not advance, or one that has stopped."""
-
-POSITION_AHEAD = 2  # a draft input at position p stands for token p + 1 and predicts token p + 2
 
 
 class SampleDraft(NamedTuple):
@@ -40,13 +37,9 @@ class SampleDraft(NamedTuple):
 
     def reference(self) -> None:
         (rows, vocab), columns = self.logits.shape, self.draft_tokens.shape[1]
-        column, seq_lens, temperature = int(self.step), self.seq_lens[:rows], self.temperature[:rows]
+        column, seq_lens = int(self.step), self.seq_lens[:rows]
         ids = torch.arange(vocab) if self.token_map is None else self.token_map
-        is_random = temperature > 0
-        processed = self.logits.float() / torch.where(is_random, temperature, 1.0)[:, None]
-        keys = noise.key(self.seeds[:rows], self.positions[:rows] + POSITION_AHEAD, noise.DRAFT)
-        perturbed = processed + noise.gumbel(keys[:, None], ids[None])
-        chosen = torch.where(is_random[:, None], perturbed, processed).argmax(-1)
+        processed, chosen = sampled(self.logits, self.temperature[:rows], self.seeds[:rows], self.positions[:rows], ids)
         lengths = self.draft_lens[:rows].clamp(max=self.num_tokens).clamp(max=columns)
         proposes = (seq_lens > 0) & (column < lengths)
         continues = proposes & (column + 1 < lengths)
@@ -64,46 +57,21 @@ class SampleDraft(NamedTuple):
             self.next_hidden.copy_(self.hidden)
 
     def launch(self) -> None:
-        (rows, vocab), columns, device = self.logits.shape, self.draft_tokens.shape[1], self.logits.device
-        block = vocab_block(vocab)
-        blocks = triton.cdiv(vocab, block)
-        partial_score, partial_max, partial_sum_exp = torch.empty(3, rows, blocks, dtype=torch.float32, device=device)
-        partial_index = torch.empty(rows, blocks, dtype=torch.int32, device=device)
-        width, hidden_strides = 0, (0, 0)
-        if self.hidden is not None and self.next_hidden is not None:
-            width, hidden_strides = self.hidden.shape[1], (self.hidden.stride(0), self.next_hidden.stride(0))
-        _block_argmax_kernel[(rows, blocks)](
-            logits_ptr=self.logits,
-            temperature_ptr=self.temperature,
-            seeds_ptr=self.seeds,
-            positions_ptr=self.positions,
-            step_ptr=self.step,
-            draft_logits_ptr=self.draft_logits,
-            min_confidence_ptr=self.min_confidence,
-            continue_flag_ptr=self.continue_flag,
-            token_map_ptr=self.token_map,
-            hidden_ptr=self.hidden,
-            next_hidden_ptr=self.next_hidden,
-            partial_score_ptr=partial_score,
-            partial_max_ptr=partial_max,
-            partial_sum_exp_ptr=partial_sum_exp,
-            partial_index_ptr=partial_index,
-            vocab_size=vocab,
-            num_drafts=columns,
-            stride_logits=self.logits.stride(0),
-            stride_draft_row=self.draft_logits.stride(0),
-            stride_draft_pos=self.draft_logits.stride(1),
-            stride_hidden=hidden_strides[0],
-            stride_next_hidden=hidden_strides[1],
-            STREAM=noise.DRAFT,
-            AHEAD=POSITION_AHEAD,
-            HIDDEN_SIZE=width,
-            BLOCK_H=triton.next_power_of_2(triton.cdiv(width, blocks)),
-            BLOCK_V=block,
-            # Four logits a thread: noise costs so much arithmetic that few threads, not memory, would set the pace.
-            num_warps=max(1, min(8, block // 128)),
-            **dependent_launch(device),
+        (rows, vocab), columns = self.logits.shape, self.draft_tokens.shape[1]
+        partial = launch_draft_argmax(
+            self.logits,
+            self.temperature,
+            self.seeds,
+            self.positions,
+            self.draft_logits,
+            self.min_confidence,
+            self.token_map,
+            step=self.step,
+            continue_flag=self.continue_flag,
+            hidden=self.hidden,
+            next_hidden=self.next_hidden,
         )
+        blocks = partial["partial_index_ptr"].shape[1]
         _store_token_kernel[(rows,)](
             logits_ptr=self.logits,
             temperature_ptr=self.temperature,
@@ -116,10 +84,7 @@ class SampleDraft(NamedTuple):
             min_confidence_ptr=self.min_confidence,
             continue_flag_ptr=self.continue_flag,
             token_map_ptr=self.token_map,
-            partial_score_ptr=partial_score,
-            partial_max_ptr=partial_max,
-            partial_sum_exp_ptr=partial_sum_exp,
-            partial_index_ptr=partial_index,
+            **partial,
             vocab_size=vocab,
             num_drafts=columns,
             num_blocks=blocks,
@@ -128,83 +93,8 @@ class SampleDraft(NamedTuple):
             BLOCK_B=triton.next_power_of_2(blocks),
             BLOCK_K=triton.next_power_of_2(columns),
             num_warps=1,
-            **dependent_launch(device),
+            **dependent_launch(self.logits.device),
         )
-
-
-@triton.jit
-def _block_argmax_kernel(
-    logits_ptr,  # [rows, V of the draft]
-    temperature_ptr,  # fp32 [R]
-    seeds_ptr,  # int64 [R]
-    positions_ptr,  # int64 [>= R]
-    step_ptr,  # int64 [1]
-    draft_logits_ptr,  # out: fp32 [R, K, V]
-    min_confidence_ptr,  # fp32 [1]
-    continue_flag_ptr,  # out: int32 [1]
-    token_map_ptr,  # int64 [V of the draft], or None
-    hidden_ptr,  # [rows, H], or None
-    next_hidden_ptr,  # out: [rows, H], or None
-    partial_score_ptr,  # out: fp32 [rows, blocks]
-    partial_max_ptr,  # out: fp32 [rows, blocks]; not written without min_confidence, the next likewise
-    partial_sum_exp_ptr,  # out: fp32 [rows, blocks]
-    partial_index_ptr,  # out: int32 [rows, blocks]
-    vocab_size,  # V of the draft
-    num_drafts,  # K
-    stride_logits,
-    stride_draft_row,  # of draft_logits, as is the next
-    stride_draft_pos,
-    stride_hidden,
-    stride_next_hidden,
-    STREAM: tl.constexpr,  # of the noise
-    AHEAD: tl.constexpr,  # from an input's position to that of the token it predicts
-    HIDDEN_SIZE: tl.constexpr,  # H; 0 without hidden
-    BLOCK_H: tl.constexpr,  # columns of H that a program copies
-    BLOCK_V: tl.constexpr,  # logits of a program
-    PDL: tl.constexpr,  # programmatic dependent launch
-):
-    """draft_logits = logits / temperature, and argmax of it + gumbel, over one block of the vocabulary.
-
-    Grid [rows, blocks]; the rows are the first of the buffers' R.
-    """
-    await_previous(PDL)
-    row = tl.program_id(0).to(tl.int64)
-    block = tl.program_id(1)
-    offs_v = block * BLOCK_V + tl.arange(0, BLOCK_V)
-    mask = offs_v < vocab_size
-    # 1. Load. Every load stands before the first store: after one that may alias it, it would wait until that is done.
-    x = tl.load(logits_ptr + row * stride_logits + offs_v, mask=mask, other=float("-inf")).to(tl.float32)
-    token = offs_v
-    if token_map_ptr is not None:
-        token = tl.load(token_map_ptr + offs_v, mask=mask, other=0)
-    temperature = tl.load(temperature_ptr + row)
-    seed = tl.load(seeds_ptr + row)
-    position = tl.load(positions_ptr + row)
-    k = tl.load(step_ptr)
-    min_confidence = tl.load(min_confidence_ptr)
-    # 2. Copy this program's share of the hidden states
-    if HIDDEN_SIZE > 0:
-        offs_h = block * BLOCK_H + tl.arange(0, BLOCK_H)
-        state = tl.load(hidden_ptr + row * stride_hidden + offs_h, mask=offs_h < HIDDEN_SIZE)
-        tl.store(next_hidden_ptr + row * stride_next_hidden + offs_h, state, mask=offs_h < HIDDEN_SIZE)
-    # 3. Store the processed logits, which verification reads
-    is_random = temperature > 0
-    if is_random:
-        x = tl.div_rn(x, temperature)
-    draft_ptrs = draft_logits_ptr + row * stride_draft_row + k * stride_draft_pos + token
-    tl.store(draft_ptrs, x, mask=mask & (k < num_drafts))
-    part_offs = row * tl.num_programs(1) + block
-    if (row == 0) & (block == 0):
-        # The next kernel sets it where a row continues.
-        tl.store(continue_flag_ptr, 0)
-    if min_confidence > 0:
-        store_max_sum_exp(x, partial_max_ptr + part_offs, partial_sum_exp_ptr + part_offs)
-    # 4. The best of them, with noise in a random row
-    if is_random:
-        x = x + triton_gumbel(triton_key(seed, position + AHEAD, STREAM), token)
-    max_score, argmax = tl.max(x, 0, return_indices=True)
-    tl.store(partial_score_ptr + part_offs, max_score)
-    tl.store(partial_index_ptr + part_offs, block * BLOCK_V + argmax)
 
 
 @triton.jit

@@ -12,7 +12,8 @@ import torch
 from builders.kernels.op import define_op
 from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
 from spec_decode.sampling import noise
-from spec_decode.sampling.kernels.sample_draft import NO_TOKEN, POSITION_AHEAD
+from spec_decode.sampling.kernels.draft_argmax import POSITION_AHEAD
+from spec_decode.sampling.kernels.sample_draft import NO_TOKEN
 from spec_decode.sampling.noise import triton_gumbel, triton_key
 
 _RANKS = 128
