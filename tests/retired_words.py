@@ -27,7 +27,7 @@ NAMES: dict[tuple[str, ...], dict[str, str]] = {
         "settle_pass": "update_requests", "begin_pass": "prepare_inputs", "PassState": "step hooks",
         "Verdict": "VerifyOutput", "Refusal": "Residual", "keep_count": "synthetic_accept", "hot": "is_random",
         "target_features": "target_hidden_states", "feature_layers": "aux_hidden_state_layers",
-        "keep_last": "gather_last_hidden", "going": "continue_flag",
+        "keep_last": "gather_accepted", "going": "continue_flag",
         "Phase": "StepBuffers", "CallOutside": "SplitOp", "watch": "validate", "apart": "isolate", "Apart": "isolated",
         "World": "PagedFixture", "Stage": "fixture", "Side": "candidate, reference", "played": "draft fixture",
         "demand": "require_supported", "raised_in": "error_location", "Word": "Status", "FINE": "OK",

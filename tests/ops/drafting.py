@@ -5,8 +5,7 @@ from dataclasses import astuple
 import torch
 
 import spec_decode.drafter.kernels.block_inputs
-import spec_decode.drafter.kernels.gather_block
-import spec_decode.drafter.kernels.gather_last_hidden
+import spec_decode.drafter.kernels.gather_accepted
 import spec_decode.drafter.kernels.shift_tokens
 import spec_decode.engine.kernels.prepare_inputs
 import spec_decode.engine.kernels.update_requests  # noqa: F401
@@ -129,16 +128,20 @@ def shift_tokens():
             yield torch.arange(rows * query_len).view(rows, -1) + 10, torch.arange(rows) + 900, WILD[:rows]
 
 
-@op("spec_decode::gather_last_hidden", strided="hidden")
-def gather_last_hidden():
+@op("spec_decode::gather_accepted", strided="hidden")
+def gather_accepted():
     for width in (20, 1, 256, 1500):
         for dtype in (torch.float32, torch.float16, torch.bfloat16):
             last = torch.full((6, width), 7, dtype=dtype)
-            yield noise(24, width, dtype=dtype), WILD, last, 4
+            yield noise(24, width, dtype=dtype), WILD, last, 4, 1, None, None
     hidden = noise(12, 12)
     for view in (hidden[:, 3:8], hidden[:, ::2], hidden[:10].mT):
-        yield view, WILD[: len(view) // 2], torch.zeros(len(view) // 2, view.shape[1]), 2
-    yield noise(2, 2), int32(1), torch.zeros(1, 2, dtype=torch.float16), 2
+        yield view, WILD[: len(view) // 2], torch.zeros(len(view) // 2, view.shape[1]), 2, 1, None, None
+    yield noise(2, 2), int32(1), torch.zeros(1, 2, dtype=torch.float16), 2, 1, None, None
+    for columns, width in ((4, 96), (1, 5), (7, 1500)):
+        rows, accepted = 5 * 2 * columns, int32(0, columns, 1, -9, 99)
+        into = torch.full((5 * columns, width), 7.0), torch.full((5 * columns,), 7)
+        yield noise(rows, width), accepted, into[0], 2 * columns, columns, whole(0, 999, rows), into[1]
 
 
 @op("spec_decode::block_inputs", strided="token_ids")
@@ -153,13 +156,6 @@ def block_inputs():
                 whole(0, 99, 5, 1 + drafts), states, torch.arange(5) + 200, int32(*accepted),
                 noise(width, seed=1, dtype=dtype), 7, 2 * drafts,
             )  # fmt: skip
-
-
-@op("spec_decode::gather_block", strided="hidden")
-def gather_block():
-    for columns, width in ((4, 96), (1, 5), (7, 1500)):
-        rows, accepted = 5 * 2 * columns, int32(0, columns, 1, -9, 99)
-        yield noise(rows, width), whole(0, 999, rows), accepted, 2 * columns, columns
 
 
 @op("spec_decode::prepare_inputs")

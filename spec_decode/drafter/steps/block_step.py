@@ -6,7 +6,7 @@ import torch
 
 from builders import RequestTables
 from spec_decode.drafter.kernels.block_inputs import block_inputs
-from spec_decode.drafter.kernels.gather_block import gather_block
+from spec_decode.drafter.kernels.gather_accepted import gather_accepted
 from spec_decode.drafter.plan import DraftPlan
 from spec_decode.drafter.steps.step import Step
 from spec_decode.drafter.tree_sampler import BlockTreeSampler
@@ -49,6 +49,7 @@ class BlockStep(Step[BlockDraft, DraftSampler | BlockTreeSampler]):
         with self.products():
             states = self.model.combine(states)
         hidden = self.forward(size, token_ids, states)
-        positions = self.extend.batch.positions[: size * query_len]
-        drafted, positions = gather_block(hidden, positions, inputs.accepted, query_len, self.num_speculative_tokens)
-        self.sampler.sample_block(self.logits(drafted), positions)
+        positions, columns = self.extend.batch.positions, self.num_speculative_tokens
+        drafted, places = hidden.new_empty(size * columns, hidden.shape[1]), positions.new_empty(size * columns)
+        gather_accepted(hidden, inputs.accepted, drafted, query_len, columns, positions, places)
+        self.sampler.sample_block(self.logits(drafted), places)

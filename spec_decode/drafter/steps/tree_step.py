@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from builders import RequestTables, set_extend_state
-from spec_decode.drafter.kernels.gather_last_hidden import gather_last_hidden
+from spec_decode.drafter.kernels.gather_accepted import gather_accepted
 from spec_decode.drafter.plan import DraftPlan
 from spec_decode.drafter.steps.step import Step
 from spec_decode.drafter.strategies.base import LaterSteps
@@ -62,7 +62,7 @@ class TreeStep(Step[DraftModel, TreeSampler]):
         """
         inputs, last, batch = self.inputs, self.hidden[:size], self.decode.batch
         hidden = self.forward(size, *self.shifted(size))
-        gather_last_hidden(hidden, inputs.accepted, last, self.extend.query_len)
+        gather_accepted(hidden, inputs.accepted, last, self.extend.query_len, 1, None, None)
         kept = inputs.accepted[:size].clamp(0, self.num_speculative_tokens)
         torch.add(inputs.context_lens[:size], kept + 1, out=self._starts[:size])
         if self.num_speculative_tokens > 1:

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spec_decode.drafter.kernels.gather_last_hidden import gather_last_hidden
+from spec_decode.drafter.kernels.gather_accepted import gather_accepted
 from spec_decode.drafter.kernels.shift_tokens import shift_tokens
 
 WILD = st.one_of(st.integers(-3, 8), st.sampled_from([-(2**31), 2**31 - 1]))
@@ -36,12 +36,12 @@ def test_the_state_of_each_last_kept_token_is_handed_on(query_len, rows, data):
     accepted = data.draw(st.lists(WILD, min_size=rows + 1, max_size=rows + 1))
     hidden = torch.arange(rows * query_len * 3).view(-1, 3).float()
     kept = torch.full((rows, 3), -1.0)
-    gather_last_hidden(hidden, int32(accepted), kept, query_len)
+    gather_accepted(hidden, int32(accepted), kept, query_len, 1, None, None)
     rows_kept = [row * query_len + nearest(accepted[row], query_len) for row in range(rows)]
     assert kept.tolist() == [[3.0 * at, 3.0 * at + 1, 3.0 * at + 2] for at in rows_kept]
 
 
 def test_a_state_is_handed_on_in_the_dtype_of_its_buffer():
     kept = torch.zeros(1, 2, dtype=torch.bfloat16)
-    gather_last_hidden(torch.tensor([[0.5, 1.0], [2.0, 1.005]]), int32([1]), kept, 2)
+    gather_accepted(torch.tensor([[0.5, 1.0], [2.0, 1.005]]), int32([1]), kept, 2, 1, None, None)
     assert torch.equal(kept, torch.tensor([[2.0, 1.005]]).bfloat16())
