@@ -24,10 +24,9 @@ from spec_decode.cli.options import (
     use_threads,
 )
 from spec_decode.cli.output import (
-    Terminated,
     UserError,
     did_you_mean,
-    interrupts,
+    exit_status,
     progress,
     require_writable,
     say,
@@ -204,9 +203,8 @@ def check(options: _Options) -> None:
     isolated = set() if options.engine else _isolated(chosen, options.isolate)
     paths = _report_paths(options.target, chosen, f"check-{options.engine}-" if options.engine else "check-")
     shown = (options.verbose, options.quick, options.engine or "", _soak_length(options))
-    with interrupts() as again:
-        run = CheckRun(stdout(), where, families, options.checks, *shown, again=again)
-        reports = [_check_and_save(run, name, name in isolated, paths.get(name), options.resume) for name in chosen]
+    run = CheckRun(stdout(), where, families, options.checks, *shown, again=click.get_current_context().obj)
+    reports = [_check_and_save(run, name, name in isolated, paths.get(name), options.resume) for name in chosen]
     if options.checks and not any(report.results for report in reports if report):
         raise _no_such_check(options.checks)
     if not all(report and report.ok for report in reports):
@@ -267,7 +265,7 @@ def _check_and_save(run: CheckRun, name: str, isolated: bool, path: Path | None,
     except KeyboardInterrupt as ended:
         found = f"; what it found is in {kept.path}, go on with --resume" if kept and kept.path.exists() else ""
         click.echo(f"interrupted in {name}: no report of it was written{found}", err=True)
-        raise SystemExit(143 if isinstance(ended, Terminated) else 130) from None
+        raise SystemExit(exit_status(ended)) from None
     if run.checks and not report.results:
         if kept:
             kept.discard()

@@ -20,7 +20,7 @@ from spec_decode.cli.list import list_backends
 from spec_decode.cli.matrix import matrix
 from spec_decode.cli.new import new
 from spec_decode.cli.options import CACHE_VARIABLE
-from spec_decode.cli.output import UserError
+from spec_decode.cli.output import UserError, exit_status, interrupts
 
 
 def _user_errors() -> tuple[type[Exception], ...]:
@@ -41,7 +41,8 @@ def _is_out_of_memory(error: Exception) -> bool:
 
 
 class _Verbs(click.Group):
-    """Turns what a user can cause into one line and exit status 2, and Ctrl-C into 130; the rest is a bug."""
+    """Turns what a user can cause into one line and exit status 2, Ctrl-C into 130 and SIGTERM into 143; the rest is a
+    bug. A verb's context has what raises a swallowed interrupt again as its `obj`."""
 
     def main(self, *arguments: Any, **options: Any) -> Any:
         try:
@@ -56,10 +57,11 @@ class _Verbs(click.Group):
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
-            return super().invoke(ctx)
-        except KeyboardInterrupt:
+            with interrupts() as ctx.obj:
+                return super().invoke(ctx)
+        except KeyboardInterrupt as ended:
             click.echo("\ninterrupted", err=True)  # behind ^C, or a text that was growing
-            ctx.exit(130)
+            ctx.exit(exit_status(ended))
         except click.NoSuchOption as error:
             # click finds up to three, the best first, and would list them by the alphabet.
             if error.possibilities:

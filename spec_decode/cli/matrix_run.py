@@ -15,7 +15,7 @@ from rich.console import Console
 from attn_backends import registry
 from spec_decode.cli.check import count_results
 from spec_decode.cli.options import chosen_names
-from spec_decode.cli.output import progress, say, write
+from spec_decode.cli.output import exit_status, progress, say, write
 from spec_decode.conformance.coverage import EVERYTHING
 from spec_decode.conformance.report import Report
 from spec_decode.conformance.subprocess_runner import TimeLimits, check_isolated
@@ -48,9 +48,9 @@ class MatrixRun:
         for number, name in enumerate(every := [*named, *others], 1):
             try:
                 report = self._finished(name, env) or self._check(console, f"{number}/{len(every)} {name}", name, env)
-            except KeyboardInterrupt:
+            except KeyboardInterrupt as ended:
                 self._interrupted(name, len(found))
-                raise SystemExit(130) from None
+                raise SystemExit(exit_status(ended)) from None
             if name in others and (why := _not_made_for_this(report)):
                 say(console, f"{name}: not available: {why}", "dim")
                 continue

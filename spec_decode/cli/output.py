@@ -38,6 +38,11 @@ class Terminated(KeyboardInterrupt):
     """SIGTERM: the process is asked to end, as by Ctrl-C."""
 
 
+def exit_status(ended: KeyboardInterrupt) -> int:
+    """What a shell is told of a verb that was ended so."""
+    return 143 if isinstance(ended, Terminated) else 130
+
+
 @contextmanager
 def interrupts() -> Iterator[Callable[[], None]]:
     """Inside, SIGTERM raises Terminated as SIGINT does KeyboardInterrupt, so that what was found is kept and what was

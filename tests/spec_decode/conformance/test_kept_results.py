@@ -188,6 +188,14 @@ def test_a_terminated_check_keeps_its_results_ends_its_children_and_goes_on(
     assert done.exit_code == 0 and "3 pass" in done.stdout and Report.load(target).ok and not part.exists()
 
 
+def test_a_terminated_matrix_ends_its_children(at_work: Path) -> None:
+    ended = CliRunner().invoke(
+        main, ["matrix", "--run", "terminating", "--device", "cpu", "--tag", "contract:declared"]
+    )
+    assert ended.exit_code == 143 and "interrupted in terminating" in ended.stderr
+    assert not runs(int(at_work.read_text()))
+
+
 @pytest.mark.parametrize("whole", [True, False], ids=["a whole report", "kept results"])
 def test_results_that_were_edited_are_not_taken_over(target: Path, whole: bool) -> None:
     report = run(counting([]), kept=KeptResults(target))
