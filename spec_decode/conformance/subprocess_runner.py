@@ -93,7 +93,9 @@ class _Progress:
             raise ProcessEnded(f"the process ended with {status or 'exit status 0'}")
 
     def stop(self, why: str) -> None:
-        """Blame the check in flight, or the last one if all were done."""
+        """Blame the check in flight, or the last one if all were done; none where none was asked for."""
+        if not self._results:
+            return
         at = min(self._at, len(self._results) - 1)
         after = f"{self._results[at].check}[{self._results[at].case}] ended the process"
         self._results[at + 1 :] = [msgspec.structs.replace(r, reason=after) for r in self._results[at + 1 :]]

@@ -117,3 +117,8 @@ def test_the_real_process_checks_a_real_backend_and_names_a_thread_of_it_without
     found = check_isolated("lent", env=env(), request=request, on_note=notes.append)
     assert outcomes(found) == ["pass"] and found.env.torch == torch.__version__ and found.claims
     assert "still running after the last check: watcher" in notes[-1]
+
+
+def test_a_crash_where_no_check_was_asked_for_leaves_the_empty_report():
+    found = run("say(report={**plan, 'results': []}); os._exit(3)")
+    assert found.results == () and found.version == "7"
