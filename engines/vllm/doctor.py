@@ -5,9 +5,12 @@ from __future__ import annotations
 from importlib.util import find_spec
 
 from engines.findings import EnginePlugIn, why_not_loaded
-from engines.vllm import ENTRY_POINT_GROUP, refused_variable
+from engines.vllm import ENTRY_POINT_GROUP, NAMES, refused_variable
 from engines.vllm.device_plan import NO_FLASHINFER
 from engines.vllm.version import unsupported_reason
+
+_OURS = "ATTN_BACKENDS_"
+"""Before the names of our own backends; the others are vLLM's with a builder of ours."""
 
 
 def _flashinfer() -> str:
@@ -22,11 +25,7 @@ examine = EnginePlugIn(
     variable="VLLM_PLUGINS",
     needs={
         "FLASHINFER_IN_GRAPH": _flashinfer,
-        "ATTN_BACKENDS_TRITON_PAGED": why_not_loaded("triton_paged"),
-        "ATTN_BACKENDS_FLASH_ATTN3": why_not_loaded("flash_attn3"),
-        "ATTN_BACKENDS_TRITON_MLA": why_not_loaded("triton_mla"),
-        "ATTN_BACKENDS_FLASH_ATTN3_MLA": why_not_loaded("flash_attn3_mla"),
-        "ATTN_BACKENDS_FLASHMLA": why_not_loaded("flashmla"),
+        **{name: why_not_loaded(name.removeprefix(_OURS).lower()) for name in NAMES if name.startswith(_OURS)},
         "FLASHMLA_SPARSE_IN_GRAPH": lambda: "",
     },
     chosen_by='"attention_backend" in --speculative-config',

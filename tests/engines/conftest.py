@@ -37,13 +37,13 @@ def vllm_flashinfer(vllm_inside, monkeypatch):
 @pytest.fixture
 def vllm_kernels(vllm_inside, monkeypatch):
     """Our backends over stand-ins for their kernels, where vLLM finds them by our names."""
-    from engines.vllm.v0_33.backend import class_named
+    from engines.vllm.v0_33.backend import class_over
 
     for name in (*flash_attn3_stand_in.BACKENDS, "flashmla"):
         monkeypatch.setitem(registry._loaded, name, over_stand_in(name))
-    class_named.cache_clear()
+    class_over.cache_clear()
     yield
-    class_named.cache_clear()
+    class_over.cache_clear()
 
 
 @pytest.fixture

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any, ClassVar, TypeVar
 
+import torch
 from vllm.v1.attention.backend import AttentionBackend, MultipleOf
 
 import attn_backends
 from attn_backends import Feature
+from builders import AdvanceLevel, AttentionSpec
+from engines.vllm.v0_33.log import say_update
 from engines.vllm.v0_33.reasons import page_sizes, serves_blocks, serves_capability
 
 PREFIX = "ATTN_BACKENDS_"
@@ -17,25 +22,44 @@ PREFIX = "ATTN_BACKENDS_"
 B = TypeVar("B", bound="OurBackend")
 
 
-class OurBackend(AttentionBackend):
-    """Over `ours`; builder and impl are classes of vLLM's too, over the same."""
+class UpdatedInGraph(AttentionBackend):
+    """A backend of this name whose builder is ours, without what no check has tried an update with."""
 
-    ours: ClassVar[attn_backends.AttentionBackend]
+    name: ClassVar[str]
     builder: ClassVar[type[Any]]
-    impl: ClassVar[type[Any]]
-    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "float16", "bfloat16"]
 
     @classmethod
     def get_name(cls) -> str:
-        return vllm_name(cls.ours)
-
-    @classmethod
-    def get_impl_cls(cls) -> type[Any]:
-        return cls.impl
+        return cls.name
 
     @classmethod
     def get_builder_cls(cls) -> type[Any]:
         return cls.builder
+
+    @classmethod
+    def supports_dcp(cls) -> bool:
+        return False
+
+    @classmethod
+    def supports_pcp(cls) -> bool:
+        return False
+
+    @classmethod
+    def supports_device_cpu_query_lens_mismatch(cls) -> bool:
+        """No: plans and launches are sized by the query lengths that the host knows of."""
+        return False
+
+
+class OurBackend(UpdatedInGraph):
+    """Over `ours`; builder and impl are classes of vLLM's too, over the same."""
+
+    ours: ClassVar[attn_backends.AttentionBackend]
+    impl: ClassVar[type[Any]]
+    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "float16", "bfloat16"]
+
+    @classmethod
+    def get_impl_cls(cls) -> type[Any]:
+        return cls.impl
 
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:
@@ -54,11 +78,6 @@ class OurBackend(AttentionBackend):
         return serves_blocks(cls.ours)
 
     @classmethod
-    def supports_device_cpu_query_lens_mismatch(cls) -> bool:
-        """No: a launch is sized by the longest query that the host knows of."""
-        return False
-
-    @classmethod
     def get_supported_kernel_block_sizes(cls, kv_cache_spec: Any = None) -> list[int | MultipleOf]:
         sizes = cls.ours.capabilities.page_sizes
         if sizes.power_of_two or sizes.maximum is not None:
@@ -70,30 +89,54 @@ class OurBackend(AttentionBackend):
         return serves_capability(cls.ours, (capability.major, capability.minor))
 
 
+class OurBuilder:
+    """Mixed into a builder of vLLM's, over builders of `ours`: `inner` has one for causal batches, and one for blocks
+    of draft tokens where ours serves them."""
+
+    ours: ClassVar[attn_backends.AttentionBackend]
+
+    def make_inner(self, spec: AttentionSpec, device: torch.device, config: Any, against: Sequence[str] = ()) -> None:
+        """For a VllmConfig. An update in the graph is claimed where ours has one and nothing is against it."""
+        scheduler = config.scheduler_config
+        self.max_seq_len: int = config.model_config.max_model_len
+        self.serves_blocks = serves_blocks(self.ours)
+        self.inner = {
+            causal: self.ours.builder(
+                replace(spec, causal=causal),
+                device,
+                max_reqs=scheduler.max_num_seqs,
+                max_tokens=scheduler.max_num_batched_tokens,
+                max_seq_len=self.max_seq_len,
+            )
+            for causal in ((True, False) if self.serves_blocks else (True,))
+        }
+        support = self.ours.builder.advance_support(spec, device)
+        reasons = [*([] if support.level is AdvanceLevel.IN_GRAPH else [support.reason]), *against]
+        self.supports_draft_decode_metadata_update = not reasons
+        say_update(vllm_name(self.ours), reasons)
+
+
 def vllm_name(ours: attn_backends.AttentionBackend) -> str:
     """The name that vLLM knows one of our backends by."""
     return f"{PREFIX}{ours.name.upper()}"
 
 
-def class_name(name: str) -> str:
-    """Of vLLM's class over our backend of this name."""
-    return "".join(part.capitalize() for part in name.split("_"))
+def classes_over(base: type[B], *names: str) -> Callable[[str], type[B]]:
+    """The `__getattr__` of base's module: a class for each backend that is registered with attn-backends by one of
+    these names, made when vLLM asks for it."""
+    titled = {"".join(part.capitalize() for part in name.split("_")): name for name in names}
 
+    def class_of(title: str) -> type[B]:
+        if title not in titled:
+            raise AttributeError(f"module {base.__module__} has no attribute {title!r}")
+        return class_over(base, title, titled[title])  # type: ignore[arg-type]  # mypy takes no TypeVar for hashable
 
-def class_over(base: type[B], ours: attn_backends.AttentionBackend) -> type[B]:
-    """A class of vLLM's over one of our backends, in the module of its base: vLLM finds it again by both."""
-    title = class_name(ours.name)
-    supported = [dtype for dtype in ours.capabilities.dtypes if dtype.itemsize == 2]
-    parts = {
-        "builder": type(f"{title}Builder", (base.builder,), {"ours": ours}),
-        "impl": type(f"{title}Impl", (base.impl,), {"ours": ours}),
-    }
-    return type(title, (base,), {"ours": ours, "supported_dtypes": supported, "__module__": base.__module__, **parts})
+    return class_of
 
 
 @cache
-def class_named(base: type[B], name: str) -> type[B]:
-    """The class over the backend that is registered with attn-backends by this name.
+def class_over(base: type[B], title: str, name: str) -> type[B]:
+    """The class of this title, in the module of its base: vLLM finds it again by both.
 
     Raises ImportError where its kernels' package is missing, which vLLM shows as the reason.
     """
@@ -101,4 +144,10 @@ def class_named(base: type[B], name: str) -> type[B]:
         ours = attn_backends.get(name)
     except attn_backends.BrokenBackend as error:
         raise ImportError(str(error)) from error
-    return class_over(base, ours)
+    parts = {
+        "name": vllm_name(ours),
+        "supported_dtypes": [dtype for dtype in ours.capabilities.dtypes if dtype.itemsize == 2],
+        "builder": type(f"{title}Builder", (base.builder,), {"ours": ours}),
+        "impl": type(f"{title}Impl", (base.impl,), {"ours": ours}),
+    }
+    return type(title, (base,), {"ours": ours, "__module__": base.__module__, **parts})

@@ -20,6 +20,7 @@ from builders import AttentionSpec
 from builders.errors import require
 from builders.flashinfer.wrappers import FlashInferWrappers
 from engines.vllm.device_plan import NO_FLASHINFER, DevicePlan
+from engines.vllm.v0_33.backend import UpdatedInGraph
 from engines.vllm.v0_33.batch import batch_of, check_causality
 from engines.vllm.v0_33.log import say_update
 from engines.vllm.v0_33.reasons import cache_reasons
@@ -76,7 +77,7 @@ class InGraphBuilder(FlashInferMetadataBuilder):
         }
         self.reasons = [reason for reason, holds in refusals.items() if holds]
         self.supports_draft_decode_metadata_update = not self.reasons
-        say_update(InGraphFlashInfer.get_name(), self.reasons)
+        say_update(InGraphFlashInfer.name, self.reasons)
         self._plans: dict[tuple[Shape, tuple[int, ...]], tuple[DevicePlan, InGraphMetadata]] = {}
 
     @classmethod
@@ -180,18 +181,12 @@ class InGraphBuilder(FlashInferMetadataBuilder):
         )
 
 
-class InGraphFlashInfer(FlashInferBackend):
+class InGraphFlashInfer(UpdatedInGraph, FlashInferBackend):
     """vLLM's FlashInfer, without its quantised caches and sinks: those have kernels of their own there."""
 
+    name = "FLASHINFER_IN_GRAPH"
+    builder = InGraphBuilder
     supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "float16", "bfloat16"]
-
-    @staticmethod
-    def get_name() -> str:
-        return "FLASHINFER_IN_GRAPH"
-
-    @staticmethod
-    def get_builder_cls() -> type[InGraphBuilder]:
-        return InGraphBuilder
 
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
@@ -204,19 +199,6 @@ class InGraphFlashInfer(FlashInferBackend):
 
     @classmethod
     def supports_batch_invariance(cls) -> bool:
-        return False
-
-    @classmethod
-    def supports_dcp(cls) -> bool:
-        return False
-
-    @classmethod
-    def supports_pcp(cls) -> bool:
-        return False
-
-    @classmethod
-    def supports_device_cpu_query_lens_mismatch(cls) -> bool:
-        """No: a plan is of one query length."""
         return False
 
     @classmethod

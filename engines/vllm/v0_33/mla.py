@@ -17,49 +17,33 @@ from vllm.model_executor.layers.attention.mla_attention import (
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionType, CommonAttentionMetadata
 
 import attn_backends
-from builders import AdvanceLevel, AttentionBatch, AttentionKind, AttentionSpec
+from builders import AttentionBatch, AttentionKind, AttentionSpec
 from engines.vllm.kv_views import latents
-from engines.vllm.v0_33.backend import OurBackend, class_name, class_named, vllm_name
+from engines.vllm.v0_33.backend import OurBackend, OurBuilder, classes_over
 from engines.vllm.v0_33.batch import check_causality
-from engines.vllm.v0_33.log import say_update
-from engines.vllm.v0_33.reasons import CUDA, cache_reasons, page_sizes, require_served, serves_blocks
+from engines.vllm.v0_33.reasons import CUDA, cache_reasons, page_sizes, require_served
 
 _EXTRAS = ("alibi_slopes", "sliding_window", "logits_soft_cap", "attn_type", "q_pad_num_heads")
 """What a layer of vLLM's may have that a spec of latents here has not."""
 
 
-class LatentBuilder(MLACommonMetadataBuilder[MLACommonMetadata]):
+class LatentBuilder(OurBuilder, MLACommonMetadataBuilder[MLACommonMetadata]):
     """vLLM's metadata, and in its decode part ours: an update refreshes what ours is made of."""
 
-    ours: ClassVar[attn_backends.AttentionBackend]
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
     query_len_support: ClassVar[QueryLenSupport] = QueryLenSupport.UNIFORM
     supports_non_causal_multi_token_decode: ClassVar[bool] = True
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        dims, scheduler = self.mla_dims, vllm_config.scheduler_config
-        dtype = self.model_config.dtype
+        dims, dtype = self.mla_dims, self.model_config.dtype
         spec = latent_spec(self.num_heads, dims.kv_lora_rank, dims.qk_rope_head_dim, self.page_size, dtype)
-        rows, self.max_seq_len = scheduler.max_num_seqs, self.model_config.max_model_len
-        self.serves_blocks, tokens = serves_blocks(self.ours), scheduler.max_num_batched_tokens
-        self.inner = {
-            causal: self.ours.builder(
-                replace(spec, causal=causal), device, max_reqs=rows, max_tokens=tokens, max_seq_len=self.max_seq_len
-            )
-            for causal in ((True, False) if self.serves_blocks else (True,))
-        }
-        support = self.ours.builder.advance_support(spec, device)
-        refusals = {
-            support.reason: support.level is not AdvanceLevel.IN_GRAPH,
-            "decode context parallelism is on": self.dcp_world_size > 1,
-        }
-        reasons = [reason for reason, holds in refusals.items() if holds]
-        self.supports_draft_decode_metadata_update = not reasons
-        say_update(vllm_name(self.ours), reasons)
+        against = ["decode context parallelism is on"] if self.dcp_world_size > 1 else []
+        self.make_inner(spec, device, vllm_config, against)
         # By query length and row: padding rows of a graph own tokens, as all others do.
         lens = torch.arange(1, self.reorder_batch_threshold + 1, dtype=torch.int32, device=device)
-        self.starts = lens[:, None] * torch.arange(rows + 1, dtype=torch.int32, device=device)
+        rows = torch.arange(vllm_config.scheduler_config.max_num_seqs + 1, dtype=torch.int32, device=device)
+        self.starts = lens[:, None] * rows
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -168,10 +152,4 @@ class LatentBackend(OurBackend, MLACommonBackend):
         return [*super().validate_configuration(*args, **asked), *ours]
 
 
-_CLASSES = {class_name(name): name for name in ("triton_mla", "flash_attn3_mla", "flashmla")}
-
-
-def __getattr__(attribute: str) -> type[LatentBackend]:
-    if attribute not in _CLASSES:
-        raise AttributeError(f"module {__name__} has no attribute {attribute!r}")
-    return class_named(LatentBackend, _CLASSES[attribute])
+__getattr__ = classes_over(LatentBackend, "triton_mla", "flash_attn3_mla", "flashmla")

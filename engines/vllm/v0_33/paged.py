@@ -19,13 +19,12 @@ from vllm.v1.attention.backend import (
 import attn_backends
 from attn_backends import Feature
 from attn_backends.kernels.write_kv import write_kv
-from builders import AdvanceLevel, AttentionSpec
+from builders import AttentionSpec
 from builders.errors import require
 from engines.vllm.kv_views import keys_and_values
-from engines.vllm.v0_33.backend import OurBackend, class_name, class_named, vllm_name
+from engines.vllm.v0_33.backend import OurBackend, OurBuilder, classes_over
 from engines.vllm.v0_33.batch import batch_of, check_causality
-from engines.vllm.v0_33.log import say_update
-from engines.vllm.v0_33.reasons import page_sizes, require_served, selector_reasons, serves_blocks
+from engines.vllm.v0_33.reasons import page_sizes, require_served, selector_reasons
 
 _LAYER = (
     *("num_heads", "head_size", "scale", "num_kv_heads", "alibi_slopes", "sliding_window", "kv_cache_dtype"),
@@ -42,31 +41,15 @@ class LayerMetadata:
     causal: bool
 
 
-class PagedBuilder(AttentionMetadataBuilder[LayerMetadata]):
+class PagedBuilder(OurBuilder, AttentionMetadataBuilder[LayerMetadata]):
     """One of ours over vLLM's tensors. vLLM moves its lengths itself: an update refreshes what is made of them."""
-
-    ours: ClassVar[attn_backends.AttentionBackend]
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         impl = vllm_config.compilation_config.static_forward_context[layer_names[0]].impl
-        spec, scheduler = impl.spec(kv_cache_spec.block_size), vllm_config.scheduler_config
-        self.max_seq_len, self.sliding_window = vllm_config.model_config.max_model_len, spec.sliding_window
-        self.serves_blocks = serves_blocks(self.ours)
-        self.inner = {
-            causal: self.ours.builder(
-                replace(spec, causal=causal),
-                device,
-                max_reqs=scheduler.max_num_seqs,
-                max_tokens=scheduler.max_num_batched_tokens,
-                max_seq_len=self.max_seq_len,
-            )
-            for causal in ((True, False) if self.serves_blocks else (True,))
-        }
-        support = self.ours.builder.advance_support(spec, device)
-        self.supports_draft_decode_metadata_update = support.level is AdvanceLevel.IN_GRAPH
-        reasons = [] if self.supports_draft_decode_metadata_update else [support.reason]
-        say_update(vllm_name(self.ours), reasons)
+        spec = impl.spec(kv_cache_spec.block_size)
+        self.sliding_window = spec.sliding_window
+        self.make_inner(spec, device, vllm_config)
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
@@ -172,10 +155,4 @@ class PagedBackend(OurBackend):
         return [*super().validate_configuration(*args, **asked), *selector_reasons(cls.ours, **asked)]
 
 
-_CLASSES = {class_name(name): name for name in ("triton_paged", "flash_attn3")}
-
-
-def __getattr__(attribute: str) -> type[PagedBackend]:
-    if attribute not in _CLASSES:
-        raise AttributeError(f"module {__name__} has no attribute {attribute!r}")
-    return class_named(PagedBackend, _CLASSES[attribute])
+__getattr__ = classes_over(PagedBackend, "triton_paged", "flash_attn3")

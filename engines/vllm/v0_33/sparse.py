@@ -19,6 +19,7 @@ from vllm.v1.attention.backends.mla.flashmla_sparse import (
 from vllm.v1.attention.ops.metadata import compute_token_to_req_indices
 from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 
+from engines.vllm.v0_33.backend import UpdatedInGraph
 from engines.vllm.v0_33.log import say_update
 
 _QUANTIZED = "fp8_ds_mla"
@@ -37,7 +38,7 @@ class InGraphSparseBuilder(FlashMLASparseMetadataBuilder):
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.dummy_block_table.zero_()  # No kernel reads it; the metadata of two builders can be compared.
-        say_update(InGraphFlashMlaSparse.get_name(), [])
+        say_update(InGraphFlashMlaSparse.name, [])
 
     def update_draft_decode_metadata(self, metadata: FlashMLASparseMetadata) -> None:
         """Rewrite the map from tokens to requests as build() does, with one kernel: all batches share its buffer.
@@ -48,34 +49,17 @@ class InGraphSparseBuilder(FlashMLASparseMetadataBuilder):
         compute_token_to_req_indices(metadata.query_start_loc, metadata.req_id_per_token, tokens, tokens)
 
 
-class InGraphFlashMlaSparse(FlashMLASparseBackend):
+class InGraphFlashMlaSparse(UpdatedInGraph, FlashMLASparseBackend):
     """vLLM's FLASHMLA_SPARSE on Hopper, without the features that no check has tested an update with."""
 
-    @staticmethod
-    def get_name() -> str:
-        return "FLASHMLA_SPARSE_IN_GRAPH"
-
-    @staticmethod
-    def get_builder_cls() -> type[InGraphSparseBuilder]:
-        return InGraphSparseBuilder
+    name = "FLASHMLA_SPARSE_IN_GRAPH"
+    builder = InGraphSparseBuilder
 
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
         """DeepSeek-V3.2's 576. vLLM's backend also takes GLM-5.3's 512, but vLLM updates that model's third group, the
         tail of a pool, wrongly."""
         return [576]
-
-    @classmethod
-    def supports_device_cpu_query_lens_mismatch(cls) -> bool:
-        return False
-
-    @classmethod
-    def supports_dcp(cls) -> bool:
-        return False
-
-    @classmethod
-    def supports_pcp(cls) -> bool:
-        return False
 
     @classmethod
     def supports_compute_capability(cls, capability: Any) -> bool:
