@@ -142,7 +142,6 @@ def autotune_strategy(
             candidate = DrafterConfig(
                 num_speculative_tokens=config.num_speculative_tokens,
                 graph_mode=config.graph_mode,
-                strategy=strategy,
                 capture_sizes=[tables.num_live],
                 loop_steps=config.loop_steps,
             )

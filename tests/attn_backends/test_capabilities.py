@@ -3,7 +3,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from attn_backends import Accepted, Capabilities, CapabilitiesError, Feature, Rejected, Sizes, get
@@ -61,6 +61,7 @@ AGAINST = {
 
 
 @given(st.integers(1, 600), st.integers(1, 64), st.integers(64, 512), st.integers(1, 16), st.booleans())
+@example(size=1, minimum=1, maximum=1, multiple=1, power=True)
 def test_sizes_hold_what_their_four_rules_say(size, minimum, maximum, multiple, power):
     powers = {2**n for n in range(12)}
     expected = {n for n in range(minimum, maximum + 1) if n % multiple == 0 and (not power or n in powers)}

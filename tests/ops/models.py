@@ -204,7 +204,8 @@ def batch_invariant_linear():
     for outputs, inputs, dtype in each((40, 1), (300, 1), (torch.float32, torch.bfloat16)):
         yield noise(9, 2, inputs, dtype=dtype), noise(2, outputs, inputs, seed=1, dtype=dtype) / 8, None, None
     yield noise(2, 5, 40).transpose(0, 1), noise(2, 40, 24, seed=1).mT, None, None
-    yield noise(9, 1, 50), noise(4, 20, 50, seed=1), torch.tensor([2, 2, 7, 9], dtype=torch.int32), None
+    for ends in ([2, 2, 7, 9], [2, 2, 7]):
+        yield noise(9, 1, 50), noise(len(ends), 20, 50, seed=1), torch.tensor(ends, dtype=torch.int32), None
     weight = noise(4, 20, 50, seed=1, dtype=torch.bfloat16) * torch.logspace(-1, 1, 20)[:, None]
     for count, ends in ((4, None), (1, torch.tensor([2, 2, 7, 9], dtype=torch.int32))):
         values, scale = operands(Fp8Weight.of(weight.bfloat16()))
