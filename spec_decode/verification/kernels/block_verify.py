@@ -1,8 +1,8 @@
 """Block verification of a round's drafts, in five stages.
 
-PartialMax reads the logits, block by block of the vocabulary; the three kernels here weigh the prefixes of each row's
-draft, sum their residuals and choose one; launch_draw draws the token after it. Legend: R rows, K draft tokens of a
-row, V tokens of the vocabulary.
+PartialMax reads the logits, block by block of the vocabulary; launch_judge_draft weighs the prefixes of each row's
+draft; the two kernels here sum their residuals and choose one; launch_draw draws the token after it. Legend: R rows, K
+draft tokens of a row, V tokens of the vocabulary.
 """
 
 from __future__ import annotations
@@ -11,16 +11,10 @@ import torch
 
 from builders.kernels.op import define_op
 from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
-from spec_decode.sampling.kernels.draw_tokens import Residual, launch_draw, residual_weight
+from spec_decode.sampling.kernels.draw_tokens import launch_draw, residual_weight
 from spec_decode.sampling.kernels.vocab_blocks import vocab_block
 from spec_decode.verification.kernels.distributions import Distributions, count_leading
-from spec_decode.verification.kernels.draft_probabilities import (
-    accept_uniform,
-    matches_argmax,
-    probabilities_and_norms,
-    read_draft,
-)
-from spec_decode.verification.kernels.partial_max import PartialMax
+from spec_decode.verification.kernels.judge_draft import accept_uniform, launch_judge_draft, read_draft
 from spec_decode.verification.kernels.verify_arguments import VerifyArguments
 
 _TINY = torch.finfo(torch.float32).tiny
@@ -51,32 +45,9 @@ class BlockVerify(VerifyArguments):
         strides = draft_logits.stride()
         block = vocab_block(vocab)
         blocks = triton.cdiv(vocab, block)
-        partial, residual = PartialMax.launch(self), Residual.allocate(draft_logits)
         weights = torch.empty(rows, columns, dtype=torch.float32, device=device)
         residual_sums = torch.empty(rows * (columns - 1), blocks, dtype=torch.float32, device=device)
-        options = partial.launch_options(columns)
-        _prefix_weights_kernel[(rows,)](
-            target_logits_ptr=processed,
-            draft_tokens_ptr=draft_tokens,
-            draft_logits_ptr=draft_logits,
-            temperature_ptr=temperature,
-            partial_max_ptr=partial.largest,
-            partial_sum_exp_ptr=partial.sum_exp,
-            partial_argmax_ptr=partial.argmax,
-            weights_ptr=weights,
-            num_accepted_ptr=residual.accepted,
-            norms_ptr=residual.norms,
-            num_rows=rows,
-            num_drafts=columns,
-            vocab_size=vocab,
-            num_blocks=blocks,
-            stride_draft_row=strides[0],
-            stride_draft_pos=strides[1],
-            stride_draft_token=strides[2],
-            TINY=_TINY,
-            **options,
-            **dependent_launch(device),
-        )
+        residual, options = launch_judge_draft(self, weights)
         if columns > 1:
             _residual_sums_kernel[(rows * (columns - 1), blocks)](
                 target_logits_ptr=processed,
@@ -127,78 +98,6 @@ def _passing_prefixes(models: Distributions, weights: torch.Tensor) -> torch.Ten
     chance = torch.where(ends, weights, residual_sum)
     whole = torch.where(ends, 1.0, residual_sum + 1 - weights)
     return (models.uniform * whole <= chance) & models.proposed
-
-
-@triton.jit
-def _prefix_weights_kernel(
-    target_logits_ptr,  # fp32 [R, 1 + K, V]
-    draft_tokens_ptr,  # int64 [R, K]
-    draft_logits_ptr,  # fp32 [R, K, V]
-    temperature_ptr,  # fp32 [R]
-    partial_max_ptr,  # fp32 [2, R * K, blocks]
-    partial_sum_exp_ptr,  # fp32 [2, R * K, blocks]
-    partial_argmax_ptr,  # int32 [R * K, blocks]
-    weights_ptr,  # out: fp32 [R, K]
-    num_accepted_ptr,  # out: int64 [R], of greedy rows
-    norms_ptr,  # out: fp32 [4, R * K]
-    num_rows,  # R
-    num_drafts,  # K
-    vocab_size,  # V
-    num_blocks,  # of the vocabulary
-    stride_draft_row,
-    stride_draft_pos,
-    stride_draft_token,
-    TINY: tl.constexpr,  # the smallest normal fp32
-    BLOCK_B: tl.constexpr,  # blocks, rounded up to a power of two
-    BLOCK_K: tl.constexpr,  # K, likewise
-    PDL: tl.constexpr,  # programmatic dependent launch
-):
-    """w(k) = min(1, w(k - 1) target_probs[k] / draft_probs[k]) from w(0) = 1, of a random row; a program a row.
-
-    Block verification: Sun et al., 2024 (arXiv:2403.10444, algorithm 2). A random row's weights go as far as its draft,
-    and its norms are stored; of a greedy row num_accepted is.
-    """
-    await_previous(PDL)
-    # 1. Load the row's draft tokens, [BLOCK_K]
-    row = tl.program_id(0).to(tl.int64)
-    offs_k = tl.arange(0, BLOCK_K)
-    draft_tokens, draft_len = read_draft(row, draft_tokens_ptr, num_drafts, BLOCK_K)
-    if tl.load(temperature_ptr + row) > 0:
-        target_probs, draft_probs = probabilities_and_norms(
-            row=row,
-            draft_tokens=draft_tokens,
-            draft_len=draft_len,
-            target_logits_ptr=target_logits_ptr,
-            draft_logits_ptr=draft_logits_ptr,
-            partial_max_ptr=partial_max_ptr,
-            partial_sum_exp_ptr=partial_sum_exp_ptr,
-            norms_ptr=norms_ptr,
-            num_rows=num_rows,
-            num_drafts=num_drafts,
-            vocab_size=vocab_size,
-            num_blocks=num_blocks,
-            stride_draft_row=stride_draft_row,
-            stride_draft_pos=stride_draft_pos,
-            stride_draft_token=stride_draft_token,
-            BLOCK_B=BLOCK_B,
-            BLOCK_K=BLOCK_K,
-        )
-        # 2. The weights, one token after another. NaN must stay NaN, so that no prefix passes with it: unless they are
-        # told to propagate it, minimum and maximum return the number beside it.
-        ratio = tl.div_rn(target_probs, tl.maximum(draft_probs, TINY, propagate_nan=tl.PropagateNan.ALL))
-        w = 1.0
-        weights = tl.zeros((BLOCK_K,), tl.float32)
-        for i in range(0, draft_len):
-            product = w * tl.sum(tl.where(offs_k == i, ratio, 0.0), 0)
-            w = tl.minimum(1.0, product, propagate_nan=tl.PropagateNan.ALL)
-            weights = tl.where(offs_k == i, w, weights)
-        tl.store(weights_ptr + row * num_drafts + offs_k, weights, mask=offs_k < draft_len)
-    else:
-        accept = matches_argmax(
-            row, draft_tokens, draft_len, partial_max_ptr, partial_argmax_ptr, num_drafts, num_blocks, BLOCK_B, BLOCK_K
-        )
-        num_accepted = tl.min(tl.where(accept, num_drafts, offs_k), 0)
-        tl.store(num_accepted_ptr + row, num_accepted.to(tl.int64))
 
 
 @triton.jit
