@@ -12,6 +12,8 @@ from spec_decode.models.checkpoints.files import CheckpointError
 from spec_decode.models.config import ModelConfig
 from spec_decode.models.layers.rope import LLAMA_SCALINGS, Scaling, read_rope, rope_section
 
+SLIDING, FULL = "sliding_attention", "full_attention"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecoderConfig:
@@ -82,15 +84,19 @@ def _windows(config: ConfigReader, num_layers: int) -> tuple[int | None, ...]:
         return (None,) * num_layers
     if window is None:
         config.get("sliding_window", int)
+    if kinds := read_layer_kinds(config, num_layers):
+        return tuple(window if kind == SLIDING else None for kind in kinds)
+    # Qwen's configs say from which layer on there is a window.
+    first = config.get("max_window_layers", int, 0)
+    return tuple(window if layer >= first else None for layer in range(num_layers))
+
+
+def read_layer_kinds(config: ConfigReader, num_layers: int) -> list[str]:
+    """SLIDING or FULL for each layer; empty where config.json does not say it. Raises CheckpointError."""
     kinds = config.get("layer_types", list, [])
-    if not kinds:
-        # Qwen's configs say from which layer on there is a window.
-        first = config.get("max_window_layers", int, 0)
-        return tuple(window if layer >= first else None for layer in range(num_layers))
-    places = {"sliding_attention": window, "full_attention": None}
-    if len(kinds) != num_layers or not set(kinds) <= places.keys():
+    if kinds and (len(kinds) != num_layers or not all(kind in (SLIDING, FULL) for kind in kinds)):
         raise CheckpointError(
-            f"layer_types in {config.place} must name {' or '.join(places)} for each of {num_layers} layers, got "
+            f"layer_types in {config.place} must name {SLIDING} or {FULL} for each of {num_layers} layers, got "
             f"{kinds}. Restore the file."
         )
-    return tuple(places[kind] for kind in kinds)
+    return kinds

@@ -16,7 +16,7 @@ from spec_decode.models.checkpoints.mask_token import require_mask_token
 from spec_decode.models.checkpoints.store import ScopedWeights, TensorStore
 from spec_decode.models.checkpoints.token_map import read_token_map
 from spec_decode.models.config import MAX_LAYERS
-from spec_decode.models.decoder_config import DecoderConfig, read_decoder
+from spec_decode.models.decoder_config import FULL, SLIDING, DecoderConfig, read_decoder, read_layer_kinds
 from spec_decode.models.decoder_weights import read_parameters
 from spec_decode.models.draft import HiddenStatesDraft, check_aux_states, check_shared, decoder_fields, read_layers
 from spec_decode.models.kernels.linear import linear
@@ -27,7 +27,6 @@ from spec_decode.models.target_head import TargetHead
 
 D = TypeVar("D", bound="DFlash")
 
-_SLIDING, _FULL = "sliding_attention", "full_attention"
 _LEFT, _ENTERED = ("target_layer_ids", "dspark_target_layer_ids"), "aux_hidden_state_layer_ids"
 """Names of the list of the target's layers that states leave, and of speculators' list of those that they enter."""
 _FACTORS = {
@@ -177,15 +176,12 @@ def _decoder(store: TensorStore, target: TargetModel, *, windows_are_causal: boo
     fields = decoder_fields(store)
     config = read_decoder(fields, max_positions=target.max_positions)
     own, count = store.config.section("dflash_config"), config.model.num_layers
-    kinds = fields.get("layer_types", list, [])
-    if kinds and (len(kinds) != count or not set(kinds) <= {_SLIDING, _FULL}):
-        raise CheckpointError(
-            f"layer_types in {fields.place} must name {_SLIDING} or {_FULL} for each of {count} layers, got "
-            f"{kinds}. Restore the file."
-        )
-    everywhere = own.get("use_swa", bool, False) and _SLIDING not in kinds
-    sliding = [everywhere or kind == _SLIDING for kind in kinds or [_FULL] * count]
+    kinds = read_layer_kinds(fields, count) or [FULL] * count
+    everywhere = own.get("use_swa", bool, False) and SLIDING not in kinds
+    sliding = [everywhere or kind == SLIDING for kind in kinds]
     window = own.optional("swa_window_size", int) or fields.optional("sliding_window", int)
+    if window is not None and window < 1:
+        raise CheckpointError(f"swa_window_size in {own.place} must be 1 or more, got {window}. Restore the file.")
     if any(sliding) and window is None:
         raise CheckpointError(
             f"{fields.place} has layers with a sliding window and must say how wide it is, as sliding_window or "
@@ -194,7 +190,7 @@ def _decoder(store: TensorStore, target: TargetModel, *, windows_are_causal: boo
     told = store.config.optional("is_causal", bool)
     told = own.optional("causal", bool) if told is None else told
     non_causal = store.config.get("sliding_window_non_causal", bool, not windows_are_causal)  # speculators
-    causal = [kind == _SLIDING and not non_causal for kind in kinds or [_FULL] * count]
+    causal = [kind == SLIDING and not non_causal for kind in kinds]
     return DecoderConfig(
         model=config.model,
         scaling=config.scaling,

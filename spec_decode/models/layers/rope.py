@@ -149,8 +149,8 @@ def _read_llama3(section: ConfigReader, _: float) -> Llama3Scaling:
     )
 
 
-def _positive(section: ConfigReader, name: str) -> float:
-    value = section.get(name, float)
+def _positive(section: ConfigReader, name: str, default: float | None = None) -> float:
+    value = section.get(name, float, default)
     if not value > 0:
         raise CheckpointError(f"{name} in {section.place} must be positive, got {value}. Restore the file.")
     return value
@@ -230,8 +230,8 @@ def _read_yarn(section: ConfigReader, theta: float) -> Yarn:
         theta=theta,
         factor=factor,
         original_positions=original,
-        beta_fast=section.get("beta_fast", float, 32.0),
-        beta_slow=section.get("beta_slow", float, 1.0),
+        beta_fast=_positive(section, "beta_fast", 32.0),
+        beta_slow=_positive(section, "beta_slow", 1.0),
         mscale=section.get("mscale", float, 1.0),
         mscale_all_dim=section.get("mscale_all_dim", float, 0.0),
     )

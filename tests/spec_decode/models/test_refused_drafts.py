@@ -102,6 +102,7 @@ WRONG = [
     ("llama", {"use_sliding_window": True}, "must say sliding_window"),
     ("llama", {"layer_types": ["full_attention"], "sliding_window": 4}, "for each of 2 layers"),
     ("llama", {"layer_types": ["full_attention", "chunked_attention"], "sliding_window": 4}, "chunked_attention"),
+    ("llama", {"layer_types": [["full_attention"], {}], "sliding_window": 4}, r"got \[\['full_attention'\], \{\}\]"),
     ("llama_tied_and_biased", {"attention_bias": False}, "8 tensors that this model has no place for"),
     *(("pard", {"pard_token": t}, rf"pard_token .* 0 to {VOCAB - 1}, got {t}") for t in (-1, VOCAB, 10**9)),
     *(("pard", {"pard_token": t}, "pard_token .* must be an integer") for t in ("5", 5.0, True)),
@@ -126,7 +127,10 @@ WRONG = [
     ("dflash", {"layer_types": ["full_attention"]}, "for each of 2 layers"),
     ("dflash", {"layer_types": ["full_attention", "linear"]}, "^layer_types in "),
     ("dflash", {"layer_types": ["sliding_attention"] * 2, "use_sliding_window": False}, "must say how wide it is"),
+    ("dflash", {"layer_types": [["full_attention"], {}]}, "^layer_types in "),
     ("dflash", {"dflash_config.use_swa": True}, "must say how wide it is"),
+    ("dflash", {"dflash_config.use_swa": True, "dflash_config.swa_window_size": -3},
+     "^swa_window_size in dflash_config in .* must be 1 or more, got -3"),
     ("dflash", {"dflash_config.target_layer_ids": [0, 1, 2]}, "reads target hidden states of size 96"),
     ("dflash", {"dflash_config.target_layer_ids": None}, r"say which of the target's layers the draft reads; none of .*"
      "dflash_config.target_layer_ids, .*, aux_hidden_state_layer_ids is there"),
@@ -163,6 +167,11 @@ WRONG = [
     ("deepseek_v3", {"rope_scaling": {"type": "dynamic", "factor": 2}}, "default or yarn, got 'dynamic'"),
     ("deepseek_v3", {"rope_scaling": {"type": "yarn", "factor": 0.5, "original_max_position_embeddings": 8}},
      "at least 1, .* 0.5 and 8"),
+    *(
+        ("deepseek_v3", {"rope_scaling": {"type": "yarn", "factor": 2, "original_max_position_embeddings": 8, name: 0}},
+         f"^{name} in rope_scaling in .* must be positive, got 0")
+        for name in ("beta_fast", "beta_slow")
+    ),
     ("deepseek_v3", {"scoring_func": "tanh"}, "sigmoid, softmax, sqrtsoftplus, got 'tanh'"),
     ("deepseek_v3", {"n_group": 3}, "8 experts in 3 groups"),
     ("deepseek_v3", {"num_experts_per_tok": 5}, "1 to 4 of the experts that it may choose from, got 5"),
