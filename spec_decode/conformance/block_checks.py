@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-import torch
-
 from spec_decode.conformance.cases import spec_cases
 from spec_decode.conformance.check import Family
 from spec_decode.conformance.coverage import ADVANCE, CAPTURE, with_case
-from spec_decode.graphs import runtime_for
 from spec_decode.testing.batches import RAGGED, VERIFY, Batch, Case
 from spec_decode.testing.outcome import Measurements
 from spec_decode.testing.paged_fixture import PagedFixture
@@ -49,21 +46,5 @@ def blocks_see_what_is_behind(subject: Subject, case: Case) -> Measurements:
     since=(1, 2),
 )
 def blocks_replay_over_other_batches(subject: Subject, case: Case) -> Measurements:
-    fixture = PagedFixture(subject, case.spec, case.batch.rows)
-    built = fixture.build(case.batch)
-    query, key, value = fixture.inputs(case.batch, case.batch.seq_lens, fixture.queries(case.batch))
-    found: list[torch.Tensor] = []
-
-    def attend() -> None:
-        built.builder.advance(built.metadata)
-        subject.backend.write_kv(key, value, fixture.cache, built.metadata)
-        found.append(fixture.forward(query, built.metadata))
-
-    attend()
-    captured = runtime_for(subject.device).capture(attend)
-    fixture.replace_batch(built.buffers, _OTHER)
-    queries = fixture.queries(_OTHER)
-    for old, new in zip((query, key, value), fixture.inputs(_OTHER, _OTHER.seq_lens, queries), strict=True):
-        old.copy_(new)
-    captured.replay()
-    return fixture.assert_within_budget(found[-1], _OTHER.seq_lens, queries, contract="attention of a replay's blocks")
+    built = PagedFixture(subject, case.spec, case.batch.rows).build(case.batch)
+    return built.expect_replay(_OTHER, "attention of a replay's blocks")

@@ -9,19 +9,19 @@ from builders import AdvanceLevel, HostLengths
 from spec_decode.conformance.cases import base_cases, joined, page_cases, spec_cases
 from spec_decode.conformance.check import Family
 from spec_decode.conformance.coverage import ADVANCE, with_case
-from spec_decode.graphs import CaptureError, runtime_for
+from spec_decode.graphs import runtime_for
 from spec_decode.testing.batches import DECODE, MAX_SEQ_LEN, SINGLE, VERIFY, Batch, Case
-from spec_decode.testing.error_location import error_location
-from spec_decode.testing.host_reads import refuse_host_reads
+from spec_decode.testing.host_reads import expect_no_wait, refuse_host_reads
 from spec_decode.testing.metadata_fields import (
     changed_since,
     copies_of,
     expect_same_fields,
     host_fields_of,
     memory_layouts_of,
+    moved_since,
     tensors_of,
 )
-from spec_decode.testing.outcome import CheckFailure, Measurements, Unsupported, expect, worst
+from spec_decode.testing.outcome import Measurements, Unsupported, expect, worst
 from spec_decode.testing.paged_fixture import PagedFixture
 from spec_decode.testing.subject import Subject
 
@@ -53,8 +53,7 @@ def build_reuses_its_addresses(subject: Subject, case: Case) -> Measurements:
     fixture.exchange_tails()
     built.put_in(replace(case.batch, seq_lens=tuple(n + 1 for n in case.batch.seq_lens)))
     rebuilt = built.builder.build(built.view())
-    second = memory_layouts_of(rebuilt)
-    moved = [name for name in first if first[name] != second[name]]
+    moved = moved_since(first, rebuilt)
     expect(
         not moved,
         contract="a rebuild lands in the buffers that a graph was captured with",
@@ -174,15 +173,12 @@ def build_reads_no_device(subject: Subject, case: Case) -> None:
     # The first build of a shape may plan it.
     built = PagedFixture(subject, case.spec, case.batch.rows).build(case.batch)
     unknown = replace(built.view(), host_seq_lens=None, host_seq_lens_exact=False)
-    try:
-        with refuse_host_reads(subject.device, [*tensors_of(unknown).values(), *tensors_of(built.metadata).values()]):
-            built.builder.build(unknown)
-    except RuntimeError as error:
-        raise CheckFailure(
-            contract="host_lengths NONE: a build waits for nothing of the device",
-            expected="device work only",
-            got=f"{error}{error_location(error)}",
-        ) from error
+    read = [*tensors_of(unknown).values(), *tensors_of(built.metadata).values()]
+    with (
+        expect_no_wait("host_lengths NONE: a build waits for nothing of the device", "device work only"),
+        refuse_host_reads(subject.device, read),
+    ):
+        built.builder.build(unknown)
 
 
 @check("advance() keeps every address, shape, dtype and host field", _DECODE, advances=True)
@@ -191,8 +187,7 @@ def advance_keeps_addresses(subject: Subject, case: Case) -> None:
     before, host = memory_layouts_of(built.metadata), host_fields_of(built.metadata)
     for _ in range(2):
         built.advance()
-    after = memory_layouts_of(built.metadata)
-    moved = [name for name in before if before[name] != after.get(name)]
+    moved = moved_since(before, built.metadata)
     expect(not moved, contract="advance() is in place", expected="the same tensors", got=f"{moved} replaced")
     expect(
         host == host_fields_of(built.metadata),
@@ -220,11 +215,8 @@ def advances_go_on(subject: Subject, case: Case) -> None:
 @check("advance() can be captured: no host read, no data-dependent shape", _DECODE, advances=True)
 def advance_is_device_work(subject: Subject, case: Case) -> None:
     built = PagedFixture(subject, case.spec, case.batch.rows).build(case.batch, horizon=_STEPS)
-    try:
+    with expect_no_wait("advance() only enqueues device work", "a capture"):
         runtime_for(subject.device).capture(lambda: built.builder.advance(built.metadata))
-    except CaptureError as error:
-        got = f"{error}{error_location(error)}"
-        raise CheckFailure(contract="advance() only enqueues device work", expected="a capture", got=got) from error
 
 
 @check("exactly the declared step fields change with the position")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from itertools import product
 
@@ -28,8 +26,8 @@ from spec_decode.paged.kv_groups import KVGroup
 from spec_decode.sampling.draft_sampler import NO_TOKEN
 from spec_decode.testing import oracle
 from spec_decode.testing.draft_fixture import MAX_SEQ_LEN, DraftFixture, DraftShape, target_of
-from spec_decode.testing.error_location import error_location
-from spec_decode.testing.outcome import CheckFailure, Measurements, Unsupported, expect
+from spec_decode.testing.host_reads import expect_no_wait, refuse_cuda_waits
+from spec_decode.testing.outcome import Measurements, Unsupported, expect
 from spec_decode.testing.subject import Subject
 
 check = Family("drafter", covers=one_strategy)
@@ -278,23 +276,8 @@ def a_round_never_waits(subject: Subject, case: Strategy | None) -> None:
     tables.load(fixture.pages, [MAX_SEQ_LEN] * 3)
     verified = verified_tokens(fixture, fixture.contexts(), 0.0, 0)
     drafter.propose(verified)
-    try:
-        with _waits_are_errors(subject.device):
-            drafter.propose(verified)
-    except RuntimeError as error:
-        got = f"{str(error).partition(';')[0]}{error_location(error)}"
-        raise CheckFailure(contract="a round enqueues device work only", expected="no wait", got=got) from error
-
-
-@contextmanager
-def _waits_are_errors(device: torch.device) -> Iterator[None]:
-    """Inside, what waits for the device raises RuntimeError; on the CPU, what would wait for one."""
-    if device.type == "cpu":
-        with HostReadGuard():
-            yield
-        return
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    with (
+        expect_no_wait("a round enqueues device work only", "no wait"),
+        HostReadGuard() if subject.device.type == "cpu" else refuse_cuda_waits(),
+    ):
+        drafter.propose(verified)

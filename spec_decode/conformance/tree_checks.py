@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-import torch
-
 from builders.spec import MAX_TREE_TOKENS
 from spec_decode.conformance.cases import spec_cases
 from spec_decode.conformance.check import Family
 from spec_decode.conformance.coverage import ADVANCE, CAPTURE, with_case
-from spec_decode.graphs import runtime_for
 from spec_decode.testing.batches import Batch, Case, with_trees
 from spec_decode.testing.outcome import Measurements
 from spec_decode.testing.paged_fixture import PagedFixture
@@ -65,21 +62,6 @@ def trees_see_their_ancestors(subject: Subject, case: Case) -> Measurements:
     since=(1, 2),
 )
 def tree_replays_over_other_trees(subject: Subject, case: Case) -> Measurements:
-    fixture = PagedFixture(subject, case.spec, case.batch.rows)
-    built = fixture.build(case.batch)
-    query, key, value = fixture.inputs(case.batch, case.batch.seq_lens, fixture.queries(case.batch))
-    found: list[torch.Tensor] = []
-
-    def attend() -> None:
-        subject.backend.write_kv(key, value, fixture.cache, built.metadata)
-        found.append(fixture.forward(query, built.metadata))
-
-    attend()
-    captured = runtime_for(subject.device).capture(attend)
+    built = PagedFixture(subject, case.spec, case.batch.rows).build(case.batch)
     other = _OTHERS["trees" if len(case.batch.trees) == 3 else "wide"]
-    built.replace(other)
-    queries = fixture.queries(other)
-    for old, new in zip((query, key, value), fixture.inputs(other, other.seq_lens, queries), strict=True):
-        old.copy_(new)
-    captured.replay()
-    return fixture.expect_trees(found[-1], other, queries, contract="attention of the trees of a replay")
+    return built.expect_replay(other, "attention of the trees of a replay")

@@ -1,4 +1,4 @@
-"""Reads of the device by the host, refused while something runs that may not wait for it."""
+"""Waits of the host for the device, refused while something runs that may not wait for it."""
 
 from __future__ import annotations
 
@@ -10,10 +10,31 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from spec_decode.graphs.emulator import HOST_READS, PlainDispatchMode, host_read, tensors_of
+from spec_decode.testing.error_location import error_location
+from spec_decode.testing.outcome import CheckFailure
 
 
 class HostRead(RuntimeError):
     """The host read what the device computes; the message names the operation."""
+
+
+@contextmanager
+def expect_no_wait(contract: str, expected: str) -> Iterator[None]:
+    """Raise CheckFailure, with the place, for a RuntimeError inside: so a wait is refused, and what no graph holds."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise CheckFailure(contract=contract, expected=expected, got=f"{error}{error_location(error)}") from error
+
+
+@contextmanager
+def refuse_cuda_waits() -> Iterator[None]:
+    """Inside, whatever waits for a CUDA device raises RuntimeError."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 @contextmanager
@@ -23,11 +44,8 @@ def refuse_host_reads(device: torch.device, tensors: Iterable[torch.Tensor]) -> 
     On CUDA whatever waits for the device raises RuntimeError instead. On a CPU other tensors may be the host's own.
     """
     if device.type == "cuda":
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with refuse_cuda_waits():
             yield
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
         return
     operations = _Operations(tensors)
     with _Methods(operations), operations:

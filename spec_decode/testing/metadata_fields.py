@@ -32,6 +32,12 @@ def memory_layouts_of(record: Any) -> dict[str, tuple[Any, ...]]:
     }
 
 
+def moved_since(before: dict[str, tuple[Any, ...]], record: Any) -> list[str]:
+    """Names of the tensor fields that no longer lie where they did, or not in the same form."""
+    now = memory_layouts_of(record)
+    return [name for name in before if before[name] != now.get(name)]
+
+
 def copies_of(record: Any) -> dict[str, torch.Tensor]:
     """A copy of each tensor field, by name."""
     return {name: tensor.clone() for name, tensor in tensors_of(record).items()}

@@ -10,6 +10,7 @@ import torch
 from attn_backends import KVCache
 from builders import AttentionBatch, AttentionKind, BatchBuffers, MetadataBuilder, RequestTables, advance_state
 from builders.spec import AttentionSpec
+from spec_decode.graphs import runtime_for
 from spec_decode.testing import oracle
 from spec_decode.testing.batches import MAX_SEQ_LEN, Batch
 from spec_decode.testing.layouts import layout_of
@@ -34,7 +35,6 @@ class PagedFixture:
         spec: AttentionSpec,
         rows: int,
         *,
-        seed: int = 0,
         limits: Sequence[int] | None = None,
         max_seq_len: int = MAX_SEQ_LEN,
         pool: int = 0,
@@ -45,7 +45,7 @@ class PagedFixture:
         subject.require_supported(spec)
         self.subject, self.spec, self.rows = subject, spec, rows
         self.device = subject.device
-        self.generator = torch.Generator().manual_seed(seed)
+        self.generator = torch.Generator().manual_seed(0)
         self.max_seq_len = max_seq_len
         self.shared_tokens = 0
         per_request = -(-max_seq_len // spec.page_size)
@@ -295,9 +295,7 @@ class PagedFixture:
 class BuiltBatch:
     """A batch in a paged fixture with its shared state, a builder, its metadata, and the present lengths."""
 
-    def __init__(
-        self, fixture: PagedFixture, batch: Batch, *, horizon: int = 0, max_seq_len: int | None = None
-    ) -> None:
+    def __init__(self, fixture: PagedFixture, batch: Batch, *, horizon: int, max_seq_len: int | None) -> None:
         self.fixture, self.batch = fixture, batch
         self.seq_lens = list(batch.seq_lens)
         self.buffers, self.builder = fixture.load(batch), fixture.builder()
@@ -348,6 +346,30 @@ class BuiltBatch:
         out = self.fixture.attend(used, self.batch, self.seq_lens, queries)
         if cache:
             self.fixture.expect_cache(self.seq_lens, contract=cache)
+        return self._compare(out, queries, contract)
+
+    def expect_replay(self, other: Batch, contract: str) -> Measurements:
+        """Capture an advance, the write of the query tokens and their attention, replay it over another batch of as
+        many rows, and compare with the oracle. Raises CheckFailure."""
+        fixture, found = self.fixture, list[torch.Tensor]()
+        inputs = fixture.inputs(self.batch, self.seq_lens, fixture.queries(self.batch))
+
+        def attend() -> None:
+            query, key, value = inputs
+            self.builder.advance(self.metadata)
+            fixture.subject.backend.write_kv(key, value, fixture.cache, self.metadata)
+            found.append(fixture.forward(query, self.metadata))
+
+        attend()
+        captured = runtime_for(fixture.device).capture(attend)
+        self.put_in(other)
+        queries = fixture.queries(other)
+        for old, new in zip(inputs, fixture.inputs(other, other.seq_lens, queries), strict=True):
+            old.copy_(new)
+        captured.replay()
+        return self._compare(found[-1], queries, contract)
+
+    def _compare(self, out: torch.Tensor, queries: Sequence[torch.Tensor], contract: str) -> Measurements:
         if self.batch.trees:
             return self.fixture.expect_trees(out, self.batch, queries, contract=contract)
         return self.fixture.assert_within_budget(out, self.seq_lens, queries, contract=contract)

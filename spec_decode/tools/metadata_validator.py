@@ -35,6 +35,7 @@ from spec_decode.testing.metadata_fields import (
     copies_of,
     expect_same_fields,
     memory_layouts_of,
+    moved_since,
     tensors_of,
 )
 from spec_decode.testing.oracle import LogicalBatch, assert_within_budget
@@ -114,12 +115,10 @@ class MetadataValidator:
         self._expect_attention(used, group, found, copy, padding_too=not preplanned)
 
     def _expect_addresses(self, key: tuple[int, int, int], found: Any) -> None:
-        now = memory_layouts_of(found)
-        first = self._addresses.setdefault(key, now)
-        moved = sorted(name for name in first if first[name] != now[name])
+        moved = moved_since(self._addresses.setdefault(key, memory_layouts_of(found)), found)
         expect(
             not moved,
-            contract=f"metadata stays at its addresses: field {', '.join(moved)}",
+            contract=f"metadata stays at its addresses: field {', '.join(sorted(moved))}",
             expected="the addresses of the first validation",
             got="others",
         )

@@ -98,7 +98,8 @@ class MistakesTheBaseOfAnLse(MergesTrees):
 
 
 def _count_prefixes_once(self: Any, metadata: FlashAttn3Metadata) -> None:
-    if metadata.tree_masks is not None and not self._prefix_lens.any():
+    if metadata.tree_masks is not None and not hasattr(self, "counted"):
+        self.counted = True
         FlashAttn3Builder.advance(self, metadata)
 
 

@@ -18,10 +18,9 @@ from spec_decode.conformance.check import Family
 from spec_decode.conformance.coverage import ADVANCE, CAPTURE, with_case
 from spec_decode.graphs import runtime_for
 from spec_decode.testing.batches import Batch, Case
-from spec_decode.testing.error_location import error_location
-from spec_decode.testing.host_reads import refuse_host_reads
+from spec_decode.testing.host_reads import expect_no_wait, refuse_host_reads
 from spec_decode.testing.metadata_fields import expect_same_fields
-from spec_decode.testing.outcome import CheckFailure, Measurements, Unsupported, expect, worst
+from spec_decode.testing.outcome import Measurements, Unsupported, expect, worst
 from spec_decode.testing.paged_fixture import PagedFixture
 from spec_decode.testing.subject import Subject
 
@@ -183,15 +182,11 @@ def plans_read_no_device(subject: Subject, case: Case) -> None:
     view = fixture.view(fixture.load(case.batch), case.batch)
     builder = cast(PlannedSteps, fixture.builder())
     builder.plan_capture(case.batch.rows)
-    try:
-        with refuse_host_reads(subject.device, [view.seq_lens, view.block_table]):
-            builder.plan(view)
-    except RuntimeError as error:
-        raise CheckFailure(
-            contract="the plan of a replay enqueues device work",
-            expected="no wait",
-            got=f"{error}{error_location(error)}",
-        ) from error
+    with (
+        expect_no_wait("the plan of a replay enqueues device work", "no wait"),
+        refuse_host_reads(subject.device, [view.seq_lens, view.block_table]),
+    ):
+        builder.plan(view)
 
 
 def _copied(step: PlannedStep, live: int) -> Any:
