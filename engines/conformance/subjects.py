@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
@@ -48,18 +50,32 @@ class Listed:
     no_attention: str = ""
 
 
+def installed_version(package: str, releases: str, what: str) -> str:
+    """The engine's. releases: a pattern. Raises BrokenBackend where there is none, or one of another release."""
+    try:
+        found = version(package)
+    except PackageNotFoundError:
+        found = "none"
+    if not fnmatchcase(found, releases):
+        raise BrokenBackend(
+            f"{what} are checked as {releases} has them, found {found}. Run `make engines`, which unpacks the right "
+            f"one, or pip install '{package}=={releases}'."
+        )
+    return found
+
+
 def subject_of(name: str, room: str, listed: Mapping[str, Listed], engine: str) -> Subject:
     """The builder of this name. room: the package of the kit. engine: with its version, such as vllm 0.33.0.
 
     Raises BrokenBackend for a name that is not listed.
     """
-    title, _, version = engine.partition(" ")
+    title, _, release = engine.partition(" ")
     if name not in listed:
         raise BrokenBackend(
             f"a builder of {title} that is checked must be one of {', '.join(listed)}, got {name!r}. Fix the name."
         )
     backend = import_module(f"{room}.{listed[name].module}").backend()
-    backend.version = version
+    backend.version = release
     return Subject(backend(), torch.device("cpu"), engine=engine, no_attention=listed[name].no_attention)
 
 

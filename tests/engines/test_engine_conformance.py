@@ -10,9 +10,10 @@ import pytest
 from click.testing import CliRunner
 
 from attn_backends import BrokenBackend
+from engines.conformance import subjects
 from spec_decode.cli.main import main
 
-REMEDIES = {"vllm": "pip install 'vllm==0.33.*'", "sglang": "pip install sglang==0.5.23"}
+REMEDIES = {"vllm": "pip install 'vllm==0.33.*'", "sglang": "pip install 'sglang==0.5.23'"}
 
 
 @pytest.fixture(params=REMEDIES)
@@ -26,7 +27,7 @@ def conformance(request: pytest.FixtureRequest) -> ModuleType:
     indirect=["conformance"],
 )
 def test_another_release_is_refused(conformance: ModuleType, found: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(conformance.stand_in, "version", lambda package: found)
+    monkeypatch.setattr(subjects, "version", lambda package: found)
     with pytest.raises(BrokenBackend, match=f"found {found}. Run `make engines`"):
         conformance.subjects()
 
@@ -35,7 +36,7 @@ def test_no_engine_is_refused(conformance: ModuleType, monkeypatch: pytest.Monke
     def version(package: str) -> str:
         raise PackageNotFoundError(package)
 
-    monkeypatch.setattr(conformance.stand_in, "version", version)
+    monkeypatch.setattr(subjects, "version", version)
     with pytest.raises(BrokenBackend, match="found none"):
         conformance.subjects()
     engine = conformance.__name__.split(".")[1]

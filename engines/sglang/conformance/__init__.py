@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from engines.conformance.subjects import Listed, subject_of
+from engines.conformance.subjects import Listed, installed_version, subject_of
 from engines.sglang.conformance import (
     round_checks,  # noqa: F401  it adds to the family
     stand_in,
 )
+from engines.sglang.version import SUPPORTED
 from spec_decode.testing.subject import Subject
 
 FAMILIES = ("graph",)
@@ -28,13 +29,13 @@ _BACKENDS = {
 NAMES = tuple(_BACKENDS)
 
 
-def require_engine() -> None:
-    """Raise BrokenBackend where SGLang is not installed, or another than 0.5.23."""
-    stand_in.sglang_version()
+def require_engine() -> str:
+    """SGLang's version. Raises BrokenBackend where it is not installed, or another than 0.5.23."""
+    return installed_version("sglang", SUPPORTED, "SGLang's draft backends")
 
 
 def subjects(names: Sequence[str] = NAMES) -> list[Subject]:
     """These draft backends of the installed SGLang. Raises BrokenBackend for an unknown one, and for another SGLang."""
-    version = stand_in.sglang_version()
+    version = require_engine()
     stand_in.enter()
     return [subject_of(name, __name__, _BACKENDS, f"sglang {version}") for name in names]

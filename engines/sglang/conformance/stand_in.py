@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -15,11 +14,9 @@ from unittest import mock
 import torch
 from torch.overrides import TorchFunctionMode
 
-from attn_backends import BrokenBackend
 from engines.conformance.kernels import stand_in_for
 from engines.conformance.launches import record_launches
 from engines.sglang.conformance import pictures
-from engines.sglang.version import SUPPORTED
 
 STEPS = 5
 """Tokens that a round drafts. SGLang has a backend for each but the last, which is only sampled."""
@@ -43,20 +40,6 @@ _SAID_OF_CUDA: dict[str, Callable[..., Any]] = {
     "is_current_stream_capturing": lambda: False,
     "mem_get_info": lambda device=None: (141 << 30, 141 << 30),
 }
-
-
-def sglang_version() -> str:
-    """The installed SGLang's. Raises BrokenBackend where there is none, or another than 0.5.23."""
-    try:
-        found = version("sglang")
-    except PackageNotFoundError:
-        found = "none"
-    if found != SUPPORTED:
-        raise BrokenBackend(
-            f"SGLang's draft backends are checked as {SUPPORTED} has them, found {found}. Run `make engines`, which "
-            f"unpacks the right one, or pip install sglang=={SUPPORTED}."
-        )
-    return found
 
 
 @contextmanager

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from engines.conformance.subjects import Listed, subject_of
+from engines.conformance.subjects import Listed, installed_version, subject_of
 from engines.vllm.conformance import stand_in
+from engines.vllm.version import SUPPORTED
 from spec_decode.testing.subject import Subject
 
 FAMILIES = ("builder", "graph")
@@ -29,13 +30,13 @@ _BUILDERS = {
 NAMES = tuple(_BUILDERS)
 
 
-def require_engine() -> None:
-    """Raise BrokenBackend where vLLM is not installed, or another than 0.33."""
-    stand_in.vllm_version()
+def require_engine() -> str:
+    """vLLM's version. Raises BrokenBackend where it is not installed, or another than 0.33."""
+    return installed_version("vllm", f"{SUPPORTED}.*", "vLLM's builders")
 
 
 def subjects(names: Sequence[str] = NAMES) -> list[Subject]:
     """These builders of the installed vLLM. Raises BrokenBackend for an unknown one, and for another vLLM than 0.33."""
-    version = stand_in.vllm_version()
+    version = require_engine()
     stand_in.enter()
     return [subject_of(name, __name__, _BUILDERS, f"vllm {version}") for name in names]

@@ -11,7 +11,7 @@ from builders import AttentionSpec
 from engines.conformance.null_page import NoAttention
 from engines.conformance.subjects import DENSE_LATENT, backend_class
 from engines.vllm.conformance.config import LAYER
-from engines.vllm.conformance.making import builder_class
+from engines.vllm.conformance.making import builder_class, latents_group
 
 _PAGE = 64
 _PAGES = replace(DENSE_LATENT, page_sizes=Sizes(minimum=_PAGE, maximum=_PAGE))
@@ -26,13 +26,7 @@ def backend() -> type[AttentionBackend]:
 
 def backend_over(theirs: Any, module: str) -> type[AttentionBackend]:
     """Over vLLM's builder or a copy. module: as `backend_class` has it."""
-    return backend_class(module, builder_class(theirs, _group, _FIELDS, prepare=_prepare), _PAGES, NoAttention)
-
-
-def _group(spec: AttentionSpec) -> Any:
-    from vllm.v1.kv_cache_interface import MLAAttentionSpec
-
-    return MLAAttentionSpec(block_size=spec.page_size, num_kv_heads=1, head_size=spec.head_dim, dtype=spec.dtype)
+    return backend_class(module, builder_class(theirs, latents_group, _FIELDS, prepare=_prepare), _PAGES, NoAttention)
 
 
 def _prepare(config: Any, spec: AttentionSpec) -> None:

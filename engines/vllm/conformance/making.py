@@ -30,6 +30,13 @@ def index_group(spec: AttentionSpec) -> Any:
     return MLAAttentionSpec(block_size=spec.page_size, num_kv_heads=1, head_size=132, dtype=torch.uint8)
 
 
+def latents_group(spec: AttentionSpec) -> Any:
+    """vLLM's KV group of dense latents."""
+    from vllm.v1.kv_cache_interface import MLAAttentionSpec
+
+    return MLAAttentionSpec(block_size=spec.page_size, num_kv_heads=1, head_size=spec.head_dim, dtype=spec.dtype)
+
+
 def builder_class(
     theirs: Any,
     group: Callable[[AttentionSpec], Any],

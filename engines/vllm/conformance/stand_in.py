@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import os
 import sys
-from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType
 from typing import Any
 from unittest.mock import MagicMock
 
 import torch
 
-from attn_backends import BrokenBackend
 from engines.conformance.kernels import KernelPackage, stand_in_for
 from engines.conformance.launches import record_launches
-from engines.vllm.version import SUPPORTED
 
-SERIES = f"{SUPPORTED}."
 _ENVIRONMENT = {
     "CUDA_VISIBLE_DEVICES": "",  # else vLLM finds Triton without a driver, and does without it
     "HF_HUB_OFFLINE": "1",
@@ -29,20 +25,6 @@ _EXTENSIONS = ("vllm._C_stable_libtorch", "vllm._moe_C_stable_libtorch")
 _DEEP_GEMM = ("deep_gemm", "vllm.third_party.deep_gemm")
 """It has no schedule to make without a GPU, and vLLM does without it."""
 _OPS = ("_C", "_moe_C", "_C_cache_ops", "_C_utils", "_C_custom_ar", "_vllm_fa2_C", "_vllm_fa3_C", "_flashmla_C")
-
-
-def vllm_version() -> str:
-    """The installed vLLM's. Raises BrokenBackend where there is none, or one of another series."""
-    try:
-        found = version("vllm")
-    except PackageNotFoundError:
-        found = "none"
-    if not found.startswith(SERIES):
-        raise BrokenBackend(
-            f"vLLM's builders are checked as {SERIES}x has them, found {found}. Run `make engines`, which "
-            f"unpacks the right one, or pip install 'vllm=={SERIES}*'."
-        )
-    return found
 
 
 def enter() -> None:

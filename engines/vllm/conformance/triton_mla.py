@@ -11,21 +11,15 @@ from builders import AttentionSpec
 from engines.conformance.subjects import DENSE_LATENT, backend_class
 from engines.vllm.conformance.config import LAYER
 from engines.vllm.conformance.forwards import Latents
-from engines.vllm.conformance.making import builder_class
+from engines.vllm.conformance.making import builder_class, latents_group
 
 
 def backend() -> type[AttentionBackend]:
     from vllm.v1.attention.backends.mla.triton_mla import TritonMLAMetadataBuilder
 
     fields = ("slot_mapping", "decode_seq_lens")
-    builder = builder_class(TritonMLAMetadataBuilder, _group, fields, prepare=_prepare)
+    builder = builder_class(TritonMLAMetadataBuilder, latents_group, fields, prepare=_prepare)
     return backend_class(__name__, builder, DENSE_LATENT, Latents)
-
-
-def _group(spec: AttentionSpec) -> Any:
-    from vllm.v1.kv_cache_interface import MLAAttentionSpec
-
-    return MLAAttentionSpec(block_size=spec.page_size, num_kv_heads=1, head_size=spec.head_dim, dtype=spec.dtype)
 
 
 def _prepare(config: Any, spec: AttentionSpec) -> None:
