@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 
 import torch
 from typing_extensions import TypedDict, Unpack
@@ -15,7 +16,7 @@ from builders import BatchError
 from builders.errors import did_you_mean, require
 from spec_decode.drafter import DrafterConfig, Strategy
 from spec_decode.drafter.plan import DraftPlan
-from spec_decode.engine import Engine, EngineConfig, EngineStats, Handle, Request
+from spec_decode.engine import Engine, EngineConfig, EngineStats, Request
 from spec_decode.engine.config import draft_slots
 from spec_decode.llm.backends import choose_backends, explain_backends
 from spec_decode.llm.load import Name, load
@@ -53,15 +54,6 @@ class Settings(TypedDict, total=False):
     max_num_seqs: int
     max_logprobs: int
     page_size: int
-
-
-@dataclass(slots=True)
-class _Running:
-    """A prompt in the engine."""
-
-    request: Request
-    reply: Reply
-    handle: Handle | None = None
 
 
 class LLM:
@@ -204,12 +196,12 @@ class LLM:
         """
         return self._run(self._prepare(_listed(prompts), sampling_params), in_pieces=True)
 
-    def _prepare(self, prompts: Sequence[object], sampling_params: Params) -> list[_Running]:
+    def _prepare(self, prompts: Sequence[object], sampling_params: Params) -> list[Reply]:
         require(len(prompts) > 0, "there is no prompt. Pass a text, a list of token ids, or a list of either.")
         params = _params_each(sampling_params, len(prompts))
         return [self._one(i, prompt, each) for i, (prompt, each) in enumerate(zip(prompts, params, strict=True))]
 
-    def _one(self, index: int, prompt: object, params: SamplingParams) -> _Running:
+    def _one(self, index: int, prompt: object, params: SamplingParams) -> Reply:
         token_ids = self._encode(index, prompt)
         own = frozenset() if params.ignore_eos else self.pair.stop_ids
         sampling = replace(params, stop=(), stop_token_ids=own | frozenset(params.stop_token_ids))
@@ -217,7 +209,7 @@ class LLM:
         self._require_room(f"prompts[{index}]", len(token_ids), params.max_tokens)
         request = self.engine.checked(f"prompts[{index}]", request)
         text = GrowingText(self.pair.decode, params.stop_strings)
-        return _Running(request, Reply(index, prompt, len(token_ids), text))
+        return Reply(index, prompt, request, text)
 
     def _require_room(self, name: str, prompt: int, new: int) -> None:
         """Raise BatchError for a prompt that is too long, with those remedies that help."""
@@ -255,15 +247,15 @@ class LLM:
             return self.pair.encode_chat(prompt)
         return prompt
 
-    def _finish(self, running: list[_Running]) -> list[Completion]:
+    def _finish(self, running: list[Reply]) -> list[Completion]:
         try:
             for _ in self._run(running, in_pieces=False):
                 pass
         finally:
             self.engine.cancel_all([one.handle for one in running if one.handle is not None])
-        return [one.reply.completion(one.handle.generation) for one in running if one.handle is not None]
+        return [one.completion() for one in running]
 
-    def _run(self, running: list[_Running], *, in_pieces: bool) -> Iterator[TextChunk]:
+    def _run(self, running: list[Reply], *, in_pieces: bool) -> Iterator[TextChunk]:
         """Submit, step until all have ended, and yield each piece as it is read.
 
         in_pieces: what a step adds is a piece; False: a text is one piece, at its end. Only where a stop string may end
@@ -272,36 +264,27 @@ class LLM:
         self.engine.stats = EngineStats()
         try:
             for one in running:
-                on_token = self._taker(one) if one.reply.growing.may_stop else None
+                on_token = partial(self._take, one) if one.growing.may_stop else None
                 one.handle = self.engine.submit(one.request, on_token=on_token)
             left = running
-            while True:
+            while left:
                 for one in left:
-                    assert one.handle is not None
-                    if one.handle.done:
-                        one.reply.end(one.handle.generation)
-                    elif in_pieces:
-                        one.reply.follow(one.handle.generation)
-                    while one.reply.chunks:
-                        yield one.reply.chunks.popleft()
-                left = [one for one in left if not one.reply.ended]
-                if not left:
-                    return
-                with self._threads():
-                    self.engine.step()
+                    one.read(whole=not in_pieces)
+                    while one.chunks:
+                        yield one.chunks.popleft()
+                left = [one for one in left if not one.ended]
+                if left:
+                    with self._threads():
+                        self.engine.step()
         finally:
             # Pages come back in the next step: an iterator may be closed in the middle of one.
             for one in running:
                 if one.handle is not None:
                     self.engine.cancel(one.handle)
 
-    def _taker(self, one: _Running) -> Callable[[int], None]:
-        def take(token: int) -> None:
-            if one.reply.take([token]):
-                assert one.handle is not None
-                self.engine.cancel(one.handle)
-
-        return take
+    def _take(self, one: Reply, token: int) -> None:
+        if one.take([token]):
+            self.engine.cancel(one.submitted)
 
 
 def _listed(prompts: Prompt | Sequence[Prompt]) -> list[object]:

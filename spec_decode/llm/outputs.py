@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn
 
-from spec_decode.engine import FinishReason, Generation
+from spec_decode.engine import FinishReason, Handle, Request
 
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 """What a tokenizer makes of a character whose other bytes are still to come."""
@@ -126,12 +126,20 @@ class GrowingText:
 
 
 class Reply:
-    """One prompt on its way: the text as it grows, and the chunks that nobody has taken yet."""
+    """One prompt on its way: its request, the text as it grows, and the chunks that nobody has taken yet."""
 
-    def __init__(self, index: int, prompt: object, num_prompt_tokens: int, text: GrowingText) -> None:
-        self.index, self.prompt, self.num_prompt_tokens, self.growing = index, prompt, num_prompt_tokens, text
+    def __init__(self, index: int, prompt: object, request: Request, text: GrowingText) -> None:
+        self.index, self.prompt, self.request, self.growing = index, prompt, request, text
+        self.handle: Handle | None = None
+        """Of the request; None until it is submitted."""
         self.chunks: deque[TextChunk] = deque()
         self.ended = False
+
+    @property
+    def submitted(self) -> Handle:
+        """The handle of a request that was submitted."""
+        assert self.handle is not None
+        return self.handle
 
     def take(self, tokens: Sequence[int]) -> bool:
         """Let the text grow by tokens; whether a stop string has ended it."""
@@ -140,32 +148,34 @@ class Reply:
             self.chunks.append(TextChunk(index=self.index, text=piece))
         return self.growing.stopped
 
-    def follow(self, generation: Generation) -> None:
-        """Take what the generation has and this has not."""
-        if tokens := generation.token_ids[self.growing.num_tokens :]:
-            self.take(tokens)
-
-    def end(self, generation: Generation) -> None:
-        """Give out the rest, once, with the reason; tokens that `take` was not told of too."""
-        if not self.ended:
+    def read(self, *, whole: bool) -> None:
+        """Take what the request has and this has not; at its end the rest, with the reason. whole: only then."""
+        done = self.submitted.done
+        new = self.submitted.generation.token_ids[self.growing.num_tokens :] if done or not whole else []
+        if done:
             self.ended = True
-            self.growing.add(generation.token_ids[self.growing.num_tokens :])
+            self.growing.add(new)
             self.growing.finish()
             rest = self.growing.take(last=True)
-            self.chunks.append(TextChunk(index=self.index, text=rest, finish_reason=self._reason(generation)))
+            self.chunks.append(TextChunk(index=self.index, text=rest, finish_reason=self._reason))
+        elif new:
+            self.take(new)
 
-    def completion(self, generation: Generation) -> Completion:
+    def completion(self) -> Completion:
         """What became of the prompt."""
+        generation = self.submitted.generation
         return Completion(
             prompt=self.prompt,
             text=self.growing.text,
             token_ids=list(generation.token_ids),
-            finish_reason=self._reason(generation),
-            num_prompt_tokens=self.num_prompt_tokens,
+            finish_reason=self._reason,
+            num_prompt_tokens=len(self.request.prompt),
             accepted=list(generation.accepted),
             logprobs=list(generation.logprobs),
         )
 
-    def _reason(self, generation: Generation) -> FinishReason:
-        assert generation.finish_reason is not None
-        return "stop" if self.growing.stopped else generation.finish_reason
+    @property
+    def _reason(self) -> FinishReason:
+        reason = self.submitted.generation.finish_reason
+        assert reason is not None
+        return "stop" if self.growing.stopped else reason
