@@ -147,12 +147,14 @@ def _within(tests: Iterable[TracedTest], seconds: float) -> tuple[list[TracedTes
 
 
 def tests_of(mutant: Mutant, tests: Sequence[TracedTest]) -> tuple[list[TracedTest], list[TracedTest]]:
-    """Those that enter its function, or others of its file where none does: it may run on import. And its readers."""
+    """Those that enter its function, or others of its file where none does: it may run on import. And its readers: a
+    test's module may keep what the first of its tests has read."""
     function = f"{mutant.file}::{mutant.function}"
     entering = [test for test in tests if function in test.functions]
     if not entering:
         entering = [test for test in tests if any(name.startswith(f"{mutant.file}::") for name in test.functions)]
-    return entering, [test for test in tests if mutant.file in test.read and test not in entering]
+    reading = {test.file for test in tests if mutant.file in test.read}
+    return entering, [test for test in tests if test.file in reading and test not in entering]
 
 
 def attempt(copy: Copy, mutant: Mutant, tests: Sequence[TracedTest], most: float) -> Result:

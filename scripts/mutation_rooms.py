@@ -36,14 +36,61 @@ EQUIVALENT: dict[str, dict[tuple[str, str], str]] = {
         ): "it is brought to the query's dtype in the end",
     },
     "builders/batch.py": {
+        ("self.max_reqs - len(padded)))", "self.max_reqs + len(padded)))"): "what lies behind max_reqs is never read",
         ("lens, seqs, strict=True", "lens, seqs, strict=False"): "as many of both are required just before",
         ("lens, seqs, strict=True", "lens, seqs"): "as many of both are required just before",
     },
     "attn_backends/kernels/latent_attention.py": {
+        (
+            "kv_ptrs + offs_dv[None, :], mask=mask_n, other=0.0",
+            "kv_ptrs + offs_dv[None, :], mask=mask_n, other=1.0",
+        ): "a token that is masked has the weight 0",
+        ("merge_warps(1 if invariant", "merge_warps(0 if invariant"): "threads change the time alone",
         (") // HEADS + 1", ") // HEADS - 1"): "a block that need not be masked is masked, and comes out the same",
     },
     "attn_backends/kernels/sparse_attention.py": {
+        (
+            'ONE_BLOCK=width <= config["BLOCK_N"]',
+            'ONE_BLOCK=width < config["BLOCK_N"]',
+        ): "a loop of one block is that block",
         ("sink > SINK_LIMIT", "sink >= SINK_LIMIT"): "beside a sink of 1e30 no score has a weight, whichever the peak",
+    },
+    "spec_decode/drafter/steps/module_step.py": {
+        ("pages = min(", "pages = max("): "the caches of a group have as many pages",
+    },
+    "spec_decode/models/kernels/embed_concat.py": {
+        (
+            "norm_ptr + offs_h, mask=mask, other=0.0",
+            "norm_ptr + offs_h, mask=mask, other=(-1.0)",
+        ): "what is masked is not stored",
+    },
+    "spec_decode/models/kernels/streamed_linear.py": {
+        (
+            "prefetch_weight(w_ptr, offs_w, k_start, W_ROWS, K, BLOCK_K, PDL)",
+            "pass",
+        ): "fetching ahead changes the time alone",
+        ("itemsize=itemsize, gated=self.gated", "itemsize=itemsize"): "how it is cut changes the time alone",
+    },
+    "spec_decode/models/kernels/skinny_linear.py": {
+        (
+            "weight.nbytes > _EVICT_ABOVE_BYTES",
+            "weight.nbytes >= _EVICT_ABOVE_BYTES",
+        ): "a cache policy changes the time alone",
+    },
+    "spec_decode/models/kernels/streamed_tma_kernel.py": {
+        ("y = tl.where(y > limit, limit, y)", "y = tl.where(y >= limit, limit, y)"): "the limit is the limit",
+    },
+    "spec_decode/sampling/candidate_sampler.py": {
+        ("codebooks, strict=True", "codebooks, strict=False"): "the op takes two, and fails for another number",
+    },
+    "spec_decode/sampling/kernels/select_candidates.py": {
+        ("tl.sum(exps, 0)) >=", "tl.sum(exps, (-1))) >="): "of one axis the first is the last",
+    },
+    "spec_decode/sampling/kernels/threshold_search.py": {
+        (
+            "weight >= target, above, weight)",
+            "weight > target, above, weight)",
+        ): "with the weight sought the search is over",
     },
     "spec_decode/sampling/kernels/restrict_logits.py": {
         ("part = min(", "part = max("): "how a row is divided changes the time that it takes, and nothing else",

@@ -124,6 +124,19 @@ def test_tests_that_enter_few_functions_come_before_those_that_enter_many() -> N
     assert batches([whole, about_it], 100) == [[about_it, whole]]
 
 
+def test_all_tests_of_a_module_read_what_one_of_them_does() -> None:
+    mutant = mutants("x.py", "def f():\n    return 1\n", {})[0]
+    first, second = (
+        TracedTest(f"a.py::{name}", False, 1, frozenset(), read)
+        for name, read in (("one", frozenset({"x.py"})), ("two", frozenset()))
+    )
+    entering, other = (
+        TracedTest("a.py::f", False, 1, frozenset({"x.py::f"})),
+        TracedTest("b.py::g", False, 1, frozenset()),
+    )
+    assert mutation.tests_of(mutant, [first, second, entering, other]) == ([entering], [first, second])
+
+
 def test_a_function_is_named_with_what_it_is_in() -> None:
     source = "class C:\n    @property\n    def f(self):\n        def g(): ...\n"
     assert functions(source) == (("C.f", 2, 4), ("C.f.g", 4, 4))

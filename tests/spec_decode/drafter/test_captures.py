@@ -59,6 +59,21 @@ def test_a_round_is_replayed_up_to_the_length_that_every_group_was_captured_for_
     assert all(map(torch.equal, before, fixture.caches()))
 
 
+@pytest.mark.parametrize("field", ["max_reqs", "max_query_len"])
+@pytest.mark.parametrize("narrow_first", [True, False])
+def test_a_round_is_replayed_for_no_more_than_the_group_captured_for_the_least(narrow_first, field):
+    class NarrowBuilder(ReferenceBuilder):
+        def capture_constants(self, metadata):
+            return replace(super().capture_constants(metadata), **{field: 0})
+
+    class Narrow(TorchReference):
+        builder = NarrowBuilder
+
+    backends = (Narrow(), TorchReference()) if narrow_first else (TorchReference(), Narrow())
+    with pytest.raises(BatchError, match=f"{field}: captured with 0, needed"):
+        DrafterFixture(backends, strategy=Strategy.FULL_LOOP).rounds(1)
+
+
 @pytest.mark.parametrize("again", [True, False], ids=["captured by hand", "captured by the next round"])
 def test_graphs_that_are_captured_ahead_of_a_round_or_released_behind_one_change_no_token(again):
     fixture = advancing(capture_sizes=[4])

@@ -33,7 +33,7 @@ def peagle(draft_vocab):
 BLOCKS = {
     "pard": make_causal(pard_token=0, **SIZES),
     "dflash": make_dflash(**BLOCK),
-    "dspark": make_dflash(**BLOCK, markov_rank=4),
+    "dspark": make_dflash(**BLOCK, markov_rank=4, enable_confidence_head=True),
     "dflash2": make_dflash2(**BLOCK, group=16),
     "peagle": peagle(100),
 }

@@ -56,6 +56,7 @@ KINDS = {
     "modules, most kept": ("modules", {"steps": 4, "verification": MOST_KEPT}),
     "a block": ("block_draft", {}),
     **{f"a block of {name}": (name, {"steps": 7 if at % 2 else 1}) for at, name in enumerate(BLOCKS)},
+    "sure tokens of a block only": ("dspark", {"steps": 4, "min_confidence": 0.3}),
     "a tree of a block": ("block_draft", {"tree": DYNAMIC}),
     "a tree of fewer tokens than places": ("block_draft", {"tree": DYNAMIC, "steps": 15}),
     **{f"a tree of {name}": (name, {"tree": DYNAMIC}) for name in BLOCKS},
