@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from threading import TIMEOUT_MAX
 from typing import IO, Any
 
 import msgspec
@@ -46,7 +47,7 @@ class IsolatedProcess:
         while True:
             left = end - time.monotonic()
             limit = each if each.seconds < left else total
-            if not select.select([self.reader], [], [], max(0.0, min(each.seconds, left)))[0]:
+            if not select.select([self.reader], [], [], max(0.0, min(each.seconds, left, TIMEOUT_MAX)))[0]:
                 raise ProcessEnded(
                     f"the process outlived the limit of {limit.seconds:g} s for {limit.what} and was ended"
                 )
