@@ -31,11 +31,16 @@ class SourceRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     modules: by package, every module with its digest, sorted. parts: which of them a part of the report depends on, as
     ascending indices; a part is a family of checks or a case of the bench, and one that is not named depends on all
-    modules.
+    modules. Raises ValueError for an index of no module.
     """
 
     modules: dict[str, Digests] = {}
     parts: dict[str, tuple[int, ...]] = {}
+
+    def __post_init__(self) -> None:
+        count = sum(map(len, self.modules.values()))
+        if wrong := [index for part in self.parts.values() for index in part if not 0 <= index < count]:
+            raise ValueError(f"parts must be of the {count} modules, got {wrong[0]}")
 
     @classmethod
     def of(cls, roots: Mapping[str, Iterable[str]]) -> SourceRecord:

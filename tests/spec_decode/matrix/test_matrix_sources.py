@@ -121,6 +121,13 @@ def test_a_timing_is_as_old_as_the_modules_behind_its_case(tmp_path):
     assert [timed.changed for timed in found] == [("builders.errors",), (), ("builders.errors",)]
 
 
+def test_a_part_of_modules_that_are_not_there_is_refused(tmp_path):
+    document = timings(row())
+    document["sources"] = {"modules": {"builders": {"errors": "00000000"}}, "parts": {"throughput": [1]}}
+    with pytest.raises(ReportError, match=r"parts must be of the 1 modules, got 1"):
+        Sources.read([write(tmp_path, "x.json", document)])
+
+
 @pytest.mark.parametrize("schema", ["attn-report/5", "attn-matrix/4", "attn-bench/3", "attn-pair-agreement/5"])
 def test_a_schema_requires_its_own_version(schema):
     found = msgspec.json.decode(schemas()[f"{schema.replace('/', '-')}.json"])
