@@ -318,6 +318,10 @@ def _report_paths(target: str | None, names: Sequence[str], prefix: str) -> dict
     """Where each report goes; made before anything runs, so that a bad path does not cost a run."""
     if target is None:
         return {}
+    if target == "-":
+        raise UserError(
+            "--json must name a file or a folder, got -: standard output has what the checks say. Name a file."
+        )
     path = Path(target)
     if path.suffix != ".json" or path.is_dir() or target.endswith("/"):
         paths = {name: path / f"{prefix}{name}.json" for name in names}

@@ -86,6 +86,7 @@ def test_every_verb_refuses_a_device_that_is_none(verb, device, refused):
         "matrix --run torch_reference --device cpu --check-limit nan",
         f"{NAMED} --threads 0",
         f"{NAMED} --json a_file/x",
+        f"{NAMED} --json -",
         "lsit",
         "list --devise cpu",
     ],
