@@ -16,7 +16,6 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 import torch
 from safetensors.torch import load_file, save_file
-from torch import nn
 
 from spec_decode.models.base import DraftModel
 from spec_decode.models.checkpoints.files import CheckpointError, check_safetensors, is_finite, read_object
@@ -173,26 +172,13 @@ def _load(folder: Path, name: str, make: Callable[[], M], dtype: torch.dtype, de
     path = folder / f"{name}.safetensors"
     check_safetensors(path)
     state = load_file(path)
-    _check_state(path, model, state)
+    if wrong := [name for name, value in state.items() if not is_finite(value)]:
+        raise CheckpointError(f"{wrong[0]} in {path} must hold finite numbers, got NaN or infinity. Restore the file.")
     # Assigned, so that parameters take dtype while the rotary tables stay fp32; so do sinks, as kernels take them.
     typed = {name: value.to(torch.float32 if name.endswith("sinks") else dtype) for name, value in state.items()}
-    model.load_state_dict(typed, assign=True)
+    try:
+        model.load_state_dict(typed, assign=True)
+    except RuntimeError as error:
+        said = " ".join(str(error).split())
+        raise CheckpointError(f"{path} does not fit its config.json: {said:.1000}. Use matching files.") from error
     return model.eval().requires_grad_(False).to(device)
-
-
-def _check_state(path: Path, model: nn.Module, state: dict[str, torch.Tensor]) -> None:
-    wanted = {name: tuple(value.shape) for name, value in model.state_dict().items()}
-    found = {name: tuple(value.shape) for name, value in state.items()}
-    problems = [f"{name} must hold finite numbers" for name, value in state.items() if not is_finite(value)]
-    problems += [f"{name} is missing" for name in sorted(wanted.keys() - found.keys())]
-    problems += [f"{name} is not part of the model" for name in sorted(found.keys() - wanted.keys())]
-    problems += [
-        f"{name} must be {wanted[name]}, got {found[name]}"
-        for name in sorted(wanted.keys() & found.keys())
-        if wanted[name] != found[name]
-    ]
-    if problems:
-        raise CheckpointError(
-            f"{path} does not fit its config.json: {'; '.join(problems[:8])}"
-            f"{f'; and {len(problems) - 8} more' if len(problems) > 8 else ''}. Use matching files."
-        )

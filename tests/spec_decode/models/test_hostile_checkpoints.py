@@ -181,7 +181,8 @@ def test_a_pairs_weights_that_are_no_numbers_are_refused_by_name(pair):
     state = load_file(pair / "target.safetensors")
     state["norm.weight"][0] = math.nan
     save_file(state, pair / "target.safetensors")
-    assert "norm.weight must hold finite numbers" in refusal(lambda: load_pair(pair))
+    path = pair / "target.safetensors"
+    assert f"norm.weight in {path} must hold finite numbers" in refusal(lambda: load_pair(pair))
 
 
 @pytest.mark.parametrize("make", [lambda x: x.to_sparse(), lambda x: x.to("meta")], ids=["sparse", "meta"])
