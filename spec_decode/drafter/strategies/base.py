@@ -71,15 +71,6 @@ class DraftStrategy(ABC):
     apart_reason: ClassVar[str | None] = "it replays a graph for each later step"
     """Why the target's step cannot follow in the graph of its later steps; None where it can."""
 
-    def __init_subclass__(cls) -> None:
-        """Raises TypeError for a strategy that uses graphs and does not say what it captures."""
-        silent = cls._capturable is DraftStrategy._capturable and cls.capturables is DraftStrategy.capturables
-        if cls.uses_graphs and silent:
-            raise TypeError(
-                f"a strategy that uses graphs must say what it captures, {cls.__name__} does not; its first round "
-                "would fail, so it was not defined. Define _capturable, or set uses_graphs = False."
-            )
-
     def __init__(self, step: LaterSteps, graphs: GraphManager, *, loop_steps: int = 1) -> None:
         """loop_steps: as DrafterConfig has it."""
         self._step = step
@@ -105,12 +96,9 @@ class DraftStrategy(ABC):
         """Why it runs such a group's attention between captured pieces; None where a graph holds it."""
         return None
 
+    @abstractmethod
     def capturables(self) -> Mapping[str, Factory]:
         """What it captures of a later step, by the kind of graph."""
-        return {self.graph_kind: self._capturable} if self.uses_graphs else {}
-
-    def _capturable(self, size: int) -> Capturable:
-        raise NotImplementedError  # never reached: see __init_subclass__
 
     def joined(self, step_0: Factory) -> Factory | None:
         """What it captures of a whole round, step 0 and every later one; None where step 0 runs apart from them."""
@@ -166,8 +154,9 @@ class LoopStrategy(DraftStrategy):
 
         return whole
 
-    def _capturable(self, size: int) -> Capturable:
-        return self._after(size, lambda: None)
+    def capturables(self) -> Mapping[str, Factory]:
+        """See the base: every later step after nothing else."""
+        return {self.graph_kind: lambda size: self._after(size, lambda: None)}
 
     @abstractmethod
     def _after(self, size: int, before: Callable[[], object]) -> Capturable:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from spec_decode.drafter.strategies.base import DraftStrategy
+from spec_decode.graphs import Factory
 from spec_decode.paged.metadata_plan import GraphMode, GroupFacts
 
 
@@ -20,6 +21,9 @@ class Eager(DraftStrategy):
         cls, groups: Sequence[GroupFacts], graph_mode: GraphMode, loop_unsupported_reason: str | None
     ) -> None:
         return None
+
+    def capturables(self) -> Mapping[str, Factory]:
+        return {}
 
     def run_later_steps(self, size: int, num_steps: int) -> None:
         step, buffers = self._step, self._buffers

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from spec_decode.drafter.strategies.base import DraftStrategy, capture_unsupported_reason
-from spec_decode.graphs import Capturable
+from spec_decode.graphs import Capturable, Factory
 from spec_decode.paged.metadata_plan import GraphMode, GroupFacts
 
 
@@ -19,6 +19,9 @@ class PerStep(DraftStrategy):
         cls, groups: Sequence[GroupFacts], graph_mode: GraphMode, loop_unsupported_reason: str | None
     ) -> str | None:
         return capture_unsupported_reason(groups, graph_mode)
+
+    def capturables(self) -> Mapping[str, Factory]:
+        return {self.graph_kind: self._capturable}
 
     def _capturable(self, size: int) -> Capturable:
         step, buffers = self._step, self._buffers

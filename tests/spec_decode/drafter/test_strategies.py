@@ -8,7 +8,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from attn_backends import get
 from builders import CaptureConstants
 from spec_decode.drafter import Strategy, StrategyError
-from spec_decode.drafter.strategies import DraftStrategy
 from spec_decode.drafter.strategies.base import LoopStrategy
 from spec_decode.graphs import Capturable, GraphManager
 from spec_decode.paged import GraphMode
@@ -191,8 +190,3 @@ def test_a_round_sets_the_state_of_step_0_once(make, strategy):
     with CountedOps() as counted:
         fixture.drafter.propose(verified)
     assert counted.runs["builders::set_extend_state"] == 1
-
-
-def test_a_strategy_that_uses_graphs_and_says_nothing_of_them_is_refused_when_it_is_defined():
-    with pytest.raises(TypeError, match=r"Silent does not;.*Define _capturable, or set uses_graphs = False"):
-        type("Silent", (DraftStrategy,), {})
