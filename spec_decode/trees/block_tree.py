@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from builders.errors import require, require_tensor
-from spec_decode.trees.draft_tree import DraftTree
+from spec_decode.trees.draft_tree import DraftTree, PlacedTree
 from spec_decode.trees.dynamic_tree import DynamicTreeConfig, path_temperature
 from spec_decode.trees.kernels.best_paths import best_paths
 from spec_decode.trees.kernels.top_children import top_children
@@ -46,10 +46,12 @@ class BlockTree:
         """
         shape.require_depth(num_speculative_tokens)
         self.num_places, self._token_map = num_speculative_tokens, token_map
-        self._ranks: _Ranks | None = None
-        if isinstance(shape, DraftTree):
-            self._ranks = _Ranks(shape.by_depth(), rows, device)
         self._choices = shape.max_children
+        self._placed: PlacedTree | None = None
+        if isinstance(shape, DraftTree):
+            tree = shape.by_depth()
+            places = [(d - 1) * self._choices + rank for d, rank in zip(tree.depths[1:], tree.ranks, strict=True)]
+            self._placed = PlacedTree(tree, places, rows, device)
         self.draft_tokens, self.parents = torch.full((2, rows, shape.num_tokens), -1, device=device)
 
     def grow(self, logits: torch.Tensor, depths: torch.Tensor, temperature: torch.Tensor | None = None) -> None:
@@ -76,28 +78,9 @@ class BlockTree:
         if self._token_map is not None:
             tokens = self._token_map[tokens]
         tokens, draft_tokens, parents = tokens.view(rows, places, -1), self.draft_tokens[:rows], self.parents[:rows]
-        if self._ranks is None:
+        if self._placed is None:
             best_paths(tokens, scores.view(rows, places, -1), depths, draft_tokens, parents)
         else:
-            self._ranks.place(tokens, depths, draft_tokens, parents)
-
-
-class _Ranks:
-    """Which choice of which place each draft token of a tree is; numbered by depth, so that cutting a tree off at a
-    depth leaves its first tokens."""
-
-    def __init__(self, tree: DraftTree, rows: int, device: torch.device) -> None:
-        ranks = [tree.parents[:i].count(parent) for i, parent in enumerate(tree.parents)]
-        depths = tree.depths[1:]
-        choices = tree.max_children
-        self._sources = torch.tensor([(d - 1) * choices + r for d, r in zip(depths, ranks, strict=True)], device=device)
-        self._depths = torch.tensor(depths, device=device)
-        self._parents = tree.rows(rows, device)
-
-    def place(
-        self, tokens: torch.Tensor, depths: torch.Tensor, draft_tokens: torch.Tensor, parents: torch.Tensor
-    ) -> None:
-        """Write draft_tokens and parents [rows, N] of tokens [rows, K, choices], as deep as depths [rows] say."""
-        beyond = self._depths > depths[:, None]
-        draft_tokens.copy_(tokens.flatten(1)[:, self._sources].masked_fill(beyond, -1))
-        parents.copy_(self._parents[: len(tokens)].masked_fill(beyond, -1))
+            placed = self._placed.rows(tokens.flatten(1), depths)
+            draft_tokens.copy_(placed.draft_tokens)
+            parents.copy_(placed.parents)

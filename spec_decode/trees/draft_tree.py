@@ -84,6 +84,11 @@ class DraftTree:
         return tuple(found)
 
     @property
+    def ranks(self) -> tuple[int, ...]:
+        """For each draft token, which child of its parent it is."""
+        return tuple(self.parents[:i].count(parent) for i, parent in enumerate(self.parents))
+
+    @property
     def max_depth(self) -> int:
         """The most draft tokens that can be accepted, which is the number of the draft's steps."""
         return max(self.depths)
@@ -174,3 +179,23 @@ class TreeBatch(NamedTuple):
         require_tensor("target_logits", target_logits, shape=shape, dtype=dtype, device=device)
         require_tree_size(tokens, f"room for {tokens}")
         return TreeBatch(self.draft_tokens.contiguous(), self.parents.contiguous())
+
+
+class PlacedTree:
+    """The trees of R requests, all of a DraftTree's shape, out of the tokens that were drafted for it."""
+
+    def __init__(self, tree: DraftTree, sources: Sequence[int], rows: int, device: torch.device) -> None:
+        """tree: numbered by depth, so that cutting it off at a depth leaves its first tokens. sources: of each draft
+        token, its place among the drafted ones."""
+        self._sources = torch.tensor(sources, device=device)
+        self._depths = torch.tensor(tree.depths[1:], device=device)
+        self._parents = tree.rows(rows, device)
+
+    def rows(self, drafted: torch.Tensor, depths: torch.Tensor | None) -> TreeBatch:
+        """The trees of the first rows, of drafted int64 [rows, places]; depths: int [rows], how deep each one is, None:
+        all of them whole."""
+        tokens, parents = drafted[:, self._sources], self._parents[: len(drafted)]
+        if depths is None:
+            return TreeBatch(tokens, parents)
+        beyond = self._depths > depths[:, None]
+        return TreeBatch(tokens.masked_fill(beyond, -1), parents.masked_fill(beyond, -1))

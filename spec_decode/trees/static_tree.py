@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from spec_decode.trees.draft_tree import DraftTree, TreeBatch
+from spec_decode.trees.draft_tree import DraftTree, PlacedTree, TreeBatch
 from spec_decode.trees.dynamic_tree import require_frontier, target_ids
 from spec_decode.trees.kernels.top_children import top_children
 
@@ -40,8 +40,7 @@ class StaticTree:
         )
         self.frontier_tokens, self.frontier_places = torch.zeros(2, rows, self.width, dtype=torch.int64, device=device)
         self._next_places, self._next_ranks = places.next_places.to(device), places.next_ranks.to(device)
-        self._sources, self._parents = places.sources.to(device), tree.rows(rows, device)
-        self._depths = torch.tensor(tree.depths[1:], device=device)
+        self._placed = PlacedTree(tree, places.sources, rows, device)
 
     def grow(
         self, logits: torch.Tensor, choices: torch.Tensor | None = None, temperature: torch.Tensor | None = None
@@ -63,12 +62,8 @@ class StaticTree:
 
     def kept(self, draft_lens: torch.Tensor | None = None) -> TreeBatch:
         """The trees of the first rows: see DynamicTree.kept."""
-        rows = len(self._parents) if draft_lens is None else len(draft_lens)
-        tokens, parents = self._children[:rows].flatten(1)[:, self._sources], self._parents[:rows]
-        if draft_lens is None:
-            return TreeBatch(tokens, parents)
-        beyond = self._depths > draft_lens[:, None]
-        return TreeBatch(tokens.masked_fill(beyond, -1), parents.masked_fill(beyond, -1))
+        children = self._children if draft_lens is None else self._children[: len(draft_lens)]
+        return self._placed.rows(children.flatten(1), draft_lens)
 
 
 class _Places:
@@ -76,7 +71,7 @@ class _Places:
 
     - next_places  int64 [K, W], of the frontier after a step, on the one before it
     - next_ranks   int64 [K, W], which child of that each is
-    - sources      int64 [N], of a draft token, its place among the children [K, W, max_children] of all steps
+    - sources      of each draft token, its place among the children [K, W, max_children] of all steps
     """
 
     def __init__(self, tree: DraftTree, num_speculative_tokens: int) -> None:
@@ -84,12 +79,11 @@ class _Places:
         inner = [[t for t in sorted(set(tree.parents)) if depths[t] == depth] for depth in range(tree.max_depth)]
         self.width = tree.width
         place = {token: at for of_depth in inner for at, token in enumerate(of_depth)}
-        rank = {1 + i: tree.parents[:i].count(parent) for i, parent in enumerate(tree.parents)}
+        rank = dict(enumerate(tree.ranks, 1))
         above = {1 + i: place[parent] for i, parent in enumerate(tree.parents)}
         self.next_places, self.next_ranks = torch.zeros(2, num_speculative_tokens, self.width, dtype=torch.int64)
         for step, frontier in enumerate(inner[1:]):
             for at, token in enumerate(frontier):
                 self.next_places[step, at], self.next_ranks[step, at] = above[token], rank[token]
         tokens = range(1, 1 + tree.num_tokens)
-        steps = [((depths[token] - 1) * self.width + above[token]) * choices + rank[token] for token in tokens]
-        self.sources = torch.tensor(steps)
+        self.sources = [((depths[token] - 1) * self.width + above[token]) * choices + rank[token] for token in tokens]
