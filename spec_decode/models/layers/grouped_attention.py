@@ -27,39 +27,30 @@ from spec_decode.models.layers.rope import LLAMA_SCALINGS, RopeConfig, read_rope
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupedShape:
-    """Sizes of one attention layer.
+    """One attention layer.
 
+    model        its sizes, those of any layer with such heads
     qk_norm      whether each query and key head is normed
     gated        whether a gate of each query dim lets the output through
     norm_offset  of the norms of heads: see RMSNorm.read
     """
 
-    hidden: int
-    heads: int
-    kv_heads: int
-    head_dim: int
+    model: ModelConfig
     rope: RopeConfig
-    eps: float
     qk_norm: bool
     gated: bool
     norm_offset: float
 
     def spec(self, page_size: int, dtype: torch.dtype) -> AttentionSpec:
         """The attention, over a cache with that page size."""
-        return AttentionSpec(
-            num_q_heads=self.heads,
-            num_kv_heads=self.kv_heads,
-            head_dim=self.head_dim,
-            page_size=page_size,
-            dtype=dtype,
-        )
+        return self.model.attention_spec(page_size, dtype)
 
     @property
     def order(self) -> torch.Tensor:
         """int64 [D], which dim of a published head comes where: rotated pairs P / 2 apart are moved D / 2 apart, where
         kernels look for them. Queries and keys in one order have the products that they have in another."""
         rotated = torch.arange(self.rope.dims).chunk(2)
-        others = torch.arange(self.rope.dims, self.head_dim).chunk(2)
+        others = torch.arange(self.rope.dims, self.model.head_dim).chunk(2)
         halves = zip(rotated, others, strict=True) if len(others) == 2 else [(half,) for half in rotated]
         return torch.cat([part for half in halves for part in half])
 
@@ -67,7 +58,7 @@ class GroupedShape:
         """fp32 [max_positions, D] of cos | sin, in that order; what is not rotated turns by 0. Raises CheckpointError
         for a table that no machine should hold."""
         cos, sin = self.rope.table(max_positions).chunk(2, -1)
-        still = (self.head_dim - self.rope.dims) // 2
+        still = (self.model.head_dim - self.rope.dims) // 2
         pad = nn.functional.pad
         return torch.cat([pad(cos, (0, still), value=1.0), pad(sin, (0, still))], -1)
 
@@ -86,7 +77,6 @@ def read_grouped_shape(
         rotated = section.get("partial_rotary_factor", float, rotated)
     dims = int(dim * rotated)
     try:
-        # It judges the sizes, which are the same of every layer with such heads.
         model = ModelConfig(
             vocab_size=config.get("vocab_size", int),
             hidden_size=hidden,
@@ -110,12 +100,8 @@ def read_grouped_shape(
             f"{rotated} of {dim}. Restore the file."
         )
     return GroupedShape(
-        hidden=hidden,
-        heads=heads,
-        kv_heads=model.num_kv_heads,
-        head_dim=dim,
+        model=model,
         rope=RopeConfig(dims=dims, theta=theta, scaling=scaling),
-        eps=eps,
         qk_norm=qk_norm,
         gated=gated,
         norm_offset=norm_offset,
@@ -132,9 +118,9 @@ class GroupedAttention(nn.Module):
     def __init__(self, shape: GroupedShape, weights: ScopedWeights, max_positions: int) -> None:
         """Raises CheckpointError."""
         super().__init__()
-        self.shape = shape
-        query, *gate = self._read_queries(weights, "weight", shape.hidden)
-        key, value = (weights.take(f"{part}_proj.weight", self._kv_rows, shape.hidden) for part in ("k", "v"))
+        self.shape, hidden = shape, shape.model.hidden_size
+        query, *gate = self._read_queries(weights, "weight", hidden)
+        key, value = (weights.take(f"{part}_proj.weight", self._kv_rows, hidden) for part in ("k", "v"))
         self.project_in = frozen(torch.cat([query, self._ordered(key), value, *gate]))
         self.bias = None
         if any(weights.has(f"{part}_proj.bias") for part in "qkv"):
@@ -143,29 +129,28 @@ class GroupedAttention(nn.Module):
             self.bias = frozen(torch.cat([query, self._ordered(key), value, *gate]))
         self.q_norm = self._read_norm(weights, "q_norm.weight") if shape.qk_norm else None
         self.k_norm = self._read_norm(weights, "k_norm.weight") if shape.qk_norm else None
-        self.out = weights.parameter("o_proj.weight", shape.hidden, shape.heads * shape.head_dim)
+        self.out = weights.parameter("o_proj.weight", hidden, shape.model.num_q_heads * shape.model.head_dim)
         self.register_buffer("table", shape.table(max_positions).to(weights.device), persistent=False)
 
     @property
     def _kv_rows(self) -> int:
-        return self.shape.kv_heads * self.shape.head_dim
+        return self.shape.model.num_kv_heads * self.shape.model.head_dim
 
     def _read_queries(self, weights: ScopedWeights, kind: str, *columns: int) -> list[torch.Tensor]:
         """The queries' rows, and those of the gates, which lie behind every head's queries."""
-        shape = self.shape
-        parts = 1 + shape.gated
-        rows = weights.take(f"q_proj.{kind}", shape.heads * parts * shape.head_dim, *columns)
-        query, *gate = (part.flatten(0, 1) for part in rows.unflatten(0, (shape.heads, parts, -1)).unbind(1))
+        heads, parts = self.shape.model.num_q_heads, 1 + self.shape.gated
+        rows = weights.take(f"q_proj.{kind}", heads * parts * self.shape.model.head_dim, *columns)
+        query, *gate = (part.flatten(0, 1) for part in rows.unflatten(0, (heads, parts, -1)).unbind(1))
         return [self._ordered(query), *gate]
 
     def _ordered(self, rows: torch.Tensor) -> torch.Tensor:
         """rows [heads * D, ...] with every head's dims in the shape's order."""
-        heads: torch.Tensor = rows.unflatten(0, (-1, self.shape.head_dim))
+        heads: torch.Tensor = rows.unflatten(0, (-1, self.shape.model.head_dim))
         return heads.index_select(1, self.shape.order.to(rows.device)).flatten(0, 1)
 
     def _read_norm(self, weights: ScopedWeights, name: str) -> RMSNorm:
-        shape = self.shape
-        norm = RMSNorm.read(weights, name, shape.head_dim, shape.eps, shape.norm_offset)
+        model = self.shape.model
+        norm = RMSNorm.read(weights, name, model.head_dim, model.norm_eps, self.shape.norm_offset)
         norm.weight = frozen(self._ordered(norm.weight))
         return norm
 
@@ -173,9 +158,9 @@ class GroupedAttention(nn.Module):
         self, x: torch.Tensor, positions: torch.Tensor, layer: int, attention: Attention, keep: KeepRows | None = None
     ) -> torch.Tensor:
         """x [T, H] normed, positions int64 [T]; the residual's delta [T, H], of the rows kept."""
-        shape = self.shape
-        heads = [shape.heads, shape.kv_heads, shape.kv_heads, *[shape.heads] * shape.gated]
-        rows = linear(x, self.project_in, self.bias).unflatten(-1, (sum(heads), shape.head_dim))
+        model = self.shape.model
+        heads = [model.num_q_heads, model.num_kv_heads, model.num_kv_heads, *[model.num_q_heads] * self.shape.gated]
+        rows = linear(x, self.project_in, self.bias).unflatten(-1, (sum(heads), model.head_dim))
         query, key, value, *gate = rows.split(heads, 1)
         if self.q_norm is not None and self.k_norm is not None:
             query, key = self.q_norm(query)[1], self.k_norm(key)[1]
