@@ -95,11 +95,12 @@ def aux_hidden_state_layers(folder: Path, num_target_layers: int) -> tuple[int, 
 def _kind_of(store: TensorStore, modules: Sequence[Any]) -> Any:
     """The first of the modules that serves the checkpoint, None for none. Raises CheckpointError for a kind that is
     known and not served."""
-    if (unserved := name_unserved(store)) is not None:
-        raise CheckpointError(
-            f"{store.config.place} must be of a kind of draft that is served, it is of {unserved}. Use a draft of "
-            f"another kind: {'; '.join(_KINDS)}."
-        )
+    for unserved in _UNSERVED:
+        if (evidence := unserved.evidence(store)) is not None:
+            raise CheckpointError(
+                f"{store.config.place} must be of a kind of draft that is served, it is of {unserved.name} "
+                f"({evidence}). Use a draft of another kind: {'; '.join(_KINDS)}."
+            )
     return next((module for module in modules if module.serves(store)), None)
 
 
@@ -170,11 +171,3 @@ _UNSERVED = (
     ),
 )
 """Most have the tensors of a kind that is served, and more: each is told before it is taken for that one."""
-
-
-def name_unserved(store: TensorStore) -> str | None:
-    """The kind of a checkpoint that no model here computes, and what tells it; None for any other checkpoint."""
-    for kind in _UNSERVED:
-        if (evidence := kind.evidence(store)) is not None:
-            return f"{kind.name} ({evidence})"
-    return None

@@ -17,7 +17,7 @@ from spec_decode.models.checkpoints.store import ScopedWeights, TensorStore
 from spec_decode.models.draft import check_target
 from spec_decode.models.layers.feed_forward import FeedForward, Names, read_dense
 from spec_decode.models.layers.mla_attention import MlaAttention, read_mla_shape
-from spec_decode.models.layers.moe import MixtureOfExperts, MixtureShape, read_mixture, read_mixture_shape
+from spec_decode.models.layers.moe import MixtureOfExperts, read_mixture, read_mixture_shape
 from spec_decode.models.layers.rms_norm import RMSNorm
 from spec_decode.models.mtp_draft import MtpModules, PredictionLayer, check_published_form
 
@@ -65,19 +65,11 @@ def read_feed_forward(
     config: ConfigReader, weights: ScopedWeights, layer: int, hidden: int
 ) -> FeedForward | MixtureOfExperts:
     """That of the layer of this index in the checkpoint: a mixture or a dense block. Raises CheckpointError."""
-    shape = _read_feed_forward_shape(config, layer, hidden)
-    if isinstance(shape, int):
-        return read_dense(weights, _NAMES, hidden, shape, None)
-    return read_mixture(shape, weights, _NAMES)
-
-
-def _read_feed_forward_shape(config: ConfigReader, layer: int, hidden: int) -> MixtureShape | int:
-    """A mixture, or the intermediate size of a dense block."""
     routed = config.optional("n_routed_experts", int) is not None
     first, every = config.get("first_k_dense_replace", int, 0), config.get("moe_layer_freq", int, 1)
     if routed and layer >= first and layer % max(every, 1) == 0:
-        return read_mixture_shape(config, hidden, scoring="sigmoid")
-    return config.get("intermediate_size", int)
+        return read_mixture(read_mixture_shape(config, hidden, scoring="sigmoid"), weights, _NAMES)
+    return read_dense(weights, _NAMES, hidden, config.get("intermediate_size", int), None)
 
 
 class MultiTokenPrediction(PredictionLayer):
