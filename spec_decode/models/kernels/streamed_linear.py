@@ -235,7 +235,7 @@ class StreamedLinear(NamedTuple):
     def cut(self, tile: StreamedTiling | None = None) -> Cut:
         """How the product is cut; tile: of the program, None: as `streamed_tiling` does.
 
-        Raises BatchError for a tile that groups cannot have, and for a bulk copy of a weight in 8 bits.
+        Sorted rows have one tile of rows a program, which its threads fetch, as they do a weight in 8 bits.
         """
         (w_rows, inputs), itemsize = self.weight.shape[-2:], self.weight.element_size()
         groups = 0 if self.ends is None else self.weight.shape[0]
@@ -243,16 +243,6 @@ class StreamedLinear(NamedTuple):
         tile = tile or streamed_tiling(
             self.rows, w_rows, inputs, room, groups=groups, itemsize=itemsize, gated=self.gated
         )
-        if groups and (tile.block_m2 or tile.tma):
-            raise BatchError(
-                "sorted rows have one tile of rows a program, which its threads fetch, got a tiling with "
-                f"block_m2={tile.block_m2}, tma={tile.tma}. Use streamed_tiling's, with groups={groups}."
-            )
-        if self.scale is not None and tile.tma:
-            raise BatchError(
-                "a weight of 8 bits is fetched by a program's threads, got a tiling with tma=True. Use "
-                "streamed_tiling's, with itemsize=1."
-            )
         # A share is whole blocks of K, rounded up: fewer shares than the tiling's may then cover K.
         share = triton.cdiv(triton.cdiv(inputs, tile.block_k), tile.shares) * tile.block_k
         return Cut(tile, share, triton.cdiv(inputs, share))

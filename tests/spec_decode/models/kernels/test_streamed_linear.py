@@ -20,7 +20,6 @@ from spec_decode.models.kernels.streamed_shares import streamed_shares, sum_shar
 from spec_decode.models.kernels.streamed_tiling import MAX_ROWS, ROWS_OF_ANY_WEIGHT, Room, most_rows, streamed_tiling
 from tests.spec_decode.models.kernels.streamed_oracle import (
     FORMS,
-    GROUPS,
     LIMIT,
     assert_exact,
     in_8_bits,
@@ -54,13 +53,6 @@ def test_the_torch_implementation_of_every_form(form, rows, dtype):
 def test_more_rows_than_a_launch_takes_have_no_shares():
     x, weight = torch.zeros(MAX_ROWS + 1, 600).half(), Fp8Weight.of(torch.zeros(21, 600).half())
     assert num_shares(x, weight) == 1 and num_shares(x[1:], weight) > 1
-
-
-def test_a_bulk_copy_of_8_bits_is_refused():
-    arguments = in_8_bits(make_arguments("plain", 5, 32, 64, torch.float16))
-    tile = replace(streamed_tiling(5, 32, 64, H200, itemsize=1), tma=True)
-    with pytest.raises(BatchError, match="a weight of 8 bits is fetched by a program's threads"):
-        arguments.launch(tile)
 
 
 MORE_ROWS = {
@@ -231,14 +223,6 @@ def test_no_axis_of_the_grid_is_too_short_for_the_rows_of_a_long_prompt(monkeypa
     ends, tokens = torch.full((8,), rows, dtype=torch.int32), torch.zeros(rows, dtype=torch.int64)
     StreamedLinear(x, weight, ends, tokens).launch()
     assert grids == [(rows * 4, 1)], "CUDA's second axis and third have 65,535 programs at most"
-
-
-@pytest.mark.parametrize("change", [{"block_m2": 16}, {"tma": True}])
-def test_groups_in_two_tiles_of_rows_or_fetched_by_the_copy_engine_are_refused(change):
-    arguments = make_arguments("groups", 5, 32, 64)
-    tile = replace(streamed_tiling(5, 32, 64, H200, groups=GROUPS), **change)
-    with pytest.raises(BatchError, match="sorted rows have one tile of rows a program"):
-        arguments.launch(tile)
 
 
 def test_few_inputs_are_not_cut_into_shares_of_less_than_two_tiles():
