@@ -25,11 +25,10 @@ class BlockStep(Step[BlockDraft, DraftSampler | BlockTreeSampler]):
         return 2 * self.num_speculative_tokens
 
     def _allocate(self, tables: RequestTables, plan: DraftPlan) -> DraftSampler | BlockTreeSampler:
-        batch, dtype = self.extend.batch, self.groups[0].spec.dtype
-        hidden = self.model.mask_hidden
+        dtype, hidden = self.groups[0].spec.dtype, self.model.mask_hidden
         zeros = torch.zeros(self.model.target_states_size, dtype=dtype, device=tables.device)
         self._mask_hidden = zeros if hidden is None else hidden
-        return self._block_sampler(batch.seq_lens, batch.positions, batch.step)
+        return self._block_sampler()
 
     def run_step_0(self, size: int) -> None:
         """Draft K tokens for the first `size` rows.

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from builders import BatchBuffers, CaptureConstants, RequestTables
+from builders import CaptureConstants, RequestTables
 from spec_decode.drafter.plan import DraftPlan
 from spec_decode.drafter.steps.step import Step
 from spec_decode.models import ContextBlockDraft, InTurnBlockDraft, SelectingBlockDraft
@@ -41,10 +41,10 @@ class ContextBlockStep(Step[ContextBlockDraft, Any]):
         self.context = StepBuffers(self.groups, tables, self._extend_plan, query_len=self.places)
         self._block_starts = torch.zeros(rows, dtype=torch.int32, device=device)
         self._token_ids = torch.full((rows, self.extend_len), self.model.mask_token_id, device=device)
-        return self._make_sampler(self.extend.batch)
+        return self._make_sampler()
 
-    def _make_sampler(self, batch: BatchBuffers) -> DraftSettings:
-        return self._block_sampler(batch.seq_lens, batch.positions, batch.step)
+    def _make_sampler(self) -> DraftSettings:
+        return self._block_sampler()
 
     def write_prompt(
         self, token_ids: torch.Tensor, states: torch.Tensor, positions: torch.Tensor, attention: PagedAttention
@@ -91,12 +91,13 @@ class InTurnBlockStep(ContextBlockStep):
     model: InTurnBlockDraft
     sampler: DraftSampler
 
-    def _make_sampler(self, batch: BatchBuffers) -> DraftSampler:
+    def _make_sampler(self) -> DraftSampler:
+        batch = self.extend.batch
         # Own lengths: a row that stops does so for the sampler alone.
         self._lens, self._positions = torch.zeros_like(batch.seq_lens), torch.zeros_like(batch.positions)
         self._confidence = self.model.confidence if self.config.min_confidence > 0 else None
-        min_confidence = None if self._confidence is None else 0.0
-        return self._draft_sampler(self._lens, self._positions, batch.step, min_confidence)
+        own = 0.0 if self._confidence else self.config.min_confidence
+        return DraftSampler(self._lens, self._positions, batch.step, min_confidence=own, **self._drafted)
 
     def _sample(self, drafted: torch.Tensor, places: torch.Tensor) -> None:
         logits = self.logits(drafted).unflatten(0, places.shape)
@@ -133,7 +134,8 @@ class SelectingBlockStep(ContextBlockStep):
     model: SelectingBlockDraft
     sampler: CandidateSampler
 
-    def _make_sampler(self, batch: BatchBuffers) -> CandidateSampler:
+    def _make_sampler(self) -> CandidateSampler:
+        batch = self.extend.batch
         return CandidateSampler(
             batch.seq_lens,
             batch.positions,

@@ -28,9 +28,9 @@ class DraftStep(Step[DraftModel, DraftSampler]):
 
     def _allocate(self, tables: RequestTables, plan: DraftPlan) -> DraftSampler:
         self.decode = StepBuffers(self.groups, tables, plan, query_len=1, horizon=self.num_speculative_tokens - 1)
-        dtype, batch = self.groups[0].spec.dtype, self.decode.batch
+        dtype = self.groups[0].spec.dtype
         self.hidden = torch.zeros(tables.max_reqs, self.model.hidden_size, dtype=dtype, device=tables.device)
-        return self._draft_sampler(batch.seq_lens, batch.positions, batch.step)
+        return self._draft_sampler(self.decode.batch)
 
     def run_step_0(self, size: int) -> None:
         """Step 0: the draft's tokens are the target's, shifted by one, with the next token after the last accepted.

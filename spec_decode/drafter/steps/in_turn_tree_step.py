@@ -8,7 +8,6 @@ from typing import TypeAlias
 
 import torch
 
-from builders import BatchBuffers
 from spec_decode.drafter.steps.context_block_step import ContextBlockStep
 from spec_decode.drafter.tree_sampler import TreeSampler
 from spec_decode.models import InTurnBlockDraft, SelectingBlockDraft
@@ -25,8 +24,8 @@ class _GrowingStep(ContextBlockStep):
 
     sampler: TreeSampler
 
-    def _make_sampler(self, batch: BatchBuffers) -> TreeSampler:
-        return self._tree_sampler(batch.step, batch.seq_lens)
+    def _make_sampler(self) -> TreeSampler:
+        return self._tree_sampler(self.extend.batch)
 
     def _sample(self, drafted: torch.Tensor, places: torch.Tensor) -> None:
         rows, batch, sampler = len(places), self.extend.batch, self.sampler

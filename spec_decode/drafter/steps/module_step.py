@@ -79,7 +79,7 @@ class ModuleStep(Step[ModuleDraft, DraftSampler]):
         self._hidden = torch.zeros(reqs, model.hidden_size, dtype=dtype, device=device)
         self._starts, self._last = torch.zeros(2, reqs, dtype=torch.int32, device=device)
         self._places = torch.arange(self.extend_len, device=device)
-        return self._draft_sampler(self.drafting.seq_lens, self.drafting.positions, self.drafting.step)
+        return self._draft_sampler(self.drafting)
 
     def _place(self, size: int) -> Sequence[tuple[StepBuffers, torch.Tensor]]:
         """See Step. Finds the place of the last accepted token in each row, too."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
-from builders import CaptureConstants, GraphSupport, RequestTables
+from builders import BatchBuffers, CaptureConstants, GraphSupport, RequestTables
 from builders.errors import require
 from spec_decode.drafter.config import DrafterConfig
 from spec_decode.drafter.kernels.gather_accepted import gather_accepted
@@ -107,45 +107,31 @@ class Step(ABC, Generic[M, S]):
     def _allocate(self, tables: RequestTables, plan: DraftPlan) -> S:
         """Allocate what this kind of draft needs besides `extend`, and its sampler, which is returned."""
 
-    def _draft_sampler(
-        self, seq_lens: torch.Tensor, positions: torch.Tensor, step: torch.Tensor, min_confidence: float | None = None
-    ) -> DraftSampler:
-        """A sampler over the tensors of a batch: see DraftSampler. min_confidence: None for the config's."""
-        return DraftSampler(
-            seq_lens,
-            positions,
-            step,
-            num_speculative_tokens=self.num_speculative_tokens,
-            vocab_size=self.model.vocab_size,
-            token_map=self.model.token_map,
-            min_confidence=self.config.min_confidence if min_confidence is None else min_confidence,
-        )
+    @property
+    def _drafted(self) -> dict[str, Any]:
+        """What every sampler is told of the draft: see DraftSampler."""
+        return {
+            "num_speculative_tokens": self.num_speculative_tokens,
+            "vocab_size": self.model.vocab_size,
+            "token_map": self.model.token_map,
+        }
 
-    def _block_sampler(
-        self, seq_lens: torch.Tensor, positions: torch.Tensor, step: torch.Tensor
-    ) -> DraftSampler | BlockTreeSampler:
-        """A sampler of blocks over the tensors of a batch: of tokens in a row, or of the config's tree."""
+    def _draft_sampler(self, batch: BatchBuffers) -> DraftSampler:
+        """A sampler over the tensors of a batch."""
+        confidence = self.config.min_confidence
+        return DraftSampler(batch.seq_lens, batch.positions, batch.step, min_confidence=confidence, **self._drafted)
+
+    def _block_sampler(self) -> DraftSampler | BlockTreeSampler:
+        """A sampler of blocks over the step's batch: of tokens in a row, or of the config's tree."""
+        batch = self.extend.batch
         if self.config.tree is None:
-            return self._draft_sampler(seq_lens, positions, step)
-        return BlockTreeSampler(
-            self.config.tree,
-            seq_lens,
-            num_speculative_tokens=self.num_speculative_tokens,
-            vocab_size=self.model.vocab_size,
-            token_map=self.model.token_map,
-        )
+            return self._draft_sampler(batch)
+        return BlockTreeSampler(self.config.tree, batch.seq_lens, **self._drafted)
 
-    def _tree_sampler(self, step: torch.Tensor, seq_lens: torch.Tensor) -> TreeSampler:
+    def _tree_sampler(self, batch: BatchBuffers) -> TreeSampler:
         """A sampler that grows the config's tree, over the tensors of a batch: see TreeSampler."""
         assert self.config.tree is not None
-        return TreeSampler(
-            self.config.tree,
-            step,
-            seq_lens,
-            num_speculative_tokens=self.num_speculative_tokens,
-            vocab_size=self.model.vocab_size,
-            token_map=self.model.token_map,
-        )
+        return TreeSampler(self.config.tree, batch.step, batch.seq_lens, **self._drafted)
 
     def drafts(self, num_reqs: int, num_tokens: int) -> Drafts:
         """What the last round proposed, num_tokens one after the other at most: whole trees, which are no deeper."""

@@ -53,7 +53,7 @@ class TreeStep(Step[DraftModel, TreeSampler]):
         self._token_ids = torch.zeros(rows, query_len, dtype=torch.int64, device=device)
         self._starts = torch.zeros(rows, dtype=torch.int32, device=device)
         self._frontier = torch.arange(tree.width, device=device)
-        return self._tree_sampler(self.decode.batch.step, self.decode.batch.seq_lens)
+        return self._tree_sampler(self.decode.batch)
 
     def run_step_0(self, size: int) -> None:
         """Step 0, as DraftStep's, and the root's children.
