@@ -25,6 +25,7 @@ from spec_decode.cli.options import (
 )
 from spec_decode.cli.output import (
     UserError,
+    complain,
     did_you_mean,
     exit_status,
     progress,
@@ -245,7 +246,7 @@ def _isolated(names: Sequence[str], isolate: bool | None) -> set[str]:
 def _print_refused_plug_ins() -> None:
     """Try the plug-ins before `available` loads them, and name those that cannot be loaded."""
     for why in try_plug_ins_aloud().values():
-        click.echo(f"not available: {' '.join(why.split())}", err=True)
+        complain(f"not available: {why}")
 
 
 def _check_and_save(run: CheckRun, name: str, isolated: bool, path: Path | None, resume: bool) -> Report | None:
@@ -260,7 +261,7 @@ def _check_and_save(run: CheckRun, name: str, isolated: bool, path: Path | None,
     except BrokenBackend as error:
         run.again()
         # One of `all` that does not load must not cost the others their checks.
-        click.echo(f"error: {' '.join(str(error).split())}", err=True)
+        complain(f"error: {error}")
         return None
     except KeyboardInterrupt as ended:
         found = f"; what it found is in {kept.path}, go on with --resume" if kept and kept.path.exists() else ""

@@ -14,7 +14,7 @@ from spec_decode.cli.check import CheckRun
 from spec_decode.cli.list import describe, print_backends
 from spec_decode.cli.matrix import REPORTS
 from spec_decode.cli.options import available_names, device_option, resolve_device, try_plug_ins_aloud, use_threads
-from spec_decode.cli.output import printable, progress, require_writable, say, stdout, write
+from spec_decode.cli.output import progress, require_writable, say, stdout, write
 
 if TYPE_CHECKING:
     import torch
@@ -143,9 +143,9 @@ def _print_a_text(console: Console, comparison: Comparison) -> None:
     from spec_decode.llm.byte_tokenizer import decode
 
     say(console, "\nprompt", "bold")
-    say(console, printable(decode(list(demo_requests()[0].prompt))), "dim")
+    say(console, decode(list(demo_requests()[0].prompt)), "dim")
     say(console, "continued", "bold")
-    say(console, printable(decode(comparison.plain.generations[0].token_ids)))
+    say(console, decode(comparison.plain.generations[0].token_ids))
 
 
 def _matrix(console: Console, device: torch.device, full: bool) -> tuple[Matrix, bool]:

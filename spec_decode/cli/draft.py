@@ -204,7 +204,7 @@ class _Screen:
         self._shown = index
         if index < len(self.prompts):
             say(self.console, f"prompt {index + 1}:", "bold")
-            say(self.console, _indented(self.prompts[index]), "dim")
+            say(self.console, _MARGIN + self.prompts[index].replace("\n", f"\n{_MARGIN}"), "dim")
             say(self.console, "continued:", "bold")
             self._put(_MARGIN)
 
@@ -291,10 +291,6 @@ def _read_prompts(path: Path) -> list[str]:
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"cannot read the prompts in {path}: {error}. Pass a utf-8 file.") from error
     return [line for line in lines if line.strip()]
-
-
-def _indented(text: str) -> str:
-    return "\n".join(_MARGIN + line for line in printable(text).splitlines())
 
 
 def _parse_tree(text: str) -> DraftTree | DynamicTreeConfig:

@@ -31,7 +31,7 @@ class UserError(click.ClickException):
     exit_code = 2
 
     def show(self, file: IO[Any] | None = None) -> None:
-        click.echo(f"error: {' '.join(self.message.split())}", file=file, err=file is None)
+        complain(f"error: {self.message}", file)
 
 
 class Terminated(KeyboardInterrupt):
@@ -68,6 +68,11 @@ def interrupts() -> Iterator[Callable[[], None]]:
             signal.signal(number, handler)
 
 
+def complain(text: str, file: IO[Any] | None = None) -> None:
+    """Print a text of any origin as one line, on stderr unless there is a file."""
+    click.echo(printable(" ".join(text.split())), file=file, err=file is None)
+
+
 def stdout() -> Console:
     """Standard output; as wide as the terminal, or wide enough for the tables where it is none."""
     console = Console(highlight=False)
@@ -75,8 +80,8 @@ def stdout() -> Console:
 
 
 def say(console: Console, text: str, style: str = "") -> None:
-    """Print text as it stands: no markup in it is read, and no line of it is broken."""
-    console.print(Text(text, style=style), soft_wrap=True)
+    """Print a text of any origin: no markup in it is read, no control reaches a terminal, and no line is broken."""
+    console.print(Text(printable(text), style=style), soft_wrap=True)
 
 
 @contextmanager

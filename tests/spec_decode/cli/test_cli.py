@@ -99,3 +99,20 @@ def test_list_names_a_backend_that_cannot_be_asked_and_goes_on(make, line, plug_
     assert result.exit_code == 0 and line in result.output and "\nbehind" in result.output
     entries = json.loads(run("list", "--device", "cpu", "--json").stdout)["backends"]
     assert [entry["accepted"] for entry in entries if entry["name"] == "behind"] == [True]
+
+
+def clear(*asked):
+    raise RuntimeError("\x1b[2J")
+
+
+@pytest.mark.parametrize("verb", ["list", "doctor"])
+def test_what_a_backend_says_reaches_no_terminal_as_a_control(verb, plug_in, run):
+    plug_in("clears", odd(name="clears", supports=clear))
+    found = run(verb, "--device", "cpu").output
+    assert "\\x1b[2J" in found and "\x1b" not in found
+
+
+def test_why_a_backend_does_not_load_reaches_no_terminal_as_a_control(plug_in, run):
+    plug_in("clears", clear)
+    found = run("check", "clears", "torch_reference", "--device", "cpu", "--only", "contract.version_matches")
+    assert "\\x1b[2J" in found.output and "\x1b" not in found.output
