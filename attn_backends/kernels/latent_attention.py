@@ -22,7 +22,7 @@ from attn_backends.kernels.paged_attention import (
 )
 from builders.errors import require
 from builders.kernels.op import define_op
-from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
+from builders.kernels.triton_runtime import await_previous, dependent_launch, stored_as, tl, triton
 from builders.paged import SPLIT_TOKENS
 
 _DIMS = frozenset({16, 32, 64, 128, 256, 512})
@@ -114,10 +114,7 @@ class LatentAttentionArguments(NamedTuple):
         query, splits, value_dim = self.query, self.num_splits, self.value_dim
         query = query if query.stride(2) == 1 else query.contiguous()
         tokens, heads, dim = query.shape
-        interpreted = query.device.type == "cpu"
-        # The interpreter truncates fp32 to bf16 where the hardware rounds: let torch do that conversion.
-        out_dtype = torch.float32 if interpreted else query.dtype
-        out = torch.empty(tokens, heads, value_dim, dtype=out_dtype, device=query.device)
+        out = stored_as(self.fake())
         split = splits > 1
         partial = torch.empty(splits, tokens, heads, value_dim, device=query.device) if split else out
         lse = torch.empty(splits, tokens, heads, device=query.device) if split else out
@@ -152,7 +149,7 @@ class LatentAttentionArguments(NamedTuple):
             IS_CAUSAL=self.causal,
             TREE=self.tree_masks is not None,
             WIDE_PAGES=page_size * self.latent_cache.stride(1) >= 1 << 31,
-            FP32_DOT=interpreted,
+            FP32_DOT=query.device.type == "cpu",
             **config,
             **dependent_launch(query.device),
         )

@@ -17,7 +17,7 @@ from attn_backends.kernels.online_softmax import apply_softcap, sink_exponent
 from attn_backends.kernels.softmax import softmax_with_sinks
 from builders.errors import BatchError
 from builders.kernels.op import define_op
-from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
+from builders.kernels.triton_runtime import await_previous, dependent_launch, stored_as, tl, triton
 from builders.paged import SPLIT_TOKENS, num_sms
 from builders.spec import MAX_TREE_TOKENS
 
@@ -140,10 +140,7 @@ class PagedAttentionArguments(NamedTuple):
         tokens, heads, dim = query.shape
         _, page_size, kv_heads, value_dim = self.value_cache.shape
         group, split = heads // kv_heads, splits > 1
-        interpreted = query.device.type == "cpu"
-        # The interpreter truncates fp32 to bf16 where the hardware rounds: let torch do that conversion.
-        out_dtype = torch.float32 if interpreted else query.dtype
-        out = torch.empty(tokens, heads, value_dim, dtype=out_dtype, device=query.device)
+        out = stored_as(self.fake())
         # A single split writes to `out` and has no lse; the kernel takes a pointer all the same.
         partial = torch.empty(splits, tokens, heads, value_dim, device=query.device) if split else out
         lse = torch.empty(splits, tokens, heads, device=query.device) if split else out
@@ -201,7 +198,7 @@ class PagedAttentionArguments(NamedTuple):
             HAS_SOFTCAP=bool(self.soft_cap),
             HAS_SINKS=sinks is not None and not split,  # of several splits the merge adds them
             WIDE_PAGES=page_size * max(self.key_cache.stride(1), self.value_cache.stride(1)) >= 1 << 31,
-            FP32_DOT=interpreted,
+            FP32_DOT=query.device.type == "cpu",
             **tile,
             **dependent_launch(query.device),
         )

@@ -18,7 +18,7 @@ from attn_backends.kernels import fp8_ds_mla
 from attn_backends.kernels.softmax import softmax_with_sinks
 from builders.errors import require, require_tensor
 from builders.kernels.op import define_op
-from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
+from builders.kernels.triton_runtime import await_previous, dependent_launch, stored_as, tl, triton
 
 DIMS = (64, 128, 256, 512)
 PROGRAMS_AT_ONCE = 132  # the SMs of a Hopper GPU: a program's tile fills one
@@ -119,9 +119,7 @@ class SparseAttentionArguments(NamedTuple):
         self._check()
         (tokens, heads, dim), cache = self.query.shape, self.cache
         query = self.query if self.query.stride(2) == 1 else self.query.contiguous()
-        interpreted = query.device.type == "cpu"
-        # The interpreter truncates fp32 to bf16 where the hardware rounds: let torch do that conversion.
-        out = torch.empty(query.shape, dtype=torch.float32 if interpreted else query.dtype, device=query.device)
+        out = stored_as(self.fake())
         width = self.indices.shape[1]
         config = tile_config(1 if self.batch_invariant else tokens, heads, query.element_size(), width)
         sparse_attention_kernel[(tokens, triton.cdiv(heads, config["BLOCK_M"]))](
@@ -145,7 +143,7 @@ class SparseAttentionArguments(NamedTuple):
             FP8_DS_MLA=cache.dtype == torch.uint8,
             HAS_SINKS=self.sinks is not None,
             ONE_BLOCK=width <= config["BLOCK_N"],
-            FP32_DOT=interpreted,
+            FP32_DOT=query.device.type == "cpu",
             **config,
             **dependent_launch(query.device),
         )

@@ -15,7 +15,7 @@ from attn_backends.kernels.online_softmax import apply_softcap, sink_exponent
 from attn_backends.kernels.paged_attention import length_within, seen_in_tree
 from attn_backends.kernels.softmax import softmax_with_sinks
 from builders.kernels.op import define_op
-from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
+from builders.kernels.triton_runtime import await_previous, dependent_launch, stored_as, tl, triton
 
 _TILE_ELEMENTS = 1 << 13
 """Of the outputs of a tile, which lie in registers."""
@@ -102,8 +102,7 @@ class TreeAttentionArguments(NamedTuple):
         block_d, block_dv = (max(16, triton.next_power_of_2(size)) for size in (dim, value_dim))
         block_m = max(16, min(64, triton.next_power_of_2(max_rows), _TILE_ELEMENTS // block_dv))
         tiles = triton.cdiv(max_rows, block_m)
-        # The interpreter truncates fp32 to bf16 where the hardware rounds: let torch do that conversion.
-        out = self.out.float() if query.device.type == "cpu" else self.out
+        out = stored_as(self.out)
         _tree_attention_kernel[(len(self.seq_lens) * tiles, kv_heads)](
             q_ptr=self.query,
             k_cache_ptr=self.key_cache,
