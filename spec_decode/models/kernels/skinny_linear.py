@@ -270,7 +270,7 @@ def matvec_kernel(
     offs_m = (tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M))[:, None, None]
     offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     w_ptrs = w_ptr + offs_n[None, :, None].to(tl.int64) * K
-    token = _token(token_ids_ptr, offs_m, M)
+    token = tl.load(token_ids_ptr + offs_m, mask=offs_m < M, other=0) if token_ids_ptr is not None else offs_m * 0
     acc = tl.zeros([BLOCK_M, BLOCK_N, BLOCK_K], tl.float32)
     acc_up = tl.zeros([BLOCK_M, BLOCK_N, BLOCK_K], tl.float32)
     acc_sq = tl.zeros([BLOCK_M, 1, BLOCK_K], tl.float32)
@@ -288,24 +288,25 @@ def matvec_kernel(
         if GATED:
             w_up = tl.load(w_ptrs + N * K + offs_k, mask=mask, other=0.0, eviction_policy=EVICTION)
             acc_up += x * w_up.to(tl.float32)
-    # 3. Their sums over K, the epilogue, and the store
+    # 3. Their sums over K, and the scale
     y, up, sum_sq = tl.sum(acc, 2), tl.sum(acc_up, 2), tl.sum(acc_sq, 2)
     if scale_ptr is not None:
         y *= tl.load(scale_ptr + offs_n, mask=offs_n < N, other=0.0)[None, :]
         if GATED:
             up *= tl.load(scale_ptr + N + offs_n, mask=offs_n < N, other=0.0)[None, :]
+    # 4. The norm, the gate and the residual, and the store
+    if eps is not None:
+        # A row's scale is the same for all of its products: taken out of the sum, x is read once, not twice.
+        rstd = tl.rsqrt(sum_sq / K + eps)
+        y *= rstd
+        up *= rstd
+    if GATED:
+        y = y / (1.0 + tl.exp(-y)) * up
     offs_m = (tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M))[:, None]
-    _epilogue(y, up, sum_sq, eps, residual_ptr, y_ptr, offs_m, offs_n[None, :], M, N, K, GATED)
-
-
-@triton.jit
-def _token(
-    token_ids_ptr,  # int64 [T], or None
-    offs_m,
-    M,
-):
-    """The token of each row, shaped as row; 0 where there are no tokens."""
-    return tl.load(token_ids_ptr + offs_m, mask=offs_m < M, other=0) if token_ids_ptr is not None else offs_m * 0
+    y_offs, mask = offs_m * N + offs_n[None, :], (offs_m < M) & (offs_n < N)[None, :]
+    if residual_ptr is not None:
+        y += tl.load(residual_ptr + y_offs, mask=mask, other=0.0).to(tl.float32)
+    tl.store(y_ptr + y_offs, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -340,32 +341,3 @@ def _load_x(
             tl.store(total_ptr + offs_m * K + offs_k, narrow, mask=mask & (tl.program_id(0) == 0))
             x = narrow.to(tl.float32)
     return x
-
-
-@triton.jit
-def _epilogue(
-    y,  # fp32 [BLOCK_M, BLOCK_N]
-    up,  # fp32 [BLOCK_M, BLOCK_N], of the up projection
-    sum_sq,  # fp32 [BLOCK_M, 1], a row's sum of squares
-    eps,  # of the norm; None: no norm
-    residual_ptr,  # [M, N], or None
-    y_ptr,  # out: [M, N]
-    offs_m,  # [BLOCK_M, 1]
-    offs_n,  # [1, BLOCK_N]
-    M,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    GATED: tl.constexpr,
-):
-    """Store y with the norm taken in, silu(y) * up of it with a gate, plus the residual where there is one."""
-    if eps is not None:
-        # A row's scale is the same for all of its products: taken out of the sum, x is read once, not twice.
-        rstd = tl.rsqrt(sum_sq / K + eps)
-        y *= rstd
-        up *= rstd
-    if GATED:
-        y = y / (1.0 + tl.exp(-y)) * up
-    mask = (offs_m < M) & (offs_n < N)
-    if residual_ptr is not None:
-        y += tl.load(residual_ptr + offs_m * N + offs_n, mask=mask, other=0.0).to(tl.float32)
-    tl.store(y_ptr + offs_m * N + offs_n, y.to(y_ptr.dtype.element_ty), mask=mask)

@@ -90,6 +90,7 @@ def _judge_draft_kernel(
     is not judged yet: w(k) = min(1, w(k - 1) target_probs[k] / draft_probs[k]) from w(0) = 1 is stored, as far as the
     draft goes (block verification: Sun et al., 2024, arXiv:2403.10444, algorithm 2).
     """
+    INT32_MAX: tl.constexpr = 2**31 - 1
     await_previous(PDL)
     # 1. Load the row's draft tokens [BLOCK_K]; draft_len of them stand before the first below 0
     row = tl.program_id(0).to(tl.int64)
@@ -147,9 +148,15 @@ def _judge_draft_kernel(
                 weights = tl.where(offs_k == i, w, weights)
             tl.store(weights_ptr + row * num_drafts + offs_k, weights, mask=offs_k < draft_len)
     else:
-        accept = _matches_argmax(
-            row, draft_tokens, draft_len, partial_max_ptr, partial_argmax_ptr, num_drafts, num_blocks, BLOCK_B, BLOCK_K
-        )
+        # A greedy row: which of its tokens are the target's argmax. Of equal logits the first wins.
+        offs_b = tl.arange(0, BLOCK_B)[None, :]
+        part_offs = (row * num_drafts + offs_k[:, None]) * num_blocks + offs_b
+        mask_b = (offs_k < draft_len)[:, None] & (offs_b < num_blocks)
+        block_max = tl.load(partial_max_ptr + part_offs, mask=mask_b, other=float("-inf"))
+        block_argmax = tl.load(partial_argmax_ptr + part_offs, mask=mask_b, other=INT32_MAX)
+        max_logit = tl.max(block_max, 1)
+        target_argmax = tl.min(tl.where(block_max == max_logit[:, None], block_argmax, INT32_MAX), 1)
+        accept = (draft_tokens == target_argmax) & (offs_k < draft_len)
         if weights_ptr is not None:
             tl.store(num_accepted_ptr + row, _count_accepted(accept, offs_k, num_drafts))
     if weights_ptr is None:
@@ -178,32 +185,6 @@ def read_draft(
     draft_tokens = tl.load(draft_tokens_ptr + row * num_drafts + offs_k, mask=offs_k < num_drafts, other=-1)
     draft_len = tl.min(tl.where(draft_tokens < 0, offs_k, num_drafts), 0)
     return draft_tokens, draft_len
-
-
-@triton.jit
-def _matches_argmax(
-    row,
-    draft_tokens,  # int64 [BLOCK_K]
-    draft_len,
-    partial_max_ptr,  # fp32 [R * K, blocks], of the target
-    partial_argmax_ptr,  # int32 [R * K, blocks]
-    num_drafts,  # K
-    num_blocks,  # of the vocabulary
-    BLOCK_B: tl.constexpr,  # blocks, rounded up to a power of two
-    BLOCK_K: tl.constexpr,  # K, likewise
-):
-    """Of a greedy row: which of its first draft_len tokens are the target's argmax."""
-    INT32_MAX: tl.constexpr = 2**31 - 1
-    offs_k = tl.arange(0, BLOCK_K)
-    offs_b = tl.arange(0, BLOCK_B)[None, :]
-    part_offs = (row * num_drafts + offs_k[:, None]) * num_blocks + offs_b
-    mask = (offs_k < draft_len)[:, None] & (offs_b < num_blocks)
-    block_max = tl.load(partial_max_ptr + part_offs, mask=mask, other=float("-inf"))
-    block_argmax = tl.load(partial_argmax_ptr + part_offs, mask=mask, other=INT32_MAX)
-    max_logit = tl.max(block_max, 1)
-    # Of equal logits the first wins.
-    target_argmax = tl.min(tl.where(block_max == max_logit[:, None], block_argmax, INT32_MAX), 1)
-    return (draft_tokens == target_argmax) & (offs_k < draft_len)
 
 
 @triton.jit
