@@ -56,7 +56,7 @@ def _read_hyper_shape(config: ConfigReader, hidden: int, eps: float) -> HyperSha
             )
     streams, iterations = counts.values()
     return HyperShape(
-        streams=streams, hidden=hidden, iterations=iterations, eps=config.get("hc_eps", float), norm_eps=eps
+        streams=streams, hidden=hidden, iterations=iterations, eps=config.positive("hc_eps"), norm_eps=eps
     )
 
 
@@ -84,7 +84,7 @@ class DeepseekV4Prediction(MtpDraft):
         config = weights.store.config
         check_published_form(config)
         _check_uncompressed(config)
-        hidden, eps = config.get("hidden_size", int), config.get("rms_norm_eps", float)
+        hidden, eps = config.get("hidden_size", int), config.positive("rms_norm_eps")
         attention, hyper = read_window_shape(config, hidden, eps), _read_hyper_shape(config, hidden, eps)
         mixture = read_mixture_shape(config, hidden, scoring="sqrtsoftplus")
         remedy = "Make the target with the residual streams after its last layer as target_hidden_states."

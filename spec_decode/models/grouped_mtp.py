@@ -167,7 +167,7 @@ class GroupedPrediction(PredictionLayer):
         self, weights: ScopedWeights, target: TargetModel, config: ConfigReader, layout: MtpLayout, layer: int
     ) -> None:
         """config: what describes the layer. layer: its place among those that draft."""
-        hidden, eps, offset = config.get("hidden_size", int), config.get("rms_norm_eps", float), layout.norm_offset
+        hidden, eps, offset = config.get("hidden_size", int), config.positive("rms_norm_eps"), layout.norm_offset
         said, gated = config.get("use_qk_norm", bool, False), layout.gated
         qk_norm = said if layout.qk_norm is None else layout.qk_norm
         attention = read_grouped_shape(

@@ -37,7 +37,7 @@ class LatentEagle3(OneLayerDraft):
         layer = weights.under(first_prefix(store))
         norms = f"{layer.prefix}input_layernorm.weight", f"{layer.prefix}hidden_norm.weight"
         super().__init__(weights, target, embedding="embed_tokens.weight", norms=norms)
-        hidden, eps = config.get("hidden_size", int), config.get("rms_norm_eps", float)
+        hidden, eps = config.get("hidden_size", int), config.positive("rms_norm_eps")
         shape = read_mla_shape(config, hidden, eps)
         self.token_map, self.hidden_size, self.max_positions = token_map, hidden, target.max_positions
         with torch.device("meta"):

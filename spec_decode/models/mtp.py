@@ -79,7 +79,7 @@ class MultiTokenPrediction(PredictionLayer):
     def __init__(self, weights: ScopedWeights, target: TargetModel, layer: int) -> None:
         """layer: its index in the checkpoint, where those that draft come after the target's own."""
         config = weights.store.config
-        hidden, eps = config.get("hidden_size", int), config.get("rms_norm_eps", float)
+        hidden, eps = config.get("hidden_size", int), config.positive("rms_norm_eps")
         attention = read_mla_shape(config, hidden, eps)
         check_target(weights.store, target, config.get("vocab_size", int), hidden)
         super().__init__(weights, target, embedding="embed_tokens.weight", head="shared_head.head.weight")

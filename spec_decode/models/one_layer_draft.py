@@ -53,7 +53,7 @@ class OneLayerDraft(KeptRowsDraft):
             check_embedding(weights, target, hidden)
         # A tuple hides the target's modules from this module's own parameters.
         self._target = (target,)
-        eps = config.get("rms_norm_eps", float)
+        eps = config.positive("rms_norm_eps")
         self.embedding_norm, self.state_norm = (RMSNorm.read(weights, name, hidden, eps, norm_offset) for name in norms)
         self._dtype = weights.dtype
 

@@ -41,6 +41,13 @@ class ConfigReader:
         """A field of that kind, None where it is left out."""
         return None if self.values.get(name) is None else self.get(name, kind)
 
+    def positive(self, name: str, default: float | None = None) -> float:
+        """As `get`, a number above 0. Raises CheckpointError for any other."""
+        value = self.get(name, float, default)
+        if not value > 0:
+            raise CheckpointError(f"{name} in {self.place} must be positive, got {value}. Restore the file.")
+        return value
+
     def require(self, name: str, wanted: bool | str | float) -> None:
         """Raise CheckpointError for a field that says anything but this; it may be left out."""
         if (found := self.values.get(name, wanted)) not in (wanted, None):

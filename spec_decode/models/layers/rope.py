@@ -135,29 +135,22 @@ def read_rope(config: ConfigReader, scalings: Mapping[str, ScalingReader]) -> tu
 
 
 def _read_llama3(section: ConfigReader, _: float) -> Llama3Scaling:
-    low, high = _positive(section, "low_freq_factor"), _positive(section, "high_freq_factor")
+    low, high = section.positive("low_freq_factor"), section.positive("high_freq_factor")
     if not low < high:
         raise CheckpointError(
             f"low_freq_factor must be below high_freq_factor in {section.place}, got {low} and {high}. "
             "Restore the file."
         )
     return Llama3Scaling(
-        factor=_positive(section, "factor"),
+        factor=section.positive("factor"),
         low_freq_factor=low,
         high_freq_factor=high,
-        original_max_position_embeddings=_positive(section, "original_max_position_embeddings"),
+        original_max_position_embeddings=section.positive("original_max_position_embeddings"),
     )
 
 
-def _positive(section: ConfigReader, name: str, default: float | None = None) -> float:
-    value = section.get(name, float, default)
-    if not value > 0:
-        raise CheckpointError(f"{name} in {section.place} must be positive, got {value}. Restore the file.")
-    return value
-
-
 LLAMA_SCALINGS: dict[str, ScalingReader] = {
-    "linear": lambda section, _: LinearScaling(factor=_positive(section, "factor")),
+    "linear": lambda section, _: LinearScaling(factor=section.positive("factor")),
     "llama3": _read_llama3,
 }
 """Of models that rotate whole heads."""
@@ -230,8 +223,8 @@ def _read_yarn(section: ConfigReader, theta: float) -> Yarn:
         theta=theta,
         factor=factor,
         original_positions=original,
-        beta_fast=_positive(section, "beta_fast", 32.0),
-        beta_slow=_positive(section, "beta_slow", 1.0),
+        beta_fast=section.positive("beta_fast", 32.0),
+        beta_slow=section.positive("beta_slow", 1.0),
         mscale=section.get("mscale", float, 1.0),
         mscale_all_dim=section.get("mscale_all_dim", float, 0.0),
     )

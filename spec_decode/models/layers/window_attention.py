@@ -74,7 +74,7 @@ def read_window_shape(config: ConfigReader, hidden: int, eps: float) -> WindowSh
         groups=groups,
         window=window,
         # rope_scaling and compress_rope_theta are those of the target's compressed layers.
-        rope=RopeConfig(dims=rotated, theta=config.get("rope_theta", float)),
+        rope=RopeConfig(dims=rotated, theta=config.positive("rope_theta")),
         eps=eps,
     )
 

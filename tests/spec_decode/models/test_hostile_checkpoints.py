@@ -52,10 +52,11 @@ def test_a_config_that_lies_about_a_size_is_refused(tmp_path, kind, field):
 
 
 @pytest.mark.parametrize("lie", [10**400, -1.0, 0, math.nan, math.inf, -math.inf, True, "7"], ids=repr)
-@pytest.mark.parametrize("field", ["rms_norm_eps", "rope_theta"])
-def test_a_number_that_is_none_is_refused_by_its_name(tmp_path, field, lie):
-    message = load_refusal(tmp_path, "llama", EVERY["llama"].checkpoint.changed({field: lie}))
-    assert field.removeprefix("rms_") in message
+@pytest.mark.parametrize("kind", ["llama", "latent_eagle3", "deepseek_v3", "deepseek_v4", "mimo"])
+def test_a_number_that_is_none_is_refused_by_its_name(tmp_path, kind, lie):
+    for field in ("rms_norm_eps", "rope_theta", *["hc_eps"] * (kind == "deepseek_v4")):
+        message = load_refusal(tmp_path, kind, EVERY[kind].checkpoint.changed({field: lie}))
+        assert field.removeprefix("rms_") in message
 
 
 CONFIGS = {
