@@ -27,6 +27,7 @@ class CausalDraft(DecoderDraft):
     target_states_size is the target's, so that every target's hidden states can be handed to it.
     """
 
+    batch_invariant = True
     position_offset: ClassVar[int] = 1
 
     def __init__(self, config: DecoderConfig, options: LayerOptions, target_states_size: int) -> None:
@@ -37,11 +38,6 @@ class CausalDraft(DecoderDraft):
         self.layers = nn.ModuleList(DecoderLayer(model, layer, options) for layer in range(model.num_layers))
         self.norm = RMSNorm(model.hidden_size, model.norm_eps)
         self.lm_head = Linear(model.hidden_size, model.vocab_size)
-
-    @property
-    def batch_invariant(self) -> bool:
-        """See the base."""
-        return True
 
     def forward(
         self, token_ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, attention: Attention

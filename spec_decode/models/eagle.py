@@ -31,6 +31,8 @@ class EagleDraft(KeptRowsDraft):
     Embedding and output projection are the target's own modules, shared, not copied; see TargetHead.
     """
 
+    batch_invariant = True
+
     def __init__(self, config: ModelConfig, target: LlamaTarget) -> None:
         super().__init__()
         self.config = config
@@ -44,11 +46,6 @@ class EagleDraft(KeptRowsDraft):
         # A tuple hides the target's modules from this module's own parameters.
         self._shared = (target.embed, target.lm_head)
         self.head = TargetHead(target)
-
-    @property
-    def batch_invariant(self) -> bool:
-        """See the base."""
-        return True
 
     @property
     def stack(self) -> Sequence[ResidualLayer]:

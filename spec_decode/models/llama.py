@@ -21,6 +21,8 @@ class LlamaTarget(TargetModel):
     Raises ValueError for a config with latents.
     """
 
+    batch_invariant = True
+
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         if config.latent is not None:
@@ -37,11 +39,6 @@ class LlamaTarget(TargetModel):
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.rotary = RotaryEmbedding(config)
-
-    @property
-    def batch_invariant(self) -> bool:
-        """See the base."""
-        return True
 
     @property
     def output_projection(self) -> torch.Tensor:
