@@ -11,15 +11,14 @@ from builders import (
     AdvanceSupport,
     AttentionBatch,
     AttentionSpec,
-    CaptureConstants,
+    BatchMetadataBuilder,
     HostLengths,
-    MetadataBuilder,
 )
 from engines.conformance.records import Inner, record_of, tensors_in
 from spec_decode.testing.outcome import Unsupported
 
 
-class EngineBuilder(MetadataBuilder[Any]):
+class EngineBuilder(BatchMetadataBuilder[Any]):
     """Plays vLLM's runner: it keeps the input buffers as vLLM does, and calls the builder as vLLM does.
 
     Page p of the kit is block p + 1 of vLLM, whose block 0 is the null block that padding owns and nothing may write.
@@ -63,11 +62,6 @@ class EngineBuilder(MetadataBuilder[Any]):
             raise Unsupported("vLLM updates metadata in place for decodes of one token, this batch has more")
         self._fill_inputs(metadata.inner.batch)
         self.inner.update_draft_decode_metadata(metadata.inner.metadata)
-
-    def capture_constants(self, metadata: Any) -> CaptureConstants:
-        return CaptureConstants(
-            max_reqs=metadata.num_reqs, max_query_len=metadata.max_query_len, max_seq_len=metadata.max_seq_len
-        )
 
     def tensors_of(self, metadata: Any) -> dict[str, torch.Tensor]:
         """What of vLLM's metadata a captured graph holds on to, by name; what is nested joined by _."""

@@ -8,18 +8,28 @@ from functools import cache
 from typing import Any, ClassVar, TypeVar
 
 import torch
+from vllm.logger import init_logger
 from vllm.v1.attention.backend import AttentionBackend, MultipleOf
 
 import attn_backends
 from attn_backends import Feature
 from builders import AdvanceLevel, AttentionSpec
-from engines.vllm.v0_33.log import say_update
 from engines.vllm.v0_33.reasons import page_sizes, serves_blocks, serves_capability
 
 PREFIX = "ATTN_BACKENDS_"
 """Of vLLM's names for them."""
 
 B = TypeVar("B", bound="OurBackend")
+_log = init_logger("vllm.attn_backends")
+
+
+def say_update(name: str, reasons: Sequence[str]) -> None:
+    """One line of vLLM's log for a backend: its draft metadata is updated in the graph, or the reasons why not, which
+    vLLM itself leaves out."""
+    if reasons:
+        _log.info_once("%s rebuilds draft metadata for every step: %s.", name, "; ".join(reasons))
+    else:
+        _log.info_once("%s updates draft metadata in the graph.", name)
 
 
 class UpdatedInGraph(AttentionBackend):

@@ -20,9 +20,8 @@ from builders import AttentionSpec
 from builders.errors import require
 from builders.flashinfer.wrappers import FlashInferWrappers
 from engines.vllm.device_plan import NO_FLASHINFER, DevicePlan
-from engines.vllm.v0_33.backend import UpdatedInGraph
+from engines.vllm.v0_33.backend import UpdatedInGraph, say_update
 from engines.vllm.v0_33.batch import batch_of, check_causality
-from engines.vllm.v0_33.log import say_update
 from engines.vllm.v0_33.reasons import cache_reasons
 
 try:

@@ -19,8 +19,7 @@ from vllm.v1.attention.backends.mla.flashmla_sparse import (
 from vllm.v1.attention.ops.metadata import compute_token_to_req_indices
 from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 
-from engines.vllm.v0_33.backend import UpdatedInGraph
-from engines.vllm.v0_33.log import say_update
+from engines.vllm.v0_33.backend import UpdatedInGraph, say_update
 
 _QUANTIZED = "fp8_ds_mla"
 """The one quantised cache format that FlashMLA's sparse decode kernel reads on Hopper."""

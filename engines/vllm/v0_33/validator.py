@@ -33,20 +33,6 @@ from engines.vllm.version import SUPPORTED, UnsupportedVllm
 
 SHARE = 0.02
 """Of the time, at most: after a comparison the next one waits for 1 / SHARE times as long as it took."""
-_HOOKS: dict[type[Any], dict[str, str]] = {
-    TargetDependentARSpeculator: {
-        "capture": "",
-        "_generate_fused_drafts": "num_tokens_padded attn_metadata num_speculative_steps",
-        "_fused_multi_step_decode": "num_reqs batch_desc seq_lens_cpu_upper_bound num_speculative_steps",
-    },
-    DFlashSpeculator: {
-        "capture": "",
-        "_prepare_graph_forward": "num_reqs attn_metadata",
-        "_prepare_graph_replay": "input_batch num_graph_reqs dummy_run",
-        "propose": "input_batch",
-    },
-}
-"""What is wrapped, and the arguments that are read of it."""
 _log = init_logger("vllm.attn_backends")
 
 
@@ -284,7 +270,7 @@ def install() -> None:
     wrong = [
         f"{cls.__name__}.{name}"
         for cls, hooks in _HOOKS.items()
-        for name, arguments in hooks.items()
+        for name, (_, arguments) in hooks.items()
         if not _takes(getattr(cls, name, None), arguments.split())
     ]
     if wrong:
@@ -292,13 +278,9 @@ def install() -> None:
             f"ATTN_BACKENDS_VALIDATE=1 watches speculators of vLLM {SUPPORTED}, this vLLM has other ones: "
             f"{', '.join(wrong)}. Install a released vLLM {SUPPORTED}, or unset the variable."
         )
-    _wrap(TargetDependentARSpeculator, "capture", _capture)
-    _wrap(TargetDependentARSpeculator, "_generate_fused_drafts", _keep_steps)
-    _wrap(TargetDependentARSpeculator, "_fused_multi_step_decode", _after_steps)
-    _wrap(DFlashSpeculator, "capture", _capture)
-    _wrap(DFlashSpeculator, "_prepare_graph_forward", _keep_block)
-    _wrap(DFlashSpeculator, "_prepare_graph_replay", _note_block)
-    _wrap(DFlashSpeculator, "propose", _after_block)
+    for cls, hooks in _HOOKS.items():
+        for name, (around, _) in hooks.items():
+            _wrap(cls, name, around)
     _wrap(DraftModelSpeculator, "set_attn", _say_unwatched)
 
 
@@ -374,3 +356,22 @@ def _say_unwatched(method: Callable[[], Any], speculator: Any, asked: Mapping[st
     elif not speculator.supports_decode_metadata_update:
         _log.warning("No draft metadata is compared: vLLM builds it anew for every step.")
     return result
+
+
+_HOOKS: dict[type[Any], dict[str, tuple[Callable[..., Any], str]]] = {
+    TargetDependentARSpeculator: {
+        "capture": (_capture, ""),
+        "_generate_fused_drafts": (_keep_steps, "num_tokens_padded attn_metadata num_speculative_steps"),
+        "_fused_multi_step_decode": (
+            _after_steps,
+            "num_reqs batch_desc seq_lens_cpu_upper_bound num_speculative_steps",
+        ),
+    },
+    DFlashSpeculator: {
+        "capture": (_capture, ""),
+        "_prepare_graph_forward": (_keep_block, "num_reqs attn_metadata"),
+        "_prepare_graph_replay": (_note_block, "input_batch num_graph_reqs dummy_run"),
+        "propose": (_after_block, "input_batch"),
+    },
+}
+"""What is wrapped by which function, and the arguments that are read of it."""
