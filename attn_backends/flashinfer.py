@@ -45,8 +45,10 @@ def _version() -> str:
 
 
 def _lowest_score(version: str) -> float | None:
-    """Before 0.7.2.post1 decode on CUDA cores gives 0 where every score is as low as -46,341 (seen on an H100)."""
-    release = tuple(int(part) for part in re.findall(r"\d+", version)[:4])
+    """Before 0.7.2.post1 decode on CUDA cores gives 0 where every score is as low as -46,341 (seen on an H100). Kernels
+    of an unknown version may be as old."""
+    known = re.match(r"\S+ (\d\S*)", version)
+    release = tuple(int(part) for part in re.findall(r"\d+", known[1])[:4]) if known else ()
     return -46_341.0 if release < (0, 7, 2, 1) else None
 
 

@@ -226,7 +226,13 @@ def test_xqa_alone_declares_that_it_rounds_partial_outputs():
 
 @pytest.mark.parametrize(
     ("release", "lowest"),
-    [("0.6.12", -46_341.0), ("0.7.2", -46_341.0), ("0.7.2.post1", None), ("0.8.0", None)],
+    [
+        ("0.6.12", -46_341.0),
+        ("0.7.2", -46_341.0),
+        ("0.7.2.post1", None),
+        ("0.8.0", None),
+        ("without its wheel's metadata (_build_meta.py, sha256 3f07)", -46_341.0),
+    ],
 )
 def test_scores_that_older_kernels_take_for_masked_are_claimed(release, lowest):
     module = importlib.import_module("attn_backends.flashinfer")
