@@ -30,10 +30,6 @@ EQUIVALENT: dict[str, dict[tuple[str, str], str]] = {
             '"-inf"), (-1.0), o_i)',
         ): "a split without tokens has no share",
         ("sliding_window or 0,", "sliding_window or (-1),"): "the kernel looks at a window above 0 alone",
-        (
-            "value_dim, dtype=out_dtype, device",
-            "value_dim, device",
-        ): "it is brought to the query's dtype in the end",
     },
     "builders/batch.py": {
         ("self.max_reqs - len(padded)))", "self.max_reqs + len(padded)))"): "what lies behind max_reqs is never read",
@@ -45,10 +41,19 @@ EQUIVALENT: dict[str, dict[tuple[str, str], str]] = {
             "kv_ptrs + offs_dv[None, :], mask=mask_n, other=0.0",
             "kv_ptrs + offs_dv[None, :], mask=mask_n, other=1.0",
         ): "a token that is masked has the weight 0",
+        (
+            "kv_ptrs + offs_dv[None, :], mask=mask_n, other=0.0",
+            "kv_ptrs + offs_dv[None, :], mask=mask_n, other=(-1.0)",
+        ): "likewise",
+        ("merge_warps(1 if invariant", "merge_warps(2 if invariant"): "threads change the time alone",
         ("merge_warps(1 if invariant", "merge_warps(0 if invariant"): "threads change the time alone",
         (") // HEADS + 1", ") // HEADS - 1"): "a block that need not be masked is masked, and comes out the same",
     },
     "attn_backends/kernels/sparse_attention.py": {
+        (
+            "mask=mask_m[:, None],\n        other=0.0,",
+            "mask=mask_m[:, None],\n        other=(-1.0),",
+        ): "what is masked is not stored",
         (
             'ONE_BLOCK=width <= config["BLOCK_N"]',
             'ONE_BLOCK=width < config["BLOCK_N"]',
