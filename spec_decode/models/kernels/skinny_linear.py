@@ -22,6 +22,7 @@ from spec_decode.models.kernels.embed_concat import embedded
 from spec_decode.models.kernels.fp8_weight import Weight, is_scaled, operands, widened
 from spec_decode.models.kernels.product_kind import may_launch
 from spec_decode.models.kernels.skinny_tiling import MAX_ROWS, Tiling, power_of_two, tile_of
+from spec_decode.models.kernels.swiglu import activated
 
 MAX_WIDE_ROWS = 64
 """Those of a wide linear, whose weight is small enough to be read again for every _TOGETHER of them."""
@@ -185,8 +186,7 @@ class SkinnyLinear(NamedTuple):
             wide = F.rms_norm(wide, wide.shape[1:], None if self.norm is None else self.norm.float(), self.eps)
         out = F.linear(wide, widened(self.weight, self.scale))
         if self.gated:
-            gate, up = out.chunk(2, -1)
-            out = F.silu(gate) * up
+            out = activated(out)
         if self.residual is not None:
             out = self.residual.float() + out
         return total, out.to(self.dtype)

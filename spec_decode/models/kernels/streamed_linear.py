@@ -21,13 +21,8 @@ from builders.errors import BatchError, require
 from builders.kernels.op import define_op
 from builders.kernels.triton_runtime import await_previous, dependent_launch, stored_as, tl, triton
 from spec_decode.models.kernels.fp8_weight import Weight, is_scaled, operands, widened
-from spec_decode.models.kernels.streamed_tiling import (
-    MAX_ROWS,
-    StreamedTiling,
-    power_of_two,
-    room_of,
-    streamed_tiling,
-)
+from spec_decode.models.kernels.skinny_tiling import power_of_two
+from spec_decode.models.kernels.streamed_tiling import MAX_ROWS, StreamedTiling, room_of, streamed_tiling
 from spec_decode.models.kernels.streamed_tma_kernel import (
     describe,
     epilogue,
@@ -35,6 +30,7 @@ from spec_decode.models.kernels.streamed_tma_kernel import (
     prefetch_weight,
     streamed_tma_kernel,
 )
+from spec_decode.models.kernels.swiglu import activated
 
 _EVICT_ABOVE_BYTES = 32 << 20
 """Weights of more bytes are the first that the L2 cache drops: it would not hold them until the next step anyway."""
@@ -196,10 +192,7 @@ class StreamedLinear(NamedTuple):
                 scale = None if self.scale is None else self.scale.index_select(0, group)
                 out[t] = F.linear(x[t : t + 1], widened(self.weight.index_select(0, group), scale)[0])[0]
         if self.gated:
-            gate, up = out.chunk(2, -1)
-            if self.limit is not None:
-                gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
-            out = F.silu(gate) * up
+            out = activated(out, self.limit)
         if self.residual is not None:
             out = self.residual.float() + out
         return out.to(self.x.dtype)

@@ -8,6 +8,7 @@ from functools import cache
 import torch
 
 from builders.paged import num_sms
+from spec_decode.models.kernels.skinny_tiling import power_of_two
 
 LEAST_ROWS = 16
 """The tensor core's narrow side has no fewer."""
@@ -171,8 +172,3 @@ def row_blocks(rows: int) -> tuple[int, int]:
     whole = max(LEAST_ROWS, power_of_two(rows))
     rest = max(LEAST_ROWS, power_of_two(rows - whole // 2))
     return (whole // 2, rest) if whole > _WHOLE_ROWS and rest < whole // 2 else (whole, 0)
-
-
-def power_of_two(least: int) -> int:
-    """The smallest power of two that is no less."""
-    return 1 << (least - 1).bit_length()

@@ -30,13 +30,7 @@ class SwiGLU(NamedTuple):
     limit: float | None
 
     def reference(self) -> torch.Tensor:
-        return by_row(self._activated, self.gate_up)
-
-    def _activated(self, gate_up: torch.Tensor) -> torch.Tensor:
-        gate, up = gate_up.float().chunk(2, -1)
-        if self.limit is not None:
-            gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
-        return (F.silu(gate) * up).to(gate_up.dtype)
+        return by_row(lambda gate_up: activated(gate_up.float(), self.limit).to(gate_up.dtype), self.gate_up)
 
     def fake(self) -> torch.Tensor:
         return self.gate_up.new_empty(self.gate_up.shape[0], self.gate_up.shape[1] // 2)
@@ -54,6 +48,14 @@ class SwiGLU(NamedTuple):
             **dependent_launch(out.device),
         )
         return out
+
+
+def activated(gate_up: torch.Tensor, limit: float | None = None) -> torch.Tensor:
+    """As `swiglu` has it, in torch and unrounded."""
+    gate, up = gate_up.chunk(2, -1)
+    if limit is not None:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return F.silu(gate) * up
 
 
 @triton.jit
