@@ -249,24 +249,18 @@ class ModuleDraft(DraftModel):
 
 
 class KeptRowsDraft(DraftModel):
-    """Its last layer leaves tokens out after its attention; a subclass has `states` in place of `forward`."""
+    """Its last layer leaves tokens out after its attention."""
 
     @abstractmethod
-    def states(
+    def forward(
         self,
         token_ids: torch.Tensor,
         hidden: torch.Tensor,
         positions: torch.Tensor,
         attention: Attention,
-        keep: KeepRows | None,
+        keep: KeepRows | None = None,
     ) -> torch.Tensor:
-        """`forward` [T, H], or with `keep` the states [R, H] of the tokens that it keeps."""
-
-    def forward(
-        self, token_ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, attention: Attention
-    ) -> torch.Tensor:
-        """States [T, H]; token_ids, positions int64 [T], hidden [T, H]."""
-        return self.states(token_ids, hidden, positions, attention, None)
+        """See the base; with `keep` the states [R, H] of the tokens that it keeps."""
 
     def forward_kept(
         self,
@@ -277,4 +271,4 @@ class KeptRowsDraft(DraftModel):
         keep: KeepRows,
     ) -> torch.Tensor:
         """See the base."""
-        return self.states(token_ids, hidden, positions, attention, keep)
+        return self.forward(token_ids, hidden, positions, attention, keep)

@@ -103,13 +103,13 @@ class DeepseekV4Prediction(MtpDraft):
         self.collapse = HyperHead.from_weights(weights, "hc_head", hyper, hyper.streams, 1)
         self.head_norm = RMSNorm.read(weights, "norm.weight", hidden, eps)
 
-    def states(
+    def forward(
         self,
         token_ids: torch.Tensor,
         hidden: torch.Tensor,
         positions: torch.Tensor,
         attention: Attention,
-        keep: KeepRows | None,
+        keep: KeepRows | None = None,
     ) -> torch.Tensor:
         """token_ids, positions int64 [T], hidden [T, S H]; states [T, S H]."""
         embedded = self.embedding_norm(F.embedding(token_ids, self.embedding))[1]

@@ -18,7 +18,14 @@ from spec_decode.models.checkpoints.token_map import read_token_map
 from spec_decode.models.config import MAX_LAYERS
 from spec_decode.models.decoder_config import FULL, SLIDING, DecoderConfig, read_decoder, read_layer_kinds
 from spec_decode.models.decoder_weights import read_parameters
-from spec_decode.models.draft import HiddenStatesDraft, check_aux_states, check_shared, decoder_fields, read_layers
+from spec_decode.models.draft import (
+    HiddenStatesDraft,
+    check_aux_states,
+    check_shared,
+    decoder_fields,
+    draft_vocab,
+    read_layers,
+)
 from spec_decode.models.kernels.linear import linear
 from spec_decode.models.layers.decoder_layer import AttentionLayer, DecoderLayer, LayerOptions
 from spec_decode.models.layers.linear import Linear
@@ -156,12 +163,12 @@ def load_as(kind: type[D], store: TensorStore, target: TargetModel, *, dtype: to
     # A target that does not say how many it has is held to the number of its states.
     layers = aux_hidden_state_layers(store, target.num_layers or MAX_LAYERS)
     check_aux_states(store, target, model.vocab_size, read, layers)
-    token_map = read_token_map(store, draft_vocab(store, model.vocab_size), target.vocab_size)
+    token_map = read_token_map(store, draft_vocab(store, model.vocab_size), target.vocab_size, device)
     weights = ScopedWeights(store, "", dtype, device)
     if not weights.has("lm_head.weight"):
         check_shared(store.folder, "hidden_size (for want of a head of its own)", model.hidden_size, target.hidden_size)
     with torch.device("meta"):
-        draft = kind(weights, config, target, None if token_map is None else token_map.to(device))
+        draft = kind(weights, config, target, token_map)
     draft = read_parameters(draft, weights)
     draft.mask_token_id = require_mask_token(store, model.vocab_size, "a DFlash draft predicts masks")
     store.refuse_unused()
@@ -203,8 +210,3 @@ def _samples_from_anchor(store: TensorStore) -> bool:
     """Whether the block's first token predicts too."""
     own = store.config.section("dflash_config").optional("sample_from_anchor", bool)
     return store.config.get("sample_from_anchor", bool, False) if own is None else own
-
-
-def draft_vocab(store: TensorStore, vocab_size: int) -> int:
-    """Tokens that the draft's own head scores."""
-    return store.config.get("draft_vocab_size", int, vocab_size)

@@ -17,9 +17,9 @@ from spec_decode.models.checkpoints.files import CheckpointError
 from spec_decode.models.checkpoints.store import ScopedWeights, TensorStore
 from spec_decode.models.config import ModelConfig
 from spec_decode.models.decoder_config import DecoderConfig
-from spec_decode.models.dflash import DFlash, draft_vocab, load_as
+from spec_decode.models.dflash import DFlash, load_as
 from spec_decode.models.dflash import aux_hidden_state_layers as aux_hidden_state_layers
-from spec_decode.models.draft import is_by_speculators
+from spec_decode.models.draft import draft_vocab, is_by_speculators
 from spec_decode.models.kernels.block_convolution import block_convolution
 from spec_decode.models.kernels.linear import gated_linear
 from spec_decode.models.layers.decoder_layer import AttentionLayer, LayerOptions

@@ -92,6 +92,11 @@ def is_by_speculators(store: TensorStore) -> bool:
     return store.config.optional("speculators_model_type", str) is not None
 
 
+def draft_vocab(store: TensorStore, vocab_size: int) -> int:
+    """Tokens that the draft scores; the target's vocab_size where config.json does not say it."""
+    return store.config.get("draft_vocab_size", int, vocab_size)
+
+
 def read_layers(
     section: ConfigReader, name: str, num_target_layers: int, *, left: bool, default: list[int] | None = None
 ) -> tuple[int, ...]:

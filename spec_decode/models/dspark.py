@@ -12,8 +12,9 @@ from spec_decode.models.base import InTurnBlockDraft, TargetModel
 from spec_decode.models.checkpoints.files import CheckpointError
 from spec_decode.models.checkpoints.store import ScopedWeights, TensorStore
 from spec_decode.models.decoder_config import DecoderConfig
-from spec_decode.models.dflash import DFlash, draft_vocab, load_as
+from spec_decode.models.dflash import DFlash, load_as
 from spec_decode.models.dflash import aux_hidden_state_layers as aux_hidden_state_layers
+from spec_decode.models.draft import draft_vocab
 from spec_decode.models.layers.linear import Embedding, Linear
 
 

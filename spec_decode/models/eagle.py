@@ -56,13 +56,13 @@ class EagleDraft(KeptRowsDraft):
         """The one layer, in a group of its own."""
         return self.config.layer_groups(page_size, self.norm.weight.dtype)
 
-    def states(
+    def forward(
         self,
         token_ids: torch.Tensor,
         hidden: torch.Tensor,
         positions: torch.Tensor,
         attention: Attention,
-        keep: KeepRows | None,
+        keep: KeepRows | None = None,
     ) -> torch.Tensor:
         """token_ids, positions int64 [T], hidden [T, H]; normed hidden states [T, H]."""
         x, delta, rope = self.fuse(token_ids, self._shared[0].weight, hidden), None, self.rotary(positions)
@@ -111,13 +111,13 @@ class PublishedEagle(HiddenStatesDraft, KeptRowsDraft):
         self.layers = self.stack(store, UnnormedLayer(config.model, LayerOptions.found(store, "layers.0.")))
         self.head = TargetHead(target)
 
-    def states(
+    def forward(
         self,
         token_ids: torch.Tensor,
         hidden: torch.Tensor,
         positions: torch.Tensor,
         attention: Attention,
-        keep: KeepRows | None,
+        keep: KeepRows | None = None,
     ) -> torch.Tensor:
         """token_ids, positions int64 [T], hidden [T, H]; hidden states [T, H]."""
         x, delta, rope = self.fc(token_ids, self.embedding, hidden), None, self.rotary(positions)
@@ -125,8 +125,7 @@ class PublishedEagle(HiddenStatesDraft, KeptRowsDraft):
         for layer in others:
             x, delta = layer(x, delta, rope, attention)
         x, delta = last(x, delta, rope, attention, keep)
-        states = joined(x, delta)
-        return states
+        return joined(x, delta)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [T, H]; the target's logits [T, vocab_size] of them."""

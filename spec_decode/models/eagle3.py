@@ -14,8 +14,8 @@ from spec_decode.models.checkpoints.token_map import read_token_map
 from spec_decode.models.config import MAX_LAYERS, ModelConfig
 from spec_decode.models.decoder_config import DecoderConfig, read_decoder
 from spec_decode.models.decoder_weights import read_parameters
-from spec_decode.models.draft import HiddenStatesDraft, check_aux_states, decoder_fields
-from spec_decode.models.eagle3_parts import AuxStates, DraftHead, draft_vocab, first_prefix, published_name
+from spec_decode.models.draft import HiddenStatesDraft, check_aux_states, decoder_fields, draft_vocab
+from spec_decode.models.eagle3_parts import AuxStates, DraftHead, Eagle3Ends, first_prefix, published_name
 from spec_decode.models.eagle3_parts import aux_hidden_state_layers as aux_hidden_state_layers
 from spec_decode.models.kernels.embed_concat import embed_concat
 from spec_decode.models.layers.decoder_layer import DecoderLayer, LayerOptions
@@ -49,7 +49,7 @@ class FirstLayer(DecoderLayer):
         return self.after_qkv(residual, self.qkv(both), rope, attention, keep)
 
 
-class Eagle3(HiddenStatesDraft, KeptRowsDraft):
+class Eagle3(Eagle3Ends, HiddenStatesDraft, KeptRowsDraft):
     """At position p: the token at p + 1 and the state at p give a state that predicts the token at p + 2."""
 
     def __init__(
@@ -67,18 +67,13 @@ class Eagle3(HiddenStatesDraft, KeptRowsDraft):
         self.layers = self.stack(store, FirstLayer(model, options, normed_residual=normed_residual))
         self.head = DraftHead(store, model.hidden_size, model.norm_eps, draft_vocab(store, model.vocab_size))
 
-    def combine(self, target_hidden_states: torch.Tensor) -> torch.Tensor:
-        """target_hidden_states [T, F], of each layer the target's hidden size; states [T, H]."""
-        states: torch.Tensor = self.aux(target_hidden_states)
-        return states
-
-    def states(
+    def forward(
         self,
         token_ids: torch.Tensor,
         hidden: torch.Tensor,
         positions: torch.Tensor,
         attention: Attention,
-        keep: KeepRows | None,
+        keep: KeepRows | None = None,
     ) -> torch.Tensor:
         """token_ids, positions int64 [T], hidden [T, H]; states [T, H] before the last norm, or after it where they
         are fed back so."""
@@ -91,11 +86,6 @@ class Eagle3(HiddenStatesDraft, KeptRowsDraft):
         for layer in others:
             x, delta = layer(x, delta, rope, attention, keep if layer is others[-1] else None)
         return self.head.handed_on(x, delta)
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden [T, H]; logits [T, draft vocabulary]."""
-        logits: torch.Tensor = self.head(hidden)
-        return logits
 
 
 class ParallelEagle3(BlockDraft, Eagle3):
@@ -126,9 +116,9 @@ def load(store: TensorStore, target: TargetModel, *, dtype: torch.dtype, device:
     read = store.config.get("target_hidden_size", int, model.hidden_size)
     layers = aux_hidden_state_layers(store, target.num_layers or MAX_LAYERS)
     check_aux_states(store, target, model.vocab_size, read, layers)
-    token_map = read_token_map(store, draft_vocab(store, model.vocab_size), target.vocab_size)
+    token_map = read_token_map(store, draft_vocab(store, model.vocab_size), target.vocab_size, device)
     weights = ScopedWeights(store, "", dtype, device)
-    arguments = (weights, config, target, None if token_map is None else token_map.to(device))
+    arguments = (weights, config, target, token_map)
     mask = _read_mask(store, model.vocab_size, target.target_states_size, dtype, device)
     with torch.device("meta"):
         draft = Eagle3(*arguments) if mask is None else ParallelEagle3(*arguments, mask)

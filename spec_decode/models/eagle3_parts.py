@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from spec_decode.models.base import DraftModel
 from spec_decode.models.checkpoints.config_reader import ConfigReader
 from spec_decode.models.checkpoints.store import TensorStore
 from spec_decode.models.draft import is_by_speculators, read_layers
@@ -62,6 +63,23 @@ class DraftHead(nn.Module):
         return logits
 
 
+class Eagle3Ends(DraftModel):
+    """A draft with both parts around its layers."""
+
+    aux: AuxStates
+    head: DraftHead
+
+    def combine(self, target_hidden_states: torch.Tensor) -> torch.Tensor:
+        """target_hidden_states [T, F], of each layer the target's hidden size; states [T, H]."""
+        states: torch.Tensor = self.aux(target_hidden_states)
+        return states
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden [T, H]; logits [T, draft vocabulary]."""
+        logits: torch.Tensor = self.head(hidden)
+        return logits
+
+
 def published_name(name: str) -> str:
     """What checkpoints call a parameter: they keep those of both parts with the layers."""
     return name.removeprefix("aux.").removeprefix("head.")
@@ -70,11 +88,6 @@ def published_name(name: str) -> str:
 def first_prefix(store: TensorStore) -> str:
     """What the tensors of the first layer begin with; its authors call it midlayer."""
     return "midlayer." if any(name.startswith("midlayer.") for name in store.names()) else "layers.0."
-
-
-def draft_vocab(store: TensorStore, vocab_size: int) -> int:
-    """Tokens that the draft scores; the target's vocab_size where config.json does not say it."""
-    return store.config.get("draft_vocab_size", int, vocab_size)
 
 
 def aux_hidden_state_layers(store: TensorStore, num_target_layers: int) -> tuple[int, ...]:

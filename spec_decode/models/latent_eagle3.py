@@ -14,8 +14,8 @@ from spec_decode.models.checkpoints.store import ScopedWeights, TensorStore
 from spec_decode.models.checkpoints.token_map import read_token_map
 from spec_decode.models.config import MAX_LAYERS
 from spec_decode.models.decoder_weights import read_parameters
-from spec_decode.models.draft import check_aux_states
-from spec_decode.models.eagle3_parts import AuxStates, DraftHead, draft_vocab, first_prefix
+from spec_decode.models.draft import check_aux_states, draft_vocab
+from spec_decode.models.eagle3_parts import AuxStates, DraftHead, Eagle3Ends, first_prefix
 from spec_decode.models.eagle3_parts import aux_hidden_state_layers as aux_hidden_state_layers
 from spec_decode.models.kernels.embed_concat import embed_concat
 from spec_decode.models.layers.feed_forward import Names, read_dense
@@ -28,7 +28,7 @@ ARCHITECTURES = ("Eagle3DeepseekV2ForCausalLM",)
 _NAMES = Names(gate="gate_proj", up="up_proj", down="down_proj", router_bias="")
 
 
-class LatentEagle3(OneLayerDraft):
+class LatentEagle3(Eagle3Ends, OneLayerDraft):
     """At position p: the token at p + 1 and the state at p give a state that predicts the token at p + 2."""
 
     def __init__(self, weights: ScopedWeights, target: TargetModel, token_map: torch.Tensor | None) -> None:
@@ -49,18 +49,13 @@ class LatentEagle3(OneLayerDraft):
         self.mlp_norm = RMSNorm.read(layer, "post_attention_layernorm.weight", hidden, eps)
         self.mlp = read_dense(layer.under("mlp."), _NAMES, hidden, config.get("intermediate_size", int), None)
 
-    def combine(self, target_hidden_states: torch.Tensor) -> torch.Tensor:
-        """target_hidden_states [T, F], of each layer the target's hidden size; states [T, H]."""
-        states: torch.Tensor = self.aux(target_hidden_states)
-        return states
-
-    def states(
+    def forward(
         self,
         token_ids: torch.Tensor,
         hidden: torch.Tensor,
         positions: torch.Tensor,
         attention: Attention,
-        keep: KeepRows | None,
+        keep: KeepRows | None = None,
     ) -> torch.Tensor:
         """token_ids, positions int64 [T], hidden [T, H]; states [T, H] as the head hands them on."""
         norms = [self.embedding_norm.weight, self.state_norm.weight]
@@ -69,11 +64,6 @@ class LatentEagle3(OneLayerDraft):
         delta = self.attention(both, positions, self.layer, attention, keep)
         x, normed = self.mlp_norm(residual if keep is None else keep(residual), delta)
         return self.head.handed_on(self.mlp(normed, x))
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden [T, H]; logits [T, draft vocabulary]."""
-        logits: torch.Tensor = self.head(hidden)
-        return logits
 
 
 def serves(store: TensorStore) -> bool:
@@ -97,8 +87,8 @@ def load(store: TensorStore, target: TargetModel, *, dtype: torch.dtype, device:
     read = config.get("target_hidden_size", int, config.get("hidden_size", int))
     layers = aux_hidden_state_layers(store, target.num_layers or MAX_LAYERS)
     check_aux_states(store, target, vocab, read, layers)
-    token_map = read_token_map(store, draft_vocab(store, vocab), target.vocab_size)
+    token_map = read_token_map(store, draft_vocab(store, vocab), target.vocab_size, device)
     weights = ScopedWeights(store, "", dtype, device)
-    draft = LatentEagle3(weights, target, None if token_map is None else token_map.to(device))
+    draft = LatentEagle3(weights, target, token_map)
     store.refuse_unused()
     return draft.eval()

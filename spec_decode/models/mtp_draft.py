@@ -76,13 +76,13 @@ class PredictionLayer(MtpDraft):
     mlp_norm: RMSNorm
     final_norm: RMSNorm
 
-    def states(
+    def forward(
         self,
         token_ids: torch.Tensor,
         hidden: torch.Tensor,
         positions: torch.Tensor,
         attention: Attention,
-        keep: KeepRows | None,
+        keep: KeepRows | None = None,
     ) -> torch.Tensor:
         """token_ids, positions int64 [T], hidden [T, H]; states [T, H]."""
         norms = [self.embedding_norm.weight, self.state_norm.weight]

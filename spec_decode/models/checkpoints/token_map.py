@@ -8,7 +8,9 @@ from spec_decode.models.checkpoints.files import CheckpointError
 from spec_decode.models.checkpoints.store import TensorStore
 
 
-def read_token_map(store: TensorStore, draft_vocab: int, target_vocab: int) -> torch.Tensor | None:
+def read_token_map(
+    store: TensorStore, draft_vocab: int, target_vocab: int, device: torch.device
+) -> torch.Tensor | None:
     """int64 [draft_vocab], distinct ids of the target, ascending or not; None where both vocabularies are the same.
 
     d2t holds each token's distance to its id in the target. t2d, where there is one, marks the ids that are reached.
@@ -26,7 +28,7 @@ def read_token_map(store: TensorStore, draft_vocab: int, target_vocab: int) -> t
             f"{'; '.join(problems)}; the draft would propose other tokens than it means. "
             "Restore the checkpoint."
         )
-    return ids
+    return ids.to(device)
 
 
 def _problems(ids: torch.Tensor, target_vocab: int) -> list[str]:
