@@ -27,23 +27,15 @@ from spec_decode.paged.kv_groups import KVGroup
 
 __all__ = ["Drafts", "Step", "make_step"]
 
-_STEPS: dict[type, type[Step[Any, Any]]] = {
-    BlockDraft: BlockStep,
-    ContextBlockDraft: ContextBlockStep,
-    InTurnBlockDraft: InTurnBlockStep,
-    SelectingBlockDraft: SelectingBlockStep,
-    ModuleDraft: ModuleStep,
-    DraftModel: DraftStep,
+_STEPS: dict[type, tuple[type[Step[Any, Any]], type[Step[Any, Any]] | None]] = {
+    BlockDraft: (BlockStep, BlockStep),
+    ContextBlockDraft: (ContextBlockStep, ContextBlockStep),
+    InTurnBlockDraft: (InTurnBlockStep, InTurnTreeStep),
+    SelectingBlockDraft: (SelectingBlockStep, SelectingTreeStep),
+    ModuleDraft: (ModuleStep, None),
+    DraftModel: (DraftStep, TreeStep),
 }
-"""The step of each kind of draft."""
-_TREE_STEPS: dict[type, type[Step[Any, Any]]] = {
-    BlockDraft: BlockStep,
-    ContextBlockDraft: ContextBlockStep,
-    InTurnBlockDraft: InTurnTreeStep,
-    SelectingBlockDraft: SelectingTreeStep,
-    DraftModel: TreeStep,
-}
-"""The step of each kind that drafts trees."""
+"""The step of each kind of draft, and the one that drafts trees."""
 
 
 def make_step(
@@ -52,5 +44,6 @@ def make_step(
     """The step of the model's kind. config: as `check_draft` passes it. Raises BatchError for tables without room for
     a round."""
     kind = next(kind for kind in type(model).__mro__ if kind in _STEPS)
-    steps = _STEPS if config.tree is None else _TREE_STEPS
-    return steps[kind](model, groups, tables, config, plan)
+    step = _STEPS[kind][config.tree is not None]
+    assert step is not None, "check_draft lets no module draft trees"
+    return step(model, groups, tables, config, plan)
