@@ -228,44 +228,27 @@ def read_streams_kernel(
             acc += weight * stream.to(tl.float32)
         tl.store(x_ptr + token * H + offs_h, acc.to(x_ptr.dtype.element_ty), mask=offs_h < H)
     elif ITERATIONS > 0:
-        token_write_ptr, token_carry_ptr = write_ptr + token * S, carry_ptr + token * S * S
-        _connect(mixes_ptr, scale_ptr, base_ptr, token_write_ptr, token_carry_ptr, eps, S, ITERATIONS, BLOCK_S)
+        # 1. write, 2 sigmoid(m1)
+        offs_s = tl.arange(0, BLOCK_S)
+        mask_s = offs_s < S
+        write = tl.load(mixes_ptr + S + offs_s, mask=mask_s, other=0.0) * tl.load(scale_ptr + 1)
+        write += tl.load(base_ptr + S + offs_s, mask=mask_s, other=0.0)
+        tl.store(write_ptr + token * S + offs_s, 2.0 * _sigmoid(write), mask=mask_s)
 
-
-@triton.jit
-def _connect(
-    mixes_ptr,  # fp32 [WIDTH]
-    scale_ptr,  # fp32 [3]
-    base_ptr,  # fp32 [WIDTH]
-    write_ptr,  # out: fp32 [S]
-    carry_ptr,  # out: fp32 [S, S]
-    eps,
-    S: tl.constexpr,
-    ITERATIONS: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-):
-    """One token's write [S] and carry [S, S]."""
-    # 1. write, 2 sigmoid(m1)
-    offs_s = tl.arange(0, BLOCK_S)
-    mask_s = offs_s < S
-    write = tl.load(mixes_ptr + S + offs_s, mask=mask_s, other=0.0) * tl.load(scale_ptr + 1)
-    write += tl.load(base_ptr + S + offs_s, mask=mask_s, other=0.0)
-    tl.store(write_ptr + offs_s, 2.0 * _sigmoid(write), mask=mask_s)
-
-    # 2. carry, sinkhorn(m2)
-    offs = offs_s[:, None] * S + offs_s[None, :]
-    mask = mask_s[:, None] & mask_s[None, :]
-    carry = tl.load(mixes_ptr + 2 * S + offs, mask=mask, other=0.0) * tl.load(scale_ptr + 2)
-    carry += tl.load(base_ptr + 2 * S + offs, mask=mask, other=0.0)
-    # Columns beyond the streams weigh nothing; rows beyond them stay finite and are then zeroed.
-    carry = tl.where(mask_s[None, :], carry, float("-inf"))
-    carry = tl.exp(carry - tl.max(carry, 1)[:, None])
-    carry = tl.where(mask, carry / tl.sum(carry, 1)[:, None] + eps, 0.0)
-    carry = carry / (tl.sum(carry, 0)[None, :] + eps)
-    for _ in range(ITERATIONS - 1):
-        carry = carry / (tl.sum(carry, 1)[:, None] + eps)
+        # 2. carry, sinkhorn(m2)
+        offs = offs_s[:, None] * S + offs_s[None, :]
+        mask = mask_s[:, None] & mask_s[None, :]
+        carry = tl.load(mixes_ptr + 2 * S + offs, mask=mask, other=0.0) * tl.load(scale_ptr + 2)
+        carry += tl.load(base_ptr + 2 * S + offs, mask=mask, other=0.0)
+        # Columns beyond the streams weigh nothing; rows beyond them stay finite and are then zeroed.
+        carry = tl.where(mask_s[None, :], carry, float("-inf"))
+        carry = tl.exp(carry - tl.max(carry, 1)[:, None])
+        carry = tl.where(mask, carry / tl.sum(carry, 1)[:, None] + eps, 0.0)
         carry = carry / (tl.sum(carry, 0)[None, :] + eps)
-    tl.store(carry_ptr + offs, carry, mask=mask)
+        for _ in range(ITERATIONS - 1):
+            carry = carry / (tl.sum(carry, 1)[:, None] + eps)
+            carry = carry / (tl.sum(carry, 0)[None, :] + eps)
+        tl.store(carry_ptr + token * S * S + offs, carry, mask=mask)
 
 
 @triton.jit
