@@ -138,17 +138,19 @@ def autotune_strategy(
     times: dict[str, float] = {}
     if len(able) > 1:
         _load_dummies(tables, config.num_speculative_tokens)
-        for strategy in able:
-            candidate = DrafterConfig(
-                num_speculative_tokens=config.num_speculative_tokens,
-                graph_mode=config.graph_mode,
-                capture_sizes=[tables.num_live],
-                loop_steps=config.loop_steps,
-            )
-            drafter = Drafter(model, groups, tables, candidate, plan.autotuned(strategy, "to be timed"))
-            times[strategy.value] = round((clock or _wall_us)(drafter), 2)
-            drafter.graphs.release()
-        tables.load([[] for _ in groups], [])
+        candidate = DrafterConfig(
+            num_speculative_tokens=config.num_speculative_tokens,
+            graph_mode=config.graph_mode,
+            capture_sizes=[tables.num_live],
+            loop_steps=config.loop_steps,
+        )
+        try:
+            for strategy in able:
+                drafter = Drafter(model, groups, tables, candidate, plan.autotuned(strategy, "to be timed"))
+                times[strategy.value] = round((clock or _wall_us)(drafter), 2)
+                drafter.graphs.release()
+        finally:
+            tables.load([[] for _ in groups], [])
     measurement = Measurement(
         shape=shape,
         strategy=_best(able, times),

@@ -87,6 +87,13 @@ def test_every_strategy_that_may_be_fastest_is_measured_over_live_requests_of_fu
     assert fixture.tables.num_live == 0 and not fixture.tables.token_limits.any()
 
 
+def test_a_measurement_that_fails_leaves_no_request_and_keeps_nothing(fixture):
+    with pytest.raises(KeyError):
+        fixture.measure({MEASURED[0]: 100.0})
+    assert len(fixture.seen) == 1 + 1 and fixture.tables.num_live == 0
+    assert fixture.measure(times(device=50.0)).strategy is Strategy.DEVICE_LOOP
+
+
 def test_a_second_call_measures_nothing_and_says_where_its_answer_is_from(fixture):
     first = fixture.measure(times(device=50.0))
     fixture.seen.clear()
