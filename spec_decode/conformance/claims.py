@@ -11,7 +11,7 @@ from attn_backends import Feature, FusedWrite
 from builders import AdvanceLevel, AttentionKind, GraphSupport
 from spec_decode.conformance import coverage
 from spec_decode.conformance.cases import tested_values
-from spec_decode.conformance.coverage import EVERYTHING, strategy_column, unsupported_strategies
+from spec_decode.conformance.coverage import EVERYTHING, column, unsupported_strategies
 from spec_decode.conformance.report import Claim
 from spec_decode.drafter import Strategy
 from spec_decode.testing.outcome import Unsupported
@@ -34,7 +34,7 @@ def claims_of(subject: Subject, columns: Iterable[str]) -> dict[str, Claim]:
     except BaseException as error:  # a plug-in's record may hold anything
         return {EVERYTHING: _unreadable(error)}
     claimed = _OF_A_BUILDER if subject.engine else {*_READERS, *columns} - {EVERYTHING}
-    return {column: _claim(subject, column) for column in sorted(claimed)}
+    return {tag: _claim(subject, tag) for tag in sorted(claimed)}
 
 
 def level_words(level: GraphSupport | AdvanceLevel) -> str:
@@ -42,8 +42,8 @@ def level_words(level: GraphSupport | AdvanceLevel) -> str:
     return level.name.lower().replace("_", " ")
 
 
-def _claim(subject: Subject, column: str) -> Claim:
-    read = _READERS.get(column)
+def _claim(subject: Subject, tag: str) -> Claim:
+    read = _READERS.get(tag)
     try:
         return read(subject) if read else Claim(claimed=True)
     except KeyboardInterrupt:
@@ -104,15 +104,15 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _READERS: dict[str, Callable[[Subject], Claim]] = {
     coverage.CAPTURE: _capture,
     coverage.ADVANCE: _advance,
-    **{strategy_column(strategy): partial(_strategy, strategy) for strategy in Strategy},
-    **{coverage.dtype_column(dtype): partial(_dtype, dtype) for dtype in _DTYPES},
+    **{column("strategy", strategy): partial(_strategy, strategy) for strategy in Strategy},
+    **{column("dtype", dtype): partial(_dtype, dtype) for dtype in _DTYPES},
     coverage.MIXED_KV: lambda subject: Claim(claimed=subject.backend.capabilities.mixed_kv_dtypes),
-    coverage.kv_column(torch.float8_e4m3fn): partial(_kv, torch.float8_e4m3fn),
-    **{coverage.page_column(size): partial(_size, "page_sizes", size) for size in tested_values("page_size")},
-    **{coverage.dim_column(dim): partial(_size, "head_dims", dim) for dim in tested_values("head_dim")},
-    **{coverage.feature_column(feature): partial(_feature, feature) for feature in Feature},
+    column("kv", torch.float8_e4m3fn): partial(_kv, torch.float8_e4m3fn),
+    **{column("page", size): partial(_size, "page_sizes", size) for size in tested_values("page_size")},
+    **{column("dim", dim): partial(_size, "head_dims", dim) for dim in tested_values("head_dim")},
+    **{column("feature", feature): partial(_feature, feature) for feature in Feature},
     coverage.MLA: partial(_listed, "kinds", AttentionKind.MLA),
-    **{coverage.fused_write_column(write): partial(_listed, "fused_writes", write) for write in FusedWrite},
+    **{column("fused_write", write): partial(_listed, "fused_writes", write) for write in FusedWrite},
 }
 """What every backend claims or denies, whichever checks it gets. Every other column is part of the contract: whoever
 registers a backend claims it."""

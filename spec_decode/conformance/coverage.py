@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from enum import Enum
 from typing import Any
 
 import torch
 
-from attn_backends import Feature, FusedWrite
 from attn_backends.capabilities import features_of
 from builders import AttentionKind, AttentionSpec
 from spec_decode.drafter import Strategy, StrategyError
@@ -33,34 +33,9 @@ MIXED_KV = "kv:mixed"
 MLA = "feature:mla"
 
 
-def dtype_column(dtype: torch.dtype) -> str:
-    """Queries of this dtype."""
-    return f"dtype:{_name(dtype)}"
-
-
-def kv_column(dtype: torch.dtype) -> str:
-    """A quantised KV cache of this dtype."""
-    return f"kv:{_name(dtype)}"
-
-
-def page_column(size: int) -> str:
-    """Pages of so many tokens."""
-    return f"page:{size}"
-
-
-def dim_column(head_dim: int) -> str:
-    """Key heads of this size."""
-    return f"dim:{head_dim}"
-
-
-def feature_column(feature: Feature) -> str:
-    """A feature of the spec."""
-    return f"feature:{feature.value}"
-
-
-def fused_write_column(write: FusedWrite) -> str:
-    """A cache write that a backend declares to be fused."""
-    return f"fused_write:{write.value}"
+def column(axis: str, value: torch.dtype | Enum | int) -> str:
+    """The column of a value on an axis, such as page:16, dtype:bfloat16 or feature:gqa."""
+    return f"{axis}:{value.value if isinstance(value, Enum) else str(value).removeprefix('torch.')}"
 
 
 def only(*columns: str) -> Coverage:
@@ -80,17 +55,13 @@ def with_case(*columns: str) -> Coverage:
     return covers
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def _of_spec(spec: AttentionSpec) -> Iterator[str]:
-    yield dtype_column(spec.dtype)
+    yield column("dtype", spec.dtype)
     if spec.cache_dtype != spec.dtype:
-        yield kv_column(spec.cache_dtype) if spec.cache_dtype.itemsize == 1 else MIXED_KV
-    yield page_column(spec.page_size)
-    yield dim_column(spec.head_dim)
-    yield from map(feature_column, features_of(spec))
+        yield column("kv", spec.cache_dtype) if spec.cache_dtype.itemsize == 1 else MIXED_KV
+    yield column("page", spec.page_size)
+    yield column("dim", spec.head_dim)
+    yield from (column("feature", feature) for feature in features_of(spec))
     if spec.kind is AttentionKind.MLA:
         yield MLA
 
@@ -128,18 +99,13 @@ def supported_strategies(subject: Subject) -> list[Strategy]:
     return [strategy for strategy in Strategy if strategy not in refused]
 
 
-def strategy_column(strategy: Strategy) -> str:
-    """Drafting in this strategy."""
-    return f"strategy:{strategy.value}"
-
-
 def every_strategy(subject: Subject, case: Any) -> Iterable[str]:
     """The strategies that the backend can run: for a check that compares them."""
-    return map(strategy_column, supported_strategies(subject))
+    return [column("strategy", strategy) for strategy in supported_strategies(subject)]
 
 
 def one_strategy(subject: Subject, case: Any) -> Iterable[str]:
     """The strategy that the case is, else the one that a drafter chooses."""
     # The device loop is run only where it is asked for.
     able = [strategy for strategy in supported_strategies(subject) if strategy.implementation.automatic]
-    return map(strategy_column, [case] if isinstance(case, Strategy) else able[:1])
+    return [column("strategy", each) for each in ([case] if isinstance(case, Strategy) else able[:1])]

@@ -13,7 +13,7 @@ from attn_backends.kernels.write_latent import KvANormRope
 from builders import AttentionKind
 from spec_decode.conformance.cases import spec_cases
 from spec_decode.conformance.check import Family
-from spec_decode.conformance.coverage import fused_write_column, with_case
+from spec_decode.conformance.coverage import column, with_case
 from spec_decode.testing.batches import DECODE, MAX_SEQ_LEN, Case
 from spec_decode.testing.oracle import assert_as_precise
 from spec_decode.testing.outcome import Measurements, expect, worst
@@ -42,7 +42,7 @@ def _cases_of(write: FusedWrite, kind: AttentionKind) -> Callable[[Subject], Ite
 @check(
     "rope_and_write_kv stores what a rotation and write_kv store, rotates the query, and leaves slots of -1 unwritten",
     _cases_of(FusedWrite.ROPE, AttentionKind.MHA),
-    covers=with_case(fused_write_column(FusedWrite.ROPE)),
+    covers=with_case(column("fused_write", FusedWrite.ROPE)),
     since=(1, 1),
 )
 def fused_rope_write_stores_the_same(subject: Subject, case: Case) -> Measurements:
@@ -77,7 +77,7 @@ def fused_rope_write_stores_the_same(subject: Subject, case: Case) -> Measuremen
 @check(
     "norm_rope_and_write_latent stores what norm, rotation and write_kv store, and leaves slots of -1 unwritten",
     _cases_of(FusedWrite.KV_A_NORM_ROPE, AttentionKind.MLA),
-    covers=with_case(fused_write_column(FusedWrite.KV_A_NORM_ROPE)),
+    covers=with_case(column("fused_write", FusedWrite.KV_A_NORM_ROPE)),
     since=(1, 1),
 )
 def fused_latent_write_stores_the_same(subject: Subject, case: Case) -> Measurements:

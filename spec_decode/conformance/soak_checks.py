@@ -12,7 +12,7 @@ from itertools import islice
 import torch
 
 from spec_decode.conformance.check import Family
-from spec_decode.conformance.coverage import strategy_column
+from spec_decode.conformance.coverage import column
 from spec_decode.conformance.draft_runs import without_interpreter
 from spec_decode.conformance.soak_rounds import SoakDrafter, soak_fixture, soak_rounds
 from spec_decode.conformance.soak_schedule import ScheduledRound
@@ -64,7 +64,7 @@ def _cases(subject: Subject) -> list[tuple[str, SoakCase]]:
     return [(case.name, case) for case in (SoakCase(strategy, *_length.get()) for strategy in Strategy)]
 
 
-check = Family("soak", covers=lambda subject, case: [strategy_column(case.strategy)])
+check = Family("soak", covers=lambda subject, case: [column("strategy", case.strategy)])
 
 
 @check(

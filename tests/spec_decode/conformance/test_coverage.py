@@ -13,7 +13,7 @@ from spec_decode.conformance.claims import claims_of
 from spec_decode.conformance.coverage import (
     DECLARED,
     EVERYTHING,
-    dtype_column,
+    column,
     every_strategy,
     one_strategy,
     only,
@@ -186,6 +186,6 @@ def test_a_claim_that_cannot_be_read_is_none_and_says_so():
 def test_a_claim_of_a_dtype_says_what_is_rounded_to_it():
     able = replace(TorchReference.capabilities, rounds_partials=True)
     backend = type("Rounding", (TorchReference,), {"capabilities": able})()
-    found = claims(backend, dtype_column(torch.bfloat16))[dtype_column(torch.bfloat16)]
+    found = claims(backend, column("dtype", torch.bfloat16))[column("dtype", torch.bfloat16)]
 
     assert found.claimed and found.reason == "outputs over parts of a prefix are rounded to it and summed in it"
