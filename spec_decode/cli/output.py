@@ -46,7 +46,8 @@ def exit_status(ended: KeyboardInterrupt) -> int:
 @contextmanager
 def interrupts() -> Iterator[Callable[[], None]]:
     """Inside, SIGTERM raises Terminated as SIGINT does KeyboardInterrupt, so that what was found is kept and what was
-    started is ended. Yields what raises it once more: a library whose import is interrupted may swallow it.
+    started is ended; in a thread nothing changes. Yields what raises it once more: a library whose import is
+    interrupted may swallow it.
     """
     came: list[KeyboardInterrupt] = []
 
@@ -58,9 +59,11 @@ def interrupts() -> Iterator[Callable[[], None]]:
         if came:
             raise came[-1]
 
-    before = {signal.SIGTERM: signal.signal(signal.SIGTERM, raise_it)}
+    heard = [signal.SIGTERM]
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # in the background it may be ignored
-        before[signal.SIGINT] = signal.signal(signal.SIGINT, raise_it)
+        heard.append(signal.SIGINT)
+    main_thread = threading.current_thread() is threading.main_thread()  # signals come to it alone
+    before = {number: signal.signal(number, raise_it) for number in heard if main_thread}
     try:
         yield again
     finally:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
@@ -167,6 +168,11 @@ def test_an_interrupt_that_somebody_swallows_ends_a_check_all_the_same(monkeypat
     result = invoke(*NAMED.split(), "--no-isolate", "--json", tmp_path / "report.json")
     assert result.exit_code == status and "interrupted in torch_reference: no report" in result.stderr
     assert not (tmp_path / "report.json").exists()
+
+
+def test_a_verb_runs_in_a_thread_too_where_no_signal_is_heard():
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(invoke, *NAMED.split(), "--no-isolate").result().exit_code == 0
 
 
 def test_an_interrupt_in_the_middle_of_a_text_ends_its_line(monkeypatch, pair, run):
