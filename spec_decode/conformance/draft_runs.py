@@ -9,7 +9,7 @@ from functools import partial
 import torch
 
 from builders.kernels.triton_runtime import torch_implementations
-from spec_decode.drafter import Drafter, DrafterConfig, Strategy, StrategyError, VerifiedTokens
+from spec_decode.drafter import Strategy, StrategyError, VerifiedTokens
 from spec_decode.sampling.draft_sampler import NO_TOKEN
 from spec_decode.testing.draft_fixture import VOCAB, DraftFixture
 from spec_decode.testing.outcome import expect
@@ -60,15 +60,8 @@ def draft(
     tree: DraftTree | DynamicTreeConfig | None = None,
 ) -> DraftRun:
     """Two rounds; in the second one request has left and the others sit in other rows. draft_lens: of each request."""
-    groups, tables = fixture.groups(), fixture.tables()
-    config = DrafterConfig(
-        num_speculative_tokens=fixture.num_speculative_tokens,
-        strategy=strategy,
-        capture_sizes=[fixture.num_reqs],
-        min_confidence=min_confidence,
-        tree=tree,
-    )
-    drafter = Drafter(fixture.model, groups, tables, config)
+    drafter = fixture.drafter(strategy, capture_sizes=[fixture.num_reqs], min_confidence=min_confidence, tree=tree)
+    tables = drafter.tables
     lengths = None if draft_lens is None else torch.tensor(draft_lens, dtype=torch.int32, device=tables.device)
     contexts, limits, pages = fixture.contexts(), fixture.limits(), fixture.pages
     run: DraftRun = {}
@@ -87,7 +80,7 @@ def draft(
         moved = [c + int(a) + 1 for c, a in zip(contexts, verified.accepted.cpu(), strict=True)]
         stay = slice(1, None) if len(moved) > 1 else slice(None)
         contexts, limits, pages = moved[stay], limits[stay], [rows[stay] for rows in pages]
-    caches = [cache for group in groups for cache in group.caches.values()]
+    caches = [cache for group in drafter.groups for cache in group.caches.values()]
     after = {f"{part} cache": torch.stack([getattr(cache, part) for cache in caches]) for part in ("key", "value")}
     after["overflow flags"] = tables.overflow
     return run | {(_ROUNDS, field): tensor for field, tensor in after.items()}
@@ -106,9 +99,8 @@ def draft_after_a_pause(
 ) -> DraftRun:
     """Five rounds, of which the second and third are paused; from then on a round adds one token, as plain decoding
     does. What the last request, or all of them, proposed in paused rounds is left out."""
-    groups, tables, steps = fixture.groups(), fixture.tables(), fixture.num_speculative_tokens
-    config = DrafterConfig(num_speculative_tokens=steps, strategy=strategy, capture_sizes=[fixture.num_reqs])
-    drafter = Drafter(fixture.model, groups, tables, config)
+    drafter, steps = fixture.drafter(strategy, capture_sizes=[fixture.num_reqs]), fixture.num_speculative_tokens
+    tables = drafter.tables
     tables.load(fixture.pages, fixture.limits())
     contexts = torch.tensor(fixture.contexts(), dtype=torch.int32, device=tables.device)
     whole = torch.full_like(contexts, steps)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from itertools import product
 
@@ -19,7 +20,7 @@ from spec_decode.conformance.draft_runs import (
     verified_tokens,
     without_interpreter,
 )
-from spec_decode.drafter import Drafter, DrafterConfig, Strategy, StrategyError, VerifiedTokens
+from spec_decode.drafter import Strategy, StrategyError, VerifiedTokens
 from spec_decode.graphs.emulator import HostReadGuard
 from spec_decode.models import AttentionInputs, EagleDraft
 from spec_decode.paged.kv_groups import KVGroup
@@ -159,10 +160,9 @@ def _compare_with_dense(
 ) -> Measurements:
     """A round in the strategy chosen, held against a dense computation of each step's logits."""
     fixture = DraftFixture.make(subject, num_reqs, steps, shape)
-    groups, tables = fixture.groups(), fixture.tables()
-    context = _context_of(fixture, groups)
-    drafter = Drafter(fixture.model, groups, tables, DrafterConfig(num_speculative_tokens=steps))
-    tables.load(fixture.pages, [MAX_SEQ_LEN] * num_reqs)
+    drafter = fixture.drafter(None)
+    context = _context_of(fixture, drafter.groups)
+    drafter.tables.load(fixture.pages, [MAX_SEQ_LEN] * num_reqs)
     verified = verified_tokens(fixture, fixture.contexts(), 0.0, 0)
     drafts = drafter.propose(verified)
     reference = _dense_logits(fixture, context, verified, drafts.tokens.cpu(), torch.float64)
@@ -183,7 +183,7 @@ _Context = dict[int, tuple[AttentionSpec, torch.Tensor, torch.Tensor]]
 """By layer: its spec, and the keys and values [length, heads, dim] that a request starts with, on the CPU."""
 
 
-def _context_of(fixture: DraftFixture, groups: list[KVGroup]) -> list[_Context]:
+def _context_of(fixture: DraftFixture, groups: Sequence[KVGroup]) -> list[_Context]:
     """What each request starts with, read out of the caches by the page tables' own arithmetic."""
     contexts: list[_Context] = [{} for _ in range(fixture.num_reqs)]
     size = fixture.spec.page_size
@@ -267,13 +267,11 @@ def a_round_never_waits(subject: Subject, case: Strategy | None) -> None:
         raise Unsupported("the builder needs exact lengths on the host, for which a round waits")
     if subject.device.type == "cpu" and case is Strategy.DEVICE_LOOP:
         raise Unsupported("on the CPU the emulator reads when a loop ends, which a device does itself")
-    tables = fixture.tables()
-    config = DrafterConfig(num_speculative_tokens=4, strategy=case)
     try:
-        drafter = Drafter(fixture.model, fixture.groups(), tables, config)
+        drafter = fixture.drafter(case)
     except StrategyError as error:
         raise Unsupported(str(error)) from error
-    tables.load(fixture.pages, [MAX_SEQ_LEN] * 3)
+    drafter.tables.load(fixture.pages, [MAX_SEQ_LEN] * 3)
     verified = verified_tokens(fixture, fixture.contexts(), 0.0, 0)
     drafter.propose(verified)
     with (

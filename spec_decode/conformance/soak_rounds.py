@@ -9,7 +9,7 @@ import torch
 
 from spec_decode.conformance.draft_runs import verified_tokens
 from spec_decode.conformance.soak_schedule import Schedule, ScheduledRound
-from spec_decode.drafter import Drafter, DrafterConfig, Drafts, Strategy, VerifiedTokens
+from spec_decode.drafter import Drafter, Drafts, Strategy, VerifiedTokens
 from spec_decode.testing.draft_fixture import DraftFixture
 from spec_decode.testing.poison import bits
 from spec_decode.testing.subject import Subject
@@ -64,13 +64,10 @@ class SoakDrafter:
 
     @classmethod
     def make(cls, fixture: DraftFixture, strategy: Strategy | None) -> SoakDrafter:
-        """Over tables and a cache of its own. strategy: None takes the one with the least host work that the backend
-        allows. Raises StrategyError for one that it does not allow.
-        """
-        groups, tables = fixture.groups(), fixture.tables()
-        config = DrafterConfig(num_speculative_tokens=fixture.num_speculative_tokens, strategy=strategy)
-        cache = groups[0].caches[0]
-        return cls(Drafter(fixture.model, groups, tables, config), (bits(cache.key), bits(cache.value)))
+        """As `DraftFixture.drafter` has it. Raises StrategyError for a strategy that the backend does not allow."""
+        drafter = fixture.drafter(strategy)
+        cache = drafter.groups[0].caches[0]
+        return cls(drafter, (bits(cache.key), bits(cache.value)))
 
     def draft(
         self,

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from builders import AttentionKind, AttentionSpec, RequestTables
+from spec_decode.drafter import Drafter, DrafterConfig, Strategy
 from spec_decode.models import BlockDraft, EagleDraft, LatentConfig, LayerGroup, LlamaTarget, ModelConfig
 from spec_decode.models.layers.decoder_layer import ResidualLayer
 from spec_decode.paged.kv_groups import KVGroup, make_group
@@ -138,6 +139,13 @@ class DraftFixture:
             device=self.subject.device,
         )
 
+    def drafter(self, strategy: Strategy | None, **options: Any) -> Drafter:
+        """A drafter over such caches and tables of its own. strategy: None takes the one with the least host work that
+        the backend allows. options: further fields of its DrafterConfig. Raises StrategyError for a strategy that the
+        backend does not allow."""
+        config = DrafterConfig(num_speculative_tokens=self.num_speculative_tokens, strategy=strategy, **options)
+        return Drafter(self.model, self.groups(), self.tables(), config)
+
 
 def _draft_spec(subject: Subject, window: int, page_size: int | None) -> AttentionSpec:
     """The base spec with a window that the contexts outgrow, and with sinks in a latent layer, where it has them."""
@@ -196,7 +204,7 @@ def target_of(config: ModelConfig) -> LlamaTarget:
     return LlamaTarget(replace(config, num_layers=0, latent=None))
 
 
-def _noisy_group(subject: Subject, spec: AttentionSpec, num_pages: int, layers: Sequence[int] = (0,)) -> KVGroup:
+def _noisy_group(subject: Subject, spec: AttentionSpec, num_pages: int, layers: Sequence[int]) -> KVGroup:
     """A group of these layers whose fresh caches hold noise, the same each time."""
     group = make_group("draft", subject.backend, spec, layers, num_pages=num_pages, device=subject.device)
     generator = torch.Generator().manual_seed(7 + layers[0])
