@@ -21,8 +21,9 @@ from benchmarks.cases.products import cold_copies, time_product, weights_of
 from benchmarks.measure import copy_bandwidth
 from benchmarks.random_drafts import PUBLISHED_DRAFTS
 from benchmarks.rounds import TimedDraft
+from builders.kernels.sizes import next_power_of_2
 from spec_decode.models.kernels.skinny_linear import SkinnyLinear
-from spec_decode.models.kernels.skinny_tiling import MAX_SUMS, Tiling, power_of_two, tile_of
+from spec_decode.models.kernels.skinny_tiling import MAX_SUMS, Tiling, tile_of
 
 _DEVICE = torch.device("cuda")
 _CUTS = [
@@ -47,7 +48,7 @@ class SkinnyProduct:
 
     def tilings(self) -> list[Tiling]:
         """The table's first, then others whose sums stay in registers."""
-        height = power_of_two(self.rows) * (1 + self.gated)
+        height = next_power_of_2(self.rows) * (1 + self.gated)
         own = tile_of(self.rows, self.n // (1 + self.gated), self.k, gated=self.gated)
         others = [
             cut

@@ -22,6 +22,7 @@ from attn_backends.kernels.paged_attention import (
 )
 from builders.errors import require
 from builders.kernels.op import define_op
+from builders.kernels.sizes import cdiv, next_power_of_2
 from builders.kernels.triton_runtime import await_previous, dependent_launch, stored_as, tl, triton
 from builders.paged import SPLIT_TOKENS
 
@@ -120,7 +121,7 @@ class LatentAttentionArguments(NamedTuple):
         lse = torch.empty(splits, tokens, heads, device=query.device) if split else out
         invariant = self.batch_invariant
         config = config or tile_config(heads if invariant else self.max_query_len * heads, dim, query.element_size())
-        tiles = triton.cdiv(self.max_query_len * heads, config["BLOCK_M"])
+        tiles = cdiv(self.max_query_len * heads, config["BLOCK_M"])
         page_size = self.latent_cache.shape[1]
         latent_attention_kernel[(self.seq_lens.shape[0] * tiles, splits)](
             q_ptr=query,
@@ -182,7 +183,7 @@ def tile_config(rows: int, dim: int, element_size: int) -> dict[str, int]:
 
 def merge_warps(num_splits: int, value_dim: int) -> int:
     """Warps that hold the partial outputs of a row in at most 64 registers a thread, as far as 16 warps go."""
-    wanted: int = triton.next_power_of_2(num_splits) * value_dim // (32 * 64)
+    wanted: int = next_power_of_2(num_splits) * value_dim // (32 * 64)
     return max(1, min(wanted, 16))
 
 

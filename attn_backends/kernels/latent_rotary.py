@@ -12,6 +12,7 @@ import torch
 
 from builders.errors import require, require_tensor
 from builders.kernels.op import define_op
+from builders.kernels.sizes import cdiv, next_power_of_2
 from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
 
 _TILE = 2048
@@ -102,9 +103,9 @@ class PrepareQuery(NamedTuple):
     def launch(self) -> torch.Tensor:
         tokens, heads, dim = self.query.shape
         out = self.query.new_empty(self.query.shape)
-        block_d = triton.next_power_of_2(dim)
+        block_d = next_power_of_2(dim)
         block_h = _heads_a_program(heads, block_d)
-        _prepare_query_kernel[(tokens, triton.cdiv(heads, block_h))](
+        _prepare_query_kernel[(tokens, cdiv(heads, block_h))](
             q_ptr=self.query,
             positions_ptr=self.positions,
             cos_sin_ptr=self.table,
@@ -136,9 +137,9 @@ class InverseRotary(NamedTuple):
 
     def launch(self) -> None:
         (tokens, heads, dim), rotary = self.out.shape, self.table.shape[1]
-        block_r = triton.next_power_of_2(rotary)
+        block_r = next_power_of_2(rotary)
         block_h = _heads_a_program(heads, block_r)
-        _inverse_rotary_kernel[(tokens, triton.cdiv(heads, block_h))](
+        _inverse_rotary_kernel[(tokens, cdiv(heads, block_h))](
             o_ptr=self.out,
             positions_ptr=self.positions,
             cos_sin_ptr=self.table,
@@ -155,7 +156,7 @@ class InverseRotary(NamedTuple):
 
 
 def _heads_a_program(heads: int, block: int) -> int:
-    return int(min(triton.next_power_of_2(heads), max(1, _TILE // block)))
+    return int(min(next_power_of_2(heads), max(1, _TILE // block)))
 
 
 @triton.jit

@@ -17,6 +17,7 @@ from attn_backends.kernels.online_softmax import apply_softcap, sink_exponent
 from attn_backends.kernels.softmax import softmax_with_sinks
 from builders.errors import BatchError
 from builders.kernels.op import define_op
+from builders.kernels.sizes import cdiv, next_power_of_2
 from builders.kernels.triton_runtime import await_previous, dependent_launch, stored_as, tl, triton
 from builders.paged import SPLIT_TOKENS, num_sms
 from builders.spec import MAX_TREE_TOKENS
@@ -144,13 +145,13 @@ class PagedAttentionArguments(NamedTuple):
         # A single split writes to `out` and has no lse; the kernel takes a pointer all the same.
         partial = torch.empty(splits, tokens, heads, value_dim, device=query.device) if split else out
         lse = torch.empty(splits, tokens, heads, device=query.device) if split else out
-        block_d, block_dv = triton.next_power_of_2(dim), triton.next_power_of_2(value_dim)
+        block_d, block_dv = next_power_of_2(dim), next_power_of_2(value_dim)
         invariant, max_rows = self.batch_invariant, self.max_query_len * group
         # tl.dot takes 16 rows at least. A batch-invariant tile must not follow max_query_len, which is the batch's.
-        block_m = max(16, min(64, triton.next_power_of_2(group if invariant else max_rows)))
-        num_m_blocks = triton.cdiv(max_rows, block_m)
+        block_m = max(16, min(64, next_power_of_2(group if invariant else max_rows)))
+        num_m_blocks = cdiv(max_rows, block_m)
         grid = (self.seq_lens.shape[0] * num_m_blocks, kv_heads, splits)
-        split_tokens = triton.cdiv(min(self.max_seq_len, self.sliding_window or self.max_seq_len), splits)
+        split_tokens = cdiv(min(self.max_seq_len, self.sliding_window or self.max_seq_len), splits)
         tile = tile_config(
             row_bytes=(block_d + block_dv) * query.element_size(),
             tokens=SPLIT_TOKENS if invariant else split_tokens,
@@ -229,9 +230,9 @@ def launch_merge(
         num_tokens=tokens,
         HEADS=heads,
         VALUE_DIM=value_dim,
-        BLOCK_DV=triton.next_power_of_2(value_dim),
+        BLOCK_DV=next_power_of_2(value_dim),
         NUM_SPLITS=splits,
-        BLOCK_S=triton.next_power_of_2(splits),
+        BLOCK_S=next_power_of_2(splits),
         HAS_SINKS=sinks is not None,
         IN_ORDER=in_order,
         num_warps=num_warps,

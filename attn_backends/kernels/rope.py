@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 
 from builders.kernels.op import define_op
+from builders.kernels.sizes import next_power_of_2
 from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
 
 
@@ -54,8 +55,8 @@ class _RopeArguments(NamedTuple):
             stride_x_head=self.x.stride(1),
             HEADS=heads,
             HALF_DIM=dim // 2,
-            BLOCK_H=triton.next_power_of_2(heads),
-            BLOCK_D=triton.next_power_of_2(dim // 2),
+            BLOCK_H=next_power_of_2(heads),
+            BLOCK_D=next_power_of_2(dim // 2),
             num_warps=4,
             **dependent_launch(self.x.device),
         )

@@ -10,6 +10,7 @@ from attn_backends.kernels.rope import Rope, angles_of, rope_formula, rotated_pa
 from attn_backends.kernels.write_kv import WriteKV, check_new_kv, quantised
 from builders.errors import require, require_tensor
 from builders.kernels.op import define_op
+from builders.kernels.sizes import next_power_of_2
 from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
 
 
@@ -94,9 +95,9 @@ class _RopeAndWriteKV(NamedTuple):
             PAGE_SIZE=key_cache.shape[1],
             HALF_DIM=dim // 2,
             VALUE_DIM=value_dim,
-            BLOCK_G=triton.next_power_of_2(group),
-            BLOCK_D=triton.next_power_of_2(dim // 2),
-            BLOCK_DV=triton.next_power_of_2(value_dim),
+            BLOCK_G=next_power_of_2(group),
+            BLOCK_D=next_power_of_2(dim // 2),
+            BLOCK_DV=next_power_of_2(value_dim),
             QUANTISE=key.dtype != key_cache.dtype,
             num_warps=1 if group * dim <= 1024 else 4,
             **dependent_launch(key.device),

@@ -18,6 +18,7 @@ from attn_backends.kernels import fp8_ds_mla
 from attn_backends.kernels.softmax import softmax_with_sinks
 from builders.errors import require, require_tensor
 from builders.kernels.op import define_op
+from builders.kernels.sizes import cdiv
 from builders.kernels.triton_runtime import await_previous, dependent_launch, stored_as, tl, triton
 
 DIMS = (64, 128, 256, 512)
@@ -122,7 +123,7 @@ class SparseAttentionArguments(NamedTuple):
         out = stored_as(self.fake())
         width = self.indices.shape[1]
         config = tile_config(1 if self.batch_invariant else tokens, heads, query.element_size(), width)
-        sparse_attention_kernel[(tokens, triton.cdiv(heads, config["BLOCK_M"]))](
+        sparse_attention_kernel[(tokens, cdiv(heads, config["BLOCK_M"]))](
             q_ptr=query,
             kv_cache_ptr=self.cache,
             indices_ptr=self.indices,
@@ -157,7 +158,7 @@ def tile_config(tokens: int, heads: int, element_size: int, width: int) -> dict[
     if width > 128:
         return {"BLOCK_M": 64, "BLOCK_N": 32, "TOKENS_FIRST": False, "num_warps": 8, "num_stages": 1}
     for block_m in (16, 32):
-        if heads <= block_m or tokens * triton.cdiv(heads, block_m) <= PROGRAMS_AT_ONCE:
+        if heads <= block_m or tokens * cdiv(heads, block_m) <= PROGRAMS_AT_ONCE:
             return {"BLOCK_M": block_m, "BLOCK_N": 128, "TOKENS_FIRST": True, "num_warps": 8, "num_stages": 1}
     return {"BLOCK_M": 64, "BLOCK_N": 128, "TOKENS_FIRST": False, "num_warps": 8, "num_stages": 1}
 

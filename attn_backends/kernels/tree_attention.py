@@ -15,6 +15,7 @@ from attn_backends.kernels.online_softmax import apply_softcap, sink_exponent
 from attn_backends.kernels.paged_attention import length_within, seen_in_tree
 from attn_backends.kernels.softmax import softmax_with_sinks
 from builders.kernels.op import define_op
+from builders.kernels.sizes import cdiv, next_power_of_2
 from builders.kernels.triton_runtime import await_previous, dependent_launch, stored_as, tl, triton
 
 _TILE_ELEMENTS = 1 << 13
@@ -99,9 +100,9 @@ class TreeAttentionArguments(NamedTuple):
         _, heads, dim = query.shape
         _, page_size, kv_heads, value_dim = self.value_cache.shape
         max_rows = self.max_query_len * (heads // kv_heads)
-        block_d, block_dv = (max(16, triton.next_power_of_2(size)) for size in (dim, value_dim))
-        block_m = max(16, min(64, triton.next_power_of_2(max_rows), _TILE_ELEMENTS // block_dv))
-        tiles = triton.cdiv(max_rows, block_m)
+        block_d, block_dv = (max(16, next_power_of_2(size)) for size in (dim, value_dim))
+        block_m = max(16, min(64, next_power_of_2(max_rows), _TILE_ELEMENTS // block_dv))
+        tiles = cdiv(max_rows, block_m)
         out = stored_as(self.out)
         _tree_attention_kernel[(len(self.seq_lens) * tiles, kv_heads)](
             q_ptr=self.query,
@@ -137,7 +138,7 @@ class TreeAttentionArguments(NamedTuple):
             BLOCK_D=block_d,
             BLOCK_DV=block_dv,
             BLOCK_M=block_m,
-            BLOCK_N=max(16, triton.next_power_of_2(self.max_query_len)),
+            BLOCK_N=max(16, next_power_of_2(self.max_query_len)),
             HAS_SOFTCAP=bool(self.soft_cap),
             HAS_SINKS=sinks is not None,
             LSE_BASE_2=self.lse_base_2,

@@ -9,6 +9,7 @@ import torch
 from attn_backends.kernels.e4m3 import e4m3_byte, to_e4m3
 from builders.errors import require_tensor
 from builders.kernels.op import define_op
+from builders.kernels.sizes import next_power_of_2
 from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
 
 _QUANTISED = (torch.bfloat16, torch.float16, torch.float32)
@@ -92,8 +93,8 @@ class WriteKV(NamedTuple):
             HEADS=heads,
             HEAD_DIM=dim,
             VALUE_DIM=value_dim,
-            BLOCK_H=triton.next_power_of_2(heads),
-            BLOCK_D=triton.next_power_of_2(max(dim, value_dim)),
+            BLOCK_H=next_power_of_2(heads),
+            BLOCK_D=next_power_of_2(max(dim, value_dim)),
             QUANTISE=key.dtype != key_cache.dtype,
             num_warps=1 if heads * dim <= 512 else 4,
             **dependent_launch(key.device),

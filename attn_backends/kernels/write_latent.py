@@ -12,6 +12,7 @@ from attn_backends.kernels.e4m3 import e4m3_byte
 from attn_backends.kernels.latent_rotary import check_rotary, rounded, turn_tail, turned
 from builders.errors import require, require_tensor
 from builders.kernels.op import define_op
+from builders.kernels.sizes import next_power_of_2
 from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
 
 
@@ -140,7 +141,7 @@ class _WriteLatent(NamedTuple):
             PAGE_SIZE=self.page_size,
             HEAD_DIM=dim,
             ROTARY=0 if self.table is None else self.table.shape[1],
-            BLOCK=triton.next_power_of_2(dim),
+            BLOCK=next_power_of_2(dim),
             NORM=self.weight is not None,
             FP8_DS_MLA=fp8,
             TILE=fp8_ds_mla.TILE,

@@ -22,6 +22,7 @@ from torch import Tensor
 from builders.errors import require, require_tensor
 from builders.flashinfer.layout import PlanLayout
 from builders.kernels.op import define_op
+from builders.kernels.sizes import next_power_of_2
 from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
 
 
@@ -92,8 +93,8 @@ class Replan(NamedTuple):
         layout = _plan_layout(self.layout)
         units = layout.num_reqs * layout.query_tiles
         # One tile more than the grid has: where units that do not exist are counted.
-        block_tiles = triton.next_power_of_2(layout.padded_tiles + 1)
-        block_units = triton.next_power_of_2(units)
+        block_tiles = next_power_of_2(layout.padded_tiles + 1)
+        block_units = next_power_of_2(units)
         largest = max(block_tiles, block_units)
         warps = 1 if largest <= 256 else 4 if largest <= 1024 else 8
         _replan_kernel[(1,)](

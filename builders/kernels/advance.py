@@ -8,6 +8,7 @@ import torch
 
 from builders.batch import NO_SLOT, BatchBuffers
 from builders.kernels.op import define_op
+from builders.kernels.sizes import cdiv, next_power_of_2
 from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
 
 _BLOCK = 64
@@ -64,8 +65,8 @@ class AdvanceDecode(NamedTuple):
 
     def launch(self) -> None:
         num_reqs, (groups, _, max_pages) = self.seq_lens.shape[0], self.block_tables.shape
-        block = min(_BLOCK, triton.next_power_of_2(num_reqs))
-        _advance_kernel[(triton.cdiv(num_reqs, block),)](
+        block = min(_BLOCK, next_power_of_2(num_reqs))
+        _advance_kernel[(cdiv(num_reqs, block),)](
             seq_lens_ptr=self.seq_lens,
             positions_ptr=self.positions,
             slot_mappings_ptr=self.slot_mappings,
@@ -80,7 +81,7 @@ class AdvanceDecode(NamedTuple):
             stride_table_group=self.block_tables.stride(0),
             stride_table_row=self.block_tables.stride(1),
             GROUPS=groups,
-            BLOCK_G=triton.next_power_of_2(groups),
+            BLOCK_G=next_power_of_2(groups),
             BLOCK_R=block,
             num_warps=1,
             **dependent_launch(self.seq_lens.device),

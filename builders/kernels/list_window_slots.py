@@ -8,6 +8,7 @@ import torch
 
 from builders.batch import NO_SLOT
 from builders.kernels.op import define_op
+from builders.kernels.sizes import next_power_of_2
 from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
 
 
@@ -67,8 +68,8 @@ class ListWindowSlots(NamedTuple):
             WINDOW=self.window,
             PAGE_SIZE=self.page_size,
             WIDTH=width,
-            BLOCK_W=triton.next_power_of_2(width),
-            BLOCK_R=triton.next_power_of_2(num_reqs),
+            BLOCK_W=next_power_of_2(width),
+            BLOCK_R=next_power_of_2(num_reqs),
             num_warps=1 if width <= 256 else 4,
             **dependent_launch(self.positions.device),
         )

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 
 from builders.kernels.op import define_op
+from builders.kernels.sizes import cdiv
 from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
 
 _BLOCK = 128
@@ -29,7 +30,7 @@ class PrefixLens(NamedTuple):
 
     def launch(self) -> None:
         num_reqs = len(self.prefix_lens)
-        _prefix_lens_kernel[(triton.cdiv(num_reqs, _BLOCK),)](
+        _prefix_lens_kernel[(cdiv(num_reqs, _BLOCK),)](
             prefix_lens_ptr=self.prefix_lens,
             seq_lens_ptr=self.seq_lens,
             query_start_loc_ptr=self.query_start_loc,

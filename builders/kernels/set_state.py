@@ -8,6 +8,7 @@ import torch
 
 from builders.batch import NO_SLOT, BatchBuffers
 from builders.kernels.op import define_op
+from builders.kernels.sizes import cdiv, next_power_of_2
 from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
 
 
@@ -102,7 +103,7 @@ class SetExtendState(NamedTuple):
             stride_table_group=self.block_tables.stride(0),
             stride_table_row=self.block_tables.stride(1),
             GROUPS=groups,
-            BLOCK_Q=triton.next_power_of_2(self.query_len),
+            BLOCK_Q=next_power_of_2(self.query_len),
             num_warps=1,
             **dependent_launch(self.seq_lens.device),
         )
@@ -181,7 +182,7 @@ class SetDecodeState(NamedTuple):
 
     def launch(self) -> None:
         num_reqs, block = self.seq_lens.shape[0], 128
-        _set_decode_state_kernel[(triton.cdiv(num_reqs, block),)](
+        _set_decode_state_kernel[(cdiv(num_reqs, block),)](
             seq_lens_ptr=self.seq_lens,
             positions_ptr=self.positions,
             slot_mappings_ptr=self.slot_mappings,

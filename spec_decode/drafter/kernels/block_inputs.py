@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 
 from builders.kernels.op import define_op
+from builders.kernels.sizes import cdiv, next_power_of_2
 from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
 
 
@@ -52,8 +53,8 @@ class BlockInputs(NamedTuple):
     def launch(self) -> tuple[torch.Tensor, torch.Tensor]:
         tokens, states = self.fake()
         (rows, verified), width = self.token_ids.shape, states.shape[1]
-        block = min(1024, triton.next_power_of_2(width))
-        _block_inputs_kernel[(rows, self.query_len, triton.cdiv(width, block))](
+        block = min(1024, next_power_of_2(width))
+        _block_inputs_kernel[(rows, self.query_len, cdiv(width, block))](
             token_ids_ptr=self.token_ids,
             target_hidden_states_ptr=self.target_hidden_states,
             next_tokens_ptr=self.next_tokens,

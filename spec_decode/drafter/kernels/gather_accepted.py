@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 
 from builders.kernels.op import define_op
+from builders.kernels.sizes import cdiv, next_power_of_2
 from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
 
 
@@ -41,8 +42,8 @@ class GatherAccepted(NamedTuple):
 
     def launch(self) -> None:
         lines, width = self.out.shape
-        block = min(1024, triton.next_power_of_2(width))
-        _gather_accepted_kernel[(lines, triton.cdiv(width, block))](
+        block = min(1024, next_power_of_2(width))
+        _gather_accepted_kernel[(lines, cdiv(width, block))](
             hidden_ptr=self.hidden,
             num_accepted_ptr=self.accepted,
             out_ptr=self.out,

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 
 from builders.kernels.op import define_op
+from builders.kernels.sizes import next_power_of_2
 from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
 
 
@@ -40,7 +41,7 @@ class ShiftTokens(NamedTuple):
             out_ptr=out,
             query_len=query_len,
             stride_token_ids=self.token_ids.stride(0),
-            BLOCK_Q=triton.next_power_of_2(query_len),
+            BLOCK_Q=next_power_of_2(query_len),
             num_warps=1,
             **dependent_launch(self.token_ids.device),
         )

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 
 from builders.kernels.op import define_op
+from builders.kernels.sizes import next_power_of_2
 from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
 
 
@@ -38,7 +39,7 @@ class PrepareInputs(NamedTuple):
             query_len=query_len,
             stride_drafts_row=self.drafts.stride(0),
             stride_drafts_col=self.drafts.stride(1),
-            BLOCK_Q=triton.next_power_of_2(query_len),
+            BLOCK_Q=next_power_of_2(query_len),
             num_warps=1,
             **dependent_launch(self.lens.device),
         )

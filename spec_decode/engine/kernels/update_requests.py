@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 
 from builders.kernels.op import define_op
+from builders.kernels.sizes import next_power_of_2
 from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
 
 
@@ -85,7 +86,7 @@ class UpdateRequests(NamedTuple):
             stride_outputs=self.outputs.stride(0),
             stride_draft_ids=0 if draft_ids is None else draft_ids.stride(0),
             DRAFTING=draft_ids is not None,
-            BLOCK_Q=triton.next_power_of_2(2 + num_drafts),
+            BLOCK_Q=next_power_of_2(2 + num_drafts),
             num_warps=1,
             **dependent_launch(self.drafts.device),
         )

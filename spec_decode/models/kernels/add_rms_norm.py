@@ -8,6 +8,7 @@ import torch
 from torch.nn import functional as F
 
 from builders.kernels.op import define_op
+from builders.kernels.sizes import next_power_of_2
 from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
 
 
@@ -60,7 +61,7 @@ class AddRmsNorm(NamedTuple):
         width = self.x.shape[-1]
         rows = self.x.reshape(-1, width)
         rows = rows if rows.stride(1) == 1 else rows.contiguous()
-        block = triton.next_power_of_2(width)
+        block = next_power_of_2(width)
         _add_rms_norm_kernel[(rows.shape[0],)](
             x_ptr=rows,
             delta_ptr=self.delta,

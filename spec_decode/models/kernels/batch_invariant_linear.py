@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from builders.errors import require
 from builders.kernels.op import define_op
+from builders.kernels.sizes import cdiv, next_power_of_2
 from builders.kernels.triton_runtime import await_previous, dependent_launch, stored_as, tl, triton
 from spec_decode.models.kernels.fp8_weight import Weight, is_scaled, operands, widened
 
@@ -67,9 +68,9 @@ class BatchInvariantLinear(NamedTuple):
         out = self.fake()
         stored = stored_as(out)
         tile = tile_of(outputs, self.weight.element_size())
-        tiles = rows if self.ends is not None else triton.cdiv(rows, tile["BLOCK_M"])
+        tiles = rows if self.ends is not None else cdiv(rows, tile["BLOCK_M"])
         if rows and stacked:
-            batch_invariant_linear_kernel[(tiles, triton.cdiv(outputs, tile["BLOCK_N"]), stacked)](
+            batch_invariant_linear_kernel[(tiles, cdiv(outputs, tile["BLOCK_N"]), stacked)](
                 x_ptr=self.x,
                 w_ptr=self.weight,
                 scale_ptr=self.scale,
@@ -87,7 +88,7 @@ class BatchInvariantLinear(NamedTuple):
                 N=outputs,
                 K=inputs,
                 WEIGHTS=self.weight.shape[0],
-                BLOCK_E=triton.next_power_of_2(self.weight.shape[0]),
+                BLOCK_E=next_power_of_2(self.weight.shape[0]),
                 FP32_DOT=stored.device.type == "cpu",
                 **tile,
                 **dependent_launch(out.device),

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 
 from builders.kernels.op import define_op
+from builders.kernels.sizes import cdiv
 from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
 
 _BLOCK = 1024
@@ -47,7 +48,7 @@ class BlockConvolution(NamedTuple):
     def launch(self) -> torch.Tensor:
         out = self.fake()
         (tokens, hidden), (_, taps, groups) = self.x.shape, self.change.shape
-        _block_convolution_kernel[(tokens, triton.cdiv(hidden, _BLOCK))](
+        _block_convolution_kernel[(tokens, cdiv(hidden, _BLOCK))](
             x_ptr=self.x,
             base_ptr=self.base,
             change_ptr=self.change,

@@ -11,6 +11,7 @@ import torch
 
 from builders.errors import require, require_tensor
 from builders.kernels.op import define_op
+from builders.kernels.sizes import cdiv
 from builders.kernels.triton_runtime import await_previous, dependent_launch, stored_as, tl, triton
 from spec_decode.models.kernels.batch_invariance import by_row
 
@@ -61,7 +62,7 @@ class CombineExperts(NamedTuple):
     def launch(self) -> torch.Tensor:
         (tokens, top_k), width = self.weights.shape, self.rows.shape[1]
         out = stored_as(self.fake())
-        _combine_kernel[(tokens, triton.cdiv(width, _BLOCK))](
+        _combine_kernel[(tokens, cdiv(width, _BLOCK))](
             x_ptr=self.rows,
             weights_ptr=self.weights,
             places_ptr=self.places,

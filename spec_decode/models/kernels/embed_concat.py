@@ -9,6 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from builders.kernels.op import define_op
+from builders.kernels.sizes import cdiv, next_power_of_2
 from builders.kernels.triton_runtime import await_previous, dependent_launch, stored_as, tl, triton
 from spec_decode.models.kernels.add_rms_norm import AddRmsNorm
 
@@ -56,8 +57,8 @@ class EmbedConcat(NamedTuple):
         out, (tokens, width) = self.fake(), self.hidden.shape
         stored = stored_as(out)
         embedding_norm, hidden_norm = self.norms or (None, None)
-        block = triton.next_power_of_2(width) if self.norms else min(1024, triton.next_power_of_2(width))
-        _embed_concat_kernel[(tokens, triton.cdiv(width, block), 2)](
+        block = next_power_of_2(width) if self.norms else min(1024, next_power_of_2(width))
+        _embed_concat_kernel[(tokens, cdiv(width, block), 2)](
             token_ids_ptr=self.token_ids,
             embedding_ptr=self.embedding,
             hidden_ptr=self.hidden,

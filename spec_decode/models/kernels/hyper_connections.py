@@ -13,6 +13,7 @@ import torch
 
 from builders.errors import require, require_tensor
 from builders.kernels.op import define_op
+from builders.kernels.sizes import cdiv, next_power_of_2
 from builders.kernels.triton_runtime import await_previous, dependent_launch, stored_as, tl, triton
 from spec_decode.models.kernels.batch_invariance import by_row
 
@@ -116,7 +117,7 @@ class ReadStreams(NamedTuple):
         tokens, count, hidden = self.streams.shape
         x, write, carry = self.fake()
         stored = stored_as(x)
-        blocks = triton.cdiv(hidden, _BLOCK_H)
+        blocks = cdiv(hidden, _BLOCK_H)
         read_streams_kernel[(tokens, blocks + (self.iterations > 0))](
             streams_ptr=self.streams.contiguous(),
             mixes_ptr=self.mixes.contiguous(),
@@ -131,7 +132,7 @@ class ReadStreams(NamedTuple):
             WIDTH=self.mixes.shape[1],
             ITERATIONS=self.iterations,
             NUM_BLOCKS=blocks,
-            BLOCK_S=triton.next_power_of_2(count),
+            BLOCK_S=next_power_of_2(count),
             BLOCK_H=_BLOCK_H,
             **dependent_launch(x.device),
         )
@@ -155,7 +156,7 @@ class WriteStreams(NamedTuple):
     def launch(self) -> torch.Tensor:
         tokens, count, hidden = self.streams.shape
         stored = stored_as(self.fake())
-        write_streams_kernel[(tokens, triton.cdiv(hidden, _BLOCK_H))](
+        write_streams_kernel[(tokens, cdiv(hidden, _BLOCK_H))](
             streams_ptr=self.streams.contiguous(),
             output_ptr=self.output.contiguous(),
             write_ptr=self.write.contiguous(),
@@ -163,7 +164,7 @@ class WriteStreams(NamedTuple):
             out_ptr=stored,
             S=count,
             H=hidden,
-            BLOCK_S=triton.next_power_of_2(count),
+            BLOCK_S=next_power_of_2(count),
             BLOCK_H=_BLOCK_H,
             **dependent_launch(stored.device),
         )

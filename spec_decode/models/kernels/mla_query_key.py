@@ -15,6 +15,7 @@ from attn_backends.kernels.latent_rotary import check_rotary, turned
 from attn_backends.kernels.rope import Rope
 from builders.errors import require, require_tensor
 from builders.kernels.op import define_op
+from builders.kernels.sizes import next_power_of_2
 from builders.kernels.triton_runtime import await_previous, dependent_launch, stored_as, tl, triton
 
 
@@ -97,8 +98,8 @@ class MlaQueryKey(NamedTuple):
             num_heads=heads,
             LATENT_DIM=dims,
             ROPE_DIM=self.table.shape[1],
-            BLOCK_D=triton.next_power_of_2(dims),
-            BLOCK_R=triton.next_power_of_2(self.table.shape[1] // 2),
+            BLOCK_D=next_power_of_2(dims),
+            BLOCK_R=next_power_of_2(self.table.shape[1] // 2),
             num_warps=4,
             **dependent_launch(query.device),
         )

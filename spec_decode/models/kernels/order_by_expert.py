@@ -11,6 +11,7 @@ import torch
 
 from builders.errors import require, require_tensor
 from builders.kernels.op import define_op
+from builders.kernels.sizes import cdiv, next_power_of_2
 from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
 
 MAX_ROWS = 4096
@@ -72,7 +73,7 @@ class OrderByExpert(NamedTuple):
         if rows > MAX_ROWS:
             return self.reference()
         tokens, places, ends = self.fake()
-        _order_kernel[(triton.cdiv(rows + self.num_experts, _BLOCK),)](
+        _order_kernel[(cdiv(rows + self.num_experts, _BLOCK),)](
             experts_ptr=self.experts,
             tokens_ptr=tokens,
             places_ptr=places,
@@ -81,7 +82,7 @@ class OrderByExpert(NamedTuple):
             num_experts=self.num_experts,
             TOP_K=self.experts.shape[1],
             BLOCK_SIZE=_BLOCK,
-            CHUNK=min(_CHUNK, triton.next_power_of_2(max(rows, 1))),
+            CHUNK=min(_CHUNK, next_power_of_2(max(rows, 1))),
             **dependent_launch(tokens.device),
         )
         return tokens, places, ends

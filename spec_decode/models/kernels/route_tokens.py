@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from builders.errors import require_tensor
 from builders.kernels.op import define_op
+from builders.kernels.sizes import next_power_of_2
 from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
 from spec_decode.models.kernels.batch_invariance import by_row
 
@@ -114,7 +115,7 @@ class RouteTokens(NamedTuple):
 
     def launch(self) -> tuple[torch.Tensor, torch.Tensor]:
         size = self.logits.shape[1] // self.groups
-        block_g, block_s = triton.next_power_of_2(self.groups), triton.next_power_of_2(size)
+        block_g, block_s = next_power_of_2(self.groups), next_power_of_2(size)
         if block_g * block_s > MAX_EXPERTS:
             return self.reference()
         weights, experts = self.fake()

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 
 from builders.kernels.op import define_op
+from builders.kernels.sizes import cdiv
 from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
 from spec_decode.models.kernels.batch_invariance import by_row
 
@@ -35,7 +36,7 @@ class SigmoidGate(NamedTuple):
     def launch(self) -> torch.Tensor:
         out = self.fake()
         tokens, width = self.x.shape
-        _sigmoid_gate_kernel[(tokens, triton.cdiv(width, _BLOCK))](
+        _sigmoid_gate_kernel[(tokens, cdiv(width, _BLOCK))](
             x_ptr=self.x,
             gate_ptr=self.gate,
             y_ptr=out,

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from builders.errors import BatchError, require
 from builders.kernels.op import define_op
+from builders.kernels.sizes import cdiv, next_power_of_2
 from builders.kernels.triton_runtime import await_previous, dependent_launch, stored_as, tl, triton
 from spec_decode.models.kernels.add_rms_norm import add_rms_norm
 from spec_decode.models.kernels.batch_invariance import is_batch_invariant
@@ -21,7 +22,7 @@ from spec_decode.models.kernels.batch_invariant_linear import batch_invariant_li
 from spec_decode.models.kernels.embed_concat import embedded
 from spec_decode.models.kernels.fp8_weight import Weight, is_scaled, operands, widened
 from spec_decode.models.kernels.product_kind import may_launch
-from spec_decode.models.kernels.skinny_tiling import MAX_ROWS, Tiling, power_of_two, tile_of
+from spec_decode.models.kernels.skinny_tiling import MAX_ROWS, Tiling, tile_of
 from spec_decode.models.kernels.swiglu import activated
 
 MAX_WIDE_ROWS = 64
@@ -201,7 +202,7 @@ class SkinnyLinear(NamedTuple):
         rows, inputs, stored = x.shape[0], weight.shape[1], stored_as(out)
         together = min(rows, _TOGETHER)
         tile = tile or tile_of(together, outputs, inputs, gated=self.gated, itemsize=weight.element_size())
-        matvec_kernel[(triton.cdiv(outputs, tile.block_n), triton.cdiv(rows, together))](
+        matvec_kernel[(cdiv(outputs, tile.block_n), cdiv(rows, together))](
             x_ptr=self.x,
             w_ptr=self.weight,
             scale_ptr=self.scale,
@@ -220,7 +221,7 @@ class SkinnyLinear(NamedTuple):
             K=inputs,
             GATED=self.gated,
             EVICTION="evict_first" if weight.nbytes > _EVICT_ABOVE_BYTES else "",
-            BLOCK_M=power_of_two(together),
+            BLOCK_M=next_power_of_2(together),
             BLOCK_N=tile.block_n,
             BLOCK_K=tile.block_k,
             STAGES=tile.stages,

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cache
+
+from builders.kernels.sizes import next_power_of_2
 
 MAX_ROWS = 2
 """Above it the products themselves would take longer than reading the weight (measured on an H200)."""
@@ -90,32 +93,28 @@ def most_skinny_rows(n: int, k: int) -> int:
     return MAX_ROWS if n * k < _SMALL_WEIGHT else 1
 
 
+@cache
 def tile_of(rows: int, n: int, k: int, *, gated: bool = False, itemsize: int = 2) -> Tiling:
     """As `tiling` has it; but with so few outputs that programs are nearly alone, one that seldom waits."""
     if gated or n > _LONE_OUTPUTS:
         return tiling(rows, n, k, gated=gated, itemsize=itemsize)
-    whole = power_of_two(k)
-    return Tiling(1, whole if whole <= _AT_ONCE else _AT_ONCE // power_of_two(rows), num_warps=16)
+    whole = next_power_of_2(k)
+    return Tiling(1, whole if whole <= _AT_ONCE else _AT_ONCE // next_power_of_2(rows), num_warps=16)
 
 
 def tiling(rows: int, n: int, k: int, *, gated: bool = False, itemsize: int = 2) -> Tiling:
     """The table's, for `rows` rows of k inputs of itemsize bytes an element and n outputs; gated: of two weights."""
-    row = next(row for row in _TABLE[power_of_two(rows)] if k <= row.inputs)
+    row = next(row for row in _TABLE[next_power_of_2(rows)] if k <= row.inputs)
     best = row.gated if gated else row.many if n > MANY_OUTPUTS else row.few
-    block_n, block_k = best.block_n, min(best.block_k * 2 // itemsize, power_of_two(k))
+    block_n, block_k = best.block_n, min(best.block_k * 2 // itemsize, next_power_of_2(k))
     while block_n > 1 and n < block_n * MIN_PROGRAMS:
         block_n //= 2
     # More rows have more sums: first those of a second load go, then outputs, since one load fills each thread.
     one_load = best.num_warps * 512 // itemsize
-    height = power_of_two(rows) * (2 if gated else 1)
+    height = next_power_of_2(rows) * (2 if gated else 1)
     while height * block_n * block_k > MAX_SUMS * 32 * best.num_warps:
         if block_k > one_load or block_n == 1:
             block_k //= 2
         else:
             block_n //= 2
     return Tiling(block_n, block_k, best.num_warps, best.stages)
-
-
-def power_of_two(least: int) -> int:
-    """The smallest power of two that is no less."""
-    return 1 << (least - 1).bit_length()

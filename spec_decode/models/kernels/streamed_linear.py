@@ -19,9 +19,9 @@ from torch.nn import functional as F
 
 from builders.errors import BatchError, require
 from builders.kernels.op import define_op
+from builders.kernels.sizes import cdiv, next_power_of_2
 from builders.kernels.triton_runtime import await_previous, dependent_launch, stored_as, tl, triton
 from spec_decode.models.kernels.fp8_weight import Weight, is_scaled, operands, widened
-from spec_decode.models.kernels.skinny_tiling import power_of_two
 from spec_decode.models.kernels.streamed_tiling import MAX_ROWS, StreamedTiling, room_of, streamed_tiling
 from spec_decode.models.kernels.streamed_tma_kernel import (
     describe,
@@ -237,8 +237,8 @@ class StreamedLinear(NamedTuple):
             self.rows, w_rows, inputs, room, groups=groups, itemsize=itemsize, gated=self.gated
         )
         # A share is whole blocks of K, rounded up: fewer shares than the tiling's may then cover K.
-        share = triton.cdiv(triton.cdiv(inputs, tile.block_k), tile.shares) * tile.block_k
-        return Cut(tile, share, triton.cdiv(inputs, share))
+        share = cdiv(cdiv(inputs, tile.block_k), tile.shares) * tile.block_k
+        return Cut(tile, share, cdiv(inputs, share))
 
     def multiply(self, out: torch.Tensor, cut: Cut) -> None:
         """Launch the product: into `out` [M, N] whole, or where it is cut into shares their sums, fp32 [shares, M, N]
@@ -250,7 +250,7 @@ class StreamedLinear(NamedTuple):
             # outputs of one without a gate.
             outputs, gated, bias, residual, limit = weight.shape[-2], False, None, None, None
         tile_n = tile.block_n // (2 if gated else 1)
-        programs, fp32_dot = triton.cdiv(outputs, tile_n), x.device.type == "cpu"
+        programs, fp32_dot = cdiv(outputs, tile_n), x.device.type == "cpu"
         if tile.tma and is_describable(x) and is_describable(weight):
             streamed_tma_kernel[programs, shares](
                 x_desc=describe(x, tile.block_m, tile.block_k),
@@ -302,7 +302,7 @@ class StreamedLinear(NamedTuple):
             BLOCK_M2=tile.block_m2,
             BLOCK_N=tile.block_n,
             BLOCK_K=tile.block_k,
-            BLOCK_E=power_of_two(max(1, groups)),
+            BLOCK_E=next_power_of_2(groups),
             STAGES=tile.stages,
             FP32_DOT=fp32_dot,
             num_warps=tile.num_warps,
@@ -322,7 +322,7 @@ def launch_sum_shares(
     """Launch what adds sums fp32 [shares, M, N] (2 N with a gate) up, and what comes after the product, into out
     [M, N]."""
     rows, outputs = out.shape
-    sum_shares_kernel[(rows, triton.cdiv(outputs, _SUM_BLOCK))](
+    sum_shares_kernel[(rows, cdiv(outputs, _SUM_BLOCK))](
         sums_ptr=sums,
         bias_ptr=bias,
         residual_ptr=residual,

@@ -7,8 +7,8 @@ from functools import cache
 
 import torch
 
+from builders.kernels.sizes import next_power_of_2
 from builders.paged import num_sms
-from spec_decode.models.kernels.skinny_tiling import power_of_two
 
 LEAST_ROWS = 16
 """The tensor core's narrow side has no fewer."""
@@ -169,6 +169,6 @@ def _shares(n: int, k: int, room: Room, *, itemsize: int) -> int:
 
 def row_blocks(rows: int) -> tuple[int, int]:
     """The sizes, powers of two, of one part or two that rows are cut into: the fewest that leave little empty."""
-    whole = max(LEAST_ROWS, power_of_two(rows))
-    rest = max(LEAST_ROWS, power_of_two(rows - whole // 2))
+    whole = max(LEAST_ROWS, next_power_of_2(rows))
+    rest = max(LEAST_ROWS, next_power_of_2(rows - whole // 2))
     return (whole // 2, rest) if whole > _WHOLE_ROWS and rest < whole // 2 else (whole, 0)

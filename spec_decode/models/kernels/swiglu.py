@@ -8,6 +8,7 @@ import torch
 from torch.nn import functional as F
 
 from builders.kernels.op import define_op
+from builders.kernels.sizes import cdiv
 from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
 from spec_decode.models.kernels.batch_invariance import by_row
 
@@ -38,7 +39,7 @@ class SwiGLU(NamedTuple):
     def launch(self) -> torch.Tensor:
         out = self.fake()
         tokens, width = out.shape
-        _swiglu_kernel[(tokens, triton.cdiv(width, _BLOCK))](
+        _swiglu_kernel[(tokens, cdiv(width, _BLOCK))](
             gate_up_ptr=self.gate_up,
             y_ptr=out,
             n_cols=width,

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import torch
 
+from builders.kernels.sizes import cdiv, next_power_of_2
 from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
 from spec_decode.sampling import noise
 from spec_decode.sampling.kernels.vocab_blocks import store_max_sum_exp, vocab_block
@@ -48,7 +49,7 @@ def launch_draft_argmax(
     """
     (lines, vocab), device = logits.shape, logits.device
     block = vocab_block(vocab)
-    blocks = triton.cdiv(vocab, block)
+    blocks = cdiv(vocab, block)
     partial_score, partial_max, partial_sum_exp = torch.empty(3, lines, blocks, dtype=torch.float32, device=device)
     partial_index = torch.empty(lines, blocks, dtype=torch.int32, device=device)
     width, hidden_strides = 0, (0, 0)
@@ -83,7 +84,7 @@ def launch_draft_argmax(
         STREAM=noise.DRAFT,
         AHEAD=POSITION_AHEAD,
         HIDDEN_SIZE=width,
-        BLOCK_H=triton.next_power_of_2(triton.cdiv(width, blocks)),
+        BLOCK_H=next_power_of_2(cdiv(width, blocks)),
         BLOCK_V=block,
         # Four logits a thread: noise costs so much arithmetic that few threads, not memory, would set the pace.
         num_warps=max(1, min(8, block // 128)),

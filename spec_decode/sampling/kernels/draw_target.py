@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 
 from builders.kernels.op import define_op
+from builders.kernels.sizes import cdiv, next_power_of_2
 from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
 from spec_decode.sampling import noise
 from spec_decode.sampling.kernels.draw_tokens import drawn_tokens, store_draw_kernel
@@ -51,7 +52,7 @@ class DrawTarget(NamedTuple):
         rows, group, vocab = self.restricted.shape
         draws = rows * group
         block = vocab_block(vocab)
-        blocks = triton.cdiv(vocab, block)
+        blocks = cdiv(vocab, block)
         partial_score = torch.empty(draws, blocks, dtype=torch.float32, device=device)
         partial_index = torch.empty(draws, blocks, dtype=torch.int32, device=device)
         tokens = self.fake()
@@ -83,7 +84,7 @@ class DrawTarget(NamedTuple):
             vocab_size=vocab,
             num_blocks=blocks,
             RESIDUAL=False,
-            BLOCK_B=triton.next_power_of_2(blocks),
+            BLOCK_B=next_power_of_2(blocks),
             num_warps=1,
             **dependent_launch(device),
         )

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from builders.kernels.sizes import cdiv, next_power_of_2
 from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
 from spec_decode.sampling import noise
 from spec_decode.sampling.kernels.vocab_blocks import merge_argmax, vocab_block
@@ -60,7 +61,7 @@ def launch_draw(
     at positions + accepted."""
     (rows, group, vocab), device = processed.shape, processed.device
     block = vocab_block(vocab)
-    blocks = triton.cdiv(vocab, block)
+    blocks = cdiv(vocab, block)
     accepted, weight, norms, draft_logits = residual
     strides = draft_logits.stride()
     # A plane of draws from p, and one from the residual.
@@ -96,7 +97,7 @@ def launch_draw(
         vocab_size=vocab,
         num_blocks=blocks,
         RESIDUAL=True,
-        BLOCK_B=triton.next_power_of_2(blocks),
+        BLOCK_B=next_power_of_2(blocks),
         num_warps=1,
         **dependent_launch(device),
     )

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 
 from builders.kernels.op import define_op
+from builders.kernels.sizes import cdiv
 from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
 from spec_decode.sampling.kernels.vocab_blocks import vocab_block
 
@@ -53,7 +54,7 @@ class ProcessLogits(NamedTuple):
         out = self.fake()
         rows, group, vocab = out.shape
         block = vocab_block(vocab)
-        _process_kernel[(rows * group, triton.cdiv(vocab, block))](
+        _process_kernel[(rows * group, cdiv(vocab, block))](
             logits_ptr=self.logits,
             temperature_ptr=self.temperature,
             selected_ptr=self.column,

@@ -13,6 +13,7 @@ import torch
 
 from builders.errors import require, require_tensor
 from builders.kernels.op import define_op
+from builders.kernels.sizes import cdiv, next_power_of_2
 from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
 from spec_decode.sampling.kernels.process_logits import restriction
 from spec_decode.sampling.kernels.threshold_search import search, walk
@@ -85,12 +86,12 @@ class RestrictLogits(NamedTuple):
 
     def launch(self) -> None:
         (rows, vocab), device = self.logits.shape, self.logits.device
-        part = min(_PART, triton.next_power_of_2(vocab))
+        part = min(_PART, next_power_of_2(vocab))
         lanes = min(_LANES, part)
-        parts = triton.cdiv(vocab, part)
+        parts = cdiv(vocab, part)
         block = min(_BLOCK, part)
         capacity = min(_CAPACITY, vocab)
-        table = {"BINS": _BINS, "BLOCK_PARTS": triton.next_power_of_2(parts)}
+        table = {"BINS": _BINS, "BLOCK_PARTS": next_power_of_2(parts)}
         walk = {"PART": part, "num_warps": max(1, min(8, part // 128))}
         count = {**table, "PART": part, "LANES": lanes, "num_warps": max(1, lanes // 32)}
         gather = {**table, "CAPACITY": capacity, **walk}

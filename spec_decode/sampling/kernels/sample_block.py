@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 
 from builders.kernels.op import define_op
+from builders.kernels.sizes import next_power_of_2
 from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
 from spec_decode.sampling.kernels.draft_argmax import launch_draft_argmax, sampled
 from spec_decode.sampling.kernels.sample_draft import NO_TOKEN
@@ -57,7 +58,7 @@ class SampleBlock(NamedTuple):
             self.token_map,
         )
         blocks = partial["partial_index_ptr"].shape[1]
-        parts = triton.next_power_of_2(columns) * triton.next_power_of_2(blocks)
+        parts = next_power_of_2(columns) * next_power_of_2(blocks)
         _store_block_kernel[(lines // columns,)](
             logits_ptr=self.logits,
             temperature_ptr=self.temperature,
@@ -73,8 +74,8 @@ class SampleBlock(NamedTuple):
             num_blocks=blocks,
             stride_logits=self.logits.stride(0),
             stride_draft_tokens=self.draft_tokens.stride(0),
-            BLOCK_B=triton.next_power_of_2(blocks),
-            BLOCK_K=triton.next_power_of_2(columns),
+            BLOCK_B=next_power_of_2(blocks),
+            BLOCK_K=next_power_of_2(columns),
             num_warps=max(1, min(8, parts // 256)),
             **dependent_launch(self.logits.device),
         )

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 
 from builders.kernels.op import define_op
+from builders.kernels.sizes import next_power_of_2
 from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
 from spec_decode.sampling.kernels.draft_argmax import launch_draft_argmax, sampled
 from spec_decode.sampling.kernels.vocab_blocks import merge_argmax, merge_sum_exp
@@ -90,8 +91,8 @@ class SampleDraft(NamedTuple):
             num_blocks=blocks,
             stride_logits=self.logits.stride(0),
             stride_draft_tokens=self.draft_tokens.stride(0),
-            BLOCK_B=triton.next_power_of_2(blocks),
-            BLOCK_K=triton.next_power_of_2(columns),
+            BLOCK_B=next_power_of_2(blocks),
+            BLOCK_K=next_power_of_2(columns),
             num_warps=1,
             **dependent_launch(self.logits.device),
         )

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 
 from builders.kernels.op import define_op
+from builders.kernels.sizes import next_power_of_2
 from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
 from spec_decode.sampling import noise
 from spec_decode.sampling.kernels.draft_argmax import POSITION_AHEAD
@@ -75,8 +76,8 @@ class SelectCandidates(NamedTuple):
 
     def launch(self) -> None:
         columns, (lines, width), rank = self.draft_tokens.shape[1], self.candidates.shape, self.gates.shape[1]
-        ranks = min(triton.next_power_of_2(rank), _RANKS)
-        block = triton.next_power_of_2(width)
+        ranks = min(next_power_of_2(rank), _RANKS)
+        block = next_power_of_2(width)
         _select_candidates_kernel[(lines // columns,)](
             logits_ptr=self.logits,
             candidates_ptr=self.candidates,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from builders.kernels.sizes import next_power_of_2
 from builders.kernels.triton_runtime import tl, triton
 
 _MIN_BLOCKS = 64
@@ -15,7 +16,7 @@ def vocab_block(vocab: int) -> int:
     """Logits of one program: a power of two, for rows of `vocab` logits."""
     fewest, most = _BLOCK_BOUNDS
     share = 1 << (max(1, vocab // _MIN_BLOCKS).bit_length() - 1)
-    block: int = min(max(fewest, min(most, share)), triton.next_power_of_2(vocab))
+    block: int = min(max(fewest, min(most, share)), next_power_of_2(vocab))
     return block
 
 

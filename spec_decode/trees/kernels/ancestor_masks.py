@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 
 from builders.kernels.op import define_op
+from builders.kernels.sizes import next_power_of_2
 from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
 
 
@@ -40,7 +41,7 @@ class AncestorMasks(NamedTuple):
             masks_ptr=masks,
             depths_ptr=depths,
             num_tokens=tokens,
-            BLOCK_N=triton.next_power_of_2(tokens),
+            BLOCK_N=next_power_of_2(tokens),
             num_warps=1,
             **dependent_launch(masks.device),
         )

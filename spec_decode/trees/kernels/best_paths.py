@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 
 from builders.kernels.op import define_op
+from builders.kernels.sizes import next_power_of_2
 from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
 
 _INDEX_BITS = 6
@@ -77,7 +78,7 @@ class BestPaths(NamedTuple):
             width=width,
             num_tokens=count,
             INDEX_BITS=_INDEX_BITS,
-            BLOCK_P=triton.next_power_of_2(count + 1),
+            BLOCK_P=next_power_of_2(count + 1),
             num_warps=1,
             **dependent_launch(self.draft_tokens.device),
         )

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 
 from builders.kernels.op import define_op
+from builders.kernels.sizes import next_power_of_2
 from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
 
 
@@ -66,7 +67,7 @@ class GrowTree(NamedTuple):
 
     def launch(self) -> None:
         rows, places, width = self.child_tokens.shape
-        block = triton.next_power_of_2(places * width)
+        block = next_power_of_2(places * width)
         _grow_tree_kernel[(rows,)](
             step_ptr=self.step,
             child_tokens_ptr=self.child_tokens,

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 
 from builders.kernels.op import define_op
+from builders.kernels.sizes import next_power_of_2
 from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
 from spec_decode.trees.kernels.grow_tree import ranks
 
@@ -47,7 +48,7 @@ class KeepBest(NamedTuple):
     def launch(self) -> tuple[torch.Tensor, torch.Tensor]:
         draft_tokens, parents = self.fake()
         rows, candidates = self.tokens.shape
-        block = triton.next_power_of_2(candidates)
+        block = next_power_of_2(candidates)
         _keep_best_kernel[(rows,)](
             tokens_ptr=self.tokens,
             parents_ptr=self.parents,
@@ -56,7 +57,7 @@ class KeepBest(NamedTuple):
             tree_parents_ptr=parents,
             num_candidates=candidates,
             num_tokens=self.num_tokens,
-            BLOCK_N=triton.next_power_of_2(self.num_tokens),
+            BLOCK_N=next_power_of_2(self.num_tokens),
             BLOCK_C=block,
             CHUNK=min(_CHUNK, block),
             num_warps=max(1, min(8, block // 64)),

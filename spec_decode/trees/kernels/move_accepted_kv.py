@@ -8,6 +8,7 @@ import torch
 
 from builders.errors import require, require_tensor
 from builders.kernels.op import define_op
+from builders.kernels.sizes import next_power_of_2
 from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
 
 
@@ -85,7 +86,7 @@ class MoveAcceptedKV(NamedTuple):
             PAGE_SIZE=page_size,
             HEAD_DIM=dim,
             VALUE_DIM=value_dim,
-            BLOCK_D=triton.next_power_of_2(max(dim, value_dim)),
+            BLOCK_D=next_power_of_2(max(dim, value_dim)),
             num_warps=1,
             **dependent_launch(key_cache.device),
         )

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 
 from builders.kernels.op import define_op
+from builders.kernels.sizes import next_power_of_2
 from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
 
 
@@ -78,8 +79,8 @@ class PlaceFrontier(NamedTuple):
             stride_hidden_row=hidden.stride(0),
             stride_hidden_token=hidden.stride(1),
             WIDTH=width,
-            BLOCK_Q=triton.next_power_of_2(tokens),
-            BLOCK_H=min(1024, triton.next_power_of_2(size)),
+            BLOCK_Q=next_power_of_2(tokens),
+            BLOCK_H=min(1024, next_power_of_2(size)),
             num_warps=2,
             **dependent_launch(hidden.device),
         )

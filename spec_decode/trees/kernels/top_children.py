@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 
 from builders.kernels.op import define_op
+from builders.kernels.sizes import cdiv, next_power_of_2
 from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
 from spec_decode.sampling.kernels.vocab_blocks import merge_sum_exp, store_max_sum_exp, vocab_block
 
@@ -40,8 +41,8 @@ class TopChildren(NamedTuple):
     def launch(self) -> tuple[torch.Tensor, torch.Tensor]:
         tokens, scores = self.fake()
         (rows, vocab), device, width = self.logits.shape, self.logits.device, self.width
-        block = max(vocab_block(vocab), triton.next_power_of_2(width))
-        blocks = triton.cdiv(vocab, block)
+        block = max(vocab_block(vocab), next_power_of_2(width))
+        blocks = cdiv(vocab, block)
         largest = torch.empty(rows, blocks, width, dtype=torch.float32, device=device)
         at = torch.empty(rows, blocks, width, dtype=torch.int32, device=device)
         block_max, sum_exp = torch.empty(2, rows, blocks, dtype=torch.float32, device=device)
@@ -59,7 +60,7 @@ class TopChildren(NamedTuple):
             num_warps=max(1, min(8, block // 256)),
             **dependent_launch(device),
         )
-        merged = triton.next_power_of_2(blocks * width)
+        merged = next_power_of_2(blocks * width)
         _merge_top_kernel[(rows,)](
             max_ptr=largest,
             argmax_ptr=at,
@@ -70,7 +71,7 @@ class TopChildren(NamedTuple):
             vocab_size=vocab,
             num_blocks=blocks,
             WIDTH=width,
-            BLOCK_B=triton.next_power_of_2(blocks),
+            BLOCK_B=next_power_of_2(blocks),
             BLOCK_C=merged,
             num_warps=max(1, min(8, merged // 256)),
             **dependent_launch(device),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 
 from builders.kernels.op import define_op
+from builders.kernels.sizes import cdiv
 from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
 from spec_decode.sampling.kernels.draw_tokens import launch_draw, residual_weight
 from spec_decode.sampling.kernels.vocab_blocks import vocab_block
@@ -44,7 +45,7 @@ class BlockVerify(VerifyArguments):
         (rows, columns, vocab), device = draft_logits.shape, processed.device
         strides = draft_logits.stride()
         block = vocab_block(vocab)
-        blocks = triton.cdiv(vocab, block)
+        blocks = cdiv(vocab, block)
         weights = torch.empty(rows, columns, dtype=torch.float32, device=device)
         residual_sums = torch.empty(rows * (columns - 1), blocks, dtype=torch.float32, device=device)
         residual, options = launch_judge_draft(self, weights)

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 
 from builders.kernels.op import define_op
+from builders.kernels.sizes import next_power_of_2
 from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
 from spec_decode.trees.kernels.ancestor_masks import read_parents, trees_alone
 
@@ -56,7 +57,7 @@ class FollowTree(NamedTuple):
             next_tokens_ptr=next_tokens,
             num_tokens=tokens,
             max_depth=self.max_depth,
-            BLOCK_N=triton.next_power_of_2(tokens),
+            BLOCK_N=next_power_of_2(tokens),
             num_warps=1,
             **dependent_launch(accepted.device),
         )

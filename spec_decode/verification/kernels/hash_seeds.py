@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 
 from builders.kernels.op import define_op
+from builders.kernels.sizes import cdiv
 from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
 from spec_decode.sampling import noise
 from spec_decode.sampling.noise import triton_key
@@ -27,7 +28,7 @@ class HashSeeds(NamedTuple):
 
     def launch(self) -> torch.Tensor:
         hashed, count = torch.empty_like(self.seeds), len(self.seeds)
-        _hash_kernel[(triton.cdiv(count, _BLOCK),)](
+        _hash_kernel[(cdiv(count, _BLOCK),)](
             seeds_ptr=self.seeds,
             positions_ptr=self.positions,
             out_ptr=hashed,

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 
+from builders.kernels.sizes import cdiv, next_power_of_2
 from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
 from spec_decode.sampling.kernels.vocab_blocks import store_max_sum_exp, vocab_block
 from spec_decode.verification.kernels.verify_arguments import VerifyArguments
@@ -32,7 +33,7 @@ class PartialMax(NamedTuple):
         processed, _, draft_logits, temperature, *_ = arguments
         (rows, columns, vocab), device = draft_logits.shape, processed.device
         block = vocab_block(vocab)
-        blocks = triton.cdiv(vocab, block)
+        blocks = cdiv(vocab, block)
         largest, sum_exp = torch.empty(2, 2, rows * columns, blocks, dtype=torch.float32, device=device)
         argmax = torch.empty(rows * columns, blocks, dtype=torch.int32, device=device)
         _partial_max_kernel[(rows * columns, blocks)](
@@ -55,8 +56,8 @@ class PartialMax(NamedTuple):
 
     def launch_options(self, columns: int) -> dict[str, int]:
         """Launch options of a kernel of one program per row that merges these blocks over K columns."""
-        blocks = triton.next_power_of_2(self.argmax.shape[1])
-        block_k = triton.next_power_of_2(columns)
+        blocks = next_power_of_2(self.argmax.shape[1])
+        block_k = next_power_of_2(columns)
         warps = max(1, min(8, blocks * block_k // 256))
         return {"BLOCK_B": blocks, "BLOCK_K": block_k, "num_warps": warps}
 

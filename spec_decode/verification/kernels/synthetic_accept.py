@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from builders.kernels.op import define_op
+from builders.kernels.sizes import next_power_of_2
 from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
 from spec_decode.sampling import noise
 from spec_decode.verification.kernels.distributions import count_leading
@@ -49,7 +50,7 @@ class SyntheticAccept(NamedTuple):
             mean_floor=whole,
             mean_fraction=self.mean - whole,
             num_drafts=columns,
-            BLOCK_K=triton.next_power_of_2(columns),
+            BLOCK_K=next_power_of_2(columns),
             num_warps=1,
             **dependent_launch(accepted.device),
         )

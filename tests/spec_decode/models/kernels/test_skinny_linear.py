@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from builders.errors import BatchError
+from builders.kernels.sizes import next_power_of_2
 from spec_decode.models.kernels import skinny_linear as module
 from spec_decode.models.kernels.skinny_linear import (
     MAX_ROWS,
@@ -16,7 +17,7 @@ from spec_decode.models.kernels.skinny_linear import (
     skinny_linear,
     wide_linear,
 )
-from spec_decode.models.kernels.skinny_tiling import MAX_SUMS, MIN_PROGRAMS, Tiling, power_of_two, tile_of, tiling
+from spec_decode.models.kernels.skinny_tiling import MAX_SUMS, MIN_PROGRAMS, Tiling, tile_of, tiling
 from tests.spec_decode.models.kernels.skinny_oracle import EPS, FORMS, NARROW, assert_within_budget, make_inputs
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -137,7 +138,7 @@ def test_a_wide_linear_has_a_gradient():
 )  # fmt: skip
 def test_every_tiling_fits_a_gpu(rows, n, k, gated, itemsize):
     tile = tiling(rows, n, k, gated=gated, itemsize=itemsize)
-    height = power_of_two(rows)
+    height = next_power_of_2(rows)
     for size in (tile.block_n, tile.block_k):
         assert size & (size - 1) == 0 and size > 0
     weights = 2 if gated else 1
