@@ -57,7 +57,7 @@ def known_failures_of(backend: AttentionBackend) -> tuple[KnownFailure, ...]:
         return ()
     try:
         return msgspec.toml.decode(data, type=_File).known_failure
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise BrokenBackend(
             f"known failures are tables [[known_failure]] with check, reason, issue and perhaps case, {path} is not "
             f"that: {error}; {backend.name} was not checked. Correct the file."

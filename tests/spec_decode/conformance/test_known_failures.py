@@ -99,12 +99,14 @@ def test_a_file_beside_the_backend_makes_its_failures_expected(
         ('[[known_failure]]\ncheck = "a.b"\ncases = "x"\nreason = "r"\nissue = "#7"\n', "unknown field `cases`"),
         ('[[known_failures]]\ncheck = "a.b"\n', "unknown field `known_failures`"),
         ("[[known_failure", "is not that"),
+        ("# caf\udce9", "can't decode byte 0xe9"),
+        ("a = " + "[" * 100_000, "is not that"),
     ],
 )
 def test_a_file_that_says_something_else_is_refused_and_makes_the_backend_unavailable(
-    crashes: AttentionBackend, beside: Callable[[str], object], text: str, says: str
+    crashes: AttentionBackend, tmp_path: Path, text: str, says: str
 ) -> None:
-    beside(text)
+    (tmp_path / "known_failures.toml").write_bytes(text.encode(errors="surrogateescape"))
     with pytest.raises(BrokenBackend, match=rf"known_failures\.toml.*{says}|{says}.*known_failures\.toml"):
         known_failures_of(crashes)
     report = report_of(crashes)
