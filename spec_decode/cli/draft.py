@@ -301,7 +301,7 @@ def _parse_tree(text: str) -> DraftTree | DynamicTreeConfig:
         return DynamicTreeConfig(width=int(sizes[1]), num_tokens=int(sizes[2]))
     try:
         paths = json.loads(Path(text).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(
             f"--tree must be WIDTHxTOKENS, like 4x16, or a JSON file of paths, got {text!r}: {error}. "
             "Write one of the two."

@@ -182,7 +182,7 @@ REFUSED = {
         (("x", "--tree", "4x16", "-k", "1"), "at most the 4 paths that 1 tokens of 4 choices make"),
         (("x", "--tree", "nowhere"), "WIDTHxTOKENS, like 4x16, or a JSON file of paths, got 'nowhere'"),
         (("x", "--tree", "4x16", "--backend", "flash_attn3"), "flash_attn3"),
-        *((("x", "--tree", f"no_tree_{at}.json"), "tree") for at in range(4)),
+        *((("x", "--tree", f"no_tree_{at}.json"), "tree") for at in range(5)),
         (("x", "--max-tokens", "0"), "max_tokens"),
         (("x" * 600,), "that a round writes ahead. Shorten the prompt."),
         (("x" * 60, "--max-model-len", "64"), "or raise max_model_len to 67 or more"),
@@ -211,7 +211,7 @@ REFUSED = {
 def test_draft_refuses(of, words, part, request, refused, rebuilt, tmp_path):
     (tmp_path / "bytes").write_bytes(b"\xff\xfe")
     (tmp_path / "paths.json").write_text("[[0], [0, 0], [0, 0, 0]]")
-    for at, text in enumerate(("{}", "[0]", "[[1]]", "[[")):
+    for at, text in enumerate(("{}", "[0]", "[[1]]", "[[", "[" * 100_000)):
         (tmp_path / f"no_tree_{at}.json").write_text(text)
     assert part in refused(*draft_words(request.getfixturevalue(of), *words))
 
