@@ -69,6 +69,10 @@ class _Verbs(click.Group):
             raise
         except (click.ClickException, click.exceptions.Exit, click.Abort):
             raise
+        except OSError as error:
+            if error.errno not in (errno.EACCES, errno.ENAMETOOLONG):
+                raise
+            raise UserError(f"{error.filename} cannot be used: {error.strerror}. Name another path.") from error
         except Exception as error:
             if isinstance(error, _user_errors()):
                 raise UserError(str(error)) from error

@@ -27,7 +27,7 @@ def load(model: Name, draft: Name | None, *, dtype: torch.dtype, device: torch.d
     """
     folder = find(model)
     if is_pair(folder):
-        if draft is not None and os.fspath(draft) not in (own := draft_names(folder)) and Path(draft).is_dir():
+        if draft is not None and os.fspath(draft) not in (own := draft_names(folder)) and os.path.isdir(draft):
             raise CheckpointError(
                 f"{folder} is a target with its own drafts, and {draft} is a folder. Pass the draft's target too, or "
                 f"one of the names {', '.join(own)}."
@@ -40,9 +40,8 @@ def find(name: Name, what: str = "model") -> Path:
     """The folder of a model, or of a draft. Raises CheckpointError with what was looked for."""
     if not isinstance(name, str | os.PathLike):
         raise CheckpointError(f"a {what} is named by a folder or a name, got {name!r}. Pass its path.")
-    path = Path(name)
-    if os.fspath(name) and path.is_dir():
-        return path
+    if os.path.isdir(name):  # unlike Path.is_dir, it raises for no name
+        return Path(name)
     if name == SHIPPED_PAIR.name:
         return SHIPPED_PAIR
     try:
