@@ -101,7 +101,7 @@ EQUIVALENT: dict[str, dict[tuple[str, str], str]] = {
         ("part = min(", "part = max("): "how a row is divided changes the time that it takes, and nothing else",
         ("row_max, False, PART", "row_max, True, PART"): "without top_p nothing reads the sums",
     },
-    "spec_decode/verification/kernels/judge_draft.py": {
+    "spec_decode/verification/kernels/accept_draft.py": {
         ("num_drafts, offs_k), 0)", "num_drafts, offs_k), (-1))"): "of one axis the first is the last",
     },
     "spec_decode/verification/kernels/partial_max.py": {

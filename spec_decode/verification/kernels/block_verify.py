@@ -1,6 +1,6 @@
 """Block verification of a round's drafts, in five stages.
 
-PartialMax reads the logits, block by block of the vocabulary; launch_judge_draft weighs the prefixes of each row's
+PartialMax reads the logits, block by block of the vocabulary; launch_accept_draft weighs the prefixes of each row's
 draft; the two kernels here sum their residuals and choose one; launch_draw draws the token after it. Legend: R rows, K
 draft tokens of a row, V tokens of the vocabulary.
 """
@@ -14,8 +14,8 @@ from builders.kernels.sizes import cdiv
 from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
 from spec_decode.sampling.kernels.draw_tokens import launch_draw, residual_weight
 from spec_decode.sampling.kernels.vocab_blocks import vocab_block
+from spec_decode.verification.kernels.accept_draft import accept_uniform, launch_accept_draft, read_draft
 from spec_decode.verification.kernels.distributions import Distributions, count_leading
-from spec_decode.verification.kernels.judge_draft import accept_uniform, launch_judge_draft, read_draft
 from spec_decode.verification.kernels.verify_arguments import VerifyArguments
 
 _TINY = torch.finfo(torch.float32).tiny
@@ -48,7 +48,7 @@ class BlockVerify(VerifyArguments):
         blocks = cdiv(vocab, block)
         weights = torch.empty(rows, columns, dtype=torch.float32, device=device)
         residual_sums = torch.empty(rows * (columns - 1), blocks, dtype=torch.float32, device=device)
-        residual, options = launch_judge_draft(self, weights)
+        residual, options = launch_accept_draft(self, weights)
         if columns > 1:
             _residual_sums_kernel[(rows * (columns - 1), blocks)](
                 target_logits_ptr=processed,

@@ -1,6 +1,6 @@
 """Token-wise rejection sampling of a round's drafts, in three stages.
 
-PartialMax reads the logits, block by block of the vocabulary; launch_judge_draft decides for each row how many tokens
+PartialMax reads the logits, block by block of the vocabulary; launch_accept_draft decides for each row how many tokens
 are accepted; launch_draw draws the one after them.
 """
 
@@ -10,8 +10,8 @@ import torch
 
 from builders.kernels.op import define_op
 from spec_decode.sampling.kernels.draw_tokens import launch_draw
+from spec_decode.verification.kernels.accept_draft import launch_accept_draft
 from spec_decode.verification.kernels.distributions import Distributions, count_leading
-from spec_decode.verification.kernels.judge_draft import launch_judge_draft
 from spec_decode.verification.kernels.verify_arguments import VerifyArguments
 
 
@@ -33,7 +33,7 @@ class RejectionSample(VerifyArguments):
         return accepted, models.next_tokens(accepted, torch.ones(len(accepted)))
 
     def launch(self) -> tuple[torch.Tensor, torch.Tensor]:
-        residual, _ = launch_judge_draft(self, None)
+        residual, _ = launch_accept_draft(self, None)
         next_tokens = launch_draw(self.processed, self.temperature, self.seeds, self.draft_positions, residual)
         return residual.accepted, next_tokens
 

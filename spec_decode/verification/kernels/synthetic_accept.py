@@ -11,8 +11,8 @@ from builders.kernels.op import define_op
 from builders.kernels.sizes import next_power_of_2
 from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
 from spec_decode.sampling import noise
+from spec_decode.verification.kernels.accept_draft import accept_uniform, read_draft
 from spec_decode.verification.kernels.distributions import count_leading
-from spec_decode.verification.kernels.judge_draft import accept_uniform, read_draft
 
 
 class SyntheticAccept(NamedTuple):

@@ -18,8 +18,8 @@ _ACCEPT = tl.constexpr(ACCEPT)
 _TINY = torch.finfo(torch.float32).tiny
 
 
-def launch_judge_draft(arguments: VerifyArguments, weights: torch.Tensor | None) -> tuple[Residual, dict[str, int]]:
-    """Judge the drafts token by token or, with weights fp32 [R, K], write there what block verification judges by.
+def launch_accept_draft(arguments: VerifyArguments, weights: torch.Tensor | None) -> tuple[Residual, dict[str, int]]:
+    """Accept the drafts token by token or, with weights fp32 [R, K], write there what block verification goes by.
 
     Returns the residual, whose norms are written, and its counts and weights as the kernel says; and the launch options
     of a kernel that goes on with it, a program a row.
@@ -28,7 +28,7 @@ def launch_judge_draft(arguments: VerifyArguments, weights: torch.Tensor | None)
     rows, columns, vocab = draft_logits.shape
     partial, residual = PartialMax.launch(arguments), Residual.allocate(draft_logits)
     options = partial.launch_options(columns)
-    _judge_draft_kernel[(rows,)](
+    _accept_draft_kernel[(rows,)](
         target_logits_ptr=processed,
         draft_tokens_ptr=draft_tokens,
         draft_logits_ptr=draft_logits,
@@ -57,7 +57,7 @@ def launch_judge_draft(arguments: VerifyArguments, weights: torch.Tensor | None)
 
 
 @triton.jit
-def _judge_draft_kernel(
+def _accept_draft_kernel(
     target_logits_ptr,  # fp32 [R, 1 + K, V]
     draft_tokens_ptr,  # int64 [R, K]
     draft_logits_ptr,  # fp32 [R, K, V]
@@ -87,7 +87,7 @@ def _judge_draft_kernel(
     accept argmax tokens. One program per row.
 
     Speculative sampling: Leviathan et al., 2023 (arXiv:2211.17192, algorithm 1). With weights_ptr a random row's draft
-    is not judged yet: w(k) = min(1, w(k - 1) target_probs[k] / draft_probs[k]) from w(0) = 1 is stored, as far as the
+    is not accepted yet: w(k) = min(1, w(k - 1) target_probs[k] / draft_probs[k]) from w(0) = 1 is stored, as far as the
     draft goes (block verification: Sun et al., 2024, arXiv:2403.10444, algorithm 2).
     """
     INT32_MAX: tl.constexpr = 2**31 - 1
