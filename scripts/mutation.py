@@ -5,8 +5,8 @@ A change is drawn with a fixed seed, the more from a file the longer it is. It i
 tests of `make test` that enter the function it is in, and dies when one fails, crashes or never ends. The report has
 every survivor; fails if fewer than --least of a hundred die.
 
-Which tests enter which function, and which changes died of which test, is kept in a folder (--kept) until the file of
-the tests changes, and for a death the changed file. Remove the folder to try all afresh.
+Which tests enter which function is kept in a folder (--kept) until the product or the file of the tests changes, and
+which changes died of which test until that file or the changed one does. Remove the folder to try all afresh.
 """
 
 from __future__ import annotations

@@ -117,7 +117,8 @@ def share(copies: Sequence[Copy], jobs: Iterable[T], work: Callable[[Copy, T], R
 def traced_tests(copies: Sequence[Copy], paths: Sequence[str], kept: Path) -> tuple[list[TracedTest], list[str]]:
     """The tests below the paths that pass, with the functions that each enters, and the names of those that do not.
 
-    kept: a file of what was seen before; only files of tests that are not in it as they are now run again.
+    kept: a file of what was seen before; only files of tests that are not in it as they are now run again, and all of
+    them where the product is another.
     """
     seen: dict[str, Any] = json.loads(kept.read_text()) if kept.exists() else {}
     lock = threading.Lock()
@@ -134,7 +135,8 @@ def traced_tests(copies: Sequence[Copy], paths: Sequence[str], kept: Path) -> tu
 
     files = sorted({str(f.relative_to(ROOT)) for path in paths for f in _test_files(ROOT / path)})
     jobs = [(file, interpreted) for file in files for interpreted in _sessions_of(file)]
-    keys = {job: _key(*job) for job in jobs}
+    product = digest("".join(path.read_text() for path in sorted(_sources())))
+    keys = {job: _key(*job, product) for job in jobs}
     share(copies, [job for job in jobs if keys[job] not in seen], trace)
     passed, not_passed = [], []
     for file, interpreted in jobs:
@@ -161,8 +163,13 @@ def _sessions_of(file: str) -> list[bool]:
     return [True] if "_kernel" in file else [False, True]
 
 
-def _key(file: str, interpreted: bool) -> str:
-    return f"{file} {'interpreted' if interpreted else 'plain'} {digest((ROOT / file).read_text())}"
+def _sources() -> Iterable[Path]:
+    """Files of the product."""
+    return (path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+
+
+def _key(file: str, interpreted: bool, product: str) -> str:
+    return f"{file} {'interpreted' if interpreted else 'plain'} {digest((ROOT / file).read_text() + product)}"
 
 
 def digest(text: str) -> str:

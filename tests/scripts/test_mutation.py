@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from scripts import mutation
+from scripts import mutation, mutation_tests
 from scripts.mutation import batches, draw, shares
 from scripts.mutation_operators import keywords_with_defaults, mutants
 from scripts.mutation_rooms import EQUIVALENT, ROOMS
@@ -135,6 +136,28 @@ def test_all_tests_of_a_module_read_what_one_of_them_does() -> None:
         TracedTest("b.py::g", False, 1, frozenset()),
     )
     assert mutation.tests_of(mutant, [first, second, entering, other]) == ([entering], [first, second])
+
+
+def test_tests_are_traced_again_where_they_or_the_product_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Copy:
+        folder, asked = tmp_path, 0
+
+        def run(self, files: list[str], **options: object) -> dict[str, Any]:
+            self.asked += 1
+            return {"status": 0, "tests": {f"{files[0]}::one": {"outcome": "passed", "seconds": 1.0, "functions": []}}}
+
+    monkeypatch.setattr(mutation_tests, "ROOT", tmp_path)
+    copy, test, source = Copy(), tmp_path / "tests/test_a.py", tmp_path / "builders/batch.py"
+    runs = []
+    for path, text in [(test, "a"), (source, "a"), (source, "a"), (source, "b"), (test, "b"), (test, "b")]:
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+        [traced], _ = mutation_tests.traced_tests([copy], ["tests"], tmp_path / "kept.json")  # type: ignore[list-item]
+        assert traced.name == "tests/test_a.py::one"
+        runs.append(copy.asked)
+    assert runs == [1, 2, 2, 3, 4, 4]
 
 
 def test_a_function_is_named_with_what_it_is_in() -> None:
