@@ -34,8 +34,7 @@ import torch
 from attn_backends import registry
 from scripts.mutation_operators import Mutant, keywords_with_defaults, mutants
 from scripts.mutation_rooms import EQUIVALENT, ROOMS
-from scripts.mutation_session import PACKAGES
-from scripts.mutation_tests import ROOT, Copy, TracedTest, digest, share, traced_tests
+from scripts.mutation_tests import PRODUCT, ROOT, Copy, TracedTest, digest, share, sources, traced_tests
 from scripts.script_report import write_report
 
 SCHEMA = "attn-mutation/1"
@@ -59,12 +58,6 @@ class Result:
     tests: int
 
 
-def sources(patterns: Iterable[str]) -> dict[str, str]:
-    """The files of these patterns, by their path from the root."""
-    paths = sorted({path for pattern in patterns for path in ROOT.glob(pattern)})
-    return {path.relative_to(ROOT).as_posix(): path.read_text() for path in paths}
-
-
 def draw(count: int, seed: int) -> list[Mutant]:
     """Mutants of the rooms, no two of one line, and none of those known to be equivalent."""
     lines, found = _lines(), list[Mutant]()
@@ -77,7 +70,7 @@ def draw(count: int, seed: int) -> list[Mutant]:
 @cache
 def _lines() -> dict[str, list[list[Mutant]]]:
     """The mutants of each line that has any, by file."""
-    defaults = keywords_with_defaults(sources(f"{package}/**/*.py" for package in PACKAGES))
+    defaults = keywords_with_defaults(sources(PRODUCT))
     return {file: _by_line(source, mutants(file, source, defaults)) for file, source in sources(ROOMS).items()}
 
 

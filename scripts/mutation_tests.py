@@ -23,6 +23,8 @@ from scripts.free_places import on_a_free_one
 from scripts.mutation_session import PACKAGES
 
 ROOT = Path(__file__).resolve().parent.parent
+PRODUCT = tuple(f"{package}/**/*.py" for package in PACKAGES)
+"""Patterns of the product's files."""
 INTERPRETED = "tests/interpreter"
 """Tests of this folder run a second time, with every kernel in Triton's interpreter."""
 PATIENCE = 120
@@ -135,7 +137,7 @@ def traced_tests(copies: Sequence[Copy], paths: Sequence[str], kept: Path) -> tu
 
     files = sorted({str(f.relative_to(ROOT)) for path in paths for f in _test_files(ROOT / path)})
     jobs = [(file, interpreted) for file in files for interpreted in _sessions_of(file)]
-    product = digest("".join(path.read_text() for path in sorted(_sources())))
+    product = digest("".join(sources(PRODUCT).values()))
     keys = {job: _key(*job, product) for job in jobs}
     share(copies, [job for job in jobs if keys[job] not in seen], trace)
     passed, not_passed = [], []
@@ -163,9 +165,10 @@ def _sessions_of(file: str) -> list[bool]:
     return [True] if "_kernel" in file else [False, True]
 
 
-def _sources() -> Iterable[Path]:
-    """Files of the product."""
-    return (path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+def sources(patterns: Iterable[str]) -> dict[str, str]:
+    """The files of these patterns, by their path from the root."""
+    paths = sorted({path for pattern in patterns for path in ROOT.glob(pattern)})
+    return {path.relative_to(ROOT).as_posix(): path.read_text() for path in paths}
 
 
 def _key(file: str, interpreted: bool, product: str) -> str:

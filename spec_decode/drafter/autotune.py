@@ -124,7 +124,7 @@ def autotune_strategy(
     Call it before any request: it runs rounds of dummy requests over the groups' caches and leaves the tables empty.
 
     plan: as `plan_draft` makes it, with the rule's choice.
-    config: only its number of tokens and its graph mode count; every other setting has its default in a measurement.
+    config: its number of tokens, its graph mode and its loop_steps count; a measurement has defaults for the others.
     clock: microseconds of a round of a drafter whose tables are loaded; None measures wall time.
 
     Raises BatchError where the caches have no room for a dummy request.

@@ -152,18 +152,18 @@ class Engine:
         config, tables = self.config.drafter, self._tables[1]
         assert config is not None
         plan = plan_draft(draft, groups, tables.device, config)
-        # An emulated graph has no speed to measure.
-        if config.strategy is None and self.config.autotune and self.device.type == "cuda":
-            self.autotuned = autotune_strategy(draft, groups, tables, config, plan)
-            _log.info("autotune: %s", self.autotuned.explain())
-            if self.autotuned.wall_us:
-                plan = plan.autotuned(self.autotuned.strategy, self.autotuned.explain())
         sizes, most = config.capture_sizes, self.config.max_num_seqs
         require(
             not sizes or max(sizes) >= most or not plan.strategy.implementation.uses_graphs,
             f"capture_sizes end at {max(sizes or [0])} and up to {most} requests run at once; so many would have no "
             f"graph. Add {most} to capture_sizes, or leave them out.",
         )
+        # An emulated graph has no speed to measure.
+        if config.strategy is None and self.config.autotune and self.device.type == "cuda":
+            self.autotuned = autotune_strategy(draft, groups, tables, config, plan)
+            _log.info("autotune: %s", self.autotuned.explain())
+            if self.autotuned.wall_us:
+                plan = plan.autotuned(self.autotuned.strategy, self.autotuned.explain())
         return Drafter(draft, groups, tables, config, plan)
 
     @property

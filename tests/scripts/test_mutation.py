@@ -92,9 +92,7 @@ def test_a_file_has_its_share_by_its_lines() -> None:
 
 def test_every_room_has_files_and_every_equivalent_change_is_one_that_can_be_drawn() -> None:
     assert all(list(ROOT.glob(pattern)) for pattern in ROOMS)
-    defaults = keywords_with_defaults(
-        mutation.sources(["builders/**/*.py", "attn_backends/**/*.py", "spec_decode/**/*.py"])
-    )
+    defaults = keywords_with_defaults(mutation.sources(mutation_tests.PRODUCT))
     for file, source in mutation.sources(EQUIVALENT).items():
         found = {mutant.apply(source) for mutant in mutants(file, source, defaults)}
         for (old, new), why in EQUIVALENT[file].items():
