@@ -36,10 +36,11 @@ import pytest
 import torch
 
 from scripts.free_places import on_a_free_one
-from spec_decode.cli.check import check
+from spec_decode.cli.main import main as attn_backends
 from spec_decode.conformance.report import Report
 from spec_decode.graphs import cuda
 from spec_decode.paged import GraphMode
+from spec_decode.testing.outcome import Outcome
 from tests.gpu import busy_engine
 from tests.import_graph import ROOT
 from tests.spec_decode.matrix.evidence import report, result
@@ -176,7 +177,7 @@ def main(what: str, *arguments: str) -> None:
         print(json.dumps(serve(verification, GraphMode(mode), torch.device("cuda")).counts))
     else:
         mock.patch.object(cuda, "WhileGraph", HostLoop).start()
-        check(list(arguments), prog_name="check")
+        attn_backends([what, *arguments])
 
 
 # On a CPU: what is watched, under which allocator, and when it has finished; the engines.
@@ -265,12 +266,14 @@ def test_the_engine_that_is_watched_serves_every_request(verification, mode, mon
     assert run.counts["requests"] == 3 and run.pages_lost == 0 and "never" not in run.counts["finished"]
 
 
-def test_a_check_that_is_watched_repeats_its_looping_graphs_from_the_host(monkeypatch):
+def test_a_check_that_is_watched_repeats_its_looping_graphs_from_the_host(monkeypatch, tmp_path):
     monkeypatch.setattr(cuda, "WhileGraph", cuda.WhileGraph)
-    used = []
-    monkeypatch.setattr(f"{__name__}.check", lambda arguments, **_: used.extend([arguments, cuda.WhileGraph]))
-    main("check", "k", "--json", "report.json")
-    assert used == [["k", "--json", "report.json"], HostLoop]
+    path, only = tmp_path / "report.json", ("--only", "builder.padding_stays_inert*", "--quick")
+    with pytest.raises(SystemExit) as ended:
+        main("check", "torch_reference", "--no-isolate", "--device", "cpu", *only, "--json", str(path))
+    results = Report.load(path).results
+    assert ended.value.code == 0 and results and all(result.outcome is Outcome.PASS for result in results)
+    assert cuda.WhileGraph is HostLoop
 
 
 @pytest.mark.parametrize("iterations", [0, 1, 5])
