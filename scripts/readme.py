@@ -34,8 +34,10 @@ STRATEGIES = Path("docs/guide/strategies.md")
 VLLM_PAGE, VLLM_FIGURES = Path("docs/engines/vllm.md"), Path("docs/engines/vllm-figures.md")
 VLLM, UNCOMPILED, ROUNDS = "h200/vllm-compiled.json", "h200/vllm.json", "h200/bench-drafter.json"
 """The reports of vLLM's defaults, layers compiled; of vLLM without compilation; of draft rounds."""
-BLOCKS, LATENTS, PAIR = "h100/vllm-blocks.json", "h100/vllm-latents.json", "h100/vllm-pair.json"
-"""Those of vLLM with drafts of a block, with drafts over latents, and on two GPUs."""
+DFLASH, BLOCKS, LATENTS = "h100/vllm-dflash.json", "h100/vllm-blocks.json", "h100/vllm-latents.json"
+"""Those of vLLM with drafts of a block, compiled and not, and with drafts over latents."""
+PAIR, PAIR_BOTH = "h100/vllm-pair.json", "h100/vllm-pair-both.json"
+"""Those of our draft backends on one GPU and on two, and of ours and vLLM's on two."""
 COMPILED = tuple(
     f"h200/bench-{draft}-compiled.json"
     for draft in ("llama3-8b-eagle", "qwen3-8b-eagle3", "gpt-oss-20b-eagle3", "glm-4.7-flash-mtp", "eagle-1024")
@@ -55,16 +57,18 @@ NO_DRAFT, THEIRS, OURS, IN_PLACE = "", "FLASHINFER", "FLASHINFER_IN_GRAPH", "FLA
 """vLLM's arms by the draft's attention backend; the last is vLLM's own that updates in place by itself."""
 
 IN_VLLM = (
-    ("EAGLE, {} draft tokens", VLLM, DRAFT_TOKENS, VLLM_SIZE, [THEIRS], [OURS]),
-    ("DFlash, a block of {} draft tokens, not compiled", BLOCKS, 15, "qwen3-8b", [THEIRS], [OURS]),
+    ("EAGLE, {} draft tokens", VLLM, DRAFT_TOKENS, VLLM_SIZE, True, [THEIRS], [OURS]),
+    ("DFlash, a block of {} draft tokens", DFLASH, 15, "qwen3-8b", True, [THEIRS], [OURS]),
+    ("DFlash2, a block of {} draft tokens", DFLASH, 7, "qwen3-8b", True, [THEIRS], [OURS]),
     (
         "MTP over latents, {} draft tokens, not compiled",
-        *(LATENTS, 3, "deepseek-v3-shard"),
+        *(LATENTS, 3, "deepseek-v3-shard", False),
         ["FLASH_ATTN_MLA", "FLASHMLA", "TRITON_MLA"],
         ["ATTN_BACKENDS_FLASH_ATTN3_MLA", "ATTN_BACKENDS_FLASHMLA", "ATTN_BACKENDS_TRITON_MLA"],
     ),
 )
-"""Rows of vLLM: the draft, report, draft tokens, size, and the backends of vLLM and of ours that are compared."""
+"""Rows of vLLM: the draft, report, draft tokens, size, whether layers are compiled, and which of vLLM's backends and of
+ours are compared."""
 
 
 class StaleReadme(Exception):
@@ -80,12 +84,14 @@ def contents(root: Path) -> dict[Path, str]:
             "compiled times": strategy_times.beside_compiled([_load(root, name) for name in COMPILED]),
         },
         VLLM_PAGE: {
-            "vllm ratios": vllm_tables.ratios([_load(root, name) for name in (VLLM, BLOCKS, LATENTS)]),
+            "vllm ratios": vllm_tables.ratios([_load(root, name) for name in (VLLM, DFLASH, BLOCKS, LATENTS)]),
             "vllm on two GPUs": vllm_tables.scaling(_load(root, PAIR)),
+            "vllm ratios on two GPUs": vllm_tables.ratios([_load(root, PAIR_BOTH)], num_gpus=2),
         },
         VLLM_FIGURES: {
             "vllm figures": "\n\n".join(
-                vllm_tables.figures(_load(root, name), name) for name in (VLLM, UNCOMPILED, BLOCKS, LATENTS, PAIR)
+                vllm_tables.figures(_load(root, name), name)
+                for name in (VLLM, UNCOMPILED, DFLASH, BLOCKS, LATENTS, PAIR, PAIR_BOTH)
             )
         },
     }
@@ -160,11 +166,11 @@ def figures(root: Path) -> str:
     accepted = [row["accepted"] for row in engine["rows"] if row["case"] == SPECULATION and "accepted" in row]
     date = max(report.env.date for report in builders)[:10]
     return (
-        f"{_table(lines)}\n\nThe model is an 8B Llama with an EAGLE draft, for DFlash an 8B Qwen3, and for MTP "
-        "one GPU's share, 16 of 128 heads, of four layers of DeepSeek-V3; all have random weights. The target rejects "
-        "almost every token of such a draft. We therefore made the verifier accept a fixed mean number per round: "
-        f"{', '.join(kept)} draft tokens in vLLM, {min(accepted):.1f} to {max(accepted):.1f} of {drafted} in our "
-        f"engine. Without a draft, vLLM generates {_pair(arms[NO_DRAFT])} tokens/s of the Llama with {sizes} "
+        f"{_table(lines)}\n\nThe models are an 8B Llama with EAGLE, an 8B Qwen3 with DFlash and DFlash2, and for "
+        "MTP one GPU's share, 16 of 128 heads, of four layers of DeepSeek-V3; all have random weights. The target "
+        "rejects almost every token of such a draft. We therefore made the verifier accept a fixed mean number per "
+        f"round: {', '.join(kept)} draft tokens in vLLM, {min(accepted):.1f} to {max(accepted):.1f} of {drafted} in "
+        f"our engine. Without a draft, vLLM generates {_pair(arms[NO_DRAFT])} tokens/s of the Llama with {sizes} "
         f"concurrent requests ({card(vllm['env']['device'])}, same run).\n\nAn attention backend's *metadata* tells "
         f"its kernels where each request's tokens are. We checked {len(builders)} of the metadata builders in vLLM "
         f"{version} that claim to update their metadata in place, and refuted {len(refuted)} of these claims (CPU, "
@@ -175,9 +181,9 @@ def figures(root: Path) -> str:
 def vllm_rows(root: Path, measured: str) -> tuple[list[list[str]], list[str]]:
     """A row for each draft of IN_VLLM, the first of which says what was measured, and how many tokens a round keeps."""
     rows, kept = [], []
-    for said, name, steps, size, theirs, ours in IN_VLLM:
+    for said, name, steps, size, compiled, theirs, ours in IN_VLLM:
         report = _load(root, name)
-        arms = vllm_arms(report, steps, size)
+        arms = vllm_arms(report, steps, size, compiled)
         rows.append(
             [
                 f"{'the same' if rows else measured}: {said.format(steps)}",
@@ -199,13 +205,15 @@ def _named(names: Sequence[str]) -> str:
 
 
 def vllm_arms(
-    report: Mapping[str, Any], steps: int = DRAFT_TOKENS, size: str = VLLM_SIZE
+    report: Mapping[str, Any], steps: int = DRAFT_TOKENS, size: str = VLLM_SIZE, compiled: bool = True
 ) -> dict[str, dict[int, float]]:
     """Output tokens a second of a model by draft backend and requests: without a draft, and with so many tokens."""
+    wanted = {(size, compiled, 0), (size, compiled, steps)}
     return {
         arm["arm"]["draft"]: {row["requests"]: median(row["tokens_per_s"]) for row in arm["rows"]}
         for arm in report["arms"]
-        if arm["arm"]["steps"] in (0, steps) and arm["arm"]["size"] == size and arm["rows"][0]["tokens_per_s"]
+        if (arm["arm"]["size"], arm["arm"].get("compiled", False), arm["arm"]["steps"]) in wanted
+        and arm["rows"][0]["tokens_per_s"]
     }
 
 

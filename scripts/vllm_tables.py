@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
 from statistics import median
 from typing import Any
 
@@ -39,26 +40,30 @@ _LATENT = (
 """vLLM's draft backend and ours that are compared, over grouped heads and over latents."""
 
 
-def ratios(reports: Sequence[dict[str, Any]]) -> str:
-    """Output tokens a second of our draft backends over those of vLLM's, for the most draft tokens of each report."""
+def ratios(reports: Sequence[dict[str, Any]], num_gpus: int = 1) -> str:
+    """Output tokens a second of our draft backends over those of vLLM's, for the most draft tokens of each draft."""
     sizes = _requests(reports)
     lines = [
         f"| draft | vLLM's backend | ours | {' | '.join(f'{size} req.' for size in sizes)} | vLLM | GPU |",
         "|---|---|---|" + "---:|" * len(sizes) + "---|---|",
     ]
-    lines += [line for report in reports for model in _MODELS for line in _ratio_lines(report, model, sizes)]
+    for report in reports:
+        timed = [each for each in report["arms"] if each["arm"]["kept"] and _num_gpus(each) == num_gpus]
+        for model, compiled in product(_MODELS, _ENGINES):
+            alike = [each for each in timed if _model(each) == model and _is_compiled(each) is compiled]
+            lines += _ratio_lines(report, alike, sizes)
     return "\n".join(lines)
 
 
-def _ratio_lines(report: dict[str, Any], model: tuple[str, str], sizes: Sequence[int]) -> Iterator[str]:
-    """Those of a kind of draft and a size of model; none where the report has not both backends of a pair."""
-    arms = [each for each in report["arms"] if each["arm"]["kept"] and _model(each) == model and _num_gpus(each) == 1]
+def _ratio_lines(report: dict[str, Any], arms: Sequence[dict[str, Any]], sizes: Sequence[int]) -> Iterator[str]:
+    """Those of arms of one draft in one mode; none where there are not both backends of a pair."""
     steps = max((each["arm"]["steps"] for each in arms), default=0)
     rows = {each["arm"]["draft"]: _speeds(each) for each in arms if each["arm"]["steps"] == steps}
-    for theirs, ours in _LATENT if model[0] == "mtp" else _GROUPED:
+    for theirs, ours in (*_GROUPED, *_LATENT):
         if theirs in rows and ours in rows:
+            model = _model(arms[0])
             cells = [_ratio(rows[ours].get(count), rows[theirs].get(count)) for count in sizes]
-            mode = "defaults" if arms[0]["arm"].get("compiled", False) else "mode 0"
+            mode = "defaults" if _is_compiled(arms[0]) else "mode 0"
             said = [f"{_MODELS[model][0]}, {steps} tokens", f"`{theirs}`", f"`{ours}`", *cells, mode, source(report)]
             yield f"| {' | '.join(said)} |"
 
@@ -117,9 +122,8 @@ def figures(report: dict[str, Any], name: str) -> str:
     if not timed:
         raise ValueError(f"{name} has no arm that was timed: nothing to show on vLLM's page")
     blocks = []
-    # Reports from before there were compiled arms and other kinds of drafts do not say.
     for compiled, engines in _ENGINES.items():
-        alike = [each for each in timed if each["arm"].get("compiled", False) is compiled]
+        alike = [each for each in timed if _is_compiled(each) is compiled]
         drafted = [each for each in alike if each["arm"]["draft"]]
         for (kind, size), (_, models) in _MODELS.items():
             arms = [each for each in drafted if _model(each) == (kind, size)]
@@ -143,6 +147,11 @@ def figures(report: dict[str, Any], name: str) -> str:
 def _model(found: dict[str, Any]) -> tuple[str, str]:
     """Kind of draft and size."""
     return found["arm"].get("kind", "eagle"), found["arm"].get("size", "llama3-8b")
+
+
+def _is_compiled(found: dict[str, Any]) -> bool:
+    """Reports from before there were compiled arms do not say."""
+    return bool(found["arm"].get("compiled", False))
 
 
 def _num_gpus(found: dict[str, Any]) -> int:

@@ -109,6 +109,20 @@ def test_ratios_are_of_medians_for_the_most_draft_tokens_and_say_where_runs_over
     ]
 
 
+def test_ratios_keep_modes_and_numbers_of_gpus_apart() -> None:
+    runs = {"FLASH_ATTN": [10.0], "FLASHINFER_IN_GRAPH": [20.0]}
+    more: list[dict[str, object]] = [{}, {"compiled": True}, {"num_gpus": 2}]
+    arms = [
+        vllm_arm(draft, 3, [tokens[0] + at * (draft == "FLASH_ATTN")], **arm)
+        for draft, tokens in runs.items()
+        for at, arm in enumerate(more)
+    ]
+    report = {**VLLM_REPORT, "arms": arms}
+    on_one, on_two = vllm_tables.ratios([report]).splitlines()[2:], vllm_tables.ratios([report], 2).splitlines()[2:]
+    assert [line.split(" | ")[3:5] for line in on_one] == [["1.82", "defaults"], ["2.00", "mode 0"]]
+    assert [line.split(" | ")[3:5] for line in on_two] == [["1.67", "mode 0"]]
+
+
 def test_two_gpus_are_compared_with_the_same_draft_on_one() -> None:
     one, two = vllm_arm("FLASHINFER_IN_GRAPH", 3, [100.0]), vllm_arm("FLASHINFER_IN_GRAPH", 3, [160.0], num_gpus=2)
     others = [vllm_arm("FLASHINFER_IN_GRAPH", 7, [1.0]), vllm_arm("FLASHINFER", 3, [2.0])]

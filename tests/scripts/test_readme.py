@@ -40,9 +40,9 @@ def change(root: Path, name: str, old: str, new: str) -> None:
 @pytest.mark.parametrize(
     ("name", "old", "new", "shown"),
     [
-        ("h200/vllm-compiled.json", '"kept":3.2', '"kept":3.4', "round: 3.4 of 7, 5 of 15"),
+        ("h200/vllm-compiled.json", '"kept":3.2', '"kept":3.4', "round: 3.4 of 7, 5 of 15, 4.4 of 7"),
         ("h200/vllm-compiled.json", "[4401.4,4489.5]", "[4401.4,5489.5]", "203 / 4,945"),
-        ("h100/vllm-blocks.json", "[623.0,627.2,626.3]", "[623.0,637.2,636.3]", "**636 / 6,577** (our `FLASHINFER_IN"),
+        ("h100/vllm-dflash.json", "[654.3,640.1,624.0]", "[654.3,650.1,624.0]", "**650 / 6,683** (our `FLASHINFER_IN"),
         ("h100/vllm-latents.json", '"kept":1.8', '"kept":1.9', "1.9 of 3 draft tokens in vLLM"),
         ("h200/bench-throughput.json", '"tokens_per_second":12398.0', '"tokens_per_second":13398.0', "564 / 13,398"),
         ("h200/bench-drafter.json", "16637.0", "17637.0", "17.6 ms"),
