@@ -13,7 +13,7 @@ import torch
 
 from attn_backends import get
 from builders import BatchError, RequestTables
-from spec_decode.drafter import DrafterConfig, Strategy, autotune, plan_draft
+from spec_decode.drafter import Drafter, DrafterConfig, Strategy, autotune, plan_draft
 from spec_decode.drafter.autotune import MARGIN, StrategyCache, autotune_strategy
 from spec_decode.models import BlockDraft, EagleDraft, LlamaTarget, quantise_draft
 from spec_decode.paged import GraphMode
@@ -85,6 +85,18 @@ def test_every_strategy_that_may_be_fastest_is_measured_over_live_requests_of_fu
     assert fixture.seen == [(strategy, 2, 24) for strategy in MEASURED]
     assert not {Strategy.PIECEWISE, Strategy.EAGER} & {*MEASURED}
     assert fixture.tables.num_live == 0 and not fixture.tables.token_limits.any()
+
+
+def test_rounds_are_measured_with_the_steps_that_a_device_loop_repeats_at_once(fixture, monkeypatch):
+    configs = []
+
+    def drafter_of(*arguments):
+        configs.extend(each for each in arguments if isinstance(each, DrafterConfig))
+        return Drafter(*arguments)
+
+    monkeypatch.setattr(autotune, "Drafter", drafter_of)
+    fixture.measure(times(), loop_steps=2)
+    assert [config.loop_steps for config in configs] == [2] * len(MEASURED)
 
 
 def test_a_measurement_that_fails_leaves_no_request_and_keeps_nothing(fixture):

@@ -347,9 +347,8 @@ def test_a_second_interrupt_while_generate_ends_its_requests_returns_every_page(
     assert texts(engine, ASKED) == WHOLE, second.where
 
 
-def test_a_third_interrupt_leaves_what_the_next_step_puts_right(monkeypatch):
-    engine = make_engine()
-    handles = submitted(engine)
+def interrupted_three_times(monkeypatch, engine):
+    """The third step is interrupted, and so is each of its recoveries."""
     with monkeypatch.context() as context:
         broken_once(context, engine.target, "run", 3, KeyboardInterrupt())
         broken_once(context, engine.pool, "reset", 1, KeyboardInterrupt())
@@ -357,7 +356,22 @@ def test_a_third_interrupt_leaves_what_the_next_step_puts_right(monkeypatch):
         with pytest.raises(KeyboardInterrupt):
             for _ in range(3):
                 engine.step()
+
+
+def test_a_third_interrupt_leaves_what_the_next_step_puts_right(monkeypatch):
+    engine = make_engine()
+    handles = submitted(engine)
+    interrupted_three_times(monkeypatch, engine)
     assert serve(engine, handles) == 0
+
+
+def test_a_third_interrupt_leaves_what_an_end_of_other_requests_puts_right(monkeypatch):
+    engine = make_engine()
+    handles = submitted(engine)
+    other = engine.submit(request())
+    interrupted_three_times(monkeypatch, engine)
+    engine.cancel_all([other])
+    assert engine.pool.num_free == engine.pool.num_pages and serve(engine, handles) == 0
 
 
 def test_an_interrupt_before_a_full_text_is_ended_does_not_lengthen_it(monkeypatch):
