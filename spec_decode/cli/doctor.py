@@ -10,7 +10,7 @@ from itertools import chain
 import click
 
 from spec_decode.cli.options import PAGE_SIZE, device_option, resolve_device, try_plug_ins_aloud
-from spec_decode.cli.output import say, stdout
+from spec_decode.cli.output import UserError, say, stdout
 
 _ENGINES = ("vllm", "sglang")
 """Those with a plug-in of ours, as modules of `engines`."""
@@ -24,11 +24,11 @@ _WIDTHS = (26, 8)
 @click.option(
     "--validate-metadata", "backend", metavar="NAME", help="Draft with this backend and validate its metadata."
 )
-@click.option("--rounds", type=click.IntRange(min=1), default=100, show_default=True, help="Rounds to draft.")
-@click.option("--every", type=click.IntRange(min=1), default=1, show_default=True, help="Validate every N-th round.")
+@click.option("--rounds", type=click.IntRange(min=1), help="Rounds to draft; default 100.")
+@click.option("--every", type=click.IntRange(min=1), help="Validate every N-th round; default 1.")
 @click.option("--page-size", type=PAGE_SIZE, help="Tokens of a page; default 16.")
 def doctor(
-    device: str | None, as_json: bool, backend: str | None, rounds: int, every: int, page_size: int | None
+    device: str | None, as_json: bool, backend: str | None, rounds: int | None, every: int | None, page_size: int | None
 ) -> None:
     """Show what is installed, which kernels and engines are found, what is refused and why, and whether graphs work.
 
@@ -39,12 +39,17 @@ def doctor(
     from attn_backends import registry
     from spec_decode.tools.doctor import FindingStatus, examine, validate_metadata
 
+    given = {"--rounds": rounds, "--every": every, "--page-size": page_size}
+    if backend is None and (alone := [option for option, value in given.items() if value is not None]):
+        raise UserError(f"{alone[0]} is for --validate-metadata, which is missing. Add it.")
     where = resolve_device(device, present=backend is not None)
     console, topic, findings = stdout(), "", []
     try_plug_ins_aloud()
     # Asked for by name, a backend that cannot be had is refused before anything runs.
     asked = [] if backend is None else [registry.get(backend)]
-    validated = (validate_metadata(b, where, rounds=rounds, every=every, page_size=page_size) for b in asked)
+    validated = (
+        validate_metadata(b, where, rounds=rounds or 100, every=every or 1, page_size=page_size) for b in asked
+    )
     engines = chain.from_iterable(import_module(f"engines.{engine}.doctor").examine() for engine in _ENGINES)
     for finding in chain(examine(where), engines, validated):
         findings.append(finding)

@@ -28,8 +28,8 @@ _DTYPE = click.Choice(("auto", "float32", "bfloat16", "float16"))
 _TARGET = "Folder or name of the model; default: the pair that ships with the package."
 _DRAFT = "Folder or name of the draft, or which draft of a pair. With --target alone, decoding is plain."
 _STRATEGY = (
-    "How steps 1 to K-1 run. auto: the fastest that the backend allows, as measured on a GPU; else full_loop, per_step "
-    "or another name, which an unknown one lists."
+    "How steps 1 to K-1 run: full_loop, device_loop, per_step, piecewise or eager. auto: the fastest that the backend "
+    "allows, as measured on a GPU."
 )
 _TREE = "Draft trees, -k tokens deep: WIDTHxTOKENS such as 4x16, or a JSON file of paths such as [[0], [1], [0, 0]]."
 _VERIFY = (
@@ -102,11 +102,18 @@ class _Options:
                 f"--strategy is {self.strategy!r}. Pass one of {', '.join(strategies)}."
                 f"{did_you_mean(self.strategy, strategies)}"
             )
-        if self.draft_weights is not None and self.drafts_with is None:
-            raise UserError(
-                f"--draft-weights is {self.draft_weights!r} and there is no draft. Pass --draft, and no -k 0, or leave "
-                "--draft-weights out."
-            )
+        about_drafts = {
+            "--draft-weights": self.draft_weights,
+            "--draft-backend": self.draft_backend,
+            "--strategy": None if self.strategy == "auto" else self.strategy,
+            "--tree": self.tree,
+            "--verify": self.verification,
+        }
+        for option, value in about_drafts.items():
+            if value is not None and self.drafts_with is None:
+                raise UserError(
+                    f"{option} is {value!r} and there is no draft. Pass --draft, and no -k 0, or leave {option} out."
+                )
 
     def load(self, prompts: int) -> LLM:
         """The models, ready to run so many prompts."""
@@ -221,7 +228,7 @@ class _Screen:
 @click.command()
 @options_as(_Options)
 def draft(options: _Options) -> None:
-    """Continue each PROMPT by speculative decoding, or plainly without a draft.
+    """Continue each PROMPT by speculative decoding, or by plain decoding if there is no draft.
 
     Then print the speed, how the drafter ran and why, and how many of its tokens were accepted.
     """
@@ -273,7 +280,7 @@ def _summary(options: _Options, llm: LLM, seconds: float, first: float) -> list[
     if llm.plan is None:
         return [*lines, f"plain decoding, without a draft: {stats.rounds} rounds"]
     tree = llm.config.tree
-    drafted = f"{count} draft tokens" if tree is None else f"{count}, the depth of a tree of {tree.num_tokens}"
+    drafted = f"{count} draft tokens" if tree is None else f"{count} draft tokens, in a tree of {tree.num_tokens},"
     note = "; on the CPU that includes the arithmetic" if llm.pair.device.type == "cpu" else ""
     accepted = f"accepted {stats.mean_accepted:.2f} of {drafted} per request and round"
     if stats.mean_accepted < _FEW:
@@ -289,7 +296,8 @@ def _read_prompts(path: Path) -> list[str]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read the prompts in {path}: {error}. Pass a utf-8 file.") from error
+        why = error.strerror if isinstance(error, OSError) else error
+        raise UserError(f"cannot read the prompts in {path}: {why}. Pass a utf-8 file.") from error
     return [line for line in lines if line.strip()]
 
 
@@ -301,11 +309,13 @@ def _parse_tree(text: str) -> DraftTree | DynamicTreeConfig:
         return DynamicTreeConfig(width=int(sizes[1]), num_tokens=int(sizes[2]))
     try:
         paths = json.loads(Path(text).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+    except OSError as error:
         raise UserError(
-            f"--tree must be WIDTHxTOKENS, like 4x16, or a JSON file of paths, got {text!r}: {error}. "
-            "Write one of the two."
+            f"--tree is {text!r}, which is no WIDTHxTOKENS and no file that can be read: {error.strerror}. Pass sizes "
+            "such as 4x16, or a JSON file of paths."
         ) from error
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"--tree names {text}, which is no JSON: {error}. Write it like [[0], [1], [0, 0]].") from error
     if not isinstance(paths, list) or not all(isinstance(path, list) for path in paths):
         raise UserError(
             f"the file of --tree must hold a list of paths, each a list of choices, {text} does not. "

@@ -97,15 +97,13 @@ class LLM:
             raise TypeError(
                 f"LLM has no setting {unknown[0]!r}.{did_you_mean(unknown[0], known)} Settings are {', '.join(known)}."
             )
+        _require_names(backend=backend, draft_backend=draft_backend)
         # Before the models are read, which may take minutes.
         where, strategy = _device(device), _strategy(settings.get("strategy"))
         kind, draft_weights = _dtype(dtype, where), settings.get("draft_weights")
+        if draft is None or num_speculative_tokens == 0:
+            _require_none_about_drafts(draft_backend=draft_backend, **settings)
         if draft_weights is not None:
-            require(
-                draft is not None and num_speculative_tokens != 0,
-                f"draft_weights is {draft_weights!r} and there is no draft. Pass draft=, and no "
-                "num_speculative_tokens=0, or leave it out.",
-            )
             check_draft_weights(draft_weights, kind, where)
         pair = load(model, draft, dtype=kind, device=where)
         if pair.draft is not None and draft_weights is not None:
@@ -308,6 +306,24 @@ def _params_each(params: Params, count: int) -> list[SamplingParams]:
         f"sampling_params {what} for {count} prompts. Pass one SamplingParams, or a list with one for each prompt.",
     )
     return list(given)
+
+
+def _require_names(**backends: object) -> None:
+    for name, value in backends.items():
+        require(
+            value is None or isinstance(value, str),
+            f"{name} is {value!r:.200}. Pass the name of one backend, or None for the first that fits.",
+        )
+
+
+def _require_none_about_drafts(**settings: object) -> None:
+    """Raise BatchError for a setting that says nothing without a draft."""
+    for name in ("draft_weights", "draft_backend", "strategy", "tree", "verification"):
+        require(
+            (value := settings.get(name)) is None,
+            f"{name} is {value!r} and there is no draft. Pass draft=, and no num_speculative_tokens=0, or leave {name} "
+            "out.",
+        )
 
 
 def _device(device: str | torch.device | None) -> torch.device:

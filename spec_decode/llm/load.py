@@ -26,6 +26,8 @@ def load(model: Name, draft: Name | None, *, dtype: torch.dtype, device: torch.d
     CheckpointError.
     """
     folder = find(model)
+    if draft is not None:
+        _require_name(draft, "draft")
     if is_pair(folder):
         if draft is not None and os.fspath(draft) not in (own := draft_names(folder)) and os.path.isdir(draft):
             raise CheckpointError(
@@ -38,8 +40,7 @@ def load(model: Name, draft: Name | None, *, dtype: torch.dtype, device: torch.d
 
 def find(name: Name, what: str = "model") -> Path:
     """The folder of a model, or of a draft. Raises CheckpointError with what was looked for."""
-    if not isinstance(name, str | os.PathLike):
-        raise CheckpointError(f"a {what} is named by a folder or a name, got {name!r}. Pass its path.")
+    _require_name(name, what)
     if os.path.isdir(name):  # unlike Path.is_dir, it raises for no name
         return Path(name)
     if name == SHIPPED_PAIR.name:
@@ -53,6 +54,11 @@ def find(name: Name, what: str = "model") -> Path:
             f"{what} {os.fspath(name)!r} is no folder, not {SHIPPED_PAIR.name!r}, and not in this machine's Hugging "
             f"Face cache. Nothing is downloaded: pass the folder of the {what}."
         ) from error
+
+
+def _require_name(name: Name, what: str) -> None:
+    if not isinstance(name, str | os.PathLike):
+        raise CheckpointError(f"{what} is {name!r}. Pass the path of a folder, or a name.")
 
 
 def is_pair(folder: Path) -> bool:

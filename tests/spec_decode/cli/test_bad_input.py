@@ -49,6 +49,7 @@ NAMED = "check torch_reference --device cpu --only contract.version_matches"
         ("--device", ["", "cpu:7", "cuda:-1", "cuda:99", "meta", "tpu", f"cuda:{HUGE}"]),
         ("--target", ["", "absent", "a_file"]),
         ("--prompts", ["absent", ".", "bytes"]),
+        ("--tree", ["", "4y", "absent", ".", "bytes", "0x4", "4x0", "4x64"]),
     ],
 )
 def test_draft_ends_with_2_and_a_line_for_each_bad_value(pair, option, values, run, tmp_path):
@@ -57,7 +58,7 @@ def test_draft_ends_with_2_and_a_line_for_each_bad_value(pair, option, values, r
     for value in values:
         result = run(*draft_words(pair, "x", option, value))
         assert result.exit_code == 2 and isinstance(result.exception, SystemExit), (value, result.exception)
-        assert "rror: " in result.stderr and "Traceback" not in result.output
+        assert "rror: " in result.stderr and "Traceback" not in result.output and "[Errno" not in result.output
 
 
 VERBS = ["list", "check torch_reference", "matrix --run torch_reference", "bench", "doctor", "demo"]
@@ -81,6 +82,9 @@ def test_every_verb_refuses_a_device_that_is_none(verb, device, refused):
         "bench round --device cpu --json a_file/x",
         "doctor --device cpu --validate-metadata torch_referense",
         f"doctor --device cpu --validate-metadata torch_reference --page-size {HUGE}",
+        "doctor --device cpu --rounds 5",
+        "doctor --device cpu --every 1",
+        "doctor --device cpu --page-size 16",
         "matrix absent",
         "matrix a_file",
         "matrix --run torch_referense --device cpu",
@@ -246,6 +250,6 @@ def test_two_threads_that_write_one_file_leave_one_output_whole(tmp_path):
 
 
 def test_a_text_that_the_terminal_cannot_show_is_spelled_out(pair):
-    words = f"draft \u00e9 --device cpu --target {pair} --max-tokens 1 -k 0 --strategy eager"
+    words = f"draft \u00e9 --device cpu --target {pair} --max-tokens 1 --strategy eager"
     result = CliRunner(charset="ascii").invoke(main, words.split())
     assert result.exit_code == 0 and "\\xe9" in result.stdout, result.output

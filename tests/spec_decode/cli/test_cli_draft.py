@@ -46,8 +46,21 @@ def test_draft_takes_weights_of_8_bits_for_the_draft(pair, run):
     refused = run(*draft_words(pair, "x", "--draft-weights", "fp8"))
     assert refused.exit_code != 0 and "this one is in float32" in refused.output
     assert "'int8' is not 'fp8'" in run(*words, "int8").output
-    plain = run(*words, "fp8", "-k", "0")
-    assert plain.exit_code != 0 and "--draft-weights is 'fp8' and there is no draft. Pass --draft, and" in plain.output
+
+
+ABOUT_DRAFTS = {
+    "--draft-weights": "fp8",
+    "--draft-backend": "torch_reference",
+    "--strategy": "eager",
+    "--tree": "4x12",
+    "--verify": "block",
+}
+
+
+@pytest.mark.parametrize(("option", "value"), ABOUT_DRAFTS.items())
+def test_an_option_about_drafts_is_refused_without_a_draft(option, value, pair, refused):
+    said = refused(*draft_words(pair, "x", "-k", "0", option, value))
+    assert f"{option} is {value!r} and there is no draft. Pass --draft, and no -k 0, or leave {option} out." in said
 
 
 TREE = ("-k", "3", "--tree", "4x12")
@@ -61,10 +74,10 @@ DRAFTS = {
     ),
     "a backend for both": ("latent_draft", ("--backend", "torch_reference"), "backend torch_reference on cpu"),
     "a block": ("block_draft", (), "not piecewise: this draft proposes all its tokens in one step"),
-    "a tree": ("draft", TREE, "of 3, the depth of a tree of"),
-    "a tree of paths": ("draft", PATHS, "of 3, the depth of a tree of"),
+    "a tree": ("draft", TREE, "of 3 draft tokens, in a tree of"),
+    "a tree of paths": ("draft", PATHS, "of 3 draft tokens, in a tree of"),
     "a tree of a block": ("block_draft", TREE, "strategy full_loop"),
-    "paths of a block": ("block_draft", PATHS, "of 3, the depth of a tree of"),
+    "paths of a block": ("block_draft", PATHS, "of 3 draft tokens, in a tree of"),
 }
 
 
@@ -180,7 +193,7 @@ REFUSED = {
         (("x", "--tree", "4x16", "--verify", "block"), "trees are verified by sampling, got verification 'block'"),
         (("x", "--tree", "4x64"), "1 to 63 draft tokens, got 64"),
         (("x", "--tree", "4x16", "-k", "1"), "at most the 4 paths that 1 tokens of 4 choices make"),
-        (("x", "--tree", "nowhere"), "WIDTHxTOKENS, like 4x16, or a JSON file of paths, got 'nowhere'"),
+        (("x", "--tree", "nowhere"), "--tree is 'nowhere', which is no WIDTHxTOKENS and no file"),
         (("x", "--tree", "4x16", "--backend", "flash_attn3"), "flash_attn3"),
         *((("x", "--tree", f"no_tree_{at}.json"), "tree") for at in range(5)),
         (("x", "--max-tokens", "0"), "max_tokens"),

@@ -295,7 +295,8 @@ def test_a_parameter_outside_its_range_is_refused(bad: dict[str, Any]) -> None:
 
 BAD_MODELS: dict[str, tuple[type[Exception], dict[str, Any]]] = {
     "model 'nowhere' is no folder": (CheckpointError, {"model": "nowhere"}),
-    "named by a folder or a name, got 3": (CheckpointError, {"model": 3}),
+    "model is 3. Pass the path of a folder, or a name": (CheckpointError, {"model": 3}),
+    "draft is 3. Pass the path of a folder, or a name": (CheckpointError, {"draft": 3}),
     "drafts in .* are": (CheckpointError, {"draft": "nowhere"}),
     "Pass the draft's target too": (CheckpointError, {"draft": SHIPPED_PAIR}),
     "there is no draft": (BatchError, {"draft": None, "num_speculative_tokens": 2}),
@@ -312,6 +313,15 @@ BAD_MODELS: dict[str, tuple[type[Exception], dict[str, Any]]] = {
     "max_num_seqs is 0. Pass 1 or more": (BatchError, {"max_num_seqs": 0}),
     "positions": (BatchError, {"max_model_len": 10**6}),
     "unknown|nonesuch": (Exception, {"backend": "nonesuch"}),
+    "^backend is .'triton_paged'.. Pass the name of one": (BatchError, {"backend": ["triton_paged"]}),
+    "draft_backend is 3. Pass the name of one": (BatchError, {"draft_backend": 3}),
+    "draft_backend is 'torch_reference' and there is no draft": (
+        BatchError,
+        {"draft": None, "draft_backend": "torch_reference"},
+    ),
+    "strategy is 'eager' and there is no draft": (BatchError, {"num_speculative_tokens": 0, "strategy": "eager"}),
+    "tree is .* and there is no draft": (BatchError, {"draft": None, "tree": DynamicTreeConfig(width=2, num_tokens=4)}),
+    "verification is 'block' and there is no draft": (BatchError, {"draft": None, "verification": "block"}),
     "cannot run|needs|piecewise": (StrategyError, {"strategy": "piecewise"}),
     "no setting 'max_len'. Did you mean max_model_len. Settings are model, draft,": (TypeError, {"max_len": 9}),
     "no setting 'tensor_parallel_size'. Settings are": (TypeError, {"tensor_parallel_size": 2}),
@@ -326,7 +336,7 @@ def test_a_model_or_a_setting_that_does_not_fit_is_refused(told: str, bad: tuple
 
 
 def test_an_empty_folder_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=str(tmp_path)):
+    with pytest.raises(CheckpointError, match=f"^{tmp_path} has no tokenizer_config.json. Pass the folder of"):
         LLM(tmp_path, device="cpu")
 
 
