@@ -288,7 +288,7 @@ def _require_known(families: Sequence[str]) -> None:
 
     if unknown := sorted(set(families) - set(FAMILIES)):
         raise UserError(
-            f"a family must be one of {', '.join(FAMILIES)}, got {', '.join(unknown)}. Fix --family."
+            f"a family must be one of {', '.join(FAMILIES)}, got {', '.join(map(repr, unknown))}. Fix --family."
             f"{did_you_mean(unknown[0], FAMILIES)}"
         )
 
@@ -308,9 +308,9 @@ def _soak_length(options: _Options) -> dict[str, int]:
 def _no_such_check(patterns: Sequence[str]) -> UserError:
     from spec_decode.conformance.check import check_names
 
-    asked = " or ".join(patterns)
+    asked = " or ".join(map(repr, patterns))
     return UserError(
-        f"--only must be like a check's name or its name[case], {asked} is like none here. Fix --only."
+        f"--only must match a check's name or its name[case], {asked} matches none here. Fix --only."
         f"{did_you_mean(patterns[0].partition('[')[0].strip('*'), check_names())}"
     )
 

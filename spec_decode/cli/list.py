@@ -10,7 +10,7 @@ import click
 from rich.console import Console
 
 from spec_decode.cli.options import device_option, resolve_device, try_plug_ins_aloud
-from spec_decode.cli.output import UserError, say, stdout
+from spec_decode.cli.output import UserError, did_you_mean, say, stdout
 
 if TYPE_CHECKING:
     import torch
@@ -60,18 +60,23 @@ def _asked(dtype: str | None, changes: tuple[str, ...]) -> AttentionSpec:
     }
     for change in (*changes, *([f"dtype={dtype}"] if dtype else [])):
         name, _, text = change.partition("=")
+        if name not in (readers := _readers()):
+            raise UserError(
+                f"a spec has no field {name!r}, got {change!r}. Fix --spec: its fields are {', '.join(readers)}."
+                f"{did_you_mean(name, list(readers))}"
+            )
         try:
-            given[name] = _value(name, text)
+            given[name] = readers[name](text)
         except (KeyError, ValueError) as error:
             raise UserError(
-                f"a spec's field must be given as head_dim=64, sinks=true, kind=mla or dtype=float32, got {change!r}. "
-                "Fix --spec or --dtype."
+                f"{name} cannot be {text!r}, got {change!r}. Fix it, like head_dim=64, scale=0.1, sinks=true, kind=mla "
+                "or dtype=float32."
             ) from error
     return AttentionSpec(**given)
 
 
-def _value(name: str, text: str) -> object:
-    """A field of AttentionSpec from its text. Raises KeyError for another field, ValueError for another text."""
+def _readers() -> dict[str, Callable[[str], object]]:
+    """What reads each field of AttentionSpec from its text. It raises KeyError or ValueError for another text."""
     import torch
 
     from builders import AttentionKind
@@ -80,14 +85,13 @@ def _value(name: str, text: str) -> object:
         str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)
     }
     counts = ("num_q_heads", "num_kv_heads", "head_dim", "page_size", "value_dim", "sliding_window")
-    kinds: dict[str, Callable[[str], object]] = {
+    return {
         **dict.fromkeys(counts, int),
         **dict.fromkeys(("scale", "soft_cap"), float),
         **dict.fromkeys(("dtype", "kv_dtype"), dtypes.__getitem__),
         "sinks": {"true": True, "false": False}.__getitem__,
         "kind": AttentionKind,
     }
-    return kinds[name](text)
 
 
 def describe(name: str, spec: AttentionSpec, device: torch.device) -> dict[str, Any]:

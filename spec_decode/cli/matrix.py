@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -110,7 +111,7 @@ def _require_columns(patterns: tuple[str, ...], reports: Sequence[Report]) -> No
     for pattern in patterns:
         if not any(fnmatch(tag, pattern) for tag in known):
             raise UserError(
-                f"--tag must be like a column of these reports, {pattern!r} is like none. Fix --tag."
+                f"--tag must match a column of these reports, {pattern!r} matches none. Fix --tag."
                 f"{did_you_mean(pattern.strip('*'), known)}"
             )
 
@@ -122,6 +123,8 @@ def _read(paths: tuple[Path, ...]) -> tuple[Sources, Documents]:
 
     there = [path for path in paths if path != REPORTS or path.exists()]
     shown = files_below(there)
+    if absent := [path for path in there if not os.path.exists(path)]:  # unlike Path.exists, it raises for no name
+        raise UserError(f"there is no {absent[0]}. Pass a report, or a folder of reports.")
     if paths and not shown:
         raise UserError(
             f"a matrix needs reports, found no {' or '.join(PATTERNS)} below {', '.join(map(str, paths))}. "

@@ -78,8 +78,8 @@ def _refuse_own_code(path: Path, error: Exception) -> None:
 
 def _require_file(folder: Path, file: str) -> None:
     if not (folder / file).is_file():
-        found = "there is no such folder" if not folder.is_dir() else "the folder does not hold it"
-        raise CheckpointError(f"{folder / file} is needed, {found}. Name the folder of a downloaded model.")
+        found = f"{folder} has no {file}" if folder.is_dir() else f"there is no folder {folder}"
+        raise CheckpointError(f"{found}. Pass the folder of a downloaded model.")
     for path in sorted(folder.iterdir()):  # the library opens whichever it knows by name
         try:
             require_regular(path)

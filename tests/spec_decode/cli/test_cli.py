@@ -68,6 +68,11 @@ def test_list_refuses_a_question_that_is_none(wrong, refused):
     assert f"got {wrong!r}. Fix" in refused("list", "--spec", wrong)
 
 
+def test_list_names_the_fields_of_a_spec_to_who_asks_for_another(refused):
+    said = refused("list", "--spec", "head_dims=64")
+    assert "its fields are num_q_heads, num_kv_heads, head_dim, " in said and said.endswith("Did you mean head_dim?")
+
+
 def fail(*asked):
     raise KeyError("no table")
 

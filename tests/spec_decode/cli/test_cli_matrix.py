@@ -73,11 +73,11 @@ def test_matrix_writes_files(tagged, tmp_path, run):
 @pytest.mark.parametrize("patterns", [["graph:captur"], ["graph:*", "graph:captrue"]])
 def test_a_tag_that_is_like_no_column_is_refused(tagged, refused, patterns):
     line = refused("matrix", *(word for pattern in patterns for word in ("--tag", pattern)))
-    assert "is like none. Fix --tag. Did you mean graph:capture?" in line
+    assert "matches none. Fix --tag. Did you mean graph:capture?" in line
 
 
 def test_a_tag_that_no_result_of_a_run_has_is_refused(subprocesses, refused_after):
-    assert "'graph:captur' is like none" in refused_after(
+    assert "'graph:captur' matches none" in refused_after(
         "matrix", "--run", "torch_reference", "--device", "cpu", "--tag", "graph:captur"
     )
 
