@@ -35,6 +35,8 @@ def select(spec: AttentionSpec, device: torch.device, prefer: Sequence[str] = ()
     Backends outside `prefer` are not tried. Raises NoBackend with every reason, or
     UnknownBackend for a name nobody registered.
     """
+    if isinstance(prefer, str):
+        raise registry.UnknownBackend(f"prefer must be a list of backend names, got {prefer!r}. Pass [{prefer!r}].")
     rejected: dict[str, Rejected] = {}
     for name in prefer or DEFAULT_ORDER:
         verdict = registry.explain(name, spec, device)

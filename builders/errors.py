@@ -22,6 +22,11 @@ def require(condition: bool, message: str) -> None:
         raise BatchError(message)
 
 
+def require_type(name: str, value: object, kind: type) -> None:
+    """Raise BatchError unless an argument of that name is of that kind."""
+    require(isinstance(value, kind), f"{name} must be of type {kind.__name__}, got {type(value).__name__}. Pass one.")
+
+
 def did_you_mean(asked: str, known: Iterable[str]) -> str:
     """A question to append to an error, empty where nothing known resembles what was asked for."""
     close = get_close_matches(asked, list(known), 1)

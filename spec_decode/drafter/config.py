@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from builders.errors import require, require_counts, require_types
+from builders.errors import require, require_counts, require_type, require_types
 from spec_decode.drafter.strategies import Strategy
 from spec_decode.models import BlockDraft, ContextBlockDraft, DraftModel, InTurnBlockDraft, SelectingBlockDraft
 from spec_decode.paged.metadata_plan import GraphMode
@@ -73,7 +73,10 @@ class DrafterConfig:
 
 
 def check_draft(model: DraftModel, config: DrafterConfig) -> None:
-    """Raise BatchError for more tokens a round than the model can propose, and for a tree that it cannot draft."""
+    """Raise BatchError for more tokens a round than the model can propose, for a tree that it cannot draft, and for
+    arguments of another type."""
+    require_type("model", model, DraftModel)
+    require_type("config", config, DrafterConfig)
     model.check_num_tokens(config.num_speculative_tokens)
     if config.tree is not None:
         _check_tree(model, config.tree, config.num_speculative_tokens)

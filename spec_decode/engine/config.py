@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from builders import BatchError
-from builders.errors import require, require_types
+from builders.errors import require, require_type, require_types
 from spec_decode.drafter import DrafterConfig, check_draft
 from spec_decode.engine.page_pool import PagePool
 from spec_decode.engine.request import Request
@@ -111,7 +111,11 @@ def make_pool(config: EngineConfig, draft: DraftModel | None) -> PagePool:
 
 
 def check_models(config: EngineConfig, target: TargetModel, draft: DraftModel | None) -> None:
-    """Raise BatchError for models that do not fit the settings, or each other."""
+    """Raise BatchError for models that do not fit the settings, or each other, and for arguments of another type."""
+    require_type("config", config, EngineConfig)
+    require_type("target", target, TargetModel)
+    if draft is not None:
+        require_type("draft", draft, DraftModel)
     steps = config.num_speculative_tokens
     _check_positions(config, "target", target.max_positions, draft)
     require(
@@ -175,8 +179,9 @@ def checked_request(name: str, request: Request, config: EngineConfig, pool: Pag
     _check_stop_tokens(name, sampling, vocab_size)
     token_ids, new = _checked_prompt(name, request.prompt, vocab_size), sampling.max_tokens
     prompt = len(token_ids)
+    require(prompt > 0, f"{name} has an empty prompt. Pass at least one token.")
     require(
-        prompt > 0 and prompt + new <= config.max_model_len,
+        prompt + new <= config.max_model_len,
         f"{name} needs a prompt and new tokens of at most {config.max_model_len} together, got {prompt} and {new}. "
         "Shorten it or raise max_model_len.",
     )

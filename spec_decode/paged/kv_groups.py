@@ -134,6 +134,11 @@ def _backend(name: str, group: LayerGroup, choice: BackendChoice) -> AttentionBa
     if isinstance(choice, AttentionBackend):
         return choice
     if not isinstance(choice, Mapping):
+        require(
+            callable(choice),
+            f"the backend of the {name} is {choice!r:.200}. Pass attn_backends.get(NAME), or a mapping from group name "
+            "to backend.",
+        )
         return choice(group)
     require(
         group.name in choice,

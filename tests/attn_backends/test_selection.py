@@ -37,6 +37,7 @@ def test_every_rejection_on_the_way_is_kept_with_its_reasons(preferred):
         (SERVED_BY_TRITON, ["triton_mla"], NoBackend, "serves only specs with value_dim"),
         (NOT_SERVED_BY_TRITON, ["triton_paged"], NoBackend, "triton_paged: head_dim must be"),
         (make_spec(dtype=torch.float64), None, NoBackend, r"triton_paged: dtype.*torch_reference: dtype"),
+        (SERVED_BY_TRITON, "triton_paged", UnknownBackend, r"a list of backend names, got 'triton_paged'\. Pass \['tr"),
         (SERVED_BY_TRITON, ["nobody"], UnknownBackend, "got 'nobody'"),
         (SERVED_BY_TRITON, ["broken"], NoBackend, "is not installed"),
     ],

@@ -94,6 +94,24 @@ def test_speculation_needs_a_draft_and_every_group_a_backend():
         make_engine((PAIR[0], None))
     with pytest.raises(BatchError, match="every KV group of the target needs a backend, 'layers' has none among"):
         make_engine(backend={"full": get("torch_reference")})
+    with pytest.raises(
+        BatchError, match=r"backend of the target is 'torch_reference'\. Pass attn_backends\.get\(NAME\)"
+    ):
+        Engine(PAIR[0], None, "torch_reference", EngineConfig(max_model_len=32))
+
+
+WRONG_TYPES = {
+    "config": (*PAIR, None),
+    "target": (PAIR[1], PAIR[1], EngineConfig()),
+    "draft": (PAIR[0], PAIR[0], EngineConfig()),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_TYPES)
+def test_arguments_of_another_type_are_named(name):
+    target, draft, config = WRONG_TYPES[name]
+    with pytest.raises(BatchError, match=rf"^{name} must be of type \w+, got \w+\. Pass one\."):
+        Engine(target, draft, get("torch_reference"), config)
 
 
 def test_graphs_reach_as_many_requests_as_may_run_at_once():

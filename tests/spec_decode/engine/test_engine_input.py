@@ -71,7 +71,7 @@ REFUSED = {
     "beyond the vocabulary": (request(prompt=[1, 10**30]), f"got {10**30} at place 1"),
     "sampling in words": (Request(prompt=[1, 2], sampling="greedy"), "SamplingParams as its sampling, got str"),
     "stop strings": (request(stop=["end"]), r"has stop strings, \('end',\), and an engine knows tokens alone"),
-    "an empty prompt": (request(prompt=[]), "needs a prompt and new tokens.*got 0 and 3"),
+    "an empty prompt": (request(prompt=[]), "has an empty prompt. Pass at least one token"),
     "too long": (request(prompt=[1] * 36, max_tokens=5), "at most 40 together, got 36 and 5"),
     "a negative token": (request(prompt=[-1, 3]), "0 to 23, got -1 at place 0"),
     "one token too many": (request(prompt=[1, 24]), "0 to 23, got 24 at place 1"),
