@@ -68,6 +68,13 @@ EQUIVALENT: dict[str, dict[tuple[str, str], str]] = {
             "norm_ptr + offs_h, mask=mask, other=0.0",
             "norm_ptr + offs_h, mask=mask, other=(-1.0)",
         ): "what is masked is not stored",
+        ("norm_ptr + offs_h, mask=mask, other=0.0", "norm_ptr + offs_h, mask=mask, other=1.0"): "likewise",
+    },
+    "spec_decode/models/kernels/hyper_connections.py": {
+        (
+            "write = tl.load(mixes_ptr + S + offs_s, mask=mask_s, other=0.0)",
+            "write = tl.load(mixes_ptr + S + offs_s, mask=mask_s, other=(-1.0))",
+        ): "what is masked is not stored",
     },
     "spec_decode/models/kernels/streamed_linear.py": {
         (
@@ -84,9 +91,11 @@ EQUIVALENT: dict[str, dict[tuple[str, str], str]] = {
     },
     "spec_decode/models/kernels/streamed_tma_kernel.py": {
         ("y = tl.where(y > limit, limit, y)", "y = tl.where(y >= limit, limit, y)"): "the limit is the limit",
+        ("up = tl.where(up > limit, limit", "up = tl.where(up >= limit, limit"): "likewise",
     },
     "spec_decode/sampling/candidate_sampler.py": {
         ("codebooks, strict=True", "codebooks, strict=False"): "the op takes two, and fails for another number",
+        ("codebooks, strict=True", "codebooks"): "likewise",
     },
     "spec_decode/sampling/kernels/select_candidates.py": {
         ("tl.sum(exps, 0)) >=", "tl.sum(exps, (-1))) >="): "of one axis the first is the last",
@@ -102,6 +111,10 @@ EQUIVALENT: dict[str, dict[tuple[str, str], str]] = {
         ("row_max, False, PART", "row_max, True, PART"): "without top_p nothing reads the sums",
     },
     "spec_decode/verification/kernels/accept_draft.py": {
+        (
+            "block_sum = tl.load(partial_sum_exp_ptr + part_offs, mask=mask, other=0.0)",
+            "block_sum = tl.load(partial_sum_exp_ptr + part_offs, mask=mask, other=1.0)",
+        ): "what is masked has the weight 0",
         ("num_drafts, offs_k), 0)", "num_drafts, offs_k), (-1))"): "of one axis the first is the last",
     },
     "spec_decode/verification/kernels/partial_max.py": {
