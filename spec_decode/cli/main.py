@@ -70,7 +70,7 @@ class _Verbs(click.Group):
         except (click.ClickException, click.exceptions.Exit, click.Abort):
             raise
         except OSError as error:
-            if error.errno not in (errno.EACCES, errno.ENAMETOOLONG):
+            if error.errno not in (errno.EACCES, errno.ENAMETOOLONG) or error.filename is None:
                 raise
             raise UserError(f"{error.filename} cannot be used: {error.strerror}. Name another path.") from error
         except Exception as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -12,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
+from unittest.mock import Mock
 
 import pytest
 from click.testing import CliRunner
@@ -175,6 +177,12 @@ def test_an_interrupt_that_somebody_swallows_ends_a_check_all_the_same(monkeypat
     result = invoke(*NAMED.split(), "--no-isolate", "--json", tmp_path / "report.json")
     assert result.exit_code == status and "interrupted in torch_reference: no report" in result.stderr
     assert not (tmp_path / "report.json").exists()
+
+
+def test_what_is_not_allowed_and_has_no_path_is_a_bug_and_no_path_is_named(monkeypatch):
+    monkeypatch.setattr(runner, "run", Mock(side_effect=PermissionError(errno.EACCES, "Permission denied")))
+    result = invoke(*NAMED.split(), "--no-isolate")
+    assert isinstance(result.exception, PermissionError) and "None cannot be used" not in result.output
 
 
 def test_a_verb_runs_in_a_thread_too_where_no_signal_is_heard():
