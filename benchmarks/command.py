@@ -29,7 +29,10 @@ _SECONDS_BETWEEN_WRITES = 5.0
 @device_option
 @click.option("--json", "target", metavar="PATH", help="Write the rows to a file, or - for standard output.")
 @click.option(
-    "--processes", type=click.IntRange(1), default=1, help="Run in so many, one after another; each row of the slowest."
+    "--processes",
+    type=click.IntRange(1),
+    default=1,
+    help="Run in this many processes, one after another, and keep each row's slowest time.",
 )
 @click.option("--list", "only_list", is_flag=True, help="List the cases and stop.")
 def bench(cases: tuple[str, ...], device: str | None, target: str | None, processes: int, only_list: bool) -> None:
