@@ -60,6 +60,8 @@ class _Options:
             raise UserError("--check is about kept reports, got --run too. Use one.")
         if self.only_check and any(self.targets().values()):
             raise UserError("--check writes nothing, got a file to write too. Use one.")
+        if len(piped := [f"--{form}" for form, target in self.targets().items() if target == "-"]) > 1:
+            raise UserError(f"{' and '.join(piped)} are all -, standard output takes one. Write the others to files.")
         if not (self.check_limit > 0 and self.limit > 0):
             raise UserError(
                 f"a limit must be a positive number of seconds, got {self.check_limit:g} and {self.limit:g}. Fix it."

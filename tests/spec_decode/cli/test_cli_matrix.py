@@ -94,6 +94,7 @@ def test_a_tag_that_no_result_of_a_run_has_is_refused(subprocesses, refused_afte
         (("--run", "torch_reference", "--check"), ""),
         (("--run", "torch_reference", "--check-limit", "0"), ""),
         (("--run", "nobody"), "nobody"),
+        (("--markdown", "-", "--html", "-"), "--markdown and --html are all -, standard output takes one."),
     ],
 )
 def test_matrix_refuses_what_is_no_report_and_options_that_make_no_sense_together(
