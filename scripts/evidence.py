@@ -100,7 +100,7 @@ def timed_steps() -> list[Step]:
         "tree-verify": (("tree-verify",), 450),
         "sampling": (("sampling",), 60),
         "flashinfer-decode": (("flashinfer-decode",), 60),
-        "products": (("products",), 240),
+        "products": (("products",), 360),
         **{f"{name}-compiled": ((f"{name}-compiled",), 140) for name in COMPILED},
     }
     bench = (*CLI, "bench")

@@ -16,11 +16,13 @@ from benchmarks.random_drafts import PUBLISHED_DRAFTS
 from benchmarks.rounds import TimedDraft
 from benchmarks.rows import Bench, BenchRow, with_limits
 from spec_decode.models.kernels.linear import linear
+from spec_decode.models.kernels.product_kind import ProductKind, product_kind
 from spec_decode.tools.timing_limit import TimingLimit
 
 CASE = "products"
 Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-_ROWS = (1, 4, 16, 32)
+_ROWS = (1, 4, 16, 32, 96, 160)
+"""The last two of blocks, and of the rounds that verify many drafts; near 160, torch's own takes over."""
 _SMALLEST = 1 << 19
 """Elements of a weight from which it counts in a step's time."""
 _RIGHT = {torch.ops.aten.mm.default: 1, torch.ops.aten.addmm.default: 2}
@@ -29,7 +31,8 @@ _NO_SLOWER = TimingLimit("peer_ratio", 1.0)
 
 
 def product_rows(bench: Bench) -> Iterator[BenchRow]:
-    """A row of ours and one of torch's for each weight of the drafts, of several of one shape the first."""
+    """A row of ours and one of torch's for each weight of the drafts, of several of one shape the first; none for as
+    many rows as torch multiplies itself."""
     seen: set[torch.Size] = set()
     for name, case in PUBLISHED_DRAFTS.items():
         with bench.noting(f"{CASE}: {name}"), torch.no_grad():
@@ -64,6 +67,8 @@ def _compared(bench: Bench, spec: str, weight: torch.Tensor) -> Iterator[BenchRo
     copies = cold_copies(weight)
     for rows in _ROWS:
         x = torch.randn(rows, weight.shape[1], device=weight.device).to(weight.dtype)
+        if product_kind(x, weight) is ProductKind.TORCH:
+            continue
         ours, theirs = (time_product(product, x, copies) for product in (linear, F.linear))
         floor = {"floor_us": bench.floor_us(weight.nbytes), "floor_counts": "the weight"}
         labels = {"case": CASE, "spec": spec, "num_reqs": rows, **floor}

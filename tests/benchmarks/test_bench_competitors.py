@@ -138,10 +138,10 @@ def test_each_product_has_a_row_of_ours_beside_torchs(monkeypatch):
         return next(medians)
 
     monkeypatch.setattr(products, "time_kernels", time_kernels)
-    monkeypatch.setattr(products, "PUBLISHED_DRAFTS", {KINDS[0]: tiny(KINDS[0])})
+    monkeypatch.setattr(products, "PUBLISHED_DRAFTS", {KINDS[0]: replace(tiny(KINDS[0]), dtype=torch.bfloat16)})
     monkeypatch.setattr(products, "COLD_BYTES", 0)
     monkeypatch.setattr(products, "_SMALLEST", 32 * 64)
-    monkeypatch.setattr(products, "_ROWS", (1, 8))
+    monkeypatch.setattr(products, "_ROWS", (1, 8, 500))
     bench = Bench(CPU, DeviceRates(1000.0, 1.0))
 
     rows = list(products.product_rows(bench))
@@ -152,8 +152,9 @@ def test_each_product_has_a_row_of_ours_beside_torchs(monkeypatch):
         "64 to 32", "32 to 384", "256 to 32", "32 to 96", "32 to 64",
     ]  # fmt: skip
     ours, theirs = rows[:2]
-    assert (ours["peer_ratio"], ours["floor_us"], theirs["backend"], theirs["peer"]) == (0.5, 8.192, "torch", True)
-    assert [row["num_reqs"] for row in rows[:4]] == [1, 1, 8, 8]
+    assert (ours["peer_ratio"], ours["floor_us"], theirs["backend"], theirs["peer"]) == (0.5, 4.096, "torch", True)
+    # So many rows as 500 are torch's to multiply.
+    assert [row["num_reqs"] for row in rows] == [1, 1, 8, 8] * 5
 
 
 def test_tuning_tries_the_tables_tiling_first_and_says_which_is_best(monkeypatch):
