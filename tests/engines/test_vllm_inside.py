@@ -164,6 +164,21 @@ def test_a_layer_with_what_ours_lacks_is_refused_when_it_is_made(extras, reason)
         backend_of(PAGED[0]).get_impl_cls()(HEADS, DIM, 0.125, KV_HEADS, **extras)
 
 
+@pytest.mark.parametrize("kind", ["ChunkedLocalAttentionSpec", "SinkFullAttentionSpec"])
+@pytest.mark.parametrize("name", PAGED)
+def test_layers_whose_batches_vllm_rewrites_are_refused_at_start_up(name, kind):
+    from vllm.v1 import kv_cache_interface
+    from vllm.v1.attention.backend import subclass_attention_backend
+    from vllm.v1.worker.utils import customize_attention_spec
+
+    # The builder, which vLLM wraps for such layers, plays no part here.
+    backend = subclass_attention_backend("Wrapped", backend_of(name), backend_of(name).get_builder_cls())
+    shape = {"block_size": PAGE, "num_kv_heads": KV_HEADS, "head_size": DIM, "dtype": torch.bfloat16}
+    own = {"attention_chunk_size": 64} if kind == "ChunkedLocalAttentionSpec" else {"sink_len": PAGE}
+    with pytest.raises(ValueError, match=f"{name} has neither chunked local .* nor static sink tokens, .* a {kind}"):
+        customize_attention_spec(backend, getattr(kv_cache_interface, kind)(**shape, **own))
+
+
 @pytest.mark.parametrize("name", PAGED)
 def test_the_draft_and_the_verification_of_a_batch_have_full_graphs(name):
     from vllm.v1.attention.backend import AttentionCGSupport

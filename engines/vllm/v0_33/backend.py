@@ -10,6 +10,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from vllm.logger import init_logger
 from vllm.v1.attention.backend import AttentionBackend, MultipleOf
+from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, SinkFullAttentionSpec
 
 import attn_backends
 from attn_backends import Feature
@@ -45,6 +46,17 @@ class UpdatedInGraph(AttentionBackend):
     @classmethod
     def get_builder_cls(cls) -> type[Any]:
         return cls.builder
+
+    @classmethod
+    def customize_spec(cls, spec: Any) -> Any:
+        """See vLLM, which asks this of every layer at start-up. Raises ValueError for layers whose every batch vLLM
+        rewrites before a build: an update in the graph would read the lengths from before."""
+        if isinstance(spec, (ChunkedLocalAttentionSpec, SinkFullAttentionSpec)):
+            raise ValueError(
+                f"{cls.name} has neither chunked local attention nor static sink tokens, a layer has a "
+                f"{type(spec).__name__}. Choose one of vLLM's own backends."
+            )
+        return super().customize_spec(spec)
 
     @classmethod
     def supports_dcp(cls) -> bool:
