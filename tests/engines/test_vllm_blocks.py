@@ -211,6 +211,18 @@ def test_a_block_longer_than_its_window_is_refused(name):
     assert_attends(runner, runner.builder.build(0, runner.common()), [150, 33])
 
 
+@pytest.mark.parametrize("name", [name for name in PAGED if name != FLASHINFER])
+def test_a_block_longer_than_the_window_of_one_layer_of_a_group_is_refused(name):
+    runner = runner_of(name)
+    layers = {"whole": runner.layer, "windowed": runner_of(name, window=BLOCK - 1).layer}
+    runner.config.compilation_config.static_forward_context = layers
+    runner.group.layer_names = [*layers]
+    runner.remake()
+    runner.fill([150, 33])
+    with pytest.raises(BatchError, match=f"no longer than the sliding window of {BLOCK - 1}, got {BLOCK}"):
+        runner.builder.build(0, runner.common())
+
+
 @pytest.mark.parametrize("name", (*PAGED, *LATENT))
 def test_metadata_of_a_group_says_how_its_batch_attends(name):
     """vLLM's first runner asks each layer's for it."""

@@ -240,6 +240,20 @@ def test_batch_invariance_is_ours_where_vllm_asks_for_it(monkeypatch):
     assert Runner(PAGED[0]).layer.impl.spec(PAGE).batch_invariant
 
 
+@pytest.mark.parametrize("order", [1, -1])
+def test_layers_with_a_window_and_without_one_share_a_group(order, monkeypatch):
+    """As vLLM groups them without its hybrid KV cache manager. If batch-invariant, a window has a single split."""
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    whole, windowed = Runner(PAGED[0]), Runner(PAGED[0], window=16)
+    layers = {"whole": whole.layer, "windowed": windowed.layer}
+    whole.config.compilation_config.static_forward_context = layers
+    whole.group.layer_names = [*layers][::order]
+    whole.remake()
+    for runner in (whole, windowed):
+        runner.fill([5, 150, 33])
+        assert_attends(runner, whole.group.build_metadata(runner.common()), [5, 150, 33])
+
+
 def test_a_graph_is_made_for_the_longest_request_of_the_engine_not_of_the_batch():
     runner = Runner(PAGED[0])
     runner.fill([5, 7])

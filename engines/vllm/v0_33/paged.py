@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, ClassVar
@@ -46,8 +47,11 @@ class PagedBuilder(OurBuilder, AttentionMetadataBuilder[LayerMetadata]):
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        impl = vllm_config.compilation_config.static_forward_context[layer_names[0]].impl
-        spec = impl.spec(kv_cache_spec.block_size)
+        layers = vllm_config.compilation_config.static_forward_context
+        # Without its hybrid KV cache manager, vLLM puts layers with a window and without one into one group, in any
+        # order. Metadata for the window serves all of them.
+        specs = (layers[name].impl.spec(kv_cache_spec.block_size) for name in layer_names)
+        spec = min(specs, key=lambda spec: spec.sliding_window or math.inf)
         self.sliding_window = spec.sliding_window
         self.make_inner(spec, device, vllm_config)
 
