@@ -54,9 +54,13 @@ def refused_variable() -> str:
 
 
 def _register_names() -> None:
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+    try:
+        from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    if not hasattr(AttentionBackendEnum, "register"):
+        has_free_names = hasattr(AttentionBackendEnum, "register")
+    except ImportError:  # older ones have their registry elsewhere
+        has_free_names = False
+    if not has_free_names:
         _log.warning("attn-backends needs a vLLM whose backends have free names, 0.33 say; it registered none.")
         return
     for name, path in NAMES.items():

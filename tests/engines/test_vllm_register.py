@@ -82,6 +82,14 @@ def test_a_vllm_without_free_names_starts_with_a_warning(monkeypatch, caplog):
     assert not members and "needs a vLLM whose backends have free names" in caplog.text
 
 
+def test_a_vllm_whose_registry_lies_elsewhere_starts_with_a_warning(monkeypatch, caplog):
+    registry(monkeypatch)
+    monkeypatch.setitem(sys.modules, REGISTRY, None)
+    with caplog.at_level(logging.WARNING):
+        plug_in.register()
+    assert "needs a vLLM whose backends have free names" in caplog.text
+
+
 def test_registering_imports_no_adapter(monkeypatch):
     for name in [name for name in sys.modules if name.startswith("engines.vllm.v0_33")]:
         monkeypatch.delitem(sys.modules, name)
