@@ -172,6 +172,13 @@ def test_buffers_of_a_later_capture_are_those_that_count(said):
     assert_no_difference(engine, 1)
 
 
+def test_the_second_builders_are_made_at_the_capture_not_while_requests_run(said, installed, monkeypatch):
+    engine = loop("TRITON_ATTN")
+    monkeypatch.delattr(installed, "_second_builders")
+    engine.draft(LENS)
+    assert_no_difference(engine, 1)
+
+
 def test_padding_means_nothing(said):
     engine = loop("TRITON_ATTN")
     compute, tables = Tables.compute_slot_mappings, engine.speculator.block_tables
@@ -222,11 +229,18 @@ def test_a_draft_without_a_graph_to_compare_says_so(said):
 
 
 def test_a_draft_that_is_not_watched_says_so(said, installed):
-    ours = loop("TRITON_ATTN").speculator
-    ours.supports_decode_metadata_update = False
-    for speculator in (ours, SimpleNamespace()):
+    from vllm.config.compilation import CUDAGraphMode
+
+    with_graphs, eager = loop("TRITON_ATTN").speculator, loop("TRITON_ATTN").speculator
+    compilation = replace(eager.vllm_config.compilation_config, cudagraph_mode=CUDAGraphMode.NONE)
+    eager.vllm_config = replace(eager.vllm_config, compilation_config=compilation)
+    for speculator in (with_graphs, eager):
+        installed._say_unwatched(lambda: None, speculator, {})
+    with_graphs.supports_decode_metadata_update = False
+    for speculator in (with_graphs, SimpleNamespace()):
         installed._say_unwatched(lambda: None, speculator, {})
     assert said == [
+        "No draft metadata is compared: CUDA graphs are off.",
         "No draft metadata is compared: vLLM builds it anew for every step.",
         "Draft metadata of SimpleNamespace is not compared: it drafts in a way of its own.",
     ]

@@ -86,7 +86,10 @@ class DraftValidator:
         finally:
             self._capturing = False
         self._addresses = self._buffers()
-        if not self._captured:
+        if self._captured:
+            # At start-up, since they have workspaces: later, the KV cache may have left no memory for these.
+            self._groups = _second_builders(self.speculator)
+        else:
             kind = type(self.speculator).__name__
             _log.warning("No draft metadata is compared: %s captured no graph that updates its metadata.", kind)
 
@@ -159,8 +162,6 @@ class DraftValidator:
     def _fresh(self, done: Round, slots: torch.Tensor | None) -> Mapping[str, Any]:
         """What vLLM builds for the batch where it updates nothing, by builders that no graph knows."""
         speculator = self.speculator
-        if not self._groups:
-            self._groups = _second_builders(speculator)
         desc = _Desc(done.padded * done.query_len, done.padded)
         served = speculator.attn_groups, speculator.draft_max_seq_len
         # A graph keeps the longest length that its capture was given.
@@ -355,6 +356,8 @@ def _say_unwatched(method: Callable[[], Any], speculator: Any, asked: Mapping[st
         _log.warning("Draft metadata of %s is not compared: it drafts in a way of its own.", type(speculator).__name__)
     elif not speculator.supports_decode_metadata_update:
         _log.warning("No draft metadata is compared: vLLM builds it anew for every step.")
+    elif speculator.vllm_config.compilation_config.cudagraph_mode is CUDAGraphMode.NONE:  # `capture` is not called
+        _log.warning("No draft metadata is compared: CUDA graphs are off.")
     return result
 
 
