@@ -344,6 +344,21 @@ def test_without_full_graphs_flashinfer_says_that_it_does_not_update(monkeypatch
     assert not runner.group.supports_draft_decode_metadata_update
 
 
+@pytest.mark.parametrize("shape", [DECODE, BLOCK], ids=str)
+def test_flashinfer_keeps_no_plans_if_vllm_turns_full_graphs_off_after_it_made_the_builders(shape, monkeypatch):
+    from vllm.config import CUDAGraphMode
+
+    runner = Runner(PAGED[1], **shape)
+    monkeypatch.setattr(runner.config.compilation_config, "cudagraph_mode", CUDAGraphMode.PIECEWISE)
+    for rows in (1, 2, 3):
+        runner.fill([25, 150, 33][:rows])
+        metadata = runner.builder.build(0, runner.common(rows))
+        runner.seq_lens[:rows] += 1
+        runner.builder.update_draft_decode_metadata(metadata)
+        assert_attends(runner, metadata, [26, 151, 34][:rows], rows=rows)
+    assert not runner.builder._plans and not runner.builder._decode_wrappers_cudagraph
+
+
 @pytest.mark.parametrize(
     ("name", "block", "page"),
     [

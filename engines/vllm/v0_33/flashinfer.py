@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
 
 import torch
+from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 
@@ -95,6 +96,9 @@ class InGraphBuilder(FlashInferMetadataBuilder):
         """See vLLM. Raises BatchError as `check_causality` does, and where vLLM plans by other rules than ours."""
         common = common_attn_metadata
         check_causality(common, serves_blocks=True, sliding_window=self._sliding_window)
+        # vLLM resolves its mode after it has made the builders. Each wrapper in graph mode has 8 MiB on the device, so
+        # none is made for every batch size that comes where no graph is captured.
+        self.enable_cuda_graph &= self.compilation_config.cudagraph_mode.decode_mode() == CUDAGraphMode.FULL
         shape = self._shape_of(common)
         key = (shape, _addresses(common)) if shape else None
         if key in self._plans:
@@ -143,7 +147,7 @@ class InGraphBuilder(FlashInferMetadataBuilder):
 
     def _shape_of(self, common: CommonAttentionMetadata) -> Shape | None:
         """The shape of a batch that a wrapper in graph mode serves, else None."""
-        if self.reasons:
+        if self.reasons or not self.enable_cuda_graph:
             return None
         split = split_decodes_and_prefills(common, decode_threshold=self.reorder_batch_threshold, require_uniform=True)
         decodes, prefills, tokens, _ = split
