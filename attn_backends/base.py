@@ -116,8 +116,9 @@ class AttentionBackend(ABC):
     def forward(
         self, query: Tensor, cache: KVCache, metadata: Any, *, spec: AttentionSpec, sinks: Sinks = None
     ) -> Tensor:
-        """Attention of query [num_tokens, num_q_heads, head_dim] over the cache; [num_tokens, num_q_heads, value_dim].
+        """Attention of query [num_tokens, num_q_heads, head_dim] over the cache.
 
+        Returns [num_tokens, num_q_heads, value_dim] in the dtype of the query.
         The KV of the query tokens is already written. Rows whose seq_len is 0 give 0, whatever the sinks.
         sinks: fp32 [num_q_heads] if spec.sinks, else None.
         """

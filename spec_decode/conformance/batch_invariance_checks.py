@@ -22,6 +22,8 @@ _LENGTHS = (5, 33, 290)
 _BOUND = 304
 _QUERY_LEN = 4
 _ROWS = 5
+_CROWD = 32
+"""Rows for which a kernel may split lengths less than for few."""
 
 check = Family("numerics", covers=with_case())
 
@@ -46,10 +48,13 @@ def bits_do_not_depend_on_the_batch(subject: Subject, case: Case) -> None:
     together = _attended(subject, case.spec, range(len(_LENGTHS)), queries, case.batch.rows, _BOUND)
     for request, length in enumerate(_LENGTHS):
         (block,) = _attended(subject, case.spec, [request], queries, 1, length)
-        (last,) = _attended(subject, case.spec, [request], [query[-1:] for query in queries], 1, _BOUND)
+        ends = [query[-1:] for query in queries]
+        (last,) = _attended(subject, case.spec, [request], ends, 1, _BOUND)
+        (crowded,) = _attended(subject, case.spec, [request], ends, _CROWD, _BOUND)
         for what, alone, beside in (
             (f"a block of {_QUERY_LEN} tokens alone", block, together[request]),
             ("its last token alone", last, together[request][-1:]),
+            (f"its last token in {_CROWD} rows", crowded, together[request][-1:]),
         ):
             differing = int((bits(alone) != bits(beside)).sum())
             expect(
@@ -72,7 +77,7 @@ def _attended(
     asked = [queries[request] for request in requests]
     lens = tuple(len(query) for query in asked)
     # Of one size, so that every one has the same keys and values.
-    fixture = PagedFixture(subject, spec, _ROWS, max_seq_len=_BOUND)
+    fixture = PagedFixture(subject, spec, _CROWD, max_seq_len=_BOUND)
     fixture.reorder(requests)
     batch = Batch(lens, tuple(_LENGTHS[request] for request in requests), rows)
     out = fixture.build(batch, max_seq_len=max_seq_len).attend(asked).cpu()

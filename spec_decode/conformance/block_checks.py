@@ -15,7 +15,7 @@ from spec_decode.testing.subject import Subject
 
 _SHAPES = {"block": VERIFY, "long": Batch((16, 16), (16, 140), 3), "ragged": RAGGED}
 """1 + K tokens for every request; 15 drafts, which fill more than a tile; and blocks of unlike lengths."""
-_OTHER = Batch((5, 5, 5), (141, 5, 64), 4)
+_OTHER = Batch((5, 5, 5, 5), (141, 5, 64, 9), 4)
 _VARIANTS = ("base", "bf16", "mqa", "window", "sinks", "soft_cap", "page_1", "page_64", "dim_128", "deepseek_v3")
 _STORED = "write_kv stores each token of a block in its own slot and nothing else"
 

@@ -181,6 +181,23 @@ def build_reads_no_device(subject: Subject, case: Case) -> None:
         built.builder.build(unknown)
 
 
+@check(
+    "build() takes lengths on the host for the upper bounds that they are, unless they are said to be exact",
+    base_cases({"decode": DECODE, "verify": VERIFY}),
+    covers=with_case(),
+    since=(1, 2),
+)
+def host_lengths_may_be_bounds(subject: Subject, case: Case) -> Measurements:
+    if subject.engine or subject.backend.builder.host_lengths is HostLengths.EXACT:
+        raise Unsupported("the builder is given exact lengths")
+    built = PagedFixture(subject, case.spec, case.batch.rows).build(case.batch)
+    live, bound = len(case.batch.seq_lens), built.fixture.max_seq_len
+    bounds = (bound,) * live + (0,) * (case.batch.rows - live)
+    bounded = replace(built.view(), host_seq_lens=bounds, host_seq_lens_exact=False)
+    metadata = built.builder.build(bounded)
+    return built.expect_attention(f"attention of metadata built with {bound} on the host as a bound", metadata=metadata)
+
+
 @check("advance() keeps every address, shape, dtype and host field", _DECODE, advances=True)
 def advance_keeps_addresses(subject: Subject, case: Case) -> None:
     built = PagedFixture(subject, case.spec, case.batch.rows).build(case.batch, horizon=_STEPS)

@@ -12,7 +12,7 @@ import torch
 from builders import AttentionKind, AttentionSpec
 from spec_decode.conformance.check import Cases
 from spec_decode.testing.batches import Batch, Case
-from spec_decode.testing.subject import PLAIN_SPECS, Subject
+from spec_decode.testing.subject import PLAIN_SPECS, Subject, plain_specs
 
 _V4: dict[str, Any] = {
     "head_dim": 512,
@@ -89,6 +89,11 @@ _EDGES: dict[str, tuple[dict[str, Any], Batch]] = {
     "group_7": ({"num_q_heads": 7, "num_kv_heads": 1}, _SHORT),
     "page_24": ({"page_size": 24}, _SHORT),
     "far_pages": ({"page_size": 1}, _SHORT),
+    # Their last page holds one token; below, more query tokens than a tile, and a verification over several splits.
+    "page_64": ({"page_size": 64}, Batch((1, 1, 1), (64, 65, 129), 4)),
+    "page_128": ({"page_size": 128}, Batch((1, 1, 1), (128, 129, 257), 4)),
+    "prefill_150": ({}, Batch((150, 70), (150, 160), 4)),
+    "verify_2051": ({}, Batch((5, 5), (2051, 1100), 2)),
     "window_128": ({"sliding_window": 128}, Batch((1, 1, 1), (128, 129, 290), 4)),
     "dim_192": ({"head_dim": 192}, _SHORT),
     "dim_512": ({"head_dim": 512}, _SHORT),
@@ -115,8 +120,9 @@ def spec_cases(batches: dict[str, Batch], variants: Collection[str] | None = Non
 
 
 def base_cases(batches: dict[str, Batch]) -> Cases:
-    """A case generator: a few telling variants with every batch."""
-    return spec_cases(batches, ("base", "window", "deepseek_v3", "deepseek_v4_packed"))
+    """A case generator: a few telling variants, and the plainest of each other kind, with every batch."""
+    of_other_kinds = (f"{kind.value}_base" for kind in AttentionKind)
+    return spec_cases(batches, ("base", "window", "deepseek_v3", "deepseek_v4_packed", *of_other_kinds))
 
 
 def edge_cases(subject: Subject) -> list[tuple[str, Case]]:
@@ -152,12 +158,14 @@ def joined(*generators: Cases) -> Cases:
 
 
 def _specs(subject: Subject) -> Iterator[tuple[str, AttentionSpec]]:
-    """Every variant of the base spec, then those of the other kinds that the backend claims, named after the kind."""
+    """Every variant of the base spec, then those of the plainest accepted spec of the other kinds that the backend
+    claims, named after the kind."""
     base = subject.base_spec()
     yield from _variants_of(base)
     for kind in subject.backend.capabilities.kinds:
         if kind is not base.kind:
-            plain = AttentionSpec(kind=kind, dtype=base.dtype, **PLAIN_SPECS[kind][0])
+            plains = plain_specs(kind, base.dtype)
+            plain = next((spec for spec in plains if subject.backend.supports(spec, subject.device)), plains[0])
             yield from ((f"{kind.value}_{variant}", spec) for variant, spec in _variants_of(plain))
 
 

@@ -108,10 +108,19 @@ def bad_writes_never_reach_a_kernel(subject: Subject, case: Case) -> None:
     metadata = fixture.build(DECODE).metadata
     good = torch.zeros(DECODE.rows, spec.num_kv_heads, spec.head_dim, dtype=spec.new_kv_dtype, device=fixture.device)
     value = good[..., : spec.out_dim]
-    for bad in (good.double(), good[:-1], torch.cat([good, good], 1), good[..., :-1]):
+    bad = [(key, value) for key in _misfits(good)]
+    # Where values lie in the keys, none are written.
+    bad += [] if fixture.cache.latent else [(good, other) for other in _misfits(value)]
+    for key, other in bad:
         try:
-            subject.backend.write_kv(bad, value, fixture.cache, metadata)
+            subject.backend.write_kv(key, other, fixture.cache, metadata)
         except BatchError:
             continue
-        raise CheckFailure(contract="bad input is refused", expected="BatchError", got=f"a write of {tuple(bad.shape)}")
+        got = f"a write of keys {list(key.shape)} in {key.dtype} and values {list(other.shape)} in {other.dtype}"
+        raise CheckFailure(contract="bad input is refused", expected="BatchError", got=got)
     fixture.expect_cache([n - 1 for n in DECODE.seq_lens], contract="a refused write changes nothing")
+
+
+def _misfits(good: torch.Tensor) -> list[torch.Tensor]:
+    """Keys or values of another dtype, of fewer tokens, of more heads, and of fewer dims."""
+    return [good.double(), good[:-1], torch.cat([good, good], 1), good[..., :-1]]

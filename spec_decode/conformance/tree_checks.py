@@ -23,10 +23,10 @@ _SHAPES = {
 }
 """Three of unlike shapes at once, with a padding row; beside a decode; and as many tokens as a mask has bits."""
 _OTHERS = {
-    "trees": Batch((6, 6, 6), (141, 64, 6), 4, (_STAR, _BUSHY, (0, 0, 2, 1, 4))),
+    "trees": Batch((6, 6, 6, 6), (141, 64, 6, 9), 4, (_STAR, _BUSHY, (0, 0, 2, 1, 4), _CHAIN)),
     "wide": Batch((64, 64), (150, 64), 2, (tuple(range(63)), _WIDE)),
 }
-"""Of the same size, with other trees after prefixes of other lengths."""
+"""Of the same size, with other trees after prefixes of other lengths; the first where one more request has joined."""
 _VARIANTS = ("base", "bf16", "gqa", "sinks", "soft_cap", "page_1", "page_64", "dim_128", "fp8_cache", "deepseek_v3")
 _WINDOW = MAX_TREE_TOKENS
 """The least there is: a tree lies within it, and begins at its edge."""

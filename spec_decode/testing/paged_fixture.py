@@ -201,11 +201,20 @@ class PagedFixture:
     def forward(self, query: torch.Tensor, metadata: Any) -> torch.Tensor:
         """The backend's attention of query [num_tokens, num_q_heads, head_dim] over the cache as it is.
 
-        Raises Unsupported where nothing attends by the builder's metadata.
+        Raises Unsupported where nothing attends by the builder's metadata; CheckFailure for an output of another shape
+        or dtype.
         """
         if why := self.subject.no_attention:
             raise Unsupported(f"no attention to check: {why}")
-        return self.subject.backend.forward(query, self.cache, metadata, spec=self.spec, sinks=self.device_sinks)
+        out = self.subject.backend.forward(query, self.cache, metadata, spec=self.spec, sinks=self.device_sinks)
+        shape = (*query.shape[:2], self.spec.out_dim)
+        expect(
+            out.shape == shape and out.dtype is query.dtype,
+            contract="forward() returns [num_tokens, num_q_heads, value_dim] in the dtype of the query",
+            expected=f"{list(shape)} in {query.dtype}",
+            got=f"{list(out.shape)} in {out.dtype}",
+        )
+        return out
 
     def inputs(
         self, batch: Batch, seq_lens: Sequence[int], queries: Sequence[torch.Tensor]
@@ -220,9 +229,7 @@ class PagedFixture:
             for rows in (self.key, self.value)
         ]
         query, key, value = (_padded(t, batch.num_tokens).to(self.device) for t in (torch.cat(list(queries)), *flat))
-        # As a model passes it: a view into the projection of queries, keys and values.
-        qkv = torch.cat([query, torch.full_like(query[:, :1], float("nan"))], 1)
-        return qkv[:, :-1], key, value
+        return _in_a_projection(query), _in_a_projection(key), _in_a_projection(value)
 
     def assert_within_budget(
         self,
@@ -370,6 +377,13 @@ class BuiltBatch:
         return self._compare(found[-1], queries, contract)
 
     def _compare(self, out: torch.Tensor, queries: Sequence[torch.Tensor], contract: str) -> Measurements:
+        padding = out[sum(self.batch.query_lens) :]
+        expect(
+            bool((padding == 0).all()),
+            contract="padding rows attend to nothing",
+            expected="output 0",
+            got=padding.abs().max().item() if padding.numel() else "",
+        )
         if self.batch.trees:
             return self.fixture.expect_trees(out, self.batch, queries, contract=contract)
         return self.fixture.assert_within_budget(out, self.seq_lens, queries, contract=contract)
@@ -378,3 +392,8 @@ class BuiltBatch:
 def _padded(tensor: torch.Tensor, rows: int) -> torch.Tensor:
     loud = torch.full((rows - tensor.shape[0], *tensor.shape[1:]), 100.0, dtype=tensor.dtype)
     return torch.cat([tensor, loud])
+
+
+def _in_a_projection(tensor: torch.Tensor) -> torch.Tensor:
+    """As a model passes it: a view into the projection of queries, keys and values."""
+    return torch.cat([tensor, torch.full_like(tensor[:, :1], float("nan"))], 1)[:, :-1]

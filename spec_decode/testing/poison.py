@@ -9,15 +9,19 @@ from unittest import mock
 
 import torch
 
+_GARBAGE = 85
+"""In every byte of an 8-bit integer; a count, a lock or an index that begins with it is wrong."""
+
 
 @contextmanager
 def poisoned_allocations() -> Iterator[None]:
-    """Inside, torch.empty and its variants return NaN, so that memory which is read before it is written shows."""
+    """Inside, torch.empty and its variants return NaN, and integers other than 0, so that memory which is read before
+    it is written shows."""
 
     def poisoned(allocate: Any) -> Any:
         def wrapper(*args: Any, **kwargs: Any) -> torch.Tensor:
             tensor: torch.Tensor = allocate(*args, **kwargs)
-            return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor
+            return tensor.fill_(float("nan") if tensor.is_floating_point() else _GARBAGE)
 
         return wrapper
 

@@ -60,7 +60,7 @@ class Subject:
         dtypes = sorted(self.backend.capabilities.dtypes, key=lambda dtype: -torch.finfo(dtype).bits)
         reasons: list[str] = []
         for kind, dtype in product(self.backend.capabilities.kinds, dtypes):
-            for spec in _plain_specs(kind, dtype):
+            for spec in plain_specs(kind, dtype):
                 answer = self.backend.supports(spec, self.device)
                 if not isinstance(answer, Rejected):
                     return spec
@@ -84,7 +84,8 @@ class Subject:
 
 
 @cache
-def _plain_specs(kind: AttentionKind, dtype: torch.dtype) -> tuple[AttentionSpec, ...]:
+def plain_specs(kind: AttentionKind, dtype: torch.dtype) -> tuple[AttentionSpec, ...]:
+    """The specs to try for a kind, plainest first."""
     return tuple(AttentionSpec(kind=kind, dtype=dtype, **fields) for fields in PLAIN_SPECS[kind])
 
 

@@ -147,12 +147,13 @@ def metadata_that_thaws(self: Any, batch: Any, metadata: Any) -> Any:
     return _Thawed(**values_of(metadata))
 
 
-def _counts_live_rows(self: Any, batch: Any, metadata: Any) -> Any:
+def counts_live_rows(self: Any, batch: Any, metadata: Any) -> Any:
+    """A build that notes how many query tokens its live rows have."""
     self.live_at_build = sum(length > 0 for length in batch.host_seq_lens) * batch.max_query_len
     return metadata
 
 
-@advance("graph.loop_replays_over_other_batches", build=_counts_live_rows, refused=TypeError)
+@advance("graph.loop_replays_over_other_batches", build=counts_live_rows, refused=TypeError)
 def rows_of_its_build(self: Any, metadata: Any) -> None:
     ReferenceBuilder.advance(self, metadata)
     metadata.kv_end[self.live_at_build :] = 0

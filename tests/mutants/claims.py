@@ -108,6 +108,15 @@ class TakesAnyWrite(TorchReference):
             super().write_kv(key, value, cache, metadata)
 
 
+@backend("refusal.bad_writes_never_reach_a_kernel")
+class ChecksKeysOnly(TorchReference):
+    def write_kv(self, key: Any, value: Any, cache: Any, metadata: Any) -> None:
+        with suppress(BatchError):
+            super().write_kv(key, key[..., : cache.value.shape[-1]], cache, metadata)
+            return super().write_kv(key, value, cache, metadata)
+        super().write_kv(key, key[..., : cache.value.shape[-1]], cache, metadata)
+
+
 @build("builder.rounds_keep_no_memory")
 def keeps_what_it_builds(self: Any, batch: Any, metadata: Any) -> Any:
     self.kept = [*getattr(self, "kept", []), batch.seq_lens.clone()]

@@ -12,9 +12,10 @@ import torch
 from attn_backends import Feature, KVCache
 from attn_backends.kernels.softmax import softmax_with_sinks
 from attn_backends.torch_reference import TorchReference
-from builders import ReferenceBuilder
+from builders import AttentionKind, ReferenceBuilder
 from spec_decode.testing.poison import bits
-from tests.mutants.builders import ANOTHER, REBUILD
+from tests.mutants.attention import RIGHT
+from tests.mutants.builders import ANOTHER, REBUILD, counts_live_rows
 from tests.mutants.mutant import (
     Mutant,
     advance,
@@ -131,6 +132,44 @@ def lists_lengths_in_build(self: Any, batch: Any, metadata: Any) -> Any:
     return metadata
 
 
+@build("builder.host_lengths_may_be_bounds")
+def takes_bounds_for_lengths(self: Any, batch: Any, metadata: Any) -> Any:
+    lengths = torch.tensor(batch.host_seq_lens, dtype=torch.int32)[metadata.token_to_req]
+    return replace(metadata, kv_end=lengths if batch.max_query_len == 1 else metadata.kv_end)
+
+
+@advance(REBUILD, cases="mla_base-*")
+def latents_stay_as_built(self: Any, metadata: Any) -> None:
+    if self.spec.kind is not AttentionKind.MLA:
+        ReferenceBuilder.advance(self, metadata)
+
+
+@gives(RIGHT, cases="bf16-*")
+def returns_fp32(out: torch.Tensor, metadata: Any, spec: Any) -> torch.Tensor:
+    return out.float()
+
+
+@gives(RIGHT, cases="base-verify")
+def padding_of_a_verification_is_1(out: torch.Tensor, metadata: Any, spec: Any) -> torch.Tensor:
+    padding = (metadata.kv_end == 0) & (metadata.max_query_len > 1)
+    return out.masked_fill(padding[:, None, None], 1.0)
+
+
+@backend(RIGHT, cases="base-*")
+class WritesAdjacentTokens(TorchReference):
+    """Of keys and values in the projection that they come from, it reads what lies between them."""
+
+    def write_kv(self, key: Any, value: Any, cache: Any, metadata: Any) -> None:
+        plain = [t.as_strided(t.shape, torch.empty(t.shape, device="meta").stride()) for t in (key, value)]
+        super().write_kv(*plain, cache, metadata)
+
+
+@gives("poison.uninitialised_memory_is_not_read")
+def counts_from_what_is_there(out: torch.Tensor, metadata: Any, spec: Any) -> torch.Tensor:
+    """As a kernel does whose locks or counters must begin at 0; so much memory is fresh each time, and is 0."""
+    return out + torch.empty(1 << 24, dtype=torch.int32)[0]
+
+
 @forward(_INPUTS)
 def returns_one_buffer(self: Any, query: Any, cache: Any, metadata: Any, **options: Any) -> torch.Tensor:
     out = TorchReference.forward(self, query, cache, metadata, **options)
@@ -166,6 +205,18 @@ class RoundsByTheRows(TorchReference):
         return out
 
 
+@backend("numerics.bits_do_not_depend_on_the_batch")
+class RoundsByManyRows(TorchReference):
+    """Another order of sums from 16 rows on."""
+
+    capabilities = replace(TorchReference.capabilities, features=frozenset(Feature))
+
+    def forward(self, query: Any, cache: Any, metadata: Any, **options: Any) -> torch.Tensor:
+        out = super().forward(query, cache, metadata, **options)
+        bits(out).bitwise_and_(-2).bitwise_or_(int(metadata.num_reqs >= 16))
+        return out
+
+
 @gives(_EDGES, cases="rows_96")
 def serves_64_rows(out: torch.Tensor, metadata: Any, spec: Any) -> torch.Tensor:
     return torch.where((metadata.token_to_req < 64)[:, None, None], out, 0.0)
@@ -179,6 +230,35 @@ def counts_in_fp16(metadata: Any, spec: Any) -> Any:
 @attends_by(_EDGES, cases="length_4099")
 def stops_at_4096(metadata: Any, spec: Any) -> Any:
     return replace(metadata, kv_end=metadata.kv_end.clamp(max=4096))
+
+
+def _loses_a_token_alone_in_its_page(page_size: int) -> Mutant:
+    """Right but for contexts that end one token into a page of this size."""
+
+    def forward(self: Any, query: Any, cache: Any, metadata: Any, *, spec: Any, sinks: Any = None) -> torch.Tensor:
+        end = metadata.kv_end
+        alone = (end % page_size == 1) & (end > 1) & (spec.page_size == page_size)
+        shorter = replace(metadata, kv_end=end - alone.int())
+        return TorchReference.forward(self, query, cache, shorter, spec=spec, sinks=sinks)
+
+    name = f"loses_a_token_alone_in_its_page_of_{page_size}"
+    return Mutant(name, _EDGES, with_forward(forward), cases=f"page_{page_size}")
+
+
+loses_it_in_pages_of_64, loses_it_in_pages_of_128 = map(_loses_a_token_alone_in_its_page, (64, 128))
+
+
+@gives(_EDGES, cases="prefill_150")
+def serves_64_query_tokens(out: torch.Tensor, metadata: Any, spec: Any) -> torch.Tensor:
+    index = torch.arange(metadata.num_tokens) - metadata.query_start_loc[metadata.token_to_req]
+    return torch.where((index < 64)[:, None, None], out, 0.0)
+
+
+@attends_by(_EDGES, cases="verify_2051")
+def verifies_over_the_last_512_tokens(metadata: Any, spec: Any) -> Any:
+    if metadata.max_query_len > 1:
+        metadata = replace(metadata, kv_start=torch.maximum(metadata.kv_start, metadata.kv_end - 512))
+    return metadata
 
 
 @attends_by(_EDGES, cases="window_128")
@@ -229,6 +309,20 @@ groups_of_7 = _only("wrong_for_groups_of_7", "group_7", lambda spec: spec.group_
 pages_of_24 = _only("wrong_for_pages_of_24", "page_24", lambda spec: spec.page_size == 24)
 dims_of_192 = _only("wrong_for_dims_of_192", "dim_192", lambda spec: spec.head_dim == 192)
 dims_above_256 = _only("wrong_for_dims_above_256", "dim_512", lambda spec: spec.head_dim > 256)
+
+
+@advance("graph.blocks_replay_over_other_batches", build=counts_live_rows)
+def blocks_of_its_build(self: Any, metadata: Any) -> None:
+    ReferenceBuilder.advance(self, metadata)
+    if not self.spec.causal:
+        metadata.kv_end[self.live_at_build :] = 0
+
+
+@advance("graph.tree_replays_over_other_trees", build=counts_live_rows)
+def trees_of_its_build(self: Any, metadata: Any) -> None:
+    ReferenceBuilder.advance(self, metadata)
+    if metadata.tree_masks is not None:
+        metadata.kv_end[self.live_at_build :] = 0
 
 
 @lists_pages(REBUILD, method="counts")
