@@ -268,6 +268,25 @@ def test_keys_and_values_are_written_where_vllm_keeps_them():
     assert torch.equal(runner.cache[3, :, 7], torch.cat([key[0], value[0]], -1))
 
 
+def test_sinks_have_the_models_dtype_and_a_reload_changes_them_in_place():
+    runner = Runner(PAGED[0])
+    sinks = torch.nn.Parameter(torch.full((HEADS,), -100.0, dtype=torch.bfloat16))
+    with default_dtype(torch.bfloat16):
+        impl = runner.layer.impl = backend_of(PAGED[0]).get_impl_cls()(HEADS, DIM, DIM**-0.5, KV_HEADS, sinks=sinks)
+    impl.process_weights_after_loading(torch.bfloat16)
+    runner.remake()
+    runner.fill([5, 150, 33])
+    metadata = runner.group.build_metadata(runner.common())
+    assert_attends(runner, metadata, [5, 150, 33])  # a sink that weighs nothing
+
+    read = impl.sinks.data_ptr()
+    sinks.data.fill_(100)
+    impl.process_weights_after_loading(torch.bfloat16)
+    assert impl.sinks.data_ptr() == read
+    out = runner.attend(metadata, torch.randn(runner.ROWS, HEADS, DIM).bfloat16())
+    torch.testing.assert_close(out, torch.zeros_like(out), atol=1e-6, rtol=0)
+
+
 def test_memory_is_measured_without_metadata():
     runner = Runner(PAGED[0])
     assert not runner.attend(None, torch.randn(3, HEADS, DIM)).any()

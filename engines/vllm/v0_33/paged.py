@@ -84,11 +84,13 @@ class PagedImpl(AttentionImpl[Any]):
     """A layer's cache write and forward by one of ours, over vLLM's own cache."""
 
     ours: ClassVar[attn_backends.AttentionBackend]
+    sinks: torch.Tensor | None
 
     def __init__(self, *layer: Any, sinks: torch.Tensor | None = None, **extras: Any) -> None:
         """layer: what vLLM says of it, in the order of _LAYER. Raises ValueError for one that ours does not serve."""
         asked = {**dict.fromkeys(_LAYER), **dict(zip(_LAYER, layer, strict=False)), **extras}
-        self.num_heads, self.head_size, self.sinks = asked.pop("num_heads"), asked.pop("head_size"), sinks
+        self.num_heads, self.head_size = asked.pop("num_heads"), asked.pop("head_size")
+        self.loaded_sinks, self.sinks = sinks, None
         self.num_kv_heads = asked.pop("num_kv_heads") or self.num_heads
         self.scale, self.kv_cache_dtype = float(asked.pop("scale")), asked.pop("kv_cache_dtype")
         spec = AttentionSpec(
@@ -107,6 +109,13 @@ class PagedImpl(AttentionImpl[Any]):
             asked.pop("attn_type")
         require_served(self.ours, spec, asked)
         self.spec = cache(lambda page_size, causal=True: replace(spec, page_size=page_size, causal=causal))
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        """Copy the sinks, which models hold in their own dtype, to fp32, which the kernels read. A later load of
+        weights changes them in place, where graphs read them."""
+        if self.loaded_sinks is not None:
+            loaded = self.loaded_sinks.detach()
+            self.sinks = loaded.float() if self.sinks is None else self.sinks.copy_(loaded)
 
     def do_kv_cache_update(
         self, layer: Any, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
