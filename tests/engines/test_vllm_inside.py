@@ -164,6 +164,18 @@ def test_a_layer_with_what_ours_lacks_is_refused_when_it_is_made(extras, reason)
         backend_of(PAGED[0]).get_impl_cls()(HEADS, DIM, 0.125, KV_HEADS, **extras)
 
 
+@pytest.mark.parametrize("changed", [{"alibi_slopes": [0.5] * HEADS}, {"kv_sharing_target_layer_name": "model.0"}])
+def test_what_vllms_flashinfer_takes_of_a_layer_and_no_update_was_tried_with_is_refused(changed):
+    from vllm.config import set_current_vllm_config
+
+    layer = {"alibi_slopes": None, "sliding_window": None, "kv_cache_dtype": "auto", **changed}
+    with (
+        set_current_vllm_config(Runner(PAGED[1]).config),
+        pytest.raises(ValueError, match="has neither ALiBi nor a KV"),
+    ):
+        backend_of(PAGED[1]).get_impl_cls()(HEADS, DIM, 0.125, KV_HEADS, **layer)
+
+
 @pytest.mark.parametrize("kind", ["ChunkedLocalAttentionSpec", "SinkFullAttentionSpec"])
 @pytest.mark.parametrize("name", PAGED)
 def test_layers_whose_batches_vllm_rewrites_are_refused_at_start_up(name, kind):

@@ -30,6 +30,7 @@ try:
         FIDecode,
         FIPrefill,
         FlashInferBackend,
+        FlashInferImpl,
         FlashInferMetadata,
         FlashInferMetadataBuilder,
         get_flashinfer_layout_string,
@@ -184,12 +185,29 @@ class InGraphBuilder(FlashInferMetadataBuilder):
         )
 
 
+class InGraphImpl(FlashInferImpl):
+    """vLLM's layer, which leaves ALiBi out in silence. No check has tried an update with a shared KV cache."""
+
+    def __init__(self, *layer: Any, **extras: Any) -> None:
+        """See vLLM. Raises ValueError for a layer with either."""
+        super().__init__(*layer, **extras)
+        if self.alibi_slopes is not None or self.kv_sharing_target_layer_name is not None:
+            raise ValueError(
+                f"{InGraphFlashInfer.name} has neither ALiBi nor a KV cache that layers share, a layer has one. "
+                "Choose FLASH_ATTN."
+            )
+
+
 class InGraphFlashInfer(UpdatedInGraph, FlashInferBackend):
     """vLLM's FlashInfer, without its quantised caches and sinks: those have kernels of their own there."""
 
     name = "FLASHINFER_IN_GRAPH"
     builder = InGraphBuilder
     supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "float16", "bfloat16"]
+
+    @staticmethod
+    def get_impl_cls() -> type[InGraphImpl]:
+        return InGraphImpl
 
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
