@@ -10,7 +10,7 @@ from builders.batch import AttentionBatch
 from builders.contract import AdvanceLevel, AdvanceSupport, GraphSupport
 from builders.kernels.prefix_lens import count_prefix
 from builders.metadata import BatchMetadata, BatchMetadataBuilder
-from builders.paged import num_sms
+from builders.paged import PARTIAL_BYTES, num_sms
 from builders.spec import AttentionSpec
 
 
@@ -41,8 +41,6 @@ class FlashAttn3Builder(BatchMetadataBuilder[FlashAttn3Metadata]):
     """The limit that the kernel gets. On the device, it uses as many splits as fill it, by each request's length."""
     _TILE_ROWS = 64
     """Query rows of the kernel's smallest tile. A row is one head of a group, for one token."""
-    _PARTIAL_BYTES = 64 << 20
-    """Memory for the partial outputs of all splits, fp32."""
 
     def allocate(self) -> None:
         self._prefix_lens = torch.zeros(self.max_reqs, dtype=torch.int32, device=self.device)
@@ -82,4 +80,4 @@ class FlashAttn3Builder(BatchMetadataBuilder[FlashAttn3Metadata]):
         if row_tiles > 1 and 4 * tiles >= 3 * num_sms(self.device):
             return 1
         partial_bytes = 4 * batch.num_tokens * self.spec.num_q_heads * self.spec.out_dim
-        return max(1, min(self._PARTIAL_BYTES // partial_bytes, self._MOST_SPLITS))
+        return max(1, min(PARTIAL_BYTES // partial_bytes, self._MOST_SPLITS))

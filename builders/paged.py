@@ -25,6 +25,8 @@ class PagedMetadata(BatchMetadata):
 SPLIT_TOKENS = 256
 """KV tokens of a split of batch-invariant attention: without a window, a split begins at the same position in every
 batch."""
+PARTIAL_BYTES = 64 << 20
+"""Memory for the partial outputs of all splits, fp32. Batch-invariant attention may need more."""
 
 
 class PagedViewBuilder(BatchMetadataBuilder[PagedMetadata]):
@@ -74,7 +76,8 @@ class TritonPagedBuilder(PagedViewBuilder):
         rows = batch.max_query_len * self.spec.group_size
         if rows <= self._ROWS_OF_A_TILE and 2 * heads * splits <= sms:
             splits = -(-visible // self._TOKENS_OF_FEW)
-        return max(1, min(self._WAVES * sms // heads, splits, 64))
+        partial_bytes = 4 * batch.num_tokens * self.spec.num_q_heads * self.spec.out_dim
+        return max(1, min(self._WAVES * sms // heads, splits, 64, PARTIAL_BYTES // partial_bytes))
 
 
 class TritonMlaBuilder(PagedViewBuilder):

@@ -29,11 +29,14 @@ def made(builder, spec):
         pytest.param(32, 8, 1, 1024, 2, id="no more programs than that"),
         pytest.param(1, 2, 1, 16384, 64, id="no more than 64"),
         pytest.param(256, 8, 1, 1024, 1, id="at least one"),
+        pytest.param(1, 8, 512, 16384, 8, id="part of a prompt: as many as 64 MiB hold"),
+        pytest.param(1, 8, 8192, 16384, 1, id="a prompt"),
     ],
 )
 def test_splits_of_the_paged_kernel_fill_a_device(num_reqs, kv_heads, query_len, max_seq_len, splits):
-    builder = made(TritonPagedBuilder, make_spec(num_q_heads=4 * kv_heads, num_kv_heads=kv_heads))
-    batch = SimpleNamespace(num_reqs=num_reqs, max_query_len=query_len, max_seq_len=max_seq_len)
+    builder = made(TritonPagedBuilder, make_spec(num_q_heads=4 * kv_heads, num_kv_heads=kv_heads, head_dim=128))
+    tokens = num_reqs * query_len
+    batch = SimpleNamespace(num_reqs=num_reqs, max_query_len=query_len, num_tokens=tokens, max_seq_len=max_seq_len)
     assert builder.splits(batch) == splits
 
 
