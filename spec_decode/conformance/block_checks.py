@@ -8,15 +8,33 @@ from dataclasses import replace
 from spec_decode.conformance.cases import spec_cases
 from spec_decode.conformance.check import Family
 from spec_decode.conformance.coverage import ADVANCE, CAPTURE, with_case
-from spec_decode.testing.batches import RAGGED, VERIFY, Batch, Case
+from spec_decode.testing.batches import MAX_SEQ_LEN, RAGGED, VERIFY, Batch, Case
 from spec_decode.testing.outcome import Measurements
 from spec_decode.testing.paged_fixture import PagedFixture
 from spec_decode.testing.subject import Subject
 
-_SHAPES = {"block": VERIFY, "long": Batch((16, 16), (16, 140), 3), "ragged": RAGGED}
-"""1 + K tokens for every request; 15 drafts, which fill more than a tile; and blocks of unlike lengths."""
+_SHAPES = {
+    "block": VERIFY,
+    "long": Batch((16, 16), (16, 140), 3),
+    "ragged": RAGGED,
+    "splits": Batch((5, 5), (1030, 700), 2),
+}
+"""1 + K tokens for every request; 15 drafts, which fill more than a tile; blocks of unlike lengths; and several splits
+of keys."""
 _OTHER = Batch((5, 5, 5, 5), (141, 5, 64, 9), 4)
-_VARIANTS = ("base", "bf16", "mqa", "window", "sinks", "soft_cap", "page_1", "page_64", "dim_128", "deepseek_v3")
+_VARIANTS = (
+    "base",
+    "bf16",
+    "mqa",
+    "window",
+    "sinks",
+    "soft_cap",
+    "scale",
+    "page_1",
+    "page_64",
+    "dim_128",
+    "deepseek_v3",
+)
 _STORED = "write_kv stores each token of a block in its own slot and nothing else"
 
 numerics = Family("numerics", covers=with_case())
@@ -35,7 +53,8 @@ def _blocks(subject: Subject) -> Iterable[tuple[str, Case]]:
     since=(1, 2),
 )
 def blocks_see_what_is_behind(subject: Subject, case: Case) -> Measurements:
-    built = PagedFixture(subject, case.spec, case.batch.rows).build(case.batch)
+    longest = max(MAX_SEQ_LEN, *case.batch.seq_lens)
+    built = PagedFixture(subject, case.spec, case.batch.rows, max_seq_len=longest).build(case.batch)
     return built.expect_attention("attention of a block", cache=_STORED)
 
 

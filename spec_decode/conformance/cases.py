@@ -47,6 +47,8 @@ _VARIANTS: dict[AttentionKind, dict[str, dict[str, Any]]] = {
         "gqa": {"num_q_heads": 4, "num_kv_heads": 1},
         "mha": {"num_q_heads": 2, "num_kv_heads": 2},
         "mqa": {"num_q_heads": 8, "num_kv_heads": 1},
+        "kv_heads_5": {"num_q_heads": 10, "num_kv_heads": 5},
+        "kv_heads_8": {"num_q_heads": 32, "num_kv_heads": 8},
         "wide_group": {"num_q_heads": 6, "num_kv_heads": 1},
         "dim_80": {"head_dim": 80},
         "dim_128": {"head_dim": 128},
@@ -81,7 +83,12 @@ _FAR_PAGES = 33_000
 SCALE_OF_LOW_SCORES = 3e4
 _EDGES: dict[str, tuple[dict[str, Any], Batch]] = {
     "rows_96": ({}, _ROWS),
+    "rows_260": ({}, Batch((1,) * 260, tuple(1 + row % 3 for row in range(260)), 260)),
     "length_4099": ({}, _LONG),
+    "sinks_4099": ({"sinks": True}, _LONG),
+    "soft_cap_4099": ({"soft_cap": 2.0}, _LONG),
+    "fp8_4099": ({"dtype": torch.bfloat16, "kv_dtype": torch.float8_e4m3fn, "scale": 0.3}, _LONG),
+    "window_1024": ({"sliding_window": 1024}, Batch((1, 1, 1), (1024, 1025, 2051), 4)),
     "scores_200": ({"scale": 8.0}, Batch((1, 1, 1), (1, 33, 142), 4)),
     # Half of them far below -70,000, and a softmax over one key is 1: a maximum that begins at a number makes it 0.
     "one_key_of_low_score": ({"scale": SCALE_OF_LOW_SCORES}, Batch((1, 1, 1), (1, 1, 1), 4)),

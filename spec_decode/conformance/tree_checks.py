@@ -9,7 +9,7 @@ from builders.spec import MAX_TREE_TOKENS
 from spec_decode.conformance.cases import spec_cases
 from spec_decode.conformance.check import Family
 from spec_decode.conformance.coverage import ADVANCE, CAPTURE, with_case
-from spec_decode.testing.batches import Batch, Case, with_trees
+from spec_decode.testing.batches import MAX_SEQ_LEN, Batch, Case, with_trees
 from spec_decode.testing.outcome import Measurements
 from spec_decode.testing.paged_fixture import PagedFixture
 from spec_decode.testing.subject import Subject
@@ -20,14 +20,28 @@ _SHAPES = {
     "trees": Batch((6, 6, 6), (6, 37, 150), 4, (_BUSHY, _CHAIN, _STAR)),
     "ragged": Batch((6, 1, 3), (6, 64, 70), 3, (_BUSHY, (), (0, 0))),
     "wide": Batch((64, 64), (64, 130), 2, (_WIDE, _WIDE)),
+    "splits": Batch((6, 6), (1030, 700), 2, (_BUSHY, _STAR)),
 }
-"""Three of unlike shapes at once, with a padding row; beside a decode; and as many tokens as a mask has bits."""
+"""Three of unlike shapes at once, with a padding row; beside a decode; as many tokens as a mask has bits; and behind
+several splits of keys."""
 _OTHERS = {
     "trees": Batch((6, 6, 6, 6), (141, 64, 6, 9), 4, (_STAR, _BUSHY, (0, 0, 2, 1, 4), _CHAIN)),
     "wide": Batch((64, 64), (150, 64), 2, (tuple(range(63)), _WIDE)),
 }
 """Of the same size, with other trees after prefixes of other lengths; the first where one more request has joined."""
-_VARIANTS = ("base", "bf16", "gqa", "sinks", "soft_cap", "page_1", "page_64", "dim_128", "fp8_cache", "deepseek_v3")
+_VARIANTS = (
+    "base",
+    "bf16",
+    "gqa",
+    "sinks",
+    "soft_cap",
+    "scale",
+    "page_1",
+    "page_64",
+    "dim_128",
+    "fp8_cache",
+    "deepseek_v3",
+)
 _WINDOW = MAX_TREE_TOKENS
 """The least there is: a tree lies within it, and begins at its edge."""
 _STORED = "write_kv stores each query token of a tree in its own slot and nothing else"
@@ -51,7 +65,8 @@ def _trees(subject: Subject) -> Iterable[tuple[str, Case]]:
     since=(1, 2),
 )
 def trees_see_their_ancestors(subject: Subject, case: Case) -> Measurements:
-    built = PagedFixture(subject, case.spec, case.batch.rows).build(case.batch)
+    longest = max(MAX_SEQ_LEN, *case.batch.seq_lens)
+    built = PagedFixture(subject, case.spec, case.batch.rows, max_seq_len=longest).build(case.batch)
     return built.expect_attention("attention of a tree", cache=_STORED)
 
 

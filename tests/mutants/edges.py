@@ -12,7 +12,7 @@ import torch
 from attn_backends import Feature, KVCache
 from attn_backends.kernels.softmax import softmax_with_sinks
 from attn_backends.torch_reference import TorchReference
-from builders import AttentionKind, ReferenceBuilder
+from builders import AttentionKind, AttentionSpec, ReferenceBuilder
 from spec_decode.testing.poison import bits
 from tests.mutants.attention import RIGHT
 from tests.mutants.builders import ANOTHER, REBUILD, counts_live_rows
@@ -222,6 +222,77 @@ def serves_64_rows(out: torch.Tensor, metadata: Any, spec: Any) -> torch.Tensor:
     return torch.where((metadata.token_to_req < 64)[:, None, None], out, 0.0)
 
 
+@gives(_EDGES, cases="rows_260")
+def serves_256_rows(out: torch.Tensor, metadata: Any, spec: Any) -> torch.Tensor:
+    return torch.where((metadata.token_to_req < 256)[:, None, None], out, 0.0)
+
+
+def _beyond_256_tokens(name: str, killer: str, cases: str, change: Callable[[AttentionSpec], AttentionSpec]) -> Mutant:
+    """Over several splits of keys it attends by another spec."""
+
+    def forward(self: Any, query: Any, cache: Any, metadata: Any, *, spec: Any, sinks: Any = None) -> torch.Tensor:
+        outs = []
+        for each in (spec, change(spec)):
+            by_head = sinks if each.sinks else None
+            outs.append(TorchReference.forward(self, query, cache, metadata, spec=each, sinks=by_head))
+        return torch.where((metadata.seq_lens > 256)[metadata.token_to_req][:, None, None], *outs[::-1])
+
+    return Mutant(name, killer, with_forward(forward), cases=cases)
+
+
+sinks_of_one_split = _beyond_256_tokens(
+    "sinks_of_one_split", _EDGES, "sinks_4099", lambda spec: replace(spec, sinks=False)
+)
+caps_in_one_split = _beyond_256_tokens(
+    "caps_in_one_split", _EDGES, "soft_cap_4099", lambda spec: replace(spec, soft_cap=None)
+)
+scales_fp8_in_one_split = _beyond_256_tokens(
+    "scales_fp8_in_one_split",
+    _EDGES,
+    "fp8_4099",
+    lambda spec: replace(spec, scale=None) if spec.cache_dtype.itemsize == 1 else spec,
+)
+
+
+@attends_by(_EDGES, cases="window_1024")
+def windows_of_512_at_most(metadata: Any, spec: Any) -> Any:
+    if spec.sliding_window:
+        metadata = replace(metadata, kv_start=torch.maximum(metadata.kv_start, metadata.kv_end - 512))
+    return metadata
+
+
+@attends_by("numerics.blocks_see_what_is_behind", cases="base-splits")
+def blocks_are_causal_beyond_256_tokens(metadata: Any, spec: Any) -> Any:
+    end = torch.where(metadata.kv_end > 256, metadata.positions + 1, metadata.kv_end)
+    return replace(metadata, kv_end=metadata.kv_end if spec.causal else end.int())
+
+
+@attends_by("numerics.trees_see_their_ancestors", cases="base-splits")
+def trees_are_seen_whole_beyond_256_tokens(metadata: Any, spec: Any) -> Any:
+    if metadata.tree_masks is not None:
+        masks = torch.where(metadata.kv_end > 256, -1, metadata.tree_masks)
+        metadata = replace(metadata, tree_masks=masks)
+    return metadata
+
+
+def _scales_by_default(killer: str, where: Callable[[AttentionSpec], bool], name: str) -> Mutant:
+    """It ignores a scale of the spec's own where the spec is such a one."""
+
+    def forward(self: Any, query: Any, cache: Any, metadata: Any, *, spec: Any, sinks: Any = None) -> torch.Tensor:
+        by = replace(spec, scale=None) if where(spec) else spec
+        return TorchReference.forward(self, query, cache, metadata, spec=by, sinks=sinks)
+
+    return Mutant(name, killer, with_forward(forward), cases="scale-*")
+
+
+scales_blocks_by_default = _scales_by_default(
+    "numerics.blocks_see_what_is_behind", lambda spec: not spec.causal, "scales_blocks_by_default"
+)
+scales_trees_by_default = _scales_by_default(
+    "numerics.trees_see_their_ancestors", lambda spec: spec.tree, "scales_trees_by_default"
+)
+
+
 @attends_by(_EDGES, cases="length_4099")
 def counts_in_fp16(metadata: Any, spec: Any) -> Any:
     return replace(metadata, kv_end=metadata.kv_end.half().int())
@@ -294,16 +365,19 @@ def begins_its_maximum_at_a_number(self: Any, query: Any, cache: Any, metadata: 
         return TorchReference.forward(self, query, cache, metadata, **options)
 
 
-def _only(name: str, case: str, wrong: Callable[[Any], bool]) -> Mutant:
+def _only(name: str, case: str, wrong: Callable[[Any], bool], killer: str = _EDGES) -> Mutant:
     """Right but for the specs that `wrong` names."""
 
     def forward(self: Any, query: Any, cache: Any, metadata: Any, *, spec: Any, sinks: Any = None) -> torch.Tensor:
         out = TorchReference.forward(self, query, cache, metadata, spec=spec, sinks=sinks)
         return out.roll(1, 1) if wrong(spec) else out
 
-    return Mutant(name, _EDGES, with_forward(forward), cases=case)
+    return Mutant(name, killer, with_forward(forward), cases=case)
 
 
+heads_of_more_than_2_groups = _only(
+    "wrong_for_more_than_2_kv_heads", "kv_heads_[58]-*", lambda spec: spec.num_kv_heads > 2, RIGHT
+)
 groups_of_3 = _only("wrong_for_groups_of_3", "group_3", lambda spec: spec.group_size == 3)
 groups_of_7 = _only("wrong_for_groups_of_7", "group_7", lambda spec: spec.group_size == 7)
 pages_of_24 = _only("wrong_for_pages_of_24", "page_24", lambda spec: spec.page_size == 24)
