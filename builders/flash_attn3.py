@@ -10,7 +10,7 @@ from builders.batch import AttentionBatch
 from builders.contract import AdvanceLevel, AdvanceSupport, GraphSupport
 from builders.kernels.prefix_lens import count_prefix
 from builders.metadata import BatchMetadata, BatchMetadataBuilder
-from builders.paged import PARTIAL_BYTES, num_sms
+from builders.paged import num_sms, splits_in_memory
 from builders.spec import AttentionSpec
 
 
@@ -79,5 +79,4 @@ class FlashAttn3Builder(BatchMetadataBuilder[FlashAttn3Metadata]):
         tiles = batch.num_reqs * self.spec.num_kv_heads * row_tiles
         if row_tiles > 1 and 4 * tiles >= 3 * num_sms(self.device):
             return 1
-        partial_bytes = 4 * batch.num_tokens * self.spec.num_q_heads * self.spec.out_dim
-        return max(1, min(PARTIAL_BYTES // partial_bytes, self._MOST_SPLITS))
+        return max(1, min(splits_in_memory(batch, self.spec), self._MOST_SPLITS))

@@ -25,7 +25,7 @@ class PagedMetadata(BatchMetadata):
 SPLIT_TOKENS = 256
 """KV tokens of a split of batch-invariant attention: without a window, a split begins at the same position in every
 batch."""
-PARTIAL_BYTES = 64 << 20
+_PARTIAL_BYTES = 64 << 20
 """Memory for the partial outputs of all splits, fp32. Batch-invariant attention may need more."""
 
 
@@ -76,8 +76,7 @@ class TritonPagedBuilder(PagedViewBuilder):
         rows = batch.max_query_len * self.spec.group_size
         if rows <= self._ROWS_OF_A_TILE and 2 * heads * splits <= sms:
             splits = -(-visible // self._TOKENS_OF_FEW)
-        partial_bytes = 4 * batch.num_tokens * self.spec.num_q_heads * self.spec.out_dim
-        return max(1, min(self._WAVES * sms // heads, splits, 64, PARTIAL_BYTES // partial_bytes))
+        return max(1, min(self._WAVES * sms // heads, splits, 64, splits_in_memory(batch, self.spec)))
 
 
 class TritonMlaBuilder(PagedViewBuilder):
@@ -92,6 +91,11 @@ class TritonMlaBuilder(PagedViewBuilder):
         tiles = batch.num_reqs * -(-batch.max_query_len * self.spec.num_q_heads // self._ROWS_PER_PROGRAM)
         wanted = num_sms(self.device) // tiles
         return max(1, min(wanted, -(-batch.max_seq_len // self._TOKENS_PER_SPLIT), self._MOST_SPLITS))
+
+
+def splits_in_memory(batch: AttentionBatch, spec: AttentionSpec) -> int:
+    """How many splits have room for their partial outputs; 0 if one has none."""
+    return _PARTIAL_BYTES // (4 * batch.num_tokens * spec.num_q_heads * spec.out_dim)
 
 
 @cache

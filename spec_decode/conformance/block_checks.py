@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from spec_decode.conformance.cases import spec_cases
+from spec_decode.conformance.cases import TELLING_VARIANTS, spec_cases
 from spec_decode.conformance.check import Family
 from spec_decode.conformance.coverage import ADVANCE, CAPTURE, with_case
-from spec_decode.testing.batches import MAX_SEQ_LEN, RAGGED, VERIFY, Batch, Case
+from spec_decode.testing.batches import RAGGED, VERIFY, Batch, Case
 from spec_decode.testing.outcome import Measurements
 from spec_decode.testing.paged_fixture import PagedFixture
 from spec_decode.testing.subject import Subject
@@ -22,19 +22,7 @@ _SHAPES = {
 """1 + K tokens for every request; 15 drafts, which fill more than a tile; blocks of unlike lengths; and several splits
 of keys."""
 _OTHER = Batch((5, 5, 5, 5), (141, 5, 64, 9), 4)
-_VARIANTS = (
-    "base",
-    "bf16",
-    "mqa",
-    "window",
-    "sinks",
-    "soft_cap",
-    "scale",
-    "page_1",
-    "page_64",
-    "dim_128",
-    "deepseek_v3",
-)
+_VARIANTS = (*TELLING_VARIANTS, "mqa", "window")
 _STORED = "write_kv stores each token of a block in its own slot and nothing else"
 
 numerics = Family("numerics", covers=with_case())
@@ -53,8 +41,7 @@ def _blocks(subject: Subject) -> Iterable[tuple[str, Case]]:
     since=(1, 2),
 )
 def blocks_see_what_is_behind(subject: Subject, case: Case) -> Measurements:
-    longest = max(MAX_SEQ_LEN, *case.batch.seq_lens)
-    built = PagedFixture(subject, case.spec, case.batch.rows, max_seq_len=longest).build(case.batch)
+    built = PagedFixture(subject, case.spec, case.batch.rows, max_seq_len=case.max_seq_len).build(case.batch)
     return built.expect_attention("attention of a block", cache=_STORED)
 
 

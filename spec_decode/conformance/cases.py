@@ -78,6 +78,8 @@ _ROWS = Batch((1,) * 96, tuple(1 + 7 * row % 40 for row in range(96)), 96)
 _LONG = Batch((1, 1), (4099, 2051), 2)
 """Lengths that fp16 cannot hold, the first in more than 64 splits of 64 tokens."""
 _SHORT = Batch((1, 1, 1), (1, 24, 49), 4)
+TELLING_VARIANTS = ("base", "bf16", "sinks", "soft_cap", "scale", "page_1", "page_64", "dim_128", "deepseek_v3")
+"""Those that every shape of a block and of a tree is checked on."""
 _FAR_PAGES = 33_000
 """Pages of a pool whose last ones 15 bits cannot name."""
 SCALE_OF_LOW_SCORES = 3e4

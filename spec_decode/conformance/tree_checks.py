@@ -6,10 +6,10 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from builders.spec import MAX_TREE_TOKENS
-from spec_decode.conformance.cases import spec_cases
+from spec_decode.conformance.cases import TELLING_VARIANTS, spec_cases
 from spec_decode.conformance.check import Family
 from spec_decode.conformance.coverage import ADVANCE, CAPTURE, with_case
-from spec_decode.testing.batches import MAX_SEQ_LEN, Batch, Case, with_trees
+from spec_decode.testing.batches import Batch, Case, with_trees
 from spec_decode.testing.outcome import Measurements
 from spec_decode.testing.paged_fixture import PagedFixture
 from spec_decode.testing.subject import Subject
@@ -29,19 +29,7 @@ _OTHERS = {
     "wide": Batch((64, 64), (150, 64), 2, (tuple(range(63)), _WIDE)),
 }
 """Of the same size, with other trees after prefixes of other lengths; the first where one more request has joined."""
-_VARIANTS = (
-    "base",
-    "bf16",
-    "gqa",
-    "sinks",
-    "soft_cap",
-    "scale",
-    "page_1",
-    "page_64",
-    "dim_128",
-    "fp8_cache",
-    "deepseek_v3",
-)
+_VARIANTS = (*TELLING_VARIANTS, "gqa", "fp8_cache")
 _WINDOW = MAX_TREE_TOKENS
 """The least there is: a tree lies within it, and begins at its edge."""
 _STORED = "write_kv stores each query token of a tree in its own slot and nothing else"
@@ -65,8 +53,7 @@ def _trees(subject: Subject) -> Iterable[tuple[str, Case]]:
     since=(1, 2),
 )
 def trees_see_their_ancestors(subject: Subject, case: Case) -> Measurements:
-    longest = max(MAX_SEQ_LEN, *case.batch.seq_lens)
-    built = PagedFixture(subject, case.spec, case.batch.rows, max_seq_len=longest).build(case.batch)
+    built = PagedFixture(subject, case.spec, case.batch.rows, max_seq_len=case.max_seq_len).build(case.batch)
     return built.expect_attention("attention of a tree", cache=_STORED)
 
 

@@ -55,6 +55,11 @@ class Case:
     pool: int = 0
     """Pages of the cache, if more than the batch needs."""
 
+    @property
+    def max_seq_len(self) -> int:
+        """Tokens that a request may have: as many as in other cases, or as the longest has here."""
+        return max(MAX_SEQ_LEN, *self.batch.seq_lens)
+
 
 DECODE = Batch((1, 1, 1, 1, 1), (1, 15, 16, 126, 142), 7)
 """One token each, before page edges and the 128 tokens that some kernels split at, with two padding rows."""
