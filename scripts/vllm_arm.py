@@ -14,6 +14,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from engines.vllm import VALIDATE
+
 ROOT = Path(__file__).resolve().parent.parent
 SIZES = {
     "llama3-8b": (4096, 14336, 32, 8, 128, 128256, 32),
@@ -61,6 +63,8 @@ REQUESTS = (1, 4, 16, 32)
 CAPTURED = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 """Tokens of a captured batch: those that are timed, and some between for when requests end."""
 PROMPT, NEW_TOKENS, REPEATS = 512, 256, 3
+WATCHED_REPEATS = 12
+"""Runs with comparisons and as many without, by turns: a cost of 2 % is less than what engines differ by."""
 SEED = 20
 # NVLink multicast stays off: where it does not work, vLLM's collectives hang.
 ENVIRONMENT = {
@@ -85,6 +89,7 @@ class Arm:
     kind           of the draft, of KINDS
     compiled       as vLLM runs by default: layers compiled by torch, piecewise graphs where full ones are impossible;
                    otherwise layers as they are, with full graphs of decodes or none
+    watched        whether the plug-in compares the draft's metadata: runs with comparisons and without take turns
     """
 
     draft: str
@@ -95,6 +100,7 @@ class Arm:
     requests: tuple[int, ...] = REQUESTS
     compiled: bool = False
     kind: str = "eagle"
+    watched: bool = False
 
     @property
     def target(self) -> str:
@@ -110,6 +116,7 @@ class Arm:
     def name(self) -> str:
         kept = f"keeps {self.kept:g}" if self.kept else "exact"
         more = f"{'' if self.kind == 'eagle' else f' {self.kind}'}{' compiled' if self.compiled else ''}"
+        more += " watched" if self.watched else ""
         return f"{self.draft or 'no draft'} K={self.steps} {self.size} {kept} TP={self.num_gpus}{more}"
 
 
@@ -191,7 +198,7 @@ def prompts(count: int, vocab: int) -> list[dict[str, list[int]]]:
 
 def measure(arm: Arm) -> dict[str, Any]:
     """Rows of each number of requests, and how the engine runs."""
-    os.environ.update(ENVIRONMENT)
+    os.environ.update(ENVIRONMENT | {VALIDATE: str(int(arm.watched))})
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     import torch
     import vllm
@@ -224,11 +231,23 @@ def measure(arm: Arm) -> dict[str, Any]:
         if counted:
             row |= {name: counted[0][name] for name in ("plans", "prefill_plans", "waits")}
             found["fused"] = [rank["fused"] for rank in counted]
-        for _ in range(REPEATS if arm.is_timed else 0):
+        for _ in range(REPEATS if arm.is_timed and not arm.watched else 0):
             seconds, timed = generate(count)
             row["tokens_per_s"].append(round(sum(map(len, timed)) / seconds, 1))
             if arm.draft:
                 row["host_us"].append(_quantiles_us(llm.collective_rpc("drafts_seen")[0]["host_s"]))
+        if arm.watched:
+            row["unwatched_tokens_per_s"] = []
+            before = llm.collective_rpc("compare_drafts", args=(True,))[0]
+            for turn in range(2 * WATCHED_REPEATS):
+                # Over two of each, neither comes first more often.
+                watches = turn % 4 in (0, 3)
+                llm.collective_rpc("compare_drafts", args=(watches,))
+                seconds, timed = generate(count)
+                speeds = row["tokens_per_s" if watches else "unwatched_tokens_per_s"]
+                speeds.append(round(sum(map(len, timed)) / seconds, 1))
+            after = llm.collective_rpc("compare_drafts", args=(True,))[0]
+            row |= {"compared": after["rounds"] - before["rounds"], "difference": after["found"]}
         found["rows"].append(row)
     return found
 

@@ -4,18 +4,19 @@ reports/h200/vllm.json.
 A Llama of the 8B shape with an EAGLE draft, a Qwen3 of its 8B shape with DFlash and DFlash2, which draft a block at
 once, and layers of DeepSeek-V3 with its MTP layer, whose cache holds latents; random weights, the target on what vLLM
 chooses, FLASH_ATTN or FLASH_ATTN_MLA. Timed arms keep as many drafts a round as they are told, whatever was drafted, so
-that all do the same work. Exact arms of a small model keep what the target says: all draft from the same texts, and
-their draft tokens are compared with those of a draft on the target's backend. How far two of vLLM's own backends are
-apart there is what rounding does. With two GPUs, tensor parallelism over both against one. Compiled arms run as vLLM
-does by default, with piecewise graphs where full ones are impossible; the others have full graphs or none, which brings
-an engine up sooner. Every arm is a process, which runs each batch once before it is timed, with its GPUs to itself;
-exact arms share GPUs. What an arm found is kept in a folder, with its log: it is not run again while the code that the
-report covers, what measures an arm, the GPU and the versions are the same. With --minutes, arms that are not done in
-time are left out, the last first, and what is kept is reported; the folder may go to another machine meanwhile.
+that all do the same work. Watched arms run by turns with and without the plug-in's comparisons of metadata. Exact arms
+of a small model keep what the target says: all draft from the same texts, and their draft tokens are compared with
+those of a draft on the target's backend. How far two of vLLM's own backends are apart there is what rounding does. With
+two GPUs, tensor parallelism over both against one. Compiled arms run as vLLM does by default, with piecewise graphs
+where full ones are impossible; the others have full graphs or none, which brings an engine up sooner. Every arm is a
+process, which runs each batch once before it is timed, with its GPUs to itself; exact arms share GPUs. What an arm
+found is kept in a folder, with its log: it is not run again while the code that the report covers, what measures an
+arm, the GPU and the versions are the same. With --minutes, arms that are not done in time are left out, the last first,
+and what is kept is reported; the folder may go to another machine meanwhile.
 
 Fails where a draft of ours is not fused, plans a batch of decodes on the host, waits for the device, takes the engine's
-graphs, or drafts other tokens more often than vLLM's own backends do among themselves. A batch with prefills has no
-graph, and vLLM plans it.
+graphs, or drafts other tokens more often than vLLM's own backends do among themselves, and where a watched arm compares
+nothing or finds a difference. A batch with prefills has no graph, and vLLM plans it. Comparisons wait for the device.
 """
 
 from __future__ import annotations
@@ -99,7 +100,7 @@ MARGIN = 0.02
 
 def arms(num_gpus: int) -> list[Arm]:
     """The most valuable first: those of all kinds without compilation, then those with it."""
-    every = [*latent_arms(), *block_arms(), *eagle_arms()]
+    every = [*latent_arms(), *block_arms(), *eagle_arms(), *watched_arms()]
     every.sort(key=lambda arm: (arm.compiled, not arm.is_timed))
     return [*(across() if num_gpus > 1 else ()), *every]
 
@@ -162,6 +163,17 @@ def latent_arms() -> list[Arm]:
     timed = [Arm(draft, steps, size, kept=kept, kind="mtp") for size in sizes for draft in LATENT.all]
     exact = [Arm(draft, steps, "deepseek-small", requests=(1, 4, 32), kind="mtp") for draft in LATENT.all]
     return [*(Arm("", 0, size) for size in sizes), *timed, *exact]
+
+
+def watched_arms() -> list[Arm]:
+    """One of each kind of draft, as vLLM runs by default where such an arm is beside it."""
+    steps, kept = BLOCKS["dflash"]
+    mtp_steps, mtp_kept = MTP
+    return [
+        Arm(OURS[0], 7, kept=KEPT[7], compiled=True, watched=True),
+        Arm(OURS[0], steps, "qwen3-8b", kept=kept, compiled=True, kind="dflash", watched=True),
+        Arm(LATENT.ours[0], mtp_steps, "deepseek-v3-shard", kept=mtp_kept, kind="mtp", watched=True),
+    ]
 
 
 class Kept:
@@ -295,7 +307,13 @@ def problems(found: Sequence[Mapping[str, Any]], compared: Sequence[Mapping[str,
         if without not in (None, each["graph_mode"]):
             said.append(f"{name}: graphs {each['graph_mode']}, without a draft {without}")
         said += [f"{name}: {row['plans']} plans on the host" for row in each["rows"] if row["plans"]]
-        said += [f"{name}: waits for the device: {next(iter(row['waits']))}" for row in each["rows"] if row["waits"]]
+        if each["arm"]["watched"]:
+            nothing = [row["requests"] for row in each["rows"] if not row["compared"]]
+            said += [f"{name}: compared nothing, {requests} requests" for requests in nothing]
+            said += [f"{name}: {row['difference']}" for row in each["rows"] if row["difference"]]
+        else:
+            waits = [next(iter(row["waits"])) for row in each["rows"] if row["waits"]]
+            said += [f"{name}: waits for the device: {wait}" for wait in waits]
     for kind, draft in sorted({(row["kind"], row["draft"]) for row in compared}):
         of_kind = names(kind)
         if draft not in of_kind.ours:

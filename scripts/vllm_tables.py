@@ -48,7 +48,7 @@ def ratios(reports: Sequence[dict[str, Any]], num_gpus: int = 1) -> str:
         "|---|---|---|" + "---:|" * len(sizes) + "---|---|",
     ]
     for report in reports:
-        timed = [each for each in report["arms"] if each["arm"]["kept"] and _num_gpus(each) == num_gpus]
+        timed = [each for each in _timed(report) if _num_gpus(each) == num_gpus]
         for model, compiled in product(_MODELS, _ENGINES):
             alike = [each for each in timed if _model(each) == model and _is_compiled(each) is compiled]
             lines += _ratio_lines(report, alike, sizes)
@@ -63,8 +63,8 @@ def _ratio_lines(report: dict[str, Any], arms: Sequence[dict[str, Any]], sizes: 
         if theirs in rows and ours in rows:
             model = _model(arms[0])
             cells = [_ratio(rows[ours].get(count), rows[theirs].get(count)) for count in sizes]
-            mode = "defaults" if _is_compiled(arms[0]) else "mode 0"
-            said = [f"{_MODELS[model][0]}, {steps} tokens", f"`{theirs}`", f"`{ours}`", *cells, mode, source(report)]
+            said = [f"{_MODELS[model][0]}, {steps} tokens", f"`{theirs}`", f"`{ours}`", *cells]
+            said += [_mode(arms[0]), source(report)]
             yield f"| {' | '.join(said)} |"
 
 
@@ -79,13 +79,32 @@ def scaling(report: dict[str, Any]) -> str:
     def alike(found: dict[str, Any]) -> dict[str, Any]:
         return {key: value for key, value in found["arm"].items() if key not in ("name", "num_gpus")}
 
-    timed = [each for each in report["arms"] if each["arm"]["kept"]]
+    timed = _timed(report)
     on = {count: [each for each in timed if _num_gpus(each) == count] for count in (1, 2)}
     for two, one in ((two, one) for two in on[2] for one in on[1] if alike(one) == alike(two)):
         cells = [_ratio(_speeds(two).get(count), _speeds(one).get(count)) for count in sizes]
         draft, steps = f"`{two['arm']['draft']}`", two["arm"]["steps"]
         said = [f"{_MODELS[_model(two)][0]}, {steps} tokens", draft, *cells, source(report)]
         lines.append(f"| {' | '.join(said)} |")
+    return "\n".join(lines)
+
+
+def watched(report: dict[str, Any]) -> str:
+    """Output tokens a second with comparisons of metadata over those without, in the same engines, and how many
+    comparisons there were."""
+    sizes = _requests([report])
+    lines = [
+        f"| draft | backend | {' | '.join(f'{size} req.' for size in sizes)} | vLLM | GPU |",
+        "|---|---|" + "---:|" * len(sizes) + "---|---|",
+    ]
+    for each in (each for each in report["arms"] if _is_watched(each)):
+        rows = {row["requests"]: row for row in each["rows"]}
+        said = [f"{_MODELS[_model(each)][0]}, {each['arm']['steps']} tokens", f"`{each['arm']['draft']}`"]
+        for size in sizes:
+            row = rows.get(size)
+            ratio = row and median(row["tokens_per_s"]) / median(row["unwatched_tokens_per_s"])
+            said.append(f"{ratio:.3f} ({row['compared']})" if row else "")
+        lines.append(f"| {' | '.join([*said, _mode(each), source(report)])} |")
     return "\n".join(lines)
 
 
@@ -119,6 +138,7 @@ def figures(report: dict[str, Any], name: str) -> str:
     """
     env = report["env"]
     timed = [each for each in report["arms"] if each["rows"] and each["rows"][0]["tokens_per_s"]]
+    timed = [each for each in timed if not _is_watched(each)]
     if not timed:
         raise ValueError(f"{name} has no arm that was timed: nothing to show on vLLM's page")
     blocks = []
@@ -152,6 +172,21 @@ def _model(found: dict[str, Any]) -> tuple[str, str]:
 def _is_compiled(found: dict[str, Any]) -> bool:
     """Reports from before there were compiled arms do not say."""
     return bool(found["arm"].get("compiled", False))
+
+
+def _mode(found: dict[str, Any]) -> str:
+    """How vLLM ran, in a word."""
+    return "defaults" if _is_compiled(found) else "mode 0"
+
+
+def _is_watched(found: dict[str, Any]) -> bool:
+    """Reports from before there were watched arms do not say."""
+    return bool(found["arm"].get("watched", False))
+
+
+def _timed(report: dict[str, Any]) -> list[dict[str, Any]]:
+    """Arms whose speed is compared with others'."""
+    return [each for each in report["arms"] if each["arm"]["kept"] and not _is_watched(each)]
 
 
 def _num_gpus(found: dict[str, Any]) -> int:

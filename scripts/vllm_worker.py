@@ -225,6 +225,15 @@ class MeasuredWorker:
         self._plans.clear()
         return found
 
+    def compare_drafts(self, on: bool) -> dict[str, Any]:
+        """Whether metadata is compared from now on, with ATTN_BACKENDS_VALIDATE=1; the rounds that were, and what was
+        found."""
+        from engines.vllm.v0_33.validator import validator_of
+
+        validator = validator_of(self.model_runner.speculator)
+        validator.paused = not on
+        return {"rounds": validator.rounds, "found": validator.found}
+
     def drafts_seen(self) -> dict[str, Any]:
         """What was kept since watch_drafts, and how the draft loop runs."""
         drafts = [found.tolist() for found in self._seen["drafts"]]

@@ -86,6 +86,18 @@ def test_rounds_of_a_right_builder_show_no_difference(name, said, monkeypatch):
     assert said == [f"Draft metadata of {n} rounds was compared with a fresh build: no difference." for n in (1, 2)]
 
 
+def test_a_paused_validator_compares_nothing(said):
+    engine = loop(PAGED[0])
+    engine.draft(LENS)
+    validator = compared(engine)
+    validator.paused = True
+    engine.draft(LENS, 1)
+    assert validator.rounds == 1
+    validator.paused = False
+    engine.draft(LENS, 2)
+    assert validator.rounds == 2
+
+
 @pytest.mark.parametrize("dtype", ["auto", vllm_sparse.FP8])
 def test_rounds_over_sparse_latents_show_no_difference(dtype, said, monkeypatch):
     vllm_sparse.install(monkeypatch)

@@ -134,6 +134,18 @@ def test_two_gpus_are_compared_with_the_same_draft_on_one() -> None:
     assert vllm_tables.ratios([{**report, "arms": [one, others[1], two]}]).splitlines()[2].split(" | ")[3] == "50.00"
 
 
+def test_watched_arms_are_shown_against_themselves_alone() -> None:
+    plain, watched = (vllm_arm("FLASHINFER_IN_GRAPH", 3, [99.0, 97.0, 98.0], watched=told) for told in (False, True))
+    watched["rows"][0] |= {"unwatched_tokens_per_s": [101.0, 99.0, 100.0], "compared": 7}  # type: ignore[index]
+    report = {**VLLM_REPORT, "arms": [plain, watched]}
+    row = "| EAGLE, 8B Llama, 3 tokens | `FLASHINFER_IN_GRAPH` | 0.980 (7) | mode 0 | H200, 2026-11-23 |"
+    assert vllm_tables.watched(report).splitlines()[2:] == [row]
+    theirs = vllm_arm("FLASHINFER", 3, [98.0])
+    assert vllm_tables.ratios([{**report, "arms": [watched, theirs]}]).count("\n") == 1
+    with pytest.raises(ValueError, match="no arm that was timed"):
+        vllm_tables.figures({**report, "arms": [watched]}, "vllm.json")
+
+
 def test_a_report_of_vllm_without_timed_arms_is_an_error() -> None:
     with pytest.raises(ValueError, match=r"vllm\.json has no arm that was timed"):
         vllm_tables.figures({**VLLM_REPORT, "arms": VLLM_REPORT["arms"][-1:]}, "vllm.json")

@@ -29,6 +29,7 @@ from scripts.vllm_figures import (
     agreement,
     arms,
     main,
+    names,
     problems,
     run,
     run_all,
@@ -46,7 +47,7 @@ def row(requests=1, drafts=(), texts=([1, 2],), **more):
 
 def arm(draft, *rows, kept=0.0, fused=(True,), graph_mode="FULL_DECODE_ONLY", compiled=False, **more):
     named = {"draft": draft, "kept": kept, "name": f"{draft} {kept}", "compiled": compiled}
-    named |= {"kind": "eagle", "size": "llama3-8b", "num_gpus": 1, **more}
+    named |= {"kind": "eagle", "size": "llama3-8b", "num_gpus": 1, "watched": False, **more}
     return {"arm": named, "rows": list(rows), "fused": list(fused), "graph_mode": graph_mode, "exit_status": 0}
 
 
@@ -82,6 +83,20 @@ def test_what_does_not_hold_of_a_draft_of_ours_is_said(change, says):
     found = engines()
     change(found[-2])
     assert [says in said for said in objections(found)] == [True]
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({}, []),
+        ({"compared": 0}, ["compared nothing, 1 requests"]),
+        ({"difference": ["a group", 2, "a field", "is 1"]}, ["['a group', 2, 'a field', 'is 1']"]),
+    ],
+)
+def test_comparisons_may_wait_must_be_made_and_find_nothing(changes, says):
+    seen = row(waits={"of comparisons": 3}, **{"compared": 5, "difference": None, **changes})
+    found = [*engines(), arm(OURS[0], seen, kept=3.2, watched=True)]
+    assert objections(found) == [f"{OURS[0]} 3.2: {what}" for what in says]
 
 
 def test_vllms_own_drafts_may_plan_wait_and_be_rebuilt():
@@ -197,6 +212,17 @@ def test_two_gpus_run_each_kind_of_draft_timed_and_exact():
     # Each has one GPU's beside it.
     alone = {replace(each, requests=()) for each in arms(1)}
     assert {replace(each, num_gpus=1, requests=()) for each in across} <= alone
+
+
+def test_the_cost_of_comparing_is_measured_for_each_kind_of_draft():
+    watched = [each for each in arms(1) if each.watched]
+    assert [(each.kind, each.draft in names(each.kind).ours) for each in watched] == [
+        ("mtp", True),
+        ("eagle", True),
+        ("dflash", True),
+    ]
+    # Each engine is there without comparisons too.
+    assert {replace(each, watched=False) for each in watched} <= set(arms(1))
 
 
 def test_arms_are_told_apart_by_their_names():

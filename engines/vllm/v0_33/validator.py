@@ -66,11 +66,11 @@ class Round(NamedTuple):
 class DraftValidator:
     """Of one speculator of vLLM.
 
-    rounds: compared so far. found: the first difference.
+    rounds: compared so far. found: the first difference. paused: nothing is compared meanwhile.
     """
 
     def __init__(self, speculator: Any, clock: Callable[[], float] = time.perf_counter) -> None:
-        self.speculator, self.rounds = speculator, 0
+        self.speculator, self.rounds, self.paused = speculator, 0, False
         self.found: Difference | None = None
         self._clock, self._next, self._capturing = clock, -float("inf"), False
         self._captured: dict[tuple[int, int], Mapping[str, Any]] = {}
@@ -101,7 +101,9 @@ class DraftValidator:
     def after(self, done: Round) -> None:
         """Compare, if it is time to. Logs the first difference."""
         begin = self._clock()
-        if self.found or begin < self._next or done.key not in self._captured or self._is_dummy(done):
+        if self.paused or self.found or begin < self._next:
+            return
+        if done.key not in self._captured or self._is_dummy(done):
             return
         self.found = next(self._differences(done), None)
         self.rounds += 1
