@@ -16,7 +16,7 @@ and what is kept is reported; the folder may go to another machine meanwhile.
 
 Fails where a draft of ours is not fused, plans a batch of decodes on the host, waits for the device, takes the engine's
 graphs, or drafts other tokens more often than vLLM's own backends do among themselves, and where a watched arm compares
-nothing or finds a difference. A batch with prefills has no graph, and vLLM plans it. Comparisons wait for the device.
+nothing or finds a difference. A batch with prefills has no graph, and vLLM plans it. Comparisons plan and wait too.
 """
 
 from __future__ import annotations
@@ -306,12 +306,12 @@ def problems(found: Sequence[Mapping[str, Any]], compared: Sequence[Mapping[str,
             said.append(f"{name}: not fused on every rank")
         if without not in (None, each["graph_mode"]):
             said.append(f"{name}: graphs {each['graph_mode']}, without a draft {without}")
-        said += [f"{name}: {row['plans']} plans on the host" for row in each["rows"] if row["plans"]]
         if each["arm"]["watched"]:
             nothing = [row["requests"] for row in each["rows"] if not row["compared"]]
             said += [f"{name}: compared nothing, {requests} requests" for requests in nothing]
             said += [f"{name}: {row['difference']}" for row in each["rows"] if row["difference"]]
         else:
+            said += [f"{name}: {row['plans']} plans on the host" for row in each["rows"] if row["plans"]]
             waits = [next(iter(row["waits"])) for row in each["rows"] if row["waits"]]
             said += [f"{name}: waits for the device: {wait}" for wait in waits]
     for kind, draft in sorted({(row["kind"], row["draft"]) for row in compared}):

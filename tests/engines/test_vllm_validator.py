@@ -86,6 +86,15 @@ def test_rounds_of_a_right_builder_show_no_difference(name, said, monkeypatch):
     assert said == [f"Draft metadata of {n} rounds was compared with a fresh build: no difference." for n in (1, 2)]
 
 
+def test_builders_that_compare_keep_no_plans(said):
+    engine = loop("FLASHINFER_IN_GRAPH")
+    for rounds, lens in enumerate([LENS, EVERY_ROW], 1):
+        engine.draft(lens)
+        assert_no_difference(engine, rounds)
+    ((served,),), ((second,),) = engine.speculator.attn_groups, engine.speculator.attn_backends_validator._groups
+    assert served.get_metadata_builder()._plans and not second.get_metadata_builder()._plans
+
+
 def test_a_paused_validator_compares_nothing(said):
     engine = loop(PAGED[0])
     engine.draft(LENS)

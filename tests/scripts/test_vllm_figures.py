@@ -93,8 +93,8 @@ def test_what_does_not_hold_of_a_draft_of_ours_is_said(change, says):
         ({"difference": ["a group", 2, "a field", "is 1"]}, ["['a group', 2, 'a field', 'is 1']"]),
     ],
 )
-def test_comparisons_may_wait_must_be_made_and_find_nothing(changes, says):
-    seen = row(waits={"of comparisons": 3}, **{"compared": 5, "difference": None, **changes})
+def test_comparisons_may_plan_and_wait_must_be_made_and_find_nothing(changes, says):
+    seen = row(waits={"of comparisons": 3}, plans=1, **{"compared": 5, "difference": None, **changes})
     found = [*engines(), arm(OURS[0], seen, kept=3.2, watched=True)]
     assert objections(found) == [f"{OURS[0]} 3.2: {what}" for what in says]
 

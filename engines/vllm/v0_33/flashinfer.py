@@ -142,6 +142,10 @@ class InGraphBuilder(FlashInferMetadataBuilder):
         # A block's wrapper, which is vLLM's one of prefills that are not causal, is planned again in place.
         metadata.decode = super().build(0, metadata.common).decode
 
+    def forget_plans(self) -> None:
+        """Of a builder that no graph knows: each plan holds a wrapper, with 8 MiB on the device."""
+        self._plans.clear()
+
     @property
     def _sliding_window(self) -> int | None:
         return self.window_left + 1 if self.window_left >= 0 else None

@@ -180,6 +180,11 @@ class DraftValidator:
             )
         finally:
             speculator.attn_groups, speculator.draft_max_seq_len = served
+            for group in chain.from_iterable(self._groups):
+                builder: Any = group.get_metadata_builder()
+                # Plans of every batch size would add up, in memory that vLLM has not set aside.
+                if hasattr(builder, "forget_plans"):
+                    builder.forget_plans()
         return built
 
 
