@@ -7,7 +7,8 @@ import torch
 
 from spec_decode.models.kernels import streamed_linear
 from spec_decode.models.kernels.streamed_shares import StreamedShares, SumShares
-from spec_decode.models.kernels.streamed_tiling import StreamedTiling, row_blocks
+from spec_decode.models.kernels.streamed_tiling import StreamedTiling, room_of, row_blocks, streamed_tiling
+from tests.factories import CPU
 from tests.ops.questions import Placed
 from tests.spec_decode.models.kernels.streamed_oracle import FORMS, assert_exact, exact, in_8_bits, make_arguments
 
@@ -76,6 +77,14 @@ def test_every_form_in_every_cut(form, narrow, rows, n, k, dtype, cut, tma_launc
 def test_more_rows_of_8_bits_than_a_launch_takes(form):
     arguments = in_8_bits(make_arguments(form, 163, 37, 50, FP16))
     assert_exact(arguments.launch(), arguments)
+
+
+@pytest.mark.parametrize("rows", [161, 256])
+def test_a_gate_of_16_bits_takes_more_rows_in_one_launch(rows, tma_launches):
+    arguments = make_arguments("gated_limit", rows, 37, 136, BF16)
+    of_many_outputs = streamed_tiling(rows, 28672, 136, room_of(CPU), gated=True)
+    assert_exact(arguments.launch(of_many_outputs), arguments)
+    assert [(each["BLOCK_M"] + each["BLOCK_M2"] >= rows, each["M"]) for each in tma_launches] == [(True, rows)]
 
 
 @pytest.mark.parametrize("form", WHOLE)

@@ -22,7 +22,13 @@ from builders.kernels.op import define_op
 from builders.kernels.sizes import cdiv, next_power_of_2
 from builders.kernels.triton_runtime import await_previous, dependent_launch, stored_as, tl, triton
 from spec_decode.models.kernels.fp8_weight import Weight, is_scaled, operands, widened
-from spec_decode.models.kernels.streamed_tiling import MAX_ROWS, StreamedTiling, room_of, streamed_tiling
+from spec_decode.models.kernels.streamed_tiling import (
+    MAX_GATED_ROWS,
+    MAX_ROWS,
+    StreamedTiling,
+    room_of,
+    streamed_tiling,
+)
 from spec_decode.models.kernels.streamed_tma_kernel import (
     describe,
     epilogue,
@@ -61,18 +67,17 @@ def streamed_linear(
     above up, and the result is silu(gate) * up, with a limit silu(min(gate, limit)) * clamp(up, -limit, limit), and
     there is no bias.
     A weight in 8 bits takes any number of rows and is read once for every MAX_ROWS of them; another takes 1 to
-    MAX_ROWS. Raises BatchError for another number of rows, shapes or dtypes that do not fit, an empty weight and a
-    limit without a gate, with nothing run.
+    MAX_ROWS, and 1 to MAX_GATED_ROWS if it is a gate of 16 bits. Raises BatchError for another number of rows, shapes
+    or dtypes that do not fit, an empty weight and a limit without a gate, with nothing run.
     """
     values, scale = operands(weight)
+    asked = StreamedLinear(x, values, bias=bias, residual=residual, gated=gated, limit=limit, scale=scale)
     require(
-        scale is not None or 0 < x.shape[0] <= MAX_ROWS,
-        f"a streamed linear takes 1 to {MAX_ROWS} rows, got {x.shape[0]}. Ask product_kind, and use "
+        scale is not None or 0 < x.shape[0] <= asked.most_rows,
+        f"a streamed linear takes 1 to {asked.most_rows} rows, got {x.shape[0]}. Ask product_kind, and use "
         "torch's linear where it says so.",
     )
-    return _streamed_linear(
-        *StreamedLinear(x, values, bias=bias, residual=residual, gated=gated, limit=limit, scale=scale).checked()
-    )
+    return _streamed_linear(*asked.checked())
 
 
 def streamed_groups(
@@ -140,6 +145,11 @@ class StreamedLinear(NamedTuple):
         """M."""
         return self.x.shape[0] if self.tokens is None else self.tokens.shape[0]
 
+    @property
+    def most_rows(self) -> int:
+        """Rows that a launch takes where they are not sorted."""
+        return MAX_GATED_ROWS if self.gated and self.weight.itemsize == 2 else MAX_ROWS
+
     def checked(self) -> StreamedLinear:
         """These. Raises BatchError for shapes or dtypes that do not fit, an empty weight, or a limit without a gate."""
         x, weight, ends, tokens, bias, residual = self[:6]
@@ -206,7 +216,7 @@ class StreamedLinear(NamedTuple):
         if not self.rows:
             return out
         stored = stored_as(out)
-        if self.ends is not None or self.rows <= MAX_ROWS:
+        if self.ends is not None or self.rows <= self.most_rows:
             self.launch_into(stored, tile)
         else:
             for start in range(0, self.rows, MAX_ROWS):
@@ -216,7 +226,7 @@ class StreamedLinear(NamedTuple):
         return stored.to(out.dtype)
 
     def launch_into(self, out: torch.Tensor, tile: StreamedTiling | None) -> None:
-        """Launch all that gives out [M, N], of at most MAX_ROWS rows where they are not sorted; tile: see `launch`."""
+        """Launch all that gives out [M, N], of at most `most_rows` where they are not sorted; tile: see `launch`."""
         cut = self.cut(tile)
         if cut.shares == 1:
             self.multiply(out, cut)

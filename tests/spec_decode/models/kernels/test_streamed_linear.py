@@ -17,7 +17,14 @@ from spec_decode.models.kernels.streamed_linear import (
     streamed_linear,
 )
 from spec_decode.models.kernels.streamed_shares import streamed_shares, sum_shares
-from spec_decode.models.kernels.streamed_tiling import MAX_ROWS, ROWS_OF_ANY_WEIGHT, Room, most_rows, streamed_tiling
+from spec_decode.models.kernels.streamed_tiling import (
+    MAX_GATED_ROWS,
+    MAX_ROWS,
+    ROWS_OF_ANY_WEIGHT,
+    Room,
+    most_rows,
+    streamed_tiling,
+)
 from tests.spec_decode.models.kernels.streamed_oracle import (
     FORMS,
     LIMIT,
@@ -56,7 +63,7 @@ def test_more_rows_than_a_launch_takes_have_no_shares():
 
 
 MORE_ROWS = {
-    "a gate of many outputs": (28672, 4096, True, MAX_ROWS),
+    "a gate of many outputs": (28672, 4096, True, MAX_GATED_ROWS),
     "a gate of few": (5632, 4096, True, ROWS_OF_ANY_WEIGHT),
     "outputs that leave half of the device idle": (4096, 4096, False, MAX_ROWS),
     "outputs that leave less idle": (6144, 4096, False, ROWS_OF_ANY_WEIGHT),
@@ -95,7 +102,7 @@ def test_shares_of_tensors_that_do_not_fit_are_refused():
     ("rows", "blocks"),
     [
         (1, (16, 0)), (17, (32, 0)), (64, (64, 0)), (65, (64, 16)), (80, (64, 16)), (81, (64, 32)), (97, (128, 0)),
-        (129, (128, 16)), (160, (128, 32)),
+        (129, (128, 16)), (160, (128, 32)), (192, (128, 64)), (193, (256, 0)), (256, (256, 0)),
     ],
 )  # fmt: skip
 def test_rows_are_cut_into_one_part_or_two(rows, blocks):
@@ -111,6 +118,14 @@ ENDS = torch.tensor([1, 3]).int()
 MISFITS = {
     "no rows": ({"x": torch.zeros(0, 8)}, rf"{ROWS}0\."),
     "more rows": ({"x": torch.zeros(MAX_ROWS + 1, 8)}, rf"{ROWS}{MAX_ROWS + 1}\."),
+    "more rows of a gate": (
+        {"x": torch.zeros(MAX_GATED_ROWS + 1, 8).half(), "weight": HALF.new_zeros(4, 8), "gated": True},
+        rf"1 to {MAX_GATED_ROWS} rows, got {MAX_GATED_ROWS + 1}\.",
+    ),
+    "more rows of a gate of 32 bits": (
+        {"x": torch.zeros(MAX_ROWS + 1, 8), "gated": True},
+        rf"{ROWS}{MAX_ROWS + 1}\.",
+    ),
     "inputs": ({"weight": torch.zeros(4, 9)}, r"weight torch.float32 \[4, 9\]"),
     "dtype": ({"weight": torch.zeros(4, 8).half()}, r"weight torch.float16 \[4, 8\]"),
     "a weight that is not contiguous": ({"weight": torch.zeros(8, 4).T}, r"weight torch.float32 \[4, 8\]"),
@@ -153,7 +168,7 @@ def test_a_gate_that_is_nan_stays_nan_under_a_limit():
 
 
 @given(
-    rows=st.integers(1, MAX_ROWS), n=st.integers(1, 300000), k=st.integers(1, 40000),
+    rows=st.integers(1, MAX_GATED_ROWS), n=st.integers(1, 300000), k=st.integers(1, 40000),
     groups=st.sampled_from([0, 8]), itemsize=st.sampled_from([1, 2, 4]), gated=st.booleans(),
     room=st.sampled_from([H200, Room(108, 166912), Room(8, 101376)]),
 )  # fmt: skip
@@ -184,12 +199,14 @@ def test_a_layer_that_was_measured_has_its_fastest_tiling(rows, n, k, shares, st
         (81, 4096, 8192, False, (64, 128, 2, 5)), (96, 6144, 4096, False, (64, 128, 1, 5)),
         (97, 4096, 14336, False, (64, 64, 2, 6)), (160, 4096, 4096, True, (64, 64, 2, 6)),
         (96, 128256, 4096, False, (128, 64, 1, 4)), (160, 128256, 4096, False, (128, 64, 1, 3)),
-        (96, 28672, 4096, True, (128, 64, 1, 3)), (128, 28672, 4096, True, (128, 64, 1, 3)),
+        (96, 28672, 4096, True, (128, 64, 1, 3)), (160, 28672, 4096, True, (128, 64, 1, 3)),
+        (161, 28672, 4096, True, (128, 64, 1, 4)), (256, 28672, 4096, True, (128, 64, 1, 4)),
     ],
 )  # fmt: skip
 def test_a_layer_that_was_measured_with_more_rows_has_its_fastest_tiling(rows, n, k, gated, expected):
     tile = streamed_tiling(rows, n, k, H200, gated=gated)
     assert tile.tma and (tile.block_n, tile.block_k, tile.shares, tile.stages) == expected
+    assert tile.num_warps == (8 if rows > 192 else 4)
 
 
 BY_THREADS = {
