@@ -29,16 +29,13 @@ def sample_target(
     shape = (rows,) if column is not None else tuple(logits.shape[:-1])
     require_tensor("positions", positions, shape=shape, dtype=torch.int64, device=device)
     logits = logits[:, None] if column is None and logits.dim() == 2 else logits
-    _check(logits, sampling)
-    for name, tensor in {"seeds": sampling.seeds, "column": column}.items():
-        if tensor is not None:
-            require_tensor(name, tensor, shape=(rows,), dtype=torch.int64, device=device)
-    temperature, top_k, top_p, seeds = sampling
+    temperature, top_k, top_p, seeds = _checked(logits, sampling)
+    if column is not None:
+        require_tensor("column", column, shape=(rows,), dtype=torch.int64, device=device)
+        column = column.contiguous()
     restricted = process_logits(logits, temperature, column, top_k, top_p)
     restrict_logits(restricted.flatten(0, 1), top_k=top_k, top_p=top_p)
-    return draw_target(
-        logits, restricted, temperature, top_k, top_p, seeds.contiguous(), positions.contiguous(), column
-    )
+    return draw_target(logits, restricted, temperature, top_k, top_p, seeds, positions.contiguous(), column)
 
 
 def process_target_logits(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
@@ -50,16 +47,21 @@ def process_target_logits(logits: torch.Tensor, sampling: Sampling) -> torch.Ten
     A restriction never removes a row's largest logits, so greedy rows sample the same tokens with one.
     Raises BatchError for tensors of another shape, dtype or device.
     """
-    _check(logits, sampling)
-    out = process_logits(logits, sampling.temperature, None, None, None)
-    restrict_logits(out.flatten(0, 1), top_k=sampling.top_k, top_p=sampling.top_p)
+    temperature, top_k, top_p, _ = _checked(logits, sampling)
+    out = process_logits(logits, temperature, None, None, None)
+    restrict_logits(out.flatten(0, 1), top_k=top_k, top_p=top_p)
     return out
 
 
-def _check(logits: torch.Tensor, sampling: Sampling) -> None:
-    rows = len(sampling.temperature)
-    require_tensor("logits", logits, shape=(rows, None, None), dtype=logits.dtype, device=logits.device)
-    require_tensor("temperature", sampling.temperature, shape=(rows,), dtype=torch.float32, device=logits.device)
+def _checked(logits: torch.Tensor, sampling: Sampling) -> Sampling:
+    """The parameters of as many rows as the logits [R, G, V] have, contiguous as kernels read them. Raises BatchError
+    for tensors of another shape, dtype or device."""
+    rows, device = len(sampling.temperature), logits.device
+    require_tensor("logits", logits, shape=(rows, None, None), dtype=logits.dtype, device=device)
+    dtypes = (torch.float32, torch.int32, torch.float32, torch.int64)
+    for name, tensor, dtype in zip(sampling._fields, sampling, dtypes, strict=True):
+        require_tensor(name, tensor, shape=(rows,), dtype=dtype, device=device)
+    return Sampling(*(tensor.contiguous() for tensor in sampling))
 
 
 class TopLogprobs(NamedTuple):

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from builders.kernels.triton_runtime import torch_implementations
-from spec_decode.sampling import Sampling
-from spec_decode.sampling.target_sampler import sample_target
+from spec_decode.sampling import Sampling, SamplingParams
+from spec_decode.sampling.target_sampler import process_target_logits, sample_target
 from spec_decode.verification.kernels.block_verify import block_verify
 from spec_decode.verification.kernels.rejection_sample import rejection_sample
 from spec_decode.verification.kernels.verify_arguments import VerifyArguments
@@ -42,6 +42,21 @@ def test_a_token_beyond_the_vocabulary_is_not_drawn(temperature):
     found = sample_target(logits, sampling=sampling, positions=zeros)
     assert torch.equal(found, sample_target(logits.contiguous(), sampling=sampling, positions=zeros))
     assert found.lt(599).all()
+
+
+def test_parameters_and_columns_of_any_strides_are_each_rows_own():
+    params = [
+        SamplingParams(temperature=t, top_k=k, top_p=p, seed=at)
+        for at, (t, k, p) in enumerate([(1.0, 3, 1), (0, 0, 1), (0.5, 0, 0.3), (2.0, 0, 1), (1.0, 1, 1), (0, 0, 1)])
+    ]
+    wide = Sampling(*(tensor.repeat_interleave(2)[::2] for tensor in Sampling.of(params, "cpu")))
+    columns, logits = torch.tensor([[0, 9], [1, 9], [2, 9]]).repeat(2, 1)[:, 0], noise(6, 3, 40)
+    place = {"positions": columns.contiguous(), "column": columns}
+    assert not any(tensor.is_contiguous() for tensor in (*wide, columns))
+    found = process_target_logits(logits, wide), sample_target(logits, sampling=wide, **place)
+    with torch_implementations():
+        wanted = process_target_logits(logits, wide), sample_target(logits, sampling=wide, **place)
+    assert all(map(torch.equal, found, wanted))
 
 
 @pytest.mark.parametrize("name", OPS)

@@ -10,12 +10,18 @@ ZEROS = torch.zeros(ROWS, dtype=torch.int64)
 REFUSED = {
     "flat logits": lambda: process_target_logits(torch.zeros(ROWS, VOCAB), sampling_of(ROWS)),
     "temperatures of fewer rows": lambda: process_target_logits(torch.zeros(ROWS, 1, VOCAB), sampling_of(1)),
+    "a restriction of fewer rows": lambda: process_target_logits(torch.zeros(ROWS, 1, VOCAB), restricted_for(1)),
     "a column of int32": lambda: sample(torch.zeros(ROWS, 1, VOCAB), column=ZEROS.int()),
     "columns of flat logits": lambda: sample(torch.zeros(ROWS, VOCAB), column=ZEROS),
     "a draw at no position": lambda: sample(torch.zeros(ROWS, VOCAB), positions=ZEROS[:0]),
     "a draw for fewer requests": lambda: sample(torch.zeros(ROWS + 1, VOCAB)),
     "a position for a column of two": lambda: sample(torch.zeros(ROWS, 2, VOCAB)),
 }
+
+
+def restricted_for(rows):
+    """Parameters of ROWS rows, whose top_k and top_p are of another number."""
+    return sampling_of(ROWS)._replace(top_k=sampling_of(rows).top_k, top_p=sampling_of(rows).top_p)
 
 
 def sample(logits, positions=ZEROS, column=None):
