@@ -84,6 +84,8 @@ class SyntheticAcceptance(Verifier):
         """
         rows, device = len(draft_tokens), draft_tokens.device
         require_tensor("draft_tokens", draft_tokens, shape=(rows, None), dtype=torch.int64, device=device)
+        shape, dtype = (rows, 1 + draft_tokens.shape[1], None), target_logits.dtype
+        require_tensor("target_logits", target_logits, shape=shape, dtype=dtype, device=device)
         for name, tensor in {"seeds": sampling.seeds, "draft_positions": draft_positions}.items():
             require_tensor(name, tensor, shape=(rows,), dtype=torch.int64, device=device)
         accepted, positions = synthetic_accept(

@@ -4,6 +4,7 @@ import pytest
 import torch
 from scipy import stats
 
+from builders import BatchError
 from spec_decode.sampling import sample_target
 from spec_decode.verification import verifier
 from tests.spec_decode.verification.verify_helpers import COUNT, FIRST, sampling_of, verified
@@ -46,6 +47,11 @@ def test_neither_model_nor_temperature_changes_what_is_accepted(temperature):
 def test_no_more_is_accepted_than_was_proposed(draft):
     found = synthetic(2.5, rows=1000, drafts=torch.tensor([draft]).expand(1000, -1))
     assert found.accepted.eq(draft.index(-1)).all()
+
+
+def test_logits_of_fewer_columns_than_may_be_kept_are_refused():
+    with pytest.raises(BatchError, match=r"^target_logits must be torch\.float32 \[2, 4, None\]"):
+        synthetic(3.0, rows=2, logits=torch.zeros(2, STEPS, VOCAB))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
