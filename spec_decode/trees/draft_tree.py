@@ -172,9 +172,10 @@ class TreeBatch(NamedTuple):
     def checked(self, target_logits: torch.Tensor) -> TreeBatch:
         """These, contiguous. Raises BatchError for tensors, or target_logits, of another shape, dtype or device, and
         for more tokens than a tree may have."""
-        (rows, tokens), device = self.draft_tokens.shape, target_logits.device
-        for name, tensor in self._asdict().items():
-            require_tensor(name, tensor, shape=(rows, tokens), dtype=torch.int64, device=device)
+        drafts, device = self.draft_tokens, target_logits.device
+        require_tensor("draft_tokens", drafts, shape=(None, None), dtype=torch.int64, device=device)
+        rows, tokens = drafts.shape
+        require_tensor("parents", self.parents, shape=(rows, tokens), dtype=torch.int64, device=device)
         shape, dtype = (rows, 1 + tokens, None), target_logits.dtype
         require_tensor("target_logits", target_logits, shape=shape, dtype=dtype, device=device)
         require_tree_size(tokens, f"room for {tokens}")

@@ -37,13 +37,14 @@ class VerifyArguments(NamedTuple):
 
         Raises BatchError for tensors of another shape, dtype or device, and for drafts of no columns.
         """
+        vocab, device = self.processed.shape[-1], self.processed.device
+        require_tensor("draft_tokens", self.draft_tokens, shape=(None, None), dtype=torch.int64, device=device)
         rows, columns = self.draft_tokens.shape
         require(
             columns > 0,
             "draft_tokens must have a column or more, got [R, 0]; without drafts nothing is verified. Draw the "
             "target's token with sample_target.",
         )
-        vocab, device = self.processed.shape[-1], self.processed.device
         expected: tuple[tuple[tuple[int, ...], torch.dtype], ...] = (
             ((rows, columns + 1, vocab), torch.float32),
             ((rows, columns), torch.int64),

@@ -106,6 +106,9 @@ def batch_of(drafted, **changes):
 
 WRONG = {
     "draft_tokens must be": lambda of: (of.p_logits, batch_of(of, draft_tokens=of.batch.draft_tokens.int())),
+    r"draft_tokens must be torch\.int64 \[None, None\]": lambda of: (
+        of.p_logits, batch_of(of, draft_tokens=of.batch.draft_tokens[:, 0]),
+    ),
     "parents must be": lambda of: (of.p_logits, batch_of(of, parents=of.batch.parents[:, 1:])),
     "target_logits must be": lambda of: (of.p_logits[:, 1:], of.batch),
     "1 to 63 draft tokens, got room for 64": lambda of: (

@@ -141,6 +141,11 @@ def test_arguments_of_wrong_tensors_are_refused_by_name(name, tensor):
         verify_arguments(**{name: tensor}).checked()
 
 
+def test_drafts_that_are_no_rows_are_refused_by_name():
+    with pytest.raises(BatchError, match=r"^draft_tokens must be torch\.int64 \[None, None\]"):
+        verify_arguments(draft_tokens=zeros(ROWS)).checked()
+
+
 def test_drafts_of_no_columns_are_refused():
     empty = {"processed": torch.zeros(ROWS, 1, VOCAB), "draft_logits": torch.zeros(ROWS, 0, VOCAB)}
     with pytest.raises(BatchError, match=r"draft_tokens must have a column or more.*Draw .* with sample_target"):
