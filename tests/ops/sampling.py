@@ -278,7 +278,7 @@ def best_paths():
 
 @op("spec_decode::grow_tree")
 def grow_tree():
-    for width, steps in ((2, 2), (1, 3), (3, 3), (5, 2)):
+    for width, steps in ((2, 2), (1, 3), (3, 3), (5, 2), (33, 2)):
         config = DynamicTreeConfig(width=width, num_tokens=2)
         tree = DynamicTree(8, torch.zeros(1, dtype=torch.int64), config, num_speculative_tokens=steps)
         buffers = tree.tokens, tree.parents, tree.scores

@@ -10,6 +10,9 @@ from builders.kernels.op import define_op
 from builders.kernels.sizes import next_power_of_2
 from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
 
+_PAIRS = 1 << 16
+"""Candidates times others that each is compared with at a time: a tile may have no more than 2**20."""
+
 
 class GrowTree(NamedTuple):
     """Appends F * W candidates a row, and takes the W best of them as the next frontier (EAGLE-2, Li et al., 2024).
@@ -83,6 +86,7 @@ class GrowTree(NamedTuple):
             FRONTIER=places,
             WIDTH=width,
             BLOCK_C=block,
+            CHUNK=min(block, _PAIRS // block),
             num_warps=max(1, min(8, block * block // 2048)),
             **dependent_launch(self.tokens.device),
         )
@@ -102,6 +106,22 @@ def ranks(
 
 
 @triton.jit
+def _path_scores(
+    child_scores_ptr,  # fp32 [R, F, W]
+    frontier_scores_ptr,  # fp32 [R, W]
+    row,
+    step,
+    offs_c,
+    FRONTIER: tl.constexpr,  # F
+    WIDTH: tl.constexpr,  # W
+):
+    """The scores of these candidates of a row's step, -inf after its last."""
+    mask = offs_c < FRONTIER * WIDTH
+    score = tl.load(child_scores_ptr + row * FRONTIER * WIDTH + offs_c, mask=mask, other=float("-inf"))
+    return score + tl.load(frontier_scores_ptr + row * WIDTH + offs_c // WIDTH, mask=mask & (step > 0), other=0.0)
+
+
+@triton.jit
 def _grow_tree_kernel(
     step_ptr,  # int64 [1]
     child_tokens_ptr,  # int64 [R, F, W]
@@ -117,6 +137,7 @@ def _grow_tree_kernel(
     FRONTIER: tl.constexpr,  # F
     WIDTH: tl.constexpr,  # W
     BLOCK_C: tl.constexpr,  # F * W, rounded up to a power of two
+    CHUNK: tl.constexpr,  # candidates that all others are compared with at a time
     PDL: tl.constexpr,  # programmatic dependent launch
 ):
     """score = frontier_score + child_score; the WIDTH best are the next frontier. One program per row."""
@@ -126,15 +147,17 @@ def _grow_tree_kernel(
     mask = offs_c < FRONTIER * WIDTH
     place = offs_c // WIDTH
     step = tl.load(step_ptr)
-    # 1. The children, and the scores of their paths
-    child_offs = row * FRONTIER * WIDTH + offs_c
-    token = tl.load(child_tokens_ptr + child_offs, mask=mask, other=0)
-    score = tl.load(child_scores_ptr + child_offs, mask=mask, other=float("-inf"))
+    # 1. The children, the scores of their paths, and how many come before each. What is no candidate comes after all
+    # that are.
+    token = tl.load(child_tokens_ptr + row * FRONTIER * WIDTH + offs_c, mask=mask, other=0)
+    score = _path_scores(child_scores_ptr, frontier_scores_ptr, row, step, offs_c, FRONTIER, WIDTH)
     c_start = tl.where(step > 0, WIDTH + (step - 1) * WIDTH * WIDTH, 0)
-    parent = tl.full((BLOCK_C,), -1, tl.int64)
-    if step > 0:
-        score += tl.load(frontier_scores_ptr + row * WIDTH + place, mask=mask, other=0.0)
-        parent = tl.load(frontier_ptr + row * WIDTH + place, mask=mask, other=-1)
+    parent = tl.load(frontier_ptr + row * WIDTH + place, mask=mask & (step > 0), other=-1)
+    rank = tl.zeros((BLOCK_C,), tl.int32)
+    for start in range(0, FRONTIER * WIDTH, CHUNK):
+        offs_other = start + tl.arange(0, CHUNK)
+        other_score = _path_scores(child_scores_ptr, frontier_scores_ptr, row, step, offs_other, FRONTIER, WIDTH)
+        rank += ranks(score, offs_c, other_score, offs_other)
     # 2. Store them as candidates. All of the last frontier is read before the next one is written over it.
     tl.debug_barrier()
     if step == 0:
@@ -145,8 +168,7 @@ def _grow_tree_kernel(
     tl.store(tokens_ptr + c_offs, token, mask=mask)
     tl.store(parents_ptr + c_offs, parent, mask=mask)
     tl.store(scores_ptr + c_offs, score, mask=mask)
-    # 3. The next frontier. What is no candidate comes after all that are.
-    rank = ranks(score, offs_c, score, offs_c)
+    # 3. The next frontier
     is_chosen = mask & (rank < WIDTH)
     frontier_offs = row * WIDTH + rank
     tl.store(frontier_ptr + frontier_offs, c_start + offs_c, mask=is_chosen)

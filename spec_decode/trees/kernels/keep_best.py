@@ -11,8 +11,9 @@ from builders.kernels.sizes import next_power_of_2
 from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
 from spec_decode.trees.kernels.grow_tree import ranks
 
-_CHUNK = 64
-"""Candidates that all others are compared with at a time."""
+_CHUNK, _PAIRS = 64, 1 << 18
+"""Candidates that all others are compared with at a time, and times these others: a tile may have no more than 2**20.
+"""
 
 
 class KeepBest(NamedTuple):
@@ -59,7 +60,7 @@ class KeepBest(NamedTuple):
             num_tokens=self.num_tokens,
             BLOCK_N=next_power_of_2(self.num_tokens),
             BLOCK_C=block,
-            CHUNK=min(_CHUNK, block),
+            CHUNK=min(_CHUNK, block, max(1, _PAIRS // block)),
             num_warps=max(1, min(8, block // 64)),
             **dependent_launch(draft_tokens.device),
         )

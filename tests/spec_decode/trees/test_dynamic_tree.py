@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from builders import BatchError
 from spec_decode.trees import DraftTree, DynamicTree, DynamicTreeConfig
-from spec_decode.trees.kernels.keep_best import keep_best
+from spec_decode.trees.kernels.keep_best import KeepBest, keep_best
 from spec_decode.trees.kernels.top_children import top_children
 from tests.spec_decode.trees.tree_helpers import TableGrowth
 
@@ -144,6 +144,14 @@ def test_a_token_that_cannot_be_drafted_has_no_probability():
 def test_no_score_is_above_0():
     logits = torch.tensor([[200.0, 0.0, 0.0], [1e-8, 0.0, 0.0]])
     assert (top_children(logits, 3, None)[1] <= 0).all()
+
+
+def test_of_many_candidates_so_many_are_compared_at_a_time_as_triton_takes(monkeypatch):
+    # W = 64 of 6 places: too many to rank in the interpreter.
+    tokens, options = torch.zeros(1, 64 + 5 * 64 * 64, dtype=torch.int64), {}
+    monkeypatch.setattr("spec_decode.trees.kernels.keep_best._keep_best_kernel", {(1,): options.update})
+    KeepBest(tokens, tokens, tokens.float(), 9).launch()
+    assert options["BLOCK_C"] * options["CHUNK"] <= 2**20
 
 
 def test_a_graph_grows_the_trees_of_each_replay():
