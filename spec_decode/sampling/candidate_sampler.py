@@ -7,6 +7,7 @@ import torch
 from builders.errors import require_tensor
 from spec_decode.sampling.draft_sampler import DraftSampler
 from spec_decode.sampling.kernels.select_candidates import select_candidates
+from spec_decode.sampling.kernels.vocab_blocks import whole_rows
 
 
 class CandidateSampler(DraftSampler):
@@ -73,14 +74,14 @@ class CandidateSampler(DraftSampler):
         require_tensor("positions", positions, shape=(lines,), dtype=torch.int64, device=device)
         temperature, seeds, _, seq_lens, _, drafted, draft_logits, _, lens, num_tokens, confidence, _, _ = self._buffers
         select_candidates(
-            logits,
-            candidates,
-            gates,
+            whole_rows(logits),
+            candidates.contiguous(),
+            whole_rows(gates),
             *codebooks,
-            next_tokens,
+            next_tokens.contiguous(),
             temperature,
             seeds,
-            positions,
+            positions.contiguous(),
             seq_lens,
             drafted,
             draft_logits,

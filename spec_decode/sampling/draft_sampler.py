@@ -7,6 +7,7 @@ import torch
 from builders.errors import require_tensor
 from spec_decode.sampling.kernels.sample_block import sample_block
 from spec_decode.sampling.kernels.sample_draft import NO_TOKEN, sample_draft
+from spec_decode.sampling.kernels.vocab_blocks import whole_rows
 
 
 class DraftSettings:
@@ -128,7 +129,8 @@ class DraftSampler(DraftSettings):
             next_hidden = next_hidden[:rows]
             for name, tensor in {"hidden": hidden, "next_hidden": next_hidden}.items():
                 require_tensor(name, tensor, shape=(rows, hidden.shape[1]), dtype=hidden.dtype, device=device)
-        sample_draft(logits, *self._buffers, hidden, next_hidden)
+            hidden = whole_rows(hidden)
+        sample_draft(whole_rows(logits), *self._buffers, hidden, next_hidden)
 
     def sample_block(self, logits: torch.Tensor, positions: torch.Tensor) -> None:
         """Sample the first rows' K tokens at once, in place, and read no `step`; device work only.
@@ -142,6 +144,7 @@ class DraftSampler(DraftSettings):
         lines, device = len(logits), self.next_ids.device
         require_tensor("logits", logits, shape=(lines, self._draft_vocab), dtype=logits.dtype, device=device)
         require_tensor("positions", positions, shape=(lines,), dtype=torch.int64, device=device)
+        logits, positions = whole_rows(logits), positions.contiguous()
         temperature, seeds, _, seq_lens, _, tokens, draft_logits, _, lens, num_tokens, confidence, _, ids = (
             self._buffers
         )

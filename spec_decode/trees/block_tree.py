@@ -79,7 +79,7 @@ class BlockTree:
             tokens = self._token_map[tokens]
         tokens, draft_tokens, parents = tokens.view(rows, places, -1), self.draft_tokens[:rows], self.parents[:rows]
         if self._placed is None:
-            best_paths(tokens, scores.view(rows, places, -1), depths, draft_tokens, parents)
+            best_paths(tokens, scores.view(rows, places, -1), depths.contiguous(), draft_tokens, parents)
         else:
             placed = self._placed.rows(tokens.flatten(1), depths)
             draft_tokens.copy_(placed.draft_tokens)

@@ -9,7 +9,7 @@ import torch
 from builders.kernels.op import define_op
 from builders.kernels.sizes import cdiv, next_power_of_2
 from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
-from spec_decode.sampling.kernels.vocab_blocks import merge_sum_exp, store_max_sum_exp, vocab_block
+from spec_decode.sampling.kernels.vocab_blocks import merge_sum_exp, store_max_sum_exp, vocab_block, whole_rows
 
 
 class TopChildren(NamedTuple):
@@ -18,7 +18,7 @@ class TopChildren(NamedTuple):
 
     A token whose logit is -inf or NaN has -inf, and may be any of the vocabulary.
 
-    - logits       [R, V] any float, rows of any stride, V at least W
+    - logits       [R, V] any float, V at least W
     - width        W
     - temperature  fp32 [R], above 0; None is 1 for all
     """
@@ -40,21 +40,22 @@ class TopChildren(NamedTuple):
 
     def launch(self) -> tuple[torch.Tensor, torch.Tensor]:
         tokens, scores = self.fake()
-        (rows, vocab), device, width = self.logits.shape, self.logits.device, self.width
+        logits, width = whole_rows(self.logits), self.width
+        (rows, vocab), device = logits.shape, logits.device
         block = max(vocab_block(vocab), next_power_of_2(width))
         blocks = cdiv(vocab, block)
         largest = torch.empty(rows, blocks, width, dtype=torch.float32, device=device)
         at = torch.empty(rows, blocks, width, dtype=torch.int32, device=device)
         block_max, sum_exp = torch.empty(2, rows, blocks, dtype=torch.float32, device=device)
         _block_top_kernel[(rows, blocks)](
-            logits_ptr=self.logits,
+            logits_ptr=logits,
             temperature_ptr=self.temperature,
             max_ptr=largest,
             argmax_ptr=at,
             block_max_ptr=block_max,
             sum_exp_ptr=sum_exp,
             vocab_size=vocab,
-            stride_logits=self.logits.stride(0),
+            stride_logits=logits.stride(0),
             WIDTH=width,
             BLOCK_V=block,
             num_warps=max(1, min(8, block // 256)),

@@ -1,0 +1,67 @@
+"""Draft logits, and what is beside them, whose numbers do not lie next to each other, as a transposed product has them:
+samplers and trees read of them what they read of contiguous ones."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from spec_decode.sampling import CandidateSampler, DraftSampler
+from spec_decode.trees import BlockTree, DynamicTree, DynamicTreeConfig
+from tests.ops.sample import int32, noise
+
+ROWS, STEPS, VOCAB, TREE = 3, 2, 11, DynamicTreeConfig(width=2, num_tokens=3)
+
+
+def apart(tensor):
+    """The same numbers, at other strides."""
+    return tensor.unsqueeze(-1).expand(*tensor.shape, 2).clone()[..., 0]
+
+
+def sampler(cls=DraftSampler, **options):
+    made = cls(int32(5, 5, 5), torch.arange(3), torch.zeros(1, dtype=torch.int64), num_speculative_tokens=STEPS,
+               vocab_size=VOCAB, **options)  # fmt: skip
+    made.temperature.copy_(torch.tensor([0.0, 1.0, 0.7]))
+    return made
+
+
+def step(like):
+    made, next_hidden = sampler(), torch.zeros(ROWS, 4)
+    made(like(noise(ROWS, VOCAB)), like(noise(ROWS, 4)), next_hidden)
+    return [made.draft_tokens, made.draft_logits, next_hidden]
+
+
+def block(like):
+    made = sampler()
+    made.sample_block(like(noise(ROWS * STEPS, VOCAB)), like(torch.arange(ROWS * STEPS)))
+    return [made.draft_tokens, made.draft_logits]
+
+
+def candidates(like):
+    made, (gates, *codebooks) = sampler(CandidateSampler, num_candidates=4), noise(3, VOCAB, 5)
+    ids = torch.stack([torch.randperm(VOCAB)[:4] for _ in range(ROWS * STEPS)])
+    made.select_block(
+        like(noise(ROWS * STEPS, VOCAB)), like(ids), like(gates[: ROWS * STEPS]), tuple(codebooks),
+        like(torch.tensor([7, 2, 9])), like(torch.arange(ROWS * STEPS)),
+    )  # fmt: skip
+    return [made.draft_tokens, made.draft_logits]
+
+
+def block_tree(like):
+    made = BlockTree(ROWS, TREE, num_speculative_tokens=STEPS, device=torch.device("cpu"))
+    made.grow(like(noise(ROWS * STEPS, VOCAB)), like(int32(2, 0, 1)), like(torch.tensor([0.0, 1.0, 2.0])))
+    return [made.draft_tokens, made.parents]
+
+
+def dynamic_tree(like):
+    made = DynamicTree(ROWS, torch.zeros(1, dtype=torch.int64), TREE, num_speculative_tokens=STEPS)
+    made.grow(like(noise(ROWS, 1, VOCAB)), None, like(torch.tensor([0.0, 1.0, 2.0])))
+    return [made.tokens, made.scores]
+
+
+@pytest.mark.parametrize("drafted", [step, block, candidates, block_tree, dynamic_tree])
+def test_operands_of_any_strides_give_what_contiguous_ones_give(drafted):
+    torch.manual_seed(0)
+    wanted = drafted(torch.Tensor.contiguous)
+    torch.manual_seed(0)
+    assert all(map(torch.equal, drafted(apart), wanted))
