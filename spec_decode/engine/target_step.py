@@ -74,5 +74,11 @@ class TreeTargetStep:
         chain = token_ids.gather(1, kept)
         drafted = chain[:, 1:].where(path >= 0, -1)
         batch.update_requests(rows, chain, drafted, VerifyOutput(found.accepted, found.next_tokens))
-        for of_chain, of_tree in ((batch.set_logprobs, logits), (batch.set_draft_inputs, target_hidden_states)):
-            of_chain(rows, of_tree.gather(1, kept[..., None].expand(-1, -1, of_tree.shape[2])))
+        if batch.logprobs is not None:
+            batch.set_logprobs(rows, _rows_at(logits, kept))
+        batch.set_draft_inputs(rows, _rows_at(target_hidden_states, kept))
+
+
+def _rows_at(of_tree: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+    """What a tree's query tokens have, [n, 1 + N, X], at those that are kept, int64 [n, 1 + K]."""
+    return of_tree.gather(1, kept[..., None].expand(-1, -1, of_tree.shape[2]))

@@ -71,6 +71,21 @@ def test_a_token_that_ends_a_text_has_no_entry():
     assert ended.finish_reason == "stop" and len(ended.logprobs) == len(ended.token_ids) <= 5
 
 
+def test_a_tree_moves_no_logits_where_nobody_may_ask_for_logprobs(monkeypatch):
+    moved, vocab = [], PAIR[0].vocab_size
+    gather = torch.Tensor.gather
+
+    def noted(tensor, *args):
+        moved.append(tensor.shape)
+        return gather(tensor, *args)
+
+    engine = make_engine(tree=DynamicTreeConfig(width=2, num_tokens=6))
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "gather", noted)
+        engine.generate([make_request(prompt=[1], max_tokens=4)])
+    assert moved and not [shape for shape in moved if shape[1:] == (7, vocab)]
+
+
 def test_more_logprobs_than_the_engine_computes_are_refused():
     with pytest.raises(BatchError, match=r"asks for 3 logprobs, max_logprobs is 2\. Ask for fewer, or raise"):
         make_engine(max_logprobs=2).generate(requests())
