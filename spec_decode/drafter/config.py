@@ -45,6 +45,11 @@ class DrafterConfig:
         require_types(self)
         require_counts("capture_sizes", self.capture_sizes or ())
         require(
+            self.capture_sizes is None or len(self.capture_sizes) > 0,
+            "capture_sizes is empty. Pass numbers of requests; to capture the default ones, leave it out, and for no "
+            "graphs pass a graph_mode of none.",
+        )
+        require(
             self.num_speculative_tokens >= 1,
             f"num_speculative_tokens must be 1 or more, got {self.num_speculative_tokens}. To decode without drafts, "
             "leave the drafter out.",

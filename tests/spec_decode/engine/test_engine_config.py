@@ -38,6 +38,7 @@ REFUSED = {
     "a certainty": ({"min_confidence": 1.0}, "min_confidence must be a probability below 1"),
     "less than no confidence": ({"min_confidence": -0.1}, "min_confidence must be a probability below 1"),
     "a capture size in words": ({"capture_sizes": ["4"]}, "capture_sizes must be ints, got '4'"),
+    "no capture size": ({"capture_sizes": []}, "capture_sizes is empty. Pass numbers of requests; .* leave it out"),
     "one capture size": ({"capture_sizes": 4}, "capture_sizes must be of type Sequence or None, got 4"),
     "a memory limit in parts": ({"graph_memory_limit": 1e9}, "graph_memory_limit must be an int or None, got 1000"),
     "a loop of no steps": ({"loop_steps": 0}, "loop_steps must be a number of steps, 1 or more, got 0"),
