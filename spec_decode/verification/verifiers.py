@@ -64,10 +64,16 @@ class SyntheticAcceptance(Verifier):
     A row accepts floor(mean) tokens, and one more with probability mean - floor(mean): the simplest distribution with
     this mean, to fp32's precision, and the one of least spread. It accepts no more than was
     proposed, so drafts that end early lower the mean. Requests of one seed at one position accept the same number: give
-    them seeds of their own.
+    them seeds of their own. Raises BatchError for a mean that is no finite number of 0 or more.
     """
 
     mean: float
+
+    def __post_init__(self) -> None:
+        require(
+            0 <= self.mean < math.inf,
+            f"the mean of synthetic acceptance is {self.mean}. Pass a finite number of 0 or more.",
+        )
 
     def verify(
         self,

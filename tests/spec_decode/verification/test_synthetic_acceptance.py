@@ -6,7 +6,7 @@ from scipy import stats
 
 from builders import BatchError
 from spec_decode.sampling import sample_target
-from spec_decode.verification import verifier
+from spec_decode.verification import SyntheticAcceptance, verifier
 from tests.spec_decode.verification.verify_helpers import COUNT, FIRST, sampling_of, verified
 
 STEPS, VOCAB = 3, 5
@@ -47,6 +47,12 @@ def test_neither_model_nor_temperature_changes_what_is_accepted(temperature):
 def test_no_more_is_accepted_than_was_proposed(draft):
     found = synthetic(2.5, rows=1000, drafts=torch.tensor([draft]).expand(1000, -1))
     assert found.accepted.eq(draft.index(-1)).all()
+
+
+@pytest.mark.parametrize("mean", [-1.0, -1e-9, math.nan, math.inf])
+def test_a_mean_of_fewer_than_no_tokens_or_of_no_number_is_refused(mean):
+    with pytest.raises(BatchError, match=f"the mean of synthetic acceptance is {mean}. Pass a finite number of 0"):
+        SyntheticAcceptance(mean)
 
 
 def test_logits_of_fewer_columns_than_may_be_kept_are_refused():
