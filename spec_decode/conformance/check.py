@@ -75,11 +75,17 @@ class _Definition:
             raise
         except BaseException as error:  # Unsupported, or whatever a plug-in's record leads to; here it is the check's
             return [self._check(subject, "any", (EVERYTHING,), error, _raising(error))]
-        every = [self._check(subject, name, self.covers(subject, case), case, self.body) for name, case in cases]
-        quick = every[:1] if self.quick is None else [check for check in every if fnmatch(check.case, self.quick)]
-        return [replace(check, quick=check in quick) for check in every]
+        return [
+            self._check(subject, name, self.covers(subject, case), case, self.body, quick=self._is_quick(place, name))
+            for place, (name, case) in enumerate(cases)
+        ]
 
-    def _check(self, subject: Subject, case: str, covers: Iterable[str], value: object, body: Body) -> Check:
+    def _is_quick(self, place: int, case: str) -> bool:
+        return place == 0 if self.quick is None else fnmatch(case, self.quick)
+
+    def _check(
+        self, subject: Subject, case: str, covers: Iterable[str], value: object, body: Body, *, quick: bool = True
+    ) -> Check:
         def run() -> Measurements:
             with on_device(subject.device), refuse_process_exit():
                 return body(subject, value) or {}
@@ -93,6 +99,7 @@ class _Definition:
             run=run,
             value=value,
             preview=self._preview(subject),
+            quick=quick,
             module=self.module,
         )
 
