@@ -90,8 +90,8 @@ def scaling(report: dict[str, Any]) -> str:
 
 
 def watched(report: dict[str, Any]) -> str:
-    """Output tokens a second with comparisons of metadata over those without, in the same engines, and how many
-    comparisons there were."""
+    """Output tokens a second with comparisons of metadata over those without, of all runs of the same engines, and how
+    many comparisons there were."""
     sizes = _requests([report])
     lines = [
         f"| draft | backend | {' | '.join(f'{size} req.' for size in sizes)} | vLLM | GPU |",
@@ -102,10 +102,15 @@ def watched(report: dict[str, Any]) -> str:
         said = [f"{_MODELS[_model(each)][0]}, {each['arm']['steps']} tokens", f"`{each['arm']['draft']}`"]
         for size in sizes:
             row = rows.get(size)
-            ratio = row and median(row["tokens_per_s"]) / median(row["unwatched_tokens_per_s"])
+            ratio = row and _seconds(row["unwatched_tokens_per_s"]) / _seconds(row["tokens_per_s"])
             said.append(f"{ratio:.3f} ({row['compared']})" if row else "")
         lines.append(f"| {' | '.join([*said, _mode(each), source(report)])} |")
     return "\n".join(lines)
+
+
+def _seconds(tokens_per_s: Sequence[float]) -> float:
+    """Of a token in each of these runs."""
+    return sum(1 / speed for speed in tokens_per_s)
 
 
 def _requests(reports: Sequence[dict[str, Any]]) -> list[int]:

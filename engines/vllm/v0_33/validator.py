@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import wraps
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from vllm.config import set_current_vllm_config
@@ -31,8 +31,11 @@ from vllm.v1.worker.utils import AttentionGroup
 from engines.vllm.device_plan import DevicePlan
 from engines.vllm.version import SUPPORTED, UnsupportedVllm
 
-SHARE = 0.02
-"""Of the time, at most: after a comparison the next one waits for 1 / SHARE times as long as it took."""
+SHARE = 0.005
+"""Of the time, at most: after a comparison the next one waits for 1 / SHARE times as long as it took. The device idles
+for about as long again, since vLLM has queued nothing behind it."""
+Asked: TypeAlias = Callable[[], Mapping[str, Any]]
+"""Gives a method's arguments by name. Most rounds need none: to bind them takes longer than all else here."""
 _log = init_logger("vllm.attn_backends")
 
 
@@ -72,7 +75,7 @@ class DraftValidator:
     def __init__(self, speculator: Any, clock: Callable[[], float] = time.perf_counter) -> None:
         self.speculator, self.rounds, self.paused = speculator, 0, False
         self.found: Difference | None = None
-        self._clock, self._next, self._capturing = clock, -float("inf"), False
+        self._clock, self._next, self.is_capturing = clock, -float("inf"), False
         self._captured: dict[tuple[int, int], Mapping[str, Any]] = {}
         self._addresses: dict[str, int] = {}
         self._groups: list[list[AttentionGroup]] = []
@@ -80,11 +83,11 @@ class DraftValidator:
     @contextmanager
     def capturing(self) -> Iterator[None]:
         """While vLLM captures: what it hands its graphs is kept, the last of each shape is the graph's."""
-        self._capturing = True
+        self.is_capturing = True
         try:
             yield
         finally:
-            self._capturing = False
+            self.is_capturing = False
         self._addresses = self._buffers()
         if self._captured:
             # At start-up, since they have workspaces: later, the KV cache may have left no memory for these.
@@ -94,17 +97,23 @@ class DraftValidator:
             _log.warning("No draft metadata is compared: %s captured no graph that updates its metadata.", kind)
 
     def keep(self, key: tuple[int, int], attn_metadata: Mapping[str, Any] | None) -> None:
-        """Note the metadata of a forward that may be a capture."""
-        if self._capturing and attn_metadata is not None:
+        """Note the metadata of a forward that is captured, or runs before one that is."""
+        if attn_metadata is not None:
             self._captured[key] = attn_metadata
 
+    @property
+    def is_due(self) -> bool:
+        """Whether it is time to compare."""
+        return not (self.paused or self.found or self._clock() < self._next)
+
     def after(self, done: Round) -> None:
-        """Compare, if it is time to. Logs the first difference."""
-        begin = self._clock()
-        if self.paused or self.found or begin < self._next:
-            return
+        """Compare, if the round is one of a graph that was captured. Logs the first difference."""
         if done.key not in self._captured or self._is_dummy(done):
             return
+        if self.speculator.device.type == "cuda":
+            # Until what is queued has run, nothing is lost.
+            torch.cuda.current_stream(self.speculator.device).synchronize()
+        begin = self._clock()
         self.found = next(self._differences(done), None)
         self.rounds += 1
         now = self._clock()
@@ -297,7 +306,7 @@ def _takes(method: Any, arguments: list[str]) -> bool:
 
 
 def _wrap(cls: type, name: str, around: Callable[..., Any]) -> None:
-    """Have `around` called with the method, the speculator and its arguments by name."""
+    """Have `around` called with the method, the speculator and what gives its arguments by name."""
     method = getattr(cls, name)
     if getattr(method, "_around", None) is around:
         return
@@ -305,58 +314,67 @@ def _wrap(cls: type, name: str, around: Callable[..., Any]) -> None:
 
     @wraps(method)
     def wrapped(self: Any, *args: Any, **named: Any) -> Any:
-        asked = signature.bind(self, *args, **named)
-        asked.apply_defaults()
-        return around(lambda: method(self, *args, **named), self, asked.arguments)
+        def asked() -> Mapping[str, Any]:
+            bound = signature.bind(self, *args, **named)
+            bound.apply_defaults()
+            return bound.arguments
+
+        return around(lambda: method(self, *args, **named), self, asked)
 
     wrapped._around = around  # type: ignore[attr-defined]
     setattr(cls, name, wrapped)
 
 
-def _capture(method: Callable[[], Any], speculator: Any, asked: Mapping[str, Any]) -> Any:
+def _capture(method: Callable[[], Any], speculator: Any, asked: Asked) -> Any:
     with validator_of(speculator).capturing():
         return method()
 
 
-def _keep_steps(method: Callable[[], Any], speculator: Any, asked: Mapping[str, Any]) -> Any:
-    key = (asked["num_tokens_padded"], asked["num_speculative_steps"])
-    validator_of(speculator).keep(key, asked["attn_metadata"])
+def _keep_steps(method: Callable[[], Any], speculator: Any, asked: Asked) -> Any:
+    if (validator := validator_of(speculator)).is_capturing:
+        given = asked()
+        validator.keep((given["num_tokens_padded"], given["num_speculative_steps"]), given["attn_metadata"])
     return method()
 
 
-def _after_steps(method: Callable[[], Any], speculator: Any, asked: Mapping[str, Any]) -> Any:
-    result, desc = method(), asked["batch_desc"]
-    if desc.cg_mode == CUDAGraphMode.FULL:
-        # A graph that is not of one number of steps runs them all.
-        steps = getattr(desc, "num_speculative_tokens", speculator.num_speculative_steps)
-        padded = desc.num_reqs or desc.num_tokens
-        bound = asked["seq_lens_cpu_upper_bound"]
-        done = Round((desc.num_tokens, steps), asked["num_reqs"], padded, 1, steps - 1, bound)
-        validator_of(speculator).after(done)
+def _after_steps(method: Callable[[], Any], speculator: Any, asked: Asked) -> Any:
+    result = method()
+    if (validator := validator_of(speculator)).is_due:
+        given = asked()
+        if (desc := given["batch_desc"]).cg_mode == CUDAGraphMode.FULL:
+            # A graph that is not of one number of steps runs them all.
+            steps = getattr(desc, "num_speculative_tokens", speculator.num_speculative_steps)
+            padded = desc.num_reqs or desc.num_tokens
+            bound = given["seq_lens_cpu_upper_bound"]
+            validator.after(Round((desc.num_tokens, steps), given["num_reqs"], padded, 1, steps - 1, bound))
     return result
 
 
-def _keep_block(method: Callable[[], Any], speculator: Any, asked: Mapping[str, Any]) -> Any:
-    validator_of(speculator).keep((asked["num_reqs"], 0), asked["attn_metadata"])
+def _keep_block(method: Callable[[], Any], speculator: Any, asked: Asked) -> Any:
+    if (validator := validator_of(speculator)).is_capturing:
+        given = asked()
+        validator.keep((given["num_reqs"], 0), given["attn_metadata"])
     return method()
 
 
-def _note_block(method: Callable[[], Any], speculator: Any, asked: Mapping[str, Any]) -> Any:
-    speculator.attn_backends_replayed = None if asked["dummy_run"] else asked["num_graph_reqs"]
+def _note_block(method: Callable[[], Any], speculator: Any, asked: Asked) -> Any:
+    if validator_of(speculator).is_due:
+        given = asked()
+        speculator.attn_backends_replayed = None if given["dummy_run"] else given["num_graph_reqs"]
     return method()
 
 
-def _after_block(method: Callable[[], Any], speculator: Any, asked: Mapping[str, Any]) -> Any:
+def _after_block(method: Callable[[], Any], speculator: Any, asked: Asked) -> Any:
     speculator.attn_backends_replayed = None
-    result, batch, padded = method(), asked["input_batch"], speculator.attn_backends_replayed
+    result, padded = method(), speculator.attn_backends_replayed
     if padded is not None:
-        query_len = speculator.num_query_per_req
+        batch, query_len = asked()["input_batch"], speculator.num_query_per_req
         done = Round((padded, 0), batch.num_reqs, padded, query_len, 0, batch.seq_lens_cpu_upper_bound)
         validator_of(speculator).after(done)
     return result
 
 
-def _say_unwatched(method: Callable[[], Any], speculator: Any, asked: Mapping[str, Any]) -> Any:
+def _say_unwatched(method: Callable[[], Any], speculator: Any, asked: Asked) -> Any:
     result = method()
     watched: Any = tuple(_HOOKS)
     if not isinstance(speculator, watched):
