@@ -13,7 +13,7 @@ from tests.ops.sample import int32, noise
 ROWS, STEPS, VOCAB, TREE = 3, 2, 11, DynamicTreeConfig(width=2, num_tokens=3)
 
 
-def apart(tensor):
+def with_gaps(tensor):
     """The same numbers, at other strides."""
     return tensor.unsqueeze(-1).expand(*tensor.shape, 2).clone()[..., 0]
 
@@ -64,4 +64,4 @@ def test_operands_of_any_strides_give_what_contiguous_ones_give(drafted):
     torch.manual_seed(0)
     wanted = drafted(torch.Tensor.contiguous)
     torch.manual_seed(0)
-    assert all(map(torch.equal, drafted(apart), wanted))
+    assert all(map(torch.equal, drafted(with_gaps), wanted))
