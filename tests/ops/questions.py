@@ -119,7 +119,11 @@ def check_schema(op: Any, arguments: Sequence[Any]) -> None:
     narrow = any(part.dtype == torch.float8_e4m3fn for part in arguments if isinstance(part, torch.Tensor))
     questions = ("test_faketensor",) if narrow else ("test_schema", "test_faketensor")
     torch.library.opcheck(op, tuple(arguments), test_utils=questions)
-    # opcheck compares nothing with a fake that returns None.
+
+
+def check_fake(op: Any, arguments: Sequence[Any]) -> None:
+    """Raise AssertionError for an op whose fake returns other shapes or dtypes: opcheck compares nothing with a fake
+    that returns None."""
     with FakeTensorMode() as mode:
         fake = op(*tree_map_only(torch.Tensor, mode.from_tensor, tuple(arguments)))
     assert _described(fake) == _described(op(*arguments))
