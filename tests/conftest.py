@@ -29,12 +29,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol() -> Iterator[None]:
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
     """What commands set for their own process is undone: here they share it with the tests to come."""
     kept = {name: os.environ.get(name) for name in ("TRITON_INTERPRET", "OMP_NUM_THREADS")}
     try:
         return (yield)
     finally:
+        if nextitem is not None and nextitem.path != item.path:
+            keep_what_is_left()
         for name, value in kept.items():
             if value is None:
                 os.environ.pop(name, None)
@@ -43,6 +45,11 @@ def pytest_runtest_protocol() -> Iterator[None]:
 
 
 def pytest_collection_finish() -> None:
-    """No collection of garbage looks again at what lives to the end: a million objects, of modules and of tests."""
+    keep_what_is_left()
+
+
+def keep_what_is_left() -> None:
+    """No collection of garbage looks again at what most likely lives to the end: millions of objects, of modules, of
+    tests and of what files of tests have cached."""
     gc.collect()
     gc.freeze()
