@@ -74,3 +74,13 @@ def test_no_draft_is_kept(verify, whose):
         nothing = nothing._replace(temperature=torch.ones(10))
     accepted, next_tokens = verify(*nothing.checked())
     assert accepted.eq(0).all() and ((next_tokens >= 0) & (next_tokens < 600)).all()
+
+
+@pytest.mark.parametrize("verify", [rejection_sample, block_verify])
+def test_a_draft_ends_before_them(verify):
+    arguments = verify_arguments(3, 600, ends=False)._replace(temperature=torch.ones(10))
+    after = torch.arange(3) >= torch.arange(10)[:, None] % 3
+    nothing = arguments._replace(draft_logits=arguments.draft_logits.masked_fill(after[..., None], NAN))
+    ended = arguments._replace(draft_tokens=arguments.draft_tokens.masked_fill(after, -1))
+    found, wanted = verify(*nothing.checked()), verify(*ended.checked())
+    assert all(map(torch.equal, found, wanted)) and set(found[0].tolist()) == {0, 1, 2}

@@ -181,6 +181,8 @@ def residual_weight(
     draft_scale = tl.div_rn(1.0, tl.load(norms_ptr + 3 * num_draft_rows + draft_row))
     target_probs = tl.exp(target_logits - tl.load(norms_ptr + draft_row)) * target_scale
     draft_probs = tl.exp(draft_logits - tl.load(norms_ptr + 2 * num_draft_rows + draft_row)) * draft_scale
+    # Of a draft that is NaN no token is kept, so that nothing of p is due to it.
+    draft_probs = tl.where(draft_probs == draft_probs, draft_probs, 0.0)
     # The maximum makes 0 of NaN: a residual of NaN is empty, and the token is drawn from p.
     return tl.maximum(target_probs - draft_probs, 0.0)
 

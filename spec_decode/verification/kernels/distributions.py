@@ -13,7 +13,7 @@ class Distributions:
     """Probabilities of R rows, K draft tokens and V tokens of the vocabulary.
 
     - p                 fp32 [R, 1 + K, V], the target's
-    - q                 fp32 [R, K, V], the draft's
+    - q                 fp32 [R, K, V], the draft's; 0 where it is NaN, of which no token is kept
     - p_token, q_token  fp32 [R, K], of the draft tokens
     - is_argmax         bool [R, K]: the draft token is the target's argmax
     - uniform           fp32 [R, K], the accept uniforms
@@ -29,9 +29,10 @@ class Distributions:
         columns = token.shape[1]
         self._arguments = arguments
         self.p = arguments.processed.softmax(-1)
-        self.q = arguments.draft_logits.softmax(-1)
+        q = arguments.draft_logits.softmax(-1)
+        self.q = q.nan_to_num(nan=0.0)
         self.p_token = self.p[:, :columns].gather(2, at)[..., 0].where(known, 0)
-        self.q_token = self.q.gather(2, at)[..., 0].where(known, 0)
+        self.q_token = q.gather(2, at)[..., 0].where(known, 0)
         self.is_argmax = token == arguments.processed[:, :columns].argmax(-1)
         self.proposed = (arguments.draft_tokens >= 0).long().cumprod(1).bool()
         self.is_random = arguments.temperature > 0

@@ -102,6 +102,19 @@ def test_what_follows_the_end_of_a_draft_is_not_read(name):
     assert torch.equal(clean.accepted, dirty.accepted) and torch.equal(clean.next_tokens, dirty.next_tokens)
 
 
+def test_a_draft_that_is_no_number_from_some_token_on_counts_as_one_that_ends_there(lossless):
+    p, q = torch.randn(2, 2000, 4, 5, generator=torch.Generator().manual_seed(0))
+    ends = torch.arange(2000)[:, None] % 4
+    is_nan = torch.arange(3) >= ends
+    drafts = draft_of(q[:, :3].flatten(0, 1), 1.0, FIRST).view(2000, 3)
+    found = verified(
+        lossless, p, drafts, draft_logits=q[:, :3].masked_fill(is_nan[..., None], math.nan), temperature=1.0
+    )
+    wanted = verified(lossless, p, drafts.masked_fill(is_nan, -1), draft_logits=q[:, :3], temperature=1.0)
+    assert torch.equal(found.accepted, wanted.accepted) and torch.equal(found.next_tokens, wanted.next_tokens)
+    assert found.accepted.unique().tolist() == [0, 1, 2, 3]
+
+
 @pytest.mark.parametrize("proposed", [0, 2])
 def test_a_token_after_a_whole_or_an_empty_draft_is_the_one_plain_decoding_draws_there(lossless, proposed):
     logits = torch.randn(500, 3, 8, generator=torch.Generator().manual_seed(2))
