@@ -92,7 +92,7 @@ class Engine:
         target_groups = self._make_groups("target", target, backend)
         self._tables, prefill_tables = [self._make_tables(target_groups)], [self._make_tables(target_groups)]
         if draft is not None and steps:
-            groups = self._make_groups("draft", draft, draft_backend or backend)
+            groups = self._make_groups("draft", draft, backend if draft_backend is None else draft_backend)
             self._tables.append(self._make_tables(groups))
             prefill_tables.append(self._make_tables(groups))
             self.drafter = self._make_drafter(draft, groups)

@@ -95,6 +95,8 @@ def test_speculation_needs_a_draft_and_every_group_a_backend():
         make_engine((PAIR[0], None))
     with pytest.raises(BatchError, match="every KV group of the target needs a backend, 'layers' has none among"):
         make_engine(backend={"full": get("torch_reference")})
+    with pytest.raises(BatchError, match="every KV group of the draft needs a backend, 'layers' has none among"):
+        make_engine(draft_backend={})
     with pytest.raises(
         BatchError, match=r"backend of the target is 'torch_reference'\. Pass attn_backends\.get\(NAME\)"
     ):
