@@ -63,7 +63,7 @@ REQUESTS = (1, 4, 16, 32)
 CAPTURED = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 """Tokens of a captured batch: those that are timed, and some between for when requests end."""
 PROMPT, NEW_TOKENS, REPEATS = 512, 256, 3
-WATCHED_REPEATS = 12
+WATCHED_REPEATS = 8
 """Runs with comparisons and as many without, by turns: a cost of 2 % is less than what engines differ by."""
 SEED = 20
 # NVLink multicast stays off: where it does not work, vLLM's collectives hang.
