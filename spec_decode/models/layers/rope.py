@@ -87,7 +87,7 @@ class RopeConfig:
 class RotaryEmbedding(nn.Module):
     """The angles of a model's layers: table fp32 [max_positions, rotary_dim] of cos | sin, no part of its state.
 
-    Made on the CPU, also in a model that is made on the meta device: no checkpoint brings it.
+    On the device that the model is made on, and on the CPU if that is the meta device: no checkpoint brings it.
     """
 
     table: torch.Tensor
@@ -97,7 +97,8 @@ class RotaryEmbedding(nn.Module):
         rope = RopeConfig(dims=config.rotary_dim, theta=config.rope_theta, scaling=scaling)
         with torch.device("cpu"):
             table = rope.table(config.max_positions)
-        self.register_buffer("table", table, persistent=False)
+        device = torch.empty(0).device
+        self.register_buffer("table", table if device.type == "meta" else table.to(device), persistent=False)
 
     def forward(self, positions: torch.Tensor) -> Rope:
         """The rotation of heads of rotary_dim dims to positions int64 [T]."""

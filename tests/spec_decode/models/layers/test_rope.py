@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from spec_decode.models import CheckpointError
 from spec_decode.models.checkpoints.config_reader import ConfigReader
@@ -96,3 +97,10 @@ def test_a_scaling_that_is_none_is_refused_by_its_field(scaling, said):
 def test_heads_that_are_rotated_in_part_are_refused(config):
     with pytest.raises(CheckpointError, match=r"must be 1, got 0\.5"):
         read_decoder(ConfigReader(config, "config.json"))
+
+
+@pytest.mark.parametrize(("made_on", "device"), [("meta", "cpu"), ("cuda", "cuda")])
+def test_the_table_is_where_the_model_is_made_and_on_the_cpu_for_weights_that_come_later(made_on, device):
+    with FakeTensorMode(), torch.device(made_on):
+        table = RotaryEmbedding(make_config()).table
+    assert table.device.type == device
