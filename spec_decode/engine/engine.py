@@ -236,8 +236,9 @@ class Engine:
             for index, request in enumerate(checked):
                 handles.append(Handle(request, partial(on_token, index) if on_token else None))
                 self._scheduler.submit(handles[-1])
-            while not all(handle.done for handle in handles):
-                self.step()
+            for handle in handles:
+                while not handle.done:
+                    self.step()
         finally:
             try:
                 self.cancel_all(handles)

@@ -55,7 +55,7 @@ class Scheduler:
     @property
     def has_unfinished(self) -> bool:
         """Whether any request is left to run."""
-        return bool(self.running or self._prefilling or self._waiting)
+        return bool(self.running or self._prefilling or self._next_waiting())
 
     def submit(self, handle: Handle) -> None:
         """Let a request wait for admission."""
@@ -99,14 +99,13 @@ class Scheduler:
         self.running, self._prefilling = [], []
 
     def free_finished(self) -> None:
-        """Drop the finished requests and free their pages."""
+        """Drop the finished requests that were admitted, and free their pages."""
         finished = dict.fromkeys(request for request in (*self.running, *self._prefilling) if request.finished)
         for request in finished:
             self._free(request)
         if finished:
             self.running = [request for request in self.running if request not in finished]
             self._prefilling = [request for request in self._prefilling if request not in finished]
-        self._waiting = deque(request for request in self._waiting if not request.finished)
 
     def _allocate(self, missing: dict[RequestState, int]) -> None:
         """Give running requests the pages that they lack. If one lacks any and the pool is never short, all of them get
@@ -138,8 +137,9 @@ class Scheduler:
     def _admit(self) -> None:
         """Admit waiting requests while there is room."""
         config = self._config
-        while self._waiting and (admitted := len(self.running) + len(self._prefilling)) < config.max_num_seqs:
-            request = self._waiting[0]
+        while (request := self._next_waiting()) and (
+            admitted := len(self.running) + len(self._prefilling)
+        ) < config.max_num_seqs:
             needed = self.pool.pages_for(request.prefill_len + 1)
             kept_free = 0 if self._never_short else admitted
             if needed + kept_free > self.pool.num_free:
@@ -147,6 +147,13 @@ class Scheduler:
             request.pages = self.pool.allocate(needed)
             self._prefilling.append(request)
             self._waiting.popleft()
+
+    def _next_waiting(self) -> RequestState | None:
+        """The first that waits. Those that were cancelled are dropped once they come first: to look for them in every
+        step would take the longer, the more wait."""
+        while self._waiting and self._waiting[0].finished:
+            self._waiting.popleft()
+        return self._waiting[0] if self._waiting else None
 
     def next_chunks(self) -> list[Chunk]:
         """What to prefill in this step."""

@@ -12,6 +12,7 @@ from train_pair.attention import causal_attention, positions_of
 from attn_backends import get
 from attn_backends.torch_reference import TorchReference
 from builders import BatchError
+from spec_decode.engine.request import Handle, RequestState
 from spec_decode.models import DraftModel, LayerGroup, LlamaTarget
 from spec_decode.paged import GraphMode
 from tests.factories import make_config, make_request, resampled
@@ -182,6 +183,27 @@ def test_a_cancelled_request_leaves_the_others_texts_as_they_are(when, steps):
     assert engine.pool.num_free == engine.pool.num_pages
     engine.cancel(handles[0])
     assert handles[0].generation.finish_reason == "length"
+
+
+def test_a_step_asks_nothing_of_those_that_wait(monkeypatch):
+    asked, finished, done = [], RequestState.finished.fget, Handle.done.fget
+    monkeypatch.setattr(RequestState, "finished", property(lambda state: asked.append(state.handle) or finished(state)))
+    monkeypatch.setattr(Handle, "done", property(lambda handle: asked.append(handle) or done(handle)))
+    engine = make_engine(max_num_seqs=1)
+    engine.generate([make_request(prompt=[1], max_tokens=2) for _ in range(60)])
+    # Each of them, and whoever is next, in each of its steps.
+    assert len(asked) < 60 * 15
+
+
+def test_cancelled_requests_that_wait_are_dropped_wherever_they_are():
+    engine, asked = make_engine(max_num_seqs=1), make_requests(6, 3)
+    handles = [engine.submit(request) for request in asked]
+    engine.step()
+    for at in (1, 2, 4, 5):
+        engine.cancel(handles[at])
+    run_to_end(engine)
+    left = [handles[at].generation.token_ids for at in (0, 3)]
+    assert left == alone([asked[0], asked[3]]) and not engine.step() and not engine._scheduler._waiting
 
 
 def test_a_request_may_be_submitted_by_a_callback():
