@@ -117,8 +117,9 @@ class Drafter:
         still drafts, and the other strategies run only as many as are asked for. With 0 only step 0 runs: it writes
         the draft's KV of the verified tokens, without which later rounds would attend to what was never written.
 
-        The requests are the live rows of the tables. One whose limit leaves no room for the 1 + K tokens of step 0
-        proposes nothing and raises tables.overflow. So does one that reaches its limit on the way, from there on.
+        The requests are the live rows of the tables. One whose limit leaves no room for step 0 proposes nothing and
+        raises tables.overflow. So does one that reaches its limit on the way, from there on. Step 0 takes 1 + K places
+        after context_lens; 2K of a ModuleDraft or BlockDraft, up to 2K + 2 of a ContextBlockDraft.
         Raises BatchError, with nothing run, for tensors of another shape, dtype or device, or too large a batch.
         """
         live = self.tables.num_live
