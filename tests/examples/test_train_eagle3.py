@@ -1,6 +1,8 @@
 """An EAGLE-3 head of a model of transformers, trained the whole way on a target that is tiny."""
 
 import json
+import pickle
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,16 @@ from tests.factories import CPU
 from tests.spec_decode.llm.test_published import write_model, write_tokenizer
 
 TINY = ["--texts", "8", "--tokens", "6", "--minutes", "0.0001", "--vocab", "12", "--batch", "2", "--prompts", "2"]
+
+
+class Threads(ThreadPoolExecutor):
+    """In the place of processes, each of which imports torch and transformers: what it is to do is pickled here too."""
+
+    def __init__(self, count, context):
+        super().__init__(count)
+
+    def submit(self, *job):
+        return super().submit(*pickle.loads(pickle.dumps(job)))
 
 
 @pytest.fixture(scope="module")
@@ -34,6 +46,7 @@ def folders(eagle3, tmp_path_factory):
     write_tokenizer(target)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(eagle3, "WINDOW", 8)
+        patched.setattr(eagle3, "ProcessPoolExecutor", Threads)
         eagle3.main(["--target", str(target), "--out", str(out), *TINY])
     return target, out
 
