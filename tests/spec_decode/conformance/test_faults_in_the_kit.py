@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from mmap import mmap
@@ -24,11 +26,12 @@ from builders import (
     ReferenceBuilder,
     ReferenceMetadata,
 )
-from spec_decode.conformance import check_backend, parametrize_with_checks, runner
+from spec_decode.conformance import check, check_backend, parametrize_with_checks, runner
 from spec_decode.conformance.report import Report, Result
 from spec_decode.environment import Environment, environment
 from spec_decode.matrix import Matrix, Status, build_matrix
 from spec_decode.testing.outcome import Outcome
+from spec_decode.testing.subject import Subject
 from tests.factories import register_as
 from tests.mutants.claims import cuda_that_starts
 from tests.mutants.mutant import derived, with_builder
@@ -47,6 +50,33 @@ def report_of(backend: AttentionBackend | str, *checks: str) -> Report:
 def only(report: Report) -> Result:
     (result,) = report.results
     return result
+
+
+class Cycle:
+    """Garbage that only a collection frees."""
+
+    def __init__(self) -> None:
+        self.workspace = self
+
+
+@pytest.mark.parametrize(("held", "frees"), [(1 << 30, False), ((1 << 30) + 1, True)])
+def test_a_check_first_frees_what_earlier_ones_left_on_a_device(
+    held: int, frees: bool, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    request.addfinalizer(gc.enable)
+    gc.disable()
+    left = weakref.ref(Cycle())
+    freed: list[bool] = []
+
+    def frees_memory(subject: Subject, case: object) -> None:
+        freed.append(left() is None)
+
+    monkeypatch.setattr(check, "_definitions", [])
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: held)
+    check.Family("contract", covers=lambda subject, case: ())("A line.")(frees_memory)
+    (one,) = check.expand(Subject(get("torch_reference"), torch.device("cuda")))
+    one()
+    assert freed == [frees]
 
 
 def every_metadata() -> Keep:
