@@ -65,12 +65,15 @@ def test_more_rows_than_a_launch_takes_have_no_shares():
 MORE_ROWS = {
     "a gate of many outputs": (28672, 4096, True, MAX_GATED_ROWS),
     "a gate of few": (5632, 4096, True, ROWS_OF_ANY_WEIGHT),
-    "outputs that leave half of the device idle": (4096, 4096, False, MAX_ROWS),
-    "outputs that leave less idle": (6144, 4096, False, ROWS_OF_ANY_WEIGHT),
+    "half as many outputs as inputs": (4096, 8192, False, MAX_ROWS),
+    "fewer": (1536, 4096, False, MAX_ROWS),
+    "more": (2112, 4096, False, ROWS_OF_ANY_WEIGHT),
+    "few inputs": (1024, 2816, False, ROWS_OF_ANY_WEIGHT),
+    "outputs that leave less of the device idle": (6144, 4096, False, ROWS_OF_ANY_WEIGHT),
     "many inputs": (4096, 14336, False, ROWS_OF_ANY_WEIGHT),
     "too few inputs for shares": (4096, 504, False, ROWS_OF_ANY_WEIGHT),
-    "a gate of few that is cut into shares": (4096, 4096, True, MAX_ROWS),
-    "rows that the copy engine cannot fetch": (4096, 4100, False, ROWS_OF_ANY_WEIGHT),
+    "a gate of few that is cut into shares": (2048, 4096, True, MAX_ROWS),
+    "rows that the copy engine cannot fetch": (2048, 4100, False, ROWS_OF_ANY_WEIGHT),
     "many outputs": (128256, 4096, False, ROWS_OF_ANY_WEIGHT),
 }
 

@@ -108,10 +108,10 @@ def make_residual(rows, inputs=600, **options):
     return layer, torch.randn(rows, inputs).bfloat16(), torch.randn(rows, OUT).bfloat16()
 
 
-@pytest.mark.parametrize("rows", [MAX_ROWS + 1, streamed.MAX_ROWS])
+@pytest.mark.parametrize(("rows", "num_inputs"), [(MAX_ROWS + 1, 600), (streamed.MAX_ROWS, 4096)])
 @torch.no_grad()
-def test_a_product_cut_into_shares_leaves_them_to_the_next_norm(rows):
-    layer, inputs, x = make_residual(rows)
+def test_a_product_cut_into_shares_leaves_them_to_the_next_norm(rows, num_inputs):
+    layer, inputs, x = make_residual(rows, num_inputs)
     found, delta = layer(inputs, x)
     assert found is x and delta.dim() == 3 and delta.dtype == torch.float32
     wanted = x.double() + inputs.double() @ layer.weight.double().T
