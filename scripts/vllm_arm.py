@@ -237,7 +237,7 @@ def measure(arm: Arm) -> dict[str, Any]:
             if arm.draft:
                 row["host_us"].append(_quantiles_us(llm.collective_rpc("drafts_seen")[0]["host_s"]))
         if arm.watched:
-            row["unwatched_tokens_per_s"] = []
+            row |= {"unwatched_tokens_per_s": [], "watched_s": 0.0}
             before = llm.collective_rpc("compare_drafts", args=(True,))[0]
             for turn in range(2 * WATCHED_REPEATS):
                 # Over two of each, neither comes first more often.
@@ -246,8 +246,11 @@ def measure(arm: Arm) -> dict[str, Any]:
                 seconds, timed = generate(count)
                 speeds = row["tokens_per_s" if watches else "unwatched_tokens_per_s"]
                 speeds.append(round(sum(map(len, timed)) / seconds, 1))
+                row["watched_s"] += seconds * watches
             after = llm.collective_rpc("compare_drafts", args=(True,))[0]
+            row["watched_s"] = round(row["watched_s"], 3)
             row |= {"compared": after["rounds"] - before["rounds"], "difference": after["found"]}
+            row["compared_s"] = round(after["seconds"] - before["seconds"], 5)
         found["rows"].append(row)
     return found
 

@@ -90,8 +90,8 @@ def scaling(report: dict[str, Any]) -> str:
 
 
 def watched(report: dict[str, Any]) -> str:
-    """Output tokens a second with comparisons of metadata over those without, of all runs of the same engines, and how
-    many comparisons there were."""
+    """Output tokens a second with comparisons of metadata over those without, of all runs of the same engines, and what
+    of the time with them they took, and how many there were."""
     sizes = _requests([report])
     lines = [
         f"| draft | backend | {' | '.join(f'{size} req.' for size in sizes)} | vLLM | GPU |",
@@ -103,7 +103,7 @@ def watched(report: dict[str, Any]) -> str:
         for size in sizes:
             row = rows.get(size)
             ratio = row and _seconds(row["unwatched_tokens_per_s"]) / _seconds(row["tokens_per_s"])
-            said.append(f"{ratio:.3f} ({row['compared']})" if row else "")
+            said.append(f"{ratio:.3f} ({row['compared_s'] / row['watched_s']:.2%} in {row['compared']})" if row else "")
         lines.append(f"| {' | '.join([*said, _mode(each), source(report)])} |")
     return "\n".join(lines)
 

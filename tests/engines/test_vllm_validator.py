@@ -232,7 +232,7 @@ def test_comparing_takes_half_a_hundredth_of_the_time(installed):
     for _ in range(4):  # from 100 to 101, then not at 120 nor at 300.9, and at 301.1
         engine.draft(LENS)
         compared.append(validator.rounds)
-    assert compared == [1, 1, 1, 2]
+    assert compared == [1, 1, 1, 2] and validator.seconds == pytest.approx(1 + 0.9)
 
 
 def test_batches_of_no_requests_are_left_out(said):

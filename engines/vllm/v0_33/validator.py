@@ -69,11 +69,11 @@ class Round(NamedTuple):
 class DraftValidator:
     """Of one speculator of vLLM.
 
-    rounds: compared so far. found: the first difference. paused: nothing is compared meanwhile.
+    rounds: compared so far, in so many seconds. found: the first difference. paused: nothing is compared meanwhile.
     """
 
     def __init__(self, speculator: Any, clock: Callable[[], float] = time.perf_counter) -> None:
-        self.speculator, self.rounds, self.paused = speculator, 0, False
+        self.speculator, self.rounds, self.seconds, self.paused = speculator, 0, 0.0, False
         self.found: Difference | None = None
         self._clock, self._next, self.is_capturing = clock, -float("inf"), False
         self._captured: dict[tuple[int, int], Mapping[str, Any]] = {}
@@ -117,6 +117,7 @@ class DraftValidator:
         self.found = next(self._differences(done), None)
         self.rounds += 1
         now = self._clock()
+        self.seconds += now - begin
         self._next = now + (now - begin) / SHARE
         if self.found:
             _log.error(
