@@ -225,7 +225,7 @@ def measure(arm: Arm) -> dict[str, Any]:
         # Whatever is compiled at first use is compiled here.
         _, texts = generate(count, count_waits=True)
         counted = llm.collective_rpc("drafts_seen") if arm.draft else []
-        row: dict[str, Any] = {"requests": count, "tokens_per_s": [], "host_us": []}
+        row: dict[str, Any] = {"requests": count, "tokens_per_s": [], "host_us": [], "gpu_us": []}
         if not arm.is_timed:
             row |= {"texts": texts, "drafts": counted[0]["drafts"]}
         if counted:
@@ -235,7 +235,9 @@ def measure(arm: Arm) -> dict[str, Any]:
             seconds, timed = generate(count)
             row["tokens_per_s"].append(round(sum(map(len, timed)) / seconds, 1))
             if arm.draft:
-                row["host_us"].append(_quantiles_us(llm.collective_rpc("drafts_seen")[0]["host_s"]))
+                seen = llm.collective_rpc("drafts_seen")[0]
+                row["host_us"].append(_quantiles_us(seen["host_s"]))
+                row["gpu_us"].append(_quantiles_us(seen["gpu_s"]))
         if arm.watched:
             row |= {"unwatched_tokens_per_s": [], "watched_s": 0.0}
             before = llm.collective_rpc("compare_drafts", args=(True,))[0]

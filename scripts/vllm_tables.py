@@ -159,7 +159,7 @@ def figures(report: dict[str, Any], name: str) -> str:
                 f"({env['date'][:10]}, commit `{env['commit'][:12]}`). The verifier accepts a fixed mean number of "
                 "draft tokens per round, given in the head of each table. A cell gives output tokens per second, the "
                 "median of the runs and in square brackets their range, and in round brackets the microseconds that "
-                "the host takes for a draft, the median."
+                "the host takes for a draft, the median, and after a slash those of the GPU, where they were measured."
             )
             plain = [each for each in alike if not each["arm"]["draft"] and _model(each)[1] == size]
             for steps in sorted({each["arm"]["steps"] for each in arms}):
@@ -218,9 +218,11 @@ def _table(steps: int, arms: list[dict[str, Any]]) -> str:
 
 
 def _cell(row: dict[str, Any]) -> str:
-    host = f" ({median(each['p50'] for each in row['host_us']):,.0f})" if row["host_us"] else ""
+    # Reports from before the GPU's time was measured lack it.
+    times = [median(each["p50"] for each in row[name]) for name in ("host_us", "gpu_us") if row.get(name)]
+    of_draft = f" ({' / '.join(f'{time:,.0f}' for time in times)})" if times else ""
     runs = row["tokens_per_s"]
-    return f"{median(runs):,.0f} [{min(runs):,.0f}-{max(runs):,.0f}]{host}"
+    return f"{median(runs):,.0f} [{min(runs):,.0f}-{max(runs):,.0f}]{of_draft}"
 
 
 def _agreement(rows: list[dict[str, Any]], kind: str) -> str:

@@ -200,23 +200,25 @@ class MeasuredWorker:
                 _load_in_place(model, weights)
 
     def watch_drafts(self, count_waits: bool) -> None:
-        """From now on keep what each draft proposes and the host's time for it, and count the plans that the host makes
-        for its batches; count_waits: and whether the host waited for the device, which takes time itself."""
+        """From now on keep what each draft proposes and how long host and device take for it, and count the plans that
+        the host makes for its batches; count_waits: and whether the host waited for the device, which takes time."""
         speculator = self.model_runner.speculator
         if not hasattr(self, "_seen"):
             self._propose, self._plans = speculator.propose, _count_plans()
             speculator.propose = self._watched
         self._count_waits = count_waits
         self._seen: dict[str, Any] = {"host_s": [], "drafts": [], "waits": {}, "plans": 0, "prefill_plans": 0}
+        self._marks: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         self._plans.clear()
 
     def _watched(self, batch: Any, *args: Any, **options: Any) -> Any:
         if options.get("dummy_run"):
             return self._propose(batch, *args, **options)
         with _waits_in(self._seen["waits"]) if self._count_waits else nullcontext():
-            began = time.perf_counter()
+            first, began = _mark(), time.perf_counter()
             found = self._propose(batch, *args, **options)
             self._seen["host_s"].append(time.perf_counter() - began)
+            self._marks.append((first, _mark()))
         self._seen["drafts"].append(found.clone())
         # vLLM plans a batch before it is drafted for: those since the last draft are of this one.
         decodes = 1 + self.model_runner.speculator.num_speculative_steps
@@ -238,7 +240,12 @@ class MeasuredWorker:
         """What was kept since watch_drafts, and how the draft loop runs."""
         drafts = [found.tolist() for found in self._seen["drafts"]]
         fused = self.model_runner.speculator.supports_decode_metadata_update
-        return {**self._seen, "drafts": drafts, "fused": fused}
+        return {
+            **self._seen,
+            "gpu_s": [a.elapsed_time(b) / 1e3 for a, b in self._marks],
+            "drafts": drafts,
+            "fused": fused,
+        }
 
 
 def _load_in_place(model: Any, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
@@ -253,6 +260,13 @@ def _load_in_place(model: Any, weights: Iterator[tuple[str, torch.Tensor]]) -> N
         if inner[name] is not tensor:
             tensor.copy_(inner[name])
             inner[name] = tensor
+
+
+def _mark() -> torch.cuda.Event:
+    """A place in what the device is to run."""
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
 
 @contextmanager

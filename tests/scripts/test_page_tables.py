@@ -33,6 +33,7 @@ def test_a_drafts_steps_stand_beside_the_compiled_ones() -> None:
 
 def vllm_arm(draft: str, steps: int, tokens_per_s: list[float], **more: object) -> dict[str, object]:
     row = {"requests": 4, "tokens_per_s": tokens_per_s, "host_us": [{"p50": 80.0}, {"p50": 90.0}, {"p50": 70.0}]}
+    row |= {"gpu_us": [{"p50": 1500.0}]} if steps == 7 else {}
     return {
         "arm": {"draft": draft, "steps": steps, "kept": 1.8, "num_gpus": 1, **more},
         "vllm": "0.33.0",
@@ -62,6 +63,7 @@ def test_vllms_figures_are_medians_by_draft_tokens_beside_no_speculation() -> No
 
     assert "| 3 draft tokens, 1.8 accepted | graphs | 4 req. |" in said
     assert "| 7 draft tokens, 1.8 accepted | graphs | 4 req. |" in said
+    assert "| `FLASH_ATTN` | `FULL_DECODE_ONLY` | 150 [150-150] (80 / 1,500) |" in said
     assert "| `FLASH_ATTN` | `FULL_DECODE_ONLY` | 110 [100-1,200] (80) |" in said
     assert "| `FLASHINFER_IN_GRAPH`, 2 GPUs | `FULL_DECODE_ONLY` | 130 [130-130] (80) |" in said
     assert said.count("| no speculation | `FULL_DECODE_ONLY` | 50 [50-50] |") == 2 and "`TRITON_ATTN` 97.5%" in said
