@@ -81,6 +81,8 @@ def test_a_pair_is_loaded_from_its_folders_with_the_targets_tokenizer(folders: t
     assert pair.encode("the cat sat") == [2, 3, 4] and pair.decode([2, 3, 0]) == "the cat"
     with pytest.raises(CheckpointError, match=r"has no token"):
         pair.encode("")
+    with pytest.raises(BatchError, match=r"the prompt 'the \\udcff' is not utf-8"):
+        pair.encode("the \udcff")
 
 
 def test_a_text_stops_at_every_end_of_model_or_tokenizer_that_the_model_has(folders: tuple[Path, Path]) -> None:
