@@ -32,16 +32,18 @@ class ReportError(ValueError):
 def write_whole(path: Path, content: bytes) -> None:
     """Write a file, making its folder; whoever reads it, and an interrupt, finds the old file or the new, never a part.
 
-    A device or a pipe is written to, not replaced. Raises OSError where folder or file cannot be written, and for a
-    pipe that nobody reads, which is not waited for; what was there is as it was.
+    A device or a pipe is written to, not replaced; a link stays, and the file that it names is written. Raises OSError
+    where folder or file cannot be written, and for a pipe that nobody reads, which is not waited for; what was there is
+    as it was.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists() and not path.is_file():
         descriptor = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
         os.set_blocking(descriptor, True)
         with open(descriptor, "wb") as special:
             special.write(content)
         return
+    path = Path(os.path.realpath(path))  # of /dev/stdout the file that it leads to: root could replace the link
+    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
     try:
         temporary.write_bytes(content)

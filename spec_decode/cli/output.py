@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import signal
 import tempfile
 import threading
@@ -160,9 +161,10 @@ def require_writable(target: str | Path | None) -> None:
     if path.is_dir():
         raise UserError(f"{path} must be a file, it is a folder. Name a file.")
     with _named(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
+        folder = Path(os.path.realpath(path)).parent
+        folder.mkdir(parents=True, exist_ok=True)
         if path.is_file() or not path.exists():  # not a device, nor a pipe
-            tempfile.TemporaryFile(dir=path.parent).close()
+            tempfile.TemporaryFile(dir=folder).close()
 
 
 def write(target: str | Path, content: str | bytes) -> None:

@@ -45,6 +45,15 @@ def test_a_full_disk_leaves_what_was_there_and_nothing_beside_it(tmp_path, monke
     assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
 
 
+def test_a_link_stays_and_the_file_that_it_names_is_written(tmp_path):
+    path, file = tmp_path / "report.json", tmp_path / "elsewhere" / "report.json"
+    path.symlink_to(file)
+    for content in (b"one", b"two"):
+        write_whole(path, content)
+        assert path.is_symlink() and file.read_bytes() == content
+    assert list(file.parent.iterdir()) == [file]
+
+
 def test_a_pipe_that_nobody_reads_is_refused_and_not_waited_for(tmp_path):
     path = tmp_path / "pipe"
     os.mkfifo(path)

@@ -153,6 +153,12 @@ def test_a_device_is_written_to_and_not_replaced(reports, refused_after):
     assert Path("/dev/full").is_char_device()
 
 
+def test_a_link_to_what_cannot_be_written_is_refused_before_anything_runs(checks, refused, tmp_path):
+    (tmp_path / "file").touch()
+    (tmp_path / "report.json").symlink_to("file/report.json")
+    assert "must be writable" in refused("check", "torch_reference", "--json", "report.json") and not checks.calls
+
+
 def test_an_interrupt_ends_with_130_and_leaves_the_old_report(tmp_path):
     (tmp_path / "report.json").write_text("old")
     process = start("check torch_reference --device cpu --json report.json", tmp_path, stdout=subprocess.DEVNULL)
