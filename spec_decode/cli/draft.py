@@ -294,7 +294,8 @@ def _summary(options: _Options, llm: LLM, seconds: float, first: float) -> list[
 
 def _read_prompts(path: Path) -> list[str]:
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        # Not splitlines(): it would also end a line at a form feed or U+2028.
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else error
         raise UserError(f"cannot read the prompts in {path}: {why}. Pass a utf-8 file.") from error

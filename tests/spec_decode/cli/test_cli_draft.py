@@ -33,9 +33,10 @@ def test_draft_runs_the_small_pair_with_one_thread(pair, run, monkeypatch):
 
 
 def test_draft_reads_prompts_from_a_file(pair, tmp_path, run):
-    (tmp_path / "prompts").write_text("one\n\ntwo\n")
+    (tmp_path / "prompts").write_bytes("\ufeffone\r\n\ntwo\u2028lines\n".encode())
     output = run(*draft_words(pair, "--prompts", "prompts")).output
-    assert "prompt 2:" in output and "prompt 3:" not in output
+    assert "prompt 1:\n    one\n" in output and "prompt 2:\n    two\\u2028lines\n" in output
+    assert "prompt 3:" not in output
 
 
 def test_draft_takes_weights_of_8_bits_for_the_draft(pair, run):
