@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import sys
 from contextlib import suppress
 from importlib.machinery import PathFinder
@@ -54,10 +55,15 @@ def new(name: str) -> None:
             f"the folder {folder} must be new and its place writable, got {error.strerror}. Run "
             "this elsewhere, or choose another name."
         ) from error
-    for relative, text in texts.items():
-        path = folder / _renamed(relative.as_posix(), name)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(_renamed(text, name), encoding="utf-8")
+    paths = {folder / _renamed(relative.as_posix(), name): _renamed(text, name) for relative, text in texts.items()}
+    try:
+        for path, text in paths.items():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+    except BaseException:
+        shutil.rmtree(folder)  # a part of a package would be in the way of the whole one
+        raise
+    for path in paths:
         click.echo(path)
     click.echo(f"next: pip install -e ./{name} && attn-backends check {name} --family builder")
 

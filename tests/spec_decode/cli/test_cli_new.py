@@ -37,6 +37,19 @@ def test_a_folder_that_is_there_is_left_as_it_is(refused):
     assert [path.name for path in Path("mine").iterdir()] == ["notes"]
 
 
+def test_an_interrupt_leaves_no_part_of_a_package(run, monkeypatch, tmp_path):
+    write = Path.write_text
+
+    def interrupted(path, *text, **options):
+        write(path, *text, **options)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", interrupted)
+        assert run("new", "mine").exit_code == 130 and not list(tmp_path.iterdir())
+    assert run("new", "mine").exit_code == 0
+
+
 def test_a_module_of_the_current_folder_is_hidden_by_nobody(run, monkeypatch, tmp_path):
     Path("mine.py").touch()
     monkeypatch.syspath_prepend(tmp_path)
