@@ -73,7 +73,7 @@ class MatrixRun:
             return check_isolated(name, env=env, request=request, limits=self.limits, on_result=on_result)
 
     def _finished(self, name: str, env: Environment) -> Report | None:
-        """The kept report of an earlier run on the same machine, software and commit, if it ran to its end."""
+        """The kept report of an earlier run on the same machine, software and source, if it ran to its end."""
         path = self._path(name)
         if not self.resume or path is None or not path.is_file():
             return None
@@ -81,7 +81,7 @@ class MatrixRun:
             report = Report.load(path)
         except ReportError:
             return None
-        same = msgspec.structs.replace(report.env, date=env.date) == env
+        same = msgspec.structs.replace(report.env, date=env.date) == env and not report.sources.changed()
         whole = not report.counts[Outcome.NOT_RUN]
         return report if same and whole and report.command == self._command(name) else None
 

@@ -150,7 +150,15 @@ def test_an_interrupted_run_keeps_what_is_finished_and_is_resumed_behind_it(subp
 
 
 @pytest.mark.parametrize(
-    "change", [{}, {"command": "other"}, {"env": "commit"}, {"results": "not_run"}, {"schema": "x/1"}]
+    "change",
+    [
+        {},
+        {"command": "other"},
+        {"env": "commit"},
+        {"results": "not_run"},
+        {"schema": "x/1"},
+        {"sources": {"modules": {"builders": {"errors": "00000000"}}}},
+    ],
 )
 def test_resume_checks_again_only_what_another_run_left_or_left_unfinished(tagged, subprocesses, run, change):
     document = read_json(tagged)
