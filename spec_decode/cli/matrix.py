@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import click
 
 from spec_decode.cli.options import device_option, options_as, resolve_device
-from spec_decode.cli.output import UserError, did_you_mean, say, stdout, write
+from spec_decode.cli.output import UserError, did_you_mean, require_writable, say, stdout, write
 from spec_decode.testing.interpreter import interpret_kernels_on
 
 if TYPE_CHECKING:
@@ -138,6 +138,8 @@ def _read(paths: tuple[Path, ...]) -> tuple[Sources, Documents]:
 
 def _run(options: _Options) -> list[Report]:
     """The reports of a fresh check of each backend named."""
+    for target in options.targets().values():
+        require_writable(target)
     device = resolve_device(options.device)
     interpret_kernels_on(device)
     from spec_decode.cli.matrix_run import MatrixRun

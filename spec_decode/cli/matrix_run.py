@@ -15,7 +15,7 @@ from rich.console import Console
 from attn_backends import registry
 from spec_decode.cli.check import count_results
 from spec_decode.cli.options import chosen_names
-from spec_decode.cli.output import exit_status, progress, say, write
+from spec_decode.cli.output import exit_status, progress, require_writable, say, write
 from spec_decode.conformance.coverage import EVERYTHING
 from spec_decode.conformance.report import Report
 from spec_decode.conformance.subprocess_runner import TimeLimits, check_isolated
@@ -43,9 +43,12 @@ class MatrixRun:
         console = Console(stderr=True, highlight=False)
         named = chosen_names([name for name in asked if name != "available"], self.device)
         others = [name for name in registry.names() if name not in named] if "available" in asked else []
+        every = [*named, *others]
+        for name in every:
+            require_writable(self._path(name))
         env = environment(self.device)
         found: list[Report] = []
-        for number, name in enumerate(every := [*named, *others], 1):
+        for number, name in enumerate(every, 1):
             try:
                 report = self._finished(name, env) or self._check(console, f"{number}/{len(every)} {name}", name, env)
             except KeyboardInterrupt as ended:

@@ -173,6 +173,13 @@ def test_resume_checks_again_only_what_another_run_left_or_left_unfinished(tagge
     assert len(subprocesses.calls) == bool(change)
 
 
+@pytest.mark.parametrize("option", ["--into", "--json", "--html", "--markdown"])
+def test_a_path_that_cannot_be_written_costs_no_run(option, subprocesses, refused, tmp_path):
+    (tmp_path / "file").touch()
+    words = ("matrix", "--run", "torch_reference", "--device", "cpu", option, "file/below")
+    assert "must be writable" in refused(*words) and not subprocesses.calls
+
+
 def test_check_passes_on_whole_reports_and_writes_nothing(tagged, tmp_path, run):
     before = sorted(tmp_path.rglob("*"))
     result = run("matrix", "--check")
