@@ -15,6 +15,10 @@ OLDER = "*"
 """Behind what was seen of older source than is here now."""
 
 
+_NOT_COUNTED = {Outcome.UNSUPPORTED, Outcome.PREVIEW, Outcome.UNAVAILABLE, Outcome.NOT_RUN}
+"""Refusals, failed previews, and checks that did not run."""
+
+
 class Status(str, Enum):
     """What claim and checks of a cell come to together; each member has its mark and its meaning."""
 
@@ -132,7 +136,7 @@ def evidence_of(
         run=run,
         status=status,
         passed=outcomes.count(Outcome.PASS),
-        total=len(outcomes) - refused - outcomes.count(Outcome.PREVIEW),
+        total=sum(outcome not in _NOT_COUNTED for outcome in outcomes),
         refused=refused,
         # A NaN is worse than any number, and max() alone would lose it.
         worst=max(errors, key=lambda error: (error != error, error), default=None),

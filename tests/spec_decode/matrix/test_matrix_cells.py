@@ -47,6 +47,7 @@ def test_outcomes_and_a_claim_make_a_status(outcomes, claimed, not_claimed, unsa
         ("pass preview unsupported", (1, 1, 1), ["preview"]),
         ("pass unsupported", (1, 1, 1), []),
         ("xfail pass fail", (1, 3, 0), ["fail", "xfail"]),
+        ("pass unavailable not_run", (1, 1, 0), ["unavailable", "not_run"]),
     ],
 )
 def test_counts_leave_out_refusals_and_notes_tell_failures_first(outcomes, counts, notes):
