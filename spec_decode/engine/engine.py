@@ -293,13 +293,19 @@ class Engine:
             self._broken = False
 
     def cancel_all(self, handles: Sequence[Handle]) -> None:
-        """End these requests and return their pages now; not from a callback."""
-        self._recover()
+        """End these requests and return their pages: now, or while a step is under way, in another thread too, next."""
         for handle in handles:
             self.cancel(handle)
-        self._broken = True
-        self._scheduler.free_finished()
-        self._broken = False
+        call = object()
+        try:
+            if self._stepper.setdefault("step", call) is call:
+                self._recover()
+                self._broken = True
+                self._scheduler.free_finished()
+                self._broken = False
+        finally:
+            if self._stepper.get("step") is call:
+                self._stepper.clear()
 
     def _require_outside(self, alone: bool) -> None:
         require(

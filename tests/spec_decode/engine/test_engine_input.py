@@ -146,6 +146,21 @@ def test_a_step_beside_one_of_another_thread_is_refused_and_both_go_on():
     assert serve(engine, handles) == 0 and len(raised) == 1 and "by another thread. Submit" in raised[0]
 
 
+def test_what_another_thread_cancels_beside_a_step_takes_no_pages_from_it():
+    engine = make_engine()
+    handles, run_round = submitted(engine), engine._run_round
+    other = engine.submit(ASKED[0])
+
+    def cancel_beside_a_round():
+        thread = threading.Thread(target=engine.cancel_all, args=([other],))
+        thread.start()
+        thread.join()
+        run_round()
+
+    engine._run_round = cancel_beside_a_round
+    assert serve(engine, handles) == 0 and other.generation.finish_reason == "abort"
+
+
 def test_a_callback_that_generates_is_refused_and_statistics_go_on():
     engine, raised = make_engine(), []
 
