@@ -178,8 +178,15 @@ def _imports(node: ast.AST, package: str) -> Iterator[tuple[str, str, str]]:
             origin = "." * child.level + (child.module or "")
             origin = importlib.util.resolve_name(origin, package) if child.level else origin
             yield from ((origin, alias.name, alias.asname or alias.name) for alias in child.names)
-        elif not (isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test)):
+        elif isinstance(child, ast.If) and _is_type_checking(child.test):
+            yield from _imports(ast.Module(child.orelse, []), package)
+        else:
             yield from _imports(child, package)
+
+
+def _is_type_checking(test: ast.expr) -> bool:
+    """Whether a program that runs never takes the branch."""
+    return isinstance(test, ast.Name | ast.Attribute) and ast.unparse(test).endswith("TYPE_CHECKING")
 
 
 def syntax_of(node: Any) -> str:

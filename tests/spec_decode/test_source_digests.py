@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from pathlib import Path
 
 import pytest
 
@@ -70,6 +71,14 @@ def test_text_that_a_program_uses_counts() -> None:
 def test_what_lies_behind_a_module_is_what_it_imports(root: str, uses: str, leaves_out: str) -> None:
     found = digests_behind([root])
     assert root in found and uses in found and leaves_out not in found
+
+
+def test_what_is_imported_where_types_are_not_checked_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = "if TYPE_CHECKING:\n import builders.spec\nelse:\n import builders.errors\n"
+    (tmp_path / "some_plug_in.py").write_text(f"{source}if not typing.TYPE_CHECKING:\n import builders.devices")
+    monkeypatch.syspath_prepend(tmp_path)
+    found = digests_behind(["some_plug_in"])
+    assert {"builders.errors", "builders.devices"} <= found.keys() and "builders.spec" not in found
 
 
 def test_a_root_of_another_project_brings_its_own_modules() -> None:
