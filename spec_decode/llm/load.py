@@ -107,10 +107,16 @@ def load_published_pair(target: Path, draft: Path | None, *, dtype: torch.dtype,
 
 def _stop_ids(config: Any, tokenizer: Any, vocab_size: int) -> frozenset[int]:
     """The tokens that end a text, by the target's generation_config.json and by its tokenizer. Either may name one that
-    the model does not have, -1 for example."""
+    the model does not have, -1 for example. Raises CheckpointError for what is no number."""
     ends = getattr(config, "eos_token_id", None)
-    listed = ends if isinstance(ends, list | tuple) else [ends]
-    return frozenset(end for end in (*listed, tokenizer.eos_token_id) if end is not None and 0 <= end < vocab_size)
+    several = ends if isinstance(ends, list | tuple) else [ends]
+    listed = [end for end in (*several, tokenizer.eos_token_id) if end is not None]
+    if wrong := [end for end in listed if type(end) is not int]:
+        raise CheckpointError(
+            f"the target's eos_token_id has {wrong[0]!r:.200}. Write the number of a token, or a list of numbers, in "
+            "its generation_config.json."
+        )
+    return frozenset(end for end in listed if 0 <= end < vocab_size)
 
 
 def _encode(tokenizer: Any, text: str) -> list[int]:

@@ -132,6 +132,10 @@ REFUSED: dict[str, tuple[Callable[[Path, Path], object], str]] = {
         r"2 of 5 tokens have other numbers .*: 'the' is 2 in .* and 3 in ",
     ),
     "another vocabulary": (lambda target, draft: write_model(draft, vocab_size=9), r"9 .*8|8 .*9"),
+    "an end that is no token": (
+        lambda target, draft: (target / "generation_config.json").write_text('{"eos_token_id": ["<end>"]}'),
+        "eos_token_id has '<end>'",
+    ),
     "a model that the library does not know": (
         lambda target, draft: (target / "config.json").write_text('{"model_type": "no_such_model"}'),
         "no_such_model",
