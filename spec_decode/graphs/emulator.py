@@ -228,6 +228,10 @@ class _Recorder(PlainDispatchMode):
         kwargs = kwargs or {}
         traits = _traits(func)
         _check_capturable(func, traits, args, kwargs)
+        if traits.changes_view:
+            # Of the host alone, and over once it is captured: what was recorded saw the tensor as it is now.
+            self._keep_view(args[0])
+            return func(*args, **kwargs)
         inputs = {_storage(tensor) for tensor in tensors_of((*args, *kwargs.values()))}
         for place, name in traits.written:
             for tensor in tensors_of(args[place] if place < len(args) else kwargs.get(name)):
@@ -245,6 +249,19 @@ class _Recorder(PlainDispatchMode):
         if fresh or traits.written:
             self._nodes.append(_Node(func, args, kwargs, fresh, traits.is_empty))
         return result
+
+    def _keep_view(self, tensor: torch.Tensor) -> None:
+        view = tensor.detach()
+
+        def kept(each: torch.Tensor) -> torch.Tensor:
+            return view if each is tensor else each
+
+        for place, node in enumerate(self._nodes):
+            self._nodes[place] = node._replace(
+                args=tuple([_with_tensors(value, kept) for value in node.args]),
+                kwargs={name: _with_tensors(value, kept) for name, value in node.kwargs.items()},
+                fresh=[(index, kept(each)) for index, each in node.fresh],
+            )
 
     def take(self) -> EmulatedGraph:
         """A graph of the operations recorded since the last call."""
@@ -302,6 +319,8 @@ class _Traits(NamedTuple):
     """Place and name of each argument that is written to."""
     is_empty: bool
     """Whether it allocates and fills nothing."""
+    changes_view: bool
+    """Whether it gives a tensor other sizes or strides over the memory that it has, and does no more."""
     indexes: bool
     """Whether its second argument may be a mask."""
     draws: bool
@@ -333,6 +352,7 @@ def _traits(op: Any) -> _Traits:
         name=schema.name,
         written=written,
         is_empty=schema.name in _EMPTY,
+        changes_view=torch.Tag.inplace_view in tags,
         indexes=schema.name in _BOOL_INDEXED,
         draws=any("Generator" in str(argument.type) for argument in schema.arguments),
         host_read=read,

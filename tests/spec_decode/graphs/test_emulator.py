@@ -29,6 +29,7 @@ WORK = {
     "through a view that is read": lambda x, index, y: y.view(3, 2).copy_(x.t()),
     "through a view that is written": lambda x, index, y: y[1, 1:].view(2, 1).fill_(4),
     "a view of a result": lambda x, index, y: y[0, :2].copy_((x + 1)[1, 1:]),
+    "a result turned in place": lambda x, index, y: y.copy_((x.t() + 1).t_()),
     "a slice filled with a number": lambda x, index, y: operator.setitem(y, (0, slice(1, 3)), 5.0),
     "read at device integers": lambda x, index, y: y.copy_(x[:, index[1]]),
     "stored at device integers": lambda x, index, y: operator.setitem(y[0], index[1], x[1]),
