@@ -334,7 +334,7 @@ def _device(device: str | torch.device | None) -> torch.device:
     except (RuntimeError, TypeError) as error:
         raise BatchError(f"device is {device!r}. Pass cpu, cuda or cuda:N.") from error
     require(
-        found.type == "cpu" or (found.type == "cuda" and (found.index or 0) < torch.cuda.device_count()),
+        (found.index or 0) < {"cpu": 1, "cuda": torch.cuda.device_count()}.get(found.type, 0),
         f"device is {device!r}, this machine has {torch.cuda.device_count()} CUDA devices. Pass cpu, or one of them.",
     )
     return found

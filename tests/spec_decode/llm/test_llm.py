@@ -303,6 +303,7 @@ BAD_MODELS: dict[str, tuple[type[Exception], dict[str, Any]]] = {
     "speculative": (BatchError, {"num_speculative_tokens": -1}),
     "dtype is 'int8'": (BatchError, {"dtype": "int8"}),
     "device is 'tpu'": (BatchError, {"device": "tpu"}),
+    "device is 'cpu:7'": (BatchError, {"device": "cpu:7"}),
     "device is 'cuda:99'": (BatchError, {"device": "cuda:99"}),
     "strategy is 'fast'. Pass one of device_loop": (BatchError, {"strategy": "fast"}),
     "piecewise, eager, or None for the fastest that can run. Did you mean full_loop": (
