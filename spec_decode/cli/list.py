@@ -58,7 +58,7 @@ def _asked(dtype: str | None, changes: tuple[str, ...]) -> AttentionSpec:
     given: dict[str, Any] = {
         name: getattr(GQA, name) for name in ("num_q_heads", "num_kv_heads", "head_dim", "page_size")
     }
-    for change in (*changes, *([f"dtype={dtype}"] if dtype else [])):
+    for change in (*changes, *([] if dtype is None else [f"dtype={dtype}"])):
         name, _, text = change.partition("=")
         if name not in (readers := _readers()):
             raise UserError(

@@ -68,6 +68,10 @@ def test_list_refuses_a_question_that_is_none(wrong, refused):
     assert f"got {wrong!r}. Fix" in refused("list", "--spec", wrong)
 
 
+def test_list_refuses_a_dtype_that_is_empty(refused):
+    assert "dtype cannot be ''" in refused("list", "--dtype", "")
+
+
 def test_list_names_the_fields_of_a_spec_to_who_asks_for_another(refused):
     said = refused("list", "--spec", "head_dims=64")
     assert "its fields are num_q_heads, num_kv_heads, head_dim, " in said and said.endswith("Did you mean head_dim?")
