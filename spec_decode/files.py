@@ -142,4 +142,8 @@ def _require_unique(pairs: list[tuple[str, Any]]) -> None:
 
 
 if __name__ == "__main__":
-    sys.stdout.buffer.write(msgspec.json.format(msgspec.json.encode(read_json(sys.argv[1])), indent=1) + b"\n")
+    try:
+        document = read_json(sys.argv[1])
+    except ReportError as error:
+        sys.exit(f"error: {error}")
+    sys.stdout.buffer.write(msgspec.json.format(msgspec.json.encode(document), indent=1) + b"\n")

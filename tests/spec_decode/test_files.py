@@ -72,3 +72,9 @@ def test_a_pipe_with_a_reader_is_written_to(tmp_path):
 
     assert os.read(reader, 10) == b"new"
     os.close(reader)
+
+
+def test_a_file_that_cannot_be_printed_is_one_line(tmp_path):
+    command = [sys.executable, "-m", "spec_decode.files", str(tmp_path / "absent.json")]
+    found = subprocess.run(command, capture_output=True, text=True)
+    assert found.returncode == 1 and found.stderr.startswith("error: cannot read") and found.stderr.count("\n") == 1
