@@ -95,12 +95,14 @@ def load_published_pair(target: Path, draft: Path | None, *, dtype: torch.dtype,
             f"the tokenizer in {target} has {len(tokenizer)} tokens, the model beside it {wrapped.vocab_size}. Use the "
             "tokenizer that the model was trained with."
         )
+    # No tidying of spaces about punctuation: it would change what a stream has already given out.
+    decode = partial(tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False)
     return Pair(
         wrapped,
         None if draft is None else load_draft(draft, wrapped, dtype=dtype, device=device),
         _stop_ids(model.generation_config, tokenizer, wrapped.vocab_size),
         partial(_encode, tokenizer),
-        lambda token_ids: str(tokenizer.decode(list(token_ids), skip_special_tokens=True)),
+        lambda token_ids: str(decode(list(token_ids))),
         partial(_encode_chat, tokenizer) if tokenizer.chat_template else None,
     )
 

@@ -50,11 +50,15 @@ def write_model(folder: Path, **changes: Any) -> None:
     transformers.LlamaForCausalLM(config).save_pretrained(folder)
 
 
-def write_tokenizer(folder: Path, words: list[str] = WORDS, template: str | None = TEMPLATE) -> None:
+def write_tokenizer(
+    folder: Path, words: list[str] = WORDS, template: str | None = TEMPLATE, *, tidies: bool = False
+) -> None:
     model = tokenizers.models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="the")
     inner = tokenizers.Tokenizer(model)
     inner.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-    whole = transformers.PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<end>")
+    whole = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=inner, eos_token="<end>", clean_up_tokenization_spaces=tidies
+    )
     whole.chat_template = template
     whole.save_pretrained(folder)
 
@@ -67,6 +71,12 @@ def folders(tmp_path: Path) -> tuple[Path, Path]:
     write_tokenizer(target)
     write_model(draft)
     return target, draft
+
+
+def test_a_text_is_what_its_parts_say_where_the_tokenizer_would_tidy_it(folders: tuple[Path, Path]) -> None:
+    write_tokenizer(folders[0], [*WORDS[:-1], "."], tidies=True)
+    end = len(WORDS) - 1
+    assert load((folders[0], None)).decode([2, end]) == "the ."
 
 
 def load(folders: tuple[Path, Path | None]) -> Pair:
