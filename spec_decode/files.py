@@ -142,6 +142,8 @@ def _require_unique(pairs: list[tuple[str, Any]]) -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit(f"error: one report is printed, got {len(sys.argv) - 1}. Run python -m spec_decode.files FILE.")
     try:
         document = read_json(sys.argv[1])
     except ReportError as error:

@@ -74,7 +74,8 @@ def test_a_pipe_with_a_reader_is_written_to(tmp_path):
     os.close(reader)
 
 
-def test_a_file_that_cannot_be_printed_is_one_line(tmp_path):
-    command = [sys.executable, "-m", "spec_decode.files", str(tmp_path / "absent.json")]
+@pytest.mark.parametrize(("asked", "said"), [(["absent.json"], "cannot read"), ([], "one report is printed, got 0.")])
+def test_what_cannot_be_printed_is_said_in_one_line(asked, said, tmp_path):
+    command = [sys.executable, "-m", "spec_decode.files", *(str(tmp_path / name) for name in asked)]
     found = subprocess.run(command, capture_output=True, text=True)
-    assert found.returncode == 1 and found.stderr.startswith("error: cannot read") and found.stderr.count("\n") == 1
+    assert found.returncode == 1 and found.stderr.startswith(f"error: {said}") and found.stderr.count("\n") == 1
