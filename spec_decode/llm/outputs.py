@@ -90,8 +90,13 @@ class GrowingText:
         # Decoded with a few tokens before it: a tokenizer may join words by what stands before.
         before = self._decode(self._tokens[self._start : self._read])
         whole = self._decode(self._tokens[self._start :])
-        if len(whole) > len(before) and not whole.endswith(_UNFINISHED):
-            self._append(whole[len(before) :])
+        piece = whole[len(before) :]
+        if whole.endswith(_UNFINISHED):
+            # Nothing is settled yet but a stop string before the character that has begun.
+            piece = piece.rstrip(_UNFINISHED)
+            piece = "" if self._stop_in(piece) is None else piece
+        if piece:
+            self._append(piece)
             self._start, self._read = self._read, len(self._tokens)
 
     def finish(self) -> None:
@@ -108,11 +113,14 @@ class GrowingText:
         return self.text[given : self._given]
 
     def _append(self, piece: str) -> None:
-        seen = len(self.text)
-        self.text += piece
-        found = [at for stop in self._stop if (at := self.text.find(stop, max(0, seen - len(stop) + 1))) >= 0]
-        if found:
-            self.text, self.stopped = self.text[: min(found)], True
+        end = self._stop_in(piece)
+        self.text, self.stopped = (self.text + piece)[:end], end is not None
+
+    def _stop_in(self, piece: str) -> int | None:
+        """Where in the text the first stop string begins that this piece of it completes; None if it completes none."""
+        seen, text = len(self.text), self.text + piece
+        found = (text.find(stop, max(0, seen - len(stop) + 1)) for stop in self._stop)
+        return min((at for at in found if at >= 0), default=None)
 
     def _undecided(self) -> int:
         """The length of the longest end of the text that a stop string begins with."""

@@ -58,6 +58,19 @@ def test_tokens_that_come_together_make_the_text_that_they_make_one_by_one(data:
     assert text.take(last=True) == text.text == grown(data)[1].text
 
 
+def test_a_stop_string_ends_a_text_in_the_token_that_also_begins_a_character() -> None:
+    tokens = [b"a st", b"op\xe2", b"\x82\xac"]
+    text = GrowingText(lambda ids: b"".join(tokens[i] for i in ids).decode(errors="replace"), ["stop"])
+    for token, (settled, stopped) in enumerate([("a st", False), ("a ", True), ("a ", True)]):
+        text.add([token])
+        assert (text.text, text.stopped) == (settled, stopped)
+    waits = GrowingText(lambda ids: b"".join(tokens[i] for i in ids).decode(errors="replace"), ["other"])
+    waits.add([0, 1])
+    assert waits.text == ""
+    waits.add([2])
+    assert waits.text == "a stop€"
+
+
 @given(st.text("ab", max_size=20))
 def test_a_piece_is_never_taken_back(whole: str) -> None:
     pieces, text = grown(whole.encode(), ["abba", "bb"])
