@@ -31,6 +31,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from typing import TypeVar
 
 import torch
 
@@ -53,6 +54,7 @@ from spec_decode.sampling.target_sampler import TopLogprobs
 from spec_decode.verification import Verifier, verifier
 
 _log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 class Engine:
@@ -255,16 +257,20 @@ class Engine:
         is raised, an interrupt too, every request has returned its pages and waits, and is prefilled anew with its text
         so far. Raises BatchError for a step within a step, and for one beside a step of another thread.
         """
+        return self._with_lock(self._guarded_step)
+
+    def _with_lock(self, run: Callable[[bool], T]) -> T:
+        """What `run` returns of whether no other call steps meanwhile; then none does until it ends."""
         call = object()
         try:
             # One operation, so that of two threads one is refused, and no interrupt leaves the engine locked.
-            self._require_outside(self._stepper.setdefault("step", call) is call)
-            return self._guarded_step()
+            return run(self._stepper.setdefault("step", call) is call)
         finally:
             if self._stepper.get("step") is call:
                 self._stepper.clear()
 
-    def _guarded_step(self) -> bool:
+    def _guarded_step(self, alone: bool) -> bool:
+        self._require_outside(alone)
         try:
             self._recover()
             self._broken = True
@@ -296,16 +302,14 @@ class Engine:
         """End these requests and return their pages: now, or while a step is under way, in another thread too, next."""
         for handle in handles:
             self.cancel(handle)
-        call = object()
-        try:
-            if self._stepper.setdefault("step", call) is call:
-                self._recover()
-                self._broken = True
-                self._scheduler.free_finished()
-                self._broken = False
-        finally:
-            if self._stepper.get("step") is call:
-                self._stepper.clear()
+        self._with_lock(self._free_finished)
+
+    def _free_finished(self, alone: bool) -> None:
+        if alone:
+            self._recover()
+            self._broken = True
+            self._scheduler.free_finished()
+            self._broken = False
 
     def _require_outside(self, alone: bool) -> None:
         require(
