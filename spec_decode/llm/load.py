@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 
-from builders import BatchError
-from spec_decode.llm.pair import Message, Pair, load_byte_pair
+from spec_decode.llm.pair import Message, Pair, encode_utf8, load_byte_pair
 from spec_decode.models import SHIPPED_PAIR, CheckpointError, draft_names
 from spec_decode.models.load import aux_hidden_state_layers, check_draft, load_draft
 
@@ -122,10 +121,7 @@ def _stop_ids(config: Any, tokenizer: Any, vocab_size: int) -> frozenset[int]:
 
 
 def _encode(tokenizer: Any, text: str) -> list[int]:
-    try:
-        ids: list[int] = tokenizer.encode(text)
-    except (TypeError, UnicodeEncodeError) as error:  # all that the library says of half a surrogate pair
-        raise BatchError(f"the prompt {text!a:.200} is not utf-8. Re-encode it.") from error
+    ids = encode_utf8(tokenizer.encode, text)
     if not ids:
         raise CheckpointError(f"the prompt {text!r:.200} has no token. Write something.")
     return ids

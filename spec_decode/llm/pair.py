@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -50,11 +51,14 @@ def load_byte_pair(folder: Path, dtype: torch.dtype, device: torch.device, *, dr
             f"the pair in {folder} has {target.config.vocab_size} tokens, and its prompts are read as {_BYTES} bytes. "
             "Use a byte-level pair, or the Engine, which takes token ids."
         )
-    return Pair(target, model, frozenset({BOS}), _encode, lambda token_ids: decode(list(token_ids)))
+    return Pair(
+        target, model, frozenset({BOS}), partial(encode_utf8, encode), lambda token_ids: decode(list(token_ids))
+    )
 
 
-def _encode(text: str) -> list[int]:
+def encode_utf8(encode: Callable[[str], list[int]], text: str) -> list[int]:
+    """What a tokenizer makes of a prompt. Raises BatchError for one that is not utf-8."""
     try:
         return encode(text)
-    except UnicodeEncodeError as error:
+    except (TypeError, UnicodeEncodeError) as error:  # the first is all that tokenizers say of half a surrogate pair
         raise BatchError(f"the prompt {text!a:.200} is not utf-8. Re-encode it.") from error
