@@ -8,9 +8,11 @@ import random
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -62,6 +64,8 @@ DFLASH2 = {
 REQUESTS = (1, 4, 16, 32)
 CAPTURED = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 """Tokens of a captured batch: those that are timed, and some between for when requests end."""
+Run: TypeAlias = tuple[float, list[list[int]]]
+"""Of a batch: its seconds, and the new tokens of each request."""
 PROMPT, NEW_TOKENS, REPEATS = 512, 256, 3
 WATCHED_REPEATS = 8
 """Runs with comparisons and as many without, by turns: a cost of 2 % is less than what engines differ by."""
@@ -213,7 +217,7 @@ def measure(arm: Arm) -> dict[str, Any]:
     }  # fmt: skip
     greedy = vllm.SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True, detokenize=False)
 
-    def generate(count: int, *, count_waits: bool = False) -> tuple[float, list[list[int]]]:
+    def generate(count: int, *, count_waits: bool = False) -> Run:
         if arm.draft:
             llm.collective_rpc("watch_drafts", args=(count_waits,))
         start = time.perf_counter()
@@ -232,29 +236,43 @@ def measure(arm: Arm) -> dict[str, Any]:
             row |= {name: counted[0][name] for name in ("plans", "prefill_plans", "waits")}
             found["fused"] = [rank["fused"] for rank in counted]
         for _ in range(REPEATS if arm.is_timed and not arm.watched else 0):
-            seconds, timed = generate(count)
-            row["tokens_per_s"].append(round(sum(map(len, timed)) / seconds, 1))
+            row["tokens_per_s"].append(_speed(*generate(count)))
             if arm.draft:
                 seen = llm.collective_rpc("drafts_seen")[0]
                 row["host_us"].append(_quantiles_us(seen["host_s"]))
                 row["gpu_us"].append(_quantiles_us(seen["gpu_s"]))
         if arm.watched:
-            row |= {"unwatched_tokens_per_s": [], "watched_s": 0.0}
-            before = llm.collective_rpc("compare_drafts", args=(True,))[0]
-            for turn in range(2 * WATCHED_REPEATS):
-                # Over two of each, neither comes first more often.
-                watches = turn % 4 in (0, 3)
-                llm.collective_rpc("compare_drafts", args=(watches,))
-                seconds, timed = generate(count)
-                speeds = row["tokens_per_s" if watches else "unwatched_tokens_per_s"]
-                speeds.append(round(sum(map(len, timed)) / seconds, 1))
-                row["watched_s"] += seconds * watches
-            after = llm.collective_rpc("compare_drafts", args=(True,))[0]
-            row["watched_s"] = round(row["watched_s"], 3)
-            row |= {"compared": after["rounds"] - before["rounds"], "difference": after["found"]}
-            row["compared_s"] = round(after["seconds"] - before["seconds"], 5)
+            row |= watched_runs(
+                partial(generate, count), lambda on: llm.collective_rpc("compare_drafts", args=(on,))[0]
+            )
         found["rows"].append(row)
     return found
+
+
+def watched_runs(generate: Callable[[], Run], compare: Callable[[bool], dict[str, Any]]) -> dict[str, Any]:
+    """What a row says of runs with comparisons and without, by turns. compare: turns them on or off, and says what they
+    have come to so far."""
+    runs: dict[bool, list[Run]] = {True: [], False: []}
+    before = compare(True)
+    for turn in range(2 * WATCHED_REPEATS):
+        # Over two of each, neither comes first more often.
+        watches = turn % 4 in (0, 3)
+        compare(watches)
+        runs[watches].append(generate())
+    after = compare(True)
+    return {
+        "tokens_per_s": [_speed(*run) for run in runs[True]],
+        "unwatched_tokens_per_s": [_speed(*run) for run in runs[False]],
+        "watched_s": round(sum(seconds for seconds, _ in runs[True]), 3),
+        "compared": after["rounds"] - before["rounds"],
+        "compared_s": round(after["seconds"] - before["seconds"], 5),
+        "difference": after["found"],
+    }
+
+
+def _speed(seconds: float, texts: list[list[int]]) -> float:
+    """Tokens a second."""
+    return round(sum(map(len, texts)) / seconds, 1)
 
 
 def _quantiles_us(seconds: list[float]) -> Any:

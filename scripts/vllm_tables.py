@@ -97,7 +97,7 @@ def watched(report: dict[str, Any]) -> str:
         f"| draft | backend | {' | '.join(f'{size} req.' for size in sizes)} | vLLM | GPU |",
         "|---|---|" + "---:|" * len(sizes) + "---|---|",
     ]
-    for each in (each for each in report["arms"] if _is_watched(each)):
+    for each in filter(_is_watched, report["arms"]):
         rows = {row["requests"]: row for row in each["rows"]}
         said = [f"{_MODELS[_model(each)][0]}, {each['arm']['steps']} tokens", f"`{each['arm']['draft']}`"]
         for size in sizes:
@@ -142,8 +142,8 @@ def figures(report: dict[str, Any], name: str) -> str:
     Raises ValueError for a report, called by its name, without an arm that was timed.
     """
     env = report["env"]
-    timed = [each for each in report["arms"] if each["rows"] and each["rows"][0]["tokens_per_s"]]
-    timed = [each for each in timed if not _is_watched(each)]
+    others = [each for each in report["arms"] if not _is_watched(each)]
+    timed = [each for each in others if each["rows"] and each["rows"][0]["tokens_per_s"]]
     if not timed:
         raise ValueError(f"{name} has no arm that was timed: nothing to show on vLLM's page")
     blocks = []

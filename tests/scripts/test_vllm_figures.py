@@ -16,7 +16,17 @@ import transformers
 from safetensors.torch import save_file
 
 from scripts import vllm_worker
-from scripts.vllm_arm import DENSE_LAYERS, KINDS, SIZES, Arm, engine_options, model_folder, prompts
+from scripts.vllm_arm import (
+    DENSE_LAYERS,
+    KINDS,
+    SIZES,
+    WATCHED_REPEATS,
+    Arm,
+    engine_options,
+    model_folder,
+    prompts,
+    watched_runs,
+)
 from scripts.vllm_figures import (
     BASE,
     BLOCKS,
@@ -223,6 +233,30 @@ def test_the_cost_of_comparing_is_measured_for_each_kind_of_draft():
     ]
     # Each engine is there without comparisons too.
     assert {replace(each, watched=False) for each in watched} <= set(arms(1))
+
+
+def test_runs_with_comparisons_and_without_take_turns():
+    told, state = [], {"rounds": 3, "seconds": 1.0, "found": None}
+
+    def compare(on):
+        told.append(on)
+        return dict(state)
+
+    def generate():
+        if told[-1]:
+            state.update(rounds=state["rounds"] + 1, seconds=state["seconds"] + 0.25)
+        return (2.0, [[1] * 10]) if told[-1] else (1.0, [[1] * 5, [1] * 6])
+
+    row = watched_runs(generate, compare)
+    assert told[1:5] == [True, False, False, True] and told[0] and told[-1]
+    assert row == {
+        "tokens_per_s": [5.0] * WATCHED_REPEATS,
+        "unwatched_tokens_per_s": [11.0] * WATCHED_REPEATS,
+        "watched_s": 2.0 * WATCHED_REPEATS,
+        "compared": WATCHED_REPEATS,
+        "compared_s": 0.25 * WATCHED_REPEATS,
+        "difference": None,
+    }
 
 
 def test_arms_are_told_apart_by_their_names():
