@@ -20,6 +20,7 @@ from scripts.vllm_arm import (
     DENSE_LAYERS,
     KINDS,
     SIZES,
+    WATCHED_MOST,
     WATCHED_REPEATS,
     Arm,
     engine_options,
@@ -257,6 +258,20 @@ def test_runs_with_comparisons_and_without_take_turns():
         "compared_s": 0.25 * WATCHED_REPEATS,
         "difference": None,
     }
+
+
+def test_runs_go_on_until_something_was_compared():
+    runs = []
+
+    def compare(on):
+        runs.append(on)
+        return {"rounds": sum(runs) // 30, "seconds": 0.0, "found": None}
+
+    row = watched_runs(lambda: (1.0, [[1]]), compare)
+    assert row["compared"] == 1
+    assert WATCHED_REPEATS < len(row["tokens_per_s"]) == len(row["unwatched_tokens_per_s"]) < WATCHED_MOST
+    row = watched_runs(lambda: (1.0, [[1]]), lambda on: {"rounds": 0, "seconds": 0.0, "found": None})
+    assert row["compared"] == 0 and len(row["tokens_per_s"]) == WATCHED_MOST
 
 
 def test_arms_are_told_apart_by_their_names():
