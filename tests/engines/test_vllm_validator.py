@@ -235,10 +235,18 @@ def test_comparing_takes_a_hundredth_of_the_time(installed):
     assert compared == [1, 1, 1, 2] and validator.seconds == pytest.approx(1 + 0.9)
 
 
-def test_batches_of_no_requests_are_left_out(said):
-    engine = loop("TRITON_ATTN")
+def test_batches_of_no_requests_are_left_out_but_what_they_took_counts(said, installed):
+    engine, now = loop("TRITON_ATTN"), iter([100.0, 100.0, 101.0, 200.9, 201.1, 201.1, 202.0])
+    validator = engine.speculator.attn_backends_validator = installed.DraftValidator(
+        engine.speculator, clock=lambda: next(now)
+    )
+    engine.speculator.capture()
     engine.draft(LENS, dummy=True)
-    assert compared(engine).rounds == 0 and said == []
+    assert (validator.rounds, validator.seconds) == (0, 1.0) and said == []
+    engine.draft(LENS)
+    assert validator.rounds == 0
+    engine.draft(LENS)
+    assert validator.rounds == 1
 
 
 def test_a_draft_without_a_graph_to_compare_says_so(said):
