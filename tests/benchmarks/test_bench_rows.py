@@ -175,6 +175,23 @@ def advances(bench, counted):
     return {(row["backend"], row["spec"], row["num_reqs"]): row for row in advance.advance_rows(bench) if "spec" in row}
 
 
+@pytest.mark.parametrize("most, stopped", [(4096, False), (2048, True)])
+def test_every_timed_advance_moves_every_row(bench, monkeypatch, most, stopped):
+    def time_kernels(launch):
+        for _ in range(1 + 50 * 40):  # as on a GPU: once, then 40 replays of 50
+            launch()
+        return at(1)
+
+    monkeypatch.setattr(advance, "time_kernels", time_kernels)
+    monkeypatch.setattr(advance, "kernels_in", lambda call: call() or 1)
+    monkeypatch.setattr(advance, "product", lambda *_: [(2, 3)])
+    monkeypatch.setattr(advance, "serving", lambda *_: [])
+    monkeypatch.setattr(advance, "_MOST", most)
+    rows = [row for row in advance.advance_rows(bench) if row["backend"] == "shared"]
+    assert [(row["kernels_per_step"], verdict(row["limits"])[1]) for row in rows] == [(1, True)] * (not stopped)
+    assert any("reached its limit of 2048 tokens" in note for note in bench.stopped) is stopped
+
+
 def test_a_builder_of_views_launches_nothing_to_advance(advances):
     rows = [row for (backend, *_), row in advances.items() if backend in ("triton_paged", "triton_mla")]
     assert len(rows) == 4
