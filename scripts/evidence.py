@@ -146,7 +146,8 @@ class Evidence:
             made, log = Path(folder, f"{step.report}.json"), self.into / f"{step.report}.log"
             with log.open("w") as output:
                 status = self._command([sys.executable, *step.command, "--json", str(made)], gpus, output)
-            if made.exists():
+            # What was ended may have written a part of its rows.
+            if made.exists() and status >= 0:
                 write_whole(self.into / made.name, made.read_bytes())
         last = log.read_text().strip().rpartition("\n")[2]
         if status:

@@ -88,6 +88,15 @@ def test_what_outlives_the_time_is_ended_with_what_it_started_and_its_old_report
     assert run.failed == ["slow"] and reports == {"slow": {"old": True}}
 
 
+@pytest.mark.parametrize("end", ["time.sleep(600)", "os.abort()"], ids=["by the time", "by itself"])
+def test_the_part_that_an_ended_step_has_written_does_not_replace_its_old_report(tmp_path, end):
+    (tmp_path / "slow.json").write_text('{"old": true}')
+    writes = f"import os, sys, time; open(sys.argv[-1], 'w').write('{{\"part\": true}}'); {end}"
+    run, reports = ran(tmp_path, [Step("slow", ("-c", writes), seconds=0.0)], [], seconds=2.0)
+
+    assert run.failed == ["slow"] and reports == {"slow": {"old": True}}
+
+
 def test_what_a_command_leaves_behind_ends_with_it():
     read, write = os.pipe()
     with open(write, "w") as output:
