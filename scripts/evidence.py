@@ -186,18 +186,28 @@ def main() -> None:
     parser.add_argument("--stale", action="store_true", help="only reports that are missing or of older source")
     parser.add_argument("--minutes", type=float, help="how long it may take; without it, until all is done")
     parser.add_argument("--only", action="append", help="patterns of reports, check-* say; all if left out")
-    parser.add_argument("--gpus", help="their numbers, 0,1 say; all of the machine if left out")
+    parser.add_argument("--gpus", help="their numbers, 0,1 say; all that are visible if left out")
     parser.add_argument("--into", type=Path, help="folder of the reports; reports/<device> if left out")
     flags = parser.parse_args()
     if flags.minutes is not None and not flags.minutes > 0:
         parser.error(f"--minutes must be above 0, got {flags.minutes:g}.")
     if environment(torch.device("cpu")).dirty:
         parser.error("this checkout has changes, and evidence must be of a commit. Commit them first.")
-    gpus = [int(gpu) for gpu in flags.gpus.split(",")] if flags.gpus else list(range(torch.cuda.device_count()))
-    if not gpus:
+    visible = [str(gpu) for gpu in range(torch.cuda.device_count())]
+    if not visible:
         parser.error("evidence needs a CUDA device, none was found. Run it on a machine with one.")
+    named = flags.gpus.split(",") if flags.gpus else visible
+    if len(set(named)) < len(named) or not set(named) <= set(visible):
+        parser.error(f"--gpus must be some of {','.join(visible)}, each once, got {flags.gpus}.")
+    gpus = [int(gpu) for gpu in named]
     into = flags.into or folder_of(torch.cuda.get_device_name(gpus[0]))
     into.mkdir(parents=True, exist_ok=True)
+
+    shared, lone, timed = shared_steps(names()), lone_steps(), timed_steps()
+    reports = [step.report for step in (*shared, *lone, *timed)]
+    for pattern in flags.only or []:
+        if not any(fnmatchcase(report, pattern) for report in reports):
+            parser.error(f"--only must fit some of {', '.join(reports)}, got {pattern}.")
 
     def asked(steps: Sequence[Step]) -> list[Step]:
         wanted = [step for step in steps if any(fnmatchcase(step.report, only) for only in flags.only or ["*"])]
@@ -205,9 +215,9 @@ def main() -> None:
 
     evidence = Evidence(
         gpus,
-        shared=asked(shared_steps(names())),
-        lone=asked(lone_steps()),
-        timed=asked(timed_steps()),
+        shared=asked(shared),
+        lone=asked(lone),
+        timed=asked(timed),
         into=into,
         seconds=flags.minutes and flags.minutes * 60,
     )

@@ -21,13 +21,16 @@ def card(device: str) -> str:
 def run_on_gpus(command: Sequence[str], gpus: Sequence[int], output: IO[str], seconds: float | None) -> int:
     """Its exit status; it runs in the project's folder, sees these GPUs alone, and both its outputs go to the file.
 
+    gpus: numbered as this process sees them, which may not see all of the machine.
     All that it started is ended with it: a process that outlives it would hold memory of a GPU. Raises
     subprocess.TimeoutExpired after so many seconds; None: no limit.
     """
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = [visible.split(",")[gpu] for gpu in gpus] if visible else map(str, gpus)
     with subprocess.Popen(
         command,
         cwd=ROOT,
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))},
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(names)},
         stdout=output,
         stderr=subprocess.STDOUT,
         stdin=subprocess.DEVNULL,

@@ -129,17 +129,48 @@ def replace_dirty(dirty):
     return msgspec.structs.replace(environment(torch.device("cpu")), dirty=dirty)
 
 
-def test_only_the_reports_asked_for_are_made(tmp_path, monkeypatch):
+@pytest.fixture
+def asked(tmp_path, monkeypatch):
+    """Runs the script with more arguments, on a clean checkout of a machine with two GPUs; what it made."""
     clean = replace_dirty(False)
     monkeypatch.setattr(evidence, "environment", lambda device: clean)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(evidence, "timed_steps", lambda: [step("bench-a")])
     monkeypatch.setattr(evidence, "lone_steps", lambda: [step("memcheck")])
     monkeypatch.setattr(evidence, "shared_steps", lambda names: [step("check-a"), step("soak-a")])
-    monkeypatch.setattr("sys.argv", ["evidence.py", "--into", str(tmp_path), "--gpus", "0", "--only", "check-*"])
 
-    evidence.main()
+    def run(*arguments):
+        monkeypatch.setattr("sys.argv", ["evidence.py", "--into", str(tmp_path), *arguments])
+        evidence.main()
+        return made(tmp_path)
 
-    assert made(tmp_path).keys() == {"check-a"}
+    return run
+
+
+def test_only_the_reports_asked_for_are_made_on_the_gpus_asked_for(asked):
+    reports = asked("--gpus", "1", "--only", "check-*")
+    assert [(name, row["gpu"]) for name, row in reports.items()] == [("check-a", "1")]
+
+
+def test_a_gpu_is_named_to_a_step_as_to_this_process(asked, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,GPU-7")
+    assert asked("--gpus", "1", "--only", "check-*")["check-a"]["gpu"] == "GPU-7"
+    assert asked("--only", "memcheck")["memcheck"]["gpu"] == "5,GPU-7"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--only", "check-*", "--only", "chek-*"], "--only must fit some of check-a, soak-a"),
+        (["--gpus", "0,0"], "--gpus must be some of 0,1, each once, got 0,0."),
+        (["--gpus", "2"], "--gpus must be some of 0,1, each once, got 2."),
+        (["--gpus", "all"], "got all."),
+    ],
+)
+def test_what_would_measure_nothing_or_two_things_on_one_gpu_is_refused(asked, capsys, tmp_path, arguments, said):
+    with pytest.raises(SystemExit):
+        asked(*arguments)
+    assert said in capsys.readouterr().err and not made(tmp_path)
 
 
 def test_every_backend_is_checked_and_soaked_and_no_report_is_made_twice():
