@@ -204,8 +204,13 @@ class _Finder:
         arguments: list[ast.expr | ast.keyword] = sorted([*node.args, *node.keywords], key=self._begin)
         for place, argument in enumerate(arguments):
             if isinstance(argument, ast.keyword) and argument.arg in known - UNSEEN and not _is_default(argument):
-                begin = self._end(arguments[place - 1]) if place else self._begin(argument)
-                yield begin, self._end(argument), "", "keyword dropped"
+                # With the comma before it; of the first, with all up to the next.
+                begin, end = self._begin(argument), self._end(argument)
+                if place:
+                    begin = self._end(arguments[place - 1])
+                else:
+                    end = self._begin(arguments[1]) if len(arguments) > 1 else self._end(node) - 1
+                yield begin, end, "", "keyword dropped"
 
     def _between(self, left: ast.AST, right: ast.AST, old: str, new: str, operator: str) -> Iterator[Edit]:
         """The first sign between two operands changed."""

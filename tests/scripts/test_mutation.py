@@ -71,6 +71,8 @@ def test_a_keyword_is_dropped_only_where_the_callee_has_a_default() -> None:
     defaults = keywords_with_defaults({"a.py": "def g(x, *, must, may=1): ...\nclass C:\n    a: int\n    b: int = 1\n"})
     assert changes("x = g(x, must=y, may=y)", **defaults) == {"x = g(x, must=y)"}
     assert changes("x = C(a=y, b=y)", **defaults) == {"x = C(a=y)"}
+    assert changes("x = C(b=y, a=y)", **defaults) == {"x = C(a=y)"}
+    assert changes("x = C(b=y,)", **defaults) == {"x = C()"}
 
 
 def test_a_change_stands_where_it_was_found_beyond_ascii_text() -> None:
