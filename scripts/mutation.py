@@ -36,6 +36,7 @@ from scripts.mutation_operators import Mutant, keywords_with_defaults, mutants
 from scripts.mutation_rooms import EQUIVALENT, ROOMS
 from scripts.mutation_tests import PRODUCT, ROOT, Copy, TracedTest, digest, share, sources, traced_tests
 from scripts.script_report import write_report
+from spec_decode.files import write_whole
 
 SCHEMA = "attn-mutation/1"
 ROOTS = ("scripts.mutation", "spec_decode.engine.engine")
@@ -203,7 +204,7 @@ class Deaths:
             with self._lock:
                 known = {"by": result.by, "test": digest(file.read_text()), "outcome": result.outcome}
                 self._known[self._key(result.mutant)] = known
-                self._path.write_text(json.dumps(self._known))
+                write_whole(self._path, json.dumps(self._known).encode())
 
     def find(self, mutant: Mutant) -> Result | None:
         """How it died, if that still holds."""
@@ -248,12 +249,18 @@ def main() -> None:
     parser.add_argument("--least", type=float, default=90, help="of a hundred mutants, how many must die")
     parser.add_argument("--most", type=float, default=300, help="seconds of tests that are tried on a mutant")
     parser.add_argument("--tests", nargs="+", default=["tests"], help="files and folders of tests; all if left out")
-    parser.add_argument("--only", help="only mutants whose file:line begins so")
+    parser.add_argument("--only", default="", help="only mutants whose file:line begins so")
     parser.add_argument("--kept", type=Path, default=ROOT / "build/mutation", help="folder of what is kept")
     flags = parser.parse_args()
+    if missing := [path for path in flags.tests if not (ROOT / path).exists()]:
+        parser.error(f"--tests must be files and folders of the project, got {', '.join(missing)}.")
+    drawn = [each for each in draw(flags.count, flags.seed) if f"{each.file}:{each.line}".startswith(flags.only)]
+    if not drawn:
+        parser.error(
+            f"no mutant was drawn whose file:line begins with {flags.only!r}. Raise --count, or change --only."
+        )
     flags.kept.mkdir(parents=True, exist_ok=True)
     deaths = Deaths(flags.kept / "deaths.json")
-    drawn = [each for each in draw(flags.count, flags.seed) if f"{each.file}:{each.line}".startswith(flags.only or "")]
     with tempfile.TemporaryDirectory() as folder:
         copies = [Copy(Path(folder, str(job))) for job in range(flags.jobs)]
         traced, not_passed = traced_tests(copies, flags.tests, flags.kept / "traced.json")

@@ -138,26 +138,80 @@ def test_all_tests_of_a_module_read_what_one_of_them_does() -> None:
     assert mutation.tests_of(mutant, [first, second, entering, other]) == ([entering], [first, second])
 
 
-def test_tests_are_traced_again_where_they_or_the_product_changed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Copy:
-        folder, asked = tmp_path, 0
+class TracedCopy:
+    """Answers every file with this status, and one test that passes."""
 
-        def run(self, files: list[str], **options: object) -> dict[str, Any]:
-            self.asked += 1
-            return {"status": 0, "tests": {f"{files[0]}::one": {"outcome": "passed", "seconds": 1.0, "functions": []}}}
+    def __init__(self, folder: Path, status: int | str = 0) -> None:
+        self.folder, self.status, self.asked = folder, status, 0
 
+    def run(self, files: list[str], **options: object) -> dict[str, Any]:
+        self.asked += 1
+        found = {"outcome": "passed", "seconds": 1.0, "functions": []}
+        return {"status": self.status, "tests": {f"{files[0]}::one": found}}
+
+
+@pytest.fixture
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Of a project of one file of tests."""
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests/test_a.py").write_text("a")
     monkeypatch.setattr(mutation_tests, "ROOT", tmp_path)
-    copy, test, source = Copy(), tmp_path / "tests/test_a.py", tmp_path / "builders/batch.py"
+    return tmp_path
+
+
+def test_tests_are_traced_again_where_they_or_the_product_changed(root: Path) -> None:
+    copy, test, source = TracedCopy(root), root / "tests/test_a.py", root / "builders/batch.py"
     runs = []
     for path, text in [(test, "a"), (source, "a"), (source, "a"), (source, "b"), (test, "b"), (test, "b")]:
         path.parent.mkdir(exist_ok=True)
         path.write_text(text)
-        [traced], _ = mutation_tests.traced_tests([copy], ["tests"], tmp_path / "kept.json")  # type: ignore[list-item]
+        [traced], _ = mutation_tests.traced_tests([copy], ["tests"], root / "kept.json")  # type: ignore[list-item]
         assert traced.name == "tests/test_a.py::one"
         runs.append(copy.asked)
     assert runs == [1, 2, 2, 3, 4, 4]
+
+
+@pytest.mark.parametrize("status", [2, "hung"])
+def test_a_file_whose_tests_could_not_be_collected_or_run_is_named(root: Path, status: int | str) -> None:
+    copy = TracedCopy(root, status)
+    _, not_passed = mutation_tests.traced_tests([copy], ["tests"], root / "kept.json")  # type: ignore[list-item]
+    assert not_passed == [f"tests/test_a.py: {status}"]
+
+
+def test_what_is_kept_stays_whole_where_a_run_is_stopped_while_it_writes(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy, kept = TracedCopy(root), root / "kept.json"
+    mutation_tests.traced_tests([copy], ["tests"], kept)  # type: ignore[list-item]
+    (root / "tests/test_a.py").write_text("b")
+
+    def stopped(path: Path, content: Any) -> None:
+        with path.open("wb" if isinstance(content, bytes) else "w") as file:
+            file.write(content[:10])
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        for name in ("write_text", "write_bytes"):
+            patch.setattr(Path, name, stopped)
+        mutation_tests.traced_tests([copy], ["tests"], kept)  # type: ignore[list-item]
+    mutation_tests.traced_tests([copy], ["tests"], kept)  # type: ignore[list-item]
+    assert copy.asked == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--tests", "tests", "tests/typo"], "must be files and folders of the project, got tests/typo."),
+        (["--only", "nowhere.py"], "no mutant was drawn whose file:line begins with 'nowhere.py'"),
+    ],
+)
+def test_a_run_that_would_try_nothing_is_refused(
+    arguments: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["mutation.py", "--json", "FILE", "--count", "1", *arguments])
+    with pytest.raises(SystemExit):
+        mutation.main()
+    assert said in capsys.readouterr().err
 
 
 def test_a_function_is_named_with_what_it_is_in() -> None:
