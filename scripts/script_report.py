@@ -1,8 +1,7 @@
-"""What the scripts share: options for the device and the report, and a report with its provenance."""
+"""A script's report, with its provenance."""
 
 from __future__ import annotations
 
-import argparse
 import shlex
 import sys
 from collections.abc import Sequence
@@ -15,14 +14,6 @@ import torch
 from spec_decode.environment import environment
 from spec_decode.files import report_bytes, write_whole
 from spec_decode.source_digests import SourceRecord, backend_modules
-
-
-def script_options(description: str | None) -> argparse.ArgumentParser:
-    """A parser with --device and --json."""
-    parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--device", type=torch.device, default=torch.device("cuda"))
-    parser.add_argument("--json", type=Path, required=True, help="file of the report")
-    return parser
 
 
 def write_report(
@@ -41,7 +32,7 @@ def write_report(
     roots, backends: the modules and the registered backends that the run is about. command: what Python was given, that
     of this process if left out.
     """
-    given = list(sys.argv if command is None else command)
+    given = [each for each in (command or sys.argv) if not each.startswith("--json=")]
     if "--json" in given:
         at = given.index("--json")
         del given[at : at + 2]

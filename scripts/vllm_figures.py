@@ -21,6 +21,7 @@ nothing or finds a difference. A batch with prefills has no graph, and vLLM plan
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
@@ -42,7 +43,7 @@ import torch
 from engines.vllm import NAMES
 from scripts.free_places import on_a_free_one
 from scripts.on_gpus import run_on_gpus
-from scripts.script_report import script_options, write_report
+from scripts.script_report import write_report
 from scripts.vllm_arm import ROOT, Arm
 from spec_decode.environment import environment
 from spec_decode.files import write_whole
@@ -333,7 +334,8 @@ def _engine(found: Mapping[str, Any]) -> tuple[bool, str]:
 
 
 def main() -> None:
-    parser = script_options(__doc__)
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path, required=True, help="file of the report")
     parser.add_argument("--only", action="append", help="patterns of arms' names; all if left out")
     parser.add_argument("--kept", type=Path, default=ROOT / "build/vllm", help="folder of what is kept")
     parser.add_argument("--minutes", type=float, help="how long it may take; without it, until all is done")
@@ -342,12 +344,15 @@ def main() -> None:
         parser.error(f"--minutes must be above 0, got {flags.minutes:g}.")
     gpus = list(range(torch.cuda.device_count()))
     if not gpus:
-        parser.error(
-            "vLLM's figures need a CUDA device, none was found; nothing was run. Run it on a machine with one."
-        )
-    env = msgspec.to_builtins(environment(flags.device))
+        parser.error("vLLM's figures need a CUDA device, none was found. Run it on a machine with one.")
+    every = arms(len(gpus))
+    for pattern in flags.only or []:
+        if not any(fnmatchcase(arm.name, pattern) for arm in every):
+            parser.error(f"--only must fit some of {', '.join(arm.name for arm in every)}, got {pattern}.")
+    device = torch.device("cuda")
+    env = msgspec.to_builtins(environment(device))
     of = {name: env[name] for name in MACHINE} | {"sources": SourceRecord.of({"": ROOTS}).modules}
-    asked = [arm for arm in arms(len(gpus)) if any(fnmatchcase(arm.name, only) for only in flags.only or ["*"])]
+    asked = [arm for arm in every if any(fnmatchcase(arm.name, only) for only in flags.only or ["*"])]
     found, left_out = run_all(asked, gpus, Kept(flags.kept, of), seconds=flags.minutes and flags.minutes * 60)
     compared = agreement(found)
     said = problems(found, compared)
@@ -357,7 +362,7 @@ def main() -> None:
             for tokens in ("texts", "drafts"):
                 row.pop(tokens, None)
     content = {"arms": found, "agreement": compared, "problems": said, "finished": not left_out}
-    write_report(flags.json, SCHEMA, flags.device, ROOTS, **content)
+    write_report(flags.json, SCHEMA, device, ROOTS, **content)
     print(*said, *(f"left out for lack of time: {name}" for name in left_out), sep="\n")
     raise SystemExit(bool(said))
 

@@ -314,6 +314,15 @@ def test_no_time_at_all_is_refused(monkeypatch, capsys):
     assert "--minutes must be above 0, got 0." in capsys.readouterr().err
 
 
+def test_a_pattern_that_fits_no_arm_is_refused_and_no_report_is_written(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    report = tmp_path / "vllm.json"
+    monkeypatch.setattr(sys, "argv", ["vllm_figures.py", "--json", str(report), "--only", "nonesuch*"])
+    with pytest.raises(SystemExit):
+        main()
+    assert "--only must fit some of " in capsys.readouterr().err and not report.exists()
+
+
 @pytest.mark.parametrize("size", ["small", "qwen3-small", "deepseek-small"])
 def test_the_weights_are_a_whole_model(size):
     config = transformers.AutoConfig.from_pretrained(model_folder(size))

@@ -1,0 +1,17 @@
+"""The provenance in a script's report."""
+
+import pytest
+import torch
+
+from scripts.script_report import write_report
+from spec_decode.files import read_json
+
+
+@pytest.mark.parametrize("given", [["--json", "x.json"], ["--json=x.json"]])
+def test_the_command_of_a_report_names_no_file_of_its_own(tmp_path, given):
+    path = tmp_path / "report.json"
+    write_report(
+        path, "x/1", torch.device("cpu"), ["builders.errors"], command=["a.py", *given, "--only", "b c"], rows=[1]
+    )
+    report = read_json(path)
+    assert (report["command"], report["rows"]) == ("python a.py --only 'b c' --json FILE", [1])
