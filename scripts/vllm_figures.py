@@ -254,10 +254,12 @@ def same_drafts(base: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, 
     """Of one row of two arms: draft tokens compared, and how many are equal, as long as the texts are.
 
     A draft token is compared where all before it in its round are equal: after one that differs the drafts are of
-    unlike texts.
+    unlike texts. From the first round of fewer requests on one side, which had finished one, none is.
     """
     compared = equal = 0
     for mine, theirs in zip(base["drafts"], other["drafts"], strict=False):
+        if len(mine) != len(theirs):
+            break
         for left, right in zip(mine, theirs, strict=True):
             for a, b in zip(left, right, strict=True):
                 compared += 1

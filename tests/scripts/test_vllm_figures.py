@@ -180,6 +180,11 @@ def test_draft_tokens_are_compared_up_to_the_first_that_differs():
     assert same_drafts(mine, theirs) == {"draft_tokens": 6, "equal": 4, "texts": 2, "equal_texts": 1}
 
 
+def test_drafts_are_compared_until_one_side_has_finished_a_request():
+    mine, theirs = row(drafts=[[[1], [2]], [[3], [4]], [[5]]]), row(drafts=[[[1], [2]], [[4]], [[5]]])
+    assert same_drafts(mine, theirs) == {"draft_tokens": 2, "equal": 2, "texts": 1, "equal_texts": 1}
+
+
 def test_timed_engines_are_not_compared():
     assert agreement([arm(BASE, row(), kept=1.8), arm(OURS[0], row(), kept=1.8)]) == []
 
