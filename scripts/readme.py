@@ -207,12 +207,15 @@ def _named(names: Sequence[str]) -> str:
 def vllm_arms(
     report: Mapping[str, Any], steps: int = DRAFT_TOKENS, size: str = VLLM_SIZE, compiled: bool = True
 ) -> dict[str, dict[int, float]]:
-    """Output tokens a second of a model by draft backend and requests: without a draft, and with so many tokens."""
+    """Output tokens a second of a model by draft backend and requests: without a draft, and with so many tokens; on
+    one GPU, with no metadata compared meanwhile."""
     wanted = {(size, compiled, 0), (size, compiled, steps)}
     return {
         arm["arm"]["draft"]: {row["requests"]: median(row["tokens_per_s"]) for row in arm["rows"]}
-        for arm in report["arms"]
+        for arm in vllm_tables.unwatched(report)
         if (arm["arm"]["size"], arm["arm"].get("compiled", False), arm["arm"]["steps"]) in wanted
+        and arm["arm"].get("num_gpus", 1) == 1
+        and arm["rows"]
         and arm["rows"][0]["tokens_per_s"]
     }
 

@@ -142,8 +142,7 @@ def figures(report: dict[str, Any], name: str) -> str:
     Raises ValueError for a report, called by its name, without an arm that was timed.
     """
     env = report["env"]
-    others = [each for each in report["arms"] if not _is_watched(each)]
-    timed = [each for each in others if each["rows"] and each["rows"][0]["tokens_per_s"]]
+    timed = [each for each in unwatched(report) if each["rows"] and each["rows"][0]["tokens_per_s"]]
     if not timed:
         raise ValueError(f"{name} has no arm that was timed: nothing to show on vLLM's page")
     blocks = []
@@ -184,14 +183,19 @@ def _mode(found: dict[str, Any]) -> str:
     return "defaults" if _is_compiled(found) else "mode 0"
 
 
-def _is_watched(found: dict[str, Any]) -> bool:
+def _is_watched(found: Mapping[str, Any]) -> bool:
     """Reports from before there were watched arms do not say."""
     return bool(found["arm"].get("watched", False))
 
 
+def unwatched(report: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Arms that compare no metadata while they are timed."""
+    return [each for each in report["arms"] if not _is_watched(each)]
+
+
 def _timed(report: dict[str, Any]) -> list[dict[str, Any]]:
     """Arms whose speed is compared with others'."""
-    return [each for each in report["arms"] if each["arm"]["kept"] and not _is_watched(each)]
+    return [each for each in unwatched(report) if each["arm"]["kept"]]
 
 
 def _num_gpus(found: dict[str, Any]) -> int:

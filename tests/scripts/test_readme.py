@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -54,6 +55,19 @@ def test_every_figure_comes_from_its_report(copy: Path, name: str, old: str, new
     assert shown not in (copy / "README.md").read_text()
     change(copy, name, old, new)
     assert shown in readme.figures(copy)
+
+
+@pytest.mark.parametrize("change", [{"watched": True}, {"num_gpus": 2}])
+def test_arms_that_do_more_work_or_run_on_more_gpus_do_not_stand_for_those_that_do_not(change: dict[str, Any]) -> None:
+    report = read_json(ROOT / "reports/h200/vllm-compiled.json")
+    other = next(arm for arm in report["arms"] if arm["arm"]["draft"] == readme.OURS and arm["arm"]["steps"] == 7)
+    slow = {
+        **other,
+        "arm": {**other["arm"], **change},
+        "rows": [{**row, "tokens_per_s": [1.0]} for row in other["rows"]],
+    }
+    failed = {**other, "rows": []}
+    assert readme.vllm_arms({"arms": [*report["arms"], slow, failed]}) == readme.vllm_arms(report)
 
 
 def test_a_claim_counts_as_refuted_where_a_check_failed_or_is_known_to_fail(copy: Path) -> None:
