@@ -56,10 +56,6 @@ def timed(monkeypatch):
     return medians
 
 
-def zeros(fixture):
-    return lambda cache: torch.zeros(fixture.num_reqs, fixture.spec.num_q_heads, fixture.spec.out_dim)
-
-
 def broken(fixture):
     raise RuntimeError("no kernel image")
 
@@ -107,10 +103,15 @@ def test_the_floor_of_cold_caches_is_what_must_be_read(bench, timed, cold, floor
     assert (row["floor_us"], row["share_of_bandwidth"]) == floor
 
 
-def test_a_peer_that_computes_something_else_is_seen(bench, timed):
-    timed += [1, 1]
-    ours, peer = comparison_rows(bench, comparison(zeros=zeros), SPEC, 1, 16)
-    assert (ours.get("peer_difference"), peer["peer_difference"]) == (None, 1.0)
+@pytest.mark.parametrize(("value", "off"), [(0.0, "100.0%"), (float("nan"), "nan%")])
+def test_a_peer_that_computes_something_else_is_noted_and_not_compared_with(bench, timed, value, off):
+    timed += [3, 1]
+    other = torch.full((1, SPEC.num_q_heads, SPEC.out_dim), value)
+    peers = {"other": lambda fixture: lambda cache: other, "own": by_backend("torch_reference")}
+    ours, peer = comparison_rows(bench, comparison(**peers), SPEC, 1, 16)
+    assert (peer["backend"], ours["peer_ratio"]) == ("own", 3.0)
+    [note] = bench.missing
+    assert note.startswith("comparison: other (peer) at [") and note.endswith(f": {off} off our result")
 
 
 @NO_PEERS
