@@ -81,6 +81,7 @@ def test_each_process_is_the_bench_over_the_same_cases(monkeypatch):
     [
         ("import sys; sys.exit('no such GPU')", "ended with 1 after 0: no such GPU"),
         (CHILD.replace("stopped by", "no"), "ended with 1 after 1: it said nothing"),
+        (CHILD.replace("sys.exit(1)", "import os; os.abort()"), "ended with -6 after 1"),
     ],
 )
 def test_a_process_without_all_its_rows_ends_the_run_with_its_last_words(child, ended, monkeypatch):
