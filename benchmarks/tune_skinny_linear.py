@@ -104,6 +104,8 @@ def main() -> None:
     parser.add_argument("drafts", nargs="*", default=list(PUBLISHED_DRAFTS), help="of the bench's; all where none is")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 2])
     flags = parser.parse_args()
+    if unknown := [name for name in flags.drafts if name not in PUBLISHED_DRAFTS]:
+        parser.error(f"a draft must be one of {', '.join(PUBLISHED_DRAFTS)}, got {', '.join(unknown)}.")
     found, began = shapes(flags.drafts, flags.rows), time.monotonic()
     with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
         list(pool.map(compile_all, found))

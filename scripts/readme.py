@@ -71,12 +71,8 @@ IN_VLLM = (
 ours are compared."""
 
 
-class StaleReadme(Exception):
-    """A file is not what the reports say, or lacks a marker; the message says which, and what to do."""
-
-
 def contents(root: Path) -> dict[Path, str]:
-    """Pages and plot as the reports under root make them. Raises StaleReadme for a page without its markers."""
+    """Pages and plot as the reports under root make them. Raises SystemExit for a page without its markers."""
     tables = {
         README: {"figures": figures(root), "matrix": summary(Sources.read([root / "reports"]).reports)},
         STRATEGIES: {
@@ -104,12 +100,12 @@ def contents(root: Path) -> dict[Path, str]:
 
 
 def between(page: str, name: str, table: str) -> str:
-    """The page with the table between the markers of a name. Raises StaleReadme unless it has both, once each."""
+    """The page with the table between the markers of a name. Raises SystemExit unless it has both, once each."""
     begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
     before, found, rest = page.partition(begin)
     _, ended, after = rest.partition(end)
     if not (found and ended) or begin in after or end in after:
-        raise StaleReadme(f"a page must have the lines {begin} and {end}, once each. Add them.")
+        raise SystemExit(f"a page must have the lines {begin} and {end}, once each. Add them.")
     return f"{before}{begin}\n{table}\n{end}{after}"
 
 

@@ -172,3 +172,10 @@ def test_tuning_tries_the_tables_tiling_first_and_says_which_is_best(monkeypatch
     monkeypatch.setattr(products, "COLD_BYTES", 0)
     line = tune_skinny_linear.tuned(shape, 1e6)
     assert f"2.00 us, 0.48 of the floor 4.19; table 4.00; F.linear 3.00; {others[0]}" in line
+
+
+def test_a_draft_that_is_none_is_refused(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["tune", KINDS[0], "llama"])
+    with pytest.raises(SystemExit):
+        tune_skinny_linear.main()
+    assert "a draft must be one of llama3-8b-eagle, " in (said := capsys.readouterr().err) and "got llama." in said

@@ -1,4 +1,7 @@
-"""The provenance in a script's report."""
+"""What the scripts share: the provenance in a report, and what they say of wrong arguments."""
+
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -15,3 +18,9 @@ def test_the_command_of_a_report_names_no_file_of_its_own(tmp_path, given):
     )
     report = read_json(path)
     assert (report["command"], report["rows"]) == ("python a.py --only 'b c' --json FILE", [1])
+
+
+@pytest.mark.parametrize("script", ["schemas", "unpack_engine"])
+def test_a_script_without_its_arguments_says_what_it_takes(script):
+    ran = subprocess.run([sys.executable, f"scripts/{script}.py"], stderr=subprocess.PIPE, text=True)
+    assert ran.returncode == 2 and f"usage: {script}.py" in ran.stderr
