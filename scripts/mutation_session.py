@@ -119,10 +119,12 @@ def _answer(request: dict[str, Any]) -> dict[str, Any]:
         child = os.fork()
         if not child:
             _run(request, result, running)
-        status = _wait(child, request, running)
-        # Threads and children of a test that ended badly.
-        with suppress(ProcessLookupError):
-            os.killpg(child, signal.SIGKILL)
+        try:
+            status = _wait(child, request, running)
+        finally:
+            # Threads and children of a test that ended badly; where the session is stopped, the test itself.
+            with suppress(ProcessLookupError):
+                os.killpg(child, signal.SIGKILL)
         if status is None:
             hung = running.read_text() if running.exists() else ""
             return {"status": "hung", "tests": {hung: {"outcome": "failed"}} if hung in request["tests"] else {}}

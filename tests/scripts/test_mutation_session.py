@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -42,6 +45,7 @@ def test_slow():
     assert one() == 1
 
 def test_hangs():
+    pathlib.Path("hangs").touch()
     signal.pause()
 
 def test_crashes():
@@ -58,14 +62,20 @@ def asked(*names, seconds=NEVER, **each):
 
 
 @pytest.fixture(scope="module")
-def answers(tmp_path_factory):
-    """What one session answers to one request after another, by what each is about."""
+def project(tmp_path_factory):
+    """The folder of two files, and what a session in it needs."""
     folder = tmp_path_factory.mktemp("project")
     (folder / "product").mkdir()
     (folder / "product/code.py").write_text(PRODUCT)
     (folder / "test_it.py").write_text(TESTS)
     (folder / "test_traced.py").write_text(TESTS.partition("@pytest.mark.slow")[0])
     (folder / "pytest.ini").write_text("[pytest]\nmarkers = slow\npythonpath = .\n")
+    return {"cwd": folder, "env": {"PYTHONPATH": str(ROOT), "PATH": ""}, "stdout": subprocess.PIPE, "text": True}
+
+
+@pytest.fixture(scope="module")
+def answers(project):
+    """What one session answers to one request after another, by what each is about."""
     requests = {
         "traced": {**asked(), "tests": ["test_traced.py"], "trace": True},
         "failing": asked("one", "two", "three"),
@@ -78,12 +88,9 @@ def answers(tmp_path_factory):
     }
     done = subprocess.run(
         [sys.executable, "-c", SERVE],
-        cwd=folder,
-        env={"PYTHONPATH": str(ROOT), "PATH": ""},
         input="".join(json.dumps(request) + "\n" for request in requests.values()),
-        stdout=subprocess.PIPE,
-        text=True,
         check=True,
+        **project,
     )
     return dict(zip(requests, map(json.loads, done.stdout.splitlines()), strict=True))
 
@@ -116,3 +123,19 @@ def test_a_test_that_never_ends_is_ended_and_one_that_takes_longer_than_it_may_i
 
 def test_a_crash_is_told_and_the_session_goes_on(answers):
     assert (answers["crashing"]["status"], answers["good"]["status"]) == ("ended by -9", 0)
+
+
+def test_a_session_that_is_stopped_ends_the_test_that_runs(project):
+    read, write = os.pipe()
+    hangs = project["cwd"] / "hangs"
+    hangs.unlink(missing_ok=True)
+    with subprocess.Popen(
+        [sys.executable, "-c", SERVE], stdin=subprocess.PIPE, stderr=subprocess.DEVNULL, pass_fds=[write], **project
+    ) as session:
+        os.close(write)
+        print(json.dumps(asked("hangs")), file=session.stdin, flush=True)
+        while not hangs.exists() and session.poll() is None:
+            time.sleep(0.01)
+        session.send_signal(signal.SIGINT)
+    with open(read) as held:
+        assert held.read() == "", "ends when nobody is left who could write"
