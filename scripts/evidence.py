@@ -4,8 +4,8 @@ Reports go to reports/<device>, reports/h200 say. A report is put in place as it
 failures. Checks come first, since the matrix is made of them; they and other tests share the GPUs. Then memcheck has
 all GPUs to itself, and then the timings, one on each GPU, with the machine's cores to themselves: beside other work the
 host's times double. With --minutes, a step that would not end in time is left out and named, and one that outlives the
-time is ended. The exit status is 1 if a step failed. Refuses a checkout with changes: a report of them could not be
-made again.
+time is ended. The exit status is 1 if a step failed. CUDA_VISIBLE_DEVICES leaves GPUs out. Refuses a checkout with
+changes: a report of them could not be made again.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import IO
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -145,7 +144,10 @@ class Evidence:
         with tempfile.TemporaryDirectory() as folder:
             made, log = Path(folder, f"{step.report}.json"), self.into / f"{step.report}.log"
             with log.open("w") as output:
-                status = self._command([sys.executable, *step.command, "--json", str(made)], gpus, output)
+                try:
+                    status = run_on_gpus([sys.executable, *step.command, "--json", str(made)], gpus, output, self._left)
+                except subprocess.TimeoutExpired:
+                    status = -signal.SIGKILL
             # What was ended may have written a part of its rows.
             if made.exists() and status >= 0:
                 write_whole(self.into / made.name, made.read_bytes())
@@ -155,13 +157,6 @@ class Evidence:
         else:
             log.unlink()
         self._say(f"{step.report}: {status}  {last[:100]}")
-
-    def _command(self, command: Sequence[str], gpus: Sequence[int], output: IO[str]) -> int:
-        """Its exit status; it is ended, with all that it started, when the time is over."""
-        try:
-            return run_on_gpus(command, gpus, output, self._left)
-        except subprocess.TimeoutExpired:
-            return -signal.SIGKILL
 
     def _say(self, text: str) -> None:
         print(f"{time.monotonic() - self.began:5.0f} s  {text}", flush=True)
@@ -186,21 +181,16 @@ def main() -> None:
     parser.add_argument("--stale", action="store_true", help="only reports that are missing or of older source")
     parser.add_argument("--minutes", type=float, help="how long it may take; without it, until all is done")
     parser.add_argument("--only", action="append", help="patterns of reports, check-* say; all if left out")
-    parser.add_argument("--gpus", help="their numbers, 0,1 say; all that are visible if left out")
     parser.add_argument("--into", type=Path, help="folder of the reports; reports/<device> if left out")
     flags = parser.parse_args()
     if flags.minutes is not None and not flags.minutes > 0:
         parser.error(f"--minutes must be above 0, got {flags.minutes:g}.")
     if environment(torch.device("cpu")).dirty:
         parser.error("this checkout has changes, and evidence must be of a commit. Commit them first.")
-    visible = [str(gpu) for gpu in range(torch.cuda.device_count())]
-    if not visible:
+    gpus = list(range(torch.cuda.device_count()))
+    if not gpus:
         parser.error("evidence needs a CUDA device, none was found. Run it on a machine with one.")
-    named = flags.gpus.split(",") if flags.gpus else visible
-    if len(set(named)) < len(named) or not set(named) <= set(visible):
-        parser.error(f"--gpus must be some of {','.join(visible)}, each once, got {flags.gpus}.")
-    gpus = [int(gpu) for gpu in named]
-    into = flags.into or folder_of(torch.cuda.get_device_name(gpus[0]))
+    into = flags.into or folder_of(torch.cuda.get_device_name())
     into.mkdir(parents=True, exist_ok=True)
 
     shared, lone, timed = shared_steps(names()), lone_steps(), timed_steps()
