@@ -17,8 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -27,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 
 from attn_backends import names
-from scripts.free_places import on_a_free_one
+from scripts.free_places import share
 from scripts.on_gpus import card, run_on_gpus
 from spec_decode.environment import environment
 from spec_decode.files import ReportError, write_whole
@@ -101,42 +100,32 @@ def timed_steps() -> list[Step]:
     return [Step(f"bench-{name}", (*bench, *of, "--device", "cuda"), t) for name, (of, t) in cases.items()]
 
 
+@dataclass(kw_only=True)
 class Evidence:
     """Runs steps on the GPUs, and keeps what each ended with. seconds: how long all may take; None for no limit."""
 
-    def __init__(
-        self,
-        gpus: Sequence[int],
-        *,
-        shared: Sequence[Step],
-        lone: Sequence[Step],
-        timed: Sequence[Step],
-        into: Path,
-        seconds: float | None = None,
-    ) -> None:
-        self.gpus, self.lone, self.into, self.seconds = gpus, lone, into, seconds
-        self.began = time.monotonic()
-        self.failed: list[str] = []
-        self.left_out: list[str] = []
-        self._shared, self._timed = shared, timed
+    gpus: Sequence[int]
+    shared: Sequence[Step]
+    lone: Sequence[Step]
+    timed: Sequence[Step]
+    into: Path
+    seconds: float | None = None
+    began: float = field(default_factory=time.monotonic)
+    failed: list[str] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
 
     def run(self) -> None:
         """Until every step has ended, or the time has."""
-        self._together(self._shared, [gpu for gpu in self.gpus for _ in range(SLOTS)])
-        for step in self.lone:
-            self._run(step, *self.gpus)
-        self._together(self._timed, self.gpus)
+        alone = [[gpu] for gpu in self.gpus]
+        share(alone * SLOTS, self.shared, self._run)
+        share([self.gpus], self.lone, self._run)
+        share(alone, self.timed, self._run)
 
     @property
     def _left(self) -> float | None:
         return None if self.seconds is None else max(0.0, self.began + self.seconds - time.monotonic())
 
-    def _together(self, steps: Sequence[Step], places: Sequence[int]) -> None:
-        """In their order, one at a time on each of these GPUs; one that is named twice takes two."""
-        with ThreadPoolExecutor(len(places)) as pool:
-            list(pool.map(on_a_free_one(places, lambda gpu, step: self._run(step, gpu)), steps))
-
-    def _run(self, step: Step, *gpus: int) -> None:
+    def _run(self, gpus: Sequence[int], step: Step) -> None:
         if self._left is not None and step.seconds > self._left:
             self.left_out.append(step.report)
             self._say(f"{step.report}: left out, it takes about {step.seconds:.0f} s")
@@ -204,7 +193,7 @@ def main() -> None:
         return [step for step in wanted if not flags.stale or is_stale(into / f"{step.report}.json")]
 
     evidence = Evidence(
-        gpus,
+        gpus=gpus,
         shared=asked(shared),
         lone=asked(lone),
         timed=asked(timed),

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import queue
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 P = TypeVar("P")
@@ -11,8 +12,8 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 
-def on_a_free_one(places: Sequence[P], work: Callable[[P, T], R]) -> Callable[[T], R]:
-    """Does `work` of a job on a place that no other thread has, and waits for one."""
+def share(places: Sequence[P], jobs: Iterable[T], work: Callable[[P, T], R]) -> list[R]:
+    """What `work` makes of each job, in the order of the jobs, each on a place that no other has meanwhile."""
     free: queue.SimpleQueue[P] = queue.SimpleQueue()
     for place in places:
         free.put(place)
@@ -24,4 +25,5 @@ def on_a_free_one(places: Sequence[P], work: Callable[[P, T], R]) -> Callable[[T
         finally:
             free.put(place)
 
-    return one
+    with ThreadPoolExecutor(len(places)) as pool:
+        return list(pool.map(one, jobs))

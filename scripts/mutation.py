@@ -32,9 +32,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 
 from attn_backends import registry
+from scripts.free_places import share
 from scripts.mutation_operators import Mutant, keywords_with_defaults, mutants
 from scripts.mutation_rooms import EQUIVALENT, ROOMS
-from scripts.mutation_tests import PRODUCT, ROOT, Copy, TracedTest, digest, share, sources, traced_tests
+from scripts.mutation_tests import PRODUCT, ROOT, Copy, TracedTest, digest, sources, traced_tests
 from scripts.script_report import write_report
 from spec_decode.files import write_whole
 

@@ -12,14 +12,13 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from scripts.free_places import on_a_free_one
+from scripts.free_places import share
 from scripts.mutation_session import PACKAGES
 from spec_decode.files import write_whole
 
@@ -30,8 +29,6 @@ INTERPRETED = "tests/interpreter"
 """Tests of this folder run a second time, with every kernel in Triton's interpreter."""
 PATIENCE = 120
 """Seconds that a test may take over ten times what it took before: on a busy machine it takes longer."""
-T = TypeVar("T")
-R = TypeVar("R")
 
 
 @dataclass(frozen=True)
@@ -109,12 +106,6 @@ class Copy:
             assert session.stdin
             session.stdin.close()
             session.wait()
-
-
-def share(copies: Sequence[Copy], jobs: Iterable[T], work: Callable[[Copy, T], R]) -> list[R]:
-    """The result of each job in the order of the jobs, each done in one of the copies."""
-    with ThreadPoolExecutor(len(copies)) as pool:
-        return list(pool.map(on_a_free_one(copies, work), jobs))
 
 
 def traced_tests(copies: Sequence[Copy], paths: Sequence[str], kept: Path) -> tuple[list[TracedTest], list[str]]:

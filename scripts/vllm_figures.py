@@ -28,7 +28,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 from itertools import groupby
@@ -41,7 +40,7 @@ import msgspec
 import torch
 
 from engines.vllm import NAMES
-from scripts.free_places import on_a_free_one
+from scripts.free_places import share
 from scripts.on_gpus import run_on_gpus
 from scripts.script_report import write_report
 from scripts.vllm_arm import ROOT, Arm
@@ -245,8 +244,7 @@ def run_all(
     for (wanted, is_timed), together in groupby(asked, key=lambda arm: (arm.num_gpus, arm.is_timed)):
         places = [gpus[at : at + wanted] for at in range(0, len(gpus) - wanted + 1, wanted)]
         places *= 1 if is_timed else EXACT_ARMS
-        with ThreadPoolExecutor(len(places)) as pool:
-            found += pool.map(on_a_free_one(places, run_on), together)
+        found += share(places, together, run_on)
     return [each for each in found if each is not None], left_out
 
 

@@ -36,7 +36,7 @@ def made(folder):
 
 
 def ran(folder, timed, shared, lone=(), gpus=(0, 1), seconds=None):
-    run = Evidence(gpus, timed=timed, lone=lone, shared=shared, into=folder, seconds=seconds)
+    run = Evidence(gpus=gpus, timed=timed, lone=lone, shared=shared, into=folder, seconds=seconds)
     run.run()
     return run, made(folder)
 
