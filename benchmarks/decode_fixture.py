@@ -10,7 +10,6 @@ import torch
 
 from attn_backends import AttentionBackend, KVCache
 from attn_backends.kernels.fp8_ds_mla import TOKEN_BYTES
-from benchmarks.measure import Quantiles, time_kernels
 from benchmarks.rows import BenchRow
 from builders import AttentionKind, AttentionSpec, BatchBuffers, MetadataBuilder, RequestTables
 
@@ -100,10 +99,3 @@ def token_bytes(spec: AttentionSpec) -> int:
         return TOKEN_BYTES
     values = 0 if spec.kind is AttentionKind.MLA else spec.out_dim
     return spec.num_kv_heads * (spec.head_dim + values) * spec.cache_dtype.itemsize
-
-
-def time_attention(attend: AttentionCall, caches: list[KVCache]) -> Quantiles:
-    """GPU microseconds of attention over one of the caches, each in its turn."""
-    calls = max(2, min(50, 256 // len(caches)))
-    gpu = time_kernels(lambda: [attend(cache) for cache in caches], calls=calls)
-    return {name: round(value / len(caches), 3) for name, value in gpu.items()}

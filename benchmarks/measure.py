@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -19,6 +20,7 @@ _MATMUL_SIZE = 8192
 _QUANTILES = {"p20": 0.2, "p50": 0.5, "p80": 0.8}
 
 Quantiles = dict[str, float]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +85,13 @@ def time_kernels(launch: Callable[[], object], *, calls: int = 50) -> Quantiles:
     launch()
     graph = runtime_for(torch.device("cuda")).capture(lambda: [launch() for _ in range(calls)])
     return quantiles([_elapsed_us(graph.replay) / calls for _ in range(_REPEATS)])
+
+
+def time_in_turn(call: Callable[[T], object], inputs: Sequence[T]) -> Quantiles:
+    """GPU microseconds of a call of one of the inputs, each in its turn."""
+    calls = max(2, min(50, 256 // len(inputs)))
+    gpu_us = time_kernels(lambda: [call(each) for each in inputs], calls=calls)
+    return {name: round(value / len(inputs), 3) for name, value in gpu_us.items()}
 
 
 def kernels_in(call: Callable[[], object]) -> int:

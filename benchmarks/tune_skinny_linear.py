@@ -17,8 +17,8 @@ from multiprocessing import get_context
 import torch
 from torch.nn import functional as F
 
-from benchmarks.cases.products import cold_copies, time_product, weights_of
-from benchmarks.measure import copy_bandwidth
+from benchmarks.cases.products import cold_copies, weights_of
+from benchmarks.measure import copy_bandwidth, time_in_turn
 from benchmarks.random_drafts import PUBLISHED_DRAFTS
 from benchmarks.rounds import TimedDraft
 from builders.kernels.sizes import next_power_of_2
@@ -88,12 +88,12 @@ def tuned(shape: SkinnyProduct, bandwidth: float) -> str:
     """The line of a shape."""
     x, weight = shape.draw()
     weights = cold_copies(weight)
-    times = {tile: time_product(partial(shape.run, tile), x, weights)["p50"] for tile in shape.tilings()}
+    times = {tile: time_in_turn(partial(shape.run, tile, x), weights)["p50"] for tile in shape.tilings()}
     own, best, floor = next(iter(times)), min(times, key=lambda tile: times[tile]), weight.nbytes / bandwidth
     return (
         f"{shape.rows} x {shape.k} to {shape.n}{' gated' * shape.gated}: {times[best]:.2f} us, "
         f"{times[best] / floor:.2f} of the floor {floor:.2f}; table {times[own]:.2f}; "
-        f"F.linear {time_product(F.linear, x, weights)['p50']:.2f}; {best}"
+        f"F.linear {time_in_turn(partial(F.linear, x), weights)['p50']:.2f}; {best}"
     )
 
 

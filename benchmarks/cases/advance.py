@@ -9,8 +9,8 @@ from itertools import product
 import torch
 
 from attn_backends import AttentionBackend, KVCache, get
-from benchmarks.decode_fixture import DecodeFixture, time_attention
-from benchmarks.measure import kernels_in, time_call, time_kernels
+from benchmarks.decode_fixture import DecodeFixture
+from benchmarks.measure import kernels_in, time_call, time_in_turn, time_kernels
 from benchmarks.rows import SEEN, Bench, BenchRow, serving, with_limits
 from builders import AttentionSpec, BatchBuffers, BatchError, RequestTables, advance_state
 from spec_decode.tools.specs import FP8_DS_MLA, GQA, MLA, SPARSE
@@ -120,7 +120,7 @@ def _step_row(bench: Bench, backend: AttentionBackend, num_reqs: int, context: i
     step(caches[0])
     return {
         **fixture.labels("step", backend.name),
-        "gpu_us": time_attention(step, caches),
+        "gpu_us": time_in_turn(step, caches),
         "kernels_per_step": kernels_in(lambda: step(caches[0])),
         "floor_us": bench.floor_us(fixture.kv_bytes),
         "floor_counts": SEEN,

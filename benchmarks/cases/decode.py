@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from attn_backends import NoBackend, Rejected, get
-from benchmarks.decode_fixture import AttentionCall, DecodeFixture, time_attention
-from benchmarks.measure import Quantiles
+from benchmarks.decode_fixture import AttentionCall, DecodeFixture
+from benchmarks.measure import Quantiles, time_in_turn
 from benchmarks.peers import flashinfer_decode, flashinfer_mla
 from benchmarks.rows import SEEN, Bench, BenchRow, with_limits
 from builders import AttentionSpec
@@ -110,7 +110,7 @@ def comparison_rows(
         attend, backend = by_backend(comparison.backend)(fixture), get(comparison.backend)
         caches = fixture.caches(backend, cold=comparison.cold)
         expected = attend(caches[0]).float()
-        ours = time_attention(attend, caches)
+        ours = time_in_turn(attend, caches)
         peers = []
         for name, method in comparison.peers.items():
             with bench.noting(f"{comparison.case}: {name} (peer)", at=at):
@@ -119,7 +119,7 @@ def comparison_rows(
                 if not difference < _ROUNDING:
                     bench.miss(f"{comparison.case}: {name} (peer) at {at}", f"{difference:.1%} off our result")
                     continue
-                row = _row(bench, comparison, fixture, name, time_attention(attend, caches))
+                row = _row(bench, comparison, fixture, name, time_in_turn(attend, caches))
                 peers.append({**row, "peer": True, "peer_difference": round(difference, 5)})
         best = min((peer["gpu_us"]["p50"] for peer in peers), default=None)
         row = _row(bench, comparison, fixture, comparison.backend, ours)

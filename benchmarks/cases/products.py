@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.cases.compiled_steps import model_step, step_inputs
 from benchmarks.decode_fixture import COLD_BYTES
-from benchmarks.measure import Quantiles, time_kernels
+from benchmarks.measure import time_in_turn
 from benchmarks.random_drafts import PUBLISHED_DRAFTS
 from benchmarks.rounds import TimedDraft
 from benchmarks.rows import Bench, BenchRow, with_limits
@@ -20,7 +21,6 @@ from spec_decode.models.kernels.product_kind import ProductKind, product_kind
 from spec_decode.tools.timing_limit import TimingLimit
 
 CASE = "products"
-Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 _ROWS = (1, 4, 16, 32, 96, 160)
 """The last two of blocks, and of the rounds that verify many drafts; near 160, torch's own takes over."""
 _SMALLEST = 1 << 19
@@ -69,7 +69,7 @@ def _compared(bench: Bench, spec: str, weight: torch.Tensor) -> Iterator[BenchRo
         x = torch.randn(rows, weight.shape[1], device=weight.device).to(weight.dtype)
         if product_kind(x, weight) is ProductKind.TORCH:
             continue
-        ours, theirs = (time_product(product, x, copies) for product in (linear, F.linear))
+        ours, theirs = (time_in_turn(partial(product, x), copies) for product in (linear, F.linear))
         floor = {"floor_us": bench.floor_us(weight.nbytes), "floor_counts": "the weight"}
         labels = {"case": CASE, "spec": spec, "num_reqs": rows, **floor}
         ratio = round(ours["p50"] / theirs["p50"], 3)
@@ -81,10 +81,3 @@ def _compared(bench: Bench, spec: str, weight: torch.Tensor) -> Iterator[BenchRo
 def cold_copies(weight: torch.Tensor) -> list[torch.Tensor]:
     """The weight so often that none is still in a cache when its turn comes again."""
     return [weight, *(weight.clone() for _ in range(COLD_BYTES // weight.nbytes))]
-
-
-def time_product(product: Product, x: torch.Tensor, weights: list[torch.Tensor]) -> Quantiles:
-    """GPU microseconds of a product with each of the weights in turn."""
-    calls = max(2, min(50, 256 // len(weights)))
-    gpu = time_kernels(lambda: [product(x, weight) for weight in weights], calls=calls)
-    return {name: round(value / len(weights), 3) for name, value in gpu.items()}

@@ -7,8 +7,8 @@ from dataclasses import replace
 from itertools import product
 
 from attn_backends import AttentionBackend
-from benchmarks.decode_fixture import DecodeFixture, time_attention
-from benchmarks.measure import Quantiles
+from benchmarks.decode_fixture import DecodeFixture
+from benchmarks.measure import Quantiles, time_in_turn
 from benchmarks.rows import Bench, BenchRow, serving, with_limits
 from spec_decode.tools.specs import GQA, MLA
 from spec_decode.tools.timing_limit import TimingLimit
@@ -44,7 +44,7 @@ def _time(fixture: DecodeFixture, backend: AttentionBackend) -> Quantiles:
     """GPU microseconds of attention alone."""
     if fixture.spec.tree:
         _make_tree(fixture)
-    return time_attention(fixture.attention_by(backend), fixture.caches(backend, cold=False))
+    return time_in_turn(fixture.attention_by(backend), fixture.caches(backend, cold=False))
 
 
 def _make_tree(fixture: DecodeFixture) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from attn_backends import get
-from benchmarks import tune_skinny_linear
+from benchmarks import measure, tune_skinny_linear
 from benchmarks.cases import compiled_steps, products
 from benchmarks.cases.compiled_steps import (
     CompiledStep,
@@ -137,7 +137,7 @@ def test_each_product_has_a_row_of_ours_beside_torchs(monkeypatch):
         launch()
         return next(medians)
 
-    monkeypatch.setattr(products, "time_kernels", time_kernels)
+    monkeypatch.setattr(measure, "time_kernels", time_kernels)
     monkeypatch.setattr(products, "PUBLISHED_DRAFTS", {KINDS[0]: replace(tiny(KINDS[0]), dtype=torch.bfloat16)})
     monkeypatch.setattr(products, "COLD_BYTES", 0)
     monkeypatch.setattr(products, "_SMALLEST", 32 * 64)
@@ -168,7 +168,7 @@ def test_tuning_tries_the_tables_tiling_first_and_says_which_is_best(monkeypatch
     own, *others = shape.tilings()
     assert own == tile_of(2, 1024, 1024, gated=True) and others and own not in others
     medians = iter([4.0, 2.0, *[3.0] * len(others)])
-    monkeypatch.setattr(tune_skinny_linear, "time_product", lambda *_: {"p50": next(medians)})
+    monkeypatch.setattr(tune_skinny_linear, "time_in_turn", lambda *_: {"p50": next(medians)})
     monkeypatch.setattr(products, "COLD_BYTES", 0)
     line = tune_skinny_linear.tuned(shape, 1e6)
     assert f"2.00 us, 0.48 of the floor 4.19; table 4.00; F.linear 3.00; {others[0]}" in line

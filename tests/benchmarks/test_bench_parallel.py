@@ -104,7 +104,7 @@ def test_trees_are_timed_beside_as_many_tokens_in_a_row_on_every_backend_that_ha
         assert attend(caches[0]).isfinite().all()
         return {"p50": 2.0}
 
-    monkeypatch.setattr(tree_verify, "time_attention", run_once)
+    monkeypatch.setattr(tree_verify, "time_in_turn", run_once)
     monkeypatch.setattr(tree_verify, "_CONTEXT", 20)
     small = {"num_q_heads": 2, "num_kv_heads": 1, "head_dim": 128, "value_dim": 64, "scale": None}
     monkeypatch.setattr(tree_verify, "_SPECS", [replace(spec, **small) for spec in tree_verify._SPECS])

@@ -47,11 +47,11 @@ def timed(monkeypatch):
     """The medians that timing gives, in turn; each call is made once."""
     medians = []
 
-    def time_attention(attend, caches):
+    def time_in_turn(attend, caches):
         attend(caches[0])
         return at(medians.pop(0))
 
-    monkeypatch.setattr(decode, "time_attention", time_attention)
+    monkeypatch.setattr(decode, "time_in_turn", time_in_turn)
     monkeypatch.setattr(decode_fixture, "COLD_BYTES", 1)
     return medians
 
