@@ -30,15 +30,8 @@ def main() -> None:
     with TemporaryDirectory() as downloads:
         subprocess.run([*PIP, "download", "--no-deps", "-d", downloads, options.engine], check=True)
         (wheel,) = Path(downloads).glob("*.whl")
-        unpack(wheel, options.folder)
-
-
-def unpack(wheel: Path, folder: Path) -> None:
-    """The Python of the wheel, into the folder."""
-    with zipfile.ZipFile(wheel) as archive:
-        for entry in archive.infolist():
-            if entry.filename.endswith(KEPT):
-                archive.extract(entry, folder)
+        with zipfile.ZipFile(wheel) as archive:
+            archive.extractall(options.folder, [name for name in archive.namelist() if name.endswith(KEPT)])
 
 
 if __name__ == "__main__":
