@@ -1,7 +1,4 @@
-"""What the README and two pages of docs/ show of the reports: tables and a plot.
-
-python scripts/readme.py            writes them
-python scripts/readme.py --check    fails where they are not what the reports say
+"""Write what the README and pages of docs/ show of the reports, tables and a plot: python scripts/readme.py.
 
 The figures are medians; each row names the device, the date and the command of the report that it is read from.
 """
@@ -131,7 +128,8 @@ def figures(root: Path) -> str:
     vllm, engine = _load(root, VLLM), _load(root, "h200/bench-throughput.json")
     rounds, compiled, builders = _load(root, ROUNDS), _load(root, COMPILED[0]), in_place_claims(root)
     torchs, ours = zip(*strategy_times.compiled_times(compiled).values(), strict=True)
-    arms, speeds, host = vllm_arms(vllm), engine_speeds(engine), host_times(rounds)
+    arms, speeds, timed = vllm_arms(vllm), engine_speeds(engine), strategy_times.rounds_of(rounds)
+    eager, graph = (timed[strategy, 1]["host_us"][1] / 1e3 for strategy in ("eager", "full_loop"))
     plain, drafted = min(speeds), max(speeds)
     version, sizes = vllm["arms"][0]["vllm"], " / ".join(map(str, SIZES))
     in_vllm, kept = vllm_rows(root, f"Tokens/s in vLLM {version} with {sizes} concurrent requests")
@@ -154,8 +152,8 @@ def figures(root: Path) -> str:
         ],
         [
             f"Host time to draft {DRAFT_TOKENS} tokens for 1 request",
-            f"{host['eager'] / 1e3:.1f} ms (eager)",
-            f"**{host['full_loop'] / 1e3:.2f} ms** (one graph replay)",
+            f"{eager:.1f} ms (eager)",
+            f"**{graph:.2f} ms** (one graph replay)",
             _source(rounds, "attn-backends bench llama3-8b-eagle"),
         ],
     ]
@@ -225,15 +223,6 @@ def engine_speeds(report: Mapping[str, Any]) -> dict[int, dict[int, float]]:
     return speeds
 
 
-def host_times(report: Mapping[str, Any]) -> dict[str, float]:
-    """Microseconds of the host for a greedy round of one request on triton_paged, by strategy."""
-    wanted = ("llama3-8b-eagle/round", "triton_paged", DRAFT_TOKENS, 0.0, 1)
-    keys = ("case", "backend", "num_speculative_tokens", "temperature", "num_reqs")
-    return {
-        row["strategy"]: row["host_us"][1] for row in report["rows"] if tuple(row.get(key) for key in keys) == wanted
-    }
-
-
 def in_place_claims(root: Path) -> list[Report]:
     """The reports on those metadata builders of vLLM that claim updates in place."""
     reports = [Report.load(path) for path in sorted((root / "reports/cpu").glob("check-vllm-*.json"))]
@@ -281,23 +270,14 @@ def plot(report: Mapping[str, Any]) -> str:
     )
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """0, or 1 where --check finds a file that is not what the reports say."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing; fail where a file is not current")
-    only_check = parser.parse_args(argv).check
-    stale = {path: text for path, text in contents(ROOT).items() if not _is_current(ROOT / path, text)}
-    for path, text in stale.items():
-        if only_check:
-            print(f"{path} is not what the reports say: run python scripts/readme.py")
-        else:
-            write_whole(ROOT / path, text.encode())
+def main() -> None:
+    """Write what is not what the reports say."""
+    argparse.ArgumentParser(description=__doc__).parse_args()
+    for path, text in contents(ROOT).items():
+        written = ROOT / path
+        if not written.exists() or written.read_text(encoding="utf-8") != text:
+            write_whole(written, text.encode())
             print(f"wrote {path}")
-    return int(only_check and bool(stale))
-
-
-def _is_current(path: Path, text: str) -> bool:
-    return path.exists() and path.read_text(encoding="utf-8") == text
 
 
 def _load(root: Path, name: str) -> dict[str, Any]:
@@ -338,4 +318,4 @@ def _passed(report: Report | None) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

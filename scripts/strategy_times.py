@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 _CASE, _BACKEND, _K = "llama3-8b-eagle/round", "triton_paged", 7
 _SIZES = (1, 32)
 
 
+def rounds_of(report: Mapping[str, Any]) -> dict[tuple[str, int], Mapping[str, Any]]:
+    """The rows of greedy rounds of one draft, by strategy and requests."""
+    kind = {"case": _CASE, "backend": _BACKEND, "num_speculative_tokens": _K, "temperature": 0.0}
+    rows = [row for row in report["rows"] if all(row.get(name) == value for name, value in kind.items())]
+    return {(row["strategy"], row["num_reqs"]): row for row in rows}
+
+
 def table(report: dict[str, Any]) -> str:
     """Greedy rounds of one draft: GPU and host time by strategy. Raises ValueError for rows without such a round."""
-    found = {(row["strategy"], row["num_reqs"]): row for row in report["rows"] if _wanted(row)}
+    found = rounds_of(report)
     strategies = [name for name in dict.fromkeys(name for name, _ in found) if all((name, n) in found for n in _SIZES)]
     if not strategies:
         raise ValueError(f"the report has no rounds of {_CASE} with K = {_K}: nothing to show on the strategies page")
@@ -57,8 +64,3 @@ def compiled_times(report: dict[str, Any]) -> dict[int, tuple[float, float]]:
         (row["num_reqs"], bool(row.get("peer"))): row["gpu_us"][1] for row in report["rows"]
     }
     return {size: (found[size, True], found[size, False]) for size in _SIZES}
-
-
-def _wanted(row: dict[str, Any]) -> bool:
-    case = (row["case"], row["backend"], row.get("num_speculative_tokens"), row.get("temperature"))
-    return case == (_CASE, _BACKEND, _K, 0.0)
