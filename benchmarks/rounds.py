@@ -109,7 +109,7 @@ def time_round(bench: Bench, draft: TimedDraft, run: RoundConfig, names: Mapping
             **asdict(timing),
             "kernels_per_step": kernels and round(kernels, 2),
             "floor_us": floor,
-            "floor_counts": draft.counted(passes),
+            "floor_counts": floor and draft.counted(passes),
             "temperature": run.temperature,
             "floor_ratio": timing.gpu_us and floor and round(timing.gpu_us["p50"] / floor, 3),
             "capture_seconds": round(sum(report.seconds for report in drafter.graphs.reports), 4),

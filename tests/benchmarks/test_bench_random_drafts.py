@@ -7,6 +7,7 @@ import torch
 
 from benchmarks.cases import draft_rounds
 from benchmarks.cases.draft_rounds import random_draft_rows
+from benchmarks.measure import DeviceRates
 from benchmarks.random_drafts import RANDOM_DRAFTS
 from benchmarks.rounds import RoundConfig, weights_read
 from benchmarks.rows import Bench
@@ -57,7 +58,8 @@ ALIKE = ("eagle-1024", "gpt-oss-20b-eagle3")
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in ALIKE)) for n in RANDOM_DRAFTS])
-def test_every_draft_is_timed_in_every_strategy(bench, small, name, monkeypatch):
+def test_every_draft_is_timed_in_every_strategy(small, name, monkeypatch):
+    bench = Bench(CPU, DeviceRates(1000.0, 1.0))
     # The graphs for K 1 to 8 are no rounds, and take longer than all of them: see the next test.
     monkeypatch.setattr(draft_rounds, "_graph_set_rows", lambda *_: iter(()))
     rows = list(random_draft_rows(bench, name))

@@ -325,6 +325,7 @@ def test_on_a_cpu_tiny_rounds_of_its_backends_run_and_no_limit_is_judged(on_cpu)
         for case in ("round", "round/steps")
     }
     assert all(row["gpu_us"] is None and not row["limits"] and row["host_us"]["p50"] > 0 for row in on_cpu.rows)
+    assert not any(row["floor_us"] or row["floor_counts"] for row in on_cpu.rows)
     assert any(note.startswith("round: cpu has an emulator") for note in on_cpu.missing)
 
 
