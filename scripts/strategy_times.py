@@ -39,12 +39,23 @@ def table(report: dict[str, Any]) -> str:
 
 
 def beside_compiled(reports: Sequence[dict[str, Any]]) -> str:
-    """Later steps of drafts beside the same steps compiled by torch, a row for each report's draft."""
-    env = reports[0]["env"]
-    steps, context = reports[0]["rows"][0]["num_speculative_tokens"] - 1, reports[0]["rows"][0]["context"]
+    """Later steps of drafts beside the same steps compiled by torch, a row for each report's draft.
+
+    Raises ValueError for reports of unlike devices, releases of torch or sizes: one sentence says them of all rows.
+    """
+    kinds = {
+        (env["device"], env["torch"], row["num_speculative_tokens"] - 1, row["context"])
+        for env, row in ((report["env"], report["rows"][0]) for report in reports)
+    }
+    if len(kinds) > 1:
+        raise ValueError(
+            f"compiled steps must be of one device, torch, K and context, got {sorted(kinds)}. Renew some."
+        )
+    [(device, release, steps, context)] = kinds
+    dates = sorted({report["env"]["date"][:10] for report in reports})
     lines = [
         f"GPU time of the {steps} later steps of a round of {steps + 1} draft tokens, {context:,} tokens of context, "
-        f"greedy, {env['device']}, {env['date'][:10]}, torch {env['torch']}. Times are medians in microseconds.",
+        f"greedy, {device}, {' and '.join(dates)}, torch {release}. Times are medians in microseconds.",
         "",
         "| draft | " + " | ".join(f"torch.compile, {n} req. | this library, {n} req. | ratio" for n in _SIZES) + " |",
         "|---|" + "---:|" * (3 * len(_SIZES)),

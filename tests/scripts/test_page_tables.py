@@ -26,9 +26,17 @@ def test_a_drafts_steps_stand_beside_the_compiled_ones() -> None:
         for us, more in ((30.0 * n, {}), (40.0 * n, {"peer": True}))
     ]
     env = {"device": "NVIDIA H200", "date": "2026-11-26T00:00:00", "torch": "2.11.0"}
-    said = strategy_times.beside_compiled([{"env": env, "rows": rows}]).splitlines()
+    report = {"env": env, "rows": rows}
+    said = strategy_times.beside_compiled([report]).splitlines()
     assert said[0].startswith("GPU time of the 3 later steps of a round of 4 draft tokens, 1,024 tokens of context")
     assert said[4] == "| `x` | 40 | 30 | 0.75 | 1,280 | 960 | 0.75 |"
+    later = {**env, "date": "2026-11-27T00:00:00"}
+    assert "H200, 2026-11-26 and 2026-11-27, torch" in strategy_times.beside_compiled(
+        [report, {**report, "env": later}]
+    )
+    for other in ({"device": "NVIDIA H100"}, {"torch": "2.13.0"}):
+        with pytest.raises(ValueError, match="must be of one device, torch, K and context"):
+            strategy_times.beside_compiled([report, {**report, "env": env | other}])
 
 
 def vllm_arm(draft: str, steps: int, tokens_per_s: list[float], **more: object) -> dict[str, object]:
