@@ -27,10 +27,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from fnmatch import fnmatchcase
-from itertools import groupby
+from itertools import groupby, product
 from pathlib import Path
 from typing import Any
 
@@ -82,14 +82,11 @@ LATENT = Names(
     ("FLASHMLA", "TRITON_MLA"),
     ("ATTN_BACKENDS_FLASH_ATTN3_MLA", "ATTN_BACKENDS_FLASHMLA", "ATTN_BACKENDS_TRITON_MLA"),
 )
-KEPT = {3: 1.8, 7: 3.2}
-"""Drafts kept a round, by the draft tokens of one."""
 BLOCKS = {"dflash": (15, 5.0), "dflash2": (7, 4.4)}
 """Kinds of drafts that propose a block: their draft tokens as published, and how many are kept a round."""
-MTP = (3, 1.8)
-"""Draft tokens of the MTP layer, which vLLM runs once for each, and how many are kept a round."""
 TIMED = {False: (BASE, REBUILT, *OURS), True: (BASE, REBUILT, OURS[0])}
 """Draft backends over grouped heads that are timed, by whether layers are compiled."""
+EXACT_REQUESTS = (1, 4, 32)
 MACHINE = ("device", "driver", "cuda", "torch", "triton", "python")
 """What an environment says of it, by which results are kept."""
 EXACT_ARMS = 3
@@ -98,82 +95,68 @@ MARGIN = 0.02
 """By how much more than vLLM's own backends ours may differ from FLASH_ATTN, of draft tokens: the count is small."""
 
 
-def arms(num_gpus: int) -> list[Arm]:
-    """The most valuable first: those of all kinds without compilation, then those with it."""
-    every = [*latent_arms(), *block_arms(), *eagle_arms(), *watched_arms()]
-    every.sort(key=lambda arm: (arm.compiled, not arm.is_timed))
-    return [*(across() if num_gpus > 1 else ()), *every]
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """A kind of draft and the model that it is timed on.
 
-
-def across() -> list[Arm]:
-    """Those over two GPUs: of each kind of draft one of ours and one on the target's backend, timed and exact.
-
-    Exact ones are compared with each other, not with one GPU's: sums over GPUs round otherwise, and the texts of random
-    weights part early.
+    small      the model on which drafts are compared
+    kept       drafts kept a round, by the draft tokens of one
+    timed      draft backends that are timed, by whether layers are compiled
+    across     whether one of ours and the target's run over two GPUs too
+    watched    whether one of ours runs with comparisons too, as vLLM runs by default where such an arm is beside it
     """
-    kinds = [
-        ("eagle", 3, KEPT[3], "llama3-8b", "small"),
-        ("mtp", *MTP, "deepseek-v3", "deepseek-small"),
-        ("dflash", *BLOCKS["dflash"], "qwen3-8b", "qwen3-small"),
-    ]
-    each = [(draft, *kind) for kind in kinds for draft in (names(kind[0]).ours[0], names(kind[0]).base)]
-    return [
-        *(Arm(draft, steps, size, kept, 2, kind=kind) for draft, kind, steps, kept, size, _ in each),
-        *(Arm(draft, steps, small, 0.0, 2, (1, 4, 32), kind=kind) for draft, kind, steps, _, _, small in each),
-    ]
+
+    kind: str
+    size: str
+    small: str
+    kept: Mapping[int, float]
+    timed: Mapping[bool, tuple[str, ...]] = field(default_factory=lambda: TIMED)
+    across: bool = False
+    watched: bool = False
+
+    def arms(self, num_gpus: int) -> Iterator[Arm]:
+        """Exact arms over two GPUs are compared with each other, not with one GPU's: sums over GPUs round otherwise,
+        and the texts of random weights part early."""
+        of_kind, few, many = names(self.kind), min(self.kept), max(self.kept)
+        if self.across and num_gpus > 1:
+            for draft in (of_kind.ours[0], of_kind.base):
+                yield Arm(draft, few, self.size, self.kept[few], 2, kind=self.kind)
+                yield Arm(draft, few, self.small, 0.0, 2, EXACT_REQUESTS, kind=self.kind)
+        for compiled, drafts in self.timed.items():
+            yield Arm("", 0, self.size, compiled=compiled)
+            for (steps, kept), draft in product(self.kept.items(), drafts):
+                yield Arm(draft, steps, self.size, kept, compiled=compiled, kind=self.kind)
+        for draft in of_kind.all:
+            yield Arm(draft, few, self.small, requests=EXACT_REQUESTS, kind=self.kind)
+        if self.watched:
+            compiled, kept = max(self.timed), self.kept[many]
+            yield Arm(of_kind.ours[0], many, self.size, kept, compiled=compiled, kind=self.kind, watched=True)
 
 
-def eagle_arms() -> list[Arm]:
-    """Those of an EAGLE draft over grouped heads, likewise."""
-    timed = [
-        Arm(draft, steps, kept=kept, compiled=compiled)
-        for compiled, drafts in TIMED.items()
-        for steps, kept in KEPT.items()
-        for draft in drafts
-    ]
-    exact = [Arm(draft, 3, "small", requests=(1, 4, 32)) for draft in GROUPED.all]
-    return [*(Arm("", 0, compiled=compiled) for compiled in TIMED), *timed, *exact]
+_MTP = Model(
+    kind="mtp", size="deepseek-v3", small="deepseek-small", kept={3: 1.8}, timed={False: LATENT.all}, across=True
+)
+_DFLASH = Model(
+    kind="dflash", size="qwen3-8b", small="qwen3-small", kept=dict([BLOCKS["dflash"]]), across=True, watched=True
+)
+MODELS = (
+    _MTP,
+    replace(_MTP, size="deepseek-v3-shard", across=False, watched=True),
+    _DFLASH,
+    replace(_DFLASH, kind="dflash2", kept=dict([BLOCKS["dflash2"]]), across=False, watched=False),
+    Model(kind="eagle", size="llama3-8b", small="small", kept={3: 1.8, 7: 3.2}, across=True, watched=True),
+)
+
+
+def arms(num_gpus: int) -> list[Arm]:
+    """The most valuable first: those over two GPUs, then those of all kinds without compilation, then those with it."""
+    every = dict.fromkeys(arm for model in MODELS for arm in model.arms(num_gpus))
+    return sorted(every, key=lambda arm: (-arm.num_gpus, arm.compiled, not arm.is_timed))
 
 
 def names(kind: str) -> Names:
     """Draft backends of a kind of draft."""
     return LATENT if kind == "mtp" else GROUPED
-
-
-def block_arms() -> list[Arm]:
-    """Those whose draft proposes a block, and those without a draft that they are compared with."""
-    timed = [
-        Arm(draft, steps, "qwen3-8b", kept=kept, compiled=compiled, kind=kind)
-        for compiled, drafts in TIMED.items()
-        for kind, (steps, kept) in BLOCKS.items()
-        for draft in drafts
-    ]
-    exact = [
-        Arm(draft, steps, "qwen3-small", requests=(1, 4, 32), kind=kind)
-        for kind, (steps, _) in BLOCKS.items()
-        for draft in GROUPED.all
-    ]
-    return [*(Arm("", 0, "qwen3-8b", compiled=compiled) for compiled in TIMED), *timed, *exact]
-
-
-def latent_arms() -> list[Arm]:
-    """Those with an MTP layer over latents, likewise."""
-    steps, kept = MTP
-    sizes = ("deepseek-v3", "deepseek-v3-shard")
-    timed = [Arm(draft, steps, size, kept=kept, kind="mtp") for size in sizes for draft in LATENT.all]
-    exact = [Arm(draft, steps, "deepseek-small", requests=(1, 4, 32), kind="mtp") for draft in LATENT.all]
-    return [*(Arm("", 0, size) for size in sizes), *timed, *exact]
-
-
-def watched_arms() -> list[Arm]:
-    """One of each kind of draft, as vLLM runs by default where such an arm is beside it."""
-    steps, kept = BLOCKS["dflash"]
-    mtp_steps, mtp_kept = MTP
-    return [
-        Arm(OURS[0], 7, kept=KEPT[7], compiled=True, watched=True),
-        Arm(OURS[0], steps, "qwen3-8b", kept=kept, compiled=True, kind="dflash", watched=True),
-        Arm(LATENT.ours[0], mtp_steps, "deepseek-v3-shard", kept=mtp_kept, kind="mtp", watched=True),
-    ]
 
 
 class Kept:
