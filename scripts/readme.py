@@ -6,6 +6,7 @@ The figures are medians; each row names the device, the date and the command of 
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -40,6 +41,8 @@ COMPILED = tuple(
     for draft in ("llama3-8b-eagle", "qwen3-8b-eagle3", "gpt-oss-20b-eagle3", "glm-4.7-flash-mtp", "eagle-1024")
 )
 """Those of draft steps beside torch.compile's."""
+PART_OF_KIT = frozenset({"--family", "--only", "--quick"})
+"""Options of `check` that leave checks out: such a report says nothing of the others."""
 SIZES = (1, 32)
 """Requests at once, in the table."""
 DRAFT_TOKENS = 7
@@ -109,11 +112,11 @@ def between(page: str, name: str, table: str) -> str:
 def summary(reports: Sequence[Report]) -> str:
     """A row for each backend, a column for each GPU and one for CPUs: checks passed of those that ran, and the date.
 
-    Refusals are left out; of several reports the newest counts. One of soaks alone is no report of the whole kit.
+    Refusals are left out; of several reports of the whole kit the newest counts.
     """
     newest: dict[tuple[str, str], Report] = {}
     for report in sorted(reports, key=lambda report: report.env.date):
-        if not report.engine and {result.family for result in report.results} != {"soak"}:
+        if not report.engine and PART_OF_KIT.isdisjoint(shlex.split(report.command)):
             newest[report.backend, card(report.env.device) if report.env.cuda else CPU] = report
     devices = sorted({device for _, device in newest}, key=lambda device: (device == CPU, device))
     lines = [["backend", *devices], ["---"] * (1 + len(devices))]

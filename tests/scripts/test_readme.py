@@ -107,6 +107,15 @@ def test_reports_of_several_processors_share_a_column() -> None:
     assert table.splitlines()[0].count("CPU") == 1 and table.count("(2031-01-02)") == 1
 
 
+@pytest.mark.parametrize("part", ["--family numerics", "--only 'numerics.*'", "--quick"])
+def test_a_report_of_a_part_of_the_kit_does_not_stand_for_a_whole_one(part: str) -> None:
+    reports = readme.Sources.read([ROOT / "reports"]).reports
+    old = next(each for each in reports if each.backend == "torch_reference" and not each.env.cuda)
+    env = msgspec.structs.replace(old.env, date="2031-01-02T03:04:05+00:00")
+    newer = msgspec.structs.replace(old, env=env, command=f"{old.command} {part}", results=old.results[:1])
+    assert readme.summary([*reports, newer]) == readme.summary(reports)
+
+
 def test_the_newest_report_of_a_device_counts() -> None:
     table = readme.summary(readme.Sources.read([ROOT / "reports"]).reports)
     assert table.splitlines()[0] == "| backend | H100 | H200 | CPU |"
