@@ -23,7 +23,7 @@ from benchmarks.random_drafts import PUBLISHED_DRAFTS
 from benchmarks.rounds import TimedDraft
 from builders.kernels.sizes import next_power_of_2
 from spec_decode.models.kernels.skinny_linear import SkinnyLinear
-from spec_decode.models.kernels.skinny_tiling import MAX_SUMS, Tiling, tile_of
+from spec_decode.models.kernels.skinny_tiling import MAX_ROWS, MAX_SUMS, Tiling, tile_of
 
 _DEVICE = torch.device("cuda")
 _CUTS = [
@@ -62,8 +62,8 @@ class SkinnyProduct:
         return SkinnyLinear(x, weight, gated=self.gated).launch(tile)[1]
 
 
-def shapes(names: list[str], rows: list[int]) -> list[SkinnyProduct]:
-    """The products of these drafts' steps, each once."""
+def shapes(names: list[str]) -> list[SkinnyProduct]:
+    """The products of these drafts' steps, each once, of every number of rows that the kernel takes."""
     found: dict[SkinnyProduct, None] = {}
     for name in names:
         draft = PUBLISHED_DRAFTS[name]
@@ -71,7 +71,7 @@ def shapes(names: list[str], rows: list[int]) -> list[SkinnyProduct]:
         for weight in weights_of(TimedDraft.of(draft, _DEVICE), _DEVICE):
             if weight.dtype == torch.bfloat16:
                 n, k = weight.shape
-                found |= dict.fromkeys(SkinnyProduct(count, n, k, n == gated) for count in rows)
+                found |= dict.fromkeys(SkinnyProduct(count, n, k, n == gated) for count in range(1, MAX_ROWS + 1))
     return list(found)
 
 
@@ -102,11 +102,10 @@ def main() -> None:
     """Print the lines."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("drafts", nargs="*", default=list(PUBLISHED_DRAFTS), help="of the bench's; all where none is")
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 2])
     flags = parser.parse_args()
     if unknown := [name for name in flags.drafts if name not in PUBLISHED_DRAFTS]:
         parser.error(f"a draft must be one of {', '.join(PUBLISHED_DRAFTS)}, got {', '.join(unknown)}.")
-    found, began = shapes(flags.drafts, flags.rows), time.monotonic()
+    found, began = shapes(flags.drafts), time.monotonic()
     with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
         list(pool.map(compile_all, found))
     print(f"compiled in {time.monotonic() - began:.0f} s", flush=True)

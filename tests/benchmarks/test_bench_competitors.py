@@ -161,7 +161,7 @@ def test_tuning_tries_the_tables_tiling_first_and_says_which_is_best(monkeypatch
     tiny_bf16 = replace(tiny(KINDS[0]), dtype=torch.bfloat16)
     monkeypatch.setattr(tune_skinny_linear, "_DEVICE", CPU)
     monkeypatch.setattr(tune_skinny_linear, "PUBLISHED_DRAFTS", {KINDS[0]: tiny_bf16})
-    shapes = tune_skinny_linear.shapes([KINDS[0]], [1, 2])
+    shapes = tune_skinny_linear.shapes([KINDS[0]])
     assert {(shape.n, shape.k) for shape in shapes if shape.gated} == {(96, 32)} and len(shapes) == 12
 
     shape = tune_skinny_linear.SkinnyProduct(2, 2048, 1024, gated=True)
