@@ -156,7 +156,9 @@ def attempt(copy: Copy, mutant: Mutant, tests: Sequence[TracedTest], most: float
     """Run the tests on a mutant until one fails, which without the change does not."""
     tried = 0
     entering, readers = tests_of(mutant, tests)
-    for batch in [*batches(entering, most), *batches(readers, READERS)]:
+    waiting = [*batches(entering, most), *batches(readers, READERS)]
+    while waiting:
+        batch = waiting.pop(0)
         with changed(copy, mutant):
             answer = _run(copy, batch)
         tried += len(answer["tests"])
@@ -165,11 +167,12 @@ def attempt(copy: Copy, mutant: Mutant, tests: Sequence[TracedTest], most: float
         if answer["status"] in (0, 5):
             continue
         suspects = [test for test in batch if test.name in failed] or batch
-        if _run(copy, suspects)["status"] not in (0, 5):
-            # They fail, or do not run, without the change either: they say nothing of it.
-            continue
-        by = failed[0] if failed else f"the session: {answer['status']}"
-        return Result(mutant, "hung" if answer["status"] == "hung" else "killed", by, tried)
+        if _run(copy, suspects)["status"] in (0, 5):
+            by = failed[0] if failed else f"the session: {answer['status']}"
+            return Result(mutant, "hung" if answer["status"] == "hung" else "killed", by, tried)
+        # They fail, or do not run, without the change either: they say nothing of it. Those behind them still may.
+        if rest := [test for test in batch if test not in suspects and test.name not in answer["tests"]]:
+            waiting.insert(0, rest)
     return Result(mutant, "survived", "", tried)
 
 

@@ -235,6 +235,26 @@ def test_a_change_dies_of_a_test_that_passes_without_it(tmp_path: Path, sound: s
     assert copy.asked == [["a.py::good", "a.py::bad"], ["a.py::bad"]]
 
 
+def test_tests_behind_one_that_fails_without_the_change_are_tried_too(tmp_path: Path) -> None:
+    class Stops(FakeCopy):
+        """At the first test that fails, as a session does; `broken` fails without the change too."""
+
+        def run(self, tests: list[str], **options: Any) -> dict[str, Any]:
+            if "a.py::broken" in tests:
+                self.asked.append(tests)
+                return {"status": 1, "tests": {"a.py::broken": {"outcome": "failed"}}}
+            return super().run(tests, **options)
+
+    (mutant,) = [each for each in mutants("f.py", SOURCE, {}) if each.operator == "comparison"]
+    copy = Stops(tmp_path, "passed")
+    tests = [TracedTest(name, False, 0.1, frozenset({"f.py::f"})) for name in ("a.py::broken", "a.py::bad")]
+
+    result = mutation.attempt(copy, mutant, tests, 100)  # type: ignore[arg-type]
+
+    assert (result.outcome, result.by) == ("killed", "a.py::bad")
+    assert copy.asked == [["a.py::broken", "a.py::bad"], ["a.py::broken"], ["a.py::bad"], ["a.py::bad"]]
+
+
 SOURCE = "def f(x):\n    return x < 2\n"
 
 
