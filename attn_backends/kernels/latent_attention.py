@@ -22,6 +22,7 @@ from attn_backends.kernels.paged_attention import (
 )
 from builders.errors import require
 from builders.kernels.op import define_op
+from builders.kernels.rows import whole_rows
 from builders.kernels.sizes import cdiv, next_power_of_2
 from builders.kernels.triton_runtime import await_previous, dependent_launch, stored_as, tl, triton
 from builders.paged import SPLIT_TOKENS
@@ -112,8 +113,7 @@ class LatentAttentionArguments(NamedTuple):
     def launch(self, config: dict[str, int] | None = None) -> torch.Tensor:
         """config: what tile_config would choose, for a script that tunes it."""
         self._check()
-        query, splits, value_dim = self.query, self.num_splits, self.value_dim
-        query = query if query.stride(2) == 1 else query.contiguous()
+        query, splits, value_dim = whole_rows(self.query), self.num_splits, self.value_dim
         tokens, heads, dim = query.shape
         out = stored_as(self.fake())
         split = splits > 1

@@ -17,6 +17,7 @@ from attn_backends.kernels.online_softmax import apply_softcap, sink_exponent
 from attn_backends.kernels.softmax import softmax_with_sinks
 from builders.errors import BatchError
 from builders.kernels.op import define_op
+from builders.kernels.rows import whole_rows
 from builders.kernels.sizes import cdiv, next_power_of_2
 from builders.kernels.triton_runtime import await_previous, dependent_launch, stored_as, tl, triton
 from builders.paged import SPLIT_TOKENS, num_sms
@@ -136,8 +137,7 @@ class PagedAttentionArguments(NamedTuple):
 
     def launch(self) -> torch.Tensor:
         self._check()
-        query, splits, sinks = self.query, self.num_splits, self.sinks
-        query = query if query.stride(2) == 1 else query.contiguous()
+        query, splits, sinks = whole_rows(self.query), self.num_splits, self.sinks
         tokens, heads, dim = query.shape
         _, page_size, kv_heads, value_dim = self.value_cache.shape
         group, split = heads // kv_heads, splits > 1

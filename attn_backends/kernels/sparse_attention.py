@@ -18,6 +18,7 @@ from attn_backends.kernels import fp8_ds_mla
 from attn_backends.kernels.softmax import softmax_with_sinks
 from builders.errors import require, require_tensor
 from builders.kernels.op import define_op
+from builders.kernels.rows import whole_rows
 from builders.kernels.sizes import cdiv
 from builders.kernels.triton_runtime import await_previous, dependent_launch, stored_as, tl, triton
 
@@ -119,7 +120,7 @@ class SparseAttentionArguments(NamedTuple):
     def launch(self) -> torch.Tensor:
         self._check()
         (tokens, heads, dim), cache = self.query.shape, self.cache
-        query = self.query if self.query.stride(2) == 1 else self.query.contiguous()
+        query = whole_rows(self.query)
         out = stored_as(self.fake())
         width = self.indices.shape[1]
         config = tile_config(1 if self.batch_invariant else tokens, heads, query.element_size(), width)

@@ -12,6 +12,7 @@ from attn_backends.kernels.e4m3 import e4m3_byte
 from attn_backends.kernels.latent_rotary import check_rotary, rounded, turn_tail, turned
 from builders.errors import require, require_tensor
 from builders.kernels.op import define_op
+from builders.kernels.rows import whole_rows
 from builders.kernels.sizes import next_power_of_2
 from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
 
@@ -124,7 +125,7 @@ class _WriteLatent(NamedTuple):
 
     def launch(self) -> None:
         tokens, dim = self.latent.shape
-        latent = self.latent if self.latent.stride(1) == 1 else self.latent.contiguous()
+        latent = whole_rows(self.latent)
         fp8 = self.cache.dtype == torch.uint8
         _write_latent_kernel[(tokens,)](
             latent_ptr=latent,

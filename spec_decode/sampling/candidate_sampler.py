@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from builders.errors import require_tensor
+from builders.kernels.rows import whole_rows
 from spec_decode.sampling.draft_sampler import DraftSampler
 from spec_decode.sampling.kernels.select_candidates import select_candidates
-from spec_decode.sampling.kernels.vocab_blocks import whole_rows
 
 
 class CandidateSampler(DraftSampler):

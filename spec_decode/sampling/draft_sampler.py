@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from builders.errors import require_tensor
+from builders.kernels.rows import whole_rows
 from spec_decode.sampling.kernels.sample_block import sample_block
 from spec_decode.sampling.kernels.sample_draft import NO_TOKEN, sample_draft
-from spec_decode.sampling.kernels.vocab_blocks import whole_rows
 
 
 class DraftSettings:

@@ -8,6 +8,7 @@ import torch
 from torch.nn import functional as F
 
 from builders.kernels.op import define_op
+from builders.kernels.rows import whole_rows
 from builders.kernels.sizes import next_power_of_2
 from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
 
@@ -59,8 +60,7 @@ class AddRmsNorm(NamedTuple):
     def launch(self) -> tuple[torch.Tensor, torch.Tensor]:
         total, normed = self.fake()
         width = self.x.shape[-1]
-        rows = self.x.reshape(-1, width)
-        rows = rows if rows.stride(1) == 1 else rows.contiguous()
+        rows = whole_rows(self.x.reshape(-1, width))
         block = next_power_of_2(width)
         _add_rms_norm_kernel[(rows.shape[0],)](
             x_ptr=rows,

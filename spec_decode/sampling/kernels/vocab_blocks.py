@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-
 from builders.kernels.sizes import next_power_of_2
 from builders.kernels.triton_runtime import tl, triton
 
@@ -20,11 +18,6 @@ def vocab_block(vocab: int) -> int:
     share = 1 << (max(1, vocab // _MIN_BLOCKS).bit_length() - 1)
     block: int = min(max(fewest, min(most, share)), next_power_of_2(vocab))
     return block
-
-
-def whole_rows(logits: torch.Tensor) -> torch.Tensor:
-    """logits [R, V] as kernels read them: a row's next to each other. Copied only where they are not."""
-    return logits if logits.stride(1) == 1 else logits.contiguous()
 
 
 @triton.jit
