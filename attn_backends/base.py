@@ -14,7 +14,7 @@ from attn_backends.kernels.fp8_ds_mla import LATENT, TOKEN_BYTES, page_bytes
 from attn_backends.kernels.write_kv import check_new_kv, write_kv
 from attn_backends.kernels.write_latent import write_latent
 from builders import CONTRACT_VERSION, AttentionKind, AttentionSpec, BatchError, MetadataBuilder
-from builders.errors import require, require_tensor
+from builders.errors import require, require_tensor, require_vector
 
 Sinks: TypeAlias = Tensor | None
 """A logit a query head that no key has, fp32 [num_q_heads], or None. A sink of -inf is none, and one of +inf leaves the
@@ -127,9 +127,9 @@ class AttentionBackend(ABC):
 def check_write_inputs(key: Tensor, value: Tensor, cache: KVCache, metadata: Any) -> None:
     """Raise BatchError for tensors that a `write_kv` kernel would misread. It never waits for the device."""
     slots, device = metadata.slot_mapping, cache.key.device
-    require_tensor("slot_mapping", slots, shape=(metadata.num_tokens,), dtype=torch.int64, device=device)
+    require_vector("slot_mapping", slots, length=metadata.num_tokens, dtype=torch.int64, device=device)
     if not cache.latent:
-        check_new_kv(key, value, cache.key, cache.value, metadata.num_tokens)
+        check_new_kv(key, value, cache.key, cache.value, slots)
         return
     packed = cache.key.dtype is torch.uint8
     dim, dtype = (LATENT, torch.bfloat16) if packed else (cache.key.shape[-1], cache.key.dtype)
@@ -157,4 +157,4 @@ def check_forward_inputs(query: Tensor, cache: KVCache, metadata: Any, spec: Att
             f"{'a tensor' if sinks is not None else 'None'}; the softmax would be another one. Pass both or neither."
         )
     if sinks is not None:
-        require_tensor("sinks", sinks, shape=(spec.num_q_heads,), dtype=torch.float32, device=device)
+        require_vector("sinks", sinks, length=spec.num_q_heads, dtype=torch.float32, device=device)

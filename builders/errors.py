@@ -97,5 +97,18 @@ def require_tensor(
         )
 
 
+def require_vector(
+    name: str, vector: torch.Tensor, *, length: int | None, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Raise BatchError unless a tensor is contiguous, and [length] of this dtype and on this device, as
+    `require_tensor` has it."""
+    require_tensor(name, vector, shape=(length,), dtype=dtype, device=device)
+    if not vector.is_contiguous():
+        raise BatchError(
+            f"{name} must be contiguous, got stride {vector.stride(0)}; a kernel would read the elements between. Make "
+            "it contiguous first."
+        )
+
+
 def _same_device(found: torch.device, wanted: torch.device) -> bool:
     return found == wanted or (found.type == wanted.type and None in (found.index, wanted.index))

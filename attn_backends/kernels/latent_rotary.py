@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from builders.errors import require, require_tensor
+from builders.errors import require, require_tensor, require_vector
 from builders.kernels.op import define_op
 from builders.kernels.sizes import cdiv, next_power_of_2
 from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
@@ -64,7 +64,7 @@ def turned(x: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, *, inv
 
 def check_rotary(x: torch.Tensor, positions: torch.Tensor, table: torch.Tensor) -> None:
     """Raise BatchError unless positions and table fit the rows x [T, ..., D]."""
-    require_tensor("positions", positions, shape=x.shape[:1], dtype=torch.int64, device=x.device)
+    require_vector("positions", positions, length=x.shape[0], dtype=torch.int64, device=x.device)
     require_tensor("the rotary table", table, shape=(None, None), dtype=torch.float32, device=x.device)
     dim, rotary = x.shape[-1], table.shape[1]
     require(

@@ -8,7 +8,7 @@ import torch
 
 from attn_backends.kernels.rope import Rope, angles_of, rope_formula, rotated_pairs
 from attn_backends.kernels.write_kv import WriteKV, check_new_kv, quantised
-from builders.errors import require, require_tensor
+from builders.errors import require, require_tensor, require_vector
 from builders.kernels.op import define_op
 from builders.kernels.sizes import next_power_of_2
 from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
@@ -33,18 +33,18 @@ def rope_and_write_kv(
     Raises BatchError, with nothing changed, for tensors that a kernel would misread.
     """
     tokens, _, dim = key.shape
-    check_new_kv(key, value, key_cache, value_cache, slot_mapping.shape[0])
+    check_new_kv(key, value, key_cache, value_cache, slot_mapping)
     device = key.device
     require_tensor("query", query, shape=(tokens, None, dim), dtype=key.dtype, device=device)
-    require_tensor("positions", rope.positions, shape=(tokens,), dtype=torch.int64, device=device)
+    require_vector("positions", rope.positions, length=tokens, dtype=torch.int64, device=device)
     require_tensor("the rotary table", rope.table, shape=(None, dim), dtype=torch.float32, device=device)
-    contiguous = query.stride(2) == key.stride(2) == value.stride(2) == 1 and rope.table.is_contiguous()
+    contiguous = query.stride(2) == 1 and rope.table.is_contiguous()
     if not contiguous or query.shape[1] % key.shape[1]:
         require(
             False,
             f"query heads must be a multiple of {key.shape[1]} and every head's dims adjacent, got {query.shape[1]} "
-            f"and strides {query.stride()}, {key.stride()}, {value.stride()}, table {rope.table.stride()}; a "
-            "kernel would read other elements. Keep the head dim innermost.",
+            f"and strides {query.stride()}, table {rope.table.stride()}; a kernel would read other elements. Keep the "
+            "head dim innermost.",
         )
     _op(query, key, value, *rope, key_cache, value_cache, slot_mapping)
 

@@ -16,7 +16,7 @@ import torch
 
 from attn_backends.kernels import fp8_ds_mla
 from attn_backends.kernels.softmax import softmax_with_sinks
-from builders.errors import require, require_tensor
+from builders.errors import require, require_tensor, require_vector
 from builders.kernels.op import define_op
 from builders.kernels.rows import whole_rows
 from builders.kernels.sizes import cdiv
@@ -60,14 +60,14 @@ class SparseAttentionArguments(NamedTuple):
             "Pad the latents and the query with zeros.",
         )
         if self.sinks is not None:
-            require_tensor("sinks", self.sinks, shape=(heads,), dtype=torch.float32, device=device)
+            require_vector("sinks", self.sinks, length=heads, dtype=torch.float32, device=device)
         self._check_cache()
         require_tensor("indices", indices, shape=(tokens, None), dtype=torch.int32, device=device)
-        require_tensor("lens", lens, shape=(tokens,), dtype=torch.int32, device=device)
+        require_vector("lens", lens, length=tokens, dtype=torch.int32, device=device)
         require(
-            indices.stride(1) == 1 and lens.is_contiguous(),
-            f"indices must be contiguous along a row, and lens as a whole, got strides {indices.stride()} and "
-            f"{lens.stride()}; the kernel would read other entries. Slice rows only.",
+            indices.stride(1) == 1,
+            f"indices must be contiguous along a row, got strides {indices.stride()}; the kernel would read other "
+            "entries. Slice rows only.",
         )
 
     def _check_cache(self) -> None:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from attn_backends.kernels.e4m3 import e4m3_byte, to_e4m3
-from builders.errors import require_tensor
+from builders.errors import BatchError, require_tensor, require_vector
 from builders.kernels.op import define_op
 from builders.kernels.sizes import next_power_of_2
 from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
@@ -24,29 +24,40 @@ def write_kv(
 ) -> None:
     """cache[slot // page_size, slot % page_size] = new, for every token whose slot is one of the cache.
 
-    key           [num_tokens, heads, dim]
-    value         [num_tokens, heads, value_dim]
-    key_cache     [pages, page_size, heads, dim], with strides of its own
+    key           [num_tokens, heads, dim], with any strides but a contiguous last dim
+    value         [num_tokens, heads, value_dim], likewise
+    key_cache     [pages, page_size, heads, dim], likewise
     value_cache   [pages, page_size, heads, value_dim], likewise
     slot_mapping  int64 [num_tokens]; a slot below 0 or beyond the last page writes nothing
 
     Keys and values have the cache's dtype. Into a cache of e4m3 they may be wider: they are clamped to its range and
-    rounded to nearest, unscaled. Raises BatchError for keys or values that do not fit.
+    rounded to nearest, unscaled. Raises BatchError, with nothing written, for tensors that do not fit.
     """
-    check_new_kv(key, value, key_cache, value_cache, slot_mapping.shape[0])
+    check_new_kv(key, value, key_cache, value_cache, slot_mapping)
     _write_kv(key, value, key_cache, value_cache, slot_mapping)
 
 
 def check_new_kv(
-    key: torch.Tensor, value: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, num_tokens: int
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
 ) -> None:
-    """Raise BatchError for keys and values of num_tokens tokens that do not fit the caches as `write_kv` says."""
-    _, _, heads, dim = key_cache.shape
+    """Raise BatchError for keys, values and slots that do not fit the caches as `write_kv` says."""
+    num_tokens, (_, _, heads, dim) = slot_mapping.shape[0], key_cache.shape
     quantise = key_cache.dtype is torch.float8_e4m3fn and key.dtype in _QUANTISED
     dtype = key.dtype if quantise else key_cache.dtype
     require_tensor("key", key, shape=(num_tokens, heads, dim), dtype=dtype, device=key_cache.device)
     shape = (num_tokens, heads, value_cache.shape[3])
     require_tensor("value", value, shape=shape, dtype=dtype, device=value_cache.device)
+    require_vector("slot_mapping", slot_mapping, length=num_tokens, dtype=torch.int64, device=key_cache.device)
+    if not key.stride(2) == value.stride(2) == key_cache.stride(3) == value_cache.stride(3) == 1:
+        raise BatchError(
+            "the last dim of keys, values and their caches must be contiguous, got strides "
+            f"{key.stride()}, {value.stride()}, {key_cache.stride()} and {value_cache.stride()}; a kernel would take "
+            "other elements. Keep the head dim innermost."
+        )
 
 
 class WriteKV(NamedTuple):

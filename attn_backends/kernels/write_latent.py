@@ -10,7 +10,7 @@ import torch
 from attn_backends.kernels import fp8_ds_mla
 from attn_backends.kernels.e4m3 import e4m3_byte
 from attn_backends.kernels.latent_rotary import check_rotary, rounded, turn_tail, turned
-from builders.errors import require, require_tensor
+from builders.errors import require, require_tensor, require_vector
 from builders.kernels.op import define_op
 from builders.kernels.rows import whole_rows
 from builders.kernels.sizes import next_power_of_2
@@ -72,12 +72,12 @@ def write_latent(
         f"the last dim of a latent cache must be contiguous, got strides {list(cache.stride())}; a row would land "
         "across others. Allocate the cache with its dims last.",
     )
-    require_tensor("slot_mapping", slot_mapping, shape=(tokens,), dtype=torch.int64, device=cache.device)
+    require_vector("slot_mapping", slot_mapping, length=tokens, dtype=torch.int64, device=cache.device)
     if norm_rope is None:
         _write_latent_op(latent, cache, slot_mapping, None, None, None, page_size, 0.0)
         return
     weight, positions, table = norm_rope.weight, norm_rope.positions, norm_rope.table
-    require_tensor("norm_rope.weight", weight, shape=(dim,), dtype=weight.dtype, device=cache.device)
+    require_vector("norm_rope.weight", weight, length=dim, dtype=weight.dtype, device=cache.device)
     check_rotary(latent, positions, table)
     _write_latent_op(latent, cache, slot_mapping, weight, positions, table, page_size, norm_rope.eps)
 

@@ -30,6 +30,7 @@ def test_a_right_write_is_let_through(spec):
 
 REFUSED = {
     "slots of another dtype": ({"slots": torch.Tensor.int}, r"slot_mapping must be torch\.int64"),
+    "slots apart": ({"slots": lambda x: x.repeat_interleave(2)[::2]}, "slot_mapping must be contiguous"),
     "too few slots": ({"slots": lambda x: x[:2]}, r"slot_mapping must be torch\.int64"),
     "keys of another dim": ({"key": lambda x: x[..., :15]}, r"key must be torch\."),
     "keys of another dtype": ({"key": torch.Tensor.double}, r"key must be torch\."),
@@ -40,7 +41,12 @@ CASES = [(spec, *case) for spec in SPECS.values() for case in REFUSED.values()]
 
 
 @pytest.mark.parametrize(
-    ("spec", "change", "message"), [*CASES, (MHA, {"value": lambda x: x[..., :8]}, "value must be")]
+    ("spec", "change", "message"),
+    [
+        *CASES,
+        (MHA, {"value": lambda x: x[..., :8]}, "value must be"),
+        (MHA, {"key": lambda x: x.repeat(1, 1, 2)[..., ::2]}, "the last dim of keys"),
+    ],
 )
 def test_what_a_kernel_would_misread_is_refused(spec, change, message):
     with pytest.raises(BatchError, match=message):

@@ -120,7 +120,8 @@ class PlannedSteps(MetadataBuilder[Any]):
     def step(self, rows: int, step: int) -> PlannedStep:
         """A step of the round that was planned last, with the metadata that its backend has now."""
         view, backend = self._batch(rows), self.steps.attn_backends[step]
-        view.out_cache_loc = self._write_at[:rows, step]
+        # A copy, as SGLang makes one in its graph: kernels read slots that lie beside each other.
+        view.out_cache_loc = self._write_at[:rows, step].contiguous()
         view.page_size, view.window = self.spec.page_size, self.spec.sliding_window or 0
         return PlannedStep(self, backend, getattr(backend, self.held_as), view)
 

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from attn_backends.kernels.latent_rotary import check_rotary, turned
 from attn_backends.kernels.rope import Rope
-from builders.errors import require, require_tensor
+from builders.errors import require, require_tensor, require_vector
 from builders.kernels.op import define_op
 from builders.kernels.sizes import next_power_of_2
 from builders.kernels.triton_runtime import await_previous, dependent_launch, stored_as, tl, triton
@@ -40,7 +40,7 @@ def mla_query_key(
     device, dtype = absorbed.device, absorbed.dtype
     require_tensor("the query's turning part", rotated, shape=(tokens, heads, rotary), dtype=dtype, device=device)
     require_tensor("the latent", latent, shape=(tokens, dims + rotary), dtype=dtype, device=device)
-    require_tensor("the norm of the latent", norm, shape=(dims,), dtype=norm.dtype, device=device)
+    require_vector("the norm of the latent", norm, length=dims, dtype=norm.dtype, device=device)
     check_rotary(latent, *rope)
     require(
         absorbed.stride(2) == rotated.stride(2) == latent.stride(1) == 1,

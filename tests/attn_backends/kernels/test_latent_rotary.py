@@ -103,6 +103,7 @@ GOOD = {"x": noise(2, 3, 64), "positions": torch.tensor([3, 5]), "table": make_t
 REFUSED = {
     "too few positions": ({"positions": torch.tensor([3])}, r"positions must be torch.int64 \[2\]"),
     "positions of another dtype": ({"positions": torch.tensor([3, 5]).int()}, "positions must be torch.int64"),
+    "positions apart": ({"positions": torch.tensor([3, 9, 5])[::2]}, "positions must be contiguous"),
     "a table of another dtype": ({"table": make_table(16).double()}, "table must be torch.float32"),
     "a table of more dims": ({"table": make_table(80)}, r"got \[40, 80\]"),
     "a table of an odd number of dims": ({"table": torch.zeros(40, 15)}, r"got \[40, 15\]"),

@@ -153,6 +153,7 @@ REFUSED = {
     "sinks of another dtype": (
         lambda _: {**SINKS, "sinks": torch.zeros(4, dtype=torch.bfloat16)}, "sinks must be torch.float32 [4]",
     ),
+    "sinks apart": (lambda _: {**SINKS, "sinks": torch.zeros(8)[::2]}, "sinks must be contiguous"),
 }  # fmt: skip
 
 

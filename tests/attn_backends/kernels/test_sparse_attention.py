@@ -159,6 +159,8 @@ REFUSED = {
     "indices of another dtype": ({}, {"indices": torch.Tensor.long}, "indices must be torch.int32 [3, None]"),
     "lists with gaps": ({}, {"indices": lambda x: x[:, ::2]}, "indices must be contiguous along a row"),
     "too few lens": ({}, {"lens": lambda x: x[:2]}, "lens must be torch.int32 [3]"),
+    "lens apart": ({}, {"lens": lambda x: x.repeat_interleave(2)[::2]}, "lens must be contiguous"),
+    "sinks apart": ({}, {"sinks": lambda x: x.repeat_interleave(2)[::2]}, "sinks must be contiguous"),
     "sinks of another dtype": ({}, {"sinks": torch.Tensor.half}, "sinks must be torch.float32 [3]"),
 }  # fmt: skip
 

@@ -57,6 +57,8 @@ REFUSED = {
     "too few values": (lambda k, v: (k, v[:1]), r"value must be .*\[2, 2, 8\]"),
     "too few heads": (lambda k, v: (k[:, :1], v), "key must be"),
     "a value of the key's dim": (lambda k, v: (k, k), r"value must be .*got torch\.float32 \[2, 2, 16\]"),
+    "keys with dims apart": (lambda k, v: (k.repeat(1, 1, 2)[..., ::2], v), "the last dim of keys, values"),
+    "values with dims apart": (lambda k, v: (k, v.repeat(1, 1, 2)[..., ::2]), "the last dim of keys, values"),
 }
 
 
@@ -65,6 +67,29 @@ def test_a_tensor_that_a_kernel_would_misread_is_refused_with_nothing_written(ch
     cache, before = make_cache(SPEC, 5), make_cache(SPEC, 5)
     with pytest.raises(BatchError, match=message):
         write_kv(*change(*new(2)), cache.key, cache.value, torch.tensor([0, 1]))
+    assert torch.equal(cache.key, before.key) and torch.equal(cache.value, before.value)
+
+
+@pytest.mark.parametrize("part", ["key", "value"])
+def test_a_cache_with_dims_apart_is_refused_with_nothing_written(part):
+    parts = {"key": torch.zeros(5, 4, 2, 16), "value": torch.zeros(5, 4, 2, 8)}
+    parts[part] = parts[part].mT.contiguous().mT
+    with pytest.raises(BatchError, match="the last dim of keys, values and their caches must be contiguous"):
+        write_kv(*new(1), *parts.values(), torch.tensor([1]))
+    assert not any(part.any() for part in parts.values())
+
+
+SLOTS_REFUSED = {
+    "slots apart": (torch.tensor([0, 5, 1, 5])[::2], "slot_mapping must be contiguous, got stride 2"),
+    "slots of 32 bits": (torch.tensor([0, 1], dtype=torch.int32), r"slot_mapping must be torch\.int64 \[2\]"),
+}
+
+
+@pytest.mark.parametrize(("slots", "message"), SLOTS_REFUSED.values(), ids=SLOTS_REFUSED)
+def test_slots_that_a_kernel_would_misread_are_refused_with_nothing_written(slots, message):
+    cache, before = make_cache(SPEC, 5), make_cache(SPEC, 5)
+    with pytest.raises(BatchError, match=message):
+        write_kv(*new(2), cache.key, cache.value, slots)
     assert torch.equal(cache.key, before.key) and torch.equal(cache.value, before.value)
 
 

@@ -205,6 +205,9 @@ REFUSED = {
     ),
     "too few slots": (PLAIN, {"slots": torch.tensor([0])}, r"slot_mapping must be torch.int64 \[2\]"),
     "slots of another dtype": (PLAIN, {"slots": torch.tensor([0, 1]).int()}, "slot_mapping must be torch.int64"),
+    "slots apart": (PLAIN, {"slots": torch.tensor([0, 9, 1])[::2]}, "slot_mapping must be contiguous"),
+    "a weight of numbers apart": (PLAIN, {"norm_rope": KvANormRope(
+        weight=noise(128)[::2], eps=0.0, positions=torch.tensor([0, 1]), table=torch.zeros(8, 16))}, "weight must be"),
     "too few positions": (PLAIN, {"norm_rope": make_norm(64, 16, [0])}, "positions must be"),
     "a weight of another dim": (PLAIN, {"norm_rope": make_norm(80, 16, [0, 1])}, r"norm_rope.weight must be .* \[64\]"),
     "more rotary dims than dims": (PLAIN, {"norm_rope": KvANormRope(

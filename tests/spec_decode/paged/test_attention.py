@@ -107,6 +107,11 @@ REFUSED = {
         {"rope": Rope(ROPE.positions.int(), ROPE.table)},
         "positions must be torch.int64",
     ),
+    "positions apart": (
+        {"rope": Rope(ROPE.positions.repeat_interleave(2)[::2], ROPE.table)},
+        "positions must be contiguous",
+    ),
+    "keys of strided dims": ({"key": torch.zeros(3, 16, 2).mT}, "the last dim of keys"),
     "fewer positions": ({"rope": Rope(ROPE.positions[:2], ROPE.table)}, "positions must be"),
     "a narrower table": ({"rope": Rope(ROPE.positions, torch.zeros(8, 8))}, "the rotary table must be"),
 }

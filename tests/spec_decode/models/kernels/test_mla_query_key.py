@@ -51,6 +51,7 @@ MISFITS = {
     "the latent's size": ({"latent": torch.zeros(TOKENS, DIMS)}, "the latent must"),
     "the latent's dtype": ({"latent": torch.zeros(TOKENS, DIMS + ROTARY).half()}, "the latent must"),
     "the norm's size": ({"norm": torch.ones(DIMS + 1)}, "the norm of the latent"),
+    "a norm of numbers apart": ({"norm": torch.ones(2 * DIMS)[::2]}, "the norm of the latent must be contiguous"),
     "the number of positions": (
         {"rope": Rope(torch.zeros(TOKENS + 1, dtype=torch.int64), torch.zeros(9, ROTARY))},
         "positions must",
