@@ -19,6 +19,7 @@ from attn_backends.kernels.sparse_attention import sparse_attention
 from attn_backends.kernels.write_kv import write_kv
 from attn_backends.kernels.write_latent import write_latent
 from builders.kernels.triton_runtime import interpreting
+from spec_decode.models.kernels.mla_query_key import mla_query_key
 from spec_decode.sampling.kernels.draw_target import draw_target
 from spec_decode.sampling.kernels.process_logits import process_logits
 from spec_decode.verification.kernels.block_verify import block_verify
@@ -84,6 +85,10 @@ def latent_stored(new, cache):
     return [cache]
 
 
+def put_together(absorbed, rotated, new):
+    return mla_query_key(absorbed, rotated, new, torch.ones(64), 1e-6, Rope(slots(), angles(32)))
+
+
 def processed(logits):
     return [process_logits(logits, torch.ones(3), None, None, None)]
 
@@ -112,7 +117,7 @@ def by_block(draft_logits):
 
 HEADS, CACHE, LATENTS, DRAFTS = (3, 3, 64), (2, 3, 3, 64), (2, 3, 64), (8, 3, 3)
 WIDE = {"query": [1], "key": [1], "value": [1], "key_cache": [1, 2], "value_cache": [1, 2], "cache": [1], "new": [0],
-        "x": [1], "out": [1], "logits": [2], "draft_logits": [1, 2]}  # fmt: skip
+        "absorbed": [1], "rotated": [1], "x": [1], "out": [1], "logits": [2], "draft_logits": [1, 2]}  # fmt: skip
 """Of each operand the dims that may be so wide; that of the drafts' rows would take 280 GB."""
 CASES = [
     (paged, {"query": HEADS, "key_cache": CACHE, "value_cache": CACHE}),
@@ -124,6 +129,7 @@ CASES = [
     (prepared, {"query": HEADS}),
     (turned_back, {"out": HEADS}),
     (latent_stored, {"new": (3, 64), "cache": LATENTS}),
+    (put_together, {"absorbed": HEADS, "rotated": (3, 3, 32), "new": (3, 96)}),
     (processed, {"logits": (3, 1, 3)}),
     (drawn, {"logits": (3, 1, 3)}),
     (by_rejection, {"draft_logits": DRAFTS}),

@@ -132,7 +132,7 @@ def _mla_query_key_kernel(
     """One head of a token's query, or after the last of them its key. Grid [T, H + 1]."""
     await_previous(PDL)
     token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
+    head = tl.program_id(1).to(tl.int64)
     offs_d = tl.arange(0, BLOCK_D)
     mask = offs_d < LATENT_DIM
     if head < num_heads:
