@@ -261,6 +261,10 @@ def test_the_names_are_choices_and_backends_of_a_runner():
         assert name in DRAFT_ATTENTION_BACKEND_CHOICES and ATTENTION_BACKENDS[name] is ATTENTION_BACKENDS[theirs]
 
 
+def in_chunks(runner, **changes):
+    runner.attention_chunk_size, runner.model = 8192, Draft(**changes)
+
+
 REFUSED = {
     "a tree": (lambda runner: {"topk": 4}, "drafts a chain, --speculative-eagle-topk is 4"),
     "latents": (lambda runner: setattr(runner, "use_mla_backend", True), "no latent attention"),
@@ -274,6 +278,17 @@ REFUSED = {
     ),
     "a head that the kernel has not": (
         lambda runner: setattr(runner, "model", Draft(head_dim=40)), "must be 64 to 256, a multiple of 8, got 40"
+    ),
+    "layers over an encoder": (
+        lambda runner: setattr(runner, "model", Draft(is_cross_attention=True)), "layer 1 attends to an encoder"
+    ),
+    "chunks": (lambda runner: in_chunks(runner, use_irope=True), "layer 1 attends within chunks"),
+    "scores scaled by position": (
+        lambda runner: setattr(runner.model.layers[1], "xai_temperature_len", 1024), "layer 1 scales .* from 1024 on"
+    ),
+    "another cap": (
+        lambda runner: setattr(runner, "model", Draft(logit_cap=30.0, logit_capping_method="sigmoid")),
+        "layer 0 caps scores by sigmoid, this is tanh",
     ),
     "a backend that does not load": (
         lambda runner: setattr(runner, "draft_attention_backend", "attn_backends_flash_attn3"), "flash_attn3"
@@ -291,3 +306,9 @@ def test_a_draft_that_is_not_served_is_refused_in_words(what):
     options = change(runner) or {}
     with pytest.raises(ValueError, match=reason):
         factory(runner, **options).create_decode_backend()
+
+
+def test_layers_that_read_the_whole_text_are_served_beside_others_chunks():
+    runner = Engine([3]).runner
+    in_chunks(runner)
+    assert factory(runner).create_decode_backend().attn_backends

@@ -21,7 +21,7 @@ from builders import AdvanceLevel, AttentionBatch, AttentionSpec, MetadataBuilde
 from builders.batch import NO_SLOT
 from builders.errors import require
 from engines.sglang.kernels.load_tables import load_tables
-from engines.sglang.v0_5_23.reasons import UnsupportedDraft, reasons_against
+from engines.sglang.v0_5_23.reasons import UnsupportedDraft, layer_reasons, reasons_against
 
 
 class DraftSteps:
@@ -51,7 +51,7 @@ class DraftSteps:
     @classmethod
     def of(cls, name: str, runner: Any, *, topk: int, num_steps: int) -> DraftSteps:
         """By the name that a backend is registered with. Raises UnsupportedDraft, with every reason."""
-        reasons = reasons_against(runner, topk=topk)
+        reasons = [*reasons_against(runner, topk=topk), *layer_reasons(runner, attention_layers(runner))]
         try:
             ours = attn_backends.get(name)
         except attn_backends.BackendError as error:
@@ -204,6 +204,11 @@ class StepView(AttentionBackend):
         return steps.ours.forward(query, cache, steps.metadata[spec], spec=spec).flatten(1)
 
 
+def attention_layers(runner: Any) -> list[RadixAttention]:
+    """A draft's layers of attention."""
+    return [module for module in runner.model.modules() if isinstance(module, RadixAttention)]
+
+
 def layer_specs(runner: Any) -> dict[int, AttentionSpec]:
     """The attention of each of a draft's layers, by layer id, with the heads of this rank."""
     return {
@@ -219,6 +224,5 @@ def layer_specs(runner: Any) -> dict[int, AttentionSpec]:
             scale=float(layer.scaling),
             soft_cap=layer.logit_cap or None,
         )
-        for layer in runner.model.modules()
-        if isinstance(layer, RadixAttention)
+        for layer in attention_layers(runner)
     }

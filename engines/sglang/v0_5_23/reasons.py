@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
@@ -35,4 +35,19 @@ def reasons_against(runner: Any, *, topk: int) -> list[str]:
         "slots must be those of the cache, this pool translates them": runner.kv_index_translator.is_translating,
         "it has no decode context parallelism": get_parallel().dcp_enabled,
     }
+    return [reason for reason, holds in found.items() if holds]
+
+
+def layer_reasons(runner: Any, layers: Iterable[Any]) -> list[str]:
+    """What a runner's layers ask of attention that no spec says."""
+    in_chunks = getattr(runner, "attention_chunk_size", None) is not None
+    found: dict[str, bool] = {}
+    for layer in layers:
+        temperature, cap, by = layer.xai_temperature_len, layer.logit_cap, layer.logit_capping_method
+        found |= {
+            f"layer {layer.layer_id} attends to an encoder's tokens": layer.is_cross_attention,
+            f"layer {layer.layer_id} attends within chunks of the text": in_chunks and layer.use_irope,
+            f"layer {layer.layer_id} scales scores by position, from {temperature} on": temperature > 0,
+            f"layer {layer.layer_id} caps scores by {by}, this is tanh": bool(cap) and by != "tanh",
+        }
     return [reason for reason, holds in found.items() if holds]
