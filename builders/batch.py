@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from builders.errors import require, require_counts, require_tensor
+from builders.errors import BatchError, require, require_counts, require_tensor
 from builders.spec import MAX_TREE_TOKENS
 from builders.tables import RequestTables
 
@@ -201,6 +201,14 @@ class BatchBuffers:
             self.slot_mappings[group, :live_tokens].copy_(slots)
         self.step.zero_()
 
+    def require_room(self, num_reqs: int, num_tokens: int) -> None:
+        """Raise BatchError for more rows or query tokens than these buffers hold."""
+        if not (0 <= num_reqs <= self.max_reqs and 0 <= num_tokens <= self.max_tokens):
+            raise BatchError(
+                f"these buffers hold {self.max_reqs} rows and {self.max_tokens} query tokens, got {num_reqs} and "
+                f"{num_tokens}; a kernel would write past their end. Use larger buffers or a smaller batch."
+            )
+
     def view(
         self,
         group: int,
@@ -213,7 +221,11 @@ class BatchBuffers:
         host_seq_lens: Sequence[int] | None = None,
         host_seq_lens_exact: bool = False,
     ) -> AttentionBatch:
-        """This group's view of the first num_reqs rows. max_seq_len: a bound on lengths; None takes the tables'."""
+        """This group's view of the first num_reqs rows. max_seq_len: a bound on lengths; None takes the tables'.
+
+        Raises BatchError for more rows or tokens than these buffers hold.
+        """
+        self.require_room(num_reqs, num_tokens)
         return AttentionBatch(
             num_reqs=num_reqs,
             num_tokens=num_tokens,

@@ -20,8 +20,9 @@ def advance_state(batch: BatchBuffers, num_reqs: int) -> None:
     For a live row (seq_lens > 0) below its token limit whose next position has a page in every group:
     seq_lens += 1, positions = seq_lens - 1, slot = page * page_size + offset in each group.
     Any other row gets seq_lens 0 and slot -1, so that it stays inert, and raises tables.overflow if it was live.
-    `step` moves by one.
+    `step` moves by one. Raises BatchError, with nothing moved, for more rows than the buffers hold.
     """
+    batch.require_room(num_reqs, num_reqs)
     tables = batch.tables
     _advance_decode(
         batch.seq_lens[:num_reqs],

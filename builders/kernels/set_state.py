@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 
 from builders.batch import NO_SLOT, BatchBuffers
+from builders.errors import BatchError
 from builders.kernels.op import define_op
 from builders.kernels.sizes import cdiv, next_power_of_2
 from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
@@ -20,9 +21,13 @@ def set_extend_state(batch: BatchBuffers, context_lens: torch.Tensor, num_reqs: 
 
     A row with token limit 0 is padding. A live row whose context is negative, whose tokens do not all fit under its
     limit, or lack a page in some group, raises tables.overflow. Both are inert: seq_lens 0, positions 0, slots -1.
+
+    Raises BatchError, with nothing set, for more rows or tokens than the buffers hold, and for fewer context_lens.
     """
     tables = batch.tables
     num_tokens = num_reqs * query_len
+    batch.require_room(num_reqs, num_tokens)
+    _require_rows("context_lens", context_lens, num_reqs)
     _set_extend_state(
         batch.seq_lens[:num_reqs],
         batch.positions[:num_tokens],
@@ -46,7 +51,12 @@ def set_decode_state(
                                          query_len - 1 is clamped, since the host cannot check it
 
     seq_lens becomes extend_seq_lens - query_len + accepted + 1, step becomes 0 and slots -1: nothing is written yet.
+
+    Raises BatchError, with nothing set, for more rows than the buffers hold or the other two do.
     """
+    batch.require_room(num_reqs, num_reqs)
+    _require_rows("extend_seq_lens", extend_seq_lens, num_reqs)
+    _require_rows("accepted", accepted, num_reqs)
     _set_decode_state(
         batch.seq_lens[:num_reqs],
         batch.positions[:num_reqs],
@@ -56,6 +66,14 @@ def set_decode_state(
         accepted,
         query_len,
     )
+
+
+def _require_rows(name: str, rows: torch.Tensor, num_reqs: int) -> None:
+    if rows.shape[0] < num_reqs or rows.dtype != torch.int32 or not rows.is_contiguous():
+        raise BatchError(
+            f"{name} must be torch.int32 of {num_reqs} rows or more, contiguous, got {rows.dtype} {list(rows.shape)} "
+            f"with strides {rows.stride()}; a kernel would read something else. Convert it first."
+        )
 
 
 class SetExtendState(NamedTuple):

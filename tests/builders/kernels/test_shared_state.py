@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from builders import BatchBuffers, advance_state, set_decode_state, set_extend_state
+from builders import BatchBuffers, BatchError, advance_state, set_decode_state, set_extend_state
 from tests.factories import Shared, make_tables, shared_states, state_of
 
 
@@ -110,3 +110,31 @@ def test_a_row_that_does_not_fit_under_its_limit_is_inert_and_flagged_and_one_th
     decode = BatchBuffers(batch.tables, max_tokens=3)
     set_decode_state(decode, batch.seq_lens, torch.tensor([2, 2, 2], dtype=torch.int32), 3, 3)
     assert decode.seq_lens.tolist() == [0, 9, 0] and decode.slot_mappings.tolist() == [[-1] * 3]
+
+
+def int32(*values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+BEYOND = {
+    "more tokens than are held": (lambda batch: set_extend_state(batch, int32(1, 1), 2, 2), "got 2 and 4"),
+    "more rows to extend": (lambda batch: set_extend_state(batch, int32(1, 1, 1), 3, 1), "got 3 and 3"),
+    "more rows to decode": (lambda batch: set_decode_state(batch, int32(3, 3, 3), int32(1, 1, 1), 3, 2), "got 3 and 3"),
+    "more rows to advance": (lambda batch: advance_state(batch, 3), "got 3 and 3"),
+    "more tokens to view": (lambda batch: batch.view(0, num_reqs=2, num_tokens=4, max_query_len=2), "got 2 and 4"),
+    "too few contexts": (lambda batch: set_extend_state(batch, int32(1), 2, 1), "context_lens must be .* of 2 rows"),
+    "contexts apart": (lambda batch: set_extend_state(batch, int32(1, 9, 1, 9)[::2], 2, 1), "context_lens must be"),
+    "contexts of 64 bits": (lambda batch: set_extend_state(batch, torch.tensor([1, 1]), 2, 1), "got torch.int64"),
+    "too few lengths": (lambda batch: set_decode_state(batch, int32(3), int32(1, 1), 2, 2), "extend_seq_lens must be"),
+    "too few counts": (lambda batch: set_decode_state(batch, int32(3, 3), int32(1), 2, 2), "accepted must be"),
+}
+
+
+@pytest.mark.parametrize(("change", "message"), BEYOND.values(), ids=BEYOND)
+def test_what_a_kernel_would_read_or_write_past_the_end_of_is_refused_with_nothing_set(change, message):
+    batch = BatchBuffers(make_tables([9, 9], max_reqs=2), max_tokens=2)
+    batch.load([1, 1], [4, 5])
+    before = state_of(batch)
+    with pytest.raises(BatchError, match=message):
+        change(batch)
+    assert state_of(batch) == before
