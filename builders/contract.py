@@ -123,13 +123,19 @@ class MetadataBuilder(ABC, Generic[M]):
         batch that you fill by other means to `check_batch` first.
 
         horizon: how many advances follow before the next build. A request that reaches its own limit on the way becomes
-        inert. Raises BatchError for a horizon beyond the pages that a row of the block table has room for.
+        inert. Raises BatchError for an empty batch, and for a horizon beyond the pages that a row of the block table
+        has room for.
         """
 
     def check_horizon(self, batch: AttentionBatch, horizon: int) -> None:
-        """Raise BatchError for a batch beyond the builder's bounds, whose buffers would be too short for it, and for a
-        horizon beyond the pages that a row of the block table has room for.
+        """Raise BatchError for an empty batch, for one beyond the builder's bounds, whose buffers would be too short
+        for it, and for a horizon beyond the pages that a row of the block table has room for.
         """
+        if not (batch.num_reqs and batch.num_tokens):
+            raise BatchError(
+                f"a batch must have a row and a query token, got {batch.num_reqs} and {batch.num_tokens}; no kernel "
+                "has anything to do. Leave the step out."
+            )
         if batch.num_reqs > self.max_reqs or batch.num_tokens > self.max_tokens or batch.max_seq_len > self.max_seq_len:
             raise BatchError(
                 f"this builder has buffers for {self.max_reqs} rows, {self.max_tokens} tokens and lengths up to "

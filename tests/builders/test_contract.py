@@ -82,6 +82,16 @@ def test_a_batch_beyond_a_builders_bounds_is_refused_at_build(bound):
 BACKENDS = ("torch_reference", "triton_paged", "triton_mla", "sparse_swa_mla")
 
 
+@pytest.mark.parametrize("rows", [0, 1])
+@pytest.mark.parametrize("name", BACKENDS)
+def test_an_empty_batch_is_refused_at_build(name, rows):
+    buffers = BatchBuffers(make_tables([30], max_seq_len=32), max_tokens=4)
+    spec = make_spec(num_kv_heads=1, sliding_window=8)
+    builder = get(name).builder(spec, CPU, max_reqs=1, max_tokens=4, max_seq_len=32)
+    with pytest.raises(BatchError, match=f"a batch must have a row and a query token, got {rows} and 0"):
+        builder.build(buffers.view(0, num_reqs=rows, num_tokens=0, max_query_len=1, uniform=False))
+
+
 @pytest.mark.parametrize("name", BACKENDS)
 def test_a_horizon_beyond_the_pages_and_one_that_is_no_int_are_refused_at_build(name):
     buffers = BatchBuffers(make_tables([30], max_seq_len=32), max_tokens=4)
