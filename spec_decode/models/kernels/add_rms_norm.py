@@ -112,7 +112,8 @@ def _add_rms_norm_kernel(
             for share in tl.static_range(SHARES):
                 share_ptrs = delta_ptr + (share * tl.num_programs(0) + token) * n_cols
                 delta += tl.load(share_ptrs + offs, mask=mask, other=0.0)
-        x = (x + delta).to(x_ptr.dtype.element_ty)
+        # In fp32, of which the sum is rounded once too: the interpreter adds the bits of bf16.
+        x = (x.to(tl.float32) + delta.to(tl.float32)).to(x_ptr.dtype.element_ty)
         tl.store(total_ptr + token * n_cols + offs, x, mask=mask)
     # 2. Its RMS norm
     x_fp32 = x.to(tl.float32)
