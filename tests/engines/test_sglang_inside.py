@@ -5,11 +5,13 @@ Needs SGLang's Python, such as `make engines` unpacks.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+import attn_backends
 from engines import sglang as plug_in
 from spec_decode.graphs import runtime_for
 from tests.engines.released import needs
@@ -306,6 +308,13 @@ def test_a_draft_that_is_not_served_is_refused_in_words(what):
     options = change(runner) or {}
     with pytest.raises(ValueError, match=reason):
         factory(runner, **options).create_decode_backend()
+
+
+def test_a_device_that_is_not_served_is_refused_in_words(monkeypatch):
+    ours = attn_backends.get("triton_paged")
+    monkeypatch.setattr(type(ours), "capabilities", replace(ours.capabilities, devices=("cuda",)))
+    with pytest.raises(ValueError, match="runs on cuda, not on cpu"):
+        Engine([3]).steps()
 
 
 def test_layers_that_read_the_whole_text_are_served_beside_others_chunks():

@@ -16,7 +16,7 @@ from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
 import attn_backends
-from attn_backends import KVCache
+from attn_backends import KVCache, Rejected
 from builders import AdvanceLevel, AttentionBatch, AttentionSpec, MetadataBuilder, check_batch
 from builders.batch import NO_SLOT
 from builders.errors import require
@@ -59,7 +59,8 @@ class DraftSteps:
         device = torch.device(runner.device)
         specs = {} if reasons else layer_specs(runner)
         for spec in set(specs.values()):
-            reasons += ours.capabilities.spec_reasons(spec) + ours.unsupported_reasons(spec, device)
+            if isinstance(answer := ours.supports(spec, device), Rejected):
+                reasons += answer.reasons
             support = ours.builder.advance_support(spec, device)
             if support.level is not AdvanceLevel.IN_GRAPH:
                 reasons.append(f"its metadata does not advance in a graph: {support.reason}")

@@ -15,8 +15,9 @@ class UnsupportedDraft(ValueError):
     @classmethod
     def because(cls, name: str, reasons: Sequence[str]) -> UnsupportedDraft:
         return cls(
-            f"the draft must be one that {name} serves, this one is not: {'; '.join(reasons)}. Its drafts would be "
-            "wrong, so SGLang was not started. Choose one of SGLang's own with --speculative-draft-attention-backend."
+            f"the draft must be one that {name} serves, this one is not: {'; '.join(dict.fromkeys(reasons))}. Its "
+            "drafts would be wrong, so SGLang was not started. Choose one of SGLang's own with "
+            "--speculative-draft-attention-backend."
         )
 
 
