@@ -26,8 +26,8 @@ class KVCache:
     """Keys [num_pages, page_size, num_kv_heads, head_dim] and values [..., value_dim]: views with any strides whose
     last dim is contiguous. How they are laid out is the allocator's business; an adapter never copies them.
 
-    Where keys and values are one latent, the values are a view of the keys. An fp8_ds_mla cache
-    is bytes, uint8 [num_pages, page_size, 1, bytes a token], in both, with a page's bytes adjacent.
+    Where keys and values are one latent, the values are a view of the keys. An fp8_ds_mla cache is bytes, uint8
+    [num_pages, page_size, 1, bytes a token], in both, with a page's bytes adjacent; pages may lie apart.
     """
 
     key: Tensor
@@ -46,7 +46,8 @@ class KVCache:
     def latents(self) -> Tensor:
         """The latents [num_pages, page_size, head_dim], or in fp8_ds_mla each page's bytes [num_pages, page_bytes]."""
         if self.key.dtype is torch.uint8:
-            return self.key.as_strided((self.num_pages, self.key.stride(0)), (self.key.stride(0), 1))
+            apart = self.key.stride(0)
+            return self.key.as_strided((self.num_pages, min(apart, page_bytes(self.key.shape[1]))), (apart, 1))
         return self.key[:, :, 0]
 
 

@@ -1,0 +1,38 @@
+import pytest
+import torch
+
+from attn_backends import KVCache, get
+from attn_backends.kernels.fp8_ds_mla import TOKEN_BYTES, page_bytes
+from builders import AttentionKind, BatchBuffers
+from tests.factories import CPU, indexes_fp8, make_spec, make_tables
+
+SPEC = make_spec(
+    num_kv_heads=1, head_dim=512, kind=AttentionKind.MLA, sliding_window=8, dtype=torch.bfloat16,
+    kv_dtype=torch.float8_e4m3fn,
+)  # fmt: skip
+PAGE = page_bytes(SPEC.page_size)
+
+
+def bytes_of_pages(apart, start):
+    """A cache of fp8_ds_mla whose pages are so many bytes apart; the last ends with its memory."""
+    memory = torch.zeros(8 * apart, dtype=torch.uint8)
+    pages = memory.as_strided((8, SPEC.page_size, 1, TOKEN_BYTES), (apart, TOKEN_BYTES, TOKEN_BYTES, 1), start)
+    return KVCache(pages, pages)
+
+
+@indexes_fp8
+@pytest.mark.parametrize("name", ["sparse_swa_mla", "torch_reference"])
+@pytest.mark.parametrize("start", [0, PAGE], ids=["the first of two", "the second of two"])
+def test_pages_of_bytes_that_lie_apart_serve_as_those_side_by_side(name, start):
+    backend, buffers = get(name), BatchBuffers(make_tables([9, 5]), max_tokens=4)
+    num_reqs, num_tokens = buffers.load([2, 2], [9, 5])
+    builder = backend.builder(SPEC, CPU, max_reqs=2, max_tokens=4, max_seq_len=9)
+    metadata = builder.build(buffers.view(0, num_reqs=num_reqs, num_tokens=num_tokens, max_query_len=2, max_seq_len=9))
+    generator = torch.Generator().manual_seed(0)
+    latent, query = (torch.randn(4, heads, 512, generator=generator).bfloat16() for heads in (1, SPEC.num_q_heads))
+    caches = bytes_of_pages(PAGE, 0), bytes_of_pages(2 * PAGE, start)
+    for cache in caches:
+        backend.write_kv(latent, latent, cache, metadata)
+    outs = [backend.forward(query, cache, metadata, spec=SPEC) for cache in caches]
+    assert torch.equal(*outs) and outs[0].any()
+    assert torch.equal(caches[0].key, caches[1].key)
