@@ -134,6 +134,7 @@ class BatchBuffers:
         self, query_lens: Sequence[int], seq_lens: Sequence[int], *, pad_reqs: int | None = None
     ) -> tuple[int, int]:
         """Write a batch that the host knows: the queries of row r are the last query_lens[r] of its seq_lens[r] tokens.
+        Their tree_masks are 0.
 
         pad_reqs: pad to this many rows; a uniform batch stays uniform, so its padding rows own query_len tokens each.
         Returns (num_reqs, num_tokens) with padding. Raises BatchError, with nothing written, for an empty batch, a
@@ -195,6 +196,7 @@ class BatchBuffers:
         self.positions.zero_()
         self.positions[:live_tokens].copy_(positions)
         self.slot_mappings.fill_(NO_SLOT)
+        self.tree_masks.zero_()
         tables = self.tables.block_tables.cpu().long()
         for group, size in enumerate(self.tables.page_sizes_host):
             slots = tables[group, row, positions // size] * size + positions % size

@@ -50,10 +50,12 @@ def test_a_load_leaves_padding_rows_inert_and_nothing_of_what_was_there(query_le
     batch = buffers([30] * 3)
     batch.load([8, 8, 8], [20, 30, 8])
     batch.step.fill_(3)
+    batch.tree_masks.fill_(1)
     assert batch.load(query_lens, [5, 9], pad_reqs=pad_reqs) == size
     found = state_of(batch)
     assert found["query_start_loc"] == starts and found["seq_lens"] == [5, 9, 0, 0] and found["step"] == [0]
     live = sum(query_lens)
+    assert not batch.tree_masks.any()
     assert set(found["positions"][live:]) == {0} and set(found["slot_mappings"][0][live:]) == {-1}
 
 
