@@ -158,6 +158,7 @@ class SkinnyLinear(NamedTuple):
         )
         if not (
             weight.shape[1] == inputs
+            and not (self.gated and weight.shape[0] % 2)
             and weight.is_contiguous()
             and is_scaled(weight, self.scale)
             and (self.scale is not None or weight.dtype == x.dtype)
@@ -167,6 +168,7 @@ class SkinnyLinear(NamedTuple):
             and _like(self.delta, x, rows, inputs)
             and (self.norm is None or self.norm.shape == (inputs,))
             and _like(self.residual, x, rows, self.outputs)
+            and all(each is None or each.is_contiguous() for each in (token_ids, self.norm))
         ):
             tensors = {name: value for name, value in self._asdict().items() if isinstance(value, torch.Tensor)}
             found = ", ".join(f"{name} {tensor.dtype} {list(tensor.shape)}" for name, tensor in tensors.items())
