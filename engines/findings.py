@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, entry_points, version
 
@@ -24,6 +24,7 @@ class EnginePlugIn:
     needs              by the name of each backend, why it does not load, or nothing
     chosen_by          how a draft takes one of them
     refused            why the plug-in does not load in this environment, or nothing
+    allowed            the names that a value of the variable allows; None: every one
     """
 
     package: str
@@ -34,6 +35,7 @@ class EnginePlugIn:
     needs: Mapping[str, Callable[[], str]]
     chosen_by: str
     refused: Callable[[], str] = lambda: ""
+    allowed: Callable[[str], Collection[str] | None] = lambda value: value.split(",")
 
     def examine(self) -> Iterator[Finding]:
         """The engine, and where it is of a supported version, how it finds the plug-in and each backend of it."""
@@ -52,11 +54,12 @@ class EnginePlugIn:
             yield _finding(name, why_not(), f"it loads; a draft takes it by {self.chosen_by}")
 
     def _why_not_found(self) -> str:
-        allowed = os.environ.get(self.variable)
+        value = os.environ.get(self.variable)
+        allowed = None if value is None else self.allowed(value)
         if not any(point.value == f"engines.{self.package}:register" for point in entry_points(group=self.group)):
             return f"no package declares attn_backends in {self.group}: install attn-backends again"
-        if allowed is not None and "attn_backends" not in allowed.split(","):
-            return f"{self.variable}={allowed} leaves attn_backends out: add it, or unset the variable"
+        if allowed is not None and "attn_backends" not in allowed:
+            return f"{self.variable}={value} leaves attn_backends out: add it, or unset the variable"
         return self.refused()
 
 

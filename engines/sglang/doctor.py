@@ -6,6 +6,12 @@ from engines.findings import EnginePlugIn, why_not_loaded
 from engines.sglang import ENTRY_POINT_GROUP, NAMES
 from engines.sglang.version import release_reason
 
+
+def _allowed(value: str) -> list[str] | None:
+    """As SGLang reads its variable: empty, it allows all."""
+    return [name.strip() for name in value.split(",")] if value else None
+
+
 examine = EnginePlugIn(
     package="sglang",
     title="SGLang",
@@ -14,4 +20,5 @@ examine = EnginePlugIn(
     variable="SGLANG_PLUGINS",
     needs={name: why_not_loaded(ours) for name, (ours, _) in NAMES.items()},
     chosen_by="--speculative-draft-attention-backend",
+    allowed=_allowed,
 ).examine

@@ -90,6 +90,23 @@ def test_a_variable_that_leaves_the_plug_in_out_is_a_finding(monkeypatch, engine
     assert finding.status == "refused" and f"{variable}=other,more leaves attn_backends out" in finding.detail
 
 
+@pytest.mark.parametrize(
+    ("engine", "value", "status"),
+    [
+        ("vllm", "other,attn_backends", "ok"),
+        ("vllm", "other, attn_backends", "refused"),
+        ("vllm", "", "refused"),
+        ("sglang", "other,attn_backends", "ok"),
+        ("sglang", "other, attn_backends ", "ok"),
+        ("sglang", "", "ok"),
+        ("sglang", ",", "refused"),
+    ],
+)
+def test_the_variable_is_read_as_the_engine_reads_it(monkeypatch, engine, value, status):
+    monkeypatch.setenv(f"{engine.upper()}_PLUGINS", value)
+    assert examine(monkeypatch, engine, SUPPORTED[engine])["its plug-ins"].status == status
+
+
 def test_a_variable_that_the_plug_in_refuses_is_a_finding(monkeypatch):
     monkeypatch.setenv("ATTN_BACKENDS_VALIDATE", "2")
     finding = examine(monkeypatch, "vllm", "0.33.0")["its plug-ins"]
