@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 
+from builders.errors import BatchError, require_tensor, require_vector
 from builders.kernels.op import define_op
 from builders.kernels.sizes import next_power_of_2
 from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
@@ -23,11 +24,28 @@ class Rope(NamedTuple):
 
 
 def apply_rope(x: torch.Tensor, rope: Rope) -> torch.Tensor:
-    """x [T, H, D] rotated, with contiguous last dim; in place, unless x asks for a gradient."""
+    """x [T, H, D] rotated, with contiguous last dim; in place, unless x asks for a gradient.
+
+    Raises BatchError, with nothing rotated, for tensors that a kernel would misread.
+    """
+    check_rope(x, rope)
     if x.requires_grad:
         return rope_formula(x, rope)
     _rope_op(x, *rope)
     return x
+
+
+def check_rope(x: torch.Tensor, rope: Rope) -> None:
+    """Raise BatchError unless x is [T, H, D] with a contiguous last dim of pairs, and positions and table fit it."""
+    tokens, _, dim = x.shape
+    require_vector("positions", rope.positions, length=tokens, dtype=torch.int64, device=x.device)
+    require_tensor("the rotary table", rope.table, shape=(None, dim), dtype=torch.float32, device=x.device)
+    if dim % 2 or x.stride(2) != 1 or not rope.table.is_contiguous():
+        raise BatchError(
+            f"rotated heads must have an even number of dims that are adjacent, and so must a table, got {dim} with "
+            f"strides {x.stride()}, table {rope.table.stride()}; a kernel would pair other elements. Keep the head dim "
+            "innermost."
+        )
 
 
 def rope_formula(x: torch.Tensor, rope: Rope) -> torch.Tensor:

@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 import torch
 
-from attn_backends.kernels.rope import Rope, angles_of, rope_formula, rotated_pairs
+from attn_backends.kernels.rope import Rope, angles_of, check_rope, rope_formula, rotated_pairs
 from attn_backends.kernels.write_kv import WriteKV, check_new_kv, quantised
-from builders.errors import require, require_tensor, require_vector
+from builders.errors import BatchError, require_tensor
 from builders.kernels.op import define_op
 from builders.kernels.sizes import next_power_of_2
 from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
@@ -34,17 +34,12 @@ def rope_and_write_kv(
     """
     tokens, _, dim = key.shape
     check_new_kv(key, value, key_cache, value_cache, slot_mapping)
-    device = key.device
-    require_tensor("query", query, shape=(tokens, None, dim), dtype=key.dtype, device=device)
-    require_vector("positions", rope.positions, length=tokens, dtype=torch.int64, device=device)
-    require_tensor("the rotary table", rope.table, shape=(None, dim), dtype=torch.float32, device=device)
-    contiguous = query.stride(2) == 1 and rope.table.is_contiguous()
-    if not contiguous or query.shape[1] % key.shape[1]:
-        require(
-            False,
-            f"query heads must be a multiple of {key.shape[1]} and every head's dims adjacent, got {query.shape[1]} "
-            f"and strides {query.stride()}, table {rope.table.stride()}; a kernel would read other elements. Keep the "
-            "head dim innermost.",
+    require_tensor("query", query, shape=(tokens, None, dim), dtype=key.dtype, device=key.device)
+    check_rope(query, rope)
+    if query.shape[1] % key.shape[1]:
+        raise BatchError(
+            f"query heads must be a multiple of {key.shape[1]}, got {query.shape[1]}; a kernel would leave heads out. "
+            "Pass whole groups."
         )
     _op(query, key, value, *rope, key_cache, value_cache, slot_mapping)
 

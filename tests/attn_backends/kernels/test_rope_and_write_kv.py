@@ -7,6 +7,7 @@ from attn_backends import KVCache
 from attn_backends.kernels.rope import Rope, apply_rope
 from attn_backends.kernels.rope_and_write_kv import rope_and_write_kv
 from attn_backends.kernels.write_kv import write_kv
+from builders import BatchError
 from tests.factories import indexes_fp8, make_cache, make_spec
 
 TOKENS, MAX_POSITIONS = 4, 40
@@ -90,3 +91,21 @@ def test_the_numbers_are_those_of_the_two_ops(changes, slots):
     assert torch.equal(parts[0], others[0]) and not torch.equal(parts[1], others[1])
     assert torch.equal(found.float(), wanted.float())
     assert found.float().count_nonzero() == int(((slots >= 0) & (slots < 20)).sum()) * 2 * (16 + spec.out_dim)
+
+
+MISFITS = {
+    "dims apart": ({"x": torch.ones(TOKENS, 16, 2).mT}, "dims that are adjacent"),
+    "half a pair": ({"x": torch.ones(TOKENS, 2, 5), "table": torch.ones(MAX_POSITIONS, 5)}, "an even number of dims"),
+    "a strided table": ({"table": torch.ones(MAX_POSITIONS, 32)[:, ::2]}, "got 16 with strides .* table"),
+    "a wider table": ({"table": torch.ones(MAX_POSITIONS, 32)}, "the rotary table must be"),
+    "positions of 32 bits": ({"positions": POSITIONS.int()}, "positions must be"),
+    "positions apart": ({"positions": POSITIONS.repeat_interleave(2)[::2]}, "positions must be contiguous"),
+}
+
+
+@pytest.mark.parametrize(("changes", "message"), MISFITS.values(), ids=MISFITS)
+def test_heads_that_a_kernel_would_misread_are_refused_with_nothing_rotated(changes, message):
+    given = {"x": torch.ones(TOKENS, 2, 16), "positions": POSITIONS, "table": rope_of(16).table, **changes}
+    with pytest.raises(BatchError, match=message):
+        apply_rope(given["x"], Rope(given["positions"], given["table"]))
+    assert given["x"].eq(1).all()
