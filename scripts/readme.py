@@ -34,8 +34,8 @@ VLLM, UNCOMPILED, ROUNDS = "h200/vllm-compiled.json", "h200/vllm.json", "h200/be
 """The reports of vLLM's defaults, layers compiled; of vLLM without compilation; of draft rounds."""
 DFLASH, BLOCKS, LATENTS = "h100/vllm-dflash.json", "h100/vllm-blocks.json", "h100/vllm-latents.json"
 """Those of vLLM with drafts of a block, compiled and not, and with drafts over latents."""
-PAIR, PAIR_BOTH = "h100/vllm-pair.json", "h100/vllm-pair-both.json"
-"""Those of our draft backends on one GPU and on two, and of ours and vLLM's on two."""
+PAIR, PAIR_BOTH, WATCHED = "h100/vllm-pair.json", "h100/vllm-pair-both.json", "h100/vllm-watched.json"
+"""Those of our draft backends on one GPU and on two, of ours and vLLM's on two, and with metadata compared."""
 COMPILED = tuple(
     f"h200/bench-{draft}-compiled.json"
     for draft in ("llama3-8b-eagle", "qwen3-8b-eagle3", "gpt-oss-20b-eagle3", "glm-4.7-flash-mtp", "eagle-1024")
@@ -82,6 +82,7 @@ def contents(root: Path) -> dict[Path, str]:
         VLLM_PAGE: {
             "vllm ratios": vllm_tables.ratios([_load(root, name) for name in (VLLM, DFLASH, BLOCKS, LATENTS)]),
             "vllm on two GPUs": vllm_tables.scaling(_load(root, PAIR)),
+            "vllm watched": vllm_tables.watched(_load(root, WATCHED)),
             "vllm ratios on two GPUs": vllm_tables.ratios([_load(root, PAIR_BOTH)], num_gpus=2),
         },
         VLLM_FIGURES: {

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
-from statistics import median
+from math import hypot, sqrt
+from statistics import fmean, median, stdev
 from typing import Any
 
 from scripts.on_gpus import card
@@ -90,8 +91,8 @@ def scaling(report: dict[str, Any]) -> str:
 
 
 def watched(report: dict[str, Any]) -> str:
-    """Output tokens a second with comparisons of metadata over those without, of all runs of the same engines, and what
-    of the time with them they took, and how many there were."""
+    """Output tokens a second with comparisons of metadata over those without, of all runs of the same engines, with the
+    standard error of that; and how many comparisons there were."""
     sizes = _requests([report])
     lines = [
         f"| draft | backend | {' | '.join(f'{size} req.' for size in sizes)} | vLLM | GPU |",
@@ -100,17 +101,16 @@ def watched(report: dict[str, Any]) -> str:
     for each in filter(_is_watched, report["arms"]):
         rows = {row["requests"]: row for row in each["rows"]}
         said = [f"{_MODELS[_model(each)][0]}, {each['arm']['steps']} tokens", f"`{each['arm']['draft']}`"]
-        for size in sizes:
-            row = rows.get(size)
-            ratio = row and _seconds(row["unwatched_tokens_per_s"]) / _seconds(row["tokens_per_s"])
-            said.append(f"{ratio:.3f} ({row['compared_s'] / row['watched_s']:.2%} in {row['compared']})" if row else "")
+        said += [_watched_cell(rows[size]) if size in rows else "" for size in sizes]
         lines.append(f"| {' | '.join([*said, _mode(each), source(report)])} |")
     return "\n".join(lines)
 
 
-def _seconds(tokens_per_s: Sequence[float]) -> float:
-    """Of a token in each of these runs."""
-    return sum(1 / speed for speed in tokens_per_s)
+def _watched_cell(row: Mapping[str, Any]) -> str:
+    with_them, without = ([1 / speed for speed in row[f"{kind}tokens_per_s"]] for kind in ("", "unwatched_"))
+    ratio = fmean(without) / fmean(with_them)
+    error = ratio * hypot(*(stdev(times) / fmean(times) / sqrt(len(times)) for times in (with_them, without)))
+    return f"{ratio:.3f} ± {error:.3f} ({row['compared']})"
 
 
 def _requests(reports: Sequence[dict[str, Any]]) -> list[int]:
