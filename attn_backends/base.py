@@ -46,8 +46,8 @@ class KVCache:
     def latents(self) -> Tensor:
         """The latents [num_pages, page_size, head_dim], or in fp8_ds_mla each page's bytes [num_pages, page_bytes]."""
         if self.key.dtype is torch.uint8:
-            apart = self.key.stride(0)
-            return self.key.as_strided((self.num_pages, min(apart, page_bytes(self.key.shape[1]))), (apart, 1))
+            stride = self.key.stride(0)
+            return self.key.as_strided((self.num_pages, min(stride, page_bytes(self.key.shape[1]))), (stride, 1))
         return self.key[:, :, 0]
 
 

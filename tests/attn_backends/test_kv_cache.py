@@ -13,10 +13,10 @@ SPEC = make_spec(
 PAGE = page_bytes(SPEC.page_size)
 
 
-def bytes_of_pages(apart, start):
+def bytes_of_pages(stride, start):
     """A cache of fp8_ds_mla whose pages are so many bytes apart; the last ends with its memory."""
-    memory = torch.zeros(8 * apart, dtype=torch.uint8)
-    pages = memory.as_strided((8, SPEC.page_size, 1, TOKEN_BYTES), (apart, TOKEN_BYTES, TOKEN_BYTES, 1), start)
+    memory = torch.zeros(8 * stride, dtype=torch.uint8)
+    pages = memory.as_strided((8, SPEC.page_size, 1, TOKEN_BYTES), (stride, TOKEN_BYTES, TOKEN_BYTES, 1), start)
     return KVCache(pages, pages)
 
 
