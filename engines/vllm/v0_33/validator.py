@@ -32,8 +32,8 @@ from engines.vllm.device_plan import DevicePlan
 from engines.vllm.version import SUPPORTED, UnsupportedVllm
 
 SHARE = 0.01
-"""Of the time, at most: after a comparison the next one waits for 1 / SHARE times as long as it took. A comparison first
-waits for what is queued on the device, which counts too: where the host limits an engine, that time is lost."""
+"""Of the time, at most: after a comparison, the next one waits for 1 / SHARE times as long as it took. A comparison
+first waits for what is queued on the device, which counts too: where the host limits an engine, that time is lost."""
 Asked: TypeAlias = Callable[[], Mapping[str, Any]]
 """Gives a method's arguments by name. Most rounds need none: to bind them takes longer than all else here."""
 _log = init_logger("vllm.attn_backends")
