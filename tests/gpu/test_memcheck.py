@@ -20,10 +20,10 @@ import re
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from functools import partial
 from inspect import signature
@@ -35,7 +35,7 @@ from unittest import mock
 import pytest
 import torch
 
-from scripts.free_places import on_a_free_one
+from scripts.free_places import share
 from spec_decode.cli.main import main as attn_backends
 from spec_decode.conformance.report import Report
 from spec_decode.graphs import cuda
@@ -146,17 +146,19 @@ def serve(verification: str, mode: GraphMode, device: torch.device) -> busy_engi
 
 def sanitize_all(names: Sequence[str], write: Callable[..., None]) -> list[dict[str, Any]]:
     """A row for each target, written as each ends: a run that is cut off says then that it was."""
-    watched, rows = list(targets(names)), []
+    watched, rows, lock = list(targets(names)), list[dict[str, Any]](), threading.Lock()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
-    gpus = visible.split(",") * JOBS
-    on_a_free_gpu = on_a_free_one(gpus, sanitize)
     roots = ["spec_decode.engine.engine", *CHECKED]
     checks = {"uncaptured": UNCAPTURED, "captured": CAPTURED}
-    with ThreadPoolExecutor(len(gpus)) as pool:
-        for future in as_completed([pool.submit(on_a_free_gpu, target) for target in watched]):
-            rows.append(future.result())
+
+    def watch(gpu: str, target: Target) -> None:
+        row = sanitize(gpu, target)
+        with lock:
+            rows.append(row)
             content = {"finished": len(rows) == len(watched), "checks": checks, "targets": rows}
             write(SCHEMA, roots=roots, backends=names, **content)
+
+    share(visible.split(",") * JOBS, watched, watch)
     return rows
 
 
