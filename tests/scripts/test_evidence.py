@@ -79,6 +79,13 @@ def test_what_would_not_end_in_time_is_left_out_and_named(tmp_path):
     assert reports.keys() == {"short"} and run.left_out == ["long"] and not run.failed
 
 
+def test_a_step_that_takes_all_gpus_is_over_sooner_on_more_of_them(tmp_path):
+    lone = replace(step("lone"), seconds=100.0)
+    for gpus, left_out in (((0,), ["lone"]), ((0, 1), [])):
+        run, _ = ran(tmp_path, [], [], [lone], gpus=gpus, seconds=60.0)
+        assert run.left_out == left_out
+
+
 def test_what_outlives_the_time_is_ended_with_what_it_started_and_its_old_report_stays(tmp_path):
     (tmp_path / "slow.json").write_text('{"old": true}')
     child = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1], *sys.argv[2:]])"
