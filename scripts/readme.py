@@ -21,7 +21,7 @@ from scripts.on_gpus import card
 from spec_decode.conformance.report import FAILURES, Report
 from spec_decode.files import read_json, write_whole
 from spec_decode.matrix import Sources
-from spec_decode.matrix.text import markdown
+from spec_decode.matrix.text import markdown, markdown_table
 from spec_decode.testing.outcome import Outcome
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -120,11 +120,11 @@ def summary(reports: Sequence[Report]) -> str:
         if not report.engine and PART_OF_KIT.isdisjoint(shlex.split(report.command)):
             newest[report.backend, card(report.env.device) if report.env.cuda else CPU] = report
     devices = sorted({device for _, device in newest}, key=lambda device: (device == CPU, device))
-    lines = [["backend", *devices], ["---"] * (1 + len(devices))]
-    for backend in sorted({backend for backend, _ in newest}):
-        cells = [_passed(newest.get((backend, device))) for device in devices]
-        lines.append([f"`{backend}`", *map(markdown, cells)])
-    return _table(lines)
+    rows = [
+        [f"`{backend}`", *(markdown(_passed(newest.get((backend, device)))) for device in devices)]
+        for backend in sorted({backend for backend, _ in newest})
+    ]
+    return markdown_table(["backend", *devices], rows)
 
 
 def figures(root: Path) -> str:
@@ -138,9 +138,8 @@ def figures(root: Path) -> str:
     version, sizes = vllm["arms"][0]["vllm"], " / ".join(map(str, SIZES))
     in_vllm, kept = vllm_rows(root, f"Tokens/s in vLLM {version} with {sizes} concurrent requests")
     refuted = [report for report in builders if any(report.counts[bad] for bad in (*FAILURES, Outcome.XFAIL))]
-    lines = [
-        ["measured", "baseline", "this library", "device, date, command"],
-        ["---", "---", "---", "---"],
+    head = ["measured", "baseline", "this library", "device, date, command"]
+    rows = [
         *in_vllm,
         [
             f"Tokens/s in our engine with {sizes} concurrent requests",
@@ -164,7 +163,8 @@ def figures(root: Path) -> str:
     accepted = [row["accepted"] for row in engine["rows"] if row["case"] == SPECULATION and "accepted" in row]
     date = max(report.env.date for report in builders)[:10]
     return (
-        f"{_table(lines)}\n\nThe models are an 8B Llama with EAGLE, an 8B Qwen3 with DFlash and DFlash2, and for "
+        f"{markdown_table(head, rows)}\n\n"
+        "The models are an 8B Llama with EAGLE, an 8B Qwen3 with DFlash and DFlash2, and for "
         "MTP one GPU's share, 16 of 128 heads, of four layers of DeepSeek-V3; all have random weights. The target "
         "rejects almost every token of such a draft. We therefore made the verifier accept a fixed mean number per "
         f"round: {', '.join(kept)} draft tokens in vLLM, {min(accepted):.1f} to {max(accepted):.1f} of {drafted} in "
@@ -287,10 +287,6 @@ def main() -> None:
 def _load(root: Path, name: str) -> dict[str, Any]:
     report: dict[str, Any] = read_json(root / "reports" / name)
     return report
-
-
-def _table(lines: Sequence[Sequence[str]]) -> str:
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def _pair(values: Mapping[int, float]) -> str:

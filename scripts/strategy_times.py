@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from spec_decode.matrix.text import markdown_table
+
 _CASE, _BACKEND, _K = "llama3-8b-eagle/round", "triton_paged", 7
 _SIZES = (1, 32)
 
@@ -23,19 +25,18 @@ def table(report: dict[str, Any]) -> str:
     if not strategies:
         raise ValueError(f"the report has no rounds of {_CASE} with K = {_K}: nothing to show on the strategies page")
     env, context = report["env"], found[strategies[0], _SIZES[0]]["context"]
-    lines = [
-        f"The table shows how long a draft of {_K} tokens takes, without verification: Llama-3-8B's EAGLE draft on "
-        f"`{_BACKEND}`, {context:,} tokens of context, greedy, {env['device']}, {env['date'][:10]}, commit "
-        f"`{env['commit'][:12]}`. Times are medians in microseconds, for {_SIZES[0]} request and for {_SIZES[1]}.",
-        "",
-        "| strategy | " + " | ".join(f"GPU, {n} req. | host, {n} req." for n in _SIZES) + " | graphs, MiB |",
-        "|---|" + "---:|" * (2 * len(_SIZES) + 1),
-    ]
+    rows = []
     for name in strategies:
         each = [found[name, n] for n in _SIZES]
         times = [f"{row[kind][1]:,.0f}" for row in each for kind in ("gpu_us", "host_us")]
-        lines.append(f"| `{name}` | " + " | ".join(times) + f" | {each[-1]['graph_bytes'] / 2**20:.0f} |")
-    return "\n".join(lines)
+        rows.append([f"`{name}`", *times, f"{each[-1]['graph_bytes'] / 2**20:.0f}"])
+    numbers = [*(f"{what}, {n} req." for n in _SIZES for what in ("GPU", "host")), "graphs, MiB"]
+    return (
+        f"The table shows how long a draft of {_K} tokens takes, without verification: Llama-3-8B's EAGLE draft on "
+        f"`{_BACKEND}`, {context:,} tokens of context, greedy, {env['device']}, {env['date'][:10]}, commit "
+        f"`{env['commit'][:12]}`. Times are medians in microseconds, for {_SIZES[0]} request and for {_SIZES[1]}.\n\n"
+        f"{markdown_table(['strategy', *numbers], rows, numbers)}"
+    )
 
 
 def beside_compiled(reports: Sequence[dict[str, Any]]) -> str:
@@ -53,20 +54,18 @@ def beside_compiled(reports: Sequence[dict[str, Any]]) -> str:
         )
     [(device, release, steps, context)] = kinds
     dates = sorted({report["env"]["date"][:10] for report in reports})
-    lines = [
-        f"GPU time of the {steps} later steps of a round of {steps + 1} draft tokens, {context:,} tokens of context, "
-        f"greedy, {device}, {' and '.join(dates)}, torch {release}. Times are medians in microseconds.",
-        "",
-        "| draft | " + " | ".join(f"torch.compile, {n} req. | this library, {n} req. | ratio" for n in _SIZES) + " |",
-        "|---|" + "---:|" * (3 * len(_SIZES)),
-    ]
+    rows = []
     for report in reports:
-        cells = []
+        rows.append([f"`{report['rows'][0]['case'].removesuffix('-compiled')}`"])
         for size in _SIZES:
             theirs, ours = compiled_times(report)[size]
-            cells += [f"{theirs:,.0f}", f"{ours:,.0f}", f"{ours / theirs:.2f}"]
-        lines.append(f"| `{report['rows'][0]['case'].removesuffix('-compiled')}` | {' | '.join(cells)} |")
-    return "\n".join(lines)
+            rows[-1] += [f"{theirs:,.0f}", f"{ours:,.0f}", f"{ours / theirs:.2f}"]
+    numbers = [text for n in _SIZES for text in (f"torch.compile, {n} req.", f"this library, {n} req.", "ratio")]
+    return (
+        f"GPU time of the {steps} later steps of a round of {steps + 1} draft tokens, {context:,} tokens of context, "
+        f"greedy, {device}, {' and '.join(dates)}, torch {release}. Times are medians in microseconds.\n\n"
+        f"{markdown_table(['draft', *numbers], rows, numbers)}"
+    )
 
 
 def compiled_times(report: dict[str, Any]) -> dict[int, tuple[float, float]]:

@@ -9,6 +9,7 @@ from statistics import fmean, median, stdev
 from typing import Any
 
 from scripts.on_gpus import card
+from spec_decode.matrix.text import markdown_table
 
 _NO_DRAFT = "no speculation"
 _ENGINES = {
@@ -44,19 +45,16 @@ _LATENT = (
 def ratios(reports: Sequence[dict[str, Any]], num_gpus: int = 1) -> str:
     """Output tokens a second of our draft backends over those of vLLM's, for the most draft tokens of each draft."""
     sizes = _requests(reports)
-    lines = [
-        f"| draft | vLLM's backend | ours | {' | '.join(f'{size} req.' for size in sizes)} | vLLM | GPU |",
-        "|---|---|---|" + "---:|" * len(sizes) + "---|---|",
-    ]
+    rows: list[list[str]] = []
     for report in reports:
         timed = [each for each in _timed(report) if _num_gpus(each) == num_gpus]
         for model, compiled in product(_MODELS, _ENGINES):
             alike = [each for each in timed if _model(each) == model and _is_compiled(each) is compiled]
-            lines += _ratio_lines(report, alike, sizes)
-    return "\n".join(lines)
+            rows += _ratio_rows(report, alike, sizes)
+    return _by_requests(["draft", "vLLM's backend", "ours"], sizes, ["vLLM", "GPU"], rows)
 
 
-def _ratio_lines(report: dict[str, Any], arms: Sequence[dict[str, Any]], sizes: Sequence[int]) -> Iterator[str]:
+def _ratio_rows(report: dict[str, Any], arms: Sequence[dict[str, Any]], sizes: Sequence[int]) -> Iterator[list[str]]:
     """Those of arms of one draft in one mode; none where there are not both backends of a pair."""
     steps = max((each["arm"]["steps"] for each in arms), default=0)
     rows = {each["arm"]["draft"]: _speeds(each) for each in arms if each["arm"]["steps"] == steps}
@@ -64,46 +62,37 @@ def _ratio_lines(report: dict[str, Any], arms: Sequence[dict[str, Any]], sizes: 
         if theirs in rows and ours in rows:
             model = _model(arms[0])
             cells = [_ratio(rows[ours].get(count), rows[theirs].get(count)) for count in sizes]
-            said = [f"{_MODELS[model][0]}, {steps} tokens", f"`{theirs}`", f"`{ours}`", *cells]
-            said += [_mode(arms[0]), source(report)]
-            yield f"| {' | '.join(said)} |"
+            what = [f"{_MODELS[model][0]}, {steps} tokens", f"`{theirs}`", f"`{ours}`"]
+            yield [*what, *cells, _mode(arms[0]), source(report)]
 
 
 def scaling(report: dict[str, Any]) -> str:
     """Output tokens a second of our draft backends on two GPUs over those on one."""
     sizes = _requests([report])
-    lines = [
-        f"| draft | ours | {' | '.join(f'{size} req.' for size in sizes)} | GPU |",
-        "|---|---|" + "---:|" * len(sizes) + "---|",
-    ]
 
     def alike(found: dict[str, Any]) -> dict[str, Any]:
         return {key: value for key, value in found["arm"].items() if key not in ("name", "num_gpus")}
 
     timed = _timed(report)
     on = {count: [each for each in timed if _num_gpus(each) == count] for count in (1, 2)}
+    rows = []
     for two, one in ((two, one) for two in on[2] for one in on[1] if alike(one) == alike(two)):
         cells = [_ratio(_speeds(two).get(count), _speeds(one).get(count)) for count in sizes]
         draft, steps = f"`{two['arm']['draft']}`", two["arm"]["steps"]
-        said = [f"{_MODELS[_model(two)][0]}, {steps} tokens", draft, *cells, source(report)]
-        lines.append(f"| {' | '.join(said)} |")
-    return "\n".join(lines)
+        rows.append([f"{_MODELS[_model(two)][0]}, {steps} tokens", draft, *cells, source(report)])
+    return _by_requests(["draft", "ours"], sizes, ["GPU"], rows)
 
 
 def watched(report: dict[str, Any]) -> str:
     """Output tokens a second with comparisons of metadata over those without, of all runs of the same engines, with the
     standard error of that; and how many comparisons there were."""
-    sizes = _requests([report])
-    lines = [
-        f"| draft | backend | {' | '.join(f'{size} req.' for size in sizes)} | vLLM | GPU |",
-        "|---|---|" + "---:|" * len(sizes) + "---|---|",
-    ]
+    sizes, rows = _requests([report]), []
     for each in filter(_is_watched, report["arms"]):
-        rows = {row["requests"]: row for row in each["rows"]}
-        said = [f"{_MODELS[_model(each)][0]}, {each['arm']['steps']} tokens", f"`{each['arm']['draft']}`"]
-        said += [_watched_cell(rows[size]) if size in rows else "" for size in sizes]
-        lines.append(f"| {' | '.join([*said, _mode(each), source(report)])} |")
-    return "\n".join(lines)
+        of = {row["requests"]: row for row in each["rows"]}
+        what = [f"{_MODELS[_model(each)][0]}, {each['arm']['steps']} tokens", f"`{each['arm']['draft']}`"]
+        cells = [_watched_cell(of[size]) if size in of else "" for size in sizes]
+        rows.append([*what, *cells, _mode(each), source(report)])
+    return _by_requests(["draft", "backend"], sizes, ["vLLM", "GPU"], rows)
 
 
 def _watched_cell(row: Mapping[str, Any]) -> str:
@@ -111,6 +100,12 @@ def _watched_cell(row: Mapping[str, Any]) -> str:
     ratio = fmean(without) / fmean(with_them)
     error = ratio * hypot(*(stdev(times) / fmean(times) / sqrt(len(times)) for times in (with_them, without)))
     return f"{ratio:.3f} ± {error:.3f} ({row['compared']})"
+
+
+def _by_requests(before: Sequence[str], sizes: Sequence[int], after: Sequence[str], rows: list[list[str]]) -> str:
+    """A table with a column of numbers for each number of requests, between others."""
+    numbers = [f"{size} req." for size in sizes]
+    return markdown_table([*before, *numbers, *after], rows, numbers)
 
 
 def _requests(reports: Sequence[dict[str, Any]]) -> list[int]:
@@ -206,19 +201,14 @@ def _num_gpus(found: dict[str, Any]) -> int:
 def _table(steps: int, arms: list[dict[str, Any]]) -> str:
     requests = sorted({row["requests"] for each in arms for row in each["rows"]})
     kept = next(each["arm"]["kept"] for each in arms if each["arm"]["draft"])
-    lines = [
-        f"| {steps} draft tokens, {kept:g} accepted | graphs | "
-        + " | ".join(f"{count} req." for count in requests)
-        + " |",
-        "|---|---|" + "---:|" * len(requests),
-    ]
+    rows = []
     for each in arms:
-        rows = {row["requests"]: row for row in each["rows"]}
+        of = {row["requests"]: row for row in each["rows"]}
         gpus = f", {_num_gpus(each)} GPUs" if _num_gpus(each) > 1 else ""
         name = f"`{each['arm']['draft']}`" if each["arm"]["draft"] else _NO_DRAFT
-        cells = [_cell(rows[count]) if count in rows else "" for count in requests]
-        lines.append(f"| {name}{gpus} | `{each['graph_mode']}` | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        cells = [_cell(of[count]) if count in of else "" for count in requests]
+        rows.append([f"{name}{gpus}", f"`{each['graph_mode']}`", *cells])
+    return _by_requests([f"{steps} draft tokens, {kept:g} accepted", "graphs"], requests, [], rows)
 
 
 def _cell(row: dict[str, Any]) -> str:

@@ -8,7 +8,7 @@ from spec_decode.matrix.cells import OLDER, Note, Status
 from spec_decode.matrix.model import Matrix, MatrixRow
 from spec_decode.matrix.numbered import HOW_TO_READ, Notes, draft_lines, grouped, time_text, verdict_text
 from spec_decode.matrix.speed import Bar
-from spec_decode.matrix.text import markdown, markdown_code, note_text
+from spec_decode.matrix.text import markdown, markdown_code, markdown_table, note_text
 
 _PROVENANCE = ("run", "what", "device", "driver", "CUDA", "torch", "triton", "python", "platform", "commit", "date")
 
@@ -84,6 +84,5 @@ def _provenance(matrix: Matrix) -> str:
 
 
 def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [[markdown(text) for text in header], ["---"] * len(header)]
-    lines += [[markdown(text) for text in row] for row in rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    head, *cells = [[markdown(text) for text in row] for row in (header, *rows)]
+    return markdown_table(head, cells)

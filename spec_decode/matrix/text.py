@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import re
+from collections.abc import Collection, Iterable, Sequence
 
 from spec_decode.matrix.cells import Note
 
@@ -35,6 +36,12 @@ def markdown_code(text: str) -> str:
     fence = "`" * (1 + max(map(len, re.findall("`+", line)), default=0))
     pad = " " if "`" in line else ""
     return f"{fence}{pad}{line}{pad}{fence}"
+
+
+def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]], numbers: Collection[str] = ()) -> str:
+    """A table whose cells are Markdown already. numbers: heads of columns that are aligned to the right."""
+    rule = ["---:" if name in numbers else "---" for name in head]
+    return "\n".join(f"| {' | '.join(line)} |" for line in [head, rule, *rows])
 
 
 def counted(number: int, noun: str) -> str:

@@ -151,14 +151,14 @@ def sanitize_all(names: Sequence[str], write: Callable[..., None]) -> list[dict[
     roots = ["spec_decode.engine.engine", *CHECKED]
     checks = {"uncaptured": UNCAPTURED, "captured": CAPTURED}
 
-    def watch(gpu: str, target: Target) -> None:
+    def run_on(gpu: str, target: Target) -> None:
         row = sanitize(gpu, target)
         with lock:
             rows.append(row)
             content = {"finished": len(rows) == len(watched), "checks": checks, "targets": rows}
             write(SCHEMA, roots=roots, backends=names, **content)
 
-    share(visible.split(",") * JOBS, watched, watch)
+    share(visible.split(",") * JOBS, watched, run_on)
     return rows
 
 
