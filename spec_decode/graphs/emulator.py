@@ -11,6 +11,7 @@ once it has been freed.
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from functools import cache
@@ -32,6 +33,8 @@ _FRESH_HOST_DATA = {"aten::lift_fresh", "aten::lift_fresh_copy", "aten::lift"}
 _MOVES_STORAGE = {"aten::resize_", "aten::resize_as_", "aten::set_"}
 _HOST_BUFFERS = ("frombuffer", "from_dlpack")
 """Functions of torch that make a tensor of host memory and that no mode is told of."""
+_RECORDING = threading.RLock()
+"""One thread records at a time: these functions, and torch's random generator, belong to the process."""
 _CHECKS_ON_THE_HOST = {"aten::_linalg_check_errors", "aten::_linalg_eigh", "aten::_linalg_svd", "aten::linalg_eig"}
 _CHECKS_ON_THE_HOST |= {"aten::_linalg_eigvals", "aten::linalg_lstsq"}
 _EMPTY = {"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty", "aten::new_empty_strided"}
@@ -159,7 +162,7 @@ class EmulatedRuntime:
 
         def begin() -> None:
             for name in _HOST_BUFFERS:
-                piece.enter_context(mock.patch.object(torch, name, _refused(f"torch.{name}", "reads host memory")))
+                piece.enter_context(mock.patch.object(torch, name, _refused(getattr(torch, name))))
             piece.enter_context(HostReadGuard())
             piece.enter_context(recorder)
 
@@ -171,12 +174,13 @@ class EmulatedRuntime:
             begin()
             return call.result
 
-        try:
-            with torch.no_grad(), torch.random.fork_rng(devices=[]), ExitStack() as piece:
-                begin()
-                run(split_op)
-        finally:
-            recorder.restore()
+        with _RECORDING:
+            try:
+                with torch.no_grad(), torch.random.fork_rng(devices=[]), ExitStack() as piece:
+                    begin()
+                    run(split_op)
+            finally:
+                recorder.restore()
         self._allocated += recorder.bytes_allocated()
         return [*parts, recorder.take()]
 
@@ -397,9 +401,14 @@ def host_read(func: Any, args: tuple[Any, ...]) -> str:
     return traits.host_read
 
 
-def _refused(name: str, why: str) -> Callable[..., Any]:
-    def refuse(*args: Any, **kwargs: Any) -> Any:
-        raise _capture_error(name, why)
+def _refused(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """The function, which the thread that records may not call."""
+    recording = threading.get_ident()
+
+    def refuse(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if threading.get_ident() == recording:
+            raise _capture_error(f"torch.{make.__name__}", "reads host memory")
+        return make(*args, **kwargs)
 
     return refuse
 

@@ -2,6 +2,7 @@
 
 import operator
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -367,3 +368,23 @@ def test_a_capture_draws_no_random_numbers():
 def test_a_tensor_of_host_memory_can_be_made_again_after_a_capture():
     capture(lambda: NUMBERS + 1)
     assert torch.frombuffer(bytearray(b"ab"), dtype=torch.uint8).tolist() == [97, 98]
+
+
+def test_a_capture_does_not_refuse_what_another_thread_does():
+    with ThreadPoolExecutor(1) as other:
+        made = []
+        capture(lambda: made.append(other.submit(torch.frombuffer, bytearray(b"ab"), dtype=torch.uint8).result()))
+    assert made[0].tolist() == [97, 98]
+
+
+def test_threads_capture_side_by_side():
+    def work(_):
+        x = torch.zeros(2)
+        for _ in range(50):
+            capture(lambda: [x.add_(1) for _ in range(10)]).replay()
+        return x.tolist()
+
+    before = torch.frombuffer, torch.get_rng_state()
+    with ThreadPoolExecutor(2) as threads:
+        assert list(threads.map(work, range(2))) == [[500, 500]] * 2
+    assert torch.frombuffer is before[0] and torch.equal(torch.get_rng_state(), before[1])
