@@ -19,7 +19,7 @@ from builders.spec import AttentionSpec
 _PARTIALS = 128 << 20
 """Bytes for partial outputs, where a batch does not need more: FlashInfer's own recommendation."""
 _PLAN = 1 << 20
-"""Bytes for a plan: a grid of a few hundred tiles and a row per query token."""
+"""Bytes for a plan, where a batch does not need more: a grid of a few thousand tiles, as many rows and query tokens."""
 
 
 class Kernel(str, Enum):
@@ -110,7 +110,7 @@ class FlashInferWrappers:
             paged_kv_indices_buffer=pages,
             paged_kv_last_page_len_buffer=last_page_len,
         )
-        plan = self._plan_of(wrapper)
+        plan = self._plan_of(wrapper, batch)
         self.plan_decode(wrapper, indptr, last_page_len.cpu())
         return self._planned(kernel, batch, wrapper, last_page_len, plan)
 
@@ -137,7 +137,7 @@ class FlashInferWrappers:
             paged_kv_last_page_len_buf=last_page_len,
             backend="fa2",
         )
-        plan = self._plan_of(wrapper)
+        plan = self._plan_of(wrapper, batch)
         rows = (starts, indptr, self._none, last_page_len.cpu())
         wrapper.plan(*rows, *self._sizes, causal=self._causal(batch), **self._numbers)
         return self._planned(Kernel.EXTEND, batch, wrapper, last_page_len, plan)
@@ -178,8 +178,12 @@ class FlashInferWrappers:
             self._partials = torch.empty(needed, dtype=torch.uint8, device=self.device)
         return self._partials
 
-    def _plan_of(self, wrapper: Any) -> torch.Tensor:
-        plan = torch.zeros(_PLAN, dtype=torch.uint8, device=self.device)
+    def _plan_of(self, wrapper: Any, batch: AttentionBatch) -> torch.Tensor:
+        num_reqs, num_tokens, spec = batch.num_reqs, batch.num_tokens, self.spec
+        # FA2's need with its smallest query tile: 13 bytes a tile, 4 a row and a query token, and gaps between arrays.
+        tiles = max(2 * num_sms(self.device), -(-num_tokens * spec.group_size // 16)) + num_reqs
+        needed = max(_PLAN, 16 * tiles + 4 * (num_reqs + num_tokens) + 256)
+        plan = torch.zeros(needed, dtype=torch.uint8, device=self.device)
         wrapper.reset_workspace_buffer(self._partials, plan)
         # plan() copies the gaps between its arrays too: let them be the same each time.
         wrapper._pin_memory_int_workspace_buffer.zero_()

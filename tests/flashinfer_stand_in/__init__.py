@@ -23,11 +23,11 @@ _IMPORT_IT = ("builders.flashinfer.builder", "builders.flashinfer.wrappers", "at
 
 
 @contextmanager
-def installed(partials: int = 1 << 13) -> Iterator[None]:
+def installed(partials: int = 1 << 13, plan: int = 1 << 12) -> Iterator[None]:
     """`import flashinfer` gives the stand-in.
 
-    partials: the least bytes of a builder's workspaces: far below what FlashInfer recommends, so that what a batch
-    needs is computed.
+    partials, plan: the least bytes of a builder's workspaces: far below what FlashInfer recommends, so that what a
+    batch needs is computed.
     """
     package, decode = ModuleType("flashinfer"), ModuleType("flashinfer.decode")
     vars(package).update(
@@ -39,7 +39,7 @@ def installed(partials: int = 1 << 13) -> Iterator[None]:
     vars(decode).update(trtllm_batch_decode_with_kv_cache=trtllm_batch_decode_with_kv_cache)
     with unloaded(*_IMPORT_IT, package="flashinfer"):
         sys.modules.update({"flashinfer": package, "flashinfer.decode": decode})
-        vars(import_module("builders.flashinfer.wrappers"))["_PARTIALS"] = partials
+        vars(import_module("builders.flashinfer.wrappers")).update(_PARTIALS=partials, _PLAN=plan)
         yield
 
 

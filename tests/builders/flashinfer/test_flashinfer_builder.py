@@ -308,8 +308,8 @@ def test_one_row_of_another_width_is_another_shape(name):
         pytest.param(Batch((40, 1), (160, 150), 2), id="ragged"),
     ],
 )
-def test_the_workspace_holds_the_partial_outputs(batch):
-    with installed(partials=0):
+def test_the_workspaces_hold_the_partial_outputs_and_the_plan(batch):
+    with installed(partials=0, plan=0):
         build(fixture_of(backend("flashinfer"), batch.rows, num_q_heads=8, num_kv_heads=1), batch)
 
 
