@@ -85,7 +85,7 @@ class PlanLayout:
 
         Planned with use_cuda_graph=True for num_reqs requests of query_len tokens each, for this spec, on a device of
         num_sms SMs. Raises BatchError for plan info of another kind or of another FlashInfer, for another batch, and
-        for a plan without splits (disable_split_kv).
+        for a plan without splits (disable_split_kv), and as `planned_pages`.
         """
         info = _checked(plan_info, length=15, graph_flag=13)
         padded, rows, query_tile = info[0], info[1], info[3]
@@ -108,7 +108,6 @@ class PlanLayout:
             f"a plan of {needed} tiles or more, got {padded}; its arrays would be written past their ends. Pass the "
             "heads and the device that were planned for.",
         )
-        reach = spec.window_left + query_tile
         return cls(
             num_reqs=num_reqs,
             page_size=spec.page_size,
@@ -121,7 +120,7 @@ class PlanLayout:
             block_valid_mask=info[12],
             query_len=query_len,
             query_tiles=query_tiles,
-            window_pages=_EVERY_PAGE if spec.sliding_window is None else -(-reach // spec.page_size),
+            window_pages=planned_pages(spec, query_len=query_len, query_tile=query_tile),
         )
 
     @property
@@ -144,6 +143,24 @@ class PlanLayout:
         """Bytes of the int workspace up to the end of the plan."""
         ends = [4 * (offset + length) for offset, length in self.arrays.values()]
         return max([*ends, self.block_valid_mask + self.padded_tiles if self.split else 0])
+
+
+def planned_pages(spec: AttentionSpec, *, query_len: int, query_tile: int, max_seq_len: int = _EVERY_PAGE) -> int:
+    """Pages of a request that FA2 plans at most: those that a window and one query tile can reach.
+
+    Raises BatchError where a row of query_len tokens sees more: one that is longer than a tile and not causal, with a
+    window.
+    """
+    if spec.sliding_window is None:
+        return _EVERY_PAGE
+    pages = -(-(spec.window_left + query_tile) // spec.page_size)
+    seen = min(spec.window_left + query_len, max_seq_len)
+    require(
+        spec.causal or pages * spec.page_size >= seen,
+        f"a block of {query_len} tokens sees {seen} with its window, FlashInfer plans {pages} pages of "
+        f"{spec.page_size} for it; it would leave the last out. Draft fewer tokens.",
+    )
+    return pages
 
 
 def _checked(plan_info: Sequence[int], *, length: int, graph_flag: int) -> list[int]:

@@ -11,7 +11,7 @@ import torch
 
 from builders.batch import AttentionBatch
 from builders.errors import require
-from builders.flashinfer.layout import PlanLayout
+from builders.flashinfer.layout import PlanLayout, planned_pages
 from builders.flashinfer.table_rows import TableRows, row_stride
 from builders.paged import num_sms
 from builders.spec import AttentionSpec
@@ -124,7 +124,8 @@ class FlashInferWrappers:
         wrapper.plan(indptr, self._none, last_page_len, *self._sizes, **self._numbers)
 
     def extend(self, batch: AttentionBatch) -> Launch:
-        """For rows of max_query_len tokens each over the batch's block table; of trees, over what was cached before."""
+        """For rows of max_query_len tokens each over the batch's block table; of trees, over what was cached before.
+        Raises BatchError as `planned_pages`."""
         starts = torch.arange(batch.num_reqs + 1, dtype=torch.int32) * batch.max_query_len
         indptr, pages, last_page_len = TableRows.of(batch.block_table)
         wrapper = self._flashinfer.BatchPrefillWithPagedKVCacheWrapper(
@@ -143,7 +144,8 @@ class FlashInferWrappers:
         return self._planned(Kernel.EXTEND, batch, wrapper, last_page_len, plan)
 
     def ragged(self, batch: AttentionBatch, kv_lens: torch.Tensor) -> Launch:
-        """For this batch alone, planned on the host for kv_lens, int32 [num_reqs], the tokens to attend to."""
+        """For this batch alone, planned on the host for kv_lens, int32 [num_reqs], the tokens to attend to. Raises
+        BatchError as `planned_pages`."""
         size, table, lens = self.spec.page_size, batch.block_table.cpu(), kv_lens.cpu()
         pages = (lens + size - 1) // size
         owned = torch.arange(table.shape[1]) < pages[:, None]
@@ -156,6 +158,10 @@ class FlashInferWrappers:
         workspace = self._workspace(batch.num_reqs, batch.num_tokens)
         wrapper = self._flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, self._kv_layout, backend="fa2")
         wrapper.plan(*rows, *self._sizes, causal=self._causal(batch), **self._numbers)
+        query_tile, split = wrapper._plan_info[3], wrapper._plan_info[14]
+        if split:
+            longest = int(lens.max())
+            planned_pages(self.spec, query_len=batch.max_query_len, query_tile=query_tile, max_seq_len=longest)
         return self._launch(Kernel.RAGGED, batch, wrapper=wrapper)
 
     def _causal(self, batch: AttentionBatch) -> bool:
