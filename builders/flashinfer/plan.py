@@ -38,7 +38,8 @@ def replan(seq_lens: Tensor, last_page_len: Tensor, workspace: Tensor, layout: P
     entries back in uint32, which leaves seq_len. A tile starts below its request's seq_len, except the tile of an empty
     row and, with a sliding window, one that FlashInfer clamps: the CUDA-core kernel never ends on any other.
     Plan and kernel must not overlap: order this before run(), and a plain kernel in between where run() uses PDL.
-    Raises BatchError, with nothing written, for tensors or a workspace that do not fit the layout.
+    Raises BatchError, with nothing written, for tensors or a workspace that do not fit the layout, and for a table that
+    has room for 2**32 tokens or more.
     """
     num_reqs = layout.num_reqs
     for name, tensor in (("seq_lens", seq_lens), ("last_page_len", last_page_len)):
@@ -48,6 +49,11 @@ def replan(seq_lens: Tensor, last_page_len: Tensor, workspace: Tensor, layout: P
         workspace.shape[0] >= layout.num_bytes and workspace.shape[0] % 4 == 0,
         f"this plan takes {layout.num_bytes} bytes of a workspace of whole int32 elements, got {workspace.shape[0]} "
         "bytes. Pass the int workspace of the wrapper that made the plan.",
+    )
+    require(
+        num_reqs * row_stride * layout.page_size < 1 << 32,
+        f"FlashInfer counts the tokens of all rows of a block table in 32 bits, got {num_reqs} rows of {row_stride} "
+        f"pages of {layout.page_size}; it would read other pages. Allow fewer requests or shorter ones.",
     )
     if not layout.split:
         torch.sub(seq_lens, (row_stride - 1) * layout.page_size, out=last_page_len)

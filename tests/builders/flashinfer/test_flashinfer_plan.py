@@ -201,3 +201,16 @@ def test_buffers_of_another_plan_are_refused(rows, num_bytes, num_reqs, message)
     seq_lens, last_page_len = torch.zeros(rows, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
     with pytest.raises(BatchError, match=message):
         replan(seq_lens, last_page_len, torch.zeros(num_bytes, dtype=torch.uint8), layout, row_stride=4)
+
+
+@pytest.mark.parametrize("split", [True, False])
+def test_rows_whose_tokens_32_bits_do_not_count_are_refused(split):
+    case = Case([5, 9] if split else [5] * 150, page_size=16)
+    lens, workspace = torch.tensor(case.seq_lens, dtype=torch.int32), case.workspace()
+    last_page_len, most = torch.zeros_like(lens), (2**28 - 1) // case.num_reqs
+    replan(lens, last_page_len, workspace, case.layout(), row_stride=most)
+    assert ((most - 1) * 16 + last_page_len.long()).tolist() == case.seq_lens
+    before = last_page_len.clone()
+    with pytest.raises(BatchError, match=f"in 32 bits, got {case.num_reqs} rows of {most + 1} pages of 16"):
+        replan(lens, last_page_len, workspace, case.layout(), row_stride=most + 1)
+    assert torch.equal(last_page_len, before)
