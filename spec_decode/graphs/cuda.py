@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from spec_decode.graphs.cuda_loop import WhileGraph
-from spec_decode.graphs.runtime import CaptureError, Graph, PiecewiseGraph, SplitOp, SplitOpCall
+from spec_decode.graphs.runtime import ONE_CAPTURE, CaptureError, Graph, PiecewiseGraph, SplitOp, SplitOpCall
 
 
 class CudaGraph:
@@ -85,10 +85,10 @@ class CudaRuntime:
 
         Raises CaptureError for what is not device work.
         """
-        collects = gc.isenabled()
-        gc.disable()
         try:
             with (
+                ONE_CAPTURE,
+                _no_collection(),
                 torch.cuda.device(self._device),
                 torch.no_grad(),
                 warnings.catch_warnings(),
@@ -104,6 +104,14 @@ class CudaRuntime:
                 f"a captured function may only enqueue device work, this one did something else: {error}. No graph was "
                 "made. Move host reads and allocations of host data out of it."
             ) from error
-        finally:
-            if collects:
-                gc.enable()
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()

@@ -23,7 +23,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from spec_decode.graphs.runtime import CaptureError, Graph, PiecewiseGraph, SplitOp, SplitOpCall
+from spec_decode.graphs.runtime import ONE_CAPTURE, CaptureError, Graph, PiecewiseGraph, SplitOp, SplitOpCall
 
 _CONVERSIONS = ("bool", "int", "float", "index", "array", "dlpack", "repr")
 HOST_READS = {getattr(torch.Tensor, name) for name in ("tolist", "numpy", "cpu", "item")}
@@ -33,8 +33,6 @@ _FRESH_HOST_DATA = {"aten::lift_fresh", "aten::lift_fresh_copy", "aten::lift"}
 _MOVES_STORAGE = {"aten::resize_", "aten::resize_as_", "aten::set_"}
 _HOST_BUFFERS = ("frombuffer", "from_dlpack")
 """Functions of torch that make a tensor of host memory and that no mode is told of."""
-_RECORDING = threading.RLock()
-"""One thread records at a time: these functions, and torch's random generator, belong to the process."""
 _CHECKS_ON_THE_HOST = {"aten::_linalg_check_errors", "aten::_linalg_eigh", "aten::_linalg_svd", "aten::linalg_eig"}
 _CHECKS_ON_THE_HOST |= {"aten::_linalg_eigvals", "aten::linalg_lstsq"}
 _EMPTY = {"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty", "aten::new_empty_strided"}
@@ -174,7 +172,7 @@ class EmulatedRuntime:
             begin()
             return call.result
 
-        with _RECORDING:
+        with ONE_CAPTURE:
             try:
                 with torch.no_grad(), torch.random.fork_rng(devices=[]), ExitStack() as piece:
                     begin()

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
+
+ONE_CAPTURE = threading.RLock()
+"""Held while something is captured: what a capture changes belongs to the process, and threads would undo each other's.
+"""
 
 
 class Graph(Protocol):
