@@ -83,7 +83,7 @@ class CudaRuntime:
     def _capturing(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
         """No garbage is collected: a graph object that is freed while a stream captures invalidates the capture (seen).
 
-        Raises CaptureError for what is not device work.
+        Raises CaptureError for what is not device work, and torch's own error where memory runs out.
         """
         try:
             with (
@@ -97,7 +97,7 @@ class CudaRuntime:
                 # An advance that has nothing to refresh may capture nothing.
                 warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
                 yield
-        except CaptureError:
+        except (CaptureError, torch.OutOfMemoryError):
             raise
         except RuntimeError as error:
             raise CaptureError(

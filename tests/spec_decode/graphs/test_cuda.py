@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from spec_decode.graphs import CaptureError
 from spec_decode.graphs.cuda import CudaRuntime
 from tests.factories import CPU
 
@@ -43,3 +44,21 @@ def test_no_garbage_is_collected_while_any_thread_captures(runtime):
     with ThreadPoolExecutor(2) as threads:
         assert list(threads.map(captures, range(2))) == [False, False]
     assert gc.isenabled()
+
+
+@pytest.mark.parametrize(
+    ("error", "expected", "words"),
+    [
+        (RuntimeError("it waits for the device"), CaptureError, "did something else: it waits for the device"),
+        (CaptureError("of the loop"), CaptureError, "^of the loop$"),
+        (torch.OutOfMemoryError("Tried to allocate 2 GiB"), torch.OutOfMemoryError, "^Tried to allocate 2 GiB$"),
+    ],
+)
+def test_what_failed_in_a_capture_is_named_and_the_next_one_works(runtime, error, expected, words):
+    def fail():
+        raise error
+
+    with pytest.raises(expected, match=words):
+        runtime.capture(fail)
+    assert gc.isenabled()
+    runtime.capture(lambda: None)
