@@ -163,8 +163,9 @@ class Drafter:
 
         Raises BatchError, with nothing run, where they have no graph without step 0.
         """
-        if self._later is not None:
-            self._later.run_later_steps(size, (num_tokens or self.num_speculative_tokens) - 1)
+        num_steps = (self.num_speculative_tokens if num_tokens is None else num_tokens) - 1
+        if self._later is not None and num_steps > 0:
+            self._later.run_later_steps(size, num_steps)
 
     def _padded(self) -> int:
         return self.graphs.padded(self.tables.num_live, eager=not self._uses_graphs)

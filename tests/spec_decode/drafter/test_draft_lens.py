@@ -73,6 +73,15 @@ def test_a_round_of_fewer_tokens_drafts_the_first_ones_and_the_next_round_all(st
     assert fixture.drafter.propose(verified).tokens.tolist() == whole.tolist()
 
 
+@pytest.mark.parametrize("strategy", [Strategy.PER_STEP, Strategy.EAGER])
+def test_a_round_of_no_or_one_token_has_no_later_steps_to_launch(strategy):
+    fixture = advancing(strategy=strategy, capture_sizes=[4])
+    for count in (0, 1, 2):
+        fixture.drafter.propose(fixture.verified(), num_tokens=1)
+        fixture.drafter.launch_later_steps(4, count)
+        assert max(fixture.drafter.metadata_in_use()) == max(0, count - 1)
+
+
 def test_the_device_loop_serves_every_number_of_tokens_with_the_graphs_it_has():
     fixture = advancing(strategy=Strategy.DEVICE_LOOP)
     fixture.drafter.capture()
