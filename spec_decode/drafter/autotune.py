@@ -149,6 +149,8 @@ def autotune_strategy(
                 drafter = Drafter(model, groups, tables, candidate, plan.autotuned(strategy, "to be timed"))
                 times[strategy.value] = round((clock or _wall_us)(drafter), 2)
                 drafter.graphs.release()
+                # Its buffers too go before the next one's are allocated: there may be no room for both.
+                del drafter
         finally:
             tables.load([[] for _ in groups], [])
     measurement = Measurement(

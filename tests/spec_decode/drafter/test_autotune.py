@@ -3,6 +3,7 @@ import os
 import pickle
 import time
 import warnings
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -85,6 +86,19 @@ def test_every_strategy_that_may_be_fastest_is_measured_over_live_requests_of_fu
     assert fixture.seen == [(strategy, 2, 24) for strategy in MEASURED]
     assert not {Strategy.PIECEWISE, Strategy.EAGER} & {*MEASURED}
     assert fixture.tables.num_live == 0 and not fixture.tables.token_limits.any()
+
+
+def test_each_drafter_is_gone_before_the_next_is_made(fixture, monkeypatch):
+    made, init = [], Drafter.__init__
+
+    def spy(self, *args):
+        assert not any(earlier() for earlier in made)
+        init(self, *args)
+        made.append(weakref.ref(self))
+
+    monkeypatch.setattr(Drafter, "__init__", spy)
+    fixture.measure(times(), proposes=True)
+    assert len(made) == len(MEASURED)
 
 
 def test_rounds_are_measured_with_the_steps_that_a_device_loop_repeats_at_once(fixture, monkeypatch):
