@@ -124,7 +124,8 @@ def autotune_strategy(
     Call it before any request: it runs rounds of dummy requests over the groups' caches and leaves the tables empty.
 
     plan: as `plan_draft` makes it, with the rule's choice.
-    config: its number of tokens, its graph mode and its loop_steps count; a measurement has defaults for the others.
+    config: its number of tokens, its tree, its graph mode and its loop_steps count; a measurement has defaults for the
+    others.
     clock: microseconds of a round of a drafter whose tables are loaded; None measures wall time.
 
     Raises BatchError where the caches have no room for a dummy request.
@@ -137,9 +138,11 @@ def autotune_strategy(
         return known
     times: dict[str, float] = {}
     if len(able) > 1:
-        _load_dummies(tables, config.num_speculative_tokens)
+        room = _tokens_of_a_round(model, config)
+        _load_dummies(tables, room + 1)
         candidate = DrafterConfig(
             num_speculative_tokens=config.num_speculative_tokens,
+            tree=config.tree,
             graph_mode=config.graph_mode,
             capture_sizes=[tables.num_live],
             loop_steps=config.loop_steps,
@@ -147,7 +150,7 @@ def autotune_strategy(
         try:
             for strategy in able:
                 drafter = Drafter(model, groups, tables, candidate, plan.autotuned(strategy, "to be timed"))
-                times[strategy.value] = round((clock or _wall_us)(drafter), 2)
+                times[strategy.value] = round(clock(drafter) if clock else _wall_us(drafter, room), 2)
                 drafter.graphs.release()
                 # Its buffers too go before the next one's are allocated: there may be no room for both.
                 del drafter
@@ -190,6 +193,7 @@ def _shape(
         "groups": "; ".join(f"{g.backend.name} {g.backend.version} [{g.spec.describe()}]" for g in groups),
         "num_reqs": str(tables.max_reqs),
         "num_speculative_tokens": str(config.num_speculative_tokens),
+        "tree": str(config.tree),
         "max_seq_len": str(tables.max_seq_len),
         "graph_mode": config.graph_mode.value,
         "loop_steps": str(config.loop_steps),
@@ -200,10 +204,16 @@ def _shape(
     }
 
 
-def _load_dummies(tables: RequestTables, num_speculative_tokens: int) -> None:
-    """Load as many requests as rows and pages allow, each with its own pages."""
+def _tokens_of_a_round(model: DraftModel, config: DrafterConfig) -> int:
+    """Places of a request that a round takes at most."""
+    tokens = config.num_speculative_tokens
+    later = config.tree.width * (tokens - 1) if config.tree and not model.drafts_at_once else 0
+    return 2 * tokens + 2 + later
+
+
+def _load_dummies(tables: RequestTables, least: int) -> None:
+    """Load as many requests as rows and pages allow, each with its own pages, for `least` tokens or more."""
     sizes, counts = list(tables.page_sizes_host), list(tables.num_pages)
-    least = 2 * num_speculative_tokens + 3
     rows = min(tables.max_reqs, *(count // -(-least // size) for size, count in zip(sizes, counts, strict=True)))
     require(
         rows > 0,
@@ -218,8 +228,9 @@ def _load_dummies(tables: RequestTables, num_speculative_tokens: int) -> None:
     tables.load(pages, [limit] * rows)
 
 
-def _wall_us(drafter: Drafter) -> float:
-    tables, room = drafter.tables, 2 * drafter.num_speculative_tokens + 2
+def _wall_us(drafter: Drafter, room: int) -> float:
+    """room: tokens that a round takes at most."""
+    tables = drafter.tables
     drafter.inputs.context_lens.fill_(max(1, tables.longest - room))
     samples = []
     for _ in range(_WARM_UP + _REPEATS):

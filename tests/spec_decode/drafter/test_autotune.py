@@ -19,6 +19,7 @@ from spec_decode.drafter.autotune import MARGIN, StrategyCache, autotune_strateg
 from spec_decode.models import BlockDraft, EagleDraft, LlamaTarget, quantise_draft
 from spec_decode.paged import GraphMode
 from spec_decode.paged.kv_groups import make_group
+from spec_decode.trees import DraftTree
 from tests.factories import CPU, make_config
 
 CONFIG = make_config(vocab_size=32, hidden_size=16, num_layers=1, num_q_heads=2, num_kv_heads=1, head_dim=64)
@@ -30,12 +31,13 @@ MEASURED = (Strategy.FULL_LOOP, *(s for s in Strategy if s.implementation.autotu
 class AutotuneFixture:
     """A tiny draft over a small pool, and a clock whose times are given."""
 
-    def __init__(self, folder, *, num_pages=12, max_reqs=2):
+    def __init__(self, folder, *, num_pages=12, max_reqs=2, trees=False):
         torch.manual_seed(0)
         self.model = EagleDraft(CONFIG, LlamaTarget(CONFIG)).requires_grad_(False)
         (layers,) = self.model.layer_groups(4)
         backend = get("torch_reference")
-        self.group = make_group("draft", backend, layers.spec, layers.layers, num_pages=num_pages, device=CPU)
+        spec = replace(layers.spec, tree=trees)
+        self.group = make_group("draft", backend, spec, layers.layers, num_pages=num_pages, device=CPU)
         self.tables = RequestTables(
             page_sizes=[4], num_pages=[num_pages], max_reqs=max_reqs, max_seq_len=24, device=CPU
         )
@@ -111,6 +113,22 @@ def test_rounds_are_measured_with_the_steps_that_a_device_loop_repeats_at_once(f
     monkeypatch.setattr(autotune, "Drafter", drafter_of)
     fixture.measure(times(), loop_steps=2)
     assert [config.loop_steps for config in configs] == [2] * len(MEASURED)
+
+
+def test_rounds_are_measured_with_the_trees_that_are_drafted(tmp_path, monkeypatch):
+    fixture, depths, propose = AutotuneFixture(tmp_path, trees=True), [], Drafter.propose
+
+    def spy(self):
+        drafts = propose(self)
+        depths.append([DraftTree(tuple(row)).max_depth for row in drafts.parents.tolist()])
+        return drafts
+
+    monkeypatch.setattr(Drafter, "propose", spy)
+    first = [(choice,) for choice in range(4)]
+    wide = DraftTree.from_paths([*first, *((*path, 0) for path in first), (0, 0, 0)])
+    chain = DraftTree.chain(K)
+    assert fixture.measure(tree=chain) == fixture.measure(tree=chain) != fixture.measure(tree=wide)
+    assert len(depths) > 2 * len(MEASURED) and all(found == [K, K] for found in depths)
 
 
 def test_a_measurement_that_fails_leaves_no_request_and_keeps_nothing(fixture):
@@ -244,10 +262,9 @@ def test_a_strategys_time_is_that_of_its_rounds_until_the_device_is_done(monkeyp
     drafter = SimpleNamespace(
         tables=SimpleNamespace(device=torch.device(device), longest=40),
         inputs=SimpleNamespace(context_lens=torch.zeros(2, dtype=torch.int32)),
-        num_speculative_tokens=3,
         propose=lambda: rounds.append(now.append(now[-1] + 3e-6)),
     )
-    assert autotune._wall_us(drafter) == pytest.approx(us) and len(rounds) > 15
+    assert autotune._wall_us(drafter, 8) == pytest.approx(us) and len(rounds) > 15
 
 
 def test_a_folder_that_cannot_be_written_is_warned_of_and_the_measurement_is_used(tmp_path):
