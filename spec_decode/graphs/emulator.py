@@ -35,6 +35,11 @@ _HOST_BUFFERS = ("frombuffer", "from_dlpack")
 """Functions of torch that make a tensor of host memory and that no mode is told of."""
 _CHECKS_ON_THE_HOST = {"aten::_linalg_check_errors", "aten::_linalg_eigh", "aten::_linalg_svd", "aten::linalg_eig"}
 _CHECKS_ON_THE_HOST |= {"aten::_linalg_eigvals", "aten::linalg_lstsq"}
+_READS_WITHIN = {f"aten::{name}": "" for name in ("multinomial", "embedding_renorm_")}
+_READS_WITHIN |= {f"aten::{name}": "Tensor" for name in ("masked_fill", "masked_fill_", "linspace", "logspace")}
+_READS_WITHIN |= {f"aten::{name}": "_Tensor" for name in ("index_fill", "index_fill_", "normal")}
+"""Operations that read one of their inputs from the host within, on a device too, which no mode is told of: those of
+their overloads whose name has this part."""
 _EMPTY = {"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty", "aten::new_empty_strided"}
 _LISTS = (list, tuple)
 _BOOL_INDEXED = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"}
@@ -342,7 +347,9 @@ def _traits(op: Any) -> _Traits:
         if argument.alias_info is not None and argument.alias_info.is_write
     )
     read = ""
-    if torch.Tag.data_dependent_output in tags or schema.name in _CHECKS_ON_THE_HOST:
+    within = _READS_WITHIN.get(schema.name)
+    reads_within = within is not None and within in schema.overload_name
+    if torch.Tag.data_dependent_output in tags or schema.name in _CHECKS_ON_THE_HOST or reads_within:
         read = "reads the device from the host"
     elif torch.Tag.dynamic_output_shape in tags:
         read = "makes a shape that depends on device data"

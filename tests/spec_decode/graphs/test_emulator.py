@@ -34,6 +34,7 @@ WORK = {
     "a slice filled with a number": lambda x, index, y: operator.setitem(y, (0, slice(1, 3)), 5.0),
     "read at device integers": lambda x, index, y: y.copy_(x[:, index[1]]),
     "stored at device integers": lambda x, index, y: operator.setitem(y[0], index[1], x[1]),
+    "filled with a number": lambda x, index, y: y.copy_(x.masked_fill(x > 2, 1.0).index_fill(1, index[0, :1], 2.0)),
     "fresh device tensors": lambda x, index, y: y.copy_(torch.arange(3) + torch.ones(3) + torch.full((3,), 2.0)),
 }
 """Of x and y, fp32 [2, 3], and index, int64 [2, 3]."""
@@ -137,6 +138,14 @@ HOST_READS = {
     "to a named cpu and a dtype": lambda: NUMBERS.to("cpu", torch.float64),
     "to a cpu by keyword": lambda: NUMBERS.to(device="cpu"),
     "made on the cpu": lambda: torch.zeros(3, device="cpu") + NUMBERS,
+    "multinomial": lambda: MATRIX.multinomial(1),
+    "a draw from a categorical": lambda: torch.distributions.Categorical(MATRIX, validate_args=False).sample(),
+    "normal of device deviations": lambda: torch.normal(0.0, NUMBERS),
+    "masked_fill by a device value": lambda: NUMBERS.masked_fill(FLAG, NUMBERS[1]),
+    "masked_fill_ by a device value": lambda: NUMBERS.masked_fill_(FLAG, NUMBERS[1]),
+    "index_fill by a device value": lambda: NUMBERS.index_fill(0, COUNT[None], NUMBERS[1]),
+    "linspace to a device value": lambda: torch.linspace(0.0, NUMBERS[2], 3),
+    "embedding of a bounded norm": lambda: torch.embedding_renorm_(MATRIX.clone(), COUNT[None], 1.0, 2.0),
     "linalg.inv": lambda: torch.linalg.inv(MATRIX),
     "linalg.solve": lambda: torch.linalg.solve(MATRIX, MATRIX),
     "linalg.eigvalsh": lambda: torch.linalg.eigvalsh(MATRIX),
