@@ -74,8 +74,9 @@ class FlashMlaDenseBuilder(BatchMetadataBuilder[FlashMlaDenseMetadata]):
             lens.clamp_(min=0)
 
     def _chunks_of(self, batch: AttentionBatch) -> tuple[QueryChunk, ...]:
-        """Reads the query lengths, and waits for the device if the host does not know them."""
-        lens = batch.host_query_lens or batch.query_start_loc.diff().tolist()
+        """Reads the query lengths, and waits for the device if they differ and the host does not know them."""
+        known = (batch.max_query_len,) * batch.num_reqs if batch.uniform else batch.host_query_lens
+        lens = known or batch.query_start_loc.diff().tolist()
         chunks, start = [], 0
         for row, query_len in enumerate(lens):
             end = start + query_len

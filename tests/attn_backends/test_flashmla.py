@@ -10,6 +10,7 @@ import torch
 from builders import AttentionBatch
 from builders.flashmla_dense import FlashMlaDenseBuilder
 from spec_decode.conformance import ConformanceFailure, check_backend
+from spec_decode.graphs import runtime_for
 from spec_decode.testing.outcome import Outcome
 from tests import flashmla_stand_in as stand_in
 from tests.factories import CPU, make_spec
@@ -100,3 +101,13 @@ def test_a_batch_that_one_call_serves_is_views_of_it():
     batch = replace(ragged(), uniform=True, num_tokens=15)
     metadata = FlashMlaDenseBuilder(spec, CPU, max_reqs=3, max_tokens=15, max_seq_len=128).build(batch)
     assert metadata.chunks == () and metadata.kv_lens is batch.seq_lens
+
+
+def test_a_build_of_rows_of_one_length_waits_for_nothing_when_it_is_cut_into_chunks(monkeypatch):
+    monkeypatch.setattr(FlashMlaDenseBuilder, "_MOST_TOKENS", 3)
+    spec = make_spec(num_q_heads=4, num_kv_heads=1, head_dim=576, page_size=64)
+    builder, found = FlashMlaDenseBuilder(spec, CPU, max_reqs=3, max_tokens=15, max_seq_len=128), []
+    batch = replace(ragged(), uniform=True, num_tokens=15, host_query_lens=None)
+    runtime_for(CPU).capture(lambda: found.append(builder.build(batch)))
+    spans = [(start, end) for row in (0, 5, 10) for start, end in ((row, row + 3), (row + 3, row + 5))]
+    assert [chunk[1:3] for chunk in found[0].chunks] == spans
