@@ -150,9 +150,10 @@ def _described(store: TensorStore) -> tuple[ConfigReader, MtpLayout]:
 
 
 def _one(store: TensorStore, config: ConfigReader, layout: MtpLayout) -> int:
-    """1, the number of layers that draft. Raises CheckpointError where config.json says another one."""
+    """1, the number of layers that draft. Raises CheckpointError where config.json says another one; Qwen3-Next's says
+    none."""
     section = store.config if _is_alone(store) else config
-    if (count := section.get(layout.count, int, 0)) != 1:
+    if (count := section.get(layout.count, int, 1)) != 1:
         raise CheckpointError(
             f"{layout.count} in {section.place} must be 1, got {count}: one layer of {layout.prefix}* drafts at every "
             "step. Use a checkpoint with one."

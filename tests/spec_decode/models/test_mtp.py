@@ -163,6 +163,12 @@ def test_experts_in_one_tensor_are_those_in_many(tmp_path):
     assert_same_parameters(load(one.write(tmp_path / "one")), load(many.write(tmp_path / "many")))
 
 
+def test_qwen3_nexts_config_counts_no_layers_that_draft(tmp_path):
+    counted = make_mtp(QWEN_MOE_CONFIG)
+    published = counted.changed(without=["mtp_num_hidden_layers"])
+    assert_same_parameters(load(published.write(tmp_path / "published")), load(counted.write(tmp_path / "counted")))
+
+
 FOLDERS = Path(__file__).parent / "speculators_drafts"
 RENAMED = {
     "input_proj.weight": "mtp.fc.weight",
