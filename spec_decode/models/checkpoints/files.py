@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,11 @@ def unreadable(path: Path, error: Exception) -> CheckpointError:
     return CheckpointError(
         f"{path} cannot be read as {kind}: {error}; it is missing, truncated or corrupt. Restore the file."
     )
+
+
+def shortened(names: Sequence[str]) -> str:
+    """The first names, for a message."""
+    return f"{', '.join(names[:8])}{', ...' if len(names) > 8 else ''}"
 
 
 def is_finite(tensor: torch.Tensor) -> bool:

@@ -13,7 +13,14 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from spec_decode.models.checkpoints.config_reader import ConfigReader
-from spec_decode.models.checkpoints.files import CheckpointError, check_safetensors, is_finite, read_object, unreadable
+from spec_decode.models.checkpoints.files import (
+    CheckpointError,
+    check_safetensors,
+    is_finite,
+    read_object,
+    shortened,
+    unreadable,
+)
 
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 """Where weights are looked for; the first that exists is the one that is read."""
@@ -109,9 +116,8 @@ class TensorStore:
         if extra := sorted(x for x in unused if x.startswith(under) and not x.endswith("rotary_emb.inv_freq")):
             raise CheckpointError(
                 f"{self.folder} holds {len(extra)} tensors{f' under {under}' if under else ''} that this model has no "
-                f"place for: {', '.join(extra[:8])}"
-                f"{', ...' if len(extra) > 8 else ''}; without them it would compute something else. "
-                "Use a model without such tensors; if config.json is another model's, restore it."
+                f"place for: {shortened(extra)}; without them it would compute something else. Use a model without "
+                "such tensors; if config.json is another model's, restore it."
             )
 
     def _read(self, name: str) -> torch.Tensor:
@@ -157,7 +163,7 @@ def _indexed(index: Path) -> dict[str, Path]:
         raise CheckpointError(f"{index} must name files beside it, got {outside[0]!r}. Restore the file.")
     if missing := [shard[:80] for shard in shards if not _is_file(index.parent / shard)]:
         raise CheckpointError(
-            f"{index} names {len(shards)} files, {len(missing)} of them missing: {', '.join(missing[:8])}. "
+            f"{index} names {len(shards)} files, {len(missing)} of them missing: {shortened(missing)}. "
             "Complete the download."
         )
     return {name: index.parent / place for name, place in places.items()}

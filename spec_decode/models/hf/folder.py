@@ -13,6 +13,7 @@ from spec_decode.models.checkpoints.files import (
     read_object,
     require_plain_utf8,
     require_regular,
+    shortened,
 )
 
 if TYPE_CHECKING:
@@ -45,11 +46,26 @@ def load_model(folder: Path, *, dtype: torch.dtype, device: torch.device | str =
         ) from error
     if missing := sorted(found["missing_keys"]):
         raise CheckpointError(
-            f"the weights in {folder} lack {len(missing)} of the model's tensors: {', '.join(missing[:8])}"
-            f"{', ...' if len(missing) > 8 else ''}; those would be random. Complete the "
-            "download."
+            f"the weights in {folder} lack {len(missing)} of the model's tensors: {shortened(missing)}; those would be "
+            "random. Complete the download."
+        )
+    if extra := sorted(name for name in found["unexpected_keys"] if _is_of_the_model(name, model)):
+        raise CheckpointError(
+            f"the weights in {folder} hold {len(extra)} tensors that {type(model).__name__} has no place for: "
+            f"{shortened(extra)}; without them it would compute something else. Restore config.json, or the weights."
         )
     return model.to(device)
+
+
+def _is_of_the_model(name: str, model: PreTrainedModel) -> bool:
+    """Whether a tensor lies in a part that the model has, its list of layers for example. Others are another head's, a
+    vision tower's or a draft's, whose layers may follow the model's own in that list."""
+    parts = {path for path, _ in model.named_modules()} - {"", model.base_model_prefix}
+    config = model.config.get_text_config()
+    drafting = getattr(config, "num_nextn_predict_layers", None)
+    first = config.num_hidden_layers
+    drafts = [f".layers.{first + layer}." for layer in range(drafting if isinstance(drafting, int) else 0)]
+    return any(name.startswith(f"{part}.") for part in parts) and not any(draft in name for draft in drafts)
 
 
 def load_tokenizer(folder: Path) -> Any:

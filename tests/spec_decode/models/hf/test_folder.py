@@ -83,6 +83,38 @@ def test_missing_weights_are_refused_by_name(folder, plain):
     assert "lack 1 of the model's tensors: model.layers.0.mlp.up_proj.weight" in refusal(folder)
 
 
+OTHERS = {
+    "a bias": ("model.layers.0.self_attn.q_proj.bias", {}),
+    "a norm": ("model.layers.0.self_attn.q_norm.weight", {}),
+    "a scale": ("lm_head.weight_scale", {}),
+    "a layer": ("model.layers.1.input_layernorm.weight", {"num_nextn_predict_layers": 0}),
+}
+ANOTHERS = {
+    "a layer that drafts": ("model.layers.1.input_layernorm.weight", {"num_nextn_predict_layers": 1}),
+    "another head": ("score.weight", {}),
+    "a vision tower": ("model.visual.norm.weight", {}),
+    "angles of old checkpoints": ("model.layers.0.self_attn.rotary_emb.inv_freq", {}),
+}
+
+
+def save_with(plain, folder, name, fields):
+    plain.save_pretrained(folder, state_dict={**plain.state_dict(), name: torch.ones(16)})
+    change(folder / "config.json", **fields)
+
+
+@pytest.mark.parametrize(("name", "fields"), OTHERS.values(), ids=OTHERS)
+def test_weights_that_the_model_has_no_place_for_are_refused_by_name(folder, plain, name, fields):
+    save_with(plain, folder, name, fields)
+    assert f"hold 1 tensors that LlamaForCausalLM has no place for: {name};" in refusal(folder)
+
+
+@pytest.mark.parametrize(("name", "fields"), ANOTHERS.values(), ids=ANOTHERS)
+def test_weights_of_another_model_in_the_same_files_are_left_alone(folder, plain, name, fields):
+    save_with(plain, folder, name, fields)
+    state = LOADERS["model"](folder).state_dict()
+    assert all(torch.equal(state[name], tensor) for name, tensor in plain.state_dict().items())
+
+
 def test_a_folder_without_a_model_is_refused_without_a_download(folder, tmp_path):
     assert "there is no folder" in refusal(tmp_path / "gone")
     (folder / "model.safetensors").unlink()
