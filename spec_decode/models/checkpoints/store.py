@@ -49,14 +49,14 @@ class TensorStore:
     def open(cls, folder: Path) -> TensorStore:
         """Read config.json and the tensors' names, not yet the tensors. Raises CheckpointError."""
         config = read_object(folder / "config.json", "Name the folder of a checkpoint.")
-        weights = next((path for name in WEIGHTS if (path := folder / name).is_file()), None)
+        weights = weights_file(folder)
         if weights is None:
             raise CheckpointError(
                 f"a checkpoint has its weights in {', '.join(WEIGHTS[:-1])} or {WEIGHTS[-1]}, {folder} holds none of "
                 "them. Complete the download."
             )
         if weights.suffix == ".json":
-            return cls(folder, config, _indexed(weights))
+            return cls(folder, config, read_index(weights))
         store = cls(folder, config, {})
         store._files = dict.fromkeys(store._shard(weights).names, weights)
         return store
@@ -150,8 +150,14 @@ def _kind(dtype: torch.dtype) -> str:
     return "floats of 16 bits or more" if dtype.itemsize >= 2 else "floats of 8 bits"
 
 
-def _indexed(index: Path) -> dict[str, Path]:
-    """The file of each tensor, by an index of shards that are all there, in its folder or linked from it."""
+def weights_file(folder: Path) -> Path | None:
+    """The first of WEIGHTS that the folder holds, None for none."""
+    return next((path for name in WEIGHTS if (path := folder / name).is_file()), None)
+
+
+def read_index(index: Path) -> dict[str, Path]:
+    """The file of each tensor, by an index of shards that are all there, in its folder or linked from it. Raises
+    CheckpointError."""
     places = read_object(index, "Restore the file.").get("weight_map")
     if not isinstance(places, dict) or not all(isinstance(place, str) for place in places.values()):
         raise CheckpointError(

@@ -15,6 +15,7 @@ from spec_decode.models.checkpoints.files import (
     require_regular,
     shortened,
 )
+from spec_decode.models.checkpoints.store import read_index, weights_file
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -32,8 +33,10 @@ def load_model(folder: Path, *, dtype: torch.dtype, device: torch.device | str =
     from transformers import AutoModelForCausalLM
 
     _require_file(folder, "config.json")
-    for weights in sorted(folder.glob("*.safetensors")):
-        check_safetensors(weights)
+    if (weights := weights_file(folder)) is not None and weights.suffix == ".json":
+        read_index(weights)  # the library follows a path out of the folder
+    for shard in sorted(folder.glob("*.safetensors")):
+        check_safetensors(shard)
     try:
         model, found = AutoModelForCausalLM.from_pretrained(
             folder, dtype=dtype, local_files_only=True, trust_remote_code=False, output_loading_info=True

@@ -115,6 +115,16 @@ def test_weights_of_another_model_in_the_same_files_are_left_alone(folder, plain
     assert all(torch.equal(state[name], tensor) for name, tensor in plain.state_dict().items())
 
 
+@pytest.mark.parametrize("place", ["../model.safetensors", "shards/model.safetensors"])
+def test_an_index_that_leaves_its_folder_is_refused(folder, plain, place):
+    inner = folder / "inner"
+    plain.save_pretrained(inner)
+    (inner / "shards").mkdir()
+    (inner / "model.safetensors").rename(inner / place)
+    change(inner / "model.safetensors.index.json", weight_map=dict.fromkeys(plain.state_dict(), place))
+    assert f"must name files beside it, got '{place}'" in refusal(inner)
+
+
 def test_a_folder_without_a_model_is_refused_without_a_download(folder, tmp_path):
     assert "there is no folder" in refusal(tmp_path / "gone")
     (folder / "model.safetensors").unlink()
