@@ -203,6 +203,7 @@ class Yarn:
 
 def read_latent_rope(config: ConfigReader, dims: int) -> RopeConfig:
     """The rotary embedding of the last `dims` dims of a head, with YaRN or without. Raises CheckpointError."""
+    config.require("rope_interleave", True)
     theta, yarn = read_rope(config, {"yarn": _read_yarn})
     if theta <= 1 or dims < 2 or dims % 2:
         raise CheckpointError(
@@ -220,7 +221,7 @@ def _read_yarn(section: ConfigReader, theta: float) -> Yarn:
             f"yarn needs a factor and original_max_position_embeddings of at least 1, {section.place} says {factor} "
             f"and {original}. Restore the file."
         )
-    return Yarn(
+    yarn = Yarn(
         theta=theta,
         factor=factor,
         original_positions=original,
@@ -229,3 +230,6 @@ def _read_yarn(section: ConfigReader, theta: float) -> Yarn:
         mscale=section.get("mscale", float, 1.0),
         mscale_all_dim=section.get("mscale_all_dim", float, 0.0),
     )
+    section.require("truncate", True)
+    section.require("attention_factor", yarn.amplitude)
+    return yarn

@@ -172,6 +172,13 @@ WRONG = [
          f"^{name} in rope_scaling in .* must be positive, got 0")
         for name in ("beta_fast", "beta_slow")
     ),
+    ("deepseek_v3", {"rope_scaling.attention_factor": 1.5},
+     r"^attention_factor in rope_scaling in .* must be 0\.9\d+, got 1\.5"),
+    ("deepseek_v3", {"rope_scaling.truncate": False}, "^truncate in rope_scaling in .* must be True, got False"),
+    *(
+        (kind, {"rope_interleave": False}, "^rope_interleave in .* must be True, got False")
+        for kind in ("deepseek_v3", "glm_flash", "latent_eagle3")
+    ),
     ("deepseek_v3", {"scoring_func": "tanh"}, "sigmoid, softmax, sqrtsoftplus, got 'tanh'"),
     ("deepseek_v3", {"n_group": 3}, "8 experts in 3 groups"),
     ("deepseek_v3", {"num_experts_per_tok": 5}, "1 to 4 of the experts that it may choose from, got 5"),
