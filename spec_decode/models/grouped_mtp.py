@@ -25,7 +25,7 @@ from spec_decode.models.mtp_draft import MtpModules, PredictionLayer
 _QWEN_ARCHITECTURES = tuple(
     f"{name}{end}" for name in ("Qwen3_5", "Qwen3_5Moe") for end in ("ForCausalLM", "ForConditionalGeneration")
 )
-_NAMES = Names(gate="gate_proj", up="up_proj", down="down_proj", router_bias="gate.e_score_correction_bias")
+_NAMES = Names(gate="gate_proj", up="up_proj", down="down_proj")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -25,7 +25,7 @@ from spec_decode.models.one_layer_draft import OneLayerDraft
 
 ARCHITECTURES = ("Eagle3DeepseekV2ForCausalLM",)
 
-_NAMES = Names(gate="gate_proj", up="up_proj", down="down_proj", router_bias="")
+_NAMES = Names(gate="gate_proj", up="up_proj", down="down_proj")
 
 
 class LatentEagle3(Eagle3Ends, OneLayerDraft):

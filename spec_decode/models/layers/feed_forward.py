@@ -18,12 +18,12 @@ from spec_decode.models.kernels.sigmoid_gate import sigmoid_gate
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Names:
-    """What a family calls the parts of a feed-forward, and the bias of its router."""
+    """What a family calls the parts of a feed-forward, and the bias of its router: empty where it has none."""
 
     gate: str
     up: str
     down: str
-    router_bias: str
+    router_bias: str = ""
 
 
 class FeedForward(nn.Module):

@@ -117,7 +117,7 @@ def read_mixture(shape: MixtureShape, weights: ScopedWeights, names: Names) -> M
     count = shape.routing.num_experts
     router = weights.take("gate.weight", count, shape.hidden, dtype=torch.float32)
     bias = torch.zeros(count, dtype=torch.float32, device=weights.device)
-    if weights.has(names.router_bias):
+    if names.router_bias:
         bias = weights.take(names.router_bias, count, dtype=torch.float32)
     shared = None
     if shape.shared:

@@ -302,7 +302,7 @@ TOLD_BY = {
     "dspark": r"markov_head.markov_w[12].weight|layers.0.self_attn.q_norm.weight",
 }
 """Without one of these a checkpoint is of another kind or form, and lacks something else."""
-OPTIONAL = r"t2d|.*\.embed_tokens\.weight|.*shared_head\.head\.weight|.*e_score_correction_bias|.*gate\.bias"
+OPTIONAL = r"t2d|.*\.embed_tokens\.weight|.*shared_head\.head\.weight"
 INNER_EXPERT = r".*\.experts\.[1-6]\..*"
 
 
