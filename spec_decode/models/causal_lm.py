@@ -9,6 +9,7 @@ from torch import nn
 
 from spec_decode.models.attention import Attention
 from spec_decode.models.base import BlockDraft, TargetModel
+from spec_decode.models.checkpoints.files import CheckpointError
 from spec_decode.models.checkpoints.mask_token import read_mask_token
 from spec_decode.models.checkpoints.store import ScopedWeights, TensorStore
 from spec_decode.models.decoder_config import DecoderConfig, read_decoder
@@ -81,8 +82,19 @@ def load(store: TensorStore, target: TargetModel, *, dtype: torch.dtype, device:
     head = "model.embed_tokens.weight" if tied else "lm_head.weight"
     weights = ScopedWeights(store, "", dtype, device)
     draft = read_parameters(draft, weights, lambda name: head if name == "lm_head.weight" else f"model.{name}")
-    store.refuse_unused(ignorable=["lm_head.weight"] if tied else [])
+    if tied and weights.has("lm_head.weight"):
+        embedding = draft.embed.weight
+        _check_tied(store, weights.take("lm_head.weight", *embedding.shape), embedding)
+    store.refuse_unused()
     return draft
+
+
+def _check_tied(store: TensorStore, head: torch.Tensor, embedding: torch.Tensor) -> None:
+    if not torch.equal(head, embedding):
+        raise CheckpointError(
+            f"lm_head.weight in {store.folder} must be model.embed_tokens.weight, as tie_word_embeddings says, or be "
+            "left out; either may be the head that was trained. Write false for tie_word_embeddings, or remove it."
+        )
 
 
 def _options(store: TensorStore) -> LayerOptions:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zipfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -109,10 +109,10 @@ class TensorStore:
         self._taken.add(name)
         return cast
 
-    def refuse_unused(self, ignorable: Iterable[str] = (), *, under: str = "") -> None:
-        """Raise CheckpointError for tensors under a prefix that nobody took, but for ignorable names, and for the
-        rotary tables that old checkpoints keep in every layer."""
-        unused = self._files.keys() - self._taken - {*ignorable}
+    def refuse_unused(self, *, under: str = "") -> None:
+        """Raise CheckpointError for tensors under a prefix that nobody took, but for the rotary tables that old
+        checkpoints keep in every layer."""
+        unused = self._files.keys() - self._taken
         if extra := sorted(x for x in unused if x.startswith(under) and not x.endswith("rotary_emb.inv_freq")):
             raise CheckpointError(
                 f"{self.folder} holds {len(extra)} tensors{f' under {under}' if under else ''} that this model has no "

@@ -94,6 +94,13 @@ def test_tied_weights_are_one_tensor_whether_stored_once_or_twice(tmp_path, stor
     assert draft.lm_head.weight.data_ptr() == draft.embed.weight.data_ptr()
 
 
+def test_a_head_that_differs_from_the_embedding_that_it_is_tied_to_is_refused(tmp_path):
+    tied = EVERY["llama_tied_and_biased"].checkpoint
+    head = {"lm_head.weight": tied.tensors["model.embed_tokens.weight"] + 1}
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight in .* must be model\.embed_tokens\.weight"):
+        load(tmp_path, "llama", tied.changed(tensors=head))
+
+
 def test_layers_of_one_window_share_a_group(tmp_path):
     kinds = ["full_attention", "sliding_attention"] * 2
     checkpoint = make_causal(

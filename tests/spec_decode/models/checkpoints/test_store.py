@@ -54,17 +54,17 @@ def test_a_tensor_is_cast_to_the_dtype_asked_for_and_outlives_its_file(tmp_path,
         assert tensor.dtype == wanted.dtype and torch.equal(tensor, wanted)
 
 
-def test_tensors_that_nobody_took_are_refused_but_for_the_ignorable(tmp_path):
-    names = ["b", *(f"extra{i}" for i in range(10)), "known", "layers.0.self_attn.rotary_emb.inv_freq"]
+def test_tensors_that_nobody_took_are_refused_but_for_old_rotary_tables(tmp_path):
+    names = ["b", *(f"extra{i}" for i in range(10)), "layers.0.self_attn.rotary_emb.inv_freq"]
     store = store_of(tmp_path, **{name: torch.ones(2) for name in names})
     store.take("b", (2,))
-    message = refusal(lambda: store.refuse_unused(["known"]))
+    message = refusal(lambda: store.refuse_unused())
     assert "holds 10 tensors that this model has no place for: extra0, extra1" in message and "extra9" not in message
-    assert "known" not in message and "inv_freq" not in message
+    assert "inv_freq" not in message
     assert message.endswith("Use a model without such tensors; if config.json is another model's, restore it.")
     for index in range(10):
         store.take(f"extra{index}", (2,))
-    store.refuse_unused(["known"])
+    store.refuse_unused()
 
 
 def test_a_missing_config_is_named(tmp_path):
