@@ -212,10 +212,10 @@ def _silence_padding_warning(model: PreTrainedModel) -> None:
 
 
 def _refuse_no_numbers(model: PreTrainedModel) -> None:
-    if wrong := [name for name, weight in model.named_parameters() if not is_finite(weight)]:
+    if wrong := [name for name, weight in model.state_dict().items() if not is_finite(weight)]:
         raise CheckpointError(
             f"the weights of {type(model).__name__} must be finite numbers, got NaN or infinity in {len(wrong)} of "
-            f"them, {wrong[0]} first; every text would be NaN's, so no target was made. Restore them."
+            f"them, {wrong[0]} first; no text would be the model's, so no target was made. Restore them."
         )
 
 

@@ -158,6 +158,25 @@ def test_weights_that_are_no_numbers_make_no_target(folder, value):
         models.TransformersTarget(model)
 
 
+def test_a_buffer_that_is_no_number_makes_no_target():
+    """A router's bias, which chooses experts and reaches no logit."""
+    mixture = {
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "moe_intermediate_size": 8,
+    }
+    latent = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
+    config = transformers.DeepseekV3Config(
+        **{**SIZES, "num_key_value_heads": 2}, **mixture, **latent, first_k_dense_replace=0
+    )
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    model.model.layers[0].mlp.gate.e_score_correction_bias[3] = math.nan
+    with pytest.raises(CheckpointError, match=r"model\.layers\.0\.mlp\.gate\.e_score_correction_bias first"):
+        models.TransformersTarget(model)
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("kind", LOADERS)
 def test_a_config_that_is_amiss_is_named_and_nothing_else_is_blamed(folder, kind, name):
