@@ -109,6 +109,54 @@ def test_too_little_text_for_a_window_is_refused(eagle3, folders, tmp_path, monk
     assert not list(Path(tmp_path).iterdir())
 
 
+def write_target(folder, model_type, **fields):
+    """Heads of 8 dims, which Qwen2's config does not say."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = {"vocab_size": 16, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 4}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    config = AutoConfig.for_model(model_type, **{**sizes, **heads, "pad_token_id": None, **fields})
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "fields"),
+    [
+        ("granite", {"attention_multiplier": 0.5}),
+        ("granite", {"attention_multiplier": 8**-0.5, "logits_scaling": 4.0}),
+        (
+            "gemma2",
+            {
+                "head_dim": 8,
+                "query_pre_attn_scalar": 8,
+                "attn_logit_softcapping": 30.0,
+                "final_logit_softcapping": None,
+            },
+        ),
+        ("mistral", {"sliding_window": 8}),
+        ("llama", {"num_hidden_layers": 2}),
+    ],
+)
+def test_a_target_that_would_be_trained_on_as_another_model_is_refused_before_it_writes(
+    eagle3, tmp_path, monkeypatch, model_type, fields
+):
+    write_target(tmp_path, model_type, **fields)
+    monkeypatch.setattr(eagle3, "write_in_parallel", lambda *asked: pytest.fail("text was written"))
+    with pytest.raises(SystemExit, match=f"the model in {tmp_path} has "):
+        eagle3.main(["--target", str(tmp_path), "--out", str(tmp_path / "head"), *TINY])
+
+
+def test_a_target_whose_config_says_no_head_dim_gets_a_head(eagle3, tmp_path):
+    write_target(tmp_path, "qwen2", num_hidden_layers=6)
+    target = eagle3.load_target(tmp_path)
+    assert eagle3.make_head(target, torch.arange(8), CPU)[1]["head_dim"] == 8
+
+
+def test_a_head_for_a_target_with_several_rotations_has_one(eagle3, tmp_path):
+    write_target(tmp_path, "gemma3_text", num_hidden_layers=6, head_dim=8, query_pre_attn_scalar=8)
+    assert eagle3.make_head(eagle3.load_target(tmp_path), torch.arange(8), CPU)[1]["rope_theta"] == 10000.0
+
+
 def test_prompts_repeat_by_seed_and_share_no_topic_with_those_held_out():
     train, held_out = (str(make_prompts(4000, held_out=each)) for each in (False, True))
     assert make_prompts(9, held_out=True, seed=1) == make_prompts(9, held_out=True, seed=1)

@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -98,6 +99,25 @@ def write_in_parallel(
         return [token for part in parts for token in part.result()]
 
 
+def load_target(folder: Path) -> TransformersTarget:
+    """The model in a folder, on the CPU, with the states that EAGLE-3 reads. Raises SystemExit for one that
+    `causal_attention` or a product with its head's weight would compute as another model."""
+    model = load_model(folder, dtype=torch.float32)
+    layers = model.config.get_text_config().num_hidden_layers
+    if layers < 3:
+        raise SystemExit(f"the model in {folder} has {layers} layers, EAGLE-3 reads the states before the last 3.")
+    target = TransformersTarget(model, aux_hidden_state_layers=(2, layers // 2, layers - 3))
+    for group in target.layer_groups(page_size=1):
+        window = group.spec.sliding_window or 0
+        plain = replace(group.spec, scale=None, soft_cap=None, sliding_window=window if window > WINDOW else None)
+        if group.spec != plain or target.output_projection is None:
+            raise SystemExit(
+                f"heads are trained on targets of plain attention and plain logits, the model in {folder} has a "
+                f"scale, a cap or a window below {WINDOW + 1} tokens of its own. Use another model."
+            )
+    return target
+
+
 def make_head(target: TransformersTarget, vocab: torch.Tensor, device: torch.device) -> tuple[Eagle3, dict[str, Any]]:
     """A head whose vocabulary is these ids of the target's, ascending, and its config.json.
 
@@ -105,17 +125,18 @@ def make_head(target: TransformersTarget, vocab: torch.Tensor, device: torch.dev
     vocabulary starts as the target's, all else at random.
     """
     theirs, layers = target.config, target.aux_hidden_state_layers or ()
+    heads = target.layer_groups(page_size=1)[0].spec
     config = {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
         "hidden_size": theirs.hidden_size,
         "intermediate_size": 2 * theirs.intermediate_size,
         "num_hidden_layers": 1,
-        "num_attention_heads": theirs.num_attention_heads,
-        "num_key_value_heads": theirs.num_key_value_heads,
-        "head_dim": theirs.head_dim,
+        "num_attention_heads": heads.num_q_heads,
+        "num_key_value_heads": heads.num_kv_heads,
+        "head_dim": heads.head_dim,
         "rms_norm_eps": theirs.rms_norm_eps,
-        "rope_theta": theirs.rope_parameters["rope_theta"],
+        "rope_theta": theirs.rope_parameters.get("rope_theta", 10000.0),
         "max_position_embeddings": theirs.max_position_embeddings,
         "vocab_size": target.vocab_size,
         "draft_vocab_size": len(vocab),
@@ -228,6 +249,7 @@ def run(flags: argparse.Namespace, command: Sequence[str]) -> dict[str, Any]:
     """Write text, train, save and measure; what training.json says."""
     began = time.monotonic()
     torch.manual_seed(flags.seed)
+    target = load_target(flags.target)
     until = began + 60 * flags.minutes * WRITING
     text = torch.tensor(
         write_in_parallel(flags.writers, flags.target, flags.texts, flags.tokens, flags.seed, flags.device, until)
@@ -238,11 +260,8 @@ def run(flags: argparse.Namespace, command: Sequence[str]) -> dict[str, Any]:
     if len(text) <= WINDOW + 1:
         raise SystemExit(f"the target wrote {len(text)} tokens, a window has {WINDOW + 1}. Ask for more --texts.")
     print(f"{len(text)} tokens written in {time.monotonic() - began:.0f} s, {covered:.1%} of them in the vocabulary")
-    model = load_model(flags.target, dtype=torch.float32, device=flags.device)
-    layers = model.config.get_text_config().num_hidden_layers
-    target = TransformersTarget(model, aux_hidden_state_layers=(2, layers // 2, layers - 3))
     vocab = vocab.to(flags.device)
-    head, config = make_head(target, vocab, flags.device)
+    head, config = make_head(target.to(flags.device), vocab, flags.device)
     written = time.monotonic()
     steps = train(head, target, text.to(flags.device), vocab, began + 60 * flags.minutes, flags.batch)
     record = {
