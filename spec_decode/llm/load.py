@@ -13,6 +13,7 @@ import torch
 
 from spec_decode.llm.pair import Message, Pair, encode_utf8, load_byte_pair
 from spec_decode.models import SHIPPED_PAIR, CheckpointError, draft_names
+from spec_decode.models.checkpoints.files import require_regular
 from spec_decode.models.load import aux_hidden_state_layers, check_draft, load_draft
 
 Name = str | os.PathLike[str]
@@ -64,6 +65,7 @@ def _require_name(name: Name, what: str) -> None:
 def is_pair(folder: Path) -> bool:
     """Whether a folder holds a target together with its drafts, as the shipped pair does."""
     try:
+        require_regular(folder / "config.json")
         values = json.loads((folder / "config.json").read_bytes())
     except (OSError, ValueError, RecursionError):
         return False  # whoever loads it says what is wrong

@@ -10,18 +10,18 @@ import pytest
 
 
 @pytest.fixture
-def pipe() -> Iterator[Callable[[Path], None]]:
-    """Makes a pipe of a path; whoever reads from it gets an empty object."""
+def pipe() -> Iterator[Callable[..., None]]:
+    """Makes a pipe of a path; whoever reads from it gets an empty object, or what is passed."""
     made: list[tuple[Path, Thread]] = []
 
-    def write(path: Path) -> None:
+    def write(path: Path, content: bytes) -> None:
         with suppress(BrokenPipeError):
-            path.write_bytes(b"{}")
+            path.write_bytes(content)
 
-    def make(path: Path) -> None:
+    def make(path: Path, content: bytes = b"{}") -> None:
         path.unlink(missing_ok=True)
         os.mkfifo(path)
-        writer = Thread(target=write, args=[path], daemon=True)
+        writer = Thread(target=write, args=[path, content], daemon=True)
         writer.start()
         made.append((path, writer))
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from spec_decode.llm.load import is_pair
 from spec_decode.models import CheckpointError, load_pair, save_pair
 from spec_decode.models.checkpoints.store import TensorStore
 from spec_decode.models.load import load_draft
@@ -145,6 +146,12 @@ def test_a_pairs_weights_that_say_a_name_twice_are_refused(pair):
 def test_a_pipe_is_refused_and_not_waited_for(pair, pipe, load, name):
     pipe(pair / name)
     assert "it is a pipe or a device, not a file" in refusal(lambda: load(pair))
+
+
+def test_a_pipe_is_not_waited_for_to_tell_whether_a_folder_is_a_pair(pair, pipe):
+    assert is_pair(pair)
+    pipe(pair / "config.json", b'{"target": {}}')
+    assert not is_pair(pair)
 
 
 PLACES = ["../x.safetensors", "/etc/passwd", "a/../../b", "..", "", "a\0b", "\ud800", "x" * 5000]
