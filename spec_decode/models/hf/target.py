@@ -168,6 +168,7 @@ class TransformersTarget(TargetModel):
 
     def _check_layers(self, asked: dict[int, list[AttentionSpec]]) -> None:
         types = dict(enumerate(getattr(self.config, "layer_types", None) or ()))
+        masked = self._window_of_the_masks() if not types else None
         for layer in sorted(asked.keys() | set(range(self.num_layers))):
             specs = asked.get(layer, [])
             if len(specs) != 1:
@@ -175,6 +176,15 @@ class TransformersTarget(TargetModel):
             kind, window = types.get(layer), specs[0].sliding_window
             if kind and (kind == "sliding_attention") != (window is not None):
                 raise unserved(f"layer {layer} is of type {kind}, yet asks for a window of {window} tokens")
+            if masked is not None and window is None:
+                raise unserved(f"layer {layer} asks for no window, and the config has one of {masked} tokens")
+
+    def _window_of_the_masks(self) -> int | None:
+        """The window that the kind of config has a field for, where texts may be longer: some models keep it to the
+        library's masks, which are not made here."""
+        fields = inspect.signature(type(self.config)).parameters
+        window = self.config.sliding_window if "sliding_window" in fields else None
+        return window if isinstance(window, int) and window < self.max_positions else None
 
     def _check_logits(self, hidden: torch.Tensor, theirs: torch.Tensor) -> None:
         ours, theirs = self.logits(hidden).float(), theirs.float()

@@ -345,6 +345,15 @@ def make_deepseek_v4() -> Any:
     return model
 
 
+def make_phimoe(window: int) -> Any:
+    """Its layers leave the window to the library's masks."""
+    from transformers.models.phimoe import modeling_phimoe
+
+    if not hasattr(modeling_phimoe, "ALL_ATTENTION_FUNCTIONS"):
+        pytest.skip("PhiMoE computes its attention itself in this transformers")
+    return make_model("PhimoeConfig", sliding_window=window, **MOE)
+
+
 def never_attend(model: Any) -> None:
     model.model.layers[1].self_attn.forward = lambda hidden_states, **_: (hidden_states, None)
 
@@ -374,11 +383,17 @@ UNSERVED: dict[str, Callable[[], Any]] = {
     "layer 0 is of type sliding_attention, yet .* None": partial(
         changed, lambda model: setattr(model.model.layers[0].self_attn, "sliding_window", None), "gpt_oss"
     ),
+    f"layer 0 asks for no window, and the config has one of {WINDOW} tokens": partial(make_phimoe, WINDOW),
     **{
         rf"layer 1 \(LlamaAttention\) {said}": partial(changed, partial(asking, **asked))
         for said, asked in ASKED.items()
     },
 }
+
+
+def test_a_window_as_wide_as_the_longest_text_is_none() -> None:
+    model = make_phimoe(SIZES["max_position_embeddings"])
+    assert [group.name for group in models.TransformersTarget(model).layer_groups(PAGE)] == ["full"]
 
 
 @pytest.mark.parametrize(("reason", "make"), UNSERVED.items(), ids=UNSERVED)
