@@ -55,7 +55,8 @@ def load_model(folder: Path, *, dtype: torch.dtype, device: torch.device | str =
     if extra := sorted(name for name in found["unexpected_keys"] if _is_of_the_model(name, model)):
         raise CheckpointError(
             f"the weights in {folder} hold {len(extra)} tensors that {type(model).__name__} has no place for: "
-            f"{shortened(extra)}; without them it would compute something else. Restore config.json, or the weights."
+            f"{shortened(extra)}; without them it would compute something else. Restore config.json and the weights, "
+            "or convert them to bf16 if they are quantised."
         )
     return model.to(device)
 

@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from spec_decode import models
 from spec_decode.models import CheckpointError
@@ -106,6 +107,15 @@ def save_with(plain, folder, name, fields):
 def test_weights_that_the_model_has_no_place_for_are_refused_by_name(folder, plain, name, fields):
     save_with(plain, folder, name, fields)
     assert f"hold 1 tensors that LlamaForCausalLM has no place for: {name};" in refusal(folder)
+
+
+def test_weights_quantised_in_a_way_that_the_library_skips_are_refused(folder, plain):
+    """NVIDIA's: the library warns of a quant_method that it has not, and casts 8 bits without their scales."""
+    scaled = "model.layers.0.mlp.up_proj.weight"
+    state = {**plain.state_dict(), scaled: plain.state_dict()[scaled].to(torch.float8_e4m3fn)}
+    save_file({**state, f"{scaled}_scale": torch.tensor(0.5)}, folder / "model.safetensors", {"format": "pt"})
+    change(folder / "config.json", quantization_config={"quant_method": "modelopt", "quant_algo": "FP8"})
+    assert "convert them to bf16 if they are quantised." in refusal(folder)
 
 
 @pytest.mark.parametrize(("name", "fields"), ANOTHERS.values(), ids=ANOTHERS)
