@@ -146,7 +146,7 @@ class TensorStore:
 
 def _kind(dtype: torch.dtype) -> str:
     if not dtype.is_floating_point:
-        return "integers"
+        return "complex numbers" if dtype.is_complex else "integers"
     return "floats of 16 bits or more" if dtype.itemsize >= 2 else "floats of 8 bits"
 
 

@@ -147,6 +147,7 @@ def test_a_tensor_that_is_missing_or_of_another_shape_is_named_and_stays_unused(
         (torch.int8, torch.float32, "floats of 16 bits or more, got torch.int8"),
         (torch.float8_e4m3fn, torch.bfloat16, "floats of 16 bits or more, got torch.float8_e4m3fn"),
         (torch.float32, torch.int64, "integers, got torch.float32"),
+        (torch.complex64, torch.int64, "integers, got torch.complex64"),
     ],
 )
 def test_quantised_weights_are_not_taken_for_plain_ones(tmp_path, stored, asked, said):
