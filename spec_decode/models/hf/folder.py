@@ -79,7 +79,9 @@ def load_tokenizer(folder: Path) -> Any:
     _require_file(folder, "tokenizer_config.json")
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # as above: there is no one class of them
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # as above: there is no one class of them, and a panic in Rust is no Exception
         _refuse_own_code(folder / "tokenizer_config.json", error)
         raise CheckpointError(
             f"the tokenizer in {folder} cannot be read: {error}; texts cannot become tokens. "
@@ -87,7 +89,7 @@ def load_tokenizer(folder: Path) -> Any:
         ) from error
 
 
-def _refuse_own_code(path: Path, error: Exception) -> None:
+def _refuse_own_code(path: Path, error: BaseException) -> None:
     """Raise CheckpointError where a file names classes of the folder's own code: only those of the library are made."""
     if read_object(path, "Restore the file.").get("auto_map"):
         raise CheckpointError(

@@ -3,6 +3,7 @@ fetched, and its files are not believed."""
 
 import json
 import math
+import signal
 from functools import partial
 
 import pytest
@@ -156,6 +157,21 @@ def test_what_only_its_own_code_knows_is_refused(folder):
 def test_a_model_that_the_library_knows_loads_without_its_own_code(folder):
     change(folder / "config.json", auto_map=MODEL)
     assert type(LOADERS["model"](folder)) is transformers.LlamaForCausalLM
+
+
+def test_a_tokenizer_that_the_library_panics_over_is_refused(folder):
+    merges = {"type": "BPE", "vocab": {"a": 0, "b": 1}, "merges": [["a", "b"]]}
+    change(folder / "tokenizer.json", version="1.0", added_tokens=[], model=merges)
+    change(folder / "tokenizer_config.json", tokenizer_class="PreTrainedTokenizerFast")
+    assert f"the tokenizer in {folder} cannot be read: " in refusal(folder, "tokenizer")
+
+
+def test_an_interrupt_is_no_wrong_tokenizer(folder, monkeypatch):
+    monkeypatch.setattr(
+        transformers.AutoTokenizer, "from_pretrained", lambda *_, **__: signal.raise_signal(signal.SIGINT)
+    )
+    with pytest.raises(KeyboardInterrupt):
+        load_tokenizer(folder)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
