@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 _READ_FIRST = ("config.json", "generation_config.json", "tokenizer_config.json")
 """What the library does without where it cannot read it, or blames on something else."""
+_CACHE_SCALES = (".k_scale", ".v_scale", ".kv_scale")
+"""How tensors end that scale a KV cache of 8 bits: here no target's cache is scaled."""
 
 
 def load_model(folder: Path, *, dtype: torch.dtype, device: torch.device | str = "cpu") -> PreTrainedModel:
@@ -63,13 +65,14 @@ def load_model(folder: Path, *, dtype: torch.dtype, device: torch.device | str =
 
 def _is_of_the_model(name: str, model: PreTrainedModel) -> bool:
     """Whether a tensor lies in a part that the model has, its list of layers for example. Others are another head's, a
-    vision tower's or a draft's, whose layers may follow the model's own in that list."""
+    vision tower's or a draft's, whose layers may follow the model's own in that list, or a cache's scales."""
     parts = {path for path, _ in model.named_modules()} - {"", model.base_model_prefix}
     config = model.config.get_text_config()
     drafting = getattr(config, "num_nextn_predict_layers", None)
     first = config.num_hidden_layers
     drafts = [f".layers.{first + layer}." for layer in range(drafting if isinstance(drafting, int) else 0)]
-    return any(name.startswith(f"{part}.") for part in parts) and not any(draft in name for draft in drafts)
+    others = any(draft in name for draft in drafts) or name.endswith(_CACHE_SCALES)
+    return not others and any(name.startswith(f"{part}.") for part in parts)
 
 
 def load_tokenizer(folder: Path) -> Any:

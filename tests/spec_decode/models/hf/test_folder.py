@@ -95,6 +95,7 @@ ANOTHERS = {
     "a layer that drafts": ("model.layers.1.input_layernorm.weight", {"num_nextn_predict_layers": 1}),
     "another head": ("score.weight", {}),
     "a vision tower": ("model.visual.norm.weight", {}),
+    "a scale of a cache of 8 bits": ("model.layers.0.self_attn.k_scale", {}),
     "angles of old checkpoints": ("model.layers.0.self_attn.rotary_emb.inv_freq", {}),
 }
 
