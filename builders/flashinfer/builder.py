@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import ClassVar
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -16,6 +17,10 @@ from builders.flashinfer.wrappers import FlashInferWrappers, Kernel, Launch
 from builders.kernels.prefix_lens import count_prefix
 from builders.metadata import BatchMetadata, BatchMetadataBuilder
 from builders.spec import AttentionSpec
+
+KEPT_TOKENS = 64
+"""Query tokens of a row up to which a shape's plan is kept for good: drafts and their verification have as few. Longer
+rows are prompts': plans for each of their lengths would add up to gigabytes, on the device and of pinned memory."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,7 +39,8 @@ class FlashInferMetadata(BatchMetadata):
 
 
 class FlashInferBuilder(BatchMetadataBuilder[FlashInferMetadata]):
-    """Plans a batch shape once on the host, for any lengths; every build and advance replans it on the device.
+    """Plans a batch shape once on the host, for any lengths; every build and advance replans it on the device. The plan
+    of rows of more than KEPT_TOKENS query tokens goes with its metadata.
 
     A batch whose query lengths differ is planned on the host for its own lengths, which waits for the device.
     """
@@ -46,6 +52,7 @@ class FlashInferBuilder(BatchMetadataBuilder[FlashInferMetadata]):
 
     def allocate(self) -> None:
         self._launches: dict[tuple[int, ...], Launch] = {}
+        self._launches_of_prompts: WeakValueDictionary[tuple[int, ...], Launch] = WeakValueDictionary()
         self.wrappers = FlashInferWrappers(self.spec, self.device)
         self._prefix_lens = torch.zeros(self.max_reqs, dtype=torch.int32, device=self.device)
 
@@ -99,9 +106,11 @@ class FlashInferBuilder(BatchMetadataBuilder[FlashInferMetadata]):
         """What serves every batch of this shape over this block table."""
         table, trees = batch.block_table, batch.tree_masks is not None
         key = (*table.shape, row_stride(table), batch.max_query_len, trees, table.data_ptr())
-        if key not in self._launches:
-            self._launches[key] = self._plan(batch)
-        return self._launches[key]
+        kept = self._launches if batch.max_query_len <= KEPT_TOKENS else self._launches_of_prompts
+        launch = kept.get(key)
+        if launch is None:
+            launch = kept[key] = self._plan(batch)
+        return launch
 
     def _plan(self, batch: AttentionBatch) -> Launch:
         if batch.max_query_len > 1 or batch.tree_masks is not None:

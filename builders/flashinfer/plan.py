@@ -121,9 +121,9 @@ class Replan(NamedTuple):
             merge_indptr=layout.merge_indptr,
             kv_chunk_size=layout.kv_chunk_size,
             block_valid_mask=layout.block_valid_mask,
+            query_len=layout.query_len,
+            query_tiles=layout.query_tiles,
             PAGE_SIZE=layout.page_size,
-            QUERY_LEN=layout.query_len,
-            QUERY_TILES=layout.query_tiles,
             TENSOR_CORES=layout.tensor_cores,
             BLOCK_U=max(32 * warps, block_units),
             BLOCK_T=max(32 * warps, block_tiles),
@@ -182,9 +182,9 @@ def _replan_kernel(
     merge_indptr,
     kv_chunk_size,
     block_valid_mask,  # an offset in plan_bytes_ptr
+    query_len,  # this and the next are known where they are 1; for every other length of a prompt, one kernel serves
+    query_tiles,  # units of a request
     PAGE_SIZE: tl.constexpr,
-    QUERY_LEN: tl.constexpr,
-    QUERY_TILES: tl.constexpr,  # units of a request
     TENSOR_CORES: tl.constexpr,
     BLOCK_U: tl.constexpr,  # units, rounded up to a power of two
     BLOCK_T: tl.constexpr,  # padded_tiles + 1, likewise
@@ -195,8 +195,8 @@ def _replan_kernel(
     # 1. The pages of each unit
     offs_u = tl.arange(0, BLOCK_U)
     mask_u = offs_u < units
-    request = offs_u // QUERY_TILES
-    leads = mask_u & (offs_u % QUERY_TILES == 0)
+    request = offs_u // query_tiles
+    leads = mask_u & (offs_u % query_tiles == 0)
     seq_len = tl.load(seq_lens_ptr + request, mask=mask_u, other=0)
     tl.store(last_page_len_ptr + request, seq_len - row_start, mask=leads)
     pages = tl.minimum(tl.maximum(tl.cdiv(seq_len, PAGE_SIZE), 1), window_pages)
@@ -220,13 +220,13 @@ def _replan_kernel(
     chunks = tl.cdiv(pages, low)
     end = tl.cumsum(chunks, 0)
     start = end - chunks
-    row = start // QUERY_TILES * QUERY_LEN
+    row = start // query_tiles * query_len
     tl.store(plan_ptr + o_indptr, 0)
-    tl.store(plan_ptr + o_indptr + 1 + request, row + QUERY_LEN * chunks, mask=leads)
+    tl.store(plan_ptr + o_indptr + 1 + request, row + query_len * chunks, mask=leads)
     if TENSOR_CORES:
         tl.store(plan_ptr + merge_indptr, 0)
-        for token in range(QUERY_LEN):
-            to = plan_ptr + merge_indptr + 1 + request * QUERY_LEN + token
+        for token in range(query_len):
+            to = plan_ptr + merge_indptr + 1 + request * query_len + token
             tl.store(to, row + (token + 1) * chunks, mask=leads)
 
     # 4. The unit and the chunk of each tile
@@ -236,10 +236,10 @@ def _replan_kernel(
     owner = tl.where(valid, tl.cumsum(begins, 0) - 1, 0)
     kv_tile = tl.where(valid, offs_t - tl.gather(start, owner, 0), 0)
     mask_t = offs_t < padded_tiles
-    tl.store(plan_ptr + request_indices + offs_t, owner // QUERY_TILES, mask=mask_t)
+    tl.store(plan_ptr + request_indices + offs_t, owner // query_tiles, mask=mask_t)
     tl.store(plan_ptr + kv_tile_indices + offs_t, kv_tile, mask=mask_t)
     if TENSOR_CORES:
-        tl.store(plan_ptr + qo_tile_indices + offs_t, owner % QUERY_TILES, mask=mask_t)
+        tl.store(plan_ptr + qo_tile_indices + offs_t, owner % query_tiles, mask=mask_t)
     tl.store(plan_bytes_ptr + block_valid_mask + offs_t, valid.to(tl.uint8), mask=mask_t)
 
 

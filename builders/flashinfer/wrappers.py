@@ -34,9 +34,9 @@ class Kernel(str, Enum):
     """The prefill wrapper planned on the host, for one batch."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Launch:
-    """A kernel and what it was planned with: a wrapper, or XQA's workspace.
+    """A kernel and what it was planned with: a wrapper, or XQA's workspace. Without slots, to be referred to weakly.
 
     last_page_len  int32 [num_reqs]   recomputed in place together with the plan; empty where there is none
     plan           uint8 [n]          laid out as `layout` says

@@ -1,7 +1,10 @@
 """FlashInfer's builders over a stand-in for its kernels: what is planned and when, and what a stale plan comes to."""
 
+import gc
 from dataclasses import replace
+from importlib import import_module
 from itertools import permutations
+from weakref import ref
 
 import pytest
 import torch
@@ -191,6 +194,20 @@ def test_a_batch_shape_is_planned_once(name, plans):
         fixture.reload(buffers, extend)
         builder.build(fixture.view(buffers, extend))
     assert len(plans) == of_decodes + 1
+
+
+def test_plans_of_prompts_go_with_their_metadata_and_those_of_drafts_stay(plans, monkeypatch):
+    monkeypatch.setattr(import_module("builders.flashinfer.builder"), "KEPT_TOKENS", 8)
+    for query_len, stays in ((8, True), (9, False)):
+        _, builder, view, metadata = built(backend("flashinfer"), Batch((query_len,), (150,), 1))
+        assert builder.build(view).launch is metadata.launch
+        launch = ref(metadata.launch)
+        del metadata
+        gc.collect()
+        assert (launch() is not None) is stays
+        del plans[:]
+        builder.build(view)
+        assert len(plans) == (not stays)
 
 
 @pytest.mark.parametrize("name", NAMES)
