@@ -41,6 +41,8 @@ def bench(cases: tuple[str, ...], device: str | None, target: str | None, proces
     Without a CASE, all of them. Exit status 1 if one began and failed.
     """
     where, console = resolve_device(device), stdout()
+    if only_list and (cases or target is not None or processes > 1):
+        raise UserError("--list shows every case and measures none. Leave out the cases, --json and --processes.")
     if only_list:
         _print_rows(console, [{"case": name, "what": what} for name, what in CASES.items()])
         return

@@ -175,8 +175,8 @@ def main() -> None:
     flags = parser.parse_args()
     if flags.minutes is not None and not flags.minutes > 0:
         parser.error(f"--minutes must be above 0, got {flags.minutes:g}.")
-    if environment(torch.device("cpu")).dirty:
-        parser.error("this checkout has changes, and evidence must be of a commit. Commit them first.")
+    if environment(torch.device("cpu")).dirty is not False:
+        parser.error("evidence must be of a commit; this checkout has changes, or git cannot tell. Commit them first.")
     gpus = list(range(torch.cuda.device_count()))
     if not gpus:
         parser.error("evidence needs a CUDA device, none was found. Run it on a machine with one.")

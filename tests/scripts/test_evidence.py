@@ -120,16 +120,18 @@ def test_a_step_that_fails_is_named_and_keeps_its_report_and_its_log(tmp_path):
     assert (tmp_path / "bad.log").read_text() == "said\n"
 
 
-def test_a_checkout_with_changes_is_refused(tmp_path, monkeypatch, capsys):
-    changed = replace_dirty(True)
-    monkeypatch.setattr(evidence, "environment", lambda device: changed)
+@pytest.mark.parametrize("dirty", [True, None])
+def test_a_checkout_that_is_not_known_to_be_a_commit_is_refused(tmp_path, monkeypatch, capsys, dirty):
+    other = replace_dirty(dirty)
+    monkeypatch.setattr(evidence, "environment", lambda device: other)
     monkeypatch.setattr("sys.argv", ["evidence.py", "--into", str(tmp_path / "reports")])
 
     with pytest.raises(SystemExit) as stopped:
         evidence.main()
 
     assert stopped.value.code == 2 and not (tmp_path / "reports").exists()
-    assert "this checkout has changes, and evidence must be of a commit. Commit them first." in capsys.readouterr().err
+    said = " ".join(capsys.readouterr().err.split())
+    assert "evidence must be of a commit; this checkout has changes, or git cannot tell. Commit them" in said
 
 
 def replace_dirty(dirty):

@@ -65,6 +65,8 @@ def test_bench_lists_its_cases_and_suites_and_has_the_help_of_the_benchmarks(run
 def test_bench_refuses_what_it_does_not_know(timings, refused, run):
     assert "round, step" in refused("bench", "nonesuch", "--device", "cpu")
     assert "No such option" in run("bench", "--nonesuch").stderr
+    for more in (["step"], ["--json", "rows.json"], ["--processes", "2"]):
+        assert "Leave out the cases, --json and --processes." in refused("bench", "--list", *more)
 
 
 def test_bench_shows_each_limit_with_its_verdict():
