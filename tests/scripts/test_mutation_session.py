@@ -128,9 +128,15 @@ def test_a_crash_is_told_and_the_session_goes_on(answers):
 def test_a_session_that_is_stopped_ends_the_test_that_runs(project):
     read, write = os.pipe()
     hangs = project["cwd"] / "hangs"
+    # A shell's background jobs, as which these tests may run, ignore the signal.
+    interruptible = f"import signal; signal.signal(signal.SIGINT, signal.default_int_handler); {SERVE}"
     hangs.unlink(missing_ok=True)
     with subprocess.Popen(
-        [sys.executable, "-c", SERVE], stdin=subprocess.PIPE, stderr=subprocess.DEVNULL, pass_fds=[write], **project
+        [sys.executable, "-c", interruptible],
+        stdin=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        pass_fds=[write],
+        **project,
     ) as session:
         os.close(write)
         print(json.dumps(asked("hangs")), file=session.stdin, flush=True)
