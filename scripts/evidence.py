@@ -18,7 +18,6 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -28,6 +27,7 @@ import torch
 from attn_backends import names
 from scripts.free_places import share
 from scripts.on_gpus import card, run_on_gpus
+from scripts.only import chosen
 from spec_decode.environment import environment
 from spec_decode.files import ReportError, write_whole
 from spec_decode.matrix.sources import read_documents, stale_reports
@@ -184,13 +184,10 @@ def main() -> None:
     into.mkdir(parents=True, exist_ok=True)
 
     shared, lone, timed = shared_steps(names()), lone_steps(), timed_steps()
-    reports = [step.report for step in (*shared, *lone, *timed)]
-    for pattern in flags.only or []:
-        if not any(fnmatchcase(report, pattern) for report in reports):
-            parser.error(f"--only must fit some of {', '.join(reports)}, got {pattern}.")
+    only = chosen(parser, flags.only, [step.report for step in (*shared, *lone, *timed)])
 
     def asked(steps: Sequence[Step]) -> list[Step]:
-        wanted = [step for step in steps if any(fnmatchcase(step.report, only) for only in flags.only or ["*"])]
+        wanted = [step for step in steps if step.report in only]
         return [step for step in wanted if not flags.stale or is_stale(into / f"{step.report}.json")]
 
     evidence = Evidence(

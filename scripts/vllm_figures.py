@@ -29,7 +29,6 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from fnmatch import fnmatchcase
 from itertools import groupby, product
 from pathlib import Path
 from typing import Any
@@ -42,6 +41,7 @@ import torch
 from engines.vllm import NAMES
 from scripts.free_places import share
 from scripts.on_gpus import run_on_gpus
+from scripts.only import chosen
 from scripts.script_report import write_report
 from scripts.vllm_arm import ROOT, Arm
 from spec_decode.environment import environment
@@ -329,13 +329,11 @@ def main() -> None:
     if not gpus:
         parser.error("vLLM's figures need a CUDA device, none was found. Run it on a machine with one.")
     every = arms(len(gpus))
-    for pattern in flags.only or []:
-        if not any(fnmatchcase(arm.name, pattern) for arm in every):
-            parser.error(f"--only must fit some of {', '.join(arm.name for arm in every)}, got {pattern}.")
+    only = chosen(parser, flags.only, [arm.name for arm in every])
     device = torch.device("cuda")
     env = msgspec.to_builtins(environment(device))
     of = {name: env[name] for name in MACHINE} | {"sources": SourceRecord.of({"": ROOTS}).modules}
-    asked = [arm for arm in every if any(fnmatchcase(arm.name, only) for only in flags.only or ["*"])]
+    asked = [arm for arm in every if arm.name in only]
     found, left_out = run_all(asked, gpus, Kept(flags.kept, of), seconds=flags.minutes and flags.minutes * 60)
     compared = agreement(found)
     said = problems(found, compared)
