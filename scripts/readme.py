@@ -211,8 +211,8 @@ def vllm_arms(
     return {
         arm["arm"]["draft"]: {row["requests"]: median(row["tokens_per_s"]) for row in arm["rows"]}
         for arm in vllm_tables.unwatched(report)
-        if (arm["arm"]["size"], arm["arm"].get("compiled", False), arm["arm"]["steps"]) in wanted
-        and arm["arm"].get("num_gpus", 1) == 1
+        if (arm["arm"]["size"], vllm_tables.is_compiled(arm), arm["arm"]["steps"]) in wanted
+        and vllm_tables.num_gpus_of(arm) == 1
         and arm["rows"]
         and arm["rows"][0]["tokens_per_s"]
     }

@@ -47,9 +47,9 @@ def ratios(reports: Sequence[dict[str, Any]], num_gpus: int = 1) -> str:
     sizes = _requests(reports)
     rows: list[list[str]] = []
     for report in reports:
-        timed = [each for each in _timed(report) if _num_gpus(each) == num_gpus]
+        timed = [each for each in _timed(report) if num_gpus_of(each) == num_gpus]
         for model, compiled in product(_MODELS, _ENGINES):
-            alike = [each for each in timed if _model(each) == model and _is_compiled(each) is compiled]
+            alike = [each for each in timed if _model(each) == model and is_compiled(each) is compiled]
             rows += _ratio_rows(report, alike, sizes)
     return _by_requests(["draft", "vLLM's backend", "ours"], sizes, ["vLLM", "GPU"], rows)
 
@@ -74,7 +74,7 @@ def scaling(report: dict[str, Any]) -> str:
         return {key: value for key, value in found["arm"].items() if key not in ("name", "num_gpus")}
 
     timed = _timed(report)
-    on = {count: [each for each in timed if _num_gpus(each) == count] for count in (1, 2)}
+    on = {count: [each for each in timed if num_gpus_of(each) == count] for count in (1, 2)}
     rows = []
     for two, one in ((two, one) for two in on[2] for one in on[1] if alike(one) == alike(two)):
         cells = [_ratio(_speeds(two).get(count), _speeds(one).get(count)) for count in sizes]
@@ -142,7 +142,7 @@ def figures(report: dict[str, Any], name: str) -> str:
         raise ValueError(f"{name} has no arm that was timed: nothing to show on vLLM's page")
     blocks = []
     for compiled, engines in _ENGINES.items():
-        alike = [each for each in timed if _is_compiled(each) is compiled]
+        alike = [each for each in timed if is_compiled(each) is compiled]
         drafted = [each for each in alike if each["arm"]["draft"]]
         for (kind, size), (_, models) in _MODELS.items():
             arms = [each for each in drafted if _model(each) == (kind, size)]
@@ -168,14 +168,14 @@ def _model(found: dict[str, Any]) -> tuple[str, str]:
     return found["arm"].get("kind", "eagle"), found["arm"].get("size", "llama3-8b")
 
 
-def _is_compiled(found: dict[str, Any]) -> bool:
+def is_compiled(found: Mapping[str, Any]) -> bool:
     """Reports from before there were compiled arms do not say."""
     return bool(found["arm"].get("compiled", False))
 
 
 def _mode(found: dict[str, Any]) -> str:
     """How vLLM ran, in a word."""
-    return "defaults" if _is_compiled(found) else "mode 0"
+    return "defaults" if is_compiled(found) else "mode 0"
 
 
 def _is_watched(found: Mapping[str, Any]) -> bool:
@@ -193,7 +193,7 @@ def _timed(report: dict[str, Any]) -> list[dict[str, Any]]:
     return [each for each in unwatched(report) if each["arm"]["kept"]]
 
 
-def _num_gpus(found: dict[str, Any]) -> int:
+def num_gpus_of(found: Mapping[str, Any]) -> int:
     """Reports from before there were arms on two do not say."""
     return int(found["arm"].get("num_gpus", 1))
 
@@ -204,7 +204,7 @@ def _table(steps: int, arms: list[dict[str, Any]]) -> str:
     rows = []
     for each in arms:
         of = {row["requests"]: row for row in each["rows"]}
-        gpus = f", {_num_gpus(each)} GPUs" if _num_gpus(each) > 1 else ""
+        gpus = f", {num_gpus_of(each)} GPUs" if num_gpus_of(each) > 1 else ""
         name = f"`{each['arm']['draft']}`" if each["arm"]["draft"] else _NO_DRAFT
         cells = [_cell(of[count]) if count in of else "" for count in requests]
         rows.append([f"{name}{gpus}", f"`{each['graph_mode']}`", *cells])
