@@ -118,9 +118,12 @@ class GrowingText:
 
     def _stop_in(self, piece: str) -> int | None:
         """Where in the text the first stop string begins that this piece of it completes; None if it completes none."""
-        seen, text = len(self.text), self.text + piece
-        found = (text.find(stop, max(0, seen - len(stop) + 1)) for stop in self._stop)
-        return min((at for at in found if at >= 0), default=None)
+        seen = len(self.text)
+        # Of a long text, the end in which one may have begun is enough.
+        start = max(0, seen - max(map(len, self._stop), default=1) + 1)
+        recent = self.text[start:] + piece
+        found = (recent.find(stop, max(0, seen - len(stop) + 1) - start) for stop in self._stop)
+        return min((start + at for at in found if at >= 0), default=None)
 
     def _undecided(self) -> int:
         """The length of the longest end of the text that a stop string begins with."""
