@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -54,7 +55,7 @@ def load_model(folder: Path, *, dtype: torch.dtype, device: torch.device | str =
             f"the weights in {folder} lack {len(missing)} of the model's tensors: {shortened(missing)}; those would be "
             "random. Complete the download."
         )
-    if extra := sorted(name for name in found["unexpected_keys"] if _is_of_the_model(name, model)):
+    if extra := _out_of_place(found["unexpected_keys"], model):
         raise CheckpointError(
             f"the weights in {folder} hold {len(extra)} tensors that {type(model).__name__} has no place for: "
             f"{shortened(extra)}; without them it would compute something else. Restore config.json and the weights, "
@@ -63,16 +64,21 @@ def load_model(folder: Path, *, dtype: torch.dtype, device: torch.device | str =
     return model.to(device)
 
 
-def _is_of_the_model(name: str, model: PreTrainedModel) -> bool:
-    """Whether a tensor lies in a part that the model has, its list of layers for example. Others are another head's, a
+def _out_of_place(unexpected: Iterable[str], model: PreTrainedModel) -> list[str]:
+    """The tensors that lie in a part that the model has, its list of layers for example. Others are another head's, a
     vision tower's or a draft's, whose layers may follow the model's own in that list, or a cache's scales."""
     parts = {path for path, _ in model.named_modules()} - {"", model.base_model_prefix}
     config = model.config.get_text_config()
     drafting = getattr(config, "num_nextn_predict_layers", None)
     first = config.num_hidden_layers
     drafts = [f".layers.{first + layer}." for layer in range(drafting if isinstance(drafting, int) else 0)]
-    others = any(draft in name for draft in drafts) or name.endswith(_CACHE_SCALES)
-    return not others and any(name.startswith(f"{part}.") for part in parts)
+    return sorted(
+        name
+        for name in unexpected
+        if not name.endswith(_CACHE_SCALES)
+        and not any(draft in name for draft in drafts)
+        and any(name[:dot] in parts for dot, letter in enumerate(name) if letter == ".")
+    )
 
 
 def load_tokenizer(folder: Path) -> Any:
