@@ -1,4 +1,4 @@
-"""The multi-step drafter: its plan, its strategies, and what they run over."""
+"""The multi-step drafter: its configuration, its plan, and the strategies that run it."""
 
 from spec_decode.drafter.autotune import Measurement, autotune_strategy
 from spec_decode.drafter.config import DrafterConfig, check_draft

@@ -1,8 +1,8 @@
-"""Autotuning: the fastest strategy of a drafter at its shape, measured once on this machine and kept.
+"""Autotuning: measure the fastest strategy for a drafter's shape once on this machine, and cache the result.
 
-Which strategy is fastest depends on the host, the device and the model's size. An unrolled loop saves host work and
-takes graph memory; a loop on the device takes the least of both and costs the device a little at every step. A
-measurement decides only where no strategy is asked for.
+Which strategy is fastest depends on the host, the device and the model's size. An unrolled loop saves host work but
+takes graph memory; a device loop needs the least of both but adds a little device time to every step. A measurement
+decides only if no strategy is requested.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from spec_decode.paged.kv_groups import KVGroup
 
 SCHEMA = "attn-strategy/1"
 MARGIN = 0.02
-"""The share of its time by which another strategy must beat the rule's choice, so that noise changes nothing."""
+"""The fraction by which another strategy must beat the default choice, so that noise does not decide."""
 
 _WARM_UP, _REPEATS = 3, 15
 _LARGEST_FILE = 1 << 16
@@ -39,8 +39,8 @@ _LARGEST_FILE = 1 << 16
 class Measurement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What was measured, and where.
 
-    shape: everything that the result depends on, in words. wall_us: median microseconds of a round by strategy, from
-    the call until the device is done. not_measured: why another strategy was not measured.
+    shape: everything that the result depends on, in words. wall_us: median microseconds of a round per strategy, from
+    the call until the device is done. not_measured: why each other strategy was not measured.
     """
 
     schema: str = SCHEMA
@@ -51,22 +51,22 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     env: Environment
 
     def explain(self) -> str:
-        """One line."""
+        """Return one line with the choice and the times."""
         times = ", ".join(f"{name} {us:.0f} us" for name, us in self.wall_us.items())
         return f"{self.strategy.value}: fastest of {times} a round, measured {self.env.date} on {self.env.device}"
 
 
 class StrategyCache:
-    """Measurements on disk, a file each.
+    """Measurements on disk, one file each.
 
-    Whatever else lies there counts as missing, and is measured again: a file that cannot be read or understood, one of
-    another shape, one larger than any measurement, and what is no file at all.
+    Anything invalid counts as missing and is measured again: an unreadable or malformed file, a file for another shape,
+    one larger than any measurement, or a path that is not a file.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
-        """folder: None takes ATTN_BACKENDS_CACHE, else attn-backends in the user's cache folder.
+        """folder: None uses ATTN_BACKENDS_CACHE, else attn-backends in the user's cache folder.
 
-        Raises BatchError where neither variable nor home folder says where that is.
+        Raises BatchError if neither the environment nor a home folder determines it.
         """
         stated = os.environ.get("ATTN_BACKENDS_CACHE") or os.environ.get("XDG_CACHE_HOME") or "~/.cache"
         tail = "strategies" if os.environ.get("ATTN_BACKENDS_CACHE") else "attn-backends/strategies"
@@ -78,7 +78,7 @@ class StrategyCache:
         )
 
     def get(self, shape: dict[str, str]) -> Measurement | None:
-        """The measurement of exactly that shape, if there is one."""
+        """Return the measurement of exactly this shape, or None."""
         try:
             path = self._path(shape)
             if not path.is_file() or path.stat().st_size > _LARGEST_FILE:
@@ -89,9 +89,9 @@ class StrategyCache:
         return found if found.schema == SCHEMA and found.shape == shape else None
 
     def put(self, measurement: Measurement) -> None:
-        """Keep it in place of an earlier one; another process sees the old file or the new one, never a part.
+        """Store it, replacing an earlier one atomically: other processes never see a partial file.
 
-        Where the folder cannot be written it is not kept, with a RuntimeWarning: the measurement holds all the same.
+        If the folder is not writable, warn with a RuntimeWarning and store nothing; the measurement is still valid.
         """
         try:
             write_whole(self._path(measurement.shape), msgspec.json.encode(measurement))
@@ -119,16 +119,16 @@ def autotune_strategy(
     cache: StrategyCache | None = None,
     clock: Callable[[Drafter], float] | None = None,
 ) -> Measurement:
-    """The fastest strategy at these tables' size, from the cache or measured now, which takes seconds.
+    """Return the fastest strategy for tables of this size, from the cache or measured now, which takes seconds.
 
     Call it before any request: it runs rounds of dummy requests over the groups' caches and leaves the tables empty.
 
-    plan: as `plan_draft` makes it, with the rule's choice.
-    config: its number of tokens, its tree, its graph mode and its loop_steps count; a measurement has defaults for the
-    others.
-    clock: microseconds of a round of a drafter whose tables are loaded; None measures wall time.
+    plan: the result of `plan_draft`, with its default choice.
+    config: only num_speculative_tokens, tree, graph_mode and loop_steps matter; the measurement uses defaults for the
+    rest.
+    clock: returns the microseconds of one round of a drafter with loaded tables; None measures wall time.
 
-    Raises BatchError where the caches have no room for a dummy request.
+    Raises BatchError if the caches have no room for a dummy request.
     """
     cache = cache or StrategyCache()
     timed = [strategy for strategy in Strategy if strategy.implementation.autotuned]
@@ -152,7 +152,7 @@ def autotune_strategy(
                 drafter = Drafter(model, groups, tables, candidate, plan.autotuned(strategy, "to be timed"))
                 times[strategy.value] = round(clock(drafter) if clock else _wall_us(drafter, room), 2)
                 drafter.graphs.release()
-                # Its buffers too go before the next one's are allocated: there may be no room for both.
+                # Free its buffers before the next drafter allocates: there may be no room for both.
                 del drafter
         finally:
             tables.load([[] for _ in groups], [])
@@ -169,7 +169,7 @@ def autotune_strategy(
 
 
 def _fits(known: Measurement, able: Sequence[Strategy]) -> bool:
-    """Whether it could have been made here: of these strategies, each with a time, and with the choice they lead to."""
+    """Return whether it could have been measured here: it times exactly these strategies and picks their best."""
     timed = known.wall_us.keys() == {strategy.value for strategy in able}
     return timed and min(known.wall_us.values()) > 0 and known.strategy is _best(able, known.wall_us)
 
@@ -184,9 +184,9 @@ def _best(able: Sequence[Strategy], times: dict[str, float]) -> Strategy:
 def _shape(
     model: DraftModel, groups: Sequence[KVGroup], tables: RequestTables, config: DrafterConfig
 ) -> dict[str, str]:
-    """Everything that the times depend on, in words."""
+    """Return everything that the times depend on, in words."""
     where = environment(tables.device)
-    # Buffers too: weights of 8 bits are such.
+    # Include buffers: 8-bit weights are stored as buffers.
     weight_bytes = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
     return {
         "model": f"{type(model).__name__}, {weight_bytes} bytes of weights",
@@ -205,14 +205,14 @@ def _shape(
 
 
 def _tokens_of_a_round(model: DraftModel, config: DrafterConfig) -> int:
-    """Places of a request that a round takes at most."""
+    """Return the most places that a round takes in a request."""
     tokens = config.num_speculative_tokens
     later = config.tree.width * (tokens - 1) if config.tree and not model.drafts_at_once else 0
     return 2 * tokens + 2 + later
 
 
 def _load_dummies(tables: RequestTables, least: int) -> None:
-    """Load as many requests as rows and pages allow, each with its own pages, for `least` tokens or more."""
+    """Load as many requests as rows and pages allow, each with its own pages for at least `least` tokens."""
     sizes, counts = list(tables.page_sizes_host), list(tables.num_pages)
     rows = min(tables.max_reqs, *(count // -(-least // size) for size, count in zip(sizes, counts, strict=True)))
     require(
@@ -229,7 +229,7 @@ def _load_dummies(tables: RequestTables, least: int) -> None:
 
 
 def _wall_us(drafter: Drafter, room: int) -> float:
-    """room: tokens that a round takes at most."""
+    """room: the most tokens that a round takes."""
     tables = drafter.tables
     drafter.inputs.context_lens.fill_(max(1, tables.longest - room))
     samples = []

@@ -1,4 +1,4 @@
-"""The settings of a drafter, and what they ask of its model."""
+"""The settings of a drafter, and the check that a draft model can serve them."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ from spec_decode.trees.draft_tree import require_frontiers
 class DrafterConfig:
     """How a drafter drafts.
 
-    Raises BatchError for a K below 1, a min_confidence that is not a probability below 1, values of another type than
-    annotated, and a tree that does not fit K.
+    Raises BatchError for a K below 1, a min_confidence outside [0, 1), a value that does not have its annotated type,
+    or a tree that does not fit K.
     """
 
     num_speculative_tokens: int
-    """K: tokens that a round proposes, at most."""
+    """K: the most tokens that a round proposes."""
     graph_mode: GraphMode = GraphMode.FULL
     strategy: Strategy | None = None
-    """None chooses the one with the least host work that every group can run."""
+    """None picks the strategy with the least host work that every group supports."""
     capture_sizes: Sequence[int] | None = None
-    """Numbers of requests to capture graphs for; None is `default_capture_sizes`."""
+    """Batch sizes, in requests, to capture graphs for; None uses `default_capture_sizes`."""
     min_confidence: float = 0.0
-    """A request stops after a token to which the draft gives a lower probability, at the request's temperature."""
+    """A request stops drafting after a token with a lower draft probability than this, at the request's temperature."""
     graph_memory_limit: int | None = None
-    """Bytes for the graphs; sizes that would not fit are left out."""
+    """Memory budget of the graphs in bytes; capture sizes that exceed it are skipped."""
     tree: DraftTree | DynamicTreeConfig | None = None
-    """Draft a tree a request, K tokens deep at most, instead of K tokens in a row."""
+    """Draft a tree per request, at most K tokens deep, instead of a chain of K tokens."""
     extend_in_graph: bool = True
-    """False runs step 0 eagerly and leaves the later steps to the plan, for comparison; the tokens are the same."""
+    """False runs step 0 eagerly and the later steps as planned, for comparison; the tokens are the same."""
 
     loop_steps: int = 1
-    """Later steps that a device loop runs between two looks at whether a request drafts on. A look costs the device 5
-    to 8 us (measured on an H200), and each step too many a step."""
+    """Later steps that a device loop runs before it checks again whether any request still drafts. A check costs the
+    device 5 to 8 us (measured on an H200); each unneeded step costs a whole step."""
 
     def __post_init__(self) -> None:
         require_types(self)
@@ -78,8 +78,8 @@ class DrafterConfig:
 
 
 def check_draft(model: DraftModel, config: DrafterConfig) -> None:
-    """Raise BatchError for more tokens a round than the model can propose, for a tree that it cannot draft, and for
-    arguments of another type."""
+    """Raise BatchError if the model cannot propose that many tokens or draft that tree, or for arguments of the wrong
+    type."""
     require_type("model", model, DraftModel)
     require_type("config", config, DrafterConfig)
     model.check_num_tokens(config.num_speculative_tokens)
@@ -108,7 +108,7 @@ def _check_tree(model: DraftModel, tree: DraftTree | DynamicTreeConfig, num_spec
 
 
 def _choices(model: DraftModel) -> int:
-    """The tokens that may follow another: candidates, or the draft's vocabulary."""
+    """Return how many tokens can follow a token: the candidates, or the draft's vocabulary."""
     if isinstance(model, SelectingBlockDraft):
         return model.num_candidates
     return model.vocab_size if model.token_map is None else len(model.token_map)

@@ -22,14 +22,14 @@ from spec_decode.paged.kv_groups import KVGroup
 from spec_decode.paged.step_buffers import StepBuffers
 
 EXTEND, ROUND = "extend", "round"
-"""The kinds of the graphs of step 0, and of step 0 with all later steps."""
+"""Graph kinds: step 0, and step 0 together with all later steps."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepMetadata:
-    """What the kernels of a step read in the last round; nothing of it may be written to.
+    """What the kernels of a step read in the last round; read-only.
 
-    size: rows, padding included. metadata: of each group, as the graphs hold it or as it was built for the round.
+    size: rows, including padding. metadata: one per group, as the graphs hold it or as it was built for the round.
     """
 
     buffers: StepBuffers
@@ -38,7 +38,7 @@ class StepMetadata:
 
 
 class Drafter:
-    """Proposes K tokens a round for the requests in `tables`, in the strategy that the groups' builders allow."""
+    """Proposes K tokens a round for the requests in `tables`, with a strategy that the groups' builders support."""
 
     def __init__(
         self,
@@ -48,11 +48,10 @@ class Drafter:
         config: DrafterConfig,
         plan: DraftPlan | None = None,
     ) -> None:
-        """plan: of this draft, as `plan_draft` makes it; None makes it here.
+        """plan: the result of `plan_draft` for these arguments; None plans here.
 
-        Raises, before any allocation, StrategyError for a forced strategy that a group cannot run,
-        and BatchError for groups, a K or capture sizes that do not fit the tables, and a K or tree that the model
-        cannot draft.
+        Raises, before any allocation, StrategyError for a forced strategy that a group cannot run, and BatchError for
+        groups, a K or capture sizes that do not fit the tables, or a K or tree that the model cannot draft.
         """
         check_draft(model, config)
         self.plan = plan_draft(model, groups, tables.device, config) if plan is None else plan
@@ -69,36 +68,38 @@ class Drafter:
         self._step = make_step(model, groups, tables, config, self.plan)
         self.inputs = self._step.inputs
         self._later: DraftStrategy | None = None
-        # The graphs of whole rounds; None where step 0 is apart from the others.
+        # Makes the graphs of whole rounds; None if step 0 is not captured with the later steps.
         self._round: Factory | None = None
         if (later := self._step.later) and self.num_speculative_tokens > 1:
             self._later = strategy(later, self.graphs, loop_steps=config.loop_steps)
             self._round = self._later.joined(self._step.capturable) if self._step.captured else None
-        # What the device was last told: tokens of a round, and whether a request's own number may differ from K.
+        # What the device was last told: tokens per round, and whether a request's own number can differ from K.
         self._asked = (self.num_speculative_tokens, False)
 
     @property
     def drafts(self) -> Drafts:
-        """What the last round proposed, in the drafter's own buffers of all rows and K columns."""
+        """The last round's proposals, as views of the drafter's buffers: all rows, K columns."""
         return self._step.drafts(self.tables.max_reqs, self.num_speculative_tokens)
 
     @property
     def apart_reason(self) -> str | None:
-        """Why a round and the target's step after it cannot be one graph; None where they can."""
+        """Why a round and the target step after it cannot share a graph; None if they can."""
         reason = self._step.uncaptured_reason or self._step.extend.plan.host_reason
         if reason is None and self._later and self._later.apart_reason:
             return f"the draft's strategy is {self.plan.strategy.value}: {self._later.apart_reason}"
         return reason
 
     def whole_round(self, size: int) -> Capturable:
-        """A round of `size` padded rows for another's graph, where `apart_reason` is None; its own graphs stay as they
-        are. Capture it on padding rows alone."""
+        """Return a round of `size` padded rows to capture inside a larger graph, if `apart_reason` is None.
+
+        The drafter's own graphs do not change. Capture with padding rows only.
+        """
         return (self._round or self._step.capturable)(size)
 
     def metadata_in_use(self) -> dict[int, StepMetadata]:
-        """What step 0 and the last step of the last round read, by the step; the tables must not have changed.
+        """Return what step 0 and the last step of the last round read, by step; the tables must not have changed since.
 
-        Waits for the device. A round of one token has only step 0.
+        Syncs with the device. A round of one token has only step 0.
         """
         extend, size = self._step.extend, self._padded()
         found = {0: StepMetadata(extend, size, extend.metadata_in_use(size, 0))}
@@ -109,18 +110,18 @@ class Drafter:
     @on_own_device
     @torch.no_grad()
     def propose(self, verified: VerifiedTokens | None = None, num_tokens: int | None = None) -> Drafts:
-        """Draft K tokens after each request's next_token. Waits for the device only where the plan says so.
+        """Draft K tokens after each request's next_token. Syncs with the device only where the plan says so.
 
-        verified: what the round starts from, copied to `inputs`; None: a verifier wrote it to the live rows there.
-        num_tokens: how many tokens this round proposes one after the other, 0 to K; None is K. Every strategy proposes
-        the same tokens and captures nothing new: the full loop runs all K steps, the last ones without a request that
-        still drafts, and the other strategies run only as many as are asked for. With 0 only step 0 runs: it writes
-        the draft's KV of the verified tokens, without which later rounds would attend to what was never written.
+        verified: what the round starts from, copied to `inputs`; None if a verifier already wrote the live rows there.
+        num_tokens: how many tokens in sequence this round proposes, 0 to K; None is K. The tokens do not depend on the
+        strategy, and no new graph is captured: the full loop runs all K steps, the last ones with no request still
+        drafting; the other strategies run only the requested steps. With 0 only step 0 runs: it writes the draft KV of
+        the verified tokens, which later rounds attend to.
 
-        The requests are the live rows of the tables. One whose limit leaves no room for step 0 proposes nothing and
-        raises tables.overflow. So does one that reaches its limit on the way, from there on. Step 0 takes 1 + K places
-        after context_lens; 2K of a ModuleDraft or BlockDraft, up to 2K + 2 of a ContextBlockDraft.
-        Raises BatchError, with nothing run, for tensors of another shape, dtype or device, or too large a batch.
+        The requests are the live rows of the tables. A request with no room for step 0 below its token limit proposes
+        nothing and raises tables.overflow; one that reaches its limit during the round does so from there on. Step 0
+        takes 1 + K places after context_lens, 2K for a ModuleDraft or BlockDraft, up to 2K + 2 for a ContextBlockDraft.
+        Raises BatchError, with nothing run, for tensors of the wrong shape, dtype or device, or too large a batch.
         """
         live = self.tables.num_live
         require(
@@ -149,7 +150,7 @@ class Drafter:
         return self._step.drafts(live, wanted)
 
     def launch_step_0(self, size: int) -> None:
-        """Run step 0 of `size` padded rows over the round's inputs."""
+        """Run step 0 for `size` padded rows over the round's inputs."""
         step = self._step
         if step.extend.built_groups:
             step.prepare_step_0(size)
@@ -159,9 +160,9 @@ class Drafter:
             step.run_step_0(size)
 
     def launch_later_steps(self, size: int, num_tokens: int | None = None) -> None:
-        """Run steps 1 to num_tokens - 1 of `size` padded rows from the state that step 0 left; None is K tokens.
+        """Run steps 1 to num_tokens - 1 for `size` padded rows from the state that step 0 left; None is K tokens.
 
-        Raises BatchError, with nothing run, where they have no graph without step 0.
+        Raises BatchError, with nothing run, if their only graph includes step 0.
         """
         num_steps = (self.num_speculative_tokens if num_tokens is None else num_tokens) - 1
         if self._later is not None and num_steps > 0:
@@ -171,7 +172,7 @@ class Drafter:
         return self.graphs.padded(self.tables.num_live, eager=not self._uses_graphs)
 
     def _ask(self, num_tokens: int, verified: VerifiedTokens | None) -> None:
-        """Tell the device how many tokens the round proposes, where the last round proposed another number."""
+        """Tell the device how many tokens the round proposes, if that changed since the last round."""
         asked, each_its_own = self._asked
         if asked != num_tokens:
             self._step.sampler.num_tokens.fill_(num_tokens)
@@ -189,15 +190,15 @@ class Drafter:
         token_ids: torch.Tensor,
         target_hidden_states: torch.Tensor,
     ) -> None:
-        """Write the draft KV of prompts or parts of them, without drafting; eager, for any lengths.
+        """Write the draft KV of prompts or parts of prompts, without drafting; eager, for any lengths.
 
         tables                 these requests only, over the same caches
-        query_lens, seq_lens   request r's tokens here are the last query_lens[r] of the seq_lens[r] in its cache after
-        token_ids              int64 [T], flat: the token one place after each position, or at it where the model's
-                               position_offset is 1
-        target_hidden_states   [T, F], the target's at the token before
+        query_lens, seq_lens   the tokens of request r are the last query_lens[r] of the seq_lens[r] cached afterwards
+        token_ids              int64 [T], flat: the token one place after each position, or at the position if the
+                               model's position_offset is 1
+        target_hidden_states   [T, F], the target's states at the token before
 
-        Raises BatchError, with nothing written, for tensors of other shapes, and lengths that the tables do not hold.
+        Raises BatchError, with nothing written, for tensors of the wrong shape or lengths that exceed the tables.
         """
         count, size = sum(query_lens), self.model.target_states_size
         require_tensor("token_ids", token_ids, shape=(count,), dtype=torch.int64, device=tables.device)
@@ -213,9 +214,9 @@ class Drafter:
 
     @on_own_device
     def capture(self, *, progress: bool = False) -> None:
-        """Capture the graphs that the plan needs, on padding rows alone: nothing of a live request is touched.
+        """Capture the graphs that the plan needs, with padding rows only: no live request's data is touched.
 
-        Graphs that are there are kept. Raises CaptureError where the largest batch's do not fit into their memory.
+        Existing graphs are kept. Raises CaptureError if the graphs of the largest batch exceed their memory limit.
         """
         if not self._uses_graphs:
             return

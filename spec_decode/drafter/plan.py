@@ -1,4 +1,4 @@
-"""Which strategy runs a round's later steps, chosen from what each KV group can do: a pure function with reasons."""
+"""Choose the strategy for a round's later steps from what each KV group supports: a pure function, with reasons."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ _NO_LATER_STEPS = "this draft proposes all its tokens in one step, and has no la
 
 
 class StrategyError(ValueError):
-    """A strategy that was asked for and that some group cannot run; the message holds the group's reason."""
+    """Raised if a group cannot run the requested strategy, with the group's reason, or if no plan is possible."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DraftPlan(MetadataPlan):
-    """The strategy of a run, each group's part in the later steps, and why nothing cheaper was chosen."""
+    """The chosen strategy, each group's part in the later steps, and why nothing cheaper was chosen."""
 
     strategy: Strategy
     reason: str
     not_chosen: tuple[tuple[Strategy, str], ...]
     unsupported: Mapping[Strategy, str]
-    """Why each strategy that cannot run over these groups cannot."""
+    """The reason for each strategy that cannot run over these groups."""
 
     def autotuned(self, strategy: Strategy, reason: str) -> DraftPlan:
-        """The plan of another strategy that can run, which a measurement chose for that reason."""
+        """Return the plan for another supported strategy, which a measurement chose for this reason."""
         instead = f"{strategy.value} was measured to be faster"
         return _plan([group.facts for group in self.groups], self.unsupported, strategy, reason, instead)
 
@@ -41,7 +41,7 @@ class DraftPlan(MetadataPlan):
         return f"{self.strategy.value}: {self.reason}"
 
     def explain(self) -> list[str]:
-        """The plan in words, one line each."""
+        """Return the plan in words, one line per fact."""
         return [
             f"strategy {self}",
             *(f"not {strategy.value}: {reason}" for strategy, reason in self.not_chosen),
@@ -59,13 +59,13 @@ def choose(
     at_once: bool = False,
     tree: bool = False,
 ) -> DraftPlan:
-    """The strategy with the least host work that every group can run, or the forced one.
+    """Plan the strategy with the least host work that every group supports, or the forced one.
 
-    loop_unsupported_reason: why the device cannot capture a loop; None where it can. at_once: the draft proposes all
-    its tokens in step 0. tree: later steps have several tokens a request.
+    loop_unsupported_reason: why the device cannot capture a loop; None if it can. at_once: the draft proposes all its
+    tokens in step 0. tree: later steps have several tokens per request.
 
-    Raises StrategyError for no groups, and if the forced strategy is one that a group cannot run: an explicit choice
-    never falls back.
+    Raises StrategyError for no groups, for a K below 1, and for a forced strategy that a group cannot run: an explicit
+    choice never falls back.
     """
     if not groups:
         raise StrategyError(
@@ -98,7 +98,7 @@ def choose(
 
 
 def plan_draft(model: DraftModel, groups: Sequence[KVGroup], device: torch.device, config: DrafterConfig) -> DraftPlan:
-    """The plan of a drafter. Raises StrategyError as `choose` does."""
+    """Plan a drafter. Raises StrategyError as `choose` does."""
     return choose(
         [group.facts(device) for group in groups],
         config.num_speculative_tokens,
@@ -117,7 +117,7 @@ def _plan(
     reason: str,
     instead: str | None,
 ) -> DraftPlan:
-    """instead: why the others that can run were not chosen; None for their own drawbacks."""
+    """instead: why the other supported strategies were not chosen; None uses the drawback of each."""
     others = [other for other in Strategy if other is not strategy]
     implementation = strategy.implementation
     return DraftPlan(
@@ -137,6 +137,6 @@ def _plan(
 
 
 def _no_trees(groups: Sequence[GroupFacts]) -> str | None:
-    """Why no graph can hold a step over trees; None where one can."""
+    """Return why no graph can hold a step over trees; None if one can."""
     unable = [group for group in groups if group.graph_support < GraphSupport.UNIFORM_BATCH]
     return f"{unable[0].describe()} captures steps of one token a request, a tree has more" if unable else None

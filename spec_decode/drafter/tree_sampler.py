@@ -1,4 +1,4 @@
-"""What a round of trees drafts: each request's tree, grown by every step's logits, or by those of one block."""
+"""Samplers of draft trees, grown from the logits of every step or from those of one block."""
 
 from __future__ import annotations
 
@@ -9,15 +9,14 @@ from spec_decode.trees import BlockTree, DraftTree, DynamicTree, DynamicTreeConf
 
 
 class TreeSampler(DraftSettings):
-    """Grows the trees of R requests, N draft tokens each and at most K deep, in buffers that keep their addresses.
+    """Grows the trees of R requests, each with N draft tokens and at most K deep, in buffers with fixed addresses.
 
-    Inputs: DraftSettings, of which seeds are not read. A token's path is at most as long as draft_lens
-    and num_tokens say. Outputs:
+    Inputs: DraftSettings; seeds are not read. draft_lens and num_tokens bound the length of a path. Outputs:
 
     - draft_tokens   int64 [R, N], -1 after a row's last
-    - parents        int64 [R, N], as TreeBatch has them
+    - parents        int64 [R, N], in the format of TreeBatch
     - draft_logits   fp32 [R, 0, V]: verification needs none
-    - continue_flag  int32 [1], 1 if some row's tree can be deeper, else 0
+    - continue_flag  int32 [1], 1 if some row's tree can grow deeper, else 0
     """
 
     parents: torch.Tensor
@@ -32,7 +31,7 @@ class TreeSampler(DraftSettings):
         vocab_size: int,
         token_map: torch.Tensor | None,
     ) -> None:
-        """step, seq_lens: of the later steps' batch, read at every step. A row of seq_len 0 has no later steps.
+        """step, seq_lens: from the batch of the later steps, read at every step. A row of seq_len 0 has no later steps.
 
         Raises BatchError for a tree that does not fit K.
         """
@@ -52,18 +51,18 @@ class TreeSampler(DraftSettings):
         self._step, self._seq_lens = step, seq_lens
 
     def __call__(self, logits: torch.Tensor, extend_lens: torch.Tensor) -> None:
-        """Grow the first rows' trees, in place; device work only.
+        """Grow the trees of the first rows in place; device work only.
 
         - logits       [rows, F, V of the draft]: see DynamicTree.grow
         - extend_lens  int32 [rows], seq_lens of step 0; a row of 0 proposes nothing
 
-        Raises BatchError, with nothing changed, for logits of another frontier.
+        Raises BatchError, with nothing changed, for logits that do not match the frontier.
         """
         self.tree.grow(logits, temperature=self.temperature[: len(logits)])
         self.keep(extend_lens)
 
     def keep(self, extend_lens: torch.Tensor) -> None:
-        """Put the trees of the first rows into the outputs, as they have grown since step 0: see __call__."""
+        """Write the trees of the first rows, as grown since step 0, to the outputs: see __call__."""
         rows = len(extend_lens)
         lens = torch.minimum(self.draft_lens[:rows], self.num_tokens)
         lens = lens.where(self._seq_lens[:rows] > 0, lens.clamp(max=1)).masked_fill(extend_lens == 0, 0)
@@ -74,10 +73,10 @@ class TreeSampler(DraftSettings):
 
 
 class BlockTreeSampler(DraftSettings):
-    """Takes the place of a DraftSampler where a block's tokens become trees, in buffers that keep their addresses.
+    """Replaces a DraftSampler if the tokens of a block become trees; its buffers have fixed addresses.
 
-    Inputs: DraftSettings, of which seeds are not read. A token's path is at most as long as draft_lens
-    and num_tokens say. Outputs: those of a TreeSampler, but that no row ever drafts on.
+    Inputs: DraftSettings; seeds are not read. draft_lens and num_tokens bound the length of a path. Outputs: those of
+    a TreeSampler, but continue_flag is never set.
     """
 
     parents: torch.Tensor
@@ -91,7 +90,7 @@ class BlockTreeSampler(DraftSettings):
         vocab_size: int,
         token_map: torch.Tensor | None,
     ) -> None:
-        """seq_lens: int32 [R] of the step's batch, read at every step; a row of 0 proposes nothing.
+        """seq_lens: int32 [R] from the step's batch, read at every step; a row of 0 proposes nothing.
 
         Raises BatchError for a tree that does not fit K.
         """
@@ -105,12 +104,12 @@ class BlockTreeSampler(DraftSettings):
         self._seq_lens = seq_lens
 
     def sample_block(self, logits: torch.Tensor, positions: torch.Tensor) -> None:
-        """Make the first rows' trees, in place; device work only.
+        """Make the trees of the first rows in place; device work only.
 
         - logits     [rows * K, V of the draft]: see BlockTree.grow
-        - positions  of the draft's inputs, [rows * K]: not read, since no noise is drawn
+        - positions  [rows * K], of the draft's inputs: values not read, since no noise is drawn
 
-        Raises BatchError, with nothing changed, for logits of another shape.
+        Raises BatchError, with nothing changed, for logits of the wrong shape.
         """
         rows = len(positions) // self.tree.num_places
         depths = torch.minimum(self.draft_lens[:rows], self.num_tokens).masked_fill(self._seq_lens[:rows] == 0, 0)

@@ -1,4 +1,4 @@
-"""What a round of drafting starts from."""
+"""The inputs of a drafting round."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from spec_decode.sampling.draft_sampler import DraftSettings
 
 
 class VerifiedTokens(NamedTuple):
-    """What a round starts from, for n live requests in the order of the tables; all on the drafter's device.
+    """The inputs of a round for n live requests, in the order of the tables; all on the drafter's device.
 
     token_ids             int64 [n, 1 + K]   the tokens that the target just ran over
-    target_hidden_states  [n, 1 + K, F]      what the draft reads of the target at these tokens
+    target_hidden_states  [n, 1 + K, F]      the target states that the draft reads at these tokens
     context_lens          int32 [n]          draft KV tokens committed before them: the position of the first
     accepted              int32 [n]          how many of the K draft tokens were accepted, 0 to K
     next_tokens           int64 [n]          the target's own token after the last accepted one
     temperature           fp32 [n]           0 is greedy
     seeds                 int64 [n]
-    draft_lens            int32 [n]          draft tokens wanted of each, 0 to K; None: K of each. A request with 0
-                                             takes part in step 0 only: its verified tokens reach the draft's cache
+    draft_lens            int32 [n]          draft tokens to propose, 0 to K; None: K for all. A request with 0 takes
+                                             part in step 0 only, which writes its verified tokens to the draft's cache
     """
 
     token_ids: torch.Tensor
@@ -38,7 +38,7 @@ class VerifiedTokens(NamedTuple):
     def allocate(
         cls, settings: DraftSettings, max_reqs: int, num_speculative_tokens: int, states_size: int, dtype: torch.dtype
     ) -> VerifiedTokens:
-        """Buffers of all rows, zeros; temperature, seeds and draft_lens are the settings' own."""
+        """Allocate zeroed buffers for all rows; temperature, seeds and draft_lens alias those of the settings."""
 
         def zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:
             return torch.zeros(*shape, dtype=dtype, device=settings.seeds.device)
@@ -57,7 +57,7 @@ class VerifiedTokens(NamedTuple):
 
     def copy_from(self, verified: VerifiedTokens, live: int) -> None:
         """Copy the tensors of `live` requests into these buffers. Raises BatchError, with nothing copied, for anything
-        but VerifiedTokens, one of its tensors missing, and one of another shape, dtype or device."""
+        but VerifiedTokens, for a missing tensor, and for one of the wrong shape, dtype or device."""
         require(
             isinstance(verified, VerifiedTokens),
             f"a round starts from VerifiedTokens, got {type(verified).__name__}. Make one of your "
@@ -75,7 +75,7 @@ class VerifiedTokens(NamedTuple):
             buffers.append(buffer[:live])
             given.append(tensor)
             shape, dtype = buffers[-1].shape, buffer.dtype
-            # Compared here first: composing the message's parts for eight tensors would cost 10 us a round.
+            # Compare here first: building the parts of the message for eight tensors would cost 10 us a round.
             if tensor.shape != shape or tensor.dtype != dtype or tensor.device != buffer.device:
                 require_tensor(name, tensor, shape=shape, dtype=dtype, device=self.token_ids.device)
         torch._foreach_copy_(buffers, given, non_blocking=True)

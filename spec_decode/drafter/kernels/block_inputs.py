@@ -1,4 +1,4 @@
-"""What a block draft runs over: each request's accepted tokens as step 0 has them, and a mask for each token more."""
+"""The inputs of a block draft: each request's accepted tokens, shifted as in step 0, then mask tokens."""
 
 from __future__ import annotations
 
@@ -12,18 +12,17 @@ from builders.kernels.triton_runtime import await_previous, dependent_launch, tl
 
 
 class BlockInputs(NamedTuple):
-    """token_ids int64 [R * Q] and target_hidden_states [R * Q, F] of Q places a row.
+    """Return token_ids int64 [R * Q] and target_hidden_states [R * Q, F] for Q places a row.
 
-    Up to place accepted[r] row r has the tokens that ShiftTokens gives it, and the target's states there. Each place
-    behind has the mask: its token and its state.
+    Up to place accepted[r], row r has the tokens of ShiftTokens and the target's states. Every later place has the mask
+    token and the mask state.
 
     token_ids             int64 [R, 1 + K]
     target_hidden_states  [R, 1 + K, F]    contiguous
     next_tokens           int64 [>= R]
-    accepted              int32 [>= R]     a count outside 0 to K, which only the device could know of, counts as the
-                                           nearest
-    mask_hidden           [F]              of the same dtype, contiguous
-    mask_token_id         of the mask
+    accepted              int32 [>= R]     clamped to [0, K] on the device, since the host cannot check it
+    mask_hidden           [F]              same dtype, contiguous
+    mask_token_id         token of the masked places
     query_len             Q, at least 1 + K
     """
 
@@ -88,17 +87,17 @@ def _block_inputs_kernel(
     query_len,  # Q
     hidden_size,  # F
     stride_token_ids,
-    BLOCK_H: tl.constexpr,  # columns of a program
+    BLOCK_H: tl.constexpr,  # columns per program
     PDL: tl.constexpr,  # programmatic dependent launch
 ):
-    """The token and the state of place q of a row. Grid [R, Q, ceil(F / BLOCK_H)]; the first block has the token."""
+    """Write token and state of place q of a row. Grid [R, Q, ceil(F / BLOCK_H)]; the first block writes the token."""
     await_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     q = tl.program_id(1)
     offs_h = tl.program_id(2) * BLOCK_H + tl.arange(0, BLOCK_H)
     mask_h = offs_h < hidden_size
     num_accepted = tl.minimum(tl.maximum(tl.load(num_accepted_ptr + row), 0), num_verified - 1)
-    # What is not read may lie behind the row.
+    # Masked: q + 1 can lie past the end of the row.
     following = tl.load(token_ids_ptr + row * stride_token_ids + q + 1, mask=q < num_accepted, other=0)
     token = tl.where(q < num_accepted, following, tl.load(next_tokens_ptr + row))
     state_ptrs = target_hidden_states_ptr + (row * num_verified + q) * hidden_size + offs_h

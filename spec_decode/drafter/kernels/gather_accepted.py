@@ -1,4 +1,4 @@
-"""The hidden states that a draft goes on from: of each request, those from its last accepted token on."""
+"""Gather the hidden states that a draft continues from: each request's, starting at its last accepted token."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ from builders.kernels.triton_runtime import await_previous, dependent_launch, tl
 
 
 class GatherAccepted(NamedTuple):
-    """out[r * columns + k] = hidden[r * query_len + accepted[r] + k], in place, after a uniform batch of query_len
-    tokens a row; and positions likewise, where there are such.
+    """out[r * columns + k] = hidden[r * query_len + accepted[r] + k], in place, for a uniform batch of query_len tokens
+    a row; the same for positions, unless None.
 
     hidden         [R * query_len, H]
-    accepted       int32 [>= R]   a count outside 0 to query_len - columns, which only the device could know of, counts
-                                  as the nearest of these
-    out            [R * columns, H]   contiguous, in a dtype of its own
+    accepted       int32 [>= R]   clamped to [0, query_len - columns] on the device, since the host cannot check it
+    out            [R * columns, H]   contiguous, any dtype
     positions      int64 [R * query_len], or None
     out_positions  int64 [R * columns], or None
     """
@@ -72,10 +71,10 @@ def _gather_accepted_kernel(
     hidden_size,  # H
     stride_hidden_row,
     stride_hidden_col,
-    BLOCK_H: tl.constexpr,  # columns of H that a program copies
+    BLOCK_H: tl.constexpr,  # columns of H per program
     PDL: tl.constexpr,  # programmatic dependent launch
 ):
-    """out[r, k] = hidden[r, num_accepted[r] + k]. Grid [R * columns, ceil(H / BLOCK_H)]; the first block has the
+    """out[r, k] = hidden[r, num_accepted[r] + k]. Grid [R * columns, ceil(H / BLOCK_H)]; the first block writes the
     position."""
     await_previous(PDL)
     out_row = tl.program_id(0).to(tl.int64)

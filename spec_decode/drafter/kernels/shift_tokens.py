@@ -1,4 +1,4 @@
-"""The tokens that step 0 runs over: each request's accepted ones, one place earlier, and then the target's own."""
+"""The input tokens of step 0: each request's tokens shifted one place left, with the target's own token at the end."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from builders.kernels.triton_runtime import await_previous, dependent_launch, tl
 
 
 class ShiftTokens(NamedTuple):
-    """int64 [R * (1 + K)]: place j of row r holds token_ids[r, j + 1] before place accepted[r], next_tokens[r] after.
+    """Return int64 [R * (1 + K)]: place j of row r is token_ids[r, j + 1] if j < accepted[r], else next_tokens[r].
 
     token_ids     int64 [R, 1 + K]
     next_tokens   int64 [>= R]
-    accepted      int32 [>= R]   a count outside 0 to K, which only the device could know of, counts as the nearest
+    accepted      int32 [>= R]   clamped to [0, K] on the device, since the host cannot check it
     """
 
     token_ids: torch.Tensor
@@ -55,7 +55,7 @@ def _shift_tokens_kernel(
     num_accepted_ptr,  # int32 [>= R]
     out_ptr,  # out: int64 [R * (1 + K)]
     query_len,  # 1 + K
-    stride_token_ids,  # of a row
+    stride_token_ids,  # per row
     BLOCK_Q: tl.constexpr,  # query_len, rounded up to a power of two
     PDL: tl.constexpr,  # programmatic dependent launch
 ):
@@ -63,7 +63,7 @@ def _shift_tokens_kernel(
     await_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     offs_q = tl.arange(0, BLOCK_Q)
-    # The last place never holds a shifted token, so that a count beyond it reads nothing of the next row.
+    # The last place never holds a shifted token, so a count beyond K does not read the next row.
     is_shifted = (offs_q < tl.load(num_accepted_ptr + row)) & (offs_q < query_len - 1)
     next_token = tl.load(token_ids_ptr + row * stride_token_ids + offs_q + 1, mask=offs_q < query_len - 1, other=0)
     token = tl.where(is_shifted, next_token, tl.load(next_tokens_ptr + row))

@@ -1,4 +1,4 @@
-"""The device work of a round, by what the draft proposes in a step: a token, a tree, a block, or a token a module."""
+"""The device work of a round, by what a step of the draft proposes: a token, a tree, a block, or a token per module."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ _STEPS: dict[type, tuple[type[Step[Any, Any]], type[Step[Any, Any]] | None]] = {
     ModuleDraft: (ModuleStep, None),
     DraftModel: (DraftStep, TreeStep),
 }
-"""The step of each kind of draft, and the one that drafts trees."""
+"""For each kind of draft: its step, and its step for trees, if any."""
 
 
 def make_step(
     model: DraftModel, groups: Sequence[KVGroup], tables: RequestTables, config: DrafterConfig, plan: DraftPlan
 ) -> Step[Any, Any]:
-    """The step of the model's kind. config: as `check_draft` passes it. Raises BatchError for tables without room for
-    a round."""
+    """Make the step for the model's kind. config: must pass `check_draft`. Raises BatchError for tables without room
+    for a round."""
     kind = next(kind for kind in type(model).__mro__ if kind in _STEPS)
     step = _STEPS[kind][config.tree is not None]
     assert step is not None, "check_draft lets no module draft trees"

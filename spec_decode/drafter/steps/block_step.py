@@ -1,4 +1,4 @@
-"""The device work of a round whose K tokens are drafted at once, in one forward over accepted tokens and masks."""
+"""The round of a block draft: K tokens from one forward over the accepted tokens and mask tokens."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from spec_decode.sampling import DraftSampler
 
 
 class BlockStep(Step[BlockDraft, DraftSampler | BlockTreeSampler]):
-    """A block draft's only step. A row has 2K places: up to 1 + K tokens, a mask for each draft token but the first,
-    and what is left, which no token sees.
+    """The only step of a block draft. A row has 2K places: up to 1 + K tokens, then a mask token for each draft token
+    but the first; no token sees the remaining places.
     """
 
     @property
@@ -33,7 +33,7 @@ class BlockStep(Step[BlockDraft, DraftSampler | BlockTreeSampler]):
     def run_step_0(self, size: int) -> None:
         """Draft K tokens for the first `size` rows.
 
-        Raises BatchError for a draft model that returns states of another shape.
+        Raises BatchError if the draft model returns states of the wrong shape.
         """
         inputs, query_len = self.inputs, self.extend.query_len
         token_ids, states = block_inputs(

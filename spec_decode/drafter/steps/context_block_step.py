@@ -1,4 +1,4 @@
-"""The device work of a round of a draft that keeps the target's states as context, and drafts a block after them."""
+"""The round of a draft that caches the target's states as context and drafts a block after them."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ from spec_decode.trees.kernels.top_children import top_children
 
 
 class ContextBlockStep(Step[ContextBlockDraft, Any]):
-    """Keys and values of the verified tokens' states are stored, then the block runs: the next token, and a mask for
-    each draft token, which predicts the token in its own place. Where the next token predicts too, each predicts the
-    one after its place, and there is a mask less: the block has 1 + K tokens a row, or K.
+    """Writes keys and values made from the verified tokens' states, then runs the block.
 
-    context    StepBuffers of the verified tokens, 1 + K a row; those that were rejected lie where the block will
+    The block has 1 + K tokens a row: the next token and K masks, each of which predicts the token in its own place. If
+    the next token predicts too (first_place 0), each predicts the token after its place and K tokens are enough.
+
+    context    StepBuffers of the verified tokens, 1 + K a row; the block overwrites the rejected ones
     """
 
     @property
     def extend_len(self) -> int:
-        """Tokens of a row of the block."""
+        """Block tokens per row."""
         return self.num_speculative_tokens + self.model.first_place
 
     @property
@@ -49,11 +50,11 @@ class ContextBlockStep(Step[ContextBlockDraft, Any]):
     def write_prompt(
         self, token_ids: torch.Tensor, states: torch.Tensor, positions: torch.Tensor, attention: PagedAttention
     ) -> None:
-        """Write what the layers attend to of T tokens, of their states [T, H] alone; positions int64 [T]."""
+        """Write the context KV of T tokens, from states [T, H] only; positions int64 [T]."""
         self.model.write_context(states, positions, attention)
 
     def _place(self, size: int) -> Sequence[tuple[StepBuffers, torch.Tensor]]:
-        """See Step: the verified tokens, and the block after those of them that were accepted."""
+        """See Step: the verified tokens, and the block after the accepted ones."""
         kept = self.inputs.accepted[:size].clamp(0, self.num_speculative_tokens)
         torch.add(self.inputs.context_lens[:size], kept + 1, out=self._block_starts[:size])
         return [(self.context, self.inputs.context_lens), (self.extend, self._block_starts)]
@@ -65,7 +66,7 @@ class ContextBlockStep(Step[ContextBlockDraft, Any]):
     def run_step_0(self, size: int) -> None:
         """Draft K tokens for the first `size` rows.
 
-        Raises BatchError for a draft model that returns states of another shape.
+        Raises BatchError if the draft model returns states of the wrong shape.
         """
         inputs, query_len, model = self.inputs, self.extend.query_len, self.model
         self._token_ids[:size, 0].copy_(inputs.next_tokens[:size])
@@ -76,24 +77,24 @@ class ContextBlockStep(Step[ContextBlockDraft, Any]):
         hidden = self.forward(size, self._token_ids[:size], states)
         first = model.first_place
         drafted = hidden.unflatten(0, (size, query_len))[:, first:].flatten(0, 1)
-        # A step's input predicts the second token after its place; here it is the first, or the one in it.
+        # The input of an ordinary step predicts the second token after its place; here the first, or the one in it.
         positions = self.extend.batch.positions[: size * query_len]
         self._sample(drafted, positions.view(size, query_len)[:, first:] - 1 - first)
 
     def _sample(self, drafted: torch.Tensor, places: torch.Tensor) -> None:
-        """Draw K tokens a row from states [rows * K, H]; places int64 [rows, K], of inputs that would predict them."""
+        """Draw K tokens a row from states [rows * K, H]; places int64 [rows, K]: ordinary inputs that predict them."""
         self.sampler.sample_block(self.logits(drafted), places.flatten())
 
 
 class InTurnBlockStep(ContextBlockStep):
-    """A block whose tokens are drawn one after the other, each from logits that the one before it shifts."""
+    """Draws the tokens of a block in sequence, each from logits that the token before it shifts."""
 
     model: InTurnBlockDraft
     sampler: DraftSampler
 
     def _make_sampler(self) -> DraftSampler:
         batch = self.extend.batch
-        # Own lengths: a row that stops does so for the sampler alone.
+        # Separate lengths: a row that stops, stops for the sampler only.
         self._lens, self._positions = torch.zeros_like(batch.seq_lens), torch.zeros_like(batch.positions)
         self._confidence = self.model.confidence if self.config.min_confidence > 0 else None
         own = 0.0 if self._confidence else self.config.min_confidence
@@ -107,7 +108,7 @@ class InTurnBlockStep(ContextBlockStep):
                 self._stop_where_unsure(self._confidence, drafted, len(places))
 
     def _sample_in_turn(self, logits: torch.Tensor, places: torch.Tensor) -> None:
-        """Each column's tokens from logits [rows, K, V of the draft], by those of the column before."""
+        """Draw each column from logits [rows, K, V of the draft], given the tokens of the column before."""
         rows, step = len(logits), self.extend.batch.step
         self._lens[:rows].copy_(self.extend.batch.seq_lens[:rows])
         previous = self.inputs.next_tokens[:rows]
@@ -120,7 +121,7 @@ class InTurnBlockStep(ContextBlockStep):
     def _stop_where_unsure(
         self, confidence_of: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], drafted: torch.Tensor, rows: int
     ) -> None:
-        """Let no token stand behind one that the model itself takes for improbable; drafted [rows * K, H]."""
+        """Drop every token after one that the model's confidence puts below the limit; drafted [rows * K, H]."""
         tokens = self.sampler.draft_tokens[:rows]
         previous = torch.cat([self.inputs.next_tokens[:rows, None], tokens[:, :-1].clamp(min=0)], 1)
         confidence = confidence_of(drafted, previous.flatten())
@@ -129,7 +130,7 @@ class InTurnBlockStep(ContextBlockStep):
 
 
 class SelectingBlockStep(ContextBlockStep):
-    """A block whose tokens are drawn one after the other, each among the likeliest of its place."""
+    """Draws the tokens of a block in sequence, each among the likeliest of its place."""
 
     model: SelectingBlockDraft
     sampler: CandidateSampler

@@ -1,4 +1,4 @@
-"""The device work of step 0 and of a later step, over buffers that never move: the same kernels eager or captured."""
+"""Step 0 and the later steps of a draft model, over buffers that never move: the same kernels eager or captured."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from spec_decode.sampling import DraftSampler
 
 
 class DraftStep(Step[DraftModel, DraftSampler]):
-    """A draft model's step 0, of 1 + K tokens a row, and later steps, of one token a row.
+    """A draft model's step 0, with 1 + K tokens a row, and its later steps, with one token a row.
 
     decode   StepBuffers of a later step
-    hidden   [R, hidden_size], what the next later step starts from
+    hidden   [R, hidden_size], the states that the next later step starts from
     """
 
     @property
     def later(self) -> LaterSteps:
-        """Steps of one token a row."""
+        """The steps of one token a row."""
         return self
 
     def _allocate(self, tables: RequestTables, plan: DraftPlan) -> DraftSampler:
@@ -33,9 +33,9 @@ class DraftStep(Step[DraftModel, DraftSampler]):
         return self._draft_sampler(self.decode.batch)
 
     def run_step_0(self, size: int) -> None:
-        """Step 0: the draft's tokens are the target's, shifted by one, with the next token after the last accepted.
+        """Run step 0 over the target's tokens shifted by one, with the next token after the last accepted.
 
-        Raises BatchError for a draft model that returns states of another shape.
+        Raises BatchError if the draft model returns states of the wrong shape.
         """
         hidden = self.forward_last(size)
         extend = self.extend
@@ -43,17 +43,17 @@ class DraftStep(Step[DraftModel, DraftSampler]):
         self.sampler(self.logits(hidden), hidden, self.hidden)
 
     def advance_state(self, size: int) -> None:
-        """Move the state of the first `size` rows on to the next later step."""
+        """Advance the state of the first `size` rows to the next later step."""
         advance_state(self.decode.batch, size)
 
     def run_later_step(self, size: int, hidden: torch.Tensor, attention: Attention) -> torch.Tensor:
-        """A later step from the last one's hidden states [size, hidden_size]; returns its own, of the same shape."""
+        """Run a later step from the previous hidden states [size, hidden_size]; return the new ones, same shape."""
         hidden = self._forward_later(size, hidden, attention)
         self.sampler(self.logits(hidden))
         return hidden
 
     def run_later_step_in_place(self, size: int, attention: Attention) -> None:
-        """A later step that leaves its hidden states in `hidden`, where the next one starts from."""
+        """Run a later step that reads and overwrites `hidden`."""
         hidden = self._forward_later(size, self.hidden[:size], attention)
         self.sampler(self.logits(hidden), hidden, self.hidden)
 

@@ -1,4 +1,4 @@
-"""The device work of a round that drafts trees by a block in which each token shifts the logits after it."""
+"""The round of a draft that grows trees from one block, in which each token shifts the logits after it."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from spec_decode.models import InTurnBlockDraft, SelectingBlockDraft
 from spec_decode.trees.kernels.top_children import top_children
 
 PlaceLogits: TypeAlias = Callable[[int, torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]]
-"""Takes a place of the block and the tokens before it, int64 [rows, F]; returns its logits and choices, as `grow` of a
-tree takes them."""
+"""Takes a place of the block and the tokens before it, int64 [rows, F]; returns logits and choices for a tree's
+`grow`."""
 
 
 class _GrowingStep(ContextBlockStep):
-    """A block whose places are steps of a tree's growth: each token on a frontier shifts the logits of the next place
-    in its own way, so that they are those of its own path. No forward but the block's runs."""
+    """Grows a tree by one level per place of a block: each frontier token shifts the logits of the next place, so every
+    path has its own. The only forward is the block's."""
 
     sampler: TreeSampler
 
@@ -40,11 +40,11 @@ class _GrowingStep(ContextBlockStep):
 
     @abstractmethod
     def _place_logits(self, drafted: torch.Tensor, rows: int) -> PlaceLogits:
-        """The logits of each place of a block; drafted [rows * K, H]."""
+        """Return the function for the logits of each place of the block; drafted [rows * K, H]."""
 
 
 class InTurnTreeStep(_GrowingStep):
-    """Of a draft whose tokens shift all logits of the place after them."""
+    """For a draft in which a token shifts all logits of the next place."""
 
     model: InTurnBlockDraft
 
@@ -59,7 +59,7 @@ class InTurnTreeStep(_GrowingStep):
 
 
 class SelectingTreeStep(_GrowingStep):
-    """Of a draft that chooses among the likeliest tokens of each place: a tree has none but these."""
+    """For a draft that chooses among the likeliest tokens of each place: the tree contains only these."""
 
     model: SelectingBlockDraft
 
@@ -71,7 +71,7 @@ class SelectingTreeStep(_GrowingStep):
         predecessors, successors = self.model.codebooks
 
         def after(place: int, frontier: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            # As select_candidates has it, [rows, F, W, N] before the sum.
+            # As in select_candidates; [rows, F, W, N] before the sum.
             context = predecessors[frontier].float() * gates[:, place, None].float()
             shift = (context[:, :, None] * successors[candidates[:, place]].float()[:, None]).sum(-1)
             return own[:, place, None] + shift, candidates[:, place]

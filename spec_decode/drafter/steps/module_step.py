@@ -1,4 +1,4 @@
-"""The device work of a round whose K tokens are drafted by a module each, one after the other over the same places."""
+"""The round of a draft with prediction modules: K modules run in sequence over the same places, one token each."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from spec_decode.paged.step_buffers import StepBuffers
 from spec_decode.sampling import DraftSampler
 
 _FIRST_SLOT = -NO_SLOT
-"""The line of slot 0: line 0 takes what has no slot."""
+"""The line of slot 0: tokens without a slot are written to line 0."""
 
 
 class InputCache:
-    """A token and the target's states for every slot, beside the KV of the same slots.
+    """A token and the target's states for every KV slot.
 
-    So it needs no rows: it holds for a request wherever that runs, after a prefill, in another row or anew.
+    Indexed by slot and not by row, so it stays valid for a request after a prefill, in another row or in a new run.
 
     token_ids  int64 [1 + slots]
     states     [1 + slots, F]
@@ -38,37 +38,37 @@ class InputCache:
         self.states = torch.zeros(lines, states_size, dtype=dtype, device=device)
 
     def store(self, slots: torch.Tensor, token_ids: torch.Tensor, states: torch.Tensor) -> None:
-        """Keep token_ids int64 [T] and states [T, F] at slots int64 [T], where these are slots."""
+        """Store token_ids int64 [T] and states [T, F] at slots int64 [T]; entries without a slot are dropped."""
         lines = slots + _FIRST_SLOT
         self.token_ids.index_copy_(0, lines, token_ids)
         self.states.index_copy_(0, lines, states)
 
     def load(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copies of what was kept at slots int64 [T]; of what is no slot, anything finite."""
+        """Return copies of what was stored at slots int64 [T]; entries without a slot are arbitrary but finite."""
         lines = slots + _FIRST_SLOT
         return self.token_ids.index_select(0, lines), self.states.index_select(0, lines)
 
 
 class ModuleStep(Step[ModuleDraft, DraftSampler]):
-    """The only step of a draft with prediction modules. The first reads the tokens and states that step 0 of every
-    draft reads. Each other one reads these tokens a place later than the module before it, with the token just drafted
-    after the last one, and the states of that module.
+    """The only step of a draft with prediction modules. The first module reads the tokens and states that step 0 of any
+    draft reads. Each later one reads these tokens shifted by one more place, with the token just drafted at the end,
+    and the states of the module before it.
 
-    Module k thus makes its last k - 1 entries up to the last accepted token of drafted tokens, which may be rejected.
-    No later round reads them: it begins K - 1 places before its verified tokens, and writes every module's entries from
-    there on. A row has 2K places, all from position 0 on where the context is shorter; the places after the last
-    accepted token repeat its inputs.
+    So the last k - 1 KV entries of module k, up to the last accepted token, come from drafted tokens, which may be
+    rejected. No later round reads them: each round starts K - 1 places before its verified tokens and rewrites every
+    module's entries from there. A row has 2K places, starting at position 0 if the context is shorter; the places after
+    the last accepted token repeat its inputs.
 
-    A prefix that requests share must therefore end K - 1 tokens before the first one in which they differ: see
+    A prefix that requests share must therefore end K - 1 tokens before the first token in which they differ: see
     `writable_from` of RequestTables.
 
     inputs_read  InputCache of the first module
-    drafting     BatchBuffers of the tokens that are drafted: for the sampler, no metadata is made of it
+    drafting     BatchBuffers of the drafted tokens, for the sampler only; no metadata is built over it
     """
 
     @property
     def extend_len(self) -> int:
-        """Tokens of a row: K - 1 before the verified ones, and these."""
+        """Tokens per row: the verified ones and K - 1 before them."""
         return 2 * self.num_speculative_tokens
 
     def _allocate(self, tables: RequestTables, plan: DraftPlan) -> DraftSampler:
@@ -82,7 +82,7 @@ class ModuleStep(Step[ModuleDraft, DraftSampler]):
         return self._draft_sampler(self.drafting)
 
     def _place(self, size: int) -> Sequence[tuple[StepBuffers, torch.Tensor]]:
-        """See Step. Finds the place of the last accepted token in each row, too."""
+        """See Step. Also finds the place of the last accepted token in each row."""
         context, starts, steps = self.inputs.context_lens[:size], self._starts[:size], self.num_speculative_tokens
         torch.sub(context, steps - 1, out=starts).clamp_(min=0)
         torch.add(self.inputs.accepted[:size].clamp(0, steps), context - starts, out=self._last[:size])
@@ -91,7 +91,7 @@ class ModuleStep(Step[ModuleDraft, DraftSampler]):
     def run_step_0(self, size: int) -> None:
         """Draft K tokens for the first `size` rows.
 
-        Raises BatchError for a draft model that returns states of another shape.
+        Raises BatchError if the draft model returns states of the wrong shape.
         """
         last, batch = self._last[:size], self.drafting
         token_ids, states = self._read_inputs(size)
@@ -107,7 +107,7 @@ class ModuleStep(Step[ModuleDraft, DraftSampler]):
             self.sampler(self.logits(self._hidden[:size], module))
 
     def _read_inputs(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The first module's tokens int64 [size * 2K] and target states [size * 2K, F], those of this round kept."""
+        """Cache this round's inputs; return the first module's tokens int64 [size * 2K] and states [size * 2K, F]."""
         inputs, verified = self.inputs, 1 + self.num_speculative_tokens
         slots = self.extend.batch.slot_mappings[0, : size * self.extend.query_len].view(size, -1)
         first = inputs.context_lens[:size] - self._starts[:size]
@@ -125,10 +125,10 @@ class ModuleStep(Step[ModuleDraft, DraftSampler]):
         token_ids: torch.Tensor,
         target_hidden_states: torch.Tensor,
     ) -> None:
-        """See Step. Every module runs from K - 1 places before these tokens on. What it writes at the last ones,
-        where it lacks the tokens that come after them, the next part of the prompt or the first round writes again.
+        """See Step. Every module starts K - 1 places before these tokens. Its entries at the last places, where it
+        lacks the tokens that follow, are rewritten by the next part of the prompt or the first round.
 
-        Raises BatchError, with nothing written, for lengths that the tables do not hold.
+        Raises BatchError, with nothing written, for lengths that exceed the tables.
         """
         earlier = self.num_speculative_tokens - 1
         lens = [query + max(0, min(earlier, seq - query)) for query, seq in zip(query_lens, seq_lens, strict=True)]

@@ -1,4 +1,4 @@
-"""What step 0 of every kind of draft has: the round's inputs, buffers of its shape, and a state to begin from."""
+"""The base of every step 0: the round's inputs, the step's buffers, and the sampler."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Drafts:
 
     tokens    int64 [n, K]     -1 where a request proposes nothing
     logits    fp32 [n, K, V]   the processed logits that each token was drawn from; undefined after a request's last
-    parents   None; of trees   int64 [n, N], as TreeBatch has them: tokens are [n, N] then, and logits [n, 0, V]
+    parents   None; for trees  int64 [n, N], in the format of TreeBatch: then tokens are [n, N] and logits [n, 0, V]
     """
 
     tokens: torch.Tensor
@@ -48,17 +48,17 @@ class Drafts:
 class Step(ABC, Generic[M, S]):
     """Step 0 of a round, over buffers that never move: the same kernels eager or captured.
 
-    inputs     VerifiedTokens, of all rows R of the tables
+    inputs     VerifiedTokens for all R rows of the tables
     extend     StepBuffers of the step
-    captured   whether a graph holds the step; uncaptured_reason says why none does
-    sampler    which holds what was drafted
-    products   makes the context in which the model runs
+    captured   whether a graph holds the step; if not, uncaptured_reason says why
+    sampler    holds the drafted tokens
+    products   makes the context manager that the model runs in
     """
 
     def __init__(
         self, model: M, groups: Sequence[KVGroup], tables: RequestTables, config: DrafterConfig, plan: DraftPlan
     ) -> None:
-        """plan: of these groups. Raises BatchError, before any allocation, for tables without room for a round."""
+        """plan: for these groups. Raises BatchError, before any allocation, for tables without room for a round."""
         self.model = model
         self.groups = tuple(groups)
         self.config = config
@@ -90,26 +90,26 @@ class Step(ABC, Generic[M, S]):
 
     @property
     def extend_len(self) -> int:
-        """Tokens of a row of step 0: the 1 + K verified ones."""
+        """Tokens per row of step 0: the 1 + K verified ones."""
         return 1 + self.num_speculative_tokens
 
     @property
     def places(self) -> int:
-        """Places of a request that a round takes at least."""
+        """The fewest places that a round takes in a request."""
         return self.extend_len
 
     @property
     def later(self) -> LaterSteps | None:
-        """The later steps; None where every token comes from step 0."""
+        """The later steps; None if every token comes from step 0."""
         return None
 
     @abstractmethod
     def _allocate(self, tables: RequestTables, plan: DraftPlan) -> S:
-        """Allocate what this kind of draft needs besides `extend`, and its sampler, which is returned."""
+        """Allocate what this kind of draft needs in addition to `extend`; return its sampler."""
 
     @property
     def _drafted(self) -> dict[str, Any]:
-        """What every sampler is told of the draft: see DraftSampler."""
+        """The arguments that describe the draft to every sampler: see DraftSampler."""
         return {
             "num_speculative_tokens": self.num_speculative_tokens,
             "vocab_size": self.model.vocab_size,
@@ -117,24 +117,24 @@ class Step(ABC, Generic[M, S]):
         }
 
     def _draft_sampler(self, batch: BatchBuffers) -> DraftSampler:
-        """A sampler over the tensors of a batch."""
+        """Make a sampler over the tensors of a batch."""
         confidence = self.config.min_confidence
         return DraftSampler(batch.seq_lens, batch.positions, batch.step, min_confidence=confidence, **self._drafted)
 
     def _block_sampler(self) -> DraftSampler | BlockTreeSampler:
-        """A sampler of blocks over the step's batch: of tokens in a row, or of the config's tree."""
+        """Make a sampler of blocks over the step's batch: of chains, or of the config's tree."""
         batch = self.extend.batch
         if self.config.tree is None:
             return self._draft_sampler(batch)
         return BlockTreeSampler(self.config.tree, batch.seq_lens, **self._drafted)
 
     def _tree_sampler(self, batch: BatchBuffers) -> TreeSampler:
-        """A sampler that grows the config's tree, over the tensors of a batch: see TreeSampler."""
+        """Make a sampler that grows the config's tree, over the tensors of a batch: see TreeSampler."""
         assert self.config.tree is not None
         return TreeSampler(self.config.tree, batch.step, batch.seq_lens, **self._drafted)
 
     def drafts(self, num_reqs: int, num_tokens: int) -> Drafts:
-        """What the last round proposed, num_tokens one after the other at most: whole trees, which are no deeper."""
+        """Return the last round's proposals, at most num_tokens in sequence: whole trees, which are no deeper."""
         sampler = self.sampler
         if sampler.parents is not None:
             return Drafts(sampler.draft_tokens[:num_reqs], sampler.draft_logits[:num_reqs], sampler.parents[:num_reqs])
@@ -148,10 +148,10 @@ class Step(ABC, Generic[M, S]):
         token_ids: torch.Tensor,
         target_hidden_states: torch.Tensor,
     ) -> None:
-        """Write the draft KV of prompts or parts of them: see Drafter.prefill.
+        """Write the draft KV of prompts or parts of prompts: see Drafter.prefill.
 
         token_ids int64 [T], target_hidden_states [T, F] in the dtype of `inputs`. Raises BatchError, with nothing
-        written, for lengths that the tables do not hold.
+        written, for lengths that exceed the tables.
         """
         batch, metadata = build_ragged(self.groups, tables, query_lens, seq_lens)
         with self.products():
@@ -161,25 +161,25 @@ class Step(ABC, Generic[M, S]):
     def write_prompt(
         self, token_ids: torch.Tensor, states: torch.Tensor, positions: torch.Tensor, attention: PagedAttention
     ) -> None:
-        """Write the KV of T tokens; token_ids, positions int64 [T], states [T, H] as `combine` makes them."""
+        """Write the KV of T tokens; token_ids, positions int64 [T], states [T, H] from `combine`."""
         self.model.forward(token_ids, states, positions, attention)
 
     def prepare_step_0(self, size: int) -> None:
-        """Set the state of step 0 for the first `size` rows, and build what the host builds of it."""
+        """Set the state of step 0 for the first `size` rows, and build the metadata that the host builds."""
         for buffers, context_lens in self._place(size):
             buffers.build_at(context_lens, size)
 
     def _place(self, size: int) -> Sequence[tuple[StepBuffers, torch.Tensor]]:
-        """The batches of step 0, each with the tokens before it in every row, int32 [rows]; device work only."""
+        """Return the batches of step 0, each with its context lengths, int32 [rows]; device work only."""
         return [(self.extend, self.inputs.context_lens)]
 
     @abstractmethod
     def run_step_0(self, size: int) -> None:
-        """The step of the first `size` rows. Raises BatchError for a draft model that returns states of another
+        """Run step 0 for the first `size` rows. Raises BatchError if the draft model returns states of the wrong
         shape."""
 
     def capturable(self, size: int) -> Capturable:
-        """Step 0 of `size` rows, and what a graph holds of its preparation."""
+        """Return step 0 of `size` rows, with the part of its preparation that a graph holds."""
 
         def run() -> None:
             for buffers, context_lens in self._place(size):
@@ -189,16 +189,16 @@ class Step(ABC, Generic[M, S]):
         return Capturable(run, self._prepare_capture(size))
 
     def _prepare_capture(self, size: int) -> CaptureConstants:
-        """Build all metadata of step 0 over padding rows; the host constants that a capture bakes in."""
+        """Build all metadata of step 0 over padding rows; return the host constants that a capture bakes in."""
         return self.extend.prepare_capture(size)
 
     def forward(
         self, size: int, token_ids: torch.Tensor, states: torch.Tensor, module: DraftModel | None = None
     ) -> torch.Tensor:
-        """States of all tokens of the step by one of the model's modules, or the model itself.
+        """Return the states of all tokens of the step from one of the model's modules, or from the model.
 
-        token_ids int64 [T], of a ContextBlockDraft [size, L], and the states [T, H] that it reads of each. Raises
-        BatchError for a draft model that returns states of another shape.
+        token_ids int64 [T], or [size, L] for a ContextBlockDraft; states [T, H], which the model reads at each token.
+        Raises BatchError if the draft model returns states of the wrong shape.
         """
         model = self.model if module is None else module
         query_len, width = self.extend.query_len, model.hidden_size
@@ -213,7 +213,7 @@ class Step(ABC, Generic[M, S]):
         return hidden
 
     def forward_last(self, size: int) -> torch.Tensor:
-        """The model's states [size, H] of each row's last accepted token, from `shifted`.
+        """Return the model's states [size, H] at each row's last accepted token, run over `shifted`.
 
         Raises BatchError as `forward` does.
         """
@@ -235,14 +235,14 @@ class Step(ABC, Generic[M, S]):
         return hidden
 
     def shifted(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The target's tokens, shifted by one, with the next token after the last accepted, int64 [T], and the states
-        [T, H] that the model reads of each."""
+        """Return the target's tokens shifted by one, with the next token after the last accepted, int64 [T], and the
+        states [T, H] that the model reads at each."""
         inputs = self.inputs
         token_ids = shift_tokens(inputs.token_ids[:size], inputs.next_tokens, inputs.accepted)
         with self.products():
             return token_ids, self.model.combine(inputs.target_hidden_states[:size].flatten(0, 1))
 
     def logits(self, hidden: torch.Tensor, module: DraftModel | None = None) -> torch.Tensor:
-        """Logits [T, V of the draft] of hidden [T, H] by one of the model's modules, or the model itself."""
+        """Return logits [T, V of the draft] of hidden [T, H] from one of the model's modules, or from the model."""
         with self.products():
             return (self.model if module is None else module).logits(hidden)

@@ -1,4 +1,4 @@
-"""The device work of a round that drafts a tree a request: step 0, and later steps over all that was drafted so far."""
+"""The round of a draft that grows a tree per request: step 0, and later steps over everything drafted so far."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from spec_decode.trees.kernels.place_frontier import place_frontier
 
 
 class TreeStep(Step[DraftModel, TreeSampler]):
-    """Step 0, of 1 + K tokens a row, and later steps, of the W tokens of each of K - 1 frontiers.
+    """Step 0, with 1 + K tokens a row, and later steps, with the W tokens of each of K - 1 frontiers.
 
-    A later step runs over the frontiers before its own too, since tokens of a tree see each other as queries of one
-    batch: so few cost next to nothing while weights are read. What is not drafted yet is masked. So all later steps
-    have one shape, and their metadata stays as it is.
+    A later step also runs over the earlier frontiers, since tokens of a tree see each other as queries of one batch;
+    so few extra queries cost next to nothing while the step is bound by weight reads. Tokens not drafted yet are
+    masked. All later steps therefore have one shape, and their metadata does not change.
 
-    decode   StepBuffers of a later step; of K = 1 never run
-    hidden   [R, H], the state that the root's children follow
+    decode   StepBuffers of a later step; never run for K = 1
+    hidden   [R, H], the state that the root's children are drafted from
     """
 
     @property
     def places(self) -> int:
-        """The last verified token, and those of all frontiers after it."""
+        """Places for step 0, or for the last verified token and all frontiers after it."""
         return max(self.extend_len, 2 + self._tree.width * (self.num_speculative_tokens - 1))
 
     @property
     def later(self) -> LaterSteps:
-        """Steps over all frontiers."""
+        """The steps over all frontiers."""
         return self
 
     @property
@@ -56,9 +56,9 @@ class TreeStep(Step[DraftModel, TreeSampler]):
         return self._tree_sampler(self.decode.batch)
 
     def run_step_0(self, size: int) -> None:
-        """Step 0, as DraftStep's, and the root's children.
+        """Run step 0 as DraftStep does, and draft the root's children.
 
-        Raises BatchError for a draft model that returns states of another shape.
+        Raises BatchError if the draft model returns states of the wrong shape.
         """
         inputs, last, batch = self.inputs, self.hidden[:size], self.decode.batch
         hidden = self.forward(size, *self.shifted(size))
@@ -71,29 +71,29 @@ class TreeStep(Step[DraftModel, TreeSampler]):
         self._grow(last[:, None], self.logits(last)[:, None])
 
     def advance_state(self, size: int) -> None:
-        """Move on to the next later step: only its number changes."""
+        """Advance to the next later step: only the step number changes."""
         self.decode.batch.step.add_(1)
 
     def run_later_step(self, size: int, hidden: torch.Tensor, attention: Attention) -> torch.Tensor:
-        """A later step. It starts from buffers, not from hidden, which is returned."""
+        """Run a later step from the buffers; hidden is not read and is returned as is."""
         self.run_later_step_in_place(size, attention)
         return hidden
 
     def run_later_step_in_place(self, size: int, attention: Attention) -> None:
-        """A later step, from the frontier that the last one left."""
+        """Run a later step from the frontier that the previous one left."""
         token_ids, states = self._token_ids[:size].flatten(), self._states[:size].flatten(0, 1)
         positions = self.decode.batch.positions[: len(token_ids)]
         with self.products():
             hidden = self.model.forward(token_ids, states, positions, attention)
         hidden = hidden.view(size, self.decode.query_len, -1)
-        # A graph is captured, and warmed up, before any step 0.
+        # Capture and warm-up run before any step 0, with step still 0.
         before = (self.decode.batch.step - 1).clamp(0, self.num_speculative_tokens - 2)
         frontier = before * len(self._frontier) + self._frontier
         logits = self.logits(hidden.index_select(1, frontier).flatten(0, 1))
         self._grow(hidden, logits.unflatten(0, (size, -1)))
 
     def _grow(self, hidden: torch.Tensor, logits: torch.Tensor) -> None:
-        """Grow the trees by logits [rows, F, V], and place the next frontier after hidden, [rows, 1 or Q, H]."""
+        """Grow the trees by logits [rows, F, V], and place the next frontier; hidden [rows, 1 or Q, H]."""
         size, batch, tree = len(logits), self.decode.batch, self.sampler.tree
         self.sampler(logits, self.extend.batch.seq_lens[:size])
         if self.num_speculative_tokens > 1:

@@ -1,4 +1,4 @@
-"""How the later steps of a round are run: a file each, listed here once."""
+"""The strategies that run the later steps of a round: one file each, listed here."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["DraftStrategy", "Strategy"]
 
 
 class Strategy(str, Enum):
-    """From least host work a round to most: the order in which strategies are tried. A member's value is its name."""
+    """Strategies in the order they are tried: from least host work a round to most. A member's value is its name."""
 
     _value_: str
     implementation: type[DraftStrategy]
@@ -27,7 +27,7 @@ class Strategy(str, Enum):
     EAGER = "eager", Eager
 
     def __new__(cls, name: str, implementation: type[DraftStrategy] = Eager) -> Strategy:
-        # The default is for type checkers, which read Strategy("eager"), a look-up, as a call of this.
+        # The default is for type checkers, which take the lookup Strategy("eager") for a call of this.
         member = str.__new__(cls, name)
         member._value_, member.implementation = name, implementation
         return member

@@ -1,4 +1,4 @@
-"""Some captured steps, and some more inside a graph's WHILE node."""
+"""Captured steps followed by a loop in a conditional WHILE node of the graph."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from spec_decode.paged.metadata_plan import GraphMode, GroupFacts
 
 
 class DeviceLoop(LoopStrategy):
-    """The device decides after each step, or every few, whether another follows.
+    """The device decides after every loop_steps steps whether to run more.
 
-    One graph serves every number of draft tokens, and stops when no request drafts on. No collective may be in the
-    step: the event nodes that NCCL captures are illegal in such a body.
+    One graph serves every number of draft tokens, and stops when no request drafts further. The step must contain no
+    collective: the event nodes that NCCL captures are illegal in the body of a conditional node.
     """
 
     needs_later_steps = True
@@ -32,7 +32,7 @@ class DeviceLoop(LoopStrategy):
     def _after(self, size: int, before: Callable[[], object]) -> Capturable:
         step, buffers = self._step, self._buffers
         num_steps, repeated = step.num_speculative_tokens - 1, self._loop_steps
-        # At least one step surely runs: it stands before the loop, with those that make up no iteration.
+        # At least one step always runs: it precedes the loop, with the steps that do not fill an iteration.
         limit = (num_steps - 1) // repeated
 
         def run(steps: int) -> None:

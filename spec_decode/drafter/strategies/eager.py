@@ -10,7 +10,7 @@ from spec_decode.paged.metadata_plan import GraphMode, GroupFacts
 
 
 class Eager(DraftStrategy):
-    """Every group is rebuilt at every step. The reference for the other strategies."""
+    """Rebuilds every group's metadata at every step. The reference for the other strategies."""
 
     chosen_because = "no graph can be used"
     autotuned = False

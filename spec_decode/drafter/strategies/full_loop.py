@@ -1,4 +1,4 @@
-"""All K - 1 later steps in one graph, one after the other."""
+"""All K - 1 later steps, unrolled into one graph."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from spec_decode.paged.metadata_plan import GraphMode, GroupFacts, MetadataUpdat
 
 
 class FullLoop(LoopStrategy):
-    """A group's metadata advances inside the graph, or was planned for each step before the replay.
+    """Each group's metadata advances inside the graph, or is planned for every step before the replay.
 
-    All K - 1 steps run; the last ones find no request that drafts on where fewer tokens were asked for.
+    All K - 1 steps always run; if fewer tokens were requested, no request still drafts in the last ones.
     """
 
     chosen_because = "every group's metadata advances in the graph, or is planned ahead"

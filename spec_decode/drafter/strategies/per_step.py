@@ -10,7 +10,7 @@ from spec_decode.paged.metadata_plan import GraphMode, GroupFacts
 
 
 class PerStep(DraftStrategy):
-    """Between replays the host rebuilds the groups that need it; the others advance inside the graph."""
+    """Rebuilds on the host, between replays, the groups that need it; the others advance inside the graph."""
 
     chosen_because = "a group must be rebuilt between steps; the others advance in the graph"
 

@@ -1,4 +1,4 @@
-"""One single step, captured in pieces around the attention that no graph holds."""
+"""One later step, captured in pieces around attention that cannot be captured."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from spec_decode.paged.metadata_plan import GraphMode, GroupFacts
 
 
 class Piecewise(PerStep):
-    """As per step, but the attention of groups that no graph holds runs eagerly between the pieces."""
+    """Like PerStep, but attention that cannot be captured runs eagerly between the captured pieces."""
 
     needs_later_steps = True
     chosen_because = "the attention of a group cannot be captured, the rest of the step can"
