@@ -1,4 +1,4 @@
-"""An engine that serves many requests at once: see spec_decode.engine.engine for how a step goes."""
+"""An engine that serves many requests at once; spec_decode.engine.engine describes a step."""
 
 from spec_decode.engine.config import EngineConfig
 from spec_decode.engine.engine import Engine

@@ -1,4 +1,4 @@
-"""The settings of an engine, and what they require of models and requests."""
+"""The settings of an engine, and the checks of models and requests against them."""
 
 from __future__ import annotations
 
@@ -23,44 +23,44 @@ TREE_VERIFICATION = "sampling"
 class EngineConfig:
     """How an engine serves requests.
 
-    Raises BatchError for values of another type, and sizes with which no request could run.
+    Raises BatchError for values of the wrong type, and for sizes with which no request could run.
     """
 
     drafter: DrafterConfig | None = None
-    """How tokens are drafted; None decodes without a draft. With a tree, the target takes backends with the
-    feature tree and verifies each request's tree whole; a draft takes them that goes step by step."""
+    """How tokens are drafted; None decodes without a draft. With a tree, the target and a draft that goes step by step
+    need backends with the feature tree; the target verifies each request's whole tree in one step."""
     max_num_seqs: int = 8
-    """Requests that run at once."""
+    """The most requests that run at once."""
     max_model_len: int = 512
-    """Prompt and new tokens of a request together."""
+    """The most tokens of a request, prompt and new tokens together."""
     page_size: int = 16
-    """Tokens of a page, in every KV group."""
+    """Tokens per page, in every KV group."""
     num_pages: int | None = None
-    """Pages of every KV group; None takes as many as max_num_seqs of the longest requests need."""
+    """Pages of every KV group; None allocates enough for max_num_seqs of the longest requests."""
     max_prefill_tokens: int = 512
-    """Prompt tokens that one step prefills, at most."""
+    """The most prompt tokens that one step prefills."""
     verification: str | None = None
-    """A name that `spec_decode.verification.verifier` knows: rejection, block or synthetic:MEAN. None is rejection, and
-    with a tree the only one there: sampling, which follows the tokens that plain decoding would draw."""
+    """A name for `spec_decode.verification.verifier`: rejection, block or synthetic:MEAN. None is rejection, or with a
+    tree the only choice, sampling, which follows the tokens that plain decoding would draw."""
     max_logprobs: int = 0
-    """The most logprobs that a request may ask for. The target's step computes so many for every row; 0: none."""
+    """The most logprobs that a request can ask for. The target step computes this many for every row; 0 is none."""
     graph_mode: GraphMode = GraphMode.FULL
-    """Of the target; a drafter has its own."""
+    """The target's graph mode; the drafter's is in its own config."""
     one_graph: bool | None = None
-    """Whether one graph holds a decode round, the draft and the target's step after it; the texts are the same. None:
-    where nothing in a round needs the host. `Engine.round_plan` says why not."""
+    """Whether one graph holds a whole decode round, draft and target step; the texts are the same. None: yes, if
+    nothing in a round needs the host. `Engine.round_plan` has the reason."""
     autotune: bool = True
-    """Where the drafter has no strategy, on a CUDA device: measure those that can run and take the fastest.
+    """On a CUDA device, if the drafter has no strategy: measure the supported ones and use the fastest.
 
     The first engine of a shape on a machine captures a drafter for each of them in turn, which takes seconds. The
-    result is kept in $ATTN_BACKENDS_CACHE/strategies, by default ~/.cache/attn-backends/strategies, and read from there
-    afterwards. False takes the choice of `spec_decode.drafter.plan.choose`, captures one drafter and writes nothing.
-    On a CPU nothing is measured: emulated graphs have no speed.
+    result is cached in $ATTN_BACKENDS_CACHE/strategies, by default ~/.cache/attn-backends/strategies, and read from
+    there afterwards. False uses the choice of `spec_decode.drafter.plan.choose`, captures one drafter and writes
+    nothing. On a CPU nothing is measured: emulated graphs have no speed.
     """
     batch_invariant: bool = False
-    """Give every request the very tokens that it has alone, in any dtype: no sum's order depends on the batch. A greedy
-    text is then that of plain decoding, too. It takes backends with the feature batch_invariant and models made of the
-    layers here, and costs time: see the guide."""
+    """Give every request exactly the tokens that it gets when it runs alone, in any dtype: no reduction order depends
+    on the batch. Greedy text then also equals that of plain decoding. It needs backends with the feature
+    batch_invariant and models made of this library's layers, and costs time: see the guide."""
 
     def __post_init__(self) -> None:
         require_types(self)
@@ -84,18 +84,18 @@ class EngineConfig:
 
     @property
     def num_speculative_tokens(self) -> int:
-        """K: draft tokens of a request and round, at most; 0 without a drafter."""
+        """K: the most draft tokens per request and round; 0 without a drafter."""
         return 0 if self.drafter is None else self.drafter.num_speculative_tokens
 
     @property
     def tree(self) -> DraftTree | DynamicTreeConfig | None:
-        """The drafter's."""
+        """The drafter's tree; None for chains."""
         return None if self.drafter is None else self.drafter.tree
 
 
 def draft_slots(config: EngineConfig, draft: DraftModel | None) -> int:
-    """KV slots that a step writes past a text's end: of its K drafts, or of the places of a draft that proposes all at
-    once, fewer than 2K; of a tree, or of all that its draft runs over."""
+    """Return the most KV slots that a step writes past a text's end: K for draft tokens in sequence, 2K for a draft
+    that proposes all at once, and with a tree enough for its tokens and all frontiers that the draft runs over."""
     steps, tree = config.num_speculative_tokens, config.tree
     if draft is not None and draft.drafts_at_once:
         return max(2 * steps, 0 if tree is None else tree.num_tokens)
@@ -103,7 +103,7 @@ def draft_slots(config: EngineConfig, draft: DraftModel | None) -> int:
 
 
 def make_pool(config: EngineConfig, draft: DraftModel | None) -> PagePool:
-    """The pool of an engine with this draft."""
+    """Make the page pool of an engine with this draft."""
     slots = draft_slots(config, draft)
     longest = -(-(config.max_model_len + slots) // config.page_size)
     num_pages = config.max_num_seqs * longest if config.num_pages is None else config.num_pages
@@ -111,7 +111,7 @@ def make_pool(config: EngineConfig, draft: DraftModel | None) -> PagePool:
 
 
 def check_models(config: EngineConfig, target: TargetModel, draft: DraftModel | None) -> None:
-    """Raise BatchError for models that do not fit the settings, or each other, and for arguments of another type."""
+    """Raise BatchError for models that do not fit the settings or each other, and for arguments of the wrong type."""
     require_type("config", config, EngineConfig)
     require_type("target", target, TargetModel)
     if draft is not None:
@@ -144,7 +144,7 @@ def check_models(config: EngineConfig, target: TargetModel, draft: DraftModel | 
 
 
 def _check_positions(config: EngineConfig, name: str, positions: int, draft: DraftModel | None) -> None:
-    """Raise BatchError where a text and the draft tokens behind it leave a model's positions."""
+    """Raise BatchError if a text and the draft tokens after it can exceed a model's positions."""
     slots = draft_slots(config, draft)
     most = positions - 1 - slots
     fits = f"a max_model_len of at most {most}" if most >= 2 else "fewer num_speculative_tokens"
@@ -156,7 +156,7 @@ def _check_positions(config: EngineConfig, name: str, positions: int, draft: Dra
 
 
 def checked_request(name: str, request: Request, config: EngineConfig, pool: PagePool, vocab_size: int) -> Request:
-    """A copy that nobody else can change. Raises BatchError for a request that can never be served."""
+    """Return a private copy of the request. Raises BatchError for a request that can never be served."""
     require(
         isinstance(request, Request),
         f"{name} must be a Request, got {type(request).__name__}. Make one of the prompt.",
@@ -191,14 +191,14 @@ def checked_request(name: str, request: Request, config: EngineConfig, pool: Pag
         f"{pool.num_pages * pool.page_size - pool.draft_slots} together beside the draft's, got {prompt} and {new}; it "
         "would wait for ever. Shorten it or raise num_pages.",
     )
-    # A set, since each token of the text is looked up.
+    # A set, because every token of the text is looked up in it.
     if not isinstance(sampling.stop_token_ids, frozenset):
         sampling = replace(sampling, stop_token_ids=frozenset(sampling.stop_token_ids))
     return replace(request, prompt=token_ids, sampling=sampling)
 
 
 def _check_stop_tokens(name: str, sampling: SamplingParams, vocab_size: int) -> None:
-    """Raise BatchError for a stop token that the model cannot draw, which is mostly one of another vocabulary."""
+    """Raise BatchError for a stop token that the model cannot draw, most likely from another vocabulary."""
     foreign = sorted(token for token in sampling.stop_token_ids if not 0 <= token < vocab_size)
     require(
         not foreign,

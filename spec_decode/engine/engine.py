@@ -4,25 +4,25 @@ One step of the engine. Everything but the last line is only enqueued:
 
     prefill               a chunk of the prompts that are not in the caches yet              eager
     draft                 from `drafter.inputs`, K tokens after each row's last              one graph of both, or
-    target step           over last tokens and drafts: verify, update requests and inputs    graphs of each: round_plan
-    output                a small copy of what was kept, to pinned memory
-    the step before's     is read now: streamed, stopped at stop ids and limits
+    target step           over last tokens and drafts: verify, update requests and inputs    one graph each: round_plan
+    output                a small copy of the accepted tokens, to pinned memory
+    previous output       is read now: streamed, stopped at stop ids and limits
 
-What a round decides reaches the next round on the device, and the host reads it one round late. The host plans with
-bounds: in a round that is not read yet, a row may have grown by 1 to 1 + K tokens, and it gets pages for the most. A
-row whose end the host has not read runs once more: the device keeps its length at the limit, token limits keep its
-writes within its pages, and its output is dropped. Everything is enqueued to one stream, so pages and rows may go to
-other requests at once: whatever still uses them runs before. The host waits for the device where it is short of pages,
-because requests that ended or grew less than expected may leave enough, and because a preempted text must be known; and
-where prompts, lengths and sampling parameters of requests that begin are copied to the device.
+The result of a round reaches the next round on the device, and the host reads it one round late. The host plans with
+bounds: in a round that it has not read yet, a row can have grown by 1 to 1 + K tokens, and it gets pages for the upper
+bound. A row whose end the host has not read runs once more: the device keeps its length at the limit, token limits keep
+its writes within its pages, and its output is dropped. Everything is enqueued to one stream, so pages and rows can be
+reused at once: earlier work on them runs first. The host syncs with the device if it is short of pages, because
+requests that ended or grew less than their bound can free enough, and because the text of a preempted request must be
+known; and when it copies prompts, lengths and sampling parameters of new requests to the device.
 
-What the host does in a step must not grow with what stays as it is. Rows of requests that go on move on the device, and
-their pages are neither checked nor sent again; tokens join a text by the slice, from one list of all rows' tokens,
-because objects that a step makes for each request would set off Python's garbage collection.
+The host work of a step must not grow with state that does not change. Rows of running requests move on the device, and
+their pages are neither checked nor sent again; tokens are appended to a text in slices of one list of all rows' tokens,
+because allocating objects per request and step would trigger Python's garbage collection.
 
-Noise is defined by seed and position, drafts end by a request's own limit and never for want of pages, and a preempted
-request goes on with the text it had. So a request's text does not depend on which requests run beside it: within
-rounding, because kernels may add in another order for another batch, and exactly with `batch_invariant`, at a cost.
+Noise is defined by seed and position, drafts end at a request's own limit and never for lack of pages, and a preempted
+request continues from the text it had. So a request's text does not depend on the other requests of the batch: up to
+rounding, because kernels can reduce in another order for another batch, and exactly with `batch_invariant`, at a cost.
 """
 
 from __future__ import annotations
@@ -69,14 +69,14 @@ class Engine:
         *,
         draft_backend: BackendChoice | None = None,
     ) -> None:
-        """Allocate caches and tables, and with `config.autotune` measure the drafter's strategies; graphs come later.
+        """Allocate caches and tables, and with `config.autotune` measure the drafter's strategies; capture is separate.
 
-        draft: needed to speculate only. backend: of every KV group, or, by group name or by a function, of each.
-        draft_backend: the draft's, where it is another.
+        draft: needed only to speculate. backend: one for every KV group, or a mapping by group name or a function that
+        gives each its own. draft_backend: the draft's choice; None uses backend.
 
-        Raises BatchError for models that do not fit the config or each other, an unknown verification and a group
-        without a backend, NoBackend for a backend that refuses a group, and StrategyError for a strategy that a group
-        cannot run.
+        Raises BatchError for models that do not fit the config or each other, an unknown verification or a group
+        without a backend, NoBackend for a backend that does not support a group, and StrategyError for a strategy that
+        a group cannot run.
         """
         check_models(config, target, draft)
         steps, verify = config.num_speculative_tokens, None
@@ -87,7 +87,7 @@ class Engine:
         self.pool = make_pool(config, draft)
         self.stats = EngineStats()
         self.autotuned: Measurement | None = None
-        """What decided on the drafter's strategy, where `config.autotune` did."""
+        """The measurement that chose the drafter's strategy, if `config.autotune` did."""
         self.drafter: Drafter | None = None
         self.device = next(target.parameters()).device
         self._vocab_size = target.vocab_size
@@ -110,16 +110,16 @@ class Engine:
         )
         self._target_step: Step = self._make_target_step(verify)
         self.round_plan: RoundPlan | None = None
-        """Whether one graph holds a round, and why; None when decoding plainly."""
+        """Whether one graph holds a round, and why; None without a draft."""
         if self.drafter:
             self.round_plan = plan_round(self.drafter, self.target, config.one_graph)
         self._prefill = Prefill(self.target, self.drafter, prefill_tables, config.max_logprobs)
         self._outputs = PendingOutputs(steps)
-        self._batched: list[RequestState] = []  # the requests in the batch, by row, and how many of their pages it has
+        self._batched: list[RequestState] = []  # by row: the requests in the batch, and their pages in the tables
         self._pages_in_tables: list[int] = []
         self._captured = False
-        self._stepper: dict[str, object] = {}  # the call of `step` that is under way
-        self._broken = False  # whether a step broke off and was not recovered from
+        self._stepper: dict[str, object] = {}  # the call that is stepping
+        self._broken = False  # whether a step was interrupted and not recovered from
 
     def _make_groups(self, name: str, model: TargetModel | DraftModel, choice: BackendChoice) -> list[KVGroup]:
         config = self.config
@@ -170,12 +170,12 @@ class Engine:
 
     @property
     def plan(self) -> DraftPlan | None:
-        """The drafter's plan; None when decoding plainly."""
+        """The drafter's plan; None without a draft."""
         return self.drafter.plan if self.drafter else None
 
     @on_own_device
     def capture(self, *, progress: bool = False) -> None:
-        """Capture the graphs of target and drafter, if that has not been done; the first step does it otherwise."""
+        """Capture the graphs of target and drafter, once; otherwise the first step does."""
         if not self._captured:
             drafter = self.drafter
             before = drafter.whole_round if drafter and self._one_graph else None
@@ -189,15 +189,15 @@ class Engine:
         return self.round_plan is not None and self.round_plan.one_graph
 
     def checked(self, name: str, request: Request) -> Request:
-        """A copy that nobody else can change. Raises BatchError, which calls it by that name, for a request that can
-        never be served."""
+        """Return a private copy of the request. Raises BatchError for one that can never be served; name: what the
+        message calls it."""
         return checked_request(name, request, self.config, self.pool, self._vocab_size)
 
     def submit(self, request: Request, *, on_token: Callable[[int], None] | None = None) -> Handle:
-        """Let a request wait for its turn in the steps to come; at any time, from a callback too.
+        """Queue a request for the coming steps. You can call this at any time, also from a callback.
 
-        What is submitted is a copy: the caller's lists may change. Requests have no ids: one submitted twice is served
-        twice. Raises BatchError for a request that this engine can never serve, and a callback that cannot be called.
+        The request is copied, so you can change your lists. Requests have no ids: one submitted twice is served twice.
+        Raises BatchError for a request that this engine can never serve, and for an on_token that is not callable.
         """
         request = self.checked("the request", request)
         require(
@@ -210,9 +210,9 @@ class Engine:
         return handle
 
     def cancel(self, handle: Handle) -> None:
-        """End a request as it is; at any time, from a callback too. The next step returns its pages.
+        """End a request with the text it has; a finished one does not change. The next step frees its pages.
 
-        One that is done stays as it is.
+        You can call this at any time, also from a callback.
         """
         if not handle.done:
             handle.generation.finish_reason = "abort"
@@ -220,10 +220,10 @@ class Engine:
     def generate(
         self, requests: Iterable[Request], *, on_token: Callable[[int, int], None] | None = None
     ) -> list[Generation]:
-        """Continue every request; results in the order of the requests. on_token(request index, token) streams.
+        """Continue every request; return results in their order. on_token(request index, token) streams.
 
-        Raises BatchError, with nothing run, for a request that this engine can never serve and for a call from a
-        callback. What a callback raises ends all of them. `stats` start anew.
+        Resets `stats`. Raises BatchError, with nothing run, for a request that this engine can never serve and for a
+        call from a callback. An exception in a callback ends all requests and propagates.
         """
         self._require_outside(not self._stepper)
         require(
@@ -244,26 +244,26 @@ class Engine:
         finally:
             try:
                 self.cancel_all(handles)
-            finally:  # again, since an interrupt may have broken it off
+            finally:  # again, in case an interrupt stopped the first call
                 self.cancel_all(handles)
         return [handle.generation for handle in handles]
 
     @on_own_device
     @torch.no_grad()
     def step(self) -> bool:
-        """One round of the running requests, and a chunk of the prompts of those that wait; whether anything is left.
+        """Run one round of the running requests and prefill a chunk of waiting prompts; return whether work is left.
 
-        What a callback raises comes through; the next step goes on with the token after it. After anything else that
-        is raised, an interrupt too, every request has returned its pages and waits, and is prefilled anew with its text
-        so far. Raises BatchError for a step within a step, and for one beside a step of another thread.
+        An exception in a callback propagates, and the next step continues with the token after it. After any other
+        exception, including an interrupt, all pages are free and every request waits to be prefilled again with its
+        text so far. Raises BatchError for a step inside a step, or while another thread steps.
         """
         return self._with_lock(self._guarded_step)
 
     def _with_lock(self, run: Callable[[bool], T]) -> T:
-        """What `run` returns of whether no other call steps meanwhile; then none does until it ends."""
+        """Return run(alone). alone: no other call is stepping, and none can start until `run` returns."""
         call = object()
         try:
-            # One operation, so that of two threads one is refused, and no interrupt leaves the engine locked.
+            # One operation: of two threads one is rejected, and no interrupt leaves the engine locked.
             return run(self._stepper.setdefault("step", call) is call)
         finally:
             if self._stepper.get("step") is call:
@@ -286,12 +286,12 @@ class Engine:
             raise
         finally:
             self._outputs.in_callback = False
-            # Again, since a second interrupt may have broken it off; after a third, the next step does it.
+            # Again, in case a second interrupt stopped the first call; after a third, the next step recovers.
             self._recover()
 
     def _recover(self) -> None:
-        """After a step that broke off, take back every page and let all requests wait. What is left half done by an
-        interrupt is right once it is done again."""
+        """After an interrupted step, take back every page and queue all requests again. Idempotent: if an interrupt
+        stops it halfway, running it again completes it."""
         if self._broken:
             self._batched, self._pages_in_tables = [], []
             self._scheduler.restart(self._outputs.requests())
@@ -299,7 +299,7 @@ class Engine:
             self._broken = False
 
     def cancel_all(self, handles: Sequence[Handle]) -> None:
-        """End these requests and return their pages: now, or while a step is under way, in another thread too, next."""
+        """End these requests and free their pages: now, or with the next step if one is running, in any thread."""
         for handle in handles:
             self.cancel(handle)
         self._with_lock(self._free_finished)
@@ -343,12 +343,12 @@ class Engine:
             self._outputs.add_first_tokens([prefilled.requests[i] for i in new], prefilled.tokens[rows], logprobs)
         self._scheduler.chunks_prefilled(chunks)
         self.stats.prefill_tokens += sum(chunk.end - chunk.start for chunk in chunks)
-        # A text of one token is complete with the one that was sampled: a round could add nothing.
+        # A text of one token is complete with the sampled one: a round would add nothing.
         self._scheduler.free_finished()
         return prefilled
 
     def _update_batch(self, prefilled: PrefillOutput) -> None:
-        """Let tables and batch hold the requests that run."""
+        """Update tables and batch to the running requests."""
         running = self._scheduler.running
         if running == self._batched:
             self._grow_tables()

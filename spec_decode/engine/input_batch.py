@@ -1,6 +1,6 @@
-"""The running requests on the device, a row each.
+"""The running requests on the device, one row each.
 
-Legend: R rows, K draft tokens, F size of a target hidden state. Every tensor keeps its address: graphs hold them.
+Legend: R rows, K draft tokens, F size of a target hidden state. Every tensor keeps its address, since graphs hold it.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from spec_decode.verification import Verifier, VerifyOutput
 class InputBatch:
     """One row for each running request, in the order of the tables.
 
-    lens         int64 [R]          tokens of prompt and text; the last of them is in no cache yet; padding rows are 0
-    max_lens     int64 [R]          where the text ends; padding rows are 0, so that they never grow
+    lens         int64 [R]          tokens of prompt and text; the last one is not cached yet; 0 for padding rows
+    max_lens     int64 [R]          where the text ends; 0 for padding rows, so they never grow
     last_tokens  int64 [R]
     sampling     R rows
-    outputs      int64 [R, 2 + K]   of the last step: draft tokens kept, these tokens, and the target's own after them
+    outputs      int64 [R, 2 + K]   of the last step: number of accepted draft tokens, these, the target's next token
     logprobs     [R, 1 + K, 1 + N]  of these tokens; None without max_logprobs
     """
 
@@ -53,19 +53,19 @@ class InputBatch:
             self.logprobs = TopLogprobs.allocate(max_reqs, self._query_len, 1 + max_logprobs, device=device)
 
     def prepare_inputs(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The tokens in the target's cache, int32 [size], and the ids of those to run, the last token and the drafts,
-        int64 [size, 1 + K], or 1 + N of a tree."""
+        """Return the target's context lengths, int32 [size], and the token ids to run, the last token and the drafts,
+        int64 [size, 1 + K], or [size, 1 + N] for a tree."""
         rows = slice(size)
         context_lens, token_ids = prepare_inputs(self.lens[rows], self.last_tokens[rows], self.drafts(rows))
         return context_lens, token_ids
 
     def update_requests(self, rows: slice, token_ids: torch.Tensor, drafts: torch.Tensor, output: VerifyOutput) -> None:
-        """Lengthen these n rows by what a step over token_ids, int64 [n, 1 + K], kept; write `outputs` and the
-        drafter's token inputs. A row whose text is complete keeps its length.
+        """Extend these n rows by the tokens that a step over token_ids, int64 [n, 1 + K], accepted; write `outputs` and
+        the drafter's token inputs. A row with a complete text keeps its length.
 
-        drafts: int64 [n, K], of these what was proposed; -1 from its end on.
+        drafts: int64 [n, K], the proposed part of token_ids; -1 after the last proposed token.
 
-        Raises BatchError, with nothing written, for an output of another shape, dtype or device.
+        Raises BatchError, with nothing written, for an output of the wrong shape, dtype or device.
         """
         accepted, next_tokens, lens = output.accepted.contiguous(), output.next_tokens.contiguous(), self.lens[rows]
         require_tensor("accepted", accepted, shape=lens.shape, dtype=torch.int64, device=lens.device)
@@ -85,25 +85,25 @@ class InputBatch:
         )
 
     def set_logprobs(self, rows: slice, logits: torch.Tensor) -> None:
-        """Those of these rows' `outputs`, whose tokens were drawn from logits [n, 1 + K, V], if any are kept."""
+        """Write the logprobs of these rows' `outputs`, drawn from logits [n, 1 + K, V], if logprobs are on."""
         if self.logprobs is not None:
             found = top_logprobs(logits, self.outputs[rows, 1:], self.logprobs.ids.shape[-1] - 1)
             for kept, new in zip(self.logprobs, found, strict=True):
                 kept[rows].copy_(new)
 
     def set_draft_inputs(self, rows: slice, target_hidden_states: torch.Tensor) -> None:
-        """The drafter's other inputs of these n rows: target_hidden_states [n, 1 + K, F], and the seeds."""
+        """Write the drafter's other inputs for these n rows: target_hidden_states [n, 1 + K, F], and the seeds."""
         if self._drafter is not None:
             inputs = self._drafter.inputs
             inputs.target_hidden_states[rows].copy_(target_hidden_states)
-            # Of a tree chance plays no part.
+            # Tree verification needs no draft noise.
             if self._verifier is not None:
                 inputs.seeds[rows].copy_(self._verifier.draft_seeds(self.sampling.seeds[rows], self.lens[rows]))
 
     def condense(self, kept_rows: Sequence[int], new: Sequence[Request]) -> None:
-        """Let row i be what row kept_rows[i] was; the rows after them become the new requests', all others padding.
+        """Move row kept_rows[i] to row i; the rows after them are for the new requests, the rest is padding.
 
-        `add` fills the rows of the new ones. Waits for the device only where there are any.
+        `add` fills the rows of the new requests. Syncs with the device only if there are any.
         """
         order, kept = staged(kept_rows, self.lens.device), len(kept_rows)
         moved = [self.lens, self.max_lens, self.last_tokens, *self.sampling]
@@ -120,26 +120,26 @@ class InputBatch:
             self._drafter.inputs.temperature.copy_(self.sampling.temperature)
 
     def add(self, first: int, lens: Sequence[int], tokens: torch.Tensor, target_hidden_states: torch.Tensor) -> None:
-        """Fill n rows from row `first` on with prefilled requests, as if a step had just kept no draft.
+        """Fill n rows from row `first` on with prefilled requests, as if a step had just accepted no draft token.
 
         lens                  tokens in the target's cache
-        tokens                int64 [n], the one after them
-        target_hidden_states  [n, F], of the last token in the cache
+        tokens                int64 [n], the token after them
+        target_hidden_states  [n, F], at the last token in the cache
         """
         rows = slice(first, first + len(lens))
         self.lens[rows].copy_(torch.tensor(lens, dtype=torch.int64, device=self.lens.device))
-        # The drafter reads the first column of such a step and no other.
+        # With no draft token accepted, the drafter reads only the first column.
         token_ids = tokens[:, None].expand(-1, self._query_len)
         self.update_requests(rows, token_ids, token_ids[:, 1:], VerifyOutput(torch.zeros_like(tokens), tokens))
         self.set_draft_inputs(rows, target_hidden_states[:, None].expand(-1, self._query_len, -1))
 
     def drafts(self, rows: slice) -> torch.Tensor:
-        """Draft tokens int64 [n, K], or N of a tree, -1 from where a row proposes none."""
+        """Return draft tokens int64 [n, K], or [n, N] for a tree, -1 after a row's last."""
         return self.outputs[rows, :0] if self._drafter is None else self._drafter.drafts.tokens[rows]
 
 
 def _token_inputs(inputs: VerifiedTokens, rows: slice) -> list[torch.Tensor]:
-    """What `update_requests` writes of a drafter's inputs, in its order."""
+    """Return the drafter inputs that `update_requests` writes, in its order."""
     assert inputs.draft_lens is not None, "a drafter's own buffers have draft_lens"
     written = (inputs.token_ids, inputs.context_lens, inputs.accepted, inputs.next_tokens, inputs.draft_lens)
     return [tensor[rows] for tensor in written]

@@ -1,4 +1,4 @@
-"""The way of sampled tokens from the device to the host and to whoever asked for them, and the totals of a run."""
+"""Moves sampled tokens from the device to the host and to the callers, and counts the totals of a run."""
 
 from __future__ import annotations
 
@@ -14,51 +14,51 @@ from spec_decode.sampling.target_sampler import TopLogprobs
 
 @dataclass(slots=True)
 class EngineStats:
-    """Totals since the last generate() began, or since the engine was made."""
+    """Totals since the last generate() started, or since the engine was made."""
 
     rounds: int = 0
     launch_seconds: float = 0.0
-    """Wall time of launching the rounds, draft and target, from call to return."""
+    """Wall time to launch the rounds, draft and target, from call to return."""
     accepted: int = 0
-    """Draft tokens kept, over drafted_for rows of all rounds. A row that runs once more after its end counts in rounds
-    alone."""
+    """Accepted draft tokens, summed over drafted_for rows of all rounds. A row's extra run after its end counts only in
+    rounds."""
     drafted_for: int = 0
     had_room_for: int = 0
-    """Those of drafted_for whose text had room for a draft token: 2 tokens or more were left of max_tokens."""
+    """The part of drafted_for with room for a draft token: 2 or more of max_tokens were left."""
     new_tokens: int = 0
-    """Tokens that the host has read, stop ids included."""
+    """Tokens that the host has read, including stop ids."""
     prefill_tokens: int = 0
-    """Of prompts, and of texts that go on after one of the preemptions."""
+    """Prefilled tokens of prompts, and of texts that continue after a preemption."""
     preemptions: int = 0
 
     @property
     def mean_accepted(self) -> float:
-        """Draft tokens kept per request and round, over the rounds that had room for one: accepted / had_room_for.
+        """Accepted draft tokens per request and round, over the rounds with room for one: accepted / had_room_for.
 
-        A round always adds one token of the target's. Where a text has room for that one alone, no draft token could
-        be kept, and the round does not count. One with room for some of the K counts whole, with those it kept.
+        A round always adds one token from the target. If the text has room for only that one, no draft token can be
+        accepted, and the round does not count. A round with room for fewer than K draft tokens counts in full.
         """
         return self.accepted / max(1, self.had_room_for)
 
     @property
     def host_us_a_round(self) -> float:
-        """Wall time of launching a round, in microseconds."""
+        """Mean wall time to launch a round, in microseconds."""
         return 1e6 * self.launch_seconds / max(1, self.rounds)
 
 
 class AsyncOutput:
-    """A copy of a small tensor as it is in stream order now. Only `read` waits for it."""
+    """A copy of a small tensor, enqueued on the current stream. Only `read` waits for it."""
 
     def __init__(self, source: torch.Tensor) -> None:
         """source: [rows, ...], on any device."""
         self._event = torch.cuda.Event() if source.is_cuda else None
-        # To the host without waiting means to pinned memory.
+        # A non-blocking copy to the host goes to pinned memory.
         self._copy = source.to("cpu", non_blocking=True, copy=True)
         if self._event:
             self._event.record(torch.cuda.current_stream(source.device))
 
     def read(self) -> torch.Tensor:
-        """The values, on the host."""
+        """Wait for the copy and return it."""
         if self._event:
             self._event.synchronize()
         return self._copy
@@ -66,8 +66,8 @@ class AsyncOutput:
 
 @dataclass(frozen=True, slots=True)
 class _PendingOutput:
-    """Row i is requests[i]'s. first: its one column is a request's first token, which prefill sampled. logprobs: ids
-    and values of a `TopLogprobs`, or neither."""
+    """Row i belongs to requests[i]. first: the only column is a request's first token, sampled by prefill. logprobs:
+    ids and values of a `TopLogprobs`, or empty."""
 
     requests: list[RequestState]
     output: AsyncOutput
@@ -75,13 +75,13 @@ class _PendingOutput:
     logprobs: tuple[AsyncOutput, ...]
 
     def read(self) -> _ReadOutput:
-        """What is to be streamed of it; waits for it."""
+        """Wait for the output and return it in the form that is streamed."""
         # Before the tokens: an output that was read is streamed at once.
         logprobs = list(self._read_logprobs())
         return _ReadOutput(self.requests, self.output.read().flatten().tolist(), self.first, logprobs)
 
     def _read_logprobs(self) -> Iterator[list[dict[int, float]]]:
-        """For each request those of its tokens, as many as it asked for; nothing at all where nobody asked."""
+        """Yield the logprobs of each request's tokens, as many as it requested; nothing if no request wants any."""
         found = [each.read().tolist() for each in self.logprobs]
         for request, ids, values in zip(self.requests, *found, strict=True) if found else ():
             count = request.handle.request.sampling.logprobs
@@ -93,8 +93,8 @@ class _PendingOutput:
 class _ReadOutput:
     """An output on the host, and how much of it is in the texts: the rows before `row`, and `told` tokens of that row.
 
-    values: all rows', one after the other. A list for each row would let Python collect garbage in every step of many
-    requests, and now and then look through all objects of the process, for 100 ms and more.
+    values: flat, all rows in sequence. A list per row would trigger garbage collection in every step of many requests,
+    and from time to time a full collection over all objects of the process, which takes 100 ms or more.
     """
 
     requests: list[RequestState]
@@ -106,32 +106,32 @@ class _ReadOutput:
 
     @property
     def width(self) -> int:
-        """Columns of a row."""
+        """Columns per row."""
         return len(self.values) // len(self.requests)
 
 
 class PendingOutputs:
-    """Outputs that are enqueued and not read, and tokens that are read and not yet streamed."""
+    """Outputs that are enqueued but not read, and tokens that are read but not streamed."""
 
     def __init__(self, num_speculative_tokens: int) -> None:
         self._num_drafts = num_speculative_tokens
         self._pending: deque[_PendingOutput] = deque()
         self._read: _ReadOutput | None = None
         self.in_callback = False
-        """Whether the last token was handed to a callback that has not returned: what raises then is the callback's."""
+        """Whether a callback is running: an exception then comes from the callback."""
 
     def __len__(self) -> int:
-        """How many outputs are not read."""
+        """Return how many outputs are not read."""
         return len(self._pending)
 
     def add_first_tokens(
         self, requests: list[RequestState], tokens: torch.Tensor, logprobs: TopLogprobs | None
     ) -> None:
-        """tokens: int64 [n], the first of each of n requests. logprobs: [n, 1, 1 + N]."""
+        """tokens: int64 [n], the first token of each of n requests. logprobs: [n, 1, 1 + N]."""
         self._add(requests, tokens[:, None], logprobs, first=True)
 
     def add_step(self, requests: list[RequestState], outputs: torch.Tensor, logprobs: TopLogprobs | None) -> None:
-        """outputs: int64 [n, 2 + K] of a target step, as InputBatch has them. logprobs: [n, 1 + K, 1 + N]."""
+        """outputs: int64 [n, 2 + K] of a target step, see InputBatch. logprobs: [n, 1 + K, 1 + N]."""
         for request in requests:
             request.step_enqueued(self._num_drafts)
         self._add(requests, outputs, logprobs, first=False)
@@ -144,7 +144,7 @@ class PendingOutputs:
         self._pending.append(_PendingOutput(requests, AsyncOutput(output), first, copies))
 
     def process_oldest(self, stats: EngineStats) -> None:
-        """Wait for the oldest output and stream its tokens. What a callback raises comes through: see `stream`."""
+        """Wait for the oldest output and stream its tokens. Exceptions in callbacks propagate: see `stream`."""
         read = self._pending[0].read()
         if not read.first:
             for request, accepted in zip(read.requests, read.values[:: read.width], strict=True):
@@ -154,17 +154,17 @@ class PendingOutputs:
         self.stream(stats)
 
     def requests(self) -> list[RequestState]:
-        """The requests of everything that is not in the texts yet, each as often as it has something."""
+        """Return the requests with output that is not in the texts yet, once per pending output."""
         read = self._read.requests[self._read.row :] if self._read else []
         return [*read, *(request for output in self._pending for request in output.requests)]
 
     def clear(self) -> None:
-        """Forget everything that is not in the texts yet."""
+        """Drop everything that is not in the texts yet."""
         self._read = None
         self._pending.clear()
 
     def stream(self, stats: EngineStats) -> None:
-        """Append what was read to the texts. What a callback raises comes through; the next call goes on after it."""
+        """Append the read tokens to the texts. A callback's exception propagates; the next call resumes after it."""
         if (read := self._read) is None:
             return
         requests, values, width = read.requests, read.values, read.width
@@ -184,7 +184,7 @@ class PendingOutputs:
                     stats.accepted += accepted
                     stats.drafted_for += 1
                     stats.had_room_for += handle.room > 1
-            # A callback may end any text, so that tokens which it is told of come one by one.
+            # A callback can end any text, so with a callback tokens are appended one by one.
             left, tokens = len(tokens), tokens[:1] if handle.on_token else tokens
             logprobs = read.logprobs[row][told : told + len(tokens)] if read.logprobs else ()
             in_text = handle.append_tokens(tokens, logprobs)

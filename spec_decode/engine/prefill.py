@@ -1,4 +1,4 @@
-"""Prompts on their way into the caches, a chunk of each at a time, eagerly."""
+"""Chunked prefill: writes prompts to the caches chunk by chunk, eagerly."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from spec_decode.sampling.target_sampler import TopLogprobs, top_logprobs
 
 @dataclass(frozen=True, slots=True)
 class PrefillOutput:
-    """n requests whose prefill is complete.
+    """n requests with complete prefill.
 
-    tokens                int64 [n]   the one after each
-    target_hidden_states  [n, F]      of the last token in the cache
+    tokens                int64 [n]   the token after each
+    target_hidden_states  [n, F]      at the last token in the cache
     logprobs              [n, 1 + N]  of these tokens; None without max_logprobs
     """
 
@@ -33,12 +33,12 @@ class PrefillOutput:
 
 
 class Prefill:
-    """Runs chunks through target and draft, over tables of its own."""
+    """Runs chunks through target and draft, over separate tables."""
 
     def __init__(
         self, target: TargetRunner, drafter: Drafter | None, tables: Sequence[RequestTables], max_logprobs: int = 0
     ) -> None:
-        """tables: the target's and, with a drafter, the draft's; other than those of the running requests."""
+        """tables: the target's and, with a drafter, the draft's; not those of the running requests."""
         self._max_logprobs = max_logprobs
         self._target = target
         self._drafter = drafter
@@ -47,7 +47,7 @@ class Prefill:
 
     @torch.no_grad()
     def run(self, chunks: Sequence[Chunk]) -> PrefillOutput:
-        """Write the chunks' KV; returns the requests whose last chunk was among them."""
+        """Write the chunks' KV; return the requests that these chunks complete."""
         if not chunks:
             return self._nothing
         counts = [chunk.end - chunk.start for chunk in chunks]
@@ -68,7 +68,7 @@ class Prefill:
         return PrefillOutput([chunks[i].request for i in last], tokens, states.target_hidden_states[rows], found)
 
     def _next_tokens(self, ends: Sequence[tuple[Chunk, list[int]]], logits: torch.Tensor) -> torch.Tensor:
-        """The token after each prefill: sampled, or for a preempted request the one that its text goes on with."""
+        """Return the token after each prefill: sampled, or the known next token of a preempted request."""
         sampling = Sampling.of([chunk.request.handle.request.sampling for chunk, _ in ends], self._tables.device)
         positions = self._tensor([chunk.end for chunk, _ in ends])
         sampled = sample_target(logits, sampling=sampling, positions=positions)
@@ -78,10 +78,10 @@ class Prefill:
     def _prefill_draft(
         self, drafter: Drafter, chunks: Sequence[Chunk], texts: Sequence[list[int]], states: Sequence[torch.Tensor]
     ) -> None:
-        """The draft reads token p + 1 with the target's hidden state at p, at position p + position_offset.
+        """Prefill the draft with token p + 1 and the target's hidden state at p, at position p + position_offset.
 
-        The last token's hidden state waits for the token after it, which the first round brings. A draft whose
-        positions start at 1 reads the first token at position 0, with a hidden state of zeros.
+        The last token's hidden state waits for the token after it, which the first round provides. A draft with
+        position_offset 1 reads the first token at position 0, with a hidden state of zeros.
         """
         shift = drafter.model.position_offset
         rows, ids, parts = [], [], []

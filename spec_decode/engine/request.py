@@ -1,4 +1,4 @@
-"""What is asked of the engine, and what becomes of it."""
+"""Requests to the engine, their state, and their results."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from spec_decode.sampling import SamplingParams
 class Request:
     """A prompt and how to continue it.
 
-    prompt: a list, tuple or range of token ids, copied when it is submitted; of an array or a tensor, pass tolist().
-    sampling: how tokens are drawn and where the text ends. An engine knows tokens alone: it refuses stop strings, and
-    has no end tokens of its own.
+    prompt: a list, tuple or range of token ids, copied on submission; for an array or a tensor, pass tolist().
+    sampling: how tokens are drawn and where the text ends. The engine knows only tokens: it rejects stop strings, and
+    has no default end tokens.
     """
 
     prompt: Sequence[int]
@@ -24,18 +24,18 @@ class Request:
 
     @property
     def max_len(self) -> int:
-        """Tokens of prompt and text together, at most."""
+        """The most tokens of prompt and text together."""
         return len(self.prompt) + self.sampling.max_tokens
 
 
 FinishReason = Literal["stop", "length", "abort"]
-"""Why a request takes no more tokens: a stop token, as many tokens as it may have, or a call of `cancel`."""
+"""Why a request ended: a stop token, its maximum number of tokens, or a call of `cancel`."""
 
 
 @dataclass(slots=True)
 class Generation:
-    """What became of a request. accepted: draft tokens kept, one entry a round; finish_reason: None while it runs.
-    logprobs: for each token, id -> logprob of the token itself and of those that `SamplingParams.logprobs` asks for."""
+    """The result of a request. accepted: accepted draft tokens, one entry per round. finish_reason: None while it runs.
+    logprobs: for each token, id -> logprob of the token and of the likeliest ones, see `SamplingParams.logprobs`."""
 
     token_ids: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
@@ -45,7 +45,7 @@ class Generation:
 
 @dataclass(eq=False, slots=True)
 class Handle:
-    """A submitted request, as it was then. on_token is called with each token of the text as the host reads it."""
+    """A submitted request, as copied then. on_token is called with each token of the text when the host reads it."""
 
     request: Request
     on_token: Callable[[int], None] | None = None
@@ -57,13 +57,13 @@ class Handle:
 
     @property
     def room(self) -> int:
-        """Tokens that the text may still take."""
+        """Tokens left of max_tokens."""
         return self.request.sampling.max_tokens - len(self.generation.token_ids)
 
     def append_tokens(self, tokens: Sequence[int], logprobs: Sequence[dict[int, float]] = ()) -> int:
-        """Let the text grow by tokens up to its end; how many of them are in the text. A stop token is not.
+        """Append tokens up to the end of the text; return how many were appended. A stop token is not.
 
-        logprobs: of each token, or of none.
+        logprobs: one entry per token, or none.
         """
         stop_ids, room = frozenset(self.request.sampling.stop_token_ids), self.room
         if room < len(tokens):
@@ -81,19 +81,19 @@ class Handle:
         return len(tokens)
 
     def finish_if_full(self) -> None:
-        """End the text where it has all the tokens that were asked for."""
+        """End the text if it has max_tokens."""
         if not self.room:
             self.generation.finish_reason = "length"
 
 
 @dataclass(eq=False, slots=True)
 class RequestState:
-    """A request on its way through the engine, on the host.
+    """The host state of a request in the engine.
 
-    max_len               tokens of prompt and text together, at most
+    max_len               the most tokens of prompt and text together
     pages                 owned while it is admitted
     num_prefilled         tokens of `token_ids` in the caches, until it runs
-    len_lower_bound,      what the host knows of its length on the device, whose latest steps it has not read yet;
+    len_lower_bound,      bounds of its length on the device, since the host has not read the latest steps;
     len_upper_bound       not cut at max_len
     """
 
@@ -114,21 +114,21 @@ class RequestState:
 
     @property
     def prefill_len(self) -> int:
-        """Tokens to prefill: all but the last of the text, which a step begins with; of a new request, the prompt."""
+        """Tokens to prefill: all but the last of the text, which the next step runs; the prompt for a new request."""
         generated = len(self.handle.generation.token_ids)
         return len(self.handle.request.prompt) + max(0, generated - 1)
 
     @property
     def finished(self) -> bool:
-        """Whether another step could add nothing."""
+        """Whether another step would add nothing."""
         return self.len_lower_bound >= self.max_len or self.handle.generation.finish_reason is not None
 
     def step_enqueued(self, num_drafts: int) -> None:
-        """The device lengthens it by 1 to 1 + num_drafts tokens."""
+        """Update the bounds for a step in flight, which adds 1 to 1 + num_drafts tokens."""
         self.len_lower_bound += 1
         self.len_upper_bound += 1 + num_drafts
 
     def step_read(self, num_drafts: int, accepted: int) -> None:
-        """Of a step's num_drafts draft tokens, `accepted` were kept."""
+        """Tighten the bounds once a step's number of accepted draft tokens is known."""
         self.len_lower_bound += accepted
         self.len_upper_bound -= num_drafts - accepted

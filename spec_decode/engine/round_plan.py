@@ -1,4 +1,4 @@
-"""Whether one graph holds a decode round, the draft and the target's step after it: with a reason."""
+"""Decide whether one graph holds a whole decode round, draft and target step, with a reason."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from spec_decode.engine.target_runner import TargetRunner
 
 @dataclass(frozen=True, slots=True)
 class RoundPlan:
-    """How a decode round is launched. one_graph: as one replay; else the draft and the target's step one by one."""
+    """How a decode round is launched. one_graph: as one replay; else the draft and the target step are separate."""
 
     one_graph: bool
     reason: str
@@ -21,9 +21,9 @@ class RoundPlan:
 
 
 def plan_round(drafter: Drafter, target: TargetRunner, asked: bool | None) -> RoundPlan:
-    """One graph where nothing in a round needs the host, or as asked; capture nothing.
+    """Plan one graph if nothing in a round needs the host, or as requested; captures nothing.
 
-    Raises StrategyError for one graph that was asked for and cannot be: an explicit choice never falls back.
+    Raises StrategyError if one graph was requested but is not possible: an explicit choice never falls back.
     """
     reason = drafter.apart_reason or target.apart_reason or _sizes_reason(drafter, target)
     if asked and reason:
@@ -36,7 +36,7 @@ def plan_round(drafter: Drafter, target: TargetRunner, asked: bool | None) -> Ro
 
 
 def _sizes_reason(drafter: Drafter, target: TargetRunner) -> str | None:
-    """Why the graphs of the two do not come in pairs; None where they do."""
+    """Return why the graphs of drafter and target do not pair up; None if they do."""
     if drafter.graphs.memory_limit is not None:
         return "graph_memory_limit is of the draft's graphs alone"
     own, theirs = drafter.graphs.sizes, target.graphs.sizes

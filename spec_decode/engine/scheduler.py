@@ -1,16 +1,16 @@
 """Which requests run, are prefilled or wait, and which pages each owns. Host state only.
 
 The policy is the simplest that is correct:
-- Requests are admitted in the order of submission, while a row is free and the pool holds their prompt, their first
-  round, and one more page for every request admitted before. The first that does not fit holds up the others.
-- Every step prefills at most max_prefill_tokens of prompts, of the earliest admitted first. A request runs once its
+- Requests are admitted in order of submission, while a row is free and the pool has room for their prompt, their first
+  round, and one spare page for every request admitted before. The first that does not fit blocks the others.
+- Every step prefills at most max_prefill_tokens prompt tokens, earliest admitted request first. A request runs once its
   whole prompt is in the caches.
-- Running requests own pages for what the next round may write and no more. When the pool cannot give these, the
-  youngest request is preempted: it returns all its pages and waits ahead of the others. When it is admitted again, its
-  prompt and its text so far are prefilled like a prompt. A step that preempts admits no request. The oldest request
-  always gets on, because each request fits the pool alone.
-- A pool that holds max_num_seqs of the longest requests is never short. It keeps no page back, and gives running
-  requests the pages of several rounds at once: nobody else could use them.
+- Running requests own exactly the pages that the next round can write. If the pool cannot provide them, the youngest
+  request is preempted: it frees all its pages and waits ahead of the others. When it is admitted again, its prompt and
+  its text so far are prefilled like a prompt. A step that preempts admits no request. The oldest request always
+  advances, because every request fits an empty pool.
+- A pool with room for max_num_seqs of the longest requests is never short. It reserves no spare pages, and gives
+  running requests the pages of several rounds at once: no other request could use them.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from spec_decode.engine.page_pool import PagePool
 from spec_decode.engine.request import Handle, RequestState
 
 _ROUNDS_AHEAD = 8
-"""Rounds whose pages a request gets early where the pool is never short. Without it a batch of 32 grows in nearly every
-round, and the writes to the tables make its rounds 1 % longer (measured on an H200)."""
+"""Rounds that a request gets pages for in advance if the pool is never short. Without this, a batch of 32 grows in
+nearly every round, and the table writes make its rounds 1 % longer (measured on an H200)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Chunk:
 
 
 class Scheduler:
-    """See the module. running: in the order of their rows, which is that of admission."""
+    """See the module. running: in order of their rows, which is the order of admission."""
 
     def __init__(self, pool: PagePool, config: EngineConfig) -> None:
         self.pool = pool
@@ -54,18 +54,18 @@ class Scheduler:
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether any request is left to run."""
+        """Whether any request is unfinished."""
         return bool(self.running or self._prefilling or self._next_waiting())
 
     def submit(self, handle: Handle) -> None:
-        """Let a request wait for admission."""
+        """Queue a request for admission."""
         self._waiting.append(RequestState(handle))
 
     def make_room(self, read_outputs: Callable[[], None]) -> int:
-        """Free what finished requests own, give the others pages for the next round, and admit those that fit beside.
+        """Free the pages of finished requests, give the others pages for the next round, and admit requests that fit.
 
-        read_outputs: reads all that the host has not read yet, which may end requests; called where pages are short.
-        Returns how many requests were preempted.
+        read_outputs: reads all unread outputs, which can end requests; called only if pages are short. Returns how many
+        requests were preempted.
         """
         self.free_finished()
         missing = self._missing_pages()
@@ -79,15 +79,14 @@ class Scheduler:
             preempted += 1
             missing = self._missing_pages()
         self._allocate(missing)
-        # Whoever was preempted waits first, and takes at least the pages that were short: nobody is admitted after it.
+        # A preempted request is first in line and needs at least the pages that were short, so none is admitted now.
         self._admit()
         return preempted
 
     def restart(self, requests: Iterable[RequestState]) -> None:
-        """Take back every page and let all requests wait, after a step that broke off at any point, or after a restart
-        that did.
+        """Take back every page and queue all requests again, after a step or a restart that was interrupted anywhere.
 
-        requests: those whose output was lost, which may have been dropped as complete.
+        requests: those with lost output; they can have been dropped as complete.
         """
         everybody = dict.fromkeys([*self.running, *self._prefilling, *requests, *self._waiting])
         self.pool.reset()
@@ -108,8 +107,8 @@ class Scheduler:
             self._prefilling = [request for request in self._prefilling if request not in finished]
 
     def _allocate(self, missing: dict[RequestState, int]) -> None:
-        """Give running requests the pages that they lack. If one lacks any and the pool is never short, all of them get
-        those of later rounds too: one write to the tables then serves several rounds."""
+        """Give running requests their missing pages. If any are missing and the pool is never short, all requests get
+        the pages of later rounds too, so one write to the tables serves several rounds."""
         if missing and self._never_short:
             missing = self._missing_pages(_ROUNDS_AHEAD)
         for request, count in missing.items():
@@ -119,7 +118,7 @@ class Scheduler:
         return sum(missing.values()) <= self.pool.num_free
 
     def _missing_pages(self, rounds_ahead: int = 0) -> dict[RequestState, int]:
-        """How many pages each running request lacks for the next round and so many after it."""
+        """Return how many pages each running request lacks for the next round and `rounds_ahead` more."""
         missing, growth = {}, rounds_ahead * (1 + self._config.num_speculative_tokens)
         page_size, slots = self.pool.page_size, self.pool.draft_slots
         for request in self.running:
@@ -129,7 +128,7 @@ class Scheduler:
         return missing
 
     def _preempt(self) -> None:
-        """Send the youngest admitted request back to wait. The host must have read all its tokens."""
+        """Preempt the youngest admitted request. The host must have read all its tokens."""
         admitted = self._prefilling or self.running
         self._waiting.appendleft(admitted[-1])
         self._free(admitted.pop())
@@ -149,14 +148,14 @@ class Scheduler:
             self._waiting.popleft()
 
     def _next_waiting(self) -> RequestState | None:
-        """The first that waits. Those that were cancelled are dropped once they come first: to look for them in every
-        step would take the longer, the more wait."""
+        """Return the first waiting request. Cancelled ones are dropped only when they come first: a search in every
+        step would take time proportional to the queue."""
         while self._waiting and self._waiting[0].finished:
             self._waiting.popleft()
         return self._waiting[0] if self._waiting else None
 
     def next_chunks(self) -> list[Chunk]:
-        """What to prefill in this step."""
+        """Return the chunks to prefill in this step."""
         room, chunks = self._config.max_prefill_tokens, []
         for request in self._prefilling:
             if room:
@@ -166,7 +165,7 @@ class Scheduler:
         return chunks
 
     def chunks_prefilled(self, chunks: list[Chunk]) -> None:
-        """These chunks are in the caches; a request whose last one was among them runs, its next token is sampled."""
+        """Mark these chunks as cached. A request runs if its last chunk is among them; its next token is sampled."""
         done = dict.fromkeys(chunk.request for chunk in chunks if chunk.last)
         for chunk in chunks:
             chunk.request.num_prefilled = chunk.end

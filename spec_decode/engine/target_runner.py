@@ -1,4 +1,4 @@
-"""The target over paged caches: prompts in ragged chunks, and uniform steps, eagerly or in a graph per size."""
+"""Runs the target over paged caches: prompts in ragged chunks, and uniform steps, eagerly or in a graph per size."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from spec_decode.paged.step_buffers import StepBuffers
 from spec_decode.trees import move_accepted_kv
 
 TARGET = "target"
-"""The kind of the target's graphs."""
+"""The graph kind of the target's graphs."""
 
 
 class TargetForward(Protocol):
@@ -28,21 +28,21 @@ class TargetForward(Protocol):
     def __call__(
         self, context_lens: torch.Tensor, token_ids: torch.Tensor, parents: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits [size, query_len, V] and target_hidden_states [size, query_len, F]; of padding rows anything finite.
+        """Return logits [size, query_len, V] and target_hidden_states [size, query_len, F]; padding rows are finite.
 
         context_lens   int32 [size], the tokens in the cache
-        token_ids      int64 [size, query_len], those after them
-        parents        int64 [size, query_len - 1], of trees, as TreeBatch has them
+        token_ids      int64 [size, query_len], the tokens after them
+        parents        int64 [size, query_len - 1], for trees, in the format of TreeBatch
         """
         ...
 
 
 Step: TypeAlias = Callable[[int, TargetForward], None]
-"""Device work over `size` rows that calls the forward once; of fixed shape, since a graph holds it."""
+"""Device work over `size` rows that calls the forward once; shapes are fixed, since a graph captures it."""
 
 
 class TargetRunner:
-    """Runs a target over the requests of some tables; its groups' caches outlive any one call."""
+    """Runs a target over the requests in `tables`."""
 
     def __init__(
         self,
@@ -55,10 +55,10 @@ class TargetRunner:
         graph_mode: GraphMode = GraphMode.FULL,
         capture_sizes: Sequence[int] | None = None,
     ) -> None:
-        """query_len: tokens of a row in a step, 1 to decode, 1 + K to verify. trees: they are a root and its tree.
+        """query_len: tokens per row of a step, 1 to decode, 1 + K to verify. trees: they are a root and its tree.
 
-        graph_mode: NONE runs steps eagerly. PIECEWISE calls the attention of every group between captured pieces; the
-        other modes call so only that of the groups which no graph can hold. `plan` has the reasons.
+        graph_mode: NONE runs steps eagerly. PIECEWISE runs every group's attention between captured pieces; the other
+        modes only that of groups that cannot be captured. `plan` has the reasons.
         """
         self.model = model
         self._products = products_of(model, groups)
@@ -73,9 +73,9 @@ class TargetRunner:
     def prefill(
         self, tables: RequestTables, query_lens: Sequence[int], seq_lens: Sequence[int], token_ids: torch.Tensor
     ) -> TargetStates:
-        """States [T, ...] of flat token_ids int64 [T]: request r's last query_lens[r] of seq_lens[r] tokens; eager.
+        """Return states [T, ...] of flat token_ids int64 [T]: request r's last query_lens[r] of seq_lens[r] tokens.
 
-        tables: other requests than those of the steps, over the same caches.
+        Runs eagerly. tables: for these requests, separate from those of the steps, over the same caches.
         """
         batch, metadata = build_ragged(self.groups, tables, query_lens, seq_lens)
         with self._products():
@@ -83,18 +83,18 @@ class TargetRunner:
         return states
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The target's logits [T, V] of hidden [T, H]."""
+        """Return the target's logits [T, V] of hidden [T, H]."""
         with self._products():
             return self.model.logits(hidden)
 
     @torch.no_grad()
     def run(self, step: Step, context_lens: Callable[[int], torch.Tensor]) -> None:
-        """Enqueue the step over the live requests of the tables, eagerly or as a replay of its graph, with what that
-        begins with.
+        """Enqueue the step over the live requests of the tables, eagerly or as a replay of its graph, with the work
+        captured before it.
 
-        context_lens: gives those of the step, int32 [size], where a group's metadata is built before a replay. Waits
-        for nothing, unless a group's builder must know the exact lengths. Raises BatchError, with nothing run, where
-        there is no graph for so many requests.
+        context_lens: returns the step's context lengths, int32 [size]; called if a group's metadata is built before a
+        replay. Does not sync, unless a group's builder needs exact lengths. Raises BatchError, with nothing run, if no
+        graph is large enough.
         """
         size = self.graphs.padded(self.tables.num_live, eager=self._eager)
         if self._eager:
@@ -106,13 +106,13 @@ class TargetRunner:
 
     @property
     def apart_reason(self) -> str | None:
-        """Why the steps cannot follow other work in one graph; None where they can."""
+        """Why the steps cannot follow other work in one graph; None if they can."""
         return "the target runs without graphs: its graph mode is none" if self._eager else self.plan.host_reason
 
     def capture(self, step: Step, *, before: Factory | None = None, progress: bool = False) -> None:
-        """Capture the step at every size, on padding rows; no request may be live in the tables.
+        """Capture the step at every size, on padding rows; the tables must have no live request.
 
-        before: work that each graph begins with, where `apart_reason` is None.
+        before: work that each graph starts with; only if `apart_reason` is None.
         """
         if self._eager:
             return
@@ -137,8 +137,8 @@ class TargetRunner:
         return Capturable.pieces(run_in_pieces, constants) if in_pieces else Capturable(run, constants)
 
     def move_accepted(self, path: torch.Tensor) -> None:
-        """Put the keys and values of each row's accepted path, int64 [size, K] as TreeVerifyOutput has it, where those
-        of a text without the rest of its tree are; after a step's forward."""
+        """Compact the KV of each row's accepted path, int64 [size, K] of a TreeVerifyOutput, so that the cache looks as
+        if no tree had been drafted. Call after a step's forward."""
         slots = self._buffers.batch.slot_mappings[:, : len(path) * self._buffers.query_len].unflatten(
             1, (len(path), -1)
         )

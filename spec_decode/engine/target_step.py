@@ -1,4 +1,4 @@
-"""A step of the target over the running requests: it verifies their drafts, and gives each its next token."""
+"""A target step over the running requests: verifies their drafts and gives each its next token."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from spec_decode.verification import TreeSampling, Verifier, VerifyOutput
 
 
 class TargetStep:
-    """A `Step` of the target runner: reads and writes an InputBatch and the drafter's inputs, on the device alone."""
+    """A `Step` of the target runner: reads and writes an InputBatch and the drafter's inputs, on the device only."""
 
     def __init__(self, batch: InputBatch, drafter: Drafter | None, verifier: Verifier) -> None:
         self._batch = batch
@@ -44,8 +44,8 @@ class TargetStep:
 
 
 class TreeTargetStep:
-    """A `Step` of the target runner, as TargetStep is one. What was accepted goes on as a chain: its keys and values
-    move to their places, and the requests and the drafter see its tokens and states alone."""
+    """A `Step` of the target runner for trees. The accepted path continues as a chain: its KV is compacted, and the
+    requests and the drafter see only its tokens and states."""
 
     def __init__(self, batch: InputBatch, drafter: Drafter, target: TargetRunner) -> None:
         self._batch = batch
@@ -53,7 +53,7 @@ class TreeTargetStep:
         self._target = target
         trees = drafter.drafts.parents
         assert trees is not None
-        # A tree of fewer tokens than the draft has steps is no deeper than these.
+        # A tree of fewer tokens than the draft has steps is at most that deep.
         self._steps = drafter.num_speculative_tokens
         self._verifier = TreeSampling(min(self._steps, trees.shape[1]))
 
@@ -68,7 +68,7 @@ class TreeTargetStep:
             logits, trees, sampling=batch.sampling.head(size), draft_positions=batch.lens[rows]
         )
         self._target.move_accepted(found.path)
-        # The root and the path; after a path's end the root, which nothing reads.
+        # The root and the path; after a path's end the root again, which nothing reads.
         path = F.pad(found.path, (0, self._steps - found.path.shape[1]), value=-1)
         kept = F.pad(path.clamp(min=0), (1, 0))
         chain = token_ids.gather(1, kept)
@@ -80,5 +80,5 @@ class TreeTargetStep:
 
 
 def _rows_at(of_tree: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
-    """What a tree's query tokens have, [n, 1 + N, X], at those that are kept, int64 [n, 1 + K]."""
+    """Select query tokens of trees: [n, 1 + N, X] -> [n, 1 + K, X], by indices `kept`, int64 [n, 1 + K]."""
     return of_tree.gather(1, kept[..., None].expand(-1, -1, of_tree.shape[2]))

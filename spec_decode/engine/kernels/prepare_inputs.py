@@ -1,4 +1,4 @@
-"""What the target step over the running requests reads."""
+"""The inputs of the target step over the running requests."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from builders.kernels.triton_runtime import await_previous, dependent_launch, tl
 
 
 class PrepareInputs(NamedTuple):
-    """R rows; returns the tokens in the cache, int32 [R], and the token ids after them, int64 [R, 1 + K].
+    """Return context lengths, int32 [R], and the token ids after them, int64 [R, 1 + K].
 
-    lens         int64 [R]      tokens of prompt and text; the last one is in no cache yet; 0 is padding
+    lens         int64 [R]      tokens of prompt and text; the last one is not cached yet; 0 is padding
     last_tokens  int64 [R]      that last token
-    drafts       int64 [R, K]   below 0 where there is none; token 0 is run in its place
+    drafts       int64 [R, K]   negative where none is proposed; token 0 is run instead
     """
 
     lens: torch.Tensor

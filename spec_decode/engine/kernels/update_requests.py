@@ -1,4 +1,4 @@
-"""What verification changes: the requests, the output for the host, and where the drafter's next round starts."""
+"""Apply a verification result: update the requests, the host output, and the drafter's next inputs."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from builders.kernels.triton_runtime import await_previous, dependent_launch, tl
 
 
 class UpdateRequests(NamedTuple):
-    """Lengthens R requests by their accepted draft tokens and their next token, up to their end; in place.
+    """Extend R requests by their accepted draft tokens and their next token, up to their end; in place.
 
-    accepted            int64 [R]          draft tokens kept
-    next_tokens         int64 [R]          the target's own after them
-    token_ids           int64 [R, 1 + K]   those of the step
-    drafts              int64 [R, K]       of these, what was proposed; -1 from its end on
+    accepted            int64 [R]          number of accepted draft tokens
+    next_tokens         int64 [R]          the target's own token after them
+    token_ids           int64 [R, 1 + K]   the tokens of the step
+    drafts              int64 [R, K]       the proposed part of them; -1 after the last
     lens                int64 [R]          tokens of prompt and text; written
     max_lens            int64 [R]          where the text ends
     last_tokens         int64 [R]          written
-    outputs             int64 [R, 2 + K]   written: draft tokens kept, these tokens, and the target's own after them
-    draft_token_ids     int64 [R, 1 + K]   written, as the four after it, for the drafter; without one all are None
-    draft_context_lens  int32 [R]          draft KV tokens before the step's
+    outputs             int64 [R, 2 + K]   written: number of accepted draft tokens, these, the target's next token
+    draft_token_ids     int64 [R, 1 + K]   written, like the next four, for the drafter; all None without one
+    draft_context_lens  int32 [R]          draft KV tokens before those of the step
     draft_accepted      int32 [R]
     draft_next_tokens   int64 [R]
-    draft_lens          int32 [R]          draft tokens wanted: a text's last token is always the target's own
+    draft_lens          int32 [R]          draft tokens to propose: a text's last token always comes from the target
     position_offset     the draft's position of a text's first token
     """
 
@@ -115,11 +115,11 @@ def _update_requests_kernel(
     stride_drafts_col,
     stride_outputs,
     stride_draft_ids,
-    DRAFTING: tl.constexpr,  # whether there is a drafter: without one the five draft tensors are None
+    DRAFTING: tl.constexpr,  # whether there is a drafter; if not, the five draft tensors are None
     BLOCK_Q: tl.constexpr,  # 2 + K, rounded up to a power of two
     PDL: tl.constexpr,  # programmatic dependent launch
 ):
-    """num_tokens += num_accepted + 1, and what the host and the drafter read of it. One program per row."""
+    """num_tokens += num_accepted + 1, with the outputs for host and drafter. One program per row."""
     await_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     offs_q = tl.arange(0, BLOCK_Q)
@@ -127,13 +127,13 @@ def _update_requests_kernel(
     next_token = tl.load(next_tokens_ptr + row)
     num_tokens = tl.load(lens_ptr + row)
     max_len = tl.load(max_lens_ptr + row)
-    # 1. The output for the host
+    # 1. Compute the output for the host
     is_draft = (offs_q > 0) & (offs_q <= num_drafts)
     output = tl.load(drafts_ptr + row * stride_drafts_row + (offs_q - 1) * stride_drafts_col, mask=is_draft, other=0)
     output = tl.where(offs_q == 0, num_accepted, tl.where(offs_q == 1 + num_accepted, next_token, output))
     new_len = tl.minimum(num_tokens + num_accepted + 1, max_len)
     if DRAFTING:
-        # 2. Where the drafter's next round starts
+        # 2. Store the drafter's next inputs
         in_step = offs_q <= num_drafts
         ids = tl.load(token_ids_ptr + row * stride_ids_row + offs_q * stride_ids_col, mask=in_step)
         tl.store(draft_token_ids_ptr + row * stride_draft_ids + offs_q, ids, mask=in_step)
@@ -141,7 +141,7 @@ def _update_requests_kernel(
         tl.store(draft_accepted_ptr + row, num_accepted.to(tl.int32))
         tl.store(draft_next_tokens_ptr + row, next_token)
         tl.store(draft_lens_ptr + row, tl.minimum(tl.maximum(max_len - new_len - 1, 0), num_drafts).to(tl.int32))
-    # 3. The requests and the output
+    # 3. Store the output and the requests
     tl.store(outputs_ptr + row * stride_outputs + offs_q, output, mask=offs_q < 2 + num_drafts)
     tl.store(last_tokens_ptr + row, next_token)
     tl.store(lens_ptr + row, new_len)
