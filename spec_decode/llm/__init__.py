@@ -1,4 +1,4 @@
-"""Text in, text out: a model and its draft from their folders, with batching, streaming and stop strings."""
+"""Text in, text out: load a model and its draft from folders, with batching, streaming and stop strings."""
 
 from spec_decode.llm.llm import LLM
 from spec_decode.llm.outputs import Completion, TextChunk

@@ -1,4 +1,4 @@
-"""Which backends serve the attention of a target and its draft, and why the others do not."""
+"""Choose the attention backends of a target and its draft, and explain why the others were not chosen."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from spec_decode.paged.kv_groups import layer_groups_of
 
 @dataclass(frozen=True, slots=True)
 class Backends:
-    """Who serves the attention of target and draft, by layer group."""
+    """The attention backends of target and draft, by layer group."""
 
     target: dict[str, AttentionBackend]
     draft: dict[str, AttentionBackend]
 
     @staticmethod
     def names(chosen: dict[str, AttentionBackend]) -> str:
-        """Each name once, in the order of the groups."""
+        """Return each backend name once, in order of the groups."""
         return ", ".join(dict.fromkeys(backend.name for backend in chosen.values()))
 
 
 def groups_asked(model: TargetModel | DraftModel, config: EngineConfig) -> list[LayerGroup]:
-    """The model's layer groups, whose specs ask for what the config does."""
+    """Return the model's layer groups; their specs request the features that the config needs."""
     return layer_groups_of(
         model, config.page_size, batch_invariant=config.batch_invariant, tree=config.tree is not None
     )
@@ -37,9 +37,10 @@ def groups_asked(model: TargetModel | DraftModel, config: EngineConfig) -> list[
 def choose_backends(
     pair: Pair, config: EngineConfig, backend: str | None = None, draft_backend: str | None = None
 ) -> Backends:
-    """For each group the first backend that serves it, or the one asked for, the draft's too unless it has its own.
+    """Choose for each group the first backend that supports it, or the requested one.
 
-    Raises NoBackend where one that was asked for cannot serve: there is no fallback.
+    draft_backend: for the draft; None uses backend. Raises NoBackend if a requested backend does not support a group:
+    there is no fallback.
     """
     device, asked = pair.device, backend if draft_backend is None else draft_backend
     target = _chosen(groups_asked(pair.target, config), device, backend)
@@ -55,7 +56,7 @@ def choose_backends(
 
 
 def backends_named(pair: Pair, config: EngineConfig, name: str) -> Backends | None:
-    """The backend of that name for the draft, and for the target too where it serves it; None: not even the draft."""
+    """Choose this backend for the draft, and for the target if it supports that; None if it cannot serve the draft."""
 
     def serves(model: TargetModel | DraftModel) -> bool:
         return all(registry.explain(name, group.spec, pair.device) for group in groups_asked(model, config))
@@ -70,7 +71,7 @@ def _chosen(groups: Sequence[LayerGroup], device: torch.device, asked: str | Non
 
 
 def explain_backends(pair: Pair, backends: Backends, config: EngineConfig) -> list[str]:
-    """For each layer group the backend that serves it, and why each other one does not; then those not installed."""
+    """Explain for each layer group which backend serves it and why no other does; then list those not installed."""
     absent = [name for name in registry.names() if not _is_installed(name)]
     lines = []
     for name, model, chosen in (("target", pair.target, backends.target), ("draft", pair.draft, backends.draft)):
@@ -87,7 +88,7 @@ def explain_backends(pair: Pair, backends: Backends, config: EngineConfig) -> li
 
 
 def _is_installed(name: str) -> bool:
-    """Whether the packages of a backend are there; one that is broken is."""
+    """Return whether a backend's packages are installed; a broken installation counts as installed."""
     try:
         registry.get(name)
     except BackendError as error:

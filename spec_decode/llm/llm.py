@@ -1,4 +1,4 @@
-"""The front door: a model from its folder, text in, text out."""
+"""The front door: load a model from its folder; text in, text out."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ Prompt = str | Sequence[int] | Sequence[Message]
 Params = SamplingParams | Sequence[SamplingParams] | None
 _DRAFT_TOKENS, _MAX_MODEL_LEN = 4, 4096
 _SMALL = 20_000_000
-"""Weights of a model whose tensors are too small for several threads of a CPU: beside other work they wait for one
-another (24 tokens a second fell to 2 on two busy cores)."""
+"""Models with fewer weights run on one CPU thread: their tensors are too small for several, which wait for each other
+if the CPU is busy (24 tokens a second dropped to 2 on two busy cores)."""
 
 
 class Settings(TypedDict, total=False):
     """Further settings. EngineConfig explains verification, batch_invariant and page_size, DrafterConfig tree.
 
-    - draft_weights  "fp8": the draft's products read weights in 8 bits, see the guide; None: as they are loaded
+    - draft_weights  "fp8": the draft's matrix products read 8-bit weights, see the guide; None: as loaded
     - strategy       how the later steps of a round run, see the guide; None: the fastest
-    - max_model_len  most tokens of a prompt and its text; 4,096, or fewer if a model has fewer positions
-    - max_num_seqs   prompts that run at once; 8. The others wait
-    - max_logprobs   most logprobs that a prompt may ask for; 0
+    - max_model_len  the most tokens of a prompt and its text; 4,096, or fewer if a model has fewer positions
+    - max_num_seqs   the most prompts that run at once; 8. The others wait
+    - max_logprobs   the most logprobs that a prompt can request; 0
     """
 
     draft_weights: str | None
@@ -80,16 +80,16 @@ class LLM:
         """Load the models, allocate their caches, and capture their graphs.
 
         - model, draft            a folder, `pydoc` (the pair that comes with the package), or the name of a model in
-                                  this machine's Hugging Face cache; without a draft, the model decodes alone
-        - num_speculative_tokens  draft tokens a round; 4 if there is a draft
+                                  this machine's Hugging Face cache; without a draft there is no speculation
+        - num_speculative_tokens  draft tokens per round; 4 if there is a draft
         - dtype                   "auto": float32 on a CPU, bfloat16 on a GPU
-        - device                  None: the first GPU, or the CPU if there is none
-        - backend, draft_backend  names of attention backends; None: each layer group gets the first that serves it
+        - device                  None: the first GPU, or the CPU without a GPU
+        - backend, draft_backend  names of attention backends; None: each layer group gets the first that supports it
         - settings                see Settings
 
-        Raises CheckpointError for a model that cannot be loaded, NoBackend if no backend serves it, BatchError for
+        Raises CheckpointError for a model that cannot be loaded, NoBackend if no backend supports it, BatchError for
         settings that do not fit the models, StrategyError for a strategy that the backend cannot run, and TypeError for
-        a setting that does not exist.
+        an unknown setting.
         """
         if unknown := sorted(settings.keys() - Settings.__annotations__.keys()):
             known = [name for name in inspect.signature(LLM.__init__).parameters if name not in ("self", "settings")]
@@ -98,7 +98,7 @@ class LLM:
                 f"LLM has no setting {unknown[0]!r}.{did_you_mean(unknown[0], known)} Settings are {', '.join(known)}."
             )
         _require_names(backend=backend, draft_backend=draft_backend)
-        # Before the models are read, which may take minutes.
+        # Before the models are loaded, which can take minutes.
         where, strategy = _device(device), _strategy(settings.get("strategy"))
         kind, draft_weights = _dtype(dtype, where), settings.get("draft_weights")
         if draft is None or num_speculative_tokens == 0:
@@ -125,7 +125,7 @@ class LLM:
             verification=settings.get("verification"),
             batch_invariant=settings.get("batch_invariant", False),
         )
-        # A step writes drafts beyond the text, and all of that stays below the model's positions.
+        # A step writes drafts past the text, and these must stay within the model's positions too.
         most = min(model.max_positions for model in (pair.target, pair.draft) if model is not None)
         self._positions, self._room = most, most - 1 - draft_slots(config, pair.draft)
         asked = settings.get("max_model_len")
@@ -142,17 +142,17 @@ class LLM:
             self.engine.capture()
 
     def _threads(self) -> AbstractContextManager[None]:
-        """One thread of torch inside, for a small model on a CPU."""
+        """Limit torch to one thread for a small model on a CPU."""
         return one_thread() if self._one_thread else nullcontext()
 
     @property
     def plan(self) -> DraftPlan | None:
-        """How the drafter runs, and why; None without one."""
+        """How the drafter runs, and why; None without a draft."""
         return self.engine.plan
 
     def explain(self) -> str:
-        """Which backend serves each layer group and why no other does, which of the target's states the draft reads,
-        weights other than those loaded, how the drafter runs and why, and whether one graph holds a round."""
+        """Return a report: which backend serves each layer group and why not the others, which target states the draft
+        reads, quantised draft weights, how the drafter runs and why, and whether one graph holds a round."""
         plan, whole = self.plan, self.engine.round_plan
         how = [*plan.explain(), str(whole)] if plan else ["no draft: every text is decoded plainly"]
         target = self.pair.target
@@ -166,7 +166,7 @@ class LLM:
         """Continue one prompt or several. Returns a completion for each, in the order of the prompts.
 
         prompts: texts, or lists of token ids. sampling_params: one for all prompts, or a list with one for each. An
-        interrupt ends all of them; you can call again afterwards. Raises BatchError or CheckpointError, before anything
+        interrupt ends all prompts; you can call again afterwards. Raises BatchError or CheckpointError, before anything
         runs, for a prompt that is empty or too long and for parameters that are not SamplingParams.
         """
         running = self._prepare(_listed(prompts), sampling_params)
@@ -175,7 +175,8 @@ class LLM:
     def chat(
         self, messages: Sequence[Message] | Sequence[Sequence[Message]], sampling_params: Params = None
     ) -> list[Completion]:
-        """Answer one conversation or several, formatted by the model's chat template. Returns what `generate` does.
+        """Answer one conversation or several, formatted by the model's chat template. Returns completions, like
+        `generate`.
 
         messages: [{"role": "user", "content": "Hello"}], or a list of such lists. Raises BatchError and CheckpointError
         as `generate` does.
@@ -188,9 +189,9 @@ class LLM:
         return self._finish(self._prepare(conversations, sampling_params))
 
     def stream(self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None) -> Iterator[TextChunk]:
-        """The texts of `generate` in pieces, as they grow. Close the iterator to stop generating.
+        """Stream the texts of `generate` in pieces. Close the iterator to stop generating.
 
-        Raises as `generate` does, when it is called.
+        Raises as `generate` does, at the call.
         """
         return self._run(self._prepare(_listed(prompts), sampling_params), in_pieces=True)
 
@@ -210,7 +211,7 @@ class LLM:
         return Reply(index, prompt, request, text)
 
     def _require_room(self, name: str, prompt: int, new: int) -> None:
-        """Raise BatchError for a prompt that is too long, with those remedies that help."""
+        """Raise BatchError for a prompt that is too long, with the remedies that apply."""
         longest = self.config.max_model_len
         remedies = ["shorten the prompt"]
         if prompt < longest:
@@ -256,8 +257,8 @@ class LLM:
     def _run(self, running: list[Reply], *, in_pieces: bool) -> Iterator[TextChunk]:
         """Submit, step until all have ended, and yield each piece as it is read.
 
-        in_pieces: what a step adds is a piece; False: a text is one piece, at its end. Only where a stop string may end
-        a text on the way is it decoded token by token, which takes longer than all else that the host does in a step.
+        in_pieces: each step adds a piece; False: a text is one piece, at its end. Texts are decoded token by token only
+        if a stop string can end them early, because that takes longer than all other host work of a step.
         """
         self.engine.stats = EngineStats()
         try:
@@ -275,7 +276,7 @@ class LLM:
                     with self._threads():
                         self.engine.step()
         finally:
-            # Pages come back in the next step: an iterator may be closed in the middle of one.
+            # The next step frees the pages: an iterator can be closed in the middle of a step.
             for one in running:
                 if one.handle is not None:
                     self.engine.cancel(one.handle)
@@ -286,7 +287,7 @@ class LLM:
 
 
 def _listed(prompts: Prompt | Sequence[Prompt]) -> list[object]:
-    """A list of prompts; one text, one list of token ids, and one conversation are one prompt."""
+    """Return a list of prompts; one text, one list of token ids, or one conversation is one prompt."""
     if isinstance(prompts, str):
         return [prompts]
     require(
@@ -317,7 +318,7 @@ def _require_names(**backends: object) -> None:
 
 
 def _require_none_about_drafts(**settings: object) -> None:
-    """Raise BatchError for a setting that says nothing without a draft."""
+    """Raise BatchError for a setting that has no effect without a draft."""
     for name in ("draft_weights", "draft_backend", "strategy", "tree", "verification"):
         require(
             (value := settings.get(name)) is None,

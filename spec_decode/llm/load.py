@@ -1,4 +1,4 @@
-"""Find a model by its folder or its name, and load it with its draft."""
+"""Find a model by folder or name, and load it with its draft."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ Name = str | os.PathLike[str]
 
 
 def load(model: Name, draft: Name | None, *, dtype: torch.dtype, device: torch.device) -> Pair:
-    """The model and its draft.
+    """Load the model and its draft.
 
     model: a folder, `pydoc` for the pair that comes with the package, or the name of a model in this machine's Hugging
-    Face cache; nothing is downloaded. draft: likewise; of a byte-level pair, the name of one of its drafts. Raises
+    Face cache; nothing is downloaded. draft: the same; for a byte-level pair, the name of one of its drafts. Raises
     CheckpointError.
     """
     folder = find(model)
@@ -40,7 +40,7 @@ def load(model: Name, draft: Name | None, *, dtype: torch.dtype, device: torch.d
 
 
 def find(name: Name, what: str = "model") -> Path:
-    """The folder of a model, or of a draft. Raises CheckpointError with what was looked for."""
+    """Return the folder of a model or a draft. Raises CheckpointError with the places that were searched."""
     _require_name(name, what)
     if os.path.isdir(name):  # unlike Path.is_dir, it raises for no name
         return Path(name)
@@ -63,19 +63,19 @@ def _require_name(name: Name, what: str) -> None:
 
 
 def is_pair(folder: Path) -> bool:
-    """Whether a folder holds a target together with its drafts, as the shipped pair does."""
+    """Return whether a folder holds a target together with its drafts, like the shipped pair."""
     try:
         require_regular(folder / "config.json")
         values = json.loads((folder / "config.json").read_bytes())
     except (OSError, ValueError, RecursionError):
-        return False  # whoever loads it says what is wrong
+        return False  # loading it reports the cause
     return isinstance(values, dict) and "target" in values
 
 
 def load_published_pair(target: Path, draft: Path | None, *, dtype: torch.dtype, device: torch.device) -> Pair:
-    """Load both folders, or the target's alone. The target hands out the states that the draft says it reads.
+    """Load both folders, or only the target's. The target returns the hidden states that the draft's config names.
 
-    Raises CheckpointError for what is wrong in a folder or between the two, and without `transformers`.
+    Raises CheckpointError for an invalid folder, for a draft of another target, and without `transformers`.
     """
     try:
         from spec_decode.models.hf.folder import load_model, load_tokenizer
@@ -96,7 +96,7 @@ def load_published_pair(target: Path, draft: Path | None, *, dtype: torch.dtype,
             f"the tokenizer in {target} has {len(tokenizer)} tokens, the model beside it {wrapped.vocab_size}. Use the "
             "tokenizer that the model was trained with."
         )
-    # No tidying of spaces about punctuation: it would change what a stream has already given out.
+    # Leave the spaces around punctuation: cleaning them up would change text that a stream has already returned.
     decode = partial(tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False)
     return Pair(
         wrapped,
@@ -109,8 +109,8 @@ def load_published_pair(target: Path, draft: Path | None, *, dtype: torch.dtype,
 
 
 def _stop_ids(config: Any, tokenizer: Any, vocab_size: int) -> frozenset[int]:
-    """The tokens that end a text, by the target's generation_config.json and by its tokenizer. Either may name one that
-    the model does not have, -1 for example. Raises CheckpointError for what is no number."""
+    """Return the tokens that end a text, from the target's generation_config.json and its tokenizer. Either can name a
+    token that the model does not have, such as -1. Raises CheckpointError for anything but integers."""
     ends = getattr(config, "eos_token_id", None)
     several = ends if isinstance(ends, list | tuple) else [ends]
     listed = [end for end in (*several, tokenizer.eos_token_id) if end is not None]
@@ -134,7 +134,7 @@ def _encode_chat(tokenizer: Any, messages: Sequence[Message]) -> list[int]:
         ids: list[int] = tokenizer.apply_chat_template(
             [dict(message) for message in messages], add_generation_prompt=True, return_dict=False
         )
-    except Exception as error:  # a template is a program of the model's author, and may raise anything
+    except Exception as error:  # a template is a program by the model's author, and can raise anything
         raise CheckpointError(f"the model's chat template refuses this conversation: {error}. Mend it.") from error
     return ids
 

@@ -1,4 +1,4 @@
-"""What becomes of a prompt: a completion, in chunks while it grows."""
+"""Completions of prompts, and the text chunks of a stream."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NoReturn
 from spec_decode.engine import FinishReason, Handle, Request
 
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"
-"""What a tokenizer makes of a character whose other bytes are still to come."""
+"""A tokenizer's output for a character with bytes still missing."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,9 +22,9 @@ class Completion:
     - token_ids          the tokens of the text; if a stop string ended it, up to the token that completed that string
     - finish_reason      "stop" (an end token or a stop string), "length" (max_tokens) or "abort" (cancelled)
     - num_prompt_tokens  tokens of the prompt
-    - accepted           draft tokens kept in each round
+    - accepted           accepted draft tokens of each round
     - logprobs           for each token of token_ids, id -> logprob: the token itself, then the most likely ones; empty
-                         unless SamplingParams asks for logprobs
+                         unless SamplingParams requests logprobs
     """
 
     prompt: object
@@ -35,21 +35,21 @@ class Completion:
     accepted: list[int]
     logprobs: list[dict[int, float]]
 
-    if not TYPE_CHECKING:  # a type checker would take every name for one that is there
+    if not TYPE_CHECKING:  # a type checker would accept every name
 
         def __getattr__(self, name: str) -> NoReturn:
-            """Raise AttributeError. For vLLM's `outputs[0].outputs[0].text` it says what to write here."""
+            """Raise AttributeError. For vLLM's `outputs[0].outputs[0].text` it tells you what to write instead."""
             hint = ". It is one text: leave .outputs[0] out, and read .text" if name == "outputs" else ""
             raise AttributeError(f"'Completion' object has no attribute {name!r}{hint}", name=name, obj=self)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TextChunk:
-    """A piece of a text as it grows.
+    """A piece of a streamed text.
 
-    - index          the place of its prompt among the prompts
+    - index          index of its prompt
     - text           the piece
-    - finish_reason  None, but in the last piece of a text why the text ended
+    - finish_reason  why the text ended, in its last piece; None in all others
     """
 
     index: int
@@ -58,41 +58,41 @@ class TextChunk:
 
 
 class GrowingText:
-    """A text that takes tokens, gives out what can no longer change, and ends at a stop string.
+    """Decodes tokens incrementally, returns only text that can no longer change, and ends at a stop string.
 
-    What might be the beginning of a stop string, or of a character, is kept back until it is decided.
+    A possible start of a stop string or of a character is held back until it is decided.
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str], stop: Sequence[str] = ()) -> None:
         self.text = ""
-        """All that was decoded so far; without the stop string, once one was found."""
+        """The text decoded so far, without the stop string that ended it."""
         self.stopped = False
         self._decode, self._stop = decode, tuple(stop)
         self._tokens: list[int] = []
-        self._start = self._read = 0  # tokens before _start are settled; those before _read are in `text`
+        self._start = self._read = 0  # tokens before _start are final; those before _read are in `text`
         self._given = 0
 
     @property
     def may_stop(self) -> bool:
-        """Whether a stop string may end it."""
+        """Whether a stop string can end it."""
         return bool(self._stop)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that it has taken."""
+        """Number of tokens added so far."""
         return len(self._tokens)
 
     def add(self, tokens: Sequence[int]) -> None:
-        """Take tokens. Those that are added behind a stop string change nothing."""
+        """Add tokens. After a stop string this does nothing."""
         if self.stopped:
             return
         self._tokens += tokens
-        # Decoded with a few tokens before it: a tokenizer may join words by what stands before.
+        # Decode together with a few earlier tokens: how a tokenizer joins words can depend on them.
         before = self._decode(self._tokens[self._start : self._read])
         whole = self._decode(self._tokens[self._start :])
         piece = whole[len(before) :]
         if whole.endswith(_UNFINISHED):
-            # Nothing is settled yet but a stop string before the character that has begun.
+            # Only a stop string before the incomplete character is final.
             piece = piece.rstrip(_UNFINISHED)
             piece = "" if self._stop_in(piece) is None else piece
         if piece:
@@ -100,14 +100,14 @@ class GrowingText:
             self._start, self._read = self._read, len(self._tokens)
 
     def finish(self) -> None:
-        """Take what was kept back for a character that never came."""
+        """Append the text that was held back for a character that was never completed."""
         if not self.stopped:
             before = self._decode(self._tokens[self._start : self._read])
             self._append(self._decode(self._tokens[self._start :])[len(before) :])
             self._read = len(self._tokens)
 
     def take(self, *, last: bool = False) -> str:
-        """What was not given out yet and can no longer change; last: all of it."""
+        """Return the new text that can no longer change; with `last`, all new text."""
         settled = len(self.text) if last or self.stopped else len(self.text) - self._undecided()
         given, self._given = self._given, max(self._given, settled)
         return self.text[given : self._given]
@@ -117,16 +117,16 @@ class GrowingText:
         self.text, self.stopped = (self.text + piece)[:end], end is not None
 
     def _stop_in(self, piece: str) -> int | None:
-        """Where in the text the first stop string begins that this piece of it completes; None if it completes none."""
+        """Return where the first stop string that this piece completes starts in the text; None if there is none."""
         seen = len(self.text)
-        # Of a long text, the end in which one may have begun is enough.
+        # Search only the end of a long text, where one can have started.
         start = max(0, seen - max(map(len, self._stop), default=1) + 1)
         recent = self.text[start:] + piece
         found = (recent.find(stop, max(0, seen - len(stop) + 1) - start) for stop in self._stop)
         return min((start + at for at in found if at >= 0), default=None)
 
     def _undecided(self) -> int:
-        """The length of the longest end of the text that a stop string begins with."""
+        """Return the length of the longest suffix of the text that is a prefix of a stop string."""
         longest = 0
         for stop in self._stop:
             at = self.text.find(stop[0], max(0, len(self.text) - len(stop) + 1))
@@ -137,30 +137,30 @@ class GrowingText:
 
 
 class Reply:
-    """One prompt on its way: its request, the text as it grows, and the chunks that nobody has taken yet."""
+    """The state of one prompt: its request, its text so far, and the chunks not yielded yet."""
 
     def __init__(self, index: int, prompt: object, request: Request, text: GrowingText) -> None:
         self.index, self.prompt, self.request, self.growing = index, prompt, request, text
         self.handle: Handle | None = None
-        """Of the request; None until it is submitted."""
+        """The handle of the request; None until it is submitted."""
         self.chunks: deque[TextChunk] = deque()
         self.ended = False
 
     @property
     def submitted(self) -> Handle:
-        """The handle of a request that was submitted."""
+        """The handle; the request must be submitted."""
         assert self.handle is not None
         return self.handle
 
     def take(self, tokens: Sequence[int]) -> bool:
-        """Let the text grow by tokens; whether a stop string has ended it."""
+        """Add tokens to the text; return whether a stop string has ended it."""
         self.growing.add(tokens)
         if piece := self.growing.take():
             self.chunks.append(TextChunk(index=self.index, text=piece))
         return self.growing.stopped
 
     def read(self, *, whole: bool) -> None:
-        """Take what the request has and this has not; at its end the rest, with the reason. whole: only then."""
+        """Add the request's new tokens; at its end the rest, with the finish reason. whole: only at the end."""
         done = self.submitted.done
         new = self.submitted.generation.token_ids[self.growing.num_tokens :] if done or not whole else []
         if done:
@@ -173,7 +173,7 @@ class Reply:
             self.take(new)
 
     def completion(self) -> Completion:
-        """What became of the prompt."""
+        """Return the completion of an ended prompt."""
         generation = self.submitted.generation
         return Completion(
             prompt=self.prompt,

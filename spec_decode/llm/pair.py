@@ -1,4 +1,4 @@
-"""A target, perhaps with a draft, and the way between text and tokens; the pairs whose tokens are bytes."""
+"""A target with an optional draft and their tokenizer, and loading of byte-level pairs."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ Message = Mapping[str, object]
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """A target and its draft on one device, and the way between text and their tokens."""
+    """A target and its draft on one device, with their tokenizer."""
 
     target: TargetModel
     draft: DraftModel | None
-    """None: there is none, and texts are decoded plainly."""
+    """None decodes without a draft."""
     stop_ids: frozenset[int]
     """The tokens that end a text."""
     encode: Callable[[str], list[int]]
-    """The tokens of a prompt. Raises CheckpointError for a text that has none."""
+    """Returns the tokens of a prompt. Raises CheckpointError for a text without tokens."""
     decode: Callable[[Sequence[int]], str]
-    """The text of tokens."""
+    """Returns the text of tokens."""
     encode_chat: Callable[[Sequence[Message]], list[int]] | None = None
-    """The tokens of a conversation, by the model's template; None where it has none."""
+    """Returns the tokens of a conversation by the model's chat template; None without a template."""
 
     @property
     def device(self) -> torch.device:
@@ -41,7 +41,7 @@ class Pair:
 
 
 def load_byte_pair(folder: Path, dtype: torch.dtype, device: torch.device, *, draft: str | None = "draft") -> Pair:
-    """A pair whose tokens are bytes, with the draft of that name, or without one. Raises CheckpointError."""
+    """Load a byte-level pair with the draft of this name, or None. Raises CheckpointError."""
     if draft is None:
         target, model = load_target(folder, dtype=dtype, device=device), None
     else:
@@ -57,8 +57,8 @@ def load_byte_pair(folder: Path, dtype: torch.dtype, device: torch.device, *, dr
 
 
 def encode_utf8(encode: Callable[[str], list[int]], text: str) -> list[int]:
-    """What a tokenizer makes of a prompt. Raises BatchError for one that is not utf-8."""
+    """Encode a prompt. Raises BatchError for one that is not utf-8."""
     try:
         return encode(text)
-    except (TypeError, UnicodeEncodeError) as error:  # the first is all that tokenizers say of half a surrogate pair
+    except (TypeError, UnicodeEncodeError) as error:  # tokenizers raise TypeError for half a surrogate pair
         raise BatchError(f"the prompt {text!a:.200} is not utf-8. Re-encode it.") from error
