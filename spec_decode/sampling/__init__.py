@@ -1,4 +1,4 @@
-"""How tokens are sampled: parameters, noise, the draft's and the target's samplers."""
+"""Sampling: parameters, noise, and the samplers of draft and target."""
 
 from spec_decode.sampling.candidate_sampler import CandidateSampler
 from spec_decode.sampling.draft_sampler import DraftSampler

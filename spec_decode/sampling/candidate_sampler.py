@@ -1,4 +1,4 @@
-"""The sampler of drafts that choose each token of a block among a few candidates, by the token before it."""
+"""The sampler of drafts that choose each token of a block among a few candidates, given the token before it."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from spec_decode.sampling.kernels.select_candidates import select_candidates
 
 
 class CandidateSampler(DraftSampler):
-    """As DraftSampler, whose draft_logits are -inf but for the W candidates of a row's column: a token is drawn from
-    those alone, and verified against what it was drawn from.
+    """A DraftSampler with draft_logits of -inf except at the W candidates of each row and column: a token is drawn from
+    these only, and verified against the distribution that it was drawn from.
 
-    scored int64 [R, K, W] says which logits the last round wrote, and the next one takes away.
+    scored int64 [R, K, W] holds the tokens whose logits the last round wrote, for the next one to reset.
     """
 
     def __init__(
@@ -28,7 +28,7 @@ class CandidateSampler(DraftSampler):
         num_candidates: int,
         min_confidence: float = 0.0,
     ) -> None:
-        """As DraftSampler; num_candidates: W."""
+        """See DraftSampler; num_candidates: W."""
         super().__init__(
             seq_lens,
             positions,
@@ -50,18 +50,18 @@ class CandidateSampler(DraftSampler):
         next_tokens: torch.Tensor,
         positions: torch.Tensor,
     ) -> None:
-        """Sample the first rows' K tokens one after the other, in place, and read no `step`; device work only.
+        """Sample the K tokens of the first rows in sequence, in place, without reading `step`; device work only.
 
         - logits       [rows * K, V] any float: column k of row r at r * K + k
-        - candidates   int64 [rows * K, W], the tokens of each column that may be drawn
+        - candidates   int64 [rows * K, W], the tokens that can be drawn in each column
         - gates        [rows * K, N] any float
-        - codebooks    [V, N] of predecessors and of successors, contiguous: a candidate's logit grows by the sum of
-                       predecessors[the token before it] * gates * successors[the candidate]
+        - codebooks    [V, N] of predecessors and of successors, contiguous: the sum of predecessors[the token before] *
+                       gates * successors[the candidate] is added to a candidate's logit
         - next_tokens  int64 [>= rows], the token before column 0
-        - positions    int64 [rows * K], of the draft's input that each column predicts from
+        - positions    int64 [rows * K], of the draft input that each column predicts from
 
-        seq_lens stays as it is, and so do next_ids and continue_flag. Raises BatchError, with nothing run, for tensors
-        of another shape, dtype or device.
+        Does not change seq_lens, next_ids or continue_flag. Raises BatchError, with nothing run, for tensors of the
+        wrong shape, dtype or device.
         """
         width, device, lines = self.scored.shape[2], self.next_ids.device, len(logits)
         vocab = self.draft_logits.shape[2]

@@ -11,16 +11,16 @@ from spec_decode.sampling.kernels.sample_draft import NO_TOKEN, sample_draft
 
 
 class DraftSettings:
-    """Buffers of R rows that keep their addresses: whoever drafts reads them at every step, the caller fills them.
+    """Buffers of R rows at fixed addresses: samplers read them at every step, the caller fills them.
 
     - temperature  fp32 [R]   0 is greedy
     - seeds        int64 [R]
-    - draft_lens   int32 [R]  tokens that a row proposes one after the other; below 1 none, above K as many as K
-    - num_tokens   int32 [1]  the most that any row so proposes
+    - draft_lens   int32 [R]  tokens in sequence that a row proposes; clamped to [0, K]
+    - num_tokens   int32 [1]  upper bound on draft_lens for all rows
 
-    Outputs that every sampler has: draft_tokens and draft_logits, with trees their parents, and
+    Outputs of every sampler: draft_tokens, draft_logits, parents for trees, and
 
-    - continue_flag  int32 [1]  1 if some row drafts on, else 0
+    - continue_flag  int32 [1]  1 if some row still drafts, else 0
     """
 
     draft_tokens: torch.Tensor
@@ -36,27 +36,26 @@ class DraftSettings:
 
 
 class DraftSampler(DraftSettings):
-    """Samples each step's draft tokens, and decides which rows draft another.
+    """Samples the draft tokens of each step, and decides which rows draft another.
 
-    Greedy where temperature is 0, else Gumbel-max sampling from softmax(logits / temperature). All buffers keep their
+    Greedy where temperature is 0, else Gumbel-max sampling from softmax(logits / temperature). All buffers have fixed
     addresses. R rows, K speculative tokens, V tokens of the target.
 
-    Inputs, read at every step; the caller fills them: DraftSettings, and
+    Inputs, read at every step and filled by the caller: DraftSettings, and
 
-    - min_confidence  fp32 [1]         a row stops after a token whose probability under softmax of the processed
-                                       logits is lower; 0 stops no row, and costs nothing
+    - min_confidence  fp32 [1]         a row stops after a token with a lower probability under the softmax of the
+                                       processed logits; 0 stops no row and costs nothing
 
     Outputs:
 
-    - draft_tokens    int64 [R, K]     column `step` gets the token. Column 0 begins a round: it sets the others to
+    - draft_tokens    int64 [R, K]     the token goes to column `step`. Column 0 starts a round: it sets the others to
                                        NO_TOKEN
-    - draft_logits    fp32 [R, K, V]   column `step` gets the processed logits: divided by a positive temperature
+    - draft_logits    fp32 [R, K, V]   the processed logits, divided by a positive temperature, go to column `step`
     - next_ids        int64 [R]        the token as the next step's input
     - continue_flag   int32 [1]        1 if some row drafts another token, else 0
 
-    A row that proposed its last token gets seq_len 0, without an overflow, and is inert from there on. A row of seq_len
-    0, or with no token left to propose, gets NO_TOKEN, and 0 as its next input. A step after column K - 1 writes to no
-    column.
+    After its last token a row gets seq_len 0, without an overflow, and is inert from then on. A row with seq_len 0, or
+    with no token left to propose, gets NO_TOKEN, and 0 as its next input. A step after column K - 1 writes no column.
     """
 
     def __init__(
@@ -70,18 +69,18 @@ class DraftSampler(DraftSettings):
         token_map: torch.Tensor | None = None,
         min_confidence: float = 0.0,
     ) -> None:
-        """Allocate the buffers; seq_lens, positions and step are the batch's own, read at every step.
+        """Allocate the buffers; seq_lens, positions and step are the batch's tensors, read at every step.
 
-        - seq_lens    int32 [R], written too: 0 for a row that stops
+        - seq_lens    int32 [R], also written: 0 for a row that stops
         - positions   int64 [>= R], of the draft's inputs
         - step        int64 [1], the column to write
         - vocab_size  V, tokens of the target
-        - token_map   int64 [V of the draft], the target's id of each token that the draft's logits score. Tokens stored
-                      and fed back are target ids. The columns of draft_logits that the map does not name stay -inf.
-                      Noise goes by target id: the draw is that of the whole vocabulary with -inf for the tokens which
+        - token_map   int64 [V of the draft], the target id of each token that the draft's logits score. Tokens stored
+                      and fed back are target ids. Columns of draft_logits that the map does not name stay -inf. Noise
+                      is indexed by target id: the draw equals one over the whole vocabulary with -inf for tokens that
                       the draft lacks, except that among equal logits the first in the draft's order wins
 
-        Raises BatchError for a token_map of another shape, dtype or device.
+        Raises BatchError for a token_map of the wrong shape, dtype or device.
         """
         rows, columns, device = len(seq_lens), num_speculative_tokens, seq_lens.device
         if token_map is not None:
@@ -94,7 +93,7 @@ class DraftSampler(DraftSettings):
         if token_map is not None:
             self.draft_logits.fill_(float("-inf"))
         self.next_ids = torch.zeros(rows, dtype=torch.int64, device=device)
-        # The op's arguments between logits and hidden states, put together once: this runs at every step.
+        # The op's arguments between logits and hidden states, collected once, since the op runs at every step.
         self._buffers = (
             self.temperature,
             self.seeds,
@@ -114,14 +113,14 @@ class DraftSampler(DraftSettings):
     def __call__(
         self, logits: torch.Tensor, hidden: torch.Tensor | None = None, next_hidden: torch.Tensor | None = None
     ) -> None:
-        """Sample the first rows' tokens, in place; device work only.
+        """Sample the tokens of the first rows in place; device work only.
 
         - logits       [rows, V of the draft] any float, rows up to R
         - hidden       [rows, H] the step's hidden states
-        - next_hidden  [>= rows, H] of the same dtype, where the next step reads them. None copies nothing; a kernel for
-          this copy alone would cost a loop on the device 2 us at every step
+        - next_hidden  [>= rows, H] of the same dtype, where the next step reads them. None copies nothing; a separate
+          copy kernel would cost a device loop 2 us at every step
 
-        Raises BatchError, with nothing run, for tensors of another shape, dtype or device.
+        Raises BatchError, with nothing run, for tensors of the wrong shape, dtype or device.
         """
         rows, device = len(logits), self.next_ids.device
         require_tensor("logits", logits, shape=(rows, self._draft_vocab), dtype=logits.dtype, device=device)
@@ -133,13 +132,13 @@ class DraftSampler(DraftSettings):
         sample_draft(whole_rows(logits), *self._buffers, hidden, next_hidden)
 
     def sample_block(self, logits: torch.Tensor, positions: torch.Tensor) -> None:
-        """Sample the first rows' K tokens at once, in place, and read no `step`; device work only.
+        """Sample all K tokens of the first rows at once, in place, without reading `step`; device work only.
 
         - logits     [rows * K, V of the draft] any float: column k of row r at r * K + k
-        - positions  int64 [rows * K], of the draft's input that each column predicts from
+        - positions  int64 [rows * K], of the draft input that each column predicts from
 
-        seq_lens stays as it is, and so do next_ids and continue_flag. Raises BatchError, with nothing run, for tensors
-        of another shape, dtype or device.
+        Does not change seq_lens, next_ids or continue_flag. Raises BatchError, with nothing run, for tensors of the
+        wrong shape, dtype or device.
         """
         lines, device = len(logits), self.next_ids.device
         require_tensor("logits", logits, shape=(lines, self._draft_vocab), dtype=logits.dtype, device=device)

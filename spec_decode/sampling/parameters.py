@@ -1,4 +1,4 @@
-"""How requests want their tokens sampled: on the host per request, on the device per row of a batch."""
+"""Sampling parameters: on the host per request, on the device per row of a batch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing_extensions import Self
 from builders.errors import did_you_mean, require
 
 MIN_TEMPERATURE = 1e-3
-"""A lower one would make logits / temperature overflow fp32; greedy decoding is temperature 0."""
+"""At a lower temperature logits / temperature would overflow fp32; greedy decoding is temperature 0."""
 
 _MAX_TEMPERATURE = torch.finfo(torch.float32).max
 _MAX_TOP_K = torch.iinfo(torch.int32).max
@@ -21,7 +21,7 @@ _INSTEAD = {
     "best_of": "Pass the prompt several times, with a SamplingParams of another seed each, and choose",
     "do_sample": "Pass temperature: 0 is greedy",
 }
-"""What does the work of a parameter that others have."""
+"""How to replace parameters that other libraries have."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,23 +30,23 @@ class SamplingParams:
 
     Raises BatchError for a value outside the ranges below, and TypeError for a parameter that does not exist.
 
-    - temperature  0 is greedy, and top_k and top_p then change nothing; otherwise at least MIN_TEMPERATURE
+    - temperature  0 is greedy and ignores top_k and top_p; otherwise at least MIN_TEMPERATURE
     - top_k        keep the tokens with the k largest logits; 0 keeps the whole vocabulary
     - top_p        of these, keep the fewest most probable tokens that hold this share of the probability, in (0, 1];
                    1 keeps all
-    - seed         64 bits, signed. The noise depends on the seed alone, whatever else is in the batch; in fp32 the same
+    - seed         64 bits, signed. The noise depends only on the seed, not on the rest of the batch; in fp32 the same
                    seed gives the same text
 
-    These say where the text ends:
+    Where the text ends:
 
-    - max_tokens      most tokens of the text, 1 or more
+    - max_tokens      the most tokens of the text, 1 or more
     - stop            a string or a list of strings that end the text; the text leaves them out
-    - stop_token_ids  tokens of the model's vocabulary that end the text, in addition to its own end tokens
-    - ignore_eos      True: the model's own end tokens do not end the text
+    - stop_token_ids  tokens of the model's vocabulary that end the text, in addition to the model's end tokens
+    - ignore_eos      True: the model's end tokens do not end the text
 
-    And what is returned with it:
+    What is returned with it:
 
-    - logprobs  N, 1 or more: of each token its logprob and the N most likely tokens with theirs; None: nothing. The
+    - logprobs  N, 1 or more: for each token its logprob and the N most likely tokens with theirs; None: nothing. The
                 logprobs are the model's, before temperature, top_k and top_p
     """
 
@@ -119,9 +119,9 @@ def _is_number(value: object) -> bool:
 
 
 class Sampling(NamedTuple):
-    """Sampling parameters of R rows on the device. Captured verification reads the tensors, so they stay in place.
+    """Sampling parameters of R rows on the device, at fixed addresses, since captured verification reads them.
 
-    - temperature  fp32 [R]; 0 is greedy, padding rows are
+    - temperature  fp32 [R]; 0 is greedy, also for padding rows
     - top_k        int32 [R]; 0 keeps the whole vocabulary
     - top_p        fp32 [R], in (0, 1]; 1 keeps everything
     - seeds        int64 [R]
@@ -134,7 +134,7 @@ class Sampling(NamedTuple):
 
     @classmethod
     def allocate(cls, max_reqs: int, device: torch.device | str) -> Sampling:
-        """Persistent rows, all padding until load()."""
+        """Allocate persistent rows, all padding until load()."""
         return cls(
             temperature=torch.zeros(max_reqs, dtype=torch.float32, device=device),
             top_k=torch.zeros(max_reqs, dtype=torch.int32, device=device),
@@ -144,7 +144,7 @@ class Sampling(NamedTuple):
 
     @classmethod
     def of(cls, params: Sequence[SamplingParams], device: torch.device | str) -> Sampling:
-        """A row for each of `params`."""
+        """Make one row for each of `params`."""
         sampling = cls.allocate(len(params), device)
         sampling.load(params)
         return sampling
@@ -152,7 +152,7 @@ class Sampling(NamedTuple):
     def load(self, params: Sequence[SamplingParams]) -> None:
         """Write `params` to the first rows and make the others padding, in place; host work, not for a graph.
 
-        Raises BatchError, with nothing written, for more of them than there are rows.
+        Raises BatchError, with nothing written, for more params than rows.
         """
         rows = len(self.seeds)
         require(
@@ -160,7 +160,7 @@ class Sampling(NamedTuple):
             f"at most {rows} requests fit these sampling parameters, got {len(params)}. Allocate "
             "more rows or run the rest in another batch.",
         )
-        # Restricting a greedy row would cost a search that cannot change its argmax.
+        # A greedy row's argmax does not depend on top_k and top_p: skip the search.
         for tensor, values, padding in (
             (self.temperature, [each.temperature for each in params], 0),
             (self.top_k, [each.top_k if each.temperature else 0 for each in params], 0),
@@ -171,9 +171,9 @@ class Sampling(NamedTuple):
             tensor[len(params) :].fill_(padding)
 
     def head(self, rows: int) -> Sampling:
-        """Views of the first rows."""
+        """Return views of the first rows."""
         return Sampling(*(tensor[:rows] for tensor in self))
 
     def tail(self, first: int) -> Sampling:
-        """Views of the rows from `first` on."""
+        """Return views of the rows from `first` on."""
         return Sampling(*(tensor[first:] for tensor in self))

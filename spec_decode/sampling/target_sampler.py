@@ -1,4 +1,4 @@
-"""The target's sampler: its processed logits, a token drawn from them, and the logprobs of tokens."""
+"""The target's sampler: processed logits, tokens drawn from them, and logprobs."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from spec_decode.sampling.parameters import Sampling
 def sample_target(
     logits: torch.Tensor, *, sampling: Sampling, positions: torch.Tensor, column: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """The sampler of plain decoding: one token per row, or of each of a row's columns, int64 of the shape of positions.
+    """Sample as plain decoding does: one token per row, or per column of a row; int64, in the shape of positions.
 
     - logits     [R, V] any float, or [R, G, V]
     - sampling   R rows
-    - positions  int64 [R], the absolute positions of the tokens; [R, G] for each column of logits [R, G, V]
-    - column     int64 [R], 0 to G - 1: which of a row's logits [R, G, V] are drawn from; None: each
+    - positions  int64 [R], the absolute positions of the tokens; [R, G] for logits [R, G, V]
+    - column     int64 [R], 0 to G - 1: the column of logits [R, G, V] to draw from in each row; None: all
 
-    Raises BatchError for tensors of another shape, dtype or device.
+    Raises BatchError for tensors of the wrong shape, dtype or device.
     """
     rows, device = len(logits), logits.device
     shape = (rows,) if column is not None else tuple(logits.shape[:-1])
@@ -39,13 +39,13 @@ def sample_target(
 
 
 def process_target_logits(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """Logits over the temperature, -inf outside top_k and top_p; fp32 [R, G, V].
+    """Return logits divided by the temperature, -inf outside top_k and top_p; fp32 [R, G, V].
 
     - logits    [R, G, V] any float
     - sampling  R rows
 
-    A restriction never removes a row's largest logits, so greedy rows sample the same tokens with one.
-    Raises BatchError for tensors of another shape, dtype or device.
+    top_k and top_p never remove a row's largest logits, so they do not change greedy rows' tokens.
+    Raises BatchError for tensors of the wrong shape, dtype or device.
     """
     temperature, top_k, top_p, _ = _checked(logits, sampling)
     out = process_logits(logits, temperature, None, None, None)
@@ -54,8 +54,8 @@ def process_target_logits(logits: torch.Tensor, sampling: Sampling) -> torch.Ten
 
 
 def _checked(logits: torch.Tensor, sampling: Sampling) -> Sampling:
-    """The parameters of as many rows as the logits [R, G, V] have, contiguous as kernels read them. Raises BatchError
-    for tensors of another shape, dtype or device."""
+    """Return the parameters, contiguous as kernels need them. Raises BatchError for tensors of the wrong shape, dtype
+    or device; logits [R, G, V] must have as many rows."""
     rows, device = len(sampling.temperature), logits.device
     require_tensor("logits", logits, shape=(rows, None, None), dtype=logits.dtype, device=device)
     dtypes = (torch.float32, torch.int32, torch.float32, torch.int64)
@@ -65,7 +65,7 @@ def _checked(logits: torch.Tensor, sampling: Sampling) -> Sampling:
 
 
 class TopLogprobs(NamedTuple):
-    """Of each token the token itself, then the N most likely ones in its place, most likely first.
+    """For each token: the token itself, then the N most likely ones at its position, most likely first.
 
     - ids     int64 [..., 1 + N]
     - values  fp32 [..., 1 + N], the target's logprobs, before temperature, top_k and top_p
@@ -76,7 +76,7 @@ class TopLogprobs(NamedTuple):
 
     @classmethod
     def allocate(cls, *shape: int, device: torch.device) -> TopLogprobs:
-        """Zeros of this shape."""
+        """Allocate zeros of this shape."""
         return cls(
             torch.zeros(*shape, dtype=torch.int64, device=device),
             torch.zeros(*shape, dtype=torch.float32, device=device),
@@ -84,8 +84,8 @@ class TopLogprobs(NamedTuple):
 
 
 def top_logprobs(logits: torch.Tensor, tokens: torch.Tensor, count: int) -> TopLogprobs:
-    """Of tokens int64 [..., G] drawn from logits [..., G, V]; below 0 is no token, and its own entry anything. Fixed
-    shapes and device work only."""
+    """Return the logprobs of tokens int64 [..., G] and of the `count` likeliest, from logits [..., G, V]. A negative
+    token is none, and its entry is arbitrary. Fixed shapes and device work only."""
     logprobs = logits.float().log_softmax(-1)
     values, ids = logprobs.topk(count)
     tokens = tokens.clamp(min=0)[..., None]

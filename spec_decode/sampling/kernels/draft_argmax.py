@@ -1,5 +1,4 @@
-"""The first of two kernels that sample draft tokens: process their logits, and find the best of each block of the
-vocabulary."""
+"""The first of two kernels that sample draft tokens: process logits, find the best token of each vocabulary block."""
 
 from __future__ import annotations
 
@@ -17,9 +16,9 @@ POSITION_AHEAD = 2  # a draft input at position p stands for token p + 1 and pre
 def sampled(
     logits: torch.Tensor, temperature: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor, ids: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """In torch, of lines [L, V of the draft]: their processed logits fp32, and which of them is drawn, int64 [L].
+    """Torch reference: return processed logits fp32 [L, V of the draft] and the drawn index of each line, int64 [L].
 
-    temperature fp32 [L]; seeds int64 [L]; positions int64 [L], of the inputs; ids int64 [V of the draft], the target's.
+    temperature fp32 [L]; seeds int64 [L]; positions int64 [L], of the inputs; ids int64 [V of the draft], target ids.
     """
     is_random = temperature > 0
     processed = logits.float() / torch.where(is_random, temperature, 1.0)[:, None]
@@ -42,10 +41,10 @@ def launch_draft_argmax(
     hidden: torch.Tensor | None = None,
     next_hidden: torch.Tensor | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Launch it for lines of logits [L, V of the draft]: of each row its column `step`, and with that continue_flag is
-    cleared; without, column k of row r at r * K + k. DraftSampler documents the tensors.
+    """Launch the kernel for lines of logits [L, V of the draft]. With `step`, a line is column `step` of a row, and
+    continue_flag is cleared; without, line r * K + k is column k of row r. DraftSampler documents the tensors.
 
-    Returns what the second kernel takes of each block, [L, blocks].
+    Returns the per-block arguments of the second kernel, [L, blocks].
     """
     (lines, vocab), device = logits.shape, logits.device
     block = vocab_block(vocab)
@@ -86,7 +85,7 @@ def launch_draft_argmax(
         HIDDEN_SIZE=width,
         BLOCK_H=next_power_of_2(cdiv(width, blocks)),
         BLOCK_V=block,
-        # Four logits a thread: noise costs so much arithmetic that few threads, not memory, would set the pace.
+        # Four logits per thread: noise needs so much arithmetic that fewer threads would make it compute-bound.
         num_warps=max(1, min(8, block // 128)),
         **dependent_launch(device),
     )
@@ -107,26 +106,26 @@ def _draft_argmax_kernel(
     hidden_ptr,  # [L, H], or None
     next_hidden_ptr,  # out: [L, H], or None
     partial_score_ptr,  # out: fp32 [L, blocks]
-    partial_max_ptr,  # out: fp32 [L, blocks]; not written without min_confidence, the next likewise
+    partial_max_ptr,  # out: fp32 [L, blocks]; not written without min_confidence, like the next
     partial_sum_exp_ptr,  # out: fp32 [L, blocks]
     partial_index_ptr,  # out: int32 [L, blocks]
     vocab_size,  # V of the draft
     num_drafts,  # K
     stride_logits,
-    stride_draft_row,  # of draft_logits, as is the next
+    stride_draft_row,  # of draft_logits, like the next
     stride_draft_pos,
     stride_hidden,
     stride_next_hidden,
     STREAM: tl.constexpr,  # of the noise
-    AHEAD: tl.constexpr,  # from an input's position to that of the token it predicts
+    AHEAD: tl.constexpr,  # position of the predicted token minus that of the input
     HIDDEN_SIZE: tl.constexpr,  # H; 0 without hidden
-    BLOCK_H: tl.constexpr,  # columns of H that a program copies
+    BLOCK_H: tl.constexpr,  # columns of H per program
     BLOCK_V: tl.constexpr,  # logits of a program
     PDL: tl.constexpr,  # programmatic dependent launch
 ):
-    """draft_logits = logits / temperature, and argmax of it + gumbel, over one block of the vocabulary in one line.
+    """draft_logits = logits / temperature, and argmax of draft_logits + gumbel, over one vocabulary block of a line.
 
-    Grid [L, blocks]; the rows are the first of the buffers' R.
+    Grid [L, blocks]; rows are the first of the R.
     """
     await_previous(PDL)
     line = tl.program_id(0).to(tl.int64)
@@ -134,7 +133,7 @@ def _draft_argmax_kernel(
     row = line if step_ptr is not None else line // num_drafts
     offs_v = block * BLOCK_V + tl.arange(0, BLOCK_V)
     mask = offs_v < vocab_size
-    # 1. Load. Every load stands before the first store: after one that may alias it, it would wait until that is done.
+    # 1. Load. All loads precede the first store: a load after a store that can alias it would wait for the store.
     x = tl.load(logits_ptr + line * stride_logits + offs_v, mask=mask, other=float("-inf")).to(tl.float32)
     token = offs_v
     if token_map_ptr is not None:
@@ -154,15 +153,15 @@ def _draft_argmax_kernel(
     if is_random:
         x = tl.div_rn(x, temperature)
     draft_ptrs = draft_logits_ptr + row * stride_draft_row + k * stride_draft_pos + token
-    # A step may lie after the last column.
+    # A step can be past the last column.
     tl.store(draft_ptrs, x, mask=mask & (k < num_drafts) if step_ptr is not None else mask)
     part_offs = line * tl.num_programs(1) + block
     if continue_flag_ptr is not None:
-        # The next kernel sets it where a row continues.
+        # The next kernel sets it if a row continues.
         tl.store(continue_flag_ptr, 0, mask=(line == 0) & (block == 0))
     if min_confidence > 0:
         store_max_sum_exp(x, partial_max_ptr + part_offs, partial_sum_exp_ptr + part_offs)
-    # 4. The best of them, with noise in a random row
+    # 4. The best of them, with noise unless greedy
     if is_random:
         x = x + triton_gumbel(triton_key(seed, position + AHEAD, STREAM), token)
     max_score, argmax = tl.max(x, 0, return_indices=True)

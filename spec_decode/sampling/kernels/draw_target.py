@@ -1,4 +1,4 @@
-"""Draw the target's tokens in one pass over its logits, which are copied only where top_k or top_p restrict them."""
+"""Draw the target's tokens in one pass over its logits; only rows restricted by top_k or top_p need a copy."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from spec_decode.sampling.noise import triton_gumbel, triton_key
 
 
 class DrawTarget(NamedTuple):
-    """int64, of the shape of positions: what `drawn_tokens` draws from the processed logits.
+    """Draw tokens from the processed logits, see `drawn_tokens`; int64, in the shape of positions.
 
-    - logits       [R, G, V] any float, of any strides
-    - restricted   fp32 [R, G, V], or with a column [R, 1, V], contiguous: the processed logits, read only of rows that
+    - logits       [R, G, V] any float, any strides
+    - restricted   fp32 [R, G, V], or [R, 1, V] with a column, contiguous: the processed logits, read only for rows that
                    top_k or top_p restrict
     - temperature  fp32 [R]
     - top_k        int32 [R]
     - top_p        fp32 [R]
     - seeds        int64 [R], contiguous
-    - positions    int64, contiguous, a number for each row of restricted: the absolute positions of the tokens drawn
-    - column       int64 [R], 0 to G - 1: which of a row's logits are drawn from; None: each
+    - positions    int64, contiguous, one per row of restricted: the absolute positions of the drawn tokens
+    - column       int64 [R], 0 to G - 1: the column to draw from in each row; None: all
     """
 
     logits: torch.Tensor
@@ -104,9 +104,9 @@ def _block_target_kernel(
     seeds_ptr,  # int64 [R]
     positions_ptr,  # int64 [R, G]; [R] with selected_ptr
     selected_ptr,  # int64 [R], or None: all columns
-    partial_score_ptr,  # out: fp32 [R, G, blocks]; [R, blocks] with selected_ptr, the next likewise
+    partial_score_ptr,  # out: fp32 [R, G, blocks]; [R, blocks] with selected_ptr, like the next
     partial_index_ptr,  # out: int32 [R, G, blocks]
-    num_columns,  # drawn from in a row: G, or 1 with selected_ptr
+    num_columns,  # draws per row: G, or 1 with selected_ptr
     vocab_size,  # V
     stride_row,
     stride_column,
@@ -115,16 +115,13 @@ def _block_target_kernel(
     BLOCK_V: tl.constexpr,  # logits of a program
     PDL: tl.constexpr,  # programmatic dependent launch
 ):
-    """argmax of logits / temperature + gumbel over one block of the vocabulary: its best token.
-
-    Grid [R * num_columns, blocks].
-    """
+    """argmax of logits / temperature + gumbel over one block of the vocabulary. Grid [R * num_columns, blocks]."""
     await_previous(PDL)
     draw, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row = draw // num_columns
     offs_v = block * BLOCK_V + tl.arange(0, BLOCK_V)
     mask = offs_v < vocab_size
-    # 1. The processed logits, restricted before or made here
+    # 1. The processed logits: loaded if restricted, else computed here
     temperature = tl.load(temperature_ptr + row)
     _, _, has_top_k, has_top_p = restriction(top_k_ptr, top_p_ptr, row, vocab_size)
     if has_top_k | has_top_p:
@@ -137,7 +134,7 @@ def _block_target_kernel(
         x = tl.load(logits_ptrs + offs_v.to(tl.int64) * stride_token, mask=mask, other=float("-inf")).to(tl.float32)
         if temperature > 0:
             x = tl.div_rn(x, temperature)
-    # 2. The best of them, with noise in a random row
+    # 2. The best of them, with noise unless greedy
     if temperature > 0:
         x += triton_gumbel(triton_key(tl.load(seeds_ptr + row), tl.load(positions_ptr + draw), STREAM), offs_v)
     max_score, argmax = tl.max(x, 0, return_indices=True)

@@ -1,5 +1,4 @@
-"""Draw the target's token after each row's accepted draft: the argmax, or a sample with the noise of its seed and
-position."""
+"""Draw the target's token after each row's accepted draft: the argmax, or a sample with noise by seed and position."""
 
 from __future__ import annotations
 
@@ -15,15 +14,15 @@ from spec_decode.sampling.noise import triton_gumbel, triton_key
 
 
 class Residual(NamedTuple):
-    """What a verified draft leaves to draw from: max(w p - q, 0) where a token was rejected, else p. R rows.
+    """The distribution to draw from after verification: max(w p - q, 0) where a token was rejected, else p. R rows.
 
-    - accepted      int64 [R]        draft tokens accepted; the token after them is drawn, from this column's logits
-    - weight        fp32 [R]         w; 0 where nothing was rejected: p is drawn from
-    - norms         fp32 [4, R * K]  planes, a number for each draft column: p's largest logit, p's sum of
-                                     exp(logit - largest), then the same two of q; read only where weight is above 0
-    - draft_logits  fp32 [R, K, V]   q's
+    - accepted      int64 [R]        accepted draft tokens; the token after them is drawn, from this column's logits
+    - weight        fp32 [R]         w; 0 where nothing was rejected, to draw from p
+    - norms         fp32 [4, R * K]  planes with a number per draft column: p's largest logit, p's sum of
+                                     exp(logit - largest), then the same two of q; read only where weight > 0
+    - draft_logits  fp32 [R, K, V]   the logits of q
 
-    Of greedy rows neither weight nor norms are read, and either may be unwritten.
+    For greedy rows weight and norms are not read, and can be uninitialised.
     """
 
     accepted: torch.Tensor
@@ -33,7 +32,7 @@ class Residual(NamedTuple):
 
     @classmethod
     def allocate(cls, draft_logits: torch.Tensor) -> Residual:
-        """With memory for a kernel to write to; draft_logits fp32 [R, K, V]."""
+        """Allocate uninitialised memory for a kernel to write; draft_logits fp32 [R, K, V]."""
         (rows, columns, _), device = draft_logits.shape, draft_logits.device
         accepted = torch.empty(rows, dtype=torch.int64, device=device)
         weight = torch.empty(rows, dtype=torch.float32, device=device)
@@ -43,8 +42,8 @@ class Residual(NamedTuple):
 def drawn_tokens(
     processed: torch.Tensor, temperature: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor
 ) -> torch.Tensor:
-    """In torch: the argmax of processed logits fp32 [..., V] where temperature is 0, else a draw from their softmax; of
-    equal logits the first wins. temperature fp32, seeds and positions int64 broadcast to [...]."""
+    """Torch reference: the argmax of processed logits fp32 [..., V] where temperature is 0, else a draw from their
+    softmax; the first of equal logits wins. temperature fp32, seeds and positions int64 broadcast to [...]."""
     keys = noise.key(seeds, positions, noise.TARGET)
     perturbed = processed + noise.gumbel(keys[..., None], torch.arange(processed.shape[-1]))
     return torch.where(temperature > 0, perturbed.argmax(-1), processed.argmax(-1))
@@ -57,14 +56,14 @@ def launch_draw(
     positions: torch.Tensor,
     residual: Residual,
 ) -> torch.Tensor:
-    """Launch the kernels; int64 [R], a token of each row of processed fp32 [R, 1 + K, V]: drawn from column `accepted`,
-    at positions + accepted."""
+    """Launch the kernels; return int64 [R], a token per row of processed fp32 [R, 1 + K, V], drawn from column
+    `accepted` at positions + accepted."""
     (rows, group, vocab), device = processed.shape, processed.device
     block = vocab_block(vocab)
     blocks = cdiv(vocab, block)
     accepted, weight, norms, draft_logits = residual
     strides = draft_logits.stride()
-    # A plane of draws from p, and one from the residual.
+    # Plane 0 is for draws from p, plane 1 for draws from the residual.
     partial_score = torch.empty(2, rows, blocks, dtype=torch.float32, device=device)
     partial_index = torch.empty(2, rows, blocks, dtype=torch.int32, device=device)
     tokens = torch.empty(rows, dtype=torch.int64, device=device)
@@ -86,7 +85,7 @@ def launch_draw(
         stride_draft_token=strides[2],
         STREAM=noise.TARGET,
         BLOCK_V=block,
-        # Few logits a thread, as in a drafter's sampling: noise is arithmetic.
+        # Few logits per thread, as in the draft's sampling: noise is compute-bound.
         num_warps=max(1, min(8, block // 128)),
         **dependent_launch(device),
     )
@@ -130,7 +129,7 @@ def _block_draw_kernel(
     Gumbel-max sampling: either argmax is a draw from its distribution. Grid [R, blocks].
     """
     await_previous(PDL)
-    # 1. The column that is drawn from, and its position
+    # 1. The column to draw from, and its position
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     num_rows, num_blocks = tl.num_programs(0), tl.num_programs(1)
@@ -144,14 +143,14 @@ def _block_draw_kernel(
     w = 0.0
     if temperature > 0:
         w = tl.load(weights_ptr + row)
-    # 2. The best of the target's
+    # 2. The best target token
     target_logits = tl.load(target_logits_ptr + logits_row * vocab_size + offs_v, mask=mask, other=float("-inf"))
     gumbel = tl.zeros((BLOCK_V,), tl.float32)
     if temperature > 0:
         gumbel = triton_gumbel(triton_key(seed, position, STREAM), offs_v)
     max_score, argmax = tl.max(target_logits + gumbel, 0, return_indices=True)
     part_offs = row * num_blocks + block
-    # 3. The best of the residual, with the same noise
+    # 3. The best residual token, with the same noise
     residual_score = tl.full((BLOCK_V,), float("-inf"), tl.float32)
     if w > 0:
         draft_ptrs = draft_logits_ptr + row * stride_draft_row + k * stride_draft_pos
@@ -176,21 +175,21 @@ def residual_weight(
     draft_row,
     num_draft_rows,  # R * K
 ):
-    """max(w target_probs - draft_probs, 0), by Residual's norms of draft_row: the maxima and sums of both softmaxes."""
+    """Return max(w target_probs - draft_probs, 0), with both softmaxes normalised by Residual.norms of draft_row."""
     target_scale = tl.div_rn(w, tl.load(norms_ptr + num_draft_rows + draft_row))
     draft_scale = tl.div_rn(1.0, tl.load(norms_ptr + 3 * num_draft_rows + draft_row))
     target_probs = tl.exp(target_logits - tl.load(norms_ptr + draft_row)) * target_scale
     draft_probs = tl.exp(draft_logits - tl.load(norms_ptr + 2 * num_draft_rows + draft_row)) * draft_scale
-    # Of a draft that is NaN no token is kept, so that nothing of p is due to it.
+    # A NaN draft has no token accepted, so q takes nothing from p.
     draft_probs = tl.where(draft_probs == draft_probs, draft_probs, 0.0)
-    # The maximum makes 0 of NaN: a residual of NaN is empty, and the token is drawn from p.
+    # The maximum turns NaN into 0: a NaN residual is empty, and the token is drawn from p.
     return tl.maximum(target_probs - draft_probs, 0.0)
 
 
 @triton.jit
 def store_draw_kernel(
-    partial_score_ptr,  # fp32 [R, blocks]; RESIDUAL: fp32 [2, R, blocks], of p and of it
-    partial_index_ptr,  # int32 of the same shape
+    partial_score_ptr,  # fp32 [R, blocks]; with RESIDUAL [2, R, blocks], of p and of the residual
+    partial_index_ptr,  # int32, same shape
     tokens_ptr,  # out: int64 [R]
     vocab_size,  # V
     num_blocks,  # of the vocabulary
@@ -198,7 +197,7 @@ def store_draw_kernel(
     BLOCK_B: tl.constexpr,  # blocks, rounded up to a power of two
     PDL: tl.constexpr,  # programmatic dependent launch
 ):
-    """One program per row: its token, the best of its blocks', of the residual's plane where that has any."""
+    """Merge the blocks of a row and store its token, from the residual if that is not empty. One program per row."""
     await_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     offs_b = tl.arange(0, BLOCK_B)
@@ -209,7 +208,7 @@ def store_draw_kernel(
         residual_max, residual_token = merge_argmax(
             partial_score_ptr + part_offs, partial_index_ptr + part_offs, offs_b < num_blocks
         )
-        # The residual is empty where nothing was rejected, or where rounding removed p's difference from q.
+        # The residual is empty if nothing was rejected, or if p and q differ by no more than rounding.
         token = tl.where(residual_max > float("-inf"), residual_token, token)
-    # Where every logit is NaN none was found; the token must lie in the vocabulary all the same.
+    # If every logit is NaN, no token was found; clamp to a valid one.
     tl.store(tokens_ptr + row, tl.minimum(token, vocab_size - 1).to(tl.int64))

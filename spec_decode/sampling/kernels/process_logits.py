@@ -1,4 +1,4 @@
-"""Process logits for sampling: fp32, divided by the temperature."""
+"""Process logits for sampling: convert to fp32 and divide by the temperature."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from spec_decode.sampling.kernels.vocab_blocks import vocab_block
 
 
 def is_restricted(top_k: torch.Tensor, top_p: torch.Tensor, vocab: int) -> torch.Tensor:
-    """bool [R], of top_k int32 [R] and top_p fp32 [R], over `vocab` tokens."""
+    """Return whether top_k int32 [R] or top_p fp32 [R] restricts each row of `vocab` logits: bool [R]."""
     return ((top_k > 0) & (top_k < vocab)) | (top_p < 1)
 
 
 @triton.jit
 def restriction(top_k_ptr, top_p_ptr, request, vocab_size):
-    """A request's k and p, and whether each of them is on."""
+    """Return a request's k and p, and whether each is on."""
     k = tl.load(top_k_ptr + request)
     p = tl.load(top_p_ptr + request)
     return k, p, (k > 0) & (k < vocab_size), p < 1
 
 
 class ProcessLogits(NamedTuple):
-    """logits / temperature, contiguous fp32 [R, G, V]; [R, 1, V] if `column` selects one of each row.
+    """Return logits / temperature, contiguous fp32 [R, G, V]; [R, 1, V] if `column` selects one column per row.
 
-    - logits       [R, G, V] any float, of any strides
-    - temperature  fp32 [R]; 0, which is greedy, leaves logits as they are
+    - logits       [R, G, V] any float, any strides
+    - temperature  fp32 [R]; 0, greedy, does not change the logits
     - column       int64 [R], 0 to G - 1, or None for all
-    - top_k        int32 [R] and top_p fp32 [R]: only rows that one of them restricts are written; None, all are
+    - top_k        int32 [R], like top_p fp32 [R]: only rows that either restricts are written; None writes all
     """
 
     logits: torch.Tensor
@@ -46,7 +46,7 @@ class ProcessLogits(NamedTuple):
             logits = logits[torch.arange(len(logits)), self.column][:, None]
         out = (logits.float() / torch.where(temperature > 0, temperature, 1.0)[:, None, None]).contiguous()
         if self.top_k is not None and self.top_p is not None:
-            # Whoever reads a row that nobody asked for is to notice.
+            # Poison rows that are not written, so that a test notices a read.
             out[~is_restricted(self.top_k, self.top_p, logits.shape[2])] = float("nan")
         return out
 

@@ -1,8 +1,8 @@
-"""Top-k and top-p: set to -inf the logits of tokens that may not be sampled.
+"""Top-k and top-p: set the logits of excluded tokens to -inf.
 
 The kernels search for two thresholds: top_k's by counting logits, top_p's by summing exp(x - the row's largest logit).
-A bin holds the logits from its edge to the next bin's. Bin membership is decided by comparing logits with edges that
-were stored once: an edge computed again could be rounded differently.
+A bin holds the logits from its edge up to the next bin's. Bin membership is decided by comparing logits with stored
+edges: an edge computed again could be rounded differently.
 """
 
 from __future__ import annotations
@@ -19,38 +19,38 @@ from spec_decode.sampling.kernels.process_logits import restriction
 from spec_decode.sampling.kernels.threshold_search import search, walk
 
 _PART = 4096
-"""Logits of a row that one program takes: few enough that a single row keeps many SMs busy."""
+"""Logits of a part, the unit that a program takes: few enough that a single row keeps many SMs busy."""
 
 _PROGRAMS = 2048
-"""Programs that keep a device busy: more of them would only cost rows without a restriction their start."""
+"""Programs that keep a device busy: more would only add launch time for rows without a restriction."""
 
 _BINS = 32
-"""Sections of a row's range that are counted at once: a thread holds a count and a sum for each in registers."""
+"""Bins of a row's range that are counted at once: a thread holds a count and a sum for each in registers."""
 
 _LANES = 128
-"""Threads of a program that counts. Adding up their sums at the end costs as much as a few dozen logits."""
+"""Threads per counting program. Reducing over them at the end costs as much as a few dozen logits."""
 
 _CAPACITY = 16384
-"""Logits of one bin that are copied out to be searched; if it holds more, the search reads the whole row."""
+"""The most logits of a bin that are copied out for the search; if it holds more, the search reads the whole row."""
 
 _BLOCK = 1024
-"""Logits that a search reads at once, and a quarter of what it keeps in registers."""
+"""Logits that a search reads at once; it keeps four times as many in registers."""
 
 
 def restrict_logits(logits: torch.Tensor, *, top_k: torch.Tensor, top_p: torch.Tensor) -> None:
     """Write -inf, in place, where a token is outside its row's top_k, or outside top_p of what top_k left.
 
-    - logits  fp32 [R * G, V], contiguous, already divided by the temperature; G rows in turn for each request
-    - top_k   int32 [R]; off where it is 0, or V and more
-    - top_p   fp32 [R]; off where it is 1 and more
+    - logits  fp32 [R * G, V], contiguous, already divided by the temperature; G consecutive rows per request
+    - top_k   int32 [R]; off if 0, or V or more
+    - top_p   fp32 [R]; off if 1 or more
 
     A row with both off is not read. top_k keeps logits of at least the k-th largest; top_p then keeps the fewest most
-    probable tokens that hold at least that share of what top_k left (Holtzman et al., 2020, section 3.1). Tokens of
+    probable tokens that hold at least that share of what top_k left (Holtzman et al., 2020, section 3.1). Tokens with
     equal logits stay or go together, so the result depends on no order: a tie at the threshold keeps more than k
-    tokens, or than the fewest. The most probable token always stays. At top_p's threshold a share is a sum in fp64 on
-    the CPU and in fp32 on CUDA, there in an order of its own, the same in every run.
+    tokens, or more than the fewest. The most probable token always stays. Shares at top_p's threshold are summed in
+    fp64 on the CPU and in fp32 on CUDA, there in an order that differs from the CPU's but is the same in every run.
 
-    Raises BatchError, with nothing written, for tensors of another shape, dtype, device or layout.
+    Raises BatchError, with nothing written, for tensors of the wrong shape, dtype, device or layout.
     """
     rows = len(top_k)
     require_tensor("logits", logits, shape=(None, None), dtype=torch.float32, device=logits.device)
@@ -100,17 +100,17 @@ class RestrictLogits(NamedTuple):
         def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
             return torch.empty(shape, dtype=dtype, device=device)
 
-        # What the kernels hand on; never written for a row without a restriction.
-        part_min = empty(rows, parts)  # the least logit of a part that is not a mask, else inf
+        # Intermediate results between the kernels; not written for a row without a restriction.
+        part_min = empty(rows, parts)  # the least unmasked logit of a part, or inf
         part_max = empty(rows, parts)  # the largest logit of a part
-        edges = empty(rows, _BINS)  # the least logit of a bin, which ends where the next begins; the last has no end
+        edges = empty(rows, _BINS)  # the least logit of a bin, which ends at the next edge; the last has no end
         maxima = empty(rows)  # the largest logit
-        counts = empty(rows, _BINS, parts, dtype=torch.int32)  # how many logits of a part are not below a bin's edge
-        sums = empty(rows, _BINS, parts)  # their sum of exponentials, where top_p is on
+        counts = empty(rows, _BINS, parts, dtype=torch.int32)  # logits of a part at or above a bin's edge
+        sums = empty(rows, _BINS, parts)  # their sum of exponentials, if top_p is on
         bins = empty(rows, dtype=torch.int32)  # the bin of top_k's threshold, then that of top_p's
-        members = empty(rows, capacity)  # the first of that bin's logits
+        members = empty(rows, capacity)  # the first logits of that bin
         thresholds = empty(rows)  # top_k's, then the larger of both
-        targets = empty(rows)  # the sum of exponentials that the kept members of top_p's bin have to reach
+        targets = empty(rows)  # the sum of exponentials that the kept members of top_p's bin must reach
 
         row: dict[str, Any] = {"logits_ptr": self.logits, "top_k_ptr": self.top_k, "top_p_ptr": self.top_p}
         row |= {"vocab_size": vocab, "group_size": rows // len(self.top_k), "num_parts": parts}
@@ -132,7 +132,7 @@ class RestrictLogits(NamedTuple):
 _restrict_logits = define_op("spec_decode::restrict_logits", RestrictLogits, mutates=("logits",))
 
 
-_MASK = tl.constexpr(-1e9)  # a logit no larger is taken for a mask
+_MASK = tl.constexpr(-1e9)  # logits at or below this count as masked
 _LEAST = tl.constexpr(-3.4028234663852886e38)  # the lowest finite fp32
 
 
@@ -149,7 +149,7 @@ def find_range_kernel(
     PART: tl.constexpr,  # logits of a part
     PDL: tl.constexpr,  # programmatic dependent launch
 ):
-    """A program takes parts of one row: each one's least logit that is no mask, or inf, and its largest, or -inf."""
+    """Store each part's least unmasked logit, or inf, and its largest, or -inf. A program takes parts of one row."""
     await_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     _, _, has_top_k, has_top_p = restriction(top_k_ptr, top_p_ptr, row // group_size, vocab_size)
@@ -157,7 +157,7 @@ def find_range_kernel(
         for part in range(tl.program_id(1), num_parts, tl.num_programs(1)):
             x = _load(logits_ptr, row, part * PART + tl.arange(0, PART), vocab_size)
             part_offs = row * num_parts + part
-            # A mask other than -inf is not worth a bin: the lowest bin takes it in.
+            # A finite mask value must not widen the range: it goes to the lowest bin.
             tl.store(part_min_ptr + part_offs, tl.min(tl.where(x > _MASK, x, float("inf")), 0))
             tl.store(part_max_ptr + part_offs, tl.max(tl.where(x > float("-inf"), x, float("-inf")), 0))
 
@@ -182,8 +182,8 @@ def count_bins_kernel(
     BLOCK_PARTS: tl.constexpr,  # parts, rounded up to a power of two
     PDL: tl.constexpr,  # programmatic dependent launch
 ):
-    """A program takes parts of one row: how many logits of each are not below each edge, and for top_p their sum of
-    exponentials.
+    """Count the logits of each part at or above each edge, and for top_p sum their exponentials. A program takes parts
+    of one row.
     """
     await_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -195,7 +195,7 @@ def count_bins_kernel(
         row_max = tl.max(tl.load(part_max_ptr + part_offs, mask=mask, other=float("-inf")), 0)
         row_min = tl.min(tl.load(part_min_ptr + part_offs, mask=mask, other=float("inf")), 0)
         if has_top_p & (not has_top_k):
-            # All logits below this together weigh less than 1 - p of the largest logit alone.
+            # All logits below this together weigh less than 1 - p times the weight of the largest logit.
             row_min = tl.maximum(row_min, row_max - tl.log(vocab_size / (1.0 - p)))
         row_min = tl.minimum(row_min, row_max)
         offs_bin = tl.arange(0, BINS)
@@ -203,7 +203,7 @@ def count_bins_kernel(
         if tl.program_id(1) == 0:
             tl.store(edges_ptr + row * BINS + offs_bin, edges)
             tl.store(max_ptr + row, row_max)
-        # 2. What each part has from each edge on
+        # 2. Each part's totals from each edge on
         for part in range(tl.program_id(1), num_parts, tl.num_programs(1)):
             count_offs = (row * BINS + offs_bin) * num_parts + part
             if has_top_p:
@@ -229,12 +229,13 @@ def _count_part(
     LANES: tl.constexpr,
     BINS: tl.constexpr,
 ):
-    """Every thread compares its own logits with all edges: no sum crosses threads before the end."""
+    """Return the counts and sums of a part. Every thread compares its own logits with all edges, so the only reduction
+    across threads is at the end."""
     count = tl.zeros((BINS, LANES), tl.float32)
     sum_exp = tl.zeros((BINS, LANES), tl.float32)
     for start in tl.range(part * PART, tl.minimum((part + 1) * PART, vocab_size), LANES, loop_unroll_factor=4):
         x = _load(logits_ptr, row, start + tl.arange(0, LANES), vocab_size)
-        # Factors, not conditions: 32 conditions would not fit in a thread's predicates.
+        # Use factors, not conditions: 32 conditions do not fit in a thread's predicate registers.
         reached = (x[None, :] >= edges[:, None]).to(tl.float32)
         count += reached
         if SUM_EXP:
@@ -261,9 +262,9 @@ def gather_bin_kernel(
     CAPACITY: tl.constexpr,  # logits of a bin that are copied out
     PDL: tl.constexpr,  # programmatic dependent launch
 ):
-    """Copy out the members of the bin that holds a threshold, in the order of their tokens, up to CAPACITY.
+    """Copy out the members of the bin that holds a threshold, in token order, up to CAPACITY.
 
-    With TOP_P the bin was chosen before; else the k-th largest logit's is chosen here. A program takes parts of a row.
+    With TOP_P the bin was chosen earlier; else it is that of the k-th largest logit. A program takes parts of a row.
     """
     await_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -278,7 +279,7 @@ def gather_bin_kernel(
             if tl.program_id(1) == 0:
                 tl.store(bins_ptr + row, bin)
         lower, upper = _bounds(edges_ptr, row, bin, BINS)
-        # 2. Its members of each part, after those of the parts before
+        # 2. Each part's members, after those of earlier parts
         offs_parts = tl.arange(0, BLOCK_PARTS)
         part_counts = _members_of_part(counts_ptr, row, bin, offs_parts, num_parts, BINS)
         for part in range(tl.program_id(1), num_parts, tl.num_programs(1)):
@@ -312,8 +313,8 @@ def top_k_threshold_kernel(
     BLOCK: tl.constexpr,  # logits that a search reads at a time
     PDL: tl.constexpr,  # programmatic dependent launch
 ):
-    """One program per row: top_k's threshold; for top_p, its bin and the sum of exponentials which that bin has to add
-    to those above.
+    """Find top_k's threshold, and for top_p its bin and the sum of exponentials that this bin must add to the bins
+    above. One program per row.
     """
     await_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -367,14 +368,14 @@ def top_p_threshold_kernel(
     BLOCK: tl.constexpr,  # logits that a search reads at a time
     PDL: tl.constexpr,  # programmatic dependent launch
 ):
-    """One program per row: top_p's threshold, which is not below top_k's."""
+    """Find top_p's threshold, which is not below top_k's. One program per row."""
     await_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     _, _, _, has_top_p = restriction(top_k_ptr, top_p_ptr, row // group_size, vocab_size)
     if has_top_p:
         bin = tl.load(bins_ptr + row)
         lower, upper = _bounds(edges_ptr, row, bin, BINS)
-        # Rounded sums may ask for more than top_k kept: then the search ends where it starts.
+        # Rounding can make the target exceed what top_k kept; the search then returns lower.
         lower = tl.maximum(lower, tl.load(thresholds_ptr + row))
         count = _totals(counts_ptr, row, num_parts, BINS, BLOCK_PARTS)
         num_members = _at(count, bin) - _at(count, bin + 1)
@@ -395,7 +396,7 @@ def mask_logits_kernel(
     PART: tl.constexpr,  # logits of a part
     PDL: tl.constexpr,  # programmatic dependent launch
 ):
-    """-inf for a part's logits below the row's threshold; a program takes parts of one row."""
+    """Set a part's logits below the row's threshold to -inf. A program takes parts of one row."""
     await_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     _, _, has_top_k, has_top_p = restriction(top_k_ptr, top_p_ptr, row // group_size, vocab_size)
@@ -410,7 +411,7 @@ def mask_logits_kernel(
 
 @triton.jit
 def _load(logits_ptr, row, offs_v, vocab_size):
-    """A row's logits at tokens, -inf after its end."""
+    """Load a row's logits at offs_v, -inf past its end."""
     return tl.load(logits_ptr + row * vocab_size + offs_v, mask=offs_v < vocab_size, other=float("-inf"))
 
 
@@ -422,7 +423,7 @@ def _totals(
     BINS: tl.constexpr,
     BLOCK_PARTS: tl.constexpr,
 ):
-    """A row's totals from each edge on, [BINS], of its parts' counts or sums."""
+    """Sum a row's counts or sums over its parts: totals from each edge on, [BINS]."""
     offs_bin = tl.arange(0, BINS)[:, None]
     offs_parts = tl.arange(0, BLOCK_PARTS)[None, :]
     value_ptrs = values_ptr + (row * BINS + offs_bin) * num_parts + offs_parts
@@ -438,7 +439,7 @@ def _members_of_part(
     num_parts,
     BINS: tl.constexpr,
 ):
-    """How many members of a bin a part has."""
+    """Return how many members of a bin a part has."""
     count_ptrs = counts_ptr + (row * BINS + bin) * num_parts + part
     reached = tl.load(count_ptrs, mask=part < num_parts, other=0)
     return reached - tl.load(count_ptrs + num_parts, mask=(part < num_parts) & (bin + 1 < BINS), other=0)
@@ -446,19 +447,19 @@ def _members_of_part(
 
 @triton.jit
 def _at(totals, bin):
-    """The total from a bin's edge on; 0 after the last bin."""
+    """Return the total from a bin's edge on; 0 past the last bin."""
     return tl.sum(tl.where(tl.arange(0, totals.shape[0]) == bin, totals, 0), 0)
 
 
 @triton.jit
 def _last_bin_reaching(totals, target):
-    """The last bin from whose edge on the total reaches `target`, or the first if none does."""
+    """Return the last bin with a total of at least `target` from its edge on, or the first if none has."""
     return tl.maximum(tl.sum((totals >= target).to(tl.int32), 0) - 1, 0)
 
 
 @triton.jit
 def _bounds(edges_ptr, row, bin, BINS: tl.constexpr):
-    """A bin's own edge, and the next bin's."""
+    """Return a bin's edge and the next bin's."""
     edge_ptr = edges_ptr + row * BINS + bin
     return tl.load(edge_ptr), tl.load(edge_ptr + 1, mask=bin + 1 < BINS, other=float("inf"))
 
@@ -472,7 +473,7 @@ def _members(
     num_members,
     CAPACITY: tl.constexpr,
 ):
-    """Where to find a bin's members, and how many logits to read: the row itself if they exceed CAPACITY."""
+    """Return the pointer to a bin's members and the number to read: the whole row if they exceed CAPACITY."""
     x_ptr = members_ptr + row * CAPACITY
     if num_members > CAPACITY:
         x_ptr = logits_ptr + row * vocab_size

@@ -1,4 +1,4 @@
-"""Sample all draft tokens of a block at once, and store each with its processed logits up to where a row stops."""
+"""Sample all draft tokens of a block at once; store their processed logits, and the tokens up to where a row stops."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from spec_decode.sampling.kernels.vocab_blocks import merge_sum_exp
 
 
 class SampleBlock(NamedTuple):
-    """The arguments of the op; DraftSampler documents the buffers, and `sample_block` of it the others.
+    """The arguments of the op; DraftSampler documents the buffers, DraftSampler.sample_block the others.
 
-    logits [R * K, V of the draft] and positions int64 [R * K] are of column k of row r at r * K + k. seq_lens is read.
+    logits [R * K, V of the draft] and positions int64 [R * K] hold column k of row r at r * K + k. seq_lens is only
+    read.
     """
 
     logits: torch.Tensor
@@ -101,10 +102,10 @@ def _store_block_kernel(
     stride_logits,
     stride_draft_tokens,
     BLOCK_B: tl.constexpr,  # blocks, rounded up to a power of two
-    BLOCK_K: tl.constexpr,  # K, likewise
+    BLOCK_K: tl.constexpr,  # K, rounded up likewise
     PDL: tl.constexpr,  # programmatic dependent launch
 ):
-    """One program per row, of the first of the buffers' R: store its tokens up to where it stops, and none behind."""
+    """Store a row's tokens up to where it stops, -1 after that. One program per row; rows are the first of the R."""
     INT32_MAX: tl.constexpr = 2**31 - 1
     await_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -113,17 +114,17 @@ def _store_block_kernel(
     draft_row = row * num_drafts + offs_k
     part_offs = draft_row[:, None] * num_blocks + offs_b
     mask = (offs_k < num_drafts)[:, None] & (offs_b < num_blocks)
-    # 1. The token of each column, the best of its blocks'
+    # 1. The token of each column: the best of its blocks
     score = tl.load(partial_score_ptr + part_offs, mask=mask, other=float("-inf"))
     index = tl.load(partial_index_ptr + part_offs, mask=mask, other=INT32_MAX)
     max_score = tl.max(score, 1)
     draft_ids = tl.min(tl.where(score == max_score[:, None], index, INT32_MAX), 1)
-    # Where every logit is NaN none was found; the token must lie in the vocabulary all the same.
+    # If every logit is NaN, no token was found; clamp to a valid one.
     draft_ids = tl.minimum(draft_ids, vocab_size - 1).to(tl.int64)
     draft_tokens = draft_ids
     if token_map_ptr is not None:
         draft_tokens = tl.load(token_map_ptr + draft_ids)
-    # 2. How many the row proposes, and store them
+    # 2. The number of tokens that the row proposes; store them
     draft_len = tl.minimum(tl.minimum(tl.load(draft_lens_ptr + row), tl.load(num_tokens_ptr)), num_drafts)
     draft_len = tl.where(tl.load(seq_lens_ptr + row) > 0, draft_len, 0)
     min_confidence = tl.load(min_confidence_ptr)
@@ -136,7 +137,7 @@ def _store_block_kernel(
         logit = tl.load(logit_ptrs, mask=offs_k < num_drafts, other=0.0).to(tl.float32)
         logit = tl.div_rn(logit, tl.where(temperature > 0, temperature, 1.0))
         sure = tl.div_rn(tl.exp(logit - row_max), row_sum) >= min_confidence
-        # The token of the first column that is not sure is still proposed.
+        # The first token below min_confidence is still proposed.
         draft_len = tl.minimum(draft_len, tl.min(tl.where(sure, num_drafts, offs_k), 0) + 1)
     draft_tokens = tl.where(offs_k < draft_len, draft_tokens, -1)
     tl.store(draft_tokens_ptr + row * stride_draft_tokens + offs_k, draft_tokens, mask=offs_k < num_drafts)

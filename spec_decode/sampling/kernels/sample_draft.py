@@ -13,7 +13,7 @@ from spec_decode.sampling.kernels.draft_argmax import launch_draft_argmax, sampl
 from spec_decode.sampling.kernels.vocab_blocks import merge_argmax, merge_sum_exp
 
 NO_TOKEN = -1
-"""Draft token of a row that proposes nothing: padding, a request that could not advance, or one that has stopped."""
+"""The draft token of a row that proposes nothing: padding, a request that could not advance or that has stopped."""
 
 
 class SampleDraft(NamedTuple):
@@ -121,10 +121,10 @@ def _store_token_kernel(
     stride_logits,
     stride_draft_tokens,
     BLOCK_B: tl.constexpr,  # blocks, rounded up to a power of two
-    BLOCK_K: tl.constexpr,  # K, likewise
+    BLOCK_K: tl.constexpr,  # K, rounded up likewise
     PDL: tl.constexpr,  # programmatic dependent launch
 ):
-    """One program per row, of the first of the buffers' R: store its token, and decide whether it continues."""
+    """Store a row's token, and decide whether it continues. One program per row; rows are the first of the R."""
     await_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     offs_b = tl.arange(0, BLOCK_B)
@@ -134,14 +134,14 @@ def _store_token_kernel(
     k = tl.load(step_ptr)
     draft_len = tl.minimum(tl.minimum(tl.load(draft_lens_ptr + row), tl.load(num_tokens_ptr)), num_drafts)
     min_confidence = tl.load(min_confidence_ptr)
-    # 1. The token, the best of the blocks'
+    # 1. The token: the best of the blocks
     _, draft_id = merge_argmax(partial_score_ptr + part_offs, partial_index_ptr + part_offs, mask)
-    # Where every logit is NaN none was found; the token must lie in the vocabulary all the same.
+    # If every logit is NaN, no token was found; clamp to a valid one.
     draft_id = tl.minimum(draft_id, vocab_size - 1).to(tl.int64)
     token = draft_id
     if token_map_ptr is not None:
         token = tl.load(token_map_ptr + draft_id)
-    # 2. Whether the row proposes it, and then another
+    # 2. Whether the row proposes it, and another one after it
     proposes = (seq_len > 0) & (k < draft_len)
     continues = proposes & (k + 1 < draft_len)
     if min_confidence > 0:
@@ -152,7 +152,7 @@ def _store_token_kernel(
         logit = tl.load(logits_ptr + row * stride_logits + draft_id).to(tl.float32)
         logit = tl.div_rn(logit, tl.where(temperature > 0, temperature, 1.0))
         continues = continues & (tl.div_rn(tl.exp(logit - row_max), row_sum) >= min_confidence)
-    # 3. Store what it proposes, and whether it continues
+    # 3. Store the token, and whether the row continues
     row_ptr = draft_tokens_ptr + row * stride_draft_tokens
     if k == 0:
         offs_k = tl.arange(0, BLOCK_K)

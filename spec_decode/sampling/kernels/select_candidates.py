@@ -1,6 +1,6 @@
-"""Draw the tokens of a block in turn, each among the candidates of its place, by scores that the one before it shifts.
+"""Draw the tokens of a block in sequence, each among the candidates of its place; the token before shifts the scores.
 
-Legend: R rows, K columns, W candidates of a place, V vocabulary, N rank of the shift.
+Legend: R rows, K columns, W candidates per place, V vocabulary, N rank of the shift.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from spec_decode.sampling.kernels.sample_draft import NO_TOKEN
 from spec_decode.sampling.noise import triton_gumbel, triton_key
 
 _RANKS = 128
-"""Dims of the shift that a program takes at once, at most."""
+"""The most dims of the shift that a program sums at once."""
 
 
 class SelectCandidates(NamedTuple):
-    """The arguments of the op; CandidateSampler documents the buffers, and `select_block` of it the others.
+    """The arguments of the op; CandidateSampler documents the buffers, CandidateSampler.select_block the others.
 
-    Line r * K + k is column k of row r. A candidate's score is its logit, and sum over n of predecessors[token before]
-    * gates[line] * successors[candidate], in fp32. One whose logit is -inf or NaN is none, and one that stands twice is
-    one: its noise is the same.
+    Line r * K + k is column k of row r. A candidate's score is its logit plus the sum over n of predecessors[token
+    before] * gates[line] * successors[candidate], in fp32. A candidate with a logit of -inf or NaN is ignored, and a
+    duplicate counts once, since its noise is the same.
     """
 
     logits: torch.Tensor
@@ -139,14 +139,14 @@ def _select_candidates_kernel(
     stride_draft_row,
     stride_draft_pos,
     STREAM: tl.constexpr,  # of the noise
-    AHEAD: tl.constexpr,  # from an input's position to that of the token it predicts
+    AHEAD: tl.constexpr,  # position of the predicted token minus that of the input
     BLOCK_W: tl.constexpr,  # W, rounded up to a power of two
     BLOCK_N: tl.constexpr,  # dims of the shift that are summed at once
     PDL: tl.constexpr,  # programmatic dependent launch
 ):
     """score = logit + sum of predecessors[previous] * gate * successors[token], and the argmax of score + gumbel.
 
-    One program per row, of the first of the buffers' R: a column after the other.
+    One program per row, columns in sequence; rows are the first of the R.
     """
     await_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -164,7 +164,7 @@ def _select_candidates_kernel(
         token = tl.load(candidates_ptr + draft_row * width + offs_w, mask=mask, other=0)
         x = tl.load(logits_ptr + draft_row * stride_logits + token, mask=mask, other=float("-inf")).to(tl.float32)
         is_found = x > float("-inf")
-        # 1. What the token before adds to each candidate's logit
+        # 1. The shift that the token before adds to each candidate's logit
         shift = tl.zeros((BLOCK_W,), tl.float32)
         for start in range(0, rank, BLOCK_N):
             offs_n = start + tl.arange(0, BLOCK_N)
@@ -177,7 +177,7 @@ def _select_candidates_kernel(
         x = tl.where(is_found, x + shift, float("-inf"))
         if is_random:
             x = tl.div_rn(x, temperature)
-        # 2. Store the scores where verification reads them, and take those of the last round away.
+        # 2. Store the scores for verification, and reset those of the last round
         draft_logits_ptrs = draft_logits_ptr + row * stride_draft_row + k * stride_draft_pos
         scored_ptrs = scored_ptr + draft_row * width + offs_w
         last = tl.load(scored_ptrs, mask=mask, other=0)
@@ -185,12 +185,12 @@ def _select_candidates_kernel(
         tl.store(draft_logits_ptrs + last, float("-inf"), mask=mask & (is_rescored == 0))
         tl.store(draft_logits_ptrs + token, x, mask=mask)
         tl.store(scored_ptrs, token, mask=mask)
-        # 3. The best of them, with noise in a random row
+        # 3. The best of them, with noise unless greedy
         perturbed = x
         if is_random:
             perturbed = x + triton_gumbel(triton_key(seed, tl.load(positions_ptr + draft_row) + AHEAD, STREAM), token)
         _, argmax = tl.max(perturbed, 0, return_indices=True)
-        # Where every score is NaN none was found; the token must lie in the vocabulary all the same.
+        # If every score is NaN, no token was found; clamp to a valid one.
         argmax = tl.minimum(argmax, width - 1)
         previous = tl.sum(tl.where(offs_w == argmax, token, 0), 0)
         tl.store(draft_tokens_ptr + row * stride_draft_tokens + k, tl.where(k < draft_len, previous, -1))
@@ -198,7 +198,7 @@ def _select_candidates_kernel(
             max_logit = tl.max(x, 0)
             exps = tl.exp(x - max_logit)
             is_sure = tl.div_rn(tl.sum(tl.where(offs_w == argmax, exps, 0.0), 0), tl.sum(exps, 0)) >= min_confidence
-            # The token that is not sure is still proposed.
+            # The first token below min_confidence is still proposed.
             draft_len = tl.where(is_sure, draft_len, tl.minimum(draft_len, k + 1))
 
 

@@ -1,6 +1,6 @@
 """Search for a threshold among logits in memory, for the kernels of restrict_logits.
 
-With SUM_EXP a logit x weighs exp(x - row_max), where row_max is the row's largest logit; else it weighs 1.
+With SUM_EXP a logit x has the weight exp(x - row_max), where row_max is the row's largest logit; else 1.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ def search(
     SUM_EXP: tl.constexpr,
     BLOCK: tl.constexpr,  # logits read at a time
 ):
-    """The highest threshold, from lower on, such that a bin's logits at or above it weigh at least `target`.
+    """Return the highest threshold >= lower with a total weight of at least `target` for the bin's logits at or above.
 
-    The bin ends at upper. Returns lower if its logits from lower on weigh less, or if lower is after the bin.
+    The bin ends at upper. Returns lower if its logits from lower on weigh less, or if lower is past the bin.
 
-    This bisects the floats in between, in 32 steps at most, whatever the logits are. A walk over memory takes as long
-    as many steps over registers. So a walk also keeps the logits between the bounds, and once all of them fit, the
-    search continues among those that were kept.
+    This bisects the floats in between, in at most 32 steps for any logits. A pass over memory costs as much as many
+    steps over registers. So a pass also keeps the logits between the bounds, and once all of them fit in registers the
+    search continues there.
     """
     low = _rank(lower)
     high = tl.minimum(_rank(upper), _rank(row_max) + 1)
@@ -33,8 +33,8 @@ def search(
     kept = tl.full((4 * BLOCK,), float("-inf"), tl.float32)
     lost = 1
     above = 0.0
-    base = 0.0  # the weight of all logits above those kept: `above` as it was in that walk
-    # Walks over memory, until the logits between the bounds are kept
+    base = 0.0  # the weight of all logits above the kept ones: `above` at that pass
+    # Passes over memory, until the logits between the bounds fit
     while (pivot > low) & (lost > 0):
         base = above
         low_x, high_x = _float(low), _float(high)
@@ -52,9 +52,9 @@ def search(
 
 @triton.jit
 def _narrowed(low, high, pivot, weight, target):
-    """Bounds such that logits from low on weigh enough, and logits from high on too little, or just enough.
+    """Return bounds such that logits from low on weigh enough, and logits from high on too little, or just enough.
 
-    The pivot becomes one of them whatever the weights are, NaN included, so every search ends.
+    The pivot becomes one of the bounds for any weights, including NaN, so every search terminates.
     """
     return tl.where(weight >= target, pivot, low), tl.where(weight > target, high, pivot)
 
@@ -71,11 +71,11 @@ def walk(
     SUM_EXP: tl.constexpr,
     BLOCK: tl.constexpr,  # logits read at a time
 ):
-    """The weight of the logits from pivot to below upper; the logits above low and below high, fp32 [4 * BLOCK], the
-    rest -inf; and 1 if some of those did not fit, else 0.
+    """Return the weight of the logits in [pivot, upper); the logits in (low, high), fp32 [4 * BLOCK], padded with -inf;
+    and 1 if some of those did not fit, else 0.
 
-    A lane holds the last four that it meets. Weights are added in an order that does not depend on the pivot, so a
-    smaller set never weighs more: counts below 2**24 are exact in fp32.
+    A lane keeps the last four that it meets. Weights are added in an order that does not depend on the pivot, so a
+    smaller set never weighs more; counts below 2**24 are exact in fp32.
     """
     lane = tl.arange(0, BLOCK)
     weight = tl.zeros((BLOCK,), tl.float32)
@@ -96,13 +96,13 @@ def walk(
 
 @triton.jit
 def _weight(x, counted, row_max, SUM_EXP: tl.constexpr):
-    """What each logit that is counted weighs, else 0."""
+    """Return the weight of each counted logit, else 0."""
     return tl.where(counted, tl.exp(x - row_max) if SUM_EXP else 1.0, 0.0)
 
 
 @triton.jit
 def _rank(x):
-    """A float's int32, ordered as floats are; of both zeros, which are equal, the larger."""
+    """Map a float to an int32 with the same order; both zeros map to the larger rank."""
     ALL_BUT_SIGN: tl.constexpr = 0x7FFFFFFF
     bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & ALL_BUT_SIGN)
@@ -110,12 +110,12 @@ def _rank(x):
 
 @triton.jit
 def _float(rank):
-    """The float of a rank."""
+    """Return the float of a rank."""
     ALL_BUT_SIGN: tl.constexpr = 0x7FFFFFFF
     return (rank ^ ((rank >> 31) & ALL_BUT_SIGN)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _middle(low, high):
-    """Rounded down, without overflow: low itself where nothing lies between."""
+    """Return the midpoint, rounded down, without overflow: low if nothing lies between."""
     return (low & high) + ((low ^ high) >> 1)

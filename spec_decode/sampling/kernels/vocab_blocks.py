@@ -1,4 +1,4 @@
-"""How a row of logits is divided over programs, and how their partial results are stored and merged."""
+"""Split a row of logits over programs, and store and merge their partial results."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from builders.kernels.sizes import next_power_of_2
 from builders.kernels.triton_runtime import tl, triton
 
 _MIN_BLOCKS = 64
-"""Programs per row, at least, within the bounds below: a single row must occupy a device."""
+"""The fewest programs per row, within the bounds below: a single row must occupy a device."""
 
 _BLOCK_BOUNDS = (512, 4096)
-"""The fewest and the most logits of a program."""
+"""The fewest and the most logits per program."""
 
 
 def vocab_block(vocab: int) -> int:
-    """Logits of one program: a power of two, for rows of `vocab` logits."""
+    """Return the logits per program, a power of two, for rows of `vocab` logits."""
     fewest, most = _BLOCK_BOUNDS
     share = 1 << (max(1, vocab // _MIN_BLOCKS).bit_length() - 1)
     block: int = min(max(fewest, min(most, share)), next_power_of_2(vocab))
@@ -25,23 +25,23 @@ def store_max_sum_exp(logits, max_ptr, sum_exp_ptr):
     """Store max(logits) and the sum of exp(logits - max(logits)) of a block."""
     block_max = tl.max(logits, 0)
     tl.store(max_ptr, block_max)
-    # A block of -inf alone has the sum 0; -inf minus itself would make it NaN.
+    # A block of only -inf has the sum 0; -inf - (-inf) would make it NaN.
     tl.store(sum_exp_ptr, tl.sum(tl.where(logits == float("-inf"), 0.0, tl.exp(logits - block_max)), 0))
 
 
 @triton.jit
 def merge_sum_exp(block_max, block_sum):
-    """row_max = max(block_max), and row_sum = sum of block_sum * exp(block_max - row_max), along the last axis."""
+    """Return row_max = max(block_max) and row_sum = sum(block_sum * exp(block_max - row_max)), along the last axis."""
     axis: tl.constexpr = len(block_max.shape) - 1
     row_max = tl.max(block_max, axis)
     rescaled = block_sum * tl.exp(block_max - tl.expand_dims(row_max, axis))
-    # A block of -inf alone has the sum 0; -inf minus itself would make it NaN.
+    # A block of only -inf has the sum 0; -inf - (-inf) would make it NaN.
     return row_max, tl.sum(tl.where(block_sum > 0, rescaled, 0.0), axis)
 
 
 @triton.jit
 def merge_argmax(score_ptrs, index_ptrs, mask):
-    """The largest of the blocks' scores, and the lowest index among the blocks that reach it."""
+    """Return the largest score of the blocks, and the lowest index among the blocks that reach it."""
     INT32_MAX: tl.constexpr = 2**31 - 1
     score = tl.load(score_ptrs, mask=mask, other=float("-inf"))
     index = tl.load(index_ptrs, mask=mask, other=INT32_MAX)
