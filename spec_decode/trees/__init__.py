@@ -1,4 +1,4 @@
-"""Trees of draft tokens: their shape, who may see whom, and how they grow."""
+"""Trees of draft tokens: their shapes, their attention masks, and how they grow."""
 
 from builders.spec import MAX_TREE_TOKENS
 from spec_decode.trees.block_tree import BlockTree

@@ -1,4 +1,4 @@
-"""Trees of a draft that proposes a block at once: of the choices at each of its places."""
+"""Trees of a draft that proposes a block at once, from the choices at each place."""
 
 from __future__ import annotations
 
@@ -12,17 +12,16 @@ from spec_decode.trees.kernels.top_children import top_children
 
 
 class BlockTree:
-    """The trees of R requests, made from the K distributions that one step of a block draft returns, one for each
-    position.
+    """The trees of R requests, made from the K distributions that one step of a block draft returns, one per position.
 
-    The distributions do not depend on the tokens that are chosen at other positions, so all tokens of one depth have
-    the same children. With a DynamicTreeConfig, a row has the N most probable of all paths through the W most probable
-    tokens of each position (DDTree), at the temperature of `path_temperature`. With a DraftTree, child r of a token is
-    the r-th most probable token of its position. No token is drawn at random, so TreeSampling verifies the trees. All
-    buffers keep their addresses, and `grow` is device work of fixed shape:
+    The distributions do not depend on the tokens chosen at other positions, so all tokens of one depth have the same
+    children. With a DynamicTreeConfig, a row has the N most probable of all paths through the W most probable tokens of
+    each position (DDTree), at the temperature of `path_temperature`. With a DraftTree, child r of a token is the r-th
+    most probable token of its position. No token is drawn at random, so TreeSampling verifies the trees. All buffers
+    have fixed addresses, and `grow` is device work of fixed shape:
 
     - draft_tokens  int64 [R, N], -1 after a row's last
-    - parents       int64 [R, N], as TreeBatch has them
+    - parents       int64 [R, N], in the format of TreeBatch
 
     num_places: K.
     """
@@ -40,7 +39,7 @@ class BlockTree:
 
         - rows                    R
         - num_speculative_tokens  K
-        - token_map               int64 [V of the draft], the target's id of each token that the draft's logits score
+        - token_map               int64 [V of the draft], the target id of each token that the draft's logits score
 
         Raises BatchError for a shape that does not fit K.
         """
@@ -58,10 +57,10 @@ class BlockTree:
         """Make the trees of the first rows, in place.
 
         - logits       [rows * K, V of the draft] any float: position k of row r is at r * K + k
-        - depths       int32 [rows], most tokens of a row's longest path; below 1 counts as 0, and above K as K
-        - temperature  fp32 [rows], the requests', 0 is greedy; None is 1 for all
+        - depths       int32 [rows], the most tokens on a row's longest path, clamped to [0, K]
+        - temperature  fp32 [rows], of the requests, 0 is greedy; None is 1 for all
 
-        Raises BatchError, with nothing changed, for tensors of other shapes and logits of fewer tokens than choices.
+        Raises BatchError, with nothing changed, for tensors of the wrong shape and fewer tokens than choices.
         """
         rows, places, device = len(depths), self.num_places, self.parents.device
         require_tensor("depths", depths, shape=(rows,), dtype=torch.int32, device=device)

@@ -1,4 +1,4 @@
-"""The shape of a tree of draft tokens, known before anything is drafted, and the trees of a batch as tensors."""
+"""The static shape of a tree of draft tokens, and the trees of a batch as tensors."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class DraftTree:
 
     - parents  for draft token i, the query token that it follows: 0 for the root, 1 + j for draft token j
 
-    Raises BatchError for a parent that does not exist or does not come before its child, and for more than
-    MAX_TREE_TOKENS query tokens.
+    Raises BatchError for a parent that does not exist or does not precede its child, and for more than MAX_TREE_TOKENS
+    query tokens.
     """
 
     parents: tuple[int, ...]
@@ -32,7 +32,7 @@ class DraftTree:
             isinstance(self.parents, Sequence) and not isinstance(self.parents, str),
             f"a tree's parents must be a tuple of ints, got {self.parents!r}. Pass DraftTree.chain(K) for one path.",
         )
-        # Of its own: whoever made it may change a list afterwards.
+        # Copy: the caller can change a list afterwards.
         object.__setattr__(self, "parents", tuple(self.parents))
         wrong = next((i for i, parent in enumerate(self.parents) if not _is_before(parent, i)), None)
         require(
@@ -45,16 +45,17 @@ class DraftTree:
 
     @classmethod
     def chain(cls, num_speculative_tokens: int) -> DraftTree:
-        """One path: token after token."""
+        """Make a tree of one path."""
         return cls(tuple(range(num_speculative_tokens)))
 
     @classmethod
     def from_paths(cls, paths: Iterable[Sequence[int]]) -> DraftTree:
-        """The tree of these paths, in any order. A path lists the ranks of its tokens, 0 for the most probable: (0, 2)
-        is the third most probable token after the most probable one. Draft tokens are numbered by depth, then by path.
+        """Make the tree of these paths, in any order. A path lists the ranks of its tokens, 0 for the most probable:
+        (0, 2) is the third most probable token after the most probable one. Draft tokens are numbered by depth, then by
+        path.
 
-        Raises BatchError for a path that is empty or listed twice, for one whose parent or more probable sibling is
-        missing, and as the class does.
+        Raises BatchError for a path that is empty or listed twice, for one with a missing parent or more probable
+        sibling, and as the class does.
         """
         listed = list(paths) if isinstance(paths, Iterable) else [paths]
         for path in listed:
@@ -85,12 +86,12 @@ class DraftTree:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """For each draft token, which child of its parent it is."""
+        """For each draft token, its index among its parent's children."""
         return tuple(self.parents[:i].count(parent) for i, parent in enumerate(self.parents))
 
     @property
     def max_depth(self) -> int:
-        """The most draft tokens that can be accepted, which is the number of the draft's steps."""
+        """The most draft tokens that can be accepted, which is the number of draft steps."""
         return max(self.depths)
 
     @property
@@ -100,17 +101,17 @@ class DraftTree:
 
     @property
     def width(self) -> int:
-        """The most tokens of one depth that have children. A step of the draft drafts from these."""
+        """The most tokens with children at one depth. A draft step drafts from these."""
         return max(Counter(self.depths[token] for token in set(self.parents)).values())
 
     def by_depth(self) -> DraftTree:
-        """The same tree with its draft tokens numbered by depth. Tokens of one depth keep their order."""
+        """Return the same tree with its draft tokens numbered by depth. Tokens of one depth keep their order."""
         order = sorted(range(1 + self.num_tokens), key=self.depths.__getitem__)
         new = {token: at for at, token in enumerate(order)}
         return DraftTree(tuple(new[self.parents[token - 1]] for token in order[1:]))
 
     def require_depth(self, num_speculative_tokens: int) -> None:
-        """Raise BatchError for a tree that is deeper than the tokens that a draft proposes one after the other."""
+        """Raise BatchError for a tree that is deeper than the number of draft steps."""
         require(
             self.max_depth <= num_speculative_tokens,
             f"a tree must be at most as deep as the draft has steps, {num_speculative_tokens}, got a path of "
@@ -118,12 +119,12 @@ class DraftTree:
         )
 
     def rows(self, num_reqs: int, device: torch.device | str) -> torch.Tensor:
-        """The parents of every request, int64 [num_reqs, N]."""
+        """Return the parents for every request, int64 [num_reqs, N]."""
         return torch.tensor(self.parents, dtype=torch.int64, device=device).repeat(num_reqs, 1)
 
 
 def require_tree_size(num_tokens: int, got: str = "") -> None:
-    """Raise BatchError unless a tree may have so many draft tokens. got: what was found, if not in that number."""
+    """Raise BatchError unless a tree can have this many draft tokens. got: what the message reports instead."""
     require_counts("a tree's draft tokens", (num_tokens,))
     require(
         1 <= num_tokens < MAX_TREE_TOKENS,
@@ -133,7 +134,7 @@ def require_tree_size(num_tokens: int, got: str = "") -> None:
 
 
 def require_frontiers(width: int, num_speculative_tokens: int) -> None:
-    """Raise BatchError unless a mask can hold the frontiers of so many tokens that a draft runs over."""
+    """Raise BatchError unless a mask can hold all frontiers of `width` tokens that a draft runs over."""
     steps = num_speculative_tokens - 1
     require(
         width * steps <= MAX_TREE_TOKENS,
@@ -160,18 +161,18 @@ def _follows_its_sibling(path: tuple[int, ...], known: dict[tuple[int, ...], int
 
 
 class TreeBatch(NamedTuple):
-    """The trees of R requests, each of up to N draft tokens.
+    """The trees of R requests, each with up to N draft tokens.
 
     - draft_tokens  int64 [R, N]
-    - parents       int64 [R, N], as in DraftTree; the first value that is no parent ends the row's tree
+    - parents       int64 [R, N], as in DraftTree; the first invalid value ends the row's tree
     """
 
     draft_tokens: torch.Tensor
     parents: torch.Tensor
 
     def checked(self, target_logits: torch.Tensor) -> TreeBatch:
-        """These, contiguous. Raises BatchError for tensors, or target_logits, of another shape, dtype or device, and
-        for more tokens than a tree may have."""
+        """Return the tensors, contiguous. Raises BatchError for tensors or target_logits of the wrong shape, dtype or
+        device, and for more tokens than a tree can have."""
         drafts, device = self.draft_tokens, target_logits.device
         require_tensor("draft_tokens", drafts, shape=(None, None), dtype=torch.int64, device=device)
         rows, tokens = drafts.shape
@@ -183,18 +184,18 @@ class TreeBatch(NamedTuple):
 
 
 class PlacedTree:
-    """The trees of R requests, all of a DraftTree's shape, out of the tokens that were drafted for it."""
+    """Assembles the trees of R requests, all in the shape of a DraftTree, from the drafted tokens."""
 
     def __init__(self, tree: DraftTree, sources: Sequence[int], rows: int, device: torch.device) -> None:
-        """tree: numbered by depth, so that cutting it off at a depth leaves its first tokens. sources: of each draft
-        token, its place among the drafted ones."""
+        """tree: numbered by depth, so cutting it off at a depth leaves its first tokens. sources: for each draft token,
+        its place among the drafted ones."""
         self._sources = torch.tensor(sources, device=device)
         self._depths = torch.tensor(tree.depths[1:], device=device)
         self._parents = tree.rows(rows, device)
 
     def rows(self, drafted: torch.Tensor, depths: torch.Tensor | None) -> TreeBatch:
-        """The trees of the first rows, of drafted int64 [rows, places]; depths: int [rows], how deep each one is, None:
-        all of them whole."""
+        """Return the trees of the first rows, from drafted int64 [rows, places]; depths: int [rows], the depth to cut
+        each tree at; None keeps whole trees."""
         tokens, parents = drafted[:, self._sources], self._parents[: len(drafted)]
         if depths is None:
             return TreeBatch(tokens, parents)

@@ -1,4 +1,4 @@
-"""Trees that grow with the draft: each request's own, of the paths that the draft finds most probable."""
+"""Dynamic trees: each request's tree grows along the paths that its draft finds most probable."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from spec_decode.trees.kernels.keep_best import keep_best
 from spec_decode.trees.kernels.top_children import top_children
 
 _SHARPEST = 0.5
-"""Paths of requests below this temperature are scored at it. Of greedy trees of 8 choices and 16 tokens of its DFlash
-draft, the shipped pair keeps 4.40 tokens a round scored at 1, 4.97 at 1/2, 4.98 at 1/3, and 4.84 at 1/5."""
+"""Paths of requests below this temperature are scored at it. With greedy trees of 8 choices and 16 tokens from its
+DFlash draft, the shipped pair accepts 4.40 tokens a round if scored at 1, 4.97 at 1/2, 4.98 at 1/3, 4.84 at 1/5."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DynamicTreeConfig:
     """How a dynamic tree grows.
 
-    - width       W, paths that each step extends, and tokens that it drafts after each of them
-    - num_tokens  N, draft tokens that are verified
+    - width       W, paths that each step extends, and tokens that it drafts after each path
+    - num_tokens  N, draft tokens to verify
 
     Raises BatchError for sizes that no tree can have.
     """
@@ -45,10 +45,10 @@ class DynamicTreeConfig:
         return self.width
 
     def require_depth(self, num_speculative_tokens: int) -> None:
-        """Raise BatchError for a tree that paths of so many tokens, of W choices each, do not fill."""
+        """Raise BatchError if paths of this many tokens, with W choices each, are too few to fill the tree."""
         paths = 0
         for _ in range(num_speculative_tokens):
-            # More than any tree may have: counted no further.
+            # Stop counting past the size of any tree.
             paths = min(MAX_TREE_TOKENS, (paths + 1) * self.width)
         require(
             self.num_tokens <= paths,
@@ -57,7 +57,7 @@ class DynamicTreeConfig:
         )
 
     def require_steps(self, num_speculative_tokens: int) -> None:
-        """Raise BatchError for a tree that a draft does not fill in so many steps, each from a frontier of W tokens."""
+        """Raise BatchError if this many steps, each from a frontier of W tokens, draft too few to fill the tree."""
         self.require_depth(num_speculative_tokens)
         steps, width = num_speculative_tokens - 1, self.width
         candidates = width + steps * width * width
@@ -74,14 +74,14 @@ class DynamicTree:
     best tokens of all steps are kept.
 
     A path's score is the product of its tokens' probabilities under softmax of the draft's logits, at the temperature
-    of `path_temperature`. No token is drawn at random, so TreeSampling verifies the trees. All buffers keep their
-    addresses, and every method is device work of fixed shape. For the next step, of R rows and W tokens on the
+    of `path_temperature`. No token is drawn at random, so TreeSampling verifies the trees. All buffers have fixed
+    addresses, and every method is device work of fixed shape. For the next step, with R rows and W tokens on the
     frontier:
 
     - frontier_tokens  int64 [R, W], the tokens to draft from
-    - frontier_places  int64 [R, W], the index on the previous frontier of the token that each follows
-    - frontier_scores  fp32 [R, W], their paths' log-probabilities; -inf where fewer paths are possible
-    - frontier         int64 [R, W], which candidates they are
+    - frontier_places  int64 [R, W], for each token, its parent's index on the previous frontier
+    - frontier_scores  fp32 [R, W], the log-probabilities of their paths; -inf if there are fewer paths
+    - frontier         int64 [R, W], their candidate indices
 
     For all C = W + (K - 1) * W * W candidates, in the order in which they were drafted:
 
@@ -102,9 +102,9 @@ class DynamicTree:
         """Allocate the buffers.
 
         - rows                    R
-        - step                    int64 [1], 0 to K - 1, the batch's own, read at every step
-        - num_speculative_tokens  K, as deep as a tree can be
-        - token_map               int64 [V of the draft], the target's id of each token that the draft's logits score
+        - step                    int64 [1], 0 to K - 1, the batch's tensor, read at every step
+        - num_speculative_tokens  K, the greatest depth of a tree
+        - token_map               int64 [V of the draft], the target id of each token that the draft's logits score
 
         Raises BatchError for a config that does not fit K.
         """
@@ -126,14 +126,13 @@ class DynamicTree:
     def grow(
         self, logits: torch.Tensor, choices: torch.Tensor | None = None, temperature: torch.Tensor | None = None
     ) -> None:
-        """Take the step's logits of the first rows, in place.
+        """Grow the trees of the first rows by a step's logits, in place.
 
         - logits       [rows, 1, V of the draft] any float, of the root, at step 0; [rows, W, V], of the frontier, later
-        - choices      int64 [rows, V]: the target's id of each token that a row's logits score, where rows differ in
-                       that
-        - temperature  fp32 [rows], the requests', 0 is greedy; None is 1 for all
+        - choices      int64 [rows, V]: the target id of each token that a row's logits score, if rows differ in these
+        - temperature  fp32 [rows], of the requests, 0 is greedy; None is 1 for all
 
-        Raises BatchError, with nothing changed, for logits of more rows, of another frontier or of fewer tokens than W.
+        Raises BatchError, with nothing changed, for too many rows, the wrong frontier or fewer tokens than W.
         """
         rows = require_frontier(logits, self.frontier, self.width)
         if temperature is not None:
@@ -155,9 +154,9 @@ class DynamicTree:
         )
 
     def kept(self, draft_lens: torch.Tensor | None = None) -> TreeBatch:
-        """The N best paths of the first rows, of the steps that were taken since step 0.
+        """Return the N best paths of the first rows, over the steps since step 0.
 
-        - draft_lens  int [rows], tokens of a row's longest path; None: of all rows, as long as they are
+        - draft_lens  int [rows], the most tokens on a row's path; None returns all rows, with no limit
         """
         rows, scores = len(self.scores), self.scores
         if draft_lens is not None:
@@ -167,24 +166,24 @@ class DynamicTree:
 
 
 def path_temperature(temperature: torch.Tensor, num_places: int) -> torch.Tensor:
-    """The temperature fp32 [rows * num_places] at which the places of each row's paths are scored: the one at which the
-    target draws, of temperature fp32 [rows], where 0 is greedy.
+    """Return the temperature fp32 [rows * num_places] for scoring the places of each row's paths: that of the target,
+    fp32 [rows], 0 for greedy, but at least _SHARPEST.
 
-    A greedy target says its likeliest token for sure, and the draft is not as sure to know it.
+    A greedy target always takes its likeliest token, but the draft is less certain which one that is.
     """
     return temperature[:, None].clamp(min=_SHARPEST).expand(-1, num_places).flatten()
 
 
 def target_ids(tokens: torch.Tensor, token_map: torch.Tensor | None, choices: torch.Tensor | None) -> torch.Tensor:
-    """The target's ids of the draft's tokens [rows * F, W]: by rows, by one map of all, or the same."""
+    """Return the target ids of the draft's tokens [rows * F, W]: by a map per row, by one map, or unchanged."""
     if choices is not None:
         return choices.gather(1, tokens.view(len(choices), -1)).view_as(tokens)
     return tokens if token_map is None else token_map[tokens]
 
 
 def require_frontier(logits: torch.Tensor, frontier: torch.Tensor, num_choices: int) -> int:
-    """The rows of a step's logits [rows, F, V]. Raises BatchError for more than the frontier [R, W] has, an F that is
-    neither 1 nor W, and fewer than num_choices tokens."""
+    """Return the number of rows of a step's logits [rows, F, V]. Raises BatchError for more rows than the frontier
+    [R, W] has, an F other than 1 or W, and fewer than num_choices tokens."""
     require_tensor("logits", logits, shape=(None, None, None), dtype=logits.dtype, device=frontier.device)
     (rows, places, vocab), (most, width) = logits.shape, frontier.shape
     require(

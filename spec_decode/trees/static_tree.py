@@ -1,4 +1,4 @@
-"""Trees of one shape for all requests, whose tokens are drafted with the tree."""
+"""Trees of one fixed shape for all requests."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from spec_decode.trees.kernels.top_children import top_children
 
 
 class StaticTree:
-    """The trees of R requests, all of a DraftTree's shape: child r of a token is the draft's r-th most probable token
-    after it.
+    """The trees of R requests, all in the shape of a DraftTree: child r of a token is the draft's r-th most probable
+    token after it.
 
     A frontier holds the tokens of one depth that have children. No token is drawn at random, so TreeSampling verifies
-    the trees. All buffers keep their addresses, and every method is device work of fixed shape. For the next step:
+    the trees. All buffers have fixed addresses, and every method is device work of fixed shape. For the next step:
 
     - frontier_tokens  int64 [R, W], the tokens to draft from; if a depth has fewer than W, the last ones are not used
-    - frontier_places  int64 [R, W], the index on the previous frontier of the token that each follows
+    - frontier_places  int64 [R, W], for each token, its parent's index on the previous frontier
     """
 
     def __init__(
@@ -45,9 +45,9 @@ class StaticTree:
     def grow(
         self, logits: torch.Tensor, choices: torch.Tensor | None = None, temperature: torch.Tensor | None = None
     ) -> None:
-        """Take the step's logits of the first rows, in place: see DynamicTree.grow. Ranks have no temperature.
+        """Grow the trees of the first rows by a step's logits, in place: see DynamicTree.grow; temperature is ignored.
 
-        Raises BatchError, with nothing changed, for logits of more rows, of another frontier or of too few tokens.
+        Raises BatchError, with nothing changed, for too many rows, the wrong frontier or too few tokens.
         """
         rows = require_frontier(logits, self.frontier_tokens, self._choices)
         tokens = top_children(logits.flatten(0, 1), self._choices, None)[0]
@@ -61,17 +61,17 @@ class StaticTree:
         self.frontier_tokens[:rows].copy_(found[:, 0].flatten(1)[:, places * self._choices + ranks])
 
     def kept(self, draft_lens: torch.Tensor | None = None) -> TreeBatch:
-        """The trees of the first rows: see DynamicTree.kept."""
+        """Return the trees of the first rows: see DynamicTree.kept."""
         children = self._children if draft_lens is None else self._children[: len(draft_lens)]
         return self._placed.rows(children.flatten(1), draft_lens)
 
 
 class _Places:
-    """Where a tree's tokens are drafted, for K steps of at most W tokens on a frontier.
+    """Where a tree's tokens are drafted, for K steps with frontiers of at most W tokens.
 
-    - next_places  int64 [K, W], of the frontier after a step, on the one before it
-    - next_ranks   int64 [K, W], which child of that each is
-    - sources      of each draft token, its place among the children [K, W, max_children] of all steps
+    - next_places  int64 [K, W], for each token of the frontier after a step, its parent's index on the frontier before
+    - next_ranks   int64 [K, W], its index among its parent's children
+    - sources      for each draft token, its place among the children [K, W, max_children] of all steps
     """
 
     def __init__(self, tree: DraftTree, num_speculative_tokens: int) -> None:

@@ -1,4 +1,4 @@
-"""Which draft tokens of a chain or a tree the target accepts, and the token it adds, without a host read."""
+"""Verification of chains and trees: the accepted draft tokens and the target's next token, without a host sync."""
 
 from spec_decode.verification.base import Verifier, VerifyOutput
 from spec_decode.verification.tree_sampling import TreeSampling, TreeVerifyOutput

@@ -1,4 +1,4 @@
-"""The contract of a verifier, and what those share that leave the target's distribution unchanged."""
+"""The verifier contract, and the base class of lossless verifiers."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from spec_decode.verification.kernels.verify_arguments import VerifyArguments
 
 @dataclass(frozen=True, slots=True)
 class VerifyOutput:
-    """What a verifier returns for R rows.
+    """The result of a verifier for R rows.
 
-    - accepted     int64 [R], draft tokens accepted
+    - accepted     int64 [R], number of accepted draft tokens
     - next_tokens  int64 [R], the target's own token after them
     """
 
@@ -37,40 +37,40 @@ class Verifier(Protocol):
         sampling: Sampling,
         draft_positions: torch.Tensor,
     ) -> VerifyOutput:
-        """How many draft tokens of each row are accepted, and the token after them.
+        """Return how many draft tokens of each row are accepted, and the token after them.
 
-        Device work only, fixed shapes, no host read.
+        Device work only, fixed shapes, no host sync.
 
         - target_logits    [R, 1 + K, V] any float; column i holds the logits of the token after draft token i - 1
-        - draft_tokens     int64 [R, K]; the first below 0 ends a row's draft, and nothing after it is read; one beyond
-                           the vocabulary is rejected. Where a draft ends must not depend on the token that is withheld
-        - draft_logits     fp32 [R, K, V], the processed logits that the draft tokens were drawn from, whatever else the
-                           draft did to them; -inf where it could not draw
+        - draft_tokens     int64 [R, K]; the first negative one ends a row's draft, and nothing after it is read; one
+                           past the vocabulary is rejected. Where a draft ends must not depend on the withheld token
+        - draft_logits     fp32 [R, K, V], the processed logits that the draft tokens were drawn from, with all further
+                           changes by the draft; -inf for tokens that it could not draw
         - sampling         R rows
         - draft_positions  int64 [R], absolute position of draft token 0
 
-        The accepted text has the target's distribution after temperature, then top_k, then top_p. These two do not
-        restrict the draft's: verification is exact only if draft_logits are what the draft was drawn from.
-        A small probability of acceptance counts in full, down to 2**-64; one within 2**-24 of 1 is 1.
+        The accepted text has the target's distribution after temperature, then top_k, then top_p. top_k and top_p do
+        not apply to the draft: verification is exact only if draft_logits are what the draft was drawn from.
+        Small acceptance probabilities are exact down to 2**-64; one within 2**-24 of 1 counts as 1.
 
-        Raises BatchError for tensors of another shape, dtype or device.
+        Raises BatchError for tensors of the wrong shape, dtype or device.
         """
         ...
 
     def draft_seeds(self, seeds: torch.Tensor, draft_positions: torch.Tensor) -> torch.Tensor:
-        """The seeds int64 [R] to draw this round's draft with.
+        """Return the seeds int64 [R] for drawing this round's draft.
 
-        - seeds            int64 [R], the requests' own
+        - seeds            int64 [R], of the requests
         - draft_positions  int64 [R], absolute position of draft token 0
 
-        By default the requests' own: right where nothing after the rejected token was looked at, so that its noise is
-        still unused.
+        By default those of the requests: correct if the result depends on nothing after the rejected token, so that
+        later noise is still unused.
         """
         return seeds
 
 
 class LosslessVerifier(Verifier):
-    """Leaves the target's distribution unchanged, by one op over both models' processed logits, a subclass's."""
+    """Leaves the target's distribution unchanged. A subclass sets `_op`, over both models' processed logits."""
 
     _op: Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
@@ -83,9 +83,9 @@ class LosslessVerifier(Verifier):
         sampling: Sampling,
         draft_positions: torch.Tensor,
     ) -> VerifyOutput:
-        """See Verifier.verify. Drafts, and the accept uniforms, must be drawn with draft_seeds().
+        """See Verifier.verify. Drafts must be drawn with draft_seeds(), like the accept uniforms.
 
-        Raises BatchError for tensors of another shape, dtype or device.
+        Raises BatchError for tensors of the wrong shape, dtype or device.
         """
         arguments = VerifyArguments(
             processed=process_target_logits(target_logits, sampling),

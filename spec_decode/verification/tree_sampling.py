@@ -1,4 +1,4 @@
-"""Which path of each request's tree the target accepts, and the token it adds. All on the device, no host read."""
+"""Tree verification: the accepted path of each request's tree and the target's next token, without a host sync."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from spec_decode.verification.kernels.follow_tree import follow_tree
 
 @dataclass(frozen=True, slots=True)
 class TreeVerifyOutput:
-    """What is accepted of R trees, K draft tokens deep at most.
+    """The accepted paths of R trees, at most K draft tokens deep.
 
-    - accepted     int64 [R], draft tokens accepted
-    - path         int64 [R, K], their query tokens from the root's child on; -1 after the last
+    - accepted     int64 [R], number of accepted draft tokens
+    - path         int64 [R, K], their query tokens, starting at the root's child; -1 after the last
     - next_tokens  int64 [R], the target's own token after them
     """
 
@@ -29,14 +29,14 @@ class TreeVerifyOutput:
 
 
 class TreeSampling:
-    """Draws the target's token after every query token, as plain decoding would there, and follows those down the tree.
+    """Draws the target's token after every query token, as plain decoding would, and follows these down the tree.
 
-    The text is plain decoding's of the same seeds, token for token, at any temperature, whatever the trees: how they
-    were chosen may depend on anything. Temperature 0 accepts tokens that are the target's argmax.
+    The text is that of plain decoding with the same seeds, token for token, at any temperature and for any trees,
+    however they were chosen. Temperature 0 accepts the target's argmax tokens.
     """
 
     def __init__(self, max_depth: int) -> None:
-        """max_depth: K, no tree is deeper. Raises BatchError for a K that is no int of 1 or more."""
+        """max_depth: K, the greatest depth of a tree. Raises BatchError for a K that is not an int of 1 or more."""
         require_counts("the depth of trees", (max_depth,))
         require(max_depth >= 1, f"the depth of trees must be 1 or more, got {max_depth}. Pass the draft's K.")
         self._max_depth = max_depth
@@ -44,13 +44,13 @@ class TreeSampling:
     def verify(
         self, target_logits: torch.Tensor, trees: TreeBatch, *, sampling: Sampling, draft_positions: torch.Tensor
     ) -> TreeVerifyOutput:
-        """Which path of each row is accepted, and the token after it. Device work only, fixed shapes, no host read.
+        """Return the accepted path of each row, and the token after it. Device work only, fixed shapes, no host sync.
 
-        - target_logits    [R, 1 + N, V] any float: of query token j, the logits of the token after it
+        - target_logits    [R, 1 + N, V] any float: for each query token, the logits of the token after it
         - sampling         R rows
         - draft_positions  int64 [R], absolute position of the root's children
 
-        Raises BatchError for tensors of another shape, dtype or device.
+        Raises BatchError for tensors of the wrong shape, dtype or device.
         """
         draft_tokens, parents = trees.checked(target_logits)
         shape, device = (len(parents),), parents.device

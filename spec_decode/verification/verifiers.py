@@ -1,4 +1,4 @@
-"""The verifiers: rejection sampling, block verification and synthetic acceptance, and each by its name."""
+"""The verifiers, and their names: rejection sampling, block verification and synthetic acceptance."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from spec_decode.verification.kernels.synthetic_accept import synthetic_accept
 
 
 class RejectionSampling(LosslessVerifier):
-    """Accepts the longest prefix of tokens that each pass on their own; leaves the target's distribution unchanged.
+    """Accepts the longest prefix of individually accepted tokens; leaves the target's distribution unchanged.
 
-    Temperature 0 accepts a token that is the target's argmax. Otherwise token d is accepted with probability
+    At temperature 0 it accepts the target's argmax tokens. Otherwise token d is accepted with probability
     min(1, p(d) / q(d)), and the first rejected one is replaced by a draw from max(p - q, 0), normalised
     (Leviathan et al., 2023, appendix A.1).
     """
@@ -34,23 +34,22 @@ class BlockVerification(LosslessVerifier):
     With r(i) the ratio p / q of draft token i, a draft of n tokens has the weights w(0) = 1 and
     w(i) = min(1, w(i - 1) r(i)). Prefix i < n passes with probability s / (s + 1 - w(i)), where s is the sum of
     max(w(i) p - q, 0) over the token after it, and prefix n with probability w(n). The longest prefix t that passes is
-    accepted, even over shorter ones that do not; the token after it is drawn from max(w(t) p - q, 0), normalised, or
-    from p if t = n (Sun et al., 2024, "Block Verification Accelerates Speculative Decoding", algorithm 2). Temperature
-    0 accepts the longest prefix of the target's argmax tokens.
+    accepted, even if shorter ones do not pass; the token after it is drawn from max(w(t) p - q, 0), normalised, or from
+    p if t = n (Sun et al., 2024, "Block Verification Accelerates Speculative Decoding", algorithm 2). At temperature 0
+    it accepts the longest prefix of the target's argmax tokens.
 
-    The output depends on tokens and accept uniforms after the accepted prefix. Their noise must not be used again when
-    the next round reaches the same positions, or the text drifts from the target's distribution: draw drafts with
-    draft_seeds().
+    The output depends on tokens and accept uniforms after the accepted prefix. The next round must not reuse their
+    noise at the same positions, or the text drifts from the target's distribution: draw drafts with draft_seeds().
     """
 
     _op = staticmethod(block_verify)
 
     def draft_seeds(self, seeds: torch.Tensor, draft_positions: torch.Tensor) -> torch.Tensor:
-        """Other seeds int64 [R] in every round: no two rounds of a request begin at the same position.
+        """Return different seeds int64 [R] in every round, since no two rounds of a request start at one position.
 
         - seeds, draft_positions  int64 [R]
 
-        Raises BatchError for tensors of another shape, dtype or device.
+        Raises BatchError for tensors of the wrong shape, dtype or device.
         """
         for name, tensor in {"seeds": seeds, "draft_positions": draft_positions}.items():
             require_tensor(name, tensor, shape=(len(seeds),), dtype=torch.int64, device=seeds.device)
@@ -59,12 +58,13 @@ class BlockVerification(LosslessVerifier):
 
 @dataclass(frozen=True, slots=True)
 class SyntheticAcceptance(Verifier):
-    """Accepts `mean` draft tokens on average over requests and rounds, whatever they are: the text is not the target's.
+    """Accepts `mean` draft tokens on average over requests and rounds, without reading them: the text is not the
+    target's.
 
     A row accepts floor(mean) tokens, and one more with probability mean - floor(mean): the simplest distribution with
-    this mean, to fp32's precision, and the one of least spread. It accepts no more than was
-    proposed, so drafts that end early lower the mean. Requests of one seed at one position accept the same number: give
-    them seeds of their own. Raises BatchError for a mean that is no finite number of 0 or more.
+    this mean, to fp32 precision, and the one with the least variance. It accepts no more tokens than proposed, so
+    drafts that end early lower the mean. Requests with the same seed and position accept the same number: give them
+    different seeds. Raises BatchError for a mean that is not a finite number of 0 or more.
     """
 
     mean: float
@@ -84,9 +84,9 @@ class SyntheticAcceptance(Verifier):
         sampling: Sampling,
         draft_positions: torch.Tensor,
     ) -> VerifyOutput:
-        """See Verifier.verify for shapes. draft_logits are not read; the next token is the one plain decoding draws.
+        """See Verifier.verify for shapes. draft_logits are not read; the next token is that of plain decoding.
 
-        Raises BatchError for tensors of another shape, dtype or device.
+        Raises BatchError for tensors of the wrong shape, dtype or device.
         """
         rows, device = len(draft_tokens), draft_tokens.device
         require_tensor("draft_tokens", draft_tokens, shape=(rows, None), dtype=torch.int64, device=device)
@@ -110,9 +110,9 @@ _BY_NAME: dict[str, type[RejectionSampling] | type[BlockVerification]] = {
 
 
 def verifier(name: str = "rejection", *, num_speculative_tokens: int) -> Verifier:
-    """The verifier called "rejection", "block" or "synthetic:MEAN", with a MEAN of 0 to num_speculative_tokens.
+    """Make the verifier named "rejection", "block" or "synthetic:MEAN", with a MEAN of 0 to num_speculative_tokens.
 
-    Raises BatchError for another name or mean.
+    Raises BatchError for any other name or mean.
     """
     if name.startswith(_SYNTHETIC):
         return SyntheticAcceptance(_mean(name, num_speculative_tokens))

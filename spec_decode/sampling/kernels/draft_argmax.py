@@ -116,11 +116,11 @@ def _draft_argmax_kernel(
     stride_draft_pos,
     stride_hidden,
     stride_next_hidden,
-    STREAM: tl.constexpr,  # of the noise
+    STREAM: tl.constexpr,  # noise stream
     AHEAD: tl.constexpr,  # position of the predicted token minus that of the input
     HIDDEN_SIZE: tl.constexpr,  # H; 0 without hidden
     BLOCK_H: tl.constexpr,  # columns of H per program
-    BLOCK_V: tl.constexpr,  # logits of a program
+    BLOCK_V: tl.constexpr,  # logits per program
     PDL: tl.constexpr,  # programmatic dependent launch
 ):
     """draft_logits = logits / temperature, and argmax of draft_logits + gumbel, over one vocabulary block of a line.

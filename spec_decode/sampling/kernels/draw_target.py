@@ -111,8 +111,8 @@ def _block_target_kernel(
     stride_row,
     stride_column,
     stride_token,
-    STREAM: tl.constexpr,  # of the noise
-    BLOCK_V: tl.constexpr,  # logits of a program
+    STREAM: tl.constexpr,  # noise stream
+    BLOCK_V: tl.constexpr,  # logits per program
     PDL: tl.constexpr,  # programmatic dependent launch
 ):
     """argmax of logits / temperature + gumbel over one block of the vocabulary. Grid [R * num_columns, blocks]."""

@@ -120,8 +120,8 @@ def _block_draw_kernel(
     stride_draft_row,
     stride_draft_pos,
     stride_draft_token,
-    STREAM: tl.constexpr,  # of the noise
-    BLOCK_V: tl.constexpr,  # logits of a program
+    STREAM: tl.constexpr,  # noise stream
+    BLOCK_V: tl.constexpr,  # logits per program
     PDL: tl.constexpr,  # programmatic dependent launch
 ):
     """argmax of target_logits + gumbel, and of log(residual) + gumbel, over one block of the vocabulary.

@@ -90,7 +90,7 @@ def _process_kernel(
     stride_row,
     stride_column,
     stride_token,
-    BLOCK_V: tl.constexpr,  # logits of a program
+    BLOCK_V: tl.constexpr,  # logits per program
     PDL: tl.constexpr,  # programmatic dependent launch
 ):
     """out = logits / temperature. Grid [rows of out, blocks of the vocabulary]."""

@@ -145,8 +145,8 @@ def find_range_kernel(
     part_max_ptr,  # out: fp32 [R * G, parts]
     vocab_size,  # V
     group_size,  # G
-    num_parts,  # of a row
-    PART: tl.constexpr,  # logits of a part
+    num_parts,  # per row
+    PART: tl.constexpr,  # logits per part
     PDL: tl.constexpr,  # programmatic dependent launch
 ):
     """Store each part's least unmasked logit, or inf, and its largest, or -inf. A program takes parts of one row."""
@@ -175,9 +175,9 @@ def count_bins_kernel(
     sums_ptr,  # out: fp32 [R * G, BINS, parts]
     vocab_size,  # V
     group_size,  # G
-    num_parts,  # of a row
-    PART: tl.constexpr,  # logits of a part
-    LANES: tl.constexpr,  # logits counted at a time
+    num_parts,  # per row
+    PART: tl.constexpr,  # logits per part
+    LANES: tl.constexpr,  # logits counted per iteration
     BINS: tl.constexpr,
     BLOCK_PARTS: tl.constexpr,  # parts, rounded up to a power of two
     PDL: tl.constexpr,  # programmatic dependent launch
@@ -254,9 +254,9 @@ def gather_bin_kernel(
     members_ptr,  # out: fp32 [R * G, CAPACITY]
     vocab_size,  # V
     group_size,  # G
-    num_parts,  # of a row
+    num_parts,  # per row
     TOP_P: tl.constexpr,
-    PART: tl.constexpr,  # logits of a part
+    PART: tl.constexpr,  # logits per part
     BINS: tl.constexpr,
     BLOCK_PARTS: tl.constexpr,  # parts, rounded up to a power of two
     CAPACITY: tl.constexpr,  # logits of a bin that are copied out
@@ -306,11 +306,11 @@ def top_k_threshold_kernel(
     targets_ptr,  # out: fp32 [R * G]
     vocab_size,  # V
     group_size,  # G
-    num_parts,  # of a row
+    num_parts,  # per row
     BINS: tl.constexpr,
     BLOCK_PARTS: tl.constexpr,  # parts, rounded up to a power of two
     CAPACITY: tl.constexpr,  # logits of a bin that are copied out
-    BLOCK: tl.constexpr,  # logits that a search reads at a time
+    BLOCK: tl.constexpr,  # logits that a search reads per iteration
     PDL: tl.constexpr,  # programmatic dependent launch
 ):
     """Find top_k's threshold, and for top_p its bin and the sum of exponentials that this bin must add to the bins
@@ -361,11 +361,11 @@ def top_p_threshold_kernel(
     targets_ptr,  # fp32 [R * G]
     vocab_size,  # V
     group_size,  # G
-    num_parts,  # of a row
+    num_parts,  # per row
     BINS: tl.constexpr,
     BLOCK_PARTS: tl.constexpr,  # parts, rounded up to a power of two
     CAPACITY: tl.constexpr,  # logits of a bin that are copied out
-    BLOCK: tl.constexpr,  # logits that a search reads at a time
+    BLOCK: tl.constexpr,  # logits that a search reads per iteration
     PDL: tl.constexpr,  # programmatic dependent launch
 ):
     """Find top_p's threshold, which is not below top_k's. One program per row."""
@@ -392,8 +392,8 @@ def mask_logits_kernel(
     thresholds_ptr,  # fp32 [R * G]
     vocab_size,  # V
     group_size,  # G
-    num_parts,  # of a row
-    PART: tl.constexpr,  # logits of a part
+    num_parts,  # per row
+    PART: tl.constexpr,  # logits per part
     PDL: tl.constexpr,  # programmatic dependent launch
 ):
     """Set a part's logits below the row's threshold to -inf. A program takes parts of one row."""

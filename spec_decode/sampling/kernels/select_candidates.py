@@ -138,7 +138,7 @@ def _select_candidates_kernel(
     stride_draft_tokens,
     stride_draft_row,
     stride_draft_pos,
-    STREAM: tl.constexpr,  # of the noise
+    STREAM: tl.constexpr,  # noise stream
     AHEAD: tl.constexpr,  # position of the predicted token minus that of the input
     BLOCK_W: tl.constexpr,  # W, rounded up to a power of two
     BLOCK_N: tl.constexpr,  # dims of the shift that are summed at once

@@ -17,7 +17,7 @@ def search(
     target,
     row_max,
     SUM_EXP: tl.constexpr,
-    BLOCK: tl.constexpr,  # logits read at a time
+    BLOCK: tl.constexpr,  # logits read per iteration
 ):
     """Return the highest threshold >= lower with a total weight of at least `target` for the bin's logits at or above.
 
@@ -69,7 +69,7 @@ def walk(
     upper,
     row_max,
     SUM_EXP: tl.constexpr,
-    BLOCK: tl.constexpr,  # logits read at a time
+    BLOCK: tl.constexpr,  # logits read per iteration
 ):
     """Return the weight of the logits in [pivot, upper); the logits in (low, high), fp32 [4 * BLOCK], padded with -inf;
     and 1 if some of those did not fit, else 0.

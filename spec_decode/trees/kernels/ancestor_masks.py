@@ -1,4 +1,4 @@
-"""Who may see whom in each request's tree."""
+"""Attention masks of each request's tree."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from builders.kernels.triton_runtime import await_previous, dependent_launch, tl
 
 
 class AncestorMasks(NamedTuple):
-    """Masks and depths, both int64 [R, 1 + N], of the query tokens of R trees of up to N draft tokens.
+    """Return masks and depths, both int64 [R, 1 + N], of the query tokens of R trees of up to N draft tokens.
 
-    Bit j of a token's mask is set where it may see query token j: its ancestors, the root and itself. Its depth is how
-    many draft tokens lead to it. A token after its tree's end has mask 0 and depth 0.
+    Bit j of a token's mask is set if it attends to query token j: its ancestors, the root and itself. Its depth is the
+    number of draft tokens on the path to it. A token after its tree's end has mask 0 and depth 0.
 
-    - parents  int64 [R, N], contiguous: of each draft token the query token that it follows, as DraftTree has them; the
-               first that is none, -1 say, ends a row's tree. N is below MAX_TREE_TOKENS
+    - parents  int64 [R, N], contiguous: for each draft token the query token that it follows, see DraftTree; the first
+               invalid one, such as -1, ends a row's tree. N is below MAX_TREE_TOKENS
     """
 
     parents: torch.Tensor
@@ -53,7 +53,7 @@ class AncestorMasks(NamedTuple):
 
 
 def trees_alone(parents: torch.Tensor) -> torch.Tensor:
-    """Parents int64 [R, N] with -1 everywhere from a row's first on that is no query token before its child."""
+    """Return parents int64 [R, N] with -1 from a row's first invalid one on: a parent must precede its child."""
     token = torch.arange(parents.shape[1], device=parents.device)
     return parents.where(((parents >= 0) & (parents <= token)).long().cumprod(1).bool(), -1)
 
@@ -65,7 +65,7 @@ def read_parents(
     num_tokens,  # 1 + N
     BLOCK_N: tl.constexpr,  # 1 + N, rounded up to a power of two
 ):
-    """The parents int64 [BLOCK_N] of a row's query tokens, -1 of the root and from the tree's end on."""
+    """Load the parents int64 [BLOCK_N] of a row's query tokens, -1 for the root and from the tree's end on."""
     offs_n = tl.arange(0, BLOCK_N)
     mask = (offs_n > 0) & (offs_n < num_tokens)
     parent = tl.load(parents_ptr + row * (num_tokens - 1) + offs_n - 1, mask=mask, other=-1)

@@ -1,4 +1,4 @@
-"""The most probable paths through a block, whose places know nothing of one another, as a tree."""
+"""The tree of the most probable paths through a block with independent places."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ _INDEX_BITS = 6
 
 
 class BestPaths(NamedTuple):
-    """The tree of the N best of all paths of up to K tokens, in each of R rows, whose token of depth d is one of the W
+    """Make the tree of the N best paths of up to K tokens in each of R rows; the token at depth d is one of the W
     choices of place d - 1 (DDTree: best-first search over a block draft's marginals).
 
-    A path is as good as the sum of its tokens' log-probabilities, added from the root on in fp32. Of equal ones the
-    shallower comes first, then the one whose last token has the lower rank, then the one whose parent comes first. A
-    path is thus never before the same without its last token, which its tree has too.
+    A path's score is the sum of its tokens' log-probabilities, added from the root in fp32. Among equal ones the
+    shallower comes first, then the one with the lower rank of the last token, then the one with the earlier parent. So
+    a path never comes before its own prefix, and the tree contains all prefixes.
 
     Read:
 
     - child_tokens  int64 [R, K, W], contiguous like the others: the W most probable tokens of each place, best first
-    - child_scores  fp32 [R, K, W], their log-probabilities, at most 0; -inf where there is none
-    - depths        int32 [R], tokens of a row's longest path: below 1 none, above K as many as K
+    - child_scores  fp32 [R, K, W], their log-probabilities, at most 0; -inf for none
+    - depths        int32 [R], the most tokens on a row's path, clamped to [0, K]
 
-    Written in place, as TreeBatch has them, best path first:
+    Written in place, in the format of TreeBatch, best path first:
 
-    - draft_tokens  int64 [R, N], N below MAX_TREE_TOKENS; -1 after the last where a row has fewer paths
+    - draft_tokens  int64 [R, N], N below MAX_TREE_TOKENS; -1 after the last if a row has fewer paths
     - parents       int64 [R, N], likewise
     """
 
@@ -42,11 +42,11 @@ class BestPaths(NamedTuple):
 
     def reference(self) -> None:
         (rows, places, _), count = self.child_scores.shape, self.draft_tokens.shape[1]
-        # Of each depth its N best paths, in their order; the root alone is above the first.
+        # The N best paths of each depth, in order; above the first depth there is only the root.
         above, first = self.child_scores.new_zeros(rows, 1), -1
         tokens, parents, scores = [], [], []
         for place in range(places):
-            # Rank by rank, so that of equal ones the lower rank comes first.
+            # Rank by rank: among equal ones the lower rank comes first.
             grown = (above[:, None] + self.child_scores[:, place, :, None]).flatten(1)
             grown = grown.masked_fill(self.depths[:, None] <= place, -torch.inf)
             best = grown.sort(dim=1, descending=True, stable=True)
@@ -56,7 +56,7 @@ class BestPaths(NamedTuple):
             above = best.values[:, :count]
             scores.append(above)
             first = sum(each.shape[1] for each in scores[:-1])
-        # Depth by depth, so that of equal ones the shallower comes first.
+        # Depth by depth: among equal ones the shallower comes first.
         best = torch.cat(scores, 1).sort(dim=1, descending=True, stable=True)
         chosen, found = best.indices[:, :count], best.values[:, :count] > -torch.inf
         query_tokens = best.indices.argsort(1) + 1
@@ -94,13 +94,13 @@ def _best_paths_kernel(
     max_depth,  # K
     width,  # W
     num_tokens,  # N
-    INDEX_BITS: tl.constexpr,  # of a rank, and of a query token
-    BLOCK_P: tl.constexpr,  # paths waiting at a time, rounded up to a power of two
+    INDEX_BITS: tl.constexpr,  # bits of a rank, and of a query token
+    BLOCK_P: tl.constexpr,  # queue capacity, rounded up to a power of two
     PDL: tl.constexpr,  # programmatic dependent launch
 ):
-    """Take the best of the paths that wait, num_tokens times: score = parent_score + child_score.
+    """Pop the best path of a queue num_tokens times; score = parent_score + child_score.
 
-    One program per row. Every path taken lets two more wait: its next sibling, and its best child.
+    One program per row. Every popped path pushes two more: its next sibling, and its best child.
     """
     INT32_MAX: tl.constexpr = 2**31 - 1
     await_previous(PDL)
@@ -109,12 +109,12 @@ def _best_paths_kernel(
     depth = tl.minimum(tl.load(depths_ptr + row), max_depth)
     children_start = row * max_depth * width
     offs_p = tl.arange(0, BLOCK_P)
-    # At first the root's best child waits.
+    # The queue starts with the root's best child.
     best_child = tl.load(child_scores_ptr + children_start, mask=depth > 0, other=float("-inf"))
     score = tl.where(offs_p == 0, best_child, float("-inf"))
     # The score of the path without its last token
     parent_score = tl.zeros((BLOCK_P,), tl.float32)
-    # What orders equal scores: place, rank and parent in one number
+    # The order of equal scores: place, rank and parent in one number
     order = tl.zeros((BLOCK_P,), tl.int32)
     for n in range(0, num_tokens):
         best = tl.max(score, 0)
@@ -127,12 +127,12 @@ def _best_paths_kernel(
         token = tl.load(child_tokens_ptr + child_offs, mask=found, other=-1)
         tl.store(draft_tokens_ptr + row * num_tokens + n, token)
         tl.store(parents_ptr + row * num_tokens + n, tl.where(found, taken_order & INDEX_MASK, -1).to(tl.int64))
-        # The next sibling waits in its place. A rank beyond the last carries into the place, and is never taken.
+        # The next sibling takes its queue entry. A rank past the last carries into the place, but is never popped.
         taken_parent_score = tl.sum(tl.where(taken, parent_score, 0.0), 0)
         child_score = tl.load(child_scores_ptr + child_offs + 1, mask=found & (rank + 1 < width), other=float("-inf"))
         score = tl.where(taken, taken_parent_score + child_score, score)
         order = tl.where(taken, taken_order + (1 << INDEX_BITS), order)
-        # The best child waits behind all others.
+        # The best child goes to a new entry.
         has_child = found & (place + 1 < depth)
         child_offs = children_start + (place + 1) * width
         child_score = tl.load(child_scores_ptr + child_offs, mask=has_child, other=float("-inf"))

@@ -1,4 +1,4 @@
-"""A step of a dynamic tree: every child of the tokens just drafted becomes a candidate, the best are drafted next."""
+"""A step of a dynamic tree: children of the frontier become candidates, and the best of them the next frontier."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ from builders.kernels.sizes import next_power_of_2
 from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
 
 _PAIRS = 1 << 16
-"""Candidates times others that each is compared with at a time: a tile may have no more than 2**20."""
+"""The most comparisons per tile, candidates times others: Triton limits a tile to 2**20 elements."""
 
 
 class GrowTree(NamedTuple):
-    """Appends F * W candidates a row, and takes the W best of them as the next frontier (EAGLE-2, Li et al., 2024).
+    """Append F * W candidates per row, and take the W best of them as the next frontier (EAGLE-2, Li et al., 2024).
 
-    A score is a path's log-probability, so at most that of the path without its last token. R rows, F tokens on the
-    frontier: 1, the root, at step 0, then W. Of equal scores the first candidate wins.
+    A score is a path's log-probability, so at most that of its parent. R rows, F tokens on the frontier: 1, the root,
+    at step 0, then W. The first of equal candidates wins.
 
     Read:
 
     - step             int64 [1], 0 to K - 1
-    - child_tokens     int64 [R, F, W], the W most probable children of each token of the frontier
-    - child_scores     fp32 [R, F, W], their log-probabilities; -inf where there is none
+    - child_tokens     int64 [R, F, W], the W most probable children of each frontier token
+    - child_scores     fp32 [R, F, W], their log-probabilities; -inf for none
 
-    Written in place, for C = W + (K - 1) * W * W candidates a row:
+    Written in place, for C = W + (K - 1) * W * W candidates per row:
 
     - tokens           int64 [R, C]
     - parents          int64 [R, C], the candidate that each follows; -1 is the root
-    - scores           fp32 [R, C]; step 0 begins a round: it sets those of all other candidates to -inf
-    - frontier         int64 [R, W], the candidates that are drafted next. Read where F is W
-    - frontier_scores  fp32 [R, W], their scores; -inf where there is none. Read where F is W
+    - scores           fp32 [R, C]; step 0 starts a round: it sets the scores of all other candidates to -inf
+    - frontier         int64 [R, W], the candidates to draft from next. Read if step > 0
+    - frontier_scores  fp32 [R, W], their scores; -inf for none. Read if step > 0
     - frontier_tokens  int64 [R, W], their tokens
-    - frontier_places  int64 [R, W], the place on the last frontier, 0 to F - 1, of the token that each follows
+    - frontier_places  int64 [R, W], the index of each one's parent on the last frontier, 0 to F - 1
     """
 
     step: torch.Tensor
@@ -99,7 +99,7 @@ def ranks(
     other_score,  # fp32 [CHUNK]
     offs_other,  # [CHUNK]
 ):
-    """How many of other_score, candidates offs_other, come before each of score: larger, or as large and earlier."""
+    """Count for each score how many of other_score, at offs_other, rank before it: larger, or equal and earlier."""
     theirs, mine = other_score[None, :], score[:, None]
     earlier = (theirs == mine) & (offs_other[None, :] < offs_c[:, None])
     return tl.sum(((theirs > mine) | earlier).to(tl.int32), 1)
@@ -115,7 +115,7 @@ def _path_scores(
     FRONTIER: tl.constexpr,  # F
     WIDTH: tl.constexpr,  # W
 ):
-    """The scores of these candidates of a row's step, -inf after its last."""
+    """Return the scores of a row's candidates offs_c of this step, -inf after the last."""
     mask = offs_c < FRONTIER * WIDTH
     score = tl.load(child_scores_ptr + row * FRONTIER * WIDTH + offs_c, mask=mask, other=float("-inf"))
     return score + tl.load(frontier_scores_ptr + row * WIDTH + offs_c // WIDTH, mask=mask & (step > 0), other=0.0)
@@ -137,7 +137,7 @@ def _grow_tree_kernel(
     FRONTIER: tl.constexpr,  # F
     WIDTH: tl.constexpr,  # W
     BLOCK_C: tl.constexpr,  # F * W, rounded up to a power of two
-    CHUNK: tl.constexpr,  # candidates that all others are compared with at a time
+    CHUNK: tl.constexpr,  # candidates per tile that all others are compared with
     PDL: tl.constexpr,  # programmatic dependent launch
 ):
     """score = frontier_score + child_score; the WIDTH best are the next frontier. One program per row."""
@@ -147,8 +147,7 @@ def _grow_tree_kernel(
     mask = offs_c < FRONTIER * WIDTH
     place = offs_c // WIDTH
     step = tl.load(step_ptr)
-    # 1. The children, the scores of their paths, and how many come before each. What is no candidate comes after all
-    # that are.
+    # 1. The children, the scores of their paths, and their ranks. Padding ranks after all candidates.
     token = tl.load(child_tokens_ptr + row * FRONTIER * WIDTH + offs_c, mask=mask, other=0)
     score = _path_scores(child_scores_ptr, frontier_scores_ptr, row, step, offs_c, FRONTIER, WIDTH)
     c_start = tl.where(step > 0, WIDTH + (step - 1) * WIDTH * WIDTH, 0)
@@ -158,7 +157,7 @@ def _grow_tree_kernel(
         offs_other = start + tl.arange(0, CHUNK)
         other_score = _path_scores(child_scores_ptr, frontier_scores_ptr, row, step, offs_other, FRONTIER, WIDTH)
         rank += ranks(score, offs_c, other_score, offs_other)
-    # 2. Store them as candidates. All of the last frontier is read before the next one is written over it.
+    # 2. Store them as candidates. The barrier: read all of the last frontier before overwriting it.
     tl.debug_barrier()
     if step == 0:
         for start in range(FRONTIER * WIDTH, num_candidates, BLOCK_C):

@@ -1,4 +1,4 @@
-"""The best candidates of a dynamic tree, as a tree of their own."""
+"""Extract the best candidates of a dynamic tree as a tree."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from builders.kernels.triton_runtime import await_previous, dependent_launch, tl
 from spec_decode.trees.kernels.grow_tree import ranks
 
 _CHUNK, _PAIRS = 64, 1 << 18
-"""Candidates that all others are compared with at a time, and times these others: a tile may have no more than 2**20.
-"""
+"""The most candidates per tile that all others are compared with, and the most comparisons: Triton limits a tile to
+2**20 elements."""
 
 
 class KeepBest(NamedTuple):
-    """The tree of the N best of C candidates in each of R rows: draft tokens and parents int64 [R, N], as TreeBatch has
-    them.
+    """Return the tree of the N best of C candidates in each of R rows: draft tokens and parents int64 [R, N], in the
+    format of TreeBatch.
 
-    They keep their order. No score is above its parent's, and of equal ones the first candidate wins, so that whoever
-    is kept has its path kept too. A row with fewer candidates than N ends with -1.
+    Candidates keep their order. No score is above its parent's, and the first of equal candidates wins, so the path of
+    a kept candidate is kept too. A row with fewer candidates than N ends with -1.
 
     - tokens      int64 [R, C], contiguous like the others
-    - parents     int64 [R, C], the candidate, an earlier one, that each follows; -1 is the root
-    - scores      fp32 [R, C]; -inf of those that are none
+    - parents     int64 [R, C], the earlier candidate that each follows; -1 is the root
+    - scores      fp32 [R, C]; -inf for none
     - num_tokens  N
     """
 
@@ -82,28 +82,28 @@ def _keep_best_kernel(
     num_tokens,  # N
     BLOCK_N: tl.constexpr,  # N, rounded up to a power of two
     BLOCK_C: tl.constexpr,  # C, rounded up to a power of two
-    CHUNK: tl.constexpr,  # candidates that all others are compared with at a time
+    CHUNK: tl.constexpr,  # candidates per tile that all others are compared with
     PDL: tl.constexpr,  # programmatic dependent launch
 ):
-    """Rank all candidates by score, keep the num_tokens best in their order. One program per row."""
+    """Rank all candidates by score, and keep the num_tokens best in their order. One program per row."""
     await_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     offs_c = tl.arange(0, BLOCK_C)
     mask = offs_c < num_candidates
     score = tl.load(scores_ptr + row * num_candidates + offs_c, mask=mask, other=float("-inf"))
-    # 1. How many candidates come before each
+    # 1. The rank of each candidate
     rank = tl.zeros((BLOCK_C,), tl.int32)
     for start in range(0, num_candidates, CHUNK):
         offs_other = start + tl.arange(0, CHUNK)
         in_row = offs_other < num_candidates
         other_score = tl.load(scores_ptr + row * num_candidates + offs_other, mask=in_row, other=float("-inf"))
         rank += ranks(score, offs_c, other_score, offs_other)
-    # 2. The candidates that are kept
+    # 2. The kept candidates
     is_kept = mask & (rank < num_tokens) & (score > float("-inf"))
     query_token = tl.cumsum(is_kept.to(tl.int32), 0)
     token = tl.load(tokens_ptr + row * num_candidates + offs_c, mask=mask, other=0)
     parent = tl.load(parents_ptr + row * num_candidates + offs_c, mask=mask, other=-1)
-    # 3. A parent's query token is how many are kept up to it
+    # 3. A parent's query token is the number of kept candidates up to and including it
     offs_n = tl.arange(0, BLOCK_N)
     follows = tl.zeros((BLOCK_N,), tl.int64)
     for n in range(0, num_tokens):
@@ -111,7 +111,7 @@ def _keep_best_kernel(
         parent_n = tl.sum(tl.where(is_n, parent, 0), 0)
         num_before = tl.sum((is_kept & (offs_c <= parent_n)).to(tl.int64), 0)
         follows = tl.where(offs_n == n, tl.where(parent_n < 0, 0, num_before), follows)
-    # 4. The tree, -1 behind its end
+    # 4. The tree, -1 past its end
     num_kept = tl.sum(is_kept.to(tl.int32), 0)
     tree_parent = tl.where(offs_n < num_kept, follows, -1)
     tl.store(tree_parents_ptr + row * num_tokens + offs_n, tree_parent, mask=offs_n < num_tokens)

@@ -1,4 +1,4 @@
-"""After a tree was verified: the accepted tokens' keys and values move to where a text without the others has them."""
+"""Compact the KV of a verified tree: move accepted keys and values to the slots that they would have in a chain."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from builders.kernels.triton_runtime import await_previous, dependent_launch, tl
 def move_accepted_kv(
     key_cache: torch.Tensor, value_cache: torch.Tensor, slot_mapping: torch.Tensor, path: torch.Tensor
 ) -> None:
-    """Compact the accepted path's keys and values in one layer's cache, in place: the i-th accepted token's go into the
-    slot of query token i. The cache then looks as if no tree had been drafted.
+    """Compact the accepted path's keys and values in one layer's cache, in place: those of the i-th accepted token move
+    to the slot of query token i. The cache then looks as if no tree had been drafted.
 
     key_cache     [pages, page_size, heads, dim], any strides
     value_cache   [pages, page_size, heads, value_dim], any strides
-    slot_mapping  int64 [R, 1 + N], the slots of each row's query tokens, all different; slots below 0 or beyond the
-                  last page are neither read nor written
-    path          int64 [R, K], from TreeVerifyOutput; a value that is no query token moves nothing
+    slot_mapping  int64 [R, 1 + N], the slots of each row's query tokens, all different; negative slots and slots past
+                  the last page are neither read nor written
+    path          int64 [R, K], from TreeVerifyOutput; a value that is not a query token moves nothing
 
-    Device work only, no host read. Raises BatchError for caches of unlike sizes, a path as long as the
-    tree, and for tensors of another shape, dtype or device.
+    Device work only, no host sync. Raises BatchError for caches of different sizes, a path longer than the tree has
+    draft tokens, and tensors of the wrong shape, dtype or device.
     """
     pages, page_size, heads, _ = key_cache.shape
     device = key_cache.device
@@ -43,7 +43,7 @@ def move_accepted_kv(
 
 
 class MoveAcceptedKV(NamedTuple):
-    """As `move_accepted_kv` has them."""
+    """The arguments of the op; move_accepted_kv documents them."""
 
     key_cache: torch.Tensor
     value_cache: torch.Tensor
@@ -54,7 +54,7 @@ class MoveAcceptedKV(NamedTuple):
         key_cache, value_cache, slot_mapping, path = self
         page_size = key_cache.shape[1]
         num_slots = key_cache.shape[0] * page_size
-        # In order: a later token comes from behind where an earlier one goes.
+        # In path order: a later token's source comes after every earlier target.
         for at, token in enumerate(path.unbind(1), 1):
             known = (token > 0) & (token < slot_mapping.shape[1])
             source, target = slot_mapping.gather(1, (token * known)[:, None])[:, 0], slot_mapping[:, at]
@@ -112,12 +112,12 @@ def _move_accepted_kv_kernel(
     PAGE_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,  # the wider of both, rounded up to a power of two
+    BLOCK_D: tl.constexpr,  # the larger of both, rounded up to a power of two
     PDL: tl.constexpr,  # programmatic dependent launch
 ):
-    """kv[slot of query token i + 1] = kv[slot of path[i]], of one head of a row; grid [R, heads].
+    """kv[slot of query token i + 1] = kv[slot of path[i]], for one head of a row; grid [R, heads].
 
-    A thread reads what it wrote itself, so that the order of the path is kept.
+    A thread only reads what it wrote itself, so the moves happen in path order.
     """
     await_previous(PDL)
     row = tl.program_id(0).to(tl.int64)

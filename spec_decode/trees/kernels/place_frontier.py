@@ -1,4 +1,4 @@
-"""A frontier becomes the next query tokens of the draft, behind the frontiers before it."""
+"""Append a frontier to the draft's query tokens, after the frontiers before it."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from builders.kernels.triton_runtime import await_previous, dependent_launch, tl
 
 
 class PlaceFrontier(NamedTuple):
-    """Writes the frontier chosen at step s to places s * W to (s + 1) * W - 1 of Q query tokens a row; in place.
+    """Write the frontier chosen at step s to places s * W to (s + 1) * W - 1 of Q query tokens per row; in place.
 
-    The query tokens are all frontiers of a round, and what is not drafted yet: it sees itself not, and no token sees
-    it. Step 0 begins a round. A frontier beyond place Q is written nowhere.
+    The query tokens are all frontiers of a round. Those not drafted yet have mask 0, and no token attends to them. Step
+    0 starts a round. A frontier past place Q is not written.
 
     Read:
 
     - step      int64 [1], s
-    - tokens    int64 [rows, W], the frontier's
-    - places    int64 [rows, W], on the frontier before, the token that each follows; not read at step 0
+    - tokens    int64 [rows, W], of the frontier
+    - places    int64 [rows, W], for each token, its parent's index on the frontier before; not read at step 0
     - hidden    [rows, 1, H], of the root, at step 0; [rows, Q, H], of the query tokens, later
     - seq_lens  int32 [rows]; a row of 0 is inert
 
     Written:
 
     - token_ids   int64 [rows, Q]
-    - states      [rows, Q, H] of hidden's dtype, the state of the token that each follows
-    - positions   int64 [rows, Q]; the first is read at every step: where the root's children stand
-    - tree_masks  int64 [rows, Q], as AttentionBatch has them
+    - states      [rows, Q, H] in hidden's dtype, the state of each token's parent
+    - positions   int64 [rows, Q]; the first is read at every step: the position of the root's children
+    - tree_masks  int64 [rows, Q], in the format of AttentionBatch
     """
 
     step: torch.Tensor
@@ -103,10 +103,10 @@ def _place_frontier_kernel(
     stride_hidden_token,
     WIDTH: tl.constexpr,  # W
     BLOCK_Q: tl.constexpr,  # Q, rounded up to a power of two
-    BLOCK_H: tl.constexpr,  # columns of a state that are copied at a time
+    BLOCK_H: tl.constexpr,  # columns of a state copied per iteration
     PDL: tl.constexpr,  # programmatic dependent launch
 ):
-    """tree_mask[q] = tree_mask[parent] | 1 << q of one token of a frontier, with its id, position and state.
+    """tree_mask[q] = tree_mask[parent] | 1 << q for one frontier token, with its id, position and state.
 
     Grid [rows, W]. At step 0 the first program of a row also clears the places of later tokens.
     """
@@ -116,14 +116,14 @@ def _place_frontier_kernel(
     step = tl.load(step_ptr)
     live = tl.load(seq_lens_ptr + row) > 0
     position = tl.load(positions_ptr + row * num_tokens)
-    # 1. A round begins: clear what is not drafted yet
+    # 1. Start of a round: clear the places that are not drafted yet
     if (step == 0) & (place == 0):
         offs_q = tl.arange(0, BLOCK_Q)
         mask = (offs_q >= WIDTH) & (offs_q < num_tokens)
         tl.store(tree_masks_ptr + row * num_tokens + offs_q, tl.zeros((BLOCK_Q,), tl.int64), mask=mask)
         tl.store(token_ids_ptr + row * num_tokens + offs_q, tl.zeros((BLOCK_Q,), tl.int64), mask=mask)
         tl.store(positions_ptr + row * num_tokens + offs_q, position + tl.zeros((BLOCK_Q,), tl.int64), mask=mask)
-    # 2. Place the token, with the mask and the state of the one that it follows
+    # 2. Place the token, with its parent's mask and state
     q = step * WIDTH + place
     if q < num_tokens:
         parent_q = tl.zeros((), tl.int64)

@@ -1,4 +1,4 @@
-"""The most probable next tokens of each row, and how probable they are."""
+"""The most probable next tokens of each row, with their log-probabilities."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from spec_decode.sampling.kernels.vocab_blocks import merge_sum_exp, store_max_s
 
 
 class TopChildren(NamedTuple):
-    """The W largest logits of each of R rows: tokens int64 [R, W], largest first and of equal ones the first first, and
+    """Return the tokens of the W largest logits of R rows, int64 [R, W], largest first and ties in token order, and
     their log-probabilities fp32 [R, W] under softmax(row / temperature), never above 0.
 
-    A token whose logit is -inf or NaN has -inf, and may be any of the vocabulary.
+    A logit of -inf or NaN gives the log-probability -inf, and its token is arbitrary.
 
     - logits       [R, V] any float, V at least W
     - width        W
@@ -96,10 +96,10 @@ def _block_top_kernel(
     vocab_size,  # V
     stride_logits,
     WIDTH: tl.constexpr,  # W
-    BLOCK_V: tl.constexpr,  # logits of a program
+    BLOCK_V: tl.constexpr,  # logits per program
     PDL: tl.constexpr,  # programmatic dependent launch
 ):
-    """The W largest logits of one block of the vocabulary, and its part of the softmax. Grid [R, blocks]."""
+    """The W largest logits of one vocabulary block, and its partial softmax. Grid [R, blocks]."""
     await_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
@@ -129,10 +129,10 @@ def _merge_top_kernel(
     num_blocks,  # of the vocabulary
     WIDTH: tl.constexpr,  # W
     BLOCK_B: tl.constexpr,  # blocks, rounded up to a power of two
-    BLOCK_C: tl.constexpr,  # blocks * W, likewise
+    BLOCK_C: tl.constexpr,  # blocks * W, rounded up likewise
     PDL: tl.constexpr,  # programmatic dependent launch
 ):
-    """One program per row: the W largest of its blocks', and their log-probabilities."""
+    """Merge the W largest logits of a row's blocks, with their log-probabilities. One program per row."""
     await_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     # 1. The row's largest logit, and the logarithm of its sum of exponentials
@@ -147,7 +147,7 @@ def _merge_top_kernel(
     x = tl.load(max_ptr + row * num_blocks * WIDTH + offs_c, mask=mask, other=float("-inf"))
     token = tl.load(argmax_ptr + row * num_blocks * WIDTH + offs_c, mask=mask, other=0)
     for rank in range(0, WIDTH):
-        # Candidates lie in the order of their blocks: of equal ones the first has the lowest token.
+        # Candidates are in order of their blocks, so the first of equal ones has the lowest token.
         max_logit, argmax = tl.max(x, 0, return_indices=True)
         chosen = tl.sum(tl.where(offs_c == argmax, token, 0), 0)
         score = tl.where(max_logit == float("-inf"), max_logit, tl.minimum(max_logit - row_max - log_sum, 0.0))

@@ -1,6 +1,6 @@
-"""The stage in which every lossless verifier looks at a row's draft: the probabilities of its tokens, and their norms.
+"""The stage of every lossless verifier that evaluates a row's draft: the probabilities of its tokens, and their norms.
 
-Legend: R rows, K draft tokens of a row, V tokens of the vocabulary.
+Legend: R rows, K draft tokens per row, V tokens of the vocabulary.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ _TINY = torch.finfo(torch.float32).tiny
 
 
 def launch_accept_draft(arguments: VerifyArguments, weights: torch.Tensor | None) -> tuple[Residual, dict[str, int]]:
-    """Accept the drafts token by token or, with weights fp32 [R, K], write there what block verification goes by.
+    """Accept the drafts token by token or, with weights fp32 [R, K], write the prefix weights of block verification.
 
-    Returns the residual, whose norms are written, and its counts and weights as the kernel says; and the launch options
-    of a kernel that goes on with it, a program a row.
+    Returns the residual, with norms written, and counts and weights as the kernel documents; and the launch options of
+    a following kernel with one program per row.
     """
     processed, draft_tokens, draft_logits, temperature, _, accept_seeds, draft_positions = arguments
     rows, columns, vocab = draft_logits.shape
@@ -62,13 +62,13 @@ def _accept_draft_kernel(
     draft_tokens_ptr,  # int64 [R, K]
     draft_logits_ptr,  # fp32 [R, K, V]
     temperature_ptr,  # fp32 [R]
-    accept_seeds_ptr,  # int64 [R], of the uniforms
+    accept_seeds_ptr,  # int64 [R], for the accept uniforms
     draft_positions_ptr,  # int64 [R], absolute position of draft token 0
     partial_max_ptr,  # fp32 [2, R * K, blocks], of the target and of the draft
     partial_sum_exp_ptr,  # fp32 [2, R * K, blocks], likewise
     partial_argmax_ptr,  # int32 [R * K, blocks], of the target in greedy rows
     weights_ptr,  # out: fp32 [R, K], of random rows; or None
-    num_accepted_ptr,  # out: int64 [R]; with weights_ptr of greedy rows alone
+    num_accepted_ptr,  # out: int64 [R]; with weights_ptr only greedy rows
     weight_ptr,  # out: fp32 [R], w of the residual max(w p - q, 0), 0 to draw from p; not written with weights_ptr
     norms_ptr,  # out: fp32 [4, R * K], in the order of Residual's planes
     num_rows,  # R
@@ -80,25 +80,25 @@ def _accept_draft_kernel(
     stride_draft_token,
     TINY: tl.constexpr,  # the smallest normal fp32
     BLOCK_B: tl.constexpr,  # blocks, rounded up to a power of two
-    BLOCK_K: tl.constexpr,  # K, likewise
+    BLOCK_K: tl.constexpr,  # K, rounded up likewise
     PDL: tl.constexpr,  # programmatic dependent launch
 ):
     """Accept draft token k if uniform * draft_probs[k] < target_probs[k], up to the first that fails; greedy rows
     accept argmax tokens. One program per row.
 
-    Speculative sampling: Leviathan et al., 2023 (arXiv:2211.17192, algorithm 1). With weights_ptr a random row's draft
-    is not accepted yet: w(k) = min(1, w(k - 1) target_probs[k] / draft_probs[k]) from w(0) = 1 is stored, as far as the
-    draft goes (block verification: Sun et al., 2024, arXiv:2403.10444, algorithm 2).
+    Speculative sampling: Leviathan et al., 2023 (arXiv:2211.17192, algorithm 1). With weights_ptr, random rows accept
+    nothing yet and store w(k) = min(1, w(k - 1) target_probs[k] / draft_probs[k]), w(0) = 1, up to the draft's end
+    (block verification: Sun et al., 2024, arXiv:2403.10444, algorithm 2).
     """
     INT32_MAX: tl.constexpr = 2**31 - 1
     await_previous(PDL)
-    # 1. Load the row's draft tokens [BLOCK_K]; draft_len of them stand before the first below 0
+    # 1. Load the row's draft tokens [BLOCK_K]; draft_len of them precede the first negative one
     row = tl.program_id(0).to(tl.int64)
     offs_k = tl.arange(0, BLOCK_K)
     draft_tokens, draft_len = read_draft(row, draft_tokens_ptr, num_drafts, BLOCK_K)
     if tl.load(temperature_ptr + row) > 0:
-        # 2. A random row: its columns' norms, for the target, then the draft, and both models' probabilities of the
-        # draft tokens; a token beyond the vocabulary has 0
+        # 2. A random row: the norms of its columns, for the target, then the draft, and both models' probabilities of
+        # the draft tokens; 0 for a token past the vocabulary
         num_columns = num_rows * num_drafts
         target_max, target_sum = _merge_norms(
             row,
@@ -137,8 +137,8 @@ def _accept_draft_kernel(
             # that the target cannot produce.
             accept = uniform * draft_probs < target_probs
         else:
-            # One token after another. NaN must stay NaN, so that no prefix passes with it: unless they are told to
-            # propagate it, minimum and maximum return the number beside it.
+            # One token after another. NaN must stay NaN, so that no prefix with it passes: without propagate_nan,
+            # minimum and maximum return their other argument.
             ratio = tl.div_rn(target_probs, tl.maximum(draft_probs, TINY, propagate_nan=tl.PropagateNan.ALL))
             w = 1.0
             weights = tl.zeros((BLOCK_K,), tl.float32)
@@ -148,7 +148,7 @@ def _accept_draft_kernel(
                 weights = tl.where(offs_k == i, w, weights)
             tl.store(weights_ptr + row * num_drafts + offs_k, weights, mask=offs_k < draft_len)
     else:
-        # A greedy row: which of its tokens are the target's argmax. Of equal logits the first wins.
+        # A greedy row: which of its tokens are the target's argmax. The first of equal logits wins.
         offs_b = tl.arange(0, BLOCK_B)[None, :]
         part_offs = (row * num_drafts + offs_k[:, None]) * num_blocks + offs_b
         mask_b = (offs_k < draft_len)[:, None] & (offs_b < num_blocks)
@@ -160,7 +160,7 @@ def _accept_draft_kernel(
         if weights_ptr is not None:
             tl.store(num_accepted_ptr + row, _count_accepted(accept, offs_k, num_drafts))
     if weights_ptr is None:
-        # 3. launch_draw replaces the first rejected token by a draw from max(p - q, 0), of weight 1.
+        # 3. launch_draw replaces the first rejected token by a draw from max(p - q, 0), with weight 1
         num_accepted = _count_accepted(accept, offs_k, num_drafts)
         tl.store(num_accepted_ptr + row, num_accepted)
         tl.store(weight_ptr + row, tl.where(num_accepted < draft_len, 1.0, 0.0))
@@ -168,8 +168,8 @@ def _accept_draft_kernel(
 
 @triton.jit
 def _count_accepted(accept, offs_k, num_drafts):
-    """The tokens before the first rejected one: num_drafts where there is none, as columns beyond K, which accept
-    nothing, are no lower."""
+    """Count the tokens before the first rejected one. If there is none, the result is num_drafts: columns past K accept
+    nothing, and their index is at least num_drafts."""
     return tl.min(tl.where(accept, num_drafts, offs_k), 0).to(tl.int64)
 
 
@@ -180,7 +180,7 @@ def read_draft(
     num_drafts,  # K
     BLOCK_K: tl.constexpr,
 ):
-    """A row's draft int64 [BLOCK_K], -1 outside its K columns, and how many tokens it has before its end."""
+    """Load a row's draft int64 [BLOCK_K], -1 past its K columns; return it and its number of tokens."""
     offs_k = tl.arange(0, BLOCK_K)
     draft_tokens = tl.load(draft_tokens_ptr + row * num_drafts + offs_k, mask=offs_k < num_drafts, other=-1)
     draft_len = tl.min(tl.where(draft_tokens < 0, offs_k, num_drafts), 0)
@@ -198,10 +198,10 @@ def _merge_norms(
     num_drafts,  # K
     num_blocks,  # of the vocabulary
     BLOCK_B: tl.constexpr,  # blocks, rounded up to a power of two
-    BLOCK_K: tl.constexpr,  # K, likewise
+    BLOCK_K: tl.constexpr,  # K, rounded up likewise
 ):
-    """Returns the largest logit and the sum of exponentials, fp32 [BLOCK_K], of a random row's first draft_len columns;
-    also stores them, as Residual's norms of one model."""
+    """Return the largest logit and the sum of exponentials, fp32 [BLOCK_K], of a random row's first draft_len columns,
+    and store them as one model's planes of Residual.norms."""
     offs_k = tl.arange(0, BLOCK_K)
     offs_b = tl.arange(0, BLOCK_B)[None, :]
     draft_row = row * num_drafts + offs_k
@@ -217,6 +217,6 @@ def _merge_norms(
 
 @triton.jit
 def accept_uniform(seed, position):
-    """fp32 in (0, 1), shaped as position: the accept uniform of a draft token there."""
+    """Return the accept uniform of a draft token at `position`: fp32 in (0, 1), in the shape of position."""
     key = triton_key(seed, position, _ACCEPT)
-    return triton_uniform(key, key * 0)  # the noise of token 0: one number a position
+    return triton_uniform(key, key * 0)  # the noise of token 0: one number per position

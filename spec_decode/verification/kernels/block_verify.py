@@ -1,8 +1,8 @@
 """Block verification of a round's drafts, in five stages.
 
-PartialMax reads the logits, block by block of the vocabulary; launch_accept_draft weighs the prefixes of each row's
-draft; the two kernels here sum their residuals and choose one; launch_draw draws the token after it. Legend: R rows, K
-draft tokens of a row, V tokens of the vocabulary.
+PartialMax reads the logits in vocabulary blocks; launch_accept_draft weighs the prefixes of each row's draft; the two
+kernels here sum their residuals and choose a prefix; launch_draw draws the token after it. Legend: R rows, K draft
+tokens per row, V tokens of the vocabulary.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _TINY = torch.finfo(torch.float32).tiny
 
 
 class BlockVerify(VerifyArguments):
-    """Accepts the longest prefix that passes, by the weights w that BlockVerification defines; at temperature 0 the
+    """Accept the longest prefix that passes with the weights w that BlockVerification defines; at temperature 0 the
     longest prefix of argmax tokens.
 
-    The token after it is drawn from max(w p - q, 0) where one was rejected, and from p where the draft ended.
+    The token after it is drawn from max(w p - q, 0) after a rejection, and from p if the draft ended.
     """
 
     __slots__ = ()
@@ -85,13 +85,13 @@ class BlockVerify(VerifyArguments):
 
 
 def _prefix_weights(models: Distributions) -> torch.Tensor:
-    """w(1) to w(K), fp32 [R, K]: a product capped at 1 at each step is, in logarithms, a walk under a ceiling of 0."""
+    """Return w(1) to w(K), fp32 [R, K]: a product capped at 1 at each step is a sum capped at 0 in logarithms."""
     walk = (models.p_token / models.q_token.clamp(min=_TINY)).log().cumsum(1)
     return (walk - walk.cummax(1).values.clamp(min=0)).exp()
 
 
 def _passing_prefixes(models: Distributions, weights: torch.Tensor) -> torch.Tensor:
-    """Which prefixes, of lengths 1 to K, pass with their own uniform; bool [R, K]."""
+    """Return which prefixes of lengths 1 to K pass with their uniform; bool [R, K]."""
     columns = weights.shape[1]
     residual_sum = (weights[:, :-1, None] * models.p[:, 1:columns] - models.q[:, 1:]).clamp_(min=0).sum(-1)
     residual_sum = torch.nn.functional.pad(residual_sum, (0, 1))
@@ -115,12 +115,12 @@ def _residual_sums_kernel(
     stride_draft_row,
     stride_draft_pos,
     stride_draft_token,
-    BLOCK_V: tl.constexpr,  # logits of a program
+    BLOCK_V: tl.constexpr,  # logits per program
     PDL: tl.constexpr,  # programmatic dependent launch
 ):
-    """One block's sum of max(w(k) target_probs - draft_probs, 0), at the column after the prefix of k tokens.
+    """Sum max(w(k) target_probs - draft_probs, 0) over one block, at the column after the prefix of k tokens.
 
-    Grid [R * (K - 1), blocks]: a program has one prefix, of k = 1 to K - 1, and one block of the vocabulary.
+    Grid [R * (K - 1), blocks]: one prefix, k = 1 to K - 1, and one vocabulary block per program.
     """
     await_previous(PDL)
     prefix_row = tl.program_id(0).to(tl.int64)
@@ -129,7 +129,7 @@ def _residual_sums_kernel(
         offs_v = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
         mask = offs_v < vocab_size
         draft_row = row * num_drafts + k
-        # Past the draft's end weight or norms are unwritten memory; no prefix reads the sums that come of them.
+        # Past the draft's end weights and norms are uninitialised; no prefix reads the resulting sums.
         w = tl.load(weights_ptr + draft_row - 1)
         target_ptrs = target_logits_ptr + (draft_row + row) * vocab_size + offs_v
         target_logits = tl.load(target_ptrs, mask=mask, other=float("-inf"))
@@ -154,10 +154,10 @@ def _accept_prefix_kernel(
     num_drafts,  # K
     num_blocks,  # of the vocabulary
     BLOCK_B: tl.constexpr,  # blocks, rounded up to a power of two
-    BLOCK_K: tl.constexpr,  # K, likewise
+    BLOCK_K: tl.constexpr,  # K, rounded up likewise
     PDL: tl.constexpr,  # programmatic dependent launch
 ):
-    """The longest prefix k of a random row with uniform <= S / (S + 1 - w(k)), S its residual's sum.
+    """Accept the longest prefix k of a random row with uniform <= S / (S + 1 - w(k)), S the sum of its residual.
 
     One program per row.
     """
@@ -166,7 +166,7 @@ def _accept_prefix_kernel(
     if tl.load(temperature_ptr + row) > 0:
         offs_k = tl.arange(0, BLOCK_K)
         _, draft_len = read_draft(row, draft_tokens_ptr, num_drafts, BLOCK_K)
-        # 1. The weight of each prefix, and its residual's sum S
+        # 1. The weight of each prefix, and the sum S of its residual
         weights = tl.load(weights_ptr + row * num_drafts + offs_k, mask=offs_k < draft_len, other=0.0)
         offs_b = tl.arange(0, BLOCK_B)[None, :]
         part_offs = (row * (num_drafts - 1) + offs_k[:, None]) * num_blocks + offs_b
@@ -174,12 +174,12 @@ def _accept_prefix_kernel(
         has_next = offs_k + 1 < draft_len
         mask = has_next[:, None] & (offs_b < num_blocks)
         residual_sum = tl.sum(tl.load(residual_sums_ptr + part_offs, mask=mask, other=0.0), 1)
-        # 2. Which prefixes pass, and the longest of them. A whole draft passes with w itself.
+        # 2. Which prefixes pass, and the longest of them. A whole draft passes with probability w.
         numerator = tl.where(has_next, residual_sum, weights)
         denominator = tl.where(has_next, residual_sum + 1 - weights, 1.0)
         uniform = accept_uniform(tl.load(accept_seeds_ptr + row), tl.load(draft_positions_ptr + row) + offs_k)
-        # Not strictly less, as it is by token: a uniform is above 0, so that a weight of 0 without a residual fails,
-        # and without one a weight of 1, where p is q, must pass.
+        # <=, unlike the test by token: a uniform is above 0, so a weight of 0 with an empty residual fails, while a
+        # weight of 1 with an empty residual, where p equals q, must pass.
         accept = (offs_k < draft_len) & (uniform * denominator <= numerator)
         num_accepted = tl.max(tl.where(accept, offs_k + 1, 0), 0)
         w = tl.where(num_accepted > 0, tl.sum(tl.where(offs_k + 1 == num_accepted, weights, 0.0), 0), 1.0)

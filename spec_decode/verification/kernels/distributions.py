@@ -1,4 +1,4 @@
-"""Both models' distributions over a round's draft, in torch: the reference of the ops that verify drafts."""
+"""The distributions of both models over a round's draft, in torch: the reference for the verification ops."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from spec_decode.verification.kernels.verify_arguments import VerifyArguments
 
 
 class Distributions:
-    """Probabilities of R rows, K draft tokens and V tokens of the vocabulary.
+    """Probabilities for R rows, K draft tokens and a vocabulary of V tokens.
 
     - p                 fp32 [R, 1 + K, V], the target's
-    - q                 fp32 [R, K, V], the draft's; 0 where it is NaN, of which no token is kept
+    - q                 fp32 [R, K, V], the draft's; 0 instead of NaN, since no token of a NaN draft is accepted
     - p_token, q_token  fp32 [R, K], of the draft tokens
     - is_argmax         bool [R, K]: the draft token is the target's argmax
     - uniform           fp32 [R, K], the accept uniforms
     - is_random         bool [R]: sampled, not greedy
-    - proposed          bool [R, K]: the draft has not ended. After its end every other field may hold garbage, NaN
-                        included
+    - proposed          bool [R, K]: the draft has not ended. After its end all other fields are undefined and can be
+                        NaN
     """
 
     def __init__(self, arguments: VerifyArguments) -> None:
@@ -41,18 +41,18 @@ class Distributions:
         self.uniform = noise.uniform(keys, torch.zeros_like(keys))
 
     def next_tokens(self, accepted: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """The target's own token int64 [R] after the accepted ones.
+        """Return the target's own token int64 [R] after the accepted ones.
 
-        - accepted  int64 [R], draft tokens accepted
-        - weight    fp32 [R], w: where a draft token was rejected, the next is drawn from max(w p - q, 0), normalised
+        - accepted  int64 [R], number of accepted draft tokens
+        - weight    fp32 [R], w: after a rejection the next token is drawn from max(w p - q, 0), normalised
 
-        It is drawn from p where the draft ended, and is the argmax in greedy rows.
+        If the draft ended, it is drawn from p; in greedy rows it is the argmax.
         """
         row, last = torch.arange(len(accepted)), self.q.shape[1] - 1
         at = accepted.clamp(max=last)
         rejected = self.is_random & (accepted <= last) & self.proposed[row, at]
         residual = (weight[:, None] * self.p[row, accepted] - self.q[row, at]).clamp_(min=0)
-        # Rounding can empty a residual that is zero in theory only if p == q: then p itself is right.
+        # In theory a residual is empty only if p == q, but rounding can empty one too: then draw from p.
         from_residual = rejected & (residual.sum(-1) > 0)
         arguments = self._arguments
         scores = torch.where(from_residual[:, None], residual.log(), arguments.processed[row, accepted])
@@ -61,5 +61,5 @@ class Distributions:
 
 
 def count_leading(accepted: torch.Tensor) -> torch.Tensor:
-    """How many of the first columns of accepted bool [R, K] are all true; int64 [R]."""
+    """Count the leading true columns of accepted bool [R, K]; int64 [R]."""
     return accepted.long().cumprod(1).sum(1)

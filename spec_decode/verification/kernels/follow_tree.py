@@ -1,4 +1,4 @@
-"""The path that accepted draft tokens make through a tree."""
+"""Follow the accepted path through a tree."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from spec_decode.trees.kernels.ancestor_masks import read_parents, trees_alone
 
 
 class FollowTree(NamedTuple):
-    """Follows the target's tokens down R trees of up to N draft tokens, K deep at most.
+    """Follow the target's tokens down R trees of up to N draft tokens, at most K deep.
 
     - draft_tokens   int64 [R, N]
-    - parents        int64 [R, N], as DraftTree has them; the first that is none ends a row's tree
+    - parents        int64 [R, N], in the format of DraftTree; the first invalid one ends a row's tree
     - target_tokens  int64 [R, 1 + N], the target's own token after each query token
     - max_depth      K
 
-    All contiguous. Of draft tokens that are the same after the same token the first counts. Returns
+    All contiguous. Among equal siblings the first counts. Returns
 
-    - accepted       int64 [R], draft tokens of the path
+    - accepted       int64 [R], number of draft tokens on the path
     - path           int64 [R, K], their query tokens; -1 after the last
     - next_tokens    int64 [R], the target's token after the last of them
     """
@@ -81,16 +81,17 @@ def _follow_tree_kernel(
     BLOCK_N: tl.constexpr,  # 1 + N, rounded up to a power of two
     PDL: tl.constexpr,  # programmatic dependent launch
 ):
-    """From the root down, to the first child that is the target's token after its parent; a program a row."""
+    """From the root down, step to the first child that equals the target's token after its parent. One program per
+    row."""
     await_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     offs_n = tl.arange(0, BLOCK_N)
-    # 1. Which draft tokens are the target's own after their parent
+    # 1. Which draft tokens equal the target's token after their parent
     parent = read_parents(parents_ptr, row, num_tokens, BLOCK_N)
     draft_tokens = tl.load(draft_tokens_ptr + row * (num_tokens - 1) + offs_n - 1, mask=parent >= 0, other=-1)
     target_tokens = tl.load(target_tokens_ptr + row * num_tokens + parent, mask=parent >= 0, other=-2)
     accept = draft_tokens == target_tokens
-    # 2. Down the tree, one token a step
+    # 2. Walk down the tree, one token per step
     last = 0
     num_accepted = 0
     for depth in range(0, max_depth):

@@ -14,11 +14,11 @@ from spec_decode.sampling.noise import triton_key
 
 _BLOCK = 128
 _STREAM = 0x510E527F
-"""A stream of its own: these hashes tell nothing about the noise that the same seeds and positions give."""
+"""A separate stream: these hashes say nothing about the noise from the same seeds and positions."""
 
 
 class HashSeeds(NamedTuple):
-    """A seed int64 [R] per row, of contiguous seeds and positions int64 [R]."""
+    """Return a seed int64 [R] per row, from contiguous seeds and positions int64 [R]."""
 
     seeds: torch.Tensor
     positions: torch.Tensor
@@ -50,11 +50,11 @@ def _hash_kernel(
     positions_ptr,  # int64 [R]
     out_ptr,  # out: int64 [R]
     num_rows,  # R
-    STREAM: tl.constexpr,  # of the noise
-    BLOCK_R: tl.constexpr,  # rows of a program
+    STREAM: tl.constexpr,  # noise stream
+    BLOCK_R: tl.constexpr,  # rows per program
     PDL: tl.constexpr,  # programmatic dependent launch
 ):
-    """out = key(seed, position), as noise.py has it. A program has BLOCK_R rows."""
+    """out = key(seed, position), see noise.py. A program has BLOCK_R rows."""
     await_previous(PDL)
     offs_r = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     mask = offs_r < num_rows

@@ -1,6 +1,6 @@
-"""Per block of the vocabulary, what softmax and argmax of a draft's columns need.
+"""Partial results per vocabulary block for softmax and argmax of a draft's columns.
 
-Legend: R rows, K draft tokens of a row, a column each, V tokens of the vocabulary.
+Legend: R rows, K draft tokens (columns) per row, V tokens of the vocabulary.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from spec_decode.verification.kernels.verify_arguments import VerifyArguments
 class PartialMax(NamedTuple):
     """Partial results over the blocks of each draft column's logits, [R * K, blocks].
 
-    - largest   fp32 [2, R * K, blocks], of p and of q; q's in random rows alone
+    - largest   fp32 [2, R * K, blocks], of p and of q; q's only in random rows
     - sum_exp   fp32 [2, R * K, blocks], in random rows: the sum of exp(logit - largest)
     - argmax    int32 [R * K, blocks], in greedy rows: p's first largest logit
     """
@@ -29,7 +29,7 @@ class PartialMax(NamedTuple):
 
     @classmethod
     def launch(cls, arguments: VerifyArguments) -> PartialMax:
-        """One pass over the logits of all draft columns, not of the column after the last."""
+        """Run one pass over the logits of all draft columns, without the column after the last."""
         processed, _, draft_logits, temperature, *_ = arguments
         (rows, columns, vocab), device = draft_logits.shape, processed.device
         block = vocab_block(vocab)
@@ -55,7 +55,7 @@ class PartialMax(NamedTuple):
         return cls(largest, sum_exp, argmax)
 
     def launch_options(self, columns: int) -> dict[str, int]:
-        """Launch options of a kernel of one program per row that merges these blocks over K columns."""
+        """Return the launch options of a kernel that merges these blocks over K columns, with one program per row."""
         blocks = next_power_of_2(self.argmax.shape[1])
         block_k = next_power_of_2(columns)
         warps = max(1, min(8, blocks * block_k // 256))
@@ -75,10 +75,10 @@ def _partial_max_kernel(
     stride_draft_row,
     stride_draft_pos,
     stride_draft_token,
-    BLOCK_V: tl.constexpr,  # logits of a program
+    BLOCK_V: tl.constexpr,  # logits per program
     PDL: tl.constexpr,  # programmatic dependent launch
 ):
-    """max(x) and sum of e^(x - max(x)), or argmax(x), of one block of the vocabulary in one draft column x.
+    """max(x) and sum of e^(x - max(x)), or argmax(x), over one vocabulary block of one draft column x.
 
     Grid [R * K, blocks].
     """
@@ -90,7 +90,7 @@ def _partial_max_kernel(
     mask = offs_v < vocab_size
     part_offs = draft_row * tl.num_programs(1) + block
     temperature = tl.load(temperature_ptr + row)
-    # The target has 1 + K columns a row: row * (1 + K) + k is draft_row + row.
+    # The target has 1 + K columns per row: row * (1 + K) + k == draft_row + row.
     target_logits = tl.load(target_logits_ptr + (draft_row + row) * vocab_size + offs_v, mask=mask, other=float("-inf"))
     if temperature > 0:
         # A random row: max and sum of the target's logits, then of the draft's

@@ -1,7 +1,7 @@
 """Token-wise rejection sampling of a round's drafts, in three stages.
 
-PartialMax reads the logits, block by block of the vocabulary; launch_accept_draft decides for each row how many tokens
-are accepted; launch_draw draws the one after them.
+PartialMax reads the logits in vocabulary blocks; launch_accept_draft decides how many tokens of each row are accepted;
+launch_draw draws the token after them.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from spec_decode.verification.kernels.verify_arguments import VerifyArguments
 
 
 class RejectionSample(VerifyArguments):
-    """Accepts the longest prefix whose every token d passes p(d) > uniform * q(d), or at temperature 0 is p's argmax.
+    """Accept the longest prefix in which every token d has p(d) > uniform * q(d), or at temperature 0 is p's argmax.
 
-    The token after it is drawn from max(p - q, 0) where one was rejected, and from p where the draft ended.
+    The token after it is drawn from max(p - q, 0) after a rejection, and from p if the draft ended.
     """
 
     __slots__ = ()

@@ -1,4 +1,4 @@
-"""How many draft tokens synthetic acceptance accepts: decided by one uniform per row, whatever the tokens are."""
+"""Synthetic acceptance: one uniform per row decides how many draft tokens are accepted, whichever they are."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from spec_decode.verification.kernels.distributions import count_leading
 
 
 class SyntheticAccept(NamedTuple):
-    """How many draft tokens are accepted, int64 [R], and the position of the token after them, int64 [R].
+    """Return how many draft tokens are accepted, int64 [R], and the position of the token after them, int64 [R].
 
-    - draft_tokens     int64 [R, K], contiguous; the first below 0 ends a row's draft
+    - draft_tokens     int64 [R, K], contiguous; the first negative one ends a row's draft
     - seeds            int64 [R], contiguous
     - draft_positions  int64 [R], contiguous: absolute position of draft token 0
     - mean             a row accepts floor(mean) tokens, and one more with probability mean - floor(mean), but no more
@@ -33,7 +33,7 @@ class SyntheticAccept(NamedTuple):
     def reference(self) -> tuple[torch.Tensor, torch.Tensor]:
         keys = noise.key(self.seeds, self.draft_positions, noise.ACCEPT)
         whole = math.floor(self.mean)
-        # A comparison, not floor(mean + uniform): the sum of the two rounds in fp32 and would shift the mean.
+        # Compare instead of floor(mean + uniform): that sum would round in fp32 and shift the mean.
         count = whole + (noise.uniform(keys, torch.zeros_like(keys)) < self.mean - whole).long()
         accepted = torch.minimum(count, count_leading(self.draft_tokens >= 0))
         return accepted, self.draft_positions + accepted
@@ -73,7 +73,7 @@ def _synthetic_accept_kernel(
     BLOCK_K: tl.constexpr,  # K, rounded up to a power of two
     PDL: tl.constexpr,  # programmatic dependent launch
 ):
-    """floor(mean) + (uniform < mean - floor(mean)) tokens, draft_len at most. One program per row."""
+    """num_accepted = min(floor(mean) + (uniform < mean - floor(mean)), draft_len). One program per row."""
     await_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     _, draft_len = read_draft(row, draft_tokens_ptr, num_drafts, BLOCK_K)

@@ -1,4 +1,4 @@
-"""The arguments of the ops that verify drafts."""
+"""The arguments of the verification ops."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from builders.errors import require, require_tensor
 
 
 class VerifyArguments(NamedTuple):
-    """What an op needs to say how many draft tokens are accepted, int64 [R], and which token follows, int64 [R].
+    """The arguments of an op that returns how many draft tokens are accepted, int64 [R], and the next token, int64 [R].
 
     R rows, K draft tokens, V vocabulary, p the target's distributions, q the draft's:
 
     - processed        fp32 [R, 1 + K, V], p's logits after temperature, top_k and top_p
-    - draft_tokens     int64 [R, K]; the first below 0 ends a row's draft, and nothing after it is read. One beyond the
-                       vocabulary has probability 0 in both models: it is rejected
-    - draft_logits     fp32 [R, K, V] of any strides, q's processed logits
+    - draft_tokens     int64 [R, K]; the first negative one ends a row's draft, and nothing after it is read. One past
+                       the vocabulary has probability 0 in both models and is rejected
+    - draft_logits     fp32 [R, K, V], any strides, q's processed logits
     - temperature      fp32 [R]; 0 is greedy
-    - seeds            int64 [R], of the target's draws
-    - accept_seeds     int64 [R], of the uniforms that decide what is accepted
+    - seeds            int64 [R], for the target's draws
+    - accept_seeds     int64 [R], for the accept uniforms
     - draft_positions  int64 [R], absolute position of draft token 0
     """
 
@@ -33,9 +33,9 @@ class VerifyArguments(NamedTuple):
     draft_positions: torch.Tensor
 
     def checked(self) -> VerifyArguments:
-        """These, contiguous as kernels read them, except draft_logits, which are large and stay where they are.
+        """Return these arguments, contiguous as kernels need them, except draft_logits, which are too large to copy.
 
-        Raises BatchError for tensors of another shape, dtype or device, and for drafts of no columns.
+        Raises BatchError for tensors of the wrong shape, dtype or device, and for drafts without columns.
         """
         vocab, device = self.processed.shape[-1], self.processed.device
         require_tensor("draft_tokens", self.draft_tokens, shape=(None, None), dtype=torch.int64, device=device)
