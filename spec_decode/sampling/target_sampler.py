@@ -85,7 +85,7 @@ class TopLogprobs(NamedTuple):
 
 def top_logprobs(logits: torch.Tensor, tokens: torch.Tensor, count: int) -> TopLogprobs:
     """Return the logprobs of tokens int64 [..., G] and of the `count` likeliest, from logits [..., G, V]. A negative
-    token is none, and its entry is arbitrary. Fixed shapes and device work only."""
+    token means no token: its entry is arbitrary. Fixed shapes and device work only."""
     logprobs = logits.float().log_softmax(-1)
     values, ids = logprobs.topk(count)
     tokens = tokens.clamp(min=0)[..., None]

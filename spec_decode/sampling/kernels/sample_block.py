@@ -102,7 +102,7 @@ def _store_block_kernel(
     stride_logits,
     stride_draft_tokens,
     BLOCK_B: tl.constexpr,  # blocks, rounded up to a power of two
-    BLOCK_K: tl.constexpr,  # K, rounded up likewise
+    BLOCK_K: tl.constexpr,  # K, rounded up to a power of two
     PDL: tl.constexpr,  # programmatic dependent launch
 ):
     """Store a row's tokens up to where it stops, -1 after that. One program per row; rows are the first of the R."""

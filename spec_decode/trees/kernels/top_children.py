@@ -129,7 +129,7 @@ def _merge_top_kernel(
     num_blocks,  # of the vocabulary
     WIDTH: tl.constexpr,  # W
     BLOCK_B: tl.constexpr,  # blocks, rounded up to a power of two
-    BLOCK_C: tl.constexpr,  # blocks * W, rounded up likewise
+    BLOCK_C: tl.constexpr,  # blocks * W, rounded up to a power of two
     PDL: tl.constexpr,  # programmatic dependent launch
 ):
     """Merge the W largest logits of a row's blocks, with their log-probabilities. One program per row."""

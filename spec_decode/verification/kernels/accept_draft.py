@@ -80,7 +80,7 @@ def _accept_draft_kernel(
     stride_draft_token,
     TINY: tl.constexpr,  # the smallest normal fp32
     BLOCK_B: tl.constexpr,  # blocks, rounded up to a power of two
-    BLOCK_K: tl.constexpr,  # K, rounded up likewise
+    BLOCK_K: tl.constexpr,  # K, rounded up to a power of two
     PDL: tl.constexpr,  # programmatic dependent launch
 ):
     """Accept draft token k if uniform * draft_probs[k] < target_probs[k], up to the first that fails; greedy rows
@@ -198,7 +198,7 @@ def _merge_norms(
     num_drafts,  # K
     num_blocks,  # of the vocabulary
     BLOCK_B: tl.constexpr,  # blocks, rounded up to a power of two
-    BLOCK_K: tl.constexpr,  # K, rounded up likewise
+    BLOCK_K: tl.constexpr,  # K, rounded up to a power of two
 ):
     """Return the largest logit and the sum of exponentials, fp32 [BLOCK_K], of a random row's first draft_len columns,
     and store them as one model's planes of Residual.norms."""

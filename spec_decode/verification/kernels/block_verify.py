@@ -154,7 +154,7 @@ def _accept_prefix_kernel(
     num_drafts,  # K
     num_blocks,  # of the vocabulary
     BLOCK_B: tl.constexpr,  # blocks, rounded up to a power of two
-    BLOCK_K: tl.constexpr,  # K, rounded up likewise
+    BLOCK_K: tl.constexpr,  # K, rounded up to a power of two
     PDL: tl.constexpr,  # programmatic dependent launch
 ):
     """Accept the longest prefix k of a random row with uniform <= S / (S + 1 - w(k)), S the sum of its residual.
