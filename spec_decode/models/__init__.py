@@ -1,6 +1,6 @@
-"""Targets and drafts: a Llama-style pair small enough to ship, and those read from folders.
+"""Target and draft models: a small Llama-style pair that ships with the package, and models loaded from folders.
 
-`TransformersTarget` is loaded when it is first asked for, as it brings transformers.
+`TransformersTarget` is imported on first use, because it pulls in transformers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How a model asks for attention: one record in, one call."""
+"""The interface between a model's layers and attention: one record, one call."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from attn_backends.kernels.write_latent import KvANormRope
 
 
 class AttentionInputs(NamedTuple):
-    """What one layer asks of attention for T flat tokens. The layer knows nothing of caches or metadata.
+    """The attention inputs of one layer for T flat tokens. The layer knows nothing about caches or metadata.
 
     layer           index of the layer in its model
     query           [T, num_q_heads, head_dim]
     key             [T, num_kv_heads, head_dim]
     value           [T, num_kv_heads, value_dim]
-    rope            rotates query and key first, which it may overwrite; None: they come rotated
-    kv_a_norm_rope  norms and rotates the key, a latent as projected, before it is cached; never beside rope
+    rope            rotation to apply to query and key first, possibly in place; None: they are already rotated
+    kv_a_norm_rope  norms and rotates the key, a latent as projected, before it is cached; never together with rope
     sinks           fp32 [num_q_heads], or None
     """
 
@@ -31,7 +31,7 @@ class AttentionInputs(NamedTuple):
     sinks: torch.Tensor | None = None
 
     def normed_and_rotated(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Query, key and value as attention reads them, for implementations that fuse nothing; differentiable."""
+        """Return query, key and value after norm and rotation, for unfused implementations; differentiable."""
         if self.rope is not None:
             return apply_rope(self.query, self.rope), apply_rope(self.key, self.rope), self.value
         if self.kv_a_norm_rope is None:
@@ -41,16 +41,16 @@ class AttentionInputs(NamedTuple):
 
 
 class ContextAttention(Protocol):
-    """Stores key and value of tokens that attend to nothing."""
+    """Stores keys and values of context tokens, which do not attend."""
 
     def store(self, layer: int, key: torch.Tensor, value: torch.Tensor, rope: Rope) -> None:
-        """key [T, num_kv_heads, head_dim], which is rotated first; value [T, num_kv_heads, value_dim]."""
+        """Store key [T, num_kv_heads, head_dim], after rotating it, and value [T, num_kv_heads, value_dim]."""
         ...
 
 
 class Attention(Protocol):
-    """Stores key and value, and attends."""
+    """Stores keys and values, and computes attention."""
 
     def __call__(self, inputs: AttentionInputs) -> torch.Tensor:
-        """[T, num_q_heads, value_dim]."""
+        """Return [T, num_q_heads, value_dim]."""
         ...

@@ -1,4 +1,4 @@
-"""What the drafter and the engine need of a model.
+"""The interface of models that the drafter and the engine use.
 
 Legend: T flat tokens, H hidden_size, F target_states_size, V vocabulary. States and logits are in the model's dtype.
 """
@@ -18,12 +18,12 @@ from builders.errors import require
 from spec_decode.models.attention import Attention, ContextAttention
 
 KeepRows: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
-"""Takes something of every token, [T, ...], and returns that of the tokens that are wanted, [R, ...]."""
+"""Select rows: [T, ...] -> [R, ...]."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerGroup:
-    """Layers of one model that share attention of one shape, hence a backend and a block table."""
+    """Layers of one model with the same attention spec. They share a backend and a block table."""
 
     name: str
     spec: AttentionSpec
@@ -32,10 +32,10 @@ class LayerGroup:
 
 @dataclass(frozen=True, slots=True)
 class TargetStates:
-    """What a target's forward returns.
+    """The output of a target's forward.
 
-    hidden                [T, H], what `logits` reads
-    target_hidden_states  [T, F], what a draft reads of the target
+    hidden                [T, H], the input of `logits`
+    target_hidden_states  [T, F], the states that a draft reads
     """
 
     hidden: torch.Tensor
@@ -43,7 +43,7 @@ class TargetStates:
 
 
 class _Model(nn.Module, ABC):
-    """Parameters live on one device, in one dtype but for those that kernels take in fp32."""
+    """Parameters live on one device, in one dtype except for those that kernels read in fp32."""
 
     vocab_size: int
     hidden_size: int
@@ -52,13 +52,13 @@ class _Model(nn.Module, ABC):
 
     @property
     def batch_invariant(self) -> bool:
-        """Whether, under `batch_invariance`, no bit of a token's states and logits depends on the other tokens: true
-        where all sums are those of the layers here, and of attention that is batch invariant."""
+        """Whether, under `batch_invariance`, the bits of a token's states and logits do not depend on the other tokens.
+        True if this library's layers compute all sums and the attention is batch invariant."""
         return False
 
     @abstractmethod
     def layer_groups(self, page_size: int) -> list[LayerGroup]:
-        """Every layer with attention, each in one group, in the model's dtype, over pages of page_size tokens."""
+        """Return every attention layer, each in one group, in the model's dtype, for pages of page_size tokens."""
 
 
 class TargetModel(_Model):
@@ -68,19 +68,19 @@ class TargetModel(_Model):
     """
 
     num_layers: int | None = None
-    """How many it has, where it says so: a draft that reads states of others is refused."""
+    """The number of layers, or None if unknown. If known, a draft that reads states of other layers is rejected."""
 
     aux_hidden_state_layers: tuple[int, ...] | None = None
-    """The layers whose incoming states, side by side, are target_hidden_states, where it says so."""
+    """The layers whose input states, concatenated, are target_hidden_states; None if unknown."""
 
     @property
     def output_projection(self) -> torch.Tensor | None:
-        """[V, H], where `logits` is the product with it and nothing else; None: it is more, or does not say."""
+        """[V, H], if `logits` is a plain product with it; None if `logits` does more, or the model does not say."""
         return None
 
     @abstractmethod
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attention: Attention) -> TargetStates:
-        """The states of T tokens.
+        """Compute the states of T tokens.
 
         token_ids  int64 [T]
         positions  int64 [T]
@@ -88,39 +88,39 @@ class TargetModel(_Model):
 
     @abstractmethod
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits [T, V] of hidden [T, H]."""
+        """Return logits [T, V] for hidden [T, H]."""
 
 
 class DraftModel(_Model):
-    """One step of drafting over flat tokens: later steps start from its own states. The kinds below propose all tokens
-    of a round in step 0.
+    """One drafting step over flat tokens; later steps start from the draft's own states. The subclasses below instead
+    propose all tokens of a round in step 0.
 
-    vocab_size is the target's; hidden_size H: dims of the states handed from step to step; target_states_size F: dims
+    vocab_size is the target's; hidden_size H: dims of the states passed from step to step; target_states_size F: dims
     of the target's states that step 0 reads.
     """
 
     position_offset: ClassVar[int] = 0
     """0: position p pairs token p + 1 with the state at p (EAGLE, MTP). 1: the input at p is token p, as in any
-    language model, so that the same token lies one position later."""
+    language model, so the same token is one position later."""
 
     token_map: torch.Tensor | None = None
-    """int64 [own vocabulary]: the target's id of each token that `logits` scores; None: the target's vocabulary."""
+    """int64 [draft vocabulary]: the target's id of each token that `logits` scores; None: the target's vocabulary."""
 
     drafts_at_once: ClassVar[bool] = False
-    """Whether all tokens of a round come from step 0, so that no later steps follow it."""
+    """Whether step 0 proposes all tokens of a round, so there are no later steps."""
 
     def check_num_tokens(self, num_speculative_tokens: int) -> None:
-        """Raise BatchError for more tokens a round than it can propose."""
+        """Raise BatchError if the draft cannot propose this many tokens a round."""
 
     def combine(self, target_hidden_states: torch.Tensor) -> torch.Tensor:
-        """The states [T, H] that step 0 starts from, made of the target's [T, F]; by default those themselves."""
+        """Map the target's states [T, F] to the states [T, H] that step 0 starts from; by default the identity."""
         return target_hidden_states
 
     @abstractmethod
     def forward(
         self, token_ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, attention: Attention
     ) -> torch.Tensor:
-        """States [T, H] that predict the token after each of token_ids.
+        """Return states [T, H] that predict the token after each of token_ids.
 
         token_ids  int64 [T]
         hidden     [T, H], the state before each of them
@@ -135,48 +135,48 @@ class DraftModel(_Model):
         attention: Attention,
         keep: KeepRows,
     ) -> torch.Tensor:
-        """keep(forward(token_ids, hidden, positions, attention)), [R, H]: step 0 drafts from one token of each request,
-        the others are there for their keys and values. A model whose last layer drops them after its attention computes
-        that much less."""
+        """Return keep(forward(token_ids, hidden, positions, attention)), [R, H]. Step 0 drafts from one token of each
+        request; the others only provide keys and values. A last layer that drops them after its attention saves that
+        work."""
         return keep(self.forward(token_ids, hidden, positions, attention))
 
     @abstractmethod
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits [T, own vocabulary] of hidden [T, H], as `forward` returns it."""
+        """Return logits [T, draft vocabulary] for hidden [T, H], the output of `forward`."""
 
 
 class BlockDraft(DraftModel):
-    """All K tokens come from one forward over the verified tokens and masks, each token from the place before it."""
+    """Proposes K tokens in one forward over the verified tokens and masks; each position predicts the next token."""
 
     drafts_at_once: ClassVar[bool] = True
 
     mask_token_id: int
-    """The token in the place of one that is not drafted yet."""
+    """The placeholder for a token that is yet to be drafted."""
 
     mask_hidden: torch.Tensor | None = None
-    """[F] in the dtype of states: what a mask has of the target, in place of states; None: zeros."""
+    """[F] in the dtype of states: the input of a mask instead of the target's states; None: zeros."""
 
 
 class ContextBlockDraft(DraftModel):
-    """All K tokens come from one forward over a block: the next token, and masks after it.
+    """Proposes all K tokens in one forward over a block: the next token followed by masks.
 
-    What a block attends to before itself is made of the target's states alone, by `write_context`.
+    The context that a block attends to is made from the target's states only, by `write_context`.
     """
 
     drafts_at_once: ClassVar[bool] = True
 
     mask_token_id: int
-    """The token in the place of one that is not drafted yet."""
+    """The placeholder for a token that is yet to be drafted."""
 
     first_place: int = 1
-    """The place of the block that predicts the first token. 1: each of K masks predicts the token in its own place. 0:
-    the next token and K - 1 masks predict the token after their places."""
+    """The position in the block that predicts the first token. 1: each of K masks predicts the token at its own
+    position. 0: the next token and K - 1 masks each predict the token after their position."""
 
     @abstractmethod
     def forward(
         self, token_ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, attention: Attention
     ) -> torch.Tensor:
-        """States [T, H] of R blocks of L tokens each.
+        """Return states [T, H] for R blocks of L tokens each.
 
         token_ids  int64 [R, L]
         hidden     not read
@@ -185,60 +185,60 @@ class ContextBlockDraft(DraftModel):
 
     @abstractmethod
     def write_context(self, states: torch.Tensor, positions: torch.Tensor, attention: ContextAttention) -> None:
-        """Store what every layer attends to of T verified tokens.
+        """Store the keys and values of T verified tokens in every layer.
 
-        states     [T, H] as `combine` makes them
+        states     [T, H], the output of `combine`
         positions  int64 [T]
         """
 
 
 class InTurnBlockDraft(ContextBlockDraft):
-    """A block's places are computed at once, and its tokens drawn in turn: each shifts the logits of the next."""
+    """Computes a block's states in one forward, then samples its tokens in order: each token biases the next logits."""
 
     @property
     def confidence(self) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None:
-        """Takes the states [T, H] that tokens were drafted from and the tokens before them, int64 [T]; returns how
-        probable it is that the target keeps each, fp32 [T]. None: a token's own probability says it."""
+        """A function of the states [T, H] that tokens were drafted from and the tokens before them, int64 [T]: the
+        probability that the target accepts each token, fp32 [T]. None: use the token's own probability."""
         return None
 
     @abstractmethod
     def bias_after(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """What is added to the logits of the place after each of token_ids int64 [T]: [T, own vocabulary]."""
+        """Return the bias of the logits after each of token_ids, int64 [T]: [T, draft vocabulary]."""
 
 
 class SelectingBlockDraft(ContextBlockDraft):
-    """A block's places are computed at once, and each token is drawn in turn among the likeliest of its place: to a
-    candidate's logit comes the sum of predecessors[the token before it] * gates(state) * successors[the candidate].
+    """Computes a block's states in one forward, then samples each token in order from the top candidates of its
+    position. sum(predecessors[previous token] * gates(state) * successors[candidate]) biases a candidate's logit.
 
-    Its logits are the target's whole vocabulary's.
+    The logits cover the target's whole vocabulary.
     """
 
     num_candidates: int
-    """Tokens of a place that may be drawn, the likeliest."""
+    """How many of the most likely tokens can be sampled at each position."""
 
     @property
     @abstractmethod
     def codebooks(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """[V, N] of predecessors and of successors."""
+        """The tables of predecessors and successors, [V, N] each."""
 
     @abstractmethod
     def gates(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[T, N] of hidden [T, H], as `forward` returns it."""
+        """Return [T, N] for hidden [T, H], the output of `forward`."""
 
 
 class ModuleDraft(DraftModel):
-    """A module for each token of the round. `forward` and `logits` are those of the first."""
+    """A chain of modules, one for each token of the round. `forward` and `logits` are those of the first."""
 
     drafts_at_once: ClassVar[bool] = True
 
     @property
     @abstractmethod
     def prediction_modules(self) -> tuple[DraftModel, ...]:
-        """In the order of their tokens. The first reads the target's states, each other one those of the module before
-        it, at the same positions, and token_ids of one position later."""
+        """The modules, in the order of their tokens. The first reads the target's states. Each later one reads the
+        states of the module before it, at the same positions, and the token ids of one position later."""
 
     def check_num_tokens(self, num_speculative_tokens: int) -> None:
-        """Raise BatchError for more tokens a round than there are modules."""
+        """Raise BatchError if there are fewer modules than tokens a round."""
         count = len(self.prediction_modules)
         require(
             num_speculative_tokens <= count,
@@ -249,7 +249,7 @@ class ModuleDraft(DraftModel):
 
 
 class KeptRowsDraft(DraftModel):
-    """Its last layer leaves tokens out after its attention."""
+    """A draft whose last layer can drop tokens after its attention."""
 
     @abstractmethod
     def forward(
@@ -260,7 +260,7 @@ class KeptRowsDraft(DraftModel):
         attention: Attention,
         keep: KeepRows | None = None,
     ) -> torch.Tensor:
-        """See the base; with `keep` the states [R, H] of the tokens that it keeps."""
+        """See the base; with `keep`, return only the states [R, H] that it selects."""
 
     def forward_kept(
         self,

@@ -1,4 +1,4 @@
-"""A small causal language model as the draft, as `transformers` publishes Llama, Mistral and Qwen."""
+"""A small causal language model as the draft: Llama, Mistral or Qwen in the layout of `transformers`."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "
 
 
 class CausalDraft(DecoderDraft):
-    """At position p: the token at p gives a state that predicts the token at p + 1. It reads nothing of the target.
+    """At position p, maps the token at p to a state that predicts the token at p + 1. It does not read the target.
 
-    target_states_size is the target's, so that every target's hidden states can be handed to it.
+    target_states_size is the target's, so the drafter can pass the hidden states of any target.
     """
 
     batch_invariant = True
@@ -43,7 +43,7 @@ class CausalDraft(DecoderDraft):
     def forward(
         self, token_ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, attention: Attention
     ) -> torch.Tensor:
-        """token_ids, positions int64 [T]; normed states [T, H]. hidden is not read."""
+        """Return normed states [T, H] for token_ids and positions, int64 [T]. hidden is not read."""
         x, delta, rope = self.embed(token_ids), None, self.rotary(positions)
         for layer in self.layers:
             x, delta = layer(x, delta, rope, attention)
@@ -51,12 +51,12 @@ class CausalDraft(DecoderDraft):
         return states
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden [T, H]; logits [T, vocab_size]."""
+        """Return logits [T, vocab_size] for hidden [T, H]."""
         return self.lm_head.product(hidden)
 
 
 class ParallelCausalDraft(BlockDraft, CausalDraft):
-    """A language model trained to predict K tokens at once from a mask token, as PARD is."""
+    """A language model trained to predict K tokens at once from a mask token, such as PARD."""
 
     def __init__(
         self, config: DecoderConfig, options: LayerOptions, target_states_size: int, mask_token_id: int
@@ -71,7 +71,7 @@ def serves(store: TensorStore) -> bool:
 
 
 def load(store: TensorStore, target: TargetModel, *, dtype: torch.dtype, device: torch.device) -> CausalDraft:
-    """The draft, ready to run. Raises CheckpointError."""
+    """Load the draft, ready to run. Raises CheckpointError."""
     config, options = read_decoder(store.config), _options(store)
     check_shared(store.folder, "vocab_size", config.model.vocab_size, target.vocab_size)
     mask_token_id = read_mask_token(store, config.model.vocab_size)

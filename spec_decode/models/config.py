@@ -1,4 +1,4 @@
-"""Shapes of the shipped model family."""
+"""Configuration of the model family that ships with the package."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from builders import AttentionKind, AttentionSpec
 from spec_decode.models.base import LayerGroup
 
 _MAX_SIZE, MAX_LAYERS = 2**24, 1024
-"""More than any model has. A file that says more lies, and shall not have its memory."""
+"""Above any real model. A larger number in a file is wrong, and must not make us allocate that much memory."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LatentConfig:
-    """Attention over one latent per token, as in DeepSeek-V4: queries and outputs pass through a low rank.
+    """Attention over one latent per token, as in DeepSeek-V4, with low-rank queries and outputs.
 
-    The last rope_dim dims of a latent and of every query head are rotated. value_dim: None means that all of a latent
-    is the value too, rotated dims included; else its first value_dim dims, none of them rotated.
+    The last rope_dim dims of a latent and of every query head are rotated. value_dim: the value is the first value_dim
+    dims of the latent, none of them rotated; None: the whole latent, including its rotated dims.
     """
 
     rope_dim: int
@@ -27,12 +27,12 @@ class LatentConfig:
     out_rank: int
     value_dim: int | None = None
     sinks: bool = True
-    """Whether each head has a learnt sink logit."""
+    """Whether each head has a learned sink logit."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelConfig:
-    """A Llama-style decoder; a draft model has the target's vocabulary and hidden size."""
+    """A Llama-style decoder. A draft has the target's vocabulary and hidden size."""
 
     vocab_size: int
     hidden_size: int
@@ -46,7 +46,7 @@ class ModelConfig:
     norm_eps: float = 1e-6
     sliding_window: int | None = None
     latent: LatentConfig | None = None
-    """None: a key and a value per KV head."""
+    """None: one key and one value per KV head."""
 
     def __post_init__(self) -> None:
         sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_q_heads", "num_kv_heads", "head_dim")
@@ -95,11 +95,11 @@ class ModelConfig:
 
     @property
     def rotary_dim(self) -> int:
-        """Dims of a head that are rotated."""
+        """Rotated dims of a head."""
         return self.head_dim if self.latent is None else self.latent.rope_dim
 
     def attention_spec(self, page_size: int, dtype: torch.dtype) -> AttentionSpec:
-        """The attention of every layer of the model, over a cache with that page size."""
+        """Return the spec of every layer's attention, over a cache with this page size."""
         return AttentionSpec(
             num_q_heads=self.num_q_heads,
             num_kv_heads=self.num_kv_heads,
@@ -113,6 +113,6 @@ class ModelConfig:
         )
 
     def layer_groups(self, page_size: int, dtype: torch.dtype) -> list[LayerGroup]:
-        """All layers in one group."""
+        """Return all layers in one group."""
         spec = self.attention_spec(page_size, dtype)
         return [LayerGroup(name="layers", spec=spec, layers=tuple(range(self.num_layers)))]

@@ -1,4 +1,4 @@
-"""What a published config.json says of Llama-style decoder layers."""
+"""Read the config.json of published Llama-style decoders."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ SLIDING, FULL = "sliding_attention", "full_attention"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecoderConfig:
-    """What config.json says of the layers."""
+    """The decoder layers that config.json describes."""
 
     model: ModelConfig
     scaling: Scaling | None
     windows: tuple[int | None, ...]
-    """The sliding window of each layer, None for none."""
+    """The sliding window of each layer, None for full attention."""
     causal: tuple[bool, ...] | None = None
     """Whether each layer is causal; None: all are."""
 
     def layer_groups(self, page_size: int, dtype: torch.dtype) -> list[LayerGroup]:
-        """A group for each window that layers have, causal or not, in the order of their first layers."""
+        """Return one group for each distinct window and causality, in the order of their first layers."""
         kinds = list(zip(self.windows, self.causal or (True,) * len(self.windows), strict=True))
         groups = []
         for window, causal in dict.fromkeys(kinds):
@@ -39,7 +39,7 @@ class DecoderConfig:
 
 
 def read_decoder(config: ConfigReader, *, max_positions: int | None = None) -> DecoderConfig:
-    """The config of Llama-style layers; max_positions None takes the config's. Raises CheckpointError."""
+    """Read the config of Llama-style layers; max_positions None takes the config's. Raises CheckpointError."""
     config.require("hidden_act", "silu")
     config.require("mlp_bias", False)
     _require_whole_heads(config)
@@ -59,7 +59,7 @@ def read_decoder(config: ConfigReader, *, max_positions: int | None = None) -> D
             norm_eps=config.get("rms_norm_eps", float, 1e-6),
         )
         decoder = DecoderConfig(model=model, scaling=scaling, windows=_windows(config, model.num_layers))
-        # Made once here, so that a config that no attention could have is refused as one.
+        # Build the specs once, so an impossible attention is reported as an error of the config.
         if not decoder.layer_groups(1, torch.float32):
             raise ValueError(f"num_hidden_layers must be at least 1, got {model.num_layers}")
     except CheckpointError:
@@ -86,13 +86,13 @@ def _windows(config: ConfigReader, num_layers: int) -> tuple[int | None, ...]:
         config.get("sliding_window", int)
     if kinds := read_layer_kinds(config, num_layers):
         return tuple(window if kind == SLIDING else None for kind in kinds)
-    # Qwen's configs say from which layer on there is a window.
+    # Qwen's configs name the first layer with a window.
     first = config.get("max_window_layers", int, 0)
     return tuple(window if layer >= first else None for layer in range(num_layers))
 
 
 def read_layer_kinds(config: ConfigReader, num_layers: int) -> list[str]:
-    """SLIDING or FULL for each layer; empty where config.json does not say it. Raises CheckpointError."""
+    """Return SLIDING or FULL for each layer, or an empty list if config.json does not say. Raises CheckpointError."""
     kinds = config.get("layer_types", list, [])
     if kinds and (len(kinds) != num_layers or not all(kind in (SLIDING, FULL) for kind in kinds)):
         raise CheckpointError(

@@ -1,6 +1,6 @@
-"""From the tensors of a checkpoint to the parameters of a model with decoder layers, and back.
+"""Convert the tensors of a checkpoint to the parameters of a model with decoder layers, and back.
 
-Checkpoints keep query, key and value apart, and gate and up; here each is one matrix.
+Checkpoints store query, key and value, and gate and up, separately; here each group is one matrix.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _PUBLISHED = {
     "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
     "down": ("mlp.down_proj",),
 }
-"""What checkpoints call a module, where they name it otherwise."""
+"""Module names in checkpoints, for modules with different names here."""
 
 
 def read_parameters(model: M, weights: ScopedWeights, renamed: Callable[[str], str] = str) -> M:
-    """Give a model that was made on the meta device its parameters, all of them, and make it ready to run.
+    """Load all parameters of a model created on the meta device, and make it ready to run.
 
-    renamed: the checkpoint's name for a tensor that is published as its argument elsewhere. Parameters of one name
-    share their storage. Raises CheckpointError.
+    renamed: maps a published tensor name to this checkpoint's. Parameters with the same name share storage. Raises
+    CheckpointError.
     """
     state: dict[str, torch.Tensor] = {}
     taken: dict[tuple[str, ...], torch.Tensor] = {}
@@ -48,7 +48,7 @@ def read_parameters(model: M, weights: ScopedWeights, renamed: Callable[[str], s
 
 
 def published_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The parameters as a checkpoint has them, by the names that `read_parameters` asks for: views, in their dtype."""
+    """Return the parameters under the names that `read_parameters` looks up, as views in their dtype."""
     return {
         name: part
         for path, parameter in model.named_parameters()
@@ -57,12 +57,12 @@ def published_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _names(path: str) -> list[str]:
-    """What checkpoints call the tensors that are stacked in the parameter at a path."""
+    """Return the checkpoint's names of the tensors that are stacked in the parameter at `path`."""
     *prefix, module, kind = path.split(".")
     return [".".join([*prefix, part, kind]) for part in _PUBLISHED.get(module, (module,))]
 
 
 def _rows(model: nn.Module, path: str) -> Sequence[int]:
-    """How many rows of it are each tensor's."""
+    """Return the number of rows of each tensor in the parameter at `path`."""
     layer = model.get_submodule(path.rpartition(".")[0])
     return layer.outputs if isinstance(layer, FusingLinear) else model.get_parameter(path).shape[:1]

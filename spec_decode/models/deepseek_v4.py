@@ -1,4 +1,4 @@
-"""DeepSeek-V4's multi-token-prediction layer, from tensors named as DeepSeek publishes them (`mtp.0.*`).
+"""DeepSeek-V4's multi-token-prediction layer, loaded from tensors with DeepSeek's published names (`mtp.0.*`).
 
 Legend: T tokens, H hidden size, S streams of the residual.
 """
@@ -35,10 +35,10 @@ def serves(store: TensorStore) -> bool:
 
 
 def load(store: TensorStore, target: TargetModel, *, dtype: torch.dtype, device: torch.device) -> DeepseekV4Prediction:
-    """The draft in a target's checkpoint, or in one that holds nothing else.
+    """Load the draft from a target's checkpoint, or from one that holds nothing else.
 
-    Of several such layers the first is taken, and used at every step. Embedding and head are the target's
-    `embed.weight` and `logits`. Raises CheckpointError for anything amiss.
+    Only the first of several such layers is used, at every step. A layer without its own embedding or head shares the
+    target's `embed.weight` and `logits`. Raises CheckpointError for any problem.
     """
     weights = ScopedWeights(store, "mtp.0.", dtype, device)
     draft = DeepseekV4Prediction(weights, target)
@@ -61,7 +61,7 @@ def _read_hyper_shape(config: ConfigReader, hidden: int, eps: float) -> HyperSha
 
 
 def _check_uncompressed(config: ConfigReader) -> None:
-    """The draft's layer comes after the target's in the list of ratios; 0 and 1 are both a window and no more."""
+    """The draft's layer follows the target's in the list of ratios; both 0 and 1 mean a window without compression."""
     ratios, layer = config.get("compress_ratios", list, []), config.get("num_hidden_layers", int)
     if layer < len(ratios) and ratios[layer] not in (0, 1):
         raise CheckpointError(
@@ -71,10 +71,10 @@ def _check_uncompressed(config: ConfigReader) -> None:
 
 
 class DeepseekV4Prediction(MtpDraft):
-    """At position p: the token at p + 1 and the residual at p give a residual that predicts the token at p + 2.
+    """At position p, maps the token at p + 1 and the residual at p to a residual that predicts the token at p + 2.
 
-    A state is all streams of a token, [S H]: as target_hidden_states, those after the target's last layer, before its
-    own head collapses them.
+    A state holds all streams of a token, [S H]. target_hidden_states are the streams after the target's last layer,
+    before the target's head collapses them.
     """
 
     from_embedding: Weight
@@ -111,7 +111,7 @@ class DeepseekV4Prediction(MtpDraft):
         attention: Attention,
         keep: KeepRows | None = None,
     ) -> torch.Tensor:
-        """token_ids, positions int64 [T], hidden [T, S H]; states [T, S H]."""
+        """Return states [T, S H] for token_ids and positions, int64 [T], and hidden [T, S H]."""
         embedded = self.embedding_norm(F.embedding(token_ids, self.embedding))[1]
         streams = hidden.unflatten(-1, (self.streams, -1))
         streams = linear(self.state_norm(streams)[1].flatten(0, 1), self.from_state).view_as(streams)
@@ -127,6 +127,6 @@ class DeepseekV4Prediction(MtpDraft):
         return write_streams(streams, self.mlp(self.mlp_norm(x)[1]), *into).flatten(1)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden [T, S H]; logits [T, vocab_size]."""
+        """Return logits [T, vocab_size] for hidden [T, S H]."""
         streams = hidden.unflatten(-1, (self.streams, -1))
         return self.projected(self.head_norm(self.collapse(streams))[1])

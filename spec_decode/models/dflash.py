@@ -1,4 +1,4 @@
-"""DFlash as published: a block of masks that sees itself whole, after keys and values made of the target's states."""
+"""DFlash as published: a block of masks with bidirectional attention over context made from the target's states."""
 
 from __future__ import annotations
 
@@ -35,33 +35,33 @@ from spec_decode.models.target_head import TargetHead
 D = TypeVar("D", bound="DFlash")
 
 _LEFT, _ENTERED = ("target_layer_ids", "dspark_target_layer_ids"), "aux_hidden_state_layer_ids"
-"""Names of the list of the target's layers that states leave, and of speculators' list of those that they enter."""
+"""Fields with the list of target layers whose outputs are read, and speculators' field with those whose inputs are."""
 _FACTORS = {
     "attention_value_scale": 1.0,
     "input_embedding_scale": 1.0,
     "output_multiplier": 1.0,
     "final_logit_softcapping": 0.0,
 }
-"""What some drafts scale or cap, which no tensor shows, each with the value that changes nothing."""
+"""Scales and caps that no tensor reveals, each with the value that has no effect."""
 
 
 class DFlash(HiddenStatesDraft, ContextBlockDraft):
-    """The next token and K masks go through all layers at once; a mask predicts the token in its place.
+    """Runs the next token and K masks through all layers at once; a mask predicts the token at its own position.
 
-    What a layer attends to before them are keys and values of its own of the target's states, which `combine` and
-    `hidden_norm` make alike for all layers.
+    The context of a layer is keys and values that it projects from the target's states, after `fc` and `hidden_norm`,
+    which all layers share.
     """
 
     windows_are_causal: ClassVar[bool] = True
-    """Whether layers with a sliding window are causal where config.json does not say it; others never are."""
+    """Whether layers with a sliding window are causal if config.json does not say; other layers never are."""
 
     config_json: Mapping[str, Any]
-    """What config.json says, as it was read: a draft that is trained further is saved with it."""
+    """The content of config.json as read; a draft that is trained further is saved with it."""
 
     def __init__(
         self, weights: ScopedWeights, config: DecoderConfig, target: TargetModel, token_map: torch.Tensor | None
     ) -> None:
-        """token_map: int64 [draft vocabulary], as `read_token_map` has it."""
+        """token_map: int64 [draft vocabulary], the result of `read_token_map`."""
         super().__init__(weights, config, target)
         store, model = weights.store, config.model
         self.config_json = store.config.values
@@ -78,16 +78,16 @@ class DFlash(HiddenStatesDraft, ContextBlockDraft):
             self.lm_head = Linear(model.hidden_size, draft_vocab(store, model.vocab_size))
 
     def make_layer(self, store: TensorStore, layer: int, options: LayerOptions) -> AttentionLayer:
-        """A layer without its parameters."""
+        """Create a layer without parameters."""
         return DecoderLayer(self.config.model, layer, options)
 
     def combine(self, target_hidden_states: torch.Tensor) -> torch.Tensor:
-        """target_hidden_states [T, F]; states [T, H], normed: what every layer's context is made of."""
+        """Map target_hidden_states [T, F] to normed states [T, H], from which every layer's context is made."""
         normed: torch.Tensor = self.hidden_norm(self.fc.product(target_hidden_states))[1]
         return normed
 
     def write_context(self, states: torch.Tensor, positions: torch.Tensor, attention: ContextAttention) -> None:
-        """states [T, H] as `combine` makes them, positions int64 [T]."""
+        """Store each layer's keys and values of states [T, H], the output of `combine`, at positions int64 [T]."""
         rope = self.rotary(positions)
         for layer in self.layers:
             assert isinstance(layer, AttentionLayer)
@@ -103,8 +103,8 @@ class DFlash(HiddenStatesDraft, ContextBlockDraft):
     def forward(
         self, token_ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, attention: Attention
     ) -> torch.Tensor:
-        """token_ids int64 [R, L], blocks of the next token and its masks, positions int64 [T]; normed states [T, H].
-        hidden is not read."""
+        """Return normed states [T, H] for token_ids int64 [R, L], blocks of the next token and its masks, and positions
+        int64 [T]. hidden is not read."""
         x, delta, rope = F.embedding(token_ids.flatten(), self.embedding), None, self.rotary(positions)
         for layer in self.layers:
             x, delta = layer(x, delta, rope, attention)
@@ -112,18 +112,18 @@ class DFlash(HiddenStatesDraft, ContextBlockDraft):
         return states
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden [T, H]; logits [T, draft vocabulary]."""
+        """Return logits [T, draft vocabulary] for hidden [T, H]."""
         return self.lm_head.product(hidden)
 
 
 def serves(store: TensorStore) -> bool:
-    """Whether the checkpoint has DFlash's names."""
+    """Whether the checkpoint's tensors have DFlash's names."""
     return {"fc.weight", "hidden_norm.weight", "layers.0.input_layernorm.weight"} <= store.names()
 
 
 def aux_hidden_state_layers(store: TensorStore, num_target_layers: int) -> tuple[int, ...]:
-    """The states of the target that the draft reads, by the layers they enter: target_layer_ids names those that they
-    leave, the list of `speculators` those that they enter. Raises CheckpointError for states that the target does not
+    """Return which states of the target the draft reads, as the layers that they enter. target_layer_ids lists layers
+    by their output, speculators' list by their input. Raises CheckpointError for states that the target does not
     have."""
     config = store.config
     if config.values.get(_ENTERED) is not None:
@@ -140,18 +140,18 @@ def aux_hidden_state_layers(store: TensorStore, num_target_layers: int) -> tuple
 
 
 def load(store: TensorStore, target: TargetModel, *, dtype: torch.dtype, device: torch.device) -> DFlash:
-    """The draft, ready to run. Raises CheckpointError."""
+    """Load the draft, ready to run. Raises CheckpointError."""
     return load_as(DFlash, store, target, dtype=dtype, device=device)
 
 
 def load_as(kind: type[D], store: TensorStore, target: TargetModel, *, dtype: torch.dtype, device: torch.device) -> D:
-    """A draft of this kind, ready to run. Raises CheckpointError."""
+    """Load a draft of this class, ready to run. Raises CheckpointError."""
     if (store.folder / "mask_embedding.pt").exists():
         raise CheckpointError(
             f"{store.folder} holds mask_embedding.pt, which this model has no place for: masks would be drafted from "
             "another embedding. Put it into the table of embeddings."
         )
-    # Not read otherwise: the drafter's K says how many masks a block has.
+    # Only validated: the drafter's K determines how many masks a block has.
     if (block := store.config.get("block_size", int, 1)) < 1:
         raise CheckpointError(f"block_size in {store.config.place} must be 1 or more, got {block}. Restore the file.")
     for name, neutral in _FACTORS.items():
@@ -160,7 +160,7 @@ def load_as(kind: type[D], store: TensorStore, target: TargetModel, *, dtype: to
     model = config.model
     read = store.config.get("target_hidden_size", int, target.hidden_size)
     check_shared(store.folder, "target_hidden_size", read, target.hidden_size)
-    # A target that does not say how many it has is held to the number of its states.
+    # If the target's number of layers is unknown, only the number of its states is checked.
     layers = aux_hidden_state_layers(store, target.num_layers or MAX_LAYERS)
     check_aux_states(store, target, model.vocab_size, read, layers)
     token_map = read_token_map(store, draft_vocab(store, model.vocab_size), target.vocab_size, device)
@@ -176,9 +176,9 @@ def load_as(kind: type[D], store: TensorStore, target: TargetModel, *, dtype: to
 
 
 def _decoder(store: TensorStore, target: TargetModel, *, windows_are_causal: bool) -> DecoderConfig:
-    """The layers, with each one's window and whether it is causal, as published checkpoints say it.
+    """Read the layers, each with its window and whether it is causal.
 
-    A window is counted from each token, as engines do. `speculators` trains with one counted from the block's first.
+    A window is counted from each token, as in engines. `speculators` trains with one counted from the block's first.
     """
     fields = decoder_fields(store)
     config = read_decoder(fields, max_positions=target.max_positions)
@@ -207,6 +207,6 @@ def _decoder(store: TensorStore, target: TargetModel, *, windows_are_causal: boo
 
 
 def _samples_from_anchor(store: TensorStore) -> bool:
-    """Whether the block's first token predicts too."""
+    """Whether the block's first token also predicts one."""
     own = store.config.section("dflash_config").optional("sample_from_anchor", bool)
     return store.config.get("sample_from_anchor", bool, False) if own is None else own

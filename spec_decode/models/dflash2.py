@@ -1,4 +1,4 @@
-"""DFlash2 as published: DFlash with convolutions around every sublayer, whose tokens a selector draws in turn.
+"""DFlash2 as published: DFlash with convolutions around every sublayer and a selector that samples tokens in order.
 
 Legend: T tokens, H hidden size, C taps, G groups of channels. Floats are in the weights' dtype.
 """
@@ -27,23 +27,23 @@ from spec_decode.models.layers.linear import Linear, ResidualStream
 
 
 class ConvolutionPair(nn.Module):
-    """The convolutions before and after a sublayer. What comes into the sublayer changes the taps of both."""
+    """The convolutions before and after a sublayer. The sublayer's input modifies the taps of both."""
 
     def __init__(self, hidden_size: int, num_taps: int, group_size: int) -> None:
-        """group_size: channels that share a change of their taps; it divides hidden_size."""
+        """group_size: channels that share one change of their taps; it divides hidden_size."""
         super().__init__()
         self.num_groups = hidden_size // group_size
         self.base_kernel = nn.Parameter(torch.empty(2, num_taps, hidden_size))
         self.kernel_projection = Linear(hidden_size, 2 * num_taps * self.num_groups)
 
     def before(self, inputs: torch.Tensor, block_len: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """inputs [T, H] of blocks of block_len tokens; what the sublayer takes of them [T, H], and `after`'s change of
-        taps [T, C, G]."""
+        """Convolve inputs [T, H], blocks of block_len tokens. Returns the sublayer's input [T, H] and the change of
+        taps [T, C, G] for `after`."""
         changes = self.kernel_projection(inputs).view(len(inputs), 2, -1, self.num_groups)
         return block_convolution(inputs, self.base_kernel[0], changes[:, 0], block_len), changes[:, 1]
 
     def after(self, outputs: torch.Tensor, change: torch.Tensor, block_len: int) -> torch.Tensor:
-        """The sublayer's outputs [T, H], with the change that `before` returned; [T, H]."""
+        """Convolve the sublayer's outputs [T, H] with the change that `before` returned; [T, H]."""
         return block_convolution(outputs, self.base_kernel[1], change, block_len)
 
 
@@ -53,7 +53,7 @@ class ConvolvedLayer(AttentionLayer):
     def __init__(
         self, config: ModelConfig, layer: int, options: LayerOptions, *, num_taps: int, group_size: int
     ) -> None:
-        """num_taps, group_size: of all convolutions."""
+        """num_taps, group_size: for all convolutions."""
         super().__init__(config, layer, options, qkv_inputs=config.hidden_size)
         self.attention_conv = ConvolutionPair(config.hidden_size, num_taps, group_size)
         self.mlp_conv = ConvolutionPair(config.hidden_size, num_taps, group_size)
@@ -61,8 +61,8 @@ class ConvolvedLayer(AttentionLayer):
     def forward(
         self, x: torch.Tensor, delta: torch.Tensor | None, rope: Rope, attention: Attention, block_len: int
     ) -> ResidualStream:
-        """x and the delta yet to be added to it, both [T, H], of blocks of block_len tokens; the same pair after the
-        layer."""
+        """Run the layer on x and the pending delta, both [T, H], in blocks of block_len tokens. Returns the same
+        pair."""
         x, normed = self.attn_norm(x, delta)
         inputs, change = self.attention_conv.before(normed, block_len)
         attended = self.attend(self.qkv.product(inputs), rope, attention)
@@ -75,12 +75,12 @@ class ConvolvedLayer(AttentionLayer):
 
 ARCHITECTURES = ("DFlash2DraftModel",)
 _MOST_CANDIDATES, _MOST = 64, 4096
-"""Candidates of a place, which a kernel holds in registers, and other sizes: more than any draft has."""
+"""Limits above any real draft: candidates of a position, which a kernel keeps in registers, and other sizes."""
 
 
 class CandidateSelector(nn.Module):
-    """What a token adds to the logits of those that may come after it: of low rank, and gated by the state of their
-    place."""
+    """The bias that a token adds to the logits of its successors: low-rank, and gated by the state of their
+    position."""
 
     def __init__(self, vocab_size: int, hidden_size: int, rank: int) -> None:
         super().__init__()
@@ -90,15 +90,15 @@ class CandidateSelector(nn.Module):
 
 
 class DFlash2(DFlash, SelectingBlockDraft):
-    """DFlash's block, in which each place sees the ones just before it at every sublayer. Its tokens are drawn in turn
-    among the likeliest of each place."""
+    """DFlash's block, in which every sublayer mixes each position with those just before it. Tokens are sampled in
+    order from the top candidates of each position."""
 
     windows_are_causal: ClassVar[bool] = False
 
     def __init__(
         self, weights: ScopedWeights, config: DecoderConfig, target: TargetModel, token_map: torch.Tensor | None
     ) -> None:
-        """As DFlash; raises CheckpointError for sizes that no selector or convolution has."""
+        """As DFlash; raises CheckpointError for a reduced vocabulary and for impossible sizes."""
         store, model = weights.store, config.model
         if (own := draft_vocab(store, model.vocab_size)) != model.vocab_size or token_map is not None:
             raise CheckpointError(
@@ -112,7 +112,7 @@ class DFlash2(DFlash, SelectingBlockDraft):
         self.candidate_selector = CandidateSelector(model.vocab_size, model.hidden_size, rank)
 
     def make_layer(self, store: TensorStore, layer: int, options: LayerOptions) -> ConvolvedLayer:
-        """A layer without its parameters. Raises CheckpointError for a convolution that its block does not hold."""
+        """Create a layer without parameters. Raises CheckpointError for a convolution longer than the block."""
         hidden = self.config.model.hidden_size
         taps = _size(store, "conv_kernel_size", _size(store, "block_size", _MOST))
         group = _size(store, "conv_group_size", hidden)
@@ -126,7 +126,7 @@ class DFlash2(DFlash, SelectingBlockDraft):
     def forward(
         self, token_ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, attention: Attention
     ) -> torch.Tensor:
-        """As DFlash: token_ids int64 [R, L], positions int64 [T]; normed states [T, H]."""
+        """Return normed states [T, H] for token_ids int64 [R, L] and positions int64 [T], as DFlash does."""
         x, delta, rope = nn.functional.embedding(token_ids.flatten(), self.embedding), None, self.rotary(positions)
         for layer in self.layers:
             x, delta = layer(x, delta, rope, attention, token_ids.shape[1])
@@ -139,12 +139,12 @@ class DFlash2(DFlash, SelectingBlockDraft):
         return self.candidate_selector.predecessor_codebook, self.candidate_selector.successor_codebook
 
     def gates(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden [T, H]; [T, N]."""
+        """Return [T, N] for hidden [T, H]."""
         return self.candidate_selector.hidden_projection.product(hidden)
 
 
 def serves(store: TensorStore) -> bool:
-    """Whether the checkpoint is called DFlash2, or has its names."""
+    """Whether config.json says DFlash2, or the tensors have its names."""
     named = store.config.values.get("speculators_model_type") == "dflash2" or set(ARCHITECTURES) & {
         *store.architectures
     }
@@ -152,13 +152,13 @@ def serves(store: TensorStore) -> bool:
 
 
 def load(store: TensorStore, target: TargetModel, *, dtype: torch.dtype, device: torch.device) -> DFlash2:
-    """The draft, ready to run. Raises CheckpointError."""
+    """Load the draft, ready to run. Raises CheckpointError."""
     return load_as(DFlash2, store, target, dtype=dtype, device=device)
 
 
 def _size(store: TensorStore, name: str, most: int) -> int:
-    """A size that must be 1 to `most`, where config.json says it: as published in dflash_config, by speculators at the
-    top."""
+    """Read a size, 1 to `most`: from dflash_config as published, from the top level for speculators. Raises
+    CheckpointError."""
     at_top = is_by_speculators(store) or store.config.values.get(name) is not None
     section = store.config if at_top else store.config.section("dflash_config")
     size = section.get(name, int)

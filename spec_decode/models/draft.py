@@ -1,4 +1,4 @@
-"""What all drafts of published checkpoints share, and what those that read the target's hidden states do."""
+"""Base classes and checks for drafts loaded from published checkpoints."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from spec_decode.models.layers.linear import Embedding
 from spec_decode.models.layers.rope import RotaryEmbedding
 
 _LAYER_CONFIG = "transformer_layer_config"
-"""Where `speculators` describes the layers."""
+"""The section of config.json in which `speculators` describes the layers."""
 
 
 class DecoderDraft(DraftModel):
-    """A stack of decoder layers; made on the meta device, `read_parameters` gives it its parameters."""
+    """A stack of decoder layers. Create it on the meta device, then load its parameters with `read_parameters`."""
 
     layers: nn.ModuleList
 
@@ -34,19 +34,19 @@ class DecoderDraft(DraftModel):
         self.rotary = RotaryEmbedding(config.model, config.scaling)
 
     def layer_groups(self, page_size: int) -> list[LayerGroup]:
-        """A group for each sliding window that layers have."""
+        """Return one group for each distinct sliding window."""
         return self.config.layer_groups(page_size, next(self.parameters()).dtype)
 
 
 class HiddenStatesDraft(DecoderDraft):
-    """A draft that reads the target's hidden states, and uses the target's embedding if it brings none of its own.
+    """A draft that reads the target's hidden states, and uses the target's embedding if the checkpoint has none.
 
-    Positions go as far as the target's: rotary angles need no training, and a wrong guess costs a round's time, not its
-    text.
+    It accepts positions up to the target's limit: rotary angles need no training, and a wrong guess costs a round's
+    time but does not change its text.
     """
 
     def __init__(self, weights: ScopedWeights, config: DecoderConfig, target: TargetModel) -> None:
-        """Raises CheckpointError where it needs the target's embedding, and that is of another size or dtype."""
+        """Raises CheckpointError if it needs the target's embedding and that has another size or dtype."""
         super().__init__(config)
         owns = weights.has("embed_tokens.weight")
         self.embed = Embedding(self.vocab_size, self.hidden_size) if owns else None
@@ -57,7 +57,7 @@ class HiddenStatesDraft(DecoderDraft):
 
     @property
     def batch_invariant(self) -> bool:
-        """As far as the target, whose modules it may share."""
+        """Same as the target, whose modules the draft may share."""
         return self._target[0].batch_invariant
 
     @property
@@ -66,19 +66,19 @@ class HiddenStatesDraft(DecoderDraft):
         return target_embedding(self._target[0]) if self.embed is None else self.embed.weight
 
     def stack(self, store: TensorStore, first: DecoderLayer) -> nn.ModuleList:
-        """The first layer, and after it plain ones with what the checkpoint has in them."""
+        """Return `first` followed by plain layers, with the options that the checkpoint has for each."""
         model = self.config.model
         options = [LayerOptions.found(store, f"layers.{layer}.") for layer in range(1, model.num_layers)]
         return nn.ModuleList([first, *(DecoderLayer(model, layer, found) for layer, found in enumerate(options, 1))])
 
 
 def target_embedding(target: TargetModel) -> torch.Tensor:
-    """The target's token embedding [V, H]."""
+    """Return the target's token embedding [V, H]."""
     return cast(nn.Embedding, target.embed).weight
 
 
 def decoder_fields(store: TensorStore) -> ConfigReader:
-    """The part of config.json that describes the layers: its own fields, or those of an object inside it."""
+    """Return the fields of config.json that describe the layers: the top level, or an object inside it."""
     if is_by_speculators(store):
         store.config.get(_LAYER_CONFIG, cast(Any, dict))
     for name in (_LAYER_CONFIG, "model"):  # speculators, vLLM's EAGLE
@@ -88,23 +88,23 @@ def decoder_fields(store: TensorStore) -> ConfigReader:
 
 
 def is_by_speculators(store: TensorStore) -> bool:
-    """Whether the library `speculators` wrote config.json: it names the same things otherwise than others."""
+    """Whether the library `speculators` wrote config.json; its field names differ from others'."""
     return store.config.optional("speculators_model_type", str) is not None
 
 
 def draft_vocab(store: TensorStore, vocab_size: int) -> int:
-    """Tokens that the draft scores; the target's vocab_size where config.json does not say it."""
+    """Return the size of the draft's vocabulary, vocab_size if config.json does not say."""
     return store.config.get("draft_vocab_size", int, vocab_size)
 
 
 def read_layers(
     section: ConfigReader, name: str, num_target_layers: int, *, left: bool, default: list[int] | None = None
 ) -> tuple[int, ...]:
-    """The states of the target that the list under `name` says, by the layers they enter: 0 to n of n layers, where n
-    leaves the last.
+    """Read the list of target states under `name` as the layers that they enter: 0 to n for n layers, where n is the
+    last layer's output.
 
-    left     the list names the layers that the states leave, 0 to n - 1; else those that they enter
-    default  what it is taken for where it is left out
+    left     the list names layers by their output, 0 to n - 1, instead of by their input
+    default  the list to use if the field is absent
 
     Raises CheckpointError for states that the target does not have.
     """
@@ -120,7 +120,8 @@ def read_layers(
 
 
 def check_shared(draft: str | Path, name: str, ours: int, theirs: int) -> None:
-    """Refuse a draft, called `draft` in the message, whose `name` is not the target's: raises CheckpointError."""
+    """Raise CheckpointError unless `name` is the same in the draft and the target; the message calls the draft
+    `draft`."""
     if ours != theirs:
         raise CheckpointError(
             f"a draft shares its target's {name}, {draft} has {ours} and the target {theirs}; what one hands to the "
@@ -137,11 +138,10 @@ def check_target(
     states_size: int | None = None,
     remedy: str = "Make the target with its last hidden states as target_hidden_states.",
 ) -> None:
-    """Refuse a target of another vocabulary or hidden size than the draft's, or with other target_hidden_states than
-    the draft reads: raises CheckpointError.
+    """Raise CheckpointError unless the target has the draft's vocab_size, hidden_size and target_hidden_states.
 
-    states_size  dims of the states that the draft reads; None: its last hidden states
-    remedy       how to make a target that returns these
+    states_size  dims of the states that the draft reads; None: those of the last hidden states
+    remedy       how to create a target that returns these
     """
     states_size = states_size or hidden_size
     check_shared(store.folder, "vocab_size", vocab_size, target.vocab_size)
@@ -156,9 +156,9 @@ def check_target(
 def check_aux_states(
     store: TensorStore, target: TargetModel, vocab_size: int, hidden_size: int, layers: tuple[int, ...]
 ) -> None:
-    """As `check_target`, for a draft that reads the target's states that enter these layers, each of hidden_size.
+    """As `check_target`, for a draft that reads the states entering these layers, each of hidden_size.
 
-    Also refuses a target that says it returns the states of others: raises CheckpointError.
+    Also raises CheckpointError if the target returns the states of other layers.
     """
     remedy = f"Make the target with the states of {len(layers)} layers: aux_hidden_state_layers says which."
     check_target(store, target, vocab_size, hidden_size, states_size=len(layers) * hidden_size, remedy=remedy)
@@ -170,8 +170,7 @@ def check_aux_states(
 
 
 def check_embedding(weights: ScopedWeights, target: TargetModel, hidden_size: int) -> None:
-    """Refuse another hidden size and dtype than the target's for a draft that uses its embedding: raises
-    CheckpointError."""
+    """Raise CheckpointError if a draft that uses the target's embedding has another hidden size or dtype."""
     name = "hidden_size (for want of an embedding of its own)"
     check_shared(weights.store.folder, name, hidden_size, target.hidden_size)
     if (theirs := target_embedding(target).dtype) != weights.dtype:

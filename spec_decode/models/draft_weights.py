@@ -1,4 +1,4 @@
-"""Store the weights of a loaded draft's products in fewer bits."""
+"""Quantise the linear weights of a loaded draft."""
 
 from __future__ import annotations
 
@@ -42,20 +42,20 @@ _PRODUCTS: dict[type[nn.Module], tuple[str, ...]] = {
     MtpDraft: ("head",),
     TargetHead: ("weight",),
 }
-"""The weights of each module that it passes to `linear` or a similar function. Its other weights stay as they are:
-embeddings and other tables, norms, routers, hyper-connections, convolutions, and the projections that latent attention
-folds into its heads."""
+"""The weights of each module that it passes to `linear` or a similar function. All others stay as they are: embeddings
+and other tables, norms, routers, hyper-connections, convolutions, and the projections that latent attention folds into
+its heads."""
 
 
 class _Place(NamedTuple):
-    """An attribute of a module that holds a weight."""
+    """A module attribute that holds a weight."""
 
     module: nn.Module
     name: str
 
     @property
     def weight(self) -> object:
-        """The attribute's value; for a TargetHead without a weight of its own, the target's."""
+        """The attribute's value, or the target's weight for a TargetHead without its own."""
         found: object = getattr(self.module, self.name)
         return self.module.shared if found is None and isinstance(self.module, TargetHead) else found
 
@@ -82,15 +82,15 @@ def check_draft_weights(weights: str, dtype: torch.dtype, device: torch.device) 
 
 
 def quantise_draft(draft: DraftModel, weights: str = "fp8") -> None:
-    """Store the weights of the draft's products in 8 bits, in place: float8_e4m3fn with a scale for each output.
+    """Quantise the draft's linear weights to 8 bits in place: float8_e4m3fn with a scale for each output.
 
-    If the draft shares the target's head, it gets a copy of its own. The target and the embedding stay as they are.
-    Call this before a Drafter captures graphs of the draft. The drafted tokens change a little, and so does how many of
-    them the target accepts; the target's own text does not change.
+    A draft that shares the target's head gets its own copy. The target and the embedding stay as they are. Call this
+    before a Drafter captures graphs of the draft. The drafted tokens and the acceptance rate change a little; the
+    target's text does not change.
 
-    Raises BatchError, with nothing changed, for an unknown format, anything but a draft, a draft that is neither in
-    bfloat16 nor float16 or has such weights already, a GPU of compute capability below 8.9, a draft that multiplies
-    with none of this library's layers, and one that uses the head of a target whose logits are more than a product.
+    Raises BatchError, with nothing changed, for an unknown format, a model that is not a draft, a draft that is neither
+    in bfloat16 nor float16 or is already quantised, a GPU of compute capability below 8.9, a draft that uses none of
+    this library's linear layers, and one that uses the head of a target whose logits are more than a product.
     """
     require(
         isinstance(draft, DraftModel),
@@ -111,7 +111,7 @@ def quantise_draft(draft: DraftModel, weights: str = "fp8") -> None:
             made = head = Fp8Weight.of(_checked(place, weights)) if head is None else head
         else:
             made = Fp8Weight.of(_checked(place, weights))
-        # nn.Module accepts no module under the name of a parameter.
+        # nn.Module rejects a module under the name of a parameter.
         delattr(place.module, place.name)
         setattr(place.module, place.name, made)
 
@@ -120,13 +120,13 @@ def _places(draft: DraftModel) -> Iterator[_Place]:
     for module in draft.modules():
         names = [name for kind, names in _PRODUCTS.items() if isinstance(module, kind) for name in names]
         places = [_Place(module, name) for name in names]
-        # A layer may lack a weight, and a TargetHead in the place of a head is visited as a module.
+        # A layer can lack a weight, and a TargetHead used as the head is visited as a module.
         absent = () if isinstance(module, TargetHead) else (TargetHead, type(None))
         yield from (place for place in places if not isinstance(place.weight, absent))
 
 
 def _checked(place: _Place, weights: str) -> torch.Tensor:
-    """The weight in 16 bits. Raises BatchError."""
+    """Return the weight in 16 bits. Raises BatchError."""
     weight = place.weight
     require(
         not isinstance(weight, Fp8Weight),

@@ -1,4 +1,4 @@
-"""DSpark as published: DFlash's block, whose tokens are drafted in turn by a Markov head, and judged by another."""
+"""DSpark as published: DFlash's block, with a Markov head that drafts the tokens in order and a confidence head."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from spec_decode.models.layers.linear import Embedding, Linear
 
 
 class MarkovHead(nn.Module):
-    """What a token adds to the logits after it, of low rank."""
+    """The low-rank bias that a token adds to the next logits."""
 
     def __init__(self, vocab_size: int, rank: int, draft_vocab_size: int) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class MarkovHead(nn.Module):
 
 
 class ConfidenceHead(nn.Module):
-    """One number of a state, and of what the Markov head knows of the token before it."""
+    """Maps a state, optionally with the Markov head's embedding of the token before it, to one number."""
 
     def __init__(self, inputs: int) -> None:
         super().__init__()
@@ -36,8 +36,8 @@ class ConfidenceHead(nn.Module):
 
 
 class DSpark(DFlash, InTurnBlockDraft):
-    """The next token and K - 1 masks go through all layers at once, each predicts the token after its place; the token
-    drafted before it shifts its logits."""
+    """Runs the next token and K - 1 masks through all layers at once, each predicting the token after its position; the
+    previously drafted token biases the logits."""
 
     def __init__(
         self, weights: ScopedWeights, config: DecoderConfig, target: TargetModel, token_map: torch.Tensor | None
@@ -56,12 +56,12 @@ class DSpark(DFlash, InTurnBlockDraft):
         self.confidence_head = ConfidenceHead(inputs) if said.get("enable_confidence_head", bool, False) else None
 
     def bias_after(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """token_ids int64 [T]; [T, draft vocabulary]."""
+        """Return [T, draft vocabulary] for token_ids int64 [T]."""
         return self.markov_head.markov_w2.product(self.markov_head.markov_w1(token_ids))
 
     @property
     def confidence(self) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None:
-        """That of the head, of hidden [T, H] as `forward` returns it and previous int64 [T], fp32 [T]."""
+        """The confidence head: maps hidden [T, H], the output of `forward`, and previous int64 [T] to fp32 [T]."""
         return None if self.confidence_head is None else self._confidence
 
     def _confidence(self, hidden: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:
@@ -72,10 +72,10 @@ class DSpark(DFlash, InTurnBlockDraft):
 
 
 def serves(store: TensorStore) -> bool:
-    """Whether the checkpoint has DSpark's names."""
+    """Whether the checkpoint's tensors have DSpark's names."""
     return "markov_head.markov_w1.weight" in store.names()
 
 
 def load(store: TensorStore, target: TargetModel, *, dtype: torch.dtype, device: torch.device) -> DSpark:
-    """The draft, ready to run. Raises CheckpointError."""
+    """Load the draft, ready to run. Raises CheckpointError."""
     return load_as(DSpark, store, target, dtype=dtype, device=device)

@@ -1,4 +1,4 @@
-"""EAGLE drafts (Li et al., 2024): one of the shipped pair, and one as its authors publish it.
+"""EAGLE drafts (Li et al., 2024): the shipped pair's, and those in the layout that the authors publish.
 
 Legend: T tokens, H hidden size, V vocabulary.
 """
@@ -26,9 +26,9 @@ from spec_decode.models.target_head import TargetHead
 
 
 class EagleDraft(KeptRowsDraft):
-    """At position p: the token at p + 1 and the hidden state at p give a hidden state that predicts the token at p + 2.
+    """At position p, maps the token at p + 1 and the hidden state at p to a state that predicts the token at p + 2.
 
-    Embedding and output projection are the target's own modules, shared, not copied; see TargetHead.
+    Shares the target's embedding and output projection modules, without copies; see TargetHead.
     """
 
     batch_invariant = True
@@ -53,7 +53,7 @@ class EagleDraft(KeptRowsDraft):
         return (self.layer,)
 
     def layer_groups(self, page_size: int) -> list[LayerGroup]:
-        """The one layer, in a group of its own."""
+        """Return the one layer in one group."""
         return self.config.layer_groups(page_size, self.norm.weight.dtype)
 
     def forward(
@@ -64,7 +64,7 @@ class EagleDraft(KeptRowsDraft):
         attention: Attention,
         keep: KeepRows | None = None,
     ) -> torch.Tensor:
-        """token_ids, positions int64 [T], hidden [T, H]; normed hidden states [T, H]."""
+        """Return normed hidden states [T, H] for token_ids and positions, int64 [T], and hidden [T, H]."""
         x, delta, rope = self.fuse(token_ids, self._shared[0].weight, hidden), None, self.rotary(positions)
         *others, last = self.stack
         for layer in others:
@@ -74,12 +74,12 @@ class EagleDraft(KeptRowsDraft):
         return hidden_states
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden [T, H]; logits [T, vocab_size]."""
+        """Return logits [T, vocab_size] for hidden [T, H]."""
         return self.head.product(hidden)
 
 
 class UnnormedLayer(DecoderLayer):
-    """A decoder layer whose attention reads its input as it is: the first of a stack, to which no delta comes."""
+    """A decoder layer without a norm before its attention: the first of a stack, whose delta is None."""
 
     def __init__(self, config: ModelConfig, options: LayerOptions) -> None:
         super().__init__(config, 0, options, qkv_inputs=config.hidden_size)
@@ -93,14 +93,14 @@ class UnnormedLayer(DecoderLayer):
         attention: Attention,
         keep: KeepRows | None = None,
     ) -> ResidualStream:
-        """x [T, H]; it and the delta yet to be added to it, of the rows kept."""
+        """Return x [T, H] and the pending delta, for the rows that `keep` selects."""
         return self.after_qkv(x, self.qkv(x), rope, attention, keep)
 
 
 class PublishedEagle(HiddenStatesDraft, KeptRowsDraft):
-    """At position p: the token at p + 1 and the hidden state at p give a hidden state that predicts the token at p + 2.
+    """At position p, maps the token at p + 1 and the hidden state at p to a state that predicts the token at p + 2.
 
-    The output projection is the target's.
+    Uses the target's output projection.
     """
 
     def __init__(self, weights: ScopedWeights, config: DecoderConfig, target: TargetModel) -> None:
@@ -119,7 +119,7 @@ class PublishedEagle(HiddenStatesDraft, KeptRowsDraft):
         attention: Attention,
         keep: KeepRows | None = None,
     ) -> torch.Tensor:
-        """token_ids, positions int64 [T], hidden [T, H]; hidden states [T, H]."""
+        """Return hidden states [T, H] for token_ids and positions, int64 [T], and hidden [T, H]."""
         x, delta, rope = self.fc(token_ids, self.embedding, hidden), None, self.rotary(positions)
         *others, last = self.layers
         for layer in others:
@@ -128,17 +128,17 @@ class PublishedEagle(HiddenStatesDraft, KeptRowsDraft):
         return joined(x, delta)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden [T, H]; the target's logits [T, vocab_size] of them."""
+        """Return the target's logits [T, vocab_size] for hidden [T, H]."""
         return self.head.product(hidden)
 
 
 def serves(store: TensorStore) -> bool:
-    """Whether the checkpoint has EAGLE's names."""
+    """Whether the checkpoint's tensors have EAGLE's names."""
     return "fc.weight" in store.names()
 
 
 def load(store: TensorStore, target: TargetModel, *, dtype: torch.dtype, device: torch.device) -> PublishedEagle:
-    """The draft, ready to run. Raises CheckpointError."""
+    """Load the draft, ready to run. Raises CheckpointError."""
     config = read_decoder(decoder_fields(store), max_positions=target.max_positions)
     check_target(store, target, config.model.vocab_size, config.model.hidden_size)
     weights = ScopedWeights(store, "", dtype, device)

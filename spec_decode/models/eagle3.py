@@ -1,5 +1,5 @@
-"""EAGLE-3 (Li et al., 2025) and 3.1 as published, by its authors' names or those of `speculators`: states of several of
-the target's layers, and a vocabulary of its own."""
+"""EAGLE-3 (Li et al., 2025) and 3.1, in the authors' layout or that of `speculators`: the draft reads the states of
+several target layers and can have its own vocabulary."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from spec_decode.models.layers.linear import ResidualStream
 from spec_decode.models.layers.rms_norm import RMSNorm
 
 MASK_HIDDEN = "mask_hidden"
-"""The tensor that P-EAGLE (Parallel EAGLE) adds: what a mask has in place of the target's states."""
+"""The tensor that P-EAGLE (Parallel EAGLE) adds: the input of a mask instead of the target's states."""
 
 
 class FirstLayer(DecoderLayer):
-    """A decoder layer whose attention reads embedding and hidden state side by side, each with a norm of its own."""
+    """A decoder layer whose attention reads the concatenated embedding and hidden state, each with its own norm."""
 
     def __init__(self, config: ModelConfig, options: LayerOptions, *, normed_residual: bool) -> None:
-        """normed_residual: the residual starts from the normed hidden state, not the hidden state."""
+        """normed_residual: the residual starts from the normed hidden state instead of the hidden state."""
         super().__init__(config, 0, options, qkv_inputs=2 * config.hidden_size)
         self.hidden_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.normed_residual = normed_residual
@@ -43,19 +43,19 @@ class FirstLayer(DecoderLayer):
         attention: Attention,
         keep: KeepRows | None,
     ) -> ResidualStream:
-        """both [T, 2 H]: the normed embedding beside normed states, hidden [T, H] these states; the residual and the
-        delta yet to be added to it, both [T, H], of the rows kept."""
+        """Run the layer on `both` [T, 2 H], the concatenated normed embedding and states, and on these states, hidden
+        [T, H]. Returns the residual and the pending delta, both [T, H], for the rows that `keep` selects."""
         residual = both.chunk(2, -1)[1].contiguous() if self.normed_residual else hidden
         return self.after_qkv(residual, self.qkv(both), rope, attention, keep)
 
 
 class Eagle3(Eagle3Ends, HiddenStatesDraft, KeptRowsDraft):
-    """At position p: the token at p + 1 and the state at p give a state that predicts the token at p + 2."""
+    """At position p, maps the token at p + 1 and the state at p to a state that predicts the token at p + 2."""
 
     def __init__(
         self, weights: ScopedWeights, config: DecoderConfig, target: TargetModel, token_map: torch.Tensor | None
     ) -> None:
-        """token_map: int64 [draft vocabulary], as `read_token_map` has it."""
+        """token_map: int64 [draft vocabulary], the result of `read_token_map`."""
         super().__init__(weights, config, target)
         store, model = weights.store, config.model
         self.token_map = token_map
@@ -75,8 +75,8 @@ class Eagle3(Eagle3Ends, HiddenStatesDraft, KeptRowsDraft):
         attention: Attention,
         keep: KeepRows | None = None,
     ) -> torch.Tensor:
-        """token_ids, positions int64 [T], hidden [T, H]; states [T, H] before the last norm, or after it where they
-        are fed back so."""
+        """Return states [T, H] for token_ids and positions, int64 [T], and hidden [T, H]. They are normed if
+        norm_output is set."""
         first, *others = self.layers
         assert isinstance(first, FirstLayer)
         rope = self.rotary(positions)
@@ -89,7 +89,7 @@ class Eagle3(Eagle3Ends, HiddenStatesDraft, KeptRowsDraft):
 
 
 class ParallelEagle3(BlockDraft, Eagle3):
-    """One that is trained to predict K tokens at once from a mask and its states, as P-EAGLE is."""
+    """An EAGLE-3 draft trained to predict K tokens at once from a mask and its states, such as P-EAGLE."""
 
     def __init__(
         self,
@@ -99,18 +99,18 @@ class ParallelEagle3(BlockDraft, Eagle3):
         token_map: torch.Tensor | None,
         mask: tuple[int, torch.Tensor],
     ) -> None:
-        """As Eagle3; mask: its token and its states [F]."""
+        """As Eagle3; mask: the mask's token and states [F]."""
         super().__init__(weights, config, target, token_map)
         self.mask_token_id, self.mask_hidden = mask
 
 
 def serves(store: TensorStore) -> bool:
-    """Whether the checkpoint has EAGLE-3's names."""
+    """Whether the checkpoint's tensors have EAGLE-3's names."""
     return not store.names().isdisjoint({"d2t", "midlayer.hidden_norm.weight", "layers.0.hidden_norm.weight"})
 
 
 def load(store: TensorStore, target: TargetModel, *, dtype: torch.dtype, device: torch.device) -> Eagle3:
-    """The draft, ready to run. Raises CheckpointError."""
+    """Load the draft, ready to run. Raises CheckpointError."""
     config = read_decoder(decoder_fields(store), max_positions=target.max_positions)
     model = config.model
     read = store.config.get("target_hidden_size", int, model.hidden_size)
@@ -131,7 +131,7 @@ def load(store: TensorStore, target: TargetModel, *, dtype: torch.dtype, device:
 def _read_mask(
     store: TensorStore, vocab_size: int, states_size: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[int, torch.Tensor] | None:
-    """The token and the states of a mask; None where the checkpoint has none."""
+    """Return the token and the states of a mask, or None if the checkpoint has none."""
     if MASK_HIDDEN not in store.names():
         return None
     token = require_mask_token(store, vocab_size, f"it holds {MASK_HIDDEN}")

@@ -1,4 +1,4 @@
-"""What every EAGLE-3 has around its layers, as published: states of the target made one, and a head of its own.
+"""The parts of a published EAGLE-3 around its layers: the fusion of the target's states, and the draft's own head.
 
 Legend: T tokens, F target_states_size, H hidden size. Floats are in the weights' dtype.
 """
@@ -17,10 +17,10 @@ from spec_decode.models.layers.rms_norm import RMSNorm
 
 
 class AuxStates(nn.Module):
-    """States of the target's layers, side by side, made one state: normed whole, or each by itself, or not at all."""
+    """Fuses the concatenated states of target layers into one, after a norm over all, a norm for each, or none."""
 
     def __init__(self, store: TensorStore, sizes: tuple[int, int], hidden: int, eps: float) -> None:
-        """sizes: dims of the states of all layers, and of one."""
+        """sizes: dims of all layers' states together, and of one layer's."""
         super().__init__()
         whole, each = sizes
         self.input_norm = RMSNorm(whole, eps) if _flag(store, "norm_before_fc") else None
@@ -29,7 +29,7 @@ class AuxStates(nn.Module):
         self.fc = Linear(whole, hidden)
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
-        """[T, F]; [T, H]."""
+        """Map states [T, F] to [T, H]."""
         if self.input_norm is not None:
             states = self.input_norm(states)[1]
         if self.fc_norm:
@@ -39,24 +39,24 @@ class AuxStates(nn.Module):
 
 
 class DraftHead(nn.Module):
-    """The last norm, and the projection to the draft's vocabulary."""
+    """The final norm, and the projection to the draft's vocabulary."""
 
     def __init__(self, store: TensorStore, hidden: int, eps: float, vocab_size: int) -> None:
         super().__init__()
         self.norm = RMSNorm(hidden, eps)
         self.lm_head = NormLinear(hidden, vocab_size)
         self.norm_output = _flag(store, "norm_output")
-        """Whether the normed state is handed on (EAGLE-3.1), not the one before the norm."""
+        """Whether the next step reads the state after the norm (EAGLE-3.1), instead of the one before it."""
 
     def handed_on(self, x: torch.Tensor, delta: torch.Tensor | None = None) -> torch.Tensor:
-        """The state of a step [T, H], of a ResidualStream after the last layer."""
+        """Return the states [T, H] that the next step reads, from the ResidualStream after the last layer."""
         if not self.norm_output:
             return joined(x, delta)
         normed: torch.Tensor = self.norm(x, delta)[1]
         return normed
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
-        """[T, H] as they are handed on; logits [T, draft vocabulary]."""
+        """Return logits [T, draft vocabulary] for states [T, H] from `handed_on`."""
         if self.norm_output:
             return self.lm_head.product(states)
         logits: torch.Tensor = self.lm_head(states, None, self.norm)[1]
@@ -70,34 +70,34 @@ class Eagle3Ends(DraftModel):
     head: DraftHead
 
     def combine(self, target_hidden_states: torch.Tensor) -> torch.Tensor:
-        """target_hidden_states [T, F], of each layer the target's hidden size; states [T, H]."""
+        """Map target_hidden_states [T, F], of the target's hidden size for each layer, to states [T, H]."""
         states: torch.Tensor = self.aux(target_hidden_states)
         return states
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden [T, H]; logits [T, draft vocabulary]."""
+        """Return logits [T, draft vocabulary] for hidden [T, H]."""
         logits: torch.Tensor = self.head(hidden)
         return logits
 
 
 def published_name(name: str) -> str:
-    """What checkpoints call a parameter: they keep those of both parts with the layers."""
+    """Return the checkpoint's name of a parameter: checkpoints do not nest the parts."""
     return name.removeprefix("aux.").removeprefix("head.")
 
 
 def first_prefix(store: TensorStore) -> str:
-    """What the tensors of the first layer begin with; its authors call it midlayer."""
+    """Return the prefix of the first layer's tensors; the authors call the layer midlayer."""
     return "midlayer." if any(name.startswith("midlayer.") for name in store.names()) else "layers.0."
 
 
 def aux_hidden_state_layers(store: TensorStore, num_target_layers: int) -> tuple[int, ...]:
-    """The states of the target that the draft reads, by the layers they enter: 0 to n of n, where n leaves the last.
+    """Return the target's states that the draft reads, as the layers they enter, 0 to n; n is the last layer's output.
 
     Checkpoints follow two conventions under one name, eagle_aux_hidden_state_layer_ids. SGLang and NVIDIA's trainer
-    count layers whose *output* is read: their lists begin with 1, and layer i's output enters layer i + 1. Others,
-    vLLM's among them, name the layers that the states enter, and begin with 2: they are used as they stand, and so is
-    any other list. `speculators` names the layers entered whatever its list begins with; a field of its own tells its
-    files. Without a list, EAGLE-3's own training: 2, n // 2 and n - 3.
+    list layers whose *output* is read: their lists begin with 1, and the output of layer i enters layer i + 1. Others,
+    including vLLM, list the layers that the states enter, and begin with 2; these and all other lists are used as they
+    are. `speculators` always lists the layers that the states enter; a field of its own identifies its files. Without a
+    list, the default is that of EAGLE-3's own training: 2, n // 2 and n - 3.
 
     Raises CheckpointError for states that the target does not have.
     """
@@ -113,5 +113,5 @@ def _flag(store: TensorStore, name: str) -> bool:
 
 
 def _section(store: TensorStore, name: str) -> ConfigReader:
-    """Where config.json says a field: at its top, or in NVIDIA's eagle_config."""
+    """Return the section of config.json that has a field: the top level, or NVIDIA's eagle_config."""
     return store.config if store.config.values.get(name) else store.config.section("eagle_config")

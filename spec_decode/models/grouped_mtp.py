@@ -1,7 +1,7 @@
-"""Multi-token prediction whose layer attends over a key and a value per KV head, as four publishers lay it out.
+"""Multi-token prediction with one key and one value per KV head, in the layouts of four publishers.
 
-Qwen (3-Next, 3.5, 3.6, 3.8), MiMo and GLM-4.5 bring the layer in their target's own checkpoint; `speculators` trains
-and saves it alone.
+Qwen (3-Next, 3.5, 3.6, 3.8), MiMo and GLM-4.5 ship the layer in their target's checkpoint; `speculators` trains and
+saves it separately.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ _NAMES = Names(gate="gate_proj", up="up_proj", down="down_proj")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MtpLayout:
-    """What a publisher calls the parts of the layer, and how its attention differs.
+    """A publisher's names of the layer's parts, and how its attention differs.
 
     prefix       of all tensors; {layer} stands for the number of the target's layers
     norms        of the embedding and of the state
     fuse         the projection of both
-    final_norm   of the state that the layer hands on, which the head reads
+    final_norm   of the state that the layer returns, which the head reads
     block        prefix of the decoder layer
-    count        the field that says how many such layers there are
-    state_first  whether the state lies before the embedding in the columns of `fuse`
-    qk_norm      whether each query and key head is normed; None: config.json says it
-    gated        whether a gate of each query dim lets the attention's output through
+    count        the field with the number of such layers
+    state_first  whether the state precedes the embedding in the columns of `fuse`
+    qk_norm      whether each query and key head is normed; None: config.json says
+    gated        whether the attention's output is gated, with one gate for each query dim
     norm_offset  of all norms: see RMSNorm.read
-    rotated      the part of a head that is rotated, where config.json does not say it
+    rotated      fraction of a head that is rotated, if config.json does not say
     """
 
     prefix: str
@@ -91,12 +91,12 @@ _LAYOUTS = {
     "Glm4MoeForCausalLM": _GLM,
     "MiMoForCausalLM": _MIMO,
 }
-"""By the architecture of the target whose checkpoint brings the layer."""
+"""Keyed by the architecture of the target that ships the layer."""
 _MODEL_TYPES = {
     "qwen3": _SPECULATORS,
     **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), _SPECULATORS_OF_QWEN),
 }
-"""By the model_type of the layer that speculators trained."""
+"""Keyed by the model_type of the layer that speculators trained."""
 ARCHITECTURES = (*_LAYOUTS, "MTPDraftModel")
 
 
@@ -106,11 +106,11 @@ def serves(store: TensorStore) -> bool:
 
 
 def load(store: TensorStore, target: TargetModel, *, dtype: torch.dtype, device: torch.device) -> DraftModel:
-    """The draft in a target's checkpoint, or in one that holds nothing else.
+    """Load the draft from a target's checkpoint, or from one that holds nothing else.
 
-    One such layer drafts at every step: a GroupedPrediction. Of several, which only GLM publishes, each drafts one
-    token: MtpModules. Where a layer has no embedding or head of its own, it shares the target's `embed.weight` and
-    `logits`. Raises CheckpointError for anything amiss.
+    A single such layer drafts at every step (GroupedPrediction); of several, which only GLM publishes, each drafts one
+    token (MtpModules). A layer without its own embedding or head shares the target's `embed.weight` and `logits`.
+    Raises CheckpointError for any problem.
     """
     config, layout = _described(store)
     config.require("hidden_act", "silu")
@@ -129,12 +129,12 @@ def load(store: TensorStore, target: TargetModel, *, dtype: torch.dtype, device:
 
 
 def _is_alone(store: TensorStore) -> bool:
-    """Whether speculators saved the layer by itself."""
+    """Whether speculators saved the layer, without a target."""
     return store.config.values.get("speculators_model_type") == "mtp" or "MTPDraftModel" in store.architectures
 
 
 def _described(store: TensorStore) -> tuple[ConfigReader, MtpLayout]:
-    """What describes the layer in config.json, and its layout. Raises CheckpointError."""
+    """Return the section of config.json that describes the layer, and its layout. Raises CheckpointError."""
     if not _is_alone(store):
         layout = next(_LAYOUTS[name] for name in store.architectures if name in _LAYOUTS)
         nested = isinstance(store.config.values.get("text_config"), dict)
@@ -150,7 +150,7 @@ def _described(store: TensorStore) -> tuple[ConfigReader, MtpLayout]:
 
 
 def _one(store: TensorStore, config: ConfigReader, layout: MtpLayout) -> int:
-    """1, the number of layers that draft. Raises CheckpointError where config.json says another one; Qwen3-Next's says
+    """Return 1, the number of draft layers. Raises CheckpointError if config.json has another number; Qwen3-Next's has
     none."""
     section = store.config if _is_alone(store) else config
     if (count := section.get(layout.count, int, 1)) != 1:
@@ -162,12 +162,12 @@ def _one(store: TensorStore, config: ConfigReader, layout: MtpLayout) -> int:
 
 
 class GroupedPrediction(PredictionLayer):
-    """With attention over grouped heads."""
+    """A PredictionLayer with attention over grouped heads."""
 
     def __init__(
         self, weights: ScopedWeights, target: TargetModel, config: ConfigReader, layout: MtpLayout, layer: int
     ) -> None:
-        """config: what describes the layer. layer: its place among those that draft."""
+        """config: the section that describes the layer. layer: its index among the draft's layers."""
         hidden, eps, offset = config.get("hidden_size", int), config.positive("rms_norm_eps"), layout.norm_offset
         said, gated = config.get("use_qk_norm", bool, False), layout.gated
         qk_norm = said if layout.qk_norm is None else layout.qk_norm

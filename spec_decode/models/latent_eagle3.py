@@ -1,4 +1,4 @@
-"""EAGLE-3 over latent attention, as drafts of DeepSeek's and Kimi's models are published: one layer with dense MLA.
+"""EAGLE-3 over latent attention, as published for DeepSeek's and Kimi's models: one layer with dense MLA.
 
 Legend: T tokens, H hidden size.
 """
@@ -29,10 +29,10 @@ _NAMES = Names(gate="gate_proj", up="up_proj", down="down_proj")
 
 
 class LatentEagle3(Eagle3Ends, OneLayerDraft):
-    """At position p: the token at p + 1 and the state at p give a state that predicts the token at p + 2."""
+    """At position p, maps the token at p + 1 and the state at p to a state that predicts the token at p + 2."""
 
     def __init__(self, weights: ScopedWeights, target: TargetModel, token_map: torch.Tensor | None) -> None:
-        """token_map: int64 [draft vocabulary], as `read_token_map` has it. Raises CheckpointError."""
+        """token_map: int64 [draft vocabulary], the result of `read_token_map`. Raises CheckpointError."""
         store, config = weights.store, weights.store.config
         layer = weights.under(first_prefix(store))
         norms = f"{layer.prefix}input_layernorm.weight", f"{layer.prefix}hidden_norm.weight"
@@ -57,7 +57,7 @@ class LatentEagle3(Eagle3Ends, OneLayerDraft):
         attention: Attention,
         keep: KeepRows | None = None,
     ) -> torch.Tensor:
-        """token_ids, positions int64 [T], hidden [T, H]; states [T, H] as the head hands them on."""
+        """Return states [T, H] that the head reads, for token_ids and positions, int64 [T], and hidden [T, H]."""
         norms = [self.embedding_norm.weight, self.state_norm.weight]
         both = embed_concat(token_ids, self.embedding, hidden, norms, self.state_norm.eps)
         residual = both.chunk(2, -1)[1].contiguous() if self._normed_residual else hidden
@@ -67,14 +67,14 @@ class LatentEagle3(Eagle3Ends, OneLayerDraft):
 
 
 def serves(store: TensorStore) -> bool:
-    """Whether config.json names the architecture, or the checkpoint has an EAGLE-3's names and those of MLA."""
+    """Whether config.json names the architecture, or the tensors have the names of EAGLE-3 and of MLA."""
     first = first_prefix(store)
     wanted = {f"{first}hidden_norm.weight", f"{first}self_attn.kv_a_proj_with_mqa.weight"}
     return any(name in ARCHITECTURES for name in store.architectures) or wanted <= store.names()
 
 
 def load(store: TensorStore, target: TargetModel, *, dtype: torch.dtype, device: torch.device) -> LatentEagle3:
-    """The draft, ready to run. Raises CheckpointError."""
+    """Load the draft, ready to run. Raises CheckpointError."""
     config = store.config
     config.require("hidden_act", "silu")
     config.require("attention_bias", False)

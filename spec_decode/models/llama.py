@@ -46,11 +46,11 @@ class LlamaTarget(TargetModel):
         return self.lm_head.weight
 
     def layer_groups(self, page_size: int) -> list[LayerGroup]:
-        """One group: all layers are alike."""
+        """Return one group: all layers are alike."""
         return self.config.layer_groups(page_size, self.embed.weight.dtype)
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attention: Attention) -> TargetStates:
-        """token_ids and positions int64 [T]; a draft reads the normed hidden states too."""
+        """Return the normed hidden states for token_ids and positions, int64 [T]; a draft reads the same states."""
         x, delta, rope = self.embed(token_ids), None, self.rotary(positions)
         for layer in self.layers:
             x, delta = layer(x, delta, rope, attention)
@@ -58,5 +58,5 @@ class LlamaTarget(TargetModel):
         return TargetStates(hidden, hidden)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden [T, H]; logits [T, vocab_size] in the model's dtype."""
+        """Return logits [T, vocab_size] for hidden [T, H], in the model's dtype."""
         return linear(hidden, self.lm_head.weight)

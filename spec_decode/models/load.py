@@ -1,4 +1,4 @@
-"""A draft from a folder, whichever kind of draft is in it, and the kinds that nothing here computes."""
+"""Load a draft of any supported kind from a folder, and reject the kinds that are not supported."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ _KINDS = {
     f"DeepSeek-V4's multi-token prediction ({', '.join(deepseek_v4.ARCHITECTURES)})": deepseek_v4,
     f"a causal language model ({', '.join(causal_lm.ARCHITECTURES)})": causal_lm,
 }
-"""Modules with `serves` and `load`. The first that serves a checkpoint loads it: drafts are often published under their
-target's architecture."""
+"""Modules with `serves` and `load`. The first match loads the checkpoint, so order matters: drafts are often published
+under their target's architecture."""
 
 
 def load_draft(
     folder: Path, target: TargetModel, *, dtype: torch.dtype = torch.bfloat16, device: torch.device | str = "cpu"
 ) -> DraftModel:
-    """The draft of a published checkpoint, made for `target` and ready to run.
+    """Load a published draft for `target`, ready to run.
 
-    The folder holds config.json and weights as safetensors or PyTorch's .bin, in shards or not. An EAGLE draft uses the
-    target's `embed` (weight [V, H]), where it brings none, and `logits`. Raises CheckpointError, with nothing kept, for
-    anything amiss in the folder and for a draft that does not fit the target.
+    The folder holds config.json and weights as safetensors or PyTorch's .bin, sharded or not. An EAGLE draft uses the
+    target's `logits`, and the target's `embed` (weight [V, H]) if it has no embedding. Raises CheckpointError for any
+    problem in the folder and for a draft that does not fit the target.
     """
     store, kind = _opened(folder)
     draft: DraftModel = kind.load(store, target, dtype=dtype, device=torch.device(device))
@@ -57,15 +57,15 @@ def load_draft(
 
 
 def check_draft(folder: Path) -> None:
-    """Raise CheckpointError for a folder that `load_draft` refuses whatever the target: to be asked before the target
-    is read, which may take minutes."""
+    """Raise CheckpointError for a folder that `load_draft` rejects for every target. Call it before loading the target,
+    which can take minutes."""
     _opened(folder)
 
 
 def _opened(folder: Path) -> tuple[TensorStore, Any]:
-    """A draft's checkpoint, and the module of _KINDS that loads it. Raises CheckpointError."""
+    """Open a draft's checkpoint and find the module of _KINDS that loads it. Raises CheckpointError."""
     store = TensorStore.open(folder)
-    # A kind that is not served is said to be one before anything else is: converting its weights would not help.
+    # Report an unsupported kind before quantised weights: converting those would not help.
     kind = _kind_of(store, list(_KINDS.values()))
     if quantised := store.config.section("quantization_config").values:
         raise CheckpointError(
@@ -82,9 +82,9 @@ def _opened(folder: Path) -> tuple[TensorStore, Any]:
 
 
 def aux_hidden_state_layers(folder: Path, num_target_layers: int) -> tuple[int, ...] | None:
-    """The target's layers whose incoming states the draft in `folder` reads, side by side: its auxiliary hidden states.
+    """Return the target's layers whose input states, concatenated, the draft in `folder` reads (auxiliary states).
 
-    None: it reads the target's last hidden states, or nothing. Raises CheckpointError.
+    None: the draft reads the target's last hidden states, or none. Raises CheckpointError.
     """
     store = TensorStore.open(folder)
     kind = _kind_of(store, [dspark, dflash2, dflash, latent_eagle3, eagle3])
@@ -93,8 +93,7 @@ def aux_hidden_state_layers(folder: Path, num_target_layers: int) -> tuple[int, 
 
 
 def _kind_of(store: TensorStore, modules: Sequence[Any]) -> Any:
-    """The first of the modules that serves the checkpoint, None for none. Raises CheckpointError for a kind that is
-    known and not served."""
+    """Return the first module that serves the checkpoint, or None. Raises CheckpointError for an unsupported kind."""
     for unserved in _UNSERVED:
         if (evidence := unserved.evidence(store)) is not None:
             raise CheckpointError(
@@ -106,13 +105,13 @@ def _kind_of(store: TensorStore, modules: Sequence[Any]) -> Any:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UnservedKind:
-    """A published kind that nothing here computes, and what tells it: any of these.
+    """A published kind that this library does not support. Any of these identifies it:
 
-    name           what to call it, and what it has beyond the kinds that are served
+    name           its name, and how it differs from the supported kinds
     architectures  in config.json
     type           speculators_model_type in config.json
     projector      projector_type in config.json or its dflash_config
-    tensors        a pattern that the beginning of a tensor's name matches
+    tensors        a pattern that the start of a tensor's name matches
     """
 
     name: str
@@ -122,7 +121,7 @@ class UnservedKind:
     tensors: str | None = None
 
     def evidence(self, store: TensorStore) -> str | None:
-        """What tells that the checkpoint is of this kind; None where it is not."""
+        """Return what identifies the checkpoint as this kind, or None if it is another."""
         config = store.config
         if self.type is not None and config.values.get("speculators_model_type") == self.type:
             return f"speculators_model_type {self.type!r}"
@@ -170,4 +169,4 @@ _UNSERVED = (
         tensors=r"model\.mtp\.layers\.\d+\.",
     ),
 )
-"""Most have the tensors of a kind that is served, and more: each is told before it is taken for that one."""
+"""Most have all tensors of a supported kind and some more, so they are checked before the supported kinds."""

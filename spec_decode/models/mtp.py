@@ -1,7 +1,7 @@
-"""Multi-token prediction as DeepSeek-V3 and GLM-4.7-Flash publish it (arXiv:2412.19437, section 2.2).
+"""Multi-token prediction as published for DeepSeek-V3 and GLM-4.7-Flash (arXiv:2412.19437, section 2.2).
 
-The layers after the target's last, in the target's own checkpoint. Each is one decoder layer with dense latent
-attention; the first runs over the embedding of the token at p + 1 beside the target's state at p.
+The draft's layers follow the target's last layer in the target's own checkpoint. Each is one decoder layer with dense
+latent attention; the first reads the embedding of the token at p + 1 together with the target's state at p.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ def serves(store: TensorStore) -> bool:
 
 
 def load(store: TensorStore, target: TargetModel, *, dtype: torch.dtype, device: torch.device) -> DraftModel:
-    """The draft in a target's checkpoint, or in one that holds nothing else.
+    """Load the draft from a target's checkpoint, or from one that holds nothing else.
 
-    One such layer drafts at every step: a MultiTokenPrediction. Of several each drafts one token: MtpModules. Where a
-    layer has no embedding or head of its own, it shares the target's `embed.weight` and `logits`. Raises
-    CheckpointError for anything amiss.
+    A single such layer drafts at every step (MultiTokenPrediction); of several, each drafts one token (MtpModules). A
+    layer without its own embedding or head shares the target's `embed.weight` and `logits`. Raises CheckpointError for
+    any problem.
     """
     check_published_form(store.config)
     first, modules = store.config.get("num_hidden_layers", int), []
@@ -48,7 +48,7 @@ def load(store: TensorStore, target: TargetModel, *, dtype: torch.dtype, device:
 
 
 def count_modules(store: TensorStore, first: int) -> int:
-    """How many layers from `first` on draft. Raises CheckpointError where config.json says another number."""
+    """Return the number of draft layers from `first` on. Raises CheckpointError if config.json says otherwise."""
     wanted = store.config.get("num_nextn_predict_layers", int)
     layers = {name.split(".")[2] for name in store.names() if name.startswith("model.layers.")}
     found = next(index for index in count() if str(first + index) not in layers)
@@ -64,7 +64,8 @@ def count_modules(store: TensorStore, first: int) -> int:
 def read_feed_forward(
     config: ConfigReader, weights: ScopedWeights, layer: int, hidden: int
 ) -> FeedForward | MixtureOfExperts:
-    """That of the layer of this index in the checkpoint: a mixture or a dense block. Raises CheckpointError."""
+    """Read the feed-forward of this layer, by its index in the checkpoint: a mixture or dense. Raises
+    CheckpointError."""
     routed = config.optional("n_routed_experts", int) is not None
     first, every = config.get("first_k_dense_replace", int, 0), config.get("moe_layer_freq", int, 1)
     if routed and layer >= first and layer % max(every, 1) == 0:
@@ -73,11 +74,11 @@ def read_feed_forward(
 
 
 class MultiTokenPrediction(PredictionLayer):
-    """The states that the layer hands on are after its head's norm, as in transformers and vLLM: it was trained on
-    normed states, and later steps read no others."""
+    """The next step reads states after the head's norm, as in transformers and vLLM: the layer was trained on normed
+    states."""
 
     def __init__(self, weights: ScopedWeights, target: TargetModel, layer: int) -> None:
-        """layer: its index in the checkpoint, where those that draft come after the target's own."""
+        """layer: its index in the checkpoint, in which the draft's layers follow the target's."""
         config = weights.store.config
         hidden, eps = config.get("hidden_size", int), config.positive("rms_norm_eps")
         attention = read_mla_shape(config, hidden, eps)

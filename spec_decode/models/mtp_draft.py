@@ -1,4 +1,4 @@
-"""What drafts that predict a token more, from a layer trained with the target, have in common, and several in a chain.
+"""Base classes of multi-token prediction: a draft layer trained together with the target, and a chain of such layers.
 
 Legend: T tokens, H hidden size. Floats are in the draft's dtype.
 """
@@ -30,7 +30,7 @@ from spec_decode.models.target_head import TargetHead
 
 
 class MtpDraft(OneLayerDraft):
-    """A draft that reads the state it hands on, and uses its target's head where the checkpoint has none for it."""
+    """A draft whose steps read the states that it returns. It uses its target's head if the checkpoint has none."""
 
     group_name: ClassVar[str] = "mtp"
 
@@ -45,7 +45,7 @@ class MtpDraft(OneLayerDraft):
         norm_offset: float = 0.0,
         config: ConfigReader | None = None,
     ) -> None:
-        """As OneLayerDraft; head: the name of the layer's own [vocab, H] matrix, where there is one."""
+        """As OneLayerDraft; head: name of the layer's own [vocab, H] matrix, which may be absent."""
         config = config or weights.store.config
         super().__init__(weights, target, embedding=embedding, norms=norms, norm_offset=norm_offset, config=config)
         self.max_positions = config.get("max_position_embeddings", int)
@@ -55,21 +55,21 @@ class MtpDraft(OneLayerDraft):
             self.head = weights.parameter(head, self.vocab_size, config.get("hidden_size", int))
 
     def projected(self, normed: torch.Tensor) -> torch.Tensor:
-        """Logits [T, vocab_size] of normed states [T, H]."""
+        """Return logits [T, vocab_size] for normed states [T, H]."""
         return self.head.product(normed) if isinstance(self.head, TargetHead) else linear(normed, self.head)
 
 
 class PredictionLayer(MtpDraft):
-    """A decoder layer. At position p: the token at p + 1 and the state at p give a state that predicts the token at
+    """A decoder layer. At position p, maps the token at p + 1 and the state at p to a state that predicts the token at
     p + 2.
 
-    The target's hidden states are those after its final norm, and so are those that the layer hands on after its own.
+    The target's hidden states are those after its final norm; the layer, too, returns states after its final norm.
     """
 
     layer: int
-    """Its place among those that draft."""
+    """The index of this layer among the draft's layers."""
     fuse: Weight
-    """[H, 2H], over the normed embedding and the normed state."""
+    """[H, 2 H], applied to the concatenated normed embedding and normed state."""
     attention: MlaAttention | GroupedAttention
     mlp: FeedForward | MixtureOfExperts
     attention_norm: RMSNorm
@@ -84,7 +84,7 @@ class PredictionLayer(MtpDraft):
         attention: Attention,
         keep: KeepRows | None = None,
     ) -> torch.Tensor:
-        """token_ids, positions int64 [T], hidden [T, H]; states [T, H]."""
+        """Return states [T, H] for token_ids and positions, int64 [T], and hidden [T, H]."""
         norms = [self.embedding_norm.weight, self.state_norm.weight]
         both = embed_concat(token_ids, self.embedding, hidden, norms, self.state_norm.eps)
         x, normed = self.attention_norm(linear(both, self.fuse))
@@ -94,12 +94,13 @@ class PredictionLayer(MtpDraft):
         return state
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden [T, H]; logits [T, vocab_size]."""
+        """Return logits [T, vocab_size] for hidden [T, H]."""
         return self.projected(hidden)
 
 
 def check_published_form(config: ConfigReader) -> None:
-    """Raise CheckpointError for a checkpoint without such a layer, and one with other activations."""
+    """Raise CheckpointError for a checkpoint without draft layers, with another activation, or with an attention
+    bias."""
     if config.get("num_nextn_predict_layers", int, 0) < 1:
         raise CheckpointError(
             f"num_nextn_predict_layers in {config.place} must be at least 1, got "
@@ -111,12 +112,11 @@ def check_published_form(config: ConfigReader) -> None:
 
 
 class MtpModules(ModuleDraft):
-    """At position p, module k reads the token at p + k and the state of module k - 1 at p, which for the first is the
-    target's; its state there predicts the token at p + k + 1.
-    """
+    """At position p, module k reads the token at p + k and the state of module k - 1 at p (for the first module, the
+    target's state), and returns a state that predicts the token at p + k + 1."""
 
     def __init__(self, modules: Sequence[MtpDraft]) -> None:
-        """modules: of one shape, module i with layer i."""
+        """modules: all of the same shape; module i has layer index i."""
         super().__init__()
         first = modules[0]
         self.chain = nn.ModuleList(modules)
@@ -125,25 +125,25 @@ class MtpModules(ModuleDraft):
 
     @property
     def prediction_modules(self) -> tuple[MtpDraft, ...]:
-        """Those of the chain."""
+        """The modules of the chain."""
         return tuple(cast(MtpDraft, module) for module in self.chain)
 
     @property
     def batch_invariant(self) -> bool:
-        """As far as all modules are."""
+        """Whether all modules are."""
         return all(module.batch_invariant for module in self.prediction_modules)
 
     def layer_groups(self, page_size: int) -> list[LayerGroup]:
-        """One group of a layer for each module."""
+        """Return one group with one layer for each module."""
         [group] = self.prediction_modules[0].layer_groups(page_size)
         return [replace(group, layers=tuple(range(len(self.chain))))]
 
     def forward(
         self, token_ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, attention: Attention
     ) -> torch.Tensor:
-        """The first module's: token_ids, positions int64 [T], hidden [T, H]; states [T, H]."""
+        """Run the first module: return states [T, H] for token_ids and positions, int64 [T], and hidden [T, H]."""
         return self.prediction_modules[0].forward(token_ids, hidden, positions, attention)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The first module's: hidden [T, H]; logits [T, vocab_size]."""
+        """Return the first module's logits [T, vocab_size] for hidden [T, H]."""
         return self.prediction_modules[0].logits(hidden)

@@ -1,4 +1,4 @@
-"""What drafts of one layer over a token's embedding and the state before it have in common.
+"""Base class of drafts with one layer over a token's embedding and the state before it.
 
 Legend: T tokens, H hidden size. Floats are in the draft's dtype.
 """
@@ -20,12 +20,12 @@ from spec_decode.models.layers.window_attention import WindowAttention
 
 
 class OneLayerDraft(KeptRowsDraft):
-    """A draft whose layer reads its own weights, and which uses its target's embedding where it brings none."""
+    """A one-layer draft that uses its target's embedding if the checkpoint has none."""
 
     group_name: ClassVar[str] = "layers"
     attention: MlaAttention | WindowAttention | GroupedAttention
     layer: int = 0
-    """Its own among the layers of a draft."""
+    """The index of this layer among a draft's layers."""
 
     def __init__(
         self,
@@ -39,10 +39,10 @@ class OneLayerDraft(KeptRowsDraft):
     ) -> None:
         """Raises CheckpointError.
 
-        embedding    the name of its own [vocab, H] matrix, where there is one
-        norms        of the embedding and of the state
-        norm_offset  of both: see RMSNorm.read
-        config       what describes the layer; None: all of config.json
+        embedding    name of the checkpoint's [vocab, H] embedding, which may be absent
+        norms        names of the norms of the embedding and of the state
+        norm_offset  for both norms: see RMSNorm.read
+        config       the section that describes the layer; None: all of config.json
         """
         super().__init__()
         config = config or weights.store.config
@@ -59,11 +59,11 @@ class OneLayerDraft(KeptRowsDraft):
 
     @property
     def batch_invariant(self) -> bool:
-        """As far as the target, whose modules it may share."""
+        """Same as the target, whose modules the draft may share."""
         return self._target[0].batch_invariant
 
     def layer_groups(self, page_size: int) -> list[LayerGroup]:
-        """The one layer."""
+        """Return the one layer in one group."""
         spec = self.attention.shape.spec(page_size, self._dtype)
         return [LayerGroup(name=self.group_name, spec=spec, layers=(self.layer,))]
 

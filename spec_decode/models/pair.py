@@ -1,8 +1,7 @@
 """A target and its drafts on disk: config.json, and <name>.safetensors for `target`, `draft` and any further draft.
 
-Where they came from is in training.json for the pair and in <name>.training.json for a further draft. A block draft has
-a folder <name> of its own, in the layout in which such drafts are published, with its training.json; config.json says
-null of it.
+training.json records how the pair was trained, <name>.training.json how a further draft was. A block draft has its own
+folder <name> in the published layout, with its training.json; its entry in config.json is null.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from spec_decode.models.llama import LlamaTarget
 from spec_decode.models.load import aux_hidden_state_layers, load_draft
 
 SHIPPED_PAIR = Path(__file__).parent.parent / "pairs" / "pydoc"
-"""The byte-level pair that travels with the package."""
+"""The byte-level pair that ships with the package."""
 
 STORED_DTYPE = torch.bfloat16
 
@@ -37,14 +36,14 @@ M = TypeVar("M", LlamaTarget, EagleDraft)
 
 
 class _Index(NamedTuple):
-    """What config.json lists: the target, and each draft by its name, None for one in a folder of its own."""
+    """The content of config.json: the target, and each draft by name, None for one in its own folder."""
 
     target: ModelConfig
     drafts: dict[str, ModelConfig | None]
 
 
 def save_pair(folder: Path, target: LlamaTarget, draft: EagleDraft, training: dict[str, Any]) -> None:
-    """Write a pair in bf16, with `training` as its record. Further drafts, made for another target, are not kept.
+    """Save a pair in bf16, with `training` as its record. Drops the folder's further drafts: they fit another target.
 
     Raises CheckpointError, with nothing written, for a draft in 8 bits.
     """
@@ -57,10 +56,9 @@ def save_pair(folder: Path, target: LlamaTarget, draft: EagleDraft, training: di
 
 
 def save_draft(folder: Path, name: str, draft: EagleDraft | DFlash, training: dict[str, Any]) -> None:
-    """Write one more draft of the target in a folder, in bf16, with `training` as its record.
+    """Save one more draft for the target in a folder, in bf16, with `training` as its record.
 
-    Raises CheckpointError, with nothing written, for a folder without a pair, a name that no draft can have, or a draft
-    in 8 bits.
+    Raises CheckpointError, with nothing written, for a folder without a pair, an invalid name, or a draft in 8 bits.
     """
     _check_whole(draft)
     index = _read_index(folder / "config.json")
@@ -82,12 +80,12 @@ def save_draft(folder: Path, name: str, draft: EagleDraft | DFlash, training: di
 
 
 def draft_names(folder: Path) -> list[str]:
-    """The drafts in a folder, `draft` first. Raises CheckpointError where there is no pair."""
+    """Return the names of the drafts in a folder, `draft` first. Raises CheckpointError if there is no pair."""
     return ["draft", *sorted(_read_index(folder / "config.json").drafts.keys() - {"draft"})]
 
 
 def load_target(folder: Path, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> LlamaTarget:
-    """The target from a folder, ready to run. Raises CheckpointError for anything amiss."""
+    """Load the target from a folder, ready to run. Raises CheckpointError for any problem in it."""
     config = _read_index(folder / "config.json").target
     return _load(folder, "target", lambda: LlamaTarget(config), dtype, device)
 
@@ -95,9 +93,9 @@ def load_target(folder: Path, *, dtype: torch.dtype = torch.float32, device: tor
 def load_pair(
     folder: Path, *, draft: str = "draft", dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
 ) -> tuple[LlamaTarget, DraftModel]:
-    """The target and the draft of that name from a folder, ready to run; sinks stay fp32.
+    """Load the target and the named draft from a folder, ready to run; sinks stay fp32.
 
-    Raises CheckpointError for anything amiss in it.
+    Raises CheckpointError for any problem in the folder.
     """
     index = _read_index(folder / "config.json")
     if draft not in (names := draft_names(folder)):
@@ -146,7 +144,7 @@ def _write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 
 def _write_state(path: Path, state: Mapping[str, torch.Tensor]) -> None:
-    # Copied, because tensors that share memory are refused.
+    # Copied, because save_file rejects tensors that share memory.
     save_file({name: value.to("cpu", STORED_DTYPE, copy=True).contiguous() for name, value in state.items()}, path)
 
 
@@ -174,7 +172,7 @@ def _load(folder: Path, name: str, make: Callable[[], M], dtype: torch.dtype, de
     state = load_file(path)
     if wrong := [name for name, value in state.items() if not is_finite(value)]:
         raise CheckpointError(f"{wrong[0]} in {path} must hold finite numbers, got NaN or infinity. Restore the file.")
-    # Assigned, so that parameters take dtype while the rotary tables stay fp32; so do sinks, as kernels take them.
+    # Assigned, so parameters get dtype while the rotary tables stay fp32. Sinks stay fp32 too: kernels read them so.
     typed = {name: value.to(torch.float32 if name.endswith("sinks") else dtype) for name, value in state.items()}
     try:
         model.load_state_dict(typed, assign=True)

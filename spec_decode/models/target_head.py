@@ -11,7 +11,7 @@ from spec_decode.models.kernels.linear import linear
 
 
 class TargetHead(nn.Module):
-    """The target's output projection. weight: a copy of it in 8 bits that is used instead, or None."""
+    """The target's output projection. weight: an 8-bit copy that replaces it, or None."""
 
     weight: Fp8Weight | None
 
@@ -27,5 +27,5 @@ class TargetHead(nn.Module):
         return self._target[0].output_projection
 
     def product(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden [T, H]; logits [T, V]."""
+        """Return logits [T, V] for hidden [T, H]."""
         return self._target[0].logits(hidden) if self.weight is None else linear(hidden, self.weight)
