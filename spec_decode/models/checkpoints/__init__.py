@@ -1,1 +1,1 @@
-"""Reading checkpoints as they are published: tensors by name, config.json field by field."""
+"""Read published checkpoints: tensors by name, config.json field by field."""

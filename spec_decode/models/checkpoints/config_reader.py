@@ -1,4 +1,4 @@
-"""Typed reading of config.json, where every field is optional to its writer and a null means that it is left out."""
+"""Typed access to config.json, in which any field can be absent and null means absent."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ _WORDS = {
 }
 
 _LIMITS: dict[type, float] = {int: 2.0**31, float: 2.0**127}
-"""What a number stays below: beyond it are memory that no machine has, and infinity and NaN, which JSON can spell."""
+"""Exclusive bounds of absolute values, against sizes that no machine can allocate and JSON's infinity and NaN."""
 
 
 class ConfigReader:
     """The fields of one JSON object."""
 
     def __init__(self, values: Mapping[str, Any], place: str) -> None:
-        """place: what messages call the object."""
+        """place: the object's name in messages."""
         self.values, self.place = values, place
 
     def get(self, name: str, kind: type[T], default: T | None = None) -> T:
-        """A field of that kind; raises CheckpointError where it is of another, or left out without a default."""
+        """Return a field of this type. Raises CheckpointError for another type, or if absent without a default."""
         value = self.values.get(name, default)
         value = default if value is None else value
         if value is None:
@@ -38,18 +38,18 @@ class ConfigReader:
         return _checked(value, kind, f"{name} in {self.place}")
 
     def optional(self, name: str, kind: type[T]) -> T | None:
-        """A field of that kind, None where it is left out."""
+        """Return a field of this type, or None if it is absent."""
         return None if self.values.get(name) is None else self.get(name, kind)
 
     def positive(self, name: str, default: float | None = None) -> float:
-        """As `get`, a number above 0. Raises CheckpointError for any other."""
+        """Return a field as a positive number. Raises CheckpointError for any other value."""
         value = self.get(name, float, default)
         if not value > 0:
             raise CheckpointError(f"{name} in {self.place} must be positive, got {value}. Restore the file.")
         return value
 
     def require(self, name: str, wanted: bool | str | float) -> None:
-        """Raise CheckpointError for a field that says anything but this; it may be left out."""
+        """Raise CheckpointError for a field with any other value; it can be absent."""
         if (found := self.values.get(name, wanted)) not in (wanted, None):
             raise CheckpointError(
                 f"{name} in {self.place} must be {wanted!r}, got {found!r}, which this model does not compute. "
@@ -57,7 +57,7 @@ class ConfigReader:
             )
 
     def section(self, name: str) -> ConfigReader:
-        """The fields of an object inside this one; none where it is left out."""
+        """Return a reader of the object in this field, or of an empty one if it is absent."""
         inner: dict[str, Any] = self.get(name, cast(Any, dict), {})
         return ConfigReader(inner, f"{name} in {self.place}")
 

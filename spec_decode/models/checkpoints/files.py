@@ -1,4 +1,4 @@
-"""A checkpoint's files as they are before anything is believed of them. Everything amiss is a CheckpointError."""
+"""Validation of checkpoint files before their content is trusted. All errors are CheckpointErrors."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from safetensors import SafetensorError, safe_open
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be loaded; the message says what is wrong with which file."""
+    """Raised for a checkpoint that cannot be loaded; the message names the file and the problem."""
 
 
 def read_object(path: Path, remedy: str) -> dict[str, Any]:
-    """The JSON object in a file; raises CheckpointError, which ends in the remedy for a file that cannot be read."""
+    """Read a file that holds a JSON object. Raises CheckpointError; remedy ends the message for an unreadable file."""
     try:
         require_regular(path)
         value = json.loads(path.read_bytes(), object_pairs_hook=_distinct)
@@ -32,15 +32,15 @@ def read_object(path: Path, remedy: str) -> dict[str, Any]:
 
 
 def require_plain_utf8(path: Path) -> None:
-    """Raise CheckpointError for JSON that begins with a byte order mark, or is utf-16: `transformers` takes neither."""
+    """Raise CheckpointError for JSON with a byte order mark or in utf-16, which `transformers` cannot read."""
     with path.open("rb") as file:
         if (encoding := json.detect_encoding(file.read(4))) != "utf-8":
             raise CheckpointError(f"{path} must be utf-8 without a byte order mark, it is {encoding}. Save it so.")
 
 
 def check_safetensors(path: Path) -> None:
-    """Raise CheckpointError for a file that is none of safetensors, and for a header that says a name twice, of which
-    the library would take one."""
+    """Raise CheckpointError for a file that is not safetensors or has a duplicate name in its header, for which the
+    library would silently pick one tensor."""
     try:
         require_regular(path)
         with safe_open(path, framework="pt"), path.open("rb") as file:
@@ -51,13 +51,13 @@ def check_safetensors(path: Path) -> None:
 
 
 def require_regular(path: Path) -> None:
-    """Raise OSError for a pipe or a device, whose end would be waited for."""
+    """Raise OSError for a pipe or a device, on which a read would block."""
     if path.exists() and not path.is_file() and not path.is_dir():
         raise OSError(errno.EINVAL, "it is a pipe or a device, not a file", str(path))
 
 
 def unreadable(path: Path, error: Exception) -> CheckpointError:
-    """What to raise for weights that cannot be read."""
+    """Return the error to raise for weights that cannot be read."""
     kind = "a PyTorch state" if path.suffix == ".bin" else "safetensors"
     return CheckpointError(
         f"{path} cannot be read as {kind}: {error}; it is missing, truncated or corrupt. Restore the file."
@@ -65,12 +65,12 @@ def unreadable(path: Path, error: Exception) -> CheckpointError:
 
 
 def shortened(names: Sequence[str]) -> str:
-    """The first names, for a message."""
+    """Join the first names for a message."""
     return f"{', '.join(names[:8])}{', ...' if len(names) > 8 else ''}"
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
-    """Whether no element is NaN or infinite. Integers are, and so are floats of 8 bits, which scales belong to."""
+    """Whether no element is NaN or infinite. Always true for integers and for 8-bit floats, which need their scales."""
     return not tensor.is_floating_point() or tensor.itemsize < 2 or bool(tensor.isfinite().all())
 
 
@@ -79,6 +79,6 @@ def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         twice = [key for key, count in Counter(key for key, _ in pairs).items() if count > 1]
         raise ValueError(f"{', '.join(sorted(twice))} is said twice in one object")
     if lost := [key for key, value in pairs if value != value]:
-        # Python reads it, and what reads the field next would be blamed. Infinity is a limit in some configs.
+        # Python accepts NaN, so a later reader would get the blame. Infinity is a legitimate limit in some configs.
         raise ValueError(f"{', '.join(lost)} is NaN, which is no number")
     return found

@@ -1,4 +1,4 @@
-"""The token that stands for one that is not drafted yet, under every name that checkpoints have for it."""
+"""Read the mask token, the placeholder for a token to be drafted, under any of its names in checkpoints."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from spec_decode.models.checkpoints.files import CheckpointError
 from spec_decode.models.checkpoints.store import TensorStore
 
 _KEYS = ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id")
-"""At the top of config.json; `dflash_config` has a mask_token_id of its own, which goes before them."""
+"""Names at the top level of config.json; mask_token_id in `dflash_config` takes precedence."""
 
 
 def read_mask_token(store: TensorStore, vocab_size: int) -> int | None:
-    """Its id; None where config.json names none. Raises CheckpointError for one outside of the vocabulary."""
+    """Return the mask token's id, or None. Raises CheckpointError for an id outside the vocabulary."""
     sections = [store.config.section("dflash_config"), store.config]
     for section, names in zip(sections, (_KEYS[:1], _KEYS), strict=True):
         for name in names:
@@ -27,7 +27,7 @@ def read_mask_token(store: TensorStore, vocab_size: int) -> int | None:
 
 
 def require_mask_token(store: TensorStore, vocab_size: int, because: str) -> int:
-    """As `read_mask_token`; raises CheckpointError where there is none, which `because` explains the need of."""
+    """As `read_mask_token`, but raises CheckpointError if there is none; `because` says why it is needed."""
     found = read_mask_token(store, vocab_size)
     if found is None:
         names = ", ".join(("dflash_config.mask_token_id", *_KEYS))

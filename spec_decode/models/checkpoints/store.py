@@ -1,4 +1,4 @@
-"""A checkpoint: its tensors by name, those under a common prefix, and random numbers in the place of both."""
+"""A checkpoint: its tensors by name, those under a common prefix, and a stand-in with random tensors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from spec_decode.models.checkpoints.files import (
 )
 
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
-"""Where weights are looked for; the first that exists is the one that is read."""
+"""Files that can hold the weights; the first that exists is read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +33,9 @@ class _Shard:
 
 
 class TensorStore:
-    """Tensors by name, read from disk when they are taken, and config.json.
+    """The tensors of a checkpoint by name, read from disk on demand, and its config.json.
 
-    Everything amiss is a CheckpointError that names the file and the tensor.
+    All errors are CheckpointErrors that name the file and the tensor.
     """
 
     def __init__(self, folder: Path, config: dict[str, Any], files: dict[str, Path]) -> None:
@@ -47,7 +47,7 @@ class TensorStore:
 
     @classmethod
     def open(cls, folder: Path) -> TensorStore:
-        """Read config.json and the tensors' names, not yet the tensors. Raises CheckpointError."""
+        """Read config.json and the tensors' names, but not the tensors. Raises CheckpointError."""
         config = read_object(folder / "config.json", "Name the folder of a checkpoint.")
         weights = weights_file(folder)
         if weights is None:
@@ -63,25 +63,25 @@ class TensorStore:
 
     @property
     def architectures(self) -> list[str]:
-        """The classes that config.json names; none where it holds anything but a list of names."""
+        """The classes that config.json names; empty unless it holds a list of names."""
         found = self.config.values.get("architectures")
         return found if isinstance(found, list) and all(isinstance(name, str) for name in found) else []
 
     def names(self) -> frozenset[str]:
-        """Every tensor of the checkpoint."""
+        """Return the names of all tensors."""
         return frozenset(self._files)
 
     def take_flat(self, name: str, size: int, dtype: torch.dtype) -> torch.Tensor:
-        """A tensor [size] that may be stored with dims of 1 around it. Raises CheckpointError as `take`."""
+        """Return a tensor [size], which can be stored with leading dims of 1. Raises CheckpointError as `take`."""
         shape = tuple(self._read(name).shape)
         wanted = (1,) * (len(shape) - 1) + (size,)
         return self.take(name, wanted, dtype).flatten()
 
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> torch.Tensor:
-        """A copy of one tensor, which must have that shape, on the CPU; dtype None keeps the dtype it is stored in.
+        """Return a copy of one tensor on the CPU; dtype None keeps the stored dtype.
 
-        Integers, floats of 8 bits and wider floats are not cast to one another. Raises CheckpointError, for NaN and
-        infinities too.
+        Raises CheckpointError for another shape, for a dtype of another kind (integers, 8-bit floats and wider floats
+        are not cast to one another), and for NaN and infinities.
         """
         found = self._read(name)
         if tuple(found.shape) != shape:
@@ -94,7 +94,7 @@ class TensorStore:
                 f"{name} in {self._files[name]} must be stored as {wanted}, got {found.dtype}; without the scales of a "
                 "quantised checkpoint its numbers mean nothing. Use an unquantised checkpoint."
             )
-        # Copied: a file that is mapped would still be read, and could still change, while the model runs.
+        # Copied: a mapped file would still be read, and could change, while the model runs.
         cast = found.to(dtype or found.dtype, copy=True)
         if not is_finite(cast):
             if is_finite(found):
@@ -110,7 +110,7 @@ class TensorStore:
         return cast
 
     def refuse_unused(self, *, under: str = "") -> None:
-        """Raise CheckpointError for tensors under a prefix that nobody took, but for the rotary tables that old
+        """Raise CheckpointError for tensors under a prefix that were not taken, except the rotary tables that old
         checkpoints keep in every layer."""
         unused = self._files.keys() - self._taken
         if extra := sorted(x for x in unused if x.startswith(under) and not x.endswith("rotary_emb.inv_freq")):
@@ -151,12 +151,12 @@ def _kind(dtype: torch.dtype) -> str:
 
 
 def weights_file(folder: Path) -> Path | None:
-    """The first of WEIGHTS that the folder holds, None for none."""
+    """Return the first of WEIGHTS that exists in the folder, or None."""
     return next((path for name in WEIGHTS if (path := folder / name).is_file()), None)
 
 
 def read_index(index: Path) -> dict[str, Path]:
-    """The file of each tensor, by an index of shards that are all there, in its folder or linked from it. Raises
+    """Read the file of each tensor from an index. All shards must exist in its folder, possibly as links. Raises
     CheckpointError."""
     places = read_object(index, "Restore the file.").get("weight_map")
     if not isinstance(places, dict) or not all(isinstance(place, str) for place in places.values()):
@@ -178,7 +178,7 @@ def read_index(index: Path) -> dict[str, Path]:
 def _is_file(path: Path) -> bool:
     try:
         return path.is_file()
-    except OSError:  # a name that no file can have
+    except OSError:  # an impossible file name
         return False
 
 
@@ -192,7 +192,7 @@ def _open_bin(path: Path) -> _Shard:
     try:
         # Files older than the zip format cannot be mapped.
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
-    except Exception as error:  # a corrupt pickle raises whatever its bytes happen to spell
+    except Exception as error:  # a corrupt pickle can raise anything
         raise unreadable(path, error) from error
     if not isinstance(state, dict) or not all(_is_plain(value) for value in state.values()):
         raise CheckpointError(
@@ -208,7 +208,7 @@ def _is_plain(value: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class ScopedWeights:
-    """The tensors under a prefix, which completes every name, cast and moved as they are taken."""
+    """The tensors under a prefix, cast and moved to the device as they are taken. Names are relative to the prefix."""
 
     store: TensorStore
     prefix: str
@@ -216,49 +216,49 @@ class ScopedWeights:
     device: torch.device
 
     def under(self, prefix: str) -> ScopedWeights:
-        """Those under a longer prefix."""
+        """Extend the prefix."""
         return replace(self, prefix=self.prefix + prefix)
 
     def has(self, name: str) -> bool:
-        """Whether the checkpoint holds a tensor of that name."""
+        """Whether the checkpoint holds this tensor."""
         return self.prefix + name in self.store.names()
 
     def take(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """The tensor of that name and shape; dtype None is that of the model."""
+        """Return the tensor with this name and shape; dtype None is the model's."""
         return self.store.take(self.prefix + name, shape, dtype or self.dtype).to(self.device)
 
     def parameter(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
-        """`take`, as a parameter that is not trained."""
+        """Return `take`'s tensor as a frozen parameter."""
         return frozen(self.take(name, *shape, dtype=dtype))
 
     def stacked(self, names: Sequence[str], rows: Sequence[int], *columns: int) -> nn.Parameter:
-        """Matrices [rows[i], columns] (or vectors [rows[i]]) below each other: one product in place of several."""
+        """Stack matrices [rows[i], columns] (or vectors [rows[i]]) along the rows, to run as one product."""
         parts = [self.take(name, count, *columns) for name, count in zip(names, rows, strict=True)]
         return frozen(parts[0] if len(parts) == 1 else torch.cat(parts))
 
     def refuse_unused(self) -> None:
-        """Raise CheckpointError for tensors under the prefix that no module took; others belong to the target."""
+        """Raise CheckpointError for tensors under the prefix that were not taken; all others belong to the target."""
         self.store.refuse_unused(under=self.prefix)
 
 
 def frozen(tensor: torch.Tensor) -> nn.Parameter:
-    """A parameter that is not trained."""
+    """Wrap a tensor in a parameter without a gradient."""
     return nn.Parameter(tensor, requires_grad=False)
 
 
 SPREAD = 0.02
-"""Standard deviation of a random weight: states neither vanish nor grow."""
+"""Standard deviation of random weights; with it states neither vanish nor explode."""
 
 
 class RandomStore(TensorStore):
-    """A checkpoint that was never written: whatever is taken is drawn at random, on the device."""
+    """A stand-in for a checkpoint: every tensor taken is drawn at random, on the device."""
 
     def __init__(self, config: dict[str, Any], names: list[str], device: torch.device) -> None:
         super().__init__(Path("random"), config, dict.fromkeys(names, Path("random")))
         self._device = device
 
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Norms are 1, maps of tokens the identity, all other numbers normal."""
+        """Return ones for norms, the identity for token maps, and normal numbers for everything else."""
         self._taken.add(name)
         if name == "d2t":
             return torch.zeros(shape, dtype=torch.int64)
@@ -267,5 +267,5 @@ class RandomStore(TensorStore):
         return torch.randn(shape, dtype=dtype, device=self._device).mul_(SPREAD)
 
     def take_flat(self, name: str, size: int, dtype: torch.dtype) -> torch.Tensor:
-        """Normal numbers."""
+        """Return normal numbers."""
         return self.take(name, (size,), dtype)

@@ -1,4 +1,4 @@
-"""The reduced vocabulary of a draft: which token of the target each of its own stands for."""
+"""The reduced vocabulary of a draft: the target token that each of its tokens stands for."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from spec_decode.models.checkpoints.store import TensorStore
 def read_token_map(
     store: TensorStore, draft_vocab: int, target_vocab: int, device: torch.device
 ) -> torch.Tensor | None:
-    """int64 [draft_vocab], distinct ids of the target, ascending or not; None where both vocabularies are the same.
+    """Return each draft token's id in the target, int64 [draft_vocab], distinct; None if the vocabularies are the same.
 
-    d2t holds each token's distance to its id in the target. t2d, where there is one, marks the ids that are reached.
-    Raises CheckpointError for maps that are none or that disagree.
+    d2t holds each token's offset to its id in the target, in any order. t2d, which is optional, marks the mapped ids.
+    Raises CheckpointError for invalid maps and for maps that disagree.
     """
     if draft_vocab == target_vocab and "d2t" not in store.names():
         return None

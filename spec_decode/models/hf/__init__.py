@@ -1,1 +1,1 @@
-"""A target that is a model of the library `transformers`."""
+"""Targets that are models of the library `transformers`."""

@@ -1,4 +1,4 @@
-"""An attention function for `transformers` that hands every layer's attention to whoever runs the model.
+"""An attention function for `transformers` that delegates every layer's attention to the caller of the model.
 
 Legend: T flat tokens, D head dim, E value dim; the library's own layout is [1, heads, T, dim].
 """
@@ -27,7 +27,7 @@ except ImportError as error:
     ) from error
 
 ATTENTION_NAME = "attn_backends_paged"
-"""What the function is registered as. The library makes no masks for a name that it knows none for."""
+"""The function's registered name. The library creates no masks for an attention without a mask function."""
 
 _MEANINGLESS_HERE = frozenset(
     {
@@ -41,7 +41,7 @@ _MEANINGLESS_HERE = frozenset(
         "use_cache",
     }
 )
-"""What models pass through to their attention without asking for other attention by it."""
+"""Arguments that models pass on to their attention but that do not change it."""
 
 
 class UnservedModel(CheckpointError):
@@ -50,14 +50,14 @@ class UnservedModel(CheckpointError):
 
 Serve = Callable[[AttentionInputs, AttentionSpec], torch.Tensor]
 """Computes one layer's attention [T, Hq, E] from its inputs: query [T, Hq, D], key [T, Hkv, D] and value [T, Hkv, E],
-with their rotation done, and sinks. The spec is what the layer asks for, over pages of one token."""
+already rotated, and sinks. The spec is the one that the layer requests, with pages of one token."""
 
 _SERVE: ContextVar[Serve] = ContextVar("serve")
 
 
 @contextmanager
 def serving(serve: Serve) -> Iterator[None]:
-    """Within it, in this thread, layers of models set to ATTENTION_NAME get their attention from `serve`."""
+    """In this context and thread, let `serve` compute the attention of models that use ATTENTION_NAME."""
     token = _SERVE.set(serve)
     try:
         yield
@@ -75,7 +75,7 @@ def _attention(
     dropout: float = 0.0,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The library's call for one layer; returns [1, T, Hq, E] and no weights."""
+    """The function that the library calls for each layer; returns [1, T, Hq, E] and no attention weights."""
     serve = _SERVE.get(None)
     if serve is None:
         raise UnservedModel(
@@ -133,7 +133,7 @@ def _refuse_other_attention(
 
 
 def unserved(reason: str) -> UnservedModel:
-    """The error for a model that is not what a target must be: `reason` says which part, and what it does."""
+    """Return the error for an unsupported model; `reason` says which part of it does what."""
     return UnservedModel(
         "a target needs layers of causal softmax attention over its own keys and values, and nothing else that mixes "
         f"tokens: {reason}. Its text would be another model's. Use another model."

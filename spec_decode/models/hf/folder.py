@@ -1,4 +1,4 @@
-"""A `transformers` model and its tokenizer from a local folder: nothing is ever fetched, and no code in it is run."""
+"""Load a `transformers` model and its tokenizer from a local folder, without downloads and without running its code."""
 
 from __future__ import annotations
 
@@ -22,29 +22,29 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _READ_FIRST = ("config.json", "generation_config.json", "tokenizer_config.json")
-"""What the library does without where it cannot read it, or blames on something else."""
+"""Files that the library ignores if it cannot read them, or whose errors it attributes to something else."""
 _CACHE_SCALES = (".k_scale", ".v_scale", ".kv_scale")
-"""How tensors end that scale a KV cache of 8 bits: here no target's cache is scaled."""
+"""Name suffixes of the scales of an 8-bit KV cache, which no target here uses."""
 
 
 def load_model(folder: Path, *, dtype: torch.dtype, device: torch.device | str = "cpu") -> PreTrainedModel:
-    """The causal language model in a folder (config.json; weights in safetensors or .bin), through the host's memory.
+    """Load the causal language model in a folder (config.json; weights in safetensors or .bin), by way of host memory.
 
-    Classes of the folder's own code (auto_map) are never made: the library's own are, where it has them. Raises
-    CheckpointError for a folder without a whole model, or whose classes the library lacks.
+    Classes from the folder's own code (auto_map) are never created, only the library's. Raises CheckpointError for an
+    incomplete model and for classes that the library lacks.
     """
     from transformers import AutoModelForCausalLM
 
     _require_file(folder, "config.json")
     if (weights := weights_file(folder)) is not None and weights.suffix == ".json":
-        read_index(weights)  # the library follows a path out of the folder
+        read_index(weights)  # rejects paths out of the folder, which the library would follow
     for shard in sorted(folder.glob("*.safetensors")):
         check_safetensors(shard)
     try:
         model, found = AutoModelForCausalLM.from_pretrained(
             folder, dtype=dtype, local_files_only=True, trust_remote_code=False, output_loading_info=True
         )
-    except Exception as error:  # the library's own, its dependencies', and whatever a model's code raises
+    except Exception as error:  # from the library, its dependencies or a model's code
         _refuse_own_code(folder / "config.json", error)
         raise CheckpointError(
             f"{folder} must hold a causal language model that the installed transformers knows, it says: {error}. "
@@ -65,8 +65,8 @@ def load_model(folder: Path, *, dtype: torch.dtype, device: torch.device | str =
 
 
 def _out_of_place(unexpected: Iterable[str], model: PreTrainedModel) -> list[str]:
-    """The tensors that lie in a part that the model has, its list of layers for example. Others are another head's, a
-    vision tower's or a draft's, whose layers may follow the model's own in that list, or a cache's scales."""
+    """Return the tensors inside a part that the model has, such as its list of layers. Others belong to another head, a
+    vision tower, a cache's scales, or a draft, whose layers can follow the model's own in that list."""
     parts = {path for path, _ in model.named_modules()} - {"", model.base_model_prefix}
     config = model.config.get_text_config()
     drafting = getattr(config, "num_nextn_predict_layers", None)
@@ -82,7 +82,7 @@ def _out_of_place(unexpected: Iterable[str], model: PreTrainedModel) -> list[str
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """The tokenizer in a folder. Raises CheckpointError where there is none."""
+    """Load the tokenizer in a folder. Raises CheckpointError if there is none."""
     from transformers import AutoTokenizer
 
     _require_file(folder, "tokenizer_config.json")
@@ -90,7 +90,7 @@ def load_tokenizer(folder: Path) -> Any:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as error:  # as above: there is no one class of them, and a panic in Rust is no Exception
+    except BaseException as error:  # as above: they share no class, and a panic in Rust is not an Exception
         _refuse_own_code(folder / "tokenizer_config.json", error)
         raise CheckpointError(
             f"the tokenizer in {folder} cannot be read: {error}; texts cannot become tokens. "
@@ -99,7 +99,7 @@ def load_tokenizer(folder: Path) -> Any:
 
 
 def _refuse_own_code(path: Path, error: BaseException) -> None:
-    """Raise CheckpointError where a file names classes of the folder's own code: only those of the library are made."""
+    """Raise CheckpointError if a file names classes of the folder's own code: only the library's are created."""
     if read_object(path, "Restore the file.").get("auto_map"):
         raise CheckpointError(
             f"{path} must name classes that the installed transformers has, got an auto_map to code beside it, which "
@@ -111,7 +111,7 @@ def _require_file(folder: Path, file: str) -> None:
     if not (folder / file).is_file():
         found = f"{folder} has no {file}" if folder.is_dir() else f"there is no folder {folder}"
         raise CheckpointError(f"{found}. Pass the folder of a downloaded model.")
-    for path in sorted(folder.iterdir()):  # the library opens whichever it knows by name
+    for path in sorted(folder.iterdir()):  # the library opens every file with a name that it knows
         try:
             require_regular(path)
         except OSError as error:

@@ -1,6 +1,5 @@
-"""The residual states between the layers of a `transformers` model, caught as they pass. State i enters layer i; of n
-layers, state n leaves the last one and is not yet normed.
-"""
+"""Capture the residual states between the layers of a `transformers` model. State i enters layer i; for n layers, state
+n is the output of the last one, before the final norm."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ _CAUGHT: ContextVar[dict[int, torch.Tensor]] = ContextVar("caught")
 
 @contextmanager
 def catching() -> Iterator[dict[int, torch.Tensor]]:
-    """Within it, in this thread, a forward fills the dict with the states [1, T, H] that hooks were set for."""
+    """In this context and thread, a forward fills the dict with the states [1, T, H] that have hooks."""
     token = _CAUGHT.set({})
     try:
         yield _CAUGHT.get()
@@ -26,7 +25,7 @@ def catching() -> Iterator[dict[int, torch.Tensor]]:
 
 
 def set_hooks(decoder: nn.Module, num_layers: int, wanted: Sequence[int]) -> None:
-    """Have `catching` see these states, 0 to num_layers. Raises ValueError where the layers cannot be told."""
+    """Let `catching` collect these states, 0 to num_layers. Raises ValueError if the layers cannot be identified."""
     layers = _layers(decoder, num_layers)
     for state in set(wanted):
         if state == 0:

@@ -1,7 +1,7 @@
-"""A target that is any causal language model of the library `transformers`, run over our paged attention.
+"""A target that runs any causal language model of the library `transformers` over this library's paged attention.
 
-Legend: T flat tokens, H hidden size, V vocabulary. The library runs them as one row of T tokens with explicit
-positions, without its cache and without its masks: which tokens see which is the attention's business alone.
+Legend: T flat tokens, H hidden size, V vocabulary. The library sees one row of T tokens with explicit positions,
+without its cache and its masks: only the attention decides which tokens are visible.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ if TYPE_CHECKING:
 _PROBE_TOKENS = 2
 _SERVED_LAYER_TYPES = ("full_attention", "sliding_attention")
 _OF_LOGITS = ("logit_scale", "logits_scaling", "final_logit_softcapping")
-"""What a model's config may do to its logits: Cohere multiplies, Granite divides, Gemma caps."""
+"""Config fields that change logits: Cohere multiplies, Granite divides, Gemma caps."""
 
 
 class TransformersTarget(TargetModel):
     """A causal language model of `transformers`, in eval mode on one device.
 
-    The model belongs to the target from then on: its attention is set to ours, and called by itself it refuses. What
-    each layer's attention is, the layer itself says in a forward over two tokens, at construction. A forward is device
-    work alone, so that it can be captured, except where the library loops over experts (its `eager` experts).
+    The target takes over the model: it replaces the model's attention, and a direct call of the model raises
+    UnservedModel. At construction, a forward over two tokens records the attention that each layer requests. A forward
+    runs on the device only, so a graph can hold it, unless the library loops over experts (its `eager` experts).
     """
 
     def __init__(self, model: PreTrainedModel, *, aux_hidden_state_layers: Sequence[int] | None = None) -> None:
-        """aux_hidden_state_layers: the layers whose incoming residual states, side by side in this order, are the
-        target_hidden_states (EAGLE-3 reads 2, n // 2 and n - 3 of n layers; n stands for what leaves the last one,
-        before the final norm). None: the hidden states after the final norm are.
+        """aux_hidden_state_layers: the layers whose input residual states, concatenated in this order, are the
+        target_hidden_states (EAGLE-3 reads 2, n // 2 and n - 3 of n layers; n is the last layer's output, before the
+        final norm). None: the hidden states after the final norm.
 
-        Raises UnservedModel where the model has anything that `transformers`' attention interface does not hand over,
-        and CheckpointError for weights that are NaN or infinite.
+        Raises UnservedModel if the model does anything that `transformers`' attention interface does not expose, and
+        CheckpointError for weights that are NaN or infinite.
         """
         super().__init__()
         self.model = model.eval().requires_grad_(False)
@@ -71,7 +71,7 @@ class TransformersTarget(TargetModel):
 
     @property
     def embed(self) -> nn.Embedding:
-        """The embedding of tokens; weight [V, H]."""
+        """The token embedding; weight [V, H]."""
         embed: nn.Embedding = self.model.get_input_embeddings()
         return embed
 
@@ -83,7 +83,7 @@ class TransformersTarget(TargetModel):
 
     @property
     def output_projection(self) -> torch.Tensor | None:
-        """[V, H]; None where logits have a bias, or the model's config scales or caps them."""
+        """[V, H]; None if the logits have a bias, or the model's config scales or caps them."""
         plain = self.lm_head.bias is None and not any(getattr(self.config, name, None) for name in _OF_LOGITS)
         return self.lm_head.weight if plain else None
 
@@ -92,8 +92,8 @@ class TransformersTarget(TargetModel):
         return _decoder_of(self.model)
 
     def layer_groups(self, page_size: int) -> list[LayerGroup]:
-        """A group for every kind of attention that a layer has, named `full` or `sliding`; a number tells others of
-        the same name apart."""
+        """Return one group for each distinct spec, named `full` or `sliding`; a number distinguishes groups that share
+        a name."""
         groups: list[LayerGroup] = []
         for spec in dict.fromkeys(self._specs[layer] for layer in sorted(self._specs)):
             name = "full" if spec.sliding_window is None else "sliding"
@@ -104,9 +104,9 @@ class TransformersTarget(TargetModel):
         return groups
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attention: Attention) -> TargetStates:
-        """token_ids and positions int64 [T]; hidden are the states after the final norm.
+        """Compute the states for token_ids and positions, int64 [T]; hidden holds those after the final norm.
 
-        Raises UnservedModel where a layer asks for other attention than when the target was made.
+        Raises UnservedModel if a layer requests other attention than at construction.
         """
 
         def serve(inputs: AttentionInputs, spec: AttentionSpec) -> torch.Tensor:
@@ -122,7 +122,7 @@ class TransformersTarget(TargetModel):
         return TargetStates(hidden, torch.cat([states[layer][0] for layer in self.aux_hidden_state_layers], -1))
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden [T, H]; logits [T, V], scaled and capped as the model's config says."""
+        """Return logits [T, V] for hidden [T, H], scaled and capped as the model's config says."""
         logits: torch.Tensor = self.lm_head(hidden)
         scale, divisor, cap = (getattr(self.config, name, None) for name in _OF_LOGITS)
         if scale:
@@ -140,12 +140,12 @@ class TransformersTarget(TargetModel):
             "use_cache": False,
             "return_dict": True,
         }
-        # Where a model derives anything from cache_position, it would otherwise count from 0.
+        # Without it, a model that uses cache_position would count from 0.
         return inputs | ({"cache_position": positions} if "cache_position" in self._accepts else {})
 
     @torch.no_grad()
     def _probe(self) -> None:
-        """Run two tokens, note what each layer asks for, and compare our logits with the model's own."""
+        """Run two tokens, record what each layer requests, and compare this target's logits with the model's own."""
         asked: dict[int, list[AttentionSpec]] = {}
         states: list[torch.Tensor] = []
 
@@ -180,15 +180,15 @@ class TransformersTarget(TargetModel):
                 raise unserved(f"layer {layer} asks for no window, and the config has one of {masked} tokens")
 
     def _window_of_the_masks(self) -> int | None:
-        """The window that the kind of config has a field for, where texts may be longer: some models keep it to the
-        library's masks, which are not made here."""
+        """Return the window in a config class that has the field, if texts can be longer. Some models implement the
+        window only in the library's masks, which are not created here."""
         fields = inspect.signature(type(self.config)).parameters
         window = self.config.sliding_window if "sliding_window" in fields else None
         return window if isinstance(window, int) and window < self.max_positions else None
 
     def _check_logits(self, hidden: torch.Tensor, theirs: torch.Tensor) -> None:
         ours, theirs = self.logits(hidden).float(), theirs.float()
-        # Wide enough for the roundings of bf16 in another matrix shape, narrow enough for a factor or cap left out.
+        # Wide enough for bf16 rounding in another matrix shape, narrow enough to detect a missing factor or cap.
         close = ours.shape == theirs.shape and bool((ours - theirs).abs().max() <= 0.03 * theirs.abs().max())
         if not close:
             raise unserved(
@@ -208,14 +208,15 @@ class TransformersTarget(TargetModel):
 
 
 def _decoder_of(model: PreTrainedModel) -> nn.Module:
-    """The layers with embedding and final norm; the model itself where it names none."""
-    # Some models, in older versions of the library, name themselves; their base is it then.
+    """Return the layers with embedding and final norm, or the model itself if it has no separate decoder."""
+    # In older versions of the library, some models return themselves; use their base then.
     decoder: nn.Module = model.base_model if model.get_decoder() is model else model.get_decoder()
     return decoder
 
 
 def _silence_padding_warning(model: PreTrainedModel) -> None:
-    """Nothing is ever padded, and to look for pad tokens the warning reads ids on the host, which no capture allows."""
+    """Remove a warning that reads ids on the host to find pad tokens, which graph capture forbids; nothing is
+    padded."""
     for module in model.modules():
         if hasattr(module, "warn_if_padding_and_no_attention_mask"):
             module.warn_if_padding_and_no_attention_mask = lambda *_: None
@@ -230,7 +231,7 @@ def _refuse_no_numbers(model: PreTrainedModel) -> None:
 
 
 def _refuse_other_architectures(model: PreTrainedModel, config: Any) -> None:
-    """What no layer's call for attention would show."""
+    """Raise UnservedModel for properties that no layer's attention call would reveal."""
     name = type(model).__name__
     if model.config.is_encoder_decoder:
         raise unserved(f"{name} is an encoder and a decoder")
