@@ -11,10 +11,10 @@ from spec_decode.models.checkpoints.store import TensorStore
 def read_token_map(
     store: TensorStore, draft_vocab: int, target_vocab: int, device: torch.device
 ) -> torch.Tensor | None:
-    """Return each draft token's id in the target, int64 [draft_vocab], distinct; None if the vocabularies are the same.
+    """Return each draft token's id in the target, int64 [draft_vocab], distinct; None if the vocabularies match.
 
-    d2t holds each token's offset to its id in the target, in any order. t2d, which is optional, marks the mapped ids.
-    Raises CheckpointError for invalid maps and for maps that disagree.
+    d2t holds each token's offset to its id in the target. t2d, which is optional, marks the mapped ids. Ids need not
+    ascend. Raises CheckpointError for invalid maps and for maps that disagree.
     """
     if draft_vocab == target_vocab and "d2t" not in store.names():
         return None

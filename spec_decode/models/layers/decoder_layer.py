@@ -1,4 +1,4 @@
-"""Decoder layers of Llama's kind, and one whose attention is over a latent per token.
+"""Llama-style decoder layers, and one with attention over a latent per token.
 
 Legend: T tokens, H hidden size, D head_dim, E value_dim. Floats are in the weights' dtype.
 """
@@ -23,8 +23,8 @@ from spec_decode.models.layers.rms_norm import RMSNorm
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerOptions:
-    """What some layers have beyond the weights of all: a bias of query, key and value, one of the output, and norms of
-    each query and key head."""
+    """Optional weights of a layer: biases of query, key and value and of the output, and norms of each query and key
+    head."""
 
     qkv_bias: bool = False
     out_bias: bool = False
@@ -32,7 +32,7 @@ class LayerOptions:
 
     @classmethod
     def found(cls, store: TensorStore, prefix: str) -> LayerOptions:
-        """What the checkpoint has in the layer of that prefix."""
+        """Find the options of the layer with this prefix in a checkpoint."""
         names = store.names()
         return cls(
             qkv_bias=f"{prefix}self_attn.q_proj.bias" in names,
@@ -42,7 +42,7 @@ class LayerOptions:
 
 
 class ResidualLayer(nn.Module):
-    """Attention and SwiGLU feed-forward, each with a pre-norm and a residual; the attention is a subclass's."""
+    """Attention and SwiGLU feed-forward, each with a pre-norm and a residual. Subclasses implement the attention."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
@@ -50,26 +50,26 @@ class ResidualLayer(nn.Module):
         self.attn_norm = RMSNorm(config.hidden_size, config.norm_eps)
 
     def add_feed_forward(self, config: ModelConfig) -> None:
-        """Create the second half: its parameters come after the attention's."""
+        """Create the feed-forward. Separate, because its parameters come after the attention's."""
         hidden, intermediate = config.hidden_size, config.intermediate_size
         self.mlp_norm = RMSNorm(hidden, config.norm_eps)
         self.gate_up = NormGateUp(hidden, intermediate, intermediate)
         self.down = ResidualLinear(intermediate, hidden)
 
     def feed_forward(self, x: torch.Tensor, delta: torch.Tensor | None) -> ResidualStream:
-        """The second half, over what attention leaves: x and delta [T, H]; the same pair after the layer."""
+        """Run the feed-forward on attention's x and delta [T, H]; returns the pair after the layer."""
         x, inner = self.gate_up(x, delta, self.mlp_norm)
         stream: ResidualStream = self.down(inner, x)
         return stream
 
 
 class AttentionLayer(ResidualLayer):
-    """Attention over a key and a value per KV head; what runs around it is a subclass's."""
+    """Attention with one key and one value per KV head. Subclasses implement what surrounds it."""
 
     def __init__(
         self, config: ModelConfig, layer: int, options: LayerOptions | None = None, *, qkv_inputs: int | None = None
     ) -> None:
-        """qkv_inputs: dims of what a subclass projects to query, key and value; None: the normed hidden states."""
+        """qkv_inputs: input dims of the query, key and value projection; None: those of the normed hidden states."""
         super().__init__(config, layer)
         options = options or LayerOptions()
         hidden, dim = config.hidden_size, config.head_dim
@@ -82,7 +82,7 @@ class AttentionLayer(ResidualLayer):
         self.add_feed_forward(config)
 
     def attend(self, qkv: torch.Tensor, rope: Rope, attention: Attention) -> torch.Tensor:
-        """The heads' outputs [T, heads * D] of qkv [T, (heads + 2 KV heads) * D]."""
+        """Return the heads' outputs [T, heads * D] for qkv [T, (heads + 2 KV heads) * D]."""
         qkv = qkv.view(len(qkv), sum(self.heads), self.head_dim)
         query, key, value = qkv.split(self.heads, 1)
         if self.q_norm is not None and self.k_norm is not None:
@@ -92,7 +92,7 @@ class AttentionLayer(ResidualLayer):
 
 
 class DecoderLayer(AttentionLayer):
-    """An attention layer as in Llama: nothing runs around attention and feed-forward but the residuals."""
+    """A Llama-style layer, with nothing but residuals around attention and feed-forward."""
 
     def forward(
         self,
@@ -102,14 +102,14 @@ class DecoderLayer(AttentionLayer):
         attention: Attention,
         keep: KeepRows | None = None,
     ) -> ResidualStream:
-        """x and the delta yet to be added to it, both [T, H]; the same pair after the layer, of the rows kept."""
+        """Run the layer on x and the pending delta, both [T, H]; returns the same pair for the kept rows."""
         x, qkv = self.qkv(x, delta, self.attn_norm)
         return self.after_qkv(x, qkv, rope, attention, keep)
 
     def after_qkv(
         self, x: torch.Tensor, qkv: torch.Tensor, rope: Rope, attention: Attention, keep: KeepRows | None
     ) -> ResidualStream:
-        """The layer after its first projection, over x [T, H] and qkv [T, (heads + 2 KV heads) * D]."""
+        """Run the layer after its first projection, on x [T, H] and qkv [T, (heads + 2 KV heads) * D]."""
         attended = self.attend(qkv, rope, attention)
         if keep is not None:
             x, attended = keep(x), keep(attended)
@@ -117,12 +117,12 @@ class DecoderLayer(AttentionLayer):
 
 
 class LatentDecoderLayer(ResidualLayer):
-    """Attention over one latent per token, with low-rank queries and outputs, as DeepSeek-V4's
-    multi-token-prediction layer has it: sparse sliding-window MLA.
+    """Attention over one latent per token with low-rank queries and outputs, as in DeepSeek-V4's multi-token-prediction
+    layer: sparse sliding-window MLA.
 
-    A token's latent is the key of every head, and its first E dims are the value. Values that hold rotated dims carry
-    the rotation of their own position; rotating the output back by the query's leaves the difference of the two, which
-    is all that a position may mean.
+    A token's latent is the key of every head, and its first E dims are the value. Values that include rotated dims
+    carry the rotation of their own position. Rotating the output back by the query's position leaves the difference of
+    the two, so attention depends on relative positions only.
     """
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
@@ -149,13 +149,13 @@ class LatentDecoderLayer(ResidualLayer):
         attention: Attention,
         keep: KeepRows | None = None,
     ) -> ResidualStream:
-        """x and the delta yet to be added to it, both [T, H]; the same pair after the layer, of the rows kept."""
+        """Run the layer on x and the pending delta, both [T, H]; returns the same pair for the kept rows."""
         x, normed = self.attn_norm(x, delta)
         delta = self.attend(normed, rope, attention, keep)
         return self.feed_forward(x if keep is None else keep(x), delta)
 
     def attend(self, x: torch.Tensor, rope: Rope, attention: Attention, keep: KeepRows | None = None) -> torch.Tensor:
-        """x [T, H] normed; the residual's delta [T, H], of the rows kept."""
+        """Return the residual's delta [T, H] for normed x [T, H], for the kept rows."""
         narrow = self.q_norm(self.q_a.product(x))[1]
         query = self.q_b.product(narrow).view(-1, self.heads, self.head_dim)
         query = prepare_query(query, rope.positions, rope.table, eps=self.q_norm.eps)

@@ -1,4 +1,4 @@
-"""A gated feed-forward block, and reading it under the names of a model family.
+"""Gated feed-forward blocks, and loading them under a model family's tensor names.
 
 Legend: T tokens, H hidden size, I intermediate size. Floats are in the weights' dtype.
 """
@@ -18,7 +18,7 @@ from spec_decode.models.kernels.sigmoid_gate import sigmoid_gate
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Names:
-    """What a family calls the parts of a feed-forward, and the bias of its router: empty where it has none."""
+    """A family's names of the parts of a feed-forward, and of its router's bias, empty if there is none."""
 
     gate: str
     up: str
@@ -38,7 +38,7 @@ class FeedForward(nn.Module):
         self.limit = limit
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        """x [T, H]; [T, H], with a residual [T, H] added to it."""
+        """Return [T, H] for x [T, H], plus the residual [T, H] if given."""
         return linear(gated_linear(x, self.gate_up, self.limit), self.down, residual=residual)
 
 
@@ -58,13 +58,13 @@ class GatedFeedForward(FeedForward):
 def read_dense(
     weights: ScopedWeights, names: Names, hidden: int, intermediate: int, limit: float | None
 ) -> FeedForward:
-    """A feed-forward whose gate and up projection are stored apart."""
+    """Read a feed-forward with separately stored gate and up projections."""
     return FeedForward(*read_gate_up_down(weights, names, hidden, intermediate), limit)
 
 
 def read_gate_up_down(
     weights: ScopedWeights, names: Names, hidden: int, intermediate: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """gate_up [2 I, H] and down [H, I] of one."""
+    """Read gate_up [2 I, H] and down [H, I]."""
     gate_up = weights.stacked([f"{names.gate}.weight", f"{names.up}.weight"], [intermediate] * 2, hidden)
     return gate_up, weights.take(f"{names.down}.weight", hidden, intermediate)

@@ -1,6 +1,6 @@
-"""Attention over a key and a value per KV head, with what some layers have: norms, gates, and rotated parts of heads.
+"""Attention with one key and one value per KV head, with optional head norms, output gates and partial rotation.
 
-Legend: T tokens, H hidden size, h heads, D dims of a head, P of them rotated. Floats are in the weights' dtype.
+Legend: T tokens, H hidden size, h heads, D dims of a head, P rotated dims. Floats are in the weights' dtype.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from spec_decode.models.layers.rope import LLAMA_SCALINGS, RopeConfig, read_rope
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupedShape:
-    """One attention layer.
+    """The shape of one attention layer.
 
-    model        its sizes, those of any layer with such heads
+    model        the sizes of a model with such heads
     qk_norm      whether each query and key head is normed
-    gated        whether a gate of each query dim lets the output through
-    norm_offset  of the norms of heads: see RMSNorm.read
+    gated        whether the output is gated, with one gate for each query dim
+    norm_offset  of the head norms: see RMSNorm.read
     """
 
     model: ModelConfig
@@ -42,21 +42,21 @@ class GroupedShape:
     norm_offset: float
 
     def spec(self, page_size: int, dtype: torch.dtype) -> AttentionSpec:
-        """The attention, over a cache with that page size."""
+        """Return the attention spec for a cache with this page size."""
         return self.model.attention_spec(page_size, dtype)
 
     @property
     def order(self) -> torch.Tensor:
-        """int64 [D], which dim of a published head comes where: rotated pairs P / 2 apart are moved D / 2 apart, where
-        kernels look for them. Queries and keys in one order have the products that they have in another."""
+        """int64 [D], the published dim at each place of a head here. Rotated pairs P / 2 apart move D / 2 apart, where
+        kernels expect them. The same order of queries and keys leaves their products unchanged."""
         rotated = torch.arange(self.rope.dims).chunk(2)
         others = torch.arange(self.rope.dims, self.model.head_dim).chunk(2)
         halves = zip(rotated, others, strict=True) if len(others) == 2 else [(half,) for half in rotated]
         return torch.cat([part for half in halves for part in half])
 
     def table(self, max_positions: int) -> torch.Tensor:
-        """fp32 [max_positions, D] of cos | sin, in that order; what is not rotated turns by 0. Raises CheckpointError
-        for a table that no machine should hold."""
+        """Return fp32 [max_positions, D] of cos | sin in this order, with angle 0 for unrotated dims. Raises
+        CheckpointError for a table that would be too large."""
         cos, sin = self.rope.table(max_positions).chunk(2, -1)
         still = (self.model.head_dim - self.rope.dims) // 2
         pad = nn.functional.pad
@@ -66,9 +66,9 @@ class GroupedShape:
 def read_grouped_shape(
     config: ConfigReader, eps: float, *, qk_norm: bool, gated: bool, norm_offset: float, rotated: float
 ) -> GroupedShape:
-    """The attention that config.json describes. rotated: the part of a head that is, where the file does not say it.
+    """Read the attention from config.json. rotated: the rotated fraction of a head, if the file does not say.
 
-    Raises CheckpointError for an attention that no layer could have.
+    Raises CheckpointError for an impossible attention.
     """
     hidden, heads = config.get("hidden_size", int), config.get("num_attention_heads", int)
     dim = config.get("head_dim", int, hidden // max(heads, 1))
@@ -109,7 +109,7 @@ def read_grouped_shape(
 
 
 class GroupedAttention(nn.Module):
-    """One layer, from tensors named as Llama's and Qwen's."""
+    """The attention of one layer, loaded from tensors with Llama's and Qwen's names."""
 
     project_in: Weight
     out: Weight
@@ -137,14 +137,14 @@ class GroupedAttention(nn.Module):
         return self.shape.model.num_kv_heads * self.shape.model.head_dim
 
     def _read_queries(self, weights: ScopedWeights, kind: str, *columns: int) -> list[torch.Tensor]:
-        """The queries' rows, and those of the gates, which lie behind every head's queries."""
+        """Read the rows of the queries, and of the gates, which follow each head's query in the checkpoint."""
         heads, parts = self.shape.model.num_q_heads, 1 + self.shape.gated
         rows = weights.take(f"q_proj.{kind}", heads * parts * self.shape.model.head_dim, *columns)
         query, *gate = (part.flatten(0, 1) for part in rows.unflatten(0, (heads, parts, -1)).unbind(1))
         return [self._ordered(query), *gate]
 
     def _ordered(self, rows: torch.Tensor) -> torch.Tensor:
-        """rows [heads * D, ...] with every head's dims in the shape's order."""
+        """Reorder the dims of every head in rows [heads * D, ...]."""
         heads: torch.Tensor = rows.unflatten(0, (-1, self.shape.model.head_dim))
         return heads.index_select(1, self.shape.order.to(rows.device)).flatten(0, 1)
 
@@ -157,7 +157,7 @@ class GroupedAttention(nn.Module):
     def forward(
         self, x: torch.Tensor, positions: torch.Tensor, layer: int, attention: Attention, keep: KeepRows | None = None
     ) -> torch.Tensor:
-        """x [T, H] normed, positions int64 [T]; the residual's delta [T, H], of the rows kept."""
+        """Return the residual's delta [T, H], for the kept rows. x: [T, H], normed; positions: int64 [T]."""
         model = self.shape.model
         heads = [model.num_q_heads, model.num_kv_heads, model.num_kv_heads, *[model.num_q_heads] * self.shape.gated]
         rows = linear(x, self.project_in, self.bias).unflatten(-1, (sum(heads), model.head_dim))

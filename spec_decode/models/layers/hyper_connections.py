@@ -1,8 +1,8 @@
-"""Hyper-connections on a manifold, DeepSeek-V4's residual (mHC, arXiv:2512.24880).
+"""Manifold-constrained hyper-connections, DeepSeek-V4's residual (mHC, arXiv:2512.24880).
 
 Legend: T tokens, S streams, H hidden size; streams are in the model's dtype. A token's residual is S streams. A block
-reads a mix of them, its output is added to each in its own measure, and the streams themselves are mixed by a matrix
-whose rows and columns sum up to 1.
+reads a weighted sum of them, its output is added to each stream with that stream's weight, and a matrix whose rows and
+columns sum to 1 mixes the streams.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class HyperShape:
 
     @property
     def mixes(self) -> int:
-        """Numbers that one block's connection takes: S to read, S to write, S x S to mix."""
+        """Coefficients of one block's connection: S to read, S to write, S x S to mix."""
         return self.streams * (2 + self.streams)
 
 
@@ -45,12 +45,13 @@ class _Mixer(nn.Module):
 
     @classmethod
     def from_weights(cls: type[M], weights: ScopedWeights, name: str, shape: HyperShape, rows: int, scales: int) -> M:
-        """From name_fn, _scale and _base, in fp32 whatever the dtype: the streams' shares are computed in it."""
+        """Read name_fn, _scale and _base in fp32 for any model dtype: the coefficients are computed in fp32."""
         sizes = {"fn": (rows, shape.streams * shape.hidden), "scale": (scales,), "base": (rows,)}
         return cls(shape, *(weights.take(f"{name}_{part}", *size, dtype=torch.float32) for part, size in sizes.items()))
 
     def mixes(self, streams: torch.Tensor) -> torch.Tensor:
-        """projection @ x / rms(x) in fp32, x all streams [T, S, H] of a token as one row; [T, rows of projection]."""
+        """Return projection @ x / rms(x), fp32 [T, rows of projection]; x: the streams [T, S, H] of a token,
+        flattened."""
         return wide_linear(streams.flatten(1), self.projection, norm_eps=self.shape.norm_eps)
 
 
@@ -58,7 +59,7 @@ class HyperConnection(_Mixer):
     """The connection of one block: projection fp32 [mixes, S H], scale fp32 [3] and base fp32 [mixes]."""
 
     def read(self, streams: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The block's input [T, H] from streams [T, S, H]; fp32 [T, S] and fp32 [T, S, S] for `write_streams`."""
+        """Return the block's input [T, H] for streams [T, S, H], and fp32 [T, S] and [T, S, S] for `write_streams`."""
         iterations, eps = self.shape.iterations, self.shape.eps
         return read_streams(streams, self.mixes(streams), self.scale, self.base, iterations=iterations, eps=eps)
 
@@ -67,5 +68,5 @@ class HyperHead(_Mixer):
     """Collapses the streams before a head: projection fp32 [S, S H], scale fp32 [1] and base fp32 [S]."""
 
     def forward(self, streams: torch.Tensor) -> torch.Tensor:
-        """[T, H] from streams [T, S, H]."""
+        """Collapse streams [T, S, H] to [T, H]."""
         return collapse_streams(streams, self.mixes(streams), self.scale, self.base, eps=self.shape.eps)

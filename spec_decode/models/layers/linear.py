@@ -1,8 +1,5 @@
-"""Linear layers with what comes before and after them, products by group, and embeddings: one kernel where few
-rows make that pay, torch's own elsewhere.
-
-Legend: T tokens, K inputs, N outputs, V vocabulary. All floats are of the weight's dtype.
-"""
+"""Linear layers fused with the operations around them, grouped products, and embeddings: one kernel if rows are few
+enough for it to pay, torch's own kernels otherwise."""
 
 from __future__ import annotations
 
@@ -25,58 +22,58 @@ from spec_decode.models.kernels.swiglu import swiglu
 from spec_decode.models.layers.rms_norm import RMSNorm
 
 ResidualStream = tuple[torch.Tensor, torch.Tensor | None]
-"""Hidden states x [T, H] and the delta yet to be added to them: [T, H], or fp32 [S, T, H] whose sum it is, or None for
-nothing. The next norm adds it, or `joined`."""
+"""Hidden states x [T, H] and a pending delta, which the next norm or `joined` adds: [T, H], or fp32 [S, T, H] whose sum
+over S it is, or None."""
 
 
 def joined(x: torch.Tensor, delta: torch.Tensor | None) -> torch.Tensor:
-    """x [T, H] with the delta of a ResidualStream."""
+    """Add the pending delta of a ResidualStream to x [T, H]."""
     if delta is None:
         return x
     return sum_shares(delta, x) if delta.dim() > x.dim() else x + delta
 
 
 class FusingLinear(nn.Module):
-    """weight [N, K], and bias [N] or None. What a subclass's forward fuses, it fuses for few rows without a gradient.
+    """weight [N, K], and bias [N] or None. Subclasses fuse more into the product if rows are few and have no gradient.
 
-    A bias is never fused. `product_kind` says which rows are few.
+    A bias is never fused. `product_kind` decides which row counts are few.
     """
 
     weight: Weight
     bias: torch.Tensor | None
 
     def __init__(self, inputs: int, *outputs: int, bias: bool = False) -> None:
-        """outputs: rows of the weight, of each matrix where several are stacked in it."""
+        """outputs: rows of the weight, or of each matrix stacked in it."""
         super().__init__()
         layer = nn.Linear(inputs, sum(outputs), bias=bias)
         self.weight, self.bias = layer.weight, layer.bias
         self.outputs = outputs
 
     def fuses(self, x: torch.Tensor) -> bool:
-        """Whether so many rows as x [T, ...] has take the fused kernel."""
+        """Whether x [T, ...] has few enough rows for the fused kernel."""
         return self.bias is None and product_kind(x, self.weight) is ProductKind.SKINNY
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
-        """x [T, K] through the layer alone, with its bias; [T, N]."""
+        """Return only the linear layer's output [T, N] for x [T, K], with its bias."""
         return linear(x, self.weight, self.bias)
 
 
 class Linear(FusingLinear):
-    """A linear layer alone."""
+    """A linear layer with nothing fused."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [T, K]; [T, N]."""
+        """Return [T, N] for x [T, K]."""
         return self.product(x)
 
 
 class NormLinear(FusingLinear):
-    """The residual's sum and its RMS norm, then a linear layer."""
+    """Residual addition and RMS norm, then a linear layer."""
 
     gated: ClassVar[bool] = False
 
     def forward(self, x: torch.Tensor, delta: torch.Tensor | None, norm: RMSNorm) -> tuple[torch.Tensor, torch.Tensor]:
-        """x and delta [T, K]; x + delta [T, K], and the layer over its norm [T, N] ([T, I] with a gate)."""
-        # The sum of a delta's shares is the norm kernel's.
+        """Return x + delta, [T, K], and the layer's output for its norm: [T, N] ([T, I] with a gate)."""
+        # Only the norm kernel sums the shares of a delta.
         if self.fuses(x) and (delta is None or delta.dim() == x.dim()):
             return norm_linear(x, delta, norm.weight, norm.eps, self.weight, self.gated)
         x, normed = norm(x, delta)
@@ -84,16 +81,16 @@ class NormLinear(FusingLinear):
 
 
 class NormGateUp(NormLinear):
-    """The residual's sum and its RMS norm, then gate and up projection (weight [2 I, K], gate first) and SwiGLU."""
+    """Residual addition and RMS norm, then gate and up projection (weight [2 I, K], gate first) and SwiGLU."""
 
     gated = True
 
 
 class ResidualLinear(FusingLinear):
-    """A linear layer whose output is added to the residual: at once where that is one kernel, else by the next norm."""
+    """A linear layer with its output added to the residual: in the same kernel if possible, else by the next norm."""
 
     def forward(self, inputs: torch.Tensor, x: torch.Tensor) -> ResidualStream:
-        """inputs [T, K], x [T, N]; the sum and None, or x and the delta yet to be added."""
+        """Return the sum and None, or x and the pending delta, for inputs [T, K] and x [T, N]."""
         kind = product_kind(inputs, self.weight, skinny=self.bias is None)
         if kind is ProductKind.STREAMED and self.bias is None and num_shares(inputs, self.weight) > 1:
             return x, streamed_shares(inputs, self.weight)
@@ -103,26 +100,25 @@ class ResidualLinear(FusingLinear):
 
 
 class EmbedLinear(FusingLinear):
-    """A linear layer over a token's embedding beside a hidden state, each of K / 2 dims."""
+    """A linear layer over the concatenation of a token's embedding and a hidden state, each of K / 2 dims."""
 
     def forward(self, token_ids: torch.Tensor, embedding: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        """token_ids int64 [T], embedding [V, K / 2], hidden [T, K / 2]; [T, N]."""
+        """Return [T, N] for token_ids int64 [T], embedding [V, K / 2] and hidden [T, K / 2]."""
         if self.fuses(hidden):
             return embed_linear(token_ids, embedding, hidden, self.weight)
         return self.product(embed_concat(token_ids, embedding, hidden))
 
 
 MAX_STREAMED_ROWS = 1024
-"""Sorted rows up to which weights are streamed: above it groups have so many that torch's kernel is as fast."""
+"""Up to this many sorted rows, weights are streamed; above it, groups are so large that torch's kernel is as fast."""
 
 
 def grouped_linear(rows: torch.Tensor, weight: Weight, ends: torch.Tensor) -> torch.Tensor:
-    """rows [R, K] sorted by group, weight [E, N, K] of their dtype or in 8 bits, ends int32 [E]: one past each group's
-    last row.
+    """Multiply rows [R, K], sorted by group, by their group's weight: row @ weight[e].T for group e, [R, N].
 
-    [R, N], where a row of group e is row @ weight[e].T. The work is of fixed shape, so a graph can hold it. Only the
-    weights of groups that have rows are read. For many bf16 rows on Hopper and Blackwell it is torch's grouped matmul,
-    which reads them once, else a kernel that reads them once for every 16 of a group's rows.
+    weight: [E, N, K] in the rows' dtype or in 8 bits. ends: int32 [E], one past each group's last row. The work has a
+    fixed shape, so a graph can hold it. Only the weights of groups with rows are read: by torch's grouped matmul once,
+    for many bf16 rows on Hopper and Blackwell, else by a kernel once for every 16 rows of a group.
     """
     if is_batch_invariant():
         return batch_invariant_linear(rows[:, None], weight, ends)[:, 0]
@@ -132,14 +128,14 @@ def grouped_linear(rows: torch.Tensor, weight: Weight, ends: torch.Tensor) -> to
 def grouped_gated_linear(
     x: torch.Tensor, tokens: torch.Tensor, weight: Weight, ends: torch.Tensor, limit: float | None = None
 ) -> torch.Tensor:
-    """swiglu(grouped_linear(x[tokens], weight, ends), limit), [R, N]; tokens int64 [R], weight [E, 2 N, K]."""
+    """Return swiglu(grouped_linear(x[tokens], weight, ends), limit), [R, N]. tokens: int64 [R]; weight: [E, 2 N, K]."""
     if is_batch_invariant() or _is_grouped_mm(weight, tokens):
         return swiglu(grouped_linear(x[tokens], weight, ends), limit)
     return streamed_groups(x, weight, ends, tokens, gated=True, limit=limit)
 
 
 def _is_grouped_mm(weight: Weight, rows: torch.Tensor) -> TypeGuard[torch.Tensor]:
-    """Whether torch's kernel is the faster and can: elsewhere it reads `ends` on the host, and it loads 16 bytes."""
+    """Whether torch's kernel is usable and faster. On other GPUs it reads `ends` on the host; it loads 16 bytes."""
     if isinstance(weight, Fp8Weight):
         return False
     aligned = weight.shape[1] % 8 == 0 and weight.shape[2] % 8 == 0
@@ -151,15 +147,15 @@ def _is_grouped_mm(weight: Weight, rows: torch.Tensor) -> TypeGuard[torch.Tensor
 
 
 def _grouped_mm(rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    # The public name came with torch 2.10, the private operator before.
+    # Public since torch 2.10; before, only the private operator exists.
     multiply = F.grouped_mm if hasattr(F, "grouped_mm") else torch._grouped_mm
     out: torch.Tensor = multiply(rows, weight.mT, offs=ends)
     return out
 
 
 class Embedding(nn.Embedding):
-    """torch's, which draws no weights while it has no memory: on the meta device that imports torch's compiler, and a
-    checkpoint replaces them."""
+    """torch's Embedding, without initialisation on the meta device: there it would import torch's compiler, and a
+    checkpoint replaces the weights anyway."""
 
     def reset_parameters(self) -> None:
         if not self.weight.is_meta:

@@ -1,9 +1,9 @@
 """Dense multi-head latent attention in absorbed form (DeepSeek-V2, arXiv:2405.04434, section 2.1).
 
-Legend: T tokens, H hidden size, h heads, N dims of a head that are not rotated, P rotated dims, R dims of a latent,
-V dims of a value head. A head's key is the latent's up-projection beside P rotated dims that all heads share. Folding
-the up-projections into the query and the output leaves attention of all heads over one key: latent | rotated dims.
-Floats are in the weights' dtype.
+Legend: T tokens, H hidden size, h heads, N unrotated dims of a head, P rotated dims, R dims of a latent, V dims of a
+value head. A head's key concatenates the latent's up-projection and P rotated dims that all heads share. Folding the
+up-projections into the query and the output lets all heads attend over one key: latent | rotated dims. Floats are in
+the weights' dtype.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class MlaShape:
     hidden: int
     heads: int
     q_rank: int | None
-    """None: queries do not pass through a low rank."""
+    """None: queries are not low-rank."""
     kv_rank: int
     nope_dim: int
     value_dim: int
@@ -42,11 +42,11 @@ class MlaShape:
 
     @property
     def query_dim(self) -> int:
-        """Dims of a head's query before it is absorbed: N + P."""
+        """Dims of a head's query before absorption: N + P."""
         return self.nope_dim + self.rope.dims
 
     def spec(self, page_size: int, dtype: torch.dtype) -> AttentionSpec:
-        """The absorbed attention. Its scale is that of the heads it stands for."""
+        """Return the spec of the absorbed attention, with the scale of the unabsorbed heads."""
         factor = self.rope.scaling.softmax_factor if isinstance(self.rope.scaling, Yarn) else 1.0
         return AttentionSpec(
             num_q_heads=self.heads,
@@ -61,7 +61,7 @@ class MlaShape:
 
 
 def read_mla_shape(config: ConfigReader, hidden: int, eps: float) -> MlaShape:
-    """The attention that config.json describes. Raises CheckpointError for one that no layer could have."""
+    """Read the attention from config.json. Raises CheckpointError for an impossible one."""
     return MlaShape(
         hidden=hidden,
         heads=config.get("num_attention_heads", int),
@@ -75,7 +75,7 @@ def read_mla_shape(config: ConfigReader, hidden: int, eps: float) -> MlaShape:
 
 
 class MlaAttention(nn.Module):
-    """One layer, from tensors named as DeepSeek-V3 names them."""
+    """The attention of one layer, loaded from tensors with DeepSeek-V3's names."""
 
     project_in: Weight
     q_up: Weight | None
@@ -85,7 +85,7 @@ class MlaAttention(nn.Module):
     def __init__(
         self, shape: MlaShape, weights: ScopedWeights, max_positions: int, *, inputs: int | None = None
     ) -> None:
-        """inputs: dims of what is projected to queries and latent, `shape.hidden` for None."""
+        """inputs: dims of the input of the query and latent projections; None: `shape.hidden`."""
         super().__init__()
         self.shape = shape
         latent = shape.kv_rank + shape.rope.dims
@@ -112,7 +112,7 @@ class MlaAttention(nn.Module):
         attention: Attention,
         keep: KeepRows | None = None,
     ) -> torch.Tensor:
-        """x [T, H or inputs] normed, positions int64 [T]; the residual's delta [T, H], of the rows kept."""
+        """Return the residual's delta [T, H], for the kept rows. x: [T, H or inputs], normed; positions: int64 [T]."""
         shape = self.shape
         query, latent = linear(x, self.project_in).split([self.queries, shape.kv_rank + shape.rope.dims], -1)
         if self.q_norm is not None and self.q_up is not None:

@@ -1,7 +1,7 @@
-"""A mixture of experts as DeepSeek's models have it, and reading it under the names of a model family.
+"""DeepSeek-style mixture of experts, and loading it under a model family's tensor names.
 
-Legend: T tokens, H hidden size, I intermediate size, E experts, k experts of a token. Floats are in the
-experts' dtype where nothing else is said.
+Legend: T tokens, H hidden size, I intermediate size, E experts, k experts of a token. Floats are in the experts' dtype
+unless stated otherwise.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from spec_decode.models.layers.linear import grouped_gated_linear, grouped_linea
 
 
 class Experts(nn.Module):
-    """Many feed-forwards, of which each token takes a few: gate_up [E, 2 I, H] and down [E, H, I]."""
+    """E feed-forwards, k of them for each token: gate_up [E, 2 I, H] and down [E, H, I]."""
 
     gate_up: Weight
     down: Weight
@@ -37,11 +37,10 @@ class Experts(nn.Module):
     def forward(
         self, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, shared: torch.Tensor | None
     ) -> torch.Tensor:
-        """x [T, H], weights fp32 [T, k], experts int64 [T, k]; [T, H]: the weighted sum of k feed-forwards, and of
-        `shared` [T, H] where there is one, in fp32 and rounded once.
+        """Return the weighted sum of k feed-forwards, plus `shared` [T, H] if given, in fp32 and rounded once; [T, H].
 
-        A decode of T tokens reads the weights of at most min(E, k T) experts: memory traffic grows with T until all
-        experts have a row, and then no more.
+        x: [T, H]; weights: fp32 [T, k]; experts: int64 [T, k]. A decode of T tokens reads the weights of at most min(E,
+        k T) experts: memory traffic grows with T until every expert has a row.
         """
         tokens, places, ends = order_by_expert(experts, self.gate_up.shape[0])
         inner = grouped_gated_linear(x, tokens, self.gate_up, ends, self.limit)
@@ -50,7 +49,7 @@ class Experts(nn.Module):
 
 
 class MixtureOfExperts(nn.Module):
-    """Routed experts beside one that every token takes: router fp32 [E, H] with bias fp32 [E]."""
+    """Routed experts plus an optional shared expert: router fp32 [E, H] with bias fp32 [E]."""
 
     def __init__(
         self, routing: Routing, router: torch.Tensor, bias: torch.Tensor, experts: Experts, shared: FeedForward | None
@@ -61,7 +60,7 @@ class MixtureOfExperts(nn.Module):
         self.experts, self.shared = experts, shared
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        """x [T, H]; [T, H], with a residual [T, H] added to it."""
+        """Return [T, H] for x [T, H], plus the residual [T, H] if given."""
         weights, experts = route_tokens(wide_linear(x, self.router), self.bias, self.routing)
         shared = residual if self.shared is None else self.shared(x, residual)
         out: torch.Tensor = self.experts(x, weights, experts, shared)
@@ -70,30 +69,30 @@ class MixtureOfExperts(nn.Module):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MixtureShape:
-    """Sizes of a mixture of experts. shared: intermediate size of the expert that every token takes, 0 for none."""
+    """Sizes of a mixture of experts. shared: intermediate size of the shared expert, 0 for none."""
 
     hidden: int
     intermediate: int
     shared: int
     routing: Routing
     limit: float | None = None
-    """Bound on what the gate and the up projection give; None for none."""
+    """Limit of the gate and up activations; None for none."""
 
 
 def read_mixture_shape(config: ConfigReader, hidden: int, *, scoring: str) -> MixtureShape:
-    """The mixture that config.json describes; scoring: the family's, where the file does not say it.
+    """Read the mixture from config.json. scoring: the family's scoring function, if the file does not say.
 
-    Raises CheckpointError for a routing that no mixture could have.
+    Raises CheckpointError for an impossible routing.
     """
     intermediate = config.get("moe_intermediate_size", int)
     limit = config.get("swiglu_limit", float, 0.0)
-    # A config that says null means one group.
+    # null means one group.
     groups, top_groups = config.get("n_group", int, 1), config.get("topk_group", int, 1)
     try:
         routing = Routing(
             num_experts=config.get("n_routed_experts", int),
             top_k=config.get("num_experts_per_tok", int),
-            scoring=config.get("scoring_func", str, scoring),  # type: ignore[arg-type]  # the Routing judges it
+            scoring=config.get("scoring_func", str, scoring),  # type: ignore[arg-type]  # Routing validates it
             groups=groups,
             top_groups=top_groups,
             normalised=config.get("norm_topk_prob", bool, True),
@@ -113,7 +112,7 @@ def read_mixture_shape(config: ConfigReader, hidden: int, *, scoring: str) -> Mi
 
 
 def read_mixture(shape: MixtureShape, weights: ScopedWeights, names: Names) -> MixtureOfExperts:
-    """The router, the experts and the shared expert under the weights' prefix."""
+    """Read the router, the experts and the shared expert under the weights' prefix."""
     count = shape.routing.num_experts
     router = weights.take("gate.weight", count, shape.hidden, dtype=torch.float32)
     bias = torch.zeros(count, dtype=torch.float32, device=weights.device)
@@ -126,9 +125,9 @@ def read_mixture(shape: MixtureShape, weights: ScopedWeights, names: Names) -> M
 
 
 def read_qwen_mixture(config: ConfigReader, weights: ScopedWeights, names: Names) -> MixtureOfExperts:
-    """A mixture as Qwen's models have it: the softmax chooses, and a gate lets the shared expert through.
+    """Read a Qwen mixture: softmax routing, and a gated shared expert.
 
-    Raises CheckpointError for a routing that no mixture could have.
+    Raises CheckpointError for an impossible routing.
     """
     hidden, shared = config.get("hidden_size", int), config.get("shared_expert_intermediate_size", int)
     said = {
@@ -145,13 +144,13 @@ def read_qwen_mixture(config: ConfigReader, weights: ScopedWeights, names: Names
 
 
 def _read_experts(shape: MixtureShape, weights: ScopedWeights, names: Names) -> Experts:
-    """The stack as it is stored, or copied one by one into their places: it is most of a draft's memory, and must not
-    exist twice."""
+    """Read the stacked experts, or copy separate ones into a stack one at a time: experts are most of a draft's memory
+    and must not exist twice."""
     count, hidden, intermediate = shape.routing.num_experts, shape.hidden, shape.intermediate
     if weights.has("experts.gate_up_proj"):
         gate_up = weights.take("experts.gate_up_proj", count, 2 * intermediate, hidden)
         return Experts(gate_up, weights.take("experts.down_proj", count, hidden, intermediate), shape.limit)
-    # Before memory is asked for all of them, the first says whether the sizes are true.
+    # Validate the sizes with the first expert before allocating memory for all.
     weights.take(f"experts.0.{names.gate}.weight", intermediate, hidden)
     gate_up = torch.empty(count, 2 * intermediate, hidden, dtype=weights.dtype, device=weights.device)
     down = torch.empty(count, hidden, intermediate, dtype=weights.dtype, device=weights.device)

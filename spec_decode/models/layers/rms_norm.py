@@ -1,4 +1,4 @@
-"""The RMS norm, which adds the residual's delta first."""
+"""RMS norm with the residual addition before it."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class RMSNorm(nn.Module):
 
     @classmethod
     def read(cls, weights: ScopedWeights, name: str, size: int, eps: float, offset: float = 0.0) -> RMSNorm:
-        """The norm whose weight [size] is the tensor of that name. Raises CheckpointError.
+        """Read the norm's weight [size] from the tensor with this name. Raises CheckpointError.
 
-        offset: what is added to the tensor, where it says how far the weight is from there; the sum is kept in fp32.
+        offset: added to the tensor, for checkpoints that store the weight minus this offset; the sum stays in fp32.
         """
         norm = cls(size, eps)
         norm.weight = weights.parameter(name, size, dtype=torch.float32 if offset else None)
@@ -29,5 +29,5 @@ class RMSNorm(nn.Module):
         return norm
 
     def forward(self, x: torch.Tensor, delta: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """x + delta (x where there is none) and its norm, both [T, size]."""
+        """Return x + delta (x if delta is None) and its norm, both [T, size]."""
         return add_rms_norm(x, delta, self.weight, self.eps)

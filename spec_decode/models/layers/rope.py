@@ -1,4 +1,4 @@
-"""Rotary embedding (RoFormer, eq. 34): its angles, plain or with the scalings of published checkpoints."""
+"""Rotary embedding (RoFormer, eq. 34): tables of angles, plain or with the scalings of published checkpoints."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from spec_decode.models.checkpoints.files import CheckpointError
 from spec_decode.models.config import ModelConfig
 
 _MAX_TABLE = 2**31
-"""Angles that are held: 10 million positions of 128 dims, and a bit."""
+"""The most angles in a table: a little over 10 million positions of 128 dims."""
 
 
 class Scaling(Protocol):
-    """Another set of frequencies than the plain ones, for a longer context."""
+    """Modifies the plain frequencies for a longer context."""
 
     @property
     def amplitude(self) -> float:
@@ -28,13 +28,13 @@ class Scaling(Protocol):
         return 1.0
 
     def scaled(self, frequencies: torch.Tensor) -> torch.Tensor:
-        """frequencies fp64 [dim / 2] in radians a position, plain; the scaled ones."""
+        """Scale plain frequencies, fp64 [dim / 2] in radians per position."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LinearScaling(Scaling):
-    """Positions are `factor` times closer together (Chen et al., 2023, position interpolation)."""
+    """Position interpolation (Chen et al., 2023): positions are `factor` times closer together."""
 
     factor: float
 
@@ -45,8 +45,8 @@ class LinearScaling(Scaling):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Llama3Scaling(Scaling):
-    """Llama 3.1's: waves that turn fewer than low_freq_factor times in the original context are stretched by factor,
-    those that turn more than high_freq_factor times stay, and those between go over smoothly."""
+    """Llama 3.1's scaling: waves that turn fewer than low_freq_factor times in the original context are stretched by
+    factor, those that turn more than high_freq_factor times are kept, and those in between are interpolated."""
 
     factor: float
     low_freq_factor: float
@@ -69,7 +69,7 @@ class RopeConfig:
     scaling: Scaling | None = None
 
     def table(self, max_positions: int) -> torch.Tensor:
-        """fp32 [max_positions, dims] of cos | sin. Raises CheckpointError for a table that no machine should hold."""
+        """Return fp32 [max_positions, dims] of cos | sin. Raises CheckpointError for an unreasonably large table."""
         if not 0 < max_positions * self.dims <= _MAX_TABLE:
             raise CheckpointError(
                 f"max_position_embeddings times the {self.dims} rotated dims must be 1 to {_MAX_TABLE}, got "
@@ -85,9 +85,9 @@ class RopeConfig:
 
 
 class RotaryEmbedding(nn.Module):
-    """The angles of a model's layers: table fp32 [max_positions, rotary_dim] of cos | sin, no part of its state.
+    """The angles for a model's layers: table fp32 [max_positions, rotary_dim] of cos | sin, not part of the state dict.
 
-    On the device that the model is made on, and on the CPU if that is the meta device: no checkpoint brings it.
+    It is on the device of construction, or on the CPU if that is the meta device: no checkpoint contains it.
     """
 
     table: torch.Tensor
@@ -101,21 +101,21 @@ class RotaryEmbedding(nn.Module):
         self.register_buffer("table", table if device.type == "meta" else table.to(device), persistent=False)
 
     def forward(self, positions: torch.Tensor) -> Rope:
-        """The rotation of heads of rotary_dim dims to positions int64 [T]."""
+        """Return the rotation of rotary_dim dims to positions int64 [T]."""
         return Rope(positions, self.table)
 
 
 ScalingReader = Callable[[ConfigReader, float], Scaling]
-"""Reads a scaling from its section of config.json; the other argument is rope_theta. Raises CheckpointError."""
+"""Reads a scaling from its section of config.json; the second argument is rope_theta. Raises CheckpointError."""
 
 
 def rope_section(config: ConfigReader) -> ConfigReader:
-    """Where config.json says how positions are scaled: in rope_parameters or, if older, in rope_scaling."""
+    """Return the section of config.json for rotary embedding: rope_parameters or, in older files, rope_scaling."""
     return config.section("rope_parameters" if config.values.get("rope_parameters") else "rope_scaling")
 
 
 def read_rope(config: ConfigReader, scalings: Mapping[str, ScalingReader]) -> tuple[float, Scaling | None]:
-    """rope_theta, and the scaling by its reader under rope_type. Raises CheckpointError for a type without one."""
+    """Read rope_theta, and the scaling with its rope_type's reader. Raises CheckpointError for an unknown type."""
     section = rope_section(config)
     if kinds := [name for name, value in section.values.items() if isinstance(value, dict)]:
         raise CheckpointError(
@@ -154,16 +154,16 @@ LLAMA_SCALINGS: dict[str, ScalingReader] = {
     "linear": lambda section, _: LinearScaling(factor=section.positive("factor")),
     "llama3": _read_llama3,
 }
-"""Of models that rotate whole heads."""
+"""Scalings of models that rotate whole heads."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Yarn:
     """Waves that turn fewer than beta_slow times in the original context are stretched by factor, those that turn more
-    than beta_fast times stay, and those between go over smoothly.
+    than beta_fast times are kept, and those in between are interpolated.
 
-    mscale and mscale_all_dim are DeepSeek's: the first scales rotated dims, the second whole heads, the two relative to
-    each other.
+    mscale and mscale_all_dim are DeepSeek's: mscale scales the rotated dims and mscale_all_dim whole heads, each
+    relative to the other.
     """
 
     theta: float
@@ -194,7 +194,7 @@ class Yarn:
 
     @property
     def softmax_factor(self) -> float:
-        """Factor on the attention's scale."""
+        """Factor on the attention's softmax scale."""
         return self._magnitude(self.mscale_all_dim) ** 2
 
     def _magnitude(self, mscale: float) -> float:
@@ -202,7 +202,7 @@ class Yarn:
 
 
 def read_latent_rope(config: ConfigReader, dims: int) -> RopeConfig:
-    """The rotary embedding of the last `dims` dims of a head, with YaRN or without. Raises CheckpointError."""
+    """Read the rotary embedding of the last `dims` dims of a head, with or without YaRN. Raises CheckpointError."""
     config.require("rope_interleave", True)
     theta, yarn = read_rope(config, {"yarn": _read_yarn})
     if theta <= 1 or dims < 2 or dims % 2:

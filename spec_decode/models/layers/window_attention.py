@@ -1,8 +1,8 @@
-"""DeepSeek-V4's attention in a sliding window, over one latent per token.
+"""DeepSeek-V4's sliding-window attention over one latent per token.
 
-Legend: T tokens, H hidden size, h heads, D head dim, G groups of heads. The latent is key and value of every head in
-all of its dims, with a sink logit per head, as in latent_decoder_layer. The output, rotated back by the query,
-goes through a low rank per group. Floats are in the weights' dtype but for the sinks, which are fp32.
+Legend: T tokens, H hidden size, h heads, D head dim, G groups of heads. The whole latent is key and value of every
+head, and each head has a sink logit, as in LatentDecoderLayer. The output is rotated back by the query's position and
+projected through a low rank per group. Floats are in the weights' dtype except the sinks, which are fp32.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class WindowShape:
     eps: float
 
     def spec(self, page_size: int, dtype: torch.dtype) -> AttentionSpec:
-        """The attention over a cache of that page size and dtype."""
+        """Return the attention spec for a cache with this page size and dtype."""
         return AttentionSpec(
             num_q_heads=self.heads,
             num_kv_heads=1,
@@ -55,7 +55,7 @@ class WindowShape:
 
 
 def read_window_shape(config: ConfigReader, hidden: int, eps: float) -> WindowShape:
-    """The attention that config.json describes. Raises CheckpointError for one that no layer could have."""
+    """Read the attention from config.json. Raises CheckpointError for an impossible one."""
     heads, groups = config.get("num_attention_heads", int), config.get("o_groups", int)
     dim, rotated = config.get("head_dim", int), config.get("qk_rope_head_dim", int)
     window = config.get("sliding_window", int)
@@ -73,14 +73,14 @@ def read_window_shape(config: ConfigReader, hidden: int, eps: float) -> WindowSh
         out_rank=config.get("o_lora_rank", int),
         groups=groups,
         window=window,
-        # rope_scaling and compress_rope_theta are those of the target's compressed layers.
+        # rope_scaling and compress_rope_theta only apply to the target's compressed layers.
         rope=RopeConfig(dims=rotated, theta=config.positive("rope_theta")),
         eps=eps,
     )
 
 
 class WindowAttention(nn.Module):
-    """The layer's attention."""
+    """The attention of one layer, loaded from tensors with DeepSeek-V4's names."""
 
     project_in: Weight
     q_up: Weight
@@ -110,7 +110,7 @@ class WindowAttention(nn.Module):
         attention: Attention,
         keep: KeepRows | None = None,
     ) -> torch.Tensor:
-        """x [T, H] normed, positions int64 [T]; [T, H], of the rows kept."""
+        """Return the residual's delta [T, H], for the kept rows. x: [T, H], normed; positions: int64 [T]."""
         shape = self.shape
         query, latent = linear(x, self.project_in).split([shape.q_rank, shape.head_dim], -1)
         query = linear(self.q_norm(query)[1], self.q_up).unflatten(-1, (shape.heads, -1))
