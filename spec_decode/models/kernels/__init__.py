@@ -1,1 +1,1 @@
-"""Operations of the models' layers."""
+"""Kernels for the models' layers."""

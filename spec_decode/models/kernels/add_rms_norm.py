@@ -1,4 +1,4 @@
-"""RMS norm and the residual addition before it, in one kernel."""
+"""Fused residual addition and RMS norm."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from builders.kernels.triton_runtime import await_previous, dependent_launch, tl
 def add_rms_norm(
     x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The sum x + delta (x itself where there is no delta), and sum / rms(sum) * weight, computed in fp32.
+    """Return x + delta (x itself if delta is None), and sum / rms(sum) * weight, computed in fp32.
 
     x       float [..., H]
-    delta   as x and contiguous; or fp32 [S, T, H] contiguous, whose sum over S it is, of x [T, H]; or None
+    delta   contiguous, with x's shape and dtype; or fp32 [S, T, H], contiguous, to sum over S, for x [T, H]; or None
     weight  float [H], of any dtype
 
     Both results have the shape and dtype of x.
@@ -32,7 +32,7 @@ def add_rms_norm(
 
 
 class AddRmsNorm(NamedTuple):
-    """As `add_rms_norm` has them. The first result is empty where there is no delta: an op may not return its input."""
+    """The arguments of `add_rms_norm`. Without a delta the first result is empty: an op cannot return its input."""
 
     x: torch.Tensor
     delta: torch.Tensor | None
@@ -41,7 +41,7 @@ class AddRmsNorm(NamedTuple):
 
     @property
     def shares(self) -> int:
-        """S; 0 for a delta as x."""
+        """S; 0 for a delta with x's shape."""
         return len(self.delta) if self.delta is not None and self.delta.dim() > self.x.dim() else 0
 
     def reference(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -50,7 +50,7 @@ class AddRmsNorm(NamedTuple):
             assert self.delta is not None, "shares are of a delta"
             total = (self.x.float() + self.delta.sum(0)).to(self.x.dtype)
         x = self.x if self.delta is None else total
-        # A weight may be in fp32 beside a narrower x.
+        # The weight can be in fp32 with a narrower x.
         wide = x.to(torch.promote_types(x.dtype, self.weight.dtype))
         return total, F.rms_norm(wide, self.weight.shape, self.weight.to(wide.dtype), self.eps).to(x.dtype)
 
@@ -87,15 +87,15 @@ def _add_rms_norm_kernel(
     total_ptr,  # out: [T, H]; empty without a delta
     y_ptr,  # out: [T, H]
     n_cols,  # H
-    stride_x,  # of a row of x
+    stride_x,  # between rows of x
     eps,
-    SHARES: tl.constexpr,  # S; 0 for a delta as x
+    SHARES: tl.constexpr,  # S; 0 for a delta with x's shape
     BLOCK_SIZE: tl.constexpr,  # H, rounded up to a power of two
     PDL: tl.constexpr,  # programmatic dependent launch
 ):
     """total = x + delta, y = total * rstd * w with rstd = 1 / sqrt(mean(total^2) + eps).
 
-    One program per row, all dims of x but the last taken for T.
+    One program per row; T covers all dims of x but the last.
     """
     await_previous(PDL)
     token = tl.program_id(0).to(tl.int64)
@@ -104,7 +104,7 @@ def _add_rms_norm_kernel(
     # 1. The sum of x and delta
     x = tl.load(x_ptr + token * stride_x + offs, mask=mask, other=0.0)
     if delta_ptr is not None:
-        # The residual stream is rounded to its dtype before the norm, as separate kernels would leave it.
+        # The residual stream is rounded to its dtype before the norm, as separate kernels would do.
         if SHARES == 0:
             delta = tl.load(delta_ptr + token * n_cols + offs, mask=mask, other=0.0)
         else:
@@ -112,7 +112,7 @@ def _add_rms_norm_kernel(
             for share in tl.static_range(SHARES):
                 share_ptrs = delta_ptr + (share * tl.num_programs(0) + token) * n_cols
                 delta += tl.load(share_ptrs + offs, mask=mask, other=0.0)
-        # In fp32, of which the sum is rounded once too: the interpreter adds the bits of bf16.
+        # Added in fp32 and rounded once, because the interpreter would add the bit patterns of bf16.
         x = (x.to(tl.float32) + delta.to(tl.float32)).to(x_ptr.dtype.element_ty)
         tl.store(total_ptr + token * n_cols + offs, x, mask=mask)
     # 2. Its RMS norm

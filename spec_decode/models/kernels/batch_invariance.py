@@ -1,9 +1,9 @@
-"""Whether products are batch invariant: the bits of a row do not depend on how many rows are multiplied beside it.
+"""Switch for batch-invariant products: the bits of a row do not depend on how many rows are multiplied with it.
 
-Libraries choose a product's tiles, and so the order of its sums, by the number of rows. In fp32 that changes the last
-bits; in bf16 now and then a token. Where a text must not depend on its batch, every product runs as
-`batch_invariant_linear`, cut by the weight's sizes alone, and nothing is fused by the number of rows. What torch
-computes on the CPU runs `by_row`.
+Libraries choose a product's tiles, and so its order of summation, by the number of rows. In fp32 that changes the last
+bits; in bf16 it occasionally changes a token. If a text must not depend on its batch, every product runs as
+`batch_invariant_linear`, tiled only by the weight's sizes, and the number of rows decides no fusion. torch's CPU code
+runs `by_row`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _on: ContextVar[bool] = ContextVar("batch_invariant", default=False)
 
 @contextmanager
 def batch_invariance(on: bool) -> Iterator[None]:
-    """Make the products of the models' layers batch invariant, or not, in this context. It may be nested."""
+    """Switch batch-invariant products of the models' layers on or off in this context. Can be nested."""
     before = _on.set(on)
     try:
         yield
@@ -31,15 +31,15 @@ def batch_invariance(on: bool) -> Iterator[None]:
 
 
 def is_batch_invariant() -> bool:
-    """Whether products must be batch invariant here."""
+    """Whether products must be batch invariant in this context."""
     return _on.get()
 
 
 def by_row(function: Callable[..., R], *inputs: torch.Tensor) -> R:
-    """function(*inputs) of tensors [T, ...]: each row alone where products must be batch invariant, else all at once.
+    """Return function(*inputs) for tensors [T, ...]: row by row under `batch_invariance`, else all at once.
 
-    Torch's CPU code takes other instructions at another alignment, and for the elements that fill no vector. So a row's
-    bits depend on where it lies, unless it is copied to an address of its own.
+    torch's CPU code uses other instructions for another alignment, and for the elements that do not fill a vector. So a
+    row's bits depend on its address, unless it is copied to a fresh allocation.
     """
     if not is_batch_invariant() or not len(inputs[0]):
         return function(*inputs)

@@ -1,7 +1,7 @@
-"""Products whose rows have the same bits in every batch: one kernel, cut by the weights' sizes alone.
+"""Batch-invariant products: one kernel, tiled only by the weights' sizes, so a row has the same bits in every batch.
 
-Legend: M rows, B weights, N outputs, K inputs. Sums are in fp32 and rounded once: to the weight's dtype, or
-to x's if the weight is in 8 bits.
+Legend: M rows, B weights, N outputs, K inputs. Sums are in fp32 and rounded once: to the weight's dtype, or to x's if
+the weight is in 8 bits.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from spec_decode.models.kernels.fp8_weight import Weight, is_scaled, operands, w
 
 
 def batch_invariant_linear(x: torch.Tensor, weight: Weight, ends: torch.Tensor | None = None) -> torch.Tensor:
-    """x[m, b] @ weight[b].T; [M, B, N].
+    """Return x[m, b] @ weight[b].T for each m and b; [M, B, N].
 
-    x       [M, B, K], of any strides; the kernel converts it to the weight's dtype, or a weight in 8 bits to x's
+    x       [M, B, K], of any strides; the kernel converts it to the weight's dtype, or an 8-bit weight to x's
     weight  [B, N, K], of any strides
-    ends    int32 [B]: x is [M, 1, K] and sorted by weight, ends[b] is one past the last row of weight b, and rows from
-            ends[-1] on take the last; the result is [M, 1, N]
+    ends    int32 [B]: x is [M, 1, K], sorted by weight, and ends[b] is one past the last row of weight b; rows from
+            ends[-1] on use the last weight; the result is [M, 1, N]
 
-    Raises BatchError for sizes that do not fit, with nothing run.
+    Raises BatchError for sizes that do not fit, before any launch.
     """
     values, scale = operands(weight)
     stacked = weight.shape[0] if ends is None else 1
@@ -42,7 +42,7 @@ def batch_invariant_linear(x: torch.Tensor, weight: Weight, ends: torch.Tensor |
 
 
 class BatchInvariantLinear(NamedTuple):
-    """The arguments of `batch_invariant_linear`; with a weight float8_e4m3fn, its scale fp32 [B, N]."""
+    """The arguments of `batch_invariant_linear`. scale: fp32 [B, N] for a weight in float8_e4m3fn, else None."""
 
     x: torch.Tensor
     weight: torch.Tensor
@@ -50,7 +50,7 @@ class BatchInvariantLinear(NamedTuple):
     scale: torch.Tensor | None = None
 
     def reference(self) -> torch.Tensor:
-        """Every row alone, and copied: torch's own sums depend on how many there are, and on a row's alignment."""
+        """Multiply each row separately, from a copy: torch's sums depend on the number of rows and on alignment."""
         out, weight, ends = self.fake(), widened(self.weight, self.scale), self.ends
         for t, row in enumerate(self.x.float()):
             used = weight if ends is None else weight[int((ends[:-1] <= t).sum())][None]
@@ -97,10 +97,10 @@ class BatchInvariantLinear(NamedTuple):
 
 
 def tile_of(outputs: int, itemsize: int) -> dict[str, int]:
-    """A program's rows, outputs and inputs at a time, by the weight's sizes and nothing else.
+    """Return a program's rows, outputs and block of inputs, chosen only by the weight's sizes.
 
-    Of those tried on an H200 the best compromise for 1 to 512 rows. A narrow weight gets programs of fewer outputs, so
-    that more of them read it.
+    The best compromise for 1 to 512 rows among those tried on an H200. A narrow weight gets fewer outputs per program,
+    so more programs read it.
     """
     if itemsize == 4:
         return {"BLOCK_M": 16, "BLOCK_N": 32, "BLOCK_K": 32, "num_warps": 4, "num_stages": 3}
@@ -132,13 +132,13 @@ def batch_invariant_linear_kernel(
     BLOCK_E: tl.constexpr,  # B, rounded up to a power of two
     BLOCK_M: tl.constexpr,  # rows of a tile
     BLOCK_N: tl.constexpr,  # outputs of a tile
-    BLOCK_K: tl.constexpr,  # inputs multiplied at a time
+    BLOCK_K: tl.constexpr,  # inputs per iteration
     FP32_DOT: tl.constexpr,  # multiply in fp32, for the interpreter
     PDL: tl.constexpr,  # programmatic dependent launch
 ):
     """y[:, b] = x[:, b] @ w[b]^T * scale[b]. A program has a tile [BLOCK_M, BLOCK_N] of y, over all of K in order.
 
-    Grid [tiles of rows, tiles of outputs, B]; with ends_ptr [M, tiles of outputs, 1], and one row a tile.
+    Grid [tiles of rows, tiles of outputs, B]; with ends_ptr [M, tiles of outputs, 1], and one row per tile.
     """
     INT32_MAX: tl.constexpr = 2**31 - 1
     await_previous(PDL)
@@ -148,7 +148,7 @@ def batch_invariant_linear_kernel(
     w_index = pid_b
     mask_m = offs_m < M
     if ends_ptr is not None:
-        # The same tile, so that a row's bits are those it has without groups; all but one of its rows are empty.
+        # The same tile with one used row, so a row has the same bits as without groups.
         offs_m = tl.program_id(0) + tl.arange(0, BLOCK_M)
         mask_m = tl.arange(0, BLOCK_M) == 0
         offs_e = tl.arange(0, BLOCK_E)

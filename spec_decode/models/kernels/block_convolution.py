@@ -1,4 +1,4 @@
-"""A causal convolution within blocks of tokens, whose taps each token changes itself.
+"""A causal convolution within blocks of tokens, with a change of the taps for each token.
 
 Legend: T tokens, B blocks of L tokens, H hidden size, C taps, G groups of channels.
 """
@@ -17,13 +17,13 @@ _BLOCK = 1024
 
 
 class BlockConvolution(NamedTuple):
-    """out[t, h] = sum over taps c of x[t - c, h] * (base[c, h] + change[t, c, group of h]), of t - c in t's block.
+    """out[t, h] = sum over taps c of x[t - c, h] * (base[c, h] + change[t, c, group of h]), for t - c in t's block.
 
     Computed in fp32 and rounded once; [T, H] of x's dtype.
 
-    - x          [T, H], rows of any stride: B blocks of L tokens, one after the other
+    - x          [T, H], rows of any stride: B consecutive blocks of L tokens
     - base       [C, H], contiguous, of x's dtype
-    - change     [T, C, G], of x's dtype: rows of G of any stride. A group is H / G channels side by side
+    - change     [T, C, G], of x's dtype: rows of G of any stride. A group is H / G adjacent channels
     - block_len  L
     """
 
@@ -79,7 +79,7 @@ def _block_convolution_kernel(
     stride_change_token,
     stride_change_tap,
     TAPS: tl.constexpr,  # C
-    BLOCK_H: tl.constexpr,  # channels of a program
+    BLOCK_H: tl.constexpr,  # channels per program
     PDL: tl.constexpr,  # programmatic dependent launch
 ):
     """y[t, h] = sum over c of x[t - c, h] * (base[c, h] + change[t, c, h's group]). Grid [T, ceil(H / BLOCK_H)]."""
@@ -90,7 +90,7 @@ def _block_convolution_kernel(
     offset = token % block_len
     acc = tl.zeros((BLOCK_H,), tl.float32)
     for tap in range(0, TAPS):
-        # What lies before the block is not read: it is another request's.
+        # Do not read before the block: those tokens are another request's.
         mask_x = mask & (offset >= tap)
         x = tl.load(x_ptr + (token - tap) * stride_x + offs_h, mask=mask_x, other=0.0).to(tl.float32)
         base = tl.load(base_ptr + tap * hidden_size + offs_h, mask=mask_x, other=0.0).to(tl.float32)

@@ -1,4 +1,4 @@
-"""The weighted sum of a token's experts, beside the shared expert, in one kernel.
+"""Weighted sum of a token's experts plus the shared expert, in one kernel.
 
 Legend: T tokens, H hidden size, k experts of a token.
 """
@@ -21,15 +21,15 @@ _BLOCK = 512
 def combine_experts(
     rows: torch.Tensor, weights: torch.Tensor, places: torch.Tensor, shared: torch.Tensor | None
 ) -> torch.Tensor:
-    """The sum over j of weights[t, j] * rows[places[t, j]], plus shared[t] where there is one; [T, H].
+    """Return the sum over j of weights[t, j] * rows[places[t, j]], plus shared[t] if given; [T, H].
 
     rows     float [T k, H]
     weights  fp32 [T, k]
     places   int64 [T, k], in 0..T k - 1
-    shared   as rows, [T, H], or None
+    shared   [T, H] in rows' dtype, or None
 
-    Computed in fp32 and rounded once, to the dtype of rows. Raises BatchError for tensors of another shape, dtype or
-    device, with nothing run.
+    Computed in fp32 and rounded once, to the dtype of rows. Raises BatchError for another shape, dtype or device,
+    before any launch.
     """
     device, (tokens, top_k) = rows.device, weights.shape
     require_tensor("weights", weights, shape=(None, None), dtype=torch.float32, device=device)
@@ -46,7 +46,7 @@ def combine_experts(
 
 
 class CombineExperts(NamedTuple):
-    """As `combine_experts` has them, contiguous."""
+    """The arguments of `combine_experts`, contiguous."""
 
     rows: torch.Tensor
     weights: torch.Tensor
@@ -90,7 +90,7 @@ def _combine_kernel(
     y_ptr,  # out: [T, H]
     n_cols,  # H
     TOP_K: tl.constexpr,  # k
-    BLOCK_SIZE: tl.constexpr,  # columns of a program
+    BLOCK_SIZE: tl.constexpr,  # columns per program
     PDL: tl.constexpr,  # programmatic dependent launch
 ):
     """y[t] = sum over j of weights[t, j] * x[places[t, j]], plus shared[t]. Grid [T, ceil(H / BLOCK_SIZE)]."""
@@ -99,7 +99,7 @@ def _combine_kernel(
     offs = tl.program_id(1) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
     mask = offs < n_cols
     acc = tl.zeros([BLOCK_SIZE], tl.float32)
-    # Unrolled, so that all loads are on their way before the first product waits for one.
+    # Unrolled, so all loads are in flight before the first product waits for one.
     for j in tl.static_range(TOP_K):
         place = tl.load(places_ptr + token * TOP_K + j)
         x = tl.load(x_ptr + place * n_cols + offs, mask=mask, other=0.0).to(tl.float32)

@@ -1,4 +1,4 @@
-"""The draft's input: a token's embedding beside the hidden state before it, each normed where the draft has norms."""
+"""The draft's input: a token's embedding concatenated with the hidden state before it, each optionally normed."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def embed_concat(
     norms: Sequence[torch.Tensor] = (),
     eps: float = 0.0,
 ) -> torch.Tensor:
-    """embedding[token_ids] | hidden, [T, 2 H] in their dtype.
+    """Return embedding[token_ids] | hidden, [T, 2 H] in their dtype.
 
     token_ids  int64 [T]
-    embedding  float [V, H]; an id outside the vocabulary counts as a row of 0
-    hidden     as embedding, [T, H]
-    norms      of the embedding and of the hidden state, the weights [H] of their RMS norms with eps; none: no norms
+    embedding  float [V, H]; an id outside the vocabulary gets a row of 0
+    hidden     [T, H] in embedding's dtype
+    norms      the weights [H] of the RMS norms of the embedding and of the hidden state, with eps; empty: no norms
     """
     if hidden.requires_grad or embedding.requires_grad or any(weight.requires_grad for weight in norms):
         return EmbedConcat(token_ids, embedding, hidden, norms, eps).reference()
@@ -34,7 +34,7 @@ def embed_concat(
 
 
 class EmbedConcat(NamedTuple):
-    """As `embed_concat` has them."""
+    """The arguments of `embed_concat`."""
 
     token_ids: torch.Tensor
     embedding: torch.Tensor
@@ -77,7 +77,7 @@ class EmbedConcat(NamedTuple):
 
 
 def embedded(token_ids: torch.Tensor, embedding: torch.Tensor) -> torch.Tensor:
-    """embedding[token_ids], and a row of 0 for an id outside the vocabulary: what kernels that embed do."""
+    """Return embedding[token_ids], with a row of 0 for an id outside the vocabulary, as the kernels that embed do."""
     known = (token_ids >= 0) & (token_ids < len(embedding))
     return torch.where(known[..., None], F.embedding(token_ids * known, embedding), 0)
 
@@ -92,14 +92,14 @@ def _embed_concat_kernel(
     out_ptr,  # out: [T, 2 H]
     vocab_size,  # V
     hidden_size,  # H
-    stride_hidden,  # of a row
+    stride_hidden,  # between rows
     eps,  # of the norms
-    BLOCK_H: tl.constexpr,  # columns of a program
+    BLOCK_H: tl.constexpr,  # columns per program
     PDL: tl.constexpr,  # programmatic dependent launch
 ):
-    """out = norm(embedding[token_id]) | norm(hidden). A program has BLOCK_H columns of one half of a token's row.
+    """out = norm(embedding[token_id]) | norm(hidden). A program computes BLOCK_H columns of one half of a token's row.
 
-    Grid [T, ceil(H / BLOCK_H), 2]; with norms a block is all of the half.
+    Grid [T, ceil(H / BLOCK_H), 2]; with norms one block covers the half.
     """
     await_previous(PDL)
     token = tl.program_id(0).to(tl.int64)
@@ -108,7 +108,7 @@ def _embed_concat_kernel(
     out_ptr += token * 2 * hidden_size + offs_h
     if tl.program_id(2) == 0:
         token_id = tl.load(token_ids_ptr + token)
-        # An id outside the vocabulary must not lead the read out of the table.
+        # An id outside the vocabulary must not read outside the table.
         is_known = (token_id >= 0) & (token_id < vocab_size)
         row = tl.load(embedding_ptr + token_id * hidden_size + offs_h, mask=mask & is_known, other=0.0)
         tl.store(out_ptr, _normed(row, embedding_norm_ptr, offs_h, mask, hidden_size, eps, out_ptr), mask=mask)
@@ -128,7 +128,7 @@ def _normed(
     eps,
     out_ptr,
 ):
-    """x, or its RMS norm where there is a weight, in out's dtype."""
+    """Return x, or its RMS norm if there is a weight, in out's dtype."""
     x_fp32 = x.to(tl.float32)
     if norm_ptr is not None:
         rstd = tl.rsqrt(tl.sum(x_fp32 * x_fp32, 0) / hidden_size + eps)

@@ -1,4 +1,4 @@
-"""A weight stored in 8 bits, and the two forms of weight that a product takes.
+"""8-bit weights, and the two forms of weight that products accept.
 
 Legend: N outputs, K inputs. Stacked weights have more axes, before N.
 """
@@ -14,13 +14,13 @@ from torch import nn
 DTYPE = torch.float8_e4m3fn
 _LARGEST = torch.finfo(DTYPE).max
 _WIDE = torch.arange(256, dtype=torch.uint8).view(DTYPE).float()
-"""The number of every byte."""
+"""The value of each byte."""
 _ROWS_AT_ONCE = 4096
-"""Rows that are quantised together: a copy of all experts, or of an output projection in fp32, takes gigabytes."""
+"""Rows quantised at once: an fp32 copy of all experts, or of an output projection, would take gigabytes."""
 
 
 class Fp8Weight(nn.Module):
-    """values [..., N, K] times scale [..., N]: one scale for each output. Products read the values and multiply their
+    """values [..., N, K] times scale [..., N], one scale for each output. Products read the values and multiply their
     sums by the scale.
 
     values  float8_e4m3fn, contiguous
@@ -37,15 +37,15 @@ class Fp8Weight(nn.Module):
 
     @classmethod
     def of(cls, weight: torch.Tensor) -> Fp8Weight:
-        """Round weight [..., N, K], whose numbers must be finite, to the nearest in 8 bits. The scales make the largest
-        number of each output the largest that 8 bits hold."""
+        """Quantise weight [..., N, K], which must be finite, to the nearest 8-bit values. The scales map the largest
+        magnitude of each output to the largest 8-bit value."""
         weight = weight.detach()
         values = torch.empty_like(weight, dtype=DTYPE, memory_format=torch.contiguous_format)
         scale = weight.new_empty(*weight.shape[:-1], 1, dtype=torch.float32)
         parts = (each.flatten(0, -2).split(_ROWS_AT_ONCE) for each in (values, weight, scale))
         for into, rows, divisor in zip(*parts, strict=True):
             wide = rows.float()
-            # Not 0, which an output of zeros would give.
+            # Not 0, even for an output of zeros.
             divisor.copy_((wide.abs().amax(-1, True) / _LARGEST).clamp(min=torch.finfo(torch.float32).tiny))
             into.copy_(wide / divisor)
         return cls(values, scale[..., 0])
@@ -61,38 +61,38 @@ class Fp8Weight(nn.Module):
         return self.values.nbytes + self.scale.nbytes
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Fp8Weight:
-        """Follow `Module.to` and its like to another device, but keep the dtypes: casting would drop the scale's bits,
+        """Follow `Module.to` and similar to another device, but keep the dtypes: casting would lose the scale's bits,
         and no product reads the result."""
         device = fn(self.scale).device
         self.values, self.scale = self.values.to(device), self.scale.to(device)
         return self
 
     def __getitem__(self, index: slice | None) -> Fp8Weight:
-        """A view: a slice of the first axis or, with None, a new axis of size 1 before it."""
+        """Return a view: a slice of the first axis or, with None, a new first axis of size 1."""
         return Fp8Weight(self.values[index], self.scale[index])
 
 
 Weight: TypeAlias = torch.Tensor | Fp8Weight
-"""What a product multiplies by: a float tensor [..., N, K], or the same in 8 bits."""
+"""The weight of a product: a float tensor [..., N, K], or its 8-bit form."""
 
 
 def operands(weight: Weight) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The arguments of a kernel for this weight: its numbers [..., N, K], and their scale fp32 [..., N], which is None
-    unless the weight is in 8 bits."""
+    """Return the kernel arguments for this weight: its numbers [..., N, K], and its scale fp32 [..., N], None unless it
+    is in 8 bits."""
     return (weight.values, weight.scale) if isinstance(weight, Fp8Weight) else (weight, None)
 
 
 def widened(values: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
-    """The weight with these `operands`, in fp32."""
+    """Return the weight with these `operands`, in fp32."""
     if scale is None:
         return values.float()
-    # On a CPU, looking the numbers up takes a quarter of the time that converting them takes.
+    # On a CPU, a table lookup takes a quarter of the time of the conversion.
     found = _WIDE.index_select(0, values.view(torch.uint8).int().flatten()) if values.is_cpu else values.float()
     return found.view(values.shape) * scale[..., None]
 
 
 def is_scaled(values: torch.Tensor, scale: torch.Tensor | None) -> bool:
-    """Whether a weight can have these `operands`: 8 bits with a scale, or more bits without one."""
+    """Whether these are valid `operands`: 8 bits with a scale, or more bits without one."""
     if scale is None:
         return values.dtype != DTYPE
     return (

@@ -1,8 +1,8 @@
-"""What a block reads from hyper-connections and writes to them (mHC, arXiv:2512.24880): a kernel for each.
+"""Read a block's input from hyper-connections and write its output back (mHC, arXiv:2512.24880), with one kernel each.
 
-Legend: T tokens, S streams, H hidden size. Tensors are contiguous, and all work of a token happens in fp32 between the
-loads and the store. A program owns one token and BLOCK_H of its columns. The matrix that mixes the streams is
-normalised step by step, so a program of its own does that at the same time.
+Legend: T tokens, S streams, H hidden size. Tensors are contiguous, and computation is in fp32 between the loads and the
+store. A program owns BLOCK_H columns of one token. Normalising the matrix that mixes the streams is sequential, so a
+separate program does it in parallel.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from builders.kernels.triton_runtime import await_previous, dependent_launch, st
 from spec_decode.models.kernels.batch_invariance import by_row
 
 _BLOCK_H = 1024
-"""Columns of a program: a load of 16 bytes for each thread of 4 warps."""
+"""Columns per program: a load of 16 bytes for each thread of 4 warps."""
 
 
 def read_streams(
     streams: torch.Tensor, mixes: torch.Tensor, scale: torch.Tensor, base: torch.Tensor, *, iterations: int, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """A block's input [T, H] in the streams' dtype, and what `write_streams` takes: fp32 [T, S] and fp32 [T, S, S].
+    """Return a block's input [T, H] in the streams' dtype, and fp32 [T, S] and fp32 [T, S, S] for `write_streams`.
 
-    streams [T, S, H]; mixes [T, S (2 + S)], scale [3] and base [S (2 + S)] fp32. With m0, m1 and m2 the parts of mixes,
-    of S, S and S x S numbers, times their scale plus base: the input is the sum of the streams by sigmoid(m0) + eps,
-    and the others are 2 sigmoid(m1) and sinkhorn(m2). Sinkhorn: the softmax of each row plus eps, then columns and rows
-    in turn divided by their sum plus eps, `iterations` times (at least 1) the columns and once less the rows.
+    streams [T, S, H]; mixes [T, S (2 + S)], scale [3] and base [S (2 + S)] fp32. mixes holds m0, m1 and m2, of S, S and
+    S x S numbers, each times its scale plus base. The input is the sum of the streams weighted by sigmoid(m0) + eps;
+    the others are 2 sigmoid(m1) and sinkhorn(m2): the softmax of each row plus eps, then alternately columns and rows
+    divided by their sum plus eps, columns `iterations` times (at least 1) and rows once less.
 
-    Raises BatchError for sizes or dtypes that do not fit, with nothing run.
+    Raises BatchError for sizes or dtypes that do not fit, before any launch.
     """
     require(
         iterations >= 1,
@@ -50,7 +50,7 @@ def read_streams(
 def collapse_streams(
     streams: torch.Tensor, mixes: torch.Tensor, scale: torch.Tensor, base: torch.Tensor, *, eps: float
 ) -> torch.Tensor:
-    """The sum of streams [T, S, H] by sigmoid(mixes * scale + base) + eps; [T, H] in the streams' dtype.
+    """Return the sum of streams [T, S, H] weighted by sigmoid(mixes * scale + base) + eps; [T, H] in their dtype.
 
     mixes [T, S], scale [1] and base [S] fp32. Raises BatchError as `read_streams` does.
     """
@@ -64,7 +64,7 @@ def collapse_streams(
 def write_streams(
     streams: torch.Tensor, output: torch.Tensor, write: torch.Tensor, carry: torch.Tensor
 ) -> torch.Tensor:
-    """The streams after a block, [T, S, H]: write[s] * output + the sum over r of carry[r, s] * streams[r].
+    """Return the streams after a block, [T, S, H]: write[s] * output + the sum over r of carry[r, s] * streams[r].
 
     streams [T, S, H] and output [T, H] of one dtype, write [T, S] and carry [T, S, S] fp32. The sum runs from the first
     stream to the last. Raises BatchError as `read_streams` does.
@@ -82,7 +82,7 @@ def _sizes(streams: torch.Tensor) -> torch.Size:
 
 
 class ReadStreams(NamedTuple):
-    """As `read_streams` has them; iterations 0: as `collapse_streams` does, where write and carry are empty."""
+    """The arguments of `read_streams`. iterations 0: those of `collapse_streams`, with empty write and carry."""
 
     streams: torch.Tensor
     mixes: torch.Tensor
@@ -140,7 +140,7 @@ class ReadStreams(NamedTuple):
 
 
 class WriteStreams(NamedTuple):
-    """As `write_streams` has them."""
+    """The arguments of `write_streams`."""
 
     streams: torch.Tensor
     output: torch.Tensor
@@ -207,13 +207,13 @@ def read_streams_kernel(
     S: tl.constexpr,
     H: tl.constexpr,
     WIDTH: tl.constexpr,  # S (2 + S); without ITERATIONS S
-    ITERATIONS: tl.constexpr,  # of Sinkhorn; 0 leaves write and carry alone
+    ITERATIONS: tl.constexpr,  # of Sinkhorn; 0: do not compute write and carry
     NUM_BLOCKS: tl.constexpr,  # of columns
     BLOCK_S: tl.constexpr,  # S, rounded up to a power of two
-    BLOCK_H: tl.constexpr,  # columns of a program
+    BLOCK_H: tl.constexpr,  # columns per program
     PDL: tl.constexpr,  # programmatic dependent launch
 ):
-    """x = sum over s of (sigmoid(mixes[s] * scale + base[s]) + eps) * streams[s], BLOCK_H columns of one token's.
+    """x = sum over s of (sigmoid(mixes[s] * scale + base[s]) + eps) * streams[s], for BLOCK_H columns of one token.
 
     Grid [T, NUM_BLOCKS + 1]: the program after the last block computes the token's write and carry.
     """
@@ -241,7 +241,7 @@ def read_streams_kernel(
         mask = mask_s[:, None] & mask_s[None, :]
         carry = tl.load(mixes_ptr + 2 * S + offs, mask=mask, other=0.0) * tl.load(scale_ptr + 2)
         carry += tl.load(base_ptr + 2 * S + offs, mask=mask, other=0.0)
-        # Columns beyond the streams weigh nothing; rows beyond them stay finite and are then zeroed.
+        # Padding columns get weight 0; padding rows stay finite and are then zeroed.
         carry = tl.where(mask_s[None, :], carry, float("-inf"))
         carry = tl.exp(carry - tl.max(carry, 1)[:, None])
         carry = tl.where(mask, carry / tl.sum(carry, 1)[:, None] + eps, 0.0)
@@ -268,10 +268,10 @@ def write_streams_kernel(
     S: tl.constexpr,
     H: tl.constexpr,
     BLOCK_S: tl.constexpr,  # S, rounded up to a power of two
-    BLOCK_H: tl.constexpr,  # columns of a program
+    BLOCK_H: tl.constexpr,  # columns per program
     PDL: tl.constexpr,  # programmatic dependent launch
 ):
-    """out[s] = write[s] * output + sum over r of carry[r, s] * streams[r]: one token's, BLOCK_H of their columns."""
+    """out[s] = write[s] * output + sum over r of carry[r, s] * streams[r], BLOCK_H columns of one token per program."""
     await_previous(PDL)
     token = tl.program_id(0).to(tl.int64)
     offs_s, offs_h = tl.arange(0, BLOCK_S), tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)

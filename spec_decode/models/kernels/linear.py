@@ -1,4 +1,4 @@
-"""x @ weight^T for any number of rows, by the kernel that `product_kind` names.
+"""x @ weight^T for any number of rows, with the kernel that `product_kind` chooses.
 
 Legend: M rows, K inputs, N outputs, B weights.
 """
@@ -23,10 +23,10 @@ def linear(
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """x [M, K] @ weight [N, K]^T, plus bias [N] and residual [M, N] where there are such; [M, N].
+    """Return x [M, K] @ weight [N, K]^T, plus bias [N] and residual [M, N] if given; [M, N].
 
-    Torch's own product on a GPU is as precise as torch's switches for sums of bf16 and fp16 say
-    (`torch.backends.cuda.matmul`), which are the process's and stay as they are.
+    torch's own GPU products follow the process-wide precision switches for bf16 and fp16 sums
+    (`torch.backends.cuda.matmul`), which stay as they are.
     """
     kind = product_kind(x, weight, skinny=bias is None)
     if kind is ProductKind.SKINNY:
@@ -43,7 +43,7 @@ def linear(
 
 
 def gated_linear(x: torch.Tensor, weight: Weight, limit: float | None = None) -> torch.Tensor:
-    """swiglu(x @ weight^T, limit) for rows x [M, K]: weight [2 N, K], gate above up; [M, N]."""
+    """Return swiglu(x @ weight^T, limit), [M, N], for rows x [M, K] and weight [2 N, K], gate above up."""
     kind = product_kind(x, weight, gated=True, skinny=limit is None)
     if kind is ProductKind.SKINNY:
         return skinny_gated_linear(x, weight)
@@ -53,7 +53,7 @@ def gated_linear(x: torch.Tensor, weight: Weight, limit: float | None = None) ->
 
 
 def stacked_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """x [M, B, K] @ weight [B, N, K]^T, matrix by matrix; [M, B, N], torch's own or batch invariant."""
+    """Return x [M, B, K] @ weight [B, N, K]^T, matrix by matrix; [M, B, N]. torch's own, or batch invariant."""
     if is_batch_invariant():
         return batch_invariant_linear(x, weight)
     return torch.bmm(x.transpose(0, 1), weight.mT).transpose(0, 1)

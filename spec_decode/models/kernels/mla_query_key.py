@@ -1,6 +1,6 @@
-"""The query and the key of multi-head latent attention, put together of their parts in one kernel.
+"""Assemble the query and the key of multi-head latent attention from their parts in one kernel.
 
-Legend: T tokens, H heads, L dims of the latent, R rotary dims. Floats are of one dtype; all work happens in fp32 and is
+Legend: T tokens, H heads, L dims of the latent, R rotary dims. All floats have one dtype; computation is in fp32 and
 rounded once.
 """
 
@@ -27,14 +27,14 @@ def mla_query_key(
     eps: float,
     rope: Rope,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The query [T, H, L + R], absorbed beside the turned part; the key [T, 1, L + R], the normed latent likewise.
+    """Return the query [T, H, L + R], absorbed | rotated part, and the key [T, 1, L + R], normed latent | rotated part.
 
     absorbed  [T, H, L], the query without positions, times the latent's projection to keys
-    rotated   [T, H, R], the query's part that turns with its position
-    latent    [T, L + R] as projected: the latent, and the key's part that turns
+    rotated   [T, H, R], the part of the query to rotate
+    latent    [T, L + R] as projected: the latent, and the part of the key to rotate
     norm      [L], the weight of the latent's RMS norm with eps
 
-    All but norm adjacent in their last dim. Raises BatchError for tensors that do not fit, with nothing run.
+    All but norm are contiguous in their last dim. Raises BatchError for tensors that do not fit, before any launch.
     """
     (tokens, heads, dims), rotary = absorbed.shape, rope.table.shape[1]
     device, dtype = absorbed.device, absorbed.dtype
@@ -54,7 +54,7 @@ def mla_query_key(
 
 
 class MlaQueryKey(NamedTuple):
-    """As `mla_query_key` has them."""
+    """The arguments of `mla_query_key`."""
 
     absorbed: torch.Tensor
     rotated: torch.Tensor
@@ -126,10 +126,10 @@ def _mla_query_key_kernel(
     LATENT_DIM: tl.constexpr,  # L
     ROPE_DIM: tl.constexpr,  # R
     BLOCK_D: tl.constexpr,  # L, rounded up to a power of two
-    BLOCK_R: tl.constexpr,  # R / 2, likewise
+    BLOCK_R: tl.constexpr,  # R / 2, rounded up to a power of two
     PDL: tl.constexpr,  # programmatic dependent launch
 ):
-    """One head of a token's query, or after the last of them its key. Grid [T, H + 1]."""
+    """Write one head of a token's query or, after the last head, its key. Grid [T, H + 1]."""
     await_previous(PDL)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1).to(tl.int64)
@@ -161,14 +161,14 @@ def _mla_query_key_kernel(
 
 @triton.jit
 def _rotate(
-    x_ptr,  # [R], where its dims start
-    position_ptr,  # int64, where it is stored
+    x_ptr,  # [R], the dims to rotate
+    position_ptr,  # int64, one element
     cos_sin_ptr,  # fp32 [max_positions, R]
-    out_ptr,  # out: [R], where the rotated dims start
+    out_ptr,  # out: [R]
     ROPE_DIM: tl.constexpr,  # R
     BLOCK_R: tl.constexpr,
 ):
-    """Rotate ROPE_DIM dims, pairs of adjacent ones, by the angles of a position."""
+    """Rotate ROPE_DIM dims, as adjacent pairs, by the angles of a position."""
     pair = tl.arange(0, BLOCK_R)
     mask = pair < ROPE_DIM // 2
     cos_ptrs = cos_sin_ptr + tl.load(position_ptr) * ROPE_DIM + pair

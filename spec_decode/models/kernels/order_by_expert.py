@@ -1,4 +1,4 @@
-"""The rows of a mixture's tokens sorted by expert: a stable sort of small integers, in one kernel that counts.
+"""Sort the rows of a mixture's tokens by expert: a stable counting sort of small integers in one kernel.
 
 Legend: T tokens, E experts, k experts of a token. Row t k + j is token t's j-th choice.
 """
@@ -15,7 +15,7 @@ from builders.kernels.sizes import cdiv, next_power_of_2
 from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
 
 MAX_ROWS = 4096
-"""Up to so many rows, each is compared with every other: quadratic work, but no pass waits for another. Torch sorts
+"""Up to this many rows, each is compared with every other: quadratic work, but no dependent passes. torch sorts
 more."""
 
 _BLOCK = 32
@@ -23,7 +23,7 @@ _CHUNK = 128
 
 
 class Order(NamedTuple):
-    """Where rows lie once they are sorted by expert, and by row within an expert.
+    """The order of rows sorted by expert, and by row within an expert.
 
     tokens   int64 [T k]    token of each sorted row
     places   int64 [T, k]   the sorted row of each token's choices
@@ -36,10 +36,10 @@ class Order(NamedTuple):
 
 
 def order_by_expert(experts: torch.Tensor, num_experts: int) -> Order:
-    """experts int64 [T, k] in 0..num_experts-1, in any order and with repetitions.
+    """Sort experts, int64 [T, k] in 0..num_experts-1, in any order and with repetitions.
 
-    `tokens` and `places` stay within their bounds for any values. Raises BatchError for another shape or dtype, with
-    nothing run.
+    `tokens` and `places` stay within bounds for any values. Raises BatchError for another shape or dtype, before any
+    launch.
     """
     require_tensor("experts", experts, shape=(None, None), dtype=torch.int64, device=experts.device)
     require(
@@ -51,7 +51,7 @@ def order_by_expert(experts: torch.Tensor, num_experts: int) -> Order:
 
 
 class OrderByExpert(NamedTuple):
-    """experts int64 [T, k], contiguous; returns what an `Order` holds."""
+    """experts int64 [T, k], contiguous; returns the fields of an `Order`."""
 
     experts: torch.Tensor
     num_experts: int
@@ -97,22 +97,22 @@ def _order_kernel(
     num_rows,  # T k
     num_experts,  # E
     TOP_K: tl.constexpr,  # k
-    BLOCK_SIZE: tl.constexpr,  # rows and ends of a program
-    CHUNK: tl.constexpr,  # rows compared with at a time
+    BLOCK_SIZE: tl.constexpr,  # rows and ends per program
+    CHUNK: tl.constexpr,  # rows compared per iteration
     PDL: tl.constexpr,  # programmatic dependent launch
 ):
-    """Where something belongs is the number of rows that come before it, be it a row or the end of an expert.
+    """The place of a row, or of an expert's end, is the number of rows before it.
 
     One program counts for BLOCK_SIZE of the T k rows and E ends.
     """
     await_previous(PDL)
-    # 1. Keys number rows by expert, then by row, and no two are alike; an expert ends below the next one's least key.
+    # 1. Keys order rows by expert, then by row, and are distinct; an expert ends below the next one's smallest key.
     offs = tl.program_id(0).to(tl.int64) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
     is_row = offs < num_rows
     is_end = (offs >= num_rows) & (offs < num_rows + num_experts)
     row_key = tl.load(experts_ptr + offs, mask=is_row, other=0) * num_rows + offs
     key = tl.where(is_row, row_key, (offs - num_rows + 1) * num_rows)
-    # 2. How many rows come before each
+    # 2. The number of rows before each
     num_before = tl.zeros([BLOCK_SIZE], tl.int32)
     for start in range(0, num_rows, CHUNK):
         offs_r = start + tl.arange(0, CHUNK)

@@ -1,4 +1,4 @@
-"""Which kernel multiplies rows by a weight."""
+"""Choose the kernel that multiplies rows by a weight."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from spec_decode.models.kernels.streamed_tiling import most_rows, room_of
 
 
 class ProductKind(Enum):
-    """The ways to multiply."""
+    """The kernels for a product."""
 
     BATCH_INVARIANT = "batch_invariant"
-    """By `batch_invariant_linear`, where products must be so."""
+    """`batch_invariant_linear`, under `batch_invariance`."""
     SKINNY = "skinny"
-    """By `skinny_linear`: one row or two, with what comes before and after in the same kernel."""
+    """`skinny_linear`: one row or two, fused with the operations around the product."""
     STREAMED = "streamed"
-    """By `streamed_linear`: too few rows to keep tensor cores busy, so that reading the weight is what takes time."""
+    """`streamed_linear`: too few rows to keep tensor cores busy, so reading the weight takes the time."""
     TORCH = "torch"
-    """By torch's own: many rows, and whatever the kernels above cannot read. Never a weight of 8 bits."""
+    """torch's own kernels: many rows, and tensors that the kernels above cannot read. Never an 8-bit weight."""
 
 
 def product_kind(x: torch.Tensor, weight: Weight, *, gated: bool = False, skinny: bool = True) -> ProductKind:
-    """How rows x [M, K] are multiplied by weight [N, K], or by what stands beside them in a fused layer.
+    """Choose how to multiply rows x [M, K] by weight [N, K]. In a fused layer, x can be a part of the product's input.
 
     gated   weight [2 N, K] holds gate above up
-    skinny  False: something comes with the product that the skinny kernel does not do, as a bias is
+    skinny  False: the product comes with something that the skinny kernel cannot fuse, such as a bias
 
-    It reads host values alone, the same in every replay of a graph.
+    Uses only host values, which are the same in every replay of a graph.
     """
     if is_batch_invariant():
         return ProductKind.BATCH_INVARIANT
@@ -55,5 +55,5 @@ def product_kind(x: torch.Tensor, weight: Weight, *, gated: bool = False, skinny
 
 
 def may_launch(device: torch.device) -> bool:
-    """Whether products may run in our kernels, which know neither gradients nor autocast."""
+    """Whether products can run in this library's kernels, which support neither gradients nor autocast."""
     return not torch.is_grad_enabled() and not torch.is_autocast_enabled(device.type)

@@ -1,4 +1,4 @@
-"""Which experts of a mixture each token takes, and their weights, from the router's logits, in one kernel.
+"""Choose each token's experts and their weights from the router's logits, in one kernel.
 
 Legend: T tokens, E experts in G groups of equal size, k experts of a token.
 """
@@ -20,20 +20,20 @@ from spec_decode.models.kernels.batch_invariance import by_row
 Scoring = Literal["sigmoid", "softmax", "sqrtsoftplus"]
 
 EPS = 1e-20
-"""Added to the sum that weights are divided by, which may be 0."""
+"""Added to the sum that weights are divided by, which can be 0."""
 
 MAX_EXPERTS = 4096
-"""Experts that one program holds in registers, with group count and group size each rounded up to a power of two.
-Torch routes among more."""
+"""The most experts that one program holds in registers, with the group count and the group size each rounded up to a
+power of two. torch routes among more."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Routing:
-    """Which experts a token takes, and how it weighs them (DeepSeek-V3, arXiv:2412.19437, section 2.1.2).
+    """How experts are chosen for a token and weighted (DeepSeek-V3, arXiv:2412.19437, section 2.1.2).
 
-    A learnt bias takes part in the choice and not in the weights. The experts lie in `groups` of equal size, and only
-    those of the top_groups best groups can be chosen; a group is as good as its two best experts together. Of equal
-    experts, and of equal groups, the first is taken.
+    A learned bias affects the choice but not the weights. The experts form `groups` of equal size, and only those in
+    the top_groups best groups can be chosen; the score of a group is the sum of its two best experts'. Ties between
+    experts, and between groups, go to the first.
     """
 
     num_experts: int
@@ -42,7 +42,7 @@ class Routing:
     groups: int = 1
     top_groups: int = 1
     normalised: bool = True
-    """Whether a token's weights are made to sum up to 1, before they are scaled."""
+    """Whether a token's weights are normalised to sum to 1 before they are scaled."""
     scale: float = 1.0
 
     def __post_init__(self) -> None:
@@ -64,14 +64,14 @@ class Routing:
 
 
 def route_tokens(logits: torch.Tensor, bias: torch.Tensor, routing: Routing) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weights fp32 [T, k] and experts int64 [T, k], best first.
+    """Return weights fp32 [T, k] and experts int64 [T, k], best first.
 
     logits  fp32 [T, E]
     bias    fp32 [E]
 
-    Of experts whose score plus bias is equal, and of equal groups, the lowest index wins; NaN counts as best. So a row
-    of NaN has NaN weights, and its experts too lie in 0..E-1. Raises BatchError for tensors of another shape, dtype or
-    device, with nothing run.
+    Experts are ranked by score plus bias. Ties between experts, and between groups, go to the lowest index; NaN ranks
+    best, so a row of NaN has NaN weights, and its experts are still in 0..E-1. Raises BatchError for another shape,
+    dtype or device, before any launch.
     """
     require_tensor("logits", logits, shape=(None, None), dtype=torch.float32, device=logits.device)
     require_tensor("bias", bias, shape=logits.shape[1:], dtype=torch.float32, device=logits.device)
@@ -83,7 +83,7 @@ def route_tokens(logits: torch.Tensor, bias: torch.Tensor, routing: Routing) -> 
 
 
 class RouteTokens(NamedTuple):
-    """logits fp32 [T, E] and bias fp32 [E], contiguous; the rest is as a `Routing` has and checks it.
+    """logits fp32 [T, E] and bias fp32 [E], contiguous; the other fields are those of a `Routing`, already validated.
 
     Returns weights fp32 [T, k] and experts int64 [T, k].
     """
@@ -149,12 +149,12 @@ def _scores(logits: torch.Tensor, scoring: str) -> torch.Tensor:
 
 
 def _best(values: torch.Tensor, count: int) -> torch.Tensor:
-    """Indices of the largest values; topk would leave open which of equal ones."""
+    """Return the indices of the largest values; topk does not define the order of ties."""
     return values.sort(dim=-1, descending=True, stable=True).indices[:, :count].contiguous()
 
 
 def _among_best_groups(choice: torch.Tensor, groups: int, top_groups: int) -> torch.Tensor:
-    """-inf outside each token's best groups; a group is as good as its two best experts together."""
+    """Set choices outside each token's best groups to -inf; a group's score is the sum of its two best experts'."""
     if groups == 1:
         return choice
     grouped = choice.unflatten(-1, (groups, -1))
@@ -176,23 +176,23 @@ def _route_kernel(
     GROUPS: tl.constexpr,  # G
     GROUP_SIZE: tl.constexpr,  # E / G
     TOP_GROUPS: tl.constexpr,  # groups to choose from
-    NORMALISED: tl.constexpr,  # make the weights sum up to 1
+    NORMALISED: tl.constexpr,  # make the weights sum to 1
     EPS: tl.constexpr,  # added to their sum
     BLOCK_G: tl.constexpr,  # G, rounded up to a power of two
-    BLOCK_S: tl.constexpr,  # E / G, likewise
+    BLOCK_S: tl.constexpr,  # E / G, rounded up to a power of two
     PDL: tl.constexpr,  # programmatic dependent launch
 ):
     """The top k of score(logits) + bias among the best groups, and their scores as weights.
 
-    One program per token, whose experts lie in a tile of groups by members.
+    One program per token, with its experts in a tile [groups, members].
     """
     await_previous(PDL)
     token = tl.program_id(0).to(tl.int64)
-    # 1. Scores, and the choice among them: with the bias, and of the best groups alone
+    # 1. Scores, and the values to choose by: with the bias, and only in the best groups
     offs_g = tl.arange(0, BLOCK_G)
     offs_s = tl.arange(0, BLOCK_S)
     mask = (offs_g < GROUPS)[:, None] & (offs_s < GROUP_SIZE)[None, :]
-    # Padding takes a name that no expert has: what its place would give is one of the next group's.
+    # Padding gets an index that no expert has: its position would give an expert of the next group.
     expert = tl.where(mask, offs_g[:, None] * GROUP_SIZE + offs_s[None, :], GROUPS * GROUP_SIZE)
     logits = tl.load(logits_ptr + token * GROUPS * GROUP_SIZE + expert, mask=mask, other=float("-inf"))
     scores = _triton_scores(logits, SCORING)
@@ -201,7 +201,7 @@ def _route_kernel(
         taken = _best_groups(tl.where(mask, choice, float("-inf")), offs_g, GROUPS, GROUP_SIZE, TOP_GROUPS)
         choice = tl.where(taken[:, None], choice, float("-inf"))
 
-    # 2. The best experts, one after another; rank is TOP_K for one that is not chosen
+    # 2. The best experts, one after another; rank is TOP_K for unchosen ones
     rank = tl.full([BLOCK_G, BLOCK_S], TOP_K, tl.int32)
     for k in range(TOP_K):
         rank = tl.where(expert == _first_best(choice, mask & (rank == TOP_K), expert), k, rank)
@@ -218,7 +218,7 @@ def _triton_scores(
     logits,  # fp32 [groups, members], -inf for padding
     SCORING: tl.constexpr,
 ):
-    """A token's scores, as `_scores` has them."""
+    """Compute a token's scores, as `_scores` does."""
     if SCORING == "sigmoid":
         scores = 1.0 / (1.0 + tl.exp(-logits))
     elif SCORING == "softmax":
@@ -242,7 +242,7 @@ def _best_groups(
     GROUP_SIZE: tl.constexpr,
     TOP_GROUPS: tl.constexpr,
 ):
-    """Whether each group is among a token's best."""
+    """Return whether each group is among a token's best."""
     group_score = tl.max(choice, 1)
     if GROUP_SIZE > 1:
         offs_s = tl.arange(0, choice.shape[1])
@@ -256,13 +256,13 @@ def _best_groups(
 
 @triton.jit
 def _nan_as_best(values):
-    """The values with +inf for NaN, which sorts first in torch too."""
+    """Replace NaN with +inf; torch sorts NaN first, too."""
     return tl.where(values == values, values, float("inf"))
 
 
 @triton.jit
 def _first_best(values, left, index):
-    """The least index among the largest of the values that are left; none of them is NaN."""
+    """Return the lowest index of the largest remaining value; none of them is NaN."""
     INT32_MAX: tl.constexpr = 2**31 - 1
     best = tl.max(tl.where(left, values, float("-inf")))
     return tl.min(tl.where(left & (values == best), index, INT32_MAX))

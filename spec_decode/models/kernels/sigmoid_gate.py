@@ -1,4 +1,4 @@
-"""What passes a gate: of an attention's output, or of an expert that every token takes."""
+"""Sigmoid gate of an attention's output or of a shared expert."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ def _sigmoid_gate_kernel(
     n_cols,  # N
     stride_x,
     stride_gate,
-    OF_ROWS: tl.constexpr,  # whether a row has one gate
-    BLOCK_SIZE: tl.constexpr,  # columns of a program
+    OF_ROWS: tl.constexpr,  # one gate per row
+    BLOCK_SIZE: tl.constexpr,  # columns per program
     PDL: tl.constexpr,  # programmatic dependent launch
 ):
     """y = x * sigmoid(gate). Grid [T, ceil(N / BLOCK_SIZE)]."""

@@ -1,8 +1,8 @@
-"""Linear layers over few rows, with what comes before and after them: one kernel each, bound by reading the weight.
+"""Linear layers over few rows, fused with the operations around them: one kernel each, bound by reading the weight.
 
-Legend: M rows, K inputs, N outputs. All work of a row happens in fp32 between the loads and the store. A program owns
-BLOCK_N outputs (with GATED their gate rows and their up rows) of BLOCK_M rows and walks all of K, so that a result has
-one order of summation whatever the device does.
+Legend: M rows, K inputs, N outputs. Computation is in fp32 between the loads and the store. A program owns BLOCK_N
+outputs (with GATED their gate rows and up rows) of BLOCK_M rows and walks all of K, so the order of summation does not
+depend on scheduling.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ from spec_decode.models.kernels.skinny_tiling import MAX_ROWS, Tiling, tile_of
 from spec_decode.models.kernels.swiglu import activated
 
 MAX_WIDE_ROWS = 64
-"""Those of a wide linear, whose weight is small enough to be read again for every _TOGETHER of them."""
+"""Rows of a wide linear, whose weight is small enough to be read again for every _TOGETHER of them."""
 
 _TOGETHER = 4
-"""Rows of one program at most: more would not leave it the registers."""
+"""The most rows per program: more would exhaust its registers."""
 
 _EVICT_ABOVE_BYTES = 32 << 20
-"""A weight of more bytes is the first that the L2 cache drops: it would not hold it until the next step anyway."""
+"""A larger weight is evicted first from the L2 cache, which would not hold it until the next step anyway."""
 
 
 def skinny_linear(x: torch.Tensor, weight: Weight, residual: torch.Tensor | None = None) -> torch.Tensor:
-    """x @ weight^T, plus residual [M, N] where there is one; x [M, K], weight [N, K] contiguous, of x's dtype or in 8
-    bits; [M, N].
+    """Return x @ weight^T, plus residual [M, N] if given; [M, N]. x: [M, K]; weight: [N, K], contiguous, of x's dtype
+    or in 8 bits.
 
-    Raises BatchError for more than MAX_ROWS rows and for shapes or dtypes that do not fit, with nothing run.
+    Raises BatchError for more than MAX_ROWS rows and for shapes or dtypes that do not fit, before any launch.
     """
     values, scale = operands(weight)
     return _skinny_linear(*SkinnyLinear(x, values, residual=residual, scale=scale).checked())[1]
 
 
 def skinny_gated_linear(x: torch.Tensor, weight: Weight) -> torch.Tensor:
-    """silu(gate) * up of x @ weight^T, weight [2 N, K], gate above up; else as `skinny_linear`."""
+    """Return silu(gate) * up of x @ weight^T, for weight [2 N, K], gate above up; otherwise as `skinny_linear`."""
     values, scale = operands(weight)
     return _skinny_linear(*SkinnyLinear(x, values, gated=True, scale=scale).checked())[1]
 
@@ -59,10 +59,10 @@ def norm_linear(
     weight: Weight,
     gated: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """x + delta (x where there is none), [M, K], and its RMS norm by `norm` [K] and eps, @ weight^T.
+    """Return x + delta (x if delta is None), [M, K], and its RMS norm by `norm` [K] and eps @ weight^T, [M, N].
 
-    gated: weight [2 N, K] holds gate above up, and the second result is silu(gate) * up; else it is [N, K]. The result
-    is [M, N]. x + delta is rounded to x's dtype, its norm is not. Raises as `skinny_linear` does.
+    gated: weight [2 N, K] holds gate above up, and the second result is silu(gate) * up; otherwise weight is [N, K]. x
+    + delta is rounded to x's dtype, its norm is not. Raises as `skinny_linear` does.
     """
     values, scale = operands(weight)
     arguments = SkinnyLinear(x, values, delta=delta, norm=norm, eps=eps, gated=gated, scale=scale)
@@ -73,7 +73,7 @@ def norm_linear(
 def embed_linear(
     token_ids: torch.Tensor, embedding: torch.Tensor, hidden: torch.Tensor, weight: Weight
 ) -> torch.Tensor:
-    """(embedding[token_ids] | hidden) @ weight^T, [M, N].
+    """Return (embedding[token_ids] | hidden) @ weight^T, [M, N].
 
     token_ids int64 [T], embedding [V, H], hidden [T, H], weight [N, 2 H]. Raises as `skinny_linear` does.
     """
@@ -82,11 +82,11 @@ def embed_linear(
 
 
 def wide_linear(x: torch.Tensor, weight: torch.Tensor, *, norm_eps: float | None = None) -> torch.Tensor:
-    """x @ weight^T in fp32 whatever x has: x [M, K] of any float dtype, weight fp32 [N, K]; fp32 [M, N].
+    """Return x @ weight^T in fp32, [M, N], for x [M, K] of any float dtype and weight fp32 [N, K].
 
-    For a router, whose almost equal scores would change places with the rounding of a narrower product, and for the
-    shares of hyper-connections. norm_eps: x is first divided by its root mean square, the mean plus norm_eps. Any
-    number of rows, few of them by the kernel. Raises BatchError for shapes or dtypes that do not fit, with nothing run.
+    For a router, where rounding to a narrower dtype would swap nearly equal scores, and for the coefficients of
+    hyper-connections. norm_eps: first divide x by its root mean square, with norm_eps added to the mean. Takes any
+    number of rows; few rows use the kernel. Raises BatchError for shapes or dtypes that do not fit, before any launch.
     """
     require(
         x.dim() == 2 and x.is_floating_point() and weight.dtype == torch.float32 and weight.shape[1:] == x.shape[1:],
@@ -105,23 +105,23 @@ def wide_linear(x: torch.Tensor, weight: torch.Tensor, *, norm_eps: float | None
 
 
 def _like(tensor: torch.Tensor | None, x: torch.Tensor, *shape: int) -> bool:
-    """Whether a tensor, where there is one, is of this shape, contiguous and of x's dtype."""
+    """Whether an optional tensor has this shape and x's dtype and is contiguous."""
     return tensor is None or (tensor.shape == shape and tensor.dtype == x.dtype and tensor.is_contiguous())
 
 
 class SkinnyLinear(NamedTuple):
-    """Rows x with what comes before and after their product with a weight; None for what a form does without.
+    """Rows x, the weight, and the operations fused around their product; None for an absent one.
 
-    x          float [M, K], or [M, K / 2] beside an embedding; adjacent along K
+    x          float [M, K], or [M, K / 2] with an embedding; contiguous along K
     weight     float [N, K], with a gate [2 N, K]
     token_ids  int64 [T], with an embedding
-    embedding  as x, [V, K / 2]: that of each row's token comes before x
-    delta      as x, contiguous: is added to x
+    embedding  [V, K / 2] in x's dtype: the row of each token is prepended to x
+    delta      like x, contiguous: added to x
     norm       float [K]: the weight of the RMS norm
-    residual   as x, [M, N]: is added to the product
+    residual   [M, N] in x's dtype: added to the product
     eps        of the RMS norm; None: no norm
-    gated      the product is a gate above up, and becomes silu(gate) * up
-    scale      fp32 [N], with a gate [2 N]: that of a weight float8_e4m3fn
+    gated      the product holds gate above up, and becomes silu(gate) * up
+    scale      fp32 [N], with a gate [2 N]: of a weight in float8_e4m3fn
 
     Returns x + delta (empty without a delta) and the result [M, N] in the weight's dtype, or in x's with a scale.
     """
@@ -144,11 +144,11 @@ class SkinnyLinear(NamedTuple):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The result's."""
+        """The result's dtype."""
         return self.weight.dtype if self.scale is None else self.x.dtype
 
     def checked(self) -> SkinnyLinear:
-        """These. Raises BatchError for more than MAX_ROWS rows and for shapes or dtypes that do not fit."""
+        """Return self. Raises BatchError for more than MAX_ROWS rows and for shapes or dtypes that do not fit."""
         x, weight, token_ids, embedding = self[:4]
         rows, inputs = x.shape[0], x.shape[1] * (1 if embedding is None else 2)
         require(
@@ -199,7 +199,7 @@ class SkinnyLinear(NamedTuple):
         return total, self.weight.new_empty(self.x.shape[0], self.outputs, dtype=self.dtype)
 
     def launch(self, tile: Tiling | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """tile: how the kernel is cut; None: as `tile_of` does."""
+        """tile: the kernel's tiling; None: `tile_of`'s."""
         x, weight, (total, out), outputs = self.x, self.weight, self.fake(), self.outputs
         rows, inputs, stored = x.shape[0], weight.shape[1], stored_as(out)
         together = min(rows, _TOGETHER)
@@ -250,15 +250,15 @@ def matvec_kernel(
     y_ptr,  # out: [M, N]
     M,
     vocab_size,  # V; 0 without an embedding
-    stride_xm,  # of a row
+    stride_xm,  # between rows
     eps,  # of the norm; None: no norm
     N: tl.constexpr,
     K: tl.constexpr,
     GATED: tl.constexpr,
-    EVICTION: tl.constexpr,  # the eviction policy of the weight's loads
-    BLOCK_M: tl.constexpr,  # rows of a program
-    BLOCK_N: tl.constexpr,  # outputs of a program
-    BLOCK_K: tl.constexpr,  # inputs multiplied at a time
+    EVICTION: tl.constexpr,  # eviction policy of the weight's loads
+    BLOCK_M: tl.constexpr,  # rows per program
+    BLOCK_N: tl.constexpr,  # outputs per program
+    BLOCK_K: tl.constexpr,  # inputs per iteration
     STAGES: tl.constexpr,  # tiles in flight
     PDL: tl.constexpr,  # programmatic dependent launch
 ):
@@ -266,10 +266,10 @@ def matvec_kernel(
 
     Grid [tiles of N, tiles of M].
 
-    Products in fp32, summed over K at the end: for so few rows that a tensor core would run nearly empty.
+    Multiplies in fp32 and sums over K at the end: with so few rows, a tensor core would run nearly empty.
     """
     await_previous(PDL)
-    # 1. Every tile has three axes, M, N and K, so that no load needs another layout than the products.
+    # 1. Every tile has three axes, M, N and K, so loads have the same layout as the products.
     offs_m = (tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M))[:, None, None]
     offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     w_ptrs = w_ptr + offs_n[None, :, None].to(tl.int64) * K
@@ -299,7 +299,7 @@ def matvec_kernel(
             up *= tl.load(scale_ptr + N + offs_n, mask=offs_n < N, other=0.0)[None, :]
     # 4. The norm, the gate and the residual, and the store
     if eps is not None:
-        # A row's scale is the same for all of its products: taken out of the sum, x is read once, not twice.
+        # The norm's factor is constant over a row, so it moves out of the sum and x is read once instead of twice.
         rstd = tl.rsqrt(sum_sq / K + eps)
         y *= rstd
         up *= rstd
@@ -326,11 +326,11 @@ def _load_x(
     M,
     K: tl.constexpr,
 ):
-    """What the rows hold at the columns, fp32: x, x + delta, or the token's embedding beside x."""
+    """Load the rows' values at these columns, in fp32: x, x + delta, or embedding | x."""
     mask = (offs_m < M) & (offs_k < K)
     if embedding_ptr is not None:
         HALF_K: tl.constexpr = K // 2
-        # An id outside the vocabulary must not lead the read out of the table.
+        # An id outside the vocabulary must not read outside the table.
         is_known = mask & (offs_k < HALF_K) & (token >= 0) & (token < vocab_size)
         embedded = tl.load(embedding_ptr + token * HALF_K + offs_k, mask=is_known, other=0.0)
         hidden = tl.load(x_ptr + offs_m * stride_xm + offs_k - HALF_K, mask=mask & (offs_k >= HALF_K), other=0.0)
@@ -339,7 +339,7 @@ def _load_x(
         x = tl.load(x_ptr + offs_m * stride_xm + offs_k, mask=mask, other=0.0).to(tl.float32)
         if delta_ptr is not None:
             x += tl.load(delta_ptr + offs_m * K + offs_k, mask=mask, other=0.0).to(tl.float32)
-            # The residual stream is rounded to its dtype before the norm, as separate kernels would leave it.
+            # The residual stream is rounded to its dtype before the norm, as separate kernels would do.
             narrow = x.to(x_ptr.dtype.element_ty)
             tl.store(total_ptr + offs_m * K + offs_k, narrow, mask=mask & (tl.program_id(0) == 0))
             x = narrow.to(tl.float32)

@@ -1,13 +1,12 @@
 """Linear layers over too many rows for skinny_linear and too few to keep a tensor core busy: bound by reading the
-weight, which goes through once.
+weight, which is read once.
 
-The weight is the tall side of the tensor core's product and the rows its narrow one, so that few rows leave little of
-it empty: y^T = w x^T. A program owns a tile of outputs and, where K is split (split-K), a share of K, whose partial
-sums a second kernel adds in order: a result has one order of summation whatever the device does.
+The weight is the tall operand of the tensor core and the rows the narrow one, so few rows waste little of it: y^T = w
+x^T. A program owns a tile of outputs. If K is split (split-K), it owns a share of K, and a second kernel adds the
+partial sums in order, so the order of summation does not depend on scheduling.
 
-Legend: M rows, T rows of x that M sorted rows are taken from, K inputs, N outputs, E weights. Products are of operands
-in their own dtype (a weight of 8 bits is first converted to that of x); sums and what follows are in fp32, up to the
-store.
+Legend: M rows, T rows of x that M sorted rows are gathered from, K inputs, N outputs, E weights. Products take operands
+in their own dtype (an 8-bit weight is first converted to x's); sums and the epilogue are in fp32 until the store.
 """
 
 from __future__ import annotations
@@ -39,14 +38,14 @@ from spec_decode.models.kernels.streamed_tma_kernel import (
 from spec_decode.models.kernels.swiglu import activated
 
 _EVICT_ABOVE_BYTES = 32 << 20
-"""Weights of more bytes are the first that the L2 cache drops: it would not hold them until the next step anyway."""
+"""Larger weights are evicted first from the L2 cache, which would not hold them until the next step anyway."""
 
 _SUM_BLOCK = 512
-"""Outputs of a program that adds shares: 16 bytes of fp32 for each thread of its 4 warps."""
+"""Outputs per program of the kernel that adds shares: 16 bytes of fp32 for each thread of its 4 warps."""
 
 
 def num_shares(x: torch.Tensor, weight: Weight) -> int:
-    """How many shares K is cut into for rows x [M, K] and weight [N, K]: more than 1 where N alone gives too few
+    """Return the number of split-K shares for rows x [M, K] and weight [N, K]: above 1 if N alone gives too few
     programs. 1 for more than MAX_ROWS rows, which are multiplied in parts."""
     values, scale = operands(weight)
     return 1 if x.shape[0] > MAX_ROWS else StreamedLinear(x, values, scale=scale).cut().shares
@@ -61,14 +60,13 @@ def streamed_linear(
     gated: bool = False,
     limit: float | None = None,
 ) -> torch.Tensor:
-    """x @ weight^T, plus bias [N] and residual [M, N] where there are such; [M, N].
+    """Return x @ weight^T, plus bias [N] and residual [M, N] if given; [M, N].
 
-    x [M, K], adjacent along K; weight [N, K], contiguous, of x's dtype or in 8 bits. gated: weight [2 N, K] holds gate
-    above up, and the result is silu(gate) * up, with a limit silu(min(gate, limit)) * clamp(up, -limit, limit), and
-    there is no bias.
-    A weight in 8 bits takes any number of rows and is read once for every MAX_ROWS of them; another takes 1 to
-    MAX_ROWS, and 1 to MAX_GATED_ROWS if it is a gate of 16 bits. Raises BatchError for another number of rows, shapes
-    or dtypes that do not fit, an empty weight and a limit without a gate, with nothing run.
+    x: [M, K], contiguous along K; weight: [N, K], contiguous, of x's dtype or in 8 bits. gated: weight [2 N, K] holds
+    gate above up, and the result is silu(gate) * up, or with a limit silu(min(gate, limit)) * clamp(up, -limit, limit);
+    a bias is not allowed. An 8-bit weight takes any number of rows and is read once for every MAX_ROWS of them. Other
+    weights take 1 to MAX_ROWS rows, or 1 to MAX_GATED_ROWS for a 16-bit gate. Raises BatchError for another number of
+    rows, shapes or dtypes that do not fit, an empty weight and a limit without a gate, before any launch.
     """
     values, scale = operands(weight)
     asked = StreamedLinear(x, values, bias=bias, residual=residual, gated=gated, limit=limit, scale=scale)
@@ -89,28 +87,28 @@ def streamed_groups(
     gated: bool = False,
     limit: float | None = None,
 ) -> torch.Tensor:
-    """Rows sorted by group, each times its group's weight; [M, N].
+    """Multiply rows sorted by group by their group's weight; [M, N].
 
     x       float [M, K], or [T, K] with tokens
-    weight  of x's dtype or in 8 bits, [E, N, K], contiguous; gated: [E, 2 N, K], gate above up, and a row becomes
+    weight  [E, N, K], contiguous, of x's dtype or in 8 bits; gated: [E, 2 N, K], gate above up, and a row becomes
             silu(gate) * up
-    ends    int32 [E]: one past each group's last row; rows from ends[-1] on are of the last group
-    tokens  int64 [M], in 0..T-1: the row of x that each of the M rows is; None: they are x
-    limit   of gated: with it, silu(min(gate, limit)) * clamp(up, -limit, limit)
+    ends    int32 [E]: one past each group's last row; rows from ends[-1] on belong to the last group
+    tokens  int64 [M], in 0..T-1: the row of x for each of the M rows; None: the rows are x
+    limit   with gated: silu(min(gate, limit)) * clamp(up, -limit, limit)
 
-    The weights of groups that have rows are read, once for every 16 of their rows. Raises BatchError for shapes or
-    dtypes that do not fit, an empty weight and a limit without a gate, with nothing run.
+    Only the weights of groups with rows are read, once for every 16 of their rows. Raises BatchError for shapes or
+    dtypes that do not fit, an empty weight and a limit without a gate, before any launch.
     """
     values, scale = operands(weight)
     return _streamed_linear(*StreamedLinear(x, values, ends, tokens, gated=gated, limit=limit, scale=scale).checked())
 
 
 class Cut(NamedTuple):
-    """How a product is cut.
+    """How a product is split.
 
-    tile    of a program
-    share   inputs of one share; the last may have fewer
-    shares  how many shares a row's K inputs are cut into
+    tile    the tiling of a program
+    share   inputs of one share; the last can have fewer
+    shares  the number of shares that K is split into
     """
 
     tile: StreamedTiling
@@ -119,10 +117,10 @@ class Cut(NamedTuple):
 
 
 class StreamedLinear(NamedTuple):
-    """Rows x, the weight or the weights of groups, and what comes after; None for what a form does without.
+    """The arguments of `streamed_linear` and `streamed_groups`; None for an absent one.
 
-    As `streamed_linear` and `streamed_groups` have them. scale: that of a weight float8_e4m3fn, fp32 [N], with a gate
-    [2 N], with ends [E, N] or [E, 2 N]. Returns the result [M, N] in x's dtype.
+    scale: fp32 [N] for a weight in float8_e4m3fn; with a gate [2 N], with ends [E, N] or [E, 2 N]. Returns the result
+    [M, N] in x's dtype.
     """
 
     x: torch.Tensor
@@ -147,11 +145,11 @@ class StreamedLinear(NamedTuple):
 
     @property
     def most_rows(self) -> int:
-        """Rows that a launch takes where they are not sorted."""
+        """The most unsorted rows per launch."""
         return MAX_GATED_ROWS if self.gated and self.weight.itemsize == 2 else MAX_ROWS
 
     def checked(self) -> StreamedLinear:
-        """These. Raises BatchError for shapes or dtypes that do not fit, an empty weight, or a limit without a gate."""
+        """Return self. Raises BatchError for tensors that do not fit, an empty weight, or a limit without a gate."""
         x, weight, ends, tokens, bias, residual = self[:6]
         if self.limit is not None and not self.gated:
             raise BatchError(
@@ -194,10 +192,10 @@ class StreamedLinear(NamedTuple):
         else:
             rows = torch.arange(self.rows, dtype=torch.int32, device=x.device)
             groups = torch.searchsorted(self.ends[:-1], rows, right=True)
-            # Every row alone: torch's own sums depend on how many there are.
+            # Row by row, because torch's sums depend on the number of rows.
             out = x.new_empty(self.rows, self.weight.shape[1])
             for t in range(self.rows):
-                # Not read on the host: the benchmark traces a draft's step through these formulas.
+                # No host read: the benchmark traces a draft's step through this code.
                 group = groups[t : t + 1]
                 scale = None if self.scale is None else self.scale.index_select(0, group)
                 out[t] = F.linear(x[t : t + 1], widened(self.weight.index_select(0, group), scale)[0])[0]
@@ -211,7 +209,7 @@ class StreamedLinear(NamedTuple):
         return self.x.new_empty(self.rows, self.outputs)
 
     def launch(self, tile: StreamedTiling | None = None) -> torch.Tensor:
-        """tile: how the kernel is cut; None: as `streamed_tiling` does."""
+        """tile: the kernel's tiling; None: `streamed_tiling`'s."""
         out = self.fake()
         if not self.rows:
             return out
@@ -226,7 +224,7 @@ class StreamedLinear(NamedTuple):
         return stored.to(out.dtype)
 
     def launch_into(self, out: torch.Tensor, tile: StreamedTiling | None) -> None:
-        """Launch all that gives out [M, N], of at most `most_rows` where they are not sorted; tile: see `launch`."""
+        """Launch the kernels for out [M, N], at most `most_rows` rows unless they are sorted; tile: see `launch`."""
         cut = self.cut(tile)
         if cut.shares == 1:
             self.multiply(out, cut)
@@ -236,9 +234,9 @@ class StreamedLinear(NamedTuple):
             launch_sum_shares(sums, out, self.bias, self.residual, gated=self.gated, limit=self.limit)
 
     def cut(self, tile: StreamedTiling | None = None) -> Cut:
-        """How the product is cut; tile: of the program, None: as `streamed_tiling` does.
+        """Return how the product is split. tile: the program's tiling; None: `streamed_tiling`'s.
 
-        Sorted rows have one tile of rows a program, which its threads fetch, as they do a weight in 8 bits.
+        Programs over sorted rows have one tile of rows. Their threads load it, as they load an 8-bit weight.
         """
         (w_rows, inputs), itemsize = self.weight.shape[-2:], self.weight.element_size()
         groups = 0 if self.ends is None else self.weight.shape[0]
@@ -246,18 +244,18 @@ class StreamedLinear(NamedTuple):
         tile = tile or streamed_tiling(
             self.rows, w_rows, inputs, room, groups=groups, itemsize=itemsize, gated=self.gated
         )
-        # A share is whole blocks of K, rounded up: fewer shares than the tiling's may then cover K.
+        # A share is rounded up to whole blocks of K, so fewer shares than the tiling's can cover K.
         share = cdiv(cdiv(inputs, tile.block_k), tile.shares) * tile.block_k
         return Cut(tile, share, cdiv(inputs, share))
 
     def multiply(self, out: torch.Tensor, cut: Cut) -> None:
-        """Launch the product: into `out` [M, N] whole, or where it is cut into shares their sums, fp32 [shares, M, N]
-        (2 N with a gate). The plain kernel stands in where operands are not aligned for the bulk copy engine."""
+        """Launch the product into `out` [M, N] or, with split-K, its partial sums into fp32 [shares, M, N] (2 N with a
+        gate). The plain kernel runs if the operands are not aligned for the bulk copy engine."""
         x, weight, ends, tokens, bias, residual, gated, limit, scale = self
         outputs, (tile, share, shares) = self.outputs, cut
         if is_cut := shares > 1:
-            # Gate, bias and residual come after the sum of the shares: to the kernel, both halves of a gated weight are
-            # outputs of one without a gate.
+            # Gate, bias and residual are applied after the sum of the shares: the kernel treats a gated weight as a
+            # weight of 2 N outputs without a gate.
             outputs, gated, bias, residual, limit = weight.shape[-2], False, None, None, None
         tile_n = tile.block_n // (2 if gated else 1)
         programs, fp32_dot = cdiv(outputs, tile_n), x.device.type == "cpu"
@@ -288,7 +286,7 @@ class StreamedLinear(NamedTuple):
             )
             return
         groups = 0 if ends is None else len(weight)
-        # Rows share the first axis with the tiles: the others have 65,535 programs at most.
+        # Rows share the first grid axis with the tiles: the other axes allow 65,535 programs.
         streamed_kernel[programs * (self.rows if groups else 1), shares](
             x_ptr=x,
             w_ptr=weight,
@@ -329,7 +327,7 @@ def launch_sum_shares(
     gated: bool = False,
     limit: float | None = None,
 ) -> None:
-    """Launch what adds sums fp32 [shares, M, N] (2 N with a gate) up, and what comes after the product, into out
+    """Launch the kernel that adds sums fp32 [shares, M, N] (2 N with a gate) and the epilogue's terms into out
     [M, N]."""
     rows, outputs = out.shape
     sum_shares_kernel[(rows, cdiv(outputs, _SUM_BLOCK))](
@@ -362,36 +360,36 @@ def streamed_kernel(
     residual_ptr,  # [M, N], or None
     y_ptr,  # out: [M, N]; SPLIT_K: fp32 [shares, M, N]
     M,
-    stride_xm,  # of a row
-    k_per_share,  # inputs of a program, a multiple of BLOCK_K
-    limit,  # the gate's maximum, and up's in absolute value; or None
+    stride_xm,  # between rows
+    k_per_share,  # inputs per program, a multiple of BLOCK_K
+    limit,  # upper bound of the gate, and of up's absolute value; or None
     N: tl.constexpr,  # SPLIT_K: all rows of the weight
     K: tl.constexpr,
     GROUPS: tl.constexpr,  # E; 0 without ends
     GATED: tl.constexpr,  # w is gate above up; never with SPLIT_K
-    SPLIT_K: tl.constexpr,  # store a share's sums as they are, for sum_shares_kernel
-    EVICTION: tl.constexpr,  # the eviction policy of the weight's loads; "" is the default one
+    SPLIT_K: tl.constexpr,  # store a share's partial sums, for sum_shares_kernel
+    EVICTION: tl.constexpr,  # eviction policy of the weight's loads; "" is the default
     BLOCK_M: tl.constexpr,  # rows of the first tile
     BLOCK_M2: tl.constexpr,  # rows of the second tile, or 0
-    BLOCK_N: tl.constexpr,  # rows of the weight in a tile; with a gate half of them are the up projection's
-    BLOCK_K: tl.constexpr,  # inputs multiplied at a time
+    BLOCK_N: tl.constexpr,  # weight rows in a tile; with a gate half of them belong to the up projection
+    BLOCK_K: tl.constexpr,  # inputs per iteration
     BLOCK_E: tl.constexpr,  # E, rounded up to a power of two
     STAGES: tl.constexpr,  # tiles in flight
     FP32_DOT: tl.constexpr,  # multiply in fp32, for the interpreter
     PDL: tl.constexpr,  # programmatic dependent launch
 ):
-    """y = epilogue(x @ w^T * scale). A program has one tile of outputs, and one share of K, for all rows or a group's.
+    """y = epilogue(x @ w^T * scale). A program has one tile of outputs and one share of K, for all rows or a group's.
 
     Epilogue: silu(gate) * up with a gate, else + bias; then + residual. A tile of the weight is loaded once and
-    multiplied with BLOCK_M rows and BLOCK_M2 rows after them: a tile's sizes are powers of two, and 80 rows make 64 and
-    16. Grid [tiles of outputs, shares].
+    multiplied by BLOCK_M rows and the BLOCK_M2 rows after them: tile sizes are powers of two, so 80 rows use 64 and 16.
+    Grid [tiles of outputs, shares].
 
-    With ends_ptr BLOCK_M2 is 0 and the grid is [M * tiles of outputs, shares]: the host does not know where groups end,
-    so every sorted row has a program for each tile, and those of one row are neighbours. Only the programs of every
-    BLOCK_M-th row of a group have work.
+    With ends_ptr, BLOCK_M2 is 0 and the grid is [M * tiles of outputs, shares]: the host does not know where groups
+    end, so every sorted row has a program for each tile, and the programs of one row are neighbours. Only the programs
+    of every BLOCK_M-th row of a group have work.
     """
-    # 1. The outputs and the share of this program. With a gate the first half of a tile's rows are of the gate, the
-    # second of the up projection for the same outputs: rows n and N + n of w. _store takes the halves apart.
+    # 1. The outputs and the share of this program. With a gate, the first half of a tile's rows are gate rows, the
+    # second half up rows for the same outputs: rows n and N + n of w. _store splits the halves.
     TILE_N: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
     NUM_TILES: tl.constexpr = (N + TILE_N - 1) // TILE_N
     W_ROWS: tl.constexpr = N * (2 if GATED else 1)  # of one weight
@@ -402,13 +400,13 @@ def streamed_kernel(
     offs_w = offs_n + (tile_row // TILE_N) * N  # its row of w
     mask_n = offs_n < N
     k_start = tl.program_id(1) * k_per_share
-    # The weight is no result of an earlier kernel, so it may be fetched before the wait. ends_ptr is one, and it says
-    # which group's weight this program reads.
+    # No earlier kernel writes the weight, so it can be fetched before the wait. But one writes ends_ptr, which
+    # determines the group whose weight this program reads.
     if ends_ptr is None:
         prefetch_weight(w_ptr, offs_w, k_start, W_ROWS, K, BLOCK_K, PDL)
     await_previous(PDL)
 
-    # 2. The rows of this program, up to m_end, in one tile or two, and where their inputs start
+    # 2. The rows of this program, up to m_end, in one or two tiles, and pointers to their inputs
     offs_m = tl.arange(0, BLOCK_M)
     m_end = M
     if ends_ptr is not None:
@@ -421,7 +419,7 @@ def streamed_kernel(
     x_rows = offs_m if tokens_ptr is None else tl.load(tokens_ptr + offs_m, mask=offs_m < m_end, other=0)
     w_ptrs = w_ptr + offs_w.to(tl.int64)[:, None] * K
     x_ptrs = x_ptr + x_rows.to(tl.int64)[None, :] * stride_xm
-    # A program without rows has no inputs: the loop does not run, and the store is masked.
+    # A program without rows has no inputs: it skips the loop, and its store is masked.
     k_end = tl.where(tl.min(offs_m, 0) < m_end, tl.minimum(k_start + k_per_share, K), k_start)
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     if BLOCK_M2:
@@ -430,7 +428,7 @@ def streamed_kernel(
         acc2 = tl.zeros((BLOCK_N, BLOCK_M2), tl.float32)
 
     # 3. w @ x^T, BLOCK_K inputs at a time: acc [BLOCK_N, BLOCK_M], acc2 [BLOCK_N, BLOCK_M2]. Shares are multiples of
-    # BLOCK_K, so only the end of K cuts a block short. "ieee" keeps fp32 operands from being rounded to TF32.
+    # BLOCK_K, so only the last block of K can be partial. "ieee" keeps fp32 operands from being rounded to TF32.
     for k in tl.range(k_start, k_end, BLOCK_K, num_stages=STAGES):
         offs_k = k + tl.arange(0, BLOCK_K)
         if K % BLOCK_K == 0:
@@ -445,7 +443,7 @@ def streamed_kernel(
         if FP32_DOT:
             w = w.to(tl.float32)
         elif scale_ptr is not None:
-            # By way of fp32: a GPU's conversion straight to bf16 takes a number at a time, in its slowest unit.
+            # By way of fp32: a GPU converts to bf16 one number at a time, in its slowest unit.
             w = w.to(tl.float32).to(x_ptr.dtype.element_ty)
         x = _load_x(x_ptrs, offs_m, m_end, offs_k, K, BLOCK_K, FP32_DOT)
         acc = tl.dot(w, x, acc, input_precision="ieee")
@@ -501,11 +499,11 @@ def sum_shares_kernel(
     residual_ptr,  # [M, N], or None
     y_ptr,  # out: [M, N]
     M,
-    limit,  # the gate's maximum, and up's in absolute value; or None
+    limit,  # upper bound of the gate, and of up's absolute value; or None
     N: tl.constexpr,
     GATED: tl.constexpr,
     NUM_SHARES: tl.constexpr,
-    BLOCK_N: tl.constexpr,  # outputs of a program
+    BLOCK_N: tl.constexpr,  # outputs per program
     PDL: tl.constexpr,  # programmatic dependent launch
 ):
     """y = epilogue(sum of the shares). A program has BLOCK_N outputs of one row; grid [M, ceil(N / BLOCK_N)]."""
@@ -516,7 +514,7 @@ def sum_shares_kernel(
     mask = offs_n < N
     y = tl.zeros((BLOCK_N,), tl.float32)
     up = tl.zeros((BLOCK_N,), tl.float32)
-    # Unrolled, so that all loads are on their way before the first sum waits for one.
+    # Unrolled, so all loads are in flight before the first addition waits for one.
     for share in tl.static_range(NUM_SHARES):
         sums_ptrs = sums_ptr + (share * M + m) * W_ROWS + offs_n
         y += tl.load(sums_ptrs, mask=mask, other=0.0)
@@ -527,7 +525,7 @@ def sum_shares_kernel(
 
 @triton.jit
 def _load_x(
-    x_ptrs,  # where each row's inputs start, [1, rows]
+    x_ptrs,  # start of each row's inputs, [1, rows]
     offs_m,  # [rows]
     m_end,
     offs_k,  # [BLOCK_K]
@@ -535,7 +533,7 @@ def _load_x(
     BLOCK_K: tl.constexpr,
     FP32_DOT: tl.constexpr,
 ):
-    """A tile of x^T, [BLOCK_K, rows]."""
+    """Load a tile of x^T, [BLOCK_K, rows]."""
     if K % BLOCK_K == 0:
         x = tl.load(x_ptrs + offs_k[:, None], mask=(offs_m < m_end)[None, :], other=0.0)
     else:
@@ -549,20 +547,20 @@ def _load_x(
 def _store(
     acc,  # fp32 [BLOCK_N, BLOCK_M]
     offs_m,  # [BLOCK_M]
-    m_end,  # one past the last row that is stored
+    m_end,  # one past the last row to store
     bias_ptr,  # [N], or None
     residual_ptr,  # [M, N], or None
     y_ptr,  # out: [M, N]; SPLIT_K: fp32 [shares, M, N]
     M,
-    limit,  # the gate's maximum, and up's in absolute value; or None
+    limit,  # upper bound of the gate, and of up's absolute value; or None
     n_start,  # the program's first output
     N: tl.constexpr,
     GATED: tl.constexpr,
     SPLIT_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
-    TILE_N: tl.constexpr,  # outputs of a program
+    TILE_N: tl.constexpr,  # outputs per program
 ):
-    """Store acc^T: a share's sums as they are, or whole ones after the epilogue."""
+    """Store acc^T: a share's partial sums unchanged, or full sums after the epilogue."""
     y = tl.trans(acc)
     offs_n = n_start + tl.arange(0, TILE_N)[None, :]
     mask = (offs_m < m_end)[:, None] & (offs_n < N)
@@ -573,7 +571,7 @@ def _store(
     else:
         up = y
         if GATED:
-            # y's columns are TILE_N of the gate, then TILE_N of the up projection. tl.split wants the two as the last
+            # y's columns are TILE_N of the gate, then TILE_N of the up projection. tl.split needs the two as the last
             # axis: [BLOCK_M, 2, TILE_N] becomes [BLOCK_M, TILE_N, 2].
             halves = tl.permute(tl.reshape(y, (BLOCK_M, 2, TILE_N)), (0, 2, 1))
             y, up = tl.split(halves)
@@ -583,21 +581,21 @@ def _store(
 @triton.jit
 def _rows_of_group(
     ends_ptr,  # int32 [E]
-    sorted_row,  # that this program was launched for
-    offs_m,  # [BLOCK_M], counted from the first of this program
+    sorted_row,  # the row that this program was launched for
+    offs_m,  # [BLOCK_M], relative to the program's first row
     M,
     GROUPS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
-    """The sorted rows of this program, one past their group's last, and the group. Without rows all are M, the number
-    of sorted rows.
+    """Return the sorted rows of this program, one past their group's last row, and the group. Without rows, all are M,
+    the number of sorted rows.
 
-    Of a group's rows every BLOCK_M-th has a tile, and the programs of the others have no rows.
+    Every BLOCK_M-th row of a group starts a tile; the programs of the other rows have none.
     """
     INT32_MAX: tl.constexpr = 2**31 - 1
     offs_e = tl.arange(0, BLOCK_E)
-    # The last group has no end, so that every row belongs to one.
+    # The last group is open-ended, so every row belongs to a group.
     ends = tl.load(ends_ptr + offs_e, mask=offs_e < GROUPS - 1, other=INT32_MAX)
     is_before = ends <= sorted_row
     group = tl.sum(is_before.to(tl.int32), 0)

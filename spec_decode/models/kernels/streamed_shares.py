@@ -1,4 +1,4 @@
-"""A streamed linear whose shares of K are yet to be added up: by the norm that comes next, in the same kernel."""
+"""A streamed linear that returns its split-K partial sums, for the next norm to add in its own kernel."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from spec_decode.models.kernels.streamed_linear import StreamedLinear, launch_su
 
 
 def streamed_shares(x: torch.Tensor, weight: Weight) -> torch.Tensor:
-    """fp32 [S, M, N], whose sum over S is x [M, K] @ weight [N, K]^T; S is `num_shares`, 2 or more.
+    """Return fp32 [S, M, N]; its sum over S is x [M, K] @ weight [N, K]^T. S is `num_shares`, 2 or more.
 
     For a product that is ProductKind.STREAMED. Raises BatchError for shapes or dtypes that do not fit.
     """
@@ -24,12 +24,12 @@ def streamed_shares(x: torch.Tensor, weight: Weight) -> torch.Tensor:
 
 
 def sum_shares(shares: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """x + shares.sum(0), added in fp32 and rounded once: shares fp32 [S, M, N], x and the result [M, N] contiguous."""
+    """Return x + shares.sum(0), added in fp32 and rounded once. shares: fp32 [S, M, N]; x: [M, N]; all contiguous."""
     return _sum_shares(shares, x)
 
 
 class StreamedShares(NamedTuple):
-    """The arguments of `streamed_shares`; with a weight float8_e4m3fn, its scale fp32 [N]."""
+    """The arguments of `streamed_shares`. scale: fp32 [N] for a weight in float8_e4m3fn, else None."""
 
     x: torch.Tensor
     weight: torch.Tensor
@@ -37,7 +37,7 @@ class StreamedShares(NamedTuple):
 
     @property
     def product(self) -> StreamedLinear:
-        """The product that is cut."""
+        """The product to split."""
         return StreamedLinear(self.x, self.weight, scale=self.scale)
 
     def reference(self) -> torch.Tensor:
@@ -57,7 +57,7 @@ class StreamedShares(NamedTuple):
 
 
 class SumShares(NamedTuple):
-    """As `sum_shares` has them."""
+    """The arguments of `sum_shares`."""
 
     shares: torch.Tensor
     x: torch.Tensor

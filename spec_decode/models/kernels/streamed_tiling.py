@@ -1,4 +1,4 @@
-"""How a streamed linear is cut into programs: all that tuning on a device changes."""
+"""Tilings of streamed linears: everything that tuning on a device changes."""
 
 from __future__ import annotations
 
@@ -11,63 +11,63 @@ from builders.kernels.sizes import next_power_of_2
 from builders.paged import num_sms
 
 LEAST_ROWS = 16
-"""The tensor core's narrow side has no fewer."""
+"""The smallest narrow side of a tensor core's product."""
 
 MAX_ROWS = 160
-"""Rows that a launch takes at most: with more, torch's own products are faster."""
+"""The most rows per launch: with more, torch's own products are faster."""
 
 MAX_GATED_ROWS = 256
-"""The same with a gate of 16 bits, whose activation torch's product leaves to another kernel: 0.89 to 0.96 of the time
-of both with 192 to 256 rows, 1.01 with 288 (Llama 3's gate and up, H100)."""
+"""The same for a 16-bit gate, whose activation needs a second kernel after torch's product: 0.89 to 0.96 of the time of
+both with 192 to 256 rows, 1.01 with 288 (Llama 3's gate and up, H100)."""
 
 ROWS_OF_ANY_WEIGHT = 96
-"""Up to this many rows these kernels take every weight: with fewer they beat torch's own on an H200, and with 96 they
-take 0.85 to 1.13 of its time on an H100, the median of 38 weights 0.98."""
+"""Up to this many rows, these kernels multiply every weight: with fewer they beat torch's own on an H200, and with 96
+they take 0.85 to 1.13 of its time on an H100, with a median of 0.98 over 38 weights."""
 
 _MORE_ROWS = range(4096, 8192 + 1)
-"""Inputs of weights that are faster than torch's with more rows, if they are cut into shares and have twice as many
-inputs as outputs: 0.82 to 0.93 of its time with 160 rows, and others of few outputs 1.01 to 1.28 (H100)."""
+"""Inputs of weights that beat torch's with more rows, if split into shares and with at least twice as many inputs as
+outputs: 0.82 to 0.93 of its time with 160 rows, others of few outputs 1.01 to 1.28 (H100)."""
 
 _ROWS_BY_THREADS = 80
-"""Up to this many rows the threads of a program fetch its tiles about as fast as the bulk copy engine does; with 33,
-they take three quarters of its time (H200)."""
+"""Up to this many rows, a program's threads load its tiles about as fast as the bulk copy engine does; with 33, they
+take three quarters of its time (H200)."""
 
 _WHOLE_ROWS = 64
-"""Rows that stay in one part."""
+"""Up to this many rows stay in one part."""
 
 _BLOCK_N = 64
-"""Rows of the weight in a tile, the least that keep a tensor core busy: more would leave more multiprocessors idle."""
+"""Weight rows in a tile, the fewest that keep a tensor core busy: more would leave more SMs idle."""
 
 _BLOCK_BYTES = 256
-"""Inputs of a row that are loaded at a time, in bytes."""
+"""Bytes of a row's inputs per load."""
 
 _BLOCK_K = 128
-"""The most inputs that are loaded at a time: 8-bit ones are converted in registers, which would not hold more."""
+"""The most inputs per load: 8-bit inputs are converted in registers, which would not hold more."""
 
 _MOST_STAGES = 6
-"""Tiles in flight for a program that has its multiprocessor to itself; more gain nothing."""
+"""Tiles in flight for a program that is alone on its SM; more gain nothing."""
 
 _SHARED_STAGES = 4
-"""Tiles in flight for one of two on a multiprocessor."""
+"""Tiles in flight for one of two programs on an SM."""
 
 _GROUP_STAGES = 3
-"""Tiles in flight where rows are sorted by weight: some of a multiprocessor's programs have no rows."""
+"""Tiles in flight with rows sorted by weight: some of an SM's programs have no rows."""
 
 _MOST_SHARES = 16
 _LEAST_BLOCKS = 2
-"""Tiles of a share of K at least: one alone would wait for memory once a program."""
+"""The fewest tiles in a share of K: with one, a program would wait for memory with nothing to overlap."""
 
 
 @dataclass(frozen=True, slots=True)
 class StreamedTiling:
-    """A program's share and how it runs.
+    """The size of a program and how it runs.
 
     block_m   rows
     block_m2  rows after these, or 0
-    block_n   rows of the weight; with a gate half of them are of the gate
-    block_k   inputs it takes at once
-    shares    parts that K is cut into
-    tma       whether the bulk copy engine fetches the tiles
+    block_n   weight rows; with a gate half of them are gate rows
+    block_k   inputs per iteration
+    shares    shares that K is split into
+    tma       whether the bulk copy engine loads the tiles
     """
 
     block_m: int
@@ -82,8 +82,8 @@ class StreamedTiling:
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """What a device has: multiprocessors, bytes of shared memory that a program may have, and whether a bulk copy
-    engine is to fetch its tiles."""
+    """A device's resources: SMs, bytes of shared memory per program, and whether to load tiles with a bulk copy
+    engine."""
 
     num_sms: int
     shared_memory: int
@@ -92,18 +92,18 @@ class Room:
 
 @cache
 def room_of(device: torch.device) -> Room:
-    """That of a device; on the CPU, whose interpreter has no shared memory, as much as an H200's."""
+    """Return a device's resources; for the CPU, whose interpreter has no shared memory, use an H200's."""
     if device.type != "cuda":
         return Room(num_sms(device), 227 * 1024)
     properties = torch.cuda.get_device_properties(device)
     shared = int(properties.shared_memory_per_block_optin)  # type: ignore[attr-defined]  # not in the stub
-    # Later devices have a bulk copy engine too. These tilings were not measured on them.
+    # Later devices also have a bulk copy engine, but these tilings were not measured on them.
     return Room(num_sms(device), shared, tma=properties.major == 9 and torch.version.hip is None)
 
 
 def most_rows(n: int, k: int, room: Room, *, gated: bool = False) -> int:
-    """Up to how many rows these kernels beat torch's own, with a weight of n rows of k inputs of 16 bits. gated: the
-    weight is of gate and up."""
+    """Return the most rows for which these kernels beat torch's own, for a 16-bit weight of n rows and k inputs. gated:
+    it holds gate and up."""
     if not (_rows_are_aligned(k, 2) and room.tma):
         return ROWS_OF_ANY_WEIGHT
     if _is_alone(n, room):
@@ -116,22 +116,21 @@ def most_rows(n: int, k: int, room: Room, *, gated: bool = False) -> int:
 def streamed_tiling(
     rows: int, n: int, k: int, room: Room, *, groups: int = 0, itemsize: int = 2, gated: bool = False
 ) -> StreamedTiling:
-    """For so many rows, a weight of n rows of k inputs of itemsize bytes, and a device's room.
+    """Return the tiling for these rows, a weight of n rows of k inputs of itemsize bytes, and a device's room.
 
-    An input of x has 2 bytes at least, whatever itemsize is.
-
-    groups: weights that rows are sorted by; 0: there is one, for all rows. gated: the weight is of gate and up.
+    x has at least 2 bytes per input, for any itemsize. groups: weights that rows are sorted by; 0: one weight for all
+    rows. gated: the weight holds gate and up.
     """
     block_m, block_m2 = (LEAST_ROWS, 0) if groups else row_blocks(rows)
     alone = _is_alone(n, room) and not groups
-    fills = block_m + block_m2 > MAX_ROWS  # a multiprocessor: two programs with so many rows have too few stages
+    fills = block_m + block_m2 > MAX_ROWS  # an SM: two programs with this many rows would have too few stages
     shares = _shares(n, k, room, itemsize=itemsize) if alone else 1
     tma = (
         room.tma
         and itemsize == 2
         and not groups
         and _rows_are_aligned(k, itemsize)
-        # A gate in a tile of 64 leaves 32 rows to each of its two products: too few for a tensor core at full speed.
+        # A gate in a tile of 64 leaves 32 rows for each of its two products: too few for a tensor core's full speed.
         and not (gated and alone and shares == 1)
         and rows > _ROWS_BY_THREADS
     )
@@ -144,10 +143,10 @@ def streamed_tiling(
         width = _BLOCK_BYTES // 2
     elif tma:
         most -= 1
-    # Rows of the weight that would take as much memory as its tile and those of x together.
+    # Weight rows that would take as much memory as the weight's and x's tiles together.
     height = block_n + (block_m + block_m2) * max(1, 2 // itemsize)
     if 2 * height * width > room.shared_memory:
-        width //= 2  # a device with little shared memory does not hold two such tiles
+        width //= 2  # a device with little shared memory cannot hold two such tiles
     fitting = room.shared_memory // (height * width * (1 if alone or fills else 2))
     stages, num_warps = max(2, min(most, fitting)), 8 if block_m > MAX_ROWS else 4
     return StreamedTiling(block_m, block_m2, block_n, width // itemsize, shares, num_warps, stages, tma)
@@ -158,28 +157,28 @@ def _tiles(n: int) -> int:
 
 
 def _is_alone(n: int, room: Room) -> bool:
-    """Whether every program of a weight of n rows has a multiprocessor to itself."""
+    """Whether every program of a weight of n rows is alone on its SM."""
     return _tiles(n) <= room.num_sms
 
 
 def _rows_are_aligned(k: int, itemsize: int) -> bool:
-    """Whether the bulk copy engine can fetch tiles of contiguous rows of k inputs."""
+    """Whether the bulk copy engine can load tiles of contiguous rows of k inputs."""
     return k * itemsize % 16 == 0
 
 
 def _width(itemsize: int) -> int:
-    """Bytes of a row of the weight that are loaded at a time."""
+    """Return the bytes of a weight row per load."""
     return min(_BLOCK_BYTES, _BLOCK_K * itemsize)
 
 
 def _shares(n: int, k: int, room: Room, *, itemsize: int) -> int:
-    """Shares of a row of k inputs, of a weight whose n rows leave multiprocessors without a tile."""
+    """Return the split-K shares of k inputs, for a weight whose n rows leave SMs without a tile."""
     most = k * itemsize // (_LEAST_BLOCKS * _width(itemsize))
     return max(1, min(room.num_sms // _tiles(n), _MOST_SHARES, most))
 
 
 def row_blocks(rows: int) -> tuple[int, int]:
-    """The sizes, powers of two, of one part or two that rows are cut into: the fewest that leave little empty."""
+    """Return the sizes, powers of two, of one or two tiles for the rows: the fewest that leave little empty."""
     whole = max(LEAST_ROWS, next_power_of_2(rows))
     rest = max(LEAST_ROWS, next_power_of_2(rows - whole // 2))
     return (whole // 2, rest) if whole > _WHOLE_ROWS and rest < whole // 2 else (whole, 0)

@@ -1,7 +1,7 @@
-"""The kernel of streamed_linear whose tiles the bulk copy engine (TMA) fetches, and what its other kernel shares with
-it; streamed_linear.py holds their contract.
+"""The kernel of streamed_linear that loads tiles with the bulk copy engine (TMA), and the parts that it shares with the
+other kernel; streamed_linear.py documents their contract.
 
-One thread asks for a whole tile and the engine computes the addresses. With many rows the threads of streamed_kernel
+One thread requests a whole tile and the engine computes the addresses. With many rows, the threads of streamed_kernel
 spend most of their time on that. Legend: M rows, N outputs, K inputs of a row.
 """
 
@@ -20,44 +20,44 @@ _ALIGNMENT = 16
 
 
 def is_describable(matrix: torch.Tensor) -> bool:
-    """Whether the engine can fetch tiles of a matrix [rows, columns] whose columns are adjacent: the matrix and each of
-    its rows start at a multiple of 16 bytes, and no two rows overlap."""
+    """Whether the engine can fetch tiles of a matrix [rows, columns] with contiguous columns: the matrix and each of
+    its rows start at a multiple of 16 bytes, and rows do not overlap."""
     stride = matrix.stride(0)
     aligned = matrix.data_ptr() % _ALIGNMENT == 0 and stride * matrix.element_size() % _ALIGNMENT == 0
     return aligned and stride >= matrix.shape[1]
 
 
 def describe(matrix: torch.Tensor, rows: int, columns: int) -> Any:
-    """A descriptor by which the engine fetches tiles of rows x columns; what lies outside the matrix it reads as 0."""
+    """Return a descriptor for tiles of rows x columns; elements outside the matrix are read as 0."""
     return TensorDescriptor(matrix, matrix.shape, matrix.stride(), [rows, columns])
 
 
 @triton.jit
 def streamed_tma_kernel(
     x_desc,  # descriptor of x [M, K], tiles [BLOCK_M, BLOCK_K]
-    x2_desc,  # the same with tiles [BLOCK_M2, BLOCK_K]; not read without BLOCK_M2
+    x2_desc,  # the same with tiles [BLOCK_M2, BLOCK_K]; unused without BLOCK_M2
     w_desc,  # descriptor of the weight [N, K], tiles [TILE_N, BLOCK_K]; with a gate [2 N, K]
-    w_ptr,  # where the weight starts
+    w_ptr,  # start of the weight
     bias_ptr,  # [N], or None
     residual_ptr,  # [M, N], or None
     y_ptr,  # out: [M, N]; SPLIT_K: fp32 [shares, M, N]
     M,
-    k_per_share,  # inputs of a program, a multiple of BLOCK_K
-    limit,  # the gate's maximum, and up's in absolute value; or None
+    k_per_share,  # inputs per program, a multiple of BLOCK_K
+    limit,  # upper bound of the gate, and of up's absolute value; or None
     N: tl.constexpr,  # SPLIT_K: all rows of the weight
     K: tl.constexpr,
     GATED: tl.constexpr,  # the weight is gate above up; never with SPLIT_K
-    SPLIT_K: tl.constexpr,  # store a share's sums as they are, for sum_shares_kernel
+    SPLIT_K: tl.constexpr,  # store a share's partial sums, for sum_shares_kernel
     BLOCK_M: tl.constexpr,  # rows of the first tile
     BLOCK_M2: tl.constexpr,  # rows of the second tile, or 0
-    TILE_N: tl.constexpr,  # outputs of a program
-    BLOCK_K: tl.constexpr,  # inputs multiplied at a time
+    TILE_N: tl.constexpr,  # outputs per program
+    BLOCK_K: tl.constexpr,  # inputs per iteration
     STAGES: tl.constexpr,  # tiles in flight
     FP32_DOT: tl.constexpr,  # multiply in fp32, for the interpreter
     PDL: tl.constexpr,  # programmatic dependent launch
 ):
     """y = epilogue(x @ w^T). A program has TILE_N outputs of every row, and one share of K; grid [tiles, shares]."""
-    # 1. The outputs and the share of this program; its first tiles of the weight are asked for at once
+    # 1. The outputs and the share of this program; its first tiles of the weight are prefetched at once
     n_start = tl.program_id(0) * TILE_N
     k_start = tl.program_id(1) * k_per_share
     offs_n = n_start + tl.arange(0, TILE_N)
@@ -66,7 +66,7 @@ def streamed_tma_kernel(
         prefetch_weight(w_ptr, N + offs_n, k_start, 2 * N, K, BLOCK_K, PDL)
     await_previous(PDL)
 
-    # 2. w @ x^T, BLOCK_K inputs at a time, with one tile of rows or two
+    # 2. w @ x^T, BLOCK_K inputs at a time, with one or two tiles of rows
     acc = tl.zeros((TILE_N, BLOCK_M), tl.float32)
     up = acc
     if BLOCK_M2:
@@ -95,7 +95,7 @@ def streamed_tma_kernel(
 
 @triton.jit
 def _tile(desc, row, column, FP32_DOT: tl.constexpr):
-    """The tile of a descriptor's matrix that starts there."""
+    """Load the tile that starts at this row and column."""
     tile = desc.load([row, column])
     if FP32_DOT:
         tile = tile.to(tl.float32)
@@ -105,19 +105,19 @@ def _tile(desc, row, column, FP32_DOT: tl.constexpr):
 @triton.jit
 def _store(
     acc,  # fp32 [TILE_N, BLOCK_M]
-    up,  # with a gate the same of the up projection
+    up,  # with a gate: the same for the up projection
     offs_m,  # [BLOCK_M]
     bias_ptr,  # [N], or None
     residual_ptr,  # [M, N], or None
     y_ptr,  # out: [M, N]; SPLIT_K: fp32 [shares, M, N]
     M,
-    limit,  # the gate's maximum, and up's in absolute value; or None
+    limit,  # upper bound of the gate, and of up's absolute value; or None
     offs_n,  # [TILE_N]
     N: tl.constexpr,
     GATED: tl.constexpr,
     SPLIT_K: tl.constexpr,
 ):
-    """Store acc^T: a share's sums as they are, or whole ones after the epilogue."""
+    """Store acc^T: a share's partial sums unchanged, or full sums after the epilogue."""
     offs_m, offs_n = offs_m.to(tl.int64)[:, None], offs_n[None, :]
     mask = (offs_m < M) & (offs_n < N)
     if SPLIT_K:
@@ -129,16 +129,16 @@ def _store(
 @triton.jit
 def prefetch_weight(
     w_ptr,  # [num_rows, K]
-    w_rows,  # of the weight, any number; what lies outside of it is cut to its last row
+    w_rows,  # rows of the weight, any number; clamped to its last row
     k_start,
     num_rows,
     K: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,  # programmatic dependent launch
 ):
-    """Bring a program's first tile of the weight, BLOCK_K inputs from k_start on, into the L2 cache.
+    """Prefetch a program's first tile of the weight, BLOCK_K inputs from k_start on, into the L2 cache.
 
-    It may run before await_previous: it reads no value, and memory is idle while a program waits.
+    Can run before await_previous: it reads no values, and memory is idle while a program waits.
     """
     if PDL:
         L2_LINE_BYTES: tl.constexpr = 128
@@ -146,7 +146,7 @@ def prefetch_weight(
         NUM_LINES: tl.constexpr = BLOCK_K // LINE_ELEMENTS if BLOCK_K > LINE_ELEMENTS else 1
         offs_k = tl.minimum(k_start + tl.arange(0, NUM_LINES) * LINE_ELEMENTS, K - 1)
         line_ptrs = w_ptr + tl.minimum(w_rows, num_rows - 1).to(tl.int64)[:, None] * K + offs_k[None, :]
-        # Inline assembly must have a result: the mov makes one, which nothing reads.
+        # Inline assembly must have a result: the mov produces an unused one.
         tl.inline_asm_elementwise(
             "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [line_ptrs.to(tl.int64)], tl.int32, is_pure=False, pack=1
         )
@@ -154,24 +154,24 @@ def prefetch_weight(
 
 @triton.jit
 def epilogue(
-    y,  # fp32, of shape `mask`; with a gate the gate's
-    up,  # with a gate the same of the up projection
+    y,  # fp32, with the shape of `mask`; with a gate: the gate's
+    up,  # with a gate: the same for the up projection
     bias_ptr,  # [N], or None
     residual_ptr,  # [M, N], or None
     y_ptr,  # out: [M, N]
     offs_m,  # int64, broadcasts to `mask`
     offs_n,  # broadcasts to `mask`
     mask,  # bool
-    limit,  # the gate's maximum, and up's in absolute value; or None
+    limit,  # upper bound of the gate, and of up's absolute value; or None
     N: tl.constexpr,
     GATED: tl.constexpr,
 ):
-    """Store silu(y) * up, or y + bias without a gate, plus the residual where there is one."""
+    """Store silu(y) * up, or y + bias without a gate, plus the residual if there is one."""
     if bias_ptr is not None:
         y += tl.load(bias_ptr + offs_n, mask=offs_n < N, other=0.0).to(tl.float32)
     if GATED:
         if limit is not None:
-            # Comparisons and not minima, which would make a number of NaN.
+            # Comparisons instead of minima, which would turn NaN into a number.
             y = tl.where(y > limit, limit, y)
             up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
         y = y / (1.0 + tl.exp(-y)) * up

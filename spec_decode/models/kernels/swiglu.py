@@ -1,4 +1,4 @@
-"""The gated activation of a feed-forward block."""
+"""SwiGLU, the gated activation of a feed-forward block."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ _BLOCK = 1024
 
 
 def swiglu(gate_up: torch.Tensor, limit: float | None = None) -> torch.Tensor:
-    """silu(gate) * up, computed in fp32 and rounded once; [T, I].
+    """Return silu(gate) * up, computed in fp32 and rounded once; [T, I].
 
     gate_up  float [T, 2 I], gate first
-    limit    with it, silu(min(gate, limit)) * clamp(up, -limit, limit)
+    limit    if given, silu(min(gate, limit)) * clamp(up, -limit, limit)
     """
     return SwiGLU(gate_up, limit).reference() if gate_up.requires_grad else _swiglu(gate_up, limit)
 
 
 class SwiGLU(NamedTuple):
-    """As `swiglu` has them."""
+    """The arguments of `swiglu`."""
 
     gate_up: torch.Tensor
     limit: float | None
@@ -52,7 +52,7 @@ class SwiGLU(NamedTuple):
 
 
 def activated(gate_up: torch.Tensor, limit: float | None = None) -> torch.Tensor:
-    """As `swiglu` has it, in torch and unrounded."""
+    """Compute `swiglu` in torch, without rounding."""
     gate, up = gate_up.chunk(2, -1)
     if limit is not None:
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
@@ -64,9 +64,9 @@ def _swiglu_kernel(
     gate_up_ptr,  # [T, 2 I]
     y_ptr,  # out: [T, I]
     n_cols,  # I
-    stride_gate_up,  # of a row of gate_up
-    limit,  # the gate's maximum, and up's in absolute value; or None
-    BLOCK_SIZE: tl.constexpr,  # columns of a program
+    stride_gate_up,  # between rows of gate_up
+    limit,  # upper bound of the gate, and of up's absolute value; or None
+    BLOCK_SIZE: tl.constexpr,  # columns per program
     PDL: tl.constexpr,  # programmatic dependent launch
 ):
     """y = silu(gate) * up. Grid [T, ceil(I / BLOCK_SIZE)]."""
@@ -77,7 +77,7 @@ def _swiglu_kernel(
     gate = tl.load(gate_up_ptr + token * stride_gate_up + offs, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(gate_up_ptr + token * stride_gate_up + n_cols + offs, mask=mask, other=0.0).to(tl.float32)
     if limit is not None:
-        # Comparisons and not minima, which would make a number of NaN.
+        # Comparisons instead of minima, which would turn NaN into a number.
         gate = tl.where(gate > limit, limit, gate)
         up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
     y = gate / (1.0 + tl.exp(-gate)) * up
