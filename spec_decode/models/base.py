@@ -151,7 +151,7 @@ class BlockDraft(DraftModel):
     drafts_at_once: ClassVar[bool] = True
 
     mask_token_id: int
-    """The placeholder for a token that is yet to be drafted."""
+    """The placeholder for a token to be drafted."""
 
     mask_hidden: torch.Tensor | None = None
     """[F] in the dtype of states: the input of a mask instead of the target's states; None: zeros."""
@@ -166,7 +166,7 @@ class ContextBlockDraft(DraftModel):
     drafts_at_once: ClassVar[bool] = True
 
     mask_token_id: int
-    """The placeholder for a token that is yet to be drafted."""
+    """The placeholder for a token to be drafted."""
 
     first_place: int = 1
     """The position in the block that predicts the first token. 1: each of K masks predicts the token at its own

@@ -208,7 +208,7 @@ def _is_plain(value: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class ScopedWeights:
-    """The tensors under a prefix, cast and moved to the device as they are taken. Names are relative to the prefix."""
+    """The tensors under a prefix; names are relative to it. Each is cast and moved to the device when it is taken."""
 
     store: TensorStore
     prefix: str

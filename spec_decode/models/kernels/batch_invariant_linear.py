@@ -158,7 +158,7 @@ def batch_invariant_linear_kernel(
     offs_n = (tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)[None, :]
     x_ptrs = x_ptr + (pid_b * stride_xb + offs_m * stride_xm)
     w_ptrs = w_ptr + (w_index * stride_wb + offs_n * stride_wn)
-    # 2. x @ w^T, BLOCK_K inputs at a time
+    # 2. x @ w^T, in blocks of BLOCK_K inputs
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for k in range(0, K, BLOCK_K):
         offs_k = k + tl.arange(0, BLOCK_K)

@@ -277,7 +277,7 @@ def matvec_kernel(
     acc = tl.zeros([BLOCK_M, BLOCK_N, BLOCK_K], tl.float32)
     acc_up = tl.zeros([BLOCK_M, BLOCK_N, BLOCK_K], tl.float32)
     acc_sq = tl.zeros([BLOCK_M, 1, BLOCK_K], tl.float32)
-    # 2. Products and squares, BLOCK_K inputs at a time
+    # 2. Products and squares, in blocks of BLOCK_K inputs
     for k in tl.range(0, K, BLOCK_K, num_stages=STAGES):
         offs_k = k + tl.arange(0, BLOCK_K)[None, None, :]
         mask = (offs_n[None, :, None] < N) & (offs_k < K)

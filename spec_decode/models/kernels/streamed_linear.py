@@ -45,8 +45,8 @@ _SUM_BLOCK = 512
 
 
 def num_shares(x: torch.Tensor, weight: Weight) -> int:
-    """Return the number of split-K shares for rows x [M, K] and weight [N, K]: above 1 if N alone gives too few
-    programs. 1 for more than MAX_ROWS rows, which are multiplied in parts."""
+    """Return the number of split-K shares for rows x [M, K] and weight [N, K]: above 1 if N gives too few programs, and
+    1 for more than MAX_ROWS rows, which are multiplied in parts."""
     values, scale = operands(weight)
     return 1 if x.shape[0] > MAX_ROWS else StreamedLinear(x, values, scale=scale).cut().shares
 
@@ -427,7 +427,7 @@ def streamed_kernel(
         x2_ptrs = x_ptr + offs_m2.to(tl.int64)[None, :] * stride_xm
         acc2 = tl.zeros((BLOCK_N, BLOCK_M2), tl.float32)
 
-    # 3. w @ x^T, BLOCK_K inputs at a time: acc [BLOCK_N, BLOCK_M], acc2 [BLOCK_N, BLOCK_M2]. Shares are multiples of
+    # 3. w @ x^T, in blocks of BLOCK_K inputs: acc [BLOCK_N, BLOCK_M], acc2 [BLOCK_N, BLOCK_M2]. Shares are multiples of
     # BLOCK_K, so only the last block of K can be partial. "ieee" keeps fp32 operands from being rounded to TF32.
     for k in tl.range(k_start, k_end, BLOCK_K, num_stages=STAGES):
         offs_k = k + tl.arange(0, BLOCK_K)

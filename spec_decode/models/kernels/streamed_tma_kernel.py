@@ -66,7 +66,7 @@ def streamed_tma_kernel(
         prefetch_weight(w_ptr, N + offs_n, k_start, 2 * N, K, BLOCK_K, PDL)
     await_previous(PDL)
 
-    # 2. w @ x^T, BLOCK_K inputs at a time, with one or two tiles of rows
+    # 2. w @ x^T, in blocks of BLOCK_K inputs, with one or two tiles of rows
     acc = tl.zeros((TILE_N, BLOCK_M), tl.float32)
     up = acc
     if BLOCK_M2:

@@ -1,1 +1,1 @@
-"""What models are made of: decoder layers, attention, feed-forward, rotary embedding."""
+"""Building blocks of the models: decoder layers, attention, feed-forward, rotary embedding."""

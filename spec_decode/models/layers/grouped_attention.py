@@ -29,7 +29,7 @@ from spec_decode.models.layers.rope import LLAMA_SCALINGS, RopeConfig, read_rope
 class GroupedShape:
     """The shape of one attention layer.
 
-    model        the sizes of a model with such heads
+    model        the sizes, as for any layer with grouped heads
     qk_norm      whether each query and key head is normed
     gated        whether the output is gated, with one gate for each query dim
     norm_offset  of the head norms: see RMSNorm.read

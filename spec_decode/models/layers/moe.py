@@ -144,8 +144,8 @@ def read_qwen_mixture(config: ConfigReader, weights: ScopedWeights, names: Names
 
 
 def _read_experts(shape: MixtureShape, weights: ScopedWeights, names: Names) -> Experts:
-    """Read the stacked experts, or copy separate ones into a stack one at a time: experts are most of a draft's memory
-    and must not exist twice."""
+    """Read the stacked experts, or copy separate ones into a stack one by one: experts are most of a draft's memory and
+    must not exist twice."""
     count, hidden, intermediate = shape.routing.num_experts, shape.hidden, shape.intermediate
     if weights.has("experts.gate_up_proj"):
         gate_up = weights.take("experts.gate_up_proj", count, 2 * intermediate, hidden)
