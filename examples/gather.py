@@ -1,8 +1,8 @@
 """A complete attention backend: grouped heads in plain torch, with metadata that advances in place.
 
-The builder says what the kernels need to know of a batch and how that stays current; the backend says what it serves
-and computes attention. `attn-backends check gather` finds it once a package declares it as an entry point, see
-docs/adding-a-backend.md.
+The builder turns a batch into the metadata that the kernels read and keeps it current; the backend declares its
+capabilities and computes attention. `attn-backends check gather` finds it once a package declares it as an entry point,
+see docs/adding-a-backend.md.
 """
 
 from dataclasses import replace

@@ -1,1 +1,1 @@
-"""How the shipped pair was trained, and how to train one more draft of its target."""
+"""How the shipped pair was trained, and how to train another draft for its target."""

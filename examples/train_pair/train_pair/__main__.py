@@ -1,4 +1,4 @@
-"""Train the byte-level pair that ships with the package, or with --draft one more draft of its target."""
+"""Train the byte-level pair that ships with the package, or with --draft another draft for its target."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from train_pair.training import train_draft, train_pair
 
 
 def main() -> None:
-    """Parse the flags, train, save, and print what came out."""
+    """Parse the flags, train, save, and print the results."""
     recipe = Recipe()
     parser = argparse.ArgumentParser(prog="python -m train_pair", description=__doc__)
     parser.add_argument("--out", type=Path, default=SHIPPED_PAIR)

@@ -13,19 +13,20 @@ from spec_decode.models import Attention, AttentionInputs, LlamaTarget
 
 
 def positions_of(tokens: torch.Tensor) -> torch.Tensor:
-    """Positions [B * L] of tokens [B, L]."""
+    """Return positions [B * L] for tokens [B, L]."""
     return torch.arange(tokens.shape[1], device=tokens.device).repeat(tokens.shape[0])
 
 
 def run_target(target: LlamaTarget, tokens: torch.Tensor) -> torch.Tensor:
-    """Hidden states [B, L, H] for tokens [B, L]."""
+    """Return hidden states [B, L, H] for tokens [B, L]."""
     attention = causal_attention(tokens.shape[0], target.config.sliding_window)
     hidden: torch.Tensor = target(tokens.flatten(), positions_of(tokens), attention).hidden
     return hidden.view(*tokens.shape, -1)
 
 
 def causal_attention(batch: int, window: int | None = None) -> Attention:
-    """Attention over whole sequences. window: the positions a query sees, its own included; None for all before it."""
+    """Return attention over whole sequences. window: the positions a query sees, including itself; None: all before
+    it."""
 
     def attention(inputs: AttentionInputs) -> torch.Tensor:
         query, key, value = inputs.normed_and_rotated()
@@ -41,10 +42,10 @@ def causal_attention(batch: int, window: int | None = None) -> Attention:
 
 
 def unrolled_attention(tokens: torch.Tensor, window: int | None = None) -> Attention:
-    """Attention of a draft that is called once a step over the same tokens [B, L].
+    """Return attention for a draft that is called once per step over the same tokens [B, L].
 
-    The query of step k sees what it would see at inference: keys made from the target's states up to k positions
-    back, then one key of each later step, its own last. Of these it sees only those within its window.
+    The query of step k sees what it would see at inference: keys made from the target's states up to k positions back,
+    then one key of each later step, its own last, all limited to its window.
     """
     lag = _lag(tokens.shape[1], tokens.device)
     keys: list[torch.Tensor] = []
@@ -65,14 +66,12 @@ def unrolled_attention(tokens: torch.Tensor, window: int | None = None) -> Atten
 
 
 class BlockAttention:
-    """Attention of a draft's blocks in whole sequences, as at inference: each sees the context before it, which is
-    stored, and itself whole, and nothing of other blocks."""
+    """Attention of a draft's blocks in whole sequences, as at inference: each block sees the stored context before it
+    and all of itself, but no other block."""
 
     def __init__(self, starts: torch.Tensor, lens: torch.Tensor, *, query_len: int, context: int) -> None:
-        """starts     int64 [B, A], each block's first position
-        lens       int64 [B, A], its tokens after the first; those of `query_len` that are left are padding
-        context    positions L that are stored
-        """
+        """starts: int64 [B, A], each block's first position. lens: int64 [B, A], the block's tokens after the first;
+        the rest of `query_len` is padding. context: the number L of stored positions."""
         batch, count = starts.shape
         place = torch.arange(query_len, device=starts.device)
         before = torch.arange(context, device=starts.device) < starts[..., None]
@@ -100,14 +99,14 @@ class BlockAttention:
 def _masked_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, seen: torch.Tensor, sinks: torch.Tensor | None
 ) -> torch.Tensor:
-    """query [B, Hq, L, D] over key [B, Hkv, M, D] and value where seen, [L, M] or [B, 1, L, M]; each row of scores gets
-    its head's sink.
+    """Attend from query [B, Hq, L, D] to key [B, Hkv, M, D] and value under the mask `seen`, [L, M] or [B, 1, L, M],
+    with a sink per head.
 
-    Sinks need plain torch: no fused kernel has a gradient for them, and none is fast for a latent's many dims.
+    Sinks use plain torch: no fused kernel has a gradient for them, and none is fast for a latent's many dims.
     """
     groups = query.shape[1] // key.shape[1]
     if sinks is None:
-        # Repeated because the fused kernel that takes a mask has no grouped heads.
+        # Repeated because the fused kernel with a mask does not support grouped heads.
         key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
         return F.scaled_dot_product_attention(query, key, value, seen)
     query = query.unflatten(1, (-1, groups)) * query.shape[-1] ** -0.5
@@ -118,7 +117,7 @@ def _masked_attention(
 
 
 def _lag(length: int, device: torch.device) -> torch.Tensor:
-    """How many positions each key is before each query, int64 [L, L]."""
+    """Return how many positions each key is before each query, int64 [L, L]."""
     at = torch.arange(length, device=device)
     return at[:, None] - at
 

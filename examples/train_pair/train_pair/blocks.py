@@ -1,6 +1,6 @@
 """Blocks of a draft in whole sequences.
 
-Legend: B sequences, L positions, A blocks a sequence, K masks, H hidden size.
+Legend: B sequences, L positions, A blocks per sequence, K masks, H hidden size.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from train_pair.attention import BlockAttention, positions_of
 class Blocks(NamedTuple):
     """The next token and up to K masks, at A places of each sequence.
 
-    starts     int64 [B, A], the next token's position: the context is all before it
-    lens       int64 [B, A], 1 to K: what comes after so many masks is padding
+    starts     int64 [B, A], the next token's position; the context is everything before it
+    lens       int64 [B, A], 1 to K: the number of masks; the rest is padding
     num_masks  K
     """
 
@@ -27,9 +27,9 @@ class Blocks(NamedTuple):
 
 
 def draw_blocks(tokens: torch.Tensor, count: int, num_masks: int) -> Blocks:
-    """`count` blocks of up to `num_masks` masks, anywhere in tokens [B, L] where a token is before them.
+    """Draw `count` blocks of up to `num_masks` masks, anywhere in tokens [B, L] after the first token.
 
-    Their lengths differ, because an engine asks for as many tokens as it likes, and masks see one another.
+    Their lengths vary, because masks see each other and an engine can request any number of tokens.
     """
     shape, device = (tokens.shape[0], count), tokens.device
     starts = torch.randint(1, tokens.shape[1] - num_masks + 1, shape, device=device)
@@ -37,7 +37,8 @@ def draw_blocks(tokens: torch.Tensor, count: int, num_masks: int) -> Blocks:
 
 
 def run_blocks(draft: DFlash, tokens: torch.Tensor, hidden: torch.Tensor, blocks: Blocks) -> torch.Tensor:
-    """The draft's states [B, A, K, H] of the masks, after tokens int64 [B, L] with the target's states [B, L, H]."""
+    """Return the draft's states [B, A, K, H] for the masks. tokens: int64 [B, L]; hidden [B, L, H]: the target's
+    states."""
     attention = BlockAttention(blocks.starts, blocks.lens, query_len=1 + blocks.num_masks, context=tokens.shape[1])
     states = draft.combine(hidden.flatten(0, 1))
     draft.write_context(states, positions_of(tokens), attention)

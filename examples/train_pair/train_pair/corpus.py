@@ -1,4 +1,4 @@
-"""The documents to train on: the topics of `help()` that are not held out."""
+"""The training documents: the topics of `help()` that are not held out."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ SPLIT_RULE = "held out: sha256(topic name)[0] % 12 == 0; training drops their pa
 
 
 class Corpus(NamedTuple):
-    """Documents to train on and documents to measure with. They share no paragraph."""
+    """Documents for training and for measurement. They share no paragraph."""
 
     train: list[str]
     held_out: list[str]
 
 
 def paragraphs(text: str) -> dict[str, str]:
-    """Each distinct paragraph as it is written, by its words: wrapping and indentation make no difference."""
+    """Map the words of each distinct paragraph to its text, so wrapping and indentation make no difference."""
     return {" ".join(part.split()): part for part in text.split("\n\n") if part.strip()}
 
 
 def corpus() -> Corpus:
-    """The documents, split by the topics' names."""
+    """Return the documents, split by topic name."""
     held_out = held_out_documents()
     seen = {words for text in held_out for words in paragraphs(text)}
     train = []

@@ -1,4 +1,4 @@
-"""The drafts that are trained, as they are before it."""
+"""Create untrained drafts."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from spec_decode.models.dflash import DFlash, load
 Draft = EagleDraft | DFlash
 
 _QUERY_KEY_NORM = "layers.0.self_attn.q_norm.weight"
-"""Layers have the norms of query and key that published drafts have, where a checkpoint holds this tensor."""
+"""RandomStore lists this tensor so the layers get query and key norms, as in published drafts."""
 
 
 def make_draft(config: ModelConfig | dict[str, Any], target: LlamaTarget, device: torch.device) -> Draft:
-    """A draft of random numbers, fp32: an EAGLE draft, or a block draft by what its config.json is to say.
+    """Create a draft with random fp32 weights: an EAGLE draft, or a block draft described by its future config.json.
 
-    Raises CheckpointError for a config.json that fits no block draft of this target, and ValueError for a block draft
-    whose attention is not what `BlockAttention` trains.
+    Raises CheckpointError for a config.json that does not fit the target, and ValueError for a block draft with
+    attention that `BlockAttention` cannot train.
     """
     if isinstance(config, ModelConfig):
         return EagleDraft(config, target).to(device)

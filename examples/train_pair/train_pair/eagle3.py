@@ -37,17 +37,17 @@ from train_pair.attention import causal_attention, positions_of, unrolled_attent
 from train_pair.prompts import make_prompts
 
 STEPS = 4
-"""Draft tokens that are unrolled in training, and drafted where it is measured."""
+"""Draft tokens that are unrolled in training, and drafted in measurements."""
 STEP_WEIGHT = 0.9
 WINDOW = 256
 LR, WARM_UP = 1e-3, 100
 TEMPERATURES = (0.0, 0.7, 0.0, 1.0)
 WAVE = 1024
-"""Texts that are written at once."""
+"""Texts that are generated at once."""
 WRITING = 0.4
-"""Of the time, at most, and the wave that is under way."""
+"""The maximum fraction of the time for generating text; the wave in progress is finished after that."""
 _PAGE = 128
-"""Tokens of a page while texts are written: as these end in a row, few pages are wasted, and few are counted."""
+"""Tokens per page during generation: texts end in succession, so few pages are wasted, and few are counted."""
 _LAYER = (
     "self_attn.q_proj",
     "self_attn.k_proj",
@@ -61,11 +61,11 @@ _NORMS = ("input_layernorm", "post_attention_layernorm")
 
 
 def write_texts(target: Path, count: int, tokens: int, seed: int, device: torch.device, deadline: float) -> list[int]:
-    """Prompts and what the target writes after them, one after another: a half greedily, a quarter at temperature 0.7
-    and a quarter at 1.
+    """Return prompts and the target's completions, concatenated: half of them greedy, a quarter at temperature 0.7 and
+    a quarter at 1.
 
-    They are written in waves, so that no prompt is read while others wait for their next token. No wave begins after
-    the monotonic clock reads `deadline`, but for the first.
+    They are generated in waves, so no prompt is prefilled while others wait for their next token. No wave but the first
+    starts after the monotonic clock reads `deadline`.
     """
     llm = LLM(target, device=device, max_num_seqs=min(count, WAVE), max_model_len=tokens + 256, page_size=_PAGE)
     prompts = make_prompts(count, held_out=False, seed=seed)
@@ -89,7 +89,7 @@ def write_texts(target: Path, count: int, tokens: int, seed: int, device: torch.
 def write_in_parallel(
     writers: int, target: Path, count: int, tokens: int, seed: int, device: torch.device, deadline: float
 ) -> list[int]:
-    """As `write_texts`, by so many processes: a small model's steps wait for the host. Each has a seed of its own."""
+    """Run `write_texts` in several processes, each with its own seed: a small model's steps wait for the host."""
     share = math.ceil(count / writers)
     with ProcessPoolExecutor(writers, get_context("spawn")) as pool:
         parts = [
@@ -100,8 +100,8 @@ def write_in_parallel(
 
 
 def load_target(folder: Path) -> TransformersTarget:
-    """The model in a folder, on the CPU, with the states that EAGLE-3 reads. Raises SystemExit for one that
-    `causal_attention` or a product with its head's weight would compute as another model."""
+    """Load the model in a folder, on the CPU, with the states that EAGLE-3 reads. Raises SystemExit for a model that
+    `causal_attention` or a plain product with its head would compute incorrectly."""
     model = load_model(folder, dtype=torch.float32)
     layers = model.config.get_text_config().num_hidden_layers
     if layers < 3:
@@ -119,10 +119,10 @@ def load_target(folder: Path) -> TransformersTarget:
 
 
 def make_head(target: TransformersTarget, vocab: torch.Tensor, device: torch.device) -> tuple[Eagle3, dict[str, Any]]:
-    """A head whose vocabulary is these ids of the target's, ascending, and its config.json.
+    """Create a head for these ascending target ids as its vocabulary, and its config.json.
 
-    Its states are normed, as EAGLE-3.1's are: those of a target's deep layers are large. The projection to the
-    vocabulary starts as the target's, all else at random.
+    States are normed, as in EAGLE-3.1, because those of a target's deep layers are large. The projection to the
+    vocabulary starts as the target's, everything else is random.
     """
     theirs, layers = target.config, target.aux_hidden_state_layers or ()
     heads = target.layer_groups(page_size=1)[0].spec
@@ -159,8 +159,8 @@ def make_head(target: TransformersTarget, vocab: torch.Tensor, device: torch.dev
 def unrolled_loss(
     head: Eagle3, target: TransformersTarget, tokens: torch.Tensor, vocab: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cross-entropy to the target's distribution over the head's vocabulary, fp32 [], and how often the head's best
-    token is the target's, [STEPS]. tokens int64 [B, L + 1].
+    """Return the cross-entropy to the target's distribution over the head's vocabulary, fp32 [], and how often the
+    head's top token is the target's, [STEPS]. tokens: int64 [B, L + 1].
 
     The steps feed the head its own states, as drafting does.
     """
@@ -180,7 +180,7 @@ def unrolled_loss(
     )
     for step in range(STEPS):
         out = head(inputs.flatten(), state.flatten(0, 1), positions, attention).view(*inputs.shape, -1)
-        # The first `step` positions have no state of the head's before them.
+        # The first `step` positions have no state from the head before them.
         logits = head.logits(out[:, step:].flatten(0, 1)).float()
         theirs = wanted[:, 1 + step :].flatten(0, 1)
         loss = loss + STEP_WEIGHT**step * F.cross_entropy(logits, theirs.softmax(-1))
@@ -192,7 +192,7 @@ def unrolled_loss(
 def train(
     head: Eagle3, target: TransformersTarget, text: torch.Tensor, vocab: torch.Tensor, deadline: float, batch: int
 ) -> int:
-    """Train until the monotonic clock reads `deadline`, one step at the least; the number of steps."""
+    """Train until the monotonic clock reads `deadline`, at least one step; returns the number of steps."""
     weights = list(head.parameters())
     groups = [
         {"params": [w for w in weights if (w.dim() > 1) is wide], "weight_decay": 0.05 * wide} for wide in (True, False)
@@ -219,7 +219,7 @@ def train(
 
 
 def save(head: Eagle3, vocab: torch.Tensor, config: dict[str, Any], training: dict[str, Any], out: Path) -> None:
-    """config.json, model.safetensors and training.json."""
+    """Write config.json, model.safetensors and training.json."""
     out.mkdir(parents=True, exist_ok=True)
     tensors = {
         published_name(name).replace("layers.0.", "midlayer."): tensor.to(torch.bfloat16).contiguous().cpu()
@@ -234,7 +234,7 @@ def save(head: Eagle3, vocab: torch.Tensor, config: dict[str, Any], training: di
 
 
 def accepted(target: Path, out: Path, count: int, tokens: int, device: torch.device) -> dict[str, float]:
-    """Draft tokens kept of STEPS a round on held-out prompts, by temperature."""
+    """Return the mean accepted draft tokens per round, of STEPS, on held-out prompts, by temperature."""
     llm = LLM(target, draft=out, num_speculative_tokens=STEPS, device=device, max_num_seqs=min(count, 32))
     found, prompts = {}, make_prompts(count, held_out=True)
     for temperature in (0.0, 1.0):
@@ -246,7 +246,7 @@ def accepted(target: Path, out: Path, count: int, tokens: int, device: torch.dev
 
 
 def run(flags: argparse.Namespace, command: Sequence[str]) -> dict[str, Any]:
-    """Write text, train, save and measure; what training.json says."""
+    """Generate text, train, save and measure; returns the content of training.json."""
     began = time.monotonic()
     torch.manual_seed(flags.seed)
     target = load_target(flags.target)
@@ -284,7 +284,7 @@ def run(flags: argparse.Namespace, command: Sequence[str]) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Parse the flags, train, and print what came out."""
+    """Parse the flags, train, and print the results."""
     parser = argparse.ArgumentParser(prog="python -m train_pair.eagle3", description=__doc__.partition("\n")[0])
     parser.add_argument("--target", type=Path, required=True, help="folder of the model")
     parser.add_argument("--out", type=Path, required=True, help="folder of the head")

@@ -1,4 +1,4 @@
-"""Text that the target writes, alone or with its draft. Nothing is cached in pages."""
+"""Generate text with the target, with or without its draft, and without a paged cache."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from train_pair.drafts import Draft
 
 @torch.no_grad()
 def write(target: LlamaTarget, prompts: torch.Tensor, length: int, dtype: torch.dtype) -> torch.Tensor:
-    """Prompts [B, P] continued to [B, length] by the target, half of the 32-byte stretches greedily."""
+    """Let the target continue prompts [B, P] to [B, length], half of the 32-byte stretches greedily."""
     config, count = target.config, prompts.shape[0]
     window = config.sliding_window or length
     shape = (config.num_layers, 2, count, config.num_kv_heads, length, config.head_dim)
@@ -44,10 +44,10 @@ def write(target: LlamaTarget, prompts: torch.Tensor, length: int, dtype: torch.
 def speculate(
     target: LlamaTarget, draft: Draft, prompts: list[str], rounds: int, drafted: int
 ) -> tuple[float, list[str]]:
-    """Greedy speculative decoding: the mean number of accepted draft tokens a round, and the texts.
+    """Run greedy speculative decoding; returns the mean number of accepted draft tokens per round, and the texts.
 
-    Prompts have one length. Every position is recomputed each time. Attention is causal, so tokens after a sequence's
-    end do no harm.
+    Prompts have the same length. Every position is recomputed each time. Attention is causal, so tokens after a
+    sequence's end have no effect.
     """
     device = target.lm_head.weight.device
     start = torch.tensor([encode(prompt) for prompt in prompts], device=device)
@@ -75,7 +75,7 @@ def speculate(
 
 
 def _propose_block(draft: DFlash, tokens: torch.Tensor, hidden: torch.Tensor, last: torch.Tensor, drafted: int) -> None:
-    """Write the draft's tokens after `last` [B, 1]; hidden [B, L, H] are the target's states, up to there."""
+    """Write the draft's tokens after `last` [B, 1]. hidden [B, L, H]: the target's states up to `last`."""
     states = run_blocks(draft, tokens, hidden, Blocks(last, torch.full_like(last, drafted), drafted))
     places = last + 1 + torch.arange(drafted, device=last.device)
     tokens.scatter_(1, places, draft.logits(states[:, 0]).argmax(-1))
@@ -84,7 +84,7 @@ def _propose_block(draft: DFlash, tokens: torch.Tensor, hidden: torch.Tensor, la
 def _propose_in_steps(
     draft: EagleDraft, tokens: torch.Tensor, hidden: torch.Tensor, last: torch.Tensor, drafted: int
 ) -> None:
-    """The same, a token a step: from `last` on, states are the draft's own."""
+    """The same, one token per step: from `last` on, states are the draft's own."""
     rows, states = torch.arange(len(last), device=last.device)[:, None], hidden.clone()
     attention, positions = causal_attention(tokens.shape[0], draft.config.sliding_window), positions_of(tokens)
     for step in range(drafted):

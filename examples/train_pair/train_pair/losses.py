@@ -1,4 +1,4 @@
-"""Batches of text and the losses on them. Legend: B sequences, L positions, A blocks a sequence, K masks."""
+"""Batches of text and the losses on them. Legend: B sequences, L positions, A blocks per sequence, K masks."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ from train_pair.recipe import Recipe
 
 
 class Windows:
-    """Text on the device. Windows are drawn from it without waiting for the host."""
+    """Text on the device, from which windows are drawn without a host sync."""
 
     def __init__(self, documents: list[str], device: torch.device) -> None:
         self.bytes = torch.tensor([token for text in documents for token in encode(text)], device=device)
 
     def draw(self, count: int, length: int) -> torch.Tensor:
-        """Random windows, int64 [count, length]."""
+        """Draw random windows, int64 [count, length]."""
         starts = torch.randint(self.bytes.numel() - length, (count,), device=self.bytes.device)
         return self._cut(starts, length)
 
     def every(self, stride: int, length: int) -> torch.Tensor:
-        """The windows that start at each multiple of stride, int64 [windows, length]."""
+        """Return the windows that start at each multiple of stride, int64 [windows, length]."""
         starts = torch.arange(0, self.bytes.numel() - length, stride, device=self.bytes.device)
         return self._cut(starts, length)
 
     def _cut(self, starts: torch.Tensor, length: int) -> torch.Tensor:
         windows = self.bytes[starts[:, None] + torch.arange(length, device=starts.device)]
-        # An encoded prompt begins with BOS wherever in a document it was cut.
+        # An encoded prompt begins with BOS, from any place in a document.
         windows[:, 0] = BOS
         return windows
 
 
 def target_loss(target: LlamaTarget, tokens: torch.Tensor, noise: float = 0.0) -> torch.Tensor:
-    """Cross-entropy of the next byte, fp32 []. tokens int64 [B, L + 1].
+    """Return the cross-entropy of the next byte, fp32 []. tokens: int64 [B, L + 1].
 
     Each sequence reads wrong bytes at a rate drawn from [0, noise].
     """
@@ -50,13 +50,13 @@ def target_loss(target: LlamaTarget, tokens: torch.Tensor, noise: float = 0.0) -
 
 
 def draft_loss(draft: Draft, target: LlamaTarget, tokens: torch.Tensor, recipe: Recipe) -> torch.Tensor:
-    """The loss of a draft of either kind, fp32 []. tokens int64 [B, L + 1]."""
+    """Return the loss of a draft of either kind, fp32 []. tokens: int64 [B, L + 1]."""
     loss = block_loss if isinstance(draft, DFlash) else unrolled_loss
     return loss(draft, target, tokens, recipe)
 
 
 def unrolled_loss(draft: EagleDraft, target: LlamaTarget, tokens: torch.Tensor, recipe: Recipe) -> torch.Tensor:
-    """Distance from the target's distribution (KL) and hidden states over unrolled steps, fp32 [].
+    """Return the distance from the target's distribution (KL) and hidden states over unrolled steps, fp32 [].
 
     tokens int64 [B, L + 1].
     """
@@ -78,16 +78,16 @@ def unrolled_loss(draft: EagleDraft, target: LlamaTarget, tokens: torch.Tensor, 
 
 
 def block_loss(draft: DFlash, target: LlamaTarget, tokens: torch.Tensor, recipe: Recipe) -> torch.Tensor:
-    """Distance from the target's distribution (KL) at each mask of random blocks, fp32 []. tokens int64 [B, L].
+    """Return the distance from the target's distribution (KL) at masks of random blocks, fp32 []. tokens: int64 [B, L].
 
-    A mask far from its block's start counts less: it is of use only where all before it were accepted.
+    A mask further from its block's start counts less: it is useful only if all before it were accepted.
     """
     blocks = draw_blocks(tokens, recipe.blocks, draft.config_json["block_size"] - 1)
     place = torch.arange(blocks.num_masks, device=tokens.device)
     with torch.no_grad():
         hidden = run_target(target, tokens)
         rows = torch.arange(len(tokens), device=tokens.device)[:, None, None]
-        # A mask predicts the token in its own place, the target the one after.
+        # A mask predicts the token at its own position, the target the one after.
         wanted = target.logits(hidden[rows, blocks.starts[..., None] + place]).float().log_softmax(-1)
     found = draft.logits(run_blocks(draft, tokens, hidden, blocks)).float().log_softmax(-1)
     kl = F.kl_div(found, wanted, log_target=True, reduction="none").sum(-1)

@@ -1,12 +1,12 @@
-"""What a chat model is asked, so that it writes text to train a draft on: questions about topics, and beginnings of
-sentences. Nothing is downloaded."""
+"""Prompts for a chat model that writes text to train a draft on: questions about topics, and beginnings of sentences.
+Nothing is downloaded."""
 
 from __future__ import annotations
 
 import random
 
 HELD_OUT = 12
-"""Of so many topics one is only measured on."""
+"""One of this many topics is used only for measurement."""
 
 TOPICS = """
     black holes|photosynthesis|the water cycle|volcanoes|earthquakes|the human heart|the immune system|vaccines
@@ -57,7 +57,7 @@ OF_TWO = (
     "Write a quiz with answers about {} and {}.",
     "Plan a day of lessons about {} and {}.",
 )
-"""Of two topics: there are as many pairs as a model has time for, so that no text need be written twice."""
+"""Questions about two topics: there are enough pairs that no text has to be generated twice."""
 
 BEGINNINGS = (
     "The history of {} begins",
@@ -71,8 +71,8 @@ Prompt = str | list[dict[str, str]]
 
 
 def make_prompts(count: int, *, held_out: bool, seed: int = 0) -> list[Prompt]:
-    """So many prompts: of four, one question about a topic, two about two, and a beginning of a sentence. Those that
-    are held out share no topic with the others."""
+    """Return `count` prompts. Of every four, one is a question about one topic, two are about two topics, and one is
+    the beginning of a sentence. Held-out prompts share no topic with the others."""
     topics = [topic.strip() for topic in TOPICS.split("|") if topic.strip()]
     asked = [topic for place, topic in enumerate(topics) if (place % HELD_OUT == 0) is held_out]
     rng = random.Random(seed)

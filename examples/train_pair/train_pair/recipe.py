@@ -1,4 +1,4 @@
-"""What is trained, and with which hyperparameters."""
+"""The models to train, and their hyperparameters."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TARGET = ModelConfig(
 )  # fmt: skip
 DRAFT = replace(TARGET, num_layers=1)
 FURTHER_DRAFTS: dict[str, ModelConfig | dict[str, Any]] = {
-    # The dims and the window of DeepSeek-V4's layers, so that kernels made for those serve it.
+    # The dims and the window of DeepSeek-V4's layers, so kernels for those layers support it.
     "latent_draft": replace(
         DRAFT, num_kv_heads=1, head_dim=512, sliding_window=128,
         latent=LatentConfig(rope_dim=64, q_rank=128, out_rank=128),
@@ -29,9 +29,9 @@ FURTHER_DRAFTS: dict[str, ModelConfig | dict[str, Any]] = {
         "dflash_config": {"mask_token_id": 255, "target_layer_ids": [TARGET.num_layers - 1]},
     },
 }  # fmt: skip
-"""Further drafts of the shipped target, by name. Training one leaves the target as it is.
+"""Further drafts for the shipped target, by name. Training one leaves the target unchanged.
 
-A block draft is what its config.json says, in the words of DFlash as published.
+A block draft is described by its config.json, in published DFlash's terms.
 """
 
 

@@ -1,7 +1,7 @@
 """The training runs.
 
-The target learns the next byte of real text. A draft learns the distribution of the frozen target, on real text and on
-text that the target wrote: over unrolled steps that feed it its own states (EAGLE-3, Li et al., 2025, section 3), or in
+The target learns the next byte of real text. A draft learns the frozen target's distribution, on real text and on text
+that the target wrote: over unrolled steps that feed it its own states (EAGLE-3, Li et al., 2025, section 3), or in
 blocks of masks at random places (DFlash, Chen et al., 2026).
 """
 
@@ -36,7 +36,7 @@ _Curve = list[tuple[int, float]]
 _OF_THE_TARGET = {"target_steps", "target_lr", "target_decay", "byte_noise"}
 _OF_STEPS = {"unroll", "step_weight", "hidden_weight"}
 _OF_BLOCKS = {"blocks", "place_weight"}
-"""Settings that only the training of the target, of a draft a step at a time and of a block draft has."""
+"""Settings that apply only to the target, to drafts with one step per token, and to block drafts."""
 
 
 def train_pair(out: Path, recipe: Recipe, device: torch.device, origin: dict[str, Any]) -> dict[str, Any]:
@@ -52,7 +52,7 @@ def train_pair(out: Path, recipe: Recipe, device: torch.device, origin: dict[str
 
 
 def train_draft(out: Path, name: str, recipe: Recipe, device: torch.device, origin: dict[str, Any]) -> dict[str, Any]:
-    """Train a draft of FURTHER_DRAFTS on the target in `out`, save it beside the target, and return its record."""
+    """Train a draft of FURTHER_DRAFTS on the target in `out`, save it next to the target, and return its record."""
     target = load_target(out, device=device)
     run = _Run(recipe, device)
     draft = make_draft(FURTHER_DRAFTS[name], target, device)
@@ -64,7 +64,7 @@ def train_draft(out: Path, name: str, recipe: Recipe, device: torch.device, orig
 
 
 class _Run:
-    """The seed, the clock and the text of one training."""
+    """The seed, the clock and the text of one training run."""
 
     def __init__(self, recipe: Recipe, device: torch.device) -> None:
         self.began = time.perf_counter()
@@ -78,7 +78,7 @@ class _Run:
         }
 
     def target(self) -> tuple[LlamaTarget, _Curve]:
-        """A target trained from scratch, and its curve."""
+        """Train a target from scratch; returns it and its curve."""
         recipe, target = self.recipe, LlamaTarget(TARGET).to(self.device)
         return target, _fit(
             target, recipe.target_steps, recipe.target_lr, recipe.target_decay,
@@ -98,7 +98,7 @@ class _Run:
     def record(
         self, target: LlamaTarget, draft: Draft, curves: dict[str, _Curve], *, unused: set[str]
     ) -> dict[str, Any]:
-        """How it was done and what came out; unused: settings of the recipe that no part of it had."""
+        """Return the setup and the results of the run. unused: settings of the recipe that did not apply."""
         recipe, losses = self.recipe, {}
         with _measuring(self.device):
             for text, tokens in self.measured_on.items():
@@ -117,7 +117,7 @@ class _Run:
 
 
 def _mixed_batches(target: LlamaTarget, train: Windows, recipe: Recipe) -> Callable[[], torch.Tensor]:
-    """Batches for the draft: half real text, half what the target writes after the beginning of real text."""
+    """Return batches for the draft: half real text, half the target's continuations of real text."""
     device, length, real = train.bytes.device, recipe.window + 1, recipe.batch // 2
     count = min(recipe.written, recipe.batch * recipe.draft_steps)
     with _autocast(device):
@@ -135,7 +135,7 @@ def _fit(
     model: nn.Module, steps: int, lr: float, decay: float,
     batch_loss: Callable[[], torch.Tensor], held_out_loss: Callable[[], torch.Tensor],
 ) -> _Curve:  # fmt: skip
-    """Train, and return the curve. The model ends frozen where held-out loss was lowest, rounded as it is stored."""
+    """Train, and return the curve. The model ends frozen at its lowest held-out loss, rounded to the stored dtype."""
     weights = list(model.parameters())
     device, curve, best = weights[0].device, [], {}
     groups = [
@@ -176,7 +176,7 @@ def _autocast(device: torch.device) -> torch.autocast:
 
 @contextmanager
 def _measuring(device: torch.device) -> Iterator[None]:
-    """No gradients, and the same draws each time, so that losses can be compared."""
+    """Disable gradients and fix the random draws, so losses are comparable."""
     with torch.no_grad(), _autocast(device), torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(0)
         yield

@@ -1,4 +1,4 @@
-"""The engine's kernel behind the backend contract, once with each of the engine's builders."""
+"""The engine's kernel behind the backend contract, with each of the engine's two builders."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The contract over an engine's builder: its build and its in-place update, called from ours."""
+"""Implements the builder contract by calling an engine's build and in-place update."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from wrapped_engine import engine
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WrappedMetadata:
-    """The engine's metadata, its tensors as fields of ours: the kit sees what a graph would hold on to.
+    """The engine's metadata with its tensors as fields, so the kit compares what a graph would hold on to.
 
-    An engine's update that puts new tensors into its own object, and not new content into these, is stale by that.
+    If the engine's update puts new tensors into its own object instead of new content into these, these are stale.
     query_start_loc int32 [num_reqs + 1], seq_lens int32 [num_reqs], block_table int32 [num_reqs, max_pages],
     slot_mapping int64 [num_tokens]: views of the batch. kv_indptr int32 [num_reqs + 1], kv_indices int32
     [max_reqs * max_pages], last_page_len int32 [num_reqs]: the engine's buffers.
@@ -42,7 +42,7 @@ class WrappedMetadata:
     last_page_len: torch.Tensor
 
     def for_engine(self) -> engine.PagedMetadata:
-        """The object that the engine's own code takes."""
+        """Return the object that the engine's own code takes."""
         return engine.PagedMetadata(
             query_start_loc=self.query_start_loc,
             seq_lens=self.seq_lens,
@@ -55,7 +55,7 @@ class WrappedMetadata:
 
 
 class WrappedBuilder(MetadataBuilder[WrappedMetadata]):
-    """Hands the engine a batch in its own words and takes its claim as it stands: the kit finds out if it holds."""
+    """Passes the engine a batch in its format and repeats the engine's claim unverified: the kit tests the claim."""
 
     engine_builder: ClassVar[type[engine.PagedMetadataBuilder]] = engine.PagedMetadataBuilder
     graph_support = GraphSupport.UNIFORM_BATCH
@@ -109,6 +109,6 @@ class WrappedBuilder(MetadataBuilder[WrappedMetadata]):
 
 
 class DriftingBuilder(WrappedBuilder):
-    """The same wrapper over the engine's builder whose update is wrong."""
+    """The same wrapper over the engine's builder with the wrong update."""
 
     engine_builder = engine.DriftingMetadataBuilder

@@ -1,4 +1,4 @@
-"""Stands in for an engine whose builders have vLLM's shape. Nothing here knows of the contract."""
+"""Stands in for an engine with builders of vLLM's shape. Nothing here knows about the contract."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 @dataclass
 class EngineConfig:
-    """What such a builder reads of the engine's whole configuration."""
+    """The part of the engine's configuration that a builder reads."""
 
     max_num_seqs: int
     max_model_len: int
@@ -23,7 +23,7 @@ class KVCacheSpec:
 
 @dataclass
 class CommonAttentionMetadata:
-    """A batch as the engine hands it to every builder, padding rows included."""
+    """A batch as the engine passes it to every builder, including padding rows."""
 
     query_start_loc: torch.Tensor
     seq_lens: torch.Tensor
@@ -37,9 +37,8 @@ class CommonAttentionMetadata:
 
 @dataclass
 class PagedMetadata:
-    """What the engine's kernel reads: row r's pages are kv_indices[kv_indptr[r] : kv_indptr[r + 1]], the last of which
-    holds last_page_len[r] tokens.
-    """
+    """The kernel's input: row r's pages are kv_indices[kv_indptr[r] : kv_indptr[r + 1]], and its last page holds
+    last_page_len[r] tokens."""
 
     query_start_loc: torch.Tensor
     seq_lens: torch.Tensor
@@ -51,7 +50,7 @@ class PagedMetadata:
 
 
 class PagedMetadataBuilder:
-    """Keeps its lists in persistent buffers and can bring them up to date without a build."""
+    """Keeps its lists in persistent buffers and can update them without a build."""
 
     supports_draft_decode_metadata_update = True
 
@@ -81,7 +80,7 @@ class PagedMetadataBuilder:
         return metadata
 
     def update_draft_decode_metadata(self, metadata: PagedMetadata) -> None:
-        """Bring the lists up to date, in place, after seq_lens moved on the device."""
+        """Update the lists in place after seq_lens changed on the device."""
         self._list_pages(metadata)
 
     def _list_pages(self, metadata: PagedMetadata) -> None:
@@ -105,7 +104,7 @@ class DriftingMetadataBuilder(PagedMetadataBuilder):
 def paged_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, metadata: PagedMetadata, scale: float, max_pages: int
 ) -> torch.Tensor:
-    """The engine's kernel: query [T, Hq, D], key and value [pages, size, Hkv, D]; [T, Hq, D]."""
+    """The engine's kernel. query: [T, Hq, D]; key and value: [pages, size, Hkv, D]; returns [T, Hq, D]."""
     size, heads = key.shape[1:3]
     starts, indptr = metadata.query_start_loc, metadata.kv_indptr
     token = torch.arange(query.shape[0], dtype=starts.dtype, device=query.device)
