@@ -61,7 +61,7 @@ class Fp8Weight(nn.Module):
         return self.values.nbytes + self.scale.nbytes
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Fp8Weight:
-        """Follow `Module.to` and similar to another device, but keep the dtypes: casting would lose the scale's bits,
+        """Move to another device, as `Module.to` requests, but keep the dtypes: casting would lose the scale's bits,
         and no product reads the result."""
         device = fn(self.scale).device
         self.values, self.scale = self.values.to(device), self.scale.to(device)

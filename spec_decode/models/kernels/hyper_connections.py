@@ -254,7 +254,6 @@ def read_streams_kernel(
 
 @triton.jit
 def _sigmoid(logits):
-    """1 / (1 + e^-x)."""
     return 1.0 / (1.0 + tl.exp(-logits))
 
 
