@@ -1,4 +1,4 @@
-"""The interface of models that the drafter and the engine use.
+"""The model interface that the drafter and the engine use.
 
 Legend: T flat tokens, H hidden_size, F target_states_size, V vocabulary. States and logits are in the model's dtype.
 """

@@ -1,9 +1,9 @@
 """Linear layers over too many rows for skinny_linear and too few to keep a tensor core busy: bound by reading the
 weight, which is read once.
 
-The weight is the tall operand of the tensor core and the rows the narrow one, so few rows waste little of it: y^T = w
-x^T. A program owns a tile of outputs. If K is split (split-K), it owns a share of K, and a second kernel adds the
-partial sums in order, so the order of summation does not depend on scheduling.
+The product is y^T = w x^T: the weight is the tensor core's tall operand and the rows its narrow one, so few rows waste
+little of it. A program owns a tile of outputs. If K is split (split-K), it owns a share of K, and a second kernel adds
+the partial sums in order, so the order of summation does not depend on scheduling.
 
 Legend: M rows, T rows of x that M sorted rows are gathered from, K inputs, N outputs, E weights. Products take operands
 in their own dtype (an 8-bit weight is first converted to x's); sums and the epilogue are in fp32 until the store.
