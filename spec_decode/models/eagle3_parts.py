@@ -96,8 +96,8 @@ def aux_hidden_state_layers(store: TensorStore, num_target_layers: int) -> tuple
     Checkpoints follow two conventions under one name, eagle_aux_hidden_state_layer_ids. SGLang and NVIDIA's trainer
     list layers whose *output* is read: their lists begin with 1, and the output of layer i enters layer i + 1. Others,
     including vLLM, list the layers that the states enter, and begin with 2; these and all other lists are used as they
-    are. `speculators` always lists the layers that the states enter; speculators_model_type identifies its files. Without a
-    list, the default is that of EAGLE-3's own training: 2, n // 2 and n - 3.
+    are. `speculators` always lists the layers that the states enter; speculators_model_type identifies its files.
+    Without a list, the default is that of EAGLE-3's own training: 2, n // 2 and n - 3.
 
     Raises CheckpointError for states that the target does not have.
     """
