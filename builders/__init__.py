@@ -1,4 +1,4 @@
-"""Ground floor: specs, the shared state of a batch, and the metadata builders over it."""
+"""Attention specs, the shared device state of a batch, and the metadata builders that work on it."""
 
 from builders.batch import NO_SLOT, AttentionBatch, BatchBuffers, check_batch
 from builders.contract import (

@@ -1,4 +1,4 @@
-"""The persistent, device-side state of one batch shape, and the view of it that a builder sees."""
+"""The persistent, device-side state of one batch shape, and the view of it that builders get."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from builders.spec import MAX_TREE_TOKENS
 from builders.tables import RequestTables
 
 NO_SLOT = -1
-"""Slot of a token that is written nowhere."""
+"""Slot of a token that is not written to the cache."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionBatch:
-    """One KV group's view of a batch: slices of persistent buffers, without copies, and what the host knows.
+    """One KV group's view of a batch: slices of persistent buffers, without copies, plus what the host knows.
 
     query_start_loc  int32 [num_reqs + 1]
     seq_lens         int32 [num_reqs]             KV tokens the request's last query token sees; 0 in padding rows
     positions        int64 [num_tokens]           0 in padding rows
-    block_table      int32 [num_reqs, max_pages]  -1 where no page is owned
+    block_table      int32 [num_reqs, max_pages]  -1 where no page is allocated
     slot_mapping     int64 [num_tokens]           -1 writes nothing
 
-    Kernels need not check pages: the block table's entries up to a row's seq_len are pages of the cache.
-    `RequestTables` and `BatchBuffers` ensure that. If you fill a batch by other means, such as an engine's own tables,
-    you must ensure it; `check_batch` checks what the host can see.
+    Kernels do not validate pages: block-table entries up to a row's seq_len must be pages of the cache. `RequestTables`
+    and `BatchBuffers` ensure that. If you fill a batch by other means, such as an engine's own tables, you must ensure
+    it; `check_batch` checks what the host can see.
     """
 
     num_reqs: int
@@ -35,30 +35,30 @@ class AttentionBatch:
     num_tokens: int
     max_query_len: int
     max_seq_len: int
-    """No seq_len passes this while the metadata lives, horizon included."""
+    """Upper bound on seq_lens for as long as the metadata lives, horizon included."""
     uniform: bool
-    """Every row, padding included, owns exactly max_query_len tokens."""
+    """Whether every row, padding included, has exactly max_query_len tokens."""
     query_start_loc: torch.Tensor
     seq_lens: torch.Tensor
     positions: torch.Tensor
     block_table: torch.Tensor
     slot_mapping: torch.Tensor
     host_seq_lens: tuple[int, ...] | None = None
-    """seq_lens as the host knows them, or upper bounds, or None where the caller paid for neither."""
+    """Host copy of seq_lens, or upper bounds on them; None if the caller paid for neither."""
     host_seq_lens_exact: bool = False
     host_query_lens: tuple[int, ...] | None = None
-    """Query tokens of each row, padding included, as the host knows them; `BatchBuffers` always does."""
+    """Query tokens per row, padding included, as known on the host; `BatchBuffers` always sets it."""
     tree_masks: torch.Tensor | None = None
-    """int64 [num_tokens], of a batch whose queries are trees of at most MAX_TREE_TOKENS tokens; None where they are
-    chains. Of a query token, bit j is set where it sees query token j of its request; all see what is cached before.
-    It stands at the position where its ancestors end: as many tokens after the cached ones as bits are set, less one.
-    Its slot is that of its index. 0 in padding rows."""
+    """int64 [num_tokens] if the queries are trees of at most MAX_TREE_TOKENS tokens; None if they are chains. Bit j of
+    a token's mask is set if it sees query token j of its request; every token sees the whole cached prefix. A token's
+    position is the prefix length plus its number of set bits, minus 1; its slot, that of prefix length plus index.
+    Padding: 0."""
 
 
 def check_batch(batch: AttentionBatch, device: torch.device) -> None:
-    """Raise BatchError for tensors that a builder's kernels would misread. It reads no contents, so it never waits.
+    """Raise BatchError for tensors that a builder's kernels would misread. It reads no contents, so it never syncs.
 
-    Rows of the block table may have any stride. positions may be empty if the builder's step_fields do not name it.
+    Block-table rows can have any stride. positions can be empty if the builder's step_fields do not name it.
     """
     rows, tokens = (batch.num_reqs,), (batch.num_tokens,)
     require_tensor("query_start_loc", batch.query_start_loc, shape=(rows[0] + 1,), dtype=torch.int32, device=device)
@@ -94,14 +94,14 @@ def _check_trees(batch: AttentionBatch, masks: torch.Tensor, device: torch.devic
 
 
 class BatchBuffers:
-    """Persistent buffers of one kind of batch, at fixed addresses, with a padding rule per field.
+    """Persistent buffers for one kind of batch, at fixed addresses, with a padding rule per field.
 
     query_start_loc  int32 [max_reqs + 1]             uniform: row * query_len, padding too; ragged: repeats the end
     seq_lens         int32 [max_reqs]                 padding rows 0
     positions        int64 [max_tokens]               padding 0
     slot_mappings    int64 [num_groups, max_tokens]   padding -1
-    tree_masks       int64 [max_tokens]               padding 0; read by a tree_view
-    step             int64 [1]                        draft column being produced; moved by the advance
+    tree_masks       int64 [max_tokens]               padding 0; exposed by tree_view
+    step             int64 [1]                        draft column being produced; incremented by the advance
     """
 
     def __init__(self, tables: RequestTables, *, max_tokens: int) -> None:
@@ -118,7 +118,7 @@ class BatchBuffers:
         self._query_lens = (0,) * self.max_reqs
 
     def set_uniform(self, query_len: int) -> None:
-        """Make every row own query_len tokens. The device fills in what depends on lengths."""
+        """Give every row query_len tokens. Fields that depend on lengths are filled in on the device."""
         self.query_start_loc.copy_(torch.arange(self.max_reqs + 1, dtype=torch.int32) * query_len)
         self._query_lens = (query_len,) * self.max_reqs
 
@@ -133,12 +133,13 @@ class BatchBuffers:
     def load(
         self, query_lens: Sequence[int], seq_lens: Sequence[int], *, pad_reqs: int | None = None
     ) -> tuple[int, int]:
-        """Write a batch that the host knows: the queries of row r are the last query_lens[r] of its seq_lens[r] tokens.
-        Their tree_masks are 0.
+        """Write a batch known on the host: the queries of row r are the last query_lens[r] of its seq_lens[r] tokens.
+        tree_masks become 0.
 
-        pad_reqs: pad to this many rows; a uniform batch stays uniform, so its padding rows own query_len tokens each.
-        Returns (num_reqs, num_tokens) with padding. Raises BatchError, with nothing written, for an empty batch, a
-        row without tokens, a query longer than its sequence, or lengths beyond a token limit.
+        pad_reqs: pad to this many rows; a uniform batch stays uniform, so its padding rows get query_len tokens each.
+        Returns (num_reqs, num_tokens), padding included. Raises BatchError, and writes nothing, for an empty batch or
+        one beyond the buffers, a row without tokens, a query longer than its sequence, queries before a row's writable
+        positions, or lengths beyond a token limit.
         """
         lens, seqs = list(query_lens), list(seq_lens)
         num_reqs = len(lens) if pad_reqs is None else pad_reqs
@@ -223,7 +224,7 @@ class BatchBuffers:
         host_seq_lens: Sequence[int] | None = None,
         host_seq_lens_exact: bool = False,
     ) -> AttentionBatch:
-        """This group's view of the first num_reqs rows. max_seq_len: a bound on lengths; None takes the tables'.
+        """Return this group's view of the first num_reqs rows. max_seq_len: bound on lengths; None takes the tables'.
 
         Raises BatchError for more rows or tokens than these buffers hold.
         """
@@ -245,5 +246,5 @@ class BatchBuffers:
         )
 
     def tree_view(self, view: AttentionBatch) -> AttentionBatch:
-        """The same batch with trees as queries, described by tree_masks."""
+        """Return the same batch with trees as queries, described by tree_masks."""
         return replace(view, tree_masks=self.tree_masks[: view.num_tokens])

@@ -1,4 +1,4 @@
-"""The contract between a metadata builder and whoever drafts with it."""
+"""The contract between a metadata builder and the drafter that uses it."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from builders.errors import BatchError, require, require_counts
 from builders.spec import AttentionSpec
 
 CONTRACT_VERSION = (1, 2)
-"""Major, minor. A builder written for another major version is refused."""
+"""(major, minor). Builders written for another major version are rejected."""
 
 M = TypeVar("M")
 
 
 class GraphSupport(IntEnum):
-    """The widest batch shape whose attention can be captured and replayed over other batches."""
+    """The widest batch shape whose attention can be captured in a CUDA graph and replayed over other batches."""
 
     NEVER = 0
     SINGLE_TOKEN_DECODE = 1
@@ -31,9 +31,9 @@ class GraphSupport(IntEnum):
 class AdvanceLevel(IntEnum):
     """How metadata moves one token forward, from most work to least.
 
-    PREPLANNED: the host plans every step before the first one runs, with a builder for each step. Such a build reads
-    lengths from host_seq_lens only, which are then ahead of the device's. A row that stops early has a plan for tokens
-    that it will not get.
+    PREPLANNED: the host plans every step before the first one runs, with one builder per step. These builds read
+    lengths from host_seq_lens only, which run ahead of the device's lengths. A row that stops early keeps plans for
+    tokens it never reaches.
     """
 
     REBUILD = 0
@@ -50,7 +50,7 @@ class AdvanceSupport:
 
 
 class HostLengths(Enum):
-    """What `build` must know about seq_lens on the host. EXACT costs a copy from the device and a wait."""
+    """What `build` needs to know about seq_lens on the host. EXACT costs a device-to-host copy and a sync."""
 
     NONE = "none"
     UPPER_BOUND = "upper bound"
@@ -59,14 +59,14 @@ class HostLengths(Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CaptureConstants:
-    """Host values that a captured graph holds. A replay may need less of each, never more."""
+    """Host values baked into a captured graph. A replayed batch can need less of each, never more."""
 
     max_reqs: int
     max_query_len: int
     max_seq_len: int
 
     def exceeded_by(self, needed: CaptureConstants) -> list[str]:
-        """Each constant that `needed` exceeds, as 'name: captured with A, needed B'."""
+        """Return each constant that `needed` exceeds, as 'name: captured with A, needed B'."""
         pairs = (
             ("max_reqs", self.max_reqs, needed.max_reqs),
             ("max_query_len", self.max_query_len, needed.max_query_len),
@@ -76,20 +76,20 @@ class CaptureConstants:
 
 
 class MetadataBuilder(ABC, Generic[M]):
-    """Builds the metadata that one backend's kernels need for a batch, and keeps it current in place.
+    """Builds the metadata that one backend's kernels need for a batch, and updates it in place.
 
-    It is made from a spec, a device and bounds, and needs no engine. Tensors that `build` returns are views of the
-    batch's shared state or persistent buffers of the builder, so the same batch shape always has the same addresses.
-    A graph captured with them can therefore be replayed over another batch after `build` or `advance`. Use a builder
-    from one thread: a second `build` overwrites the metadata of the first.
+    A builder takes a spec, a device and upper bounds; it needs no engine. `build` returns views of the batch's shared
+    state or of the builder's persistent buffers, so a given batch shape always has the same addresses. A graph captured
+    with them can therefore be replayed over another batch after `build` or `advance`. Use a builder from one thread: a
+    second `build` overwrites the metadata of the first.
     """
 
     graph_support: ClassVar[GraphSupport]
     host_lengths: ClassVar[HostLengths] = HostLengths.NONE
     step_fields: ClassVar[tuple[str, ...]]
-    """Metadata fields whose content depends on the position; each must be right after every advance."""
+    """Metadata fields that depend on the position; each must be correct after every advance."""
     build_per_round: ClassVar[bool] = False
-    """Whether a replay over a new batch is right only after a `build` at the start of the round."""
+    """Whether a replay over a new batch needs a `build` at the start of the round."""
 
     def __init__(
         self, spec: AttentionSpec, device: torch.device, *, max_reqs: int, max_tokens: int, max_seq_len: int
@@ -102,7 +102,7 @@ class MetadataBuilder(ABC, Generic[M]):
         self.allocate()
 
     def allocate(self) -> None:
-        """Allocate the persistent buffers, once, for the spec, the device and the bounds of this builder."""
+        """Allocate the persistent buffers once, for this builder's spec, device and bounds."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -113,24 +113,22 @@ class MetadataBuilder(ABC, Generic[M]):
     @classmethod
     @abstractmethod
     def advance_support(cls, spec: AttentionSpec, device: torch.device) -> AdvanceSupport:
-        """The advance level for this spec on this device, with its reason."""
+        """Return the advance level for this spec on this device, with its reason."""
 
     @abstractmethod
     def build(self, batch: AttentionBatch, *, horizon: int = 0) -> M:
-        """Metadata for any batch within the bounds. It may work on the host, and never writes to the batch.
+        """Build the metadata for any batch within the bounds. It can do host work, and never writes to the batch.
 
-        It does not check the batch's tensors, because it runs every round and `BatchBuffers` makes valid ones. Give a
-        batch that you fill by other means to `check_batch` first.
+        It does not check the batch's tensors, because it runs every round and `BatchBuffers` makes valid ones. Pass a
+        batch that you filled by other means to `check_batch` first.
 
-        horizon: how many advances follow before the next build. A request that reaches its own limit on the way becomes
-        inert. Raises BatchError for an empty batch, and for a horizon beyond the pages that a row of the block table
-        has room for.
+        horizon: the number of advances before the next build. A request that reaches its limit on the way becomes
+        inert. Raises BatchError for an empty batch, and for a horizon beyond the pages of a block-table row.
         """
 
     def check_horizon(self, batch: AttentionBatch, horizon: int) -> None:
-        """Raise BatchError for an empty batch, for one beyond the builder's bounds, whose buffers would be too short
-        for it, and for a horizon beyond the pages that a row of the block table has room for.
-        """
+        """Raise BatchError for an empty batch, for one beyond the builder's bounds (its buffers would be too short),
+        and for a horizon beyond the pages of a block-table row."""
         if not (batch.num_reqs and batch.num_tokens):
             raise BatchError(
                 f"a batch must have a row and a query token, got {batch.num_reqs} and {batch.num_tokens}; no kernel "
@@ -152,10 +150,10 @@ class MetadataBuilder(ABC, Generic[M]):
         )
 
     def advance(self, metadata: M) -> None:
-        """Refresh every step field in place from the shared device state as it stands now.
+        """Refresh every step field in place from the current shared device state.
 
-        A graph can hold it: it does device work only, keeps no new allocation, and changes no address and no host
-        field. It computes from the shared state (seq_lens, positions, block table), never from the metadata's earlier
+        It can be captured: it does device work only, keeps no new allocation, and changes no address and no host field.
+        It computes from the shared state (seq_lens, positions, block table), never from the metadata's previous
         contents. A builder that claims REBUILD or PREPLANNED does not define it; calling it then raises BatchError.
         """
         raise BatchError(
@@ -165,7 +163,7 @@ class MetadataBuilder(ABC, Generic[M]):
 
     @abstractmethod
     def capture_constants(self, metadata: M) -> CaptureConstants:
-        """The host values that a graph captured with this metadata holds."""
+        """Return the host values baked into a graph captured with this metadata."""
 
 
 def _restate_the_claim(cls: type[MetadataBuilder[Any]], spec: AttentionSpec, device: torch.device) -> AdvanceSupport:

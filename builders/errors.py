@@ -1,4 +1,4 @@
-"""Errors of the ground floor. Each says the requirement, what was found, what follows, and what to do."""
+"""Input errors and the checks that raise them. Messages give the requirement, the value, the consequence and a fix."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 
 
 class BatchError(ValueError):
-    """A value, a setting or a batch that must not reach a kernel; the message says what to change."""
+    """An invalid value, setting or batch that must not reach a kernel; the message says what to change."""
 
 
 def require(condition: bool, message: str) -> None:
@@ -23,25 +23,25 @@ def require(condition: bool, message: str) -> None:
 
 
 def require_type(name: str, value: object, kind: type) -> None:
-    """Raise BatchError unless an argument of that name is of that kind."""
+    """Raise BatchError unless the value of the argument `name` is a `kind`."""
     require(isinstance(value, kind), f"{name} must be of type {kind.__name__}, got {type(value).__name__}. Pass one.")
 
 
 def did_you_mean(asked: str, known: Iterable[str]) -> str:
-    """A question to append to an error, empty where nothing known resembles what was asked for."""
+    """Return a suggestion to append to an error; empty if no known name is close."""
     close = get_close_matches(asked, list(known), 1)
     return f" Did you mean {close[0]}?" if close else ""
 
 
 def require_counts(name: str, values: Iterable[object]) -> None:
-    """Raise BatchError unless every value is an int, and no bool: a tensor would round or count another in silence."""
+    """Raise BatchError unless every value is an int and not a bool: a tensor would silently convert anything else."""
     if wrong := [value for value in values if type(value) is not int]:
         raise BatchError(f"{name} must be ints, got {wrong[0]!r}; a tensor would hold another number. Convert it.")
 
 
 def type_problems(record: object) -> list[str]:
-    """What is wrong with a dataclass's values by its annotations. A bool is no int, and a float may be an int but must
-    be finite; of a collection only its own type is looked at."""
+    """List a dataclass's values that do not match their annotations. A bool is not an int; a float can be given as an
+    int but must be finite; of a collection only the container type is checked."""
     fields = _field_types(type(record))  # type: ignore[arg-type]
     return [
         f"{name} must be {' or '.join(map(_describe, types))}, got {value!r}"
@@ -51,14 +51,14 @@ def type_problems(record: object) -> list[str]:
 
 
 def require_types(record: object) -> None:
-    """Raise BatchError, with every problem, for a dataclass whose values do not have the types of its annotations."""
+    """Raise BatchError, listing every problem, if a dataclass's values do not match its annotations."""
     if problems := type_problems(record):
         raise BatchError(f"{'; '.join(problems)}.")
 
 
 @cache
 def _field_types(record: type) -> dict[str, tuple[Any, ...]]:
-    """The types that each field may have. Read once a class: a spec is checked thousands of times."""
+    """Return the types that each field can have. Cached per class: a spec is checked thousands of times."""
     return {name: tuple(_alternatives(hint)) for name, hint in get_type_hints(record).items()}
 
 
@@ -84,9 +84,9 @@ def _describe(wanted: Any) -> str:
 def require_tensor(
     name: str, tensor: torch.Tensor, *, shape: Iterable[int | None], dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Raise BatchError unless a tensor has this shape (None matches any size), this dtype and is on this device.
+    """Raise BatchError unless a tensor has this shape (None matches any size), dtype and device.
 
-    A device without an index matches every one of its type.
+    A device without an index matches every device of its type.
     """
     wanted, found = tuple(shape), tuple(tensor.shape)
     fits = len(wanted) == len(found) and all(w in (None, f) for w, f in zip(wanted, found, strict=True))
@@ -100,8 +100,8 @@ def require_tensor(
 def require_vector(
     name: str, vector: torch.Tensor, *, length: int | None, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Raise BatchError unless a tensor is contiguous, and [length] of this dtype and on this device, as
-    `require_tensor` has it."""
+    """Raise BatchError unless a tensor is contiguous and [length], with this dtype and device (see
+    `require_tensor`)."""
     require_tensor(name, vector, shape=(length,), dtype=dtype, device=device)
     if not vector.is_contiguous():
         raise BatchError(

@@ -1,4 +1,4 @@
-"""Metadata for FlashAttention-3: views, and the lengths that the kernel reads."""
+"""Metadata for FlashAttention-3: views of the batch, and the lengths that the kernel reads."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ from builders.spec import AttentionSpec
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FlashAttn3Metadata(BatchMetadata):
-    """Views of the batch; for trees also a buffer of the builder, with the lengths of their prefixes.
+    """Views of the batch; for trees, kv_lens is a buffer of the builder that holds the prefix lengths.
 
-    kv_lens  int32 [num_reqs]   tokens that the kernel attends to: seq_lens, or for trees the tokens cached before them
+    kv_lens  int32 [num_reqs]   tokens that the kernel attends to: seq_lens, or for trees the cached prefix
     """
 
     num_splits: int
-    """Parts that a request's KV tokens are divided into; a capture constant, since it sizes the launch."""
+    """KV splits per request; a capture constant, since it sizes the launch."""
     kv_lens: torch.Tensor
 
 
 class FlashAttn3Builder(BatchMetadataBuilder[FlashAttn3Metadata]):
-    """Passes no scheduler metadata, so the kernel prepares it on the device in every call.
+    """Passes no scheduler metadata, so the kernel computes it on the device in every call.
 
-    On an H200, one preparation a round would save about 1 us of GPU time a call, and cost 20 us of host time and 22 us
-    of GPU time a round. A refresh in the graph would cost 2 to 4 us more a step. Stale scheduler metadata would not
-    change the results.
+    On an H200, computing it once per round would save about 1 us of GPU time per call, and cost 20 us of host time and
+    22 us of GPU time per round. Refreshing it in the graph would cost 2 to 4 us more per step. Stale scheduler metadata
+    would not change the results.
     """
 
     graph_support = GraphSupport.ALWAYS
     step_fields = ("seq_lens", "slot_mapping", "kv_lens")
 
     _MOST_SPLITS = 32
-    """The limit that the kernel gets. On the device, it uses as many splits as fill it, by each request's length."""
+    """The limit passed to the kernel, which picks each request's splits by its length, on the device, to fill it."""
     _TILE_ROWS = 64
     """Query rows of the kernel's smallest tile. A row is one head of a group, for one token."""
 
@@ -65,15 +65,15 @@ class FlashAttn3Builder(BatchMetadataBuilder[FlashAttn3Metadata]):
             count_prefix(metadata.kv_lens, metadata.seq_lens, metadata.query_start_loc)
 
     def length_bound(self, batch: AttentionBatch) -> int:
-        """The builder's own bound: given a small one, the kernel would drop its sliding window."""
+        """Return the builder's own bound: with a small one the kernel would drop its sliding window."""
         return self.max_seq_len
 
     def _splits_of(self, batch: AttentionBatch) -> int:
-        """Computed from the batch's shape alone. Never 0, with which the kernel's host code would choose by the lengths
-        at capture.
+        """Compute num_splits from the batch shape only. Never 0: the kernel's host code would choose by the lengths at
+        capture.
 
         Splits fill a device that has few tiles, and balance requests of different lengths. If each request has several
-        tiles and these fill the device, splits only add partial outputs to write: 6 to 17 % more time on an H100.
+        tiles and they fill the device, splits only add partial outputs to write: 6 to 17 % more time on an H100.
         """
         row_tiles = -(-batch.max_query_len * self.spec.group_size // self._TILE_ROWS)
         tiles = batch.num_reqs * self.spec.num_kv_heads * row_tiles

@@ -1,4 +1,4 @@
-"""FlashMLA over window lists: its Python, the lists, and the schedule of a batch shape."""
+"""FlashMLA over window lists: loading its module, the lists, and the schedule of a batch shape."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from builders.sparse_window import SparseWindowBuilder, SparseWindowMetadata
 from builders.spec import AttentionSpec
 
 _TOKEN_BYTES = 584
-"""Of a token in the fp8_ds_mla format: see attn_backends.kernels.fp8_ds_mla."""
+"""Bytes per token in the fp8_ds_mla format; see attn_backends.kernels.fp8_ds_mla."""
 
 
 _MODULES = ("flash_mla.flash_mla_interface", "vllm.third_party.flashmla.flash_mla_interface")
 SPARSE = {"flash_mla_sparse_fwd": {"attn_sink"}, "flash_mla_with_kvcache": {"indices", "attn_sink"}}
-"""The entries that are called for lists of slots, each with the arguments that older releases lack."""
+"""Entry points called with lists of slots, each with the arguments that older releases lack."""
 DENSE = {"FlashMLASchedMeta": {"have_initialized"}, "flash_mla_with_kvcache": {"block_table", "cache_seqlens"}}
-"""The same for whole prefixes. Older releases schedule in a call of its own, which takes lengths."""
+"""The same for whole prefixes. Older releases schedule in a separate call, which takes lengths."""
 
 
 def load_flashmla(entries: Mapping[str, set[str]] = SPARSE) -> Any:
-    """FlashMLA's module: from a package of its own if one is installed, else from vLLM's wheel.
+    """Import FlashMLA's module: the standalone package if it is installed, else the copy in vLLM's wheel.
 
     Raises ImportError if neither is installed, and RuntimeError if the one found does not load or lacks one of the
-    entries or an argument of it; the other is not tried then.
+    entries or an argument of it; the other is then not tried.
     """
     for name in _MODULES:
         package = name.partition(".")[0]
         try:
             import_module(package)
             module = import_module(name)
-        except Exception as error:  # a broken build fails in any way; its own words become the reason
+        except Exception as error:  # a broken build can raise anything; its message becomes the reason
             if isinstance(error, ModuleNotFoundError) and error.name == package:
                 continue
             raise RuntimeError(f"{name} is installed and cannot be used: {type(error).__name__}: {error}") from error
@@ -51,7 +51,7 @@ def load_flashmla(entries: Mapping[str, set[str]] = SPARSE) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class FlashMlaSchedule:
-    """How FlashMLA spreads the tokens of a batch over the device. Made by its first call, from shapes alone."""
+    """How FlashMLA spreads the tokens of a batch over the device. Made by its first call, from shapes only."""
 
     num_tokens: int
     made: Any = field(compare=False, repr=False)
@@ -59,15 +59,15 @@ class FlashMlaSchedule:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FlashMlaMetadata(SparseWindowMetadata):
-    """Window lists padded with -1, and the schedule for lists of full width: theirs does not depend on lengths."""
+    """Window lists padded with -1, and a schedule for lists of full width, which does not depend on lengths."""
 
     schedule: FlashMlaSchedule
 
 
 class FlashMlaSparseBuilder(SparseWindowBuilder):
-    """Lists windows; leaves their lengths out of what the kernel is told, so that one schedule holds for every step.
+    """Lists windows, but does not pass their lengths to the kernel, so that one schedule holds for every step.
 
-    A schedule made for lengths would be wrong as soon as one passes a multiple of 64.
+    A schedule made for lengths would be wrong as soon as one of them crosses a multiple of 64.
     """
 
     def allocate(self) -> None:
@@ -85,7 +85,7 @@ class FlashMlaSparseBuilder(SparseWindowBuilder):
         return FlashMlaMetadata(**self.batch_fields(batch), schedule=self._schedules[batch.num_tokens])
 
     def _make_schedule(self, num_tokens: int) -> Any:
-        """Let the kernel make it now, on empty lists: one made during a capture would belong to the graph."""
+        """Have the kernel make the schedule now, on empty lists: one made during capture would belong to the graph."""
         flashmla = load_flashmla()
         schedule, _ = flashmla.get_mla_metadata()
         if not self.spec.fp8_ds_mla:

@@ -1,4 +1,4 @@
-"""Metadata of FlashMLA over whole prefixes: views, and the calls that a batch takes."""
+"""Metadata for FlashMLA over whole prefixes: views, and the calls that a batch is split into."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from builders.spec import AttentionSpec
 
 
 class QueryChunk(NamedTuple):
-    """Query tokens start to end of a batch, all of one row, which has `behind` query tokens after them."""
+    """Query tokens start to end of a batch, all in one row, which has `behind` query tokens after them."""
 
     row: int
     start: int
@@ -24,28 +24,28 @@ class QueryChunk(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FlashMlaDenseMetadata(BatchMetadata):
-    """Views where one call serves the batch: one of few query tokens, as many in each row. Else a call for each chunk.
+    """Views of the batch if one call serves it (few query tokens, as many in each row); otherwise one call per chunk.
 
     kv_lens  int32 [num_reqs], or [number of chunks]   tokens that a call attends to: seq_lens, or those of a chunk
     """
 
     chunks: tuple[QueryChunk, ...]
-    """Empty where one call serves the batch."""
+    """Empty if one call serves the batch."""
     kv_lens: torch.Tensor
 
 
 class FlashMlaDenseBuilder(BatchMetadataBuilder[FlashMlaDenseMetadata]):
     """Makes no schedule, so the kernel makes one on the device in every call.
 
-    A schedule is right only for the lengths that it was made for. How it is laid out differs between releases, and
-    FlashMLA makes one only together with attention, so nothing else could refresh it.
+    A schedule is valid only for the lengths it was made for. Its layout differs between releases, and FlashMLA makes
+    one only together with attention, so nothing else could refresh it.
     """
 
     graph_support = GraphSupport.UNIFORM_BATCH
     step_fields = ("seq_lens", "slot_mapping", "kv_lens")
 
     _MOST_TOKENS = 128
-    """Query tokens of a row in one call: partial results, in fp32, take 0.5 MB a token of 128 heads."""
+    """Query tokens of a row per call: fp32 partial results take 0.5 MB per token with 128 heads."""
 
     def allocate(self) -> None:
         self._kv_lens = torch.zeros(self.max_tokens, dtype=torch.int32, device=self.device)
@@ -74,7 +74,7 @@ class FlashMlaDenseBuilder(BatchMetadataBuilder[FlashMlaDenseMetadata]):
             lens.clamp_(min=0)
 
     def _chunks_of(self, batch: AttentionBatch) -> tuple[QueryChunk, ...]:
-        """Reads the query lengths, and waits for the device if they differ and the host does not know them."""
+        """Split the rows into chunks. Syncs with the device if query lengths differ and the host does not know them."""
         known = (batch.max_query_len,) * batch.num_reqs if batch.uniform else batch.host_query_lens
         lens = known or batch.query_start_loc.diff().tolist()
         chunks, start = [], 0

@@ -1,4 +1,4 @@
-"""What the metadata of every backend here holds of its batch, and the base of the builders that make it."""
+"""The batch fields in every backend's metadata, and the base class of the builders that make it."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ class BatchMetadata:
     num_tokens: int
     max_query_len: int
     max_seq_len: int
-    """A bound on seq_lens, not a length."""
+    """An upper bound on seq_lens."""
     query_start_loc: torch.Tensor
     seq_lens: torch.Tensor
     block_table: torch.Tensor
     slot_mapping: torch.Tensor
     tree_masks: torch.Tensor | None = None
-    """int64 [num_tokens], a view of the batch's; None where its queries are chains."""
+    """int64 [num_tokens], a view of the batch's masks; None if its queries are chains."""
 
 
 B = TypeVar("B", bound=BatchMetadata)
 
 
 class BatchMetadataBuilder(MetadataBuilder[B]):
-    """A builder whose graphs hold no host values but those of `BatchMetadata`."""
+    """A builder whose graphs hold no host values other than those of `BatchMetadata`."""
 
     def capture_constants(self, metadata: B) -> CaptureConstants:
         return CaptureConstants(
@@ -46,7 +46,7 @@ class BatchMetadataBuilder(MetadataBuilder[B]):
         )
 
     def batch_fields(self, batch: AttentionBatch) -> dict[str, Any]:
-        """The fields of `BatchMetadata`, by name."""
+        """Return the fields of `BatchMetadata` by name."""
         return {
             "num_reqs": batch.num_reqs,
             "num_tokens": batch.num_tokens,
@@ -60,5 +60,5 @@ class BatchMetadataBuilder(MetadataBuilder[B]):
         }
 
     def length_bound(self, batch: AttentionBatch) -> int:
-        """The bound on seq_lens that the kernels are given."""
+        """Return the bound on seq_lens that the kernels are given."""
         return batch.max_seq_len

@@ -1,4 +1,4 @@
-"""Metadata for kernels that read the shared state themselves: views of it, and a launch that the batch shape fixes."""
+"""Metadata for kernels that read the shared state directly: views of it, and a launch fixed by the batch shape."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ class PagedMetadata(BatchMetadata):
     """Views only: the kernels derive positions and windows from seq_lens."""
 
     num_splits: int
-    """Parts that a request's KV tokens are divided into; a capture constant, since it sizes the launch."""
+    """KV splits per request; a capture constant, since it sizes the launch."""
 
 
 SPLIT_TOKENS = 256
-"""KV tokens of a split of batch-invariant attention: without a window, a split begins at the same position in every
+"""KV tokens per split of batch-invariant attention. Without a window, splits begin at the same positions in every
 batch."""
 _PARTIAL_BYTES = 64 << 20
-"""Memory for the partial outputs of all splits, fp32. Batch-invariant attention may need more."""
+"""Memory budget for the fp32 partial outputs of all splits. Batch-invariant attention can exceed it."""
 
 
 class PagedViewBuilder(BatchMetadataBuilder[PagedMetadata]):
-    """Every field that depends on the position is a view, so `advance` has nothing to refresh."""
+    """Every position-dependent field is a view, so `advance` has nothing to refresh."""
 
     graph_support = GraphSupport.ALWAYS
     step_fields = ("seq_lens", "slot_mapping")
@@ -49,25 +49,26 @@ class PagedViewBuilder(BatchMetadataBuilder[PagedMetadata]):
     def _splits_of(self, batch: AttentionBatch) -> int:
         if not self.spec.batch_invariant:
             return self.splits(batch)
-        # The merge rounds once more than a single split does: one of the two forms for all lengths. A window has one
-        # split, since splits begin at the first token that a tile's first row sees, not at the same in every batch.
+        # Merging rounds once more than a single split does, so all lengths take the same form: merged, or with a window
+        # one split, because splits begin at the first token that a tile's first row sees, which differs between
+        # batches.
         return 1 if self.spec.sliding_window else max(2, -(-batch.max_seq_len // SPLIT_TOKENS))
 
     @abstractmethod
     def splits(self, batch: AttentionBatch) -> int:
-        """num_splits, from host constants alone: never from the lengths of one batch."""
+        """Return num_splits from host constants only, never from the lengths of one batch."""
 
 
 class TritonPagedBuilder(PagedViewBuilder):
     """Splits each request's KV tokens so that a decode launch fills the device a few times over."""
 
     _TOKENS_PER_SPLIT = 64
-    """A split shorter than this costs more in the merge than it gains (measured on an H200, see reports)."""
+    """Shorter splits cost more in the merge than they gain (measured on an H200, see reports)."""
     _TOKENS_OF_FEW = 32
-    """The same where such splits would leave half of the device idle, and a KV head's query rows fill one tile."""
+    """Used instead if splits of 64 would leave half of the device idle and a KV head's query rows fit one tile."""
     _ROWS_OF_A_TILE = 16
     _WAVES = 4
-    """Programs per SM that a decode launch aims at."""
+    """Programs per SM that a decode launch aims for."""
 
     def splits(self, batch: AttentionBatch) -> int:
         visible = min(batch.max_seq_len, self.spec.sliding_window or batch.max_seq_len)
@@ -80,12 +81,12 @@ class TritonPagedBuilder(PagedViewBuilder):
 
 
 class TritonMlaBuilder(PagedViewBuilder):
-    """Splits each request's KV tokens so that a launch gives every SM one program, measured as fastest."""
+    """Splits each request's KV tokens so that a launch has one program per SM, which measured fastest."""
 
     _TOKENS_PER_SPLIT = 32
     _MOST_SPLITS = 128
     _ROWS_PER_PROGRAM = 64
-    """Query tokens times heads that one program takes at most."""
+    """Maximum query tokens times heads per program."""
 
     def splits(self, batch: AttentionBatch) -> int:
         tiles = batch.num_reqs * -(-batch.max_query_len * self.spec.num_q_heads // self._ROWS_PER_PROGRAM)
@@ -94,13 +95,13 @@ class TritonMlaBuilder(PagedViewBuilder):
 
 
 def splits_in_memory(batch: AttentionBatch, spec: AttentionSpec) -> int:
-    """How many splits have room for their partial outputs; 0 if one has none."""
+    """Return how many splits have room for their partial outputs; 0 if not even one has."""
     return _PARTIAL_BYTES // (4 * batch.num_tokens * spec.num_q_heads * spec.out_dim)
 
 
 @cache
 def num_sms(device: torch.device) -> int:
-    """SMs of a device; a few on the CPU, so that its runs take the split path too."""
+    """Return the SMs of a device; a few on the CPU, so that runs there take the split path too."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).multi_processor_count)
     return 8

@@ -1,4 +1,4 @@
-"""Metadata of the reference backend: for every query token, the range of KV tokens it sees, spelled out."""
+"""Metadata of the reference backend: for every query token, the explicit range of KV tokens it sees."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class ReferenceMetadata(BatchMetadata):
     kv_start      int32 [num_tokens]
     kv_end        int32 [num_tokens]   a padding token sees the empty range 0 .. -1
 
-    The last three are the builder's persistent buffers.
+    The last three are persistent buffers of the builder.
     """
 
     positions: torch.Tensor
@@ -31,7 +31,7 @@ class ReferenceMetadata(BatchMetadata):
 
 
 class ReferenceBuilder(BatchMetadataBuilder[ReferenceMetadata]):
-    """Derives every token's visible range with plain torch."""
+    """Computes every token's visible range in plain torch."""
 
     graph_support = GraphSupport.ALWAYS
     step_fields = ("seq_lens", "positions", "slot_mapping", "kv_start", "kv_end")
@@ -61,12 +61,12 @@ class ReferenceBuilder(BatchMetadataBuilder[ReferenceMetadata]):
         starts = metadata.query_start_loc
         token = torch.arange(metadata.num_tokens, dtype=starts.dtype, device=starts.device)
         row = torch.searchsorted(starts[1:], token, right=True).clamp_(max=metadata.num_reqs - 1)
-        # A length beyond the bound, for which there may be no pages, is as inert as none.
+        # A length beyond the bound, which may lack pages, makes the row inert, like length 0.
         length = metadata.seq_lens[row]
         live = (length > 0) & (length <= metadata.max_seq_len) & (token < starts[-1])
         end = torch.where(live, metadata.positions + 1, 0)
         metadata.token_to_req.copy_(row)
-        # What a tree's token, or one of a block that is not causal, sees does not end at its own.
+        # In trees and non-causal blocks the range does not end at the token itself.
         ends_at_own = self.spec.causal and metadata.tree_masks is None
         metadata.kv_end.copy_(end if ends_at_own else torch.where(live, length, 0))
         window = self.spec.sliding_window

@@ -18,18 +18,18 @@ from builders.metadata import BatchMetadata, BatchMetadataBuilder
 from builders.spec import AttentionSpec
 
 _LIST_STEP = 128
-"""Lists are as wide as a multiple of this: the widest step that a kernel reading them asks for (FlashMLA)."""
+"""List widths are multiples of this: the largest step that a kernel reading them requires (FlashMLA)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SparseWindowMetadata(BatchMetadata):
-    """Query token t sees the KV in the slots window_indices[t, : window_lens[t]], in the order of their positions.
+    """Query token t sees the KV in the slots window_indices[t, : window_lens[t]], in position order.
 
     positions       int64 [T]      a view of the batch
     window_indices  int32 [T, W]   slots page * page_size + offset, then -1
-    window_lens     int32 [T]      0 for a padding token, or one whose request became inert
+    window_lens     int32 [T]      0 for a padding token, or if its request became inert
 
-    The lists are the builder's persistent buffers.
+    The lists are persistent buffers of the builder.
     """
 
     positions: torch.Tensor
@@ -44,7 +44,7 @@ class SparseWindowBuilder(BatchMetadataBuilder[SparseWindowMetadata]):
     step_fields = ("seq_lens", "positions", "slot_mapping", "window_indices", "window_lens")
 
     def allocate(self) -> None:
-        """See MetadataBuilder. Raises BatchError for a spec without a sliding window."""
+        """Allocate the lists. Raises BatchError for a spec without a sliding window."""
         if self.spec.sliding_window is None:
             raise BatchError(
                 "a list of slots needs a sliding window, got sliding_window=None; a list of all tokens has no bound, "
@@ -68,11 +68,11 @@ class SparseWindowBuilder(BatchMetadataBuilder[SparseWindowMetadata]):
         return metadata
 
     def metadata_of(self, batch: AttentionBatch) -> SparseWindowMetadata:
-        """The metadata of a batch, before its lists are written."""
+        """Return the metadata of a batch before its lists are written."""
         return SparseWindowMetadata(**self.batch_fields(batch))
 
     def batch_fields(self, batch: AttentionBatch) -> dict[str, Any]:
-        """The fields of `SparseWindowMetadata`, by name."""
+        """Return the fields of `SparseWindowMetadata` by name."""
         return {
             **super().batch_fields(batch),
             "positions": batch.positions,

@@ -1,4 +1,4 @@
-"""What a group of attention layers computes, as a value."""
+"""The attention that a group of layers computes, as a value."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import torch
 from builders.errors import type_problems
 
 MAX_TREE_TOKENS = 64
-"""Query tokens of a request that form a tree, at most: a token's ancestors are the bits of one 64-bit word."""
+"""Maximum query tokens in a request's tree: a token's ancestors are the bits of one 64-bit word."""
 
 
 class AttentionKind(str, Enum):
     """How keys and values are stored."""
 
     MHA = "mha"
-    """A key and a value per KV head."""
+    """One key and one value per KV head."""
     MLA = "mla"
-    """One latent per token for all query heads: the key, whose first value_dim dims are the value."""
+    """One latent per token for all query heads: it is the key, and its first value_dim dims are the value."""
 
 
 class SpecError(ValueError):
@@ -29,12 +29,12 @@ class SpecError(ValueError):
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionSpec:
     """The attention of one KV group. A query at position p sees positions max(0, p - sliding_window + 1) .. p, and if
-    the group is not causal, the later positions too.
+    the group is not causal, later positions too.
 
     With s_j = soft_cap * tanh(scale * q.k_j / soft_cap) (or scale * q.k_j without a cap) and a per-head sink z:
     out = sum_j exp(s_j) v_j / (sum_j exp(s_j) + exp(z)).
 
-    If heads are divided over several devices, the counts are those of one device.
+    If heads are sharded over several devices, the counts are per device.
     """
 
     num_q_heads: int
@@ -50,18 +50,18 @@ class AttentionSpec:
     sliding_window: int | None = None
     """Tokens a query sees, itself included; None means all."""
     scale: float | None = None
-    """Factor on q.k, positive: kernels take a row's maximum before they scale. None means head_dim ** -0.5."""
+    """Factor on q.k; positive, because kernels take a row's maximum before they scale. None means head_dim ** -0.5."""
     soft_cap: float | None = None
     sinks: bool = False
     """Whether each query head has an fp32 sink logit, passed to the forward as ``sinks [num_q_heads]``."""
     kind: AttentionKind = AttentionKind.MHA
     causal: bool = True
-    """False: a query sees its request's tokens behind it too, as in a block of drafts that is predicted at once. The
-    window ends at none of them: it is the symmetric one of published drafts as long as a block is no longer than it."""
+    """If False, a query also sees the later tokens of its request, as in a block of drafts predicted at once. The
+    window does not limit those; it equals published drafts' symmetric window while a block is no longer than it."""
     batch_invariant: bool = False
-    """Whether a query's output must be the same bits whatever other requests and query tokens are in the batch."""
+    """Whether a query's output must be bitwise the same for any other requests and query tokens in the batch."""
     tree: bool = False
-    """Whether a batch may have query tokens that form trees: see `AttentionBatch.tree_masks`."""
+    """Whether a batch can have query tokens that form trees; see `AttentionBatch.tree_masks`."""
 
     def __post_init__(self) -> None:
         set_field = object.__setattr__
@@ -115,7 +115,7 @@ class AttentionSpec:
 
     @property
     def window_left(self) -> int:
-        """Tokens before its own that a query sees; -1 for all, as kernel libraries write it."""
+        """Tokens before its own that a query sees; -1 for all, the convention of kernel libraries."""
         return -1 if self.sliding_window is None else self.sliding_window - 1
 
     @property
@@ -137,7 +137,7 @@ class AttentionSpec:
 
     @property
     def new_kv_dtype(self) -> torch.dtype:
-        """Dtype in which new keys and values are handed over: the cache's, or, where storing quantises, dtype."""
+        """Dtype of new keys and values as passed in: the cache's, or `dtype` if storing quantises."""
         return self.dtype if self.cache_dtype.itemsize == 1 else self.cache_dtype
 
     @property
@@ -147,7 +147,7 @@ class AttentionSpec:
         return self.scale
 
     def describe(self) -> str:
-        """One line for tables and messages."""
+        """Return one line for tables and messages."""
         parts = [
             f"{self.num_q_heads}/{self.num_kv_heads} heads",
             f"dim {self.head_dim}" + (f"/{self.out_dim}" if self.out_dim != self.head_dim else ""),

@@ -1,4 +1,4 @@
-"""Which pages each live request owns: device tables with a validated host interface."""
+"""The pages that each live request owns: device tables with a validated host interface."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from builders.devices import pinned, staged
 from builders.errors import BatchError, require, require_counts
 
 UNALLOCATED = -1
-"""Block-table entry that names no page. Kernels never read one: lengths stop before it."""
+"""Block-table entry without a page. Kernels never read it, because lengths stop before it."""
 
 
 class RequestTables:
-    """Per-request state that changes when requests join, leave or grow; shared by every batch shape over them.
+    """Per-request state that changes when requests join, leave or grow; shared by all batch shapes.
 
-    It refuses page ids outside its pools, because nothing else checks them before a kernel follows them.
+    It rejects page ids outside its pools, because nothing else checks them before a kernel follows them.
 
     block_tables   int32 [num_groups, max_reqs, max_pages]   page ids; padding rows and unowned entries are -1
-    token_limits   int32 [max_reqs]   tokens the request may hold (its pages or the length limit); padding rows are 0
+    token_limits   int32 [max_reqs]   tokens the request can hold (its pages or the length limit); padding rows are 0
     overflow       int32 [max_reqs]   set when a request reaches its limit and cannot advance; read it when convenient
     page_sizes     int32 [num_groups]
 
@@ -63,7 +63,7 @@ class RequestTables:
         self.max_pages = max(-(-max_seq_len // size) for size in page_sizes)
         shape = (len(page_sizes), max_reqs, self.max_pages)
         self.block_tables = torch.full(shape, UNALLOCATED, dtype=torch.int32, device=device)
-        # With its index, so that nothing made for it later goes to another device that is current by then.
+        # With its index, so that later allocations do not land on whichever device is current by then.
         self.device = self.block_tables.device
         self.token_limits = torch.zeros(max_reqs, dtype=torch.int32, device=self.device)
         self.overflow = torch.zeros(max_reqs, dtype=torch.int32, device=self.device)
@@ -89,9 +89,9 @@ class RequestTables:
     ) -> None:
         """Replace the tables: ``pages[group][request]`` lists page ids, ``token_limits[request]`` bounds its tokens.
 
-        writable_from: the first position that each request may still write. Requests may share pages that lie wholly
+        writable_from: the first position that each request can still write. Requests can share pages that lie entirely
         before it (a common prefix); every other page belongs to one request. None: every page is writable.
-        Raises BatchError, with nothing changed, for a limit beyond the pages or the table, an id out of range or a
+        Raises BatchError, and changes nothing, for a limit beyond the pages or the table, an id out of range or a
         shared writable page.
         """
         num_reqs = len(token_limits)
@@ -117,10 +117,10 @@ class RequestTables:
         self.writable_host = starts
 
     def condense(self, kept_rows: Sequence[int], num_new: int = 0) -> None:
-        """Let row i be what row kept_rows[i] was, without waiting for the device. num_new rows after them are live and
-        hold nothing until they `grow`; the rest is padding. Costs the host what the rows that go cost, not what stays.
+        """Move row kept_rows[i] to row i without waiting for the device. The num_new rows after them are live and hold
+        nothing until they `grow`; the rest is padding. The host cost grows with the pages of removed rows only.
 
-        Raises BatchError, with nothing changed, for a row that is not live or named twice, and for too many rows.
+        Raises BatchError, and changes nothing, for a row that is not live or is named twice, and for too many rows.
         """
         require_counts("kept_rows and num_new", (*kept_rows, num_new))
         kept = len(kept_rows)
@@ -148,13 +148,13 @@ class RequestTables:
         self.writable_host = (*map(self.writable_host.__getitem__, kept_rows), *(0,) * num_new)
 
     def _taken_by(self, group: int, kept_rows: Sequence[int]) -> set[int]:
-        """The pages of a group that these rows of the present ones hold, by taking away those of the others."""
+        """Return the pages of a group that the kept rows hold, by removing those of the other rows."""
         if not kept_rows:
             return set()
         rows, taken, size = self._rows[group], self._taken[group], self.page_sizes_host[group]
         for row in set(range(self.num_live)).difference(kept_rows):
             taken.difference_update(rows[row])
-        # A prefix that one of the others shared is still read.
+        # A prefix shared with a removed row is still read.
         for row in kept_rows:
             if start := self.writable_host[row]:
                 taken.update(rows[row][: start // size])
@@ -163,8 +163,8 @@ class RequestTables:
     def grow(self, pages: Mapping[int, Sequence[Sequence[int]]], token_limits: Mapping[int, int]) -> None:
         """Append pages to live requests in place and raise their limits, without waiting for the device.
 
-        pages[request][group] lists the new page ids; token_limits[request] is the new limit. Raises BatchError, with
-        nothing changed, if the two name different requests, for a request that is not live, a limit below the present
+        pages[request][group] lists the new page ids; token_limits[request] is the new limit. Raises BatchError, and
+        changes nothing, if the two name different requests, for a request that is not live, a limit below the current
         one or beyond the pages, and an id that is out of range or already owned.
         """
         if pages.keys() != token_limits.keys() or not all(0 <= request < self.num_live for request in pages):

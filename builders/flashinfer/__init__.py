@@ -1,6 +1,6 @@
-"""FlashInfer's metadata: a plan made on the host or on the device, over wrappers whose buffers stay.
+"""FlashInfer's metadata: a plan made on the host or on the device, for wrappers whose buffers persist.
 
-`PlanLayout`, `TableRows` and `replan` work on any wrapper, whoever made it, and need no FlashInfer themselves.
+`PlanLayout`, `TableRows` and `replan` work on any wrapper, including an engine's, and do not import FlashInfer.
 """
 
 from builders.flashinfer.layout import PlanLayout

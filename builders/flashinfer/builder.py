@@ -1,4 +1,4 @@
-"""Metadata of FlashInfer: wrappers whose split plan is recomputed on the device, and the views that XQA reads."""
+"""FlashInfer's metadata: wrappers whose split plan is recomputed on the device, and the views that XQA reads."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from builders.metadata import BatchMetadata, BatchMetadataBuilder
 from builders.spec import AttentionSpec
 
 KEPT_TOKENS = 64
-"""Query tokens of a row up to which a shape's plan is kept for good: drafts and their verification have as few. Longer
-rows are prompts': plans for each of their lengths would add up to gigabytes, on the device and of pinned memory."""
+"""Shapes with at most this many query tokens per row, as drafts and their verification have, keep their plan for good.
+Longer rows are prompts: a plan per prompt length would add up to gigabytes of device and pinned memory."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FlashInferMetadata(BatchMetadata):
-    """The launch, its persistent buffers, which are empty where the kernel has no plan, and the lengths planned for.
+    """The launch, its persistent buffers (empty if the kernel has no plan), and the lengths planned for.
 
-    kv_lens        int32 [num_reqs]   tokens that the kernel attends to: seq_lens, or of trees what was cached before
+    kv_lens        int32 [num_reqs]   tokens that the kernel attends to: seq_lens, or for trees the cached prefix
     last_page_len  int32 [num_reqs]
-    plan           uint8 [n]          as FlashInfer lays it out
+    plan           uint8 [n]          in FlashInfer's layout
     """
 
     launch: Launch
@@ -39,16 +39,16 @@ class FlashInferMetadata(BatchMetadata):
 
 
 class FlashInferBuilder(BatchMetadataBuilder[FlashInferMetadata]):
-    """Plans a batch shape once on the host, for any lengths; every build and advance replans it on the device. The plan
-    of rows of more than KEPT_TOKENS query tokens goes with its metadata.
+    """Plans a batch shape once on the host, for any lengths; every build and advance replans it on the device. Plans
+    for rows of more than KEPT_TOKENS query tokens are freed with their metadata.
 
-    A batch whose query lengths differ is planned on the host for its own lengths, which waits for the device.
+    A batch whose query lengths differ is planned on the host for its own lengths, which syncs with the device.
     """
 
     graph_support = GraphSupport.UNIFORM_BATCH
     step_fields: ClassVar[tuple[str, ...]] = ("seq_lens", "slot_mapping", "kv_lens", "last_page_len", "plan")
     decode_kernel: ClassVar[Kernel | None] = None
-    """The kernel of single-token batches; None chooses by the spec, see choose_kernel."""
+    """The kernel for single-token batches; None chooses by the spec, see choose_kernel."""
 
     def allocate(self) -> None:
         self._launches: dict[tuple[int, ...], Launch] = {}
@@ -92,7 +92,7 @@ class FlashInferBuilder(BatchMetadataBuilder[FlashInferMetadata]):
             replan(*tensors, launch.layout, row_stride=launch.row_stride)
 
     def length_bound(self, batch: AttentionBatch) -> int:
-        """The tokens of a row of the block table: a plan fits them all."""
+        """Return the tokens of a block-table row: a plan fits them all."""
         return batch.block_table.shape[1] * self.spec.page_size
 
     def _kv_lens(self, batch: AttentionBatch) -> torch.Tensor:
@@ -103,7 +103,7 @@ class FlashInferBuilder(BatchMetadataBuilder[FlashInferMetadata]):
         return lens
 
     def _launch(self, batch: AttentionBatch) -> Launch:
-        """What serves every batch of this shape over this block table."""
+        """Return the launch for every batch of this shape over this block table."""
         table, trees = batch.block_table, batch.tree_masks is not None
         key = (*table.shape, row_stride(table), batch.max_query_len, trees, table.data_ptr())
         kept = self._launches if batch.max_query_len <= KEPT_TOKENS else self._launches_of_prompts
@@ -120,7 +120,7 @@ class FlashInferBuilder(BatchMetadataBuilder[FlashInferMetadata]):
 
 
 def choose_kernel(spec: AttentionSpec) -> tuple[Kernel, str]:
-    """The decode kernel that serves a spec best, and why."""
+    """Return the decode kernel that serves a spec best, and why."""
     if spec.group_size == 1 and spec.sliding_window is None:
         return Kernel.CUDA_CORES, "no two query heads share keys for a tensor core to multiply"
     if spec.group_size == 1:
@@ -129,18 +129,18 @@ def choose_kernel(spec: AttentionSpec) -> tuple[Kernel, str]:
 
 
 class TensorCoreBuilder(FlashInferBuilder):
-    """Decodes by the FA2 kernel whatever the spec."""
+    """Decodes with the FA2 kernel for every spec."""
 
     decode_kernel = Kernel.TENSOR_CORES
 
 
 class CudaCoreBuilder(FlashInferBuilder):
-    """Decodes on CUDA cores whatever the spec."""
+    """Decodes on CUDA cores for every spec."""
 
     decode_kernel = Kernel.CUDA_CORES
 
 
 class XqaBuilder(FlashInferBuilder):
-    """Decodes by XQA, which needs no plan."""
+    """Decodes with XQA, which needs no plan."""
 
     decode_kernel = Kernel.XQA

@@ -1,7 +1,7 @@
-"""Where FlashInfer keeps a plan: the arrays of its int workspace, from the plan info that plan() leaves behind.
+"""Where FlashInfer keeps a plan: the arrays of its int workspace, found from the plan info that plan() leaves behind.
 
-The order of the plan info is that of DecodePlanInfo and PrefillPlanInfo in include/flashinfer/attention/scheduler.cuh
-of FlashInfer 0.6.12, unchanged in 0.7.2. The words for the parts of a plan are those of plan.py.
+The plan info has the order of DecodePlanInfo and PrefillPlanInfo in include/flashinfer/attention/scheduler.cuh of
+FlashInfer 0.6.12, unchanged in 0.7.2. plan.py defines the terms for the parts of a plan.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ _EVERY_PAGE = 2**31 - 1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanLayout:
-    """Where the plan of one wrapper lies in its int workspace, and the constants it is made from.
+    """Where one wrapper's plan lies in its int workspace, and the constants it is computed from.
 
-    The fields named like plan arrays are offsets, in int32 elements; that of block_valid_mask is in bytes.
+    The fields named like plan arrays are offsets in int32 elements, except block_valid_mask, which is in bytes.
     """
 
     num_reqs: int
     page_size: int
     tensor_cores: bool
     split: bool
-    """Whether requests are cut into chunks. Without it the plan does not depend on the lengths."""
+    """Whether requests are cut into chunks. If not, the plan does not depend on the lengths."""
     padded_tiles: int
-    """CTAs of the grid's first axis, whatever the lengths."""
+    """CTAs of the grid's first axis, for any lengths."""
     tile_budget: int
-    """The chunk is the smallest that needs no more tiles than this."""
+    """The chunk size is the smallest that needs at most this many tiles."""
     request_indices: int
     """Array [padded_tiles]: the request of each tile."""
     kv_tile_indices: int
     """Array [padded_tiles]: the chunk of each tile."""
     o_indptr: int
-    """Array [num_reqs + 1]: where the partial outputs of each request start, a row per query token and chunk."""
+    """Array [num_reqs + 1]: where the partial outputs of each request start, one row per query token and chunk."""
     kv_chunk_size: int
-    """One int: tokens of a chunk."""
+    """One int: tokens per chunk."""
     block_valid_mask: int
     """Bytes [padded_tiles]: whether the CTA has a tile."""
     qo_tile_indices: int = 0
@@ -48,16 +48,16 @@ class PlanLayout:
     """Array [num_reqs * query_len + 1]: o_indptr by query token. Tensor cores only."""
     query_len: int = 1
     query_tiles: int = 1
-    """Query tiles of a request: its query_len tokens times the heads of a group, in tiles of FlashInfer's choice."""
+    """Query tiles per request: its query_len tokens times the heads of a group, in tiles that FlashInfer sizes."""
     window_pages: int = _EVERY_PAGE
-    """Pages of a request that are planned at most: those that its sliding window can reach."""
+    """Maximum pages of a request that are planned: those that its sliding window can reach."""
 
     @classmethod
     def of_cuda_cores(cls, plan_info: Sequence[int], *, num_reqs: int, page_size: int) -> PlanLayout:
-        """From the plan info of a decode wrapper with use_tensor_cores=False, planned with use_cuda_graph=True.
+        """Read the plan info of a decode wrapper with use_tensor_cores=False, planned with use_cuda_graph=True.
 
-        The planner of this kernel knows no sliding window: it cuts the whole request. Raises BatchError for plan info
-        of another kind, another FlashInfer, or another batch size.
+        This kernel's planner ignores sliding windows: it cuts the whole request. Raises BatchError for plan info of
+        another kernel, another FlashInfer release or another batch size.
         """
         info = _checked(plan_info, length=10, graph_flag=8)
         padded, split = info[0], bool(info[9])
@@ -81,11 +81,11 @@ class PlanLayout:
     def of_tensor_cores(
         cls, plan_info: Sequence[int], spec: AttentionSpec, *, num_reqs: int, num_sms: int, query_len: int = 1
     ) -> PlanLayout:
-        """From the plan info of FA2: a decode wrapper with use_tensor_cores=True, or a prefill wrapper.
+        """Read the plan info of FA2: a decode wrapper with use_tensor_cores=True, or a prefill wrapper.
 
-        Planned with use_cuda_graph=True for num_reqs requests of query_len tokens each, for this spec, on a device of
-        num_sms SMs. Raises BatchError for plan info of another kind or of another FlashInfer, for another batch, and
-        for a plan without splits (disable_split_kv), and as `planned_pages`.
+        It must be planned with use_cuda_graph=True for num_reqs requests of query_len tokens each, for this spec, on a
+        device with num_sms SMs. Raises BatchError for plan info of another kernel, FlashInfer release or batch, for a
+        plan without splits (disable_split_kv), and as `planned_pages` does.
         """
         info = _checked(plan_info, length=15, graph_flag=13)
         padded, rows, query_tile = info[0], info[1], info[3]
@@ -146,10 +146,9 @@ class PlanLayout:
 
 
 def planned_pages(spec: AttentionSpec, *, query_len: int, query_tile: int, max_seq_len: int = _EVERY_PAGE) -> int:
-    """Pages of a request that FA2 plans at most: those that a window and one query tile can reach.
+    """Return the maximum pages of a request that FA2 plans: those that a window and one query tile can reach.
 
-    Raises BatchError where a row of query_len tokens sees more: one that is longer than a tile and not causal, with a
-    window.
+    Raises BatchError if a row of query_len tokens sees more, because it has a window, is not causal and exceeds a tile.
     """
     if spec.sliding_window is None:
         return _EVERY_PAGE

@@ -1,12 +1,12 @@
-"""FlashInfer's split plan, recomputed on the device: which CTA attends to which tokens, from the lengths as they stand.
+"""FlashInfer's split plan, recomputed on the device from the current lengths: which CTA attends to which tokens.
 
-In CUDA-graph mode FlashInfer's wrappers read their plan from an int workspace. Its offsets and the grid follow from the
-batch size and the heads alone, only the contents depend on the lengths: one plan() on any lengths fixes the layout, and
+In CUDA graph mode FlashInfer's wrappers read their plan from an int workspace. Its offsets and the grid depend only on
+the batch size and the heads, and only its contents on the lengths. So one plan() with any lengths fixes the layout, and
 `replan` then writes what plan() would write for the lengths on the device. The rules are those of DecodePlan and
 PrefillPlan in include/flashinfer/attention/scheduler.cuh of FlashInfer 0.6.12, unchanged in 0.7.2.
 
-The words here: a *unit* is one query tile of one request; a *chunk* is the run of KV pages that one CTA takes of it, of
-one size for all; a *tile* is a chunk of a unit, one CTA of the grid's first axis.
+Terms: a *unit* is one query tile of one request; a *chunk* is the run of KV pages of a unit that one CTA takes, the
+same size for all; a *tile* is one chunk of one unit, i.e. one CTA of the grid's first axis.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from builders.kernels.triton_runtime import await_previous, dependent_launch, tl
 
 
 def replan(seq_lens: Tensor, last_page_len: Tensor, workspace: Tensor, layout: PlanLayout, *, row_stride: int) -> None:
-    """Make a wrapper's plan and last_page_len those of `seq_lens`, in place; graph-safe, one kernel.
+    """Update a wrapper's plan and last_page_len in place to match `seq_lens`; graph-safe, one kernel.
 
-    seq_lens       int32 [num_reqs]   KV tokens of each request; 0 in padding rows, which get one tile without tokens
+    seq_lens       int32 [num_reqs]   KV tokens per request; 0 in padding rows, which get one tile without tokens
     last_page_len  int32 [num_reqs]   the wrapper's buffer
     workspace      uint8 [n]          the wrapper's int workspace
-    row_stride     where kv_indptr is arange(num_reqs + 1) * row_stride, as `TableRows` has it
+    row_stride     kv_indptr is arange(num_reqs + 1) * row_stride, as in `TableRows`
 
     last_page_len becomes seq_len - (row_stride - 1) * page_size, mostly negative: FlashInfer adds the row's other
     entries back in uint32, which leaves seq_len. A tile starts below its request's seq_len, except the tile of an empty
-    row and, with a sliding window, one that FlashInfer clamps: the CUDA-core kernel never ends on any other.
-    Plan and kernel must not overlap: order this before run(), and a plain kernel in between where run() uses PDL.
-    Raises BatchError, with nothing written, for tensors or a workspace that do not fit the layout, and for a table that
+    row and, with a sliding window, one that FlashInfer clamps: the CUDA-core kernel would hang on any other.
+    Plan and kernel must not overlap: order this before run(), with a plain kernel in between if run() uses PDL.
+    Raises BatchError, and writes nothing, for tensors or a workspace that do not fit the layout, and for a table that
     has room for 2**32 tokens or more.
     """
     num_reqs = layout.num_reqs
@@ -62,7 +62,7 @@ def replan(seq_lens: Tensor, last_page_len: Tensor, workspace: Tensor, layout: P
 
 
 class Replan(NamedTuple):
-    """seq_lens, last_page_len and workspace as `replan` has them. layout: the values of a PlanLayout, in its order."""
+    """The arguments of `replan`. layout: the values of a PlanLayout, in field order."""
 
     seq_lens: Tensor
     last_page_len: Tensor
@@ -73,8 +73,8 @@ class Replan(NamedTuple):
     def reference(self) -> None:
         layout = _plan_layout(self.layout)
         self.last_page_len.copy_(self.seq_lens - (self.row_stride - 1) * layout.page_size)
-        # An empty row counts as a page. FlashInfer's CUDA-core planner gives it a tile but leaves it out of the search
-        # for the chunk, and among many of them it writes past its grid.
+        # An empty row counts as one page. FlashInfer's CUDA-core planner gives it a tile but ignores it in the search
+        # for the chunk size, so with many empty rows it writes past its grid.
         pages = (-(-self.seq_lens // layout.page_size)).clamp(1, layout.window_pages)
         chunk = _smallest_chunk(pages, layout.min_chunk_pages, layout.tile_budget // layout.query_tiles)
         chunks = -(-pages // chunk)
@@ -98,7 +98,7 @@ class Replan(NamedTuple):
     def launch(self) -> None:
         layout = _plan_layout(self.layout)
         units = layout.num_reqs * layout.query_tiles
-        # One tile more than the grid has: where units that do not exist are counted.
+        # One tile more than the grid: the bin for masked units.
         block_tiles = next_power_of_2(layout.padded_tiles + 1)
         block_units = next_power_of_2(units)
         largest = max(block_tiles, block_units)
@@ -137,7 +137,7 @@ def _plan_layout(values: Sequence[int]) -> PlanLayout:
 
 
 def _smallest_chunk(pages: Tensor, min_chunk: int, budget: int) -> int:
-    """The smallest chunk from min_chunk on that cuts `pages` into at most `budget` pieces; at most the longest."""
+    """Return the smallest chunk >= min_chunk that cuts `pages` into at most `budget` pieces; at most the longest."""
     sizes = range(min_chunk, int(pages.max()))
     return min_chunk + bisect_left(sizes, True, key=lambda size: int((-(-pages // size)).sum()) <= budget)
 
@@ -146,7 +146,7 @@ def _from_zero(counts: Tensor) -> Tensor:
     return torch.nn.functional.pad(counts.cumsum(0), (1, 0))
 
 
-# Specialised on none of these: the offsets differ by batch size, and a kernel for each would be compiled.
+# Not specialised on these: the offsets differ by batch size, and each would compile another kernel.
 @triton.jit(
     do_not_specialize=[
         "units",
@@ -171,18 +171,18 @@ def _replan_kernel(
     plan_ptr,  # out: int32 [n / 4], the same memory
     units,
     row_start,  # (row_stride - 1) * page_size
-    min_chunk,  # pages of a chunk at least
-    window_pages,  # pages of a request at most
+    min_chunk,  # minimum pages of a chunk
+    window_pages,  # maximum pages of a request
     padded_tiles,  # of the grid
     tile_budget,
-    request_indices,  # this and the next are offsets in plan_ptr
+    request_indices,  # an offset in plan_ptr, like those that follow
     qo_tile_indices,
     kv_tile_indices,
     o_indptr,
     merge_indptr,
     kv_chunk_size,
     block_valid_mask,  # an offset in plan_bytes_ptr
-    query_len,  # this and the next are known where they are 1; for every other length of a prompt, one kernel serves
+    query_len,  # specialised if 1, like query_tiles; one kernel serves all other prompt lengths
     query_tiles,  # units of a request
     PAGE_SIZE: tl.constexpr,
     TENSOR_CORES: tl.constexpr,
@@ -190,7 +190,7 @@ def _replan_kernel(
     BLOCK_T: tl.constexpr,  # padded_tiles + 1, likewise
     PDL: tl.constexpr,  # programmatic dependent launch
 ):
-    """One program makes the whole plan; `PlanLayout` says what each array holds."""
+    """One program makes the whole plan; see `PlanLayout` for what each array holds."""
     await_previous(PDL)
     # 1. The pages of each unit
     offs_u = tl.arange(0, BLOCK_U)
@@ -204,8 +204,8 @@ def _replan_kernel(
     longest = tl.max(pages, 0)
     total = tl.sum(pages, 0)
 
-    # 2. The pages of a chunk. A chunk of c pages makes between total / c and (total - units) / c + units tiles: between
-    # the bounds that this sets few sizes are left to try. Where even whole requests are too many tiles, nothing is cut.
+    # 2. The pages of a chunk. Chunks of c pages make between total / c and (total - units) / c + units tiles, bounds
+    # that leave few sizes to try. If even whole requests are too many tiles, nothing is cut.
     spare = tile_budget - units
     low = tl.maximum(tl.where(spare < 0, longest, tl.cdiv(total, tile_budget)), min_chunk)
     high = tl.where(spare > 0, tl.minimum(tl.cdiv(total - units, tl.maximum(spare, 1)), longest), longest)

@@ -1,4 +1,4 @@
-"""Rows of a block table as FlashInfer reads pages: one list, and where in it each request's start."""
+"""Rows of a block table in the form FlashInfer reads pages: one list, and where each request starts in it."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from builders.errors import require
 
 
 class TableRows(NamedTuple):
-    """What a wrapper is given for the rows of a block table as they lie: nothing is copied, and no length matters.
+    """Wrapper arguments that describe a block table's rows in place: nothing is copied, and lengths do not matter.
 
     indptr         int32 [num_reqs + 1]   on the host: request r's pages start at pages[indptr[r]]
-    pages          int32 [n]              a view of the table, with what lies between its rows
+    pages          int32 [n]              a view of the table, including the gaps between its rows
     last_page_len  int32 [num_reqs]       on the table's device, for `replan` to write
     """
 
@@ -23,7 +23,7 @@ class TableRows(NamedTuple):
 
     @classmethod
     def of(cls, block_table: torch.Tensor) -> TableRows:
-        """block_table: int32 [num_reqs, max_pages], rows any stride apart. Raises BatchError as `row_stride` does."""
+        """block_table: int32 [num_reqs, max_pages], with any row stride. Raises BatchError as `row_stride` does."""
         num_reqs, stride = block_table.shape[0], row_stride(block_table)
         return cls(
             torch.arange(num_reqs + 1, dtype=torch.int32) * stride,
@@ -33,10 +33,10 @@ class TableRows(NamedTuple):
 
 
 def row_stride(block_table: torch.Tensor) -> int:
-    """Entries from one row of a block table to the next.
+    """Return the number of entries from one row of a block table to the next.
 
-    Raises BatchError where FlashInfer could not read the table as one list of pages: a row that is strided itself, rows
-    that overlap, or a last row after which the memory ends before the next would start.
+    Raises BatchError if FlashInfer cannot read the table as one list of pages: rows whose own elements are strided,
+    rows that overlap, or a last row after which the memory ends before the next would start.
     """
     num_reqs, width = block_table.shape
     stride = width if num_reqs == 1 else block_table.stride(0)

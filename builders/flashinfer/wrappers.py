@@ -1,4 +1,4 @@
-"""FlashInfer's wrappers, planned once for a batch shape so that their plan can be recomputed on the device."""
+"""FlashInfer's wrappers, planned once per batch shape in a form whose plan can be recomputed on the device."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ from builders.paged import num_sms
 from builders.spec import AttentionSpec
 
 _PARTIALS = 128 << 20
-"""Bytes for partial outputs, where a batch does not need more: FlashInfer's own recommendation."""
+"""Default bytes for partial outputs, FlashInfer's own recommendation; more if a batch needs it."""
 _PLAN = 1 << 20
-"""Bytes for a plan, where a batch does not need more: a grid of a few thousand tiles, as many rows and query tokens."""
+"""Default bytes for a plan: a grid of a few thousand tiles, as many rows and query tokens; more if a batch needs it."""
 
 
 class Kernel(str, Enum):
-    """FlashInfer's ways of attending to a batch with one query token a request, and to any other batch."""
+    """FlashInfer's kernels: three for batches with one query token per request, two for any other batch."""
 
     TENSOR_CORES = "tensor_cores"
     CUDA_CORES = "cuda_cores"
     XQA = "xqa"
     EXTEND = "extend"
-    """The prefill wrapper over query lengths that all rows share."""
+    """The prefill wrapper, if all rows have the same query length."""
     RAGGED = "ragged"
-    """The prefill wrapper planned on the host, for one batch."""
+    """The prefill wrapper planned on the host for one batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """A kernel and what it was planned with: a wrapper, or XQA's workspace. Without slots, to be referred to weakly.
+    """A kernel and what it was planned with: a wrapper, or XQA's workspace. No slots: a WeakValueDictionary holds it.
 
-    last_page_len  int32 [num_reqs]   recomputed in place together with the plan; empty where there is none
+    last_page_len  int32 [num_reqs]   recomputed in place together with the plan; empty if there is none
     plan           uint8 [n]          laid out as `layout` says
     """
 
@@ -57,8 +57,8 @@ class Launch:
 class FlashInferWrappers:
     """Makes the wrappers of one spec on one device; they share a workspace, since they run one after the other.
 
-    kv_layout  of a page, as FlashInfer writes it: NHD or HND
-    partials   uint8, a workspace that is there already; it is used where it is large enough
+    kv_layout  page layout in FlashInfer's notation: NHD or HND
+    partials   uint8, an existing workspace, used if it is large enough
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class FlashInferWrappers:
         self.spec = spec
         self.device = device
         self._kv_layout = kv_layout
-        # Here and no earlier: the package starts CUDA when it is imported.
+        # Imported here and no earlier: the import starts CUDA.
         self._flashinfer: Any = import_module("flashinfer")
         self._partials = torch.empty(0, dtype=torch.uint8, device=device) if partials is None else partials
         self._counters: torch.Tensor | None = None
@@ -87,8 +87,8 @@ class FlashInferWrappers:
         }
 
     def xqa(self, batch: AttentionBatch) -> Launch:
-        """XQA reads lengths and pages itself. It counts in its workspace from 0, and leaves 0 after itself: no other
-        kernel may write there. Raises BatchError for a block table whose rows lie apart."""
+        """Prepare XQA, which reads lengths and pages itself. Its workspace holds counters, 0 before and after each run,
+        so no other kernel can write there. Raises BatchError for a block table with gaps between rows."""
         require(
             batch.block_table.is_contiguous(),
             f"XQA reads the block table as one list of pages without gaps, got strides {batch.block_table.stride()}; "
@@ -99,7 +99,7 @@ class FlashInferWrappers:
         return self._launch(Kernel.XQA, batch, workspace=self._counters)
 
     def decode(self, batch: AttentionBatch, kernel: Kernel) -> Launch:
-        """For single-token rows over the batch's block table, by TENSOR_CORES or CUDA_CORES."""
+        """Plan single-token rows over the batch's block table, for TENSOR_CORES or CUDA_CORES."""
         indptr, pages, last_page_len = TableRows.of(batch.block_table)
         wrapper = self._flashinfer.BatchDecodeWithPagedKVCacheWrapper(
             self._workspace(batch.num_reqs, batch.num_reqs),
@@ -115,17 +115,17 @@ class FlashInferWrappers:
         return self._planned(kernel, batch, wrapper, last_page_len, plan)
 
     def plan_decode(self, wrapper: Any, indptr: torch.Tensor, last_page_len: torch.Tensor) -> None:
-        """FlashInfer's own plan() for a decode wrapper whose pages are in place.
+        """Call FlashInfer's plan() on a decode wrapper whose pages are in place.
 
         indptr         int32 [num_reqs + 1], on the host
         last_page_len  int32 [num_reqs], on the host
         """
-        # The pages are in place already, and a plan does not depend on them.
+        # No pages are passed: the plan does not depend on them.
         wrapper.plan(indptr, self._none, last_page_len, *self._sizes, **self._numbers)
 
     def extend(self, batch: AttentionBatch) -> Launch:
-        """For rows of max_query_len tokens each over the batch's block table; of trees, over what was cached before.
-        Raises BatchError as `planned_pages`."""
+        """Plan rows of max_query_len tokens each over the batch's block table; trees attend to their cached prefix.
+        Raises BatchError as `planned_pages` does."""
         starts = torch.arange(batch.num_reqs + 1, dtype=torch.int32) * batch.max_query_len
         indptr, pages, last_page_len = TableRows.of(batch.block_table)
         wrapper = self._flashinfer.BatchPrefillWithPagedKVCacheWrapper(
@@ -144,8 +144,8 @@ class FlashInferWrappers:
         return self._planned(Kernel.EXTEND, batch, wrapper, last_page_len, plan)
 
     def ragged(self, batch: AttentionBatch, kv_lens: torch.Tensor) -> Launch:
-        """For this batch alone, planned on the host for kv_lens, int32 [num_reqs], the tokens to attend to. Raises
-        BatchError as `planned_pages`."""
+        """Plan this batch only, on the host, for kv_lens, int32 [num_reqs], the tokens to attend to. Raises BatchError
+        as `planned_pages` does."""
         size, table, lens = self.spec.page_size, batch.block_table.cpu(), kv_lens.cpu()
         pages = (lens + size - 1) // size
         owned = torch.arange(table.shape[1]) < pages[:, None]
@@ -165,14 +165,14 @@ class FlashInferWrappers:
         return self._launch(Kernel.RAGGED, batch, wrapper=wrapper)
 
     def _causal(self, batch: AttentionBatch) -> bool:
-        """All of a tree's tokens see all that was cached before them."""
+        """All tokens of a tree see their whole cached prefix."""
         return self.spec.causal and batch.tree_masks is None
 
     def _workspace(self, num_reqs: int, num_tokens: int) -> torch.Tensor:
-        """Bytes for the partial outputs of a batch.
+        """Return bytes for the partial outputs of a batch.
 
-        FA2's need: its PrefillPlan in attention/scheduler.cuh of FlashInfer 0.6.12, with the largest query tile it may
-        choose for the batch.
+        The size is FA2's: PrefillPlan in attention/scheduler.cuh of FlashInfer 0.6.12, with the largest query tile it
+        can choose for the batch.
         """
         spec = self.spec
         query_tile = 16 if num_tokens == num_reqs and spec.group_size <= 16 else 128
@@ -186,12 +186,12 @@ class FlashInferWrappers:
 
     def _plan_of(self, wrapper: Any, batch: AttentionBatch) -> torch.Tensor:
         num_reqs, num_tokens, spec = batch.num_reqs, batch.num_tokens, self.spec
-        # FA2's need with its smallest query tile: 13 bytes a tile, 4 a row and a query token, and gaps between arrays.
+        # FA2's size with its smallest query tile: 13 bytes per tile, 4 per row and query token, and gaps in between.
         tiles = max(2 * num_sms(self.device), -(-num_tokens * spec.group_size // 16)) + num_reqs
         needed = max(_PLAN, 16 * tiles + 4 * (num_reqs + num_tokens) + 256)
         plan = torch.zeros(needed, dtype=torch.uint8, device=self.device)
         wrapper.reset_workspace_buffer(self._partials, plan)
-        # plan() copies the gaps between its arrays too: let them be the same each time.
+        # plan() also copies the gaps between its arrays: make them the same each time.
         wrapper._pin_memory_int_workspace_buffer.zero_()
         return plan
 

@@ -1,1 +1,1 @@
-"""Operations on the shared state of a batch, and how an operation is defined and launched."""
+"""Ops on the shared state of a batch, and how ops are defined and launched."""

@@ -1,4 +1,4 @@
-"""The fused advance: one kernel moves the shared state of every KV group one token forward."""
+"""The fused advance: one kernel moves the shared state of every KV group forward by one token."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _BLOCK = 64
 
 
 def advance_state(batch: BatchBuffers, num_reqs: int) -> None:
-    """Move the first num_reqs single-token rows of `batch` one token forward, in place; graph-safe, one kernel.
+    """Move the first num_reqs single-token rows of `batch` forward by one token, in place; graph-safe, one kernel.
 
     For a live row (seq_lens > 0) below its token limit whose next position has a page in every group:
     seq_lens += 1, positions = seq_lens - 1, slot = page * page_size + offset in each group.
-    Any other row gets seq_lens 0 and slot -1, so that it stays inert, and raises tables.overflow if it was live.
-    `step` moves by one. Raises BatchError, with nothing moved, for more rows than the buffers hold.
+    Any other row becomes inert, with seq_lens 0 and slot -1, and sets tables.overflow if it was live.
+    `step` is incremented. Raises BatchError, and moves nothing, for more rows than the buffers hold.
     """
     batch.require_room(num_reqs, num_reqs)
     tables = batch.tables
@@ -37,8 +37,8 @@ def advance_state(batch: BatchBuffers, num_reqs: int) -> None:
 
 
 class AdvanceDecode(NamedTuple):
-    """seq_lens int32 [R], positions int64 [R], slot_mappings int64 [G, R], step int64 [1]; the others as RequestTables
-    has them, of at least R rows."""
+    """seq_lens int32 [R], positions int64 [R], slot_mappings int64 [G, R], step int64 [1]; the others as in
+    RequestTables, with at least R rows."""
 
     seq_lens: torch.Tensor
     positions: torch.Tensor
@@ -106,10 +106,10 @@ def _advance_kernel(
     stride_table_row,
     GROUPS: tl.constexpr,  # G
     BLOCK_G: tl.constexpr,  # G, rounded up to a power of two
-    BLOCK_R: tl.constexpr,  # rows of a program
+    BLOCK_R: tl.constexpr,  # rows per program
     PDL: tl.constexpr,  # programmatic dependent launch
 ):
-    """seq_len += 1, position = seq_len - 1, slot = page * page_size + offset. A program has BLOCK_R rows."""
+    """seq_len += 1, position = seq_len - 1, slot = page * page_size + offset. One program per BLOCK_R rows."""
     await_previous(PDL)
     offs_r = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     offs_g = tl.arange(0, BLOCK_G)
@@ -127,7 +127,7 @@ def _advance_kernel(
     table_ptrs += offs_r[None, :].to(tl.int64) * stride_table_row
     page = tl.load(table_ptrs + page_column, mask=mask, other=-1)
     moves = wants & (tl.min(tl.where(mask_g[:, None], page, 0), 0) >= 0)
-    # 2. Their new state, inert for the others
+    # 2. Their new state; the others become inert
     slot = page.to(tl.int64) * page_size[:, None] + position[None, :] % page_size[:, None]
     tl.store(
         slot_mappings_ptr + offs_g[:, None] * stride_slot_group + offs_r[None, :],

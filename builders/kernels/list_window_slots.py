@@ -13,7 +13,7 @@ from builders.kernels.triton_runtime import await_previous, dependent_launch, tl
 
 
 class ListWindowSlots(NamedTuple):
-    """List, for every query token, the slots of the last `window` tokens up to its own, in the order of positions.
+    """List, for every query token, the slots of the last `window` tokens up to its own, in position order.
 
     window_indices   int32 [T, W] contiguous     slots page * page_size + offset, then -1
     window_lens      int32 [T]                   slots listed; 0 for the tokens of inert rows, after the last row and

@@ -1,4 +1,4 @@
-"""Defining an operation: one record of its arguments, a torch implementation for the CPU, a Triton launch for CUDA."""
+"""Defining an op: one record of its arguments, a torch implementation for the CPU, and a Triton launch for CUDA."""
 
 from __future__ import annotations
 
@@ -14,29 +14,30 @@ R = TypeVar("R", covariant=True)
 
 
 class OpArguments(Protocol[R]):
-    """What `define_op` asks of a record: a NamedTuple whose fields are the op's arguments, in order, with their types.
+    """The record that `define_op` takes: a NamedTuple whose fields are the op's arguments, in order, with their types.
 
-    A field is a Tensor, int, float or bool, one of these or None, or a Sequence[Tensor].
+    A field is a Tensor, int, float or bool, one of these or None, or a Sequence of Tensor or int.
     """
 
     def reference(self) -> R:
-        """The op in plain torch: it runs on the CPU and defines what is right. Its return annotation is the op's."""
+        """Compute the op in plain torch: runs on the CPU and defines what is right. Its return annotation is the
+        op's."""
 
     def launch(self) -> R:
-        """The op's kernels, on CUDA tensors, or on CPU tensors in Triton's interpreter."""
+        """Launch the op's kernels on CUDA tensors, or on CPU tensors in Triton's interpreter."""
 
 
 def define_op(name: str, arguments: type[OpArguments[R]], *, mutates: Sequence[str] = ()) -> Callable[..., R]:
-    """Define torch.ops.<namespace>.<op> from "namespace::op" and its `OpArguments`; returns what calls it.
+    """Define torch.ops.<namespace>.<op> from "namespace::op" and its `OpArguments`, and return its callable.
 
-    The schema is inferred from the record's fields. mutates: the fields that the op writes to. The record of an op that
-    returns tensors has a method `fake` too, which returns empty ones of the same shapes and dtypes. Arguments of a call
-    are positional. Raises ValueError for a field of another type, or a mutated field that there is not.
+    The schema is inferred from the record's fields. mutates: the fields that the op writes to. If the op returns
+    tensors, its record also has a method `fake`, which returns empty ones of the same shapes and dtypes. Calls are
+    positional. Raises ValueError for an unsupported field type, or a mutated field that does not exist.
 
-    The dispatcher sees every kernel this way: the emulator records it, opcheck tests it. torch.library.custom_op would
-    do the same at six times the host time a call (14 against 2.4 us, measured), for an autograd wrapper nobody needs.
+    The dispatcher sees every kernel this way: the emulator records it, and opcheck tests it. torch.library.custom_op
+    would do the same at six times the host time per call (14 against 2.4 us, measured), for an unused autograd wrapper.
     """
-    # Straight from the dispatcher's tuple: a record by its own constructor would cost another 0.3 us a call.
+    # Wraps the dispatcher's tuple directly: the record's own constructor would cost another 0.3 us per call.
     new: Any = tuple.__new__
     reference, launch = arguments.reference, arguments.launch
     fake = getattr(arguments, "fake", None)
@@ -47,7 +48,7 @@ def define_op(name: str, arguments: type[OpArguments[R]], *, mutates: Sequence[s
         return (launch if interpreting() else reference)(new(arguments, args))
 
     def on_cuda(*args: Any) -> Any:
-        # Triton launches on the current device, wherever the tensors are.
+        # Triton launches on the current device, even if the tensors are on another.
         if (device := args[first_tensor].get_device()) != torch.cuda.current_device():
             with torch.cuda.device(device):
                 return launch(new(arguments, args))
@@ -61,13 +62,13 @@ def define_op(name: str, arguments: type[OpArguments[R]], *, mutates: Sequence[s
     torch.library.impl(name, "cuda", on_cuda)
     torch.library.register_fake(name, on_fake)
     namespace, op = name.split("::")
-    # What the overload itself calls: its __call__ is one more Python frame, 0.3 us of 2.4.
+    # Skips the overload's __call__, one more Python frame: 0.3 us of 2.4.
     call: Callable[..., R] = getattr(getattr(torch.ops, namespace), op).default._op
     return call
 
 
 def _schema(types: dict[str, Any], arguments: type[Any], mutates: Sequence[str]) -> str:
-    """ "(Tensor x, Tensor(a!) out, ...) -> ..." by the types of the record's fields and of its reference's result."""
+    """Infer "(Tensor x, Tensor(a!) out, ...) -> ..." from the types of the record's fields and its reference."""
     parameters = [
         inspect.Parameter(field, inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=types[field]) for field in types
     ]

@@ -1,4 +1,4 @@
-"""The prefix of a request: what was cached before its query tokens."""
+"""The prefix of a request: the tokens cached before its query tokens."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _BLOCK = 128
 
 
 class PrefixLens(NamedTuple):
-    """Make prefix_lens those of the lengths, in place; graph-safe, one kernel.
+    """Update prefix_lens from the lengths, in place; graph-safe, one kernel.
 
-    prefix_lens      int32 [num_reqs]       written: seq_len less the request's query tokens; 0 in padding rows
+    prefix_lens      int32 [num_reqs]       written: seq_len minus the request's query tokens; 0 in padding rows
     seq_lens         int32 [num_reqs]       0 in padding rows
     query_start_loc  int32 [num_reqs + 1]
     """
@@ -47,10 +47,10 @@ def _prefix_lens_kernel(
     seq_lens_ptr,  # int32 [num_reqs]
     query_start_loc_ptr,  # int32 [num_reqs + 1]
     num_reqs,
-    BLOCK_R: tl.constexpr,  # rows of a program
+    BLOCK_R: tl.constexpr,  # rows per program
     PDL: tl.constexpr,  # programmatic dependent launch
 ):
-    """prefix_len = max(seq_len - query_len, 0). A program has BLOCK_R rows."""
+    """prefix_len = max(seq_len - query_len, 0). One program per BLOCK_R rows."""
     await_previous(PDL)
     offs_r = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     mask = offs_r < num_reqs

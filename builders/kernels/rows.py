@@ -1,4 +1,4 @@
-"""Rows as kernels read them."""
+"""Rows in the layout that kernels read."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ import torch
 
 
 def whole_rows(x: torch.Tensor) -> torch.Tensor:
-    """x [..., D] with the D numbers of each row next to each other. Copied only where they are not."""
+    """Return x [..., D] with the D elements of each row contiguous; copies only if they are not."""
     return x if x.stride(-1) == 1 else x.contiguous()

@@ -14,15 +14,15 @@ from builders.kernels.triton_runtime import await_previous, dependent_launch, tl
 
 
 def set_extend_state(batch: BatchBuffers, context_lens: torch.Tensor, num_reqs: int, query_len: int) -> None:
-    """Set a uniform batch of query_len tokens a row, after the context_lens[r] KV tokens of row r. One kernel.
+    """Set a uniform batch of query_len tokens per row, after the context_lens[r] KV tokens of row r. One kernel.
 
-    context_lens   int32 [num_reqs]   tokens in the cache; it must not lie before the first position that the row may
+    context_lens   int32 [num_reqs]   tokens in the cache; must not lie before the first position that the row can
                                       write, which the host cannot check
 
-    A row with token limit 0 is padding. A live row whose context is negative, whose tokens do not all fit under its
-    limit, or lack a page in some group, raises tables.overflow. Both are inert: seq_lens 0, positions 0, slots -1.
+    A row with token limit 0 is padding. A live row sets tables.overflow if its context is negative, its tokens do not
+    all fit under its limit, or one lacks a page in some group. Both become inert: seq_lens 0, positions 0, slots -1.
 
-    Raises BatchError, with nothing set, for more rows or tokens than the buffers hold, and for fewer context_lens.
+    Raises BatchError, and sets nothing, for more rows or tokens than the buffers hold, and for fewer context_lens.
     """
     tables = batch.tables
     num_tokens = num_reqs * query_len
@@ -44,7 +44,7 @@ def set_extend_state(batch: BatchBuffers, context_lens: torch.Tensor, num_reqs: 
 def set_decode_state(
     batch: BatchBuffers, extend_seq_lens: torch.Tensor, accepted: torch.Tensor, num_reqs: int, query_len: int
 ) -> None:
-    """Set the state that the first advance starts from, after a uniform batch of query_len tokens a row. One kernel.
+    """Set the state that the first advance starts from, after a uniform batch of query_len tokens per row. One kernel.
 
     extend_seq_lens   int32 [num_reqs]   seq_lens of that batch; a row with 0 stays inert
     accepted          int32 [num_reqs]   row r keeps its first accepted[r] + 1 query tokens; a count outside 0 to
@@ -52,7 +52,7 @@ def set_decode_state(
 
     seq_lens becomes extend_seq_lens - query_len + accepted + 1, step becomes 0 and slots -1: nothing is written yet.
 
-    Raises BatchError, with nothing set, for more rows than the buffers hold or the other two do.
+    Raises BatchError, and sets nothing, for more rows than the buffers or the two tensors hold.
     """
     batch.require_room(num_reqs, num_reqs)
     _require_rows("extend_seq_lens", extend_seq_lens, num_reqs)
@@ -78,7 +78,7 @@ def _require_rows(name: str, rows: torch.Tensor, num_reqs: int) -> None:
 
 class SetExtendState(NamedTuple):
     """seq_lens int32 [R], positions int64 [R * query_len], slot_mappings int64 [G, R * query_len], context_lens int32
-    of at least R rows; the others as RequestTables has them, of at least R rows."""
+    with at least R rows; the others as in RequestTables, with at least R rows."""
 
     seq_lens: torch.Tensor
     positions: torch.Tensor
@@ -154,8 +154,7 @@ def _set_extend_state_kernel(
     limit = tl.load(token_limits_ptr + row)
     context_len = tl.load(context_lens_ptr + row)
     kv_pos = context_len + offs_q
-    # 1. Whether all of the row's tokens fit, in every group. A sum could pass the largest int32 and come out below the
-    # limit.
+    # 1. Whether all of the row's tokens fit, in every group (the sum context_len + query_len could overflow)
     fits = (limit > 0) & (context_len >= 0) & (context_len <= limit - query_len)
     table_ptr = block_tables_ptr + row.to(tl.int64) * stride_table_row
     for group in tl.static_range(GROUPS):
@@ -163,7 +162,7 @@ def _set_extend_state_kernel(
         in_table = mask & fits & (column < max_pages)
         page = tl.load(table_ptr + group * stride_table_group + column, mask=in_table, other=-1)
         fits = fits & (tl.min(tl.where(mask, page, 0), 0) >= 0)
-    # 2. The new state, inert where they do not
+    # 2. The new state; inert if they do not fit
     for group in tl.static_range(GROUPS):
         page_size = tl.load(page_sizes_ptr + group)
         table_ptrs = table_ptr + group * stride_table_group + kv_pos // page_size
@@ -178,7 +177,7 @@ def _set_extend_state_kernel(
 
 class SetDecodeState(NamedTuple):
     """seq_lens int32 [R], positions int64 [R], slot_mappings int64 [G, R], step int64 [1]; extend_seq_lens and accepted
-    int32 of at least R rows."""
+    int32 with at least R rows."""
 
     seq_lens: torch.Tensor
     positions: torch.Tensor
@@ -229,10 +228,10 @@ def _set_decode_state_kernel(
     num_reqs,  # R
     stride_slot_group,
     GROUPS: tl.constexpr,  # G
-    BLOCK_R: tl.constexpr,  # rows of a program
+    BLOCK_R: tl.constexpr,  # rows per program
     PDL: tl.constexpr,  # programmatic dependent launch
 ):
-    """seq_len = extend_seq_len - query_len + num_accepted + 1, no slots. A program has BLOCK_R rows."""
+    """seq_len = extend_seq_len - query_len + num_accepted + 1, no slots. One program per BLOCK_R rows."""
     await_previous(PDL)
     offs_r = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     mask = offs_r < num_reqs

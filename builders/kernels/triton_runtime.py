@@ -1,4 +1,4 @@
-"""Triton where it is installed; its decorators do nothing where it is not, so that CPU-only platforms import."""
+"""Triton if it is installed; otherwise stubs whose decorators do nothing, so that CPU-only platforms can import."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 from builders.errors import require
 
-__all__ = ["tl", "triton"]  # passed on; every other name is this module's own
+__all__ = ["tl", "triton"]  # re-exported; every other name is defined here
 
 try:
     import triton
@@ -37,7 +37,7 @@ TRITON_VERSION: str = getattr(triton, "__version__", "absent") if HAVE_TRITON el
 
 
 def triton_unsupported_reasons(device_type: str) -> list[str]:
-    """Why our kernels cannot run on such a device; empty when they can."""
+    """Return why this library's kernels cannot run on a device type; empty if they can."""
     if device_type == "cuda" and not HAVE_TRITON:
         return ["needs the package triton, which is not installed: pip install triton"]
     return []
@@ -49,13 +49,13 @@ _torch_only = False
 
 
 def interpreting() -> bool:
-    """Whether ops on CPU tensors run their Triton kernel in Triton's interpreter, not their torch implementation."""
+    """Return whether ops on CPU tensors run their Triton kernel in Triton's interpreter, not their torch code."""
     return _INTERPRETER and not _torch_only
 
 
 @contextmanager
 def torch_implementations() -> Iterator[None]:
-    """Run the torch implementation of every op on CPU tensors, also where the interpreter is on (it is slow)."""
+    """Run the torch implementation of every op on CPU tensors, even with the (slow) interpreter on."""
     global _torch_only
     before, _torch_only = _torch_only, True
     try:
@@ -65,26 +65,27 @@ def torch_implementations() -> Iterator[None]:
 
 
 def stored_as(out: torch.Tensor) -> torch.Tensor:
-    """What a kernel stores to: out itself, or on the CPU fp32 of its shape. Converting that to out's dtype is then
-    torch's work, because the interpreter truncates fp32 to bf16 where the hardware rounds."""
+    """Return the tensor that a kernel stores to: out itself, or on the CPU an fp32 copy, which torch then converts to
+    out's dtype, because the interpreter truncates fp32 to bf16 and hardware rounds."""
     return out.float() if out.device.type == "cpu" else out
 
 
 PDL_VARIABLE = "ATTN_BACKENDS_PDL"
-"""Environment variable: 1 asks for programmatic dependent launch, 0 forbids it, unset takes it where it exists. Read at
-the first launch on a device."""
+"""Environment variable: 1 requires programmatic dependent launch, 0 forbids it, unset uses it if available. Read at the
+first launch on a device."""
 
 
 @cache
 def dependent_launch(device: torch.device) -> dict[str, bool]:
-    """Options of a launch whose kernel awaits its predecessor itself, and so may start while that one still runs.
+    """Return the launch options of a kernel that waits for its predecessor itself, so it can start before that one
+    ends.
 
-    Raises BatchError for a variable that is neither 0, 1 nor unset, and for 1 where the device does not have it.
+    Raises BatchError if the variable is not 0, 1 or unset, and for 1 if the device does not support it.
 
-    Programmatic dependent launch needs compute capability 9 and a Triton that knows it. The invariant, on which the
-    order of everything after it on the stream rests: a kernel launched with these options takes `PDL: tl.constexpr`,
-    and calls await_previous(PDL) on every path before it reads or writes a value. Then a kernel that has ended proves
-    that all before it have, whoever launched them, and reads and writes as usual.
+    Programmatic dependent launch needs compute capability 9 and a Triton that supports it. The order of everything
+    later on the stream rests on one invariant: a kernel launched with these options takes `PDL: tl.constexpr`, and
+    calls await_previous(PDL) on every path before it reads or writes a value. The end of a kernel then implies the end
+    of every kernel before it, whoever launched it, and reads and writes need no other care.
     """
     asked = os.environ.get(PDL_VARIABLE, "")
     require(
@@ -105,11 +106,11 @@ def dependent_launch(device: torch.device) -> dict[str, bool]:
 
 @triton.jit
 def await_previous(PDL: tl.constexpr) -> None:
-    """Let the next kernel take its place on the device, then wait until every kernel before this one on the stream has
-    ended and its stores are visible.
+    """Let the next kernel launch, then wait until every kernel before this one on the stream has ended and its stores
+    are visible.
 
-    The next one waits there in turn. Let in after this one's main work it would come too late: rounds of a small draft
-    took 5 % longer on an H200.
+    The next kernel waits there in turn. Releasing it after this one's main work would be too late: rounds of a small
+    draft took 5 % longer on an H200.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
