@@ -1,4 +1,4 @@
-"""Middle floor: attention backends, what each can serve, and how one is chosen."""
+"""Attention backends, the capabilities they declare, and how one is chosen."""
 
 from attn_backends.base import AttentionBackend, KVCache, check_forward_inputs, check_write_inputs
 from attn_backends.capabilities import Accepted, Capabilities, CapabilitiesError, Feature, FusedWrite, Rejected, Sizes

@@ -17,17 +17,17 @@ from builders import CONTRACT_VERSION, AttentionKind, AttentionSpec, BatchError,
 from builders.errors import require, require_tensor, require_vector
 
 Sinks: TypeAlias = Tensor | None
-"""A logit a query head that no key has, fp32 [num_q_heads], or None. A sink of -inf is none, and one of +inf leaves the
-tokens no weight: the head's output is 0."""
+"""One extra logit per query head without a key, fp32 [num_q_heads], or None. A sink of -inf has no effect; one of +inf
+leaves the tokens no weight, so the head's output is 0."""
 
 
 @dataclass(frozen=True, slots=True)
 class KVCache:
     """Keys [num_pages, page_size, num_kv_heads, head_dim] and values [..., value_dim]: views with any strides whose
-    last dim is contiguous. How they are laid out is the allocator's business; an adapter never copies them.
+    last dim is contiguous. The allocator decides the layout; an adapter never copies them.
 
-    Where keys and values are one latent, the values are a view of the keys. An fp8_ds_mla cache is bytes, uint8
-    [num_pages, page_size, 1, bytes a token], in both, with a page's bytes adjacent; pages may lie apart.
+    If keys and values are one latent, the values are a view of the keys. An fp8_ds_mla cache holds bytes, uint8
+    [num_pages, page_size, 1, bytes per token], in both, with a page's bytes adjacent; there can be gaps between pages.
     """
 
     key: Tensor
@@ -39,12 +39,12 @@ class KVCache:
 
     @property
     def latent(self) -> bool:
-        """Whether the values lie in the keys."""
+        """Whether the values are a view of the keys."""
         return self.key.data_ptr() == self.value.data_ptr()
 
     @property
     def latents(self) -> Tensor:
-        """The latents [num_pages, page_size, head_dim], or in fp8_ds_mla each page's bytes [num_pages, page_bytes]."""
+        """The latents [num_pages, page_size, head_dim]; for fp8_ds_mla each page's bytes [num_pages, page_bytes]."""
         if self.key.dtype is torch.uint8:
             stride = self.key.stride(0)
             return self.key.as_strided((self.num_pages, min(stride, page_bytes(self.key.shape[1]))), (stride, 1))
@@ -58,29 +58,28 @@ class AttentionBackend(ABC):
     capabilities: ClassVar[Capabilities]
     builder: ClassVar[type[MetadataBuilder[Any]]]
     contract_version: ClassVar[tuple[int, int]] = CONTRACT_VERSION
-    """The contract it was built for, major and minor: to be stated by the backend's own class, as a literal. Checks
-    that came later are previews to it.
-    """
+    """The contract (major, minor) that the backend was written for. Its own class must state it, as a literal. Checks
+    added in later versions are only previews for it."""
     version: ClassVar[str] = "0"
     """Version of the kernels, for provenance."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """A subclass that overrides `write_kv` has no fused write unless it states its capabilities again."""
+        """Drop the fused writes of a subclass that overrides `write_kv`, unless it states its capabilities again."""
         super().__init_subclass__(**kwargs)
         if "write_kv" in cls.__dict__ and "capabilities" not in cls.__dict__ and hasattr(cls, "capabilities"):
             cls.capabilities = replace(cls.capabilities, fused_writes=frozenset())
 
     def supports(self, spec: AttentionSpec, device: torch.device) -> Accepted | Rejected:
-        """Whether the spec runs on the device: accepted, or rejected with every reason."""
+        """Return whether the spec runs on the device: Accepted, or Rejected with every reason."""
         reasons = self.capabilities.unsupported_reasons(spec, device) + self.unsupported_reasons(spec, device)
         return Rejected(tuple(reasons)) if reasons else Accepted()
 
     def unsupported_reasons(self, spec: AttentionSpec, device: torch.device) -> list[str]:
-        """Reasons that the capability record cannot express."""
+        """Return the reasons that the capability record cannot express."""
         return []
 
     def allocate_kv(self, spec: AttentionSpec, num_pages: int, device: torch.device) -> KVCache:
-        """An uninitialised cache in the layout that suits this backend best."""
+        """Allocate an uninitialised cache in the layout that suits this backend best."""
         if spec.fp8_ds_mla:
             size = page_bytes(spec.page_size)
             pages = torch.empty(num_pages, size, dtype=torch.uint8, device=device)
@@ -98,10 +97,10 @@ class AttentionBackend(ABC):
 
         A slot outside the cache, such as -1, writes nothing.
 
-        key    [num_tokens, num_kv_heads, head_dim]; if the cache holds one latent a token, the key is the latent
+        key    [num_tokens, num_kv_heads, head_dim]; if the cache holds one latent per token, the key is the latent
         value  [num_tokens, num_kv_heads, value_dim]
 
-        Raises BatchError, with nothing written, for tensors of another shape, dtype or device.
+        Raises BatchError, and writes nothing, for tensors of another shape, dtype or device.
         """
         if cache.latent:
             require(
@@ -117,16 +116,16 @@ class AttentionBackend(ABC):
     def forward(
         self, query: Tensor, cache: KVCache, metadata: Any, *, spec: AttentionSpec, sinks: Sinks = None
     ) -> Tensor:
-        """Attention of query [num_tokens, num_q_heads, head_dim] over the cache.
+        """Compute attention of query [num_tokens, num_q_heads, head_dim] over the cache.
 
-        Returns [num_tokens, num_q_heads, value_dim] in the dtype of the query.
-        The KV of the query tokens is already written. Rows whose seq_len is 0 give 0, whatever the sinks.
+        Returns [num_tokens, num_q_heads, value_dim] in the query's dtype.
+        The KV of the query tokens is already written. Rows whose seq_len is 0 give 0, even with sinks.
         sinks: fp32 [num_q_heads] if spec.sinks, else None.
         """
 
 
 def check_write_inputs(key: Tensor, value: Tensor, cache: KVCache, metadata: Any) -> None:
-    """Raise BatchError for tensors that a `write_kv` kernel would misread. It never waits for the device."""
+    """Raise BatchError for tensors that a `write_kv` kernel would misread. It never syncs with the device."""
     slots, device = metadata.slot_mapping, cache.key.device
     require_vector("slot_mapping", slots, length=metadata.num_tokens, dtype=torch.int64, device=device)
     if not cache.latent:
@@ -138,7 +137,7 @@ def check_write_inputs(key: Tensor, value: Tensor, cache: KVCache, metadata: Any
 
 
 def check_forward_inputs(query: Tensor, cache: KVCache, metadata: Any, spec: AttentionSpec, sinks: Sinks) -> None:
-    """Raise BatchError for tensors that a kernel would misread. It never waits for the device."""
+    """Raise BatchError for tensors that a kernel would misread. It never syncs with the device."""
     device, shape = query.device, (metadata.num_tokens, spec.num_q_heads, spec.head_dim)
     require_tensor("query", query, shape=shape, dtype=spec.dtype, device=device)
     dims, dtype = (spec.head_dim, spec.out_dim), spec.cache_dtype

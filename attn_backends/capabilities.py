@@ -1,4 +1,4 @@
-"""What a backend can serve, as data, and its answer to a spec: accepted, or rejected with every reason."""
+"""What a backend supports, as data, and its answer to a spec: accepted, or rejected with every reason."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from builders import AttentionKind, AttentionSpec
 
 
 class Feature(str, Enum):
-    """Parts of attention that a backend may or may not have."""
+    """Optional parts of attention."""
 
     GQA = "gqa"
     SLIDING_WINDOW = "sliding_window"
@@ -23,29 +23,29 @@ class Feature(str, Enum):
     VALUE_DIM = "value_dim"
     """A value dim that differs from the head dim."""
     BATCH_INVARIANT = "batch_invariant"
-    """Outputs whose bits do not depend on the rest of the batch: see `AttentionSpec.batch_invariant`."""
+    """Outputs whose bits do not depend on the rest of the batch; see `AttentionSpec.batch_invariant`."""
     NON_CAUSAL = "non_causal"
-    """Queries that see the tokens behind them: see `AttentionSpec.causal`."""
+    """Queries that also see later tokens; see `AttentionSpec.causal`."""
     TREE = "tree"
-    """Query tokens that form trees: see `AttentionBatch.tree_masks`."""
+    """Query tokens that form trees; see `AttentionBatch.tree_masks`."""
 
 
 class FusedWrite(str, Enum):
-    """What a backend computes in the kernel that writes the cache; `attn_backends.fused_writes` has the methods."""
+    """What a backend computes in the kernel that writes the cache; see `attn_backends.fused_writes` for the methods."""
 
     ROPE = "rope"
-    """Rotate queries and keys: `FusedRopeWrite`."""
+    """Rotate queries and keys; see `FusedRopeWrite`."""
     KV_A_NORM_ROPE = "kv_a_norm_rope"
-    """Norm and rotate a latent: `FusedLatentWrite`."""
+    """Norm and rotate a latent; see `FusedLatentWrite`."""
 
     @property
     def method(self) -> str:
-        """The method that a backend which declares it has."""
+        """The method that a backend declaring this write must have."""
         return "rope_and_write_kv" if self is FusedWrite.ROPE else "norm_rope_and_write_latent"
 
 
 class CapabilitiesError(ValueError):
-    """A record of capabilities is invalid; the message lists every problem."""
+    """A capability record is invalid; the message lists every problem."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,7 +102,7 @@ class Accepted:
 
 @dataclass(frozen=True, slots=True)
 class Rejected:
-    """The backend does not serve the spec; `reasons` has every reason in words."""
+    """The backend does not serve the spec; `reasons` lists every reason as text."""
 
     reasons: tuple[str, ...]
 
@@ -112,9 +112,9 @@ class Rejected:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Capabilities:
-    """What a backend claims. Selection, refusals, test cases and the matrix all read this one record.
+    """What a backend claims. Selection, rejections, test cases and the matrix all read this one record.
 
-    Raises CapabilitiesError for a field of another type, and for a field that must not be empty.
+    Raises CapabilitiesError for a field of the wrong type, and for an empty field that must not be empty.
     """
 
     devices: tuple[str, ...]
@@ -123,26 +123,26 @@ class Capabilities:
     page_sizes: Sizes
     features: frozenset[Feature]
     required: frozenset[Feature] = frozenset()
-    """Features that a spec must ask for: the kernels know no attention without them."""
+    """Features that every spec must use, because the kernels cannot compute attention without them."""
     kinds: tuple[AttentionKind, ...] = (AttentionKind.MHA,)
     value_dims: Sizes | None = None
     """None means head_dims."""
     kv_dtypes: tuple[torch.dtype, ...] = ()
-    """Dtypes of the KV cache beside that of the queries."""
+    """Dtypes of the KV cache in addition to the queries' dtype."""
     quantises_queries: bool = False
-    """Whether, over a cache of a narrower dtype, queries and weights are rounded to it too."""
+    """Whether queries and weights are also rounded to a cache's dtype if it is narrower."""
     rounds_partials: bool = False
-    """Whether outputs over parts of a prefix are rounded to the dtype of the queries and summed in it."""
+    """Whether outputs over parts of a prefix are rounded to the queries' dtype and summed in it."""
     lowest_score: float | None = None
-    """Scores below it may count as masked: a token that sees nothing higher then attends to nothing. None: no score."""
+    """Scores below this can count as masked: a token that sees none higher then attends to nothing. None: no limit."""
     mixed_kv_dtypes: bool = False
-    """Whether the KV cache may have another of `dtypes` than the queries."""
+    """Whether the KV cache can have one of `dtypes` other than the queries' dtype."""
     fused_writes: frozenset[FusedWrite] = frozenset()
-    """Work before a cache write that its kernel does too."""
+    """Work before a cache write that the write's kernel also does."""
     compute_capability: tuple[int, int] = (8, 0)
     """The minimum for a CUDA device."""
     one_major_version: bool = False
-    """Whether its kernels are compiled for that major version only."""
+    """Whether the kernels are compiled for that major version only."""
 
     def __post_init__(self) -> None:
         sizes, dtypes, features = "a Sizes", "torch dtypes", "a frozenset of Feature"
@@ -169,11 +169,11 @@ class Capabilities:
         )
 
     def unsupported_reasons(self, spec: AttentionSpec, device: torch.device) -> list[str]:
-        """Why this spec cannot run on this device; empty when it can."""
+        """Return why this spec cannot run on this device; empty if it can."""
         return [*self._device_reasons(device), *self.spec_reasons(spec)]
 
     def spec_reasons(self, spec: AttentionSpec) -> list[str]:
-        """Why no device can run this spec; empty if some device can."""
+        """Return why no device can run this spec; empty if some device can."""
         return [*self._shape_reasons(spec), *self._feature_reasons(spec)]
 
     def _device_reasons(self, device: torch.device) -> list[str]:
@@ -227,7 +227,7 @@ class Capabilities:
 
 
 def is_version(value: object) -> TypeGuard[tuple[int, int]]:
-    """Whether it is a major and a minor number. A negative one would come before every other there is."""
+    """Return whether it is a (major, minor) tuple. A negative number would sort before every real version."""
     return isinstance(value, tuple) and len(value) == 2 and all(isinstance(n, int) and n >= 0 for n in value)
 
 
@@ -248,7 +248,7 @@ def _is_set_of(kind: type, value: object) -> bool:
 
 
 def _are_device_types(value: object) -> bool:
-    """Whether all are types that torch knows: without an index, which would match no device."""
+    """Return whether all are torch device types. A type with an index would match no device, so it does not count."""
     try:
         return _is_tuple_of(str, value) and all(torch.device(kind).type == kind for kind in cast("tuple[str]", value))
     except RuntimeError:
@@ -256,7 +256,7 @@ def _are_device_types(value: object) -> bool:
 
 
 def _require_all(record: object, *rules: tuple[str, str, bool]) -> None:
-    """rules: a field, what it must be, and whether it is."""
+    """Raise CapabilitiesError for rules that do not hold. A rule: the field, what it must be, whether it is."""
     wrong = [f"{name} must be {rule}, got {getattr(record, name)!r}" for name, rule, holds in rules if not holds]
     if wrong:
         raise CapabilitiesError(
@@ -266,7 +266,7 @@ def _require_all(record: object, *rules: tuple[str, str, bool]) -> None:
 
 
 def features_of(spec: AttentionSpec) -> list[Feature]:
-    """The features that a spec asks for."""
+    """Return the features that a spec uses."""
     asked = {
         Feature.GQA: spec.group_size > 1,
         Feature.SLIDING_WINDOW: spec.sliding_window is not None,

@@ -1,8 +1,8 @@
-"""How to install what an optional part of this library needs."""
+"""How to install the dependencies of optional parts of this library."""
 
 from __future__ import annotations
 
 
 def install_hint(extra: str) -> str:
-    """The command that installs an extra, for messages. It needs a checkout, because no package index has a release."""
+    """Return the command that installs an extra, for messages. It needs a checkout: no package index has a release."""
     return f"pip install '.[{extra}]' in a checkout of attn-backends"

@@ -1,4 +1,4 @@
-"""FlashAttention-3's kernels behind one interface, whichever package brings them."""
+"""FlashAttention-3's kernels behind one interface, from any package that provides them."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from builders import AttentionSpec, BatchError, FlashAttn3Metadata
 PROVIDER_VARIABLE = "ATTN_BACKENDS_FA3_PROVIDER"
 
 _LSE = "return_softmax_lse"
-"""The argument of every entry that asks for the lse; a build without it serves no trees."""
+"""The argument with which every entry returns the lse; a build without it serves no trees."""
 
 _SINKS = ("sinks", "s_aux")
-"""What builds call the argument that takes sinks, in bf16; a build with neither has none."""
+"""Names that builds give to the argument for sinks, in bf16; a build with neither does not take sinks."""
 
 _LATENT_QUERY = ("qv", "q_v")
-"""What builds call the argument that takes queries against the values: their products are added to the scores."""
+"""Names that builds give to the argument for queries against the values, whose products are added to the scores."""
 
 _UPSTREAM_PARTS = {
     Feature.SLIDING_WINDOW: {"LOCAL"},
@@ -40,34 +40,34 @@ _UPSTREAM_PARTS = {
 
 
 class BrokenProvider(RuntimeError):
-    """A provider that is installed and does not work; the message names it and gives its own words."""
+    """A provider that is installed and does not work; the message names it and quotes its error."""
 
 
 class Provider:
-    """One package's FlashAttention-3: causal attention of ragged queries over a paged cache.
+    """One package's FlashAttention-3: attention of ragged queries over a paged cache.
 
-    Raises BrokenProvider for a module without FlashAttention-3, or with one that lacks an argument needed here.
+    Raises BrokenProvider for a module without FlashAttention-3, or whose entry lacks an argument needed here.
     """
 
     name: ClassVar[str]
     module: ClassVar[str]
     packages: ClassVar[tuple[str, ...]]
-    """Distributions that bring it, the one to install first."""
+    """Distributions that contain it; the first is the one to install."""
     library: ClassVar[str] = "*.so"
-    """Its compiled kernels, a pattern from the module's folder on."""
+    """Glob pattern of its compiled kernels, relative to the module's folder."""
     remedy: ClassVar[str]
     entry: ClassVar[str]
     inputs: ClassVar[tuple[str, str, str, str]]
-    """What the entry calls keys, values, their lengths and the block table."""
+    """The entry's names for keys, values, their lengths and the block table."""
     needs: ClassVar[tuple[str, ...]]
     """Further arguments that older builds of the entry lack."""
 
     dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16)
     kv_dtypes: tuple[torch.dtype, ...] = (torch.float8_e4m3fn,)
-    # A head dim without a kernel of its own is padded to the next that has one.
+    # A head dim without its own kernel is padded to the next that has one.
     head_dims: Sizes = Sizes(minimum=16, maximum=256, multiple_of=8)
-    # Pages that a tile of the kernel divides into are read whole, with what lies after the last token: on an H200, from
-    # 128 on, NaN there reached the output of a prefill.
+    # Pages that are a multiple of the kernel's tile are read whole, past the last token: on an H200, with pages of 128
+    # or more, NaN there reached the output of a prefill.
     page_sizes: Sizes = Sizes(maximum=64)
     features: frozenset[Feature] = frozenset(Feature) - {Feature.BATCH_INVARIANT}
 
@@ -100,10 +100,10 @@ class Provider:
     def attend(
         self, query: Tensor, cache: KVCache, metadata: FlashAttn3Metadata, spec: AttentionSpec, *, sinks: Sinks = None
     ) -> Tensor:
-        """Attention over a paged cache; returns [num_tokens, num_q_heads, value_dim].
+        """Compute attention over a paged cache; returns [num_tokens, num_q_heads, value_dim].
 
         query  [num_tokens, num_q_heads, head_dim]
-        sinks  fp32 [num_q_heads], rounded to the bf16 that the kernels read
+        sinks  fp32 [num_q_heads], rounded to bf16, which the kernels read
 
         Raises BatchError for sinks that the build does not take.
         """
@@ -121,12 +121,12 @@ class Provider:
     def attend_to_prefix(
         self, query: Tensor, cache: KVCache, metadata: FlashAttn3Metadata, spec: AttentionSpec
     ) -> tuple[Tensor, Tensor]:
-        """Attention of trees to what was cached before them, without sinks, and its lse.
+        """Compute attention of trees to their cached prefix, without sinks, and its lse.
 
         query  [num_tokens, num_q_heads, head_dim]
 
         Returns out [num_tokens, num_q_heads, value_dim], and lse fp32 [num_q_heads, num_tokens]: the natural logarithm
-        of the sum of exp(score). Where a prefix is empty they are 0 and -inf.
+        of the sum of exp(score). For an empty prefix they are 0 and -inf.
         """
         out, lse, *_ = self._call(query, cache, metadata, spec, causal=False, **{_LSE: True})
         return out, lse
@@ -134,11 +134,11 @@ class Provider:
     def attend_to_latents(
         self, query: Tensor, cache: KVCache, metadata: FlashAttn3Metadata, spec: AttentionSpec
     ) -> Tensor:
-        """Attention over a paged cache of latents, for builds that serve them; [num_tokens, num_q_heads, value_dim].
+        """Compute attention over paged latents, if the build serves them; returns [num_tokens, num_q_heads, value_dim].
 
-        query  [num_tokens, num_q_heads, head_dim]: of the latent's value_dim dims, then of the rotary ones
+        query  [num_tokens, num_q_heads, head_dim]: the latent's value_dim dims, then the rotary ones
 
-        A score is the sum of two products: rotary dims of query and key, and the others with the value.
+        A score is the sum of two products: the rotary dims of query and key, and the others with the value.
         """
         assert self.latent_query is not None
         latent, rotary = query[..., : spec.out_dim], query[..., spec.out_dim :]
@@ -173,12 +173,12 @@ class Provider:
         )
 
     def _more_arguments(self, metadata: FlashAttn3Metadata) -> dict[str, Any]:
-        """Those that the other entries do not take."""
+        """Return arguments that the other entries do not take."""
         return {}
 
 
 class Vllm(Provider):
-    """The build in vLLM's wheel. Raises BrokenProvider for one without FlashAttention-3."""
+    """The build in vLLM's wheel. Raises BrokenProvider if it lacks FlashAttention-3."""
 
     name = "vllm"
     module = "vllm.vllm_flash_attn.flash_attn_interface"
@@ -199,7 +199,7 @@ class Vllm(Provider):
 
 
 class _WithKVCache(Provider):
-    """The entry that upstream and sglang share. It takes no bound on seq_lens: the table's width is one."""
+    """The entry that upstream and sglang share. It takes no bound on seq_lens: the block table's width is the bound."""
 
     entry = "flash_attn_with_kvcache"
     inputs = ("k_cache", "v_cache", "cache_seqlens", "page_table")
@@ -207,9 +207,9 @@ class _WithKVCache(Provider):
 
 
 class Upstream(_WithKVCache):
-    """Dao-AILab's sources, as tokenspeed-fa3 or built by hand. Parts can be left out: flash_attn_config records which.
+    """Dao-AILab's sources, as tokenspeed-fa3 or built by hand. Builds can omit parts, which flash_attn_config records.
 
-    Raises BrokenProvider for one without a part that every call needs.
+    Raises BrokenProvider for a build without a part that every call needs.
     """
 
     name = "upstream"
@@ -240,10 +240,10 @@ class Sgl(_WithKVCache):
 
 
 def package_version(*packages: str, kernels: Path, pattern: str = "*.so") -> str:
-    """The first of these packages that is installed, with its version, for provenance.
+    """Return the first of these packages that is installed, with its version, for provenance.
 
-    Kernels that were unpacked without their wheel's metadata have no version: the digest of the library that matches
-    `pattern` in the folder `kernels` names them.
+    Kernels unpacked without their wheel's metadata have no version; they are identified by the digest of the library
+    that matches `pattern` in the folder `kernels`.
     """
     for package in packages:
         try:
@@ -257,14 +257,14 @@ def package_version(*packages: str, kernels: Path, pattern: str = "*.so") -> str
 
 
 PROVIDERS: tuple[type[Provider], ...] = (Upstream, Vllm, Sgl)
-"""In the order in which they are looked for."""
+"""In search order."""
 
 
 def find_provider() -> Provider:
-    """The provider that PROVIDER_VARIABLE names, or else the first that is installed.
+    """Return the provider that PROVIDER_VARIABLE names, or else the first that is installed.
 
-    Raises ImportError where it, or every one, is absent; BrokenProvider where it is installed and does not work,
-    with no other tried in its place; ValueError for a name that is none.
+    Raises ImportError if the named one, or every one, is absent; BrokenProvider if the one found does not work (there
+    is no fallback to another); ValueError for an unknown name.
     """
     asked, named = os.environ.get(PROVIDER_VARIABLE), {kind.name: kind for kind in PROVIDERS}
     if asked and asked not in named:
@@ -283,12 +283,12 @@ def find_provider() -> Provider:
 
 
 def load_provider(kind: type[Provider]) -> Provider | None:
-    """The provider, or None where its package is absent. Raises BrokenProvider where it is there and does not work."""
+    """Return the provider, or None if its package is absent. Raises BrokenProvider if it is there but does not work."""
     package = kind.module.partition(".")[0]
     try:
         import_module(package)
         return kind(import_module(kind.module))
-    except Exception as error:  # a broken build fails in any way; its own words become the reason
+    except Exception as error:  # a broken build can raise anything; its message becomes the reason
         if isinstance(error, ModuleNotFoundError) and error.name == package:
             return None
         words = str(error) if isinstance(error, BrokenProvider) else f"{type(error).__name__}: {error}"
@@ -300,7 +300,7 @@ def load_provider(kind: type[Provider]) -> Provider | None:
 
 
 def _left_out() -> set[str]:
-    """The parts that upstream's build left out; a build without a record counts as complete except for value dims."""
+    """Return the parts that upstream's build omits; without a record it counts as complete except for value dims."""
     try:
         config = import_module("flash_attn_config").CONFIG
     except ModuleNotFoundError:

@@ -1,4 +1,4 @@
-"""FlashAttention-3 on Hopper, with the kernels of whichever package brings them."""
+"""FlashAttention-3 on Hopper, with the kernels of any package that provides them."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _SINK_HEADS = 64
 
 
 class FlashAttn3(FusedRopeWrite, AttentionBackend):
-    """Paged decode and extend by PROVIDER: split-KV decode, and the features that its kernels have.
+    """Paged decode and extend with PROVIDER: split-KV decode, and the features that its kernels have.
 
-    The kernels take sinks in bf16 only: they are rounded to it, in the graph too. Over a cache of e4m3 they multiply
-    e4m3: queries are clamped and rounded to it, unscaled as keys and values are, and come back as bf16. They know no
-    trees: their output over what was cached before one, and its lse, are merged with the tree's own attention, which
-    takes sinks as they are.
+    The kernels take sinks in bf16 only, so sinks are rounded to it, in the graph too. Over an e4m3 cache they multiply
+    e4m3: queries are clamped and rounded to it, unscaled like keys and values, and outputs come back as bf16. They do
+    not support trees: their output over a tree's prefix, and its lse, are merged with the tree's own attention, which
+    takes sinks unrounded.
     """
 
     name = "flash_attn3"
@@ -49,20 +49,20 @@ class FlashAttn3(FusedRopeWrite, AttentionBackend):
         head_dim, value_dim, features = spec.head_dim, spec.out_dim, self.capabilities.features
         alike = head_dim == value_dim
         reasons = merged_tree_reasons(spec)
-        # The limits of sinks that vLLM's build checks; the others are held to them too.
+        # vLLM's build checks these limits of sinks; they are applied to the other builds too.
         if Feature.SINKS in features and spec.sinks and spec.num_q_heads > _SINK_HEADS:
             reasons.append(f"with sinks num_q_heads must be at most {_SINK_HEADS}, got {spec.num_q_heads}")
         if Feature.SINKS in features and spec.sinks and not alike:
             reasons.append(f"with sinks value_dim must equal head_dim, got {value_dim} and {head_dim}")
-        # What was tried of e4m3.
+        # The e4m3 configurations that were tested.
         tried = spec.dtype is torch.bfloat16 and head_dim in (64, 128, 256) and alike
         if spec.cache_dtype.itemsize == 1 and not tried:
             reasons.append(
                 "over a cache of e4m3, dtype must be bfloat16 and head_dim and value_dim alike 64, 128 or 256, got "
                 f"{spec.dtype}, {head_dim} and {value_dim}"
             )
-        # Kernels of two dims are compiled for 64 with 256 or 512, and for 192 with 128; smaller ones are padded to
-        # them. Seen wrong on an H200: value_dim 64 with head_dim 32, and, over pages of 128, 96 to 192 with 64.
+        # Kernels with two dims are compiled for 64 with 256 or 512, and for 192 with 128; smaller ones are padded to
+        # them. Wrong on an H200: value_dim 64 with head_dim 32, and, over pages of 128, 96 to 192 with 64.
         compiled = (head_dim == 64 and value_dim > 192) or (128 < head_dim <= 192 and 96 < value_dim <= 128)
         if Feature.VALUE_DIM in features and not (alike or compiled):
             reasons.append(

@@ -16,10 +16,10 @@ _LATENT, _ROTARY = 512, 64
 
 
 class FlashAttn3Mla(FusedLatentWrite, AttentionBackend):
-    """Latents of 512 dims beside 64 rotary ones, in PROVIDER's kernels for values wider than keys.
+    """Latents of 512 dims plus 64 rotary ones, in PROVIDER's kernels for values wider than keys.
 
-    The rotary dims are the key; the latent is the value, and a second key that the queries' first 512 dims are
-    multiplied with. Nothing is copied: both are views of the cache.
+    The rotary dims are the key; the latent is the value, and also a second key for the queries' first 512 dims. Nothing
+    is copied: both are views of the cache.
     """
 
     name = "flash_attn3_mla"
@@ -31,8 +31,8 @@ class FlashAttn3Mla(FusedLatentWrite, AttentionBackend):
         dtypes=(torch.bfloat16,),
         head_dims=Sizes(minimum=_LATENT + _ROTARY, maximum=_LATENT + _ROTARY),
         value_dims=Sizes(minimum=_LATENT, maximum=_LATENT),
-        # Its tiles have 64 tokens. Pages of 64 are read whole by several query tokens: on an H200, NaN after the last
-        # token reached the output.
+        # Its tiles have 64 tokens. Pages of 64 are read whole if there are several query tokens: on an H200, NaN after
+        # the last token reached the output.
         page_sizes=Sizes(maximum=63),
         features=frozenset({Feature.GQA, Feature.VALUE_DIM, Feature.NON_CAUSAL}),
         fused_writes=frozenset({FusedWrite.KV_A_NORM_ROPE}),

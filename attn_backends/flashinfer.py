@@ -1,4 +1,4 @@
-"""FlashInfer on Hopper: its paged decode on tensor cores, on CUDA cores and by XQA, and its prefill to extend."""
+"""FlashInfer on Hopper: its paged decode on tensor cores, on CUDA cores and with XQA, and its prefill to extend."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from builders.flashinfer.builder import (
 from builders.flashinfer.wrappers import Kernel
 
 _ALIGNMENT = 16
-"""Bytes that the kernels load at a time."""
+"""Bytes per load of the kernels."""
 _CUDA_CORE_GROUPS = (1, 2, 3, 4, 8)
-"""Those that FlashInfer compiles the kernel for."""
+"""Group sizes that FlashInfer compiles the kernel for."""
 
 
 def _version() -> str:
-    """Of the package, which is only looked for: its import starts CUDA. Raises ImportError where it is absent."""
+    """Return the package's version without importing it, which starts CUDA. Raises ImportError if it is absent."""
     found = find_spec("flashinfer")
     if found is None or found.origin is None:
         raise ModuleNotFoundError("No module named 'flashinfer'", name="flashinfer")
@@ -45,19 +45,19 @@ def _version() -> str:
 
 
 def _lowest_score(version: str) -> float | None:
-    """Before 0.7.2.post1 decode on CUDA cores gives 0 where every score is as low as -46,341 (seen on an H100). Kernels
-    of an unknown version may be as old."""
+    """Before 0.7.2.post1, decode on CUDA cores returns 0 if every score is as low as -46,341 (seen on an H100). Kernels
+    of unknown version are assumed to be as old."""
     known = re.match(r"\S+ (\d\S*)", version)
     release = tuple(int(part) for part in re.findall(r"\d+", known[1])[:4]) if known else ()
     return -46_341.0 if release < (0, 7, 2, 1) else None
 
 
 class FlashInfer(FusedRopeWrite, AttentionBackend):
-    """Decodes by the kernel that serves the spec best; extends by the prefill wrapper, and attends by it to what was
-    cached before a tree: its output and lse, of base 2, are merged with the tree's own attention.
+    """Decodes with the kernel that serves the spec best and extends with the prefill wrapper, which also attends to a
+    tree's prefix: its output and base-2 lse are merged with the tree's own attention.
 
-    run() is told not to overlap its prologue with the kernel before it (PDL): both kernels read their plan before they
-    wait, and the kernel before may be the one that writes it.
+    run() must not overlap its prologue with the previous kernel (PDL): both kernels read their plan before they wait,
+    and the previous kernel can be the one that writes it.
     """
 
     name = "flashinfer"
@@ -75,20 +75,20 @@ class FlashInfer(FusedRopeWrite, AttentionBackend):
     )
 
     def unsupported_reasons(self, spec: AttentionSpec, device: torch.device) -> list[str]:
-        """And what keeps the package from being imported, which is tried for a CUDA device alone."""
+        """Add the error if the package cannot be imported, which is tried for CUDA devices only."""
         reasons = merged_tree_reasons(spec)
         if device.type != "cuda":
             return reasons
         try:
             import_module("flashinfer.decode")
-        except Exception as error:  # a broken build fails in any way; its own words become the reason
+        except Exception as error:  # a broken build can raise anything; its message becomes the reason
             reasons.append(f"flashinfer is installed and cannot be imported: {type(error).__name__}: {error}")
         return reasons
 
     def forward(
         self, query: Tensor, cache: KVCache, metadata: FlashInferMetadata, *, spec: AttentionSpec, sinks: Sinks = None
     ) -> Tensor:
-        """See AttentionBackend. Raises BatchError for keys and values with other strides than the kernel reads."""
+        """See AttentionBackend. Raises BatchError for keys and values with strides that the kernel cannot read."""
         check_forward_inputs(query, cache, metadata, spec, sinks)
         unit = spec.head_dim if metadata.launch.kernel is Kernel.XQA else _ALIGNMENT // cache.key.element_size()
         require(
@@ -99,7 +99,7 @@ class FlashInfer(FusedRopeWrite, AttentionBackend):
         )
         if metadata.launch.kernel is Kernel.XQA:
             return _xqa(query, cache, metadata, spec)
-        # Left to itself the prefill wrapper would fill a new output with zeros first.
+        # Without `out`, the prefill wrapper would fill a new output with zeros first.
         out = query.new_empty(query.shape)
         run = partial(metadata.launch.wrapper.run, query, (cache.key, cache.value), out=out, enable_pdl=False)
         if metadata.tree_masks is None:
@@ -110,7 +110,7 @@ class FlashInfer(FusedRopeWrite, AttentionBackend):
 
 
 class FlashInferTensorCores(FlashInfer):
-    """Decodes by the FA2 kernel."""
+    """Decodes with the FA2 kernel."""
 
     name = "flashinfer_tensor_cores"
     builder = TensorCoreBuilder
@@ -130,7 +130,7 @@ class FlashInferCudaCores(FlashInfer):
 
 
 class FlashInferXqa(FlashInfer):
-    """Decodes by XQA, which splits by the block table's width and needs no plan."""
+    """Decodes with XQA, which splits by the block table's width and needs no plan."""
 
     name = "flashinfer_xqa"
     builder = XqaBuilder
@@ -139,9 +139,9 @@ class FlashInferXqa(FlashInfer):
         page_sizes=Sizes(minimum=16, maximum=128, power_of_two=True),
         features=FlashInfer.capabilities.features - {Feature.SOFT_CAP},
         compute_capability=(9, 0),
-        # A CTA's groups of warps and the CTAs of a request: mha.cu of csrc/xqa, mergeAndSaveOutTile.
+        # Between a CTA's warp groups and between a request's CTAs: mergeAndSaveOutTile in mha.cu of csrc/xqa.
         rounds_partials=True,
-        # safeInitRowMax of csrc/xqa, -1e5 of a score times log2(e), begins each row's maximum.
+        # Each row's maximum starts at safeInitRowMax of csrc/xqa: -1e5 of score times log2(e).
         lowest_score=-1e5 / math.log2(math.e),
     )
 
@@ -149,8 +149,8 @@ class FlashInferXqa(FlashInfer):
 def _xqa(query: Tensor, cache: KVCache, metadata: FlashInferMetadata, spec: AttentionSpec) -> Tensor:
     from flashinfer.decode import trtllm_batch_decode_with_kv_cache  # type: ignore[import-not-found]
 
-    query = query.contiguous()  # XQA knows no strides of it
-    with on_device(query.device):  # it launches on the current one
+    query = query.contiguous()  # XQA takes no strides for it
+    with on_device(query.device):  # it launches on the current device
         out: Tensor = trtllm_batch_decode_with_kv_cache(
             query=query,
             kv_cache=(cache.key, cache.value),
@@ -165,5 +165,5 @@ def _xqa(query: Tensor, cache: KVCache, metadata: FlashInferMetadata, spec: Atte
             backend="xqa",
             enable_pdl=False,
         )
-    # Where there are no tokens XQA multiplies 0 by the inverse of the weights' sum.
+    # Without tokens, XQA multiplies 0 by the inverse of the weights' sum.
     return out.masked_fill_((metadata.seq_lens == 0)[:, None, None], 0.0)

@@ -1,4 +1,4 @@
-"""FlashMLA's dense decode on Hopper, in whichever package has it: DeepSeek's latent attention in absorbed form."""
+"""FlashMLA's dense decode on Hopper, from any package that has it: DeepSeek's latent attention in absorbed form."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _LATENT, _ROTARY = 512, 64
 
 
 class FlashMla(FusedLatentWrite, AttentionBackend):
-    """Latents of 512 dims beside 64 rotary ones, in pages of 64 tokens; any number of heads fills its tiles of 64 rows.
+    """Latents of 512 dims plus 64 rotary ones, in pages of 64 tokens; tiles of 64 rows take any number of heads.
 
-    One call serves rows of a few query tokens each, as drafts and verification have. Other batches, such as prompts,
-    take a call for every row and 128 of its tokens.
+    One call serves uniform rows of a few query tokens, as in drafting and verification. Other batches, such as prompts,
+    take one call per row and 128 of its tokens.
     """
 
     name = "flashmla"
@@ -65,14 +65,14 @@ class FlashMla(FusedLatentWrite, AttentionBackend):
 
 
 def _attend(query: Tensor, cache: KVCache, block_table: Tensor, kv_lens: Tensor, spec: AttentionSpec) -> Tensor:
-    """query [rows, tokens a row, num_q_heads, head_dim]; returns [..., value_dim]."""
+    """query [rows, tokens per row, num_q_heads, head_dim]; returns [..., value_dim]."""
     out: Tensor = flashmla.flash_mla_with_kvcache(
         q=query,
         k_cache=cache.key,
         block_table=block_table,
         cache_seqlens=kv_lens,
         head_dim_v=spec.out_dim,
-        # A new one, for which the call makes a schedule on the device: an old one would drop tokens, or read others.
+        # A new object, so that the call makes its schedule on the device: an old one would drop tokens, or read others.
         tile_scheduler_metadata=flashmla.FlashMLASchedMeta(),
         softmax_scale=spec.softmax_scale,
         causal=spec.causal,

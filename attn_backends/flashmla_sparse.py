@@ -1,4 +1,4 @@
-"""FlashMLA's sparse kernels on Hopper, in whichever package has them: DeepSeek-V4's attention over window lists."""
+"""FlashMLA's sparse kernels on Hopper, from any package that has them: DeepSeek-V4's attention over window lists."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _HEADS = (64, 128)
 
 
 class FlashMlaSparse(FusedLatentWrite, AttentionBackend):
-    """fp8_ds_mla by the decode kernel, every token a request of its own; bf16 by the prefill kernel."""
+    """fp8_ds_mla runs on the decode kernel, with every token as its own request; bf16 runs on the prefill kernel."""
 
     name = "flashmla_sparse"
     version = flashmla_version(flashmla)

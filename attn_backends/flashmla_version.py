@@ -1,4 +1,4 @@
-"""Which FlashMLA was found, for provenance."""
+"""The FlashMLA that was found, for provenance."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from attn_backends.fa3_providers import package_version
 
 
 def flashmla_version(module: ModuleType) -> str:
-    """Package and version of the module that `load_flashmla` found."""
+    """Return package and version of the module that `load_flashmla` found."""
     folder = Path(str(module.__file__)).parent
     if module.__name__.startswith("vllm."):
         return package_version("vllm", kernels=folder.parents[1], pattern="_flashmla_C*.so")

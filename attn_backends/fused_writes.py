@@ -1,6 +1,6 @@
-"""Cache writes fused with what precedes them in a layer: a backend declares which it has, and inherits them from here.
+"""Cache writes fused with the layer's steps before them: a backend declares those it has, and inherits them from here.
 
-A backend without one still serves such layers: its caller runs the steps one by one and then `write_kv`.
+A backend without one still serves such layers: its caller runs the steps one by one, then `write_kv`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from attn_backends.kernels.write_latent import KvANormRope, write_latent
 
 
 class FusedRopeWrite:
-    """The write of `FusedWrite.ROPE`."""
+    """Implements `FusedWrite.ROPE`."""
 
     def rope_and_write_kv(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rope: Rope, cache: KVCache, metadata: Any
@@ -30,7 +30,7 @@ class FusedRopeWrite:
 
 
 class FusedLatentWrite:
-    """The write of `FusedWrite.KV_A_NORM_ROPE`."""
+    """Implements `FusedWrite.KV_A_NORM_ROPE`."""
 
     def norm_rope_and_write_latent(
         self, latent: torch.Tensor, norm_rope: KvANormRope, cache: KVCache, metadata: Any

@@ -1,4 +1,4 @@
-"""Trees by kernels that know none: they attend to what was cached before, and a kernel of ours adds the tree."""
+"""Trees with kernels that do not support them: these attend to the prefix, and one of this library's adds the tree."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from builders import AttentionSpec, BatchMetadata
 
 
 def merged_tree_reasons(spec: AttentionSpec) -> list[str]:
-    """Why a backend cannot serve this spec's trees by merging; empty if it can."""
+    """Return why a backend cannot serve this spec's trees by merging; empty if it can."""
     if spec.tree and spec.sliding_window is not None:
         return [
             "with trees sliding_window must be None: a window begins by a token's depth in its tree, and this kernel's "
@@ -32,9 +32,9 @@ def merge_tree(
 ) -> Tensor:
     """Merge the attention over each request's tree into `out`, the attention over its prefix, in place; returns out.
 
-    out    [num_tokens, num_q_heads, value_dim], contiguous: over the prefix alone, without sinks
-    lse    fp32 [num_tokens, num_q_heads]: the logarithm of the sum over the prefix of exp(score), of base 2 or natural
-    query  [num_tokens, num_q_heads, head_dim], as the prefix was attended to
+    out    [num_tokens, num_q_heads, value_dim], contiguous: over the prefix only, without sinks
+    lse    fp32 [num_tokens, num_q_heads]: logarithm, base 2 or natural, of the sum over the prefix of exp(score)
+    query  [num_tokens, num_q_heads, head_dim], the one that attended to the prefix
     """
     assert metadata.tree_masks is not None
     tree_attention(

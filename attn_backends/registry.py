@@ -1,4 +1,4 @@
-"""Backends by name: the built-in ones, those registered by `@register`, and those other packages declare."""
+"""Backends by name: built-in ones, those registered with `@register`, and those that other packages declare."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ENTRY_POINT_GROUP = "attn_backends"
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 _NAME_RULE = "ASCII letters, digits, _, . and -, beginning with a letter or a digit"
-"""What a report's file, a terminal and a table can all show."""
+"""What a report's file name, a terminal and a table can all show."""
 _TAKEN_BY_COMMANDS = ("all", "available")
 
 Factory = Callable[[], AttentionBackend]
@@ -34,7 +34,7 @@ class BackendError(LookupError):
 
 
 class UnknownBackend(BackendError):
-    """No backend of that name."""
+    """No backend has that name."""
 
 
 class DuplicateBackend(BackendError):
@@ -79,7 +79,7 @@ _refused: dict[str, str] = {}
 
 
 class PlugIn(NamedTuple):
-    """A backend that another package declares: the name that `get` knows it by, and its package."""
+    """A backend that another package declares: its name for `get`, and its package."""
 
     name: str
     package: str
@@ -90,9 +90,9 @@ def register(backend: type[B], /) -> type[B]: ...
 @overload
 def register(*, replace: bool = False) -> Callable[[type[B]], type[B]]: ...
 def register(backend: type[B] | None = None, /, *, replace: bool = False) -> Any:
-    """Register the decorated class of a backend under its `name`, as ``@register`` or ``@register(replace=True)``.
+    """Register the decorated backend class under its `name`, as ``@register`` or ``@register(replace=True)``.
 
-    The first `get` makes the instance, without arguments. replace: take over a name that is already registered.
+    The first `get` makes the instance, without arguments. replace: override a name that is already registered.
 
     Raises BackendError for anything but a subclass of AttentionBackend and for an invalid name, and DuplicateBackend
     for a name that is taken or differs from another only in case. Nothing is registered then.
@@ -126,7 +126,7 @@ def _register(backend: type[B], replace: bool) -> type[B]:
 
 
 def unregister(name: str) -> None:
-    """Forget a backend that `register` added, and restore the built-in one of that name."""
+    """Remove a backend that `register` added, and restore the built-in one of that name."""
     if name in _BUILT_IN:
         _registered[name] = _BUILT_IN[name]
     else:
@@ -135,17 +135,17 @@ def unregister(name: str) -> None:
 
 
 def names() -> list[str]:
-    """Every known name: built-in backends, those registered in this process, then those that packages declare.
+    """Return every known name: built-in backends, those registered in this process, then those that packages declare.
 
-    A package cannot take over a built-in name: its backend is listed as "package:name" and does not load. If several
+    A package cannot override a built-in name: its backend is listed as "package:name" and does not load. If several
     packages declare a name, or names that differ only in case, each backend is listed as "package:name" and loads by
-    that. An invalid name is listed as "package:name" with the name percent-encoded, and does not load.
+    that name. An invalid name is listed as "package:name" with the name percent-encoded, and does not load.
     """
     return [*_registered, *(name for name in _declared() if name not in _registered)]
 
 
 def get(name: str) -> AttentionBackend:
-    """The backend of that name, imported on first use.
+    """Return the backend of that name, imported on first use.
 
     Raises UnknownBackend (lists the names) or BrokenBackend (why it does not load, and the extra that would help).
     """
@@ -160,12 +160,12 @@ def get(name: str) -> AttentionBackend:
 
 
 def plug_ins() -> list[PlugIn]:
-    """What other packages declare, by the names that `get` knows it by."""
+    """Return the backends that other packages declare, by their names for `get`."""
     return [PlugIn(name, _package(points[0])) for name, points in _declared().items() if len(points) == 1]
 
 
 def name_problem(name: object) -> str:
-    """What is wrong with a name; empty for one that may be used."""
+    """Return what is wrong with a name; empty if it is valid."""
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         return f"a backend name must be made of {_NAME_RULE}, got {name!r}"
     if name in _TAKEN_BY_COMMANDS:
@@ -174,12 +174,12 @@ def name_problem(name: object) -> str:
 
 
 def is_loaded(name: str) -> bool:
-    """Whether `get` has loaded the backend before."""
+    """Return whether `get` has already loaded the backend."""
     return name in _loaded
 
 
 def registered_here(name: str) -> bool:
-    """Whether the name was registered by a call, so that another process does not have it."""
+    """Return whether the name was registered by a call, so that another process does not have it."""
     return name in _registered and _registered[name] is not _BUILT_IN.get(name)
 
 
@@ -189,12 +189,12 @@ def refuse(name: str, why: str) -> None:
 
 
 def started_cuda(backend: AttentionBackend) -> bool:
-    """Whether loading this backend initialised CUDA, which takes memory and the choice of a device from its user."""
+    """Return whether loading this backend initialised CUDA, which takes memory and the user's choice of device."""
     return any(one is backend for one in _started_cuda)
 
 
 def explain(name: str, spec: AttentionSpec, device: torch.device) -> Accepted | Rejected:
-    """Whether the named backend serves the spec on the device. If it does not load, the answer is Rejected with why."""
+    """Return whether the named backend serves the spec on the device; Rejected with the reason if it does not load."""
     try:
         backend = get(name)
     except BrokenBackend as error:
@@ -203,7 +203,7 @@ def explain(name: str, spec: AttentionSpec, device: torch.device) -> Accepted | 
         verdict = backend.supports(spec, device)
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # a plug-in may fail in any way; the others must get their answers
+    except BaseException as error:  # a plug-in can raise anything; the others must still answer
         return Rejected((f"backend {name!r} was asked and failed: {type(error).__name__}: {error}",))
     if isinstance(verdict, Accepted | Rejected):
         return verdict
@@ -211,7 +211,7 @@ def explain(name: str, spec: AttentionSpec, device: torch.device) -> Accepted | 
 
 
 def _declared() -> dict[str, list[EntryPoint]]:
-    """What packages declare, by the names that `get` knows it by. Of a name with several points, none is meant."""
+    """Return what packages declare, by their names for `get`. A name with several points is ambiguous."""
     alike: dict[str, list[EntryPoint]] = {}
     for point in entry_points(group=ENTRY_POINT_GROUP):
         alike.setdefault(point.name.casefold(), []).append(point)
@@ -274,7 +274,7 @@ def _make(name: str, registration: _Registration) -> AttentionBackend:
         raise MissingPackage(name, f"{f'{error.name} is not installed' if absent else error}{remedy}") from error
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # a plug-in may fail in any way; its own words become the reason
+    except BaseException as error:  # a plug-in can raise anything; its message becomes the reason
         raise BrokenBackend(
             f"backend {name!r} is registered but does not load: {type(error).__name__}: {error}."
         ) from error
@@ -307,7 +307,7 @@ def _checked(name: str, backend: object) -> AttentionBackend:
 
 
 def _contract_problems(backend: AttentionBackend) -> Iterator[str]:
-    """What a backend does not say of what it serves, its builder and its contract."""
+    """Yield what a backend fails to state about its capabilities, builder and contract."""
     able, builder, version = (_stated(backend, at) for at in ("capabilities", "builder", "contract_version"))
     if not isinstance(able, Capabilities):
         yield f"capabilities, a Capabilities record, got {able!r}"
@@ -322,5 +322,5 @@ def _stated(backend: AttentionBackend, attribute: str) -> object:
         return getattr(backend, attribute, None)
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # a plug-in's property may fail in any way; what it raised is shown as stated
+    except BaseException as error:  # a plug-in's property can raise anything; the error is shown as the value
         return error

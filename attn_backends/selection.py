@@ -1,4 +1,4 @@
-"""Choosing a backend for a spec: a decision with every rejection and its reasons, never a silent switch."""
+"""Choosing a backend for a spec: the result lists every rejection with its reasons; there is no silent fallback."""
 
 from __future__ import annotations
 
@@ -14,26 +14,25 @@ from builders import AttentionSpec
 
 
 class NoBackend(registry.BackendError):
-    """No backend serves the spec; the message holds each one's reasons."""
+    """No backend serves the spec; the message lists each one's reasons."""
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """The backend chosen, and why each one tried before it was not."""
+    """The chosen backend, and why each one tried before it was rejected."""
 
     backend: AttentionBackend
     rejected: dict[str, Rejected] = field(default_factory=dict)
 
 
 DEFAULT_ORDER = ("triton_paged", "sparse_swa_mla", "triton_mla", "torch_reference")
-"""Fastest first; any other registered backend is used only when it is asked for."""
+"""Fastest first; other registered backends are used only on request."""
 
 
 def select(spec: AttentionSpec, device: torch.device, prefer: Sequence[str] = ()) -> Selection:
-    """The first backend in `prefer` that serves the spec; without `prefer`, the first in the default order.
+    """Return the first backend in `prefer` that serves the spec; without `prefer`, the first in the default order.
 
-    Backends outside `prefer` are not tried. Raises NoBackend with every reason, or
-    UnknownBackend for a name nobody registered.
+    Backends outside `prefer` are not tried. Raises NoBackend with every reason, or UnknownBackend for an unknown name.
     """
     if isinstance(prefer, str):
         raise registry.UnknownBackend(f"prefer must be a list of backend names, got {prefer!r}. Pass [{prefer!r}].")

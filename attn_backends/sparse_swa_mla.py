@@ -14,9 +14,9 @@ from builders.kernels.triton_runtime import TRITON_VERSION, triton_unsupported_r
 
 
 class SparseSwaMla(FusedLatentWrite, AttentionBackend):
-    """One latent per token, key and value in all of its dims, in query's dtype or fp8_ds_mla.
+    """One latent per token, key and value in all of its dims, in the query's dtype or fp8_ds_mla.
 
-    On CUDA the Triton kernels; on the CPU their torch implementation, or the kernels in Triton's interpreter.
+    Triton kernels on CUDA; on the CPU their torch implementation, or the kernels in Triton's interpreter.
     """
 
     name = "sparse_swa_mla"

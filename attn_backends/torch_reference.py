@@ -15,11 +15,11 @@ from attn_backends.kernels.softmax import softmax_with_sinks
 from builders import AttentionKind, AttentionSpec, ReferenceBuilder, ReferenceMetadata
 
 _GATHERED_ELEMENTS = 1 << 24
-"""Key elements gathered at a time, so that a long prefill does not need all of tokens x context at once."""
+"""Key elements gathered per chunk, so that a long prefill does not need all of tokens x context in memory."""
 
 
 _BLOCK = 64
-"""Tokens of a block where outputs are batch invariant."""
+"""Tokens per block if outputs are batch invariant."""
 
 
 class TorchReference(FusedLatentWrite, FusedRopeWrite, AttentionBackend):
@@ -46,7 +46,7 @@ class TorchReference(FusedLatentWrite, FusedRopeWrite, AttentionBackend):
         self, query: Tensor, cache: KVCache, metadata: ReferenceMetadata, *, spec: AttentionSpec, sinks: Sinks = None
     ) -> Tensor:
         check_forward_inputs(query, cache, metadata, spec, sinks)
-        # Sums of torch depend on the shape: where they must not, each token is attended alone, block by block.
+        # torch's sums depend on the shape: to be batch invariant, each token is attended separately, block by block.
         unit = _BLOCK if spec.batch_invariant else spec.page_size
         context = -(-metadata.max_seq_len // unit) * unit
         chunk = max(1, _GATHERED_ELEMENTS // (context * spec.num_kv_heads * spec.head_dim))
@@ -65,9 +65,9 @@ def _attend(
     sinks: Sinks,
     context: int,
 ) -> Tensor:
-    """query [T, Hq, D], of `part` of the tokens. Pages outside of a token's kv_start .. kv_end - 1 stay unread.
+    """query [T, Hq, D] holds the tokens of `part`. Pages outside a token's kv_start .. kv_end - 1 are not read.
 
-    context: positions from 0 on that are looked at.
+    context: the number of positions considered, from 0.
     """
     tokens, size = query.shape[0], spec.page_size
     block = _BLOCK if spec.batch_invariant else context
@@ -79,10 +79,10 @@ def _attend(
     page = table[:, (position // size).clamp(max=table.shape[1] - 1)]
     slot = torch.where(seen, page * size + position % size, 0)
     key = _gather(cache, cache.key, slot)
-    # Scores of keys that are not seen are filled below. A value of NaN would outlast a weight of 0.
+    # Scores of masked keys are filled below. A NaN value would survive a weight of 0.
     value = _gather(cache, cache.value, slot).masked_fill_(~seen[..., None, None], 0.0)
     grouped = query.float().view(tokens, spec.num_kv_heads, spec.group_size, spec.head_dim)
-    # By this order of operands no key is copied across its dims: half the time of einsum on a CPU.
+    # With this operand order no key is copied across its dims: half the time of einsum on a CPU.
     scores = torch.cat([(keys.transpose(1, 2) @ grouped.mT).mT for keys in key.split(block, 1)], -1)
     scores = scores * spec.softmax_scale
     if spec.soft_cap is not None:
@@ -96,7 +96,7 @@ def _attend(
 
 
 def _seen_in_trees(metadata: ReferenceMetadata, masks: Tensor, part: slice, position: Tensor) -> Tensor:
-    """Bool [T, L]: whether each token of `part` sees each position, as far as its mask decides on it."""
+    """Bool [T, L]: whether each token of `part` sees each position, as far as its tree mask decides that."""
     row = metadata.token_to_req[part]
     starts = metadata.query_start_loc
     cached = metadata.seq_lens[row] - (starts[row + 1] - starts[row])
@@ -105,11 +105,11 @@ def _seen_in_trees(metadata: ReferenceMetadata, masks: Tensor, part: slice, posi
 
 
 def _gather(cache: KVCache, part: Tensor, slot: Tensor) -> Tensor:
-    """Keys or values [pages, size, H, D] at slot [T, L]; fp32 [T, L, H, D], of memory of its own."""
+    """Return keys or values [pages, size, H, D] at slot [T, L] as fp32 [T, L, H, D], always a copy."""
     size = part.shape[1]
     if part.dtype is torch.uint8:
         return gather_and_dequantise(cache.latents, slot.flatten(), size).view(*slot.shape, 1, -1).float()
     if part.is_contiguous():
-        # One index copies whole rows: on a CPU several times as fast as two, which go by the element.
+        # A single index copies whole rows: on a CPU several times as fast as two, which copy by element.
         return part.flatten(0, 1).index_select(0, slot.flatten()).view(*slot.shape, *part.shape[2:]).float()
     return part[slot // size, slot % size].float()

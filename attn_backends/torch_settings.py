@@ -1,4 +1,4 @@
-"""Settings of torch that belong to the process: a package that is imported must not change them for everybody else."""
+"""torch's process-wide settings: importing a backend must not change them for everybody else."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ class _Setting(NamedTuple):
 
 
 def _set_default_device(device: torch.device) -> None:
-    # The CPU is what torch takes without a default; a default that is set slows down every call.
+    # Without a default, torch uses the CPU; setting one slows down every call.
     torch.set_default_device(None if device.type == "cpu" else device)
     try:
         torch.get_default_device()
-    except AttributeError:  # torch 2.9 cannot tell the default once it was reset
+    except AttributeError:  # torch 2.9 cannot read the default after a reset
         torch.set_default_device(device)
 
 
 _SETTINGS = (
-    # The default device first: the tensors of the others are made on it.
+    # The default device first: the other settings' tensors are made on it.
     _Setting("default device", torch.get_default_device, _set_default_device),
     _Setting("default dtype", torch.get_default_dtype, torch.set_default_dtype),
     _Setting("grad mode", torch.is_grad_enabled, torch.set_grad_enabled),
@@ -36,9 +36,9 @@ _SETTINGS = (
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """One thread of torch inside, as many as before behind it.
+    """Limit torch to one thread inside, and restore the previous number on leaving.
 
-    For small tensors: several threads wait for one another at the end of each operation, on a busy machine for long.
+    For small tensors: several threads wait for one another at the end of each operation, for long on a busy machine.
     """
     before = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -50,9 +50,9 @@ def one_thread() -> Iterator[None]:
 
 @contextmanager
 def torch_settings_kept(who: str) -> Iterator[None]:
-    """Put back, on leaving, torch's default device and dtype, grad mode, number of threads and random generators.
+    """Restore, on leaving, torch's default device and dtype, grad mode, number of threads and random generators.
 
-    Warns with what `who` has changed, but for the generators: to draw a number is no more than bad manners.
+    Warns about what `who` changed, except the generators: drawing a number is only bad manners.
     """
     settings = [setting.get() for setting in _SETTINGS]
     states = torch.get_rng_state(), torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []

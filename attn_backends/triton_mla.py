@@ -14,9 +14,9 @@ from builders.kernels.triton_runtime import TRITON_VERSION, triton_unsupported_r
 
 
 class TritonMla(FusedLatentWrite, AttentionBackend):
-    """DeepSeek-V3's and GLM-4.7-Flash's attention in absorbed form, for dims like 512 + 64.
+    """DeepSeek-V3's and GLM-4.7-Flash's attention in absorbed form, for dims such as 512 + 64.
 
-    On CUDA the Triton kernels; on the CPU their torch implementation, or the kernels in Triton's interpreter.
+    Triton kernels on CUDA; on the CPU their torch implementation, or the kernels in Triton's interpreter.
     """
 
     name = "triton_mla"

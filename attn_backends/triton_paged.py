@@ -14,7 +14,7 @@ from builders.kernels.triton_runtime import TRITON_VERSION, triton_unsupported_r
 
 
 class TritonPaged(FusedRopeWrite, AttentionBackend):
-    """On CUDA the Triton kernels; on the CPU their torch implementation, or the kernels in Triton's interpreter."""
+    """Triton kernels on CUDA; on the CPU their torch implementation, or the kernels in Triton's interpreter."""
 
     name = "triton_paged"
     version = TRITON_VERSION
@@ -33,7 +33,7 @@ class TritonPaged(FusedRopeWrite, AttentionBackend):
         return triton_unsupported_reasons(device.type)
 
     def allocate_kv(self, spec: AttentionSpec, num_pages: int, device: torch.device) -> KVCache:
-        """A page's keys and values side by side, so that one request's reads stay near each other."""
+        """Allocate each page's keys next to its values, so that one request's reads stay close together."""
         if spec.out_dim != spec.head_dim:
             return super().allocate_kv(spec, num_pages, device)
         shape = (num_pages, 2, spec.page_size, spec.num_kv_heads, spec.head_dim)

@@ -1,1 +1,1 @@
-"""Attention, cache writes and rotary embedding as operations."""
+"""Attention, cache writes and rotary embedding as ops."""

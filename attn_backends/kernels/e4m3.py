@@ -1,7 +1,6 @@
-"""Rounding to e4m3, the same in torch and in a kernel, interpreted or not: clamped to its range, to nearest even.
+"""Rounding to e4m3, identical in torch and in a kernel, interpreted or not: clamped to its range, to nearest even.
 
-A NaN stays one. Conversions of torch and of the hardware differ beyond 448: torch has NaN there up to 2.11, its largest
-number later.
+NaN stays NaN. torch's conversion and the hardware's differ beyond 448: torch gives NaN up to 2.11, later its maximum.
 """
 
 from __future__ import annotations
@@ -14,16 +13,16 @@ _LARGEST = 448.0
 
 
 def to_e4m3(x: torch.Tensor) -> torch.Tensor:
-    """x, of 16 bits or more, as float8_e4m3fn."""
+    """Convert x, of 16 bits or more, to float8_e4m3fn."""
     return x.clamp(-_LARGEST, _LARGEST).to(torch.float8_e4m3fn)
 
 
 @triton.jit
 def e4m3_byte(x):
-    """The e4m3 byte of x (fp32), at most 448, to nearest even; the interpreter's own conversion rounds ties up.
+    """Return the e4m3 byte of x (fp32), clamped to 448, to nearest even; the interpreter's conversion rounds ties up.
 
     Below 2^-6 steps are 2^-9, the last place of a float at 2^14 = 16384: that addition rounds. Above, 20 bits are
-    rounded off and the exponent's bias goes from 127 to 7. 0x7F is NaN, 0x80 the sign.
+    rounded off and the exponent's bias changes from 127 to 7. 0x7F is NaN, 0x80 the sign.
     """
     FP32_ABS: tl.constexpr = 0x7FFFFFFF  # all bits but the sign
     BITS_448: tl.constexpr = 0x43E00000  # as fp32, like those below

@@ -7,7 +7,7 @@ A page is a row of bytes of a uint8 cache [pages, page_bytes(page_size)]:
     padding                     up to a multiple of DATA_BYTES
 
 A value is e4m3 x 2^(exponent byte - 127). The exponent is the smallest that brings a tile's largest magnitude to at
-most 448, e4m3's largest; a power of two costs no precision, so the dequantised value is exact in bfloat16.
+most 448, e4m3's maximum; a power of two costs no precision, so the dequantised value is exact in bfloat16.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SMALLEST_AMAX = 1e-4
 
 
 def page_bytes(page_size: int) -> int:
-    """Bytes of a page of page_size tokens, padding included."""
+    """Return the bytes of a page of page_size tokens, padding included."""
     return -(-page_size * TOKEN_BYTES // DATA_BYTES) * DATA_BYTES
 
 
@@ -35,7 +35,7 @@ def quantise_and_insert(latent: torch.Tensor, cache: torch.Tensor, slots: torch.
 
     latent  bfloat16 [T, LATENT]
     cache   uint8 [pages, page_bytes(page_size)]
-    slots   int64 or int32 [T], page * page_size + offset; one outside of the cache writes nothing
+    slots   int64 or int32 [T], page * page_size + offset; one outside the cache writes nothing
     """
     written = (slots >= 0) & (slots < len(cache) * page_size)
     slots, latent = slots[written].long(), latent[written]
@@ -49,7 +49,7 @@ def quantise_and_insert(latent: torch.Tensor, cache: torch.Tensor, slots: torch.
 
 
 def gather_and_dequantise(cache: torch.Tensor, slots: torch.Tensor, page_size: int) -> torch.Tensor:
-    """The latents in slots of a cache, bfloat16 [T, LATENT]; 0 for a slot outside of it.
+    """Return the latents in slots of a cache, bfloat16 [T, LATENT]; 0 for a slot outside it.
 
     cache  uint8 [pages, page_bytes(page_size)]
     slots  int64 or int32 [T]
@@ -64,21 +64,21 @@ def gather_and_dequantise(cache: torch.Tensor, slots: torch.Tensor, page_size: i
 
 
 def _regions(cache: torch.Tensor, page_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Views of a cache: data [pages, page_size, DATA_BYTES] and scales [pages, page_size, SCALE_BYTES]."""
+    """Return views of a cache: data [pages, page_size, DATA_BYTES] and scales [pages, page_size, SCALE_BYTES]."""
     data, scales = cache[:, : page_size * TOKEN_BYTES].split([page_size * DATA_BYTES, page_size * SCALE_BYTES], 1)
     return data.unflatten(1, (page_size, DATA_BYTES)), scales.unflatten(1, (page_size, SCALE_BYTES))
 
 
 def _exponent_bytes(amax: torch.Tensor) -> torch.Tensor:
-    """The byte b of the smallest 2^(b - 127) with amax <= 448 x 2^(b - 127), from the bits of amax (fp32).
+    """Return the byte b of the smallest 2^(b - 127) with amax <= 448 x 2^(b - 127), from the bits of amax (fp32).
 
-    448 is 1.75 x 2^8: a mantissa above 0.75 (0x600000 of 23 bits) needs the next power. Integers keep torch and every
-    kernel equal, where a quotient and a logarithm would round differently.
+    448 is 1.75 x 2^8: a mantissa above 0.75 (0x600000 of 23 bits) needs the next power. Integer arithmetic keeps torch
+    and every kernel equal, where a quotient and a logarithm would round differently.
     """
     bits = amax.clamp_min(SMALLEST_AMAX).view(torch.int32)
     return ((bits + 0x1FFFFF >> 23) - 8).to(torch.uint8)
 
 
 def _powers(exponents: torch.Tensor) -> torch.Tensor:
-    """2^(byte - 127) of exponent bytes, fp32."""
+    """Return 2^(byte - 127) of exponent bytes, fp32."""
     return (exponents.int() << 23).view(torch.float32)

@@ -1,10 +1,10 @@
 """Attention over a paged cache of latents (multi-head latent attention, absorbed form), split over KV tokens.
 
 The absorbed form of the DeepSeek-V2 paper (arXiv:2405.04434, section 2.1): the up-projections of keys and values are
-folded into the query and the output, and what remains is attention of all heads over a single KV head.
+folded into the query and the output, which leaves attention of all heads over a single KV head.
 
-Shape legend: T query tokens, R requests, H heads, D = Dv + Dr latent dim, Dv value dim (kv_lora_rank), Dr rotary
-dims (qk_rope_head_dim), S splits, M rows of a tile (query token x head), N KV tokens of a block.
+Shape legend: T query tokens, R requests, H heads, D = Dv + Dr latent dim, Dv value dim (kv_lora_rank), Dr rotary dims
+(qk_rope_head_dim), S splits, M rows per tile (query token x head), N KV tokens per block.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from builders.paged import SPLIT_TOKENS
 
 _DIMS = frozenset({16, 32, 64, 128, 256, 512})
 _SHARED_MEMORY = 227 * 1024
-"""Bytes of shared memory that a program may have on Hopper."""
+"""Maximum bytes of shared memory per program on Hopper."""
 
 
 class LatentAttentionArguments(NamedTuple):
@@ -39,16 +39,16 @@ class LatentAttentionArguments(NamedTuple):
     latent_cache     [pages, page_size, D] of query's dtype, strided in all but the last dim
     block_table      int32 [R, max_pages], read only below seq_lens
     seq_lens         int32 [R]; the last query of request r is at position seq_lens[r] - 1; 0 gives rows of 0, and so
-                     does one that is negative or beyond the block table
+                     does a length that is negative or beyond the block table
     query_start_loc  int32 [R + 1]; request r's queries are rows query_start_loc[r] .. query_start_loc[r + 1] - 1
-    tree_masks       int64 [T], or None: queries are trees, as AttentionBatch has them
+    tree_masks       int64 [T], or None: queries are trees, see AttentionBatch
     max_query_len    a capture constant, which sizes the launch; so is num_splits
     value_dim        Dv
-    scale            of q.latent
-    causal           as of paged attention; so is batch_invariant
+    scale            factor on q.latent
+    causal           as in paged attention; so is batch_invariant
 
-    The op raises BatchError unless Dv and D - Dv are powers of two from 16 to 512, and for a cache of another
-    width or dtype, or with a strided last dim.
+    The op raises BatchError unless Dv and D - Dv are powers of two from 16 to 512, and for a cache of another width or
+    dtype, or with a strided last dim.
     """
 
     query: torch.Tensor
@@ -85,7 +85,7 @@ class LatentAttentionArguments(NamedTuple):
         return self.block_table.shape[1] * self.latent_cache.shape[1]
 
     def reference(self) -> torch.Tensor:
-        """Latents are the keys of the only KV head, and their first Dv dims its values."""
+        """Run paged attention: latents are the keys of the only KV head, and their first Dv dims its values."""
         self._check()
         latents = self.latent_cache[:, :, None]
         return PagedAttentionArguments(
@@ -111,7 +111,7 @@ class LatentAttentionArguments(NamedTuple):
         return self.query.new_empty(*self.query.shape[:2], self.value_dim)
 
     def launch(self, config: dict[str, int] | None = None) -> torch.Tensor:
-        """config: what tile_config would choose, for a script that tunes it."""
+        """config: overrides tile_config's choice, for the tuning script."""
         self._check()
         query, splits, value_dim = whole_rows(self.query), self.num_splits, self.value_dim
         tokens, heads, dim = query.shape
@@ -161,10 +161,10 @@ class LatentAttentionArguments(NamedTuple):
 
 
 def tile_config(rows: int, dim: int, element_size: int) -> dict[str, int]:
-    """Tile, warps and pipeline stages for this many rows a request: the largest block that fits the shared memory.
+    """Choose tile, warps and pipeline stages for this many rows per request: the largest block that fits shared memory.
 
-    Measured on an H200. Up to 16 rows the loads set the pace. More rows than 32 fill the 64 that two warpgroups work
-    on; their registers hold no more than 64 rows of the accumulator.
+    Measured on an H200. Up to 16 rows the loads are the bottleneck. More than 32 rows fill the 64 that two warpgroups
+    work on; their registers hold no more than 64 rows of the accumulator.
     """
     if element_size == 4:
         block_m, block_n, warps, stages = 16, 16, 8, 2
@@ -174,7 +174,7 @@ def tile_config(rows: int, dim: int, element_size: int) -> dict[str, int]:
         block_m, block_n, warps, stages = 32, 64, 8, 3
     else:
         block_m, block_n, warps, stages = 64, 64, 8, 2
-    # Triton keeps a buffer a stage for wgmma, which starts at 64 rows, and one less for mma.
+    # Triton keeps one buffer per stage for wgmma, which starts at 64 rows, and one fewer for mma.
     buffers = stages if block_m == 64 else stages - 1
     while (block_m * (dim + block_n) + buffers * block_n * dim) * element_size > _SHARED_MEMORY:
         block_n //= 2
@@ -182,7 +182,7 @@ def tile_config(rows: int, dim: int, element_size: int) -> dict[str, int]:
 
 
 def merge_warps(num_splits: int, value_dim: int) -> int:
-    """Warps that hold the partial outputs of a row in at most 64 registers a thread, as far as 16 warps go."""
+    """Return the warps that hold a row's partial outputs in at most 64 registers per thread; at most 16."""
     wanted: int = next_power_of_2(num_splits) * value_dim // (32 * 64)
     return max(1, min(wanted, 16))
 
@@ -198,10 +198,10 @@ def latent_attention_kernel(
     seq_lens_ptr,  # int32 [R]
     query_start_loc_ptr,  # int32 [R + 1]
     tree_masks_ptr,  # int64 [T], or None: which query tokens each one sees
-    o_ptr,  # out: [T, H, Dv]; of more than one split fp32 [S, T, H, Dv]
+    o_ptr,  # out: [T, H, Dv]; with more than one split fp32 [S, T, H, Dv]
     lse_ptr,  # out: fp32 [S, T, H], log2 of each split's sum of exponentials; not written for one split
-    sm_scale,  # of q.latent
-    num_m_blocks,  # of a request
+    sm_scale,  # factor on q.latent
+    num_m_blocks,  # per request
     num_tokens,  # T
     max_len,  # a length above it counts as 0
     stride_q_token,
@@ -216,24 +216,24 @@ def latent_attention_kernel(
     BLOCK_M: tl.constexpr,  # M
     BLOCK_N: tl.constexpr,  # N
     NUM_SPLITS: tl.constexpr,  # S
-    SPLIT_BLOCKS: tl.constexpr,  # blocks of a split; 0 shares them out equally
+    SPLIT_BLOCKS: tl.constexpr,  # blocks per split; 0 divides them equally
     IS_CAUSAL: tl.constexpr,
     TREE: tl.constexpr,  # query tokens see each other by tree_masks
-    WIDE_PAGES: tl.constexpr,  # whether an offset within a page may need 64 bits
+    WIDE_PAGES: tl.constexpr,  # whether an offset within a page can need 64 bits
     FP32_DOT: tl.constexpr,  # multiply in fp32, for the interpreter
     PDL: tl.constexpr,  # programmatic dependent launch
 ):
-    """o = softmax(sm_scale q latent^T, masked) latent[:Dv]. A program has M query rows and one split of their tokens.
+    """o = softmax(sm_scale q latent^T, masked) latent[:Dv]. One program per M query rows and split of their tokens.
 
-    Grid [R * num_m_blocks, S]. The online softmax is that of `attention_kernel`, with l_i spread over the N columns of
-    a block, as l_ij [M, N], until the end. The first Dv dims of a latent serve as key and value, the last Dr dims as
-    key only.
+    Grid [R * num_m_blocks, S]. The online softmax is that of `attention_kernel`, except that l_i stays spread over the
+    N columns of a block, as l_ij [M, N], until the end. The first Dv dims of a latent are key and value, the last Dr
+    dims key only.
     """
     LOG2_E: tl.constexpr = 1.4426950408889634
     M_INIT: tl.constexpr = -3.0e38  # finite: in a row that sees no token of a block, -inf - (-inf) would be NaN
     await_previous(PDL)
-    # 1. The request, block of rows and split of this program. Blocks of one request are neighbours: they run at the
-    # same time and share its latents in the L2 cache.
+    # 1. The request, block of rows and split of this program. Blocks of one request are adjacent: they run at the same
+    # time and share its latents in the L2 cache.
     request = tl.program_id(0) // num_m_blocks
     m_block = tl.program_id(0) % num_m_blocks
     split = tl.program_id(1)
@@ -256,7 +256,7 @@ def latent_attention_kernel(
     offs_pe = VALUE_DIM + tl.arange(0, ROTARY_DIM)
     row_offs = (split.to(tl.int64) * num_tokens + q_token) * HEADS + head
 
-    # 3. The range of KV tokens that any row of this tile sees, and this split's blocks of it. A padding row has no
+    # 3. The range of KV tokens visible to any row of this tile, and this split's blocks of it. A padding row has no
     # keys: its range ends at 0 or before, and its output is 0.
     last_row = tl.minimum(m_block * BLOCK_M + BLOCK_M, q_len * HEADS) - 1
     kv_end = context_len + last_row // HEADS + 1
@@ -264,12 +264,12 @@ def latent_attention_kernel(
     if not IS_CAUSAL:
         kv_end = seq_len
         seen_by_all = seq_len
-    if TREE:  # any token may be the root's child, and any may be seen
+    if TREE:  # any token can be the root's child, and any can be seen
         kv_end = seq_len
         seen_by_all = context_len
     num_n_blocks = tl.cdiv(kv_end, BLOCK_N)
     lo, hi = split_range(0, num_n_blocks, split, NUM_SPLITS, SPLIT_BLOCKS)
-    # The loop below runs at least once: on a path around it, ptxas would wait for every single wgmma.
+    # The loop below must run at least once: if a path bypassed it, ptxas would wait for every single wgmma.
     if lo >= hi:
         if NUM_SPLITS > 1:
             tl.store(lse_ptr + row_offs, tl.full((BLOCK_M,), float("-inf"), tl.float32), mask=mask_m)
@@ -287,7 +287,7 @@ def latent_attention_kernel(
         q_pe = q_pe.to(tl.float32)
     sm_scale *= LOG2_E
     m_i = tl.full((BLOCK_M,), M_INIT, tl.float32)
-    # Summed over a row after the loop, since a row is spread over several warps.
+    # Summed per row after the loop, because a row is spread over several warps.
     l_ij = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     acc = tl.zeros((BLOCK_M, VALUE_DIM), tl.float32)
     table_ptr = block_table_ptr + request.to(tl.int64) * stride_block_table
@@ -297,22 +297,22 @@ def latent_attention_kernel(
         offs_n = n_block * BLOCK_N + tl.arange(0, BLOCK_N)
         mask_n = (offs_n < kv_end)[:, None]
         page_offset = offs_n % PAGE_SIZE
-        if WIDE_PAGES:  # where this is not needed, it costs up to 9 % of the time
+        if WIDE_PAGES:  # conditional because it costs up to 9 % of the time
             page_offset = page_offset.to(tl.int64)
         kv_ptrs = kv_cache_ptr + (page.to(tl.int64) * stride_kv_page + page_offset * stride_kv_token)[:, None]
         kv_c = tl.load(kv_ptrs + offs_dv[None, :], mask=mask_n, other=0.0)
         k_pe = tl.load(kv_ptrs + offs_pe[None, :], mask=mask_n, other=0.0)
-        # One block ahead, so that no load of latents waits for its page.
+        # Loaded one block ahead, so that no load of latents waits for its page.
         page = _pages(table_ptr, n_block + 1, kv_end, PAGE_SIZE, BLOCK_N)
         if FP32_DOT:
             kv_c = kv_c.to(tl.float32)
             k_pe = k_pe.to(tl.float32)
-        # 5b. qk [M, N]. Triton gives a product whose result flows into another product to the warps by rows alone, and
-        # two warpgroups would each compute all 64 rows. Neither of these flows on: they are summed after scaling, then
-        # branched over.
+        # 5b. qk [M, N]. Triton distributes a product that feeds another product over the warps by rows only, and two
+        # warpgroups would each compute all 64 rows. Neither of these does: they are summed after scaling, then branched
+        # over.
         qk = tl.dot(q_pe, tl.trans(k_pe), input_precision="ieee") * sm_scale
         qk += tl.dot(q_nope, tl.trans(kv_c), input_precision="ieee") * sm_scale
-        # 5c. Hide what a row does not see; every row sees most blocks whole
+        # 5c. Mask what a row does not see; most blocks are visible to every row
         if (n_block + 1) * BLOCK_N > seen_by_all:
             if TREE:
                 qk_mask = seen_in_tree(ancestors[:, None], (offs_n - context_len)[None, :]) & (offs_n < kv_end)[None, :]
@@ -329,7 +329,7 @@ def latent_attention_kernel(
         acc = tl.dot(p.to(kv_c.dtype), kv_c, acc * alpha[:, None], input_precision="ieee")
         m_i = m_ij
 
-    # 6. Divide and store. By equality, so that a NaN is not taken for an empty row, here and in the merge.
+    # 6. Divide and store. The test is for equality, so that a NaN is not taken for an empty row, here and in the merge.
     l_i = tl.sum(l_ij, 1)
     acc = acc / tl.where(l_i == 0, 1.0, l_i)[:, None]
     o_ptrs = o_ptr + row_offs[:, None] * VALUE_DIM + offs_dv[None, :]
@@ -346,7 +346,7 @@ def _pages(
     PAGE_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """The page of every token of a block below `end`; a single number where a block lies within one page."""
+    """Load the page of every token of a block below kv_end; a single number if a block lies within one page."""
     offs_n = n_block * BLOCK_N
     if PAGE_SIZE % BLOCK_N != 0:
         offs_n += tl.arange(0, BLOCK_N)

@@ -16,18 +16,18 @@ from builders.kernels.sizes import cdiv, next_power_of_2
 from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
 
 _TILE = 2048
-"""Elements a program holds at once, spread over as many heads as that gives."""
+"""Elements per program, which set the number of heads it processes."""
 
 
 def prepare_query(query: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, *, eps: float) -> torch.Tensor:
-    """Norm every head of a query, query / rms(query) over D, and rotate its last R dims to its position.
+    """Norm every head of a query, query / rms(query) over D, and rotate its last R dims by its position.
 
     query      [T, H, D], contiguous in its last dim
     positions  int64 [T]
     table      fp32 [max_positions, R]
 
-    Returns a new contiguous [T, H, D] in query's dtype, computed in fp32 and rounded once. One kernel, or the
-    differentiable formula where query asks for a gradient. Raises BatchError for tensors that a kernel would misread.
+    Returns a new contiguous [T, H, D] in query's dtype, computed in fp32 and rounded once: by one kernel, or by the
+    differentiable formula if query requires grad. Raises BatchError for tensors that a kernel would misread.
     """
     _check(query, positions, table)
     if query.requires_grad:
@@ -36,13 +36,13 @@ def prepare_query(query: torch.Tensor, positions: torch.Tensor, table: torch.Ten
 
 
 def inverse_rotary(out: torch.Tensor, positions: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    """Rotate the last R dims of an output back from its positions; returns the rotated tensor.
+    """Rotate the last R dims of an output back by its positions; returns the rotated tensor.
 
-    out        [T, H, D], contiguous in its last dim; written in place, unless it asks for a gradient
+    out        [T, H, D], contiguous in its last dim; written in place, unless it requires grad
     positions  int64 [T]
     table      fp32 [max_positions, R]
 
-    In fp32, rounded to out's dtype; the other dims stay as they are. Raises BatchError for tensors that a kernel would
+    In fp32, rounded to out's dtype; the other dims are unchanged. Raises BatchError for tensors that a kernel would
     misread.
     """
     _check(out, positions, table)
@@ -53,7 +53,7 @@ def inverse_rotary(out: torch.Tensor, positions: torch.Tensor, table: torch.Tens
 
 
 def turned(x: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, *, inverse: bool = False) -> torch.Tensor:
-    """The formula: the last R dims of x [T, ..., D] rotated by the angles of positions int64 [T], or back by them."""
+    """Rotate the last R dims of x [T, ..., D] by the angles of positions, int64 [T], or back; the reference formula."""
     rotary = table.shape[1]
     cos, sin = table[positions].view(-1, *[1] * (x.dim() - 2), rotary).chunk(2, -1)
     sin = -sin if inverse else sin
@@ -85,7 +85,7 @@ def _check(x: torch.Tensor, positions: torch.Tensor, table: torch.Tensor) -> Non
 
 
 class PrepareQuery(NamedTuple):
-    """As `prepare_query` has them."""
+    """The arguments of `prepare_query`."""
 
     query: torch.Tensor
     positions: torch.Tensor
@@ -125,7 +125,7 @@ class PrepareQuery(NamedTuple):
 
 
 class InverseRotary(NamedTuple):
-    """As `inverse_rotary` has them."""
+    """The arguments of `inverse_rotary`."""
 
     out: torch.Tensor
     positions: torch.Tensor
@@ -169,7 +169,7 @@ def turn_tail(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """x of which HEAD_DIM columns count, the last ROTARY of them rotated by the cos | sin that lie at angles_ptr."""
+    """Rotate the last ROTARY of x's HEAD_DIM valid columns by the cos | sin at angles_ptr."""
     offs_pair = tl.arange(0, BLOCK // 2)
     offs_angle = offs_pair - (HEAD_DIM - ROTARY) // 2
     mask = (offs_angle >= 0) & (offs_angle < ROTARY // 2)
@@ -178,7 +178,7 @@ def turn_tail(
     if INVERSE:
         sin = -sin
     even, odd = tl.split(tl.reshape(x, (ROWS, BLOCK // 2, 2)))
-    # Not left to cos 1 and sin 0: 0 * inf would spread over the pair, and -0 would lose its sign.
+    # cos 1 and sin 0 would not do: 0 * inf would spread over the pair, and -0 would lose its sign.
     new_even = tl.where(mask[None, :], even * cos - odd * sin, even)
     new_odd = tl.where(mask[None, :], odd * cos + even * sin, odd)
     return tl.interleave(new_even, new_odd)
@@ -186,12 +186,12 @@ def turn_tail(
 
 @triton.jit
 def rounded(x, dtype: tl.constexpr):
-    """x (fp32) in the dtype, to nearest even on every machine: the interpreter's conversion to bfloat16 truncates."""
+    """Round x (fp32) to the dtype, to nearest even everywhere: the interpreter's conversion to bfloat16 truncates."""
     if dtype == tl.bfloat16:
         bits = x.to(tl.int32, bitcast=True)
-        # Half of the last place that stays, less one where that is even: ties go to even. Then the 16 low bits go.
+        # Add half of the last kept place, minus one if that is even (ties go to even); then clear the 16 low bits.
         near = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000).to(tl.float32, bitcast=True)
-        # The carry would make a number of a NaN with a full mantissa, which is the one that GPUs produce.
+        # The carry would turn a NaN with a full mantissa, the one that GPUs produce, into a number.
         x = tl.where(x == x, near, x)
     return x.to(dtype)
 
@@ -212,7 +212,7 @@ def _prepare_query_kernel(
     BLOCK_D: tl.constexpr,  # D, rounded up to a power of two
     PDL: tl.constexpr,  # programmatic dependent launch
 ):
-    """q / rms(q), its last R dims rotated. A program has BLOCK_H heads of one token; grid [T, ceil(H / BLOCK_H)]."""
+    """q / rms(q), its last R dims rotated. One program per BLOCK_H heads of a token; grid [T, ceil(H / BLOCK_H)]."""
     await_previous(PDL)
     token = tl.program_id(0).to(tl.int64)
     head = (tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)).to(tl.int64)[:, None]
@@ -239,7 +239,7 @@ def _inverse_rotary_kernel(
     BLOCK_R: tl.constexpr,  # R, rounded up to a power of two
     PDL: tl.constexpr,  # programmatic dependent launch
 ):
-    """The last R dims of o rotated back. A program has BLOCK_H heads of one token; grid [T, ceil(H / BLOCK_H)]."""
+    """The last R dims of o rotated back. One program per BLOCK_H heads of a token; grid [T, ceil(H / BLOCK_H)]."""
     await_previous(PDL)
     token = tl.program_id(0).to(tl.int64)
     head = (tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)).to(tl.int64)[:, None]

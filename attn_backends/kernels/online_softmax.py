@@ -1,6 +1,6 @@
-"""What the attention kernels share of the online softmax. They keep scores as exponents of 2: e^x is 2^(x LOG2_E).
+"""Online softmax helpers shared by the attention kernels, which keep scores as exponents of 2: e^x is 2^(x LOG2_E).
 
-Constants are local to a function: Triton compares a kernel's globals with what it was compiled with at each launch.
+Constants are local to a function: at each launch Triton compares a kernel's globals with those of its compilation.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def apply_softcap(qk, softcap):
 
 @triton.jit
 def sink_exponent(sink):
-    """A sink as an exponent of 2. One of +inf becomes finite and outweighs every score, without inf - inf."""
+    """Return a sink as an exponent of 2. +inf becomes finite but outweighs every score, which avoids inf - inf."""
     LOG2_E: tl.constexpr = 1.4426950408889634
-    SINK_LIMIT: tl.constexpr = 1e30  # beside such a sink no score has a weight
+    SINK_LIMIT: tl.constexpr = 1e30  # next to such a sink no score has a weight
     return tl.where(sink > SINK_LIMIT, SINK_LIMIT, sink * LOG2_E)

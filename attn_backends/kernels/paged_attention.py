@@ -1,9 +1,9 @@
-"""Attention over a paged cache: one kernel for decode and extend, split over KV tokens, and the merge.
+"""Attention over a paged cache: one kernel for decode and extend, split over KV tokens, and the merge of the splits.
 
 FlashAttention-2's forward pass (arXiv:2307.08691, algorithm 1), with a request's KV tokens split as in Flash-Decoding.
 
-Shape legend: T query tokens, R requests, Hq query heads, Hkv KV heads, G = Hq / Hkv query heads a KV head, D head dim,
-Dv value dim, S splits, M rows of a tile (query token x head of the group), N KV tokens of a block.
+Shape legend: T query tokens, R requests, Hq query heads, Hkv KV heads, G = Hq / Hkv query heads per KV head, D head
+dim, Dv value dim, S splits, M rows per tile (query token x head of the group), N KV tokens per block.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ class PagedAttentionArguments(NamedTuple):
     value_cache      [pages, page_size, Hkv, Dv] likewise
     block_table      int32 [R, max_pages], read only below seq_lens
     seq_lens         int32 [R]; the last query of request r is at position seq_lens[r] - 1; 0 gives rows of 0, and so
-                     does one that is negative, or beyond max_seq_len or the block table
-    query_start_loc  int32 [R + 1]; request r's queries are rows query_start_loc[r] .. query_start_loc[r + 1] - 1. From
-                     query_start_loc[R] on rows are of no request, and may come out as anything
-    sinks            fp32 [Hq]; -inf is none, +inf gives 0
-    tree_masks       int64 [T], or None: queries are trees, as AttentionBatch has them
+                     does a length that is negative, or beyond max_seq_len or the block table
+    query_start_loc  int32 [R + 1]; request r's queries are rows query_start_loc[r] .. query_start_loc[r + 1] - 1. Rows
+                     from query_start_loc[R] on belong to no request; their output is undefined
+    sinks            fp32 [Hq]; -inf has no effect, +inf gives 0
+    tree_masks       int64 [T], or None: queries are trees, see AttentionBatch
     max_query_len    a capture constant, which sizes the launch
     max_seq_len      a capture constant: the bound on seq_lens by which tiles are chosen
     num_splits       a capture constant, which sizes the launch
-    scale            of q.k
+    scale            factor on q.k
     sliding_window   tokens a query sees, itself included; None is all
     soft_cap         None is no cap
-    causal           False: a query sees its request's queries behind it too, where they form no tree
-    batch_invariant  cut by the op's sizes and a token's position alone: a row's bits are those it has in any batch;
-                     splits are of SPLIT_TOKENS tokens, and the last takes what is left. With a window there is one
+    causal           False: a query also sees its request's later queries, unless they form a tree
+    batch_invariant  tile by the op's sizes and a token's position only: a row has the same bits in any batch; splits
+                     have SPLIT_TOKENS tokens, and the last takes the rest. With a window there is one split
 
     Raises BatchError for batch_invariant with a window and more than one split.
     """
@@ -69,7 +69,7 @@ class PagedAttentionArguments(NamedTuple):
 
     @property
     def longest(self) -> int:
-        """The length that a row of the block table has entries for, max_seq_len at most."""
+        """The longest valid length: what a block-table row has entries for, at most max_seq_len."""
         return min(self.max_seq_len, self.block_table.shape[1] * self.key_cache.shape[1])
 
     def _check(self) -> None:
@@ -88,11 +88,11 @@ class PagedAttentionArguments(NamedTuple):
         for request, length in enumerate(lens):
             length = length if 0 <= length <= self.longest else 0
             first, last = starts[request], starts[request + 1]
-            # Sums of torch depend on the shape: where they must not, each token is attended alone.
+            # torch's sums depend on the shape: to be batch invariant, each token is attended separately.
             step = 1 if self.batch_invariant else max(1, last - first)
             for start in range(first, last if length else first, step):
                 whole = self.tree_masks is not None or not self.causal
-                # Of fewer tokens than queries the first queries see none, and one hidden token stands for that.
+                # With fewer tokens than queries the first queries see none; one hidden token stands in for that.
                 end = length if whole else max(1, length - (last - start - step))
                 pages, rows = self.block_table[request], slice(start, start + step)
                 key, value = _tokens(self.key_cache, pages, end), _tokens(self.value_cache, pages, end)
@@ -101,8 +101,8 @@ class PagedAttentionArguments(NamedTuple):
         return out
 
     def _hidden(self, rows: slice, cached: int, before: int, length: int) -> torch.Tensor:
-        """Bool [q, length]: what the queries `rows` of a request do not see of it, after `cached` tokens and `before`
-        other queries."""
+        """Bool [q, length]: tokens hidden from a request's queries `rows`, after `cached` tokens and `before`
+        queries."""
         token = torch.arange(length)[None]
         if self.tree_masks is None:
             position = cached + before + torch.arange(rows.stop - rows.start)[:, None]
@@ -110,7 +110,7 @@ class PagedAttentionArguments(NamedTuple):
         else:
             masks = self.tree_masks[rows, None]
             bits = masks >> torch.arange(MAX_TREE_TOKENS) & 1
-            # A token that has no mask yet stands where the root does.
+            # A token without a mask yet has the root's position.
             position = cached + (bits.sum(1, keepdim=True) - 1).clamp(min=0)
             hidden = (token >= cached) & (masks >> (token - cached).clamp(0, MAX_TREE_TOKENS - 1) & 1 == 0)
         if self.sliding_window:
@@ -142,12 +142,12 @@ class PagedAttentionArguments(NamedTuple):
         _, page_size, kv_heads, value_dim = self.value_cache.shape
         group, split = heads // kv_heads, splits > 1
         out = stored_as(self.fake())
-        # A single split writes to `out` and has no lse; the kernel takes a pointer all the same.
+        # A single split writes to `out` and has no lse, but the kernel still takes a pointer.
         partial = torch.empty(splits, tokens, heads, value_dim, device=query.device) if split else out
         lse = torch.empty(splits, tokens, heads, device=query.device) if split else out
         block_d, block_dv = next_power_of_2(dim), next_power_of_2(value_dim)
         invariant, max_rows = self.batch_invariant, self.max_query_len * group
-        # tl.dot takes 16 rows at least. A batch-invariant tile must not follow max_query_len, which is the batch's.
+        # tl.dot needs at least 16 rows. A batch-invariant tile must not depend on max_query_len, which varies by batch.
         block_m = max(16, min(64, next_power_of_2(group if invariant else max_rows)))
         num_m_blocks = cdiv(max_rows, block_m)
         grid = (self.seq_lens.shape[0] * num_m_blocks, kv_heads, splits)
@@ -197,7 +197,7 @@ class PagedAttentionArguments(NamedTuple):
             IS_CAUSAL=self.causal,
             TREE=self.tree_masks is not None,
             HAS_SOFTCAP=bool(self.soft_cap),
-            HAS_SINKS=sinks is not None and not split,  # of several splits the merge adds them
+            HAS_SINKS=sinks is not None and not split,  # with several splits the merge adds them
             WIDE_PAGES=page_size * max(self.key_cache.stride(1), self.value_cache.stride(1)) >= 1 << 31,
             FP32_DOT=query.device.type == "cpu",
             **tile,
@@ -219,7 +219,7 @@ def launch_merge(
 ) -> None:
     """Merge partial fp32 [S, T, Hq, Dv] by lse fp32 [S, T, Hq] into out [T, Hq, Dv]; in_order: see merge_kernel.
 
-    partial of a split whose lse is -inf may be unwritten.
+    partial can be unwritten for a split whose lse is -inf.
     """
     splits, tokens, heads, value_dim = partial.shape
     merge_kernel[(tokens, heads)](
@@ -241,18 +241,19 @@ def launch_merge(
 
 
 def _tokens(cache: torch.Tensor, pages: torch.Tensor, length: int) -> torch.Tensor:
-    """The first `length` cached tokens of a request, fp32 [Hkv, length, D]."""
+    """Return the first `length` cached tokens of a request, fp32 [Hkv, length, D]."""
     count = -(-length // cache.shape[1])
     return cache[pages[:count].long()].flatten(0, 1)[:length].transpose(0, 1).float()
 
 
 def tile_config(*, row_bytes: int, tokens: int, alone: bool, block_m: int) -> dict[str, int]:
-    """KV tokens that a program takes at once, and how it runs: the fastest on an H200, of those tried.
+    """Choose the KV tokens per block and the launch options: the fastest of those tried on an H200.
 
-    row_bytes: of a token's key and value; tokens: of a split, about; alone: whether no two programs share an SM.
+    row_bytes: of a token's key and value; tokens: per split, approximately; alone: whether no two programs share an SM.
 
-    A program alone is bound by the latency of its loads, which more warps have in flight at once. So is one of a block
-    or two, where a pipeline only adds to it. Others are bound by bandwidth: a stage less lets more of them run.
+    A program alone on its SM is bound by the latency of its loads, and more warps keep more of them in flight. So is
+    one of a block or two, where a pipeline only adds latency. Others are bound by bandwidth: one stage fewer lets more
+    of them run.
     """
     block_n = 64 if row_bytes <= 512 else 32 if row_bytes <= 1024 else 16
     if tokens <= block_n // 2 and block_n > 16:
@@ -274,11 +275,11 @@ def attention_kernel(
     query_start_loc_ptr,  # int32 [R + 1]
     sinks_ptr,  # fp32 [Hq], or None
     tree_masks_ptr,  # int64 [T], or None: which query tokens each one sees
-    o_ptr,  # out: [T, Hq, Dv]; of more than one split fp32 [S, T, Hq, Dv]
+    o_ptr,  # out: [T, Hq, Dv]; with more than one split fp32 [S, T, Hq, Dv]
     lse_ptr,  # out: fp32 [S, T, Hq], log2 of each split's sum of exponentials; not written for one split
-    sm_scale,  # of q.k
+    sm_scale,  # factor on q.k
     softcap,  # not read unless HAS_SOFTCAP
-    num_m_blocks,  # of a request
+    num_m_blocks,  # per request
     num_tokens,  # T
     max_len,  # a length above it counts as 0
     stride_q_token,
@@ -300,20 +301,20 @@ def attention_kernel(
     BLOCK_M: tl.constexpr,  # M
     BLOCK_N: tl.constexpr,  # N
     NUM_SPLITS: tl.constexpr,  # S
-    SPLIT_BLOCKS: tl.constexpr,  # blocks of a split; 0 shares them out equally
+    SPLIT_BLOCKS: tl.constexpr,  # blocks per split; 0 divides them equally
     SLIDING_WINDOW: tl.constexpr,  # tokens that a query sees, itself included; 0 is all
     IS_CAUSAL: tl.constexpr,
     TREE: tl.constexpr,  # query tokens see each other by tree_masks
     HAS_SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
-    WIDE_PAGES: tl.constexpr,  # whether an offset within a page may need 64 bits
+    WIDE_PAGES: tl.constexpr,  # whether an offset within a page can need 64 bits
     FP32_DOT: tl.constexpr,  # multiply in fp32, for the interpreter
     PDL: tl.constexpr,  # programmatic dependent launch
 ):
-    """o = softmax(sm_scale q k^T, masked) v. A program has M query rows of one KV head and one split of KV tokens.
+    """o = softmax(sm_scale q k^T, masked) v. One program per M query rows of a KV head and split of KV tokens.
 
-    Grid [R * num_m_blocks, Hkv, S]. Of each row the program keeps the maximum m_i of the scores qk so far, l_i, the sum
-    of p = 2^(qk - m_i), and acc, that of p v; alpha = 2^(m_i - m_ij) brings both to a new maximum m_ij.
+    Grid [R * num_m_blocks, Hkv, S]. For each row the program keeps the running maximum m_i of the scores qk, the sum
+    l_i of p = 2^(qk - m_i), and the sum acc of p v; alpha = 2^(m_i - m_ij) rescales both to a new maximum m_ij.
     """
     LOG2_E: tl.constexpr = 1.4426950408889634
     M_INIT: tl.constexpr = -3.0e38  # finite: in a row that sees no token of a block, -inf - (-inf) would be NaN
@@ -325,7 +326,7 @@ def attention_kernel(
     split = tl.program_id(2)
     q_start = tl.load(query_start_loc_ptr + request)
     q_len = tl.load(query_start_loc_ptr + request + 1) - q_start
-    # Loaded before the branch, so that this load is under way while the branch waits for those above.
+    # Loaded before the branch, so that this load is in flight while the branch waits for those above.
     seq_len = length_within(tl.load(seq_lens_ptr + request), max_len)  # 0 for a padding request
     if m_block * BLOCK_M >= q_len * GROUP:
         return
@@ -339,15 +340,15 @@ def attention_kernel(
     q_pos = context_len + offs_m // GROUP
     if TREE:
         ancestors = tl.load(tree_masks_ptr + q_token, mask=mask_m, other=0)
-        # A query stands as deep in its tree as it has ancestors, itself included. A token without a mask yet (0) comes
-        # out one before the root, and its window too; kv_start below cuts that token off, so such a query sees the
-        # context that the root sees, as in the reference.
+        # A query's depth in its tree is its number of ancestors, itself included. A token without a mask yet (0) comes
+        # out one before the root, and its window too; kv_start below cuts that token off, so the query sees the context
+        # that the root sees, as in the reference.
         q_pos = context_len + _popcount(ancestors) - 1
     offs_d = tl.arange(0, BLOCK_D)
     offs_dv = tl.arange(0, BLOCK_DV)
 
-    # 3. The KV tokens that the rows of this tile see, kv_start to kv_end, and this split's blocks of them, lo to hi. A
-    # padding request, of seq_len 0, has no keys: its range is empty and its rows are 0.
+    # 3. The KV tokens visible to the rows of this tile, kv_start to kv_end, and this split's blocks of them, lo to hi.
+    # A padding request, with seq_len 0, has no keys: its range is empty and its rows are 0.
     last_row = tl.minimum(m_block * BLOCK_M + BLOCK_M, q_len * GROUP) - 1
     kv_end = tl.where(seq_len > 0, context_len + last_row // GROUP + 1, 0)
     kv_start = 0
@@ -355,7 +356,7 @@ def attention_kernel(
         kv_start = tl.maximum(context_len + (m_block * BLOCK_M) // GROUP - SLIDING_WINDOW + 1, 0)
     if not IS_CAUSAL:
         kv_end = seq_len
-    if TREE:  # the order of query tokens says neither how deep they stand nor whom they see: take the widest range
+    if TREE:  # query order gives neither depth nor visibility: take the widest range
         kv_end = seq_len
         if SLIDING_WINDOW > 0:
             kv_start = tl.maximum(context_len - SLIDING_WINDOW + 1, 0)  # the root's window
@@ -381,10 +382,10 @@ def attention_kernel(
         # 5a. Load k [D, N] and v [N, Dv]
         offs_n = n_block * BLOCK_N + tl.arange(0, BLOCK_N)
         mask_n = offs_n < kv_end
-        if SLIDING_WINDOW > 0:  # an older token's page may be another request's by now, or hold NaN
+        if SLIDING_WINDOW > 0:  # an older token's page can belong to another request by now, or hold NaN
             mask_n = mask_n & (offs_n >= kv_start)
         page_offset = offs_n % PAGE_SIZE
-        if WIDE_PAGES:  # where this is not needed, it costs up to 40 % of the time
+        if WIDE_PAGES:  # conditional because it costs up to 40 % of the time
             page_offset = page_offset.to(tl.int64)
         page = tl.load(table_ptr + offs_n // PAGE_SIZE, mask=mask_n, other=0).to(tl.int64)
         k = tl.load(
@@ -406,11 +407,11 @@ def attention_kernel(
             qk = apply_softcap(qk, softcap)
         qk = qk * LOG2_E  # not folded into sm_scale: the cap applies to exponents of e
         if TREE:
-            q_index = offs_n - context_len  # which query token a KV token is; below 0, cached before them
+            q_index = offs_n - context_len  # the query token at each KV token; below 0: the cached prefix
             qk_mask = seen_in_tree(ancestors[:, None], q_index[None, :]) & mask_n[None, :]
         elif IS_CAUSAL:
-            # Without mask_n: a query sees up to its own position, and the last one's is kv_end - 1. Padding rows see
-            # more, and are not stored.
+            # No mask_n: a query sees up to its own position, and the last one's is kv_end - 1. Padding rows see more
+            # but are not stored.
             qk_mask = offs_n[None, :] <= q_pos[:, None]
         else:
             qk_mask = mask_n[None, :]
@@ -425,14 +426,14 @@ def attention_kernel(
         acc = acc * alpha[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
         m_i = m_ij
 
-    # 6. A sink adds to l_i alone; with several splits it does so in the merge
+    # 6. A sink adds to l_i only; with several splits the merge adds it
     if HAS_SINKS:
         sink = sink_exponent(tl.load(sinks_ptr + head, mask=mask_m, other=0.0))
         m_ij = tl.maximum(m_i, sink)
         alpha = tl.exp2(m_i - m_ij)
         l_i = l_i * alpha + tl.exp2(sink - m_ij)
         acc = acc * alpha[:, None]
-    # 7. Divide and store. By equality, so that a NaN is not taken for an empty row, here and in the merge.
+    # 7. Divide and store. The test is for equality, so that a NaN is not taken for an empty row, here and in the merge.
     acc = acc / tl.where(l_i == 0, 1.0, l_i)[:, None]
     row_offs = (split.to(tl.int64) * num_tokens + q_token) * HEADS + head
     tl.store(
@@ -446,23 +447,23 @@ def attention_kernel(
 
 @triton.jit
 def length_within(seq_len, max_len):
-    """seq_len, or 0 where it is negative or beyond max_len: the block table has no entries there."""
+    """Return seq_len, or 0 if it is negative or beyond max_len, where the block table has no entries."""
     return tl.where((seq_len >= 0) & (seq_len <= max_len), seq_len, 0)
 
 
 @triton.jit
 def seen_in_tree(ancestors, query_token):
-    """Whether a query token with this mask of ancestors, int64, sees a request's query token of this index; one below 0
-    was cached before the tree, and every query sees it. The two broadcast."""
+    """Return whether a query token with this int64 mask of ancestors sees the request's query token of this index.
+    Indices below 0 are the cached prefix, which every query sees. The two broadcast."""
     bit = tl.minimum(tl.maximum(query_token, 0), 63).to(tl.int64)  # the caller hides tokens beyond the tree
     return (query_token < 0) | ((ancestors >> bit) & 1 != 0)
 
 
 @triton.jit
 def _popcount(word):
-    """How many bits of each int64 are set, as int32: pairs, nibbles and bytes are summed side by side.
+    """Count the set bits of each int64, as int32, by summing pairs, nibbles and bytes in parallel.
 
-    Written out, since the interpreter runs no libdevice function.
+    Written out because the interpreter runs no libdevice function.
     """
     x = word.to(tl.uint64)
     x = x - ((x >> 1) & 0x5555555555555555)
@@ -473,16 +474,16 @@ def _popcount(word):
 
 @triton.jit
 def split_range(
-    n_block_min,  # of the visible range
-    num_n_blocks,  # of the visible range
+    n_block_min,  # first block of the visible range
+    num_n_blocks,  # blocks of the visible range
     split,
     NUM_SPLITS: tl.constexpr,
-    SPLIT_BLOCKS: tl.constexpr,  # blocks of a split; 0 shares them out equally
+    SPLIT_BLOCKS: tl.constexpr,  # blocks per split; 0 divides them equally
 ):
-    """The blocks of a split, from and to: an equal share of them, rounded up, or SPLIT_BLOCKS where that is not 0; the
-    last split then has the rest.
+    """Return the block range [lo, hi) of a split: an equal share, rounded up, or SPLIT_BLOCKS and the rest in the last
+    split.
 
-    Too few blocks leave late splits empty: from may then exceed to.
+    With too few blocks, late splits are empty: lo can then exceed hi.
     """
     n_block_end = n_block_min + num_n_blocks
     if SPLIT_BLOCKS > 0:
@@ -497,7 +498,7 @@ def split_range(
 
 @triton.jit
 def merge_kernel(
-    o_partial_ptr,  # fp32 [S, T, Hq, Dv]; of a split whose lse is -inf it may be unwritten, and hold NaN
+    o_partial_ptr,  # fp32 [S, T, Hq, Dv]; can be unwritten, and hold NaN, for a split whose lse is -inf
     lse_ptr,  # fp32 [S, T, Hq], log2 of each split's sum of exponentials
     sinks_ptr,  # fp32 [Hq], or None
     o_ptr,  # out: [T, Hq, Dv]
@@ -511,21 +512,21 @@ def merge_kernel(
     IN_ORDER: tl.constexpr,  # add the splits one after another
     PDL: tl.constexpr,  # programmatic dependent launch
 ):
-    """o = sum of 2^lse_i o_i / (sum of 2^lse_i + e^sink) over the splits i, of one head of one query token.
+    """o = sum of 2^lse_i o_i / (sum of 2^lse_i + e^sink) over the splits i. One program per head of a query token.
 
-    Grid [T, Hq]. IN_ORDER: splits are added one after another, so that those without tokens change no bit of the sum.
+    Grid [T, Hq]. IN_ORDER: splits are added one after another, so those without tokens change no bit of the sum.
     """
-    M_INIT: tl.constexpr = -3.0e38  # finite, where no split saw a token
+    M_INIT: tl.constexpr = -3.0e38  # finite, for when no split saw a token
     await_previous(PDL)
     q_token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     split = tl.arange(0, BLOCK_S)
     offs_dv = tl.arange(0, BLOCK_DV)
-    # 1. Load each split's lse [S] and o [S, Dv]; with IN_ORDER the loop of 3. loads o
+    # 1. Load each split's lse [S] and o [S, Dv]; with IN_ORDER, the loop in step 3 loads o
     offs = (split.to(tl.int64) * num_tokens + q_token) * HEADS + head
     lse = tl.load(lse_ptr + offs, mask=split < NUM_SPLITS, other=float("-inf"))
     if not IN_ORDER:
-        # Not masked by what the load above brings, so that both are under way at once.
+        # Not masked by the result of the load above, so that both are in flight at once.
         o = tl.load(
             o_partial_ptr + offs[:, None] * VALUE_DIM + offs_dv[None, :],
             mask=(split < NUM_SPLITS)[:, None] & (offs_dv[None, :] < VALUE_DIM),
@@ -537,7 +538,7 @@ def merge_kernel(
         sink = sink_exponent(tl.load(sinks_ptr + head))
         m_all = tl.maximum(m_all, sink)
     m_all = tl.maximum(m_all, M_INIT)
-    # 3. The weighted sum of the outputs, and that of the weights
+    # 3. The weighted sum of the outputs, and the sum of the weights
     if IN_ORDER:
         acc = tl.zeros((BLOCK_DV,), tl.float32)
         l_all = tl.zeros((BLOCK_DV,), tl.float32)

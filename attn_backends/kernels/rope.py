@@ -13,7 +13,7 @@ from builders.kernels.triton_runtime import await_previous, dependent_launch, tl
 
 
 class Rope(NamedTuple):
-    """How far each token rotates.
+    """The rotation of each token.
 
     positions  int64 [T]
     table      fp32 [max_positions, D], cos | sin of D / 2 angles
@@ -24,9 +24,9 @@ class Rope(NamedTuple):
 
 
 def apply_rope(x: torch.Tensor, rope: Rope) -> torch.Tensor:
-    """x [T, H, D] rotated, with contiguous last dim; in place, unless x asks for a gradient.
+    """Rotate x [T, H, D], whose last dim is contiguous, in place; returns a new tensor if x requires grad.
 
-    Raises BatchError, with nothing rotated, for tensors that a kernel would misread.
+    Raises BatchError, and rotates nothing, for tensors that a kernel would misread.
     """
     check_rope(x, rope)
     if x.requires_grad:
@@ -49,7 +49,7 @@ def check_rope(x: torch.Tensor, rope: Rope) -> None:
 
 
 def rope_formula(x: torch.Tensor, rope: Rope) -> torch.Tensor:
-    """x [T, H, D] rotated in fp32, rounded to its dtype; differentiable."""
+    """Rotate x [T, H, D] in fp32 and round to its dtype; differentiable."""
     cos, sin = rope.table[rope.positions][:, None].chunk(2, -1)
     first, second = x.float().chunk(2, -1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
@@ -93,7 +93,7 @@ def _rope_kernel(
     BLOCK_D: tl.constexpr,  # D / 2, likewise
     PDL: tl.constexpr,  # programmatic dependent launch
 ):
-    """(x1, x2) = (x1 cos - x2 sin, x2 cos + x1 sin), with x1 and x2 the halves of a head. A program has one token."""
+    """(x1, x2) = (x1 cos - x2 sin, x2 cos + x1 sin), with x1 and x2 the halves of a head. One program per token."""
     await_previous(PDL)
     token = tl.program_id(0).to(tl.int64)
     head = tl.arange(0, BLOCK_H).to(tl.int64)[:, None]
@@ -108,7 +108,7 @@ def _rope_kernel(
 
 @triton.jit
 def angles_of(cos_sin_ptr, position, offs_d, HALF_DIM: tl.constexpr):
-    """Cosines and sines of a position for the pairs offs_d."""
+    """Load the cosines and sines of a position for the pairs offs_d."""
     cos_ptrs = cos_sin_ptr + position * (2 * HALF_DIM) + offs_d
     mask = offs_d < HALF_DIM
     return tl.load(cos_ptrs, mask=mask, other=0.0), tl.load(cos_ptrs + HALF_DIM, mask=mask, other=0.0)
@@ -116,13 +116,13 @@ def angles_of(cos_sin_ptr, position, offs_d, HALF_DIM: tl.constexpr):
 
 @triton.jit
 def rotated_pairs(
-    x_ptrs,  # where the first half of each head's dims is stored
+    x_ptrs,  # pointers to the first half of each head's dims
     mask,  # bool, of the shape of x_ptrs
     cos,  # fp32, broadcasts to it
     sin,
     HALF_DIM: tl.constexpr,  # D / 2
 ):
-    """Both halves of the pairs whose first dims lie at x_ptrs, rotated and rounded to their dtype."""
+    """Load the pairs whose first dims are at x_ptrs; return both halves, rotated and rounded to their dtype."""
     first = tl.load(x_ptrs, mask=mask, other=0.0)
     second = tl.load(x_ptrs + HALF_DIM, mask=mask, other=0.0)
     x1, x2 = first.to(tl.float32), second.to(tl.float32)

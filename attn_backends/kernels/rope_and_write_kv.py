@@ -1,4 +1,4 @@
-"""Rotary embedding of queries and keys, and the write of keys and values to the paged cache, in one kernel."""
+"""Rotary embedding of queries and keys fused with the write of keys and values to the paged cache, in one kernel."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def rope_and_write_kv(
     value_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
 ) -> None:
-    """`apply_rope` to query in place and to a copy of key; `write_kv` that copy and value. The numbers are the same.
+    """Apply `apply_rope` to query in place and to a copy of key, and `write_kv` to that copy and value. Same results.
 
     query         [num_tokens, num_q_heads, D]
-    key           [num_tokens, num_kv_heads, D]; key and value may be views of one packed projection
+    key           [num_tokens, num_kv_heads, D]; key and value can be views of one packed projection
     value         [num_tokens, num_kv_heads, value_dim]
     key_cache, value_cache, slot_mapping: see `write_kv`
 
-    Raises BatchError, with nothing changed, for tensors that a kernel would misread.
+    Raises BatchError, and changes nothing, for tensors that a kernel would misread.
     """
     tokens, _, dim = key.shape
     check_new_kv(key, value, key_cache, value_cache, slot_mapping)
@@ -122,7 +122,7 @@ def _rope_and_write_kv_kernel(
     stride_vc_token,
     stride_vc_head,
     num_slots,  # pages * page_size
-    GROUP: tl.constexpr,  # query heads a KV head
+    GROUP: tl.constexpr,  # query heads per KV head
     PAGE_SIZE: tl.constexpr,
     HALF_DIM: tl.constexpr,  # D / 2
     VALUE_DIM: tl.constexpr,
@@ -132,9 +132,9 @@ def _rope_and_write_kv_kernel(
     QUANTISE: tl.constexpr,  # whether the caches are e4m3 and key and value wider
     PDL: tl.constexpr,  # programmatic dependent launch
 ):
-    """q and k rotated as in `_rope_kernel`; q stays in place, k and v go to their slot.
+    """q and k rotated as in `_rope_kernel`; q is stored in place, k and v in their slot.
 
-    Grid [num_tokens, num_kv_heads]. A program has one token and KV head, and the query heads of its group.
+    Grid [num_tokens, num_kv_heads]. One program per token and KV head, with the query heads of its group.
     """
     await_previous(PDL)
     token = tl.program_id(0).to(tl.int64)

@@ -1,4 +1,4 @@
-"""The softmax of attention in plain torch, with what a sink means at its ends."""
+"""The softmax of attention in plain torch, including sinks of -inf and +inf."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import torch
 
 
 def softmax_with_sinks(scores: torch.Tensor, sinks: torch.Tensor | None, block: int | None = None) -> torch.Tensor:
-    """exp(score) / (sum of exp(score) + exp(sink)) over the last dim, in scores' dtype; differentiable.
+    """Return exp(score) / (sum of exp(score) + exp(sink)) over the last dim, in scores' dtype; differentiable.
 
     scores  fp32 [..., L], -inf for a token that is not seen
     sinks   fp32, broadcasts to [..., 1]; None or -inf: no sink
-    block   tokens that are summed at a time, from the first on; None: all at once
+    block   tokens per partial sum, from the first on; None: all in one sum
 
-    A row that sees no token gets weights of 0, sink or not, and so does every row under a sink of +inf. NaN stays NaN.
+    A row that sees no token gets weights of 0, sink or not, and so does every row with a sink of +inf. NaN stays NaN.
     """
     row_max = scores.amax(-1, keepdim=True)
     if sinks is not None:

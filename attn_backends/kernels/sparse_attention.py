@@ -1,10 +1,10 @@
-"""Attention over lists of latents (DeepSeek-V4's sparse MLA): every query token names the cache slots it attends to.
+"""Attention over lists of latents (DeepSeek-V4's sparse MLA): every query token lists the cache slots it attends to.
 
-One latent per token is both key and value. Shape legend: T query tokens, H heads, D latent dim, M heads of a program,
-N list entries of a block.
+One latent per token is both key and value. Shape legend: T query tokens, H heads, D latent dim, M heads per program, N
+list entries per block.
 
-What it costs is the latency of a chain: slots, latents, dot, softmax, dot, store. So the list of a window is one block,
-whose loads are all in flight at once and whose latents go to shared memory once, for both dots.
+The cost is the latency of a chain: slots, latents, dot, softmax, dot, store. So a window's list is one block, whose
+loads are all in flight at once and whose latents go to shared memory once, for both dots.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ class SparseAttentionArguments(NamedTuple):
     query      [T, H, D]
     cache      [pages, page_size, D] in query's dtype, last dim contiguous; or fp8_ds_mla: uint8
                [pages, page_bytes(page_size)] with D = 512 and bfloat16 queries
-    indices    int32 [T, width], slots page * page_size + offset; an entry outside of the cache is skipped
-    lens       int32 [T], how many entries of its row a token's list has; entries after them mean nothing
-    sinks      fp32 [H]; -inf is none, +inf gives 0
-    page_size  of the cache, whose shape may not say it
-    scale      of q.k
-    batch_invariant  cut by the op's sizes alone: a token's bits are those it has in any batch
+    indices    int32 [T, width], slots page * page_size + offset; an entry outside the cache is skipped
+    lens       int32 [T], the number of valid entries in each row of indices; later entries are ignored
+    sinks      fp32 [H]; -inf has no effect, +inf gives 0
+    page_size  of the cache, whose shape may not show it
+    scale      factor on q.k
+    batch_invariant  tile by the op's sizes only: a token has the same bits in any batch
 
     With s_j = scale q.k_j over the listed slots, out = sum e^s_j k_j / (sum e^s_j + e^sink). A token with an empty list
-    comes out as exactly 0. The op raises BatchError for tensors that do not fit.
+    gives exactly 0. The op raises BatchError for tensors that do not fit.
     """
 
     query: torch.Tensor
@@ -91,7 +91,7 @@ class SparseAttentionArguments(NamedTuple):
     def reference(self) -> torch.Tensor:
         self._check()
         latents, listed = self._listed_latents()
-        # Sums of torch depend on the shape: where they must not, each token is attended alone.
+        # torch's sums depend on the shape: to be batch invariant, each token is attended separately.
         tokens = self.query.shape[0]
         parts = [slice(token, token + 1) for token in range(tokens)] if self.batch_invariant else [slice(tokens)]
         out = self.fake()
@@ -103,7 +103,8 @@ class SparseAttentionArguments(NamedTuple):
         return out
 
     def _listed_latents(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The latents of the lists, fp32 [T, width, D], 0 where an entry names none; and where one does, [T, width]."""
+        """Return the listed latents, fp32 [T, width, D], 0 where none is listed; and the mask of listed ones, [T,
+        width]."""
         cache, indices, page_size = self.cache, self.indices, self.page_size
         listed = (torch.arange(indices.shape[1]) < self.lens[:, None]) & (indices >= 0)
         listed &= indices < len(cache) * page_size
@@ -153,7 +154,7 @@ class SparseAttentionArguments(NamedTuple):
 
 
 def tile_config(tokens: int, heads: int, element_size: int, width: int) -> dict[str, int]:
-    """Heads M and list entries N of a tile, and which of them come first in the dots (tuned on an H200)."""
+    """Choose heads M and list entries N per tile, and which come first in the dots (tuned on an H200)."""
     if element_size == 4:
         return {"BLOCK_M": 16, "BLOCK_N": 16, "TOKENS_FIRST": False, "num_warps": 8, "num_stages": 1}
     if width > 128:
@@ -181,7 +182,7 @@ def sparse_attention_kernel(
     lens_ptr,  # int32 [T]
     sinks_ptr,  # fp32 [H], or None
     o_ptr,  # out: [T, H, D]
-    sm_scale,  # of q.k, times log2(e)
+    sm_scale,  # factor on q.k, times log2(e)
     width,  # of a list
     num_slots,  # pages * page_size
     stride_q_token,
@@ -201,7 +202,7 @@ def sparse_attention_kernel(
     FP32_DOT: tl.constexpr,  # multiply in fp32, for the interpreter
     PDL: tl.constexpr,  # programmatic dependent launch
 ):
-    """o = softmax(sm_scale q k^T) k over the listed latents k. A program has M heads of one query token.
+    """o = softmax(sm_scale q k^T) k over the listed latents k. One program per M heads of a query token.
 
     Grid [T, ceil(H / M)]. The online softmax is that of `attention_kernel`, with maximum m_i, sum l_i and output acc;
     scores are exponents of 2.
@@ -221,9 +222,9 @@ def sparse_attention_kernel(
     )
     if FP32_DOT:
         q = q.to(tl.float32)
-    # 2. Start the online softmax. A sink is a first token that has a weight and no value. Where there is none, it lies
-    # so far below every score that its weight fades to nothing, and an empty list needs no care. One of +inf lies as
-    # far above: inf - inf is NaN.
+    # 2. Start the online softmax. A sink is a first token with a weight and no value. Without one, the initial maximum
+    # is so far below every score that its weight vanishes, and an empty list needs no special case. A sink of +inf is
+    # clamped to a finite maximum, because inf - inf is NaN.
     m_i = tl.full((BLOCK_M,), -SINK_LIMIT, tl.float32)
     if HAS_SINKS:
         sink = tl.load(sinks_ptr + offs_m, mask=mask_m, other=float("-inf"))
@@ -250,7 +251,7 @@ def sparse_attention_kernel(
             FP32_DOT,
         )
         if TOKENS_FIRST:
-            # A loop of at most one iteration: a dot's first operand stays in shared memory if a loop carries it, and is
+            # A loop of at most one iteration: a dot's first operand stays in shared memory if a loop carries it, but is
             # copied to registers, which run out, if it was just computed.
             for _ in tl.range(0, tl.minimum(kv_len, 1)):
                 m_i, l_i, _, acc = _attend(q, k, mask_n, kv_len > 0, sm_scale, m_i, l_i, True)
@@ -287,27 +288,26 @@ def _attend(
     q,  # [M, D]
     k,  # [N, D]
     mask_n,  # bool [N]
-    live,  # whether the list has an entry at all
+    live,  # whether the list has any entry
     sm_scale,
     m_i,  # fp32 [M], the largest score so far
     l_i,  # fp32 [M], the sum of 2^(score - m_i) so far
     TOKENS_FIRST: tl.constexpr,
 ):
-    """One block's step of the online softmax: the new m_i and l_i, the alpha that older sums shrink by, and p k [M, D].
+    """One block's step of the online softmax: the new m_i and l_i, the alpha that rescales older sums, and p k [M, D].
 
-    On Hopper a dot's first operand has at least 64 rows: the tokens of the block where few heads share a program, the
-    heads where they are many.
+    On Hopper a dot's first operand has at least 64 rows: the block's tokens if a program has few heads, else the heads.
     """
     if TOKENS_FIRST:
         qk = tl.trans(tl.dot(k, tl.trans(q), input_precision="ieee"))
     else:
         qk = tl.zeros((q.shape[0], k.shape[0]), tl.float32)
-        # The branch keeps the compiler from seeing that this dot feeds the next one. It would then give every warp
-        # whole rows, and with 64 rows for eight warps, compute all scores twice.
+        # The branch hides from the compiler that this dot feeds the next one. It would otherwise give every warp whole
+        # rows and, with 64 rows for eight warps, compute all scores twice.
         if live:
             qk = tl.dot(q, tl.trans(k), input_precision="ieee")
     m_ij = tl.maximum(m_i, tl.max(tl.where(mask_n[None, :], qk * sm_scale, float("-inf")), 1))
-    # Fused, so that no score is rounded after scaling: large ones would lose more than fp32 should.
+    # Fused, so that no score is rounded after scaling: large scores would lose more than fp32 should.
     p = tl.exp2(tl.fma(qk, sm_scale, -m_ij[:, None]))
     p = tl.where(mask_n[None, :], p, 0.0)
     alpha = tl.exp2(m_i - m_ij)
@@ -325,7 +325,7 @@ def _block(
     kv_cache_ptr,  # [pages, page_size, D]; FP8_DS_MLA: uint8 [pages, page_bytes]
     indices_ptr,  # int32 [width], the slots of one list
     n_start,
-    kv_len,  # of the list
+    kv_len,  # valid entries of the list
     width,
     num_slots,
     stride_kv_page,
@@ -336,11 +336,11 @@ def _block(
     BLOCK_N: tl.constexpr,
     FP32_DOT: tl.constexpr,
 ):
-    """The latents [N, D] of a list's entries from n_start on, 0 where nothing is listed, and which are listed [N]."""
+    """Load the latents [N, D] of a list's entries from n_start on, 0 if unlisted, and which of them are listed [N]."""
     offs_n = n_start + tl.arange(0, BLOCK_N)
-    # Masked by the width alone, so that the slots need not wait for the length.
+    # Masked by the width only, so that the slots do not wait for the length.
     slot = tl.load(indices_ptr + offs_n, mask=offs_n < width, other=-1)
-    # Unsigned, a negative slot is beyond every pool, and a division by a power of two is a shift.
+    # As unsigned, a negative slot is beyond every pool, and division by a power of two is a shift.
     slot = slot.to(tl.uint32)
     mask_n = (offs_n < kv_len) & (slot < num_slots)
     page_ptr = kv_cache_ptr + (slot // PAGE_SIZE).to(tl.int64) * stride_kv_page
@@ -359,13 +359,13 @@ def _block(
 
 @triton.jit
 def _fp8_ds_mla_latents(
-    page_ptr,  # where the page of each entry starts, [N]
+    page_ptr,  # start of each entry's page, [N]
     page_offset,  # within the page, int64 [N]
     mask_n,  # bool [N]
     PAGE_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Latents bfloat16 [N, LATENT] from fp8_ds_mla: tiles of e4m3, each times a power of two, then one of bf16."""
+    """Load latents bfloat16 [N, LATENT] from fp8_ds_mla: tiles of e4m3, each times a power of two, then one of bf16."""
     tile = tl.arange(0, 8)  # LATENT // TILE
     lane = tl.arange(0, TILE)
     rotated = (tile * TILE >= NOPE)[None, :, None]

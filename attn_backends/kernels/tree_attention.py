@@ -1,7 +1,7 @@
-"""Attention of trees to their own tokens, merged with that of another kernel to what was cached before them.
+"""Attention of trees to their own tokens, merged with another kernel's attention to their cached prefix.
 
-Shape legend: T query tokens, R requests, Hq query heads, Hkv KV heads, G = Hq / Hkv query heads a KV head, D head dim,
-Dv value dim, M rows of a tile (query token x head of the group), N query tokens of a request.
+Shape legend: T query tokens, R requests, Hq query heads, Hkv KV heads, G = Hq / Hkv query heads per KV head, D head
+dim, Dv value dim, M rows per tile (query token x head of the group), N query tokens of a request.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from builders.kernels.sizes import cdiv, next_power_of_2
 from builders.kernels.triton_runtime import await_previous, dependent_launch, stored_as, tl, triton
 
 _TILE_ELEMENTS = 1 << 13
-"""Of the outputs of a tile, which lie in registers."""
+"""Maximum output elements per tile, which are held in registers."""
 
 
 class TreeAttentionArguments(NamedTuple):
-    """Add to the attention over each request's prefix that over its own query tokens, in place; one kernel.
+    """Merge attention over each request's own query tokens into the attention over its prefix, in place; one kernel.
 
     query            [T, Hq, D], with any strides but a contiguous last dim, of out's dtype or rounded to the caches'
     key_cache        [pages, page_size, Hkv, D], strided in all but the last dim, of out's dtype or narrower
     value_cache      [pages, page_size, Hkv, Dv] likewise
     block_table      int32 [R, max_pages], read only below seq_lens
-    seq_lens         int32 [R], those of the prefix and of the query tokens, whose keys and values are cached after it;
-                     0 gives rows of 0, and so does one of fewer than the query tokens or beyond the block table
+    seq_lens         int32 [R], prefix plus query tokens, whose keys and values are cached after it; 0 gives rows of 0,
+                     and so does a length below the number of query tokens or beyond the block table
     query_start_loc  int32 [R + 1]; request r's queries are rows query_start_loc[r] .. query_start_loc[r + 1] - 1
-    sinks            fp32 [Hq], which the prefix was attended to without; -inf is none, +inf gives 0
-    tree_masks       int64 [T], as AttentionBatch has them
-    out              [T, Hq, Dv], contiguous: of the prefix, then of all; not read where a prefix is empty
+    sinks            fp32 [Hq], not yet applied to the prefix; -inf has no effect, +inf gives 0
+    tree_masks       int64 [T], see AttentionBatch
+    out              [T, Hq, Dv], contiguous: in, over the prefix; out, over all; not read if a prefix is empty
     lse              fp32 [T, Hq], strided: the logarithm of the sum over the prefix of exp(score); likewise
-    lse_base_2       whether that logarithm is of base 2, as FlashInfer has it, or natural, as FlashAttention has it
+    lse_base_2       whether that logarithm has base 2, as in FlashInfer, or is natural, as in FlashAttention
     max_query_len    at most MAX_TREE_TOKENS; a capture constant, which sizes the launch
-    scale            of q.k
+    scale            factor on q.k
     soft_cap         None is no cap
     """
 
@@ -90,7 +90,7 @@ class TreeAttentionArguments(NamedTuple):
         return merged.flatten(1, 2)
 
     def _own_tokens(self, request: int, position: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values at position [N], fp32 [N, Hkv, D] and [N, Hkv, Dv]."""
+        """Return keys and values at position [N], fp32 [N, Hkv, D] and [N, Hkv, Dv]."""
         size = self.key_cache.shape[1]
         page, offset = self.block_table[request, position // size].long(), position % size
         return self.key_cache[page, offset].float(), self.value_cache[page, offset].float()
@@ -162,9 +162,9 @@ def _tree_attention_kernel(
     tree_masks_ptr,  # int64 [T]: which query tokens each one sees
     o_ptr,  # in and out: [T, Hq, Dv]
     lse_ptr,  # fp32 [T, Hq], of the prefix
-    sm_scale,  # of q.k
+    sm_scale,  # factor on q.k
     softcap,  # not read unless HAS_SOFTCAP
-    num_m_blocks,  # of a request
+    num_m_blocks,  # per request
     max_len,  # a length above it counts as 0
     stride_q_token,
     stride_q_head,
@@ -188,13 +188,13 @@ def _tree_attention_kernel(
     BLOCK_N: tl.constexpr,  # N, likewise
     HAS_SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
-    LSE_BASE_2: tl.constexpr,  # whether lse is a logarithm of base 2 or natural
+    LSE_BASE_2: tl.constexpr,  # whether lse has base 2 or is natural
     PDL: tl.constexpr,  # programmatic dependent launch
 ):
-    """o = (e^lse o + sum of e^qk v) / (e^lse + sum of e^qk + e^sink), over the tokens that a query token's mask names.
+    """o = (e^lse o + sum of e^qk v) / (e^lse + sum of e^qk + e^sink), over the tokens in a query token's mask.
 
-    A program has M query rows of one KV head; grid [R * num_m_blocks, Hkv]. All N query tokens of a request are one
-    block. Exponents are of 2.
+    One program per M query rows of a KV head; grid [R * num_m_blocks, Hkv]. All N query tokens of a request are one
+    block. Scores are exponents of 2.
     """
     LOG2_E: tl.constexpr = 1.4426950408889634
     M_INIT: tl.constexpr = -3.0e38  # finite, in a row that sees no token
@@ -263,8 +263,8 @@ def _tree_attention_kernel(
     l_i = tl.sum(p, 1)
     acc = tl.dot(p.to(v.dtype), v, input_precision="ieee")
 
-    # 5. The prefix counts as one token of score lse. Whether it is empty is told by its length: libraries differ in the
-    # lse of an empty one, and FlashAttention-3 has -inf for one whose sum is NaN, too.
+    # 5. The prefix counts as one token of score lse. Its length decides whether it is empty: libraries differ in the
+    # lse of an empty one, and FlashAttention-3 also returns -inf for one whose sum is NaN.
     has_prefix = mask_m & (context_len > 0)
     o_prefix = tl.load(o_ptrs, mask=mask_o & (context_len > 0), other=0.0).to(tl.float32)
     lse_ptrs = lse_ptr + q_token * stride_lse_token + head * stride_lse_head
@@ -282,7 +282,7 @@ def _tree_attention_kernel(
     if HAS_SINKS:
         l_i += tl.exp2(sink - m_all)
     acc = acc * alpha[:, None] + o_prefix * alpha_prefix[:, None]
-    # 7. Divide and store. By equality, so that a NaN is not taken for an empty row.
+    # 7. Divide and store. The test is for equality, so that a NaN is not taken for an empty row.
     acc = acc / tl.where(l_i == 0, 1.0, l_i)[:, None]
     tl.store(o_ptrs, acc.to(o_ptr.dtype.element_ty), mask=mask_o)
 

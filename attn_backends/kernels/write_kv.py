@@ -1,4 +1,4 @@
-"""Store new keys and values in the paged cache."""
+"""The write of new keys and values to the paged cache."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def write_kv(
     value_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
 ) -> None:
-    """cache[slot // page_size, slot % page_size] = new, for every token whose slot is one of the cache.
+    """Set cache[slot // page_size, slot % page_size] = new, for every token whose slot is in the cache.
 
     key           [num_tokens, heads, dim], with any strides but a contiguous last dim
     value         [num_tokens, heads, value_dim], likewise
@@ -30,8 +30,8 @@ def write_kv(
     value_cache   [pages, page_size, heads, value_dim], likewise
     slot_mapping  int64 [num_tokens]; a slot below 0 or beyond the last page writes nothing
 
-    Keys and values have the cache's dtype. Into a cache of e4m3 they may be wider: they are clamped to its range and
-    rounded to nearest, unscaled. Raises BatchError, with nothing written, for tensors that do not fit.
+    Keys and values have the cache's dtype. For an e4m3 cache they can be wider: they are clamped to its range and
+    rounded to nearest, unscaled. Raises BatchError, and writes nothing, for tensors that do not fit.
     """
     check_new_kv(key, value, key_cache, value_cache, slot_mapping)
     _write_kv(key, value, key_cache, value_cache, slot_mapping)
@@ -44,7 +44,7 @@ def check_new_kv(
     value_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
 ) -> None:
-    """Raise BatchError for keys, values and slots that do not fit the caches as `write_kv` says."""
+    """Raise BatchError for keys, values and slots that do not fit the caches as `write_kv` requires."""
     num_tokens, (_, _, heads, dim) = slot_mapping.shape[0], key_cache.shape
     quantise = key_cache.dtype is torch.float8_e4m3fn and key.dtype in _QUANTISED
     dtype = key.dtype if quantise else key_cache.dtype
@@ -61,7 +61,7 @@ def check_new_kv(
 
 
 class WriteKV(NamedTuple):
-    """As `write_kv` has them."""
+    """The arguments of `write_kv`."""
 
     key: torch.Tensor
     value: torch.Tensor
@@ -139,7 +139,8 @@ def _write_kv_kernel(
     QUANTISE: tl.constexpr,  # whether the caches are e4m3 and key and value wider
     PDL: tl.constexpr,  # programmatic dependent launch
 ):
-    """k_cache[page, offset] = k and v_cache[page, offset] = v of slot page * PAGE_SIZE + offset. A program a token."""
+    """k_cache[page, offset] = k, v_cache[page, offset] = v for slot page * PAGE_SIZE + offset. One program per
+    token."""
     await_previous(PDL)
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_mapping_ptr + token)
@@ -164,7 +165,7 @@ def _write_kv_kernel(
 
 @triton.jit
 def quantised(new, cache):
-    """New values as a cache of e4m3 holds them."""
+    """Return new values in the form an e4m3 cache holds them."""
     return e4m3_byte(new.to(tl.float32)).to(cache.dtype.element_ty, bitcast=True)
 
 

@@ -1,4 +1,4 @@
-"""Store new latents in the paged cache: norm, rotary, quantisation and the write in one kernel."""
+"""The write of new latents to the paged cache: norm, rotary embedding, quantisation and store in one kernel."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from builders.kernels.triton_runtime import await_previous, dependent_launch, tl
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KvANormRope:
-    """The norm and rotation that turn a latent as projected (kv_a) into the one that is cached.
+    """The norm and rotation that turn a projected latent (kv_a) into the cached one.
 
     weight     [D]
     positions  int64 [num_tokens]
@@ -32,7 +32,7 @@ class KvANormRope:
     table: torch.Tensor
 
     def apply(self, latent: torch.Tensor) -> torch.Tensor:
-        """latent [num_tokens, ..., D] normed and rotated in fp32, rounded to its dtype once; differentiable."""
+        """Norm and rotate latent [num_tokens, ..., D] in fp32, rounded to its dtype once; differentiable."""
         wide = latent.float()
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps) * self.weight.float()
         return turned(wide, self.positions, self.table).to(latent.dtype)
@@ -46,17 +46,17 @@ def write_latent(
     page_size: int | None = None,
     norm_rope: KvANormRope | None = None,
 ) -> None:
-    """cache[slot // page_size, slot % page_size] = latent, for every token whose slot is one of the cache.
+    """Set cache[slot // page_size, slot % page_size] = latent, for every token whose slot is in the cache.
 
     latent        [num_tokens, D]
     cache         [pages, page_size, D] or [pages, page_size, 1, D] in latent's dtype, with any strides but a contiguous
-                  last dim; or fp8_ds_mla, which takes bfloat16 latents of its own D: uint8 [pages,
-                  page_size, 1, TOKEN_BYTES] with a page's bytes adjacent, or [pages, page_bytes(page_size)] and
-                  page_size, since that shape does not say it
+                  last dim; or fp8_ds_mla, which takes bfloat16 latents of its fixed D: uint8 [pages, page_size, 1,
+                  TOKEN_BYTES] with a page's bytes adjacent, or [pages, page_bytes(page_size)] together with
+                  page_size, which that shape does not determine
     slot_mapping  int64 [num_tokens]; a slot below 0 or beyond the last page writes nothing
-    norm_rope     what is stored is norm_rope.apply(latent), rounded once, before any quantisation
+    norm_rope     store norm_rope.apply(latent) instead, rounded once, before any quantisation
 
-    Raises BatchError, with nothing written, for tensors that a kernel would misread.
+    Raises BatchError, and writes nothing, for tensors that a kernel would misread.
     """
     tokens, dim = latent.shape
     if cache.dim() == 4 and cache.shape[2] == 1:
@@ -83,7 +83,7 @@ def write_latent(
 
 
 def _fp8_ds_mla_pages(latent: torch.Tensor, cache: torch.Tensor, page_size: int | None) -> tuple[torch.Tensor, int]:
-    """The cache as [pages, bytes of a page], and its page size."""
+    """Return the cache as [pages, bytes per page], and its page size."""
     shape = (latent.shape[0], fp8_ds_mla.LATENT)
     require_tensor("latent", latent, shape=shape, dtype=torch.bfloat16, device=cache.device)
     if cache.dim() == 3:
@@ -169,7 +169,7 @@ def _write_latent_kernel(
     num_slots,  # pages * page_size
     PAGE_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,  # D
-    ROTARY: tl.constexpr,  # last dims that are rotated; 0 without a table
+    ROTARY: tl.constexpr,  # number of last dims that are rotated; 0 without a table
     BLOCK: tl.constexpr,  # D, rounded up to a power of two
     NORM: tl.constexpr,  # norm and rotate
     FP8_DS_MLA: tl.constexpr,  # whether that is the cache's format; its constants follow
@@ -179,7 +179,7 @@ def _write_latent_kernel(
     SCALE_BYTES: tl.constexpr,
     PDL: tl.constexpr,  # programmatic dependent launch
 ):
-    """kv_cache[slot] = latent, or rope(latent / rms(latent) * weight), quantised if FP8_DS_MLA; a program a token."""
+    """kv_cache[slot] = latent, or rope(latent / rms(latent) * weight), quantised if FP8_DS_MLA. Program per token."""
     await_previous(PDL)
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_mapping_ptr + token)
@@ -205,7 +205,7 @@ def _write_latent_kernel(
 @triton.jit
 def _store_fp8_ds_mla(
     x,  # bf16 [1, (TILES + 1) * TILE]
-    page_ptr,  # where the page starts
+    page_ptr,  # start of the page
     page_offset,  # of the token in the page
     PAGE_SIZE: tl.constexpr,
     TILE: tl.constexpr,
@@ -213,7 +213,7 @@ def _store_fp8_ds_mla(
     DATA_BYTES: tl.constexpr,
     SCALE_BYTES: tl.constexpr,
 ):
-    """A row of TILES + 1 tiles, the last of them rotary, to its offset in a page, by the rule of fp8_ds_mla.py."""
+    """Store a row of TILES + 1 tiles, the last of them rotary, at its offset in a page, in fp8_ds_mla.py's format."""
     FP32_ABS: tl.constexpr = 0x7FFFFFFF  # all bits but the sign
     BITS_SMALLEST_AMAX: tl.constexpr = 0x38D1B717  # as fp32: fp8_ds_mla.SMALLEST_AMAX
     BITS_INF: tl.constexpr = 0x7F800000
@@ -224,7 +224,7 @@ def _store_fp8_ds_mla(
     lane = tl.arange(0, TILE)[None, :]
     tiles_fp32 = tiles.to(tl.float32)
     magnitude = tiles_fp32.to(tl.int32, bitcast=True) & FP32_ABS
-    # At most the bits of infinity: those of a NaN, which lie above, must not carry into the sign.
+    # Clamped to the bits of infinity: those of a NaN are larger and must not carry into the sign.
     amax_bits = tl.minimum(tl.maximum(tl.max(magnitude, 1), BITS_SMALLEST_AMAX), BITS_INF)
     exponent = ((amax_bits + BELOW_QUARTER) >> 23) - 8
     inverse_scale = ((254 - exponent) << 23).to(tl.float32, bitcast=True)  # 2^(127 - exponent)
