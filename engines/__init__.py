@@ -1,1 +1,1 @@
-"""Adapters that run inside an engine and bring it what this library has. Nothing below knows an engine."""
+"""Adapters that run this library inside an engine. The other packages do not know any engine."""

@@ -1,4 +1,4 @@
-"""What the doctor says of an engine with a plug-in of ours, without importing it."""
+"""The doctor's findings about an engine that has a plug-in of this library, without importing the engine."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ _TOPIC = "engines"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EnginePlugIn:
-    """Our plug-in for an engine.
+    """This library's plug-in for an engine.
 
-    package, title     the engine's, as pip and as its makers write it
-    unsupported        why it is not for an engine of this version, or nothing
-    group, variable    of the entry points that the engine calls, and what restricts it to some of them
-    needs              by the name of each backend, why it does not load, or nothing
-    chosen_by          how a draft takes one of them
-    refused            why the plug-in does not load in this environment, or nothing
-    allowed            the names that a value of the variable allows; None: every one
+    package, title     the engine's, as pip and as its makers spell it
+    unsupported        why the plug-in does not support an engine version; empty if it does
+    group, variable    the entry point group that the engine calls, and the variable that restricts it
+    needs              by backend name, why it does not load; empty if it does
+    chosen_by          how a draft selects one of them
+    refused            why the plug-in does not load in this environment; empty if it does
+    allowed            the names that a value of the variable allows; None: all
     """
 
     package: str
@@ -38,7 +38,7 @@ class EnginePlugIn:
     allowed: Callable[[str], Collection[str] | None] = lambda value: value.split(",")
 
     def examine(self) -> Iterator[Finding]:
-        """The engine, and where it is of a supported version, how it finds the plug-in and each backend of it."""
+        """Yield findings for the engine and, if its version is supported, for the plug-in and each of its backends."""
         try:
             found = version(self.package)
         except PackageNotFoundError:
@@ -64,12 +64,12 @@ class EnginePlugIn:
 
 
 def _finding(subject: str, reason: str, detail: str) -> Finding:
-    """Refused for a reason, or in order."""
+    """Return a finding that is REFUSED if there is a reason, else OK."""
     return Finding(_TOPIC, subject, FindingStatus.REFUSED if reason else FindingStatus.OK, reason or detail)
 
 
 def why_not_loaded(name: str) -> Callable[[], str]:
-    """What says why one of our backends does not load, or nothing."""
+    """Return a function that says why a backend of this library does not load; empty if it does."""
 
     def ask() -> str:
         try:

@@ -179,7 +179,7 @@ def _write_latent_kernel(
     SCALE_BYTES: tl.constexpr,
     PDL: tl.constexpr,  # programmatic dependent launch
 ):
-    """kv_cache[slot] = latent, or rope(latent / rms(latent) * weight), quantised if FP8_DS_MLA. Program per token."""
+    """kv_cache[slot] = latent, or rope(latent / rms(latent) * weight), fp8 if FP8_DS_MLA. One program per token."""
     await_previous(PDL)
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_mapping_ptr + token)

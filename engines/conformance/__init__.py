@@ -1,1 +1,1 @@
-"""What the kits over engines' own metadata builders share: kernels that stand in for theirs, pages, records."""
+"""Parts shared by the kits over engines' own metadata builders: stand-ins for their kernels, pages, records."""

@@ -1,4 +1,4 @@
-"""Stand-ins for packages of compiled kernels, so that the Python of an engine that imports them can be loaded."""
+"""Stand-ins for packages of compiled kernels, so that an engine's Python that imports them can be loaded."""
 
 from __future__ import annotations
 
@@ -39,5 +39,5 @@ class _Finder:
 
 
 def stand_in_for(*packages: str, kind: type[KernelPackage] = KernelPackage) -> None:
-    """From now on, in this process, importing these packages, or anything below them, gives stand-ins."""
+    """Make importing these packages, or anything below them, return stand-ins from now on in this process."""
     sys.meta_path.insert(0, _Finder(packages, kind))

@@ -1,7 +1,7 @@
-"""Kernels of an engine as one operation each, so that the emulator of CUDA graphs can record them.
+"""An engine's kernels as one op each, so that the CUDA graph emulator can record them.
 
-A launch in Triton's interpreter, and a stand-in for a compiled kernel, read their tensors on the host, which no graph
-may do; on a device each is one kernel.
+A launch in Triton's interpreter, and a stand-in for a compiled kernel, read their tensors on the host, which a graph
+forbids; on a device each is one kernel.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ torch.library.impl("attn_backends_engines::launch", "cpu", lambda touched, call:
 
 
 def launch(kernel: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-    """Run it; under a dispatch mode as an operation that the mode sees. It writes into tensors of its arguments."""
+    """Run the kernel; under a dispatch mode, as an op that the mode sees. It writes into tensors of its arguments."""
     if _get_current_dispatch_mode() is None:
         kernel(*args, **kwargs)
         return
@@ -32,5 +32,5 @@ def launch(kernel: Callable[..., None], *args: Any, **kwargs: Any) -> None:
 
 
 def record_launches() -> None:
-    """From now on, in this process, a launch in the interpreter is a `launch`."""
+    """Route interpreter launches through `launch` from now on in this process."""
     GridExecutor.__call__ = lambda *args, **kwargs: launch(_run, *args, **kwargs)

@@ -1,4 +1,4 @@
-"""A cache whose first page belongs to padding, as engines have it: page p of the kit is page p + 1 of the engine."""
+"""A cache whose first page belongs to padding, as in engines: page p of the kit is page p + 1 of the engine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from builders import AttentionSpec
 
 
 class EngineCache(AttentionBackend):
-    """The null page is NaN: a read of it shows."""
+    """Fills the null page with NaN, so that a read of it shows."""
 
     def allocate_kv(self, spec: AttentionSpec, num_pages: int, device: torch.device) -> KVCache:
         return after_the_null_page(super().allocate_kv(spec, num_pages + 1, device))
@@ -23,22 +23,22 @@ class EngineCache(AttentionBackend):
 
 
 class NoAttention(EngineCache):
-    """Nothing attends by the metadata."""
+    """For metadata that nothing attends with."""
 
     def forward(
         self, query: Tensor, cache: KVCache, metadata: Any, *, spec: AttentionSpec, sinks: Sinks = None
     ) -> Tensor:
-        """Raises NotImplementedError: the kit does not call it."""
+        """Raise NotImplementedError: the kit does not call it."""
         raise NotImplementedError("nothing attends by this metadata")
 
 
 def with_null_page(cache: KVCache) -> KVCache:
-    """The whole cache of the engine: the kit's pages, and the null page before them."""
+    """Return the engine's whole cache: the null page, then the kit's pages."""
     return KVCache(*map(_from_the_null_page, (cache.key, cache.value)))
 
 
 def after_the_null_page(pages: KVCache) -> KVCache:
-    """The kit's pages of an engine's cache, whose null page becomes NaN."""
+    """Return the kit's pages of an engine's cache, and fill the null page with NaN."""
     for part in (pages.key, pages.value):
         part[0].view(torch.uint8).fill_(0xFF)
     return KVCache(pages.key[1:], pages.value[1:])

@@ -1,4 +1,4 @@
-"""An engine's metadata as the kit compares it: a frozen record of its tensors, with what it is made of beside them."""
+"""An engine's metadata in the form the kit compares: a frozen record of its tensors, plus their source objects."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from builders import AttentionBatch
 
 @dataclass(frozen=True, eq=False)
 class Inner:
-    """The engine's own metadata, and the batch it is of. The kit compares the tensors beside it."""
+    """The engine's own metadata and its batch. The kit compares only the tensors next to it."""
 
     metadata: Any
     batch: AttentionBatch
@@ -27,7 +27,7 @@ class Inner:
 
 
 def record_of(tensors: Mapping[str, torch.Tensor], **host: Any) -> Any:
-    """A frozen dataclass with these tensors, and fields of the host."""
+    """Return a frozen dataclass with these tensors and host fields."""
     return _record(tuple(tensors), tuple(host))(*tensors.values(), *host.values())
 
 
@@ -38,7 +38,7 @@ def _record(tensors: tuple[str, ...], host: tuple[str, ...]) -> type:
 
 
 def tensors_in(metadata: Any, prefix: str = "") -> dict[str, torch.Tensor]:
-    """The tensors of a dataclass of the engine, by name; what is nested, in lists too, joined by _."""
+    """Return the tensors of an engine's dataclass by name; nested names, also in lists, are joined by _."""
     found: dict[str, torch.Tensor] = {}
     for name, value in _parts(metadata, prefix):
         if isinstance(value, torch.Tensor):

@@ -1,4 +1,4 @@
-"""A builder of an engine as a subject of the kit: what it is tried with, and the class that is checked."""
+"""An engine's builder as a subject of the kit: the capabilities it is tested with, and the class under test."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HEADS = Capabilities(
     page_sizes=Sizes(minimum=16, multiple_of=16),
     features=frozenset({Feature.GQA, Feature.SLIDING_WINDOW}),
 )
-"""What heads of keys and values are tried with."""
+"""Test capabilities for keys and values per head."""
 LATENT = replace(
     HEADS,
     head_dims=Sizes(minimum=64, maximum=512, power_of_two=True),
@@ -30,7 +30,7 @@ LATENT = replace(
     features=frozenset({Feature.GQA, Feature.SLIDING_WINDOW, Feature.SINKS}),
     kinds=(AttentionKind.MLA,),
 )
-"""The same of latents."""
+"""The same for latents."""
 DENSE_LATENT = replace(
     LATENT,
     kv_dtypes=(),
@@ -39,19 +39,19 @@ DENSE_LATENT = replace(
     features=frozenset({Feature.GQA, Feature.VALUE_DIM}),
     required=frozenset({Feature.VALUE_DIM}),
 )
-"""The same of latents that are read whole, of which a value is the first part."""
+"""The same for latents that are read whole, with the value as the first part."""
 
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """A builder that a kit knows. module: in the kit's room. no_attention: why nothing attends by what it builds."""
+    """A builder that a kit knows. module: in the kit's package. no_attention: why nothing attends with its metadata."""
 
     module: str
     no_attention: str = ""
 
 
 def installed_version(package: str, releases: str, what: str) -> str:
-    """The engine's. releases: a pattern. Raises BrokenBackend where there is none, or one of another release."""
+    """Return the engine's version. releases: a pattern. Raises BrokenBackend if it is missing or does not match."""
     try:
         found = version(package)
     except PackageNotFoundError:
@@ -65,7 +65,7 @@ def installed_version(package: str, releases: str, what: str) -> str:
 
 
 def subject_of(name: str, room: str, listed: Mapping[str, Listed], engine: str) -> Subject:
-    """The builder of this name. room: the package of the kit. engine: with its version, such as vllm 0.33.0.
+    """Return the builder of this name as a subject. room: the kit's package. engine: name and version, as vllm 0.33.0.
 
     Raises BrokenBackend for a name that is not listed.
     """
@@ -86,10 +86,10 @@ def backend_class(
     attends: type[AttentionBackend],
     **facts: Any,
 ) -> type[AttentionBackend]:
-    """The backend that is checked: the builder, what it is tried with, and what attends by its metadata.
+    """Make the backend under test: the builder, the capabilities it is tested with, and the class that attends.
 
-    module: that of the subject, beside which its known failures are. facts: further attributes of the class.
+    module: the subject's, next to which its known failures lie. facts: further attributes of the class.
     """
     facts |= {"name": builder.__name__, "builder": builder, "capabilities": capabilities}
-    # It is asked for whatever the contract says now.
+    # It is tested against the current contract.
     return type(builder.__name__, (attends,), {"__module__": module, "contract_version": CONTRACT_VERSION, **facts})

@@ -1,7 +1,7 @@
-"""Draft backends for SGLang, found by it through the entry point group sglang.srt.plugins.
+"""Draft backends for SGLang, which finds them through the entry point group sglang.srt.plugins.
 
-SGLang calls `register` once in each of its processes. What SGLang itself does not offer a plug-in is one table, of the
-backends that can decode a draft: a hook around the method that looks a backend up there adds ours.
+SGLang calls `register` once in each of its processes. The one thing that SGLang does not let a plug-in extend is the
+table of backends that can decode a draft: a hook around its look-up method adds this library's.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 from engines.sglang.version import unsupported_reason
 
 ENTRY_POINT_GROUP = "sglang.srt.plugins"
-"""Of the packages that SGLang calls in every process."""
+"""The group that SGLang calls in every process."""
 
 
 class Name(NamedTuple):
-    """A name that SGLang takes for a draft's backend. ours: who decodes the draft; theirs: who does all else."""
+    """A backend name for SGLang drafts. ours: the backend that decodes the draft; theirs: SGLang's, for the rest."""
 
     ours: str
     theirs: str
@@ -35,7 +35,7 @@ _log = logging.getLogger(__name__)
 
 
 def register() -> None:
-    """Tell SGLang the names. On another release than the adapters are for it starts without them, with a warning."""
+    """Register the names with SGLang. On an unsupported release, SGLang starts without them, with a warning."""
     if reason := unsupported_reason():
         _log.warning("%s", reason)
         return
@@ -47,7 +47,7 @@ def register() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     for name, (_, theirs) in NAMES.items():
-        # What a draft's runner makes for itself, before the factory makes the backends of its steps.
+        # A draft's runner makes this one for itself, before the factory makes the backends of its steps.
         ATTENTION_BACKENDS.setdefault(name, ATTENTION_BACKENDS[theirs])
     add_attention_backend_choices(list(NAMES))
     add_draft_attention_backend_choices(list(NAMES))
@@ -62,11 +62,11 @@ def look_up(
     error_template: str,
     stamps_children: bool = False,
 ) -> Any:
-    """SGLang's look-up of a draft's backend, with ours among those it finds.
+    """Run SGLang's look-up of a draft's backend, with this library's added.
 
-    backend_map: what makes each of SGLang's, by name. stamps_children: whether a container of a backend for each step
-    is asked for, not the backend of the step that reads the text. Raises UnsupportedDraft where ours cannot serve the
-    draft.
+    backend_map: the factory of each SGLang backend, by name. stamps_children: whether to return a container with one
+    backend per step, instead of the backend of the step that reads the prompt. Raises UnsupportedDraft if this
+    library's backend cannot serve the draft.
     """
     ours = {
         name: _maker(factory, each) if stamps_children else backend_map[each.theirs]

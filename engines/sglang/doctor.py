@@ -1,4 +1,4 @@
-"""What `attn-backends doctor` says of SGLang: its version, and which backends it could use."""
+"""`attn-backends doctor` for SGLang: its version, and which backends it could use."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from engines.sglang.version import release_reason
 
 
 def _allowed(value: str) -> list[str] | None:
-    """As SGLang reads its variable: empty, it allows all."""
+    """Parse the variable as SGLang does: empty allows all."""
     return [name.strip() for name in value.split(",")] if value else None
 
 

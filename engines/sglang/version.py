@@ -1,4 +1,4 @@
-"""Whether the SGLang that is here is one that the adapters were written for."""
+"""Whether the installed SGLang is one that the adapters support."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import inspect
 from importlib import import_module, metadata
 
 SUPPORTED = "0.5.23"
-"""The release of SGLang that `engines.sglang.v0_5_23` was written for; its draft workers change with each."""
+"""The SGLang release that `engines.sglang.v0_5_23` was written for; its draft workers change with each release."""
 _LOOK_UP = ("self", "backend_name", "backend_map", "error_template", "stamps_children")
-"""Parameters of the method that is hooked."""
+"""Parameters of the hooked method."""
 
 
 class UnsupportedSglang(ImportError):
-    """The SGLang that is installed is none that the adapters were written for."""
+    """The adapters were not written for the installed SGLang."""
 
 
 def release_reason(found: str) -> str:
-    """Why the adapters are not for an SGLang of this version, or nothing."""
+    """Return why the adapters do not support this SGLang version; empty if they do."""
     if found == SUPPORTED:
         return ""
     return (
@@ -26,7 +26,7 @@ def release_reason(found: str) -> str:
 
 
 def unsupported_reason() -> str:
-    """Why the adapters are not for the SGLang that is here, or nothing."""
+    """Return why the adapters do not support the installed SGLang; empty if they do."""
     try:
         found = metadata.version("sglang")
     except metadata.PackageNotFoundError:
@@ -45,6 +45,6 @@ def unsupported_reason() -> str:
 
 
 def require_supported() -> None:
-    """Raise UnsupportedSglang unless SGLang is of the supported release."""
+    """Raise UnsupportedSglang unless the supported SGLang release is installed."""
     if reason := unsupported_reason():
         raise UnsupportedSglang(reason)

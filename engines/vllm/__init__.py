@@ -1,7 +1,7 @@
-"""Attention backends for vLLM, found by it through the entry point group vllm.general_plugins.
+"""Attention backends for vLLM, which finds them through the entry point group vllm.general_plugins.
 
-vLLM calls `register` in each of its processes, perhaps more than once. A backend's module is imported when vLLM asks
-for the backend: on another minor of vLLM, or without the package of its kernels, it then refuses in words.
+vLLM calls `register` in each of its processes, possibly more than once. It imports a backend's module when it needs the
+backend; on another vLLM minor, or without the package of its kernels, the import fails with the reason.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 ENTRY_POINT_GROUP = "vllm.general_plugins"
-"""Of the packages that vLLM calls in every process."""
+"""The group that vLLM calls in every process."""
 NAMES = {
     "FLASHINFER_IN_GRAPH": "engines.vllm.v0_33.flashinfer.InGraphFlashInfer",
     "ATTN_BACKENDS_TRITON_PAGED": "engines.vllm.v0_33.paged.TritonPaged",
@@ -23,19 +23,19 @@ NAMES = {
     "ATTN_BACKENDS_FLASHMLA": "engines.vllm.v0_33.mla.Flashmla",
     "FLASHMLA_SPARSE_IN_GRAPH": "engines.vllm.v0_33.sparse.InGraphFlashMlaSparse",
 }
-"""Name and class of each backend. A class's get_name() says the same name: vLLM looks a layer's backend up by it."""
+"""Name and class of each backend. The class's get_name() returns the same name, by which vLLM finds a layer's
+backend."""
 
 VALIDATE = "ATTN_BACKENDS_VALIDATE"
-"""The variable that has a served vLLM compare its draft metadata: 1, or 0 for not."""
+"""The variable that makes a served vLLM compare its draft metadata: 1 for yes, 0 for no."""
 
 _log = logging.getLogger(__name__)
 
 
 def register() -> None:
-    """Tell vLLM the names. vLLM starts without them, with a warning, where names are not free or one is taken.
+    """Register the names with vLLM. If vLLM has no free names, or one is taken, it starts without them, with a warning.
 
-    Raises ValueError for a VALIDATE that says neither 0 nor 1, and UnsupportedVllm where it asks for what this vLLM's
-    speculators do not allow.
+    Raises ValueError if VALIDATE is neither 0 nor 1, and UnsupportedVllm if it is 1 and this vLLM's speculators differ.
     """
     if reason := refused_variable():
         raise ValueError(reason)
@@ -47,7 +47,7 @@ def register() -> None:
 
 
 def refused_variable() -> str:
-    """What is wrong with VALIDATE, and what to do; empty if nothing is."""
+    """Return what is wrong with VALIDATE, and what to do; empty if nothing is."""
     if (asked := os.environ.get(VALIDATE, "0")) in ("0", "1"):
         return ""
     return f"{VALIDATE} must be 0 or 1, got {asked!r}. Set it to 1 to compare draft metadata."
@@ -58,7 +58,7 @@ def _register_names() -> None:
         from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
         has_free_names = hasattr(AttentionBackendEnum, "register")
-    except ImportError:  # older ones have their registry elsewhere
+    except ImportError:  # older versions have their registry elsewhere
         has_free_names = False
     if not has_free_names:
         _log.warning("attn-backends needs a vLLM whose backends have free names, 0.33 say; it registered none.")
@@ -68,19 +68,19 @@ def _register_names() -> None:
             register_backend(name, path)
         elif (taken := AttentionBackendEnum[name].get_path()) != path:
             _log.warning("vLLM's backend %s is %s already, that of attn-backends was left out.", name, taken)
-    # A process that vLLM spawns, as `vllm serve` does, reads its configuration before it loads plug-ins, and an enum's
-    # member is pickled by a value that only they make valid.
+    # A process that vLLM spawns, as `vllm serve` does, reads its configuration before it loads plug-ins, and an enum
+    # member is pickled by a value that only plug-ins make valid.
     copyreg.pickle(AttentionBackendEnum, _reduced)
 
 
 def _reduced(member: Any) -> tuple[Callable[..., Any], tuple[str, ...]]:
-    """How a member of vLLM's AttentionBackendEnum is pickled."""
+    """Reduce a member of vLLM's AttentionBackendEnum for pickling."""
     is_ours = NAMES.get(member.name) == member.value
     return (_named, (member.name,)) if is_ours else (type(member), (member.value,))
 
 
 def _named(name: str) -> Any:
-    """The member of a name of ours, in a process that may not have loaded plug-ins."""
+    """Return the member of one of NAMES, in a process that may not have loaded plug-ins."""
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     _register_names()

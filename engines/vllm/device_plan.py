@@ -1,4 +1,4 @@
-"""The plan of a FlashInfer wrapper that an engine made, from then on written on the device."""
+"""The plan of an engine's FlashInfer wrapper, rewritten on the device after its first planning."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ NO_FLASHINFER = f"needs FlashInfer, which vLLM asks for: pip install 'vllm=={SUP
 
 
 class DevicePlan:
-    """Owns a decode wrapper in graph mode that was planned once, for any lengths: `refresh` writes its plan.
+    """Owns a graph-mode decode wrapper that was planned once, for any lengths; `refresh` rewrites its plan.
 
-    wrapper      FlashInfer's, of tensor cores, planned for rows of query_len tokens each; nobody else plans it again
+    wrapper      FlashInfer's, on tensor cores, planned for rows of query_len tokens each; nobody else can plan it again
     spec         the attention of one rank: its heads, page size and window
     seq_lens     int32 [num_reqs]              the engine's buffer, read by each refresh
-    block_table  int32 [num_reqs, max_pages]   the engine's too, rows any stride apart, read by the kernel
+    block_table  int32 [num_reqs, max_pages]   the engine's buffer, with any row stride, read by the kernel
 
-    Raises BatchError for a plan of another kind, another FlashInfer or another batch, and for rows that are not causal
-    and longer than a query tile, with a window.
+    Raises BatchError for a plan of another kernel, FlashInfer release or batch, and for rows with a window that are not
+    causal and longer than a query tile.
     """
 
     def __init__(
@@ -37,18 +37,18 @@ class DevicePlan:
         )
         self.wrapper, self.seq_lens, self.last_page_len = wrapper, seq_lens, rows.last_page_len
         self.row_stride = int(rows.indptr[1])
-        # The engine's own buffers of these serve all of its wrappers, and its other batches write them.
+        # The engine's own buffers serve all of its wrappers, and its other batches overwrite them.
         wrapper._paged_kv_indptr_buf = rows.indptr.to(device)
         wrapper._paged_kv_indices_buf = rows.pages
         wrapper._paged_kv_last_page_len_buf = rows.last_page_len
         self.workspace = wrapper._int_workspace_buffer
 
     def refresh(self) -> None:
-        """Make the plan that of the lengths as they stand; graph-safe, one kernel."""
+        """Rewrite the plan for the current lengths; graph-safe, one kernel."""
         replan(self.seq_lens, self.last_page_len, self.workspace, self.layout, row_stride=self.row_stride)
 
     def arrays(self) -> dict[str, torch.Tensor]:
-        """The plan as it stands, by array name, without what padding tiles hold; waits for the device."""
+        """Return the current plan by array name, without the contents of padding tiles; syncs with the device."""
         layout = self.layout
         mask = self.workspace[layout.block_valid_mask :][: layout.padded_tiles].view(torch.bool)
         ints, tiles = self.workspace.view(torch.int32), int(mask.sum())

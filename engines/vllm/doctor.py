@@ -1,4 +1,4 @@
-"""What `attn-backends doctor` says of vLLM: its version, and which backends it could use."""
+"""`attn-backends doctor` for vLLM: its version, and which backends it could use."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from engines.vllm.device_plan import NO_FLASHINFER
 from engines.vllm.version import unsupported_reason
 
 _OURS = "ATTN_BACKENDS_"
-"""Before the names of our own backends; the others are vLLM's with a builder of ours."""
+"""Prefix of this library's backends; the others are vLLM's with a builder of this library."""
 
 
 def _flashinfer() -> str:

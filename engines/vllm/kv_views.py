@@ -1,4 +1,4 @@
-"""vLLM's KV cache as keys and values: views of what lies there, never copies."""
+"""vLLM's KV cache as keys and values: views, never copies."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from builders.errors import require
 
 
 def keys_and_values(kv_cache: torch.Tensor, head_dim: int) -> KVCache:
-    """kv_cache: [pages, num_kv_heads, page_size, 2 * head_dim], a token's key before its value, in any order in memory
-    as long as the last dim is contiguous.
+    """Split kv_cache [pages, num_kv_heads, page_size, 2 * head_dim], in any memory order with a contiguous last dim,
+    which holds a token's key, then its value.
 
     Raises BatchError for a cache of another layout.
     """
@@ -25,7 +25,7 @@ def keys_and_values(kv_cache: torch.Tensor, head_dim: int) -> KVCache:
 
 
 def latents(kv_cache: torch.Tensor, head_dim: int, value_dim: int) -> KVCache:
-    """kv_cache: [pages, page_size, head_dim], whose first value_dim dims are the values.
+    """View kv_cache [pages, page_size, head_dim], whose first value_dim dims are the values.
 
     Raises BatchError for a cache of another layout.
     """

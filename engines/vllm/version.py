@@ -1,11 +1,11 @@
-"""Whether the vLLM that is here is one that the adapters were written for."""
+"""Whether the installed vLLM is one that the adapters support."""
 
 from __future__ import annotations
 
 from importlib import import_module
 
 SUPPORTED = "0.33"
-"""The minor of vLLM whose classes `engines.vllm.v0_33` extends."""
+"""The vLLM minor whose classes `engines.vllm.v0_33` extends."""
 _HOOKS = {
     "vllm.v1.attention.backend:AttentionMetadataBuilder.update_draft_decode_metadata": "the update in a graph",
     "vllm.v1.attention.backend:AttentionBackend.validate_configuration": "the reasons against a backend",
@@ -13,15 +13,15 @@ _HOOKS = {
     "vllm.v1.attention.backends.registry:AttentionBackendEnum.register": "backends by free names",
     "vllm.v1.kv_cache_interface:create_kv_cache_views": "the packed KV cache",
 }
-"""What the adapters build on, and what it is."""
+"""What the adapters depend on, and what it provides."""
 
 
 class UnsupportedVllm(ImportError):
-    """The vLLM that is installed is none that the adapters were written for. vLLM shows it as a backend's reason."""
+    """The adapters were not written for the installed vLLM. vLLM shows the message as a backend's reason."""
 
 
 def unsupported_reason(found: str) -> str:
-    """Why the adapters are not for a vLLM of this version, or nothing."""
+    """Return why the adapters do not support this vLLM version; empty if they do."""
     if found.split(".")[:2] == SUPPORTED.split("."):
         return ""
     return (

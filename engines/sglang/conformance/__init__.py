@@ -6,14 +6,14 @@ from collections.abc import Sequence
 
 from engines.conformance.subjects import Listed, installed_version, subject_of
 from engines.sglang.conformance import (
-    round_checks,  # noqa: F401  it adds to the family
+    round_checks,  # noqa: F401  adds to the family
     stand_in,
 )
 from engines.sglang.version import SUPPORTED
 from spec_decode.testing.subject import Subject
 
 FAMILIES = ("graph",)
-"""A plan is for a graph."""
+"""Plans exist for graphs only."""
 _BACKENDS = {
     "DeepseekSparseAttnMultiStepBackend": Listed(
         "dsa", "an indexer, whose kernels need a GPU, chooses what is attended"
@@ -30,12 +30,13 @@ NAMES = tuple(_BACKENDS)
 
 
 def require_engine() -> str:
-    """SGLang's version. Raises BrokenBackend where it is not installed, or another than 0.5.23."""
+    """Return SGLang's version. Raises BrokenBackend if it is not installed or not 0.5.23."""
     return installed_version("sglang", SUPPORTED, "SGLang's draft backends")
 
 
 def subjects(names: Sequence[str] = NAMES) -> list[Subject]:
-    """These draft backends of the installed SGLang. Raises BrokenBackend for an unknown one, and for another SGLang."""
+    """Return these draft backends of the installed SGLang. Raises BrokenBackend for an unknown one, or another
+    SGLang."""
     version = require_engine()
     stand_in.enter()
     return [subject_of(name, __name__, _BACKENDS, f"sglang {version}") for name in names]

@@ -1,4 +1,4 @@
-"""Attention in plain torch over what SGLang tells its kernels, each as the one launch that it is on a device."""
+"""Attention in plain torch from the inputs of SGLang's kernels, each as the single launch it is on a device."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ def _attend(
 
 
 def listed(ends: Tensor, slots: Tensor) -> list[Tensor]:
-    """Row r attends to slots[ends[r] : ends[r + 1]].
+    """Return per row r the slots slots[ends[r] : ends[r + 1]].
 
-    A kernel has the address of the slots, so these may go on behind the view that a capture had.
+    A kernel gets only the address of the slots, so they can extend past the view that a capture had.
     """
     edges, slots = ends.tolist(), from_its_address(slots)
     return [slots[first:last] for first, last in pairwise(edges)]
 
 
 def in_pages(table: Tensor, lengths: Tensor, page_size: int, window: int = 0) -> list[Tensor]:
-    """Row r attends to the first lengths[r] slots of its pages, or to the last `window` of them."""
+    """Return per row r the first lengths[r] slots of its pages, or the last `window` of them."""
     slots = (table.long()[:, :, None] * page_size + torch.arange(page_size)).flatten(1)
     return [
         row[max(0, length - window) if window else 0 : length]
@@ -53,17 +53,17 @@ def in_pages(table: Tensor, lengths: Tensor, page_size: int, window: int = 0) ->
 
 
 def used_pages(table: Tensor, lengths: Tensor, live: int, page_size: int) -> Tensor:
-    """The pages of the first `live` rows, one after another, without what follows each row's length."""
+    """Return the pages of the first `live` rows, concatenated, without those past each row's length."""
     used = ((lengths + page_size - 1) // page_size).tolist()
     return torch.cat([table[row, : used[row]] for row in range(live)])
 
 
 def from_its_address(tensor: Tensor) -> Tensor:
-    """The tensor and all that lies behind it, as one row: what a kernel may read that was given its address."""
+    """Return the tensor and all memory behind it as one row: what a kernel can read from its address."""
     behind = tensor.untyped_storage().nbytes() // tensor.itemsize - tensor.storage_offset()
     return tensor.as_strided((behind,), (1,))
 
 
 def whole_rows(table: Tensor) -> Tensor:
-    """The table with its rows as long as they are apart: a kernel has the address of a view and its stride."""
+    """Return the table with its rows as long as their stride: a kernel gets a view's address and stride."""
     return table.as_strided((len(table), table.stride(0)), table.stride())

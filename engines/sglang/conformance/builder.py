@@ -1,7 +1,7 @@
-"""A draft backend of SGLang behind the contract of this library: a round is planned as SGLang's graph runner plans it.
+"""An SGLang draft backend behind this library's contract: rounds are planned the way SGLang's graph runner plans them.
 
-SGLang gives each step of a draft a backend of its own, and plans all of them before it replays the one graph of their
-steps. In the kit's words the steps are planned ahead: nothing advances inside the graph.
+SGLang gives each draft step its own backend, and plans all of them before it replays the one graph of their steps. In
+the kit's terms the steps are preplanned: nothing advances inside the graph.
 """
 
 from __future__ import annotations
@@ -33,35 +33,35 @@ from spec_decode.testing.outcome import Unsupported
 class PlannedSteps(MetadataBuilder[Any]):
     """Plays the graph runner of SGLang's EAGLE worker: its static inputs, and its calls of the draft's backend.
 
-    A batch of the kit counts the token that is asked about, SGLang's lengths are those before the round: step i of a
-    round attends to length + i + 1 tokens.
+    The kit's lengths include the query token, SGLang's exclude the round: step i of a round attends to length + i + 1
+    tokens.
     """
 
     graph_support = GraphSupport.SINGLE_TOKEN_DECODE
     build_per_round = True
 
-    step_fields = ()  # each step has metadata of its own
+    step_fields = ()  # each step has separate metadata
     held_as: ClassVar[str] = "forward_metadata"
-    """Where the backend of a step holds its metadata."""
+    """The attribute in which a step's backend holds its metadata."""
 
     @staticmethod
     def make(runner: Any) -> Any:
-        """SGLang's container of a backend for each step. Raises NotImplementedError: each subject has its own."""
+        """Make SGLang's container with one backend per step. Raises NotImplementedError: each subject has its own."""
         raise NotImplementedError
 
     @staticmethod
     def told(metadata: Any, batch: Any, live: int) -> dict[str, torch.Tensor]:
-        """What the kernels of a step read for the first `live` rows, by name; the rest is padding.
+        """Return what a step's kernels read for the first `live` rows, by name; the rest is padding.
 
-        metadata: of the step's backend. batch: SGLang's, of the step. Raises NotImplementedError: as `make`.
+        metadata: of the step's backend. batch: SGLang's batch for the step. Raises NotImplementedError, like `make`.
         """
         raise NotImplementedError
 
     @staticmethod
     def slots(metadata: Any, batch: Any) -> Sequence[torch.Tensor]:
-        """The slots whose tokens the kernels of a step take for each row's text, in order; with a window, for its end.
+        """Return the slots that a step's kernels use for each row's text, in order; with a window, for its end.
 
-        metadata, batch: as `told` has them. Raises NotImplementedError: as `make`.
+        metadata, batch: as in `told`. Raises NotImplementedError, like `make`.
         """
         raise NotImplementedError
 
@@ -82,7 +82,8 @@ class PlannedSteps(MetadataBuilder[Any]):
         self._write_at = torch.zeros(rows, STEPS, dtype=torch.int64)
 
     def build(self, batch: AttentionBatch, *, horizon: int = 0) -> PlannedStep:
-        """The first step of a round over the batch, of which the capture was one too. Raises Unsupported as `plan`."""
+        """Build a round's first step over the batch, which its capture was over too. Raises Unsupported as `plan`
+        does."""
         self.check_horizon(batch, horizon)
         self.plan_capture(batch.num_reqs, batch)
         self.plan(batch)
@@ -90,9 +91,9 @@ class PlannedSteps(MetadataBuilder[Any]):
         return self.step(batch.num_reqs, 0)
 
     def plan_capture(self, rows: int, batch: AttentionBatch | None = None) -> None:
-        """Plan the steps of a round for a capture; without a batch, over rows of padding, as SGLang captures.
+        """Plan a round's steps for a capture; without a batch, over rows of padding, as SGLang captures.
 
-        Raises Unsupported for more than one token a request.
+        Raises Unsupported for more than one token per request.
         """
         self._load(rows, batch)
         known = [0] * rows if batch is None else batch.host_seq_lens
@@ -100,27 +101,27 @@ class PlannedSteps(MetadataBuilder[Any]):
             self.steps.init_forward_metadata_out_graph(self._batch(rows, known), in_capture=True)
 
     def plan(self, batch: AttentionBatch) -> None:
-        """Plan the steps of a round over the batch before a replay. Raises Unsupported as `plan_capture` does."""
+        """Plan a round's steps over the batch before a replay. Raises Unsupported as `plan_capture` does."""
         self._load(batch.num_reqs, batch)
         asked = batch.host_seq_lens if getattr(self.steps, "needs_cpu_seq_lens", True) else None
         with on_an_h200():
             self.steps.init_forward_metadata_out_graph(self._batch(batch.num_reqs, asked))
 
     def begin(self, rows: int) -> None:
-        """What the graph of a round records before its steps."""
+        """Do what a round's graph captures before its steps."""
         with on_an_h200():
             self.steps.init_forward_metadata_in_graph(self._batch(rows))
 
     def end_warm_up(self) -> None:
-        """What SGLang does between a round that warms up and the capture of one."""
+        """Do what SGLang does between the warm-up round and the capture."""
         if hasattr(self.steps, "on_after_cuda_graph_warmup"):
             with on_an_h200():
                 self.steps.on_after_cuda_graph_warmup()
 
     def step(self, rows: int, step: int) -> PlannedStep:
-        """A step of the round that was planned last, with the metadata that its backend has now."""
+        """Return a step of the round that was planned last, with its backend's current metadata."""
         view, backend = self._batch(rows), self.steps.attn_backends[step]
-        # A copy, as SGLang makes one in its graph: kernels read slots that lie beside each other.
+        # A copy, as SGLang makes one in its graph: kernels read contiguous slots.
         view.out_cache_loc = self._write_at[:rows, step].contiguous()
         view.page_size, view.window = self.spec.page_size, self.spec.sliding_window or 0
         return PlannedStep(self, backend, getattr(backend, self.held_as), view)
@@ -129,7 +130,7 @@ class PlannedSteps(MetadataBuilder[Any]):
         return CaptureConstants(max_reqs=metadata.batch.batch_size, max_query_len=1, max_seq_len=self.max_seq_len)
 
     def _load(self, rows: int, batch: AttentionBatch | None = None) -> None:
-        """Fill the static inputs for a round over the batch; None for a capture, all rows of which are padding."""
+        """Fill the static inputs for a round over the batch; None for a capture, whose rows are all padding."""
         if batch is not None and batch.max_query_len > 1:
             raise Unsupported("SGLang drafts one token of a request in a step, this batch has more")
         if batch is None:
@@ -151,7 +152,7 @@ class PlannedSteps(MetadataBuilder[Any]):
         self._write_at[:rows] = torch.where(live[:, None], drafted, 0)
 
     def _batch(self, rows: int, host_seq_lens: Sequence[int] | None = None) -> Any:
-        """SGLang's batch of a round, over the static inputs."""
+        """Return SGLang's batch of a round, over the static inputs."""
         from sglang.srt.model_executor.forward_batch_info import ForwardMode
         from sglang.srt.speculative.eagle_info import EagleDraftInput
 
@@ -178,7 +179,7 @@ class PlannedSteps(MetadataBuilder[Any]):
 
 @dataclass(frozen=True, slots=True)
 class PlannedStep:
-    """What a step attends with: its backend, the metadata that its graph holds, and SGLang's batch of the step."""
+    """The inputs of a step's attention: its backend, the metadata that its graph holds, and SGLang's batch."""
 
     builder: PlannedSteps
     backend: Any
@@ -187,24 +188,24 @@ class PlannedStep:
 
     @property
     def slot_mapping(self) -> torch.Tensor:
-        """Where the step writes, which its batch says, and no metadata of its backend."""
+        """Where the step writes: this comes from its batch, not from its backend's metadata."""
         where: torch.Tensor = self.batch.out_cache_loc
         return where
 
     def planned(self) -> Any:
-        """The metadata that the backend has now, after another plan."""
+        """Return the backend's current metadata, after another plan."""
         return getattr(self.backend, self.builder.held_as)
 
     def told(self, live: int) -> dict[str, torch.Tensor]:
-        """As `PlannedSteps.told`."""
+        """See `PlannedSteps.told`."""
         return self.builder.told(self.metadata, self.batch, live)
 
     def slots(self) -> list[list[int]]:
-        """As `PlannedSteps.slots`."""
+        """See `PlannedSteps.slots`."""
         return [row.tolist() for row in self.builder.slots(self.metadata, self.batch)]
 
     def attend(self, query: torch.Tensor, cache: KVCache) -> torch.Tensor:
-        """SGLang's own forward, over the kit's cache: [rows, heads, value dim]."""
+        """Run SGLang's own forward over the kit's cache; returns [rows, heads, value dim]."""
         pool, layer = self.builder.runner.token_to_kv_pool, self.builder.runner.layer
         _put_in(pool, cache)
         setattr(self.backend, self.builder.held_as, self.metadata)
@@ -215,7 +216,7 @@ class PlannedStep:
 
 
 class DraftAttention(EngineCache):
-    """Attends as a step of SGLang's draft does."""
+    """Attends the way a step of SGLang's draft does."""
 
     def forward(
         self, query: torch.Tensor, cache: KVCache, metadata: Any, *, spec: AttentionSpec, sinks: Sinks = None
@@ -225,7 +226,7 @@ class DraftAttention(EngineCache):
 
 
 def _put_in(pool: Any, cache: KVCache) -> None:
-    """Let SGLang's pool be over the kit's cache."""
+    """Point SGLang's pool at the kit's cache."""
     pages = with_null_page(cache)
     if hasattr(pool, "kv_buffer"):
         pool.kv_buffer[0] = pages.key.flatten(0, 1)

@@ -1,4 +1,4 @@
-"""The draft backend of SGLang's FlashAttention, in version 3 as on Hopper."""
+"""The draft backend of SGLang's FlashAttention, version 3 as on Hopper."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _flash_attn_with_kvcache(
     window_size: tuple[int, int],
     **_: Any,
 ) -> Tensor:
-    """For FlashAttention's own. window_size: tokens before the query's own; -1 for all of them."""
+    """Replaces FlashAttention's own. window_size: tokens before the query's own; -1 for all."""
     out = torch.empty_like(q)
     key, value = (cache.flatten(0, 1) for cache in (k_cache, v_cache))
     rows = partial(in_pages, page_table, cache_seqlens, k_cache.shape[1], window_size[0] + 1)

@@ -40,14 +40,15 @@ class FlashInferMultiStepDraftBackend(PlannedSteps):
 
 
 def backend() -> type[AttentionBackend]:
-    # SGLang has one wrapper for a step, which a model with windows would need two of.
+    # SGLang has one wrapper per step; a model with windows would need two.
     plain = replace(HEADS, features=frozenset({Feature.GQA}))
     return backend_class(__name__, FlashInferMultiStepDraftBackend, plain, DraftAttention)
 
 
 @dataclass(init=False, eq=False)
 class _Wrapper:
-    """For FlashInfer's own. planned: the offsets that the plan was made of, which FlashInfer keeps worked out."""
+    """Replaces FlashInfer's own. planned: the offsets that the plan was made from, of which FlashInfer keeps the
+    results."""
 
     indptr: Tensor
     indices: Tensor
@@ -69,7 +70,7 @@ class _Wrapper:
             self.planned = torch.zeros_like(paged_kv_indptr_buffer)
 
     def begin_forward(self, indptr: Tensor, indices: Tensor, *_: Any, **__: Any) -> None:
-        """As FlashInfer's plan for a graph: it copies what it is given into the graph's buffers."""
+        """Plan like FlashInfer for a graph: copy the arguments into the graph's buffers."""
         self.indptr.copy_(indptr)
         self.indices[: len(indices)].copy_(indices)
         self.planned.copy_(indptr)
@@ -82,7 +83,7 @@ class _Wrapper:
 
 
 def _planned(ends: Tensor, planned: Tensor, slots: Tensor) -> list[Tensor]:
-    """The slots of each row, as many as there is work planned for."""
+    """Return each row's slots, as many as work is planned for."""
     starts, lengths = ends.tolist(), planned.diff().tolist()
     return [slots[start : start + length] for start, length in zip(starts, lengths, strict=False)]
 
@@ -90,5 +91,5 @@ def _planned(ends: Tensor, planned: Tensor, slots: Tensor) -> list[Tensor]:
 def _fast_decode_plan(
     wrapper: _Wrapper, indptr: Tensor, *_: Any, global_override_indptr_cpu: Tensor | None = None, **__: Any
 ) -> None:
-    """As FlashInfer's, which copies nothing and plans by the offsets that the host has."""
+    """Plan like FlashInfer's, which copies nothing and uses the host's offsets."""
     wrapper.planned.copy_(indptr if global_override_indptr_cpu is None else global_override_indptr_cpu)

@@ -1,4 +1,4 @@
-"""What SGLang imports for pictures and never calls on a draft, which is not there."""
+"""Stand-in for torchvision, which SGLang imports for images and never calls for a draft."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _PICTURES += ("torchvision.transforms.functional", "torchvision.transforms.v2")
 
 
 class _Nothing(ModuleType):
-    """A package whose every name is one as well."""
+    """A package whose attributes are all packages too."""
 
     def __getattr__(self, name: str) -> ModuleType:
         if name.startswith("__"):
@@ -23,10 +23,10 @@ class _Nothing(ModuleType):
 
 
 def do_without() -> None:
-    """Before anything imports sglang; once in a process."""
+    """Install the stand-in. Call it once per process, before anything imports sglang."""
     if "sglang" in sys.modules:
         return
-    # transformers asks whether torchvision is there, and must not find the stand-in.
+    # transformers checks for torchvision, and must not find the stand-in.
     from transformers import AutoImageProcessor, AutoModel, AutoProcessor, PreTrainedModel  # noqa: F401
 
     for name in _PICTURES:

@@ -1,4 +1,4 @@
-"""Family graph, for backends that plan every step of a round: its one graph, planned anew and replayed."""
+"""Family graph, for backends that plan every step of a round: its single graph, replanned and replayed."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from spec_decode.testing.subject import Subject
 check = Family("graph", covers=with_case(CAPTURE, ADVANCE))
 
 _DRAFTED = STEPS - 1
-"""Steps that attend: the last token of a round is only sampled."""
+"""Steps that attend: a round's last token is only sampled."""
 _ROUND = Batch((1,) * 4, (2, 16, 62, 127), 5)
-"""As the first step sees it. SGLang drafts after a prompt, so no request begins with a token alone."""
+"""As the first step sees it. SGLang drafts after a prompt, so no request starts with a single token."""
 
 
 def _cases(subject: Subject) -> Iterable[tuple[str, Any]]:
-    """None for a backend that plans no steps: once this module is loaded, the kit asks for those of any backend."""
+    """Return no cases for a backend that plans no steps: with this module loaded, the kit requests them for all."""
     rounds = joined(base_cases({"round": _ROUND}), page_cases({"round": _ROUND}))
     return rounds(subject) if issubclass(subject.backend.builder, PlannedSteps) else ()
 
@@ -46,7 +46,7 @@ _ROUNDS = {
 
 
 class _CapturedRound:
-    """The steps of a round with their attention, captured as SGLang captures them: over rows of padding."""
+    """A round's steps with their attention, captured the way SGLang captures them: over rows of padding."""
 
     def __init__(self, subject: Subject, case: Case) -> None:
         self.fixture = fixture = PagedFixture(subject, case.spec, case.batch.rows)
@@ -66,7 +66,7 @@ class _CapturedRound:
     def _run(self) -> None:
         fixture = self.fixture
         self.builder.begin(self.rows)
-        # The graph keeps the metadata that the steps have in its capture.
+        # The graph keeps the metadata that the steps have at its capture.
         self.steps = [self.builder.step(self.rows, step) for step in range(_DRAFTED)]
         for i, step in enumerate(self.steps):
             fixture.subject.backend.write_kv(self.key[i], self.value[i], fixture.cache, step)
@@ -74,7 +74,7 @@ class _CapturedRound:
                 self.out[i].copy_(fixture.forward(self.query[i], step))
 
     def replay(self, batch: Batch) -> tuple[list[list[int]], list[list[torch.Tensor]]]:
-        """Plan another round and replay the graph over it: the lengths of each step, and what it was asked."""
+        """Plan another round and replay the graph over it; returns the lengths of each step, and its queries."""
         fixture = self.fixture
         fixture.replace_batch(self.buffers, batch)
         lengths = [[n + step for n in batch.seq_lens] for step in range(_DRAFTED)]
@@ -91,11 +91,11 @@ class _CapturedRound:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """What was seen of a step.
+    """The observations of one step.
 
-    where: the step and its round, in words. told, fresh: what its kernels read, and what those of a round that begins
-    there read. slots, expected_slots: those of each request's text, as its kernels have them and by the kit's own
-    tables. moved: tensors of the graph's metadata that the plan has put elsewhere.
+    where: the step and its round, as text. told, fresh: what its kernels read, and what those of a fresh round starting
+    there read. slots, expected_slots: those of each request's text, from its kernels and from the kit's own tables.
+    moved: tensors of the graph's metadata that the plan has moved.
     """
 
     where: str
@@ -109,7 +109,7 @@ class _Step:
 
 @cache
 def _seen(subject: Subject, case: Case) -> list[_Step]:
-    """Every step of every round: the graph of a round is captured once, and the checks read what it did."""
+    """Return every step of every round: the graph is captured once, and the checks read what it did."""
     captured = _CapturedRound(subject, case)
     found: list[_Step] = []
     for name, batch in _ROUNDS.items():
@@ -194,7 +194,7 @@ def _copied(step: PlannedStep, live: int) -> Any:
 
 
 def _slots_of(fixture: PagedFixture, request: int, length: int) -> list[int]:
-    """Behind the page of padding, which comes first."""
+    """Return a request's slots; the padding page comes first."""
     size, pages = fixture.spec.page_size, fixture.pages[request]
     first = max(0, length - (fixture.spec.sliding_window or length))
     return [(pages[position // size] + 1) * size + position % size for position in range(first, length)]

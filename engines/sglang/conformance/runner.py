@@ -1,4 +1,4 @@
-"""What SGLang's draft backends ask of the runner of a draft: its sizes, its pools, and one layer of attention."""
+"""The parts of a draft's runner that SGLang's draft backends use: its sizes, its pools, and one attention layer."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from engines.sglang.conformance.stand_in import STEPS
 
 
 def runner_of(spec: AttentionSpec, max_reqs: int, max_seq_len: int) -> Any:
-    """A draft's runner with one layer of this spec, for so many requests of so many tokens.
+    """Return a draft's runner with one layer of this spec, for max_reqs requests of max_seq_len tokens.
 
-    Its pools are SGLang's. Row r of a batch is request r + 1 of the pool, whose request 0 is padding's.
+    Its pools are SGLang's. Row r of a batch is request r + 1 of the pool; request 0 belongs to padding.
     """
     from sglang.srt.mem_cache.kv_index_translator import KVIndexTranslator
     from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
@@ -42,7 +42,7 @@ def runner_of(spec: AttentionSpec, max_reqs: int, max_seq_len: int) -> Any:
         kv_cache_dtype_str="auto",
         page_size=spec.page_size,
         server_args=get_context().server_args,
-        # SGLang's counts the tokens before the query's own.
+        # SGLang's window excludes the query's own token.
         sliding_window_size=None if spec.sliding_window is None else spec.window_left,
         use_mla_backend=spec.kind is AttentionKind.MLA,
         is_draft_worker=True,
@@ -62,7 +62,7 @@ def runner_of(spec: AttentionSpec, max_reqs: int, max_seq_len: int) -> Any:
 
 
 def _pool(spec: AttentionSpec) -> Any:
-    """SGLang's pool for the spec. Its few slots are exchanged for those of the kit's cache before it is used."""
+    """Return SGLang's pool for the spec. Its few slots are replaced by the kit's cache before it is used."""
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 
     common = {
@@ -124,5 +124,6 @@ def _layer(spec: AttentionSpec) -> Any:
 
 
 def slots_of(block_table: torch.Tensor, page_size: int) -> torch.Tensor:
-    """The slots of each request's tokens, [rows, pages * page_size]: page p of the kit is page p + 1 of the pool."""
+    """Return the slots of each request's tokens, [rows, pages * page_size]: the kit's page p is the pool's page p +
+    1."""
     return ((block_table[:, :, None] + 1) * page_size + torch.arange(page_size)).flatten(1)

@@ -1,4 +1,4 @@
-"""SGLang's Python on a machine without a GPU: torch says that there is an H200, and nothing is where kernels are."""
+"""SGLang's Python on a machine without a GPU: torch reports an H200, and kernels are replaced by stand-ins."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _ENVIRONMENT = {
     "CUDA_VISIBLE_DEVICES": "",
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_OFFLINE": "1",
-    "TORCHDYNAMO_DISABLE": "1",  # it has nothing to compile for
+    "TORCHDYNAMO_DISABLE": "1",  # there is nothing to compile for
 }
 _KERNELS = ("sgl_kernel", "flash_mla", "flashinfer", "deep_gemm")
 _PROPERTIES = SimpleNamespace(
@@ -44,7 +44,7 @@ _SAID_OF_CUDA: dict[str, Callable[..., Any]] = {
 
 @contextmanager
 def on_an_h200() -> Iterator[None]:
-    """Inside, torch says that there is one, and what is asked to be there is on the CPU."""
+    """Make torch report an H200 for a block, and place on the CPU what is created on it."""
     with ExitStack() as said:
         for name, answer in _SAID_OF_CUDA.items():
             said.enter_context(mock.patch.object(torch.cuda, name, answer))
@@ -57,7 +57,7 @@ _IS_CUDA = torch.Tensor.is_cuda.__get__  # type: ignore[attr-defined]  # as torc
 
 
 class _OnTheCpu(TorchFunctionMode):
-    """Makes on the CPU what SGLang asks for on the device, and says that it is on the device."""
+    """Creates on the CPU what SGLang creates on the device, and reports that it is on the device."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -71,7 +71,7 @@ class _OnTheCpu(TorchFunctionMode):
 
 
 def enter() -> None:
-    """Make SGLang importable here, and publish the configuration of a server that drafts. Once in a process."""
+    """Make SGLang importable here, and publish the configuration of a server that drafts. Once per process."""
     if "sglang" in sys.modules:
         return
     record_launches()
@@ -83,7 +83,7 @@ def enter() -> None:
 
 
 def _launch_in_order() -> None:
-    """In the interpreter a kernel begins when the one before it has ended: it has nothing to wait for, or to let go."""
+    """Make PDL calls no-ops: in the interpreter a kernel starts after the previous one has ended."""
     import triton.language.extra.cuda as cuda
 
     for name in ("gdc_wait", "gdc_launch_dependents"):

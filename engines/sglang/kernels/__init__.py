@@ -1,1 +1,1 @@
-"""What the adapters compute themselves."""
+"""The adapters' own kernels."""

@@ -1,4 +1,4 @@
-"""The rows of a batch, out of an engine's table of every request, in one kernel."""
+"""Gather a batch's rows from an engine's table of all requests, in one kernel."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from builders.kernels.triton_runtime import await_previous, dependent_launch, tl
 
 
 class LoadTables(NamedTuple):
-    """seq_lens[r] = context_lens[r] + 1, and block_table[r] = the pages of slots[requests[r]] that such steps reach.
+    """seq_lens[r] = context_lens[r] + 1, and block_table[r] = the pages of slots[requests[r]] that the steps reach.
 
-    slots         int32 [requests, >= max_pages * page_size]   cache slot of each token; rows any stride apart
-    requests      int64 [R]                 rows of `slots`; outside of them counts as the nearest
-    context_lens  int64 or int32 [R]        tokens that lie in the cache
+    slots         int32 [requests, >= max_pages * page_size]   cache slot of each token, with any row stride
+    requests      int64 [R]                 rows of `slots`; clamped to its range
+    context_lens  int64 or int32 [R]        tokens in the cache
     seq_lens      int32 [>= R]
-    block_table   int32 [>= R, max_pages]   entries beyond a row's length and steps keep what they held
-    page_size     slots of a page; the tokens of a page have adjacent slots, the first of them a multiple of it
-    steps         steps to come, each of which sees a token more
+    block_table   int32 [>= R, max_pages]   entries beyond a row's length and steps are unchanged
+    page_size     slots per page; a page's tokens have adjacent slots, the first a multiple of page_size
+    steps         steps to come, each of which sees one more token
     """
 
     slots: torch.Tensor
@@ -71,7 +71,7 @@ def _load_tables_kernel(
     stride_slots,
     max_pages,
     stride_block_table,
-    BLOCK_P: tl.constexpr,  # pages copied at a time
+    BLOCK_P: tl.constexpr,  # pages copied per iteration
     PDL: tl.constexpr,  # programmatic dependent launch
 ):
     """block_table[p] = slots[request, p * page_size] // page_size. One program per row of the batch."""

@@ -1,4 +1,4 @@
-"""Adapters for SGLang 0.5.23. Importing any of them beside another SGLang raises `UnsupportedSglang`."""
+"""Adapters for SGLang 0.5.23. Importing any of them with another SGLang raises `UnsupportedSglang`."""
 
 from engines.sglang.version import require_supported
 

@@ -1,8 +1,8 @@
-"""The decode steps of a draft in SGLang: a view for each step over one state, which moves on inside the graph.
+"""A draft's decode steps in SGLang: one view per step over a single state, which advances inside the graph.
 
-SGLang asks for a whole attention backend for every step, plans all of them before a graph is replayed, and has indices
-of every request and step for it. Here all steps share one table, one vector of lengths and one builder's metadata; the
-first layer of a step moves them on, and a capture records that.
+SGLang wants a whole attention backend per step, plans all of them before a graph replay, and keeps indices of every
+request and step for that. Here all steps share one table, one vector of lengths and one builder's metadata; the first
+layer of a step advances them, and a capture records that.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from engines.sglang.v0_5_23.reasons import UnsupportedDraft, layer_reasons, reas
 
 
 class DraftSteps:
-    """What SGLang holds for a draft: `attn_backends`, a view for each step but the last, which only samples.
+    """What SGLang holds for a draft: `attn_backends`, one view for each step but the last, which only samples.
 
-    Made once for a runner; SGLang's graph runner records `init_forward_metadata_in_graph` and the views' forwards.
+    Made once per runner; SGLang's graph runner captures `init_forward_metadata_in_graph` and the views' forwards.
     """
 
     needs_cpu_seq_lens = False
@@ -37,7 +37,7 @@ class DraftSteps:
     def __init__(
         self, ours: attn_backends.AttentionBackend, runner: Any, specs: Mapping[int, AttentionSpec], num_steps: int
     ) -> None:
-        """runner: SGLang's ModelRunner of the draft. specs: as `layer_specs`. num_steps: tokens drafted, 2 or more."""
+        """runner: SGLang's ModelRunner of the draft. specs: from `layer_specs`. num_steps: tokens drafted, >= 2."""
         self.ours, self.num_steps = ours, num_steps
         self.device = torch.device(runner.device)
         self.token_to_kv_pool, self.req_to_token_pool = runner.token_to_kv_pool, runner.req_to_token_pool
@@ -50,7 +50,7 @@ class DraftSteps:
 
     @classmethod
     def of(cls, name: str, runner: Any, *, topk: int, num_steps: int) -> DraftSteps:
-        """By the name that a backend is registered with. Raises UnsupportedDraft, with every reason."""
+        """Make the steps for a registered backend name. Raises UnsupportedDraft, with every reason."""
         reasons = [*reasons_against(runner, topk=topk), *layer_reasons(runner, attention_layers(runner))]
         try:
             ours = attn_backends.get(name)
@@ -84,21 +84,21 @@ class DraftSteps:
         self.metadata: dict[AttentionSpec, Any] = {}
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        """Room for the largest batch that is captured."""
+        """Make room for the largest batch that is captured."""
         if max_bs > len(self.seq_lens):
             self._allocate(max_bs)
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
-        """Without a graph: as with one. Raises as `init_forward_metadata_in_graph`."""
+        """Do without a graph what a graph would. Raises as `init_forward_metadata_in_graph` does."""
         self.init_forward_metadata_in_graph(forward_batch)
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
-        """Nothing: a replay plans nothing outside of its graph."""
+        """Do nothing: a replay plans nothing outside its graph."""
 
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
-        """The state of step 0, by one kernel, from the lengths and the table as they stand on the device.
+        """Set the state of step 0 with one kernel, from the current lengths and table on the device.
 
-        Raises BatchError for a batch of more rows than there is room for, and for tensors that a kernel would misread.
+        Raises BatchError for a batch with too many rows, and for tensors that a kernel would misread.
         """
         rows = int(forward_batch.batch_size)
         require(
@@ -133,9 +133,9 @@ class DraftSteps:
         self.step, self.rows = 0, rows
 
     def enter(self, step: int) -> None:
-        """Make the state that of a step; once for all of its layers.
+        """Advance the state to a step, once for all of its layers.
 
-        Raises BatchError for a step before the current one, which a view of another round would ask for.
+        Raises BatchError for a step before the current one, which means a view of another round is in use.
         """
         require(
             step >= self.step,
@@ -150,7 +150,7 @@ class DraftSteps:
 
 
 class StepView(AttentionBackend):
-    """What SGLang takes for the attention backend of one step."""
+    """The attention backend that SGLang sees for one step."""
 
     needs_cpu_seq_lens = False
 
@@ -160,10 +160,10 @@ class StepView(AttentionBackend):
         self.kv_index_translator = steps.kv_index_translator
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        """Nothing: all steps share the state of DraftSteps."""
+        """Do nothing: all steps share the state of DraftSteps."""
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
-        """Tokens of a padding row's context: it attends to a slot that nobody reads."""
+        """Return the context length of a padding row, which attends to a slot that nobody reads."""
         return 1
 
     def forward_decode(
@@ -176,9 +176,9 @@ class StepView(AttentionBackend):
         save_kv_cache: bool = True,
         **extras: Any,
     ) -> torch.Tensor:
-        """Store keys and values where SGLang says, and attend: [rows, heads * value dim].
+        """Store keys and values where SGLang says, and attend; returns [rows, heads * value dim].
 
-        Raises BatchError for what a layer has beside its spec, such as sinks.
+        Raises BatchError for layer inputs that are not part of its spec, such as sinks.
         """
         asked = sorted(name for name, value in extras.items() if value is not None)
         require(
@@ -206,12 +206,12 @@ class StepView(AttentionBackend):
 
 
 def attention_layers(runner: Any) -> list[RadixAttention]:
-    """A draft's layers of attention."""
+    """Return a draft's attention layers."""
     return [module for module in runner.model.modules() if isinstance(module, RadixAttention)]
 
 
 def layer_specs(runner: Any) -> dict[int, AttentionSpec]:
-    """The attention of each of a draft's layers, by layer id, with the heads of this rank."""
+    """Return the spec of each of a draft's layers by layer id, with the heads of this rank."""
     return {
         layer.layer_id: AttentionSpec(
             num_q_heads=layer.tp_q_head_num,
@@ -220,7 +220,7 @@ def layer_specs(runner: Any) -> dict[int, AttentionSpec]:
             value_dim=layer.v_head_dim,
             page_size=int(runner.token_to_kv_pool.page_size),
             dtype=runner.dtype,
-            # SGLang's counts the tokens before the query's own.
+            # SGLang's window excludes the query's own token.
             sliding_window=layer.sliding_window_size + 1 if layer.sliding_window_size > -1 else None,
             scale=float(layer.scaling),
             soft_cap=layer.logit_cap or None,

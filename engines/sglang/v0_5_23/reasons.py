@@ -1,4 +1,4 @@
-"""Why a draft of SGLang cannot be decoded by one of ours, in words."""
+"""Why a backend of this library cannot decode an SGLang draft, as text."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class UnsupportedDraft(ValueError):
 
 
 def reasons_against(runner: Any, *, topk: int) -> list[str]:
-    """What speaks against a runner, whatever its layers are."""
+    """List what rules out a runner, regardless of its layers."""
     pool = runner.token_to_kv_pool
     layout = getattr(pool, "kv_cache_layout", "nhd")
     found = {
@@ -40,7 +40,7 @@ def reasons_against(runner: Any, *, topk: int) -> list[str]:
 
 
 def layer_reasons(runner: Any, layers: Iterable[Any]) -> list[str]:
-    """What a runner's layers ask of attention that no spec says."""
+    """List what a runner's layers require of attention that no spec can express."""
     in_chunks = getattr(runner, "attention_chunk_size", None) is not None
     found: dict[str, bool] = {}
     for layer in layers:

@@ -10,7 +10,7 @@ from engines.vllm.version import SUPPORTED
 from spec_decode.testing.subject import Subject
 
 FAMILIES = ("builder", "graph")
-"""What a builder can be asked without its kernels."""
+"""The families that need no kernels."""
 _SCORES = "an indexer scores by its metadata, it does not attend"
 _CHOSEN = "an indexer chooses what is attended"
 _BUILDERS = {
@@ -31,12 +31,13 @@ NAMES = tuple(_BUILDERS)
 
 
 def require_engine() -> str:
-    """vLLM's version. Raises BrokenBackend where it is not installed, or another than 0.33."""
+    """Return vLLM's version. Raises BrokenBackend if it is not installed or not 0.33."""
     return installed_version("vllm", f"{SUPPORTED}.*", "vLLM's builders")
 
 
 def subjects(names: Sequence[str] = NAMES) -> list[Subject]:
-    """These builders of the installed vLLM. Raises BrokenBackend for an unknown one, and for another vLLM than 0.33."""
+    """Return these builders of the installed vLLM. Raises BrokenBackend for an unknown one, or a vLLM other than
+    0.33."""
     version = require_engine()
     stand_in.enter()
     return [subject_of(name, __name__, _BUILDERS, f"vllm {version}") for name in names]

@@ -1,4 +1,4 @@
-"""A builder of vLLM behind the contract of this library: its build, its in-place update, its claims as they stand."""
+"""A vLLM builder behind this library's contract: its build, its in-place update, and its claims as they are."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from spec_decode.testing.outcome import Unsupported
 class EngineBuilder(BatchMetadataBuilder[Any]):
     """Plays vLLM's runner: it keeps the input buffers as vLLM does, and calls the builder as vLLM does.
 
-    Page p of the kit is block p + 1 of vLLM, whose block 0 is the null block that padding owns and nothing may write.
+    Page p of the kit is block p + 1 of vLLM, whose block 0 is the null block, which padding owns and nothing can write.
     """
 
     host_lengths = HostLengths.UPPER_BOUND
     scratch: ClassVar[tuple[str, ...]] = ()
-    """Beginnings of names of tensors whose content means nothing between two kernels."""
+    """Name prefixes of tensors whose content has no meaning between two kernels."""
 
     @staticmethod
     def make(spec: AttentionSpec, device: torch.device, block_table_width: int) -> Any:
-        """vLLM's builder of a KV group of this spec, for tables of so many blocks a row.
+        """Make vLLM's builder for a KV group of this spec, for tables of block_table_width blocks per row.
 
-        Raises NotImplementedError: the class of each of vLLM's builders has its own.
+        Raises NotImplementedError: the class of each vLLM builder has its own.
         """
         raise NotImplementedError
 
@@ -57,20 +57,20 @@ class EngineBuilder(BatchMetadataBuilder[Any]):
         return record_of(self.tensors_of(metadata), **host, inner=Inner(metadata, batch))
 
     def advance(self, metadata: Any) -> None:
-        """Raises Unsupported for more than one token a request, for which vLLM never calls it."""
+        """Update in place. Raises Unsupported for more than one token per request, for which vLLM never calls it."""
         if metadata.max_query_len > 1:
             raise Unsupported("vLLM updates metadata in place for decodes of one token, this batch has more")
         self._fill_inputs(metadata.inner.batch)
         self.inner.update_draft_decode_metadata(metadata.inner.metadata)
 
     def tensors_of(self, metadata: Any) -> dict[str, torch.Tensor]:
-        """What of vLLM's metadata a captured graph holds on to, by name; what is nested joined by _."""
+        """Return the tensors of vLLM's metadata that a captured graph holds, by name; nested names are joined by _."""
         return {
             name: tensor for name, tensor in tensors_in(metadata).items() if not name.startswith(self.scratch or ("/",))
         }
 
     def _fill_inputs(self, batch: AttentionBatch) -> None:
-        """The block table and the slots that vLLM's runner makes before it builds or updates."""
+        """Fill the block table and slots, as vLLM's runner does before a build or update."""
         blocks, slots = self._inputs(batch)
         torch.add(batch.block_table, 1, out=blocks)
         slots.copy_(torch.where(batch.slot_mapping < 0, -1, batch.slot_mapping + self.spec.page_size))

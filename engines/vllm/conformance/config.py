@@ -1,4 +1,4 @@
-"""The configuration that vLLM's builders read: of a small model with an EAGLE draft, in the sizes of a spec."""
+"""The configuration that vLLM's builders read: a small model with an EAGLE draft, in the sizes of a spec."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ _LLAMA = {
     "eos_token_id": 2,
 }
 _MODELS = {"LlamaForCausalLM": 2, "EagleLlamaForCausalLM": 1}
-"""Architectures of the target and the draft, with their layers."""
+"""Architectures of the target and the draft, with their layer counts."""
 
 
 class _NoModel(torch.nn.Module):
-    """What vLLM asks of a class before it calls it a model that generates text."""
+    """The methods that vLLM requires of a class to count as a model that generates text."""
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None: ...
 
@@ -51,7 +51,7 @@ class _NoModel(torch.nn.Module):
 
 @cache
 def config_of(spec: AttentionSpec, tokens: int = 4) -> Any:
-    """A VllmConfig with these heads and this window, and `tokens` draft tokens."""
+    """Return a VllmConfig with these heads, this window and `tokens` draft tokens."""
     made = copy.deepcopy(_plain(tokens))
     heads = {
         "num_attention_heads": spec.num_q_heads,
@@ -74,7 +74,7 @@ def _plain(tokens: int) -> Any:
     with TemporaryDirectory() as folder:
         homes = []
         for architecture, layers in _MODELS.items():
-            # vLLM would look at its own class in a process of its own, which takes half a minute.
+            # vLLM would inspect its own class in a separate process, which takes half a minute.
             ModelRegistry.register_model(architecture, _NoModel)
             homes.append(home := Path(folder) / architecture)
             home.mkdir()

@@ -23,5 +23,5 @@ def backend() -> type[AttentionBackend]:
 
 
 def _schedule(*, cache_seqlens: torch.Tensor, **_: Any) -> torch.Tensor:
-    """For FlashAttention's own op: like its plan, this one depends on every length."""
+    """Replaces FlashAttention's own op and, like its plan, depends on every length."""
     return torch.cat([cache_seqlens.new_zeros(1), ((cache_seqlens + 127) // 128).repeat(4)])

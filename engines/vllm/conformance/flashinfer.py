@@ -1,4 +1,4 @@
-"""FlashInfer's builder in native decode, as it is on Hopper without kernels from the network."""
+"""FlashInfer's builder in native decode, as on Hopper without kernels from the network."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def backend() -> type[AttentionBackend]:
     builder = builder_class(theirs.FlashInferMetadataBuilder, heads_group, fields, prepare=_prepare)
 
     def tensors_of(self: Any, metadata: Any) -> dict[str, torch.Tensor]:
-        # The wrapper of a decode, which is no tensor, holds the builder's list.
+        # A decode's wrapper, which is not a tensor, holds the builder's list.
         return {"slot_mapping": metadata.slot_mapping, "page_indices": self.inner.paged_kv_indices}
 
     builder.tensors_of = tensors_of  # type: ignore[method-assign]
@@ -33,7 +33,7 @@ def backend() -> type[AttentionBackend]:
 
 
 class _Wrapper:
-    """For FlashInfer's own, which plans and attends on a GPU. It keeps nothing: a workspace is large."""
+    """Replaces FlashInfer's own, which plans and attends on a GPU. It stores nothing: a workspace is large."""
 
     is_cuda_graph_enabled = False
 
@@ -43,7 +43,7 @@ class _Wrapper:
 
 
 def _prepare(config: Any, spec: AttentionSpec) -> None:
-    """The layer whose scale and window are planned for."""
+    """Add the layer whose scale and window are planned for."""
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
     from vllm.v1.attention.backends.flashinfer import FlashInferImpl
 
@@ -56,5 +56,5 @@ def _prepare(config: Any, spec: AttentionSpec) -> None:
     layer.impl = impl
     config.compilation_config.static_forward_context[LAYER] = layer
     config.cache_config.kv_cache_layout = "LBNHC"
-    # Else vLLM asks the network for kernels of XQA, which claims no update either.
+    # Otherwise vLLM fetches XQA kernels from the network, which claim no update either.
     config.attention_config.use_trtllm_attention = False

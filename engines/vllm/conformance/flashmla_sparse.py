@@ -1,4 +1,4 @@
-"""The builder of FlashMLA's sparse latents, as DeepSeek-V3.2 has them."""
+"""The builder for FlashMLA's sparse latents, as in DeepSeek-V3.2."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def backend() -> type[AttentionBackend]:
 
 
 def backend_over(theirs: Any, module: str) -> type[AttentionBackend]:
-    """Over vLLM's builder or a copy. module: as `backend_class` has it."""
+    """Return the backend over vLLM's builder or a copy. module: as in `backend_class`."""
     return backend_class(module, builder_class(theirs, latents_group, _FIELDS, prepare=_prepare), _PAGES, NoAttention)
 
 
 def _prepare(config: Any, spec: AttentionSpec) -> None:
-    """A model with latents and an indexer, and a layer that reads no prompt."""
+    """Set up a model with latents and an indexer, and a layer without prefill."""
     dims = {
         "kv_lora_rank": spec.out_dim,
         "qk_rope_head_dim": spec.head_dim - spec.out_dim,

@@ -1,4 +1,4 @@
-"""The builder of FlashMLA's sparse latents as vllm#54369 and vllm#54790 have it: an update that does nothing."""
+"""The builder for FlashMLA's sparse latents as in vllm#54369 and vllm#54790: with an update that does nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention in plain torch over what vLLM's metadata says, where a GPU would run vLLM's kernel."""
+"""Attention in plain torch with vLLM's metadata, where a GPU would run vLLM's kernel."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from engines.conformance.null_page import EngineCache, after_the_null_page, with
 
 
 class PackedHeads(EngineCache):
-    """Keys and values of a head side by side, as vLLM packs them; any kernel that goes by pages and lengths."""
+    """Each head's keys and values adjacent, as vLLM packs them; for any kernel that reads pages and lengths."""
 
     def allocate_kv(self, spec: AttentionSpec, num_pages: int, device: torch.device) -> KVCache:
         shape = (num_pages + 1, spec.num_kv_heads, spec.page_size, 2 * spec.head_dim)
@@ -50,7 +50,7 @@ class PackedHeads(EngineCache):
 
 
 class Latents(EngineCache):
-    """Dense latent attention by a decode's block table and lengths."""
+    """Dense latent attention with a decode's block table and lengths."""
 
     def forward(
         self, query: Tensor, cache: KVCache, metadata: Any, *, spec: AttentionSpec, sinks: Sinks = None

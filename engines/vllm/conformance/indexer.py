@@ -20,8 +20,8 @@ def backend() -> type[AttentionBackend]:
 
 
 def backend_over(theirs: Any, module: str) -> type[AttentionBackend]:
-    """Over vLLM's builder or a copy. module: as `backend_class` has it."""
-    # DeepGEMM makes the schedule; without it nothing writes there.
+    """Return the backend over vLLM's builder or a copy. module: as in `backend_class`."""
+    # DeepGEMM makes the schedule; without it nothing writes it.
     builder = builder_class(theirs, index_group, _FIELDS, scratch=("decode_schedule_metadata",))
     pages = replace(LATENT, page_sizes=Sizes(minimum=64, multiple_of=64))
     return backend_class(module, builder, pages, NoAttention)

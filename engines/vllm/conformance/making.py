@@ -1,4 +1,4 @@
-"""What the subjects share: a class of the contract over a builder of vLLM, and the KV groups that they are made for."""
+"""Shared parts of the subjects: a contract class over a vLLM builder, and the KV groups that builders are made for."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PLAIN = AttentionSpec(num_q_heads=4, num_kv_heads=1, head_dim=512, page_size=64
 
 
 def heads_group(spec: AttentionSpec) -> Any:
-    """vLLM's KV group of keys and values."""
+    """Return vLLM's KV group for keys and values."""
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
     sizes = {"num_kv_heads": spec.num_kv_heads, "head_size": spec.head_dim}
@@ -24,14 +24,14 @@ def heads_group(spec: AttentionSpec) -> Any:
 
 
 def index_group(spec: AttentionSpec) -> Any:
-    """vLLM's KV group of an indexer's keys: 128 bytes and a scale a token."""
+    """Return vLLM's KV group for an indexer's keys: 128 bytes and a scale per token."""
     from vllm.v1.kv_cache_interface import MLAAttentionSpec
 
     return MLAAttentionSpec(block_size=spec.page_size, num_kv_heads=1, head_size=132, dtype=torch.uint8)
 
 
 def latents_group(spec: AttentionSpec) -> Any:
-    """vLLM's KV group of dense latents."""
+    """Return vLLM's KV group for dense latents."""
     from vllm.v1.kv_cache_interface import MLAAttentionSpec
 
     return MLAAttentionSpec(block_size=spec.page_size, num_kv_heads=1, head_size=spec.head_dim, dtype=spec.dtype)
@@ -45,7 +45,7 @@ def builder_class(
     prepare: Callable[[Any, AttentionSpec], None] = lambda config, spec: None,
     scratch: tuple[str, ...] = (),
 ) -> type[EngineBuilder]:
-    """The contract over `theirs`, made for the KV group of a spec and for a config that `prepare` has completed."""
+    """Return the contract class over `theirs`, for the KV group of a spec and a config that `prepare` completes."""
     from vllm.config import set_current_vllm_config
 
     @cache
@@ -70,7 +70,7 @@ def builder_class(
 
 
 def with_empty_update(theirs: Any, name: str) -> Any:
-    """A copy of vLLM's builder that claims to update in place, and does nothing when it is asked to."""
+    """Copy vLLM's builder as one that claims to update in place, but does nothing."""
     hook = {"update_draft_decode_metadata": lambda self, metadata: None}
     return type(name, (theirs,), {"supports_draft_decode_metadata_update": True, **hook})
 

@@ -1,4 +1,4 @@
-"""The builder of DeepSeek-V4's sparse sliding window."""
+"""The builder for DeepSeek-V4's sparse sliding window."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SCRATCH = ("flashinfer_", "query_start_loc_cpu")
 def backend() -> type[AttentionBackend]:
     import vllm.v1.attention.backends.mla.sparse_swa as theirs
 
-    # The schedule of FlashMLA's tiles, which its kernel fills and keeps to itself.
+    # FlashMLA's tile schedule, which its kernel fills and uses internally.
     vars(theirs)["get_mla_metadata"] = lambda *args, **kwargs: (SimpleNamespace(), None)
     builder = builder_class(theirs.DeepseekSparseSWAMetadataBuilder, _group, _FIELDS, scratch=_SCRATCH)
     windows = replace(LATENT, required=frozenset({Feature.SLIDING_WINDOW}))
@@ -36,7 +36,7 @@ def _group(spec: AttentionSpec) -> Any:
         num_kv_heads=1,
         head_size=584,
         dtype=torch.uint8,
-        # A window for the call that asks a group without one for its claims.
+        # A window for the call that asks a group for its claims before it has one.
         sliding_window=spec.sliding_window or 128,
         cache_dtype_str="fp8_ds_mla",
         model_version="deepseek_v4",

@@ -1,4 +1,4 @@
-"""vLLM's Python on a machine without a GPU: a platform that says it is an H200, and nothing where its kernels are."""
+"""vLLM's Python on a machine without a GPU: a platform that reports an H200, and stand-ins for its kernels."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from engines.conformance.kernels import KernelPackage, stand_in_for
 from engines.conformance.launches import record_launches
 
 _ENVIRONMENT = {
-    "CUDA_VISIBLE_DEVICES": "",  # else vLLM finds Triton without a driver, and does without it
+    "CUDA_VISIBLE_DEVICES": "",  # otherwise vLLM finds Triton without a driver and disables it
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
-    "VLLM_FLASHINFER_WORKSPACE_BUFFER_SIZE": str(1 << 20),  # which nothing works in
+    "VLLM_FLASHINFER_WORKSPACE_BUFFER_SIZE": str(1 << 20),  # nothing uses it
 }
 _EXTENSIONS = ("vllm._C_stable_libtorch", "vllm._moe_C_stable_libtorch")
 _DEEP_GEMM = ("deep_gemm", "vllm.third_party.deep_gemm")
-"""It has no schedule to make without a GPU, and vLLM does without it."""
+"""It has no schedule to make without a GPU, and vLLM runs without it."""
 _OPS = ("_C", "_moe_C", "_C_cache_ops", "_C_utils", "_C_custom_ar", "_vllm_fa2_C", "_vllm_fa3_C", "_flashmla_C")
 
 
 def enter() -> None:
-    """Make vLLM importable here, and have it believe in the GPU. Before anything imports vllm; once in a process."""
+    """Make vLLM importable here, and make it see the GPU. Call it once per process, before anything imports vllm."""
     if "vllm" in sys.modules:
         return
     record_launches()
@@ -40,7 +40,7 @@ def enter() -> None:
     import vllm.platforms
 
     vars(vllm.platforms)["_current_platform"] = _platform()
-    # Its ops are declared before their names are taken.
+    # Its ops are declared before their names are replaced.
     import vllm._custom_ops
 
     for name in _OPS:
@@ -50,7 +50,7 @@ def enter() -> None:
 
 
 class _FlashAttention(KernelPackage):
-    """There in version 3, as on Hopper."""
+    """Available in version 3, as on Hopper."""
 
     FA2_AVAILABLE, FA3_AVAILABLE = False, True
 

@@ -1,4 +1,4 @@
-"""The builder of vLLM's dense latent attention in Triton."""
+"""The builder for vLLM's dense latent attention in Triton."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def backend() -> type[AttentionBackend]:
 
 
 def _prepare(config: Any, spec: AttentionSpec) -> None:
-    """The layer whose dims and whose prefill the builder asks for."""
+    """Add the layer whose dims and prefill the builder reads."""
     rotary = spec.head_dim - spec.out_dim
     dims = {"kv_lora_rank": spec.out_dim, "qk_rope_head_dim": rotary, "qk_nope_head_dim": 128, "v_head_dim": 128}
-    # vLLM knows two sizes of a model's heads; those of the layer, which count here, may be smaller.
+    # vLLM supports two head sizes for a model; the layer's, which matter here, can be smaller.
     config.model_config.model_arch_config.head_size = 576
     layer = SimpleNamespace(**dims, q_lora_rank=None, prefill_backend=MagicMock(name="prefill_backend"))
     config.compilation_config.static_forward_context[LAYER] = layer

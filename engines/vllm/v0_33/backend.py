@@ -1,4 +1,4 @@
-"""A backend of attn-backends as a class of vLLM's: what vLLM asks of a backend, answered from our record of it."""
+"""A backend of attn-backends as a vLLM backend class, which answers vLLM from the backend's capability record."""
 
 from __future__ import annotations
 
@@ -18,15 +18,14 @@ from builders import AdvanceLevel, AttentionSpec
 from engines.vllm.v0_33.reasons import page_sizes, serves_blocks, serves_capability
 
 PREFIX = "ATTN_BACKENDS_"
-"""Of vLLM's names for them."""
+"""Prefix of their names in vLLM."""
 
 B = TypeVar("B", bound="OurBackend")
 _log = init_logger("vllm.attn_backends")
 
 
 def say_update(name: str, reasons: Sequence[str]) -> None:
-    """One line of vLLM's log for a backend: its draft metadata is updated in the graph, or the reasons why not, which
-    vLLM itself leaves out."""
+    """Log one line per backend: its draft metadata is updated in the graph, or why not, which vLLM itself omits."""
     if reasons:
         _log.info_once("%s rebuilds draft metadata for every step: %s.", name, "; ".join(reasons))
     else:
@@ -34,7 +33,7 @@ def say_update(name: str, reasons: Sequence[str]) -> None:
 
 
 class UpdatedInGraph(AttentionBackend):
-    """A backend of this name whose builder is ours, without what no check has tried an update with."""
+    """A vLLM backend with this library's builder, without the features that no check has tried an update with."""
 
     name: ClassVar[str]
     builder: ClassVar[type[Any]]
@@ -49,8 +48,8 @@ class UpdatedInGraph(AttentionBackend):
 
     @classmethod
     def customize_spec(cls, spec: Any) -> Any:
-        """See vLLM, which asks this of every layer at start-up. Raises ValueError for layers whose every batch vLLM
-        rewrites before a build: an update in the graph would read the lengths from before."""
+        """See vLLM, which calls this for every layer at start-up. Raises ValueError for layers whose batches vLLM
+        rewrites before each build: an update in the graph would read the old lengths."""
         if isinstance(spec, (ChunkedLocalAttentionSpec, SinkFullAttentionSpec)):
             raise ValueError(
                 f"{cls.name} has neither chunked local attention nor static sink tokens, a layer has a "
@@ -68,12 +67,12 @@ class UpdatedInGraph(AttentionBackend):
 
     @classmethod
     def supports_device_cpu_query_lens_mismatch(cls) -> bool:
-        """No: plans and launches are sized by the query lengths that the host knows of."""
+        """Return False: plans and launches are sized by the query lengths that the host knows."""
         return False
 
 
 class OurBackend(UpdatedInGraph):
-    """Over `ours`; builder and impl are classes of vLLM's too, over the same."""
+    """A vLLM backend over `ours`; builder and impl are vLLM classes over the same backend."""
 
     ours: ClassVar[attn_backends.AttentionBackend]
     impl: ClassVar[type[Any]]
@@ -112,13 +111,13 @@ class OurBackend(UpdatedInGraph):
 
 
 class OurBuilder:
-    """Mixed into a builder of vLLM's, over builders of `ours`: `inner` has one for causal batches, and one for blocks
-    of draft tokens where ours serves them."""
+    """Mixin for a vLLM builder, over builders of `ours`: `inner` has one for causal batches, and one for blocks of
+    draft tokens if `ours` serves them."""
 
     ours: ClassVar[attn_backends.AttentionBackend]
 
     def make_inner(self, spec: AttentionSpec, device: torch.device, config: Any, against: Sequence[str] = ()) -> None:
-        """For a VllmConfig. An update in the graph is claimed where ours has one and nothing is against it."""
+        """Make `inner` for a VllmConfig. Claims an update in the graph if `ours` has one and `against` is empty."""
         scheduler = config.scheduler_config
         self.max_seq_len: int = config.model_config.max_model_len
         self.serves_blocks = serves_blocks(self.ours)
@@ -139,13 +138,12 @@ class OurBuilder:
 
 
 def vllm_name(ours: attn_backends.AttentionBackend) -> str:
-    """The name that vLLM knows one of our backends by."""
+    """Return vLLM's name for a backend of this library."""
     return f"{PREFIX}{ours.name.upper()}"
 
 
 def classes_over(base: type[B], *names: str) -> Callable[[str], type[B]]:
-    """The `__getattr__` of base's module: a class for each backend that is registered with attn-backends by one of
-    these names, made when vLLM asks for it."""
+    """Return base's module `__getattr__`, which makes the class of each of these registered backends on request."""
     titled = {"".join(part.capitalize() for part in name.split("_")): name for name in names}
 
     def class_of(title: str) -> type[B]:
@@ -158,9 +156,9 @@ def classes_over(base: type[B], *names: str) -> Callable[[str], type[B]]:
 
 @cache
 def class_over(base: type[B], title: str, name: str) -> type[B]:
-    """The class of this title, in the module of its base: vLLM finds it again by both.
+    """Return the class of this title, in the module of its base: vLLM finds it again by both.
 
-    Raises ImportError where its kernels' package is missing, which vLLM shows as the reason.
+    Raises ImportError if its kernels' package is missing, which vLLM shows as the reason.
     """
     try:
         ours = attn_backends.get(name)

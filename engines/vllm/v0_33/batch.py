@@ -1,4 +1,4 @@
-"""vLLM's batch as ours: the same tensors, and bounds that hold for every replay."""
+"""vLLM's batch as an AttentionBatch: the same tensors, and bounds that hold for every replay."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from builders.errors import require
 
 
 def check_causality(common: CommonAttentionMetadata, *, serves_blocks: bool, sliding_window: int | None) -> None:
-    """Raise BatchError for a batch whose later tokens a kernel would leave out, or show where they are hidden.
+    """Raise BatchError for a batch whose later tokens a kernel would omit, or would show although they are hidden.
 
-    serves_blocks   whether the kernels have attention that is not causal, as a block of draft tokens needs it
-    sliding_window  of the layers. vLLM's is symmetric in a block, ours ends at none of its tokens: the same, as long as
-                    the block is no longer than the window
+    serves_blocks   whether the kernels have non-causal attention, which a block of draft tokens needs
+    sliding_window  of the layers. In a block, vLLM's window is symmetric and this library's does not limit later
+                    tokens: the same as long as the block is no longer than the window
     """
     causal, block = common.causal, common.max_query_len
     require(
@@ -35,7 +35,8 @@ def check_causality(common: CommonAttentionMetadata, *, serves_blocks: bool, sli
 
 
 def batch_of(common: CommonAttentionMetadata, *, max_seq_len: int) -> AttentionBatch:
-    """max_seq_len: the longest that any batch of the engine may be, since a graph keeps what its capture was given.
+    """Convert vLLM's batch. max_seq_len: the maximum over the engine's batches, since a graph keeps its capture's
+    value.
 
     Raises BatchError for tensors that a kernel would misread.
     """

@@ -1,7 +1,7 @@
 """vLLM's FlashInfer backend with its decode plan made on the device: metadata that updates in a graph.
 
-Everything but the plan stays vLLM's. On Hopper vLLM decodes by XQA where it can, which it cannot update in a graph;
-this one takes FlashInfer's FA2 kernel, for one token a request and for 1 + K. A block of draft tokens, which is not
+Everything but the plan is vLLM's. On Hopper vLLM decodes with XQA if it can, which it cannot update in a graph; this
+backend uses FlashInfer's FA2 kernel, for one token per request and for 1 + K. A block of draft tokens, which is not
 causal, has no decode wrapper in FlashInfer: it takes the prefill wrapper, planned the same way.
 """
 
@@ -39,11 +39,11 @@ except ModuleNotFoundError as error:
     raise ImportError(f"{error}: FLASHINFER_IN_GRAPH {NO_FLASHINFER}") from error
 
 _MOST_ADDRESSES = 4
-"""Sets of vLLM's buffers that one shape is planned for: its persistent ones make one or two."""
+"""Maximum sets of vLLM buffers that one shape is planned for: vLLM's persistent buffers make one or two."""
 
 
 class Shape(NamedTuple):
-    """A batch that a wrapper in graph mode serves: rows that all have query_len tokens, padding included."""
+    """A batch that a graph-mode wrapper serves: all rows have query_len tokens, padding included."""
 
     num_reqs: int
     query_len: int
@@ -52,7 +52,7 @@ class Shape(NamedTuple):
 
 @dataclass
 class InGraphMetadata(FlashInferMetadata):
-    """vLLM's metadata, with the plan that an update refreshes; None where the batch was planned on the host."""
+    """vLLM's metadata, plus the plan that an update refreshes; None if the batch was planned on the host."""
 
     plan: DevicePlan | None = None
     common: CommonAttentionMetadata | None = None
@@ -61,7 +61,7 @@ class InGraphMetadata(FlashInferMetadata):
 class InGraphBuilder(FlashInferMetadataBuilder):
     """Plans a batch shape on the host once; every later build and every update is one kernel.
 
-    Batches without a graph of their own, such as prefills, are planned by vLLM as ever.
+    vLLM plans batches without their own graph, such as prefills, as usual.
     """
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
@@ -83,22 +83,22 @@ class InGraphBuilder(FlashInferMetadataBuilder):
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
-        """Graphs of 1 + K tokens a request: vLLM takes the smallest of all its groups, the target's too."""
+        """Claim graphs of 1 + K tokens per request: vLLM takes the minimum over all its groups, the target's too."""
         return AttentionCGSupport.UNIFORM_BATCH
 
     @classmethod
     def get_varlen_cudagraph_max_query_len(cls, vllm_config: Any, kv_cache_spec: Any) -> None:
-        """None: a plan is of one query length."""
+        """Return None: a plan is for one query length."""
         return None
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> InGraphMetadata:
-        """See vLLM. Raises BatchError as `check_causality` does, and where vLLM plans by other rules than ours."""
+        """See vLLM. Raises BatchError as `check_causality` and `DevicePlan` do."""
         common = common_attn_metadata
         check_causality(common, serves_blocks=True, sliding_window=self._sliding_window)
-        # vLLM resolves its mode after it has made the builders. Each wrapper in graph mode has 8 MiB on the device, so
-        # none is made for every batch size that comes where no graph is captured.
+        # vLLM resolves its mode after it makes the builders. Each graph-mode wrapper takes 8 MiB on the device, so none
+        # is made per batch size if no graph is captured.
         self.enable_cuda_graph &= self.compilation_config.cudagraph_mode.decode_mode() == CUDAGraphMode.FULL
         shape = self._shape_of(common)
         key = (shape, _addresses(common)) if shape else None
@@ -112,7 +112,7 @@ class InGraphBuilder(FlashInferMetadataBuilder):
         metadata = InGraphMetadata(**vars(theirs), common=common)
         if key and self._is_ours(key[0], theirs):
             if key[0].causal:
-                # No other batch may plan this wrapper on the host: that would write its pages into vLLM's block table.
+                # No other batch can plan this wrapper on the host: that would write its pages into vLLM's block table.
                 wrapper = self._decode_wrappers_cudagraph.pop(key[0][:2])
             else:
                 wrapper = self._wrappers.extend(batch_of(common, max_seq_len=self.model_config.max_model_len)).wrapper
@@ -126,9 +126,9 @@ class InGraphBuilder(FlashInferMetadataBuilder):
         return metadata
 
     def update_draft_decode_metadata(self, metadata: InGraphMetadata) -> None:
-        """Refresh the plan from vLLM's lengths as they stand, by one kernel; on the host for a batch without a graph.
+        """Refresh the plan from vLLM's current lengths with one kernel; on the host for a batch without a graph.
 
-        Raises BatchError where a batch that has no plan on the device is captured.
+        Raises BatchError if a batch without a plan on the device is captured.
         """
         if metadata.plan is not None:
             metadata.plan.refresh()
@@ -139,11 +139,11 @@ class InGraphBuilder(FlashInferMetadataBuilder):
             "a replay would attend by an old plan. Choose FLASH_ATTN for the draft.",
         )
         assert metadata.common is not None
-        # A block's wrapper, which is vLLM's one of prefills that are not causal, is planned again in place.
+        # A block's wrapper, vLLM's own for non-causal prefills, is planned again in place.
         metadata.decode = super().build(0, metadata.common).decode
 
     def forget_plans(self) -> None:
-        """Of a builder that no graph knows: each plan holds a wrapper, with 8 MiB on the device."""
+        """Drop the plans of a builder that no graph uses: each holds a wrapper, with 8 MiB on the device."""
         self._plans.clear()
 
     @property
@@ -151,7 +151,7 @@ class InGraphBuilder(FlashInferMetadataBuilder):
         return self.window_left + 1 if self.window_left >= 0 else None
 
     def _shape_of(self, common: CommonAttentionMetadata) -> Shape | None:
-        """The shape of a batch that a wrapper in graph mode serves, else None."""
+        """Return the shape of a batch that a graph-mode wrapper serves, else None."""
         if self.reasons or not self.enable_cuda_graph:
             return None
         split = split_decodes_and_prefills(common, decode_threshold=self.reorder_batch_threshold, require_uniform=True)
@@ -170,7 +170,7 @@ class InGraphBuilder(FlashInferMetadataBuilder):
 
     @cached_property
     def _wrappers(self) -> FlashInferWrappers:
-        """Those of blocks, in the workspace of vLLM's own."""
+        """The wrappers for blocks, in the workspace of vLLM's own."""
         layout = get_flashinfer_layout_string(self.kv_cache_layout)
         partials = self._get_workspace_buffer()
         return FlashInferWrappers(self._spec(causal=False), self.device, kv_layout=layout, partials=partials)
@@ -190,7 +190,7 @@ class InGraphBuilder(FlashInferMetadataBuilder):
 
 
 class InGraphImpl(FlashInferImpl):
-    """vLLM's layer, which leaves ALiBi out in silence. No check has tried an update with a shared KV cache."""
+    """vLLM's layer, which silently ignores ALiBi. No check has tried an update with a shared KV cache."""
 
     def __init__(self, *layer: Any, **extras: Any) -> None:
         """See vLLM. Raises ValueError for a layer with either."""
@@ -203,7 +203,7 @@ class InGraphImpl(FlashInferImpl):
 
 
 class InGraphFlashInfer(UpdatedInGraph, FlashInferBackend):
-    """vLLM's FlashInfer, without its quantised caches and sinks: those have kernels of their own there."""
+    """vLLM's FlashInfer without its quantised caches and sinks, which use other kernels there."""
 
     name = "FLASHINFER_IN_GRAPH"
     builder = InGraphBuilder
@@ -215,7 +215,7 @@ class InGraphFlashInfer(UpdatedInGraph, FlashInferBackend):
 
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
-        """Those that the checks of our own `flashinfer` have run; vLLM's takes 512 too."""
+        """Return the sizes that the checks of this library's `flashinfer` have run; vLLM's takes 512 too."""
         return [64, 128, 256]
 
     @classmethod
@@ -232,7 +232,7 @@ class InGraphFlashInfer(UpdatedInGraph, FlashInferBackend):
 
     @classmethod
     def validate_configuration(cls, *args: Any, **asked: Any) -> list[str]:
-        """vLLM's reasons in its words, and ours in ours."""
+        """Return vLLM's reasons, then this library's."""
         ours = cache_reasons(asked.get("kv_cache_dtype"), asked["dtype"])
         return [*super().validate_configuration(*args, **asked), *ours]
 
@@ -242,11 +242,11 @@ class InGraphFlashInfer(UpdatedInGraph, FlashInferBackend):
 
     @classmethod
     def supports_compute_capability(cls, capability: Any) -> bool:
-        """Where FA2 decodes: on compute capability 10 vLLM takes other kernels for the same metadata."""
+        """Return whether FA2 decodes there: on compute capability 10 vLLM uses other kernels for the same metadata."""
         return (8, 0) <= (capability.major, capability.minor) < (10, 0)
 
 
 def _addresses(common: CommonAttentionMetadata) -> tuple[int, ...]:
-    """What a plan is bound to: where vLLM's lengths and table lie."""
+    """Return what a plan is bound to: the addresses of vLLM's lengths and table."""
     table = common.block_table_tensor
     return (common.seq_lens.data_ptr(), table.data_ptr(), table.stride(0), table.shape[1])

@@ -1,4 +1,4 @@
-"""Dense latent attention of attn-backends in vLLM: projections, prefill and cache stay vLLM's, decode is ours."""
+"""attn-backends' dense latent attention in vLLM: projections, prefill and cache stay vLLM's, decode is replaced."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from engines.vllm.v0_33.batch import check_causality
 from engines.vllm.v0_33.reasons import CUDA, cache_reasons, page_sizes, require_served
 
 _EXTRAS = ("alibi_slopes", "sliding_window", "logits_soft_cap", "attn_type", "q_pad_num_heads")
-"""What a layer of vLLM's may have that a spec of latents here has not."""
+"""Options of a vLLM layer that a spec for latents does not have."""
 
 
 class LatentBuilder(OurBuilder, MLACommonMetadataBuilder[MLACommonMetadata]):
-    """vLLM's metadata, and in its decode part ours: an update refreshes what ours is made of."""
+    """vLLM's metadata, with this library's in its decode part: an update refreshes the latter."""
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
     query_len_support: ClassVar[QueryLenSupport] = QueryLenSupport.UNIFORM
@@ -40,7 +40,7 @@ class LatentBuilder(OurBuilder, MLACommonMetadataBuilder[MLACommonMetadata]):
         spec = latent_spec(self.num_heads, dims.kv_lora_rank, dims.qk_rope_head_dim, self.page_size, dtype)
         against = ["decode context parallelism is on"] if self.dcp_world_size > 1 else []
         self.make_inner(spec, device, vllm_config, against)
-        # By query length and row: padding rows of a graph own tokens, as all others do.
+        # By query length and row: padding rows of a graph have tokens, as all others do.
         lens = torch.arange(1, self.reorder_batch_threshold + 1, dtype=torch.int32, device=device)
         rows = torch.arange(vllm_config.scheduler_config.max_num_seqs + 1, dtype=torch.int32, device=device)
         self.starts = lens[:, None] * rows
@@ -48,13 +48,13 @@ class LatentBuilder(OurBuilder, MLACommonMetadataBuilder[MLACommonMetadata]):
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> Any:
-        """See vLLM, which takes causality that is a tensor for True. Raises BatchError as `check_causality` does."""
+        """See vLLM, which treats causality given as a tensor as True. Raises BatchError as `check_causality` does."""
         check_causality(common_attn_metadata, serves_blocks=self.serves_blocks, sliding_window=None)
         self._causal = common_attn_metadata.causal
         return super().build(common_prefix_len, common_attn_metadata, fast_build)
 
     def update_draft_decode_metadata(self, metadata: Any) -> None:
-        """Refresh from vLLM's lengths as they stand. Raises nothing that build() has not."""
+        """Refresh from vLLM's current lengths. Raises nothing that build() has not raised before."""
         self.inner[metadata.causal].advance(metadata.decode.paged)
 
     def _build_decode(
@@ -90,14 +90,14 @@ class LatentBuilder(OurBuilder, MLACommonMetadataBuilder[MLACommonMetadata]):
 
 
 class LatentImpl(MLACommonImpl[MLACommonMetadata]):
-    """A layer whose decode is ours. It returns no logsumexp, so that nothing can be combined with its output, and no
-    kind of context parallelism is offered."""
+    """A layer that decodes with `ours`. It returns no logsumexp to combine its output with, and supports no context
+    parallelism."""
 
     ours: ClassVar[attn_backends.AttentionBackend]
     can_return_lse_for_decode = supports_dcp = supports_pcp = False
 
     def __init__(self, **layer: Any) -> None:
-        """See vLLM, which names all that it says of a layer. Raises ValueError for one that ours does not serve."""
+        """See vLLM, which passes a layer's options by name. Raises ValueError for a layer that `ours` cannot serve."""
         super().__init__(**layer)
         sizes = (self.num_heads, self.kv_lora_rank, self.qk_rope_head_dim, page_sizes(self.ours)[0])
         spec = latent_spec(*sizes, torch.get_default_dtype(), self.scale)
@@ -112,7 +112,7 @@ class LatentImpl(MLACommonImpl[MLACommonMetadata]):
     def forward_mqa(
         self, q: Any, kv_c_and_k_pe_cache: torch.Tensor, attn_metadata: Any, layer: Any
     ) -> tuple[torch.Tensor, None]:
-        """See vLLM. Raises BatchError for a cache whose layout is not known."""
+        """See vLLM. Raises BatchError for a cache of unknown layout."""
         query = torch.cat(q, -1) if isinstance(q, tuple) else q
         spec = self.spec(kv_c_and_k_pe_cache.shape[1], attn_metadata.causal)
         store = latents(kv_c_and_k_pe_cache, spec.head_dim, spec.out_dim)
@@ -122,7 +122,7 @@ class LatentImpl(MLACommonImpl[MLACommonMetadata]):
 def latent_spec(
     num_heads: int, rank: int, rope_dim: int, page_size: int, dtype: torch.dtype, scale: float | None = None
 ) -> AttentionSpec:
-    """Latents of rank + rope_dim dims, the first `rank` of them the values."""
+    """Return the spec of latents with rank + rope_dim dims, the first `rank` of them the values."""
     return AttentionSpec(
         kind=AttentionKind.MLA,
         num_q_heads=num_heads,
@@ -136,14 +136,14 @@ def latent_spec(
 
 
 class LatentBackend(OurBackend, MLACommonBackend):
-    """What vLLM asks of a backend over latents beside what it asks of any."""
+    """vLLM's interface for backends over latents, in addition to that of OurBackend."""
 
     builder = LatentBuilder
     impl = LatentImpl
 
     @classmethod
     def validate_configuration(cls, *args: Any, **asked: Any) -> list[str]:
-        """vLLM's reasons in its words, and ours in ours."""
+        """Return vLLM's reasons, then this library's."""
         head_size, dtype = asked["head_size"], asked["dtype"]
         widest = cls.ours.capabilities.value_dims
         rank = min(head_size, head_size if widest is None or widest.maximum is None else widest.maximum)

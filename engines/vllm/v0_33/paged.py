@@ -1,4 +1,4 @@
-"""Backends of attn-backends over keys and values, as backends of vLLM."""
+"""Backends of attn-backends over keys and values, as vLLM backends."""
 
 from __future__ import annotations
 
@@ -31,25 +31,25 @@ _LAYER = (
     *("num_heads", "head_size", "scale", "num_kv_heads", "alibi_slopes", "sliding_window", "kv_cache_dtype"),
     *("logits_soft_cap", "attn_type", "kv_sharing_target_layer_name"),
 )
-"""What vLLM says of a layer, in the order that it passes it in."""
+"""vLLM's positional arguments of a layer, in order."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerMetadata:
-    """Our builder's metadata, and whether the batch attends causally: vLLM says so of a batch, not of a layer."""
+    """The inner builder's metadata, and whether the batch is causal: vLLM sets that per batch, not per layer."""
 
     ours: Any
     causal: bool
 
 
 class PagedBuilder(OurBuilder, AttentionMetadataBuilder[LayerMetadata]):
-    """One of ours over vLLM's tensors. vLLM moves its lengths itself: an update refreshes what is made of them."""
+    """This library's builder over vLLM's tensors. vLLM advances its lengths itself: an update refreshes the rest."""
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         layers = vllm_config.compilation_config.static_forward_context
-        # Without its hybrid KV cache manager, vLLM puts layers with a window and without one into one group, in any
-        # order. Metadata for the window serves all of them.
+        # Without its hybrid KV cache manager, vLLM puts layers with and without a window into one group, in any order.
+        # Metadata for the window serves all of them.
         specs = (layers[name].impl.spec(kv_cache_spec.block_size) for name in layer_names)
         spec = min(specs, key=lambda spec: spec.sliding_window or math.inf)
         self.sliding_window = spec.sliding_window
@@ -57,7 +57,7 @@ class PagedBuilder(OurBuilder, AttentionMetadataBuilder[LayerMetadata]):
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
-        """What is declared to vLLM: graphs of one query length at most, a batch of mixed lengths has none here."""
+        """Claim graphs of one query length at most: a batch of mixed lengths has no graph here."""
         most = AttentionCGSupport.UNIFORM_BATCH.value
         return AttentionCGSupport(min(int(cls.ours.builder.graph_support), most))
 
@@ -76,18 +76,18 @@ class PagedBuilder(OurBuilder, AttentionMetadataBuilder[LayerMetadata]):
         return LayerMetadata(self.inner[causal].build(batch), causal)
 
     def update_draft_decode_metadata(self, metadata: LayerMetadata) -> None:
-        """Refresh from vLLM's lengths as they stand. Raises nothing that build() has not."""
+        """Refresh from vLLM's current lengths. Raises nothing that build() has not raised before."""
         self.inner[metadata.causal].advance(metadata.ours)
 
 
 class PagedImpl(AttentionImpl[Any]):
-    """A layer's cache write and forward by one of ours, over vLLM's own cache."""
+    """A layer's cache write and forward with a backend of this library, over vLLM's own cache."""
 
     ours: ClassVar[attn_backends.AttentionBackend]
     sinks: torch.Tensor | None
 
     def __init__(self, *layer: Any, sinks: torch.Tensor | None = None, **extras: Any) -> None:
-        """layer: what vLLM says of it, in the order of _LAYER. Raises ValueError for one that ours does not serve."""
+        """layer: vLLM's arguments, in the order of _LAYER. Raises ValueError for a layer that `ours` cannot serve."""
         asked = {**dict.fromkeys(_LAYER), **dict(zip(_LAYER, layer, strict=False)), **extras}
         self.num_heads, self.head_size = asked.pop("num_heads"), asked.pop("head_size")
         self.loaded_sinks, self.sinks = sinks, None
@@ -112,7 +112,7 @@ class PagedImpl(AttentionImpl[Any]):
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Copy the sinks, which models hold in their own dtype, to fp32, which the kernels read. A later load of
-        weights changes them in place, where graphs read them."""
+        weights updates them in place, where graphs read them."""
         if self.loaded_sinks is not None:
             loaded = self.loaded_sinks.detach()
             self.sinks = loaded.float() if self.sinks is None else self.sinks.copy_(loaded)
@@ -120,9 +120,9 @@ class PagedImpl(AttentionImpl[Any]):
     def do_kv_cache_update(
         self, layer: Any, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
     ) -> None:
-        """Store new keys and values [T, num_kv_heads, head_size] where slot_mapping says; -1 writes nothing.
+        """Store new keys and values [T, num_kv_heads, head_size] at slot_mapping; -1 writes nothing.
 
-        Raises BatchError for a cache whose layout is not known.
+        Raises BatchError for a cache of unknown layout.
         """
         tokens, store = min(len(slot_mapping), len(key)), keys_and_values(kv_cache, self.head_size)
         write_kv(key[:tokens], value[:tokens], store.key, store.value, slot_mapping[:tokens])
@@ -138,11 +138,11 @@ class PagedImpl(AttentionImpl[Any]):
         output: torch.Tensor,
         **scales: Any,
     ) -> torch.Tensor:
-        """Attention of query [T, num_heads, head_size], written to output.
+        """Write the attention of query [T, num_heads, head_size] to output.
 
         Raises BatchError for tensors that the kernels would misread.
         """
-        if attn_metadata is None:  # vLLM measures its memory
+        if attn_metadata is None:  # vLLM's memory profiling run
             return output.fill_(0)
         metadata, store = attn_metadata.ours, keys_and_values(kv_cache, self.head_size)
         tokens, spec = metadata.num_tokens, self.spec(store.key.shape[1], attn_metadata.causal)
@@ -152,7 +152,7 @@ class PagedImpl(AttentionImpl[Any]):
 
 
 class PagedBackend(OurBackend):
-    """What vLLM asks of a backend over keys and values beside what it asks of any."""
+    """vLLM's interface for backends over keys and values, in addition to that of OurBackend."""
 
     builder = PagedBuilder
     impl = PagedImpl
@@ -164,7 +164,7 @@ class PagedBackend(OurBackend):
 
     @classmethod
     def validate_configuration(cls, *args: Any, **asked: Any) -> list[str]:
-        """vLLM's reasons in its words, and ours in ours."""
+        """Return vLLM's reasons, then this library's."""
         return [*super().validate_configuration(*args, **asked), *selector_reasons(cls.ours, **asked)]
 
 

@@ -1,4 +1,4 @@
-"""Why one of our backends cannot serve what vLLM asks for, in words."""
+"""Why a backend of this library cannot serve what vLLM requests, as text."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from builders import AttentionSpec
 
 CUDA = torch.device("cuda")
 _PAGE_SIZES = (16, 32, 64, 128)
-"""Kernel block sizes that vLLM chooses among, where not every multiple of a size will do."""
+"""Kernel block sizes that vLLM chooses from, for backends that do not take every multiple of a size."""
 _CACHE_DTYPES = {"auto": None, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
@@ -27,7 +27,7 @@ def selector_reasons(
     use_non_causal: bool = False,
     **others: Any,
 ) -> list[str]:
-    """What speaks against a model, as far as vLLM's selector tells of it: no head counts, and no soft cap."""
+    """List what rules out a model, as far as vLLM's selector describes it: without head counts and soft cap."""
     spec = AttentionSpec(
         num_q_heads=1,
         num_kv_heads=1,
@@ -42,9 +42,9 @@ def selector_reasons(
 
 
 def require_served(ours: AttentionBackend, spec: AttentionSpec, extras: Mapping[str, Any]) -> None:
-    """Raise ValueError for a layer that the backend does not serve; here vLLM tells all of it.
+    """Raise ValueError for a layer that the backend does not serve; here vLLM describes the whole layer.
 
-    extras: what a layer may have beside its spec, by name; None where it has not.
+    extras: layer options that are not part of its spec, by name; None if unset.
     """
     reasons = [f"has no {name}, the layer has {value!r}" for name, value in extras.items() if value is not None]
     if reasons := reasons + _spec_reasons(ours, spec):
@@ -59,25 +59,25 @@ def _spec_reasons(ours: AttentionBackend, spec: AttentionSpec) -> list[str]:
 
 
 def page_sizes(ours: AttentionBackend) -> list[int]:
-    """Pages that the backend serves, of those that vLLM has. The first stands for any in a spec that knows none yet:
-    which sizes a backend takes, vLLM asks it itself."""
+    """Return the backend's page sizes among vLLM's. The first stands in for any in a spec that does not know its page
+    size yet: vLLM asks the backend itself for the sizes."""
     return [size for size in _PAGE_SIZES if size in ours.capabilities.page_sizes]
 
 
 def serves_blocks(ours: AttentionBackend) -> bool:
-    """Whether the backend's kernels attend in blocks of draft tokens, which are not causal."""
+    """Return whether the backend's kernels attend in blocks of draft tokens, which are not causal."""
     return Feature.NON_CAUSAL in ours.capabilities.features
 
 
 def serves_capability(ours: AttentionBackend, capability: tuple[int, int]) -> bool:
-    """Whether the backend's kernels run on a device of this compute capability, vLLM's (major, minor)."""
+    """Return whether the backend's kernels run on a device of this compute capability, vLLM's (major, minor)."""
     able, found = ours.capabilities, tuple(capability)
     least = able.compute_capability
     return found >= least and (found[0] == least[0] or not able.one_major_version)
 
 
 def cache_reasons(kv_cache_dtype: str | None, dtype: torch.dtype) -> list[str]:
-    """What speaks against a cache of vLLM's name for its dtype, with queries of this one."""
+    """List what rules out a cache dtype, by vLLM's name, with queries of this dtype."""
     held = _CACHE_DTYPES.get(kv_cache_dtype or "auto", kv_cache_dtype)
     if held in (None, dtype):
         return []

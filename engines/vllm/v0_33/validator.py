@@ -1,9 +1,9 @@
-"""A served vLLM checks its draft metadata: ATTN_BACKENDS_VALIDATE=1, for drafts that run as one full graph.
+"""Validation of draft metadata in a served vLLM: ATTN_BACKENDS_VALIDATE=1, for drafts that run as one full graph.
 
-What a graph replays can go stale with no other sign than a lower acceptance rate. After some of the rounds, what the
-draft's graph has read in its last step is compared with what vLLM's own builders, made a second time, build for the
-same batch; and the buffers that the graph was captured over, with those that vLLM fills now. The first difference is
-logged with its group, step and field. Nothing is compared after it.
+If the metadata that a graph replays goes stale, the only sign is a lower acceptance rate. After some of the rounds,
+what the draft's graph read in its last step is compared with what a second set of vLLM's own builders builds for the
+same batch, and the buffers that the graph captured with those that vLLM fills now. The first difference is logged with
+its group, step and field, and ends the comparison.
 """
 
 from __future__ import annotations
@@ -32,15 +32,16 @@ from engines.vllm.device_plan import DevicePlan
 from engines.vllm.version import SUPPORTED, UnsupportedVllm
 
 SHARE = 0.01
-"""Of the time, at most: after a comparison, the next one waits for 1 / SHARE times as long as it took. A comparison
-first waits for what is queued on the device, which counts too: where the host limits an engine, that time is lost."""
+"""Maximum share of the time: after a comparison, the next one waits for 1 / SHARE times as long as it took. A
+comparison first waits for queued device work, which counts too: if the host limits an engine, that time is lost."""
 Asked: TypeAlias = Callable[[], Mapping[str, Any]]
-"""Gives a method's arguments by name. Most rounds need none: to bind them takes longer than all else here."""
+"""Returns a method's arguments by name; lazy because most rounds need none, and binding costs more than all else
+here."""
 _log = init_logger("vllm.attn_backends")
 
 
 class Difference(NamedTuple):
-    """Where what a graph reads is not the batch."""
+    """Where what a graph reads differs from the batch."""
 
     group: str
     step: int
@@ -53,9 +54,9 @@ class Round(NamedTuple):
 
     key         of the graph: its tokens and draft steps
     num_reqs    without padding
-    padded      with it
-    query_len   query tokens a request
-    step        the last one, of which the buffers hold the batch
+    padded      num_reqs with padding
+    query_len   query tokens per request
+    step        the last one, whose batch is in the buffers
     """
 
     key: tuple[int, int]
@@ -67,9 +68,9 @@ class Round(NamedTuple):
 
 
 class DraftValidator:
-    """Of one speculator of vLLM.
+    """Validates one vLLM speculator.
 
-    rounds: compared so far, in so many seconds. found: the first difference. paused: nothing is compared meanwhile.
+    rounds, seconds: comparisons so far and their time. found: the first difference. paused: suspends comparing.
     """
 
     def __init__(self, speculator: Any, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -82,7 +83,7 @@ class DraftValidator:
 
     @contextmanager
     def capturing(self) -> Iterator[None]:
-        """While vLLM captures: what it hands its graphs is kept, the last of each shape is the graph's."""
+        """Collect what vLLM passes to its graphs while it captures; the last of each shape is the graph's."""
         self.is_capturing = True
         try:
             yield
@@ -90,14 +91,14 @@ class DraftValidator:
             self.is_capturing = False
         self._addresses = self._buffers()
         if self._captured:
-            # At start-up, since they have workspaces: later, the KV cache may have left no memory for these.
+            # At start-up, because they need workspaces: later, the KV cache may leave no memory for these.
             self._groups = _second_builders(self.speculator)
         else:
             kind = type(self.speculator).__name__
             _log.warning("No draft metadata is compared: %s captured no graph that updates its metadata.", kind)
 
     def keep(self, key: tuple[int, int], attn_metadata: Mapping[str, Any] | None) -> None:
-        """Note the metadata of a forward that is captured, or runs before one that is."""
+        """Record the metadata of a forward that is captured, or that warms up for a capture."""
         if attn_metadata is not None:
             self._captured[key] = attn_metadata
 
@@ -107,10 +108,10 @@ class DraftValidator:
         return not (self.paused or self.found or self._clock() < self._next)
 
     def after(self, done: Round) -> None:
-        """Compare, if the round is one of a graph that was captured. Logs the first difference."""
+        """Compare if the round ran on a captured graph. Logs the first difference."""
         if done.key not in self._captured:
             return
-        # Whether it is a dummy is read from the device, which may still be busy: the wait counts.
+        # Detecting a dummy reads from the device, which can still be busy: the wait counts.
         begin = self._clock()
         is_dummy = self._is_dummy(done)
         if not is_dummy:
@@ -130,7 +131,7 @@ class DraftValidator:
             _log.info("Draft metadata of %d rounds was compared with a fresh build: no difference.", self.rounds)
 
     def _is_dummy(self, done: Round) -> bool:
-        """Whether these are no requests: vLLM runs such batches to warm up, and beside other ranks."""
+        """Return whether these are not requests: vLLM runs such batches to warm up, and alongside other ranks."""
         return not done.num_reqs or bool((self.speculator.idx_mapping[: done.num_reqs] < 0).any())
 
     def _differences(self, done: Round) -> Iterator[Difference]:
@@ -153,14 +154,14 @@ class DraftValidator:
                 yield Difference(f"{group.backend.get_name()} ({layer})", done.step, field, what)
 
     def _buffers(self) -> dict[str, int]:
-        """Where what vLLM fills for each round lies."""
+        """Return the addresses of the buffers that vLLM fills for each round."""
         inputs, tables = self.speculator.input_buffers, self.speculator.block_tables
         named = {name: getattr(inputs, name) for name in ("seq_lens", "query_start_loc", "positions")}
         named |= {f"block table {i}": table for i, table in enumerate(tables.input_block_tables)}
         return {name: tensor.data_ptr() for name, tensor in {**named, "slot_mappings": tables.slot_mappings}.items()}
 
     def _slots(self, done: Round) -> torch.Tensor:
-        """vLLM's slots of the batch, computed again."""
+        """Recompute vLLM's slots of the batch."""
         speculator, rows = self.speculator, done.num_reqs
         slots: torch.Tensor = speculator.block_tables.compute_slot_mappings(
             speculator.idx_mapping[:rows],
@@ -172,11 +173,11 @@ class DraftValidator:
         return slots
 
     def _fresh(self, done: Round, slots: torch.Tensor | None) -> Mapping[str, Any]:
-        """What vLLM builds for the batch where it updates nothing, by builders that no graph knows."""
+        """Build vLLM's metadata for the batch without updates, with builders that no graph uses."""
         speculator = self.speculator
         desc = _Desc(done.padded * done.query_len, done.padded)
         served = speculator.attn_groups, speculator.draft_max_seq_len
-        # A graph keeps the longest length that its capture was given.
+        # A graph keeps the maximum length of its capture.
         speculator.attn_groups, speculator.draft_max_seq_len = self._groups, speculator.max_model_len
         try:
             built: Mapping[str, Any] = speculator._build_attn_metadata(
@@ -192,14 +193,14 @@ class DraftValidator:
             speculator.attn_groups, speculator.draft_max_seq_len = served
             for group in chain.from_iterable(self._groups):
                 builder: Any = group.get_metadata_builder()
-                # Plans of every batch size would add up, in memory that vLLM has not set aside.
+                # Plans of every batch size would add up, in memory that vLLM has not reserved.
                 if hasattr(builder, "forget_plans"):
                     builder.forget_plans()
         return built
 
 
 class _Desc(NamedTuple):
-    """vLLM's description of a graph, as far as a build reads it."""
+    """The fields of vLLM's graph description that a build reads."""
 
     num_tokens: int
     num_reqs: int
@@ -207,14 +208,14 @@ class _Desc(NamedTuple):
 
 
 def compare(captured: Any, fresh: Any, done: Round) -> Iterator[tuple[str, str]]:
-    """Field and difference of each tensor whose rows of requests are not those of the fresh one.
+    """Yield field and difference for each tensor whose request rows differ from the fresh one.
 
-    What divides all work, that of padding too, is compared in a batch without padding alone.
+    Schedules, which divide the work of padding too, are compared only in a batch without padding.
     """
     expected = dict(_tensors(fresh))
     for name, found in _tensors(captured):
         if name.endswith("schedule_metadata") and done.num_reqs < done.padded:
-            # DeepGEMM's: it divides the work of padding too, whose lengths a graph advances and a build has as 0.
+            # DeepGEMM's: it also divides the work of padding, whose lengths advance in a graph and are 0 in a build.
             continue
         wanted = expected.get(name)
         if wanted is None or wanted.shape != found.shape:
@@ -231,14 +232,14 @@ def _first_difference(name: str, found: torch.Tensor, wanted: torch.Tensor) -> I
 
 
 def _live_rows(length: int, done: Round) -> int:
-    """How many of a tensor's first elements belong to requests: a graph's padding means nothing."""
+    """Return how many of a tensor's first elements belong to requests; a graph's padding has no meaning."""
     rows = {done.padded + 1: done.num_reqs + 1, done.padded * done.query_len: done.num_reqs * done.query_len}
     return {**rows, done.padded: done.num_reqs}.get(length, length)
 
 
 def _tensors(value: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors in a record of records, by their path, without scratch space, which is made of floats, without
-    vLLM's batch, which no kernel reads, and without FlashMLA's schedule, which no build makes."""
+    """Yield the tensors in nested records by path, except scratch space (floats), vLLM's batch, which no kernel reads,
+    and FlashMLA's schedule, which no build makes."""
     if isinstance(value, torch.Tensor):
         if not value.is_floating_point():
             yield name.removeprefix("."), value
@@ -256,7 +257,7 @@ def _slots(value: Any) -> list[tuple[str, Any]]:
 
 
 def _second_builders(speculator: Any) -> list[list[AttentionGroup]]:
-    """The speculator's groups with builders of their own, in the workspaces of the first."""
+    """Return the speculator's groups with separate builders, in the workspaces of the first."""
     with set_current_vllm_config(speculator.attn_vllm_config):
         return [[_second(speculator, group) for group in groups] for groups in speculator.attn_groups]
 
@@ -276,7 +277,7 @@ def _second(speculator: Any, group: AttentionGroup) -> AttentionGroup:
 
 
 def validator_of(speculator: Any) -> DraftValidator:
-    """The speculator's own, made on first use."""
+    """Return the speculator's validator, made on first use."""
     if "attn_backends_validator" not in vars(speculator):
         speculator.attn_backends_validator = DraftValidator(speculator)
     found: DraftValidator = speculator.attn_backends_validator
@@ -284,7 +285,7 @@ def validator_of(speculator: Any) -> DraftValidator:
 
 
 def install() -> None:
-    """Wrap vLLM's speculators, once. Raises UnsupportedVllm where one is not vLLM's own."""
+    """Wrap vLLM's speculators, once. Raises UnsupportedVllm if one is not vLLM's own."""
     wrong = [
         f"{cls.__name__}.{name}"
         for cls, hooks in _HOOKS.items()
@@ -307,7 +308,7 @@ def _takes(method: Any, arguments: list[str]) -> bool:
 
 
 def _wrap(cls: type, name: str, around: Callable[..., Any]) -> None:
-    """Have `around` called with the method, the speculator and what gives its arguments by name."""
+    """Make the method call `around` with itself, the speculator and a getter of its arguments by name."""
     method = getattr(cls, name)
     if getattr(method, "_around", None) is around:
         return
@@ -343,7 +344,7 @@ def _after_steps(method: Callable[[], Any], speculator: Any, asked: Asked) -> An
     if (validator := validator_of(speculator)).is_due:
         given = asked()
         if (desc := given["batch_desc"]).cg_mode == CUDAGraphMode.FULL:
-            # A graph that is not of one number of steps runs them all.
+            # A graph without a fixed number of steps runs them all.
             steps = getattr(desc, "num_speculative_tokens", speculator.num_speculative_steps)
             padded = desc.num_reqs or desc.num_tokens
             bound = given["seq_lens_cpu_upper_bound"]
@@ -403,4 +404,4 @@ _HOOKS: dict[type[Any], dict[str, tuple[Callable[..., Any], str]]] = {
         "propose": (_after_block, "input_batch"),
     },
 }
-"""What is wrapped by which function, and the arguments that are read of it."""
+"""The wrapper of each method, and the arguments that it reads."""

@@ -1,4 +1,4 @@
-"""The draft backend of SGLang's sparse attention of DeepSeek-V3.2, with FlashMLA's sparse kernel."""
+"""The draft backend of SGLang's sparse attention for DeepSeek-V3.2, with FlashMLA's sparse kernel."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class DeepseekSparseAttnMultiStepBackend(PlannedSteps):
 
     @staticmethod
     def slots(metadata: Any, batch: Any) -> list[Tensor]:
-        # Those that the indexer may choose from.
+        # The slots that the indexer can choose from.
         lengths = metadata.cache_seqlens_int32.tolist()
         return [row[:length] for row, length in zip(metadata.page_table_1, lengths, strict=True)]
 
@@ -69,17 +69,17 @@ def backend() -> type[AttentionBackend]:
 
 
 def _schedule(context_lens: Tensor, block: int, num_sms: int) -> Tensor:
-    """For DeepGEMM's schedule: like it, this one depends on every length."""
+    """Replaces DeepGEMM's schedule and, like it, depends on every length."""
     return ((context_lens + block - 1) // block).int().cumsum(0, dtype=torch.int32)
 
 
 def _plan_topk(lengths: Tensor) -> Tensor:
-    """For the plan of SGLang's top-k kernel: like it, this one depends on every length."""
+    """Replaces the plan of SGLang's top-k kernel and, like it, depends on every length."""
     return lengths.clone()
 
 
 class _Copies(ModuleType):
-    """SGLang's two fused copies, as its CUDA file has them: whatever has a source goes into each destination."""
+    """SGLang's two fused copies, as in its CUDA file: every source that is set goes into each destination."""
 
     @staticmethod
     def fused_metadata_copy_cuda(*args: Any) -> None:

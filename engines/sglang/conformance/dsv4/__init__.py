@@ -1,4 +1,4 @@
-"""The draft backend of SGLang's DeepSeek-V4, of a draft whose layers have a window and no compressed text."""
+"""SGLang's draft backend for DeepSeek-V4, for a draft whose layers have a window and no compressed text."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class DeepseekV4MultiStepBackend(PlannedSteps):
         import sglang.srt.layers.attention.deepseek_v4_backend as theirs
         from sglang.srt.mem_cache.deepseek_v4_memory_pool import DeepSeekV4TokenToKVPool
 
-        # The one window that SGLang knows, and its one size of pages, which only compressed text has.
+        # SGLang supports one window size, and one page size, which only compressed text uses.
         vars(theirs)["SWA_WINDOW"] = window = runner.layer.sliding_window_size + 1
         runner.page_size, runner.hisparse_coordinator = 256, None
         pool = object.__new__(DeepSeekV4TokenToKVPool)
@@ -52,7 +52,7 @@ class DeepseekV4MultiStepBackend(PlannedSteps):
 
     @staticmethod
     def slots(metadata: Any, batch: Any) -> list[Tensor]:
-        # Its kernel is told the newest token first.
+        # Its kernel gets the newest token first.
         core = metadata.core_attn_metadata
         lengths = core.swa_topk_lengths.tolist()
         return [row[:length].flip(0) for row, length in zip(core.swa_page_indices, lengths, strict=True)]

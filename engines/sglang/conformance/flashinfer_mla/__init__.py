@@ -1,4 +1,4 @@
-"""The draft backend of SGLang's FlashInfer for dense latents, whose kernel goes by offsets and lengths of its plan."""
+"""The draft backend of SGLang's FlashInfer for dense latents, whose kernel uses the offsets and lengths of its plan."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def backend() -> type[AttentionBackend]:
 
 @dataclass(init=False, eq=False)
 class _Wrapper:
-    """For FlashInfer's own, whose plan says where the slots of each row begin, and how many there are."""
+    """Replaces FlashInfer's own, whose plan gives the start and the number of each row's slots."""
 
     indices: Tensor
     starts: Tensor
@@ -62,13 +62,13 @@ class _Wrapper:
             self.starts, self.lengths = torch.zeros_like(kv_len_arr), torch.zeros_like(kv_len_arr)
 
     def plan(self, q_indptr: Tensor, kv_indptr: Tensor, kv_indices: Tensor, kv_lengths: Tensor, *settings: Any) -> None:
-        """As FlashInfer's plan for a graph: it copies the indices into the graph's buffer, and plans."""
+        """Plan like FlashInfer for a graph: copy the indices into the graph's buffer, then plan."""
         self.indices[: len(kv_indices)].copy_(kv_indices)
         self._scale = settings[5]
         self._plan(None, None, None, q_indptr, kv_indptr, kv_lengths)
 
     def _plan(self, *args: Any) -> None:
-        """What both of FlashInfer's plans end in: the offset and the length of a row go into its work."""
+        """The common end of both FlashInfer plans: each row's offset and length go into its work."""
         offsets, lengths = args[4], args[5]
         self.starts.copy_(offsets[:-1])
         self.lengths.copy_(lengths)

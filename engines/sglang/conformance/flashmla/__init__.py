@@ -18,7 +18,7 @@ from engines.sglang.conformance.stand_in import STEPS
 
 _PAGE = 64
 _SCHEDULED = 132
-"""Multiprocessors that FlashMLA's schedule is for."""
+"""SMs that FlashMLA's schedule is for."""
 
 
 class FlashMLAMultiStepDraftBackend(PlannedSteps):
@@ -33,7 +33,7 @@ class FlashMLAMultiStepDraftBackend(PlannedSteps):
 
     @staticmethod
     def told(metadata: Any, batch: Any, live: int) -> dict[str, Tensor]:
-        # The lengths are no metadata: forward_decode takes the batch's.
+        # The lengths are not in the metadata: forward_decode uses the batch's.
         lengths = batch.seq_lens.int()
         return {
             "cache_seqlens": lengths[:live],
@@ -52,7 +52,7 @@ def backend() -> type[AttentionBackend]:
 
 
 def _get_mla_metadata(lengths: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-    """For FlashMLA's schedule: like it, this one depends on every length."""
+    """Replaces FlashMLA's schedule and, like it, depends on every length."""
     splits = torch.cat([lengths.new_zeros(1), ((lengths + _PAGE - 1) // _PAGE).cumsum(0, dtype=torch.int32)])
     return lengths.new_zeros(_SCHEDULED, 8) + splits[-1], splits
 
@@ -67,7 +67,7 @@ def _flash_mla_with_kvcache(
     softmax_scale: float,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """For FlashMLA's own, with one query a row, which sees all tokens up to the length."""
+    """Replaces FlashMLA's own, for one query per row, which sees all tokens up to the length."""
     query, latents = q[:, 0], k_cache.flatten(0, 1)
     out = query.new_empty(*query.shape[:2], head_dim_v)
     rows = partial(in_pages, whole_rows(block_table), cache_seqlens, _PAGE)

@@ -48,7 +48,7 @@ def backend() -> type[AttentionBackend]:
 
 
 _SCALE = 4
-"""Its place behind logits, lse, the splits and their largest number."""
+"""The scale's position in `rest`, after logits, lse, the splits and their maximum."""
 
 
 def _decode_attention(
@@ -61,7 +61,7 @@ def _decode_attention(
     *rest: Any,
     **_: Any,
 ) -> None:
-    """For SGLang's kernel, which takes minutes in the interpreter. rest: where partial results go, then the scale."""
+    """Replaces SGLang's kernel, which takes minutes in the interpreter. rest: buffers of partial results, the scale."""
     sm_scale = rest[_SCALE]
     key, value = (buffer.flatten(0, -3) for buffer in (k_buffer, v_buffer))
     attend(o, q, key, value, partial(listed, kv_indptr, kv_indices), (kv_indptr, kv_indices), sm_scale)

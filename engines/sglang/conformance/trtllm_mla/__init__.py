@@ -58,7 +58,7 @@ def backend() -> type[AttentionBackend]:
 def _run_decode_kernel(
     *, query: Tensor, kv_cache: Tensor, block_tables: Tensor, seq_lens: Tensor, layer: Any, **_: Any
 ) -> Tensor:
-    """For the kernel of TRTLLM-gen, with one query a row, which sees all tokens up to the length."""
+    """Replaces TRTLLM-gen's kernel, for one query per row, which sees all tokens up to the length."""
     asked, latents = query[:, 0], kv_cache.flatten(0, -2)[:, None]
     out = asked.new_empty(*asked.shape[:2], layer.v_head_dim)
     rows = partial(in_pages, block_tables, seq_lens, _PAGE)

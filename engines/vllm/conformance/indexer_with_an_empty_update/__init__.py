@@ -1,4 +1,4 @@
-"""The builder of DeepSeek-V3.2's indexer as vllm#54369 has it: an update that does nothing."""
+"""The builder of DeepSeek-V3.2's indexer as in vllm#54369: with an update that does nothing."""
 
 from __future__ import annotations
 

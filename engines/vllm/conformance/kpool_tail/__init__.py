@@ -1,4 +1,4 @@
-"""The builder of the tail cache of GLM-5.3-Flash's pooled indexer."""
+"""The builder for the tail cache of GLM-5.3-Flash's pooled indexer."""
 
 from __future__ import annotations
 
