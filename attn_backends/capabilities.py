@@ -266,7 +266,6 @@ def _require_all(record: object, *rules: tuple[str, str, bool]) -> None:
 
 
 def features_of(spec: AttentionSpec) -> list[Feature]:
-    """Return the features that a spec uses."""
     asked = {
         Feature.GQA: spec.group_size > 1,
         Feature.SLIDING_WINDOW: spec.sliding_window is not None,

@@ -22,9 +22,9 @@ class FlashAttn3(FusedRopeWrite, AttentionBackend):
     """Paged decode and extend with PROVIDER: split-KV decode, and the features that its kernels have.
 
     The kernels take sinks in bf16 only, so sinks are rounded to it, in the graph too. Over an e4m3 cache they multiply
-    e4m3: queries are clamped and rounded to it, unscaled like keys and values, and outputs come back as bf16. They do
-    not support trees: their output over a tree's prefix, and its lse, are merged with the tree's own attention, which
-    takes sinks unrounded.
+    e4m3: queries are clamped and rounded to it, unscaled like keys and values, and outputs are bf16. They do not
+    support trees: their output over a tree's prefix, and its lse, are merged with the tree's own attention, whose sinks
+    are exact.
     """
 
     name = "flash_attn3"

@@ -1,4 +1,4 @@
-"""FlashMLA's dense decode on Hopper, from any package that has it: DeepSeek's latent attention in absorbed form."""
+"""FlashMLA's dense decode on Hopper, from any package with it: DeepSeek's latent attention in absorbed form."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""FlashMLA's sparse kernels on Hopper, from any package that has them: DeepSeek-V4's attention over window lists."""
+"""FlashMLA's sparse kernels on Hopper, from any package with them: DeepSeek-V4's attention over window lists."""
 
 from __future__ import annotations
 

@@ -184,7 +184,7 @@ def registered_here(name: str) -> bool:
 
 
 def refuse(name: str, why: str) -> None:
-    """Never load what packages declare under this name: `get` raises BrokenBackend with the reason instead."""
+    """Block the backends that packages declare under this name: `get` raises BrokenBackend with the reason instead."""
     _refused[name] = why
 
 
@@ -211,7 +211,7 @@ def explain(name: str, spec: AttentionSpec, device: torch.device) -> Accepted | 
 
 
 def _declared() -> dict[str, list[EntryPoint]]:
-    """Return what packages declare, by their names for `get`. A name with several points is ambiguous."""
+    """Return the entry points that packages declare, by their names for `get`. A name with several is ambiguous."""
     alike: dict[str, list[EntryPoint]] = {}
     for point in entry_points(group=ENTRY_POINT_GROUP):
         alike.setdefault(point.name.casefold(), []).append(point)

@@ -51,8 +51,7 @@ class AttentionBatch:
     tree_masks: torch.Tensor | None = None
     """int64 [num_tokens] if the queries are trees of at most MAX_TREE_TOKENS tokens; None if they are chains. Bit j of
     a token's mask is set if it sees query token j of its request; every token sees the whole cached prefix. A token's
-    position is the prefix length plus its number of set bits, minus 1; its slot, that of prefix length plus index.
-    Padding: 0."""
+    position is prefix length + set bits - 1, and its slot is that of prefix length + index. Padding: 0."""
 
 
 def check_batch(batch: AttentionBatch, device: torch.device) -> None:
@@ -133,8 +132,8 @@ class BatchBuffers:
     def load(
         self, query_lens: Sequence[int], seq_lens: Sequence[int], *, pad_reqs: int | None = None
     ) -> tuple[int, int]:
-        """Write a batch known on the host: the queries of row r are the last query_lens[r] of its seq_lens[r] tokens.
-        tree_masks become 0.
+        """Write a batch known on the host: row r queries the last query_lens[r] of its seq_lens[r] tokens. Zeros
+        tree_masks.
 
         pad_reqs: pad to this many rows; a uniform batch stays uniform, so its padding rows get query_len tokens each.
         Returns (num_reqs, num_tokens), padding included. Raises BatchError, and writes nothing, for an empty batch or

@@ -31,9 +31,8 @@ class GraphSupport(IntEnum):
 class AdvanceLevel(IntEnum):
     """How metadata moves one token forward, from most work to least.
 
-    PREPLANNED: the host plans every step before the first one runs, with one builder per step. These builds read
-    lengths from host_seq_lens only, which run ahead of the device's lengths. A row that stops early keeps plans for
-    tokens it never reaches.
+    PREPLANNED: the host plans every step before the first one runs, with one builder per step. These builds read only
+    host_seq_lens, which run ahead of the device's lengths. A row that stops early keeps unused plans.
     """
 
     REBUILD = 0

@@ -69,7 +69,7 @@ class FlashAttn3Builder(BatchMetadataBuilder[FlashAttn3Metadata]):
         return self.max_seq_len
 
     def _splits_of(self, batch: AttentionBatch) -> int:
-        """Compute num_splits from the batch shape only. Never 0: the kernel's host code would choose by the lengths at
+        """Compute num_splits from the batch shape only. Never 0: the kernel's host code would use the lengths at
         capture.
 
         Splits fill a device that has few tiles, and balance requests of different lengths. If each request has several

@@ -50,8 +50,7 @@ class PagedViewBuilder(BatchMetadataBuilder[PagedMetadata]):
         if not self.spec.batch_invariant:
             return self.splits(batch)
         # Merging rounds once more than a single split does, so all lengths take the same form: merged, or with a window
-        # one split, because splits begin at the first token that a tile's first row sees, which differs between
-        # batches.
+        # one split, because splits begin at the first token a tile's first row sees, which differs between batches.
         return 1 if self.spec.sliding_window else max(2, -(-batch.max_seq_len // SPLIT_TOKENS))
 
     @abstractmethod

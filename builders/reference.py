@@ -61,7 +61,7 @@ class ReferenceBuilder(BatchMetadataBuilder[ReferenceMetadata]):
         starts = metadata.query_start_loc
         token = torch.arange(metadata.num_tokens, dtype=starts.dtype, device=starts.device)
         row = torch.searchsorted(starts[1:], token, right=True).clamp_(max=metadata.num_reqs - 1)
-        # A length beyond the bound, which may lack pages, makes the row inert, like length 0.
+        # A length beyond the bound may lack pages, so it makes the row inert, like length 0.
         length = metadata.seq_lens[row]
         live = (length > 0) & (length <= metadata.max_seq_len) & (token < starts[-1])
         end = torch.where(live, metadata.positions + 1, 0)

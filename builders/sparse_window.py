@@ -72,7 +72,6 @@ class SparseWindowBuilder(BatchMetadataBuilder[SparseWindowMetadata]):
         return SparseWindowMetadata(**self.batch_fields(batch))
 
     def batch_fields(self, batch: AttentionBatch) -> dict[str, Any]:
-        """Return the fields of `SparseWindowMetadata` by name."""
         return {
             **super().batch_fields(batch),
             "positions": batch.positions,

@@ -226,8 +226,8 @@ def latent_attention_kernel(
     """o = softmax(sm_scale q latent^T, masked) latent[:Dv]. One program per M query rows and split of their tokens.
 
     Grid [R * num_m_blocks, S]. The online softmax is that of `attention_kernel`, except that l_i stays spread over the
-    N columns of a block, as l_ij [M, N], until the end. The first Dv dims of a latent are key and value, the last Dr
-    dims key only.
+    N columns of a block, as l_ij [M, N], until the end. A latent's first Dv dims are key and value, its last Dr dims
+    key only.
     """
     LOG2_E: tl.constexpr = 1.4426950408889634
     M_INIT: tl.constexpr = -3.0e38  # finite: in a row that sees no token of a block, -inf - (-inf) would be NaN
@@ -308,11 +308,10 @@ def latent_attention_kernel(
             kv_c = kv_c.to(tl.float32)
             k_pe = k_pe.to(tl.float32)
         # 5b. qk [M, N]. Triton distributes a product that feeds another product over the warps by rows only, and two
-        # warpgroups would each compute all 64 rows. Neither of these does: they are summed after scaling, then branched
-        # over.
+        # warpgroups would each compute all 64 rows. Neither of these does: their scaled sum goes through a branch.
         qk = tl.dot(q_pe, tl.trans(k_pe), input_precision="ieee") * sm_scale
         qk += tl.dot(q_nope, tl.trans(kv_c), input_precision="ieee") * sm_scale
-        # 5c. Mask what a row does not see; most blocks are visible to every row
+        # 5c. Mask the tokens that a row does not see; most blocks are visible to every row
         if (n_block + 1) * BLOCK_N > seen_by_all:
             if TREE:
                 qk_mask = seen_in_tree(ancestors[:, None], (offs_n - context_len)[None, :]) & (offs_n < kv_end)[None, :]

@@ -208,7 +208,7 @@ def _prepare_query_kernel(
     HEADS: tl.constexpr,  # H
     HEAD_DIM: tl.constexpr,  # D
     ROTARY: tl.constexpr,  # R
-    BLOCK_H: tl.constexpr,  # heads of a program
+    BLOCK_H: tl.constexpr,  # heads per program
     BLOCK_D: tl.constexpr,  # D, rounded up to a power of two
     PDL: tl.constexpr,  # programmatic dependent launch
 ):
@@ -235,7 +235,7 @@ def _inverse_rotary_kernel(
     HEADS: tl.constexpr,  # H
     SKIPPED: tl.constexpr,  # D - R
     ROTARY: tl.constexpr,  # R
-    BLOCK_H: tl.constexpr,  # heads of a program
+    BLOCK_H: tl.constexpr,  # heads per program
     BLOCK_R: tl.constexpr,  # R, rounded up to a power of two
     PDL: tl.constexpr,  # programmatic dependent launch
 ):

@@ -20,5 +20,5 @@ def apply_softcap(qk, softcap):
 def sink_exponent(sink):
     """Return a sink as an exponent of 2. +inf becomes finite but outweighs every score, which avoids inf - inf."""
     LOG2_E: tl.constexpr = 1.4426950408889634
-    SINK_LIMIT: tl.constexpr = 1e30  # next to such a sink no score has a weight
+    SINK_LIMIT: tl.constexpr = 1e30  # next to a sink this large, no score has a weight
     return tl.where(sink > SINK_LIMIT, SINK_LIMIT, sink * LOG2_E)

@@ -69,7 +69,7 @@ class PagedAttentionArguments(NamedTuple):
 
     @property
     def longest(self) -> int:
-        """The longest valid length: what a block-table row has entries for, at most max_seq_len."""
+        """The longest valid length: the capacity of a block-table row, at most max_seq_len."""
         return min(self.max_seq_len, self.block_table.shape[1] * self.key_cache.shape[1])
 
     def _check(self) -> None:
@@ -252,8 +252,7 @@ def tile_config(*, row_bytes: int, tokens: int, alone: bool, block_m: int) -> di
     row_bytes: of a token's key and value; tokens: per split, approximately; alone: whether no two programs share an SM.
 
     A program alone on its SM is bound by the latency of its loads, and more warps keep more of them in flight. So is
-    one of a block or two, where a pipeline only adds latency. Others are bound by bandwidth: one stage fewer lets more
-    of them run.
+    one of a block or two, where a pipeline only adds latency. Others are bound by bandwidth: fewer stages let more run.
     """
     block_n = 64 if row_bytes <= 512 else 32 if row_bytes <= 1024 else 16
     if tokens <= block_n // 2 and block_n > 16:
@@ -410,8 +409,7 @@ def attention_kernel(
             q_index = offs_n - context_len  # the query token at each KV token; below 0: the cached prefix
             qk_mask = seen_in_tree(ancestors[:, None], q_index[None, :]) & mask_n[None, :]
         elif IS_CAUSAL:
-            # No mask_n: a query sees up to its own position, and the last one's is kv_end - 1. Padding rows see more
-            # but are not stored.
+            # No mask_n: a query sees up to its own position; the last one's is kv_end - 1. Padding rows are not stored.
             qk_mask = offs_n[None, :] <= q_pos[:, None]
         else:
             qk_mask = mask_n[None, :]

@@ -35,7 +35,7 @@ class SparseAttentionArguments(NamedTuple):
     indices    int32 [T, width], slots page * page_size + offset; an entry outside the cache is skipped
     lens       int32 [T], the number of valid entries in each row of indices; later entries are ignored
     sinks      fp32 [H]; -inf has no effect, +inf gives 0
-    page_size  of the cache, whose shape may not show it
+    page_size  of the cache; its shape does not always show it
     scale      factor on q.k
     batch_invariant  tile by the op's sizes only: a token has the same bits in any batch
 

@@ -193,8 +193,8 @@ def _tree_attention_kernel(
 ):
     """o = (e^lse o + sum of e^qk v) / (e^lse + sum of e^qk + e^sink), over the tokens in a query token's mask.
 
-    One program per M query rows of a KV head; grid [R * num_m_blocks, Hkv]. All N query tokens of a request are one
-    block. Scores are exponents of 2.
+    One program per M query rows of a KV head; grid [R * num_m_blocks, Hkv]. A request's N query tokens are one block.
+    Scores are exponents of 2.
     """
     LOG2_E: tl.constexpr = 1.4426950408889634
     M_INIT: tl.constexpr = -3.0e38  # finite, in a row that sees no token

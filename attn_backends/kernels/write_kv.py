@@ -139,8 +139,7 @@ def _write_kv_kernel(
     QUANTISE: tl.constexpr,  # whether the caches are e4m3 and key and value wider
     PDL: tl.constexpr,  # programmatic dependent launch
 ):
-    """k_cache[page, offset] = k, v_cache[page, offset] = v for slot page * PAGE_SIZE + offset. One program per
-    token."""
+    """k_cache[page, offset] = k, v_cache[page, offset] = v by slot page * PAGE_SIZE + offset. One program per token."""
     await_previous(PDL)
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_mapping_ptr + token)

@@ -144,8 +144,8 @@ class FlashInferWrappers:
         return self._planned(Kernel.EXTEND, batch, wrapper, last_page_len, plan)
 
     def ragged(self, batch: AttentionBatch, kv_lens: torch.Tensor) -> Launch:
-        """Plan this batch only, on the host, for kv_lens, int32 [num_reqs], the tokens to attend to. Raises BatchError
-        as `planned_pages` does."""
+        """Plan this batch only, on the host, to attend to kv_lens tokens, int32 [num_reqs]. Raises BatchError as
+        `planned_pages` does."""
         size, table, lens = self.spec.page_size, batch.block_table.cpu(), kv_lens.cpu()
         pages = (lens + size - 1) // size
         owned = torch.arange(table.shape[1]) < pages[:, None]

@@ -20,7 +20,7 @@ class OpArguments(Protocol[R]):
     """
 
     def reference(self) -> R:
-        """Compute the op in plain torch: runs on the CPU and defines what is right. Its return annotation is the
+        """Compute the op in plain torch: it runs on the CPU and defines the result. Its return annotation is the
         op's."""
 
     def launch(self) -> R:
@@ -31,11 +31,11 @@ def define_op(name: str, arguments: type[OpArguments[R]], *, mutates: Sequence[s
     """Define torch.ops.<namespace>.<op> from "namespace::op" and its `OpArguments`, and return its callable.
 
     The schema is inferred from the record's fields. mutates: the fields that the op writes to. If the op returns
-    tensors, its record also has a method `fake`, which returns empty ones of the same shapes and dtypes. Calls are
+    tensors, its record needs a method `fake`, which returns empty ones of the same shapes and dtypes. Calls are
     positional. Raises ValueError for an unsupported field type, or a mutated field that does not exist.
 
-    The dispatcher sees every kernel this way: the emulator records it, and opcheck tests it. torch.library.custom_op
-    would do the same at six times the host time per call (14 against 2.4 us, measured), for an unused autograd wrapper.
+    The dispatcher sees every kernel this way: the emulator records it, opcheck tests it. torch.library.custom_op would
+    do the same at six times the host time per call (14 against 2.4 us, measured), for an unused autograd wrapper.
     """
     # Wraps the dispatcher's tuple directly: the record's own constructor would cost another 0.3 us per call.
     new: Any = tuple.__new__

@@ -71,21 +71,20 @@ def stored_as(out: torch.Tensor) -> torch.Tensor:
 
 
 PDL_VARIABLE = "ATTN_BACKENDS_PDL"
-"""Environment variable: 1 requires programmatic dependent launch, 0 forbids it, unset uses it if available. Read at the
-first launch on a device."""
+"""Environment variable, read at the first launch on a device: 1 requires programmatic dependent launch, 0 forbids it,
+unset uses it if available."""
 
 
 @cache
 def dependent_launch(device: torch.device) -> dict[str, bool]:
-    """Return the launch options of a kernel that waits for its predecessor itself, so it can start before that one
-    ends.
+    """Return the launch options of a kernel that waits for its predecessor itself, so it can start before that ends.
 
     Raises BatchError if the variable is not 0, 1 or unset, and for 1 if the device does not support it.
 
     Programmatic dependent launch needs compute capability 9 and a Triton that supports it. The order of everything
     later on the stream rests on one invariant: a kernel launched with these options takes `PDL: tl.constexpr`, and
     calls await_previous(PDL) on every path before it reads or writes a value. The end of a kernel then implies the end
-    of every kernel before it, whoever launched it, and reads and writes need no other care.
+    of every kernel before it, from any library, and reads and writes need no other care.
     """
     asked = os.environ.get(PDL_VARIABLE, "")
     require(
@@ -106,8 +105,8 @@ def dependent_launch(device: torch.device) -> dict[str, bool]:
 
 @triton.jit
 def await_previous(PDL: tl.constexpr) -> None:
-    """Let the next kernel launch, then wait until every kernel before this one on the stream has ended and its stores
-    are visible.
+    """Let the next kernel launch, then wait until all earlier kernels on the stream have ended and their stores are
+    visible.
 
     The next kernel waits there in turn. Releasing it after this one's main work would be too late: rounds of a small
     draft took 5 % longer on an H200.

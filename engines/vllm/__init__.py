@@ -23,8 +23,7 @@ NAMES = {
     "ATTN_BACKENDS_FLASHMLA": "engines.vllm.v0_33.mla.Flashmla",
     "FLASHMLA_SPARSE_IN_GRAPH": "engines.vllm.v0_33.sparse.InGraphFlashMlaSparse",
 }
-"""Name and class of each backend. The class's get_name() returns the same name, by which vLLM finds a layer's
-backend."""
+"""Name and class of each backend. The class's get_name() returns the same name: vLLM finds a layer's backend by it."""
 
 VALIDATE = "ATTN_BACKENDS_VALIDATE"
 """The variable that makes a served vLLM compare its draft metadata: 1 for yes, 0 for no."""

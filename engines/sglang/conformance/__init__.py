@@ -35,8 +35,7 @@ def require_engine() -> str:
 
 
 def subjects(names: Sequence[str] = NAMES) -> list[Subject]:
-    """Return these draft backends of the installed SGLang. Raises BrokenBackend for an unknown one, or another
-    SGLang."""
+    """Return these draft backends of the installed SGLang. Raises BrokenBackend for unknown ones, or another SGLang."""
     version = require_engine()
     stand_in.enter()
     return [subject_of(name, __name__, _BACKENDS, f"sglang {version}") for name in names]

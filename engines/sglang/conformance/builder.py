@@ -33,8 +33,7 @@ from spec_decode.testing.outcome import Unsupported
 class PlannedSteps(MetadataBuilder[Any]):
     """Plays the graph runner of SGLang's EAGLE worker: its static inputs, and its calls of the draft's backend.
 
-    The kit's lengths include the query token, SGLang's exclude the round: step i of a round attends to length + i + 1
-    tokens.
+    The kit's lengths count the query token, SGLang's are those before the round: its step i sees length + i + 1 tokens.
     """
 
     graph_support = GraphSupport.SINGLE_TOKEN_DECODE
@@ -82,7 +81,7 @@ class PlannedSteps(MetadataBuilder[Any]):
         self._write_at = torch.zeros(rows, STEPS, dtype=torch.int64)
 
     def build(self, batch: AttentionBatch, *, horizon: int = 0) -> PlannedStep:
-        """Build a round's first step over the batch, which its capture was over too. Raises Unsupported as `plan`
+        """Build a round's first step over the batch, on which its capture ran too. Raises Unsupported as `plan`
         does."""
         self.check_horizon(batch, horizon)
         self.plan_capture(batch.num_reqs, batch)
@@ -108,12 +107,12 @@ class PlannedSteps(MetadataBuilder[Any]):
             self.steps.init_forward_metadata_out_graph(self._batch(batch.num_reqs, asked))
 
     def begin(self, rows: int) -> None:
-        """Do what a round's graph captures before its steps."""
+        """Run the part of a round that its graph captures before the steps."""
         with on_an_h200():
             self.steps.init_forward_metadata_in_graph(self._batch(rows))
 
     def end_warm_up(self) -> None:
-        """Do what SGLang does between the warm-up round and the capture."""
+        """Run SGLang's hook between the warm-up round and the capture."""
         if hasattr(self.steps, "on_after_cuda_graph_warmup"):
             with on_an_h200():
                 self.steps.on_after_cuda_graph_warmup()
@@ -197,11 +196,9 @@ class PlannedStep:
         return getattr(self.backend, self.builder.held_as)
 
     def told(self, live: int) -> dict[str, torch.Tensor]:
-        """See `PlannedSteps.told`."""
         return self.builder.told(self.metadata, self.batch, live)
 
     def slots(self) -> list[list[int]]:
-        """See `PlannedSteps.slots`."""
         return [row.tolist() for row in self.builder.slots(self.metadata, self.batch)]
 
     def attend(self, query: torch.Tensor, cache: KVCache) -> torch.Tensor:

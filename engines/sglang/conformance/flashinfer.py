@@ -47,8 +47,7 @@ def backend() -> type[AttentionBackend]:
 
 @dataclass(init=False, eq=False)
 class _Wrapper:
-    """Replaces FlashInfer's own. planned: the offsets that the plan was made from, of which FlashInfer keeps the
-    results."""
+    """Replaces FlashInfer's own. planned: the offsets that the plan was made from; FlashInfer keeps their results."""
 
     indptr: Tensor
     indices: Tensor

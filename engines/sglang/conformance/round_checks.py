@@ -109,7 +109,7 @@ class _Step:
 
 @cache
 def _seen(subject: Subject, case: Case) -> list[_Step]:
-    """Return every step of every round: the graph is captured once, and the checks read what it did."""
+    """Capture the graph of a round once, and return the observations of every step of every round for the checks."""
     captured = _CapturedRound(subject, case)
     found: list[_Step] = []
     for name, batch in _ROUNDS.items():
@@ -202,6 +202,6 @@ def _slots_of(fixture: PagedFixture, request: int, length: int) -> list[int]:
 
 def _moved(step: PlannedStep) -> list[str]:
     if type(step.metadata) is not type(step.planned()):
-        return []  # the graph makes its own from what is planned
+        return []  # the graph makes its own from the plan
     held, planned = tensors_in(step.metadata), tensors_in(step.planned())
     return [what for what in held if what not in planned or held[what].data_ptr() != planned[what].data_ptr()]

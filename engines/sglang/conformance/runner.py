@@ -124,6 +124,5 @@ def _layer(spec: AttentionSpec) -> Any:
 
 
 def slots_of(block_table: torch.Tensor, page_size: int) -> torch.Tensor:
-    """Return the slots of each request's tokens, [rows, pages * page_size]: the kit's page p is the pool's page p +
-    1."""
+    """Return the slots of each request's tokens, [rows, pages * page_size]; the kit's page p is p + 1 in the pool."""
     return ((block_table[:, :, None] + 1) * page_size + torch.arange(page_size)).flatten(1)

@@ -44,7 +44,7 @@ _SAID_OF_CUDA: dict[str, Callable[..., Any]] = {
 
 @contextmanager
 def on_an_h200() -> Iterator[None]:
-    """Make torch report an H200 for a block, and place on the CPU what is created on it."""
+    """Make torch report an H200 for a block, and create on the CPU the tensors requested on it."""
     with ExitStack() as said:
         for name, answer in _SAID_OF_CUDA.items():
             said.enter_context(mock.patch.object(torch.cuda, name, answer))

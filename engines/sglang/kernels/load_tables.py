@@ -19,7 +19,7 @@ class LoadTables(NamedTuple):
     seq_lens      int32 [>= R]
     block_table   int32 [>= R, max_pages]   entries beyond a row's length and steps are unchanged
     page_size     slots per page; a page's tokens have adjacent slots, the first a multiple of page_size
-    steps         steps to come, each of which sees one more token
+    steps         steps to come; each sees one more token
     """
 
     slots: torch.Tensor

@@ -89,7 +89,7 @@ class DraftSteps:
             self._allocate(max_bs)
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
-        """Do without a graph what a graph would. Raises as `init_forward_metadata_in_graph` does."""
+        """Do the same eagerly, without a graph. Raises as `init_forward_metadata_in_graph` does."""
         self.init_forward_metadata_in_graph(forward_batch)
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
@@ -176,7 +176,7 @@ class StepView(AttentionBackend):
         save_kv_cache: bool = True,
         **extras: Any,
     ) -> torch.Tensor:
-        """Store keys and values where SGLang says, and attend; returns [rows, heads * value dim].
+        """Store keys and values at SGLang's write location, and attend; returns [rows, heads * value dim].
 
         Raises BatchError for layer inputs that are not part of its spec, such as sinks.
         """
@@ -206,7 +206,6 @@ class StepView(AttentionBackend):
 
 
 def attention_layers(runner: Any) -> list[RadixAttention]:
-    """Return a draft's attention layers."""
     return [module for module in runner.model.modules() if isinstance(module, RadixAttention)]
 
 

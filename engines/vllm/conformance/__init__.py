@@ -36,8 +36,7 @@ def require_engine() -> str:
 
 
 def subjects(names: Sequence[str] = NAMES) -> list[Subject]:
-    """Return these builders of the installed vLLM. Raises BrokenBackend for an unknown one, or a vLLM other than
-    0.33."""
+    """Return these builders of the installed vLLM. Raises BrokenBackend for unknown ones, or a vLLM other than 0.33."""
     version = require_engine()
     stand_in.enter()
     return [subject_of(name, __name__, _BUILDERS, f"vllm {version}") for name in names]

@@ -45,7 +45,7 @@ def builder_class(
     prepare: Callable[[Any, AttentionSpec], None] = lambda config, spec: None,
     scratch: tuple[str, ...] = (),
 ) -> type[EngineBuilder]:
-    """Return the contract class over `theirs`, for the KV group of a spec and a config that `prepare` completes."""
+    """Return the contract class over a vLLM builder, for a spec's KV group and a config that `prepare` completes."""
     from vllm.config import set_current_vllm_config
 
     @cache

@@ -35,8 +35,7 @@ def check_causality(common: CommonAttentionMetadata, *, serves_blocks: bool, sli
 
 
 def batch_of(common: CommonAttentionMetadata, *, max_seq_len: int) -> AttentionBatch:
-    """Convert vLLM's batch. max_seq_len: the maximum over the engine's batches, since a graph keeps its capture's
-    value.
+    """Convert vLLM's batch. max_seq_len: the maximum over the engine's batches, because a graph keeps it as captured.
 
     Raises BatchError for tensors that a kernel would misread.
     """

@@ -1,8 +1,8 @@
 """vLLM's FlashInfer backend with its decode plan made on the device: metadata that updates in a graph.
 
-Everything but the plan is vLLM's. On Hopper vLLM decodes with XQA if it can, which it cannot update in a graph; this
-backend uses FlashInfer's FA2 kernel, for one token per request and for 1 + K. A block of draft tokens, which is not
-causal, has no decode wrapper in FlashInfer: it takes the prefill wrapper, planned the same way.
+Everything but the plan is vLLM's. On Hopper vLLM prefers to decode with XQA, whose metadata it cannot update in a
+graph; this backend uses FlashInfer's FA2 kernel, for one token per request and for 1 + K. A block of draft tokens,
+which is not causal, has no decode wrapper in FlashInfer: it takes the prefill wrapper, planned the same way.
 """
 
 from __future__ import annotations
@@ -232,7 +232,6 @@ class InGraphFlashInfer(UpdatedInGraph, FlashInferBackend):
 
     @classmethod
     def validate_configuration(cls, *args: Any, **asked: Any) -> list[str]:
-        """Return vLLM's reasons, then this library's."""
         ours = cache_reasons(asked.get("kv_cache_dtype"), asked["dtype"])
         return [*super().validate_configuration(*args, **asked), *ours]
 

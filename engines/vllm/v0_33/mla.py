@@ -90,8 +90,8 @@ class LatentBuilder(OurBuilder, MLACommonMetadataBuilder[MLACommonMetadata]):
 
 
 class LatentImpl(MLACommonImpl[MLACommonMetadata]):
-    """A layer that decodes with `ours`. It returns no logsumexp to combine its output with, and supports no context
-    parallelism."""
+    """A layer that decodes with `ours`. It returns no logsumexp, so its output cannot be combined with another one, and
+    it supports no kind of context parallelism."""
 
     ours: ClassVar[attn_backends.AttentionBackend]
     can_return_lse_for_decode = supports_dcp = supports_pcp = False
@@ -143,7 +143,6 @@ class LatentBackend(OurBackend, MLACommonBackend):
 
     @classmethod
     def validate_configuration(cls, *args: Any, **asked: Any) -> list[str]:
-        """Return vLLM's reasons, then this library's."""
         head_size, dtype = asked["head_size"], asked["dtype"]
         widest = cls.ours.capabilities.value_dims
         rank = min(head_size, head_size if widest is None or widest.maximum is None else widest.maximum)

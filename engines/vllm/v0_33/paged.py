@@ -112,7 +112,7 @@ class PagedImpl(AttentionImpl[Any]):
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Copy the sinks, which models hold in their own dtype, to fp32, which the kernels read. A later load of
-        weights updates them in place, where graphs read them."""
+        weights updates the copy in place, because graphs read it."""
         if self.loaded_sinks is not None:
             loaded = self.loaded_sinks.detach()
             self.sinks = loaded.float() if self.sinks is None else self.sinks.copy_(loaded)
@@ -164,7 +164,6 @@ class PagedBackend(OurBackend):
 
     @classmethod
     def validate_configuration(cls, *args: Any, **asked: Any) -> list[str]:
-        """Return vLLM's reasons, then this library's."""
         return [*super().validate_configuration(*args, **asked), *selector_reasons(cls.ours, **asked)]
 
 

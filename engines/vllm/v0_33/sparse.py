@@ -28,7 +28,7 @@ _QUANTIZED = "fp8_ds_mla"
 class InGraphSparseBuilder(FlashMLASparseMetadataBuilder):
     """vLLM's metadata: constants, views of vLLM's buffers, and a map from tokens to requests, which an update rewrites.
 
-    For a quantised cache, FlashMLA's first call in a graph makes the schedule there. Later calls may reuse it: vLLM
+    For a quantised cache, FlashMLA's first call in a graph makes the schedule there. Later calls can reuse it: vLLM
     passes the kernel no lengths, so the schedule does not depend on any.
     """
 
@@ -66,7 +66,6 @@ class InGraphFlashMlaSparse(UpdatedInGraph, FlashMLASparseBackend):
 
     @classmethod
     def validate_configuration(cls, *args: Any, **asked: Any) -> list[str]:
-        """vLLM's reasons, then ours."""
         reasons: list[str] = super().validate_configuration(*args, **asked)
         held = asked.get("kv_cache_dtype")
         if held is not None and is_quantized_kv_cache(held) and held != _QUANTIZED:

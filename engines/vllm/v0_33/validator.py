@@ -1,8 +1,8 @@
 """Validation of draft metadata in a served vLLM: ATTN_BACKENDS_VALIDATE=1, for drafts that run as one full graph.
 
-If the metadata that a graph replays goes stale, the only sign is a lower acceptance rate. After some of the rounds,
-what the draft's graph read in its last step is compared with what a second set of vLLM's own builders builds for the
-same batch, and the buffers that the graph captured with those that vLLM fills now. The first difference is logged with
+If the metadata that a graph replays goes stale, the only sign is a lower acceptance rate. After some of the rounds, the
+tensors that the draft's graph read in its last step are compared with those that a second set of vLLM's own builders
+builds for the same batch, and the captured buffers with those that vLLM fills now. The first difference is logged with
 its group, step and field, and ends the comparison.
 """
 
@@ -35,13 +35,12 @@ SHARE = 0.01
 """Maximum share of the time: after a comparison, the next one waits for 1 / SHARE times as long as it took. A
 comparison first waits for queued device work, which counts too: if the host limits an engine, that time is lost."""
 Asked: TypeAlias = Callable[[], Mapping[str, Any]]
-"""Returns a method's arguments by name; lazy because most rounds need none, and binding costs more than all else
-here."""
+"""Returns a method's arguments by name; lazy because most rounds need none, and binding takes the most time here."""
 _log = init_logger("vllm.attn_backends")
 
 
 class Difference(NamedTuple):
-    """Where what a graph reads differs from the batch."""
+    """A place where a graph reads something other than the batch."""
 
     group: str
     step: int
@@ -83,7 +82,8 @@ class DraftValidator:
 
     @contextmanager
     def capturing(self) -> Iterator[None]:
-        """Collect what vLLM passes to its graphs while it captures; the last of each shape is the graph's."""
+        """Collect the metadata that vLLM passes to its graphs while it captures; each graph uses the last of its
+        shape."""
         self.is_capturing = True
         try:
             yield
