@@ -1,11 +1,11 @@
 """Make evidence on this machine's GPUs, or renew what is stale: python scripts/evidence.py [--stale] [--minutes N].
 
-Reports go to reports/<device>, reports/h200 say. A report is put in place as its step ends, also where the step found
-failures. Checks come first, since the matrix is made of them; they and other tests share the GPUs. Then memcheck has
-all GPUs to itself, and then the timings, one on each GPU, with the machine's cores to themselves: beside other work the
-host's times double. With --minutes, a step that would not end in time is left out and named, and one that outlives the
-time is ended. The exit status is 1 if a step failed. CUDA_VISIBLE_DEVICES leaves GPUs out. Refuses a checkout with
-changes: a report of them could not be made again.
+Reports go to reports/<device>, e.g. reports/h200. A report is put in place when its step ends, even if the step found
+failures. Checks run first, because the matrix is built from them; they share the GPUs with other tests. Memcheck then
+uses all GPUs at once. Timings come last, one per GPU, with the machine's cores otherwise idle: next to other work, host
+times double. With --minutes, a step that would not finish in time is skipped and named, and one that overruns is
+killed. The exit status is 1 if a step failed. CUDA_VISIBLE_DEVICES excludes GPUs. Refuses a checkout with uncommitted
+changes: its reports could not be reproduced.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ CLI = ("-m", "spec_decode")
 ROUNDS = ("llama3-8b-eagle", "eagle-1024", "glm-4.7-flash-mtp", "deepseek-v4-mtp")
 EAGLE3 = ("qwen3-8b-eagle3", "gpt-oss-20b-eagle3")
 COMPILED = (*(name for name in ROUNDS if name != "deepseek-v4-mtp"), *EAGLE3, "kimi-k2-eagle3")
-"""Drafts that torch 2.11 compiles: it tunes the grouped product of the other with offsets that end the process."""
+"""Drafts that torch 2.11 compiles: its autotuning of the other's grouped product uses offsets that crash the
+process."""
 IN_TWO = ("--processes", "2")
-"""What a driver does between two kernels may differ from process to process."""
+"""Gaps between the kernels of a graph can differ from process to process."""
 SLOTS = 12
 """Steps that share a GPU: most of them wait for the host."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """One report and the Python command that makes it; --json and its file are added. seconds: about how long it takes
-    on one GPU, beside its like where it shares one.
-    """
+    """One report and the Python command that makes it; --json and its path are appended. seconds: approximate time on
+    one GPU, shared with other steps if the step shares one."""
 
     report: str
     command: tuple[str, ...]
@@ -56,12 +56,12 @@ class Step:
 
 
 def gpu_test(name: str, seconds: float) -> Step:
-    """The test of that name under tests/gpu."""
+    """Return the step that runs tests/gpu/test_<name>.py."""
     return Step(name.replace("_", "-"), ("-m", "pytest", "-q", "-m", "gpu", f"tests/gpu/test_{name}.py"), seconds)
 
 
 def shared_steps(backends: Sequence[str]) -> list[Step]:
-    """Those that share the GPUs, the most valuable first."""
+    """Return the steps that share GPUs, most valuable first."""
     soak = ("--family", "soak", "--device", "cuda")
     return [
         *(Step(f"check-{name}", (*CLI, "check", name, "--device", "cuda"), 300) for name in backends),
@@ -76,12 +76,12 @@ def shared_steps(backends: Sequence[str]) -> list[Step]:
 
 
 def lone_steps() -> list[Step]:
-    """Those that take all GPUs at once."""
+    """Return the steps that use all GPUs at once."""
     return [gpu_test("memcheck", 900)]
 
 
 def timed_steps() -> list[Step]:
-    """Those whose numbers are times, the most valuable first."""
+    """Return the steps that measure time, most valuable first."""
     cases: dict[str, tuple[tuple[str, ...], float]] = {
         "drafter": ((*ROUNDS, *IN_TWO), 270),
         "eagle3": ((*EAGLE3, *IN_TWO), 140),
@@ -102,7 +102,7 @@ def timed_steps() -> list[Step]:
 
 @dataclass(kw_only=True)
 class Evidence:
-    """Runs steps on the GPUs, and keeps what each ended with. seconds: how long all may take; None for no limit."""
+    """Runs steps on the GPUs and records how each ended. seconds: the time limit for all of them; None means none."""
 
     gpus: Sequence[int]
     shared: Sequence[Step]
@@ -115,7 +115,7 @@ class Evidence:
     left_out: list[str] = field(default_factory=list)
 
     def run(self) -> None:
-        """Until every step has ended, or the time has."""
+        """Run until every step has ended or time is up."""
         alone = [[gpu] for gpu in self.gpus]
         share(alone * SLOTS, self.shared, self._run)
         share([self.gpus], self.lone, self._run)
@@ -138,7 +138,7 @@ class Evidence:
                     status = run_on_gpus([sys.executable, *step.command, "--json", str(made)], gpus, output, self._left)
                 except subprocess.TimeoutExpired:
                     status = -signal.SIGKILL
-            # What was ended may have written a part of its rows.
+            # A killed step may have written only some of its rows.
             if made.exists() and status >= 0:
                 write_whole(self.into / made.name, made.read_bytes())
         last = log.read_text().strip().rpartition("\n")[2]
@@ -153,12 +153,12 @@ class Evidence:
 
 
 def folder_of(device: str) -> Path:
-    """Where the reports of a GPU go: NVIDIA H100 80GB HBM3 -> reports/h100."""
+    """Return the report folder of a GPU: NVIDIA H100 80GB HBM3 -> reports/h100."""
     return ROOT / "reports" / card(device).lower()
 
 
 def is_stale(path: Path) -> bool:
-    """Whether a report is missing, unreadable, or of older source."""
+    """Return whether a report is missing, unreadable, or made from older source."""
     try:
         return not path.exists() or bool(stale_reports(read_documents([path])))
     except ReportError:
@@ -166,7 +166,7 @@ def is_stale(path: Path) -> bool:
 
 
 def main() -> None:
-    """Run the steps, say how each ended, and fail if any did."""
+    """Run the steps, print how each ended, and fail if any failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stale", action="store_true", help="only reports that are missing or of older source")
     parser.add_argument("--minutes", type=float, help="how long it may take; without it, until all is done")

@@ -1,4 +1,4 @@
-"""Jobs on several places, copies of the project or GPUs, of which each takes one at a time."""
+"""Run jobs over a pool of places (copies of the project, or GPUs), one job per place at a time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ R = TypeVar("R")
 
 
 def share(places: Sequence[P], jobs: Iterable[T], work: Callable[[P, T], R]) -> list[R]:
-    """What `work` makes of each job, in the order of the jobs, each on a place that no other has meanwhile."""
+    """Run `work(place, job)` for every job, one job at a time per place, and return the results in job order."""
     free: queue.SimpleQueue[P] = queue.SimpleQueue()
     for place in places:
         free.put(place)

@@ -1,4 +1,4 @@
-"""Lines over logarithmic axes as an SVG that follows the reader's light or dark scheme."""
+"""Plot lines over logarithmic axes as an SVG that follows the reader's light or dark scheme."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from itertools import pairwise
 
 WIDTH, HEIGHT = 740, 360
 LEFT, RIGHT, TOP, BOTTOM = 64, 512, 64, 316
-"""The edges of the plotted area, in units of the SVG; labels of lines stand right of it."""
+"""The edges of the plot area, in SVG units; line labels are to its right."""
 GAP = 18
-"""Least distance between two labels."""
+"""Minimum distance between two labels."""
 STYLE = """
     svg { --ink: #1b1f26; --soft: #5b6472; --grid: #dde2ea; --line: #7a8494; --strong: #1f5fc4; }
     @media (prefers-color-scheme: dark) {
@@ -30,7 +30,7 @@ STYLE = """
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """points: y by x, all positive. strong: drawn thicker, in colour. dash: as SVG's stroke-dasharray."""
+    """points: y by x, all positive. strong: drawn thicker and in colour. dash: SVG's stroke-dasharray."""
 
     label: str
     points: Mapping[int, float]
@@ -39,7 +39,7 @@ class Line:
 
 
 def line_plot(lines: Sequence[Line], *, title: str, subtitle: str, x: str) -> str:
-    """The lines over log axes whose ticks are the x values of the first line and 1, 2 and 5 times powers of ten."""
+    """Draw the lines on log axes. Ticks: the x values of the first line; 1, 2 and 5 times powers of ten."""
     values = [value for line in lines for value in line.points.values()]
     low, high = min(values) / 1.15, max(values) * 1.15
     places = sorted(lines[0].points)
@@ -63,7 +63,7 @@ def line_plot(lines: Sequence[Line], *, title: str, subtitle: str, x: str) -> st
         parts.append(f'<text x="{across(place):.1f}" y="{BOTTOM + 20}" text-anchor="middle">{place}</text>')
     parts.append(f'<text x="{(LEFT + RIGHT) / 2:.1f}" y="{BOTTOM + 38}" text-anchor="middle">{escape(x)}</text>')
     labels = _apart([up(line.points[places[-1]]) for line in lines])
-    # The strong line last, over the others.
+    # Draw the strong line last, over the others.
     for line, label in sorted(zip(lines, labels, strict=True), key=lambda pair: pair[0].strong):
         kind = " strong" if line.strong else ""
         at = [(across(place), up(line.points[place])) for place in places]
@@ -83,7 +83,7 @@ def line_plot(lines: Sequence[Line], *, title: str, subtitle: str, x: str) -> st
 
 
 def _between(value: float, low: float, high: float, start: float, end: float) -> float:
-    """Where a value lies on a logarithmic axis from `start`, at `low`, to `end`, at `high`."""
+    """Map a value onto a logarithmic axis that runs from `start` (at `low`) to `end` (at `high`)."""
     return start + (end - start) * math.log(value / low) / math.log(high / low)
 
 
@@ -93,7 +93,7 @@ def _ticks(low: float, high: float) -> list[int]:
 
 
 def _apart(heights: Sequence[float]) -> list[float]:
-    """The heights of labels, moved so that none is closer than GAP to another; the order stays."""
+    """Move label heights so that any two are at least GAP apart; their order stays."""
     order = sorted(range(len(heights)), key=heights.__getitem__)
     moved = list(heights)
     for before, index in pairwise(order):

@@ -1,12 +1,11 @@
-"""Change the product's code in small ways and count how many changes the tests find: python scripts/mutation.py --json
-FILE.
+"""Mutate the product's code and count how many mutants the tests kill: python scripts/mutation.py --json FILE.
 
-A change is drawn with a fixed seed, the more from a file the longer it is. It is tried in a copy of the project, by the
-tests of `make test` that enter the function it is in, and dies when one fails, crashes or never ends. The report has
-every survivor; fails if fewer than --least of a hundred die.
+Mutants are drawn with a fixed seed, from each file in proportion to its length. Each is tried in a copy of the project
+with the tests of `make test` that enter its function; it dies if one of them fails, crashes or never ends. The report
+lists every survivor; the script fails if fewer than --least percent die.
 
-Which tests enter which function is kept in a folder (--kept) until the product or the file of the tests changes, and
-which changes died of which test until that file or the changed one does. Remove the folder to try all afresh.
+The folder --kept caches which tests enter which function, until the product or the test file changes, and which test
+killed which mutant, until that test file or the mutated file changes. Remove the folder to start afresh.
 """
 
 from __future__ import annotations
@@ -41,18 +40,18 @@ from spec_decode.files import write_whole
 
 SCHEMA = "attn-mutation/1"
 ROOTS = ("scripts.mutation", "spec_decode.engine.engine")
-"""What is mutated lies behind the engine."""
+"""The engine imports everything that is mutated."""
 ABOUT_MUTANTS = "tests/scripts/test_mutation.py"
-"""Its tests look up the lines of changes that change nothing: any other change of such a line fails them."""
+"""Its tests look up the lines of equivalent mutants, so any other change to such a line fails them."""
 QUICK, QUICK_FILE = 15, 1
-"""Seconds of tests that are tried first, and of each of their files."""
+"""Seconds of tests to try first, in total and per test file."""
 READERS = 30
-"""Seconds of tests that only read the text of the file, which come last."""
+"""Seconds of tests, tried last, that only read the text of the file."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """What became of a mutant. by: the test that failed, or how the session ended; empty for a survivor."""
+    """The outcome of a mutant. by: the test that failed, or how the session ended; empty for a survivor."""
 
     mutant: Mutant
     outcome: str
@@ -61,7 +60,7 @@ class Result:
 
 
 def draw(count: int, seed: int) -> list[Mutant]:
-    """Mutants of the rooms, no two of one line, and none of those known to be equivalent."""
+    """Draw mutants from the rooms, at most one per line and none known to be equivalent."""
     lines, found = _lines(), list[Mutant]()
     for file, number in shares({file: len(of_file) for file, of_file in lines.items()}, count).items():
         chance = random.Random(f"{seed} {file}")
@@ -71,26 +70,26 @@ def draw(count: int, seed: int) -> list[Mutant]:
 
 @cache
 def _lines() -> dict[str, list[list[Mutant]]]:
-    """The mutants of each line that has any, by file."""
+    """Return, by file, the mutants of each line that has any."""
     defaults = keywords_with_defaults(sources(PRODUCT))
     return {file: _by_line(source, mutants(file, source, defaults)) for file, source in sources(ROOMS).items()}
 
 
 def _by_line(source: str, found: Sequence[Mutant]) -> list[list[Mutant]]:
-    """Without those known to be equivalent."""
+    """Group mutants by line, without those known to be equivalent."""
     known = {source.replace(old, new) for mutant in found[:1] for old, new in EQUIVALENT.get(mutant.file, {})}
     unlike = [mutant for mutant in found if not known or mutant.apply(source) not in known]
     return [list(group) for _, group in groupby(unlike, lambda mutant: mutant.line)]
 
 
 def _one_of(line: Sequence[Mutant], chance: random.Random) -> Mutant:
-    """By operator first: of constants there are more than of all else."""
+    """Draw the operator first: constants outnumber all other mutants."""
     operator = chance.choice(sorted({mutant.operator for mutant in line}))
     return chance.choice([mutant for mutant in line if mutant.operator == operator])
 
 
 def shares(lines: Mapping[str, int], count: int) -> dict[str, int]:
-    """count divided among the files in proportion to the lines that can be changed, by largest remainder."""
+    """Divide count among the files in proportion to their mutable lines, by largest remainder."""
     exact = {file: count * number / sum(lines.values()) for file, number in lines.items()}
     found = {file: int(part) for file, part in exact.items()}
     by_remainder = sorted(exact, key=lambda file: found[file] - exact[file])
@@ -100,7 +99,7 @@ def shares(lines: Mapping[str, int], count: int) -> dict[str, int]:
 
 
 def batches(tests: Sequence[TracedTest], most: float) -> list[list[TracedTest]]:
-    """The tests in the order to try them: a few of each file, then the rest, at most so many seconds of them."""
+    """Order the tests: first a few of each file, then the rest, up to `most` seconds of them."""
     quick: list[TracedTest] = []
     rest: list[TracedTest] = []
     for _, of_file in groupby(sorted(tests, key=lambda test: (test.interpreted, test.file, test.seconds)), _file):
@@ -123,7 +122,7 @@ def _file(test: TracedTest) -> tuple[bool, str]:
 
 
 def _by_file(tests: Iterable[TracedTest]) -> list[TracedTest]:
-    """By file, those first whose tests enter the fewest functions: they are about the one that was changed."""
+    """Sort by file; files whose tests enter the fewest functions come first, since they target the changed one."""
     entered: dict[tuple[bool, str], list[int]] = {}
     tests = list(tests)
     for test in tests:
@@ -132,7 +131,7 @@ def _by_file(tests: Iterable[TracedTest]) -> list[TracedTest]:
 
 
 def _within(tests: Iterable[TracedTest], seconds: float) -> tuple[list[TracedTest], list[TracedTest]]:
-    """Those that fit, at least one, and the others."""
+    """Split the tests into those that fit into `seconds` (at least one) and the others."""
     inside: list[TracedTest] = []
     outside: list[TracedTest] = []
     for test in tests:
@@ -142,8 +141,9 @@ def _within(tests: Iterable[TracedTest], seconds: float) -> tuple[list[TracedTes
 
 
 def tests_of(mutant: Mutant, tests: Sequence[TracedTest]) -> tuple[list[TracedTest], list[TracedTest]]:
-    """Those that enter its function, or others of its file where none does: it may run on import. And its readers: a
-    test's module may keep what the first of its tests has read."""
+    """Return the tests that enter the mutant's function, and its readers: tests of files in which some test reads its
+    file, since a module can cache that text. If no test enters the function, which can run on import, others of its
+    file count."""
     function = f"{mutant.file}::{mutant.function}"
     entering = [test for test in tests if function in test.functions]
     if not entering:
@@ -153,7 +153,7 @@ def tests_of(mutant: Mutant, tests: Sequence[TracedTest]) -> tuple[list[TracedTe
 
 
 def attempt(copy: Copy, mutant: Mutant, tests: Sequence[TracedTest], most: float) -> Result:
-    """Run the tests on a mutant until one fails, which without the change does not."""
+    """Run tests on a mutant until one fails that passes without the change."""
     tried = 0
     entering, readers = tests_of(mutant, tests)
     waiting = [*batches(entering, most), *batches(readers, READERS)]
@@ -163,14 +163,14 @@ def attempt(copy: Copy, mutant: Mutant, tests: Sequence[TracedTest], most: float
             answer = _run(copy, batch)
         tried += len(answer["tests"])
         failed = [name for name, found in answer["tests"].items() if found["outcome"] == "failed"]
-        # Every test passed, or none is left of those asked for.
+        # Every test passed, or none of the requested tests is left.
         if answer["status"] in (0, 5):
             continue
         suspects = [test for test in batch if test.name in failed] or batch
         if _run(copy, suspects)["status"] in (0, 5):
             by = failed[0] if failed else f"the session: {answer['status']}"
             return Result(mutant, "hung" if answer["status"] == "hung" else "killed", by, tried)
-        # They fail, or do not run, without the change either: they say nothing of it. Those behind them still may.
+        # They also fail, or do not run, without the change, so they prove nothing. Tests after them still can.
         if rest := [test for test in batch if test not in suspects and test.name not in answer["tests"]]:
             waiting.insert(0, rest)
     return Result(mutant, "survived", "", tried)
@@ -183,7 +183,7 @@ def _run(copy: Copy, batch: Sequence[TracedTest]) -> dict[str, Any]:
 
 @contextmanager
 def changed(copy: Copy, mutant: Mutant) -> Iterator[None]:
-    """The copy with the change in it."""
+    """Apply the mutant to the copy for the duration of the block."""
     path = copy.folder / mutant.file
     source = path.read_text()
     path.write_text(mutant.apply(source))
@@ -194,7 +194,7 @@ def changed(copy: Copy, mutant: Mutant) -> Iterator[None]:
 
 
 class Deaths:
-    """A file of what died of which test: true until the file that was changed, or that of the test, is another."""
+    """A file of which test killed which mutant; an entry holds until the mutated file or the test file changes."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -202,7 +202,7 @@ class Deaths:
         self._lock = threading.Lock()
 
     def add(self, result: Result) -> None:
-        """Keep it, if a test found it: by failing, or by never ending."""
+        """Record the result if a test killed the mutant, by failing or by hanging."""
         file = ROOT / result.by.partition("::")[0]
         if result.outcome != "survived" and file.is_file():
             with self._lock:
@@ -211,7 +211,7 @@ class Deaths:
                 write_whole(self._path, json.dumps(self._known).encode())
 
     def find(self, mutant: Mutant) -> Result | None:
-        """How it died, if that still holds."""
+        """Return how the mutant died, if that still holds."""
         known = self._known.get(self._key(mutant), {"by": "", "test": ""})
         file = ROOT / known["by"].partition("::")[0]
         holds = file.is_file() and digest(file.read_text()) == known["test"]
@@ -223,12 +223,11 @@ class Deaths:
 
 
 def room_of(file: str) -> str:
-    """The package that a file is in, kernels with what they belong to."""
+    """Return the package of a file; kernels count to the package they belong to."""
     return str(Path(file).parent).removesuffix("/kernels").removesuffix("/strategies")
 
 
 def table(results: Sequence[Result]) -> str:
-    """Killed and drawn by room."""
     drawn = Counter(room_of(result.mutant.file) for result in results)
     dead = Counter(room_of(result.mutant.file) for result in results if result.outcome != "survived")
     rows = [*((room, dead[room], drawn[room]) for room in sorted(drawn)), ("all", dead.total(), drawn.total())]
@@ -236,7 +235,7 @@ def table(results: Sequence[Result]) -> str:
 
 
 def say(result: Result) -> None:
-    """One line, and the change of a survivor."""
+    """Print one line, and the change itself if it survived."""
     mutant = result.mutant
     print(f"{result.outcome}  {mutant.file}:{mutant.line}  {mutant.operator}  {result.by}", flush=True)
     if result.outcome == "survived":
@@ -244,7 +243,7 @@ def say(result: Result) -> None:
 
 
 def main() -> None:
-    """Draw, try, and write what was found."""
+    """Draw mutants, try them, and write the report."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, required=True, help="file of the report")
     parser.add_argument("--count", type=int, default=200)

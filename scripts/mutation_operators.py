@@ -1,4 +1,4 @@
-"""Small changes of a Python source, each by its place in the text: what a mutation run draws from."""
+"""Generate mutants: small changes to a Python source, each at a place in its text."""
 
 from __future__ import annotations
 
@@ -35,25 +35,25 @@ ARITHMETIC: dict[type[ast.operator], tuple[str, str]] = {
 OPPOSITES = {"min": "max", "minimum": "maximum", "amin": "amax", "any": "all"}
 OPPOSITES |= {other: name for name, other in OPPOSITES.items()}
 LIBRARY_DEFAULTS = frozenset({"dtype", "dim", "keepdim", "min", "max", "other", "mask", "default", "key", "strict"})
-"""Keywords that torch, Triton and Python's own functions have defaults for."""
+"""Keywords that have defaults in torch, Triton and Python's own functions."""
 UNSEEN = frozenset(
     {"num_warps", "num_stages", "loop_unroll_factor", "eviction_policy", "device", "non_blocking", "pin_memory"}
 )
-"""Keywords, and keys of a kernel's options, that change nothing that a test on the CPU could see."""
+"""Keywords, and keys of a kernel's options, that change nothing a CPU test could observe."""
 MESSAGES = frozenset({"require", "expect"})
-"""Calls whose arguments after the first are the text of an error."""
+"""Calls whose arguments after the first are error text."""
 UNTOUCHED = frozenset({"__repr__", "__str__"})
 Definition = ast.FunctionDef | ast.AsyncFunctionDef
 Edit = tuple[int, int, str, str]
-"""Begin, end, new text and operator."""
+"""Begin, end, new text, operator."""
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """A file with one change in it.
+    """A file with one change.
 
-    before, after: the changed lines, without their indentation
-    begin, end, text: what is put where, in bytes of the source
+    before, after: the changed lines, without indentation
+    begin, end, text: the bytes of the source to replace, and their replacement
     """
 
     file: str
@@ -67,13 +67,13 @@ class Mutant:
     text: str
 
     def apply(self, source: str) -> str:
-        """The source with the change."""
+        """Return the source with the change."""
         encoded = source.encode()
         return (encoded[: self.begin] + self.text.encode() + encoded[self.end :]).decode()
 
 
 def keywords_with_defaults(sources: Mapping[str, str]) -> dict[str, set[str]]:
-    """Which keywords a call may leave out, by the name of the function or class that is called."""
+    """Return the keywords that have defaults, by the name of the function or class called."""
     found: dict[str, set[str]] = {}
     for source in sources.values():
         for node in ast.walk(ast.parse(source)):
@@ -92,7 +92,7 @@ def keywords_with_defaults(sources: Mapping[str, str]) -> dict[str, set[str]]:
 
 
 def mutants(file: str, source: str, defaults: Mapping[str, set[str]]) -> list[Mutant]:
-    """Every change of a function's body, in the order of the text."""
+    """Return every mutant of the functions' bodies, in text order."""
     return sorted(_Finder(file, source, defaults).found(), key=lambda mutant: (mutant.begin, mutant.end, mutant.text))
 
 
@@ -150,7 +150,7 @@ class _Finder:
             yield from ast.iter_child_nodes(node)
 
     def _edits(self, node: ast.AST) -> Iterator[Edit]:
-        """Each change at a node itself."""
+        """Yield each edit of the node itself, not of its children."""
         if isinstance(node, ast.Compare):
             left: ast.expr = node.left
             for comparison, right in zip(node.ops, node.comparators, strict=True):
@@ -191,7 +191,7 @@ class _Finder:
         if isinstance(node.value, bool):
             yield begin, end, str(not node.value), "constant"
         elif isinstance(node.value, int | float):
-            # Of a large float nothing is left of the 1.
+            # Adding 1 to a large float changes nothing.
             for value in (value for value in (node.value + 1, node.value - 1) if value != node.value):
                 yield begin, end, str(value) if value >= 0 else f"({value})", "constant"
 
@@ -204,7 +204,7 @@ class _Finder:
         arguments: list[ast.expr | ast.keyword] = sorted([*node.args, *node.keywords], key=self._begin)
         for place, argument in enumerate(arguments):
             if isinstance(argument, ast.keyword) and argument.arg in known - UNSEEN and not _is_default(argument):
-                # With the comma before it; of the first, with all up to the next.
+                # Include the comma before it; for the first argument, everything up to the next one.
                 begin, end = self._begin(argument), self._end(argument)
                 if place:
                     begin = self._end(arguments[place - 1])
@@ -213,7 +213,7 @@ class _Finder:
                 yield begin, end, "", "keyword dropped"
 
     def _between(self, left: ast.AST, right: ast.AST, old: str, new: str, operator: str) -> Iterator[Edit]:
-        """The first sign between two operands changed."""
+        """Change the first occurrence of an operator between two operands."""
         begin, end = self._end(left), self._begin(right)
         place = self.source[begin:end].find(old.encode())
         if place >= 0:
@@ -235,7 +235,7 @@ class _Finder:
 
 
 def _called(node: ast.Call) -> str:
-    """The last part of what is called."""
+    """Return the last part of the called name."""
     return ast.unparse(node.func).rpartition(".")[2]
 
 

@@ -1,4 +1,4 @@
-"""What a mutation run draws from, and the changes that change nothing."""
+"""The files a mutation run draws from, and the mutants known to be equivalent."""
 
 from __future__ import annotations
 
@@ -121,4 +121,4 @@ EQUIVALENT: dict[str, dict[tuple[str, str], str]] = {
         ("blocks, dtype=torch.int32, device", "blocks, device"): "a float holds every token of a vocabulary below 2^24",
     },
 }
-"""Why a change leaves everything as it was, by file, and by what of it, which stands there once, becomes what."""
+"""Why a mutant is equivalent: file -> (old text, unique in the file; new text) -> reason."""

@@ -1,9 +1,9 @@
-"""A session of pytest that stays warm: run in a copy of the project, it forks for every request that it reads.
+"""A warm pytest session: runs in a copy of the project and forks for every request it reads.
 
-A line of JSON in, {"tests": [...], "trace": bool, "timeout": seconds, "timeouts": {test: seconds}}: files, or ids of
-tests, which then run in their order, and how long all of them and each may take. A line out: the exit status of pytest,
-or how the fork ended, and each test's outcome, its seconds and, traced, the functions that it entered and the sources
-that it read. What is loaded before the forks holds nothing of the project: each has its own.
+Input, one JSON line: {"tests": [...], "trace": bool, "timeout": seconds, "timeouts": {test: seconds}}. Tests are files,
+or test ids, which then run in the given order; the timeouts limit all tests together and each one. Output, one line:
+pytest's exit status, or how the fork ended, and each test's outcome and seconds; when traced, also the functions it
+entered and the sources it read. Nothing of the project is loaded before a fork: every fork loads its own copy.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ LOADED = (
     "rich",
     "jinja2",
 )
-"""What most tests import."""
+"""Modules that most tests import."""
 PACKAGES = ("builders", "attn_backends", "spec_decode")
 
 
 class Recorder:
-    """Runs the tests asked for, in the order asked for, and keeps what became of each."""
+    """Runs the requested tests in the requested order and records each outcome."""
 
     def __init__(self, tests: list[str], trace: bool, running: Path) -> None:
-        """running: a file for the id of the test that runs."""
+        """running: a file that holds the id of the running test."""
         self.running = running
         self.order = {test: place for place, test in enumerate(tests)}
         self.trace = trace
@@ -94,8 +94,8 @@ class Recorder:
             self._opened.add(str(arguments[0]))
 
     def _functions(self) -> set[tuple[str, int]]:
-        """Files and first lines of what was entered, of the project alone."""
-        # A template that is rendered is code, too.
+        """Return file and first line of each entered function of the project."""
+        # Rendered templates are code objects too.
         files = [code for code in list(self._entered.values()) if code.co_filename.endswith(".py")]
         inside = [code for code in files if code.co_filename.startswith(self._folders)]
         return {(os.path.relpath(code.co_filename), code.co_firstlineno) for code in inside}
@@ -106,7 +106,7 @@ def serve() -> None:
     for name in LOADED:
         importlib.import_module(name)
     with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
-        # Loads what pytest itself and its plug-ins are made of.
+        # Preload pytest and its plug-ins.
         pytest.main(["--version", "-c", os.devnull])
     sys.path.insert(0, os.getcwd())
     for line in sys.stdin:
@@ -122,7 +122,7 @@ def _answer(request: dict[str, Any]) -> dict[str, Any]:
         try:
             status = _wait(child, request, running)
         finally:
-            # Threads and children of a test that ended badly; where the session is stopped, the test itself.
+            # Kill threads and children left by a crashed test; when the session is stopped, the test itself.
             with suppress(ProcessLookupError):
                 os.killpg(child, signal.SIGKILL)
         if status is None:
@@ -135,7 +135,7 @@ def _answer(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _run(request: dict[str, Any], result: Path, running: Path) -> None:
-    """In the fork; does not return."""
+    """Run the request in the fork; does not return."""
     os.setsid()
     silence = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):
@@ -162,7 +162,7 @@ def _run(request: dict[str, Any], result: Path, running: Path) -> None:
 
 
 def _wait(child: int, request: dict[str, Any], running: Path) -> int | None:
-    """The status of a child, or None if it had to be killed: all tests, or one of them, took too long."""
+    """Return a child's status, or None if it was killed because a test, or all of them together, took too long."""
     began = since = time.monotonic()
     test = ""
     while time.monotonic() < began + request["timeout"]:

@@ -1,4 +1,4 @@
-"""Which tests enter which functions, and whether any fails: copies of the project, with warm sessions in each."""
+"""Find which tests enter which functions, and whether any fails, in copies of the project with warm sessions."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ ROOT = Path(__file__).resolve().parent.parent
 PRODUCT = tuple(f"{package}/**/*.py" for package in PACKAGES)
 """Patterns of the product's files."""
 INTERPRETED = "tests/interpreter"
-"""Tests of this folder run a second time, with every kernel in Triton's interpreter."""
+"""Tests in this folder run a second time, with every kernel in Triton's interpreter."""
 PATIENCE = 120
-"""Seconds that a test may take over ten times what it took before: on a busy machine it takes longer."""
+"""Seconds allowed beyond ten times a test's earlier duration: a busy machine is slower."""
 
 
 @dataclass(frozen=True)
 class TracedTest:
-    """A test of one of the two sessions of `make test`, and how long it takes."""
+    """A test from one of the two sessions of `make test`, and its duration."""
 
     name: str
     interpreted: bool
@@ -49,7 +49,7 @@ class TracedTest:
 
 
 class Copy:
-    """A copy of the project's tracked files in which one file at a time may be another."""
+    """A copy of the project's tracked files in which one file at a time can be replaced."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -59,7 +59,7 @@ class Copy:
                 target = folder / name
                 target.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(ROOT / name, target)
-        # Byte code that says of which source it is: by time and size alone one mutant could pass for another.
+        # Hash-checked byte code: by time and size, one mutant could pass for another.
         for package in PACKAGES:
             compileall.compile_dir(
                 folder / package, quiet=1, invalidation_mode=py_compile.PycInvalidationMode.CHECKED_HASH
@@ -74,7 +74,7 @@ class Copy:
         trace: bool = False,
         seconds: Mapping[str, float] | None = None,
     ) -> dict[str, Any]:
-        """What `mutation_session` answers. seconds: what each test takes; None: ten minutes all of them."""
+        """Return `mutation_session`'s answer. seconds: each test's usual duration; None: ten minutes in total."""
         session = self._session(interpreted)
         assert session.stdin and session.stdout
         timeouts = {test: PATIENCE + 10 * own for test, own in (seconds or {}).items()}
@@ -101,7 +101,7 @@ class Copy:
         return self._sessions[interpreted]
 
     def close(self) -> None:
-        """End its sessions."""
+        """End the sessions."""
         for session in self._sessions.values():
             assert session.stdin
             session.stdin.close()
@@ -109,10 +109,10 @@ class Copy:
 
 
 def traced_tests(copies: Sequence[Copy], paths: Sequence[str], kept: Path) -> tuple[list[TracedTest], list[str]]:
-    """The tests below the paths that pass, with the functions that each enters, and the names of those that do not.
+    """Return the passing tests below the paths, with the functions each enters, and the names of the tests that do not
+    pass.
 
-    kept: a file of what was seen before; only files of tests that are not in it as they are now run again, and all of
-    them where the product is another.
+    kept: a file of earlier results. Only test files that changed since are run again; if the product changed, all are.
     """
     seen: dict[str, Any] = json.loads(kept.read_text()) if kept.exists() else {}
     lock = threading.Lock()
@@ -135,7 +135,7 @@ def traced_tests(copies: Sequence[Copy], paths: Sequence[str], kept: Path) -> tu
     passed, not_passed = [], []
     for file, interpreted in jobs:
         answer = seen[keys[file, interpreted]]
-        # Passed, with failures, or without tests: otherwise the file did not run, or only in part.
+        # 0 passed, 1 failures, 5 no tests; any other status means the file did not run, or only in part.
         if answer["status"] not in (0, 1, 5):
             not_passed.append(f"{file}: {answer['status']}")
         for name, found in answer["tests"].items():
@@ -152,14 +152,14 @@ def _test_files(path: Path) -> Iterable[Path]:
 
 
 def _sessions_of(file: str) -> list[bool]:
-    """Without and with the interpreter, as the file's conftest has it."""
+    """Return the file's sessions (interpreted or not), matching the conftest of that folder."""
     if not file.startswith(INTERPRETED):
         return [False]
     return [True] if "_kernel" in file else [False, True]
 
 
 def sources(patterns: Iterable[str]) -> dict[str, str]:
-    """The files of these patterns, by their path from the root."""
+    """Return the text of each file that matches, by path from the root."""
     paths = sorted({path for pattern in patterns for path in ROOT.glob(pattern)})
     return {path.relative_to(ROOT).as_posix(): path.read_text() for path in paths}
 
@@ -169,12 +169,12 @@ def _key(file: str, interpreted: bool, product: str) -> str:
 
 
 def digest(text: str) -> str:
-    """A short name for a text."""
+    """Return a short digest of a text."""
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _function(folder: Path, file: str, line: int) -> str:
-    """The function that a line of a file is in, as file::name; empty for none."""
+    """Return the innermost function around a line, as file::name; empty if there is none."""
     name = min(
         ((end - begin, name) for name, begin, end in functions((folder / file).read_text()) if begin <= line <= end),
         default=(0, ""),
@@ -184,7 +184,7 @@ def _function(folder: Path, file: str, line: int) -> str:
 
 @cache
 def functions(source: str) -> tuple[tuple[str, int, int], ...]:
-    """Dotted name, first line with the decorators, and last line of every function of a source."""
+    """Functions it enters, as file::name."""
     found: list[tuple[str, int, int]] = []
 
     def visit(parent: ast.AST, prefix: str) -> None:

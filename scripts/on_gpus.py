@@ -1,4 +1,4 @@
-"""GPUs of a machine: what a card is called, and a command on some of them for a limited time."""
+"""GPU names, and commands that run on selected GPUs with a time limit."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def card(device: str) -> str:
-    """The short name of a GPU: H100 of NVIDIA H100 80GB HBM3."""
+    """Return the short name of a GPU: H100 for NVIDIA H100 80GB HBM3."""
     return device.removeprefix("NVIDIA ").split()[0]
 
 
 def run_on_gpus(command: Sequence[str], gpus: Sequence[int], output: IO[str], seconds: float | None) -> int:
-    """Its exit status; it runs in the project's folder, sees these GPUs alone, and both its outputs go to the file.
+    """Run a command in the project's folder that sees only these GPUs, and return its exit status.
 
-    gpus: numbered as this process sees them, which may not see all of the machine.
-    All that it started is ended with it: a process that outlives it would hold memory of a GPU. Raises
-    subprocess.TimeoutExpired after so many seconds; None: no limit.
+    gpus: indices among the GPUs that this process sees, which can be fewer than the machine has. `output` gets stdout
+    and stderr. Every process the command started is killed when it ends: a survivor would hold GPU memory. Raises
+    subprocess.TimeoutExpired after `seconds`; None means no limit.
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = [visible.split(",")[gpu] for gpu in gpus] if visible else map(str, gpus)
@@ -39,6 +39,6 @@ def run_on_gpus(command: Sequence[str], gpus: Sequence[int], output: IO[str], se
         try:
             return process.wait(seconds)
         finally:
-            # Whatever it started is of its session.
+            # Everything it started is in its session.
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)

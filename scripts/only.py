@@ -1,4 +1,4 @@
-"""Choosing by patterns, as shells match names."""
+"""Select names by shell-style patterns."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 
 
 def chosen(parser: argparse.ArgumentParser, patterns: Sequence[str] | None, names: Sequence[str]) -> set[str]:
-    """The names that fit one of the patterns of --only, or all. Ends the script for a pattern that fits none."""
+    """Return the names that match an --only pattern, or all. Exit with a usage error if a pattern matches none."""
     for pattern in patterns or []:
         if not any(fnmatchcase(name, pattern) for name in names):
             parser.error(f"--only must fit some of {', '.join(names)}, got {pattern}.")

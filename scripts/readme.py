@@ -1,6 +1,6 @@
-"""Write what the README and pages of docs/ show of the reports, tables and a plot: python scripts/readme.py.
+"""Write the tables and the plot of the README and docs/ from the reports: python scripts/readme.py.
 
-The figures are medians; each row names the device, the date and the command of the report that it is read from.
+The figures are medians; each row names the device, date and command of its report.
 """
 
 from __future__ import annotations
@@ -26,35 +26,35 @@ from spec_decode.testing.outcome import Outcome
 
 ROOT = Path(__file__).resolve().parent.parent
 CPU = "CPU"
-"""The column of reports without a GPU, whatever the processor."""
+"""The column for reports without a GPU, for any processor."""
 README, PLOT = Path("README.md"), Path("docs/drawings/tokens-per-second.svg")
 STRATEGIES = Path("docs/guide/strategies.md")
 VLLM_PAGE, VLLM_FIGURES = Path("docs/engines/vllm.md"), Path("docs/engines/vllm-figures.md")
 VLLM, UNCOMPILED, ROUNDS = "h200/vllm-compiled.json", "h200/vllm.json", "h200/bench-drafter.json"
-"""The reports of vLLM's defaults, layers compiled; of vLLM without compilation; of draft rounds."""
+"""Reports of vLLM's defaults (compiled layers), of vLLM without compilation, and of draft rounds."""
 DFLASH, BLOCKS, LATENTS = "h100/vllm-dflash.json", "h100/vllm-blocks.json", "h100/vllm-latents.json"
-"""Those of vLLM with drafts of a block, compiled and not, and with drafts over latents."""
+"""Reports of vLLM with block drafts, compiled and not, and with drafts over latents."""
 PAIR, PAIR_BOTH, WATCHED = "h100/vllm-pair.json", "h100/vllm-pair-both.json", "h100/vllm-watched.json"
-"""Those of our draft backends on one GPU and on two, of ours and vLLM's on two, and with metadata compared."""
+"""Reports of our draft backends on one GPU and on two, of ours and vLLM's on two, and with metadata validated."""
 COMPILED = tuple(
     f"h200/bench-{draft}-compiled.json"
     for draft in ("llama3-8b-eagle", "qwen3-8b-eagle3", "gpt-oss-20b-eagle3", "glm-4.7-flash-mtp", "eagle-1024")
 )
-"""Those of draft steps beside torch.compile's."""
+"""Reports that compare draft steps with torch.compile's."""
 PART_OF_KIT = frozenset({"--family", "--only", "--quick"})
-"""Options of `check` that leave checks out: such a report says nothing of the others."""
+"""Options of `check` that skip checks: such a report says nothing about the rest."""
 SIZES = (1, 32)
-"""Requests at once, in the table."""
+"""Concurrent requests shown in the table."""
 DRAFT_TOKENS = 7
-"""Draft tokens of a round, in the figures of vLLM and of the host's time."""
+"""Draft tokens per round in the vLLM and host-time figures."""
 VLLM_SIZE = "llama3-8b"
-"""Of the model in vLLM, which its report may have run beside others."""
+"""The model in vLLM; its report can contain other models too."""
 SPECULATION = "throughput/speculation"
-"""The rows of our engine's throughput with and without a draft."""
+"""The throughput rows of our engine with and without a draft."""
 OWN_TOKENS = ("graph.planned_steps_have_their_tokens", "base-round")
-"""The check and the case that show whether a draft step sees what its round has drafted."""
+"""The check and case that show whether a draft step attends to the tokens drafted earlier in its round."""
 NO_DRAFT, THEIRS, OURS, IN_PLACE = "", "FLASHINFER", "FLASHINFER_IN_GRAPH", "FLASH_ATTN"
-"""vLLM's arms by the draft's attention backend; the last is vLLM's own that updates in place by itself."""
+"""vLLM's arms, named by the draft's attention backend; the last is vLLM's own backend that updates in place."""
 
 IN_VLLM = (
     ("EAGLE, {} draft tokens", VLLM, DRAFT_TOKENS, VLLM_SIZE, True, [THEIRS], [OURS]),
@@ -67,12 +67,13 @@ IN_VLLM = (
         ["ATTN_BACKENDS_FLASH_ATTN3_MLA", "ATTN_BACKENDS_FLASHMLA", "ATTN_BACKENDS_TRITON_MLA"],
     ),
 )
-"""Rows of vLLM: the draft, report, draft tokens, size, whether layers are compiled, and which of vLLM's backends and of
-ours are compared."""
+"""Rows of vLLM: the draft, report, draft tokens, size, whether layers are compiled, and which backends of vLLM and of
+this library are compared."""
 
 
 def contents(root: Path) -> dict[Path, str]:
-    """Pages and plot as the reports under root make them. Raises SystemExit for a page without its markers."""
+    """Return the pages and the plot made from the reports under root. Raises SystemExit for a page without its
+    markers."""
     tables = {
         README: {"figures": figures(root), "matrix": summary(Sources.read([root / "reports"]).reports)},
         STRATEGIES: {
@@ -101,7 +102,7 @@ def contents(root: Path) -> dict[Path, str]:
 
 
 def between(page: str, name: str, table: str) -> str:
-    """The page with the table between the markers of a name. Raises SystemExit unless it has both, once each."""
+    """Return the page with the table between the named markers. Raises SystemExit unless each occurs once."""
     begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
     before, found, rest = page.partition(begin)
     _, ended, after = rest.partition(end)
@@ -111,9 +112,10 @@ def between(page: str, name: str, table: str) -> str:
 
 
 def summary(reports: Sequence[Report]) -> str:
-    """A row for each backend, a column for each GPU and one for CPUs: checks passed of those that ran, and the date.
+    """Build the check table: a row per backend, a column per GPU plus one for CPUs; checks passed of those run, and
+    date.
 
-    Refusals are left out; of several reports of the whole kit the newest counts.
+    Refusals are not counted; of several reports of the whole kit the newest is used.
     """
     newest: dict[tuple[str, str], Report] = {}
     for report in sorted(reports, key=lambda report: report.env.date):
@@ -128,7 +130,8 @@ def summary(reports: Sequence[Report]) -> str:
 
 
 def figures(root: Path) -> str:
-    """Headline rows, what was measured and by what, and below them what the checks found and what was run."""
+    """Build the headline table, with baselines and sources, and the text below it: the models and the kit's
+    findings."""
     vllm, engine = _load(root, VLLM), _load(root, "h200/bench-throughput.json")
     rounds, compiled, builders = _load(root, ROUNDS), _load(root, COMPILED[0]), in_place_claims(root)
     torchs, ours = zip(*strategy_times.compiled_times(compiled).values(), strict=True)
@@ -177,7 +180,7 @@ def figures(root: Path) -> str:
 
 
 def vllm_rows(root: Path, measured: str) -> tuple[list[list[str]], list[str]]:
-    """A row for each draft of IN_VLLM, the first of which says what was measured, and how many tokens a round keeps."""
+    """Return a row per draft of IN_VLLM (the first names the measurement) and the draft tokens each keeps per round."""
     rows, kept = [], []
     for said, name, steps, size, compiled, theirs, ours in IN_VLLM:
         report = _load(root, name)
@@ -205,8 +208,8 @@ def _named(names: Sequence[str]) -> str:
 def vllm_arms(
     report: Mapping[str, Any], steps: int = DRAFT_TOKENS, size: str = VLLM_SIZE, compiled: bool = True
 ) -> dict[str, dict[int, float]]:
-    """Output tokens a second of a model by draft backend and requests: without a draft, and with so many tokens; on
-    one GPU, with no metadata compared meanwhile."""
+    """Return output tokens per second of a model by draft backend and requests, without a draft and with `steps` draft
+    tokens, on one GPU and without metadata validation."""
     wanted = {(size, compiled, 0), (size, compiled, steps)}
     return {
         arm["arm"]["draft"]: {row["requests"]: median(row["tokens_per_s"]) for row in arm["rows"]}
@@ -219,7 +222,7 @@ def vllm_arms(
 
 
 def engine_speeds(report: Mapping[str, Any]) -> dict[int, dict[int, float]]:
-    """Output tokens a second of our engine, by the draft tokens of a round (0: no draft) and by requests."""
+    """Return our engine's output tokens per second, by draft tokens per round (0: no draft) and by requests."""
     speeds: dict[int, dict[int, float]] = {}
     for row in report["rows"]:
         if row["case"] == SPECULATION:
@@ -228,15 +231,15 @@ def engine_speeds(report: Mapping[str, Any]) -> dict[int, dict[int, float]]:
 
 
 def in_place_claims(root: Path) -> list[Report]:
-    """The reports on those metadata builders of vLLM that claim updates in place."""
+    """Load the reports on vLLM metadata builders that claim in-place updates."""
     reports = [Report.load(path) for path in sorted((root / "reports/cpu").glob("check-vllm-*.json"))]
-    # A copy has another name than vLLM's classes have.
+    # Copies do not have the names of vLLM's classes.
     own = [report for report in reports if report.backend.endswith("MetadataBuilder")]
     return [report for report in own if report.claims["graph:advance"].claimed]
 
 
 def planned_steps(root: Path) -> str:
-    """What was found in SGLang's draft backends, in a sentence or two."""
+    """Describe in a sentence or two what the kit found in SGLang's draft backends."""
     reports = [Report.load(path) for path in sorted((root / "reports/cpu").glob("check-sglang-*.json"))]
     missing = [
         report
@@ -255,7 +258,7 @@ def planned_steps(root: Path) -> str:
 
 
 def plot(report: Mapping[str, Any]) -> str:
-    """vLLM's output tokens a second against requests, as an SVG for light and dark pages."""
+    """Plot vLLM's output tokens per second against requests, as an SVG for light and dark pages."""
     arms, device = vllm_arms(report), card(report["env"]["device"])
     kept = _kept(report)
     names = {
@@ -275,7 +278,7 @@ def plot(report: Mapping[str, Any]) -> str:
 
 
 def main() -> None:
-    """Write what is not what the reports say."""
+    """Write each file that differs from what the reports produce."""
     argparse.ArgumentParser(description=__doc__).parse_args()
     for path, text in contents(ROOT).items():
         written = ROOT / path
@@ -302,7 +305,7 @@ def _source(report: Mapping[str, Any], command: str) -> str:
 
 
 def _kept(report: Mapping[str, Any], steps: int = DRAFT_TOKENS, size: str = VLLM_SIZE) -> float:
-    """Draft tokens that vLLM's arms of so many keep a round."""
+    """Return the draft tokens kept per round by vLLM's arms with this many steps."""
     kept: float = next(
         arm["arm"]["kept"] for arm in report["arms"] if (arm["arm"]["steps"], arm["arm"]["size"]) == (steps, size)
     )

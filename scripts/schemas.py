@@ -1,4 +1,4 @@
-"""The JSON schemas of what is read and written: python scripts/schemas.py FOLDER writes them."""
+"""Write the JSON schemas of the files this project reads and writes: python scripts/schemas.py FOLDER."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _KINDS: dict[str, Any] = {
 
 
 def schemas() -> dict[str, bytes]:
-    """File name -> JSON Schema (2020-12) of each format, its version in the name."""
+    """Return file name -> JSON Schema (2020-12) for each format; the name includes the version."""
     return {f"{name.replace('/', '-')}.json": _schema(name, kind) for name, kind in _KINDS.items()}
 
 

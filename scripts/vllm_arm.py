@@ -1,4 +1,4 @@
-"""One engine of vLLM, measured: python scripts/vllm_arm.py ARM FILE, with an Arm as JSON. See vllm_figures.py."""
+"""Measure one vLLM engine: python scripts/vllm_arm.py ARM FILE, with an Arm as JSON. See vllm_figures.py."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ SIZES = {
 }
 """hidden_size, intermediate_size, heads, KV heads, head_dim, vocab_size, layers.
 
-deepseek-v3 is the first four layers of the published 61, three dense and one of experts, with the published MTP layer,
-of experts too: 53 GB in bfloat16, which an H100 holds. -shard is what tensor parallelism leaves one of eight GPUs of
-it, 8 GB. deepseek-small is dense: an expert that wins narrowly would change more than attention does. DeepSeek's
-head_dim is the part with positions.
+deepseek-v3 is the first four of the 61 published layers, three dense and one with experts, plus the published MTP
+layer, also with experts: 53 GB in bfloat16, which fits an H100. -shard is one GPU's part of it under tensor parallelism
+over eight, 8 GB. deepseek-small is dense: an expert chosen by a narrow margin would change more than attention does.
+For DeepSeek, head_dim is the rotary part.
 """
 EXPERT_WIDTH = {"deepseek-v3": 2048, "deepseek-v3-shard": 256}
 """intermediate_size of one expert, for models that have experts."""
 DENSE_LAYERS = 3
-"""The first ones of a model with experts."""
+"""Leading dense layers of a model with experts."""
 LATENTS = {
     "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
     "n_routed_experts": 256, "n_shared_experts": 1, "num_experts_per_tok": 8, "n_group": 8, "topk_group": 4,
@@ -51,11 +51,11 @@ FAMILIES = {
     "qwen3": {"architectures": ["Qwen3ForCausalLM"], "rms_norm_eps": 1e-6, "rope_theta": 1000000.0},
     "deepseek_v3": {"architectures": ["DeepseekV3ForCausalLM"], "rms_norm_eps": 1e-6, "rope_theta": 10000.0, **LATENTS},
 }
-"""What the configuration of each family of models says."""
+"""Configuration of each family of models."""
 KINDS = {"eagle": "EagleLlamaForCausalLM", "dflash": "DFlashDraftModel", "dflash2": "DFlash2DraftModel", "mtp": ""}
-"""Of drafts, with their architectures. DFlash and DFlash2 propose a block; an MTP layer is part of its target."""
+"""Kinds of drafts and their architectures. DFlash and DFlash2 propose a block; an MTP layer is part of its target."""
 BLOCK_LAYERS = 5
-"""Of a block draft, and target layers whose states it reads."""
+"""Layers of a block draft, and target layers whose states it reads."""
 DFLASH2 = {
     "block_size": 8, "conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 256, "selector_top_k": 16,
     "causal": False,
@@ -63,15 +63,15 @@ DFLASH2 = {
 """As published."""
 REQUESTS = (1, 4, 16, 32)
 CAPTURED = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
-"""Tokens of a captured batch: those that are timed, and some between for when requests end."""
+"""Batch sizes to capture, in tokens: the timed ones, and some between for when requests end."""
 Run: TypeAlias = tuple[float, list[list[int]]]
-"""Of a batch: its seconds, and the new tokens of each request."""
+"""A batch: its seconds, and each request's new tokens."""
 PROMPT, NEW_TOKENS, REPEATS = 512, 256, 3
 WATCHED_REPEATS, WATCHED_MOST = 8, 64
-"""Runs with comparisons and as many without, by turns: a cost of 2 % is less than what engines differ by. And at most,
-if nothing has been compared in those: the first comparison compiles kernels, and the next waits for long after it."""
+"""Runs with comparisons, alternating with as many without, since a cost of 2 % is less than engines differ by. And the
+maximum, if those compared nothing: the first comparison compiles kernels, and the next comes long after it."""
 SEED = 20
-# NVLink multicast stays off: where it does not work, vLLM's collectives hang.
+# Keep NVLink multicast off: where it does not work, vLLM's collectives hang.
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_V2_MODEL_RUNNER": "1", "VLLM_PLUGINS": "attn_backends",
     "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_DO_NOT_TRACK": "1",
@@ -86,15 +86,15 @@ class Arm:
     """One engine.
 
     draft          the draft's attention backend; empty: no draft
-    steps          draft tokens a round
-    size           of SIZES
-    kept           drafts kept a round on average, whatever they are; 0: as the target decides
+    steps          draft tokens per round
+    size           key of SIZES
+    kept           mean drafts kept per round, whichever they are; 0: the target decides
     num_gpus       tensor parallelism
-    requests       numbers of requests that are timed
-    kind           of the draft, of KINDS
-    compiled       as vLLM runs by default: layers compiled by torch, piecewise graphs where full ones are impossible;
-                   otherwise layers as they are, with full graphs of decodes or none
-    watched        whether the plug-in compares the draft's metadata: runs with comparisons and without take turns
+    requests       numbers of concurrent requests to time
+    kind           kind of the draft, a key of KINDS
+    compiled       vLLM's default: layers compiled by torch, piecewise graphs where full ones are impossible;
+                   otherwise uncompiled layers, with full graphs for decodes or none
+    watched        whether the plug-in validates the draft's metadata: runs with and without comparisons alternate
     """
 
     draft: str
@@ -114,7 +114,7 @@ class Arm:
 
     @property
     def is_timed(self) -> bool:
-        """Or compared, beside others on the same GPU."""
+        """If not, its drafts are compared, next to other arms on the same GPU."""
         return bool(self.kept) or not self.draft
 
     @property
@@ -126,7 +126,8 @@ class Arm:
 
 
 def model_folder(size: str, *, kind: str = "") -> str:
-    """A folder with a configuration alone: weights come later. kind: of a draft, of KINDS; none for the target."""
+    """Make a folder that holds only a config.json: weights come later. kind: of a draft, in KINDS; empty: the
+    target."""
     hidden, wide, heads, kv_heads, head_dim, vocab, layers = SIZES[size]
     family = {"qwen3": "qwen3", "deepseek": "deepseek_v3"}.get(size.partition("-")[0], "llama")
     config = {
@@ -139,7 +140,7 @@ def model_folder(size: str, *, kind: str = "") -> str:
         has_experts = size in EXPERT_WIDTH
         config |= {
             "moe_intermediate_size": EXPERT_WIDTH.get(size, wide),
-            # The MTP layer comes after the last one.
+            # The MTP layer follows the last one.
             "first_k_dense_replace": DENSE_LAYERS if has_experts else layers + 1,
         }
     if kind:
@@ -150,7 +151,7 @@ def model_folder(size: str, *, kind: str = "") -> str:
 
 
 def _draft_config(kind: str, vocab: int, layers: int) -> dict[str, Any]:
-    """What a draft's configuration says otherwise than its target's."""
+    """Return the entries in which a draft's configuration differs from its target's."""
     if kind == "eagle":
         return {"architectures": [KINDS[kind]], "num_hidden_layers": 1}
     read = [1 + at * (layers - 4) // (BLOCK_LAYERS - 1) for at in range(BLOCK_LAYERS)]
@@ -168,7 +169,7 @@ def _draft_config(kind: str, vocab: int, layers: int) -> dict[str, Any]:
 
 
 def engine_options(arm: Arm) -> dict[str, Any]:
-    """Arguments of vllm.LLM."""
+    """Return the arguments of vllm.LLM."""
     captured = [size for size in CAPTURED if size <= max(arm.requests) * (1 + arm.steps)]
     uncompiled = {} if arm.compiled else {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
     options = {
@@ -188,21 +189,21 @@ def engine_options(arm: Arm) -> dict[str, Any]:
         if arm.kind != "mtp":
             speculation["model"] = model_folder(arm.size, kind=arm.kind)
         if arm.kept:
-            # vLLM counts the target's own token too.
+            # vLLM also counts the target's own token.
             speculation |= {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": 1 + arm.kept}
         options["speculative_config"] = speculation
     return options
 
 
 def prompts(count: int, vocab: int) -> list[dict[str, list[int]]]:
-    """The same ones in every arm, of unlike lengths."""
+    """Return the prompts, identical in every arm, of varying lengths."""
     chance = random.Random(count)
     lengths = [PROMPT + chance.randrange(-64, 64) for _ in range(count)]
     return [{"prompt_token_ids": [chance.randrange(3, vocab) for _ in range(length)]} for length in lengths]
 
 
 def measure(arm: Arm) -> dict[str, Any]:
-    """Rows of each number of requests, and how the engine runs."""
+    """Return a row for each number of requests, and how the engine ran."""
     os.environ.update(ENVIRONMENT | {VALIDATE: str(int(arm.watched))})
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     import torch
@@ -227,7 +228,7 @@ def measure(arm: Arm) -> dict[str, Any]:
         return time.perf_counter() - start, [list(answer.outputs[0].token_ids) for answer in answers]
 
     for count in arm.requests:
-        # Whatever is compiled at first use is compiled here.
+        # Anything compiled on first use is compiled here.
         _, texts = generate(count, count_waits=True)
         counted = llm.collective_rpc("drafts_seen") if arm.draft else []
         row: dict[str, Any] = {"requests": count, "tokens_per_s": [], "host_us": [], "gpu_us": []}
@@ -251,12 +252,12 @@ def measure(arm: Arm) -> dict[str, Any]:
 
 
 def watched_runs(generate: Callable[[], Run], compare: Callable[[bool], dict[str, Any]]) -> dict[str, Any]:
-    """What a row says of runs with comparisons and without, by turns. compare: turns them on or off, and says what they
-    have come to so far."""
+    """Alternate runs with comparisons and without, and return a row's fields. compare: switches comparisons on or off,
+    and returns their totals so far."""
     runs: dict[bool, list[Run]] = {True: [], False: []}
     before = compare(True)
     for turn in range(2 * WATCHED_MOST):
-        # Over two of each, neither comes first more often.
+        # Over two of each, both come first equally often.
         if turn >= 2 * WATCHED_REPEATS and turn % 4 == 0 and compare(True)["rounds"] > before["rounds"]:
             break
         watches = turn % 4 in (0, 3)
@@ -274,12 +275,11 @@ def watched_runs(generate: Callable[[], Run], compare: Callable[[bool], dict[str
 
 
 def _speed(seconds: float, texts: list[list[int]]) -> float:
-    """Tokens a second."""
     return round(sum(map(len, texts)) / seconds, 1)
 
 
 def _quantiles_us(seconds: list[float]) -> Any:
-    """Of steps after the prompts', in microseconds."""
+    """Return quantiles of the steps after the prompts', in microseconds."""
     from benchmarks.measure import quantiles
 
     return quantiles([1e6 * each for each in seconds[len(seconds) // 4 :]])
@@ -288,6 +288,6 @@ def _quantiles_us(seconds: list[float]) -> Any:
 if __name__ == "__main__":
     given = json.loads(sys.argv[1])
     Path(sys.argv[2]).write_text(json.dumps(measure(Arm(**{**given, "requests": tuple(given["requests"])}))))
-    # An engine's threads need not be waited for.
+    # Do not wait for the engine's threads.
     sys.stdout.flush()
     os._exit(0)

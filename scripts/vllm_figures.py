@@ -1,22 +1,24 @@
-"""vLLM with its own draft backends and with ours, on the GPUs of one machine: python scripts/vllm_figures.py --json
-reports/h200/vllm.json.
+"""Measure vLLM with its own draft backends and with ours, on the GPUs of one machine: python scripts/vllm_figures.py
+--json reports/h200/vllm.json.
 
-A Llama of the 8B shape with an EAGLE draft, a Qwen3 of its 8B shape with DFlash and DFlash2, which draft a block at
-once, and layers of DeepSeek-V3 with its MTP layer, whose cache holds latents; random weights, the target on what vLLM
-chooses, FLASH_ATTN or FLASH_ATTN_MLA. Timed arms keep as many drafts a round as they are told, whatever was drafted, so
-that all do the same work. Watched arms run by turns with and without the plug-in's comparisons of metadata. Exact arms
-of a small model keep what the target says: all draft from the same texts, and their draft tokens are compared with
-those of a draft on the target's backend. How far two of vLLM's own backends are apart there is what rounding does. With
-two GPUs, tensor parallelism over both against one. Compiled arms run as vLLM does by default, with piecewise graphs
-where full ones are impossible; the others have full graphs or none, which brings an engine up sooner. Every arm is a
-process, which runs each batch once before it is timed, with its GPUs to itself; exact arms share GPUs. What an arm
-found is kept in a folder, with its log: it is not run again while the code that the report covers, what measures an
-arm, the GPU and the versions are the same. With --minutes, arms that are not done in time are left out, the last first,
-and what is kept is reported; the folder may go to another machine meanwhile.
+The models are a Llama of the 8B shape with an EAGLE draft, a Qwen3 of its 8B shape with DFlash and DFlash2, which draft
+a block at once, and layers of DeepSeek-V3 with its MTP layer, whose cache holds latents. Weights are random, and the
+target runs on the backend vLLM chooses, FLASH_ATTN or FLASH_ATTN_MLA. Timed arms keep a fixed number of drafts per
+round, whatever was drafted, so that all do the same work. Watched arms alternate between runs with and without the
+plug-in's metadata validation. Exact arms, on a small model, keep what the target accepts: all draft from the same
+texts, and their draft tokens are compared with those drafted on the target's backend. How far two of vLLM's own
+backends differ there is the effect of rounding. With two GPUs, tensor parallelism over both is compared with one.
+Compiled arms run as vLLM does by default, with piecewise graphs where full ones are impossible; the others have full
+graphs or none, which starts an engine sooner. Every arm is a process that runs each batch once before timing it, with
+exclusive use of its GPUs; exact arms share GPUs. Each arm's result is kept in a folder, with its log: it is reused
+while the code the report covers, the measuring code, the GPU and the versions are unchanged. With --minutes, arms that
+are not finished in time are left out, the last first, and what is kept is reported; you can move the folder to another
+machine in between.
 
-Fails where a draft of ours is not fused, plans a batch of decodes on the host, waits for the device, takes the engine's
-graphs, or drafts other tokens more often than vLLM's own backends do among themselves, and where a watched arm compares
-nothing or finds a difference. A batch with prefills has no graph, and vLLM plans it. Comparisons plan and wait too.
+Fails if one of our drafts is not fused, plans a batch of decodes on the host, waits for the device, changes the
+engine's graph mode, or drafts different tokens more often than vLLM's own backends do among themselves, or if a watched
+arm compares nothing or finds a difference. A batch with prefills has no graph, and vLLM plans it. Comparisons also plan
+and wait.
 """
 
 from __future__ import annotations
@@ -59,11 +61,11 @@ OURS = ("FLASHINFER_IN_GRAPH", "ATTN_BACKENDS_TRITON_PAGED", "ATTN_BACKENDS_FLAS
 
 @dataclass(frozen=True)
 class Names:
-    """Draft backends over a kind of cache.
+    """Draft backends over one kind of cache.
 
-    base       the target's, which others' drafts are compared with
-    others     vLLM's others; how far they leave the base is what rounding does
-    ours       those of this library
+    base       the target's backend, the baseline of the comparison
+    others     vLLM's other backends; their distance from the base is the effect of rounding
+    ours       this library's
     """
 
     base: str
@@ -78,32 +80,32 @@ class Names:
 GROUPED = Names(BASE, (REBUILT, CONTROL), OURS)
 LATENT = Names(
     "FLASH_ATTN_MLA",
-    # Of vLLM's, only the last updates in place.
+    # Only the last of vLLM's updates in place.
     ("FLASHMLA", "TRITON_MLA"),
     ("ATTN_BACKENDS_FLASH_ATTN3_MLA", "ATTN_BACKENDS_FLASHMLA", "ATTN_BACKENDS_TRITON_MLA"),
 )
 BLOCKS = {"dflash": (15, 5.0), "dflash2": (7, 4.4)}
-"""Kinds of drafts that propose a block: their draft tokens as published, and how many are kept a round."""
+"""Kinds of block drafts: draft tokens as published, and the number kept per round."""
 TIMED = {False: (BASE, REBUILT, *OURS), True: (BASE, REBUILT, OURS[0])}
-"""Draft backends over grouped heads that are timed, by whether layers are compiled."""
+"""Draft backends over grouped heads to time, by whether layers are compiled."""
 EXACT_REQUESTS = (1, 4, 32)
 MACHINE = ("device", "driver", "cuda", "torch", "triton", "python")
-"""What an environment says of it, by which results are kept."""
+"""Fields of the environment that results depend on."""
 EXACT_ARMS = 3
-"""Those that share a GPU."""
+"""Exact arms that share a GPU."""
 MARGIN = 0.02
-"""By how much more than vLLM's own backends ours may differ from FLASH_ATTN, of draft tokens: the count is small."""
+"""Share of draft tokens by which ours may differ from FLASH_ATTN beyond vLLM's own backends: the count is small."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """A kind of draft and the model that it is timed on.
+    """A kind of draft and the model it is timed on.
 
     small      the model on which drafts are compared
-    kept       drafts kept a round, by the draft tokens of one
-    timed      draft backends that are timed, by whether layers are compiled
-    across     whether one of ours and the target's run over two GPUs too
-    watched    whether one of ours runs with comparisons too, as vLLM runs by default where such an arm is beside it
+    kept       drafts kept per round, by draft tokens per round
+    timed      draft backends to time, by whether layers are compiled
+    across     whether one of ours and the target's backend also run over two GPUs
+    watched    whether one of ours also runs with comparisons, in vLLM's default mode if such an arm exists
     """
 
     kind: str
@@ -115,8 +117,8 @@ class Model:
     watched: bool = False
 
     def arms(self, num_gpus: int) -> Iterator[Arm]:
-        """Exact arms over two GPUs are compared with each other, not with one GPU's: sums over GPUs round otherwise,
-        and the texts of random weights part early."""
+        """Yield the arms. Exact arms over two GPUs are compared with each other, not with one GPU's: sums over GPUs
+        round differently, and texts of random weights soon diverge."""
         of_kind, few, many = names(self.kind), min(self.kept), max(self.kept)
         if self.across and num_gpus > 1:
             for draft in (of_kind.ours[0], of_kind.base):
@@ -149,29 +151,29 @@ MODELS = (
 
 
 def arms(num_gpus: int) -> list[Arm]:
-    """The most valuable first: those over two GPUs, then those of all kinds without compilation, then those with it."""
+    """Return the arms, most valuable first: those over two GPUs, then uncompiled ones, then compiled ones."""
     every = dict.fromkeys(arm for model in MODELS for arm in model.arms(num_gpus))
     return sorted(every, key=lambda arm: (-arm.num_gpus, arm.compiled, not arm.is_timed))
 
 
 def names(kind: str) -> Names:
-    """Draft backends of a kind of draft."""
+    """Return the draft backends of a kind of draft."""
     return LATENT if kind == "mtp" else GROUPED
 
 
 class Kept:
-    """What arms found, as JSON in a folder, each with what it is of: whatever of that is another forgets it."""
+    """Results of arms, as JSON in a folder, each with what it depends on; a change in that discards the result."""
 
     def __init__(self, folder: Path, of: Mapping[str, Any]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._folder, self._of = folder, json.loads(json.dumps(of))
 
     def path(self, arm: Arm, ending: str) -> Path:
-        """Of a file of the arm's."""
+        """Return the path of one of the arm's files."""
         return self._folder / (arm.name.replace(" ", "_") + ending)
 
     def load(self, arm: Arm) -> dict[str, Any] | None:
-        """None if the arm is to be run."""
+        """Return None if the arm must be run."""
         path = self.path(arm, ".json")
         kept: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
         return kept["found"] if kept.get("of") == self._of else None
@@ -181,7 +183,7 @@ class Kept:
 
 
 def run(arm: Arm, gpus: Sequence[int], kept: Kept, seconds: float | None = None) -> dict[str, Any] | None:
-    """What the arm found, or how it ended with the end of its log; None if it takes longer than so many seconds."""
+    """Return the arm's result, or its exit status and the end of its log; None if it exceeds `seconds`."""
     if (before := kept.load(arm)) is not None:
         return before
     if seconds is not None and seconds <= 0:
@@ -207,9 +209,9 @@ def run(arm: Arm, gpus: Sequence[int], kept: Kept, seconds: float | None = None)
 def run_all(
     asked: Sequence[Arm], gpus: Sequence[int], kept: Kept, *, seconds: float | None = None
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """What arms found, and the names of those that were not done within so many seconds.
+    """Return the arms' results, and the names of those that were not finished within `seconds`.
 
-    A timed arm has its GPUs to itself; exact ones share them.
+    A timed arm has exclusive use of its GPUs; exact ones share them.
     """
     ends = None if seconds is None else time.monotonic() + seconds
     left_out: list[str] = []
@@ -232,10 +234,10 @@ def run_all(
 
 
 def same_drafts(base: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, int]:
-    """Of one row of two arms: draft tokens compared, and how many are equal, as long as the texts are.
+    """Count, for one row of two arms, the draft tokens compared and those equal, while the texts are equal.
 
-    A draft token is compared where all before it in its round are equal: after one that differs the drafts are of
-    unlike texts. From the first round of fewer requests on one side, which had finished one, none is.
+    A draft token is compared only if all earlier ones of its round are equal: after a difference, the drafts continue
+    different texts. Comparison stops at the first round in which one side has fewer requests because one finished.
     """
     compared = equal = 0
     for mine, theirs in zip(base["drafts"], other["drafts"], strict=False):
@@ -252,7 +254,7 @@ def same_drafts(base: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, 
 
 
 def agreement(found: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Each exact arm beside that of the target's backend with the same kind of draft and as many GPUs, row by row."""
+    """Compare each exact arm, row by row, with the target's backend on the same kind of draft and number of GPUs."""
     exact = [each for each in found if not each["arm"]["kept"] and each["arm"]["draft"] and each["rows"]]
     bases = {
         (each["arm"]["kind"], each["arm"]["num_gpus"]): each
@@ -272,14 +274,14 @@ def agreement(found: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def unlike(compared: Sequence[Mapping[str, Any]], draft: str, kind: str) -> float:
-    """The share of a draft backend's tokens that are not those of the target's, of one kind of draft."""
+    """Return the share of a draft backend's tokens, for one kind of draft, that differ from the target backend's."""
     rows = [row for row in compared if (row["draft"], row["kind"]) == (draft, kind)]
     tokens = sum(row["draft_tokens"] for row in rows)
     return 1 - sum(row["equal"] for row in rows) / tokens if tokens else 1.0
 
 
 def problems(found: Sequence[Mapping[str, Any]], compared: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What of the claims does not hold."""
+    """Return every claim that does not hold."""
     said = [f"{each['arm']['name']}: ended with {each['exit_status']}" for each in found if not each["rows"]]
     plain = {_engine(each): each["graph_mode"] for each in found if not each["arm"]["draft"] and each["rows"]}
     for each in found:
@@ -312,7 +314,7 @@ def problems(found: Sequence[Mapping[str, Any]], compared: Sequence[Mapping[str,
 
 
 def _engine(found: Mapping[str, Any]) -> tuple[bool, str]:
-    """What an engine's graphs depend on without a draft. Exact arms of a size have none beside them."""
+    """Return what the graphs of an engine without a draft depend on. Exact arms have no such engine of their size."""
     return found["arm"]["compiled"], found["arm"]["size"]
 
 
@@ -339,7 +341,7 @@ def main() -> None:
     said = problems(found, compared)
     for each in found:
         for row in each["rows"]:
-            # Thousands of tokens each, of exact arms: what they say is in the agreement.
+            # Exact arms have thousands of tokens each; the agreement summarises them.
             for tokens in ("texts", "drafts"):
                 row.pop(tokens, None)
     content = {"arms": found, "agreement": compared, "problems": said, "finished": not left_out}

@@ -1,4 +1,4 @@
-"""What vLLM's page says was measured, from the reports that hold it."""
+"""Build the tables of the vLLM pages from reports."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _ENGINES = {
     True: "vLLM's defaults: layers compiled by torch, and piecewise graphs where full graphs are impossible",
     False: "Without compilation (`mode` 0): full graphs for decode batches, or no graphs if the backend allows none",
 }
-"""How engines run, by whether they are compiled, as the page orders them."""
+"""How engines run, by whether layers are compiled, in page order."""
 _NAMES = {"dflash": "DFlash", "dflash2": "DFlash2", "mtp": "DeepSeek-V3's latents and MTP layer"}
 _MODELS = {
     ("eagle", "llama3-8b"): ("EAGLE, 8B Llama", "A Llama of the 8B shape with an EAGLE draft"),
@@ -31,7 +31,7 @@ _MODELS = {
         "What tensor parallelism leaves one of eight GPUs of four layers of DeepSeek-V3 and its MTP layer; 16 heads",
     ),
 }
-"""What was run, in a row and in a sentence, by the kind of the draft and the size, in the pages' order."""
+"""The model, as a table cell and as a sentence, by kind of draft and size, in page order."""
 
 _GROUPED = (("FLASHINFER", "FLASHINFER_IN_GRAPH"), ("FLASH_ATTN", "FLASHINFER_IN_GRAPH"))
 _LATENT = (
@@ -39,11 +39,11 @@ _LATENT = (
     ("FLASHMLA", "ATTN_BACKENDS_FLASHMLA"),
     ("TRITON_MLA", "ATTN_BACKENDS_TRITON_MLA"),
 )
-"""vLLM's draft backend and ours that are compared, over grouped heads and over latents."""
+"""Pairs to compare, vLLM's draft backend and ours: over grouped heads, and over latents."""
 
 
 def ratios(reports: Sequence[dict[str, Any]], num_gpus: int = 1) -> str:
-    """Output tokens a second of our draft backends over those of vLLM's, for the most draft tokens of each draft."""
+    """Return the ratios of output tokens per second, ours to vLLM's, at each draft's largest number of tokens."""
     sizes = _requests(reports)
     rows: list[list[str]] = []
     for report in reports:
@@ -55,7 +55,7 @@ def ratios(reports: Sequence[dict[str, Any]], num_gpus: int = 1) -> str:
 
 
 def _ratio_rows(report: dict[str, Any], arms: Sequence[dict[str, Any]], sizes: Sequence[int]) -> Iterator[list[str]]:
-    """Those of arms of one draft in one mode; none where there are not both backends of a pair."""
+    """Yield rows for arms of one draft in one mode; none unless both backends of a pair were run."""
     steps = max((each["arm"]["steps"] for each in arms), default=0)
     rows = {each["arm"]["draft"]: _speeds(each) for each in arms if each["arm"]["steps"] == steps}
     for theirs, ours in (*_GROUPED, *_LATENT):
@@ -67,7 +67,7 @@ def _ratio_rows(report: dict[str, Any], arms: Sequence[dict[str, Any]], sizes: S
 
 
 def scaling(report: dict[str, Any]) -> str:
-    """Output tokens a second of our draft backends on two GPUs over those on one."""
+    """Compare output tokens per second of our draft backends on two GPUs with those on one."""
     sizes = _requests([report])
 
     def alike(found: dict[str, Any]) -> dict[str, Any]:
@@ -84,8 +84,8 @@ def scaling(report: dict[str, Any]) -> str:
 
 
 def watched(report: dict[str, Any]) -> str:
-    """Output tokens a second with comparisons of metadata over those without, of all runs of the same engines, with the
-    standard error of that; and how many comparisons there were."""
+    """Return the ratios of output tokens per second with metadata validation to those without, over all runs of the
+    same engine, with standard errors and the number of comparisons."""
     sizes, rows = _requests([report]), []
     for each in filter(_is_watched, report["arms"]):
         of = {row["requests"]: row for row in each["rows"]}
@@ -103,28 +103,27 @@ def _watched_cell(row: Mapping[str, Any]) -> str:
 
 
 def _by_requests(before: Sequence[str], sizes: Sequence[int], after: Sequence[str], rows: list[list[str]]) -> str:
-    """A table with a column of numbers for each number of requests, between others."""
+    """Build a table with one column of numbers per number of requests, between the other columns."""
     numbers = [f"{size} req." for size in sizes]
     return markdown_table([*before, *numbers, *after], rows, numbers)
 
 
 def _requests(reports: Sequence[dict[str, Any]]) -> list[int]:
-    """Numbers of requests of all arms."""
     return sorted({row["requests"] for report in reports for each in report["arms"] for row in each["rows"]})
 
 
 def _speeds(found: dict[str, Any]) -> dict[int, list[float]]:
-    """Tokens a second of each run of an arm, by requests."""
+    """Return tokens per second of each run of an arm, by requests."""
     return {row["requests"]: row["tokens_per_s"] for row in found["rows"]}
 
 
 def source(report: Mapping[str, Any]) -> str:
-    """The card that a report was measured on, and the day."""
+    """Return the card and the date of a report."""
     return f"{card(report['env']['device'])}, {report['env']['date'][:10]}"
 
 
 def _ratio(ours: list[float] | None, theirs: list[float] | None) -> str:
-    """Of the medians, after a ~ where the runs' ranges overlap."""
+    """Return the ratio of medians, with a leading ~ if the ranges of the runs overlap."""
     if not ours or not theirs:
         return ""
     overlap = max(min(ours), min(theirs)) <= min(max(ours), max(theirs))
@@ -132,9 +131,9 @@ def _ratio(ours: list[float] | None, theirs: list[float] | None) -> str:
 
 
 def figures(report: dict[str, Any], name: str) -> str:
-    """Output tokens a second of each draft backend, a table for each number of draft tokens, and how far drafts agree.
+    """Return tables of output tokens per second by draft backend, for each number of draft tokens, and of agreement.
 
-    Raises ValueError for a report, called by its name, without an arm that was timed.
+    Raises ValueError, naming the report, if it has no timed arm.
     """
     env = report["env"]
     timed = [each for each in unwatched(report) if each["rows"] and each["rows"][0]["tokens_per_s"]]
@@ -164,37 +163,37 @@ def figures(report: dict[str, Any], name: str) -> str:
 
 
 def _model(found: dict[str, Any]) -> tuple[str, str]:
-    """Kind of draft and size."""
+    """Return kind of draft and size."""
     return found["arm"].get("kind", "eagle"), found["arm"].get("size", "llama3-8b")
 
 
 def is_compiled(found: Mapping[str, Any]) -> bool:
-    """Reports from before there were compiled arms do not say."""
+    """Older reports, without compiled arms, lack the key."""
     return bool(found["arm"].get("compiled", False))
 
 
 def _mode(found: dict[str, Any]) -> str:
-    """How vLLM ran, in a word."""
+    """Return how vLLM ran, in a word."""
     return "defaults" if is_compiled(found) else "mode 0"
 
 
 def _is_watched(found: Mapping[str, Any]) -> bool:
-    """Reports from before there were watched arms do not say."""
+    """Older reports, without watched arms, lack the key."""
     return bool(found["arm"].get("watched", False))
 
 
 def unwatched(report: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Arms that compare no metadata while they are timed."""
+    """Return the arms that compare no metadata while they are timed."""
     return [each for each in report["arms"] if not _is_watched(each)]
 
 
 def _timed(report: dict[str, Any]) -> list[dict[str, Any]]:
-    """Arms whose speed is compared with others'."""
+    """Return the arms whose speeds are compared."""
     return [each for each in unwatched(report) if each["arm"]["kept"]]
 
 
 def num_gpus_of(found: Mapping[str, Any]) -> int:
-    """Reports from before there were arms on two do not say."""
+    """Older reports, without arms on two GPUs, lack the key."""
     return int(found["arm"].get("num_gpus", 1))
 
 
@@ -212,7 +211,7 @@ def _table(steps: int, arms: list[dict[str, Any]]) -> str:
 
 
 def _cell(row: dict[str, Any]) -> str:
-    # Reports from before the GPU's time was measured lack it.
+    # Older reports lack the GPU's time.
     times = [median(each["p50"] for each in row[name]) for name in ("host_us", "gpu_us") if row.get(name)]
     of_draft = f" ({' / '.join(f'{time:,.0f}' for time in times)})" if times else ""
     runs = row["tokens_per_s"]
@@ -220,7 +219,7 @@ def _cell(row: dict[str, Any]) -> str:
 
 
 def _agreement(rows: list[dict[str, Any]], kind: str) -> str:
-    """Each draft's share of tokens that are those of the target's backend, where texts are the same."""
+    """Return each draft's share of tokens equal to those of the target's backend, while the texts are the same."""
     alike: dict[tuple[str, int], list[dict[str, Any]]] = {}
     for row in rows:
         alike.setdefault((row["draft"], row.get("num_gpus", 1)), []).append(row)

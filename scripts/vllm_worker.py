@@ -1,4 +1,4 @@
-"""What the measurements of vLLM ask of its workers: random weights, and what a draft did."""
+"""What the vLLM measurements add to its workers: random weights, and a record of what a draft did."""
 
 from __future__ import annotations
 
@@ -13,41 +13,41 @@ from typing import Any, TypeAlias
 import torch
 
 Weight: TypeAlias = tuple[tuple[int, ...], float]
-"""Shape, and how wide its products are."""
+"""Shape, and the standard deviation of its products."""
 SHARPNESS = 2.0
-"""Standard deviation of a query's and a key's elements: attention must matter, so that wrong metadata shows."""
+"""Standard deviation of query and key elements: attention must be sharp enough that wrong metadata shows."""
 
 
 def random_weights(
     config: Any, *, is_draft: bool, seed: int, device: torch.device
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The whole checkpoint of a Llama, a Qwen3 or a DeepSeek-V3, or of its EAGLE, DFlash, DFlash2 or MTP draft, which
-    shares embedding and head: the same on every rank.
+    """Yield the whole checkpoint of a Llama, Qwen3 or DeepSeek-V3, or of its EAGLE, DFlash, DFlash2 or MTP draft, which
+    shares embedding and head: identical on every rank.
 
-    config: as transformers has it, with hidden_size, intermediate_size, vocab_size, num_hidden_layers, head_dim and
-    the numbers of heads.
+    config: in transformers' form, with hidden_size, intermediate_size, vocab_size, num_hidden_layers, head_dim and the
+    numbers of heads.
     """
     weights = weight_shapes(config, is_draft=is_draft)
     for name, (shape, spread) in weights.items():
-        # The name without .weight, by which weights are drawn.
+        # Seed by the name without .weight.
         yield name, _random(f"{seed} {name.removesuffix('.weight')}", shape, spread, device)
 
 
 def weight_shapes(config: Any, *, is_draft: bool) -> dict[str, Weight]:
-    """What random_weights draws, by the names of the checkpoint."""
+    """Return the weights that random_weights draws, by checkpoint name."""
     if not is_draft:
         return _target_weights(config)
     return _mtp_weights(config) if _has_latents(config) else _draft_weights(config)
 
 
 def _has_latents(config: Any) -> bool:
-    """Of a DeepSeek-V3, whose MTP layer vLLM gives a model_type of its own."""
+    """Detects a DeepSeek-V3; vLLM gives its MTP layer a different model_type."""
     return getattr(config, "kv_lora_rank", None) is not None
 
 
 def _target_weights(config: Any) -> dict[str, Weight]:
     hidden = config.hidden_size
-    # An embedding's row is a token's state: elements of 1, whatever the number of tokens.
+    # An embedding row is a token's state: elements of scale 1 for any vocabulary size.
     weights: dict[str, Weight] = {
         "model.embed_tokens.weight": ((config.vocab_size, hidden), math.sqrt(hidden)),
         "model.norm.weight": ((hidden,), 1.0),
@@ -63,7 +63,7 @@ def _target_weights(config: Any) -> dict[str, Weight]:
 
 
 def _mtp_weights(config: Any) -> dict[str, Weight]:
-    """Of the layer after the target's last one."""
+    """Return the weights of the layer after the target's last one."""
     hidden, at = config.hidden_size, config.num_hidden_layers
     layer = {
         "enorm.weight": ((hidden,), 1.0),
@@ -83,7 +83,7 @@ def _latent_layer_weights(config: Any, at: int) -> dict[str, Weight]:
         "self_attn.q_a_proj": ((q_rank, hidden), 1.0),
         "self_attn.q_a_layernorm": ((q_rank,), 1.0),
         "self_attn.q_b_proj": ((heads * (nope + rope), q_rank), SHARPNESS),
-        # The latent has a norm, the part with positions has none.
+        # The latent has a norm, the rotary part has none.
         "self_attn.kv_a_proj_with_mqa": ((rank + rope, hidden), SHARPNESS),
         "self_attn.kv_a_layernorm": ((rank,), 1.0),
         # Keys and values.
@@ -102,7 +102,7 @@ def _latent_layer_weights(config: Any, at: int) -> dict[str, Weight]:
             weights |= _mlp_weights(f"mlp.experts.{expert}", hidden, width)
     named = {f"{name}.weight": weight for name, weight in weights.items()}
     if "mlp.gate" in weights:
-        # Experts are chosen by their scores alone.
+        # No bias: experts are chosen by score only.
         named["mlp.gate.e_score_correction_bias"] = ((config.n_routed_experts,), 0.0)
     return named
 
@@ -151,7 +151,7 @@ def _layer_weights(config: Any, *, has_head_norms: bool) -> dict[str, Weight]:
 
 
 def _convolution_weights(hidden: int, taps: int, group: int) -> dict[str, Weight]:
-    """Of DFlash2's layers: the mean of the taps, on average."""
+    """Return the weights of DFlash2's convolutions: on average, the mean of the taps."""
     return {
         f"{name}_conv.{part}": weight
         for name in ("attention", "mlp")
@@ -163,7 +163,7 @@ def _convolution_weights(hidden: int, taps: int, group: int) -> dict[str, Weight
 
 
 def _selector_weights(config: Any, rank: int) -> dict[str, Weight]:
-    """Of DFlash2's choice among candidates: pairs of tokens weigh as much as a token's own logit."""
+    """Return the weights of DFlash2's candidate selector: token pairs weigh as much as a token's own logit."""
     table = ((config.vocab_size, rank), rank**0.25)
     return {
         "candidate_selector.predecessor_codebook": table,
@@ -173,7 +173,7 @@ def _selector_weights(config: Any, rank: int) -> dict[str, Weight]:
 
 
 def _random(name: str, shape: tuple[int, ...], spread: float, device: torch.device) -> torch.Tensor:
-    """A matrix is random, its products as wide as `spread`; what is none has this number everywhere."""
+    """Draw a matrix whose products have standard deviation `spread`; fill any other shape with `spread`."""
     if len(shape) != 2:
         return torch.full(shape, spread, dtype=torch.bfloat16, device=device)
     generator = torch.Generator(device).manual_seed(zlib.crc32(name.encode()))
@@ -192,7 +192,7 @@ class MeasuredWorker:
         models = {False: runner.model}
         if runner.speculator is not None:
             models[True] = runner.speculator.model
-        # As vLLM runs: the tensors that a block draft makes of its weights at first use are inference tensors.
+        # As vLLM does: tensors that a block draft derives from its weights on first use are inference tensors.
         with torch.inference_mode():
             for is_draft, model in models.items():
                 device = next(model.parameters()).device
@@ -200,8 +200,8 @@ class MeasuredWorker:
                 _load_in_place(model, weights)
 
     def watch_drafts(self, count_waits: bool) -> None:
-        """From now on keep what each draft proposes and how long host and device take for it, and count the plans that
-        the host makes for its batches; count_waits: and whether the host waited for the device, which takes time."""
+        """Record, from now on, each draft's tokens and its host and device time, and count host-side plans;
+        count_waits: also count the host's waits for the device, which takes time."""
         speculator = self.model_runner.speculator
         if not hasattr(self, "_seen"):
             self._propose, self._plans = speculator.propose, _count_plans()
@@ -220,7 +220,7 @@ class MeasuredWorker:
             self._seen["host_s"].append(time.perf_counter() - began)
             self._marks.append((first, _mark()))
         self._seen["drafts"].append(found.clone())
-        # vLLM plans a batch before it is drafted for: those since the last draft are of this one.
+        # vLLM plans a batch before drafting for it: plans since the last draft belong to this one.
         decodes = 1 + self.model_runner.speculator.num_speculative_steps
         has_prefill = max(batch.num_scheduled_tokens) > decodes
         self._seen["prefill_plans" if has_prefill else "plans"] += len(self._plans)
@@ -228,8 +228,8 @@ class MeasuredWorker:
         return found
 
     def compare_drafts(self, on: bool) -> dict[str, Any]:
-        """Whether metadata is compared from now on, with ATTN_BACKENDS_VALIDATE=1; the rounds that were, the seconds
-        that this took, and what was found."""
+        """Switch metadata comparison on or off (needs ATTN_BACKENDS_VALIDATE=1), and return the rounds compared, the
+        seconds that took, and any difference found."""
         from engines.vllm.v0_33.validator import validator_of
 
         validator = validator_of(self.model_runner.speculator)
@@ -237,7 +237,7 @@ class MeasuredWorker:
         return {"rounds": validator.rounds, "seconds": validator.seconds, "found": validator.found}
 
     def drafts_seen(self) -> dict[str, Any]:
-        """What was kept since watch_drafts, and how the draft loop runs."""
+        """Return what was recorded since watch_drafts, and whether the draft loop is fused."""
         drafts = [found.tolist() for found in self._seen["drafts"]]
         fused = self.model_runner.speculator.supports_decode_metadata_update
         return {
@@ -249,7 +249,7 @@ class MeasuredWorker:
 
 
 def _load_in_place(model: Any, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
-    """Load what vLLM's model takes. A block draft makes tensors of its weights then: they stay where they were, too.
+    """Load weights into vLLM's model. Tensors that a block draft derives from its weights also keep their addresses.
 
     Latent attention's matrices need nothing: unquantised, they are views of weights.
     """
@@ -263,7 +263,7 @@ def _load_in_place(model: Any, weights: Iterator[tuple[str, torch.Tensor]]) -> N
 
 
 def _mark() -> torch.cuda.Event:
-    """A place in what the device is to run."""
+    """Record an event on the device's stream."""
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event
@@ -271,7 +271,7 @@ def _mark() -> torch.cuda.Event:
 
 @contextmanager
 def _waits_in(seen: dict[str, int]) -> Iterator[None]:
-    """Counts, by what says so, how often the host waits for the device."""
+    """Count how often the host waits for the device, by the warning's text."""
     torch.cuda.set_sync_debug_mode("warn")
     try:
         with warnings.catch_warnings(record=True) as waits:
@@ -285,8 +285,8 @@ def _waits_in(seen: dict[str, int]) -> Iterator[None]:
 
 
 def _count_plans() -> list[None]:
-    """A list that grows by one with each plan that vLLM's FlashInfer backend makes on the host: for a decode, for
-    prefills, and for a block of drafts, which takes a prefill's."""
+    """Return a list that grows by one with each plan that vLLM's FlashInfer backend makes on the host: for decodes, for
+    prefills, and for a block of drafts, which is planned as a prefill."""
     plans: list[None] = []
     try:
         import vllm.v1.attention.backends.flashinfer as backend
