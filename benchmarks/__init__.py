@@ -1,6 +1,6 @@
 """Timings of the drafter and its parts. They inform and never gate: no test is timed.
 
-The package is not in the wheel. From a checkout, `attn-backends bench` runs it.
+The package is not in the wheel. From a checkout, run it with `attn-backends bench`.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ _ROWS: dict[str, tuple[str, Callable[[Bench], Iterator[BenchRow]]]] = {
     "block-tree-rounds": ("trees of Qwen3-8B's block beside its tokens in a row: time", block_tree_round_rows),
 }
 CPU_CASES = ("sampling", "round", "drafter-tiny", "block-trees")
-"""Cases that a machine without a GPU can run; their gpu_us is null."""
+"""Cases that run without a GPU; their gpu_us is null."""
 SUITES = {
     "backends": ("advance", "step", *_DECODE, "round"),
     "blocks": (*BLOCK_DRAFTS, "block-throughput"),
@@ -70,7 +70,7 @@ SUITES = {
     "drafter": (*PUBLISHED_DRAFTS, "throughput"),
     "competitors": (PRODUCTS, *(f"{name}{COMPILED}" for name in PUBLISHED_DRAFTS)),
 }
-"""Names for several cases at once."""
+"""Names for groups of cases."""
 CASES = {
     **{name: description for name, (description, _) in _ROWS.items()},
     **{name: f"all of {', '.join(cases)}" for name, cases in SUITES.items()},
@@ -84,12 +84,11 @@ def run(
     on_row: Callable[[Bench], None] | None = None,
     command: str = "",
 ) -> Bench:
-    """Time these cases and suites, or all; of a suite, what needs a GPU is noted where there is none.
+    """Time these cases and suites, or all. Members of a suite that need a GPU are noted if there is none.
 
-    on_row: called with the run as it is after each row.
+    on_row: called with the run so far after each row.
 
-    Raises BatchError for a case that needs a CUDA device and was named, on a machine without one, and where nothing
-    at all could be timed.
+    Raises BatchError if a case named explicitly needs a CUDA device and there is none, and if nothing could be timed.
     """
     on_cuda = device.type == "cuda"
     stuck = [] if on_cuda else [case for case in cases or () if case not in (*CPU_CASES, *SUITES)]
@@ -121,5 +120,5 @@ def run(
 
 
 def _expanded(cases: Sequence[str] | None) -> list[str]:
-    """Single cases, each once."""
+    """Return single cases, each once."""
     return list(dict.fromkeys(case for name in cases or _ROWS for case in SUITES.get(name, (name,))))

@@ -1,4 +1,4 @@
-"""The command line of the benchmarks, which is the verb `attn-backends bench` in a checkout."""
+"""The command line of the benchmarks: in a checkout, the subcommand `attn-backends bench`."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _SECONDS_BETWEEN_WRITES = 5.0
 def bench(cases: tuple[str, ...], device: str | None, target: str | None, processes: int, only_list: bool) -> None:
     """Time the drafter and its parts.
 
-    Without a CASE, all of them. Exit status 1 if one began and failed.
+    Without a CASE, times all of them. The exit status is 1 if a case started and failed.
     """
     where, console = resolve_device(device), stdout()
     if only_list and (cases or target is not None or processes > 1):
@@ -74,8 +74,8 @@ def bench(cases: tuple[str, ...], device: str | None, target: str | None, proces
 
 
 def _writer(target: str | None) -> Callable[[Bench], None]:
-    """Writes the rows so far to the target, if that is a file: a run takes minutes and may be cut off. Until it ends,
-    the report says that rows are missing."""
+    """Return a function that writes the rows so far to the target file: a run takes minutes and can be cut off. Until
+    the run ends, the report says that rows are missing."""
     written = time.monotonic()
 
     def keep(timings: Bench) -> None:
@@ -99,7 +99,7 @@ def _print_rows(console: Console, rows: list[dict[str, Any]]) -> None:
 
 
 def _short(row: dict[str, Any]) -> dict[str, Any]:
-    """A row for reading, with medians alone; the JSON has it all."""
+    """Return a row for display, reduced to medians; the JSON has everything."""
     limits, met = verdict(row.get("limits", ()))
     shown = {**row, "peer": row.get("peer") or None, "limits": limits or None, "met": met}
     for name in ("floor_counts", "p50_of_processes", "kernel_interval_us"):

@@ -1,4 +1,4 @@
-"""A batch of a few tokens per request over shuffled pages, and attention over it by any backend."""
+"""A batch with a few tokens per request over shuffled pages, and any backend's attention over it."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ AttentionCall = Callable[[KVCache], torch.Tensor]
 """Attention of a fixture's query over one of its caches."""
 
 COLD_BYTES = 256 << 20
-"""Caches of this size in turn: what is timed is memory then, and not the L2 cache."""
+"""Total size of caches used in turn, so that timing measures memory and not the L2 cache."""
 
 
 def shuffled_tables(page_size: int, num_reqs: int, limit: int, device: torch.device) -> tuple[RequestTables, int]:
-    """Tables of requests of `limit` tokens each over pages in random order, and the number of pages."""
+    """Return tables for requests of `limit` tokens each over pages in random order, and the number of pages."""
     each = -(-limit // page_size)
     num_pages = num_reqs * each
     tables = RequestTables(
@@ -33,7 +33,7 @@ def shuffled_tables(page_size: int, num_reqs: int, limit: int, device: torch.dev
 
 
 class DecodeFixture:
-    """For each request the last `tokens` of `context` tokens as its query; pages reach `horizon` tokens further."""
+    """The query of each request is the last `tokens` of its `context` tokens; pages reach `horizon` tokens further."""
 
     def __init__(
         self,
@@ -56,27 +56,28 @@ class DecodeFixture:
 
     @property
     def kv_bytes(self) -> int:
-        """What attention reads of a cache at least."""
+        """Bytes that attention must read of a cache."""
         seen = min(self.context, self.spec.sliding_window or self.context)
         return self.num_reqs * seen * token_bytes(self.spec)
 
     def labels(self, case: str, backend: str) -> BenchRow:
-        """The columns that say what a row is of."""
+        """Return the columns that identify a row."""
         shape = {"num_reqs": self.num_reqs, "context": self.context}
         return {"case": case, "backend": backend, "spec": self.spec.describe(), **shape}
 
     def builder(self, backend: AttentionBackend) -> MetadataBuilder[Any]:
-        """A builder of the backend for this batch."""
+        """Make a builder of the backend for this batch."""
         sizes = {"max_reqs": self.num_reqs, "max_tokens": len(self.query), "max_seq_len": self.tables.max_seq_len}
         return backend.builder(self.spec, self.device, **sizes)
 
     def attention_by(self, backend: AttentionBackend) -> AttentionCall:
-        """The backend's attention, with metadata built for the batch as it is."""
+        """Return the backend's attention, with metadata built for the batch as it is now."""
         metadata = self.builder(backend).build(self.batch)
         return lambda cache: backend.forward(self.query, cache, metadata, spec=self.spec, sinks=self.sinks)
 
     def caches(self, backend: AttentionBackend, *, cold: bool) -> list[KVCache]:
-        """Of the backend's layout: one, which stays in L2, or so many that none is there when its turn comes again."""
+        """Return caches in the backend's layout: one, which stays in L2; if cold, enough that none is in L2 at its
+        turn."""
         return [self._filled(backend) for _ in range(max(1, -(-COLD_BYTES // self.kv_bytes)) if cold else 1)]
 
     def _filled(self, backend: AttentionBackend) -> KVCache:
@@ -94,7 +95,7 @@ class DecodeFixture:
 
 
 def token_bytes(spec: AttentionSpec) -> int:
-    """Bytes of the cache that one token takes."""
+    """Return the cache bytes of one token."""
     if spec.fp8_ds_mla:
         return TOKEN_BYTES
     values = 0 if spec.kind is AttentionKind.MLA else spec.out_dim

@@ -1,8 +1,8 @@
-"""FlashInfer with a plan made by itself on the host, to compare with the plan that the device makes.
+"""FlashInfer with its own host-side plan, to compare with the plan made on the device.
 
-The plan is for the block table's whole width, which a fixture makes as wide as the horizon needs: FlashInfer's kernel
-on tensor cores is right for any lengths below those of its plan. No length is read from the device; an engine that
-plans for exact ones waits for the earlier steps as well.
+The plan covers the full width of the block table, which a fixture makes wide enough for the horizon: FlashInfer's
+tensor-core kernel is correct for any lengths below the planned ones. No length is read from the device; an engine that
+plans for exact lengths also waits for the earlier steps.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from builders.flashinfer.wrappers import Kernel
 
 
 class HorizonBuilder(TensorCoreBuilder):
-    """Plans in every build; under that plan only last_page_len moves, by one elementwise kernel a step."""
+    """Plans in every build; between builds only last_page_len changes, by one elementwise kernel per step."""
 
     build_per_round = True
 
@@ -39,14 +39,14 @@ class HorizonBuilder(TensorCoreBuilder):
         torch.sub(metadata.seq_lens, before, out=metadata.last_page_len)
 
     def plan(self, metadata: FlashInferMetadata) -> None:
-        """One call of FlashInfer's plan(), of a wrapper over the rows of the block table as they lie."""
+        """Call FlashInfer's plan() once, for a wrapper over the block table's rows in memory order."""
         indptr = torch.arange(metadata.num_reqs + 1, dtype=torch.int32) * metadata.block_table.shape[1]
         full = torch.full((metadata.num_reqs,), self.spec.page_size, dtype=torch.int32)
         self.wrappers.plan_decode(metadata.launch.wrapper, indptr, full)
 
 
 class PerStepBuilder(HorizonBuilder):
-    """Plans between any two steps."""
+    """Plans between every two steps."""
 
     build_per_round = False
 
@@ -56,14 +56,14 @@ class PerStepBuilder(HorizonBuilder):
 
 
 class FlashInferHorizon(FlashInferTensorCores):
-    """A plan a round."""
+    """One plan per round."""
 
     name = "flashinfer-horizon"
     builder = HorizonBuilder
 
 
 class FlashInferPerStep(FlashInferTensorCores):
-    """A plan a step."""
+    """One plan per step."""
 
     name = "flashinfer-per-step"
     builder = PerStepBuilder

@@ -1,4 +1,4 @@
-"""The arithmetic of a call: how much it multiplies by each weight."""
+"""Count the floating-point operations of a call, by weight."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch.utils._pytree import tree_leaves
 
 
 class FlopCounter(TorchDispatchMode):
-    """While it is active, adds up the floating-point operations of products with some weights in `flops`, by name.
+    """While active, adds up in `flops`, by weight name, the floating-point operations of products with these weights.
 
-    Any operation that takes a weight, or a view of it, and another matrix is a product, whichever kernel runs it. Its
-    result [..., M, N] has M rows that a weight [..., N, K] multiplies; M rows in E groups share a weight [E, N, K].
-    Leave out embeddings and codebooks, of which operations take a few rows.
+    Any operation on a weight, or a view of it, and another matrix is a product, whichever kernel runs it. A weight
+    [..., N, K] multiplies the M rows of its result [..., M, N]; with a weight [E, N, K], M rows in E groups share it.
+    Leave out embeddings and codebooks: operations read only a few of their rows.
     """
 
     def __init__(self, weights: Mapping[str, torch.Tensor]) -> None:

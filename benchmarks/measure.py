@@ -15,7 +15,7 @@ from spec_decode.graphs import runtime_for
 _WARMUP = 5
 _REPEATS = 40
 _CYCLES_A_MICROSECOND = 2000
-"""Of a GPU's clock, at most."""
+"""Upper bound on a GPU's clock."""
 _MATMUL_SIZE = 8192
 _QUANTILES = {"p20": 0.2, "p50": 0.5, "p80": 0.8}
 
@@ -25,8 +25,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class CallTimes:
-    """Microseconds of one call: from call to return and from call to the device being done, which is idle before; and
-    on the device, which is kept busy until all of the call is enqueued, so that no launch counts."""
+    """Microseconds of one call. host_us: from call to return. wall_us: until the device, idle before, is done. gpu_us:
+    on a device kept busy until the whole call is enqueued, so launch time does not count."""
 
     host_us: Quantiles
     wall_us: Quantiles
@@ -34,7 +34,7 @@ class CallTimes:
 
 
 def quantiles(samples: list[float]) -> Quantiles:
-    """p20, p50 and p80 of samples."""
+    """Return p20, p50 and p80 of samples."""
     return {name: round(float(np.quantile(samples, q)), 3) for name, q in _QUANTILES.items()}
 
 
@@ -71,7 +71,7 @@ def _gpu_us(call: Callable[[], object], prepare: Callable[[], object], host_us: 
 
 
 def _elapsed_us(call: Callable[[], object]) -> float:
-    """GPU microseconds from the first to the last work of a call."""
+    """Return GPU microseconds from a call's first to its last work."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()
     call()
@@ -81,21 +81,21 @@ def _elapsed_us(call: Callable[[], object]) -> float:
 
 
 def time_kernels(launch: Callable[[], object], *, calls: int = 50) -> Quantiles:
-    """GPU microseconds of one launch, from graph replays of many, so that launch gaps do not count."""
+    """Return GPU microseconds of one launch, from graph replays of many, so that launch gaps do not count."""
     launch()
     graph = runtime_for(torch.device("cuda")).capture(lambda: [launch() for _ in range(calls)])
     return quantiles([_elapsed_us(graph.replay) / calls for _ in range(_REPEATS)])
 
 
 def time_in_turn(call: Callable[[T], object], inputs: Sequence[T]) -> Quantiles:
-    """GPU microseconds of a call of one of the inputs, each in its turn."""
+    """Return GPU microseconds of one call, averaged over the inputs, which are used in turn."""
     calls = max(2, min(50, 256 // len(inputs)))
     gpu_us = time_kernels(lambda: [call(each) for each in inputs], calls=calls)
     return {name: round(value / len(inputs), 3) for name, value in gpu_us.items()}
 
 
 def kernels_in(call: Callable[[], object]) -> int:
-    """CUDA kernels, copies and fills that one call runs."""
+    """Count the CUDA kernels, copies and fills that one call runs."""
     activity = torch.profiler.ProfilerActivity
     with torch.profiler.profile(activities=[activity.CPU, activity.CUDA]) as profile:
         call()
@@ -104,14 +104,14 @@ def kernels_in(call: Callable[[], object]) -> int:
 
 
 def kernel_interval() -> float:
-    """Microseconds from one kernel of a graph to the next, where each does next to nothing: a property of the process,
-    by which alone an H200's were 0.84 or 1.02."""
+    """Return microseconds from one nearly empty kernel of a graph to the next. It is a property of the process: on one
+    H200 it was 0.84 or 1.02."""
     counter = torch.zeros(1, device="cuda")
     return time_kernels(lambda: counter.add_(1), calls=1000)["p50"]
 
 
 def copy_bandwidth() -> float:
-    """Bytes a microsecond that an elementwise copy of 2 GiB reads and writes together."""
+    """Return the bytes per microsecond that an elementwise copy of 2 GiB reads and writes together."""
     source = torch.empty(1 << 30, dtype=torch.bfloat16, device="cuda").normal_()
     target = torch.empty_like(source)
     median = time_kernels(lambda: torch.add(source, 0, out=target), calls=4)["p50"]
@@ -119,8 +119,8 @@ def copy_bandwidth() -> float:
 
 
 def matmul_rate() -> float:
-    """Floating-point operations a microsecond of torch's product of two large bf16 matrices; the best of many, since no
-    floor may be above what can be reached."""
+    """Return floating-point operations per microsecond of torch's product of two large bf16 matrices: the best of many,
+    because a floor must not exceed what is achievable."""
     left, right = torch.randn(2, _MATMUL_SIZE, _MATMUL_SIZE, dtype=torch.bfloat16, device="cuda")
     out = torch.empty_like(left)
     best = min(_elapsed_us(lambda: torch.mm(left, right, out=out)) for _ in range(_REPEATS))
@@ -136,9 +136,9 @@ class DeviceRates:
 
     @classmethod
     def measured(cls) -> DeviceRates:
-        """Those of the current device, a GPU."""
+        """Measure the current device, a GPU."""
         return cls(copy_bandwidth(), matmul_rate())
 
     def least_us(self, num_bytes: float, flops: float = 0.0) -> float:
-        """How long it takes to move so many bytes, or to do the arithmetic meanwhile if that takes longer."""
+        """Return the time to move that many bytes, or to do the arithmetic if that takes longer."""
         return max(num_bytes / self.copy_bytes_per_us, flops / self.matmul_flops_per_us)

@@ -1,4 +1,4 @@
-"""FlashInfer's own kernels to compare with: planned by itself for the lengths of a fixture, and nothing advances."""
+"""FlashInfer's own kernels as peers: planned by FlashInfer for a fixture's lengths; nothing advances."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import torch
 from benchmarks.decode_fixture import AttentionCall, DecodeFixture
 
 _WORKSPACE_BYTES = 128 << 20
-"""FlashInfer's own recommendation."""
+"""FlashInfer's recommendation."""
 
 
 def flashinfer_decode(fixture: DecodeFixture) -> AttentionCall:
-    """The paged decode on tensor cores, with what its package sets by default."""
+    """Plan the paged decode on tensor cores, with the package's defaults."""
     import flashinfer  # type: ignore[import-not-found]
 
     spec = fixture.spec
@@ -26,7 +26,7 @@ def flashinfer_decode(fixture: DecodeFixture) -> AttentionCall:
 
 
 def flashinfer_mla(fixture: DecodeFixture) -> AttentionCall:
-    """The latent attention for Hopper: the value's dims and the rotary ones go in as views of one cache."""
+    """Plan the latent attention for Hopper: the value and rotary dims are passed as views of one cache."""
     from flashinfer.mla import BatchMLAPagedAttentionWrapper  # type: ignore[import-not-found]
 
     spec, dim = fixture.spec, fixture.spec.out_dim
@@ -35,7 +35,7 @@ def flashinfer_mla(fixture: DecodeFixture) -> AttentionCall:
     queries = torch.arange(fixture.num_reqs + 1, dtype=torch.int32)
     lens = torch.full((fixture.num_reqs,), fixture.context, dtype=torch.int32)
     sizes = spec.num_q_heads, dim, spec.head_dim - dim, spec.page_size
-    causal = False  # one query token sees all that is cached: nothing to mask
+    causal = False  # one query token sees the whole cache: nothing to mask
     wrapper.plan(queries, indptr, pages, lens, *sizes, causal, spec.softmax_scale, spec.dtype, spec.cache_dtype)
     query = fixture.query[..., :dim], fixture.query[..., dim:]
     return lambda cache: wrapper.run(*query, cache.latents[..., :dim], cache.latents[..., dim:])
@@ -46,7 +46,7 @@ def _workspace(fixture: DecodeFixture) -> torch.Tensor:
 
 
 def _pages(fixture: DecodeFixture) -> tuple[torch.Tensor, torch.Tensor]:
-    """FlashInfer's list of pages: where each request's begin, int32 [num_reqs + 1] on the host, and the pages."""
+    """Return FlashInfer's page list: each request's first index, int32 [num_reqs + 1] on the host, and the pages."""
     each = -(-fixture.context // fixture.spec.page_size)
     indptr = torch.arange(fixture.num_reqs + 1, dtype=torch.int32) * each
     return indptr, fixture.batch.block_table[:, :each].reshape(-1)

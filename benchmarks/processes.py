@@ -1,6 +1,6 @@
-"""The bench in several processes, one after another, and of each row the slowest.
+"""Run the bench in several processes, one after another, and keep each row's slowest time.
 
-What a driver does between two kernels of a graph can differ from process to process, for all the life of one.
+The driver's gap between two kernels of a graph can differ between processes, for a process's whole life.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _SAME = (
     *("case", "backend", "peer", "spec", "strategy", "num_reqs", "num_speculative_tokens", "context", "temperature"),
     *("num_groups", "num_tokens", "tree", "draft", "extend_in_graph", "one_graph", "host_waits", "batch_invariant"),
 )
-"""Columns that say what a row is of."""
+"""Columns that identify a row."""
 _TIMES = ("gpu_us", "wall_us", "host_us")
-"""What a row is slow by: the first of these that it has."""
+"""Rows are compared by the first of these they have."""
 _LAST_WORDS = 300
 
 
@@ -37,9 +37,9 @@ def run_in_processes(
     on_row: Callable[[Bench], None] | None = None,
     command: str = "",
 ) -> Bench:
-    """As `run`, of each row that of the slowest process, with the medians of all in `p50_of_processes`.
+    """Like `run`, but each row comes from the slowest process, with all medians in `p50_of_processes`.
 
-    Raises BatchError where a process ends without all of its rows.
+    Raises BatchError if a process ends without all of its rows.
     """
     runs = [_run_child(cases or (), device) for _ in range(count)]
     sources = max((run.sources for run in runs), key=lambda found: len(found.parts) if found else 0)
@@ -54,13 +54,13 @@ def run_in_processes(
 
 
 def _rows_of(run: Bench) -> list[BenchRow]:
-    """A process's rows, each with what sets that process apart."""
+    """Return a process's rows, each with the kernel interval of that process."""
     interval = run.env.get("kernel_interval_us")
     return [{**row, "kernel_interval_us": interval} for row in run.rows]
 
 
 def slowest(runs: Sequence[Sequence[BenchRow]]) -> Iterator[BenchRow]:
-    """Each row that any of the runs has, from the run in which it took longest."""
+    """Yield each row that any run has, from the run in which it took longest."""
     found: dict[tuple[Any, ...], list[BenchRow]] = {}
     for rows in runs:
         seen: dict[tuple[Any, ...], int] = {}
@@ -80,13 +80,12 @@ def _median(row: BenchRow) -> float | None:
 
 
 def _run_child(cases: Sequence[str], device: torch.device) -> Bench:
-    """The bench in one process."""
     with TemporaryDirectory() as folder:
         target = Path(folder, "rows.json")
         arguments = ("bench", *cases, "--device", str(device), "--json", str(target))
         child = subprocess.run([*_CHILD, *arguments], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
         bench = read_report(target, device)
-    # It ends with 1 where a case of it failed: with anything else, rows may be missing.
+    # Exit status 1 means that a case failed; with any other, rows can be missing.
     if not bench.rows or child.returncode != bool(bench.stopped):
         raise BatchError(
             f"a process of the bench must write all its rows, this one ended with {child.returncode} after "

@@ -1,4 +1,4 @@
-"""Drafts in published shapes, read by their own loaders from checkpoints that hold random numbers."""
+"""Drafts in published shapes, loaded by their own loaders from checkpoints of random numbers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MLP = [f"mlp.{part}_proj.weight" for part in ("gate", "up", "down")]
 
 
 class Head(TargetModel):
-    """What a draft uses of its target: embedding and output projection."""
+    """The parts of its target that a draft uses: embedding and output projection."""
 
     def __init__(self, vocab: int, hidden: int, target_size: int, positions: int, dtype: torch.dtype) -> None:
         super().__init__()
@@ -36,11 +36,11 @@ class Head(TargetModel):
         return self.lm_head.weight
 
     def layer_groups(self, page_size: int) -> list[LayerGroup]:
-        """None: there are no layers."""
+        """Return no groups: there are no layers."""
         return []
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attention: Attention) -> TargetStates:
-        """The embedding, in the place of all layers."""
+        """Return the embedding in place of the layers' output."""
         states = self.embed(token_ids)
         return TargetStates(states, states)
 
@@ -51,10 +51,9 @@ class Head(TargetModel):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RandomDraft:
-    """A draft's shape, and the rounds to time. config: as in its config.json. num_target_states: hidden states a token.
+    """A draft's shape, and the rounds to time. config: as in config.json. num_target_states: hidden states per token.
 
-    backends: those to draft with; the first is timed in every strategy. draft_weights: as `quantise_draft` has it;
-    None: they are in dtype.
+    backends: to draft with; the first is timed in every strategy. draft_weights: for `quantise_draft`; None: in dtype.
     """
 
     description: str
@@ -72,11 +71,11 @@ class RandomDraft:
 
     @property
     def name(self) -> str:
-        """What it drafts for and how, in a few words."""
+        """The target and the kind of draft, in a few words."""
         return self.description.partition(":")[0]
 
     def make(self, device: torch.device) -> DraftModel:
-        """The draft over a target of embedding and head alone."""
+        """Make the draft, over a target with only embedding and head."""
         vocab, hidden, dtype = self.config["vocab_size"], self.config["hidden_size"], self.dtype
         with torch.device(device):
             target = Head(vocab, hidden, self.num_target_states * hidden, self.config["max_position_embeddings"], dtype)
@@ -204,7 +203,7 @@ RANDOM_DRAFTS = {
 }
 """By the name of their bench case."""
 PUBLISHED_DRAFTS = {name: draft for name, draft in RANDOM_DRAFTS.items() if name != "drafter-tiny"}
-"""Those in published shapes, which take a GPU."""
+"""Drafts in published shapes, which need a GPU."""
 
 BLOCK_DRAFTS = {
     "llama3-8b-peagle": RandomDraft(
@@ -261,4 +260,4 @@ BLOCK_DRAFTS = {
         num_target_states=5,
     ),
 }
-"""Those that propose all K tokens in one step, likewise."""
+"""Drafts that propose all K tokens in one step, by bench case."""

@@ -1,4 +1,4 @@
-"""The report of a run: the one place that writes it, and the one that reads it back."""
+"""Write and read the report of a run; nothing else does either."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from spec_decode.matrix.sources import TIMING_SCHEMA, Quantiles, TimingReport
 from spec_decode.source_digests import SourceRecord, backend_modules
 
 _DIGITS = 5
-"""Of a number in a file; no timing is known better."""
+"""Significant digits in a file; no timing is more precise."""
 
 
 def report_bytes(bench: Bench) -> bytes:
-    """The run's rows so far, as `spec_decode.matrix.sources.TimingReport` reads them: without what a row has not."""
+    """Encode the rows so far for `spec_decode.matrix.sources.TimingReport`, without a row's empty fields."""
     floors = list(dict.fromkeys(row["floor_counts"] for row in bench.rows if row.get("floor_counts")))
     rows = [{name: _short(value) for name, value in row.items() if not _is_nothing(value)} for row in bench.rows]
     for row in rows:
@@ -38,7 +38,7 @@ def report_bytes(bench: Bench) -> bytes:
 
 
 def read_report(path: Path, device: torch.device) -> Bench:
-    """The run that wrote a report; of no rows where there is no file. Raises ReportError for an unreadable one."""
+    """Read the run back from its report; no file, no rows. Raises ReportError if the file is unreadable."""
     if not path.exists():
         return Bench(device, None)
     document = files.read_json(path)
@@ -71,7 +71,7 @@ def _short(value: Any) -> Any:
 
 
 def _sources(bench: Bench) -> SourceRecord:
-    """The modules behind each case and the backends in its rows."""
+    """Return the modules behind each case and the backends in its rows."""
     roots = {part: set(modules) for part, modules in bench.roots.items()}
     for row in bench.rows:
         roots.setdefault(part_of(row), set()).update(backend_modules([row["backend"]]))
@@ -79,5 +79,5 @@ def _sources(bench: Bench) -> SourceRecord:
 
 
 def part_of(row: BenchRow) -> str:
-    """The case that a row belongs to: one case's rows may be of several, llama3-8b-eagle/round and .../steps."""
+    """Return the case of a row: llama3-8b-eagle for its rows llama3-8b-eagle/round and .../steps."""
     return str(row["case"]).partition("/")[0]

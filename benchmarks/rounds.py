@@ -1,4 +1,4 @@
-"""A drafter's round, timed whole and in parts."""
+"""Time a drafter's round, whole and in parts."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ class TimedDraft:
 
     @classmethod
     def of(cls, case: RandomDraft, device: torch.device) -> TimedDraft:
-        """One of the drafts that hold random numbers."""
+        """Make one of the drafts with random weights."""
         model = case.make(device)
         (group,) = model.layer_groups(case.page_size)
         return cls(model=model, spec=group.spec, context=case.context)
 
     @property
     def at_once(self) -> bool:
-        """Whether it proposes all K tokens in one step, which is the whole round."""
+        """Whether it proposes all K tokens in one step, which is then the whole round."""
         return self.model.drafts_at_once
 
     @property
@@ -49,8 +49,8 @@ class TimedDraft:
         return group.layers
 
     def step_us(self, rates: DeviceRates, num_reqs: int, flops: Mapping[str, int]) -> float:
-        """What a step in 16 bits takes at least: each weight as long as moving it or its arithmetic, whichever is
-        longer, and the KV that it sees. flops: by the weight; none where bytes alone count."""
+        """Return the least time of a 16-bit step: for each weight its transfer or its arithmetic, whichever is longer,
+        plus the KV it attends to. flops: by weight; empty if only bytes count."""
         seen = min(self.context, self.spec.sliding_window or self.context)
         kv_bytes = num_reqs * seen * token_bytes(self.spec) * len(self.layers)
         read = weights_read(self.model, num_reqs, whole_round=self.at_once)
@@ -58,7 +58,7 @@ class TimedDraft:
         return weights_us + rates.least_us(kv_bytes)
 
     def counted(self, passes: int) -> str:
-        """What a floor of so many passes counts, in words."""
+        """Describe what a floor of `passes` steps counts."""
         narrow = any(isinstance(module, Fp8Weight) for module in self.model.modules())
         seen = f"and {SEEN}{'; weights of 8 bits as if they had 16' if narrow else ''}"
         if self.at_once:
@@ -66,14 +66,14 @@ class TimedDraft:
         return f"{passes} times the weights of a later step, of a mixture those of the expected experts, {seen}"
 
     def labels(self, case: str, run: RoundConfig) -> BenchRow:
-        """The columns that say what a row is of."""
+        """Return the columns that identify a row."""
         shape = {"spec": self.spec.describe(), "num_reqs": run.num_reqs, "context": self.context}
         return {"case": case, "backend": run.backend.name, "strategy": run.strategy.value, **shape}
 
 
 @dataclass(frozen=True, slots=True)
 class RoundConfig:
-    """How a round is run: by which backend, in which strategy, for how many tokens of how many requests."""
+    """How a round runs: its backend, strategy, draft tokens and number of requests."""
 
     backend: AttentionBackend
     strategy: Strategy
@@ -83,23 +83,23 @@ class RoundConfig:
 
 
 WHOLE, STEPS = "round", "steps"
-"""Parts of a round: all of it with its inputs in place, and its later steps alone."""
+"""Parts of a round: all of it with its inputs in place, and only its later steps."""
 
 
 @torch.no_grad()
 def time_round(bench: Bench, draft: TimedDraft, run: RoundConfig, names: Mapping[str, str]) -> Iterator[BenchRow]:
-    """A row for each part that `names` gives a case name to, with the time and memory of its graphs."""
+    """Yield a row for each part that `names` gives a case name to, with the time and memory of its graphs."""
     k, num_reqs = run.num_speculative_tokens, run.num_reqs
     flops = round_flops(draft, run, bench.device) if draft.at_once and bench.rates else {}
     drafter = None
     for part, name in names.items():
-        # A graph of a whole round runs no step alone.
+        # The graph of a whole round cannot run single steps.
         if drafter is None or (part == STEPS and issubclass(run.strategy.implementation, LoopStrategy)):
             drafter = make_drafter(draft, run, bench.device, extend_in_graph=part == WHOLE)
             drafter.propose(_verified(draft, run, bench.device))
         call, passes, prepare = _part(drafter, part, num_reqs, 1 if draft.at_once else k)
         prepare()
-        # A temperature changes no kernel, and counting them takes longer than timing.
+        # A temperature does not change the kernels, and counting them takes longer than timing.
         kernels = kernels_in(call) / passes if bench.on_cuda and not run.temperature else None
         timing = time_call(call, bench.device, prepare=prepare)
         floor = bench.rates and round(passes * draft.step_us(bench.rates, num_reqs, flops), 3)
@@ -120,17 +120,17 @@ def time_round(bench: Bench, draft: TimedDraft, run: RoundConfig, names: Mapping
 def _part(
     drafter: Drafter, part: str, num_reqs: int, passes: int
 ) -> tuple[Callable[[], object], int, Callable[[], object]]:
-    """What is timed, how many steps of the draft it runs, and what goes before it untimed."""
+    """Return the call to time, how many steps of the draft it runs, and an untimed call to make before it."""
     if part == WHOLE:
         return drafter.propose, passes, lambda: None
-    # Later steps advance the shared state: step 0 restores it before each.
+    # Later steps advance the shared state: step 0 resets it before each call.
     return lambda: drafter.launch_later_steps(num_reqs), passes - 1, lambda: drafter.launch_step_0(num_reqs)
 
 
 def round_flops(draft: TimedDraft, run: RoundConfig, device: torch.device) -> dict[str, int]:
-    """Floating-point operations of a round that is one step, by the weight, with those of rows that no token needs."""
+    """Return the floating-point operations of a one-step round by weight, including rows that no token needs."""
     weights, read = weights_of(draft.model), weights_read(draft.model, run.num_reqs, whole_round=True)
-    # No backend multiplies by a weight, and not every kernel's operation may run where operations are counted.
+    # Backends do not multiply by weights, and some kernels' ops cannot run under the counter's dispatch mode.
     counted = replace(run, backend=get("torch_reference"), strategy=Strategy.EAGER)
     drafter = make_drafter(draft, counted, device)
     counter = FlopCounter({name: weights[name] for name in read})
@@ -140,7 +140,7 @@ def round_flops(draft: TimedDraft, run: RoundConfig, device: torch.device) -> di
 
 
 def make_drafter(draft: TimedDraft, run: RoundConfig, device: torch.device, *, extend_in_graph: bool = True) -> Drafter:
-    """A drafter over random pages."""
+    """Make a drafter over random pages."""
     limit = draft.context + 2 * run.num_speculative_tokens + 2
     tables, num_pages = shuffled_tables(draft.spec.page_size, run.num_reqs, limit, device)
     group = make_group("draft", run.backend, draft.spec, draft.layers, num_pages=num_pages, device=device)
@@ -154,7 +154,7 @@ def make_drafter(draft: TimedDraft, run: RoundConfig, device: torch.device, *, e
 
 
 def _verified(draft: TimedDraft, run: RoundConfig, device: torch.device) -> VerifiedTokens:
-    """The same in every strategy: which experts of a mixture the tokens take decides what a step reads."""
+    """Return the same inputs for every strategy: the experts that tokens choose decide what a step reads."""
     rows, width = run.num_reqs, run.num_speculative_tokens + 1
     generator = torch.Generator(device).manual_seed(0)
 
@@ -174,11 +174,11 @@ def _verified(draft: TimedDraft, run: RoundConfig, device: torch.device) -> Veri
 
 
 _TABLES = ("embed", "candidate_selector.predecessor_codebook", "candidate_selector.successor_codebook")
-"""What a step reads a few rows of."""
+"""Weights that a step reads only a few rows of."""
 
 
 def weights_of(model: DraftModel) -> dict[str, torch.Tensor]:
-    """Every weight, of 8 bits its values, and the target's head where the model has none of its own."""
+    """Return every weight (of 8-bit ones the values), and the target's head if the model has none."""
     weights: dict[str, torch.Tensor] = dict(model.named_parameters())
     for name, module in model.named_modules():
         if isinstance(module, Fp8Weight):
@@ -189,11 +189,11 @@ def weights_of(model: DraftModel) -> dict[str, torch.Tensor]:
 
 
 def weights_read(model: DraftModel, num_reqs: int, *, whole_round: bool = False) -> dict[str, float]:
-    """Bytes of the weights that a later step of so many requests reads: no embedding or codebook, nothing that step 0
-    alone uses, and of a mixture's experts as many as its tokens take if each takes any with equal chance. Weights of
-    8 bits count as those of 16 that they are compared with.
+    """Return the bytes of weights that a later step with `num_reqs` requests reads: without embeddings, codebooks and
+    weights that only step 0 uses, and with a mixture's experts in the number its tokens are expected to choose if all
+    are equally likely. Weights of 8 bits count as the 16 bits they are compared with.
 
-    whole_round: of a draft whose step 0 is the round, what that uses too.
+    whole_round: for a draft whose step 0 is the whole round, include what step 0 uses.
     """
     of_step_0 = type(model).combine is not DraftModel.combine and not whole_round
     unread = (*_TABLES, "fc.", "aux.") if of_step_0 else _TABLES

@@ -1,4 +1,4 @@
-"""What rows are made of: their run, their columns and their limits."""
+"""Benchmark rows: their run, columns and limits."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _COLUMNS = (
     *("wall_us", "host_us", "gpu_us", "kernels_per_step", "floor_us", "floor_counts", "limits"),
 )
 EMPTY: BenchRow = {**dict.fromkeys(_COLUMNS), "peer": False, "limits": ()}
-"""The columns of every row; what a case does not measure is null. A case may add its own."""
+"""The columns of every row, null if not measured. A case can add columns."""
 
 SEEN = "the keys and values that are seen"
-"""What a floor of attention counts."""
+"""What the floor of attention counts."""
 
 STOPPED = "stopped by "
-"""What the note of something that began and failed says after its name."""
+"""Follows the name in the note of something that started and failed."""
 
 _NOTE_LENGTH = 500
 """Characters: a compiler's message can fill pages. The log has all of it."""
@@ -45,28 +45,28 @@ class Bench:
     rates: DeviceRates | None
     """None without a GPU: there are no floors."""
     env: Mapping[str, Any] = field(default_factory=dict)
-    """Where it runs: the fields of `spec_decode.matrix.sources.TimingEnvironment`."""
+    """The fields of `spec_decode.matrix.sources.TimingEnvironment`."""
     command: str = ""
     sources: SourceRecord | None = None
-    """Of a run that was read from its report."""
+    """For a run read from its report."""
     roots: dict[str, set[str]] = field(default_factory=dict)
-    """By the case that rows belong to: the modules that time it."""
+    """The modules that time each case, by case."""
     rows: list[BenchRow] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
-    """A line for everything that has no row: a peer that is not installed, a backend that refuses."""
+    """A line for everything without a row: a peer that is not installed, a backend that refuses."""
     stopped: list[str] = field(default_factory=list)
-    """Those of these lines that say what began and failed."""
+    """The lines of `missing` for what started and failed."""
 
     @property
     def on_cuda(self) -> bool:
         return self.device.type == "cuda"
 
     def floor_us(self, num_bytes: float) -> float | None:
-        """How long that many bytes take at the copy bandwidth."""
+        """Return the time to move that many bytes at the copy bandwidth."""
         return None if self.rates is None else round(self.rates.least_us(num_bytes), 3)
 
     def miss(self, what: str, why: object) -> str:
-        """Note, once, what is not timed and why; the line."""
+        """Note once what is not timed and why; return the line."""
         line = f"{what}: {' '.join(str(why).split())[:_NOTE_LENGTH]}"
         if line not in self.missing:
             self.missing.append(line)
@@ -74,9 +74,9 @@ class Bench:
 
     @contextmanager
     def noting(self, what: str, *, at: str = "") -> Iterator[None]:
-        """A body that fails becomes a note, so that it costs no other its rows.
+        """Turn a failure of the body into a note, so that other rows are still timed.
 
-        at: the shape it ran at. What is absent or refused is so at any, and noted once.
+        at: the shape it ran at. Absence or refusal does not depend on it, and is noted once.
         """
         try:
             yield
@@ -89,14 +89,14 @@ class Bench:
 
 
 def with_limits(row: BenchRow, *limits: TimingLimit) -> BenchRow:
-    """The row with its limits, each with whether the row meets it."""
+    """Return the row with its limits, each with whether the row meets it."""
     return {**row, "limits": tuple(limit.judged(row) for limit in limits)}
 
 
 def serving(
     bench: Bench, case: str, specs: Sequence[AttentionSpec]
 ) -> Iterator[tuple[AttentionBackend, AttentionSpec]]:
-    """Each registered backend with each of the specs that it serves and advances in the graph; notes on the others."""
+    """Yield each registered backend with each spec it serves and advances in the graph; note the others."""
     for name in registry.names():
         verdicts = {spec: registry.explain(name, spec, bench.device) for spec in specs}
         if all(isinstance(verdict, Rejected) for verdict in verdicts.values()):

@@ -1,16 +1,16 @@
-"""What a drafter or a verifier does to a step's logits, by our ops, by torch and by FlashInfer's sampling (0.6.12).
+"""What a drafter or a verifier does to a step's logits, by our ops, torch and FlashInfer's sampling (0.6.12).
 
-What FlashInfer's sources say of the three things that a captured step needs:
+What FlashInfer's sources say about the three things a captured step needs:
 
-- Parameters per row: yes. top_k int32 [R] and top_p fp32 [R] on the device; a top_k of the vocabulary is off, not 0.
-- Graphs: yes. No op waits for the host, as long as seed and offset are tensors: else they come from a generator on the
-  host, and a graph would repeat them. But outputs, and top_p_renorm_probs' workspace, are allocated in every call, and
-  the top-k ops spin on one buffer per device between their programs: two streams must not run them at the same time.
-- A seed per row: no. A seed tensor of [R] is taken and only its first element read; the generator's subsequence is then
-  the row's number (with sampling_from_logits, row * vocabulary + token). A request's draw depends on its row and its
-  batch. Column same_seed_same_token shows this for each method that draws.
+- Parameters per row: yes. top_k int32 [R] and top_p fp32 [R] on the device; top_k is off at the vocabulary size, not 0.
+- Graphs: yes. No op waits for the host if seed and offset are tensors; otherwise they come from a generator on the
+  host, and a graph would repeat them. But every call allocates outputs and top_p_renorm_probs' workspace, and the top-k
+  ops spin on one buffer per device between their programs: two streams must not run them at the same time.
+- A seed per row: no. A seed tensor of [R] is accepted, but only its first element is read; the generator's subsequence
+  is then the row index (with sampling_from_logits, row * vocabulary + token). A request's draw depends on its row and
+  its batch. Column same_seed_same_token shows this for each method that draws.
 
-Deterministic: top_p_renorm_probs only if asked to be, as here; top_k_renorm_probs except for its normaliser, which
+Deterministic: top_p_renorm_probs only if requested, as here; top_k_renorm_probs except for its normaliser, which
 several programs of a row add up in any order; the others by default.
 """
 
@@ -38,7 +38,7 @@ class SamplingFixture:
 
     @classmethod
     def make(cls, kind: str, rows: int, vocab: int, params: SamplingParams, device: torch.device) -> SamplingFixture:
-        """Rows of one restriction and a seed each, of logits of one of KINDS."""
+        """Make rows with one restriction and a seed each; kind: of the logits, a key of KINDS."""
         generator = torch.Generator(device).manual_seed(0)
         return cls(
             kind=kind,
@@ -49,7 +49,7 @@ class SamplingFixture:
         )
 
     def alike(self, rows: int) -> SamplingFixture:
-        """The first row several times, its seed and position too."""
+        """Repeat the first row, with its seed and position."""
         logits, positions = self.logits[:1].repeat(rows, 1), self.positions[:1].repeat(rows)
         sampling = Sampling.of([self.params] * rows, self.logits.device)
         return replace(self, logits=logits, positions=positions, sampling=sampling)
@@ -65,13 +65,13 @@ def _peaked(rows: int, vocab: int, generator: torch.Generator) -> torch.Tensor:
 
 
 KINDS: dict[str, Callable[[int, int, torch.Generator], torch.Tensor]] = {"flat": _flat, "peaked": _peaked}
-"""flat: normal, of deviation 3, where 0.9 of the probability is with thousands of tokens; peaked: falling with the
-rank's power of 1.5, where it is with some fifty."""
+"""flat: normal, of deviation 3, with 0.9 of the probability on thousands of tokens; peaked: a power law in the rank
+with exponent 1.5, with 0.9 on some fifty."""
 
 
 @dataclass(frozen=True, slots=True)
 class TimedCall:
-    """call: the work of one step, which returns its output; prepare: restores what the call overwrites."""
+    """call: the work of one step, returning its output; prepare: restores what the call overwrites."""
 
     call: Callable[[], torch.Tensor]
     prepare: Callable[[], object] | None = None
@@ -81,7 +81,7 @@ SamplingMethod = Callable[[SamplingFixture], TimedCall]
 
 
 def our_logits(fixture: SamplingFixture) -> TimedCall:
-    """Logits fp32 [R, V], -inf outside the restriction, in place."""
+    """Restrict logits fp32 [R, V] in place, to -inf outside."""
     work, sampling = fixture.logits.clone(), fixture.sampling
 
     def call() -> torch.Tensor:
@@ -92,13 +92,13 @@ def our_logits(fixture: SamplingFixture) -> TimedCall:
 
 
 def our_probs(fixture: SamplingFixture) -> TimedCall:
-    """Probabilities fp32 [R, V], as a verifier makes them."""
+    """Return probabilities fp32 [R, V], as a verifier computes them."""
     restricted = our_logits(fixture)
     return TimedCall(lambda: restricted.call().softmax(-1), restricted.prepare)
 
 
 def our_draft(fixture: SamplingFixture) -> TimedCall:
-    """A drafter's tokens int64 [R]. It also stores them, and the logits for the verifier."""
+    """Draw a drafter's tokens int64 [R]; also stores them, and the logits for the verifier."""
     (rows, vocab), device = fixture.logits.shape, fixture.logits.device
     sampler = DraftSampler(
         torch.ones(rows, dtype=torch.int32, device=device),
@@ -118,17 +118,17 @@ def our_draft(fixture: SamplingFixture) -> TimedCall:
 
 
 def our_target(fixture: SamplingFixture) -> TimedCall:
-    """A verifier's own tokens int64 [R], with temperature, restriction and draw."""
+    """Draw a verifier's own tokens int64 [R], with temperature, restriction and draw."""
     return TimedCall(lambda: sample_target(fixture.logits, sampling=fixture.sampling, positions=fixture.positions))
 
 
 def torch_argmax(fixture: SamplingFixture) -> TimedCall:
-    """Greedy tokens int64 [R]."""
+    """Take greedy tokens int64 [R]."""
     return TimedCall(lambda: fixture.logits.argmax(-1))
 
 
 def _flashinfer(call: Callable[[Any, SamplingFixture], torch.Tensor]) -> SamplingMethod:
-    """A method whose call gets the module flashinfer.sampling, imported when the method is asked for."""
+    """Wrap a call that gets the module flashinfer.sampling, imported when the method is used."""
 
     def method(fixture: SamplingFixture) -> TimedCall:
         from flashinfer import sampling  # type: ignore[import-not-found]
@@ -144,13 +144,13 @@ def _top_p_renorm(module: Any, probs: torch.Tensor, fixture: SamplingFixture) ->
 
 
 top_k_mask = _flashinfer(lambda module, f: module.top_k_mask_logits(f.logits, f.sampling.top_k))
-"""What our_logits gives of top_k, in a tensor of its own."""
+"""As our_logits with top_k, but out of place."""
 top_p_renorm = _flashinfer(lambda module, f: _top_p_renorm(module, module.softmax(f.logits), f))
-"""What our_probs gives of top_p: softmax, then renormalised."""
+"""As our_probs with top_p: softmax, then renormalised."""
 both_renorm = _flashinfer(
     lambda module, f: _top_p_renorm(module, module.top_k_renorm_probs(module.softmax(f.logits), f.sampling.top_k), f)
 )
-"""What our_probs gives of both: softmax, then renormalised twice."""
+"""As our_probs with both: softmax, then renormalised twice."""
 mask_renorm = _flashinfer(
     lambda module, f: _top_p_renorm(module, module.softmax(module.top_k_mask_logits(f.logits, f.sampling.top_k)), f)
 )
@@ -158,7 +158,7 @@ mask_renorm = _flashinfer(
 from_logits = _flashinfer(
     lambda module, f: module.sampling_from_logits(f.logits, seed=f.sampling.seeds, offset=f.positions)
 )
-"""Tokens int32 [R] by Gumbel's maximum."""
+"""Tokens int32 [R] by the Gumbel-max trick."""
 from_probs = _flashinfer(
     lambda module, f: module.sampling_from_probs(module.softmax(f.logits), seed=f.sampling.seeds, offset=f.positions)
 )
@@ -168,4 +168,4 @@ from_restricted = _flashinfer(
         module.softmax(f.logits), f.sampling.top_k, f.sampling.top_p, seed=f.sampling.seeds, offset=f.positions
     )
 )
-"""Tokens int32 [R] inside top_k, then top_p, of a softmax, by drawing until one is."""
+"""Tokens int32 [R] inside top_k, then top_p, of a softmax, by rejection sampling."""

@@ -1,7 +1,7 @@
-"""Time ways to cut the products of published drafts over few rows: python -m benchmarks.tune_skinny_linear, on a GPU.
+"""Time tilings of published drafts' products over few rows: python -m benchmarks.tune_skinny_linear, on a GPU.
 
-A line per weight and number of rows: the best tiling and its time, that over the time to read the weight once (the
-floor), the time of the table's own tiling, and that of torch's linear layer.
+Prints a line per weight and number of rows: the best tiling and its time, its ratio to the time to read the weight once
+(the floor), the time of the table's tiling, and the time of torch's linear layer.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _CUTS = [
 
 @dataclass(frozen=True, slots=True)
 class SkinnyProduct:
-    """A product of so many rows with a weight [n, k]; gated: n holds gate above up."""
+    """A product of this many rows with a weight [n, k]; gated: n stacks gate above up."""
 
     rows: int
     n: int
@@ -42,12 +42,12 @@ class SkinnyProduct:
     gated: bool
 
     def draw(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rows and a weight, bfloat16."""
+        """Return random rows and a weight, bfloat16."""
         x, weight = (torch.randn(size, self.k, dtype=torch.bfloat16, device=_DEVICE) for size in (self.rows, self.n))
         return x, weight * self.k**-0.5
 
     def tilings(self) -> list[Tiling]:
-        """The table's first, then others whose sums stay in registers."""
+        """Return the table's tiling, then others whose sums stay in registers."""
         height = next_power_of_2(self.rows) * (1 + self.gated)
         own = tile_of(self.rows, self.n // (1 + self.gated), self.k, gated=self.gated)
         others = [
@@ -58,12 +58,12 @@ class SkinnyProduct:
         return list(dict.fromkeys([own, *others]))
 
     def run(self, tile: Tiling, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """The kernel, cut in that way."""
+        """Run the kernel with that tiling."""
         return SkinnyLinear(x, weight, gated=self.gated).launch(tile)[1]
 
 
 def shapes(names: list[str]) -> list[SkinnyProduct]:
-    """The products of these drafts' steps, each once, of every number of rows that the kernel takes."""
+    """Return each distinct product of these drafts' steps, at every number of rows the kernel takes."""
     found: dict[SkinnyProduct, None] = {}
     for name in names:
         draft = PUBLISHED_DRAFTS[name]
@@ -77,7 +77,7 @@ def shapes(names: list[str]) -> list[SkinnyProduct]:
 
 @torch.no_grad()
 def compile_all(shape: SkinnyProduct) -> None:
-    """Run every tiling, so that its kernel lies in Triton's cache; raise for one that is wrong."""
+    """Run every tiling, which puts its kernel into Triton's cache; raise if a result is wrong."""
     x, weight = shape.draw()
     expected = SkinnyLinear(x, weight, gated=shape.gated).reference()[1]
     for tile in shape.tilings():
@@ -85,7 +85,7 @@ def compile_all(shape: SkinnyProduct) -> None:
 
 
 def tuned(shape: SkinnyProduct, bandwidth: float) -> str:
-    """The line of a shape."""
+    """Return the output line of a shape."""
     x, weight = shape.draw()
     weights = cold_copies(weight)
     times = {tile: time_in_turn(partial(shape.run, tile, x), weights)["p50"] for tile in shape.tilings()}

@@ -1,1 +1,1 @@
-"""What is timed, a file for each kind of comparison."""
+"""What is timed, one file per kind of comparison."""

@@ -1,4 +1,4 @@
-"""What it takes to move metadata one token forward: the shared kernel, each backend's own, and the step after it."""
+"""Time to move metadata one token forward: the shared kernel, each backend's own, and the step after it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _PAGE = 16
 _NUM_REQS = (1, 32)
 _CONTEXT = 1024
 _MOST = 4096
-"""Tokens that a row of the shared state has room for: at its limit it would stay where it is, which costs less."""
+"""Capacity of a row of the shared state, in tokens: at its limit a row no longer advances, which costs less."""
 _HORIZON = 7
 _ONE_KERNEL = TimingLimit("kernels_per_step", 1)
 _ADVANCE = TimingLimit("gpu_us", 3)
@@ -28,7 +28,7 @@ _REPLAN = TimingLimit("gpu_us", 4)
 
 
 def advance_rows(bench: Bench) -> Iterator[BenchRow]:
-    """GPU time of one advance and the kernels it launches; a builder of views launches none."""
+    """Yield GPU time of one advance and the kernels it launches; a builder of views launches none."""
     with bench.noting("advance/shared"):
         yield from _shared_rows(bench)
     for backend, spec in serving(bench, "advance", (GQA, MLA, SPARSE, FP8_DS_MLA)):
@@ -41,7 +41,7 @@ def advance_rows(bench: Bench) -> Iterator[BenchRow]:
 
 
 def step_rows(bench: Bench) -> Iterator[BenchRow]:
-    """FlashInfer's advance and attention together, planned on the device in each step and on the host once a round."""
+    """Yield FlashInfer's advance plus attention, planned on the device in each step and on the host once per round."""
     for name in ("flashinfer", "flashinfer-horizon"):
         with bench.noting(f"step/{name}"):
             if name == "flashinfer":
@@ -82,7 +82,7 @@ def _builder_row(bench: Bench, backend: AttentionBackend, spec: AttentionSpec, n
     kernels = kernels_in(advance)
     gpu_us = time_kernels(advance) if kernels else None
     row = {**fixture.labels("advance", backend.name), "gpu_us": gpu_us, "kernels_per_step": kernels}
-    if backend.name == "torch_reference":  # the specification is written to be read
+    if backend.name == "torch_reference":  # the specification is written for readability
         return row
     if not kernels:
         return with_limits(row, _ONE_KERNEL)
@@ -90,7 +90,7 @@ def _builder_row(bench: Bench, backend: AttentionBackend, spec: AttentionSpec, n
 
 
 def _horizon_row(bench: Bench, num_reqs: int) -> BenchRow:
-    """What a step takes on the device, and what one plan() takes on the host."""
+    """Time a step on the device and one plan() on the host."""
     from benchmarks.flashinfer_plans import FlashInferHorizon, HorizonBuilder
 
     fixture = DecodeFixture(GQA, num_reqs, _CONTEXT, bench.device, horizon=_HORIZON)

@@ -1,4 +1,4 @@
-"""Full-loop rounds of every backend that serves the shape, against the limits on host time."""
+"""Full-loop rounds of every backend that supports the shape, against the limits on host time."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from spec_decode.tools.timing_limit import TimingLimit
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RoundCase:
-    """The shape of a draft of one layer, its cache, and the rounds to time with it. kv_dtype: None means dtype."""
+    """The shape of a one-layer draft, its cache, and the rounds to time with it. kv_dtype: None means dtype."""
 
     config: ModelConfig
     dtype: torch.dtype
@@ -37,7 +37,7 @@ class RoundCase:
         return replace(self.config.attention_spec(self.page_size, self.dtype), kv_dtype=self.kv_dtype)
 
     def make(self, device: torch.device) -> TimedDraft:
-        """The draft with random weights."""
+        """Make the draft with random weights."""
         with torch.device(device):
             target = LlamaTarget(replace(self.config, num_layers=0, latent=None))
             model = EagleDraft(self.config, target)
@@ -48,7 +48,7 @@ class RoundCase:
 
 
 def _config(name: str) -> ModelConfig:
-    """Of one of RANDOM_DRAFTS."""
+    """Return the one-layer config of one of RANDOM_DRAFTS."""
     fields = ConfigReader(RANDOM_DRAFTS[name].config, name)
     return replace(read_decoder(fields).model, num_layers=1)
 
@@ -96,9 +96,9 @@ _Loops = dict[tuple[str, int, int], float]
 
 
 def round_rows(bench: Bench) -> Iterator[BenchRow]:
-    """The whole round with its inputs in place, and its later steps alone.
+    """Yield the whole round with its inputs in place, and its later steps separately.
 
-    The specification runs no latent draft: it gathers all of a context for every token.
+    The specification runs no latent draft: it gathers the whole context for every token.
     """
     if not bench.on_cuda:
         bench.miss("round", f"{bench.device.type} has an emulator of graphs: tiny drafts run, and no limit is judged")
@@ -123,7 +123,7 @@ def _loop_rows(bench: Bench, draft: TimedDraft, run: RoundConfig, loops: _Loops)
 
 
 def _host_plan_rows(bench: Bench, case: RoundCase, draft: TimedDraft, loops: _Loops) -> Iterator[BenchRow]:
-    """FlashInfer planned by itself, once a round and at every step; host_ratio: its host time over the loop's."""
+    """Yield FlashInfer's own plan, made once per round and in every step; host_ratio: host time over the loop's."""
     with bench.noting("round/flashinfer, planned on the host"):
         from benchmarks.flashinfer_plans import FlashInferHorizon, FlashInferPerStep
 

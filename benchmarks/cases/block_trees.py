@@ -1,8 +1,8 @@
-"""Whole engines whose draft proposes a block at once: its tokens in a row, and trees of the same block.
+"""Whole engines with a draft that proposes a block at once: its tokens as a chain, and trees of the same block.
 
-How many tokens are kept is the shipped pair's to say, on prompts that it was not trained on. What a round costs is
-measured on a published shape, whose random weights keep next to none: there a tree's `chain_ratio` is how much shorter
-a round of tokens in a row is, so that a tree must bring that many times the tokens to pay off.
+How many tokens are kept is measured on the shipped pair, with prompts it was not trained on. The cost of a round is
+measured on a published shape, where random weights keep almost none: there a tree's `chain_ratio` is its throughput
+over the chain's, so a tree pays off if it keeps 1 / chain_ratio times the tokens.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ _TREES = tuple(DynamicTreeConfig(width=w, num_tokens=n) for w, n in ((4, 7), (8,
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShippedCase(ThroughputCase):
-    """The shipped pair, and prompts of held-out text, of which a token is the one that begins every text."""
+    """The shipped pair with held-out prompts, whose token count includes the one that begins every text."""
 
     temperature: float = 0.0
 
     def models(self, device: torch.device) -> tuple[LlamaTarget, DraftModel]:
-        """Target and draft, on the device."""
+        """Return target and draft, on the device."""
         target, draft = load_pair(SHIPPED_PAIR, draft="block_draft")
         return target.to(device, self.dtype), draft.to(device, self.dtype)
 
     def requests(self, count: int) -> list[Request]:
-        """Each with a seed of its own."""
+        """Return requests with a seed each."""
         return [
             Request(
                 prompt=encode(prompt),
@@ -68,7 +68,7 @@ QWEN3_8B_ROUNDS = replace(QWEN3_8B, num_reqs=(1, 4, 16), output=96, warm_up_toke
 
 
 def block_tree_rows(bench: Bench, case: ShippedCase = SHIPPED) -> Iterator[BenchRow]:
-    """The shipped pair, greedy and at temperature 1, by the verification that each has by default."""
+    """Yield the shipped pair, greedy and at temperature 1, each with its default verification."""
     for temperature in (0.0, 1.0):
         at = f"temperature {temperature:g}"
         with bench.noting(KEPT, at=at):
@@ -79,15 +79,14 @@ def block_tree_rows(bench: Bench, case: ShippedCase = SHIPPED) -> Iterator[Bench
 
 
 def block_tree_round_rows(bench: Bench, case: ThroughputCase = QWEN3_8B_ROUNDS) -> Iterator[BenchRow]:
-    """A published shape, whose tokens in a row are kept as seldom as those of its trees."""
+    """Yield a published shape, where a chain's tokens are kept as rarely as a tree's."""
     with bench.noting(ROUNDS):
         chain = Decoding(num_speculative_tokens=_STEPS, accepted=0.0)
         yield from _rows(ROUNDS, timed_pair(bench, case), chain, _TREES)
 
 
 def _rows(name: str, timed: TimedPair, chain: Decoding, trees: Sequence[DynamicTreeConfig]) -> Iterator[BenchRow]:
-    """Tokens in a row and each tree, by numbers of requests; chain_ratio: its output tokens a second over those of
-    tokens in a row."""
+    """Yield the chain and each tree, by number of requests; chain_ratio: output tokens per second over the chain's."""
     decodings = [chain, *(replace(chain, accepted=None, tree=tree) for tree in trees)]
     engines = [timed.engine(decoding) for decoding in decodings]
     for num_reqs in timed.case.num_reqs:
@@ -106,13 +105,13 @@ def _rows(name: str, timed: TimedPair, chain: Decoding, trees: Sequence[DynamicT
 
 
 def _kept(engine: Engine, requests: Sequence[Request]) -> float:
-    """Draft tokens kept a request and round over whole texts: rates end with the first text, which kept the most."""
+    """Return draft tokens kept per request and round over whole texts: rates stop at the first one to end."""
     engine.stats = EngineStats()
     engine.generate(requests)
     return engine.stats.mean_accepted
 
 
 def _described(timed: TimedPair, decoding: Decoding) -> str:
-    """The draft, and the tree's choices and tokens as the command line takes them."""
+    """Return the draft's name, with the tree's choices and tokens as the command line takes them."""
     tree = decoding.tree
     return timed.case.draft.name + (f", {tree.width}x{tree.num_tokens}" if tree else "")

@@ -1,8 +1,7 @@
-"""Later steps of drafts beside what a user would have otherwise: the same steps, each as one module of torch.compile in
-a CUDA graph of its own.
+"""Later draft steps against the alternative: the same step, as one module under torch.compile in a CUDA graph.
 
-The compiled step has the easier task: all requests are of one length that is known when it is compiled, keys and values
-lie beside each other without pages, and there is no metadata.
+The compiled step has the easier task: all requests have one length, known at compile time, keys and values are
+contiguous without pages, and there is no metadata.
 """
 
 from __future__ import annotations
@@ -28,19 +27,19 @@ from spec_decode.models.attention import AttentionInputs
 from spec_decode.tools.timing_limit import TimingLimit
 
 SUFFIX = "-compiled"
-"""Of a draft's name: its steps beside the compiled ones."""
+"""Appended to a draft's name: its steps next to the compiled ones."""
 _NUM_SPECULATIVE_TOKENS = 7
 _NO_SLOWER = TimingLimit("peer_ratio", 1.0)
 _NAMESPACES = ("attn_backends", "builders", "spec_decode")
-"""Of the ops that this project defines."""
+"""Namespaces of the ops that this project defines."""
 
 Step = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-"""Of tokens int64 [R], hidden states [R, H] and positions int64 [R]; the next tokens and hidden states."""
+"""Maps tokens int64 [R], hidden states [R, H] and positions int64 [R] to the next tokens and hidden states."""
 
 
 def compiled_step_rows(bench: Bench, *, name: str) -> Iterator[BenchRow]:
-    """Of a published draft, at its fewest and its most requests, a row of ours, with its time over the compiled one's,
-    and one of that: each shape is compiled for a minute."""
+    """Yield rows of a published draft at its smallest and largest number of requests, since each shape compiles for a
+    minute: one of this library, with its time over the compiled step's, and one of the compiled step."""
     case = PUBLISHED_DRAFTS[name]
     draft = TimedDraft.of(case, bench.device)
     for num_reqs in sorted({min(case.num_reqs), max(case.num_reqs)}):
@@ -50,7 +49,7 @@ def compiled_step_rows(bench: Bench, *, name: str) -> Iterator[BenchRow]:
 
 
 def beside_compiled(bench: Bench, case: str, draft: TimedDraft, run: RoundConfig) -> Iterator[BenchRow]:
-    """The two rows of a draft and of how its rounds are run."""
+    """Yield the two rows of one draft and round configuration."""
     (ours,) = time_round(bench, draft, run, {STEPS: case})
     step = CompiledStep(draft, run.num_reqs, bench.device)
 
@@ -68,14 +67,14 @@ def _p50(row: BenchRow) -> float:
 
 
 def _peer(ours: BenchRow, times: CallTimes) -> BenchRow:
-    """The compiled step's row: of the same shape as ours."""
+    """Return the compiled step's row, with the same shape columns."""
     same = ("case", "spec", "num_reqs", "context", "num_speculative_tokens", "floor_us", "floor_counts")
     row = {"backend": "torch.compile", "peer": True, "strategy": Strategy.PER_STEP.value, **asdict(times)}
     return {**{name: ours[name] for name in same}, **row}
 
 
 class ContiguousAttention:
-    """Attention of one token a request, each after `context` tokens of random keys and values."""
+    """Attention of one token per request, each after `context` tokens of random keys and values."""
 
     def __init__(
         self, spec: AttentionSpec, layers: tuple[int, ...], *, num_reqs: int, context: int, device: torch.device
@@ -106,8 +105,8 @@ class ContiguousAttention:
 def _attend(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, spec: AttentionSpec, sinks: torch.Tensor | None
 ) -> torch.Tensor:
-    """query [R, Hq, D] over keys [R, S, Hkv, D] and values [R, S, Hkv, V]; [R, Hq, V]. Torch's own attention where it
-    has this one; it knows no sinks, no soft cap and no heads of more than 256 dims."""
+    """query [R, Hq, D] over keys [R, S, Hkv, D] and values [R, S, Hkv, V]; [R, Hq, V]. Uses torch's own attention where
+    possible: it supports no sinks, no soft cap and no heads of more than 256 dims."""
     scale = spec.softmax_scale
     if sinks is None and spec.soft_cap is None and spec.head_dim <= 256:
         keys, values = keys.transpose(1, 2), values.transpose(1, 2)
@@ -124,7 +123,7 @@ def _attend(
 
 
 def model_step(draft: TimedDraft, num_reqs: int, device: torch.device) -> Step:
-    """A later step of our own model that drafts greedily."""
+    """Return a later step of this library's model, drafting greedily."""
     model = draft.model
     attention = ContiguousAttention(draft.spec, draft.layers, num_reqs=num_reqs, context=draft.context, device=device)
 
@@ -139,17 +138,17 @@ def model_step(draft: TimedDraft, num_reqs: int, device: torch.device) -> Step:
 
 
 def in_plain_torch(step: Step, inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> torch.fx.GraphModule:
-    """The same step in operations of torch alone, for inputs of these shapes."""
-    # Where gradients are on, layers take the products of torch, and not the kernels for few rows.
+    """Trace the step into plain torch operations, for inputs of these shapes."""
+    # With gradients on, layers use torch's products instead of the kernels for few rows.
     with torch.enable_grad():
         return make_fx(step, decomposition_table=dict(_formulas()))(*inputs)
 
 
 class CompiledStep:
-    """A graph of the compiled step, which reads its inputs where the step before left its outputs."""
+    """A graph of the compiled step; it reads its inputs where the previous step left its outputs."""
 
     def __init__(self, draft: TimedDraft, num_reqs: int, device: torch.device) -> None:
-        """Compiles it, which takes a while, and captures it."""
+        """Compile the step, which takes a while, and capture it."""
         self.token_ids, self.hidden, self.positions = inputs = step_inputs(draft, num_reqs, device)
         self._compiled = _compile(in_plain_torch(model_step(draft, num_reqs, device), inputs))
         with torch.no_grad():
@@ -167,7 +166,7 @@ class CompiledStep:
 
 
 def _compile(module: torch.fx.GraphModule) -> Step:
-    """As fast as torch makes it. The graph is captured here: torch's own would copy its inputs before each replay."""
+    """Compile for speed. The graph is captured here: torch's own would copy its inputs before each replay."""
     compiled: Step = torch.compile(module, mode="max-autotune-no-cudagraphs", dynamic=False)
     return compiled
 
@@ -175,7 +174,7 @@ def _compile(module: torch.fx.GraphModule) -> Step:
 def step_inputs(
     draft: TimedDraft, num_reqs: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Random inputs of a `Step`."""
+    """Return random inputs of a `Step`."""
     generator = torch.Generator(device).manual_seed(0)
     token_ids = torch.randint(0, draft.model.vocab_size, (num_reqs,), device=device, generator=generator)
     hidden = torch.randn(num_reqs, draft.model.hidden_size, device=device, generator=generator)
@@ -184,7 +183,7 @@ def step_inputs(
 
 
 def _formulas() -> Iterator[tuple[Any, Callable[..., Any]]]:
-    """Each op of ours with what it does on the CPU, which is its formula in plain torch on any device."""
+    """Yield each op of this project with its CPU implementation, a formula in plain torch that runs on any device."""
     for name in torch._C._dispatch_get_all_op_names():
         namespace, _, op = name.partition("::")
         if namespace in _NAMESPACES:

@@ -1,4 +1,4 @@
-"""Decode attention beside its peers: the same batch, the same caches, the same run."""
+"""Decode attention next to its peers: the same batch, the same caches, the same run."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from spec_decode.tools.specs import FP8_DS_MLA, GQA, MLA, SPARSE
 from spec_decode.tools.timing_limit import TimingLimit
 
 _ROUNDING = 0.05
-"""Of the norm of our result; a peer that is farther from it does other work, and its time says nothing."""
+"""Relative to the norm of our result; a peer that differs by more does other work, so its time is meaningless."""
 AttentionMethod = Callable[[DecodeFixture], AttentionCall]
 
 
 def by_backend(name: str) -> AttentionMethod:
-    """Attention by a registered backend. Raises a BackendError where it is absent or refuses the fixture's spec."""
+    """Return attention by a registered backend. It raises a BackendError if that is absent or rejects the spec."""
 
     def method(fixture: DecodeFixture) -> AttentionCall:
         backend = get(name)
@@ -35,7 +35,7 @@ def by_backend(name: str) -> AttentionMethod:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PeerComparison:
-    """A backend of ours beside its peers. max_ratio: of its time to the best peer; cold: caches are not in L2."""
+    """One of our backends and its peers. max_ratio: of its time to the best peer's; cold: caches are not in L2."""
 
     case: str
     backend: str
@@ -52,7 +52,7 @@ _SPARSE = PeerComparison(
     backend="sparse_swa_mla",
     peers={"flashmla_sparse": by_backend("flashmla_sparse")},
     max_ratio=1.0,
-    # A window of 128 tokens is small enough to be in L2 still from the write before the attention.
+    # A window of 128 tokens fits in L2, where it still is after the write before the attention.
     cold=False,
     specs=tuple(replace(SPARSE, num_q_heads=heads) for heads in (64, 128)),
     num_reqs=(1, 8, 32, 128),
@@ -93,7 +93,7 @@ COMPARISONS = (
 
 
 def decode_rows(bench: Bench, case: str) -> Iterator[BenchRow]:
-    """Every comparison of the case at each of its specs and batch sizes."""
+    """Yield every comparison of the case at each of its specs and batch sizes."""
     for comparison in COMPARISONS:
         if comparison.case == case:
             for spec, num_reqs, context in product(comparison.specs, comparison.num_reqs, comparison.contexts):
@@ -103,7 +103,7 @@ def decode_rows(bench: Bench, case: str) -> Iterator[BenchRow]:
 def comparison_rows(
     bench: Bench, comparison: PeerComparison, spec: AttentionSpec, num_reqs: int, context: int
 ) -> Iterator[BenchRow]:
-    """A row of the backend, with its time over the best peer's, and one of each peer that is there."""
+    """Yield a row of the backend, with its time over the best peer's, and one of each available peer."""
     at = f"[{spec.describe()}], {num_reqs} x {context}"
     with bench.noting(f"{comparison.case}: {comparison.backend}", at=at):
         fixture = DecodeFixture(spec, num_reqs, context, bench.device)

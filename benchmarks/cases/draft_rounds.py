@@ -1,5 +1,4 @@
-"""Rounds of drafts in published shapes: every strategy side by side, and drafts that propose a block at once beside
-another of the same target."""
+"""Rounds of drafts in published shapes: all strategies, and block drafts next to another draft of the same target."""
 
 from __future__ import annotations
 
@@ -19,14 +18,14 @@ from spec_decode.drafter import Strategy
 from spec_decode.tools.timing_limit import TimingLimit
 
 _FLOOR = {("llama3-8b-eagle", 1): TimingLimit("floor_ratio", 1.12), ("eagle-1024", 1): TimingLimit("floor_ratio", 2.0)}
-"""What a round may take of the time to move its bytes once, by draft and number of requests."""
+"""Maximum ratio of a round to the time to move its bytes once, by draft and number of requests."""
 _IN_8_BITS = ("llama3-8b-eagle", "eagle-1024")
-"""Drafts that are timed with weights of 8 bits too, against the floor of 16."""
+"""Drafts that are also timed with 8-bit weights, against the floor of 16 bits."""
 _FLOOR_IN_8_BITS = {("llama3-8b-eagle", 1): TimingLimit("floor_ratio", 0.75)}
 _BLOCK_FLOOR = {1: TimingLimit("floor_ratio", 1.12), 32: TimingLimit("floor_ratio", 1.3)}
-"""What a round of a block draft that draws all tokens at once may take of its floor, by the number of requests."""
+"""Maximum ratio to its floor of a block draft's round that draws all tokens at once, by number of requests."""
 _LOOP = TimingLimit("loop_us", 4)
-"""GPU time that a step of the device loop may take over one of the full loop."""
+"""Maximum GPU time of a device-loop step beyond one of the full loop."""
 _BLOCK_HOST = TimingLimit("host_us", 40)
 _BESIDE = {
     "llama3-8b-peagle": "llama3-8b-eagle",
@@ -34,9 +33,9 @@ _BESIDE = {
     "qwen3-8b-dflash": "qwen3-8b-eagle3",
     "qwen3-8b-dflash2": "qwen3-8b-dflash",
 }
-"""The draft beside a block draft: one that goes step by step, or what the block draft adds to."""
+"""The draft that a block draft is compared with: a step-by-step one, or the one it extends."""
 _IN_TURN = ("qwen3-8b-dflash2",)
-"""Block drafts that draw a token after the other: what that takes moves no bytes, and no limit is set for it."""
+"""Block drafts that draw their tokens one after another: this moves no bytes, so they have no limit."""
 
 
 class RebuiltBuilder(TritonPagedBuilder):
@@ -47,14 +46,14 @@ class RebuiltBuilder(TritonPagedBuilder):
 
 
 class Rebuilt(TritonPaged):
-    """triton_paged as a backend would be that cannot advance in place."""
+    """triton_paged as if it could not advance in place."""
 
     name = "triton_paged_rebuilt"
     builder = RebuiltBuilder
 
 
 def random_draft_rows(bench: Bench, name: str) -> Iterator[BenchRow]:
-    """Rows of one of RANDOM_DRAFTS."""
+    """Yield rows of one of RANDOM_DRAFTS."""
     case = RANDOM_DRAFTS[name]
     with bench.noting(name):
         draft = TimedDraft.of(case, bench.device)
@@ -73,7 +72,7 @@ def random_draft_rows(bench: Bench, name: str) -> Iterator[BenchRow]:
 
 
 def _rows_in_8_bits(bench: Bench, name: str) -> Iterator[BenchRow]:
-    """Full-loop rounds of a draft with draft_weights="fp8"."""
+    """Yield full-loop rounds of a draft with draft_weights="fp8"."""
     case = replace(RANDOM_DRAFTS[name], draft_weights="fp8", dtype=torch.bfloat16)
     draft, backend = TimedDraft.of(case, bench.device), get(case.backends[0])
     for k, num_reqs in product(case.num_speculative_tokens, case.num_reqs):
@@ -85,7 +84,7 @@ def _rows_in_8_bits(bench: Bench, name: str) -> Iterator[BenchRow]:
 
 
 def _with_limits(name: str, run: RoundConfig, row: BenchRow, unrolled: dict[tuple[int, int], float]) -> BenchRow:
-    """The row with the limits of its size and strategy. unrolled: GPU time of full loops' later steps."""
+    """Return the row with the limits for its size and strategy. unrolled: GPU time of full loops' later steps."""
     limit = _FLOOR.get((name, run.num_reqs))
     if limit and run.strategy is Strategy.FULL_LOOP and row["case"].endswith(WHOLE):
         return with_limits(row, limit)
@@ -101,9 +100,9 @@ def _with_limits(name: str, run: RoundConfig, row: BenchRow, unrolled: dict[tupl
 
 
 def _graph_set_rows(bench: Bench, name: str, draft: TimedDraft) -> Iterator[BenchRow]:
-    """What it takes to serve every K of 1 to 8: a full loop captured for each, or one device loop for all.
+    """Yield the cost of serving every K from 1 to 8: a full loop captured for each, or one device loop for all.
 
-    With their graphs of step 0, whose memory the loops use again.
+    Includes the graphs of step 0, whose memory the loops reuse.
     """
     backend, taken = get(RANDOM_DRAFTS[name].backends[0]), {}
     # The first loop of a process compiles the kernel that sets its condition.
@@ -130,7 +129,7 @@ def _graph_set_rows(bench: Bench, name: str, draft: TimedDraft) -> Iterator[Benc
 
 
 def _rounds(case: RandomDraft) -> Iterator[tuple[RoundConfig, tuple[str, ...]]]:
-    """The rounds, each with those of its parts that are timed."""
+    """Yield the rounds, each with the parts to time."""
     first, *others = [get(name) for name in case.backends]
     for k, num_reqs in product(case.num_speculative_tokens, case.num_reqs):
         for strategy in (Strategy.FULL_LOOP, Strategy.DEVICE_LOOP):
@@ -144,8 +143,8 @@ def _rounds(case: RandomDraft) -> Iterator[tuple[RoundConfig, tuple[str, ...]]]:
 
 
 def block_draft_rows(bench: Bench, name: str) -> Iterator[BenchRow]:
-    """Rows of one of BLOCK_DRAFTS, and of the draft beside it over the same K and requests; step_ratio: the time of its
-    round over that of the block's."""
+    """Yield rows of one of BLOCK_DRAFTS and of its comparison draft at the same K and requests; step_ratio: the
+    latter's round time over the block draft's."""
     block, beside = BLOCK_DRAFTS[name], (RANDOM_DRAFTS | BLOCK_DRAFTS)[_BESIDE[name]]
     block_us: dict[tuple[int, int], float] = {}
     for row in _block_rounds(bench, name, block, block):
@@ -159,7 +158,7 @@ def block_draft_rows(bench: Bench, name: str) -> Iterator[BenchRow]:
 
 
 def _block_rounds(bench: Bench, name: str, case: RandomDraft, sizes: RandomDraft) -> Iterator[BenchRow]:
-    """Rounds of a case in one graph, by its first backend, and of the largest K and batch by the others too."""
+    """Yield rounds of a case in one graph on its first backend; the largest K and batch on the others too."""
     with bench.noting(name):
         draft = TimedDraft.of(case, bench.device)
         first, *others = map(get, case.backends)

@@ -1,4 +1,4 @@
-"""The products of drafts one by one, ours beside torch's, which are cuBLAS's on a GPU."""
+"""The products of drafts one by one: this library's next to torch's, which are cuBLAS's on a GPU."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from spec_decode.tools.timing_limit import TimingLimit
 
 CASE = "products"
 _ROWS = (1, 4, 16, 32, 96, 160)
-"""The last two of blocks, and of the rounds that verify many drafts; near 160, torch's own takes over."""
+"""The last two occur in blocks and in rounds that verify many drafts; near 160, torch's own product takes over."""
 _SMALLEST = 1 << 19
-"""Elements of a weight from which it counts in a step's time."""
+"""Number of elements from which a weight matters in a step's time."""
 _RIGHT = {torch.ops.aten.mm.default: 1, torch.ops.aten.addmm.default: 2}
-"""Which argument of a product is its right side."""
+"""Index of a product's right-hand argument."""
 _NO_SLOWER = TimingLimit("peer_ratio", 1.0)
 
 
 def product_rows(bench: Bench) -> Iterator[BenchRow]:
-    """A row of ours and one of torch's for each weight of the drafts, of several of one shape the first; none for as
-    many rows as torch multiplies itself."""
+    """Yield a row of this library and one of torch for each weight shape of the drafts, except at numbers of rows where
+    this library uses torch's product."""
     seen: set[torch.Size] = set()
     for name, case in PUBLISHED_DRAFTS.items():
         with bench.noting(f"{CASE}: {name}"), torch.no_grad():
@@ -43,15 +43,15 @@ def product_rows(bench: Bench) -> Iterator[BenchRow]:
 
 
 def weights_of(draft: TimedDraft, device: torch.device) -> list[torch.Tensor]:
-    """The matrices [N, K] that a later step multiplies rows by, the head's too; no experts of a mixture."""
+    """Return the matrices [N, K] that a later step multiplies by, including the head but not a mixture's experts."""
     step, inputs, products = model_step(draft, 1, device), step_inputs(draft, 1, device), _Products()
-    with torch.enable_grad(), products:  # with gradients, by the products of torch
+    with torch.enable_grad(), products:  # gradients select torch's products
         step(*inputs)
     return products.weights
 
 
 class _Products(TorchDispatchMode):
-    """Keeps the right sides of all products."""
+    """Records the right-hand sides of all products."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,5 +79,5 @@ def _compared(bench: Bench, spec: str, weight: torch.Tensor) -> Iterator[BenchRo
 
 
 def cold_copies(weight: torch.Tensor) -> list[torch.Tensor]:
-    """The weight so often that none is still in a cache when its turn comes again."""
+    """Return enough copies of the weight that none is in a cache when its turn comes again."""
     return [weight, *(weight.clone() for _ in range(COLD_BYTES // weight.nbytes))]

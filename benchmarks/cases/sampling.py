@@ -1,7 +1,7 @@
-"""Restricting, drawing and argmax over a step's logits, beside FlashInfer's sampling and torch: same logits, same run.
+"""Restricting, drawing and argmax over a step's logits, next to FlashInfer's sampling and torch: same logits, same run.
 
-Rows are requests while drafting, and requests * (1 + K) while verifying. Before a method is timed, its result is
-compared with fp64: a kept set, and the probabilities of it, or a token. A wrong method has no row, and a note says why.
+Rows are requests when drafting, and requests * (1 + K) when verifying. Before a method is timed, its result is compared
+with fp64: the kept set and its probabilities, or a token. A wrong method gets no row, only a note saying why.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ _SHAPES = ((32_000, 151_936), (1, 4, 32, 256))
 """Vocabularies and rows."""
 _SHAPES_ON_CPU = ((512,), (1, 4))
 _GRAIN = 1e-5
-"""Of a row's probability: sums of fp32 may err by this at top_p's threshold, and a probability by this."""
+"""Share of a row's probability: the error allowed to fp32 sums at top_p's threshold, and to a probability."""
 _ALIKE = 8
-"""Rows of one distribution and seed, over hundreds of tokens: not by chance do all draw the same."""
+"""Rows with the same distribution and seed, over hundreds of tokens: they cannot all draw the same by chance."""
 _LARGE = 1 << 20
-"""Logits of a fixture that takes so long that few calls are enough for a timing."""
+"""Logits from which a fixture takes so long that few calls suffice for a timing."""
 
 CheckOutput = Callable[[SamplingFixture, torch.Tensor], str | None]
-"""Why an output is wrong; None where it is right."""
+"""Why an output is wrong; None if it is right."""
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingComparison:
-    """A method of ours, by name, and those that produce the same. kinds: of logits; draws: seeds decide the tokens."""
+    """One of our methods and its peers, by name. kinds: of logits; draws: seeds decide the tokens."""
 
     case: str
     produces: str
@@ -48,7 +48,7 @@ class SamplingComparison:
 
 
 def threshold(logits: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:
-    """The least logit fp64 [R, 1] that stays of logits fp64 [R, V], by sorting; top_k 0 and top_p from 1 on are off."""
+    """Return the smallest kept logit fp64 [R, 1] of logits fp64 [R, V], by sorting; top_k 0 and top_p >= 1 are off."""
     ranked = logits.sort(-1, descending=True).values[:, : top_k or None]
     if top_p >= 1:
         return ranked[:, -1:]
@@ -57,7 +57,7 @@ def threshold(logits: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:
 
 
 def check_logits(fixture: SamplingFixture, out: torch.Tensor) -> str | None:
-    """Restricted logits fp32 [R, V]: what stays is as it was, and everything else is -inf."""
+    """Check restricted logits fp32 [R, V]: kept ones are unchanged, all others are -inf."""
     kept = out > -torch.inf
     if not torch.equal(out[kept], fixture.logits[kept]):
         return "a logit that stays has changed"
@@ -65,7 +65,7 @@ def check_logits(fixture: SamplingFixture, out: torch.Tensor) -> str | None:
 
 
 def check_probs(fixture: SamplingFixture, out: torch.Tensor) -> str | None:
-    """Probabilities fp32 [R, V]: those of the tokens that stay among themselves, and 0 elsewhere."""
+    """Check probabilities fp32 [R, V]: renormalised over the kept tokens, 0 elsewhere."""
     kept = out > 0
     exact = fixture.logits.double().masked_fill(~kept, -torch.inf).softmax(-1)
     error = float((out - exact).abs().max())
@@ -75,13 +75,13 @@ def check_probs(fixture: SamplingFixture, out: torch.Tensor) -> str | None:
 
 
 def check_tokens(fixture: SamplingFixture, out: torch.Tensor) -> str | None:
-    """Drawn tokens [R]: each is one that may be drawn."""
+    """Check drawn tokens [R]: each is allowed."""
     exact, params = fixture.logits.double(), fixture.params
     return _check_among(out, exact >= threshold(exact, params.top_k, params.top_p + _GRAIN), "may not be drawn")
 
 
 def check_argmax(fixture: SamplingFixture, out: torch.Tensor) -> str | None:
-    """Greedy tokens [R]: each has its row's largest logit."""
+    """Check greedy tokens [R]: each has its row's largest logit."""
     return _check_among(out, fixture.logits == fixture.logits.amax(-1, keepdim=True), "are not the argmax")
 
 
@@ -132,7 +132,7 @@ COMPARISONS = (
 
 
 def sampling_rows(bench: Bench) -> Iterator[BenchRow]:
-    """Every comparison at every vocabulary, number of rows and kind of logits."""
+    """Yield every comparison at every vocabulary, number of rows and kind of logits."""
     vocabularies, counts = _SHAPES if bench.on_cuda else _SHAPES_ON_CPU
     for comparison in COMPARISONS:
         for vocab, rows, kind in product(vocabularies, counts, comparison.kinds):
@@ -142,7 +142,7 @@ def sampling_rows(bench: Bench) -> Iterator[BenchRow]:
 def comparison_rows(
     bench: Bench, comparison: SamplingComparison, kind: str, rows: int, vocab: int
 ) -> Iterator[BenchRow]:
-    """A row of ours, with its time over the best peer's, and one of each peer that is there and right."""
+    """Yield a row of our method, with its time over the best peer's, and one of each peer available and right."""
     fixture = SamplingFixture.make(kind, rows, vocab, comparison.params, bench.device)
     ours = _timed(bench, comparison, fixture, *comparison.ours)
     timed = (_timed(bench, comparison, fixture, *peer) for peer in comparison.peers.items())
@@ -181,7 +181,7 @@ def _timed(
 
 
 def _times(bench: Bench, timed: TimedCall, *, large: bool) -> BenchRow:
-    """gpu_us of the call without its preparation, from graphs; without a GPU, wall_us."""
+    """Return gpu_us of the call without its preparation, from graphs; without a GPU, wall_us."""
     prepare = timed.prepare or (lambda: None)
     if not bench.on_cuda:
         return {"wall_us": time_call(timed.call, bench.device, prepare=prepare).wall_us}

@@ -1,8 +1,8 @@
 """Output throughput of the whole engine: Llama-3-8B's shape with its EAGLE draft, random weights, set acceptance.
 
-All requests of a row are submitted at once, and rates are taken while every one of them decodes: from when each has
-`warm_up_tokens` tokens, so that prompts and first launches are over, until the first has all its `output`. What random
-weights say is arbitrary, so nothing stops a text early, and synthetic acceptance sets how many drafts are kept.
+All requests of a row are submitted at once, and rates are measured while every one of them decodes: from when each has
+`warm_up_tokens` tokens, so that prefill and first launches are over, until the first has its full `output`. The output
+of random weights is arbitrary, so nothing stops a text early, and synthetic acceptance sets how many drafts are kept.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from spec_decode.trees import DynamicTreeConfig
 
 NAME = "throughput"
 _PREFILL_TOKENS = 8192
-"""Tokens of prompts that a round prefills: large batches are read within a few rounds, in memory that stays bounded."""
+"""Prompt tokens that a round prefills: large batches take only a few rounds, and memory stays bounded."""
 
 
 class AuxStatesTarget(LlamaTarget):
-    """Hands on the states that enter num_states of its layers, evenly spread: [T, num_states * H]."""
+    """Also returns the inputs of num_states evenly spread layers: [T, num_states * H]."""
 
     def __init__(self, config: ModelConfig, num_states: int) -> None:
         super().__init__(config)
@@ -60,9 +60,9 @@ class AuxStatesTarget(LlamaTarget):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Decoding:
-    """How an engine decodes. accepted: draft tokens kept a round, in the mean; None: as many as the target accepts.
-    num_speculative_tokens 0: plainly. tree: instead of tokens in a row; what is kept of it, the target says. one_graph:
-    as EngineConfig has it."""
+    """How an engine decodes. accepted: mean draft tokens kept per round; None: the target decides.
+    num_speculative_tokens 0: no speculation. tree: replaces the chain; the target decides what is kept of it.
+    one_graph: as in EngineConfig."""
 
     num_speculative_tokens: int
     accepted: float | None = 0.0
@@ -74,8 +74,8 @@ class Decoding:
 
 _EXTEND_ON = Decoding(num_speculative_tokens=2, accepted=1.0, one_graph=False)
 _EXTEND_OFF = replace(_EXTEND_ON, extend_in_graph=False)
-"""SGLang #6606 drafts 2 tokens a round, the first by step 0, and names no acceptance: half of them here. The number
-divides out of the gain, which is a ratio of times of a round."""
+"""SGLang #6606 drafts 2 tokens per round, the first by step 0, and states no acceptance: half of them here. The number
+cancels out of the gain, a ratio of round times."""
 _PLAIN = Decoding(num_speculative_tokens=0)
 _SPECULATIVE = Decoding(num_speculative_tokens=4, accepted=2.5)
 _TWO_GRAPHS, _ONE_GRAPH = replace(_SPECULATIVE, one_graph=False), replace(_SPECULATIVE, one_graph=True)
@@ -84,11 +84,11 @@ _INVARIANT = replace(_SPECULATIVE, batch_invariant=True)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ThroughputCase:
-    """A draft over a whole target of its shape, and the requests to time.
+    """A draft over a complete target of its shape, and the requests to time.
 
-    backends: the target's, the last where no other serves. prompt, output: tokens of each request. warm_up_tokens: of
-    the output, those before the clock starts. gains: percent that the graph of step 0 must bring, by requests. kept:
-    draft tokens that a round keeps in the mean, by the number that it drafts.
+    backends: the target's, in order of preference; the last is used if no other supports it. prompt, output: tokens per
+    request. warm_up_tokens: output tokens before the clock starts. gains: minimum gain in percent from the graph of
+    step 0, by requests. kept: mean draft tokens kept per round, by the number drafted.
     """
 
     draft: RandomDraft
@@ -103,7 +103,7 @@ class ThroughputCase:
     kept: Mapping[int, float] = field(default_factory=dict)
 
     def models(self, device: torch.device) -> tuple[LlamaTarget, DraftModel]:
-        """Target and draft with random weights, made on the device in their dtype."""
+        """Return target and draft with random weights, made on the device in their dtype."""
         fields = ConfigReader(self.draft.config, "the draft's config")
         config = replace(read_decoder(fields).model, num_layers=self.num_layers)
         num_states = self.draft.num_target_states
@@ -115,7 +115,7 @@ class ThroughputCase:
         return target, self.draft.kind.load(store, target, dtype=self.dtype, device=device)
 
     def requests(self, count: int) -> list[Request]:
-        """Prompts of random tokens, greedy, with a seed each: requests of one seed would keep the same drafts."""
+        """Return greedy prompts of random tokens, with a seed each: requests of one seed would keep the same drafts."""
         generator = torch.Generator().manual_seed(0)
         prompts = torch.randint(0, self.draft.config["vocab_size"], (count, self.prompt), generator=generator).tolist()
         return [
@@ -135,7 +135,7 @@ LLAMA3_8B = ThroughputCase(
     warm_up_tokens=32,
     gains={1: 4.9, 4: 4.2, 16: 6.2, 32: 3.7},
 )
-"""The output is a quarter of the published runs' 1000 tokens: every round of it is alike, and GPU time is short."""
+"""The output is a quarter of the published runs' 1000 tokens: all rounds are alike, and GPU time is scarce."""
 QWEN3_8B = replace(
     LLAMA3_8B, draft=BLOCK_DRAFTS["qwen3-8b-dflash"], num_layers=36, gains={}, kept={3: 2.0, 7: 3.5, 15: 5.0}
 )
@@ -143,8 +143,8 @@ QWEN3_8B = replace(
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What was seen while all requests decoded. round_us: from one step of the engine to the next; launch_us: host
-    time of launching draft and target in it."""
+    """Measured while all requests decoded. round_us: from one engine step to the next; launch_us: the host time in it
+    for launching draft and target."""
 
     tokens: int
     seconds: float
@@ -159,11 +159,11 @@ class Rates:
 
 
 def throughput_rows(bench: Bench, case: ThroughputCase = LLAMA3_8B) -> Iterator[BenchRow]:
-    """The graph of step 0 on against off, then one graph a round against two, then speculation against plain decoding,
-    then batch invariant against not."""
+    """Yield comparisons: the graph of step 0 on and off, one graph per round and two, speculation and plain decoding,
+    batch invariance on and off."""
     with bench.noting(NAME):
         timed = timed_pair(bench, case)
-        # On a backend that has both.
+        # A backend that supports both.
         everywhere = replace(timed, backend=registry.get(case.backends[-1]))
         for what, rows in (
             ("extend-graph", gain_rows("extend-graph", timed, _EXTEND_OFF, _EXTEND_ON, case.gains)),
@@ -181,8 +181,8 @@ def throughput_rows(bench: Bench, case: ThroughputCase = LLAMA3_8B) -> Iterator[
 def block_throughput_rows(
     bench: Bench, case: ThroughputCase = QWEN3_8B, steps: RandomDraft = RANDOM_DRAFTS["qwen3-8b-eagle3"]
 ) -> Iterator[BenchRow]:
-    """For each number of draft tokens a draft of the same target that goes step by step, then the case's, which
-    proposes a block at once; step_ratio: its output tokens a second over those of the other."""
+    """Yield, for each number of draft tokens, a step-by-step draft of the same target, then the case's block draft;
+    step_ratio: the block draft's output tokens per second over the other's."""
     part = "block-drafts"
     with bench.noting(f"{NAME}/{part}"):
         chain, block = timed_pair(bench, replace(case, draft=steps)), timed_pair(bench, case)
@@ -194,7 +194,7 @@ def block_throughput_rows(
 
 @dataclass(frozen=True, slots=True)
 class TimedPair:
-    """A case with its models, and the backend that the target got."""
+    """A case with its models, and the backend chosen for the target."""
 
     case: ThroughputCase
     target: LlamaTarget
@@ -202,7 +202,7 @@ class TimedPair:
     backend: AttentionBackend
 
     def engine(self, decoding: Decoding) -> Engine:
-        """An engine for the most requests of the case: its graphs serve the smaller batches too."""
+        """Make an engine for the case's largest batch: its graphs also serve smaller ones."""
         case, plain = self.case, decoding.num_speculative_tokens == 0
         drafter = None
         if not plain:
@@ -226,7 +226,7 @@ class TimedPair:
         return Engine(self.target, None if plain else self.draft, self.backend, config, draft_backend=draft_backend)
 
     def row(self, part: str, decoding: Decoding, num_reqs: int, host_waits: bool, rates: Rates) -> BenchRow:
-        """A row; per_user is tokens a second of one request."""
+        """Return a row; per_user is tokens per second of one request."""
         case, plain = self.case, decoding.num_speculative_tokens == 0
         (group,) = self.target.layer_groups(case.draft.page_size)
         return {
@@ -256,10 +256,10 @@ class TimedPair:
 def gain_rows(
     part: str, timed: TimedPair, without: Decoding, within: Decoding, gains: Mapping[int, float]
 ) -> Iterator[BenchRow]:
-    """Two ways to launch the same rounds, and what the second gains, in percent; gains: what it must, by requests.
+    """Yield two ways to launch the same rounds, the second with its gain in percent; gains: its minimum, by requests.
 
-    With the engine's host a round ahead of the device, and with one that waits for every round: the published gains are
-    of an engine whose host waited, and work of a host that is ahead costs no time.
+    The engine's host runs a round ahead of the device, or waits for every round: the published gains are for an engine
+    with a waiting host, and host work done ahead costs no time.
     """
     case, engines = timed.case, [timed.engine(decoding) for decoding in (without, within)]
     for num_reqs, host_waits in product(case.num_reqs, (False, True)):
@@ -275,7 +275,7 @@ def gain_rows(
 def compared_rows(
     part: str, without: tuple[TimedPair, Decoding], within: tuple[TimedPair, Decoding], ratio: str
 ) -> Iterator[BenchRow]:
-    """Two ways to decode the same requests; the second row has its rate over the first's, called `ratio`."""
+    """Yield two ways to decode the same requests; the second row has its rate over the first's, named `ratio`."""
     case, engines = without[0].case, [timed.engine(decoding) for timed, decoding in (without, within)]
     for num_reqs in case.num_reqs:
         requests = case.requests(num_reqs)
@@ -286,10 +286,10 @@ def compared_rows(
 
 
 def rates_of(engine: Engine, requests: Sequence[Request], warm_up_tokens: int, host_waits: bool) -> Rates:
-    """Rates of the requests side by side in an engine that has no others, and none of these afterwards.
+    """Return rates of concurrent requests in an engine without others; it has none of these afterwards either.
 
-    warm_up_tokens: tokens that each must have before the clock starts; fewer than any request's. host_waits: for the
-    device, after every step.
+    warm_up_tokens: tokens each must have before the clock starts; fewer than any request's. host_waits: for the device,
+    after every step.
     """
     device = next(engine.target.model.parameters()).device
 
@@ -316,13 +316,13 @@ def rates_of(engine: Engine, requests: Sequence[Request], warm_up_tokens: int, h
 
 
 def timed_pair(bench: Bench, case: ThroughputCase) -> TimedPair:
-    """The case's models on the bench's device, and the first of its backends that serves the target there."""
+    """Return the case's models on the bench's device, with the first of its backends that supports the target there."""
     target, draft = case.models(bench.device)
     return TimedPair(case, target, draft, _backend(bench, case, target))
 
 
 def _backend(bench: Bench, case: ThroughputCase, target: LlamaTarget) -> AttentionBackend:
-    """The first of the case's backends that serves the target here, with a note on those before it."""
+    """Return the first of the case's backends that supports the target here, noting why earlier ones do not."""
     (group,) = target.layer_groups(case.draft.page_size)
     *preferred, last = case.backends
     for name in preferred:

@@ -1,4 +1,4 @@
-"""Attention of trees beside that of as many tokens in a row, after the same context, on every backend with trees."""
+"""Tree attention next to that of a chain with as many tokens, after the same context, on every backend with trees."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from spec_decode.trees.kernels.ancestor_masks import ancestor_masks
 _SPECS = tuple(replace(spec, tree=True) for spec in (GQA, MLA))
 _CONTEXT = 1024
 _LIMIT = TimingLimit("chain_ratio", 1.15)
-"""What a tree may take over as many tokens in a row."""
+"""Maximum ratio of a tree's time to a chain's."""
 
 
 def tree_rows(bench: Bench) -> Iterator[BenchRow]:
-    """Two rows for each size: tokens in a row, and a tree of three children a token."""
+    """Yield two rows for each size: a chain, and a tree with three children per token."""
     for backend, spec in serving(bench, "tree-verify", _SPECS):
         for num_tokens, num_reqs in product((16, 32, 64), (1, 8)):
             at = f"{num_tokens} tokens, {num_reqs} requests"
@@ -41,14 +41,14 @@ def tree_rows(bench: Bench) -> Iterator[BenchRow]:
 
 
 def _time(fixture: DecodeFixture, backend: AttentionBackend) -> Quantiles:
-    """GPU microseconds of attention alone."""
+    """Return GPU microseconds of attention only."""
     if fixture.spec.tree:
         _make_tree(fixture)
     return time_in_turn(fixture.attention_by(backend), fixture.caches(backend, cold=False))
 
 
 def _make_tree(fixture: DecodeFixture) -> None:
-    """Put a tree of three children a token into the place of the tokens in a row."""
+    """Replace the chain by a tree with three children per token."""
     buffers, num_tokens = fixture.buffers, fixture.batch.max_query_len
     shape = DraftTree(tuple(token // 3 for token in range(num_tokens - 1)))
     masks, depths = ancestor_masks(shape.rows(fixture.num_reqs, fixture.device))
