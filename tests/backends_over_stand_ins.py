@@ -1,4 +1,4 @@
-"""Backends of this project loaded over stand-ins for their kernels' packages, and forgotten afterwards."""
+"""Load this project's backends over stand-ins for their kernel packages, and forget them afterwards."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from attn_backends import AttentionBackend, registry
 
 
 def stand_in_op(name: str, mutates: Sequence[str] = ()) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """A function of tensors on the CPU as an op, which a graph records as one."""
+    """Register a function of CPU tensors as an op, which a graph records as one."""
 
     def define(function: Callable[..., Any]) -> Callable[..., Any]:
         torch.library.define(name, torch.library.infer_schema(function, mutates_args=mutates))
@@ -30,7 +30,7 @@ def stand_in_op(name: str, mutates: Sequence[str] = ()) -> Callable[[Callable[..
 
 @contextmanager
 def unloaded(*paths: str, package: str = "") -> Iterator[None]:
-    """These modules, their backends and that package as before any import; as they were afterwards."""
+    """Unload these modules, their backends and that package for the block, then restore them."""
     before, loaded = _take_away(paths, package), dict(registry._loaded)
     for name, backend in loaded.items():
         if type(backend).__module__ in paths:
@@ -55,7 +55,7 @@ def _take_away(paths: Sequence[str], package: str) -> dict[str, ModuleType]:
 
 
 def on_the_cpu(base: type[AttentionBackend]) -> AttentionBackend:
-    """A backend of this class that runs on the CPU."""
+    """Return a backend of this class that runs on the CPU."""
     capabilities = replace(base.capabilities, devices=("cpu",))
     made: AttentionBackend = type(base.__name__, (base,), {"capabilities": capabilities})()
     return made
@@ -63,7 +63,7 @@ def on_the_cpu(base: type[AttentionBackend]) -> AttentionBackend:
 
 @contextmanager
 def loaded_over(modules: Mapping[str, ModuleType], path: str, class_name: str) -> Iterator[AttentionBackend]:
-    """A backend of that module, on the CPU, that found these modules; nothing is loaded for good."""
+    """Yield that module's backend, on the CPU, imported over these modules; nothing stays loaded."""
     with unloaded(path), pytest.MonkeyPatch.context() as patch:
         for each, module in modules.items():
             patch.setitem(sys.modules, each, module)

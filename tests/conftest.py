@@ -7,7 +7,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 torch.set_num_threads(1)
-# The processes that tests start, too: more threads only wait for each other beside the other tests.
+# Also for processes that tests start: more threads only contend with the other tests.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 settings.register_profile(
     "repeatable",
@@ -24,13 +24,13 @@ _LONG = ("test_op_kernels", "conformance/", "engine/", "models/", "attn_backends
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest files first, so that no worker is left with one of them at the end."""
+    """Run the longest files first, so that no worker is left with one at the end."""
     items.sort(key=lambda item: not any(name in item.nodeid for name in _LONG))
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
-    """What commands set for their own process is undone: here they share it with the tests to come."""
+    """Undo what commands set for their own process: here they share it with later tests."""
     kept = {name: os.environ.get(name) for name in ("TRITON_INTERPRET", "OMP_NUM_THREADS")}
     try:
         return (yield)
@@ -49,7 +49,7 @@ def pytest_collection_finish() -> None:
 
 
 def keep_what_is_left() -> None:
-    """No collection of garbage looks again at what most likely lives to the end: millions of objects, of modules, of
-    tests and of what files of tests have cached."""
+    """Exempt from garbage collection what probably lives to the end: millions of objects of modules, of tests and of
+    caches."""
     gc.collect()
     gc.freeze()

@@ -1,4 +1,4 @@
-"""Small worlds for tests: specs, tables, shared state with any content, and model pairs that agree now and then."""
+"""Small test fixtures: specs, tables, shared state with arbitrary content, and model pairs that sometimes agree."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ indexes_fp8 = pytest.mark.xfail(
 
 
 def register_as(name: object, make: Callable[[], Any], *, replace: bool = False) -> type[AttentionBackend]:
-    """Register under any name what `make` returns, a backend as a rule."""
+    """Register what `make` returns, normally a backend, under the given name."""
     made = type("Made", (TorchReference,), {"name": name, "__new__": lambda cls: make()})
     return register(replace=replace)(made)
 
 
 def install_plug_in(site: Path, package: str, name: str, source: str) -> None:
-    """A package in a folder that declares the backend `name`, the class Backend of its module."""
+    """Write a package into a folder that declares the backend `name`, the class Backend of its module."""
     module = package.replace("-", "_")
     (site / f"{module}.py").write_text(source)
     info = site / f"{module}-1.dist-info"
@@ -56,7 +56,7 @@ def make_tables(
     max_seq_len: int = 64,
     device: torch.device = CPU,
 ) -> RequestTables:
-    """Loaded tables in which every request owns pages for max_seq_len tokens, in shuffled order."""
+    """Return loaded tables in which every request owns pages for max_seq_len tokens, in shuffled order."""
     max_reqs = max_reqs or len(limits)
     counts = [max_reqs * -(-max_seq_len // size) for size in page_sizes]
     tables = RequestTables(
@@ -73,7 +73,7 @@ def owned_pages(num_reqs: int, each: int, count: int, seed: int = 0) -> list[lis
 
 @dataclass
 class Shared:
-    """Shared state as plain lists: what `buffers` puts on the device and a model in plain Python can compute with."""
+    """Shared state as plain lists, for a model in plain Python; `buffers` puts it on the device."""
 
     page_sizes: list[int]
     table: list[list[list[int]]]
@@ -81,7 +81,7 @@ class Shared:
     limits: list[int]
     seq_lens: list[int]
     num_reqs: int
-    """Rows an operation works on; the rows behind it must stay as they are."""
+    """Rows an operation works on; it must leave the rows after them unchanged."""
 
     @property
     def rows(self) -> int:
@@ -97,7 +97,7 @@ class Shared:
         return self.page(group, row, position) * size + position % size
 
     def owns(self, row: int, position: int) -> bool:
-        """Whether the row may write this position: below its limit, with a page in every group."""
+        """Return whether the row may write this position: below its limit, with a page in every group."""
         groups = range(len(self.page_sizes))
         return position < self.limits[row] and all(self.page(g, row, position) >= 0 for g in groups)
 
@@ -122,7 +122,7 @@ class Shared:
 
 @st.composite
 def shared_states(draw: st.DrawFn, max_rows: int = 5) -> Shared:
-    """Any shared state: several groups, pages missing here and there, limits beyond and below the pages."""
+    """Draw any shared state: several groups, some pages missing, limits above and below the pages."""
     sizes = draw(st.lists(st.sampled_from([1, 2, 3, 4, 8]), min_size=1, max_size=3))
     rows = draw(st.integers(1, max_rows))
     columns = draw(st.integers(1, 4))
@@ -142,7 +142,7 @@ def shared_states(draw: st.DrawFn, max_rows: int = 5) -> Shared:
 
 
 def state_of(batch: BatchBuffers) -> dict[str, Any]:
-    """Everything a kernel may write, as lists."""
+    """Return everything a kernel may write, as lists."""
     fields = {
         name: getattr(batch, name) for name in ("query_start_loc", "seq_lens", "positions", "slot_mappings", "step")
     }
@@ -174,13 +174,13 @@ def make_config(**changes: Any) -> ModelConfig:
 
 
 def make_latent_config(*, sinks: bool = True, value_dim: int | None = None, **changes: Any) -> ModelConfig:
-    """A draft's config for a target of `make_config`, with a window that short texts outgrow."""
+    """Return a draft's config for a target of `make_config`, with a window that short texts outgrow."""
     latent = LatentConfig(rope_dim=8, q_rank=24, out_rank=24, value_dim=value_dim, sinks=sinks)
     return make_config(**{"head_dim": 32, "sliding_window": 6, "latent": latent, **changes})
 
 
 def make_block_config(target: ModelConfig, **changes: Any) -> dict[str, Any]:
-    """What config.json says of a block draft of two layers for that target: the next token and 5 masks."""
+    """Return config.json of a two-layer block draft for that target: the next token and 5 masks."""
     return {
         "vocab_size": target.vocab_size,
         "hidden_size": target.hidden_size,
@@ -202,7 +202,8 @@ def make_pair(
     seed: int = 0,
     context: float = 0.4,
 ) -> tuple[LlamaTarget, EagleDraft]:
-    """A random fp32 pair that agrees now and then: both go by the last token, and by the context times `context`."""
+    """Return a random fp32 pair that sometimes agrees: each goes by the last token, and by `context` times the
+    context."""
     config = config or make_config()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -210,7 +211,7 @@ def make_pair(
         draft = EagleDraft(draft_config or config, target)
         if draft.config.latent is not None:
             for parameter in draft.layer.parameters():
-                # So that neither a sink nor a norm's weight is what it would be if it were forgotten.
+                # Move sinks and norm weights off the values they would have if they were forgotten.
                 if parameter.dim() == 1:
                     parameter.data.add_(torch.randn_like(parameter) / 4)
     eye = torch.eye(config.hidden_size)
@@ -225,7 +226,7 @@ def make_pair(
 
 
 def batch_of(query_lens, seq_lens, pad_reqs, page_size, max_seq_len):
-    """Block table, lengths and starts of a batch; which slots of the pages hold a token of it; and its query tokens."""
+    """Return a batch's block table, lengths and starts; which slots of the pages hold a token; its query tokens."""
     tables = make_tables(seq_lens, page_sizes=(page_size,), max_reqs=4, max_seq_len=max_seq_len)
     batch = BatchBuffers(tables, max_tokens=80)
     num_reqs, num_tokens = batch.load(query_lens, seq_lens, pad_reqs=pad_reqs)
@@ -239,8 +240,8 @@ def batch_of(query_lens, seq_lens, pad_reqs, page_size, max_seq_len):
 def engine_config(
     *, num_speculative_tokens: int = 0, graph_mode: GraphMode = GraphMode.FULL, **options: Any
 ) -> EngineConfig:
-    """An EngineConfig of flat options: those of a drafter go to its own, but for 0 tokens there is none. graph_mode: of
-    both."""
+    """Build an EngineConfig from flat options: a drafter's go to its own config, which 0 tokens leave out. graph_mode:
+    of both."""
     names = {field.name for field in fields(DrafterConfig)} & options.keys()
     own: dict[str, Any] = {name: options.pop(name) for name in names}
     drafter = None
@@ -250,10 +251,10 @@ def engine_config(
 
 
 def make_request(prompt: Sequence[int], **sampling: Any) -> Request:
-    """A request with these of the SamplingParams."""
+    """Make a request with these SamplingParams."""
     return Request(prompt=prompt, sampling=SamplingParams(**sampling))
 
 
 def resampled(request: Request, **changes: Any) -> Request:
-    """The same request with other SamplingParams."""
+    """Return the same request with changed SamplingParams."""
     return replace(request, sampling=replace(request.sampling, **changes))

@@ -1,7 +1,7 @@
-"""FlashAttention-3 for machines without a GPU: vLLM's entry, in torch, with the lse that its kernels have.
+"""FlashAttention-3 for machines without a GPU: vLLM's entry point in torch, with its kernels' lse.
 
-From softmax.h and epilogue_fwd.hpp (hopper) of Dao-AILab/flash-attention: windows and causality end at the bottom
-right, the lse is natural, an empty row is 0 with an lse of -inf, and so is the lse of a row whose sum is NaN.
+From softmax.h and epilogue_fwd.hpp (hopper) of Dao-AILab/flash-attention: windows and causality are aligned at the
+bottom right, the lse is natural, an empty row is 0 with an lse of -inf, and so is the lse of a row whose sum is NaN.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def attend(
     window_right: int,
     soft_cap: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """out [T, H, E] in bf16 where queries are e4m3; lse fp32 [H, T]."""
+    """Return out [T, H, E], in bf16 if queries are e4m3, and lse fp32 [H, T]."""
     tokens, heads, size, kv_heads = *query.shape[:2], key.shape[1], key.shape[2]
     dtype = torch.bfloat16 if query.dtype.itemsize == 1 else query.dtype
     out, lse = torch.zeros(tokens, heads, value.shape[3], dtype=dtype), torch.full((heads, tokens), -math.inf)
@@ -98,7 +98,7 @@ def attend(
 
 @contextmanager
 def installed(name: str = "flash_attn3") -> Iterator[AttentionBackend]:
-    """A backend over the stand-in, on the CPU; nothing is loaded for good."""
+    """Yield a backend over the stand-in, on the CPU; nothing stays loaded."""
     names = [Vllm.module.rsplit(".", dots)[0] for dots in (2, 1)] + [Vllm.module]
     modules = {each: ModuleType(each) for each in names}
     vars(modules[Vllm.module]).update(FA3_AVAILABLE=True, flash_attn_varlen_func=flash_attn_varlen_func)

@@ -1,8 +1,8 @@
 """FlashMLA's dense decode for machines without a GPU, in torch: it attends by its schedule, right or stale.
 
-From deepseek-ai/FlashMLA at 9241ae3: api/dense_decode.h (what is refused, and how many parts a batch has),
-get_decoding_sched_meta.cu (which blocks a part attends to), sm90/decode/dense/splitkv_mla.cuh (what it makes of them)
-and combine.cu. A part is one of its SMs, a block is 64 tokens, and a split is what one part attends to of one request.
+From deepseek-ai/FlashMLA at 9241ae3: api/dense_decode.h (checks, and how many parts a batch has),
+get_decoding_sched_meta.cu (the blocks of a part), sm90/decode/dense/splitkv_mla.cuh (what a part computes) and
+combine.cu. A part is one SM's work, a block is 64 tokens, and a split is one part's share of one request.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _BLOCK, _ROWS, _OVERHEAD = 64, 64, 5
 
 @dataclass
 class FlashMLASchedMeta:
-    """Empty until the first call; later ones take its schedule, whatever the lengths are by then."""
+    """Empty until the first call; later calls use its schedule, even if lengths have changed."""
 
     have_initialized: bool = False
     config: Any = None
@@ -68,7 +68,7 @@ def dense_decode_fwd(
     splits: torch.Tensor | None,
     out: None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What FlashMLA's Python calls. out: vLLM's build has it."""
+    """The function that FlashMLA's Python calls. out: exists in vLLM's build."""
     _require("dtypes are bf16, and int32", q.dtype == k_cache.dtype == torch.bfloat16, _int32(lens, table))
     _require("dims are 576 and 512, in pages of 64", (q.shape[3], head_dim_v, k_cache.shape[1]) == (576, 512, _BLOCK))
     _require("last dims are contiguous", q.stride(3) == k_cache.stride(3) == table.stride(1) == 1)
@@ -89,7 +89,7 @@ def _int32(*tensors: torch.Tensor) -> bool:
 
 
 class Part(NamedTuple):
-    """What a part attends to: blocks begin_block of begin_req to end_block, exclusive, of end_req, inclusive."""
+    """A part's blocks: from begin_block of begin_req to end_block (exclusive) of end_req (inclusive)."""
 
     begin_req: int
     end_req: int
@@ -140,7 +140,7 @@ def attend(
     scale: float,
     causal: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """out [B, S, H, 512], and lse fp32 [B, H, S]; what no part writes is NaN, as uninitialised memory may be."""
+    """Return out [B, S, H, 512] and lse fp32 [B, H, S]; what no part writes is NaN, as uninitialised memory can be."""
     (num_reqs, query_len, heads, _), first = query.shape, splits.tolist()
     out = query.new_full((num_reqs, query_len, heads, 512), math.nan)
     lse = torch.full((num_reqs, query_len, heads), math.nan)
@@ -177,7 +177,7 @@ def _attend_to_blocks(
     scale: float,
     causal: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of query tokens [S, H, 576] to blocks start to end of a request: 0 with an lse of -inf where none is seen."""
+    """Attend with query tokens [S, H, 576] to blocks start to end of a request: 0 with an lse of -inf where none is."""
     at = torch.arange(start * _BLOCK, max(start, end) * _BLOCK)
     page = pages[(at // _BLOCK).clamp(max=len(pages) - 1)].long()
     live = at < length
@@ -195,7 +195,7 @@ def _attend_to_blocks(
 
 @contextmanager
 def installed() -> Iterator[AttentionBackend]:
-    """The backend flashmla over the stand-in, on the CPU; nothing is loaded for good."""
+    """Yield the backend flashmla over the stand-in, on the CPU; nothing stays loaded."""
     modules = {name: ModuleType(name) for name in (MODULE.partition(".")[0], MODULE)}
     vars(modules[MODULE]).update(
         __file__=__file__, FlashMLASchedMeta=FlashMLASchedMeta, flash_mla_with_kvcache=flash_mla_with_kvcache

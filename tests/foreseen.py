@@ -1,4 +1,4 @@
-"""A third party's backend whose steps the host can plan ahead, and none can be advanced."""
+"""A third-party backend whose steps the host can plan ahead, but that cannot advance."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from builders import (
 
 
 class ForeseenBuilder(MetadataBuilder[ReferenceMetadata]):
-    """Makes the visible ranges of a decode from the lengths that the host is told, for as many steps as are asked."""
+    """Computes the visible ranges of a decode from the host's lengths, for the requested number of steps."""
 
     graph_support = GraphSupport.ALWAYS
     host_lengths = HostLengths.EXACT

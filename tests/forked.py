@@ -1,4 +1,4 @@
-"""Isolated processes as forks of this one: each would import for two seconds what is here already."""
+"""Isolated processes as forks of this one: importing everything again would take each two seconds."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from spec_decode.testing import process_isolation
 
 
 class Fork:
-    """What `start_isolated` uses of a `subprocess.Popen` of python -c CODE ARGUMENT..., as a fork of this process in a
-    group of its own."""
+    """The part of `subprocess.Popen` that `start_isolated` uses for python -c CODE ARGUMENT..., as a fork of this
+    process in its own process group."""
 
     def __init__(
         self, command: Sequence[str], *, stdout: IO[bytes], pass_fds: Sequence[int] = (), **options: Any
@@ -29,7 +29,7 @@ class Fork:
         assert command[:2] == [sys.executable, "-c"] and options["start_new_session"]
         self._status: int | None = None
         self.pid = os.fork()
-        os.setpgid(self.pid, self.pid)  # in both processes: whichever is first
+        os.setpgid(self.pid, self.pid)  # in both processes: either can be first
         if not self.pid:
             os.dup2(stdout.fileno(), 1)
             os.dup2(stdout.fileno(), 2)
@@ -44,7 +44,7 @@ class Fork:
 
 
 def _run(code: str, arguments: list[str]) -> int:
-    """What python -c does, without the handlers of this process; its exit status."""
+    """Run code as python -c does, without this process's signal handlers; return its exit status."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
     faulthandler.disable()
@@ -64,5 +64,5 @@ def _run(code: str, arguments: list[str]) -> int:
 
 
 def fork_isolated(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have `start_isolated` fork. That it starts a process of Python's is shown where nothing is forked."""
+    """Make `start_isolated` fork. Tests without forks cover that it starts a Python process."""
     monkeypatch.setattr(process_isolation, "subprocess", SimpleNamespace(Popen=Fork, DEVNULL=subprocess.DEVNULL))

@@ -1,4 +1,4 @@
-"""Children that hang, and a clock for the limits that end them: no test of a limit depends on how fast a machine is."""
+"""Children that hang, and a clock for the limits that end them: these tests do not depend on a machine's speed."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import pytest
 from spec_decode.testing import process_isolation
 
 HANG = "open({mark!r}, 'w').close(); __import__('threading').Event().wait()"
-"""Says in a file that it hangs, and waits for what never comes."""
+"""Creates a file to show that it hangs, then waits forever."""
 UNLIMITED = 1e6
 
 
 def pass_limits_at(mark: Path, seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have limits of so many seconds or fewer pass once the file is there and what was said is read."""
+    """Make limits of at most `seconds` expire once the file exists and all output is read."""
     real = process_isolation.select.select
 
     def select(readers: list[int], writers: list[int], others: list[int], left: float) -> tuple[list[int], ...]:

@@ -1,7 +1,7 @@
-"""Which of our modules uses which: as their sources say, and as they hold one another after loading.
+"""Which of our modules uses which: according to their source, and to the objects they hold once loaded.
 
-`python -m tests.import_graph MODULE...` loads those, then all of them, and prints as JSON what had come with those, and
-the uses of the second kind.
+`python -m tests.import_graph MODULE...` loads those modules, then all others, and prints as JSON what the first step
+loaded, and the uses found in loaded modules.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 FLOORS = ["builders", "attn_backends", "spec_decode", "engines", "benchmarks"]
-"""From the ground up."""
+"""Lowest first."""
 
 parsed = cache(ast.parse)
-"""Of a source. A tree is walked by several tests."""
+"""Syntax tree of a source, cached because several tests walk it."""
 Uses = dict[str, set[str]]
-"""For each module, the modules it uses. A package's own file is called package.__init__."""
+"""For each module, the modules it uses. A package's __init__ file is called package.__init__."""
 
 
 def module_files(root: Path = ROOT, floors: Iterable[str] = FLOORS) -> dict[str, Path]:
-    """Every module of the floors with its file."""
+    """Return every module of the floors with its file."""
     return {
         ".".join(path.relative_to(root).with_suffix("").parts): path
         for floor in floors
@@ -38,9 +38,9 @@ def module_files(root: Path = ROOT, floors: Iterable[str] = FLOORS) -> dict[str,
 
 
 def imported(source: str, module: str = "", known: Collection[str] = ()) -> set[str]:
-    """What a module imports, wherever in it: inside functions and for types alone, too.
+    """Return everything a module imports, including inside functions and for type checking only.
 
-    `from package import name` counts as package.name where that is a known module, and as package where it is not.
+    `from package import name` counts as package.name if that is a known module, otherwise as package.
     """
     found = set()
     for node in _import_statements(source):
@@ -61,12 +61,11 @@ def _import_statements(source: str) -> list[ast.Import | ast.ImportFrom]:
 
 @cache
 def uses_here() -> Uses:
-    """Uses by import statements of every module of the floors."""
+    """Return the uses of every module of the floors, by import statement."""
     return source_uses(module_files())
 
 
 def source_uses(files: dict[str, Path]) -> Uses:
-    """Uses by import statements."""
     return {
         module: {
             use
@@ -78,8 +77,8 @@ def source_uses(files: dict[str, Path]) -> Uses:
 
 
 def loaded_uses(files: dict[str, Path]) -> Uses:
-    """Uses by what a loaded module's globals hold: modules, and functions, classes and objects that others define."""
-    # All are loaded before the first is looked at: one may register something with another.
+    """Return uses by what a loaded module's globals hold: modules, and objects that other modules define."""
+    # Load all before inspecting any: one can register something with another.
     loaded = {module: found for module in files if (found := _load(module))}
     uses: Uses = {}
     for module, found in loaded.items():
@@ -89,7 +88,7 @@ def loaded_uses(files: dict[str, Path]) -> Uses:
 
 
 def circles(uses: Uses) -> list[list[str]]:
-    """In each package, the files and folders in it that use one another in a circle, by their full names."""
+    """Return, for each package, the files and folders in it that use one another in a cycle, by full name."""
     children: Uses = {}
     for module, used in uses.items():
         for other in used:
@@ -105,7 +104,7 @@ def circles(uses: Uses) -> list[list[str]]:
 
 
 def _load(module: str) -> ModuleType | None:
-    """A module, or None where it is a command or needs a package that is not installed."""
+    """Import a module; return None if it is a command or needs a package that is not installed."""
     if module.endswith("__main__"):
         return None
     try:
@@ -121,9 +120,9 @@ def _known_as(name: str, known: Collection[str]) -> str | None:
 
 
 def _owners(value: Any, holder: str, depth: int = 3) -> Iterator[str]:
-    """The modules that define a value and what it holds."""
+    """Yield the modules that define a value and what it contains."""
     if isinstance(value, ModuleType):
-        # The import system puts a package's submodules there.
+        # The import system adds a package's submodules to it.
         if not value.__name__.startswith(f"{holder}."):
             yield value.__name__
     elif isinstance(value, dict | list | tuple | set | frozenset):
@@ -137,7 +136,7 @@ def _owners(value: Any, holder: str, depth: int = 3) -> Iterator[str]:
 
 
 def _split(one: str, two: str) -> tuple[str, str]:
-    """The two children of the innermost common package that the modules lie in, or are."""
+    """Return the children of the innermost common package in which the two modules lie."""
     parts, others = one.split("."), two.split(".")
     common = len(list(takewhile(lambda pair: pair[0] == pair[1], zip(parts, others, strict=False))))
     return ".".join(parts[: common + 1]), ".".join(others[: common + 1])

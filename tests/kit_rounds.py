@@ -1,4 +1,4 @@
-"""Of the conformance kit's whole rounds, those that are tried often; the others are slow."""
+"""The conformance kit's whole rounds that every test run includes; the others are slow."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ OFTEN = {
     STOP_ON_THEIR_OWN: ("k2-n3", "k4-n7"),
     RESUME_AFTER_A_PAUSE: ("k1-n2", "k4-n3"),
 }
-"""By check, its cases. `strategies_agree` has every number of draft tokens with every number of requests, each of them
-here; the requests of k4-n7 stop at every length from 0 to 4."""
+"""Cases by check. `strategies_agree` combines every number of draft tokens with every number of requests; each occurs
+here at least once. The requests of k4-n7 stop at every length from 0 to 4."""
 
 
 def tried_often(check: Check) -> bool:
-    """Whether it is tried on the reference in every run of the tests."""
+    """Return whether every test run tries it on the reference."""
     return check.case in OFTEN.get(check.name, (check.case,))

@@ -1,4 +1,4 @@
-"""The reference builder with a flat list of each request's pages beside it, as kernels that gather want it."""
+"""The reference builder plus a flat list of each request's pages, as gathering kernels need it."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from builders import (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PageListMetadata(ReferenceMetadata):
-    """page_counts int32 [num_reqs]; page_list int32 [num_reqs * width], the requests' pages in a row, then zeros."""
+    """page_counts int32 [num_reqs]; page_list int32 [num_reqs * width], all requests' pages, then zeros."""
 
     page_counts: torch.Tensor
     page_list: torch.Tensor
 
 
 class PageListBuilder(MetadataBuilder[PageListMetadata]):
-    """Lists pages correctly in build() and, unless a subclass lists them otherwise, in advance()."""
+    """Lists pages correctly in build() and, unless a subclass changes it, in advance()."""
 
     graph_support = GraphSupport.ALWAYS
     step_fields = (*ReferenceBuilder.step_fields, "page_counts", "page_list")

@@ -1,4 +1,4 @@
-"""Packages of kernels on disk: modules with the entries' signatures, and no kernels."""
+"""Kernel packages on disk: modules with the entry points' signatures, and no kernels."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Install = Callable[[str, str], None]
 
 @contextmanager
 def packages_on_disk(folder: Path, *names: str) -> Iterator[Install]:
-    """Of these packages only what is installed is there: install(module, source), with the packages around it."""
+    """Hide these packages except for what install(module, source) adds, with the packages around it."""
 
     def ours() -> list[str]:
         return [name for name in sys.modules if name.partition(".")[0] in names]
@@ -44,7 +44,7 @@ def packages_on_disk(folder: Path, *names: str) -> Iterator[Install]:
 
 @contextmanager
 def versions(known: dict[str, str]) -> Iterator[None]:
-    """Distributions of these versions, and of no others, have metadata."""
+    """Give metadata to distributions of these versions only."""
 
     def version_of(package: str) -> str:
         if package not in known:

@@ -1,7 +1,8 @@
 """The package `flashinfer` for machines without a GPU: wrappers that attend, in torch, by the plan in their workspace.
 
-What is ours around FlashInfer's kernels runs over it as it is: a plan of other lengths gives other numbers, or what the
-real kernel would end in as a RuntimeError. Nothing here knows a batch but through the tensors that the kernels read.
+Our code around FlashInfer's kernels runs over it unchanged: a plan for other lengths gives other numbers, or a
+RuntimeError where the real kernel would crash. Nothing here knows a batch except through the tensors that the kernels
+read.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ _IMPORT_IT = ("builders.flashinfer.builder", "builders.flashinfer.wrappers", "at
 
 @contextmanager
 def installed(partials: int = 1 << 13, plan: int = 1 << 12) -> Iterator[None]:
-    """`import flashinfer` gives the stand-in.
+    """Make `import flashinfer` return the stand-in.
 
-    partials, plan: the least bytes of a builder's workspaces: far below what FlashInfer recommends, so that what a
-    batch needs is computed.
+    partials, plan: minimum bytes of a builder's workspaces, far below FlashInfer's recommendation, so that the builder
+    must compute a batch's needs.
     """
     package, decode = ModuleType("flashinfer"), ModuleType("flashinfer.decode")
     vars(package).update(
@@ -45,13 +46,13 @@ def installed(partials: int = 1 << 13, plan: int = 1 << 12) -> Iterator[None]:
 
 @contextmanager
 def absent() -> Iterator[None]:
-    """`import flashinfer` fails, wherever it is installed, and no backend over it has been made."""
+    """Make `import flashinfer` fail even if it is installed, with no backend over it loaded."""
     with unloaded(*_IMPORT_IT, package="flashinfer"):
-        sys.modules["flashinfer"] = None  # type: ignore[assignment]  # is how an import is made to fail
+        sys.modules["flashinfer"] = None  # makes the import fail
         yield
 
 
 def backend(name: str) -> AttentionBackend:
-    """A backend over the stand-in, which runs on the CPU."""
+    """Return a backend over the stand-in, which runs on the CPU."""
     module, _, attribute = registry._BUILT_IN[name].factory.partition(":")
     return on_the_cpu(getattr(import_module(module), attribute))

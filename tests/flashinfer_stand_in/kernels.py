@@ -1,8 +1,8 @@
 """FlashInfer's paged kernels in torch: each CTA attends to what its entries in the plan say, right or wrong.
 
 From decode.cuh, prefill.cuh and cascade.cuh (include/flashinfer/attention) and page.cuh of FlashInfer 0.6.12; a CTA
-here is its KV heads' CTAs at once. Lengths are uint32 and wrap as there. What a test could not bear is a RuntimeError:
-running for 2**32 tokens, and memory that is nobody's. Partial outputs that no CTA writes are NaN.
+here stands for the CTAs of all its KV heads. Lengths are uint32 and wrap as there. What a test could not survive is a
+RuntimeError: running for 2**32 tokens, and access to unowned memory. Partial outputs that no CTA writes are NaN.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ class _Cta:
     query_len: int
     kv_len: int
     position: torch.Tensor
-    """Of each row: its query token, counted from the request's first."""
+    """Each row's query token, counted from the request's first."""
     token: torch.Tensor
     """The same, counted from the batch's first."""
     head: torch.Tensor
-    """Its query head, counted from the first that shares its KV head."""
+    """Each row's query head, counted from the first that shares its KV head."""
     row: torch.Tensor
-    """Where its output goes."""
+    """Output row of each."""
 
 
 class _Pages:
@@ -62,13 +62,13 @@ class _Pages:
         return ((pages - 1) * self.key.shape[1] + self.last_page_len[request]) % _WRAP if pages else 0
 
     def tokens(self, request: int, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values, fp32 [end - start, num_kv_heads, head_dim]."""
+        """Return keys and values, fp32 [end - start, num_kv_heads, head_dim]."""
         if end - start > _ENDLESS:
             raise RuntimeError(f"would not end: {end - start} tokens of request {request}")
         size = self.key.shape[1]
         at = self.indptr[request] * size + torch.arange(start, end)
         entry, offset = at // size, at % size
-        # As the kernels do: past all requests' pages they read the first token of all.
+        # Like the kernels, which read page 0's first token past all requests' pages.
         known = entry < self.indptr[-1]
         page = torch.where(known, self.indices[torch.where(known, entry, 0)], 0).long()
         offset = torch.where(known, offset, 0)
@@ -124,7 +124,7 @@ def _ints(plan: torch.Tensor, offset: int, length: int) -> list[int]:
 
 
 def _partials(info: PlanInfo, partials: torch.Tensor, out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Partial outputs [rows, num_q_heads, head_dim], kept in the output's dtype, and log2 of their weights."""
+    """Return partial outputs [rows, num_q_heads, head_dim], in the output's dtype, and log2 of their weights."""
     heads, dim = out.shape[1:]
     v_bytes, s_bytes = info.partial_bytes(heads, dim)
     outputs = partials[info.v : info.v + v_bytes].view(out.dtype).view(-1, heads, dim)
@@ -140,7 +140,7 @@ def _tiles(info: PlanInfo, plan: torch.Tensor) -> list[int]:
 
 
 def cuda_core_tile_tokens(head_dim: int, group: int, element_size: int) -> int:
-    """KV tokens of one iteration of the CUDA-core kernel: BatchDecodeWithPagedKVCacheDispatched in decode.cuh."""
+    """Return KV tokens per iteration of the CUDA-core kernel: BatchDecodeWithPagedKVCacheDispatched in decode.cuh."""
     per_row = head_dim // max(16 // element_size, head_dim // 32)
     rows = max(128, per_row * group) // (per_row * group)
     return (4 if group == 1 else 1) * group * rows
@@ -155,7 +155,7 @@ def _cuda_core_ctas(info: PlanInfo, plan: torch.Tensor, pages: _Pages, group: in
         kv_len = pages.length(request)
         start = kv_tile * chunk if info.split else 0
         end = min((kv_tile + 1) * chunk, kv_len) if info.split else kv_len
-        # The count of its iterations is uint32 arithmetic too: a little past the end it rounds up to none.
+        # The iteration count is uint32 arithmetic too: a little past the end it rounds up to 0.
         iterations = ((end - start) % _WRAP + tile_tokens - 1) % _WRAP // tile_tokens
         if iterations * tile_tokens > _ENDLESS:
             raise RuntimeError(f"would not end: a chunk of request {request} starts at {start} of {kv_len} tokens")
@@ -223,7 +223,7 @@ def _softmax(
     soft_cap: float,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output [rows, num_kv_heads, head_dim] of query rows over these tokens, and log2 of its weight."""
+    """Return the output [rows, num_kv_heads, head_dim] of query rows over these tokens, and log2 of its weight."""
     scores = torch.einsum("rhd,nhd->rhn", query, key) * scale
     if soft_cap > 0:
         scores = soft_cap * torch.tanh(scores / soft_cap)
@@ -238,7 +238,7 @@ def _softmax(
 
 
 def _merge_indptr(info: PlanInfo, plan: torch.Tensor, num_reqs: int) -> list[int]:
-    """Where each output row's partial outputs lie."""
+    """Return where each output row's partial outputs start."""
     if not info.tensor_cores:
         return _ints(plan, info.o_indptr, num_reqs + 1)
     rows = _ints(plan, info.total_rows_at, 1)[0] if info.graph else info.total_rows

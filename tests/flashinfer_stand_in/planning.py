@@ -1,4 +1,4 @@
-"""What plan() does: the host planners' arrays in the int workspace, and the offsets that the kernels find them by."""
+"""plan(): the host planners' arrays in the int workspace, and the offsets at which the kernels find them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PREFILL = (
     *("padded_tiles", "total_rows", "total_rows_at", "query_tile", *_INDICES[:3], "merge_indptr", "o_indptr"),
     *("kv_chunk_size", "v", "s", "block_valid_mask", "graph", "split"),
 )
-"""What the values of plan()'s list are, in their order."""
+"""Names of the values in plan()'s list, in order."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +49,7 @@ class PlanInfo:
         return cls(**fields, tensor_cores=tensor_cores)  # type: ignore[arg-type]
 
     def partial_bytes(self, num_q_heads: int, head_dim: int) -> tuple[int, int]:
-        """Bytes of the partial outputs and of their weights: a float each, whatever they are stored as."""
+        """Return bytes of the partial outputs and of their weights: a float each, even if stored in another dtype."""
         rows = num_q_heads * self.padded_tiles * self.query_tile
         return rows * head_dim * 4, rows * 4
 
@@ -64,7 +64,7 @@ def write_plan(
     head_dim: int,
     num_rows: int = 0,
 ) -> None:
-    """Write through the pinned buffer, whose gaps come along; refuse workspaces as FlashInfer's allocator does.
+    """Write through the pinned buffer, including its gaps; reject workspaces as FlashInfer's allocator does.
 
     num_rows: query tokens, which FA2 keeps in the plan in CUDA-graph mode.
     """
@@ -96,7 +96,7 @@ def plan_once(
     num_sms: int,
     window_left: int,
 ) -> HostPlan:
-    """PrefillPlan without CUDA-graph mode: for these lengths alone, with a grid of the tiles that there are."""
+    """Run PrefillPlan without CUDA-graph mode: for these exact lengths, with a grid of the existing tiles."""
     group, budget = num_q_heads // num_kv_heads, 2 * num_sms // num_kv_heads
     query_tile = cta_tile_q(sum(query_lens) * group // len(query_lens), head_dim)
     within = ceil_div(window_left + query_tile, page_size)

@@ -13,9 +13,9 @@ from tests.flashinfer_stand_in.kernels import attend
 from tests.flashinfer_stand_in.planning import plan_once, write_plan
 
 CTAS_PER_SM = 2
-"""Of the CUDA-core kernel, by its occupancy. So few that batches of both kinds are small: with and without splits."""
+"""Occupancy of the CUDA-core kernel; small, so that small batches occur both with and without splits."""
 _INT_WORKSPACE = 1 << 18
-"""Bytes; 8 MiB in FlashInfer, which a test need not allocate."""
+"""Bytes; FlashInfer allocates 8 MiB, which a test does not need."""
 
 _leftover = cycle(range(1, 256))
 
@@ -49,7 +49,7 @@ class _Wrapper:
     def reset_workspace_buffer(self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor) -> None:
         self._float_workspace_buffer = float_workspace_buffer
         self._int_workspace_buffer = int_workspace_buffer
-        # Holds what it held before, which is never the same.
+        # Holds leftovers, never the same ones.
         self._pin_memory_int_workspace_buffer = torch.full_like(int_workspace_buffer, next(_leftover))
 
     def _plan(
@@ -115,7 +115,7 @@ class _Wrapper:
     def _run(
         self, q: torch.Tensor, paged_kv_cache: tuple[torch.Tensor, torch.Tensor], out: torch.Tensor, causal: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """out, and the lse of base 2, fp32 [num_tokens, num_q_heads]."""
+        """Return out, and the base-2 lse, fp32 [num_tokens, num_q_heads]."""
         key, value = paged_kv_cache
         if (q.dtype, key.dtype) != self._dtypes:
             raise ValueError(f"queries and keys of {q.dtype} and {key.dtype} do not match the plan's {self._dtypes}")
@@ -145,7 +145,7 @@ class _Wrapper:
 
 
 def check_layout(q: torch.Tensor, key: torch.Tensor, value: torch.Tensor, out: torch.Tensor) -> None:
-    """The kernels load 16 bytes at a time and know no strides of the output."""
+    """Check what the kernels assume: they load 16 bytes at once and ignore the output's strides."""
     for tensor in (q, key, value):
         steps = [stride * tensor.element_size() for stride in tensor.stride()[:-1]]
         if tensor.stride(-1) != 1 or any(step % 16 for step in steps):
@@ -155,7 +155,7 @@ def check_layout(q: torch.Tensor, key: torch.Tensor, value: torch.Tensor, out: t
 
 
 def refuse_overlap(enable_pdl: bool | None) -> None:
-    """Left to itself FlashInfer launches with PDL on Hopper."""
+    """Require PDL to be off: by default FlashInfer launches with PDL on Hopper."""
     if enable_pdl is not False:
         raise RuntimeError("with PDL a kernel reads its plan before the kernel that writes the plan has ended")
 

@@ -8,7 +8,7 @@ from tests.backends_over_stand_ins import stand_in_op
 from tests.flashinfer_stand_in.wrappers import check_layout, refuse_overlap
 
 SEMAPHORE_BYTES = 4096
-"""Of the workspace; the partial outputs follow. 8 MiB in FlashInfer, which a test need not allocate."""
+"""Start of the workspace, before the partial outputs. FlashInfer allocates 8 MiB, which a test does not need."""
 
 
 def trtllm_batch_decode_with_kv_cache(
@@ -56,12 +56,12 @@ def xqa(
     scale: float,
     window: int,
 ) -> None:
-    """Window 0 is none. A request without tokens comes out as NaN: 0 times the inverse of its weights' sum."""
+    """window 0 means none. A request without tokens comes out as NaN: 0 times the inverse of its weights' sum."""
     page_size, num_kv_heads = key.shape[1:3]
     semaphores = workspace[: 4 * len(query) * num_kv_heads].view(torch.int32)
     if semaphores.any():
         raise RuntimeError("partial outputs are merged by nobody: the semaphores must be 0 before the first use")
-    # It takes strides of heads, whole ones, and those of the keys for the values too.
+    # It takes strides in whole heads, and uses the keys' strides for the values too.
     strides = [stride // query.shape[2] * query.shape[2] for stride in key.stride()[:-1]]
     key, value = (tensor.as_strided(tensor.shape, (*strides, 1)) for tensor in (key, value))
     by_group = query.float().unflatten(1, (num_kv_heads, -1))

@@ -1,4 +1,4 @@
-"""An engine of the shipped pair that serves requests of every kind, over so few pages that some are preempted."""
+"""An engine with the shipped pair that serves requests of every kind, with so few pages that some are preempted."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.factories import engine_config, make_request
 
 BACKEND, DTYPE = "triton_paged", torch.float32
 PAGE_SIZE = 1
-"""The larger, the fewer preemptions."""
+"""Larger pages cause fewer preemptions."""
 POOL = 512
 """Pages: a third of what full rows need, so that growing texts run out of them."""
 DRAFT_TOKENS, MAX_REQS = 4, 32
@@ -33,7 +33,7 @@ CANCELS_A_STEP, CANCELS_A_TOKEN = 0.05, 0.001
 
 @dataclass
 class BusyRun:
-    """What became of the requests under one verifier."""
+    """The outcome of all requests under one verifier."""
 
     verification: str
     handles: list[Handle]
@@ -44,8 +44,8 @@ class BusyRun:
 
 
 def make_requests(count: int, rng: random.Random) -> list[Request]:
-    """Stretches of held-out text to continue, of every kind of sampling, each fourth with stop tokens. Prompts are more
-    often short and texts more often long: what grows most runs out of pages."""
+    """Return held-out text to continue, with every kind of sampling, every fourth request with stop tokens. Prompts
+    tend to be short and texts long: the more a text grows, the more it runs out of pages."""
     text = "\n".join(held_out_documents()).encode()
 
     def prompt() -> bytes:
@@ -67,12 +67,12 @@ def make_requests(count: int, rng: random.Random) -> list[Request]:
 
 
 def load_pair(device: torch.device) -> Pair:
-    """The shipped pair, loaded anew."""
+    """Load the shipped pair afresh."""
     return load_byte_pair(SHIPPED_PAIR, DTYPE, device)
 
 
 def make_engine(pair: Pair, verification: str, **options: Any) -> Engine:
-    """An engine for such requests."""
+    """Make an engine for these requests."""
     config = engine_config(
         num_speculative_tokens=DRAFT_TOKENS,
         max_model_len=PROMPT[1] + NEW[1],
@@ -84,8 +84,8 @@ def make_engine(pair: Pair, verification: str, **options: Any) -> Engine:
 
 
 def serve(pair: Pair, verification: str, requests: Sequence[Request], rng: random.Random, **options: Any) -> BusyRun:
-    """Serve the requests, which join at random and of which some are cancelled, until nothing is left. options: more of
-    the engine's."""
+    """Serve the requests, which arrive at random and are sometimes cancelled, until all have ended. options: further
+    ones for the engine."""
     options |= {"max_num_seqs": MAX_REQS, "num_pages": POOL, "max_prefill_tokens": 256}
     engine = make_engine(pair, verification, **options)
     engine.capture()

@@ -1,6 +1,6 @@
-"""Evidence from a GPU: python -m pytest -m gpu tests/gpu/test_memcheck.py --json FILE runs a test and writes a report.
+"""GPU evidence: python -m pytest -m gpu tests/gpu/test_memcheck.py --json FILE runs a test and writes a report.
 
-In each file one test is marked gpu and makes the evidence; the others show on a CPU that it would fail where it must.
+In each file, one test is marked gpu and makes the evidence; the others show on a CPU that it fails where it must.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture
 def backends(request: pytest.FixtureRequest) -> list[str]:
-    """The backends that --attn-backend names; without it all that load here."""
+    """The backends that --attn-backend names, by default all that load here."""
     asked = request.config.getoption("--attn-backend")
     if asked not in ("available", "all"):
         return [name.strip() for name in asked.split(",")]
@@ -44,9 +44,9 @@ def backends(request: pytest.FixtureRequest) -> list[str]:
 
 @pytest.fixture
 def write_report(request: pytest.FixtureRequest) -> Callable[..., None]:
-    """Writes the report to --json, if given. It takes schema and content, and the backends and modules (roots) that the
-    run is about besides the test. A test may call it again as rows come: a run that is cut off leaves the last.
-    """
+    """Return a function that writes the report to --json, if given. It takes schema and content, and the backends and
+    modules (roots) under test in addition to the test itself. A test can call it again as rows arrive: an interrupted
+    run leaves the last report."""
     path, config = request.config.getoption("--json", None), request.config
     if path and request.session.testscollected != 1:
         pytest.fail(

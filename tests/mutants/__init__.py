@@ -5,7 +5,7 @@ from tests.mutants.mutant import Mutant, mutants_of
 
 MUTANTS = tuple(mutant for module in (builders, attention, draft_shapes) for mutant in mutants_of(vars(module)))
 BESIDE = tuple(mutant for module in (claims, edges) for mutant in mutants_of(vars(module)))
-"""What is wrong with them, no drafter of one layer at the usual sizes comes to."""
+"""Mutants whose defect no one-layer drafter at the usual sizes reaches."""
 ALL_MUTANTS = (*MUTANTS, *BESIDE)
 
 

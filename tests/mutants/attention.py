@@ -66,7 +66,7 @@ def live_rows_come_first(metadata: Any, spec: Any) -> Any:
 
 @attends_by("poison.request_order_does_not_matter")
 def as_long_as_the_last_row(metadata: Any, spec: Any) -> Any:
-    """As a grid by the last request's length is, where engines sort their requests."""
+    """Like a grid sized by the last request's length, in an engine that sorts requests."""
     lens = metadata.seq_lens
     last = torch.where(lens > 0, torch.arange(metadata.num_reqs, device=lens.device), 0).max()
     return replace(metadata, kv_end=torch.minimum(metadata.kv_end, lens[last[None]]))

@@ -1,4 +1,4 @@
-"""Builders whose metadata is wrong, or made or refreshed in a way that they must not."""
+"""Builders whose metadata is wrong, or built or refreshed in a forbidden way."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ class BuildersShareBuffers(ReferenceBuilder):
 
 @advance("builder.limits_hold", not_shown="what a request writes past its limit, nobody reads")
 def writes_past_its_limit(self: Any, metadata: Any) -> None:
-    """A row that became inert goes on with the next slot of its pages."""
+    """A row that became inert continues with the next slot of its pages."""
     ReferenceBuilder.advance(self, metadata)
     position, size = metadata.positions + 1, self.spec.page_size
     column = (position // size).clamp(max=metadata.block_table.shape[1] - 1)
@@ -148,7 +148,7 @@ def metadata_that_thaws(self: Any, batch: Any, metadata: Any) -> Any:
 
 
 def counts_live_rows(self: Any, batch: Any, metadata: Any) -> Any:
-    """A build that notes how many query tokens its live rows have."""
+    """A build that records how many query tokens its live rows have."""
     self.live_at_build = sum(length > 0 for length in batch.host_seq_lens) * batch.max_query_len
     return metadata
 
@@ -216,7 +216,7 @@ waits_for_lengths = Mutant(
     cases="k4-n3",
 )
 def leaves_out_rounds_without_drafts(backend: AttentionBackend) -> Iterator[AttentionBackend]:
-    """As engines do that call no drafter where nobody asks for drafts: the verified tokens' KV is never written."""
+    """Like engines that skip the drafter when no request wants drafts: the verified tokens' KV is never written."""
     propose = Drafter.propose
 
     def propose_some(self: Drafter, verified: VerifiedTokens, num_tokens: int | None = None) -> Drafts:

@@ -1,4 +1,4 @@
-"""Backends whose claims are wrong, and fused writes that store other numbers."""
+"""Backends whose claims are wrong, and fused writes that store different numbers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.mutants.mutant import around, backend, build, having, values_of
 
 @contextmanager
 def cuda_that_starts() -> Iterator[None]:
-    """Inside, initialising CUDA works, as far as a backend can tell; nothing is registered for good."""
+    """Inside, initialising CUDA appears to work to a backend; registrations are undone afterwards."""
     started: list[bool] = []
     with (
         mock.patch.object(torch.cuda, "init", lambda: started.append(True)),

@@ -57,7 +57,7 @@ def sees_its_siblings(metadata: Any, spec: Any) -> Any:
 def trees_are_chains(metadata: Any, spec: Any) -> Any:
     if metadata.tree_masks is not None:
         index = torch.arange(metadata.num_tokens) - metadata.query_start_loc[metadata.token_to_req]
-        # All bits up to its own; of the last there is, all.
+        # All bits up to its own; for the 64th token, all.
         metadata = replace(metadata, tree_masks=torch.where(index < 63, (1 << (index + 1).clamp(max=63)) - 1, -1))
     return metadata
 
@@ -77,7 +77,7 @@ masks_of_the_capture = replace(
 
 
 class MergesTrees(TritonPaged):
-    """Trees as kernels serve them that know none: a prefix with its lse, then the tree. Right as it stands."""
+    """Trees on kernels without tree support: a prefix with its lse, then the tree. Correct as it stands."""
 
     name = "merges_trees"
     builder: Any = FlashAttn3Builder
@@ -110,7 +110,7 @@ class PrefixesOfTheLastTrees(MergesTrees):
 
 @around("drafter.strategies_agree_on_blocks", cases="*-dynamic-tree", not_shown=_NO_TREE)
 def trees_of_the_first_block(backend: AttentionBackend) -> Iterator[AttentionBackend]:
-    """As deep as in the first round, which of a graph is its capture, of padding rows."""
+    """Keeps the depths of the first round, which for a graph is its capture, on padding rows."""
     grow = BlockTree.grow
 
     def grow_as_before(self: Any, logits: torch.Tensor, depths: torch.Tensor, temperature: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Backends that are right at the usual sizes, and in a drafter of one layer."""
+"""Backends that are right at the usual sizes, and in a one-layer drafter."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ consumes_it_in_the_first_layer = replace(
 )
 
 _last: dict[str, Any] = {}
-"""What two lies keep for the whole process: the window of the builder made last, and a block table by its shape."""
+"""State that two mutants keep per process: the window of the last builder made, and a block table by its shape."""
 
 
 def _notes_its_window(self: Any, *args: Any, **bounds: int) -> None:
@@ -76,7 +76,7 @@ class KeepsPagesByShape(TorchReference):
 
 
 def _build_with_a_table_of_its_own(self: Any, batch: Any, metadata: Any) -> Any:
-    """The table is kept while the first page of every row is as it was."""
+    """Keeps the table as long as the first page of every row is unchanged."""
     self.live = batch.block_table
     if not hasattr(self, "table") or self.table.shape != self.live.shape:
         self.table = self.live.clone()
@@ -107,7 +107,7 @@ def stops_after_500_advances(self: Any, metadata: Any) -> None:
 
 @advance("graph.replayed_advances_mean_a_rebuild")
 def unseen_after_five_advances(self: Any, metadata: Any) -> None:
-    """No attention shows it: whoever begins at -1 sees what one that begins at 0 sees."""
+    """No attention shows it: starting at -1 sees the same as starting at 0."""
     ReferenceBuilder.advance(self, metadata)
     self.advances = getattr(self, "advances", 0) + 1
     if self.advances > 5:
@@ -157,7 +157,7 @@ def padding_of_a_verification_is_1(out: torch.Tensor, metadata: Any, spec: Any) 
 
 @backend(RIGHT, cases="base-*")
 class WritesAdjacentTokens(TorchReference):
-    """Of keys and values in the projection that they come from, it reads what lies between them."""
+    """Ignores strides: for keys and values that are views of one projection, it reads what lies between them."""
 
     def write_kv(self, key: Any, value: Any, cache: Any, metadata: Any) -> None:
         plain = [t.as_strided(t.shape, torch.empty(t.shape, device="meta").stride()) for t in (key, value)]
@@ -166,7 +166,7 @@ class WritesAdjacentTokens(TorchReference):
 
 @gives("poison.uninitialised_memory_is_not_read")
 def counts_from_what_is_there(out: torch.Tensor, metadata: Any, spec: Any) -> torch.Tensor:
-    """As a kernel does whose locks or counters must begin at 0; so much memory is fresh each time, and is 0."""
+    """Like a kernel with locks or counters that must start at 0; memory this large is fresh each time, hence 0."""
     return out + torch.empty(1 << 24, dtype=torch.int32)[0]
 
 
@@ -195,7 +195,7 @@ def reads_each_page_once(metadata: Any, spec: Any) -> Any:
 
 @backend("numerics.bits_do_not_depend_on_the_batch")
 class RoundsByTheRows(TorchReference):
-    """The last bit of every output tells whether it was alone."""
+    """The last bit of every output tells whether its row was the only one."""
 
     capabilities = replace(TorchReference.capabilities, features=frozenset(Feature))
 
@@ -207,7 +207,7 @@ class RoundsByTheRows(TorchReference):
 
 @backend("numerics.bits_do_not_depend_on_the_batch")
 class RoundsByManyRows(TorchReference):
-    """Another order of sums from 16 rows on."""
+    """A different summation order from 16 rows on."""
 
     capabilities = replace(TorchReference.capabilities, features=frozenset(Feature))
 
@@ -228,7 +228,7 @@ def serves_256_rows(out: torch.Tensor, metadata: Any, spec: Any) -> torch.Tensor
 
 
 def _beyond_256_tokens(name: str, killer: str, cases: str, change: Callable[[AttentionSpec], AttentionSpec]) -> Mutant:
-    """Over several splits of keys it attends by another spec."""
+    """Attends by a changed spec over contexts of several key splits."""
 
     def forward(self: Any, query: Any, cache: Any, metadata: Any, *, spec: Any, sinks: Any = None) -> torch.Tensor:
         outs = []
@@ -276,7 +276,7 @@ def trees_are_seen_whole_beyond_256_tokens(metadata: Any, spec: Any) -> Any:
 
 
 def _scales_by_default(killer: str, where: Callable[[AttentionSpec], bool], name: str) -> Mutant:
-    """It ignores a scale of the spec's own where the spec is such a one."""
+    """Ignores the spec's scale wherever `where` holds."""
 
     def forward(self: Any, query: Any, cache: Any, metadata: Any, *, spec: Any, sinks: Any = None) -> torch.Tensor:
         by = replace(spec, scale=None) if where(spec) else spec
@@ -304,7 +304,7 @@ def stops_at_4096(metadata: Any, spec: Any) -> Any:
 
 
 def _loses_a_token_alone_in_its_page(page_size: int) -> Mutant:
-    """Right but for contexts that end one token into a page of this size."""
+    """Right except for contexts that end one token into a page of this size."""
 
     def forward(self: Any, query: Any, cache: Any, metadata: Any, *, spec: Any, sinks: Any = None) -> torch.Tensor:
         end = metadata.kv_end
@@ -366,7 +366,7 @@ def begins_its_maximum_at_a_number(self: Any, query: Any, cache: Any, metadata: 
 
 
 def _only(name: str, case: str, wrong: Callable[[Any], bool], killer: str = _EDGES) -> Mutant:
-    """Right but for the specs that `wrong` names."""
+    """Right except for specs for which `wrong` holds."""
 
     def forward(self: Any, query: Any, cache: Any, metadata: Any, *, spec: Any, sinks: Any = None) -> torch.Tensor:
         out = TorchReference.forward(self, query, cache, metadata, spec=spec, sinks=sinks)
@@ -401,5 +401,5 @@ def trees_of_its_build(self: Any, metadata: Any) -> None:
 
 @lists_pages(REBUILD, method="counts")
 def pages_have_16_tokens(self: Any, metadata: Any) -> torch.Tensor:
-    """Right in pages of 16 tokens, which a test's drafter has unless it asks for others."""
+    """Right for pages of 16 tokens, the default of a test's drafter."""
     return (metadata.seq_lens + 15) // 16

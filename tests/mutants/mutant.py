@@ -1,4 +1,5 @@
-"""What a mutant is, and decorators that make one, named alike, of what is broken about the reference or its builder."""
+"""The Mutant record, and decorators that make one of the same name from a broken part of the reference or its
+builder."""
 
 from __future__ import annotations
 
@@ -20,10 +21,10 @@ from tests.page_lists import PageListBuilder, PageLists
 class Mutant:
     """A broken backend, and the check that must name its defect.
 
-    not_shown: why no running drafter shows the defect to the metadata validator; empty where one does.
+    not_shown: why no running drafter shows the defect to the metadata validator; empty if one does.
     refused: what the drafter itself raises when it captures.
     cases: of the check, those to try, as in `--only`.
-    around: stands around its check, and gives what is checked.
+    around: wraps the check, and yields what is checked.
     """
 
     name: str
@@ -36,17 +37,17 @@ class Mutant:
 
     @property
     def pattern(self) -> str:
-        """Its killer on its cases, as `check_backend` takes it."""
+        """The killer with its cases, as `check_backend` takes it."""
         return f"{self.killer}[[]{self.cases}]"
 
 
 def mutants_of(module: Mapping[str, Any]) -> tuple[Mutant, ...]:
-    """Those that a module defines, in its order."""
+    """Return the mutants that a module defines, in order."""
     return tuple(each for each in module.values() if isinstance(each, Mutant))
 
 
 def derived(name: str, base: type[MetadataBuilder[Any]] = ReferenceBuilder, **methods: Any) -> type[Any]:
-    """A builder with these methods, and its base's claim to advance stated again."""
+    """Return a builder with these methods that restates its base's claim to advance."""
     support = classmethod(lambda cls, spec, device: base.advance_support(spec, device))
     return type(name, (base,), {"advance_support": support, **methods})
 
@@ -54,7 +55,7 @@ def derived(name: str, base: type[MetadataBuilder[Any]] = ReferenceBuilder, **me
 def broken_once_built(
     base: type[Any], broken: Callable[[Any, Any], None], build: Any = None, **methods: Any
 ) -> type[Any]:
-    """A builder that builds right, and has this advance from then on."""
+    """Return a builder that builds correctly, and then uses the broken advance."""
 
     def built(self: Any, batch: Any, *, horizon: int = 0) -> Any:
         self.building = True
@@ -69,18 +70,18 @@ def broken_once_built(
 
 
 def with_builder(builder: type[MetadataBuilder[Any]], base: str = "torch_reference") -> AttentionBackend:
-    """The backend `base` with another builder."""
+    """Return the backend `base` with another builder."""
     backend = type(get(base))
     return type(f"{backend.__name__}Mutant", (backend,), {"builder": builder, "name": f"{base}_mutant"})()
 
 
 def with_forward(change: Callable[..., torch.Tensor]) -> AttentionBackend:
-    """The reference backend with another forward."""
+    """Return the reference backend with another forward."""
     return type("ForwardMutant", (TorchReference,), {"forward": change, "name": "forward_mutant"})()
 
 
 def freeze(base: str, field: str) -> AttentionBackend:
-    """The backend `base` whose metadata keeps `field` as it was built: its refresh is removed."""
+    """Return the backend `base` whose metadata keeps `field` as built: its refresh is removed."""
     original = get(base).builder
 
     def build(self: Any, batch: Any, *, horizon: int = 0) -> Any:
@@ -99,17 +100,17 @@ def values_of(record: Any) -> dict[str, Any]:
 
 
 def having(name: str, killer: str, **attributes: Any) -> Mutant:
-    """The reference backend with these attributes."""
+    """Make a mutant of the reference backend with these attributes."""
     return Mutant(name, killer, type(name, (TorchReference,), {"name": name, **attributes})())
 
 
 def around(killer: str, **options: Any) -> Callable[[Callable[[AttentionBackend], Iterator[Any]]], Mutant]:
-    """What is broken is not the reference but what this does around its check; it yields what is checked."""
+    """Make a mutant that breaks not the reference but the surroundings of its check; `does` yields what is checked."""
     return lambda does: Mutant(does.__name__, killer, get("torch_reference"), around=contextmanager(does), **options)
 
 
 def _decorator(make: Callable[..., AttentionBackend]) -> Callable[..., Callable[[Any], Mutant]]:
-    """Takes a killer and options: those that a `Mutant` has none of go to `make`, with what is decorated."""
+    """Return a decorator that takes a killer and options: those that are no fields of `Mutant` go to `make`."""
 
     def of(killer: str, **options: Any) -> Callable[[Any], Mutant]:
         own = {key: options.pop(key) for key in [*options] if key in Mutant.__dataclass_fields__}
@@ -124,13 +125,13 @@ def _snake_case(name: str) -> str:
 
 @_decorator
 def backend(broken: type[AttentionBackend]) -> AttentionBackend:
-    """This class of backends."""
+    """Use this class of backends."""
     return broken()
 
 
 @_decorator
 def builder(broken: type[MetadataBuilder[Any]]) -> AttentionBackend:
-    """The reference with this class of builders, the reference builder's claim stated again."""
+    """Use the reference with this class of builders, which restates the reference builder's claim."""
     return with_builder(derived(broken.__name__, broken, advance_support=vars(ReferenceBuilder)["advance_support"]))
 
 
@@ -141,7 +142,7 @@ def forward(broken: Callable[..., torch.Tensor]) -> AttentionBackend:
 
 @_decorator
 def attends_by(change: Callable[[Any, Any], Any]) -> AttentionBackend:
-    """It attends by the metadata that `change` makes of its own and the spec."""
+    """Attend by the metadata that `change` returns for the correct metadata and the spec."""
 
     def forward(self: Any, query: Any, cache: Any, metadata: Any, *, spec: Any, sinks: Any = None) -> torch.Tensor:
         return TorchReference.forward(self, query, cache, change(metadata, spec), spec=spec, sinks=sinks)
@@ -151,7 +152,7 @@ def attends_by(change: Callable[[Any, Any], Any]) -> AttentionBackend:
 
 @_decorator
 def gives(change: Callable[[torch.Tensor, Any, Any], torch.Tensor]) -> AttentionBackend:
-    """`change` makes another output of its own, by the metadata and the spec."""
+    """Return the output that `change` makes of the correct output, the metadata and the spec."""
 
     def forward(self: Any, query: Any, cache: Any, metadata: Any, *, spec: Any, sinks: Any = None) -> torch.Tensor:
         out = TorchReference.forward(self, query, cache, metadata, spec=spec, sinks=sinks)
@@ -162,7 +163,7 @@ def gives(change: Callable[[torch.Tensor, Any, Any], torch.Tensor]) -> Attention
 
 @_decorator
 def build(change: Callable[[Any, Any, Any], Any]) -> AttentionBackend:
-    """`change` makes other metadata of what is built, by the builder and the batch."""
+    """Use the metadata that `change` makes of the builder, the batch and the correct metadata."""
 
     def build(self: Any, batch: Any, *, horizon: int = 0) -> Any:
         return change(self, batch, ReferenceBuilder.build(self, batch, horizon=horizon))
@@ -172,13 +173,13 @@ def build(change: Callable[[Any, Any, Any], Any]) -> AttentionBackend:
 
 @_decorator
 def advance(broken: Callable[[Any, Any], None], build: Any = None, **methods: Any) -> AttentionBackend:
-    """Broken once it has built right. build: as in `build`, of what was built right."""
+    """Break advance after a correct build. build: as in `build`, applied to the correct metadata."""
     return with_builder(broken_once_built(ReferenceBuilder, broken, build, **methods))
 
 
 @_decorator
 def lists_pages(broken: Callable[[Any, Any], torch.Tensor], method: str) -> AttentionBackend:
-    """The lister of pages with another such method."""
+    """Replace one method of the page lister."""
     name = broken.__name__
     lister = type(name, (PageListBuilder,), {method: broken})
     return type("Lister", (PageLists,), {"name": name, "builder": lister})()

@@ -53,7 +53,7 @@ def write_kv():
         yield key, value, *noise(2, 5, 4, 3, 24), slots
     edges = torch.tensor([0.0, 448, 449, 464, 465, 470, 500, 6e4, 2**-9, 2**-10, 1.5 * 2**-9, 0.3, torch.inf])
     for dtype in DTYPES:
-        # Numbers at every edge of e4m3, and beyond.
+        # Values at every edge of e4m3, and beyond.
         new = torch.cat([edges, -edges, torch.tensor([torch.nan]), noise(101) * 50]).to(dtype).view(4, 2, 16)
         yield new, new, *torch.zeros(2, 5, 4, 2, 16).to(torch.float8_e4m3fn), SLOTS
     heads_first = noise(2, 5, 3, 4, 24).transpose(2, 3)
@@ -89,19 +89,19 @@ def prepare_query():
 def inverse_rotary():
     for (tokens, heads, dim, rotary), dtype in each(ROTARY, DTYPES):
         yield noise(tokens, heads, dim, dtype=dtype), torch.arange(tokens) * 9, noise(40, rotary).cos()
-    # Ties, which go to the even bfloat16.
+    # Ties, which round to the even bfloat16.
     ties = torch.tensor([1, 1, 1 + 2**-7, 1, -1, -1, -1 - 2**-7, -1]).bfloat16().view(1, 4, 2)
     yield ties, torch.tensor([0]), torch.tensor([[1, 2**-8]])
 
 
 def any_bfloat16(tokens):
-    """Finite numbers of every sign, exponent and mantissa."""
+    """Return finite numbers of every sign, exponent and mantissa."""
     latent = whole(0, 2**16, tokens, 512).short().view(torch.bfloat16)
     return latent.where(latent.isfinite(), 0.0)
 
 
 def one_exponent_a_tile(tokens):
-    """Numbers of about one size within a tile, so that none vanishes beside another."""
+    """Return numbers of similar size within a tile, so that none vanishes next to another."""
     return (noise(tokens, 8, 64) * torch.exp2(whole(-40, 40, tokens, 8, 1))).flatten(1).bfloat16()
 
 
@@ -147,7 +147,7 @@ LATENT_BATCHES = (([1, 1, 1], [1, 34, 66], 4), ([5, 5], [5, 67], 3), ([9, 1, 20]
 
 
 def paged(spec, batch, splits, masks=None):
-    """Over NaN wherever no request's token lies."""
+    """Return inputs with NaN wherever no request has a token."""
     tensors, owned, tokens = batch_of(*batch, spec.page_size, 136)
     cache = make_cache(spec, len(owned))
     cache.key[~owned] = cache.value[~owned] = torch.nan
@@ -182,7 +182,7 @@ op("attn_backends::tree_attention", close=CLOSE, strided="query key_cache value_
 
 
 def latent(batch, splits=2, *, page_size=4, heads=6, widths=(32, 16), dtype=torch.float32, masks=None, causal=True):
-    """Over NaN wherever no request's token lies."""
+    """Return inputs with NaN wherever no request has a token."""
     tensors, owned, tokens = batch_of(*batch, page_size, 72)
     cache = noise(*owned.shape, sum(widths), seed=1).where(owned[..., None], torch.nan) / 2
     query = noise(tokens, heads, sum(widths), seed=3, dtype=dtype) / 2

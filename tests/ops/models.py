@@ -22,13 +22,13 @@ DTYPES = [torch.float32, torch.float16]
 
 
 def with_nan(inputs, *names):
-    """The second row or token is no number."""
+    """Set the second row or token to NaN."""
     for name in names or ("x",):
         getattr(inputs, name)[1] = torch.nan
     return inputs
 
 
-# The interpreter truncates to bf16, both results in turn.
+# The interpreter truncates to bf16, once for each result.
 @op("spec_decode::add_rms_norm", close={**CLOSE, torch.bfloat16: {"rtol": 2**-6, "atol": 1e-5}}, strided="x")
 def add_rms_norm():
     for width in (20, 1, 64, 300):

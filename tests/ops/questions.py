@@ -1,4 +1,4 @@
-"""What every op is asked, by the CPU's session, the interpreter's and a GPU's alike."""
+"""The checks that every op passes in the CPU session, in the interpreter and on a GPU."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from builders.kernels.triton_runtime import torch_implementations
 from tests.ops.sample import Op
 
 _AROUND = 1 << 15
-"""Elements on either side: more than the tile of a kernel reaches beyond its operand."""
+"""Elements on either side: more than a kernel's tile extends beyond its operand."""
 
 
 class Placed:
-    """An operand within a buffer of poison, with the strides that it had, or with gaps between its rows too."""
+    """An operand inside a buffer of poison, with its own strides, or with gaps between its rows."""
 
     def __init__(self, part: torch.Tensor, device: torch.device, *, gaps: bool = False):
         strides = _with_gaps(part.shape) if gaps else part.stride()
@@ -27,7 +27,7 @@ class Placed:
         self.view.copy_(part)
 
     def assert_alone(self) -> None:
-        """Raise AssertionError if anything but the operand was written. It is gone then."""
+        """Raise AssertionError if anything but the operand was written. Destroys the operand."""
         poison = _poison(len(self.buffer), self.buffer.dtype, self.buffer.device)
         # A copied bool would be 0 or 1.
         view, wanted = (x.view(torch.uint8) if x.dtype is torch.bool else x for x in (self.view, poison))
@@ -36,7 +36,7 @@ class Placed:
 
 
 def ask(op: Op, sample: Sequence[Any], device: torch.device, *, gaps: bool = False) -> None:
-    """Raise AssertionError unless the kernel, amid poison, gives what the reference gives and writes nothing else."""
+    """Raise AssertionError unless the kernel, amid poison, returns what the reference does and writes nothing else."""
     wanted = tree_map_only(torch.Tensor, torch.clone, [*sample])
     with torch_implementations():
         returned = op.call(*wanted)
@@ -76,7 +76,7 @@ def _compare(found: Any, wanted: Any, close: dict[torch.dtype, dict[str, float]]
 
 
 class Garbage:
-    """What a kernel allocates, amid poison: it holds garbage, which must reach no output."""
+    """Memory that a kernel allocates, amid poison: it holds garbage, which must reach no output."""
 
     def __init__(self) -> None:
         self.placed: list[Placed] = []
@@ -94,7 +94,7 @@ class Garbage:
 
 
 def _with_gaps(shape: Sequence[int]) -> list[int]:
-    """Strides with a gap after every dimension but the last."""
+    """Return strides with a gap after every dimension but the last."""
     strides, reach = [1], shape[-1] + 3
     for size in reversed(shape[:-1]):
         strides.insert(0, reach)
@@ -103,7 +103,7 @@ def _with_gaps(shape: Sequence[int]) -> list[int]:
 
 
 def _poison(length: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """NaN; of whole numbers a small one, which as an index or a length is wrong and within reach."""
+    """NaN, or for integers a small number that is wrong as an index or a length but within range."""
     if dtype.itemsize == 1:
         return torch.full((length,), 0x7F, dtype=torch.uint8, device=device).view(dtype)
     return torch.full((length,), torch.nan if dtype.is_floating_point else 5, dtype=dtype, device=device)
@@ -114,16 +114,15 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def check_schema(op: Any, arguments: Sequence[Any]) -> None:
-    """Raise AssertionError, or what opcheck raises, for an op that is not as it says."""
-    # opcheck compares no tensors of 8-bit floats.
+    """Raise AssertionError, or what opcheck raises, for an op that contradicts its schema."""
+    # opcheck cannot compare tensors of 8-bit floats.
     narrow = any(part.dtype == torch.float8_e4m3fn for part in arguments if isinstance(part, torch.Tensor))
     questions = ("test_faketensor",) if narrow else ("test_schema", "test_faketensor")
     torch.library.opcheck(op, tuple(arguments), test_utils=questions)
 
 
 def check_fake(op: Any, arguments: Sequence[Any]) -> None:
-    """Raise AssertionError for an op whose fake returns other shapes or dtypes: opcheck compares nothing with a fake
-    that returns None."""
+    """Raise AssertionError if an op's fake returns other shapes or dtypes: opcheck ignores a fake that returns None."""
     with FakeTensorMode() as mode:
         fake = op(*tree_map_only(torch.Tensor, mode.from_tensor, tuple(arguments)))
     assert _described(fake) == _described(op(*arguments))

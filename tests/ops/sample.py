@@ -1,4 +1,4 @@
-"""What an op is called with in tests: every op declares its samples once, beside those of its room."""
+"""Sample inputs of ops for tests: every op declares its samples once, next to those of its room."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CLOSE = {
     torch.float16: {"rtol": 2e-3, "atol": 1e-3},
     torch.bfloat16: {"rtol": 2**-7, "atol": 1e-5},
 }
-"""Sums in another order; of the 16-bit ones it may tip a rounding."""
+"""Sums in another order; for 16-bit dtypes this can tip a rounding."""
 EXACT: dict[torch.dtype, dict[str, float]] = {}
 
 TABLE: dict[str, Op] = {}
@@ -21,7 +21,7 @@ TABLE: dict[str, Op] = {}
 
 @dataclass
 class Op:
-    """An op's samples; `close`: tolerances by dtype, none where every bit must agree; `strided`: the arguments that may
+    """An op's samples; `close`: tolerances by dtype, empty if every bit must agree; `strided`: the arguments that can
     be views with gaps between their rows."""
 
     name: str
@@ -38,7 +38,7 @@ class Op:
 def op(
     name: str, *, close: dict[torch.dtype, dict[str, float]] = EXACT, strided: str = ""
 ) -> Callable[[Callable[[], Iterable[tuple[Any, ...]]]], None]:
-    """Put what the function yields, each a tuple of the op's arguments, into the table."""
+    """Put the function's samples, each a tuple of the op's arguments, into the table."""
 
     def declare(samples: Callable[[], Iterable[tuple[Any, ...]]]) -> None:
         TABLE[name] = Op(name, [sample for sample in samples() if runs(sample)], close, strided.split())
@@ -47,7 +47,7 @@ def op(
 
 
 def runs(sample: tuple[Any, ...]) -> bool:
-    """Whether the op's torch implementation takes the sample: torch 2.9 indexes no fp8 on a CPU."""
+    """Return whether the op's torch implementation accepts the sample: torch 2.9 cannot index fp8 on a CPU."""
     narrow = any(part.dtype == torch.float8_e4m3fn for part in sample if isinstance(part, torch.Tensor))
     return not (narrow and torch.__version__.startswith("2.9."))
 
@@ -65,7 +65,7 @@ def int32(*values: int) -> torch.Tensor:
 
 
 def each(*axes: Iterable[Any]) -> Iterator[tuple[Any, ...]]:
-    """The first value of every axis, then each other value of one axis with the first of the others."""
+    """Yield the first value of every axis, then each other value of one axis with the first of the others."""
     values = [[*axis] for axis in axes]
     first = tuple(axis[0] for axis in values)
     yield first

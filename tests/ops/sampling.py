@@ -15,7 +15,7 @@ def seeds(rows, seed=1):
 
 
 def ties(vocab, *best):
-    """Logits of which two are the largest, so that the first must win."""
+    """Return logits with two equal maxima each; the first must win."""
     logits = torch.zeros(len(best), vocab)
     for row, tokens in zip(logits, best, strict=True):
         row[[*tokens]] = 1.0
@@ -27,7 +27,7 @@ def process_logits():
     for vocab, dtype, column in each((1100, 3), DTYPES, (None, torch.tensor([2, 0, 1, 2]))):
         yield noise(4, 3, vocab, dtype=dtype), torch.tensor([0.0, 0.7, 1.0, 1e-3]), column, None, None
     yield noise(4, 3, 80)[..., ::2], torch.ones(4), None, None, None
-    # Some rows are not restricted, and so not written.
+    # Some rows are unrestricted, hence not written.
     yield noise(6, 3, 40), torch.full((6,), 2.0), None, int32(2, 0, 39, 0, 40, 41), torch.tensor([1, 0.5, 1, 1, 1, 1])
 
 
@@ -81,7 +81,7 @@ def sample_block():
 
 
 def candidates_of(lines, vocab, width, twice=0):
-    """Of each line, of which the last `twice` stand twice."""
+    """Return candidates for each line; the last `twice` are repeated tokens."""
     generator = torch.Generator().manual_seed(5)
     tokens = torch.stack([torch.randperm(vocab, generator=generator)[:width] for _ in range(lines)])
     tokens[:, width - twice :] = tokens[:, :1]
@@ -95,7 +95,7 @@ def select_candidates():
     ):
         lines = 4 * columns
         logits, scored = noise(lines, vocab, dtype=dtype), candidates_of(5 * columns, vocab, width)
-        # Some are none.
+        # Some are no candidates.
         logits[:, ::5] = -torch.inf
         yield (
             logits, candidates_of(lines, vocab, width, twice),
@@ -108,7 +108,7 @@ def select_candidates():
 
 
 def draft(logits, temperature, live, *, column=1, lens=None, confidence=0.0, token_map=None, hidden=None):
-    """On buffers that hold 7s, with room for a row more."""
+    """Return arguments on buffers that hold 7s, with room for one more row."""
     rows, vocab = logits.shape
     return (
         logits, torch.tensor(temperature), seeds(rows), whole(0, 2**20, rows), int32(*live), torch.tensor([column]),
@@ -142,7 +142,7 @@ def sample_draft():
 
 
 def verify_arguments(steps, vocab, seed=0, likeness=0.5, ends=True):
-    """Random and greedy rows; drafts that agree often, whole, cut short and empty, with NaN after their end."""
+    """Return random and greedy rows; drafts that often agree, whole, cut short and empty, with NaN after their end."""
     p = noise(10, steps + 1, vocab, seed=seed) * 1.5
     q = p[:, :steps] + (1 - likeness) * noise(10, steps, vocab, seed=seed + 1)
     drafts = torch.where(torch.arange(10)[:, None] % 3 > 0, q.argmax(-1), p[:, :steps].argmax(-1))
@@ -150,7 +150,7 @@ def verify_arguments(steps, vocab, seed=0, likeness=0.5, ends=True):
         after = torch.arange(steps) >= whole(0, 2 * steps + 1, 10, 1, seed=seed + 2)
         q = q.masked_fill(after[..., None], torch.nan)
         p = torch.cat([p[:, :1], p[:, 1:].masked_fill(after[..., None], torch.nan)], 1)
-        # What follows the first -1 is no token of the vocabulary.
+        # After the first -1 there is no valid token.
         drafts = drafts.masked_fill(after, 2**40).masked_fill(after & (after.long().cumsum(1) == 1), -1)
     temperature = (torch.rand(10, generator=torch.Generator().manual_seed(seed + 3)) * 2 - 0.5).clamp(min=0)
     numbers = seeds(10, seed + 4), seeds(10, seed + 5), whole(0, 2**20, 10, seed=seed + 6)
@@ -168,7 +168,7 @@ def verified():
     for row, temperature in ((0, 0.0), (1, 0.0), (0, 1.0), (1, 1.0)):
         yield VerifyArguments(*(f[row : row + 1] for f in alone))._replace(temperature=torch.tensor([temperature]))
     long, warm = verify_arguments(2, 600, ends=False), torch.ones(10)
-    # A draft that lacks tokens, and a target that may not produce all: a whole block of -inf at the end of p.
+    # A draft without some tokens, and a target that cannot produce all: a whole block of -inf at the end of p.
     lacks, impossible = torch.arange(600) % 3 == 0, torch.arange(600) >= 515
     yield long._replace(
         draft_tokens=long.draft_tokens + (long.draft_tokens % 3 == 0),
@@ -186,7 +186,7 @@ def verified():
         processed=p, draft_logits=p[:, :2], draft_tokens=torch.full_like(long.draft_tokens, 3), temperature=warm
     )
     for drafted in range(3):
-        # Token 2 is the likeliest of both models and more so of the draft's: no residual would hold it.
+        # Token 2 is the likeliest in both models, and more so in the draft's: no residual would contain it.
         column, two = torch.arange(3)[:, None], torch.arange(6) == 2
         yield verify_arguments(2, 6)._replace(
             processed=torch.zeros(10, 3, 6).masked_fill((column == drafted) & two, 2.0), temperature=warm,
@@ -223,7 +223,7 @@ def hash_seeds():
 
 
 def random_parents(tokens, seed):
-    """Trees of every shape up to three children a token, some of which end early."""
+    """Return trees of every shape with up to three children per token, some of which end early."""
     parents = torch.zeros(8, tokens, dtype=torch.int64)
     for row in range(8):
         free = [3] * (1 + tokens)
@@ -234,7 +234,7 @@ def random_parents(tokens, seed):
             parents[row, token] = parent
     length = whole(0, 2 * tokens, 8, 1, seed=seed)
     parents = parents.where(torch.arange(tokens) < length, -1)
-    # What follows the first -1 is no tree.
+    # After the first -1 there is no tree.
     return parents.where(torch.arange(tokens) <= length, 2**40)
 
 
@@ -268,7 +268,7 @@ def best_paths():
         scores[1] = 0
         scores[2, :, width // 2 :] = -torch.inf
         scores[3] = -torch.inf
-        # Log-probabilities of a peaked law, whose sums are rounded.
+        # Log-probabilities of a peaked distribution, whose sums are rounded.
         scores[4] = (noise(places, width) * 4).log_softmax(-1).sort(-1, descending=True).values
         tokens = whole(0, 2**40, 6, places, width, seed=1)
         uneven = ((99, 1, places, 3, places - 1, 0), (-5, 2, 2**31 - 1, 1, 2, 1)) if count < 32 else ()
@@ -286,7 +286,7 @@ def grow_tree():
         for draw, step in enumerate([*range(steps)] * 2):
             places = width if step else 1
             tokens = whole(0, 9, 8, places, width, seed=draw)
-            # So far apart, scores are sums without rounding, and the tree grows from what it holds.
+            # Scores this far apart sum without rounding, and the tree grows from what it holds.
             scores = (whole(-4, 1, 8, places, width, seed=draw).float() * 64).sort(-1, descending=True).values
             sample = torch.tensor([step]), tokens, scores, *buffers, *frontier
             yield tuple(part.clone() for part in sample)

@@ -13,7 +13,7 @@ from builders import AttentionSpec
 def tokens_of(
     cache: KVCache, pages: torch.Tensor, length: int, spec: AttentionSpec
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A request's keys fp64 [length, Hq, D] and values [length, Hq, Dv], of each query head."""
+    """Return a request's keys fp64 [length, Hq, D] and values [length, Hq, Dv], per query head."""
     at = torch.arange(length)
     places = pages[at // spec.page_size].long(), at % spec.page_size
     parts = (part.float()[places].double() for part in (cache.key, cache.value))
@@ -22,7 +22,7 @@ def tokens_of(
 
 
 def scores_of(query: torch.Tensor, keys: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
-    """fp64 [N, Hq], of query [Hq, D] and keys [N, Hq, D]."""
+    """Return fp64 [N, Hq] for query [Hq, D] and keys [N, Hq, D]."""
     scores = torch.einsum("hd,nhd->nh", query.double(), keys) * spec.softmax_scale
     return spec.soft_cap * torch.tanh(scores / spec.soft_cap) if spec.soft_cap else scores
 
@@ -35,7 +35,7 @@ def attend(
     spec: AttentionSpec,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """fp64 [Hq, Dv], of one query [Hq, D] over the tokens that it sees."""
+    """Return fp64 [Hq, Dv] for one query [Hq, D] over the tokens that it sees."""
     weights = scores_of(query, keys[seen], spec).exp()
     total = weights.sum(0) + (0.0 if sinks is None else sinks.double().exp())
     return torch.einsum("nh,nhd->hd", weights / total, values[seen])

@@ -1,9 +1,9 @@
-"""FlashInfer's host planners in plain Python: what plan() puts into the int workspace in CUDA-graph mode, and where.
+"""FlashInfer's host planners in plain Python: what plan() writes to the int workspace in CUDA-graph mode, and where.
 
 From scheduler.cuh and allocator.h (include/flashinfer) of FlashInfer 0.6.12, function by function and loop by loop:
 BatchDecodeWithPagedKVCacheWorkEstimationDispatched and DecodePlan for the CUDA-core decode kernel,
-PrefillSplitQOKVIndptr and PrefillPlan for FA2, on a device of compute capability 8 or more. `Case` is a batch to hold
-a replan against them.
+PrefillSplitQOKVIndptr and PrefillPlan for FA2, on a device of compute capability 8 or more. `Case` is a batch on which
+a replan is compared with them.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from tests.factories import make_spec
 
 NUM_SMS = 132
 UNTOUCHED = 0xAB
-"""What bytes of the int workspace hold that no plan has written."""
+"""Bytes of the int workspace that no plan has written."""
 
 
 @dataclass
 class HostPlan:
     info: list[int]
-    """What plan() returns."""
+    """plan()'s return value."""
     arrays: dict[str, list[int]]
-    """By the names of read_plan; the indices only of tiles that exist."""
+    """By read_plan's names; indices only of existing tiles."""
     num_bytes: int
     """Int workspace used."""
 
@@ -37,7 +37,7 @@ class HostPlan:
 
 
 class Arena:
-    """Hands out aligned offsets one after the other."""
+    """Allocates aligned offsets one after another."""
 
     def __init__(self) -> None:
         self.used = 0
@@ -65,7 +65,7 @@ def first_chunk_that_fits(low: int, high: int, fits: Callable[[int], bool]) -> i
 def plan_cuda_cores(
     pages: Sequence[int], *, page_size: int, num_q_heads: int, num_kv_heads: int, head_dim: int, max_grid_size: int
 ) -> HostPlan:
-    """pages: of each request. max_grid_size: CTAs that the device holds at once, which depends on the kernel."""
+    """pages: of each request. max_grid_size: CTAs that fit on the device at once, which depends on the kernel."""
     split = len(pages) * num_kv_heads < max_grid_size
     if split:
         chunk = first_chunk_that_fits(
@@ -161,7 +161,7 @@ def plan_tensor_cores(
 
 
 def read_plan(workspace: torch.Tensor, layout: PlanLayout) -> dict[str, list[int]]:
-    """The plan in an int workspace as lists by array name, without what padding tiles hold; waits for the device."""
+    """Return the plan in an int workspace as lists by array name, without padding tiles; waits for the device."""
     host = workspace.cpu()
     ints = host.view(torch.int32)
     plan = {name: ints[offset : offset + length].tolist() for name, (offset, length) in layout.arrays.items()}
@@ -175,7 +175,7 @@ def read_plan(workspace: torch.Tensor, layout: PlanLayout) -> dict[str, list[int
 
 @dataclass(frozen=True)
 class Case:
-    """A batch and its kernel; `grid` counts for the CUDA-core kernel, query_len and window_left for FA2."""
+    """A batch and its kernel; `grid` matters for the CUDA-core kernel, query_len and window_left for FA2."""
 
     seq_lens: list[int]
     page_size: int = 16
@@ -183,7 +183,7 @@ class Case:
     group: int = 4
     head_dim: int = 128
     grid: int = 5 * NUM_SMS
-    """CTAs that the device holds at once."""
+    """CTAs that fit on the device at once."""
     query_len: int = 1
     window_left: int = -1
     tensor_cores: bool = False
@@ -215,7 +215,7 @@ class Case:
         return plan_cuda_cores(pages or self.pages, max_grid_size=self.grid, **heads)
 
     def first_plan(self) -> HostPlan:
-        """The one that fixes the layout: for lengths which have nothing to do with these."""
+        """Return the plan that fixes the layout, for unrelated lengths."""
         return self.host_plan([3] * self.num_reqs)
 
     def layout(self) -> PlanLayout:
@@ -231,7 +231,7 @@ class Case:
         return PlanLayout.of_tensor_cores(info, spec, num_reqs=self.num_reqs, num_sms=NUM_SMS, query_len=self.query_len)
 
     def workspace(self) -> torch.Tensor:
-        """As the first plan leaves it."""
+        """Return the workspace as the first plan leaves it."""
         host, layout = self.first_plan(), self.layout()
         workspace = torch.full((host.num_bytes // 4 * 4 + 64,), UNTOUCHED, dtype=torch.uint8)
         for name, (offset, _) in layout.arrays.items():
@@ -240,7 +240,7 @@ class Case:
         return workspace
 
     def replanned(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The int workspace and last_page_len after the replan."""
+        """Return the int workspace and last_page_len after the replan."""
         layout, workspace = self.layout(), self.workspace()
         last_page_len = torch.full((self.num_reqs,), -77, dtype=torch.int32)
         seq_lens = torch.tensor(self.seq_lens, dtype=torch.int32)
