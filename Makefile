@@ -7,13 +7,13 @@ PIP := $(BIN)/python -m pip install -q --no-compile --disable-pip-version-check 
 export PIP_CACHE_DIR ?= $(CURDIR)/$(VENV)/cache/pip
 export TRITON_CACHE_DIR ?= $(CURDIR)/$(VENV)/cache/triton
 export TORCHINDUCTOR_CACHE_DIR ?= $(CURDIR)/$(VENV)/cache/inductor
-# Each process of the tests would compile the modules again.
+# Otherwise each test process would compile the modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-# Tests of one file share what is dear to make: they run in one process. In the order of tests/conftest.py.
+# Tests in one file share expensive fixtures, so they run in one process. tests/conftest.py sets the order.
 PYTEST := -m pytest -n 2 --dist loadfile --no-loadscope-reorder -q
 
-# What the releases of torch, triton and transformers may break.
+# The tests that releases of torch, triton and transformers can break.
 RELEASE_TESTS := tests/builders tests/attn_backends/test_registry.py tests/attn_backends/kernels \
 	tests/spec_decode/graphs tests/spec_decode/sampling tests/spec_decode/drafter/test_strategies.py \
 	tests/spec_decode/models/hf tests/spec_decode/cli/test_cli_draft.py
@@ -32,19 +32,19 @@ test: $(VENV)/.installed
 		echo "make test: FAILED in the interpreter, see above"; exit 1; }
 	@echo "make test: every test passed"
 
-# Statistics, and whole kits in the interpreter: minutes each, so that they are shared out one by one, not by files.
+# Statistics, and whole kits in the interpreter: they take minutes each, so they are distributed one by one, not by file.
 slow: $(VENV)/.installed
 	$(BIN)/python $(PYTEST) --dist worksteal -m slow
 	TRITON_INTERPRET=1 $(BIN)/python $(PYTEST) -m slow tests/interpreter
 
-# The oldest releases that are promised and the newest that were run, each in an environment of its own.
+# The oldest supported and the newest tested releases, each in its own environment.
 oldest newest: %: $(VENV)/%/.installed
 	$(VENV)/$@/bin/python $(PYTEST) -m "not slow" $(RELEASE_TESTS)
 	TRITON_INTERPRET=1 $(VENV)/$@/bin/python $(PYTEST) -m "not slow" $(RELEASE_KERNELS)
 	$(VENV)/$@/bin/attn-backends draft 'def read(path):' --device cpu --max-tokens 8
 
-# The kit over the metadata builders of vLLM and SGLang, and our plug-ins inside vLLM and SGLang: only their Python is needed.
-# Each part takes one core: make -j2 -O engines.
+# The kit over vLLM's and SGLang's metadata builders, and our plug-ins inside both engines: only their Python is needed.
+# Each part uses one core: make -j2 -O engines.
 VLLM := $(VENV)/engines/vllm-0.33.0
 SGLANG := $(VENV)/engines/sglang-0.5.23
 engines: engine-vllm engine-sglang engine-sglang-rounds
@@ -80,8 +80,8 @@ lint: $(VENV)/.linters
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# A link, an anchor or a name of the reference that leads nowhere fails it. Never with -q: strict counts only the warnings
-# that are shown. The variable hides an advertisement.
+# Fails on a broken link, anchor or reference name. Never use -q: strict counts only the warnings that are shown. The
+# variable hides an advertisement.
 docs: $(VENV)/.docs
 	$(BIN)/attn-backends matrix reports --html docs/compatibility.html
 	$(BIN)/python scripts/schemas.py docs/schemas
@@ -89,7 +89,7 @@ docs: $(VENV)/.docs
 
 check: lint test
 
-# What a release asks for besides: no evidence of older source, and a wheel.
+# A release also needs evidence from current source, and a wheel.
 release: docs check
 	$(BIN)/attn-backends matrix --check --strict
 	$(PIP) build
@@ -99,7 +99,7 @@ clean:
 	rm -rf build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
-# torch comes first and alone, so that nothing else decides on its version.
+# torch is installed first and separately, so that nothing else decides its version.
 $(VENV)/.installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed, this is " + \
 		sys.version.split()[0] + "; run make with PYTHON=python3.11, say")'
@@ -109,7 +109,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PIP) -e '.[test]'
 	@touch $@
 
-# Gigabytes, used once: not kept in the cache of downloads.
+# Gigabytes that are used once: not kept in the download cache.
 $(VENV)/%/.installed: pyproject.toml constraints-%.txt
 	$(PYTHON) -m venv $(VENV)/$*
 	$(VENV)/$*/bin/python -m pip install -q --no-compile --no-cache-dir --disable-pip-version-check -c constraints-$*.txt -e '.[test]'
