@@ -10,7 +10,7 @@ from tests.factories import CPU
 
 @pytest.fixture(autouse=True)
 def one_repeat(monkeypatch):
-    """What a call took on this CPU is not what these tests are about."""
+    """These tests do not examine how long a call took on this CPU."""
     monkeypatch.setattr(measure, "_WARMUP", 0)
     monkeypatch.setattr(measure, "_REPEATS", 1)
 
@@ -22,7 +22,7 @@ def bench():
 
 @pytest.fixture
 def flashinfer(monkeypatch):
-    """The stand-in, and what is built on it, gone again afterwards."""
+    """The stand-in and the modules built on it, removed afterwards."""
     ours = ("builders.flashinfer.builder", "builders.flashinfer.wrappers", "attn_backends.flashinfer")
     names = (*ours, "benchmarks.flashinfer_plans")
     for name in names:

@@ -1,4 +1,4 @@
-"""What the benchmarks need of the package flashinfer beside the stand-in's wrappers: its latent attention."""
+"""What the benchmarks need of flashinfer in addition to the stand-in's wrappers: its latent attention and sampling."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.flashinfer_stand_in.wrappers import BatchDecodeWithPagedKVCacheWrappe
 
 
 class Decode(BatchDecodeWithPagedKVCacheWrapper):
-    """The stand-in's, with a note of every plan."""
+    """The stand-in's wrapper, recording every plan."""
 
     def __init__(self, *args, **options):
         super().__init__(*args, **options)
@@ -22,7 +22,7 @@ class Decode(BatchDecodeWithPagedKVCacheWrapper):
         super().plan(indptr, indices, last_page_len, *sizes, **numbers)
 
     def run(self, *args, enable_pdl=None, **options):
-        # A benchmark leaves the peer its default, which overlaps kernels; nothing overlaps here.
+        # A benchmark uses the peer's default, which overlaps kernels; nothing overlaps here.
         return super().run(*args, enable_pdl=False, **options)
 
 
@@ -98,11 +98,11 @@ SAMPLING = (
     sampling_from_logits,
     top_k_top_p_sampling_from_probs,
 )
-"""In torch, seeds and all as FlashInfer's sources have them."""
+"""In torch; seeds work as in FlashInfer's sources."""
 
 
 def modules() -> dict[str, ModuleType]:
-    """What goes into sys.modules."""
+    """Return the entries of sys.modules."""
     package, decode, mla, sampling = (ModuleType(f"flashinfer{name}") for name in ("", ".decode", ".mla", ".sampling"))
     package.__spec__ = ModuleSpec("flashinfer", None, origin=__file__)
     package.BatchDecodeWithPagedKVCacheWrapper, package.sampling = Decode, sampling

@@ -1,4 +1,4 @@
-"""The blocks of a page, and whether what was said is what the page shows."""
+"""The blocks of a page, and whether an output is the one that the page shows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _FENCE = re.compile(
 
 
 class Block(NamedTuple):
-    """info: its language and more. path: of the file that it is, as stands above it; empty for other blocks."""
+    """info: its language and more. path: of the file it contains, as written above it; empty for other blocks."""
 
     info: str
     text: str
@@ -29,12 +29,12 @@ def blocks(page: Path) -> list[Block]:
 
 
 def with_output(page: Path, language: str) -> Iterator[tuple[Block, str]]:
-    """Each block with the text of the next, if that is of this language: what its code or its commands say."""
+    """Yield each block with the text of the next if that has this language: the output of its code or commands."""
     found = blocks(page)
     for block, after in zip_longest(found, found[1:]):
         yield block, after.text if after and after.info == language else ""
 
 
 def shows(wanted: str, found: str) -> bool:
-    """Whether the output is the one on the page, "..." standing for anything within a line."""
+    """Return whether the output is the one on the page, where "..." matches anything within a line."""
     return re.fullmatch(".*".join(map(re.escape, wanted.split("..."))), found) is not None

@@ -1,4 +1,4 @@
-"""vLLM with our names in it, and stand-ins for kernels that need a GPU: for tests that ask for them."""
+"""vLLM with our names registered, and stand-ins for kernels that need a GPU, as opt-in fixtures."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.engines import vllm_flashinfer as stand_in
 
 @pytest.fixture(scope="module")
 def vllm_inside():
-    """vLLM, with our names registered as its plug-in loader registers them: twice."""
+    """vLLM, with our names registered twice, as its plug-in loader does."""
     from engines.vllm.conformance.stand_in import enter
 
     enter()
@@ -36,7 +36,7 @@ def vllm_flashinfer(vllm_inside, monkeypatch):
 
 @pytest.fixture
 def vllm_kernels(vllm_inside, monkeypatch):
-    """Our backends over stand-ins for their kernels, where vLLM finds them by our names."""
+    """Our backends over stand-ins for their kernels, where vLLM looks them up by name."""
     from engines.vllm.v0_33.backend import class_over
 
     for name in (*flash_attn3_stand_in.BACKENDS, "flashmla"):
@@ -48,7 +48,7 @@ def vllm_kernels(vllm_inside, monkeypatch):
 
 @pytest.fixture
 def one_process(vllm_inside, monkeypatch, tmp_path):
-    """vLLM's own models on the CPU, in a group of one process."""
+    """vLLM's own models on the CPU, in a process group of size one."""
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.distributed import (
         destroy_distributed_environment,

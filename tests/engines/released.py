@@ -1,4 +1,4 @@
-"""Engines whose released Python tests run inside of, if it is there."""
+"""Skip markers for tests that run inside an engine's released Python."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 
 def needs(package: str, release: str) -> pytest.MarkDecorator:
-    """Skips a test without a release of the package whose version begins so."""
+    """Skip a test unless the installed version of the package starts with `release`."""
     try:
         found = version(package)
     except PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""The draft loop of vLLM's speculator for multi-token prediction, over the groups of a runner of these tests.
+"""The draft loop of vLLM's multi-token-prediction speculator, over the groups of a test runner.
 
 See vllm_runner.py for what it needs.
 """
@@ -19,7 +19,7 @@ LENS = ([5, 150, 33, 16, 90, 7, 12, 64], [40, 6, 188])
 
 
 def speculator_of(cls, runner, **state):
-    """A speculator of vLLM's over a runner's groups, whose inputs the runner then reads."""
+    """Return a vLLM speculator over a runner's groups; the runner then reads the speculator's inputs."""
     from vllm.v1.worker.gpu.input_batch import InputBuffers
 
     rows, layers = runner.ROWS, [layer for group in runner.groups for layer in group.layer_names]
@@ -42,7 +42,7 @@ def speculator_of(cls, runner, **state):
 class DraftLoop:
     """Steps 1 to K-1 of multi-token prediction by vLLM's own speculator: captured once over a dummy batch, replayed.
 
-    attends: whether the draft's one layer attends; outs is what it found in each step.
+    attends: whether the draft's only layer attends; outs has its output in each step.
     """
 
     @torch.inference_mode()
@@ -87,7 +87,7 @@ class DraftLoop:
         self.graph = runtime_for(CPU).capture(forward())
 
     def model(self, **inputs):
-        """The draft's one layer, of which only the attention is looked at."""
+        """The draft's only layer; just its attention is examined."""
         self.step += 1
         if self.attends:
             self.outs[self.step].copy_(self.runner.draft(self.metadata, self.query))
@@ -95,9 +95,9 @@ class DraftLoop:
 
     @torch.inference_mode()
     def draft(self, lens, seed=0, *, dummy=False):
-        """For requests of which one token was rejected, and whose first drafted token is the last of `lens` tokens.
+        """Draft for requests with one rejected token, whose first drafted token is the last of `lens` tokens.
 
-        dummy: for no requests at all, as vLLM warms up.
+        dummy: for no requests at all, as in vLLM's warm-up.
         """
         from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator import prepare_decode_inputs
 
@@ -120,7 +120,7 @@ class DraftLoop:
         speculator._fused_multi_step_decode(rows, False, self.desc, None, bound, TOKENS)
 
     def assert_right(self):
-        """Each step of each batch attends as it should, and nothing is planned on the host."""
+        """Each step of each batch attends correctly, and nothing is planned on the host."""
         planned = len(HOST_PLANS)
         for seed, lens in enumerate(LENS):
             self.draft(lens, seed)

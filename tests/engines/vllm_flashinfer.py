@@ -1,6 +1,5 @@
-"""FlashInfer's wrappers as vLLM 0.33 calls them, over the stand-in for their kernels: they attend by the plan in the
-workspace, right or wrong.
-"""
+"""FlashInfer's wrappers as vLLM 0.33 calls them, over the kernels' stand-in: they attend by the workspace's plan, right
+or wrong."""
 
 from __future__ import annotations
 
@@ -15,13 +14,13 @@ from tests.builders.flashinfer import host_planner
 from tests.flashinfer_stand_in import wrappers
 
 HOST_PLANS: list[str] = []
-"""An entry for every plan made on the host."""
+"""One entry per plan made on the host."""
 _SIZES = ("num_qo_heads", "num_kv_heads", "head_dim", "page_size")
 _NUMBERS = ("window_left", "logits_soft_cap", "sm_scale", "q_data_type", "kv_data_type")
 
 
 class Decode(wrappers.BatchDecodeWithPagedKVCacheWrapper):
-    """With 1 + K tokens a request, which FlashInfer 0.7.2 plans with a tile of that length."""
+    """With 1 + K tokens per request, which FlashInfer 0.7.2 plans with a tile of that length."""
 
     def __init__(self, workspace: torch.Tensor, layout: str, **options: Any) -> None:
         super().__init__(workspace, layout, **{**options, "use_tensor_cores": True})
@@ -53,10 +52,10 @@ class Decode(wrappers.BatchDecodeWithPagedKVCacheWrapper):
 
 
 class Prefill(wrappers.BatchPrefillWithPagedKVCacheWrapper):
-    """The one that vLLM plans for batches with prefills and for blocks, and that we plan once for a shape of blocks."""
+    """vLLM plans it for batches with prefills and for blocks; we plan it once for each shape of blocks."""
 
     def __init__(self, workspace: torch.Tensor, layout: str, **options: Any) -> None:
-        # The other layout is told, and not attended to.
+        # vLLM passes the other layout, which is ignored.
         super().__init__(workspace, "NHD", **{**options, "backend": "fa2"})
         self.kv_layout = layout
 
@@ -71,7 +70,7 @@ class Prefill(wrappers.BatchPrefillWithPagedKVCacheWrapper):
 
 
 def install(monkeypatch: Any, flashinfer: ModuleType) -> None:
-    """Put them into vLLM's FlashInfer backend, with what else it calls of FlashInfer and CUDA."""
+    """Install them in vLLM's FlashInfer backend, with everything else it calls in FlashInfer and CUDA."""
     put = lambda name, value: monkeypatch.setattr(flashinfer, name, value)  # noqa: E731
     put("BatchDecodeWithPagedKVCacheWrapper", Decode)
     put("BatchPrefillWithPagedKVCacheWrapper", Prefill)

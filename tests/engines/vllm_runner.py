@@ -1,6 +1,7 @@
-"""vLLM's runner as its builders see it: persistent buffers of one KV group, its own groups over them, and the truth.
+"""vLLM's runner as its builders see it: persistent buffers of one KV group, its own groups over them, and an fp64
+oracle.
 
-Needs vLLM's Python, such as `make engines` unpacks, and TRITON_INTERPRET=1 for vLLM's own Triton kernels.
+Needs vLLM's Python, which `make engines` unpacks, and TRITON_INTERPRET=1 for vLLM's own Triton kernels.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ NEEDS_VLLM = [
     pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="vLLM's kernels need TRITON_INTERPRET=1 here"),
     pytest.mark.usefixtures("vllm_inside", "vllm_flashinfer", "vllm_kernels"),
 ]
-"""Of a module of tests inside vLLM."""
+"""Marks of a module of tests inside vLLM."""
 PAGE, WIDTH, TOKENS = 16, 12, 4
 HEADS, KV_HEADS, DIM = 4, 2, 64
 PAGED = ("ATTN_BACKENDS_TRITON_PAGED", "FLASHINFER_IN_GRAPH", "ATTN_BACKENDS_FLASH_ATTN3")
@@ -28,7 +29,7 @@ LATENT = ("ATTN_BACKENDS_TRITON_MLA", "ATTN_BACKENDS_FLASH_ATTN3_MLA", "ATTN_BAC
 SPARSE = "FLASHMLA_SPARSE_IN_GRAPH"
 LATENT_LAYER = {"head_size": 576, "use_mla": True, "block_size": 64}
 LAYERS = {**dict.fromkeys(LATENT, LATENT_LAYER), SPARSE: {**LATENT_LAYER, "use_sparse": True}}
-"""DeepSeek-V3's and V3.2's, of which a selector is asked; the others' are Llama's."""
+"""Layers of DeepSeek-V3 and V3.2 for the selector; the others are Llama's."""
 
 
 def backend_of(name):
@@ -38,7 +39,7 @@ def backend_of(name):
 
 
 def select(name, **changes):
-    """What vLLM's platform answers for a layer that the backend serves but for these changes."""
+    """Return the platform's choice for a layer that the backend supports except for these changes."""
     from vllm.config import set_current_vllm_config
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
@@ -92,7 +93,7 @@ class Runner:
         self.cache = torch.randn(100, KV_HEADS, PAGE, 2 * DIM, generator=torch.Generator().manual_seed(0)).to(dtype)
 
     def remake(self, kernel_block=None):
-        """The group's builders anew, as vLLM makes them."""
+        """Make the group's builders again, as vLLM does."""
         from vllm.config import set_current_vllm_config
 
         with set_current_vllm_config(self.config):
@@ -112,11 +113,11 @@ class Runner:
 
     @property
     def groups(self):
-        """All of the draft's, in this KV group."""
+        """All of the draft's groups in this KV group."""
         return [self.group]
 
     def fill(self, lens, seed=0):
-        """Rows of these lengths over pages of their own; the others are padding, as vLLM leaves it."""
+        """Fill rows of these lengths, each over its own pages; the others are padding, as vLLM leaves it."""
         pages = torch.randperm(99, generator=torch.Generator().manual_seed(seed)).int() + 1
         self.seq_lens.zero_()
         self.seq_lens[: len(lens)] = torch.tensor(lens)
@@ -144,18 +145,18 @@ class Runner:
         )
 
     def attend(self, metadata, query):
-        """What the layer's own forward computes, as vLLM calls it."""
+        """Run the layer's own forward, as vLLM calls it."""
         out = torch.zeros_like(query)
         call = (self.layer, query, None, None, self.cache, metadata)
         self.layer.impl.forward(*call, output=out, output_scale=None, output_block_scale=None)
         return out
 
     def draft(self, metadata, query):
-        """What a draft's layer computes from the metadata of all layers."""
+        """Run a draft's layer on its part of the metadata."""
         return self.attend(metadata[self.layer_name], query)
 
     def truth(self, query, lens):
-        """Attention of the live rows in fp64, by their lengths and tables alone."""
+        """Compute the live rows' attention in fp64, from only their lengths and tables."""
         key, value = self.cache.double().transpose(1, 2).split(DIM, -1)
         rows = []
         for row, length in enumerate(lens):
@@ -169,14 +170,14 @@ class Runner:
         return torch.stack(rows)
 
     def seen(self, length, token):
-        """What a query token sees of its request: a block's window is symmetric, as FLASH_ATTN of vLLM has it."""
+        """Return the tokens a query token sees: a block's window is symmetric, as in vLLM's FLASH_ATTN."""
         position, window = length - self.query_len + token, self.window or length
         last = position if self.causal else min(length - 1, position + window - 1)
         return slice(max(0, position - window + 1), last + 1)
 
 
 class default_dtype:
-    """vLLM makes layers with the model's dtype as the default one."""
+    """Sets the model's dtype as the default: vLLM makes layers that way."""
 
     def __init__(self, dtype):
         self.dtype = dtype
@@ -208,7 +209,7 @@ def assert_attends(runner, metadata, lens, rows=Runner.ROWS):
 
 
 class Tables:
-    """vLLM's block tables of one KV group, of which row i belongs to request i: buffers that are never moved."""
+    """vLLM's block tables of one KV group; row i belongs to request i, and the buffers never move."""
 
     cp_size = 1
 
@@ -231,7 +232,7 @@ class Tables:
 
 
 class LatentRunner(Runner):
-    """The same for latents of 512 + 64 dims, in the smallest pages that the kernels read, with the layer's decode."""
+    """A runner over latents of 512 + 64 dims, in the smallest pages that the kernels read, with the layer's decode."""
 
     head_dim, value_dim = 576, 512
 
@@ -284,12 +285,12 @@ class LatentRunner(Runner):
 
 
 def make_runner(name, query_len=1, **options):
-    """A group of layers, over heads or latents as the backend takes them."""
+    """Return a runner over heads or latents, as the backend requires."""
     return (LatentRunner if name in LATENT else Runner)(name, query_len, **options)
 
 
 def weights_left(model, *, is_draft):
-    """The parameters of a model of vLLM's that the figures' random weights do not fill, wholly or in part."""
+    """Yield parameters of a vLLM model that the figures' random weights do not fill completely."""
     for parameter in model.parameters():
         parameter.data.fill_(7)
     weights = vllm_worker.random_weights(model.config, is_draft=is_draft, seed=0, device=CPU)

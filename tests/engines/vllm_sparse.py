@@ -1,7 +1,7 @@
-"""A layer over sparse latents with its indexer, as DeepSeek-V3.2 has them, in vLLM's own groups and classes.
+"""A layer over sparse latents with its indexer, as in DeepSeek-V3.2, in vLLM's own groups and classes.
 
-Stand-ins of torch operations replace the kernels: FlashMLA's, whose schedule is the first call's, DeepGEMM's schedule,
-and the indexer's scores. What they read, they read through vLLM's metadata alone. See vllm_runner.py for what it needs.
+Stand-ins in torch replace the kernels: FlashMLA's, whose schedule is the first call's, DeepGEMM's schedule, and the
+indexer's scores. They read only through vLLM's metadata. See vllm_runner.py for what it needs.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ INDEXER = "model.layers.0.indexer"
 TOPK, INDEX_DIM, SCALE = 128, 16, 0.1
 FP8 = "fp8_ds_mla"
 CACHES = [("auto", False), (FP8, False), (FP8, True)]
-"""A cache's dtype, and whether vLLM decodes apart from prefills."""
+"""A cache's dtype, and whether vLLM runs decodes separately from prefills."""
 
 
 @dataclass
 class FlashMLASchedMeta:
-    """Empty until the first call; later ones take its schedule, whatever is passed by then."""
+    """Empty until the first call; later calls use its schedule, even if the inputs have changed."""
 
     schedule: torch.Tensor | None = None
 
 
 def flash_mla_sparse_fwd(q, kv, indices, sm_scale, topk_length, out=None):
-    """Queries [T, H, 576] over rows of kv [N, 1, 576] by indices [T, 1, topk]: out, two nothings."""
+    """Attend with queries [T, H, 576] over rows of kv [N, 1, 576] by indices [T, 1, topk]: out, two placeholders."""
     found = attend(q, kv[:, 0], indices[:, 0], sm_scale, topk_length)
     return found, None, q.new_zeros(q.shape[:2])
 
@@ -49,7 +49,8 @@ def flash_mla_with_kvcache(
     indices,
     softmax_scale,
 ):
-    """Queries [B, S, H, 576] over 656 bytes a token, by indices [B, S, topk] and the first call's schedule."""
+    """Attend with queries [B, S, H, 576] over 656 bytes per token, by indices [B, S, topk] and the first call's
+    schedule."""
     assert is_fp8_kvcache and head_dim_v == 512 and k_cache.shape[1:] == (64, 1, 656)
     made = tile_scheduler_metadata
     if made.schedule is None:
@@ -69,7 +70,7 @@ def attend(query, rows, indices, scale, count):
 
 
 def pack(latents):
-    """Latents [..., 576] in 656 bytes each: 512 in fp8 with a scale for every 128, then 64 in bfloat16."""
+    """Pack latents [..., 576] into 656 bytes each: 512 in fp8 with a scale per 128, then 64 in bfloat16."""
     values = latents[..., :512].float().unflatten(-1, (4, 128))
     scales = values.abs().amax(-1) / 448
     quantised = (values / scales[..., None]).to(torch.float8_e4m3fn).flatten(-2)
@@ -84,17 +85,17 @@ def unpack(packed):
 
 
 def get_paged_mqa_logits_metadata(context_lens, block_size, num_sms, indices=None):
-    """DeepGEMM's schedule as far as staleness goes: [num_sms + 1, 2], in row r a row's last length and its blocks."""
+    """DeepGEMM's schedule, enough to detect staleness: [num_sms + 1, 2], row r has a row's last length and blocks."""
     last = context_lens[:, -1]
     rows = torch.stack([last, (last + block_size - 1) // block_size], -1)
     return torch.cat([rows, rows.new_zeros(num_sms + 1 - len(rows), 2)])
 
 
 def install(monkeypatch, *, native=False, separate=False):
-    """The stand-ins, where vLLM looks for the kernels.
+    """Install the stand-ins where vLLM looks for the kernels.
 
-    native    whether DeepGEMM takes the 1 + K tokens of a request at once, else one at a time
-    separate  whether vLLM decodes a quantised cache apart from prefills, as it does from 32 heads on
+    native    whether DeepGEMM takes a request's 1 + K tokens at once, otherwise one by one
+    separate  whether vLLM decodes a quantised cache separately from prefills, as it does from 32 heads on
     """
     from vllm.model_executor.layers.attention import sparse_mla_attention
     from vllm.v1.attention.backends.mla import flashmla_sparse, index_group, indexer
@@ -115,7 +116,7 @@ def install(monkeypatch, *, native=False, separate=False):
 
 
 def leave_memory_as_it_was(monkeypatch):
-    """What vLLM's builder allocates and never writes differs between two builders, as on a device."""
+    """Make memory that vLLM's builder allocates and never writes differ between builders, as on a device."""
     from vllm.v1.attention.backends.mla.flashmla_sparse import FlashMLASparseMetadataBuilder
 
     make, left = FlashMLASparseMetadataBuilder.__init__, count(1)
@@ -128,7 +129,7 @@ def leave_memory_as_it_was(monkeypatch):
 
 
 class SparseRunner(LatentRunner):
-    """The layer's group by a name, and its indexer's, whose backend vLLM's layer picks, over one block table."""
+    """The layer's group by name and its indexer's, with the backend vLLM's layer picks, over one block table."""
 
     page = 64
 
@@ -187,7 +188,7 @@ class SparseRunner(LatentRunner):
                 group.create_metadata_builders(self.config, CPU, kernel_block_size=self.page)
 
     def draft(self, metadata, query):
-        """The indexer chooses among the tokens that its metadata shows, then the layer attends to those."""
+        """The indexer chooses among the tokens its metadata shows, then the layer attends to those."""
         decode = metadata[INDEXER].decode
         rows = len(decode.block_table)
         keys = self.index_keys[decode.block_table.long()].flatten(1, 2)

@@ -1,4 +1,4 @@
-"""An environment as a stranger has it: this one's packages are there, and what a test installs goes nowhere else."""
+"""A new user's environment: it has this environment's packages, and what a test installs stays inside it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SCRIPTS = {
     "pip": "from pip._internal.cli.main import main; sys.exit(main())",
 }
 _LOCAL = ["--no-index", "--no-build-isolation", "--disable-pip-version-check", "--quiet"]
-"""No network: what a package needs is there already, its build backend too."""
+"""No network: everything a package needs is there, including its build backend."""
 
 
 @dataclass(frozen=True)
@@ -30,9 +30,8 @@ class Stranger:
 
     @classmethod
     def arrive(cls, folder: Path, needing: Sequence[str] | None = None) -> Stranger:
-        """Make the environment in an empty folder. needing: requirements, which are then all that it has, each with
-        what it requires itself.
-        """
+        """Make the environment in an empty folder. needing: requirements; the environment then has only these and their
+        own requirements."""
         venv.create(folder, with_pip=False, symlinks=True)
         inside = Path(sysconfig.get_path("purelib", "posix_prefix", {"base": str(folder), "platbase": str(folder)}))
         if needing is None:
@@ -48,7 +47,7 @@ class Stranger:
         return cls(folder)
 
     def run(self, command: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-        """Run shell commands in a folder; stderr is part of the output."""
+        """Run shell commands in a folder; stderr goes to the output."""
         kept = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "PYTEST", "PIP_"))}
         env = {
             **kept,
@@ -68,14 +67,14 @@ class Stranger:
         )
 
     def must(self, command: str, cwd: Path, *, status: int = 0) -> str:
-        """Run commands that end with this status, and return what they said."""
+        """Run commands that must end with this status, and return their output."""
         done = self.run(command, cwd)
         assert done.returncode == status, f"$ {command}\nended with {done.returncode}, not {status}:\n{done.stdout}"
         return done.stdout
 
 
 def _entries(needing: Sequence[str]) -> set[Path]:
-    """What the required distributions, and those that they require, have in the folder of packages."""
+    """Return what the required distributions, and their own requirements, have in the package folder."""
     entries: set[Path] = set()
     seen: set[str] = set()
     wanted = [Requirement(text) for text in needing]

@@ -1,7 +1,7 @@
-"""Drafts of every published kind on a GPU: a graph drafts what eager kernels draft, bit for bit, and a CPU the same.
+"""Drafts of every published kind on a GPU: graphs draft what eager kernels draft, bit for bit, and so does a CPU.
 
-Each kind's checkpoint is random, with heads as wide as kernels serve. A drafter runs three rounds in every strategy
-that its kind has, at temperature 0 and 1, of tokens in a row and of trees.
+Each kind's checkpoint is random, with heads as wide as the kernels support. A drafter runs three rounds in every
+strategy that its kind has, at temperature 0 and 1, as chains and as trees.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A busy engine against each request alone: requests join at random, some are cancelled between steps or by a callback.
 
-A sample of them is decoded one by one, and each text must be the same; that of a cancelled request as far as it went.
+A sample of them is decoded one by one, and each text must be the same; a cancelled request's as far as it went.
 """
 
 from __future__ import annotations

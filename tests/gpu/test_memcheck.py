@@ -1,14 +1,14 @@
 """Backends and engines under NVIDIA's compute-sanitizer.
 
-torch's allocator keeps what is freed and rounds sizes up, so an access beyond a tensor may land in memory that is
-allocated, and nobody sees it. What is launched directly therefore runs with PYTORCH_NO_CUDA_MEMORY_CACHING=1: values
-out of range in every kernel that reads such, poison and padding checks of each backend, its advance, its fused writes,
-and an engine without graphs under each verifier. A capture needs the allocator: memory of a graph must stay. So the
-graph family, whole rounds in every strategy and an engine with graphs run under it.
+torch's allocator keeps freed memory and rounds sizes up, so an access beyond a tensor can land in allocated memory,
+undetected. Directly launched work therefore runs with PYTORCH_NO_CUDA_MEMORY_CACHING=1: out-of-range values in every
+kernel that reads such values, poison and padding checks of each backend, its advance, its fused writes, and an engine
+without graphs under each verifier. A capture needs the allocator, because a graph's memory must stay. So the graph
+family, whole rounds in every strategy and an engine with graphs run with it.
 
-A looping graph is repeated by the host here, iteration by iteration: in one that the device repeats, the sanitizer
-(2025.3.1) reports accesses "out of bounds" and "inside the nearest allocation", or the driver meets an illegal
-instruction. So it does with a WHILE node around a single product of torch, which without it runs right.
+A looping graph is repeated by the host here, iteration by iteration: if the device repeats it, the sanitizer (2025.3.1)
+reports accesses "out of bounds" and "inside the nearest allocation", or the driver meets an illegal instruction. The
+same happens with a WHILE node around a single torch product, which runs correctly without the sanitizer.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Drafting with the shipped pair on every backend it fits agrees in every graph mode and strategy.
+"""Drafting with the shipped pair agrees in every graph mode and strategy, on every backend that supports it.
 
-For 2, 3, 4 and 5 draft tokens, in every graph mode and strategy, greedily and at temperature 1, with fixed seeds: draft
-tokens kept in each round and final text must be those of eager drafting. In float32 where a backend has it, else in
-bfloat16, whose greedy text may leave plain decoding's where two candidates lie within rounding; and in bfloat16 with
-batch invariance where a backend has that. There and in float32 a greedy text must be that of plain decoding, and every
-text that of the prompt alone. A process for each draft and backend.
+For 2, 3, 4 and 5 draft tokens, in every graph mode and strategy, greedy and at temperature 1, with fixed seeds: the
+draft tokens kept in each round and the final text must equal those of eager drafting. Runs in float32 if the backend
+supports it, otherwise in bfloat16, where greedy text may differ from plain decoding if two candidates are within
+rounding; and in bfloat16 with batch invariance if the backend has it. With batch invariance and in float32, a greedy
+text must equal plain decoding's, and every text that of the prompt alone. Each draft and backend has its own process.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The one writer of reports; a GPU test is skipped without a device, and fails where its report was asked for."""
+"""The writer of reports; a GPU test is skipped without a device, and fails if its report was requested."""
 
 import pytest
 import torch

@@ -1,9 +1,9 @@
-"""Captured steps replay right on a GPU that processes share.
+"""Captured steps replay correctly on a GPU shared by several processes.
 
-Each process makes a fresh builder with fresh wrappers for every graph, captures one uniform step, and replays it over
+For every graph, each process makes a fresh builder with fresh wrappers, captures one uniform step, and replays it over
 batches that it writes without waiting: nothing on the host synchronises between the writes of the state, the replay and
 the next batch. Wrappers of earlier graphs are freed while their work may be pending. Every output is compared with fp32
-attention over the logical keys, every plan with the one that torch's formula makes of the same lengths.
+attention over the logical keys, every plan with the one that torch's formula computes for the same lengths.
 """
 
 from __future__ import annotations

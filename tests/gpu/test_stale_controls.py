@@ -1,9 +1,9 @@
 """Stale metadata is caught on a device.
 
-For each backend, a builder that builds right and whose metadata then stays as it was built must pass the check of what
-it built, and fail the checks of its advance. A control that passes those means that they could not have found the
-defect; one that fails the first means that something else was wrong. Each control has a process of its own, for stale
-metadata may end in an illegal memory access, which takes the whole process's device with it.
+For each backend, a builder that builds correctly and then never updates its metadata must pass the check of its build,
+and fail the checks of its advance. If a control passes those, they could not have found the defect; if it fails the
+first, something else was wrong. Each control runs in its own process, because stale metadata can cause an illegal
+memory access, which makes the device unusable for the whole process.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Models of `transformers` over paged attention against that library itself.
+"""Models of `transformers` over paged attention, compared with that library.
 
-Random models of each kind, on every backend that serves all of their groups, through prefill, prefill in chunks,
-decoding and verification. A logit may be off by a budget: twice what the library's own eager attention is off by in the
-model's dtype, and a band for roundings, both against the same weights in fp64. Then the engine decodes greedily, with
-and without graphs: plainly, with a random draft and with the target as its own draft. Each token must be the fp64
-model's argmax or lie within the budget of it, so that texts can differ at near ties alone; how many differ from
-plain decoding's is counted. Of its own draft the target must keep most.
+Random models of each kind, on every backend that supports all of their groups, through prefill, chunked prefill,
+decoding and verification. A logit's error has a budget: twice the error of the library's own eager attention in the
+model's dtype, plus a band for rounding, both against the same weights in fp64. Then the engine decodes greedily, with
+and without graphs: plainly, with a random draft, and with the target as its own draft. Each token must be the fp64
+model's argmax or within its budget, so texts can differ only at near ties; how many differ from plain decoding is
+counted. With itself as the draft, the target must keep most tokens.
 
 A backend that refuses a group, and a model that cannot be built with the installed version, are rows with the reason.
 """

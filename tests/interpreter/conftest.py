@@ -8,7 +8,7 @@ if interpreting():
 
     repair()
 
-# Kernels are interpreted only where the variable was set before they were defined: this folder is a session of its own,
+# Kernels are interpreted only if the variable was set before they were defined: this folder is a separate session,
 # TRITON_INTERPRET=1 pytest tests/interpreter, which `make test` runs after the others.
 collect_ignore_glob = [] if interpreting() else ["test_*_kernel*.py"]
 # torch's own implementations compute no offsets.
@@ -17,7 +17,7 @@ collect_ignore = [] if interpreting() or torch.cuda.is_available() else ["test_w
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item):
-    """Nothing here may be skipped: there is no other place where a kernel is compared without a GPU."""
+    """Fail on skips: no other place compares kernels without a GPU."""
     report = yield
     if report.skipped and not hasattr(report, "wasxfail") and HAVE_TRITON:
         report.outcome = "failed"

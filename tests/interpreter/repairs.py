@@ -1,10 +1,10 @@
-"""What Triton's interpreter does unlike a compiled kernel, put right.
+"""Corrects where Triton's interpreter differs from a compiled kernel.
 
-Before 3.9 the minimum of a NaN and a number is NaN; compiled, it is the number. Since 3.9 a mask of which one side is a
-scalar, `inside & (column < columns)`, is int32 and refused, and the arg max of numbers that are all NaN raises.
+Before 3.9 the minimum of a NaN and a number is NaN; compiled, it is the number. Since 3.9 a mask with a scalar side,
+`inside & (column < columns)`, is int32 and rejected, and the arg max of all-NaN numbers raises.
 
-And what triton.language itself does again and again, where no compiler shares the process: each value makes its shape
-and type anew, and each operation compares those of its operands name by name and size by size, also of one object.
+It also avoids work that triton.language repeats for every value: each value makes its shape and type anew, and each
+operation compares its operands' types name by name and size by size, even for the same object.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from spec_decode.testing.interpreter import interpret_kernels_on
 
 
 def repair() -> None:
-    """For the rest of the process."""
+    """Apply for the rest of the process."""
     interpret_kernels_on(torch.device("cpu"))
     _remember_shapes()
     _see_that_one_object_is_itself()
