@@ -1,4 +1,4 @@
-"""Everything that depends on the current CUDA device makes its tensors' device the current one, seen without a GPU."""
+"""Everything that depends on the current CUDA device first makes its tensors' device current; checked without a GPU."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
-"""Uses point one way: between floors, between rooms of spec_decode, and inside every folder. So they stand in the
-sources, and so they still stand once everything is loaded.
-"""
+"""Imports point one way: between floors, between rooms of spec_decode, and inside every folder; in the sources and once
+everything is loaded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Functions stay short, take few parameters, and say what they raise."""
+"""Functions are short, take few parameters, and document what they raise."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is imported only where it is used: each part of the one child may load more than the part before it."""
+"""Imports that happen only on use: each part of the one child may load more than the part before it."""
 
 import subprocess
 import sys

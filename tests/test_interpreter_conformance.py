@@ -1,4 +1,4 @@
-"""The kit on the Triton kernels themselves, interpreted, through the command a user would type."""
+"""The kit on the interpreted Triton kernels, through the command that a user would type."""
 
 import os
 import subprocess

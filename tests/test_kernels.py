@@ -1,4 +1,4 @@
-"""Kernels name their parameters as the field does, say what they compute, and are launched by keyword."""
+"""Kernels name their parameters as the field does, document what they compute, and are launched by keyword."""
 
 from __future__ import annotations
 

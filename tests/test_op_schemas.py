@@ -1,4 +1,4 @@
-"""Every op is in the table, its schema is true, and its fake is like it."""
+"""Every op is in the table, its schema is true, and its fake matches it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What runs on cuda:1 while cuda:0 is current says what the CPU says. Needs two GPUs."""
+"""Results on cuda:1 while cuda:0 is current equal the CPU's. Needs two GPUs."""
 
 from __future__ import annotations
 

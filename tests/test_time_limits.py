@@ -1,4 +1,4 @@
-"""No test may fail for want of speed: none has a limit of time inside. A hang is shown by faulthandler_timeout."""
+"""No test may fail because of a slow machine: none contains a time limit. faulthandler_timeout shows a hang."""
 
 import ast
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""The wheel by itself, without the checkout: it brings all that its commands read."""
+"""The wheel without the checkout: it contains everything that its commands read."""
 
 from __future__ import annotations
 

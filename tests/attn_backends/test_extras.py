@@ -1,4 +1,4 @@
-"""What messages and pages say about installing: no package index has a release, so nothing asks for one."""
+"""What messages and pages say about installation: there is no release on a package index, so nothing mentions one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""FlashAttention-3's providers, with packages on disk that have the entries' signatures and no kernels."""
+"""FlashAttention-3's providers, as packages on disk with the entry points' signatures and no kernels."""
 
 import sys
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""The backends flash_attn3 and flash_attn3_mla by the conformance kit, over a stand-in for their kernels."""
+"""The conformance kit over flash_attn3 and flash_attn3_mla, with a stand-in for their kernels."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""FlashInfer's four backends by the conformance kit, over a stand-in for its kernels that attends by their plans."""
+"""The conformance kit over FlashInfer's four backends, with a stand-in for its kernels that attends by their plans."""
 
 import importlib
 import sys

@@ -1,4 +1,4 @@
-"""The backend flashmla by the conformance kit, over a stand-in for its kernels."""
+"""The conformance kit over flashmla, with a stand-in for its kernels."""
 
 from __future__ import annotations
 

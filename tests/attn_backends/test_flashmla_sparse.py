@@ -1,4 +1,4 @@
-"""FlashMLA's packages, with modules on disk that have the entries' signatures and no kernels."""
+"""FlashMLA's packages, as modules on disk with the entry points' signatures and no kernels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trees of blocks beside tokens in a row: the shipped pair on a few tokens, and a published shape at a tiny size."""
+"""Trees of blocks compared with chains: the shipped pair on a few tokens, and a published shape at a tiny size."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""What drafts are timed beside: their own steps compiled by torch, and torch's own products."""
+"""What drafts are compared with: their own steps compiled by torch, and torch's own products."""
 
 from dataclasses import replace
 

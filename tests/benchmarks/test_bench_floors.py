@@ -1,4 +1,4 @@
-"""What a round takes at least: the bytes that it moves, and of a block the arithmetic."""
+"""The minimum time of a round: the bytes that it moves, and for a block the arithmetic."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Of rows that several processes measured, the slowest."""
+"""Rows measured by several processes: the slowest is kept."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Rounds of published drafts' shapes, at tiny sizes in the emulator."""
+"""Rounds of drafts in published shapes, at tiny sizes in the emulator."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""What every builder refuses, claims and states, and what a kernel's operands must be."""
+"""What every builder rejects, claims and declares, and the requirements on a kernel's operands."""
 
 import pytest
 import torch

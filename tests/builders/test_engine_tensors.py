@@ -1,4 +1,4 @@
-"""Builders over tensors that an engine owns and moves itself: no `RequestTables`, and rows any stride apart."""
+"""Builders over tensors that an engine owns and moves itself: no `RequestTables`, and rows with any stride."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Window lists, held against a loop over tokens and positions."""
+"""Window lists, compared with a loop over tokens and positions."""
 
 from __future__ import annotations
 

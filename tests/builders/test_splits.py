@@ -1,4 +1,4 @@
-"""Into how many parts a builder has its kernel split the tokens of a request."""
+"""The number of splits into which a builder has its kernel divide a request's tokens."""
 
 from types import SimpleNamespace
 

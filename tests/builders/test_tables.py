@@ -1,4 +1,4 @@
-"""What a load, a growth and a condensation leave of the tables, and that a refused one changes nothing."""
+"""The tables after a load, a growth or a condensation, and that a rejected one changes nothing."""
 
 import random
 import re

@@ -1,4 +1,4 @@
-"""docs/adding-a-backend.md is walked by a stranger: its files are written, its commands run, its outputs seen."""
+"""Follow docs/adding-a-backend.md as a new user: write its files, run its commands, compare its outputs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each first mistake that docs/adding-a-backend.md lists gets the answer that it says, from the check it names."""
+"""Each mistake that docs/adding-a-backend.md lists gets the answer the page shows, from the check it names."""
 
 from __future__ import annotations
 

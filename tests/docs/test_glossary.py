@@ -1,4 +1,4 @@
-"""The glossary's terms exist in the code, and words that were retired exist nowhere."""
+"""The glossary's terms exist in the code, and retired words exist nowhere."""
 
 from __future__ import annotations
 

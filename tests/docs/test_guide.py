@@ -1,4 +1,4 @@
-"""The guide is run, not trusted: its Python in order, its output compared, its commands parsed, its words complete."""
+"""Run the guide: its Python in order, its output compared, its commands parsed, its terms complete."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The reference holds what is public: what a package lists, and what the guide imports."""
+"""The reference lists everything public: what packages list, and what the guide imports."""
 
 from __future__ import annotations
 

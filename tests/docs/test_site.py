@@ -1,4 +1,4 @@
-"""The pages as files, and the tools behind the site: what they make of docstrings and drawings."""
+"""The pages as files, and the tools behind the site: their treatment of docstrings and drawings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The kit over an engine's own builders refuses where that engine is not: `make engines` runs it where it is."""
+"""The kit over an engine's own builders raises if that engine is missing; `make engines` runs it with the engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the doctor says of an engine, without importing it."""
+"""What the doctor reports about an engine, without importing it."""
 
 import importlib
 import sys

@@ -1,4 +1,4 @@
-"""The kit over SGLang's draft backends, as far as it goes without SGLang: `make engines` runs it over them."""
+"""The kit over SGLang's draft backends, as far as it runs without SGLang: `make engines` runs it over them."""
 
 from __future__ import annotations
 

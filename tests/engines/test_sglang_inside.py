@@ -1,6 +1,6 @@
 """The plug-in inside SGLang 0.5.23's own classes, as released: its hook, factory, pools and layers, on a CPU.
 
-Needs SGLang's Python, such as `make engines` unpacks.
+Needs SGLang's Python, which `make engines` unpacks.
 """
 
 from __future__ import annotations

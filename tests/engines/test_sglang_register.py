@@ -1,4 +1,4 @@
-"""What SGLang is told, over stand-ins for its modules; and that another SGLang gets a reason, not a backend."""
+"""What is registered with SGLang, over stand-ins for its modules; another SGLang gets a reason, not a backend."""
 
 import sys
 from importlib import metadata

@@ -1,6 +1,6 @@
-"""Controls of the kit over SGLang's draft backends: what the checks find in a broken copy, and pass in a mended one.
+"""Controls of the kit over SGLang's draft backends: broken copies are caught, repaired ones pass.
 
-Needs SGLang's Python, such as `make engines` unpacks, and TRITON_INTERPRET=1 for SGLang's own Triton kernels.
+Needs SGLang's Python, which `make engines` unpacks, and TRITON_INTERPRET=1 for SGLang's own Triton kernels.
 """
 
 from __future__ import annotations

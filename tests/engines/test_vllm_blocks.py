@@ -1,4 +1,4 @@
-"""Blocks of draft tokens, which are not causal, inside vLLM 0.33's own classes: DFlash and what drafts as it does.
+"""Blocks of draft tokens, which are not causal, inside vLLM 0.33's own classes: DFlash and similar drafts.
 
 No engine, model or GPU, and stand-ins for FlashInfer and FlashAttention-3. See test_vllm_inside.py for what they need.
 """

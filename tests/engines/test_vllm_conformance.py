@@ -1,4 +1,4 @@
-"""The kit over vLLM's builders, as far as it goes without vLLM: `make engines` runs it over them."""
+"""The kit over vLLM's builders, as far as it runs without vLLM: `make engines` runs it over them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An engine's FlashInfer wrapper planned on the device, held against FlashInfer's host planner."""
+"""An engine's FlashInfer wrapper planned on the device, compared with FlashInfer's host planner."""
 
 import random
 from dataclasses import replace

@@ -1,6 +1,6 @@
-"""Control of the verdicts on FlashMLA's sparse latents, with an empty update and with ours: a copy that the kit finds.
+"""Controls for FlashMLA's sparse latents, with an empty update and with ours: the kit catches a broken copy.
 
-Needs vLLM's Python, such as `make engines` unpacks, and TRITON_INTERPRET=1 for vLLM's own Triton kernels.
+Needs vLLM's Python, which `make engines` unpacks, and TRITON_INTERPRET=1 for vLLM's own Triton kernels.
 """
 
 from __future__ import annotations

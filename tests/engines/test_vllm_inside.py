@@ -1,6 +1,6 @@
 """The plug-in inside vLLM 0.33's own classes, as installed: no engine, model or GPU, and a stand-in for FlashInfer.
 
-Needs vLLM's Python, such as `make engines` unpacks, and TRITON_INTERPRET=1 for vLLM's own Triton kernels.
+Needs vLLM's Python, which `make engines` unpacks, and TRITON_INTERPRET=1 for vLLM's own Triton kernels.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""vLLM's KV cache as keys and values: views where its layouts put them, refused where they would not be right."""
+"""vLLM's KV cache as keys and values: views for the supported layouts, an error for all others."""
 
 import itertools
 

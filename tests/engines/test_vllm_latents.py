@@ -1,4 +1,4 @@
-"""Drafts over dense latents inside vLLM 0.33's own classes: what multi-token prediction drafts token by token.
+"""Drafts over dense latents inside vLLM 0.33's own classes: multi-token prediction, token by token.
 
 No engine, model or GPU, and stand-ins for FlashAttention-3 and FlashMLA. See test_vllm_inside.py for what they need.
 """

@@ -1,4 +1,4 @@
-"""What vLLM is told, over a stand-in for its registry; and that another vLLM gets a reason, not a backend."""
+"""What is registered with vLLM, over a stand-in for its registry; another vLLM gets a reason, not a backend."""
 
 import importlib
 import sys

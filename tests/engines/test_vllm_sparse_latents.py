@@ -1,4 +1,4 @@
-"""Drafts over sparse latents inside vLLM 0.33's own classes: DeepSeek-V3.2's, whose indexer has metadata of its own.
+"""Drafts over sparse latents inside vLLM 0.33's own classes: DeepSeek-V3.2's, whose indexer has separate metadata.
 
 No engine, model or GPU, and stand-ins for FlashMLA and DeepGEMM. See vllm_runner.py for what they need.
 """

@@ -1,4 +1,4 @@
-"""The probe of vLLM at import: its minor and its hooks, over stand-ins for its modules."""
+"""The version probe at vLLM's import: its minor and its hooks, over stand-ins for its modules."""
 
 import sys
 from dataclasses import dataclass

@@ -1,5 +1,4 @@
-"""vLLM's runner as its builders see it: persistent buffers of one KV group, its own groups over them, and an fp64
-oracle.
+"""vLLM's runner as its builders see it: persistent buffers of one KV group, its groups over them, and an fp64 oracle.
 
 Needs vLLM's Python, which `make engines` unpacks, and TRITON_INTERPRET=1 for vLLM's own Triton kernels.
 """

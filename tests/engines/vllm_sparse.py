@@ -49,8 +49,7 @@ def flash_mla_with_kvcache(
     indices,
     softmax_scale,
 ):
-    """Attend with queries [B, S, H, 576] over 656 bytes per token, by indices [B, S, topk] and the first call's
-    schedule."""
+    """Attend with queries [B, S, H, 576] over 656 bytes a token, by indices [B, S, topk] and the first schedule."""
     assert is_fp8_kvcache and head_dim_v == 512 and k_cache.shape[1:] == (64, 1, 656)
     made = tile_scheduler_metadata
     if made.schedule is None:

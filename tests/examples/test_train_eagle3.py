@@ -1,4 +1,4 @@
-"""An EAGLE-3 head of a model of transformers, trained the whole way on a target that is tiny."""
+"""An EAGLE-3 head for a transformers model, trained end to end on a tiny target."""
 
 import json
 import pickle

@@ -1,4 +1,4 @@
-"""One more draft of a target, trained and stored beside it: the whole way on a pair that trains in seconds."""
+"""An additional draft of a target, trained and saved next to it: end to end on a pair that trains in seconds."""
 
 import json
 from dataclasses import dataclass

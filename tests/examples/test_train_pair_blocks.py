@@ -1,4 +1,4 @@
-"""A block in training, beside others in whole sequences, is the block that the drafter runs over pages."""
+"""A block in training, next to others in whole sequences, equals the block that the drafter runs over pages."""
 
 import pytest
 import torch

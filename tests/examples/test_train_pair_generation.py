@@ -1,4 +1,4 @@
-"""A pair run without a paged cache says what the engine says, which has one."""
+"""A pair run without a paged cache generates what the engine generates with one."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The example package as its own CI would run it; the checks that take long are those of the page it is built on."""
+"""The example package as its own CI would run it; the page's tests cover the slow checks."""
 
 from __future__ import annotations
 

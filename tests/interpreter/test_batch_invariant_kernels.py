@@ -1,4 +1,4 @@
-"""Kernels whose rows must have the same bits in every batch, in sizes that cross blocks, splits and tiles."""
+"""Kernels whose rows must have the same bits in every batch, at sizes that cross blocks, splits and tiles."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Operations inside an interpreted kernel: what every comparison of bits in this folder stands on."""
+"""Operations inside an interpreted kernel: every bitwise comparison in this folder depends on them."""
 
 import math
 import warnings

@@ -1,4 +1,4 @@
-"""Whole rounds of drafts with weights of 8 bits: the kernels draft what the torch implementations draft."""
+"""Whole rounds of drafts with 8-bit weights: the kernels draft what the torch implementations draft."""
 
 import pytest
 import torch

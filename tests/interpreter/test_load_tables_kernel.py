@@ -1,4 +1,4 @@
-"""The batch's rows of SGLang's table of requests: the kernel beside its torch implementation, and that beside loops."""
+"""The batch's rows of SGLang's request table: the kernel against its torch implementation, and that against loops."""
 
 import pytest
 import torch

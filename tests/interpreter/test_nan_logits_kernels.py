@@ -1,4 +1,4 @@
-"""What kernels make of logits that are no numbers: tokens of the vocabulary, none of them from a draft."""
+"""Kernels on NaN logits return tokens of the vocabulary, none of them from a draft."""
 
 import pytest
 import torch

@@ -1,7 +1,7 @@
-"""Values on the device that no host can refuse: they are inert or masked, and their neighbour's numbers do not change.
+"""Device values that no host can reject: they are inert or masked, and their neighbours' results do not change.
 
-The ops run as torch has them, and in the kernels' session as kernels. With OUT_OF_RANGE_DEVICE=cuda they run on a GPU,
-where memcheck watches them.
+The ops run in torch, and in the kernels' session as kernels. With OUT_OF_RANGE_DEVICE=cuda they run on a GPU, under
+memcheck.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""That the kernels are interpreted at all: a session of pytest without the variable does not collect their tests."""
+"""Kernels are really interpreted: a pytest session without the variable does not collect their tests."""
 
 import re
 from pathlib import Path

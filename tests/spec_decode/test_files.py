@@ -1,4 +1,4 @@
-"""A file that several processes write is always one of theirs, whole."""
+"""A file written by several processes is always one of theirs, complete."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Rows come back from tables as they were, and a table that holds none is refused."""
+"""Rows read back from tables are unchanged, and an invalid table is rejected."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""A digest changes with what the source does, and with nothing else; a report records what its run can load."""
+"""A digest changes only with what the source does; a report records what its run can load."""
 
 from __future__ import annotations
 

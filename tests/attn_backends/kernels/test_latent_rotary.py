@@ -1,4 +1,4 @@
-"""Queries turned forward and outputs turned back, against complex numbers in fp64."""
+"""Rotating queries forward and outputs back, compared with complex numbers in fp64."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many programs a launch has, and which constants it is compiled for: nothing of it shows in a result."""
+"""How many programs a launch has, and the constants it is compiled for: neither shows in a result."""
 
 from dataclasses import replace
 

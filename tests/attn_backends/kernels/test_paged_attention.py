@@ -1,4 +1,4 @@
-"""Backends of our own kernels against attention over the logical tokens, of keys and values and of latents."""
+"""Our kernels' backends compared with attention over the logical tokens, for keys and values and for latents."""
 
 from dataclasses import replace
 

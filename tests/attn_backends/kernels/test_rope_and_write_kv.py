@@ -1,4 +1,4 @@
-"""Rope and the KV write as one op, against rotation in float64 and a write of its own."""
+"""Rope and the KV write as one op, compared with a float64 rotation and a separate write."""
 
 import pytest
 import torch

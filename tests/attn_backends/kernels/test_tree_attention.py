@@ -1,4 +1,4 @@
-"""A tree merged with its prefix, beside attention to everything at once."""
+"""A tree merged with its prefix, compared with attention to everything at once."""
 
 import math
 from dataclasses import replace

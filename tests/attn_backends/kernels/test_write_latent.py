@@ -1,4 +1,4 @@
-"""Latents as they lie in the cache: rows anywhere, normed and rotated, and in fp8_ds_mla, bit by bit."""
+"""Latents in the cache: rows anywhere, normed and rotated, and in fp8_ds_mla, bit by bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""FlashInfer's builders over a stand-in for its kernels: what is planned and when, and what a stale plan comes to."""
+"""FlashInfer's builders over a stand-in for its kernels: what is planned when, and the effect of a stale plan."""
 
 import gc
 from dataclasses import replace

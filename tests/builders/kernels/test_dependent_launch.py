@@ -1,4 +1,4 @@
-"""Programmatic dependent launch: when it is chosen, and that every kernel launched so awaits its predecessor."""
+"""Programmatic dependent launch: when it is chosen, and that every kernel launched so waits for its predecessor."""
 
 import ast
 import re

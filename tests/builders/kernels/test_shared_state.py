@@ -1,4 +1,4 @@
-"""The operations on shared state, held against their rules in plain Python."""
+"""The operations on shared state, compared with their rules in plain Python."""
 
 import pytest
 import torch

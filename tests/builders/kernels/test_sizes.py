@@ -1,4 +1,4 @@
-"""Sizes of grids and blocks are Triton's own."""
+"""Grid and block sizes are the same as Triton's own functions compute."""
 
 from builders.kernels.sizes import cdiv, next_power_of_2
 from builders.kernels.triton_runtime import triton

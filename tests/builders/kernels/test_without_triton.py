@@ -1,4 +1,4 @@
-"""What stands in for Triton where it is not installed."""
+"""The replacement for Triton where it is not installed."""
 
 import importlib.util
 import sys

@@ -56,13 +56,13 @@ def pair(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def latent_pair(tmp_path_factory):
-    """A pair with one more draft, which only backends of latents serve."""
+    """A pair with an additional draft that only latent backends support."""
     return write_pair(tmp_path_factory.mktemp("latent_pair"), latent=True)
 
 
 @pytest.fixture(scope="module")
 def block_pair(tmp_path_factory):
-    """A pair with one more draft, which proposes its tokens at once."""
+    """A pair with an additional draft that proposes its tokens at once."""
     pair, published = write_pair(tmp_path_factory.mktemp("block_pair")), tmp_path_factory.mktemp("published")
     checkpoint = make_dflash(num_states=1, target_hidden=64, vocab_size=256, hidden_size=64)
     draft = load_draft(checkpoint.write(published), load_target(Path(pair)), dtype=torch.float32)
@@ -99,9 +99,8 @@ def checks(monkeypatch):
 
 
 def stand_in_kit(monkeypatch):
-    """A stand-in for the conformance kit; `outcomes` are what it finds, `calls` how it was asked, `isolated` which of
-    them were to run in a subprocess.
-    """
+    """A stand-in for the conformance kit: `outcomes` are its results, `calls` its calls, `isolated` those that were to
+    run in a subprocess."""
     fake = SimpleNamespace(outcomes=["pass"], calls=[], isolated=[])
 
     def check_backend(name, **asked):
@@ -149,7 +148,7 @@ def run():
 
 @pytest.fixture
 def refused(run):
-    """Runs what a user got wrong, and gives the one line that it ends in."""
+    """Run a command with a user error, and return the one line it prints."""
 
     def refused(*words):
         result = run(*words)
@@ -163,7 +162,7 @@ def refused(run):
 
 @pytest.fixture
 def refused_after(run):
-    """The same for what is found out once it runs: the last line, after those of progress."""
+    """The same for errors found while it runs: the last line, after progress output."""
 
     def refused_after(*words):
         result = run(*words)

@@ -1,4 +1,4 @@
-"""A run that is ended early loses nothing of what it had found, and goes on there; never with another run's results."""
+"""A run that ends early keeps its results and resumes from them, never from another run's."""
 
 from __future__ import annotations
 

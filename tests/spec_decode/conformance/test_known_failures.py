@@ -1,4 +1,4 @@
-"""Failures that a backend's author knows of, from a call or from a file beside the backend."""
+"""Failures known to a backend's author, from a call or from a file next to the backend."""
 
 from __future__ import annotations
 

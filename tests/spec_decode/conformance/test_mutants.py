@@ -1,4 +1,4 @@
-"""The kit is tested with broken backends: each is killed by the check that names its defect."""
+"""The kit is tested with broken backends: the check that names its defect kills each one."""
 
 from __future__ import annotations
 

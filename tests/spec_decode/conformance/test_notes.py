@@ -1,4 +1,4 @@
-"""What a run says beside its verdicts: an advance that is weaker, claims that nobody tried, a name of another."""
+"""What a run prints besides results: an advance below IN_GRAPH, untested claims, a backend of another name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A check that is newer than the contract a backend was built for is a preview: it breaks no plug-in that was whole."""
+"""A check newer than the contract that a backend was built for is a preview: it breaks no working plug-in."""
 
 from __future__ import annotations
 

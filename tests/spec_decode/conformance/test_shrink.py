@@ -1,4 +1,4 @@
-"""A failure is told on the smallest batch that shows it."""
+"""A failure is reported on the smallest batch that shows it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The family soak passes on the backends here, and names what is wrong with a broken one."""
+"""The soak family passes on the backends here, and names the defect of a broken one."""
 
 from __future__ import annotations
 

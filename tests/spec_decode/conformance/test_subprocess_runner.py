@@ -1,4 +1,4 @@
-"""A backend that crashes, hangs or says nonsense is named, and its report is complete."""
+"""A backend that crashes, hangs or returns nonsense is named, and its report is complete."""
 
 import os
 import sys

@@ -20,7 +20,7 @@ CAPTURING = [strategy for strategy in STRATEGIES if strategy is not Strategy.EAG
 
 
 class Layer(nn.Module):
-    """Attention and a residual; no more than it takes to depend on every earlier token."""
+    """Attention and a residual: the minimum that depends on every earlier token."""
 
     def __init__(self, config):
         super().__init__()
@@ -34,7 +34,7 @@ class Layer(nn.Module):
 
 
 class TwoLayerDraft(DraftModel):
-    """A draft model whose layers may sit in different KV groups."""
+    """A draft model whose layers can be in different KV groups."""
 
     def __init__(self, config):
         super().__init__()
@@ -61,7 +61,7 @@ class TwoLayerDraft(DraftModel):
 
 
 class DrafterFixture:
-    """The two-layer model on two groups of other page sizes, with a context of noise in both caches."""
+    """The two-layer model on two groups with different page sizes, and a context of noise in both caches."""
 
     def __init__(
         self, backends, *, limits=(MAX_SEQ_LEN,) * 3, max_reqs=4, steps=K, make_model=TwoLayerDraft, device=CPU,
@@ -69,7 +69,7 @@ class DrafterFixture:
     ):  # fmt: skip
         torch.manual_seed(0)
         self.model = make_model(CONFIG).requires_grad_(False).to(device)
-        # A window takes in a whole tree.
+        # A window covers a whole tree.
         both = {"num_q_heads": 2, "num_kv_heads": 1, "head_dim": 64, "tree": "tree" in options}
         specs = [
             make_spec(**both, page_size=8),
@@ -117,7 +117,7 @@ class DrafterFixture:
         return VerifiedTokens(*(None if tensor is None else tensor[rows].to(device) for tensor in whole))
 
     def rounds(self, count=3, temperature=0.0, after_round=lambda: None):
-        """Consecutive rounds, each from where the last one's accepted tokens end: tokens, and logits or parents."""
+        """Run consecutive rounds, each starting after the last one's accepted tokens: tokens, and logits or parents."""
         contexts, found = list(CONTEXTS), []
         for round_ in range(count):
             verified = self.verified(round_=round_, temperature=temperature, contexts=contexts)

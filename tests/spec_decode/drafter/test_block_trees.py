@@ -1,4 +1,4 @@
-"""Trees of every kind of block draft, against a search over what the published models say after each path."""
+"""Trees of every kind of block draft, compared with a search over the published models' scores for each path."""
 
 import heapq
 

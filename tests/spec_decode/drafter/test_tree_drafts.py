@@ -1,4 +1,4 @@
-"""A drafter of trees, against a search over paths that are decoded one by one, token by token."""
+"""A drafter of trees, compared with a search over paths that are decoded one by one, token by token."""
 
 import heapq
 

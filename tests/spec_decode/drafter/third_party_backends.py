@@ -1,4 +1,4 @@
-"""Backends of third parties, each with one claim that a drafter must respect."""
+"""Third-party backends, each with one claim that a drafter must respect."""
 
 from dataclasses import replace
 from typing import ClassVar
@@ -19,7 +19,7 @@ from builders import (
 
 
 class AdvancingBuilder(TritonPagedBuilder):
-    """Advances in the graph; keeps count of its builds."""
+    """Advances in the graph; counts its builds."""
 
     builds: ClassVar[list[int]] = []
 
@@ -37,7 +37,7 @@ class Advancing(TritonPaged):
 
 
 class RebuiltBuilder(MetadataBuilder):
-    """A third party's: only a build with exact lengths will do; an advance would be a mistake of the drafter's."""
+    """Needs a build with exact lengths in every step; if the drafter calls advance, that is a bug."""
 
     graph_support = GraphSupport.ALWAYS
     host_lengths = HostLengths.EXACT
@@ -67,7 +67,7 @@ class Rebuilt(TorchReference):
 
 
 class DecodeOnlyBuilder(ReferenceBuilder):
-    """Its attention over several tokens a request cannot be captured."""
+    """Its attention over several tokens per request cannot be captured."""
 
     graph_support = GraphSupport.SINGLE_TOKEN_DECODE
 
@@ -85,7 +85,7 @@ class UncapturableBuilder(ReferenceBuilder):
 
 
 class Uncapturable(TorchReference):
-    """Its attention reads the device, which no graph can hold; its metadata advances in one."""
+    """Its attention reads the device, so no graph can hold it; its metadata advances in one."""
 
     builder = UncapturableBuilder
 
@@ -103,7 +103,7 @@ class UncapturableRebuilt(Uncapturable):
 
 
 class PlanBuilder(ReferenceBuilder):
-    """Plans the pages of a round in build (as FlashInfer plans its indices); advance refreshes the rest."""
+    """Plans a round's pages in build (as FlashInfer plans its indices); advance refreshes the rest."""
 
     build_per_round = True
 

@@ -1,4 +1,4 @@
-"""Engines of every kind of draft, and what they say."""
+"""Engines with every kind of draft, and their texts."""
 
 from functools import cache
 from pathlib import Path
@@ -18,9 +18,9 @@ from tests.spec_decode.models.generated_mtp import V3_CONFIG, make_mtp
 
 PROMPTS = ["The for statement", "def read(path):", "x", "An assignment to a list"]
 PAIR = make_pair()
-"""The smallest, of 24 tokens: its draft agrees now and then."""
+"""The smallest, with 24 tokens: its draft sometimes agrees."""
 TARGET = make_pair(make_config(vocab_size=256, head_dim=64, max_positions=512, num_layers=2))[0]
-"""What the drafts below were not trained for: they agree seldom."""
+"""The drafts below were not trained for it: they rarely agree."""
 SIZES = {"vocab_size": TARGET.vocab_size, "max_position_embeddings": 512}
 BLOCK = {"num_states": 1, "target_hidden": TARGET.hidden_size, "hidden_size": TARGET.hidden_size, **SIZES}
 MODULES = {**V3_CONFIG, **SIZES, "num_nextn_predict_layers": 4, "hidden_size": TARGET.hidden_size}
@@ -41,7 +41,7 @@ BLOCKS = {
 
 @cache
 def pair(name):
-    """Target and draft: those that are shipped, or a draft of this kind."""
+    """Return target and draft: the shipped ones, or a draft of this kind."""
     if name in ("draft", "block_draft"):
         return load_pair(SHIPPED_PAIR, draft=name)
     with TemporaryDirectory() as folder:
@@ -53,7 +53,7 @@ def pair(name):
 
 
 def make_engine(pair=PAIR, *, backend="torch_reference", draft_backend=None, steps=3, **options):
-    """Eager, of few rows and small pages, where nothing else is asked for; without steps it decodes plainly."""
+    """Make an engine, by default eager, with few rows and small pages; without steps it decodes plainly."""
     options = {"max_num_seqs": 3, "max_model_len": 64, "page_size": 4, "graph_mode": GraphMode.NONE, **options}
     target, draft = pair
     chosen = get(backend) if isinstance(backend, str) else backend
@@ -62,7 +62,7 @@ def make_engine(pair=PAIR, *, backend="torch_reference", draft_backend=None, ste
 
 
 def requests(new=10, temperatures=(0.0, 0.8), **options):
-    """Of each prompt one at every temperature, of several lengths and more than run at once."""
+    """Return one request per prompt and temperature, of several lengths, more than run at once."""
     return [
         make_request(prompt=encode(prompt), max_tokens=new - at, temperature=temperature, seed=3 + at, **options)
         for at, prompt in enumerate(PROMPTS)
@@ -75,7 +75,7 @@ def texts(engine, asked, **options):
 
 
 def kept(engine, asked):
-    """The texts, and how many drafts each round kept."""
+    """Return the texts, and how many drafts each round kept."""
     return [(generation.token_ids, generation.accepted) for generation in engine.generate(asked)]
 
 

@@ -1,4 +1,4 @@
-"""An engine's texts: those of the dense target, whatever is drafted, streamed, stopped or beside them."""
+"""An engine's texts equal the dense target's, with any draft, streaming, stops or other requests."""
 
 from collections import defaultdict
 from dataclasses import replace

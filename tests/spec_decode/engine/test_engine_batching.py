@@ -1,4 +1,4 @@
-"""The engine's batching: whatever joins, leaves, waits, is cancelled or preempted beside it, a text is its own."""
+"""The engine's batching: other requests that join, leave, wait, or are cancelled or preempted do not change a text."""
 
 import random
 from dataclasses import replace

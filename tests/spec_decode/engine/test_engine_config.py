@@ -1,4 +1,4 @@
-"""What an engine's settings refuse, and which strategy they lead to."""
+"""Which settings an engine rejects, and which strategy they lead to."""
 
 from dataclasses import FrozenInstanceError
 

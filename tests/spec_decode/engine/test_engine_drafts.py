@@ -1,4 +1,4 @@
-"""Whole texts with every kind of draft: what plain decoding says, in graphs as without them, whoever runs beside."""
+"""Whole texts with every kind of draft equal plain decoding's, with and without graphs and other requests."""
 
 import random
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""What callers hand in, and what breaks off in the middle: a refusal in words, every page back, the next call right."""
+"""Callers' input and interruptions: an error message, every page returned, and a correct next call."""
 
 import sys
 import threading

@@ -1,4 +1,4 @@
-"""Logprobs of a text's tokens: those of the target over the whole text, however the text was made."""
+"""Logprobs of a text's tokens equal those of the target over the whole text, however the text was generated."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""The ops before and after the target's forward: their schemas, what they write, and what is checked before."""
+"""The ops before and after the target's forward: their schemas, their writes, and the checks before them."""
 
 import pytest
 import torch

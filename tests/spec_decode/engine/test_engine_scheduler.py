@@ -1,4 +1,4 @@
-"""The scheduler's arithmetic, against a device of a few lines that grows texts at random and is read late."""
+"""The scheduler's arithmetic, with a device of a few lines that grows texts at random and is read late."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""After every step tables and batch hold what is their requests': whoever joined, grew, was preempted or cancelled."""
+"""After every step, tables and batch match their requests, even as others join, grow, are preempted or cancelled."""
 
 import random
 from functools import cache, partial

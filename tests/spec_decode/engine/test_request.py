@@ -1,4 +1,4 @@
-"""A text grows by several tokens at once as it would by each of them alone."""
+"""A text that grows by several tokens at once equals one that grows by each of them in turn."""
 
 from dataclasses import astuple
 

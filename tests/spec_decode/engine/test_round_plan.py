@@ -1,4 +1,4 @@
-"""A decode round as one graph of draft and target: where it is one, and where it cannot be, with the reason."""
+"""A decode round as one graph of draft and target: when it is possible, and the reason when it is not."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""What a capture into a CUDA graph does around torch's own, which stands in here."""
+"""What a capture into a CUDA graph does around torch's own capture, which is replaced here."""
 
 import gc
 import time

@@ -1,4 +1,4 @@
-"""What stands in the way of a looping CUDA graph, as it is told without a GPU."""
+"""Why a looping CUDA graph cannot be used, as reported without a GPU."""
 
 import sys
 from types import ModuleType, SimpleNamespace

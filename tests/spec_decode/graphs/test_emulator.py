@@ -1,4 +1,4 @@
-"""The emulator of CUDA graphs: a replay is the captured work over the memory as it is then, and nothing else."""
+"""The emulator of CUDA graphs: a replay repeats the captured work over the current memory, and nothing else."""
 
 import operator
 import weakref

@@ -1,4 +1,4 @@
-"""Graphs of several kinds and sizes: in which order they are captured, which serves a batch, what memory they take."""
+"""Graphs of several kinds and sizes: their capture order, which one serves a batch, and their memory."""
 
 from dataclasses import replace
 

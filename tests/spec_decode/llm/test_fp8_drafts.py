@@ -1,4 +1,4 @@
-"""The shipped drafts with weights of 8 bits, on held-out text: the target's own texts, and as many accepted tokens."""
+"""The shipped drafts with 8-bit weights on held-out text: the same texts, and as many accepted tokens."""
 
 from __future__ import annotations
 

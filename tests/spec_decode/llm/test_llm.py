@@ -1,4 +1,4 @@
-"""The front door: texts, streams, stop strings, and what bad input gets."""
+"""The front door: texts, streams, stop strings, and the answers to bad input."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A growing text gives out what can no longer change, and nothing of a stop string."""
+"""A growing text releases only what can no longer change, and no part of a stop string."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models, tokenizer and texts out of folders as they are published."""
+"""Models, tokenizers and texts from folders in their published form."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reports made by hand for the tests of the matrix."""
+"""Handmade reports for the tests of the matrix."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def report(
 
 
 def on_own_cases(results: Sequence[Result]) -> tuple[Result, ...]:
-    """The results, each on a case of its own: which one is seldom what a test is about."""
+    """Give each result its own case, which few tests care about."""
     seen: Counter[tuple[str, str]] = Counter()
     found = []
     for each in results:

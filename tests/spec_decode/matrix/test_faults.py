@@ -1,7 +1,7 @@
-"""Plug-ins with one fault each, installed together: each is named, and none takes another's results with it.
+"""Plug-ins with one fault each, installed together: each is named, and none loses another's results.
 
-Those that end or hold up their process are checked as the matrix does it, each in a process of its own. What a plug-in
-may do to the kit is in test_faults_in_the_kit.py, how plug-ins are tried before they are loaded in test_plug_ins.py.
+Those that end or block their process are checked as the matrix does it, each in its own process. What a plug-in can do
+to the kit is in test_faults_in_the_kit.py, how plug-ins are tried before they are loaded in test_plug_ins.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What outcomes and a claim come to in one cell."""
+"""How outcomes and a claim combine in one cell."""
 
 import math
 

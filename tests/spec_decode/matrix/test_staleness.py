@@ -1,4 +1,4 @@
-"""Evidence is dated: what depends on a changed module is shown as older, and nothing else."""
+"""Evidence is dated: what depends on a changed module is marked as older, and nothing else."""
 
 from __future__ import annotations
 

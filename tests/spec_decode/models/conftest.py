@@ -11,7 +11,7 @@ import pytest
 
 @pytest.fixture
 def pipe() -> Iterator[Callable[..., None]]:
-    """Makes a pipe of a path; whoever reads from it gets an empty object, or what is passed."""
+    """Turn a path into a pipe; its reader gets an empty object, or the given content."""
     made: list[tuple[Path, Thread]] = []
 
     def write(path: Path, content: bytes) -> None:
@@ -27,7 +27,7 @@ def pipe() -> Iterator[Callable[..., None]]:
 
     yield make
     for path, writer in made:
-        # Opened for reading, it lets go of a writer that nobody read from.
+        # Opening it for reading releases a writer that nobody read from.
         reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
         writer.join()
         os.close(reader)

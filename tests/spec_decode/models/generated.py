@@ -1,4 +1,4 @@
-"""Tiny random checkpoints in the layouts in which drafts are published, and a target for them."""
+"""Tiny random checkpoints in the layouts of published drafts, and a target for them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FORMS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin
 
 
 class StubTarget(TargetModel):
-    """What drafts use of a target: its embedding, its output projection and its sizes."""
+    """The parts of a target that drafts use: its embedding, its output projection and its sizes."""
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ def save(path: Path, tensors: dict[str, torch.Tensor]) -> None:
 
 
 def say_twice(path: Path) -> str:
-    """Let the header of a safetensors file say one of its names twice; the name."""
+    """Duplicate a name in the header of a safetensors file; return the name."""
     raw = path.read_bytes()
     end = 8 + struct.unpack("<Q", raw[:8])[0]
     name, entry = next(item for item in json.loads(raw[8:end]).items() if item[0] != "__metadata__")
@@ -165,7 +165,7 @@ class Tensors:
             self.norms(dim, f"{prefix}q_norm", f"{prefix}k_norm")
 
     def latent_heads(self, prefix: str, config: dict[str, Any], inputs: int) -> None:
-        """DeepSeek's attention over a latent."""
+        """Add DeepSeek's attention over a latent."""
         heads, rank, nope, rope, values = (
             config[name]
             for name in ("num_attention_heads", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
@@ -182,7 +182,7 @@ class Tensors:
         self.matrix(f"{prefix}o_proj", config["hidden_size"], heads * values)
 
     def feed_forward(self, prefix: str, config: dict[str, Any]) -> None:
-        """Dense, a mixture as DeepSeek and GLM lay it out, or one as Qwen does."""
+        """Add a dense layer, a mixture in DeepSeek's and GLM's layout, or one in Qwen's."""
         hidden, inner = config["hidden_size"], config.get("moe_intermediate_size", 0)
         if (count := config.get("n_routed_experts")) is not None:
             self.experts(prefix, count, inner, hidden)
@@ -213,7 +213,7 @@ class Tensors:
         self.norms(hidden, f"{prefix}post_attention_layernorm", *[f"{prefix}input_layernorm"] * input_norm)
 
     def vocabulary(self, config: dict[str, Any], draft_vocab: int | None, *, embedding: bool, head: bool) -> None:
-        """What a draft has of its own; a head where its vocabulary is."""
+        """Add the draft's own embedding and head; a draft vocabulary always has a head."""
         if embedding:
             self.table("embed_tokens", config["vocab_size"], config["hidden_size"])
         if head or draft_vocab is not None:
@@ -246,7 +246,7 @@ def make_eagle(
 ) -> Generated:
     config = decoder_config(**changes)
     hidden, tensors = config["hidden_size"], Tensors(seed)
-    # No norm bounds the states that go round: a larger gain would amplify rounding from step to step.
+    # No norm bounds the recurrent states: a larger gain would amplify rounding from step to step.
     tensors.matrix("fc", hidden, 2 * hidden, gain=0.5)
     if fc_bias:
         tensors.bias("fc", hidden)

@@ -1,4 +1,4 @@
-"""Tiny random checkpoints of multi-token prediction, in the layouts in which it is published."""
+"""Tiny random checkpoints of multi-token prediction, in their published layouts."""
 
 import torch
 
@@ -41,7 +41,7 @@ V4_CONFIG = {
 SIZES = {**COMMON, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 12}
 QWEN_TEXT = {
     **SIZES, "mtp_num_hidden_layers": 1, "attention_bias": False, "partial_rotary_factor": 0.9,
-    # What it says of the part that is rotated goes before what stands beside it.
+    # Its rotated part takes precedence over the field next to it.
     "rope_parameters": {
         "rope_type": "default", "rope_theta": 300.0, "partial_rotary_factor": 2 / 3, "mrope_section": [2, 1, 1],
         "mrope_interleaved": True,
@@ -64,25 +64,25 @@ PARTS = {
     "Qwen": ("mtp.", "layers.0.", "fc", ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")),
     "MiMo": ("model.mtp_layers.0.", "", "input_proj", ("token_layernorm", "hidden_layernorm", "final_layernorm")),
 }
-"""By the beginning of the architecture: what the names of the draft and of its layer begin with, the projection, and
-the norms of the embedding, of the state and after the layer."""
+"""By prefix of the architecture: the name prefixes of the draft and of its layer, the projection, and the norms of the
+embedding, of the state and after the layer."""
 
 
 def parts_of(config, module):
-    """Those of one of the layers that draft; those of DeepSeek-V3 are GLM's too."""
+    """Return the names of one drafting layer; DeepSeek-V3's are GLM's too."""
     deepseeks = f"model.layers.{LAYER + module}.", "", "eh_proj", ("enorm", "hnorm", "shared_head.norm")
     return PARTS.get(config["architectures"][0][:4], deepseeks)
 
 
 def make_mtp(config, *, own=False):
-    """As many layers that draft as the config says. own: with embedding and head."""
+    """Make as many drafting layers as the config says. own: with embedding and head."""
     text = config.get("text_config", config)
     modules = [module_tensors(config, module, own) for module in range(text.get("num_nextn_predict_layers", 1))]
     return Generated(config, {name: tensor for tensors in modules for name, tensor in tensors.items()})
 
 
 def module_tensors(config, module=0, own=False):
-    """The tensors of one of the layers that draft."""
+    """Return the tensors of one drafting layer."""
     family, text = config["architectures"][0][:4], config.get("text_config", config)
     prefix, layer, fuse, norms = parts_of(config, module)
     make, hidden = Tensors(module, prefix, around=0.0 if family == "Qwen" else 1.0), text["hidden_size"]

@@ -1,6 +1,6 @@
 """The published models in plain torch: whole sequences, dense causal attention, tensors by their published names.
 
-In fp64 for what is right, in fp32 for the error that rounding alone makes.
+fp64 gives the correct result, fp32 the error of rounding.
 
 Legend: n positions, H hidden size, F size of the target's states, K tokens of a round, V vocabulary.
 """
@@ -27,7 +27,7 @@ def llama3(frequency, rope):
 
 
 def yarn(frequencies, theta, rope):
-    """Those that turn seldom are slowed down by the factor."""
+    """Divide low frequencies by the factor."""
     pairs, found = len(frequencies), []
     ends = [
         pairs * math.log(rope["original_max_position_embeddings"] / (turns * 2 * math.pi)) / math.log(theta)
@@ -48,9 +48,9 @@ class Published:
     """
 
     around = 0.0
-    """What is added to the weight of a norm."""
+    """Added to a norm's weight."""
     rotated = 1.0
-    """The part of a head that is rotated, where the config does not say it."""
+    """Rotated share of a head, unless the config states it."""
     own_head = "lm_head.weight"
 
     def __init__(self, checkpoint, target, layers, dtype, prefix=""):
@@ -62,8 +62,8 @@ class Published:
         self.d2t = checkpoint.tensors.get("d2t")
 
     def drafts(self, ids, target_hidden_states, steps):
-        """A greedy round after input tokens ids [n] with target states [n, F]: scores [K, V] of each token, and the
-        probability [K] that the draft gives to the best of them."""
+        """Draft greedily after input tokens ids [n] with target states [n, F]: scores [K, V] of each token, and the
+        draft's probability [K] of the best one."""
         raise NotImplementedError
 
     def linear(self, name, x):
@@ -80,7 +80,7 @@ class Published:
         return gated(x, self.tensors, prefix, GATED)
 
     def attention(self, prefix, every, window, causal=True, count=None):
-        """Of the last `count` of the tokens [n, H], over all of them."""
+        """Attend with the last `count` of the tokens [n, H], over all of them."""
         n = len(every)
         heads, kv_heads = self.config["num_attention_heads"], self.config["num_key_value_heads"]
         query, key, value = (
@@ -114,7 +114,7 @@ class Published:
         return torch.tensor(plain, dtype=torch.float64)
 
     def whole(self, own):
-        """Scores [..., V] of those of the draft's own vocabulary."""
+        """Scatter scores of the draft's own vocabulary to [..., V]."""
         if self.d2t is None:
             return own
         scores = torch.full((*own.shape[:-1], self.vocab_size), -math.inf, dtype=self.dtype)
@@ -123,7 +123,7 @@ class Published:
 
 
 class Stepwise(Published):
-    """A draft that goes on from its own states, or that puts masks behind the text where it has a token for them."""
+    """A draft that continues from its own states, or that appends masks to the text if it has a mask token."""
 
     def drafts(self, ids, target_hidden_states, steps):
         ids, target_hidden_states = list(ids), target_hidden_states.to(self.dtype)
@@ -148,7 +148,7 @@ class Stepwise(Published):
         return target_hidden_states
 
     def states(self, ids, hidden):
-        """[n, H] of a whole text."""
+        """[n, H] for a whole text."""
         raise NotImplementedError
 
     def scores(self, states):
@@ -193,7 +193,7 @@ class Eagle3(Stepwise):
 
 
 class LatentEagle3(Eagle3):
-    """The same with DeepSeek's attention as `transformers` computes it, over a layer's input of twice the width."""
+    """EAGLE-3 with DeepSeek's attention as `transformers` computes it, over a layer input of twice the width."""
 
     @torch.no_grad()
     def attention(self, prefix, every, window):
@@ -228,12 +228,12 @@ class Causal(Stepwise):
 
 
 class Prediction(Stepwise):
-    """A layer of multi-token prediction, of grouped heads as GLM-4.5's."""
+    """A layer of multi-token prediction, with grouped heads like GLM-4.5's."""
 
     own_head, rotated = "shared_head.head.weight", 0.5
 
     def __init__(self, checkpoint, target, layers, dtype, module=0):
-        """module: which of those that draft."""
+        """module: index among the drafting modules."""
         prefix, self.block, self.fuse, self.outer = parts_of(checkpoint.config, module)
         super().__init__(checkpoint, target, layers, dtype, prefix)
 
@@ -253,7 +253,7 @@ class Prediction(Stepwise):
 
 
 class DeepseekV3(Prediction):
-    """DeepSeek-V3's and GLM-4.7-Flash's: a key and a value for every head are made of a latent."""
+    """DeepSeek-V3's and GLM-4.7-Flash's: each head's key and value are made from a latent."""
 
     rotated = 1.0
 
@@ -288,7 +288,7 @@ class MiMo(Prediction):
 
 
 class Qwen(Prediction):
-    """Norms around 1, gated heads, and a shared expert with a gate of its own."""
+    """Norms around 1, gated heads, and a shared expert with its own gate."""
 
     around, rotated = 1.0, 0.25
 
@@ -307,7 +307,7 @@ class Qwen(Prediction):
 
 
 class Modules:
-    """A chain of layers, each of which drafts a token after the whole true text, from the states of the one before."""
+    """A chain of layers; each drafts a token after the whole true text, from the previous one's states."""
 
     def __init__(self, kind, checkpoint, target, layers, dtype):
         count = checkpoint.config["num_nextn_predict_layers"]
@@ -377,10 +377,10 @@ class DeepseekV4(Stepwise):
 
 
 class DFlash(Published):
-    """A block of masks after context whose keys and values are made of the target's states, layer by layer."""
+    """A block of masks after a context whose keys and values are made from the target's states, layer by layer."""
 
     from_anchor = False
-    """Whether the block's first token predicts, where the config does not say it."""
+    """Whether the block's first token predicts, unless the config states it."""
 
     def __init__(self, checkpoint, target, layers, dtype):
         super().__init__(checkpoint, target, layers, dtype)
@@ -391,14 +391,14 @@ class DFlash(Published):
         return scores, scores.softmax(-1).amax(-1)
 
     def places(self, next_token, target_hidden_states, steps):
-        """The normed states [K, H] that predict the places behind next_token: each by the mask in it, or by what is
-        before it where the anchor predicts too."""
+        """Return the normed states [K, H] that predict the tokens after next_token: each from the mask in its place, or
+        from the position before it if the anchor predicts too."""
         first = 0 if (self.config | self.said).get("sample_from_anchor", self.from_anchor) else 1
         block = [next_token, *[self.said["mask_token_id"]] * (steps - 1 + first)]
         return self.states(target_hidden_states, block)[first:]
 
     def states(self, target_hidden_states, block):
-        """Normed, of the tokens of a block after n verified tokens with target states [n, F]."""
+        """Return normed states of a block's tokens after n verified tokens with target states [n, F]."""
         context = self.norm("hidden_norm", self.linear("fc", target_hidden_states.to(self.dtype)))
         x = self.embedding[block]
         for layer, (window, causal) in enumerate(self.layers):
@@ -413,13 +413,13 @@ class DFlash(Published):
         return self.norm("norm", x)
 
     def convolved(self, prefix, side, inputs, x):
-        """x [n, H] through the convolution before (side 0) or after (1) a sublayer that takes inputs [n, H]; x itself
-        where there is none."""
+        """Return x [n, H] after the convolution before (side 0) or after (1) a sublayer with inputs [n, H]; x if there
+        is none."""
         return x
 
 
 class DSpark(DFlash):
-    """With a Markov head: each place by the token drafted before it too."""
+    """With a Markov head: each place also depends on the token drafted before it."""
 
     from_anchor = True
 
@@ -438,7 +438,7 @@ class DSpark(DFlash):
 
 
 class DFlash2(DFlash):
-    """With a convolution before and after every sublayer, and a selector among a place's likeliest tokens."""
+    """With a convolution before and after every sublayer, and a selector among each place's likeliest tokens."""
 
     def convolved(self, prefix, side, inputs, x):
         base = self.tensors[f"{prefix}base_kernel"][side]
@@ -451,7 +451,7 @@ class DFlash2(DFlash):
         return out
 
     def drafts(self, ids, target_hidden_states, steps):
-        """Scores are -inf for what is no candidate."""
+        """Scores are -inf except for candidates."""
         scores, previous = torch.full((steps, self.vocab_size), -math.inf, dtype=self.dtype), ids[-1]
         for place, state in enumerate(self.places(previous, target_hidden_states, steps)):
             unary = self.head @ state

@@ -1,4 +1,4 @@
-"""The formulas that oracles share, one head, token and expert at a time, in the dtype of what they are given."""
+"""Formulas shared by oracles, one head, token and expert at a time, in the dtype of their inputs."""
 
 import math
 
@@ -7,7 +7,7 @@ from torch.nn.functional import silu, softplus
 
 
 def under(tensors, prefix, dtype=torch.float64):
-    """Tensors under the prefix by the rest of their names, as they are stored, in this dtype."""
+    """Return the tensors under the prefix, by the rest of their names, as stored, in this dtype."""
     return {name.removeprefix(prefix): t.to(dtype) for name, t in tensors.items() if name.startswith(prefix)}
 
 
@@ -16,7 +16,7 @@ def rms(x, eps):
 
 
 def turn(x, angles):
-    """x [T, ..., D] with the adjacent pairs of its last dims turned by angles [T, pairs], as complex numbers."""
+    """Rotate x [T, ..., D]: adjacent pairs of its last dims, as complex numbers, by angles [T, pairs]."""
     pairs = torch.view_as_complex(x[..., -2 * angles.shape[1] :].unflatten(-1, (-1, 2)).contiguous())
     angles = angles.view(angles.shape[0], *[1] * (x.dim() - 2), -1)
     tail = torch.view_as_real(pairs * torch.polar(torch.ones_like(angles), angles)).flatten(-2)
@@ -24,14 +24,14 @@ def turn(x, angles):
 
 
 def turn_halves(x, angles):
-    """x [T, heads, D] turned by angles [T, pairs]: dims i and i + pairs are the parts of a complex number."""
+    """Rotate x [T, heads, D] by angles [T, pairs]: dims i and i + pairs are the parts of a complex number."""
     real, imaginary, rest = x.tensor_split([angles.shape[1], 2 * angles.shape[1]], -1)
     turned = torch.complex(real, imaginary) * torch.polar(torch.ones_like(angles), angles)[:, None]
     return torch.cat([turned.real, turned.imag, rest], -1)
 
 
 def attend(query, key, value, unseen, scale=None):
-    """[T, heads * Dv] of query [T, heads, D] over key and value [U, kv heads, D or Dv]; unseen bool [T, U]."""
+    """Return [T, heads * Dv] for query [T, heads, D] over key and value [U, kv heads, D or Dv]; unseen bool [T, U]."""
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     out = []
     for head in range(query.shape[1]):
@@ -42,7 +42,7 @@ def attend(query, key, value, unseen, scale=None):
 
 
 def attend_latents(query, latent, window, sinks, value_dim):
-    """[T, heads, value_dim] of query [T, heads, D] over its window of latents [T, D], with a sink [heads] or none."""
+    """Return [T, heads, value_dim] for query [T, heads, D] over its window of latents [T, D]; sinks [heads] or None."""
     out = torch.zeros(*query.shape[:2], value_dim).to(query)
     for token in range(len(query)):
         seen = latent[max(0, token + 1 - (window or len(query))) : token + 1]
@@ -54,7 +54,7 @@ def attend_latents(query, latent, window, sinks, value_dim):
 
 
 def mixture(x, config, weight, names, bias, *, limit=math.inf):
-    """x [T, H] through the experts that each token chooses and the shared one."""
+    """Run x [T, H] through each token's chosen experts and the shared one."""
     score = {"sigmoid": torch.sigmoid, "sqrtsoftplus": lambda v: softplus(v).sqrt()}[
         config.get("scoring_func", "sigmoid")
     ]
@@ -69,7 +69,7 @@ def mixture(x, config, weight, names, bias, *, limit=math.inf):
 
 
 def choose(scores, config):
-    """The best experts among those of the best groups."""
+    """Return the best experts within the best groups."""
     groups = scores.view(config.get("n_group", 1), -1)
     ranked = sorted(range(len(groups)), key=lambda g: -sum(sorted(groups[g].tolist())[-2:]))
     allowed = [g * groups.shape[1] + i for g in ranked[: config.get("topk_group", 1)] for i in range(groups.shape[1])]
@@ -77,6 +77,6 @@ def choose(scores, config):
 
 
 def gated(x, weight, prefix, names, limit=math.inf):
-    """x [..., H] through one expert."""
+    """Run x [..., H] through one expert."""
     gate, up, down = (weight[f"{prefix}{name}.weight"].T for name in names)
     return (silu((x @ gate).clamp(max=limit)) * (x @ up).clamp(-limit, limit)) @ down

@@ -1,4 +1,4 @@
-"""Drafts whose products read weights of 8 bits: which weights these are, what they draft, and what is refused."""
+"""Drafts whose products read 8-bit weights: which weights these are, what they draft, and what is rejected."""
 
 from dataclasses import replace
 from functools import partial

@@ -1,4 +1,4 @@
-"""What a reader finds in spec_decode.models."""
+"""The names exported by spec_decode.models."""
 
 import pytest
 

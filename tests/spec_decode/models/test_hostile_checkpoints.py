@@ -1,4 +1,4 @@
-"""Checkpoints that lie: each is refused with what was found, before memory is asked for, and none in another way."""
+"""Checkpoints that lie: each is rejected with what was found, before memory is allocated, and never in another way."""
 
 import json
 import math

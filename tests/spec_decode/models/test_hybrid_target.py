@@ -1,4 +1,4 @@
-"""A draft alone, under a target that `LLM` does not serve: a Qwen3.5 of full and linear attention, by transformers."""
+"""A draft without `LLM`, under a target that `LLM` rejects: transformers' Qwen3.5 with full and linear attention."""
 
 import json
 

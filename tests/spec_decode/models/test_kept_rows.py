@@ -1,4 +1,4 @@
-"""Drafts of which some tokens' states are wanted: the same numbers, and less work after the last attention."""
+"""Drafts that return only some tokens' states: the same numbers, and less work after the last attention."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What `load_draft` makes of a checkpoint besides its arithmetic."""
+"""What `load_draft` makes of a checkpoint, apart from the arithmetic."""
 
 import pytest
 import torch

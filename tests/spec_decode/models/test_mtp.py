@@ -1,4 +1,4 @@
-"""Multi-token prediction as it was published: its sizes, layers of `transformers`, and forms of its tensors."""
+"""Multi-token prediction as published: its sizes, `transformers` layers, and forms of its tensors."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Modules of multi-token prediction that draft a token each: short texts, prompts in parts, and what rounds ask for."""
+"""Multi-token-prediction modules that draft one token each: short texts, chunked prompts, and what rounds require."""
 
 from itertools import pairwise
 

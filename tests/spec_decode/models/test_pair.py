@@ -1,4 +1,4 @@
-"""A pair on disk, and its further drafts: what comes back, what stays as it is, and what is refused."""
+"""A pair on disk, and its additional drafts: what is loaded, what stays unchanged, and what is rejected."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Every published kind of draft, driven by the drafter over paged caches, against dense attention over whole texts."""
+"""Every published kind of draft, drafting over paged caches, compared with dense attention over whole texts."""
 
 from dataclasses import dataclass, field
 from functools import partial

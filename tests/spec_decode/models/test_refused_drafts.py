@@ -1,4 +1,4 @@
-"""How a draft's checkpoint can be wrong: what `load_draft` says of it names the field or tensor, and the file."""
+"""Faulty checkpoints of drafts: `load_draft` names the field or tensor, and the file."""
 
 import json
 import re

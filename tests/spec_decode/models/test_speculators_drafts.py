@@ -1,4 +1,4 @@
-"""Drafts as the library `speculators` writes them, over pages, against what its own forward drafted: see make.py."""
+"""Drafts written by the library `speculators`, over pages, compared with its own forward's drafts: see make.py."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Kinds of draft that are published and not served: refused by their names, not for what they have beyond others."""
+"""Published kinds of draft that are not supported are rejected by name, not for the extra features they have."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What metadata of ragged prompts is built for."""
+"""The metadata built for ragged prompts."""
 
 from types import SimpleNamespace
 

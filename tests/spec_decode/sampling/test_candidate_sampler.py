@@ -1,4 +1,4 @@
-"""Tokens drawn in turn among candidates: as single steps draw them from logits that the token before shifts."""
+"""Tokens drawn in turn among candidates equal those of single steps with logits shifted by the token before."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""A step of the draft's sampler, against the same row by row in plain Python, and against the laws it draws from."""
+"""A step of the draft's sampler, compared row by row with plain Python, and with the laws it draws from."""
 
 import math
 import random

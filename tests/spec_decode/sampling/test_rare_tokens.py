@@ -1,4 +1,4 @@
-"""Tokens of tiny probabilities are drawn, and as often as they are due."""
+"""Tokens with tiny probabilities are drawn as often as they should be."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""A block's tokens are those of as many single steps."""
+"""A block's tokens equal those of single steps."""
 
 import pytest
 import torch

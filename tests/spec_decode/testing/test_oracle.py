@@ -1,4 +1,4 @@
-"""The budget of a backend's output: what its arithmetic may cost, and no more."""
+"""The error budget of a backend's output: what its arithmetic may cost, and no more."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A module in a process of its own finds what this process finds, wherever it is started."""
+"""A module in a separate process finds what this process finds, from any working directory."""
 
 import math
 import sys

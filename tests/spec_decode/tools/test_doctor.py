@@ -1,4 +1,4 @@
-"""What the doctor finds, and that nothing it looks at can end it."""
+"""What the doctor reports, and that nothing it examines can end it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plug-ins are loaded in a process of their own first, and those that end or hold it up are refused here by name."""
+"""Plug-ins are first loaded in a separate process; those that end or block it are rejected by name."""
 
 from __future__ import annotations
 

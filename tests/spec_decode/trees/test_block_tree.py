@@ -1,4 +1,4 @@
-"""Trees of blocks, against a search over all paths in plain Python."""
+"""Trees of blocks, compared with a search over all paths in plain Python."""
 
 import heapq
 import math

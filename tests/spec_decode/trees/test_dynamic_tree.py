@@ -1,4 +1,4 @@
-"""Dynamic trees, against the whole tree of every path, scored in plain Python."""
+"""Dynamic trees, compared with the whole tree of every path, scored in plain Python."""
 
 import heapq
 import math

@@ -1,4 +1,4 @@
-"""Static trees, against the choices of every path in plain Python."""
+"""Static trees, compared with the choices of every path in plain Python."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Trees of drafts in bulk, drawn from tables of logits, and what the verifier made of them."""
+"""Many draft trees, drawn from tables of logits, and their verification."""
 
 from dataclasses import dataclass
 
@@ -31,7 +31,7 @@ class Tables:
 
 
 class TableGrowth:
-    """A tree of R rows, which a subclass makes, grown by a draft whose logits [K, R, last token, V] are a table."""
+    """A tree of R rows, made by a subclass, grown by a draft whose logits [K, R, last token, V] are a table."""
 
     def __init__(self, rows, vocab, steps, seed=0):
         self.table = torch.randn(steps, rows, vocab, vocab, generator=torch.Generator().manual_seed(seed))
@@ -48,7 +48,7 @@ class TableGrowth:
         return self
 
     def replayed(self):
-        """As run, by a graph of the root's step and one of the later steps'."""
+        """As run, with one graph for the root's step and one for the later steps."""
         runtime, (rows, vocab) = EmulatedRuntime(), (len(self.row), self.table.shape[-1])
         logits = {places: torch.zeros(rows, places, vocab) for places in (1, self.tree.width)}
         graphs = {places: runtime.capture(lambda own=own: self.tree.grow(own)) for places, own in logits.items()}
@@ -74,7 +74,7 @@ class Drafted:
 
 
 def draft(tables, tree, rows, *, seed=0, temperature=1.0):
-    """Each token's children are drawn without replacement: the largest of logits with Gumbel noise, in their order."""
+    """Draw each token's children without replacement: the largest of logits with Gumbel noise, in order."""
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.zeros(rows, 1 + tree.num_tokens, dtype=torch.int64)
     for token, depth in enumerate(tree.depths):
@@ -88,7 +88,7 @@ def draft(tables, tree, rows, *, seed=0, temperature=1.0):
 
 
 def verify(drafted, **sampling):
-    """The output of TreeSampling."""
+    """Return TreeSampling's output."""
     rows = len(drafted.tokens)
     place = {"sampling": sampling_of(rows, **sampling), "draft_positions": torch.full((rows,), FIRST)}
     return TreeSampling(drafted.tree.max_depth).verify(drafted.p_logits, drafted.batch, **place)

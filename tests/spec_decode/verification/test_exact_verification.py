@@ -1,4 +1,4 @@
-"""Every output of a verifier follows from its noise: what fp64 in plain Python makes of the same uniforms and the same
+"""Every output of a verifier follows from its noise: fp64 in plain Python gets the same from the same uniforms and
 Gumbel noise, for every draft of a tiny vocabulary. No statistics: a biased weight or threshold shows in a few rows."""
 
 import itertools

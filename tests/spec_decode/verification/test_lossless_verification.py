@@ -1,5 +1,5 @@
-"""Verifiers that leave the target's distribution as it is: what rows accept, and texts of drafts that the drafter's own
-sampler draws. That each output follows from its noise is asked in test_exact_verification.py."""
+"""Verifiers that preserve the target's distribution: what rows accept, and texts of drafts drawn by the drafter's own
+sampler. test_exact_verification.py checks that each output follows from its noise."""
 
 import itertools
 import math

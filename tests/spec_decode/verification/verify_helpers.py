@@ -1,4 +1,4 @@
-"""Drafts and verified rows in bulk, for the tests of the verifiers."""
+"""Many drafts and verified rows, for the tests of the verifiers."""
 
 import math
 
@@ -14,12 +14,12 @@ FIRST = 30
 
 
 def peaked(tokens, vocab=8):
-    """Logits [R, 1 + K, V] whose argmax are these tokens."""
+    """Return logits [R, 1 + K, V] whose argmax are these tokens."""
     return torch.nn.functional.one_hot(torch.tensor(tokens), vocab).float() * 9
 
 
 def sampling_of(rows, temperature=0.0, *, top_k=0, top_p=1.0, seeds=None):
-    """The same parameters for every row; seeds count the rows if not given."""
+    """Return the same parameters for every row; seeds are row indices by default."""
     return Sampling(
         temperature=torch.full((rows,), temperature), top_k=torch.full((rows,), top_k, dtype=torch.int32),
         top_p=torch.full((rows,), top_p), seeds=torch.arange(rows) if seeds is None else seeds,
@@ -38,7 +38,7 @@ def verified(verifier, target_logits, draft_tokens, *, draft_logits=None, first=
 
 
 def draft_of(logits, temperature, position, seeds=None):
-    """One draft token per row, drawn as the drafter draws the token of that absolute position."""
+    """Draw one draft token per row, as the drafter draws the token at that absolute position."""
     rows, vocab = logits.shape
     sampler = DraftSampler(
         torch.ones(rows, dtype=torch.int32), torch.as_tensor(position).expand(rows) - 2, torch.tensor([0]),
@@ -51,7 +51,7 @@ def draft_of(logits, temperature, position, seeds=None):
 
 
 def law(logits, temperature, top_k=0, top_p=1.0):
-    """The distribution, fp64 and of logits' shape, that a row of logits is to be sampled from; in plain Python."""
+    """Return the distribution, fp64 in logits' shape, from which rows of logits are sampled; in plain Python."""
     rows = logits.double().reshape(-1, logits.shape[-1]).tolist()
     return torch.tensor([_row_law(row, temperature, top_k, top_p) for row in rows], dtype=torch.float64).view_as(logits)
 
@@ -68,11 +68,10 @@ def _row_law(row, temperature, top_k, top_p):
 
 
 def two_tokens(verifier, temperature, likeness, seed, *, vocab=5, draft_vocab=None, **restriction):
-    """The first two output tokens of COUNT requests, K = 2, as one index, the law that it should have, and the output.
+    """Return the first two output tokens of COUNT requests, K = 2, as one index, their expected law, and the output.
 
-    draft_vocab: how many tokens the draft can propose. restriction: the target's top_k and top_p, which it knows
-    nothing of.
-    The draft's logits are the target's, blurred with noise: likeness 0 is a draft that knows nothing of the target.
+    draft_vocab: how many tokens the draft can propose. restriction: the target's top_k and top_p, unknown to the draft.
+    The draft's logits are the target's, blurred with noise: with likeness 0 the draft knows nothing of the target.
     """
     generator = torch.Generator().manual_seed(seed)
     p = [torch.randn(*shape, generator=generator) * 1.5 for shape in ((vocab,), (vocab, vocab))]
@@ -97,7 +96,7 @@ def two_tokens(verifier, temperature, likeness, seed, *, vocab=5, draft_vocab=No
 
 
 def p_value(tokens, probabilities, bins):
-    """How likely these draws are under the probabilities; 0 if one of them was impossible."""
+    """Return the p-value of these draws under the probabilities; 0 if one of them was impossible."""
     counts, law = np.bincount(tokens.numpy(), minlength=bins), np.asarray(probabilities).ravel()
     if counts[law == 0].any():
         return 0.0

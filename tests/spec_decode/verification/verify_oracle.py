@@ -1,4 +1,4 @@
-"""What a verifier's output follows from, in fp64 and plain Python: both laws, the uniforms and the Gumbel noise."""
+"""A verifier's output computed in fp64 and plain Python, from both laws, the uniforms and the Gumbel noise."""
 
 import itertools
 import math
@@ -15,7 +15,7 @@ ENDED = [(1, -1, -1), (2, 0, -1), (-1, -1, -1)]
 
 
 def rejection_passes(p, q, draft):
-    """For each prefix: whether all before it must pass too, and the probability that it passes."""
+    """For each prefix: whether all earlier ones must pass too, and the probability that it passes."""
     return [min(1.0, p[i][t] / q[i][t]) for i, t in enumerate(draft)]
 
 
@@ -48,7 +48,7 @@ def block_oracle(p, q, draft, uniforms):
 
 
 def rejection_lengths(p, q, draft):
-    """The probability of each accepted length, and the weight of the target's law in what then follows."""
+    """Return the probability of each accepted length, and the target law's weight in the token after it."""
     passes = rejection_passes(p, q, draft)
     ends = [*(1 - chance for chance in passes), 1.0]
     return [(math.prod(passes[:i]) * ends[i], 1.0) for i in range(len(draft) + 1)]
@@ -61,7 +61,7 @@ def block_lengths(p, q, draft):
 
 
 def next_law(p, q, draft, accepted, weight):
-    """What the token after the accepted ones is drawn from, not normalised."""
+    """Return the unnormalised law of the token after the accepted ones."""
     return p[accepted] if accepted == len(draft) else residual(p[accepted], q[accepted], weight)
 
 
@@ -81,13 +81,13 @@ class Case:
         self.seeds, self.first = torch.arange(len(which)) + 1000, torch.full((len(which),), FIRST)
 
     def run(self, op, accept_seeds, device="cpu"):
-        """The op's output, where the logits are those of the laws."""
+        """Return the op's output for the logits of these laws."""
         ones = torch.ones(len(self.rows))
         arguments = self.p_logits, self.tokens, self.q_logits, ones, self.seeds, accept_seeds, self.first
         return op(*(x.to(device) for x in VerifyArguments(*arguments)))
 
     def check(self, output, oracle, accept_seeds, margin=1e-5):
-        """It is the oracle's for these seeds, but for choices closer than the margin: at most 2 %."""
+        """Compare with the oracle for these seeds, except choices closer than the margin, which may be at most 2 %."""
         found = list(zip(*(x.tolist() for x in output), strict=True))
         positions = self.first[:, None] + torch.arange(STEPS + 1)
         uniforms = noise.uniform(noise.key(accept_seeds[:, None], positions, noise.ACCEPT), positions * 0).tolist()

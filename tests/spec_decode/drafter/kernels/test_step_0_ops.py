@@ -1,4 +1,4 @@
-"""What step 0 reads of the verified tokens, and what it hands on, against the rules written in plain Python."""
+"""What step 0 reads from the verified tokens, and what it passes on, compared with the rules in plain Python."""
 
 import torch
 from hypothesis import given

@@ -1,5 +1,5 @@
-"""A model and a tokenizer from a folder: its own code is never run, nobody is asked whether it may be, nothing is
-fetched, and its files are not believed."""
+"""A model and a tokenizer from a folder: its code never runs, no prompt asks to allow it, nothing is downloaded, and
+its files are not trusted."""
 
 import json
 import math

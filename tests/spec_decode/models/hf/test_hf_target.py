@@ -1,4 +1,4 @@
-"""Models of `transformers` over paged attention: the library's own eager attention over whole texts is the judge."""
+"""Models of `transformers` over paged attention, compared with the library's own eager attention over whole texts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Inputs of hyper-connections, and what is read and written in float64, number by number.
+"""Inputs of hyper-connections, and their reads and writes computed in float64, number by number.
 
 Legend: T tokens, S streams, H hidden size.
 """
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 EPS = 1e-3
-"""Large enough that each of its places shows."""
+"""Large enough that each of its uses is visible."""
 
 
 @dataclass
@@ -25,7 +25,7 @@ class Case:
 
     @property
     def head(self):
-        """Those that collapse the streams: mixes [T, S], scale [1] and base [S]."""
+        """Parameters that collapse the streams: mixes [T, S], scale [1] and base [S]."""
         count = self.streams.shape[1]
         return self.mixes[:, :count].contiguous(), self.scale[:1], self.base[:count]
 
@@ -47,7 +47,7 @@ def make_case(tokens=3, streams=4, hidden=50, dtype=torch.float32):
 
 
 def exact_read(case, iterations):
-    """The input [T, H], write [T, S] and carry [T, S, S]."""
+    """Return the input [T, H], write [T, S] and carry [T, S, S]."""
     count = case.streams.shape[1]
     sizes = [count, count, count * count]
     factors = torch.cat([case.scale[part].double().expand(size) for part, size in enumerate(sizes)])
@@ -75,7 +75,7 @@ def doubly_stochastic(logits, iterations):
 
 
 def exact_write(streams, output, write, carry):
-    """The streams [T, S, H] after a block."""
+    """Return the streams [T, S, H] after a block."""
     out = torch.empty(streams.shape, dtype=torch.float64)
     for token, to in ((t, s) for t in range(streams.shape[0]) for s in range(streams.shape[1])):
         out[token, to] = write[token, to].double() * output[token].double()
@@ -85,6 +85,6 @@ def exact_write(streams, output, write, carry):
 
 
 def assert_rounded(found, exact, dtype):
-    """Of this dtype, and as near as its rounding after a sum in float32 allows."""
+    """Assert this dtype, and the accuracy of rounding to it after a float32 sum."""
     assert found.dtype == dtype
     torch.testing.assert_close(found.double(), exact, rtol=torch.finfo(dtype).eps, atol=1e-5)

@@ -1,4 +1,4 @@
-"""What the ops of a mixture of experts must give: one token, row or expert at a time, in Python numbers and fp64."""
+"""Expected results of the mixture-of-experts ops: one token, row or expert at a time, in Python numbers and fp64."""
 
 import math
 
@@ -77,7 +77,7 @@ def assert_ordered(order, experts, num_experts):
 
 
 def combine_inputs(tokens, top_k, width, dtype, *, shared):
-    """Eighths and quarters, whose sums fp32 holds exactly: any result but the sum rounded once is wrong."""
+    """Return eighths and quarters, whose sums fp32 holds exactly: any result but the sum rounded once is wrong."""
     generator = torch.Generator().manual_seed(tokens * 100 + width)
 
     def draw(*shape, parts):

@@ -14,12 +14,12 @@ EPS = 1e-6
 VOCAB = 11
 FORMS = ("plain", "residual", "norm", "delta", "gated", "delta_gated", "embed", "wide", "wide_norm")
 NARROW = [form for form in FORMS if not form.startswith("wide")]
-"""Those whose weight may be of 8 bits."""
+"""Forms whose weight can have 8 bits."""
 
 
 @dataclass
 class Inputs:
-    """One call's tensors; None where its form has none, and eps None where it has no norm."""
+    """One call's tensors; None if its form has none, and eps None without a norm."""
 
     x: torch.Tensor
     weight: torch.Tensor
@@ -34,18 +34,18 @@ class Inputs:
     scale: torch.Tensor | None = None
 
     def in_8_bits(self):
-        """The same with the weight in 8 bits. Outputs differ a hundredfold in size, so that another's scale shows."""
+        """Return the same with an 8-bit weight. Outputs differ a hundredfold in size, so that a wrong scale shows."""
         sizes = torch.logspace(-1, 1, len(self.weight), dtype=torch.float64)
         weight, scale = operands(Fp8Weight.of((self.weight.double() * sizes[:, None]).to(self.weight.dtype)))
         return replace(self, weight=weight, scale=scale)
 
     @property
     def wide_weight(self):
-        """The weight in float64."""
+        """Return the weight in float64."""
         return self.weight.double() if self.scale is None else self.weight.double() * self.scale.double()[:, None]
 
     def call(self):
-        """The result by the public function of this form."""
+        """Return the result of this form's public function."""
         weight = self.weight if self.scale is None else Fp8Weight(self.weight, self.scale)
         if self.token_ids is not None:
             return embed_linear(self.token_ids, self.embedding, self.x, weight)
@@ -56,11 +56,11 @@ class Inputs:
         return skinny_linear(self.x, weight, self.residual)
 
     def launched(self, tile):
-        """The result by the kernel, cut as tile says."""
+        """Return the kernel's result with this tile."""
         return self.arguments().launch(tile)[1]
 
     def arguments(self):
-        """The op's own."""
+        """Return the op's arguments."""
         return SkinnyLinear(
             self.x, self.weight, self.token_ids, self.embedding, self.delta, self.norm, self.residual, self.eps,
             self.gated, self.scale,
@@ -68,11 +68,11 @@ class Inputs:
 
     @property
     def dtype(self):
-        """The result's."""
+        """The result's dtype."""
         return self.weight.dtype if self.scale is None else self.x.dtype
 
     def exact(self):
-        """The result in float64; x + delta is rounded to its dtype as the residual stream is."""
+        """Return the result in float64; x + delta is rounded to its dtype, like the residual stream."""
         x = self.x if self.delta is None else self.x + self.delta
         x = x.double()
         if self.token_ids is not None:
@@ -88,7 +88,7 @@ class Inputs:
         return out if self.residual is None else out + self.residual.double()
 
     def by_parts(self):
-        """The result by separate operations that each round to the result's dtype."""
+        """Return the result of separate operations that each round to the result's dtype."""
         x = self.x if self.delta is None else self.x + self.delta
         x = x.to(self.dtype)
         if self.token_ids is not None:
@@ -128,7 +128,7 @@ def make_inputs(form, rows, n, k, dtype=torch.float32):
 
 
 def assert_within_budget(found, inputs):
-    """No further from float64 than twice as far as the unfused operations, whose roundings it may do."""
+    """Allow twice the error of the unfused operations, plus a rounding."""
     exact = inputs.exact()
     rounding = torch.finfo(inputs.dtype).eps * exact.abs().max()
     budget = 2 * ((inputs.by_parts().double() - exact).abs().max() + rounding)

@@ -36,14 +36,14 @@ def make_arguments(form, rows, n, k, dtype=torch.float32, group_of=None):
 
 
 def in_8_bits(arguments):
-    """The same with the weight in 8 bits. Outputs differ a hundredfold in size, so that another's scale shows."""
+    """Return the same with an 8-bit weight. Outputs differ a hundredfold in size, so that a wrong scale shows."""
     sizes = torch.logspace(-1, 1, arguments.weight.shape[-2], dtype=torch.float64)
     weight, scale = operands(Fp8Weight.of((arguments.weight.double() * sizes[:, None]).to(arguments.weight.dtype)))
     return arguments._replace(weight=weight, scale=scale)
 
 
 def exact(arguments):
-    """The result in float64, row by row."""
+    """Return the result in float64, row by row."""
     x, weight, ends, tokens, bias, residual, gated, limit, scale = arguments
     rows = (x if tokens is None else x[tokens]).double()
     weight = weight.double() if scale is None else weight.double() * scale.double()[..., None]
@@ -64,7 +64,7 @@ def exact(arguments):
 
 
 def assert_exact(found, arguments, wanted=None):
-    """One rounding of the result, and fp32's own of sums of so many terms."""
+    """Allow one rounding of the result, and fp32 rounding of a sum of this many terms."""
     wanted = exact(arguments) if wanted is None else wanted
     eps = torch.finfo(arguments.x.dtype).eps + arguments.x.shape[1] * torch.finfo(torch.float32).eps
     assert found.dtype == arguments.x.dtype and found.shape == wanted.shape

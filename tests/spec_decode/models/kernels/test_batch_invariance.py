@@ -1,6 +1,6 @@
-"""What the layers of a batch-invariant model run on the CPU: every row has the bits that it has alone.
+"""The layers of a batch-invariant model on the CPU: every row has the same bits as when it runs alone.
 
-Sizes are odd on purpose. Torch's CPU code rounds otherwise at another alignment and where the rest of a vector begins.
+Sizes are odd on purpose. Torch's CPU code rounds differently at another alignment and in the remainder of a vector.
 """
 
 import pytest

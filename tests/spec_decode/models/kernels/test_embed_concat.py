@@ -1,4 +1,4 @@
-"""Which of its inputs an embedding beside a hidden state can teach."""
+"""Which inputs get gradients from an embedding concatenated with a hidden state."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Weights in 8 bits: how near they are to what they were made of, and their products."""
+"""8-bit weights: their distance from the originals, and their products."""
 
 import pytest
 import torch

@@ -1,4 +1,5 @@
-"""The ops of hyper-connections by their formulas, and what they refuse; a model of them is in test_published_drafts."""
+"""The ops of hyper-connections by their formulas, and what they reject; test_published_drafts runs a model with
+them."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The ops around a mixture's matrices on the CPU: the torch implementations, and what is refused."""
+"""The ops around a mixture's matrices on the CPU: the torch implementations, and what they reject."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The query and key of latent attention on the CPU: by the formula in float64, and what is refused."""
+"""The query and key of latent attention on the CPU: the float64 formula, and what is rejected."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Skinny linear layers on the CPU: the torch implementation, what is refused, and the table."""
+"""Skinny linear layers on the CPU: the torch implementation, what it rejects, and the table."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Streamed linear layers on the CPU: the torch implementation, what is refused, and tiles."""
+"""Streamed linear layers on the CPU: the torch implementation, what it rejects, and tiles."""
 
 from dataclasses import replace
 

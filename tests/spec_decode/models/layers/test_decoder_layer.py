@@ -1,4 +1,4 @@
-"""Decoder layers: the same numbers by fused kernels and by torch, and which of the two a layer's parts take."""
+"""Decoder layers: fused kernels and torch give the same numbers, and which of the two each part uses."""
 
 import pytest
 import torch

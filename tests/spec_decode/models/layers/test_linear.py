@@ -1,4 +1,4 @@
-"""Linear layers that fuse: the kernel for few rows, torch for many and for gradients, and the same numbers by both."""
+"""Fused linear layers: the kernel for few rows, torch for many and for gradients, with the same numbers."""
 
 from dataclasses import dataclass
 from typing import Any

@@ -1,4 +1,4 @@
-"""A mixture of experts beside what drafts with one judge: which weights it reads, its parts, and products by group."""
+"""A mixture of experts outside whole drafts: the weights it reads, its parts, and products by group."""
 
 import pytest
 import torch

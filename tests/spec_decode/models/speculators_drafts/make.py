@@ -117,7 +117,7 @@ def mtp(layers: Any) -> SpeculatorModel:
 
 
 def qwen3_5(kind: Any, **changes: Any) -> Any:
-    """Gated heads of which a part is rotated, norms around 1, and an embedding for each of a text's three positions."""
+    """Gated heads with partial rotation, norms around 1, and an embedding for each of a text's three positions."""
     rope = {"rope_type": "default", "rope_theta": 300.0, "partial_rotary_factor": 0.5,
             "mrope_interleaved": True, "mrope_section": [1, 1, 0]}  # fmt: skip
     sizes = {name: value for name, value in SIZES.items() if name not in ("num_hidden_layers", "head_dim")}
@@ -134,7 +134,7 @@ MIXTURE = {
 
 
 def randomise(model: SpeculatorModel, seed: int) -> None:
-    """Weights that do something, norms and biases too."""
+    """Draw weights that have an effect, norms and biases too."""
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         drawn = torch.randn(parameter.shape, generator=generator)
@@ -162,7 +162,7 @@ Round = tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor] | None]
 
 
 def run_in_steps(model: SpeculatorModel, ids: torch.Tensor, states: torch.Tensor) -> Round:
-    """Every token is forced in turn into the text after ids [n], as training forces the true one."""
+    """Force each drafted token into the text after ids [n], as training forces the true one."""
     text, padded = torch.cat([ids, ids.new_zeros(K)]), torch.cat([states, states.new_zeros(K, states.shape[1])])
     logits: list[torch.Tensor] = []
     for step in range(K):
@@ -179,8 +179,8 @@ def run_in_steps(model: SpeculatorModel, ids: torch.Tensor, states: torch.Tensor
 
 
 def run_layer(model: SpeculatorModel, ids: torch.Tensor, states: torch.Tensor) -> Round:
-    """The layer over the whole text and what it drafted so far, whose states it goes on from. Its own forward, which
-    does not go on, says the same of the first token."""
+    """Run the layer over the whole text and its own drafts so far, continuing from its states. Its own forward, which
+    does not continue, gives the same first token."""
     logits: list[torch.Tensor] = []
     first, *_ = model(input_ids=torch.cat([ids[:1], ids, ids.new_zeros(K)])[None],
                       hidden_states=torch.cat([states, states.new_zeros(K + 1, HIDDEN)])[None])  # fmt: skip
@@ -201,7 +201,7 @@ def run_layer(model: SpeculatorModel, ids: torch.Tensor, states: torch.Tensor) -
 
 
 def run_masks(model: SpeculatorModel, ids: torch.Tensor, states: torch.Tensor) -> Round:
-    """All tokens from masks after the last input token."""
+    """Draft all tokens from masks after the last input token."""
     text, padded = torch.cat([ids, ids.new_zeros(K)]), torch.cat([states, states.new_zeros(K, states.shape[1])])
     last = LENGTH - 1
     anchors = torch.cat([torch.arange(LENGTH), torch.full((K - 1,), last)])
@@ -222,7 +222,7 @@ def run_masks(model: SpeculatorModel, ids: torch.Tensor, states: torch.Tensor) -
 
 
 def run_block(model: SpeculatorModel, ids: torch.Tensor, states: torch.Tensor) -> Round:
-    """A block whose first token is the last input token, at the place after the states."""
+    """Draft a block whose first token is the last input token, at the position after the states."""
     block = model.block_size
     first = 0 if model.config.sample_from_anchor else 1
     text = torch.cat([ids[:1], ids, ids.new_zeros(2 * block)])
@@ -260,7 +260,7 @@ def run_block(model: SpeculatorModel, ids: torch.Tensor, states: torch.Tensor) -
 
 
 def walk(model: SpeculatorModel, unary: torch.Tensor, hidden: torch.Tensor, previous: torch.Tensor) -> Round:
-    """The best candidate of each place in turn, given the one before it."""
+    """Take the best candidate of each place in turn, given the previous one."""
     logits, tokens = torch.full_like(unary, -torch.inf), []
     for place in range(len(unary)):
         candidates, scores = model.candidate_selector.select(unary[place], hidden[place], previous)
@@ -342,7 +342,7 @@ DRAFTS: dict[str, tuple[Callable[[], SpeculatorModel], Run | None]] = {
         run_layer,
     ),
 }
-"""Each with what drafts a round; None: it is refused here."""
+"""Each with its way to draft a round; None: this library refuses it."""
 
 
 def main() -> None:
