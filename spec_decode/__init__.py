@@ -1,6 +1,6 @@
 """Speculative decoding over attention backends whose metadata advances in place.
 
-`LLM` and `SamplingParams` are the front door. They are loaded when they are first asked for, as they bring torch.
+Start with `LLM` and `SamplingParams`. They are imported on first use because they import torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``python -m spec_decode``: the command line where its entry point is not installed."""
+"""``python -m spec_decode``: the command line without its installed entry point."""
 
 import sys
 
@@ -6,9 +6,9 @@ from spec_decode.testing.process_exit import end_at_once, running_threads
 
 
 def main() -> None:
-    """The command line; an interrupt ends it with 130 and without a traceback, even while it is loaded.
+    """Run the command line. An interrupt, even during import, exits with status 130 and no traceback.
 
-    Threads that a plug-in leaves running are not waited for.
+    Threads that a plug-in leaves running are not joined.
     """
     try:
         from spec_decode.cli.main import main
@@ -24,8 +24,8 @@ def main() -> None:
     if threads := ", ".join(running_threads()):
         print(f"not waited for: {threads}, which a backend has started and left running", file=sys.stderr)
         end_at_once(status)
-    # An interrupt in an executed string, which a dataclass has while it is made, leaves a mark by which `python -m`
-    # ends with the signal, whoever caught it. Another executed string clears the mark.
+    # An interrupt inside executed code (dataclasses exec while a class is made) sets a flag that makes `python -m` end
+    # with the signal even if the interrupt was caught. Executing another string clears the flag.
     exec("")
     sys.exit(status)
 

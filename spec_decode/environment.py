@@ -1,4 +1,4 @@
-"""Provenance: the machine, the software and the commit that a measurement belongs to."""
+"""Provenance: the machine, software and commit of a measurement."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ KERNEL_PACKAGES = (
     "sglang-kernel",
     "sgl-kernel",
 )
-"""Distributions that may bring a kernel."""
+"""Distributions that can provide a kernel."""
 _PROBE_SECONDS = 10
 _COMMIT, _DIRTY = "ATTN_BACKENDS_COMMIT", "ATTN_BACKENDS_DIRTY"
 _PACKAGE = Path(__file__).parent
@@ -36,11 +36,11 @@ _DRIVER_QUERY = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,nohea
 
 
 class Environment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where a run took place. What could not be found out is "unknown: why"; dirty is then None.
+    """Where a run took place. A field that could not be determined is "unknown: why"; dirty is then None.
 
-    stated: what of commit and dirty was stated by environment variables, in words, with what git says where it differs;
-    None where git alone was asked. packages: those installed that bring kernels, "name version".
-    Raises ValueError for a date that is none.
+    stated: names the environment variables that set commit or dirty, and what git says if it differs; None if only git
+    was consulted. packages: the installed packages that provide kernels, as "name version". Raises ValueError for a
+    malformed date.
     """
 
     device: str
@@ -61,10 +61,10 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 def environment(device: torch.device) -> Environment:
-    """Where this process runs; never raises.
+    """Describe where this process runs; never raises.
 
-    ATTN_BACKENDS_COMMIT (a hash) and ATTN_BACKENDS_DIRTY (0 or 1) overrule git, for a copy without its history, and
-    `stated` says so.
+    ATTN_BACKENDS_COMMIT (a hash) and ATTN_BACKENDS_DIRTY (0 or 1) override git, for copies without a git history;
+    `stated` then says so.
     """
     on_cuda = device.type == "cuda"
     commit, dirty, stated = _checkout()
@@ -113,7 +113,7 @@ def _run(*command: str) -> str:
 
 
 def _checkout() -> tuple[str, bool | None, str | None]:
-    """The commit, whether the tree differs from it, and what of these was stated by variables."""
+    """Return the commit, whether the tree differs from it, and which of the two environment variables stated."""
     given, said = os.environ.get(_COMMIT), os.environ.get(_DIRTY)
     found, changed = _git_state(_PACKAGE)
     if not given and not said:
@@ -129,14 +129,14 @@ def _checkout() -> tuple[str, bool | None, str | None]:
 
 @cache
 def _git_state(package: Path) -> tuple[str, bool | None]:
-    """The commit, and whether the tree differs from it. Only a checkout that tracks this package counts.
+    """Return the commit and whether the tree differs from it. Only a checkout that tracks this package counts.
 
-    Asked once a process: its modules are loaded by then, and in a fresh clone git reads every file each time.
+    Cached per process: modules are loaded by then, and in a fresh clone git reads every file each time.
     """
     commit = _probe(lambda: _git_commit(package))
     if commit.startswith("unknown"):
         return commit, None
-    # Reports are left out, or the first report of a series would make the second one dirty.
+    # Reports are excluded: otherwise the first report of a series would make the second one dirty.
     status = _probe(lambda: _run("git", "--no-optional-locks", "status", "--porcelain", "--", ".", ":!reports"))
     return commit, None if status.startswith("unknown") else bool(status)
 

@@ -1,6 +1,6 @@
-"""Files that others may read while they are written, JSON read with care, and reports that carry their own digest.
+"""Files replaced atomically, JSON read strictly, and reports that carry their own digest.
 
-``python -m spec_decode.files FILE`` prints a report with its rows written out.
+``python -m spec_decode.files FILE`` prints a report with its tables expanded to rows.
 """
 
 from __future__ import annotations
@@ -22,19 +22,18 @@ import msgspec
 from spec_decode.report_tables import MalformedTable, Tables, indices, packed, runs, unpacked
 
 SEAL = "digest"
-"""The field of a report that holds the digest of all others."""
+"""The report field that holds the digest of all other fields."""
 
 
 class ReportError(ValueError):
-    """A file that is not a report of this schema, or was edited; the message says what is wrong with it."""
+    """A file that is not a report of this schema, or was edited; the message says what is wrong."""
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write a file, making its folder; whoever reads it, and an interrupt, finds the old file or the new, never a part.
+    """Write a file atomically, creating its folder: a reader never sees a partial file, nor does an interrupt leave one.
 
-    A device or a pipe is written to, not replaced; a link stays, and the file that it names is written. Raises OSError
-    where folder or file cannot be written, and for a pipe that nobody reads, which is not waited for; what was there is
-    as it was.
+    A device or pipe is written to, not replaced; for a symlink, the target file is replaced. Raises OSError, with the
+    old content intact, if the folder or file cannot be written, or at once for a pipe without a reader.
     """
     if path.exists() and not path.is_file():
         descriptor = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
@@ -53,22 +52,21 @@ def write_whole(path: Path, content: bytes) -> None:
 
 
 def report_bytes(document: dict[str, Any]) -> bytes:
-    """The report as a file holds it: sealed, its lists of objects as tables, the parts of its sources as runs, without
-    indentation, a newline at the end.
+    """Encode a report: sealed, lists of objects as tables, source parts as runs, no indentation, one final newline.
 
-    The seal is of the document, however its rows and indices are written.
+    The seal covers the document, independent of how its rows and indices are encoded.
     """
     written = {name: _as_table(value) for name, value in sealed(document).items()}
     return msgspec.json.encode(_with_parts(written, list | tuple, runs)) + b"\n"
 
 
 def sealed(document: dict[str, Any]) -> dict[str, Any]:
-    """The report with the digest of everything else in it."""
+    """Return the report with the digest of everything else in it."""
     return {**document, SEAL: _digest(document)}
 
 
 def require_unedited(document: Any, where: str) -> None:
-    """Raise ReportError for a report whose digest is missing or does not fit. JSON without a schema passes."""
+    """Raise ReportError for a report with a missing or wrong digest. JSON without a schema passes."""
     if isinstance(document, dict) and "schema" in document and document.get(SEAL) != _digest(document):
         raise ReportError(
             f"{where} was changed after it was written: its digest does not fit. Run the command that made it again."
@@ -76,10 +74,10 @@ def require_unedited(document: Any, where: str) -> None:
 
 
 def read_json(path: str | os.PathLike[str]) -> Any:
-    """What a JSON file holds, its tables as lists of objects.
+    """Read a JSON file, with its tables as lists of objects.
 
-    Raises ReportError where it cannot be read, is no whole JSON, says one thing twice or has a table without its rows.
-    A pipe or a device is not waited for.
+    Raises ReportError if it cannot be read, is not complete JSON, repeats a key or has a malformed table. A pipe or a
+    device raises too, without waiting for it.
     """
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):
@@ -90,8 +88,8 @@ def read_json(path: str | os.PathLike[str]) -> Any:
 
 
 def parse_json(content: bytes, where: str) -> Any:
-    """The JSON in some bytes, its tables as lists of objects. Raises ReportError for what is no whole JSON, says one
-    thing twice or has a table without its rows."""
+    """Parse JSON from bytes, with its tables as lists of objects. Raises ReportError if it is not complete JSON,
+    repeats a key or has a malformed table."""
     try:
         document = msgspec.json.decode(content)
         # The decoder keeps the last of two equal keys, and nobody would know of the first.
@@ -109,7 +107,7 @@ def parse_json(content: bytes, where: str) -> Any:
 
 
 def json_number(value: float) -> float | str:
-    """The value, or its name where JSON has no number for it."""
+    """Return the value, or its name if JSON has no number for it."""
     return value if math.isfinite(value) else str(float(value))
 
 
@@ -119,7 +117,7 @@ def _as_table(value: Any) -> Any:
 
 
 def _with_parts(document: dict[str, Any], kind: Any, change: Callable[[Any], Any]) -> dict[str, Any]:
-    """The document with those parts of its sources changed that are of a kind."""
+    """Return the document with `change` applied to every source part of type `kind`."""
     sources = document.get("sources")
     if not (isinstance(sources, dict) and isinstance(sources.get("parts"), dict)):
         return document

@@ -1,4 +1,4 @@
-"""The rows of a report as tables, where what many rows share stands once, and lists of indices as runs."""
+"""The rows of a report as tables that store shared values once, and lists of indices as runs."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ import msgspec
 Row = Mapping[str, Any]
 _RUN = re.compile(r"(\d{1,7})(?:-(\d{1,7}))?", re.ASCII)
 _MOST = 100_000
-"""Far more than any report has: so a few bytes cannot take all memory."""
+"""Far above any real report; keeps a few malicious bytes from exhausting memory."""
 
 
 class MalformedTable(ValueError):
-    """A table that holds no rows; the message says why."""
+    """A table that does not decode to rows; the message says why."""
 
 
 class Table(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """Rows that have the same fields.
 
-    fields: of the cells in `rows`; a field of an object is written as object.field. same: fields that are equal in all
-    rows. values: for a field that is listed here, a cell is an index into its values. places: each row's index in the
-    whole list, as `runs` writes them, where there are several tables.
+    fields: columns of `rows`; a nested field is named object.field. same: fields that are equal in all rows. values:
+    for a field listed here, a cell is an index into its values. places: each row's index in the whole list, encoded by
+    `runs`, if there are several tables.
     """
 
     fields: tuple[str, ...]
@@ -40,8 +40,8 @@ class Tables(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def packed(rows: Sequence[Row]) -> dict[str, Any]:
-    """The rows as JSON can hold `Tables`. Raises ValueError for a field that is no name: it could not be told from a
-    field of an object."""
+    """Encode rows as the JSON form of `Tables`. Raises ValueError for a field that is not an identifier, because it
+    could not be told from a nested field."""
     alike: dict[tuple[str, ...], list[tuple[int, Row]]] = {}
     for place, row in enumerate(map(_flat, rows)):
         alike.setdefault(tuple(row), []).append((place, row))
@@ -52,7 +52,7 @@ def packed(rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def unpacked(tables: Any) -> list[dict[str, Any]]:
-    """The rows in what `packed` made. Raises MalformedTable for anything else."""
+    """Decode the rows that `packed` encoded. Raises MalformedTable for anything else."""
     try:
         found = msgspec.convert(tables, Tables).tables
     except msgspec.ValidationError as error:
@@ -70,7 +70,7 @@ def unpacked(tables: Any) -> list[dict[str, Any]]:
 
 
 def runs(found: Iterable[int]) -> str:
-    """Indices, from 0 on, in their order: "0-18,20" for 0, 1 and so on to 18, and 20."""
+    """Encode indices (0 or more) in their order: "0-18,20" for 0, 1, ..., 18 and 20."""
     ends: list[list[int]] = []
     for index in found:
         if ends and ends[-1][1] + 1 == index:
@@ -81,7 +81,7 @@ def runs(found: Iterable[int]) -> str:
 
 
 def indices(text: str) -> list[int]:
-    """What `runs` wrote. Raises MalformedTable for anything else."""
+    """Decode what `runs` encoded. Raises MalformedTable for anything else."""
     found: list[int] = []
     for run in text.split(",") if text else ():
         if not (ends := _RUN.fullmatch(run)):

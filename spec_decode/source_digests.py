@@ -20,18 +20,18 @@ PROJECT = ("builders", "attn_backends", "spec_decode", "engines")
 """The packages whose modules count wherever they are used. Those of a root's own package count too."""
 
 RECORDERS = frozenset(f"spec_decode.{name}" for name in ("environment", "files", "report_tables", "source_digests"))
-"""What writes a report changes nothing of what was seen: it ages no evidence."""
+"""Modules that only write reports: they do not affect results, so changing them makes no evidence older."""
 
 Digests = dict[str, str]
-"""By module."""
+"""Module name -> digest."""
 
 
 class SourceRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """The source that a report was made from.
 
-    modules: by package, every module with its digest, sorted. parts: which of them a part of the report depends on, as
-    ascending indices; a part is a family of checks or a case of the bench, and one that is not named depends on all
-    modules. Raises ValueError for an index of no module.
+    modules: package -> its modules with their digests, sorted. parts: the modules that a part of the report depends on,
+    as ascending indices; a part is a family of checks or a case of the bench, and a part without an entry depends on
+    all modules. Raises ValueError for an index out of range.
     """
 
     modules: dict[str, Digests] = {}
@@ -44,7 +44,7 @@ class SourceRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     @classmethod
     def of(cls, roots: Mapping[str, Iterable[str]]) -> SourceRecord:
-        """What lies behind the roots of each part, see `digests_behind`."""
+        """Record the modules behind the roots of each part; see `digests_behind`."""
         behind = {part: digests_behind(found) for part, found in roots.items()}
         modules: dict[str, Digests] = {}
         for name, digest in sorted({item for digests in behind.values() for item in digests.items()}, key=_place):
@@ -55,7 +55,7 @@ class SourceRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         return cls(modules=modules, parts=parts)
 
     def changed(self, parts: Iterable[str] = ()) -> tuple[str, ...]:
-        """The modules that are no longer what they were, or are gone; of these parts alone, where any are named."""
+        """Return the modules that have changed or are gone; restricted to these parts, if any are named."""
         modules = list(_flat(self.modules))
         every = range(len(modules))
         asked = [self.parts.get(part, every) for part in parts] or [every]
@@ -63,7 +63,7 @@ class SourceRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 def backend_modules(names: Iterable[str]) -> list[str]:
-    """Where registered backends and their builders are defined, of those that load here; nobody imports these."""
+    """Return the modules that define the registered backends and builders that load here; no module imports them."""
     found: list[str] = []
     for name in names:
         with suppress(BackendError):
@@ -73,12 +73,12 @@ def backend_modules(names: Iterable[str]) -> list[str]:
 
 
 def digests_behind(roots: Iterable[str]) -> Digests:
-    """The roots and every module that they import, directly or through other modules, each with its digest.
+    """Return the digests of the roots and of every module that they import, directly or indirectly.
 
-    An import counts wherever it stands, inside functions too, but not under TYPE_CHECKING. `from package import name`
-    counts the module that defines the name, not the package that lists it. A backend that the registry loads by name is
-    imported by nobody, so it is a root. A digest covers the syntax without comments and docstrings, and is the same
-    under every version of Python. A root without a source file, as one typed into a shell is, has no entry.
+    Imports inside functions count too; imports under TYPE_CHECKING do not. `from package import name` counts the module
+    that defines the name, not the package that lists it. A backend that the registry loads by name is imported by no
+    module, so pass it as a root. A digest covers the syntax without comments and docstrings, and is the same in every
+    version of Python. A root without a source file, such as one typed into a shell, has no entry.
     """
     roots = list(roots)
     packages = frozenset((*PROJECT, *map(_top, roots)))
@@ -102,7 +102,7 @@ def _place(item: tuple[str, str]) -> tuple[str, str]:
 
 
 def _flat(modules: Mapping[str, Digests]) -> Iterator[tuple[str, str]]:
-    """Each module's full name with its digest."""
+    """Yield each module's full name with its digest."""
     for package, digests in modules.items():
         for module, digest in digests.items():
             yield f"{package}.{module}" if package else module, digest
@@ -122,7 +122,8 @@ class _Module:
 
 @cache
 def _uses(module: str, packages: frozenset[str]) -> tuple[str, ...]:
-    """The modules of these packages that a module imports. No other is read: torch alone is longer than all of them."""
+    """Return the modules of these packages that a module imports. Other packages are not read: torch alone is larger
+    than all of them."""
     found = _module(module)
     imports = found.imports if found else ()
     uses = [_definer(origin, name, packages) if name else origin for origin, name, _ in imports]
@@ -130,7 +131,7 @@ def _uses(module: str, packages: frozenset[str]) -> tuple[str, ...]:
 
 
 def _definer(origin: str, name: str, packages: frozenset[str]) -> str:
-    """The module that defines what `from origin import name` imports, as far as imports at its top tell."""
+    """Return the module that defines what `from origin import name` imports, as far as top-level imports tell."""
     if _top(origin) not in packages:
         return origin
     if _file(f"{origin}.{name}"):
@@ -158,7 +159,7 @@ def _file(name: str) -> Path | None:
     top, _, rest = name.partition(".")
     try:
         spec = importlib.util.find_spec(top)
-    except (ImportError, ValueError):  # a module without a spec, as __main__ is
+    except (ImportError, ValueError):  # a module without a spec, such as __main__
         spec = None
     folders = [Path(folder) for folder in (spec and spec.submodule_search_locations) or ()]
     if spec and not folders:
@@ -185,19 +186,19 @@ def _imports(node: ast.AST, package: str) -> Iterator[tuple[str, str, str]]:
 
 
 def _is_type_checking(test: ast.expr) -> bool:
-    """Whether a program that runs never takes the branch."""
+    """Whether the branch is never taken at run time."""
     return isinstance(test, ast.Name | ast.Attribute) and ast.unparse(test).endswith("TYPE_CHECKING")
 
 
 def syntax_of(node: Any) -> str:
-    """A tree as text. `ast.dump` would not do: what it writes differs between versions of Python."""
+    """Serialize a syntax tree as text. `ast.dump` does not work here: its output differs between versions of Python."""
     if isinstance(node, ast.JoinedStr):
         # Python 3.12 ends a nested format with an empty piece.
         return (
             f"JoinedStr({','.join(syntax_of(piece) for piece in node.values if getattr(piece, 'value', None) != '')})"
         )
     if isinstance(node, ast.AST):
-        # A field that a later Python adds is empty in the sources of an earlier one.
+        # A field added by a later Python is empty in sources written for an earlier one.
         fields = [f"{name}={syntax_of(value)}" for name, value in ast.iter_fields(node) if value not in (None, [])]
         return f"{type(node).__name__}({','.join(fields)})"
     if isinstance(node, list):

@@ -1,4 +1,4 @@
-"""Capture, replay, and their emulation on the CPU."""
+"""CUDA graph capture and replay, and their emulation on the CPU."""
 
 from spec_decode.graphs.manager import (
     Capturable,

@@ -62,7 +62,7 @@ class CudaRuntime:
         return PiecewiseGraph(parts)
 
     def memory_used(self) -> int:
-        # A capture empties the allocator's caches of freed memory. Emptied before as well, they hide nothing it takes.
+        # A capture empties the allocator's caches of freed memory; emptied first, they hide nothing that it takes.
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self._device)
@@ -81,9 +81,9 @@ class CudaRuntime:
 
     @contextmanager
     def _capturing(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
-        """No garbage is collected: a graph object that is freed while a stream captures invalidates the capture (seen).
+        """Capture with garbage collection off: freeing a graph object during a capture invalidates it (observed).
 
-        Raises CaptureError for what is not device work, and torch's own error where memory runs out.
+        Raises CaptureError for anything but device work, and torch's own error if memory runs out.
         """
         try:
             with (
@@ -94,7 +94,7 @@ class CudaRuntime:
                 warnings.catch_warnings(),
                 torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"),
             ):
-                # An advance that has nothing to refresh may capture nothing.
+                # An advance with nothing to refresh can capture nothing.
                 warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
                 yield
         except (CaptureError, torch.OutOfMemoryError):

@@ -1,9 +1,9 @@
-"""A CUDA graph that repeats its body while a device scalar is set: a WHILE node, made with NVIDIA's own bindings.
+"""A CUDA graph that repeats its body while a device scalar is set: a WHILE node, built with NVIDIA's cuda.bindings.
 
 graph:       first part -> WHILE node around the body
 each part:   the captured operations -> set the node's condition from the scalar
 
-What surely runs stands before the node: an iteration of the node costs 5 to 8 us (on an H200), so a body should be
+Work that always runs goes before the node: an iteration of the node costs 5 to 8 us (on an H200), so a body should be
 worth several times that.
 
 https://docs.nvidia.com/cuda/cuda-c-programming-guide/#conditional-graph-nodes
@@ -25,7 +25,7 @@ from builders.kernels.triton_runtime import dependent_launch
 from spec_decode.graphs.runtime import CaptureError
 
 _MIN_VERSION = 13
-"""Major version of cuda.bindings, whose calls take edge data from there on, and of the driver that it needs."""
+"""Major version of cuda.bindings from which its calls take edge data, and of the CUDA driver that it needs."""
 _SOURCE = b"""
 extern "C" __device__ void cudaGraphSetConditional(unsigned long long handle, unsigned int value);
 
@@ -40,7 +40,7 @@ extern "C" __global__ void set_condition(unsigned long long handle, const int* c
 
 @cache
 def unsupported_reason() -> str | None:
-    """Why no loop can be captured with what is installed, and what would change it; None where one can."""
+    """Return why no loop can be captured with the installed software, and the remedy; None if one can."""
     remedy = f"pip install 'cuda-python>={_MIN_VERSION}' brings it"
     try:
         version = str(import_module("cuda.bindings").__version__)
@@ -64,7 +64,7 @@ def unsupported_reason() -> str | None:
 
 
 class WhileGraph:
-    """A graph that runs its first part, and its body as long as `continue_flag`, int32 [1], is not zero after that."""
+    """A graph that runs its first part, then its body for as long as `continue_flag`, int32 [1], is nonzero."""
 
     num_nodes: int | None = None
 
@@ -77,8 +77,7 @@ class WhileGraph:
     ) -> None:
         """capture: records a function with keep_graph=True; the graphs' memory is kept as long as the loop.
 
-        Child graphs ran as fast as what is captured straight into the node. Raises CaptureError where no loop can be
-        captured.
+        Child graphs ran as fast as work captured directly into the node. Raises CaptureError if no loop is possible.
         """
         if reason := unsupported_reason():
             raise CaptureError(f"{reason}. No graph was made. Install that, or choose another strategy.")
@@ -89,7 +88,7 @@ class WhileGraph:
             self._graph = _done(runtime.cudaGraphCreate(0))
             weakref.finalize(self, runtime.cudaGraphDestroy, self._graph).atexit = False
             self._handle = _done(runtime.cudaGraphConditionalHandleCreate(self._graph, 0, 0))
-            # Compiled before the capture, which allows no loading of code.
+            # Compiled before the capture, during which no code can be loaded.
             kernel = _condition_kernel(self._device.index)
 
             def part(run: Callable[[], object]) -> None:
@@ -111,7 +110,7 @@ class WhileGraph:
             _done((error,))
 
     def _add_while(self, after: Any) -> Any:
-        """Add the WHILE node after another node; returns the graph that is its body."""
+        """Add the WHILE node after another node; return the graph that is its body."""
         _, _, runtime = _bindings()
         params = runtime.cudaGraphNodeParams()
         params.type = runtime.cudaGraphNodeType.cudaGraphNodeTypeConditional
@@ -122,7 +121,7 @@ class WhileGraph:
         return params.conditional.phGraph_out[0]
 
     def _set_condition(self, kernel: Any) -> None:
-        """Launch the kernel that sets the condition, by dependent launch where that is on."""
+        """Launch the kernel that sets the condition, with programmatic dependent launch if that is on."""
         driver, _, _ = _bindings()
         config = driver.CUlaunchConfig()
         config.gridDimX = config.gridDimY = config.gridDimZ = 1
@@ -141,7 +140,7 @@ class WhileGraph:
 
 @cache
 def _condition_kernel(device_index: int) -> Any:
-    """The compiled kernel, in the device's current context; its module is kept for good."""
+    """Compile the kernel in the device's current context; its module is never unloaded."""
     driver, nvrtc, _ = _bindings()
     major, minor = torch.cuda.get_device_capability(device_index)
     program = _done(nvrtc.nvrtcCreateProgram(_SOURCE, b"set_condition.cu", 0, [], []))
@@ -153,13 +152,13 @@ def _condition_kernel(device_index: int) -> Any:
 
 @cache
 def _bindings() -> tuple[Any, Any, Any]:
-    """cuda.bindings' modules driver, nvrtc and runtime."""
+    """Return cuda.bindings' modules driver, nvrtc and runtime."""
     driver, nvrtc, runtime = (import_module(f"cuda.bindings.{name}") for name in ("driver", "nvrtc", "runtime"))
     return driver, nvrtc, runtime
 
 
 def _done(result: tuple[Any, ...]) -> Any:
-    """What a call of the bindings returned after its error code: nothing, a value, or several. Raises CaptureError."""
+    """Unpack the result of a call of the bindings: (), one value, or several. Raises CaptureError for an error code."""
     error, *values = result
     if int(error):
         raise CaptureError(f"CUDA refused a call that a looping graph needs: {error!r}. No graph was made.")

@@ -1,11 +1,11 @@
-"""A CUDA graph's semantics on the CPU, so that graph safety fails in a test without a GPU.
+"""CUDA graph semantics on the CPU, so that graph-unsafe code fails in a test without a GPU.
 
-Capture runs the function once under a recorder. It keeps every device operation with the very tensors it touched,
-refuses what a CUDA graph refuses (host reads, data-dependent shapes, fresh host data, generators of the caller), then
-puts all written memory back: a capture does not execute. Replay runs the kept operations on the same storages, whatever
-they hold by then, and every Python value stays as it was at capture. What the capture allocated is poisoned, so that
-reading a result before a replay shows. What was there before is used by its address alone: a replay refuses to run
-once it has been freed.
+Capture runs the function once under a recorder. It keeps every device operation with the exact tensors it touched,
+rejects what a CUDA graph rejects (host reads, data-dependent shapes, fresh host data, generators of the caller), then
+restores all written memory, because a capture does not execute. Replay runs the recorded operations on the same
+storages with their current content; every Python value stays as it was at capture. Memory allocated by the capture is
+poisoned, so reading a result before a replay is noticed. Memory that existed before is held only by its address: a
+replay raises once it has been freed.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ from spec_decode.graphs.runtime import ONE_CAPTURE, CaptureError, Graph, Piecewi
 _CONVERSIONS = ("bool", "int", "float", "index", "array", "dlpack", "repr")
 HOST_READS = {getattr(torch.Tensor, name) for name in ("tolist", "numpy", "cpu", "item")}
 HOST_READS |= {getattr(torch.Tensor, f"__{name}__") for name in _CONVERSIONS}
-"""Methods that read a tensor from the host, of which on a CPU no dispatched operation tells."""
+"""Methods that read a tensor from the host; on a CPU they dispatch no operation that would show it."""
 _FRESH_HOST_DATA = {"aten::lift_fresh", "aten::lift_fresh_copy", "aten::lift"}
 _MOVES_STORAGE = {"aten::resize_", "aten::resize_as_", "aten::set_"}
 _HOST_BUFFERS = ("frombuffer", "from_dlpack")
-"""Functions of torch that make a tensor of host memory and that no mode is told of."""
+"""Functions of torch that make a tensor from host memory and that no mode intercepts."""
 _CHECKS_ON_THE_HOST = {"aten::_linalg_check_errors", "aten::_linalg_eigh", "aten::_linalg_svd", "aten::linalg_eig"}
 _CHECKS_ON_THE_HOST |= {"aten::_linalg_eigvals", "aten::linalg_lstsq"}
 _READS_WITHIN = {f"aten::{name}": "" for name in ("multinomial", "embedding_renorm_")}
 _READS_WITHIN |= {f"aten::{name}": "Tensor" for name in ("masked_fill", "masked_fill_", "linspace", "logspace")}
 _READS_WITHIN |= {f"aten::{name}": "_Tensor" for name in ("index_fill", "index_fill_", "normal")}
-"""Operations that read one of their inputs from the host within, on a device too, which no mode is told of: those of
-their overloads whose name has this part."""
+"""Operations that internally read one of their inputs from the host, on a device too, invisible to any mode; restricted
+to overloads whose name contains this part."""
 _EMPTY = {"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty", "aten::new_empty_strided"}
 _LISTS = (list, tuple)
 _BOOL_INDEXED = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"}
 
 
 class _Node(NamedTuple):
-    """One device operation; `fresh` are its outputs that are no alias of an input, at their captured addresses."""
+    """One device operation; `fresh` are the outputs that do not alias an input, at their captured addresses."""
 
     op: Any
     args: tuple[Any, ...]
@@ -71,7 +71,7 @@ class _Node(NamedTuple):
 
 
 class _Borrowed:
-    """Memory that a graph uses and does not keep, by its address, as on a device.
+    """Memory that a graph uses but does not own, held by its address as on a device.
 
     user: the operation that uses it first.
     """
@@ -83,7 +83,7 @@ class _Borrowed:
         self._alias = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
 
     def view(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor, of this storage, without a hold on its memory."""
+        """Return the tensor, which lies in this storage, without keeping its memory alive."""
         alias = torch.empty(0, dtype=tensor.dtype)
         return alias.set_(self._alias, tensor.storage_offset(), tensor.size(), tensor.stride())
 
@@ -106,7 +106,7 @@ class EmulatedGraph:
         self.num_nodes: int | None = len(nodes)
 
     def replay(self) -> None:
-        """As Graph.replay. Raises CaptureError, with nothing run, where memory that it uses was freed."""
+        """As Graph.replay. Raises CaptureError, with nothing run, if memory that it uses was freed."""
         for memory in self._borrowed:
             memory.require_alive()
         with torch.no_grad():
@@ -115,14 +115,14 @@ class EmulatedGraph:
 
 
 class EmulatedLoop:
-    """A recorded run, and another that is repeated after it while a device scalar is set."""
+    """A recorded run, followed by another that repeats while a device scalar is set."""
 
     def __init__(self, first: Graph, body: Graph, continue_flag: torch.Tensor, limit: int) -> None:
         self._first, self._body, self._continue_flag, self._limit = first, body, continue_flag, limit
         self.num_nodes = body.num_nodes
 
     def replay(self) -> None:
-        """As Graph.replay. Raises CaptureError for a loop that goes past its limit."""
+        """As Graph.replay. Raises CaptureError for a loop that exceeds its limit."""
         self._first.replay()
         for _ in range(self._limit):
             if not int(self._continue_flag):
@@ -189,7 +189,7 @@ class EmulatedRuntime:
 
 
 class HostReadGuard(TorchFunctionMode):
-    """Refuses the Python-level reads that no dispatched operation shows."""
+    """Rejects the Python-level reads that no dispatched operation shows."""
 
     def __torch_function__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -203,7 +203,7 @@ class HostReadGuard(TorchFunctionMode):
             if any(isinstance(value, str) and value.startswith("cpu") for value in named):
                 raise _capture_error(f"{func.__name__} to 'cpu'", "takes the data to the host")
         if func is torch.Tensor.__setitem__ and isinstance(args[2], int | float) and _is_basic(args[1]):
-            # On a device this fills a view; the CPU's own way would wrap the number in a fresh host tensor.
+            # On a device this fills a view; the CPU implementation would wrap the number in a fresh host tensor.
             return args[0][args[1]].fill_(args[2])
         return func(*args, **(kwargs or {}))
 
@@ -214,8 +214,8 @@ def _is_basic(index: Any) -> bool:
 
 
 class PlainDispatchMode(TorchDispatchMode):
-    """A mode without torch's guard against its compiler: that imports the compiler at the first operation, which takes
-    a second, and wraps each operation. Nothing is compiled inside these modes."""
+    """A dispatch mode without torch's guard against its compiler, which imports the compiler at the first operation (a
+    second) and wraps each operation. Nothing is compiled inside these modes."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -236,7 +236,7 @@ class _Recorder(PlainDispatchMode):
         traits = _traits(func)
         _check_capturable(func, traits, args, kwargs)
         if traits.changes_view:
-            # Of the host alone, and over once it is captured: what was recorded saw the tensor as it is now.
+            # Host-only, and done once captured: what was recorded saw the tensor as it is now.
             self._keep_view(args[0])
             return func(*args, **kwargs)
         inputs = {_storage(tensor) for tensor in tensors_of((*args, *kwargs.values()))}
@@ -252,7 +252,7 @@ class _Recorder(PlainDispatchMode):
             if (key := _storage(tensor)) not in inputs:
                 fresh.append((index, tensor))
                 self._made[key] = tensor
-        # An output that only aliases its input is a view: the view object itself is already what replay needs.
+        # An output that only aliases its input is a view: the view object is already what replay needs.
         if fresh or traits.written:
             self._nodes.append(_Node(func, args, kwargs, fresh, traits.is_empty))
         return result
@@ -271,7 +271,7 @@ class _Recorder(PlainDispatchMode):
             )
 
     def take(self) -> EmulatedGraph:
-        """A graph of the operations recorded since the last call."""
+        """Return a graph of the operations recorded since the last call."""
         borrowed: dict[int, _Borrowed] = {}
 
         def unowned(tensor: torch.Tensor) -> torch.Tensor:
@@ -297,11 +297,11 @@ class _Recorder(PlainDispatchMode):
         self._made[_storage(tensor)] = tensor
 
     def bytes_allocated(self) -> int:
-        """What the captured operations' own results take, which a graph keeps."""
+        """Bytes of the captured operations' results, which a graph keeps."""
         return sum(tensor.untyped_storage().nbytes() for tensor in self._made.values())
 
     def restore(self) -> None:
-        """Undo every write to memory that was there before, and poison what the capture allocated."""
+        """Undo every write to memory that existed before, and poison what the capture allocated."""
         for storage, content in self._before.values():
             storage.copy_(content)
         for tensor in self._made.values():
@@ -319,23 +319,24 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 class _Traits(NamedTuple):
-    """What an operation's schema and tags say of every call; read from torch they cost as much as a small operation."""
+    """Properties that an operation's schema and tags fix for every call, cached because reading them costs as much as a
+    small operation."""
 
     name: str
     written: tuple[tuple[int, str], ...]
-    """Place and name of each argument that is written to."""
+    """Index and name of each argument that is written to."""
     is_empty: bool
-    """Whether it allocates and fills nothing."""
+    """Whether it allocates without filling."""
     changes_view: bool
-    """Whether it gives a tensor other sizes or strides over the memory that it has, and does no more."""
+    """Whether it only gives a tensor other sizes or strides over its memory."""
     indexes: bool
-    """Whether its second argument may be a mask."""
+    """Whether its second argument can be a mask."""
     draws: bool
-    """Whether one of its arguments may be a generator."""
+    """Whether one of its arguments can be a generator."""
     host_read: str
     """See `host_read`."""
     refused: str
-    """Why no call of it can be captured, in words; else empty."""
+    """Why no call of it can be captured; else empty."""
 
 
 @cache
@@ -370,7 +371,7 @@ def _traits(op: Any) -> _Traits:
 
 
 def tensors_of(value: Any) -> list[torch.Tensor]:
-    """The tensors of an operation's arguments or of its result: the value itself, or those it lists, to any depth."""
+    """Collect the tensors in an operation's arguments or result: the value itself, or its list items, at any depth."""
     if isinstance(value, torch.Tensor):
         return [value]
     found: list[torch.Tensor] = []
@@ -384,7 +385,7 @@ def tensors_of(value: Any) -> list[torch.Tensor]:
 
 
 def _with_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """The value with each of its tensors changed."""
+    """Return the value with each of its tensors changed."""
     if isinstance(value, torch.Tensor):
         return change(value)
     return type(value)([_with_tensors(each, change) for each in value]) if isinstance(value, _LISTS) else value
@@ -398,7 +399,7 @@ def _check_capturable(func: Any, traits: _Traits, args: tuple[Any, ...], kwargs:
 
 
 def host_read(func: Any, args: tuple[Any, ...]) -> str:
-    """What of a dispatched operation waits for the device, in words; empty if nothing does."""
+    """Return why a dispatched operation waits for the device; empty if it does not."""
     traits = _traits(func)
     if traits.indexes:
         masked = any(t is not None and t.dtype in (torch.bool, torch.uint8) for t in args[1])
@@ -407,7 +408,7 @@ def host_read(func: Any, args: tuple[Any, ...]) -> str:
 
 
 def _refused(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """The function, which the thread that records may not call."""
+    """Wrap the function so that the recording thread cannot call it."""
     recording = threading.get_ident()
 
     def refuse(*args: Any, **kwargs: Any) -> torch.Tensor:

@@ -19,17 +19,17 @@ from spec_decode.graphs.runtime import CaptureError, Graph, GraphRuntime, SplitO
 
 
 def runtime_for(device: torch.device) -> GraphRuntime:
-    """A runtime for that device, with a memory pool of its own."""
+    """Return a runtime for the device, with its own memory pool."""
     return CudaRuntime(device) if device.type == "cuda" else EmulatedRuntime()
 
 
 def loop_unsupported_reason(device: torch.device) -> str | None:
-    """Why no loop can be captured on that device, and what would change it; None where one can."""
+    """Return why no loop can be captured on the device, and the remedy; None if one can."""
     return cuda_loop.unsupported_reason() if device.type == "cuda" else None
 
 
 class GraphKey(NamedTuple):
-    """What a graph runs and for how many rows. Step 0 and later steps are different shapes, hence different kinds."""
+    """What a graph runs and for how many rows. Step 0 and later steps have different shapes, hence different kinds."""
 
     kind: str
     num_reqs: int
@@ -37,8 +37,7 @@ class GraphKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Capturable:
-    """Device work, the host constants that a capture bakes in, and how a runtime captures it: as one graph if not
-    said otherwise."""
+    """Device work, the host constants that a capture bakes in, and how a runtime captures it; one graph by default."""
 
     run: Callable[[], Any]
     constants: CaptureConstants
@@ -52,7 +51,7 @@ class Capturable:
         continue_flag: torch.Tensor,
         limit: int,
     ) -> Capturable:
-        """Work that the graph begins with, and work that it repeats, as `GraphRuntime.capture_loop` takes them."""
+        """Work that the graph runs first, and work that it repeats, as `GraphRuntime.capture_loop` takes them."""
 
         def once() -> None:
             first()
@@ -62,12 +61,12 @@ class Capturable:
 
     @staticmethod
     def pieces(run: Callable[[SplitOp], Any], constants: CaptureConstants) -> Capturable:
-        """Work that is captured in pieces, around the calls that it hands to its argument."""
+        """Work that is captured in pieces, split around the calls that it passes to its argument."""
         return Capturable(lambda: run(_call), constants, lambda runtime: runtime.capture_pieces(run))
 
     def after(self, first: Capturable) -> Capturable:
-        """The work of two that are captured whole, in one graph: replayed by this one's constants, and for no longer
-        texts than either serves."""
+        """Merge two units of work, both captured whole, into one graph. A replay checks this one's constants, with the
+        shorter of the two max_seq_len."""
 
         def both() -> None:
             first.run()
@@ -77,7 +76,7 @@ class Capturable:
         return Capturable(both, replace(self.constants, max_seq_len=max_seq_len))
 
     def capture(self, runtime: GraphRuntime) -> Graph:
-        """The graph. Raises CaptureError for work that no graph can hold."""
+        """Capture the graph. Raises CaptureError for work that no graph can hold."""
         return self.record(runtime) if self.record else runtime.capture(self.run)
 
 
@@ -86,7 +85,7 @@ def _call(fn: Callable[..., torch.Tensor], /, *inputs: torch.Tensor) -> torch.Te
 
 
 class CaptureReport(NamedTuple):
-    """A graph's cost. estimated_bytes: what it was expected to take; None for the largest, which sets the scale."""
+    """A graph's cost. estimated_bytes: the size expected before capture; None for the largest, which sets the scale."""
 
     key: GraphKey
     seconds: float
@@ -100,23 +99,23 @@ Factory = Callable[[int], Capturable]
 
 
 def default_capture_sizes(max_reqs: int) -> list[int]:
-    """Powers of two up to max_reqs, and max_reqs itself."""
+    """Return the powers of two up to max_reqs, and max_reqs itself."""
     return sorted({*(1 << power for power in range(max_reqs.bit_length())), max_reqs})
 
 
 class GraphManager:
-    """Graphs in a pool of their own, captured largest first, dispatched by padded batch size.
+    """Graphs in one memory pool, captured largest first and dispatched by padded batch size.
 
-    Memory: the graphs of the largest size n are measured as they are captured, and those of a size s are expected to
-    take s/n of that. They take less, because they reuse the pool's free memory.
+    Memory: the graphs of the largest size n are measured during capture, and those of a size s are expected to take s/n
+    of that. They take less, because they reuse the pool's free memory.
     """
 
     def __init__(self, device: torch.device, sizes: Sequence[int], *, memory_limit: int | None = None) -> None:
-        """memory_limit: bytes that the graphs may take together; None is no limit. A size that is expected not to fit
-        is left out, and its batches are padded to the next larger one. A capture whose largest size alone is above the
-        limit is refused, because nothing would serve a full batch without it.
+        """memory_limit: total bytes for all graphs; None means no limit. A size that is not expected to fit is left
+        out, and its batches are padded to the next larger one. If the largest size exceeds the limit, the capture
+        raises, because nothing else could serve a full batch.
 
-        Raises BatchError for sizes that are none, or not all 1 or more.
+        Raises BatchError for an empty list of sizes or a size below 1.
         """
         if not sizes or min(sizes) < 1:
             raise BatchError(
@@ -127,23 +126,23 @@ class GraphManager:
         self.sizes = tuple(sorted(set(sizes)))
         self.memory_limit = memory_limit
         self.complete = False
-        """Whether every graph that capture() was asked for is there, except for the sizes left out."""
+        """Whether every graph requested from capture() exists, except for the sizes left out."""
         self.left_out: dict[int, str] = {}
-        """Why each size that was not captured was not."""
+        """Size -> why it was not captured."""
         self.reports: list[CaptureReport] = []
         self._runtime = runtime_for(device)
         self._graphs: dict[GraphKey, tuple[Graph, CaptureConstants]] = {}
 
     @property
     def bytes_used(self) -> int:
-        """What the graphs captured so far took, as measured."""
+        """Measured bytes of the graphs captured so far."""
         return sum(report.bytes for report in self.reports)
 
     def padded(self, num_reqs: int, *, eager: bool = False) -> int:
-        """Rows of a batch: the smallest captured size that serves num_reqs requests.
+        """Return the rows of a batch: the smallest captured size that serves num_reqs requests.
 
-        An eager batch has the same shapes, so that its tokens are the same, and may be larger than all of them. Raises
-        BatchError above the largest for one that is not eager.
+        An eager batch has the same shapes, so its tokens are the same, and can be larger than every size. Otherwise a
+        batch above the largest size raises BatchError.
         """
         for size in self.sizes:
             if num_reqs <= size and size not in self.left_out:
@@ -157,11 +156,11 @@ class GraphManager:
         )
 
     def capture(self, factories: Mapping[str, Factory], *, progress: bool = False) -> None:
-        """Capture each kind at each size, the largest first so that smaller ones reuse its memory.
+        """Capture each kind at each size, largest first so that smaller ones reuse its memory.
 
-        Continues an interrupted capture: a graph that is there is not captured again. A factory is called twice a
-        size, for the warm-up and for the capture, so that nothing of the warm-up's metadata is baked in. Raises
-        CaptureError, with every graph released, where the largest size alone takes more than the memory limit.
+        Continues an interrupted capture: existing graphs are kept. A factory is called twice per size, for warm-up and
+        for capture, so that none of the warm-up's metadata is baked in. Raises CaptureError, with every graph released,
+        if the largest size exceeds the memory limit.
         """
         self.left_out.clear()
         sizes = list(reversed(self.sizes))
@@ -174,13 +173,13 @@ class GraphManager:
         self.complete = True
 
     def estimate(self, kind: str, num_reqs: int) -> int | None:
-        """Bytes that a graph is expected to take; None before the largest of its kind is captured."""
+        """Return the bytes that a graph is expected to take; None before the largest of its kind is captured."""
         largest = self.sizes[-1]
         measured = [r.bytes for r in self.reports if r.key == GraphKey(kind, largest)]
         return measured[0] * num_reqs // largest if measured else None
 
     def replay(self, key: GraphKey, needed: CaptureConstants) -> None:
-        """Replay a graph. Raises BatchError, with nothing run, if there is none or the batch exceeds it."""
+        """Replay a graph. Raises BatchError, with nothing run, if it does not exist or the batch exceeds it."""
         if key not in self._graphs:
             raise BatchError(
                 f"a replay needs a captured graph, there is none of kind {key.kind} for {key.num_reqs} requests "
@@ -197,7 +196,7 @@ class GraphManager:
         graph.replay()
 
     def release(self) -> None:
-        """Drop every graph and give the memory back; capture() makes new ones, at other addresses."""
+        """Drop every graph and free the memory; capture() makes new ones at other addresses."""
         self._graphs.clear()
         self.reports.clear()
         self.left_out.clear()
@@ -217,7 +216,7 @@ class GraphManager:
         self.reports.append(CaptureReport(key, seconds, used, graph.num_nodes, expected))
 
     def _fits(self, size: int, kinds: Sequence[str]) -> bool:
-        """Whether a size is expected to fit under the limit; notes why, if not. The largest has no estimate before."""
+        """Whether a size is expected to fit under the limit; if not, records why. The largest has no estimate yet."""
         expected = sum(self.estimate(kind, size) or 0 for kind in kinds)
         if self.memory_limit is None or size == self.sizes[-1] or self.bytes_used + expected <= self.memory_limit:
             return True

@@ -1,4 +1,4 @@
-"""One capture API with two runtimes: CUDA graphs, and the CPU emulator with a CUDA graph's semantics."""
+"""One capture API with two runtimes: CUDA graphs, and the CPU emulator with the same semantics."""
 
 from __future__ import annotations
 
@@ -9,35 +9,34 @@ from typing import Any, Protocol
 import torch
 
 ONE_CAPTURE = threading.RLock()
-"""Held while something is captured: what a capture changes belongs to the process, and threads would undo each other's.
-"""
+"""Held during a capture: it changes process-wide state, which concurrent threads would undo for each other."""
 
 
 class Graph(Protocol):
     """A recorded run of device operations over fixed addresses."""
 
     num_nodes: int | None
-    """Operations that a replay runs, or one iteration of a loop, where the runtime can tell."""
+    """Operations per replay, or per iteration of a loop, if the runtime can tell."""
 
     def replay(self) -> None:
-        """Run the recorded operations again on what their inputs hold now. Nothing on the host is read."""
+        """Run the recorded operations again on the current content of their inputs, with no host read."""
 
 
 class SplitOp(Protocol):
     """Splits a capture in two around a call that no graph can hold.
 
-    Between the pieces, each replay runs fn(*inputs) eagerly over what the captured tensors hold by then, and copies the
-    result to the tensor that is returned here. The capture runs fn too, to learn the result's shape, over inputs whose
-    content means nothing: fn must be harmless on them, and its result's shape must not depend on them.
+    Between the pieces, each replay runs fn(*inputs) eagerly on the current content of the captured tensors, and copies
+    the result to the tensor returned here. The capture runs fn too, to learn the result's shape, on meaningless inputs:
+    fn must be harmless on them, and its result's shape must not depend on their content.
     """
 
     def __call__(self, fn: Callable[..., torch.Tensor], /, *inputs: torch.Tensor) -> torch.Tensor: ...
 
 
 class GraphRuntime(Protocol):
-    """Captures functions of device work. A capture does not execute: device state is as before it.
+    """Captures functions of device work. A capture does not execute: device state is the same afterwards.
 
-    Each raises CaptureError if the function reads the device or its shapes depend on data.
+    Each method raises CaptureError if the function reads the device or its shapes depend on data.
     """
 
     def capture(self, fn: Callable[[], Any]) -> Graph:
@@ -46,28 +45,28 @@ class GraphRuntime(Protocol):
     def capture_loop(
         self, first: Callable[[], Any], body: Callable[[], Any], continue_flag: torch.Tensor, limit: int
     ) -> Graph:
-        """A graph that runs first's operations, and then body's as long as continue_flag is not zero.
+        """Record a graph that runs first's operations, then body's for as long as continue_flag is nonzero.
 
-        continue_flag: int32 [1], written by both. Within `limit` iterations of body it must become 0; the emulator
-        raises CaptureError where it does not.
+        continue_flag: int32 [1], written by both. It must become 0 within `limit` iterations of body; otherwise the
+        emulator raises CaptureError.
         """
 
     def capture_pieces(self, run: Callable[[SplitOp], Any]) -> Graph:
-        """Record run in pieces, split where it hands a call to its argument."""
+        """Record run in pieces, split wherever it passes a call to its argument."""
 
     def memory_used(self) -> int:
-        """Bytes of device memory in use, to report what graphs cost."""
+        """Return the bytes of device memory in use, to report what graphs cost."""
 
     def release(self) -> None:
-        """Give back the memory of graphs that are gone; later captures start a new pool."""
+        """Free the memory of dropped graphs; later captures start a new pool."""
 
 
 class CaptureError(RuntimeError):
-    """Something in a captured function that no graph can hold; the message names the operation."""
+    """Work in a captured function that no graph can hold; the message names the operation."""
 
 
 class SplitOpCall:
-    """An eager call between two pieces; its inputs and its result keep the addresses that they had at capture."""
+    """An eager call between two pieces; inputs and result keep their addresses from capture."""
 
     num_nodes: int | None = 1
 
@@ -80,7 +79,7 @@ class SplitOpCall:
 
 
 class PiecewiseGraph:
-    """Graphs and the calls between them, in order."""
+    """Graphs and the eager calls between them, in order."""
 
     def __init__(self, parts: Sequence[Graph]) -> None:
         self._parts = tuple(parts)

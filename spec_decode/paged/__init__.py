@@ -1,4 +1,4 @@
-"""A model over paged caches: its KV groups, their metadata, and the steps of one batch shape over them."""
+"""Running a model over paged KV caches: its KV groups, their metadata, and step buffers for one batch shape."""
 
 from spec_decode.paged.attention import PagedAttention
 from spec_decode.paged.kv_groups import BackendChoice, KVGroup, build_ragged, make_group, make_groups

@@ -1,4 +1,4 @@
-"""The attention of a model over the paged caches of its KV groups, whole or split around what no graph can hold."""
+"""Attention over the paged KV caches of a model's groups, either whole or split around calls that no graph can hold."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from spec_decode.paged.kv_groups import KVGroup
 
 
 class PagedAttention:
-    """Writes the new keys and values of a layer to its cache, and attends over it."""
+    """Write a layer's new keys and values to its cache, then attend over it."""
 
     def __init__(self, groups: Sequence[KVGroup], metadata: Sequence[Any]) -> None:
         """metadata: one per group, read at each call."""
@@ -25,7 +25,7 @@ class PagedAttention:
         self._group_of = {layer: index for index, group in enumerate(groups) for layer in group.caches}
 
     def __call__(self, inputs: AttentionInputs) -> torch.Tensor:
-        """See `Attention`. Raises BatchError, with nothing run, for tensors that a kernel would misread."""
+        """See `Attention`. Raises BatchError, before any launch, for tensors that a kernel would misread."""
         index = self._group_of[inputs.layer]
         group, metadata = self._groups[index], self._metadata[index]
         query = _write(group, metadata, inputs)
@@ -41,11 +41,11 @@ class PagedAttention:
 
 
 class SplitAttention:
-    """`PagedAttention` of a step that is captured in pieces: uncaptured groups run eagerly between the pieces.
+    """`PagedAttention` for a step captured in pieces: uncaptured groups run eagerly between the pieces.
 
-    An eager call uses the metadata of this capture, which the graph advances; that of a rebuild group is what the step
-    buffers hold by then. Rotation and write belong to the eager call, so that the same kernels run in every strategy:
-    another kernel may round a bfloat16 key the other way.
+    An eager call uses the metadata of this capture, which the graph advances; for a group that the host builds it uses
+    the current metadata of the step buffers. Rotation and write belong to the eager call so that every strategy runs
+    the same kernels: another kernel could round a bfloat16 key the other way.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class SplitAttention:
         rebuilt: Collection[int],
         split_op: SplitOp,
     ) -> None:
-        """metadata: the step buffers' own list. uncaptured, rebuilt: indices of groups."""
+        """metadata: the step buffers' own list. uncaptured, rebuilt: group indices."""
         self._groups, self._current, self._captured = groups, metadata, list(metadata)
         self._rebuilt, self._split_op = rebuilt, split_op
         self._uncaptured_layers = {layer for index in uncaptured for layer in groups[index].caches}
@@ -76,7 +76,7 @@ class SplitAttention:
 
 
 def _write(group: KVGroup, metadata: Any, inputs: AttentionInputs) -> torch.Tensor:
-    """Write a layer's keys and values, in as few kernels as the backend declares; returns the rotated query."""
+    """Write a layer's keys and values in as few kernels as the backend declares; return the rotated query."""
     backend: Any = group.backend
     fused = backend.capabilities.fused_writes
     cache, dtype = group.caches[inputs.layer], group.spec.new_kv_dtype

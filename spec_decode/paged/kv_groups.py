@@ -1,4 +1,4 @@
-"""The KV groups of a model: layers that share a backend, a spec and a block table, each with its cache."""
+"""The KV groups of a model: layers that share a backend, a spec and a block table, each with its own cache."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from spec_decode.models.kernels.batch_invariance import batch_invariance
 from spec_decode.paged.metadata_plan import GroupFacts
 
 BackendChoice: TypeAlias = AttentionBackend | Mapping[str, AttentionBackend] | Callable[[LayerGroup], AttentionBackend]
-"""One backend for all of a model's groups, one for each group's name, or a function that chooses."""
+"""One backend for all of a model's groups, a mapping from group name to backend, or a function of the group."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,7 +33,7 @@ class KVGroup:
     """Layer index -> cache."""
 
     def facts(self, device: torch.device) -> GroupFacts:
-        """What the strategy's choice needs to know."""
+        """Return what the choice of a strategy depends on."""
         builder = self.backend.builder
         return GroupFacts(
             name=self.name,
@@ -45,7 +45,7 @@ class KVGroup:
         )
 
     def make_builder(self, tables: RequestTables, max_tokens: int) -> MetadataBuilder[Any]:
-        """A builder for one batch shape over these tables: its persistent buffers must not serve two."""
+        """Make a builder for one batch shape over these tables; two shapes must not share its persistent buffers."""
         return self.backend.builder(
             self.spec, tables.device, max_reqs=tables.max_reqs, max_tokens=max_tokens, max_seq_len=tables.max_seq_len
         )
@@ -62,8 +62,8 @@ def make_group(
 ) -> KVGroup:
     """Allocate a group's caches.
 
-    Raises, before any allocation, NoBackend when the backend refuses the spec, and BatchError for caches that are
-    larger than the device's whole memory.
+    Raises, before any allocation, NoBackend if the backend rejects the spec, and BatchError for caches larger than the
+    device's total memory.
     """
     answer = backend.supports(spec, device)
     if isinstance(answer, Rejected):
@@ -96,8 +96,8 @@ def _require_memory(name: str, spec: AttentionSpec, num_layers: int, num_pages: 
 def layer_groups_of(
     model: TargetModel | DraftModel, page_size: int, *, batch_invariant: bool = False, tree: bool = False
 ) -> list[LayerGroup]:
-    """The model's layer groups, whose specs ask for batch invariance, and for trees, or not: a draft that proposes all
-    its tokens at once runs over none."""
+    """Return the model's layer groups with batch_invariant and tree set in their specs. tree is ignored for a draft
+    that proposes all its tokens at once, because it never runs over a tree."""
     tree = tree and not (isinstance(model, DraftModel) and model.drafts_at_once)
     groups = model.layer_groups(page_size)
     return [replace(group, spec=replace(group.spec, batch_invariant=batch_invariant, tree=tree)) for group in groups]
@@ -114,12 +114,12 @@ def make_groups(
     batch_invariant: bool = False,
     tree: bool = False,
 ) -> list[KVGroup]:
-    """Groups with caches of num_pages pages, in the model's order, called `name`, and by their own names if several.
+    """Allocate groups with num_pages pages per cache, in the model's order, named `name`, plus own names if several.
 
-    batch_invariant: ask every backend for it, and through the groups' specs whoever runs the model. tree: as
-    `layer_groups_of`, for query tokens that are trees.
+    batch_invariant: require it of every backend, and through the specs of the model's products. tree: the query tokens
+    are trees, see `layer_groups_of`.
 
-    Raises BatchError for a mapping without one of the groups, and NoBackend for a backend that refuses one.
+    Raises BatchError for a mapping that lacks a group, and NoBackend if a backend rejects one.
     """
     layer_groups = layer_groups_of(model, page_size, batch_invariant=batch_invariant, tree=tree)
     backends = [_backend(name, group, choice) for group in layer_groups]
@@ -151,9 +151,9 @@ def _backend(name: str, group: LayerGroup, choice: BackendChoice) -> AttentionBa
 def products_of(
     model: TargetModel | DraftModel, groups: Sequence[KVGroup]
 ) -> Callable[[], AbstractContextManager[None]]:
-    """Makes the context in which the model runs: its products are batch invariant where the groups' specs are.
+    """Return a factory for the context to run the model in: its products are batch invariant if the groups' specs are.
 
-    Raises BatchError for groups of which only some are, and for a model that cannot be.
+    Raises BatchError if only some groups are batch invariant, or if the model cannot be.
     """
     asked = {group.spec.batch_invariant for group in groups}
     require(
@@ -167,7 +167,7 @@ def products_of(
 
 
 def check_pools(groups: Sequence[KVGroup], tables: RequestTables) -> None:
-    """Raise BatchError for tables that may name pages which a group's caches do not have."""
+    """Raise BatchError for tables that can name pages beyond a group's caches."""
     for group, pages in zip(groups, tables.num_pages, strict=True):
         held = min(cache.num_pages for cache in group.caches.values())
         require(
@@ -180,9 +180,9 @@ def check_pools(groups: Sequence[KVGroup], tables: RequestTables) -> None:
 def build_ragged(
     groups: Sequence[KVGroup], tables: RequestTables, query_lens: Sequence[int], seq_lens: Sequence[int]
 ) -> tuple[BatchBuffers, list[Any]]:
-    """Eager batch state and each group's metadata for lengths the host knows: r's last query_lens[r] of seq_lens[r].
+    """Build eager batch state and group metadata for host-known lengths: request r's last query_lens[r] of seq_lens[r].
 
-    Raises BatchError, with nothing run, for lengths beyond the requests' limits, and as `check_pools`.
+    Raises BatchError, before any launch, for lengths beyond the requests' limits, and as `check_pools`.
     """
     check_pools(groups, tables)
     batch = BatchBuffers(tables, max_tokens=sum(query_lens))

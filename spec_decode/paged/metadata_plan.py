@@ -1,4 +1,4 @@
-"""How each KV group's metadata is kept current, with reasons: one plan that drafter and target share."""
+"""How each KV group's metadata is kept current and why: one plan for drafter and target."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from builders import AdvanceLevel, AdvanceSupport, GraphSupport, HostLengths
 
 
 class GraphMode(str, Enum):
-    """Where a target model uses graphs, in vLLM's words, and what follows for its drafter.
+    """Where a target model uses graphs, in vLLM's terms, and what follows for its drafter.
 
-    NONE turns the drafter's graphs off. Under every other mode the drafter captures all that its own groups allow: the
-    later steps by the chosen strategy, and step 0 where every group can capture a uniform batch, because all its
-    queries are 1 + K tokens long.
+    NONE turns the drafter's graphs off. Under every other mode the drafter captures all that its own groups allow:
+    later steps by the chosen strategy, and step 0 if every group can capture a uniform batch, because all its queries
+    are 1 + K tokens long.
     """
 
     NONE = "none"
     PIECEWISE = "piecewise"
-    """The target's attention runs outside of its graphs. That is a property of the target's backend: the draft's groups
-    are asked themselves."""
+    """The target's attention runs outside its graphs. That follows from the target's backend; the drafter decides from
+    its own groups."""
     FULL = "full"
     FULL_DECODE_ONLY = "full_decode_only"
-    """Full graphs for uniform batches, of one or 1 + K tokens a request: the only ones that a drafter's round has."""
+    """Full graphs for uniform batches of one or 1 + K tokens per request, the only batches in a drafter's round."""
     FULL_AND_PIECEWISE = "full_and_piecewise"
-    """Full graphs for uniform batches, piecewise ones for mixed batches, which a drafter's round never has."""
+    """Full graphs for uniform batches, piecewise graphs for mixed batches, which a drafter's round never contains."""
 
 
 class MetadataUpdate(str, Enum):
@@ -38,7 +38,7 @@ class MetadataUpdate(str, Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupFacts:
-    """What a plan needs to know of one KV group."""
+    """The facts about one KV group that a plan depends on."""
 
     name: str
     backend: str
@@ -48,7 +48,7 @@ class GroupFacts:
     build_per_round: bool = False
 
     def describe(self) -> str:
-        """The group and its backend."""
+        """Return the group's name and its backend."""
         return f"group {self.name} ({self.backend})"
 
 
@@ -59,25 +59,25 @@ class GroupPlan:
     facts: GroupFacts
     update: MetadataUpdate
     uncaptured: str | None
-    """Why its attention runs eagerly, between the pieces of a graph; None where a graph holds it."""
+    """Why its attention runs eagerly between the pieces of a graph; None if a graph holds it."""
 
     @property
     def built_per_round(self) -> bool:
-        """Whether it is built at the start of a round and advanced in the graph from there."""
+        """Whether it is built at the start of a round and then advanced in the graph."""
         return self.facts.build_per_round and self.update is MetadataUpdate.IN_GRAPH
 
     @property
     def built(self) -> bool:
-        """Whether the host builds its metadata at any time in a round."""
+        """Whether the host builds its metadata at any point in a round."""
         return self.facts.build_per_round or self.update is not MetadataUpdate.IN_GRAPH
 
     @property
     def waits(self) -> bool:
-        """Whether a build waits for the device, to learn the exact lengths."""
+        """Whether a build syncs with the device to read exact lengths."""
         return self.built and self.facts.host_lengths is HostLengths.EXACT
 
     def explain(self) -> str:
-        """The part in words, with the reason for everything that costs host time."""
+        """Describe this part, with the reason for everything that costs host time."""
         costs = [self.update.value]
         if self.waits:
             costs.append("waiting for the device (a build needs the exact lengths)")
@@ -90,7 +90,7 @@ class GroupPlan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MetadataPlan:
-    """The plan of one batch shape: a part for each group, in the order of the groups."""
+    """The plan of one batch shape: one part per group, in group order."""
 
     groups: tuple[GroupPlan, ...]
 
@@ -106,7 +106,7 @@ class MetadataPlan:
 
     @property
     def built_groups(self) -> tuple[int, ...]:
-        """Indices of the groups that the host builds at any time in a round."""
+        """Indices of the groups that the host builds at any point in a round."""
         return self._indices(lambda group: group.built)
 
     @property
@@ -116,7 +116,7 @@ class MetadataPlan:
 
     @property
     def host_reason(self) -> str | None:
-        """Why the host acts between the replays of such steps; None where it only launches them."""
+        """Why the host does work between the replays of these steps; None if it only launches them."""
         for group in self.groups:
             if group.uncaptured:
                 return f"the attention of {group.facts.describe()} runs between the graph's pieces ({group.uncaptured})"
@@ -125,7 +125,7 @@ class MetadataPlan:
         return None
 
     def explain(self) -> list[str]:
-        """The plan in words, one line each."""
+        """Describe the plan, one line per group."""
         return [group.explain() for group in self.groups]
 
     def _indices(self, has: Callable[[GroupPlan], bool]) -> tuple[int, ...]:
@@ -133,10 +133,10 @@ class MetadataPlan:
 
 
 def plan_uniform_step(groups: Sequence[GroupFacts], query_len: int, graph_mode: GraphMode) -> MetadataPlan:
-    """The plan of one step over query_len tokens of every request, with no step after it: a target's, or step 0.
+    """Plan one step over query_len tokens of every request with no step after it: a target's step, or step 0.
 
     NONE runs it eagerly. PIECEWISE runs the attention of every group between the pieces of a graph; every other mode
-    does so only for groups that cannot capture such a batch.
+    does so only for groups that cannot capture a batch of this shape.
     """
     needed = GraphSupport.UNIFORM_BATCH if query_len > 1 else GraphSupport.SINGLE_TOKEN_DECODE
 

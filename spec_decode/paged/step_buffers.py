@@ -1,4 +1,4 @@
-"""One batch shape: step 0 of a drafter and a target that verifies have 1 + K tokens a row, later steps have one."""
+"""Buffers for one batch shape: 1 + K tokens per row in a drafter's step 0 and in verification, one in later steps."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from spec_decode.trees.kernels.ancestor_masks import ancestor_masks
 class StepBuffers:
     """The buffers of one batch shape, and each group's builder and metadata over them.
 
-    batch      BatchBuffers, uniform, of query_len tokens a row
-    metadata   each group's own, as last built; None before
-    attention  PagedAttention, with the metadata as it stands at a call
+    batch      BatchBuffers, uniform, query_len tokens per row
+    metadata   one per group, as last built; None before the first build
+    attention  PagedAttention over the metadata current at each call
     """
 
     def __init__(
@@ -42,10 +42,9 @@ class StepBuffers:
         horizon: int = 0,
         trees: bool = False,
     ) -> None:
-        """query_len: tokens of every row. horizon: advances that metadata must survive between two builds, and that
-        are planned ahead for the groups which the plan says so of. trees: the rows' tokens are trees, by the batch's
-        tree_masks, and rows grow by no token from step to step. Raises BatchError as `check_pools`.
-        """
+        """query_len: tokens of every row. horizon: number of advances that metadata must survive between two builds,
+        and that are planned ahead for the plan's preplanned groups. trees: each row's tokens form a tree, given by the
+        batch's tree_masks, and rows do not grow from step to step. Raises BatchError as `check_pools`."""
         check_pools(groups, tables)
         self.batch = BatchBuffers(tables, max_tokens=tables.max_reqs * query_len)
         self.batch.set_uniform(query_len)
@@ -56,26 +55,26 @@ class StepBuffers:
         self.metadata: list[Any] = [None] * len(groups)
         self.attention = PagedAttention(groups, self.metadata)
         self.built_groups = plan.built_groups
-        """Indices of the groups that the host builds: from the state of a step, which must be set before."""
+        """Indices of the groups that the host builds, from the state of a step, which must be set first."""
         self._groups = tuple(groups)
         self._rebuilt = plan.rebuild_groups
         self._in_graph = [i for i, group in enumerate(plan.groups) if group.update is MetadataUpdate.IN_GRAPH]
         self._built_per_round = [i for i, group in enumerate(plan.groups) if group.built_per_round]
         self._builders = [self.new_builder(index) for index in range(len(groups))]
-        # A builder for each step: its persistent buffers hold one step's plan.
+        # One builder per step: its persistent buffers hold one step's plan.
         self._planners = {index: [self.new_builder(index) for _ in range(horizon)] for index in plan.preplanned_groups}
         self._planned: dict[int, list[Any]] = {}
         self._captured: dict[int, list[Any]] = {}
 
     def new_builder(self, index: int) -> MetadataBuilder[Any]:
-        """Another builder of a group for this shape, with persistent buffers of its own."""
+        """Make another builder of a group for this shape, with its own persistent buffers."""
         return self._groups[index].make_builder(self.batch.tables, self.batch.max_tokens)
 
     def attention_batch(self, index: int, size: int, seq_lens: torch.Tensor | None = None) -> AttentionBatch:
-        """What a group's builder sees of the first `size` rows, with the host lengths that it asks for.
+        """Return a group's view of the first `size` rows, with the host lengths that its builder requests.
 
-        seq_lens: int32 [size], lengths to see instead of the buffers' own. Waits for the device where the builder asks
-        for exact lengths.
+        seq_lens: int32 [size], lengths to use instead of the buffers' own. Syncs with the device if the builder
+        requests exact lengths.
         """
         lengths: Sequence[int] | None = None
         kind = self._builders[index].host_lengths
@@ -96,7 +95,7 @@ class StepBuffers:
         return view if seq_lens is None else replace(view, seq_lens=seq_lens)
 
     def split_attention(self, split_op: SplitOp) -> SplitAttention:
-        """The attention of a step that is captured in pieces."""
+        """Return the attention for a step that is captured in pieces."""
         return SplitAttention(
             self._groups,
             self.metadata,
@@ -106,21 +105,21 @@ class StepBuffers:
         )
 
     def build_at(self, context_lens: torch.Tensor, size: int) -> None:
-        """Set the state of a step after context_lens, int32 [size] tokens, and build what the host builds of it."""
+        """Set the state of a step after context_lens, int32 [size] tokens, and build what the host builds."""
         set_extend_state(self.batch, context_lens, size, self.query_len)
         self.build_round_metadata(size)
         self.build_step_metadata(size)
 
     def advance_to(self, context_lens: torch.Tensor, size: int) -> None:
-        """The same in a graph: metadata is refreshed in place. Where the host builds, it has set the state before."""
+        """The same in a graph: metadata is refreshed in place. If the host builds any group, it has set the state."""
         if not self.built_groups:
             set_extend_state(self.batch, context_lens, size, self.query_len)
         self.advance_metadata()
 
     def set_trees(self, parents: torch.Tensor) -> None:
-        """Let the tokens of each row be a root and its tree, where a chain was set: masks and positions.
+        """Turn the chain in each row into a root and its tree: set masks and positions.
 
-        parents: int64 [size, query_len - 1], as TreeBatch has them. Device work only.
+        parents: int64 [size, query_len - 1], as in TreeBatch. Device work only.
         """
         (size, _), batch = parents.shape, self.batch
         masks, depths = ancestor_masks(parents)
@@ -130,12 +129,12 @@ class StepBuffers:
         batch.tree_masks[:count].view(size, -1).copy_(masks.where(live, 0))
 
     def build_round_metadata(self, size: int) -> None:
-        """Build what is built once a round, before the first step: plans ahead, from the state before any advance."""
+        """Build what is built once per round, before the first step, and plan ahead from the unadvanced state."""
         self._build(size, self._built_per_round)
         self._plan_ahead(size)
 
     def build_step_metadata(self, size: int) -> None:
-        """Build the groups that the plan rebuilds at every step, for the state as it stands."""
+        """Build the groups that the plan rebuilds at every step, from the current state."""
         self._build(size, self._rebuilt)
 
     def advance_metadata(self) -> None:
@@ -144,29 +143,29 @@ class StepBuffers:
             self._builders[index].advance(self.metadata[index])
 
     def metadata_of_step(self, step: int) -> list[Any]:
-        """Each group's metadata for the step after that many advances."""
+        """Return each group's metadata after `step` advances."""
         return [
             self._planned[index][step - 1] if index in self._planned else metadata
             for index, metadata in enumerate(self.metadata)
         ]
 
     def metadata_in_use(self, size: int, step: int) -> tuple[Any, ...]:
-        """Each group's metadata as the kernels of that step read it: what a graph holds, or what was built last."""
+        """Return each group's metadata as the kernels of that step read it: from the graph, or from the last build."""
         built = self.metadata_of_step(step) if step else self.metadata
         captured = self._captured.get(size, built)
         return tuple(built[i] if group.built else captured[i] for i, group in enumerate(self.plan.groups))
 
     def prepare_capture(self, size: int) -> CaptureConstants:
-        """Build every group's metadata over padding rows; the host constants that a capture with it bakes in."""
+        """Build every group's metadata over padding rows; return the host constants that a capture with it bakes in."""
         self.batch.clear()
         self._build(size, range(len(self._groups)))
         self._plan_ahead(size)
-        # A build for another size replaces `metadata`; a graph goes on with what it was captured with.
+        # A build for another size replaces `metadata`; a graph keeps using what it was captured with.
         self._captured[size] = list(self.metadata)
         return self._constants()
 
     def replay(self, graphs: GraphManager, kind: str, size: int) -> None:
-        """Replay the graph of a kind for `size` rows. Raises BatchError, with nothing run, where it cannot serve."""
+        """Replay the graph of a kind for `size` rows. Raises BatchError, before any launch, if it cannot serve."""
         needed = CaptureConstants(max_reqs=size, max_query_len=self.query_len, max_seq_len=self.batch.tables.longest)
         graphs.replay(GraphKey(kind, size), needed)
 
@@ -184,7 +183,7 @@ class StepBuffers:
                 ]
 
     def _constants(self) -> CaptureConstants:
-        """The tightest of the groups' constants."""
+        """Return the tightest of the groups' constants."""
         each = [b.capture_constants(m) for b, m in zip(self._builders, self.metadata, strict=True)]
         for index, planned in self._planned.items():
             each += [b.capture_constants(m) for b, m in zip(self._planners[index], planned, strict=True)]
@@ -195,7 +194,7 @@ class StepBuffers:
         )
 
     def _after(self, now: AttentionBatch, steps: int) -> AttentionBatch:
-        """The view as the host foresees it: live rows longer by so many tokens, up to their limits."""
+        """Predict the view on the host: live rows longer by `steps` tokens, up to their limits."""
         if now.host_seq_lens is None or not now.host_seq_lens_exact:
             return now
         limits = [*self.batch.tables.limits_host, *(0,) * now.num_reqs]
