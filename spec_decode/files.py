@@ -30,7 +30,7 @@ class ReportError(ValueError):
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write a file atomically, creating its folder: a reader never sees a partial file, nor does an interrupt leave one.
+    """Write a file atomically, creating its folder: readers never see a partial file, nor do interrupts leave one.
 
     A device or pipe is written to, not replaced; for a symlink, the target file is replaced. Raises OSError, with the
     old content intact, if the folder or file cannot be written, or at once for a pipe without a reader.

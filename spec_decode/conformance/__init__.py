@@ -1,4 +1,4 @@
-"""The conformance kit: one generator of checks for any backend, and the faces over it. Needs no GPU and no pytest."""
+"""The conformance kit: one set of checks for any backend, and the ways to run it. Needs no GPU and no pytest."""
 
 from spec_decode.conformance import (  # noqa: F401  the families define their checks on import
     batch_invariance_checks,

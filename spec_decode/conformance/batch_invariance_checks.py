@@ -1,4 +1,4 @@
-"""Family numerics: where a spec asks for it, no bit of a token's output depends on the rest of the batch."""
+"""Family numerics: if a spec requests it, no bit of a token's output depends on the rest of the batch."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _BOUND = 304
 _QUERY_LEN = 4
 _ROWS = 5
 _CROWD = 32
-"""Rows for which a kernel may split lengths less than for few."""
+"""Row count at which a kernel can use fewer splits than for a few rows."""
 
 check = Family("numerics", covers=with_case())
 
 
 def _asking(subject: Subject) -> Iterable[tuple[str, Case]]:
-    """Specs that ask for it: a few telling variants."""
+    """Yield specs that request batch invariance, for a few telling variants."""
     variants = ("base", "bf16", "window", "window_sinks_cap", "sinks", "deepseek_v3", "deepseek_v4_packed")
     batch = Batch((_QUERY_LEN,) * 3, _LENGTHS, _ROWS)
     for name, case in spec_cases({"texts": batch}, variants)(subject):
@@ -73,10 +73,10 @@ def _attended(
     rows: int,
     max_seq_len: int,
 ) -> list[torch.Tensor]:
-    """The outputs of these requests in one batch of that many rows, padding included, on the CPU."""
+    """Return the outputs of these requests, on the CPU, run as one batch of `rows` rows including padding."""
     asked = [queries[request] for request in requests]
     lens = tuple(len(query) for query in asked)
-    # Of one size, so that every one has the same keys and values.
+    # The same size for every batch, so every fixture has the same keys and values.
     fixture = PagedFixture(subject, spec, _CROWD, max_seq_len=_BOUND)
     fixture.reorder(requests)
     batch = Batch(lens, tuple(_LENGTHS[request] for request in requests), rows)

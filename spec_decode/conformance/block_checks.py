@@ -1,4 +1,4 @@
-"""Families numerics and graph: where a spec is not causal, a query token sees those behind it too."""
+"""Families numerics and graph: if a spec is not causal, a query token also sees later tokens of its block."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ _SHAPES = {
     "ragged": RAGGED,
     "splits": Batch((5, 5), (1030, 700), 2),
 }
-"""1 + K tokens for every request; 15 drafts, which fill more than a tile; blocks of unlike lengths; and several splits
-of keys."""
+"""1 + K tokens per request; 15 drafts, more than a tile; blocks of different lengths; and several splits of keys."""
 _OTHER = Batch((5, 5, 5, 5), (141, 5, 64, 9), 4)
 _VARIANTS = (*TELLING_VARIANTS, "mqa", "window")
 _STORED = "write_kv stores each token of a block in its own slot and nothing else"
@@ -30,7 +29,7 @@ graph = Family("graph", covers=with_case(CAPTURE, ADVANCE))
 
 
 def _blocks(subject: Subject) -> Iterable[tuple[str, Case]]:
-    """A few telling variants, none of them causal."""
+    """Yield a few telling variants, made non-causal."""
     for name, case in spec_cases(_SHAPES, _VARIANTS)(subject):
         yield name, Case(replace(case.spec, causal=False), case.batch)
 

@@ -1,4 +1,4 @@
-"""Family builder: what build() and advance() mean, field by field and by the attention that comes out."""
+"""Family builder: what build() and advance() mean, checked field by field and through the resulting attention."""
 
 from __future__ import annotations
 
@@ -106,12 +106,12 @@ def advance_refreshes_another_batch(subject: Subject, case: Case) -> Measurement
     shorter = Batch((query,), (query,), rows)
     longer = Batch((query,) * rows, (MAX_SEQ_LEN - _STEPS,) * rows, rows)
     measured = []
-    # What only grows shows in the second; what is refreshed only where lengths or first pages change, in the third.
+    # The second batch catches fields that only grow; the third, fields refreshed only if lengths or first pages change.
     for before in (shorter, longer, case.batch):
         built_on = f"built on requests of {list(before.seq_lens)} tokens"
         fixture = PagedFixture(subject, case.spec, rows)
         built = fixture.build(before, horizon=_STEPS)
-        # As requests with a shared prefix do, each keeps its first page.
+        # Like requests with a shared prefix, each keeps its first page.
         fixture.exchange_tails()
         built.replace(case.batch)
         expect_same_fields(built.metadata, built.fresh(horizon=_STEPS), f"P2, {built_on}")
@@ -121,7 +121,7 @@ def advance_refreshes_another_batch(subject: Subject, case: Case) -> Measurement
 
 
 def _preplanned(subject: Subject) -> Iterable[tuple[str, Case]]:
-    """Cases of a builder that claims to plan ahead; others have nothing to show."""
+    """Return the cases in which the builder claims to plan ahead; there is nothing to test in the others."""
     return [
         (name, case)
         for name, case in _DECODES(subject)
@@ -170,7 +170,7 @@ def build_reads_no_device(subject: Subject, case: Case) -> None:
     host_lengths = subject.backend.builder.host_lengths
     if host_lengths is not HostLengths.NONE:
         raise Unsupported(f"the builder asks for lengths on the host: {host_lengths.value}")
-    # The first build of a shape may plan it.
+    # The first build of a shape is allowed to plan it.
     built = PagedFixture(subject, case.spec, case.batch.rows).build(case.batch)
     unknown = replace(built.view(), host_seq_lens=None, host_seq_lens_exact=False)
     read = [*tensors_of(unknown).values(), *tensors_of(built.metadata).values()]
@@ -222,7 +222,7 @@ def advance_keeps_addresses(subject: Subject, case: Case) -> None:
 )
 def advances_go_on(subject: Subject, case: Case) -> None:
     built = PagedFixture(subject, case.spec, case.batch.rows).build(case.batch, horizon=1)
-    # With nothing moved each of them leaves the metadata as it is.
+    # With no state moved in between, each call leaves the metadata unchanged.
     for _ in range(_MANY - 1):
         built.builder.advance(built.metadata)
     built.advance()
@@ -256,7 +256,7 @@ def step_fields_are_complete(subject: Subject, case: None) -> None:
 
 
 def _fields_that_move(subject: Subject, case: Case) -> tuple[set[str], set[str]]:
-    """The fields whose content changes on the way to the limit, and those that this spec's kernel leaves empty."""
+    """Return the fields whose content changes on the way to the limit, and those this spec's kernel leaves empty."""
     built = PagedFixture(subject, case.spec, case.batch.rows).build(case.batch)
     before = copies_of(built.metadata)
     changed: set[str] = set()

@@ -76,12 +76,12 @@ _VARIANTS: dict[AttentionKind, dict[str, dict[str, Any]]] = {
 }
 _ROWS = Batch((1,) * 96, tuple(1 + 7 * row % 40 for row in range(96)), 96)
 _LONG = Batch((1, 1), (4099, 2051), 2)
-"""Lengths that fp16 cannot hold, the first in more than 64 splits of 64 tokens."""
+"""Lengths that fp16 cannot represent; the first spans more than 64 splits of 64 tokens."""
 _SHORT = Batch((1, 1, 1), (1, 24, 49), 4)
 TELLING_VARIANTS = ("base", "bf16", "sinks", "soft_cap", "scale", "page_1", "page_64", "dim_128", "deepseek_v3")
-"""Those that every shape of a block and of a tree is checked on."""
+"""The variants on which every block and tree shape is checked."""
 _FAR_PAGES = 33_000
-"""Pages of a pool whose last ones 15 bits cannot name."""
+"""Pages of a pool whose last ids do not fit into 15 bits."""
 SCALE_OF_LOW_SCORES = 3e4
 _EDGES: dict[str, tuple[dict[str, Any], Batch]] = {
     "rows_96": ({}, _ROWS),
@@ -92,13 +92,13 @@ _EDGES: dict[str, tuple[dict[str, Any], Batch]] = {
     "fp8_4099": ({"dtype": torch.bfloat16, "kv_dtype": torch.float8_e4m3fn, "scale": 0.3}, _LONG),
     "window_1024": ({"sliding_window": 1024}, Batch((1, 1, 1), (1024, 1025, 2051), 4)),
     "scores_200": ({"scale": 8.0}, Batch((1, 1, 1), (1, 33, 142), 4)),
-    # Half of them far below -70,000, and a softmax over one key is 1: a maximum that begins at a number makes it 0.
+    # Half of the scores are far below -70,000. Softmax over one key is 1; a finite initial maximum makes it 0.
     "one_key_of_low_score": ({"scale": SCALE_OF_LOW_SCORES}, Batch((1, 1, 1), (1, 1, 1), 4)),
     "group_3": ({"num_q_heads": 3, "num_kv_heads": 1}, _SHORT),
     "group_7": ({"num_q_heads": 7, "num_kv_heads": 1}, _SHORT),
     "page_24": ({"page_size": 24}, _SHORT),
     "far_pages": ({"page_size": 1}, _SHORT),
-    # Their last page holds one token; below, more query tokens than a tile, and a verification over several splits.
+    # Their last page holds one token; below: more query tokens than a tile, and a verification over several splits.
     "page_64": ({"page_size": 64}, Batch((1, 1, 1), (64, 65, 129), 4)),
     "page_128": ({"page_size": 128}, Batch((1, 1, 1), (128, 129, 257), 4)),
     "prefill_150": ({}, Batch((150, 70), (150, 160), 4)),
@@ -107,18 +107,18 @@ _EDGES: dict[str, tuple[dict[str, Any], Batch]] = {
     "dim_192": ({"head_dim": 192}, _SHORT),
     "dim_512": ({"head_dim": 512}, _SHORT),
 }
-"""Of the base spec, and each on the one batch that shows it: they are what a kernel is tuned or compiled around."""
+"""Changes to the base spec, each with the batch that exposes it: sizes that kernels are tuned or compiled for."""
 
 
 def tested_values(field: str) -> list[int]:
-    """The values of an int field of the spec that some variant of some kind has."""
+    """Return the values of an int spec field that occur in any variant of any kind."""
     every = [change for kind in AttentionKind for change in (*PLAIN_SPECS[kind], *_VARIANTS[kind].values())]
     every += [change for change, _ in _EDGES.values()]
     return sorted({change[field] for change in every if field in change})
 
 
 def spec_cases(batches: dict[str, Batch], variants: Collection[str] | None = None) -> Cases:
-    """A case generator: these variants, or all, with every batch. Refused ones stay in: the refusal is a result."""
+    """Return a case generator: these variants, or all, with every batch. Rejected specs stay: rejection is a result."""
 
     def generate(subject: Subject) -> Iterable[tuple[str, Case]]:
         for variant, spec in _specs(subject):
@@ -129,24 +129,24 @@ def spec_cases(batches: dict[str, Batch], variants: Collection[str] | None = Non
 
 
 def base_cases(batches: dict[str, Batch]) -> Cases:
-    """A case generator: a few telling variants, and the plainest of each other kind, with every batch."""
+    """Return a case generator: a few telling variants, and the plainest of every other kind, with every batch."""
     of_other_kinds = (f"{kind.value}_base" for kind in AttentionKind)
     return spec_cases(batches, ("base", "window", "deepseek_v3", "deepseek_v4_packed", *of_other_kinds))
 
 
 def edge_cases(subject: Subject) -> list[tuple[str, Case]]:
-    """The edges of size and number that the variants stay within."""
+    """Return the edge cases of size and magnitude that the variants do not reach."""
     base = subject.base_spec()
     pools = {"far_pages": _FAR_PAGES}
     return [(e, Case(_changed(base, changes), batch, pools.get(e, 0))) for e, (changes, batch) in _EDGES.items()]
 
 
 _PAGES = ("page_4", "page_64", "page_128")
-"""Pages beside the plainest spec's, in order of size; each has an edge that DECODE's requests cross."""
+"""Page sizes in addition to the plainest spec's, in ascending order; DECODE's requests cross a page edge in each."""
 
 
 def page_cases(batches: dict[str, Batch]) -> Cases:
-    """A case generator: the smallest and the largest of _PAGES that the backend serves, with every batch."""
+    """Return a case generator: the smallest and the largest of _PAGES that the backend serves, with every batch."""
 
     def generate(subject: Subject) -> Iterable[tuple[str, Case]]:
         plain = subject.base_spec().page_size
@@ -162,13 +162,13 @@ def page_cases(batches: dict[str, Batch]) -> Cases:
 
 
 def joined(*generators: Cases) -> Cases:
-    """A case generator: the cases of each in turn."""
+    """Return a case generator that runs these generators in order."""
     return lambda subject: [case for generate in generators for case in generate(subject)]
 
 
 def _specs(subject: Subject) -> Iterator[tuple[str, AttentionSpec]]:
-    """Every variant of the base spec, then those of the plainest accepted spec of the other kinds that the backend
-    claims, named after the kind."""
+    """Yield every variant of the base spec, then those of the plainest accepted spec of each other kind that the
+    backend claims, named after the kind."""
     base = subject.base_spec()
     yield from _variants_of(base)
     for kind in subject.backend.capabilities.kinds:
@@ -180,7 +180,7 @@ def _specs(subject: Subject) -> Iterator[tuple[str, AttentionSpec]]:
 
 @cache
 def _variants_of(base: AttentionSpec) -> list[tuple[str, AttentionSpec]]:
-    """Once a spec: every check of a backend asks for them."""
+    """Cached per spec: every check of a backend uses them."""
     return [(variant, _changed(base, changes)) for variant, changes in _VARIANTS[base.kind].items()]
 
 
@@ -189,7 +189,7 @@ def _with_batches(variant: str, spec: AttentionSpec, batches: dict[str, Batch]) 
 
 
 def _changed(spec: AttentionSpec, changes: dict[str, Any]) -> AttentionSpec:
-    """The spec with these changes; what it derives from other fields is derived anew."""
+    """Return the spec with these changes; fields derived from others are derived again."""
     derived: dict[str, Any] = {"scale": None, "kv_dtype": None}
     if "head_dim" in changes:
         derived["value_dim"] = None

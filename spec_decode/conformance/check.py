@@ -1,4 +1,4 @@
-"""A check: one line of the contract, tried on one case, for any backend. A failure is shrunk to a small batch."""
+"""A check: one line of the contract, run on one case, for any backend. Failures are shrunk to a small batch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from spec_decode.testing.process_exit import refuse_process_exit
 from spec_decode.testing.subject import Subject
 
 Cases = Callable[[Subject], Iterable[tuple[str, Any]]]
-"""Yields (name, case) for a backend. Raises Unsupported where it refuses them all."""
+"""Yields (name, case) for a backend. Raises Unsupported if the backend rejects all of them."""
 Body = Callable[[Subject, Any], Measurements | None]
 
 
@@ -35,16 +35,16 @@ class Check:
     case: str
     contract: str
     covers: tuple[str, ...]
-    """The columns of the matrix that its result is evidence for."""
+    """The matrix columns that its result is evidence for."""
     run: Callable[[], Measurements]
     value: object = None
-    """The case itself; the exception, where the backend refuses every case or none could be made."""
+    """The case; or the exception, if the backend rejects every case or none could be made."""
     preview: str = ""
-    """Why failing it is no failure yet: it came with a later contract than the backend was built for. Else empty."""
+    """Why a failure does not count yet: the check is newer than the backend's contract version. Otherwise empty."""
     quick: bool = True
     """Whether it is part of a quick run."""
     module: str = ""
-    """Where its body is defined."""
+    """The module that defines its body."""
 
     @property
     def id(self) -> str:
@@ -71,12 +71,12 @@ class _Definition:
         return f"{self.family}.{self.verb}"
 
     def expand(self, subject: Subject) -> list[Check]:
-        """The check on each of its cases; one that raises what was raised where no case could be made."""
+        """Return the check on each of its cases; if no case could be made, a single check that raises the error."""
         try:
             cases = list(self.cases(subject))
         except KeyboardInterrupt:
             raise
-        except BaseException as error:  # Unsupported, or whatever a plug-in's record leads to; here it is the check's
+        except BaseException as error:  # Unsupported, or any error from a plug-in's record; it belongs to the check
             return [self._check(subject, "any", (EVERYTHING,), error, _raising(error))]
         return [
             self._check(subject, name, self.covers(subject, case), case, self.body, quick=self._is_quick(place, name))
@@ -110,7 +110,7 @@ class _Definition:
 
     def _preview(self, subject: Subject) -> str:
         built_for = subject.backend.contract_version
-        # An engine's builder was built for no version.
+        # An engine's builder was not built for any contract version.
         if subject.engine or self.since <= built_for:
             return ""
         new, own = (".".join(map(str, version)) for version in (self.since, built_for))
@@ -118,16 +118,16 @@ class _Definition:
 
 
 _GARBAGE_BYTES = 1 << 30
-"""On a device, beyond which a check begins by collecting garbage: FlashInfer's workspaces of earlier checks, 128 MiB
-each, are seldom collected, since Python counts objects."""
+"""Allocated device bytes above which a check first collects garbage: FlashInfer workspaces of earlier checks, 128 MiB
+each, are rarely collected, because Python's collector counts objects."""
 _definitions: list[_Definition] = []
 
 
 class Family:
-    """Defines the checks of one family: a decorator. The name of a check is that of its function."""
+    """A decorator that defines the checks of one family. A check is named after its function."""
 
     def __init__(self, name: str, *, covers: Coverage) -> None:
-        """covers: the columns that a result is evidence for, where a check does not declare others."""
+        """covers: the columns that a result is evidence for, unless a check declares others."""
         self.name, self.covers = name, covers
 
     def __call__(
@@ -141,13 +141,14 @@ class Family:
         quick: str | None = None,
         since: tuple[int, int] = (1, 0),
     ) -> Callable[[Body], Body]:
-        """Define a check: body(subject, case) for every (case name, case) that `cases` yields; one case without it.
+        """Define a check: body(subject, case) for every (case name, case) that `cases` yields; a single case without
+        it.
 
-        advances: a case is unsupported unless the backend claims to advance its spec inside a graph.
-        shrink: a case that fails is told by the smallest batch that fails too.
-        quick: a pattern of the cases to run where an author repeats a quick run; None for the first.
-        since: the contract version that the check came with. For a backend that was built for an earlier one it is a
-        preview: what passed before still passes, and its author sees what the next version will require.
+        advances: a case is unsupported unless the backend claims to advance its spec inside a graph. shrink: a failing
+        case is reported with the smallest batch that still fails. quick: a pattern of the cases for a quick run, which
+        an author repeats often; None for the first case. since: the contract version that introduced the check. For a
+        backend built for an earlier version it is a preview: the backend still passes, and its author sees what the
+        next version will require.
         """
 
         def define(body: Body) -> Body:
@@ -168,12 +169,12 @@ class Family:
 
 
 def check_names() -> list[str]:
-    """family.what_holds of every check."""
+    """Return family.what_holds of every check."""
     return [f"{definition.family}.{definition.verb}" for definition in _definitions]
 
 
 def expand(subject: Subject, asked: Collection[str] = ()) -> list[Check]:
-    """Every check on every case for this backend and device, family by family; asked: for families ON_REQUEST."""
+    """Return every check on every case for this backend and device, by family; asked: ON_REQUEST families to add."""
     wanted = (each for each in _definitions if each.family not in ON_REQUEST or each.family in asked)
     ordered = sorted(wanted, key=lambda definition: FAMILIES.index(definition.family))
     return [check for definition in ordered for check in definition.expand(subject)]
@@ -191,9 +192,9 @@ def _raising(error: BaseException) -> Body:
 
 
 def run_and_shrink(run: Callable[[Batch], Measurements | None], batch: Batch) -> Measurements:
-    """run(batch). If that raises CheckFailure, raise the failure of the smallest batch that still fails.
+    """Return run(batch). If it raises CheckFailure, raise the failure of the smallest batch that still fails.
 
-    Each request is tried alone and without padding, the shortest first: most failures need no second request.
+    Each request is tried alone without padding, shortest first: most failures need no second request.
     """
     try:
         return run(batch) or {}
@@ -211,7 +212,7 @@ def _failing(run: Callable[[Batch], Measurements | None], batch: Batch) -> Itera
             run(alone)
         except CheckFailure as failure:
             yield alone, failure
-        except Exception:  # another error on a request alone must not hide the failure that is being explained
+        except Exception:  # another error on a single request must not hide the failure being explained
             continue
 
 

@@ -1,4 +1,4 @@
-"""The process that `spec_decode.conformance.subprocess_runner` starts, with the arguments NAME FD REQUEST."""
+"""The process started by `spec_decode.conformance.subprocess_runner`, with the arguments NAME FD REQUEST."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def main(name: str, writer: int, request: dict[str, Any]) -> None:
-    """Plan and run the checks; the plan, each note and each result become a line of JSON."""
+    """Plan and run the checks; send the plan, each note and each result as a line of JSON."""
     from spec_decode.conformance.kept_results import KeptResults
     from spec_decode.conformance.runner import plan, run
     from spec_decode.conformance.soak_checks import soak_length
@@ -35,7 +35,7 @@ def main(name: str, writer: int, request: dict[str, Any]) -> None:
     head = msgspec.structs.replace(planned.report, sources=SourceRecord(), claims={}, results=())
 
     def on_result(result: Result) -> None:
-        if planned.checks:  # else the plan has told
+        if planned.checks:  # otherwise the plan already holds the only result
             _send(writer, {"result": msgspec.structs.replace(head, results=(result,)).document()})
 
     kept = KeptResults(Path(keep["report"]), resume=keep["resume"]) if keep else None

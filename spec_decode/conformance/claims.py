@@ -1,4 +1,4 @@
-"""What a backend claims, column by column, so that a report can be read where the backend is not installed."""
+"""A backend's claims, column by column, so that a report can be read where the backend is not installed."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ from spec_decode.testing.subject import Subject
 
 
 def claims_of(subject: Subject, columns: Iterable[str]) -> dict[str, Claim]:
-    """The claim for each of these columns, and for all that some backend is checked for.
+    """Return the claim for each of these columns, and for every column with a reader.
 
-    From the capability record, the builder's class and the drafter's own choice. An engine's builder claims only
-    what it says of graphs and advances: the record is of whoever wrapped it. A backend that refuses every spec on
-    this device claims nothing there, with its reasons. A claim that cannot be read is none, and says so.
+    Claims come from the capability record, the builder's class and the drafter's own choice. An engine's builder claims
+    only its graph and advance support: the capability record describes the wrapper around it. A backend that rejects
+    every spec on this device claims nothing there, with its reasons. A claim that cannot be read counts as not claimed,
+    with the error as its reason.
     """
     try:
         subject.base_spec()
@@ -31,14 +32,14 @@ def claims_of(subject: Subject, columns: Iterable[str]) -> dict[str, Claim]:
         return {EVERYTHING: Claim(claimed=False, reason=str(refusal))}
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # a plug-in's record may hold anything
+    except BaseException as error:  # a plug-in's record can hold anything
         return {EVERYTHING: _unreadable(error)}
     claimed = _OF_A_BUILDER if subject.engine else {*_READERS, *columns} - {EVERYTHING}
     return {tag: _claim(subject, tag) for tag in sorted(claimed)}
 
 
 def level_words(level: GraphSupport | AdvanceLevel) -> str:
-    """A level as reports name it."""
+    """Return a level as reports name it."""
     return level.name.lower().replace("_", " ")
 
 
@@ -48,7 +49,7 @@ def _claim(subject: Subject, tag: str) -> Claim:
         return read(subject) if read else Claim(claimed=True)
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # a plug-in's record may hold anything
+    except BaseException as error:  # a plug-in's record can hold anything
         return _unreadable(error)
 
 
@@ -89,12 +90,12 @@ def _feature(feature: Feature, subject: Subject) -> Claim:
 
 
 def _listed(field: str, value: object, subject: Subject) -> Claim:
-    """Whether a field of the capability record holds the value."""
+    """Whether a field of the capability record contains the value."""
     return Claim(claimed=value in getattr(subject.backend.capabilities, field))
 
 
 def _size(field: str, size: int, subject: Subject) -> Claim:
-    """The same of a field that is a range of sizes, which is the reason too."""
+    """The same for a field that is a range of sizes; the range becomes the reason."""
     sizes = getattr(subject.backend.capabilities, field)
     return Claim(claimed=size in sizes, reason=f"{field.removesuffix('s').replace('_', ' ')} {sizes}")
 
@@ -114,5 +115,5 @@ _READERS: dict[str, Callable[[Subject], Claim]] = {
     coverage.MLA: partial(_listed, "kinds", AttentionKind.MLA),
     **{column("fused_write", write): partial(_listed, "fused_writes", write) for write in FusedWrite},
 }
-"""What every backend claims or denies, whichever checks it gets. Every other column is part of the contract: whoever
-registers a backend claims it."""
+"""What every backend claims or denies, whichever checks it gets. Every other column is part of the contract, so
+registering a backend claims it."""

@@ -1,4 +1,4 @@
-"""Family contract: the shape of the claims themselves."""
+"""Family contract: the shape of the claims."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def version_matches(subject: Subject, case: None) -> None:
 
 @check("a backend is called what it is registered as", since=(1, 1))
 def name_is_the_registered_one(subject: Subject, case: None) -> None:
-    # Where several packages declare a name, each is available as "package:name".
+    # If several packages declare a name, each is available as "package:name".
     registered = subject.asked_as.rpartition(":")[2] or subject.backend.name
     expect(
         subject.backend.name == registered,

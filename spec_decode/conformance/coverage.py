@@ -1,4 +1,4 @@
-"""What a check's result is evidence for: columns of the matrix, "axis:value", which every check declares."""
+"""What a check's result is evidence for: matrix columns, "axis:value", which every check declares."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from spec_decode.testing.batches import Batch, Case
 from spec_decode.testing.subject import Subject
 
 Coverage = Callable[[Subject, Any], Iterable[str]]
-"""The columns that a check on a case, its second argument, covers."""
+"""Returns the columns that a check covers on a case, its second argument."""
 
 FAMILIES = ("contract", "builder", "numerics", "refusal", "poison", "graph", "drafter", "soak")
-"""Of checks, in the order in which they run."""
+"""Families of checks, in the order in which they run."""
 ON_REQUEST = ("soak",)
-"""Those that run only if they are asked for: they take minutes."""
+"""Families that run only on request, because they take minutes."""
 EVERYTHING = "*"
-"""The tag of what holds for every column that has nothing of its own."""
+"""The tag for a result that applies to every column without results."""
 DECLARED, REFUSALS, MEMORY = "contract:declared", "contract:refusals", "contract:memory"
 CAPTURE, ADVANCE = "graph:capture", "graph:advance"
 MIXED_KV = "kv:mixed"
@@ -34,17 +34,17 @@ MLA = "feature:mla"
 
 
 def column(axis: str, value: torch.dtype | Enum | int) -> str:
-    """The column of a value on an axis, such as page:16, dtype:bfloat16 or feature:gqa."""
+    """Return the column of a value on an axis, such as page:16, dtype:bfloat16 or feature:gqa."""
     return f"{axis}:{value.value if isinstance(value, Enum) else str(value).removeprefix('torch.')}"
 
 
 def only(*columns: str) -> Coverage:
-    """These columns, whatever the case is."""
+    """Cover these columns, independent of the case."""
     return lambda subject, case: columns
 
 
 def with_case(*columns: str) -> Coverage:
-    """These columns, and what the spec and the batch of a Case ask for."""
+    """Cover these columns, and those of the spec and batch of a Case."""
 
     def covers(subject: Subject, case: Any) -> Iterator[str]:
         yield from columns
@@ -67,7 +67,7 @@ def _of_spec(spec: AttentionSpec) -> Iterator[str]:
 
 
 def _of_batch(batch: Batch) -> Iterator[str]:
-    """A uniform batch is a decode or a verification; in another, each request counts as what it is by itself."""
+    """A uniform batch is a decode or a verification; in a ragged one, each request is classified separately."""
     if batch.uniform:
         yield "mode:decode" if batch.query_lens[0] == 1 else "mode:verify"
         return
@@ -76,7 +76,7 @@ def _of_batch(batch: Batch) -> Iterator[str]:
 
 
 def unsupported_strategies(subject: Subject) -> dict[Strategy, str]:
-    """Why a drafter over this backend alone cannot run a strategy; those that it can run are left out."""
+    """Return the strategies that a drafter with only this backend cannot run, each with the reason."""
     found: dict[Strategy, str] = {}
     try:
         group = KVGroup(name="draft", backend=subject.backend, spec=subject.base_spec(), caches={})
@@ -88,24 +88,24 @@ def unsupported_strategies(subject: Subject) -> dict[Strategy, str]:
                 found[strategy] = str(error)
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # a plug-in's builder may fail in any way; its checks report it too
+    except BaseException as error:  # a plug-in's builder can fail in any way; its checks report that too
         return dict.fromkeys(Strategy, f"cannot be asked: {type(error).__name__}: {error}")
     return found
 
 
 def supported_strategies(subject: Subject) -> list[Strategy]:
-    """Those that a drafter over this backend alone can run, in the enum's order."""
+    """Return the strategies that a drafter with only this backend can run, in the enum's order."""
     refused = unsupported_strategies(subject)
     return [strategy for strategy in Strategy if strategy not in refused]
 
 
 def every_strategy(subject: Subject, case: Any) -> Iterable[str]:
-    """The strategies that the backend can run: for a check that compares them."""
+    """Cover the strategies that the backend can run: for a check that compares them."""
     return [column("strategy", strategy) for strategy in supported_strategies(subject)]
 
 
 def one_strategy(subject: Subject, case: Any) -> Iterable[str]:
-    """The strategy that the case is, else the one that a drafter chooses."""
-    # The device loop is run only where it is asked for.
+    """Cover the strategy given by the case, else the one that a drafter chooses."""
+    # The device loop runs only on request.
     able = [strategy for strategy in supported_strategies(subject) if strategy.implementation.automatic]
     return [column("strategy", each) for each in ([case] if isinstance(case, Strategy) else able[:1])]

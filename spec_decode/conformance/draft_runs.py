@@ -16,14 +16,14 @@ from spec_decode.testing.outcome import expect
 from spec_decode.trees import DraftTree, DynamicTreeConfig
 
 without_interpreter = torch_implementations()
-"""Other checks cover the kernels one by one: whole rounds in the interpreter would take an hour."""
+"""Whole rounds under the interpreter would take an hour; other checks cover each kernel."""
 _ROUNDS = 2
 _FIRST_PAUSED = 1
-"""Of two rounds in a row, after one that has drafted and before two that draft again."""
+"""The first of two paused rounds in a row, after one that drafted and before two that draft again."""
 
 
 def verified_tokens(fixture: DraftFixture, contexts: list[int], temperature: float, round_: int) -> VerifiedTokens:
-    """What a round starts from: the same for the same round."""
+    """Return the inputs of a round, deterministic per round index."""
     generator = torch.Generator().manual_seed(100 + round_)
     n, width, hidden = len(contexts), fixture.num_speculative_tokens + 1, fixture.model.config.hidden_size
     tensors = {
@@ -39,7 +39,7 @@ def verified_tokens(fixture: DraftFixture, contexts: list[int], temperature: flo
 
 
 DraftRun = dict[tuple[int, str], torch.Tensor]
-"""What two rounds left, by round and field: tokens and logits of each; after them the cache and the overflow flags."""
+"""The outcome of two rounds by round and field: tokens and logits of each; cache and overflow flags after the last."""
 _AXES = {
     "draft tokens": ("step", "row"),
     "parents": ("token of the tree", "row"),
@@ -59,7 +59,7 @@ def draft(
     min_confidence: float = 0.0,
     tree: DraftTree | DynamicTreeConfig | None = None,
 ) -> DraftRun:
-    """Two rounds; in the second one request has left and the others sit in other rows. draft_lens: of each request."""
+    """Run two rounds; for the second, the first request leaves and the others change rows. draft_lens: per request."""
     drafter = fixture.drafter(strategy, capture_sizes=[fixture.num_reqs], min_confidence=min_confidence, tree=tree)
     tables = drafter.tables
     lengths = None if draft_lens is None else torch.tensor(draft_lens, dtype=torch.int32, device=tables.device)
@@ -87,7 +87,7 @@ def draft(
 
 
 class Pause(Enum):
-    """Who drafts nothing for some rounds, and how that is asked for."""
+    """Who drafts nothing for some rounds, and how that is requested."""
 
     ONE_REQUEST = "the last request by its length"
     ALL_BY_LENGTHS = "all requests by their lengths"
@@ -97,8 +97,8 @@ class Pause(Enum):
 def draft_after_a_pause(
     fixture: DraftFixture, strategy: Strategy, pause: Pause | None, *, temperature: float
 ) -> DraftRun:
-    """Five rounds, of which the second and third are paused; from then on a round adds one token, as plain decoding
-    does. What the last request, or all of them, proposed in paused rounds is left out."""
+    """Run five rounds with the second and third paused; from the second on a round adds one token, as in plain
+    decoding. Proposals of the last request, or of all of them, in paused rounds are left out."""
     drafter, steps = fixture.drafter(strategy, capture_sizes=[fixture.num_reqs]), fixture.num_speculative_tokens
     tables = drafter.tables
     tables.load(fixture.pages, fixture.limits())
@@ -127,15 +127,15 @@ def draft_after_a_pause(
 
 
 def expect_none(tokens: torch.Tensor, round_: int) -> None:
-    """Raise CheckFailure where a request that asks for no draft tokens has some."""
+    """Raise CheckFailure if a request that must not draft has draft tokens."""
     contract, got = f"a request that drafts nothing proposes {NO_TOKEN}, in round {round_}", tokens.tolist()
     expect(bool((tokens == NO_TOKEN).all()), contract=contract, expected=f"{NO_TOKEN} everywhere", got=got)
 
 
 def compare(draft: partial[DraftRun]) -> tuple[DraftRun, int]:
-    """Eager's run, held against that of every other strategy that the backend can run, and how many these were.
+    """Compare eager's run with every other strategy the backend can run; return it and the number of others.
 
-    Raises CheckFailure where one differs, or where there is none.
+    Raises CheckFailure if one differs, or if there is no other strategy.
     """
     eager, compared = draft(Strategy.EAGER), 0
     for strategy in Strategy:
@@ -152,7 +152,7 @@ def compare(draft: partial[DraftRun]) -> tuple[DraftRun, int]:
 
 
 def expect_same(run: DraftRun, wanted: DraftRun, what: str) -> None:
-    """Raise CheckFailure for the earliest step, row and field in which the run is not what is wanted."""
+    """Raise CheckFailure for the earliest step, row and field in which the run differs from `wanted`."""
     differing = {key: (run[key] != tensor).nonzero().tolist() for key, tensor in wanted.items()}
     found = [(key[0], where[0], key) for key, where in differing.items() if where]
     if found:

@@ -1,4 +1,4 @@
-"""Family drafter: rounds of drafts that are no chain of steps, trees and blocks, in every strategy."""
+"""Family drafter: rounds whose drafts are not a chain of steps (trees and blocks), in every strategy."""
 
 from __future__ import annotations
 

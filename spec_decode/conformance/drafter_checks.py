@@ -38,7 +38,7 @@ _BATCH_SIZES = (1, 2, 3, 7, 32)
 
 
 def _shapes(*shapes: tuple[int, int]) -> Cases:
-    """Cases of so many speculative tokens for so many requests."""
+    """Return cases (number of speculative tokens, number of requests)."""
     return lambda subject: [(f"k{k}-n{n}", (k, n)) for k, n in shapes]
 
 
@@ -112,7 +112,7 @@ def drafts_resume_after_a_pause(subject: Subject, case: tuple[int, int]) -> Meas
 
 
 def _doubt(tokens: torch.Tensor, logits: torch.Tensor) -> tuple[float, torch.Tensor]:
-    """A least confidence between those of the first tokens, and how many tokens each request drafts with it.
+    """Return a min_confidence that splits the first tokens in half, and how many tokens each request drafts with it.
 
     tokens: [K, n]; logits: [K, n, V].
     """
@@ -158,7 +158,7 @@ def strategies_agree_on_layers_and_groups(subject: Subject, case: tuple[int, int
 def _compare_with_dense(
     subject: Subject, steps: int, num_reqs: int, shape: DraftShape = DraftShape.ONE
 ) -> Measurements:
-    """A round in the strategy chosen, held against a dense computation of each step's logits."""
+    """Compare a round in the chosen strategy with a dense computation of each step's logits."""
     fixture = DraftFixture.make(subject, num_reqs, steps, shape)
     drafter = fixture.drafter(None)
     context = _context_of(fixture, drafter.groups)
@@ -168,7 +168,7 @@ def _compare_with_dense(
     reference = _dense_logits(fixture, context, verified, drafts.tokens.cpu(), torch.float64)
     low_precision = _dense_logits(fixture, context, verified, drafts.tokens.cpu(), fixture.spec.dtype)
     error = oracle.relative_error(drafts.logits.cpu(), reference)
-    # A chain of steps feeds its own rounding back: two right orders of fp32 sums drift apart by more than one does.
+    # A chain of steps feeds its own rounding back: two valid orders of fp32 sums drift further than one step would.
     budget = 8 * oracle.relative_error(low_precision, reference) + 256 * torch.finfo(torch.float32).eps
     expect(
         error <= budget,
@@ -180,11 +180,11 @@ def _compare_with_dense(
 
 
 _Context = dict[int, tuple[AttentionSpec, torch.Tensor, torch.Tensor]]
-"""By layer: its spec, and the keys and values [length, heads, dim] that a request starts with, on the CPU."""
+"""Layer -> its spec, and the keys and values [length, heads, dim] that a request starts with, on the CPU."""
 
 
 def _context_of(fixture: DraftFixture, groups: Sequence[KVGroup]) -> list[_Context]:
-    """What each request starts with, read out of the caches by the page tables' own arithmetic."""
+    """Return what each request starts with, read from the caches through the page tables."""
     contexts: list[_Context] = [{} for _ in range(fixture.num_reqs)]
     size = fixture.spec.page_size
     for group, rows in zip(groups, fixture.pages, strict=True):
@@ -197,7 +197,7 @@ def _context_of(fixture: DraftFixture, groups: Sequence[KVGroup]) -> list[_Conte
 
 
 class _DenseAttention:
-    """The oracle as a model's attention: one request's logical keys and values, grown by every call of a layer."""
+    """The oracle as a model's attention: one request's logical keys and values, extended by every call of a layer."""
 
     def __init__(self, context: _Context, dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -205,7 +205,7 @@ class _DenseAttention:
 
     @property
     def length(self) -> int:
-        """Tokens before those of the next step."""
+        """Number of tokens before the next step's."""
         return self.context[0][1].shape[0]
 
     def __call__(self, inputs: AttentionInputs) -> torch.Tensor:
@@ -224,7 +224,7 @@ def _dense_logits(
     drafted: torch.Tensor,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Logits [n, K, V] of each step given the drafted tokens, one request at a time, with the oracle's attention."""
+    """Return logits [n, K, V] of each step given the drafted tokens, per request, with the oracle's attention."""
     model = _dense_model(fixture, dtype)
     rows = []
     for request, context in enumerate(contexts):
@@ -244,7 +244,7 @@ def _dense_logits(
 
 
 def _dense_model(fixture: DraftFixture, dtype: torch.dtype) -> EagleDraft:
-    """The fixture's model on the CPU in another precision."""
+    """Return the fixture's model on the CPU in another precision."""
     target = target_of(fixture.model.config)
     model = type(fixture.model)(fixture.model.config, target)
     model.load_state_dict(fixture.model.state_dict())

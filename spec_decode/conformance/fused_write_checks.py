@@ -25,11 +25,11 @@ check = Family("numerics", covers=with_case())
 _VARIANTS = ("base", "bf16", "fp8_cache", "deepseek_v3", "deepseek_v4_packed", "mla_base", "mla_bf16")
 _EPS = 1e-6
 _FACTOR = 4
-"""Times the error of separate steps: truncation to bfloat16, as Triton's interpreter does it, has twice that error."""
+"""Times the error of separate steps: truncation to bfloat16, as in Triton's interpreter, has twice that error."""
 
 
 def _cases_of(write: FusedWrite, kind: AttentionKind) -> Callable[[Subject], Iterable[tuple[str, Case]]]:
-    """Cases of the kind of attention that has the write; none for a backend that does not declare it."""
+    """Return cases of the attention kind that has this write; none for a backend that does not declare it."""
     generate = spec_cases({"decode": DECODE}, _VARIANTS)
 
     def cases(subject: Subject) -> Iterable[tuple[str, Case]]:
@@ -119,14 +119,14 @@ def _assert_as_precise(
 
 
 def _untyped(subject: Subject) -> Any:
-    """The backend with the methods of the writes that it declares."""
+    """Return the backend as Any, to call the write methods that it declares."""
     return subject.backend
 
 
 def _batch_to_write(
     fixture: PagedFixture, case: Case
 ) -> tuple[Any, torch.Tensor, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Metadata of the batch; the slots of its live tokens, which come first; and query, key and value to write."""
+    """Return the batch's metadata, the slots of its live tokens, which come first, and (query, key, value)."""
     built = fixture.build(case.batch)
     slots = built.view().slot_mapping.cpu()
     inputs = fixture.inputs(case.batch, case.batch.seq_lens, fixture.queries(case.batch))
@@ -134,23 +134,23 @@ def _batch_to_write(
 
 
 def _angles(pairs: int) -> torch.Tensor:
-    """float64 [MAX_SEQ_LEN, pairs]: the rotation of each pair at each position."""
+    """Return float64 [MAX_SEQ_LEN, pairs]: the rotation angle of each pair at each position."""
     return torch.arange(MAX_SEQ_LEN).double()[:, None] * 100.0 ** (-torch.arange(pairs).double() / pairs)
 
 
 def _positions(fixture: PagedFixture, count: int) -> torch.Tensor:
-    """int64 [count] on the device: a position for each token, in no order."""
+    """Return int64 [count] on the device: an unordered position per token."""
     return (torch.arange(count, device=fixture.device) * 7 + 3) % MAX_SEQ_LEN
 
 
 def _turned(first: torch.Tensor, second: torch.Tensor, angles: torch.Tensor) -> list[torch.Tensor]:
-    """Both halves [tokens, heads, pairs] of the pairs, turned by angles [tokens, pairs]."""
+    """Rotate both halves [tokens, heads, pairs] of the pairs by angles [tokens, pairs]."""
     cos, sin = angles.cos()[:, None], angles.sin()[:, None]
     return [first * cos - second * sin, second * cos + first * sin]
 
 
 def _stored_by(fixture: PagedFixture, write: Callable[[], None]) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a write leaves in a cache that was poison everywhere: see `PagedFixture.stored`."""
+    """Return what a write leaves in a fully poisoned cache; see `PagedFixture.stored`."""
     fixture.poison()
     write()
     return fixture.stored()

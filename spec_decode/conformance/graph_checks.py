@@ -22,7 +22,7 @@ check = Family("graph", covers=with_case(CAPTURE, ADVANCE))
 _STEPS = 5
 _CASES = base_cases({"decode": DECODE})
 _FEW = Batch((1, 1), (15, 126), 3)
-"""For a quick run: fewer rows, and fewer steps."""
+"""For a quick run: fewer rows and fewer steps."""
 _FEW_OR_MORE = joined(spec_cases({"few": _FEW}, ("base",)), _CASES)
 
 _BATCHES = {
@@ -52,7 +52,7 @@ class _CapturedLoop:
         self.out = torch.zeros(*shape, spec.num_q_heads, spec.out_dim, dtype=spec.dtype, device=device)
         fixture.load_tables(1)
         self._run(self._build())
-        self._metadata = self._build()  # the graph goes on reading its tensors
+        self._metadata = self._build()  # the graph keeps reading its tensors
         self.graph = runtime_for(device).capture(lambda: self._run(self._metadata))
 
     def _build(self) -> Any:
@@ -98,7 +98,7 @@ def _steps_of(case: Case) -> int:
 
 
 def _cut(batch: Batch, rows: int) -> Batch:
-    """Its last requests, as many as there are rows."""
+    """Keep the last `rows` requests."""
     return Batch(batch.query_lens[-rows:], batch.seq_lens[-rows:], rows)
 
 

@@ -1,4 +1,4 @@
-"""The results of a run, kept as they come, so that a run that is ended early loses none of them."""
+"""Results saved as they arrive, so an interrupted run loses none."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from spec_decode.testing.outcome import Outcome
 
 
 class KeptResults:
-    """A file beside the report, with a line for each result: a report of its own, in JSON."""
+    """A file next to the report with one line per result, each a JSON report of one row."""
 
     def __init__(self, report: Path, *, resume: bool = False) -> None:
-        """report: where the report will be. resume: take over what an earlier run has found."""
+        """report: where the report will be. resume: reuse the results of an earlier run."""
         self.report, self.resume = report, resume
         self.path = report.with_name(f"{report.name}.part")
 
     def begin(self, planned: Report) -> dict[tuple[str, str], Result]:
-        """The results that are there already, by check and case. Raises ReportError if they are of another run."""
+        """Return the existing results by check and case. Raises ReportError if they belong to another run."""
         if self.path.exists() and not self.path.is_file():
             raise ReportError(f"{self.path} is no regular file, and results are kept there. Move it away.")
         self._head = msgspec.structs.replace(planned, claims={}, results=())
@@ -37,12 +37,12 @@ class KeptResults:
         return done
 
     def add(self, result: Result) -> None:
-        """Keep one more."""
+        """Append one result."""
         with self.path.open("ab") as file:
             file.write(self._line(result))
 
     def discard(self) -> None:
-        """Remove the file: the report has everything."""
+        """Remove the file once the report has everything."""
         self.path.unlink(missing_ok=True)
 
     def _line(self, result: Result) -> bytes:
@@ -50,7 +50,7 @@ class KeptResults:
 
     def _earlier(self) -> list[Report]:
         if self.path.is_file():
-            # The last line is no whole one if the process was killed while it wrote.
+            # The last line is incomplete if the process was killed while writing it.
             lines = self.path.read_bytes().splitlines(keepends=True)
             where, whole = str(self.path), [line for line in lines if line.endswith(b"\n")]
             return [Report.of(parse_json(line, where), where, sealed=True) for line in whole]
@@ -58,7 +58,7 @@ class KeptResults:
 
 
 def _differences(earlier: Report, now: Report) -> str:
-    """What is not the same in both, in words; empty where results of one belong to the other."""
+    """Describe what differs between the runs; empty if results of one are valid for the other."""
 
     def facts(report: Report) -> dict[str, Any]:
         env = {name: value for name, value in msgspec.structs.asdict(report.env).items() if name != "date"}

@@ -1,4 +1,4 @@
-"""Failures that a backend's author knows of: known_failures.toml beside the backend's module."""
+"""Failures that a backend's author knows about: known_failures.toml next to the backend's module."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ FILE = "known_failures.toml"
 
 
 class KnownFailure(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A check that is expected to fail. An issue is mandatory, and passing after all is a failure.
+    """A check that is expected to fail. An issue is mandatory, and an unexpected pass is a failure.
 
-    check, case: patterns of names, as in `--only`. error: whether an exception of the backend's is expected too.
+    check, case: name patterns, as in `--only`. error: whether an exception from the backend is expected too.
     """
 
     check: str
@@ -37,7 +37,7 @@ class KnownFailure(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         return fnmatch(check.name, self.check) and fnmatch(check.case, self.case)
 
     def may_cover(self, check: Check) -> bool:
-        """Whether it covers the check, or one that could make no cases, so that their names are not known."""
+        """Whether it covers the check, or a check that could make no cases, so their names are unknown."""
         return self.covers(check) or (isinstance(check.value, BaseException) and fnmatch(check.name, self.check))
 
 
@@ -46,9 +46,9 @@ class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def known_failures_of(backend: AttentionBackend) -> tuple[KnownFailure, ...]:
-    """What known_failures.toml in the folder of the backend's class lists; nothing where there is no such file.
+    """Read known_failures.toml in the folder of the backend's class; empty if there is no such file.
 
-    Raises BrokenBackend for a file that cannot be read as one: with entries lost, its failures would be new ones.
+    Raises BrokenBackend for a malformed file: with entries lost, known failures would count as new ones.
     """
     try:
         path = Path(inspect.getfile(type(backend))).with_name(FILE)

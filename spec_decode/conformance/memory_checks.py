@@ -1,4 +1,4 @@
-"""Family builder: rounds that repeat keep no memory."""
+"""Family builder: repeated rounds keep no memory."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ check = Family("builder", covers=with_case())
 _WARM_UP = 4
 _ROUNDS = 16
 _RESIDENT_PER_ROUND = 64 << 10
-"""Bytes: the resident set moves by pages and by what an allocator hands out at once, up to 330 KiB in these rounds."""
+"""Bytes: the resident set grows by pages and by allocator chunks, up to 330 KiB over these rounds."""
 
 
 @dataclass(frozen=True, slots=True)
 class _MemoryInUse:
-    """Tensors that Python can reach and the bytes of their storages, on every device; and what the process holds."""
+    """Live tensors and the bytes of their storages, on every device, plus what the process holds."""
 
     tensors: int
     tensor_bytes: int
@@ -37,13 +37,13 @@ class _MemoryInUse:
     @classmethod
     def now(cls, device: torch.device) -> _MemoryInUse:
         system = memory.read(device)
-        # By the type itself: isinstance() asks a proxy for its __class__, and some answer with a warning.
+        # Compare the type itself: isinstance() asks a proxy for its __class__, and some answer with a warning.
         alive = [one for one in gc.get_objects() if type(one) is torch.Tensor and one.layout is torch.strided]
         storages = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in alive}
         return cls(len(alive), sum(storages.values()), system)
 
     def growth_since(self, before: _MemoryInUse) -> str:
-        """What grew over _ROUNDS rounds, in words; empty if nothing did."""
+        """Describe what grew over _ROUNDS rounds; empty if nothing did."""
         if self.tensors > before.tensors or self.tensor_bytes > before.tensor_bytes:
             return (
                 f"{self.tensors - before.tensors} more tensors and {self.tensor_bytes - before.tensor_bytes} more "
@@ -67,7 +67,7 @@ def rounds_keep_no_memory(subject: Subject, case: Case) -> Measurements:
     run = _round(subject, case)
     for _ in range(_WARM_UP):
         run()
-    # A cache that fills or an arena that is opened grows once. A leak grows again.
+    # A cache that fills or an arena that opens grows once; a leak grows again.
     if not _growth(subject.device, run) or not (grown := _growth(subject.device, run)):
         return {"rounds": float(_ROUNDS)}
     raise CheckFailure(
@@ -86,7 +86,7 @@ def _growth(device: torch.device, run: Callable[[], None]) -> str:
 
 
 def _round(subject: Subject, case: Case) -> Callable[[], None]:
-    """A round over the same batch each time: build, advance where that is claimed, and attend."""
+    """Return a round over the same batch each time: build, advance if claimed, and attend."""
     fixture, batch = PagedFixture(subject, case.spec, case.batch.rows), case.batch
     buffers, builder = fixture.load(batch), fixture.builder()
     level = subject.backend.builder.advance_support(case.spec, subject.device).level

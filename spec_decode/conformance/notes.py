@@ -1,4 +1,4 @@
-"""Notes for whoever runs the checks: facts that no result states and that are neither a pass nor a failure."""
+"""Notes for the person running the checks: facts that no result states and that are neither a pass nor a failure."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from spec_decode.testing.subject import Subject
 
 _NOT_TRIED = {Outcome.UNSUPPORTED, Outcome.UNAVAILABLE, Outcome.NOT_RUN}
 _SHOWN = 12
-"""Columns of the claims that were not tried, at most."""
+"""Maximum number of untried claimed columns to list."""
 
 
 def notes_on(
     subject: Subject, claims: Mapping[str, Claim], checks: Sequence[Check], known_failures: Sequence[KnownFailure]
 ) -> tuple[str, ...]:
-    """An advance that was not tried, entries that cover nothing, a contract from the future; checks: all there are."""
+    """Report an untried advance, known failures that cover nothing, and a contract newer than this library's."""
     return (*_advance(claims), *_idle(subject, checks, known_failures), *_version(subject))
 
 
 def tried(claims: Mapping[str, Claim], checks: Sequence[Check], results: Sequence[Result]) -> str:
-    """Which claims no check has tried, and how large the batches were that were tried."""
+    """Describe which claims no check has tried, and the largest batch shapes that were tried."""
     ran = [check for check, result in zip(checks, results, strict=False) if result.outcome not in _NOT_TRIED]
     covered = {column for check in ran for column in check.covers}
     missed = sorted(column for column, claim in claims.items() if claim.claimed and column not in covered)
@@ -47,7 +47,7 @@ def _advance(claims: Mapping[str, Claim]) -> Iterator[str]:
 
 
 def _idle(subject: Subject, checks: Sequence[Check], known_failures: Sequence[KnownFailure]) -> Iterator[str]:
-    # A line and no failure: the entry may be for another backend of the module, or for the cases of another device.
+    # A note, not a failure: the entry can be meant for another backend of the module, or for another device's cases.
     for entry in known_failures:
         if not any(entry.may_cover(check) for check in checks):
             yield (

@@ -1,4 +1,4 @@
-"""Family numerics: attention against the oracle, over specs and batch shapes."""
+"""Family numerics: attention compared with the oracle, over specs and batch shapes."""
 
 from __future__ import annotations
 

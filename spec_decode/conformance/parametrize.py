@@ -1,4 +1,4 @@
-"""The pytest face: one decorator makes a test of every check."""
+"""The pytest interface: one decorator turns every check into a test."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def parametrize_with_checks(
 ) -> Callable[..., Any]:
     """``@parametrize_with_checks("mykernel")`` over ``def test_conformance(check): check()``; needs pytest.
 
-    families, quick: as `iter_checks` takes them, to keep a session short. Raises ValueError for an unknown family.
+    families, quick: as in `iter_checks`, to keep a session short. Raises ValueError for an unknown family.
 
     A failure is shown without the kit's frames; its last line is the command that repeats the check. An unclaimed case
-    counts as a skip with the backend's own reasons, a known failure as an xfail with its issue, and a
-    failure of a check that is newer than the backend's contract as an xfail that says so. While a backend is loaded or
-    checked, `os._exit` raises RuntimeError: the tests would end with no summary. Native code that ends the process is
-    out of reach here: run the tests with pytest-xdist (`-n 1`), which fails the test that it happened in.
+    is a skip with the backend's own reasons, a known failure is an xfail with its issue, and so is a failure of a check
+    newer than the backend's contract. While a backend is loaded or checked, `os._exit` raises RuntimeError, because it
+    would end the session without a summary. Native code that ends the process cannot be intercepted: use pytest-xdist
+    (`-n 1`), which then fails the test in which it happened.
     """
     import pytest
 
@@ -66,13 +66,13 @@ def _expected(check: Check, known_failures: Sequence[KnownFailure]) -> list[Any]
 
 
 def _for_pytest(check: Check, repeat: str) -> Callable[[], None]:
-    """The check as a test. What fails is shown without the kit's frames, and with the command that repeats it."""
+    """Wrap the check as a test. A failure is shown without the kit's frames and with the command that repeats it."""
     import pytest
 
     def run() -> None:
         __tracebackhide__ = True
         try:
-            # As `attn-backends check` does: with more threads the kit took twelve times as long.
+            # As in `attn-backends check`: with more threads the kit took twelve times as long.
             with one_thread(), torch.no_grad():
                 check()
         except (Unsupported, Unavailable) as reason:
@@ -81,7 +81,7 @@ def _for_pytest(check: Check, repeat: str) -> Callable[[], None]:
             if check.preview:
                 pytest.xfail(f"{check.preview}: {failure}")
             if not isinstance(failure, CheckFailure):
-                getattr(failure, "add_note", print)(repeat)  # Python 3.10 has no notes; pytest shows what was printed
+                getattr(failure, "add_note", print)(repeat)  # Python 3.10 has no notes; pytest shows printed text
                 raise failure.with_traceback(outside_this_package(failure.__traceback__))  # noqa: B904, the same error
             why = str(failure)
         else:

@@ -34,7 +34,7 @@ def _params(chosen: str) -> list[Any]:
 
 @pytest.fixture
 def attn_backend(request: pytest.FixtureRequest) -> Any:
-    """The backend under test. One that was named and cannot be had fails; under 'available' it is skipped."""
+    """The backend under test. If it cannot be loaded, a named backend fails; under 'available' it is skipped."""
     from attn_backends import BackendError, get
 
     name, may_skip = request.param

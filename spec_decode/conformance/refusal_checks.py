@@ -1,4 +1,4 @@
-"""Family refusal: what is not claimed is refused, with every reason, before anything runs."""
+"""Family refusal: specs that are not claimed are rejected with every reason, before anything runs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ check = Family("refusal", covers=only(REFUSALS))
 
 
 def _unclaimed(subject: Subject) -> Iterable[tuple[str, AttentionSpec]]:
-    """Specs outside the capability record, each wrong in one way."""
+    """Yield specs outside the capability record, each wrong in one way."""
     claims, base = subject.backend.capabilities, subject.base_spec()
     yield "float64", replace(base, dtype=torch.float64, kv_dtype=torch.float64)
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
@@ -109,7 +109,7 @@ def bad_writes_never_reach_a_kernel(subject: Subject, case: Case) -> None:
     good = torch.zeros(DECODE.rows, spec.num_kv_heads, spec.head_dim, dtype=spec.new_kv_dtype, device=fixture.device)
     value = good[..., : spec.out_dim]
     bad = [(key, value) for key in _misfits(good)]
-    # Where values lie in the keys, none are written.
+    # If values are stored inside the keys, no values are written.
     bad += [] if fixture.cache.latent else [(good, other) for other in _misfits(value)]
     for key, other in bad:
         try:
@@ -122,5 +122,5 @@ def bad_writes_never_reach_a_kernel(subject: Subject, case: Case) -> None:
 
 
 def _misfits(good: torch.Tensor) -> list[torch.Tensor]:
-    """Keys or values of another dtype, of fewer tokens, of more heads, and of fewer dims."""
+    """Return keys or values with another dtype, fewer tokens, more heads, and fewer dims."""
     return [good.double(), good[:-1], torch.cat([good, good], 1), good[..., :-1]]

@@ -21,11 +21,11 @@ SCHEMA = "attn-report/5"
 _SHOWN_FAILURES = 10
 _NON_FINITE = ("nan", "inf", "-inf")
 Number = Annotated[float, msgspec.Meta(extra_json_schema={"type": ["number", "string"], "pattern": "^(nan|-?inf)$"})]
-"""JSON has no NaN and no infinity: they are written by name."""
+"""JSON has no NaN or infinity: they are written by name."""
 
 
 class ConformanceFailure(AssertionError):
-    """A report that is not ok; the message names each check that failed and the command that repeats it."""
+    """A report that is not ok; the message lists each failed check and the command that repeats it."""
 
     report: Report
 
@@ -38,9 +38,8 @@ FAILURES = frozenset({Outcome.FAIL, Outcome.XPASS, Outcome.ERROR})
 
 
 class Claim(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """What a backend says of itself for one column. level: how much of it, where there are degrees. reason: why it
-    claims this or not, or its own statement.
-    """
+    """A backend's claim for one column. level: the degree, if there are degrees. reason: why it claims this or not, or
+    its own statement."""
 
     claimed: bool
     level: str = ""
@@ -48,8 +47,8 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One check on one case. check: family.what_holds. evidence: measured numbers; "error_over_budget" is what the
-    matrix shows. tags: the columns of the matrix that it is evidence for, "axis:value".
+    """One check on one case. check: family.what_holds. evidence: measured numbers; the matrix shows
+    "error_over_budget". tags: the matrix columns that it is evidence for, "axis:value".
 
     Raises ReportError for an unknown family, and for seconds that are negative or not finite.
     """
@@ -86,11 +85,11 @@ class ResultRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class _Run(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What was checked, where and by what.
+    """What was checked, where, and with which source.
 
-    contract: the contract version it was built for. claims: by tag; empty where the backend did not load. sources: the
-    modules behind the checks, a part for each family. package: of another project that declares the backend, with its
-    version. engine: whose own builder was checked, with its version; empty for a backend of the library.
+    contract: the contract version the backend was built for. claims: by tag; empty if the backend did not load.
+    sources: the modules behind the checks, one part per family. package: the other project that declares the backend,
+    with its version. engine: owner of the builder under test, with its version; empty for a backend of the library.
     """
 
     backend: str
@@ -105,7 +104,7 @@ class _Run(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class ReportDocument(_Run, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A report in a file. columns: every tag of its results. digest: of everything else, so that an edit shows."""
+    """A report in a file. columns: every tag of its results. digest: of everything else, to detect edits."""
 
     schema: str
     columns: tuple[str, ...] = ()
@@ -116,7 +115,7 @@ class ReportDocument(_Run, frozen=True, kw_only=True, forbid_unknown_fields=True
 class Report(_Run, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Every result of one backend on one device, and what the backend claimed there.
 
-    Raises ReportError for a check that stands twice on one case.
+    Raises ReportError if a check appears twice for one case.
     """
 
     results: tuple[Result, ...]
@@ -128,24 +127,24 @@ class Report(_Run, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def counts(self) -> dict[Outcome, int]:
-        """Results per outcome, every outcome present."""
+        """Results per outcome, including outcomes with none."""
         found = [result.outcome for result in self.results]
         return {outcome: found.count(outcome) for outcome in Outcome}
 
     @property
     def ok(self) -> bool:
-        """No failures, and something shown: at least one pass, and one of the families builder and numerics where any
-        check of theirs was asked for. So a backend that refuses every spec is not ok."""
+        """No failures and some proof: at least one pass, and one in families builder and numerics if any of their
+        checks was selected. A backend that rejects every spec is therefore not ok."""
         return not self.unproven and not self.failures
 
     @property
     def failures(self) -> tuple[Result, ...]:
-        """The results that came out as fail, xpass, error or not_run."""
+        """The results with outcome fail, xpass, error or not_run."""
         return tuple(result for result in self.results if result.outcome in FAILURES | {Outcome.NOT_RUN})
 
     @property
     def unproven(self) -> str:
-        """Why the passes prove nothing; empty where they do."""
+        """Why the passes prove nothing; empty if they do."""
         if not self.counts[Outcome.PASS]:
             return "no check passed, so nothing is proven"
         telling = [result.outcome for result in self.results if result.family in ("builder", "numerics")]
@@ -154,7 +153,7 @@ class Report(_Run, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return ""
 
     def summary(self) -> str:
-        """One line; pass and not_run are named even when they are 0."""
+        """Return one line; pass and not_run are listed even when they are 0."""
         always = (Outcome.PASS, Outcome.NOT_RUN)
         parts = [f"{n} {outcome.value}" for outcome, n in self.counts.items() if n or outcome in always]
         where = f"{self.env.device.removeprefix('NVIDIA ')}, torch {self.env.torch}"
@@ -175,12 +174,12 @@ class Report(_Run, frozen=True, kw_only=True, forbid_unknown_fields=True):
         raise ConformanceFailure("\n".join([self.summary(), *lines]), self)
 
     def repro(self, check: str, case: str) -> str:
-        """The command that runs a check on a case again."""
+        """Return the command that repeats a check on a case."""
         engine, device = self.engine.partition(" ")[0], "cpu" if self.env.cuda is None else "cuda"
         return repro_command(self.backend, check, case, engine=engine, device=device)
 
     def document(self) -> dict[str, Any]:
-        """Plain data in a stable order, as JSON can hold it: such evidence as NaN by name. It is not sealed."""
+        """Return plain JSON-compatible data in a stable order, with evidence such as NaN by name. It is not sealed."""
         columns = {tag: i for i, tag in enumerate(dict.fromkeys(tag for result in self.results for tag in result.tags))}
         rows = tuple(_row(result, columns) for result in self.results)
         shared = {name: getattr(self, name) for name in _Run.__struct_fields__}
@@ -189,22 +188,22 @@ class Report(_Run, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return {"schema": SCHEMA, **made}
 
     def to_json(self) -> bytes:
-        """The file: the document, sealed."""
+        """Encode the sealed document as file content."""
         return report_bytes(self.document())
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the JSON, making the folder; an interrupt leaves the old file or the new, never a part."""
+        """Write the JSON atomically, creating the folder."""
         write_whole(Path(path), self.to_json())
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Report:
-        """The report in a file; ReportError when it cannot be read, was edited, or is anything else."""
+        """Load a report. Raises ReportError if the file cannot be read, was edited, or is anything else."""
         return cls.of(read_json(path), str(path), sealed=True)
 
     @classmethod
     def of(cls, document: Any, where: str, *, sealed: bool = False) -> Report:
-        """The report in a document. Raises ReportError, which says where the document is from, for anything else;
-        sealed: for one that was edited, too."""
+        """Convert a document to a report. Raises ReportError, naming `where`, for anything else; with sealed, also for
+        an edited one."""
         schema = document.get("schema") if isinstance(document, dict) else None
         if schema != SCHEMA:
             raise ReportError(
@@ -226,7 +225,7 @@ class Report(_Run, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 def repro_command(backend: str, check: str, case: str, *, engine: str = "", device: str) -> str:
-    """The command that runs a check of a backend on a case again; engine: whose own builder it is, without version."""
+    """Return the command that repeats a check of a backend on a case; engine: the builder's owner, without version."""
     asked = f"--engine {engine} {backend}" if engine else backend
     soak = re.match(r"r(\d+)-s(\d+)-", case) if check.startswith("soak.") else None
     length = f" --rounds {soak[1]} --seed {soak[2]}" if soak else ""
@@ -240,13 +239,13 @@ def _row(result: Result, columns: dict[str, int]) -> ResultRow:
 
 
 def _result(row: ResultRow, columns: tuple[str, ...]) -> Result:
-    """A row of a file. Raises IndexError for a column that is not there."""
+    """Convert a row of a file. Raises IndexError for a missing column."""
     fields = {name: getattr(row, name) for name in row.__struct_fields__ if name != "columns"}
     return Result(**fields, tags=tuple(columns[i] for i in row.columns))
 
 
 def _with_numbers(document: dict[str, Any]) -> dict[str, Any]:
-    """The document with floats for the names of non-finite evidence; validation sees any other string."""
+    """Replace the names of non-finite evidence by floats; any other string is left for validation."""
 
     def row_with(row: Any) -> Any:
         if not (isinstance(row, dict) and isinstance(evidence := row.get("evidence"), dict)):

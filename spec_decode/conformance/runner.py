@@ -32,7 +32,7 @@ from spec_decode.testing.subject import Subject
 class Plan:
     """What is about to run: a report whose results are all `not_run`, and the check for each of them.
 
-    A backend that does not load has no check, and one result that says so. notes: see `notes_on`.
+    A backend that does not load has no checks, and one result with the reason. notes: see `notes_on`.
     """
 
     report: Report
@@ -42,7 +42,7 @@ class Plan:
 
 
 def default_device() -> torch.device:
-    """CUDA where it is, else the CPU."""
+    """Return CUDA if available, else the CPU."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -53,10 +53,10 @@ def iter_checks(
     families: Sequence[str] | None = None,
     quick: bool = False,
 ) -> list[Check]:
-    """Every check on every case for the backend.
+    """Return every check on every case for the backend.
 
-    families: only theirs; a family that takes minutes, soak, only if it is named. quick: only the cases that each check
-    names for a quick run. Raises ValueError for an unknown family.
+    families: only these; soak, which takes minutes, runs only if named. quick: only the cases that each check marks for
+    a quick run. Raises ValueError for an unknown family.
     """
     _require_families(families)
     every = expand(_subject(backend, device), families or ())
@@ -74,14 +74,13 @@ def check_backend(
     report: bool = False,
     on_note: Callable[[str], None] | None = None,
 ) -> Report:
-    """Run the checks and return their report. Raises ConformanceFailure, which lists the failures, unless it is ok.
+    """Run the checks and return their report. Raises ConformanceFailure, listing the failures, unless it is ok.
 
-    report: return the report however the checks come out. families: run only these. checks: only ids that match one of
-    these patterns. A family that takes minutes, soak, runs only if one of them names it, for as long as
-    `soak_checks.soak_length` says. tags: only checks that cover a column which matches one of these. known_failures:
-    None for those that the backend comes with. on_note: called before the first check with what no result states. A
-    backend that does not load gives a report whose one result is `unavailable`, which is not ok. Raises ValueError for
-    an unknown family.
+    report: return the report even if it is not ok. families: run only these. checks: only ids that match one of these
+    patterns. soak, a family that takes minutes, runs only if one of the two names it, for the length set by
+    `soak_checks.soak_length`. tags: only checks that cover a column matching one of these. known_failures: None for
+    those that ship with the backend. on_note: called before the first check with facts that no result states. A backend
+    that does not load gives one `unavailable` result, which is not ok. Raises ValueError for an unknown family.
     """
     planned = plan(backend, device=device, families=families, checks=checks, tags=tags, known_failures=known_failures)
     found = run(planned, on_note=on_note)
@@ -97,10 +96,10 @@ def run(
     on_note: Callable[[str], None] | None = None,
     kept: KeptResults | None = None,
 ) -> Report:
-    """The planned report, filled in, as `check_backend` does it.
+    """Run a plan and return its report, filled in.
 
-    on_note: after the last check it is told what was tried. kept: gets each result as it comes; what it has already is
-    not run again. Raises ReportError where that is of another run.
+    on_note: also told after the last check what was tried. kept: saves each result as it arrives; results it already
+    has are not run again. Raises ReportError if those belong to another run.
     """
     done = kept.begin(planned.report) if kept else {}
     tell = on_note or (lambda note: None)
@@ -131,16 +130,16 @@ def plan(
     quick: bool = False,
     command: str = "",
 ) -> Plan:
-    """The checks that `check_backend` runs, and the report to fill in.
+    """Return the checks that `check_backend` would run, and the report to fill in.
 
-    backend: its name, itself, or a whole subject, which has a device. quick: only the cases that each check names for a
-    quick run. command: how to run them all again.
+    backend: its name, the backend, or a whole subject, which has a device. quick: only the cases that each check marks
+    for a quick run. command: how to run them all again.
     """
     _require_families(families)
     device = backend.device if isinstance(backend, Subject) else device or default_device()
     name = backend if isinstance(backend, str) else _backend_of(backend).name
     try:
-        # Before anything that may initialise CUDA, so that one that does so itself is seen.
+        # Before anything that can initialise CUDA, so that a backend that does so while loading is noticed.
         subject = _subject(backend, device)
         known = known_failures_of(subject.backend) if known_failures is None else tuple(known_failures)
     except BrokenBackend as error:
@@ -163,7 +162,7 @@ def plan(
 
 
 def run_check(check: Check, planned: Result, known_failures: Sequence[KnownFailure] = ()) -> Result:
-    """The planned result, filled in. Any exception but those of a check is an error of the backend."""
+    """Run a check and fill in the planned result. Any exception other than a check's own is an error of the backend."""
     start = time.perf_counter()
     evidence: Measurements = {}
     reason = ""
@@ -179,7 +178,7 @@ def run_check(check: Check, planned: Result, known_failures: Sequence[KnownFailu
         outcome, reason = Outcome.UNAVAILABLE, str(lack)
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # a backend may fail in any way; one check's must not end the run
+    except BaseException as error:  # a backend can fail in any way; one check must not end the run
         outcome, reason = Outcome.ERROR, f"{type(error).__name__}: {error}{error_location(error)}"
     known = next((entry for entry in known_failures if entry.covers(check)), None)
     if known and (outcome is Outcome.FAIL or (known.error and outcome is Outcome.ERROR)):
@@ -188,20 +187,20 @@ def run_check(check: Check, planned: Result, known_failures: Sequence[KnownFailu
         outcome, reason = Outcome.XPASS, f"{known.issue} says this fails, and it passes: remove the entry"
     elif check.preview and outcome in (Outcome.FAIL, Outcome.ERROR):
         outcome, reason = Outcome.PREVIEW, f"{check.preview}: {reason}"
-    # What follows the fourth digit is noise, and would be most of the report.
+    # Digits after the fourth are noise, and would make up most of the report.
     evidence = {what: float(f"{value:.4g}") for what, value in evidence.items()}
     seconds = round(time.perf_counter() - start, 3)
     return msgspec.structs.replace(planned, outcome=outcome, reason=reason, evidence=evidence, seconds=seconds)
 
 
 def unloaded(name: str, env: Environment, command: str, outcome: Outcome, reason: str = "") -> Report:
-    """The report of a backend that is not loaded; its one result says why, in every column."""
+    """Return the report of a backend that did not load; its one result gives the reason, in every column."""
     loading = Result(check="contract.loads", case="any", outcome=outcome, reason=reason, tags=(EVERYTHING,))
     return Report(backend=name, version="unknown", env=env, command=command, results=(loading,))
 
 
 def _sources(subject: Subject, checks: Sequence[Check]) -> SourceRecord:
-    """The modules behind the checks of each family and the backend that they try."""
+    """Record the modules behind each family's checks and behind the backend."""
     backend = (type(subject.backend).__module__, subject.backend.builder.__module__)
     families: dict[str, set[str]] = {}
     for check in checks:
@@ -210,7 +209,7 @@ def _sources(subject: Subject, checks: Sequence[Check]) -> SourceRecord:
 
 
 def _package_of(name: str) -> str:
-    """The package that declares a backend, with its version; empty for one that is built in or registered by a call."""
+    """Return the package that declares a backend, with its version; empty if built in or registered by a call."""
     packages = {plug_in.name: plug_in.package for plug_in in registry.plug_ins()}
     if name not in packages or registry.registered_here(name):
         return ""

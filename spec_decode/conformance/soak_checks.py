@@ -1,4 +1,4 @@
-"""Family soak: thousands of rounds while requests join, leave and reach their limit. It runs only if asked for."""
+"""Family soak: thousands of rounds while requests join, leave and reach their limit. Runs only on request."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from spec_decode.testing.subject import Subject
 ROUNDS = 5_000
 _WARM_UP = 500
 _RESIDENT_GROWTH = 16 << 20
-"""Bytes that the resident set may grow by, since allocators fragment: 3.7 KiB a round after the warm-up of 5,000."""
+"""Resident set growth allowed for fragmentation, in bytes: 3.7 KiB per round after the warm-up of 5,000."""
 
 
 @dataclass(frozen=True, slots=True)
 class SoakCase:
-    """So many rounds in a strategy, all of them drawn from a seed."""
+    """A number of rounds in a strategy, drawn from a seed."""
 
     strategy: Strategy
     rounds: int
@@ -52,7 +52,7 @@ _length: ContextVar[tuple[int, int]] = ContextVar("length", default=(ROUNDS, 0))
 
 @contextmanager
 def soak_length(rounds: int = ROUNDS, seed: int = 0) -> Iterator[None]:
-    """Inside, soaks are planned with so many rounds in each strategy, at least 10, and this seed."""
+    """Within this context, soaks are planned with this many rounds per strategy, at least 10, and this seed."""
     token = _length.set((rounds, seed))
     try:
         yield
@@ -96,7 +96,7 @@ def long_runs_stay_right(subject: Subject, case: SoakCase) -> Measurements:
 
 
 def growth(warm: MemoryReading, end: MemoryReading) -> str:
-    """What grew more than it may, in words; empty if nothing did."""
+    """Describe what grew beyond its limit; empty if nothing did."""
     if warm.allocated != end.allocated:
         return f"{warm.allocated} bytes allocated, then {end.allocated}: somebody keeps tensors"
     grown = (end.resident or 0) - (warm.resident or 0)
@@ -109,7 +109,7 @@ def _run(
     reference: SoakDrafter,
     rounds: Iterator[tuple[ScheduledRound, VerifiedTokens]],
 ) -> Counter[str]:
-    """Draft the rounds, and count what they had. Raises CheckFailure, which names the round."""
+    """Draft the rounds and count their events. Raises CheckFailure, which names the round."""
     counts: Counter[str] = Counter()
     for round_, verified in rounds:
         where = f"round {round_.index} of {case.told}"
@@ -117,7 +117,7 @@ def _run(
             _draft(where, round_, verified, candidate, reference)
         except CheckFailure:
             raise
-        except Exception as error:  # a backend may fail in any way; here it is told with its round
+        except Exception as error:  # a backend can fail in any way; report the round with it
             got = f"{type(error).__name__}: {error}{error_location(error)}"
             raise CheckFailure(contract=f"{where} raises nothing", expected="drafts", got=got) from error
         counts.update(
@@ -150,7 +150,7 @@ def _draft(
 
 
 def _observed(drafter: SoakDrafter, drafts: Drafts) -> dict[str, torch.Tensor]:
-    """What a round leaves, by row of the batch or page of the cache."""
+    """Return what a round leaves, by row of the batch or page of the cache."""
     drafted = drafts.tokens >= 0
     return {
         "token": drafts.tokens,
@@ -165,7 +165,7 @@ def _observed(drafter: SoakDrafter, drafts: Drafts) -> dict[str, torch.Tensor]:
 def _expect_same(
     where: str, round_: ScheduledRound, found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]
 ) -> None:
-    """Raise CheckFailure for the first element that is not the same bits, or is NaN; waits for the device."""
+    """Raise CheckFailure for the first element that differs in bits or is NaN; syncs with the device."""
     for what, tensor in wanted.items():
         differs = (bits(found[what]) != bits(tensor)) | tensor.isnan()
         if not differs.any():

@@ -16,12 +16,12 @@ from spec_decode.testing.subject import Subject
 
 MAX_REQS, DRAFT_TOKENS = 8, 4
 MAX_SEQ_LEN = {"cuda": 1024, "cpu": 128}
-"""Tokens of the longest request: several splits for every kernel; on the CPU, what an emulator does quickly."""
+"""Tokens of the longest request: several splits for every kernel; on the CPU, what the emulator runs quickly."""
 COMPARE_EVERY = 10
 
 
 def soak_fixture(subject: Subject, page_size: int | None = None) -> DraftFixture:
-    """The draft fixture for these rounds. Raises Unsupported where the backend refuses it."""
+    """Make the draft fixture for these rounds. Raises Unsupported if the backend rejects it."""
     longest = MAX_SEQ_LEN[subject.device.type]
     return DraftFixture.make(subject, MAX_REQS, DRAFT_TOKENS, max_seq_len=longest, page_size=page_size)
 
@@ -29,7 +29,7 @@ def soak_fixture(subject: Subject, page_size: int | None = None) -> DraftFixture
 def soak_rounds(
     fixture: DraftFixture, first: Sequence[int], seed: int
 ) -> Iterator[tuple[ScheduledRound, VerifiedTokens]]:
-    """Endless rounds, each with what it starts from. first: the number of requests in each of the first rounds."""
+    """Yield rounds without end, each with its inputs. first: the number of requests in each of the first rounds."""
     schedule = Schedule(
         max_reqs=fixture.num_reqs,
         num_speculative_tokens=fixture.num_speculative_tokens,
@@ -41,7 +41,7 @@ def soak_rounds(
         seed=seed,
     )
     for round_ in schedule:
-        # No local holds the tensors, or memory would depend on the number of rows of the last round.
+        # No local keeps the tensors alive, or memory would depend on the row count of the last round.
         yield round_, _verified(fixture, round_, seed)
 
 
@@ -57,14 +57,14 @@ def _verified(fixture: DraftFixture, round_: ScheduledRound, seed: int) -> Verif
 
 @dataclass(frozen=True, slots=True)
 class SoakDrafter:
-    """A drafter, and its keys and values as integers of the cache's shape: a NaN equals itself."""
+    """A drafter, and its keys and values viewed as integers of the cache's shape, so that a NaN equals itself."""
 
     drafter: Drafter
     cache: tuple[torch.Tensor, torch.Tensor]
 
     @classmethod
     def make(cls, fixture: DraftFixture, strategy: Strategy | None) -> SoakDrafter:
-        """As `DraftFixture.drafter` has it. Raises StrategyError for a strategy that the backend does not allow."""
+        """As `DraftFixture.drafter`. Raises StrategyError for a strategy that the backend does not allow."""
         drafter = fixture.drafter(strategy)
         cache = drafter.groups[0].caches[0]
         return cls(drafter, (bits(cache.key), bits(cache.value)))
@@ -75,6 +75,6 @@ class SoakDrafter:
         verified: VerifiedTokens,
         propose: Callable[[VerifiedTokens], Drafts] | None = None,
     ) -> Drafts:
-        """Run the round; its tables are loaded even if nobody joined or left. propose: None is the drafter's."""
+        """Run the round; tables are loaded even if no request joined or left. propose: None for the drafter's."""
         self.drafter.tables.load([[row.pages for row in round_.rows]], [row.limit for row in round_.rows])
         return (propose or self.drafter.propose)(verified)

@@ -8,17 +8,17 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 _LEAVES = 1 / 32
-"""Chance of a request to leave in a round before its limit."""
+"""Probability that a request leaves in a round before its limit."""
 _CROWD_CHANGES = 1 / 16
-"""Chance of a round to want another number of requests."""
+"""Probability that a round changes the number of requests."""
 _ROUNDS_ALLOWED = 12
-"""A request's limit lies at most this many whole rounds after its context."""
+"""A request's limit is at most this many whole rounds after its context."""
 
 
 class ScheduledRequest(NamedTuple):
     """A request as one round sees it.
 
-    context: draft KV tokens it has; accepted: how many of its last drafts were kept; drafts: tokens it must get. One
+    context: its draft KV tokens; accepted: how many of its last drafts were kept; drafts: tokens it must get. A request
     that gets none leaves.
     """
 
@@ -34,9 +34,9 @@ class ScheduledRequest(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ScheduledRound:
-    """The live rows in order, who came and went before it, and whether eager drafting must repeat it.
+    """The live rows in order, how many joined and left before it, and whether eager drafting must repeat it.
 
-    at_limit: those among the left that had no room for another round.
+    at_limit: how many of those that left had no room for another round.
     """
 
     index: int
@@ -48,10 +48,10 @@ class ScheduledRound:
 
 
 def drafts_within(limit: int, context: int, accepted: int, k: int) -> int:
-    """Draft tokens that a request has room for in a round of k, computed on the host.
+    """Compute on the host how many draft tokens a request has room for in a round of k.
 
-    None unless the 1 + k tokens of step 0 fit. Then step 0 gives one and leaves context + accepted + 1 tokens, and
-    every further step needs room for one more.
+    Zero unless the 1 + k tokens of step 0 fit. Step 0 then gives one and leaves context + accepted + 1 tokens; every
+    further step needs room for one more.
     """
     return 0 if context + 1 + k > limit else min(k, limit - context - accepted)
 
@@ -60,8 +60,8 @@ def drafts_within(limit: int, context: int, accepted: int, k: int) -> int:
 class Schedule:
     """An endless series of rounds; a pure function of its arguments.
 
-    first: the number of requests in each of the first rounds, which are all compared. Later ones are at random: one of
-    every compare_every in a row is compared. window: None without one.
+    first: the number of requests in each of the first rounds, which are all compared. Later numbers are random, and one
+    of every compare_every rounds is compared. window: None without one.
     """
 
     max_reqs: int
@@ -75,7 +75,7 @@ class Schedule:
 
     def __post_init__(self) -> None:
         self._random = random.Random(self.seed)
-        # Enough for every request at the longest limit: nobody waits for a page.
+        # Enough for every request at the longest limit: no request waits for a page.
         self._free = list(range(self.max_reqs * self._pages_for(self.max_seq_len)))
         self._random.shuffle(self._free)
         self._live: list[ScheduledRequest] = []
@@ -98,7 +98,7 @@ class Schedule:
         joined = self._wanted - len(staying)
         rows = [row._replace(context=row.context + row.accepted + 1) for row in staying]
         for _ in range(joined):
-            # Anywhere, so that the others change rows too.
+            # At a random row, so that the others change rows too.
             rows.insert(self._random.randint(0, len(rows)), self._new_request())
         self._live = [self._drafting(row) for row in rows]
         self._rounds += 1
@@ -106,7 +106,7 @@ class Schedule:
         return ScheduledRound(index, self._live, compared, joined, before - len(staying), at_limit)
 
     def _let_leave(self) -> list[ScheduledRequest]:
-        """Take back the pages of who is finished, of some others, and of who is too many; the others stay."""
+        """Remove requests that are finished, some others, and any surplus, and free their pages; return the others."""
         staying = [row for row in self._live if row.drafts and self._random.random() >= _LEAVES]
         for _ in range(len(staying) - self._wanted):
             staying.pop(self._random.randrange(len(staying)))
@@ -122,13 +122,13 @@ class Schedule:
             limit = self._pages_for(limit) * self.page_size
         limit = min(limit, self.max_seq_len)
         count = self._pages_for(limit)
-        # The pages given back last go out first: most joins take over another's.
+        # Pages freed last are reused first: most new requests take over another's.
         self._free, pages = self._free[:-count], self._free[-count:]
         self._requests += 1
         return ScheduledRequest(self._requests, pages, limit, context, draw.choice((0.0, 1.0)), draw.getrandbits(62))
 
     def _context(self) -> int:
-        """Half of the time anywhere, else around 0, a page's edge, the window's or the longest limit's."""
+        """Half of the time anywhere, else close to 0, a page's edge, the window's or the longest limit's."""
         draw = self._random
         if draw.random() < 0.5:
             return draw.randrange(self.max_seq_len)
@@ -138,7 +138,7 @@ class Schedule:
         return min(max(0, edge + draw.randint(-2, 2)), self.max_seq_len - 1)
 
     def _drafting(self, row: ScheduledRequest) -> ScheduledRequest:
-        """The row with what this round accepts of it and drafts for it."""
+        """Return the row with what this round accepts and drafts for it."""
         accepted = self._random.randint(0, self.num_speculative_tokens)
         drafts = drafts_within(row.limit, row.context, accepted, self.num_speculative_tokens)
         return row._replace(accepted=accepted, drafts=drafts)

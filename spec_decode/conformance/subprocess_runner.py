@@ -1,4 +1,4 @@
-"""Check a backend in a process of its own: a crash or a hang there is named, and costs no other backend its results."""
+"""Check a backend in its own process: a crash or hang is named and costs no other backend its results."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _CHILD = "spec_decode.conformance.child"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TimeLimits:
-    """Seconds that one check and that all checks of a backend may take. Loading the backend counts as a check."""
+    """Time limits in seconds for one check and for all checks of a backend. Loading the backend counts as a check."""
 
     check: float = 600.0
     backend: float = 7200.0
@@ -36,12 +36,12 @@ def check_isolated(
     on_note: Callable[[str], None] | None = None,
     child: Sequence[str] | None = None,
 ) -> Report:
-    """`check_backend` in another process; always a whole report.
+    """`check_backend` in another process; always returns a complete report.
 
     request: the keyword arguments of `spec_decode.conformance.runner.plan`, the device by name, "soak": those of
-    `soak_length`, and "keep": {"report": path, "resume": bool} for `KeptResults`; raises ReportError where these are of
-    another run. If the process dies or outlives a limit, the check in flight is an `error` that says so, and those
-    after it stay `not_run`. env: used until the process reports its own.
+    `soak_length`, and "keep": {"report": path, "resume": bool} for `KeptResults`; raises ReportError if those results
+    belong to another run. If the process dies or exceeds a limit, the check in flight becomes an `error` with the
+    reason, and later ones stay `not_run`. env: used until the process reports its own.
     """
     limits = limits or TimeLimits()
     check_limit, backend_limit = TimeLimit(limits.check, "a check"), TimeLimit(limits.backend, "a backend")
@@ -58,7 +58,7 @@ def check_isolated(
 
 
 class _Progress:
-    """The report, as far as the messages of the process go."""
+    """The report, as far as the process's messages have filled it."""
 
     def __init__(
         self, report: Report, on_result: Callable[[Result], None] | None, on_note: Callable[[str], None] | None
@@ -67,7 +67,7 @@ class _Progress:
         self._results, self._at = list(report.results), 0
 
     def take(self, message: dict[str, Any]) -> None:
-        """{"report": the plan}, {"result": the next}, {"notes": texts} or {"refused": why}."""
+        """Handle {"report": the plan}, {"result": the next}, {"notes": texts} or {"refused": why}."""
         if self._on_note:
             for note in message.get("notes", ()):
                 self._on_note(note)
@@ -93,7 +93,7 @@ class _Progress:
             raise ProcessEnded(f"the process ended with {status or 'exit status 0'}")
 
     def stop(self, why: str) -> None:
-        """Blame the check in flight, or the last one if all were done; none where none was asked for."""
+        """Blame the check in flight, or the last one if all were done; none if there were no checks."""
         if not self._results:
             return
         at = min(self._at, len(self._results) - 1)

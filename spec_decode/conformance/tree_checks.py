@@ -1,4 +1,4 @@
-"""Families numerics and graph: where a spec asks for trees, a query token sees its ancestors and none beside them."""
+"""Families numerics and graph: if a spec requests trees, a query token sees its ancestors but no siblings."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ _SHAPES = {
     "wide": Batch((64, 64), (64, 130), 2, (_WIDE, _WIDE)),
     "splits": Batch((6, 6), (1030, 700), 2, (_BUSHY, _STAR)),
 }
-"""Three of unlike shapes at once, with a padding row; beside a decode; as many tokens as a mask has bits; and behind
-several splits of keys."""
+"""Three different trees at once with a padding row; trees next to a decode; as many tokens as a mask has bits; and
+trees after several splits of keys."""
 _OTHERS = {
     "trees": Batch((6, 6, 6, 6), (141, 64, 6, 9), 4, (_STAR, _BUSHY, (0, 0, 2, 1, 4), _CHAIN)),
     "wide": Batch((64, 64), (150, 64), 2, (tuple(range(63)), _WIDE)),
 }
-"""Of the same size, with other trees after prefixes of other lengths; the first where one more request has joined."""
+"""The same sizes with other trees after prefixes of other lengths; one more request has joined the first."""
 _VARIANTS = (*TELLING_VARIANTS, "gqa", "fp8_cache")
 _WINDOW = MAX_TREE_TOKENS
-"""The least there is: a tree lies within it, and begins at its edge."""
+"""The minimum: a tree lies within the window, and begins at its edge."""
 _STORED = "write_kv stores each query token of a tree in its own slot and nothing else"
 
 numerics = Family("numerics", covers=with_case())
@@ -39,7 +39,7 @@ graph = Family("graph", covers=with_case(CAPTURE, ADVANCE))
 
 
 def _trees(subject: Subject) -> Iterable[tuple[str, Case]]:
-    """A few telling variants that ask for trees."""
+    """Yield a few telling variants that request trees."""
     for name, case in spec_cases(_SHAPES, _VARIANTS)(subject):
         yield name, Case(with_trees(case.spec), case.batch)
         if name.startswith("base-") and case.spec.sliding_window is None:
