@@ -1,4 +1,4 @@
-"""The compatibility matrix: what each backend claims and what was seen, as pure functions of the reports' JSON."""
+"""The compatibility matrix: each backend's claims and observations, as pure functions of the reports' JSON."""
 
 from spec_decode.conformance.report import Claim
 from spec_decode.matrix.cells import Cell, Note, Run, RunEvidence, Status, evidence_of

@@ -1,4 +1,4 @@
-"""One cell of the compatibility matrix: claim and evidence, kept apart, their status, and the runs they are from."""
+"""One cell of the compatibility matrix: separate claim and evidence, their status, and the runs behind them."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from spec_decode.environment import Environment
 from spec_decode.testing.outcome import Outcome
 
 OLDER = "*"
-"""Behind what was seen of older source than is here now."""
+"""Appended to observations made with older source than the current one."""
 
 
 _NOT_COUNTED = {Outcome.UNSUPPORTED, Outcome.PREVIEW, Outcome.UNAVAILABLE, Outcome.NOT_RUN}
-"""Refusals, failed previews, and checks that did not run."""
+"""Rejections, failed previews, and checks that did not run."""
 
 
 class Status(str, Enum):
-    """What claim and checks of a cell come to together; each member has its mark and its meaning."""
+    """The combined status of a cell's claim and checks; each member has its mark and its meaning."""
 
     VERIFIED = "verified", "✓", "claimed, and every check that covers it passed"
     CLAIMED = "claimed", "?", "claimed, and no check that covers it ran"
@@ -40,7 +40,7 @@ class Status(str, Enum):
 
 
 class Note(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Why some checks of a cell did not pass: equal reasons once, with the first check and its command."""
+    """Why some checks of a cell did not pass: equal reasons are merged, with the first check and its command."""
 
     outcome: str
     reason: str
@@ -51,11 +51,11 @@ class Note(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class RunEvidence(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What one run saw of one column.
+    """What one run observed for one column.
 
-    run: index into the matrix's runs. passed of total: checks that ran and are neither refusals nor failed previews;
-    both are None where none is. refused: cases that were not claimed. worst: the largest error as a multiple of its
-    budget. changed: the modules behind these checks that are not what they were.
+    run: index into the matrix's runs. passed of total: checks that ran, excluding rejections and failed previews; both
+    None if there are none. refused: cases that were not claimed. worst: the largest error as a multiple of its budget.
+    changed: the modules behind these checks that have changed since.
     """
 
     run: int
@@ -69,16 +69,16 @@ class RunEvidence(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @property
     def text(self) -> str:
-        """The status, the count, the worst error, and a mark where the source is older."""
+        """The status, the count, the worst error, and a mark if the source is older."""
         count = f" {self.passed}/{self.total}" if self.total else ""
         worst = f" {self.worst:.2g}x" if self.worst is not None else ""
         return f"{self.status.value}{count}{worst}{OLDER if self.changed else ''}"
 
 
 class Cell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Claim and evidence of one column. evidence: one entry a run that has any, newest first; never an average.
+    """Claim and evidence of one column. evidence: one entry per run that has any, newest first; never an average.
 
-    status: of the newest run; without a run, by the claim. claim: None where no report recorded one. conflict: whether
+    status: from the newest run; without a run, from the claim. claim: None if no report recorded one. conflict: whether
     runs of the same version on the same device disagree. repro: the command that checks this column again.
     """
 
@@ -90,7 +90,7 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @classmethod
     def of(cls, claim: Claim | None, evidence: Sequence[RunEvidence], repro: str = "") -> Cell:
-        """The cell that this claim and this evidence, newest first, make."""
+        """Make the cell for this claim and this evidence, newest first."""
         claimed = claim is not None and claim.claimed
         return cls(
             status=evidence[0].status if evidence else Status.CLAIMED if claimed else Status.UNKNOWN,
@@ -102,14 +102,14 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @property
     def text(self) -> str:
-        """What the newest run saw, what older ones saw where that differs, and the level claimed."""
+        """The newest run's observation, older ones if they differ, and the level claimed."""
         seen = self.evidence[:1] + tuple(old for old in self.evidence[1:] if old.status is not self.status)
         texts = dict.fromkeys(evidence.text for evidence in seen) or [self.status.value]
         return "; earlier ".join(texts) + (f" ({self.level})" if self.level else "")
 
     @property
     def level(self) -> str:
-        """The level claimed, where the claim has degrees."""
+        """The level claimed, if the claim has degrees."""
         return self.claim.level if self.claim is not None else ""
 
 
@@ -121,14 +121,13 @@ def evidence_of(
     changed: tuple[str, ...] = (),
     repro: Callable[[str, str], str] | None = None,
 ) -> RunEvidence:
-    """The evidence of one run's results in one column; there is at least one result. repro: the command that runs a
-    check on a case again.
-    """
+    """Combine one run's results in one column (at least one). repro: returns the command that repeats a check on a
+    case."""
     outcomes = [result.outcome for result in results]
     refused = outcomes.count(Outcome.UNSUPPORTED)
     status = _status(set(outcomes), claim)
     if status in (Status.UNKNOWN, Status.CLAIMED, Status.REFUSED):
-        # A case that asks for several things is refused for all of them: the shortest reason is the most telling.
+        # A case that requests several things is rejected for all of them: the shortest reason is the most specific.
         notes = sorted(_notes(results, repro), key=lambda note: len(note.reason))
         return RunEvidence(run=run, status=status, refused=refused, notes=tuple(notes), changed=changed)
     errors = [r.evidence["error_over_budget"] for r in results if "error_over_budget" in r.evidence]
@@ -138,7 +137,7 @@ def evidence_of(
         passed=outcomes.count(Outcome.PASS),
         total=sum(outcome not in _NOT_COUNTED for outcome in outcomes),
         refused=refused,
-        # A NaN is worse than any number, and max() alone would lose it.
+        # NaN is worse than any number; max() alone would lose it.
         worst=max(errors, key=lambda error: (error != error, error), default=None),
         notes=_notes([result for result in results if result.outcome is not Outcome.UNSUPPORTED], repro),
         changed=changed,
@@ -159,7 +158,7 @@ def _status(seen: set[Outcome], claim: Claim | None) -> Status:
 
 
 def _notes(results: Sequence[Result], repro: Callable[[str, str], str] | None) -> tuple[Note, ...]:
-    """Failures first."""
+    """Return the notes, failures first."""
     groups: dict[tuple[str, str], list[Result]] = {}
     for result in sorted(results, key=lambda result: result.outcome not in FAILURES):
         if result.outcome is not Outcome.PASS:
@@ -178,7 +177,7 @@ def _notes(results: Sequence[Result], repro: Callable[[str, str], str] | None) -
 
 
 class Run(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One run of a tool: what it looked at, where, when, and how to repeat it."""
+    """One run of a tool: its subject, where, when, and how to repeat it."""
 
     subject: str
     env: Environment
@@ -186,7 +185,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
     @property
     def commit(self) -> str:
-        """Short, with what is known of the tree beside it, and whether it was stated and not read from git."""
+        """The short hash, whether the tree was dirty, and whether this was stated instead of read from git."""
         stated = f" ({self.env.stated})" if self.env.stated else ""
         if self.env.commit.startswith("unknown"):
             return self.env.commit + stated
@@ -195,7 +194,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
 class Runs:
-    """Collects runs, each once, and numbers them in the order they are first met."""
+    """Collects distinct runs and numbers them in order of first use."""
 
     def __init__(self) -> None:
         self._numbers: dict[Run, int] = {}

@@ -1,4 +1,4 @@
-"""The columns of the matrix: one for each tag that some report claims or checks, in groups by its axis."""
+"""The columns of the matrix: one for each tag that a report claims or checks, grouped by axis."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _AXES: dict[str, tuple[str, dict[str, str]]] = {
     "fused_write": ("Fused writes", {"rope": "rope + write", "kv_a_norm_rope": "norm + rope + write"}),
     "family": ("Other checks", {}),
 }
-"""Axis -> title of its group, and the labels of its values in their order. Values without one are numbers or new."""
+"""Axis -> title of its group, and the labels of its values in order. Values without a label are numbers or new."""
 
 _MEANINGS = {
     "mode:prefill": "A whole prompt at once.",
@@ -59,7 +59,7 @@ _MEANINGS = {
 
 
 class Column(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One column. tag: what evidence and claims are matched by; label: short, and clear without the group."""
+    """One column. tag: key for evidence and claims; label: short, and clear without the group."""
 
     tag: str
     label: str
@@ -68,7 +68,7 @@ class Column(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 def columns_of(tags: Iterable[str]) -> tuple[Column, ...]:
-    """The columns of these tags; unknown axes come last, under their own names."""
+    """Return the columns of these tags; unknown axes come last, under their own names."""
     return tuple(map(_column, sorted(set(tags) - {EVERYTHING}, key=_rank)))
 
 

@@ -11,11 +11,8 @@ from spec_decode.matrix.sources import Agreement, AgreementRow, Quantiles, Timin
 
 
 class Parity(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Drafting of some tokens at one temperature compared with eager drafting, greedily with plain decoding, and beside
-    others with alone.
-
-    The prompts of all graph modes are counted together.
-    """
+    """Drafting at one temperature compared with eager drafting, with plain decoding if greedy, and, batched with other
+    prompts, with running alone. Prompts are counted over all graph modes."""
 
     num_speculative_tokens: int
     temperature: float
@@ -38,7 +35,7 @@ class HostTime(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class DraftCell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One strategy. run: where the parity is from. changed: the modules behind it that are not what they were."""
+    """One strategy. run: the run behind the parity. changed: the modules behind it that have changed since."""
 
     strategy: str
     status: Status
@@ -50,7 +47,7 @@ class DraftCell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     @property
     def longest(self) -> tuple[Parity, ...]:
-        """Of the parities, those with the most draft tokens."""
+        """The parities with the most draft tokens."""
         most = max((found.num_speculative_tokens for found in self.parity), default=0)
         return tuple(found for found in self.parity if found.num_speculative_tokens == most)
 
@@ -65,12 +62,12 @@ class DraftRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     cells: tuple[DraftCell, ...]
 
     def in_order(self, strategies: Iterable[str]) -> list[DraftCell | None]:
-        """The cells of these strategies; None for one that was not run."""
+        """Return the cells of these strategies; None for a strategy that was not run."""
         return [next((cell for cell in self.cells if cell.strategy == strategy), None) for strategy in strategies]
 
 
 def draft_rows(agreements: Sequence[Agreement], timings: Sequence[Timing], runs: Runs) -> tuple[DraftRow, ...]:
-    """A row for each draft, backend and run, newest first; nothing is merged."""
+    """Return a row for each draft, backend and run, newest first; nothing is merged."""
     rows = []
     for agreement in sorted(agreements, key=lambda agreement: agreement.env.date, reverse=True):
         run = runs.number("draft pairs", agreement.env, agreement.command)
@@ -136,7 +133,7 @@ def _status(rows: Sequence[AgreementRow], parity: Sequence[Parity]) -> Status:
 def _host_times(
     timings: Iterable[Timing], device: str, backend: str, strategy: str, runs: Runs
 ) -> tuple[HostTime, ...]:
-    """Those of whole rounds, newest first, small batches and few tokens before large ones."""
+    """Return host times of whole rounds: newest first, then by number of tokens and batch size."""
     found = [
         HostTime(
             case=timing.case,

@@ -14,7 +14,7 @@ _PROVENANCE = ("run", "what", "device", "driver", "CUDA", "torch", "triton", "py
 
 
 def to_markdown(matrix: Matrix) -> str:
-    """Everything that the JSON holds but the evidence of each single case."""
+    """Render everything that the JSON holds except the evidence of single cases."""
     notes = Notes()
     legend = _table(["status", "meaning"], [[status.value, status.meaning] for status in Status])
     parts = ["# Compatibility", HOW_TO_READ, legend]

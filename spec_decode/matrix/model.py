@@ -25,9 +25,9 @@ SCHEMA = "attn-matrix/4"
 class MatrixRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One version of a backend on one device.
 
-    package: of another project that declares it, with its version; empty for this project's own. engine: whose own
-    builder it is, with its version; empty for a backend. runs: indices of its reports, newest first. stale: why the row
-    may no longer hold. cells: by the tag of their column.
+    package: the other project that declares it, with its version; empty for this project. engine: owner of the builder,
+    with its version; empty for a backend. runs: indices of its reports, newest first. stale: why the row may no longer
+    hold. cells: by the tag of their column.
     """
 
     backend: str
@@ -45,7 +45,7 @@ class MatrixRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     @property
     def absent(self) -> str:
-        """Why it could not be loaded, where that is all that was seen of it; else empty."""
+        """Why it could not be loaded, if nothing else was observed; else empty."""
         notes = [note for cell in self.cells.values() for evidence in cell.evidence for note in evidence.notes]
         reasons = {note.reason if note.outcome == Outcome.UNAVAILABLE.value else "" for note in notes}
         unknown = all(cell.status is Status.UNKNOWN and cell.claim is None for cell in self.cells.values())
@@ -53,7 +53,7 @@ class MatrixRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class Matrix(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Everything the pages show. runs: where each piece of evidence is from; the rest refers to them by index."""
+    """Everything the pages show. runs: the source of each piece of evidence, which refers to them by index."""
 
     schema: str = SCHEMA
     columns: tuple[Column, ...]
@@ -76,7 +76,7 @@ def build_matrix(
     tags: Sequence[str] = (),
     current: Mapping[str, str] | None = None,
 ) -> Matrix:
-    """The matrix of these reports: rows by device and backend, nothing averaged, nothing dropped.
+    """Build the matrix of these reports: rows by device and backend, nothing averaged, nothing dropped.
 
     tags: only the columns that match one of these patterns. current: the versions that backends have now; a row of
     another version is marked stale.
@@ -104,12 +104,12 @@ def build_matrix(
 
 
 def tags_of(reports: Iterable[Report]) -> set[str]:
-    """Every tag that these reports claim something of, or have a result for."""
+    """Return every tag that these reports have a claim or a result for."""
     return {tag for report in reports for tag in chain(report.claims, *map(_tags_of, report.results))}
 
 
 def _tags_of(result: Result) -> tuple[str, ...]:
-    """Its tags; one that has none, as another kit may make them, counts for its family, so that none is lost."""
+    """Return its tags; a result without tags, such as another kit's, counts for its family, so none is lost."""
     return result.tags or (f"family:{result.family}",)
 
 
@@ -129,7 +129,7 @@ def _row(reports: Sequence[Report], columns: Sequence[Column], runs: Runs, stale
 
 
 def _again(report: Report, tag: str) -> str:
-    """The command that checks a column of a row again."""
+    """Return the command that checks a column of a row again."""
     if report.engine:
         return f"attn-backends check --engine {report.engine.partition(' ')[0]} {report.backend}"
     where = "cpu" if report.env.cuda is None else "cuda"
@@ -163,7 +163,7 @@ def _claim(report: Report, tag: str) -> Claim | None:
 
 
 def _stale(report: Report, later: Report, installed: str | None) -> tuple[str, ...]:
-    """Why a row may no longer hold: another version was checked later, is installed, or the contract moved on."""
+    """Return why a row may no longer hold: another version was checked later or is installed, or a newer contract."""
     reasons = []
     if later.version != report.version:
         reasons.append(f"version {later.version} was checked on this device later, on {later.env.date[:10]}")
@@ -176,7 +176,7 @@ def _stale(report: Report, later: Report, installed: str | None) -> tuple[str, .
 
 
 def to_json(matrix: Matrix) -> bytes:
-    """In a stable order; a worst error that is no number is written as its name."""
+    """Encode in a stable order; a non-finite worst error is written by name."""
     document = msgspec.to_builtins(matrix)
     for row in document["rows"]:
         for cell in row["cells"].values():

@@ -1,4 +1,4 @@
-"""What the pages share: how to read them, columns in groups, reasons by number, timings as lines."""
+"""Shared by the pages: how to read them, columns in groups, numbered reasons, timings as lines."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ HOW_TO_READ = (
     f"{OLDER}: the evidence is dated, not withdrawn."
 )
 _REFUSALS_ONLY = frozenset({Status.REFUSED, Status.UNKNOWN, Status.CLAIMED})
-"""Cells whose notes are refusals at most: one reason is enough."""
+"""Cells whose notes are rejections at most: one reason is enough."""
 
 
 class Notes:
-    """Numbers for reasons, given as they are first met; the same outcome for the same reason has one number."""
+    """Numbers for reasons in order of first use; the same outcome with the same reason has one number."""
 
     def __init__(self) -> None:
         self._numbers: dict[tuple[str, str], tuple[Note, int]] = {}
 
     @property
     def all(self) -> dict[Note, int]:
-        """Each reason as it was first met, with its number."""
+        """Each reason as it was first seen, with its number."""
         return dict(self._numbers.values())
 
     def marks(self, cell: Cell) -> list[str]:
-        """The numbers of a cell's reasons, as marks: of all that went wrong, or of the first refusal."""
+        """Return marks for the numbers of a cell's reasons: all failures, or the first rejection."""
         notes = [
             note
             for evidence in cell.evidence
@@ -49,17 +49,17 @@ class Notes:
 
 
 def grouped(columns: Sequence[Column]) -> list[tuple[str, list[Column]]]:
-    """Titles of the groups and their columns."""
+    """Return the titles of the groups with their columns."""
     return [(title, list(found)) for title, found in groupby(columns, key=lambda column: column.group)]
 
 
 def age_text(changed: Sequence[str]) -> str:
-    """That something was seen of older source; empty where it was not."""
+    """Say that the source was older; empty if it was not."""
     return f"of older source ({counted(len(changed), 'file')} changed)" if changed else ""
 
 
 def draft_lines(cell: DraftCell | None) -> list[str]:
-    """A drafter's cell: its status, parity and kept tokens by shape, the first host time, or the refusal."""
+    """Describe a drafter's cell: its status, parity and kept tokens by shape, the first host time, or the rejection."""
     if cell is None:
         return [Status.UNKNOWN.value]
     lines = [cell.status.value + (OLDER if cell.changed else "")] + [
@@ -79,13 +79,13 @@ def draft_lines(cell: DraftCell | None) -> list[str]:
 
 
 def time_text(bar: Bar) -> str:
-    """Median and range."""
+    """Format the median and range."""
     if bar.us is None:
         return "no launch"
     return f"{bar.us.p50:.4g} [{bar.us.p20:.4g} to {bar.us.p80:.4g}]"
 
 
 def verdict_text(bar: Bar) -> str:
-    """The limits, and whether they are met."""
+    """Format the limits, and whether they are met."""
     limits, met = verdict(bar.limits)
     return limits and f"{limits}: {'met' if met else 'not judged' if met is None else 'missed'}"

@@ -1,4 +1,4 @@
-"""The matrix as one HTML file that needs no network and no scripts; scripts only add filters and a choice of theme."""
+"""The matrix as one HTML file that works without network or scripts; scripts only add filters and a choice of theme."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ WIDTH = 300.0
 ROW = 34.0
 """Height of a bar with its label above it."""
 _LABEL = 38
-"""Characters of a label that fit beside the value; the numbers below the panels have all of it."""
+"""Characters of a label that fit next to the value; the numbers below the panels show the full label."""
 _OUTLIER = 4.0
-"""A bar of more than so many medians of its panel goes beyond the scale, or the others could not be told apart."""
+"""A bar longer than this many medians of its panel exceeds the scale, or the others would be indistinguishable."""
 
 
 class Mark(msgspec.Struct, frozen=True, kw_only=True):
-    """One bar: from 0 to its median, the range as a line over its end, and where the floor and the limit are.
+    """One bar: from 0 to its median, the range as a line over its end, and the positions of floor and limit.
 
-    What the timing has not, or what lies beyond the scale, is None. beyond: whether the median does.
+    A value that is missing, or beyond the scale, is None. beyond: whether the median is.
     """
 
     bar: Bar
@@ -57,7 +57,7 @@ class Plot(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def plot(panel: Panel, quantity: str) -> Plot:
-    """The panel on a scale of its own from 0 to its slowest bar that is no outlier."""
+    """Draw the panel on its own scale, from 0 to its slowest bar that is not an outlier."""
     scale = WIDTH / (_longest(panel) or 1.0)
     return Plot(
         title=panel.title,
@@ -68,7 +68,7 @@ def plot(panel: Panel, quantity: str) -> Plot:
 
 
 def _longest(panel: Panel) -> float:
-    """Microseconds that the scale ends at."""
+    """Return the end of the scale in microseconds."""
     timed = [(bar.us, bar.floor or 0.0) for bar in panel.bars if bar.us is not None]
     most = _OUTLIER * median_high(us.p50 for us, _ in timed) if timed else 0.0
     return max((max(us.p80, floor) for us, floor in timed if us.p50 <= most), default=0.0)
@@ -110,7 +110,7 @@ _FOLDER = Path(__file__).parent / "templates"
 
 
 def to_html(matrix: Matrix) -> str:
-    """The page. Whatever a report holds is shown as text: nothing of it is markup."""
+    """Render the page. Everything from a report is escaped as text."""
     script = (_FOLDER / "page.js").read_text(encoding="utf-8")
     page: str = _template().render(
         matrix=matrix,
@@ -149,5 +149,5 @@ def _template() -> jinja2.Template:
 
 
 def _visible(value: Any) -> Any:
-    """Control characters in a stranger's text are spelled out; our own markup stays as it is."""
+    """Spell out control characters in foreign text; the page's own markup is unchanged."""
     return plain(value) if isinstance(value, str) and not isinstance(value, Markup) else value

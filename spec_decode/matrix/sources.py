@@ -1,5 +1,5 @@
-"""What the matrix is made from: check reports, the agreement of draft pairs, and timings, each by its schema, and
-which of them are of older source."""
+"""The sources of the matrix: check reports, draft pair agreement, and timings, each by its schema; and which are
+stale."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from spec_decode.source_digests import SourceRecord
 from spec_decode.tools.timing_limit import TimingLimit
 
 PATTERNS = ("check-*.json", "pair-agreement*.json", "bench-*.json")
-"""Names of the files that a folder is searched for."""
+"""File name patterns to search a folder for."""
 Documents = dict[Path, Any]
-"""What each JSON file holds, or the ReportError of why it cannot be read."""
+"""The content of each JSON file, or the ReportError that explains why it cannot be read."""
 AGREEMENT_SCHEMA = "attn-pair-agreement/5"
 TIMING_SCHEMA = "attn-bench/3"
 
 
 class AgreementRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A draft model on a backend in a strategy: how many prompts got other tokens than by eager drafting, the same in
-    each of the graph modes.
+    """A draft model on a backend in a strategy: the number of prompts whose tokens differ from eager drafting's, the
+    same in each of the graph modes.
 
-    unlike_plain: other text than plain decoding gives; None where sampling makes that no question. unlike_alone: other
-    text or kept tokens than where the prompt has the engine to itself; None where it was not tried. accepted: tokens
-    kept a round by eager drafting. Where the strategy was refused nothing was compared.
+    unlike_plain: text differs from plain decoding; None if sampling makes that meaningless. unlike_alone: text or kept
+    tokens differ from running the prompt alone; None if not tried. accepted: tokens kept per round by eager drafting.
+    If the strategy was rejected, nothing was compared.
     """
 
     draft: str
@@ -50,7 +50,7 @@ class AgreementRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     @property
     def exact(self) -> bool:
-        """Whether no rounding can excuse a text that differs from plain decoding's, or from the one alone."""
+        """Whether rounding cannot excuse a text that differs from plain decoding, or from running alone."""
         return self.batch_invariant or self.dtype == "float32"
 
     @property
@@ -79,13 +79,13 @@ class Quantiles(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
 
 
 class TimingEnvironment(Environment, frozen=True, kw_only=True):
-    """Where a timing was taken, and what its copies and its large products reached."""
+    """Where a timing was taken, and the throughput of its copies and large products."""
 
     copy_bytes_per_us: float | None = None
     matmul_flops_per_us: float | None = None
-    """Absent from reports of before it was measured."""
+    """None in reports that predate its measurement."""
     kernel_interval_us: float | None = None
-    """From one kernel of a graph to the next, where each does next to nothing."""
+    """Time between two kernels of a graph that do almost nothing."""
 
     @property
     def plain(self) -> Environment:
@@ -93,20 +93,20 @@ class TimingEnvironment(Environment, frozen=True, kw_only=True):
 
 
 class TimingRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A row of `attn-backends bench`. A case may add columns of its own, which are not read here."""
+    """A row of `attn-backends bench`. A case can add columns, which are not read here."""
 
     case: str
     backend: str
     peer: bool = False
-    """Whether this is another project's own kernel."""
+    """Whether this is another project's kernel."""
     spec: str | None = None
     num_groups: int | None = None
-    """KV groups that one launch advances, where their number is what is compared."""
+    """KV groups advanced by one launch, if their number is compared."""
     strategy: str | None = None
     num_tokens: int | None = None
-    """Query tokens of each request, where their number is what is compared."""
+    """Query tokens per request, if their number is compared."""
     tree: bool | None = None
-    """Whether these are a tree, where that is compared with as many in a row."""
+    """Whether these form a tree, if that is compared with the same number in a row."""
     num_reqs: int
     num_speculative_tokens: int | None = None
     context: int | None = None
@@ -118,13 +118,13 @@ class TimingRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     floor_counts: int | None = None
     limits: tuple[TimingLimit, ...] = ()
     draft: str | None = None
-    """Of a whole engine: what drafts."""
+    """For a whole engine: what drafts."""
     accepted: Annotated[float, msgspec.Meta(ge=0)] | None = None
-    """Of a whole engine: draft tokens kept a round."""
+    """For a whole engine: draft tokens kept per round."""
     per_user: float | None = None
-    """Of a whole engine: output tokens a second of one request."""
+    """For a whole engine: output tokens per second of one request."""
     temperature: float | None = None
-    """Of a draft round: the requests'; 0 is greedy."""
+    """For a draft round: the requests' temperature; 0 is greedy."""
     extend_in_graph: bool | None = None
     one_graph: bool | None = None
     host_waits: bool | None = None
@@ -132,7 +132,7 @@ class TimingRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def token_us(self) -> Quantiles | None:
-        """Of a whole engine: the time of a round over the tokens that it brings a request."""
+        """For a whole engine: the time of a round divided by the tokens that it adds to a request."""
         if self.per_user is None or self.wall_us is None:
             return None
         tokens, us = 1 + (self.accepted or 0.0), self.wall_us
@@ -140,10 +140,8 @@ class TimingRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class TimingReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A report of `attn-backends bench`. missing: what could not be timed, and why. sources: the modules behind it, a
-    part for each case that was asked for. floor_counts: what floors count; a row has the index of its own. digest: of
-    everything else.
-    """
+    """A report of `attn-backends bench`. missing: what could not be timed, and why. sources: the modules behind it, one
+    part per requested case. floor_counts: what floors count; rows refer to it by index. digest: of everything else."""
 
     schema: str = TIMING_SCHEMA
     env: TimingEnvironment
@@ -156,7 +154,7 @@ class TimingReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class Timing(TimingRow, frozen=True, kw_only=True):
-    """A row with what its report says of all rows. changed: the modules behind it that are not what they were."""
+    """A row with its report's environment and command. changed: the modules behind it that have changed since."""
 
     env: TimingEnvironment
     command: str
@@ -173,12 +171,12 @@ class Sources:
 
     @classmethod
     def read(cls, paths: Iterable[Path]) -> Sources:
-        """The files of these paths; a folder stands for those below it that are named like evidence. Raises as `of`."""
+        """Read these files, and those in these folders that are named like evidence. Raises as `of`."""
         return cls.of(read_documents(files_below(paths)))
 
     @classmethod
     def of(cls, documents: Documents) -> Sources:
-        """Raises ReportError for a file that cannot be read, and one that follows none of the known schemas."""
+        """Sort documents by schema. Raises ReportError for one that could not be read, or that has no known schema."""
         sources = cls()
         for path, document in documents.items():
             if isinstance(document, ReportError):
@@ -203,7 +201,7 @@ class Sources:
 
 
 def read_documents(files: Iterable[Path]) -> Documents:
-    """Each file's document, read once."""
+    """Read each file's document once."""
 
     def read(file: Path) -> Any:
         try:
@@ -215,7 +213,7 @@ def read_documents(files: Iterable[Path]) -> Documents:
 
 
 def files_below(paths: Iterable[Path], patterns: Sequence[str] = PATTERNS) -> list[Path]:
-    """The files that the paths name; a folder stands for those below it that match one of the patterns."""
+    """Return the files among these paths, and those in the folders among them that match one of the patterns."""
     found: list[Path] = []
     for path in paths:
         below = (file for pattern in patterns for file in sorted(path.rglob(pattern)) if not file.is_dir())
@@ -258,16 +256,16 @@ def _follow(document: Any, kind: Any, where: str) -> Any:
 
 
 class _Provenance(msgspec.Struct):
-    """What every kind of report has."""
+    """The fields common to all reports."""
 
     schema: str
     sources: SourceRecord = SourceRecord()
 
 
 def stale_reports(documents: Documents) -> dict[Path, tuple[str, ...]]:
-    """For each report that was made from other source, of any kind and device: the modules that changed since.
+    """Return, for each report of any kind and device made from different source, the modules that changed since.
 
-    JSON that is no report is left out. Raises ReportError for a file that cannot be read or was edited.
+    JSON that is not a report is skipped. Raises ReportError for a file that cannot be read or was edited.
     """
     stale = {}
     for path, document in documents.items():

@@ -1,4 +1,4 @@
-"""Timings as small multiples: a panel for each shape, with all that is compared there."""
+"""Timings as small multiples: a panel per shape, with everything compared at that shape."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from spec_decode.tools.timing_limit import TimingLimit, verdict
 
 
 class Bar(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One timing. us: None where. limit, floor: microseconds, where the timing has them.
+    """One timing. us: None for no launch. limit, floor: microseconds, if the timing has them.
 
-    limits: those on this quantity and on columns that are not drawn. changed: the modules behind it that are not what
-    they were.
+    limits: those on this quantity and on columns that are not drawn. changed: the modules behind it that have changed
+    since.
     """
 
     label: str
@@ -32,19 +32,19 @@ class Bar(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
     @property
     def met(self) -> bool | None:
-        """Whether all limits are met; None while one of them is open, or where there are none."""
+        """Whether all limits are met; None if one is open, or if there are none."""
         return verdict(self.limits)[1]
 
 
 class Panel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One shape; its bars are comparable with each other, fastest first, and no two have one label."""
+    """One shape; its bars are comparable with each other, fastest first, and have distinct labels."""
 
     title: str
     bars: tuple[Bar, ...]
 
 
 class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The panels of one measured thing on one device. spec: of the attention, where one is compared."""
+    """The panels of one measurement on one device. spec: the attention spec, if one is compared."""
 
     title: str
     spec: str
@@ -101,13 +101,13 @@ TITLES = {
     "sampling/argmax": "The most likely token, beside torch",
     "sampling/argmax of a target": "The most likely token of a target, beside torch",
 }
-"""By case; other cases go by their own name. Also the order of the sections."""
+"""Case -> title, in the order of the sections; other cases use their own name."""
 _DRAFTS_DIFFER = ("block-drafts", "block-trees", "block-tree-rounds")
-"""Whole engines that are told apart by what drafts."""
+"""Whole-engine cases that are distinguished by what drafts."""
 
 
 def speed_sections(timings: Sequence[Timing], runs: Runs) -> tuple[Section, ...]:
-    """Sections by what was timed, its quantity and, for one attention, its spec; newest timings first."""
+    """Return sections by what was timed, its quantity and, for one attention, its spec; newest timings first."""
     groups: dict[tuple[str, str, str, str], list[Timing]] = {}
     for timing in sorted(timings, key=lambda timing: timing.env.date, reverse=True):
         for quantity in _quantities(timing):
@@ -118,17 +118,17 @@ def speed_sections(timings: Sequence[Timing], runs: Runs) -> tuple[Section, ...]
 
 
 def _shape_spec(timing: Timing) -> str:
-    """What a panel is about beside its size: what is sampled from or multiplied belongs to the shape."""
+    """Return the part of a panel's shape besides its size: for sampling and products, the spec."""
     return timing.spec or "" if timing.case.startswith(("sampling/", "products")) else ""
 
 
 def _own_spec(timing: Timing) -> str:
-    """What a section is about beside its case: comparisons of one attention are made at one spec."""
+    """Return the part of a section's key besides its case: comparisons of one attention use one spec."""
     return timing.spec or "" if timing.case.endswith("-decode") else ""
 
 
 def _quantities(timing: Timing) -> list[str]:
-    """A round is timed on the host and on the GPU; what has no launch is shown as that; an engine by its tokens."""
+    """A round is timed on the host and on the GPU; a row without a launch is shown as such; an engine by its tokens."""
     if timing.token_us is not None:
         return ["token_us"]
     found = [name for name in _QUANTITIES if getattr(timing, name) is not None]
@@ -138,7 +138,7 @@ def _quantities(timing: Timing) -> list[str]:
 def _section(case: str, device: str, quantity: str, spec: str, timings: Sequence[Timing], runs: Runs) -> Section:
     shapes: dict[tuple[int, int, int, int, str], list[Timing]] = {}
     for timing in timings:
-        # Engines that draft different numbers of tokens are compared; rounds of different lengths are not.
+        # Engines with different numbers of draft tokens are compared; rounds of different lengths are not.
         tokens = 0 if timing.token_us else timing.num_speculative_tokens or 0
         shape = (tokens, timing.num_tokens or 0, timing.num_reqs, timing.context or 0, _shape_spec(timing))
         shapes.setdefault(shape, []).append(timing)
@@ -158,7 +158,7 @@ def _panel(title: str, timings: Sequence[Timing], quantity: str, runs: Runs) -> 
 
 
 def _told_apart(bars: Sequence[Bar]) -> Iterator[Bar]:
-    """Bars of one label with the run of each behind it, and those of one run with a number too."""
+    """Yield bars whose equal labels get the run appended, and a number too if they share the run."""
     alike = Counter((bar.label, bar.peer) for bar in bars)
     of_one_run = Counter((bar.label, bar.peer, bar.run) for bar in bars)
     seen: Counter[tuple[str, bool, int]] = Counter()
@@ -200,7 +200,7 @@ def _bar(timing: Timing, label: str, quantity: str, runs: Runs) -> Bar:
 
 
 def _label(timing: Timing, timings: Sequence[Timing]) -> str:
-    """The timing's backend, with what sets it apart from the panel's others of the same backend."""
+    """Return the timing's backend, with what distinguishes it from others of the same backend in the panel."""
     twins = [other for other in timings if (other.backend, other.peer) == (timing.backend, timing.peer)]
     several = len({twin.strategy for twin in twins}) > 1 and timing.token_us is None
     several_temperatures = len({twin.temperature for twin in twins if twin.strategy == timing.strategy}) > 1
@@ -219,7 +219,7 @@ def _label(timing: Timing, timings: Sequence[Timing]) -> str:
 
 
 def _engine(timing: Timing) -> list[str]:
-    """How a whole engine decoded."""
+    """Describe how a whole engine decoded."""
     if timing.token_us is None:
         return []
     drafted = timing.num_speculative_tokens
@@ -240,7 +240,7 @@ def _identity(timing: Timing) -> tuple[object, ...]:
 
 
 def _differing_spec(timing: Timing, twins: Sequence[Timing]) -> str:
-    """The parts of its spec that not all of its twins have."""
+    """Return the parts of its spec that not all of its twins share."""
     specs = [set((twin.spec or "").split(", ")) for twin in twins]
     common = set.intersection(*specs)
     return ", ".join(part for part in (timing.spec or "").split(", ") if part not in common)

@@ -1,4 +1,4 @@
-"""The matrix for a terminal. The text carries the meaning, colour repeats it."""
+"""The matrix for a terminal. The text carries the meaning; colour repeats it."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _STYLES = {
 
 
 def to_table(matrix: Matrix) -> RenderableType:
-    """A table for each group of columns, why rows are stale, the drafters, the reasons by number, and where it all was
-    seen."""
+    """Render a table for each group of columns, why rows are stale, the drafters, the numbered reasons, and the
+    runs."""
     notes = Notes()
     tables: list[RenderableType] = [_group(matrix, title, found, notes) for title, found in grouped(matrix.columns)]
     tables = tables or [_table("no evidence", ["backend"])]

@@ -9,11 +9,11 @@ from collections.abc import Collection, Iterable, Sequence
 from spec_decode.matrix.cells import Note
 
 _SPECIAL = re.compile(r"[\\|`*\[\]~]|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])")
-"""What Markdown would read as markup; an underscore inside a word is none."""
+"""Characters that Markdown would read as markup; an underscore inside a word is not one."""
 
 
 def plain_lines(text: str) -> list[str]:
-    """The lines of a text; characters that are not printed, such as terminal and bidi controls, are spelled out."""
+    """Split a text into lines; unprintable characters, such as terminal and bidi controls, are spelled out."""
     return [
         line if line.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in line)
         for line in text.splitlines()
@@ -26,12 +26,12 @@ def plain(text: object) -> str:
 
 
 def markdown(text: str) -> str:
-    """Text for a cell or a list item of Markdown: nothing in it is markup."""
+    """Escape text for a Markdown cell or list item: nothing in it is markup."""
     return "<br>".join(_SPECIAL.sub(r"\\\g<0>", html.escape(line, quote=False)) for line in plain_lines(text))
 
 
 def markdown_code(text: str) -> str:
-    """A code span: nothing inside is markup, whatever backticks it holds; for a table's cell too."""
+    """Make a code span that is safe for any backticks in it, and for a table cell."""
     line = plain(text).replace("|", "\\|")
     fence = "`" * (1 + max(map(len, re.findall("`+", line)), default=0))
     pad = " " if "`" in line else ""
@@ -39,17 +39,17 @@ def markdown_code(text: str) -> str:
 
 
 def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]], numbers: Collection[str] = ()) -> str:
-    """A table whose cells are Markdown already. numbers: heads of columns that are aligned to the right."""
+    """Make a table from cells that are already Markdown. numbers: heads of right-aligned columns."""
     rule = ["---:" if name in numbers else "---" for name in head]
     return "\n".join(f"| {' | '.join(line)} |" for line in [head, rule, *rows])
 
 
 def counted(number: int, noun: str) -> str:
-    """A number of things: 1 check, 2 checks."""
+    """Format a number of things: 1 check, 2 checks."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def note_text(note: Note) -> str:
-    """A note as text: what happened, where first, how often, and why."""
+    """Format a note: what happened, where first, how often, and why."""
     more = f" and {note.count - 1} more" if note.count > 1 else ""
     return f"{note.outcome}: {note.check}[{note.case}]{more}: {note.reason}"

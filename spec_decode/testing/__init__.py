@@ -1,1 +1,1 @@
-"""What checks, tools and tests share: oracles, fixtures, process isolation."""
+"""Shared by checks, tools and tests: oracles, fixtures, process isolation."""

@@ -29,13 +29,13 @@ class DraftShape(Enum):
 
     ONE = "one"
     LAYERS = "layers"
-    """Two in one group."""
+    """Two layers in one group."""
     GROUPS = "groups"
-    """Two groups of one spec, one layer each, and one without their window where the backend serves that."""
+    """Two one-layer groups of one spec, plus one without the window if the backend supports that."""
 
 
 class StackedDraft(EagleDraft):
-    """The draft with as many layers as its config has."""
+    """The draft with as many layers as its config says."""
 
     def __init__(self, config: ModelConfig, target: LlamaTarget) -> None:
         super().__init__(config, target)
@@ -55,7 +55,7 @@ class StackedBlockDraft(BlockDraft, StackedDraft):
 
 @dataclass(frozen=True, slots=True)
 class DraftFixture:
-    """A model on the backend with n requests; everything random is drawn from fixed seeds."""
+    """A model on the backend with n requests; all random values are drawn from fixed seeds."""
 
     subject: Subject
     layer_groups: tuple[LayerGroup, ...]
@@ -77,10 +77,10 @@ class DraftFixture:
         max_seq_len: int = MAX_SEQ_LEN,
         page_size: int | None = None,
     ) -> DraftFixture:
-        """The fixture with a model of the backend's draft spec. trees: its batches may be trees. page_size: None for
-        the base spec's own.
+        """Make the fixture with a model of the backend's draft spec. trees: its batches can be trees. page_size: None
+        for the base spec's.
 
-        Raises Unsupported where the backend refuses them.
+        Raises Unsupported if the backend rejects these specs.
         """
         groups = _layer_groups(subject, shape, _draft_spec(subject, max_seq_len // _WINDOWS, page_size))
         if trees:
@@ -93,12 +93,12 @@ class DraftFixture:
 
     @property
     def spec(self) -> AttentionSpec:
-        """That of the first group."""
+        """The first group's spec."""
         return self.layer_groups[0].spec
 
     @property
     def pages(self) -> list[list[list[int]]]:
-        """Of each group, the pages of each request, enough for max_seq_len tokens."""
+        """Per group, the pages of each request, enough for max_seq_len tokens."""
         each = -(-self.max_seq_len // self.spec.page_size)
         seeds = [self.num_reqs + 1000 * group for group in range(len(self.layer_groups))]
         orders = [
@@ -108,14 +108,14 @@ class DraftFixture:
         return [[order[r * each : (r + 1) * each] for r in range(self.num_reqs)] for order in orders]
 
     def contexts(self) -> list[int]:
-        """KV tokens before the first round: at page edges, around the window, and near the limit."""
+        """Return the KV tokens before the first round: at page edges, around the window, and near the limit."""
         size, window = self.spec.page_size, self.spec.sliding_window or 8
         near_limit = self.max_seq_len - 2 * self.num_speculative_tokens - 3
         edges = [size - 1, window - 1, 0, 2 * size, window, near_limit, size, window + 1, 5]
         return [max(0, edges[r % len(edges)]) + (r // len(edges)) for r in range(self.num_reqs)]
 
     def limits(self) -> list[int]:
-        """The token limit of each request. Every third runs into it within two rounds."""
+        """Return the token limit of each request. Every third request reaches it within two rounds."""
         return [
             min(self.max_seq_len, context + 2 * self.num_speculative_tokens + 2) if r % 3 == 2 else self.max_seq_len
             for r, context in enumerate(self.contexts())
@@ -126,11 +126,11 @@ class DraftFixture:
         return sum(len(row) for row in self.pages[0])
 
     def groups(self) -> list[KVGroup]:
-        """Fresh caches, filled with the same noise each time: the logical context of every request."""
+        """Allocate fresh caches, filled with the same noise each time: the logical context of every request."""
         return [_noisy_group(self.subject, g.spec, self.num_pages, g.layers) for g in self.layer_groups]
 
     def tables(self) -> RequestTables:
-        """Tables for these requests, still empty."""
+        """Make empty tables for these requests."""
         return RequestTables(
             page_sizes=[group.spec.page_size for group in self.layer_groups],
             num_pages=[self.num_pages] * len(self.layer_groups),
@@ -140,15 +140,15 @@ class DraftFixture:
         )
 
     def drafter(self, strategy: Strategy | None, **options: Any) -> Drafter:
-        """A drafter over such caches and tables of its own. strategy: None takes the one with the least host work that
-        the backend allows. options: further fields of its DrafterConfig. Raises StrategyError for a strategy that the
-        backend does not allow."""
+        """Make a drafter with its own caches and tables. strategy: None for the allowed strategy with the least host
+        work. options: further fields of its DrafterConfig. Raises StrategyError for a strategy that the backend does
+        not allow."""
         config = DrafterConfig(num_speculative_tokens=self.num_speculative_tokens, strategy=strategy, **options)
         return Drafter(self.model, self.groups(), self.tables(), config)
 
 
 def _draft_spec(subject: Subject, window: int, page_size: int | None) -> AttentionSpec:
-    """The base spec with a window that the contexts outgrow, and with sinks in a latent layer, where it has them."""
+    """Return the base spec with a window that the contexts outgrow, and with sinks in a latent layer, if supported."""
     base = subject.base_spec()
     if page_size is not None:
         base = replace(base, page_size=page_size)
@@ -170,7 +170,7 @@ def _layer_groups(subject: Subject, shape: DraftShape, spec: AttentionSpec) -> t
 def _draft_model(
     kind: type[StackedDraft], spec: AttentionSpec, device: torch.device, max_seq_len: int, num_layers: int
 ) -> StackedDraft:
-    """A draft with that attention for requests of max_seq_len tokens; its weights are always the same."""
+    """Make a draft with that attention for requests of max_seq_len tokens; its weights are always the same."""
     config = ModelConfig(
         vocab_size=VOCAB,
         hidden_size=64,
@@ -200,12 +200,12 @@ def _draft_model(
 
 
 def target_of(config: ModelConfig) -> LlamaTarget:
-    """A target whose embedding and head the draft shares; it has no layers, because none is run."""
+    """Make a target that shares its embedding and head with the draft; it has no layers, because none is run."""
     return LlamaTarget(replace(config, num_layers=0, latent=None))
 
 
 def _noisy_group(subject: Subject, spec: AttentionSpec, num_pages: int, layers: Sequence[int]) -> KVGroup:
-    """A group of these layers whose fresh caches hold noise, the same each time."""
+    """Make a group of these layers whose fresh caches hold noise, the same each time."""
     group = make_group("draft", subject.backend, spec, layers, num_pages=num_pages, device=subject.device)
     generator = torch.Generator().manual_seed(7 + layers[0])
     for layer in layers:

@@ -1,4 +1,4 @@
-"""Where an exception was raised, in the code of its author."""
+"""Locate where an exception was raised in its author's code."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _THIS_PACKAGE = str(Path(__file__).parents[1] / "_").removesuffix("_")
 
 
 def outside_this_package(traceback: TracebackType | None) -> TracebackType | None:
-    """The traceback without the frames of this package; whole, where there is no other."""
+    """Return the traceback without the frames of this package; the whole traceback if there are no others."""
     kept, frames = None, []
     while traceback is not None:
         frames.append(traceback)
@@ -26,9 +26,9 @@ def outside_this_package(traceback: TracebackType | None) -> TracebackType | Non
 
 
 def error_location(error: BaseException) -> str:
-    """The innermost line outside torch and Python, and outside this package if there is one.
+    """Locate the innermost line outside torch and Python, and outside this package if there is one.
 
-    Text to append to a message: " (in function, file:line)", or nothing.
+    Returns text to append to a message: " (in function, file:line)", or an empty string.
     """
     frames = [frame for frame in extract_tb(error.__traceback__) if not frame.filename.startswith(_LIBRARIES)]
     frames = [frame for frame in frames if not frame.filename.startswith(_THIS_PACKAGE)] or frames

@@ -1,4 +1,4 @@
-"""Text that the shipped pair was not trained on: some topics of `help()`, which every CPython carries."""
+"""Text that the shipped pair was not trained on: some topics of `help()`, which is part of every CPython."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from pydoc_data.topics import topics
 
 
 def is_held_out(topic: str) -> bool:
-    """Whether a topic is held out. Its name decides, so that every Python version holds out the same topics."""
+    """Whether a topic is held out. Only its name decides, so every Python version holds out the same topics."""
     return hashlib.sha256(topic.encode()).digest()[0] % 12 == 0
 
 
 def held_out_documents() -> list[str]:
-    """The held-out topics' texts, ordered by the topics' names."""
+    """Return the held-out topics' texts, sorted by topic."""
     return [text for topic, text in sorted(topics.items()) if is_held_out(topic)]
 
 
 def held_out_prompts(count: int, prompt_bytes: int) -> list[str]:
-    """`count` distinct ASCII prompts of `prompt_bytes` bytes, each from the start of a line, spread over the documents.
+    """Cut `count` distinct ASCII prompts of `prompt_bytes` bytes at line starts, spread over the documents.
 
-    Raises ValueError where the documents hold fewer.
+    Raises ValueError if the documents hold fewer.
     """
     found = [cut for text in held_out_documents() for cut in _line_cuts(text.encode(), prompt_bytes)]
     distinct = list(dict.fromkeys(found))
@@ -34,5 +34,5 @@ def held_out_prompts(count: int, prompt_bytes: int) -> list[str]:
 def _line_cuts(text: bytes, size: int) -> list[str]:
     starts = [0, *(i + 1 for i, byte in enumerate(text) if byte == ord("\n"))]
     cuts = [text[start : start + size] for start in starts]
-    # Only ASCII, so that no cut falls inside a character.
+    # ASCII only, so no cut falls inside a character.
     return [cut.decode() for cut in cuts if len(cut) == size and cut.isascii() and not cut[:1].isspace()]

@@ -1,4 +1,4 @@
-"""Waits of the host for the device, refused while something runs that may not wait for it."""
+"""Raise on host syncs while code runs that must not wait for the device."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from spec_decode.testing.outcome import CheckFailure
 
 
 class HostRead(RuntimeError):
-    """The host read what the device computes; the message names the operation."""
+    """The host read device data; the message names the operation."""
 
 
 @contextmanager
 def expect_no_wait(contract: str, expected: str) -> Iterator[None]:
-    """Raise CheckFailure, with the place, for a RuntimeError inside: so a wait is refused, and what no graph holds."""
+    """Turn a RuntimeError inside, from a host sync or a failed capture, into a CheckFailure with its location."""
     try:
         yield
     except RuntimeError as error:
@@ -29,7 +29,7 @@ def expect_no_wait(contract: str, expected: str) -> Iterator[None]:
 
 @contextmanager
 def refuse_cuda_waits() -> Iterator[None]:
-    """Inside, whatever waits for a CUDA device raises RuntimeError."""
+    """Within this context, any wait for a CUDA device raises RuntimeError."""
     torch.cuda.set_sync_debug_mode("error")
     try:
         yield
@@ -39,9 +39,9 @@ def refuse_cuda_waits() -> Iterator[None]:
 
 @contextmanager
 def refuse_host_reads(device: torch.device, tensors: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Inside, a read of these tensors, or of what is computed from them, raises HostRead.
+    """Within this context, reading these tensors, or anything computed from them, raises HostRead.
 
-    On CUDA whatever waits for the device raises RuntimeError instead. On a CPU other tensors may be the host's own.
+    On CUDA any wait for the device raises RuntimeError instead. On a CPU, other tensors are taken for the host's.
     """
     if device.type == "cuda":
         with refuse_cuda_waits():
@@ -53,7 +53,7 @@ def refuse_host_reads(device: torch.device, tensors: Iterable[torch.Tensor]) -> 
 
 
 class _Operations(PlainDispatchMode):
-    """Follows what is computed from the device's tensors, and refuses operations that hand it to the host."""
+    """Tracks what is computed from the device's tensors, and rejects operations that pass it to the host."""
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         super().__init__()
@@ -74,12 +74,12 @@ class _Operations(PlainDispatchMode):
         return result
 
     def any_on_device(self, values: Any) -> bool:
-        """Whether a tensor among them is the device's."""
+        """Whether any of these tensors is on the device."""
         return any(_storage(tensor) in self._on_device for tensor in tensors_of(values))
 
 
 class _Methods(TorchFunctionMode):
-    """Refuses the reads that no dispatched operation shows."""
+    """Rejects the reads that no dispatched operation shows."""
 
     def __init__(self, operations: _Operations) -> None:
         super().__init__()

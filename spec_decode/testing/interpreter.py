@@ -1,4 +1,4 @@
-"""Triton's interpreter, in which kernels are checked where there is no GPU."""
+"""Triton's interpreter, which runs kernels for checks on machines without a GPU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def interpret_kernels_on(device: torch.device) -> None:
-    """On the CPU, have Triton interpret its kernels, so that these are checked and not their torch implementation.
+    """On the CPU, have Triton interpret its kernels, so that checks run these and not their torch implementation.
 
     Triton reads the variable when a kernel is defined: call this before anything imports Triton.
     """
@@ -26,10 +26,10 @@ def interpret_kernels_on(device: torch.device) -> None:
 
 
 def sum_products_in_order() -> None:
-    """Have the interpreter sum the terms of a product in their order, for the rest of the process.
+    """Make the interpreter sum the terms of a product in order, for the rest of the process.
 
-    It leaves a product to the BLAS of the machine, and on some machines the bits of a row then depend on its place
-    among the others. On a GPU they do not, and the contract's batch invariance is about that.
+    It leaves a product to the machine's BLAS, and on some machines the bits of a row then depend on its position among
+    the others. On a GPU they do not, and the contract's batch invariance is about that.
     """
     from triton.runtime import interpreter
 
@@ -48,11 +48,10 @@ def sum_products_in_order() -> None:
 
 
 def divide_in_silence() -> None:
-    """Have the interpreter compute 1 / 0 and the log of 0 without numpy's warning, for the rest of the process: a
-    compiled kernel says nothing either, and an empty row is meant to have the log of 0.
-    """
+    """Silence numpy's warning for 1 / 0 and log(0) in the interpreter, for the rest of the process: a compiled kernel
+    does not warn either, and an empty row is meant to have the log of 0."""
     import numpy as np
     from triton.runtime.interpreter import GridExecutor
 
-    if not hasattr(GridExecutor.__call__, "__wrapped__"):  # once
+    if not hasattr(GridExecutor.__call__, "__wrapped__"):  # only once
         GridExecutor.__call__ = np.errstate(divide="ignore")(GridExecutor.__call__)

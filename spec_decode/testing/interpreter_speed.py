@@ -1,6 +1,6 @@
-"""What Triton's interpreter does again and again, done once: kernels are checked in a third of the time.
+"""Cache work that Triton's interpreter repeats: kernels are checked in a third of the time.
 
-Only the interpreter changes, none of what it shares with the compiler.
+Only the interpreter changes, nothing that it shares with the compiler.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from typing import Any
 
 @cache
 def hasten_interpreter() -> None:
-    """For the rest of the process."""
+    """Speed up the interpreter for the rest of the process."""
     from triton.runtime import interpreter
 
     _patch_once_a_launch()
     _call_at_once()
     _remember_dtypes()
-    # Each sum of integers would be computed once more in 64 bits, for an assertion that is made in debug mode alone.
+    # Otherwise each integer sum is computed again in 64 bits, for an assertion made only in debug mode.
     builder = interpreter.interpreter_builder
     builder.options = replace(builder.options, sanitize_overflow=False)
 
 
 def _patch_once_a_launch() -> None:
-    """Each call of a device function would go through all of triton.language to replace what the launch has replaced.
+    """Otherwise each call of a device function walks triton.language to patch what the launch has patched already.
 
-    At its end a launch puts it back; before Triton 3.6 it stays replaced.
+    A launch restores it at its end; before Triton 3.6 it stays patched.
     """
     from triton.runtime import interpreter
 
@@ -45,9 +45,8 @@ def _patch_once_a_launch() -> None:
 
 
 def _call_at_once() -> None:
-    """Each built-in would be called through two wrappers: one takes the semantics out of the options, one looks whether
-    they are there.
-    """
+    """Otherwise each built-in is called through two wrappers: one takes the semantics out of the options, the other
+    checks that they are present."""
     from triton.runtime import interpreter
 
     semantic = interpreter.TritonSemantic(interpreter.interpreter_builder)
@@ -66,9 +65,8 @@ def _call_at_once() -> None:
 
 
 def _remembering(convert: Callable[..., tuple[Any, Any]]) -> Callable[..., tuple[Any, Any]]:
-    """`convert` gives an operation's operands in one type and shape: those alike are it already, and a number becomes
-    the same block beside each tensor of a type.
-    """
+    """Cache `convert`, which brings an operation's operands to one type and shape: operands that already match are
+    returned, and a number is converted once per tensor type."""
     from triton.language import tensor
 
     known = dict[Any, Any]()
@@ -77,11 +75,11 @@ def _remembering(convert: Callable[..., tuple[Any, Any]]) -> Callable[..., tuple
         if type(lhs) is not tensor:
             return convert(lhs, rhs, *how, **also)
         if type(rhs) is tensor:
-            # A quotient, of four flags or of one by name, may be of another type than its operands.
+            # A division, with four flags or a keyword flag, can have another type than its operands.
             alike = lhs.dtype is rhs.dtype and len(how) < 3 and not also and not lhs.dtype.is_ptr()
             alike = alike and (lhs.shape is rhs.shape or lhs.shape == rhs.shape)
             return (lhs, rhs) if alike else convert(lhs, rhs, *how, **also)
-        # As text, zeros of both signs differ, and a number of each type.
+        # repr() distinguishes zeros by sign, and numbers by type.
         key = repr(rhs), lhs.type.name, how, *also
         if key not in known:
             found, constant = convert(lhs, rhs, *how, **also)
@@ -95,7 +93,7 @@ def _remembering(convert: Callable[..., tuple[Any, Any]]) -> Callable[..., tuple
 
 
 def _remember_dtypes() -> None:
-    """Each operation would make the table of NumPy's dtypes anew."""
+    """Otherwise each operation rebuilds the table of NumPy's dtypes."""
     from triton.runtime import interpreter
 
     dtype_of, known = interpreter._get_np_dtype, dict[str, Any]()

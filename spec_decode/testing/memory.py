@@ -14,14 +14,14 @@ _STATM = Path("/proc/self/statm")
 
 @dataclass(frozen=True, slots=True)
 class MemoryReading:
-    """Bytes in use. None: the device or the system does not tell."""
+    """Bytes in use; None if the device or the system does not report them."""
 
     allocated: int | None
     resident: int | None
 
 
 def read(device: torch.device) -> MemoryReading:
-    """What is in use after all work has ended and garbage was collected. Waits for the device."""
+    """Read the memory in use after all work has ended and garbage was collected. Syncs with the device."""
     gc.collect()
     allocated = None
     if device.type == "cuda":

@@ -11,12 +11,12 @@ from spec_decode.testing.outcome import expect
 
 
 def tensors_of(record: Any) -> dict[str, torch.Tensor]:
-    """The tensor fields of a dataclass, of any shape and dtype, by name."""
+    """Return the tensor fields of a dataclass, of any shape and dtype, by name."""
     return {name: value for name, value in _fields_of(record).items() if isinstance(value, torch.Tensor)}
 
 
 def host_fields_of(record: Any) -> dict[str, Any]:
-    """The other fields, by name."""
+    """Return the other fields, by name."""
     return {name: value for name, value in _fields_of(record).items() if not isinstance(value, torch.Tensor)}
 
 
@@ -25,7 +25,7 @@ def _fields_of(record: Any) -> dict[str, Any]:
 
 
 def memory_layouts_of(record: Any) -> dict[str, tuple[Any, ...]]:
-    """Address, shape, strides and dtype of each tensor field, by name."""
+    """Return address, shape, strides and dtype of each tensor field, by name."""
     return {
         name: (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
         for name, tensor in tensors_of(record).items()
@@ -33,18 +33,18 @@ def memory_layouts_of(record: Any) -> dict[str, tuple[Any, ...]]:
 
 
 def moved_since(before: dict[str, tuple[Any, ...]], record: Any) -> list[str]:
-    """Names of the tensor fields that no longer lie where they did, or not in the same form."""
+    """Return the names of the tensor fields whose address or layout has changed."""
     now = memory_layouts_of(record)
     return [name for name in before if before[name] != now.get(name)]
 
 
 def copies_of(record: Any) -> dict[str, torch.Tensor]:
-    """A copy of each tensor field, by name."""
+    """Copy each tensor field, by name."""
     return {name: tensor.clone() for name, tensor in tensors_of(record).items()}
 
 
 def changed_since(before: dict[str, torch.Tensor], record: Any) -> list[str]:
-    """Names of the tensor fields whose content is no longer that of the copies."""
+    """Return the names of the tensor fields whose content differs from the copies."""
     return [name for name, tensor in tensors_of(record).items() if not torch.equal(tensor, before[name])]
 
 
@@ -67,7 +67,7 @@ def expect_same_fields(found: Any, fresh: Any, contract: str) -> None:
 
 
 def _first_difference(name: str, found: torch.Tensor, fresh: torch.Tensor) -> tuple[str, str]:
-    """What was expected and what was found where two tensors first differ, in words."""
+    """Describe the expected and the found value where two tensors first differ."""
     if found.shape != fresh.shape:
         return f"{name} of shape {list(fresh.shape)}", str(list(found.shape))
     differing = (found != fresh).nonzero()

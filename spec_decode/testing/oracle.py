@@ -14,19 +14,19 @@ from spec_decode.testing.outcome import Measurements, expect
 
 _EPS = torch.finfo(torch.float32).eps
 _SCORE = 32.0
-"""A score of usual size. Two right kernels sum in another order: a score differs by as many epsilons, and its
-exponential by as much of itself, beyond the low-precision reference's error."""
+"""Typical magnitude of a score. Two correct kernels sum in different orders: scores differ by this many epsilons, and
+their exponentials by that relative amount, on top of the low-precision reference's error."""
 
 
 _PARTIALS = 4
-"""Parts of a prefix whose outputs a backend with `rounds_partials` rounds before it sums them, in the reference: XQA's
-are four groups of warps at 64 dims, fewer at more, and as often again where several CTAs share a request."""
+"""Number of parts of a prefix whose outputs the reference rounds before summing, for a backend with `rounds_partials`:
+XQA has four groups of warps at 64 dims, fewer at larger dims, for each CTA that shares a request."""
 
 
 class LogicalBatch(NamedTuple):
     """Requests without a page table, all on the CPU.
 
-    queries:  [q, num_q_heads, head_dim] each, of its last q tokens
+    queries:  [q, num_q_heads, head_dim] each, for its last q tokens
     keys:     [>= seq_len, num_kv_heads, head_dim] each
     values:   [>= seq_len, num_kv_heads, value_dim] each
     seq_lens: tokens of each
@@ -48,12 +48,11 @@ def attention(
     operands: torch.dtype | None = None,
     partials: int = 1,
 ) -> list[torch.Tensor]:
-    """The output of each request, [q, num_q_heads, value_dim] in `dtype`.
+    """Return the output of each request, [q, num_q_heads, value_dim] in `dtype`.
 
-    float64 is the reference. In a lower precision, operands and weights are rounded to it and sums are fp32, as a
-    correct kernel of that precision does: its error is what such a kernel may have. operands: what they are rounded to
-    if that is not the dtype of the output. partials: parts of a prefix whose outputs are rounded to `dtype`, and summed
-    in it.
+    float64 is the reference. In a lower precision, operands and weights are rounded to it and sums are fp32, as in a
+    correct kernel of that precision: its error is what such a kernel can have. operands: dtype to round them to, if not
+    the output's. partials: parts of a prefix whose outputs are rounded to `dtype`, and summed in it.
     """
     queries, keys, values, seq_lens, sinks = batch
     return [
@@ -78,7 +77,7 @@ def _one(
     out = torch.empty(count, spec.num_q_heads, spec.out_dim, dtype=dtype)
     query, key, value = (part.to(operands).to(wide) for part in (query, key, value))
     query, key, value = query.unflatten(1, groups), key.transpose(0, 1), value.transpose(0, 1)
-    # A sink of +inf leaves the tokens no weight; one of -inf has none itself.
+    # A sink of +inf leaves the tokens no weight; a sink of -inf has no weight.
     sink = torch.full(groups, -torch.inf, dtype=wide) if sinks is None else sinks.to(wide).view(groups)
     for token in range(count):
         position = length - count + token
@@ -100,7 +99,7 @@ def _one(
 
 
 def relative_error(found: torch.Tensor, reference: torch.Tensor) -> float:
-    """The worst ||found - reference|| / ||reference|| over all but the last dim, of the same shape; NaN is infinite."""
+    """Return the worst ||found - reference|| / ||reference||, with norms along the last dim; NaN is infinite."""
     found, reference = found.double().cpu(), reference.double().cpu()
     difference = (found - reference).norm(dim=-1)
     ratio = difference / reference.norm(dim=-1).clamp_min(1e-12)
@@ -112,8 +111,8 @@ def assert_within_budget(
 ) -> Measurements:
     """Compare a backend's output with the fp64 reference. Raises CheckFailure beyond the budget.
 
-    out: [>= query tokens, num_q_heads, value_dim], in any dtype, on any device. The budget is twice the error of the
-    low-precision reference: what a correct kernel of this precision may have.
+    out: [>= query tokens, num_q_heads, value_dim], any dtype and device. The budget is twice the error of the
+    low-precision reference: what a correct kernel of this precision can have.
     """
     reference = torch.cat(attention(spec, batch))
     quantised = capabilities.quantises_queries and spec.cache_dtype.itemsize == 1
@@ -127,7 +126,7 @@ def assert_within_budget(
 
 
 def _largest_score(spec: AttentionSpec, batch: LogicalBatch) -> float:
-    """A bound: the product of the longest query and the longest key."""
+    """Bound the scores by the product of the longest query and the longest key."""
     largest = 0.0
     for query, key, length in zip(batch.queries, batch.keys, batch.seq_lens, strict=True):
         longest = query.double().norm(dim=-1).max() * key[:length].double().norm(dim=-1).max()
@@ -146,10 +145,10 @@ def assert_as_precise(
     factor: int = 2,
     score: float = _SCORE,
 ) -> Measurements:
-    """Raise CheckFailure where found's error is more than `factor` times the low-precision reference's.
+    """Raise CheckFailure if found's error is more than `factor` times the low-precision reference's.
 
-    found, low_precision, reference: [..., dim] of one shape, in any dtypes. score: the largest that went through the
-    exponential, if it is beyond the usual.
+    found, low_precision, reference: [..., dim] of one shape, in any dtypes. score: the largest score that went through
+    the exponential, if larger than typical.
     """
     budget = factor * relative_error(low_precision, reference) + max(score, _SCORE) * _EPS
     error = relative_error(found, reference)

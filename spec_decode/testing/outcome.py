@@ -1,4 +1,4 @@
-"""How a check can come out, and what it raises to say so: a failure in parts, a refusal, something missing here."""
+"""How a check can come out, and what it raises: a failure in parts, a rejection, something missing here."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ class Outcome(str, Enum):
     XFAIL = "xfail"
     """Failed, as its known-failures entry says."""
     XPASS = "xpass"
-    """Passed although a known-failures entry says it fails: a failure, the entry is out of date."""
+    """Passed although a known-failures entry says it fails: a failure, because the entry is out of date."""
     UNSUPPORTED = "unsupported"
-    """Not claimed, and the check saw the refusal."""
+    """Not claimed, and the check saw the rejection."""
     UNAVAILABLE = "unavailable"
     """Needs something that this machine does not have."""
     ERROR = "error"
     PREVIEW = "preview"
-    """Failed a check that is newer than the contract the backend was built for, which is no failure yet."""
+    """Failed a check newer than the contract the backend was built for, which does not count as a failure yet."""
     NOT_RUN = "not_run"
 
 
 Measurements = dict[str, float]
-"""Measured numbers by name. "error_over_budget" is what the matrix shows."""
+"""Measured numbers by name. The matrix shows "error_over_budget"."""
 
 
 class CheckFailure(AssertionError):
-    """The backend does not do what the contract says. shrunk: the smallest case that shows it, if one was searched."""
+    """The backend violates the contract. shrunk: the smallest case that shows it, if one was searched for."""
 
     def __init__(self, *, contract: str, expected: str, got: str, shrunk: str = "") -> None:
         shown = f"; smallest case: {shrunk}" if shrunk else ""
@@ -39,7 +39,7 @@ class CheckFailure(AssertionError):
 
 
 class Unsupported(Exception):
-    """The case is not claimed, and the backend refused it cleanly; the message is its reasons."""
+    """The case is not claimed, and the backend rejected it cleanly; the message holds its reasons."""
 
 
 class Unavailable(Exception):
@@ -53,5 +53,5 @@ def expect(condition: bool, *, contract: str, expected: str, got: object) -> Non
 
 
 def worst(each: Iterable[Measurements]) -> Measurements:
-    """The measurements with the largest error relative to its budget; none of none."""
+    """Return the measurements with the largest error relative to the budget; empty for no input."""
     return max(each, key=lambda measured: measured["error_over_budget"], default={})

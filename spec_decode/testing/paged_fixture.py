@@ -1,4 +1,4 @@
-"""The paged fixture: requests with known keys and values around one backend, in a cache that is poison elsewhere."""
+"""The paged fixture: requests with known keys and values for one backend, in a cache that is poisoned elsewhere."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from spec_decode.testing.poison import bits
 from spec_decode.testing.subject import Subject
 
 _TOKENS_OF_A_ROW = 64
-"""Query tokens of a row, at most."""
+"""Maximum number of query tokens per row."""
 
 
 class PagedFixture:
     """Tables, a poisoned cache, and the logical keys and values of up to `rows` requests of max_seq_len tokens each.
 
-    Every page is NaN until a token is put there, so a read outside a request's prefix shows in the output, and any
+    Every page is NaN until a token is stored there, so a read outside a request's prefix shows in the output, and a
     write outside its slots shows in the cache.
     """
 
@@ -39,9 +39,8 @@ class PagedFixture:
         max_seq_len: int = MAX_SEQ_LEN,
         pool: int = 0,
     ) -> None:
-        """limits: tokens that each request may have. pool: pages of the cache, if more than the requests need; theirs
-        are the last ones. Raises Unsupported where the backend refuses the spec.
-        """
+        """limits: token limit of each request. pool: pages of the cache, if more than the requests need; they use the
+        last ones. Raises Unsupported if the backend rejects the spec."""
         subject.require_supported(spec)
         self.subject, self.spec, self.rows = subject, spec, rows
         self.device = subject.device
@@ -83,7 +82,7 @@ class PagedFixture:
         self.layout.poison(self.cache)
 
     def interleave(self) -> None:
-        """Give the cache other strides: head by head, the key and the value of a token side by side."""
+        """Change the cache's strides: head by head, with the key and the value of a token next to each other."""
         spec, latent = self.spec, self.cache.latent
         shape = (self.num_pages, spec.num_kv_heads, spec.page_size, 2, spec.head_dim)
         tokens = torch.empty(shape, dtype=spec.cache_dtype, device=self.device).transpose(1, 2)
@@ -92,7 +91,7 @@ class PagedFixture:
         self.poison()
 
     def share_prefix(self, num_pages: int) -> None:
-        """Let every request begin with the first pages of the first one, and with its tokens in them."""
+        """Let every request begin with the first request's first pages and the tokens in them."""
         self.shared_tokens = num_pages * self.spec.page_size
         for request in range(1, self.rows):
             self.pages[request][:num_pages] = self.pages[0][:num_pages]
@@ -100,7 +99,7 @@ class PagedFixture:
                 rows[request][: self.shared_tokens] = rows[0][: self.shared_tokens]
 
     def load(self, batch: Batch) -> BatchBuffers:
-        """Fresh shared state for the batch, with the KV of all but its query tokens in the cache."""
+        """Make fresh shared state for the batch, with the KV of all but its query tokens in the cache."""
         self.load_tables(len(batch.seq_lens))
         buffers = BatchBuffers(self.tables, max_tokens=self.rows * _TOKENS_OF_A_ROW)
         self.reload(buffers, batch)
@@ -112,7 +111,7 @@ class PagedFixture:
         self.tables.load([self.pages[:num_live]], self.limits[:num_live], writable_from=writable_from)
 
     def reload(self, buffers: BatchBuffers, batch: Batch) -> None:
-        """Put another batch into the same buffers."""
+        """Load another batch into the same buffers."""
         buffers.load(batch.query_lens, batch.seq_lens, pad_reqs=batch.rows)
         buffers.tree_masks[: batch.num_tokens].copy_(torch.tensor(batch.tree_masks()))
         for request, (query, length) in enumerate(zip(batch.query_lens, batch.seq_lens, strict=True)):
@@ -123,25 +122,25 @@ class PagedFixture:
                 buffers.positions[at : at + query].copy_(length - query + depths)
 
     def replace_batch(self, buffers: BatchBuffers, batch: Batch) -> None:
-        """Poison the cache, then put another batch with its tables into the same buffers."""
+        """Poison the cache, then load another batch and its tables into the same buffers."""
         self.poison()
         self.load_tables(len(batch.seq_lens))
         self.reload(buffers, batch)
 
     def exchange_tails(self) -> None:
-        """Let every request keep its first page and have those behind it of the next request."""
+        """Keep each request's first page, and give it the remaining pages of the next request."""
         tails = [pages[1:] for pages in self.pages]
         self.pages = [pages[:1] + tail for pages, tail in zip(self.pages, tails[1:] + tails[:1], strict=True)]
 
     def reorder(self, order: Sequence[int]) -> None:
-        """Let the first requests be those of `order`, with their pages, keys and values."""
+        """Reorder the first requests by `order`, with their pages, keys and values."""
         rest = slice(len(order), None)
         self.pages = [self.pages[i] for i in order] + self.pages[rest]
         self.key = [self.key[i] for i in order] + self.key[rest]
         self.value = [self.value[i] for i in order] + self.value[rest]
 
     def put(self, request: int, positions: range) -> None:
-        """Place logical tokens in the cache by the page table's own arithmetic."""
+        """Store logical tokens in the cache at the places the page table gives them."""
         places = [divmod(position, self.spec.page_size) for position in positions]
         pages = torch.tensor([self.pages[request][page] for page, _ in places], dtype=torch.int64)
         offsets = torch.tensor([offset for _, offset in places], dtype=torch.int64)
@@ -166,8 +165,8 @@ class PagedFixture:
         *,
         max_seq_len: int | None = None,
     ) -> AttentionBatch:
-        """What a builder sees. seq_lens: the present lengths, if they are no longer the batch's. max_seq_len: a bound
-        on them; None is the fixture's."""
+        """Return what a builder sees. seq_lens: the current lengths, if they are no longer the batch's. max_seq_len: a
+        bound on them; None for the fixture's."""
         lens = list(batch.seq_lens if seq_lens is None else seq_lens)
         view = buffers.view(
             0,
@@ -182,11 +181,11 @@ class PagedFixture:
         return buffers.tree_view(view) if batch.trees else view
 
     def build(self, batch: Batch, *, horizon: int = 0, max_seq_len: int | None = None) -> BuiltBatch:
-        """Load the batch and build its metadata with a fresh builder. max_seq_len: as `view` has it."""
+        """Load the batch and build its metadata with a fresh builder. max_seq_len: as in `view`."""
         return BuiltBatch(self, batch, horizon=horizon, max_seq_len=max_seq_len)
 
     def queries(self, batch: Batch) -> list[torch.Tensor]:
-        """A fresh query of each live request, [q, num_q_heads, head_dim] in the spec's dtype, on the CPU."""
+        """Draw a query for each live request, [q, num_q_heads, head_dim] in the spec's dtype, on the CPU."""
         shape = (self.spec.num_q_heads, self.spec.head_dim)
         return [torch.randn(q, *shape, generator=self.generator).to(self.spec.dtype) for q in batch.query_lens]
 
@@ -199,9 +198,9 @@ class PagedFixture:
         return self.forward(query, metadata)
 
     def forward(self, query: torch.Tensor, metadata: Any) -> torch.Tensor:
-        """The backend's attention of query [num_tokens, num_q_heads, head_dim] over the cache as it is.
+        """Run the backend's attention of query [num_tokens, num_q_heads, head_dim] over the current cache.
 
-        Raises Unsupported where nothing attends by the builder's metadata; CheckFailure for an output of another shape
+        Raises Unsupported if no attention uses the builder's metadata, and CheckFailure for an output of another shape
         or dtype.
         """
         if why := self.subject.no_attention:
@@ -219,9 +218,9 @@ class PagedFixture:
     def inputs(
         self, batch: Batch, seq_lens: Sequence[int], queries: Sequence[torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Flat query, key and value [num_tokens, heads, dim] of the query tokens, on the device.
+        """Return flat query, key and value [num_tokens, heads, dim] of the query tokens, on the device.
 
-        Padding tokens hold large numbers, so that writing one shows.
+        Padding tokens hold large numbers, so writing one is noticed.
         """
         ends = list(zip(batch.query_lens, seq_lens, strict=True))
         flat = [
@@ -242,7 +241,7 @@ class PagedFixture:
     ) -> Measurements:
         """Compare out [>= query tokens, num_q_heads, value_dim] of the requests from `first` on with the oracle.
 
-        Raises CheckFailure where its error is more than twice that of a correct kernel of this precision.
+        Raises CheckFailure if its error exceeds twice that of a correct kernel of this precision.
         """
         live = slice(first, first + len(seq_lens))
         batch = oracle.LogicalBatch(queries, self.key[live], self.value[live], seq_lens, self.sinks)
@@ -251,8 +250,8 @@ class PagedFixture:
     def expect_trees(
         self, out: torch.Tensor, batch: Batch, queries: Sequence[torch.Tensor], *, contract: str
     ) -> Measurements:
-        """Compare out [>= query tokens, num_q_heads, value_dim] with the oracle, to which each query token of a tree is
-        a text of its own: what was cached, and the path to it. Raises CheckFailure."""
+        """Compare out [>= query tokens, num_q_heads, value_dim] with the oracle, which sees each query token of a tree
+        as a separate text: the cached prefix and the path to the token. Raises CheckFailure."""
         alone: list[torch.Tensor] = []
         rows: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
         for request, query in enumerate(queries):
@@ -269,7 +268,7 @@ class PagedFixture:
         )
 
     def stored(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Key [slots, num_kv_heads, head_dim] and value [..., value_dim] of every slot, fp32 on the CPU."""
+        """Return key [slots, num_kv_heads, head_dim] and value [..., value_dim] of every slot, fp32 on the CPU."""
         slots = [divmod(slot, self.spec.page_size) for slot in range(self.num_pages * self.spec.page_size)]
         taken = [self.layout.take(self.cache, page, offset) for page, offset in slots]
         return torch.stack([key.float() for key, _ in taken]), torch.stack([value.float() for _, value in taken])
@@ -300,7 +299,7 @@ class PagedFixture:
 
 
 class BuiltBatch:
-    """A batch in a paged fixture with its shared state, a builder, its metadata, and the present lengths."""
+    """A batch in a paged fixture with its shared state, a builder, its metadata, and the current lengths."""
 
     def __init__(self, fixture: PagedFixture, batch: Batch, *, horizon: int, max_seq_len: int | None) -> None:
         self.fixture, self.batch = fixture, batch
@@ -310,11 +309,11 @@ class BuiltBatch:
         self.metadata = self.builder.build(view, horizon=horizon)
 
     def view(self) -> AttentionBatch:
-        """What a builder sees now."""
+        """Return what a builder sees now."""
         return self.fixture.view(self.buffers, self.batch, self.seq_lens)
 
     def fresh(self, *, horizon: int = 0) -> Any:
-        """Metadata of a fresh builder for the present state."""
+        """Build metadata for the current state with a fresh builder."""
         return self.fixture.builder().build(self.view(), horizon=horizon)
 
     def move(self) -> None:
@@ -328,12 +327,12 @@ class BuiltBatch:
         self.builder.advance(self.metadata)
 
     def put_in(self, batch: Batch) -> None:
-        """Put another batch of as many rows into the same buffers."""
+        """Load another batch with the same number of rows into the same buffers."""
         self.fixture.replace_batch(self.buffers, batch)
         self.batch, self.seq_lens = batch, list(batch.seq_lens)
 
     def replace(self, batch: Batch) -> None:
-        """Put another batch of as many rows into the same buffers and refresh the metadata."""
+        """Load another batch with the same number of rows into the same buffers and refresh the metadata."""
         self.put_in(batch)
         self.builder.advance(self.metadata)
 
@@ -345,8 +344,8 @@ class BuiltBatch:
     def expect_attention(self, contract: str, *, cache: str = "", metadata: Any = None) -> Measurements:
         """Write the query tokens, attend, and compare with the oracle. Raises CheckFailure.
 
-        cache: the contract under which the cache must hold the requests' tokens and nothing else; empty to leave it
-        unseen. metadata: None for the batch's own.
+        cache: the contract under which the cache must hold the requests' tokens and nothing else; empty to skip that
+        check. metadata: None for the batch's own.
         """
         queries = self.fixture.queries(self.batch)
         used = self.metadata if metadata is None else metadata
@@ -356,8 +355,8 @@ class BuiltBatch:
         return self._compare(out, queries, contract)
 
     def expect_replay(self, other: Batch, contract: str) -> Measurements:
-        """Capture an advance, the write of the query tokens and their attention, replay it over another batch of as
-        many rows, and compare with the oracle. Raises CheckFailure."""
+        """Capture an advance, the write of the query tokens and their attention, replay it over another batch with the
+        same number of rows, and compare with the oracle. Raises CheckFailure."""
         fixture, found = self.fixture, list[torch.Tensor]()
         inputs = fixture.inputs(self.batch, self.seq_lens, fixture.queries(self.batch))
 
@@ -395,5 +394,5 @@ def _padded(tensor: torch.Tensor, rows: int) -> torch.Tensor:
 
 
 def _in_a_projection(tensor: torch.Tensor) -> torch.Tensor:
-    """As a model passes it: a view into the projection of queries, keys and values."""
+    """Pass a view into a QKV projection, as a model does."""
     return torch.cat([tensor, torch.full_like(tensor[:, :1], float("nan"))], 1)[:, :-1]

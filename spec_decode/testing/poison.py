@@ -1,4 +1,4 @@
-"""Poisoned memory: NaN wherever nothing was written, so that a read of it shows."""
+"""Poisoned memory: NaN wherever nothing was written, so reading it is noticed."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from unittest import mock
 import torch
 
 _GARBAGE = 85
-"""In every byte of an 8-bit integer; a count, a lock or an index that begins with it is wrong."""
+"""Every byte of an 8-bit integer; a count, a lock or an index that starts from it is wrong."""
 
 
 @contextmanager
 def poisoned_allocations() -> Iterator[None]:
-    """Inside, torch.empty and its variants return NaN, and integers other than 0, so that memory which is read before
-    it is written shows."""
+    """Within this context, torch.empty and its variants return NaN, and nonzero integers, so reading memory before it
+    is written is noticed."""
 
     def poisoned(allocate: Any) -> Any:
         def wrapper(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -34,5 +34,5 @@ def poisoned_allocations() -> Iterator[None]:
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The same elements as integers of the same width and shape: a poisoned one equals itself."""
+    """View the elements as integers of the same width and shape, so that a poisoned one equals itself."""
     return tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])

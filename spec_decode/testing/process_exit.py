@@ -1,5 +1,5 @@
-"""A backend that is checked in this process must not end it: with status 0 that would look like a run that passed. Nor
-must it keep the process from ending."""
+"""Keep a checked backend from ending this process, which with status 0 would look like a passing run, and from keeping
+it from ending."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import NoReturn
 
 
 def running_threads() -> list[str]:
-    """The threads that Python would wait for at its end, by name."""
+    """Return the names of the threads that Python would join at exit."""
     others = (
         each for each in threading.enumerate() if each not in (threading.main_thread(), threading.current_thread())
     )
@@ -20,7 +20,7 @@ def running_threads() -> list[str]:
 
 
 def end_at_once(status: int) -> NoReturn:
-    """End this process without waiting for its threads; what it printed is written."""
+    """End this process without joining its threads; its output is flushed."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
@@ -28,7 +28,7 @@ def end_at_once(status: int) -> NoReturn:
 
 @contextmanager
 def refuse_process_exit() -> Iterator[None]:
-    """Have `os._exit` raise RuntimeError in this process; in one that is forked from it, it ends that one as ever."""
+    """Make `os._exit` raise RuntimeError in this process; a process forked from it still ends."""
     exit_at_once, here = os._exit, os.getpid()
 
     def refuse(status: int) -> NoReturn:

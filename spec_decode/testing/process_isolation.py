@@ -1,4 +1,4 @@
-"""Process isolation: run a command in a process of its own, read its messages, and end whatever it started."""
+"""Process isolation: run a command in its own process, read its messages, and end everything it started."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from typing import IO, Any
 import msgspec
 
 _PRINTED_TAIL = 400
-"""Characters of what the process printed, for the reason."""
+"""Characters of the process's output to include in the reason."""
 
 
 class ProcessEnded(Exception):
-    """The process ended early, or was ended; the message says how."""
+    """The process ended early, or was killed; the message says how."""
 
 
 @dataclass(frozen=True, slots=True)
 class TimeLimit:
-    """Seconds that something may take, and what that is."""
+    """A time limit in seconds, and what it limits."""
 
     seconds: float
     what: str
@@ -35,14 +35,14 @@ class TimeLimit:
 
 @dataclass(frozen=True, slots=True)
 class IsolatedProcess:
-    """A process that `start_isolated` has started."""
+    """A process started by `start_isolated`."""
 
     process: subprocess.Popen[bytes]
     reader: int
     output: IO[bytes]
 
     def messages(self, each: TimeLimit, total: TimeLimit) -> Iterator[dict[str, Any]]:
-        """One per line until the process closes the pipe. Raises ProcessEnded when a limit passes before the next."""
+        """Yield one message per line until the process closes the pipe. Raises ProcessEnded if a limit passes first."""
         buffer, end = b"", time.monotonic() + total.seconds
         while True:
             left = end - time.monotonic()
@@ -58,7 +58,7 @@ class IsolatedProcess:
             yield from map(msgspec.json.decode, lines)
 
     def status(self) -> str:
-        """How it ended, in words; waits until it has. Empty for exit status 0."""
+        """Wait for the process and describe how it ended. Empty for exit status 0."""
         status = self.process.wait()
         if status >= 0:
             return f"exit status {status}" if status else ""
@@ -68,16 +68,16 @@ class IsolatedProcess:
             return f"signal {-status}"
 
     def printed_tail(self) -> str:
-        """The end of what it printed, as text to append to how it ended; empty where it printed nothing."""
+        """Return the end of its output, as text to append to how it ended; empty if it printed nothing."""
         self.output.seek(0)
         printed = " ".join(self.output.read().decode(errors="replace").split())
         return f"; it printed: {printed[-_PRINTED_TAIL:]}" if printed else ""
 
 
 def python_module(name: str) -> tuple[str, ...]:
-    """The command that runs a module, with modules found where this process finds them.
+    """Return the command that runs a module with this process's sys.path.
 
-    `python -m` would put the current folder first, and a folder in it that is named like a package would hide that one.
+    `python -m` would put the current folder first, where a folder named like a package would hide that package.
     """
     places = [str(place) for place in sys.path]
     run = f"run_module({name!r}, run_name='__main__', alter_sys=True)"
@@ -86,9 +86,9 @@ def python_module(name: str) -> tuple[str, ...]:
 
 @contextmanager
 def start_isolated(command: Sequence[str], request: dict[str, Any]) -> Iterator[IsolatedProcess]:
-    """Run a command in a session of its own, and on leaving end it with everything that it started.
+    """Run a command in its own session, and on exit kill it with everything that it started.
 
-    It gets two more arguments: the descriptor to write its messages to, each a line of JSON, and `request` as JSON.
+    It gets two more arguments: the file descriptor for its messages, each a line of JSON, and `request` as JSON.
     """
     with tempfile.TemporaryFile() as output:
         reader, writer = os.pipe()

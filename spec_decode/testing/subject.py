@@ -40,22 +40,22 @@ PLAIN_SPECS: dict[AttentionKind, list[dict[str, Any]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """What is tested, and where."""
+    """The backend under test and its device."""
 
     backend: AttentionBackend
     device: torch.device
     asked_as: str = ""
-    """The name it was requested by; empty where the backend itself was given."""
+    """The name it was requested by; empty if the backend itself was passed."""
     engine: str = ""
-    """The engine, with its version, whose own builder this is; empty for a backend of this library."""
+    """The engine, with its version, that this builder belongs to; empty for a backend of this library."""
     no_attention: str = ""
-    """Why nothing attends by the builder's metadata, so that only fields are checked; empty where a forward does."""
+    """Why no attention uses the builder's metadata, so only fields are checked; empty if a forward does."""
 
     def base_spec(self) -> AttentionSpec:
-        """The plainest spec that the backend accepts: grouped and in fp32 where it has that.
+        """Return the plainest spec that the backend accepts: grouped and in fp32 if supported.
 
-        Raises Unsupported, with every reason it gave, where it refuses them all; CheckFailure for a refusal that has
-        none.
+        Raises Unsupported, with every reason given, if it rejects all of them; CheckFailure for a rejection without a
+        reason.
         """
         dtypes = sorted(self.backend.capabilities.dtypes, key=lambda dtype: -torch.finfo(dtype).bits)
         reasons: list[str] = []
@@ -68,7 +68,7 @@ class Subject:
         raise Unsupported("; ".join(dict.fromkeys(reasons)) or "claims no dtype, or no kind of attention")
 
     def require_supported(self, spec: AttentionSpec) -> None:
-        """Raise Unsupported, with the backend's own reasons, unless it accepts the spec; CheckFailure where it refuses
+        """Raise Unsupported, with the backend's own reasons, unless it accepts the spec; CheckFailure if it rejects it
         without any."""
         answer = self.backend.supports(spec, self.device)
         if not isinstance(answer, Rejected):
@@ -85,7 +85,7 @@ class Subject:
 
 @cache
 def plain_specs(kind: AttentionKind, dtype: torch.dtype) -> tuple[AttentionSpec, ...]:
-    """The specs to try for a kind, plainest first."""
+    """Return the specs to try for a kind, plainest first."""
     return tuple(AttentionSpec(kind=kind, dtype=dtype, **fields) for fields in PLAIN_SPECS[kind])
 
 

@@ -1,4 +1,4 @@
-"""What a machine has for drafting, and what is missing or fails: each answer with its reason, none an exception."""
+"""What a machine has for drafting, and what is missing or fails: each finding has a reason; no failure is raised."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from spec_decode.tools.specs import GQA, MLA, SPARSE
 from spec_decode.tools.validated_rounds import validate_rounds
 
 _PACKAGES = ("attn-backends", "torch", "triton", *KERNEL_PACKAGES, "transformers", "cuda-python")
-"""Whatever may bring a kernel, a model or a graph's node."""
+"""Packages that can provide a kernel, a model or a graph node."""
 
 TESTED = {
     "torch": ("2.9.0", "2.13.0", "2.15.0"),
@@ -31,8 +31,8 @@ TESTED = {
     "flashinfer-python": ("0.6.12", "0.6.12", "0.6.12"),
     "transformers": ("4.57.1", "5.23.0", "5.24.0"),
 }
-"""The releases that the tests are run with: the oldest (`make oldest`), that of every test, and the newest (`make
-newest`); of FlashInfer, which needs a GPU, those that a GPU's reports were made with."""
+"""The releases that the tests run with: the oldest (`make oldest`), the one of every commit, and the newest (`make
+newest`); for FlashInfer, which needs a GPU, the one used for the GPU reports."""
 
 _SPECS = {
     "decode of a common 8B model": GQA,
@@ -46,16 +46,16 @@ class FindingStatus(str, Enum):
 
     OK = "ok"
     ABSENT = "absent"
-    """Not here; nothing is wrong with what is."""
+    """Not installed; nothing else is wrong."""
     REFUSED = "refused"
-    """Here, and it serves none of what was asked."""
+    """Installed, but it supports none of the requested specs."""
     FAILED = "failed"
-    """Here, and it does not work."""
+    """Installed, but it does not work."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One answer. detail: a version or what was seen, or the reason where the status is not OK."""
+    """One finding. detail: a version or an observation, or the reason if the status is not OK."""
 
     topic: str
     subject: str
@@ -64,7 +64,7 @@ class Finding:
 
 
 def examine(device: torch.device) -> Iterator[Finding]:
-    """Everything found out about drafting on that device, topic by topic."""
+    """Examine everything about drafting on the device, topic by topic."""
     yield from _machine(device)
     yield from _packages()
     yield from _graphs(device)
@@ -77,7 +77,7 @@ def examine(device: torch.device) -> Iterator[Finding]:
 def validate_metadata(
     backend: AttentionBackend, device: torch.device, *, rounds: int, every: int, page_size: int | None = None
 ) -> Finding:
-    """How drafting with a backend goes with every N-th round validated: see `spec_decode.tools.metadata_validator`."""
+    """Draft with a backend and validate every N-th round: see `spec_decode.tools.metadata_validator`."""
 
     def validate() -> str:
         return validate_rounds(backend, device, rounds=rounds, every=every, page_size=page_size).describe()
@@ -113,7 +113,7 @@ def _packages() -> Iterator[Finding]:
 
 
 def _tested(name: str, found: str | None) -> str:
-    """What was tested of a package, and where the installed release is none of it, that it was not."""
+    """Describe the tested releases of a package, and say so if the installed one lies outside their range."""
     if name not in TESTED:
         return ""
     oldest, usual, newest = TESTED[name]
@@ -124,7 +124,7 @@ def _tested(name: str, found: str | None) -> str:
 
 
 def _release(text: str) -> tuple[int, ...]:
-    """(2, 13, 0) of 2.13.0+cpu."""
+    """Parse a version: (2, 13, 0) for 2.13.0+cpu."""
     return tuple(int(part) for part in re.findall(r"\d+", text.partition("+")[0])[:3])
 
 
@@ -151,7 +151,7 @@ def _captures(device: torch.device) -> str:
 
 
 def _loops(device: torch.device) -> str:
-    """Count to 3 in a loop that the device ends itself."""
+    """Count to 3 in a loop that the device ends."""
     runtime = runtime_for(device)
     cell, continue_flag = (torch.full((1,), start, dtype=torch.int32, device=device) for start in (0, 1))
 
@@ -173,7 +173,7 @@ def _kind(device: torch.device) -> str:
 
 
 def _fa3_providers() -> Iterator[Finding]:
-    """Every package that may bring FlashAttention-3, the one in use among them."""
+    """Report every package that can provide FlashAttention-3, including the one in use."""
     asked = os.environ.get(PROVIDER_VARIABLE)
     chosen = False
     for kind in PROVIDERS:
@@ -211,7 +211,7 @@ def _asked(name: str, backend: AttentionBackend, device: torch.device) -> Findin
         detail = f"{backend.version}: {'; '.join(served) or '; '.join(sorted(reasons))}"
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # a plug-in may fail in any way when it is asked
+    except BaseException as error:  # a plug-in can fail in any way when queried
         return Finding("backends", name, FindingStatus.FAILED, f"{type(error).__name__}: {error}")
     return Finding("backends", name, FindingStatus.OK if served else FindingStatus.REFUSED, detail)
 
@@ -235,5 +235,5 @@ def _tried(topic: str, subject: str, ask: Callable[[], str]) -> Finding:
         return Finding(topic, subject, FindingStatus.OK, ask())
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # a diagnosis must survive whatever it looks at
+    except BaseException as error:  # a diagnosis must survive everything that it examines
         return Finding(topic, subject, FindingStatus.FAILED, f"{type(error).__name__}: {error}")

@@ -1,18 +1,18 @@
-"""Validate a running drafter: is what its kernels read still what a fresh build of the batch would be?
+"""Validate a running drafter: does what its kernels read still equal a fresh build of the batch?
 
-What a graph replays can go stale with no other sign than a lower acceptance rate. After every N-th round a validation
-compares, for step 0 and for the last step of the round:
+Data that a graph replays can go stale with no sign other than a lower acceptance rate. After every N-th round a
+validation checks, for step 0 and for the last step of the round:
 
-    fields      each group's metadata, in place, with that of a fresh builder for the same shared state
-    addresses   with those of the first validation: a graph would keep using the old ones
-    attention   one call per group over the caches, with random queries, with the oracle over each request's prefix
+    fields      each group's metadata, in place, against a fresh builder's for the same shared state
+    addresses   against the first validation's: a graph would keep using the old ones
+    attention   one call per group over the caches, with random queries, against the oracle over each prefix
 
 Nothing of the drafter is written to: builders get a copy of the shared state, and attention only reads. A validation
-waits for the device, and the oracle computes on the host in fp64 what the device did: from milliseconds for short
+syncs with the device, and the oracle computes on the host in fp64 what the device did: from milliseconds for short
 requests to seconds for long ones (`milliseconds` has the sum). Use it to search for a fault, or for one round of many.
 
-Groups that are rebuilt before they are used (all, in the eager strategy): only their attention is compared.
-A preplanned group may hold tokens that a request did not get: there, rows that stopped early are left out.
+For groups that are rebuilt before use (all, in the eager strategy), only attention is compared. A preplanned group can
+hold tokens that a request did not get; its rows that stopped early are skipped.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from spec_decode.testing.poison import poisoned_allocations
 
 
 class MetadataDrift(RuntimeError):
-    """What the kernels of a running drafter read is not the batch. round: from 1; step: 0 or the round's last."""
+    """A running drafter's kernels read metadata that does not match the batch. round: from 1; step: 0 or the last."""
 
     def __init__(self, round_: int, step: int, group: str, failure: CheckFailure) -> None:
         super().__init__(
@@ -58,7 +58,7 @@ class MetadataDrift(RuntimeError):
 class MetadataValidator:
     """Runs the drafter's rounds and validates every N-th.
 
-    rounds, validations: how many so far. milliseconds: of all validations.
+    rounds, validations: counts so far. milliseconds: total time of all validations.
     """
 
     def __init__(self, drafter: Drafter, *, every: int = 1) -> None:
@@ -75,7 +75,7 @@ class MetadataValidator:
         self._addresses: dict[tuple[int, int, int], dict[str, tuple[Any, ...]]] = {}
 
     def propose(self, verified: VerifiedTokens | None = None, num_tokens: int | None = None) -> Drafts:
-        """`Drafter.propose`, and a validation after every N-th. Raises MetadataDrift for the first difference."""
+        """Run `Drafter.propose`, and a validation after every N-th. Raises MetadataDrift for the first difference."""
         drafts = self.drafter.propose(verified, num_tokens)
         self.rounds += 1
         if self.rounds % self.every == 0:
@@ -84,7 +84,7 @@ class MetadataValidator:
 
     @torch.no_grad()
     def validate(self) -> None:
-        """Validate the last round: after a `propose`, and before the tables change. Raises MetadataDrift."""
+        """Validate the last round. Call it after `propose` and before the tables change. Raises MetadataDrift."""
         start = time.perf_counter()
         try:
             for step, used in self.drafter.metadata_in_use().items():
@@ -126,7 +126,7 @@ class MetadataValidator:
     def _expect_attention(
         self, used: StepMetadata, group: KVGroup, found: Any, batch: AttentionBatch, *, padding_too: bool
     ) -> None:
-        """One call over the first layer's cache as it is now, with every allocation poisoned."""
+        """Run one call over the first layer's current cache, with every allocation poisoned."""
         spec, device = group.spec, self.drafter.tables.device
         shape = (batch.num_tokens, spec.num_q_heads, spec.head_dim)
         queries = torch.randn(shape, generator=self._random).to(spec.dtype)
@@ -168,17 +168,17 @@ def _expect_fields(builder: MetadataBuilder[Any], found: Any, batch: AttentionBa
 
 
 def _seq_lens_of_last_step(used: StepMetadata) -> torch.Tensor:
-    """int32 [size] on the device: the lengths that the last step attended over.
+    """Return int32 [size] on the device: the lengths that the last step attended over.
 
-    Sampling the last token that a row drafts makes it inert, so seq_lens no longer tell. The advance before it gave a
-    slot to each row that took part, with its position.
+    Sampling the last token that a row drafts makes it inert, so seq_lens no longer show them. The preceding advance
+    gave a slot to each row that took part, with its position.
     """
     batch, size = used.buffers.batch, used.size
     return torch.where(batch.slot_mappings[0, :size] >= 0, batch.positions[:size] + 1, 0).int()
 
 
 def _over_copy(found: Any, live: AttentionBatch, copy: AttentionBatch) -> Any:
-    """The metadata as it is, in memory of its own: what it takes from the live batch, it takes from the copy."""
+    """Copy the metadata; fields that view the live batch become views of the batch's copy."""
     shared, copied = tensors_of(live), tensors_of(copy)
     fields = {}
     for name, tensor in tensors_of(found).items():
@@ -193,7 +193,7 @@ def _same_memory(tensor: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _same_view(tensor: torch.Tensor, source: torch.Tensor, target: torch.Tensor) -> torch.Tensor | None:
-    """The view of target that tensor is of source; None where it sees more than source, or another type."""
+    """Return the view of target that tensor is of source; None if it reaches beyond source, or has another type."""
     begin = tensor.storage_offset() - source.storage_offset()
     last = begin + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     inside = begin >= 0 and last < target.numel() and source.stride() == target.stride()
@@ -203,7 +203,7 @@ def _same_view(tensor: torch.Tensor, source: torch.Tensor, target: torch.Tensor)
 
 
 def _prefix(group: KVGroup, cache: KVCache, table: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The keys and values of a request's first tokens, by the page table's own arithmetic, on the CPU."""
+    """Return the keys and values of a request's first tokens, on the CPU, by looking them up in the page table."""
     size = group.spec.page_size
     pages = table[: -(-length // size)].long()
     own, layout = KVCache(cache.key[pages].cpu(), cache.value[pages].cpu()), layout_of(group.spec)

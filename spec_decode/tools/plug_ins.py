@@ -1,6 +1,6 @@
-"""Other packages' backends, loaded and asked in a subprocess before this process does: one may end its process.
+"""Load and query other packages' backends in a subprocess first, because one can end the process that loads it.
 
-The subprocess runs this module with the arguments FD {"names": [...]}. It says each name before it loads it and asks
+The subprocess runs this module with the arguments FD {"names": [...]}. It reports each name before it loads it and asks
 what it supports.
 """
 
@@ -25,7 +25,7 @@ _EACH = TimeLimit(60.0, "a package to load and say what it supports")
 _ALL = TimeLimit(math.inf, "all of them")
 _CHILD = "spec_decode.tools.plug_ins"
 _tried: dict[str, str] = {}
-"""Why a plug-in was refused, by name; empty for one that was not."""
+"""Why a plug-in was rejected, by name; empty for one that was not."""
 
 
 def try_plug_ins(
@@ -33,11 +33,11 @@ def try_plug_ins(
     each: TimeLimit = _EACH,
     on_loading: Callable[[PlugIn], None] = lambda plug_in: None,
 ) -> dict[str, str]:
-    """Have the registry refuse, from here on, the plug-ins that end or hold up the process that loads and asks them.
+    """Make the registry refuse, from now on, the plug-ins that end or block the process that loads and queries them.
 
-    Returns why, by name. One process loads all that were not tried before, and another one what is left whenever one
-    ends it, so that what this process may load has been loaded together. Without plug-ins nothing is started.
-    on_loading: told of each plug-in before the process loads it.
+    Returns the reasons by name. One process loads all untried plug-ins; whenever one ends it, another process loads the
+    rest, so that what this process can load has been loaded together. Without plug-ins no process is started.
+    on_loading: called with each plug-in before the process loads it.
     """
     packages = {plug_in.name: plug_in.package for plug_in in registry.plug_ins()}
     had = [name for name in packages if registry.is_loaded(name) or registry.registered_here(name)]
@@ -62,7 +62,7 @@ def try_plug_ins(
 def _load_isolated(
     names: Sequence[str], child: Sequence[str], each: TimeLimit, on_loading: Callable[[str], None]
 ) -> tuple[Sequence[str], str] | None:
-    """None if a subprocess has loaded all; else the one it was at, or all where it named none, and how it ended."""
+    """Return None if a subprocess loaded all; else the plug-in at fault, or all if it named none, and how it ended."""
     at = names
     with start_isolated(child, {"names": names}) as process:
         try:
@@ -85,7 +85,7 @@ def _load(writer: int, names: Sequence[str]) -> None:
 
 
 def _ask(backend: AttentionBackend) -> None:
-    """Ask what `list` asks. What merely fails does so again there, and is reported there."""
+    """Ask the questions of `list`. Plain failures repeat there, and are reported there."""
     for device in map(torch.device, ("cpu", "cuda")):
         for question in (backend.supports, backend.builder.advance_support):
             with suppress(Exception, SystemExit):

@@ -1,4 +1,4 @@
-"""The attention that backends are asked about and timed on, in bfloat16."""
+"""The attention specs that backends are queried for and timed on, in bfloat16."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import torch
 from builders import AttentionKind, AttentionSpec
 
 GQA = AttentionSpec(num_q_heads=32, num_kv_heads=8, head_dim=128, page_size=16)
-"""A common 8B model's attention."""
+"""A common 8B model."""
 MLA = AttentionSpec(num_q_heads=16, num_kv_heads=1, head_dim=576, value_dim=512, page_size=64, kind=AttentionKind.MLA)
-"""DeepSeek-V3's on one of eight devices."""
+"""DeepSeek-V3 on one of eight devices."""
 SPARSE = AttentionSpec(
     num_q_heads=64, num_kv_heads=1, head_dim=512, page_size=64, sliding_window=128, sinks=True, kind=AttentionKind.MLA
 )
-"""DeepSeek-V4's."""
+"""DeepSeek-V4."""
 FP8_DS_MLA = replace(SPARSE, kv_dtype=torch.float8_e4m3fn)
 """The same with the fp8_ds_mla cache."""

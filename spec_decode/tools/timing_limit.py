@@ -1,4 +1,4 @@
-"""A bound on a timing, judged by the bench and shown by the matrix."""
+"""A bound on a timing, evaluated by the bench and shown by the matrix."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import msgspec
 
 
 class TimingLimit(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A bound on a column of a timing. met: None where the column was not measured. In a file, an array."""
+    """A bound on a column of a timing. met: None if the column was not measured. In a file, an array."""
 
     column: str
     bound: float
@@ -21,7 +21,7 @@ class TimingLimit(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
         return f"{self.column} {'>=' if self.at_least else '<='} {self.bound:g}"
 
     def judged(self, row: Mapping[str, Any]) -> TimingLimit:
-        """With whether the row meets it, by its median where the column has quantiles."""
+        """Evaluate the limit on a row, by its median if the column has quantiles."""
         found = row.get(self.column)
         value = found["p50"] if isinstance(found, dict) else found
         met = None if value is None else bool(value >= self.bound if self.at_least else value <= self.bound)
@@ -29,7 +29,7 @@ class TimingLimit(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
 
 
 def verdict(limits: Sequence[TimingLimit]) -> tuple[str, bool | None]:
-    """The limits as text, and whether all are met: None while one could not be judged, or where there are none."""
+    """Return the limits as text, and whether all are met: None if one could not be evaluated, or if there are none."""
     met = {limit.met for limit in limits}
     text = " and ".join(limit.text for limit in limits)
     return text, None if not met else False if False in met else None if None in met else True

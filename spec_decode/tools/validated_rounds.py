@@ -17,7 +17,7 @@ from spec_decode.tools.metadata_validator import MetadataValidator
 
 @dataclass(frozen=True, slots=True)
 class ValidatedRounds:
-    """What ran without a drift. validations: rounds validated; milliseconds: of one of them, on average."""
+    """Rounds that ran without drift. validations: rounds validated; milliseconds: average per validation."""
 
     strategy: str
     rounds: int
@@ -27,7 +27,7 @@ class ValidatedRounds:
     milliseconds: float
 
     def describe(self) -> str:
-        """One line."""
+        """Return one line."""
         return (
             f"{self.rounds} rounds ({self.strategy}), {self.joins} joins, {self.leaves} leaves; {self.validations} "
             f"validations without a drift, {self.milliseconds:.1f} ms each"
@@ -45,11 +45,11 @@ def validate_rounds(
 ) -> ValidatedRounds:
     """Draft with a small random model while requests join and leave, and validate every N-th round.
 
-    strategy: None takes the one with the least host work that the backend allows. page_size: None takes the kit's.
-    Raises MetadataDrift for the first thing that is wrong, Unsupported where the backend refuses every spec of the kit
-    or the page size, and whatever the drafter raises.
+    strategy: None for the allowed strategy with the least host work. page_size: None for the kit's. Raises
+    MetadataDrift for the first mismatch, Unsupported if the backend rejects every spec of the kit or the page size, and
+    any error of the drafter.
     """
-    # On the CPU an interpreted kernel would take a second a round; the conformance checks cover the kernels.
+    # On the CPU an interpreted kernel would take a second per round; the conformance checks cover the kernels.
     with torch.no_grad(), torch_implementations():
         fixture = soak_fixture(Subject(backend, device), page_size)
         candidate = SoakDrafter.make(fixture, strategy)
