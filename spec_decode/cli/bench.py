@@ -1,4 +1,4 @@
-"""`attn-backends bench`: the benchmarks, which are beside the packages in a checkout and in no wheel."""
+"""`attn-backends bench`: the benchmarks, which are part of a checkout but not of the wheel."""
 
 from __future__ import annotations
 

@@ -46,10 +46,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class CheckRun:
-    """Which checks run on which device, and whether refusals are printed too.
+    """Which checks run on which device, and whether rejections are printed too.
 
-    engine: whose builders the names are, or empty for backends. soak: rounds and seed, if soaks were asked for. again:
-    raises an interrupt that came and was swallowed.
+    engine: owner of the builders to check; empty for backends. soak: rounds and seed, if soaks were requested. again:
+    raises an interrupt that was swallowed.
     """
 
     console: Console
@@ -70,10 +70,10 @@ class CheckRun:
         kept: KeptResults | None = None,
         on_note: Callable[[str], None] | None = None,
     ) -> Report:
-        """One backend's report, each failure printed as it happens.
+        """Check one backend and return its report; each failure is printed as it happens.
 
-        isolated: in a process of its own, within the limits of `spec_decode.conformance.subprocess_runner`.
-        kept: as in `spec_decode.conformance.runner.run`. on_note: as in `check_backend`.
+        isolated: in a separate process, within the limits of `spec_decode.conformance.subprocess_runner`. kept: as in
+        `spec_decode.conformance.runner.run`. on_note: as in `check_backend`.
         """
         asked: dict[str, Any] = {"families": list(self.families), "checks": list(self.checks), "quick": self.quick}
         asked["command"] = self._command(name)
@@ -91,7 +91,7 @@ class CheckRun:
             from spec_decode.conformance.runner import plan, run
             from spec_decode.conformance.soak_checks import soak_length
 
-            # Triton's interpreter is for the engine's kernels then, and what is ours has been checked elsewhere.
+            # The interpreter is then only for the engine's kernels; this library's kernels have their own checks.
             with torch_implementations() if self.engine else nullcontext(), soak_length(**self.soak):
                 planned = plan(self._subject(name), device=self.device, **asked)
                 return run(planned, on_result=on_result, on_note=on_note, kept=kept)
@@ -133,7 +133,7 @@ class CheckRun:
 
 
 def count_results(title: str, update: Callable[[str], None]) -> Callable[[Result], None]:
-    """A callback that has `update` show how many results there were."""
+    """Return a callback that shows the number of results with `update`."""
     from spec_decode.conformance.report import FAILURES
     from spec_decode.testing.outcome import Outcome
 
@@ -177,21 +177,21 @@ class _Options:
 def check(options: _Options) -> None:
     """Check backends against the contract.
 
-    NAME is a registered backend, `available` (all that are made for the device) or `all`. Each failure is printed with
+    NAME is a registered backend, `available` (every backend made for the device) or `all`. Each failure is printed with
     its reason and the command that repeats it. The exit status is 0 only if every backend passes; a backend for which
     no check ran does not pass.
 
     With --engine, NAME is a metadata builder of that installed engine, or a draft backend of SGLang. Its claims are
-    checked on the CPU, without the engine, a model or a GPU. On the CPU, Triton kernels run in Triton's interpreter.
+    checked on the CPU, with no running engine, model or GPU. On the CPU, Triton kernels run in Triton's interpreter.
 
-    A check that is newer than the contract that a backend was built for is a preview, and fails nothing. Notes below
-    the summary name what no result shows, such as a known failure that covers nothing. The family soak drafts thousands
-    of rounds while requests join and leave; it runs only if --family or --only names it.
+    A check newer than the contract that a backend was built for is a preview and fails nothing. Notes below the summary
+    report what no result shows, such as a known failure that covers nothing. The soak family drafts thousands of rounds
+    while requests join and leave; it runs only if --family or --only names it.
 
     Each backend runs in a subprocess: if a check ends the process, crashes it, or hangs for ten minutes, the check is
     named and the other backends still run. --no-isolate runs the checks in this process, for a debugger.
 
-    With --json, results are saved in FILE.part as they come; --resume continues a run that ended early.
+    With --json, results are saved in FILE.part as they arrive; --resume continues a run that ended early.
     """
     if options.resume and options.target is None:
         raise UserError("--resume needs the --json of the run to go on with, got none. Add --json.")
@@ -231,7 +231,7 @@ def _chosen_builders(options: _Options, where: torch.device) -> list[str]:
 
 
 def _isolated(names: Sequence[str], isolate: bool | None) -> set[str]:
-    """The backends that run in a subprocess; what a call has registered here does not exist in one."""
+    """Return the backends to run in a subprocess; those registered by a call in this process do not exist there."""
     from attn_backends import registry
 
     ours = [name for name in names if registry.registered_here(name)]
@@ -260,7 +260,7 @@ def _check_and_save(run: CheckRun, name: str, isolated: bool, path: Path | None,
         run.again()
     except BrokenBackend as error:
         run.again()
-        # One of `all` that does not load must not cost the others their checks.
+        # One backend of `all` that does not load must not cost the others their checks.
         complain(f"error: {error}")
         return None
     except KeyboardInterrupt as ended:
@@ -294,7 +294,7 @@ def _require_known(families: Sequence[str]) -> None:
 
 
 def _soak_length(options: _Options) -> dict[str, int]:
-    """Rounds and seed, if soaks are among what is asked for. Raises UserError for either without a soak."""
+    """Return rounds and seed if soaks were requested. Raises UserError for either without a soak."""
     given = {name: value for name, value in (("rounds", options.rounds), ("seed", options.seed)) if value is not None}
     if "soak" in options.families or any(pattern.startswith("soak.") for pattern in options.checks):
         from spec_decode.conformance.soak_checks import ROUNDS
@@ -316,7 +316,7 @@ def _no_such_check(patterns: Sequence[str]) -> UserError:
 
 
 def _report_paths(target: str | None, names: Sequence[str], prefix: str) -> dict[str, Path]:
-    """Where each report goes; made before anything runs, so that a bad path does not cost a run."""
+    """Return each report's path, made before anything runs, so that a bad path does not cost a run."""
     if target is None:
         return {}
     if target == "-":

@@ -1,4 +1,4 @@
-"""What stands beside the packages in a checkout and is in no wheel, such as the kits over engines' own builders."""
+"""Modules that are in a checkout but not in the wheel, such as the kits over engines' own builders."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 _ROOT = Path(__file__).parents[2]
 ENGINES = ("vllm", "sglang")
-"""Those whose own metadata builders `check --engine` tries. Their kits are loaded by name, and only then."""
+"""Engines whose metadata builders `check --engine` checks. Their kits are loaded by name, and only then."""
 
 
 def from_checkout(module: str, *, what: str, folder: str) -> ModuleType:
-    """A module that no wheel brings. Raises UserError where there is no checkout, with `what` and its `folder`."""
+    """Import a module that no wheel contains. Raises UserError, with `what` and its `folder`, without a checkout."""
     file = _ROOT.joinpath(*module.split("."))
     if not (file.with_suffix(".py").is_file() or (file / "__init__.py").is_file()):
         raise UserError(
@@ -30,7 +30,7 @@ def from_checkout(module: str, *, what: str, folder: str) -> ModuleType:
 
 
 class EngineKit(Protocol):
-    """What a module engines.ENGINE.conformance has."""
+    """The interface of a module engines.ENGINE.conformance."""
 
     NAMES: Sequence[str]
     FAMILIES: Sequence[str]
@@ -41,7 +41,7 @@ class EngineKit(Protocol):
 
 
 def kit_of(engine: str) -> EngineKit:
-    """The kit over an engine's builders. Raises UserError for an engine without one, and outside a checkout."""
+    """Return the kit over an engine's builders. Raises UserError for an engine without one, and outside a checkout."""
     if engine not in ENGINES:
         raise UserError(
             f"an engine whose builders can be checked is {' or '.join(ENGINES)}, got {engine!r}. Fix "
@@ -56,9 +56,9 @@ def kit_of(engine: str) -> EngineKit:
 
 
 def builder_names(engine: str, asked: Sequence[str]) -> list[str]:
-    """The builders asked for, each once; all of the engine's where none is.
+    """Return the requested builders without duplicates; all of the engine's if none is requested.
 
-    Raises UserError for an unknown one, and BackendError where the engine is not installed, or in another version.
+    Raises UserError for an unknown builder, and BackendError if the engine is missing or has another version.
     """
     kit = kit_of(engine)
     known = kit.NAMES

@@ -34,7 +34,7 @@ _QUICK_FAMILIES = ("contract", "builder")
 def demo(device: str | None, full: bool, page: str, pair: Path | None) -> None:
     """Show the whole library at work, on any machine.
 
-    Prints the backends on this machine, one drafted prompt with its plan, and a table that checks that every strategy
+    Prints the backends on this machine, one drafted prompt with its plan, and a table checking that every strategy
     agrees with plain decoding. Then writes the matrix as a page, and opens it if there is a desktop. Exits with 1 on
     any mismatch.
     """
@@ -65,7 +65,7 @@ def _list(console: Console, device: torch.device) -> None:
 
 
 def _load(device: torch.device, folder: Path | None) -> dict[str, Pair]:
-    """The target with each of its drafts, by the draft's name."""
+    """Load the target with each of its drafts, by the draft's name."""
     import torch
 
     from spec_decode.llm.pair import load_byte_pair
@@ -76,7 +76,7 @@ def _load(device: torch.device, folder: Path | None) -> dict[str, Pair]:
 
 
 def _compare(console: Console, draft: str, pair: Pair) -> list[Comparison]:
-    """Every backend that serves the draft; it serves the target too where it can."""
+    """Compare every backend that supports the draft; it also serves the target if it can."""
     from attn_backends import registry
     from spec_decode.cli.strategy_comparison import CONFIG, compare, demo_requests
     from spec_decode.llm.backends import backends_named
@@ -92,7 +92,7 @@ def _compare(console: Console, draft: str, pair: Pair) -> list[Comparison]:
 def _summarize(
     console: Console, device: torch.device, pairs: dict[str, Pair], found: dict[str, list[Comparison]]
 ) -> None:
-    """What is here, one prompt drafted and why so, and who agrees with whom."""
+    """Print the backends here, one drafted prompt with the reasons for its plan, and which strategies agree."""
     from attn_backends import registry
     from spec_decode.cli.strategy_comparison import PROMPTS, reasons, to_short_table
 
@@ -149,7 +149,7 @@ def _print_a_text(console: Console, comparison: Comparison) -> None:
 
 
 def _matrix(console: Console, device: torch.device, full: bool) -> tuple[Matrix, bool]:
-    """The matrix of the reports that are here, or of checks that run now; and whether these passed."""
+    """Build the matrix from existing reports, or from checks that run now; also return whether these passed."""
     from spec_decode.matrix import Sources, build_matrix, to_table
 
     if full:
@@ -195,7 +195,7 @@ def _conclude(console: Console, agree: bool, passed: bool, page: str) -> None:
 
 
 def _has_desktop(console: Console) -> bool:
-    """Whether somebody sits before a desktop; over ssh nobody sees a browser."""
+    """Whether there is a desktop to open a browser on; over ssh a browser would not be seen."""
     if not console.is_terminal or "SSH_CONNECTION" in os.environ:
         return False
     return sys.platform in ("darwin", "win32") or bool({"DISPLAY", "WAYLAND_DISPLAY"} & os.environ.keys())

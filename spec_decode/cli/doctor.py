@@ -13,7 +13,7 @@ from spec_decode.cli.options import PAGE_SIZE, device_option, resolve_device, tr
 from spec_decode.cli.output import UserError, say, stdout
 
 _ENGINES = ("vllm", "sglang")
-"""Those with a plug-in of ours, as modules of `engines`."""
+"""Engines with a plug-in in this repository, as modules of `engines`."""
 _STYLES = {"ok": "green", "absent": "dim", "refused": "yellow", "failed": "bold red"}
 _WIDTHS = (26, 8)
 
@@ -30,7 +30,7 @@ _WIDTHS = (26, 8)
 def doctor(
     device: str | None, as_json: bool, backend: str | None, rounds: int | None, every: int | None, page_size: int | None
 ) -> None:
-    """Show what is installed, which kernels and engines are found, what is refused and why, and whether graphs work.
+    """Show what is installed, which kernels and engines are found, what is rejected and why, and whether graphs work.
 
     With --validate-metadata, a small random draft model runs while requests join and leave. Its metadata is compared
     with fresh builds and its attention with an oracle, and the first field that drifts is named. The exit status is 1
@@ -45,7 +45,7 @@ def doctor(
     where = resolve_device(device, present=backend is not None)
     console, topic, findings = stdout(), "", []
     try_plug_ins_aloud()
-    # Asked for by name, a backend that cannot be had is refused before anything runs.
+    # A backend requested by name that cannot be loaded raises before anything runs.
     asked = [] if backend is None else [registry.get(backend)]
     validated = (
         validate_metadata(b, where, rounds=rounds or 100, every=every or 1, page_size=page_size) for b in asked

@@ -1,4 +1,4 @@
-"""`attn-backends draft`: continue prompts, with a draft or without one."""
+"""`attn-backends draft`: continue prompts, with or without a draft."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ _INTERPRETED = (
 )
 _MARGIN = "    "
 _MOST_AT_ONCE = 8
-"""Prompts; fewer leave fewer batch shapes to capture."""
+"""Maximum number of prompts at once; with fewer, fewer batch shapes are captured."""
 _FEW = 0.5
-"""Draft tokens accepted a round, below which a draft costs more than it brings."""
+"""Accepted draft tokens per round below which a draft costs more than it saves."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,7 +79,7 @@ class _Options:
 
     @property
     def drafts_with(self) -> str | None:
-        """The draft that is loaded: a pair has one of its own, another target the one that is named."""
+        """The draft to load: the pair's own, or for another target the named one."""
         from spec_decode.llm.load import find, is_pair
 
         if self.num_speculative_tokens == 0:
@@ -88,7 +88,7 @@ class _Options:
         return "draft" if self.draft is None and has_its_own else self.draft
 
     def require_known(self) -> None:
-        """Raise UserError for values that the library knows under other names."""
+        """Raise UserError for values that the library would report under other names."""
         from spec_decode.drafter import Strategy
 
         if (self.num_speculative_tokens or 0) < 0:
@@ -116,7 +116,7 @@ class _Options:
                 )
 
     def load(self, prompts: int) -> LLM:
-        """The models, ready to run so many prompts."""
+        """Load the models, ready to run this many prompts."""
         from spec_decode.llm import LLM
         from spec_decode.models import SHIPPED_PAIR, draft_names
 
@@ -150,20 +150,20 @@ class _Options:
         return llm
 
     def try_plug_ins(self) -> None:
-        """Try the plug-ins that this run may load, before this process does."""
+        """Try the plug-ins that this run can load, before this process loads them."""
         from attn_backends.registry import plug_ins
 
         if self.explain or {self.backend, self.draft_backend} & {plug_in.name for plug_in in plug_ins()}:
             try_plug_ins_aloud()
 
     def is_interpreted(self) -> bool:
-        """Whether Triton's interpreter runs the kernels, as TRITON_INTERPRET asks."""
+        """Whether Triton's interpreter runs the kernels because of TRITON_INTERPRET."""
         from builders.kernels.triton_runtime import interpreting
 
         return interpreting() and resolve_device(self.device).type == "cpu"
 
     def params(self, count: int) -> list[SamplingParams]:
-        """How each of so many texts is sampled."""
+        """Return the sampling parameters for `count` texts."""
         from spec_decode.llm import SamplingParams
 
         return [
@@ -180,7 +180,7 @@ class _Options:
 
 @dataclass(slots=True)
 class _Screen:
-    """Prints texts in the order of their prompts, each as it grows; what grows out of turn is kept until then."""
+    """Prints texts in the order of their prompts as they grow; chunks that arrive early are kept until their turn."""
 
     console: Console
     prompts: Sequence[str]
@@ -190,7 +190,7 @@ class _Screen:
     _kept: dict[int, list[TextChunk]] = field(default_factory=dict)
 
     def take(self, chunk: TextChunk) -> None:
-        """Show a piece, or keep it."""
+        """Print a chunk, or keep it."""
         if self.first_token is None:
             self.first_token = time.perf_counter()
         if self._shown < 0:
@@ -200,7 +200,7 @@ class _Screen:
             self._show(self._kept[self._shown].pop(0))
 
     def so_far(self, seconds: float) -> str:
-        """How far it is; empty where a terminal shows that by the text."""
+        """Return the progress; empty once a terminal shows text."""
         if self.first_token is not None and self.console.is_terminal:
             return ""
         stats = self.llm.engine.stats if self.llm else None
@@ -256,7 +256,7 @@ def draft(options: _Options) -> None:
 
 @contextmanager
 def _interpretation(screen: _Screen) -> Iterator[None]:
-    """Say that kernels are interpreted, and inside say again and again how far the run is."""
+    """Announce that kernels are interpreted, and within this context report progress repeatedly."""
     divide_in_silence()
     click.echo(_INTERPRETED, err=True)
     started = time.perf_counter()
@@ -265,7 +265,7 @@ def _interpretation(screen: _Screen) -> Iterator[None]:
 
 
 def _summary(options: _Options, llm: LLM, seconds: float, first: float) -> list[str]:
-    """How fast it was, who served it, and how the drafter ran."""
+    """Return the speed, the backends, and how the drafter ran."""
     stats, chosen, count = llm.engine.stats, llm.backends, llm.config.num_speculative_tokens
     names = [chosen.names(each) for each in (chosen.target, chosen.draft)]
     other = f", {names[1]} for the draft" if names[1] not in ("", names[0]) else ""
@@ -294,7 +294,7 @@ def _summary(options: _Options, llm: LLM, seconds: float, first: float) -> list[
 
 def _read_prompts(path: Path) -> list[str]:
     try:
-        # Not splitlines(): it would also end a line at a form feed or U+2028.
+        # Not splitlines(): it also ends a line at a form feed or U+2028.
         lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else error
@@ -303,7 +303,7 @@ def _read_prompts(path: Path) -> list[str]:
 
 
 def _parse_tree(text: str) -> DraftTree | DynamicTreeConfig:
-    """The tree that the user asks for. Raises UserError for a file that holds no paths, BatchError for no tree."""
+    """Parse --tree. Raises UserError for a file without paths, BatchError for an invalid tree."""
     from spec_decode.trees import DraftTree, DynamicTreeConfig
 
     if sizes := re.fullmatch(r"(\d{1,9})x(\d{1,9})", text):

@@ -51,7 +51,7 @@ def list_backends(device: str | None, dtype: str | None, fields: tuple[str, ...]
 
 
 def _asked(dtype: str | None, changes: tuple[str, ...]) -> AttentionSpec:
-    """The question of `list`. Raises UserError for a field that a spec does not have, or of another type."""
+    """Build the spec that `list` asks about. Raises UserError for an unknown field, or one of another type."""
     from builders import AttentionSpec
     from spec_decode.tools.specs import GQA
 
@@ -76,7 +76,7 @@ def _asked(dtype: str | None, changes: tuple[str, ...]) -> AttentionSpec:
 
 
 def _readers() -> dict[str, Callable[[str], object]]:
-    """What reads each field of AttentionSpec from its text. It raises KeyError or ValueError for another text."""
+    """Return parsers from text for each field of AttentionSpec. They raise KeyError or ValueError for invalid text."""
     import torch
 
     from builders import AttentionKind
@@ -95,9 +95,8 @@ def _readers() -> dict[str, Callable[[str], object]]:
 
 
 def describe(name: str, spec: AttentionSpec, device: torch.device) -> dict[str, Any]:
-    """One backend as plain data. One that does not load has a name and reasons only, and "missing" says which package
-    it needs if that is why; "unreadable" is there where its claims are not, and says why.
-    """
+    """Describe one backend as plain data. A backend that does not load has only a name and reasons, and "missing" if a
+    package is the cause; "unreadable" replaces claims that cannot be read, and says why."""
     from attn_backends import BrokenBackend, MissingPackage, Rejected, registry
 
     verdict = registry.explain(name, spec, device)
@@ -114,7 +113,7 @@ def describe(name: str, spec: AttentionSpec, device: torch.device) -> dict[str, 
         return entry
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # a plug-in may claim anything; it must not cost the others their lines
+    except BaseException as error:  # a plug-in can claim anything; it must not cost the others their lines
         return {**entry, "unreadable": f"{type(error).__name__}: {error}"}
 
 
@@ -135,7 +134,7 @@ def _claims(backend: AttentionBackend, spec: AttentionSpec, device: torch.device
 
 
 def print_backends(console: Console, entries: list[dict[str, Any]], question: str) -> None:
-    """One block per backend, and a line for each whose package is not installed; `question` is what they were asked."""
+    """Print a block per backend, and a line for each whose package is missing; `question` is the spec asked about."""
     say(console, f"asked for: {question}")
     missing = {entry["name"]: entry["missing"] for entry in entries if "missing" in entry}
     for entry in entries:

@@ -1,4 +1,4 @@
-"""The command line `attn-backends`. Each verb imports what it needs when it runs, so that help is quick."""
+"""The command line `attn-backends`. Each verb imports what it needs when it runs, so help is fast."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from spec_decode.cli.output import UserError, exit_status, interrupts
 
 
 def _user_errors() -> tuple[type[Exception], ...]:
-    """The library's exceptions that user input can cause."""
+    """Return the library's exceptions that user input can cause."""
     from attn_backends import BackendError
     from builders import BatchError, SpecError
     from spec_decode.drafter import StrategyError
@@ -35,14 +35,14 @@ def _user_errors() -> tuple[type[Exception], ...]:
 
 
 def _is_out_of_memory(error: Exception) -> bool:
-    """torch has a type of its own for a GPU only."""
+    """torch has a dedicated exception type only for a GPU."""
     names = {each.__name__ for each in type(error).__mro__}
     return bool(names & {"MemoryError", "OutOfMemoryError"}) or "can't allocate memory" in str(error)
 
 
 class _Verbs(click.Group):
-    """Turns what a user can cause into one line and exit status 2, Ctrl-C into 130 and SIGTERM into 143; the rest is a
-    bug. A verb's context has what raises a swallowed interrupt again as its `obj`."""
+    """Turns errors that a user can cause into one line and exit status 2, Ctrl-C into 130 and SIGTERM into 143;
+    anything else is a bug. The context's `obj` raises a swallowed interrupt again."""
 
     def main(self, *arguments: Any, **options: Any) -> Any:
         try:
@@ -50,7 +50,7 @@ class _Verbs(click.Group):
         except OSError as error:
             if error.errno != errno.ENOSPC:
                 raise
-            # What is not written yet cannot be: Python's end must not try again.
+            # Unwritten output cannot be written: the interpreter must not try again at exit.
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
             click.echo(f"error: the output must have room, it has none: {error.strerror}; it is not whole.", err=True)
             sys.exit(2)
@@ -60,10 +60,10 @@ class _Verbs(click.Group):
             with interrupts() as ctx.obj:
                 return super().invoke(ctx)
         except KeyboardInterrupt as ended:
-            click.echo("\ninterrupted", err=True)  # behind ^C, or a text that was growing
+            click.echo("\ninterrupted", err=True)  # after ^C, or in the middle of a growing text
             ctx.exit(exit_status(ended))
         except click.NoSuchOption as error:
-            # click finds up to three, the best first, and would list them by the alphabet.
+            # click finds up to three, best first, but would sort them alphabetically.
             if error.possibilities:
                 del error.possibilities[1:]
             raise
@@ -89,7 +89,7 @@ class _Verbs(click.Group):
 def main() -> None:
     """Attention backends whose metadata advances in place, their checks, and a drafter that uses them."""
     if isinstance(sys.stdout, TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # a prompt may have what the terminal's encoding has not
+        sys.stdout.reconfigure(errors="backslashreplace")  # a prompt can have characters the terminal cannot encode
     if sys.prefix != sys.base_prefix:
         # Compiled kernels belong to the environment that made them, not to the home folder.
         os.environ.setdefault(CACHE_VARIABLE, str(Path(sys.prefix) / "cache" / "triton"))

@@ -45,7 +45,7 @@ class _Options:
     strict: Annotated[bool, "With --check, also fail for reports of older source."] = False
 
     def targets(self) -> dict[str, str | None]:
-        """Where each format goes."""
+        """Return the output path of each format."""
         return {"markdown": self.markdown, "html": self.html, "json": self.as_json}
 
     def require_sense(self) -> None:
@@ -74,16 +74,16 @@ def matrix(options: _Options) -> None:
     """Show what each backend claims next to what was observed.
 
     PATH is a report of checks, draft pairs or timings, or a folder of them. Without PATH and --run, the matrix shows
-    reports/. --run checks a backend (or `available`, or `all`) in a subprocess: one that crashes or hangs is named, and
-    the others still run.
+    reports/. --run checks a backend (or `available`, or `all`) in a subprocess: if one crashes or hangs, it is named
+    and the others still run.
 
     --check fails for a report that cannot be read, was edited or has another schema, and for a page that cannot be
-    made. Reports that were made from different source are a warning; with --strict they fail too.
+    made. Reports made from different source are a warning; with --strict they fail too.
     """
     options.require_sense()
     from spec_decode.matrix import build_matrix
 
-    # A fresh run is shown by itself.
+    # A fresh run is shown without older reports.
     paths = options.paths or (() if options.names else (REPORTS,))
     sources, documents = _read(paths)
     fresh = _run(options) if options.names else []
@@ -119,13 +119,13 @@ def _require_columns(patterns: tuple[str, ...], reports: Sequence[Report]) -> No
 
 
 def _read(paths: tuple[Path, ...]) -> tuple[Sources, Documents]:
-    """What the matrix is made from, and all JSON below the paths. Paths that hold nothing are an error."""
+    """Read the sources of the matrix, and all JSON below the paths. Paths without any are an error."""
     from spec_decode.matrix import Sources
     from spec_decode.matrix.sources import PATTERNS, files_below, read_documents
 
     there = [path for path in paths if path != REPORTS or path.exists()]
     shown = files_below(there)
-    if absent := [path for path in there if not os.path.exists(path)]:  # unlike Path.exists, it raises for no name
+    if absent := [path for path in there if not os.path.exists(path)]:  # unlike Path.exists, it never raises
         raise UserError(f"there is no {absent[0]}. Pass a report, or a folder of reports.")
     if paths and not shown:
         raise UserError(
@@ -137,7 +137,7 @@ def _read(paths: tuple[Path, ...]) -> tuple[Sources, Documents]:
 
 
 def _run(options: _Options) -> list[Report]:
-    """The reports of a fresh check of each backend named."""
+    """Check each named backend now and return the reports."""
     for target in options.targets().values():
         require_writable(target)
     device = resolve_device(options.device)
@@ -151,7 +151,7 @@ def _run(options: _Options) -> list[Report]:
 
 
 def _installed(sources: Sources) -> dict[str, str]:
-    """The versions of the backends that load here."""
+    """Return the versions of the backends that load here."""
     from attn_backends import BackendError, registry
 
     found = {}
@@ -183,7 +183,7 @@ def _show(result: Matrix, options: _Options) -> None:
 
 
 def _check(result: Matrix, documents: Documents, options: _Options) -> None:
-    """Make every page, and raise SystemExit for older source if strict."""
+    """Render every page; if strict, raise SystemExit for reports from older source."""
     for render in _writers().values():
         render(result)
     if _warn_of_age(documents) and options.strict:
@@ -192,7 +192,7 @@ def _check(result: Matrix, documents: Documents, options: _Options) -> None:
 
 
 def _warn_of_age(documents: Documents) -> bool:
-    """Name the reports that were made from other source than is here now; whether there are any."""
+    """Name the reports made from different source; return whether there are any."""
     from spec_decode.matrix.numbered import age_text
     from spec_decode.matrix.sources import stale_reports
 

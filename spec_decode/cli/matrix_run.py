@@ -1,4 +1,4 @@
-"""A run of `attn-backends matrix`: backend after backend, each in a subprocess, with its progress shown."""
+"""A run of `attn-backends matrix`: one backend after another, each in a subprocess, with progress."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from spec_decode.testing.outcome import Outcome
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MatrixRun:
-    """What to run and where the reports go. resume: keep those that a run like this one has finished there."""
+    """What to run and where the reports go. resume: keep reports that an equivalent earlier run finished there."""
 
     device: torch.device
     limits: TimeLimits
@@ -35,10 +35,10 @@ class MatrixRun:
     resume: bool = False
 
     def of(self, asked: Sequence[str]) -> list[Report]:
-        """The reports of these backends; `available` stands for every one that is made for the device.
+        """Return the reports of these backends; `available` means every backend made for the device.
 
-        No backend is loaded in this process. Raises SystemExit for an interrupt, which keeps the reports of those that
-        are finished, and no part of the one that was running.
+        No backend is loaded in this process. On an interrupt raises SystemExit; finished reports are kept, and nothing
+        of the backend that was running.
         """
         console = Console(stderr=True, highlight=False)
         named = chosen_names([name for name in asked if name != "available"], self.device)
@@ -76,7 +76,7 @@ class MatrixRun:
             return check_isolated(name, env=env, request=request, limits=self.limits, on_result=on_result)
 
     def _finished(self, name: str, env: Environment) -> Report | None:
-        """The kept report of an earlier run on the same machine, software and source, if it ran to its end."""
+        """Return the kept report of an earlier run on the same machine, software and source, if it completed."""
         path = self._path(name)
         if not self.resume or path is None or not path.is_file():
             return None
@@ -100,7 +100,7 @@ class MatrixRun:
 
 
 def _not_made_for_this(report: Report) -> str:
-    """Why a backend is not made for this machine; empty when it is."""
+    """Return why a backend is not made for this machine; empty if it is."""
     if report.counts[Outcome.UNAVAILABLE] == len(report.results):
         return report.results[0].reason
     claim = report.claims.get(EVERYTHING)

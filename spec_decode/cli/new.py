@@ -1,4 +1,4 @@
-"""`attn-backends new`: a package with a backend of one's own, from the documented example."""
+"""`attn-backends new`: a package with your own backend, from the documented example."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import click
 from spec_decode.cli.output import UserError
 
 _FOLDERS = (Path(__file__).parent / "example", Path(__file__).parents[2] / "examples" / "window_pages")
-"""The example: as the wheel has it, and as a checkout does."""
+"""The example's folder in the wheel and in a checkout."""
 _OURS = {"attn_backends", "benchmarks", "builders", "engines", "spec_decode", "tests"}
 
 
@@ -61,7 +61,7 @@ def new(name: str) -> None:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text, encoding="utf-8")
     except BaseException:
-        shutil.rmtree(folder)  # a part of a package would be in the way of the whole one
+        shutil.rmtree(folder)  # a partial package would block a later run
         raise
     for path in paths:
         click.echo(path)
@@ -69,13 +69,13 @@ def new(name: str) -> None:
 
 
 def _hides_a_module(name: str) -> bool:
-    """Whether Python, an installed package, or one that this project may need has a module of this name."""
+    """Whether Python, an installed package, or an optional dependency of this project has a module of this name."""
     needed: set[str] = set()
     with suppress(PackageNotFoundError):  # a checkout that is not installed
         needed = {re.split(r"[^\w-]", package)[0].replace("-", "_") for package in requires("attn-backends") or ()}
     if name in _OURS | needed | sys.stdlib_module_names:
         return True
-    # What stands in the current folder is no package of this machine: the folder must be new is another error.
+    # The current folder does not count as a package: an existing folder there is a different error.
     places = [place for place in sys.path if place and Path(place).resolve() != Path.cwd()]
     found = PathFinder.find_spec(name, places)
     return found is not None and found.origin is not None
@@ -87,7 +87,7 @@ def _files(example: Path) -> list[Path]:
 
 
 def _renamed(text: str, name: str) -> str:
-    """The example's text with its name, in each of its three forms, replaced."""
+    """Replace the example's name in the text, in each of its three forms."""
     words = name.strip("_").split("_")
     forms = {"window_pages": name, "window-pages": "-".join(words), "WindowPages": "".join(map(str.title, words))}
     for old, its in forms.items():

@@ -1,6 +1,5 @@
-"""Options and arguments that several verbs have: devices, with their kernel cache, and backend names, of plug-ins too.
-Imports no torch.
-"""
+"""Options and arguments shared by several verbs: devices with their kernel cache, and backend names, including
+plug-ins. Imports no torch."""
 
 from __future__ import annotations
 
@@ -35,10 +34,10 @@ _REMEDY = f"Remove it, or set {CACHE_VARIABLE} to another folder."
 
 
 def options_as(record: type[R]) -> Callable[[Callable[[R], None]], Callable[..., None]]:
-    """A decorator that hands a command its options as one record, a dataclass, whose fields say what they are.
+    """Return a decorator that passes a command its options as one record, a dataclass whose fields declare them.
 
-    A field is annotated with its help, and with flags or a click type where its name and its own type do not give them;
-    or with a click decorator.
+    A field is annotated with its help, plus flags or a click type where its name and type are not enough; or with a
+    click decorator.
     """
     kinds = get_type_hints(record, include_extras=True)
 
@@ -70,8 +69,8 @@ def _parameter(field: Field[Any], kind: Any, *said: Any) -> Callable[..., Any]:
 
 
 def resolve_device(name: str | None, *, present: bool = True) -> torch.device:
-    """The device of that name. present: raise UserError for one that this machine has not, as for any other name, and
-    for a cache of kernels that would fail in the middle of a run there.
+    """Return the device of that name. present: raise UserError if this machine lacks the device, as for an invalid
+    name, or if its kernel cache would fail in the middle of a run.
 
     Must stay free of imports from `builders` and `attn_backends`: see `interpreter.interpret_kernels_on`.
     """
@@ -95,8 +94,8 @@ def resolve_device(name: str | None, *, present: bool = True) -> torch.device:
 
 
 def require_kernel_cache() -> None:
-    """Raise UserError for a folder of Triton's cache that cannot be written, or that holds what is no kernel."""
-    # Triton takes an empty one for none.
+    """Raise UserError for a Triton cache folder that is not writable, or that holds damaged kernels."""
+    # Triton treats an empty value as unset.
     folder = Path(os.environ.get(CACHE_VARIABLE) or Path.home() / ".triton" / "cache")
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -110,7 +109,7 @@ def require_kernel_cache() -> None:
         try:
             whole = isinstance(json.loads(description.read_bytes()), dict)
         except (OSError, ValueError, RecursionError):
-            whole = description.name.startswith("__grp__")  # which Triton makes again
+            whole = description.name.startswith("__grp__")  # Triton recreates these
         if not whole:
             raise UserError(f"{description} of Triton's cache is damaged. {_REMEDY}")
     for kernel in folder.glob("*/*.cubin"):
@@ -120,9 +119,8 @@ def require_kernel_cache() -> None:
 
 
 def use_threads(count: int) -> None:
-    """Have torch use so many threads, here and in the processes that are started. More seldom help what is checked: its
-    tensors are small, and on a busy machine threads wait for one another.
-    """
+    """Set torch's thread count here and in child processes. More threads rarely help checks: their tensors are small,
+    and on a busy machine threads wait for one another."""
     import torch
 
     os.environ["OMP_NUM_THREADS"] = str(count)
@@ -130,9 +128,9 @@ def use_threads(count: int) -> None:
 
 
 def chosen_names(asked: Sequence[str], device: torch.device) -> list[str]:
-    """Backend names, each once and at least one; `all` and `available` stand for several.
+    """Return distinct backend names, at least one; `all` and `available` stand for several.
 
-    Raises UnknownBackend for an unknown one, and UserError where none is available.
+    Raises UnknownBackend for an unknown name, and UserError if none is available.
     """
     from attn_backends import UnknownBackend, registry
 
@@ -155,7 +153,7 @@ def chosen_names(asked: Sequence[str], device: torch.device) -> list[str]:
 
 
 def available_names(device: torch.device) -> list[str]:
-    """The backends that load and are made for the device, whichever specs they serve."""
+    """Return the backends that load and are made for the device, independent of the specs they serve."""
     from attn_backends import BrokenBackend, registry
 
     try_plug_ins_aloud()
@@ -170,7 +168,7 @@ def available_names(device: torch.device) -> list[str]:
 
 
 def try_plug_ins_aloud() -> dict[str, str]:
-    """`try_plug_ins`, which shows what is being loaded; without plug-ins it shows nothing."""
+    """Run `try_plug_ins` and show what is being loaded; without plug-ins print nothing."""
     from attn_backends import registry
     from spec_decode.tools.plug_ins import try_plug_ins
 

@@ -1,4 +1,4 @@
-"""What the verbs print and write, and the error of a user that ends them."""
+"""What the verbs print and write, and the user error that ends them."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from rich.text import Text
 from spec_decode.files import write_whole
 
 _UNKNOWN_WIDTH = 160
-"""Columns to lay tables out for where the output is no terminal."""
+"""Table width in columns if the output is not a terminal."""
 _SECONDS_BETWEEN_LINES = 5.0
-"""Of progress, where there is no terminal."""
+"""Interval between progress lines without a terminal."""
 
 
 class UserError(click.ClickException):
-    """Something the user can put right: one line on stderr, exit status 2."""
+    """An error that the user can fix: one line on stderr, exit status 2."""
 
     exit_code = 2
 
@@ -40,16 +40,15 @@ class Terminated(KeyboardInterrupt):
 
 
 def exit_status(ended: KeyboardInterrupt) -> int:
-    """What a shell is told of a verb that was ended so."""
+    """Return the exit status of a verb that this interrupt ended."""
     return 143 if isinstance(ended, Terminated) else 130
 
 
 @contextmanager
 def interrupts() -> Iterator[Callable[[], None]]:
-    """Inside, SIGTERM raises Terminated as SIGINT does KeyboardInterrupt, so that what was found is kept and what was
-    started is ended; in a thread nothing changes. Yields what raises it once more: a library whose import is
-    interrupted may swallow it.
-    """
+    """Within this context, SIGTERM raises Terminated as SIGINT raises KeyboardInterrupt, so results are kept and child
+    processes ended; in a thread nothing changes. Yields a function that raises the interrupt again, because a library
+    interrupted during import can swallow it."""
     came: list[KeyboardInterrupt] = []
 
     def raise_it(number: int, frame: object) -> None:
@@ -61,9 +60,9 @@ def interrupts() -> Iterator[Callable[[], None]]:
             raise came[-1]
 
     heard = [signal.SIGTERM]
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # in the background it may be ignored
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # in the background it can be ignored
         heard.append(signal.SIGINT)
-    main_thread = threading.current_thread() is threading.main_thread()  # signals come to it alone
+    main_thread = threading.current_thread() is threading.main_thread()  # only this thread receives signals
     before = {number: signal.signal(number, raise_it) for number in heard if main_thread}
     try:
         yield again
@@ -73,26 +72,25 @@ def interrupts() -> Iterator[Callable[[], None]]:
 
 
 def complain(text: str, file: IO[Any] | None = None) -> None:
-    """Print a text of any origin as one line, on stderr unless there is a file."""
+    """Print text of any origin as one line, on stderr unless a file is given."""
     click.echo(printable(" ".join(text.split())), file=file, err=file is None)
 
 
 def stdout() -> Console:
-    """Standard output; as wide as the terminal, or wide enough for the tables where it is none."""
+    """Return standard output as a console; wide enough for the tables if it is not a terminal."""
     console = Console(highlight=False)
     return console if console.is_terminal else Console(highlight=False, width=_UNKNOWN_WIDTH)
 
 
 def say(console: Console, text: str, style: str = "") -> None:
-    """Print a text of any origin: no markup in it is read, no control reaches a terminal, and no line is broken."""
+    """Print text of any origin without markup, control characters or line breaks."""
     console.print(Text(printable(text), style=style), soft_wrap=True)
 
 
 @contextmanager
 def progress(console: Console, text: str = "", *, each: bool = False) -> Iterator[Callable[[str], None]]:
-    """Show what is being done, and yield what changes it: beside a spinner, or without a terminal now and then a line
-    on stderr; each: a line for every change, as what hangs must be the last that was named.
-    """
+    """Show progress, and yield a function that updates it: next to a spinner, or without a terminal as an occasional
+    line on stderr. each: a line for every update, so the last one names what hangs."""
     if console.is_terminal:
         with console.status(Text(text)) as status:
             yield lambda text: status.update(Text(text))
@@ -112,7 +110,7 @@ def progress(console: Console, text: str = "", *, each: bool = False) -> Iterato
 
 @contextmanager
 def told_again(text: Callable[[], str], every: float = _SECONDS_BETWEEN_LINES) -> Iterator[None]:
-    """Inside, print a line on stderr every so many seconds, unless it is empty."""
+    """Within this context, print a line on stderr at this interval, unless it is empty."""
     ended = threading.Event()
 
     def tell() -> None:
@@ -130,13 +128,13 @@ def told_again(text: Callable[[], str], every: float = _SECONDS_BETWEEN_LINES) -
 
 
 def did_you_mean(asked: str, known: Iterable[str]) -> str:
-    """What `builders.errors.did_you_mean` says, without torch."""
+    """Same as `builders.errors.did_you_mean`, without torch."""
     close = get_close_matches(asked, list(known), 1)
     return f" Did you mean {close[0]}?" if close else ""
 
 
 def printable(text: str) -> str:
-    """The text with control characters spelled out, so that none reaches a terminal."""
+    """Spell out control characters, so that none reaches a terminal."""
     return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
 
 
@@ -151,7 +149,7 @@ def _named(path: Path) -> Iterator[None]:
 
 
 def require_writable(target: str | Path | None) -> None:
-    """Refuse a file that cannot be written before anything runs; `-` and None can be. Makes its folder.
+    """Check that a file can be written before anything runs; `-` and None always can. Creates its folder.
 
     Raises UserError.
     """
@@ -163,12 +161,12 @@ def require_writable(target: str | Path | None) -> None:
     with _named(path):
         folder = Path(os.path.realpath(path)).parent
         folder.mkdir(parents=True, exist_ok=True)
-        if path.is_file() or not path.exists():  # not a device, nor a pipe
+        if path.is_file() or not path.exists():  # not a device or a pipe
             tempfile.TemporaryFile(dir=folder).close()
 
 
 def write(target: str | Path, content: str | bytes) -> None:
-    """Write to a path, whole or not at all, or to standard output for `-`. Raises UserError if it cannot be written."""
+    """Write atomically to a path, or to standard output for `-`. Raises UserError if it cannot be written."""
     if str(target) == "-":
         click.echo(content, nl=False)
     else:

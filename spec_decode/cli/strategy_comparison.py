@@ -31,7 +31,7 @@ class GenerateResult:
 
 @dataclass(frozen=True, slots=True)
 class StrategyResult:
-    """One strategy: its run, None where the backend cannot run it, and how many prompts came out differently."""
+    """One strategy: its run, None if the backend cannot run it, and how many prompts came out differently."""
 
     strategy: Strategy
     run: GenerateResult | None
@@ -54,13 +54,13 @@ class Comparison:
 
 
 def demo_requests() -> list[Request]:
-    """Greedy requests from text that the shipped pair was not trained on."""
+    """Return greedy requests from text that the shipped pair was not trained on."""
     prompts = held_out_prompts(PROMPTS, PROMPT_BYTES)
     return [Request(prompt=encode(prompt), sampling=SamplingParams(max_tokens=NEW_TOKENS)) for prompt in prompts]
 
 
 def compare(pair: Pair, backends: Backends, requests: Sequence[Request], on_run: Callable[[str], None]) -> Comparison:
-    """Run the backends plainly and in every strategy that they can run."""
+    """Run the backends with plain decoding and in every strategy they support."""
     name = backends.names(backends.draft)
     on_run(f"{name}: plain decoding")
     plain = generate(pair, backends, requests, EngineConfig())
@@ -91,7 +91,7 @@ def compare(pair: Pair, backends: Backends, requests: Sequence[Request], on_run:
 
 
 def generate(pair: Pair, backends: Backends, requests: Sequence[Request], config: EngineConfig) -> GenerateResult:
-    """Continue the requests. Graphs are captured and kernels compiled before: the stats time neither."""
+    """Continue the requests. Graphs are captured and kernels compiled first, so the stats include neither."""
     longest = max(request.max_len for request in requests)
     config = replace(config, max_num_seqs=len(requests), max_model_len=longest)
     engine = Engine(pair.target, pair.draft, backends.target, config, draft_backend=backends.draft)
@@ -112,7 +112,7 @@ def _chosen_plan(pair: Pair, backends: Backends) -> DraftPlan:
 
 
 def to_table(comparisons: Sequence[Comparison], prompts: int) -> Table:
-    """A row for every backend and strategy."""
+    """Return a row for every backend and strategy."""
     run = ("backend", "strategy", f"accepted of {DRAFT_TOKENS}", "rounds", "host us a round")
     table = Table(*run, "same tokens as eager", "same text as plain decoding")
     for comparison in comparisons:
@@ -122,7 +122,7 @@ def to_table(comparisons: Sequence[Comparison], prompts: int) -> Table:
 
 
 def to_short_table(found: Mapping[str, Sequence[Comparison]]) -> Table:
-    """A row for every draft and backend: whether each strategy agrees with eager drafting and plain decoding."""
+    """Return a row for every draft and backend: whether each strategy agrees with eager drafting and plain decoding."""
     table = Table("draft", "backend", *(strategy.value for strategy in Strategy), f"accepted of {DRAFT_TOKENS}")
     for draft, comparisons in found.items():
         for each in comparisons:
@@ -132,7 +132,7 @@ def to_short_table(found: Mapping[str, Sequence[Comparison]]) -> Table:
 
 
 def reasons(found: Mapping[str, Sequence[Comparison]]) -> list[str]:
-    """Why strategies cannot run, a line for each strategy and reason."""
+    """Return why strategies cannot run, a line for each strategy and reason."""
     plans = [(draft, each.chosen) for draft, several in found.items() for each in several]
     drafts: dict[tuple[Strategy, str], list[str]] = {}
     for draft, plan in plans:
