@@ -92,7 +92,7 @@ def parse_json(content: bytes, where: str) -> Any:
     repeats a key or has a malformed table."""
     try:
         document = msgspec.json.decode(content)
-        # The decoder keeps the last of two equal keys, and nobody would know of the first.
+        # The decoder silently keeps the last of two equal keys.
         json.loads(content, object_pairs_hook=_require_unique)
         if isinstance(document, dict):
             document = {name: unpacked(value) if _is_table(value) else value for name, value in document.items()}

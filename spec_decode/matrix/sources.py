@@ -118,7 +118,7 @@ class TimingRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     floor_counts: int | None = None
     limits: tuple[TimingLimit, ...] = ()
     draft: str | None = None
-    """For a whole engine: what drafts."""
+    """For a whole engine: the draft's name."""
     accepted: Annotated[float, msgspec.Meta(ge=0)] | None = None
     """For a whole engine: draft tokens kept per round."""
     per_user: float | None = None

@@ -32,7 +32,7 @@ class Bar(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
     @property
     def met(self) -> bool | None:
-        """Whether all limits are met; None if one is open, or if there are none."""
+        """Whether all limits are met: False if one is missed, else None if one is open or there are none."""
         return verdict(self.limits)[1]
 
 
@@ -103,7 +103,7 @@ TITLES = {
 }
 """Case -> title, in the order of the sections; other cases use their own name."""
 _DRAFTS_DIFFER = ("block-drafts", "block-trees", "block-tree-rounds")
-"""Whole-engine cases that are distinguished by what drafts."""
+"""Whole-engine cases that are distinguished by their draft."""
 
 
 def speed_sections(timings: Sequence[Timing], runs: Runs) -> tuple[Section, ...]:
