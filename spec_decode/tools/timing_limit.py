@@ -29,7 +29,7 @@ class TimingLimit(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
 
 
 def verdict(limits: Sequence[TimingLimit]) -> tuple[str, bool | None]:
-    """Return the limits as text and whether all are met: False if one is missed, None if one is open or there are none."""
+    """Return the limits as text and whether all are met: False if one is missed, None if one is open or none given."""
     met = {limit.met for limit in limits}
     text = " and ".join(limit.text for limit in limits)
     return text, None if not met else False if False in met else None if None in met else True
