@@ -60,8 +60,8 @@ NO_CACHING = "PYTORCH_NO_CUDA_MEMORY_CACHING"
 
 @dataclass(frozen=True)
 class Target:
-    """A Python process to run under the sanitizer. caching: whether torch's allocator may keep memory. checks: whether
-    it takes --json FILE and writes the report of a check there."""
+    """A Python process to run under the sanitizer. caching: whether torch's allocator keeps freed memory. checks:
+    whether it takes --json FILE and writes a check report there."""
 
     name: str
     arguments: tuple[str, ...]
@@ -70,13 +70,13 @@ class Target:
 
 
 def targets(names: Sequence[str]) -> Iterator[Target]:
-    """Values out of range in every kernel that reads such, checks of these backends, and engines."""
+    """Yield out-of-range values for every kernel that reads them, the checks of these backends, and the engines."""
     here = ("-m", "tests.gpu.test_memcheck")
     yield Target("values out of range", (*here, "values"))
     for name in names:
         for part, patterns, caching in (("uncaptured", UNCAPTURED, False), ("captured", CAPTURED, True)):
             only = [word for pattern in patterns for word in ("--only", pattern)]
-            # In its own process, where the loop of a graph is replaced.
+            # Not isolated: HostLoop replaces WhileGraph in this process only.
             check_it = (*here, "check", name, "--no-isolate", "--device", "cuda", *only)
             yield Target(f"{name}, {part}", check_it, caching, checks=True)
     for verification in VERIFIERS:
@@ -86,39 +86,45 @@ def targets(names: Sequence[str]) -> Iterator[Target]:
 
 
 def sanitize(gpu: str, target: Target) -> dict[str, Any]:
-    """What the sanitizer says of the process on that GPU, and how its checks came out, if it is one of checks."""
+    """Run the target under the sanitizer on one GPU and return its row: errors, check outcomes, exit status, time."""
+    began = time.monotonic()
     env = {name: value for name, value in os.environ.items() if name != NO_CACHING}
     env |= {"CUDA_VISIBLE_DEVICES": gpu} | ({} if target.caching else {NO_CACHING: "1"})
     with tempfile.TemporaryDirectory() as folder:
-        log, report = Path(folder, "log"), Path(folder, "report.json")
+        log, report, printed = (Path(folder, name) for name in ("log", "report.json", "printed"))
         command = [
-            # Accesses alone: a binding that asks the driver for a symbol which it lacks gets an API error, too.
+            # Memory accesses only: a binding that asks the driver for a missing symbol causes an API error, too.
             *("compute-sanitizer", "--tool", "memcheck", "--report-api-errors", "no"),
-            *("--target-processes", "all", "--log-file", str(log)),
+            # Not the compilers that a kernel package starts: they need many of the sanitizer's few connections.
+            *("--target-processes", "application-only", "--log-file", str(log)),
             *(sys.executable, *target.arguments, *(("--json", str(report)) if target.checks else ())),
         ]
-        streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-        done = subprocess.run(command, env=env, cwd=ROOT, text=True, errors="replace", **streams)
+        # To a file: a process that the target leaves behind would keep a pipe open.
+        with printed.open("w") as output:
+            streams = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT}
+            status = subprocess.run(command, env=env, cwd=ROOT, **streams).returncode
         text = log.read_text() if log.exists() else ""
+        last = printed.read_text(errors="replace").splitlines()[-5:]
         results = Report.load(report).results if report.exists() else ()
     outcomes = Counter(result.outcome.value for result in results)
     summary = re.search(r"ERROR SUMMARY: (\d+) error", text)
-    # An error is a check that broke off, of memory that ran out, say: what it would have done was not seen.
+    # An error is a check that stopped early, out of memory for example: the rest of it was not seen.
     whole = bool(outcomes) and not outcomes.keys() & {"not_run", "error"}
     return {
         "target": target.name,
         "caching": target.caching,
-        "finished": summary is not None and (whole if target.checks else done.returncode == 0),
+        "finished": summary is not None and (whole if target.checks else status == 0),
         "errors": int(summary.group(1)) if summary else None,
         "checks": dict(outcomes),
-        "exit_status": done.returncode,
+        "exit_status": status,
+        "seconds": round(time.monotonic() - began, 1),
         "said": [line for line in text.splitlines() if "Invalid" in line or "error" in line.lower()][:20],
-        "printed": done.stdout.splitlines()[-5:],
+        "printed": last,
     }
 
 
 class HostLoop:
-    """Stands in for WhileGraph: the same captured parts, and the host asks after each run whether to go on."""
+    """Stands in for WhileGraph: the same captured parts, but the host reads the flag after each iteration."""
 
     num_nodes: int | None = None
 
@@ -138,14 +144,14 @@ class HostLoop:
 
 
 def serve(verification: str, mode: GraphMode, device: torch.device) -> busy_engine.BusyRun:
-    """Requests of every kind through a small engine of the shipped pair, under one verifier."""
+    """Serve requests of every kind with a small engine of the shipped pair and one verifier."""
     requests = busy_engine.make_requests(REQUESTS, random.Random(0))
     options = {"graph_mode": mode, "autotune": False}
     return busy_engine.serve(busy_engine.load_pair(device), verification, requests, random.Random(0), **options)
 
 
 def sanitize_all(names: Sequence[str], write: Callable[..., None]) -> list[dict[str, Any]]:
-    """A row for each target, written as each ends: a run that is cut off says then that it was."""
+    """Return one row per target. Writes the report after each, so an interrupted run leaves an unfinished report."""
     watched, rows, lock = list(targets(names)), list[dict[str, Any]](), threading.Lock()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
     roots = ["spec_decode.engine.engine", *CHECKED]
@@ -168,7 +174,7 @@ def test_the_sanitizer_sees_no_wrong_access(backends, write_report):
 
 
 def main(what: str, *arguments: str) -> None:
-    """Be the process that is watched: `values`, `serve VERIFIER MODE`, or `check` with the arguments of a check."""
+    """Be the target process: `values`, `serve VERIFIER MODE`, or `check` with the arguments of a check."""
     if what == "values":
         os.environ["OUT_OF_RANGE_DEVICE"] = "cuda"
         raise SystemExit(
@@ -182,7 +188,7 @@ def main(what: str, *arguments: str) -> None:
         attn_backends([what, *arguments])
 
 
-# On a CPU: what is watched, under which allocator, and when it has finished; the engines.
+# On a CPU: what runs under which allocator, when a target counts as finished, and the engines.
 
 SANITIZER = """#!{python}
 import subprocess, sys
@@ -212,6 +218,20 @@ CLEAN, WRONG = (
 PRINTS = f"import os; print(os.environ.get('{NO_CACHING}'))"
 
 
+@pytest.fixture
+def sanitizer(tmp_path, monkeypatch):
+    """Puts a stand-in on PATH that runs its target and writes the given text to its log."""
+
+    def install(says):
+        path = tmp_path / "compute-sanitizer"
+        path.write_text(SANITIZER.format(python=sys.executable, says=says))
+        path.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+        monkeypatch.setenv(NO_CACHING, "0")
+
+    return install
+
+
 def reports(*outcomes):
     """A child that writes a report of checks with these outcomes."""
     whole = report(*(result(outcome) for outcome in outcomes)).to_json().decode()
@@ -233,12 +253,8 @@ def reports(*outcomes):
         (reports("pass", "error"), CLEAN, {"checks": True}, {"finished": False}),
     ],
 )
-def test_a_row_says_what_was_seen_under_the_targets_allocator(code, says, options, expected, tmp_path, monkeypatch):
-    sanitizer = tmp_path / "compute-sanitizer"
-    sanitizer.write_text(SANITIZER.format(python=sys.executable, says=says))
-    sanitizer.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    monkeypatch.setenv(NO_CACHING, "0")
+def test_a_row_says_what_was_seen_under_the_targets_allocator(code, says, options, expected, sanitizer):
+    sanitizer(says)
     assert expected.items() <= sanitize("0", Target("t", ("-c", code), **options)).items()
 
 
@@ -258,6 +274,35 @@ def test_each_gpu_has_as_many_targets_at_a_time_as_allowed_and_the_report_each_t
     sanitize_all("abc", lambda schema, *, finished, targets, **_: written.append((len(targets), finished)))
     assert most == {"2": 2, "5": 2}
     assert written == [(count, count == 13) for count in range(1, 14)]
+
+
+def test_a_target_ends_although_a_process_that_it_started_goes_on(sanitizer, tmp_path):
+    sanitizer(CLEAN)
+    told, late = tmp_path / "told", tmp_path / "late"
+    waits = f"""
+import pathlib, time
+for _ in range(200):
+    time.sleep(0 if pathlib.Path({str(told)!r}).exists() else 0.1)
+pathlib.Path({str(late)!r}).touch()
+"""
+    row = sanitize(
+        "0", Target("t", ("-c", f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {waits!r}])"))
+    )
+    assert row["finished"] and not late.exists()
+    told.touch()
+
+
+def test_the_sanitizer_follows_no_process_that_a_target_starts(monkeypatch):
+    commands = []
+
+    def run(command, **_):
+        commands.append(command)
+        return SimpleNamespace(returncode=0)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    sanitize("0", Target("t", ("-c", "pass")))
+    (command,) = commands
+    assert command[command.index("--target-processes") + 1] == "application-only"
 
 
 @pytest.mark.parametrize("verification", VERIFIERS)
