@@ -39,7 +39,7 @@ EAGLE3 = ("qwen3-8b-eagle3", "gpt-oss-20b-eagle3")
 COMPILED = (*(name for name in ROUNDS if name != "deepseek-v4-mtp"), *EAGLE3, "kimi-k2-eagle3")
 """Drafts that torch 2.11 compiles: its autotuning of the other's grouped product uses offsets that crash the
 process."""
-IN_TWO = ("--processes", "2")
+TWO_PROCESSES = ("--processes", "2")
 """Gaps between the kernels of a graph can differ from process to process."""
 SLOTS = 12
 """Steps that share a GPU: most of them wait for the host."""
@@ -75,7 +75,7 @@ def shared_steps(backends: Sequence[str]) -> list[Step]:
     ]
 
 
-def lone_steps() -> list[Step]:
+def exclusive_steps() -> list[Step]:
     """Return the steps that use all GPUs at once."""
     return [gpu_test("memcheck", 900)]
 
@@ -83,10 +83,10 @@ def lone_steps() -> list[Step]:
 def timed_steps() -> list[Step]:
     """Return the steps that measure time, most valuable first."""
     cases: dict[str, tuple[tuple[str, ...], float]] = {
-        "drafter": ((*ROUNDS, *IN_TWO), 270),
-        "eagle3": ((*EAGLE3, *IN_TWO), 140),
-        "kimi-k2-eagle3": (("kimi-k2-eagle3", *IN_TWO), 80),
-        "backends": (("backends", *IN_TWO), 300),
+        "drafter": ((*ROUNDS, *TWO_PROCESSES), 270),
+        "eagle3": ((*EAGLE3, *TWO_PROCESSES), 140),
+        "kimi-k2-eagle3": (("kimi-k2-eagle3", *TWO_PROCESSES), 80),
+        "backends": (("backends", *TWO_PROCESSES), 300),
         "throughput": (("throughput",), 120),
         "blocks": (("blocks",), 400),
         "trees": (("trees",), 150),
@@ -106,20 +106,20 @@ class Evidence:
 
     gpus: Sequence[int]
     shared: Sequence[Step]
-    lone: Sequence[Step]
+    exclusive: Sequence[Step]
     timed: Sequence[Step]
     into: Path
     seconds: float | None = None
     began: float = field(default_factory=time.monotonic)
     failed: list[str] = field(default_factory=list)
-    left_out: list[str] = field(default_factory=list)
+    skipped: list[str] = field(default_factory=list)
 
     def run(self) -> None:
         """Run until every step has ended or time is up."""
-        alone = [[gpu] for gpu in self.gpus]
-        share(alone * SLOTS, self.shared, self._run)
-        share([self.gpus], self.lone, self._run)
-        share(alone, self.timed, self._run)
+        singles = [[gpu] for gpu in self.gpus]
+        share(singles * SLOTS, self.shared, self._run)
+        share([self.gpus], self.exclusive, self._run)
+        share(singles, self.timed, self._run)
 
     @property
     def _left(self) -> float | None:
@@ -128,8 +128,8 @@ class Evidence:
     def _run(self, gpus: Sequence[int], step: Step) -> None:
         seconds = step.seconds / len(gpus)
         if self._left is not None and seconds > self._left:
-            self.left_out.append(step.report)
-            self._say(f"{step.report}: left out, it takes about {seconds:.0f} s")
+            self.skipped.append(step.report)
+            self._say(f"{step.report}: skipped, takes about {seconds:.0f} s")
             return
         with tempfile.TemporaryDirectory() as folder:
             made, log = Path(folder, f"{step.report}.json"), self.into / f"{step.report}.log"
@@ -168,41 +168,41 @@ def is_stale(path: Path) -> bool:
 def main() -> None:
     """Run the steps, print how each ended, and fail if any failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--stale", action="store_true", help="only reports that are missing or of older source")
-    parser.add_argument("--minutes", type=float, help="how long it may take; without it, until all is done")
-    parser.add_argument("--only", action="append", help="patterns of reports, check-* say; all if left out")
-    parser.add_argument("--into", type=Path, help="folder of the reports; reports/<device> if left out")
+    parser.add_argument("--stale", action="store_true", help="make only reports that are missing or of older source")
+    parser.add_argument("--minutes", type=float, help="time limit; none by default")
+    parser.add_argument("--only", action="append", help="pattern of report names, such as check-*; all by default")
+    parser.add_argument("--into", type=Path, help="folder for the reports; reports/<device> by default")
     flags = parser.parse_args()
     if flags.minutes is not None and not flags.minutes > 0:
         parser.error(f"--minutes must be above 0, got {flags.minutes:g}.")
     if environment(torch.device("cpu")).dirty is not False:
-        parser.error("evidence must be of a commit; this checkout has changes, or git cannot tell. Commit them first.")
+        parser.error("evidence must come from a commit; this checkout has changes, or git cannot tell. Commit first.")
     gpus = list(range(torch.cuda.device_count()))
     if not gpus:
-        parser.error("evidence needs a CUDA device, none was found. Run it on a machine with one.")
+        parser.error("evidence needs a CUDA device, but none was found. Run it on a machine with one.")
     into = flags.into or folder_of(torch.cuda.get_device_name())
     into.mkdir(parents=True, exist_ok=True)
 
-    shared, lone, timed = shared_steps(names()), lone_steps(), timed_steps()
-    only = chosen(parser, flags.only, [step.report for step in (*shared, *lone, *timed)])
+    shared, exclusive, timed = shared_steps(names()), exclusive_steps(), timed_steps()
+    only = chosen(parser, flags.only, [step.report for step in (*shared, *exclusive, *timed)])
 
-    def asked(steps: Sequence[Step]) -> list[Step]:
+    def selected(steps: Sequence[Step]) -> list[Step]:
         wanted = [step for step in steps if step.report in only]
         return [step for step in wanted if not flags.stale or is_stale(into / f"{step.report}.json")]
 
     evidence = Evidence(
         gpus=gpus,
-        shared=asked(shared),
-        lone=asked(lone),
-        timed=asked(timed),
+        shared=selected(shared),
+        exclusive=selected(exclusive),
+        timed=selected(timed),
         into=into,
         seconds=flags.minutes and flags.minutes * 60,
     )
     evidence.run()
-    if evidence.left_out:
-        print(f"left out for lack of time: {', '.join(evidence.left_out)}")
+    if evidence.skipped:
+        print(f"skipped for lack of time: {', '.join(evidence.skipped)}")
     if evidence.failed:
-        print(f"ended with failures: {', '.join(sorted(evidence.failed))}; see their logs in {into}")
+        print(f"failed: {', '.join(sorted(evidence.failed))}; see the logs in {into}")
         raise SystemExit(1)
 
 

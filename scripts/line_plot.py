@@ -62,7 +62,7 @@ def line_plot(lines: Sequence[Line], *, title: str, subtitle: str, x: str) -> st
     for place in places:
         parts.append(f'<text x="{across(place):.1f}" y="{BOTTOM + 20}" text-anchor="middle">{place}</text>')
     parts.append(f'<text x="{(LEFT + RIGHT) / 2:.1f}" y="{BOTTOM + 38}" text-anchor="middle">{escape(x)}</text>')
-    labels = _apart([up(line.points[places[-1]]) for line in lines])
+    labels = _spaced([up(line.points[places[-1]]) for line in lines])
     # Draw the strong line last, over the others.
     for line, label in sorted(zip(lines, labels, strict=True), key=lambda pair: pair[0].strong):
         kind = " strong" if line.strong else ""
@@ -72,13 +72,13 @@ def line_plot(lines: Sequence[Line], *, title: str, subtitle: str, x: str) -> st
         parts.append(f'<polyline class="line{kind}" points="{way}"{dash}/>')
         parts += [f'<circle class="dot{kind}" cx="{h:.1f}" cy="{v:.1f}" r="3.5"/>' for h, v in at]
         parts.append(f'<text class="label{kind}" x="{RIGHT + 4}" y="{label + 4:.1f}">{escape(line.label)}</text>')
-    said = f"{title}. " + "; ".join(
+    description = f"{title}. " + "; ".join(
         f"{line.label}: " + ", ".join(f"{line.points[place]:,.0f} at {place}" for place in places) for line in lines
     )
     body = "\n  ".join(parts)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img">\n'
-        f"  <title>{escape(said)}</title>\n  <style>{STYLE}  </style>\n  {body}\n</svg>\n"
+        f"  <title>{escape(description)}</title>\n  <style>{STYLE}  </style>\n  {body}\n</svg>\n"
     )
 
 
@@ -92,7 +92,7 @@ def _ticks(low: float, high: float) -> list[int]:
     return [tick for power in powers for digit in (1, 2, 5) if low <= (tick := digit * 10**power) <= high]
 
 
-def _apart(heights: Sequence[float]) -> list[float]:
+def _spaced(heights: Sequence[float]) -> list[float]:
     """Move label heights so that any two are at least GAP apart; their order stays."""
     order = sorted(range(len(heights)), key=heights.__getitem__)
     moved = list(heights)

@@ -78,8 +78,8 @@ def _lines() -> dict[str, list[list[Mutant]]]:
 def _by_line(source: str, found: Sequence[Mutant]) -> list[list[Mutant]]:
     """Group mutants by line, without those known to be equivalent."""
     known = {source.replace(old, new) for mutant in found[:1] for old, new in EQUIVALENT.get(mutant.file, {})}
-    unlike = [mutant for mutant in found if not known or mutant.apply(source) not in known]
-    return [list(group) for _, group in groupby(unlike, lambda mutant: mutant.line)]
+    distinct = [mutant for mutant in found if not known or mutant.apply(source) not in known]
+    return [list(group) for _, group in groupby(distinct, lambda mutant: mutant.line)]
 
 
 def _one_of(line: Sequence[Mutant], chance: random.Random) -> Mutant:
@@ -231,7 +231,7 @@ def table(results: Sequence[Result]) -> str:
     drawn = Counter(room_of(result.mutant.file) for result in results)
     dead = Counter(room_of(result.mutant.file) for result in results if result.outcome != "survived")
     rows = [*((room, dead[room], drawn[room]) for room in sorted(drawn)), ("all", dead.total(), drawn.total())]
-    return "\n".join(f"{room:30} {killed:4} of {all_of_them:4} died" for room, killed, all_of_them in rows)
+    return "\n".join(f"{room:30} {killed:4} of {total:4} died" for room, killed, total in rows)
 
 
 def say(result: Result) -> None:
@@ -245,22 +245,22 @@ def say(result: Result) -> None:
 def main() -> None:
     """Draw mutants, try them, and write the report."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=Path, required=True, help="file of the report")
+    parser.add_argument("--json", type=Path, required=True, help="report file to write")
     parser.add_argument("--count", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--least", type=float, default=90, help="of a hundred mutants, how many must die")
-    parser.add_argument("--most", type=float, default=300, help="seconds of tests that are tried on a mutant")
-    parser.add_argument("--tests", nargs="+", default=["tests"], help="files and folders of tests; all if left out")
-    parser.add_argument("--only", default="", help="only mutants whose file:line begins so")
-    parser.add_argument("--kept", type=Path, default=ROOT / "build/mutation", help="folder of what is kept")
+    parser.add_argument("--least", type=float, default=90, help="percentage of mutants that must die")
+    parser.add_argument("--most", type=float, default=300, help="seconds of tests to try on each mutant")
+    parser.add_argument("--tests", nargs="+", default=["tests"], help="test files and folders; all by default")
+    parser.add_argument("--only", default="", help="only mutants whose file:line starts with this")
+    parser.add_argument("--kept", type=Path, default=ROOT / "build/mutation", help="cache folder")
     flags = parser.parse_args()
     if missing := [path for path in flags.tests if not (ROOT / path).exists()]:
-        parser.error(f"--tests must be files and folders of the project, got {', '.join(missing)}.")
+        parser.error(f"--tests must name files and folders of the project, got {', '.join(missing)}.")
     drawn = [each for each in draw(flags.count, flags.seed) if f"{each.file}:{each.line}".startswith(flags.only)]
     if not drawn:
         parser.error(
-            f"no mutant was drawn whose file:line begins with {flags.only!r}. Raise --count, or change --only."
+            f"no drawn mutant has a file:line that starts with {flags.only!r}. Raise --count, or change --only."
         )
     flags.kept.mkdir(parents=True, exist_ok=True)
     deaths = Deaths(flags.kept / "deaths.json")

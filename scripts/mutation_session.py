@@ -52,7 +52,7 @@ class Recorder:
         self._entered: dict[int, CodeType] = {}
         self._opened: set[str] = set()
         if trace:
-            sys.addaudithook(self._hear)
+            sys.addaudithook(self._record_open)
         self._folders = tuple(f"{Path.cwd() / package}{os.sep}" for package in PACKAGES)
 
     @pytest.hookimpl(trylast=True)
@@ -89,7 +89,7 @@ class Recorder:
     def _enter(self, frame: FrameType, event: str, argument: Any) -> None:
         self._entered[id(frame.f_code)] = frame.f_code
 
-    def _hear(self, event: str, arguments: tuple[Any, ...]) -> None:
+    def _record_open(self, event: str, arguments: tuple[Any, ...]) -> None:
         if event == "open" and str(arguments[0]).endswith(".py") and str(arguments[0]).startswith(self._folders):
             self._opened.add(str(arguments[0]))
 

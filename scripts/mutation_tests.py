@@ -184,7 +184,7 @@ def _function(folder: Path, file: str, line: int) -> str:
 
 @cache
 def functions(source: str) -> tuple[tuple[str, int, int], ...]:
-    """Functions it enters, as file::name."""
+    """Return the name, first line and last line of each function in a source."""
     found: list[tuple[str, int, int]] = []
 
     def visit(parent: ast.AST, prefix: str) -> None:

@@ -11,5 +11,5 @@ def chosen(parser: argparse.ArgumentParser, patterns: Sequence[str] | None, name
     """Return the names that match an --only pattern, or all. Exit with a usage error if a pattern matches none."""
     for pattern in patterns or []:
         if not any(fnmatchcase(name, pattern) for name in names):
-            parser.error(f"--only must fit some of {', '.join(names)}, got {pattern}.")
+            parser.error(f"--only must match one of {', '.join(names)}, got {pattern}.")
     return {name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns or ["*"])}

@@ -34,7 +34,7 @@ VLLM, UNCOMPILED, ROUNDS = "h200/vllm-compiled.json", "h200/vllm.json", "h200/be
 """Reports of vLLM's defaults (compiled layers), of vLLM without compilation, and of draft rounds."""
 DFLASH, BLOCKS, LATENTS = "h100/vllm-dflash.json", "h100/vllm-blocks.json", "h100/vllm-latents.json"
 """Reports of vLLM with block drafts, compiled and not, and with drafts over latents."""
-PAIR, PAIR_BOTH, WATCHED = "h100/vllm-pair.json", "h100/vllm-pair-both.json", "h100/vllm-watched.json"
+PAIR, PAIR_BOTH, VALIDATED = "h100/vllm-pair.json", "h100/vllm-pair-both.json", "h100/vllm-watched.json"
 """Reports of our draft backends on one GPU and on two, of ours and vLLM's on two, and with metadata validated."""
 COMPILED = tuple(
     f"h200/bench-{draft}-compiled.json"
@@ -78,12 +78,12 @@ def contents(root: Path) -> dict[Path, str]:
         README: {"figures": figures(root), "matrix": summary(Sources.read([root / "reports"]).reports)},
         STRATEGIES: {
             "strategy times": strategy_times.table(_load(root, ROUNDS)),
-            "compiled times": strategy_times.beside_compiled([_load(root, name) for name in COMPILED]),
+            "compiled times": strategy_times.compiled_table([_load(root, name) for name in COMPILED]),
         },
         VLLM_PAGE: {
             "vllm ratios": vllm_tables.ratios([_load(root, name) for name in (VLLM, DFLASH, BLOCKS, LATENTS)]),
             "vllm on two GPUs": vllm_tables.scaling(_load(root, PAIR)),
-            "vllm watched": vllm_tables.watched(_load(root, WATCHED)),
+            "vllm validated": vllm_tables.validated(_load(root, VALIDATED)),
             "vllm ratios on two GPUs": vllm_tables.ratios([_load(root, PAIR_BOTH)], num_gpus=2),
         },
         VLLM_FIGURES: {
@@ -107,7 +107,7 @@ def between(page: str, name: str, table: str) -> str:
     before, found, rest = page.partition(begin)
     _, ended, after = rest.partition(end)
     if not (found and ended) or begin in after or end in after:
-        raise SystemExit(f"a page must have the lines {begin} and {end}, once each. Add them.")
+        raise SystemExit(f"a page must contain the lines {begin} and {end}, once each. Fix its markers.")
     return f"{before}{begin}\n{table}\n{end}{after}"
 
 
@@ -167,11 +167,11 @@ def figures(root: Path) -> str:
     date = max(report.env.date for report in builders)[:10]
     return (
         f"{markdown_table(head, rows)}\n\n"
-        "The models are an 8B Llama with EAGLE, an 8B Qwen3 with DFlash and DFlash2, and for "
-        "MTP one GPU's share, 16 of 128 heads, of four layers of DeepSeek-V3; all have random weights. The target "
-        "rejects almost every token of such a draft. We therefore made the verifier accept a fixed mean number per "
-        f"round: {', '.join(kept)} draft tokens in vLLM, {min(accepted):.1f} to {max(accepted):.1f} of {drafted} in "
-        f"our engine. Without a draft, vLLM generates {_pair(arms[NO_DRAFT])} tokens/s of the Llama with {sizes} "
+        "The models are an 8B Llama with EAGLE, an 8B Qwen3 with DFlash and DFlash2, and, for MTP, four layers of "
+        "DeepSeek-V3 as one of eight GPUs holds them (16 of 128 heads). All weights are random, so a target would "
+        "reject almost every draft token. We therefore made the verifier accept a fixed mean number per round: "
+        f"{', '.join(kept)} draft tokens in vLLM, {min(accepted):.1f} to {max(accepted):.1f} of {drafted} in our "
+        f"engine. Without a draft, vLLM generates {_pair(arms[NO_DRAFT])} tokens/s with the Llama and {sizes} "
         f"concurrent requests ({card(vllm['env']['device'])}, same run).\n\nAn attention backend's *metadata* tells "
         f"its kernels where each request's tokens are. We checked {len(builders)} of the metadata builders in vLLM "
         f"{version} that claim to update their metadata in place, and refuted {len(refuted)} of these claims (CPU, "
@@ -182,12 +182,12 @@ def figures(root: Path) -> str:
 def vllm_rows(root: Path, measured: str) -> tuple[list[list[str]], list[str]]:
     """Return a row per draft of IN_VLLM (the first names the measurement) and the draft tokens each keeps per round."""
     rows, kept = [], []
-    for said, name, steps, size, compiled, theirs, ours in IN_VLLM:
+    for draft, name, steps, size, compiled, theirs, ours in IN_VLLM:
         report = _load(root, name)
         arms = vllm_arms(report, steps, size, compiled)
         rows.append(
             [
-                f"{'the same' if rows else measured}: {said.format(steps)}",
+                f"{'the same' if rows else measured}: {draft.format(steps)}",
                 f"{_pair(_best(arms, theirs))} (vLLM's {_named(theirs)})",
                 f"**{_pair(_best(arms, ours))}** (our {_named(ours)})",
                 _source(report, "scripts/vllm_figures.py"),
@@ -213,7 +213,7 @@ def vllm_arms(
     wanted = {(size, compiled, 0), (size, compiled, steps)}
     return {
         arm["arm"]["draft"]: {row["requests"]: median(row["tokens_per_s"]) for row in arm["rows"]}
-        for arm in vllm_tables.unwatched(report)
+        for arm in vllm_tables.unvalidated(report)
         if (arm["arm"]["size"], vllm_tables.is_compiled(arm), arm["arm"]["steps"]) in wanted
         and vllm_tables.num_gpus_of(arm) == 1
         and arm["rows"]
@@ -250,8 +250,8 @@ def planned_steps(root: Path) -> str:
     date = max(report.env.date for report in reports)[:10]
     return (
         f"SGLang {reports[0].version} plans the metadata of all draft steps before it replays their graph. In "
-        f"{len(missing)} of the {len(reports)} draft backends that we checked, the metadata of the steps leaves out "
-        "tokens that the round has drafted, so the draft does not attend to them "
+        f"{len(missing)} of the {len(reports)} draft backends that we checked, this metadata omits tokens drafted "
+        "earlier in the round, so the draft does not attend to them "
         f"([details](docs/engines/sglang.md#sglangs-own-draft-backends); CPU, {date}, `attn-backends check --engine "
         "sglang`)."
     )
@@ -271,9 +271,9 @@ def plot(report: Mapping[str, Any]) -> str:
     lines = [Line(label, arms[name], strong=name == OURS, dash=dashes.get(name, "")) for name, label in names.items()]
     return line_plot(
         lines,
-        title="Output tokens a second in vLLM, by the draft's attention backend",
-        subtitle=f"8B Llama, EAGLE draft of {DRAFT_TOKENS} tokens of which {kept:g} are kept, {device}",
-        x="requests at once",
+        title="Output tokens per second in vLLM, by the draft's attention backend",
+        subtitle=f"8B Llama with EAGLE, {DRAFT_TOKENS} draft tokens per round, {kept:g} accepted, {device}",
+        x="concurrent requests",
     )
 
 

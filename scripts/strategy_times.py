@@ -30,16 +30,16 @@ def table(report: dict[str, Any]) -> str:
         each = [found[name, n] for n in _SIZES]
         times = [f"{row[kind][1]:,.0f}" for row in each for kind in ("gpu_us", "host_us")]
         rows.append([f"`{name}`", *times, f"{each[-1]['graph_bytes'] / 2**20:.0f}"])
-    numbers = [*(f"{what}, {n} req." for n in _SIZES for what in ("GPU", "host")), "graphs, MiB"]
+    numbers = [*(f"{side}, {n} req." for n in _SIZES for side in ("GPU", "host")), "graphs, MiB"]
     return (
-        f"The table shows how long a draft of {_K} tokens takes, without verification: Llama-3-8B's EAGLE draft on "
-        f"`{_BACKEND}`, {context:,} tokens of context, greedy, {env['device']}, {env['date'][:10]}, commit "
-        f"`{env['commit'][:12]}`. Times are medians in microseconds, for {_SIZES[0]} request and for {_SIZES[1]}.\n\n"
+        f"Time to draft {_K} tokens, without verification: Llama-3-8B's EAGLE draft on `{_BACKEND}`, {context:,} "
+        f"tokens of context, greedy, {env['device']}, {env['date'][:10]}, commit `{env['commit'][:12]}`. Times are "
+        f"medians in microseconds, for {_SIZES[0]} and {_SIZES[1]} requests.\n\n"
         f"{markdown_table(['strategy', *numbers], rows, numbers)}"
     )
 
 
-def beside_compiled(reports: Sequence[dict[str, Any]]) -> str:
+def compiled_table(reports: Sequence[dict[str, Any]]) -> str:
     """Build a table that compares later draft steps with the same steps under torch.compile, one row per report.
 
     Raises ValueError if the reports differ in device, torch release or sizes: one sentence describes all rows.
@@ -50,7 +50,7 @@ def beside_compiled(reports: Sequence[dict[str, Any]]) -> str:
     }
     if len(kinds) > 1:
         raise ValueError(
-            f"compiled steps must be of one device, torch, K and context, got {sorted(kinds)}. Renew some."
+            f"reports of compiled steps must share a device, torch, K and context, got {sorted(kinds)}. Renew some."
         )
     [(device, release, steps, context)] = kinds
     dates = sorted({report["env"]["date"][:10] for report in reports})
@@ -62,7 +62,7 @@ def beside_compiled(reports: Sequence[dict[str, Any]]) -> str:
             rows[-1] += [f"{theirs:,.0f}", f"{ours:,.0f}", f"{ours / theirs:.2f}"]
     numbers = [text for n in _SIZES for text in (f"torch.compile, {n} req.", f"this library, {n} req.", "ratio")]
     return (
-        f"GPU time of the {steps} later steps of a round of {steps + 1} draft tokens, {context:,} tokens of context, "
+        f"GPU time of the {steps} later steps of a round with {steps + 1} draft tokens, {context:,} tokens of context, "
         f"greedy, {device}, {' and '.join(dates)}, torch {release}. Times are medians in microseconds.\n\n"
         f"{markdown_table(['draft', *numbers], rows, numbers)}"
     )

@@ -1,4 +1,4 @@
-"""Unpack an engine's Python, no compiled parts: python scripts/unpack_engine.py vllm==0.33.0 FOLDER [REQUIREMENTS].
+"""Unpack only an engine's Python files: python scripts/unpack_engine.py vllm==0.33.0 FOLDER [REQUIREMENTS].
 
 Downloads only the engine's wheel and unpacks only its Python. The packages of the file REQUIREMENTS are installed into
 the same folder, without their dependencies. Installing the engine's extra would download gigabytes.

@@ -12,7 +12,7 @@ Compiled arms run as vLLM does by default, with piecewise graphs where full ones
 graphs or none, which starts an engine sooner. Every arm is a process that runs each batch once before timing it, with
 exclusive use of its GPUs; exact arms share GPUs. Each arm's result is kept in a folder, with its log: it is reused
 while the code the report covers, the measuring code, the GPU and the versions are unchanged. With --minutes, arms that
-are not finished in time are left out, the last first, and what is kept is reported; you can move the folder to another
+are not finished in time are skipped, the last first, and what is kept is reported; you can move the folder to another
 machine in between.
 
 Fails if one of our drafts is not fused, plans a batch of decodes on the host, waits for the device, changes the
@@ -191,10 +191,10 @@ def run(arm: Arm, gpus: Sequence[int], kept: Kept, seconds: float | None = None)
     log = kept.path(arm, ".log")
     with tempfile.TemporaryDirectory() as folder:
         made = Path(folder, "arm.json")
-        asked = [sys.executable, str(ROOT / "scripts" / "vllm_arm.py"), json.dumps(asdict(arm)), str(made)]
+        command = [sys.executable, str(ROOT / "scripts" / "vllm_arm.py"), json.dumps(asdict(arm)), str(made)]
         with log.open("w") as output:
             try:
-                status = run_on_gpus(asked, gpus, output, seconds)
+                status = run_on_gpus(command, gpus, output, seconds)
             except subprocess.TimeoutExpired:
                 return None
         found: dict[str, Any] = {"arm": asdict(arm) | {"name": arm.name}, "exit_status": status}
@@ -207,30 +207,30 @@ def run(arm: Arm, gpus: Sequence[int], kept: Kept, seconds: float | None = None)
 
 
 def run_all(
-    asked: Sequence[Arm], gpus: Sequence[int], kept: Kept, *, seconds: float | None = None
+    selected: Sequence[Arm], gpus: Sequence[int], kept: Kept, *, seconds: float | None = None
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """Return the arms' results, and the names of those that were not finished within `seconds`.
 
     A timed arm has exclusive use of its GPUs; exact ones share them.
     """
     ends = None if seconds is None else time.monotonic() + seconds
-    left_out: list[str] = []
+    skipped: list[str] = []
 
     def run_on(some: Sequence[int], arm: Arm) -> dict[str, Any] | None:
         found = run(arm, some, kept, None if ends is None else ends - time.monotonic())
         if found is None:
-            left_out.append(arm.name)
+            skipped.append(arm.name)
         else:
-            told = [f"{row['requests']}: {row['tokens_per_s']}" for row in found["rows"]]
-            print(" ".join((arm.name, *told)), *found.get("said", ()), sep="\n", flush=True)
+            speeds = [f"{row['requests']}: {row['tokens_per_s']}" for row in found["rows"]]
+            print(" ".join((arm.name, *speeds)), *found.get("said", ()), sep="\n", flush=True)
         return found
 
     found: list[dict[str, Any] | None] = []
-    for (wanted, is_timed), together in groupby(asked, key=lambda arm: (arm.num_gpus, arm.is_timed)):
+    for (wanted, is_timed), together in groupby(selected, key=lambda arm: (arm.num_gpus, arm.is_timed)):
         places = [gpus[at : at + wanted] for at in range(0, len(gpus) - wanted + 1, wanted)]
         places *= 1 if is_timed else EXACT_ARMS
         found += share(places, together, run_on)
-    return [each for each in found if each is not None], left_out
+    return [each for each in found if each is not None], skipped
 
 
 def same_drafts(base: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, int]:
@@ -240,10 +240,10 @@ def same_drafts(base: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, 
     different texts. Comparison stops at the first round in which one side has fewer requests because one finished.
     """
     compared = equal = 0
-    for mine, theirs in zip(base["drafts"], other["drafts"], strict=False):
-        if len(mine) != len(theirs):
+    for base_round, other_round in zip(base["drafts"], other["drafts"], strict=False):
+        if len(base_round) != len(other_round):
             break
-        for left, right in zip(mine, theirs, strict=True):
+        for left, right in zip(base_round, other_round, strict=True):
             for a, b in zip(left, right, strict=True):
                 compared += 1
                 equal += a == b
@@ -264,16 +264,16 @@ def agreement(found: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return [
         {name: each["arm"][name] for name in ("name", "kind", "draft", "num_gpus")}
         | {"requests": row["requests"]}
-        | same_drafts(theirs, row)
+        | same_drafts(base_row, row)
         for each in exact
         if (base := bases.get((each["arm"]["kind"], each["arm"]["num_gpus"]))) is not None and each is not base
         for row in each["rows"]
-        for theirs in base["rows"]
-        if theirs["requests"] == row["requests"]
+        for base_row in base["rows"]
+        if base_row["requests"] == row["requests"]
     ]
 
 
-def unlike(compared: Sequence[Mapping[str, Any]], draft: str, kind: str) -> float:
+def share_differing(compared: Sequence[Mapping[str, Any]], draft: str, kind: str) -> float:
     """Return the share of a draft backend's tokens, for one kind of draft, that differ from the target backend's."""
     rows = [row for row in compared if (row["draft"], row["kind"]) == (draft, kind)]
     tokens = sum(row["draft_tokens"] for row in rows)
@@ -282,35 +282,35 @@ def unlike(compared: Sequence[Mapping[str, Any]], draft: str, kind: str) -> floa
 
 def problems(found: Sequence[Mapping[str, Any]], compared: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return every claim that does not hold."""
-    said = [f"{each['arm']['name']}: ended with {each['exit_status']}" for each in found if not each["rows"]]
+    messages = [f"{each['arm']['name']}: ended with {each['exit_status']}" for each in found if not each["rows"]]
     plain = {_engine(each): each["graph_mode"] for each in found if not each["arm"]["draft"] and each["rows"]}
     for each in found:
         if each["arm"]["draft"] not in (*GROUPED.ours, *LATENT.ours) or not each["rows"]:
             continue
         name, without = each["arm"]["name"], plain.get(_engine(each))
         if not all(each["fused"]):
-            said.append(f"{name}: not fused on every rank")
+            messages.append(f"{name}: not fused on every rank")
         if without not in (None, each["graph_mode"]):
-            said.append(f"{name}: graphs {each['graph_mode']}, without a draft {without}")
+            messages.append(f"{name}: graphs {each['graph_mode']}, {without} without a draft")
         if each["arm"]["watched"]:
             nothing = [row["requests"] for row in each["rows"] if not row["compared"]]
-            said += [f"{name}: compared nothing, {requests} requests" for requests in nothing]
-            said += [f"{name}: {row['difference']}" for row in each["rows"] if row["difference"]]
+            messages += [f"{name}: compared nothing with {requests} requests" for requests in nothing]
+            messages += [f"{name}: {row['difference']}" for row in each["rows"] if row["difference"]]
         else:
-            said += [f"{name}: {row['plans']} plans on the host" for row in each["rows"] if row["plans"]]
+            messages += [f"{name}: {row['plans']} plans on the host" for row in each["rows"] if row["plans"]]
             waits = [next(iter(row["waits"])) for row in each["rows"] if row["waits"]]
-            said += [f"{name}: waits for the device: {wait}" for wait in waits]
+            messages += [f"{name}: waits for the device: {wait}" for wait in waits]
     for kind, draft in sorted({(row["kind"], row["draft"]) for row in compared}):
         of_kind = names(kind)
         if draft not in of_kind.ours:
             continue
-        own = max(unlike(compared, theirs, kind) for theirs in of_kind.others)
-        share = unlike(compared, draft, kind)
+        own = max(share_differing(compared, other, kind) for other in of_kind.others)
+        share = share_differing(compared, draft, kind)
         if share > own + MARGIN:
-            said.append(
-                f"{draft}, {kind}: {share:.1%} of draft tokens are not {of_kind.base}'s, of vLLM's own {own:.1%}"
+            messages.append(
+                f"{draft}, {kind}: {share:.1%} of draft tokens differ from {of_kind.base}'s, vLLM's own: {own:.1%}"
             )
-    return said
+    return messages
 
 
 def _engine(found: Mapping[str, Any]) -> tuple[bool, str]:
@@ -320,34 +320,34 @@ def _engine(found: Mapping[str, Any]) -> tuple[bool, str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=Path, required=True, help="file of the report")
-    parser.add_argument("--only", action="append", help="patterns of arms' names; all if left out")
-    parser.add_argument("--kept", type=Path, default=ROOT / "build/vllm", help="folder of what is kept")
-    parser.add_argument("--minutes", type=float, help="how long it may take; without it, until all is done")
+    parser.add_argument("--json", type=Path, required=True, help="report file to write")
+    parser.add_argument("--only", action="append", help="pattern of arm names; all by default")
+    parser.add_argument("--kept", type=Path, default=ROOT / "build/vllm", help="cache folder")
+    parser.add_argument("--minutes", type=float, help="time limit; none by default")
     flags = parser.parse_args()
     if flags.minutes is not None and not flags.minutes > 0:
         parser.error(f"--minutes must be above 0, got {flags.minutes:g}.")
     gpus = list(range(torch.cuda.device_count()))
     if not gpus:
-        parser.error("vLLM's figures need a CUDA device, none was found. Run it on a machine with one.")
+        parser.error("vLLM's figures need a CUDA device, but none was found. Run this on a machine with one.")
     every = arms(len(gpus))
     only = chosen(parser, flags.only, [arm.name for arm in every])
     device = torch.device("cuda")
     env = msgspec.to_builtins(environment(device))
     of = {name: env[name] for name in MACHINE} | {"sources": SourceRecord.of({"": ROOTS}).modules}
-    asked = [arm for arm in every if arm.name in only]
-    found, left_out = run_all(asked, gpus, Kept(flags.kept, of), seconds=flags.minutes and flags.minutes * 60)
+    selected = [arm for arm in every if arm.name in only]
+    found, skipped = run_all(selected, gpus, Kept(flags.kept, of), seconds=flags.minutes and flags.minutes * 60)
     compared = agreement(found)
-    said = problems(found, compared)
+    messages = problems(found, compared)
     for each in found:
         for row in each["rows"]:
             # Exact arms have thousands of tokens each; the agreement summarises them.
             for tokens in ("texts", "drafts"):
                 row.pop(tokens, None)
-    content = {"arms": found, "agreement": compared, "problems": said, "finished": not left_out}
+    content = {"arms": found, "agreement": compared, "problems": messages, "finished": not skipped}
     write_report(flags.json, SCHEMA, device, ROOTS, **content)
-    print(*said, *(f"left out for lack of time: {name}" for name in left_out), sep="\n")
-    raise SystemExit(bool(said))
+    print(*messages, *(f"skipped for lack of time: {name}" for name in skipped), sep="\n")
+    raise SystemExit(bool(messages))
 
 
 if __name__ == "__main__":

@@ -19,16 +19,16 @@ _ENGINES = {
 """How engines run, by whether layers are compiled, in page order."""
 _NAMES = {"dflash": "DFlash", "dflash2": "DFlash2", "mtp": "DeepSeek-V3's latents and MTP layer"}
 _MODELS = {
-    ("eagle", "llama3-8b"): ("EAGLE, 8B Llama", "A Llama of the 8B shape with an EAGLE draft"),
-    ("dflash", "qwen3-8b"): ("DFlash, 8B Qwen3", "A Qwen3 of the 8B shape with a DFlash draft"),
-    ("dflash2", "qwen3-8b"): ("DFlash2, 8B Qwen3", "A Qwen3 of the 8B shape with a DFlash2 draft"),
+    ("eagle", "llama3-8b"): ("EAGLE, 8B Llama", "An 8B Llama with an EAGLE draft"),
+    ("dflash", "qwen3-8b"): ("DFlash, 8B Qwen3", "An 8B Qwen3 with a DFlash draft"),
+    ("dflash2", "qwen3-8b"): ("DFlash2, 8B Qwen3", "An 8B Qwen3 with a DFlash2 draft"),
     ("mtp", "deepseek-v3"): (
         "MTP, four layers of DeepSeek-V3, 128 heads",
         "Four layers of DeepSeek-V3, one of them with experts, and its MTP layer; 128 heads",
     ),
     ("mtp", "deepseek-v3-shard"): (
-        "MTP, an eighth of the same, 16 heads",
-        "What tensor parallelism leaves one of eight GPUs of four layers of DeepSeek-V3 and its MTP layer; 16 heads",
+        "MTP, one GPU's eighth of four layers of DeepSeek-V3, 16 heads",
+        "One GPU's eighth of four layers of DeepSeek-V3 and its MTP layer under tensor parallelism; 16 heads",
     ),
 }
 """The model, as a table cell and as a sentence, by kind of draft and size, in page order."""
@@ -51,7 +51,7 @@ def ratios(reports: Sequence[dict[str, Any]], num_gpus: int = 1) -> str:
         for model, compiled in product(_MODELS, _ENGINES):
             alike = [each for each in timed if _model(each) == model and is_compiled(each) is compiled]
             rows += _ratio_rows(report, alike, sizes)
-    return _by_requests(["draft", "vLLM's backend", "ours"], sizes, ["vLLM", "GPU"], rows)
+    return _by_requests(["draft", "vLLM's backend", "our backend"], sizes, ["vLLM", "GPU, date"], rows)
 
 
 def _ratio_rows(report: dict[str, Any], arms: Sequence[dict[str, Any]], sizes: Sequence[int]) -> Iterator[list[str]]:
@@ -62,8 +62,8 @@ def _ratio_rows(report: dict[str, Any], arms: Sequence[dict[str, Any]], sizes: S
         if theirs in rows and ours in rows:
             model = _model(arms[0])
             cells = [_ratio(rows[ours].get(count), rows[theirs].get(count)) for count in sizes]
-            what = [f"{_MODELS[model][0]}, {steps} tokens", f"`{theirs}`", f"`{ours}`"]
-            yield [*what, *cells, _mode(arms[0]), source(report)]
+            labels = [f"{_MODELS[model][0]}, {steps} tokens", f"`{theirs}`", f"`{ours}`"]
+            yield [*labels, *cells, _mode(arms[0]), source(report)]
 
 
 def scaling(report: dict[str, Any]) -> str:
@@ -80,25 +80,25 @@ def scaling(report: dict[str, Any]) -> str:
         cells = [_ratio(_speeds(two).get(count), _speeds(one).get(count)) for count in sizes]
         draft, steps = f"`{two['arm']['draft']}`", two["arm"]["steps"]
         rows.append([f"{_MODELS[_model(two)][0]}, {steps} tokens", draft, *cells, source(report)])
-    return _by_requests(["draft", "ours"], sizes, ["GPU"], rows)
+    return _by_requests(["draft", "our backend"], sizes, ["GPU, date"], rows)
 
 
-def watched(report: dict[str, Any]) -> str:
+def validated(report: dict[str, Any]) -> str:
     """Return the ratios of output tokens per second with metadata validation to those without, over all runs of the
     same engine, with standard errors and the number of comparisons."""
     sizes, rows = _requests([report]), []
-    for each in filter(_is_watched, report["arms"]):
+    for each in filter(_is_validated, report["arms"]):
         of = {row["requests"]: row for row in each["rows"]}
-        what = [f"{_MODELS[_model(each)][0]}, {each['arm']['steps']} tokens", f"`{each['arm']['draft']}`"]
-        cells = [_watched_cell(of[size]) if size in of else "" for size in sizes]
-        rows.append([*what, *cells, _mode(each), source(report)])
-    return _by_requests(["draft", "backend"], sizes, ["vLLM", "GPU"], rows)
+        labels = [f"{_MODELS[_model(each)][0]}, {each['arm']['steps']} tokens", f"`{each['arm']['draft']}`"]
+        cells = [_validated_cell(of[size]) if size in of else "" for size in sizes]
+        rows.append([*labels, *cells, _mode(each), source(report)])
+    return _by_requests(["draft", "our backend"], sizes, ["vLLM", "GPU, date"], rows)
 
 
-def _watched_cell(row: Mapping[str, Any]) -> str:
-    with_them, without = ([1 / speed for speed in row[f"{kind}tokens_per_s"]] for kind in ("", "unwatched_"))
-    ratio = fmean(without) / fmean(with_them)
-    error = ratio * hypot(*(stdev(times) / fmean(times) / sqrt(len(times)) for times in (with_them, without)))
+def _validated_cell(row: Mapping[str, Any]) -> str:
+    with_it, without = ([1 / speed for speed in row[f"{kind}tokens_per_s"]] for kind in ("", "unwatched_"))
+    ratio = fmean(without) / fmean(with_it)
+    error = ratio * hypot(*(stdev(times) / fmean(times) / sqrt(len(times)) for times in (with_it, without)))
     return f"{ratio:.3f} ± {error:.3f} ({row['compared']})"
 
 
@@ -136,9 +136,9 @@ def figures(report: dict[str, Any], name: str) -> str:
     Raises ValueError, naming the report, if it has no timed arm.
     """
     env = report["env"]
-    timed = [each for each in unwatched(report) if each["rows"] and each["rows"][0]["tokens_per_s"]]
+    timed = [each for each in unvalidated(report) if each["rows"] and each["rows"][0]["tokens_per_s"]]
     if not timed:
-        raise ValueError(f"{name} has no arm that was timed: nothing to show on vLLM's page")
+        raise ValueError(f"{name} has no timed arm: nothing to show on vLLM's page")
     blocks = []
     for compiled, engines in _ENGINES.items():
         alike = [each for each in timed if is_compiled(each) is compiled]
@@ -150,9 +150,9 @@ def figures(report: dict[str, Any], name: str) -> str:
             blocks.append(
                 f"{engines}. {models}, random weights, vLLM {arms[0]['vllm']} on {env['device']} "
                 f"({env['date'][:10]}, commit `{env['commit'][:12]}`). The verifier accepts a fixed mean number of "
-                "draft tokens per round, given in the head of each table. A cell gives output tokens per second, the "
-                "median of the runs and in square brackets their range, and in round brackets the microseconds that "
-                "the host takes for a draft, the median, and after a slash those of the GPU, where they were measured."
+                "draft tokens per round, given in each table's header. Cells show output tokens per second (median of "
+                "the runs), their range in square brackets and, in parentheses, the host's median microseconds for a "
+                "draft and, after a slash, the GPU's where measured."
             )
             plain = [each for each in alike if not each["arm"]["draft"] and _model(each)[1] == size]
             for steps in sorted({each["arm"]["steps"] for each in arms}):
@@ -177,19 +177,19 @@ def _mode(found: dict[str, Any]) -> str:
     return "defaults" if is_compiled(found) else "mode 0"
 
 
-def _is_watched(found: Mapping[str, Any]) -> bool:
-    """Older reports, without watched arms, lack the key."""
+def _is_validated(found: Mapping[str, Any]) -> bool:
+    """Older reports, without arms that validate metadata, lack the key."""
     return bool(found["arm"].get("watched", False))
 
 
-def unwatched(report: Mapping[str, Any]) -> list[dict[str, Any]]:
+def unvalidated(report: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the arms that compare no metadata while they are timed."""
-    return [each for each in report["arms"] if not _is_watched(each)]
+    return [each for each in report["arms"] if not _is_validated(each)]
 
 
 def _timed(report: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the arms whose speeds are compared."""
-    return [each for each in unwatched(report) if each["arm"]["kept"]]
+    return [each for each in unvalidated(report) if each["arm"]["kept"]]
 
 
 def num_gpus_of(found: Mapping[str, Any]) -> int:
@@ -229,6 +229,6 @@ def _agreement(rows: list[dict[str, Any]], kind: str) -> str:
         shares.append(f"`{draft}`{f' on {num_gpus} GPUs' if num_gpus > 1 else ''} {share:.1%}")
     of_kind = "" if kind == "eagle" else f" with {_NAMES[kind]}"
     return (
-        f"A small model{of_kind} drafted over the same texts on each backend. The share of its draft tokens that equal "
-        f"those on vLLM's `{'FLASH_ATTN_MLA' if kind == 'mtp' else 'FLASH_ATTN'}` is: {', '.join(shares)}."
+        f"A small model{of_kind} drafted from the same texts on each backend. Share of draft tokens equal to those on "
+        f"vLLM's `{'FLASH_ATTN_MLA' if kind == 'mtp' else 'FLASH_ATTN'}`: {', '.join(shares)}."
     )

@@ -1,4 +1,4 @@
-"""Drawings become part of the page, so that they take its colours, which a reader can switch."""
+"""Inline drawings into pages, so they follow the colour scheme that the reader selects."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _DRAWING = re.compile(r'<img alt="(?P<alt>[^"]*)" src="(?:\.\./)*(?P<path>drawin
 
 
 def on_page_content(html: str, *, config: Any, **_: Any) -> str:
-    """The page with each of its drawings instead of a reference to it; the text stays as its label."""
+    """Replace each reference to a drawing by the SVG, labelled with the alt text."""
 
     def drawing(image: re.Match[str]) -> str:
         svg = (Path(config.docs_dir) / image["path"]).read_text(encoding="utf-8")

@@ -35,8 +35,8 @@ def made(folder):
     return {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")}
 
 
-def ran(folder, timed, shared, lone=(), gpus=(0, 1), seconds=None):
-    run = Evidence(gpus=gpus, timed=timed, lone=lone, shared=shared, into=folder, seconds=seconds)
+def ran(folder, timed, shared, exclusive=(), gpus=(0, 1), seconds=None):
+    run = Evidence(gpus=gpus, timed=timed, exclusive=exclusive, shared=shared, into=folder, seconds=seconds)
     run.run()
     return run, made(folder)
 
@@ -76,14 +76,14 @@ def test_what_would_not_end_in_time_is_left_out_and_named(tmp_path):
     long = replace(step("long"), seconds=100.0)
     run, reports = ran(tmp_path, [long], [replace(step("short"), seconds=1.0)], seconds=60.0)
 
-    assert reports.keys() == {"short"} and run.left_out == ["long"] and not run.failed
+    assert reports.keys() == {"short"} and run.skipped == ["long"] and not run.failed
 
 
 def test_a_step_that_takes_all_gpus_is_over_sooner_on_more_of_them(tmp_path):
     lone = replace(step("lone"), seconds=100.0)
-    for gpus, left_out in (((0,), ["lone"]), ((0, 1), [])):
+    for gpus, skipped in (((0,), ["lone"]), ((0, 1), [])):
         run, _ = ran(tmp_path, [], [], [lone], gpus=gpus, seconds=60.0)
-        assert run.left_out == left_out
+        assert run.skipped == skipped
 
 
 def test_what_outlives_the_time_is_ended_with_what_it_started_and_its_old_report_stays(tmp_path):
@@ -131,7 +131,7 @@ def test_a_checkout_that_is_not_known_to_be_a_commit_is_refused(tmp_path, monkey
 
     assert stopped.value.code == 2 and not (tmp_path / "reports").exists()
     said = " ".join(capsys.readouterr().err.split())
-    assert "evidence must be of a commit; this checkout has changes, or git cannot tell. Commit them" in said
+    assert "evidence must come from a commit; this checkout has changes, or git cannot tell. Commit" in said
 
 
 def replace_dirty(dirty):
@@ -145,7 +145,7 @@ def asked(tmp_path, monkeypatch):
     monkeypatch.setattr(evidence, "environment", lambda device: clean)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(evidence, "timed_steps", lambda: [step("bench-a")])
-    monkeypatch.setattr(evidence, "lone_steps", lambda: [step("memcheck")])
+    monkeypatch.setattr(evidence, "exclusive_steps", lambda: [step("memcheck")])
     monkeypatch.setattr(evidence, "shared_steps", lambda names: [step("check-a"), step("soak-a")])
 
     def run(*arguments):
@@ -168,13 +168,13 @@ def test_a_gpu_is_named_to_a_step_as_to_this_process(asked, monkeypatch):
 def test_a_pattern_that_fits_no_report_is_refused(asked, capsys, tmp_path):
     with pytest.raises(SystemExit):
         asked("--only", "check-*", "--only", "chek-*")
-    said = "--only must fit some of check-a, soak-a, memcheck, bench-a, got chek-*."
+    said = "--only must match one of check-a, soak-a, memcheck, bench-a, got chek-*."
     assert said in capsys.readouterr().err and not made(tmp_path)
 
 
 def test_every_backend_is_checked_and_soaked_and_no_report_is_made_twice():
     backends = ["one", "two"]
-    steps = [*evidence.timed_steps(), *evidence.lone_steps(), *evidence.shared_steps(backends)]
+    steps = [*evidence.timed_steps(), *evidence.exclusive_steps(), *evidence.shared_steps(backends)]
     reports = [each.report for each in steps]
 
     assert len(set(reports)) == len(reports)

@@ -201,8 +201,8 @@ def test_what_is_kept_stays_whole_where_a_run_is_stopped_while_it_writes(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--tests", "tests", "tests/typo"], "must be files and folders of the project, got tests/typo."),
-        (["--only", "nowhere.py"], "no mutant was drawn whose file:line begins with 'nowhere.py'"),
+        (["--tests", "tests", "tests/typo"], "must name files and folders of the project, got tests/typo."),
+        (["--only", "nowhere.py"], "no drawn mutant has a file:line that starts with 'nowhere.py'"),
     ],
 )
 def test_a_run_that_would_try_nothing_is_refused(

@@ -27,16 +27,14 @@ def test_a_drafts_steps_stand_beside_the_compiled_ones() -> None:
     ]
     env = {"device": "NVIDIA H200", "date": "2026-11-26T00:00:00", "torch": "2.11.0"}
     report = {"env": env, "rows": rows}
-    said = strategy_times.beside_compiled([report]).splitlines()
-    assert said[0].startswith("GPU time of the 3 later steps of a round of 4 draft tokens, 1,024 tokens of context")
+    said = strategy_times.compiled_table([report]).splitlines()
+    assert said[0].startswith("GPU time of the 3 later steps of a round with 4 draft tokens, 1,024 tokens of context")
     assert said[4] == "| `x` | 40 | 30 | 0.75 | 1,280 | 960 | 0.75 |"
     later = {**env, "date": "2026-11-27T00:00:00"}
-    assert "H200, 2026-11-26 and 2026-11-27, torch" in strategy_times.beside_compiled(
-        [report, {**report, "env": later}]
-    )
+    assert "H200, 2026-11-26 and 2026-11-27, torch" in strategy_times.compiled_table([report, {**report, "env": later}])
     for other in ({"device": "NVIDIA H100"}, {"torch": "2.13.0"}):
-        with pytest.raises(ValueError, match="must be of one device, torch, K and context"):
-            strategy_times.beside_compiled([report, {**report, "env": env | other}])
+        with pytest.raises(ValueError, match="must share a device, torch, K and context"):
+            strategy_times.compiled_table([report, {**report, "env": env | other}])
 
 
 def vllm_arm(draft: str, steps: int, tokens_per_s: list[float], **more: object) -> dict[str, object]:
@@ -94,11 +92,11 @@ def test_figures_over_latents_have_a_table_for_each_size_and_their_own_base() ->
     arms += [vllm_arm("FLASHMLA", 3, [70.0 + at], size=size, kind="mtp") for at, size in enumerate(sizes)]
     agreed = [{"kind": "mtp", "draft": "FLASHMLA", "draft_tokens": 4, "equal": 3}]
     said = vllm_tables.figures({**VLLM_REPORT, "arms": arms, "agreement": agreed}, "vllm.json")
-    whole, shard = said.split("What tensor parallelism leaves")
+    whole, shard = said.split("One GPU's eighth of four layers")
 
     assert "128 heads" in whole and "| 10 [10-10] |" in whole and "| 70 [70-70] (80) |" in whole
     assert "16 heads" in shard and "| 11 [11-11] |" in shard and "| 71 [71-71] (80) |" in shard
-    assert "those on vLLM's `FLASH_ATTN_MLA` is: `FLASHMLA` 75.0%" in shard
+    assert "those on vLLM's `FLASH_ATTN_MLA`: `FLASHMLA` 75.0%" in shard
 
 
 def test_ratios_are_of_medians_for_the_most_draft_tokens_and_say_where_runs_overlap() -> None:
@@ -109,7 +107,7 @@ def test_ratios_are_of_medians_for_the_most_draft_tokens_and_say_where_runs_over
     few = [vllm_arm(draft, 3, [1.0]) for draft in runs]
     said = vllm_tables.ratios([{**VLLM_REPORT, "arms": [*few, *arms]}, {**VLLM_REPORT, "arms": latent}])
 
-    assert said.splitlines()[0] == "| draft | vLLM's backend | ours | 4 req. | vLLM | GPU |"
+    assert said.splitlines()[0] == "| draft | vLLM's backend | our backend | 4 req. | vLLM | GPU, date |"
     llama, source = "| EAGLE, 8B Llama, 7 tokens", "mode 0 | H200, 2026-11-23 |"
     latents = "| MTP, four layers of DeepSeek-V3, 128 heads, 3 tokens"
     assert said.splitlines()[2:] == [
@@ -145,20 +143,20 @@ def test_two_gpus_are_compared_with_the_same_draft_on_one() -> None:
 
 
 def test_watched_arms_are_shown_against_themselves_alone() -> None:
-    plain, watched = (vllm_arm("FLASHINFER_IN_GRAPH", 3, [99.0, 97.0, 98.0], watched=told) for told in (False, True))
+    plain, watched = (vllm_arm("FLASHINFER_IN_GRAPH", 3, [99.0, 97.0, 98.0], watched=on) for on in (False, True))
     watched["rows"][0] |= {
         "unwatched_tokens_per_s": [101.0, 99.0, 100.0],
         "compared": 7,
     }  # type: ignore[index]
     report = {**VLLM_REPORT, "arms": [plain, watched]}
     row = "| EAGLE, 8B Llama, 3 tokens | `FLASHINFER_IN_GRAPH` | 0.980 ± 0.008 (7) | mode 0 | H200, 2026-11-23 |"
-    assert vllm_tables.watched(report).splitlines()[2:] == [row]
+    assert vllm_tables.validated(report).splitlines()[2:] == [row]
     theirs = vllm_arm("FLASHINFER", 3, [98.0])
     assert vllm_tables.ratios([{**report, "arms": [watched, theirs]}]).count("\n") == 1
-    with pytest.raises(ValueError, match="no arm that was timed"):
+    with pytest.raises(ValueError, match="no timed arm"):
         vllm_tables.figures({**report, "arms": [watched]}, "vllm.json")
 
 
 def test_a_report_of_vllm_without_timed_arms_is_an_error() -> None:
-    with pytest.raises(ValueError, match=r"vllm\.json has no arm that was timed"):
+    with pytest.raises(ValueError, match=r"vllm\.json has no timed arm"):
         vllm_tables.figures({**VLLM_REPORT, "arms": VLLM_REPORT["arms"][-1:]}, "vllm.json")

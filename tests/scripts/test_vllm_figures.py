@@ -100,7 +100,7 @@ def test_what_does_not_hold_of_a_draft_of_ours_is_said(change, says):
     ("changes", "says"),
     [
         ({}, []),
-        ({"compared": 0}, ["compared nothing, 1 requests"]),
+        ({"compared": 0}, ["compared nothing with 1 requests"]),
         ({"difference": ["a group", 2, "a field", "is 1"]}, ["['a group', 2, 'a field', 'is 1']"]),
     ],
 )
@@ -298,8 +298,8 @@ def test_arms_that_are_kept_come_in_their_order_and_one_that_is_not_is_left_out_
     last = asked[-1].name
     for each in asked[:-1]:
         kept.store(each, {"arm": {"name": each.name}, "rows": []})
-    found, left_out = run_all(asked, [0, 1], kept, seconds=0)
-    assert [each["arm"]["name"] for each in found] == [each.name for each in asked[:-1]] and left_out == [last]
+    found, skipped = run_all(asked, [0, 1], kept, seconds=0)
+    assert [each["arm"]["name"] for each in found] == [each.name for each in asked[:-1]] and skipped == [last]
     assert [each.num_gpus for each in asked] == sorted((each.num_gpus for each in asked), reverse=True)
 
 
@@ -325,7 +325,7 @@ def test_a_pattern_that_fits_no_arm_is_refused_and_no_report_is_written(tmp_path
     monkeypatch.setattr(sys, "argv", ["vllm_figures.py", "--json", str(report), "--only", "nonesuch*"])
     with pytest.raises(SystemExit):
         main()
-    assert "--only must fit some of " in capsys.readouterr().err and not report.exists()
+    assert "--only must match one of " in capsys.readouterr().err and not report.exists()
 
 
 @pytest.mark.parametrize("size", ["small", "qwen3-small", "deepseek-small"])
