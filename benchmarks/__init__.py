@@ -34,32 +34,32 @@ from spec_decode.environment import environment
 __all__ = ["CASES", "CPU_CASES", "SUITES", "Bench", "run"]
 
 _DECODE = {
-    "sparse-decode": "sparse_swa_mla beside FlashMLA, over fp8_ds_mla and over bf16",
-    "mla-decode": "triton_mla and flashmla beside the latent attention of FlashInfer and FlashAttention-3",
-    "paged-decode": "triton_paged beside FlashAttention-3 and FlashInfer on tensor cores",
-    "flashinfer-decode": "flashinfer's choice beside each kernel it has, by query heads a KV head",
+    "sparse-decode": "sparse_swa_mla against FlashMLA, over fp8_ds_mla and over bf16",
+    "mla-decode": "triton_mla and flashmla against FlashInfer's and FlashAttention-3's latent attention",
+    "paged-decode": "triton_paged against FlashAttention-3 and FlashInfer on tensor cores",
+    "flashinfer-decode": "flashinfer's choice against each of its kernels, by query heads per KV head",
 }
 _ROWS: dict[str, tuple[str, Callable[[Bench], Iterator[BenchRow]]]] = {
-    "advance": ("GPU time of the fused advance of all KV groups, and of each backend's own", advance_rows),
+    "advance": ("GPU time of the fused advance of all KV groups, and of each backend's advance", advance_rows),
     "step": ("FlashInfer's advance and attention, planned on the device and on the host", step_rows),
     **{case: (description, partial(decode_rows, case=case)) for case, description in _DECODE.items()},
-    "sampling": ("top-k, top-p, draws and argmax beside FlashInfer's sampling and torch", sampling_rows),
-    "tree-verify": ("attention of trees beside that of as many tokens in a row", tree_rows),
+    "sampling": ("top-k, top-p, draws and argmax against FlashInfer's sampling and torch", sampling_rows),
+    "tree-verify": ("tree attention against a chain of as many tokens", tree_rows),
     "round": ("full-loop rounds of every backend, host and GPU time", round_rows),
     **{name: (case.description, partial(random_draft_rows, name=name)) for name, case in RANDOM_DRAFTS.items()},
     **{name: (case.description, partial(block_draft_rows, name=name)) for name, case in BLOCK_DRAFTS.items()},
-    PRODUCTS: ("the products of these drafts one by one, beside torch's own", product_rows),
+    PRODUCTS: ("each matrix product of these drafts against torch's", product_rows),
     **{
-        f"{name}{COMPILED}": (f"later steps of {name} beside torch.compile's", partial(compiled_step_rows, name=name))
+        f"{name}{COMPILED}": (f"later steps of {name} against torch.compile's", partial(compiled_step_rows, name=name))
         for name in PUBLISHED_DRAFTS
     },
-    "throughput": ("output tokens a second of the whole engine, step 0 in a graph or not", throughput_rows),
+    "throughput": ("output tokens per second of the whole engine, with and without a graph of step 0", throughput_rows),
     "block-throughput": (
-        "the same of a draft that proposes a block at once, beside one step by step",
+        "the same for a block draft against a step-by-step draft",
         block_throughput_rows,
     ),
-    "block-trees": ("trees of the shipped pair's block beside its tokens in a row: kept tokens", block_tree_rows),
-    "block-tree-rounds": ("trees of Qwen3-8B's block beside its tokens in a row: time", block_tree_round_rows),
+    "block-trees": ("trees of the shipped pair's block against a chain: accepted tokens", block_tree_rows),
+    "block-tree-rounds": ("trees of Qwen3-8B's block against a chain: time", block_tree_round_rows),
 }
 CPU_CASES = ("sampling", "round", "drafter-tiny", "block-trees")
 """Cases that run without a GPU; their gpu_us is null."""
@@ -91,10 +91,10 @@ def run(
     Raises BatchError if a case named explicitly needs a CUDA device and there is none, and if nothing could be timed.
     """
     on_cuda = device.type == "cuda"
-    stuck = [] if on_cuda else [case for case in cases or () if case not in (*CPU_CASES, *SUITES)]
-    if stuck:
+    need_cuda = [] if on_cuda else [case for case in cases or () if case not in (*CPU_CASES, *SUITES)]
+    if need_cuda:
         raise BatchError(
-            f"the cases {', '.join(stuck)} time a CUDA device and this run is on {device.type}. Run "
+            f"the cases {', '.join(need_cuda)} time a CUDA device, but this run is on {device.type}. Run "
             f"{', '.join(CPU_CASES)}, or use a machine with a GPU."
         )
     with on_device(device):
@@ -104,7 +104,7 @@ def run(
     bench = Bench(device, rates, {**env, "kernel_interval_us": interval}, command)
     for case in _expanded(cases):
         if not on_cuda and case not in CPU_CASES:
-            bench.miss(case, f"times a CUDA device and this run is on {device.type}")
+            bench.miss(case, f"times a CUDA device, but this run is on {device.type}")
             continue
         with on_device(device), bench.noting(case):
             for row in (timed := _ROWS[case][1])(bench):
@@ -114,7 +114,7 @@ def run(
                     on_row(bench)
     if not bench.rows:
         raise BatchError(
-            f"nothing could be timed: {'; '.join(bench.missing)}. Install what is missing, or name others."
+            f"nothing could be timed: {'; '.join(bench.missing)}. Install what is missing, or name other cases."
         )
     return bench
 

@@ -42,9 +42,9 @@ def bench(cases: tuple[str, ...], device: str | None, target: str | None, proces
     """
     where, console = resolve_device(device), stdout()
     if only_list and (cases or target is not None or processes > 1):
-        raise UserError("--list shows every case and measures none. Leave out the cases, --json and --processes.")
+        raise UserError("--list only lists the cases. Remove the cases, --json and --processes.")
     if only_list:
-        _print_rows(console, [{"case": name, "what": what} for name, what in CASES.items()])
+        _print_rows(console, [{"case": name, "description": description} for name, description in CASES.items()])
         return
     if unknown := [case for case in cases if case not in CASES]:
         raise UserError(

@@ -22,7 +22,7 @@ class HorizonBuilder(TensorCoreBuilder):
 
     @classmethod
     def advance_support(cls, spec: AttentionSpec, device: torch.device) -> AdvanceSupport:
-        return AdvanceSupport(AdvanceLevel.IN_GRAPH, "planned on the host for the horizon, once a round")
+        return AdvanceSupport(AdvanceLevel.IN_GRAPH, "planned on the host for the horizon, once per round")
 
     def build(self, batch: AttentionBatch, *, horizon: int = 0) -> FlashInferMetadata:
         metadata = super().build(batch, horizon=horizon)
@@ -52,7 +52,7 @@ class PerStepBuilder(HorizonBuilder):
 
     @classmethod
     def advance_support(cls, spec: AttentionSpec, device: torch.device) -> AdvanceSupport:
-        return AdvanceSupport(AdvanceLevel.REBUILD, "planned on the host at every step")
+        return AdvanceSupport(AdvanceLevel.REBUILD, "planned on the host in every step")
 
 
 class FlashInferHorizon(FlashInferTensorCores):

@@ -26,7 +26,7 @@ _SAME = (
 """Columns that identify a row."""
 _TIMES = ("gpu_us", "wall_us", "host_us")
 """Rows are compared by the first of these they have."""
-_LAST_WORDS = 300
+_STDERR_TAIL = 300
 
 
 def run_in_processes(
@@ -65,12 +65,12 @@ def slowest(runs: Sequence[Sequence[BenchRow]]) -> Iterator[BenchRow]:
     for rows in runs:
         seen: dict[tuple[Any, ...], int] = {}
         for row in rows:
-            what = tuple(row.get(column) for column in _SAME)
-            seen[what] = seen.get(what, 0) + 1
-            found.setdefault((*what, seen[what]), []).append(row)
-    for alike in found.values():
-        medians = [_median(row) for row in alike]
-        slow = alike[medians.index(max(medians, key=lambda median: median or 0.0))]
+            key = tuple(row.get(column) for column in _SAME)
+            seen[key] = seen.get(key, 0) + 1
+            found.setdefault((*key, seen[key]), []).append(row)
+    for same in found.values():
+        medians = [_median(row) for row in same]
+        slow = same[medians.index(max(medians, key=lambda median: median or 0.0))]
         yield {**slow, "p50_of_processes": None if None in medians else medians}
 
 
@@ -88,8 +88,8 @@ def _run_child(cases: Sequence[str], device: torch.device) -> Bench:
     # Exit status 1 means that a case failed; with any other, rows can be missing.
     if not bench.rows or child.returncode != bool(bench.stopped):
         raise BatchError(
-            f"a process of the bench must write all its rows, this one ended with {child.returncode} after "
-            f"{len(bench.rows)}: {child.stderr.strip()[-_LAST_WORDS:] or 'it said nothing'}. Nothing is reported; run "
-            "it without --processes to see where it ends."
+            f"a bench process must write all its rows, this one ended with {child.returncode} after {len(bench.rows)}: "
+            f"{child.stderr.strip()[-_STDERR_TAIL:] or 'no error output'}. Nothing is reported; run without "
+            "--processes to see where it stops."
         )
     return bench

@@ -134,27 +134,27 @@ _DFLASH = (
 
 RANDOM_DRAFTS = {
     "llama3-8b-eagle": RandomDraft(
-        description="Llama-3-8B's EAGLE draft: 4096 wide, 128k tokens",
+        description="Llama-3-8B's EAGLE draft: hidden size 4096, 128k vocabulary",
         kind=eagle,
         config=_llama(4096, 14336, 32, 8, 128, 128256),
         names=_EAGLE,
     ),
     "qwen3-8b-eagle3": RandomDraft(
-        description="Qwen3-8B's EAGLE-3 draft: 4096 wide, 32k tokens of its own",
+        description="Qwen3-8B's EAGLE-3 draft: hidden size 4096, own 32k vocabulary",
         kind=eagle3,
         config={**_llama(4096, 12288, 32, 8, 128, 151936), "draft_vocab_size": 32000},
         names=_EAGLE3,
         num_target_states=3,
     ),
     "gpt-oss-20b-eagle3": RandomDraft(
-        description="an EAGLE-3 draft for GPT-OSS-20B: 2880 wide, heads of 64, 64k tokens of its own",
+        description="an EAGLE-3 draft for GPT-OSS-20B: hidden size 2880, head_dim 64, own 64k vocabulary",
         kind=eagle3,
         config={**_llama(2880, 17280, 64, 8, 64, 201088), "draft_vocab_size": 64000},
         names=_EAGLE3,
         num_target_states=3,
     ),
     "kimi-k2-eagle3": RandomDraft(
-        description="an EAGLE-3 draft in Kimi-K2's sizes: dense MLA of 64 heads, 7168 wide, 32k tokens of its own",
+        description="an EAGLE-3 draft in Kimi-K2's sizes: dense MLA, 64 heads, hidden size 7168, own 32k vocabulary",
         kind=latent_eagle3,
         config={
             "architectures": ["Eagle3DeepseekV2ForCausalLM"],
@@ -168,7 +168,7 @@ RANDOM_DRAFTS = {
         backends=("triton_mla",),
     ),
     "glm-4.7-flash-mtp": RandomDraft(
-        description="GLM-4.7-Flash's MTP layer: dense MLA, 64 experts of which a token takes 4",
+        description="GLM-4.7-Flash's MTP layer: dense MLA, 64 experts, 4 per token",
         kind=mtp,
         config=_GLM_FLASH,
         names=("model.layers.47.eh_proj.weight",),
@@ -176,7 +176,7 @@ RANDOM_DRAFTS = {
         backends=("triton_mla",),
     ),
     "deepseek-v4-mtp": RandomDraft(
-        description="DeepSeek-V4's MTP layer: sparse sliding-window MLA, 256 experts of which a token takes 6",
+        description="DeepSeek-V4's MTP layer: sparse sliding-window MLA, 256 experts, 6 per token",
         kind=deepseek_v4,
         config=_DEEPSEEK_V4,
         num_target_states=4,
@@ -184,13 +184,13 @@ RANDOM_DRAFTS = {
         backends=("sparse_swa_mla", "flashmla_sparse"),
     ),
     "eagle-1024": RandomDraft(
-        description="an EAGLE draft 1024 wide, 32k tokens",
+        description="an EAGLE draft: hidden size 1024, 32k vocabulary",
         kind=eagle,
         config=_llama(1024, 2816, 8, 2, 128, 32000),
         names=_EAGLE,
     ),
     "drafter-tiny": RandomDraft(
-        description="an EAGLE draft small enough for the CPU's emulator",
+        description="an EAGLE draft small enough for the CPU's graph emulator",
         kind=eagle,
         config=_llama(64, 96, 4, 2, 64, 256),
         names=_EAGLE,
@@ -207,7 +207,7 @@ PUBLISHED_DRAFTS = {name: draft for name, draft in RANDOM_DRAFTS.items() if name
 
 BLOCK_DRAFTS = {
     "llama3-8b-peagle": RandomDraft(
-        description="a P-EAGLE draft for Llama-3-8B: four layers 4096 wide, 32k tokens of its own",
+        description="a P-EAGLE draft for Llama-3-8B: four layers, hidden size 4096, own 32k vocabulary",
         kind=eagle3,
         config={
             **_llama(4096, 14336, 32, 8, 128, 128256),
@@ -218,7 +218,7 @@ BLOCK_DRAFTS = {
         num_speculative_tokens=(3, 7, 15),
     ),
     "gpt-oss-20b-peagle": RandomDraft(
-        description="a P-EAGLE draft for GPT-OSS-20B: four layers 2880 wide, heads of 64, 64k tokens of its own",
+        description="a P-EAGLE draft for GPT-OSS-20B: four layers, hidden size 2880, head_dim 64, own 64k vocabulary",
         kind=eagle3,
         config={
             **_llama(2880, 17280, 64, 8, 64, 201088),
@@ -229,7 +229,7 @@ BLOCK_DRAFTS = {
         num_speculative_tokens=(3, 7, 15),
     ),
     "qwen3-8b-dflash": RandomDraft(
-        description="Qwen3-8B's DFlash draft: five layers 4096 wide over the states of five, the target's 152k tokens",
+        description="Qwen3-8B's DFlash draft: five layers over the states of five, hidden size 4096, 152k vocabulary",
         kind=dflash,
         config={
             **_llama(4096, 12288, 32, 8, 128, 151936),
@@ -241,7 +241,7 @@ BLOCK_DRAFTS = {
         num_speculative_tokens=(3, 7, 15),
     ),
     "qwen3-8b-dflash2": RandomDraft(
-        description="a DFlash2 draft for Qwen3-8B: its DFlash in windows, with convolutions and 16 candidates",
+        description="a DFlash2 draft for Qwen3-8B: DFlash with sliding windows, convolutions and 16 candidates",
         kind=dflash2,
         config={
             **_llama(4096, 12288, 32, 8, 128, 151936),

@@ -101,7 +101,7 @@ def tuned(shape: SkinnyProduct, bandwidth: float) -> str:
 def main() -> None:
     """Print the lines."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("drafts", nargs="*", default=list(PUBLISHED_DRAFTS), help="of the bench's; all where none is")
+    parser.add_argument("drafts", nargs="*", default=list(PUBLISHED_DRAFTS), help="drafts of the bench; all by default")
     flags = parser.parse_args()
     if unknown := [name for name in flags.drafts if name not in PUBLISHED_DRAFTS]:
         parser.error(f"a draft must be one of {', '.join(PUBLISHED_DRAFTS)}, got {', '.join(unknown)}.")

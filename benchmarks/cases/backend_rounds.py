@@ -101,7 +101,7 @@ def round_rows(bench: Bench) -> Iterator[BenchRow]:
     The specification runs no latent draft: it gathers the whole context for every token.
     """
     if not bench.on_cuda:
-        bench.miss("round", f"{bench.device.type} has an emulator of graphs: tiny drafts run, and no limit is judged")
+        bench.miss("round", f"{bench.device.type} emulates graphs: tiny drafts run, and limits are not checked")
     cases = _CASES if bench.on_cuda else _CASES_ON_CPU
     served = list(serving(bench, "round", [case.spec for case in cases]))
     for case in cases:

@@ -51,7 +51,7 @@ class ShippedCase(ThroughputCase):
 
 SHIPPED = ShippedCase(
     draft=RandomDraft(
-        description="the shipped pair's DFlash draft: what it keeps",
+        description="the shipped pair's DFlash draft: accepted tokens",
         kind=dflash,
         config={},
         backends=("triton_paged",),
@@ -90,15 +90,15 @@ def _rows(name: str, timed: TimedPair, chain: Decoding, trees: Sequence[DynamicT
     decodings = [chain, *(replace(chain, accepted=None, tree=tree) for tree in trees)]
     engines = [timed.engine(decoding) for decoding in decodings]
     for num_reqs in timed.case.num_reqs:
-        requests, in_a_row = timed.case.requests(num_reqs), None
+        requests, chain_rates = timed.case.requests(num_reqs), None
         for decoding, engine in zip(decodings, engines, strict=True):
             rates = rates_of(engine, requests, timed.case.warm_up_tokens, False)
             row = timed.row(name, decoding, num_reqs, False, rates)
             row |= {"case": name, "tree": decoding.tree is not None, "draft": _described(timed, decoding)}
-            if in_a_row is None:
-                in_a_row = rates
+            if chain_rates is None:
+                chain_rates = rates
             else:
-                row["chain_ratio"] = round(rates.tokens_per_second / in_a_row.tokens_per_second, 3)
+                row["chain_ratio"] = round(rates.tokens_per_second / chain_rates.tokens_per_second, 3)
             if chain.accepted is None:
                 row["accepted"] = round(_kept(engine, requests), 3)
             yield row

@@ -45,10 +45,10 @@ def compiled_step_rows(bench: Bench, *, name: str) -> Iterator[BenchRow]:
     for num_reqs in sorted({min(case.num_reqs), max(case.num_reqs)}):
         run = RoundConfig(get(case.backends[0]), Strategy.FULL_LOOP, _NUM_SPECULATIVE_TOKENS, num_reqs)
         with bench.noting(f"{name}{SUFFIX}", at=f"{num_reqs} requests"):
-            yield from beside_compiled(bench, f"{name}{SUFFIX}", draft, run)
+            yield from comparison_rows(bench, f"{name}{SUFFIX}", draft, run)
 
 
-def beside_compiled(bench: Bench, case: str, draft: TimedDraft, run: RoundConfig) -> Iterator[BenchRow]:
+def comparison_rows(bench: Bench, case: str, draft: TimedDraft, run: RoundConfig) -> Iterator[BenchRow]:
     """Yield the two rows of one draft and round configuration."""
     (ours,) = time_round(bench, draft, run, {STEPS: case})
     step = CompiledStep(draft, run.num_reqs, bench.device)

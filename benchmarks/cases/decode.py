@@ -27,7 +27,7 @@ def by_backend(name: str) -> AttentionMethod:
         backend = get(name)
         verdict = backend.supports(fixture.spec, fixture.device)
         if isinstance(verdict, Rejected):
-            raise NoBackend(f"refuses [{fixture.spec.describe()}]: {'; '.join(verdict.reasons)}")
+            raise NoBackend(f"rejects [{fixture.spec.describe()}]: {'; '.join(verdict.reasons)}")
         return fixture.attention_by(backend)
 
     return method
@@ -117,7 +117,9 @@ def comparison_rows(
                 attend = method(fixture)
                 difference = float((attend(caches[0]).float() - expected).norm() / expected.norm())
                 if not difference < _ROUNDING:
-                    bench.miss(f"{comparison.case}: {name} (peer) at {at}", f"{difference:.1%} off our result")
+                    bench.miss(
+                        f"{comparison.case}: {name} (peer) at {at}", f"differs from our result by {difference:.1%}"
+                    )
                     continue
                 row = _row(bench, comparison, fixture, name, time_in_turn(attend, caches))
                 peers.append({**row, "peer": True, "peer_difference": round(difference, 5)})

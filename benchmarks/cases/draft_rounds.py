@@ -27,7 +27,7 @@ _BLOCK_FLOOR = {1: TimingLimit("floor_ratio", 1.12), 32: TimingLimit("floor_rati
 _LOOP = TimingLimit("loop_us", 4)
 """Maximum GPU time of a device-loop step beyond one of the full loop."""
 _BLOCK_HOST = TimingLimit("host_us", 40)
-_BESIDE = {
+_COMPARED_WITH = {
     "llama3-8b-peagle": "llama3-8b-eagle",
     "gpt-oss-20b-peagle": "gpt-oss-20b-eagle3",
     "qwen3-8b-dflash": "qwen3-8b-eagle3",
@@ -145,16 +145,16 @@ def _rounds(case: RandomDraft) -> Iterator[tuple[RoundConfig, tuple[str, ...]]]:
 def block_draft_rows(bench: Bench, name: str) -> Iterator[BenchRow]:
     """Yield rows of one of BLOCK_DRAFTS and of its comparison draft at the same K and requests; step_ratio: the
     latter's round time over the block draft's."""
-    block, beside = BLOCK_DRAFTS[name], (RANDOM_DRAFTS | BLOCK_DRAFTS)[_BESIDE[name]]
+    block, other = BLOCK_DRAFTS[name], (RANDOM_DRAFTS | BLOCK_DRAFTS)[_COMPARED_WITH[name]]
     block_us: dict[tuple[int, int], float] = {}
     for row in _block_rounds(bench, name, block, block):
         if row["gpu_us"] is not None:
             block_us.setdefault((row["num_speculative_tokens"], row["num_reqs"]), row["gpu_us"]["p50"])
         floor = None if name in _IN_TURN else _BLOCK_FLOOR.get(row["num_reqs"])
         yield with_limits(row, *([floor] if floor else []), _BLOCK_HOST) if bench.on_cuda else row
-    for row in _block_rounds(bench, f"{name}/{_BESIDE[name]}", beside, block):
-        its = block_us.get((row["num_speculative_tokens"], row["num_reqs"]))
-        yield {**row, "peer": True, "step_ratio": its and round(row["gpu_us"]["p50"] / its, 3)}
+    for row in _block_rounds(bench, f"{name}/{_COMPARED_WITH[name]}", other, block):
+        own = block_us.get((row["num_speculative_tokens"], row["num_reqs"]))
+        yield {**row, "peer": True, "step_ratio": own and round(row["gpu_us"]["p50"] / own, 3)}
 
 
 def _block_rounds(bench: Bench, name: str, case: RandomDraft, sizes: RandomDraft) -> Iterator[BenchRow]:

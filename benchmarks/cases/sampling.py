@@ -60,7 +60,7 @@ def check_logits(fixture: SamplingFixture, out: torch.Tensor) -> str | None:
     """Check restricted logits fp32 [R, V]: kept ones are unchanged, all others are -inf."""
     kept = out > -torch.inf
     if not torch.equal(out[kept], fixture.logits[kept]):
-        return "a logit that stays has changed"
+        return "a kept logit has changed"
     return _check_kept(fixture, kept)
 
 
@@ -77,7 +77,7 @@ def check_probs(fixture: SamplingFixture, out: torch.Tensor) -> str | None:
 def check_tokens(fixture: SamplingFixture, out: torch.Tensor) -> str | None:
     """Check drawn tokens [R]: each is allowed."""
     exact, params = fixture.logits.double(), fixture.params
-    return _check_among(out, exact >= threshold(exact, params.top_k, params.top_p + _GRAIN), "may not be drawn")
+    return _check_among(out, exact >= threshold(exact, params.top_k, params.top_p + _GRAIN), "are outside the kept set")
 
 
 def check_argmax(fixture: SamplingFixture, out: torch.Tensor) -> str | None:
@@ -97,7 +97,7 @@ def _check_kept(fixture: SamplingFixture, kept: torch.Tensor) -> str | None:
     slack = _GRAIN if top_p < 1 else 0.0
     must, may = (threshold(exact, top_k, share) for share in (top_p - slack, top_p + slack))
     wrong = (((exact >= must) & ~kept) | ((exact < may) & kept)).any(-1)
-    return f"keeps other tokens than fp64 does in {int(wrong.sum())} of {len(wrong)} rows" if wrong.any() else None
+    return f"keeps other tokens than fp64 in {int(wrong.sum())} of {len(wrong)} rows" if wrong.any() else None
 
 
 _BOTH = SamplingParams(temperature=1.0, top_k=50, top_p=0.9)

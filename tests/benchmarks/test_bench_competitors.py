@@ -106,7 +106,7 @@ def test_a_draft_has_a_row_of_its_own_and_one_of_the_compiled_step(monkeypatch):
     monkeypatch.setattr(compiled_steps, "_compile", lambda module: module)
     run = RoundConfig(get("torch_reference"), Strategy.FULL_LOOP, 3, 1)
 
-    ours, theirs = compiled_steps.beside_compiled(Bench(CPU, None), "x-compiled", tiny_draft("llama3-8b-eagle"), run)
+    ours, theirs = compiled_steps.comparison_rows(Bench(CPU, None), "x-compiled", tiny_draft("llama3-8b-eagle"), run)
 
     assert (ours["backend"], ours.get("peer", False), ours["strategy"]) == ("torch_reference", False, "full_loop")
     assert (theirs["backend"], theirs["peer"], theirs["strategy"]) == ("torch.compile", True, "per_step")
@@ -118,7 +118,7 @@ def test_a_draft_has_a_row_of_its_own_and_one_of_the_compiled_step(monkeypatch):
 def test_a_published_draft_is_compiled_at_its_fewest_and_most_requests(sizes, compiled, bench, monkeypatch):
     seen = []
     monkeypatch.setattr(compiled_steps, "PUBLISHED_DRAFTS", {"x": replace(tiny(KINDS[0]), num_reqs=sizes)})
-    monkeypatch.setattr(compiled_steps, "beside_compiled", lambda _, case, __, run: seen.append((case, run)) or [])
+    monkeypatch.setattr(compiled_steps, "comparison_rows", lambda _, case, __, run: seen.append((case, run)) or [])
     assert not list(compiled_steps.compiled_step_rows(bench, name="x")) and not bench.missing
     assert [(case, run.num_reqs, run.num_speculative_tokens) for case, run in seen] == [
         ("x-compiled", num_reqs, 7) for num_reqs in compiled
@@ -174,7 +174,7 @@ def test_tuning_tries_the_tables_tiling_first_and_says_which_is_best(monkeypatch
     assert f"2.00 us, 0.48 of the floor 4.19; table 4.00; F.linear 3.00; {others[0]}" in line
 
 
-def test_a_draft_that_is_none_is_refused(monkeypatch, capsys):
+def test_an_unknown_draft_is_refused(monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["tune", KINDS[0], "llama"])
     with pytest.raises(SystemExit):
         tune_skinny_linear.main()

@@ -36,7 +36,7 @@ def test_a_block_draft_is_timed_beside_one_that_goes_step_by_step(bench, small, 
     assert not bench.missing
     assert [(row["case"], row.get("peer", False)) for row in rows] == [
         (f"{name}/round", False),
-        (f"{name}/{draft_rounds._BESIDE[name]}/round", True),
+        (f"{name}/{draft_rounds._COMPARED_WITH[name]}/round", True),
     ]
 
 

@@ -80,7 +80,7 @@ def test_each_process_is_the_bench_over_the_same_cases(monkeypatch):
     "child, ended",
     [
         ("import sys; sys.exit('no such GPU')", "ended with 1 after 0: no such GPU"),
-        (CHILD.replace("stopped by", "no"), "ended with 1 after 1: it said nothing"),
+        (CHILD.replace("stopped by", "no"), "ended with 1 after 1: no error output"),
         (CHILD.replace("sys.exit(1)", "import os; os.abort()"), "ended with -6 after 1"),
     ],
 )

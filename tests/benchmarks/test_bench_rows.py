@@ -111,7 +111,7 @@ def test_a_peer_that_computes_something_else_is_noted_and_not_compared_with(benc
     ours, peer = comparison_rows(bench, comparison(**peers), SPEC, 1, 16)
     assert (peer["backend"], ours["peer_ratio"]) == ("own", 3.0)
     [note] = bench.missing
-    assert note.startswith("comparison: other (peer) at [") and note.endswith(f": {off} off our result")
+    assert note.startswith("comparison: other (peer) at [") and note.endswith(f": differs from our result by {off}")
 
 
 @NO_PEERS
@@ -326,13 +326,13 @@ def test_on_a_cpu_tiny_rounds_of_its_backends_run_and_no_limit_is_judged(on_cpu)
     }
     assert all(row["gpu_us"] is None and not row["limits"] and row["host_us"]["p50"] > 0 for row in on_cpu.rows)
     assert not any(row["floor_us"] or row["floor_counts"] for row in on_cpu.rows)
-    assert any(note.startswith("round: cpu has an emulator") for note in on_cpu.missing)
+    assert any(note.startswith("round: cpu emulates graphs") for note in on_cpu.missing)
 
 
 @NO_CUDA
 def test_on_a_cpu_the_suite_says_what_it_leaves_out(on_cpu):
     for case in ("advance", "step", "sparse-decode", "mla-decode", "paged-decode", "flashinfer-decode"):
-        assert f"{case}: times a CUDA device and this run is on cpu" in on_cpu.missing
+        assert f"{case}: times a CUDA device, but this run is on cpu" in on_cpu.missing
     assert {"round/flash_attn3", "round/flashinfer"} <= {note.partition(": ")[0] for note in on_cpu.missing}
     assert not on_cpu.stopped
 
@@ -381,7 +381,7 @@ def test_a_report_gives_back_the_run(on_cpu, tmp_path):
 @NO_CUDA
 @pytest.mark.parametrize("case", [case for case in benches.CASES if case not in (*benches.CPU_CASES, *benches.SUITES)])
 def test_a_case_that_needs_a_gpu_is_refused_when_it_is_named(case):
-    with pytest.raises(BatchError, match=f"the cases {case} time a CUDA device and this run is on cpu"):
+    with pytest.raises(BatchError, match=f"the cases {case} time a CUDA device, but this run is on cpu"):
         benches.run(device=CPU, cases=["round", case])
 
 

@@ -91,7 +91,7 @@ WRONG = {
     "a token that is out": (
         "draw a restricted target token",
         lambda fixture: fixture.logits.argmin(-1),
-        "3 of 3 tokens may not be drawn",
+        "3 of 3 tokens are outside the kept set",
     ),
     "another than the largest": (
         "argmax",
@@ -112,7 +112,7 @@ def test_a_wrong_result_is_not_timed_and_the_note_says_why(bench, case, output, 
     assert reason in note
 
 
-def test_of_ours_that_is_wrong_there_is_no_row_but_the_peers_keep_theirs(bench):
+def test_a_wrong_result_of_ours_has_no_row_but_the_peers_keep_theirs(bench):
     wrong = ("ours", lambda fixture: TimedCall(lambda: fixture.logits))
     right = {"right": our_logits}
     [row] = comparison_rows(bench, replace(BY_CASE["top-k"], ours=wrong, peers=right), "flat", 3, 512)

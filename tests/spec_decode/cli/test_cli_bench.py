@@ -66,7 +66,7 @@ def test_bench_refuses_what_it_does_not_know(timings, refused, run):
     assert "round, step" in refused("bench", "nonesuch", "--device", "cpu")
     assert "No such option" in run("bench", "--nonesuch").stderr
     for more in (["step"], ["--json", "rows.json"], ["--processes", "2"]):
-        assert "Leave out the cases, --json and --processes." in refused("bench", "--list", *more)
+        assert "Remove the cases, --json and --processes." in refused("bench", "--list", *more)
 
 
 def test_bench_shows_each_limit_with_its_verdict():
@@ -79,7 +79,7 @@ def test_bench_shows_each_limit_with_its_verdict():
 @pytest.mark.parametrize("case", ["advance", "step", "sparse-decode", "mla-decode", "paged-decode"])
 def test_bench_refuses_to_time_a_gpu_on_a_cpu(case, refused):
     line = refused("bench", case, "--device", "cpu")
-    assert f"the cases {case} time a CUDA device and this run is on cpu" in line
+    assert f"the cases {case} time a CUDA device, but this run is on cpu" in line
 
 
 def test_a_bench_that_is_cut_off_leaves_the_rows_it_has_and_says_so(timings, tmp_path, run, monkeypatch):
