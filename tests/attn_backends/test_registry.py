@@ -198,7 +198,7 @@ ANSWERS = {
 
 
 @pytest.mark.parametrize(("answer", "words"), ANSWERS.values(), ids=ANSWERS)
-def test_an_answer_that_is_none_is_a_rejection_in_words(answer, words):
+def test_an_invalid_answer_is_a_rejection_with_a_reason(answer, words):
     register_as("odd", odd(supports=answer))
     verdict = explain("odd", make_spec(), CPU)
     assert isinstance(verdict, Rejected) and words in verdict.reasons[0]
@@ -248,7 +248,7 @@ def test_a_plug_in_is_named_as_it_is_had(declare):
     assert {name for name, _ in found} <= {*names()}
 
 
-def test_what_a_call_has_registered_is_known_here_alone(declare):
+def test_a_name_counts_as_registered_here_only_after_a_call(declare):
     declare(declared="a_plug_in:Other")
     register(Other)
     register_as("triton_paged", Other, replace=True)
@@ -289,7 +289,7 @@ def test_names_that_differ_by_case_alone_are_refused(replace_it):
 
 
 @pytest.mark.parametrize("name", ["", " ", "a\nb", "\x1b[31mred", "a/b", "a|b", "all"])
-def test_a_declared_name_that_is_none_is_listed_harmlessly_and_not_loaded(declare, plug_in_module, name):
+def test_an_invalid_declared_name_is_listed_harmlessly_and_not_loaded(declare, plug_in_module, name):
     declare(**{name: "a_plug_in:Other"})
     (listed,) = {*names()} - {*registry._BUILT_IN}
     assert listed.startswith("unknown:") and listed.isprintable() and not {*listed} & {*" /|"}

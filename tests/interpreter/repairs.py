@@ -1,10 +1,10 @@
-"""Corrects where Triton's interpreter differs from a compiled kernel.
+"""Corrections for where Triton's interpreter differs from a compiled kernel.
 
-Before 3.9 the minimum of a NaN and a number is NaN; compiled, it is the number. Since 3.9 a mask with a scalar side,
-`inside & (column < columns)`, is int32 and rejected, and the arg max of all-NaN numbers raises.
+Before 3.9, the minimum of a NaN and a number is NaN; compiled, it is the number. Since 3.9, a mask with a scalar side,
+`inside & (column < columns)`, is int32 and rejected, and the arg max of all-NaN values raises.
 
-It also avoids work that triton.language repeats for every value: each value makes its shape and type anew, and each
-operation compares its operands' types name by name and size by size, even for the same object.
+They also skip work that triton.language repeats for every value: it makes each value's shape and type anew, and for
+each operation compares the operands' types name by name and size by size, even if they are the same object.
 """
 
 from __future__ import annotations

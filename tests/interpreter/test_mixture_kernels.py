@@ -1,4 +1,4 @@
-"""The kernels around a mixture's matrices, against oracles that take one token, row or expert at a time."""
+"""The kernels around a mixture's matrices, compared with oracles that take one token, row or expert at once."""
 
 import pytest
 import torch

@@ -35,7 +35,7 @@ def test_a_block_keeps_them(columns, vocab):
     assert torch.equal(cached.nan_to_num(9), wanted.nan_to_num(9)) and tokens.lt(vocab).all()
 
 
-def test_a_candidate_is_none():
+def test_no_candidate_is_nan():
     logits = noise(3, 9)
     logits[0], logits[1, :8], logits[2, :3] = NAN, NAN, NAN
     candidates = torch.tensor([[2, 5, 7], [2, 5, 8], [0, 4, 2]])

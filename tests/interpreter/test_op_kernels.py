@@ -1,4 +1,4 @@
-"""Every kernel against the torch reference of its op, amid poison."""
+"""Every kernel compared with the torch reference of its op, surrounded by poison."""
 
 from __future__ import annotations
 

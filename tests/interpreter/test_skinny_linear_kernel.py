@@ -1,4 +1,4 @@
-"""The kernels of skinny_linear against float64."""
+"""The skinny_linear kernels compared with float64."""
 
 import pytest
 import torch

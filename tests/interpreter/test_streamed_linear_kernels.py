@@ -1,4 +1,4 @@
-"""The kernels of streamed_linear against float64."""
+"""The streamed_linear kernels compared with float64."""
 
 from dataclasses import replace
 

@@ -1,5 +1,5 @@
-"""Draft logits, and what is beside them, whose numbers do not lie next to each other, as a transposed product has them:
-samplers and trees read of them what they read of contiguous ones."""
+"""Strided draft logits and related tensors, such as a transposed product's: samplers and trees read the same values as
+from contiguous ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kernels of verification and of the target's sampling: what the table of ops does not ask."""
+"""Kernels of verification and of target sampling, for cases outside the table of ops."""
 
 import math
 

@@ -1,6 +1,6 @@
-"""Views whose strides fit in 32 bits and whose elements do not lie within 2^31 of each other.
+"""Views whose strides fit in 32 bits, but whose elements are more than 2^31 apart.
 
-In the kernels' session, and on a GPU.
+Run in the kernels' session, and on a GPU.
 """
 
 from __future__ import annotations

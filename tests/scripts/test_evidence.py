@@ -1,4 +1,4 @@
-"""The run that makes all evidence: every report in place, timings undisturbed, failures named."""
+"""The script that makes all evidence: reports in place, timings undisturbed, failures named."""
 
 import json
 import os

@@ -1,5 +1,4 @@
-"""The Makefile names tests that exist, since pytest runs none at all where one of its paths does not, and says what it
-is about to do."""
+"""The Makefile names tests that exist, since pytest runs nothing if a path is missing, and prints what it will do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a mutation run changes, what it leaves alone, how it draws, and what it takes for a death."""
+"""A mutation run: which code it changes or skips, how it draws mutants, and what counts as a death."""
 
 from __future__ import annotations
 

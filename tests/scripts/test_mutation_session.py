@@ -1,4 +1,4 @@
-"""What a warm session of pytest says of the tests it is asked for: in a project of two files, without torch."""
+"""A warm pytest session's answers about requested tests, in a project of two files without torch."""
 
 from __future__ import annotations
 

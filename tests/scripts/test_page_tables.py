@@ -1,4 +1,4 @@
-"""The tables on the pages of strategies and vLLM, and what they make of a report."""
+"""The tables on the strategies and vLLM pages, made from small reports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""README and pages show what the committed reports say, and where a report says something else they change."""
+"""README and pages show the figures of the committed reports, and change with them."""
 
 from __future__ import annotations
 

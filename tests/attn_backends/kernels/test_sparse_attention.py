@@ -111,7 +111,7 @@ def test_a_list_of_nothing_comes_out_as_zero_whatever_the_query_holds(sinks):
     assert asked.run().ne(0).any((1, 2)).tolist() == [False, True, False]
 
 
-def test_a_sink_of_minus_infinity_is_none_and_one_of_infinity_gives_zero():
+def test_a_sink_of_minus_infinity_has_no_effect_and_one_of_infinity_gives_zero():
     asked = Asked((5, 0))
     out, bare = asked.run(sinks=torch.tensor([math.inf, -math.inf, 0.0])), asked.run(sinks=None)
     assert out[:, 0].eq(0).all() and torch.equal(out[:, 1], bare[:, 1]) and out[1].eq(0).all()

@@ -133,7 +133,7 @@ def sinks_without_end():
     return trees
 
 
-def test_a_sink_of_minus_infinity_is_none_and_one_of_infinity_gives_zero():
+def test_a_sink_of_minus_infinity_has_no_effect_and_one_of_infinity_gives_zero():
     trees = sinks_without_end()
     out = trees.merged()
     trees.sinks = None

@@ -184,7 +184,7 @@ CAST_TO_NAN = pytest.mark.xfail(
 
 
 @pytest.mark.parametrize("bad", [math.nan, *(pytest.param(inf, marks=CAST_TO_NAN) for inf in (math.inf, -math.inf))])
-def test_what_is_no_number_is_none_in_an_fp8_ds_mla_cache_either(bad):
+def test_nan_and_infinity_survive_an_fp8_ds_mla_cache(bad):
     latent = noise(1, 512)
     latent[0, 70] = bad
     cache = torch.zeros(1, page_bytes(4), dtype=torch.uint8)

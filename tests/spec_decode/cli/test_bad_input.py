@@ -1,4 +1,4 @@
-"""What may go wrong around the command line: numbers, names, paths, pipes, disks, interrupts. No traceback, ever."""
+"""Bad input around the command line: numbers, names, paths, pipes, disks, interrupts. Never a traceback."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ VERBS = ["list", "check torch_reference", "matrix --run torch_reference", "bench
 
 @pytest.mark.parametrize("verb", VERBS)
 @pytest.mark.parametrize("device", ["", "cpu:7", "meta", "tpu", f"cuda:{HUGE}"])
-def test_every_verb_refuses_a_device_that_is_none(verb, device, refused):
+def test_every_command_refuses_an_invalid_device(verb, device, refused):
     assert "cpu, cuda or cuda:N" in refused(*verb.split(), "--device", device)
 
 

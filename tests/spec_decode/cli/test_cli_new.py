@@ -1,4 +1,4 @@
-"""`attn-backends new`: what it writes is a backend that passes its checks."""
+"""`attn-backends new` writes a backend that passes its checks."""
 
 from importlib import import_module
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A cache of kernels that Triton would fail on in mid-run is refused before a GPU is used."""
+"""A kernel cache that Triton would fail on during a run is refused before a GPU is used."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SOUND = {
 
 
 @pytest.mark.parametrize("files", [{}, SOUND, SOUND | {"__grp__k.json": b"{"}], ids=["empty", "sound", "group"])
-def test_a_cache_that_triton_can_use_is_none_to_refuse(cache: Callable[..., None], files: dict[str, bytes]) -> None:
+def test_a_cache_that_triton_can_use_is_accepted(cache: Callable[..., None], files: dict[str, bytes]) -> None:
     cache(files)
     require_kernel_cache()
 

@@ -1,4 +1,4 @@
-"""Both backends pass their own kit on the CPU, by the path a backend author would take."""
+"""Both backends pass their conformance kit on the CPU, the way a backend author would run it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The columns that checks cover, and what the kit records of a backend's claims."""
+"""The columns that checks cover, and the kit's record of a backend's claims."""
 
 from dataclasses import replace
 
@@ -178,7 +178,7 @@ def test_a_backend_for_another_device_claims_nothing_and_says_why():
     assert list(found) == [EVERYTHING] and not found[EVERYTHING].claimed and "not on cpu" in found[EVERYTHING].reason
 
 
-def test_a_claim_that_cannot_be_read_is_none_and_says_so():
+def test_a_claim_that_cannot_be_read_does_not_count_and_says_so():
     odd = type("Odd", (ReferenceBuilder,), {"graph_support": "always"})
     claim = claims(type("OddBackend", (TorchReference,), {"builder": odd})())["graph:capture"]
     assert not claim.claimed and "cannot be read: ValueError" in claim.reason

@@ -1,4 +1,4 @@
-"""A subject may be an engine's own builder, and there may be no attention that goes by its metadata."""
+"""A subject can be an engine's own builder, even without an attention that reads its metadata."""
 
 from __future__ import annotations
 

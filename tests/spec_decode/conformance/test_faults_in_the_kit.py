@@ -1,4 +1,4 @@
-"""Plug-ins whose fault the kit itself must see: memory that is kept, CUDA started on import, lies in every claim."""
+"""Plug-ins whose faults the kit itself must detect: kept memory, CUDA started on import, a lie in every claim."""
 
 from __future__ import annotations
 

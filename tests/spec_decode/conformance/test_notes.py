@@ -1,4 +1,4 @@
-"""What a run prints besides results: an advance below IN_GRAPH, untested claims, a backend of another name."""
+"""Notes that a run prints after its results: an advance below IN_GRAPH, untested claims, a backend of another name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page in a real Chromium, from disk: filters, evidence, themes, a phone's width, no scripts, and axe's rules."""
+"""The page in a real Chromium, from disk: filters, evidence, themes, phone width, no scripts, and axe's rules."""
 
 import re
 import shutil

@@ -1,4 +1,4 @@
-"""Terminal, Markdown and HTML: pure functions of the JSON, safe with any text, and quick with much of it."""
+"""Terminal, Markdown and HTML output: pure functions of the JSON, safe with any text, and fast with large input."""
 
 import io
 import re

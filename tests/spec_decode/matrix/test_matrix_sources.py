@@ -92,7 +92,7 @@ def test_what_is_no_evidence_is_refused_by_its_name_with_what_to_do(tmp_path, do
     assert "again" in str(caught.value)
 
 
-def test_a_pipe_that_is_named_like_a_report_is_named_at_once_and_a_folder_is_none(tmp_path):
+def test_a_pipe_named_like_a_report_is_refused_at_once_and_a_folder_is_skipped(tmp_path):
     (tmp_path / "check-k.json").mkdir()
     assert files_below([tmp_path]) == []
     os.mkfifo(tmp_path / "check-p.json")

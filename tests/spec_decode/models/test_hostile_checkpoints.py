@@ -1,4 +1,4 @@
-"""Checkpoints that lie: each is rejected with what was found, before memory is allocated, and never in another way."""
+"""Checkpoints that lie: each is rejected with a message that names the lie, before memory is allocated."""
 
 import json
 import math
@@ -54,7 +54,7 @@ def test_a_config_that_lies_about_a_size_is_refused(tmp_path, kind, field):
 
 @pytest.mark.parametrize("lie", [10**400, -1.0, 0, math.nan, math.inf, -math.inf, True, "7"], ids=repr)
 @pytest.mark.parametrize("kind", ["llama", "latent_eagle3", "deepseek_v3", "deepseek_v4", "mimo"])
-def test_a_number_that_is_none_is_refused_by_its_name(tmp_path, kind, lie):
+def test_an_invalid_number_is_refused_by_its_name(tmp_path, kind, lie):
     for field in ("rms_norm_eps", "rope_theta", *["hc_eps"] * (kind == "deepseek_v4")):
         message = load_refusal(tmp_path, kind, EVERY[kind].checkpoint.changed({field: lie}))
         assert field.removeprefix("rms_") in message

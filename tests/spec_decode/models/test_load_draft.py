@@ -1,4 +1,4 @@
-"""What `load_draft` makes of a checkpoint, apart from the arithmetic."""
+"""`load_draft` on many checkpoints, except for the arithmetic."""
 
 import pytest
 import torch

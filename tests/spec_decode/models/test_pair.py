@@ -124,7 +124,7 @@ def test_a_truncated_file_is_named(folder, kept):
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"target": 3}', '{"target": {"vocab_size": 4}}'])
-def test_a_config_that_is_none_is_named(folder, text):
+def test_an_invalid_config_is_named(folder, text):
     (folder / "config.json").write_text(text)
     assert str(folder / "config.json") in refusal(folder)
 

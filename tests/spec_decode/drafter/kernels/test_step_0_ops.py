@@ -1,4 +1,4 @@
-"""What step 0 reads from the verified tokens, and what it passes on, compared with the rules in plain Python."""
+"""The ops of step 0, which read the verified tokens and pass inputs on, compared with the rules in plain Python."""
 
 import torch
 from hypothesis import given

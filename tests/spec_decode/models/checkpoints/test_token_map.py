@@ -46,6 +46,6 @@ WRONG = {
 
 
 @pytest.mark.parametrize(("tensors", "said"), WRONG.values(), ids=WRONG)
-def test_a_map_that_is_none_is_refused_with_the_first_id(tmp_path, tensors, said):
+def test_an_invalid_map_is_refused_with_the_first_id(tmp_path, tensors, said):
     with pytest.raises(CheckpointError, match=re.escape(said)):
         read(tmp_path, tensors)

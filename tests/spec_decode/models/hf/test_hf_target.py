@@ -391,7 +391,7 @@ UNSERVED: dict[str, Callable[[], Any]] = {
 }
 
 
-def test_a_window_as_wide_as_the_longest_text_is_none() -> None:
+def test_a_window_as_wide_as_the_longest_text_counts_as_no_window() -> None:
     model = make_phimoe(SIZES["max_position_embeddings"])
     assert [group.name for group in models.TransformersTarget(model).layer_groups(PAGE)] == ["full"]
 

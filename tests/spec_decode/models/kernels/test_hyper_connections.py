@@ -1,5 +1,4 @@
-"""The ops of hyper-connections by their formulas, and what they reject; test_published_drafts runs a model with
-them."""
+"""The hyper-connection ops: their formulas, and what they reject; test_published_drafts runs a whole model."""
 
 import pytest
 import torch

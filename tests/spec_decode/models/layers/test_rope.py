@@ -86,7 +86,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("scaling", "said"), WRONG)
-def test_a_scaling_that_is_none_is_refused_by_its_field(scaling, said):
+def test_an_invalid_scaling_is_refused_by_its_field(scaling, said):
     with pytest.raises(CheckpointError, match=re.escape(said)):
         read(rope_scaling=scaling)
 

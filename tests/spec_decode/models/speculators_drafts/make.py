@@ -1,16 +1,16 @@
-"""Makes the folders beside this file: drafts that the library `speculators` wrote, each with a round of its own.
+"""Make the folders next to this file: drafts written by the library `speculators`, each with one recorded round.
 
     python tests/spec_decode/models/speculators_drafts/make.py [name ...]
 
-Needs speculators 0.9.0, which nothing else here does. Each folder is what `save_pretrained` of a tiny random model
-leaves, and `round.safetensors` what that model's own forward drafts greedily after a text:
+Needs speculators 0.9.0, which nothing else here needs. Each folder holds the output of `save_pretrained` for a tiny
+random model, and `round.safetensors` with the greedy drafts of that model's own forward after a text:
 
 token_ids             int64 [n], the input tokens; the last one comes after the states
 target_hidden_states  fp32 [n, F]
-tokens                int64 [K], drafted, by the target's ids
-logits                fp32 [K, draft vocabulary]; of drafts that choose among candidates -inf for all others
-unary_logits          fp32 [K, V], of drafts that choose among candidates, before a token shifts them
-confidences           fp32 [K], of drafts that judge themselves
+tokens                int64 [K], the draft tokens, as target ids
+logits                fp32 [K, draft vocabulary]; for drafts that choose among candidates, -inf for all other tokens
+unary_logits          fp32 [K, V], for drafts that choose among candidates: before the previous token shifts them
+confidences           fp32 [K], for drafts that predict their confidence
 embed, lm_head        fp32 [V, H], the target's
 """
 
@@ -112,7 +112,7 @@ def xpress() -> SpeculatorModel:
 
 def mtp(layers: Any) -> SpeculatorModel:
     model = MTPDraftModel(MTPSpeculatorConfig(**common("mtp", transformer_layer_config=layers)))
-    del model.verifier_lm_head  # as it does when it loads a target's
+    del model.verifier_lm_head  # as the library does when it loads a target's
     return model
 
 
@@ -134,7 +134,7 @@ MIXTURE = {
 
 
 def randomise(model: SpeculatorModel, seed: int) -> None:
-    """Draw weights that have an effect, norms and biases too."""
+    """Draw weights that have an effect, including norms and biases."""
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         drawn = torch.randn(parameter.shape, generator=generator)
@@ -260,7 +260,7 @@ def run_block(model: SpeculatorModel, ids: torch.Tensor, states: torch.Tensor) -
 
 
 def walk(model: SpeculatorModel, unary: torch.Tensor, hidden: torch.Tensor, previous: torch.Tensor) -> Round:
-    """Take the best candidate of each place in turn, given the previous one."""
+    """Take the best candidate at each position in turn, given the previous one."""
     logits, tokens = torch.full_like(unary, -torch.inf), []
     for place in range(len(unary)):
         candidates, scores = model.candidate_selector.select(unary[place], hidden[place], previous)
@@ -342,7 +342,7 @@ DRAFTS: dict[str, tuple[Callable[[], SpeculatorModel], Run | None]] = {
         run_layer,
     ),
 }
-"""Each with its way to draft a round; None: this library refuses it."""
+"""Each with the function that drafts a round; None: this library refuses it."""
 
 
 def main() -> None:
