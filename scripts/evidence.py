@@ -91,8 +91,8 @@ def timed_steps() -> list[Step]:
         "blocks": (("blocks",), 400),
         "trees": (("trees",), 150),
         "tree-verify": (("tree-verify",), 450),
-        "sampling": (("sampling",), 60),
-        "flashinfer-decode": (("flashinfer-decode",), 60),
+        "sampling": (("sampling",), 240),
+        "flashinfer-decode": (("flashinfer-decode",), 120),
         "products": (("products",), 360),
         **{f"{name}-compiled": ((f"{name}-compiled",), 140) for name in COMPILED},
     }
