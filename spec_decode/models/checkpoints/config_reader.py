@@ -34,7 +34,7 @@ class ConfigReader:
         value = self.values.get(name, default)
         value = default if value is None else value
         if value is None:
-            raise CheckpointError(f"{self.place} must say {name}, {_WORDS[kind]}, and does not. Restore the file.")
+            raise CheckpointError(f"{self.place} lacks {name}, {_WORDS[kind]}. Restore the file.")
         return _checked(value, kind, f"{name} in {self.place}")
 
     def optional(self, name: str, kind: type[T]) -> T | None:
@@ -48,11 +48,11 @@ class ConfigReader:
             raise CheckpointError(f"{name} in {self.place} must be positive, got {value}. Restore the file.")
         return value
 
-    def require(self, name: str, wanted: bool | str | float) -> None:
+    def require(self, name: str, expected: bool | str | float) -> None:
         """Raise CheckpointError for a field with any other value; it can be absent."""
-        if (found := self.values.get(name, wanted)) not in (wanted, None):
+        if (value := self.values.get(name, expected)) not in (expected, None):
             raise CheckpointError(
-                f"{name} in {self.place} must be {wanted!r}, got {found!r}, which this model does not compute. "
+                f"{name} in {self.place} must be {expected!r}, got {value!r}, which is not supported. "
                 "Use another checkpoint."
             )
 
@@ -65,8 +65,7 @@ class ConfigReader:
 def _checked(value: Any, kind: type[T], name: str) -> T:
     if isinstance(value, int | float) and kind in _LIMITS and not abs(value) < (limit := _LIMITS[kind]):
         raise CheckpointError(
-            f"{name} must be a number between {-limit:g} and {limit:g}, got {value!r}; no model has such a size. "
-            "Restore the file."
+            f"{name} must be a number between {-limit:g} and {limit:g}, got {value!r}. Restore the file."
         )
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         value = float(value)

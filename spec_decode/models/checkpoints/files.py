@@ -23,9 +23,9 @@ def read_object(path: Path, remedy: str) -> dict[str, Any]:
         require_regular(path)
         value = json.loads(path.read_bytes(), object_pairs_hook=_distinct)
     except OSError as error:
-        raise CheckpointError(f"a checkpoint needs {path}, which cannot be read: {error.strerror}. {remedy}") from error
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}. {remedy}") from error
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} must hold JSON: {error}. Restore the file.") from error
+        raise CheckpointError(f"{path} is not valid JSON: {error}. Restore the file.") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} must hold a JSON object, got {type(value).__name__}. Restore the file.")
     return value
@@ -35,7 +35,7 @@ def require_plain_utf8(path: Path) -> None:
     """Raise CheckpointError for JSON with a byte order mark or in utf-16, which `transformers` cannot read."""
     with path.open("rb") as file:
         if (encoding := json.detect_encoding(file.read(4))) != "utf-8":
-            raise CheckpointError(f"{path} must be utf-8 without a byte order mark, it is {encoding}. Save it so.")
+            raise CheckpointError(f"{path} must be utf-8 without a byte order mark, got {encoding}. Convert it.")
 
 
 def check_safetensors(path: Path) -> None:
@@ -75,10 +75,10 @@ def is_finite(tensor: torch.Tensor) -> bool:
 
 
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    if len(found := dict(pairs)) < len(pairs):
-        twice = [key for key, count in Counter(key for key, _ in pairs).items() if count > 1]
-        raise ValueError(f"{', '.join(sorted(twice))} is said twice in one object")
-    if lost := [key for key, value in pairs if value != value]:
+    if len(values := dict(pairs)) < len(pairs):
+        duplicates = [key for key, count in Counter(key for key, _ in pairs).items() if count > 1]
+        raise ValueError(f"{', '.join(sorted(duplicates))} is duplicated in one object")
+    if nan := [key for key, value in pairs if value != value]:
         # Python accepts NaN, so a later reader would get the blame. Infinity is a legitimate limit in some configs.
-        raise ValueError(f"{', '.join(lost)} is NaN, which is no number")
-    return found
+        raise ValueError(f"{', '.join(nan)} is NaN")
+    return values

@@ -14,25 +14,25 @@ def read_mask_token(store: TensorStore, vocab_size: int) -> int | None:
     sections = [store.config.section("dflash_config"), store.config]
     for section, names in zip(sections, (_KEYS[:1], _KEYS), strict=True):
         for name in names:
-            found = section.optional(name, int)
-            if found is None:
+            token = section.optional(name, int)
+            if token is None:
                 continue
-            if not 0 <= found < vocab_size:
+            if not 0 <= token < vocab_size:
                 raise CheckpointError(
-                    f"{name} in {section.place} must be a token of the vocabulary, 0 to {vocab_size - 1}, got {found}; "
-                    "its embedding would be another's or none. Restore the file."
+                    f"{name} in {section.place} must be a token of the vocabulary, 0 to {vocab_size - 1}, got {token}. "
+                    "Restore the file."
                 )
-            return found
+            return token
     return None
 
 
 def require_mask_token(store: TensorStore, vocab_size: int, because: str) -> int:
     """As `read_mask_token`, but raises CheckpointError if there is none; `because` says why it is needed."""
-    found = read_mask_token(store, vocab_size)
-    if found is None:
+    token = read_mask_token(store, vocab_size)
+    if token is None:
         names = ", ".join(("dflash_config.mask_token_id", *_KEYS))
         raise CheckpointError(
-            f"{store.config.place} must say which token masks one that is not drafted yet, since {because}; none of "
-            f"{names} is there. Restore the file."
+            f"{store.config.place} must name the mask token, since {because}, and has none of {names}. "
+            "Restore the file."
         )
-    return found
+    return token

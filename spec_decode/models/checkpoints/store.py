@@ -48,12 +48,11 @@ class TensorStore:
     @classmethod
     def open(cls, folder: Path) -> TensorStore:
         """Read config.json and the tensors' names, but not the tensors. Raises CheckpointError."""
-        config = read_object(folder / "config.json", "Name the folder of a checkpoint.")
+        config = read_object(folder / "config.json", "Pass the folder of a checkpoint.")
         weights = weights_file(folder)
         if weights is None:
             raise CheckpointError(
-                f"a checkpoint has its weights in {', '.join(WEIGHTS[:-1])} or {WEIGHTS[-1]}, {folder} holds none of "
-                "them. Complete the download."
+                f"{folder} has no weights ({', '.join(WEIGHTS[:-1])} or {WEIGHTS[-1]}). Complete the download."
             )
         if weights.suffix == ".json":
             return cls(folder, config, read_index(weights))
@@ -64,8 +63,8 @@ class TensorStore:
     @property
     def architectures(self) -> list[str]:
         """The classes that config.json names; empty unless it holds a list of names."""
-        found = self.config.values.get("architectures")
-        return found if isinstance(found, list) and all(isinstance(name, str) for name in found) else []
+        names = self.config.values.get("architectures")
+        return names if isinstance(names, list) and all(isinstance(name, str) for name in names) else []
 
     def names(self) -> frozenset[str]:
         """Return the names of all tensors."""
@@ -74,8 +73,7 @@ class TensorStore:
     def take_flat(self, name: str, size: int, dtype: torch.dtype) -> torch.Tensor:
         """Return a tensor [size], which can be stored with leading dims of 1. Raises CheckpointError as `take`."""
         shape = tuple(self._read(name).shape)
-        wanted = (1,) * (len(shape) - 1) + (size,)
-        return self.take(name, wanted, dtype).flatten()
+        return self.take(name, (1,) * (len(shape) - 1) + (size,), dtype).flatten()
 
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> torch.Tensor:
         """Return a copy of one tensor on the CPU; dtype None keeps the stored dtype.
@@ -83,28 +81,27 @@ class TensorStore:
         Raises CheckpointError for another shape, for a dtype of another kind (integers, 8-bit floats and wider floats
         are not cast to one another), and for NaN and infinities.
         """
-        found = self._read(name)
-        if tuple(found.shape) != shape:
+        stored = self._read(name)
+        if tuple(stored.shape) != shape:
             raise CheckpointError(
-                f"{name} in {self._files[name]} must be {list(shape)}, got {list(found.shape)}. "
-                "Use weights and a config.json of one model."
+                f"{name} in {self._files[name]} must be {list(shape)}, got {list(stored.shape)}. "
+                "Use weights and config.json from the same model."
             )
-        if dtype is not None and (wanted := _kind(dtype)) != _kind(found.dtype):
+        if dtype is not None and (kind := _kind(dtype)) != _kind(stored.dtype):
             raise CheckpointError(
-                f"{name} in {self._files[name]} must be stored as {wanted}, got {found.dtype}; without the scales of a "
-                "quantised checkpoint its numbers mean nothing. Use an unquantised checkpoint."
+                f"{name} in {self._files[name]} must be stored as {kind}, got {stored.dtype}; quantised checkpoints "
+                "are not supported. Use an unquantised one."
             )
         # Copied: a mapped file would still be read, and could change, while the model runs.
-        cast = found.to(dtype or found.dtype, copy=True)
+        cast = stored.to(dtype or stored.dtype, copy=True)
         if not is_finite(cast):
-            if is_finite(found):
+            if is_finite(stored):
                 raise CheckpointError(
-                    f"{name} in {self._files[name]} must hold numbers that {cast.dtype} has, got one of "
-                    f"{found.abs().max():g}; it would become infinite. Load it as bfloat16."
+                    f"{name} in {self._files[name]} must fit in {cast.dtype}, got a value of "
+                    f"{stored.abs().max():g}, which would become infinite. Load it as bfloat16."
                 )
             raise CheckpointError(
-                f"{name} in {self._files[name]} must hold finite numbers, got NaN or infinity among them; every text "
-                "would be NaN's. Restore the file."
+                f"{name} in {self._files[name]} must hold finite numbers, got NaN or infinity. Restore the file."
             )
         self._taken.add(name)
         return cast
@@ -115,23 +112,23 @@ class TensorStore:
         unused = self._files.keys() - self._taken
         if extra := sorted(x for x in unused if x.startswith(under) and not x.endswith("rotary_emb.inv_freq")):
             raise CheckpointError(
-                f"{self.folder} holds {len(extra)} tensors{f' under {under}' if under else ''} that this model has no "
-                f"place for: {shortened(extra)}; without them it would compute something else. Use a model without "
-                "such tensors; if config.json is another model's, restore it."
+                f"{self.folder} has {len(extra)} unexpected tensors{f' under {under}' if under else ''}: "
+                f"{shortened(extra)}; ignoring them would change the outputs. Use a model without them, or restore "
+                "config.json if it is another model's."
             )
 
     def _read(self, name: str) -> torch.Tensor:
         if name not in self._files:
             raise CheckpointError(
-                f"{self.folder} must hold a tensor {name}, its {len(self._files)} tensors do not include it. "
-                "Use weights and a config.json of one model."
+                f"{self.folder} lacks the tensor {name}; it has {len(self._files)} tensors. "
+                "Use weights and config.json from the same model."
             )
         path = self._files[name]
         shard = self._shard(path)
         if name not in shard.names:
             raise CheckpointError(
-                f"the index of {self.folder} places {name} in {path.name}, which does not hold it. "
-                "Download the index and its shards anew."
+                f"the index of {self.folder} maps {name} to {path.name}, which does not contain it. "
+                "Download the index and its shards again."
             )
         try:
             return shard.read(name)
@@ -147,7 +144,7 @@ class TensorStore:
 def _kind(dtype: torch.dtype) -> str:
     if not dtype.is_floating_point:
         return "complex numbers" if dtype.is_complex else "integers"
-    return "floats of 16 bits or more" if dtype.itemsize >= 2 else "floats of 8 bits"
+    return "floats of at least 16 bits" if dtype.itemsize >= 2 else "8-bit floats"
 
 
 def weights_file(folder: Path) -> Path | None:
@@ -166,7 +163,7 @@ def read_index(index: Path) -> dict[str, Path]:
         )
     shards = sorted(set(places.values()))
     if outside := [shard for shard in shards if Path(shard).name != shard]:
-        raise CheckpointError(f"{index} must name files beside it, got {outside[0]!r}. Restore the file.")
+        raise CheckpointError(f"{index} must name files in its folder, got {outside[0]!r}. Restore the file.")
     if missing := [shard[:80] for shard in shards if not _is_file(index.parent / shard)]:
         raise CheckpointError(
             f"{index} names {len(shards)} files, {len(missing)} of them missing: {shortened(missing)}. "
@@ -196,8 +193,8 @@ def _open_bin(path: Path) -> _Shard:
         raise unreadable(path, error) from error
     if not isinstance(state, dict) or not all(_is_plain(value) for value in state.values()):
         raise CheckpointError(
-            f"{path} must hold tensors by name, got {type(state).__name__} with other values, or tensors that are "
-            "sparse or have no data. Store a state_dict."
+            f"{path} must hold a state_dict of dense tensors with data, got {type(state).__name__} with other values. "
+            "Save a state_dict."
         )
     return _Shard(frozenset(state), state.__getitem__)
 

@@ -24,9 +24,8 @@ def read_token_map(
         problems = _disagreements(ids, store.take("t2d", (target_vocab,), torch.bool))
     if problems:
         raise CheckpointError(
-            f"d2t in {store.folder} must map {draft_vocab} tokens to as many of the target's {target_vocab}: "
-            f"{'; '.join(problems)}; the draft would propose other tokens than it means. "
-            "Restore the checkpoint."
+            f"d2t in {store.folder} must map {draft_vocab} draft tokens to distinct ones of the target's "
+            f"{target_vocab}: {'; '.join(problems)}. Restore the checkpoint."
         )
     return ids.to(device)
 
@@ -35,11 +34,11 @@ def _problems(ids: torch.Tensor, target_vocab: int) -> list[str]:
     outside = (ids < 0) | (ids >= target_vocab)
     if count := int(outside.sum()):
         first = int(outside.nonzero()[0])
-        return [f"{count} map outside the target's vocabulary, the first is {first} to {int(ids[first])}"]
-    times = torch.bincount(ids, minlength=target_vocab)
-    if count := int((times > 1).sum()):
-        first = int((times > 1).nonzero()[0])
-        return [f"{count} of the target's are mapped to several times, the first is {first}, {int(times[first])} times"]
+        return [f"{count} map outside the target's vocabulary, first {first} to {int(ids[first])}"]
+    uses = torch.bincount(ids, minlength=target_vocab)
+    if count := int((uses > 1).sum()):
+        first = int((uses > 1).nonzero()[0])
+        return [f"{count} of the target's are mapped to repeatedly, first {first}, {int(uses[first])} times"]
     return []
 
 
@@ -48,5 +47,5 @@ def _disagreements(ids: torch.Tensor, marked: torch.Tensor) -> list[str]:
         return [f"t2d marks {count} tokens, not {len(ids)}"]
     unmarked = ids[~marked[ids]]
     if len(unmarked):
-        return [f"t2d does not mark {len(unmarked)} that d2t maps to, the first is {int(unmarked[0])}"]
+        return [f"t2d does not mark {len(unmarked)} that d2t maps to, first {int(unmarked[0])}"]
     return []

@@ -59,9 +59,9 @@ def test_tensors_that_nobody_took_are_refused_but_for_old_rotary_tables(tmp_path
     store = store_of(tmp_path, **{name: torch.ones(2) for name in names})
     store.take("b", (2,))
     message = refusal(lambda: store.refuse_unused())
-    assert "holds 10 tensors that this model has no place for: extra0, extra1" in message and "extra9" not in message
+    assert "has 10 unexpected tensors: extra0, extra1" in message and "extra9" not in message
     assert "inv_freq" not in message
-    assert message.endswith("Use a model without such tensors; if config.json is another model's, restore it.")
+    assert message.endswith("Use a model without them, or restore config.json if it is another model's.")
     for index in range(10):
         store.take(f"extra{index}", (2,))
     store.refuse_unused()
@@ -69,20 +69,26 @@ def test_tensors_that_nobody_took_are_refused_but_for_old_rotary_tables(tmp_path
 
 def test_a_missing_config_is_named(tmp_path):
     message = refusal(lambda: TensorStore.open(tmp_path / "nowhere"))
-    assert f"{tmp_path / 'nowhere' / 'config.json'}, which cannot be read: No such file" in message
+    assert f"{tmp_path / 'nowhere' / 'config.json'} cannot be read: No such file" in message
 
 
-@pytest.mark.parametrize("text", ["", "{", "[1, 2]", "3", "\xff\xfe"])
-def test_a_config_that_is_no_object_is_named(tmp_path, text):
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        *((text, "is not valid JSON") for text in ("", "{", "\xff\xfe")),
+        *((text, "must hold a JSON object") for text in ("[1, 2]", "3")),
+    ],
+)
+def test_a_config_that_is_no_object_is_named(tmp_path, text, said):
     CHECKPOINT.write(tmp_path)
     (tmp_path / "config.json").write_bytes(text.encode("latin1"))
-    assert f"{tmp_path / 'config.json'} must hold" in refusal(lambda: TensorStore.open(tmp_path))
+    assert f"{tmp_path / 'config.json'} {said}" in refusal(lambda: TensorStore.open(tmp_path))
 
 
 def test_a_folder_without_weights_says_what_was_looked_for(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     message = refusal(lambda: TensorStore.open(tmp_path))
-    assert f"{tmp_path} holds none of them" in message and all(form in message for form in FORMS)
+    assert f"{tmp_path} has no weights (" in message and all(form in message for form in FORMS)
 
 
 @pytest.mark.parametrize("form", FORMS[1::2])
@@ -98,7 +104,7 @@ def test_an_index_without_a_usable_map_is_refused(tmp_path, places):
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / FORMS[1]).write_text(json.dumps({"weight_map": places}))
     message = refusal(lambda: TensorStore.open(tmp_path))
-    said = "must name files beside it" if "other" in str(places) else "must hold a weight_map"
+    said = "must name files in its folder" if "other" in str(places) else "must hold a weight_map"
     assert str(tmp_path / FORMS[1]) in message and said in message
 
 
@@ -106,7 +112,7 @@ def test_a_tensor_that_is_not_in_the_shard_of_its_index_is_named_with_both(tmp_p
     shard = first_shard(CHECKPOINT.write(tmp_path, FORMS[1]))
     save(shard, {"other": torch.ones(2)})
     message = refusal(lambda: TensorStore.open(tmp_path).take("fc.weight", (32, 64)))
-    assert f"places fc.weight in {shard.name}, which does not hold it" in message
+    assert f"maps fc.weight to {shard.name}, which does not contain it" in message
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -123,8 +129,8 @@ def test_a_truncated_file_is_named(tmp_path, form):
     ("state", "said"),
     [
         ({"a": print}, "cannot be read as a PyTorch state"),
-        ([torch.ones(2)], "must hold tensors by name"),
-        ({"a": 3}, "must hold tensors by name"),
+        ([torch.ones(2)], "must hold a state_dict of dense tensors"),
+        ({"a": 3}, "must hold a state_dict of dense tensors"),
     ],
 )
 def test_a_bin_file_that_holds_code_or_no_state_is_refused(tmp_path, state, said):
@@ -135,7 +141,7 @@ def test_a_bin_file_that_holds_code_or_no_state_is_refused(tmp_path, state, said
 
 def test_a_tensor_that_is_missing_or_of_another_shape_is_named_and_stays_unused(tmp_path):
     store = TensorStore.open(CHECKPOINT.write(tmp_path))
-    assert f"{tmp_path} must hold a tensor norm.weight" in refusal(lambda: store.take("norm.weight", (32,)))
+    assert f"{tmp_path} lacks the tensor norm.weight" in refusal(lambda: store.take("norm.weight", (32,)))
     message = refusal(lambda: store.take("fc.weight", (32, 96)))
     assert f"fc.weight in {tmp_path / 'model.safetensors'} must be [32, 96], got [32, 64]" in message
     assert "fc.weight" in refusal(store.refuse_unused)
@@ -144,8 +150,8 @@ def test_a_tensor_that_is_missing_or_of_another_shape_is_named_and_stays_unused(
 @pytest.mark.parametrize(
     ("stored", "asked", "said"),
     [
-        (torch.int8, torch.float32, "floats of 16 bits or more, got torch.int8"),
-        (torch.float8_e4m3fn, torch.bfloat16, "floats of 16 bits or more, got torch.float8_e4m3fn"),
+        (torch.int8, torch.float32, "floats of at least 16 bits, got torch.int8"),
+        (torch.float8_e4m3fn, torch.bfloat16, "floats of at least 16 bits, got torch.float8_e4m3fn"),
         (torch.float32, torch.int64, "integers, got torch.float32"),
         (torch.complex64, torch.int64, "integers, got torch.complex64"),
     ],

@@ -31,16 +31,16 @@ def test_offsets_become_ids_of_the_target(tmp_path):
 
 
 WRONG = {
-    "no map": ({"a": torch.ones(1)}, "must hold a tensor d2t"),
+    "no map": ({"a": torch.ones(1)}, "lacks the tensor d2t"),
     "another number of tokens": (maps_of(IDS[1:]), "must be [6], got [5]"),
-    "an id beyond": (maps_of([0, 2, 3, 5, 10, 9]), "1 map outside the target's vocabulary, the first is 4 to 10"),
-    "a negative id": (maps_of([0, 2, 3, 5, -1, 9]), "1 map outside the target's vocabulary, the first is 4 to -1"),
+    "an id beyond": (maps_of([0, 2, 3, 5, 10, 9]), "1 map outside the target's vocabulary, first 4 to 10"),
+    "a negative id": (maps_of([0, 2, 3, 5, -1, 9]), "1 map outside the target's vocabulary, first 4 to -1"),
     "an id several times": (
         maps_of([0, 2, 5, 5, 5, 9]),
-        "1 of the target's are mapped to several times, the first is 5, 3 times",
+        "1 of the target's are mapped to repeatedly, first 5, 3 times",
     ),
     "too many marks": (maps_of(IDS, [0, 1, *IDS[1:]]), "t2d marks 7 tokens, not 6"),
-    "marks of other tokens": (maps_of(IDS, [0, 2, 3, 4, 7, 9]), "t2d does not mark 2 that d2t maps to, the first is 5"),
+    "marks of other tokens": (maps_of(IDS, [0, 2, 3, 4, 7, 9]), "t2d does not mark 2 that d2t maps to, first 5"),
     "marks of another vocabulary": (maps_of(IDS, target_vocab=12), "must be [10], got [12]"),
 }
 
