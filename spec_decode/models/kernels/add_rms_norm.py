@@ -47,7 +47,7 @@ class AddRmsNorm(NamedTuple):
     def reference(self) -> tuple[torch.Tensor, torch.Tensor]:
         total = self.x.new_empty(0) if self.delta is None else self.x + self.delta
         if self.shares:
-            assert self.delta is not None, "shares are of a delta"
+            assert self.delta is not None, "only a delta has shares"
             total = (self.x.float() + self.delta.sum(0)).to(self.x.dtype)
         x = self.x if self.delta is None else total
         # The weight can be in fp32 with a narrower x.

@@ -37,7 +37,7 @@ def combine_experts(
     require_tensor("rows", rows, shape=(tokens * top_k, None), dtype=rows.dtype, device=device)
     require(
         rows.is_floating_point(),
-        f"rows of experts must be of a floating dtype, got {rows.dtype}. Convert them first.",
+        f"rows must have a floating dtype, got {rows.dtype}. Convert them first.",
     )
     if shared is not None:
         require_tensor("shared", shared, shape=(tokens, rows.shape[1]), dtype=rows.dtype, device=device)

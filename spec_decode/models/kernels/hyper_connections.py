@@ -35,8 +35,7 @@ def read_streams(
     """
     require(
         iterations >= 1,
-        f"hyper-connections normalise at least 1 time, got iterations={iterations}. Use "
-        "collapse_streams where nothing is written back.",
+        f"iterations must be at least 1, got {iterations}. Use collapse_streams to write nothing back.",
     )
     tokens, count, _ = _sizes(streams)
     width = count * (2 + count)

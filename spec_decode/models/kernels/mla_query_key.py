@@ -38,13 +38,13 @@ def mla_query_key(
     """
     (tokens, heads, dims), rotary = absorbed.shape, rope.table.shape[1]
     device, dtype = absorbed.device, absorbed.dtype
-    require_tensor("the query's turning part", rotated, shape=(tokens, heads, rotary), dtype=dtype, device=device)
-    require_tensor("the latent", latent, shape=(tokens, dims + rotary), dtype=dtype, device=device)
-    require_vector("the norm of the latent", norm, length=dims, dtype=norm.dtype, device=device)
+    require_tensor("rotated", rotated, shape=(tokens, heads, rotary), dtype=dtype, device=device)
+    require_tensor("latent", latent, shape=(tokens, dims + rotary), dtype=dtype, device=device)
+    require_vector("norm", norm, length=dims, dtype=norm.dtype, device=device)
     check_rotary(latent, *rope)
     require(
         absorbed.stride(2) == rotated.stride(2) == latent.stride(1) == 1,
-        f"a query and a key are put together of parts adjacent in their last dim, got strides {absorbed.stride()}, "
+        f"absorbed, rotated and latent must be contiguous in their last dim, got strides {absorbed.stride()}, "
         f"{rotated.stride()} and {latent.stride()}. Make them contiguous.",
     )
     arguments = MlaQueryKey(absorbed, rotated, latent, norm, *rope, eps)
@@ -66,11 +66,11 @@ class MlaQueryKey(NamedTuple):
 
     def reference(self) -> tuple[torch.Tensor, torch.Tensor]:
         dtype, dims = self.latent.dtype, self.absorbed.shape[2]
-        turning = turned(self.rotated.float(), self.positions, self.table).to(dtype)
+        rotated = turned(self.rotated.float(), self.positions, self.table).to(dtype)
         latent, shared = self.latent.float().split([dims, self.table.shape[1]], -1)
         normed = F.rms_norm(latent, (dims,), self.norm.float(), self.eps)
         key = torch.cat([normed, turned(shared, self.positions, self.table)], -1).to(dtype)
-        return torch.cat([self.absorbed, turning], -1), key[:, None]
+        return torch.cat([self.absorbed, rotated], -1), key[:, None]
 
     def fake(self) -> tuple[torch.Tensor, torch.Tensor]:
         (tokens, heads, _), width = self.absorbed.shape, self.latent.shape[1]

@@ -44,8 +44,7 @@ def order_by_expert(experts: torch.Tensor, num_experts: int) -> Order:
     require_tensor("experts", experts, shape=(None, None), dtype=torch.int64, device=experts.device)
     require(
         num_experts > 0 and experts.shape[1] > 0,
-        f"tokens need experts to be ordered by, got {experts.shape[1]} for each of {num_experts}. Ask "
-        "for at least one of at least one.",
+        f"a token needs at least 1 of at least 1 experts, got {experts.shape[1]} of {num_experts}. Pass more.",
     )
     return Order(*_order_by_expert(experts.contiguous(), num_experts))
 

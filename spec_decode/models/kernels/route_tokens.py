@@ -48,17 +48,15 @@ class Routing:
     def __post_init__(self) -> None:
         problems = []
         if self.scoring not in get_args(Scoring):
-            problems.append(f"experts are scored by {', '.join(get_args(Scoring))}, got {self.scoring!r}")
+            problems.append(f"scoring must be one of {', '.join(get_args(Scoring))}, got {self.scoring!r}")
         if self.groups < 1 or self.num_experts % self.groups or not 1 <= self.top_groups <= self.groups:
             problems.append(
-                f"experts lie in groups of equal size, of which some are taken, got {self.num_experts} experts in "
-                f"{self.groups} groups, {self.top_groups} of them taken"
+                f"groups must divide num_experts, and top_groups be 1 to groups, got {self.num_experts} experts in "
+                f"{self.groups} groups and top_groups {self.top_groups}"
             )
         elif not 1 <= self.top_k <= self.num_experts // self.groups * self.top_groups:
-            problems.append(
-                f"a token takes 1 to {self.num_experts // self.groups * self.top_groups} of the experts that it may "
-                f"choose from, got {self.top_k}"
-            )
+            most = self.num_experts // self.groups * self.top_groups
+            problems.append(f"top_k must be 1 to {most}, the experts of the top groups, got {self.top_k}")
         if problems:
             raise ValueError("; ".join(problems))
 

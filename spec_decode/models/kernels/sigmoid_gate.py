@@ -43,7 +43,7 @@ class SigmoidGate(NamedTuple):
             n_cols=width,
             stride_x=self.x.stride(0),
             stride_gate=self.gate.stride(0),
-            OF_ROWS=self.gate.shape[1] == 1,
+            GATE_PER_ROW=self.gate.shape[1] == 1,
             BLOCK_SIZE=_BLOCK,
             **dependent_launch(out.device),
         )
@@ -58,7 +58,7 @@ def _sigmoid_gate_kernel(
     n_cols,  # N
     stride_x,
     stride_gate,
-    OF_ROWS: tl.constexpr,  # one gate per row
+    GATE_PER_ROW: tl.constexpr,  # one gate per row
     BLOCK_SIZE: tl.constexpr,  # columns per program
     PDL: tl.constexpr,  # programmatic dependent launch
 ):
@@ -68,7 +68,7 @@ def _sigmoid_gate_kernel(
     offs = tl.program_id(1) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
     mask = offs < n_cols
     x = tl.load(x_ptr + token * stride_x + offs, mask=mask, other=0.0).to(tl.float32)
-    gate_offs = offs * 0 if OF_ROWS else offs
+    gate_offs = offs * 0 if GATE_PER_ROW else offs
     gate = tl.load(gate_ptr + token * stride_gate + gate_offs, mask=mask, other=0.0).to(tl.float32)
     y = x / (1.0 + tl.exp(-gate))
     tl.store(y_ptr + token * n_cols + offs, y.to(y_ptr.dtype.element_ty), mask=mask)

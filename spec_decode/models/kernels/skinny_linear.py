@@ -90,7 +90,7 @@ def wide_linear(x: torch.Tensor, weight: torch.Tensor, *, norm_eps: float | None
     """
     require(
         x.dim() == 2 and x.is_floating_point() and weight.dtype == torch.float32 and weight.shape[1:] == x.shape[1:],
-        f"a wide linear takes floats x [M, K] and a weight float32 [N, K], got x {x.dtype} {list(x.shape)} and weight "
+        f"a wide linear takes float x [M, K] and float32 weight [N, K], got x {x.dtype} {list(x.shape)} and weight "
         f"{weight.dtype} {list(weight.shape)}. Keep the weight in float32.",
     )
     if is_batch_invariant():
@@ -153,8 +153,7 @@ class SkinnyLinear(NamedTuple):
         rows, inputs = x.shape[0], x.shape[1] * (1 if embedding is None else 2)
         require(
             0 < rows <= MAX_ROWS,
-            f"a skinny linear takes 1 to {MAX_ROWS} rows, got {rows}. Ask product_kind, and use "
-            "torch's linear where it says so.",
+            f"a skinny linear takes 1 to {MAX_ROWS} rows, got {rows}. Choose the kernel with product_kind.",
         )
         if not (
             weight.shape[1] == inputs
@@ -171,11 +170,10 @@ class SkinnyLinear(NamedTuple):
             and all(each is None or each.is_contiguous() for each in (token_ids, self.norm))
         ):
             tensors = {name: value for name, value in self._asdict().items() if isinstance(value, torch.Tensor)}
-            found = ", ".join(f"{name} {tensor.dtype} {list(tensor.shape)}" for name, tensor in tensors.items())
+            given = ", ".join(f"{name} {tensor.dtype} {list(tensor.shape)}" for name, tensor in tensors.items())
             raise BatchError(
-                f"a skinny linear of {inputs} inputs and {self.outputs} outputs needs contiguous tensors of one dtype, "
-                f"or a weight of 8 bits with its scale, and of these sizes, got {found}. See its docstring for the "
-                "shapes."
+                f"a skinny linear of {inputs} inputs and {self.outputs} outputs needs contiguous tensors of these "
+                f"sizes and one dtype, or an 8-bit weight with its scale, got {given}. See its docstring for shapes."
             )
         return self
 

@@ -69,13 +69,13 @@ def streamed_linear(
     rows, shapes or dtypes that do not fit, an empty weight and a limit without a gate, before any launch.
     """
     values, scale = operands(weight)
-    asked = StreamedLinear(x, values, bias=bias, residual=residual, gated=gated, limit=limit, scale=scale)
+    arguments = StreamedLinear(x, values, bias=bias, residual=residual, gated=gated, limit=limit, scale=scale)
     require(
-        scale is not None or 0 < x.shape[0] <= asked.most_rows,
-        f"a streamed linear takes 1 to {asked.most_rows} rows, got {x.shape[0]}. Ask product_kind, and use "
-        "torch's linear where it says so.",
+        scale is not None or 0 < x.shape[0] <= arguments.most_rows,
+        f"a streamed linear takes 1 to {arguments.most_rows} rows, got {x.shape[0]}. Choose the kernel with "
+        "product_kind.",
     )
-    return _streamed_linear(*asked.checked())
+    return _streamed_linear(*arguments.checked())
 
 
 def streamed_groups(
@@ -153,8 +153,7 @@ class StreamedLinear(NamedTuple):
         x, weight, ends, tokens, bias, residual = self[:6]
         if self.limit is not None and not self.gated:
             raise BatchError(
-                f"a limit is of gate and up, got limit={self.limit} for a product without a gate. "
-                "Pass gated=True, or no limit."
+                f"limit needs a gate, got limit={self.limit} with gated=False. Pass gated=True, or no limit."
             )
         kind = (x.dtype, x.device)
         if not (
@@ -176,10 +175,10 @@ class StreamedLinear(NamedTuple):
             and all(each is None or (each.is_contiguous() and each.device == x.device) for each in (ends, tokens))
         ):
             tensors = {name: value for name, value in self._asdict().items() if isinstance(value, torch.Tensor)}
-            found = ", ".join(f"{name} {tensor.dtype} {list(tensor.shape)}" for name, tensor in tensors.items())
+            given = ", ".join(f"{name} {tensor.dtype} {list(tensor.shape)}" for name, tensor in tensors.items())
             raise BatchError(
-                "a streamed linear needs contiguous tensors of one dtype, or a weight of 8 bits with its scale, and of "
-                f"one device, whose sizes fit, and a weight that is not empty, got {found}. See its docstring for the "
+                "a streamed linear needs contiguous tensors of fitting sizes on one device, of one dtype or with an "
+                f"8-bit weight and its scale, and a weight that is not empty, got {given}. See its docstring for the "
                 "shapes."
             )
         return self

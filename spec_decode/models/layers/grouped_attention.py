@@ -93,10 +93,10 @@ def read_grouped_shape(
     except CheckpointError:
         raise
     except ValueError as error:
-        raise CheckpointError(f"{config.place} describes no attention: {error}. Restore the file.") from error
+        raise CheckpointError(f"invalid attention in {config.place}: {error}. Restore the file.") from error
     if dims % 2 or not 2 <= dims <= dim:
         raise CheckpointError(
-            f"partial_rotary_factor in {config.place} must leave an even number of 2 to {dim} dims to rotate, got "
+            f"partial_rotary_factor in {config.place} must rotate an even number of 2 to {dim} dims, got "
             f"{rotated} of {dim}. Restore the file."
         )
     return GroupedShape(

@@ -101,7 +101,7 @@ def read_mixture_shape(config: ConfigReader, hidden: int, *, scoring: str) -> Mi
     except ValueError as error:
         if isinstance(error, CheckpointError):
             raise
-        raise CheckpointError(f"{config.place} describes no mixture of experts: {error}. Restore the file.") from error
+        raise CheckpointError(f"invalid mixture of experts in {config.place}: {error}. Restore the file.") from error
     return MixtureShape(
         hidden=hidden,
         intermediate=intermediate,
@@ -130,13 +130,13 @@ def read_qwen_mixture(config: ConfigReader, weights: ScopedWeights, names: Names
     Raises CheckpointError for an impossible routing.
     """
     hidden, shared = config.get("hidden_size", int), config.get("shared_expert_intermediate_size", int)
-    said = {
+    fields = {
         "n_routed_experts": config.get("num_experts", int),
         "num_experts_per_tok": config.get("num_experts_per_tok", int),
         "moe_intermediate_size": config.get("moe_intermediate_size", int),
         "norm_topk_prob": config.get("norm_topk_prob", bool, True),
     }
-    shape = read_mixture_shape(ConfigReader(said, config.place), hidden, scoring="softmax")
+    shape = read_mixture_shape(ConfigReader(fields, config.place), hidden, scoring="softmax")
     mixture = read_mixture(shape, weights, names)
     gate_up, down = read_gate_up_down(weights.under("shared_expert."), names, hidden, shared)
     mixture.shared = GatedFeedForward(weights.take("shared_expert_gate.weight", 1, hidden), gate_up, down)

@@ -73,8 +73,7 @@ class RopeConfig:
         if not 0 < max_positions * self.dims <= _MAX_TABLE:
             raise CheckpointError(
                 f"max_position_embeddings times the {self.dims} rotated dims must be 1 to {_MAX_TABLE}, got "
-                f"{max_positions} positions; a table of their angles would not fit. Restore "
-                "config.json."
+                f"{max_positions} positions. Restore config.json."
             )
         half = self.dims // 2
         frequencies, amplitude = self.theta ** -(torch.arange(half, dtype=torch.float64) / half), 1.0
@@ -119,8 +118,8 @@ def read_rope(config: ConfigReader, scalings: Mapping[str, ScalingReader]) -> tu
     section = rope_section(config)
     if kinds := [name for name, value in section.values.items() if isinstance(value, dict)]:
         raise CheckpointError(
-            f"{section.place} must be one for all layers, got one for {' and one for '.join(kinds)}; all would be "
-            "rotated alike. Use a checkpoint with one rotary embedding."
+            f"{section.place} must be the same for all layers, got one for {' and one for '.join(kinds)}. "
+            "Use a checkpoint with one rotary embedding."
         )
     theta = section.get("rope_theta", float, config.get("rope_theta", float, 10000.0))
     kind = section.get("rope_type", str, section.get("type", str, "default"))
@@ -129,7 +128,7 @@ def read_rope(config: ConfigReader, scalings: Mapping[str, ScalingReader]) -> tu
     if kind not in scalings:
         *others, last = "default", *scalings
         raise CheckpointError(
-            f"rope_type in {section.place} must be {', '.join(others)} or {last}, got {kind!r}; angles would be wrong. "
+            f"rope_type in {section.place} must be {', '.join(others)} or {last}, got {kind!r}. "
             "Use a checkpoint with one of those."
         )
     return theta, scalings[kind](section, theta)
@@ -178,11 +177,11 @@ class Yarn:
         """See `Scaling`."""
         half = frequencies.shape[0]
 
-        def pair_that_turns(times: float) -> float:
-            return half * math.log(self.original_positions / (2 * math.pi * times)) / math.log(self.theta)
+        def pair_index(turns: float) -> float:
+            return half * math.log(self.original_positions / (2 * math.pi * turns)) / math.log(self.theta)
 
-        first = max(math.floor(pair_that_turns(self.beta_fast)), 0)
-        last = min(math.ceil(pair_that_turns(self.beta_slow)), 2 * half - 1)
+        first = max(math.floor(pair_index(self.beta_fast)), 0)
+        last = min(math.ceil(pair_index(self.beta_slow)), 2 * half - 1)
         width = max(last - first, 0.001)
         share = ((torch.arange(half, dtype=frequencies.dtype) - first) / width).clamp(0, 1)
         return frequencies * (1 - share + share / self.factor)
@@ -207,8 +206,8 @@ def read_latent_rope(config: ConfigReader, dims: int) -> RopeConfig:
     theta, yarn = read_rope(config, {"yarn": _read_yarn})
     if theta <= 1 or dims < 2 or dims % 2:
         raise CheckpointError(
-            f"rotary embedding needs a rope_theta above 1 and an even number of dims, {config.place} says {theta} and "
-            f"qk_rope_head_dim {dims}. Restore the file."
+            f"rope_theta in {config.place} must be above 1 and qk_rope_head_dim positive and even, got {theta} and "
+            f"{dims}. Restore the file."
         )
     return RopeConfig(dims=dims, theta=theta, scaling=yarn)
 
@@ -218,8 +217,8 @@ def _read_yarn(section: ConfigReader, theta: float) -> Yarn:
     original = section.get("original_max_position_embeddings", int)
     if factor < 1 or original < 1:
         raise CheckpointError(
-            f"yarn needs a factor and original_max_position_embeddings of at least 1, {section.place} says {factor} "
-            f"and {original}. Restore the file."
+            f"factor and original_max_position_embeddings in {section.place} must be at least 1, got {factor} and "
+            f"{original}. Restore the file."
         )
     yarn = Yarn(
         theta=theta,

@@ -61,9 +61,9 @@ def read_window_shape(config: ConfigReader, hidden: int, eps: float) -> WindowSh
     window = config.get("sliding_window", int)
     if window < 1 or groups < 1 or heads % groups or not 2 <= rotated <= dim or rotated % 2:
         raise CheckpointError(
-            f"{config.place} must divide its heads into o_groups, rotate an even number of dims of a head and have a "
-            f"sliding_window of 1 and more, got {heads} heads in {groups} groups, {rotated} dims of {dim} and a window "
-            f"of {window}. Restore the file."
+            f"{config.place} must divide its heads into o_groups, rotate an even number of a head's dims and have a "
+            f"positive sliding_window, got {heads} heads in {groups} groups, {rotated} of {dim} dims and a window of "
+            f"{window}. Restore the file."
         )
     return WindowShape(
         hidden=hidden,
@@ -96,8 +96,8 @@ class WindowAttention(nn.Module):
         self.q_up = weights.parameter("wq_b.weight", shape.heads * shape.head_dim, shape.q_rank)
         self.kv_norm = RMSNorm.read(weights, "kv_norm.weight", shape.head_dim, shape.eps)
         self.sinks = weights.parameter("attn_sink", shape.heads, dtype=torch.float32)
-        of_group = shape.heads * shape.head_dim // shape.groups
-        out_down = weights.take("wo_a.weight", shape.groups * shape.out_rank, of_group)
+        group_inputs = shape.heads * shape.head_dim // shape.groups
+        out_down = weights.take("wo_a.weight", shape.groups * shape.out_rank, group_inputs)
         self.out_down = frozen(out_down.unflatten(0, (shape.groups, -1)))
         self.out_up = weights.parameter("wo_b.weight", shape.hidden, shape.groups * shape.out_rank)
         self.register_buffer("table", shape.rope.table(max_positions).to(weights.device), persistent=False)

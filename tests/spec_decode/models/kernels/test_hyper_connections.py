@@ -40,7 +40,7 @@ READ = [
     ({"mixes": torch.zeros(3, 24).half()}, r"mixes .* got torch.float16 \[3, 24\]"),
     ({"scale": torch.zeros(1)}, r"scale must be torch.float32 \[3\] .*, got torch.float32 \[1\]"),
     ({"base": torch.zeros(4)}, r"base must be torch.float32 \[24\] .*, got torch.float32 \[4\]"),
-    ({"iterations": 0}, "at least 1 time, got iterations=0"),
+    ({"iterations": 0}, "iterations must be at least 1, got 0"),
 ]
 WRITTEN = [
     ({"output": torch.zeros(3, 8)}, r"output must be torch.float32 \[3, 50\] .*, got torch.float32 \[3, 8\]"),

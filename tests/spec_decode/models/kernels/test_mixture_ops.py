@@ -59,11 +59,11 @@ REFUSED = {
     "logits must be torch.float32": lambda: route(noise(2, 8).half(), torch.zeros(8)),
     "bias must be torch.float32 [8]": lambda: route(noise(2, 8), torch.zeros(7)),
     "experts must be torch.int64": lambda: order_by_expert(torch.zeros(2, 3, dtype=torch.int32), 4),
-    "got 0 for each of 4": lambda: order_by_expert(torch.zeros(2, 0, dtype=torch.int64), 4),
+    "got 0 of 4": lambda: order_by_expert(torch.zeros(2, 0, dtype=torch.int64), 4),
     "weights must be torch.float32": lambda: combine(weights=torch.ones(2, 3).half()),
     "places must be torch.int64 [2, 3]": lambda: combine(places=torch.zeros(3, 2, dtype=torch.int64)),
     "rows must be torch.float32 [6, None]": lambda: combine(rows=torch.ones(5, 4)),
-    "rows of experts must be of a floating dtype": lambda: combine(rows=torch.ones(6, 4, dtype=torch.int32)),
+    "rows must have a floating dtype": lambda: combine(rows=torch.ones(6, 4, dtype=torch.int32)),
     "shared must be torch.float32 [2, 4]": lambda: combine(shared=torch.ones(2, 4).half()),
 }
 

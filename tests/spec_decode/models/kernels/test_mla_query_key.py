@@ -47,16 +47,16 @@ def test_each_part_learns_where_it_alone_does(part):
 
 
 MISFITS = {
-    "heads": ({"rotated": torch.zeros(TOKENS, HEADS + 1, ROTARY)}, "turning part"),
-    "the latent's size": ({"latent": torch.zeros(TOKENS, DIMS)}, "the latent must"),
-    "the latent's dtype": ({"latent": torch.zeros(TOKENS, DIMS + ROTARY).half()}, "the latent must"),
-    "the norm's size": ({"norm": torch.ones(DIMS + 1)}, "the norm of the latent"),
-    "a norm of numbers apart": ({"norm": torch.ones(2 * DIMS)[::2]}, "the norm of the latent must be contiguous"),
+    "heads": ({"rotated": torch.zeros(TOKENS, HEADS + 1, ROTARY)}, "^rotated must"),
+    "the latent's size": ({"latent": torch.zeros(TOKENS, DIMS)}, "^latent must"),
+    "the latent's dtype": ({"latent": torch.zeros(TOKENS, DIMS + ROTARY).half()}, "^latent must"),
+    "the norm's size": ({"norm": torch.ones(DIMS + 1)}, "^norm must be"),
+    "a norm of numbers apart": ({"norm": torch.ones(2 * DIMS)[::2]}, "^norm must be contiguous"),
     "the number of positions": (
         {"rope": Rope(torch.zeros(TOKENS + 1, dtype=torch.int64), torch.zeros(9, ROTARY))},
         "positions must",
     ),
-    "parts that are not adjacent": ({"absorbed": torch.zeros(TOKENS, DIMS, HEADS).mT}, "adjacent in their last dim"),
+    "parts that are not adjacent": ({"absorbed": torch.zeros(TOKENS, DIMS, HEADS).mT}, "contiguous in their last dim"),
 }
 
 

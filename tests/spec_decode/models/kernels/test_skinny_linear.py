@@ -56,7 +56,7 @@ CALLS = {
     },
     wide_linear: {"x": X, "weight": WEIGHT},
 }  # fmt: skip
-SKINNY, WIDE = "needs contiguous tensors of one dtype.*", "a wide linear takes.*"
+SKINNY, WIDE = "needs contiguous tensors of these sizes and one dtype.*", "a wide linear takes.*"
 MISFITS = [
     (skinny_linear, {"x": torch.zeros(0, 8)}, f"1 to {MAX_ROWS} rows, got 0"),
     (skinny_linear, {"x": torch.zeros(MAX_ROWS + 1, 8)}, f"1 to {MAX_ROWS} rows, got {MAX_ROWS + 1}"),

@@ -159,7 +159,7 @@ def test_tensors_that_do_not_fit_are_named(change, found):
 @pytest.mark.parametrize("groups", [False, True])
 def test_a_limit_without_a_gate_is_refused(groups):
     arguments = make_arguments("groups" if groups else "plain", 3, 4, 8)._replace(limit=LIMIT)
-    with pytest.raises(BatchError, match=r"got limit=0\.7 for a product without a gate\. Pass gated=True"):
+    with pytest.raises(BatchError, match=r"got limit=0\.7 with gated=False\. Pass gated=True"):
         call(arguments)
 
 

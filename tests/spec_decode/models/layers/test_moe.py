@@ -55,8 +55,8 @@ def test_a_single_token_reads_the_weights_of_its_own_experts_alone(module):
 ROUTING_PROBLEMS = {
     "sigmoid, softmax, sqrtsoftplus, got 'relu'": {"scoring": "relu"},
     "8 experts in 3 groups": {"groups": 3},
-    "in 4 groups, 5 of them": {"groups": 4, "top_groups": 5},
-    "1 to 4 of the experts that it may choose from, got 5": {"groups": 4, "top_groups": 2, "top_k": 5},
+    "in 4 groups and top_groups 5": {"groups": 4, "top_groups": 5},
+    "top_k must be 1 to 4, .*, got 5": {"groups": 4, "top_groups": 2, "top_k": 5},
     "got 0": {"top_k": 0},
 }
 

@@ -76,7 +76,7 @@ WRONG = [
         ({"rope_type": kind, "factor": 4.0}, f"rope_type in {SCALING} must be default, linear or llama3, got {kind!r}")
         for kind in ("yarn", "longrope", "dynamic")
     ),
-    *(({name: value for name, value in L3.items() if name != field}, f"must say {field}") for field in LLAMA3),
+    *(({name: value for name, value in L3.items() if name != field}, f"lacks {field}, a number") for field in LLAMA3),
     ({"rope_type": "linear", "factor": float("nan")}, f"factor in {SCALING} must be a number between"),
     ({"rope_type": "linear", "factor": 0}, f"factor in {SCALING} must be positive, got"),
     ({"rope_type": "linear", "factor": -2.0}, f"factor in {SCALING} must be positive, got"),
