@@ -22,14 +22,14 @@ try:
     from transformers import AttentionInterface
 except ImportError as error:
     raise ImportError(
-        f"a target of the library transformers needs that package, which cannot be imported: {error}. "
+        f"a target from transformers needs that package, which cannot be imported: {error}. "
         f"Run {install_hint('transformers')}."
     ) from error
 
 ATTENTION_NAME = "attn_backends_paged"
 """The function's registered name. The library creates no masks for an attention without a mask function."""
 
-_MEANINGLESS_HERE = frozenset(
+_IGNORED_ARGUMENTS = frozenset(
     {
         "cache_position",
         "logits_to_keep",
@@ -79,11 +79,11 @@ def _attention(
     serve = _SERVE.get(None)
     if serve is None:
         raise UnservedModel(
-            "this model belongs to a TransformersTarget, which serves its attention, and was called by itself. Call "
+            "this model belongs to a TransformersTarget, which computes its attention, and was called directly. Call "
             "the target, or load the model again for other uses."
         )
     window, soft_cap, sinks = (others.pop(name, None) for name in ("sliding_window", "softcap", "s_aux"))
-    _refuse_other_attention(module, query, attention_mask, scaling, dropout, others)
+    _refuse_unsupported_attention(module, query, attention_mask, scaling, dropout, others)
     assert scaling is not None
     spec = AttentionSpec(
         num_q_heads=query.shape[1],
@@ -103,7 +103,7 @@ def _attention(
     return serve(AttentionInputs(layer, query, key, value, sinks=sinks), spec)[None], None
 
 
-def _refuse_other_attention(
+def _refuse_unsupported_attention(
     module: nn.Module,
     query: torch.Tensor,
     attention_mask: torch.Tensor | None,
@@ -113,21 +113,21 @@ def _refuse_other_attention(
 ) -> None:
     problems = []
     if not isinstance(getattr(module, "layer_idx", None), int):
-        problems.append(f"has no number: layer_idx is {getattr(module, 'layer_idx', None)!r}")
+        problems.append(f"has no integer layer_idx, got {getattr(module, 'layer_idx', None)!r}")
     if query.shape[0] != 1:
         problems.append(f"splits the tokens into {query.shape[0]} rows")
     if attention_mask is not None:
-        problems.append("adds a mask or bias of its own to the scores")
+        problems.append("adds its own mask or bias to the scores")
     if not isinstance(scaling, float | int):
-        problems.append(f"names no number to scale the scores with, got {scaling!r}")
+        problems.append(f"has no number as scaling, got {scaling!r}")
     if dropout:
-        problems.append(f"drops weights at random ({dropout:g})")
+        problems.append(f"uses dropout ({dropout:g})")
     if not (getattr(module, "is_causal", True) and others.pop("is_causal", None) in (None, True)):
-        problems.append("lets tokens see what comes after them")
+        problems.append("attends to later tokens")
     if getattr(module, "is_kv_shared_layer", False):
         problems.append("reads keys and values of another layer")
-    known = _MEANINGLESS_HERE
-    problems += [f"asks for {name}" for name in sorted(others) if others[name] is not None and name not in known]
+    ignored = _IGNORED_ARGUMENTS
+    problems += [f"requests {name}" for name in sorted(others) if others[name] is not None and name not in ignored]
     if problems:
         raise unserved(f"layer {getattr(module, 'layer_idx', '?')} ({type(module).__name__}) {'; it '.join(problems)}")
 
@@ -135,8 +135,8 @@ def _refuse_other_attention(
 def unserved(reason: str) -> UnservedModel:
     """Return the error for an unsupported model; `reason` says which part of it does what."""
     return UnservedModel(
-        "a target needs layers of causal softmax attention over its own keys and values, and nothing else that mixes "
-        f"tokens: {reason}. Its text would be another model's. Use another model."
+        "a target's layers must use causal softmax attention over their own keys and values, and mix tokens in no "
+        f"other way: {reason}. Use another model."
     )
 
 

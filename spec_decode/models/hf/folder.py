@@ -41,43 +41,43 @@ def load_model(folder: Path, *, dtype: torch.dtype, device: torch.device | str =
     for shard in sorted(folder.glob("*.safetensors")):
         check_safetensors(shard)
     try:
-        model, found = AutoModelForCausalLM.from_pretrained(
+        model, loading_info = AutoModelForCausalLM.from_pretrained(
             folder, dtype=dtype, local_files_only=True, trust_remote_code=False, output_loading_info=True
         )
     except Exception as error:  # from the library, its dependencies or a model's code
-        _refuse_own_code(folder / "config.json", error)
+        _refuse_custom_code(folder / "config.json", error)
         raise CheckpointError(
-            f"{folder} must hold a causal language model that the installed transformers knows, it says: {error}. "
+            f"the installed transformers cannot load a causal language model from {folder}: {error}. "
             "Restore the folder, or update transformers."
         ) from error
-    if missing := sorted(found["missing_keys"]):
+    if missing := sorted(loading_info["missing_keys"]):
         raise CheckpointError(
             f"the weights in {folder} lack {len(missing)} of the model's tensors: {shortened(missing)}; those would be "
             "random. Complete the download."
         )
-    if extra := _out_of_place(found["unexpected_keys"], model):
+    if extra := _unexpected_tensors(loading_info["unexpected_keys"], model):
         raise CheckpointError(
-            f"the weights in {folder} hold {len(extra)} tensors that {type(model).__name__} has no place for: "
-            f"{shortened(extra)}; without them it would compute something else. Restore config.json and the weights, "
+            f"the weights in {folder} have {len(extra)} tensors unexpected by {type(model).__name__}: "
+            f"{shortened(extra)}; ignoring them would change the outputs. Restore config.json and the weights, "
             "or convert them to bf16 if they are quantised."
         )
     return model.to(device)
 
 
-def _out_of_place(unexpected: Iterable[str], model: PreTrainedModel) -> list[str]:
+def _unexpected_tensors(unexpected: Iterable[str], model: PreTrainedModel) -> list[str]:
     """Return the tensors inside a part that the model has, such as its list of layers. Others belong to another head, a
     vision tower, a cache's scales, or a draft, whose layers can follow the model's own in that list."""
     parts = {path for path, _ in model.named_modules()} - {"", model.base_model_prefix}
     config = model.config.get_text_config()
-    drafting = getattr(config, "num_nextn_predict_layers", None)
+    num_drafts = getattr(config, "num_nextn_predict_layers", None)
     first = config.num_hidden_layers
-    drafts = [f".layers.{first + layer}." for layer in range(drafting if isinstance(drafting, int) else 0)]
+    drafts = [f".layers.{first + layer}." for layer in range(num_drafts if isinstance(num_drafts, int) else 0)]
     return sorted(
         name
         for name in unexpected
         if not name.endswith(_CACHE_SCALES)
         and not any(draft in name for draft in drafts)
-        and any(name[:dot] in parts for dot, letter in enumerate(name) if letter == ".")
+        and any(name[:dot] in parts for dot, character in enumerate(name) if character == ".")
     )
 
 
@@ -91,26 +91,25 @@ def load_tokenizer(folder: Path) -> Any:
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # as above: they share no class, and a panic in Rust is not an Exception
-        _refuse_own_code(folder / "tokenizer_config.json", error)
+        _refuse_custom_code(folder / "tokenizer_config.json", error)
         raise CheckpointError(
-            f"the tokenizer in {folder} cannot be read: {error}; texts cannot become tokens. "
-            "Restore the tokenizer's files."
+            f"the tokenizer in {folder} cannot be read: {error}. Restore the tokenizer's files."
         ) from error
 
 
-def _refuse_own_code(path: Path, error: BaseException) -> None:
+def _refuse_custom_code(path: Path, error: BaseException) -> None:
     """Raise CheckpointError if a file names classes of the folder's own code: only the library's are created."""
     if read_object(path, "Restore the file.").get("auto_map"):
         raise CheckpointError(
-            f"{path} must name classes that the installed transformers has, got an auto_map to code beside it, which "
-            "is never run. Use a model that transformers knows, or update it."
+            f"{path} has an auto_map to code in its folder, which is never run. Use a model that the installed "
+            "transformers supports, or update it."
         ) from error
 
 
 def _require_file(folder: Path, file: str) -> None:
     if not (folder / file).is_file():
-        found = f"{folder} has no {file}" if folder.is_dir() else f"there is no folder {folder}"
-        raise CheckpointError(f"{found}. Pass the folder of a downloaded model.")
+        problem = f"{folder} has no {file}" if folder.is_dir() else f"there is no folder {folder}"
+        raise CheckpointError(f"{problem}. Pass the folder of a downloaded model.")
     for path in sorted(folder.iterdir()):  # the library opens every file with a name that it knows
         try:
             require_regular(path)

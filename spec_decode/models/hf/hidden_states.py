@@ -11,50 +11,49 @@ from typing import Any
 import torch
 from torch import nn
 
-_CAUGHT: ContextVar[dict[int, torch.Tensor]] = ContextVar("caught")
+_CAPTURED: ContextVar[dict[int, torch.Tensor]] = ContextVar("captured")
 
 
 @contextmanager
-def catching() -> Iterator[dict[int, torch.Tensor]]:
+def capturing() -> Iterator[dict[int, torch.Tensor]]:
     """In this context and thread, a forward fills the dict with the states [1, T, H] that have hooks."""
-    token = _CAUGHT.set({})
+    token = _CAPTURED.set({})
     try:
-        yield _CAUGHT.get()
+        yield _CAPTURED.get()
     finally:
-        _CAUGHT.reset(token)
+        _CAPTURED.reset(token)
 
 
 def set_hooks(decoder: nn.Module, num_layers: int, wanted: Sequence[int]) -> None:
-    """Let `catching` collect these states, 0 to num_layers. Raises ValueError if the layers cannot be identified."""
+    """Let `capturing` collect these states, 0 to num_layers. Raises ValueError if the layers cannot be identified."""
     layers = _layers(decoder, num_layers)
     for state in set(wanted):
         if state == 0:
-            layers[0].register_forward_pre_hook(_catch_input, with_kwargs=True)
+            layers[0].register_forward_pre_hook(_capture_input, with_kwargs=True)
         else:
-            layers[state - 1].register_forward_hook(lambda _, __, out, state=state: _catch_output(state, out))
+            layers[state - 1].register_forward_hook(lambda _, __, out, state=state: _capture_output(state, out))
 
 
-def _catch_input(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    if (caught := _CAUGHT.get(None)) is not None:
-        caught[0] = args[0] if args else kwargs["hidden_states"]
+def _capture_input(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if (captured := _CAPTURED.get(None)) is not None:
+        captured[0] = args[0] if args else kwargs["hidden_states"]
 
 
-def _catch_output(state: int, out: Any) -> None:
-    if (caught := _CAUGHT.get(None)) is not None:
-        caught[state] = out[0] if isinstance(out, tuple) else out
+def _capture_output(state: int, out: Any) -> None:
+    if (captured := _CAPTURED.get(None)) is not None:
+        captured[state] = out[0] if isinstance(out, tuple) else out
 
 
 def _layers(decoder: nn.Module, num_layers: int) -> nn.ModuleList:
-    found = [m for m in decoder.modules() if isinstance(m, nn.ModuleList) and len(m) == num_layers and _in_order(m)]
-    if not found:
+    lists = [m for m in decoder.modules() if isinstance(m, nn.ModuleList) and len(m) == num_layers and _in_order(m)]
+    if not lists:
         raise ValueError(
-            f"{type(decoder).__name__} must keep its {num_layers} layers with attention in one list, it has no such "
-            "list; the states between them cannot be caught, so no target was made. Use a draft that reads the last "
-            "states."
+            f"{type(decoder).__name__} has no list of its {num_layers} layers with attention; the states between them "
+            "cannot be captured. Use a draft that reads the last states."
         )
-    return found[0]
+    return lists[0]
 
 
 def _in_order(layers: nn.ModuleList) -> bool:
     numbers = [{getattr(m, "layer_idx", None) for m in layer.modules()} - {None} for layer in layers]
-    return all(found == {index} for index, found in enumerate(numbers))
+    return all(number == {index} for index, number in enumerate(numbers))

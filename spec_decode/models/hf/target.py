@@ -19,14 +19,14 @@ from spec_decode.models.attention import Attention, AttentionInputs
 from spec_decode.models.base import LayerGroup, TargetModel, TargetStates
 from spec_decode.models.checkpoints.files import CheckpointError, is_finite
 from spec_decode.models.hf.attention import ATTENTION_NAME, serving, unserved
-from spec_decode.models.hf.hidden_states import catching, set_hooks
+from spec_decode.models.hf.hidden_states import capturing, set_hooks
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _PROBE_TOKENS = 2
 _SERVED_LAYER_TYPES = ("full_attention", "sliding_attention")
-_OF_LOGITS = ("logit_scale", "logits_scaling", "final_logit_softcapping")
+_LOGIT_FIELDS = ("logit_scale", "logits_scaling", "final_logit_softcapping")
 """Config fields that change logits: Cohere multiplies, Granite divides, Gemma caps."""
 
 
@@ -49,8 +49,8 @@ class TransformersTarget(TargetModel):
         super().__init__()
         self.model = model.eval().requires_grad_(False)
         self.config: Any = model.config.get_text_config()
-        _refuse_other_architectures(model, self.config)
-        _refuse_no_numbers(model)
+        _refuse_unsupported_architectures(model, self.config)
+        _refuse_non_finite(model)
         self._accepts = inspect.signature(type(self._decoder).forward).parameters.keys()
         self.vocab_size = self.lm_head.out_features
         self.hidden_size = self.config.hidden_size
@@ -64,7 +64,7 @@ class TransformersTarget(TargetModel):
         _silence_padding_warning(model)
         model.set_attn_implementation(ATTENTION_NAME)
         if self.config._attn_implementation != ATTENTION_NAME:
-            raise unserved(f"{type(model).__name__} computes its attention itself, not through the library's interface")
+            raise unserved(f"{type(model).__name__} does not use the library's attention interface")
         self._probe()
         if self.aux_hidden_state_layers is not None:
             set_hooks(self._decoder, self.num_layers, self.aux_hidden_state_layers)
@@ -84,7 +84,7 @@ class TransformersTarget(TargetModel):
     @property
     def output_projection(self) -> torch.Tensor | None:
         """[V, H]; None if the logits have a bias, or the model's config scales or caps them."""
-        plain = self.lm_head.bias is None and not any(getattr(self.config, name, None) for name in _OF_LOGITS)
+        plain = self.lm_head.bias is None and not any(getattr(self.config, name, None) for name in _LOGIT_FIELDS)
         return self.lm_head.weight if plain else None
 
     @property
@@ -110,11 +110,11 @@ class TransformersTarget(TargetModel):
         """
 
         def serve(inputs: AttentionInputs, spec: AttentionSpec) -> torch.Tensor:
-            if spec != (made_for := self._specs.get(inputs.layer)):
-                raise unserved(f"layer {inputs.layer} asks for {spec}, while the target was made for {made_for}")
+            if spec != (expected := self._specs.get(inputs.layer)):
+                raise unserved(f"layer {inputs.layer} requests {spec}, and requested {expected} at construction")
             return attention(inputs)
 
-        with serving(serve), catching() as states:
+        with serving(serve), capturing() as states:
             out = self._decoder(**self._inputs(token_ids, positions))
         hidden: torch.Tensor = out.last_hidden_state[0]
         if self.aux_hidden_state_layers is None:
@@ -124,7 +124,7 @@ class TransformersTarget(TargetModel):
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return logits [T, V] for hidden [T, H], scaled and capped as the model's config says."""
         logits: torch.Tensor = self.lm_head(hidden)
-        scale, divisor, cap = (getattr(self.config, name, None) for name in _OF_LOGITS)
+        scale, divisor, cap = (getattr(self.config, name, None) for name in _LOGIT_FIELDS)
         if scale:
             logits = logits * scale
         if divisor:
@@ -146,55 +146,56 @@ class TransformersTarget(TargetModel):
     @torch.no_grad()
     def _probe(self) -> None:
         """Run two tokens, record what each layer requests, and compare this target's logits with the model's own."""
-        asked: dict[int, list[AttentionSpec]] = {}
+        requested: dict[int, list[AttentionSpec]] = {}
         states: list[torch.Tensor] = []
 
-        def note(inputs: AttentionInputs, spec: AttentionSpec) -> torch.Tensor:
-            asked.setdefault(inputs.layer, []).append(spec)
+        def record(inputs: AttentionInputs, spec: AttentionSpec) -> torch.Tensor:
+            requested.setdefault(inputs.layer, []).append(spec)
             return inputs.value.repeat_interleave(spec.group_size, 1)
 
         tokens = torch.arange(_PROBE_TOKENS, device=self.embed.weight.device)
         handle = self._decoder.register_forward_hook(lambda _, __, out: states.append(out.last_hidden_state[0]))
         try:
-            with serving(note):
-                theirs = self.model(**self._inputs(tokens, tokens)).logits[0]
+            with serving(record):
+                logits = self.model(**self._inputs(tokens, tokens)).logits[0]
         finally:
             handle.remove()
         if not states:
-            raise unserved(f"{type(self.model).__name__} goes around its decoder, {type(self._decoder).__name__}")
-        self._check_layers(asked)
-        self._specs = {layer: spec for layer, (spec,) in asked.items()}
-        self._check_logits(states[0], theirs)
+            raise unserved(f"{type(self.model).__name__} bypasses its decoder, {type(self._decoder).__name__}")
+        self._check_layers(requested)
+        self._specs = {layer: spec for layer, (spec,) in requested.items()}
+        self._check_logits(states[0], logits)
 
-    def _check_layers(self, asked: dict[int, list[AttentionSpec]]) -> None:
+    def _check_layers(self, requested: dict[int, list[AttentionSpec]]) -> None:
         types = dict(enumerate(getattr(self.config, "layer_types", None) or ()))
-        masked = self._window_of_the_masks() if not types else None
-        for layer in sorted(asked.keys() | set(range(self.num_layers))):
-            specs = asked.get(layer, [])
+        mask_window = self._mask_window() if not types else None
+        for layer in sorted(requested.keys() | set(range(self.num_layers))):
+            specs = requested.get(layer, [])
             if len(specs) != 1:
-                raise unserved(f"layer {layer} asked for attention {len(specs)} times in a forward, not once")
+                raise unserved(f"layer {layer} called attention {len(specs)} times in a forward, not once")
             kind, window = types.get(layer), specs[0].sliding_window
             if kind and (kind == "sliding_attention") != (window is not None):
-                raise unserved(f"layer {layer} is of type {kind}, yet asks for a window of {window} tokens")
-            if masked is not None and window is None:
-                raise unserved(f"layer {layer} asks for no window, and the config has one of {masked} tokens")
+                raise unserved(f"layer {layer} is of type {kind}, but requests a window of {window} tokens")
+            if mask_window is not None and window is None:
+                raise unserved(f"layer {layer} requests no window, but the config has one of {mask_window} tokens")
 
-    def _window_of_the_masks(self) -> int | None:
+    def _mask_window(self) -> int | None:
         """Return the window in a config class that has the field, if texts can be longer. Some models implement the
         window only in the library's masks, which are not created here."""
         fields = inspect.signature(type(self.config)).parameters
         window = self.config.sliding_window if "sliding_window" in fields else None
         return window if isinstance(window, int) and window < self.max_positions else None
 
-    def _check_logits(self, hidden: torch.Tensor, theirs: torch.Tensor) -> None:
-        ours, theirs = self.logits(hidden).float(), theirs.float()
+    def _check_logits(self, hidden: torch.Tensor, expected: torch.Tensor) -> None:
+        logits, expected = self.logits(hidden).float(), expected.float()
         # Wide enough for bf16 rounding in another matrix shape, narrow enough to detect a missing factor or cap.
-        close = ours.shape == theirs.shape and bool((ours - theirs).abs().max() <= 0.03 * theirs.abs().max())
+        same_shape = logits.shape == expected.shape
+        close = same_shape and bool((logits - expected).abs().max() <= 0.03 * expected.abs().max())
         if not close:
             raise unserved(
-                f"{type(self.model).__name__} makes its logits of the last states in a way other than by an output "
-                f"projection with logit_scale, logits_scaling or final_logit_softcapping: {list(theirs.shape)} up to "
-                f"{theirs.abs().max():.4g}, where those give {list(ours.shape)} up to {ours.abs().max():.4g}"
+                f"{type(self.model).__name__} does not compute its logits from the last states by an output projection "
+                f"with logit_scale, logits_scaling or final_logit_softcapping: {list(expected.shape)} up to "
+                f"{expected.abs().max():.4g}, where those give {list(logits.shape)} up to {logits.abs().max():.4g}"
             )
 
     def _check_aux_hidden_state_layers(self) -> None:
@@ -202,8 +203,7 @@ class TransformersTarget(TargetModel):
         if wrong or self.aux_hidden_state_layers == ():
             raise ValueError(
                 f"aux_hidden_state_layers must be one or more of 0 to {self.num_layers}, got "
-                f"{self.aux_hidden_state_layers}; the draft would read states that do not exist, so no target was "
-                "made. Use the layers that the draft was trained with."
+                f"{self.aux_hidden_state_layers}. Use the layers that the draft was trained with."
             )
 
 
@@ -222,23 +222,23 @@ def _silence_padding_warning(model: PreTrainedModel) -> None:
             module.warn_if_padding_and_no_attention_mask = lambda *_: None
 
 
-def _refuse_no_numbers(model: PreTrainedModel) -> None:
+def _refuse_non_finite(model: PreTrainedModel) -> None:
     if wrong := [name for name, weight in model.state_dict().items() if not is_finite(weight)]:
         raise CheckpointError(
             f"the weights of {type(model).__name__} must be finite numbers, got NaN or infinity in {len(wrong)} of "
-            f"them, {wrong[0]} first; no text would be the model's, so no target was made. Restore them."
+            f"them, {wrong[0]} first. Restore them."
         )
 
 
-def _refuse_other_architectures(model: PreTrainedModel, config: Any) -> None:
+def _refuse_unsupported_architectures(model: PreTrainedModel, config: Any) -> None:
     """Raise UnservedModel for properties that no layer's attention call would reveal."""
     name = type(model).__name__
     if model.config.is_encoder_decoder:
-        raise unserved(f"{name} is an encoder and a decoder")
+        raise unserved(f"{name} is an encoder-decoder")
     if getattr(model, "_is_stateful", False):
         raise unserved(
-            f"{name} keeps a state of its own beside keys and values, of recurrent or convolutional layers or of "
-            "compressed keys, which goes back for no draft that is rejected"
+            f"{name} keeps state other than keys and values (recurrent, convolutional or compressed), which cannot be "
+            "rolled back when a draft is rejected"
         )
     for layer, kind in enumerate(getattr(config, "layer_types", None) or ()):
         if kind not in _SERVED_LAYER_TYPES:
@@ -248,16 +248,16 @@ def _refuse_other_architectures(model: PreTrainedModel, config: Any) -> None:
     if not isinstance(getattr(config, "max_position_embeddings", None), int):
         raise unserved(f"the config of {name} has no max_position_embeddings")
     if (decoder := _decoder_of(model)) is model:
-        raise unserved(f"{name} does not keep its layers apart from its output projection")
+        raise unserved(f"{name} has no decoder separate from its output projection")
     if "position_ids" not in inspect.signature(type(decoder).forward).parameters:
-        raise unserved(f"{name} takes no position_ids: it finds the tokens' positions itself")
+        raise unserved(f"{name} takes no position_ids: it computes positions itself")
     if len(devices := {parameter.device for parameter in model.parameters()}) != 1 or "meta" in str(devices):
-        raise unserved(f"the parameters of {name} lie on {', '.join(sorted(map(str, devices)))}, not on one device")
+        raise unserved(f"the parameters of {name} are on {', '.join(sorted(map(str, devices)))}, not on one device")
     for path, module in model.named_modules():
         kinds = getattr(module, "rope_type", None)
         for kind in kinds.values() if isinstance(kinds, dict) else [kinds]:
             if kind == "longrope" or "dynamic" in (kind or ""):
                 raise unserved(
                     f"{path} rotates keys by angles that depend on the longest text of the batch (rope type {kind}), "
-                    "so that keys stored before would no longer fit"
+                    "so cached keys would become wrong"
                 )

@@ -270,7 +270,7 @@ def test_a_failing_attention_leaves_no_trace() -> None:
     with pytest.raises(ZeroDivisionError):
         target("llama")(TEXTS[0], torch.arange(24), broken)
 
-    with pytest.raises(CheckpointError, match="called by itself"):
+    with pytest.raises(CheckpointError, match="was called directly"):
         target("llama").model(TEXTS[:1])
 
 
@@ -294,7 +294,7 @@ def test_a_forward_within_a_forward_keeps_its_own_attention() -> None:
 def test_an_attention_that_changes_after_the_target_was_made_is_refused() -> None:
     model = models.TransformersTarget(copy.deepcopy(eager("llama")))
     model.model.model.layers[2].self_attn.scaling = 0.5
-    with pytest.raises(CheckpointError, match=r"layer 2 asks for .*scale=0\.5.* while the target was made for"):
+    with pytest.raises(CheckpointError, match=r"layer 2 requests .*scale=0\.5.*, and requested .* at construction"):
         dense(model, TEXTS[0])
 
 
@@ -360,30 +360,30 @@ def never_attend(model: Any) -> None:
 
 DYNAMIC = {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}
 ASKED: dict[str, dict[str, Any]] = {
-    "adds a mask or bias": {"attention_mask": torch.zeros(1, 1, 2, 2)},
-    "asks for position_bias": {"position_bias": torch.zeros(1)},
-    "names no number to scale": {"scaling": None},
-    "lets tokens see what comes after them": {"is_causal": False},
-    "drops weights at random": {"dropout": 0.1},
+    "adds its own mask or bias": {"attention_mask": torch.zeros(1, 1, 2, 2)},
+    "requests position_bias": {"position_bias": torch.zeros(1)},
+    "has no number as scaling, got None": {"scaling": None},
+    "attends to later tokens": {"is_causal": False},
+    "uses dropout": {"dropout": 0.1},
 }
 UNSERVED: dict[str, Callable[[], Any]] = {
     "BloomForCausalLM takes no position_ids": partial(make_model, "BloomConfig"),
-    "MambaForCausalLM keeps a state of its own": partial(make_model, "MambaConfig"),
+    "MambaForCausalLM keeps state other than keys and values": partial(make_model, "MambaConfig"),
     "layer 1 of MiniMaxForCausalLM is of type linear_attention": partial(make_model, "MiniMaxConfig"),
     r"rotary_emb .*\(rope type dynamic\)": partial(make_model, "LlamaConfig", **DYNAMIC),
-    "T5ForConditionalGeneration is an encoder and a decoder": make_t5,
-    r"keeps a state of its own .* or of compressed keys": make_deepseek_v4,
-    "LlamaForCausalLM makes its logits of the last states in a way other": partial(
+    "T5ForConditionalGeneration is an encoder-decoder": make_t5,
+    r"keeps state other than keys and values .* or compressed\)": make_deepseek_v4,
+    "LlamaForCausalLM does not compute its logits from the last states": partial(
         changed, lambda model: model.register_forward_hook(sharpen)
     ),
-    "layer 2 asked for attention 2 times": partial(
+    "layer 2 called attention 2 times": partial(
         changed, lambda model: setattr(model.model.layers[3].self_attn, "layer_idx", 2)
     ),
-    "layer 1 asked for attention 0 times": partial(changed, never_attend),
-    "layer 0 is of type sliding_attention, yet .* None": partial(
+    "layer 1 called attention 0 times": partial(changed, never_attend),
+    "layer 0 is of type sliding_attention, but .* None": partial(
         changed, lambda model: setattr(model.model.layers[0].self_attn, "sliding_window", None), "gpt_oss"
     ),
-    f"layer 0 asks for no window, and the config has one of {WINDOW} tokens": partial(make_phimoe, WINDOW),
+    f"layer 0 requests no window, but the config has one of {WINDOW} tokens": partial(make_phimoe, WINDOW),
     **{
         rf"layer 1 \(LlamaAttention\) {said}": partial(changed, partial(asking, **asked))
         for said, asked in ASKED.items()
