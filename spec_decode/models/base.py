@@ -242,9 +242,8 @@ class ModuleDraft(DraftModel):
         count = len(self.prediction_modules)
         require(
             num_speculative_tokens <= count,
-            f"a draft with a prediction module for each token proposes at most {count} a round, got "
-            f"num_speculative_tokens {num_speculative_tokens}; no module was trained for the others. "
-            f"Lower it to {count} or less.",
+            f"num_speculative_tokens must be at most {count}, the number of the draft's prediction modules, got "
+            f"{num_speculative_tokens}. Lower it.",
         )
 
 

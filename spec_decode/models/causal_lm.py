@@ -92,8 +92,8 @@ def load(store: TensorStore, target: TargetModel, *, dtype: torch.dtype, device:
 def _check_tied(store: TensorStore, head: torch.Tensor, embedding: torch.Tensor) -> None:
     if not torch.equal(head, embedding):
         raise CheckpointError(
-            f"lm_head.weight in {store.folder} must be model.embed_tokens.weight, as tie_word_embeddings says, or be "
-            "left out; either may be the head that was trained. Write false for tie_word_embeddings, or remove it."
+            f"lm_head.weight in {store.folder} differs from model.embed_tokens.weight, but tie_word_embeddings is "
+            "true; either could be the trained head. Set tie_word_embeddings to false, or remove lm_head.weight."
         )
 
 

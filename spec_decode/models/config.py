@@ -56,7 +56,8 @@ class ModelConfig:
             if not 1 <= (size := getattr(self, name)) <= _MAX_SIZE
         ]
         if self.num_q_heads * self.head_dim > _MAX_SIZE:
-            problems.append(f"all heads must have at most {_MAX_SIZE} dims, got {self.num_q_heads * self.head_dim}")
+            dims = self.num_q_heads * self.head_dim
+            problems.append(f"num_q_heads * head_dim must be at most {_MAX_SIZE}, got {dims}")
         if self.head_dim % 2:
             problems.append(f"head_dim must be even for rotary pairs, got {self.head_dim}")
         if not (0 < self.norm_eps < math.inf and 0 < self.rope_theta < math.inf):
@@ -83,8 +84,8 @@ class ModelConfig:
             problems.append(f"latent.rope_dim must be even, 2 to head_dim {self.head_dim}, got {latent.rope_dim}")
         if not (self.value_dim == self.head_dim or 1 <= self.value_dim <= self.head_dim - latent.rope_dim):
             problems.append(
-                "latent.value_dim must be head_dim, or leave the rotated dims out, at most "
-                f"{self.head_dim - latent.rope_dim}, got {self.value_dim}"
+                f"latent.value_dim must be head_dim, or 1 to head_dim - rope_dim = {self.head_dim - latent.rope_dim}, "
+                f"got {self.value_dim}"
             )
         return problems
 

@@ -32,7 +32,7 @@ class DecoderConfig:
         groups = []
         for window, causal in dict.fromkeys(kinds):
             spec = replace(self.model, sliding_window=window).attention_spec(page_size, dtype)
-            layers = tuple(layer for layer, found in enumerate(kinds) if found == (window, causal))
+            layers = tuple(layer for layer, kind in enumerate(kinds) if kind == (window, causal))
             name = ("layers" if window is None else f"window{window}") + ("" if causal else "_blocks")
             groups.append(LayerGroup(name=name, spec=replace(spec, causal=causal), layers=layers))
         return groups
@@ -65,7 +65,7 @@ def read_decoder(config: ConfigReader, *, max_positions: int | None = None) -> D
     except CheckpointError:
         raise
     except ValueError as error:
-        raise CheckpointError(f"{config.place} describes no decoder: {error}. Restore the file.") from error
+        raise CheckpointError(f"invalid decoder in {config.place}: {error}. Restore the file.") from error
     return decoder
 
 

@@ -50,10 +50,7 @@ def _read_hyper_shape(config: ConfigReader, hidden: int, eps: float) -> HyperSha
     counts = {name: config.get(name, int) for name in ("hc_mult", "hc_sinkhorn_iters")}
     for name, count in counts.items():
         if count < 1:
-            raise CheckpointError(
-                f"{name} in {config.place} must be at least 1, got {count}; there would be no residual. "
-                "Restore the file."
-            )
+            raise CheckpointError(f"{name} in {config.place} must be at least 1, got {count}. Restore the file.")
     streams, iterations = counts.values()
     return HyperShape(
         streams=streams, hidden=hidden, iterations=iterations, eps=config.positive("hc_eps"), norm_eps=eps
@@ -65,8 +62,8 @@ def _check_uncompressed(config: ConfigReader) -> None:
     ratios, layer = config.get("compress_ratios", list, []), config.get("num_hidden_layers", int)
     if layer < len(ratios) and ratios[layer] not in (0, 1):
         raise CheckpointError(
-            f"compress_ratios in {config.place} must be 0 or 1 at the draft's layer {layer}, got {ratios[layer]}; a "
-            "draft with a compressed cache is not known. Use another checkpoint."
+            f"compress_ratios in {config.place} must be 0 or 1 at the draft's layer {layer}, got {ratios[layer]}; "
+            "compressed caches are not supported. Use another checkpoint."
         )
 
 
@@ -87,7 +84,7 @@ class DeepseekV4Prediction(MtpDraft):
         hidden, eps = config.get("hidden_size", int), config.positive("rms_norm_eps")
         attention, hyper = read_window_shape(config, hidden, eps), _read_hyper_shape(config, hidden, eps)
         mixture = read_mixture_shape(config, hidden, scoring="sqrtsoftplus")
-        remedy = "Make the target with the residual streams after its last layer as target_hidden_states."
+        remedy = "Create the target with the residual streams after its last layer as target_hidden_states."
         states_size, vocab = hyper.streams * hidden, config.get("vocab_size", int)
         check_target(weights.store, target, vocab, hidden, states_size=states_size, remedy=remedy)
         super().__init__(weights, target, embedding="embed.weight", head="head.weight")

@@ -34,7 +34,7 @@ from spec_decode.models.target_head import TargetHead
 
 D = TypeVar("D", bound="DFlash")
 
-_LEFT, _ENTERED = ("target_layer_ids", "dspark_target_layer_ids"), "aux_hidden_state_layer_ids"
+_OUTPUT_FIELDS, _INPUT_FIELD = ("target_layer_ids", "dspark_target_layer_ids"), "aux_hidden_state_layer_ids"
 """Fields with the list of target layers whose outputs are read, and speculators' field with those whose inputs are."""
 _FACTORS = {
     "attention_value_scale": 1.0,
@@ -126,16 +126,15 @@ def aux_hidden_state_layers(store: TensorStore, num_target_layers: int) -> tuple
     by their output, speculators' list by their input. Raises CheckpointError for states that the target does not
     have."""
     config = store.config
-    if config.values.get(_ENTERED) is not None:
-        return read_layers(config, _ENTERED, num_target_layers, left=False)
-    places = [(config.section("dflash_config"), _LEFT[0]), *((config, name) for name in _LEFT)]
-    for section, name in places:
+    if config.values.get(_INPUT_FIELD) is not None:
+        return read_layers(config, _INPUT_FIELD, num_target_layers, by_output=False)
+    fields = [(config.section("dflash_config"), _OUTPUT_FIELDS[0]), *((config, name) for name in _OUTPUT_FIELDS)]
+    for section, name in fields:
         if section.values.get(name) is not None:
-            return read_layers(section, name, num_target_layers, left=True)
-    names = ", ".join((f"dflash_config.{_LEFT[0]}", *_LEFT, _ENTERED))
+            return read_layers(section, name, num_target_layers, by_output=True)
+    names = ", ".join((f"dflash_config.{_OUTPUT_FIELDS[0]}", *_OUTPUT_FIELDS, _INPUT_FIELD))
     raise CheckpointError(
-        f"{config.place} must say which of the target's layers the draft reads; none of {names} is there. "
-        "Restore the file."
+        f"{config.place} must list the target layers that the draft reads, and has none of {names}. Restore the file."
     )
 
 
@@ -148,8 +147,8 @@ def load_as(kind: type[D], store: TensorStore, target: TargetModel, *, dtype: to
     """Load a draft of this class, ready to run. Raises CheckpointError."""
     if (store.folder / "mask_embedding.pt").exists():
         raise CheckpointError(
-            f"{store.folder} holds mask_embedding.pt, which this model has no place for: masks would be drafted from "
-            "another embedding. Put it into the table of embeddings."
+            f"{store.folder} has mask_embedding.pt, which is not supported: masks would get another embedding. "
+            "Write it into the embedding table."
         )
     # Only validated: the drafter's K determines how many masks a block has.
     if (block := store.config.get("block_size", int, 1)) < 1:
@@ -166,7 +165,7 @@ def load_as(kind: type[D], store: TensorStore, target: TargetModel, *, dtype: to
     token_map = read_token_map(store, draft_vocab(store, model.vocab_size), target.vocab_size, device)
     weights = ScopedWeights(store, "", dtype, device)
     if not weights.has("lm_head.weight"):
-        check_shared(store.folder, "hidden_size (for want of a head of its own)", model.hidden_size, target.hidden_size)
+        check_shared(f"{store.folder}, without a head,", "hidden_size", model.hidden_size, target.hidden_size)
     with torch.device("meta"):
         draft = kind(weights, config, target, token_map)
     draft = read_parameters(draft, weights)
@@ -182,31 +181,31 @@ def _decoder(store: TensorStore, target: TargetModel, *, windows_are_causal: boo
     """
     fields = decoder_fields(store)
     config = read_decoder(fields, max_positions=target.max_positions)
-    own, count = store.config.section("dflash_config"), config.model.num_layers
+    section, count = store.config.section("dflash_config"), config.model.num_layers
     kinds = read_layer_kinds(fields, count) or [FULL] * count
-    everywhere = own.get("use_swa", bool, False) and SLIDING not in kinds
+    everywhere = section.get("use_swa", bool, False) and SLIDING not in kinds
     sliding = [everywhere or kind == SLIDING for kind in kinds]
-    window = own.optional("swa_window_size", int) or fields.optional("sliding_window", int)
+    window = section.optional("swa_window_size", int) or fields.optional("sliding_window", int)
     if window is not None and window < 1:
-        raise CheckpointError(f"swa_window_size in {own.place} must be 1 or more, got {window}. Restore the file.")
+        raise CheckpointError(f"swa_window_size in {section.place} must be 1 or more, got {window}. Restore the file.")
     if any(sliding) and window is None:
         raise CheckpointError(
-            f"{fields.place} has layers with a sliding window and must say how wide it is, as sliding_window or "
-            "dflash_config.swa_window_size. Restore the file."
+            f"{fields.place} has sliding-window layers, but neither sliding_window nor dflash_config.swa_window_size. "
+            "Restore the file."
         )
-    told = store.config.optional("is_causal", bool)
-    told = own.optional("causal", bool) if told is None else told
+    is_causal = store.config.optional("is_causal", bool)
+    is_causal = section.optional("causal", bool) if is_causal is None else is_causal
     non_causal = store.config.get("sliding_window_non_causal", bool, not windows_are_causal)  # speculators
     causal = [kind == SLIDING and not non_causal for kind in kinds]
     return DecoderConfig(
         model=config.model,
         scaling=config.scaling,
         windows=tuple(window if slides else None for slides in sliding),
-        causal=tuple(causal if told is None else [told] * count),
+        causal=tuple(causal if is_causal is None else [is_causal] * count),
     )
 
 
 def _samples_from_anchor(store: TensorStore) -> bool:
     """Whether the block's first token also predicts one."""
-    own = store.config.section("dflash_config").optional("sample_from_anchor", bool)
-    return store.config.get("sample_from_anchor", bool, False) if own is None else own
+    nested = store.config.section("dflash_config").optional("sample_from_anchor", bool)
+    return store.config.get("sample_from_anchor", bool, False) if nested is None else nested

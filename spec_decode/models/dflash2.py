@@ -74,7 +74,7 @@ class ConvolvedLayer(AttentionLayer):
 
 
 ARCHITECTURES = ("DFlash2DraftModel",)
-_MOST_CANDIDATES, _MOST = 64, 4096
+_MAX_CANDIDATES, _MAX_SIZE = 64, 4096
 """Limits above any real draft: candidates of a position, which a kernel keeps in registers, and other sizes."""
 
 
@@ -100,21 +100,21 @@ class DFlash2(DFlash, SelectingBlockDraft):
     ) -> None:
         """As DFlash; raises CheckpointError for a reduced vocabulary and for impossible sizes."""
         store, model = weights.store, config.model
-        if (own := draft_vocab(store, model.vocab_size)) != model.vocab_size or token_map is not None:
+        if (size := draft_vocab(store, model.vocab_size)) != model.vocab_size or token_map is not None:
             raise CheckpointError(
-                f"draft_vocab_size in {store.config.place} must be the target's {model.vocab_size}, got {own}"
-                f"{' and a d2t' if token_map is not None else ''}: the codebooks of a DFlash2 draft are of the "
-                "target's tokens. Restore the file."
+                f"draft_vocab_size in {store.config.place} must be the target's {model.vocab_size}, got {size}"
+                f"{' and a d2t' if token_map is not None else ''}: DFlash2's codebooks hold the target's tokens. "
+                "Restore the file."
             )
         super().__init__(weights, config, target, token_map)
-        self.num_candidates = _size(store, "selector_top_k", min(_MOST_CANDIDATES, model.vocab_size))
-        rank = _size(store, "selector_rank", _MOST)
+        self.num_candidates = _size(store, "selector_top_k", min(_MAX_CANDIDATES, model.vocab_size))
+        rank = _size(store, "selector_rank", _MAX_SIZE)
         self.candidate_selector = CandidateSelector(model.vocab_size, model.hidden_size, rank)
 
     def make_layer(self, store: TensorStore, layer: int, options: LayerOptions) -> ConvolvedLayer:
         """Create a layer without parameters. Raises CheckpointError for a convolution longer than the block."""
         hidden = self.config.model.hidden_size
-        taps = _size(store, "conv_kernel_size", _size(store, "block_size", _MOST))
+        taps = _size(store, "conv_kernel_size", _size(store, "block_size", _MAX_SIZE))
         group = _size(store, "conv_group_size", hidden)
         if hidden % group:
             raise CheckpointError(
@@ -156,12 +156,12 @@ def load(store: TensorStore, target: TargetModel, *, dtype: torch.dtype, device:
     return load_as(DFlash2, store, target, dtype=dtype, device=device)
 
 
-def _size(store: TensorStore, name: str, most: int) -> int:
-    """Read a size, 1 to `most`: from dflash_config as published, from the top level for speculators. Raises
+def _size(store: TensorStore, name: str, maximum: int) -> int:
+    """Read a size, 1 to `maximum`: from dflash_config as published, from the top level for speculators. Raises
     CheckpointError."""
     at_top = is_by_speculators(store) or store.config.values.get(name) is not None
     section = store.config if at_top else store.config.section("dflash_config")
     size = section.get(name, int)
-    if not 1 <= size <= most:
-        raise CheckpointError(f"{name} in {section.place} must be 1 to {most}, got {size}. Restore the file.")
+    if not 1 <= size <= maximum:
+        raise CheckpointError(f"{name} in {section.place} must be 1 to {maximum}, got {size}. Restore the file.")
     return size

@@ -69,7 +69,7 @@ class HiddenStatesDraft(DecoderDraft):
         """Return `first` followed by plain layers, with the options that the checkpoint has for each."""
         model = self.config.model
         options = [LayerOptions.found(store, f"layers.{layer}.") for layer in range(1, model.num_layers)]
-        return nn.ModuleList([first, *(DecoderLayer(model, layer, found) for layer, found in enumerate(options, 1))])
+        return nn.ModuleList([first, *(DecoderLayer(model, layer, each) for layer, each in enumerate(options, 1))])
 
 
 def target_embedding(target: TargetModel) -> torch.Tensor:
@@ -98,34 +98,33 @@ def draft_vocab(store: TensorStore, vocab_size: int) -> int:
 
 
 def read_layers(
-    section: ConfigReader, name: str, num_target_layers: int, *, left: bool, default: list[int] | None = None
+    section: ConfigReader, name: str, num_target_layers: int, *, by_output: bool, default: list[int] | None = None
 ) -> tuple[int, ...]:
     """Read the list of target states under `name` as the layers that they enter: 0 to n for n layers, where n is the
     last layer's output.
 
-    left     the list names layers by their output, 0 to n - 1, instead of by their input
-    default  the list to use if the field is absent
+    by_output  the list names layers by their output, 0 to n - 1, instead of by their input
+    default    the list to use if the field is absent
 
     Raises CheckpointError for states that the target does not have.
     """
     listed = section.get(name, list, default)
-    most = num_target_layers - left
-    if not listed or not all(type(layer) is int and 0 <= layer <= most for layer in listed):
+    last = num_target_layers - by_output
+    if not listed or not all(type(layer) is int and 0 <= layer <= last for layer in listed):
         raise CheckpointError(
-            f"{name} in {section.place} must list layers of the target, 0 to {most}, got {listed}"
-            f"{'' if section.values.get(name) else ', which is what it is taken for where it is left out'}. "
-            "Use a draft trained on this target."
+            f"{name} in {section.place} must list layers of the target, 0 to {last}, got {listed}"
+            f"{'' if section.values.get(name) else ', the default'}. Use a draft trained on this target."
         )
-    return tuple(layer + left for layer in listed)
+    return tuple(layer + by_output for layer in listed)
 
 
-def check_shared(draft: str | Path, name: str, ours: int, theirs: int) -> None:
+def check_shared(draft: str | Path, name: str, draft_value: int, target_value: int) -> None:
     """Raise CheckpointError unless `name` is the same in the draft and the target; the message calls the draft
     `draft`."""
-    if ours != theirs:
+    if draft_value != target_value:
         raise CheckpointError(
-            f"a draft shares its target's {name}, {draft} has {ours} and the target {theirs}; what one hands to the "
-            "other would mean nothing. Use a draft trained on this target."
+            f"{draft} has {name} {draft_value}, the target {target_value}; they must be equal. Use a draft trained on "
+            "this target."
         )
 
 
@@ -136,7 +135,7 @@ def check_target(
     hidden_size: int,
     *,
     states_size: int | None = None,
-    remedy: str = "Make the target with its last hidden states as target_hidden_states.",
+    remedy: str = "Create the target with its last hidden states as target_hidden_states.",
 ) -> None:
     """Raise CheckpointError unless the target has the draft's vocab_size, hidden_size and target_hidden_states.
 
@@ -160,7 +159,7 @@ def check_aux_states(
 
     Also raises CheckpointError if the target returns the states of other layers.
     """
-    remedy = f"Make the target with the states of {len(layers)} layers: aux_hidden_state_layers says which."
+    remedy = f"Create the target with the states of {len(layers)} layers as aux_hidden_state_layers."
     check_target(store, target, vocab_size, hidden_size, states_size=len(layers) * hidden_size, remedy=remedy)
     if target.aux_hidden_state_layers not in (None, layers):
         raise CheckpointError(
@@ -171,10 +170,9 @@ def check_aux_states(
 
 def check_embedding(weights: ScopedWeights, target: TargetModel, hidden_size: int) -> None:
     """Raise CheckpointError if a draft that uses the target's embedding has another hidden size or dtype."""
-    name = "hidden_size (for want of an embedding of its own)"
-    check_shared(weights.store.folder, name, hidden_size, target.hidden_size)
-    if (theirs := target_embedding(target).dtype) != weights.dtype:
+    check_shared(f"{weights.store.folder}, without an embedding,", "hidden_size", hidden_size, target.hidden_size)
+    if (embedding_dtype := target_embedding(target).dtype) != weights.dtype:
         raise CheckpointError(
-            f"the draft in {weights.store.folder} uses its target's embedding, in {theirs}, and was asked for in "
-            f"{weights.dtype}. Ask for the target's dtype."
+            f"the draft in {weights.store.folder} uses its target's embedding, in {embedding_dtype}, but dtype is "
+            f"{weights.dtype}. Pass the target's dtype."
         )

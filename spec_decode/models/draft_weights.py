@@ -56,8 +56,8 @@ class _Place(NamedTuple):
     @property
     def weight(self) -> object:
         """The attribute's value, or the target's weight for a TargetHead without its own."""
-        found: object = getattr(self.module, self.name)
-        return self.module.shared if found is None and isinstance(self.module, TargetHead) else found
+        weight: object = getattr(self.module, self.name)
+        return self.module.shared if weight is None and isinstance(self.module, TargetHead) else weight
 
 
 def check_draft_weights(weights: str, dtype: torch.dtype, device: torch.device) -> None:
@@ -65,19 +65,19 @@ def check_draft_weights(weights: str, dtype: torch.dtype, device: torch.device) 
     require(
         weights in DRAFT_WEIGHTS,
         f"draft_weights is {weights!r}.{did_you_mean(str(weights), DRAFT_WEIGHTS)} Pass one of "
-        f"{', '.join(DRAFT_WEIGHTS)}, or leave it out to keep the weights as they are loaded.",
+        f"{', '.join(DRAFT_WEIGHTS)}, or leave it out to keep the loaded weights.",
     )
     require(
         dtype in _QUANTISED,
-        f"draft_weights={weights!r} is for a draft in bfloat16 or float16, and this one is in "
+        f"draft_weights={weights!r} needs a draft in bfloat16 or float16, got "
         f"{str(dtype).removeprefix('torch.')}. Load the models with dtype bfloat16, or leave draft_weights out.",
     )
     if device.type == "cuda":
-        found = torch.cuda.get_device_capability(device)
+        capability = torch.cuda.get_device_capability(device)
         require(
-            found >= _CAPABILITY,
-            f"draft_weights={weights!r} needs a GPU of compute capability 8.9 or more, and {device} has "
-            f"{'.'.join(map(str, found))}: it cannot convert these numbers. Leave draft_weights out.",
+            capability >= _CAPABILITY,
+            f"draft_weights={weights!r} needs compute capability 8.9 or more to convert its numbers, {device} has "
+            f"{'.'.join(map(str, capability))}. Leave draft_weights out.",
         )
 
 
@@ -94,12 +94,12 @@ def quantise_draft(draft: DraftModel, weights: str = "fp8") -> None:
     """
     require(
         isinstance(draft, DraftModel),
-        f"quantise_draft takes a DraftModel, got {type(draft).__name__}. Pass the draft: a target stays as it is.",
+        f"quantise_draft takes a DraftModel, got {type(draft).__name__}. Pass the draft; targets are not quantised.",
     )
     places = list(_places(draft))
     require(
         bool(places),
-        f"{type(draft).__name__} uses none of this library's linear layers, and only their kernels read 8 bits. Leave "
+        f"{type(draft).__name__} uses none of this library's linear layers, and only these read 8-bit weights. Leave "
         "draft_weights out.",
     )
     for place in places:
@@ -108,12 +108,12 @@ def quantise_draft(draft: DraftModel, weights: str = "fp8") -> None:
     for place in places:
         if isinstance(place.module, TargetHead):
             # All prediction modules share one copy.
-            made = head = Fp8Weight.of(_checked(place, weights)) if head is None else head
+            quantised = head = Fp8Weight.of(_checked(place, weights)) if head is None else head
         else:
-            made = Fp8Weight.of(_checked(place, weights))
+            quantised = Fp8Weight.of(_checked(place, weights))
         # nn.Module rejects a module under the name of a parameter.
         delattr(place.module, place.name)
-        setattr(place.module, place.name, made)
+        setattr(place.module, place.name, quantised)
 
 
 def _places(draft: DraftModel) -> Iterator[_Place]:
@@ -130,7 +130,7 @@ def _checked(place: _Place, weights: str) -> torch.Tensor:
     weight = place.weight
     require(
         not isinstance(weight, Fp8Weight),
-        "the draft's weights are in 8 bits already. Call quantise_draft once for each draft that you load.",
+        "the draft's weights are already in 8 bits. Call quantise_draft once for each loaded draft.",
     )
     require(
         weight is not None,

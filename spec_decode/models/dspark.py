@@ -44,16 +44,16 @@ class DSpark(DFlash, InTurnBlockDraft):
     ) -> None:
         """As DFlash; raises CheckpointError for a rank below 1."""
         super().__init__(weights, config, target, token_map)
-        said, model = weights.store.config, config.model
-        said.require("markov_head_type", "vanilla")
-        rank = said.get("markov_rank", int)
+        fields, model = weights.store.config, config.model
+        fields.require("markov_head_type", "vanilla")
+        rank = fields.get("markov_rank", int)
         if rank < 1:
-            raise CheckpointError(f"markov_rank in {said.place} must be 1 or more, got {rank}. Restore the file.")
-        self.first_place = 0 if said.get("sample_from_anchor", bool, True) else 1
+            raise CheckpointError(f"markov_rank in {fields.place} must be 1 or more, got {rank}. Restore the file.")
+        self.first_place = 0 if fields.get("sample_from_anchor", bool, True) else 1
         self.markov_head = MarkovHead(model.vocab_size, rank, draft_vocab(weights.store, model.vocab_size))
-        self._with_markov = said.get("confidence_head_with_markov", bool, False)
+        self._with_markov = fields.get("confidence_head_with_markov", bool, False)
         inputs = model.hidden_size + rank * self._with_markov
-        self.confidence_head = ConfidenceHead(inputs) if said.get("enable_confidence_head", bool, False) else None
+        self.confidence_head = ConfidenceHead(inputs) if fields.get("enable_confidence_head", bool, False) else None
 
     def bias_after(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Return [T, draft vocabulary] for token_ids int64 [T]."""

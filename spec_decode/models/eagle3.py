@@ -85,7 +85,7 @@ class Eagle3(Eagle3Ends, HiddenStatesDraft, KeptRowsDraft):
         x, delta = first.fuse(both, hidden, rope, attention, None if others else keep)
         for layer in others:
             x, delta = layer(x, delta, rope, attention, keep if layer is others[-1] else None)
-        return self.head.handed_on(x, delta)
+        return self.head.next_states(x, delta)
 
 
 class ParallelEagle3(BlockDraft, Eagle3):
@@ -134,5 +134,5 @@ def _read_mask(
     """Return the token and the states of a mask, or None if the checkpoint has none."""
     if MASK_HIDDEN not in store.names():
         return None
-    token = require_mask_token(store, vocab_size, f"it holds {MASK_HIDDEN}")
+    token = require_mask_token(store, vocab_size, f"the checkpoint has {MASK_HIDDEN}")
     return token, store.take_flat(MASK_HIDDEN, states_size, dtype).to(device)

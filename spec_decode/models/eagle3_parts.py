@@ -22,11 +22,11 @@ class AuxStates(nn.Module):
     def __init__(self, store: TensorStore, sizes: tuple[int, int], hidden: int, eps: float) -> None:
         """sizes: dims of all layers' states together, and of one layer's."""
         super().__init__()
-        whole, each = sizes
-        self.input_norm = RMSNorm(whole, eps) if _flag(store, "norm_before_fc") else None
-        count = whole // each if _flag(store, "fc_norm") else 0
-        self.fc_norm = nn.ModuleList(RMSNorm(each, eps) for _ in range(count))
-        self.fc = Linear(whole, hidden)
+        total, per_layer = sizes
+        self.input_norm = RMSNorm(total, eps) if _flag(store, "norm_before_fc") else None
+        count = total // per_layer if _flag(store, "fc_norm") else 0
+        self.fc_norm = nn.ModuleList(RMSNorm(per_layer, eps) for _ in range(count))
+        self.fc = Linear(total, hidden)
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
         """Map states [T, F] to [T, H]."""
@@ -48,7 +48,7 @@ class DraftHead(nn.Module):
         self.norm_output = _flag(store, "norm_output")
         """Whether the next step reads the state after the norm (EAGLE-3.1), instead of the one before it."""
 
-    def handed_on(self, x: torch.Tensor, delta: torch.Tensor | None = None) -> torch.Tensor:
+    def next_states(self, x: torch.Tensor, delta: torch.Tensor | None = None) -> torch.Tensor:
         """Return the states [T, H] that the next step reads, from the ResidualStream after the last layer."""
         if not self.norm_output:
             return joined(x, delta)
@@ -56,7 +56,7 @@ class DraftHead(nn.Module):
         return normed
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
-        """Return logits [T, draft vocabulary] for states [T, H] from `handed_on`."""
+        """Return logits [T, draft vocabulary] for states [T, H] from `next_states`."""
         if self.norm_output:
             return self.lm_head.product(states)
         logits: torch.Tensor = self.lm_head(states, None, self.norm)[1]
@@ -104,8 +104,8 @@ def aux_hidden_state_layers(store: TensorStore, num_target_layers: int) -> tuple
     name = "eagle_aux_hidden_state_layer_ids"
     section = _section(store, name)
     default = [2, num_target_layers // 2, num_target_layers - 3]
-    left = section.get(name, list, default)[:1] == [1] and not is_by_speculators(store)
-    return read_layers(section, name, num_target_layers, left=left, default=default)
+    by_output = section.get(name, list, default)[:1] == [1] and not is_by_speculators(store)
+    return read_layers(section, name, num_target_layers, by_output=by_output, default=default)
 
 
 def _flag(store: TensorStore, name: str) -> bool:

@@ -102,7 +102,7 @@ ARCHITECTURES = (*_LAYOUTS, "MTPDraftModel")
 
 def serves(store: TensorStore) -> bool:
     """Whether config.json names one of the architectures."""
-    return _is_alone(store) or any(name in _LAYOUTS for name in store.architectures)
+    return _is_by_speculators(store) or any(name in _LAYOUTS for name in store.architectures)
 
 
 def load(store: TensorStore, target: TargetModel, *, dtype: torch.dtype, device: torch.device) -> DraftModel:
@@ -112,14 +112,14 @@ def load(store: TensorStore, target: TargetModel, *, dtype: torch.dtype, device:
     token (MtpModules). A layer without its own embedding or head shares the target's `embed.weight` and `logits`.
     Raises CheckpointError for any problem.
     """
-    config, layout = _described(store)
+    config, layout = _read_layout(store)
     config.require("hidden_act", "silu")
     first = 0
     if layout is _GLM:
         first = config.get("num_hidden_layers", int)
         count = mtp.count_modules(store, first)
     else:
-        count = _one(store, config, layout)
+        count = _read_count(store, config, layout)
     modules = []
     for module in range(count):
         weights = ScopedWeights(store, layout.prefix.format(layer=first + module), dtype, device)
@@ -128,14 +128,14 @@ def load(store: TensorStore, target: TargetModel, *, dtype: torch.dtype, device:
     return modules[0] if len(modules) == 1 else MtpModules(modules)
 
 
-def _is_alone(store: TensorStore) -> bool:
+def _is_by_speculators(store: TensorStore) -> bool:
     """Whether speculators saved the layer, without a target."""
     return store.config.values.get("speculators_model_type") == "mtp" or "MTPDraftModel" in store.architectures
 
 
-def _described(store: TensorStore) -> tuple[ConfigReader, MtpLayout]:
+def _read_layout(store: TensorStore) -> tuple[ConfigReader, MtpLayout]:
     """Return the section of config.json that describes the layer, and its layout. Raises CheckpointError."""
-    if not _is_alone(store):
+    if not _is_by_speculators(store):
         layout = next(_LAYOUTS[name] for name in store.architectures if name in _LAYOUTS)
         nested = isinstance(store.config.values.get("text_config"), dict)
         return store.config.section("text_config") if nested else store.config, layout
@@ -143,19 +143,19 @@ def _described(store: TensorStore) -> tuple[ConfigReader, MtpLayout]:
     kind = config.get("model_type", str)
     if kind not in _MODEL_TYPES:
         raise CheckpointError(
-            f"model_type in {config.place} must be {', '.join(_MODEL_TYPES)}, got {kind!r}, whose layers are not "
-            "known. Use a draft trained for one of those."
+            f"model_type in {config.place} must be one of {', '.join(_MODEL_TYPES)}, got {kind!r}. "
+            "Use a draft trained for one of those."
         )
     return config, _MODEL_TYPES[kind]
 
 
-def _one(store: TensorStore, config: ConfigReader, layout: MtpLayout) -> int:
+def _read_count(store: TensorStore, config: ConfigReader, layout: MtpLayout) -> int:
     """Return 1, the number of draft layers. Raises CheckpointError if config.json has another number; Qwen3-Next's has
     none."""
-    section = store.config if _is_alone(store) else config
+    section = store.config if _is_by_speculators(store) else config
     if (count := section.get(layout.count, int, 1)) != 1:
         raise CheckpointError(
-            f"{layout.count} in {section.place} must be 1, got {count}: one layer of {layout.prefix}* drafts at every "
+            f"{layout.count} in {section.place} must be 1, got {count}: one layer, {layout.prefix}*, drafts every "
             "step. Use a checkpoint with one."
         )
     return count
@@ -169,10 +169,9 @@ class GroupedPrediction(PredictionLayer):
     ) -> None:
         """config: the section that describes the layer. layer: its index among the draft's layers."""
         hidden, eps, offset = config.get("hidden_size", int), config.positive("rms_norm_eps"), layout.norm_offset
-        said, gated = config.get("use_qk_norm", bool, False), layout.gated
-        qk_norm = said if layout.qk_norm is None else layout.qk_norm
+        qk_norm = config.get("use_qk_norm", bool, False) if layout.qk_norm is None else layout.qk_norm
         attention = read_grouped_shape(
-            config, eps, qk_norm=qk_norm, gated=gated, norm_offset=offset, rotated=layout.rotated
+            config, eps, qk_norm=qk_norm, gated=layout.gated, norm_offset=offset, rotated=layout.rotated
         )
         check_target(weights.store, target, config.get("vocab_size", int), hidden)
         super().__init__(

@@ -63,14 +63,14 @@ class LatentEagle3(Eagle3Ends, OneLayerDraft):
         residual = both.chunk(2, -1)[1].contiguous() if self._normed_residual else hidden
         delta = self.attention(both, positions, self.layer, attention, keep)
         x, normed = self.mlp_norm(residual if keep is None else keep(residual), delta)
-        return self.head.handed_on(self.mlp(normed, x))
+        return self.head.next_states(self.mlp(normed, x))
 
 
 def serves(store: TensorStore) -> bool:
     """Whether config.json names the architecture, or the tensors have the names of EAGLE-3 and of MLA."""
     first = first_prefix(store)
-    wanted = {f"{first}hidden_norm.weight", f"{first}self_attn.kv_a_proj_with_mqa.weight"}
-    return any(name in ARCHITECTURES for name in store.architectures) or wanted <= store.names()
+    names = {f"{first}hidden_norm.weight", f"{first}self_attn.kv_a_proj_with_mqa.weight"}
+    return any(name in ARCHITECTURES for name in store.architectures) or names <= store.names()
 
 
 def load(store: TensorStore, target: TargetModel, *, dtype: torch.dtype, device: torch.device) -> LatentEagle3:
@@ -80,8 +80,8 @@ def load(store: TensorStore, target: TargetModel, *, dtype: torch.dtype, device:
     config.require("attention_bias", False)
     if (count := config.get("num_hidden_layers", int, 1)) != 1:
         raise CheckpointError(
-            f"num_hidden_layers in {config.place} must be 1, got {count}: an EAGLE-3 over latent attention has one "
-            "layer here. Use a draft of one layer."
+            f"num_hidden_layers in {config.place} must be 1 for EAGLE-3 over latent attention, got {count}. "
+            "Use a draft with one layer."
         )
     vocab = config.get("vocab_size", int)
     read = config.get("target_hidden_size", int, config.get("hidden_size", int))

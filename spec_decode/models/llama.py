@@ -27,8 +27,7 @@ class LlamaTarget(TargetModel):
         super().__init__()
         if config.latent is not None:
             raise ValueError(
-                f"a target's layers keep keys and values, got {config.latent}; the model was not made. Leave latent "
-                "out of the target's config."
+                f"a target cannot use latent attention, got {config.latent}. Leave latent out of its config."
             )
         self.config = config
         self.num_layers = config.num_layers

@@ -51,7 +51,7 @@ def load_draft(
     target's `logits`, and the target's `embed` (weight [V, H]) if it has no embedding. Raises CheckpointError for any
     problem in the folder and for a draft that does not fit the target.
     """
-    store, kind = _opened(folder)
+    store, kind = _open(folder)
     draft: DraftModel = kind.load(store, target, dtype=dtype, device=torch.device(device))
     return draft
 
@@ -59,10 +59,10 @@ def load_draft(
 def check_draft(folder: Path) -> None:
     """Raise CheckpointError for a folder that `load_draft` rejects for every target. Call it before loading the target,
     which can take minutes."""
-    _opened(folder)
+    _open(folder)
 
 
-def _opened(folder: Path) -> tuple[TensorStore, Any]:
+def _open(folder: Path) -> tuple[TensorStore, Any]:
     """Open a draft's checkpoint and find the module of _KINDS that loads it. Raises CheckpointError."""
     store = TensorStore.open(folder)
     # Report an unsupported kind before quantised weights: converting those would not help.
@@ -70,13 +70,12 @@ def _opened(folder: Path) -> tuple[TensorStore, Any]:
     if quantised := store.config.section("quantization_config").values:
         raise CheckpointError(
             f"{store.config.place} must have no quantization_config, got quant_method "
-            f"{quantised.get('quant_method')!r}: such weights mean nothing without their scales, which are not read. "
-            "Convert the checkpoint to bf16."
+            f"{quantised.get('quant_method')!r}; quantised weights are not supported. Convert the checkpoint to bf16."
         )
     if kind is None:
         raise CheckpointError(
-            f"{folder} must hold a draft of a known kind, got architectures "
-            f"{store.config.values.get('architectures')}. Known are {'; '.join(_KINDS)}."
+            f"{folder} must hold a supported kind of draft, got architectures "
+            f"{store.config.values.get('architectures')}. Supported are {'; '.join(_KINDS)}."
         )
     return store, kind
 
@@ -97,8 +96,8 @@ def _kind_of(store: TensorStore, modules: Sequence[Any]) -> Any:
     for unserved in _UNSERVED:
         if (evidence := unserved.evidence(store)) is not None:
             raise CheckpointError(
-                f"{store.config.place} must be of a kind of draft that is served, it is of {unserved.name} "
-                f"({evidence}). Use a draft of another kind: {'; '.join(_KINDS)}."
+                f"{store.config.place} describes an unsupported kind of draft: {unserved.name} (found {evidence}). "
+                f"Supported are {'; '.join(_KINDS)}."
             )
     return next((module for module in modules if module.serves(store)), None)
 
@@ -131,8 +130,8 @@ class UnservedKind:
             if self.projector is not None and section.values.get("projector_type") == self.projector:
                 return f"projector_type {self.projector!r}"
         names = sorted(store.names()) if self.tensors is not None else []
-        found = next((name for name in names if re.match(self.tensors or "", name)), None)
-        return None if found is None else f"a tensor {found}"
+        tensor = next((name for name in names if re.match(self.tensors or "", name)), None)
+        return None if tensor is None else f"tensor {tensor}"
 
 
 _UNSERVED = (
@@ -143,7 +142,7 @@ _UNSERVED = (
         tensors=r"(model\.)?(xpress_head|refiner_head)\.",
     ),
     UnservedKind(
-        name="LiLiCorr, DFlash with attention over the candidates of a block",
+        name="LiLiCorr, DFlash with attention over a block's candidates",
         architectures=("LiLiCorrDraftModel",),
         tensors=r"(model\.)?lilicorr\.",
     ),
@@ -157,15 +156,15 @@ _UNSERVED = (
         tensors=r"mtp\.\d+\.markov_head\.",
     ),
     UnservedKind(
-        name="multi-token prediction over tokens that an indexer chooses, as in GLM-5 and DeepSeek-V3.2",
+        name="multi-token prediction with an indexer for sparse attention, as in GLM-5 and DeepSeek-V3.2",
         tensors=r"model\.layers\.\d+\.self_attn\.indexer\.",
     ),
     UnservedKind(
-        name="Qwen's multi-token prediction over hyper-connections",
+        name="Qwen's multi-token prediction with hyper-connections",
         tensors=r"mtp\.hyper_connection_mixer\.",
     ),
     UnservedKind(
-        name="MiMo-V2's multi-token prediction, in windows with sinks and values narrower than keys",
+        name="MiMo-V2's multi-token prediction, with windows, sinks, and values narrower than keys",
         tensors=r"model\.mtp\.layers\.\d+\.",
     ),
 )

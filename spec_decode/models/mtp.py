@@ -49,16 +49,15 @@ def load(store: TensorStore, target: TargetModel, *, dtype: torch.dtype, device:
 
 def count_modules(store: TensorStore, first: int) -> int:
     """Return the number of draft layers from `first` on. Raises CheckpointError if config.json says otherwise."""
-    wanted = store.config.get("num_nextn_predict_layers", int)
+    expected = store.config.get("num_nextn_predict_layers", int)
     layers = {name.split(".")[2] for name in store.names() if name.startswith("model.layers.")}
-    found = next(index for index in count() if str(first + index) not in layers)
-    if found != wanted:
+    present = next(index for index in count() if str(first + index) not in layers)
+    if present != expected:
         raise CheckpointError(
-            f"{store.folder} must hold tensors of as many layers that draft as num_nextn_predict_layers says, {wanted} "
-            f"from model.layers.{first} on, got {found}; a token would be drafted by the wrong layer or by none. "
-            "Complete the download, or write into config.json how many there are."
+            f"{store.folder} must hold num_nextn_predict_layers draft layers, {expected} from model.layers.{first} on, "
+            f"got {present}. Complete the download, or correct config.json."
         )
-    return wanted
+    return expected
 
 
 def read_feed_forward(

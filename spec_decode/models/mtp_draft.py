@@ -104,8 +104,8 @@ def check_published_form(config: ConfigReader) -> None:
     if config.get("num_nextn_predict_layers", int, 0) < 1:
         raise CheckpointError(
             f"num_nextn_predict_layers in {config.place} must be at least 1, got "
-            f"{config.values.get('num_nextn_predict_layers')}; the checkpoint has no layer that drafts. "
-            "Use one that was published with it."
+            f"{config.values.get('num_nextn_predict_layers')}; the checkpoint has no draft layer. "
+            "Use one that has."
         )
     config.require("hidden_act", "silu")
     config.require("attention_bias", False)

@@ -47,7 +47,7 @@ def save_pair(folder: Path, target: LlamaTarget, draft: EagleDraft, training: di
 
     Raises CheckpointError, with nothing written, for a draft in 8 bits.
     """
-    _check_whole(draft)
+    _check_unquantised(draft)
     folder.mkdir(parents=True, exist_ok=True)
     _write_json(folder / "config.json", {"target": target.config, "draft": draft.config})
     _write_json(folder / "training.json", training)
@@ -60,12 +60,11 @@ def save_draft(folder: Path, name: str, draft: EagleDraft | DFlash, training: di
 
     Raises CheckpointError, with nothing written, for a folder without a pair, an invalid name, or a draft in 8 bits.
     """
-    _check_whole(draft)
+    _check_unquantised(draft)
     index = _read_index(folder / "config.json")
     if name in ("target", "draft") or not name.isidentifier():
         raise CheckpointError(
-            f"a further draft is named like a variable, and neither target nor draft, got {name!r}. "
-            "Choose another name."
+            f"name must be an identifier other than target and draft, got {name!r}. Choose another name."
         )
     if isinstance(draft, EagleDraft):
         _check_fits(folder, name, draft.config, index.target)
@@ -110,11 +109,10 @@ def load_pair(
     return target, _load(folder, draft, lambda: EagleDraft(config, target), dtype, device)
 
 
-def _check_whole(draft: DraftModel) -> None:
+def _check_unquantised(draft: DraftModel) -> None:
     if any(isinstance(part, Fp8Weight) for part in draft.modules()):
         raise CheckpointError(
-            "the draft's weights are in 8 bits, and a folder holds them as they were before. Save it before "
-            "quantise_draft, or load it anew."
+            "a draft with 8-bit weights cannot be saved. Save it before quantise_draft, or load it again."
         )
 
 
@@ -126,9 +124,8 @@ def _check_fits(folder: Path, name: str, draft: ModelConfig, target: ModelConfig
 def _check_states(folder: Path, num_layers: int) -> None:
     if (layers := aux_hidden_state_layers(folder, num_layers)) not in (None, (num_layers,)):
         raise CheckpointError(
-            f"the target of a pair returns the states of its last layer, {num_layers - 1}, and target_layer_ids of the "
-            f"draft in {folder} asks for {[layer - 1 for layer in layers or ()]}. Use a draft "
-            "trained on this target."
+            f"target_layer_ids of the draft in {folder} must be the target's last layer, {num_layers - 1}, got "
+            f"{[layer - 1 for layer in layers or ()]}. Use a draft trained on this target."
         )
 
 
@@ -149,7 +146,7 @@ def _write_state(path: Path, state: Mapping[str, torch.Tensor]) -> None:
 
 
 def _read_index(path: Path) -> _Index:
-    values = read_object(path, "Name the folder that holds config.json.")
+    values = read_object(path, "Pass the folder that holds config.json.")
     if missing := {"target", "draft"} - values.keys():
         raise CheckpointError(f"{path} lacks {sorted(missing)}. Add the missing config.")
     try:
@@ -165,7 +162,7 @@ def _load(folder: Path, name: str, make: Callable[[], M], dtype: torch.dtype, de
             model = make()
     except (RuntimeError, ValueError) as error:
         raise CheckpointError(
-            f"the models of {folder / 'config.json'} cannot be made: {error}. Fix their sizes."
+            f"the models in {folder / 'config.json'} cannot be created: {error}. Fix their sizes."
         ) from error
     path = folder / f"{name}.safetensors"
     check_safetensors(path)
@@ -177,6 +174,6 @@ def _load(folder: Path, name: str, make: Callable[[], M], dtype: torch.dtype, de
     try:
         model.load_state_dict(typed, assign=True)
     except RuntimeError as error:
-        said = " ".join(str(error).split())
-        raise CheckpointError(f"{path} does not fit its config.json: {said:.1000}. Use matching files.") from error
+        message = " ".join(str(error).split())
+        raise CheckpointError(f"{path} does not fit its config.json: {message:.1000}. Use matching files.") from error
     return model.eval().requires_grad_(False).to(device)

@@ -45,7 +45,7 @@ def test_draft_takes_weights_of_8_bits_for_the_draft(pair, run):
     assert result.exit_code == 0 and "draft's products read weights in fp8" in result.output, result.output
     assert " on cpu, bfloat16, draft weights in fp8\n" in result.output
     refused = run(*draft_words(pair, "x", "--draft-weights", "fp8"))
-    assert refused.exit_code != 0 and "this one is in float32" in refused.output
+    assert refused.exit_code != 0 and "bfloat16 or float16, got float32" in refused.output
     assert "'int8' is not 'fp8'" in run(*words, "int8").output
 
 

@@ -203,7 +203,7 @@ REFUSED = {
     "more tokens than modules": (
         "modules",
         {"tree": None, "steps": 5},
-        "at most 4 a round, got num_speculative_tokens 5; .* Lower it to 4 or less",
+        r"num_speculative_tokens must be at most 4, .*, got 5\. Lower it",
     ),
 }
 

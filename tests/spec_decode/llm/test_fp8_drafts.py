@@ -98,7 +98,10 @@ def test_the_loaded_draft_has_8_bits_and_the_target_not() -> None:
 REFUSED = {
     "no draft": ({"draft": None}, r"draft_weights is 'fp8' and there is no draft\. Pass draft="),
     "a draft that drafts nothing": ({"num_speculative_tokens": 0}, "Pass draft=, and no num_speculative_tokens=0, or"),
-    "float32": ({"dtype": "auto"}, r"and this one is in float32\. Load the models with dtype bfloat16"),
+    "float32": (
+        {"dtype": "auto"},
+        r"needs a draft in bfloat16 or float16, got float32\. Load the models with dtype bfloat16",
+    ),
     "another name": ({"draft_weights": "int8"}, r"draft_weights is 'int8'\..* Pass one of fp8, or leave it out"),
     "a number": ({"draft_weights": 8}, r"draft_weights is 8\. Pass one of fp8, or leave it out"),
 }

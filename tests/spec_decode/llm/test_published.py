@@ -141,7 +141,7 @@ REFUSED: dict[str, tuple[Callable[[Path, Path], object], str]] = {
         lambda target, draft: write_tokenizer(draft, ["<end>", "<turn>", "cat", "the", "sat"]),
         r"2 of 5 tokens have other numbers .*: 'the' is 2 in .* and 3 in ",
     ),
-    "another vocabulary": (lambda target, draft: write_model(draft, vocab_size=9), r"9 .*8|8 .*9"),
+    "another vocabulary": (lambda target, draft: write_model(draft, vocab_size=9), "has vocab_size 9, the target 8"),
     "an end that is no token": (
         lambda target, draft: (target / "generation_config.json").write_text('{"eos_token_id": ["<end>"]}'),
         "eos_token_id has '<end>'",

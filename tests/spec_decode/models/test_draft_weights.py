@@ -153,7 +153,7 @@ def of_a_target_that_does_not_say(tmp_path):
 
 
 REFUSED = {
-    "float32": (lambda _: shipped(torch.float32), "is in float32. Load the models with dtype bfloat16"),
+    "float32": (lambda _: shipped(torch.float32), "got float32. Load the models with dtype bfloat16"),
     "a target": (lambda _: load_pair(SHIPPED_PAIR, dtype=torch.bfloat16)[0], "a DraftModel, got LlamaTarget. Pass the"),
     "another library's layers": (lambda _: Foreign(), "Foreign uses none of this library's linear layers"),
     "a head that is more than a product": (of_a_target_that_does_not_say, "Leave draft_weights out, or use a draft"),
@@ -175,7 +175,7 @@ def test_weights_of_8_bits_are_not_made_twice_or_by_an_unknown_name():
     with pytest.raises(BatchError, match=r"is 'f8'\. Did you mean fp8\? Pass one of fp8, or leave it out"):
         quantise_draft(draft, "f8")
     quantise_draft(draft)
-    with pytest.raises(BatchError, match=r"in 8 bits already\. Call quantise_draft once"):
+    with pytest.raises(BatchError, match=r"already in 8 bits\. Call quantise_draft once"):
         quantise_draft(draft)
 
 
@@ -185,5 +185,5 @@ def test_a_gpu_that_cannot_convert_8_bits_is_refused(monkeypatch):
     check = partial(check_draft_weights, "fp8", torch.float16, torch.device("cuda:0"))
     check()
     check()
-    with pytest.raises(BatchError, match=r"needs a GPU of compute capability 8\.9 or more, and cuda:0 has 8\.0"):
+    with pytest.raises(BatchError, match=r"needs compute capability 8\.9 or more .*, cuda:0 has 8\.0\."):
         check()

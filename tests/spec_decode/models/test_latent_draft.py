@@ -90,8 +90,8 @@ PROBLEMS = {
     "num_kv_heads must be 1, got 2": {"num_kv_heads": 2, "num_q_heads": 2},
     "rope_dim must be even, 2 to head_dim 32, got 7": {"latent": LatentConfig(rope_dim=7, q_rank=1, out_rank=1)},
     "rope_dim must be even, 2 to head_dim 32, got 34": {"latent": LatentConfig(rope_dim=34, q_rank=1, out_rank=1)},
-    "at most 24, got 28": {"latent": LatentConfig(rope_dim=8, q_rank=1, out_rank=1, value_dim=28)},
-    "at most 24, got 0": {"latent": LatentConfig(rope_dim=8, q_rank=1, out_rank=1, value_dim=0)},
+    "head_dim - rope_dim = 24, got 28": {"latent": LatentConfig(rope_dim=8, q_rank=1, out_rank=1, value_dim=28)},
+    "head_dim - rope_dim = 24, got 0": {"latent": LatentConfig(rope_dim=8, q_rank=1, out_rank=1, value_dim=0)},
     "q_rank must be at least 1, got 0": {"latent": LatentConfig(rope_dim=8, q_rank=0, out_rank=1)},
     "out_rank must be at least 1, got -2": {"latent": LatentConfig(rope_dim=8, q_rank=1, out_rank=-2)},
 }
@@ -111,7 +111,7 @@ def test_the_spec_of_a_latent_layer_says_all_of_it(config):
 
 
 def test_a_target_with_latents_is_refused():
-    with pytest.raises(ValueError, match="Leave latent out of the target's config"):
+    with pytest.raises(ValueError, match="Leave latent out of its config"):
         LlamaTarget(make_latent_config())
 
 

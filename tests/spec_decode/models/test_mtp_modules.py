@@ -113,7 +113,7 @@ def test_the_plan_says_that_there_are_no_later_steps(tmp_path):
 
 def test_more_tokens_than_modules_are_refused_before_anything_is_allocated(fixture, monkeypatch):
     monkeypatch.setattr(torch, "zeros", None)
-    with pytest.raises(BatchError, match=r"at most 4 a round, got num_speculative_tokens 5; .* Lower it to 4 or less"):
+    with pytest.raises(BatchError, match=r"num_speculative_tokens must be at most 4, .*, got 5\. Lower it"):
         Drafter(fixture.model, fixture.groups, fixture.tables, DrafterConfig(num_speculative_tokens=COUNT + 1))
 
 
@@ -142,5 +142,5 @@ def test_a_checkpoint_with_other_modules_than_it_says_is_refused(tmp_path, said,
     tensors = {name: tensor for module in held for name, tensor in module_tensors(V3_CONFIG, module).items()}
     checkpoint = Generated({**V3_CONFIG, "num_nextn_predict_layers": said}, tensors)
     row = len(held) if held == list(range(len(held))) else 1
-    with pytest.raises(CheckpointError, match=rf"says, {said} from model\.layers\.2 on, got {row}[;.]"):
+    with pytest.raises(CheckpointError, match=rf"draft layers, {said} from model\.layers\.2 on, got {row}[;.]"):
         load_draft(checkpoint.write(tmp_path), StubTarget(**V3.target), dtype=torch.float32)

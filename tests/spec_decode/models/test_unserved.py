@@ -20,9 +20,9 @@ HELD = [
     ("LiLiCorr, ", make_dflash(), "model.lilicorr.layers.0.up.weight"),
     ("Domino, ", make_dflash(), "prefix_gru.weight_ih_l0"),
     ("DeepSeek-V4's DSpark, ", make_v4(), "mtp.2.markov_head.markov_w1.weight"),
-    ("multi-token prediction over tokens that an indexer", make_mtp(V3_CONFIG), "model.layers.2.self_attn.indexer.wk"),
+    ("multi-token prediction with an indexer", make_mtp(V3_CONFIG), "model.layers.2.self_attn.indexer.wk"),
     (
-        "Qwen's multi-token prediction over hyper-con",
+        "Qwen's multi-token prediction with hyper-con",
         make_mtp(QWEN_CONFIG),
         "mtp.hyper_connection_mixer.hc_norm.weight",
     ),
@@ -30,7 +30,7 @@ HELD = [
 ]
 """A kind, a checkpoint of another one, and the tensor that makes it of this kind."""
 UNSERVED = NAMED + [
-    (kind, plain.changed(changes, {name: torch.ones(2, 3)}), f"a tensor {name}")
+    (kind, plain.changed(changes, {name: torch.ones(2, 3)}), f"tensor {name}")
     for kind, plain, name in HELD
     for changes in ({}, {"quantization_config": {"quant_method": "fp8"}})
 ]
@@ -43,8 +43,8 @@ def assert_named(folder, kind, evidence):
         with pytest.raises(CheckpointError) as refused:
             read()
         message = str(refused.value)
-        said = f"{folder / 'config.json'} must be of a kind of draft that is served, it is of {kind}"
-        assert message.startswith(said) and f" ({evidence})" in message
+        said = f"{folder / 'config.json'} describes an unsupported kind of draft: {kind}"
+        assert message.startswith(said) and f" (found {evidence})" in message
         assert "DSpark (markov_head among its tensors)" in message
 
 
