@@ -104,7 +104,7 @@ def test_no_further_wave_is_written_after_the_deadline(eagle3, folders, monkeypa
 
 def test_too_little_text_for_a_window_is_refused(eagle3, folders, tmp_path, monkeypatch):
     monkeypatch.setattr(eagle3, "write_in_parallel", lambda *asked: [1] * (eagle3.WINDOW + 1))
-    with pytest.raises(SystemExit, match="Ask for more --texts"):
+    with pytest.raises(SystemExit, match="Increase --texts"):
         eagle3.main(["--target", str(folders[0]), "--out", str(tmp_path), *TINY])
     assert not list(Path(tmp_path).iterdir())
 

@@ -99,7 +99,7 @@ def test_training_twice_gives_the_same_draft(trained):
 
 
 def test_without_a_target_nothing_is_trained(tmp_path):
-    with pytest.raises(CheckpointError, match=r"config\.json, which cannot be read"):
+    with pytest.raises(CheckpointError, match=r"config\.json cannot be read"):
         train_draft(tmp_path, "latent_draft", RECIPE, CPU, {})
 
 

@@ -47,7 +47,7 @@ def test_the_engines_builder_drafts_in_one_graph(stranger: tuple[Stranger, Path]
     environment, checkout = stranger
     command = "attn-backends draft 'def read(path):' --backend engine_paged --strategy full_loop --max-tokens 4"
 
-    assert "(engine_paged): advanced in the graph; the engine says that" in environment.must(command, checkout)
+    assert "(engine_paged): advanced in the graph; the engine claims to" in environment.must(command, checkout)
 
 
 def test_a_wrong_update_is_named_with_its_field_and_step(lie: dict[str, Result]) -> None:

@@ -20,14 +20,14 @@ def main() -> None:
     recipe = Recipe()
     parser = argparse.ArgumentParser(prog="python -m train_pair", description=__doc__)
     parser.add_argument("--out", type=Path, default=SHIPPED_PAIR)
-    parser.add_argument("--draft", choices=FURTHER_DRAFTS, help="train this draft of the target in --out")
+    parser.add_argument("--draft", choices=FURTHER_DRAFTS, help="train this draft for the target in --out")
     parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))
     for name in ("seed", "target_steps", "draft_steps", "batch"):
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=getattr(recipe, name))
     flags = vars(parser.parse_args())
     out, device, draft = flags.pop("out"), flags.pop("device"), flags.pop("draft")
     if draft and flags["target_steps"] != recipe.target_steps:
-        parser.error("--draft takes the target in --out as it is: leave --target-steps out")
+        parser.error("--draft does not train the target: leave --target-steps out")
     command = ["python", "-m", "train_pair", *sys.argv[1:]]
     origin = {"command": shlex.join(command), "commit": environment(device).commit}
     if draft:

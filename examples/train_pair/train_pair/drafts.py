@@ -28,6 +28,6 @@ def make_draft(config: ModelConfig | dict[str, Any], target: LlamaTarget, device
     if any(draft.config.windows) or any(draft.config.causal or ()):
         raise ValueError(
             f"blocks are trained without windows and causality, got windows {draft.config.windows} and causal "
-            f"{draft.config.causal}; the draft was not made. Leave them out of its config."
+            f"{draft.config.causal}. Leave them out of its config."
         )
     return draft.train().requires_grad_(True)

@@ -105,15 +105,15 @@ def load_target(folder: Path) -> TransformersTarget:
     model = load_model(folder, dtype=torch.float32)
     layers = model.config.get_text_config().num_hidden_layers
     if layers < 3:
-        raise SystemExit(f"the model in {folder} has {layers} layers, EAGLE-3 reads the states before the last 3.")
+        raise SystemExit(f"the model in {folder} has {layers} layers, but EAGLE-3 needs at least 3.")
     target = TransformersTarget(model, aux_hidden_state_layers=(2, layers // 2, layers - 3))
     for group in target.layer_groups(page_size=1):
         window = group.spec.sliding_window or 0
         plain = replace(group.spec, scale=None, soft_cap=None, sliding_window=window if window > WINDOW else None)
         if group.spec != plain or target.output_projection is None:
             raise SystemExit(
-                f"heads are trained on targets of plain attention and plain logits, the model in {folder} has a "
-                f"scale, a cap or a window below {WINDOW + 1} tokens of its own. Use another model."
+                f"a target must have plain attention and logits, but the model in {folder} has its own scale, a cap "
+                f"or a window below {WINDOW + 1} tokens. Use another model."
             )
     return target
 
@@ -124,20 +124,20 @@ def make_head(target: TransformersTarget, vocab: torch.Tensor, device: torch.dev
     States are normed, as in EAGLE-3.1, because those of a target's deep layers are large. The projection to the
     vocabulary starts as the target's, everything else is random.
     """
-    theirs, layers = target.config, target.aux_hidden_state_layers or ()
+    target_config, layers = target.config, target.aux_hidden_state_layers or ()
     heads = target.layer_groups(page_size=1)[0].spec
     config = {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
-        "hidden_size": theirs.hidden_size,
-        "intermediate_size": 2 * theirs.intermediate_size,
+        "hidden_size": target_config.hidden_size,
+        "intermediate_size": 2 * target_config.intermediate_size,
         "num_hidden_layers": 1,
         "num_attention_heads": heads.num_q_heads,
         "num_key_value_heads": heads.num_kv_heads,
         "head_dim": heads.head_dim,
-        "rms_norm_eps": theirs.rms_norm_eps,
-        "rope_theta": theirs.rope_parameters.get("rope_theta", 10000.0),
-        "max_position_embeddings": theirs.max_position_embeddings,
+        "rms_norm_eps": target_config.rms_norm_eps,
+        "rope_theta": target_config.rope_parameters.get("rope_theta", 10000.0),
+        "max_position_embeddings": target_config.max_position_embeddings,
         "vocab_size": target.vocab_size,
         "draft_vocab_size": len(vocab),
         "fc_norm": True,
@@ -168,7 +168,7 @@ def unrolled_loss(
     with torch.no_grad():
         states = target(tokens.flatten(), positions_of(tokens), causal_attention(batch))
         weight = target.lm_head.weight[vocab]
-        wanted = F.linear(states.hidden, weight).float().view(*tokens.shape, -1)
+        target_logits = F.linear(states.hidden, weight).float().view(*tokens.shape, -1)
         best = target.logits(states.hidden).argmax(-1).view(tokens.shape)
     inputs = tokens[:, 1:]
     attention, positions = unrolled_attention(inputs), positions_of(inputs)
@@ -182,8 +182,8 @@ def unrolled_loss(
         out = head(inputs.flatten(), state.flatten(0, 1), positions, attention).view(*inputs.shape, -1)
         # The first `step` positions have no state from the head before them.
         logits = head.logits(out[:, step:].flatten(0, 1)).float()
-        theirs = wanted[:, 1 + step :].flatten(0, 1)
-        loss = loss + STEP_WEIGHT**step * F.cross_entropy(logits, theirs.softmax(-1))
+        target_probs = target_logits[:, 1 + step :].flatten(0, 1).softmax(-1)
+        loss = loss + STEP_WEIGHT**step * F.cross_entropy(logits, target_probs)
         hits.append((vocab[logits.argmax(-1)] == best[:, 1 + step :].flatten()).float().mean())
         state = F.pad(out[:, :-1], (0, 0, 1, 0))
     return loss, torch.stack(hits)
@@ -198,13 +198,13 @@ def train(
         {"params": [w for w in weights if (w.dim() > 1) is wide], "weight_decay": 0.05 * wide} for wide in (True, False)
     ]
     optimizer = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95), fused=True)
-    began, step = time.monotonic(), 0
+    start, step = time.monotonic(), 0
     while (now := time.monotonic()) < deadline or not step:
-        part = min((now - began) / (deadline - began), 1.0) if deadline > began else 1.0
+        progress = min((now - start) / (deadline - start), 1.0) if deadline > start else 1.0
         starts = torch.randint(len(text) - WINDOW - 1, (batch, 1), device=text.device)
         tokens = text[starts + torch.arange(WINDOW + 1, device=text.device)]
         for group in optimizer.param_groups:
-            group["lr"] = LR * min((step + 1) / WARM_UP, 0.5 + 0.5 * math.cos(math.pi * part))
+            group["lr"] = LR * min((step + 1) / WARM_UP, 0.5 + 0.5 * math.cos(math.pi * progress))
         with torch.autocast(text.device.type, torch.bfloat16, enabled=text.is_cuda):
             loss, hits = unrolled_loss(head, target, tokens, vocab)
         optimizer.zero_grad()
@@ -212,8 +212,8 @@ def train(
         nn.utils.clip_grad_norm_(weights, 1.0)
         optimizer.step()
         if step % 100 == 0:
-            shown = " ".join(f"{hit:.3f}" for hit in hits.tolist())
-            print(f"step {step}, {100 * part:.0f} %: loss {loss.item():.3f}, steps right {shown}", flush=True)
+            accuracy = " ".join(f"{hit:.3f}" for hit in hits.tolist())
+            print(f"step {step}, {100 * progress:.0f} %: loss {loss.item():.3f}, accuracy {accuracy}", flush=True)
         step += 1
     return step
 
@@ -236,34 +236,34 @@ def save(head: Eagle3, vocab: torch.Tensor, config: dict[str, Any], training: di
 def accepted(target: Path, out: Path, count: int, tokens: int, device: torch.device) -> dict[str, float]:
     """Return the mean accepted draft tokens per round, of STEPS, on held-out prompts, by temperature."""
     llm = LLM(target, draft=out, num_speculative_tokens=STEPS, device=device, max_num_seqs=min(count, 32))
-    found, prompts = {}, make_prompts(count, held_out=True)
+    results, prompts = {}, make_prompts(count, held_out=True)
     for temperature in (0.0, 1.0):
         llm.generate(
             prompts, [SamplingParams(max_tokens=tokens, temperature=temperature, seed=i) for i in range(count)]
         )
-        found[f"temperature {temperature:g}"] = round(llm.engine.stats.mean_accepted, 3)
-    return found
+        results[f"temperature {temperature:g}"] = round(llm.engine.stats.mean_accepted, 3)
+    return results
 
 
 def run(flags: argparse.Namespace, command: Sequence[str]) -> dict[str, Any]:
     """Generate text, train, save and measure; returns the content of training.json."""
-    began = time.monotonic()
+    start = time.monotonic()
     torch.manual_seed(flags.seed)
     target = load_target(flags.target)
-    until = began + 60 * flags.minutes * WRITING
+    deadline = start + 60 * flags.minutes * WRITING
     text = torch.tensor(
-        write_in_parallel(flags.writers, flags.target, flags.texts, flags.tokens, flags.seed, flags.device, until)
+        write_in_parallel(flags.writers, flags.target, flags.texts, flags.tokens, flags.seed, flags.device, deadline)
     )
     counts = torch.bincount(text)
     vocab = counts.argsort(descending=True)[: flags.vocab].sort().values
     covered = counts[vocab].sum().item() / len(text)
     if len(text) <= WINDOW + 1:
-        raise SystemExit(f"the target wrote {len(text)} tokens, a window has {WINDOW + 1}. Ask for more --texts.")
-    print(f"{len(text)} tokens written in {time.monotonic() - began:.0f} s, {covered:.1%} of them in the vocabulary")
+        raise SystemExit(f"the target generated {len(text)} tokens, but a window has {WINDOW + 1}. Increase --texts.")
+    print(f"{len(text)} tokens generated in {time.monotonic() - start:.0f} s, {covered:.1%} of them in the vocabulary")
     vocab = vocab.to(flags.device)
     head, config = make_head(target.to(flags.device), vocab, flags.device)
-    written = time.monotonic()
-    steps = train(head, target, text.to(flags.device), vocab, began + 60 * flags.minutes, flags.batch)
+    training_start = time.monotonic()
+    steps = train(head, target, text.to(flags.device), vocab, start + 60 * flags.minutes, flags.batch)
     record = {
         "command": shlex.join(["python", "-m", "train_pair.eagle3", *command]),
         "commit": environment(flags.device).commit,
@@ -272,13 +272,13 @@ def run(flags: argparse.Namespace, command: Sequence[str]) -> dict[str, Any]:
         "tokens_written": len(text),
         "covered_by_vocabulary": round(covered, 4),
         "training_steps": steps,
-        "training_seconds": round(time.monotonic() - written, 1),
+        "training_seconds": round(time.monotonic() - training_start, 1),
         "seed": flags.seed,
         "tokens_a_step": flags.batch * WINDOW,
     }
     save(head, vocab, config, record, flags.out)
     record["accepted_of_4"] = accepted(flags.target, flags.out, flags.prompts, flags.tokens, flags.device)
-    record["wall_seconds"] = round(time.monotonic() - began)
+    record["wall_seconds"] = round(time.monotonic() - start)
     save(head, vocab, config, record, flags.out)
     return record
 
@@ -289,7 +289,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--target", type=Path, required=True, help="folder of the model")
     parser.add_argument("--out", type=Path, required=True, help="folder of the head")
     parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))
-    parser.add_argument("--minutes", type=float, default=5.0, help="of writing and training together")
+    parser.add_argument("--minutes", type=float, default=5.0, help="of generating text and training")
     for name, value in {
         "texts": 65536,
         "tokens": 256,
@@ -300,7 +300,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "seed": 0,
     }.items():
         parser.add_argument(f"--{name}", type=int, default=value)
-    parser.add_argument("--only-measure", action="store_true", help="how many tokens of the head in --out are kept")
+    parser.add_argument("--only-measure", action="store_true", help="measure accepted tokens of the head in --out")
     command = sys.argv[1:] if arguments is None else list(arguments)
     flags = parser.parse_args(command)
     if flags.only_measure:

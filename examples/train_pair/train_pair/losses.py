@@ -62,17 +62,18 @@ def unrolled_loss(draft: EagleDraft, target: LlamaTarget, tokens: torch.Tensor, 
     """
     with torch.no_grad():
         hidden = run_target(target, tokens)
-        wanted = target.logits(hidden).float().log_softmax(-1)
+        target_log_probs = target.logits(hidden).float().log_softmax(-1)
     inputs = tokens[:, 1:]
     attention, positions = unrolled_attention(inputs, draft.config.sliding_window), positions_of(inputs)
     state, loss = hidden[:, :-1], torch.zeros((), device=tokens.device)
     for step in range(recipe.unroll):
         out = draft(inputs.flatten(), state.flatten(0, 1), positions, attention).view(*inputs.shape, -1)
         # The first `step` positions have no draft state before them.
-        ours, theirs = out[:, step:], hidden[:, 1 + step :]
-        found = draft.logits(ours).float().log_softmax(-1).flatten(0, 1)
-        kl = F.kl_div(found, wanted[:, 1 + step :].flatten(0, 1), log_target=True, reduction="batchmean")
-        loss = loss + recipe.step_weight**step * (kl + recipe.hidden_weight * F.smooth_l1_loss(ours, theirs))
+        states, target_states = out[:, step:], hidden[:, 1 + step :]
+        log_probs = draft.logits(states).float().log_softmax(-1).flatten(0, 1)
+        kl = F.kl_div(log_probs, target_log_probs[:, 1 + step :].flatten(0, 1), log_target=True, reduction="batchmean")
+        distance = F.smooth_l1_loss(states, target_states)
+        loss = loss + recipe.step_weight**step * (kl + recipe.hidden_weight * distance)
         state = F.pad(out[:, :-1], (0, 0, 1, 0))
     return loss
 
@@ -88,8 +89,9 @@ def block_loss(draft: DFlash, target: LlamaTarget, tokens: torch.Tensor, recipe:
         hidden = run_target(target, tokens)
         rows = torch.arange(len(tokens), device=tokens.device)[:, None, None]
         # A mask predicts the token at its own position, the target the one after.
-        wanted = target.logits(hidden[rows, blocks.starts[..., None] + place]).float().log_softmax(-1)
-    found = draft.logits(run_blocks(draft, tokens, hidden, blocks)).float().log_softmax(-1)
-    kl = F.kl_div(found, wanted, log_target=True, reduction="none").sum(-1)
+        at_masks = hidden[rows, blocks.starts[..., None] + place]
+        target_log_probs = target.logits(at_masks).float().log_softmax(-1)
+    log_probs = draft.logits(run_blocks(draft, tokens, hidden, blocks)).float().log_softmax(-1)
+    kl = F.kl_div(log_probs, target_log_probs, log_target=True, reduction="none").sum(-1)
     weight = recipe.place_weight**place * (place < blocks.lens[..., None])
     return (kl * weight).sum() / weight.sum()

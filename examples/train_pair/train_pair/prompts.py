@@ -47,7 +47,7 @@ QUESTIONS = (
     "Give three tips about {}.",
 )
 
-OF_TWO = (
+PAIR_QUESTIONS = (
     "What do {} and {} have in common?",
     "Which came first, {} or {}?",
     "Write a dialogue between two friends, one of whom likes {} and the other {}.",
@@ -74,12 +74,12 @@ def make_prompts(count: int, *, held_out: bool, seed: int = 0) -> list[Prompt]:
     """Return `count` prompts. Of every four, one is a question about one topic, two are about two topics, and one is
     the beginning of a sentence. Held-out prompts share no topic with the others."""
     topics = [topic.strip() for topic in TOPICS.split("|") if topic.strip()]
-    asked = [topic for place, topic in enumerate(topics) if (place % HELD_OUT == 0) is held_out]
+    selected = [topic for place, topic in enumerate(topics) if (place % HELD_OUT == 0) is held_out]
     rng = random.Random(seed)
 
     def prompt(place: int) -> Prompt:
-        forms = (BEGINNINGS, QUESTIONS, OF_TWO, OF_TWO)[place % 4]
-        text = rng.choice(forms).format(*rng.sample(asked, 2))
-        return text if forms is BEGINNINGS else [{"role": "user", "content": text}]
+        templates = (BEGINNINGS, QUESTIONS, PAIR_QUESTIONS, PAIR_QUESTIONS)[place % 4]
+        text = rng.choice(templates).format(*rng.sample(selected, 2))
+        return text if templates is BEGINNINGS else [{"role": "user", "content": text}]
 
     return [prompt(place) for place in range(count)]

@@ -33,9 +33,9 @@ from train_pair.recipe import DRAFT, FURTHER_DRAFTS, TARGET, Recipe
 _Curve = list[tuple[int, float]]
 """Held-out loss by step."""
 
-_OF_THE_TARGET = {"target_steps", "target_lr", "target_decay", "byte_noise"}
-_OF_STEPS = {"unroll", "step_weight", "hidden_weight"}
-_OF_BLOCKS = {"blocks", "place_weight"}
+_TARGET_SETTINGS = {"target_steps", "target_lr", "target_decay", "byte_noise"}
+_STEP_SETTINGS = {"unroll", "step_weight", "hidden_weight"}
+_BLOCK_SETTINGS = {"blocks", "place_weight"}
 """Settings that apply only to the target, to drafts with one step per token, and to block drafts."""
 
 
@@ -46,7 +46,7 @@ def train_pair(out: Path, recipe: Recipe, device: torch.device, origin: dict[str
     draft = EagleDraft(DRAFT, target).to(device)
     draft_curve = run.draft(target, draft)
     curves = {"target_curve": target_curve, "draft_curve": draft_curve}
-    record = {**origin, **run.record(target, draft, curves, unused=_OF_BLOCKS)}
+    record = {**origin, **run.record(target, draft, curves, unused=_BLOCK_SETTINGS)}
     save_pair(out, target, draft, record)
     return record
 
@@ -57,7 +57,7 @@ def train_draft(out: Path, name: str, recipe: Recipe, device: torch.device, orig
     run = _Run(recipe, device)
     draft = make_draft(FURTHER_DRAFTS[name], target, device)
     curve = run.draft(target, draft)
-    unused = _OF_THE_TARGET | (_OF_STEPS if isinstance(draft, DFlash) else _OF_BLOCKS)
+    unused = _TARGET_SETTINGS | (_STEP_SETTINGS if isinstance(draft, DFlash) else _BLOCK_SETTINGS)
     record = {**origin, **run.record(target, draft, {"draft_curve": curve}, unused=unused)}
     save_draft(out, name, draft, record)
     return record
@@ -67,7 +67,7 @@ class _Run:
     """The seed, the clock and the text of one training run."""
 
     def __init__(self, recipe: Recipe, device: torch.device) -> None:
-        self.began = time.perf_counter()
+        self.started = time.perf_counter()
         torch.manual_seed(recipe.seed)
         self.recipe, self.device = recipe, device
         self.text, self.length = corpus(), recipe.window + 1
@@ -110,7 +110,7 @@ class _Run:
             "recipe": {name: value for name, value in asdict(recipe).items() if name not in unused},
             "losses": losses,
             "accepted_of_4_per_round": accepted,
-            "wall_seconds": round(time.perf_counter() - self.began, 1),
+            "wall_seconds": round(time.perf_counter() - self.started, 1),
             **curves,
             "samples": texts[:: max(1, len(texts) // 4)],
         }

@@ -69,8 +69,8 @@ class WrappedBuilder(MetadataBuilder[WrappedMetadata]):
     @classmethod
     def advance_support(cls, spec: AttentionSpec, device: torch.device) -> AdvanceSupport:
         if cls.engine_builder.supports_draft_decode_metadata_update:
-            return AdvanceSupport(AdvanceLevel.IN_GRAPH, "the engine says that it updates draft metadata in place")
-        return AdvanceSupport(AdvanceLevel.REBUILD, "the engine builds draft metadata anew for every step")
+            return AdvanceSupport(AdvanceLevel.IN_GRAPH, "the engine claims to update draft metadata in place")
+        return AdvanceSupport(AdvanceLevel.REBUILD, "the engine rebuilds draft metadata for every step")
 
     def build(self, batch: AttentionBatch, *, horizon: int = 0) -> WrappedMetadata:
         self.check_horizon(batch, horizon)
