@@ -159,7 +159,7 @@ def check_aux_states(
 
     Also raises CheckpointError if the target returns the states of other layers.
     """
-    remedy = f"Create the target with the states of {len(layers)} layers as aux_hidden_state_layers."
+    remedy = f"Create the target with {len(layers)} aux_hidden_state_layers."
     check_target(store, target, vocab_size, hidden_size, states_size=len(layers) * hidden_size, remedy=remedy)
     if target.aux_hidden_state_layers not in (None, layers):
         raise CheckpointError(

@@ -24,10 +24,10 @@ def capturing() -> Iterator[dict[int, torch.Tensor]]:
         _CAPTURED.reset(token)
 
 
-def set_hooks(decoder: nn.Module, num_layers: int, wanted: Sequence[int]) -> None:
+def set_hooks(decoder: nn.Module, num_layers: int, states: Sequence[int]) -> None:
     """Let `capturing` collect these states, 0 to num_layers. Raises ValueError if the layers cannot be identified."""
     layers = _layers(decoder, num_layers)
-    for state in set(wanted):
+    for state in set(states):
         if state == 0:
             layers[0].register_forward_pre_hook(_capture_input, with_kwargs=True)
         else:
