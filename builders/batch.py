@@ -69,16 +69,16 @@ def check_batch(batch: AttentionBatch, device: torch.device) -> None:
     vectors = (batch.query_start_loc, batch.seq_lens, batch.slot_mapping, batch.positions)
     require(
         batch.block_table.stride(1) == 1 and all(vector.is_contiguous() for vector in vectors),
-        f"rows of the block table and all other tensors of a batch must be contiguous, got strides "
-        f"{batch.block_table.stride()} and {[vector.stride() for vector in vectors]}; a kernel would read the elements "
-        "between. Pass slices of persistent buffers.",
+        "rows of the block table and all other tensors of a batch must be contiguous, got strides "
+        f"{batch.block_table.stride()} and {[vector.stride() for vector in vectors]}; a kernel would read the gaps. "
+        "Pass slices of persistent buffers.",
     )
     if batch.tree_masks is not None:
         _check_trees(batch, batch.tree_masks, device)
     require(
         batch.num_tokens == rows[0] * batch.max_query_len or not batch.uniform,
         f"a uniform batch of {rows[0]} rows of {batch.max_query_len} tokens has {rows[0] * batch.max_query_len}, got "
-        f"{batch.num_tokens}; rows would end elsewhere. Say uniform=False.",
+        f"{batch.num_tokens}; rows would be misread. Pass uniform=False.",
     )
 
 
@@ -86,9 +86,9 @@ def _check_trees(batch: AttentionBatch, masks: torch.Tensor, device: torch.devic
     require_tensor("tree_masks", masks, shape=(batch.num_tokens,), dtype=torch.int64, device=device)
     require(
         batch.max_query_len <= MAX_TREE_TOKENS and masks.is_contiguous(),
-        f"a request's tree must have at most {MAX_TREE_TOKENS} query tokens, whose masks are contiguous, got "
-        f"{batch.max_query_len} and strides {masks.stride()}; a token's ancestors are the bits of one word. "
-        "Leave out the least probable paths.",
+        f"a request's tree must have at most {MAX_TREE_TOKENS} query tokens and contiguous masks, got "
+        f"{batch.max_query_len} and strides {masks.stride()}; a token's ancestors are the bits of one word. Drop the "
+        "least probable paths.",
     )
 
 
@@ -159,26 +159,26 @@ class BatchBuffers:
         require_counts("a batch's query and sequence lengths", [*lens, *seqs])
         require(
             0 < len(lens) == len(seqs) <= num_reqs <= self.max_reqs and len(lens) <= len(limits),
-            f"a batch has 1 to {min(self.max_reqs, len(limits))} requests with a query length and a sequence length "
-            f"each, got {len(lens)} and {len(seqs)} padded to {num_reqs}. Load the requests' "
-            "tables first and pass one of each per request.",
+            f"a batch has 1 to {min(self.max_reqs, len(limits))} requests, each with a query and a sequence length, "
+            f"got {len(lens)} and {len(seqs)} padded to {num_reqs}. Load the requests' tables first and pass one of "
+            "each per request.",
         )
         for request, (query, seq) in enumerate(zip(lens, seqs, strict=True)):
             require(
                 1 <= query <= seq,
                 f"request {request} needs 1 <= query length <= sequence length, got {query} and {seq}: its earlier "
-                "rows would see no keys. Leave an empty request out of the batch.",
+                "rows would see no keys. Leave empty requests out.",
             )
             start = self.tables.writable_host[request]
             require(
                 seq - query >= start,
-                f"request {request} may write from position {start} on, got queries from position {seq - query}; they "
-                "would overwrite a prefix that others read. Query only what is not cached.",
+                f"request {request} can write from position {start} on, got queries from position {seq - query}; they "
+                "would overwrite a shared prefix. Query only uncached tokens.",
             )
             require(
                 seq <= limits[request],
-                f"request {request} may hold {limits[request]} tokens, got a sequence of {seq}; its writes would "
-                "leave its pages. Allocate pages and raise its limit, or finish the request.",
+                f"request {request} can hold {limits[request]} tokens, got a sequence of {seq}; it would write outside "
+                "its pages. Allocate pages and raise its limit, or finish the request.",
             )
 
     def _write(self, lens: list[int], seqs: list[int], padded: list[int]) -> None:

@@ -71,7 +71,7 @@ class CaptureConstants:
             ("max_query_len", self.max_query_len, needed.max_query_len),
             ("max_seq_len", self.max_seq_len, needed.max_seq_len),
         )
-        return [f"{name}: captured with {ours}, needed {theirs}" for name, ours, theirs in pairs if theirs > ours]
+        return [f"{name}: captured with {own}, needed {other}" for name, own, other in pairs if other > own]
 
 
 class MetadataBuilder(ABC, Generic[M]):
@@ -107,7 +107,7 @@ class MetadataBuilder(ABC, Generic[M]):
         super().__init_subclass__(**kwargs)
         claims = any("advance_support" in base.__dict__ for base in cls.__mro__[1:] if base is not MetadataBuilder)
         if "build" in cls.__dict__ and "advance_support" not in cls.__dict__ and claims:
-            cls.advance_support = classmethod(_restate_the_claim)  # type: ignore[method-assign, assignment]
+            cls.advance_support = classmethod(_inherited_advance_support)  # type: ignore[method-assign, assignment]
 
     @classmethod
     @abstractmethod
@@ -130,22 +130,21 @@ class MetadataBuilder(ABC, Generic[M]):
         and for a horizon beyond the pages of a block-table row."""
         if not (batch.num_reqs and batch.num_tokens):
             raise BatchError(
-                f"a batch must have a row and a query token, got {batch.num_reqs} and {batch.num_tokens}; no kernel "
-                "has anything to do. Leave the step out."
+                f"a batch must have a row and a query token, got {batch.num_reqs} and {batch.num_tokens}; kernels "
+                "would have nothing to do. Skip the step."
             )
         if batch.num_reqs > self.max_reqs or batch.num_tokens > self.max_tokens or batch.max_seq_len > self.max_seq_len:
             raise BatchError(
                 f"this builder has buffers for {self.max_reqs} rows, {self.max_tokens} tokens and lengths up to "
                 f"{self.max_seq_len}, got a batch of {batch.num_reqs}, {batch.num_tokens} and up to "
-                f"{batch.max_seq_len}; a kernel would leave them. Make one for larger bounds."
+                f"{batch.max_seq_len}; kernels would overrun them. Make one with larger bounds."
             )
         capacity = batch.block_table.shape[1] * self.spec.page_size
         require_counts("horizons", (horizon,))
         require(
             0 <= horizon < capacity,
-            f"a horizon must be 0 to {capacity - 1}, the tokens of the {batch.block_table.shape[1]} pages of a row but "
-            f"one, got {horizon}; every request would leave its pages on the way. Build again "
-            "sooner, or allocate wider tables.",
+            f"horizon must be 0 to {capacity - 1}, one less than the tokens in the {batch.block_table.shape[1]} pages "
+            f"of a row, got {horizon}; every request would run out of pages. Rebuild sooner, or allocate wider tables.",
         )
 
     def advance(self, metadata: M) -> None:
@@ -156,8 +155,8 @@ class MetadataBuilder(ABC, Generic[M]):
         contents. A builder that claims REBUILD or PREPLANNED does not define it; calling it then raises BatchError.
         """
         raise BatchError(
-            f"metadata advances only by a builder that defines advance(), {type(self).__name__} does not; it would be "
-            "stale. Define it for a claim of IN_GRAPH, or build again for every step."
+            f"a builder must define advance() to advance metadata, {type(self).__name__} does not; it would be stale. "
+            "Define it to claim IN_GRAPH, or rebuild for every step."
         )
 
     @abstractmethod
@@ -165,8 +164,10 @@ class MetadataBuilder(ABC, Generic[M]):
         """Return the host values baked into a graph captured with this metadata."""
 
 
-def _restate_the_claim(cls: type[MetadataBuilder[Any]], spec: AttentionSpec, device: torch.device) -> AdvanceSupport:
+def _inherited_advance_support(
+    cls: type[MetadataBuilder[Any]], spec: AttentionSpec, device: torch.device
+) -> AdvanceSupport:
     return AdvanceSupport(
         AdvanceLevel.REBUILD,
-        f"{cls.__name__} overrides build() and inherits its advance; it must state advance_support() again",
+        f"{cls.__name__} overrides build() but inherits advance; it must define advance_support() again",
     )

@@ -27,16 +27,16 @@ def require_type(name: str, value: object, kind: type) -> None:
     require(isinstance(value, kind), f"{name} must be of type {kind.__name__}, got {type(value).__name__}. Pass one.")
 
 
-def did_you_mean(asked: str, known: Iterable[str]) -> str:
+def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return a suggestion to append to an error; empty if no known name is close."""
-    close = get_close_matches(asked, list(known), 1)
+    close = get_close_matches(name, list(known), 1)
     return f" Did you mean {close[0]}?" if close else ""
 
 
 def require_counts(name: str, values: Iterable[object]) -> None:
     """Raise BatchError unless every value is an int and not a bool: a tensor would silently convert anything else."""
     if wrong := [value for value in values if type(value) is not int]:
-        raise BatchError(f"{name} must be ints, got {wrong[0]!r}; a tensor would hold another number. Convert it.")
+        raise BatchError(f"{name} must be ints, got {wrong[0]!r}; a tensor would change the value. Convert it.")
 
 
 def type_problems(record: object) -> list[str]:
@@ -46,7 +46,7 @@ def type_problems(record: object) -> list[str]:
     return [
         f"{name} must be {' or '.join(map(_describe, types))}, got {value!r}"
         for name, types in fields.items()
-        if not any(_has_type(value := getattr(record, name), one) for one in types)
+        if not any(_has_type(value := getattr(record, name), kind) for kind in types)
     ]
 
 
@@ -64,8 +64,8 @@ def _field_types(record: type) -> dict[str, tuple[Any, ...]]:
 
 def _alternatives(hint: Any) -> Iterator[Any]:
     if isinstance(hint, UnionType) or get_origin(hint) is Union:
-        for one in get_args(hint):
-            yield from _alternatives(one)
+        for member in get_args(hint):
+            yield from _alternatives(member)
     else:
         yield get_origin(hint) or hint
 
@@ -89,11 +89,11 @@ def require_tensor(
     A device without an index matches every device of its type.
     """
     wanted, found = tuple(shape), tuple(tensor.shape)
-    fits = len(wanted) == len(found) and all(w in (None, f) for w, f in zip(wanted, found, strict=True))
+    fits = len(wanted) == len(found) and all(want in (None, size) for want, size in zip(wanted, found, strict=True))
     if not fits or tensor.dtype != dtype or not _same_device(tensor.device, device):
         raise BatchError(
-            f"{name} must be {dtype} {list(wanted)} on {device}, got {tensor.dtype} {list(found)} on "
-            f"{tensor.device}; a kernel would read it as something else. Convert it first."
+            f"{name} must be {dtype} {list(wanted)} on {device}, got {tensor.dtype} {list(found)} on {tensor.device}; "
+            "a kernel would misread it. Convert it first."
         )
 
 
@@ -105,8 +105,8 @@ def require_vector(
     require_tensor(name, vector, shape=(length,), dtype=dtype, device=device)
     if not vector.is_contiguous():
         raise BatchError(
-            f"{name} must be contiguous, got stride {vector.stride(0)}; a kernel would read the elements between. Make "
-            "it contiguous first."
+            f"{name} must be contiguous, got stride {vector.stride(0)}; a kernel would read the gaps. Make it "
+            "contiguous first."
         )
 
 

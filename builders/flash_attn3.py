@@ -37,7 +37,7 @@ class FlashAttn3Builder(BatchMetadataBuilder[FlashAttn3Metadata]):
     graph_support = GraphSupport.ALWAYS
     step_fields = ("seq_lens", "slot_mapping", "kv_lens")
 
-    _MOST_SPLITS = 32
+    _MAX_SPLITS = 32
     """The limit passed to the kernel, which picks each request's splits by its length, on the device, to fill it."""
     _TILE_ROWS = 64
     """Query rows of the kernel's smallest tile. A row is one head of a group, for one token."""
@@ -79,4 +79,4 @@ class FlashAttn3Builder(BatchMetadataBuilder[FlashAttn3Metadata]):
         tiles = batch.num_reqs * self.spec.num_kv_heads * row_tiles
         if row_tiles > 1 and 4 * tiles >= 3 * num_sms(self.device):
             return 1
-        return max(1, min(splits_in_memory(batch, self.spec), self._MOST_SPLITS))
+        return max(1, min(splits_in_memory(batch, self.spec), self._MAX_SPLITS))

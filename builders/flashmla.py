@@ -40,11 +40,11 @@ def load_flashmla(entries: Mapping[str, set[str]] = SPARSE) -> Any:
         except Exception as error:  # a broken build can raise anything; its message becomes the reason
             if isinstance(error, ModuleNotFoundError) and error.name == package:
                 continue
-            raise RuntimeError(f"{name} is installed and cannot be used: {type(error).__name__}: {error}") from error
+            raise RuntimeError(f"{name} is installed but cannot be used: {type(error).__name__}: {error}") from error
         for entry, needed in entries.items():
             found = set(signature(getattr(module, entry)).parameters) if hasattr(module, entry) else set()
             if missing := sorted(needed - found):
-                raise RuntimeError(f"{name} is too old: its {entry} must take {' and '.join(missing)}")
+                raise RuntimeError(f"{name} is too old: its {entry} must accept {' and '.join(missing)}")
         return module
     raise ImportError("FlashMLA is not installed, as flash_mla or in vllm")
 

@@ -14,12 +14,12 @@ from builders.spec import AttentionSpec
 
 
 class QueryChunk(NamedTuple):
-    """Query tokens start to end of a batch, all in one row, which has `behind` query tokens after them."""
+    """Query tokens start to end of a batch, all in one row; tokens_after query tokens follow there."""
 
     row: int
     start: int
     end: int
-    behind: int
+    tokens_after: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,7 +44,7 @@ class FlashMlaDenseBuilder(BatchMetadataBuilder[FlashMlaDenseMetadata]):
     graph_support = GraphSupport.UNIFORM_BATCH
     step_fields = ("seq_lens", "slot_mapping", "kv_lens")
 
-    _MOST_TOKENS = 128
+    _MAX_TOKENS = 128
     """Query tokens of a row per call: fp32 partial results take 0.5 MB per token with 128 heads."""
 
     def allocate(self) -> None:
@@ -56,7 +56,7 @@ class FlashMlaDenseBuilder(BatchMetadataBuilder[FlashMlaDenseMetadata]):
 
     def build(self, batch: AttentionBatch, *, horizon: int = 0) -> FlashMlaDenseMetadata:
         self.check_horizon(batch, horizon)
-        chunks = () if batch.uniform and batch.max_query_len <= self._MOST_TOKENS else self._chunks_of(batch)
+        chunks = () if batch.uniform and batch.max_query_len <= self._MAX_TOKENS else self._chunks_of(batch)
         metadata = FlashMlaDenseMetadata(
             **self.batch_fields(batch),
             chunks=chunks,
@@ -67,9 +67,9 @@ class FlashMlaDenseBuilder(BatchMetadataBuilder[FlashMlaDenseMetadata]):
 
     def advance(self, metadata: FlashMlaDenseMetadata) -> None:
         lens = metadata.kv_lens
-        for at, chunk in enumerate(metadata.chunks):
+        for i, chunk in enumerate(metadata.chunks):
             seen = metadata.seq_lens[chunk.row : chunk.row + 1]
-            torch.sub(seen, chunk.behind if self.spec.causal else 0, out=lens[at : at + 1])
+            torch.sub(seen, chunk.tokens_after if self.spec.causal else 0, out=lens[i : i + 1])
         if metadata.chunks:
             lens.clamp_(min=0)
 
@@ -80,8 +80,8 @@ class FlashMlaDenseBuilder(BatchMetadataBuilder[FlashMlaDenseMetadata]):
         chunks, start = [], 0
         for row, query_len in enumerate(lens):
             end = start + query_len
-            for at in range(start, end, self._MOST_TOKENS):
-                until = min(at + self._MOST_TOKENS, end)
-                chunks.append(QueryChunk(row, at, until, end - until))
+            for first in range(start, end, self._MAX_TOKENS):
+                stop = min(first + self._MAX_TOKENS, end)
+                chunks.append(QueryChunk(row, first, stop, end - stop))
             start = end
         return tuple(chunks)

@@ -63,9 +63,9 @@ class TritonPagedBuilder(PagedViewBuilder):
 
     _TOKENS_PER_SPLIT = 64
     """Shorter splits cost more in the merge than they gain (measured on an H200, see reports)."""
-    _TOKENS_OF_FEW = 32
+    _TOKENS_PER_SHORT_SPLIT = 32
     """Used instead if splits of 64 would leave half of the device idle and a KV head's query rows fit one tile."""
-    _ROWS_OF_A_TILE = 16
+    _ROWS_PER_TILE = 16
     _WAVES = 4
     """Programs per SM that a decode launch aims for."""
 
@@ -74,8 +74,8 @@ class TritonPagedBuilder(PagedViewBuilder):
         heads, sms = batch.num_reqs * self.spec.num_kv_heads, num_sms(self.device)
         splits = -(-visible // self._TOKENS_PER_SPLIT)
         rows = batch.max_query_len * self.spec.group_size
-        if rows <= self._ROWS_OF_A_TILE and 2 * heads * splits <= sms:
-            splits = -(-visible // self._TOKENS_OF_FEW)
+        if rows <= self._ROWS_PER_TILE and 2 * heads * splits <= sms:
+            splits = -(-visible // self._TOKENS_PER_SHORT_SPLIT)
         return max(1, min(self._WAVES * sms // heads, splits, 64, splits_in_memory(batch, self.spec)))
 
 
@@ -83,14 +83,14 @@ class TritonMlaBuilder(PagedViewBuilder):
     """Splits each request's KV tokens so that a launch has one program per SM, which measured fastest."""
 
     _TOKENS_PER_SPLIT = 32
-    _MOST_SPLITS = 128
+    _MAX_SPLITS = 128
     _ROWS_PER_PROGRAM = 64
     """Maximum query tokens times heads per program."""
 
     def splits(self, batch: AttentionBatch) -> int:
         tiles = batch.num_reqs * -(-batch.max_query_len * self.spec.num_q_heads // self._ROWS_PER_PROGRAM)
         wanted = num_sms(self.device) // tiles
-        return max(1, min(wanted, -(-batch.max_seq_len // self._TOKENS_PER_SPLIT), self._MOST_SPLITS))
+        return max(1, min(wanted, -(-batch.max_seq_len // self._TOKENS_PER_SPLIT), self._MAX_SPLITS))
 
 
 def splits_in_memory(batch: AttentionBatch, spec: AttentionSpec) -> int:

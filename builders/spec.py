@@ -72,7 +72,7 @@ class AttentionSpec:
         if self.scale is None and type(self.head_dim) is int and self.head_dim > 0:
             set_field(self, "scale", self.head_dim**-0.5)
         if problems := type_problems(self) or self._problems():
-            raise SpecError("this AttentionSpec describes no attention: " + "; ".join(problems))
+            raise SpecError("this AttentionSpec is invalid: " + "; ".join(problems))
 
     def _problems(self) -> list[str]:
         problems = [
@@ -98,8 +98,8 @@ class AttentionSpec:
             )
         if self.tree and not self.causal:
             problems.append(
-                "a tree's masks say which query tokens see each other, so a spec with trees must be causal, got one "
-                "that is not"
+                "a tree's masks say which query tokens see each other, so a spec with trees must be causal, got "
+                "causal=False"
             )
         if self.tree and self.sliding_window is not None and self.sliding_window < MAX_TREE_TOKENS:
             problems.append(

@@ -48,7 +48,7 @@ class RequestTables:
             min(sizes) >= 1,
             f"page sizes, page counts, max_reqs and max_seq_len must be 1 or more, got {list(page_sizes)}, "
             f"{list(num_pages)}, {max_reqs} and {max_seq_len}; no request would fit, so no table was allocated. Raise "
-            "what is too small.",
+            "the values below 1.",
         )
         slots = max(size * count for size, count in zip(page_sizes, num_pages, strict=True))
         require(
@@ -74,7 +74,7 @@ class RequestTables:
         """The largest token limit of the live requests."""
         self.writable_host: tuple[int, ...] = ()
         self._rows: list[list[list[int]]] = [[] for _ in page_sizes]
-        self._taken: list[set[int]] = [set() for _ in page_sizes]
+        self._allocated: list[set[int]] = [set() for _ in page_sizes]
 
     @property
     def num_groups(self) -> int:
@@ -106,11 +106,11 @@ class RequestTables:
             host[group, :num_reqs][owned] = torch.tensor([*chain(*rows)], dtype=torch.int32, device="cpu")
         limits = torch.zeros(self.max_reqs, dtype=torch.int32, device="cpu")
         limits[:num_reqs] = torch.tensor(list(token_limits), dtype=torch.int32, device="cpu")
-        for sent, table in ((host, self.block_tables), (limits, self.token_limits)):
-            table.copy_(pinned(sent, self.device), non_blocking=True)
+        for source, table in ((host, self.block_tables), (limits, self.token_limits)):
+            table.copy_(pinned(source, self.device), non_blocking=True)
         self.overflow.zero_()
         self._rows = [[list(row) for row in rows] for rows in pages]
-        self._taken = [{page for row in rows for page in row} for rows in pages]
+        self._allocated = [{page for row in rows for page in row} for rows in pages]
         self.num_live = num_reqs
         self.limits_host = tuple(token_limits)
         self.longest = max(token_limits, default=0)
@@ -126,12 +126,12 @@ class RequestTables:
         kept = len(kept_rows)
         if len(set(kept_rows)) != kept or (kept and not 0 <= min(kept_rows) <= max(kept_rows) < self.num_live):
             raise BatchError(
-                f"kept_rows must be different live rows, 0 to {self.num_live - 1}, got {list(kept_rows)}; two requests "
-                "would share pages, or one have none. Keep each row once, and let new ones grow."
+                f"kept_rows must be distinct live rows, 0 to {self.num_live - 1}, got {list(kept_rows)}; two requests "
+                "would share pages, or one have none. List each row once, and grow new ones."
             )
         require(
             0 <= num_new <= self.max_reqs - kept,
-            f"at most {self.max_reqs} requests fit these tables, got {kept} that stay and {num_new} new ones. Allocate "
+            f"at most {self.max_reqs} requests fit these tables, got {kept} kept and {num_new} new ones. Allocate "
             "larger tables or run the rest in another batch.",
         )
         order = staged(kept_rows, self.device)
@@ -140,25 +140,25 @@ class RequestTables:
         self.token_limits[:kept] = self.token_limits.index_select(0, order)
         self.token_limits[kept:].zero_()
         self.overflow.zero_()
-        self._taken = [self._taken_by(group, kept_rows) for group in range(self.num_groups)]
+        self._allocated = [self._allocated_to(group, kept_rows) for group in range(self.num_groups)]
         self._rows = [[*map(rows.__getitem__, kept_rows), *([] for _ in range(num_new))] for rows in self._rows]
         self.num_live = kept + num_new
         self.limits_host = (*map(self.limits_host.__getitem__, kept_rows), *(0,) * num_new)
         self.longest = max(self.limits_host, default=0)
         self.writable_host = (*map(self.writable_host.__getitem__, kept_rows), *(0,) * num_new)
 
-    def _taken_by(self, group: int, kept_rows: Sequence[int]) -> set[int]:
+    def _allocated_to(self, group: int, kept_rows: Sequence[int]) -> set[int]:
         """Return the pages of a group that the kept rows hold, by removing those of the other rows."""
         if not kept_rows:
             return set()
-        rows, taken, size = self._rows[group], self._taken[group], self.page_sizes_host[group]
+        rows, allocated, size = self._rows[group], self._allocated[group], self.page_sizes_host[group]
         for row in set(range(self.num_live)).difference(kept_rows):
-            taken.difference_update(rows[row])
+            allocated.difference_update(rows[row])
         # A prefix shared with a removed row is still read.
         for row in kept_rows:
             if start := self.writable_host[row]:
-                taken.update(rows[row][: start // size])
-        return taken
+                allocated.update(rows[row][: start // size])
+        return allocated
 
     def grow(self, pages: Mapping[int, Sequence[Sequence[int]]], token_limits: Mapping[int, int]) -> None:
         """Append pages to live requests in place and raise their limits, without waiting for the device.
@@ -169,7 +169,7 @@ class RequestTables:
         """
         if pages.keys() != token_limits.keys() or not all(0 <= request < self.num_live for request in pages):
             raise BatchError(
-                f"pages and limits must be of the same requests, 0 to {self.num_live - 1}, got {sorted(pages)} and "
+                f"pages and limits must be for the same requests, 0 to {self.num_live - 1}, got {sorted(pages)} and "
                 f"{sorted(token_limits)}. Load a request before it grows."
             )
         require_counts("token limits", token_limits.values())
@@ -178,9 +178,9 @@ class RequestTables:
         self._check_appended(pages)
         self._write_growth(pages, token_limits)
         for request, groups in pages.items():
-            for row, taken, new in zip(self._rows, self._taken, groups, strict=True):
+            for row, allocated, new in zip(self._rows, self._allocated, groups, strict=True):
                 row[request] += new
-                taken.update(new)
+                allocated.update(new)
         limits = list(self.limits_host)
         for request, limit in token_limits.items():
             limits[request] = limit
@@ -189,34 +189,34 @@ class RequestTables:
 
     def _write_growth(self, pages: Mapping[int, Sequence[Sequence[int]]], token_limits: Mapping[int, int]) -> None:
         for group, rows in enumerate(self._rows):
-            at: tuple[list[int], ...] = ([], [], [])  # row, column and page of each new entry
+            entries: tuple[list[int], ...] = ([], [], [])  # row, column and page of each new entry
             for request, groups in pages.items():
                 start, new = len(rows[request]), groups[group]
-                at[0].extend([request] * len(new))
-                at[1].extend(range(start, start + len(new)))
-                at[2].extend(new)
-            if at[0]:
-                row, column, page = staged(at, self.device)
+                entries[0].extend([request] * len(new))
+                entries[1].extend(range(start, start + len(new)))
+                entries[2].extend(new)
+            if entries[0]:
+                row, column, page = staged(entries, self.device)
                 self.block_tables[group, row, column] = page.int()
         if token_limits:
             row, limit = staged([list(token_limits), list(token_limits.values())], self.device)
             self.token_limits[row] = limit.int()
 
     def _check_growth(self, request: int, groups: Sequence[Sequence[int]], limit: int) -> None:
-        counts, most = [], self.max_seq_len
+        counts, max_tokens = [], self.max_seq_len
         for rows, new, size in zip(self._rows, groups, self.page_sizes_host, strict=False):
             counts.append(len(rows[request]) + len(new))
-            most = min(most, counts[-1] * size)
+            max_tokens = min(max_tokens, counts[-1] * size)
         if len(groups) != self.num_groups or max(counts) > self.max_pages:
             raise BatchError(
                 f"request {request} has {[len(rows[request]) for rows in self._rows]} pages in {self.num_groups} "
-                f"groups and may have {self.max_pages} in each, got {[len(new) for new in groups]} more. Pass one list "
-                "a group, or enlarge the tables."
+                f"groups and can have {self.max_pages} in each, got {[len(new) for new in groups]} more. Pass one list "
+                "per group, or enlarge the tables."
             )
-        if not self.limits_host[request] <= limit <= most:
+        if not self.limits_host[request] <= limit <= max_tokens:
             raise BatchError(
-                f"request {request} may hold {self.limits_host[request]} tokens, and {most} once it has grown, got a "
-                f"limit of {limit}; its writes would leave its pages. Grow by more, or raise it less."
+                f"request {request} can hold {self.limits_host[request]} tokens, and {max_tokens} once grown, got a "
+                f"limit of {limit}; it would write outside its pages. Append more pages, or lower the limit."
             )
 
     def _check_appended(self, pages: Mapping[int, Sequence[Sequence[int]]]) -> None:
@@ -225,9 +225,9 @@ class RequestTables:
             require_counts(f"page ids of group {group}", appended)
             distinct = set(appended)
             in_pool = not distinct or 0 <= min(distinct) <= max(distinct) < self.num_pages[group]
-            if not in_pool or len(distinct) != len(appended) or not distinct.isdisjoint(self._taken[group]):
+            if not in_pool or len(distinct) != len(appended) or not distinct.isdisjoint(self._allocated[group]):
                 raise BatchError(
-                    f"pages appended in group {group} must be among 0 to {self.num_pages[group] - 1} and free, got "
+                    f"pages appended to group {group} must be 0 to {self.num_pages[group] - 1} and free, got "
                     f"{appended}; two requests would share a slot. Take them from the free list."
                 )
 
@@ -250,8 +250,9 @@ class RequestTables:
         require_counts("token limits and writable_from", (*token_limits, *writable_from))
         if not all(0 <= start <= limit for start, limit in zip(writable_from, token_limits, strict=True)):
             raise BatchError(
-                f"writable_from must be positions, 0 to the request's token limit, got {list(writable_from)} of limits "
-                f"{list(token_limits)}; pages of a prefix would pass for others. Pass 0 where everything is written."
+                f"writable_from must be positions, 0 to the request's token limit, got {list(writable_from)} for "
+                f"limits {list(token_limits)}; prefix pages would be mistaken for others. Pass 0 if all pages are "
+                "writable."
             )
 
     def _check_group(
@@ -269,19 +270,19 @@ class RequestTables:
                 )
             if len(row) < needed:
                 raise BatchError(
-                    f"request {request} may grow to {limit} tokens, which takes {needed} pages of {size} in group "
-                    f"{group}, but has {len(row)}; its writes would leave its pages. Allocate more or lower its token "
+                    f"request {request} can grow to {limit} tokens, which takes {needed} pages of {size} in group "
+                    f"{group}, but has {len(row)}; it would write outside its pages. Allocate more or lower its token "
                     "limit."
                 )
             if len(set(row)) != len(row):
                 raise BatchError(
-                    f"request {request} must name each page of group {group} once, got {list(row)}; two of its "
+                    f"request {request} must list each page of group {group} once, got {list(row)}; two of its "
                     "positions would share a slot. Fix the block table."
                 )
             for page in row:
                 if not 0 <= page < self.num_pages[group]:
                     raise BatchError(
-                        f"page ids of group {group} must be 0 to {self.num_pages[group] - 1}, request {request} names "
+                        f"page ids of group {group} must be 0 to {self.num_pages[group] - 1}, request {request} lists "
                         f"{page}; a kernel would read outside the cache. Fix the block table."
                     )
             for page in row[writable_from[request] // size :]:

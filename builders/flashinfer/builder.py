@@ -52,13 +52,13 @@ class FlashInferBuilder(BatchMetadataBuilder[FlashInferMetadata]):
 
     def allocate(self) -> None:
         self._launches: dict[tuple[int, ...], Launch] = {}
-        self._launches_of_prompts: WeakValueDictionary[tuple[int, ...], Launch] = WeakValueDictionary()
+        self._prompt_launches: WeakValueDictionary[tuple[int, ...], Launch] = WeakValueDictionary()
         self.wrappers = FlashInferWrappers(self.spec, self.device)
         self._prefix_lens = torch.zeros(self.max_reqs, dtype=torch.int32, device=self.device)
 
     @classmethod
     def advance_support(cls, spec: AttentionSpec, device: torch.device) -> AdvanceSupport:
-        kernel, why = (cls.decode_kernel, "asked for") if cls.decode_kernel else choose_kernel(spec)
+        kernel, why = (cls.decode_kernel, "requested") if cls.decode_kernel else choose_kernel(spec)
         how = "reads lengths and pages itself" if kernel is Kernel.XQA else "its split plan is recomputed on the device"
         return AdvanceSupport(AdvanceLevel.IN_GRAPH, f"{kernel.value} ({why}): {how}")
 
@@ -81,8 +81,8 @@ class FlashInferBuilder(BatchMetadataBuilder[FlashInferMetadata]):
         """See MetadataBuilder. Raises BatchError for a batch whose query lengths differ."""
         require(
             metadata.launch.kernel is not Kernel.RAGGED,
-            f"only a batch of one query length advances, this one has up to {metadata.max_query_len} tokens a row in "
-            f"{metadata.num_tokens} of {metadata.num_reqs} rows; its plan would be of other lengths. Build it anew.",
+            f"only a batch with one query length advances, this one has up to {metadata.max_query_len} tokens per row "
+            f"in {metadata.num_tokens} of {metadata.num_reqs} rows; its plan would be for other lengths. Rebuild it.",
         )
         if metadata.tree_masks is not None:
             count_prefix(metadata.kv_lens, metadata.seq_lens, metadata.query_start_loc)
@@ -106,10 +106,10 @@ class FlashInferBuilder(BatchMetadataBuilder[FlashInferMetadata]):
         """Return the launch for every batch of this shape over this block table."""
         table, trees = batch.block_table, batch.tree_masks is not None
         key = (*table.shape, row_stride(table), batch.max_query_len, trees, table.data_ptr())
-        kept = self._launches if batch.max_query_len <= KEPT_TOKENS else self._launches_of_prompts
-        launch = kept.get(key)
+        launches = self._launches if batch.max_query_len <= KEPT_TOKENS else self._prompt_launches
+        launch = launches.get(key)
         if launch is None:
-            launch = kept[key] = self._plan(batch)
+            launch = launches[key] = self._plan(batch)
         return launch
 
     def _plan(self, batch: AttentionBatch) -> Launch:
@@ -122,9 +122,9 @@ class FlashInferBuilder(BatchMetadataBuilder[FlashInferMetadata]):
 def choose_kernel(spec: AttentionSpec) -> tuple[Kernel, str]:
     """Return the decode kernel that serves a spec best, and why."""
     if spec.group_size == 1 and spec.sliding_window is None:
-        return Kernel.CUDA_CORES, "no two query heads share keys for a tensor core to multiply"
+        return Kernel.CUDA_CORES, "query heads share no keys for tensor cores to multiply"
     if spec.group_size == 1:
-        return Kernel.TENSOR_CORES, "the kernel on CUDA cores reads all tokens, not the window alone"
+        return Kernel.TENSOR_CORES, "the CUDA-core kernel reads all tokens, not only the window"
     return Kernel.TENSOR_CORES, "query heads share keys"
 
 

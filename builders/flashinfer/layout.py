@@ -13,7 +13,7 @@ from builders.errors import require
 from builders.spec import AttentionSpec
 
 _MIN_CHUNK_TOKENS = 128
-_EVERY_PAGE = 2**31 - 1
+_ALL_PAGES = 2**31 - 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,7 +49,7 @@ class PlanLayout:
     query_len: int = 1
     query_tiles: int = 1
     """Query tiles per request: its query_len tokens times the heads of a group, in tiles that FlashInfer sizes."""
-    window_pages: int = _EVERY_PAGE
+    window_pages: int = _ALL_PAGES
     """Maximum pages of a request that are planned: those that its sliding window can reach."""
 
     @classmethod
@@ -63,8 +63,8 @@ class PlanLayout:
         padded, split = info[0], bool(info[9])
         require(
             padded >= num_reqs if split else padded == num_reqs,
-            f"a plan of {num_reqs} requests needs {'at least' if split else 'exactly'} {num_reqs} tiles, got {padded}; "
-            "its arrays would be written past their ends. Plan with the batch size that is going to run.",
+            f"a plan for {num_reqs} requests needs {'at least' if split else 'exactly'} {num_reqs} tiles, got "
+            f"{padded}; its arrays would overflow. Plan with the batch size that will run.",
         )
         return cls(
             num_reqs=num_reqs,
@@ -91,13 +91,13 @@ class PlanLayout:
         padded, rows, query_tile = info[0], info[1], info[3]
         require(
             bool(info[14]),
-            "a plan that is recomputed on the device must split the KV tokens, got split_kv off; its padding tiles "
-            "would have no mask to stop them. Plan without disable_split_kv and without fixed_split_size.",
+            "a plan recomputed on the device must split the KV tokens, got split_kv off; no mask would stop its "
+            "padding tiles. Plan without disable_split_kv and fixed_split_size.",
         )
         require(
             rows == num_reqs * query_len,
-            f"the plan must be made for {num_reqs} requests of {query_len} query tokens, got one for {rows} tokens; "
-            "its arrays would be written past their ends. Plan with the batch that is going to run.",
+            f"the plan must be for {num_reqs} requests of {query_len} query tokens, got one for {rows} tokens; its "
+            "arrays would overflow. Plan with the batch that will run.",
         )
         budget = 2 * num_sms // spec.num_kv_heads
         query_tiles = -(-query_len * spec.group_size // query_tile)
@@ -105,8 +105,8 @@ class PlanLayout:
         require(
             padded >= needed,
             f"{num_reqs} requests of {query_tiles} query tiles and {spec.num_kv_heads} KV heads on {num_sms} SMs need "
-            f"a plan of {needed} tiles or more, got {padded}; its arrays would be written past their ends. Pass the "
-            "heads and the device that were planned for.",
+            f"a plan of at least {needed} tiles, got {padded}; its arrays would overflow. Pass the heads and device of "
+            "the plan.",
         )
         return cls(
             num_reqs=num_reqs,
@@ -145,19 +145,19 @@ class PlanLayout:
         return max([*ends, self.block_valid_mask + self.padded_tiles if self.split else 0])
 
 
-def planned_pages(spec: AttentionSpec, *, query_len: int, query_tile: int, max_seq_len: int = _EVERY_PAGE) -> int:
+def planned_pages(spec: AttentionSpec, *, query_len: int, query_tile: int, max_seq_len: int = _ALL_PAGES) -> int:
     """Return the maximum pages of a request that FA2 plans: those that a window and one query tile can reach.
 
     Raises BatchError if a row of query_len tokens sees more, because it has a window, is not causal and exceeds a tile.
     """
     if spec.sliding_window is None:
-        return _EVERY_PAGE
+        return _ALL_PAGES
     pages = -(-(spec.window_left + query_tile) // spec.page_size)
     seen = min(spec.window_left + query_len, max_seq_len)
     require(
         spec.causal or pages * spec.page_size >= seen,
         f"a block of {query_len} tokens sees {seen} with its window, FlashInfer plans {pages} pages of "
-        f"{spec.page_size} for it; it would leave the last out. Draft fewer tokens.",
+        f"{spec.page_size} for it; it would omit the last. Draft fewer tokens.",
     )
     return pages
 
@@ -166,8 +166,8 @@ def _checked(plan_info: Sequence[int], *, length: int, graph_flag: int) -> list[
     info = [int(value) for value in plan_info]
     require(
         len(info) == length,
-        f"plan info of this kernel holds {length} values in FlashInfer 0.6.12 to 0.7.2, got {len(info)}; their meaning "
-        "is unknown. Use one of these releases, and the layout of the right kernel.",
+        f"plan info for this kernel has {length} values in FlashInfer 0.6.12 to 0.7.2, got {len(info)}; their meaning "
+        "is unknown. Use one of these releases, and the right kernel's layout.",
     )
     require(
         bool(info[graph_flag]),
@@ -180,7 +180,7 @@ def _checked(plan_info: Sequence[int], *, length: int, graph_flag: int) -> list[
 def _elements(**offsets: int) -> dict[str, int]:
     require(
         not any(offset % 4 for offset in offsets.values()),
-        f"int32 arrays start at multiples of 4 bytes, got offsets {offsets}; the plan info means something else than "
-        "this layout knows. Use FlashInfer 0.6.12 to 0.7.2.",
+        f"int32 arrays start at multiples of 4 bytes, got offsets {offsets}; the plan info has an unknown layout. Use "
+        "FlashInfer 0.6.12 to 0.7.2.",
     )
     return {name: offset // 4 for name, offset in offsets.items()}

@@ -47,13 +47,13 @@ def replan(seq_lens: Tensor, last_page_len: Tensor, workspace: Tensor, layout: P
     require_tensor("int workspace", workspace, shape=(None,), dtype=torch.uint8, device=seq_lens.device)
     require(
         workspace.shape[0] >= layout.num_bytes and workspace.shape[0] % 4 == 0,
-        f"this plan takes {layout.num_bytes} bytes of a workspace of whole int32 elements, got {workspace.shape[0]} "
+        f"this plan needs {layout.num_bytes} bytes in a workspace of whole int32 elements, got {workspace.shape[0]} "
         "bytes. Pass the int workspace of the wrapper that made the plan.",
     )
     require(
         num_reqs * row_stride * layout.page_size < 1 << 32,
         f"FlashInfer counts the tokens of all rows of a block table in 32 bits, got {num_reqs} rows of {row_stride} "
-        f"pages of {layout.page_size}; it would read other pages. Allow fewer requests or shorter ones.",
+        f"pages of {layout.page_size}; it would read wrong pages. Allow fewer requests or shorter ones.",
     )
     if not layout.split:
         torch.sub(seq_lens, (row_stride - 1) * layout.page_size, out=last_page_len)
@@ -85,8 +85,8 @@ class Replan(NamedTuple):
             "request_indices": unit // layout.query_tiles,
             "qo_tile_indices": unit % layout.query_tiles,
             "kv_tile_indices": kv_tile,
-            "o_indptr": _from_zero(chunks * layout.query_len),
-            "merge_indptr": _from_zero(chunks.repeat_interleave(layout.query_len)),
+            "o_indptr": _offsets(chunks * layout.query_len),
+            "merge_indptr": _offsets(chunks.repeat_interleave(layout.query_len)),
             "kv_chunk_size": torch.tensor([chunk * layout.page_size]),
         }
         ints = self.workspace.view(torch.int32)
@@ -142,7 +142,7 @@ def _smallest_chunk(pages: Tensor, min_chunk: int, budget: int) -> int:
     return min_chunk + bisect_left(sizes, True, key=lambda size: int((-(-pages // size)).sum()) <= budget)
 
 
-def _from_zero(counts: Tensor) -> Tensor:
+def _offsets(counts: Tensor) -> Tensor:
     return torch.nn.functional.pad(counts.cumsum(0), (1, 0))
 
 

@@ -40,11 +40,11 @@ def row_stride(block_table: torch.Tensor) -> int:
     """
     num_reqs, width = block_table.shape
     stride = width if num_reqs == 1 else block_table.stride(0)
-    held = block_table.untyped_storage().nbytes() // block_table.element_size() - block_table.storage_offset()
+    available = block_table.untyped_storage().nbytes() // block_table.element_size() - block_table.storage_offset()
     require(
-        block_table.stride(1) == 1 and stride >= width and num_reqs * stride <= held,
+        block_table.stride(1) == 1 and stride >= width and num_reqs * stride <= available,
         f"FlashInfer reads the block table as one list of pages, got rows of {width} with strides "
-        f"{block_table.stride()} in memory for {held} entries; a copy would not follow its changes. Pass rows of one "
-        "table, from its first column on.",
+        f"{block_table.stride()} in memory for {available} entries; a copy would not follow its changes. Pass rows of "
+        "one table, from its first column.",
     )
     return stride

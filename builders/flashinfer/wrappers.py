@@ -16,9 +16,9 @@ from builders.flashinfer.table_rows import TableRows, row_stride
 from builders.paged import num_sms
 from builders.spec import AttentionSpec
 
-_PARTIALS = 128 << 20
+_PARTIAL_BYTES = 128 << 20
 """Default bytes for partial outputs, FlashInfer's own recommendation; more if a batch needs it."""
-_PLAN = 1 << 20
+_PLAN_BYTES = 1 << 20
 """Default bytes for a plan: a grid of a few thousand tiles, as many rows and query tokens; more if a batch needs it."""
 
 
@@ -76,9 +76,9 @@ class FlashInferWrappers:
         self._flashinfer: Any = import_module("flashinfer")
         self._partials = torch.empty(0, dtype=torch.uint8, device=device) if partials is None else partials
         self._counters: torch.Tensor | None = None
-        self._none = torch.empty(0, dtype=torch.int32, device=device)
+        self._empty = torch.empty(0, dtype=torch.int32, device=device)
         self._sizes = (spec.num_q_heads, spec.num_kv_heads, spec.head_dim, spec.page_size)
-        self._numbers = {
+        self._plan_options = {
             "window_left": spec.window_left,
             "logits_soft_cap": spec.soft_cap,
             "sm_scale": spec.softmax_scale,
@@ -92,10 +92,10 @@ class FlashInferWrappers:
         require(
             batch.block_table.is_contiguous(),
             f"XQA reads the block table as one list of pages without gaps, got strides {batch.block_table.stride()}; "
-            "it would take the wrong pages. Pass all columns of one table.",
+            "it would read wrong pages. Pass all columns of one table.",
         )
         if self._counters is None:
-            self._counters = torch.zeros(_PARTIALS, dtype=torch.uint8, device=self.device)
+            self._counters = torch.zeros(_PARTIAL_BYTES, dtype=torch.uint8, device=self.device)
         return self._launch(Kernel.XQA, batch, workspace=self._counters)
 
     def decode(self, batch: AttentionBatch, kernel: Kernel) -> Launch:
@@ -121,7 +121,7 @@ class FlashInferWrappers:
         last_page_len  int32 [num_reqs], on the host
         """
         # No pages are passed: the plan does not depend on them.
-        wrapper.plan(indptr, self._none, last_page_len, *self._sizes, **self._numbers)
+        wrapper.plan(indptr, self._empty, last_page_len, *self._sizes, **self._plan_options)
 
     def extend(self, batch: AttentionBatch) -> Launch:
         """Plan rows of max_query_len tokens each over the batch's block table; trees attend to their cached prefix.
@@ -139,8 +139,8 @@ class FlashInferWrappers:
             backend="fa2",
         )
         plan = self._plan_of(wrapper, batch)
-        rows = (starts, indptr, self._none, last_page_len.cpu())
-        wrapper.plan(*rows, *self._sizes, causal=self._causal(batch), **self._numbers)
+        rows = (starts, indptr, self._empty, last_page_len.cpu())
+        wrapper.plan(*rows, *self._sizes, causal=self._causal(batch), **self._plan_options)
         return self._planned(Kernel.EXTEND, batch, wrapper, last_page_len, plan)
 
     def ragged(self, batch: AttentionBatch, kv_lens: torch.Tensor) -> Launch:
@@ -157,7 +157,7 @@ class FlashInferWrappers:
         )
         workspace = self._workspace(batch.num_reqs, batch.num_tokens)
         wrapper = self._flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, self._kv_layout, backend="fa2")
-        wrapper.plan(*rows, *self._sizes, causal=self._causal(batch), **self._numbers)
+        wrapper.plan(*rows, *self._sizes, causal=self._causal(batch), **self._plan_options)
         query_tile, split = wrapper._plan_info[3], wrapper._plan_info[14]
         if split:
             longest = int(lens.max())
@@ -179,7 +179,7 @@ class FlashInferWrappers:
         tiles = max(
             2 * num_sms(self.device) // spec.num_kv_heads, -(-num_tokens * spec.group_size // query_tile) + num_reqs - 1
         )
-        needed = max(_PARTIALS, 4 * spec.num_q_heads * tiles * query_tile * (spec.head_dim + 1))
+        needed = max(_PARTIAL_BYTES, 4 * spec.num_q_heads * tiles * query_tile * (spec.head_dim + 1))
         if self._partials.numel() < needed:
             self._partials = torch.empty(needed, dtype=torch.uint8, device=self.device)
         return self._partials
@@ -188,7 +188,7 @@ class FlashInferWrappers:
         num_reqs, num_tokens, spec = batch.num_reqs, batch.num_tokens, self.spec
         # FA2's size with its smallest query tile: 13 bytes per tile, 4 per row and query token, and gaps in between.
         tiles = max(2 * num_sms(self.device), -(-num_tokens * spec.group_size // 16)) + num_reqs
-        needed = max(_PLAN, 16 * tiles + 4 * (num_reqs + num_tokens) + 256)
+        needed = max(_PLAN_BYTES, 16 * tiles + 4 * (num_reqs + num_tokens) + 256)
         plan = torch.zeros(needed, dtype=torch.uint8, device=self.device)
         wrapper.reset_workspace_buffer(self._partials, plan)
         # plan() also copies the gaps between its arrays: make them the same each time.
@@ -210,6 +210,6 @@ class FlashInferWrappers:
             kernel, batch, last_page_len=last_page_len, plan=plan, wrapper=wrapper, layout=layout, row_stride=stride
         )
 
-    def _launch(self, kernel: Kernel, batch: AttentionBatch, **made: Any) -> Launch:
-        unplanned = {"last_page_len": self._none, "plan": self._none.view(torch.uint8)}
-        return Launch(kernel=kernel, num_reqs=batch.num_reqs, query_len=batch.max_query_len, **{**unplanned, **made})
+    def _launch(self, kernel: Kernel, batch: AttentionBatch, **planned: Any) -> Launch:
+        defaults = {"last_page_len": self._empty, "plan": self._empty.view(torch.uint8)}
+        return Launch(kernel=kernel, num_reqs=batch.num_reqs, query_len=batch.max_query_len, **{**defaults, **planned})

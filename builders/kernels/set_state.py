@@ -71,8 +71,8 @@ def set_decode_state(
 def _require_rows(name: str, rows: torch.Tensor, num_reqs: int) -> None:
     if rows.shape[0] < num_reqs or rows.dtype != torch.int32 or not rows.is_contiguous():
         raise BatchError(
-            f"{name} must be torch.int32 of {num_reqs} rows or more, contiguous, got {rows.dtype} {list(rows.shape)} "
-            f"with strides {rows.stride()}; a kernel would read something else. Convert it first."
+            f"{name} must be contiguous torch.int32 of at least {num_reqs} rows, got {rows.dtype} {list(rows.shape)} "
+            f"with strides {rows.stride()}; a kernel would misread it. Convert it first."
         )
 
 

@@ -86,21 +86,21 @@ def dependent_launch(device: torch.device) -> dict[str, bool]:
     calls await_previous(PDL) on every path before it reads or writes a value. The end of a kernel then implies the end
     of every kernel before it, from any library, and reads and writes need no other care.
     """
-    asked = os.environ.get(PDL_VARIABLE, "")
+    setting = os.environ.get(PDL_VARIABLE, "")
     require(
-        asked in ("", "0", "1"),
-        f"{PDL_VARIABLE} must be 0 or 1, got {asked!r}. Set one of them, or unset it.",
+        setting in ("", "0", "1"),
+        f"{PDL_VARIABLE} must be 0 or 1, got {setting!r}. Set one of them, or unset it.",
     )
-    if device.type != "cuda" or asked == "0":
+    if device.type != "cuda" or setting == "0":
         return {"PDL": False}
     found = torch.cuda.get_device_capability(device)
-    able = found >= (9, 0) and torch.version.hip is None and hasattr(tl.extra.cuda, "gdc_wait")
+    supported = found >= (9, 0) and torch.version.hip is None and hasattr(tl.extra.cuda, "gdc_wait")
     require(
-        able or asked == "",
+        supported or setting == "",
         f"{PDL_VARIABLE}=1 needs compute capability 9.0 and a Triton with dependent launch, got {found} and Triton "
         f"{TRITON_VERSION}. Unset it.",
     )
-    return {"PDL": True, "launch_pdl": True} if able else {"PDL": False}
+    return {"PDL": True, "launch_pdl": True} if supported else {"PDL": False}
 
 
 @triton.jit

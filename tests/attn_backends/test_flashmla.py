@@ -37,7 +37,7 @@ def test_attention_is_right(backend):
 
 @pytest.mark.parametrize("check", ["numerics.*", "builder.advance_attends_right", "graph.replay_equals_eager"])
 def test_rows_of_many_query_tokens_are_attended_to_in_chunks(backend, check, monkeypatch):
-    monkeypatch.setattr(FlashMlaDenseBuilder, "_MOST_TOKENS", 3)
+    monkeypatch.setattr(FlashMlaDenseBuilder, "_MAX_TOKENS", 3)
     report = check_backend(backend, device=CPU, checks=[f"{check}[[]base-*", f"{check}[[]bf16-*"])
     assert any(result.outcome is Outcome.PASS for result in report.results)
 
@@ -82,7 +82,7 @@ def ragged() -> AttentionBatch:
 
 @pytest.mark.parametrize(("causal", "lens"), [(True, [5, 7, 70, 0, 0]), (False, [7, 7, 70, 0, 0])])
 def test_a_chunk_sees_its_row_up_to_its_last_token(causal, lens, monkeypatch):
-    monkeypatch.setattr(FlashMlaDenseBuilder, "_MOST_TOKENS", 3)
+    monkeypatch.setattr(FlashMlaDenseBuilder, "_MAX_TOKENS", 3)
     spec = make_spec(num_q_heads=4, num_kv_heads=1, head_dim=576, page_size=64, causal=causal)
     builder = FlashMlaDenseBuilder(spec, CPU, max_reqs=3, max_tokens=10, max_seq_len=128)
     batch = ragged()
@@ -104,7 +104,7 @@ def test_a_batch_that_one_call_serves_is_views_of_it():
 
 
 def test_a_build_of_rows_of_one_length_waits_for_nothing_when_it_is_cut_into_chunks(monkeypatch):
-    monkeypatch.setattr(FlashMlaDenseBuilder, "_MOST_TOKENS", 3)
+    monkeypatch.setattr(FlashMlaDenseBuilder, "_MAX_TOKENS", 3)
     spec = make_spec(num_q_heads=4, num_kv_heads=1, head_dim=576, page_size=64)
     builder, found = FlashMlaDenseBuilder(spec, CPU, max_reqs=3, max_tokens=15, max_seq_len=128), []
     batch = replace(ragged(), uniform=True, num_tokens=15, host_query_lens=None)

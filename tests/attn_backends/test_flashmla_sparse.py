@@ -67,15 +67,15 @@ def test_with_neither_the_refusal_says_what_brings_it(install: Install) -> None:
 BROKEN = {
     "no sinks in decode": (
         SOURCE.replace("indices=None, attn_sink=None", "indices=None"),
-        f"{OWN} is too old: its flash_mla_.* must take .*attn_sink",
+        f"{OWN} is too old: its flash_mla_.* must accept .*attn_sink",
     ),
     "no sparse prefill": (
         SOURCE.replace("flash_mla_sparse_fwd", "flash_attn_varlen_func"),
-        f"{OWN} is too old: its flash_mla_.* must take .*attn_sink",
+        f"{OWN} is too old: its flash_mla_.* must accept .*attn_sink",
     ),
     "a build that does not load": (
         "raise ImportError('undefined symbol: _ZN3c10')",
-        "installed and cannot be used: ImportError: undefined symbol: _ZN3c10",
+        "installed but cannot be used: ImportError: undefined symbol: _ZN3c10",
     ),
 }
 
@@ -92,7 +92,7 @@ def test_a_broken_one_is_refused_in_words_and_the_other_package_not_tried(
 
 def test_dense_decode_needs_a_release_that_schedules_in_its_calls(install: Install) -> None:
     install(VLLM)
-    with pytest.raises(BrokenBackend, match=f"{VLLM} is too old: its FlashMLASchedMeta must take have_initialized"):
+    with pytest.raises(BrokenBackend, match=f"{VLLM} is too old: its FlashMLASchedMeta must accept have_initialized"):
         registry.get("flashmla")
 
 

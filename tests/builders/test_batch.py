@@ -81,14 +81,14 @@ REFUSED = {
     "a length that is no int": (([1, 1.0], [4, 4]), {}, "lengths must be ints, got 1.0"),
     "zero-length query": (([1, 0], [4, 4]), {}, "request 1 needs 1 <= query length <= sequence length, got 0 and 4"),
     "query longer than its sequence": (([5, 1], [4, 4]), {}, "request 0 needs"),
-    "beyond the limit": (([1, 1], [4, 31]), {}, "request 1 may hold 30 tokens, got a sequence of 31"),
+    "beyond the limit": (([1, 1], [4, 31]), {}, "request 1 can hold 30 tokens, got a sequence of 31"),
     "too many tokens": (([20, 21], [30, 30]), {}, "hold 40 query tokens, the padded batch has 41"),
     "too many tokens by padding": (([11, 11], [30, 30]), {"pad_reqs": 4}, "the padded batch has 44"),
 }
 IN_A_PREFIX = {
-    "the first's": (([3, 1], [6, 8]), {}, "request 0 may write from position 4 on, got queries from position 3;"),
-    "the second's": (([1, 3], [6, 8]), {}, "request 1 may write from position 6 on, got queries from position 5;"),
-    "all of it": (([6, 1], [6, 8]), {}, "request 0 may write from position 4 on, got queries from position 0;"),
+    "the first's": (([3, 1], [6, 8]), {}, "request 0 can write from position 4 on, got queries from position 3;"),
+    "the second's": (([1, 3], [6, 8]), {}, "request 1 can write from position 6 on, got queries from position 5;"),
+    "all of it": (([6, 1], [6, 8]), {}, "request 0 can write from position 4 on, got queries from position 0;"),
 }
 
 
@@ -182,7 +182,7 @@ def test_a_batch_over_an_engines_tensors_is_accepted_with_positions_or_without(l
         ({"positions": torch.tensor([2, 4], dtype=torch.int32)}, r"positions must be torch.int64"),
         ({"block_table": torch.zeros(4, 2, dtype=torch.int32).t()}, r"got strides \(1, 2\)"),
         ({"seq_lens": torch.zeros(4, dtype=torch.int32)[::2]}, r"all other tensors of a batch must be contiguous"),
-        ({"max_query_len": 2}, r"2 rows of 2 tokens has 4, got 2; .* Say uniform=False"),
+        ({"max_query_len": 2}, r"2 rows of 2 tokens has 4, got 2; .* Pass uniform=False"),
     ],
 )
 def test_tensors_that_a_kernel_would_misread_are_refused(changes, found):

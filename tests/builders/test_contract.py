@@ -64,7 +64,7 @@ class Replanned(MetadataBuilder):
 
 def test_a_builder_that_claims_no_advance_need_not_define_one():
     builder = Replanned(make_spec(), CPU, max_reqs=1, max_tokens=1, max_seq_len=8)
-    with pytest.raises(BatchError, match=r"a builder that defines advance\(\), Replanned does not;"):
+    with pytest.raises(BatchError, match=r"a builder must define advance\(\) to advance metadata, Replanned does not;"):
         builder.advance(None)
 
 
@@ -75,7 +75,7 @@ def test_a_batch_beyond_a_builders_bounds_is_refused_at_build(bound):
     view = buffers.view(0, num_reqs=2, num_tokens=4, max_query_len=2)
     bounds = {"max_reqs": 2, "max_tokens": 4, "max_seq_len": 32}
     Replanned(make_spec(), CPU, **bounds).build(view)
-    with pytest.raises(BatchError, match="got a batch of 2, 4 and up to 32; a kernel would leave them"):
+    with pytest.raises(BatchError, match="got a batch of 2, 4 and up to 32; kernels would overrun them"):
         Replanned(make_spec(), CPU, **{**bounds, bound: bounds[bound] - 1}).build(view)
 
 
@@ -101,7 +101,7 @@ def test_a_horizon_beyond_the_pages_and_one_that_is_no_int_are_refused_at_build(
     view = buffers.view(0, num_reqs=1, num_tokens=1, max_query_len=1)
     assert builder.build(view, horizon=31).num_reqs == 1
     for horizon in (-1, 32):
-        message = rf"0 to 31, the tokens of the 8 pages .* got {horizon}; .* leave its pages"
+        message = rf"0 to 31, one less than the tokens in the 8 pages .* got {horizon}; .* run out of pages"
         with pytest.raises(BatchError, match=message):
             builder.build(view, horizon=horizon)
     for horizon in (1.5, "2", True):

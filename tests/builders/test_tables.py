@@ -37,7 +37,7 @@ def tensors_of(tables):
 
 
 def contents(tables):
-    host = tables.num_live, tables.limits_host, tables.longest, tables.writable_host, tables._taken
+    host = tables.num_live, tables.limits_host, tables.longest, tables.writable_host, tables._allocated
     return ([tensor.tolist() for tensor in tensors_of(tables)], *host)
 
 
@@ -141,7 +141,7 @@ def test_a_shared_prefix_stays_taken_while_one_of_its_requests_does(stays, pages
 
 def test_nothing_stays_taken_where_no_row_stays():
     tables = sharing()
-    tables._taken[0].add(30)  # what a call that was interrupted left
+    tables._allocated[0].add(30)  # what a call that was interrupted left
     tables.condense([], 1)
     tables.grow({0: [[30, 9], [5]]}, {0: 4})
     assert tables.limits_host == (4,)
@@ -184,15 +184,15 @@ REFUSED = [
     (load([[0, 1, 2, 3, 4]], [21]), "must hold 1 to 20 tokens in at most 5 pages, got 21"),
     (load([[0]], [0]), "must hold 1 to 20 tokens"),
     (load([[0, 1, 2, 3, 4, 5]], [20]), "got 20 tokens in 6 pages"),
-    (load([[0, 12]], [8]), "must be 0 to 11, request 0 names 12"),
-    (load([[-1]], [4]), "must be 0 to 11, request 0 names -1"),
-    (load([[3, 3]], [8]), "must name each page of group 0 once, got [3, 3]"),
+    (load([[0, 12]], [8]), "must be 0 to 11, request 0 lists 12"),
+    (load([[-1]], [4]), "must be 0 to 11, request 0 lists -1"),
+    (load([[3, 3]], [8]), "must list each page of group 0 once, got [3, 3]"),
     (load([[0, 1], [2, 1]], [8, 8]), "page 1 of group 0 is writable by requests 0 and 1"),
     (load([[0, 1, 2], [0, 1, 3]], [12, 12], [7, 7]), "writable by requests 0 and 1"),
     (load([[0, 1, 2], [0, 4, 3]], [12, 12], [0, 8]), "read by request 1 and writable by request 0"),
     (load([[0, 1, 2], [0, 4, 3]], [12, 12], [8, 0]), "read by request 0 and writable by request 1"),
     (load([[0, 1], [0, 2]], [8, 8], [-4, -4]), "must be positions, 0 to the request's"),
-    (load([[0, 1]], [8], [9]), "to the request's token limit, got [9] of limits [8]"),
+    (load([[0, 1]], [8], [9]), "to the request's token limit, got [9] for limits [8]"),
     # What a tensor of ints would round.
     (load([[0.5]], [4]), "page ids of group 0 must be ints, got 0.5"),
     (load([["0"]], [4]), "page ids of group 0 must be ints, got '0'"),
@@ -203,20 +203,20 @@ REFUSED = [
     (grow({2: [[4]]}, {2: 4}), "0 to 1, got [2]"),
     (grow({0: [[4]]}, {1: 8}), "got [0] and [1]"),
     (grow({0: []}, {0: 8}), "got [] more"),
-    (grow({0: [[4, 5, 6, 7]]}, {0: 8}), "may have 5 in each, got [4] more"),
-    (grow({0: [[4]]}, {0: 13}), "and 12 once it has grown, got a limit of 13"),
-    (grow({0: [[4]]}, {0: 5}), "may hold 6 tokens"),
+    (grow({0: [[4, 5, 6, 7]]}, {0: 8}), "can have 5 in each, got [4] more"),
+    (grow({0: [[4]]}, {0: 13}), "and 12 once grown, got a limit of 13"),
+    (grow({0: [[4]]}, {0: 5}), "can hold 6 tokens"),
     (grow({0: [[1]]}, {0: 8}), "and free, got [1]"),
     (grow({0: [[2]]}, {0: 8}), "and free, got [2]"),
     (grow({0: [[4]], 1: [[4]]}, {0: 8, 1: 8}), "and free, got [4, 4]"),
     (grow({0: [[12]]}, {0: 8}), "0 to 11 and free, got [12]"),
     (grow({0: [[4.0]]}, {0: 8}), "must be ints, got 4.0"),
     (grow({0: [[4]]}, {0: 8.5}), "must be ints, got 8.5"),
-    (condense([0, 0]), "different live rows, 0 to 1, got [0, 0]"),
-    (condense([0, 2]), "different live rows, 0 to 1, got [0, 2]"),
-    (condense([-1]), "different live rows, 0 to 1, got [-1]"),
-    (condense([0, 1], 2), "at most 3 requests fit these tables, got 2 that stay and 2 new ones"),
-    (condense([0, 1], -1), "got 2 that stay and -1 new ones"),
+    (condense([0, 0]), "distinct live rows, 0 to 1, got [0, 0]"),
+    (condense([0, 2]), "distinct live rows, 0 to 1, got [0, 2]"),
+    (condense([-1]), "distinct live rows, 0 to 1, got [-1]"),
+    (condense([0, 1], 2), "at most 3 requests fit these tables, got 2 kept and 2 new ones"),
+    (condense([0, 1], -1), "got 2 kept and -1 new ones"),
     (condense([True]), "kept_rows and num_new must be ints, got True"),
     (condense([0], 1.0), "kept_rows and num_new must be ints, got 1.0"),
 ]

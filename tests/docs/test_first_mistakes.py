@@ -189,7 +189,7 @@ def test_a_claim_lost_by_overriding_build_is_noted_in_the_words_of_the_page() ->
     )
 
     assert {result.outcome for result in report.results} == {Outcome.UNSUPPORTED}
-    for words in ("advance is REBUILD", "it must state advance_support() again"):
+    for words in ("advance is REBUILD", "it must define advance_support() again"):
         assert words in told[0] and words in PAGE
 
 

@@ -90,7 +90,7 @@ def test_a_refresh_follows_lengths_that_the_engine_moved():
 
 def test_heads_of_all_ranks_are_refused_for_the_plan_of_one():
     case = Case([40] * 8, num_kv_heads=8, tensor_cores=True)
-    with pytest.raises(BatchError, match="need a plan of 264 tiles or more, got 33"):
+    with pytest.raises(BatchError, match="need a plan of at least 264 tiles, got 33"):
         plan_of(case, torch.tensor(case.seq_lens, dtype=torch.int32), table_of(case), num_kv_heads=1, num_q_heads=4)
 
 
@@ -108,5 +108,5 @@ def test_a_block_that_sees_more_than_is_planned_of_its_window_is_refused():
 def test_a_plan_of_another_batch_is_refused():
     case, larger = Case([40] * 3, tensor_cores=True), Case([40] * 4, tensor_cores=True)
     lens = torch.tensor(larger.seq_lens, dtype=torch.int32)
-    with pytest.raises(BatchError, match="must be made for 4 requests of 1 query tokens, got one for 3 tokens"):
+    with pytest.raises(BatchError, match="must be for 4 requests of 1 query tokens, got one for 3 tokens"):
         plan_of(larger, lens, table_of(larger), wrapper_of(case))

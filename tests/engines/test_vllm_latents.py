@@ -61,7 +61,7 @@ def kernels_of(name, attribute):
 
 @pytest.mark.parametrize("causal", [True, False])
 def test_rows_in_several_calls_see_what_their_batch_shows_them(causal, monkeypatch):
-    monkeypatch.setattr(backend_of(FLASHMLA).ours.builder, "_MOST_TOKENS", 2)
+    monkeypatch.setattr(backend_of(FLASHMLA).ours.builder, "_MAX_TOKENS", 2)
     runner = LatentRunner(FLASHMLA, 1 + TOKENS, causal=causal)
     for seed, lens in enumerate(LENS):
         runner.fill(lens, seed)

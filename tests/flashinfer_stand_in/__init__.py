@@ -40,7 +40,7 @@ def installed(partials: int = 1 << 13, plan: int = 1 << 12) -> Iterator[None]:
     vars(decode).update(trtllm_batch_decode_with_kv_cache=trtllm_batch_decode_with_kv_cache)
     with unloaded(*_IMPORT_IT, package="flashinfer"):
         sys.modules.update({"flashinfer": package, "flashinfer.decode": decode})
-        vars(import_module("builders.flashinfer.wrappers")).update(_PARTIALS=partials, _PLAN=plan)
+        vars(import_module("builders.flashinfer.wrappers")).update(_PARTIAL_BYTES=partials, _PLAN_BYTES=plan)
         yield
 
 

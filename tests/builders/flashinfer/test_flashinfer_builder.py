@@ -259,7 +259,7 @@ def test_a_ragged_batch_is_planned_for_its_own_lengths_every_time_and_refuses_to
         metadata = build(fixture, batch, builder)
         assert_attends_right(fixture, batch, metadata)
     assert len(plans) == 2
-    with pytest.raises(BatchError, match=r"up to 20 tokens a row in 31 of 4 rows; .* Build it anew"):
+    with pytest.raises(BatchError, match=r"up to 20 tokens per row in 31 of 4 rows; .* Rebuild it"):
         builder.advance(metadata)
 
 
@@ -348,15 +348,15 @@ PLAN, READS = "its split plan is recomputed on the device", "reads lengths and p
     ("name", "changes", "kernel", "why"),
     [
         ("flashinfer", {"num_kv_heads": 2}, "tensor_cores", "query heads share keys"),
-        ("flashinfer", {"num_kv_heads": 8}, "cuda_cores", "no two query heads share keys"),
+        ("flashinfer", {"num_kv_heads": 8}, "cuda_cores", "query heads share no keys"),
         (
             "flashinfer",
             {"num_kv_heads": 8, "sliding_window": 40},
             "tensor_cores",
-            "reads all tokens, not the window alone",
+            "reads all tokens, not only the window",
         ),
         *(
-            (f"flashinfer_{kernel}", {"num_kv_heads": heads}, kernel, f" (asked for): {how}")
+            (f"flashinfer_{kernel}", {"num_kv_heads": heads}, kernel, f" (requested): {how}")
             for kernel, how in (("tensor_cores", PLAN), ("cuda_cores", PLAN), ("xqa", READS))
             for heads in (2, 8)
         ),

@@ -166,8 +166,8 @@ def changed(info, index, value):
 
 INT32 = "multiples of 4 bytes.*'qo_tile_indices': 30"
 REFUSED = {
-    "the other kernel's": (lambda: of_tensor_cores(CUDA_INFO), "holds 15 values in FlashInfer 0.6.12 to 0.7.2, got 10"),
-    "the other's": (lambda: of_cuda_cores(FA2_INFO), "holds 10 values"),
+    "the other kernel's": (lambda: of_tensor_cores(CUDA_INFO), "has 15 values in FlashInfer 0.6.12 to 0.7.2, got 10"),
+    "the other's": (lambda: of_cuda_cores(FA2_INFO), "has 10 values"),
     "no graph mode": (lambda: of_tensor_cores(changed(FA2_INFO, 13, 0)), "CUDA-graph mode"),
     "no graph mode either": (lambda: of_cuda_cores(changed(CUDA_INFO, 8, 0)), "CUDA-graph mode"),
     "no splits": (lambda: of_tensor_cores(changed(FA2_INFO, 14, 0)), "split_kv off"),
@@ -175,7 +175,7 @@ REFUSED = {
         lambda: of_tensor_cores(FA2_INFO, query_len=3),
         "2 requests of 3 query tokens, got one for 2 tokens",
     ),
-    "too few tiles": (lambda: of_tensor_cores(FA2_INFO, num_kv_heads=4), "66 tiles or more, got 33"),
+    "too few tiles": (lambda: of_tensor_cores(FA2_INFO, num_kv_heads=4), "at least 66 tiles, got 33"),
     "another batch size": (lambda: of_cuda_cores(UNSPLIT, num_reqs=149), "exactly 149 tiles, got 150"),
     "no int32 offsets": (lambda: of_tensor_cores(changed(FA2_INFO, 5, 30)), INT32),
 }

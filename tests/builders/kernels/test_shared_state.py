@@ -122,7 +122,10 @@ BEYOND = {
     "more rows to decode": (lambda batch: set_decode_state(batch, int32(3, 3, 3), int32(1, 1, 1), 3, 2), "got 3 and 3"),
     "more rows to advance": (lambda batch: advance_state(batch, 3), "got 3 and 3"),
     "more tokens to view": (lambda batch: batch.view(0, num_reqs=2, num_tokens=4, max_query_len=2), "got 2 and 4"),
-    "too few contexts": (lambda batch: set_extend_state(batch, int32(1), 2, 1), "context_lens must be .* of 2 rows"),
+    "too few contexts": (
+        lambda batch: set_extend_state(batch, int32(1), 2, 1),
+        "context_lens must be .* of at least 2 rows",
+    ),
     "contexts apart": (lambda batch: set_extend_state(batch, int32(1, 9, 1, 9)[::2], 2, 1), "context_lens must be"),
     "contexts of 64 bits": (lambda batch: set_extend_state(batch, torch.tensor([1, 1]), 2, 1), "got torch.int64"),
     "too few lengths": (lambda batch: set_decode_state(batch, int32(3), int32(1, 1), 2, 2), "extend_seq_lens must be"),

@@ -99,7 +99,7 @@ def test_a_claim_that_was_lost_and_what_was_tried_are_told_under_the_summary(
 
     summary, note, tried = result.output.splitlines()[-3:]
     assert result.exit_code == 0 and summary.startswith("silent: 1 checks = 1 pass")
-    assert note.strip().startswith("advance is REBUILD: LosesItsClaim overrides build() and inherits its advance;")
+    assert note.strip().startswith("advance is REBUILD: LosesItsClaim overrides build() but inherits advance;")
     assert tried.strip().startswith("claimed and never tried: ")
 
 

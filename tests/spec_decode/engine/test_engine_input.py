@@ -313,7 +313,7 @@ def interrupted_at(engine, at, within=()):
     return interrupt
 
 
-IN_TABLES = ("condense", "_taken_by", "grow", "_write_growth")
+IN_TABLES = ("condense", "_allocated_to", "grow", "_write_growth")
 
 
 @pytest.mark.parametrize(

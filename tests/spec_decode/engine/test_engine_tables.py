@@ -35,7 +35,7 @@ def check_tables(engine):
         assert tables.block_tables.tolist() == [padded + empty] * tables.num_groups
         assert tables.token_limits.tolist() == limits + [0] * len(empty)
         assert tables.limits_host == tuple(limits) and tables.num_live == len(owned)
-        assert tables._taken == [{page for pages in owned for page in pages}] * tables.num_groups
+        assert tables._allocated == [{page for pages in owned for page in pages}] * tables.num_groups
 
 
 def check_batch(engine):
