@@ -105,8 +105,8 @@ class AttentionBackend(ABC):
         if cache.latent:
             require(
                 key.dim() == 3 and key.shape[1] == 1,
-                f"a cache of latents takes one a token, got keys {list(key.shape)}; the others would be lost. "
-                "Pass keys [num_tokens, 1, head_dim].",
+                f"a latent cache takes one per token, got keys {list(key.shape)}; the others would be lost. Pass keys "
+                "[num_tokens, 1, head_dim].",
             )
             write_latent(key[:, 0], cache.latents, metadata.slot_mapping, page_size=cache.key.shape[1])
         else:
@@ -153,8 +153,8 @@ def check_forward_inputs(query: Tensor, cache: KVCache, metadata: Any, spec: Att
             )
     if (sinks is not None) != spec.sinks:
         raise BatchError(
-            f"sinks must be given exactly when the spec has them, got spec.sinks={spec.sinks} and "
-            f"{'a tensor' if sinks is not None else 'None'}; the softmax would be another one. Pass both or neither."
+            f"sinks must be passed exactly if the spec has them, got spec.sinks={spec.sinks} and "
+            f"{'a tensor' if sinks is not None else 'None'}; the softmax would be wrong. Set both or neither."
         )
     if sinks is not None:
         require_vector("sinks", sinks, length=spec.num_q_heads, dtype=torch.float32, device=device)

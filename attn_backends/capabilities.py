@@ -73,7 +73,7 @@ class Sizes:
             smallest = max(self.multiple_of, 1 << (self.minimum - 1).bit_length())
         if smallest not in self:
             raise CapabilitiesError(
-                f"sizes must have one at least, there is none that is {self}; every spec would be refused. Widen them."
+                f"sizes must contain at least one, none is {self}; every spec would be rejected. Widen them."
             )
 
     def __contains__(self, size: int) -> bool:
@@ -146,16 +146,16 @@ class Capabilities:
 
     def __post_init__(self) -> None:
         sizes, dtypes, features = "a Sizes", "torch dtypes", "a frozenset of Feature"
-        given = _is_set_of(Feature, self.features)
-        required = _is_set_of(Feature, self.required) and (not given or self.required <= self.features)
+        valid_features = _is_set_of(Feature, self.features)
+        required = _is_set_of(Feature, self.required) and (not valid_features or self.required <= self.features)
         _require_all(
             self,
             ("devices", "a tuple of types such as 'cpu' and 'cuda', one or more", _are_device_types(self.devices)),
             ("dtypes", f"a tuple of {dtypes}, one or more", _is_tuple_of(torch.dtype, self.dtypes)),
             ("head_dims", sizes, isinstance(self.head_dims, Sizes)),
             ("page_sizes", sizes, isinstance(self.page_sizes, Sizes)),
-            ("features", features, given),
-            ("required", f"{features} that `features` has", required),
+            ("features", features, valid_features),
+            ("required", f"{features} in `features`", required),
             ("kinds", "a tuple of AttentionKind, one or more", _is_tuple_of(AttentionKind, self.kinds)),
             ("value_dims", f"{sizes} or None", self.value_dims is None or isinstance(self.value_dims, Sizes)),
             ("kv_dtypes", f"a tuple of {dtypes}", self.kv_dtypes == () or _is_tuple_of(torch.dtype, self.kv_dtypes)),
@@ -186,7 +186,7 @@ class Capabilities:
             if found < self.compute_capability:
                 return [f"needs compute capability {self.compute_capability}, the device has {found}"]
             if self.one_major_version and found[0] != self.compute_capability[0]:
-                return [f"runs on compute capability {self.compute_capability[0]} alone, the device has {found}"]
+                return [f"runs on compute capability {self.compute_capability[0]} only, the device has {found}"]
         return []
 
     def _shape_reasons(self, spec: AttentionSpec) -> list[str]:
@@ -195,8 +195,8 @@ class Capabilities:
         if spec.dtype not in self.dtypes:
             reasons.append(f"dtype must be one of {names}, got {spec.dtype}")
         if spec.cache_dtype not in (*self.dtypes, *self.kv_dtypes):
-            also = "".join(f", {str(dtype).removeprefix('torch.')}" for dtype in self.kv_dtypes)
-            reasons.append(f"kv_dtype must be one of {names}{also}, got {spec.cache_dtype}")
+            more = "".join(f", {str(dtype).removeprefix('torch.')}" for dtype in self.kv_dtypes)
+            reasons.append(f"kv_dtype must be one of {names}{more}, got {spec.cache_dtype}")
         elif spec.cache_dtype not in (spec.dtype, *self.kv_dtypes) and not self.mixed_kv_dtypes:
             reasons.append(f"kv_dtype must equal dtype, got {spec.cache_dtype} and {spec.dtype}")
         reasons += [
@@ -219,10 +219,10 @@ class Capabilities:
         return reasons
 
     def _feature_reasons(self, spec: AttentionSpec) -> list[str]:
-        asked = features_of(spec)
-        missing = [f"has no {feature.value}" for feature in asked if feature not in self.features]
+        requested = features_of(spec)
+        missing = [f"has no {feature.value}" for feature in requested if feature not in self.features]
         return missing + [
-            f"serves only specs with {feature.value}" for feature in self.required if feature not in asked
+            f"serves only specs with {feature.value}" for feature in self.required if feature not in requested
         ]
 
 
@@ -236,7 +236,7 @@ def _is_count(value: object) -> bool:
 
 
 def _is_tuple_of(kind: type, value: object) -> bool:
-    return isinstance(value, tuple) and value != () and all(isinstance(each, kind) for each in value)
+    return isinstance(value, tuple) and value != () and all(isinstance(item, kind) for item in value)
 
 
 def _is_low(score: object) -> bool:
@@ -244,7 +244,7 @@ def _is_low(score: object) -> bool:
 
 
 def _is_set_of(kind: type, value: object) -> bool:
-    return isinstance(value, frozenset) and all(isinstance(each, kind) for each in value)
+    return isinstance(value, frozenset) and all(isinstance(item, kind) for item in value)
 
 
 def _are_device_types(value: object) -> bool:
@@ -260,13 +260,13 @@ def _require_all(record: object, *rules: tuple[str, str, bool]) -> None:
     wrong = [f"{name} must be {rule}, got {getattr(record, name)!r}" for name, rule, holds in rules if not holds]
     if wrong:
         raise CapabilitiesError(
-            f"{'; '.join(wrong)}: what such a backend serves cannot be told, so no {type(record).__name__} was made. "
+            f"{'; '.join(wrong)}: what the backend serves is unknown, so no {type(record).__name__} was created. "
             "Correct them."
         )
 
 
 def features_of(spec: AttentionSpec) -> list[Feature]:
-    asked = {
+    used = {
         Feature.GQA: spec.group_size > 1,
         Feature.SLIDING_WINDOW: spec.sliding_window is not None,
         Feature.SOFT_CAP: spec.soft_cap is not None,
@@ -276,4 +276,4 @@ def features_of(spec: AttentionSpec) -> list[Feature]:
         Feature.NON_CAUSAL: not spec.causal,
         Feature.TREE: spec.tree,
     }
-    return [feature for feature, wanted in asked.items() if wanted]
+    return [feature for feature, is_used in used.items() if is_used]

@@ -77,7 +77,7 @@ class Provider:
             raise BrokenProvider(f"it has no {self.entry}")
         arguments = signature(attend).parameters
         if missing := [name for name in (*self.inputs, *self.needs) if name not in arguments]:
-            raise BrokenProvider(f"its {self.entry} has no {', '.join(missing)}: it is too old or another one")
+            raise BrokenProvider(f"its {self.entry} lacks {', '.join(missing)}: it is too old or different")
         self.sinks = next((name for name in _SINKS if name in arguments), None)
         if self.sinks is None:
             self.features -= {Feature.SINKS}
@@ -107,15 +107,15 @@ class Provider:
 
         Raises BatchError for sinks that the build does not take.
         """
-        more = {}
+        extra = {}
         if sinks is not None:
             if self.sinks is None:
                 raise BatchError(
-                    f"sinks need a build of FlashAttention-3 that takes them, {self.version} does not. Name another "
+                    f"sinks need a FlashAttention-3 build that supports them, {self.version} does not. Set another "
                     f"provider in {PROVIDER_VARIABLE}."
                 )
-            more[self.sinks] = sinks.to(torch.bfloat16)
-        out: Tensor = self._call(query, cache, metadata, spec, causal=spec.causal, **more)
+            extra[self.sinks] = sinks.to(torch.bfloat16)
+        out: Tensor = self._call(query, cache, metadata, spec, causal=spec.causal, **extra)
         return out
 
     def attend_to_prefix(
@@ -143,8 +143,8 @@ class Provider:
         assert self.latent_query is not None
         latent, rotary = query[..., : spec.out_dim], query[..., spec.out_dim :]
         keys = KVCache(cache.key[..., spec.out_dim :], cache.value)
-        more = {self.latent_query: latent}
-        out: Tensor = self._call(rotary, keys, metadata, spec, causal=spec.causal, **more)
+        extra = {self.latent_query: latent}
+        out: Tensor = self._call(rotary, keys, metadata, spec, causal=spec.causal, **extra)
         return out
 
     def _call(
@@ -155,13 +155,13 @@ class Provider:
         spec: AttentionSpec,
         *,
         causal: bool,
-        **more: Any,
+        **extra: Any,
     ) -> Any:
         inputs = (cache.key, cache.value, metadata.kv_lens, metadata.block_table)
         return self._attend(
             q=query,
             **dict(zip(self.inputs, inputs, strict=True)),
-            **self._more_arguments(metadata),
+            **self._extra_arguments(metadata),
             cu_seqlens_q=metadata.query_start_loc,
             max_seqlen_q=metadata.max_query_len,
             softmax_scale=spec.softmax_scale,
@@ -169,10 +169,10 @@ class Provider:
             window_size=(spec.window_left, 0 if causal and spec.sliding_window is not None else -1),
             softcap=spec.soft_cap or 0.0,
             num_splits=metadata.num_splits,
-            **more,
+            **extra,
         )
 
-    def _more_arguments(self, metadata: FlashAttn3Metadata) -> dict[str, Any]:
+    def _extra_arguments(self, metadata: FlashAttn3Metadata) -> dict[str, Any]:
         """Return arguments that the other entries do not take."""
         return {}
 
@@ -191,10 +191,10 @@ class Vllm(Provider):
     def __init__(self, module: ModuleType) -> None:
         if not getattr(module, "FA3_AVAILABLE", False):
             reason = getattr(module, "FA3_UNAVAILABLE_REASON", None)
-            raise BrokenProvider(f"it is without FlashAttention-3: {reason}")
+            raise BrokenProvider(f"it lacks FlashAttention-3: {reason}")
         super().__init__(module)
 
-    def _more_arguments(self, metadata: FlashAttn3Metadata) -> dict[str, Any]:
+    def _extra_arguments(self, metadata: FlashAttn3Metadata) -> dict[str, Any]:
         return {"max_seqlen_k": metadata.max_seq_len, "fa_version": 3}
 
 
@@ -220,14 +220,14 @@ class Upstream(_WithKVCache):
 
     def __init__(self, module: ModuleType) -> None:
         super().__init__(module)
-        left_out = _left_out()
-        if lacking := {"PAGEDKV", "VARLEN", "SPLIT"} & left_out:
-            raise BrokenProvider(f"it was built without {', '.join(sorted(lacking))}")
-        self.features -= {feature for feature, parts in _UPSTREAM_PARTS.items() if parts & left_out}
-        self.dtypes = self.dtypes[:1] if "FP16" in left_out else self.dtypes
-        self.kv_dtypes = () if "FP8" in left_out else self.kv_dtypes
-        widest = max((dim for dim in (64, 96, 128, 192, 256) if f"HDIM{dim}" not in left_out), default=0)
-        self.head_dims = Sizes(minimum=16, maximum=widest, multiple_of=8)
+        disabled = _disabled_parts()
+        if missing := {"PAGEDKV", "VARLEN", "SPLIT"} & disabled:
+            raise BrokenProvider(f"it was built without {', '.join(sorted(missing))}")
+        self.features -= {feature for feature, parts in _UPSTREAM_PARTS.items() if parts & disabled}
+        self.dtypes = self.dtypes[:1] if "FP16" in disabled else self.dtypes
+        self.kv_dtypes = () if "FP8" in disabled else self.kv_dtypes
+        max_head_dim = max((dim for dim in (64, 96, 128, 192, 256) if f"HDIM{dim}" not in disabled), default=0)
+        self.head_dims = Sizes(minimum=16, maximum=max_head_dim, multiple_of=8)
 
 
 class Sgl(_WithKVCache):
@@ -266,18 +266,18 @@ def find_provider() -> Provider:
     Raises ImportError if the named one, or every one, is absent; BrokenProvider if the one found does not work (there
     is no fallback to another); ValueError for an unknown name.
     """
-    asked, named = os.environ.get(PROVIDER_VARIABLE), {kind.name: kind for kind in PROVIDERS}
-    if asked and asked not in named:
+    pinned, kinds = os.environ.get(PROVIDER_VARIABLE), {kind.name: kind for kind in PROVIDERS}
+    if pinned and pinned not in kinds:
         raise ValueError(
-            f"{PROVIDER_VARIABLE} must be one of {', '.join(named)}, got {asked!r}. Fix it, or leave it out to take "
-            "the first that is installed"
+            f"{PROVIDER_VARIABLE} must be one of {', '.join(kinds)}, got {pinned!r}. Fix it, or unset it to use the "
+            "first installed one"
         )
-    for kind in (named[asked],) if asked else PROVIDERS:
+    for kind in (kinds[pinned],) if pinned else PROVIDERS:
         if (provider := load_provider(kind)) is not None:
             return provider
-    if asked:
+    if pinned:
         raise ImportError(
-            f"{named[asked].module}, which {PROVIDER_VARIABLE}={asked} pins, is not installed: {named[asked].remedy}"
+            f"{kinds[pinned].module}, which {PROVIDER_VARIABLE}={pinned} pins, is not installed: {kinds[pinned].remedy}"
         )
     raise ImportError(f"FlashAttention-3 is not installed: {PROVIDERS[0].remedy}")
 
@@ -291,15 +291,14 @@ def load_provider(kind: type[Provider]) -> Provider | None:
     except Exception as error:  # a broken build can raise anything; its message becomes the reason
         if isinstance(error, ModuleNotFoundError) and error.name == package:
             return None
-        words = str(error) if isinstance(error, BrokenProvider) else f"{type(error).__name__}: {error}"
+        message = str(error) if isinstance(error, BrokenProvider) else f"{type(error).__name__}: {error}"
         raise BrokenProvider(
-            f"{kind.name} ({kind.module}) is installed and cannot be used: {words}; no other provider was tried in its "
-            f"place. Repair it, remove it, or name another of {', '.join(k.name for k in PROVIDERS)} in "
-            f"{PROVIDER_VARIABLE}"
+            f"{kind.name} ({kind.module}) is installed but cannot be used: {message}; no other provider was tried. "
+            f"Repair or remove it, or name another of {', '.join(k.name for k in PROVIDERS)} in {PROVIDER_VARIABLE}"
         ) from error
 
 
-def _left_out() -> set[str]:
+def _disabled_parts() -> set[str]:
     """Return the parts that upstream's build omits; without a record it counts as complete except for value dims."""
     try:
         config = import_module("flash_attn_config").CONFIG

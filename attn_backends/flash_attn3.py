@@ -47,24 +47,24 @@ class FlashAttn3(FusedRopeWrite, AttentionBackend):
 
     def unsupported_reasons(self, spec: AttentionSpec, device: torch.device) -> list[str]:
         head_dim, value_dim, features = spec.head_dim, spec.out_dim, self.capabilities.features
-        alike = head_dim == value_dim
+        same_dim = head_dim == value_dim
         reasons = merged_tree_reasons(spec)
         # vLLM's build checks these limits of sinks; they are applied to the other builds too.
         if Feature.SINKS in features and spec.sinks and spec.num_q_heads > _SINK_HEADS:
             reasons.append(f"with sinks num_q_heads must be at most {_SINK_HEADS}, got {spec.num_q_heads}")
-        if Feature.SINKS in features and spec.sinks and not alike:
+        if Feature.SINKS in features and spec.sinks and not same_dim:
             reasons.append(f"with sinks value_dim must equal head_dim, got {value_dim} and {head_dim}")
         # The e4m3 configurations that were tested.
-        tried = spec.dtype is torch.bfloat16 and head_dim in (64, 128, 256) and alike
-        if spec.cache_dtype.itemsize == 1 and not tried:
+        tested = spec.dtype is torch.bfloat16 and head_dim in (64, 128, 256) and same_dim
+        if spec.cache_dtype.itemsize == 1 and not tested:
             reasons.append(
-                "over a cache of e4m3, dtype must be bfloat16 and head_dim and value_dim alike 64, 128 or 256, got "
+                "with an e4m3 cache, dtype must be bfloat16 and head_dim and value_dim both 64, 128 or 256, got "
                 f"{spec.dtype}, {head_dim} and {value_dim}"
             )
         # Kernels with two dims are compiled for 64 with 256 or 512, and for 192 with 128; smaller ones are padded to
         # them. Wrong on an H200: value_dim 64 with head_dim 32, and, over pages of 128, 96 to 192 with 64.
         compiled = (head_dim == 64 and value_dim > 192) or (128 < head_dim <= 192 and 96 < value_dim <= 128)
-        if Feature.VALUE_DIM in features and not (alike or compiled):
+        if Feature.VALUE_DIM in features and not (same_dim or compiled):
             reasons.append(
                 "a value_dim other than head_dim must be 200 to 512 with head_dim 64, or 104 to 128 with head_dim 136 "
                 f"to 192, got {value_dim} with {head_dim}"

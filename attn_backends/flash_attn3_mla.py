@@ -46,8 +46,8 @@ class FlashAttn3Mla(FusedLatentWrite, AttentionBackend):
         if PROVIDER.serves_latents:
             return []
         return [
-            f"{PROVIDER.version} is built without the kernels for values wider than keys, which latents need; "
-            f"{PROVIDER_VARIABLE} pins another build"
+            f"{PROVIDER.version} lacks the kernels for values wider than keys, which latents need; pin another build "
+            f"with {PROVIDER_VARIABLE}"
         ]
 
     def forward(

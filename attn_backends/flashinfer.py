@@ -47,8 +47,8 @@ def _version() -> str:
 def _lowest_score(version: str) -> float | None:
     """Before 0.7.2.post1, decode on CUDA cores returns 0 if every score is as low as -46,341 (seen on an H100). Kernels
     of unknown version are assumed to be as old."""
-    known = re.match(r"\S+ (\d\S*)", version)
-    release = tuple(int(part) for part in re.findall(r"\d+", known[1])[:4]) if known else ()
+    match = re.match(r"\S+ (\d\S*)", version)
+    release = tuple(int(part) for part in re.findall(r"\d+", match[1])[:4]) if match else ()
     return -46_341.0 if release < (0, 7, 2, 1) else None
 
 
@@ -82,7 +82,7 @@ class FlashInfer(FusedRopeWrite, AttentionBackend):
         try:
             import_module("flashinfer.decode")
         except Exception as error:  # a broken build can raise anything; its message becomes the reason
-            reasons.append(f"flashinfer is installed and cannot be imported: {type(error).__name__}: {error}")
+            reasons.append(f"flashinfer is installed but cannot be imported: {type(error).__name__}: {error}")
         return reasons
 
     def forward(
@@ -93,9 +93,9 @@ class FlashInfer(FusedRopeWrite, AttentionBackend):
         unit = spec.head_dim if metadata.launch.kernel is Kernel.XQA else _ALIGNMENT // cache.key.element_size()
         require(
             cache.key.stride() == cache.value.stride() and not any(s % unit for s in cache.key.stride()[:3]),
-            f"FlashInfer's {metadata.launch.kernel.value} kernel reads keys and values by the same strides, each a "
+            f"FlashInfer's {metadata.launch.kernel.value} kernel reads keys and values with the same strides, each a "
             f"multiple of {unit} elements, got {cache.key.stride()} and {cache.value.stride()}; it would read wrong "
-            "numbers. Lay both out alike.",
+            "numbers. Use one layout.",
         )
         if metadata.launch.kernel is Kernel.XQA:
             return _xqa(query, cache, metadata, spec)
@@ -125,7 +125,7 @@ class FlashInferCudaCores(FlashInfer):
     def unsupported_reasons(self, spec: AttentionSpec, device: torch.device) -> list[str]:
         reasons = super().unsupported_reasons(spec, device)
         if spec.group_size not in _CUDA_CORE_GROUPS:
-            reasons.append(f"query heads a KV head must be one of {_CUDA_CORE_GROUPS}, got {spec.group_size}")
+            reasons.append(f"query heads per KV head must be one of {_CUDA_CORE_GROUPS}, got {spec.group_size}")
         return reasons
 
 

@@ -58,9 +58,9 @@ class FlashMla(FusedLatentWrite, AttentionBackend):
             rows = query.unflatten(0, (metadata.num_reqs, metadata.max_query_len))
             return _attend(rows, cache, table, lens, spec).flatten(0, 1)
         out = query.new_zeros(*query.shape[:2], spec.out_dim)
-        for at, (row, start, end, _) in enumerate(metadata.chunks):
-            its_table, its_len = table[row : row + 1], lens[at : at + 1]
-            out[start:end] = _attend(query[None, start:end], cache, its_table, its_len, spec)[0]
+        for i, (row, start, end, _) in enumerate(metadata.chunks):
+            row_table, chunk_len = table[row : row + 1], lens[i : i + 1]
+            out[start:end] = _attend(query[None, start:end], cache, row_table, chunk_len, spec)[0]
         return out
 
 

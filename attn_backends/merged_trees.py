@@ -13,8 +13,8 @@ def merged_tree_reasons(spec: AttentionSpec) -> list[str]:
     """Return why a backend cannot serve this spec's trees by merging; empty if it can."""
     if spec.tree and spec.sliding_window is not None:
         return [
-            "with trees sliding_window must be None: a window begins by a token's depth in its tree, and this kernel's "
-            f"by its index, got {spec.sliding_window}"
+            "with trees sliding_window must be None: a window counts a token's depth in its tree, this kernel's its "
+            f"index, got {spec.sliding_window}"
         ]
     return []
 

@@ -23,7 +23,7 @@ ENTRY_POINT_GROUP = "attn_backends"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 _NAME_RULE = "ASCII letters, digits, _, . and -, beginning with a letter or a digit"
 """What a report's file name, a terminal and a table can all show."""
-_TAKEN_BY_COMMANDS = ("all", "available")
+_RESERVED_NAMES = ("all", "available")
 
 Factory = Callable[[], AttentionBackend]
 B = TypeVar("B", bound=AttentionBackend)
@@ -105,7 +105,7 @@ def register(backend: type[B] | None = None, /, *, replace: bool = False) -> Any
 def _register(backend: type[B], replace: bool) -> type[B]:
     if not (isinstance(backend, type) and issubclass(backend, AttentionBackend)):
         raise BackendError(
-            f"@register must decorate a class of AttentionBackend, got {backend!r}. State the name in the class."
+            f"@register must decorate a subclass of AttentionBackend, got {backend!r}. State the name in the class."
         )
     name: str = getattr(backend, "name", "")
     if problem := name_problem(name):
@@ -113,8 +113,7 @@ def _register(backend: type[B], replace: bool) -> type[B]:
     for known in names():
         if name != known and name.casefold() == known.casefold():
             raise DuplicateBackend(
-                f"a backend name must differ from others by more than case, {name!r} is {known!r} but for that. Choose "
-                "another name."
+                f"backend names must differ by more than case, {name!r} and {known!r} do not. Choose another name."
             )
         if name == known and not replace:
             raise DuplicateBackend(
@@ -152,7 +151,7 @@ def get(name: str) -> AttentionBackend:
     if name not in _loaded:
         registration = _registered.get(name) or _from_entry_point(name)
         cuda_before = torch.cuda.is_initialized()
-        with torch_settings_kept(f"backend {name!r}, while it was loaded,"):
+        with torch_settings_kept(f"loading backend {name!r}"):
             _loaded[name] = _checked(name, _make(name, registration))
         if torch.cuda.is_initialized() and not cuda_before:
             _started_cuda.append(_loaded[name])
@@ -168,8 +167,8 @@ def name_problem(name: object) -> str:
     """Return what is wrong with a name; empty if it is valid."""
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         return f"a backend name must be made of {_NAME_RULE}, got {name!r}"
-    if name in _TAKEN_BY_COMMANDS:
-        return f"a backend name must be free, {name!r} stands for several backends on the command line"
+    if name in _RESERVED_NAMES:
+        return f"a backend name must be free, {name!r} means several backends on the command line"
     return ""
 
 
@@ -190,7 +189,7 @@ def refuse(name: str, why: str) -> None:
 
 def started_cuda(backend: AttentionBackend) -> bool:
     """Return whether loading this backend initialised CUDA, which takes memory and the user's choice of device."""
-    return any(one is backend for one in _started_cuda)
+    return any(loaded is backend for loaded in _started_cuda)
 
 
 def explain(name: str, spec: AttentionSpec, device: torch.device) -> Accepted | Rejected:
@@ -200,23 +199,23 @@ def explain(name: str, spec: AttentionSpec, device: torch.device) -> Accepted | 
     except BrokenBackend as error:
         return Rejected((str(error),))
     try:
-        verdict = backend.supports(spec, device)
+        answer = backend.supports(spec, device)
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # a plug-in can raise anything; the others must still answer
-        return Rejected((f"backend {name!r} was asked and failed: {type(error).__name__}: {error}",))
-    if isinstance(verdict, Accepted | Rejected):
-        return verdict
-    return Rejected((f"backend {name!r} must answer Accepted or Rejected, its supports() gave {verdict!r}",))
+        return Rejected((f"backend {name!r} failed in supports(): {type(error).__name__}: {error}",))
+    if isinstance(answer, Accepted | Rejected):
+        return answer
+    return Rejected((f"backend {name!r} must return Accepted or Rejected from supports(), got {answer!r}",))
 
 
 def _declared() -> dict[str, list[EntryPoint]]:
     """Return the entry points that packages declare, by their names for `get`. A name with several is ambiguous."""
-    alike: dict[str, list[EntryPoint]] = {}
+    by_folded_name: dict[str, list[EntryPoint]] = {}
     for point in entry_points(group=ENTRY_POINT_GROUP):
-        alike.setdefault(point.name.casefold(), []).append(point)
+        by_folded_name.setdefault(point.name.casefold(), []).append(point)
     found: dict[str, list[EntryPoint]] = {}
-    for folded, points in alike.items():
+    for folded, points in by_folded_name.items():
         named = [point for point in points if not name_problem(point.name)]
         if folded not in _BUILT_IN:
             found |= dict.fromkeys((point.name for point in named), named)
@@ -246,9 +245,9 @@ def _from_entry_point(name: str) -> _Registration:
     if len(points) > 1:
         packages, declared = map(_package, points), dict.fromkeys(repr(point.name) for point in points)
         raise BrokenBackend(
-            f"a backend name must be free, packages {' and '.join(packages)} all declare {' and '.join(declared)}; "
-            f"which one is meant is not known, so none was loaded. Ask for {' or '.join(map(_full_name, points))}, or "
-            "uninstall all but one."
+            f"a backend name must be free, packages {' and '.join(packages)} all declare {' and '.join(declared)}; the "
+            f"name is ambiguous, so none was loaded. Use {' or '.join(map(_full_name, points))}, or uninstall all but "
+            "one."
         )
     (point,) = points
     if problem := name_problem(point.name):
@@ -283,36 +282,35 @@ def _make(name: str, registration: _Registration) -> AttentionBackend:
 def _checked(name: str, backend: object) -> AttentionBackend:
     if not isinstance(backend, AttentionBackend):
         raise BrokenBackend(
-            f"backend {name!r} must be an attn_backends.AttentionBackend, its factory made a "
+            f"backend {name!r} must be an attn_backends.AttentionBackend, its factory returned a "
             f"{type(backend).__name__}; it was not used. Return an instance of a subclass."
         )
     if problems := "; ".join(_contract_problems(backend)):
         raise BrokenBackend(
-            f"backend {name!r} must state {problems}; what it serves cannot be told, so it was not used. "
-            "Correct its class."
+            f"backend {name!r} must state {problems}; what it serves is unknown, so it was not used. Correct its class."
         )
     declared = sorted(backend.capabilities.fused_writes)
     if missing := [write.method for write in declared if not callable(_stated(backend, write.method))]:
         raise BrokenBackend(
-            f"backend {name!r} must have the methods of the fused writes that its capabilities declare, it lacks "
-            f"{' and '.join(missing)}; a layer would fail in the middle of a step, so it was not used. Inherit "
-            "FusedRopeWrite or FusedLatentWrite, or leave the write out of fused_writes."
+            f"backend {name!r} must have the methods of the fused writes in its capabilities, it lacks "
+            f"{' and '.join(missing)}; a layer would fail in mid-step, so it was not used. Inherit FusedRopeWrite or "
+            "FusedLatentWrite, or remove the write from fused_writes."
         )
     if backend.contract_version[0] != CONTRACT_VERSION[0]:
         raise BrokenBackend(
             f"backend {name!r} was built for contract {backend.contract_version}, this is {CONTRACT_VERSION}; its "
-            "metadata would mean something else, so it was not used. Install a matching version of either."
+            "metadata would be misread, so it was not used. Install matching versions."
         )
     return backend
 
 
 def _contract_problems(backend: AttentionBackend) -> Iterator[str]:
     """Yield what a backend fails to state about its capabilities, builder and contract."""
-    able, builder, version = (_stated(backend, at) for at in ("capabilities", "builder", "contract_version"))
-    if not isinstance(able, Capabilities):
-        yield f"capabilities, a Capabilities record, got {able!r}"
+    record, builder, version = (_stated(backend, name) for name in ("capabilities", "builder", "contract_version"))
+    if not isinstance(record, Capabilities):
+        yield f"capabilities, a Capabilities record, got {record!r}"
     if not (isinstance(builder, type) and issubclass(builder, MetadataBuilder)):
-        yield f"builder, a class of MetadataBuilder, got {builder!r}"
+        yield f"builder, a subclass of MetadataBuilder, got {builder!r}"
     if not is_version(version):
         yield f"contract_version, two counts such as {CONTRACT_VERSION}, got {version!r}"
 

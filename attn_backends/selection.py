@@ -38,11 +38,11 @@ def select(spec: AttentionSpec, device: torch.device, prefer: Sequence[str] = ()
         raise registry.UnknownBackend(f"prefer must be a list of backend names, got {prefer!r}. Pass [{prefer!r}].")
     rejected: dict[str, Rejected] = {}
     for name in prefer or DEFAULT_ORDER:
-        verdict = registry.explain(name, spec, device)
-        if not isinstance(verdict, Rejected):
+        answer = registry.explain(name, spec, device)
+        if not isinstance(answer, Rejected):
             return Selection(registry.get(name), rejected)
-        rejected[name] = verdict
-    reasons = "; ".join(f"{name}: {', '.join(verdict.reasons)}" for name, verdict in rejected.items())
+        rejected[name] = answer
+    reasons = "; ".join(f"{name}: {', '.join(answer.reasons)}" for name, answer in rejected.items())
     raise NoBackend(
         f"no backend supports [{spec.describe()}] on {device.type}: {reasons}. Change the spec, or name a backend that "
         "serves it."

@@ -11,7 +11,7 @@ import torch
 
 
 class _Setting(NamedTuple):
-    what: str
+    name: str
     get: Callable[[], Any]
     set: Callable[[Any], object]
 
@@ -63,8 +63,8 @@ def torch_settings_kept(who: str) -> Iterator[None]:
             if (after := setting.get()) != before:
                 setting.set(before)
                 warnings.warn(
-                    f"{who} has set torch's {setting.what} to {after} for the whole process; it is {before} again. Set "
-                    "it where it is needed, and put it back.",
+                    f"{who} set torch's {setting.name} to {after} for the whole process; it is {before} again. Set it "
+                    "only where needed, and restore it.",
                     RuntimeWarning,
                     stacklevel=4,
                 )

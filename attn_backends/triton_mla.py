@@ -39,7 +39,7 @@ class TritonMla(FusedLatentWrite, AttentionBackend):
         reasons = []
         rotary = spec.head_dim - spec.out_dim
         if rotary and (rotary < 16 or rotary & (rotary - 1)):
-            reasons.append(f"the dims beside the value's must be a power of two from 16 on, got {rotary}")
+            reasons.append(f"head_dim - value_dim must be a power of two, at least 16, got {rotary}")
         return reasons + triton_unsupported_reasons(device.type)
 
     def forward(

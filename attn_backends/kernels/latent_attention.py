@@ -76,8 +76,8 @@ class LatentAttentionArguments(NamedTuple):
         require(
             cache.dtype == self.query.dtype and cache.shape[2] == dim and cache.stride(2) == 1,
             f"the latent cache must be {self.query.dtype} [pages, page_size, {dim}] with a contiguous last dim, got "
-            f"{cache.dtype} {list(cache.shape)} with strides {list(cache.stride())}; the kernel would read other "
-            "numbers. Convert the cache or the query.",
+            f"{cache.dtype} {list(cache.shape)} with strides {list(cache.stride())}; the kernel would misread it. "
+            "Convert the cache or the query.",
         )
 
     @property

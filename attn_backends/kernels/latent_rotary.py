@@ -69,9 +69,9 @@ def check_rotary(x: torch.Tensor, positions: torch.Tensor, table: torch.Tensor) 
     dim, rotary = x.shape[-1], table.shape[1]
     require(
         0 < rotary <= dim and rotary % 2 == 0 and dim % 2 == 0 and table.is_contiguous(),
-        "a rotary table is contiguous, and it and a row have an even number of dims, its own at most the row's, got "
-        f"{list(table.shape)} with strides {list(table.stride())} for rows of {dim}; pairs would meet other angles. "
-        "Build the table for the dims that turn.",
+        "a rotary table must be contiguous, and it and a row must have an even number of dims, the table at most the "
+        f"row's, got {list(table.shape)} with strides {list(table.stride())} for rows of {dim}; pairs would get wrong "
+        "angles. Build the table for the rotated dims.",
     )
 
 
@@ -79,7 +79,7 @@ def _check(x: torch.Tensor, positions: torch.Tensor, table: torch.Tensor) -> Non
     require(
         x.dim() == 3 and x.stride(2) == 1,
         f"rotated heads must be [tokens, heads, dim] with a contiguous last dim, got {list(x.shape)} with strides "
-        f"{list(x.stride())}; a kernel would pair other dims. Make it contiguous first.",
+        f"{list(x.stride())}; a kernel would mispair dims. Make it contiguous first.",
     )
     check_rotary(x, positions, table)
 

@@ -76,9 +76,8 @@ class PagedAttentionArguments(NamedTuple):
         # Splits begin at the window of a tile's first row, and which row that is depends on the batch.
         if self.batch_invariant and self.sliding_window and self.num_splits > 1:
             raise BatchError(
-                "a batch-invariant kernel does not split the tokens of a sliding window: where a split begins would "
-                f"depend on the batch, got num_splits={self.num_splits}, sliding_window={self.sliding_window}. "
-                "Pass num_splits=1."
+                "a batch-invariant kernel must not split a sliding window, since split starts would depend on the "
+                f"batch, got num_splits={self.num_splits}, sliding_window={self.sliding_window}. Pass num_splits=1."
             )
 
     def reference(self) -> torch.Tensor:
@@ -155,7 +154,7 @@ class PagedAttentionArguments(NamedTuple):
         tile = tile_config(
             row_bytes=(block_d + block_dv) * query.element_size(),
             tokens=SPLIT_TOKENS if invariant else split_tokens,
-            alone=not invariant and math.prod(grid) <= num_sms(query.device),
+            one_per_sm=not invariant and math.prod(grid) <= num_sms(query.device),
             block_m=block_m,
         )
         attention_kernel[grid](
@@ -246,10 +245,10 @@ def _tokens(cache: torch.Tensor, pages: torch.Tensor, length: int) -> torch.Tens
     return cache[pages[:count].long()].flatten(0, 1)[:length].transpose(0, 1).float()
 
 
-def tile_config(*, row_bytes: int, tokens: int, alone: bool, block_m: int) -> dict[str, int]:
+def tile_config(*, row_bytes: int, tokens: int, one_per_sm: bool, block_m: int) -> dict[str, int]:
     """Choose the KV tokens per block and the launch options: the fastest of those tried on an H200.
 
-    row_bytes: of a token's key and value; tokens: per split, approximately; alone: whether no two programs share an SM.
+    row_bytes: of a token's key and value; tokens: per split, approximately; one_per_sm: whether no SM has two programs.
 
     A program alone on its SM is bound by the latency of its loads, and more warps keep more of them in flight. So is
     one of a block or two, where a pipeline only adds latency. Others are bound by bandwidth: fewer stages let more run.
@@ -257,8 +256,8 @@ def tile_config(*, row_bytes: int, tokens: int, alone: bool, block_m: int) -> di
     block_n = 64 if row_bytes <= 512 else 32 if row_bytes <= 1024 else 16
     if tokens <= block_n // 2 and block_n > 16:
         block_n //= 2
-    stages = 1 if alone or tokens <= 2 * block_n else 2
-    return {"BLOCK_N": block_n, "num_warps": 8 if alone and block_m == 16 else 4, "num_stages": stages}
+    stages = 1 if one_per_sm or tokens <= 2 * block_n else 2
+    return {"BLOCK_N": block_n, "num_warps": 8 if one_per_sm and block_m == 16 else 4, "num_stages": stages}
 
 
 paged_attention = define_op("attn_backends::paged_attention", PagedAttentionArguments)

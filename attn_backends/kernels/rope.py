@@ -42,9 +42,8 @@ def check_rope(x: torch.Tensor, rope: Rope) -> None:
     require_tensor("the rotary table", rope.table, shape=(None, dim), dtype=torch.float32, device=x.device)
     if dim % 2 or x.stride(2) != 1 or not rope.table.is_contiguous():
         raise BatchError(
-            f"rotated heads must have an even number of dims that are adjacent, and so must a table, got {dim} with "
-            f"strides {x.stride()}, table {rope.table.stride()}; a kernel would pair other elements. Keep the head dim "
-            "innermost."
+            f"rotated heads and the table must have an even number of contiguous dims, got {dim} with strides "
+            f"{x.stride()}, table {rope.table.stride()}; a kernel would mispair elements. Keep the head dim innermost."
         )
 
 

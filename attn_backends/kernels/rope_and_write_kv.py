@@ -38,8 +38,8 @@ def rope_and_write_kv(
     check_rope(query, rope)
     if query.shape[1] % key.shape[1]:
         raise BatchError(
-            f"query heads must be a multiple of {key.shape[1]}, got {query.shape[1]}; a kernel would leave heads out. "
-            "Pass whole groups."
+            f"query heads must be a multiple of {key.shape[1]}, got {query.shape[1]}; a kernel would skip heads. Pass "
+            "whole groups."
         )
     _op(query, key, value, *rope, key_cache, value_cache, slot_mapping)
 

@@ -66,7 +66,7 @@ class SparseAttentionArguments(NamedTuple):
         require_vector("lens", lens, length=tokens, dtype=torch.int32, device=device)
         require(
             indices.stride(1) == 1,
-            f"indices must be contiguous along a row, got strides {indices.stride()}; the kernel would read other "
+            f"indices must be contiguous along a row, got strides {indices.stride()}; the kernel would read wrong "
             "entries. Slice rows only.",
         )
 
@@ -76,16 +76,15 @@ class SparseAttentionArguments(NamedTuple):
         if fp8 := cache.dtype == torch.uint8:
             require(
                 dim == fp8_ds_mla.LATENT and dtype == torch.bfloat16,
-                f"an fp8_ds_mla cache serves bfloat16 queries of dim {fp8_ds_mla.LATENT}, got {dtype} of dim {dim}"
-                "; its bytes mean nothing else. Convert the query or use a cache of its dtype.",
+                f"an fp8_ds_mla cache serves bfloat16 queries of dim {fp8_ds_mla.LATENT}, got {dtype} of dim {dim}; "
+                "its bytes have no other meaning. Convert the query or use a cache of its dtype.",
             )
             dtype, page = torch.uint8, [fp8_ds_mla.page_bytes(self.page_size)]
         require_tensor("the latent cache", cache, shape=(None, *page), dtype=dtype, device=query.device)
         require(
             cache.stride(-1) == 1 and not (fp8 and cache.stride(0) % 16),
             "the latent cache must be contiguous in its last dim, and an fp8_ds_mla page must start at a multiple of "
-            f"16 bytes, got strides {cache.stride()}; the kernel would read other bytes. Lay the "
-            "cache out again.",
+            f"16 bytes, got strides {cache.stride()}; the kernel would read wrong bytes. Change the cache layout.",
         )
 
     def reference(self) -> torch.Tensor:

@@ -54,9 +54,9 @@ def check_new_kv(
     require_vector("slot_mapping", slot_mapping, length=num_tokens, dtype=torch.int64, device=key_cache.device)
     if not key.stride(2) == value.stride(2) == key_cache.stride(3) == value_cache.stride(3) == 1:
         raise BatchError(
-            "the last dim of keys, values and their caches must be contiguous, got strides "
-            f"{key.stride()}, {value.stride()}, {key_cache.stride()} and {value_cache.stride()}; a kernel would take "
-            "other elements. Keep the head dim innermost."
+            f"the last dim of keys, values and their caches must be contiguous, got strides {key.stride()}, "
+            f"{value.stride()}, {key_cache.stride()} and {value_cache.stride()}; a kernel would misread them. Keep the "
+            "head dim innermost."
         )
 
 

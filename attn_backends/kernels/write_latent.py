@@ -69,8 +69,8 @@ def write_latent(
         page_size = cache.shape[1]
     require(
         cache.stride(-1) == 1,
-        f"the last dim of a latent cache must be contiguous, got strides {list(cache.stride())}; a row would land "
-        "across others. Allocate the cache with its dims last.",
+        f"the last dim of a latent cache must be contiguous, got strides {list(cache.stride())}; a row would overwrite "
+        "others. Allocate the cache with its dims last.",
     )
     require_vector("slot_mapping", slot_mapping, length=tokens, dtype=torch.int64, device=cache.device)
     if norm_rope is None:
@@ -95,7 +95,7 @@ def _fp8_ds_mla_pages(latent: torch.Tensor, cache: torch.Tensor, page_size: int 
         adjacent and page_size is not None,
         f"an fp8_ds_mla cache is [pages, page_size, 1, {fp8_ds_mla.TOKEN_BYTES}] with a page's bytes adjacent, or "
         f"[pages, page_bytes(page_size)] and page_size, got {list(cache.shape)} with strides {list(cache.stride())} "
-        f"and page_size {page_size}; its tokens could lie anywhere. Allocate either form.",
+        f"and page_size {page_size}; its tokens could not be found. Allocate either form.",
     )
     assert page_size is not None
     return cache.view(cache.shape[0], -1), page_size

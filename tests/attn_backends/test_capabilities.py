@@ -69,7 +69,7 @@ def test_sizes_hold_what_their_four_rules_say(size, minimum, maximum, multiple, 
     if expected:
         assert (size in Sizes(**rules)) == (size in expected)
     else:
-        with pytest.raises(CapabilitiesError, match="sizes must have one at least"):
+        with pytest.raises(CapabilitiesError, match="sizes must contain at least one"):
             Sizes(**rules)
 
 
@@ -78,7 +78,7 @@ RULES = [("minimum", 0), ("minimum", 1.0), ("maximum", -64), ("multiple_of", Tru
 
 @pytest.mark.parametrize(("make", "field", "value"), [(Sizes, *rule) for rule in RULES] + [(NARROW, *w) for w in WRONG])
 def test_what_claims_nothing_is_refused_by_name(make, field, value):
-    words = rf"{field} must be .*, got {re.escape(repr(value))}: .*was made"
+    words = rf"{field} must be .*, got {re.escape(repr(value))}: .*was created"
     with pytest.raises(CapabilitiesError, match=words):
         Sizes(**{field: value}) if make is Sizes else replace(NARROW, **{field: value})
 

@@ -103,10 +103,10 @@ BROKEN = {
     "undefined symbol": ("vllm", ERROR, "undefined symbol: _ZN5torch"),
     "missing library": ("upstream", "raise OSError('libcudart.so.13: cannot open')", "libcudart.so.13"),
     "missing extension": ("upstream", "import flash_attn_3_that_is_not_here", "flash_attn_3_that_is_not_here"),
-    "no Hopper": ("vllm", VLLM.replace("True, None", "False, 'no sm90a'"), "without FlashAttention-3: no sm90a"),
+    "no Hopper": ("vllm", VLLM.replace("True, None", "False, 'no sm90a'"), "lacks FlashAttention-3: no sm90a"),
     "no entry": ("upstream", "", "no flash_attn_with_kvcache"),
-    "too old": ("upstream", UPSTREAM.replace("page_table=None,", ""), "has no page_table: it is too old"),
-    "too old for splits": ("vllm", VLLM.replace("num_splits=0, fa_version=2", "fa_version=2"), "has no num_splits"),
+    "too old": ("upstream", UPSTREAM.replace("page_table=None,", ""), "lacks page_table: it is too old"),
+    "too old for splits": ("vllm", VLLM.replace("num_splits=0, fa_version=2", "fa_version=2"), "lacks num_splits"),
 }
 
 
@@ -245,7 +245,7 @@ def test_sinks_are_handed_over_in_bf16_by_the_entrys_name_for_them_and_never_dro
     provider, logits = find_provider(), torch.tensor([0.1, -2.0, 3.3, 4.0])
     assert (Feature.SINKS in provider.features) is (argument != "no_such")
     if argument == "no_such":
-        with pytest.raises(BatchError, match="Name another provider"):
+        with pytest.raises(BatchError, match="Set another provider"):
             call_of(provider, make_spec(sinks=True), sinks=logits)
     else:
         given = call_of(provider, make_spec(sinks=True), sinks=logits)[0][argument]
@@ -332,7 +332,7 @@ def test_another_compute_capability_than_9_is_refused(load, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
     told = str(backend.supports(hopper_spec(), torch.device("cuda")))
-    assert "compute capability 9 alone, the device has (10, 0)" in told
+    assert "compute capability 9 only, the device has (10, 0)" in told
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     assert isinstance(backend.supports(hopper_spec(), torch.device("cuda")), Accepted)
 
@@ -367,7 +367,7 @@ def test_a_broken_provider_is_a_rejection_that_names_it(load):
         load("vllm", ERROR)
     verdict = explain("flash_attn3", hopper_spec(), CPU)
     assert isinstance(verdict, Rejected)
-    assert "vllm (vllm.vllm_flash_attn.flash_attn_interface) is installed and cannot be used" in verdict.reasons[0]
+    assert "vllm (vllm.vllm_flash_attn.flash_attn_interface) is installed but cannot be used" in verdict.reasons[0]
 
 
 def test_the_list_shows_whose_kernels_were_chosen(load):

@@ -73,7 +73,7 @@ def test_a_build_without_kernels_for_latents_refuses_with_the_reason(mla, monkey
     monkeypatch.setattr(provider, "latent_query", None)
     verdict = mla.supports(MLA, CPU)
     assert isinstance(verdict, Rejected)
-    assert any("built without the kernels for values wider than keys" in reason for reason in verdict.reasons)
+    assert any("lacks the kernels for values wider than keys" in reason for reason in verdict.reasons)
 
 
 def test_trees_are_served_but_for_windows(backend):
@@ -95,6 +95,6 @@ def test_trees_with_a_window_are_refused_with_the_reason(backend):
     verdict = backend.supports(spec, CPU)
     assert isinstance(verdict, Rejected)
     assert verdict.reasons == (
-        "with trees sliding_window must be None: a window begins by a token's depth in its tree, and this kernel's by "
-        "its index, got 64",
+        "with trees sliding_window must be None: a window counts a token's depth in its tree, this kernel's its index, "
+        "got 64",
     )

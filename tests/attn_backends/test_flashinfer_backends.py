@@ -177,7 +177,7 @@ def forward(fixture, metadata, cache):
 def test_strides_that_the_kernels_cannot_follow_are_refused(name):
     fixture, metadata = built(name)
     unlike = KVCache(padded_dims(fixture.cache, 64).key, fixture.cache.value)
-    with pytest.raises(BatchError, match=r"same strides, .* Lay both out alike"):
+    with pytest.raises(BatchError, match=r"same strides, .* Use one layout"):
         forward(fixture, metadata, unlike)
     if name != "flashinfer_tensor_cores":
         with pytest.raises(BatchError):
@@ -216,7 +216,7 @@ def test_loading_a_backend_does_not_import_the_package_which_would_start_cuda(na
 def test_a_package_that_cannot_be_imported_is_a_reason_on_a_cuda_device(name, package_that_breaks):
     verdict = explain(name, make_spec(), torch.device("cuda"))
 
-    broken = "flashinfer is installed and cannot be imported: OSError: libcudart.so.13 is not here"
+    broken = "flashinfer is installed but cannot be imported: OSError: libcudart.so.13 is not here"
     assert isinstance(verdict, Rejected) and broken in verdict.reasons
 
 

@@ -107,7 +107,7 @@ REFUSED = {
     "a table of another dtype": ({"table": make_table(16).double()}, "table must be torch.float32"),
     "a table of more dims": ({"table": make_table(80)}, r"got \[40, 80\]"),
     "a table of an odd number of dims": ({"table": torch.zeros(40, 15)}, r"got \[40, 15\]"),
-    "a strided table": ({"table": make_table(32)[:, ::2]}, "a rotary table is contiguous"),
+    "a strided table": ({"table": make_table(32)[:, ::2]}, "a rotary table must be contiguous"),
     "heads of an odd number of dims": ({"x": noise(2, 3, 65)}, "for rows of 65"),
     "a strided head dim": ({"x": noise(2, 64, 3).transpose(1, 2)}, "contiguous last dim"),
     "no head axis": ({"x": noise(2, 64)}, r"must be \[tokens, heads, dim\]"),

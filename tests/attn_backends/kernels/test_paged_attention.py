@@ -180,7 +180,7 @@ def test_tensors_that_a_kernel_would_misread_are_refused(change, message):
     ],
 )
 def test_a_tile_follows_what_bounds_a_program(row_bytes, tokens, alone, block_m, tile):
-    config = tile_config(row_bytes=row_bytes, tokens=tokens, alone=alone, block_m=block_m)
+    config = tile_config(row_bytes=row_bytes, tokens=tokens, one_per_sm=alone, block_m=block_m)
     assert (config["BLOCK_N"], config["num_warps"], config["num_stages"]) == tile
 
 

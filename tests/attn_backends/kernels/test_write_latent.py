@@ -213,7 +213,7 @@ REFUSED = {
     "more rotary dims than dims": (PLAIN, {"norm_rope": KvANormRope(
         weight=noise(64), eps=0.0, positions=torch.tensor([0, 1]), table=torch.zeros(8, 80))}, "rotary table"),
     "fp8_ds_mla without a page size": (BYTES, {}, "page_size None"),
-    "fp8_ds_mla with another page size": (BYTES, {"page_size": 8}, "its tokens could lie anywhere"),
+    "fp8_ds_mla with another page size": (BYTES, {"page_size": 8}, "its tokens could not be found"),
     "fp8_ds_mla from another dim": (BYTES, {"page_size": 4, "latent": noise(2, 576)}, r"\[2, 512\]"),
     "fp8_ds_mla from fp32": (BYTES, {"page_size": 4, "latent": noise(2, 512).float()}, "latent must be torch.bfloat16"),
     "fp8_ds_mla tokens apart": (BYTES, {"cache": torch.zeros(5, 4, 1, 600, dtype=torch.uint8)[..., :584]}, "adjacent"),

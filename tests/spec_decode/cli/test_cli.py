@@ -87,8 +87,8 @@ def odd(**attributes):
 
 ODD = {
     "not loaded": (lambda: import_module("no_such_module"), "no_such_module"),
-    "supports": (odd(supports=fail), "because     backend 'odd' was asked and failed: KeyError: 'no table'"),
-    "no answer": (odd(supports=lambda *asked: None), "must answer Accepted or Rejected, its supports() gave None"),
+    "supports": (odd(supports=fail), "because     backend 'odd' failed in supports(): KeyError: 'no table'"),
+    "no answer": (odd(supports=lambda *asked: None), "must return Accepted or Rejected from supports(), got None"),
     "advance_support": (
         odd(builder=type("Silent", (ReferenceBuilder,), {"advance_support": classmethod(fail)})),
         "claims      cannot be read: KeyError: 'no table'",

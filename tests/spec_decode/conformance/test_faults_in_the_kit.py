@@ -318,7 +318,7 @@ def test_a_backend_that_cannot_be_asked_has_a_whole_report_of_errors(
 def test_a_backend_that_fails_when_asked_about_a_spec_is_rejected_in_words(declared: Callable[..., str]) -> None:
     spec = AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=64, page_size=16)
     verdict = registry.explain(declared(supports=fail), spec, CPU)
-    assert not verdict and "backend 'odd' was asked and failed: KeyError: 'no table'" in str(verdict)
+    assert not verdict and "backend 'odd' failed in supports(): KeyError: 'no table'" in str(verdict)
 
 
 def refusing(*reasons: str) -> Callable[..., Rejected]:
