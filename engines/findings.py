@@ -51,15 +51,15 @@ class EnginePlugIn:
             return
         yield _finding("its plug-ins", self._why_not_found(), f"{self.title} finds attn_backends among them")
         for name, why_not in self.needs.items():
-            yield _finding(name, why_not(), f"it loads; a draft takes it by {self.chosen_by}")
+            yield _finding(name, why_not(), f"it loads; a draft selects it with {self.chosen_by}")
 
     def _why_not_found(self) -> str:
         value = os.environ.get(self.variable)
         allowed = None if value is None else self.allowed(value)
         if not any(point.value == f"engines.{self.package}:register" for point in entry_points(group=self.group)):
-            return f"no package declares attn_backends in {self.group}: install attn-backends again"
+            return f"no package declares attn_backends in {self.group}: reinstall attn-backends"
         if allowed is not None and "attn_backends" not in allowed:
-            return f"{self.variable}={value} leaves attn_backends out: add it, or unset the variable"
+            return f"{self.variable}={value} excludes attn_backends: add it, or unset the variable"
         return self.refused()
 
 

@@ -58,8 +58,8 @@ def installed_version(package: str, releases: str, what: str) -> str:
         found = "none"
     if not fnmatchcase(found, releases):
         raise BrokenBackend(
-            f"{what} are checked as {releases} has them, found {found}. Run `make engines`, which unpacks the right "
-            f"one, or pip install '{package}=={releases}'."
+            f"checks of {what} need {releases}, found {found}. Run `make engines`, which unpacks the right one, or pip "
+            f"install '{package}=={releases}'."
         )
     return found
 
@@ -72,7 +72,7 @@ def subject_of(name: str, room: str, listed: Mapping[str, Listed], engine: str) 
     title, _, release = engine.partition(" ")
     if name not in listed:
         raise BrokenBackend(
-            f"a builder of {title} that is checked must be one of {', '.join(listed)}, got {name!r}. Fix the name."
+            f"a {title} builder to check must be one of {', '.join(listed)}, got {name!r}. Fix the name."
         )
     backend = import_module(f"{room}.{listed[name].module}").backend()
     backend.version = release

@@ -18,15 +18,15 @@ ENTRY_POINT_GROUP = "sglang.srt.plugins"
 
 
 class Name(NamedTuple):
-    """A backend name for SGLang drafts. ours: the backend that decodes the draft; theirs: SGLang's, for the rest."""
+    """A backend name for SGLang drafts. backend: decodes the draft; sglang: SGLang's backend for the rest."""
 
-    ours: str
-    theirs: str
+    backend: str
+    sglang: str
 
 
 NAMES = {
-    "attn_backends_triton_paged": Name(ours="triton_paged", theirs="triton"),
-    "attn_backends_flash_attn3": Name(ours="flash_attn3", theirs="fa3"),
+    "attn_backends_triton_paged": Name(backend="triton_paged", sglang="triton"),
+    "attn_backends_flash_attn3": Name(backend="flash_attn3", sglang="fa3"),
 }
 LOOK_UP = "sglang.srt.speculative.draft_utils.DraftBackendFactory._create_backend"
 """The method that is hooked."""
@@ -46,9 +46,9 @@ def register() -> None:
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    for name, (_, theirs) in NAMES.items():
+    for name, (_, sglang) in NAMES.items():
         # A draft's runner makes this one for itself, before the factory makes the backends of its steps.
-        ATTENTION_BACKENDS.setdefault(name, ATTENTION_BACKENDS[theirs])
+        ATTENTION_BACKENDS.setdefault(name, ATTENTION_BACKENDS[sglang])
     add_attention_backend_choices(list(NAMES))
     add_draft_attention_backend_choices(list(NAMES))
     HookRegistry.register(LOOK_UP, look_up, HookType.AROUND)
@@ -68,20 +68,20 @@ def look_up(
     backend per step, instead of the backend of the step that reads the prompt. Raises UnsupportedDraft if this
     library's backend cannot serve the draft.
     """
-    ours = {
-        name: _maker(factory, each) if stamps_children else backend_map[each.theirs]
+    added = {
+        name: _maker(factory, each) if stamps_children else backend_map[each.sglang]
         for name, each in NAMES.items()
-        if each.theirs in backend_map
+        if each.sglang in backend_map
     }
-    return original(factory, backend_name, {**backend_map, **ours}, error_template, stamps_children=stamps_children)
+    return original(factory, backend_name, {**backend_map, **added}, error_template, stamps_children=stamps_children)
 
 
 def _maker(factory: Any, name: Name) -> Callable[[], tuple[str, Any]]:
     def make() -> tuple[str, Any]:
         draft_steps = import_module("engines.sglang.v0_5_23.draft_steps")
-        made = draft_steps.DraftSteps.of(
-            name.ours, factory.draft_model_runner, topk=factory.topk, num_steps=factory.speculative_num_steps
+        steps = draft_steps.DraftSteps.of(
+            name.backend, factory.draft_model_runner, topk=factory.topk, num_steps=factory.speculative_num_steps
         )
-        return name.theirs, made
+        return name.sglang, steps
 
     return make

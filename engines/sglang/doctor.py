@@ -18,7 +18,7 @@ examine = EnginePlugIn(
     unsupported=release_reason,
     group=ENTRY_POINT_GROUP,
     variable="SGLANG_PLUGINS",
-    needs={name: why_not_loaded(ours) for name, (ours, _) in NAMES.items()},
+    needs={name: why_not_loaded(backend) for name, (backend, _) in NAMES.items()},
     chosen_by="--speculative-draft-attention-backend",
     allowed=_allowed,
 ).examine

@@ -20,8 +20,8 @@ def release_reason(found: str) -> str:
     if found == SUPPORTED:
         return ""
     return (
-        f"attn-backends' adapters are for SGLang {SUPPORTED}, got {found}; its draft workers may mean something "
-        f"else, so no backend was registered. Install sglang=={SUPPORTED}, or choose one of SGLang's own."
+        f"attn-backends' adapters are for SGLang {SUPPORTED}, got {found}; its draft workers may differ, so no backend "
+        f"was registered. Install sglang=={SUPPORTED}, or choose one of SGLang's own."
     )
 
 

@@ -47,9 +47,9 @@ def register() -> None:
 
 def refused_variable() -> str:
     """Return what is wrong with VALIDATE, and what to do; empty if nothing is."""
-    if (asked := os.environ.get(VALIDATE, "0")) in ("0", "1"):
+    if (value := os.environ.get(VALIDATE, "0")) in ("0", "1"):
         return ""
-    return f"{VALIDATE} must be 0 or 1, got {asked!r}. Set it to 1 to compare draft metadata."
+    return f"{VALIDATE} must be 0 or 1, got {value!r}. Set it to 1 to compare draft metadata."
 
 
 def _register_names() -> None:
@@ -60,13 +60,13 @@ def _register_names() -> None:
     except ImportError:  # older versions have their registry elsewhere
         has_free_names = False
     if not has_free_names:
-        _log.warning("attn-backends needs a vLLM whose backends have free names, 0.33 say; it registered none.")
+        _log.warning("attn-backends needs a vLLM with free backend names, such as 0.33; it registered none.")
         return
     for name, path in NAMES.items():
         if name not in AttentionBackendEnum.__members__:
             register_backend(name, path)
-        elif (taken := AttentionBackendEnum[name].get_path()) != path:
-            _log.warning("vLLM's backend %s is %s already, that of attn-backends was left out.", name, taken)
+        elif (existing := AttentionBackendEnum[name].get_path()) != path:
+            _log.warning("vLLM's backend %s is already %s, that of attn-backends was skipped.", name, existing)
     # A process that vLLM spawns, as `vllm serve` does, reads its configuration before it loads plug-ins, and an enum
     # member is pickled by a value that only plug-ins make valid.
     copyreg.pickle(AttentionBackendEnum, _reduced)

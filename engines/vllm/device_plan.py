@@ -11,7 +11,7 @@ from builders.flashinfer import PlanLayout, TableRows, replan
 from builders.paged import num_sms
 from engines.vllm.version import SUPPORTED
 
-NO_FLASHINFER = f"needs FlashInfer, which vLLM asks for: pip install 'vllm=={SUPPORTED}.*' brings it"
+NO_FLASHINFER = f"needs FlashInfer, which vLLM requires: pip install 'vllm=={SUPPORTED}.*'"
 
 
 class DevicePlan:

@@ -9,7 +9,7 @@ from engines.vllm import ENTRY_POINT_GROUP, NAMES, refused_variable
 from engines.vllm.device_plan import NO_FLASHINFER
 from engines.vllm.version import unsupported_reason
 
-_OURS = "ATTN_BACKENDS_"
+_PREFIX = "ATTN_BACKENDS_"
 """Prefix of this library's backends; the others are vLLM's with a builder of this library."""
 
 
@@ -25,7 +25,7 @@ examine = EnginePlugIn(
     variable="VLLM_PLUGINS",
     needs={
         "FLASHINFER_IN_GRAPH": _flashinfer,
-        **{name: why_not_loaded(name.removeprefix(_OURS).lower()) for name in NAMES if name.startswith(_OURS)},
+        **{name: why_not_loaded(name.removeprefix(_PREFIX).lower()) for name in NAMES if name.startswith(_PREFIX)},
         "FLASHMLA_SPARSE_IN_GRAPH": lambda: "",
     },
     chosen_by='"attention_backend" in --speculative-config',

@@ -237,7 +237,7 @@ def test_what_a_layer_has_beside_its_spec_is_refused():
     steps = engine.steps()
     steps.init_forward_metadata(engine.batch)
     layer, (key, value) = engine.runner.model.layers[0], engine.new[0, 0]
-    with pytest.raises(ValueError, match="nothing beside its spec, got sinks"):
+    with pytest.raises(ValueError, match="no inputs outside its spec, got sinks"):
         steps.attn_backends[0].forward_decode(
             engine.queries[0, 0], key, value, layer, engine.batch, sinks=torch.zeros(HEADS)
         )
@@ -268,7 +268,7 @@ def in_chunks(runner, **changes):
 
 
 REFUSED = {
-    "a tree": (lambda runner: {"topk": 4}, "drafts a chain, --speculative-eagle-topk is 4"),
+    "a tree": (lambda runner: {"topk": 4}, "drafts chains, --speculative-eagle-topk is 4"),
     "latents": (lambda runner: setattr(runner, "use_mla_backend", True), "no latent attention"),
     "another pool": (
         lambda runner: setattr(runner, "token_to_kv_pool", SimpleNamespace(dtype=torch.float32, page_size=1)),
@@ -290,7 +290,7 @@ REFUSED = {
     ),
     "another cap": (
         lambda runner: setattr(runner, "model", Draft(logit_cap=30.0, logit_capping_method="sigmoid")),
-        "layer 0 caps scores by sigmoid, this is tanh",
+        "layer 0 caps scores by sigmoid, not tanh",
     ),
     "a backend that does not load": (
         lambda runner: setattr(runner, "draft_attention_backend", "attn_backends_flash_attn3"), "flash_attn3"

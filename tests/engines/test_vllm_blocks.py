@@ -187,7 +187,7 @@ def test_kernels_without_blocks_build_none(name, monkeypatch):
     without_blocks(monkeypatch, runner.group.backend)
     runner.remake()
     runner.fill([150, 33])
-    with pytest.raises(BatchError, match="attends causally, got a batch with causal=False"):
+    with pytest.raises(BatchError, match="is causal only, got a batch with causal=False"):
         runner.builder.build(0, runner.common())
     runner.causal = True
     assert runner.builder.build(0, runner.common())
@@ -197,7 +197,7 @@ def test_kernels_without_blocks_build_none(name, monkeypatch):
 def test_requests_of_unlike_causality_are_refused(name):
     runner = runner_of(name)
     runner.fill([150, 33])
-    with pytest.raises(BatchError, match="in all requests of a batch or in none, got a tensor"):
+    with pytest.raises(BatchError, match="one causal flag for all requests of a batch, got a tensor"):
         runner.builder.build(0, runner.common().replace(causal=torch.tensor([True] * runner.ROWS)))
 
 

@@ -171,7 +171,7 @@ def test_what_vllms_flashinfer_takes_of_a_layer_and_no_update_was_tried_with_is_
     layer = {"alibi_slopes": None, "sliding_window": None, "kv_cache_dtype": "auto", **changed}
     with (
         set_current_vllm_config(Runner(PAGED[1]).config),
-        pytest.raises(ValueError, match="has neither ALiBi nor a KV"),
+        pytest.raises(ValueError, match="supports neither ALiBi nor a KV"),
     ):
         backend_of(PAGED[1]).get_impl_cls()(HEADS, DIM, 0.125, KV_HEADS, **layer)
 
@@ -187,7 +187,9 @@ def test_layers_whose_batches_vllm_rewrites_are_refused_at_start_up(name, kind):
     backend = subclass_attention_backend("Wrapped", backend_of(name), backend_of(name).get_builder_cls())
     shape = {"block_size": PAGE, "num_kv_heads": KV_HEADS, "head_size": DIM, "dtype": torch.bfloat16}
     own = {"attention_chunk_size": 64} if kind == "ChunkedLocalAttentionSpec" else {"sink_len": PAGE}
-    with pytest.raises(ValueError, match=f"{name} has neither chunked local .* nor static sink tokens, .* a {kind}"):
+    with pytest.raises(
+        ValueError, match=f"{name} supports neither chunked local .* nor static sink tokens, .* a {kind}"
+    ):
         customize_attention_spec(backend, getattr(kv_cache_interface, kind)(**shape, **own))
 
 

@@ -70,20 +70,20 @@ def test_a_name_that_another_plug_in_took_stays_its_own_with_a_warning(monkeypat
     members = registry(monkeypatch, taken=["FLASHINFER_IN_GRAPH"])
     plug_in.register()
     assert members["FLASHINFER_IN_GRAPH"].path == "another.package"
-    assert "FLASHINFER_IN_GRAPH is another.package already" in capsys.readouterr().err
+    assert "FLASHINFER_IN_GRAPH is already another.package" in capsys.readouterr().err
 
 
 def test_a_vllm_without_free_names_starts_with_a_warning(monkeypatch, capsys):
     members = registry(monkeypatch, free_names=False)
     plug_in.register()
-    assert not members and "needs a vLLM whose backends have free names" in capsys.readouterr().err
+    assert not members and "needs a vLLM with free backend names" in capsys.readouterr().err
 
 
 def test_a_vllm_whose_registry_lies_elsewhere_starts_with_a_warning(monkeypatch, capsys):
     registry(monkeypatch)
     monkeypatch.setitem(sys.modules, REGISTRY, None)
     plug_in.register()
-    assert "needs a vLLM whose backends have free names" in capsys.readouterr().err
+    assert "needs a vLLM with free backend names" in capsys.readouterr().err
 
 
 def test_registering_imports_no_adapter(monkeypatch):

@@ -152,7 +152,7 @@ def test_an_update_that_does_nothing_is_found_with_group_step_and_field(name, fi
     found = compared(engine).found
     assert found.group == f"{engine.runner.group.backend.get_name()} ({engine.runner.layer_name})"
     assert found.step == TOKENS - 1 and found.field.startswith(field) and "freshly built" in found.what
-    assert said[-1].startswith(f"Draft metadata is not that of the batch: group {found.group}, step 3, field {field}")
+    assert said[-1].startswith(f"Draft metadata differs from the batch: group {found.group}, step 3, field {field}")
 
     engine.draft([64])
     assert compared(engine).rounds == 1 and len(said) == 1, "nothing is compared after a difference"
@@ -264,14 +264,14 @@ def test_a_draft_that_is_not_watched_says_so(said, installed):
     compilation = replace(eager.vllm_config.compilation_config, cudagraph_mode=CUDAGraphMode.NONE)
     eager.vllm_config = replace(eager.vllm_config, compilation_config=compilation)
     for speculator in (with_graphs, eager):
-        installed._say_unwatched(lambda: None, speculator, {})
+        installed._warn_not_compared(lambda: None, speculator, {})
     with_graphs.supports_decode_metadata_update = False
     for speculator in (with_graphs, SimpleNamespace()):
-        installed._say_unwatched(lambda: None, speculator, {})
+        installed._warn_not_compared(lambda: None, speculator, {})
     assert said == [
         "No draft metadata is compared: CUDA graphs are off.",
-        "No draft metadata is compared: vLLM builds it anew for every step.",
-        "Draft metadata of SimpleNamespace is not compared: it drafts in a way of its own.",
+        "No draft metadata is compared: vLLM rebuilds it for every step.",
+        "Draft metadata of SimpleNamespace is not compared: it drafts in its own way.",
     ]
 
 
@@ -330,7 +330,7 @@ def test_a_vllm_whose_speculator_is_another_is_refused(installed, monkeypatch):
 
     monkeypatch.setattr(installed.TargetDependentARSpeculator, "_fused_multi_step_decode", lambda self, batch: None)
     monkeypatch.setenv(plug_in.VALIDATE, "1")
-    with pytest.raises(UnsupportedVllm, match=r"other ones: TargetDependentARSpeculator\._fused_multi_step_decode\."):
+    with pytest.raises(UnsupportedVllm, match=r"differs in: TargetDependentARSpeculator\._fused_multi_step_decode\."):
         plug_in.register()
 
 

@@ -49,7 +49,7 @@ class PlannedSteps(MetadataBuilder[Any]):
         raise NotImplementedError
 
     @staticmethod
-    def told(metadata: Any, batch: Any, live: int) -> dict[str, torch.Tensor]:
+    def kernel_inputs(metadata: Any, batch: Any, live: int) -> dict[str, torch.Tensor]:
         """Return what a step's kernels read for the first `live` rows, by name; the rest is padding.
 
         metadata: of the step's backend. batch: SGLang's batch for the step. Raises NotImplementedError, like `make`.
@@ -60,7 +60,7 @@ class PlannedSteps(MetadataBuilder[Any]):
     def slots(metadata: Any, batch: Any) -> Sequence[torch.Tensor]:
         """Return the slots that a step's kernels use for each row's text, in order; with a window, for its end.
 
-        metadata, batch: as in `told`. Raises NotImplementedError, like `make`.
+        metadata, batch: as in `kernel_inputs`. Raises NotImplementedError, like `make`.
         """
         raise NotImplementedError
 
@@ -102,9 +102,9 @@ class PlannedSteps(MetadataBuilder[Any]):
     def plan(self, batch: AttentionBatch) -> None:
         """Plan a round's steps over the batch before a replay. Raises Unsupported as `plan_capture` does."""
         self._load(batch.num_reqs, batch)
-        asked = batch.host_seq_lens if getattr(self.steps, "needs_cpu_seq_lens", True) else None
+        known = batch.host_seq_lens if getattr(self.steps, "needs_cpu_seq_lens", True) else None
         with on_an_h200():
-            self.steps.init_forward_metadata_out_graph(self._batch(batch.num_reqs, asked))
+            self.steps.init_forward_metadata_out_graph(self._batch(batch.num_reqs, known))
 
     def begin(self, rows: int) -> None:
         """Run the part of a round that its graph captures before the steps."""
@@ -188,15 +188,15 @@ class PlannedStep:
     @property
     def slot_mapping(self) -> torch.Tensor:
         """Where the step writes: this comes from its batch, not from its backend's metadata."""
-        where: torch.Tensor = self.batch.out_cache_loc
-        return where
+        slots: torch.Tensor = self.batch.out_cache_loc
+        return slots
 
     def planned(self) -> Any:
         """Return the backend's current metadata, after another plan."""
         return getattr(self.backend, self.builder.held_as)
 
-    def told(self, live: int) -> dict[str, torch.Tensor]:
-        return self.builder.told(self.metadata, self.batch, live)
+    def kernel_inputs(self, live: int) -> dict[str, torch.Tensor]:
+        return self.builder.kernel_inputs(self.metadata, self.batch, live)
 
     def slots(self) -> list[list[int]]:
         return [row.tolist() for row in self.builder.slots(self.metadata, self.batch)]
@@ -204,7 +204,7 @@ class PlannedStep:
     def attend(self, query: torch.Tensor, cache: KVCache) -> torch.Tensor:
         """Run SGLang's own forward over the kit's cache; returns [rows, heads, value dim]."""
         pool, layer = self.builder.runner.token_to_kv_pool, self.builder.runner.layer
-        _put_in(pool, cache)
+        _attach_cache(pool, cache)
         setattr(self.backend, self.builder.held_as, self.metadata)
         with on_an_h200():
             out = self.backend.forward_decode(query.flatten(1), None, None, layer, self.batch, save_kv_cache=False)
@@ -218,11 +218,11 @@ class DraftAttention(EngineCache):
     def forward(
         self, query: torch.Tensor, cache: KVCache, metadata: Any, *, spec: AttentionSpec, sinks: Sinks = None
     ) -> torch.Tensor:
-        attended: torch.Tensor = metadata.attend(query, cache)
-        return attended
+        out: torch.Tensor = metadata.attend(query, cache)
+        return out
 
 
-def _put_in(pool: Any, cache: KVCache) -> None:
+def _attach_cache(pool: Any, cache: KVCache) -> None:
     """Point SGLang's pool at the kit's cache."""
     pages = with_null_page(cache)
     if hasattr(pool, "kv_buffer"):

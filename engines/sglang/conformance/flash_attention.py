@@ -21,13 +21,13 @@ class FlashAttentionMultiStepBackend(PlannedSteps):
 
     @staticmethod
     def make(runner: Any) -> Any:
-        import sglang.srt.layers.attention.flashattention_backend as theirs
+        import sglang.srt.layers.attention.flashattention_backend as engine_module
 
-        vars(theirs)["flash_attn_with_kvcache"] = _flash_attn_with_kvcache
-        return theirs.FlashAttentionMultiStepBackend(runner, topk=1, speculative_num_steps=STEPS)
+        vars(engine_module)["flash_attn_with_kvcache"] = _flash_attn_with_kvcache
+        return engine_module.FlashAttentionMultiStepBackend(runner, topk=1, speculative_num_steps=STEPS)
 
     @staticmethod
-    def told(metadata: Any, batch: Any, live: int) -> dict[str, Tensor]:
+    def kernel_inputs(metadata: Any, batch: Any, live: int) -> dict[str, Tensor]:
         lengths = metadata.cache_seqlens_int32
         return {
             "cache_seqlens_int32": lengths[:live],

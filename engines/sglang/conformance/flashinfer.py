@@ -22,13 +22,13 @@ class FlashInferMultiStepDraftBackend(PlannedSteps):
 
     @staticmethod
     def make(runner: Any) -> Any:
-        import sglang.srt.layers.attention.flashinfer_backend as theirs
+        import sglang.srt.layers.attention.flashinfer_backend as engine_module
 
-        vars(theirs).update(BatchDecodeWithPagedKVCacheWrapper=_Wrapper, fast_decode_plan=_fast_decode_plan)
-        return theirs.FlashInferMultiStepDraftBackend(runner, topk=1, speculative_num_steps=STEPS)
+        vars(engine_module).update(BatchDecodeWithPagedKVCacheWrapper=_Wrapper, fast_decode_plan=_fast_decode_plan)
+        return engine_module.FlashInferMultiStepDraftBackend(runner, topk=1, speculative_num_steps=STEPS)
 
     @staticmethod
-    def told(metadata: Any, batch: Any, live: int) -> dict[str, Tensor]:
+    def kernel_inputs(metadata: Any, batch: Any, live: int) -> dict[str, Tensor]:
         (wrapper,) = metadata.decode_wrappers
         ends = wrapper.indptr[: live + 1]
         return {"kv_indptr": ends, "kv_indices": wrapper.indices[: ends[-1]], "planned": wrapper.planned[: live + 1]}

@@ -78,28 +78,28 @@ class _CapturedRound:
         fixture = self.fixture
         fixture.replace_batch(self.buffers, batch)
         lengths = [[n + step for n in batch.seq_lens] for step in range(_DRAFTED)]
-        asked = [fixture.queries(batch) for _ in lengths]
-        for step, (lens, queries) in enumerate(zip(lengths, asked, strict=True)):
-            inputs = fixture.inputs(batch, lens, queries)
+        queries = [fixture.queries(batch) for _ in lengths]
+        for step, (lens, query) in enumerate(zip(lengths, queries, strict=True)):
+            inputs = fixture.inputs(batch, lens, query)
             for target, source in zip((self.query, self.key, self.value), inputs, strict=True):
                 target[step].copy_(source)
         self.out.fill_(float("nan"))
         self.builder.plan(fixture.view(self.buffers, batch))
         self.graph.replay()
-        return lengths, asked
+        return lengths, queries
 
 
 @dataclass(frozen=True, slots=True)
 class _Step:
     """The observations of one step.
 
-    where: the step and its round, as text. told, fresh: what its kernels read, and what those of a fresh round starting
-    there read. slots, expected_slots: those of each request's text, from its kernels and from the kit's own tables.
-    moved: tensors of the graph's metadata that the plan has moved.
+    where: the step and its round, as text. kernel_inputs, fresh: what its kernels read, and what those of a fresh round
+    starting there read. slots, expected_slots: those of each request's text, from its kernels and from the kit's own
+    tables. moved: tensors of the graph's metadata that the plan has moved.
     """
 
     where: str
-    told: Any
+    kernel_inputs: Any
     fresh: Any
     slots: list[list[int]]
     expected_slots: list[list[int]]
@@ -108,23 +108,23 @@ class _Step:
 
 
 @cache
-def _seen(subject: Subject, case: Case) -> list[_Step]:
+def _observe(subject: Subject, case: Case) -> list[_Step]:
     """Capture the graph of a round once, and return the observations of every step of every round for the checks."""
     captured = _CapturedRound(subject, case)
     found: list[_Step] = []
     for name, batch in _ROUNDS.items():
-        lengths, asked = captured.replay(batch)
+        lengths, queries = captured.replay(batch)
         live, outs = len(batch.seq_lens), captured.out.clone()
-        told = [_copied(step, live) for step in captured.steps]
+        kernel_inputs = [_copied(step, live) for step in captured.steps]
         slots = [step.slots()[:live] for step in captured.steps]
         moved = [_moved(step) for step in captured.steps]
         for i, lens in enumerate(lengths):
             where = f"step {i} of a round over '{name}'"
             fresh = cast(PlannedSteps, captured.fixture.builder())
-            attended = partial(captured.fixture.assert_within_budget, outs[i], lens, asked[i], contract=where)
-            begun = _copied(fresh.build(captured.fixture.view(captured.buffers, batch, lens)), live)
-            texts = [_slots_of(captured.fixture, request, length) for request, length in enumerate(lens)]
-            found.append(_Step(where, told[i], begun, slots[i], texts, moved[i], attended))
+            attended = partial(captured.fixture.assert_within_budget, outs[i], lens, queries[i], contract=where)
+            fresh_inputs = _copied(fresh.build(captured.fixture.view(captured.buffers, batch, lens)), live)
+            expected_slots = [_slots_of(captured.fixture, request, length) for request, length in enumerate(lens)]
+            found.append(_Step(where, kernel_inputs[i], fresh_inputs, slots[i], expected_slots, moved[i], attended))
             advance_state(captured.buffers, captured.rows)
         captured.fixture.expect_cache(lengths[-1], contract=f"writes of a round over '{name}'")
     return found
@@ -134,14 +134,14 @@ def _seen(subject: Subject, case: Case) -> list[_Step]:
 def planned_rounds_attend_right(subject: Subject, case: Case) -> Measurements:
     if why := subject.no_attention:
         raise Unsupported(f"no attention to check: {why}")
-    return worst(step.attended() for step in _seen(subject, case))
+    return worst(step.attended() for step in _observe(subject, case))
 
 
 @check(
     "after a plan and a replay over other batches, each step has every token before it, its own, and no other", _cases
 )
 def planned_steps_have_their_tokens(subject: Subject, case: Case) -> None:
-    for step in _seen(subject, case):
+    for step in _observe(subject, case):
         for request, (found, expected) in enumerate(zip(step.slots, step.expected_slots, strict=True)):
             expect(
                 len(found) == len(expected),
@@ -159,13 +159,13 @@ def planned_steps_have_their_tokens(subject: Subject, case: Case) -> None:
 
 @check("after a plan and a replay over other batches, each step is told what a round that begins there is told", _cases)
 def planned_steps_mean_a_fresh_round(subject: Subject, case: Case) -> None:
-    for step in _seen(subject, case):
-        expect_same_fields(step.told, step.fresh, step.where)
+    for step in _observe(subject, case):
+        expect_same_fields(step.kernel_inputs, step.fresh, step.where)
 
 
 @check("the plan of a replay writes where the captured graph reads", _cases)
 def plans_keep_addresses(subject: Subject, case: Case) -> None:
-    for step in _seen(subject, case):
+    for step in _observe(subject, case):
         expect(
             not step.moved,
             contract=f"{step.where}: a graph reads the addresses of its capture",
@@ -190,7 +190,7 @@ def plans_read_no_device(subject: Subject, case: Case) -> None:
 
 
 def _copied(step: PlannedStep, live: int) -> Any:
-    return record_of({what: tensor.clone() for what, tensor in step.told(live).items()})
+    return record_of({what: tensor.clone() for what, tensor in step.kernel_inputs(live).items()})
 
 
 def _slots_of(fixture: PagedFixture, request: int, length: int) -> list[int]:

@@ -30,7 +30,7 @@ _KERNELS = ("sgl_kernel", "flash_mla", "flashinfer", "deep_gemm")
 _PROPERTIES = SimpleNamespace(
     name="NVIDIA H200", major=9, minor=0, multi_processor_count=132, total_memory=141 << 30, warp_size=32
 )
-_SAID_OF_CUDA: dict[str, Callable[..., Any]] = {
+_CUDA_ANSWERS: dict[str, Callable[..., Any]] = {
     "is_available": lambda: True,
     "device_count": lambda: 1,
     "current_device": lambda: 0,
@@ -45,11 +45,11 @@ _SAID_OF_CUDA: dict[str, Callable[..., Any]] = {
 @contextmanager
 def on_an_h200() -> Iterator[None]:
     """Make torch report an H200 for a block, and create on the CPU the tensors requested on it."""
-    with ExitStack() as said:
-        for name, answer in _SAID_OF_CUDA.items():
-            said.enter_context(mock.patch.object(torch.cuda, name, answer))
-        said.enter_context(mock.patch.object(torch.version, "cuda", "13.0"))
-        said.enter_context(_OnTheCpu())
+    with ExitStack() as patches:
+        for name, answer in _CUDA_ANSWERS.items():
+            patches.enter_context(mock.patch.object(torch.cuda, name, answer))
+        patches.enter_context(mock.patch.object(torch.version, "cuda", "13.0"))
+        patches.enter_context(_OnTheCpu())
         yield
 
 

@@ -35,10 +35,10 @@ class DraftSteps:
     decode_attention_backend_str: str | None = None
 
     def __init__(
-        self, ours: attn_backends.AttentionBackend, runner: Any, specs: Mapping[int, AttentionSpec], num_steps: int
+        self, backend: attn_backends.AttentionBackend, runner: Any, specs: Mapping[int, AttentionSpec], num_steps: int
     ) -> None:
         """runner: SGLang's ModelRunner of the draft. specs: from `layer_specs`. num_steps: tokens drafted, >= 2."""
-        self.ours, self.num_steps = ours, num_steps
+        self.backend, self.num_steps = backend, num_steps
         self.device = torch.device(runner.device)
         self.token_to_kv_pool, self.req_to_token_pool = runner.token_to_kv_pool, runner.req_to_token_pool
         self.kv_index_translator = runner.kv_index_translator
@@ -53,20 +53,20 @@ class DraftSteps:
         """Make the steps for a registered backend name. Raises UnsupportedDraft, with every reason."""
         reasons = [*reasons_against(runner, topk=topk), *layer_reasons(runner, attention_layers(runner))]
         try:
-            ours = attn_backends.get(name)
+            backend = attn_backends.get(name)
         except attn_backends.BackendError as error:
             raise UnsupportedDraft.because(name, [*reasons, str(error)]) from error
         device = torch.device(runner.device)
         specs = {} if reasons else layer_specs(runner)
         for spec in set(specs.values()):
-            if isinstance(answer := ours.supports(spec, device), Rejected):
+            if isinstance(answer := backend.supports(spec, device), Rejected):
                 reasons += answer.reasons
-            support = ours.builder.advance_support(spec, device)
+            support = backend.builder.advance_support(spec, device)
             if support.level is not AdvanceLevel.IN_GRAPH:
                 reasons.append(f"its metadata does not advance in a graph: {support.reason}")
         if reasons:
             raise UnsupportedDraft.because(name, reasons)
-        return cls(ours, runner, specs, num_steps)
+        return cls(backend, runner, specs, num_steps)
 
     def _allocate(self, max_reqs: int) -> None:
         self.max_seq_len = int(self.req_to_token_pool.req_to_token.shape[1])
@@ -76,7 +76,7 @@ class DraftSteps:
         self.query_start_loc = torch.arange(max_reqs + 1, dtype=torch.int32, device=self.device)
         self.no_slots = torch.full((max_reqs,), NO_SLOT, dtype=torch.int64, device=self.device)
         self.builders: dict[AttentionSpec, MetadataBuilder[Any]] = {
-            spec: self.ours.builder(
+            spec: self.backend.builder(
                 spec, self.device, max_reqs=max_reqs, max_tokens=max_reqs, max_seq_len=self.max_seq_len
             )
             for spec in set(self.specs.values())
@@ -139,8 +139,8 @@ class DraftSteps:
         """
         require(
             step >= self.step,
-            f"steps of a draft come in order, got step {step} after {self.step}; it would see tokens that are not "
-            "there yet. Begin each round with init_forward_metadata.",
+            f"draft steps must run in order, got step {step} after {self.step}; it would see tokens that do not exist "
+            "yet. Begin each round with init_forward_metadata.",
         )
         for _ in range(step - self.step):
             self.seq_lens[: self.rows].add_(1)
@@ -180,29 +180,29 @@ class StepView(AttentionBackend):
 
         Raises BatchError for layer inputs that are not part of its spec, such as sinks.
         """
-        asked = sorted(name for name, value in extras.items() if value is not None)
+        unsupported = sorted(name for name, value in extras.items() if value is not None)
         require(
-            not asked,
-            f"a draft's layer must have nothing beside its spec, got {', '.join(asked)}; it would be left out. "
+            not unsupported,
+            f"a draft layer must have no inputs outside its spec, got {', '.join(unsupported)}; they would be lost. "
             "Choose one of SGLang's own backends for the draft.",
         )
         steps = self.steps
         steps.enter(self.speculative_step_id)
         pool, spec = self.token_to_kv_pool, steps.specs[layer.layer_id]
         if save_kv_cache:
-            where = KVWriteLoc.for_batch(forward_batch)
+            location = KVWriteLoc.for_batch(forward_batch)
             key, value = (
                 k.view(-1, layer.tp_k_head_num, layer.qk_head_dim),
                 v.view(-1, layer.tp_v_head_num, layer.v_head_dim),
             )
-            pool.set_kv_buffer(layer, where, key, value, layer.k_scale, layer.v_scale)
+            pool.set_kv_buffer(layer, location, key, value, layer.k_scale, layer.v_scale)
         by_page = (-1, steps.page_size)
         cache = KVCache(
             pool.get_key_buffer(layer.layer_id).unflatten(0, by_page),
             pool.get_value_buffer(layer.layer_id).unflatten(0, by_page),
         )
         query = q.view(-1, spec.num_q_heads, spec.head_dim)
-        return steps.ours.forward(query, cache, steps.metadata[spec], spec=spec).flatten(1)
+        return steps.backend.forward(query, cache, steps.metadata[spec], spec=spec).flatten(1)
 
 
 def attention_layers(runner: Any) -> list[RadixAttention]:

@@ -15,9 +15,8 @@ class UnsupportedDraft(ValueError):
     @classmethod
     def because(cls, name: str, reasons: Sequence[str]) -> UnsupportedDraft:
         return cls(
-            f"the draft must be one that {name} serves, this one is not: {'; '.join(dict.fromkeys(reasons))}. Its "
-            "drafts would be wrong, so SGLang was not started. Choose one of SGLang's own with "
-            "--speculative-draft-attention-backend."
+            f"{name} cannot serve this draft: {'; '.join(dict.fromkeys(reasons))}. Its drafts would be wrong, so "
+            "SGLang was not started. Choose one of SGLang's own with --speculative-draft-attention-backend."
         )
 
 
@@ -26,14 +25,14 @@ def reasons_against(runner: Any, *, topk: int) -> list[str]:
     pool = runner.token_to_kv_pool
     layout = getattr(pool, "kv_cache_layout", "nhd")
     found = {
-        f"it drafts a chain, --speculative-eagle-topk is {topk}; use 1": topk != 1,
+        f"it drafts chains, --speculative-eagle-topk is {topk}; use 1": topk != 1,
         "it has no latent attention; use a draft with keys and values": bool(runner.use_mla_backend),
         f"it reads SGLang's plain KV cache, this pool is {type(pool).__name__}": type(pool) is not MHATokenToKVPool,
         f"the KV cache must have the draft's dtype, {runner.dtype}, got {pool.dtype}; use --kv-cache-dtype auto": (
             pool.dtype != runner.dtype
         ),
-        f"a slot must hold a token's heads beside each other, the layout is {layout}; use nhd": layout != "nhd",
-        "slots must be those of the cache, this pool translates them": runner.kv_index_translator.is_translating,
+        f"a token's heads must be adjacent, the layout is {layout}; use nhd": layout != "nhd",
+        "slots must index the cache, this pool translates them": runner.kv_index_translator.is_translating,
         "it has no decode context parallelism": get_parallel().dcp_enabled,
     }
     return [reason for reason, holds in found.items() if holds]
@@ -41,14 +40,14 @@ def reasons_against(runner: Any, *, topk: int) -> list[str]:
 
 def layer_reasons(runner: Any, layers: Iterable[Any]) -> list[str]:
     """List what a runner's layers require of attention that no spec can express."""
-    in_chunks = getattr(runner, "attention_chunk_size", None) is not None
+    chunked = getattr(runner, "attention_chunk_size", None) is not None
     found: dict[str, bool] = {}
     for layer in layers:
-        temperature, cap, by = layer.xai_temperature_len, layer.logit_cap, layer.logit_capping_method
+        temperature, cap, method = layer.xai_temperature_len, layer.logit_cap, layer.logit_capping_method
         found |= {
             f"layer {layer.layer_id} attends to an encoder's tokens": layer.is_cross_attention,
-            f"layer {layer.layer_id} attends within chunks of the text": in_chunks and layer.use_irope,
+            f"layer {layer.layer_id} attends within chunks of text": chunked and layer.use_irope,
             f"layer {layer.layer_id} scales scores by position, from {temperature} on": temperature > 0,
-            f"layer {layer.layer_id} caps scores by {by}, this is tanh": bool(cap) and by != "tanh",
+            f"layer {layer.layer_id} caps scores by {method}, not tanh": bool(cap) and method != "tanh",
         }
     return [reason for reason, holds in found.items() if holds]

@@ -15,10 +15,10 @@ _FIELDS = ("seq_lens", "slot_mapping", "scheduler_metadata")
 
 
 def backend() -> type[AttentionBackend]:
-    import vllm.v1.attention.backends.flash_attn as theirs
+    import vllm.v1.attention.backends.flash_attn as engine_module
 
-    vars(theirs)["get_scheduler_metadata"] = _schedule
-    builder = builder_class(theirs.FlashAttentionMetadataBuilder, heads_group, _FIELDS)
+    vars(engine_module)["get_scheduler_metadata"] = _schedule
+    builder = builder_class(engine_module.FlashAttentionMetadataBuilder, heads_group, _FIELDS)
     return backend_class(__name__, builder, HEADS, PackedHeads)
 
 

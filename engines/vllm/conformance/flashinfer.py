@@ -16,12 +16,12 @@ from engines.vllm.conformance.making import builder_class, heads_group
 
 
 def backend() -> type[AttentionBackend]:
-    import vllm.v1.attention.backends.flashinfer as theirs
+    import vllm.v1.attention.backends.flashinfer as engine_module
 
     for name in ("BatchDecodeWithPagedKVCacheWrapper", "BatchPrefillWithPagedKVCacheWrapper"):
-        vars(theirs)[name] = _Wrapper
+        vars(engine_module)[name] = _Wrapper
     fields = ("slot_mapping", "page_indices")
-    builder = builder_class(theirs.FlashInferMetadataBuilder, heads_group, fields, prepare=_prepare)
+    builder = builder_class(engine_module.FlashInferMetadataBuilder, heads_group, fields, prepare=_prepare)
 
     def tensors_of(self: Any, metadata: Any) -> dict[str, torch.Tensor]:
         # A decode's wrapper, which is not a tensor, holds the builder's list.

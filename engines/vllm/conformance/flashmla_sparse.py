@@ -24,9 +24,10 @@ def backend() -> type[AttentionBackend]:
     return backend_over(FlashMLASparseMetadataBuilder, __name__)
 
 
-def backend_over(theirs: Any, module: str) -> type[AttentionBackend]:
+def backend_over(engine_builder: Any, module: str) -> type[AttentionBackend]:
     """Return the backend over vLLM's builder or a copy. module: as in `backend_class`."""
-    return backend_class(module, builder_class(theirs, latents_group, _FIELDS, prepare=_prepare), _PAGES, NoAttention)
+    builder = builder_class(engine_builder, latents_group, _FIELDS, prepare=_prepare)
+    return backend_class(module, builder, _PAGES, NoAttention)
 
 
 def _prepare(config: Any, spec: AttentionSpec) -> None:

@@ -19,9 +19,9 @@ def backend() -> type[AttentionBackend]:
     return backend_over(DeepseekV32IndexerMetadataBuilder, __name__)
 
 
-def backend_over(theirs: Any, module: str) -> type[AttentionBackend]:
+def backend_over(engine_builder: Any, module: str) -> type[AttentionBackend]:
     """Return the backend over vLLM's builder or a copy. module: as in `backend_class`."""
     # DeepGEMM makes the schedule; without it nothing writes it.
-    builder = builder_class(theirs, index_group, _FIELDS, scratch=("decode_schedule_metadata",))
+    builder = builder_class(engine_builder, index_group, _FIELDS, scratch=("decode_schedule_metadata",))
     pages = replace(LATENT, page_sizes=Sizes(minimum=64, multiple_of=64))
     return backend_class(module, builder, pages, NoAttention)

@@ -38,7 +38,7 @@ def latents_group(spec: AttentionSpec) -> Any:
 
 
 def builder_class(
-    theirs: Any,
+    engine_builder: Any,
     group: Callable[[AttentionSpec], Any],
     step_fields: tuple[str, ...],
     *,
@@ -54,25 +54,25 @@ def builder_class(
         return config
 
     def make(spec: AttentionSpec, device: torch.device, block_table_width: int) -> Any:
-        wide = {"block_table_width": block_table_width} if theirs.requires_block_table_width else {}
+        options = {"block_table_width": block_table_width} if engine_builder.requires_block_table_width else {}
         with set_current_vllm_config(config := prepared(spec)):
-            return theirs(group(spec), [LAYER], config, device, **wide)
+            return engine_builder(group(spec), [LAYER], config, device, **options)
 
     with set_current_vllm_config(prepared(_PLAIN)):
-        claimed = theirs.get_cudagraph_support(prepared(_PLAIN), group(_PLAIN))
+        claimed = engine_builder.get_cudagraph_support(prepared(_PLAIN), group(_PLAIN))
     body = {
         "make": staticmethod(make),
         "graph_support": _GRAPH_SUPPORT[claimed.name],
         "step_fields": step_fields,
         "scratch": scratch,
     }
-    return type(theirs.__name__, (EngineBuilder,), body)
+    return type(engine_builder.__name__, (EngineBuilder,), body)
 
 
-def with_empty_update(theirs: Any, name: str) -> Any:
+def with_empty_update(engine_builder: Any, name: str) -> Any:
     """Copy vLLM's builder as one that claims to update in place, but does nothing."""
     hook = {"update_draft_decode_metadata": lambda self, metadata: None}
-    return type(name, (theirs,), {"supports_draft_decode_metadata_update": True, **hook})
+    return type(name, (engine_builder,), {"supports_draft_decode_metadata_update": True, **hook})
 
 
 _GRAPH_SUPPORT = {

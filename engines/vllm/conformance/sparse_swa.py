@@ -19,11 +19,11 @@ _SCRATCH = ("flashinfer_", "query_start_loc_cpu")
 
 
 def backend() -> type[AttentionBackend]:
-    import vllm.v1.attention.backends.mla.sparse_swa as theirs
+    import vllm.v1.attention.backends.mla.sparse_swa as engine_module
 
     # FlashMLA's tile schedule, which its kernel fills and uses internally.
-    vars(theirs)["get_mla_metadata"] = lambda *args, **kwargs: (SimpleNamespace(), None)
-    builder = builder_class(theirs.DeepseekSparseSWAMetadataBuilder, _group, _FIELDS, scratch=_SCRATCH)
+    vars(engine_module)["get_mla_metadata"] = lambda *args, **kwargs: (SimpleNamespace(), None)
+    builder = builder_class(engine_module.DeepseekSparseSWAMetadataBuilder, _group, _FIELDS, scratch=_SCRATCH)
     windows = replace(LATENT, required=frozenset({Feature.SLIDING_WINDOW}))
     return backend_class(__name__, builder, windows, WindowLists)
 

@@ -24,7 +24,7 @@ B = TypeVar("B", bound="OurBackend")
 _log = init_logger("vllm.attn_backends")
 
 
-def say_update(name: str, reasons: Sequence[str]) -> None:
+def log_update(name: str, reasons: Sequence[str]) -> None:
     """Log one line per backend: its draft metadata is updated in the graph, or why not, which vLLM itself omits."""
     if reasons:
         _log.info_once("%s rebuilds draft metadata for every step: %s.", name, "; ".join(reasons))
@@ -52,7 +52,7 @@ class UpdatedInGraph(AttentionBackend):
         rewrites before each build: an update in the graph would read the old lengths."""
         if isinstance(spec, (ChunkedLocalAttentionSpec, SinkFullAttentionSpec)):
             raise ValueError(
-                f"{cls.name} has neither chunked local attention nor static sink tokens, a layer has a "
+                f"{cls.name} supports neither chunked local attention nor static sink tokens, a layer has a "
                 f"{type(spec).__name__}. Choose one of vLLM's own backends."
             )
         return super().customize_spec(spec)
@@ -134,7 +134,7 @@ class OurBuilder:
         support = self.ours.builder.advance_support(spec, device)
         reasons = [*([] if support.level is AdvanceLevel.IN_GRAPH else [support.reason]), *against]
         self.supports_draft_decode_metadata_update = not reasons
-        say_update(vllm_name(self.ours), reasons)
+        log_update(vllm_name(self.ours), reasons)
 
 
 def vllm_name(ours: attn_backends.AttentionBackend) -> str:
@@ -144,12 +144,12 @@ def vllm_name(ours: attn_backends.AttentionBackend) -> str:
 
 def classes_over(base: type[B], *names: str) -> Callable[[str], type[B]]:
     """Return base's module `__getattr__`, which makes the class of each of these registered backends on request."""
-    titled = {"".join(part.capitalize() for part in name.split("_")): name for name in names}
+    by_title = {"".join(part.capitalize() for part in name.split("_")): name for name in names}
 
     def class_of(title: str) -> type[B]:
-        if title not in titled:
+        if title not in by_title:
             raise AttributeError(f"module {base.__module__} has no attribute {title!r}")
-        return class_over(base, title, titled[title])  # type: ignore[arg-type]  # mypy takes no TypeVar for hashable
+        return class_over(base, title, by_title[title])  # type: ignore[arg-type]  # mypy takes no TypeVar for hashable
 
     return class_of
 

@@ -19,18 +19,18 @@ def check_causality(common: CommonAttentionMetadata, *, serves_blocks: bool, sli
     causal, block = common.causal, common.max_query_len
     require(
         isinstance(causal, bool),
-        "attn-backends attends causally in all requests of a batch or in none, got a tensor that tells each its own; "
-        "some would be attended to wrongly. Use FLASH_ATTN for this model.",
+        "attn-backends needs one causal flag for all requests of a batch, got a tensor with one each; some outputs "
+        "would be wrong. Use FLASH_ATTN for this model.",
     )
     require(
         bool(causal) or serves_blocks,
-        "this backend attends causally, got a batch with causal=False; later tokens would be left out. Choose "
-        "FLASH_ATTN, or another backend with attention that is not causal, for the draft.",
+        "this backend is causal only, got a batch with causal=False; later tokens would be ignored. Choose FLASH_ATTN, "
+        "or another non-causal backend, for the draft.",
     )
     require(
         bool(causal) or sliding_window is None or block <= sliding_window,
-        f"a block of draft tokens must be no longer than the sliding window of {sliding_window}, got {block}; tokens "
-        "would be seen that the window hides. Draft fewer tokens, or choose FLASH_ATTN for the draft.",
+        f"a block of draft tokens must be no longer than the sliding window of {sliding_window}, got {block}; queries "
+        "would see beyond the window. Draft fewer tokens, or choose FLASH_ATTN for the draft.",
     )
 
 

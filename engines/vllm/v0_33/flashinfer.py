@@ -21,7 +21,7 @@ from builders import AttentionSpec
 from builders.errors import require
 from builders.flashinfer.wrappers import FlashInferWrappers
 from engines.vllm.device_plan import NO_FLASHINFER, DevicePlan
-from engines.vllm.v0_33.backend import UpdatedInGraph, say_update
+from engines.vllm.v0_33.backend import UpdatedInGraph, log_update
 from engines.vllm.v0_33.batch import batch_of, check_causality
 from engines.vllm.v0_33.reasons import cache_reasons
 
@@ -38,7 +38,7 @@ try:
 except ModuleNotFoundError as error:
     raise ImportError(f"{error}: FLASHINFER_IN_GRAPH {NO_FLASHINFER}") from error
 
-_MOST_ADDRESSES = 4
+_MAX_ADDRESSES = 4
 """Maximum sets of vLLM buffers that one shape is planned for: vLLM's persistent buffers make one or two."""
 
 
@@ -71,14 +71,14 @@ class InGraphBuilder(FlashInferMetadataBuilder):
         self.use_fa2_native_decode = True
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
         refusals = {
-            "decode context parallelism has lengths of its own": self.use_dcp,
-            "batch-invariant splits are not those of a plan": self.disable_split_kv or self.decode_fixed_split_size > 0,
+            "decode context parallelism has its own lengths": self.use_dcp,
+            "batch-invariant splits follow no plan": self.disable_split_kv or self.decode_fixed_split_size > 0,
             "a quantised cache is not served": self.cache_dtype != "auto",
             "full graphs are off": not self.enable_cuda_graph,
         }
         self.reasons = [reason for reason, holds in refusals.items() if holds]
         self.supports_draft_decode_metadata_update = not self.reasons
-        say_update(InGraphFlashInfer.name, self.reasons)
+        log_update(InGraphFlashInfer.name, self.reasons)
         self._plans: dict[tuple[Shape, tuple[int, ...]], tuple[DevicePlan, InGraphMetadata]] = {}
 
     @classmethod
@@ -105,12 +105,12 @@ class InGraphBuilder(FlashInferMetadataBuilder):
         if key in self._plans:
             plan, planned = self._plans[key]
             plan.refresh()
-            again = copy(planned)
-            again.slot_mapping, again.common = common.slot_mapping, common
-            return again
-        theirs = super().build(common_prefix_len, common, fast_build)
-        metadata = InGraphMetadata(**vars(theirs), common=common)
-        if key and self._is_ours(key[0], theirs):
+            refreshed = copy(planned)
+            refreshed.slot_mapping, refreshed.common = common.slot_mapping, common
+            return refreshed
+        base = super().build(common_prefix_len, common, fast_build)
+        metadata = InGraphMetadata(**vars(base), common=common)
+        if key and self._plans_on_device(key[0], base):
             if key[0].causal:
                 # No other batch can plan this wrapper on the host: that would write its pages into vLLM's block table.
                 wrapper = self._decode_wrappers_cudagraph.pop(key[0][:2])
@@ -135,8 +135,8 @@ class InGraphBuilder(FlashInferMetadataBuilder):
             return
         require(
             not (self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()),
-            f"an update in a graph needs a plan on the device, this batch of {metadata.num_decodes} decodes has none; "
-            "a replay would attend by an old plan. Choose FLASH_ATTN for the draft.",
+            f"an in-graph update needs a plan on the device, this batch of {metadata.num_decodes} decodes has none; a "
+            "replay would use a stale plan. Choose FLASH_ATTN for the draft.",
         )
         assert metadata.common is not None
         # A block's wrapper, vLLM's own for non-causal prefills, is planned again in place.
@@ -160,13 +160,13 @@ class InGraphBuilder(FlashInferMetadataBuilder):
             return None
         return Shape(decodes, tokens // decodes, common.causal)
 
-    def _is_ours(self, shape: Shape, theirs: FlashInferMetadata) -> bool:
-        known = sum(planned == shape for planned, _ in self._plans)
+    def _plans_on_device(self, shape: Shape, base: FlashInferMetadata) -> bool:
+        plans = sum(planned == shape for planned, _ in self._plans)
         if shape.causal:
-            graph = isinstance(theirs.decode, FIDecode) and theirs.decode.wrapper.is_cuda_graph_enabled
+            graph = isinstance(base.decode, FIDecode) and base.decode.wrapper.is_cuda_graph_enabled
         else:
             graph = shape.num_reqs * shape.query_len <= self._decode_cudagraph_max_bs
-        return graph and known < _MOST_ADDRESSES
+        return graph and plans < _MAX_ADDRESSES
 
     @cached_property
     def _wrappers(self) -> FlashInferWrappers:
@@ -197,7 +197,7 @@ class InGraphImpl(FlashInferImpl):
         super().__init__(*layer, **extras)
         if self.alibi_slopes is not None or self.kv_sharing_target_layer_name is not None:
             raise ValueError(
-                f"{InGraphFlashInfer.name} has neither ALiBi nor a KV cache that layers share, a layer has one. "
+                f"{InGraphFlashInfer.name} supports neither ALiBi nor a KV cache shared by layers, a layer has one. "
                 "Choose FLASH_ATTN."
             )
 
@@ -231,9 +231,9 @@ class InGraphFlashInfer(UpdatedInGraph, FlashInferBackend):
         return kv_cache_dtype is None or kv_cache_dtype in cls.supported_kv_cache_dtypes
 
     @classmethod
-    def validate_configuration(cls, *args: Any, **asked: Any) -> list[str]:
-        ours = cache_reasons(asked.get("kv_cache_dtype"), asked["dtype"])
-        return [*super().validate_configuration(*args, **asked), *ours]
+    def validate_configuration(cls, *args: Any, **config: Any) -> list[str]:
+        reasons = cache_reasons(config.get("kv_cache_dtype"), config["dtype"])
+        return [*super().validate_configuration(*args, **config), *reasons]
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:

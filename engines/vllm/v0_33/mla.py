@@ -38,8 +38,8 @@ class LatentBuilder(OurBuilder, MLACommonMetadataBuilder[MLACommonMetadata]):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         dims, dtype = self.mla_dims, self.model_config.dtype
         spec = latent_spec(self.num_heads, dims.kv_lora_rank, dims.qk_rope_head_dim, self.page_size, dtype)
-        against = ["decode context parallelism is on"] if self.dcp_world_size > 1 else []
-        self.make_inner(spec, device, vllm_config, against)
+        reasons = ["decode context parallelism is on"] if self.dcp_world_size > 1 else []
+        self.make_inner(spec, device, vllm_config, reasons)
         # By query length and row: padding rows of a graph have tokens, as all others do.
         lens = torch.arange(1, self.reorder_batch_threshold + 1, dtype=torch.int32, device=device)
         rows = torch.arange(vllm_config.scheduler_config.max_num_seqs + 1, dtype=torch.int32, device=device)
@@ -72,7 +72,7 @@ class LatentBuilder(OurBuilder, MLACommonMetadataBuilder[MLACommonMetadata]):
         decode = super()._build_decode(*args, num_decode_tokens, *rest, **more)
         rows = len(seq_lens_device)
         query_len = num_decode_tokens // rows
-        none = block_table_tensor.new_empty(0, dtype=torch.int64)
+        empty = block_table_tensor.new_empty(0, dtype=torch.int64)
         batch = AttentionBatch(
             num_reqs=rows,
             num_tokens=num_decode_tokens,
@@ -81,9 +81,9 @@ class LatentBuilder(OurBuilder, MLACommonMetadataBuilder[MLACommonMetadata]):
             uniform=True,
             query_start_loc=self.starts[query_len - 1, : rows + 1],
             seq_lens=seq_lens_device,
-            positions=none,
+            positions=empty,
             block_table=block_table_tensor,
-            slot_mapping=none,
+            slot_mapping=empty,
         )
         decode.paged = self.inner[self._causal].build(batch)
         return decode
@@ -142,13 +142,13 @@ class LatentBackend(OurBackend, MLACommonBackend):
     impl = LatentImpl
 
     @classmethod
-    def validate_configuration(cls, *args: Any, **asked: Any) -> list[str]:
-        head_size, dtype = asked["head_size"], asked["dtype"]
-        widest = cls.ours.capabilities.value_dims
-        rank = min(head_size, head_size if widest is None or widest.maximum is None else widest.maximum)
+    def validate_configuration(cls, *args: Any, **config: Any) -> list[str]:
+        head_size, dtype = config["head_size"], config["dtype"]
+        value_dims = cls.ours.capabilities.value_dims
+        rank = min(head_size, head_size if value_dims is None or value_dims.maximum is None else value_dims.maximum)
         spec = latent_spec(1, rank, head_size - rank, page_sizes(cls.ours)[0], dtype)
-        ours = cache_reasons(asked.get("kv_cache_dtype"), dtype) + cls.ours.unsupported_reasons(spec, CUDA)
-        return [*super().validate_configuration(*args, **asked), *ours]
+        reasons = cache_reasons(config.get("kv_cache_dtype"), dtype) + cls.ours.unsupported_reasons(spec, CUDA)
+        return [*super().validate_configuration(*args, **config), *reasons]
 
 
 __getattr__ = classes_over(LatentBackend, "triton_mla", "flash_attn3_mla", "flashmla")

@@ -58,8 +58,8 @@ class PagedBuilder(OurBuilder, AttentionMetadataBuilder[LayerMetadata]):
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
         """Claim graphs of one query length at most: a batch of mixed lengths has no graph here."""
-        most = AttentionCGSupport.UNIFORM_BATCH.value
-        return AttentionCGSupport(min(int(cls.ours.builder.graph_support), most))
+        uniform = AttentionCGSupport.UNIFORM_BATCH.value
+        return AttentionCGSupport(min(int(cls.ours.builder.graph_support), uniform))
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -69,7 +69,7 @@ class PagedBuilder(OurBuilder, AttentionMetadataBuilder[LayerMetadata]):
         require(
             common_prefix_len == 0,
             f"attn-backends has no cascade attention, got a common prefix of {common_prefix_len} tokens; they would be "
-            "attended to twice or never. Use a vLLM 0.33, which passes 0.",
+            "attended to twice or never. Use vLLM 0.33, which passes 0.",
         )
         check_causality(common_attn_metadata, serves_blocks=self.serves_blocks, sliding_window=self.sliding_window)
         batch, causal = batch_of(common_attn_metadata, max_seq_len=self.max_seq_len), common_attn_metadata.causal
@@ -88,26 +88,26 @@ class PagedImpl(AttentionImpl[Any]):
 
     def __init__(self, *layer: Any, sinks: torch.Tensor | None = None, **extras: Any) -> None:
         """layer: vLLM's arguments, in the order of _LAYER. Raises ValueError for a layer that `ours` cannot serve."""
-        asked = {**dict.fromkeys(_LAYER), **dict(zip(_LAYER, layer, strict=False)), **extras}
-        self.num_heads, self.head_size = asked.pop("num_heads"), asked.pop("head_size")
+        options = {**dict.fromkeys(_LAYER), **dict(zip(_LAYER, layer, strict=False)), **extras}
+        self.num_heads, self.head_size = options.pop("num_heads"), options.pop("head_size")
         self.loaded_sinks, self.sinks = sinks, None
-        self.num_kv_heads = asked.pop("num_kv_heads") or self.num_heads
-        self.scale, self.kv_cache_dtype = float(asked.pop("scale")), asked.pop("kv_cache_dtype")
+        self.num_kv_heads = options.pop("num_kv_heads") or self.num_heads
+        self.scale, self.kv_cache_dtype = float(options.pop("scale")), options.pop("kv_cache_dtype")
         spec = AttentionSpec(
             num_q_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_size,
             page_size=page_sizes(self.ours)[0],
             dtype=torch.get_default_dtype(),
-            sliding_window=asked.pop("sliding_window"),
+            sliding_window=options.pop("sliding_window"),
             scale=self.scale,
-            soft_cap=asked.pop("logits_soft_cap") or None,
+            soft_cap=options.pop("logits_soft_cap") or None,
             sinks=sinks is not None,
             batch_invariant=bool(envs.VLLM_BATCH_INVARIANT),
         )
-        if asked["attn_type"] == AttentionType.DECODER:
-            asked.pop("attn_type")
-        require_served(self.ours, spec, asked)
+        if options["attn_type"] == AttentionType.DECODER:
+            options.pop("attn_type")
+        require_served(self.ours, spec, options)
         self.spec = cache(lambda page_size, causal=True: replace(spec, page_size=page_size, causal=causal))
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
@@ -163,8 +163,8 @@ class PagedBackend(OurBackend):
         return Feature.BATCH_INVARIANT in cls.ours.capabilities.features
 
     @classmethod
-    def validate_configuration(cls, *args: Any, **asked: Any) -> list[str]:
-        return [*super().validate_configuration(*args, **asked), *selector_reasons(cls.ours, **asked)]
+    def validate_configuration(cls, *args: Any, **config: Any) -> list[str]:
+        return [*super().validate_configuration(*args, **config), *selector_reasons(cls.ours, **config)]
 
 
 __getattr__ = classes_over(PagedBackend, "triton_paged", "flash_attn3")

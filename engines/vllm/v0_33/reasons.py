@@ -49,8 +49,8 @@ def require_served(ours: AttentionBackend, spec: AttentionSpec, extras: Mapping[
     reasons = [f"has no {name}, the layer has {value!r}" for name, value in extras.items() if value is not None]
     if reasons := reasons + _spec_reasons(ours, spec):
         raise ValueError(
-            f"a layer must be one that {ours.name} serves, this one is not: {'; '.join(reasons)}. Its numbers would be "
-            "wrong, so vLLM was not started. Choose one of vLLM's own backends."
+            f"{ours.name} cannot serve this layer: {'; '.join(reasons)}. Its outputs would be wrong, so vLLM was not "
+            "started. Choose one of vLLM's own backends."
         )
 
 
@@ -71,14 +71,14 @@ def serves_blocks(ours: AttentionBackend) -> bool:
 
 def serves_capability(ours: AttentionBackend, capability: tuple[int, int]) -> bool:
     """Return whether the backend's kernels run on a device of this compute capability, vLLM's (major, minor)."""
-    able, found = ours.capabilities, tuple(capability)
-    least = able.compute_capability
-    return found >= least and (found[0] == least[0] or not able.one_major_version)
+    capabilities, found = ours.capabilities, tuple(capability)
+    minimum = capabilities.compute_capability
+    return found >= minimum and (found[0] == minimum[0] or not capabilities.one_major_version)
 
 
 def cache_reasons(kv_cache_dtype: str | None, dtype: torch.dtype) -> list[str]:
     """List what rules out a cache dtype, by vLLM's name, with queries of this dtype."""
-    held = _CACHE_DTYPES.get(kv_cache_dtype or "auto", kv_cache_dtype)
-    if held in (None, dtype):
+    cache_dtype = _CACHE_DTYPES.get(kv_cache_dtype or "auto", kv_cache_dtype)
+    if cache_dtype in (None, dtype):
         return []
-    return [f"the KV cache must have the dtype of the queries, {dtype}, got {held}; use --kv-cache-dtype auto"]
+    return [f"the KV cache must have the dtype of the queries, {dtype}, got {cache_dtype}; use --kv-cache-dtype auto"]

@@ -19,7 +19,7 @@ from vllm.v1.attention.backends.mla.flashmla_sparse import (
 from vllm.v1.attention.ops.metadata import compute_token_to_req_indices
 from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 
-from engines.vllm.v0_33.backend import UpdatedInGraph, say_update
+from engines.vllm.v0_33.backend import UpdatedInGraph, log_update
 
 _QUANTIZED = "fp8_ds_mla"
 """The one quantised cache format that FlashMLA's sparse decode kernel reads on Hopper."""
@@ -37,7 +37,7 @@ class InGraphSparseBuilder(FlashMLASparseMetadataBuilder):
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.dummy_block_table.zero_()  # No kernel reads it; the metadata of two builders can be compared.
-        say_update(InGraphFlashMlaSparse.name, [])
+        log_update(InGraphFlashMlaSparse.name, [])
 
     def update_draft_decode_metadata(self, metadata: FlashMLASparseMetadata) -> None:
         """Rewrite the map from tokens to requests as build() does, with one kernel: all batches share its buffer.
@@ -65,12 +65,12 @@ class InGraphFlashMlaSparse(UpdatedInGraph, FlashMLASparseBackend):
         return bool(capability.major == 9)
 
     @classmethod
-    def validate_configuration(cls, *args: Any, **asked: Any) -> list[str]:
-        reasons: list[str] = super().validate_configuration(*args, **asked)
-        held = asked.get("kv_cache_dtype")
-        if held is not None and is_quantized_kv_cache(held) and held != _QUANTIZED:
+    def validate_configuration(cls, *args: Any, **config: Any) -> list[str]:
+        reasons: list[str] = super().validate_configuration(*args, **config)
+        dtype = config.get("kv_cache_dtype")
+        if dtype is not None and is_quantized_kv_cache(dtype) and dtype != _QUANTIZED:
             # vLLM turns any fp8 format into this one, but only for the backend named FLASHMLA_SPARSE.
-            reasons.append(f"a quantised KV cache must be {_QUANTIZED}, got {held}; use --kv-cache-dtype {_QUANTIZED}")
+            reasons.append(f"a quantised KV cache must be {_QUANTIZED}, got {dtype}; use --kv-cache-dtype {_QUANTIZED}")
         if get_current_vllm_config().attention_config.hisparse_config is not None:
-            reasons.append("HiSparse keeps the cache on the host, and prepares each batch there; turn it off")
+            reasons.append("HiSparse keeps the cache on the host, and prepares batches there; turn it off")
         return reasons

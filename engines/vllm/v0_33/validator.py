@@ -34,7 +34,7 @@ from engines.vllm.version import SUPPORTED, UnsupportedVllm
 SHARE = 0.01
 """Maximum share of the time: after a comparison, the next one waits for 1 / SHARE times as long as it took. A
 comparison first waits for queued device work, which counts too: if the host limits an engine, that time is lost."""
-Asked: TypeAlias = Callable[[], Mapping[str, Any]]
+Arguments: TypeAlias = Callable[[], Mapping[str, Any]]
 """Returns a method's arguments by name; lazy because most rounds need none, and binding takes the most time here."""
 _log = init_logger("vllm.attn_backends")
 
@@ -122,8 +122,8 @@ class DraftValidator:
         self._next = now + (now - begin) / SHARE
         if self.found:
             _log.error(
-                "Draft metadata is not that of the batch: group %s, step %d, field %s: %s (comparison %d). From there "
-                "on, drafts may be wrong without any other sign than a lower acceptance rate. Comparing ends here.",
+                "Draft metadata differs from the batch: group %s, step %d, field %s: %s (comparison %d). From here on "
+                "drafts may be wrong, and only a lower acceptance rate would show it. Comparing ends here.",
                 *self.found,
                 self.rounds,
             )
@@ -176,7 +176,7 @@ class DraftValidator:
         """Build vLLM's metadata for the batch without updates, with builders that no graph uses."""
         speculator = self.speculator
         desc = _Desc(done.padded * done.query_len, done.padded)
-        served = speculator.attn_groups, speculator.draft_max_seq_len
+        saved = speculator.attn_groups, speculator.draft_max_seq_len
         # A graph keeps the maximum length of its capture.
         speculator.attn_groups, speculator.draft_max_seq_len = self._groups, speculator.max_model_len
         try:
@@ -190,7 +190,7 @@ class DraftValidator:
                 slot_mappings=slots,
             )
         finally:
-            speculator.attn_groups, speculator.draft_max_seq_len = served
+            speculator.attn_groups, speculator.draft_max_seq_len = saved
             for group in chain.from_iterable(self._groups):
                 builder: Any = group.get_metadata_builder()
                 # Plans of every batch size would add up, in memory that vLLM has not reserved.
@@ -263,16 +263,16 @@ def _second_builders(speculator: Any) -> list[list[AttentionGroup]]:
 
 
 def _second(speculator: Any, group: AttentionGroup) -> AttentionGroup:
-    served: Any = group.get_metadata_builder()
+    first: Any = group.get_metadata_builder()
     second = AttentionGroup(group.backend, group.layer_names, group.kv_cache_spec, group.kv_cache_group_id)
-    block = served.kv_cache_spec.block_size
+    block = first.kv_cache_spec.block_size
     second.create_metadata_builders(speculator.attn_vllm_config, speculator.device, kernel_block_size=block)
     second.kernel_block_stride = group.kernel_block_stride
     builder: Any = second.get_metadata_builder()
-    if hasattr(served, "aot_schedule"):  # `DFlashSpeculator.set_attn` decides it
-        builder.aot_schedule = served.aot_schedule
-    if hasattr(served, "set_workspace_buffer"):
-        builder.set_workspace_buffer(served._get_workspace_buffer())
+    if hasattr(first, "aot_schedule"):  # `DFlashSpeculator.set_attn` decides it
+        builder.aot_schedule = first.aot_schedule
+    if hasattr(first, "set_workspace_buffer"):
+        builder.set_workspace_buffer(first._get_workspace_buffer())
     return second
 
 
@@ -294,13 +294,13 @@ def install() -> None:
     ]
     if wrong:
         raise UnsupportedVllm(
-            f"ATTN_BACKENDS_VALIDATE=1 watches speculators of vLLM {SUPPORTED}, this vLLM has other ones: "
+            f"ATTN_BACKENDS_VALIDATE=1 supports the speculators of vLLM {SUPPORTED}, this one differs in: "
             f"{', '.join(wrong)}. Install a released vLLM {SUPPORTED}, or unset the variable."
         )
     for cls, hooks in _HOOKS.items():
         for name, (around, _) in hooks.items():
             _wrap(cls, name, around)
-    _wrap(DraftModelSpeculator, "set_attn", _say_unwatched)
+    _wrap(DraftModelSpeculator, "set_attn", _warn_not_compared)
 
 
 def _takes(method: Any, arguments: list[str]) -> bool:
@@ -316,73 +316,73 @@ def _wrap(cls: type, name: str, around: Callable[..., Any]) -> None:
 
     @wraps(method)
     def wrapped(self: Any, *args: Any, **named: Any) -> Any:
-        def asked() -> Mapping[str, Any]:
+        def get_arguments() -> Mapping[str, Any]:
             bound = signature.bind(self, *args, **named)
             bound.apply_defaults()
             return bound.arguments
 
-        return around(lambda: method(self, *args, **named), self, asked)
+        return around(lambda: method(self, *args, **named), self, get_arguments)
 
     wrapped._around = around  # type: ignore[attr-defined]
     setattr(cls, name, wrapped)
 
 
-def _capture(method: Callable[[], Any], speculator: Any, asked: Asked) -> Any:
+def _capture(method: Callable[[], Any], speculator: Any, get_arguments: Arguments) -> Any:
     with validator_of(speculator).capturing():
         return method()
 
 
-def _keep_steps(method: Callable[[], Any], speculator: Any, asked: Asked) -> Any:
+def _keep_steps(method: Callable[[], Any], speculator: Any, get_arguments: Arguments) -> Any:
     if (validator := validator_of(speculator)).is_capturing:
-        given = asked()
-        validator.keep((given["num_tokens_padded"], given["num_speculative_steps"]), given["attn_metadata"])
+        arguments = get_arguments()
+        validator.keep((arguments["num_tokens_padded"], arguments["num_speculative_steps"]), arguments["attn_metadata"])
     return method()
 
 
-def _after_steps(method: Callable[[], Any], speculator: Any, asked: Asked) -> Any:
+def _after_steps(method: Callable[[], Any], speculator: Any, get_arguments: Arguments) -> Any:
     result = method()
     if (validator := validator_of(speculator)).is_due:
-        given = asked()
-        if (desc := given["batch_desc"]).cg_mode == CUDAGraphMode.FULL:
+        arguments = get_arguments()
+        if (desc := arguments["batch_desc"]).cg_mode == CUDAGraphMode.FULL:
             # A graph without a fixed number of steps runs them all.
             steps = getattr(desc, "num_speculative_tokens", speculator.num_speculative_steps)
             padded = desc.num_reqs or desc.num_tokens
-            bound = given["seq_lens_cpu_upper_bound"]
-            validator.after(Round((desc.num_tokens, steps), given["num_reqs"], padded, 1, steps - 1, bound))
+            bound = arguments["seq_lens_cpu_upper_bound"]
+            validator.after(Round((desc.num_tokens, steps), arguments["num_reqs"], padded, 1, steps - 1, bound))
     return result
 
 
-def _keep_block(method: Callable[[], Any], speculator: Any, asked: Asked) -> Any:
+def _keep_block(method: Callable[[], Any], speculator: Any, get_arguments: Arguments) -> Any:
     if (validator := validator_of(speculator)).is_capturing:
-        given = asked()
-        validator.keep((given["num_reqs"], 0), given["attn_metadata"])
+        arguments = get_arguments()
+        validator.keep((arguments["num_reqs"], 0), arguments["attn_metadata"])
     return method()
 
 
-def _note_block(method: Callable[[], Any], speculator: Any, asked: Asked) -> Any:
+def _note_block(method: Callable[[], Any], speculator: Any, get_arguments: Arguments) -> Any:
     if validator_of(speculator).is_due:
-        given = asked()
-        speculator.attn_backends_replayed = None if given["dummy_run"] else given["num_graph_reqs"]
+        arguments = get_arguments()
+        speculator.attn_backends_replayed = None if arguments["dummy_run"] else arguments["num_graph_reqs"]
     return method()
 
 
-def _after_block(method: Callable[[], Any], speculator: Any, asked: Asked) -> Any:
+def _after_block(method: Callable[[], Any], speculator: Any, get_arguments: Arguments) -> Any:
     speculator.attn_backends_replayed = None
     result, padded = method(), speculator.attn_backends_replayed
     if padded is not None:
-        batch, query_len = asked()["input_batch"], speculator.num_query_per_req
+        batch, query_len = get_arguments()["input_batch"], speculator.num_query_per_req
         done = Round((padded, 0), batch.num_reqs, padded, query_len, 0, batch.seq_lens_cpu_upper_bound)
         validator_of(speculator).after(done)
     return result
 
 
-def _say_unwatched(method: Callable[[], Any], speculator: Any, asked: Asked) -> Any:
+def _warn_not_compared(method: Callable[[], Any], speculator: Any, get_arguments: Arguments) -> Any:
     result = method()
-    watched: Any = tuple(_HOOKS)
-    if not isinstance(speculator, watched):
-        _log.warning("Draft metadata of %s is not compared: it drafts in a way of its own.", type(speculator).__name__)
+    supported: Any = tuple(_HOOKS)
+    if not isinstance(speculator, supported):
+        _log.warning("Draft metadata of %s is not compared: it drafts in its own way.", type(speculator).__name__)
     elif not speculator.supports_decode_metadata_update:
-        _log.warning("No draft metadata is compared: vLLM builds it anew for every step.")
+        _log.warning("No draft metadata is compared: vLLM rebuilds it for every step.")
     elif speculator.vllm_config.compilation_config.cudagraph_mode is CUDAGraphMode.NONE:  # `capture` is not called
         _log.warning("No draft metadata is compared: CUDA graphs are off.")
     return result

@@ -173,7 +173,7 @@ def test_without_a_name_or_the_engine_there_is_nothing_to_check(run, monkeypatch
     result = run("check", "--engine", "vllm", "KpoolTailMetadataBuilder")
 
     assert result.exit_code == 2
-    assert "vLLM's builders are checked as 0.33.* has them, found none" in result.output
+    assert "checks of vLLM's builders need 0.33.*, found none" in result.output
 
 
 def test_without_a_checkout_the_check_of_an_engine_says_where_it_is(refused, monkeypatch, tmp_path):

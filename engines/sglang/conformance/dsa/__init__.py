@@ -32,18 +32,18 @@ class DeepseekSparseAttnMultiStepBackend(PlannedSteps):
         get_context().override("the kit", dsa_prefill_backend="flashmla_sparse", dsa_decode_backend="flashmla_sparse")
         sys.modules[_COPIES] = _Copies(_COPIES)
         import sglang.kernels.ops.attention.dsv4.topk as topk
-        import sglang.srt.layers.attention.dsa_backend as theirs
+        import sglang.srt.layers.attention.dsa_backend as engine_module
 
         vars(topk)["plan_topk_v2"] = _plan_topk
-        vars(theirs).update(resolve_paged_mqa_logits_metadata_fn=lambda: _schedule, resolve_num_sms=lambda: 132)
+        vars(engine_module).update(resolve_paged_mqa_logits_metadata_fn=lambda: _schedule, resolve_num_sms=lambda: 132)
         config = PretrainedConfig(architectures=["DeepseekV3ForCausalLMNextN"], index_topk=2048)
         runner.model_config.hf_config = runner.model_config.hf_text_config = config
         runner.hisparse_coordinator = None
         runner.token_to_kv_pool.dsa_kv_cache_store_fp8 = False
-        return theirs.DeepseekSparseAttnMultiStepBackend(runner, topk=1, speculative_num_steps=STEPS)
+        return engine_module.DeepseekSparseAttnMultiStepBackend(runner, topk=1, speculative_num_steps=STEPS)
 
     @staticmethod
-    def told(metadata: Any, batch: Any, live: int) -> dict[str, Tensor]:
+    def kernel_inputs(metadata: Any, batch: Any, live: int) -> dict[str, Tensor]:
         lengths = metadata.cache_seqlens_int32
         return {
             "cache_seqlens_int32": lengths[:live],

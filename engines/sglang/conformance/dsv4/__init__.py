@@ -21,11 +21,11 @@ class DeepseekV4MultiStepBackend(PlannedSteps):
 
     @staticmethod
     def make(runner: Any) -> Any:
-        import sglang.srt.layers.attention.deepseek_v4_backend as theirs
+        import sglang.srt.layers.attention.deepseek_v4_backend as engine_module
         from sglang.srt.mem_cache.deepseek_v4_memory_pool import DeepSeekV4TokenToKVPool
 
         # SGLang supports one window size, and one page size, which only compressed text uses.
-        vars(theirs)["SWA_WINDOW"] = window = runner.layer.sliding_window_size + 1
+        vars(engine_module)["SWA_WINDOW"] = window = runner.layer.sliding_window_size + 1
         runner.page_size, runner.hisparse_coordinator = 256, None
         pool = object.__new__(DeepSeekV4TokenToKVPool)
         slots = runner.req_to_token_pool.req_to_token.numel() + 256
@@ -39,10 +39,10 @@ class DeepseekV4MultiStepBackend(PlannedSteps):
             translate_loc_from_full_to_swa=lambda slots: slots,
         )
         runner.token_to_kv_pool = pool
-        return theirs.DeepseekV4MultiStepBackend(runner, topk=1, speculative_num_steps=STEPS)
+        return engine_module.DeepseekV4MultiStepBackend(runner, topk=1, speculative_num_steps=STEPS)
 
     @staticmethod
-    def told(metadata: Any, batch: Any, live: int) -> dict[str, Tensor]:
+    def kernel_inputs(metadata: Any, batch: Any, live: int) -> dict[str, Tensor]:
         core = metadata.core_attn_metadata
         return {
             "seq_lens_casual": core.seq_lens_casual[:live],

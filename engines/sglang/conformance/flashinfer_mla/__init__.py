@@ -23,13 +23,13 @@ class FlashInferMLAMultiStepDraftBackend(PlannedSteps):
 
     @staticmethod
     def make(runner: Any) -> Any:
-        import sglang.srt.layers.attention.flashinfer_mla_backend as theirs
+        import sglang.srt.layers.attention.flashinfer_mla_backend as engine_module
 
-        vars(theirs)["BatchMLAPagedAttentionWrapper"] = _Wrapper
-        return theirs.FlashInferMLAMultiStepDraftBackend(runner, topk=1, speculative_num_steps=STEPS)
+        vars(engine_module)["BatchMLAPagedAttentionWrapper"] = _Wrapper
+        return engine_module.FlashInferMLAMultiStepDraftBackend(runner, topk=1, speculative_num_steps=STEPS)
 
     @staticmethod
-    def told(metadata: Any, batch: Any, live: int) -> dict[str, Tensor]:
+    def kernel_inputs(metadata: Any, batch: Any, live: int) -> dict[str, Tensor]:
         wrapper = metadata.decode_wrapper
         read = _planned(wrapper.starts[:live], wrapper.lengths[:live], wrapper.indices)
         return {"kv_len_arr": wrapper.lengths[:live], "kv_indptr": wrapper.starts[:live], "kv_indices": torch.cat(read)}

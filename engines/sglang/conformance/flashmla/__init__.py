@@ -26,13 +26,13 @@ class FlashMLAMultiStepDraftBackend(PlannedSteps):
 
     @staticmethod
     def make(runner: Any) -> Any:
-        import sglang.srt.layers.attention.flashmla_backend as theirs
+        import sglang.srt.layers.attention.flashmla_backend as engine_module
 
-        vars(theirs).update(get_mla_metadata=_get_mla_metadata, flash_mla_with_kvcache=_flash_mla_with_kvcache)
-        return theirs.FlashMLAMultiStepDraftBackend(runner, topk=1, speculative_num_steps=STEPS)
+        vars(engine_module).update(get_mla_metadata=_get_mla_metadata, flash_mla_with_kvcache=_flash_mla_with_kvcache)
+        return engine_module.FlashMLAMultiStepDraftBackend(runner, topk=1, speculative_num_steps=STEPS)
 
     @staticmethod
-    def told(metadata: Any, batch: Any, live: int) -> dict[str, Tensor]:
+    def kernel_inputs(metadata: Any, batch: Any, live: int) -> dict[str, Tensor]:
         # The lengths are not in the metadata: forward_decode uses the batch's.
         lengths = batch.seq_lens.int()
         return {

@@ -28,7 +28,7 @@ class TritonMultiStepDraftBackend(PlannedSteps):
         return steps
 
     @staticmethod
-    def told(metadata: Any, batch: Any, live: int) -> dict[str, Tensor]:
+    def kernel_inputs(metadata: Any, batch: Any, live: int) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}
         for rail in ("kv", "window_kv"):
             ends, slots = (getattr(metadata, f"{rail}_{what}") for what in ("indptr", "indices"))

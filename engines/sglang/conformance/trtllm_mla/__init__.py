@@ -24,21 +24,21 @@ class TRTLLMMLAMultiStepDraftBackend(PlannedSteps):
 
     @staticmethod
     def make(runner: Any) -> Any:
-        import sglang.srt.layers.attention.trtllm_mla_backend as theirs
+        import sglang.srt.layers.attention.trtllm_mla_backend as engine_module
 
-        vars(theirs).update(
+        vars(engine_module).update(
             _jit_fixup_module=lambda dtype: None,
             make_persistent_multi_ctas_kv_counter_buffer=lambda *args, **kwargs: None,
             can_use_set_mla_kv_concat_q=lambda *args: False,
         )
         runner.max_running_requests = runner.req_to_token_pool.size
-        steps = theirs.TRTLLMMLAMultiStepDraftBackend(runner, topk=1, speculative_num_steps=STEPS)
+        steps = engine_module.TRTLLMMLAMultiStepDraftBackend(runner, topk=1, speculative_num_steps=STEPS)
         for step in steps.attn_backends:
             step._run_decode_kernel = _run_decode_kernel
         return steps
 
     @staticmethod
-    def told(metadata: Any, batch: Any, live: int) -> dict[str, Tensor]:
+    def kernel_inputs(metadata: Any, batch: Any, live: int) -> dict[str, Tensor]:
         lengths = metadata.seq_lens_k
         return {
             "seq_lens_k": lengths[:live],

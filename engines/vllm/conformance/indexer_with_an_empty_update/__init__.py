@@ -10,5 +10,5 @@ from engines.vllm.conformance.making import with_empty_update
 def backend() -> type[AttentionBackend]:
     from vllm.v1.attention.backends.mla.indexer import DeepseekV32IndexerMetadataBuilder
 
-    theirs = with_empty_update(DeepseekV32IndexerMetadataBuilder, "DeepseekV32IndexerWithAnEmptyUpdate")
-    return backend_over(theirs, __name__)
+    engine_builder = with_empty_update(DeepseekV32IndexerMetadataBuilder, "DeepseekV32IndexerWithAnEmptyUpdate")
+    return backend_over(engine_builder, __name__)
