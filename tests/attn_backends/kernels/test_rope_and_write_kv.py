@@ -95,7 +95,10 @@ def test_the_numbers_are_those_of_the_two_ops(changes, slots):
 
 MISFITS = {
     "dims apart": ({"x": torch.ones(TOKENS, 16, 2).mT}, "even number of contiguous dims"),
-    "half a pair": ({"x": torch.ones(TOKENS, 2, 5), "table": torch.ones(MAX_POSITIONS, 5)}, "even number of contiguous dims"),
+    "half a pair": (
+        {"x": torch.ones(TOKENS, 2, 5), "table": torch.ones(MAX_POSITIONS, 5)},
+        "even number of contiguous dims",
+    ),
     "a strided table": ({"table": torch.ones(MAX_POSITIONS, 32)[:, ::2]}, "got 16 with strides .* table"),
     "a wider table": ({"table": torch.ones(MAX_POSITIONS, 32)}, "the rotary table must be"),
     "positions of 32 bits": ({"positions": POSITIONS.int()}, "positions must be"),
