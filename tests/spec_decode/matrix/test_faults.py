@@ -142,7 +142,7 @@ REFUSALS = {
     ],
     "rival": [
         "packages rivals-a and rivals-b all declare 'rival'",
-        "Ask for rivals-a:rival or rivals-b:rival",
+        "Use rivals-a:rival or rivals-b:rival",
         "a backend name must be free",
     ],
 }
