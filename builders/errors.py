@@ -1,4 +1,4 @@
-"""Input errors and the checks that raise them. Messages give the requirement, the value, the consequence and a fix."""
+"""Input errors and the checks that raise them. Messages give the requirement, the value and a fix."""
 
 from __future__ import annotations
 
