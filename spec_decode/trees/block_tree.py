@@ -67,8 +67,8 @@ class BlockTree:
         require_tensor("logits", logits, shape=(rows * places, None), dtype=logits.dtype, device=device)
         require(
             rows <= len(self.parents) and logits.shape[1] >= self._choices,
-            f"trees need logits of at most {len(self.parents)} rows and of at least {self._choices} tokens, got {rows} "
-            f"rows of {logits.shape[1]} tokens; there are no more trees, or choices. Make a tree for them.",
+            f"logits must be of at most {len(self.parents)} trees and at least {self._choices} tokens, got {rows} "
+            f"trees of {logits.shape[1]} tokens. Make a BlockTree for them.",
         )
         if temperature is not None:
             require_tensor("temperature", temperature, shape=(rows,), dtype=torch.float32, device=device)

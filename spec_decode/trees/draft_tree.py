@@ -38,8 +38,8 @@ class DraftTree:
         require(
             wrong is None,
             f"the parent of draft token i must be 0, the root, or 1 + an earlier draft token, so 0 to i, got "
-            f"{self.parents[wrong or 0] if self.parents else None!r} for draft token {wrong}; attention would not be "
-            "over a path to the root. List parents before their children.",
+            f"{self.parents[wrong or 0] if self.parents else None!r} for draft token {wrong}. List parents before "
+            "their children.",
         )
         require_tree_size(len(self.parents))
 
@@ -61,8 +61,8 @@ class DraftTree:
         for path in listed:
             require(
                 isinstance(path, Sequence) and all(type(choice) is int for choice in path),
-                f"a tree's paths must be sequences of ints, the ranks of their tokens, got {path!r} among them. Pass "
-                "for example [(0,), (0, 0), (1,)].",
+                f"a tree's paths must be sequences of ints, the ranks of their tokens, got {path!r}. Pass, for "
+                "example, [(0,), (0, 0), (1,)].",
             )
         ordered = sorted((tuple(path) for path in listed), key=lambda path: (len(path), path))
         known: dict[tuple[int, ...], int] = {(): 0}
@@ -114,8 +114,8 @@ class DraftTree:
         """Raise BatchError for a tree that is deeper than the number of draft steps."""
         require(
             self.max_depth <= num_speculative_tokens,
-            f"a tree must be at most as deep as the draft has steps, {num_speculative_tokens}, got a path of "
-            f"{self.max_depth} tokens; its last tokens would never be drafted. Shorten it, or draft more steps.",
+            f"a tree must be at most {num_speculative_tokens} deep, the draft's steps, got a path of {self.max_depth} "
+            "tokens; its last tokens would never be drafted. Shorten it, or draft more steps.",
         )
 
     def rows(self, num_reqs: int, device: torch.device | str) -> torch.Tensor:
@@ -128,8 +128,8 @@ def require_tree_size(num_tokens: int, got: str = "") -> None:
     require_counts("a tree's draft tokens", (num_tokens,))
     require(
         1 <= num_tokens < MAX_TREE_TOKENS,
-        f"a tree must have 1 to {MAX_TREE_TOKENS - 1} draft tokens, got {got or num_tokens}; the ancestors of a token "
-        "are the bits of one word. Leave out the least probable paths.",
+        f"a tree must have 1 to {MAX_TREE_TOKENS - 1} draft tokens, got {got or num_tokens}; a token's ancestors are "
+        "the bits of one word. Leave out the least probable paths.",
     )
 
 
@@ -138,9 +138,8 @@ def require_frontiers(width: int, num_speculative_tokens: int) -> None:
     steps = num_speculative_tokens - 1
     require(
         width * steps <= MAX_TREE_TOKENS,
-        f"a draft sees all frontiers of its tree, at most {MAX_TREE_TOKENS} tokens, got {width} tokens to draft from "
-        f"at each of {steps} steps; the ancestors of a token are the bits of one word. Draft "
-        "fewer steps, or let fewer tokens have children.",
+        f"the frontiers of a tree must have at most {MAX_TREE_TOKENS} tokens together, got {width} at each of {steps} "
+        "steps; a token's ancestors are the bits of one word. Draft fewer steps, or let fewer tokens have children.",
     )
 
 
@@ -151,8 +150,8 @@ def _is_before(parent: object, token: int) -> bool:
 def _require_path(path: tuple[int, ...], known: dict[tuple[int, ...], int]) -> None:
     require(
         bool(path) and path not in known and path[:-1] in known and _follows_its_sibling(path, known),
-        f"a tree's paths must each be there once, with every shorter path of its own and every smaller choice beside "
-        f"it, got {path} without one of them, or twice; it would hang in the air. Add what is missing.",
+        f"a tree must list each path once, with its prefixes and its more probable siblings; {path} is repeated or "
+        "lacks one of them. Add what is missing.",
     )
 
 

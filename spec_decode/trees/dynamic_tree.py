@@ -13,7 +13,7 @@ from spec_decode.trees.kernels.grow_tree import grow_tree
 from spec_decode.trees.kernels.keep_best import keep_best
 from spec_decode.trees.kernels.top_children import top_children
 
-_SHARPEST = 0.5
+_MIN_PATH_TEMPERATURE = 0.5
 """Paths of requests below this temperature are scored at it. With greedy trees of 8 choices and 16 tokens from its
 DFlash draft, the shipped pair accepts 4.40 tokens a round if scored at 1, 4.97 at 1/2, 4.98 at 1/3, 4.84 at 1/5."""
 
@@ -34,8 +34,7 @@ class DynamicTreeConfig:
     def __post_init__(self) -> None:
         require(
             type(self.width) is int and 1 <= self.width <= MAX_TREE_TOKENS,
-            f"a dynamic tree must have 1 to {MAX_TREE_TOKENS} choices a step, got {self.width!r}; no path could be "
-            "drafted. Pass such a width.",
+            f"width must be an integer from 1 to {MAX_TREE_TOKENS}, got {self.width!r}. Pass the choices per step.",
         )
         require_tree_size(self.num_tokens)
 
@@ -52,8 +51,8 @@ class DynamicTreeConfig:
             paths = min(MAX_TREE_TOKENS, (paths + 1) * self.width)
         require(
             self.num_tokens <= paths,
-            f"a tree must have at most the {paths} paths that {num_speculative_tokens} tokens of {self.width} choices "
-            f"make, got {self.num_tokens} tokens; some would never be there. Keep fewer, or draft more.",
+            f"num_tokens is {self.num_tokens}, more than the {paths} paths of {num_speculative_tokens} tokens with "
+            f"{self.width} choices each. Keep fewer, or draft more.",
         )
 
     def require_steps(self, num_speculative_tokens: int) -> None:
@@ -63,8 +62,8 @@ class DynamicTreeConfig:
         candidates = width + steps * width * width
         require(
             self.num_tokens <= candidates,
-            f"a tree must keep at most the {candidates} candidates that {num_speculative_tokens} steps of {width} "
-            f"choices draft, got {self.num_tokens}; some would never be there. Keep fewer, or draft more.",
+            f"num_tokens is {self.num_tokens}, more than the {candidates} candidates of {num_speculative_tokens} steps "
+            f"with {width} choices. Keep fewer, or draft more.",
         )
 
 
@@ -167,11 +166,11 @@ class DynamicTree:
 
 def path_temperature(temperature: torch.Tensor, num_places: int) -> torch.Tensor:
     """Return the temperature fp32 [rows * num_places] for scoring the places of each row's paths: that of the target,
-    fp32 [rows], 0 for greedy, but at least _SHARPEST.
+    fp32 [rows], 0 for greedy, but at least _MIN_PATH_TEMPERATURE.
 
     A greedy target always takes its likeliest token, but the draft is less certain which one that is.
     """
-    return temperature[:, None].clamp(min=_SHARPEST).expand(-1, num_places).flatten()
+    return temperature[:, None].clamp(min=_MIN_PATH_TEMPERATURE).expand(-1, num_places).flatten()
 
 
 def target_ids(tokens: torch.Tensor, token_map: torch.Tensor | None, choices: torch.Tensor | None) -> torch.Tensor:
@@ -188,12 +187,11 @@ def require_frontier(logits: torch.Tensor, frontier: torch.Tensor, num_choices: 
     (rows, places, vocab), (most, width) = logits.shape, frontier.shape
     require(
         1 <= rows <= most and places in (1, width),
-        f"a step must have logits of 1 to {most} rows, and of the root or the {width} tokens of a frontier, got "
-        f"{list(logits.shape)}; they are of another frontier. Pass a row for each token on it.",
+        f"logits must have 1 to {most} rows, of the root or the {width} tokens of a frontier, got "
+        f"{list(logits.shape)}. Pass a row for each token of the frontier.",
     )
     require(
         vocab >= num_choices,
-        f"logits must be of at least {num_choices} tokens, got {vocab}; there are no more choices. "
-        "Use a smaller width.",
+        f"logits must have at least {num_choices} tokens, one per choice, got {vocab}. Use a smaller width.",
     )
     return rows

@@ -37,8 +37,8 @@ class TreeSampling:
 
     def __init__(self, max_depth: int) -> None:
         """max_depth: K, the greatest depth of a tree. Raises BatchError for a K that is not an int of 1 or more."""
-        require_counts("the depth of trees", (max_depth,))
-        require(max_depth >= 1, f"the depth of trees must be 1 or more, got {max_depth}. Pass the draft's K.")
+        require_counts("max_depth", (max_depth,))
+        require(max_depth >= 1, f"max_depth must be 1 or more, got {max_depth}. Pass the draft's K.")
         self._max_depth = max_depth
 
     def verify(

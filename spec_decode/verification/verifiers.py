@@ -119,7 +119,7 @@ def verifier(name: str = "rejection", *, num_speculative_tokens: int) -> Verifie
     known = ", ".join([*_BY_NAME, f"{_SYNTHETIC}MEAN"])
     require(
         name in _BY_NAME,
-        f"a verifier must be one of {known}, got {name!r}; without one no draft can be verified. Choose a listed name.",
+        f"a verifier must be one of {known}, got {name!r}. Choose a listed name.",
     )
     return _BY_NAME[name]()
 
@@ -132,6 +132,6 @@ def _mean(name: str, limit: int) -> float:
     require(
         0 <= mean <= limit,
         f"the mean of synthetic acceptance must be a number from 0 to {limit}, the speculative tokens of a round, got "
-        f"{name!r}; no draft has that many to accept. Write it as {_SYNTHETIC}{limit / 2:g}, or draft more tokens.",
+        f"{name!r}. Write it as {_SYNTHETIC}{limit / 2:g}, or draft more tokens.",
     )
     return mean

@@ -27,7 +27,7 @@ class AncestorMasks(NamedTuple):
         masks, depths = (torch.zeros(len(self.parents), 1 + self.parents.shape[1], dtype=torch.int64) for _ in range(2))
         masks[:, 0] = 1
         row = torch.arange(len(self.parents))
-        for token, parent in enumerate(trees_alone(self.parents).unbind(1), 1):
+        for token, parent in enumerate(valid_parents(self.parents).unbind(1), 1):
             own = -(2**63) if token == 63 else 1 << token
             masks[:, token] = torch.where(parent >= 0, masks[row, parent.clamp(min=0)] | own, 0)
             depths[:, token] = torch.where(parent >= 0, depths[row, parent.clamp(min=0)] + 1, 0)
@@ -52,7 +52,7 @@ class AncestorMasks(NamedTuple):
         return self.parents.new_empty(rows, 1 + tokens), self.parents.new_empty(rows, 1 + tokens)
 
 
-def trees_alone(parents: torch.Tensor) -> torch.Tensor:
+def valid_parents(parents: torch.Tensor) -> torch.Tensor:
     """Return parents int64 [R, N] with -1 from a row's first invalid one on: a parent must precede its child."""
     token = torch.arange(parents.shape[1], device=parents.device)
     return parents.where(((parents >= 0) & (parents <= token)).long().cumprod(1).bool(), -1)

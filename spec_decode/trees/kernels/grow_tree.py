@@ -100,9 +100,9 @@ def ranks(
     offs_other,  # [CHUNK]
 ):
     """Count for each score how many of other_score, at offs_other, rank before it: larger, or equal and earlier."""
-    theirs, mine = other_score[None, :], score[:, None]
-    earlier = (theirs == mine) & (offs_other[None, :] < offs_c[:, None])
-    return tl.sum(((theirs > mine) | earlier).to(tl.int32), 1)
+    other, own = other_score[None, :], score[:, None]
+    earlier = (other == own) & (offs_other[None, :] < offs_c[:, None])
+    return tl.sum(((other > own) | earlier).to(tl.int32), 1)
 
 
 @triton.jit

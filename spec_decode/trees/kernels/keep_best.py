@@ -115,8 +115,8 @@ def _keep_best_kernel(
     num_kept = tl.sum(is_kept.to(tl.int32), 0)
     tree_parent = tl.where(offs_n < num_kept, follows, -1)
     tl.store(tree_parents_ptr + row * num_tokens + offs_n, tree_parent, mask=offs_n < num_tokens)
-    behind = (offs_n < num_tokens) & (offs_n >= num_kept)
-    tl.store(draft_tokens_ptr + row * num_tokens + offs_n, tl.full((BLOCK_N,), -1, tl.int64), mask=behind)
+    past_end = (offs_n < num_tokens) & (offs_n >= num_kept)
+    tl.store(draft_tokens_ptr + row * num_tokens + offs_n, tl.full((BLOCK_N,), -1, tl.int64), mask=past_end)
     tl.store(draft_tokens_ptr + row * num_tokens + query_token - 1, token, mask=is_kept)
 
 

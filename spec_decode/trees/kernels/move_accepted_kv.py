@@ -35,7 +35,7 @@ def move_accepted_kv(
     require_tensor("slot_mapping", slot_mapping, shape=(len(path), None), dtype=torch.int64, device=device)
     require(
         path.shape[1] < slot_mapping.shape[1],
-        f"a path must be shorter than its tree has query tokens, {slot_mapping.shape[1]}, got room for "
+        f"path must have fewer columns than its tree has query tokens, {slot_mapping.shape[1]}, got "
         f"{path.shape[1]}; its last tokens would have no slot. Pass the tree's own slots and "
         "path.",
     )

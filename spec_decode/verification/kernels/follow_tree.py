@@ -9,7 +9,7 @@ import torch
 from builders.kernels.op import define_op
 from builders.kernels.sizes import next_power_of_2
 from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
-from spec_decode.trees.kernels.ancestor_masks import read_parents, trees_alone
+from spec_decode.trees.kernels.ancestor_masks import read_parents, valid_parents
 
 
 class FollowTree(NamedTuple):
@@ -33,7 +33,7 @@ class FollowTree(NamedTuple):
     max_depth: int
 
     def reference(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        parents = trees_alone(self.parents)
+        parents = valid_parents(self.parents)
         passes = self.draft_tokens == self.target_tokens.gather(1, parents.clamp(min=0))
         last = parents.new_zeros(len(parents))
         path = parents.new_full((len(parents), self.max_depth), -1)

@@ -42,8 +42,8 @@ class VerifyArguments(NamedTuple):
         rows, columns = self.draft_tokens.shape
         require(
             columns > 0,
-            "draft_tokens must have a column or more, got [R, 0]; without drafts nothing is verified. Draw the "
-            "target's token with sample_target.",
+            "draft_tokens must have at least one column, got [R, 0]. Without drafts, draw the target's token with "
+            "sample_target.",
         )
         expected: tuple[tuple[tuple[int, ...], torch.dtype], ...] = (
             ((rows, columns + 1, vocab), torch.float32),

@@ -168,9 +168,17 @@ def test_a_graph_makes_the_trees_of_each_replay(shape):
 @pytest.mark.parametrize(
     ("shape", "options", "message"),
     [
-        (DraftTree.chain(3), {"places": 2}, "at most as deep as the draft has steps, 2, got a path of 3"),
-        (DynamicTreeConfig(width=2, num_tokens=7), {"places": 2}, "at most the 6 paths that 2 tokens of 2 choices"),
-        (DynamicTreeConfig(width=1, num_tokens=5), {"places": 4}, "at most the 4 paths that 4 tokens of 1 choices"),
+        (DraftTree.chain(3), {"places": 2}, "at most 2 deep, the draft's steps, got a path of 3"),
+        (
+            DynamicTreeConfig(width=2, num_tokens=7),
+            {"places": 2},
+            "num_tokens is 7, more than the 6 paths of 2 tokens with 2 choices",
+        ),
+        (
+            DynamicTreeConfig(width=1, num_tokens=5),
+            {"places": 4},
+            "num_tokens is 5, more than the 4 paths of 4 tokens with 1 choices",
+        ),
     ],
 )
 def test_a_shape_that_does_not_fit_the_block_is_refused(shape, options, message):
@@ -185,8 +193,8 @@ def test_a_tree_may_be_as_wide_as_no_frontier_could_be():
 
 
 WRONG = {
-    "more rows": ((noisy(rows=4), lens(4, 4, 4, 4)), "at most 3 rows and of at least 3 tokens, got 4 rows of 7 tokens"),
-    "fewer tokens": ((noisy()[:, :2], lens(4, 4, 4)), "at least 3 tokens, got 3 rows of 2 tokens"),
+    "more rows": ((noisy(rows=4), lens(4, 4, 4, 4)), "at most 3 trees and at least 3 tokens, got 4 trees of 7 tokens"),
+    "fewer tokens": ((noisy()[:, :2], lens(4, 4, 4)), "at least 3 tokens, got 3 trees of 2 tokens"),
     "fewer depths": ((noisy(), lens(4, 4)), "logits must be"),
     "depths of another dtype": ((noisy(), torch.tensor([4, 4, 4])), "depths must be"),
     "fewer temperatures": ((noisy(), lens(4, 4, 4), torch.ones(2)), "temperature must be"),

@@ -48,13 +48,13 @@ def test_rows_are_the_same_tree_for_every_request_and_a_chain_is_one_path():
 
 def test_a_tree_is_as_deep_as_the_draft_has_steps_at_most():
     DraftTree.chain(3).require_depth(3)
-    with pytest.raises(BatchError, match=r"at most as deep as the draft has steps, 2, got a path of 3"):
+    with pytest.raises(BatchError, match=r"at most 2 deep, the draft's steps, got a path of 3"):
         DraftTree.chain(3).require_depth(2)
 
 
 def test_a_mask_holds_all_frontiers_of_a_draft_that_runs_over_them():
     require_frontiers(21, 4)
-    with pytest.raises(BatchError, match="at most 64 tokens, got 22 tokens to draft from at each of 3"):
+    with pytest.raises(BatchError, match="at most 64 tokens together, got 22 at each of 3"):
         require_frontiers(22, 4)
 
 
@@ -78,7 +78,7 @@ def test_parents_that_make_no_tree_are_refused(parents, message):
         DraftTree(parents)
 
 
-ONCE = "each be there once, with every shorter path"
+ONCE = "must list each path once, with its prefixes and its more probable siblings; .* is repeated or lacks"
 RANKS = "must be sequences of ints, the ranks of their tokens, got "
 
 
@@ -117,5 +117,5 @@ def test_a_number_of_tokens_that_is_no_int_is_refused(count):
 
 @pytest.mark.parametrize(("depth", "message"), [(-1, "1 or more, got -1"), ("x", "ints, got 'x'"), (True, "got True")])
 def test_a_verification_of_no_depth_is_refused(depth, message):
-    with pytest.raises(BatchError, match=f"the depth of trees must be .*{message}"):
+    with pytest.raises(BatchError, match=f"max_depth must be .*{message}"):
         TreeSampling(depth)

@@ -163,8 +163,8 @@ def test_a_graph_grows_the_trees_of_each_replay():
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        ({"width": 0}, "1 to 64 choices"),
-        ({"width": 3.0}, "1 to 64 choices"),
+        ({"width": 0}, "width must be an integer from 1 to 64, got 0"),
+        ({"width": 3.0}, "width must be an integer from 1 to 64, got 3.0"),
         ({"width": 3, "num_tokens": 0}, "1 to 63 draft tokens"),
         ({"width": 8, "num_tokens": 64}, "1 to 63 draft tokens"),
     ],
@@ -177,8 +177,12 @@ def test_sizes_of_no_tree_are_refused(sizes, message):
 @pytest.mark.parametrize(
     ("steps", "config", "message"),
     [
-        (2, DynamicTreeConfig(width=2, num_tokens=7), "at most the 6 paths that 2 tokens of 2 choices make, got 7"),
-        (3, DynamicTreeConfig(width=2, num_tokens=11), "at most the 10 candidates"),
+        (
+            2,
+            DynamicTreeConfig(width=2, num_tokens=7),
+            "num_tokens is 7, more than the 6 paths of 2 tokens with 2 choices",
+        ),
+        (3, DynamicTreeConfig(width=2, num_tokens=11), "num_tokens is 11, more than the 10 candidates"),
     ],
 )
 def test_a_tree_that_the_steps_do_not_fit_is_refused(steps, config, message):
@@ -186,7 +190,7 @@ def test_a_tree_that_the_steps_do_not_fit_is_refused(steps, config, message):
         DynamicTree(1, torch.zeros(1, dtype=torch.int64), config, num_speculative_tokens=steps)
 
 
-FRONTIER = f"1 to {ROWS} rows, and of the root or the 3 tokens of a frontier, got"
+FRONTIER = f"1 to {ROWS} rows, of the root or the 3 tokens of a frontier, got"
 
 
 @pytest.mark.parametrize(
@@ -195,7 +199,7 @@ FRONTIER = f"1 to {ROWS} rows, and of the root or the 3 tokens of a frontier, go
         ((ROWS + 1, 1, VOCAB), FRONTIER),
         ((ROWS, 2, VOCAB), FRONTIER),
         ((0, 3, VOCAB), FRONTIER),
-        ((ROWS, 1, 2), "at least 3 tokens, got 2"),
+        ((ROWS, 1, 2), "at least 3 tokens, one per choice, got 2"),
     ],
 )
 def test_logits_of_another_frontier_or_of_fewer_tokens_than_choices_are_refused(shape, message):

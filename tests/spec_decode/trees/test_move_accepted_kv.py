@@ -60,16 +60,19 @@ def test_a_graph_moves_by_the_path_of_each_replay():
 
 
 @pytest.mark.parametrize(
-    ("name", "change"),
+    ("message", "change"),
     [
-        ("value_cache", lambda k, v, s, p: (k, v[1:], s, p)),
-        ("path", lambda k, v, s, p: (k, v, s, p.int())),
-        ("slot_mapping", lambda k, v, s, p: (k, v, s[:0], p)),
-        ("a path", lambda k, v, s, p: (k, v, s[:, :2], p)),
+        ("value_cache must be", lambda k, v, s, p: (k, v[1:], s, p)),
+        ("path must be", lambda k, v, s, p: (k, v, s, p.int())),
+        ("slot_mapping must be", lambda k, v, s, p: (k, v, s[:0], p)),
+        (
+            "path must have fewer columns than its tree has query tokens, 2, got 2",
+            lambda k, v, s, p: (k, v, s[:, :2], p),
+        ),
     ],
 )
-def test_tensors_of_another_kind_are_refused_and_nothing_moves(name, change):
+def test_tensors_of_another_kind_are_refused_and_nothing_moves(message, change):
     key, value = (cache.clone() for cache in caches())
-    with pytest.raises(BatchError, match=f"{name} must be"):
+    with pytest.raises(BatchError, match=message):
         move_accepted_kv(*change(key, value, slots([0, 1, 2]), torch.tensor([[2, -1]])))
     assert torch.equal(key, caches()[0])

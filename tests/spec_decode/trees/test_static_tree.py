@@ -68,5 +68,5 @@ def test_a_graph_grows_the_trees_of_each_replay():
 
 
 def test_a_tree_deeper_than_the_drafts_steps_is_refused():
-    with pytest.raises(BatchError, match="at most as deep as the draft has steps, 2, got a path of 3 tokens"):
+    with pytest.raises(BatchError, match="at most 2 deep, the draft's steps, got a path of 3 tokens"):
         Growth(TREES["wide and deep"], steps=2)

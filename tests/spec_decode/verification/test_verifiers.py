@@ -148,7 +148,7 @@ def test_drafts_that_are_no_rows_are_refused_by_name():
 
 def test_drafts_of_no_columns_are_refused():
     empty = {"processed": torch.zeros(ROWS, 1, VOCAB), "draft_logits": torch.zeros(ROWS, 0, VOCAB)}
-    with pytest.raises(BatchError, match=r"draft_tokens must have a column or more.*Draw .* with sample_target"):
+    with pytest.raises(BatchError, match=r"draft_tokens must have at least one column.*draw .* with sample_target"):
         verify_arguments(draft_tokens=zeros(ROWS, 0), **empty).checked()
 
 
