@@ -16,9 +16,9 @@ MIN_TEMPERATURE = 1e-3
 
 _MAX_TEMPERATURE = torch.finfo(torch.float32).max
 _MAX_TOP_K = torch.iinfo(torch.int32).max
-_INSTEAD = {
-    "n": "Pass the prompt n times, with a SamplingParams of another seed each",
-    "best_of": "Pass the prompt several times, with a SamplingParams of another seed each, and choose",
+_ALTERNATIVES = {
+    "n": "Pass the prompt n times, each with a SamplingParams of another seed",
+    "best_of": "Pass the prompt several times, each with a SamplingParams of another seed, and choose",
     "do_sample": "Pass temperature: 0 is greedy",
 }
 """How to replace parameters that other libraries have."""
@@ -63,7 +63,7 @@ class SamplingParams:
     def __new__(cls, *arguments: Any, **options: Any) -> Self:
         names = [field.name for field in fields(cls)]
         if unknown := [name for name in options if name not in names]:
-            what = _INSTEAD.get(unknown[0], f"Parameters are {', '.join(names)}")
+            what = _ALTERNATIVES.get(unknown[0], f"Parameters are {', '.join(names)}")
             raise TypeError(f"SamplingParams does not support {unknown[0]!r}.{did_you_mean(unknown[0], names)} {what}.")
         return object.__new__(cls)
 
@@ -72,22 +72,22 @@ class SamplingParams:
             _is_number(self.temperature)
             and (self.temperature == 0 or MIN_TEMPERATURE <= self.temperature <= _MAX_TEMPERATURE),
             f"temperature must be 0 (greedy) or a finite number of at least {MIN_TEMPERATURE:g}, got "
-            f"{self.temperature!r}; logits over it would leave fp32. Use 0 for greedy decoding, or a larger one.",
+            f"{self.temperature!r}; logits over it would overflow fp32. Use 0 for greedy decoding, or more.",
         )
         require(
             type(self.top_k) is int and 0 <= self.top_k <= _MAX_TOP_K,
-            f"top_k must be an integer from 0 (the whole vocabulary) to {_MAX_TOP_K}, got {self.top_k!r}; it names no "
-            "number of tokens to keep. Pass how many, or 0.",
+            f"top_k must be an integer from 0 (the whole vocabulary) to {_MAX_TOP_K}, got {self.top_k!r}. Pass how "
+            "many tokens to keep, or 0.",
         )
         require(
             _is_number(self.top_p) and 0 < self.top_p <= 1,
-            f"top_p must be a share of the probability above 0 and at most 1 (everything), got {self.top_p!r}; no set "
-            "of tokens holds it. Pass such a share, or 1.",
+            f"top_p must be above 0 and at most 1 (everything), got {self.top_p!r}. Pass the share of the probability "
+            "to keep, or 1.",
         )
         require(
             type(self.seed) is int and -(2**63) <= self.seed < 2**63,
-            f"seed must be a signed 64-bit integer, got {self.seed!r}. Pass one, another for each text that shall "
-            "differ from its like.",
+            f"seed must be a signed 64-bit integer, got {self.seed!r}. Pass one, and different ones for texts that "
+            "should differ.",
         )
         require(
             type(self.max_tokens) is int and self.max_tokens >= 1,
@@ -95,7 +95,7 @@ class SamplingParams:
         )
         require(
             isinstance(self.stop, Sequence) and all(isinstance(text, str) and text for text in self.stop_strings),
-            f"stop is {self.stop!r:.200}. Pass a string, or a list of strings, none of them empty.",
+            f"stop is {self.stop!r:.200}. Pass a non-empty string, or a list of them.",
         )
         require(
             isinstance(self.stop_token_ids, Sequence | frozenset | set)
@@ -105,7 +105,7 @@ class SamplingParams:
         require(type(self.ignore_eos) is bool, f"ignore_eos is {self.ignore_eos!r}. Pass True or False.")
         require(
             self.logprobs is None or (type(self.logprobs) is int and self.logprobs >= 1),
-            f"logprobs is {self.logprobs!r}. Pass how many, 1 or more, or None.",
+            f"logprobs is {self.logprobs!r}. Pass an integer of 1 or more, or None.",
         )
 
     @property
@@ -157,8 +157,7 @@ class Sampling(NamedTuple):
         rows = len(self.seeds)
         require(
             len(params) <= rows,
-            f"at most {rows} requests fit these sampling parameters, got {len(params)}. Allocate "
-            "more rows or run the rest in another batch.",
+            f"got {len(params)} SamplingParams for {rows} rows. Allocate more rows or run the rest in another batch.",
         )
         # A greedy row's argmax does not depend on top_k and top_p: skip the search.
         for tensor, values, padding in (

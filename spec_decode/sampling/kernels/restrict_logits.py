@@ -58,9 +58,9 @@ def restrict_logits(logits: torch.Tensor, *, top_k: torch.Tensor, top_p: torch.T
     require_tensor("top_p", top_p, shape=(rows,), dtype=torch.float32, device=logits.device)
     require(
         rows > 0 and len(logits) % rows == 0 and logits.is_contiguous(),
-        f"logits must be contiguous, with as many rows for each of the {rows} requests, got {len(logits)} rows of "
-        f"strides {logits.stride()}; rows would be cut by another request's top_k and top_p. "
-        "Pass [requests * tokens, vocabulary].",
+        f"logits must be contiguous, with equally many rows for each of {rows} requests, got {len(logits)} rows of "
+        f"strides {logits.stride()}; top_k and top_p would restrict another request's rows. Pass [requests * tokens, "
+        "vocabulary].",
     )
     _restrict_logits(logits, top_k, top_p)
 
