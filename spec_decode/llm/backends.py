@@ -27,7 +27,7 @@ class Backends:
         return ", ".join(dict.fromkeys(backend.name for backend in chosen.values()))
 
 
-def groups_asked(model: TargetModel | DraftModel, config: EngineConfig) -> list[LayerGroup]:
+def requested_groups(model: TargetModel | DraftModel, config: EngineConfig) -> list[LayerGroup]:
     """Return the model's layer groups; their specs request the features that the config needs."""
     return layer_groups_of(
         model, config.page_size, batch_invariant=config.batch_invariant, tree=config.tree is not None
@@ -42,16 +42,16 @@ def choose_backends(
     draft_backend: for the draft; None uses backend. Raises NoBackend if a requested backend does not support a group:
     there is no fallback.
     """
-    device, asked = pair.device, backend if draft_backend is None else draft_backend
-    target = _chosen(groups_asked(pair.target, config), device, backend)
+    device, draft_choice = pair.device, backend if draft_backend is None else draft_backend
+    target = _chosen(requested_groups(pair.target, config), device, backend)
     if pair.draft is None:
         return Backends(target, {})
     try:
-        draft = _chosen(groups_asked(pair.draft, config), device, asked)
+        draft = _chosen(requested_groups(pair.draft, config), device, draft_choice)
     except NoBackend as refusal:
-        if asked == draft_backend:
+        if draft_choice == draft_backend:
             raise
-        raise NoBackend(f"{refusal} This is the draft's attention: name its backend with draft_backend.") from refusal
+        raise NoBackend(f"{refusal} This is the draft's attention: choose its backend with draft_backend.") from refusal
     return Backends(target, draft)
 
 
@@ -59,15 +59,15 @@ def backends_named(pair: Pair, config: EngineConfig, name: str) -> Backends | No
     """Choose this backend for the draft, and for the target if it supports that; None if it cannot serve the draft."""
 
     def serves(model: TargetModel | DraftModel) -> bool:
-        return all(registry.explain(name, group.spec, pair.device) for group in groups_asked(model, config))
+        return all(registry.explain(name, group.spec, pair.device) for group in requested_groups(model, config))
 
     if pair.draft is None or not serves(pair.draft):
         return None
     return choose_backends(pair, config, name if serves(pair.target) else None, name)
 
 
-def _chosen(groups: Sequence[LayerGroup], device: torch.device, asked: str | None) -> dict[str, AttentionBackend]:
-    return {group.name: select(group.spec, device, [] if asked is None else [asked]).backend for group in groups}
+def _chosen(groups: Sequence[LayerGroup], device: torch.device, backend: str | None) -> dict[str, AttentionBackend]:
+    return {group.name: select(group.spec, device, [] if backend is None else [backend]).backend for group in groups}
 
 
 def explain_backends(pair: Pair, backends: Backends, config: EngineConfig) -> list[str]:
@@ -75,7 +75,7 @@ def explain_backends(pair: Pair, backends: Backends, config: EngineConfig) -> li
     absent = [name for name in registry.names() if not _is_installed(name)]
     lines = []
     for name, model, chosen in (("target", pair.target, backends.target), ("draft", pair.draft, backends.draft)):
-        for group in groups_asked(model, config) if model is not None else ():
+        for group in requested_groups(model, config) if model is not None else ():
             own = chosen[group.name].name
             lines.append(f"{name} [{group.spec.describe()}]: {own}")
             for other in (other for other in registry.names() if other not in (own, *absent)):

@@ -99,13 +99,13 @@ class LLM:
             )
         _require_names(backend=backend, draft_backend=draft_backend)
         # Before the models are loaded, which can take minutes.
-        where, strategy = _device(device), _strategy(settings.get("strategy"))
-        kind, draft_weights = _dtype(dtype, where), settings.get("draft_weights")
+        torch_device, strategy = _device(device), _strategy(settings.get("strategy"))
+        torch_dtype, draft_weights = _dtype(dtype, torch_device), settings.get("draft_weights")
         if draft is None or num_speculative_tokens == 0:
-            _require_none_about_drafts(draft_backend=draft_backend, **settings)
+            _require_no_draft_settings(draft_backend=draft_backend, **settings)
         if draft_weights is not None:
-            check_draft_weights(draft_weights, kind, where)
-        pair = load(model, draft, dtype=kind, device=where)
+            check_draft_weights(draft_weights, torch_dtype, torch_device)
+        pair = load(model, draft, dtype=torch_dtype, device=torch_device)
         if pair.draft is not None and draft_weights is not None:
             quantise_draft(pair.draft, draft_weights)
         self._draft_weights = draft_weights
@@ -128,13 +128,15 @@ class LLM:
         # A step writes drafts past the text, and these must stay within the model's positions too.
         most = min(model.max_positions for model in (pair.target, pair.draft) if model is not None)
         self._positions, self._room = most, most - 1 - draft_slots(config, pair.draft)
-        asked = settings.get("max_model_len")
-        self.config = replace(config, max_model_len=max(2, min(self._room, _MAX_MODEL_LEN)) if asked is None else asked)
+        max_model_len = settings.get("max_model_len")
+        if max_model_len is None:
+            max_model_len = max(2, min(self._room, _MAX_MODEL_LEN))
+        self.config = replace(config, max_model_len=max_model_len)
         self.pair = pair
         self.backends = choose_backends(pair, self.config, backend, draft_backend)
-        drafting = pair.draft if config.num_speculative_tokens else None
+        draft_model = pair.draft if config.num_speculative_tokens else None
         self.engine = Engine(
-            pair.target, drafting, self.backends.target, self.config, draft_backend=self.backends.draft
+            pair.target, draft_model, self.backends.target, self.config, draft_backend=self.backends.draft
         )
         small = sum(weight.numel() for weight in pair.target.parameters()) < _SMALL
         self._one_thread = pair.device.type == "cpu" and small
@@ -153,12 +155,12 @@ class LLM:
     def explain(self) -> str:
         """Return a report: which backend serves each layer group and why not the others, which target states the draft
         reads, quantised draft weights, how the drafter runs and why, and whether one graph holds a round."""
-        plan, whole = self.plan, self.engine.round_plan
-        how = [*plan.explain(), str(whole)] if plan else ["no draft: every text is decoded plainly"]
+        plan, round_plan = self.plan, self.engine.round_plan
+        how = [*plan.explain(), str(round_plan)] if plan else ["no draft: plain decoding"]
         target = self.pair.target
         layers = ", ".join(map(str, target.aux_hidden_state_layers or ()))
         reads = [f"draft reads the states that enter layers {layers} of the target's {target.num_layers}"]
-        weights = [f"draft's products read weights in {self._draft_weights}"] if self._draft_weights else []
+        weights = [f"draft's matrix products read {self._draft_weights} weights"] if self._draft_weights else []
         reads = [*(reads if layers else ()), *weights]
         return "\n".join([*explain_backends(self.pair, self.backends, self.config), *reads, *how])
 
@@ -169,7 +171,7 @@ class LLM:
         interrupt ends all prompts; you can call again afterwards. Raises BatchError or CheckpointError, before anything
         runs, for a prompt that is empty or too long and for parameters that are not SamplingParams.
         """
-        running = self._prepare(_listed(prompts), sampling_params)
+        running = self._prepare(_as_list(prompts), sampling_params)
         return self._finish(running)
 
     def chat(
@@ -181,10 +183,10 @@ class LLM:
         messages: [{"role": "user", "content": "Hello"}], or a list of such lists. Raises BatchError and CheckpointError
         as `generate` does.
         """
-        for one in (conversations := _listed(messages)):
+        for turns in (conversations := _as_list(messages)):
             require(
-                isinstance(one, Sequence) and bool(one) and all(isinstance(turn, Mapping) for turn in one),
-                f'a conversation is {one!r:.200}. Pass a list of turns: [{{"role": "user", "content": "Hello"}}].',
+                isinstance(turns, Sequence) and bool(turns) and all(isinstance(turn, Mapping) for turn in turns),
+                f'a conversation is {turns!r:.200}. Pass a list of turns: [{{"role": "user", "content": "Hello"}}].',
             )
         return self._finish(self._prepare(conversations, sampling_params))
 
@@ -193,17 +195,17 @@ class LLM:
 
         Raises as `generate` does, at the call.
         """
-        return self._run(self._prepare(_listed(prompts), sampling_params), in_pieces=True)
+        return self._run(self._prepare(_as_list(prompts), sampling_params), in_pieces=True)
 
     def _prepare(self, prompts: Sequence[object], sampling_params: Params) -> list[Reply]:
         require(len(prompts) > 0, "there is no prompt. Pass a text, a list of token ids, or a list of either.")
-        params = _params_each(sampling_params, len(prompts))
-        return [self._one(i, prompt, each) for i, (prompt, each) in enumerate(zip(prompts, params, strict=True))]
+        params = _params_per_prompt(sampling_params, len(prompts))
+        return [self._make_reply(i, prompt, each) for i, (prompt, each) in enumerate(zip(prompts, params, strict=True))]
 
-    def _one(self, index: int, prompt: object, params: SamplingParams) -> Reply:
+    def _make_reply(self, index: int, prompt: object, params: SamplingParams) -> Reply:
         token_ids = self._encode(index, prompt)
-        own = frozenset() if params.ignore_eos else self.pair.stop_ids
-        sampling = replace(params, stop=(), stop_token_ids=own | frozenset(params.stop_token_ids))
+        end_ids = frozenset() if params.ignore_eos else self.pair.stop_ids
+        sampling = replace(params, stop=(), stop_token_ids=end_ids | frozenset(params.stop_token_ids))
         request = Request(prompt=token_ids, sampling=sampling)
         self._require_room(f"prompts[{index}]", len(token_ids), params.max_tokens)
         request = self.engine.checked(f"prompts[{index}]", request)
@@ -221,7 +223,7 @@ class LLM:
         limit = "max_model_len"
         if longest == self._room:
             ahead = self._positions - longest
-            limit = f"the model's {self._positions} positions less {ahead} that a round writes ahead"
+            limit = f"the model's {self._positions} positions minus {ahead} that a round writes ahead"
         require(
             prompt + new <= longest,
             f"{name} has {prompt} tokens and max_tokens is {new}: together more than {longest}, {limit}. "
@@ -230,7 +232,7 @@ class LLM:
 
     def _encode(self, index: int, prompt: object) -> Sequence[int]:
         if isinstance(prompt, str):
-            require(prompt != "", f"prompts[{index}] is empty. Write something.")
+            require(prompt != "", f"prompts[{index}] is empty. Pass some text.")
             return self.pair.encode(prompt)
         require(
             isinstance(prompt, Sequence) and len(prompt) > 0,
@@ -240,7 +242,7 @@ class LLM:
         if isinstance(prompt[0], Mapping):
             require(
                 self.pair.encode_chat is not None,
-                "the model has no chat template. Pass plain text to generate, or load a model trained to chat.",
+                "the model has no chat template. Pass plain text to generate, or load a chat model.",
             )
             assert self.pair.encode_chat is not None
             return self.pair.encode_chat(prompt)
@@ -251,8 +253,8 @@ class LLM:
             for _ in self._run(running, in_pieces=False):
                 pass
         finally:
-            self.engine.cancel_all([one.handle for one in running if one.handle is not None])
-        return [one.completion() for one in running]
+            self.engine.cancel_all([reply.handle for reply in running if reply.handle is not None])
+        return [reply.completion() for reply in running]
 
     def _run(self, running: list[Reply], *, in_pieces: bool) -> Iterator[TextChunk]:
         """Submit, step until all have ended, and yield each piece as it is read.
@@ -262,31 +264,31 @@ class LLM:
         """
         self.engine.stats = EngineStats()
         try:
-            for one in running:
-                on_token = partial(self._take, one) if one.growing.may_stop else None
-                one.handle = self.engine.submit(one.request, on_token=on_token)
+            for reply in running:
+                on_token = partial(self._take, reply) if reply.growing.may_stop else None
+                reply.handle = self.engine.submit(reply.request, on_token=on_token)
             left = running
             while left:
-                for one in left:
-                    one.read(whole=not in_pieces)
-                    while one.chunks:
-                        yield one.chunks.popleft()
-                left = [one for one in left if not one.ended]
+                for reply in left:
+                    reply.read(whole=not in_pieces)
+                    while reply.chunks:
+                        yield reply.chunks.popleft()
+                left = [reply for reply in left if not reply.ended]
                 if left:
                     with self._threads():
                         self.engine.step()
         finally:
             # The next step frees the pages: an iterator can be closed in the middle of a step.
-            for one in running:
-                if one.handle is not None:
-                    self.engine.cancel(one.handle)
+            for reply in running:
+                if reply.handle is not None:
+                    self.engine.cancel(reply.handle)
 
-    def _take(self, one: Reply, token: int) -> None:
-        if one.take([token]):
-            self.engine.cancel(one.submitted)
+    def _take(self, reply: Reply, token: int) -> None:
+        if reply.take([token]):
+            self.engine.cancel(reply.submitted)
 
 
-def _listed(prompts: Prompt | Sequence[Prompt]) -> list[object]:
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[object]:
     """Return a list of prompts; one text, one list of token ids, or one conversation is one prompt."""
     if isinstance(prompts, str):
         return [prompts]
@@ -297,7 +299,7 @@ def _listed(prompts: Prompt | Sequence[Prompt]) -> list[object]:
     return [prompts] if prompts and isinstance(prompts[0], int | Mapping) else list(prompts)
 
 
-def _params_each(params: Params, count: int) -> list[SamplingParams]:
+def _params_per_prompt(params: Params, count: int) -> list[SamplingParams]:
     one = SamplingParams() if params is None else params
     given = [one] * count if isinstance(one, SamplingParams) else one
     is_list = isinstance(given, Sequence) and all(isinstance(each, SamplingParams) for each in given)
@@ -317,13 +319,12 @@ def _require_names(**backends: object) -> None:
         )
 
 
-def _require_none_about_drafts(**settings: object) -> None:
+def _require_no_draft_settings(**settings: object) -> None:
     """Raise BatchError for a setting that has no effect without a draft."""
     for name in ("draft_weights", "draft_backend", "strategy", "tree", "verification"):
         require(
             (value := settings.get(name)) is None,
-            f"{name} is {value!r} and there is no draft. Pass draft=, and no num_speculative_tokens=0, or leave {name} "
-            "out.",
+            f"{name} is {value!r} and there is no draft. Pass draft= and speculative tokens, or leave {name} out.",
         )
 
 
@@ -336,7 +337,7 @@ def _device(device: str | torch.device | None) -> torch.device:
         raise BatchError(f"device is {device!r}. Pass cpu, cuda or cuda:N.") from error
     require(
         (found.index or 0) < {"cpu": 1, "cuda": torch.cuda.device_count()}.get(found.type, 0),
-        f"device is {device!r}, this machine has {torch.cuda.device_count()} CUDA devices. Pass cpu, or one of them.",
+        f"device is {device!r}; this machine has {torch.cuda.device_count()} CUDA devices. Pass cpu, or one of them.",
     )
     return found
 

@@ -32,8 +32,8 @@ def load(model: Name, draft: Name | None, *, dtype: torch.dtype, device: torch.d
     if is_pair(folder):
         if draft is not None and os.fspath(draft) not in (own := draft_names(folder)) and os.path.isdir(draft):
             raise CheckpointError(
-                f"{folder} is a target with its own drafts, and {draft} is a folder. Pass the draft's target too, or "
-                f"one of the names {', '.join(own)}."
+                f"{folder} has its own drafts, and {draft} is a folder. Pass one of the names {', '.join(own)}, or the "
+                "draft's own target."
             )
         return load_byte_pair(folder, dtype, device, draft=None if draft is None else os.fspath(draft))
     return load_published_pair(folder, None if draft is None else find(draft, "draft"), dtype=dtype, device=device)
@@ -52,7 +52,7 @@ def find(name: Name, what: str = "model") -> Path:
         return Path(snapshot_download(os.fspath(name), local_files_only=True))
     except Exception as error:  # the hub's library has an exception for each way in which a name can be wrong
         raise CheckpointError(
-            f"{what} {os.fspath(name)!r} is no folder, not {SHIPPED_PAIR.name!r}, and not in this machine's Hugging "
+            f"{what} {os.fspath(name)!r} is not a folder, not {SHIPPED_PAIR.name!r}, and not in this machine's Hugging "
             f"Face cache. Nothing is downloaded: pass the folder of the {what}."
         ) from error
 
@@ -93,7 +93,7 @@ def load_published_pair(target: Path, draft: Path | None, *, dtype: torch.dtype,
     wrapped = TransformersTarget(model, aux_hidden_state_layers=layers)
     if len(tokenizer) > wrapped.vocab_size:
         raise CheckpointError(
-            f"the tokenizer in {target} has {len(tokenizer)} tokens, the model beside it {wrapped.vocab_size}. Use the "
+            f"the tokenizer in {target} has {len(tokenizer)} tokens, but its model {wrapped.vocab_size}. Use the "
             "tokenizer that the model was trained with."
         )
     # Leave the spaces around punctuation: cleaning them up would change text that a stream has already returned.
@@ -116,8 +116,8 @@ def _stop_ids(config: Any, tokenizer: Any, vocab_size: int) -> frozenset[int]:
     listed = [end for end in (*several, tokenizer.eos_token_id) if end is not None]
     if wrong := [end for end in listed if type(end) is not int]:
         raise CheckpointError(
-            f"the target's eos_token_id has {wrong[0]!r:.200}. Write the number of a token, or a list of numbers, in "
-            "its generation_config.json."
+            f"the target's eos_token_id has {wrong[0]!r:.200}. Write a token id, or a list of them, in its "
+            "generation_config.json."
         )
     return frozenset(end for end in listed if 0 <= end < vocab_size)
 
@@ -125,7 +125,7 @@ def _stop_ids(config: Any, tokenizer: Any, vocab_size: int) -> frozenset[int]:
 def _encode(tokenizer: Any, text: str) -> list[int]:
     ids = encode_utf8(tokenizer.encode, text)
     if not ids:
-        raise CheckpointError(f"the prompt {text!r:.200} has no token. Write something.")
+        raise CheckpointError(f"the prompt {text!r:.200} has no tokens. Pass some text.")
     return ids
 
 
@@ -135,16 +135,16 @@ def _encode_chat(tokenizer: Any, messages: Sequence[Message]) -> list[int]:
             [dict(message) for message in messages], add_generation_prompt=True, return_dict=False
         )
     except Exception as error:  # a template is a program by the model's author, and can raise anything
-        raise CheckpointError(f"the model's chat template refuses this conversation: {error}. Mend it.") from error
+        raise CheckpointError(f"the model's chat template rejects this conversation: {error}. Correct it.") from error
     return ids
 
 
-def _check_same_tokens(ours: Any, drafts: Any, target: Path, draft: Path) -> None:
-    theirs = drafts.get_vocab()
-    differing = sorted((i, token) for token, i in ours.get_vocab().items() if theirs.get(token) != i)
+def _check_same_tokens(tokenizer: Any, draft_tokenizer: Any, target: Path, draft: Path) -> None:
+    draft_ids = draft_tokenizer.get_vocab()
+    differing = sorted((i, token) for token, i in tokenizer.get_vocab().items() if draft_ids.get(token) != i)
     if differing:
-        number, token = differing[0]
+        token_id, token = differing[0]
         raise CheckpointError(
-            f"{len(differing)} of {len(ours)} tokens have other numbers in the draft: {token!r} is {number} in "
-            f"{target} and {theirs.get(token, 'no token')} in {draft}. Use a draft made for this target."
+            f"{len(differing)} of {len(tokenizer)} tokens have other ids in the draft: {token!r} is {token_id} in "
+            f"{target} and {draft_ids.get(token, 'no token')} in {draft}. Use a draft made for this target."
         )

@@ -48,8 +48,8 @@ def load_byte_pair(folder: Path, dtype: torch.dtype, device: torch.device, *, dr
         target, model = load_pair(folder, draft=draft, dtype=dtype, device=device)
     if target.config.vocab_size != _BYTES:
         raise CheckpointError(
-            f"the pair in {folder} has {target.config.vocab_size} tokens, and its prompts are read as {_BYTES} bytes. "
-            "Use a byte-level pair, or the Engine, which takes token ids."
+            f"the pair in {folder} has {target.config.vocab_size} tokens, not the {_BYTES} of a byte-level pair. Use a "
+            "byte-level pair, or the Engine, which takes token ids."
         )
     return Pair(
         target, model, frozenset({BOS}), partial(encode_utf8, encode), lambda token_ids: decode(list(token_ids))

@@ -91,13 +91,13 @@ def test_the_loaded_draft_has_8_bits_and_the_target_not() -> None:
     assert any(isinstance(part, Fp8Weight) for part in llm.pair.draft.modules())
     for name, weight in llm.pair.target.named_parameters():
         assert torch.equal(weight, target.get_parameter(name))
-    assert "draft's products read weights in fp8" in llm.explain()
+    assert "draft's matrix products read fp8 weights" in llm.explain()
     assert "fp8" not in make("draft").explain()
 
 
 REFUSED = {
     "no draft": ({"draft": None}, r"draft_weights is 'fp8' and there is no draft\. Pass draft="),
-    "a draft that drafts nothing": ({"num_speculative_tokens": 0}, "Pass draft=, and no num_speculative_tokens=0, or"),
+    "a draft that drafts nothing": ({"num_speculative_tokens": 0}, "Pass draft= and speculative tokens, or"),
     "float32": (
         {"dtype": "auto"},
         r"needs a draft in bfloat16 or float16, got float32\. Load the models with dtype bfloat16",

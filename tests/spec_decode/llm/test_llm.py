@@ -226,7 +226,7 @@ def test_a_completion_has_the_logprobs_that_were_asked_for(llm: LLM) -> None:
     (found,) = with_logprobs.generate(PROMPTS[0], SamplingParams(max_tokens=8, logprobs=2))
     assert [len(each) for each in found.logprobs] == [2] * 8, "a greedy token is among the most likely ones"
     assert [next(iter(each)) for each in found.logprobs] == found.token_ids
-    with pytest.raises(BatchError, match=r"prompts\[0\] asks for 2 logprobs, max_logprobs is 0"):
+    with pytest.raises(BatchError, match=r"prompts\[0\] requests 2 logprobs, more than max_logprobs, 0"):
         llm.generate(PROMPTS[0], SamplingParams(logprobs=2))
     assert llm.generate(PROMPTS[0], GREEDY)[0].logprobs == []
 
@@ -250,7 +250,7 @@ def test_a_prompt_that_is_too_long_gets_the_remedies_that_help(llm: LLM) -> None
 def test_no_prompt_is_told_to_raise_a_limit_of_the_model() -> None:
     llm = LLM(SHIPPED_PAIR, device="cpu", max_num_seqs=1)
     assert refusal(llm, 2000, 64).endswith(
-        "together more than 2047, the model's 2048 positions less 1 that a round writes ahead. "
+        "together more than 2047, the model's 2048 positions minus 1 that a round writes ahead. "
         "Shorten the prompt, or lower max_tokens to 47 or less."
     )
 
@@ -266,7 +266,7 @@ BAD_PARAMETERS = [
     *(([GREEDY] * n, f"^sampling_params has {n} SamplingParams for 2 prompts. Pass one") for n in (0, 1, 3)),
     (
         SamplingParams(stop_token_ids=[97, 99_999]),
-        r"^prompts\[0\] needs stop_token_ids in the model's vocabulary, 0 to 255, got",
+        r"^the stop_token_ids of prompts\[0\] must be 0 to 255, the model's vocabulary, got",
     ),
 ]
 
@@ -294,11 +294,11 @@ def test_a_parameter_outside_its_range_is_refused(bad: dict[str, Any]) -> None:
 
 
 BAD_MODELS: dict[str, tuple[type[Exception], dict[str, Any]]] = {
-    "model 'nowhere' is no folder": (CheckpointError, {"model": "nowhere"}),
+    "model 'nowhere' is not a folder": (CheckpointError, {"model": "nowhere"}),
     "model is 3. Pass the path of a folder, or a name": (CheckpointError, {"model": 3}),
     "draft is 3. Pass the path of a folder, or a name": (CheckpointError, {"draft": 3}),
     "drafts in .* are": (CheckpointError, {"draft": "nowhere"}),
-    "Pass the draft's target too": (CheckpointError, {"draft": SHIPPED_PAIR}),
+    "or the draft's own target": (CheckpointError, {"draft": SHIPPED_PAIR}),
     "there is no draft": (BatchError, {"draft": None, "num_speculative_tokens": 2}),
     "speculative": (BatchError, {"num_speculative_tokens": -1}),
     "dtype is 'int8'": (BatchError, {"dtype": "int8"}),
@@ -355,6 +355,6 @@ def test_a_folder_named_like_a_draft_of_the_pair_hides_it_not(tmp_path: Path, mo
     monkeypatch.chdir(tmp_path)
     assert LLM("pydoc", draft="draft", device="cpu", max_model_len=64).plan is not None
     with pytest.raises(
-        CheckpointError, match=r"other is a folder. Pass the draft's target too, or one of .*block_draft"
+        CheckpointError, match=r"other is a folder. Pass one of .*block_draft.*, or the draft's own target"
     ):
         LLM("pydoc", draft="other", device="cpu")

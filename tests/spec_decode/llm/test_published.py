@@ -89,7 +89,7 @@ def test_a_pair_is_loaded_from_its_folders_with_the_targets_tokenizer(folders: t
 
     assert (pair.target.vocab_size, pair.draft.vocab_size, pair.draft.position_offset) == (8, 8, 1)
     assert pair.encode("the cat sat") == [2, 3, 4] and pair.decode([2, 3, 0]) == "the cat"
-    with pytest.raises(CheckpointError, match=r"has no token"):
+    with pytest.raises(CheckpointError, match=r"has no tokens. Pass some text"):
         pair.encode("")
     with pytest.raises(BatchError, match=r"the prompt 'the \\udcff' is not utf-8"):
         pair.encode("the \udcff")
@@ -108,7 +108,7 @@ def test_a_chat_follows_the_models_template_and_is_refused_without(folders: tupl
     assert llm.chat([turns, turns], greedy)[1].token_ids == llm.generate([[1, 3, 1]], greedy)[0].token_ids
     assert llm.chat(turns, greedy)[0].num_prompt_tokens == 3
     write_tokenizer(folders[0], template="{{ raise_exception('roles must alternate') }}")
-    with pytest.raises(CheckpointError, match="refuses this conversation: roles must alternate"):
+    with pytest.raises(CheckpointError, match="rejects this conversation: roles must alternate"):
         LLM(folders[0], device="cpu").chat(turns)
     (folders[0] / "chat_template.jinja").unlink()
     with pytest.raises(BatchError, match="has no chat template"):
@@ -135,11 +135,11 @@ REFUSED: dict[str, tuple[Callable[[Path, Path], object], str]] = {
     ),
     "a tokenizer wider than the model": (
         lambda target, draft: write_tokenizer(target, [*WORDS, "a", "b", "c", "d"]),
-        "has 9 tokens, the model beside it 8",
+        "has 9 tokens, but its model 8",
     ),
     "other numbers for tokens": (
         lambda target, draft: write_tokenizer(draft, ["<end>", "<turn>", "cat", "the", "sat"]),
-        r"2 of 5 tokens have other numbers .*: 'the' is 2 in .* and 3 in ",
+        r"2 of 5 tokens have other ids .*: 'the' is 2 in .* and 3 in ",
     ),
     "another vocabulary": (lambda target, draft: write_model(draft, vocab_size=9), "has vocab_size 9, the target 8"),
     "an end that is no token": (
@@ -163,7 +163,7 @@ def test_folders_that_make_no_pair_are_refused(
 
 
 def test_a_draft_that_is_nowhere_is_named_as_the_draft(folders: tuple[Path, Path]) -> None:
-    with pytest.raises(CheckpointError, match=r"^draft 'nowhere' is no folder.*pass the folder of the draft"):
+    with pytest.raises(CheckpointError, match=r"^draft 'nowhere' is not a folder.*pass the folder of the draft"):
         LLM(folders[0], draft="nowhere", device="cpu")
 
 
