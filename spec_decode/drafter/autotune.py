@@ -68,13 +68,13 @@ class StrategyCache:
 
         Raises BatchError if neither the environment nor a home folder determines it.
         """
-        stated = os.environ.get("ATTN_BACKENDS_CACHE") or os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+        base = os.environ.get("ATTN_BACKENDS_CACHE") or os.environ.get("XDG_CACHE_HOME") or "~/.cache"
         tail = "strategies" if os.environ.get("ATTN_BACKENDS_CACHE") else "attn-backends/strategies"
-        self.folder = folder or Path(os.path.expanduser(stated)) / tail
+        self.folder = folder or Path(os.path.expanduser(base)) / tail
         require(
             not str(self.folder).startswith("~"),
-            f"autotuning saves its result in a folder, and there is no home folder to make {self.folder} of. Name a "
-            "folder in ATTN_BACKENDS_CACHE, or a strategy.",
+            f"autotuning saves its result in {self.folder}, but there is no home folder. Set ATTN_BACKENDS_CACHE to a "
+            "folder, or choose a strategy.",
         )
 
     def get(self, shape: dict[str, str]) -> Measurement | None:
@@ -97,9 +97,9 @@ class StrategyCache:
             write_whole(self._path(measurement.shape), msgspec.json.encode(measurement))
         except OSError as error:
             warnings.warn(
-                f"a measured strategy is kept in a folder that can be written, {self.folder} is not: {error}; "
-                f"{measurement.strategy.value} is used all the same, and the next start measures again, which takes "
-                "seconds. Make the folder writable, name another in ATTN_BACKENDS_CACHE, or name a strategy.",
+                f"the measured strategy, {measurement.strategy.value}, is used, but could not be saved in "
+                f"{self.folder}: {error}. The next start measures again, which takes seconds. Make it writable, set "
+                "ATTN_BACKENDS_CACHE to another folder, or choose a strategy.",
                 RuntimeWarning,
                 stacklevel=2,
             )
@@ -132,12 +132,14 @@ def autotune_strategy(
     """
     cache = cache or StrategyCache()
     timed = [strategy for strategy in Strategy if strategy.implementation.autotuned]
-    able = list(dict.fromkeys([plan.strategy, *(strategy for strategy in timed if strategy not in plan.unsupported)]))
+    supported = list(
+        dict.fromkeys([plan.strategy, *(strategy for strategy in timed if strategy not in plan.unsupported)])
+    )
     shape = _shape(model, groups, tables, config)
-    if (known := cache.get(shape)) is not None and _fits(known, able):
+    if (known := cache.get(shape)) is not None and _fits(known, supported):
         return known
     times: dict[str, float] = {}
-    if len(able) > 1:
+    if len(supported) > 1:
         room = _tokens_of_a_round(model, config)
         _load_dummies(tables, room + 1)
         candidate = DrafterConfig(
@@ -148,7 +150,7 @@ def autotune_strategy(
             loop_steps=config.loop_steps,
         )
         try:
-            for strategy in able:
+            for strategy in supported:
                 drafter = Drafter(model, groups, tables, candidate, plan.autotuned(strategy, "to be timed"))
                 times[strategy.value] = round(clock(drafter) if clock else _wall_us(drafter, room), 2)
                 drafter.graphs.release()
@@ -158,7 +160,7 @@ def autotune_strategy(
             tables.load([[] for _ in groups], [])
     measurement = Measurement(
         shape=shape,
-        strategy=_best(able, times),
+        strategy=_best(supported, times),
         wall_us=times,
         not_measured={strategy.value: plan.unsupported[strategy] for strategy in timed if strategy in plan.unsupported},
         env=environment(tables.device),
@@ -168,17 +170,17 @@ def autotune_strategy(
     return measurement
 
 
-def _fits(known: Measurement, able: Sequence[Strategy]) -> bool:
+def _fits(known: Measurement, supported: Sequence[Strategy]) -> bool:
     """Return whether it could have been measured here: it times exactly these strategies and picks their best."""
-    timed = known.wall_us.keys() == {strategy.value for strategy in able}
-    return timed and min(known.wall_us.values()) > 0 and known.strategy is _best(able, known.wall_us)
+    timed = known.wall_us.keys() == {strategy.value for strategy in supported}
+    return timed and min(known.wall_us.values()) > 0 and known.strategy is _best(supported, known.wall_us)
 
 
-def _best(able: Sequence[Strategy], times: dict[str, float]) -> Strategy:
+def _best(supported: Sequence[Strategy], times: dict[str, float]) -> Strategy:
     if not times:
-        return able[0]
-    best = min(able, key=lambda strategy: times[strategy.value])
-    return best if times[best.value] < (1 - MARGIN) * times[able[0].value] else able[0]
+        return supported[0]
+    best = min(supported, key=lambda strategy: times[strategy.value])
+    return best if times[best.value] < (1 - MARGIN) * times[supported[0].value] else supported[0]
 
 
 def _shape(
@@ -217,14 +219,14 @@ def _load_dummies(tables: RequestTables, least: int) -> None:
     rows = min(tables.max_reqs, *(count // -(-least // size) for size, count in zip(sizes, counts, strict=True)))
     require(
         rows > 0,
-        f"measuring a round takes room for a request of {least} tokens in every KV group, the groups have {counts} "
-        f"pages of {sizes} tokens. Allocate more pages, or name a strategy.",
+        f"autotuning needs room for a request of {least} tokens in every KV group, got {counts} pages of {sizes} "
+        "tokens. Allocate more pages, or choose a strategy.",
     )
     limit = min(tables.max_seq_len, *(count // rows * size for size, count in zip(sizes, counts, strict=True)))
     pages = []
     for size, count in zip(sizes, counts, strict=True):
-        each, held = count // rows, -(-limit // size)
-        pages.append([list(range(row * each, row * each + held)) for row in range(rows)])
+        stride, needed = count // rows, -(-limit // size)
+        pages.append([list(range(row * stride, row * stride + needed)) for row in range(rows)])
     tables.load(pages, [limit] * rows)
 
 

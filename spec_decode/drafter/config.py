@@ -46,8 +46,8 @@ class DrafterConfig:
         require_counts("capture_sizes", self.capture_sizes or ())
         require(
             self.capture_sizes is None or len(self.capture_sizes) > 0,
-            "capture_sizes is empty. Pass numbers of requests; to capture the default ones, leave it out, and for no "
-            "graphs pass a graph_mode of none.",
+            "capture_sizes is empty. Pass batch sizes, leave it out for the default ones, or pass graph_mode none for "
+            "no graphs.",
         )
         require(
             self.num_speculative_tokens >= 1,
@@ -56,13 +56,13 @@ class DrafterConfig:
         )
         require(
             self.loop_steps > 0,
-            f"loop_steps must be a number of steps, 1 or more, got {self.loop_steps!r}; a loop would never advance. "
-            "Pass 1 to look after every step.",
+            f"loop_steps must be 1 or more, got {self.loop_steps!r}; the loop would never advance. Pass 1 to check "
+            "after every step.",
         )
         require(
             0.0 <= self.min_confidence < 1.0,
             f"min_confidence must be a probability below 1, got {self.min_confidence}; every draft would end at its "
-            "first token. Pass 0 to draft on whatever the confidence.",
+            "first token. Pass 0 to ignore confidence.",
         )
         self._check_tree()
 
@@ -72,8 +72,8 @@ class DrafterConfig:
         self.tree.require_depth(self.num_speculative_tokens)
         require(
             self.min_confidence == 0.0,
-            f"a tree keeps its most probable paths whatever their confidence, got min_confidence {self.min_confidence} "
-            "with a tree; it would end none. Pass 0, or no tree.",
+            f"min_confidence is {self.min_confidence}, but a tree keeps its most probable paths at any confidence. "
+            "Pass 0, or no tree.",
         )
 
 
@@ -91,14 +91,14 @@ def _check_tree(model: DraftModel, tree: DraftTree | DynamicTreeConfig, num_spec
     blocks = isinstance(model, BlockDraft | ContextBlockDraft)
     require(
         blocks or not model.drafts_at_once,
-        "a tree needs a draft that goes step by step or proposes a block, this one has a module for each token; a "
-        "token's children would never be drafted. Draft no tree, or use another draft.",
+        "a tree needs a draft that runs step by step or proposes a block; this one has a module for each token, so a "
+        "token's children would never be drafted. Pass no tree, or use another draft.",
     )
     most = _choices(model)
     require(
         tree.max_children <= most,
-        f"a tree may have as many choices after a token as the draft has, {most}, got {tree.max_children}; there are "
-        "no more. Pass fewer choices.",
+        f"a tree can have at most {most} choices after a token, all that the draft has, got {tree.max_children}. Pass "
+        "fewer choices.",
     )
     in_turn = not blocks or isinstance(model, InTurnBlockDraft | SelectingBlockDraft)
     if in_turn and isinstance(tree, DynamicTreeConfig):

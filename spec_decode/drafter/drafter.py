@@ -73,8 +73,8 @@ class Drafter:
         if (later := self._step.later) and self.num_speculative_tokens > 1:
             self._later = strategy(later, self.graphs, loop_steps=config.loop_steps)
             self._round = self._later.joined(self._step.capturable) if self._step.captured else None
-        # What the device was last told: tokens per round, and whether a request's own number can differ from K.
-        self._asked = (self.num_speculative_tokens, False)
+        # What the device last received: tokens per round, and whether a request's own number can differ from K.
+        self._sent = (self.num_speculative_tokens, False)
 
     @property
     def drafts(self) -> Drafts:
@@ -82,15 +82,15 @@ class Drafter:
         return self._step.drafts(self.tables.max_reqs, self.num_speculative_tokens)
 
     @property
-    def apart_reason(self) -> str | None:
+    def separate_graph_reason(self) -> str | None:
         """Why a round and the target step after it cannot share a graph; None if they can."""
         reason = self._step.uncaptured_reason or self._step.extend.plan.host_reason
-        if reason is None and self._later and self._later.apart_reason:
-            return f"the draft's strategy is {self.plan.strategy.value}: {self._later.apart_reason}"
+        if reason is None and self._later and self._later.separate_graph_reason:
+            return f"the draft's strategy is {self.plan.strategy.value}: {self._later.separate_graph_reason}"
         return reason
 
     def whole_round(self, size: int) -> Capturable:
-        """Return a round of `size` padded rows to capture inside a larger graph, if `apart_reason` is None.
+        """Return a round of `size` padded rows to capture inside a larger graph, if `separate_graph_reason` is None.
 
         The drafter's own graphs do not change. Capture with padding rows only.
         """
@@ -126,18 +126,18 @@ class Drafter:
         live = self.tables.num_live
         require(
             live > 0,
-            "a round needs at least one live request, the tables hold none. Load the tables first.",
+            "a round needs at least one live request, got empty tables. Load the tables first.",
         )
         wanted = self.num_speculative_tokens if num_tokens is None else num_tokens
         require(
             type(wanted) is int and 0 <= wanted <= self.num_speculative_tokens,
-            f"this drafter proposes 0 to {self.num_speculative_tokens} tokens a round, asked for {wanted!r}. "
-            "Make a drafter for more.",
+            f"num_tokens must be 0 to {self.num_speculative_tokens} for this drafter, got {wanted!r}. Make a drafter "
+            "for more.",
         )
         size = self._padded()
         if verified is not None:
             self.inputs.copy_from(verified, live)
-        self._ask(wanted, verified)
+        self._send_num_tokens(wanted, verified)
         if self._uses_graphs and not self.graphs.complete:
             self.capture()
             size = self._padded()
@@ -171,14 +171,14 @@ class Drafter:
     def _padded(self) -> int:
         return self.graphs.padded(self.tables.num_live, eager=not self._uses_graphs)
 
-    def _ask(self, num_tokens: int, verified: VerifiedTokens | None) -> None:
-        """Tell the device how many tokens the round proposes, if that changed since the last round."""
-        asked, each_its_own = self._asked
-        if asked != num_tokens:
+    def _send_num_tokens(self, num_tokens: int, verified: VerifiedTokens | None) -> None:
+        """Send the device how many tokens the round proposes, if that changed since the last round."""
+        sent, has_own_lens = self._sent
+        if sent != num_tokens:
             self._step.sampler.num_tokens.fill_(num_tokens)
-        if verified is not None and verified.draft_lens is None and each_its_own:
+        if verified is not None and verified.draft_lens is None and has_own_lens:
             self._step.sampler.draft_lens.fill_(self.num_speculative_tokens)
-        self._asked = (num_tokens, verified is None or verified.draft_lens is not None)
+        self._sent = (num_tokens, verified is None or verified.draft_lens is not None)
 
     @on_own_device
     @torch.no_grad()
@@ -239,11 +239,11 @@ class Drafter:
 def _check_shapes(groups: Sequence[KVGroup], tables: RequestTables, sizes: Sequence[int]) -> None:
     require(
         [group.spec.page_size for group in groups] == list(tables.page_sizes_host),
-        f"group i of the drafter uses block table i, with page sizes {[g.spec.page_size for g in groups]} against "
-        f"the tables' {list(tables.page_sizes_host)}; its slots would be wrong. Make one table per group.",
+        f"group i uses block table i, but the groups have page sizes {[g.spec.page_size for g in groups]} and the "
+        f"tables {list(tables.page_sizes_host)}; slots would be wrong. Make one table per group.",
     )
     require(
         max(sizes) <= tables.max_reqs,
-        f"graphs are captured over the rows of the tables, {tables.max_reqs} here, got a capture size of "
-        f"{max(sizes)}; its rows would not exist. Capture smaller sizes or enlarge the tables.",
+        f"a capture size must be at most {tables.max_reqs}, the rows of the tables, got {max(sizes)}. Capture smaller "
+        "sizes or enlarge the tables.",
     )

@@ -15,7 +15,7 @@ from spec_decode.models import DraftModel
 from spec_decode.paged.kv_groups import KVGroup
 from spec_decode.paged.metadata_plan import GraphMode, GroupFacts, GroupPlan, MetadataPlan
 
-_NO_LATER_STEPS = "this draft proposes all its tokens in one step, and has no later ones"
+_NO_LATER_STEPS = "this draft proposes all its tokens in one step and has no later steps"
 
 
 class StrategyError(ValueError):
@@ -34,8 +34,8 @@ class DraftPlan(MetadataPlan):
 
     def autotuned(self, strategy: Strategy, reason: str) -> DraftPlan:
         """Return the plan for another supported strategy, which a measurement chose for this reason."""
-        instead = f"{strategy.value} was measured to be faster"
-        return _plan([group.facts for group in self.groups], self.unsupported, strategy, reason, instead)
+        not_chosen_reason = f"{strategy.value} was measured to be faster"
+        return _plan([group.facts for group in self.groups], self.unsupported, strategy, reason, not_chosen_reason)
 
     def __str__(self) -> str:
         return f"{self.strategy.value}: {self.reason}"
@@ -69,20 +69,18 @@ def choose(
     """
     if not groups:
         raise StrategyError(
-            "a plan needs at least one KV group, got none; every strategy would be able to run nothing. "
-            "Pass the facts of each of the draft's groups."
+            "a plan needs at least one KV group, got none. Pass the facts of each of the draft's groups."
         )
     if num_speculative_tokens < 1:
         raise StrategyError(
-            f"a drafter proposes at least 1 token a round, got {num_speculative_tokens}. Pass 1 "
-            "or more, or decode without a drafter."
+            f"num_speculative_tokens is {num_speculative_tokens}. Pass 1 or more, or decode without a drafter."
         )
     unsupported = {
         strategy: reason
         for strategy in Strategy
         if (reason := strategy.implementation.unsupported_reason(groups, graph_mode, loop_unsupported_reason))
     }
-    if tree and not at_once and (reason := _no_trees(groups)):
+    if tree and not at_once and (reason := _tree_unsupported_reason(groups)):
         unsupported |= {s: reason for s in Strategy if s.implementation.uses_graphs}
     if at_once:
         unsupported |= {s: _NO_LATER_STEPS for s in Strategy if s.implementation.needs_later_steps}
@@ -91,10 +89,10 @@ def choose(
         return _plan(groups, unsupported, chosen, chosen.implementation.chosen_because, None)
     if forced in unsupported:
         raise StrategyError(
-            f"strategy {forced.value} cannot run: {unsupported[forced]}. Pick another strategy, or change the group's "
-            "backend."
+            f"strategy {forced.value} cannot run: {unsupported[forced]}. Choose another strategy, or change the "
+            "group's backend."
         )
-    return _plan(groups, unsupported, forced, "asked for", f"{forced.value} was asked for")
+    return _plan(groups, unsupported, forced, "requested", f"{forced.value} was requested")
 
 
 def plan_draft(model: DraftModel, groups: Sequence[KVGroup], device: torch.device, config: DrafterConfig) -> DraftPlan:
@@ -115,15 +113,15 @@ def _plan(
     unsupported: Mapping[Strategy, str],
     strategy: Strategy,
     reason: str,
-    instead: str | None,
+    not_chosen_reason: str | None,
 ) -> DraftPlan:
-    """instead: why the other supported strategies were not chosen; None uses the drawback of each."""
+    """not_chosen_reason: why the other supported strategies were not chosen; None uses the drawback of each."""
     others = [other for other in Strategy if other is not strategy]
     implementation = strategy.implementation
     return DraftPlan(
         strategy=strategy,
         reason=reason,
-        not_chosen=tuple((s, unsupported.get(s) or instead or s.implementation.drawback) for s in others),
+        not_chosen=tuple((s, unsupported.get(s) or not_chosen_reason or s.implementation.drawback) for s in others),
         unsupported=unsupported,
         groups=tuple(
             GroupPlan(
@@ -136,7 +134,7 @@ def _plan(
     )
 
 
-def _no_trees(groups: Sequence[GroupFacts]) -> str | None:
+def _tree_unsupported_reason(groups: Sequence[GroupFacts]) -> str | None:
     """Return why no graph can hold a step over trees; None if one can."""
     unable = [group for group in groups if group.graph_support < GraphSupport.UNIFORM_BATCH]
-    return f"{unable[0].describe()} captures steps of one token a request, a tree has more" if unable else None
+    return f"{unable[0].describe()} captures steps of one token per request; a tree has more" if unable else None

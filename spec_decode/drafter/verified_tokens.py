@@ -60,8 +60,8 @@ class VerifiedTokens(NamedTuple):
         but VerifiedTokens, for a missing tensor, and for one of the wrong shape, dtype or device."""
         require(
             isinstance(verified, VerifiedTokens),
-            f"a round starts from VerifiedTokens, got {type(verified).__name__}. Make one of your "
-            "tensors, or pass None where they are in the drafter's inputs.",
+            f"verified must be VerifiedTokens, got {type(verified).__name__}. Make one from your tensors, or pass None "
+            "if they are in the drafter's inputs.",
         )
         buffers, given = [], []
         for name, buffer, tensor in zip(self._fields, self, verified, strict=True):
@@ -69,8 +69,8 @@ class VerifiedTokens(NamedTuple):
                 continue
             if not isinstance(tensor, torch.Tensor):
                 raise BatchError(
-                    f"{name} must be a tensor, got {type(tensor).__name__}; the round would start from an earlier "
-                    "one's. Pass it on the drafter's device."
+                    f"{name} must be a tensor, got {type(tensor).__name__}; the round would start from stale values. "
+                    "Pass it on the drafter's device."
                 )
             buffers.append(buffer[:live])
             given.append(tensor)

@@ -65,8 +65,8 @@ class Step(ABC, Generic[M, S]):
         self.num_speculative_tokens = config.num_speculative_tokens
         require(
             self.places <= tables.max_seq_len,
-            f"a round of {self.num_speculative_tokens} draft tokens takes {self.places} places of a request, "
-            f"these tables hold {tables.max_seq_len}; no request could draft. Lower K or enlarge the tables.",
+            f"a round of K = {self.num_speculative_tokens} draft tokens needs {self.places} places per request, the "
+            f"tables have {tables.max_seq_len}; no request could draft. Lower K or enlarge the tables.",
         )
         self.products = products_of(model, groups)
         facts = [group.facts for group in plan.groups]
@@ -86,7 +86,7 @@ class Step(ABC, Generic[M, S]):
         if not self.config.extend_in_graph:
             return "the draft's step 0 runs without a graph: extend_in_graph is off"
         unable = [group.facts for group in plan.groups if group.facts.graph_support < GraphSupport.UNIFORM_BATCH]
-        return f"{unable[0].describe()} cannot capture step 0, of several tokens a request" if unable else None
+        return f"{unable[0].describe()} cannot capture step 0, with several tokens per request" if unable else None
 
     @property
     def extend_len(self) -> int:
@@ -207,8 +207,8 @@ class Step(ABC, Generic[M, S]):
             hidden = model.forward(token_ids, states, positions, self.extend.attention)
         require(
             hidden.shape == (size * query_len, width),
-            f"{size} rows of {query_len} tokens need states [{size * query_len}, {width}], got {list(hidden.shape)}; "
-            "no token was drafted. Have the draft model return a state of its hidden_size for every token.",
+            f"the draft model must return states [{size * query_len}, {width}] for {size} rows of {query_len} tokens, "
+            f"got {list(hidden.shape)}; no token was drafted. Return a state of hidden_size for every token.",
         )
         return hidden
 
@@ -229,8 +229,8 @@ class Step(ABC, Generic[M, S]):
             hidden = self.model.forward_kept(*self.shifted(size), positions, self.extend.attention, keep)
         require(
             hidden.shape == (size, width),
-            f"the last tokens of {size} rows need states [{size}, {width}], got {list(hidden.shape)}; no token was "
-            "drafted. Have the draft model return a state of its hidden_size for every token that is kept.",
+            f"the draft model must return states [{size}, {width}] for the last tokens of {size} rows, got "
+            f"{list(hidden.shape)}; no token was drafted. Return a state of hidden_size for every kept token.",
         )
         return hidden
 

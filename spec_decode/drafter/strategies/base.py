@@ -54,7 +54,7 @@ class LaterSteps(Protocol):
 class DraftStrategy(ABC):
     """One way to run the later steps of a round: steps 1 to K - 1, over one token or a tree per request."""
 
-    chosen_because: ClassVar[str] = "it was asked for"
+    chosen_because: ClassVar[str] = "it was requested"
     drawback: ClassVar[str] = "costs more host work"
     """Why it is not chosen although it could run."""
     automatic: ClassVar[bool] = True
@@ -64,11 +64,11 @@ class DraftStrategy(ABC):
     uses_graphs: ClassVar[bool] = True
     needs_later_steps: ClassVar[bool] = False
     """Whether it is unsupported for a draft that proposes all its tokens in step 0."""
-    otherwise: ClassVar[MetadataUpdate] = MetadataUpdate.REBUILD
+    fallback_update: ClassVar[MetadataUpdate] = MetadataUpdate.REBUILD
     """How it keeps a group's metadata current if it cannot advance in its graphs."""
     graph_kind: ClassVar[str] = "step"
     """The graph kind of its later steps."""
-    apart_reason: ClassVar[str | None] = "it replays a graph for each later step"
+    separate_graph_reason: ClassVar[str | None] = "it replays a graph for each later step"
     """Why the target step cannot join the graph of its later steps; None if it can."""
 
     def __init__(self, step: LaterSteps, graphs: GraphManager, *, loop_steps: int = 1) -> None:
@@ -89,7 +89,7 @@ class DraftStrategy(ABC):
     def metadata_update(cls, group: GroupFacts) -> MetadataUpdate:
         """Return how it keeps this group's metadata current."""
         advances = cls.uses_graphs and group.advance.level is AdvanceLevel.IN_GRAPH
-        return MetadataUpdate.IN_GRAPH if advances else cls.otherwise
+        return MetadataUpdate.IN_GRAPH if advances else cls.fallback_update
 
     @classmethod
     def uncaptured_reason(cls, group: GroupFacts) -> str | None:

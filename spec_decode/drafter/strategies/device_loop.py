@@ -19,9 +19,9 @@ class DeviceLoop(LoopStrategy):
     """
 
     needs_later_steps = True
-    drawback = "runs only if you ask for it; an iteration costs the device more than an unrolled step"
+    drawback = "runs only on request; an iteration costs the device more than an unrolled step"
     automatic = False
-    apart_reason = "its loop ends its graph"
+    separate_graph_reason = "its graph ends with the loop"
 
     @classmethod
     def unsupported_reason(

@@ -18,8 +18,8 @@ class FullLoop(LoopStrategy):
     """
 
     chosen_because = "every group's metadata advances in the graph, or is planned ahead"
-    otherwise = MetadataUpdate.PREPLANNED
-    apart_reason = None
+    fallback_update = MetadataUpdate.PREPLANNED
+    separate_graph_reason = None
 
     @classmethod
     def unsupported_reason(

@@ -15,7 +15,7 @@ class Piecewise(PerStep):
     """Like PerStep, but attention that cannot be captured runs eagerly between the captured pieces."""
 
     needs_later_steps = True
-    chosen_because = "the attention of a group cannot be captured, the rest of the step can"
+    chosen_because = "a group's attention cannot be captured; the rest of the step can"
     autotuned = False
 
     @classmethod
@@ -30,7 +30,7 @@ class Piecewise(PerStep):
 
     @classmethod
     def uncaptured_reason(cls, group: GroupFacts) -> str | None:
-        return "no graph holds it" if group.graph_support is GraphSupport.NEVER else None
+        return "it cannot be captured" if group.graph_support is GraphSupport.NEVER else None
 
     def _capturable(self, size: int) -> Capturable:
         step, buffers = self._step, self._buffers

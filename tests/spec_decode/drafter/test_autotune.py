@@ -205,8 +205,8 @@ def test_what_could_not_have_been_measured_here_is_measured_again(fixture, name)
     fixture.seen.clear()
     with warnings.catch_warnings(record=True) as warned:
         assert fixture.measure(times(full=50.0)).strategy is Strategy.FULL_LOOP and fixture.seen
-    told = ["a measured strategy is kept in a folder that can be written"] if name in UNWRITABLE else []
-    assert [str(each.message).partition(",")[0] for each in warned] == told
+    told = ["the measured strategy, full_loop, is used, but could not be saved in "] if name in UNWRITABLE else []
+    assert [str(each.message).partition(str(fixture.cache.folder))[0] for each in warned] == told
 
 
 @pytest.mark.parametrize(
@@ -230,7 +230,7 @@ def test_without_a_home_folder_a_folder_is_asked_for(monkeypatch):
     for name in ("ATTN_BACKENDS_CACHE", "XDG_CACHE_HOME", "HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(os.path, "expanduser", lambda path: path)
-    with pytest.raises(BatchError, match=r"no home folder to make ~.*Name a folder in ATTN_BACKENDS_CACHE"):
+    with pytest.raises(BatchError, match=r"saves its result in ~.*no home folder.*Set ATTN_BACKENDS_CACHE to a folder"):
         StrategyCache()
 
 
@@ -270,7 +270,9 @@ def test_a_strategys_time_is_that_of_its_rounds_until_the_device_is_done(monkeyp
 def test_a_folder_that_cannot_be_written_is_warned_of_and_the_measurement_is_used(tmp_path):
     (tmp_path / "file").touch()
     fixture = AutotuneFixture(tmp_path / "file" / "strategies")
-    with pytest.warns(RuntimeWarning, match=r"file/strategies is not.*device_loop is used.*ATTN_BACKENDS_CACHE"):
+    with pytest.warns(
+        RuntimeWarning, match=r"device_loop, is used, but could not.*file/strategies.*ATTN_BACKENDS_CACHE"
+    ):
         found = fixture.measure(times(device=50.0))
     assert found.strategy is Strategy.DEVICE_LOOP and fixture.tables.num_live == 0
 
@@ -294,5 +296,5 @@ class EagleBlock(BlockDraft, EagleDraft):
 def test_a_draft_that_proposes_all_tokens_at_once_is_measured_without_strategies_of_later_steps(fixture):
     fixture.model = EagleBlock(CONFIG, LlamaTarget(CONFIG)).requires_grad_(False)
     result = fixture.measure(times())
-    assert "no later ones" in result.not_measured[Strategy.DEVICE_LOOP.value]
+    assert "no later steps" in result.not_measured[Strategy.DEVICE_LOOP.value]
     assert Strategy.DEVICE_LOOP not in {strategy for strategy, *_ in fixture.seen}

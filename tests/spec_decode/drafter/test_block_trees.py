@@ -172,17 +172,17 @@ def test_a_request_without_room_for_a_block_has_no_tree(name, tmp_path):
 @pytest.mark.parametrize(
     ("name", "tree", "message"),
     [
-        (AT_ONCE, DraftTree.chain(K + 1), f"at most as deep as the draft has steps, {K}, got a path of {K + 1}"),
-        (AT_ONCE, DynamicTreeConfig(width=1, num_tokens=5), "at most the 4 paths that 4 tokens of 1 choices make"),
-        (IN_TURN, DynamicTreeConfig(width=2, num_tokens=15), "at most the 14 candidates that 4 steps of 2 choices"),
-        ("dflash2", DynamicTreeConfig(width=2, num_tokens=15), "at most the 14 candidates that 4 steps of 2 choices"),
+        (AT_ONCE, DraftTree.chain(K + 1), f"at most {K} deep, the draft's steps, got a path of {K + 1}"),
+        (AT_ONCE, DynamicTreeConfig(width=1, num_tokens=5), "more than the 4 paths of 4 tokens with 1 choices"),
+        (IN_TURN, DynamicTreeConfig(width=2, num_tokens=15), "more than the 14 candidates of 4 steps with 2 choices"),
+        ("dflash2", DynamicTreeConfig(width=2, num_tokens=15), "more than the 14 candidates of 4 steps with 2 choices"),
         (
             "dflash2",
             DynamicTreeConfig(width=6, num_tokens=9),
-            "as many choices after a token as the draft has, 5, got 6",
+            "at most 5 choices after a token, all that the draft has, got 6",
         ),
         *(
-            (name, tree, "as many choices after a token as the draft has, 24, got 25")
+            (name, tree, "at most 24 choices after a token, all that the draft has, got 25")
             for name in ("p_eagle", AT_ONCE, IN_TURN)
             for tree in (DynamicTreeConfig(width=25, num_tokens=9), DraftTree((0,) * 25))
         ),

@@ -29,7 +29,7 @@ REFUSED = {
     "another device": (lambda it: it._replace(seeds=it.seeds.to("meta")), "on cpu, got .* on meta"),
     "a tensor left out": (lambda it: it._replace(seeds=None), "seeds must be a tensor, got NoneType"),
     "a list for a tensor": (lambda it: it._replace(accepted=[0, 1, 2]), "accepted must be a tensor, got list"),
-    "no verified tokens": (lambda it: [1, 2], "starts from VerifiedTokens, got list"),
+    "no verified tokens": (lambda it: [1, 2], "verified must be VerifiedTokens, got list"),
 }
 
 
@@ -48,7 +48,7 @@ def test_a_draft_model_that_returns_states_of_another_shape_is_refused(wrong, mo
     fixture = advancing(strategy=Strategy.EAGER)
     forward = fixture.model.forward_kept
     monkeypatch.setattr(fixture.model, "forward_kept", lambda *args: wrong(forward(*args)))
-    with pytest.raises(BatchError, match=r"need states \[4, 64\], got \["):
+    with pytest.raises(BatchError, match=r"must return states \[4, 64\] for .*, got \["):
         fixture.drafter.propose(fixture.verified())
 
 
@@ -80,14 +80,12 @@ def test_a_capture_size_beyond_the_tables_rows_is_refused_in_words(strategy):
 
 def test_tables_of_other_page_sizes_than_the_groups_are_refused():
     fixture = advancing()
-    with pytest.raises(BatchError, match=r"page sizes \[4, 8\] against the tables' \[8, 4\]"):
+    with pytest.raises(BatchError, match=r"page sizes \[4, 8\] and the tables \[8, 4\]"):
         Drafter(fixture.model, fixture.groups[::-1], fixture.tables, DrafterConfig(num_speculative_tokens=K))
 
 
 def test_more_tokens_a_round_than_a_request_has_places_are_refused():
-    with pytest.raises(
-        BatchError, match=f"takes {MAX_SEQ_LEN + 1} places of a request, these tables hold {MAX_SEQ_LEN}"
-    ):
+    with pytest.raises(BatchError, match=f"needs {MAX_SEQ_LEN + 1} places per request, the tables have {MAX_SEQ_LEN}"):
         advancing(steps=MAX_SEQ_LEN)
 
 
@@ -105,7 +103,7 @@ def test_a_prefill_of_another_number_of_tokens_writes_nothing(tokens, states):
 @pytest.mark.parametrize("count", [-1, K + 1, 1.5, True, "2"])
 def test_a_round_of_a_number_of_tokens_that_the_drafter_has_not_is_refused(count):
     fixture = advancing()
-    with pytest.raises(BatchError, match=f"proposes 0 to {K} tokens a round, asked for {count!r}"):
+    with pytest.raises(BatchError, match=f"num_tokens must be 0 to {K} for this drafter, got {count!r}"):
         fixture.drafter.propose(fixture.verified(), num_tokens=count)
 
 

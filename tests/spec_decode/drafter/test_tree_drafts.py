@@ -165,7 +165,7 @@ class Modules(ModuleDraft, TwoLayerDraft):
 
 
 def test_a_tree_of_a_draft_with_a_module_for_each_token_is_refused():
-    with pytest.raises(BatchError, match="goes step by step or proposes a block, this one has a module for each token"):
+    with pytest.raises(BatchError, match="runs step by step or proposes a block; this one has a module for each token"):
         trees(make_model=Modules)
 
 
@@ -173,23 +173,23 @@ WIDE = DraftTree.from_paths([*((i,) for i in range(22)), *((i, 0) for i in range
 
 
 def test_no_strategy_with_graphs_is_chosen_for_a_backend_that_captures_single_tokens_alone():
-    with pytest.raises(StrategyError, match="captures steps of one token a request, a tree has more"):
+    with pytest.raises(StrategyError, match="captures steps of one token per request; a tree has more"):
         DrafterFixture([get("triton_paged"), DecodeOnly()], tree=DYNAMIC, strategy=Strategy.FULL_LOOP)
 
 
-FRONTIERS = f"at most 64 tokens, got 22 tokens to draft from at each of {K - 1} steps"
+FRONTIERS = f"at most 64 tokens together, got 22 at each of {K - 1} steps"
 REFUSED = {
-    "deeper than the steps": (DraftTree.chain(K + 1), f"at most as deep as the draft has steps, {K}"),
+    "deeper than the steps": (DraftTree.chain(K + 1), f"at most {K} deep, the draft's steps"),
     "no tree": ((0, 1), r"tree must be of type DraftTree or of type DynamicTreeConfig or None, got \(0, 1\)"),
     "more choices than tokens": (
         DynamicTreeConfig(width=25, num_tokens=10),
-        "as many choices after a token as the draft has, 24, got 25",
+        "at most 24 choices after a token, all that the draft has, got 25",
     ),
     "frontiers that no mask holds": (WIDE, FRONTIERS),
     "frontiers that no mask holds, of no shape": (DynamicTreeConfig(width=22, num_tokens=9), FRONTIERS),
     "more places than a table has": (
         DynamicTreeConfig(width=19, num_tokens=10),
-        "takes 59 places of a request, these tables hold 48",
+        "needs 59 places per request, the tables have 48",
     ),
 }
 

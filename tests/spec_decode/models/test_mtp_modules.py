@@ -106,8 +106,8 @@ def test_the_plan_says_that_there_are_no_later_steps(tmp_path):
     fixture.drafts()
     plan = fixture.drafter.plan
     assert plan.strategy is Strategy.FULL_LOOP and {r.key.kind for r in fixture.drafter.graphs.reports} == {"extend"}
-    assert "no later ones" in dict(plan.not_chosen)[Strategy.DEVICE_LOOP]
-    with pytest.raises(StrategyError, match=r"device_loop cannot run: .* no later ones"):
+    assert "no later steps" in dict(plan.not_chosen)[Strategy.DEVICE_LOOP]
+    with pytest.raises(StrategyError, match=r"device_loop cannot run: .* no later steps"):
         ModulesFixture(tmp_path, Strategy.DEVICE_LOOP)
 
 
