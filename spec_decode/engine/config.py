@@ -66,12 +66,12 @@ class EngineConfig:
         require_types(self)
         require(
             self.tree is None or self.verification in (None, TREE_VERIFICATION),
-            f"trees are verified by {TREE_VERIFICATION}, got verification {self.verification!r} with a tree; its rule "
-            f"is for tokens in a row. Pass {TREE_VERIFICATION}, or no tree.",
+            f"verification is {self.verification!r}, which verifies chains, but there is a tree. Pass "
+            f"{TREE_VERIFICATION}, or no tree.",
         )
         require(
             self.one_graph is None or self.drafter is not None,
-            f"one_graph is {self.one_graph}, and there is no draft: a round is the target's step alone. Leave it out.",
+            f"one_graph is {self.one_graph}, but there is no draft: a round is only the target step. Leave it out.",
         )
         for name in ("max_num_seqs", "page_size", "max_prefill_tokens", "num_pages"):
             value = getattr(self, name)
@@ -79,7 +79,7 @@ class EngineConfig:
         require(self.max_logprobs >= 0, f"max_logprobs is {self.max_logprobs}. Pass 0 or more.")
         require(
             self.max_model_len >= 2,
-            f"max_model_len is {self.max_model_len}. Pass 2 or more: a prompt and its text have a token each at least.",
+            f"max_model_len is {self.max_model_len}. Pass 2 or more, for a prompt token and a new token.",
         )
 
     @property
@@ -126,17 +126,17 @@ def check_models(config: EngineConfig, target: TargetModel, draft: DraftModel | 
         return
     require(
         draft is not None,
-        f"{steps} speculative tokens need a draft model, got none. Pass one, or 0 tokens.",
+        f"num_speculative_tokens is {steps}, but there is no draft model. Pass one, or leave the drafter out.",
     )
     assert draft is not None
     for what, wanted, found in (
-        ("tokens in its vocabulary", target.vocab_size, draft.vocab_size),
-        ("numbers in the target's hidden states", target.target_states_size, draft.target_states_size),
+        ("vocabulary size", target.vocab_size, draft.vocab_size),
+        ("size of target hidden states", target.target_states_size, draft.target_states_size),
     ):
         require(
             wanted == found,
-            f"the draft was made for another target: it has {found} {what}, this target has {wanted}. Choose a draft "
-            "made for this target.",
+            f"the draft was made for another target: its {what} is {found}, this target's {wanted}. Use a draft made "
+            "for this target.",
         )
     _check_positions(config, "draft", draft.max_positions, draft)
     assert config.drafter is not None
@@ -159,22 +159,22 @@ def checked_request(name: str, request: Request, config: EngineConfig, pool: Pag
     """Return a private copy of the request. Raises BatchError for a request that can never be served."""
     require(
         isinstance(request, Request),
-        f"{name} must be a Request, got {type(request).__name__}. Make one of the prompt.",
+        f"{name} must be a Request, got {type(request).__name__}. Make one from the prompt.",
     )
     sampling = request.sampling
     require(
         isinstance(sampling, SamplingParams),
-        f"{name} needs SamplingParams as its sampling, got {type(sampling).__name__}. Pass some, or leave it out.",
+        f"the sampling of {name} must be SamplingParams, got {type(sampling).__name__}. Pass one, or leave it out.",
     )
     require(
         not sampling.stop_strings,
-        f"{name} has stop strings, {sampling.stop_strings}, and an engine knows tokens alone; its text would never "
-        "stop there. Pass stop_token_ids, or use LLM.",
+        f"{name} has stop strings, {sampling.stop_strings}, but an engine knows only tokens; its text would never stop "
+        "there. Pass stop_token_ids, or use LLM.",
     )
     require(
         (sampling.logprobs or 0) <= config.max_logprobs,
-        f"{name} asks for {sampling.logprobs} logprobs, max_logprobs is {config.max_logprobs}. Ask for fewer, or raise "
-        "max_logprobs where you make the engine or the LLM.",
+        f"{name} requests {sampling.logprobs} logprobs, more than max_logprobs, {config.max_logprobs}. Request fewer, "
+        "or raise max_logprobs of the engine or the LLM.",
     )
     _check_stop_tokens(name, sampling, vocab_size)
     token_ids, new = _checked_prompt(name, request.prompt, vocab_size), sampling.max_tokens
@@ -182,14 +182,14 @@ def checked_request(name: str, request: Request, config: EngineConfig, pool: Pag
     require(prompt > 0, f"{name} has an empty prompt. Pass at least one token.")
     require(
         prompt + new <= config.max_model_len,
-        f"{name} needs a prompt and new tokens of at most {config.max_model_len} together, got {prompt} and {new}. "
-        "Shorten it or raise max_model_len.",
+        f"{name} has {prompt} prompt tokens and max_tokens {new}, together more than max_model_len, "
+        f"{config.max_model_len}. Shorten it or raise max_model_len.",
     )
     require(
         pool.pages_for(prompt + new) <= pool.num_pages,
-        f"{name} needs prompt and new tokens that fit the {pool.num_pages} pages of {pool.page_size}, at most "
-        f"{pool.num_pages * pool.page_size - pool.draft_slots} together beside the draft's, got {prompt} and {new}; it "
-        "would wait for ever. Shorten it or raise num_pages.",
+        f"{name} has {prompt} prompt tokens and max_tokens {new}, together more than the "
+        f"{pool.num_pages * pool.page_size - pool.draft_slots} that fit {pool.num_pages} pages of {pool.page_size} "
+        "with draft tokens; it would wait forever. Shorten it or raise num_pages.",
     )
     # A set, because every token of the text is looked up in it.
     if not isinstance(sampling.stop_token_ids, frozenset):
@@ -199,26 +199,26 @@ def checked_request(name: str, request: Request, config: EngineConfig, pool: Pag
 
 def _check_stop_tokens(name: str, sampling: SamplingParams, vocab_size: int) -> None:
     """Raise BatchError for a stop token that the model cannot draw, most likely from another vocabulary."""
-    foreign = sorted(token for token in sampling.stop_token_ids if not 0 <= token < vocab_size)
+    unknown = sorted(token for token in sampling.stop_token_ids if not 0 <= token < vocab_size)
     require(
-        not foreign,
-        f"{name} needs stop_token_ids in the model's vocabulary, 0 to {vocab_size - 1}, got {foreign[:3]}; its text "
-        "would never stop there. Take them from this model's tokenizer.",
+        not unknown,
+        f"the stop_token_ids of {name} must be 0 to {vocab_size - 1}, the model's vocabulary, got {unknown[:3]}; its "
+        "text would never stop there. Take them from this model's tokenizer.",
     )
 
 
 def _checked_prompt(name: str, prompt: object, vocab_size: int) -> tuple[int, ...]:
     require(
         isinstance(prompt, Sequence) and not isinstance(prompt, (str, bytes, bytearray)),
-        f"{name} needs its prompt as a list, tuple or range of token ids, got {type(prompt).__name__}. "
-        "Encode a text; of an array or a tensor, pass tolist().",
+        f"the prompt of {name} must be a list, tuple or range of token ids, got {type(prompt).__name__}. Encode a "
+        "text; for an array or a tensor, pass tolist().",
     )
     assert isinstance(prompt, Sequence)
     token_ids = tuple(prompt)
-    for place, token in enumerate(token_ids):
+    for index, token in enumerate(token_ids):
         if type(token) is not int or not 0 <= token < vocab_size:
             raise BatchError(
-                f"{name} must hold token ids, integers 0 to {vocab_size - 1}, got {token!r} at place {place}. "
+                f"{name} must hold token ids, integers 0 to {vocab_size - 1}, got {token!r} at index {index}. "
                 "Encode it with this model's vocabulary."
             )
     return token_ids

@@ -157,8 +157,8 @@ class Engine:
         sizes, most = config.capture_sizes, self.config.max_num_seqs
         require(
             not sizes or max(sizes) >= most or not plan.strategy.implementation.uses_graphs,
-            f"capture_sizes end at {max(sizes or [0])} and up to {most} requests run at once; so many would have no "
-            f"graph. Add {most} to capture_sizes, or leave them out.",
+            f"capture_sizes end at {max(sizes or [0])}, but up to {most} requests run at once and would have no graph. "
+            f"Add {most} to capture_sizes, or leave it out.",
         )
         # An emulated graph has no speed to measure.
         if config.strategy is None and self.config.autotune and self.device.type == "cuda":
@@ -202,8 +202,7 @@ class Engine:
         request = self.checked("the request", request)
         require(
             on_token is None or callable(on_token),
-            f"on_token must be a function of a token, got {type(on_token).__name__}; the first token would raise. "
-            "Pass a function, or None.",
+            f"on_token must be a function of a token, got {type(on_token).__name__}. Pass a function, or None.",
         )
         handle = Handle(request, on_token)
         self._scheduler.submit(handle)
@@ -225,10 +224,10 @@ class Engine:
         Resets `stats`. Raises BatchError, with nothing run, for a request that this engine can never serve and for a
         call from a callback. An exception in a callback ends all requests and propagates.
         """
-        self._require_outside(not self._stepper)
+        self._require_exclusive(not self._stepper)
         require(
             isinstance(requests, Iterable) and (on_token is None or callable(on_token)),
-            f"generate needs a list of requests and a function of an index and a token, or None, got "
+            f"generate needs a list of requests and an on_token of an index and a token, or None, got "
             f"{type(requests).__name__} and {type(on_token).__name__}. Pass [request] for one.",
         )
         checked = [self.checked(f"request {index}", request) for index, request in enumerate(requests)]
@@ -260,7 +259,7 @@ class Engine:
         return self._with_lock(self._guarded_step)
 
     def _with_lock(self, run: Callable[[bool], T]) -> T:
-        """Return run(alone). alone: no other call is stepping, and none can start until `run` returns."""
+        """Return run(exclusive). exclusive: no other call is stepping, and none can start until `run` returns."""
         call = object()
         try:
             # One operation: of two threads one is rejected, and no interrupt leaves the engine locked.
@@ -269,8 +268,8 @@ class Engine:
             if self._stepper.get("step") is call:
                 self._stepper.clear()
 
-    def _guarded_step(self, alone: bool) -> bool:
-        self._require_outside(alone)
+    def _guarded_step(self, exclusive: bool) -> bool:
+        self._require_exclusive(exclusive)
         try:
             self._recover()
             self._broken = True
@@ -304,18 +303,18 @@ class Engine:
             self.cancel(handle)
         self._with_lock(self._free_finished)
 
-    def _free_finished(self, alone: bool) -> None:
-        if alone:
+    def _free_finished(self, exclusive: bool) -> None:
+        if exclusive:
             self._recover()
             self._broken = True
             self._scheduler.free_finished()
             self._broken = False
 
-    def _require_outside(self, alone: bool) -> None:
+    def _require_exclusive(self, exclusive: bool) -> None:
         require(
-            alone,
-            "a step may not begin within another, this one was asked for by a callback or by another thread. "
-            "Submit or cancel requests in a callback and step outside, and step from one thread.",
+            exclusive,
+            "a step cannot start inside another: this one was requested by a callback or by another thread. Only "
+            "submit or cancel requests in a callback, and step from one thread.",
         )
 
     def _step(self) -> None:

@@ -91,7 +91,7 @@ class _PendingOutput:
 
 @dataclass(slots=True)
 class _ReadOutput:
-    """An output on the host, and how much of it is in the texts: the rows before `row`, and `told` tokens of that row.
+    """An output on the host, and what is in the texts: the rows before `row`, and `streamed` tokens of that row.
 
     values: flat, all rows in sequence. A list per row would trigger garbage collection in every step of many requests,
     and from time to time a full collection over all objects of the process, which takes 100 ms or more.
@@ -102,7 +102,7 @@ class _ReadOutput:
     first: bool
     logprobs: list[list[dict[int, float]]]
     row: int = 0
-    told: int = 0
+    streamed: int = 0
 
     @property
     def width(self) -> int:
@@ -139,8 +139,8 @@ class PendingOutputs:
     def _add(
         self, requests: list[RequestState], output: torch.Tensor, logprobs: TopLogprobs | None, *, first: bool
     ) -> None:
-        asked = logprobs is not None and any(request.handle.request.sampling.logprobs for request in requests)
-        copies = tuple(map(AsyncOutput, logprobs)) if logprobs and asked else ()
+        wanted = logprobs is not None and any(request.handle.request.sampling.logprobs for request in requests)
+        copies = tuple(map(AsyncOutput, logprobs)) if logprobs and wanted else ()
         self._pending.append(_PendingOutput(requests, AsyncOutput(output), first, copies))
 
     def process_oldest(self, stats: EngineStats) -> None:
@@ -169,27 +169,27 @@ class PendingOutputs:
             return
         requests, values, width = read.requests, read.values, read.width
         while read.row < len(requests):
-            row, told, handle = read.row, read.told, requests[read.row].handle
+            row, streamed, handle = read.row, read.streamed, requests[read.row].handle
             generation, start = handle.generation, row * width
             if generation.finish_reason is not None:
-                read.row, read.told = row + 1, 0
+                read.row, read.streamed = row + 1, 0
                 continue
             if read.first:
                 tokens = values[start : start + 1]
             else:
                 accepted = values[start]
-                tokens = values[start + 1 + told : start + 2 + accepted]
-                if self._num_drafts and not told:
+                tokens = values[start + 1 + streamed : start + 2 + accepted]
+                if self._num_drafts and not streamed:
                     generation.accepted.append(accepted)
                     stats.accepted += accepted
                     stats.drafted_for += 1
                     stats.had_room_for += handle.room > 1
             # A callback can end any text, so with a callback tokens are appended one by one.
             left, tokens = len(tokens), tokens[:1] if handle.on_token else tokens
-            logprobs = read.logprobs[row][told : told + len(tokens)] if read.logprobs else ()
+            logprobs = read.logprobs[row][streamed : streamed + len(tokens)] if read.logprobs else ()
             in_text = handle.append_tokens(tokens, logprobs)
             stats.new_tokens += in_text + (generation.finish_reason == "stop")
-            read.row, read.told = (row, told + 1) if len(tokens) < left else (row + 1, 0)
+            read.row, read.streamed = (row, streamed + 1) if len(tokens) < left else (row + 1, 0)
             if in_text and handle.on_token:
                 self.in_callback = True
                 handle.on_token(tokens[0])

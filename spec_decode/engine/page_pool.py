@@ -43,8 +43,8 @@ class PagePool:
         """Allocate `count` pages. Raises BatchError, with none allocated, if fewer are free."""
         require(
             count <= self.num_free,
-            f"{count} pages were asked for and {self.num_free} of {self.num_pages} are free; none was taken. Free some "
-            "first: let a request finish, or preempt one.",
+            f"{count} pages were requested and {self.num_free} of {self.num_pages} are free; none was allocated. Let a "
+            "request finish first, or preempt one.",
         )
         returned = [self._returned.pop() for _ in range(min(count, len(self._returned)))]
         first = self._num_used

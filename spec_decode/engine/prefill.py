@@ -43,13 +43,13 @@ class Prefill:
         self._target = target
         self._drafter = drafter
         self._tables, self._draft_tables = tables[0], tables[-1]
-        self._nothing = PrefillOutput([], self._tensor([]), self._tensor([]))
+        self._empty = PrefillOutput([], self._tensor([]), self._tensor([]))
 
     @torch.no_grad()
     def run(self, chunks: Sequence[Chunk]) -> PrefillOutput:
         """Write the chunks' KV; return the requests that these chunks complete."""
         if not chunks:
-            return self._nothing
+            return self._empty
         counts = [chunk.end - chunk.start for chunk in chunks]
         texts = [chunk.request.token_ids for chunk in chunks]
         ids = [token for chunk, text in zip(chunks, texts, strict=True) for token in text[chunk.start : chunk.end]]
@@ -59,7 +59,7 @@ class Prefill:
             self._prefill_draft(self._drafter, chunks, texts, states.target_hidden_states.split(counts))
         last = [i for i, chunk in enumerate(chunks) if chunk.last]
         if not last:
-            return self._nothing
+            return self._empty
         ends = list(accumulate(counts))
         rows = self._tensor([ends[i] - 1 for i in last])
         logits = self._target.logits(states.hidden[rows])

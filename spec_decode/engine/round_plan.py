@@ -16,28 +16,30 @@ class RoundPlan:
     reason: str
 
     def __str__(self) -> str:
-        how = "one graph of draft and target" if self.one_graph else "draft and target are launched one by one"
+        how = "one graph for draft and target" if self.one_graph else "draft and target are launched separately"
         return f"round: {how}: {self.reason}"
 
 
-def plan_round(drafter: Drafter, target: TargetRunner, asked: bool | None) -> RoundPlan:
+def plan_round(drafter: Drafter, target: TargetRunner, one_graph: bool | None) -> RoundPlan:
     """Plan one graph if nothing in a round needs the host, or as requested; captures nothing.
 
     Raises StrategyError if one graph was requested but is not possible: an explicit choice never falls back.
     """
-    reason = drafter.apart_reason or target.apart_reason or _sizes_reason(drafter, target)
-    if asked and reason:
+    reason = drafter.separate_graph_reason or target.separate_graph_reason or _sizes_reason(drafter, target)
+    if one_graph and reason:
         raise StrategyError(
-            f"one graph of draft and target cannot be: {reason}. Leave one_graph out, or change what stands against it."
+            f"draft and target cannot share one graph: {reason}. Leave one_graph out, or remove the cause."
         )
-    if asked is False:
-        return RoundPlan(False, "asked for")
+    if one_graph is False:
+        return RoundPlan(False, "requested")
     return RoundPlan(reason is None, reason or "nothing in it needs the host")
 
 
 def _sizes_reason(drafter: Drafter, target: TargetRunner) -> str | None:
     """Return why the graphs of drafter and target do not pair up; None if they do."""
     if drafter.graphs.memory_limit is not None:
-        return "graph_memory_limit is of the draft's graphs alone"
-    own, theirs = drafter.graphs.sizes, target.graphs.sizes
-    return None if own == theirs else f"the draft's graphs are of {list(own)} requests, the target's of {list(theirs)}"
+        return "graph_memory_limit applies only to the draft's graphs"
+    draft, other = drafter.graphs.sizes, target.graphs.sizes
+    return (
+        None if draft == other else f"the draft's graphs are for {list(draft)} requests, the target's for {list(other)}"
+    )

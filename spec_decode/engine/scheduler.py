@@ -88,13 +88,13 @@ class Scheduler:
 
         requests: those with lost output; they can have been dropped as complete.
         """
-        everybody = dict.fromkeys([*self.running, *self._prefilling, *requests, *self._waiting])
+        everyone = dict.fromkeys([*self.running, *self._prefilling, *requests, *self._waiting])
         self.pool.reset()
-        for request in everybody:
+        for request in everyone:
             request.pages, request.num_prefilled = [], 0
             request.len_lower_bound = request.len_upper_bound = 0
             request.handle.finish_if_full()
-        self._waiting = deque(request for request in everybody if not request.handle.done)
+        self._waiting = deque(request for request in everyone if not request.handle.done)
         self.running, self._prefilling = [], []
 
     def free_finished(self) -> None:

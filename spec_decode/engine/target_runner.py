@@ -105,14 +105,14 @@ class TargetRunner:
         self._buffers.replay(self.graphs, TARGET, size)
 
     @property
-    def apart_reason(self) -> str | None:
+    def separate_graph_reason(self) -> str | None:
         """Why the steps cannot follow other work in one graph; None if they can."""
         return "the target runs without graphs: its graph mode is none" if self._eager else self.plan.host_reason
 
     def capture(self, step: Step, *, before: Factory | None = None, progress: bool = False) -> None:
         """Capture the step at every size, on padding rows; the tables must have no live request.
 
-        before: work that each graph starts with; only if `apart_reason` is None.
+        before: work that each graph starts with; only if `separate_graph_reason` is None.
         """
         if self._eager:
             return

@@ -42,7 +42,7 @@ def test_draft_reads_prompts_from_a_file(pair, tmp_path, run):
 def test_draft_takes_weights_of_8_bits_for_the_draft(pair, run):
     words = draft_words(pair, "x", "--dtype", "bfloat16", "--draft-weights")
     result = run(*words, "fp8", "--explain")
-    assert result.exit_code == 0 and "draft's products read weights in fp8" in result.output, result.output
+    assert result.exit_code == 0 and "draft's matrix products read fp8 weights" in result.output, result.output
     assert " on cpu, bfloat16, draft weights in fp8\n" in result.output
     refused = run(*draft_words(pair, "x", "--draft-weights", "fp8"))
     assert refused.exit_code != 0 and "bfloat16 or float16, got float32" in refused.output
@@ -191,17 +191,20 @@ REFUSED = {
         (("x", "--verify", "dice"), "one of rejection, block"),
         (("x", "--verify", "synthetic:9"), "from 0 to 4"),
         (("x", "--verify", "sampling"), "one of rejection, block"),
-        (("x", "--tree", "4x16", "--verify", "block"), "trees are verified by sampling, got verification 'block'"),
+        (
+            ("x", "--tree", "4x16", "--verify", "block"),
+            "verification is 'block', which verifies chains, but there is a tree",
+        ),
         (("x", "--tree", "4x64"), "1 to 63 draft tokens, got 64"),
-        (("x", "--tree", "4x16", "-k", "1"), "at most the 4 paths that 1 tokens of 4 choices make"),
+        (("x", "--tree", "4x16", "-k", "1"), "num_tokens is 16, more than the 4 paths of 1 tokens with 4 choices"),
         (("x", "--tree", "nowhere"), "--tree is 'nowhere', which is no WIDTHxTOKENS and no file"),
         (("x", "--tree", "4x16", "--backend", "flash_attn3"), "flash_attn3"),
         *((("x", "--tree", f"no_tree_{at}.json"), "tree") for at in range(5)),
         (("x", "--max-tokens", "0"), "max_tokens"),
         (("x" * 600,), "that a round writes ahead. Shorten the prompt."),
         (("x" * 60, "--max-model-len", "64"), "or raise max_model_len to 67 or more"),
-        (("x", "--target", "nowhere"), "model 'nowhere' is no folder"),
-        (("x", "--target", "n" * 300), "nnn' is no folder"),
+        (("x", "--target", "nowhere"), "model 'nowhere' is not a folder"),
+        (("x", "--target", "n" * 300), "nnn' is not a folder"),
         (("--prompts", "nowhere"), "utf-8 file"),
         (("--prompts", "bytes"), "utf-8 file"),
         (("\udcff",), "utf-8"),
@@ -210,11 +213,11 @@ REFUSED = {
     "block_pair": [
         (
             ("x", "--draft", "block_draft", "--tree", "2x40"),
-            "at most the 30 paths that 4 tokens of 2 choices make, got 40",
+            "num_tokens is 40, more than the 30 paths of 4 tokens with 2 choices each",
         ),
         (
             ("x", "--draft", "block_draft", "--tree", "paths.json", "-k", "2"),
-            "at most as deep as the draft has steps, 2, got a path of 3",
+            "at most 2 deep, the draft's steps, got a path of 3",
         ),
     ],
 }
@@ -234,7 +237,7 @@ def test_draft_refuses(of, words, part, request, refused, rebuilt, tmp_path):
 def test_a_backend_that_cannot_serve_the_draft_is_no_reason_for_another(latent_pair, refused):
     words = draft_words(latent_pair, "x", "--draft", "latent_draft")
     of_both, of_draft = (refused(*words, option, "triton_paged") for option in ("--backend", "--draft-backend"))
-    assert "not mla" in of_both and of_both.endswith("name its backend with draft_backend.")
+    assert "not mla" in of_both and of_both.endswith("choose its backend with draft_backend.")
     assert "triton_paged: serves mha, not mla" in of_draft and "draft_backend" not in of_draft
 
 
@@ -253,4 +256,4 @@ def test_a_draft_of_another_model_needs_its_target(refused, tmp_path):
 
 def test_draft_refuses_a_pair_of_another_vocabulary(make_pair, tmp_path, refused):
     folder = make_pair(tmp_path / "small", vocab_size=128)
-    assert "128 tokens, and its prompts are read as 256 bytes" in refused(*draft_words(folder, "x"))
+    assert "128 tokens, not the 256 of a byte-level pair" in refused(*draft_words(folder, "x"))

@@ -38,10 +38,10 @@ REFUSED = {
     "a certainty": ({"min_confidence": 1.0}, "min_confidence must be a probability below 1"),
     "less than no confidence": ({"min_confidence": -0.1}, "min_confidence must be a probability below 1"),
     "a capture size in words": ({"capture_sizes": ["4"]}, "capture_sizes must be ints, got '4'"),
-    "no capture size": ({"capture_sizes": []}, "capture_sizes is empty. Pass numbers of requests; .* leave it out"),
+    "no capture size": ({"capture_sizes": []}, "capture_sizes is empty. Pass batch sizes, leave it out"),
     "one capture size": ({"capture_sizes": 4}, "capture_sizes must be of type Sequence or None, got 4"),
     "a memory limit in parts": ({"graph_memory_limit": 1e9}, "graph_memory_limit must be an int or None, got 1000"),
-    "a loop of no steps": ({"loop_steps": 0}, "loop_steps must be a number of steps, 1 or more, got 0"),
+    "a loop of no steps": ({"loop_steps": 0}, "loop_steps must be 1 or more, got 0"),
     "a loop of parts of a step": ({"loop_steps": 1.5}, "loop_steps must be an int, got 1.5"),
     "confidence in a tree": (
         {"min_confidence": 0.5, "tree": DraftTree.chain(3)},
@@ -72,8 +72,8 @@ def test_without_a_number_of_pages_the_longest_requests_fit():
 
 
 OTHER_MODELS = {
-    "another vocabulary": ({"vocab_size": 30}, {}, "has 30 tokens in its vocabulary, this target has 24"),
-    "another width": ({"hidden_size": 64}, {}, "numbers in the target's hidden states, this target has"),
+    "another vocabulary": ({"vocab_size": 30}, {}, "its vocabulary size is 30, this target's 24"),
+    "another width": ({"hidden_size": 64}, {}, "its size of target hidden states is .*, this target's"),
     "a shorter draft": ({"max_positions": 60}, {}, "the draft has 60 positions. Pass a max_model_len of at most 56"),
     "a position too many": (
         {},
@@ -91,7 +91,7 @@ def test_models_that_fit_neither_each_other_nor_the_settings_are_refused(draft, 
 
 
 def test_speculation_needs_a_draft_and_every_group_a_backend():
-    with pytest.raises(BatchError, match="3 speculative tokens need a draft model"):
+    with pytest.raises(BatchError, match="num_speculative_tokens is 3, but there is no draft model"):
         make_engine((PAIR[0], None))
     with pytest.raises(BatchError, match="every KV group of the target needs a backend, 'layers' has none among"):
         make_engine(backend={"full": get("torch_reference")})

@@ -185,21 +185,21 @@ REFUSED = {
     "rejection": (
         "draft",
         {"verification": "rejection"},
-        "trees are verified by sampling, got verification 'rejection'",
+        "verification is 'rejection', which verifies chains, but there is a tree. Pass sampling",
     ),
     "deeper than the steps": (
         "draft",
         {"steps": 2, "tree": STATIC},
-        "at most as deep as .*, 2, got a path of 3 tokens",
+        "at most 2 deep, .*, got a path of 3 tokens",
     ),
     "a word": ("draft", {"tree": "4x12"}, "of type DraftTree or of type DynamicTreeConfig or None, got '4x12'"),
     "a tree's rule": ("draft", {"tree": None, "verification": "sampling"}, "of rejection, block, .* got 'sampling'"),
     "more than all paths": (
         "block_draft",
         {"tree": DynamicTreeConfig(width=2, num_tokens=15)},
-        "at most the 14 paths that 3 tokens of 2 choices make",
+        "more than the 14 paths of 3 tokens with 2 choices",
     ),
-    "modules": ("modules", {}, "goes step by step or proposes a block, this one has a module for each token"),
+    "modules": ("modules", {}, "runs step by step or proposes a block; this one has a module for each token"),
     "more tokens than modules": (
         "modules",
         {"tree": None, "steps": 5},
@@ -219,5 +219,5 @@ def test_what_a_draft_cannot_draft_is_refused_before_anything_is_allocated(name,
 def test_more_choices_than_the_draft_has_tokens_are_refused_before_anything_is_allocated(tmp_path, monkeypatch):
     draft = load_draft(peagle(9).write(tmp_path), TARGET, dtype=torch.float32)
     monkeypatch.setattr(Engine, "_make_groups", None)
-    with pytest.raises(BatchError, match="as many choices after a token as the draft has, 9, got 10"):
+    with pytest.raises(BatchError, match="at most 9 choices after a token, all that the draft has, got 10"):
         make_engine((TARGET, draft), tree=DynamicTreeConfig(width=10, num_tokens=12))

@@ -64,17 +64,17 @@ REFUSED = {
     "bytes": (request(prompt=b"hello"), "got bytes.*Encode a text"),
     "a tensor": (request(prompt=torch.tensor([1, 2])), r"got Tensor.*pass tolist\(\)"),
     "an array": (request(prompt=torch.tensor([1, 2]).numpy()), r"got ndarray.*pass tolist\(\)"),
-    "numbers of an array": (request(prompt=list(torch.tensor([1, 2]).numpy())), r"must hold token ids.* at place 0"),
-    "mixed types": (request(prompt=[1, "2", None]), "got '2' at place 1"),
-    "a truth": (request(prompt=[1, True]), "got True at place 1"),
-    "a fraction": (request(prompt=[1.0]), "got 1.0 at place 0"),
-    "beyond the vocabulary": (request(prompt=[1, 10**30]), f"got {10**30} at place 1"),
-    "sampling in words": (Request(prompt=[1, 2], sampling="greedy"), "SamplingParams as its sampling, got str"),
-    "stop strings": (request(stop=["end"]), r"has stop strings, \('end',\), and an engine knows tokens alone"),
+    "numbers of an array": (request(prompt=list(torch.tensor([1, 2]).numpy())), r"must hold token ids.* at index 0"),
+    "mixed types": (request(prompt=[1, "2", None]), "got '2' at index 1"),
+    "a truth": (request(prompt=[1, True]), "got True at index 1"),
+    "a fraction": (request(prompt=[1.0]), "got 1.0 at index 0"),
+    "beyond the vocabulary": (request(prompt=[1, 10**30]), f"got {10**30} at index 1"),
+    "sampling in words": (Request(prompt=[1, 2], sampling="greedy"), "the sampling .* must be SamplingParams, got str"),
+    "stop strings": (request(stop=["end"]), r"has stop strings, \('end',\), but an engine knows only tokens"),
     "an empty prompt": (request(prompt=[]), "has an empty prompt. Pass at least one token"),
     "too long": (request(prompt=[1] * 36, max_tokens=5), "at most 40 together, got 36 and 5"),
-    "a negative token": (request(prompt=[-1, 3]), "0 to 23, got -1 at place 0"),
-    "one token too many": (request(prompt=[1, 24]), "0 to 23, got 24 at place 1"),
+    "a negative token": (request(prompt=[-1, 3]), "0 to 23, got -1 at index 0"),
+    "one token too many": (request(prompt=[1, 24]), "0 to 23, got 24 at index 1"),
     "a foreign stop token": (request(stop_token_ids=[3, 24]), r"stop_token_ids.*got \[24\]"),
     "a negative stop token": (request(stop_token_ids=[-1]), r"stop_token_ids.*got \[-1\]"),
 }  # fmt: skip
@@ -108,7 +108,7 @@ def test_requests_may_come_from_a_generator(engine):
 def test_a_callback_that_cannot_be_called_is_refused_before_anything_runs(engine):
     with pytest.raises(BatchError, match="on_token must be a function of a token, got int"):
         engine.submit(ASKED[0], on_token=5)
-    with pytest.raises(BatchError, match="a function of an index and a token, or None, got list and int"):
+    with pytest.raises(BatchError, match="an on_token of an index and a token, or None, got list and int"):
         engine.generate(ASKED, on_token=5)
     assert not engine.step()
 
@@ -143,7 +143,7 @@ def test_a_step_beside_one_of_another_thread_is_refused_and_both_go_on():
         recover()
 
     engine._recover = recover_beside_a_step
-    assert serve(engine, handles) == 0 and len(raised) == 1 and "by another thread. Submit" in raised[0]
+    assert serve(engine, handles) == 0 and len(raised) == 1 and "by another thread. Only" in raised[0]
 
 
 def test_what_another_thread_cancels_beside_a_step_takes_no_pages_from_it():
@@ -165,7 +165,7 @@ def test_a_callback_that_generates_is_refused_and_statistics_go_on():
     engine, raised = make_engine(), []
 
     def nested(index, token):
-        with pytest.raises(BatchError, match="a step may not begin within another"):
+        with pytest.raises(BatchError, match="a step cannot start inside another"):
             engine.generate(ASKED[:1])
         raised.append(token)
 
@@ -288,7 +288,7 @@ class Interrupt:
         # A generator's frame cannot be interrupted twice.
         mine = is_interrupted(code.co_filename) and not code.co_name.startswith("<")
         # In these no step has begun, and nothing is broken off.
-        if mine and code.co_name in ("step", "generate", "_require_outside"):
+        if mine and code.co_name in ("step", "generate", "_require_exclusive"):
             return self
         if not mine or (code.co_name not in self.within if self.within else code.co_name in RECOVERY):
             return None

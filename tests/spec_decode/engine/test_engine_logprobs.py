@@ -87,5 +87,5 @@ def test_a_tree_moves_no_logits_where_nobody_may_ask_for_logprobs(monkeypatch):
 
 
 def test_more_logprobs_than_the_engine_computes_are_refused():
-    with pytest.raises(BatchError, match=r"asks for 3 logprobs, max_logprobs is 2\. Ask for fewer, or raise"):
+    with pytest.raises(BatchError, match=r"requests 3 logprobs, more than max_logprobs, 2\. Request fewer, or raise"):
         make_engine(max_logprobs=2).generate(requests())

@@ -226,7 +226,7 @@ def test_a_preempted_request_waits_ahead_of_the_others_and_starts_anew_with_its_
 def test_a_pool_gives_no_page_that_it_does_not_have():
     pool = PagePool(3, 4)
     pool.allocate(2)
-    with pytest.raises(BatchError, match="2 pages were asked for and 1 of 3 are free"):
+    with pytest.raises(BatchError, match="2 pages were requested and 1 of 3 are free"):
         pool.allocate(2)
     assert pool.num_free == 1
 

@@ -23,7 +23,7 @@ def make_round(pair=CHAIN, **options):
 
 def test_one_graph_is_captured_instead_of_two():
     engine = make_round()
-    assert str(engine.round_plan) == "round: one graph of draft and target: nothing in it needs the host"
+    assert str(engine.round_plan) == "round: one graph for draft and target: nothing in it needs the host"
     engine.capture()
     assert {report.key.kind for report in engine.target.graphs.reports} == {"target"}
     assert engine.drafter.graphs.reports == []
@@ -36,13 +36,16 @@ def whole():
 
 
 APART = {
-    "asked for": ({"one_graph": False}, "asked for"),
+    "requested": ({"one_graph": False}, "requested"),
     "no graphs": ({"graph_mode": GraphMode.NONE}, "the draft's strategy is eager, which uses no graphs"),
     "an eager draft": ({"strategy": Strategy.EAGER}, "the draft's strategy is eager, which uses no graphs"),
     "step by step": ({"strategy": Strategy.PER_STEP}, "the draft's strategy is per_step: it replays a graph for each"),
-    "a loop": ({"strategy": Strategy.DEVICE_LOOP}, "the draft's strategy is device_loop: its loop ends its graph"),
+    "a loop": ({"strategy": Strategy.DEVICE_LOOP}, "the draft's strategy is device_loop: its graph ends with the loop"),
     "step 0 outside": ({"extend_in_graph": False}, "the draft's step 0 runs without a graph: extend_in_graph is off"),
-    "short queries": ({"draft_backend": DecodeOnly()}, r"group draft \(.*\) cannot capture step 0, of several tokens"),
+    "short queries": (
+        {"draft_backend": DecodeOnly()},
+        r"group draft \(.*\) cannot capture step 0, with several tokens",
+    ),
     "planned ahead": (
         {"draft_backend": Planned()},
         r"the host builds the metadata of group draft \(.*\) in every round",
@@ -56,8 +59,8 @@ APART = {
         {"backend": Uncapturable()},
         r"the attention of group target \(.*\) runs between the graph",
     ),
-    "other sizes": ({"capture_sizes": [2]}, r"the draft's graphs are of \[2\] requests, the target's of \[1, 2\]"),
-    "a memory limit": ({"graph_memory_limit": 1 << 30}, "graph_memory_limit is of the draft's graphs alone"),
+    "other sizes": ({"capture_sizes": [2]}, r"the draft's graphs are for \[2\] requests, the target's for \[1, 2\]"),
+    "a memory limit": ({"graph_memory_limit": 1 << 30}, "graph_memory_limit applies only to the draft's graphs"),
 }
 
 
@@ -70,7 +73,7 @@ def test_where_one_graph_cannot_be_the_plan_says_why_and_the_texts_stay(whole, o
 
 @pytest.mark.parametrize(("options", "reason"), list(APART.values())[1:], ids=list(APART)[1:])
 def test_one_graph_that_cannot_be_is_refused(options, reason):
-    with pytest.raises(StrategyError, match=f"one graph of draft and target cannot be: {reason}.*Leave one_graph out"):
+    with pytest.raises(StrategyError, match=f"draft and target cannot share one graph: {reason}.*Leave one_graph out"):
         make_round(one_graph=True, **options)
 
 
@@ -82,5 +85,5 @@ def test_a_target_without_graphs_runs_after_a_captured_draft():
 
 def test_plain_decoding_has_no_plan_of_a_round_and_none_is_taken():
     assert make_round((CHAIN[0], None), steps=0).round_plan is None
-    with pytest.raises(BatchError, match=r"one_graph is False, and there is no draft.*Leave it out"):
+    with pytest.raises(BatchError, match=r"one_graph is False, but there is no draft.*Leave it out"):
         make_round((CHAIN[0], None), steps=0, one_graph=False)
