@@ -164,7 +164,7 @@ def checked_request(name: str, request: Request, config: EngineConfig, pool: Pag
     sampling = request.sampling
     require(
         isinstance(sampling, SamplingParams),
-        f"the sampling of {name} must be SamplingParams, got {type(sampling).__name__}. Pass one, or leave it out.",
+        f"{name} needs SamplingParams as sampling, got {type(sampling).__name__}. Pass one, or leave it out.",
     )
     require(
         not sampling.stop_strings,
@@ -202,16 +202,16 @@ def _check_stop_tokens(name: str, sampling: SamplingParams, vocab_size: int) -> 
     unknown = sorted(token for token in sampling.stop_token_ids if not 0 <= token < vocab_size)
     require(
         not unknown,
-        f"the stop_token_ids of {name} must be 0 to {vocab_size - 1}, the model's vocabulary, got {unknown[:3]}; its "
-        "text would never stop there. Take them from this model's tokenizer.",
+        f"{name} needs stop_token_ids from 0 to {vocab_size - 1}, the model's vocabulary, got {unknown[:3]}; its text "
+        "would never stop there. Take them from this model's tokenizer.",
     )
 
 
 def _checked_prompt(name: str, prompt: object, vocab_size: int) -> tuple[int, ...]:
     require(
         isinstance(prompt, Sequence) and not isinstance(prompt, (str, bytes, bytearray)),
-        f"the prompt of {name} must be a list, tuple or range of token ids, got {type(prompt).__name__}. Encode a "
-        "text; for an array or a tensor, pass tolist().",
+        f"{name} needs its prompt as a list, tuple or range of token ids, got {type(prompt).__name__}. "
+        "Encode a text; for an array or a tensor, pass tolist().",
     )
     assert isinstance(prompt, Sequence)
     token_ids = tuple(prompt)

@@ -45,7 +45,7 @@ REFUSED = {
     "a loop of parts of a step": ({"loop_steps": 1.5}, "loop_steps must be an int, got 1.5"),
     "confidence in a tree": (
         {"min_confidence": 0.5, "tree": DraftTree.chain(3)},
-        "got min_confidence 0.5 with a tree",
+        "min_confidence is 0.5, but a tree keeps",
     ),
 }
 
@@ -118,7 +118,7 @@ def test_arguments_of_another_type_are_named(name):
 
 
 def test_graphs_reach_as_many_requests_as_may_run_at_once():
-    with pytest.raises(BatchError, match=r"capture_sizes end at 2 and up to 3 requests run at once.* Add 3 to"):
+    with pytest.raises(BatchError, match=r"capture_sizes end at 2, but up to 3 requests run at once.* Add 3 to"):
         make_engine(graph_mode=GraphMode.FULL, capture_sizes=[1, 2])
     make_engine(graph_mode=GraphMode.FULL, capture_sizes=[3])
     make_engine(graph_mode=GraphMode.NONE, capture_sizes=[1, 2])
