@@ -28,7 +28,7 @@ _CROWD = 32
 check = Family("numerics", covers=with_case())
 
 
-def _asking(subject: Subject) -> Iterable[tuple[str, Case]]:
+def _batch_invariant_cases(subject: Subject) -> Iterable[tuple[str, Case]]:
     """Yield specs that request batch invariance, for a few telling variants."""
     variants = ("base", "bf16", "window", "window_sinks_cap", "sinks", "deepseek_v3", "deepseek_v4_packed")
     batch = Batch((_QUERY_LEN,) * 3, _LENGTHS, _ROWS)
@@ -37,9 +37,9 @@ def _asking(subject: Subject) -> Iterable[tuple[str, Case]]:
 
 
 @check(
-    "the bits of a token's output do not depend on the rows beside it, its query's length, the padding or the bound on "
-    "lengths, where the spec asks for that",
-    _asking,
+    "with batch_invariant, no bit of a token's output depends on the other rows, its query's length, padding or the "
+    "bound on lengths",
+    _batch_invariant_cases,
 )
 def bits_do_not_depend_on_the_batch(subject: Subject, case: Case) -> None:
     generator = torch.Generator().manual_seed(1)
@@ -51,17 +51,17 @@ def bits_do_not_depend_on_the_batch(subject: Subject, case: Case) -> None:
         ends = [query[-1:] for query in queries]
         (last,) = _attended(subject, case.spec, [request], ends, 1, _BOUND)
         (crowded,) = _attended(subject, case.spec, [request], ends, _CROWD, _BOUND)
-        for what, alone, beside in (
+        for what, found, expected in (
             (f"a block of {_QUERY_LEN} tokens alone", block, together[request]),
             ("its last token alone", last, together[request][-1:]),
             (f"its last token in {_CROWD} rows", crowded, together[request][-1:]),
         ):
-            differing = int((bits(alone) != bits(beside)).sum())
+            differing = int((bits(found) != bits(expected)).sum())
             expect(
                 differing == 0,
                 contract="a token's output is the same bits in every batch",
-                expected=f"{what}, of a request of {length} tokens, as beside {len(_LENGTHS) - 1} others",
-                got=f"{differing} of {alone.numel()} elements differ, by up to {(alone - beside).abs().max():.2e}",
+                expected=f"{what}, of a request of {length} tokens, as in a batch of {len(_LENGTHS)}",
+                got=f"{differing} of {found.numel()} elements differ, by up to {(found - expected).abs().max():.2e}",
             )
 
 
@@ -74,11 +74,11 @@ def _attended(
     max_seq_len: int,
 ) -> list[torch.Tensor]:
     """Return the outputs of these requests, on the CPU, run as one batch of `rows` rows including padding."""
-    asked = [queries[request] for request in requests]
-    lens = tuple(len(query) for query in asked)
+    chosen = [queries[request] for request in requests]
+    lens = tuple(len(query) for query in chosen)
     # The same size for every batch, so every fixture has the same keys and values.
     fixture = PagedFixture(subject, spec, _CROWD, max_seq_len=_BOUND)
     fixture.reorder(requests)
     batch = Batch(lens, tuple(_LENGTHS[request] for request in requests), rows)
-    out = fixture.build(batch, max_seq_len=max_seq_len).attend(asked).cpu()
+    out = fixture.build(batch, max_seq_len=max_seq_len).attend(chosen).cpu()
     return list(out[: sum(lens)].split(list(lens)))

@@ -35,7 +35,7 @@ def _blocks(subject: Subject) -> Iterable[tuple[str, Case]]:
 
 
 @numerics(
-    "a query token of a group that is not causal sees its request's tokens behind it, and a window ends at none",
+    "a query token of a non-causal group also sees its request's later tokens, and a window cuts off none of them",
     _blocks,
     since=(1, 2),
 )
@@ -45,7 +45,7 @@ def blocks_see_what_is_behind(subject: Subject, case: Case) -> Measurements:
 
 
 @graph(
-    "a graph of a block's attention replays over blocks that end elsewhere",
+    "a graph of a block's attention replays over blocks that end at other positions",
     lambda subject: ((name, case) for name, case in _blocks(subject) if case.batch is VERIFY),
     advances=True,
     since=(1, 2),

@@ -42,10 +42,10 @@ def build_leaves_the_batch_alone(subject: Subject, case: Case) -> None:
     before = copies_of(view)
     fixture.builder().build(view, horizon=_STEPS)
     changed = changed_since(before, view)
-    expect(not changed, contract="build() is pure towards its input", expected="no change", got=changed)
+    expect(not changed, contract="build() leaves its input unchanged", expected="no change", got=changed)
 
 
-@check("the same batch shape gives the same addresses again, and means the batch of now", _DECODE, covers=with_case())
+@check("a build for the same batch shape reuses its addresses for the current batch", _DECODE, covers=with_case())
 def build_reuses_its_addresses(subject: Subject, case: Case) -> Measurements:
     fixture = PagedFixture(subject, case.spec, case.batch.rows)
     built = fixture.build(case.batch)
@@ -56,17 +56,17 @@ def build_reuses_its_addresses(subject: Subject, case: Case) -> Measurements:
     moved = moved_since(first, rebuilt)
     expect(
         not moved,
-        contract="a rebuild lands in the buffers that a graph was captured with",
+        contract="a rebuild writes into the buffers that a graph was captured with",
         expected="the same addresses",
         got=f"{moved} moved",
     )
     if subject.no_attention:
         return {}
-    return built.expect_attention("attention of a rebuild, with other pages behind the first ones", metadata=rebuilt)
+    return built.expect_attention("attention of a rebuild, with other pages after the first ones", metadata=rebuilt)
 
 
 @check(
-    "P1: built at t, shared state moved, advance: every field is what a fresh builder builds at t+1",
+    "P1: build at t, move the shared state, advance: every field equals a fresh build at t+1",
     joined(_DECODES, _PAGED_DECODE),
     advances=True,
     shrink=True,
@@ -79,7 +79,7 @@ def advance_means_a_rebuild(subject: Subject, case: Case) -> None:
 
 
 @check(
-    "after n advances the metadata means the advanced batch: same attention, every token in its slot, none elsewhere",
+    "after n advances the metadata describes the advanced batch: same attention, every token in its own slot only",
     joined(_DECODES, _PAGED_DECODE),
     advances=True,
     shrink=True,
@@ -96,7 +96,7 @@ def advance_attends_right(subject: Subject, case: Case) -> Measurements:
 
 
 @check(
-    "P2: built on one batch, shared state overwritten with another, advance: it means a fresh build of that one",
+    "P2: build for one batch, overwrite the shared state with another, advance: every field equals a fresh build",
     joined(base_cases({"decode": DECODE, "verify": VERIFY}), _PAGED_DECODE),
     advances=True,
     shrink=True,
@@ -108,15 +108,15 @@ def advance_refreshes_another_batch(subject: Subject, case: Case) -> Measurement
     measured = []
     # The second batch catches fields that only grow; the third, fields refreshed only if lengths or first pages change.
     for before in (shorter, longer, case.batch):
-        built_on = f"built on requests of {list(before.seq_lens)} tokens"
+        built_for = f"built for requests of {list(before.seq_lens)} tokens"
         fixture = PagedFixture(subject, case.spec, rows)
         built = fixture.build(before, horizon=_STEPS)
         # Like requests with a shared prefix, each keeps its first page.
         fixture.exchange_tails()
         built.replace(case.batch)
-        expect_same_fields(built.metadata, built.fresh(horizon=_STEPS), f"P2, {built_on}")
+        expect_same_fields(built.metadata, built.fresh(horizon=_STEPS), f"P2, {built_for}")
         if not subject.no_attention:
-            measured.append(built.expect_attention(f"attention after P2's refresh, {built_on}"))
+            measured.append(built.expect_attention(f"attention after P2's refresh, {built_for}"))
     return worst(measured)
 
 
@@ -130,7 +130,7 @@ def _preplanned(subject: Subject) -> Iterable[tuple[str, Case]]:
     ]
 
 
-@check("metadata built from the host's lengths of steps to come means each of them when it runs", _preplanned)
+@check("metadata planned from host lengths of later steps is right when each step runs", _preplanned)
 def plans_ahead_attend_right(subject: Subject, case: Case) -> Measurements:
     fixture, batch = PagedFixture(subject, case.spec, case.batch.rows), case.batch
     built = fixture.build(batch)
@@ -147,7 +147,7 @@ def plans_ahead_attend_right(subject: Subject, case: Case) -> Measurements:
 
 
 @check(
-    "metadata serves every batch within its capture constants, not only within the bound that it was built for",
+    "metadata serves every batch within its capture constants, even beyond the bound it was built for",
     base_cases({"decode": Batch((1, 1), (5, 30), 3)}),
     advances=True,
     since=(1, 1),
@@ -157,11 +157,11 @@ def constants_are_served(subject: Subject, case: Case) -> Measurements:
     built = fixture.build(case.batch, max_seq_len=64)
     longest = min(built.builder.capture_constants(built.metadata).max_seq_len, fixture.max_seq_len)
     built.replace(Batch((1,) * rows, (longest,) * rows, rows))
-    return built.expect_attention(f"attention over {longest} tokens, which the capture constants admit")
+    return built.expect_attention(f"attention over {longest} tokens, within the capture constants")
 
 
 @check(
-    "build() reads nothing of the device where the builder asks for no lengths on the host",
+    "build() reads nothing from the device if the builder needs no host lengths",
     base_cases({"decode": DECODE, "verify": VERIFY}),
     covers=with_case(),
     since=(1, 1),
@@ -169,20 +169,20 @@ def constants_are_served(subject: Subject, case: Case) -> Measurements:
 def build_reads_no_device(subject: Subject, case: Case) -> None:
     host_lengths = subject.backend.builder.host_lengths
     if host_lengths is not HostLengths.NONE:
-        raise Unsupported(f"the builder asks for lengths on the host: {host_lengths.value}")
+        raise Unsupported(f"the builder needs host lengths: {host_lengths.value}")
     # The first build of a shape is allowed to plan it.
     built = PagedFixture(subject, case.spec, case.batch.rows).build(case.batch)
     unknown = replace(built.view(), host_seq_lens=None, host_seq_lens_exact=False)
     read = [*tensors_of(unknown).values(), *tensors_of(built.metadata).values()]
     with (
-        expect_no_wait("host_lengths NONE: a build waits for nothing of the device", "device work only"),
+        expect_no_wait("host_lengths NONE: a build never waits for the device", "device work only"),
         refuse_host_reads(subject.device, read),
     ):
         built.builder.build(unknown)
 
 
 @check(
-    "build() takes lengths on the host for the upper bounds that they are, unless they are said to be exact",
+    "build() treats host lengths as upper bounds unless they are marked exact",
     base_cases({"decode": DECODE, "verify": VERIFY}),
     covers=with_case(),
     since=(1, 2),
@@ -195,7 +195,7 @@ def host_lengths_may_be_bounds(subject: Subject, case: Case) -> Measurements:
     bounds = (bound,) * live + (0,) * (case.batch.rows - live)
     bounded = replace(built.view(), host_seq_lens=bounds, host_seq_lens_exact=False)
     metadata = built.builder.build(bounded)
-    return built.expect_attention(f"attention of metadata built with {bound} on the host as a bound", metadata=metadata)
+    return built.expect_attention(f"attention of a build with host lengths bounded by {bound}", metadata=metadata)
 
 
 @check("advance() keeps every address, shape, dtype and host field", _DECODE, advances=True)
@@ -240,9 +240,9 @@ def advance_is_device_work(subject: Subject, case: Case) -> None:
 def step_fields_are_complete(subject: Subject, case: None) -> None:
     declared, changed = set(subject.backend.builder.step_fields), set()
     empty: set[str] = set()
-    for _, windowed_or_not in _DECODE(subject):
-        if subject.backend.supports(windowed_or_not.spec, subject.device):
-            moved, without = _fields_that_move(subject, windowed_or_not)
+    for _, case_ in _DECODE(subject):
+        if subject.backend.supports(case_.spec, subject.device):
+            moved, without = _fields_that_move(subject, case_)
             changed |= moved
             empty |= without
     undeclared = [f"{name} changed and is not declared" for name in sorted(changed - declared)]
@@ -250,7 +250,7 @@ def step_fields_are_complete(subject: Subject, case: None) -> None:
     expect(
         not undeclared and not still,
         contract="every field that depends on the position is declared, and every declared one moves",
-        expected="step_fields that name what changes and nothing else",
+        expected="step_fields that name exactly the fields that change",
         got="; ".join([*undeclared, *still]),
     )
 
@@ -297,4 +297,4 @@ def limits_hold(subject: Subject, case: Case) -> Measurements:
     fixture.expect_cache(built.seq_lens, contract="a request at its limit writes nothing more")
     flags = fixture.tables.overflow.tolist()
     expect(flags == [1, 0, 1, 0], contract="the overflow flag is raised", expected="[1, 0, 1, 0]", got=flags)
-    return fixture.assert_within_budget(out[1:2], [43], queries[1:2], first=1, contract="the others go on")
+    return fixture.assert_within_budget(out[1:2], [43], queries[1:2], first=1, contract="the other requests continue")

@@ -173,9 +173,9 @@ def check_names() -> list[str]:
     return [f"{definition.family}.{definition.verb}" for definition in _definitions]
 
 
-def expand(subject: Subject, asked: Collection[str] = ()) -> list[Check]:
+def expand(subject: Subject, requested: Collection[str] = ()) -> list[Check]:
     """Return every check on every case for this backend and device, by family; asked: ON_REQUEST families to add."""
-    wanted = (each for each in _definitions if each.family not in ON_REQUEST or each.family in asked)
+    wanted = (each for each in _definitions if each.family not in ON_REQUEST or each.family in requested)
     ordered = sorted(wanted, key=lambda definition: FAMILIES.index(definition.family))
     return [check for definition in ordered for check in definition.expand(subject)]
 
@@ -219,4 +219,4 @@ def _failing(run: Callable[[Batch], Measurements | None], batch: Batch) -> Itera
 def _describe(batch: Batch) -> str:
     if batch.rows == 1:
         return f"one request of {batch.seq_lens[0]} tokens, query length {batch.query_lens[0]}"
-    return f"requests of {list(batch.seq_lens)} tokens in {batch.rows} rows, none of them alone"
+    return f"requests of {list(batch.seq_lens)} tokens in {batch.rows} rows; no request fails alone"

@@ -44,7 +44,7 @@ def main(name: str, writer: int, request: dict[str, Any]) -> None:
     except ReportError as error:
         _send(writer, {"refused": str(error)})
     if threads := ", ".join(running_threads()):
-        why = f"still running after the last check: {threads}. A program that loads the backend would not end"
+        why = f"still running after the last check: {threads}. A program that loads the backend would never exit"
         _send(writer, {"notes": [f"{why}: stop them, or make them daemons."]})
         end_at_once(0)
 

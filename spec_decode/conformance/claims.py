@@ -34,7 +34,7 @@ def claims_of(subject: Subject, columns: Iterable[str]) -> dict[str, Claim]:
         raise
     except BaseException as error:  # a plug-in's record can hold anything
         return {EVERYTHING: _unreadable(error)}
-    claimed = _OF_A_BUILDER if subject.engine else {*_READERS, *columns} - {EVERYTHING}
+    claimed = _BUILDER_CLAIMS if subject.engine else {*_READERS, *columns} - {EVERYTHING}
     return {tag: _claim(subject, tag) for tag in sorted(claimed)}
 
 
@@ -80,13 +80,13 @@ def _kv(dtype: torch.dtype, subject: Subject) -> Claim:
 
 def _dtype(dtype: torch.dtype, subject: Subject) -> Claim:
     able = subject.backend.capabilities
-    rounded = "outputs over parts of a prefix are rounded to it and summed in it" if able.rounds_partials else ""
+    rounded = "partial outputs of a split prefix are rounded to it and summed in it" if able.rounds_partials else ""
     return Claim(claimed=dtype in able.dtypes, reason=rounded)
 
 
 def _feature(feature: Feature, subject: Subject) -> Claim:
     able = subject.backend.capabilities
-    return Claim(claimed=feature in able.features, reason="a spec must ask for it" if feature in able.required else "")
+    return Claim(claimed=feature in able.features, reason="a spec must request it" if feature in able.required else "")
 
 
 def _listed(field: str, value: object, subject: Subject) -> Claim:
@@ -100,7 +100,7 @@ def _size(field: str, size: int, subject: Subject) -> Claim:
     return Claim(claimed=size in sizes, reason=f"{field.removesuffix('s').replace('_', ' ')} {sizes}")
 
 
-_OF_A_BUILDER = {coverage.CAPTURE, coverage.ADVANCE}
+_BUILDER_CLAIMS = {coverage.CAPTURE, coverage.ADVANCE}
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _READERS: dict[str, Callable[[Subject], Claim]] = {
     coverage.CAPTURE: _capture,

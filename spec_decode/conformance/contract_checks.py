@@ -21,7 +21,7 @@ from spec_decode.testing.subject import Subject
 
 check = Family("contract", covers=only(DECLARED))
 
-_IS_DATA = "the capability record is data: it goes to JSON and comes back the same"
+_IS_DATA = "the capability record survives a round trip through JSON"
 _BASE = spec_cases({"decode": DECODE}, ("base",))
 
 
@@ -36,33 +36,33 @@ def version_matches(subject: Subject, case: None) -> None:
     stated = [owner for owner in type(subject.backend).__mro__ if "contract_version" in vars(owner)]
     expect(
         stated[0] is not AttentionBackend,
-        contract="a backend's own class states contract_version; AttentionBackend's moves with this library, so that "
-        "checks which are new to the backend would fail it",
+        contract="a backend's own class states contract_version; AttentionBackend's moves with this library, so newer "
+        "checks would fail the backend",
         expected=f"contract_version = {CONTRACT_VERSION} in {type(subject.backend).__name__}",
         got="AttentionBackend's own",
     )
 
 
-@check("a backend is called what it is registered as", since=(1, 1))
+@check("a backend is registered under its own name", since=(1, 1))
 def name_is_the_registered_one(subject: Subject, case: None) -> None:
     # If several packages declare a name, each is available as "package:name".
-    registered = subject.asked_as.rpartition(":")[2] or subject.backend.name
+    registered = subject.requested_name.rpartition(":")[2] or subject.backend.name
     expect(
         subject.backend.name == registered,
-        contract="plans, errors and reports call a backend by its class's name, and that is the one to ask for it by",
+        contract="plans, errors and reports show the class's name, so it must be the registered one",
         expected=f"name = {registered!r} in {type(subject.backend).__name__}, as it is registered",
         got=repr(subject.backend.name),
     )
 
 
-@check("capabilities are a record that a report can hold")
+@check("capabilities can be stored in a report")
 def capabilities_are_data(subject: Subject, case: None) -> Measurements:
     able = subject.backend.capabilities
     try:
         text = _as_json(able)
         same = _as_json(msgspec.json.decode(text, type=Capabilities, dec_hook=_dtype_of)) == text
     except (TypeError, ValueError) as error:
-        raise CheckFailure(contract=_IS_DATA, expected="JSON, and back", got=str(error)) from error
+        raise CheckFailure(contract=_IS_DATA, expected="a record that JSON can hold", got=str(error)) from error
     expect(
         same, contract=_IS_DATA, expected="the fields of Capabilities", got=[f.name for f in dataclasses.fields(able)]
     )
@@ -76,7 +76,7 @@ def _as_json(able: Capabilities) -> bytes:
 def _name_of(value: object) -> str:
     if isinstance(value, torch.dtype):
         return str(value).removeprefix("torch.")
-    raise TypeError(f"a {type(value).__name__} is no data")
+    raise TypeError(f"a {type(value).__name__} is not plain data")
 
 
 def _dtype_of(kind: type, name: str) -> object:
@@ -91,7 +91,7 @@ def supports_answers_with_reasons(subject: Subject, case: None) -> None:
     answer = subject.backend.supports(spec, torch.device("meta"))
     expect(
         isinstance(answer, Rejected) and all(answer.reasons),
-        contract="supports() refuses a device it cannot run on, with reasons",
+        contract="supports() rejects a device it cannot run on, with reasons",
         expected="Rejected(reasons)",
         got=answer,
     )
@@ -109,7 +109,7 @@ def builder_declares_itself(subject: Subject, case: Case) -> None:
     )
     expect(
         support.level is not AdvanceLevel.PREPLANNED or builder.host_lengths is not HostLengths.NONE,
-        contract="a plan ahead is made from lengths that the host is told",
+        contract="a builder that plans ahead needs host lengths",
         expected="host_lengths UPPER_BOUND or EXACT",
         got=builder.host_lengths,
     )
@@ -146,7 +146,7 @@ def builders_share_no_state(subject: Subject, case: Case) -> None:
     )
 
 
-@check("a subclass that overrides build() must state its advance again")
+@check("a subclass that overrides build() must declare its advance again")
 def overriding_build_drops_the_claim(subject: Subject, case: None) -> None:
     base: type[MetadataBuilder[Any]] = subject.backend.builder
     derived = type("Derived", (base,), {"build": lambda self, batch, *, horizon=0: None})
@@ -162,7 +162,7 @@ def overriding_build_drops_the_claim(subject: Subject, case: None) -> None:
 @check("using a backend on the CPU never initialises CUDA", _BASE)
 def cpu_use_touches_no_cuda(subject: Subject, case: Case) -> None:
     if subject.device.type != "cpu" or torch.cuda.is_initialized():
-        raise Unsupported("CUDA is in use here, so that no backend can be seen to start it")
+        raise Unsupported("CUDA is already initialised here, so this cannot be tested")
     PagedFixture(subject, case.spec, case.batch.rows).build(case.batch).attend()
     expect(
         not torch.cuda.is_initialized(),
@@ -176,7 +176,7 @@ def cpu_use_touches_no_cuda(subject: Subject, case: Case) -> None:
 def loading_touches_no_cuda(subject: Subject, case: None) -> None:
     expect(
         not registry.started_cuda(subject.backend),
-        contract="a backend is loaded without initialising CUDA: whoever loads it has not chosen a device yet",
-        expected="torch.cuda as it was; ask for devices in supports(), a builder or forward()",
+        contract="loading a backend must not initialise CUDA: no device has been chosen yet",
+        expected="torch.cuda as it was; query devices in supports(), a builder or forward()",
         got="initialised while it was loaded",
     )

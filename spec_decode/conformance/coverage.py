@@ -89,7 +89,7 @@ def unsupported_strategies(subject: Subject) -> dict[Strategy, str]:
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # a plug-in's builder can fail in any way; its checks report that too
-        return dict.fromkeys(Strategy, f"cannot be asked: {type(error).__name__}: {error}")
+        return dict.fromkeys(Strategy, f"cannot be queried: {type(error).__name__}: {error}")
     return found
 
 

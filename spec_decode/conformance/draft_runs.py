@@ -147,7 +147,7 @@ def compare(draft: partial[DraftRun]) -> tuple[DraftRun, int]:
             continue
         expect_same(run, eager, f"{strategy.value} at temperature {draft.keywords['temperature']:g}")
         compared += 1
-    expect(compared > 0, contract="the backend can be drafted with", expected="a graph strategy", got="none")
+    expect(compared > 0, contract="a graph strategy runs on the backend", expected="at least one", got="none")
     return eager, compared
 
 

@@ -29,7 +29,7 @@ _BLOCKS: dict[str, tuple[int, int, DraftTree | DynamicTreeConfig | None]] = {
 
 
 @check(
-    "trees, static and dynamic, caches and flags are the same bits in every strategy as in eager",
+    "static and dynamic trees, caches and flags have the same bits in every strategy as in eager",
     lambda subject: _TREES.items(),
     since=(1, 2),
 )
@@ -41,7 +41,7 @@ def strategies_agree_on_trees(subject: Subject, case: tuple[int, int, DraftTree 
 
 
 @check(
-    "blocks of one step, in a row or in trees, have the same bits in every strategy as in eager, greedy and random",
+    "one-step blocks, as chains or trees, have the same bits in every strategy as in eager, greedy and sampled",
     lambda subject: _BLOCKS.items(),
     since=(1, 2),
 )

@@ -43,7 +43,7 @@ def _shapes(*shapes: tuple[int, int]) -> Cases:
 
 
 @check(
-    "tokens, cached logits, cache and flags are the same bits in every strategy as in eager, greedy and random",
+    "tokens, cached logits, cache and flags have the same bits in every strategy as in eager, greedy and sampled",
     _shapes(*product(_STEP_COUNTS, _BATCH_SIZES)),
     covers=every_strategy,
 )
@@ -61,7 +61,7 @@ def _compare_strategies(
 
 
 @check(
-    "with a length for each request, or a least confidence, every strategy drafts the start of the whole draft",
+    "with a draft length per request, or a minimum confidence, every strategy drafts a prefix of the whole draft",
     _shapes((2, 3), (4, 3), (4, 7), (7, 2)),
     covers=every_strategy,
 )
@@ -74,22 +74,22 @@ def requests_stop_on_their_own(subject: Subject, case: tuple[int, int]) -> Measu
     for temperature in (0.0, 1.0):
         run = partial(draft, fixture, temperature=temperature)
         whole = run(Strategy.EAGER)
-        least, kept = _doubt(whole[0, "draft tokens"], whole[0, "cached logits"])
+        threshold, kept = _confidence_cut(whole[0, "draft tokens"], whole[0, "cached logits"])
         for short, lens, what in (
-            (partial(run, draft_lens=lengths), torch.tensor(lengths), "a length each"),
-            (partial(run, min_confidence=least), kept, "a least confidence"),
+            (partial(run, draft_lens=lengths), torch.tensor(lengths), "a length per request"),
+            (partial(run, min_confidence=threshold), kept, "a minimum confidence"),
         ):
             eager, strategies = compare(short)
             past_end = torch.arange(steps)[:, None] >= lens
             wanted = whole[0, "draft tokens"].cpu().masked_fill(past_end, NO_TOKEN)
             start = {(0, "draft tokens"): wanted.to(subject.device)}
-            expect_same(eager, start, f"{what} ends the drafts and changes none before the end")
+            expect_same(eager, start, f"{what} ends drafts and changes no earlier token")
             compared += strategies
     return {"runs_compared": float(compared)}
 
 
 @check(
-    "after rounds in which a request, or all of them, drafted nothing, drafts are those of rounds that never stopped",
+    "after rounds in which one request or all drafted nothing, drafts equal those of a run without a pause",
     _shapes((1, 2), (4, 3), (3, 7)),
     covers=every_strategy,
     since=(1, 2),
@@ -99,31 +99,31 @@ def drafts_resume_after_a_pause(subject: Subject, case: tuple[int, int]) -> Meas
     steps, num_reqs = case
     fixture, compared = DraftFixture.make(subject, num_reqs, steps), 0
     for temperature in (0.0, 1.0):
-        never = draft_after_a_pause(fixture, Strategy.EAGER, None, temperature=temperature)
+        unpaused = draft_after_a_pause(fixture, Strategy.EAGER, None, temperature=temperature)
         for strategy, pause in product(Strategy, Pause):
             try:
                 run = draft_after_a_pause(fixture, strategy, pause, temperature=temperature)
             except StrategyError:
                 continue
-            wanted = {key: never[key] for key in run}
+            wanted = {key: unpaused[key] for key in run}
             expect_same(run, wanted, f"{strategy.value} after a pause of {pause.value}, at temperature {temperature:g}")
             compared += 1
     return {"runs_compared": float(compared)}
 
 
-def _doubt(tokens: torch.Tensor, logits: torch.Tensor) -> tuple[float, torch.Tensor]:
+def _confidence_cut(tokens: torch.Tensor, logits: torch.Tensor) -> tuple[float, torch.Tensor]:
     """Return a min_confidence that splits the first tokens in half, and how many tokens each request drafts with it.
 
     tokens: [K, n]; logits: [K, n, V].
     """
     confidence = logits.double().softmax(-1).gather(2, tokens.clamp(min=0)[..., None])[..., 0]
     first = confidence[0].sort().values
-    least = float(first[len(first) // 2 - 1 : len(first) // 2 + 1].mean())
-    return least, (confidence >= least).int().cumprod(0).sum(0).cpu() + 1
+    threshold = float(first[len(first) // 2 - 1 : len(first) // 2 + 1].mean())
+    return threshold, (confidence >= threshold).int().cumprod(0).sum(0).cpu() + 1
 
 
 @check(
-    "every step's logits are those of a dense computation over each request's logical tokens",
+    "every step's logits match a dense computation over each request's logical tokens",
     _shapes((1, 3), (4, 3), (7, 2)),
 )
 @without_interpreter
@@ -135,7 +135,7 @@ _SHAPES = {f"k3-n2-{shape.value}": (3, 2, shape) for shape in (DraftShape.LAYERS
 
 
 @check(
-    "two layers of a group, and groups of other pages and windows, each attend to the layer's own logical tokens",
+    "each layer of a group, and of groups with other pages and windows, attends to its own logical tokens",
     lambda subject: _SHAPES,
     since=(1, 1),
 )
@@ -248,8 +248,8 @@ def _dense_model(fixture: DraftFixture, dtype: torch.dtype) -> EagleDraft:
     target = target_of(fixture.model.config)
     model = type(fixture.model)(fixture.model.config, target)
     model.load_state_dict(fixture.model.state_dict())
-    for mine, shared in zip((target.embed, target.lm_head), fixture.model._shared, strict=True):
-        mine.load_state_dict(shared.state_dict())
+    for copy, shared in zip((target.embed, target.lm_head), fixture.model._shared, strict=True):
+        copy.load_state_dict(shared.state_dict())
     for parameter in (*target.parameters(), *model.parameters()):
         parameter.requires_grad_(False)
         parameter.data = parameter.data.to(dtype)
@@ -257,16 +257,16 @@ def _dense_model(fixture: DraftFixture, dtype: torch.dtype) -> EagleDraft:
 
 
 @check(
-    "a round of the strategy chosen, and of the device loop, enqueues device work only",
+    "a round of the chosen strategy, and of the device loop, only enqueues device work",
     lambda subject: [("k4-n3", None), (f"k4-n3-{Strategy.DEVICE_LOOP.value}", Strategy.DEVICE_LOOP)],
 )
 @without_interpreter
 def a_round_never_waits(subject: Subject, case: Strategy | None) -> None:
     fixture = DraftFixture.make(subject, 3, 4)
     if subject.backend.builder.host_lengths is HostLengths.EXACT:
-        raise Unsupported("the builder needs exact lengths on the host, for which a round waits")
+        raise Unsupported("the builder needs exact host lengths, so a round waits for the device")
     if subject.device.type == "cpu" and case is Strategy.DEVICE_LOOP:
-        raise Unsupported("on the CPU the emulator reads when a loop ends, which a device does itself")
+        raise Unsupported("on the CPU the emulator reads the loop's continue flag on the host")
     try:
         drafter = fixture.drafter(case)
     except StrategyError as error:
@@ -275,7 +275,7 @@ def a_round_never_waits(subject: Subject, case: Strategy | None) -> None:
     verified = verified_tokens(fixture, fixture.contexts(), 0.0, 0)
     drafter.propose(verified)
     with (
-        expect_no_wait("a round enqueues device work only", "no wait"),
+        expect_no_wait("a round only enqueues device work", "no wait"),
         HostReadGuard() if subject.device.type == "cpu" else refuse_cuda_waits(),
     ):
         drafter.propose(verified)

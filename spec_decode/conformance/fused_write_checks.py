@@ -70,7 +70,7 @@ def fused_rope_write_stores_the_same(subject: Subject, case: Case) -> Measuremen
     live = slice(len(slots))
     queries = rotated[live], rope_formula(query, rope)[live], reference(query)[live]
     keys = fused[0][slots], separate[0][slots], reference(key)[live]
-    compared = {"the queries, rotated": queries, "the keys, rotated": keys}
+    compared = {"the rotated queries": queries, "the rotated keys": keys}
     return worst(_assert_as_precise(*tensors, case, what) for what, tensors in compared.items())
 
 
@@ -105,14 +105,14 @@ def fused_latent_write_stores_the_same(subject: Subject, case: Case) -> Measurem
     tail = wide[..., -2 * pairs :].unflatten(-1, (pairs, 2))
     turned = _turned(tail[..., 0], tail[..., 1], angles[norm_rope.positions.cpu()])
     reference = torch.cat([wide[..., : -2 * pairs], torch.stack(turned, -1).flatten(-2)], -1)
-    wanted = "the latents, normed and rotated"
+    wanted = "the normed and rotated latents"
     return _assert_as_precise(fused[0][slots], separate[0][slots], reference[: len(slots)], case, wanted)
 
 
 def _assert_as_precise(
     fused: torch.Tensor, separate: torch.Tensor, reference: torch.Tensor, case: Case, expected: str
 ) -> Measurements:
-    contract = "a fused write is as precise as its steps, one after the other"
+    contract = "a fused write is as precise as its separate steps"
     return assert_as_precise(
         fused, separate, reference, case.spec, contract=contract, expected=expected, factor=_FACTOR
     )
@@ -163,5 +163,5 @@ def _expect_same_slots(fused: torch.Tensor, separate: torch.Tensor) -> None:
         not stray and not missed,
         contract="a fused write stores the tokens that have a slot and no others",
         expected="the slots that write_kv writes",
-        got=f"slots {stray[:8]} written too, slots {missed[:8]} not written",
+        got=f"slots {stray[:8]} written as well, slots {missed[:8]} not written",
     )

@@ -75,12 +75,12 @@ class _CapturedLoop:
         for request, length in enumerate(batch.seq_lens):
             fixture.put(request, range(length))
         steps = [[n + step for n in batch.seq_lens] for step in range(1, self.steps + 1)]
-        asked = [self._fill(step, batch, lens) for step, lens in enumerate(steps)]
+        filled = [self._fill(step, batch, lens) for step, lens in enumerate(steps)]
         self.out.fill_(float("nan"))
         self.graph.replay()
         measured = [
             fixture.assert_within_budget(out, lens, queries, contract=f"step {step} of a replay over '{name}'")
-            for step, (out, lens, queries) in enumerate(zip(self.out, steps, asked, strict=True), start=1)
+            for step, (out, lens, queries) in enumerate(zip(self.out, steps, filled, strict=True), start=1)
         ]
         fixture.expect_cache(steps[-1], contract=f"writes of a replay over '{name}'")
         return worst(measured)
@@ -115,7 +115,7 @@ def loop_replays_over_other_batches(subject: Subject, case: Case) -> Measurement
 
 
 @check(
-    "a captured loop of advances, replayed over batches of other lengths: every field is what a fresh builder builds",
+    "a captured loop of advances, replayed over batches of other lengths: every field equals a fresh build",
     _CASES,
     advances=True,
     since=(1, 1),
@@ -138,7 +138,7 @@ def replayed_advances_mean_a_rebuild(subject: Subject, case: Case) -> None:
         expect_same_fields(built.metadata, fixture.builder().build(view), f"after a replay over '{name}'")
 
 
-@check("a replay gives, bit for bit, what the same steps give with fresh builds", _FEW_OR_MORE, advances=True)
+@check("a replay equals the same steps with fresh builds, bit for bit", _FEW_OR_MORE, advances=True)
 def replay_equals_eager(subject: Subject, case: Case) -> None:
     rows = case.batch.rows
     fixture, batch = PagedFixture(subject, case.spec, rows), _cut(_BATCHES["grown"], rows)
@@ -170,7 +170,7 @@ def two_sizes_interleave(subject: Subject, case: Case) -> Measurements:
 
 
 @check(
-    "a captured uniform step of 1 + K tokens, as step 0 is, replayed over another batch is right",
+    "a captured uniform step of 1 + K tokens, like step 0, is right when replayed over another batch",
     base_cases({"verify": VERIFY}),
     advances=True,
 )

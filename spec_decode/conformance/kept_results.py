@@ -23,14 +23,14 @@ class KeptResults:
     def begin(self, planned: Report) -> dict[tuple[str, str], Result]:
         """Return the existing results by check and case. Raises ReportError if they belong to another run."""
         if self.path.exists() and not self.path.is_file():
-            raise ReportError(f"{self.path} is no regular file, and results are kept there. Move it away.")
+            raise ReportError(f"results are kept in {self.path}, which is not a regular file. Move it away.")
         self._head = msgspec.structs.replace(planned, claims={}, results=())
         earlier = self._earlier() if self.resume else []
         for one in earlier:
             if why := _differences(one, planned):
                 raise ReportError(
-                    f"--resume goes on with a run of the same backend, machine, versions and sources, {self.report} "
-                    f"began with another: {why}. Leave --resume out to run everything."
+                    f"--resume needs the same backend, machine, versions and sources, but {self.report} has others: "
+                    f"{why}. Omit --resume to run everything."
                 )
         done = {(r.check, r.case): r for one in earlier for r in one.results if r.outcome is not Outcome.NOT_RUN}
         write_whole(self.path, b"".join(map(self._line, done.values())))

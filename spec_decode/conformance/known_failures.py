@@ -29,8 +29,8 @@ class KnownFailure(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     def __post_init__(self) -> None:
         if not self.issue or not self.reason:
             raise ValueError(
-                f"a known failure needs a reason and an issue, {self.check} has {self.reason!r} and {self.issue!r}; "
-                "an untracked waiver would stay for ever. Open an issue and name it."
+                f"known failure {self.check} needs a reason and an issue, got {self.reason!r} and {self.issue!r}; an "
+                "untracked waiver would stay forever. Open an issue and name it."
             )
 
     def covers(self, check: Check) -> bool:
@@ -59,6 +59,6 @@ def known_failures_of(backend: AttentionBackend) -> tuple[KnownFailure, ...]:
         return msgspec.toml.decode(data, type=_File).known_failure
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise BrokenBackend(
-            f"known failures are tables [[known_failure]] with check, reason, issue and perhaps case, {path} is not "
-            f"that: {error}; {backend.name} was not checked. Correct the file."
+            f"{path} must hold tables [[known_failure]] with check, reason, issue and optionally case: {error}; "
+            f"{backend.name} was not checked. Fix the file."
         ) from error

@@ -51,15 +51,15 @@ class _MemoryInUse:
             )
         allocated = (self.system.allocated or 0) - (before.system.allocated or 0)
         if allocated > 0:
-            return f"{allocated} more bytes allocated on the device, in no tensor that Python knows"
+            return f"{allocated} more bytes allocated on the device, outside any tensor known to Python"
         resident = (self.system.resident or 0) - (before.system.resident or 0)
         if resident > _ROUNDS * _RESIDENT_PER_ROUND:
-            return f"a resident set that is {resident} bytes larger, none of them in a tensor that Python knows"
+            return f"a resident set {resident} bytes larger, outside any tensor known to Python"
         return ""
 
 
 @check(
-    "rounds that repeat leave as much memory in use as there was",
+    "repeated rounds leave memory use unchanged",
     spec_cases({"single": SINGLE}, ("base",)),
     since=(1, 1),
 )
@@ -71,8 +71,8 @@ def rounds_keep_no_memory(subject: Subject, case: Case) -> Measurements:
     if not _growth(subject.device, run) or not (grown := _growth(subject.device, run)):
         return {"rounds": float(_ROUNDS)}
     raise CheckFailure(
-        contract=f"{_ROUNDS} equal rounds of build, advance and forward leave memory as it was, after {_WARM_UP} to "
-        f"warm up and {_ROUNDS} in which it grew too",
+        contract=f"{_ROUNDS} equal rounds of build, advance and forward leave memory use unchanged, after {_WARM_UP} "
+        f"to warm up and {_ROUNDS} in which it also grew",
         expected=f"no more tensors, and a resident set within {_RESIDENT_PER_ROUND >> 10} KiB a round",
         got=grown,
     )

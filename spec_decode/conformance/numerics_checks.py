@@ -25,7 +25,7 @@ check = Family("numerics", covers=with_case())
 
 
 @check(
-    "attention over the paged cache is attention over the logical prefix, within twice a low-precision reference's "
+    "attention over the paged cache equals that over the logical prefix, within twice a low-precision reference's "
     "error",
     spec_cases({"decode": DECODE, "single": SINGLE, "verify": VERIFY, "ragged": RAGGED}),
     shrink=True,
@@ -37,7 +37,7 @@ def attention_is_right(subject: Subject, case: Case) -> Measurements:
 
 
 @check(
-    "a head whose sink is -inf has none, one whose sink is +inf comes out as 0, and so does a padding row of both",
+    "a head with sink -inf acts as without one, a head with sink +inf outputs 0, and so do padding rows of both",
     spec_cases({"decode": DECODE}, ("sinks", "window_sinks_cap", "window_sinks", "deepseek_v4", "deepseek_v4_packed")),
     since=(1, 1),
 )
@@ -55,11 +55,11 @@ def infinite_sinks_are_defined(subject: Subject, case: Case) -> Measurements:
         expected="0 in the heads of sink +inf and in the padding rows",
         got=f"up to {out[:, 1::3].abs().max().item():.2e} and {out[live:].abs().max().item():.2e}",
     )
-    return fixture.assert_within_budget(out, case.batch.seq_lens, queries, contract="attention beside infinite sinks")
+    return fixture.assert_within_budget(out, case.batch.seq_lens, queries, contract="attention next to infinite sinks")
 
 
 @check(
-    "attention is right beside the usual sizes: many rows, long contexts, large scores, groups, pages, dims, windows",
+    "attention is right at unusual sizes: many rows, long contexts, large scores, groups, pages, dims, windows",
     edge_cases,
     shrink=True,
     since=(1, 1),
@@ -67,7 +67,7 @@ def infinite_sinks_are_defined(subject: Subject, case: Case) -> Measurements:
 def edges_are_right(subject: Subject, case: Case) -> Measurements:
     longest, lowest = max(case.batch.seq_lens), subject.backend.capabilities.lowest_score
     if case.spec.softmax_scale >= SCALE_OF_LOW_SCORES and lowest is not None:
-        raise Unsupported(f"claims that scores below {lowest:,.0f} may count as masked")
+        raise Unsupported(f"claims that scores below {lowest:,.0f} can count as masked")
     fixture = PagedFixture(subject, case.spec, case.batch.rows, max_seq_len=longest, pool=case.pool)
     return fixture.build(case.batch).expect_attention("attention", cache=_STORED)
 
@@ -76,15 +76,15 @@ def edges_are_right(subject: Subject, case: Case) -> Measurements:
 def strides_are_followed(subject: Subject, case: Case) -> Measurements:
     fixture = PagedFixture(subject, case.spec, case.batch.rows)
     if case.spec.fp8_ds_mla:
-        raise Unsupported("the bytes of a page of fp8_ds_mla are adjacent")
+        raise Unsupported("the bytes of an fp8_ds_mla page are contiguous")
     fixture.interleave()
     try:
-        return fixture.build(case.batch).expect_attention("attention over heads and tokens apart", cache=_STORED)
+        return fixture.build(case.batch).expect_attention("attention over strided heads and tokens", cache=_STORED)
     except BatchError as refusal:
         raise Unsupported(str(refusal)) from refusal
 
 
-@check("rows that share the pages of a prefix each read them", _LAYOUTS, since=(1, 1))
+@check("rows that share the pages of a prefix all read them", _LAYOUTS, since=(1, 1))
 def shared_pages_are_read_by_each_row(subject: Subject, case: Case) -> Measurements:
     query, shared = case.batch.query_lens[0], 2 * case.spec.page_size
     batch = Batch((query,) * 3, tuple(shared + query + more for more in (0, 1, case.spec.page_size)), 4)
@@ -93,22 +93,21 @@ def shared_pages_are_read_by_each_row(subject: Subject, case: Case) -> Measureme
     return fixture.build(batch).expect_attention("attention over a shared prefix", cache=_STORED)
 
 
-@check("forward() changes neither its metadata, nor its query, nor what it returned before", _LAYOUTS, since=(1, 1))
+@check("forward() changes neither its metadata, nor its query, nor an earlier output", _LAYOUTS, since=(1, 1))
 def forward_leaves_its_inputs_alone(subject: Subject, case: Case) -> None:
     fixture = PagedFixture(subject, case.spec, case.batch.rows)
     metadata = fixture.build(case.batch).metadata
     query, key, value = fixture.inputs(case.batch, case.batch.seq_lens, fixture.queries(case.batch))
     subject.backend.write_kv(key, value, fixture.cache, metadata)
-    before, asked = copies_of(metadata), query.clone()
+    before, original = copies_of(metadata), query.clone()
     out = fixture.forward(query, metadata)
     returned = bits(out).clone()
     fixture.forward(query.flip(-1), metadata)
-    changed = changed_since(before, metadata) + ([] if torch.equal(query, asked) else ["query"])
-    changed += [] if torch.equal(bits(out), returned) else ["what the call before returned"]
+    changed = changed_since(before, metadata) + ([] if torch.equal(query, original) else ["query"])
+    changed += [] if torch.equal(bits(out), returned) else ["the previous output"]
     expect(
         not changed,
-        contract="the next layer of the group gets the same metadata, and a model may read its query again, and "
-        "outputs too",
+        contract="the group's next layer gets the same metadata, and a model can read its queries and outputs again",
         expected="no change",
         got=f"{changed} changed",
     )

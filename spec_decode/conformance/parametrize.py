@@ -65,7 +65,7 @@ def _expected(check: Check, known_failures: Sequence[KnownFailure]) -> list[Any]
     ]
 
 
-def _for_pytest(check: Check, repeat: str) -> Callable[[], None]:
+def _for_pytest(check: Check, repro: str) -> Callable[[], None]:
     """Wrap the check as a test. A failure is shown without the kit's frames and with the command that repeats it."""
     import pytest
 
@@ -81,11 +81,11 @@ def _for_pytest(check: Check, repeat: str) -> Callable[[], None]:
             if check.preview:
                 pytest.xfail(f"{check.preview}: {failure}")
             if not isinstance(failure, CheckFailure):
-                getattr(failure, "add_note", print)(repeat)  # Python 3.10 has no notes; pytest shows printed text
+                getattr(failure, "add_note", print)(repro)  # Python 3.10 has no notes; pytest shows printed text
                 raise failure.with_traceback(outside_this_package(failure.__traceback__))  # noqa: B904, the same error
             why = str(failure)
         else:
             return
-        pytest.fail(f"{why}\n{repeat}", pytrace=False)
+        pytest.fail(f"{why}\n{repro}", pytrace=False)
 
     return run

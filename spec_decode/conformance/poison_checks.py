@@ -26,7 +26,7 @@ def stale_table_entries_are_not_read(subject: Subject, case: Case) -> Measuremen
     for request in range(batch.rows):
         length = batch.seq_lens[request] if request < len(batch.seq_lens) else 0
         table[request, -(-length // case.spec.page_size) :] = _GARBAGE
-    return built.expect_attention("attention beside garbage page ids", metadata=built.fresh())
+    return built.expect_attention("attention with garbage page ids in the table", metadata=built.fresh())
 
 
 @check("outputs and scratch are written before they are read", _SHAPES)
@@ -36,7 +36,7 @@ def uninitialised_memory_is_not_read(subject: Subject, case: Case) -> Measuremen
         return fixture.build(case.batch).expect_attention("attention over poisoned scratch")
 
 
-@check("where a request's pages lie changes no bit of its output", _SHAPES)
+@check("the placement of a request's pages changes no bit of its output", _SHAPES)
 def page_order_does_not_matter(subject: Subject, case: Case) -> None:
     outs = []
     for shift in (0, 3):
@@ -46,7 +46,7 @@ def page_order_does_not_matter(subject: Subject, case: Case) -> None:
         outs.append(fixture.build(case.batch).attend(queries))
     expect(
         torch.equal(*outs),
-        contract="output depends on the logical prefix alone",
+        contract="output depends only on the logical prefix",
         expected="the same bits with other pages",
         got=f"a difference of {(outs[0] - outs[1]).abs().max().item():.2e}",
     )

@@ -15,7 +15,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--attn-backend",
         default="available",
-        help="backends to test: names, 'available' (skip what cannot run here) or 'all' (fail it)",
+        help="backends to test: names, 'available' (skip those that cannot run here) or 'all' (fail them)",
     )
 
 

@@ -50,18 +50,18 @@ def _unclaimed(subject: Subject) -> Iterable[tuple[str, AttentionSpec]]:
             yield kind.value, replace(base, kind=kind, num_kv_heads=1)
 
 
-@check("a spec outside the capability record is refused with reasons", _unclaimed)
+@check("a spec outside the capability record is rejected with reasons", _unclaimed)
 def unclaimed_is_refused(subject: Subject, spec: AttentionSpec) -> None:
     answer = subject.backend.supports(spec, subject.device)
     expect(
         isinstance(answer, Rejected) and len(answer.reasons) > 0 and all(len(r) > 8 for r in answer.reasons),
-        contract="what is not claimed is refused in words",
+        contract="an unclaimed spec is rejected with reasons",
         expected=f"Rejected(reasons) for [{spec.describe()}]",
         got=answer,
     )
 
 
-@check("a spec that is wrong in several ways is refused with every reason")
+@check("a spec that is wrong in several ways is rejected with every reason")
 def all_reasons_at_once(subject: Subject, case: None) -> None:
     spec = replace(subject.base_spec(), dtype=torch.float64, kv_dtype=torch.float64)
     answer = subject.backend.supports(spec, torch.device("meta"))
@@ -84,7 +84,7 @@ def _query(fixture: PagedFixture) -> torch.Tensor:
     return torch.zeros(DECODE.rows, spec.num_q_heads, spec.head_dim, dtype=spec.dtype, device=fixture.device)
 
 
-@check("tensors of another shape, dtype or stride are refused", _bad_inputs)
+@check("tensors of another shape, dtype or stride are rejected", _bad_inputs)
 def bad_tensors_never_reach_a_kernel(subject: Subject, make: Callable[[PagedFixture], dict[str, torch.Tensor]]) -> None:
     fixture = PagedFixture(subject, subject.base_spec(), DECODE.rows)
     metadata = fixture.build(DECODE).metadata
@@ -100,7 +100,7 @@ def bad_tensors_never_reach_a_kernel(subject: Subject, make: Callable[[PagedFixt
 
 
 @check(
-    "keys and values of another shape or dtype are refused and the cache stays as it was",
+    "keys and values of another shape or dtype are rejected and the cache stays unchanged",
     spec_cases({"decode": DECODE}, ("base",)),
 )
 def bad_writes_never_reach_a_kernel(subject: Subject, case: Case) -> None:
@@ -117,8 +117,8 @@ def bad_writes_never_reach_a_kernel(subject: Subject, case: Case) -> None:
         except BatchError:
             continue
         got = f"a write of keys {list(key.shape)} in {key.dtype} and values {list(other.shape)} in {other.dtype}"
-        raise CheckFailure(contract="bad input is refused", expected="BatchError", got=got)
-    fixture.expect_cache([n - 1 for n in DECODE.seq_lens], contract="a refused write changes nothing")
+        raise CheckFailure(contract="bad input is rejected", expected="BatchError", got=got)
+    fixture.expect_cache([n - 1 for n in DECODE.seq_lens], contract="a rejected write changes nothing")
 
 
 def _misfits(good: torch.Tensor) -> list[torch.Tensor]:

@@ -63,9 +63,9 @@ class Result(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     def __post_init__(self) -> None:
         if self.family not in FAMILIES:
-            raise ReportError(f"{self.check} is of no known family. Families are {', '.join(FAMILIES)}.")
+            raise ReportError(f"{self.check} has an unknown family. Families are {', '.join(FAMILIES)}.")
         if not (math.isfinite(self.seconds) and self.seconds >= 0):
-            raise ReportError(f"seconds of {self.check} are {self.seconds}. They must be finite and not negative.")
+            raise ReportError(f"seconds of {self.check} must be finite and not negative, got {self.seconds}.")
 
     @property
     def family(self) -> str:
@@ -123,7 +123,7 @@ class Report(_Run, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         seen = Counter((result.check, result.case) for result in self.results)
         if twice := next((f"{check}[{case}]" for (check, case), count in seen.items() if count > 1), None):
-            raise ReportError(f"{twice} stands twice in the report of {self.backend}. Run the checks again.")
+            raise ReportError(f"the report of {self.backend} has {twice} twice. Run the checks again.")
 
     @property
     def counts(self) -> dict[Outcome, int]:
@@ -207,7 +207,7 @@ class Report(_Run, frozen=True, kw_only=True, forbid_unknown_fields=True):
         schema = document.get("schema") if isinstance(document, dict) else None
         if schema != SCHEMA:
             raise ReportError(
-                f"{where} has schema {schema!r}, a report has {SCHEMA!r}. Run the checks again, or read it with the "
+                f"{where} has schema {schema!r}, not {SCHEMA!r}. Run the checks again, or read it with the "
                 "version that wrote it."
             )
         try:
@@ -226,10 +226,10 @@ class Report(_Run, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 def repro_command(backend: str, check: str, case: str, *, engine: str = "", device: str) -> str:
     """Return the command that repeats a check of a backend on a case; engine: the builder's owner, without version."""
-    asked = f"--engine {engine} {backend}" if engine else backend
+    subject = f"--engine {engine} {backend}" if engine else backend
     soak = re.match(r"r(\d+)-s(\d+)-", case) if check.startswith("soak.") else None
     length = f" --rounds {soak[1]} --seed {soak[2]}" if soak else ""
-    return f"attn-backends check {asked} --device {device}{length} --only '{check}*{case}*'"
+    return f"attn-backends check {subject} --device {device}{length} --only '{check}*{case}*'"
 
 
 def _row(result: Result, columns: dict[str, int]) -> ResultRow:

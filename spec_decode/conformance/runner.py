@@ -19,7 +19,7 @@ from spec_decode.conformance.claims import claims_of
 from spec_decode.conformance.coverage import EVERYTHING, FAMILIES
 from spec_decode.conformance.kept_results import KeptResults
 from spec_decode.conformance.known_failures import KnownFailure, known_failures_of
-from spec_decode.conformance.notes import notes_on, tried
+from spec_decode.conformance.notes import coverage_note, notes_on
 from spec_decode.conformance.report import Report, Result
 from spec_decode.environment import Environment, environment
 from spec_decode.source_digests import SourceRecord
@@ -98,8 +98,8 @@ def run(
 ) -> Report:
     """Run a plan and return its report, filled in.
 
-    on_note: also told after the last check what was tried. kept: saves each result as it arrives; results it already
-    has are not run again. Raises ReportError if those belong to another run.
+    on_note: also receives the coverage note after the last check. kept: saves each result as it arrives; results it
+    already has are not run again. Raises ReportError if those belong to another run.
     """
     done = kept.begin(planned.report) if kept else {}
     tell = on_note or (lambda note: None)
@@ -115,7 +115,7 @@ def run(
         results.append(found)
         if on_result:
             on_result(found)
-    tell(tried(planned.report.claims, planned.checks, results))
+    tell(coverage_note(planned.report.claims, planned.checks, results))
     return msgspec.structs.replace(planned.report, results=tuple(results))
 
 
@@ -174,8 +174,8 @@ def run_check(check: Check, planned: Result, known_failures: Sequence[KnownFailu
         outcome, reason = Outcome.FAIL, str(failure)
     except Unsupported as refusal:
         outcome, reason = Outcome.UNSUPPORTED, str(refusal)
-    except Unavailable as lack:
-        outcome, reason = Outcome.UNAVAILABLE, str(lack)
+    except Unavailable as missing:
+        outcome, reason = Outcome.UNAVAILABLE, str(missing)
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # a backend can fail in any way; one check must not end the run
@@ -184,7 +184,7 @@ def run_check(check: Check, planned: Result, known_failures: Sequence[KnownFailu
     if known and (outcome is Outcome.FAIL or (known.error and outcome is Outcome.ERROR)):
         outcome, reason = Outcome.XFAIL, f"{known.issue}: {known.reason} ({reason})"
     elif known and outcome is Outcome.PASS:
-        outcome, reason = Outcome.XPASS, f"{known.issue} says this fails, and it passes: remove the entry"
+        outcome, reason = Outcome.XPASS, f"{known.issue} says this fails, but it passes: remove the entry"
     elif check.preview and outcome in (Outcome.FAIL, Outcome.ERROR):
         outcome, reason = Outcome.PREVIEW, f"{check.preview}: {reason}"
     # Digits after the fourth are noise, and would make up most of the report.
@@ -235,7 +235,7 @@ def _subject(backend: str | AttentionBackend | Subject, device: torch.device | N
 
 def _require_families(families: Sequence[str] | None) -> None:
     if unknown := sorted({*(families or ())} - {*FAMILIES}):
-        raise ValueError(f"families must be of {', '.join(FAMILIES)}, got {', '.join(map(repr, unknown))}")
+        raise ValueError(f"families must be among {', '.join(FAMILIES)}, got {', '.join(map(repr, unknown))}")
 
 
 def _wanted(

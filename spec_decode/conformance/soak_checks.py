@@ -43,7 +43,7 @@ class SoakCase:
         return f"r{self.rounds}-s{self.seed}-{self.strategy.value}"
 
     @property
-    def told(self) -> str:
+    def description(self) -> str:
         return f"{self.rounds} in {self.strategy.value} with seed {self.seed}"
 
 
@@ -68,7 +68,7 @@ check = Family("soak", covers=lambda subject, case: [column("strategy", case.str
 
 
 @check(
-    "while requests join, leave and reach their limit, one round of ten is eager's bit for bit, and memory stays",
+    "while requests join, leave and reach limits, one round in ten equals eager bit for bit, and memory stays flat",
     _cases,
 )
 @without_interpreter
@@ -87,8 +87,8 @@ def long_runs_stay_right(subject: Subject, case: SoakCase) -> Measurements:
     end = memory.read(subject.device)
     if grown := growth(warm, end):
         raise CheckFailure(
-            contract=f"memory stays after {warm_up} rounds of {case.told}",
-            expected=f"as much allocated on the device, and a resident set within {_RESIDENT_GROWTH >> 20} MiB",
+            contract=f"memory stays constant after {warm_up} rounds of {case.description}",
+            expected=f"equal allocation on the device, and a resident set within {_RESIDENT_GROWTH >> 20} MiB",
             got=grown,
         )
     measured = {"resident_growth": (end.resident or 0) - (warm.resident or 0), "allocated": end.allocated or 0}
@@ -98,9 +98,9 @@ def long_runs_stay_right(subject: Subject, case: SoakCase) -> Measurements:
 def growth(warm: MemoryReading, end: MemoryReading) -> str:
     """Describe what grew beyond its limit; empty if nothing did."""
     if warm.allocated != end.allocated:
-        return f"{warm.allocated} bytes allocated, then {end.allocated}: somebody keeps tensors"
+        return f"{warm.allocated} bytes allocated, then {end.allocated}: something keeps tensors alive"
     grown = (end.resident or 0) - (warm.resident or 0)
-    return f"a resident set that is {grown} bytes larger: somebody keeps host memory" * (grown > _RESIDENT_GROWTH)
+    return f"a resident set {grown} bytes larger: something keeps host memory" * (grown > _RESIDENT_GROWTH)
 
 
 def _run(
@@ -112,7 +112,7 @@ def _run(
     """Draft the rounds and count their events. Raises CheckFailure, which names the round."""
     counts: Counter[str] = Counter()
     for round_, verified in rounds:
-        where = f"round {round_.index} of {case.told}"
+        where = f"round {round_.index} of {case.description}"
         try:
             _draft(where, round_, verified, candidate, reference)
         except CheckFailure:
@@ -137,15 +137,15 @@ def _draft(
     if not round_.compared:
         candidate.draft(round_, verified)
         return
-    for mine, its in zip(reference.cache, candidate.cache, strict=True):
-        mine.copy_(its)
+    for target, source in zip(reference.cache, candidate.cache, strict=True):
+        target.copy_(source)
     found = _observed(candidate, candidate.draft(round_, verified))
     eager = _observed(reference, reference.draft(round_, verified))
     k, rows = candidate.drafter.num_speculative_tokens, round_.rows
     overflow = torch.zeros_like(eager["overflow flag"])
     overflow[: len(rows)] = torch.tensor([row.drafts < k for row in rows], device=overflow.device)
     counts = torch.tensor([row.drafts for row in rows], device=overflow.device)
-    _expect_same(f"{where}, as eager drafts it", round_, found, eager)
+    _expect_same(f"{where}, compared with eager", round_, found, eager)
     _expect_same(f"{where}, within the limits", round_, eager, {"token count": counts, "overflow flag": overflow})
 
 
@@ -172,7 +172,7 @@ def _expect_same(
             continue
         at = differs.nonzero()[0].tolist()
         row = at[0] if "cache" not in what else next((r for r, its in enumerate(round_.rows) if at[0] in its.pages), -1)
-        request = round_.rows[row].request if 0 <= row < len(round_.rows) else "of nobody"
+        request = round_.rows[row].request if 0 <= row < len(round_.rows) else "none"
         place = f"{what} {at}, row {row} (request {request})"
         values = (each[tuple(at)].item() for each in (tensor, found[what]))
         raise CheckFailure(contract=f"{where}: {place}", expected=str(next(values)), got=str(next(values)))

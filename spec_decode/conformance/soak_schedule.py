@@ -94,18 +94,18 @@ class Schedule:
         if index % self.compare_every == 0:
             self._next_compared = index + self._random.randrange(self.compare_every)
         before, at_limit = len(self._live), sum(not row.drafts for row in self._live)
-        staying = self._let_leave()
+        staying = self._remove_leaving()
         joined = self._wanted - len(staying)
         rows = [row._replace(context=row.context + row.accepted + 1) for row in staying]
         for _ in range(joined):
             # At a random row, so that the others change rows too.
             rows.insert(self._random.randint(0, len(rows)), self._new_request())
-        self._live = [self._drafting(row) for row in rows]
+        self._live = [self._with_drafts(row) for row in rows]
         self._rounds += 1
         compared = starting or index == self._next_compared
         return ScheduledRound(index, self._live, compared, joined, before - len(staying), at_limit)
 
-    def _let_leave(self) -> list[ScheduledRequest]:
+    def _remove_leaving(self) -> list[ScheduledRequest]:
         """Remove requests that are finished, some others, and any surplus, and free their pages; return the others."""
         staying = [row for row in self._live if row.drafts and self._random.random() >= _LEAVES]
         for _ in range(len(staying) - self._wanted):
@@ -137,7 +137,7 @@ class Schedule:
         edge = draw.choice((0, page_edge, self.window or 0, last))
         return min(max(0, edge + draw.randint(-2, 2)), self.max_seq_len - 1)
 
-    def _drafting(self, row: ScheduledRequest) -> ScheduledRequest:
+    def _with_drafts(self, row: ScheduledRequest) -> ScheduledRequest:
         """Return the row with what this round accepts and drafts for it."""
         accepted = self._random.randint(0, self.num_speculative_tokens)
         drafts = drafts_within(row.limit, row.context, accepted, self.num_speculative_tokens)

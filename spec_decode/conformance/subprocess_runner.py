@@ -51,7 +51,7 @@ def check_isolated(
         try:
             for message in process.messages(check_limit, backend_limit):
                 progress.take(message)
-            progress.require_whole(process.status())
+            progress.require_complete(process.status())
         except ProcessEnded as ended:
             progress.stop(f"{ended}{process.printed_tail()}")
     return progress.report
@@ -88,7 +88,7 @@ class _Progress:
         if self._on_result:
             self._on_result(result)
 
-    def require_whole(self, status: str) -> None:
+    def require_complete(self, status: str) -> None:
         if status or self._at < len(self._results):
             raise ProcessEnded(f"the process ended with {status or 'exit status 0'}")
 

@@ -48,7 +48,7 @@ def _trees(subject: Subject) -> Iterable[tuple[str, Case]]:
 
 
 @numerics(
-    "a query token of a tree sees what is cached, its ancestors and itself, and none of its siblings and cousins",
+    "a query token of a tree sees the cached tokens, its ancestors and itself, but no siblings or cousins",
     _trees,
     since=(1, 2),
 )
@@ -58,7 +58,7 @@ def trees_see_their_ancestors(subject: Subject, case: Case) -> Measurements:
 
 
 @graph(
-    "a graph of a tree's attention reads masks and lengths of each replay, and a spec that allows trees allows chains",
+    "a graph of tree attention reads each replay's masks and lengths, and a spec that allows trees allows chains",
     lambda subject: ((name, case) for name, case in _trees(subject) if name.partition("-")[2] in _OTHERS),
     advances=True,
     since=(1, 2),

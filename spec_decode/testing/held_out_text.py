@@ -25,8 +25,8 @@ def held_out_prompts(count: int, prompt_bytes: int) -> list[str]:
     distinct = list(dict.fromkeys(found))
     if count > len(distinct):
         raise ValueError(
-            f"the held-out text has {len(distinct)} prompts of {prompt_bytes} bytes, {count} were asked for; "
-            "none were cut. Ask for fewer or shorter prompts."
+            f"count is {count}, but the held-out text has {len(distinct)} prompts of {prompt_bytes} bytes. Request "
+            "fewer or shorter prompts."
         )
     return [distinct[i * len(distinct) // count] for i in range(count)]
 

@@ -89,7 +89,7 @@ class _Methods(TorchFunctionMode):
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func in HOST_READS and self._operations.any_on_device(args):
-            raise HostRead(f"Tensor.{func.__name__} reads the device from the host")
+            raise HostRead(f"Tensor.{func.__name__} reads device data on the host")
         return func(*args, **(kwargs or {}))
 
 

@@ -6,7 +6,7 @@ import os
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from spec_decode.testing.interpreter_speed import hasten_interpreter
+from spec_decode.testing.interpreter_speed import speed_up_interpreter
 
 if TYPE_CHECKING:
     import torch
@@ -22,7 +22,7 @@ def interpret_kernels_on(device: torch.device) -> None:
         if find_spec("triton"):
             sum_products_in_order()
             divide_in_silence()
-            hasten_interpreter()
+            speed_up_interpreter()
 
 
 def sum_products_in_order() -> None:

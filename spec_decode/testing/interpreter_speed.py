@@ -12,12 +12,12 @@ from typing import Any
 
 
 @cache
-def hasten_interpreter() -> None:
+def speed_up_interpreter() -> None:
     """Speed up the interpreter for the rest of the process."""
     from triton.runtime import interpreter
 
     _patch_once_a_launch()
-    _call_at_once()
+    _call_directly()
     _remember_dtypes()
     # Otherwise each integer sum is computed again in 64 bits, for an assertion made only in debug mode.
     builder = interpreter.interpreter_builder
@@ -44,7 +44,7 @@ def _patch_once_a_launch() -> None:
     interpreter._patch_lang = patch_once
 
 
-def _call_at_once() -> None:
+def _call_directly() -> None:
     """Otherwise each built-in is called through two wrappers: one takes the semantics out of the options, the other
     checks that they are present."""
     from triton.runtime import interpreter

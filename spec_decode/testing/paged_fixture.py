@@ -228,7 +228,7 @@ class PagedFixture:
             for rows in (self.key, self.value)
         ]
         query, key, value = (_padded(t, batch.num_tokens).to(self.device) for t in (torch.cat(list(queries)), *flat))
-        return _in_a_projection(query), _in_a_projection(key), _in_a_projection(value)
+        return _as_projection_slice(query), _as_projection_slice(key), _as_projection_slice(value)
 
     def assert_within_budget(
         self,
@@ -259,8 +259,8 @@ class PagedFixture:
             for path in batch.paths(request):
                 alone.append(query[path[-1] : path[-1] + 1])
                 places = [*range(cached), *(cached + token for token in path)]
-                for found, of in zip(rows, (self.key, self.value), strict=True):
-                    found.append(of[request][places])
+                for found, source in zip(rows, (self.key, self.value), strict=True):
+                    found.append(source[request][places])
         lengths = [len(key) for key in rows[0]]
         logical = oracle.LogicalBatch(alone, *rows, lengths, self.sinks)
         return oracle.assert_within_budget(
@@ -293,8 +293,8 @@ class PagedFixture:
         expect(
             False,
             contract=contract,
-            expected=f"{where} of the {name} cache {'left alone' if stray else 'holding its token'}",
-            got="a write" if stray else "another content or none",
+            expected=f"{where} of the {name} cache {'unwritten' if stray else 'holding its token'}",
+            got="a write" if stray else "other content or none",
         )
 
 
@@ -338,8 +338,8 @@ class BuiltBatch:
 
     def attend(self, queries: Sequence[torch.Tensor] | None = None) -> torch.Tensor:
         """Write the query tokens and attend; output [num_tokens, num_q_heads, value_dim]. queries: fresh if None."""
-        asked = self.fixture.queries(self.batch) if queries is None else queries
-        return self.fixture.attend(self.metadata, self.batch, self.seq_lens, asked)
+        queries = self.fixture.queries(self.batch) if queries is None else queries
+        return self.fixture.attend(self.metadata, self.batch, self.seq_lens, queries)
 
     def expect_attention(self, contract: str, *, cache: str = "", metadata: Any = None) -> Measurements:
         """Write the query tokens, attend, and compare with the oracle. Raises CheckFailure.
@@ -389,10 +389,10 @@ class BuiltBatch:
 
 
 def _padded(tensor: torch.Tensor, rows: int) -> torch.Tensor:
-    loud = torch.full((rows - tensor.shape[0], *tensor.shape[1:]), 100.0, dtype=tensor.dtype)
-    return torch.cat([tensor, loud])
+    padding = torch.full((rows - tensor.shape[0], *tensor.shape[1:]), 100.0, dtype=tensor.dtype)
+    return torch.cat([tensor, padding])
 
 
-def _in_a_projection(tensor: torch.Tensor) -> torch.Tensor:
+def _as_projection_slice(tensor: torch.Tensor) -> torch.Tensor:
     """Pass a view into a QKV projection, as a model does."""
     return torch.cat([tensor, torch.full_like(tensor[:, :1], float("nan"))], 1)[:, :-1]

@@ -49,7 +49,7 @@ class IsolatedProcess:
             limit = each if each.seconds < left else total
             if not select.select([self.reader], [], [], max(0.0, min(each.seconds, left, TIMEOUT_MAX)))[0]:
                 raise ProcessEnded(
-                    f"the process outlived the limit of {limit.seconds:g} s for {limit.what} and was ended"
+                    f"the process exceeded the limit of {limit.seconds:g} s for {limit.what} and was killed"
                 )
             chunk = os.read(self.reader, 1 << 16)
             if not chunk:

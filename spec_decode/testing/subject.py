@@ -44,7 +44,7 @@ class Subject:
 
     backend: AttentionBackend
     device: torch.device
-    asked_as: str = ""
+    requested_name: str = ""
     """The name it was requested by; empty if the backend itself was passed."""
     engine: str = ""
     """The engine, with its version, that this builder belongs to; empty for a backend of this library."""
@@ -90,11 +90,11 @@ def plain_specs(kind: AttentionKind, dtype: torch.dtype) -> tuple[AttentionSpec,
 
 
 def _reasons_of(answer: Rejected) -> tuple[str, ...]:
-    said = answer.reasons
+    reasons = answer.reasons
     expect(
-        bool(said) and all(reason.strip() for reason in said),
-        contract="a refusal has a reason, and none is blank",
+        bool(reasons) and all(reason.strip() for reason in reasons),
+        contract="a rejection has a reason, and none is blank",
         expected="Rejected(reasons)",
         got=answer,
     )
-    return said
+    return reasons

@@ -112,8 +112,8 @@ def _follows_the_table(self: Any, query: Any, cache: Any, metadata: Any, **optio
 
 
 HOST_WORK = {
-    "branches_on_the_device": ("reads the device from the host", lambda m: int(m.seq_lens.max())),
-    "copies_to_the_host": ("reads the device from the host", lambda m: m.seq_lens.tolist()),
+    "branches_on_the_device": ("reads device data on the host", lambda m: int(m.seq_lens.max())),
+    "copies_to_the_host": ("reads device data on the host", lambda m: m.seq_lens.tolist()),
     "makes_a_tensor_of_host_data": ("copies fresh host data to the device", lambda m: torch.tensor([1, 2])),
     "has_a_shape_of_device_data": ("makes a shape that depends on device data", lambda m: m.seq_lens.nonzero()),
     "repeats_by_device_data": (
@@ -135,7 +135,7 @@ MISTAKES = [
     _mistake(
         "leaves_the_rest_of_a_buffer",
         "builder.advance_refreshes_another_batch",
-        "built on requests of [156",
+        "built for requests of [156",
         advance=_leaves_the_rest,
     ),
     _mistake(

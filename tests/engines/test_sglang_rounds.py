@@ -133,7 +133,7 @@ def test_metadata_that_a_plan_replaces_is_found(tried):
 
 def test_a_plan_that_reads_the_device_is_found(tried):
     mutant = tried(TRITON).with_plan(lambda steps, batch: batch.seq_lens.max().item())
-    assert "reads the device from the host" in mutant.failure(DEVICE)
+    assert "reads device data on the host" in mutant.failure(DEVICE)
 
 
 def test_a_window_of_one_more_token_mends_tritons(tried):

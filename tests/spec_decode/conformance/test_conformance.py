@@ -162,7 +162,7 @@ def test_a_session_may_be_of_some_families_and_of_their_quick_cases() -> None:
 @pytest.mark.parametrize("families", [["builders"], "contract", ["contract", "numeric"]])
 def test_an_unknown_family_is_refused_with_those_that_there_are(families: Any) -> None:
     for ask in (check_backend, iter_checks, parametrize_with_checks):
-        with pytest.raises(ValueError, match=r"families must be of contract, builder, .*, got "):
+        with pytest.raises(ValueError, match=r"families must be among contract, builder, .*, got "):
             ask("torch_reference", device=CPU, families=families)
 
 
@@ -286,4 +286,4 @@ def test_low_scores_are_not_asked_of_a_backend_that_claims_to_take_them_for_mask
     edge = "numerics.edges_are_right[[]one_key_of_low_score]"
     (result,) = check_backend(Masking(), device=CPU, checks=[edge], report=True).results
     assert result.outcome is Outcome.UNSUPPORTED
-    assert result.reason == "claims that scores below -50,000 may count as masked"
+    assert result.reason == "claims that scores below -50,000 can count as masked"

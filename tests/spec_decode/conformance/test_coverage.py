@@ -189,4 +189,4 @@ def test_a_claim_of_a_dtype_says_what_is_rounded_to_it():
     backend = type("Rounding", (TorchReference,), {"capabilities": able})()
     found = claims(backend, column("dtype", torch.bfloat16))[column("dtype", torch.bfloat16)]
 
-    assert found.claimed and found.reason == "outputs over parts of a prefix are rounded to it and summed in it"
+    assert found.claimed and found.reason == "partial outputs of a split prefix are rounded to it and summed in it"

@@ -124,7 +124,13 @@ NEW = "new in contract 1.1, the backend was built for 1.0: "
         ),
         (every_metadata, (1, 0), Outcome.PREVIEW, f"^{NEW}"),
         (into_one_tensor, CONTRACT_VERSION, Outcome.FAIL, "0 more tensors and 128 more bytes in tensors"),
-        pytest.param(outside_of_tensors, CONTRACT_VERSION, Outcome.FAIL, "a resident set that is", marks=RESIDENT),
+        pytest.param(
+            outside_of_tensors,
+            CONTRACT_VERSION,
+            Outcome.FAIL,
+            "a resident set ",
+            marks=RESIDENT,
+        ),
         (up_to_a_bound, CONTRACT_VERSION, Outcome.PASS, "^$"),
     ],
 )
@@ -338,7 +344,7 @@ def refuses_sinks(self: Any, spec: AttentionSpec, device: torch.device) -> Any:
 def test_a_refusal_without_a_reason_is_no_refusal(supports: Any, declared: Callable[..., str]) -> None:
     cases = "[[]sinks-single]" if supports is refuses_sinks else ""
     found = only(report_of(declared(supports=supports), f"{NUMERICS}{cases}"))
-    assert found.outcome is Outcome.FAIL and "a refusal has a reason, and none is blank" in found.reason
+    assert found.outcome is Outcome.FAIL and "a rejection has a reason, and none is blank" in found.reason
 
 
 def test_a_check_whose_cases_cannot_be_made_is_an_error_in_every_column(declared: Callable[..., str]) -> None:

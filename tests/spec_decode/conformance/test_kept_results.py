@@ -119,7 +119,7 @@ def test_resume_refuses_the_results_of_another_run_and_keeps_them(target: Path, 
     kept = KeptResults(target, resume=True)
     before = kept.path.read_bytes()
     other = planned()
-    with pytest.raises(ReportError, match=f"{says}.*Leave --resume out"):
+    with pytest.raises(ReportError, match=f"{says}.*Omit --resume"):
         run(replace(other, report=change(other.report)), kept=kept)  # type: ignore[operator]
     assert kept.path.read_bytes() == before
 
@@ -181,7 +181,7 @@ def test_a_terminated_check_keeps_its_results_ends_its_children_and_goes_on(
     command = ["check", "terminating", "--device", "cpu", "--json", str(target), *only, *options]
     ended = CliRunner().invoke(main, command)
     part = KeptResults(target).path
-    assert ended.exit_code == 143 and f"what it found is in {part}, go on with --resume" in ended.stderr
+    assert ended.exit_code == 143 and f"results so far are in {part}, continue with --resume" in ended.stderr
     assert len(part.read_bytes().splitlines()) == 2 and not target.exists()
     assert runs(int(at_work.read_text())) is bool(options)
     done = CliRunner().invoke(main, [*command, "--resume"])
@@ -211,13 +211,13 @@ def test_results_that_were_edited_are_not_taken_over(target: Path, whole: bool) 
 @pytest.mark.parametrize("make", [os.mkdir, os.mkfifo], ids=["a folder", "a pipe"])
 def test_what_is_no_file_of_kept_results_is_refused_before_anything_runs(target: Path, make: object) -> None:
     make(KeptResults(target).path)  # type: ignore[operator]
-    with pytest.raises(ReportError, match="is no regular file"):
+    with pytest.raises(ReportError, match="is not a regular file"):
         run(counting([], end_at=0), kept=KeptResults(target))
 
 
 def test_a_line_that_is_nested_too_deep_is_refused(target: Path) -> None:
     KeptResults(target).path.write_text("[" * 100_000 + "\n")
-    with pytest.raises(ReportError, match="not whole JSON"):
+    with pytest.raises(ReportError, match="not valid JSON"):
         run(counting([]), kept=KeptResults(target, resume=True))
 
 

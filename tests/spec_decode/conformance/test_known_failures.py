@@ -98,9 +98,9 @@ def test_a_file_beside_the_backend_makes_its_failures_expected(
         ('[[known_failure]]\ncheck = "a.b"\nreason = "later"\nissue = ""\n', "needs a reason and an issue"),
         ('[[known_failure]]\ncheck = "a.b"\ncases = "x"\nreason = "r"\nissue = "#7"\n', "unknown field `cases`"),
         ('[[known_failures]]\ncheck = "a.b"\n', "unknown field `known_failures`"),
-        ("[[known_failure", "is not that"),
+        ("[[known_failure", "must hold tables"),
         ("# caf\udce9", "can't decode byte 0xe9"),
-        ("a = " + "[" * 100_000, "is not that"),
+        ("a = " + "[" * 100_000, "must hold tables"),
     ],
 )
 def test_a_file_that_says_something_else_is_refused_and_makes_the_backend_unavailable(
@@ -112,7 +112,10 @@ def test_a_file_that_says_something_else_is_refused_and_makes_the_backend_unavai
     report = report_of(crashes)
     assert [result.outcome for result in report.results] == [Outcome.UNAVAILABLE] and not report.ok
     told = of_the_command()
-    assert told.exit_code == 1 and "unavailable: contract.loads[any]: known failures are tables" in told.output
+    assert (
+        told.exit_code == 1
+        and f"unavailable: contract.loads[any]: {tmp_path}/known_failures.toml must hold tables" in told.output
+    )
 
 
 def notes(backend: AttentionBackend | str, asked: str, entry: KnownFailure) -> list[str]:

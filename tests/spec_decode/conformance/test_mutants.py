@@ -106,7 +106,7 @@ def test_a_page_size_in_advance_is_seen_only_on_other_page_sizes() -> None:
 def test_what_a_longer_batch_leaves_behind_is_told_with_that_batch(name: str) -> None:
     found = reasons(mutant_named(name), "builder.advance_refreshes_another_batch[[]base-*")
 
-    assert len(found) == 2 and all("P2, built on requests of [156" in why for why in found)
+    assert len(found) == 2 and all("P2, built for requests of [156" in why for why in found)
 
 
 @pytest.mark.parametrize(("backend", "field"), STEP_FIELDS)

@@ -14,7 +14,7 @@ from attn_backends.torch_reference import TorchReference
 from builders import CONTRACT_VERSION, AttentionBatch, ReferenceBuilder, ReferenceMetadata
 from spec_decode.cli.main import main
 from spec_decode.conformance import check_backend
-from spec_decode.conformance.notes import tried as what_was_tried
+from spec_decode.conformance.notes import coverage_note
 from spec_decode.conformance.report import Claim
 from spec_decode.conformance.runner import plan
 from spec_decode.testing.batches import DECODE
@@ -77,7 +77,7 @@ def notes(backend: str | AttentionBackend, *checks: str) -> list[str]:
 def test_a_run_tells_which_claims_it_did_not_try_and_how_large_its_batches_were() -> None:
     cases = ("base-single", "sinks-decode")
     (told,) = notes("torch_reference", *(f"numerics.attention_is_right[[]{case}]" for case in cases))
-    assert told.startswith("claimed and never tried: contract:declared, contract:memory, contract:refusals, dim:128")
+    assert told.startswith("claimed but not tested: contract:declared, contract:memory, contract:refusals, dim:128")
     assert "feature:sinks" not in told and "mode:decode" not in told and " more; " in told
     assert told.endswith(f"rows up to {len(DECODE.seq_lens)}, lengths up to {max(DECODE.seq_lens)}")
 
@@ -85,10 +85,10 @@ def test_a_run_tells_which_claims_it_did_not_try_and_how_large_its_batches_were(
 def test_a_claim_counts_as_never_tried_where_it_was_refused_and_not_where_it_is_not_made() -> None:
     planned = plan("torch_reference", device=CPU, checks=["numerics.attention_is_right[[]sinks-decode]"])
     results = [msgspec.structs.replace(result, outcome=Outcome.UNSUPPORTED) for result in planned.report.results]
-    refused = what_was_tried({"feature:sinks": Claim(claimed=True)}, planned.checks, results)
-    assert refused == "claimed and never tried: feature:sinks; rows up to 0, lengths up to 0"
-    told = what_was_tried({"feature:sinks": Claim(claimed=False)}, planned.checks, planned.report.results)
-    assert told.startswith("claimed and never tried: nothing;")
+    refused = coverage_note({"feature:sinks": Claim(claimed=True)}, planned.checks, results)
+    assert refused == "claimed but not tested: feature:sinks; rows up to 0, lengths up to 0"
+    told = coverage_note({"feature:sinks": Claim(claimed=False)}, planned.checks, planned.report.results)
+    assert told.startswith("claimed but not tested: nothing;")
 
 
 def test_a_claim_that_was_lost_and_what_was_tried_are_told_under_the_summary(
@@ -100,7 +100,7 @@ def test_a_claim_that_was_lost_and_what_was_tried_are_told_under_the_summary(
     summary, note, tried = result.output.splitlines()[-3:]
     assert result.exit_code == 0 and summary.startswith("silent: 1 checks = 1 pass")
     assert note.strip().startswith("advance is REBUILD: LosesItsClaim overrides build() but inherits advance;")
-    assert tried.strip().startswith("claimed and never tried: ")
+    assert tried.strip().startswith("claimed but not tested: ")
 
 
 OURS, ITS = (".".join(map(str, version)) for version in (CONTRACT_VERSION, Ahead.contract_version))
@@ -110,7 +110,7 @@ OURS, ITS = (".".join(map(str, version)) for version in (CONTRACT_VERSION, Ahead
     ("backend", "told"),
     [
         (Foreseen, "advance is PREPLANNED: its ranges are made on the host;"),
-        (Ahead, f"built for contract {ITS}, this library has {OURS}:"),
+        (Ahead, f"built for contract {ITS}, but this library has {OURS}:"),
     ],
 )
 def test_a_weaker_claim_and_a_contract_from_the_future_are_told(backend: type[AttentionBackend], told: str) -> None:

@@ -133,11 +133,11 @@ def test_non_finite_evidence_is_written_by_name_and_read_again(tmp_path: Path) -
             (lambda s=s: result("pass", seconds=s), "must be finite and not negative")
             for s in (math.nan, math.inf, -0.5)
         ),
-        (lambda: result("pass", check="luck.holds"), "of no known family"),
+        (lambda: result("pass", check="luck.holds"), "an unknown family"),
         *(
             (
                 lambda again=again: msgspec.structs.replace(report(), results=(result("pass"), result(again))),
-                r"numerics\.right\[decode\] stands twice",
+                r"has numerics\.right\[decode\] twice",
             )
             for again in ("pass", "fail")
         ),
@@ -166,7 +166,7 @@ def test_an_interrupted_save_keeps_the_old_file_and_leaves_nothing_else(
 
 @pytest.mark.parametrize(
     ("make", "words"),
-    [(os.mkfifo, "is no regular file"), (os.mkdir, "is no regular file"), (str, r"cannot read .*No such file")],
+    [(os.mkfifo, "is not a regular file"), (os.mkdir, "is not a regular file"), (str, r"cannot read .*No such file")],
     ids=["a pipe", "a folder", "nothing"],
 )
 def test_what_is_no_file_is_refused_at_once(tmp_path: Path, make: Callable[[Path], object], words: str) -> None:
@@ -176,9 +176,9 @@ def test_what_is_no_file_is_refused_at_once(tmp_path: Path, make: Callable[[Path
 
 
 BYTES = {
-    "empty": (lambda data: b"", "not whole JSON"),
-    "not text": (lambda data: b"\xff\xfe", "not whole JSON"),
-    "too deep": (lambda data: b"[" * 100_000, "not whole JSON"),
+    "empty": (lambda data: b"", "not valid JSON"),
+    "not text": (lambda data: b"\xff\xfe", "not valid JSON"),
+    "too deep": (lambda data: b"[" * 100_000, "not valid JSON"),
     "half": (lambda data: data[: len(data) // 2], "truncated"),
     "edited": (
         lambda data: data.replace(b'"fail"', b'"pass"'),
@@ -198,7 +198,7 @@ def test_bytes_that_are_no_report_are_refused_by_name(
 
 
 ANOTHER_SCHEMA = (
-    "has schema '{}', a report has 'attn-report/5'. Run the checks again, or read it with the version that wrote it."
+    "has schema '{}', not 'attn-report/5'. Run the checks again, or read it with the version that wrote it."
 )
 CHANGES: list[tuple[Callable[[Any], object], str]] = [
     (lambda document: document["env"].update(date="yesterday"), "yesterday"),

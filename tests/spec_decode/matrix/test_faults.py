@@ -212,7 +212,7 @@ def test_check_names_a_crash_and_goes_on(crashed: Checked) -> None:
     assert "error: numerics.attention_is_right[value_dim-decode]: the process ended with SIGABRT" in result.stdout
     assert "crasher: 4 checks = 0 pass, 1 error, 3 not_run" in result.stdout
     assert f"{crasher.summary()}\n" in result.stdout and f"{healthy.summary()}\n" in result.stdout
-    assert "claimed and never tried: " in result.stdout.partition(healthy.summary())[2]
+    assert "claimed but not tested: " in result.stdout.partition(healthy.summary())[2]
 
 
 def test_what_is_available_is_found_without_what_crashes_at_import(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,7 +242,7 @@ def test_a_crash_and_a_hang_are_named_with_their_check_and_broken_beside_what_is
     reports = [*crashed.reports, *hung.of(["hanger"])]
     words = (
         "the process ended with SIGABRT; it printed: no such kernel image",
-        "the process outlived the limit of 10 s for a check and was ended",
+        "the process exceeded the limit of 10 s for a check and was killed",
     )
     for report, said in zip(reports[::2], words, strict=True):
         (error,) = [result for result in report.results if result.outcome is Outcome.ERROR]

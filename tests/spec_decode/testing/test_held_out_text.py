@@ -26,5 +26,5 @@ def test_prompts_are_the_same_every_time_and_come_from_most_documents() -> None:
 
 
 def test_more_prompts_than_the_text_holds_are_refused() -> None:
-    with pytest.raises(ValueError, match="Ask for fewer or shorter prompts"):
+    with pytest.raises(ValueError, match="Request fewer or shorter prompts"):
         held_out_prompts(100_000, 96)
