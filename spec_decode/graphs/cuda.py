@@ -101,8 +101,8 @@ class CudaRuntime:
             raise
         except RuntimeError as error:
             raise CaptureError(
-                f"a captured function may only enqueue device work, this one did something else: {error}. No graph was "
-                "made. Move host reads and allocations of host data out of it."
+                f"a captured function can only enqueue device work: {error}. No graph was made. Move host reads and "
+                "allocations of host data out of it."
             ) from error
 
 

@@ -41,7 +41,7 @@ extern "C" __global__ void set_condition(unsigned long long handle, const int* c
 @cache
 def unsupported_reason() -> str | None:
     """Return why no loop can be captured with the installed software, and the remedy; None if one can."""
-    remedy = f"pip install 'cuda-python>={_MIN_VERSION}' brings it"
+    remedy = f"run pip install 'cuda-python>={_MIN_VERSION}'"
     try:
         version = str(import_module("cuda.bindings").__version__)
         _, nvrtc, runtime = _bindings()
@@ -57,9 +57,7 @@ def unsupported_reason() -> str | None:
         return f"a CUDA graph that loops needs CUDA's driver and nvrtc, which cuda.bindings cannot use: {reason}"
     if found < _MIN_VERSION * 1000:
         served = f"{found // 1000}.{found % 1000 // 10}"
-        return (
-            f"a CUDA graph that loops needs a driver for CUDA {_MIN_VERSION}.0, the one here serves {served}; update it"
-        )
+        return f"a CUDA graph that loops needs a driver for CUDA {_MIN_VERSION}.0, found one for {served}; update it"
     return None
 
 
@@ -80,7 +78,7 @@ class WhileGraph:
         Child graphs ran as fast as work captured directly into the node. Raises CaptureError if no loop is possible.
         """
         if reason := unsupported_reason():
-            raise CaptureError(f"{reason}. No graph was made. Install that, or choose another strategy.")
+            raise CaptureError(f"{reason}. No graph was made. Install it, or choose another strategy.")
         _, _, runtime = _bindings()
         self._device, self._continue_flag = continue_flag.device, continue_flag
         with torch.cuda.device(self._device):
@@ -161,5 +159,5 @@ def _done(result: tuple[Any, ...]) -> Any:
     """Unpack the result of a call of the bindings: (), one value, or several. Raises CaptureError for an error code."""
     error, *values = result
     if int(error):
-        raise CaptureError(f"CUDA refused a call that a looping graph needs: {error!r}. No graph was made.")
+        raise CaptureError(f"a CUDA call for a looping graph failed: {error!r}. No graph was made.")
     return values[0] if len(values) == 1 else tuple(values)

@@ -66,11 +66,11 @@ class _Node(NamedTuple):
             made = tensors_of(result)
             for index, captured in self.fresh:
                 if made[index].shape != captured.shape:
-                    raise CaptureError(f"{self.op} made {made[index].shape}, captured {captured.shape}")
+                    raise CaptureError(f"{self.op} returned {made[index].shape}, but {captured.shape} was captured")
                 captured.copy_(made[index])
 
 
-class _Borrowed:
+class _ExternalMemory:
     """Memory that a graph uses but does not own, held by its address as on a device.
 
     user: the operation that uses it first.
@@ -93,15 +93,15 @@ class _Borrowed:
         if owner is None or (owner.data_ptr(), owner.nbytes()) != (self._address, self._bytes):
             raise CaptureError(
                 f"a replay uses the addresses of its capture, but {self._bytes} bytes that {self._user} uses were "
-                f"{'freed' if owner is None else 'moved'} since; a device would run over whatever lies there now. "
-                "Keep each tensor that a captured function uses for as long as its graph."
+                f"{'freed' if owner is None else 'moved'} since; a device would access whatever lies there now. "
+                "Keep each tensor that a captured function uses alive as long as its graph."
             )
 
 
 class EmulatedGraph:
     """A recorded run."""
 
-    def __init__(self, nodes: list[_Node], borrowed: Iterable[_Borrowed]) -> None:
+    def __init__(self, nodes: list[_Node], borrowed: Iterable[_ExternalMemory]) -> None:
         self._nodes, self._borrowed = nodes, tuple(borrowed)
         self.num_nodes: int | None = len(nodes)
 
@@ -130,8 +130,8 @@ class EmulatedLoop:
             self._body.replay()
         if int(self._continue_flag):
             raise CaptureError(
-                f"a captured loop must end within {self._limit} iterations, this one still goes on: its body has not "
-                "set the continue flag to 0. A device would never come back, so it was stopped here. Correct the body."
+                f"a captured loop must end within {self._limit} iterations, but its body has not set the continue flag "
+                "to 0. A device would loop forever, so it was stopped here. Fix the body."
             )
 
 
@@ -165,7 +165,7 @@ class EmulatedRuntime:
 
         def begin() -> None:
             for name in _HOST_BUFFERS:
-                piece.enter_context(mock.patch.object(torch, name, _refused(getattr(torch, name))))
+                piece.enter_context(mock.patch.object(torch, name, _raising(getattr(torch, name))))
             piece.enter_context(HostReadGuard())
             piece.enter_context(recorder)
 
@@ -195,13 +195,13 @@ class HostReadGuard(TorchFunctionMode):
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func in HOST_READS:
-            raise _capture_error(f"Tensor.{func.__name__}", "reads the device from the host")
+            raise _capture_error(f"Tensor.{func.__name__}", "reads device data on the host")
         if kwargs or func is torch.Tensor.to:
             named = (
                 (*args[1:], *(kwargs or {}).values()) if func is torch.Tensor.to else ((kwargs or {}).get("device"),)
             )
             if any(isinstance(value, str) and value.startswith("cpu") for value in named):
-                raise _capture_error(f"{func.__name__} to 'cpu'", "takes the data to the host")
+                raise _capture_error(f"{func.__name__} to 'cpu'", "copies the data to the host")
         if func is torch.Tensor.__setitem__ and isinstance(args[2], int | float) and _is_basic(args[1]):
             # On a device this fills a view; the CPU implementation would wrap the number in a fresh host tensor.
             return args[0][args[1]].fill_(args[2])
@@ -272,7 +272,7 @@ class _Recorder(PlainDispatchMode):
 
     def take(self) -> EmulatedGraph:
         """Return a graph of the operations recorded since the last call."""
-        borrowed: dict[int, _Borrowed] = {}
+        borrowed: dict[int, _ExternalMemory] = {}
 
         def unowned(tensor: torch.Tensor) -> torch.Tensor:
             if (key := _storage(tensor)) in self._made:
@@ -281,7 +281,7 @@ class _Recorder(PlainDispatchMode):
                 storage = tensor.untyped_storage()
                 if not storage.nbytes():
                     return tensor
-                borrowed[key] = _Borrowed(storage, node.op._schema.name)
+                borrowed[key] = _ExternalMemory(storage, node.op._schema.name)
             return borrowed[key].view(tensor)
 
         taken, self._nodes = self._nodes, []
@@ -351,7 +351,7 @@ def _traits(op: Any) -> _Traits:
     within = _READS_WITHIN.get(schema.name)
     reads_within = within is not None and within in schema.overload_name
     if torch.Tag.data_dependent_output in tags or schema.name in _CHECKS_ON_THE_HOST or reads_within:
-        read = "reads the device from the host"
+        read = "reads device data on the host"
     elif torch.Tag.dynamic_output_shape in tags:
         read = "makes a shape that depends on device data"
     if schema.name in _MOVES_STORAGE:
@@ -395,7 +395,7 @@ def _check_capturable(func: Any, traits: _Traits, args: tuple[Any, ...], kwargs:
     if why := host_read(func, args) or traits.refused:
         raise _capture_error(traits.name, why)
     if traits.draws and any(isinstance(value, torch.Generator) for value in (*args, *kwargs.values())):
-        raise _capture_error(traits.name, "draws from a generator whose state the graph does not move")
+        raise _capture_error(traits.name, "draws from a generator whose state the graph does not advance")
 
 
 def host_read(func: Any, args: tuple[Any, ...]) -> str:
@@ -407,7 +407,7 @@ def host_read(func: Any, args: tuple[Any, ...]) -> str:
     return traits.host_read
 
 
-def _refused(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+def _raising(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """Wrap the function so that the recording thread cannot call it."""
     recording = threading.get_ident()
 
@@ -421,6 +421,6 @@ def _refused(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
 
 def _capture_error(name: str, why: str) -> CaptureError:
     return CaptureError(
-        f"a captured function may only enqueue device work of fixed shape, but {name} {why}; a graph would freeze what "
-        "it saw once. Compute it on the device, or move it before the capture."
+        f"a captured function can only enqueue device work of fixed shape, but {name} {why}; a graph would freeze the "
+        "value. Compute it on the device, or move it before the capture."
     )

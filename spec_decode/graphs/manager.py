@@ -120,7 +120,7 @@ class GraphManager:
         if not sizes or min(sizes) < 1:
             raise BatchError(
                 f"capture sizes must be at least one number of requests, each 1 or more, got {list(sizes)}. "
-                "Pass for example [1, 2, 4, 8]."
+                "Pass, for example, [1, 2, 4, 8]."
             )
         self.device = device
         self.sizes = tuple(sorted(set(sizes)))
@@ -150,9 +150,8 @@ class GraphManager:
         if eager:
             return num_reqs
         raise BatchError(
-            f"graphs were asked for and the largest captured batch is {self.sizes[-1]} requests, got {num_reqs}; "
-            "running it without a graph would be another strategy. Capture that size, or split "
-            "the batch."
+            f"the largest captured batch is {self.sizes[-1]} requests, got {num_reqs}; running it eagerly would "
+            "change the strategy. Capture that size, or split the batch."
         )
 
     def capture(self, factories: Mapping[str, Factory], *, progress: bool = False) -> None:
@@ -182,16 +181,15 @@ class GraphManager:
         """Replay a graph. Raises BatchError, with nothing run, if it does not exist or the batch exceeds it."""
         if key not in self._graphs:
             raise BatchError(
-                f"a replay needs a captured graph, there is none of kind {key.kind} for {key.num_reqs} requests "
+                f"there is no captured graph of kind {key.kind} for {key.num_reqs} requests "
                 f"({self.left_out.get(key.num_reqs, 'it was never captured, or was released')}). "
-                "Pad the batch to a size that padded() gives, after capture()."
+                "Pad the batch to a size that padded() returns after capture()."
             )
         graph, constants = self._graphs[key]
         if problems := constants.exceeded_by(needed):
             raise BatchError(
-                f"a replay may not go past its capture: {'; '.join(problems)} ({key.kind} graph of "
-                f"{key.num_reqs} requests). Its kernels would drop keys or rows. Capture with "
-                "larger bounds."
+                f"a replay exceeds its capture: {'; '.join(problems)} ({key.kind} graph of {key.num_reqs} requests). "
+                "Its kernels would drop keys or rows. Capture with larger bounds."
             )
         graph.replay()
 
@@ -221,8 +219,8 @@ class GraphManager:
         if self.memory_limit is None or size == self.sizes[-1] or self.bytes_used + expected <= self.memory_limit:
             return True
         self.left_out[size] = (
-            f"size {size} was left out: its graphs are expected to take {expected} bytes, and {self.bytes_used} of the "
-            f"{self.memory_limit} allowed are taken"
+            f"size {size} was left out: its graphs should take {expected} bytes, and {self.bytes_used} of the "
+            f"{self.memory_limit} allowed are used"
         )
         return False
 
@@ -231,7 +229,7 @@ class GraphManager:
         if size == self.sizes[-1] and self.memory_limit is not None and taken > self.memory_limit:
             self.release()
             raise CaptureError(
-                f"the graphs of the largest size, {size} requests, must fit into the memory limit of "
-                f"{self.memory_limit} bytes, they took {taken}; a full batch could not be served, so every graph was "
-                "released. Raise the limit, capture smaller sizes only, or turn graphs off."
+                f"the graphs of the largest size, {size} requests, took {taken} bytes, but the memory limit is "
+                f"{self.memory_limit}; a full batch could not be served, so every graph was released. "
+                "Raise the limit, capture smaller sizes only, or turn graphs off."
             )

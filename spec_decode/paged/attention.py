@@ -54,22 +54,22 @@ class SplitAttention:
         metadata: Sequence[Any],
         *,
         uncaptured: Collection[int],
-        rebuilt: Collection[int],
+        built: Collection[int],
         split_op: SplitOp,
     ) -> None:
         """metadata: the step buffers' own list. uncaptured, rebuilt: group indices."""
         self._groups, self._current, self._captured = groups, metadata, list(metadata)
-        self._rebuilt, self._split_op = rebuilt, split_op
+        self._built, self._split_op = built, split_op
         self._uncaptured_layers = {layer for index in uncaptured for layer in groups[index].caches}
-        self._inside = PagedAttention(groups, self._captured)
+        self._captured_attention = PagedAttention(groups, self._captured)
 
     def __call__(self, inputs: AttentionInputs) -> torch.Tensor:
         """See `Attention`."""
         if inputs.layer not in self._uncaptured_layers:
-            return self._inside(inputs)
+            return self._captured_attention(inputs)
 
         def eager(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-            now = [self._current[i] if i in self._rebuilt else held for i, held in enumerate(self._captured)]
+            now = [self._current[i] if i in self._built else held for i, held in enumerate(self._captured)]
             return PagedAttention(self._groups, now)(inputs._replace(query=query, key=key, value=value))
 
         return self._split_op(eager, inputs.query, inputs.key, inputs.value)
@@ -84,8 +84,8 @@ def _write(group: KVGroup, metadata: Any, inputs: AttentionInputs) -> torch.Tens
     if inputs.kv_a_norm_rope is not None and FusedWrite.KV_A_NORM_ROPE in fused:
         backend.norm_rope_and_write_latent(key[:, 0].to(dtype), inputs.kv_a_norm_rope, cache, metadata)
         return query
-    of_one_dtype = key.dtype == dtype and group.spec.kind is AttentionKind.MHA
-    if inputs.rope is not None and FusedWrite.ROPE in fused and of_one_dtype:
+    same_dtype = key.dtype == dtype and group.spec.kind is AttentionKind.MHA
+    if inputs.rope is not None and FusedWrite.ROPE in fused and same_dtype:
         backend.rope_and_write_kv(query, key, value, inputs.rope, cache, metadata)
         return query
     query, key, value = inputs.normed_and_rotated()

@@ -68,7 +68,7 @@ def make_group(
     answer = backend.supports(spec, device)
     if isinstance(answer, Rejected):
         raise NoBackend(
-            f"group {name} needs a backend for [{spec.describe()}] on {device.type}, {backend.name} refuses: "
+            f"group {name} needs a backend for [{spec.describe()}] on {device.type}, but {backend.name} rejects it: "
             f"{'; '.join(answer.reasons)}. Nothing was allocated; choose another backend."
         )
     _require_memory(name, spec, len(layers), num_pages, device)
@@ -89,7 +89,7 @@ def _require_memory(name: str, spec: AttentionSpec, num_layers: int, num_pages: 
     require(
         needed <= total,
         f"group {name} needs {num_pages} pages of {spec.page_size} tokens in {num_layers} layers, {needed / 2**30:.1f} "
-        f"GiB, {device} has {total / 2**30:.1f}. Take fewer or smaller pages.",
+        f"GiB, but {device} has {total / 2**30:.1f}. Use fewer or smaller pages.",
     )
 
 
@@ -125,8 +125,8 @@ def make_groups(
     backends = [_backend(name, group, choice) for group in layer_groups]
     names = [name if len(layer_groups) == 1 else f"{name} {group.name}" for group in layer_groups]
     return [
-        make_group(its_name, backend, group.spec, group.layers, num_pages=num_pages, device=device)
-        for its_name, group, backend in zip(names, layer_groups, backends, strict=True)
+        make_group(group_name, backend, group.spec, group.layers, num_pages=num_pages, device=device)
+        for group_name, group, backend in zip(names, layer_groups, backends, strict=True)
     ]
 
 
@@ -142,8 +142,8 @@ def _backend(name: str, group: LayerGroup, choice: BackendChoice) -> AttentionBa
         return choice(group)
     require(
         group.name in choice,
-        f"every KV group of the {name} needs a backend, {group.name!r} has none among {sorted(choice)}. "
-        "Add it, or pass one backend for all.",
+        f"KV group {group.name!r} of the {name} has no backend among {sorted(choice)}. Add one, or pass one "
+        "backend for all groups.",
     )
     return choice[group.name]
 
@@ -155,15 +155,15 @@ def products_of(
 
     Raises BatchError if only some groups are batch invariant, or if the model cannot be.
     """
-    asked = {group.spec.batch_invariant for group in groups}
+    requested = {group.spec.batch_invariant for group in groups}
     require(
-        asked == {False} or (asked == {True} and model.batch_invariant),
-        "all groups must be batch invariant or none, and the model's products with them, got "
+        requested == {False} or (requested == {True} and model.batch_invariant),
+        "batch invariance must hold for all groups or none, and for the model's products with them, got "
         f"{[group.spec.batch_invariant for group in groups]} and {type(model).__name__}, which "
         f"{'can' if model.batch_invariant else 'cannot'}; its tokens would still depend on the batch. "
-        "Take a model made of the layers here, or leave batch_invariant out.",
+        "Use a model built from this library's layers, or omit batch_invariant.",
     )
-    return partial(batch_invariance, True in asked)
+    return partial(batch_invariance, True in requested)
 
 
 def check_pools(groups: Sequence[KVGroup], tables: RequestTables) -> None:
@@ -172,8 +172,8 @@ def check_pools(groups: Sequence[KVGroup], tables: RequestTables) -> None:
         held = min(cache.num_pages for cache in group.caches.values())
         require(
             pages <= held,
-            f"the tables of group {group.name} must name pages of its caches alone, they may name {pages} and there "
-            f"are {held}; a kernel would read and write outside. Use one count.",
+            f"the tables of group {group.name} can name {pages} pages, but its caches have {held}; a kernel would read "
+            "and write outside them. Use one count.",
         )
 
 

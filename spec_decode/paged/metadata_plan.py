@@ -80,9 +80,9 @@ class GroupPlan:
         """Describe this part, with the reason for everything that costs host time."""
         costs = [self.update.value]
         if self.waits:
-            costs.append("waiting for the device (a build needs the exact lengths)")
+            costs.append("waiting for the device (a build needs exact lengths)")
         if self.built_per_round:
-            costs.append("built once a round (its builder asks for that)")
+            costs.append("built once per round (its builder requires it)")
         if self.uncaptured:
             costs.append(f"attention between the graphs' pieces ({self.uncaptured})")
         return f"{self.facts.describe()}: {', '.join(costs)}; {self.facts.advance.reason}"

@@ -100,7 +100,7 @@ class StepBuffers:
             self._groups,
             self.metadata,
             uncaptured=self.plan.uncaptured_groups,
-            rebuilt=self.built_groups,
+            built=self.built_groups,
             split_op=split_op,
         )
 

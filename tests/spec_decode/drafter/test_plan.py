@@ -169,8 +169,8 @@ def test_only_a_build_that_needs_exact_lengths_waits(level, lengths, per_round, 
     assert [each.waits for each in plan.groups] == [False, waits]
     told = plan.explain()[-1]
     assert told.startswith("group it (it_kernels): ") and told.endswith("; it has its reason")
-    assert ("waiting for the device (a build needs the exact lengths)" in told) is waits
-    assert ("built once a round (its builder asks for that)" in told) is per_round
+    assert ("waiting for the device (a build needs exact lengths)" in told) is waits
+    assert ("built once per round (its builder requires it)" in told) is per_round
 
 
 def test_the_explanation_names_the_choice_the_rest_and_every_group():

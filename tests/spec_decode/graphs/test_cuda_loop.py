@@ -52,8 +52,8 @@ def no_library():
 
 MISSING = {
     "older bindings": ({"version": "12.9.2"}, "cuda.bindings 13 or later, found 12.9.2"),
-    "driver 12.8": ({"driver": 12080}, "needs a driver for CUDA 13.0, the one here serves 12.8;"),
-    "driver 12.99": ({"driver": 12990}, "needs a driver for CUDA 13.0, the one here serves 12.99;"),
+    "driver 12.8": ({"driver": 12080}, "needs a driver for CUDA 13.0, found one for 12.8;"),
+    "driver 12.99": ({"driver": 12990}, "needs a driver for CUDA 13.0, found one for 12.99;"),
     "no library": ({"nvrtc": no_library}, "no libnvrtc"),
 }
 

@@ -196,7 +196,7 @@ def test_the_target_may_sit_on_a_backend_without_latents():
 
 def test_a_draft_backend_without_latents_is_refused_with_its_reason():
     pair = make_pair(make_config(hidden_size=64, head_dim=64), make_latent_config(hidden_size=64))
-    with pytest.raises(NoBackend, match=r"group draft .* triton_paged refuses: .*serves mha, not mla"):
+    with pytest.raises(NoBackend, match=r"group draft .* triton_paged rejects it: .*serves mha, not mla"):
         make_engine(pair, get("triton_paged"))
 
 

@@ -60,7 +60,7 @@ def attended(backend, dtype=torch.float32, attention=PagedAttention):
 
 def split_attention(uncaptured, rebuilt):
     """Attention between the pieces of a graph."""
-    return partial(SplitAttention, uncaptured=uncaptured, rebuilt=rebuilt, split_op=lambda fn, *inputs: fn(*inputs))
+    return partial(SplitAttention, uncaptured=uncaptured, built=rebuilt, split_op=lambda fn, *inputs: fn(*inputs))
 
 
 def assert_rotated(out, cache, query, key):
