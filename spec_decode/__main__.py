@@ -22,7 +22,7 @@ def main() -> None:
     else:
         status = 0
     if threads := ", ".join(running_threads()):
-        print(f"not waited for: {threads}, which a backend has started and left running", file=sys.stderr)
+        print(f"not waiting for {threads}, which a backend started and left running", file=sys.stderr)
         end_at_once(status)
     # An interrupt inside executed code (dataclasses exec while a class is made) sets a flag that makes `python -m` end
     # with the signal even if the interrupt was caught. Executing another string clears the flag.

@@ -114,14 +114,14 @@ def _run(*command: str) -> str:
 
 def _checkout() -> tuple[str, bool | None, str | None]:
     """Return the commit, whether the tree differs from it, and which of the two environment variables stated."""
-    given, said = os.environ.get(_COMMIT), os.environ.get(_DIRTY)
+    given, given_dirty = os.environ.get(_COMMIT), os.environ.get(_DIRTY)
     found, changed = _git_state(_PACKAGE)
-    if not given and not said:
+    if not given and not given_dirty:
         return found, changed, None
-    commit, dirty = given or found, {"0": False, "1": True}.get(said or "")
+    commit, dirty = given or found, {"0": False, "1": True}.get(given_dirty or "")
     if given and not re.fullmatch("[0-9a-f]{4,64}", given):
-        commit = f"unknown: ATTN_BACKENDS_COMMIT is no commit: {given[:80]!r}"
-    by = " and ".join(name for name, value in ((_COMMIT, given), (_DIRTY, said)) if value)
+        commit = f"unknown: ATTN_BACKENDS_COMMIT is not a commit: {given[:80]!r}"
+    by = " and ".join(name for name, value in ((_COMMIT, given), (_DIRTY, given_dirty)) if value)
     differs = not found.startswith("unknown") and (not found.startswith(commit) or dirty is not changed)
     git = f"; git says {found[:12]}{' dirty' if changed else ''}" if differs else ""
     return commit, dirty, f"stated by {by}{git}"

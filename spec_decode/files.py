@@ -69,7 +69,7 @@ def require_unedited(document: Any, where: str) -> None:
     """Raise ReportError for a report with a missing or wrong digest. JSON without a schema passes."""
     if isinstance(document, dict) and "schema" in document and document.get(SEAL) != _digest(document):
         raise ReportError(
-            f"{where} was changed after it was written: its digest does not fit. Run the command that made it again."
+            f"{where} was changed after it was written: its digest does not match. Run the command that made it again."
         )
 
 
@@ -81,7 +81,7 @@ def read_json(path: str | os.PathLike[str]) -> Any:
     """
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):
-            raise ReportError(f"{path} is no regular file. Name a report, or a folder of reports.")
+            raise ReportError(f"{path} is not a regular file. Name a report, or a folder of reports.")
         return parse_json(Path(path).read_bytes(), str(path))
     except OSError as error:
         raise ReportError(f"cannot read {path}: {error.strerror}. Check the path.") from error
@@ -103,7 +103,7 @@ def parse_json(content: bytes, where: str) -> Any:
             f"{where} has a malformed table or index: {error}. Run the command that made it again."
         ) from error
     except (ValueError, RecursionError) as error:
-        raise ReportError(f"{where} is not whole JSON: {error}. Run the command that made it again.") from error
+        raise ReportError(f"{where} is not valid JSON: {error}. Run the command that made it again.") from error
 
 
 def json_number(value: float) -> float | str:
@@ -136,12 +136,12 @@ def _digest(document: dict[str, Any]) -> str:
 
 def _require_unique(pairs: list[tuple[str, Any]]) -> None:
     if twice := [name for name, count in Counter(name for name, _ in pairs).items() if count > 1]:
-        raise ValueError(f"the key {twice[0]!r} stands twice in one object")
+        raise ValueError(f"the key {twice[0]!r} occurs twice in one object")
 
 
 if __name__ == "__main__":
     if len(sys.argv) != 2:
-        sys.exit(f"error: one report is printed, got {len(sys.argv) - 1}. Run python -m spec_decode.files FILE.")
+        sys.exit(f"error: expected one FILE, got {len(sys.argv) - 1}. Run python -m spec_decode.files FILE.")
     try:
         document = read_json(sys.argv[1])
     except ReportError as error:

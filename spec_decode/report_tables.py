@@ -88,7 +88,7 @@ def indices(text: str) -> list[int]:
             raise MalformedTable(f"indices are written as 0-18,20, got {text[:40]!r}")
         first, last = int(ends[1]), int(ends[2] or ends[1])
         if not first <= last < first + _MOST - len(found):
-            raise MalformedTable(f"a run of indices goes up, and there are at most {_MOST} in all, got {run}")
+            raise MalformedTable(f"a run of indices must increase, with at most {_MOST} in all, got {run}")
         found += range(first, last + 1)
     return found
 
@@ -127,7 +127,7 @@ def _value(table: Table, name: str, cell: Any) -> Any:
         return cell
     values = table.values[name]
     if type(cell) is not int or not 0 <= cell < len(values):
-        raise MalformedTable(f"{name} has {len(values)} values, a row asks for number {cell!r}")
+        raise MalformedTable(f"{name} has {len(values)} values, a row refers to number {cell!r}")
     return values[cell]
 
 
@@ -149,8 +149,8 @@ def _nested(flat: Row) -> dict[str, Any]:
         outer, dot, inner = name.partition(".")
         if not dot:
             row[name] = value
-        elif isinstance(beside := row.setdefault(outer, {}), dict):
-            beside[inner] = value
+        elif isinstance(fields := row.setdefault(outer, {}), dict):
+            fields[inner] = value
         else:
             raise MalformedTable(f"{outer} is a value and has fields")
     return row

@@ -40,7 +40,7 @@ class SourceRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     def __post_init__(self) -> None:
         count = sum(map(len, self.modules.values()))
         if wrong := [index for part in self.parts.values() for index in part if not 0 <= index < count]:
-            raise ValueError(f"parts must be of the {count} modules, got {wrong[0]}")
+            raise ValueError(f"parts must index the {count} modules, got {wrong[0]}")
 
     @classmethod
     def of(cls, roots: Mapping[str, Iterable[str]]) -> SourceRecord:
@@ -58,8 +58,8 @@ class SourceRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         """Return the modules that have changed or are gone; restricted to these parts, if any are named."""
         modules = list(_flat(self.modules))
         every = range(len(modules))
-        asked = [self.parts.get(part, every) for part in parts] or [every]
-        return tuple(modules[i][0] for i in sorted(set().union(*asked)) if _changed(*modules[i]))
+        wanted = [self.parts.get(part, every) for part in parts] or [every]
+        return tuple(modules[i][0] for i in sorted(set().union(*wanted)) if _changed(*modules[i]))
 
 
 def backend_modules(names: Iterable[str]) -> list[str]:

@@ -117,10 +117,10 @@ def _tested(name: str, found: str | None) -> str:
     if name not in TESTED:
         return ""
     oldest, usual, newest = TESTED[name]
-    told = f"tested: {oldest} (oldest), {usual} (every commit), {newest} (newest)"
+    versions = f"tested: {oldest} (oldest), {usual} (every commit), {newest} (newest)"
     if found is None or _release(oldest) <= _release(found) <= _release(newest):
-        return f"; {told}"
-    return f"; not tested, {'newer' if _release(found) > _release(newest) else 'older'} than what was; {told}"
+        return f"; {versions}"
+    return f"; untested, {'newer' if _release(found) > _release(newest) else 'older'} than those tested; {versions}"
 
 
 def _release(text: str) -> tuple[int, ...]:
@@ -142,7 +142,7 @@ def _captures(device: torch.device) -> str:
     graph = runtime.capture(lambda: cell.add_(1))
     used = runtime.memory_used() - before
     if (untouched := int(cell)) != 0:
-        raise RuntimeError(f"a capture must not execute, it left {untouched} in a cell that held 0")
+        raise RuntimeError(f"a capture must not execute, but it set a cell of 0 to {untouched}")
     graph.replay()
     graph.replay()
     if (found := int(cell)) != 2:
@@ -164,7 +164,7 @@ def _loops(device: torch.device) -> str:
     used = runtime.memory_used() - before
     graph.replay()
     if (found := int(cell)) != 3:
-        raise RuntimeError(f"a loop that ends at 3 must end there, it ended at {found}")
+        raise RuntimeError(f"a loop must end at 3, but it ended at {found}")
     return f"works ({_kind(device)}), a capture of its body takes {used / 2**20:.1f} MiB"
 
 
@@ -174,7 +174,7 @@ def _kind(device: torch.device) -> str:
 
 def _fa3_providers() -> Iterator[Finding]:
     """Report every package that can provide FlashAttention-3, including the one in use."""
-    asked = os.environ.get(PROVIDER_VARIABLE)
+    requested = os.environ.get(PROVIDER_VARIABLE)
     chosen = False
     for kind in PROVIDERS:
         finding = partial(Finding, "FlashAttention-3", kind.name)
@@ -186,9 +186,9 @@ def _fa3_providers() -> Iterator[Finding]:
         if provider is None:
             yield finding(FindingStatus.ABSENT, f"no module {kind.module}: {kind.remedy}")
             continue
-        mine = asked == kind.name if asked else not chosen
-        chosen = chosen or mine
-        yield finding(FindingStatus.OK, f"{provider.version}{', in use' if mine else ''}")
+        in_use = requested == kind.name if requested else not chosen
+        chosen = chosen or in_use
+        yield finding(FindingStatus.OK, f"{provider.version}{', in use' if in_use else ''}")
 
 
 def _backends(device: torch.device) -> Iterator[Finding]:
@@ -200,13 +200,13 @@ def _backends(device: torch.device) -> Iterator[Finding]:
         except BrokenBackend as error:
             yield Finding("backends", name, FindingStatus.FAILED, str(error))
         else:
-            yield _asked(name, backend, device)
+            yield _backend_finding(name, backend, device)
 
 
-def _asked(name: str, backend: AttentionBackend, device: torch.device) -> Finding:
+def _backend_finding(name: str, backend: AttentionBackend, device: torch.device) -> Finding:
     try:
-        verdicts = {asked: backend.supports(spec, device) for asked, spec in _SPECS.items()}
-        served = [asked for asked, verdict in verdicts.items() if isinstance(verdict, Accepted)]
+        verdicts = {use: backend.supports(spec, device) for use, spec in _SPECS.items()}
+        served = [use for use, verdict in verdicts.items() if isinstance(verdict, Accepted)]
         reasons = {why for verdict in verdicts.values() if not isinstance(verdict, Accepted) for why in verdict.reasons}
         detail = f"{backend.version}: {'; '.join(served) or '; '.join(sorted(reasons))}"
     except KeyboardInterrupt:
@@ -219,7 +219,7 @@ def _asked(name: str, backend: AttentionBackend, device: torch.device) -> Findin
 def _plug_ins() -> Iterator[Finding]:
     for plug_in in registry.plug_ins():
         if registry.registered_here(plug_in.name):
-            detail = f"{plug_in.package}: not used, a call has registered another backend under its name"
+            detail = f"{plug_in.package}: unused, a call registered another backend under its name"
             yield Finding("plug-ins", plug_in.name, FindingStatus.REFUSED, detail)
         else:
             yield _tried("plug-ins", plug_in.name, partial(_class_of, plug_in))

@@ -48,8 +48,8 @@ class MetadataDrift(RuntimeError):
 
     def __init__(self, round_: int, step: int, group: str, failure: CheckFailure) -> None:
         super().__init__(
-            f"what kernels read must mean the batch; round {round_}, step {step}, group {group}: {failure}. Drafts "
-            "from there on may be wrong without another sign. `attn-backends check` names the rule that is broken."
+            f"metadata no longer matches the batch in round {round_}, step {step}, group {group}: {failure}. Later "
+            "drafts can be silently wrong. `attn-backends check` names the broken rule."
         )
         self.round, self.step, self.group = round_, step, group
         self.contract, self.expected, self.got = failure.contract, failure.expected, failure.got
@@ -65,7 +65,7 @@ class MetadataValidator:
         """Raises BatchError unless every is at least 1."""
         require(
             every >= 1,
-            f"every N-th round is validated, N from 1 on, got {every}; nothing is validated. Pass 1 to validate all.",
+            f"every must be 1 or more, got {every}; nothing is validated. Pass 1 to validate every round.",
         )
         self.drafter = drafter
         self.every = every
@@ -147,23 +147,23 @@ class MetadataValidator:
         )
         if rows:
             prefixes = [_prefix(group, cache, batch.block_table[row], lens[row]) for row in rows]
-            asked = queries.unflatten(0, (used.size, -1))
+            by_row = queries.unflatten(0, (used.size, -1))
             logical = LogicalBatch(
-                queries=[asked[row] for row in rows],
+                queries=[by_row[row] for row in rows],
                 keys=[key for key, _ in prefixes],
                 values=[value for _, value in prefixes],
                 seq_lens=[lens[row] for row in rows],
                 sinks=sinks,
             )
             attended, able = out[rows].flatten(0, 1), group.backend.capabilities
-            assert_within_budget(attended, logical, spec, able, contract="attention over the present caches")
+            assert_within_budget(attended, logical, spec, able, contract="attention over the current caches")
 
 
 def _expect_fields(builder: MetadataBuilder[Any], found: Any, batch: AttentionBatch, horizon: int) -> None:
     before = copies_of(batch)
     fresh = builder.build(batch, horizon=horizon)
     written = changed_since(before, batch)
-    expect(not written, contract="build() is pure towards its input", expected="no change", got=f"{written} changed")
+    expect(not written, contract="build() leaves its input unchanged", expected="no change", got=f"{written} changed")
     expect_same_fields(found, fresh, "in place")
 
 

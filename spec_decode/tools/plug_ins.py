@@ -21,7 +21,7 @@ from attn_backends.registry import PlugIn
 from spec_decode.testing.process_isolation import ProcessEnded, TimeLimit, python_module, start_isolated
 from spec_decode.tools.specs import GQA
 
-_EACH = TimeLimit(60.0, "a package to load and say what it supports")
+_EACH = TimeLimit(60.0, "loading and querying a package")
 _ALL = TimeLimit(math.inf, "all of them")
 _CHILD = "spec_decode.tools.plug_ins"
 _tried: dict[str, str] = {}
@@ -40,8 +40,8 @@ def try_plug_ins(
     on_loading: called with each plug-in before the process loads it.
     """
     packages = {plug_in.name: plug_in.package for plug_in in registry.plug_ins()}
-    had = [name for name in packages if registry.is_loaded(name) or registry.registered_here(name)]
-    names = [name for name in packages if name not in _tried and name not in had]
+    loaded = [name for name in packages if registry.is_loaded(name) or registry.registered_here(name)]
+    names = [name for name in packages if name not in _tried and name not in loaded]
 
     def tell(name: str) -> None:
         on_loading(PlugIn(name, packages[name]))
@@ -50,8 +50,8 @@ def try_plug_ins(
         culprits, how = ended
         for name in culprits:
             _tried[name] = (
-                f"backend {name!r} of package {packages[name]} must leave the process alive that loads it and asks "
-                f"what it supports: {how}; it was not loaded here. Repair the package or uninstall it."
+                f"backend {name!r} of package {packages[name]} did not survive loading and querying in a subprocess: "
+                f"{how}; it was not loaded here. Fix the package or uninstall it."
             )
             registry.refuse(name, _tried[name])
         names = [name for name in names if name not in culprits]
@@ -78,13 +78,13 @@ def _load_isolated(
 
 def _load(writer: int, names: Sequence[str]) -> None:
     for name in names:
-        _say(writer, {"loading": name})
+        _send(writer, {"loading": name})
         with suppress(BackendError):
-            _ask(registry.get(name))
-    _say(writer, {"finished": True})
+            _query(registry.get(name))
+    _send(writer, {"finished": True})
 
 
-def _ask(backend: AttentionBackend) -> None:
+def _query(backend: AttentionBackend) -> None:
     """Ask the questions of `list`. Plain failures repeat there, and are reported there."""
     for device in map(torch.device, ("cpu", "cuda")):
         for question in (backend.supports, backend.builder.advance_support):
@@ -92,7 +92,7 @@ def _ask(backend: AttentionBackend) -> None:
                 question(GQA, device)
 
 
-def _say(writer: int, message: dict[str, Any]) -> None:
+def _send(writer: int, message: dict[str, Any]) -> None:
     os.write(writer, msgspec.json.encode(message) + b"\n")
 
 

@@ -30,7 +30,7 @@ class ValidatedRounds:
         """Return one line."""
         return (
             f"{self.rounds} rounds ({self.strategy}), {self.joins} joins, {self.leaves} leaves; {self.validations} "
-            f"validations without a drift, {self.milliseconds:.1f} ms each"
+            f"validations without drift, {self.milliseconds:.1f} ms each"
         )
 
 

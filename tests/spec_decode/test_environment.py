@@ -96,7 +96,7 @@ def test_what_variables_stated_is_marked_and_what_git_says_otherwise_beside_it(g
 def test_a_stated_commit_that_is_no_hash_is_unknown(git, monkeypatch, value):
     monkeypatch.setenv("ATTN_BACKENDS_COMMIT", value)
     env = environment(CPU)
-    assert env.commit.startswith("unknown: ATTN_BACKENDS_COMMIT is no commit")
+    assert env.commit.startswith("unknown: ATTN_BACKENDS_COMMIT is not a commit")
     assert env.stated == "stated by ATTN_BACKENDS_COMMIT; git says f00dfeed"
 
 

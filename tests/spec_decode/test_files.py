@@ -74,7 +74,7 @@ def test_a_pipe_with_a_reader_is_written_to(tmp_path):
     os.close(reader)
 
 
-@pytest.mark.parametrize(("asked", "said"), [(["absent.json"], "cannot read"), ([], "one report is printed, got 0.")])
+@pytest.mark.parametrize(("asked", "said"), [(["absent.json"], "cannot read"), ([], "expected one FILE, got 0.")])
 def test_what_cannot_be_printed_is_said_in_one_line(asked, said, tmp_path):
     command = [sys.executable, "-m", "spec_decode.files", *(str(tmp_path / name) for name in asked)]
     found = subprocess.run(command, capture_output=True, text=True)

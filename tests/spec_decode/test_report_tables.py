@@ -59,9 +59,9 @@ def test_a_field_that_is_no_name_is_refused():
     ("table", "why"),
     [
         ({"fields": ["a"], "rows": [[1, 2]]}, "a row has 2 cells, its table 1 fields"),
-        ({"fields": ["a"], "values": {"a": ["x"]}, "rows": [[1]]}, "a has 1 values, a row asks for number 1"),
-        ({"fields": ["a"], "values": {"a": ["x"]}, "rows": [[-1]]}, "asks for number -1"),
-        ({"fields": ["a"], "values": {"a": ["x", "y"]}, "rows": [[True]]}, "asks for number True"),
+        ({"fields": ["a"], "values": {"a": ["x"]}, "rows": [[1]]}, "a has 1 values, a row refers to number 1"),
+        ({"fields": ["a"], "values": {"a": ["x"]}, "rows": [[-1]]}, "refers to number -1"),
+        ({"fields": ["a"], "values": {"a": ["x", "y"]}, "rows": [[True]]}, "refers to number True"),
         ({"fields": ["a"], "places": "0-1", "rows": [[1]]}, "has 1 rows and 2 places"),
         ({"fields": ["a"], "places": "1", "rows": [[1]]}, "are not 0, 1, 2"),
         ({"fields": ["a"], "places": "0,0", "rows": [[1], [2]]}, "are not 0, 1, 2"),

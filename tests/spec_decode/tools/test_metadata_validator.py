@@ -140,7 +140,7 @@ def test_a_right_backend_never_drifts(
 
 def test_a_kernel_that_is_wrong_is_caught_though_its_group_does_not_advance_in_place() -> None:
     wrong = type("Wrong", (type(mutant_named("gqa_interleaved").backend),), {"builder": Rebuilt})()
-    with pytest.raises(MetadataDrift, match="attention over the present caches"):
+    with pytest.raises(MetadataDrift, match="attention over the current caches"):
         validate_rounds(wrong, CPU, rounds=ROUNDS)
 
 
@@ -218,5 +218,5 @@ def test_a_round_of_one_token_has_only_step_0_to_validate() -> None:
 
 
 def test_a_validator_of_no_round_is_refused(running: Any) -> None:
-    with pytest.raises(BatchError, match="every N-th round is validated, N from 1 on, got 0"):
+    with pytest.raises(BatchError, match="every must be 1 or more, got 0"):
         MetadataValidator(running[0].drafter, every=0)

@@ -63,7 +63,7 @@ def tried(tmp_path: Path) -> Tried:
         seconds: float = UNLIMITED, on_loading: Callable[[PlugIn], None] = lambda plug_in: None
     ) -> tuple[dict[str, str], list[list[str]]]:
         child = (sys.executable, "-c", LOADER.format(log=str(log)))
-        refused = try_plug_ins(child, TimeLimit(seconds, "a package to load"), on_loading)
+        refused = try_plug_ins(child, TimeLimit(seconds, "loading and querying a package"), on_loading)
         return refused, [line.split() for line in log.read_text().splitlines()]
 
     return tried
@@ -101,7 +101,7 @@ def test_what_hangs_is_refused_with_its_limit_and_was_the_last_that_was_named(
     declare("a", "hang", "b")
     told: list[str] = []
     refused, _ = tried(0.3, lambda plug_in: told.append(f"{plug_in.name} of {plug_in.package}"))
-    assert "outlived the limit of 0.3 s for a package to load" in refused["hang"]
+    assert "exceeded the limit of 0.3 s for loading and querying a package" in refused["hang"]
     assert told == [f"{name} of unknown" for name in ("a", "hang", "a", "b")]
 
 
@@ -116,7 +116,7 @@ def test_a_process_that_says_nothing_refuses_all(declare: Callable[..., None]) -
     assert refused.keys() == {"a", "b"} and "exit status 1; it printed: no module" in refused["a"]
 
 
-def test_nothing_is_tried_twice_and_a_refusal_is_told_again_until_a_call_registers_the_name(
+def test_nothing_is_tried_twice_and_a_refusal_is_repeat_line_until_a_call_registers_the_name(
     declare: Callable[..., None], tried: Tried
 ) -> None:
     declare("a", "crash")
