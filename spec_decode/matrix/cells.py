@@ -23,11 +23,11 @@ class Status(str, Enum):
     """The combined status of a cell's claim and checks; each member has its mark and its meaning."""
 
     VERIFIED = "verified", "✓", "claimed, and every check that covers it passed"
-    CLAIMED = "claimed", "?", "claimed, and no check that covers it ran"
-    REFUSED = "refused", "–", "not claimed, and refused with a reason when asked"
+    CLAIMED = "claimed", "?", "claimed, but no check that covers it ran"
+    REFUSED = "refused", "–", "not claimed, and rejected with a reason"
     BROKEN = "broken", "✗", "at least one check that covers it failed"
-    PARTIAL = "partial", "~", "passes, beside known failures or checks that could not run"
-    UNCLAIMED = "unclaimed", "+", "passes, and is not claimed"
+    PARTIAL = "partial", "~", "passes, except for known failures or checks that could not run"
+    UNCLAIMED = "unclaimed", "+", "passes, but is not claimed"
     UNKNOWN = "unknown", "·", "not claimed and not checked, or the checks could not run"
 
     mark: str

@@ -42,19 +42,19 @@ _AXES: dict[str, tuple[str, dict[str, str]]] = {
 _MEANINGS = {
     "mode:prefill": "A whole prompt at once.",
     "mode:extend": "Several new tokens after cached ones.",
-    "mode:decode": "One new token a request.",
-    "mode:verify": "The same 1 + K new tokens for every request, as step 0 and verification have them.",
+    "mode:decode": "One new token per request.",
+    "mode:verify": "1 + K new tokens for every request, as in step 0 and verification.",
     "contract:declared": "Capabilities, versions and claims are stated as data, and metadata is frozen.",
-    "contract:refusals": "What is not claimed is refused with every reason, and bad tensors never reach a kernel.",
-    "contract:memory": "Nothing outside a request's own tokens, and no uninitialised memory, reaches an output.",
+    "contract:refusals": "Unclaimed specs are rejected with every reason, and bad tensors never reach a kernel.",
+    "contract:memory": "Outputs depend only on a request's own tokens, never on uninitialised memory.",
     "graph:capture": "The widest batch shape whose attention can be captured and replayed over other batches.",
-    "graph:advance": "What it takes to move the metadata one token forward.",
+    "graph:advance": "How the metadata moves one token forward.",
     **{f"strategy:{each.value}": (inspect.getdoc(each.implementation) or "").partition("\n")[0] for each in Strategy},
-    "kv:mixed": "The KV cache has another dtype than the queries, of the same width or wider.",
-    "feature:sparse": "Lists of entries in a second, compressed cache join the softmax.",
-    "feature:non_causal": "Blocks of query tokens that are predicted at once: each sees those behind it too.",
+    "kv:mixed": "The KV cache's dtype differs from the queries', and is as wide or wider.",
+    "feature:sparse": "The softmax includes listed entries of a second, compressed cache.",
+    "feature:non_causal": "Query tokens that are predicted as a block: each sees the later ones too.",
     "feature:tree": "Query tokens that form trees: each sees its ancestors, not its siblings.",
-    "feature:value_dim": "Value heads of another size than the key heads.",
+    "feature:value_dim": "Value heads and key heads differ in size.",
 }
 
 

@@ -124,11 +124,11 @@ def _row(reports: Sequence[Report], columns: Sequence[Column], runs: Runs, stale
         device=newest.env.device,
         runs=tuple(run for _, _, run in seen),
         stale=stale,
-        cells={column.tag: _cell(column.tag, seen, _again(newest, column.tag)) for column in columns},
+        cells={column.tag: _cell(column.tag, seen, _repro(newest, column.tag)) for column in columns},
     )
 
 
-def _again(report: Report, tag: str) -> str:
+def _repro(report: Report, tag: str) -> str:
     """Return the command that checks a column of a row again."""
     if report.engine:
         return f"attn-backends check --engine {report.engine.partition(' ')[0]} {report.backend}"
@@ -171,7 +171,7 @@ def _stale(report: Report, later: Report, installed: str | None) -> tuple[str, .
         reasons.append(f"version {installed} is installed now")
     contract = ".".join(map(str, CONTRACT_VERSION))
     if report.contract not in ("", contract):
-        reasons.append(f"it was built for contract {report.contract}, the library is at {contract} now")
+        reasons.append(f"it was built for contract {report.contract}, but the library is at {contract} now")
     return tuple(reasons)
 
 

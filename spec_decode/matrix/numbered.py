@@ -13,11 +13,10 @@ from spec_decode.matrix.text import counted
 from spec_decode.tools.timing_limit import verdict
 
 HOW_TO_READ = (
-    "What each backend claims, and what was seen when it was checked. A count such as 72/72 is checks passed of those "
-    "that ran, refusals left out; 0.4x says that the worst error was 0.4 of its budget, which is twice the error of a "
-    "low-precision reference. Runs are never averaged: where runs of one version on one device disagree, the newest "
-    "comes first and the others are named. Behind what was seen of older source than is here now stands "
-    f"{OLDER}: the evidence is dated, not withdrawn."
+    "What each backend claims, and what its checks showed. A count such as 72/72 is checks passed of checks run, "
+    "without rejections; 0.4x means that the worst error was 0.4 of its budget, which is twice the error of a "
+    "low-precision reference. Runs are never averaged: if runs of one version on one device disagree, the newest "
+    f"comes first and the others follow. {OLDER} marks evidence from older source: it is dated, not withdrawn."
 )
 _REFUSALS_ONLY = frozenset({Status.REFUSED, Status.UNKNOWN, Status.CLAIMED})
 """Cells whose notes are rejections at most: one reason is enough."""
@@ -55,7 +54,7 @@ def grouped(columns: Sequence[Column]) -> list[tuple[str, list[Column]]]:
 
 def age_text(changed: Sequence[str]) -> str:
     """Say that the source was older; empty if it was not."""
-    return f"of older source ({counted(len(changed), 'file')} changed)" if changed else ""
+    return f"from older source ({counted(len(changed), 'file')} changed)" if changed else ""
 
 
 def draft_lines(cell: DraftCell | None) -> list[str]:
@@ -64,14 +63,14 @@ def draft_lines(cell: DraftCell | None) -> list[str]:
         return [Status.UNKNOWN.value]
     lines = [cell.status.value + (OLDER if cell.changed else "")] + [
         f"K {found.num_speculative_tokens}, T {found.temperature:g}: "
-        f"{found.unlike_eager} of {counted(found.prompts, 'prompt')} unlike eager"
-        + (f", {found.unlike_plain} unlike plain decoding" if found.unlike_plain is not None else "")
-        + (f", {found.unlike_alone} unlike alone" if found.unlike_alone is not None else "")
-        + (f", {found.accepted:.2f} tokens kept" if found.accepted is not None else "")
+        f"{found.unlike_eager} of {counted(found.prompts, 'prompt')} differ from eager"
+        + (f", {found.unlike_plain} from plain decoding" if found.unlike_plain is not None else "")
+        + (f", {found.unlike_alone} from running alone" if found.unlike_alone is not None else "")
+        + (f", {found.accepted:.2f} tokens accepted" if found.accepted is not None else "")
         for found in cell.parity
     ]
     lines += [
-        f"host {host.us.p50:.0f} us [{host.us.p20:.0f} to {host.us.p80:.0f}] a round, "
+        f"host {host.us.p50:.0f} us [{host.us.p20:.0f} to {host.us.p80:.0f}] per round, "
         f"{counted(host.num_reqs, 'request')}, K {host.num_speculative_tokens}"
         for host in cell.host[:1]
     ]

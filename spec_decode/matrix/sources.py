@@ -194,8 +194,8 @@ class Sources:
             self.reports.append(Report.of(document, where))
         else:
             raise ReportError(
-                f"{where} has schema {schema or None!r}, the matrix reads {SCHEMA}, {AGREEMENT_SCHEMA} and "
-                f"{TIMING_SCHEMA}. Make it again, leave it out, or read it with the version that wrote it."
+                f"{where} has schema {schema or None!r}, but the matrix reads {SCHEMA}, {AGREEMENT_SCHEMA} and "
+                f"{TIMING_SCHEMA}. Make it again, omit it, or read it with the version that wrote it."
             )
         require_unedited(document, where)
 
@@ -251,7 +251,7 @@ def _follow(document: Any, kind: Any, where: str) -> Any:
         return msgspec.convert(document, kind)
     except msgspec.ValidationError as error:
         raise ReportError(
-            f"{where} does not follow the schema that it names: {error}. Run the command that made it again."
+            f"{where} does not follow its schema: {error}. Run the command that made it again."
         ) from error
 
 

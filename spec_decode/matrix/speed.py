@@ -53,7 +53,7 @@ class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     panels: tuple[Panel, ...]
 
 
-_QUANTITIES = {"gpu_us": "GPU time, µs", "host_us": "host time, µs", "token_us": "time of a token of one request, µs"}
+_QUANTITIES = {"gpu_us": "GPU time, µs", "host_us": "host time, µs", "token_us": "time per token of one request, µs"}
 _DRAFTS = {
     "llama3-8b-eagle": "Llama-3-8B's EAGLE",
     "qwen3-8b-eagle3": "Qwen3-8B's EAGLE-3",
@@ -63,19 +63,19 @@ _DRAFTS = {
     "deepseek-v4-mtp": "DeepSeek-V4's MTP",
     "eagle-1024": "an EAGLE draft 1024 wide",
     "llama3-8b-peagle": "Llama-3-8B's P-EAGLE",
-    "llama3-8b-peagle/llama3-8b-eagle": "Llama-3-8B's EAGLE, as many tokens step by step",
+    "llama3-8b-peagle/llama3-8b-eagle": "Llama-3-8B's EAGLE, the same number of tokens step by step",
     "gpt-oss-20b-peagle": "GPT-OSS-20B's P-EAGLE",
-    "gpt-oss-20b-peagle/gpt-oss-20b-eagle3": "GPT-OSS-20B's EAGLE-3, as many tokens step by step",
+    "gpt-oss-20b-peagle/gpt-oss-20b-eagle3": "GPT-OSS-20B's EAGLE-3, the same number of tokens step by step",
     "qwen3-8b-dflash": "Qwen3-8B's DFlash",
     "qwen3-8b-dflash2": "a DFlash2 for Qwen3-8B",
-    "qwen3-8b-dflash2/qwen3-8b-dflash": "Qwen3-8B's DFlash, as many tokens at once",
-    "qwen3-8b-dflash/qwen3-8b-eagle3": "Qwen3-8B's EAGLE-3, as many tokens step by step",
+    "qwen3-8b-dflash2/qwen3-8b-dflash": "Qwen3-8B's DFlash, the same number of tokens at once",
+    "qwen3-8b-dflash/qwen3-8b-eagle3": "Qwen3-8B's EAGLE-3, the same number of tokens step by step",
 }
 TITLES = {
     "paged-decode": "Decode attention over paged KV",
     "mla-decode": "Decode attention over latents (MLA)",
     "sparse-decode": "Decode attention over a sparse window (MLA)",
-    "flashinfer-decode": "Decode attention by FlashInfer: its choice beside each kernel",
+    "flashinfer-decode": "Decode attention by FlashInfer: its choice and each kernel",
     "advance": "Advancing the metadata by one token",
     "step": "One step: advance, write, attend",
     "round": "A whole draft round",
@@ -83,23 +83,23 @@ TITLES = {
     **{f"{name}/round": f"A whole draft round of {draft}" for name, draft in _DRAFTS.items()},
     **{f"{name}/fp8-round": f"A whole draft round of {draft}, with fp8 weights" for name, draft in _DRAFTS.items()},
     **{f"{name}/steps": f"Steps 1 to K-1 of {draft}" for name, draft in _DRAFTS.items()},
-    **{f"{name}/compiled-steps": f"Steps 1 to K-1 of {draft}, beside torch.compile" for name, draft in _DRAFTS.items()},
-    "products": "The products of these drafts, beside torch's own",
-    "tree-verify": "Attention of trees, beside that of as many tokens in a row",
-    "block-trees": "A whole engine: trees of a block beside its tokens in a row, by what a trained pair keeps",
-    "block-tree-rounds": "A whole engine: rounds of trees of a block beside those of its tokens in a row",
-    "throughput/block-drafts": "A whole engine: a draft of a block at once beside one that goes step by step",
-    "throughput/speculation": "A whole engine: speculation beside plain decoding",
+    **{f"{name}/compiled-steps": f"Steps 1 to K-1 of {draft}, and torch.compile" for name, draft in _DRAFTS.items()},
+    "products": "The products of these drafts, compared with torch's own",
+    "tree-verify": "Attention of trees, compared with chains of as many tokens",
+    "block-trees": "A whole engine: a block as a tree or as a chain, by the tokens that a trained pair accepts",
+    "block-tree-rounds": "A whole engine: rounds of a block as a tree or as a chain",
+    "throughput/block-drafts": "A whole engine: a block draft or a step-by-step draft",
+    "throughput/speculation": "A whole engine: speculation or plain decoding",
     "throughput/extend-graph": "A whole engine: step 0 of the draft in a graph, or launched",
     "throughput/one-graph": "A whole engine: one graph of draft and target, or two",
-    "sampling/top-k": "Logits restricted to top-k, beside FlashInfer's sampling",
-    "sampling/top-p": "Probabilities restricted to top-p, beside FlashInfer's sampling",
-    "sampling/top-k and top-p": "Probabilities restricted to both, beside FlashInfer's sampling",
-    "sampling/draw a draft token": "Drawing a draft token, beside FlashInfer's sampling",
-    "sampling/draw a target token": "Drawing the target's token, beside FlashInfer's sampling",
-    "sampling/draw a restricted target token": "The same with top-k and top-p, beside FlashInfer's sampling",
-    "sampling/argmax": "The most likely token, beside torch",
-    "sampling/argmax of a target": "The most likely token of a target, beside torch",
+    "sampling/top-k": "Logits restricted to top-k, compared with FlashInfer's sampling",
+    "sampling/top-p": "Probabilities restricted to top-p, compared with FlashInfer's sampling",
+    "sampling/top-k and top-p": "Probabilities restricted to both, compared with FlashInfer's sampling",
+    "sampling/draw a draft token": "Drawing a draft token, compared with FlashInfer's sampling",
+    "sampling/draw a target token": "Drawing the target's token, compared with FlashInfer's sampling",
+    "sampling/draw a restricted target token": "The same with top-k and top-p, compared with FlashInfer's sampling",
+    "sampling/argmax": "The most likely token, compared with torch",
+    "sampling/argmax of a target": "The most likely token of a target, compared with torch",
 }
 """Case -> title, in the order of the sections; other cases use their own name."""
 _DRAFTS_DIFFER = ("block-drafts", "block-trees", "block-tree-rounds")
@@ -154,10 +154,10 @@ def _section(case: str, device: str, quantity: str, spec: str, timings: Sequence
 def _panel(title: str, timings: Sequence[Timing], quantity: str, runs: Runs) -> Panel:
     bars = [_bar(each, _label(each, timings), quantity, runs) for each in timings]
     bars.sort(key=lambda bar: bar.us.p50 if bar.us else 0.0)
-    return Panel(title=title, bars=tuple(_told_apart(bars)))
+    return Panel(title=title, bars=tuple(_disambiguated(bars)))
 
 
-def _told_apart(bars: Sequence[Bar]) -> Iterator[Bar]:
+def _disambiguated(bars: Sequence[Bar]) -> Iterator[Bar]:
     """Yield bars whose equal labels get the run appended, and a number too if they share the run."""
     alike = Counter((bar.label, bar.peer) for bar in bars)
     of_one_run = Counter((bar.label, bar.peer, bar.run) for bar in bars)
@@ -166,8 +166,8 @@ def _told_apart(bars: Sequence[Bar]) -> Iterator[Bar]:
         key = (bar.label, bar.peer, bar.run)
         seen[key] += 1
         number = f", {seen[key]} of {of_one_run[key]}" if of_one_run[key] > 1 else ""
-        told = alike[key[:2]] > 1
-        yield msgspec.structs.replace(bar, label=f"{bar.label} (run {bar.run + 1}{number})") if told else bar
+        ambiguous = alike[key[:2]] > 1
+        yield msgspec.structs.replace(bar, label=f"{bar.label} (run {bar.run + 1}{number})") if ambiguous else bar
 
 
 def _shape(tokens: int, num_tokens: int, num_reqs: int, context: int, spec: str) -> str:
@@ -211,7 +211,7 @@ def _label(timing: Timing, timings: Sequence[Timing]) -> str:
         *_engine(timing),
         f"temperature {timing.temperature:g}" if several_temperatures and timing.temperature is not None else "",
         f"{timing.num_groups}-groups" if timing.num_groups else "",
-        "" if timing.tree is None else "a tree" if timing.tree else "in a row",
+        "" if timing.tree is None else "a tree" if timing.tree else "a chain",
         _differing_spec(timing, twins),
         "(older)" if timing.env.date < newest else "",
     ]
@@ -223,7 +223,7 @@ def _engine(timing: Timing) -> list[str]:
     if timing.token_us is None:
         return []
     drafted = timing.num_speculative_tokens
-    found = [f"K = {drafted}, {timing.accepted:.1f} kept" if drafted and timing.accepted is not None else "plain"]
+    found = [f"K = {drafted}, {timing.accepted:.1f} accepted" if drafted and timing.accepted is not None else "plain"]
     found += [timing.draft] if timing.draft and timing.case.endswith(_DRAFTS_DIFFER) else []
     if timing.case.endswith("extend-graph"):
         found += ["in a graph" if timing.extend_in_graph else "launched"]

@@ -67,7 +67,7 @@ def _cell(cell: Cell, notes: Notes) -> Text:
 
 
 def _drafters(matrix: Matrix) -> Table:
-    table = _table("Drafters: tokens kept a round, and host time a round", ["draft", "backend", *matrix.strategies])
+    table = _table("Drafters: tokens accepted and host time per round", ["draft", "backend", *matrix.strategies])
     for row in matrix.drafters:
         where = Text(f"{plain(row.backend)}\n{plain(row.dtype)}, {plain(row.device)}")
         table.add_row(Text(plain(row.draft)), where, *map(_draft_cell, row.in_order(matrix.strategies)))
@@ -89,7 +89,7 @@ def _reasons(notes: Notes) -> RenderableType:
 
 
 def _runs(matrix: Matrix) -> Table:
-    table = _table("Seen on", ["run", "what", "device", "software", "commit", "date"])
+    table = _table("Runs", ["run", "what", "device", "software", "commit", "date"])
     for number, run in enumerate(matrix.runs, 1):
         software = f"torch {run.env.torch}, triton {run.env.triton}"
         cells = (str(number), run.subject, run.env.device, software, run.commit, run.env.date)

@@ -31,7 +31,7 @@
     shown.textContent = count + " of " + rows.length + (rows.length === 1 ? " row shown" : " rows shown");
   }
 
-  // What is looked at stands behind the #, where a file on disk may have it too.
+  // The view is kept in the URL's fragment, which also works for a file on disk.
   function remember() {
     const state = new URLSearchParams();
     names.forEach((name, at) => { if (fields[at].value) state.set(name, fields[at].value); });
@@ -72,7 +72,7 @@
     button.lastElementChild.textContent = theme;
   }
   let theme = "system";
-  try { theme = localStorage.getItem("theme") || theme; } catch { /* a file's storage may be closed */ }
+  try { theme = localStorage.getItem("theme") || theme; } catch { /* a file on disk can lack storage */ }
   if (!themes.includes(theme)) theme = "system";
   use(theme);
   button.hidden = false;

@@ -294,7 +294,7 @@ LABELS = {
     **{
         case: (
             engines(case, *({"tree": tree != "D", "draft": tree} for tree in ("D", "D, 4x7", "D, 8x16"))),
-            "D in a row; D, 4x7 a tree; D, 8x16 a tree",
+            "D a chain; D, 4x7 a tree; D, 8x16 a tree",
         )
         for case in ("block-trees", "block-tree-rounds")
     },
@@ -303,14 +303,14 @@ LABELS = {
 
 @pytest.mark.parametrize(("rows", "labels"), LABELS.values(), ids=LABELS)
 def test_no_two_bars_of_a_panel_are_told_alike(rows, labels):
-    assert "; ".join(bar.label.removeprefix("k K = 2, 1.0 kept, ") for bar in bars_of(*rows)) == labels
+    assert "; ".join(bar.label.removeprefix("k K = 2, 1.0 accepted, ") for bar in bars_of(*rows)) == labels
     assert ("A whole engine" in sections_of(*rows)[0].title) is (rows[0].per_user is not None)
 
 
 def test_engines_are_compared_by_the_time_of_a_token_whatever_they_draft():
     drafting = engine(num_speculative_tokens=4, accepted=2.0, host_us=[1, 1, 1])
     assert [(bar.label, bar.us.p50, bar.us.p80) for bar in bars_of(engine(strategy=""), drafting)] == [
-        ("k K = 4, 2.0 kept", 10.0, 20.0),
+        ("k K = 4, 2.0 accepted", 10.0, 20.0),
         ("k plain", 30.0, 60.0),
     ]
 
@@ -319,6 +319,6 @@ def test_a_tree_and_as_many_tokens_in_a_row_are_told_apart_by_their_number():
     rows = [timing(case="tree-verify", num_tokens=count, tree=tree) for count in (16, 64) for tree in (False, True)]
     (section,) = sections_of(*rows)
     assert [(panel.title.split(", ")[1], [bar.label for bar in panel.bars]) for panel in section.panels] == [
-        ("16 query tokens each", ["k in a row", "k a tree"]),
-        ("64 query tokens each", ["k in a row", "k a tree"]),
+        ("16 query tokens each", ["k a chain", "k a tree"]),
+        ("64 query tokens each", ["k a chain", "k a tree"]),
     ]

@@ -130,7 +130,7 @@ SHOWN = {
     ),
     "level": (ALL, build_matrix([report(result("pass", "graph:advance"), claims=IN_GRAPH)]), ("in graph",)),
     "nothing": (ALL, build_matrix([]), ("",)),
-    "one prompt": (PAGES, build_matrix([], [agreement(prompts=1, unlike_eager=1)]), ("1 of 1 prompt unlike",)),
+    "one prompt": (PAGES, build_matrix([], [agreement(prompts=1, unlike_eager=1)]), ("1 of 1 prompt differ",)),
     "timings": (
         PAGES,
         build_matrix([], (), [timing(limits=[limit("gpu_us", 3, False)])]),
@@ -195,15 +195,15 @@ def test_one_thing_is_in_the_singular(count, words):
 
 def test_a_page_without_draft_pairs_says_so_and_how_to_make_some():
     text = to_html(build_matrix([report(result("pass"))]))
-    assert "No report of draft pairs" in text and "tests/gpu/test_pair_agreement.py" in text
-    assert "No report of draft pairs" not in to_html(build_matrix([], [agreement()]))
+    assert "without a report of draft pairs" in text and "tests/gpu/test_pair_agreement.py" in text
+    assert "without a report of draft pairs" not in to_html(build_matrix([], [agreement()]))
 
 
-@pytest.mark.parametrize("seen, why", [((), "no case that was run"), (("unsupported",), "asks for more than is")])
+@pytest.mark.parametrize("seen, why", [((), "no case run"), (("unsupported",), "requires more than is")])
 def test_a_claim_that_was_not_tried_says_what_was_not_and_what_would_try_it(seen, why):
     results = [result(outcome, "dim:64") for outcome in seen]
     text = panel_of(to_html(build_matrix([report(*results, claims={"dim:64": True})])))
-    assert "Not tried:" in text and why in text
+    assert "Not tested:" in text and why in text
     assert "attn-backends matrix --run k --device cuda --tag dim:64" in text
 
 

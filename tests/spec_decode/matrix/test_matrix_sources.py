@@ -53,12 +53,12 @@ def nested(depth: int) -> str:
 WHOLE = json.dumps(report(result("pass")).document())
 OTHER_SCHEMAS = ("attn-report/4", "attn-soak/1", "attn-bench/2", None, 7)
 TEXTS = {
-    "truncated": (WHOLE[:200], "not whole JSON.*truncated"),
+    "truncated": (WHOLE[:200], "not valid JSON.*truncated"),
     "NaN": (WHOLE.replace("0.0", "NaN", 1), "malformed"),
     "a huge integer": (WHOLE.replace("0.0", f"{10**400}", 1), "out of range"),
     "deep nesting": (WHOLE.replace('"c"', f'"c", "sources": {nested(100_000)}', 1), "recursion"),
     "an array as an object": (WHOLE.replace('"c"', f'"c", "sources": {nested(500)}', 1), r"\$\.sources"),
-    "a key twice": (WHOLE.replace('"backend": "k"', '"backend": "k", "backend": "o"', 1), "'backend' stands twice"),
+    "a key twice": (WHOLE.replace('"backend": "k"', '"backend": "k", "backend": "o"', 1), "'backend' occurs twice"),
     "half a character": (WHOLE.replace('"backend": "k"', r'"backend": "\ud800"', 1), "surrogate"),
     **{f"no evidence: {text}": (text, "has schema None") for text in ("[]", "[[]]", "null", "3")},
 }
@@ -66,7 +66,7 @@ DOCUMENTS = {
     **{
         f"schema {schema}": (
             {**report().document(), "schema": schema},
-            f"has schema {schema if isinstance(schema, str) else None!r}, the matrix reads "
+            f"has schema {schema if isinstance(schema, str) else None!r}, but the matrix reads "
             "attn-report/5, attn-pair-agreement/5 and attn-bench/3.*the version that wrote it",
         )
         for schema in OTHER_SCHEMAS
@@ -96,7 +96,7 @@ def test_a_pipe_named_like_a_report_is_refused_at_once_and_a_folder_is_skipped(t
     (tmp_path / "check-k.json").mkdir()
     assert files_below([tmp_path]) == []
     os.mkfifo(tmp_path / "check-p.json")
-    with pytest.raises(ReportError, match=r"check-p\.json is no regular file"):
+    with pytest.raises(ReportError, match=r"check-p\.json is not a regular file"):
         Sources.read([tmp_path])
 
 
@@ -124,7 +124,7 @@ def test_a_timing_is_as_old_as_the_modules_behind_its_case(tmp_path):
 def test_a_part_of_modules_that_are_not_there_is_refused(tmp_path):
     document = timings(row())
     document["sources"] = {"modules": {"builders": {"errors": "00000000"}}, "parts": {"throughput": [1]}}
-    with pytest.raises(ReportError, match=r"parts must be of the 1 modules, got 1"):
+    with pytest.raises(ReportError, match=r"parts must index the 1 modules, got 1"):
         Sources.read([write(tmp_path, "x.json", document)])
 
 

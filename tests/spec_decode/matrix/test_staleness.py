@@ -66,7 +66,7 @@ def test_every_page_shows_the_age_with_its_files(project: Path) -> None:
     forget()
     matrix = build_matrix([evidence])
     page = to_html(matrix)
-    assert "of older source (1 file changed)" in page and "<code>tiny.kernel</code>" in page
+    assert "from older source (1 file changed)" in page and "<code>tiny.kernel</code>" in page
     assert b'"changed":["tiny.kernel"]' in to_json(matrix)
     stream = io.StringIO()
     Console(width=120, file=stream).print(to_table(matrix))
@@ -92,5 +92,5 @@ def test_reports_of_every_kind_and_device_are_named_with_what_changed(project: P
 def test_a_file_that_was_cut_off_is_named(tmp_path: Path) -> None:
     path = tmp_path / "soak.json"
     path.write_text('{"env": ')
-    with pytest.raises(ReportError, match=r"soak\.json is not whole JSON"):
+    with pytest.raises(ReportError, match=r"soak\.json is not valid JSON"):
         stale_reports(read_documents([path]))
