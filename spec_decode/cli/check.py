@@ -75,8 +75,8 @@ class CheckRun:
         isolated: in a separate process, within the limits of `spec_decode.conformance.subprocess_runner`. kept: as in
         `spec_decode.conformance.runner.run`. on_note: as in `check_backend`.
         """
-        asked: dict[str, Any] = {"families": list(self.families), "checks": list(self.checks), "quick": self.quick}
-        asked["command"] = self._command(name)
+        request: dict[str, Any] = {"families": list(self.families), "checks": list(self.checks), "quick": self.quick}
+        request["command"] = self._command(name)
         with progress(self.console, f"{name}: starting") as update:
             on_result = self._printer(name, update)
             if isolated:
@@ -84,16 +84,16 @@ class CheckRun:
                 from spec_decode.environment import environment
 
                 keep = {"keep": {"report": str(kept.report), "resume": kept.resume}} if kept else {}
-                asked |= {"device": str(self.device), "soak": self.soak, **keep}
+                request |= {"device": str(self.device), "soak": self.soak, **keep}
                 env = environment(self.device)
-                return check_isolated(name, env=env, request=asked, on_result=on_result, on_note=on_note)
+                return check_isolated(name, env=env, request=request, on_result=on_result, on_note=on_note)
             from builders.kernels.triton_runtime import torch_implementations
             from spec_decode.conformance.runner import plan, run
             from spec_decode.conformance.soak_checks import soak_length
 
             # The interpreter is then only for the engine's kernels; this library's kernels have their own checks.
             with torch_implementations() if self.engine else nullcontext(), soak_length(**self.soak):
-                planned = plan(self._subject(name), device=self.device, **asked)
+                planned = plan(self._subject(name), device=self.device, **request)
                 return run(planned, on_result=on_result, on_note=on_note, kept=kept)
 
     def _subject(self, name: str) -> str | Subject:
@@ -162,10 +162,10 @@ class _Options:
     device: Annotated[str | None, device_option]
     families: Annotated[tuple[str, ...], "--family", "Run only this family of checks; repeatable."]
     checks: Annotated[tuple[str, ...], "--only", "Run only checks that match this pattern; repeatable."]
-    target: Annotated[str | None, "--json", "File of the report, or a folder for one check-NAME.json each."]
+    target: Annotated[str | None, "--json", "Report file, or a folder for one check-NAME.json each."]
     verbose: Annotated[bool, "Also print unsupported cases, with reasons."] = False
     isolate: Annotated[bool | None, isolate_option]
-    threads: Annotated[int, click.IntRange(min=1), "Threads of torch; more rarely help."] = 1
+    threads: Annotated[int, click.IntRange(min=1), "Torch threads; more rarely help."] = 1
     quick: Annotated[bool, "Run one case of each check, and of each spec: seconds instead of minutes."] = False
     rounds: Annotated[int | None, click.IntRange(min=10), "Rounds of a soak in each strategy; default 5,000."] = None
     seed: Annotated[int | None, click.IntRange(0, 2**62), "Seed of a soak; default 0."] = None
@@ -194,7 +194,7 @@ def check(options: _Options) -> None:
     With --json, results are saved in FILE.part as they arrive; --resume continues a run that ended early.
     """
     if options.resume and options.target is None:
-        raise UserError("--resume needs the --json of the run to go on with, got none. Add --json.")
+        raise UserError("--resume needs the --json of the run to continue. Add --json.")
     where = resolve_device("cpu" if options.engine and options.device is None else options.device)
     interpret_kernels_on(where)
     use_threads(options.threads)
@@ -225,7 +225,7 @@ def _chosen_builders(options: _Options, where: torch.device) -> list[str]:
     if where.type != "cpu" or options.isolate:
         raise UserError(
             "builders of an engine are checked on the CPU and in this process, where the engine is loaded once; got "
-            f"{'--isolate' if options.isolate else f'--device {where}'}. Leave it out."
+            f"{'--isolate' if options.isolate else f'--device {where}'}. Omit it."
         )
     return builder_names(options.engine, options.names)
 
@@ -234,13 +234,13 @@ def _isolated(names: Sequence[str], isolate: bool | None) -> set[str]:
     """Return the backends to run in a subprocess; those registered by a call in this process do not exist there."""
     from attn_backends import registry
 
-    ours = [name for name in names if registry.registered_here(name)]
-    if isolate and ours:
+    local = [name for name in names if registry.registered_here(name)]
+    if isolate and local:
         raise UserError(
-            f"--isolate needs backends that a subprocess has too, {', '.join(ours)} were registered by a call in this "
-            "process. Leave --isolate out, or declare them as entry points."
+            f"--isolate needs backends that a subprocess has too, but {', '.join(local)} were registered by a call in "
+            "this process. Omit --isolate, or declare them as entry points."
         )
-    return set() if isolate is False else set(names) - set(ours)
+    return set() if isolate is False else set(names) - set(local)
 
 
 def _print_refused_plug_ins() -> None:
@@ -264,8 +264,8 @@ def _check_and_save(run: CheckRun, name: str, isolated: bool, path: Path | None,
         complain(f"error: {error}")
         return None
     except KeyboardInterrupt as ended:
-        found = f"; what it found is in {kept.path}, go on with --resume" if kept and kept.path.exists() else ""
-        click.echo(f"interrupted in {name}: no report of it was written{found}", err=True)
+        found = f"; results so far are in {kept.path}, continue with --resume" if kept and kept.path.exists() else ""
+        click.echo(f"interrupted in {name}: no report was written{found}", err=True)
         raise SystemExit(exit_status(ended)) from None
     if run.checks and not report.results:
         if kept:
@@ -301,16 +301,16 @@ def _soak_length(options: _Options) -> dict[str, int]:
 
         return {"rounds": ROUNDS, "seed": 0, **given}
     if given:
-        raise UserError(f"--{' and --'.join(given)} are for soaks, and none was asked for. Add --family soak.")
+        raise UserError(f"--{' and --'.join(given)} require a soak. Add --family soak.")
     return {}
 
 
 def _no_such_check(patterns: Sequence[str]) -> UserError:
     from spec_decode.conformance.check import check_names
 
-    asked = " or ".join(map(repr, patterns))
+    got = " or ".join(map(repr, patterns))
     return UserError(
-        f"--only must match a check's name or its name[case], {asked} matches none here. Fix --only."
+        f"--only must match a check's name or name[case], but {got} matches none here. Fix --only."
         f"{did_you_mean(patterns[0].partition('[')[0].strip('*'), check_names())}"
     )
 
@@ -320,9 +320,7 @@ def _report_paths(target: str | None, names: Sequence[str], prefix: str) -> dict
     if target is None:
         return {}
     if target == "-":
-        raise UserError(
-            "--json must name a file or a folder, got -: standard output has what the checks say. Name a file."
-        )
+        raise UserError("--json must name a file or a folder, got -: standard output shows the results. Name a file.")
     path = Path(target)
     if path.suffix != ".json" or path.is_dir() or target.endswith("/"):
         paths = {name: path / f"{prefix}{name}.json" for name in names}
@@ -330,7 +328,7 @@ def _report_paths(target: str | None, names: Sequence[str], prefix: str) -> dict
         paths = {names[0]: path}
     else:
         raise UserError(
-            f"several reports need a folder, --json names the file {path} for {', '.join(names)}. Name a folder."
+            f"several reports need a folder, but --json names the file {path} for {', '.join(names)}. Name a folder."
         )
     for path in paths.values():
         require_writable(path)

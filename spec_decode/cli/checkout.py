@@ -23,7 +23,7 @@ def from_checkout(module: str, *, what: str, folder: str) -> ModuleType:
     file = _ROOT.joinpath(*module.split("."))
     if not (file.with_suffix(".py").is_file() or (file / "__init__.py").is_file()):
         raise UserError(
-            f"{what} are not in the wheel, they are in {folder}/ of the repository. Clone it, run `pip install -e .` "
+            f"{what} are not in the wheel, only in {folder}/ of the repository. Clone it, run `pip install -e .` "
             "there, and try again."
         )
     return import_module(module)
@@ -44,8 +44,7 @@ def kit_of(engine: str) -> EngineKit:
     """Return the kit over an engine's builders. Raises UserError for an engine without one, and outside a checkout."""
     if engine not in ENGINES:
         raise UserError(
-            f"an engine whose builders can be checked is {' or '.join(ENGINES)}, got {engine!r}. Fix "
-            f"--engine.{did_you_mean(engine, ENGINES)}"
+            f"--engine must be {' or '.join(ENGINES)}, got {engine!r}. Fix it.{did_you_mean(engine, ENGINES)}"
         )
     kit = from_checkout(
         f"engines.{engine}.conformance",
@@ -55,18 +54,18 @@ def kit_of(engine: str) -> EngineKit:
     return cast(EngineKit, kit)
 
 
-def builder_names(engine: str, asked: Sequence[str]) -> list[str]:
+def builder_names(engine: str, requested: Sequence[str]) -> list[str]:
     """Return the requested builders without duplicates; all of the engine's if none is requested.
 
     Raises UserError for an unknown builder, and BackendError if the engine is missing or has another version.
     """
     kit = kit_of(engine)
     known = kit.NAMES
-    for name in asked:
+    for name in requested:
         if name not in known:
             raise UserError(
                 f"a builder of {engine} must be one of {', '.join(known)}, got {name!r}. Fix the name."
                 f"{did_you_mean(name, known)}"
             )
     kit.require_engine()
-    return list(dict.fromkeys(asked or known))
+    return list(dict.fromkeys(requested or known))

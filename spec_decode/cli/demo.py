@@ -98,9 +98,9 @@ def _summarize(
 
     here = available_names(device)
     say(console, f"backends made for {device}: {', '.join(here)}")
-    say(console, f"not here: {', '.join(name for name in registry.names() if name not in here)}")
+    say(console, f"not available here: {', '.join(name for name in registry.names() if name not in here)}")
     first = next(iter(found.values()))[0]
-    _print_a_text(console, first)
+    _print_sample(console, first)
     say(console, f"\nhow it was drafted on {first.backend}, and why", "bold")
     for line in first.chosen.explain():
         say(console, f"  {line}")
@@ -116,21 +116,21 @@ def _print_runs(
     from spec_decode.cli.strategy_comparison import CONFIG, DRAFT_TOKENS, PROMPTS, to_table
 
     _heading(console, f"2. Drafting {DRAFT_TOKENS} tokens a round for {PROMPTS} prompts, greedily, in float32")
-    _print_a_text(console, next(iter(found.values()))[0])
+    _print_sample(console, next(iter(found.values()))[0])
     for name, comparisons in found.items():
         draft = pairs[name].draft
         assert draft is not None
         (group, *_) = draft.layer_groups(CONFIG.page_size)
         say(console, f"{name} [{group.spec.describe()}]:")
         console.print(to_table(comparisons, PROMPTS))
-    say(console, "same tokens as eager: the same text, and in each round as many draft tokens kept.")
+    say(console, "same tokens as eager: the same text, and as many draft tokens accepted in each round.")
     if device.type == "cpu":
         say(
             console,
             "On the CPU the host's time includes the arithmetic, CUDA graphs are emulated, and Triton\n"
             "kernels are replaced by torch; `attn-backends check triton_paged` runs the kernels.",
         )
-    _heading(console, "3. Why each backend drafts as it does when nothing is asked for")
+    _heading(console, "3. Why each backend drafts as it does by default")
     for name, comparisons in found.items():
         for comparison in comparisons:
             say(console, f"{comparison.backend}, {name}", "bold")
@@ -138,7 +138,7 @@ def _print_runs(
                 say(console, f"  {line}")
 
 
-def _print_a_text(console: Console, comparison: Comparison) -> None:
+def _print_sample(console: Console, comparison: Comparison) -> None:
     from spec_decode.cli.strategy_comparison import demo_requests
     from spec_decode.llm.byte_tokenizer import decode
 
@@ -153,7 +153,7 @@ def _matrix(console: Console, device: torch.device, full: bool) -> tuple[Matrix,
     from spec_decode.matrix import Sources, build_matrix, to_table
 
     if full:
-        _heading(console, "4. What each backend was seen to do")
+        _heading(console, "4. What each backend's checks showed")
     reports = Sources.read([REPORTS] if REPORTS.exists() else []).reports
     fresh = []
     if reports:
@@ -180,7 +180,7 @@ def _html(matrix: Matrix) -> str:
 
 def _conclude(console: Console, agree: bool, passed: bool, page: str) -> None:
     if agree:
-        say(console, "every run has the tokens of eager drafting and the text of plain decoding", "bold green")
+        say(console, "every run matches the tokens of eager drafting and the text of plain decoding", "bold green")
     else:
         say(console, "NOT EVERY RUN AGREES with eager drafting and plain decoding: see the table", "bold red")
     if not passed:

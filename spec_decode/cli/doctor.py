@@ -26,7 +26,7 @@ _WIDTHS = (26, 8)
 )
 @click.option("--rounds", type=click.IntRange(min=1), help="Rounds to draft; default 100.")
 @click.option("--every", type=click.IntRange(min=1), help="Validate every N-th round; default 1.")
-@click.option("--page-size", type=PAGE_SIZE, help="Tokens of a page; default 16.")
+@click.option("--page-size", type=PAGE_SIZE, help="Tokens per page; default 16.")
 def doctor(
     device: str | None, as_json: bool, backend: str | None, rounds: int | None, every: int | None, page_size: int | None
 ) -> None:
@@ -40,15 +40,15 @@ def doctor(
     from spec_decode.tools.doctor import FindingStatus, examine, validate_metadata
 
     given = {"--rounds": rounds, "--every": every, "--page-size": page_size}
-    if backend is None and (alone := [option for option, value in given.items() if value is not None]):
-        raise UserError(f"{alone[0]} is for --validate-metadata, which is missing. Add it.")
+    if backend is None and (unused := [option for option, value in given.items() if value is not None]):
+        raise UserError(f"{unused[0]} requires --validate-metadata. Add it.")
     where = resolve_device(device, present=backend is not None)
     console, topic, findings = stdout(), "", []
     try_plug_ins_aloud()
     # A backend requested by name that cannot be loaded raises before anything runs.
-    asked = [] if backend is None else [registry.get(backend)]
+    chosen = [] if backend is None else [registry.get(backend)]
     validated = (
-        validate_metadata(b, where, rounds=rounds or 100, every=every or 1, page_size=page_size) for b in asked
+        validate_metadata(b, where, rounds=rounds or 100, every=every or 1, page_size=page_size) for b in chosen
     )
     engines = chain.from_iterable(import_module(f"engines.{engine}.doctor").examine() for engine in _ENGINES)
     for finding in chain(examine(where), engines, validated):

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.text import Text
 
 from spec_decode.cli.options import PAGE_SIZE, device_option, options_as, resolve_device, try_plug_ins_aloud
-from spec_decode.cli.output import UserError, did_you_mean, printable, progress, say, stdout, told_again
+from spec_decode.cli.output import UserError, did_you_mean, printable, progress, repeat_line, say, stdout
 from spec_decode.testing.interpreter import divide_in_silence
 
 if TYPE_CHECKING:
@@ -54,15 +54,15 @@ class _Options:
     """The options of `draft`, as the user gave them."""
 
     prompts: Annotated[tuple[str, ...], click.argument("prompts", nargs=-1, metavar="[PROMPT...]")]
-    prompts_file: Annotated[Path | None, "--prompts", "A file with one prompt a line."]
+    prompts_file: Annotated[Path | None, "--prompts", "A file with one prompt per line."]
     target: Annotated[str | None, _TARGET]
     draft: Annotated[str | None, _DRAFT]
     chat: Annotated[bool, "Wrap each prompt in the model's chat template."] = False
     backend: Annotated[str | None, "Backend of target and draft; default: for each group the first that supports it."]
     draft_backend: Annotated[str | None, "Backend of the draft, if it differs."]
-    page_size: Annotated[int, PAGE_SIZE, "Tokens of a KV page."] = 16
+    page_size: Annotated[int, PAGE_SIZE, "Tokens per KV page."] = 16
     strategy: Annotated[str, _STRATEGY] = "auto"
-    num_speculative_tokens: Annotated[int | None, "-k", "Draft tokens a round; default 4; 0: plain decoding."]
+    num_speculative_tokens: Annotated[int | None, "-k", "Draft tokens per round; default 4; 0: plain decoding."]
     tree: Annotated[str | None, _TREE]
     verification: Annotated[str | None, "--verify", _VERIFY]
     draft_weights: Annotated[str | None, click.Choice(("fp8",)), _WEIGHTS]
@@ -71,8 +71,8 @@ class _Options:
     top_k: Annotated[int, "Sample from the k most probable tokens; 0: from all."] = 0
     top_p: Annotated[float, "Sample from the fewest tokens that hold this probability."] = 1.0
     seed: Annotated[int, "Seed of the first prompt; prompt i uses seed + i."] = 0
-    max_tokens: Annotated[int, "Most tokens to generate for a prompt."] = 64
-    max_model_len: Annotated[int | None, "Most tokens of prompt and text; default: 4096, or what the model has."]
+    max_tokens: Annotated[int, "Maximum tokens to generate per prompt."] = 64
+    max_model_len: Annotated[int | None, "Maximum tokens of prompt and text; default: 4096, or the model's maximum."]
     device: Annotated[str | None, device_option]
     dtype: Annotated[str, _DTYPE, "auto: float32 on a CPU, bfloat16 on a GPU."] = "auto"
     explain: Annotated[bool, "Also say why the other backends were not chosen."] = False
@@ -112,7 +112,7 @@ class _Options:
         for option, value in about_drafts.items():
             if value is not None and self.drafts_with is None:
                 raise UserError(
-                    f"{option} is {value!r} and there is no draft. Pass --draft, and no -k 0, or leave {option} out."
+                    f"{option} is {value!r}, but there is no draft. Pass --draft without -k 0, or omit {option}."
                 )
 
     def load(self, prompts: int) -> LLM:
@@ -144,7 +144,7 @@ class _Options:
         )
         if self.chat and llm.pair.encode_chat is None:
             raise UserError(
-                "--chat: the model has no chat template. Leave out --chat to continue the prompt as plain text, or "
+                "--chat: the model has no chat template. Omit --chat to continue the prompt as plain text, or "
                 "name a model that was trained to chat."
             )
         return llm
@@ -241,13 +241,13 @@ def draft(options: _Options) -> None:
     console = stdout()
     params = options.params(len(texts))
     screen = _Screen(console, texts)
-    asked: list[Prompt] = [[{"role": "user", "content": text}] if options.chat else text for text in texts]
+    prompts: list[Prompt] = [[{"role": "user", "content": text}] if options.chat else text for text in texts]
     options.try_plug_ins()
     with _interpretation(screen) if options.is_interpreted() else nullcontext():
         with progress(console, f"loading {options.target}" if console.is_terminal and options.target else ""):
             llm = screen.llm = options.load(len(texts))
         started = time.perf_counter()
-        for chunk in llm.stream(asked, params):
+        for chunk in llm.stream(prompts, params):
             screen.take(chunk)
     took = time.perf_counter() - started
     for line in _summary(options, llm, took, (screen.first_token or started) - started):
@@ -260,7 +260,7 @@ def _interpretation(screen: _Screen) -> Iterator[None]:
     divide_in_silence()
     click.echo(_INTERPRETED, err=True)
     started = time.perf_counter()
-    with told_again(lambda: screen.so_far(time.perf_counter() - started)):
+    with repeat_line(lambda: screen.so_far(time.perf_counter() - started)):
         yield
 
 
@@ -273,7 +273,7 @@ def _summary(options: _Options, llm: LLM, seconds: float, first: float) -> list[
     weights = f", draft weights in {options.draft_weights}" if options.draft_weights else ""
     lines = [
         f"backend {names[0]}{other} on {llm.pair.device}, {dtype}{weights}",
-        f"{stats.new_tokens} tokens in {seconds:.2f} s: {stats.new_tokens / max(seconds, 1e-9):.0f} tokens a second, "
+        f"{stats.new_tokens} tokens in {seconds:.2f} s: {stats.new_tokens / max(seconds, 1e-9):.0f} tokens per second, "
         f"the first after {first:.2f} s",
     ]
     lines += llm.explain().splitlines() if options.explain else llm.plan.explain() if llm.plan else []
@@ -288,7 +288,7 @@ def _summary(options: _Options, llm: LLM, seconds: float, first: float) -> list[
     return [
         *lines,
         accepted,
-        f"{stats.rounds} rounds, {stats.host_us_a_round / 1000:.2f} ms of host time a round to launch it{note}",
+        f"{stats.rounds} rounds, {stats.host_us_a_round / 1000:.2f} ms of host time per round to launch it{note}",
     ]
 
 
@@ -312,14 +312,14 @@ def _parse_tree(text: str) -> DraftTree | DynamicTreeConfig:
         paths = json.loads(Path(text).read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(
-            f"--tree is {text!r}, which is no WIDTHxTOKENS and no file that can be read: {error.strerror}. Pass sizes "
+            f"--tree is {text!r}, which is neither WIDTHxTOKENS nor a readable file: {error.strerror}. Pass sizes "
             "such as 4x16, or a JSON file of paths."
         ) from error
     except (ValueError, RecursionError) as error:
-        raise UserError(f"--tree names {text}, which is no JSON: {error}. Write it like [[0], [1], [0, 0]].") from error
+        raise UserError(f"--tree names {text}, not JSON: {error}. Write it like [[0], [1], [0, 0]].") from error
     if not isinstance(paths, list) or not all(isinstance(path, list) for path in paths):
         raise UserError(
-            f"the file of --tree must hold a list of paths, each a list of choices, {text} does not. "
+            f"--tree names {text}, which must hold a list of paths, each a list of choices. "
             "Write it like [[0], [1], [0, 0]]."
         )
     return DraftTree.from_paths(paths)

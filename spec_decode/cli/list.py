@@ -29,18 +29,18 @@ _WIDTH = 10
     "fields",
     metavar="FIELD=VALUE",
     multiple=True,
-    help="A field of the AttentionSpec to ask about: head_dim=64, sinks=true, kind=mla; repeatable.",
+    help="A field of the AttentionSpec to check: head_dim=64, sinks=true, kind=mla; repeatable.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead.")
 def list_backends(device: str | None, dtype: str | None, fields: tuple[str, ...], as_json: bool) -> None:
     """List every registered backend, what it claims, and whether it runs here, with reasons.
 
-    Each backend is asked for 32 query and 8 KV heads of dim 128, pages of 16 tokens and bfloat16; --dtype and --spec
-    change the question. A package whose backend crashes or hangs is named, and the others are still listed.
+    The spec has 32 query and 8 KV heads of dim 128, pages of 16 tokens and bfloat16; --dtype and --spec change it. A
+    package whose backend crashes or hangs is named, and the others are still listed.
     """
     from attn_backends import registry
 
-    spec = _asked(dtype, fields)
+    spec = _requested_spec(dtype, fields)
     where = resolve_device(device, present=False)
     try_plug_ins_aloud()
     entries = [describe(name, spec, where) for name in registry.names()]
@@ -50,7 +50,7 @@ def list_backends(device: str | None, dtype: str | None, fields: tuple[str, ...]
         print_backends(stdout(), entries, f"{spec.describe()} on {where}")
 
 
-def _asked(dtype: str | None, changes: tuple[str, ...]) -> AttentionSpec:
+def _requested_spec(dtype: str | None, changes: tuple[str, ...]) -> AttentionSpec:
     """Build the spec that `list` asks about. Raises UserError for an unknown field, or one of another type."""
     from builders import AttentionSpec
     from spec_decode.tools.specs import GQA
@@ -69,8 +69,8 @@ def _asked(dtype: str | None, changes: tuple[str, ...]) -> AttentionSpec:
             given[name] = readers[name](text)
         except (KeyError, ValueError) as error:
             raise UserError(
-                f"{name} cannot be {text!r}, got {change!r}. Fix it, like head_dim=64, scale=0.1, sinks=true, kind=mla "
-                "or dtype=float32."
+                f"{name} cannot be {text!r}, got {change!r}. Fix it, as in head_dim=64, scale=0.1, sinks=true, "
+                "kind=mla or dtype=float32."
             ) from error
     return AttentionSpec(**given)
 
@@ -135,7 +135,7 @@ def _claims(backend: AttentionBackend, spec: AttentionSpec, device: torch.device
 
 def print_backends(console: Console, entries: list[dict[str, Any]], question: str) -> None:
     """Print a block per backend, and a line for each whose package is missing; `question` is the spec asked about."""
-    say(console, f"asked for: {question}")
+    say(console, f"requested: {question}")
     missing = {entry["name"]: entry["missing"] for entry in entries if "missing" in entry}
     for entry in entries:
         if entry["name"] in missing:

@@ -52,7 +52,7 @@ class _Verbs(click.Group):
                 raise
             # Unwritten output cannot be written: the interpreter must not try again at exit.
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-            click.echo(f"error: the output must have room, it has none: {error.strerror}; it is not whole.", err=True)
+            click.echo(f"error: the output has no room: {error.strerror}; it is incomplete.", err=True)
             sys.exit(2)
 
     def invoke(self, ctx: click.Context) -> Any:
@@ -78,7 +78,7 @@ class _Verbs(click.Group):
                 raise UserError(str(error)) from error
             if _is_out_of_memory(error):
                 why = str(error).partition("\n")[0]
-                raise UserError(f"what was asked for must fit the memory, it does not: {why}. Ask for less.") from error
+                raise UserError(f"the request does not fit the memory: {why}. Request less.") from error
             raise
 
 

@@ -35,8 +35,8 @@ class _Options:
     tags: Annotated[tuple[str, ...], "--tag", "Show only columns that match this pattern; repeatable."]
     into: Annotated[Path | None, "Save the reports of --run in this folder."]
     resume: Annotated[bool, "Skip what an interrupted --run --into has finished."] = False
-    check_limit: Annotated[float, "Most seconds that one check may run."] = 600.0
-    limit: Annotated[float, "Most seconds that one backend may run."] = 7200.0
+    check_limit: Annotated[float, "Time limit of one check, in seconds."] = 600.0
+    limit: Annotated[float, "Time limit of one backend, in seconds."] = 7200.0
     markdown: Annotated[str | None, "Write Markdown to a file, or - for standard output."]
     html: Annotated[str | None, "Write one self-contained page to a file, or - for standard output."]
     as_json: Annotated[str | None, "--json", "Write JSON to a file, or - for standard output."]
@@ -48,20 +48,20 @@ class _Options:
         """Return the output path of each format."""
         return {"markdown": self.markdown, "html": self.html, "json": self.as_json}
 
-    def require_sense(self) -> None:
+    def require_consistent(self) -> None:
         """Raise UserError for options that contradict one another."""
         if (self.into or self.resume) and not self.names:
-            raise UserError("--into and --resume are about a run, no --run was given. Name backends.")
+            raise UserError("--into and --resume require --run. Name backends.")
         if self.strict and not self.only_check:
-            raise UserError("--strict is about --check, which is missing. Add it.")
+            raise UserError("--strict requires --check. Add it.")
         if self.resume and not self.into:
-            raise UserError("--resume needs the folder of the interrupted run, got no --into. Name it.")
+            raise UserError("--resume requires --into. Name the folder of the interrupted run.")
         if self.names and self.only_check:
-            raise UserError("--check is about kept reports, got --run too. Use one.")
+            raise UserError("--check reads existing reports, got --run too. Use one.")
         if self.only_check and any(self.targets().values()):
-            raise UserError("--check writes nothing, got a file to write too. Use one.")
+            raise UserError("--check writes nothing, got an output file too. Use one.")
         if len(piped := [f"--{form}" for form, target in self.targets().items() if target == "-"]) > 1:
-            raise UserError(f"{' and '.join(piped)} are all -, standard output takes one. Write the others to files.")
+            raise UserError(f"{' and '.join(piped)} are all -, but stdout takes one. Write the others to files.")
         if not (self.check_limit > 0 and self.limit > 0):
             raise UserError(
                 f"a limit must be a positive number of seconds, got {self.check_limit:g} and {self.limit:g}. Fix it."
@@ -80,7 +80,7 @@ def matrix(options: _Options) -> None:
     --check fails for a report that cannot be read, was edited or has another schema, and for a page that cannot be
     made. Reports made from different source are a warning; with --strict they fail too.
     """
-    options.require_sense()
+    options.require_consistent()
     from spec_decode.matrix import build_matrix
 
     # A fresh run is shown without older reports.
@@ -113,7 +113,7 @@ def _require_columns(patterns: tuple[str, ...], reports: Sequence[Report]) -> No
     for pattern in patterns:
         if not any(fnmatch(tag, pattern) for tag in known):
             raise UserError(
-                f"--tag must match a column of these reports, {pattern!r} matches none. Fix --tag."
+                f"--tag must match a column of these reports, but {pattern!r} matches none. Fix --tag."
                 f"{did_you_mean(pattern.strip('*'), known)}"
             )
 
@@ -126,7 +126,7 @@ def _read(paths: tuple[Path, ...]) -> tuple[Sources, Documents]:
     there = [path for path in paths if path != REPORTS or path.exists()]
     shown = files_below(there)
     if absent := [path for path in there if not os.path.exists(path)]:  # unlike Path.exists, it never raises
-        raise UserError(f"there is no {absent[0]}. Pass a report, or a folder of reports.")
+        raise UserError(f"{absent[0]} does not exist. Pass a report, or a folder of reports.")
     if paths and not shown:
         raise UserError(
             f"a matrix needs reports, found no {' or '.join(PATTERNS)} below {', '.join(map(str, paths))}. "
@@ -188,7 +188,7 @@ def _check(result: Matrix, documents: Documents, options: _Options) -> None:
         render(result)
     if _warn_of_age(documents) and options.strict:
         raise SystemExit(1)
-    say(stdout(), f"{len(documents)} reports are whole and unedited")
+    say(stdout(), f"{len(documents)} reports are intact and unedited")
 
 
 def _warn_of_age(documents: Documents) -> bool:
@@ -202,7 +202,7 @@ def _warn_of_age(documents: Documents) -> bool:
     if stale:
         say(
             stdout(),
-            f"warning: {len(stale)} of {len(documents)} reports are of older source; python "
+            f"warning: {len(stale)} of {len(documents)} reports are from older source; python "
             "scripts/evidence.py --stale renews them on a GPU",
         )
     return bool(stale)

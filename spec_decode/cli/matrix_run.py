@@ -34,15 +34,15 @@ class MatrixRun:
     into: Path | None = None
     resume: bool = False
 
-    def of(self, asked: Sequence[str]) -> list[Report]:
+    def of(self, requested: Sequence[str]) -> list[Report]:
         """Return the reports of these backends; `available` means every backend made for the device.
 
         No backend is loaded in this process. On an interrupt raises SystemExit; finished reports are kept, and nothing
         of the backend that was running.
         """
         console = Console(stderr=True, highlight=False)
-        named = chosen_names([name for name in asked if name != "available"], self.device)
-        others = [name for name in registry.names() if name not in named] if "available" in asked else []
+        named = chosen_names([name for name in requested if name != "available"], self.device)
+        others = [name for name in registry.names() if name not in named] if "available" in requested else []
         every = [*named, *others]
         for name in every:
             require_writable(self._path(name))
@@ -94,7 +94,9 @@ class MatrixRun:
 
     def _interrupted(self, name: str, finished: int) -> None:
         kept = (
-            f"{finished} finished reports are in {self.into}; go on with --resume" if self.into else "nothing was kept"
+            f"{finished} finished reports are in {self.into}: continue with --resume"
+            if self.into
+            else "nothing was kept"
         )
         click.echo(f"interrupted in {name}: {kept}", err=True)
 

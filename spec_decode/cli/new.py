@@ -17,7 +17,7 @@ from spec_decode.cli.output import UserError
 
 _FOLDERS = (Path(__file__).parent / "example", Path(__file__).parents[2] / "examples" / "window_pages")
 """The example's folder in the wheel and in a checkout."""
-_OURS = {"attn_backends", "benchmarks", "builders", "engines", "spec_decode", "tests"}
+_PROJECT = {"attn_backends", "benchmarks", "builders", "engines", "spec_decode", "tests"}
 
 
 @click.command("new")
@@ -31,19 +31,18 @@ def new(name: str) -> None:
 
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name):
         raise UserError(
-            f"a backend's name must be lower-case letters, digits and _, as a module's is, got {name!r}. "
-            "Choose another."
+            f"a backend's name must be lower-case letters, digits and _, as for a module, got {name!r}. Choose another."
         )
     if problem := registry.name_problem(name):
         raise UserError(f"{problem}. Choose another name.")
     if iskeyword(name):
-        raise UserError(f"a backend's name becomes a module's, and {name!r} is a keyword of Python. Choose another.")
+        raise UserError(f"a backend's name becomes a module's, but {name!r} is a Python keyword. Choose another.")
     if name in registry.names():
-        raise UserError(f"a backend's name must be free, {name!r} is registered already. Choose another.")
+        raise UserError(f"a backend's name must be free, but {name!r} is already registered. Choose another.")
     if _hides_a_module(name):
         raise UserError(
-            f"a backend's name becomes a module's, and a module {name!r} would hide the one of Python or of a package "
-            "that has this name. Choose another."
+            f"a backend's name becomes a module's, but a module {name!r} would hide one of Python or of a package. "
+            "Choose another."
         )
     folder = Path(name)
     example = next(folder for folder in _FOLDERS if folder.is_dir())
@@ -52,8 +51,7 @@ def new(name: str) -> None:
         folder.mkdir()
     except OSError as error:
         raise UserError(
-            f"the folder {folder} must be new and its place writable, got {error.strerror}. Run "
-            "this elsewhere, or choose another name."
+            f"cannot create the folder {folder}: {error.strerror}. Run this elsewhere, or choose another name."
         ) from error
     paths = {folder / _renamed(relative.as_posix(), name): _renamed(text, name) for relative, text in texts.items()}
     try:
@@ -73,7 +71,7 @@ def _hides_a_module(name: str) -> bool:
     needed: set[str] = set()
     with suppress(PackageNotFoundError):  # a checkout that is not installed
         needed = {re.split(r"[^\w-]", package)[0].replace("-", "_") for package in requires("attn-backends") or ()}
-    if name in _OURS | needed | sys.stdlib_module_names:
+    if name in _PROJECT | needed | sys.stdlib_module_names:
         return True
     # The current folder does not count as a package: an existing folder there is a different error.
     places = [place for place in sys.path if place and Path(place).resolve() != Path.cwd()]
@@ -90,6 +88,6 @@ def _renamed(text: str, name: str) -> str:
     """Replace the example's name in the text, in each of its three forms."""
     words = name.strip("_").split("_")
     forms = {"window_pages": name, "window-pages": "-".join(words), "WindowPages": "".join(map(str.title, words))}
-    for old, its in forms.items():
-        text = text.replace(old, its)
+    for old, new_form in forms.items():
+        text = text.replace(old, new_form)
     return text

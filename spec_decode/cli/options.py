@@ -50,13 +50,13 @@ def options_as(record: type[R]) -> Callable[[Callable[[R], None]], Callable[...,
     return decorate
 
 
-def _parameter(field: Field[Any], kind: Any, *said: Any) -> Callable[..., Any]:
-    declared: Callable[..., Any] = said[0]
-    if callable(declared) and not isinstance(declared, click.ParamType):
-        return declared
-    flags = [text for text in said if isinstance(text, str) and text.startswith("-")]
+def _parameter(field: Field[Any], kind: Any, *declared: Any) -> Callable[..., Any]:
+    first: Callable[..., Any] = declared[0]
+    if callable(first) and not isinstance(first, click.ParamType):
+        return first
+    flags = [text for text in declared if isinstance(text, str) and text.startswith("-")]
     several = get_origin(kind) is tuple
-    types = [each for each in said if isinstance(each, click.ParamType)] or [(get_args(kind) or (kind,))[0]]
+    types = [each for each in declared if isinstance(each, click.ParamType)] or [(get_args(kind) or (kind,))[0]]
     return click.option(
         *(flags or ["--" + field.name.replace("_", "-")]),
         field.name,
@@ -64,7 +64,7 @@ def _parameter(field: Field[Any], kind: Any, *said: Any) -> Callable[..., Any]:
         default=None if field.default is MISSING else field.default,
         is_flag=kind is bool,
         multiple=several,
-        help=said[-1],
+        help=declared[-1],
     )
 
 
@@ -85,8 +85,7 @@ def resolve_device(name: str | None, *, present: bool = True) -> torch.device:
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if present and device.type == "cuda" and (device.index or 0) >= count:
         raise UserError(
-            f"device {device} was asked for, this machine has {count} CUDA devices. Use "
-            "another --device; everything runs on cpu."
+            f"--device is {device}, but this machine has {count} CUDA devices. Use another; everything runs on cpu."
         )
     if present and device.type == "cuda":
         require_kernel_cache()
@@ -115,7 +114,7 @@ def require_kernel_cache() -> None:
     for kernel in folder.glob("*/*.cubin"):
         with kernel.open("rb") as file:
             if file.read(4) != b"\x7fELF":
-                raise UserError(f"{kernel} of Triton's cache is no compiled kernel. {_REMEDY}")
+                raise UserError(f"{kernel} of Triton's cache is not a compiled kernel. {_REMEDY}")
 
 
 def use_threads(count: int) -> None:
@@ -127,7 +126,7 @@ def use_threads(count: int) -> None:
     torch.set_num_threads(count)
 
 
-def chosen_names(asked: Sequence[str], device: torch.device) -> list[str]:
+def chosen_names(requested: Sequence[str], device: torch.device) -> list[str]:
     """Return distinct backend names, at least one; `all` and `available` stand for several.
 
     Raises UnknownBackend for an unknown name, and UserError if none is available.
@@ -135,7 +134,7 @@ def chosen_names(asked: Sequence[str], device: torch.device) -> list[str]:
     from attn_backends import UnknownBackend, registry
 
     chosen: dict[str, None] = {}
-    for name in asked:
+    for name in requested:
         if name == "available":
             chosen |= dict.fromkeys(available_names(device))
         else:
@@ -147,8 +146,8 @@ def chosen_names(asked: Sequence[str], device: torch.device) -> list[str]:
                 f"a backend must be one of {', '.join(known)}, or all, or available, got {name!r}. "
                 f"Fix the name, or install the package that registers it.{did_you_mean(name, known)}"
             )
-    if asked and not chosen:
-        raise UserError(f"a backend is needed, none is available on {device}. Name one.")
+    if requested and not chosen:
+        raise UserError(f"a backend is needed, but none is available on {device}. Name one.")
     return list(chosen)
 
 

@@ -49,21 +49,21 @@ def interrupts() -> Iterator[Callable[[], None]]:
     """Within this context, SIGTERM raises Terminated as SIGINT raises KeyboardInterrupt, so results are kept and child
     processes ended; in a thread nothing changes. Yields a function that raises the interrupt again, because a library
     interrupted during import can swallow it."""
-    came: list[KeyboardInterrupt] = []
+    received: list[KeyboardInterrupt] = []
 
     def raise_it(number: int, frame: object) -> None:
-        came.append(Terminated() if number == signal.SIGTERM else KeyboardInterrupt())
-        raise came[-1]
+        received.append(Terminated() if number == signal.SIGTERM else KeyboardInterrupt())
+        raise received[-1]
 
     def again() -> None:
-        if came:
-            raise came[-1]
+        if received:
+            raise received[-1]
 
-    heard = [signal.SIGTERM]
+    signals = [signal.SIGTERM]
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # in the background it can be ignored
-        heard.append(signal.SIGINT)
+        signals.append(signal.SIGINT)
     main_thread = threading.current_thread() is threading.main_thread()  # only this thread receives signals
-    before = {number: signal.signal(number, raise_it) for number in heard if main_thread}
+    before = {number: signal.signal(number, raise_it) for number in signals if main_thread}
     try:
         yield again
     finally:
@@ -109,7 +109,7 @@ def progress(console: Console, text: str = "", *, each: bool = False) -> Iterato
 
 
 @contextmanager
-def told_again(text: Callable[[], str], every: float = _SECONDS_BETWEEN_LINES) -> Iterator[None]:
+def repeat_line(text: Callable[[], str], every: float = _SECONDS_BETWEEN_LINES) -> Iterator[None]:
     """Within this context, print a line on stderr at this interval, unless it is empty."""
     ended = threading.Event()
 
@@ -143,9 +143,7 @@ def _named(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise UserError(
-            f"{path} must be writable, it is not: {error.strerror}; it was not written. Name another path."
-        ) from error
+        raise UserError(f"{path} cannot be written: {error.strerror}. Name another path.") from error
 
 
 def require_writable(target: str | Path | None) -> None:
@@ -157,7 +155,7 @@ def require_writable(target: str | Path | None) -> None:
         return
     path = Path(target)
     if path.is_dir():
-        raise UserError(f"{path} must be a file, it is a folder. Name a file.")
+        raise UserError(f"{path} is a folder. Name a file.")
     with _named(path):
         folder = Path(os.path.realpath(path)).parent
         folder.mkdir(parents=True, exist_ok=True)

@@ -100,8 +100,8 @@ def generate(pair: Pair, backends: Backends, requests: Sequence[Request], config
     return GenerateResult(engine.generate(requests), engine.stats)
 
 
-def _differing(ours: GenerateResult | None, theirs: GenerateResult, what: Callable[[Generation], object]) -> int:
-    pairs = zip(ours.generations, theirs.generations, strict=True) if ours else ()
+def _differing(run: GenerateResult | None, reference: GenerateResult, what: Callable[[Generation], object]) -> int:
+    pairs = zip(run.generations, reference.generations, strict=True) if run else ()
     return sum(what(one) != what(other) for one, other in pairs)
 
 
@@ -113,7 +113,7 @@ def _chosen_plan(pair: Pair, backends: Backends) -> DraftPlan:
 
 def to_table(comparisons: Sequence[Comparison], prompts: int) -> Table:
     """Return a row for every backend and strategy."""
-    run = ("backend", "strategy", f"accepted of {DRAFT_TOKENS}", "rounds", "host us a round")
+    run = ("backend", "strategy", f"accepted of {DRAFT_TOKENS}", "rounds", "host us per round")
     table = Table(*run, "same tokens as eager", "same text as plain decoding")
     for comparison in comparisons:
         for row in comparison.rows:
@@ -139,9 +139,9 @@ def reasons(found: Mapping[str, Sequence[Comparison]]) -> list[str]:
         for strategy, reason in plan.unsupported.items():
             drafts.setdefault((strategy, reason), []).append(draft)
     lines = []
-    for (strategy, reason), of in drafts.items():
-        whose = "" if len(of) == len(plans) else f" for {', '.join(dict.fromkeys(of))}"
-        lines.append(f"{strategy.value} cannot run{whose}: {reason}")
+    for (strategy, reason), names in drafts.items():
+        where = "" if len(names) == len(plans) else f" for {', '.join(dict.fromkeys(names))}"
+        lines.append(f"{strategy.value} cannot run{where}: {reason}")
     return lines
 
 

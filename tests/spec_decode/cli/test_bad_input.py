@@ -113,7 +113,7 @@ def test_memory_that_is_not_there_is_asked_for_in_one_line(pair, monkeypatch, re
         raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 5 bytes.")
 
     monkeypatch.setattr("spec_decode.llm.LLM.stream", exhausted)
-    assert "must fit the memory" in refused(*draft_words(pair, "x"))
+    assert "does not fit the memory" in refused(*draft_words(pair, "x"))
 
 
 @pytest.fixture(autouse=True)
@@ -156,7 +156,7 @@ def test_a_device_is_written_to_and_not_replaced(reports, refused_after):
 def test_a_link_to_what_cannot_be_written_is_refused_before_anything_runs(checks, refused, tmp_path):
     (tmp_path / "file").touch()
     (tmp_path / "report.json").symlink_to("file/report.json")
-    assert "must be writable" in refused("check", "torch_reference", "--json", "report.json") and not checks.calls
+    assert "cannot be written" in refused("check", "torch_reference", "--json", "report.json") and not checks.calls
 
 
 def test_an_interrupt_ends_with_130_and_leaves_the_old_report(tmp_path):
@@ -250,7 +250,7 @@ def test_a_thread_of_a_plug_in_keeps_no_verb_from_ending_and_nonsense_in_variabl
     }
     process = start("list --device cpu", tmp_path, env=nonsense, stdout=-1)
     printed, said = process.communicate()
-    assert process.returncode == 0 and "lent" in printed and "not waited for: watcher" in said
+    assert process.returncode == 0 and "lent" in printed and "not waiting for watcher" in said
     assert "Traceback" not in said
 
 

@@ -97,4 +97,4 @@ def test_a_bench_that_is_cut_off_leaves_the_rows_it_has_and_says_so(timings, tmp
 
 def test_without_a_checkout_bench_says_where_the_benchmarks_are(refused, monkeypatch, tmp_path):
     monkeypatch.setattr(checkout, "_ROOT", tmp_path)
-    assert "the benchmarks are not in the wheel, they are in benchmarks/ of the repository" in refused("bench", "round")
+    assert "the benchmarks are not in the wheel, only in benchmarks/ of the repository" in refused("bench", "round")

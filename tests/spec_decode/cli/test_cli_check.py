@@ -103,19 +103,19 @@ def test_what_was_registered_by_a_call_cannot_be_isolated(checks, rebuilt, refus
 REFUSED = {
     "rounds without a soak": (("torch_reference", "--rounds", 10, "--seed", 3), "Add --family soak"),
     "several reports in a file": (("all", "--json", "one.json"), "need a folder"),
-    "a folder in a file": (("all", "--json", "file/out"), "writable"),
+    "a folder in a file": (("all", "--json", "file/out"), "cannot be written"),
     "an unknown backend": (("nonesuch",), "torch_reference"),
     "a backend that was meant": (("triton_pagd",), "Did you mean triton_paged?"),
     "an unknown family": (("all", "--family", "nonesuch"), "numerics"),
     "a family that was meant": (("all", "--family", "numeric"), "Did you mean numerics?"),
     "nothing to resume": (("torch_reference", "--resume"), "Add --json"),
-    "an unknown engine": (("--engine", "vlm"), "whose builders can be checked is vllm or sglang, got 'vlm'"),
+    "an unknown engine": (("--engine", "vlm"), "--engine must be vllm or sglang, got 'vlm'"),
     "an unknown builder": (
         ("--engine", "vllm", "KpoolTail"),
         "a builder of vllm must be one of FlashAttentionMetadataBuilder, ",
     ),
-    "an engine on a GPU": (("--engine", "vllm", "--device", "cuda"), "device cuda was asked for"),
-    "an engine in a subprocess": (("--engine", "vllm", "--isolate"), "got --isolate. Leave"),
+    "an engine on a GPU": (("--engine", "vllm", "--device", "cuda"), "--device is cuda"),
+    "an engine in a subprocess": (("--engine", "vllm", "--isolate"), "got --isolate. Omit"),
 }
 
 
@@ -149,7 +149,7 @@ def test_torch_has_one_thread_unless_asked_otherwise(checks, monkeypatch, run):
     assert counts == [1, "1", 3, "3"]
 
 
-def test_progress_is_told_again_after_some_seconds(checks, monkeypatch, run):
+def test_progress_is_repeat_line_after_some_seconds(checks, monkeypatch, run):
     monkeypatch.setattr(output, "_SECONDS_BETWEEN_LINES", 0.0)
     result = run("check", "torch_reference", "--device", "cpu")
     assert result.stderr.splitlines()[1] == "torch_reference: 1 checks, 0 failed; last graph.replay"
@@ -179,4 +179,4 @@ def test_without_a_name_or_the_engine_there_is_nothing_to_check(run, monkeypatch
 def test_without_a_checkout_the_check_of_an_engine_says_where_it_is(refused, monkeypatch, tmp_path):
     monkeypatch.setattr("spec_decode.cli.checkout._ROOT", tmp_path)
     line = refused("check", "--engine", "vllm")
-    assert "the checks of vllm's own builders are not in the wheel, they are in engines/vllm/conformance/" in line
+    assert "the checks of vllm's own builders are not in the wheel, only in engines/vllm/conformance/" in line

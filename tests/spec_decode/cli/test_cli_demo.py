@@ -69,10 +69,10 @@ def test_demo_fits_a_screen_and_shows_the_reports_that_are_there_as_a_page(shown
     assert shown.result.exit_code == 0 and len(said.splitlines()) <= 40, shown.result.output
     for part in (
         "backends made for cpu: torch_reference",
-        "not here: ",
+        "not available here: ",
         "\ncontinued\n",
         "strategy full_loop: ",
-        "every run has the tokens of eager drafting",
+        "every run matches the tokens of eager drafting",
         "\npiecewise cannot run: every group's attention can be captured, so there is nothing to split the graph "
         "around\n",
         "shows 1 reports",
@@ -101,12 +101,12 @@ def test_demo_opens_the_page_where_there_is_a_desktop(monkeypatch):
 
 def test_demo_refuses_a_page_that_cannot_be_written_before_it_drafts(pair, tmp_path, refused):
     (tmp_path / "build").write_text("")
-    assert "writable" in refused("demo", "--device", "cpu", "--pair", pair)
+    assert "cannot be written" in refused("demo", "--device", "cpu", "--pair", pair)
 
 
 def test_demo_shows_every_part_in_full_and_succeeds(shown_in_full):
     assert shown_in_full.result.exit_code == 0, shown_in_full.result.output
-    parts = ("asked for:", "continued", "full_loop", "yes, 2 of 2", "not eager:", "verified 1/1")
+    parts = ("requested:", "continued", "full_loop", "yes, 2 of 2", "not eager:", "verified 1/1")
     for part in (*parts, "cannot run", "for the test"):
         assert part in shown_in_full.result.output
     assert list(shown_in_full.checks[0][1]["families"]) == ["contract", "builder"], "the quick ones, without reports"

@@ -22,7 +22,7 @@ def test_doctor_as_json_is_the_findings(run):
 def test_validated_metadata_is_one_more_topic_with_its_cost(run):
     result = run("doctor", "--device", "cpu", "--validate-metadata", "torch_reference", "--rounds", "4", "--every", "2")
     assert result.exit_code == 0, result.output
-    (line,) = (line for line in result.output.splitlines() if "validations without a drift" in line)
+    (line,) = (line for line in result.output.splitlines() if "validations without drift" in line)
     assert "4 rounds (full_loop)" in line and "2 validations" in line and "ms each" in line
 
 

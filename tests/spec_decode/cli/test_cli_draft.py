@@ -20,9 +20,9 @@ def draft_words(pair, *words):
 def test_draft_prints_text_plan_and_stats(pair, run):
     result = run(*draft_words(pair, "def ", "class "))
     assert result.exit_code == 0, result.output
-    for part in ("prompt 2:", "strategy full_loop", "group draft", "accepted", "ms of host time a round"):
+    for part in ("prompt 2:", "strategy full_loop", "group draft", "accepted", "ms of host time per round"):
         assert part in result.output
-    assert re.search(r"12 tokens in [\d.]+ s: \d+ tokens a second, the first after [\d.]+ s", result.output)
+    assert re.search(r"12 tokens in [\d.]+ s: \d+ tokens per second, the first after [\d.]+ s", result.output)
 
 
 def test_draft_runs_the_small_pair_with_one_thread(pair, run, monkeypatch):
@@ -61,7 +61,7 @@ ABOUT_DRAFTS = {
 @pytest.mark.parametrize(("option", "value"), ABOUT_DRAFTS.items())
 def test_an_option_about_drafts_is_refused_without_a_draft(option, value, pair, refused):
     said = refused(*draft_words(pair, "x", "-k", "0", option, value))
-    assert f"{option} is {value!r} and there is no draft. Pass --draft, and no -k 0, or leave {option} out." in said
+    assert f"{option} is {value!r}, but there is no draft. Pass --draft without -k 0, or omit {option}." in said
 
 
 TREE = ("-k", "3", "--tree", "4x12")
@@ -132,7 +132,7 @@ def test_a_run_in_the_interpreter_says_so_and_how_far_it_is(pair, run, monkeypat
     seen = []
 
     @contextmanager
-    def told_again(text):
+    def repeat_line(text):
         seen.append(text())
         yield
         seen.append(text())
@@ -140,14 +140,14 @@ def test_a_run_in_the_interpreter_says_so_and_how_far_it_is(pair, run, monkeypat
     words = draft_words(pair, "x", "--max-tokens", "3")
     assert "interpreter" not in run(*words).stderr
     monkeypatch.setattr("builders.kernels.triton_runtime.interpreting", lambda: True)
-    monkeypatch.setattr("spec_decode.cli.draft.told_again", told_again)
+    monkeypatch.setattr("spec_decode.cli.draft.repeat_line", repeat_line)
     assert "TRITON_INTERPRET=1: kernels run in Triton's interpreter" in run(*words).stderr
     assert re.fullmatch(r"\d+ s: loading and capturing", seen[0]) and re.fullmatch(
         r"\d+ s: \d rounds, 3 tokens", seen[1]
     )
 
 
-def test_what_is_told_again_is_told_until_the_end(capsys):
+def test_what_is_repeat_line_is_told_until_the_end(capsys):
     told, texts = threading.Event(), iter(["", "one", "two"])
 
     def text():
@@ -157,7 +157,7 @@ def test_what_is_told_again_is_told_until_the_end(capsys):
             told.set()
         return found
 
-    with output.told_again(text, every=1e-4):
+    with output.repeat_line(text, every=1e-4):
         told.wait()
     assert capsys.readouterr().err == "one\ntwo\n"
 
@@ -178,7 +178,7 @@ REFUSED = {
     "pair": [
         ((), "no prompt"),
         (("",), "prompt 1 is empty"),
-        (("x", "--chat"), "no chat template. Leave out --chat to continue the prompt as plain text"),
+        (("x", "--chat"), "no chat template. Omit --chat to continue the prompt as plain text"),
         (("x", "--backend", "nonesuch"), "torch_reference"),
         (("x", "--backend", "rebuilt", "--strategy", "full_loop"), "for the test"),
         (("x", "--draft", "nonesuch"), "are draft, got 'nonesuch'"),
@@ -197,7 +197,7 @@ REFUSED = {
         ),
         (("x", "--tree", "4x64"), "1 to 63 draft tokens, got 64"),
         (("x", "--tree", "4x16", "-k", "1"), "num_tokens is 16, more than the 4 paths of 1 tokens with 4 choices"),
-        (("x", "--tree", "nowhere"), "--tree is 'nowhere', which is no WIDTHxTOKENS and no file"),
+        (("x", "--tree", "nowhere"), "--tree is 'nowhere', which is neither WIDTHxTOKENS nor a readable file"),
         (("x", "--tree", "4x16", "--backend", "flash_attn3"), "flash_attn3"),
         *((("x", "--tree", f"no_tree_{at}.json"), "tree") for at in range(5)),
         (("x", "--max-tokens", "0"), "max_tokens"),

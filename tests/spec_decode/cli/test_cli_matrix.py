@@ -94,7 +94,7 @@ def test_a_tag_that_no_result_of_a_run_has_is_refused(subprocesses, refused_afte
         (("--run", "torch_reference", "--check"), ""),
         (("--run", "torch_reference", "--check-limit", "0"), ""),
         (("--run", "nobody"), "nobody"),
-        (("--markdown", "-", "--html", "-"), "--markdown and --html are all -, standard output takes one."),
+        (("--markdown", "-", "--html", "-"), "--markdown and --html are all -, but stdout takes one."),
     ],
 )
 def test_matrix_refuses_what_is_no_report_and_options_that_make_no_sense_together(
@@ -140,7 +140,7 @@ def test_an_interrupted_run_keeps_what_is_finished_and_is_resumed_behind_it(subp
     words = ("matrix", "--run", "torch_reference", "--run", "triton_paged", "--device", "cpu", "--into", "out")
     subprocesses.outcome["triton_paged"] = "interrupt"
     stopped = run(*words)
-    assert stopped.exit_code == 130 and "1 finished reports are in out; go on with --resume" in stopped.stderr
+    assert stopped.exit_code == 130 and "1 finished reports are in out: continue with --resume" in stopped.stderr
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["check-torch_reference.json"]
     subprocesses.outcome.clear()
     subprocesses.calls.clear()
@@ -177,13 +177,13 @@ def test_resume_checks_again_only_what_another_run_left_or_left_unfinished(tagge
 def test_a_path_that_cannot_be_written_costs_no_run(option, subprocesses, refused, tmp_path):
     (tmp_path / "file").touch()
     words = ("matrix", "--run", "torch_reference", "--device", "cpu", option, "file/below")
-    assert "must be writable" in refused(*words) and not subprocesses.calls
+    assert "cannot be written" in refused(*words) and not subprocesses.calls
 
 
 def test_check_passes_on_whole_reports_and_writes_nothing(tagged, tmp_path, run):
     before = sorted(tmp_path.rglob("*"))
     result = run("matrix", "--check")
-    assert result.exit_code == 0 and "1 reports are whole and unedited" in result.output
+    assert result.exit_code == 0 and "1 reports are intact and unedited" in result.output
     assert sorted(tmp_path.rglob("*")) == before
 
 
@@ -204,8 +204,8 @@ def test_older_source_is_a_warning_and_strict_fails_for_it(tagged, run):
     msgspec.structs.replace(Report.load(tagged), sources=sources).save(tagged)
     for words in (("matrix",), ("matrix", "--check")):
         shown = run(*words)
-        assert shown.exit_code == 0 and "of older source (1 file changed)" in shown.output
-        assert "warning: 1 of 1 reports are of older source" in shown.output
+        assert shown.exit_code == 0 and "from older source (1 file changed)" in shown.output
+        assert "warning: 1 of 1 reports are from older source" in shown.output
     assert run("matrix", "--check", "--strict").exit_code == 1
     assert run("matrix", "--strict").exit_code == 2
 

@@ -48,8 +48,8 @@ def test_a_cache_that_triton_can_use_is_accepted(cache: Callable[..., None], fil
         ("k.json", b"", "damaged"),
         ("k.json", b"[]", "damaged"),
         ("__grp__k.json", b"[]", "damaged"),
-        ("k.cubin", b"", "no compiled kernel"),
-        ("k.cubin", b"garbage", "no compiled kernel"),
+        ("k.cubin", b"", "not a compiled kernel"),
+        ("k.cubin", b"garbage", "not a compiled kernel"),
     ],
 )
 def test_garbage_in_the_cache_is_named(cache: Callable[..., None], name: str, content: bytes, words: str) -> None:
