@@ -115,7 +115,7 @@ def _print_runs(
 ) -> None:
     from spec_decode.cli.strategy_comparison import CONFIG, DRAFT_TOKENS, PROMPTS, to_table
 
-    _heading(console, f"2. Drafting {DRAFT_TOKENS} tokens a round for {PROMPTS} prompts, greedily, in float32")
+    _heading(console, f"2. Drafting {DRAFT_TOKENS} tokens per round for {PROMPTS} prompts, greedily, in float32")
     _print_sample(console, next(iter(found.values()))[0])
     for name, comparisons in found.items():
         draft = pairs[name].draft

@@ -73,7 +73,7 @@ def rounds_keep_no_memory(subject: Subject, case: Case) -> Measurements:
     raise CheckFailure(
         contract=f"{_ROUNDS} equal rounds of build, advance and forward leave memory use unchanged, after {_WARM_UP} "
         f"to warm up and {_ROUNDS} in which it also grew",
-        expected=f"no more tensors, and a resident set within {_RESIDENT_PER_ROUND >> 10} KiB a round",
+        expected=f"no more tensors, and a resident set within {_RESIDENT_PER_ROUND >> 10} KiB per round",
         got=grown,
     )
 
