@@ -61,7 +61,7 @@ REFUSED = {
     "a backend's name becomes a module's": [
         *("class", "json", "torch", "numpy", "click", "builders", "spec_decode", "tests", "vllm", "transformers"),
     ],
-    "stands for several backends": ["all", "available"],
+    "means several backends": ["all", "available"],
     "'triton_paged' is already registered. Choose": ["triton_paged"],
 }
 
