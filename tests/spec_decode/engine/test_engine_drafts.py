@@ -177,7 +177,7 @@ def test_a_backend_without_trees_serves_a_draft_that_runs_over_none_and_nothing_
     engine = make_engine((target, draft), draft_backend=NoTrees(), tree=DYNAMIC)
     assert texts(engine, requests()) == plain(target)
     for refused, backends in ((draft, {"backend": NoTrees()}), (pair("draft")[1], {"draft_backend": NoTrees()})):
-        with pytest.raises(NoBackend, match=r"no_trees refuses.*tree"):
+        with pytest.raises(NoBackend, match=r"no_trees rejects.*tree"):
             make_engine((target, refused), tree=DYNAMIC, **backends)
 
 

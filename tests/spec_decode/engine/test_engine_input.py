@@ -177,7 +177,7 @@ def test_a_callback_that_generates_is_refused_and_statistics_go_on():
     "options", [{"page_size": 10**9}, {"num_pages": 10**12}, {"max_num_seqs": 10**12, "num_pages": None}]
 )
 def test_caches_larger_than_the_memory_are_refused_before_anything_is_allocated(options):
-    with pytest.raises(BatchError, match=r"\d+ pages of \d+ tokens .* GiB, cpu has [\d.]+\. Take"):
+    with pytest.raises(BatchError, match=r"\d+ pages of \d+ tokens .* GiB, but cpu has [\d.]+\. Use fewer"):
         make_engine(**options)
 
 

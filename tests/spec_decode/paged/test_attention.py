@@ -101,7 +101,7 @@ GOOD = {
 REFUSED = {
     "another dtype": ({"query": torch.zeros(3, 4, 16).half()}, "query must be torch.float32"),
     "no multiple": ({"query": torch.zeros(3, 3, 16)}, "multiple of 2.*got 3"),
-    "strided dims": ({"query": torch.zeros(3, 16, 4).mT}, "dims that are adjacent"),
+    "strided dims": ({"query": torch.zeros(3, 16, 4).mT}, "even number of contiguous dims"),
     "fewer keys": ({"key": torch.zeros(2, 2, 16)}, "key must be"),
     "positions of another dtype": (
         {"rope": Rope(ROPE.positions.int(), ROPE.table)},
