@@ -66,8 +66,7 @@ class EngineConfig:
         require_types(self)
         require(
             self.tree is None or self.verification in (None, TREE_VERIFICATION),
-            f"verification is {self.verification!r}, which verifies chains, but there is a tree. Pass "
-            f"{TREE_VERIFICATION}, or no tree.",
+            f"a tree needs verification {TREE_VERIFICATION!r}, got {self.verification!r}. Pass it, or no tree.",
         )
         require(
             self.one_graph is None or self.drafter is not None,

@@ -191,10 +191,7 @@ REFUSED = {
         (("x", "--verify", "dice"), "one of rejection, block"),
         (("x", "--verify", "synthetic:9"), "from 0 to 4"),
         (("x", "--verify", "sampling"), "one of rejection, block"),
-        (
-            ("x", "--tree", "4x16", "--verify", "block"),
-            "verification is 'block', which verifies chains, but there is a tree",
-        ),
+        (("x", "--tree", "4x16", "--verify", "block"), "a tree needs verification 'sampling', got 'block'"),
         (("x", "--tree", "4x64"), "1 to 63 draft tokens, got 64"),
         (("x", "--tree", "4x16", "-k", "1"), "num_tokens is 16, more than the 4 paths of 1 tokens with 4 choices"),
         (("x", "--tree", "nowhere"), "--tree is 'nowhere', which is neither WIDTHxTOKENS nor a readable file"),

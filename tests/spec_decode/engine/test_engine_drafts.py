@@ -185,7 +185,7 @@ REFUSED = {
     "rejection": (
         "draft",
         {"verification": "rejection"},
-        "verification is 'rejection', which verifies chains, but there is a tree. Pass sampling",
+        "a tree needs verification 'sampling', got 'rejection'. Pass it, or no tree",
     ),
     "deeper than the steps": (
         "draft",
