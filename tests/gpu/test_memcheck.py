@@ -95,7 +95,7 @@ def sanitize(gpu: str, target: Target) -> dict[str, Any]:
         command = [
             # Memory accesses only: a binding that asks the driver for a missing symbol causes an API error, too.
             *("compute-sanitizer", "--tool", "memcheck", "--report-api-errors", "no"),
-            # Not the compilers that a kernel package starts: they need many of the sanitizer's few connections.
+            # Not the compilers that a kernel package starts: a run that followed them never ended.
             *("--target-processes", "application-only", "--log-file", str(log)),
             *(sys.executable, *target.arguments, *(("--json", str(report)) if target.checks else ())),
         ]
