@@ -169,7 +169,9 @@ class GroupedPrediction(PredictionLayer):
     ) -> None:
         """config: the section that describes the layer. layer: its index among the draft's layers."""
         hidden, eps, offset = config.get("hidden_size", int), config.positive("rms_norm_eps"), layout.norm_offset
-        qk_norm = config.get("use_qk_norm", bool, False) if layout.qk_norm is None else layout.qk_norm
+        # Read for every layout, so that a malformed value is refused.
+        use_qk_norm = config.get("use_qk_norm", bool, False)
+        qk_norm = use_qk_norm if layout.qk_norm is None else layout.qk_norm
         attention = read_grouped_shape(
             config, eps, qk_norm=qk_norm, gated=layout.gated, norm_offset=offset, rotated=layout.rotated
         )

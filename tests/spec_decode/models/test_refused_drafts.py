@@ -195,6 +195,7 @@ WRONG = [
     ("qwen", {"text_config.num_attention_heads": None}, "text_config in .* lacks num_attention_heads"),
     ("qwen_of_experts", {"num_experts_per_tok": 9}, "top_k must be 1 to 8, .* got 9"),
     ("qwen_of_experts", {"shared_expert_intermediate_size": None}, "lacks shared_expert_intermediate_size"),
+    ("mimo", {"use_qk_norm": 3}, "use_qk_norm in .* must be .*, got 3"),
     ("mimo", {"num_nextn_predict_layers": 2}, "num_nextn_predict_layers in .* must be 1, got 2"),
     ("mimo", {"num_key_value_heads": 4}, "invalid attention in .*: "),
     ("mimo", {"head_dim": 13}, "invalid attention in .*: head_dim must be even"),
