@@ -66,7 +66,8 @@ class EngineConfig:
         require_types(self)
         require(
             self.tree is None or self.verification in (None, TREE_VERIFICATION),
-            f"a tree needs verification {TREE_VERIFICATION!r}, got {self.verification!r}. Pass it, or no tree.",
+            f"a tree needs verification {TREE_VERIFICATION!r}, got {self.verification!r}. Pass "
+            f"{TREE_VERIFICATION!r}, or no tree.",
         )
         require(
             self.one_graph is None or self.drafter is not None,

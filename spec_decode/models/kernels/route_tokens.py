@@ -54,9 +54,10 @@ class Routing:
                 f"groups must divide num_experts, and top_groups be 1 to groups, got {self.num_experts} experts in "
                 f"{self.groups} groups and top_groups {self.top_groups}"
             )
-        elif not 1 <= self.top_k <= self.num_experts // self.groups * self.top_groups:
+        else:
             most = self.num_experts // self.groups * self.top_groups
-            problems.append(f"top_k must be 1 to {most}, the experts of the top groups, got {self.top_k}")
+            if not 1 <= self.top_k <= most:
+                problems.append(f"top_k must be 1 to {most}, the experts of the top groups, got {self.top_k}")
         if problems:
             raise ValueError("; ".join(problems))
 

@@ -185,7 +185,7 @@ REFUSED = {
     "rejection": (
         "draft",
         {"verification": "rejection"},
-        "a tree needs verification 'sampling', got 'rejection'. Pass it, or no tree",
+        "a tree needs verification 'sampling', got 'rejection'. Pass 'sampling', or no tree",
     ),
     "deeper than the steps": (
         "draft",
