@@ -10,6 +10,7 @@ from attn_backends.capabilities import Capabilities, Feature, FusedWrite, Sizes
 from attn_backends.flashmla_version import flashmla_version
 from attn_backends.fused_writes import FusedLatentWrite
 from builders import AttentionKind, AttentionSpec
+from builders.errors import require
 from builders.flashmla import FlashMlaMetadata, FlashMlaSparseBuilder, load_flashmla
 
 flashmla = load_flashmla()
@@ -47,6 +48,11 @@ class FlashMlaSparse(FusedLatentWrite, AttentionBackend):
         check_forward_inputs(query, cache, metadata, spec, sinks)
         query, indices = query.contiguous(), metadata.window_indices[:, None]
         if not spec.fp8_ds_mla:
+            require(
+                cache.key.is_contiguous(),
+                "flashmla_sparse reads a bf16 cache as one list of tokens without gaps, got strides "
+                f"{tuple(cache.key.stride())}. Allocate its pages without padding, or use sparse_swa_mla.",
+            )
             flat = cache.key.view(-1, 1, spec.head_dim)
             out: Tensor = flashmla.flash_mla_sparse_fwd(
                 query, flat, indices, spec.softmax_scale, d_v=spec.head_dim, attn_sink=sinks

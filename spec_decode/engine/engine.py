@@ -37,7 +37,7 @@ import torch
 
 from builders import RequestTables
 from builders.devices import on_own_device
-from builders.errors import require
+from builders.errors import require, require_type
 from spec_decode.drafter import Drafter, DraftPlan, Measurement, autotune_strategy, plan_draft
 from spec_decode.engine.config import EngineConfig, check_models, checked_request, make_pool
 from spec_decode.engine.input_batch import InputBatch
@@ -211,8 +211,9 @@ class Engine:
     def cancel(self, handle: Handle) -> None:
         """End a request with the text it has; a finished one does not change. The next step frees its pages.
 
-        You can call this at any time, also from a callback.
+        You can call this at any time, also from a callback. Raises BatchError for anything but a handle of `submit`.
         """
+        require_type("handle", handle, Handle)
         if not handle.done:
             handle.generation.finish_reason = "abort"
 

@@ -149,14 +149,17 @@ def _is_before(parent: object, token: int) -> bool:
 
 def _require_path(path: tuple[int, ...], known: dict[tuple[int, ...], int]) -> None:
     require(
-        bool(path) and path not in known and path[:-1] in known and _follows_its_sibling(path, known),
-        f"a tree must list each path once, with its prefixes and its more probable siblings; {path} is repeated or "
-        "lacks one of them. Add what is missing.",
+        all(choice >= 0 for choice in path) and bool(path),
+        f"a tree's paths must have one or more ranks of 0 or more, got {path}. The root is implied: leave it out.",
     )
-
-
-def _follows_its_sibling(path: tuple[int, ...], known: dict[tuple[int, ...], int]) -> bool:
-    return path[-1] == 0 or (*path[:-1], path[-1] - 1) in known
+    require(path not in known, f"a tree must list each path once; {path} is repeated. Leave one out.")
+    parent, rank = path[:-1], path[-1]
+    needed = [parent] if rank == 0 else [parent, (*parent, rank - 1)]
+    missing = [before for before in needed if before not in known]
+    require(
+        not missing,
+        f"a tree must list a path's parent and its more probable siblings; {path} lacks {missing[:1]}. Add it.",
+    )
 
 
 class TreeBatch(NamedTuple):

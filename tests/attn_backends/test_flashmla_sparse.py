@@ -11,7 +11,7 @@ import torch
 
 from attn_backends import BrokenBackend, KVCache, registry
 from attn_backends.kernels.fp8_ds_mla import TOKEN_BYTES
-from builders import AttentionKind, AttentionSpec
+from builders import AttentionKind, AttentionSpec, BatchError
 from builders.flashmla import FlashMlaMetadata, FlashMlaSchedule, FlashMlaSparseBuilder, load_flashmla
 from tests.attn_backends.packages_on_disk import packages_on_disk, versions
 from tests.backends_over_stand_ins import unloaded
@@ -96,6 +96,19 @@ def test_dense_decode_needs_a_release_that_schedules_in_its_calls(install: Insta
         registry.get("flashmla")
 
 
+def make_metadata(schedule: object) -> FlashMlaMetadata:
+    return FlashMlaMetadata(
+        num_reqs=2, num_tokens=2, max_query_len=1, max_seq_len=2,
+        query_start_loc=torch.arange(3, dtype=torch.int32), seq_lens=torch.ones(2, dtype=torch.int32),
+        block_table=torch.zeros(2, 4, dtype=torch.int32), slot_mapping=torch.zeros(2, dtype=torch.int64),
+        positions=torch.zeros(2, dtype=torch.int64), window_indices=torch.zeros(2, 128, dtype=torch.int32),
+        window_lens=torch.ones(2, dtype=torch.int32), schedule=FlashMlaSchedule(2, schedule),
+    )  # fmt: skip
+
+
+QUERY = torch.zeros(2, 64, 512, dtype=torch.bfloat16)
+
+
 @pytest.mark.parametrize("fp8", [True, False])
 @pytest.mark.parametrize("module", [OWN, VLLM])
 def test_builder_and_backend_call_the_same_module(module: str, fp8: bool, install: Install) -> None:
@@ -103,23 +116,26 @@ def test_builder_and_backend_call_the_same_module(module: str, fp8: bool, instal
     backend, spec = registry.get("flashmla_sparse"), make_spec(fp8)
     builder = FlashMlaSparseBuilder(spec, CPU, max_reqs=2, max_tokens=2, max_seq_len=256)
     schedule = builder._make_schedule(2)
-    query, indices = torch.zeros(2, 64, 512, dtype=torch.bfloat16), torch.zeros(2, 128, dtype=torch.int32)
     page = torch.zeros(3, 64, 1, TOKEN_BYTES if fp8 else 512, dtype=torch.uint8 if fp8 else torch.bfloat16)
-    metadata = FlashMlaMetadata(
-        num_reqs=2, num_tokens=2, max_query_len=1, max_seq_len=2,
-        query_start_loc=torch.arange(3, dtype=torch.int32), seq_lens=torch.ones(2, dtype=torch.int32),
-        block_table=torch.zeros(2, 4, dtype=torch.int32), slot_mapping=torch.zeros(2, dtype=torch.int64),
-        positions=torch.zeros(2, dtype=torch.int64), window_indices=indices,
-        window_lens=torch.ones(2, dtype=torch.int32), schedule=FlashMlaSchedule(2, schedule),
-    )  # fmt: skip
-    out = backend.forward(query, KVCache(page, page), metadata, spec=spec)
+    metadata = make_metadata(schedule)
+    out = backend.forward(QUERY, KVCache(page, page), metadata, spec=spec)
 
     calls = sys.modules[module].calls
     assert out.shape == (2, 64, 512) and len(calls) == (2 if fp8 else 1)
-    assert torch.equal(calls[-1]["indices"], indices[:, None])
+    assert torch.equal(calls[-1]["indices"], metadata.window_indices[:, None])
     assert not fp8 or (
         calls[0]["tile_scheduler_metadata"] is schedule and calls[1]["tile_scheduler_metadata"] is schedule
     )
+
+
+def test_a_bf16_cache_with_gaps_between_its_pages_is_refused_before_the_kernel(install: Install) -> None:
+    install(OWN)
+    padded = torch.zeros(3, 80, 1, 512, dtype=torch.bfloat16)[:, :64]
+    with pytest.raises(BatchError, match=r"one list of tokens without gaps, got strides \(40960, 512, 512, 1\)"):
+        registry.get("flashmla_sparse").forward(
+            QUERY, KVCache(padded, padded), make_metadata(None), spec=make_spec(fp8=False)
+        )
+    assert sys.modules[OWN].calls == []
 
 
 LIBRARIES = {

@@ -187,6 +187,11 @@ def test_a_cancelled_request_leaves_the_others_texts_as_they_are(when, steps):
     assert handles[0].generation.finish_reason == "length"
 
 
+def test_only_a_handle_can_be_cancelled():
+    with pytest.raises(BatchError, match="handle must be of type Handle, got NoneType"):
+        make_engine().cancel(None)
+
+
 def test_a_step_asks_nothing_of_those_that_wait(monkeypatch):
     asked, finished, done = [], RequestState.finished.fget, Handle.done.fget
     monkeypatch.setattr(RequestState, "finished", property(lambda state: asked.append(state.handle) or finished(state)))

@@ -78,19 +78,20 @@ def test_parents_that_make_no_tree_are_refused(parents, message):
         DraftTree(parents)
 
 
-ONCE = "must list each path once, with its prefixes and its more probable siblings; .* is repeated or lacks"
+LACKS = "must list a path's parent and its more probable siblings; "
+SHAPE = "must have one or more ranks of 0 or more, got "
 RANKS = "must be sequences of ints, the ranks of their tokens, got "
 
 
 @pytest.mark.parametrize(
     ("paths", "message"),
     [
-        pytest.param([(0,), (0,)], ONCE, id="twice"),
-        pytest.param([(0, 0)], ONCE, id="without its parent"),
-        pytest.param([(1,)], ONCE, id="without the choice before"),
-        pytest.param([(0,), (0, 1)], ONCE, id="a gap below"),
-        pytest.param([()], ONCE, id="empty"),
-        pytest.param([(0,), (-1,)], ONCE, id="negative"),
+        pytest.param([(0,), (0,)], r"must list each path once; \(0,\) is repeated", id="twice"),
+        pytest.param([(0, 0)], rf"{LACKS}\(0, 0\) lacks \[\(0,\)\]", id="without its parent"),
+        pytest.param([(1,)], rf"{LACKS}\(1,\) lacks \[\(0,\)\]", id="without the choice before"),
+        pytest.param([(0,), (0, 1)], rf"{LACKS}\(0, 1\) lacks \[\(0, 0\)\]", id="a gap below"),
+        pytest.param([()], rf"{SHAPE}\(\)", id="empty"),
+        pytest.param([(0,), (-1,)], rf"{SHAPE}\(-1,\)", id="negative"),
         (None, f"{RANKS}None"),
         ([None], f"{RANKS}None"),
         ([(0,), 3], f"{RANKS}3"),
