@@ -10,7 +10,7 @@ from attn_backends.capabilities import Capabilities, Feature, FusedWrite, Sizes
 from attn_backends.flashmla_version import flashmla_version
 from attn_backends.fused_writes import FusedLatentWrite
 from builders import AttentionKind, AttentionSpec
-from builders.errors import require
+from builders.errors import BatchError
 from builders.flashmla import FlashMlaMetadata, FlashMlaSparseBuilder, load_flashmla
 
 flashmla = load_flashmla()
@@ -48,14 +48,8 @@ class FlashMlaSparse(FusedLatentWrite, AttentionBackend):
         check_forward_inputs(query, cache, metadata, spec, sinks)
         query, indices = query.contiguous(), metadata.window_indices[:, None]
         if not spec.fp8_ds_mla:
-            require(
-                cache.key.is_contiguous(),
-                "flashmla_sparse reads a bf16 cache as one list of tokens without gaps, got strides "
-                f"{tuple(cache.key.stride())}. Allocate its pages without padding, or use sparse_swa_mla.",
-            )
-            flat = cache.key.view(-1, 1, spec.head_dim)
             out: Tensor = flashmla.flash_mla_sparse_fwd(
-                query, flat, indices, spec.softmax_scale, d_v=spec.head_dim, attn_sink=sinks
+                query, _listed(cache.key), indices, spec.softmax_scale, d_v=spec.head_dim, attn_sink=sinks
             )[0]
             return out
         out = flashmla.flash_mla_with_kvcache(
@@ -71,3 +65,14 @@ class FlashMlaSparse(FusedLatentWrite, AttentionBackend):
             attn_sink=sinks,
         )[0]
         return out[:, 0]
+
+
+def _listed(pages: Tensor) -> Tensor:
+    """View the pages as one list of tokens, [num_slots, 1, head_dim]."""
+    try:
+        return pages.view(-1, *pages.shape[2:])
+    except RuntimeError:
+        raise BatchError(
+            "flashmla_sparse reads a bf16 cache as one list of evenly spaced tokens, got strides "
+            f"{pages.stride()}: there are gaps between pages. Allocate them without padding, or use sparse_swa_mla."
+        ) from None

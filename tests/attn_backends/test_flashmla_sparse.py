@@ -131,11 +131,20 @@ def test_builder_and_backend_call_the_same_module(module: str, fp8: bool, instal
 def test_a_bf16_cache_with_gaps_between_its_pages_is_refused_before_the_kernel(install: Install) -> None:
     install(OWN)
     padded = torch.zeros(3, 80, 1, 512, dtype=torch.bfloat16)[:, :64]
-    with pytest.raises(BatchError, match=r"one list of tokens without gaps, got strides \(40960, 512, 512, 1\)"):
+    with pytest.raises(BatchError, match=r"evenly spaced tokens, got strides \(40960, 512, 512, 1\): there are gaps"):
         registry.get("flashmla_sparse").forward(
             QUERY, KVCache(padded, padded), make_metadata(None), spec=make_spec(fp8=False)
         )
     assert sys.modules[OWN].calls == []
+
+
+def test_a_bf16_cache_with_gaps_after_each_token_is_read_where_it_lies(install: Install) -> None:
+    install(OWN)
+    wide = torch.zeros(3, 64, 1, 1024, dtype=torch.bfloat16)[..., :512]
+    registry.get("flashmla_sparse").forward(QUERY, KVCache(wide, wide), make_metadata(None), spec=make_spec(fp8=False))
+    (call,) = sys.modules[OWN].calls
+    assert call["kv"].shape == (192, 1, 512) and call["kv"].stride(0) == 1024
+    assert call["kv"].data_ptr() == wide.data_ptr()
 
 
 LIBRARIES = {

@@ -53,8 +53,9 @@ CAPTURED = ("graph.*", "drafter.strategies_agree[[]k[1-8]-n[37][]]")
 """The graph family, and whole rounds of K = 1..8 with requests that stop on the way."""
 VERIFIERS = ("rejection", "block", "synthetic:2")
 REQUESTS = 12
-JOBS = 6
-"""Targets at a time on each GPU."""
+TARGET_BYTES = 25 << 30
+"""GPU memory for one target: FlashInfer's took 23 GB of it. Six at a time filled 80 GB, and the sanitizer, too, then went
+without memory and left kernels unwatched."""
 NO_CACHING = "PYTORCH_NO_CUDA_MEMORY_CACHING"
 
 
@@ -150,6 +151,12 @@ def serve(verification: str, mode: GraphMode, device: torch.device) -> busy_engi
     return busy_engine.serve(busy_engine.load_pair(device), verification, requests, random.Random(0), **options)
 
 
+def jobs_per_gpu() -> int:
+    """Return how many targets fit the smallest GPU at a time."""
+    sizes = [torch.cuda.get_device_properties(gpu).total_memory for gpu in range(torch.cuda.device_count())]
+    return max(1, min(sizes) // TARGET_BYTES)
+
+
 def sanitize_all(names: Sequence[str], write: Callable[..., None]) -> list[dict[str, Any]]:
     """Return one row per target. Writes the report after each, so an interrupted run leaves an unfinished report."""
     watched, rows, lock = list(targets(names)), list[dict[str, Any]](), threading.Lock()
@@ -164,7 +171,7 @@ def sanitize_all(names: Sequence[str], write: Callable[..., None]) -> list[dict[
             content = {"finished": len(rows) == len(watched), "checks": checks, "targets": rows}
             write(SCHEMA, roots=roots, backends=names, **content)
 
-    share(visible.split(",") * JOBS, watched, run_on)
+    share(visible.split(",") * jobs_per_gpu(), watched, run_on)
     return rows
 
 
@@ -185,8 +192,6 @@ def main(what: str, *arguments: str) -> None:
         print(json.dumps(serve(verification, GraphMode(mode), torch.device("cuda")).counts))
     else:
         mock.patch.object(cuda, "WhileGraph", HostLoop).start()
-        # Dead drafters hold FlashInfer's workspaces in cycles, 23 GB of them: collect before each capture.
-        mock.patch.object(torch.compiler.config, "force_cudagraph_gc", True).start()
         attn_backends([what, *arguments])
 
 
@@ -272,10 +277,17 @@ def test_each_gpu_has_as_many_targets_at_a_time_as_allowed_and_the_report_each_t
 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,5")
     monkeypatch.setattr(f"{__name__}.sanitize", pretend)
-    monkeypatch.setattr(f"{__name__}.JOBS", 2)
+    monkeypatch.setattr(f"{__name__}.jobs_per_gpu", lambda: 2)
     sanitize_all("abc", lambda schema, *, finished, targets, **_: written.append((len(targets), finished)))
     assert most == {"2": 2, "5": 2}
     assert written == [(count, count == 13) for count in range(1, 14)]
+
+
+@pytest.mark.parametrize(("gib", "jobs"), [((79, 79), 3), ((139,), 5), ((139, 79), 3), ((16,), 1)])
+def test_as_many_targets_run_at_a_time_as_the_smallest_gpu_has_memory_for(gib, jobs, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(gib))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda gpu: SimpleNamespace(total_memory=gib[gpu] << 30))
+    assert jobs_per_gpu() == jobs
 
 
 def test_a_target_ends_although_a_process_that_it_started_goes_on(sanitizer, tmp_path):
