@@ -1,23 +1,25 @@
 """Make evidence on this machine's GPUs, or renew what is stale: python scripts/evidence.py [--stale] [--minutes N].
 
 Reports go to reports/<device>, e.g. reports/h200. A report is put in place when its step ends, even if the step found
-failures. Checks run first, because the matrix is built from them; they share the GPUs with other tests. Memcheck then
-uses all GPUs at once. Timings come last, one per GPU, with the machine's cores otherwise idle: next to other work, host
-times double. With --minutes, a step that would not finish in time is skipped and named, and one that overruns is
-killed. The exit status is 1 if a step failed. CUDA_VISIBLE_DEVICES excludes GPUs. Refuses a checkout with uncommitted
-changes: its reports could not be reproduced.
+failures. Checks run first, because the matrix is built from them; they share one GPU with other tests. Memcheck and
+timings each have a GPU to themselves. A GPU's steps run on its share of the cores: next to other work, host times
+double. With --minutes, a step that would not finish in time is skipped and named, and one that overruns is killed. The
+exit status is 1 if a step failed. CUDA_VISIBLE_DEVICES excludes GPUs. Refuses a checkout with uncommitted changes: its
+reports could not be reproduced.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -75,39 +77,38 @@ def shared_steps(backends: Sequence[str]) -> list[Step]:
     ]
 
 
-def exclusive_steps() -> list[Step]:
-    """Return the steps that use all GPUs at once."""
-    return [gpu_test("memcheck", 900)]
-
-
-def timed_steps() -> list[Step]:
-    """Return the steps that measure time, most valuable first."""
+def lone_steps() -> list[Step]:
+    """Return memcheck, which fills a GPU, and the steps that measure time, most valuable first."""
     cases: dict[str, tuple[tuple[str, ...], float]] = {
-        "drafter": ((*ROUNDS, *TWO_PROCESSES), 270),
-        "eagle3": ((*EAGLE3, *TWO_PROCESSES), 140),
-        "kimi-k2-eagle3": (("kimi-k2-eagle3", *TWO_PROCESSES), 80),
+        "drafter": ((*ROUNDS, *TWO_PROCESSES), 430),
+        "eagle3": ((*EAGLE3, *TWO_PROCESSES), 160),
+        "kimi-k2-eagle3": (("kimi-k2-eagle3", *TWO_PROCESSES), 120),
         "backends": (("backends", *TWO_PROCESSES), 300),
         "throughput": (("throughput",), 120),
-        "blocks": (("blocks",), 400),
+        "blocks": (("blocks",), 280),
         "trees": (("trees",), 150),
-        "tree-verify": (("tree-verify",), 450),
+        "tree-verify": (("tree-verify",), 300),
         "sampling": (("sampling",), 240),
         "flashinfer-decode": (("flashinfer-decode",), 120),
         "products": (("products",), 360),
         **{f"{name}-compiled": ((f"{name}-compiled",), 140) for name in COMPILED},
     }
     bench = (*CLI, "bench")
-    return [Step(f"bench-{name}", (*bench, *of, "--device", "cuda"), t) for name, (of, t) in cases.items()]
+    timed = [Step(f"bench-{name}", (*bench, *of, "--device", "cuda"), t) for name, (of, t) in cases.items()]
+    return [gpu_test("memcheck", 900), *timed]
 
 
 @dataclass(kw_only=True)
 class Evidence:
-    """Runs steps on the GPUs and records how each ended. seconds: the time limit for all of them; None means none."""
+    """Runs steps on the GPUs and records how each ended.
+
+    shared: steps that share one GPU. lone: steps that each have a GPU to themselves. seconds: the time limit for all of
+    them; None means none.
+    """
 
     gpus: Sequence[int]
     shared: Sequence[Step]
-    exclusive: Sequence[Step]
-    timed: Sequence[Step]
+    lone: Sequence[Step]
     into: Path
     seconds: float | None = None
     began: float = field(default_factory=time.monotonic)
@@ -116,26 +117,32 @@ class Evidence:
 
     def run(self) -> None:
         """Run until every step has ended or time is up."""
-        singles = [[gpu] for gpu in self.gpus]
-        share(singles * SLOTS, self.shared, self._run)
-        share([self.gpus], self.exclusive, self._run)
-        share(singles, self.timed, self._run)
+        jobs: list[Callable[[int], object]] = [partial(self._run, step=step) for step in self.lone]
+        if self.shared:
+            jobs.insert(0, lambda gpu: share([gpu] * SLOTS, self.shared, self._run))
+        share(self.gpus, jobs, lambda gpu, job: job(gpu))
 
     @property
     def _left(self) -> float | None:
         return None if self.seconds is None else max(0.0, self.began + self.seconds - time.monotonic())
 
-    def _run(self, gpus: Sequence[int], step: Step) -> None:
-        seconds = step.seconds / len(gpus)
-        if self._left is not None and seconds > self._left:
+    def _cores(self, gpu: int) -> list[int]:
+        """Return the cores of a GPU's steps: its share of this process's; all of them if there are fewer than GPUs."""
+        cores = sorted(os.sched_getaffinity(0))
+        each, place = len(cores) // len(self.gpus), self.gpus.index(gpu)
+        return cores[place * each : (place + 1) * each] or cores
+
+    def _run(self, gpu: int, step: Step) -> None:
+        if self._left is not None and step.seconds > self._left:
             self.skipped.append(step.report)
-            self._say(f"{step.report}: skipped, takes about {seconds:.0f} s")
+            self._say(f"{step.report}: skipped, takes about {step.seconds:.0f} s")
             return
         with tempfile.TemporaryDirectory() as folder:
             made, log = Path(folder, f"{step.report}.json"), self.into / f"{step.report}.log"
             with log.open("w") as output:
                 try:
-                    status = run_on_gpus([sys.executable, *step.command, "--json", str(made)], gpus, output, self._left)
+                    command = [sys.executable, *step.command, "--json", str(made)]
+                    status = run_on_gpus(command, [gpu], output, self._left, cores=self._cores(gpu))
                 except subprocess.TimeoutExpired:
                     status = -signal.SIGKILL
             # A killed step may have written only some of its rows.
@@ -183,8 +190,8 @@ def main() -> None:
     into = flags.into or folder_of(torch.cuda.get_device_name())
     into.mkdir(parents=True, exist_ok=True)
 
-    shared, exclusive, timed = shared_steps(names()), exclusive_steps(), timed_steps()
-    only = chosen(parser, flags.only, [step.report for step in (*shared, *exclusive, *timed)])
+    shared, lone = shared_steps(names()), lone_steps()
+    only = chosen(parser, flags.only, [step.report for step in (*shared, *lone)])
 
     def selected(steps: Sequence[Step]) -> list[Step]:
         wanted = [step for step in steps if step.report in only]
@@ -193,8 +200,7 @@ def main() -> None:
     evidence = Evidence(
         gpus=gpus,
         shared=selected(shared),
-        exclusive=selected(exclusive),
-        timed=selected(timed),
+        lone=selected(lone),
         into=into,
         seconds=flags.minutes and flags.minutes * 60,
     )

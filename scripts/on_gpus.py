@@ -18,12 +18,20 @@ def card(device: str) -> str:
     return device.removeprefix("NVIDIA ").split()[0]
 
 
-def run_on_gpus(command: Sequence[str], gpus: Sequence[int], output: IO[str], seconds: float | None) -> int:
+def run_on_gpus(
+    command: Sequence[str],
+    gpus: Sequence[int],
+    output: IO[str],
+    seconds: float | None,
+    *,
+    cores: Sequence[int] | None = None,
+) -> int:
     """Run a command in the project's folder that sees only these GPUs, and return its exit status.
 
-    gpus: indices among the GPUs that this process sees, which can be fewer than the machine has. `output` gets stdout
-    and stderr. Every process the command started is killed when it ends: a survivor would hold GPU memory. Raises
-    subprocess.TimeoutExpired after `seconds`; None means no limit.
+    gpus: indices among the GPUs that this process sees, which can be fewer than the machine has. cores: the processor
+    cores it runs on; None means this process's. `output` gets stdout and stderr. Every process the command started is
+    killed when it ends: a survivor would hold GPU memory. Raises subprocess.TimeoutExpired after `seconds`; None means
+    no limit.
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = [visible.split(",")[gpu] for gpu in gpus] if visible else map(str, gpus)
@@ -37,6 +45,10 @@ def run_on_gpus(command: Sequence[str], gpus: Sequence[int], output: IO[str], se
         start_new_session=True,
     ) as process:
         try:
+            if cores is not None:
+                # A thread inherits its starter's cores, and a fresh interpreter has started none yet.
+                with suppress(ProcessLookupError):
+                    os.sched_setaffinity(process.pid, cores)
             return process.wait(seconds)
         finally:
             # Everything it started is in its session.

@@ -20,7 +20,8 @@ RECORD = """
 import json, os, sys, time
 began = time.time()
 time.sleep({seconds})
-row = dict(gpu=os.environ["CUDA_VISIBLE_DEVICES"], began=began, ended=time.time())
+cores = sorted(os.sched_getaffinity(0))
+row = dict(gpu=os.environ["CUDA_VISIBLE_DEVICES"], began=began, ended=time.time(), cores=cores)
 open(sys.argv[-1], "w").write(json.dumps(row))
 print("said")
 sys.exit({status})
@@ -35,8 +36,8 @@ def made(folder):
     return {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")}
 
 
-def ran(folder, timed, shared, exclusive=(), gpus=(0, 1), seconds=None):
-    run = Evidence(gpus=gpus, timed=timed, exclusive=exclusive, shared=shared, into=folder, seconds=seconds)
+def ran(folder, lone, shared, gpus=(0, 1), seconds=None):
+    run = Evidence(gpus=gpus, lone=lone, shared=shared, into=folder, seconds=seconds)
     run.run()
     return run, made(folder)
 
@@ -48,28 +49,48 @@ def test_every_step_leaves_its_report_and_no_log(tmp_path):
     assert not list(tmp_path.glob("*.log")) and not list(tmp_path.glob(".*"))
 
 
-def test_timings_begin_when_everything_else_has_ended(tmp_path):
-    timed = [step(f"t{i}", seconds=0.3) for i in range(3)]
-    _, reports = ran(tmp_path, timed, [step(f"s{i}", seconds=0.2) for i in range(6)], [step("l")])
-
-    timings = [reports.pop(step.report) for step in timed]
-    assert all(timing["began"] >= max(row["ended"] for row in reports.values()) for timing in timings)
+def one_after_another(rows):
+    rows = sorted(rows, key=lambda row: row["began"])
+    return all(row["ended"] <= after["began"] for row, after in pairwise(rows))
 
 
-def test_a_timing_has_its_gpu_to_itself(tmp_path):
-    _, reports = ran(tmp_path, [step(f"t{i}", seconds=0.3) for i in range(4)], [])
+def test_shared_steps_share_one_gpu_and_come_first_there(tmp_path):
+    lone, shared = [[step(f"{kind}{i}", seconds=0.3) for i in range(4)] for kind in "ls"]
+    _, reports = ran(tmp_path, lone, shared)
 
-    for gpu in "01":
-        rows = sorted((row for row in reports.values() if row["gpu"] == gpu), key=lambda row: row["began"])
-        assert all(row["ended"] <= after["began"] for row, after in pairwise(rows))
+    together = [reports.pop(each.report) for each in shared]
+    (gpu,) = {row["gpu"] for row in together}
+    last = max(row["ended"] for row in together)
+    assert max(row["began"] for row in together) < min(row["ended"] for row in together)
+    assert all(row["gpu"] != gpu or row["began"] >= last for row in reports.values())
 
 
-def test_a_lone_step_has_every_gpu_to_itself(tmp_path):
-    _, reports = ran(tmp_path, [], [step(f"s{i}", seconds=0.1) for i in range(30)], [step("l", seconds=0.5)])
+def test_a_lone_step_has_its_gpu_to_itself_and_no_gpu_waits(tmp_path):
+    _, reports = ran(tmp_path, [step(f"t{i}", seconds=0.5) for i in range(4)], [])
 
-    lone = reports.pop("l")
-    assert lone["gpu"] == "0,1" and {row["gpu"] for row in reports.values()} == {"0", "1"}
-    assert all(row["ended"] <= lone["began"] for row in reports.values())
+    by_gpu = [[row for row in reports.values() if row["gpu"] == gpu] for gpu in "01"]
+    assert [len(rows) for rows in by_gpu] == [2, 2] and all(map(one_after_another, by_gpu))
+
+
+@pytest.mark.parametrize(
+    ("cores", "gpus", "expected"),
+    [
+        ((3, 4, 5, 6, 9), (0, 1), {0: [3, 4], 1: [5, 6]}),
+        ((3, 4), (1,), {1: [3, 4]}),
+        ((3,), (0, 1), {0: [3], 1: [3]}),
+    ],
+)
+def test_each_gpu_has_its_share_of_the_cores(cores, gpus, expected, tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(cores))
+    run = Evidence(gpus=gpus, lone=[], shared=[], into=tmp_path)
+    assert {gpu: run._cores(gpu) for gpu in gpus} == expected
+
+
+def test_a_step_runs_on_its_gpus_cores(tmp_path):
+    own = sorted(os.sched_getaffinity(0))
+    run, reports = ran(tmp_path, [step("a", seconds=0.5), step("b", seconds=0.5)], [])
+    assert {int(row["gpu"]): row["cores"] for row in reports.values()} == {gpu: run._cores(gpu) for gpu in (0, 1)}
+    assert sorted(os.sched_getaffinity(0)) == own
 
 
 def test_what_would_not_end_in_time_is_left_out_and_named(tmp_path):
@@ -77,13 +98,6 @@ def test_what_would_not_end_in_time_is_left_out_and_named(tmp_path):
     run, reports = ran(tmp_path, [long], [replace(step("short"), seconds=1.0)], seconds=60.0)
 
     assert reports.keys() == {"short"} and run.skipped == ["long"] and not run.failed
-
-
-def test_a_step_that_takes_all_gpus_is_over_sooner_on_more_of_them(tmp_path):
-    lone = replace(step("lone"), seconds=100.0)
-    for gpus, skipped in (((0,), ["lone"]), ((0, 1), [])):
-        run, _ = ran(tmp_path, [], [], [lone], gpus=gpus, seconds=60.0)
-        assert run.skipped == skipped
 
 
 def test_what_outlives_the_time_is_ended_with_what_it_started_and_its_old_report_stays(tmp_path):
@@ -144,8 +158,7 @@ def asked(tmp_path, monkeypatch):
     clean = replace_dirty(False)
     monkeypatch.setattr(evidence, "environment", lambda device: clean)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(evidence, "timed_steps", lambda: [step("bench-a")])
-    monkeypatch.setattr(evidence, "exclusive_steps", lambda: [step("memcheck")])
+    monkeypatch.setattr(evidence, "lone_steps", lambda: [step("memcheck"), step("bench-a")])
     monkeypatch.setattr(evidence, "shared_steps", lambda names: [step("check-a"), step("soak-a")])
 
     def run(*arguments):
@@ -162,7 +175,7 @@ def test_only_the_reports_asked_for_are_made(asked):
 
 def test_a_gpu_is_named_to_a_step_as_to_this_process(asked, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,GPU-7")
-    assert asked("--only", "memcheck")["memcheck"]["gpu"] == "5,GPU-7"
+    assert {row["gpu"] for row in asked("--only", "memcheck", "--only", "bench-a").values()} == {"5", "GPU-7"}
 
 
 def test_a_pattern_that_fits_no_report_is_refused(asked, capsys, tmp_path):
@@ -174,7 +187,7 @@ def test_a_pattern_that_fits_no_report_is_refused(asked, capsys, tmp_path):
 
 def test_every_backend_is_checked_and_soaked_and_no_report_is_made_twice():
     backends = ["one", "two"]
-    steps = [*evidence.timed_steps(), *evidence.exclusive_steps(), *evidence.shared_steps(backends)]
+    steps = [*evidence.lone_steps(), *evidence.shared_steps(backends)]
     reports = [each.report for each in steps]
 
     assert len(set(reports)) == len(reports)
