@@ -54,8 +54,8 @@ CAPTURED = ("graph.*", "drafter.strategies_agree[[]k[1-8]-n[37][]]")
 VERIFIERS = ("rejection", "block", "synthetic:2")
 REQUESTS = 12
 TARGET_BYTES = 25 << 30
-"""GPU memory for one target: FlashInfer's took 23 GB of it. Six at a time filled 80 GB. The sanitizer then lacked memory
-too, and left kernels unwatched."""
+"""GPU memory for one target: FlashInfer's took 23 GB. Six at a time filled 80 GB, and the sanitizer, without memory,
+left kernels unwatched."""
 NO_CACHING = "PYTORCH_NO_CUDA_MEMORY_CACHING"
 
 
