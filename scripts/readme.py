@@ -30,7 +30,7 @@ CPU = "CPU"
 README, PLOT = Path("README.md"), Path("docs/drawings/tokens-per-second.svg")
 STRATEGIES = Path("docs/guide/strategies.md")
 VLLM_PAGE, VLLM_FIGURES = Path("docs/engines/vllm.md"), Path("docs/engines/vllm-figures.md")
-VLLM, UNCOMPILED, ROUNDS = "h200/vllm-compiled.json", "h200/vllm.json", "h200/bench-drafter.json"
+VLLM, UNCOMPILED, ROUNDS = "h200/vllm-compiled.json", "h200/vllm.json", "h100/bench-drafter.json"
 """Reports of vLLM's defaults (compiled layers), of vLLM without compilation, and of draft rounds."""
 DFLASH, BLOCKS, LATENTS = "h100/vllm-dflash.json", "h100/vllm-blocks.json", "h100/vllm-latents.json"
 """Reports of vLLM with block drafts, compiled and not, and with drafts over latents."""
