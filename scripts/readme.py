@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parent.parent
 CPU = "CPU"
 """The column for reports without a GPU, for any processor."""
 README, PLOT = Path("README.md"), Path("docs/drawings/tokens-per-second.svg")
-STRATEGIES = Path("docs/guide/strategies.md")
+STRATEGIES, LLM_PAGE = Path("docs/guide/strategies.md"), Path("docs/guide/llm.md")
 VLLM_PAGE, VLLM_FIGURES = Path("docs/engines/vllm.md"), Path("docs/engines/vllm-figures.md")
 VLLM, UNCOMPILED, ROUNDS = "h200/vllm-compiled.json", "h200/vllm.json", "h100/bench-drafter.json"
 """Reports of vLLM's defaults (compiled layers), of vLLM without compilation, and of draft rounds."""
@@ -80,6 +80,7 @@ def contents(root: Path) -> dict[Path, str]:
             "strategy times": strategy_times.table(_load(root, ROUNDS)),
             "compiled times": strategy_times.compiled_table([_load(root, name) for name in COMPILED]),
         },
+        LLM_PAGE: {"fp8 times": strategy_times.fp8_table(_load(root, ROUNDS))},
         VLLM_PAGE: {
             "vllm ratios": vllm_tables.ratios([_load(root, name) for name in (VLLM, DFLASH, BLOCKS, LATENTS)]),
             "vllm on two GPUs": vllm_tables.scaling(_load(root, PAIR)),

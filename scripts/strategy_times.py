@@ -1,4 +1,4 @@
-"""Build the timing tables of the strategies page from reports."""
+"""Build tables of draft times for the pages on strategies and on fp8 weights."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 from spec_decode.matrix.text import markdown_table
 
 _CASE, _BACKEND, _K = "llama3-8b-eagle/round", "triton_paged", 7
-_SIZES = (1, 32)
+_SIZES, _FP8_SIZES = (1, 32), (1, 4, 16, 32)
 
 
-def rounds_of(report: Mapping[str, Any]) -> dict[tuple[str, int], Mapping[str, Any]]:
+def rounds_of(report: Mapping[str, Any], case: str = _CASE) -> dict[tuple[str, int], Mapping[str, Any]]:
     """Return the rows of greedy rounds of one draft, keyed by (strategy, number of requests)."""
-    kind = {"case": _CASE, "backend": _BACKEND, "num_speculative_tokens": _K, "temperature": 0.0}
+    kind = {"case": case, "backend": _BACKEND, "num_speculative_tokens": _K, "temperature": 0.0}
     rows = [row for row in report["rows"] if all(row.get(name) == value for name, value in kind.items())]
     return {(row["strategy"], row["num_reqs"]): row for row in rows}
 
@@ -36,6 +36,27 @@ def table(report: dict[str, Any]) -> str:
         f"tokens of context, greedy, {env['device']}, {env['date'][:10]}, commit `{env['commit'][:12]}`. Times are "
         f"medians in microseconds, for {_SIZES[0]} and {_SIZES[1]} requests.\n\n"
         f"{markdown_table(['strategy', *numbers], rows, numbers)}"
+    )
+
+
+def fp8_table(report: dict[str, Any]) -> str:
+    """Build the table of GPU times of rounds with 16-bit and with fp8 draft weights, for drafts timed with both.
+
+    Raises ValueError if there are none.
+    """
+    timed = dict.fromkeys(row["case"] for row in report["rows"] if row["case"].endswith("/fp8-round"))
+    if not timed:
+        raise ValueError("the report has no rounds with fp8 weights: nothing to show on the page on LLM")
+    rows = []
+    for case in timed:
+        draft = case.partition("/")[0]
+        for weights, found in (("bf16", rounds_of(report, f"{draft}/round")), ("fp8", rounds_of(report, case))):
+            times = [f"{found['full_loop', size]['gpu_us'][1]:,.0f}" for size in _FP8_SIZES]
+            rows.append([f"`{draft}`", weights, *times])
+    env, numbers = report["env"], [f"{size} req." for size in _FP8_SIZES]
+    return (
+        f"GPU time of a greedy round with {_K} draft tokens on `{_BACKEND}`, {env['device']}, {env['date'][:10]}. "
+        f"Times are medians in microseconds.\n\n{markdown_table(['draft', 'weights', *numbers], rows, numbers)}"
     )
 
 

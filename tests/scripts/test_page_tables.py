@@ -10,6 +10,24 @@ from scripts import strategy_times, vllm_tables
 def test_a_report_without_such_rounds_is_refused() -> None:
     with pytest.raises(ValueError, match="nothing to show on the strategies page"):
         strategy_times.table({"env": {}, "rows": []})
+    with pytest.raises(ValueError, match="no rounds with fp8 weights"):
+        strategy_times.fp8_table({"env": {}, "rows": []})
+
+
+def test_a_round_with_fp8_weights_stands_below_the_same_round_without() -> None:
+    kind = {"backend": "triton_paged", "num_speculative_tokens": 7, "temperature": 0.0}
+    rows = [
+        {**kind, "case": case, "strategy": strategy, "num_reqs": n, "gpu_us": [0, us * n, 0]}
+        for case, us in (("x/round", 300.0), ("x/fp8-round", 200.0), ("y/round", 100.0))
+        for strategy, us in (("full_loop", us), ("eager", 9.0))
+        for n in (1, 4, 16, 32)
+    ]
+    env = {"device": "NVIDIA H100", "date": "2026-11-26T00:00:00"}
+    said = strategy_times.fp8_table({"env": env, "rows": rows}).splitlines()
+    assert said[0].startswith(
+        "GPU time of a greedy round with 7 draft tokens on `triton_paged`, NVIDIA H100, 2026-11-26"
+    )
+    assert said[4:] == ["| `x` | bf16 | 300 | 1,200 | 4,800 | 9,600 |", "| `x` | fp8 | 200 | 800 | 3,200 | 6,400 |"]
 
 
 def test_a_drafts_steps_stand_beside_the_compiled_ones() -> None:
