@@ -60,11 +60,12 @@ class Result:
 
 
 def draw(count: int, seed: int) -> list[Mutant]:
-    """Draw mutants from the rooms, at most one per line and none known to be equivalent."""
+    """Draw mutants from the rooms: one per line at most, so fewer than `count` if there are not as many lines. Mutants
+    known to be equivalent are left out."""
     lines, found = _lines(), list[Mutant]()
     for file, number in shares({file: len(of_file) for file, of_file in lines.items()}, count).items():
         chance = random.Random(f"{seed} {file}")
-        found += [_one_of(line, chance) for line in chance.sample(lines[file], number)]
+        found += [_one_of(line, chance) for line in chance.sample(lines[file], min(number, len(lines[file])))]
     return found
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -123,9 +124,27 @@ def test_builder_and_backend_call_the_same_module(module: str, fp8: bool, instal
     calls = sys.modules[module].calls
     assert out.shape == (2, 64, 512) and len(calls) == (2 if fp8 else 1)
     assert torch.equal(calls[-1]["indices"], metadata.window_indices[:, None])
+    assert all(call.get("is_fp8_kvcache", fp8) is fp8 for call in calls)
     assert not fp8 or (
         calls[0]["tile_scheduler_metadata"] is schedule and calls[1]["tile_scheduler_metadata"] is schedule
     )
+
+
+def test_inputs_that_do_not_fit_are_refused_before_the_kernel(install: Install) -> None:
+    install(OWN)
+    page = torch.zeros(3, 64, 1, 512, dtype=torch.bfloat16)
+    with pytest.raises(BatchError, match="query"):
+        registry.get("flashmla_sparse").forward(
+            QUERY[:1], KVCache(page, page), make_metadata(None), spec=make_spec(fp8=False)
+        )
+    assert sys.modules[OWN].calls == []
+
+
+@pytest.mark.parametrize(("heads", "reasons"), [(64, []), (128, []), (32, ["num_q_heads must be 64 or 128, got 32"])])
+def test_only_the_head_counts_of_its_kernels_are_served(heads: int, reasons: list[str], install: Install) -> None:
+    install(OWN)
+    spec = replace(make_spec(fp8=True), num_q_heads=heads)
+    assert registry.get("flashmla_sparse").unsupported_reasons(spec, CPU) == reasons
 
 
 def test_a_bf16_cache_with_gaps_between_its_pages_is_refused_before_the_kernel(install: Install) -> None:

@@ -85,6 +85,8 @@ def test_a_draw_repeats_and_has_no_two_changes_of_a_line() -> None:
     drawn = draw(60, 3)
     assert drawn == draw(60, 3) != draw(60, 4)
     assert len({(mutant.file, mutant.line) for mutant in drawn}) == len(drawn) == 60
+    every = {(mutant.file, mutant.line) for mutant in draw(10**6, 3)}
+    assert every > {(mutant.file, mutant.line) for mutant in drawn}
 
 
 def test_a_file_has_its_share_by_its_lines() -> None:

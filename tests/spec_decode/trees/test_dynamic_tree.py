@@ -200,6 +200,7 @@ FRONTIER = f"1 to {ROWS} rows, of the root or the 3 tokens of a frontier, got"
         ((ROWS, 2, VOCAB), FRONTIER),
         ((0, 3, VOCAB), FRONTIER),
         ((ROWS, 1, 2), "at least 3 tokens, one per choice, got 2"),
+        ((ROWS, VOCAB), "logits must be"),
     ],
 )
 def test_logits_of_another_frontier_or_of_fewer_tokens_than_choices_are_refused(shape, message):
