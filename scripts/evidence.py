@@ -63,17 +63,17 @@ def gpu_test(name: str, seconds: float) -> Step:
 
 
 def shared_steps(backends: Sequence[str]) -> list[Step]:
-    """Return the steps that share GPUs, most valuable first."""
+    """Return the steps that share a GPU, most valuable first, and a long one before shorter ones."""
     soak = ("--family", "soak", "--device", "cuda")
     return [
         *(Step(f"check-{name}", (*CLI, "check", name, "--device", "cuda"), 300) for name in backends),
         gpu_test("stale_controls", 120),
-        *(Step(f"check-{name}-soak", (*CLI, "check", name, *soak), 200) for name in backends),
-        gpu_test("draft_kinds", 200),
-        gpu_test("pair_agreement", 400),
-        gpu_test("engine_run", 300),
+        gpu_test("pair_agreement", 700),
+        gpu_test("engine_run", 400),
         gpu_test("transformers_logits", 300),
+        gpu_test("draft_kinds", 200),
         gpu_test("shared_gpu_replays", 240),
+        *(Step(f"check-{name}-soak", (*CLI, "check", name, *soak), 500) for name in backends),
     ]
 
 
