@@ -15,6 +15,9 @@ from tests.examples.stranger import Stranger
 EXAMPLE = Path(__file__).parents[2] / "examples" / "wrapped_engine"
 _QUICK = "--family contract --family builder --family refusal --family poison --family graph"
 
+pytestmark = pytest.mark.slow
+"""Each installs the package and starts Python several times."""
+
 
 @pytest.fixture(scope="module")
 def stranger(tmp_path_factory: pytest.TempPathFactory) -> tuple[Stranger, Path]:
@@ -35,7 +38,6 @@ def lie(stranger: tuple[Stranger, Path]) -> dict[str, Result]:
     return {f"{r.check}[{r.case}]": r for r in Report.load(checkout / "lie.json").results}
 
 
-@pytest.mark.slow
 def test_the_engines_builder_is_clean(stranger: tuple[Stranger, Path]) -> None:
     environment, checkout = stranger
     environment.must(f"attn-backends check engine_paged {_QUICK} --json right.json", checkout)
