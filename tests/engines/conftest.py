@@ -9,10 +9,14 @@ from functools import cache
 import pytest
 
 from attn_backends import registry
-from builders.kernels.triton_runtime import torch_implementations
+from builders.kernels.triton_runtime import interpreting, torch_implementations
 from engines import vllm as plug_in
+from spec_decode.testing.interpreter_speed import speed_up_interpreter
 from tests import flash_attn3_stand_in, flashmla_stand_in
 from tests.engines import vllm_flashinfer as stand_in
+
+if interpreting():
+    speed_up_interpreter()
 
 
 @pytest.fixture(scope="module")
