@@ -58,12 +58,12 @@ def run_to_end(engine):
 
 
 @pytest.mark.slow
-def test_200_requests_that_come_and_go_say_what_each_says_alone():
-    requests, rng = make_requests(200, prompt=6, new=18), random.Random(1)
+def test_500_requests_that_come_and_go_say_what_each_says_alone():
+    requests, rng = make_requests(500, prompt=6, new=18), random.Random(1)
     # A quarter of the pages that the rows may come to need: they grow into preemption again and again.
     engine = make_engine(max_num_seqs=12, max_model_len=24, page_size=1, num_pages=64, max_prefill_tokens=16)
     handles, cancelled = [], set()
-    while len(handles) < 200 or engine.step():
+    while len(handles) < 500 or engine.step():
         for request in requests[len(handles) : len(handles) + rng.randint(0, 5)]:
             handles.append(engine.submit(request))
         engine.step()
@@ -71,7 +71,7 @@ def test_200_requests_that_come_and_go_say_what_each_says_alone():
         if rng.random() < 0.3 and recent >= 0 and not handles[recent].done:
             engine.cancel(handles[recent])
             cancelled.add(recent)
-    assert engine.stats.preemptions > 10 and len(cancelled) > 20
+    assert engine.stats.preemptions > 15 and len(cancelled) > 20
     assert engine.pool.num_free == engine.pool.num_pages
     assert not overflows(engine)
     for index, (handle, text) in enumerate(zip(handles, alone(requests, max_model_len=24), strict=True)):
