@@ -1,4 +1,5 @@
-"""What a drafter or a verifier does to a step's logits, by our ops, torch and FlashInfer's sampling (0.6.12).
+"""What a drafter or a verifier does to a step's logits, by our ops, torch, FlashInfer's sampling (0.6.12) and Qrita
+(Park et al., 2026, arXiv:2602.01518), which vLLM 0.33.0 restricts logits with.
 
 What FlashInfer's sources say about the three things a captured step needs:
 
@@ -89,6 +90,23 @@ def our_logits(fixture: SamplingFixture) -> TimedCall:
         return work
 
     return TimedCall(call, lambda: work.copy_(fixture.logits))
+
+
+def qrita_logits(fixture: SamplingFixture) -> TimedCall:
+    """Restrict logits fp32 [R, V], to -inf outside, as vLLM calls Qrita: without a restriction that no row has."""
+    from vllm.v1.sample.ops.topk_topp_triton import apply_top_k_top_p_triton
+
+    work, params = fixture.logits.clone(), fixture.params
+    top_k = fixture.sampling.top_k if params.top_k else None
+    top_p = fixture.sampling.top_p if params.top_p < 1 else None
+    # It may return its input or a copy.
+    return TimedCall(lambda: apply_top_k_top_p_triton(work, top_k, top_p), lambda: work.copy_(fixture.logits))
+
+
+def qrita_probs(fixture: SamplingFixture) -> TimedCall:
+    """Return probabilities fp32 [R, V]: Qrita, then torch's softmax."""
+    restricted = qrita_logits(fixture)
+    return TimedCall(lambda: restricted.call().softmax(-1), restricted.prepare)
 
 
 def our_probs(fixture: SamplingFixture) -> TimedCall:

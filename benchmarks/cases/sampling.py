@@ -1,4 +1,5 @@
-"""Restricting, drawing and argmax over a step's logits, next to FlashInfer's sampling and torch: same logits, same run.
+"""Restricting, drawing and argmax over a step's logits, next to FlashInfer's sampling, Qrita and torch: same logits,
+same run.
 
 Rows are requests when drafting, and requests * (1 + K) when verifying. Before a method is timed, its result is compared
 with fp64: the kept set and its probabilities, or a token. A wrong method gets no row, only a note saying why.
@@ -108,17 +109,21 @@ _LOGITS, _PROBS = ("restrict_logits", by.our_logits), ("restrict_logits, softmax
 _DRAFT, _TARGET = ("sample_draft", by.our_draft), ("sample_target", by.our_target)
 _DRAWS = {"sampling_from_logits": by.from_logits, "softmax, sampling_from_probs": by.from_probs}
 _RESTRICTED_DRAW = {"softmax, top_k_top_p_sampling_from_probs": by.from_restricted}
+_QRITA = {"apply_top_k_top_p_triton": by.qrita_logits}
+_QRITA_PROBS = {"apply_top_k_top_p_triton, softmax": by.qrita_probs}
+_TOP_K_MASK = {"top_k_mask_logits": by.top_k_mask}
+_TOP_P_RENORM = {"softmax, top_p_renorm_probs": by.top_p_renorm}
 _BOTH_RENORM = {
     "softmax, top_k_renorm_probs, top_p_renorm_probs": by.both_renorm,
     "top_k_mask_logits, softmax, top_p_renorm_probs": by.mask_renorm,
 }
 
 COMPARISONS = (
-    SamplingComparison("top-k", "logits", _LOGITS, {"top_k_mask_logits": by.top_k_mask}, _TOP_K, check_logits, _KINDS),
+    SamplingComparison("top-k", "logits", _LOGITS, _TOP_K_MASK | _QRITA, _TOP_K, check_logits, _KINDS),
+    SamplingComparison("top-p", "probabilities", _PROBS, _TOP_P_RENORM | _QRITA_PROBS, _TOP_P, check_probs, _KINDS),
     SamplingComparison(
-        "top-p", "probabilities", _PROBS, {"softmax, top_p_renorm_probs": by.top_p_renorm}, _TOP_P, check_probs, _KINDS
+        "top-k and top-p", "probabilities", _PROBS, _BOTH_RENORM | _QRITA_PROBS, _BOTH, check_probs, _KINDS
     ),
-    SamplingComparison("top-k and top-p", "probabilities", _PROBS, _BOTH_RENORM, _BOTH, check_probs, _KINDS),
     SamplingComparison("draw a draft token", "tokens", _DRAFT, _DRAWS, _FREE, check_tokens, draws=True),
     SamplingComparison("draw a target token", "tokens", _TARGET, _DRAWS, _FREE, check_tokens, draws=True),
     SamplingComparison(

@@ -1,5 +1,8 @@
+import sys
+from collections import Counter
 from dataclasses import replace
 from importlib.util import find_spec
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +16,9 @@ from spec_decode.sampling import SamplingParams
 from tests.factories import CPU
 
 NO_CUDA = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
-NO_PEER = pytest.mark.skipif(find_spec("flashinfer") is not None, reason="needs a machine without flashinfer")
+NO_PEER = pytest.mark.skipif(
+    any(map(find_spec, ("flashinfer", "vllm"))), reason="needs a machine without flashinfer and vLLM"
+)
 INF = float("inf")
 BOTH = SamplingParams(temperature=1.0, top_k=50, top_p=0.9)
 BY_CASE = {comparison.case: comparison for comparison in COMPARISONS}
@@ -21,6 +26,24 @@ BY_CASE = {comparison.case: comparison for comparison in COMPARISONS}
 
 def fixture_of(params, kind="flat", rows=3):
     return SamplingFixture.make(kind, rows, 512, params, CPU)
+
+
+@pytest.fixture
+def peers(flashinfer, monkeypatch):
+    """FlashInfer's stand-in, and one for vLLM's module of Qrita's kernels, as its docstrings define it."""
+
+    def apply_top_k_top_p_triton(logits, k, p):
+        assert k is None or (k.dtype == torch.int32 and bool((k > 0).all()))
+        assert p is None or (p.dtype == torch.float32 and bool((p < 1).all()))
+        top_k, top_p = (0 if k is None else int(k[0])), (1.0 if p is None else float(p[0]))
+        exact = logits.double()
+        return logits.masked_fill_(exact < threshold(exact, top_k, top_p), -INF)
+
+    module = "vllm.v1.sample.ops.topk_topp_triton"
+    names = [module.rsplit(".", count)[0] for count in range(1, 5)]
+    for name in names:
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace())
+    monkeypatch.setitem(sys.modules, module, SimpleNamespace(apply_top_k_top_p_triton=apply_top_k_top_p_triton))
 
 
 def compared(bench, case, rows=3):
@@ -120,10 +143,10 @@ def test_a_wrong_result_of_ours_has_no_row_but_the_peers_keep_theirs(bench):
 
 
 @pytest.mark.parametrize("case", [case for case in BY_CASE if case != "argmax"])
-def test_flashinfers_methods_are_called_as_it_defines_them(bench, flashinfer, case):
-    ours, *peers = compared(bench, case)
-    assert not bench.missing and {row["produces"] for row in peers} == {ours["produces"]}
-    assert [row["backend"] for row in peers] == list(BY_CASE[case].peers) and all(row["peer"] for row in peers)
+def test_the_peers_methods_are_called_as_they_are_defined(bench, peers, case):
+    ours, *others = compared(bench, case)
+    assert not bench.missing and {row["produces"] for row in others} == {ours["produces"]}
+    assert [row["backend"] for row in others] == list(BY_CASE[case].peers) and all(row["peer"] for row in others)
     assert ours["peer_ratio"] > 0
 
 
@@ -157,16 +180,19 @@ def test_on_a_gpu_what_restores_the_logits_is_not_in_the_time(monkeypatch, large
 
 @NO_CUDA
 @NO_PEER
-def test_on_a_cpu_the_case_runs_ours_and_notes_the_peer():
+def test_on_a_cpu_the_case_runs_ours_and_notes_the_peers():
     timings = benches.run(device=CPU, cases=["sampling"])
     ours = {(row["case"], row["num_reqs"]) for row in timings.rows}
     assert ours == {(f"sampling/{case}", rows) for case in BY_CASE for rows in (1, 4)}
     assert all(row["gpu_us"] is None and row["wall_us"]["p50"] > 0 for row in timings.rows)
-    assert len(timings.missing) == 9 and all("flashinfer" in note for note in timings.missing)
+    assert Counter("vllm" if "vllm" in note else "flashinfer" for note in timings.missing) == {
+        "flashinfer": 9,
+        "vllm": 3,
+    }
     assert not timings.stopped
 
 
 @NO_CUDA
-def test_every_comparison_has_a_row_for_each_shape_and_kind(bench, flashinfer):
+def test_every_comparison_has_a_row_for_each_shape_and_kind(bench, peers):
     rows = [row for row in sampling_rows(bench) if "peer_ratio" in row]
     assert len(rows) == sum(2 * len(comparison.kinds) for comparison in COMPARISONS) and not bench.missing
