@@ -37,8 +37,11 @@ DFLASH, BLOCKS, LATENTS = "h100/vllm-dflash.json", "h100/vllm-blocks.json", "h10
 PAIR, PAIR_BOTH, VALIDATED = "h100/vllm-pair.json", "h100/vllm-pair-both.json", "h100/vllm-watched.json"
 """Reports of our draft backends on one GPU and on two, of ours and vLLM's on two, and with metadata validated."""
 COMPILED = tuple(
-    f"h200/bench-{draft}-compiled.json"
-    for draft in ("llama3-8b-eagle", "qwen3-8b-eagle3", "gpt-oss-20b-eagle3", "glm-4.7-flash-mtp", "eagle-1024")
+    f"h100/bench-{draft}-compiled.json"
+    for draft in (
+        *("llama3-8b-eagle", "qwen3-8b-eagle3", "gpt-oss-20b-eagle3", "kimi-k2-eagle3", "glm-4.7-flash-mtp"),
+        "eagle-1024",
+    )
 )
 """Reports that compare draft steps with torch.compile's."""
 PART_OF_KIT = frozenset({"--family", "--only", "--quick"})

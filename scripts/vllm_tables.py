@@ -43,27 +43,33 @@ _LATENT = (
 
 
 def ratios(reports: Sequence[dict[str, Any]], num_gpus: int = 1) -> str:
-    """Return the ratios of output tokens per second, ours to vLLM's, at each draft's largest number of tokens."""
+    """Return the ratios of output tokens per second, ours to vLLM's, at each draft's largest number of tokens. A pair
+    of backends measured twice on a card has the row of the last report that measured it."""
     sizes = _requests(reports)
-    rows: list[list[str]] = []
+    rows: dict[tuple[str, ...], list[str]] = {}
     for report in reports:
         timed = [each for each in _timed(report) if num_gpus_of(each) == num_gpus]
         for model, compiled in product(_MODELS, _ENGINES):
             alike = [each for each in timed if _model(each) == model and is_compiled(each) is compiled]
-            rows += _ratio_rows(report, alike, sizes)
-    return _by_requests(["draft", "vLLM's backend", "our backend"], sizes, ["vLLM", "GPU, date"], rows)
+            for labels, cells in _ratio_rows(alike, sizes):
+                mode = _mode(alike[0])
+                same = (*labels, mode, card(report["env"]["device"]))
+                rows[same] = [*labels, *cells, mode, source(report)]
+    return _by_requests(["draft", "vLLM's backend", "our backend"], sizes, ["vLLM", "GPU, date"], [*rows.values()])
 
 
-def _ratio_rows(report: dict[str, Any], arms: Sequence[dict[str, Any]], sizes: Sequence[int]) -> Iterator[list[str]]:
-    """Yield rows for arms of one draft in one mode; none unless both backends of a pair were run."""
+def _ratio_rows(
+    arms: Sequence[dict[str, Any]], sizes: Sequence[int]
+) -> Iterator[tuple[tuple[str, str, str], list[str]]]:
+    """Yield the names and ratios of rows for arms of one draft in one mode; none unless both backends of a pair were
+    run."""
     steps = max((each["arm"]["steps"] for each in arms), default=0)
     rows = {each["arm"]["draft"]: _speeds(each) for each in arms if each["arm"]["steps"] == steps}
     for theirs, ours in (*_GROUPED, *_LATENT):
         if theirs in rows and ours in rows:
             model = _model(arms[0])
             cells = [_ratio(rows[ours].get(count), rows[theirs].get(count)) for count in sizes]
-            labels = [f"{_MODELS[model][0]}, {steps} tokens", f"`{theirs}`", f"`{ours}`"]
-            yield [*labels, *cells, _mode(arms[0]), source(report)]
+            yield (f"{_MODELS[model][0]}, {steps} tokens", f"`{theirs}`", f"`{ours}`"), cells
 
 
 def scaling(report: dict[str, Any]) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from scripts import strategy_times, vllm_tables
@@ -132,6 +134,20 @@ def test_ratios_are_of_medians_for_the_most_draft_tokens_and_say_where_runs_over
         f"{llama} | `FLASHINFER` | `FLASHINFER_IN_GRAPH` | 1.80 | {source}",
         f"{llama} | `FLASH_ATTN` | `FLASHINFER_IN_GRAPH` | ~0.90 | {source}",
         f"{latents} | `FLASHMLA` | `ATTN_BACKENDS_FLASHMLA` | 2.50 | {source}",
+    ]
+
+
+def test_a_pair_measured_again_on_the_same_card_shows_the_last_reports_ratio() -> None:
+    def report(card: str, date: str, tokens: float) -> dict[str, Any]:
+        env = {**VLLM_REPORT["env"], "device": f"NVIDIA {card}", "date": date}
+        arms = [vllm_arm("FLASH_ATTN", 3, [10.0]), vllm_arm("FLASHINFER_IN_GRAPH", 3, [tokens])]
+        return {**VLLM_REPORT, "env": env, "arms": arms}
+
+    runs = [("H100", "2026-11-24", 10.0), ("H200", "2026-11-23", 20.0), ("H100", "2026-11-25", 30.0)]
+    rows = vllm_tables.ratios([report(*run) for run in runs]).splitlines()[2:]
+    assert [line.split(" | ")[3::2] for line in rows] == [
+        ["3.00", "H100, 2026-11-25 |"],
+        ["2.00", "H200, 2026-11-23 |"],
     ]
 
 
