@@ -32,8 +32,10 @@ STRATEGIES, LLM_PAGE = Path("docs/guide/strategies.md"), Path("docs/guide/llm.md
 VLLM_PAGE, VLLM_FIGURES = Path("docs/engines/vllm.md"), Path("docs/engines/vllm-figures.md")
 VLLM, UNCOMPILED, ROUNDS = "h200/vllm-compiled.json", "h200/vllm.json", "h100/bench-drafter.json"
 """Reports of vLLM's defaults (compiled layers), of vLLM without compilation, and of draft rounds."""
-DFLASH, BLOCKS, LATENTS = "h100/vllm-dflash.json", "h100/vllm-blocks.json", "h100/vllm-latents.json"
-"""Reports of vLLM with block drafts, compiled and not, and with drafts over latents."""
+DFLASH, DFLASH2, BLOCKS = "h100/vllm-dflash.json", "h100/vllm-dflash2.json", "h100/vllm-blocks.json"
+"""Reports of vLLM with block drafts: of both kinds, of DFlash2 again, and not compiled."""
+LATENTS, SHARD = "h100/vllm-latents.json", "h100/vllm-shard.json"
+"""Reports of vLLM with drafts over latents: of 128 and 16 heads, and of 16 again."""
 PAIR, PAIR_BOTH, VALIDATED = "h100/vllm-pair.json", "h100/vllm-pair-both.json", "h100/vllm-watched.json"
 """Reports of our draft backends on one GPU and on two, of ours and vLLM's on two, and with metadata validated."""
 COMPILED = tuple(
@@ -77,6 +79,8 @@ this library are compared."""
 def contents(root: Path) -> dict[Path, str]:
     """Return the pages and the plot made from the reports under root. Raises SystemExit for a page without its
     markers."""
+    names = (VLLM, DFLASH, DFLASH2, BLOCKS, LATENTS, SHARD)
+    on_one_gpu = [_load(root, name) for name in names]
     tables = {
         README: {"figures": figures(root), "matrix": summary(Sources.read([root / "reports"]).reports)},
         STRATEGIES: {
@@ -85,15 +89,15 @@ def contents(root: Path) -> dict[Path, str]:
         },
         LLM_PAGE: {"fp8 times": strategy_times.fp8_table(_load(root, ROUNDS))},
         VLLM_PAGE: {
-            "vllm ratios": vllm_tables.ratios([_load(root, name) for name in (VLLM, DFLASH, BLOCKS, LATENTS)]),
+            "vllm ratios": vllm_tables.ratios(on_one_gpu),
+            "vllm draft times": vllm_tables.draft_times(on_one_gpu),
             "vllm on two GPUs": vllm_tables.scaling(_load(root, PAIR)),
             "vllm validated": vllm_tables.validated(_load(root, VALIDATED)),
             "vllm ratios on two GPUs": vllm_tables.ratios([_load(root, PAIR_BOTH)], num_gpus=2),
         },
         VLLM_FIGURES: {
             "vllm figures": "\n\n".join(
-                vllm_tables.figures(_load(root, name), name)
-                for name in (VLLM, UNCOMPILED, DFLASH, BLOCKS, LATENTS, PAIR, PAIR_BOTH)
+                vllm_tables.figures(_load(root, name), name) for name in (VLLM, UNCOMPILED, *names[1:], PAIR, PAIR_BOTH)
             )
         },
     }

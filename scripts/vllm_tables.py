@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import product
 from math import hypot, sqrt
 from statistics import fmean, median, stdev
@@ -41,35 +41,49 @@ _LATENT = (
 )
 """Pairs to compare, vLLM's draft backend and ours: over grouped heads, and over latents."""
 
+_Runs = Mapping[int, list[float]]
+"""The value of each run, by requests."""
+_Compare = Callable[[list[float], list[float]], str]
+"""A cell for the runs of ours and theirs, or of two GPUs and one."""
+
 
 def ratios(reports: Sequence[dict[str, Any]], num_gpus: int = 1) -> str:
-    """Return the ratios of output tokens per second, ours to vLLM's, at each draft's largest number of tokens. A pair
-    of backends measured twice on a card has the row of the last report that measured it."""
+    """Return the ratios of output tokens per second, ours to vLLM's, at each draft's largest number of tokens."""
+    return _pairs(reports, num_gpus, _speeds, _ratio)
+
+
+def draft_times(reports: Sequence[dict[str, Any]]) -> str:
+    """Return the GPU's median microseconds for a draft, vLLM's / ours, at each draft's largest number of tokens."""
+    return _pairs(reports, 1, _gpu_us, lambda ours, theirs: f"{median(theirs):,.0f} / {median(ours):,.0f}")
+
+
+def _pairs(
+    reports: Sequence[dict[str, Any]],
+    num_gpus: int,
+    measured: Callable[[dict[str, Any]], _Runs],
+    compare: _Compare,
+) -> str:
+    """Build a table that compares our draft backends with vLLM's, by requests. A pair measured twice on a card has the
+    row of the last report that measured it.
+
+    measured: an arm's values by requests. compare: the cell for values of ours and theirs.
+    """
     sizes = _requests(reports)
     rows: dict[tuple[str, ...], list[str]] = {}
     for report in reports:
         timed = [each for each in _timed(report) if num_gpus_of(each) == num_gpus]
         for model, compiled in product(_MODELS, _ENGINES):
             alike = [each for each in timed if _model(each) == model and is_compiled(each) is compiled]
-            for labels, cells in _ratio_rows(alike, sizes):
-                mode = _mode(alike[0])
-                same = (*labels, mode, card(report["env"]["device"]))
-                rows[same] = [*labels, *cells, mode, source(report)]
+            steps = max((each["arm"]["steps"] for each in alike), default=0)
+            arms = {each["arm"]["draft"]: measured(each) for each in alike if each["arm"]["steps"] == steps}
+            for theirs, ours in (*_GROUPED, *_LATENT):
+                cells = _cells(sizes, arms.get(ours, {}), arms.get(theirs, {}), compare)
+                if any(cells):
+                    names = (f"{_MODELS[model][0]}, {steps} tokens", f"`{theirs}`", f"`{ours}`")
+                    mode = _mode(alike[0])
+                    same = (*names, mode, card(report["env"]["device"]))
+                    rows[same] = [*names, *cells, mode, source(report)]
     return _by_requests(["draft", "vLLM's backend", "our backend"], sizes, ["vLLM", "GPU, date"], [*rows.values()])
-
-
-def _ratio_rows(
-    arms: Sequence[dict[str, Any]], sizes: Sequence[int]
-) -> Iterator[tuple[tuple[str, str, str], list[str]]]:
-    """Yield the names and ratios of rows for arms of one draft in one mode; none unless both backends of a pair were
-    run."""
-    steps = max((each["arm"]["steps"] for each in arms), default=0)
-    rows = {each["arm"]["draft"]: _speeds(each) for each in arms if each["arm"]["steps"] == steps}
-    for theirs, ours in (*_GROUPED, *_LATENT):
-        if theirs in rows and ours in rows:
-            model = _model(arms[0])
-            cells = [_ratio(rows[ours].get(count), rows[theirs].get(count)) for count in sizes]
-            yield (f"{_MODELS[model][0]}, {steps} tokens", f"`{theirs}`", f"`{ours}`"), cells
 
 
 def scaling(report: dict[str, Any]) -> str:
@@ -83,7 +97,7 @@ def scaling(report: dict[str, Any]) -> str:
     on = {count: [each for each in timed if num_gpus_of(each) == count] for count in (1, 2)}
     rows = []
     for two, one in ((two, one) for two in on[2] for one in on[1] if alike(one) == alike(two)):
-        cells = [_ratio(_speeds(two).get(count), _speeds(one).get(count)) for count in sizes]
+        cells = _cells(sizes, _speeds(two), _speeds(one), _ratio)
         draft, steps = f"`{two['arm']['draft']}`", two["arm"]["steps"]
         rows.append([f"{_MODELS[_model(two)][0]}, {steps} tokens", draft, *cells, source(report)])
     return _by_requests(["draft", "our backend"], sizes, ["GPU, date"], rows)
@@ -108,6 +122,10 @@ def _validated_cell(row: Mapping[str, Any]) -> str:
     return f"{ratio:.3f} ± {error:.3f} ({row['compared']})"
 
 
+def _cells(sizes: Sequence[int], ours: _Runs, theirs: _Runs, compare: _Compare) -> list[str]:
+    return [compare(ours[size], theirs[size]) if size in ours and size in theirs else "" for size in sizes]
+
+
 def _by_requests(before: Sequence[str], sizes: Sequence[int], after: Sequence[str], rows: list[list[str]]) -> str:
     """Build a table with one column of numbers per number of requests, between the other columns."""
     numbers = [f"{size} req." for size in sizes]
@@ -123,15 +141,18 @@ def _speeds(found: dict[str, Any]) -> dict[int, list[float]]:
     return {row["requests"]: row["tokens_per_s"] for row in found["rows"]}
 
 
+def _gpu_us(found: dict[str, Any]) -> dict[int, list[float]]:
+    """Return the GPU's median time for a draft in each run of an arm, by requests; older reports lack it."""
+    return {row["requests"]: [each["p50"] for each in row["gpu_us"]] for row in found["rows"] if row.get("gpu_us")}
+
+
 def source(report: Mapping[str, Any]) -> str:
     """Return the card and the date of a report."""
     return f"{card(report['env']['device'])}, {report['env']['date'][:10]}"
 
 
-def _ratio(ours: list[float] | None, theirs: list[float] | None) -> str:
+def _ratio(ours: list[float], theirs: list[float]) -> str:
     """Return the ratio of medians, with a leading ~ if the ranges of the runs overlap."""
-    if not ours or not theirs:
-        return ""
     overlap = max(min(ours), min(theirs)) <= min(max(ours), max(theirs))
     return f"{'~' if overlap else ''}{median(ours) / median(theirs):.2f}"
 

@@ -151,6 +151,16 @@ def test_a_pair_measured_again_on_the_same_card_shows_the_last_reports_ratio() -
     ]
 
 
+def test_the_gpus_time_for_a_draft_is_shown_where_both_were_measured() -> None:
+    theirs, ours = vllm_arm("FLASH_ATTN", 7, [10.0]), vllm_arm("FLASHINFER_IN_GRAPH", 7, [20.0])
+    ours["rows"] = [ours["rows"][0] | {"gpu_us": [{"p50": 900.4}, {"p50": 1.0}, {"p50": 2000.0}]}]
+    unmeasured = [vllm_arm(draft, 7, [1.0], compiled=True) for draft in ("FLASH_ATTN", "FLASHINFER_IN_GRAPH")]
+    for arm in unmeasured:
+        del arm["rows"][0]["gpu_us"]
+    [row] = vllm_tables.draft_times([{**VLLM_REPORT, "arms": [theirs, ours, *unmeasured]}]).splitlines()[2:]
+    assert row.split(" | ")[3:5] == ["1,500 / 900", "mode 0"]
+
+
 def test_ratios_keep_modes_and_numbers_of_gpus_apart() -> None:
     runs = {"FLASH_ATTN": [10.0], "FLASHINFER_IN_GRAPH": [20.0]}
     more: list[dict[str, object]] = [{}, {"compiled": True}, {"num_gpus": 2}]
