@@ -39,8 +39,8 @@ CLI = ("-m", "spec_decode")
 ROUNDS = ("llama3-8b-eagle", "eagle-1024", "glm-4.7-flash-mtp", "deepseek-v4-mtp")
 EAGLE3 = ("qwen3-8b-eagle3", "gpt-oss-20b-eagle3")
 COMPILED = {**dict.fromkeys((*ROUNDS[:2], *EAGLE3), 140.0), "glm-4.7-flash-mtp": 360.0, "kimi-k2-eagle3": 240.0}
-"""Drafts that torch 2.11 compiles, with the seconds of their benchmark: its autotuning of deepseek-v4-mtp's grouped
-product uses offsets that crash the process."""
+"""Drafts that torch 2.11 compiles, with the seconds of their benchmark. When it autotunes deepseek-v4-mtp's grouped
+product, it uses offsets that crash the process."""
 TWO_PROCESSES = ("--processes", "2")
 """Gaps between the kernels of a graph can differ from process to process."""
 SLOTS = 12
