@@ -1,8 +1,6 @@
-import sys
 from collections import Counter
 from dataclasses import replace
 from importlib.util import find_spec
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +12,7 @@ from benchmarks.rows import Bench
 from benchmarks.sampling_methods import KINDS, SamplingFixture, TimedCall, our_logits, our_target
 from spec_decode.sampling import SamplingParams
 from tests.factories import CPU
+from tests.stand_in_modules import install_module
 
 NO_CUDA = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
 NO_PEER = pytest.mark.skipif(
@@ -40,10 +39,7 @@ def peers(flashinfer, monkeypatch):
         return logits.masked_fill_(exact < threshold(exact, top_k, top_p), -INF)
 
     module = "vllm.v1.sample.ops.topk_topp_triton"
-    names = [module.rsplit(".", count)[0] for count in range(1, 5)]
-    for name in names:
-        monkeypatch.setitem(sys.modules, name, SimpleNamespace())
-    monkeypatch.setitem(sys.modules, module, SimpleNamespace(apply_top_k_top_p_triton=apply_top_k_top_p_triton))
+    install_module(monkeypatch, module, apply_top_k_top_p_triton=apply_top_k_top_p_triton)
 
 
 def compared(bench, case, rows=3):

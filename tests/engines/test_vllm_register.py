@@ -14,6 +14,7 @@ import pytest
 from engines import vllm as plug_in
 from engines.vllm.version import UnsupportedVllm
 from tests.import_graph import ROOT
+from tests.stand_in_modules import install_module
 
 REGISTRY = "vllm.v1.attention.backends.registry"
 
@@ -43,11 +44,7 @@ def registry(monkeypatch, taken=(), free_names=True):
             raise ValueError(f"Backend {name} already exists")
         names.__members__[name] = Member(path)
 
-    module = ModuleType(REGISTRY)
-    module.AttentionBackendEnum, module.register_backend = names, register_backend
-    for parent in ("vllm", "vllm.v1", "vllm.v1.attention", "vllm.v1.attention.backends"):
-        monkeypatch.setitem(sys.modules, parent, ModuleType(parent))
-    monkeypatch.setitem(sys.modules, REGISTRY, module)
+    install_module(monkeypatch, REGISTRY, AttentionBackendEnum=names, register_backend=register_backend)
     return names.__members__
 
 

@@ -8,7 +8,7 @@ import warnings
 from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -50,6 +50,7 @@ from scripts.vllm_worker import MeasuredWorker, random_weights, weight_shapes
 from spec_decode.models import CheckpointError
 from spec_decode.models.load import load_draft
 from tests.spec_decode.models.generated import StubTarget
+from tests.stand_in_modules import install_module
 
 
 def row(requests=1, drafts=(), texts=([1, 2],), **more):
@@ -446,13 +447,12 @@ def test_plans_of_batches_with_prefills_are_counted_apart():
 
 
 def test_plans_of_decodes_and_of_blocks_are_counted(monkeypatch):
-    backend = ModuleType("vllm.v1.attention.backends.flashinfer")
-    backend.fast_plan_decode = lambda *args, **options: "decode"
-    backend.BatchPrefillWithPagedKVCacheWrapper = type("Prefill", (), {"plan": lambda self, *args: "block"})
-    parts = backend.__name__.split(".")
-    for last in range(1, len(parts)):
-        monkeypatch.setitem(sys.modules, ".".join(parts[:last]), ModuleType(".".join(parts[:last])))
-    monkeypatch.setitem(sys.modules, backend.__name__, backend)
+    backend = install_module(
+        monkeypatch,
+        "vllm.v1.attention.backends.flashinfer",
+        fast_plan_decode=lambda *args, **options: "decode",
+        BatchPrefillWithPagedKVCacheWrapper=type("Prefill", (), {"plan": lambda self, *args: "block"}),
+    )
     worker = watching()
     assert (backend.fast_plan_decode(), backend.BatchPrefillWithPagedKVCacheWrapper().plan(1)) == ("decode", "block")
     worker.model_runner.speculator.propose(DECODES, [1])
