@@ -103,16 +103,20 @@ def qrita_logits(fixture: SamplingFixture) -> TimedCall:
     return TimedCall(lambda: apply_top_k_top_p_triton(work, top_k, top_p), lambda: work.copy_(fixture.logits))
 
 
-def qrita_probs(fixture: SamplingFixture) -> TimedCall:
-    """Return probabilities fp32 [R, V]: Qrita, then torch's softmax."""
-    restricted = qrita_logits(fixture)
-    return TimedCall(lambda: restricted.call().softmax(-1), restricted.prepare)
+def _softmax_of(logits: SamplingMethod) -> SamplingMethod:
+    """Follow a method that restricts logits by torch's softmax."""
+
+    def method(fixture: SamplingFixture) -> TimedCall:
+        restricted = logits(fixture)
+        return TimedCall(lambda: restricted.call().softmax(-1), restricted.prepare)
+
+    return method
 
 
-def our_probs(fixture: SamplingFixture) -> TimedCall:
-    """Return probabilities fp32 [R, V], as a verifier computes them."""
-    restricted = our_logits(fixture)
-    return TimedCall(lambda: restricted.call().softmax(-1), restricted.prepare)
+our_probs = _softmax_of(our_logits)
+"""Probabilities fp32 [R, V], as a verifier computes them."""
+qrita_probs = _softmax_of(qrita_logits)
+"""The same by Qrita."""
 
 
 def our_draft(fixture: SamplingFixture) -> TimedCall:

@@ -36,6 +36,8 @@ DFLASH, DFLASH2, BLOCKS = "h100/vllm-dflash.json", "h100/vllm-dflash2.json", "h1
 """Reports of vLLM with block drafts: of both kinds, of DFlash2 again, and not compiled."""
 LATENTS, SHARD = "h100/vllm-latents.json", "h100/vllm-shard.json"
 """Reports of vLLM with drafts over latents: of 128 and 16 heads, and of 16 again."""
+BLOCKS_AND_LATENTS = (DFLASH, DFLASH2, BLOCKS, LATENTS, SHARD)
+"""The same, in the order in which a later one replaces an earlier one's rows."""
 PAIR, PAIR_BOTH, VALIDATED = "h100/vllm-pair.json", "h100/vllm-pair-both.json", "h100/vllm-watched.json"
 """Reports of our draft backends on one GPU and on two, of ours and vLLM's on two, and with metadata validated."""
 COMPILED = tuple(
@@ -79,8 +81,7 @@ this library are compared."""
 def contents(root: Path) -> dict[Path, str]:
     """Return the pages and the plot made from the reports under root. Raises SystemExit for a page without its
     markers."""
-    names = (VLLM, DFLASH, DFLASH2, BLOCKS, LATENTS, SHARD)
-    on_one_gpu = [_load(root, name) for name in names]
+    on_one_gpu = [_load(root, name) for name in (VLLM, *BLOCKS_AND_LATENTS)]
     tables = {
         README: {"figures": figures(root), "matrix": summary(Sources.read([root / "reports"]).reports)},
         STRATEGIES: {
@@ -97,7 +98,8 @@ def contents(root: Path) -> dict[Path, str]:
         },
         VLLM_FIGURES: {
             "vllm figures": "\n\n".join(
-                vllm_tables.figures(_load(root, name), name) for name in (VLLM, UNCOMPILED, *names[1:], PAIR, PAIR_BOTH)
+                vllm_tables.figures(_load(root, name), name)
+                for name in (VLLM, UNCOMPILED, *BLOCKS_AND_LATENTS, PAIR, PAIR_BOTH)
             )
         },
     }

@@ -109,21 +109,19 @@ _LOGITS, _PROBS = ("restrict_logits", by.our_logits), ("restrict_logits, softmax
 _DRAFT, _TARGET = ("sample_draft", by.our_draft), ("sample_target", by.our_target)
 _DRAWS = {"sampling_from_logits": by.from_logits, "softmax, sampling_from_probs": by.from_probs}
 _RESTRICTED_DRAW = {"softmax, top_k_top_p_sampling_from_probs": by.from_restricted}
-_QRITA = {"apply_top_k_top_p_triton": by.qrita_logits}
+_TOP_K_PEERS = {"top_k_mask_logits": by.top_k_mask, "apply_top_k_top_p_triton": by.qrita_logits}
 _QRITA_PROBS = {"apply_top_k_top_p_triton, softmax": by.qrita_probs}
-_TOP_K_MASK = {"top_k_mask_logits": by.top_k_mask}
-_TOP_P_RENORM = {"softmax, top_p_renorm_probs": by.top_p_renorm}
-_BOTH_RENORM = {
+_TOP_P_PEERS = {"softmax, top_p_renorm_probs": by.top_p_renorm, **_QRITA_PROBS}
+_BOTH_PEERS = {
     "softmax, top_k_renorm_probs, top_p_renorm_probs": by.both_renorm,
     "top_k_mask_logits, softmax, top_p_renorm_probs": by.mask_renorm,
+    **_QRITA_PROBS,
 }
 
 COMPARISONS = (
-    SamplingComparison("top-k", "logits", _LOGITS, _TOP_K_MASK | _QRITA, _TOP_K, check_logits, _KINDS),
-    SamplingComparison("top-p", "probabilities", _PROBS, _TOP_P_RENORM | _QRITA_PROBS, _TOP_P, check_probs, _KINDS),
-    SamplingComparison(
-        "top-k and top-p", "probabilities", _PROBS, _BOTH_RENORM | _QRITA_PROBS, _BOTH, check_probs, _KINDS
-    ),
+    SamplingComparison("top-k", "logits", _LOGITS, _TOP_K_PEERS, _TOP_K, check_logits, _KINDS),
+    SamplingComparison("top-p", "probabilities", _PROBS, _TOP_P_PEERS, _TOP_P, check_probs, _KINDS),
+    SamplingComparison("top-k and top-p", "probabilities", _PROBS, _BOTH_PEERS, _BOTH, check_probs, _KINDS),
     SamplingComparison("draw a draft token", "tokens", _DRAFT, _DRAWS, _FREE, check_tokens, draws=True),
     SamplingComparison("draw a target token", "tokens", _TARGET, _DRAWS, _FREE, check_tokens, draws=True),
     SamplingComparison(
