@@ -7,7 +7,7 @@ from functools import cache
 
 import torch
 
-from builders.kernels.sizes import next_power_of_2
+from builders.kernels.sizes import cdiv, next_power_of_2
 from builders.paged import num_sms
 
 LEAST_ROWS = 16
@@ -19,6 +19,11 @@ MAX_ROWS = 160
 MAX_GATED_ROWS = 256
 """The same for a 16-bit gate, whose activation needs a second kernel after torch's product: 0.89 to 0.96 of the time of
 both with 192 to 256 rows, 1.01 with 288 (Llama 3's gate and up, H100)."""
+
+_LEAST_IN_USE = 0.8
+"""With MAX_GATED_ROWS, each of a gate's tiles is alone on its SM, and SMs without one wait for the last: so much of
+their time must be in use. Llama 3's tiles use 0.85 of it; Qwen3's 0.73 and GPT-OSS's 0.68, which take 1.03 and 1.01 of
+torch's time with 192 rows, 1.14 and 1.17 with 256 (H100)."""
 
 ROWS_OF_ANY_WEIGHT = 96
 """Up to this many rows, these kernels multiply every weight: with fewer they beat torch's own on an H200, and with 96
@@ -56,6 +61,11 @@ _GROUP_STAGES = 3
 _MOST_SHARES = 16
 _LEAST_BLOCKS = 2
 """The fewest tiles in a share of K: with one, a program would wait for memory with nothing to overlap."""
+
+_FEW_SHARES = 4
+_BLOCKS_OF_MANY = 5
+"""From LEAST_ROWS rows on, more than _FEW_SHARES have at least this many tiles each: eight shares of two or three tiles
+took longer to add up than they saved (rounds of a 1024-wide draft, 16 and 32 requests, H100)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,9 +117,18 @@ def most_rows(n: int, k: int, room: Room, *, gated: bool = False) -> int:
     if not (_rows_are_aligned(k, 2) and room.tma):
         return ROWS_OF_ANY_WEIGHT
     if _is_alone(n, room):
-        pays = k in _MORE_ROWS and k >= 2 * n and _shares(n, k, room, itemsize=2) > 1
+        pays = k in _MORE_ROWS and k >= 2 * n and _shares(MAX_ROWS, n, k, room, itemsize=2) > 1
         return MAX_ROWS if pays else ROWS_OF_ANY_WEIGHT
-    return MAX_GATED_ROWS if gated else ROWS_OF_ANY_WEIGHT
+    return _most_gated_rows(n, room) if gated else ROWS_OF_ANY_WEIGHT
+
+
+def _most_gated_rows(n: int, room: Room) -> int:
+    """Return the same for gate and up of n rows together, which leave no SM without a tile."""
+    tiles = cdiv(n, 2 * _BLOCK_N)
+    if tiles / room.num_sms >= _LEAST_IN_USE * cdiv(tiles, room.num_sms):
+        return MAX_GATED_ROWS
+    # Up to MAX_ROWS rows, an SM has room for two programs.
+    return MAX_ROWS if tiles <= 2 * room.num_sms else ROWS_OF_ANY_WEIGHT
 
 
 @cache
@@ -124,7 +143,7 @@ def streamed_tiling(
     block_m, block_m2 = (LEAST_ROWS, 0) if groups else row_blocks(rows)
     alone = _is_alone(n, room) and not groups
     fills = block_m + block_m2 > MAX_ROWS  # an SM: two programs with this many rows would have too few stages
-    shares = _shares(n, k, room, itemsize=itemsize) if alone else 1
+    shares = _shares(rows, n, k, room, itemsize=itemsize) if alone else 1
     tma = (
         room.tma
         and itemsize == 2
@@ -153,7 +172,7 @@ def streamed_tiling(
 
 
 def _tiles(n: int) -> int:
-    return -(-n // _BLOCK_N)
+    return cdiv(n, _BLOCK_N)
 
 
 def _is_alone(n: int, room: Room) -> bool:
@@ -171,10 +190,13 @@ def _width(itemsize: int) -> int:
     return min(_BLOCK_BYTES, _BLOCK_K * itemsize)
 
 
-def _shares(n: int, k: int, room: Room, *, itemsize: int) -> int:
+def _shares(rows: int, n: int, k: int, room: Room, *, itemsize: int) -> int:
     """Return the split-K shares of k inputs, for a weight whose n rows leave SMs without a tile."""
-    most = k * itemsize // (_LEAST_BLOCKS * _width(itemsize))
-    return max(1, min(room.num_sms // _tiles(n), _MOST_SHARES, most))
+    blocks = k * itemsize // _width(itemsize)
+    most = min(blocks // _LEAST_BLOCKS, _MOST_SHARES)
+    if rows >= LEAST_ROWS:
+        most = min(most, max(_FEW_SHARES, blocks // _BLOCKS_OF_MANY))
+    return max(1, min(room.num_sms // _tiles(n), most))
 
 
 def row_blocks(rows: int) -> tuple[int, int]:

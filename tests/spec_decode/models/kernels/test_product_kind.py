@@ -4,11 +4,14 @@ import pytest
 import torch
 
 from builders.paged import num_sms
+from spec_decode.models.kernels import linear as linear_module
 from spec_decode.models.kernels.batch_invariance import batch_invariance
 from spec_decode.models.kernels.fp8_weight import Fp8Weight
+from spec_decode.models.kernels.linear import gated_linear, linear
 from spec_decode.models.kernels.product_kind import ProductKind, product_kind
 from spec_decode.models.kernels.streamed_tiling import MAX_ROWS
 from spec_decode.models.kernels.streamed_tiling import ROWS_OF_ANY_WEIGHT as MOST
+from spec_decode.models.kernels.swiglu import swiglu
 
 SKINNY, STREAMED, TORCH = ProductKind.SKINNY, ProductKind.STREAMED, ProductKind.TORCH
 WEIGHT = torch.zeros(4, 8).half()
@@ -67,3 +70,13 @@ def test_what_our_kernels_would_misread_or_not_record_is_torchs(count):
 def test_batch_invariance_goes_before_all(count):
     with batch_invariance(True):
         assert product_kind(rows(count), WEIGHT) is ProductKind.BATCH_INVARIANT
+
+
+def test_a_gate_has_more_rows_where_torch_is_slow_with_as_many(monkeypatch):
+    counts = []
+    monkeypatch.setattr(linear_module, "linear", lambda x, weight: counts.append(len(x)) or linear(x, weight))
+    weight = torch.randn(6, 8)
+    for count in (256, 320, 321, 448):
+        x = torch.randn(count, 8)
+        torch.testing.assert_close(gated_linear(x, weight), swiglu(x @ weight.T))
+    assert counts == [256, 328, 321, 456]

@@ -64,6 +64,8 @@ def test_more_rows_than_a_launch_takes_have_no_shares():
 
 MORE_ROWS = {
     "a gate of many outputs": (28672, 4096, True, MAX_GATED_ROWS),
+    "one whose tiles fill less of the device": (24576, 4096, True, MAX_ROWS),
+    "one that also leaves less room for two programs": (34560, 2880, True, ROWS_OF_ANY_WEIGHT),
     "a gate of few": (5632, 4096, True, ROWS_OF_ANY_WEIGHT),
     "half as many outputs as inputs": (4096, 8192, False, MAX_ROWS),
     "fewer": (1536, 4096, False, MAX_ROWS),
@@ -188,7 +190,8 @@ def test_every_tiling_fits_its_device(rows, n, k, groups, itemsize, gated, room)
     ("rows", "n", "k", "shares", "stages"),
     [
         (32, 4096, 8192, 2, 6), (32, 6144, 4096, 1, 6), (32, 132 * 64, 4096, 1, 6), (4, 1024, 2816, 8, 6),
-        (4, 1536, 4096, 5, 6), (16, 28672, 4096, 1, 4), (4, 128256, 4096, 1, 4),
+        (16, 1024, 2816, 4, 6), (32, 1024, 2048, 4, 6), (32, 640, 7168, 11, 6), (4, 1536, 4096, 5, 6),
+        (16, 28672, 4096, 1, 4), (4, 128256, 4096, 1, 4),
     ],
 )  # fmt: skip
 def test_a_layer_that_was_measured_has_its_fastest_tiling(rows, n, k, shares, stages):
