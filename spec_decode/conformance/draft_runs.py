@@ -60,7 +60,9 @@ def draft(
     tree: DraftTree | DynamicTreeConfig | None = None,
 ) -> DraftRun:
     """Run two rounds; for the second, the first request leaves and the others change rows. draft_lens: per request."""
-    drafter = fixture.drafter(strategy, capture_sizes=[fixture.num_reqs], min_confidence=min_confidence, tree=tree)
+    drafter = fixture.kept_drafter(
+        strategy, capture_sizes=(fixture.num_reqs,), min_confidence=min_confidence, tree=tree
+    )
     tables = drafter.tables
     lengths = None if draft_lens is None else torch.tensor(draft_lens, dtype=torch.int32, device=tables.device)
     contexts, limits, pages = fixture.contexts(), fixture.limits(), fixture.pages
@@ -82,7 +84,7 @@ def draft(
         contexts, limits, pages = moved[stay], limits[stay], [rows[stay] for rows in pages]
     caches = [cache for group in drafter.groups for cache in group.caches.values()]
     after = {f"{part} cache": torch.stack([getattr(cache, part) for cache in caches]) for part in ("key", "value")}
-    after["overflow flags"] = tables.overflow
+    after["overflow flags"] = tables.overflow.clone()
     return run | {(_ROUNDS, field): tensor for field, tensor in after.items()}
 
 
@@ -99,7 +101,7 @@ def draft_after_a_pause(
 ) -> DraftRun:
     """Run five rounds with the second and third paused; from the second on a round adds one token, as in plain
     decoding. Proposals of the last request, or of all of them, in paused rounds are left out."""
-    drafter, steps = fixture.drafter(strategy, capture_sizes=[fixture.num_reqs]), fixture.num_speculative_tokens
+    drafter, steps = fixture.kept_drafter(strategy, capture_sizes=(fixture.num_reqs,)), fixture.num_speculative_tokens
     tables = drafter.tables
     tables.load(fixture.pages, fixture.limits())
     contexts = torch.tensor(fixture.contexts(), dtype=torch.int32, device=tables.device)

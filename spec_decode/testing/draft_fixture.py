@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, cast
 
@@ -63,6 +63,7 @@ class DraftFixture:
     num_reqs: int
     num_speculative_tokens: int
     max_seq_len: int = MAX_SEQ_LEN
+    _kept: dict[object, Drafter] = field(default_factory=dict)
 
     @classmethod
     def make(
@@ -146,6 +147,15 @@ class DraftFixture:
         config = DrafterConfig(num_speculative_tokens=self.num_speculative_tokens, strategy=strategy, **options)
         return Drafter(self.model, self.groups(), self.tables(), config)
 
+    def kept_drafter(self, strategy: Strategy | None, **options: Any) -> Drafter:
+        """Return the fixture's one drafter of these arguments, which must be hashable, with its caches as new: graphs
+        are captured once for all runs."""
+        key = (strategy, *options.items())
+        drafter = self._kept.get(key) or self._kept.setdefault(key, self.drafter(strategy, **options))
+        for group in drafter.groups:
+            _fill_with_noise(group)
+        return drafter
+
 
 def _draft_spec(subject: Subject, window: int, page_size: int | None) -> AttentionSpec:
     """Return the base spec with a window that the contexts outgrow, and with sinks in a latent layer, if supported."""
@@ -207,8 +217,13 @@ def target_of(config: ModelConfig) -> LlamaTarget:
 def _noisy_group(subject: Subject, spec: AttentionSpec, num_pages: int, layers: Sequence[int]) -> KVGroup:
     """Make a group of these layers whose fresh caches hold noise, the same each time."""
     group = make_group("draft", subject.backend, spec, layers, num_pages=num_pages, device=subject.device)
-    generator = torch.Generator().manual_seed(7 + layers[0])
-    for layer in layers:
-        for cache in (group.caches[layer].key, group.caches[layer].value):
-            cache.copy_(torch.randn(cache.shape, generator=generator).to(cache.dtype))
+    _fill_with_noise(group)
     return group
+
+
+def _fill_with_noise(group: KVGroup) -> None:
+    """Fill a group's caches with noise, the same each time."""
+    generator = torch.Generator().manual_seed(7 + min(group.caches))
+    for cache in group.caches.values():
+        for part in (cache.key, cache.value):
+            part.copy_(torch.randn(part.shape, generator=generator).to(part.dtype))
