@@ -58,12 +58,12 @@ def run_to_end(engine):
 
 
 @pytest.mark.slow
-def test_500_requests_that_come_and_go_say_what_each_says_alone():
-    requests, rng = make_requests(500, prompt=6, new=18), random.Random(1)
+def test_250_requests_that_come_and_go_say_what_each_says_alone():
+    requests, rng = make_requests(250, prompt=6, new=18), random.Random(1)
     # A quarter of the pages that the rows may come to need: they grow into preemption again and again.
     engine = make_engine(max_num_seqs=12, max_model_len=24, page_size=1, num_pages=64, max_prefill_tokens=16)
     handles, cancelled = [], set()
-    while len(handles) < 500 or engine.step():
+    while len(handles) < 250 or engine.step():
         for request in requests[len(handles) : len(handles) + rng.randint(0, 5)]:
             handles.append(engine.submit(request))
         engine.step()
