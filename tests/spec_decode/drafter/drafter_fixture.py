@@ -15,6 +15,8 @@ from tests.spec_decode.drafter.third_party_backends import Advancing, DecodeOnly
 K, MAX_SEQ_LEN = 4, 48
 CONFIG = make_config(hidden_size=64, head_dim=64)
 CONTEXTS = [0, 7, 15]
+GREEDY_AND_HOT = [0.0, 1.0, 0.0]
+"""Temperatures of three requests."""
 STRATEGIES = [strategy for strategy in Strategy if strategy is not Strategy.PIECEWISE]
 CAPTURING = [strategy for strategy in STRATEGIES if strategy is not Strategy.EAGER]
 
@@ -65,7 +67,7 @@ class DrafterFixture:
 
     def __init__(
         self, backends, *, limits=(MAX_SEQ_LEN,) * 3, max_reqs=4, steps=K, make_model=TwoLayerDraft, device=CPU,
-        **options,
+        capture_sizes=(4,), **options,
     ):  # fmt: skip
         torch.manual_seed(0)
         self.model = make_model(CONFIG).requires_grad_(False).to(device)
@@ -90,7 +92,7 @@ class DrafterFixture:
         self.limits = list(limits)
         self.load(range(len(limits)))
         self.steps = steps
-        config = DrafterConfig(num_speculative_tokens=steps, **options)
+        config = DrafterConfig(num_speculative_tokens=steps, capture_sizes=capture_sizes, **options)
         self.drafter = Drafter(self.model, self.groups, self.tables, config)
 
     def caches(self):
@@ -110,7 +112,7 @@ class DrafterFixture:
             context_lens=torch.tensor(contexts, dtype=torch.int32),
             accepted=torch.randint(0, width, (n,), generator=generator, dtype=torch.int32),
             next_tokens=torch.randint(0, CONFIG.vocab_size, (n,), generator=generator),
-            temperature=torch.full((n,), temperature),
+            temperature=torch.tensor(temperature).expand(n).clone(),
             seeds=torch.arange(n) * 31,
         )
         device = self.tables.device

@@ -22,12 +22,16 @@ from tests.spec_decode.models.test_published_drafts import (
 from tests.spec_decode.trees.tree_helpers import TREES
 
 DYNAMIC, STATIC = DynamicTreeConfig(width=3, num_tokens=14), TREES["wide and deep"]
-BOTH = pytest.mark.parametrize("tree", [DYNAMIC, STATIC], ids=["dynamic", "static"])
 # More candidates than a tree has choices
 SELECTING = {name: case for name, case in DFLASH2S.items() if name != "causal_dflash2"}
 KINDS = BLOCKS | CONTEXT_BLOCKS | DSPARKS | SELECTING
 AT_ONCE, IN_TURN = "dflash_with_all_that_is_optional", "dspark_with_all_that_is_optional"
-FEW = pytest.mark.parametrize("name", ["p_eagle", "pard", AT_ONCE, "dflash_from_the_anchor", IN_TURN, "dflash2"])
+OF_EACH_CLASS = ("p_eagle", "pard", AT_ONCE, "dflash_from_the_anchor", IN_TURN, "dflash2")
+FROM_ANOTHER_PLACE = (
+    "dspark_after_the_anchor",
+    "dflash2_from_the_anchor",
+    "dflash2_of_mixed_layers_with_all_that_is_optional",
+)
 CAPTURED = [Strategy.PER_STEP, Strategy.FULL_LOOP]
 """All that a draft without later steps can be captured in, in the same graph; pieces ask for another mode."""
 
@@ -95,15 +99,34 @@ class Laws:
         return sorted(found[1:], key=len)
 
 
-@BOTH
-@pytest.mark.parametrize("name", KINDS)
-def test_a_blocks_tree_has_the_paths_that_the_published_model_finds_most_probable(name, tree, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "tree"),
+    [
+        *((name, tree) for name in OF_EACH_CLASS for tree in (DYNAMIC, STATIC)),
+        *((n, DYNAMIC) for n in FROM_ANOTHER_PLACE),
+    ],
+)
+def test_a_tree_has_the_most_probable_paths_as_deep_as_is_asked_and_as_there_is_room_for(name, tree, tmp_path):
     fixture = make(name, tmp_path, tree=tree)
     fixture.verified = fixture.verified._replace(temperature=torch.tensor([0.0, 0.8, 1.3]))
-    drafts = fixture.drafts()
-    assert drafts.logits.shape[:2] == (len(CONTEXTS), 0)
-    for row in range(len(CONTEXTS)):
-        assert paths(drafts, row) == Laws(name, fixture, row).expected(tree), f"request {row}"
+    fixture.prefill()
+    laws, own = [Laws(name, fixture, row) for row in range(len(CONTEXTS))], torch.tensor([0, 2, 99], dtype=torch.int32)
+    for asked, lens, depths in (
+        (K, None, (K,) * 3), (K, own, (0, 2, K)), (3, None, (3,) * 3), (0, None, (0,) * 3), (1, None, (1,) * 3),
+    ):  # fmt: skip
+        drafts = fixture.drafter.propose(fixture.verified._replace(draft_lens=lens), asked)
+        assert drafts.logits.shape[:2] == (len(CONTEXTS), 0)
+        for row, (law, depth) in enumerate(zip(laws, depths, strict=True)):
+            assert paths(drafts, row) == (law.expected(tree, depth) if depth else []), f"request {row}, {asked} steps"
+
+    (graph,) = fixture.drafter._capturables()
+    assert graph == "extend" and fixture.drafter.metadata_in_use().keys() == {0}
+
+    fixture.tables.load(fixture.pages, [MAX_SEQ_LEN, CONTEXTS[1] + 1, MAX_SEQ_LEN])
+    drafts = fixture.drafter.propose(fixture.verified)
+    assert paths(drafts, 1) == [] and drafts.tokens[1].eq(-1).all()
+    assert paths(drafts, 2) == laws[2].expected(tree)
+    assert fixture.tables.overflow.tolist() == [0, 1, 0]
 
 
 def rounds(fixture, temperature, count=3):
@@ -127,8 +150,13 @@ def rounds(fixture, temperature, count=3):
     return found
 
 
-@pytest.mark.parametrize(("tree", "temperature"), [(DYNAMIC, 1.0), (STATIC, 0.0)], ids=["dynamic", "static"])
-@FEW
+@pytest.mark.parametrize(
+    ("name", "tree", "temperature"),
+    [
+        *((name, DYNAMIC, 1.0) for name in ("pard", AT_ONCE, IN_TURN, "dflash2")),
+        *((name, STATIC, 0.0) for name in ("p_eagle", "dflash_from_the_anchor", IN_TURN, "dflash2")),
+    ],
+)
 def test_every_strategy_drafts_what_eager_drafts_bit_for_bit(name, tree, temperature, tmp_path):
     eager = rounds(make(name, tmp_path / "eager", Strategy.EAGER, tree), temperature)
     assert not all(map(torch.equal, eager[0], eager[1]))
@@ -137,36 +165,6 @@ def test_every_strategy_drafts_what_eager_drafts_bit_for_bit(name, tree, tempera
         for round_, (found, wanted) in enumerate(zip(rounds(fixture, temperature), eager, strict=True)):
             assert all(map(torch.equal, found, wanted)), f"{strategy}, round {round_}"
         assert fixture.drafter.plan.strategy is strategy and fixture.drafter.graphs.complete
-
-
-@FEW
-def test_all_of_a_round_is_one_graph(name, tmp_path):
-    fixture = make(name, tmp_path)
-    fixture.drafts()
-    (graph,) = fixture.drafter._capturables()
-    assert graph == "extend" and fixture.drafter.metadata_in_use().keys() == {0}
-
-
-@BOTH
-@FEW
-def test_a_tree_is_as_deep_as_its_request_or_the_round_asks_for(name, tree, tmp_path):
-    fixture = make(name, tmp_path, tree=tree)
-    fixture.drafts()
-    laws, own = [Laws(name, fixture, row) for row in range(len(CONTEXTS))], torch.tensor([0, 2, 99], dtype=torch.int32)
-    for asked, lens, depths in ((K, own, (0, 2, K)), (3, None, (3,) * 3), (0, None, (0,) * 3), (1, None, (1,) * 3)):
-        drafts = fixture.drafter.propose(fixture.verified._replace(draft_lens=lens), asked)
-        for row, (law, depth) in enumerate(zip(laws, depths, strict=True)):
-            assert paths(drafts, row) == (law.expected(tree, depth) if depth else []), f"{asked} steps"
-
-
-@FEW
-def test_a_request_without_room_for_a_block_has_no_tree(name, tmp_path):
-    fixture = make(name, tmp_path)
-    fixture.tables.load(fixture.pages, [MAX_SEQ_LEN, CONTEXTS[1] + 1, MAX_SEQ_LEN])
-    drafts = fixture.drafts()
-    assert paths(drafts, 1) == [] and drafts.tokens[1].eq(-1).all()
-    assert paths(drafts, 2) == Laws(name, fixture, 2).expected(DYNAMIC)
-    assert fixture.tables.overflow.tolist() == [0, 1, 0]
 
 
 @pytest.mark.parametrize(

@@ -21,18 +21,18 @@ from tests.spec_decode.drafter.drafter_fixture import (
 from tests.spec_decode.drafter.third_party_backends import Bound
 
 
-@pytest.mark.parametrize("rounds", [0, 1])
 @pytest.mark.parametrize("strategy", CAPTURING)
 @pytest.mark.parametrize("make", [advancing, decode_only])
-def test_a_capture_before_or_after_live_rounds_touches_nothing_of_a_live_request(make, strategy, rounds):
-    fixture = make(strategy=strategy)
-    fixture.rounds(rounds)
+def test_a_capture_before_or_after_live_rounds_touches_nothing_of_a_live_request(make, strategy):
+    fixture = make(strategy=strategy, capture_sizes=[2, 4])
     tables = fixture.tables
     live = [*fixture.caches(), tables.block_tables, tables.token_limits, tables.overflow]
-    before = [tensor.clone() for tensor in live]
-    fixture.drafter.graphs.release()
-    fixture.drafter.capture()
-    assert fixture.drafter.graphs.complete and all(map(torch.equal, before, live))
+    for rounds in (0, 1):
+        fixture.rounds(rounds)
+        before = [tensor.clone() for tensor in live]
+        fixture.drafter.graphs.release()
+        fixture.drafter.capture()
+        assert fixture.drafter.graphs.complete and all(map(torch.equal, before, live)), f"after {rounds} rounds"
 
 
 class ShortBuilder(ReferenceBuilder):
@@ -46,8 +46,13 @@ class Short(TorchReference):
     builder = ShortBuilder
 
 
-@pytest.mark.parametrize("backends", [(Short(), TorchReference()), (TorchReference(), Short())])
-@pytest.mark.parametrize("strategy", CAPTURING)
+@pytest.mark.parametrize(
+    ("strategy", "backends"),
+    [
+        *((strategy, (Short(), TorchReference())) for strategy in CAPTURING),
+        (Strategy.FULL_LOOP, (TorchReference(), Short())),
+    ],
+)
 def test_a_round_is_replayed_up_to_the_length_that_every_group_was_captured_for_and_no_further(strategy, backends):
     fixture = DrafterFixture(backends, strategy=strategy, limits=[20, 24, 23])
     fixture.rounds(1)
@@ -76,7 +81,7 @@ def test_a_round_is_replayed_for_no_more_than_the_group_captured_for_the_least(n
 
 @pytest.mark.parametrize("again", [True, False], ids=["captured by hand", "captured by the next round"])
 def test_graphs_that_are_captured_ahead_of_a_round_or_released_behind_one_change_no_token(again):
-    fixture = advancing(capture_sizes=[4])
+    fixture = advancing()
     fixture.drafter.capture()
 
     def release():
@@ -84,7 +89,7 @@ def test_graphs_that_are_captured_ahead_of_a_round_or_released_behind_one_change
         if again:
             fixture.drafter.capture()
 
-    assert_same(fixture.rounds(after_round=release), advancing(capture_sizes=[4]).rounds())
+    assert_same(fixture.rounds(after_round=release), advancing().rounds())
 
 
 def test_an_eager_drafter_captures_nothing_and_needs_no_capture_size():
@@ -95,7 +100,7 @@ def test_an_eager_drafter_captures_nothing_and_needs_no_capture_size():
 
 
 def test_a_builder_gets_one_upper_bound_per_row_at_capture_too():
-    DrafterFixture([Bound(), get("torch_reference")]).drafter.capture()
+    DrafterFixture([Bound(), get("torch_reference")], capture_sizes=None).drafter.capture()
 
 
 @pytest.mark.parametrize(("max_reqs", "sizes"), [(1, [1]), (4, [1, 2, 4]), (6, [1, 2, 4, 6])])
@@ -118,12 +123,12 @@ def test_two_tokens_a_round_are_drafted_at_every_capture_size(strategy):
 
 @pytest.mark.parametrize("strategy", CAPTURING)
 def test_sizes_left_out_for_want_of_memory_are_served_by_the_next_larger(strategy):
-    whole = advancing(strategy=strategy)
+    whole = advancing(strategy=strategy, capture_sizes=None)
     whole.drafter.capture()
     largest = sum(report.bytes for report in whole.drafter.graphs.reports if report.key.num_reqs == 4)
-    fixture = advancing(strategy=strategy, graph_memory_limit=largest + 1)
+    fixture = advancing(strategy=strategy, capture_sizes=None, graph_memory_limit=largest + 1)
     fixture.load([0])
-    wanted = advancing(strategy=Strategy.EAGER, capture_sizes=[4])
+    wanted = advancing(strategy=Strategy.EAGER)
     wanted.load([0])
     tokens = [s.drafter.propose(s.verified(rows=slice(0, 1))).tokens.tolist() for s in (fixture, wanted)]
     assert set(fixture.drafter.graphs.left_out) == {1, 2} and tokens[0] == tokens[1]
@@ -138,6 +143,6 @@ def test_a_loop_ends_at_its_last_step_at_the_latest_and_drafts_the_same(monkeypa
         return capture_loop(self, first, body, continue_flag, limit)
 
     monkeypatch.setattr(EmulatedRuntime, "capture_loop", spy)
-    fixture = advancing(strategy=Strategy.DEVICE_LOOP, capture_sizes=[4], loop_steps=loop_steps)
+    fixture = advancing(strategy=Strategy.DEVICE_LOOP, loop_steps=loop_steps)
     assert_same(fixture.rounds(), advancing(strategy=Strategy.EAGER).rounds())
     assert found == limits

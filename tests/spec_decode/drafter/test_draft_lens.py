@@ -2,7 +2,15 @@ import pytest
 import torch
 
 from spec_decode.drafter import Strategy
-from tests.spec_decode.drafter.drafter_fixture import STRATEGIES, K, advancing, mixed, piecewise, preplanned
+from tests.spec_decode.drafter.drafter_fixture import (
+    GREEDY_AND_HOT,
+    STRATEGIES,
+    K,
+    advancing,
+    mixed,
+    piecewise,
+    preplanned,
+)
 
 LENGTHS = [2, 0, 3]
 
@@ -13,12 +21,11 @@ def cut(tokens, lengths):
     return tokens.masked_fill(after, -1)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_each_request_drafts_as_many_tokens_as_it_was_given(strategy, temperature):
-    [(whole, _)] = advancing(strategy=Strategy.EAGER).rounds(1, temperature)
-    fixture = advancing(strategy=strategy, capture_sizes=[4])
-    verified = fixture.verified(temperature=temperature)
+def test_each_request_drafts_as_many_tokens_as_it_was_given(strategy):
+    [(whole, _)] = advancing(strategy=Strategy.EAGER).rounds(1, GREEDY_AND_HOT)
+    fixture = advancing(strategy=strategy)
+    verified = fixture.verified(temperature=GREEDY_AND_HOT)
     drafts = fixture.drafter.propose(verified._replace(draft_lens=torch.tensor(LENGTHS, dtype=torch.int32)))
     assert drafts.tokens.tolist() == cut(whole, LENGTHS).tolist()
     assert fixture.drafter.propose(verified).tokens.tolist() == whole.tolist(), "a round without lengths drafts all"
@@ -27,7 +34,7 @@ def test_each_request_drafts_as_many_tokens_as_it_was_given(strategy, temperatur
 @pytest.mark.parametrize("make", [mixed, preplanned, piecewise])
 def test_groups_of_every_kind_let_each_request_stop_on_its_own(make):
     lengths = torch.tensor(LENGTHS, dtype=torch.int32)
-    one, other = make(capture_sizes=[4]), make(strategy=Strategy.EAGER)
+    one, other = make(), make(strategy=Strategy.EAGER)
     for round_ in range(2):
         found, expected = (
             s.drafter.propose(s.verified(round_=round_)._replace(draft_lens=lengths)) for s in (one, other)
@@ -39,7 +46,7 @@ def test_groups_of_every_kind_let_each_request_stop_on_its_own(make):
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_request_that_stops_is_no_overflow_and_writes_no_further_key(strategy):
     def caches(lengths):
-        fixture = advancing(strategy=strategy, capture_sizes=[4])
+        fixture = advancing(strategy=strategy)
         before = [tensor.clone() for tensor in fixture.caches()]
         fixture.drafter.propose(fixture.verified()._replace(draft_lens=torch.tensor(lengths, dtype=torch.int32)))
         assert fixture.tables.overflow.tolist() == [0] * 4
@@ -63,7 +70,7 @@ def test_lengths_written_in_place_hold_until_verified_tokens_come_without():
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_round_of_fewer_tokens_drafts_the_first_ones_and_the_next_round_all(strategy):
     [(whole, logits)] = advancing(strategy=Strategy.EAGER).rounds(1, 1.0)
-    fixture = advancing(strategy=strategy, capture_sizes=[4])
+    fixture = advancing(strategy=strategy)
     verified = fixture.verified(temperature=1.0)
     for count in (K, 2, 0, 1, 3, K):
         drafts = fixture.drafter.propose(verified, num_tokens=count)
@@ -75,7 +82,7 @@ def test_a_round_of_fewer_tokens_drafts_the_first_ones_and_the_next_round_all(st
 
 @pytest.mark.parametrize("strategy", [Strategy.PER_STEP, Strategy.EAGER])
 def test_a_round_of_no_or_one_token_has_no_later_steps_to_launch(strategy):
-    fixture = advancing(strategy=strategy, capture_sizes=[4])
+    fixture = advancing(strategy=strategy)
     for count in (0, 1, 2):
         fixture.drafter.propose(fixture.verified(), num_tokens=1)
         fixture.drafter.launch_later_steps(4, count)
@@ -99,24 +106,23 @@ def test_the_device_loop_serves_every_number_of_tokens_with_the_graphs_it_has():
     ],
 )  # fmt: skip
 def test_the_device_loop_runs_a_step_and_looks_after_so_many_whether_a_request_drafts_on(lengths, loop_steps, steps):
-    fixture = advancing(strategy=Strategy.DEVICE_LOOP, capture_sizes=[4], loop_steps=loop_steps)
+    fixture = advancing(strategy=Strategy.DEVICE_LOOP, loop_steps=loop_steps)
     fixture.drafter.propose(fixture.verified()._replace(draft_lens=torch.tensor(lengths, dtype=torch.int32)))
     assert max(fixture.drafter.metadata_in_use()) == steps
 
 
-def doubted(tokens, logits, temperature, least):
+def doubted(tokens, logits, least):
     """How many tokens of each request are drafted until the first one below the least confidence, itself included."""
     kept = logits.softmax(-1).gather(2, tokens[..., None])[..., 0] >= least
     return [min(int(row.int().cumprod(0).sum()) + 1, K) for row in kept]
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_request_stops_after_a_token_that_the_draft_doubts(strategy, temperature):
-    [(whole, logits)] = advancing(strategy=Strategy.EAGER).rounds(1, temperature)
+def test_a_request_stops_after_a_token_that_the_draft_doubts(strategy):
+    [(whole, logits)] = advancing(strategy=Strategy.EAGER).rounds(1, GREEDY_AND_HOT)
     confidence = logits.softmax(-1).gather(2, whole[..., None])
     least = float(confidence.flatten().sort().values[5])
-    lengths = doubted(whole, logits, temperature, least)
+    lengths = doubted(whole, logits, least)
     assert min(lengths) < K
-    [(found, _)] = advancing(strategy=strategy, min_confidence=least, capture_sizes=[4]).rounds(1, temperature)
+    [(found, _)] = advancing(strategy=strategy, min_confidence=least).rounds(1, GREEDY_AND_HOT)
     assert found.tolist() == cut(whole, lengths).tolist()

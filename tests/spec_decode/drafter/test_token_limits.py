@@ -12,15 +12,15 @@ ROOMS = {
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize(("room", "accepted", "proposed"), ROOMS.values(), ids=ROOMS)
-def test_a_request_proposes_what_it_has_room_for_and_is_flagged_where_that_is_not_all(
-    room, accepted, proposed, strategy
-):
-    fixture = advancing(limits=[MAX_SEQ_LEN, CONTEXTS[1] + K + room, MAX_SEQ_LEN], strategy=strategy)
-    verified = fixture.verified()._replace(accepted=torch.full((3,), accepted, dtype=torch.int32))
-    tokens = fixture.drafter.propose(verified).tokens
-    assert (tokens[1] >= 0).tolist() == [place < proposed for place in range(K)] and (tokens[[0, 2]] >= 0).all()
-    assert fixture.tables.overflow.tolist() == [0, proposed < K, 0, 0]
+def test_a_request_proposes_what_it_has_room_for_and_is_flagged_where_that_is_not_all(strategy):
+    fixture = advancing(strategy=strategy)
+    for name, (room, accepted, proposed) in ROOMS.items():
+        fixture.limits[1] = CONTEXTS[1] + K + room
+        fixture.load(range(3))
+        verified = fixture.verified()._replace(accepted=torch.full((3,), accepted, dtype=torch.int32))
+        tokens = fixture.drafter.propose(verified).tokens
+        assert (tokens[1] >= 0).tolist() == [place < proposed for place in range(K)], name
+        assert (tokens[[0, 2]] >= 0).all() and fixture.tables.overflow.tolist() == [0, proposed < K, 0, 0], name
 
 
 @pytest.mark.parametrize("limit", [CONTEXTS[1] + K, CONTEXTS[1] + K + 2])
