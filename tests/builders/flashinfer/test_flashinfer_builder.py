@@ -102,12 +102,12 @@ def plan_alone(builder, metadata):
 
 
 WHOLE = (
-    "builder.advance_means_a_rebuild[[]base-*",
-    "builder.advance_attends_right[[]base-*",
-    "builder.advance_refreshes_another_batch[[]base-*",
-    "graph.loop_replays_over_other_batches[[]base-*",
-    "graph.replay_equals_eager[[]base-*",
-    "graph.two_sizes_interleave[[]base-*",
+    "builder.advance_means_a_rebuild[[]base-single[]]",
+    "builder.advance_attends_right[[]base-single[]]",
+    "builder.advance_refreshes_another_batch[[]base-decode[]]",
+    "graph.loop_replays_over_other_batches[[]base-few[]]",
+    "graph.replay_equals_eager[[]base-few[]]",
+    "graph.two_sizes_interleave[[]base-few[]]",
     "drafter.strategies_agree[[]k2-n2[]]",
     "drafter.steps_attend_to_the_logical_prefix[[]k4-n3[]]",
 )

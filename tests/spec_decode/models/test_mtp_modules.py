@@ -59,13 +59,10 @@ def fixture(tmp_path):
 @pytest.mark.parametrize(
     "options",
     [
-        {"backend": "triton_mla"},
-        {"contexts": [0, 1, 2]},
-        {"contexts": [3, 0, 9]},
-        {"part": 1},
+        {"backend": "triton_mla", "contexts": [3, 0, 9], "part": 1},
         {"part": 5, "strategy": Strategy.EAGER},
-        {"steps": 1},
-        {"steps": 3},
+        {"contexts": [0, 1, 2], "steps": 3},
+        {"contexts": [3, 0, 9], "steps": 1},
     ],
     ids=str,
 )
