@@ -68,16 +68,18 @@ def test_lengths_written_in_place_hold_until_verified_tokens_come_without():
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_round_of_fewer_tokens_drafts_the_first_ones_and_the_next_round_all(strategy):
+def test_a_round_of_fewer_tokens_drafts_the_first_ones_with_the_graphs_it_has_and_the_next_round_all(strategy):
     [(whole, logits)] = advancing(strategy=Strategy.EAGER).rounds(1, 1.0)
     fixture = advancing(strategy=strategy)
-    verified = fixture.verified(temperature=1.0)
+    fixture.drafter.capture()
+    verified, reports = fixture.verified(temperature=1.0), list(fixture.drafter.graphs.reports)
     for count in (K, 2, 0, 1, 3, K):
         drafts = fixture.drafter.propose(verified, num_tokens=count)
         assert drafts.tokens.tolist() == whole[:, :count].tolist()
         assert torch.equal(drafts.logits, logits[:, :count])
         assert fixture.drafter.drafts.tokens[:3].tolist() == cut(whole, [count] * 3).tolist()
     assert fixture.drafter.propose(verified).tokens.tolist() == whole.tolist()
+    assert fixture.drafter.graphs.reports == reports
 
 
 @pytest.mark.parametrize("strategy", [Strategy.PER_STEP, Strategy.EAGER])
@@ -87,15 +89,6 @@ def test_a_round_of_no_or_one_token_has_no_later_steps_to_launch(strategy):
         fixture.drafter.propose(fixture.verified(), num_tokens=1)
         fixture.drafter.launch_later_steps(4, count)
         assert max(fixture.drafter.metadata_in_use()) == max(0, count - 1)
-
-
-def test_the_device_loop_serves_every_number_of_tokens_with_the_graphs_it_has():
-    fixture = advancing(strategy=Strategy.DEVICE_LOOP)
-    fixture.drafter.capture()
-    reports = list(fixture.drafter.graphs.reports)
-    for count in range(K + 1):
-        fixture.drafter.propose(fixture.verified(), num_tokens=count)
-    assert fixture.drafter.graphs.reports == reports
 
 
 @pytest.mark.parametrize(

@@ -12,15 +12,19 @@ ROOMS = {
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_request_proposes_what_it_has_room_for_and_is_flagged_where_that_is_not_all(strategy):
+def test_a_request_proposes_what_it_has_room_for_is_flagged_where_that_is_not_all_and_writes_nothing_without(strategy):
     fixture = advancing(strategy=strategy)
     for name, (room, accepted, proposed) in ROOMS.items():
         fixture.limits[1] = CONTEXTS[1] + K + room
         fixture.load(range(3))
         verified = fixture.verified()._replace(accepted=torch.full((3,), accepted, dtype=torch.int32))
+        before = [tensor.clone() for tensor in fixture.caches()]
         tokens = fixture.drafter.propose(verified).tokens
         assert (tokens[1] >= 0).tolist() == [place < proposed for place in range(K)], name
         assert (tokens[[0, 2]] >= 0).all() and fixture.tables.overflow.tolist() == [0, proposed < K, 0, 0], name
+        for index, (was, tensor) in enumerate(zip(before, fixture.caches(), strict=True)):
+            pages = fixture.pages[index // 2][1]
+            assert torch.equal(tensor[pages], was[pages]) is (room == 0), name
 
 
 @pytest.mark.parametrize("limit", [CONTEXTS[1] + K, CONTEXTS[1] + K + 2])
@@ -30,12 +34,3 @@ def test_neighbours_of_a_request_at_its_limit_draft_the_same(make, limit):
     [(wanted, wanted_logits)] = make().rounds(1)
     assert tokens[[0, 2]].tolist() == wanted[[0, 2]].tolist()
     assert torch.equal(logits[[0, 2]], wanted_logits[[0, 2]])
-
-
-def test_a_request_that_does_not_fit_writes_nothing():
-    fixture = advancing(limits=[MAX_SEQ_LEN, CONTEXTS[1] + K, MAX_SEQ_LEN])
-    before = [tensor.clone() for tensor in fixture.caches()]
-    fixture.drafter.propose(fixture.verified())
-    for index, (was, tensor) in enumerate(zip(before, fixture.caches(), strict=True)):
-        pages = fixture.pages[index // 2][1]
-        assert torch.equal(tensor[pages], was[pages])

@@ -86,6 +86,7 @@ def test_a_dynamic_tree_has_the_paths_most_probable_at_the_requests_temperature(
     fixture = trees(strategy=Strategy.EAGER)
     verified = fixture.verified(temperature=[1.3, 0.0, 0.8])
     drafts = fixture.drafter.propose(verified)
+    assert drafts.logits.shape[:2] == (3, 0) and drafts.tokens.shape == drafts.parents.shape == (3, 10)
     for row in range(len(CONTEXTS)):
         assert paths(drafts, row) == best_paths(Chains(verified, row), DYNAMIC.width, DYNAMIC.num_tokens)
 
@@ -148,11 +149,6 @@ def test_a_request_without_room_for_a_tree_has_the_roots_children_and_raises_ove
     assert paths(drafts, 1) == best_paths(Chains(verified, 1), 3, 10, steps=1)
     assert paths(drafts, 2) == best_paths(Chains(verified, 2), 3, 10)
     assert fixture.tables.overflow[:3].tolist() == [0, 1, 0]
-
-
-def test_the_draft_of_a_tree_needs_no_logits():
-    drafts = trees().drafter.propose(trees().verified())
-    assert drafts.logits.shape[:2] == (3, 0) and drafts.tokens.shape == drafts.parents.shape == (3, 10)
 
 
 class Modules(ModuleDraft, TwoLayerDraft):
