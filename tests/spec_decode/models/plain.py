@@ -1,4 +1,4 @@
-"""Formulas shared by oracles, one head, token and expert at a time, in the dtype of their inputs."""
+"""Formulas shared by oracles, one head, or one token or expert, at a time, in the dtype of their inputs."""
 
 import math
 
@@ -46,10 +46,9 @@ def attend_latents(query, latent, window, sinks, value_dim):
     out = torch.zeros(*query.shape[:2], value_dim).to(query)
     for token in range(len(query)):
         seen = latent[max(0, token + 1 - (window or len(query))) : token + 1]
-        for head in range(query.shape[1]):
-            scores = (seen @ query[token, head] * query.shape[-1] ** -0.5).exp()
-            sink = 0.0 if sinks is None else sinks[head].exp()
-            out[token, head] = scores @ seen[:, :value_dim] / (scores.sum() + sink)
+        scores = (query[token] @ seen.T * query.shape[-1] ** -0.5).exp()
+        sink = 0.0 if sinks is None else sinks.exp()
+        out[token] = scores @ seen[:, :value_dim] / (scores.sum(-1) + sink)[:, None]
     return out
 
 
