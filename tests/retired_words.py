@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 
 from tests.import_graph import FLOORS, ROOT, parsed
@@ -65,14 +66,15 @@ PARTS: dict[tuple[str, ...], dict[str, str]] = {
 PHRASES: dict[tuple[str, ...], dict[str, str]] = {
     ANYWHERE: {
         "upkeep": "metadata update", "weak": "rebuild (group)", "coins?": "uniform", "honest(ly)?": "low-precision",
-        "seat(s|ed)?": "row", "(target|draft|engine)'s pass(es)?": "step",
+        "seat(s|ed)?": "row", "target's pass(es)?": "step", "draft's pass(es)?": "step", "engine's pass(es)?": "step",
         "times? round": "iteration", "under watch": "validated", "--apart": "--isolate",
         "--watch": "--validate-metadata", "packed (fp8|pages?|latents?|caches?)": "fp8_ds_mla",
     },
-    VERIFYING: {"verdicts?": "result of verification", "judge[ds]?|judging": "verify"},
+    VERIFYING: {"verdicts?": "result of verification", "judge[ds]?": "verify", "judging": "verify"},
     DRAFTING: {"obstacles?": "reason"},
 }  # fmt: skip
-"""Phrases for comments, messages and pages. The other words above are plain English there."""
+"""Phrases for comments, messages and pages, in lower case, each with one way to begin. The other words above are plain
+English there."""
 
 _PART = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 
@@ -95,17 +97,23 @@ def retired(name: str, text: str) -> set[str]:
 def retired_names(name: str, source: str) -> set[str]:
     """Names by a retired word that a source defines, its own included."""
     whole, parts = _of(name, NAMES), _of(name, PARTS)
-    lower = source.lower()
-    # To look for the letters is quicker than to parse, and most files have none of them.
-    spelled = any(word in source for word in whole) or any(part in lower for part in parts)
-    defined = {*(_defined(parsed(source)) if spelled else ()), Path(name).stem}
-    return {d for d in defined if d in whole or {part.lower() for part in _PART.findall(d)} & parts.keys()}
+    words = {*re.findall(r"\w+", source), Path(name).stem}
+    suspect = {word for word in words if word in whole or not _parts(word).isdisjoint(parts)}
+    # Most files have no such word, and need not be parsed to see whether it is defined there.
+    return suspect & {*_defined(parsed(source)), Path(name).stem} if suspect else set()
 
 
 def retired_phrases(name: str, text: str) -> set[str]:
     """Retired phrases in a text, in lower case."""
-    pattern = "|".join(rf"(?<![\w-])(?:{phrase})(?![\w-])" for phrase in _of(name, PHRASES))
-    return {match[0].lower() for match in re.finditer(pattern, " ".join(text.split()), re.IGNORECASE)}
+    words = " ".join(["", *text.lower().split()])
+    # Looking behind at every letter would take much longer: re searches fast for what begins with one of a few letters.
+    pattern = "|".join(rf"{phrase}(?![\w-])" for phrase in _of(name, PHRASES))
+    return {m[0] for m in re.finditer(pattern, words) if not re.match(r"[\w-]", words[m.start() - 1])}
+
+
+@cache
+def _parts(name: str) -> frozenset[str]:
+    return frozenset(part.lower() for part in _PART.findall(name))
 
 
 def _of(name: str, words: Mapping[tuple[str, ...], dict[str, str]]) -> dict[str, str]:

@@ -1,6 +1,7 @@
 """No test may fail because of a slow machine: none contains a time limit. faulthandler_timeout shows a hang."""
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,10 +14,16 @@ FILES = sorted(TESTS.rglob("*.py"))
 _LIMITS = {"timeout", "timeout_s", "deadline", "max_seconds"}
 _CLOCKS = {"time", "time_ns", "perf_counter", "perf_counter_ns", "monotonic", "monotonic_ns", "process_time"}
 _WAITS = {"wait", "join", "result", "communicate", "acquire", "set_default_timeout", "alarm", "wait_for_timeout"}
+_SUSPECT = re.compile(
+    rf"\b(?:{'|'.join(_LIMITS)})\s*=|\b(?:{'|'.join(_CLOCKS)})\(|\b(?:{'|'.join(_WAITS)})\((?:$|.*\d)", re.MULTILINE
+)
+"""Whatever has a limit has this too."""
 
 
 def limits(source: str) -> Iterator[int]:
     """The lines with a limit: given as an option, given to something that waits, or a clock that is compared."""
+    if not _SUSPECT.search(source):  # most files, which then need not be parsed
+        return
     for node in ast.walk(parsed(source)):
         if isinstance(node, ast.keyword) and node.arg in _LIMITS and ast.unparse(node.value) != "None":
             yield node.value.lineno
