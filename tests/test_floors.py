@@ -1,5 +1,5 @@
 """Imports point one way: between floors, between rooms of spec_decode, and inside every folder; in the sources and once
-everything is loaded."""
+everything is loaded. And nothing is imported before it is used."""
 
 from __future__ import annotations
 
@@ -42,10 +42,45 @@ def sources() -> Uses:
     return uses_here()
 
 
+LATE = {
+    "the help of a verb, but for bench's, which no wheel has, loads no torch": """
+from click.testing import CliRunner
+from spec_decode.cli.main import main
+verbs = main.commands.keys() - {"bench"}
+assert not any(CliRunner().invoke(main, [verb, "--help"]).exit_code for verb in verbs)
+assert "torch" not in sys.modules
+""",
+    "finding a device loads no triton": """
+from spec_decode.cli.options import resolve_device
+resolve_device("cpu")
+assert not {"triton", "builders"} & sys.modules.keys()
+""",
+    "loading a draft loads no transformers, and no compiler of torch, which takes a second or more": """
+from spec_decode.models import SHIPPED_PAIR, load_draft, load_pair
+load_pair(SHIPPED_PAIR)
+assert not {"transformers", "torch._dynamo"} & sys.modules.keys()
+""",
+    "a capture in the emulator loads no compiler of torch": """
+import torch
+from spec_decode.graphs import runtime_for
+cell = torch.zeros(1)
+runtime_for(cell.device).capture(lambda: cell.add_(1)).replay()
+assert cell.item() == 1 and "torch._dynamo" not in sys.modules
+""",
+}
+"""What is imported only on use: each part may load more than the part before it."""
+EVERYTHING = """
+import runpy
+runpy.run_module("tests.import_graph", run_name="__main__")
+"""
+
+
 @dataclass(frozen=True)
 class Loading:
-    """The modules that came with what serves requests, and what the modules hold once everything is loaded."""
+    """Which parts of LATE came to their end, the modules that came with them and with what serves requests, and what
+    the modules hold once everything is loaded."""
 
+    late: list[str]
     production: list[str]
     uses: Uses
 
@@ -53,10 +88,16 @@ class Loading:
 @pytest.fixture(scope="module")
 def loading() -> Loading:
     """Another process loads everything: in this one the tests have put their own things into modules."""
-    command = [sys.executable, "-m", "tests.import_graph", *(f"spec_decode.{name}" for name in PRODUCTION)]
+    script = "import sys\n" + "".join(f"{part}print({name!r})\n" for name, part in LATE.items()) + EVERYTHING
+    command = [sys.executable, "-c", script, *(f"spec_decode.{name}" for name in PRODUCTION)]
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
-    found = json.loads(done.stdout)
-    return Loading(found["first"], {module: set(used) for module, used in found["uses"].items()})
+    *late, last = done.stdout.splitlines()
+    found = json.loads(last)
+    return Loading(late, found["first"], {module: set(used) for module, used in found["uses"].items()})
+
+
+def test_nothing_is_imported_before_it_is_used(loading: Loading) -> None:
+    assert loading.late == list(LATE)
 
 
 @pytest.fixture(scope="module")
