@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,15 @@ def test_a_change_stands_where_it_was_found_beyond_ascii_text() -> None:
     assert found == {source.replace("<", "<=")}
 
 
+@pytest.fixture
+def few_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To read, as any others are."""
+    for places in ("ROOMS", "PRODUCT"):
+        monkeypatch.setattr(mutation, places, ("builders/*.py",))
+    monkeypatch.setattr(mutation, "_lines", cache(mutation._lines.__wrapped__))
+
+
+@pytest.mark.usefixtures("few_files")
 def test_a_draw_repeats_and_has_no_two_changes_of_a_line() -> None:
     drawn = draw(60, 3)
     assert drawn == draw(60, 3) != draw(60, 4)
@@ -200,6 +210,7 @@ def test_what_is_kept_stays_whole_where_a_run_is_stopped_while_it_writes(
     assert copy.asked == 3
 
 
+@pytest.mark.usefixtures("few_files")
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

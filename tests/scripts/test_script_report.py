@@ -1,6 +1,6 @@
 """Code that scripts share: a report's provenance, and usage errors."""
 
-import subprocess
+import runpy
 import sys
 
 import pytest
@@ -8,6 +8,7 @@ import torch
 
 from scripts.script_report import write_report
 from spec_decode.files import read_json
+from tests.import_graph import ROOT
 
 
 @pytest.mark.parametrize("given", [["--json", "x.json"], ["--json=x.json"]])
@@ -21,6 +22,13 @@ def test_the_command_of_a_report_names_no_file_of_its_own(tmp_path, given):
 
 
 @pytest.mark.parametrize("script", ["schemas", "unpack_engine"])
-def test_a_script_without_its_arguments_says_what_it_takes(script):
-    ran = subprocess.run([sys.executable, f"scripts/{script}.py"], stderr=subprocess.PIPE, text=True)
-    assert ran.returncode == 2 and f"usage: {script}.py" in ran.stderr
+def test_a_script_without_its_arguments_says_what_it_takes(script, monkeypatch, capsys):
+    places = [place for place in sys.path if place not in ("", str(ROOT))]
+    monkeypatch.setattr(sys, "path", places)
+    monkeypatch.setattr(sys, "argv", [f"scripts/{script}.py"])
+    before = [*places]
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(ROOT / f"scripts/{script}.py"), run_name="__main__")
+    assert ended.value.code == 2 and f"usage: {script}.py" in capsys.readouterr().err
+    # Where it imports from this project, it says where that is: its own folder is all that Python adds.
+    assert places == [str(ROOT)] * (script == "schemas") + before
