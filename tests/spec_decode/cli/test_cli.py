@@ -123,5 +123,6 @@ def test_what_a_backend_says_reaches_no_terminal_as_a_control(verb, plug_in, run
 
 def test_why_a_backend_does_not_load_reaches_no_terminal_as_a_control(plug_in, run):
     plug_in("clears", clear)
-    found = run("check", "clears", "torch_reference", "--device", "cpu", "--only", "contract.version_matches")
+    words = ("check", "clears", "torch_reference", "--device", "cpu", "--only", "contract.version_matches")
+    found = run(*words, "--no-isolate")
     assert "\\x1b[2J" in found.output and "\x1b" not in found.output
