@@ -19,7 +19,7 @@ def two_trees(monkeypatch):
 
 
 def test_the_shipped_pair_keeps_more_of_a_larger_tree_at_either_temperature(bench, two_trees):
-    rows = list(block_tree_rows(bench, replace(SHIPPED, num_reqs=(2,), output=32)))
+    rows = list(block_tree_rows(bench, replace(SHIPPED, num_reqs=(2,), output=16, warm_up_tokens=2)))
     assert not bench.missing
     assert [(row["temperature"], row["tree"]) for row in rows] == [(t, tree) for t in (0, 1) for tree in (0, 1, 1)]
     # At a temperature tokens in a row are verified by another rule, whose text is another.
