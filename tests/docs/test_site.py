@@ -47,19 +47,21 @@ def test_what_only_a_built_site_shows_is_found(text: str) -> None:
     assert problems(DOCS / "index.md", f"# Page\n\n{text}\n") != []
 
 
-@pytest.mark.parametrize("link", ["gone.md", "other.md#gone", "#gone", "gone.png", "/other.md"])
-def test_a_link_that_leads_nowhere_fails_the_site(tmp_path: Path, link: str) -> None:
+def test_a_link_that_leads_nowhere_fails_the_site(tmp_path: Path) -> None:
+    links = ["gone.md", "other.md#gone", "#gone", "gone.png", "/other.md"]
     pytest.importorskip("mkdocs", reason="needs the extra docs")
     pages = tmp_path / "docs"
     pages.mkdir()
     (pages / "other.md").write_text("# Here\n")
-    (pages / "index.md").write_text(f"# Index\n\n[a](other.md#here) [b]({link})\n")
+    wrong = " ".join(f"[b]({link})" for link in links)
+    (pages / "index.md").write_text(f"# Index\n\n[a](other.md#here) {wrong}\n")
     settings = {"docs_dir": "docs", "site_dir": "site", "theme": {"name": "mkdocs"}, "nav": ["index.md", "other.md"]}
     settings |= {"INHERIT": str(ROOT / "mkdocs.yml"), "hooks": [], "plugins": [], "markdown_extensions": []}
     (tmp_path / "mkdocs.yml").write_text(json.dumps(settings))
 
     built = subprocess.run([sys.executable, "-m", "mkdocs", "build"], cwd=tmp_path, capture_output=True, text=True)
-    assert built.returncode and f"'{link}'" in built.stderr and "1 warnings in strict" in built.stdout
+    assert [link for link in links if f"'{link}'" not in built.stderr] == []
+    assert built.returncode and f"{len(links)} warnings in strict" in built.stdout
 
 
 def test_a_drawing_becomes_part_of_its_page() -> None:
