@@ -106,9 +106,9 @@ def test_without_a_target_nothing_is_trained(tmp_path):
 def test_an_engine_that_drafts_with_it_writes_what_plain_decoding_does(trained):
     pair, texts = load_pair(trained.folder, draft=trained.name), []
     for steps in (0, 1, 4):
-        config = engine_config(num_speculative_tokens=steps, max_model_len=64)
+        config = engine_config(num_speculative_tokens=steps, max_model_len=64, max_num_seqs=2)
         engine = Engine(*pair, get("torch_reference"), config)
-        requests = [make_request(prompt=encode(prompt), max_tokens=20) for prompt in ("The for statement", "x")]
+        requests = [make_request(prompt=encode(prompt), max_tokens=12) for prompt in ("The for statement", "x")]
         texts.append([made.token_ids for made in engine.generate(requests)])
     assert texts[0] == texts[1] == texts[2]
 
