@@ -63,9 +63,10 @@ def test_of_a_requirement_only_the_condition_changes() -> None:
     assert changes("require(x < y, message(1))") == {"pass", "require(x <= y, message(1))"}
 
 
-def test_only_bodies_change() -> None:
+def test_only_bodies_change_and_none_of_what_prints() -> None:
     source = "LIMIT = 1\n\n\n@decorated(1)\ndef f(x: Literal[1] = 1) -> Literal[1]:\n    ...\n"
     assert not mutants("file.py", source, {})
+    assert not mutants("file.py", "def __repr__(x):\n    return x < 1\n", {})
 
 
 def test_a_keyword_is_dropped_only_where_the_callee_has_a_default() -> None:
