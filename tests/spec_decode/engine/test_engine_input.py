@@ -14,7 +14,7 @@ from spec_decode.engine import engine as module
 from spec_decode.engine.request import Handle
 from spec_decode.engine.target_runner import TargetRunner
 from spec_decode.paged import GraphMode
-from tests.factories import make_request
+from tests.factories import make_request, resampled
 from tests.spec_decode.engine import engine_helpers
 from tests.spec_decode.engine.engine_helpers import texts
 
@@ -23,17 +23,25 @@ ASKED = [make_request(prompt=[i, 3, 1], max_tokens=n) for i, n in enumerate([4, 
 
 
 def make_engine(**options):
-    return engine_helpers.make_engine(**{"max_model_len": 40, "num_pages": 24, **options})
+    return engine_helpers.make_engine(**{"steps": 2, "max_model_len": 40, "num_pages": 24, **options})
 
 
 WHOLE = texts(make_engine(), ASKED)
+LONG = [resampled(asked, max_tokens=26 + i) for i, asked in enumerate(ASKED)]
+"""For many interrupts of one run."""
+SHORT = [resampled(asked, max_tokens=2) for asked in ASKED[:2]]
 
 
-def submitted(engine):
-    return [engine.submit(request) for request in ASKED]
+@cache
+def whole_long():
+    return texts(make_engine(), LONG)
 
 
-def serve(engine, handles):
+def submitted(engine, asked=ASKED):
+    return [engine.submit(request) for request in asked]
+
+
+def serve(engine, handles, whole=WHOLE):
     """Steps until every text has ended as it would have; how many steps broke off, each with every page back."""
     broke, num_pages, trace = 0, engine.pool.num_pages, sys.gettrace()
     while not all(handle.done for handle in handles):
@@ -45,7 +53,7 @@ def serve(engine, handles):
         finally:
             sys.settrace(trace)
     engine.step()
-    assert [handle.generation.token_ids for handle in handles] == WHOLE and engine.pool.num_free == num_pages
+    assert [handle.generation.token_ids for handle in handles] == whole and engine.pool.num_free == num_pages
     assert {handle.generation.finish_reason for handle in handles} == {"length"}
     return broke
 
@@ -86,13 +94,13 @@ def engine():
 
 
 @pytest.mark.parametrize(("wrong", "message"), REFUSED.values(), ids=REFUSED)
-def test_what_is_no_request_is_refused_in_words_and_the_next_call_is_right(engine, wrong, message):
+def test_what_is_no_request_is_refused_in_words_before_anything_runs(engine, wrong, message):
     told = []
     with pytest.raises(BatchError, match=f"(?s){message}"):
         engine.submit(wrong)
     with pytest.raises(BatchError, match=f"(?s)request 1 .*{message}"):
         engine.generate([ASKED[0], wrong], on_token=lambda index, token: told.append(token))
-    assert not told and not engine.step() and engine.pool.num_free == 24 and texts(engine, ASKED[:1]) == WHOLE[:1]
+    assert not told and not engine.step() and engine.pool.num_free == 24
 
 
 @pytest.mark.parametrize("wrong", [ASKED[0], None, 3])
@@ -101,7 +109,7 @@ def test_requests_that_are_no_list_are_refused(engine, wrong):
         engine.generate(wrong)
 
 
-def test_requests_may_come_from_a_generator(engine):
+def test_after_all_these_the_next_call_is_right_and_its_requests_may_come_from_a_generator(engine):
     assert texts(engine, (request for request in ASKED)) == WHOLE
 
 
@@ -185,7 +193,7 @@ def test_an_eager_target_runs_batches_above_its_largest_capture_size():
     engine = make_engine()
     runner = engine.target
     engine.target = TargetRunner(
-        runner.model, runner.groups, runner.tables, query_len=4, graph_mode=GraphMode.NONE, capture_sizes=[1]
+        runner.model, runner.groups, runner.tables, query_len=3, graph_mode=GraphMode.NONE, capture_sizes=[1]
     )
     assert texts(engine, ASKED) == WHOLE
 
@@ -217,25 +225,21 @@ PLACES = {
 
 
 @pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
-def test_after_a_round_that_broke_off_the_steps_to_come_end_every_text_as_it_would_have(place, monkeypatch):
+def test_wherever_a_round_breaks_off_later_steps_and_the_next_call_end_every_text_as_it_would_have(place, monkeypatch):
     engine = make_engine()
     handles = submitted(engine)
-    broken_once(monkeypatch, *place(engine), 1, RuntimeError("broken"))
-    assert serve(engine, handles) == 1
-
-
-@pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
-def test_generate_returns_every_page_when_it_is_interrupted_and_is_right_the_next_time(place, monkeypatch):
-    engine = make_engine()
+    with monkeypatch.context() as context:
+        broken_once(context, *place(engine), 1, RuntimeError("broken"))
+        assert serve(engine, handles) == 1
     broken_once(monkeypatch, *place(engine), 2, KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt):
         engine.generate(ASKED)
-    assert engine.pool.num_free == 24 and texts(engine, ASKED) == WHOLE
+    assert engine.pool.num_free == 24 and texts(engine, SHORT) == [text[:2] for text in WHOLE[:2]]
 
 
 def test_a_round_that_breaks_off_after_a_callback_has_returned_gives_every_page_back(monkeypatch):
     after_a_callback = 0
-    for at in range(1, 12):
+    for at in range(3, 7):
         engine, told = make_engine(), []
         for each in ASKED:
             engine.submit(each, on_token=told.append)
@@ -271,69 +275,58 @@ def is_interrupted(filename):
 
 
 class Interrupt:
-    """Raises KeyboardInterrupt at one line of the engine's own code or of its tables', counted from the first step on.
+    """Raises KeyboardInterrupt at lines of the engine's own code or of its tables', counted while it is started.
 
-    within: names of the only functions to interrupt; without them it is all but RECOVERY.
+    gaps: how many lines to the first, from there to the second, and so on. within: names of the only functions to
+    interrupt; without them it is all but RECOVERY. where: the lines that were interrupted.
     """
 
-    def __init__(self, at, within=()):
-        self.left, self.where, self.within = at, None, within
+    def __init__(self, gaps, within=()):
+        self.gaps, self.within, self.where = iter(gaps), within, []
+        self.left = next(self.gaps)
 
     def start(self):
-        if self.where is None:
+        if self.left is not None:
             sys.settrace(self)
 
     def __call__(self, frame, event, arg):
         code = frame.f_code
         # A generator's frame cannot be interrupted twice.
         mine = is_interrupted(code.co_filename) and not code.co_name.startswith("<")
-        # In these no step has begun, and nothing is broken off.
-        if mine and code.co_name in ("step", "generate", "_require_exclusive"):
+        # In these no step has begun, or it has ended, and nothing is broken off.
+        if mine and code.co_name in ("step", "generate", "_require_exclusive", "_with_lock", "_guarded_step"):
             return self
         if not mine or (code.co_name not in self.within if self.within else code.co_name in RECOVERY):
             return None
         if event == "line":
             self.left -= 1
             if self.left == 0:
-                self.where = f"{Path(code.co_filename).name}:{frame.f_lineno}"
+                self.where.append(f"{Path(code.co_filename).name}:{frame.f_lineno}")
+                self.left = next(self.gaps, None)
                 sys.settrace(None)
                 raise KeyboardInterrupt
         return self
 
 
-def interrupted_at(engine, at, within=()):
-    """Every step of the engine goes on until that line."""
-    interrupt, step = Interrupt(at, within), engine.step
-
-    def traced():
-        interrupt.start()
-        return step()
-
-    engine.step = traced
-    return interrupt
-
-
 IN_TABLES = ("condense", "_allocated_to", "grow", "_write_growth")
 
 
-@pytest.mark.parametrize(
-    ("at", "options", "within"),
-    [(at, {"max_prefill_tokens": 4}, ()) for at in range(1, 1200, 60)]
-    + [(at, {}, IN_TABLES) for at in range(1, 170, 7)],
-)
-def test_an_interrupt_at_any_line_of_the_engine_and_its_tables_loses_no_page_and_no_text(at, options, within):
-    engine = make_engine(num_pages=14, **options)
-    handles, interrupt = submitted(engine), interrupted_at(engine, at, within)
-    assert serve(engine, handles) == 1, interrupt.where
+@pytest.mark.parametrize(("gaps", "within"), [(range(1, 1000, 17), ()), (range(1, 140, 2), IN_TABLES)])
+def test_interrupts_at_any_line_of_the_engine_and_its_tables_lose_no_page_and_no_text(gaps, within, monkeypatch):
+    engine = make_engine(num_pages=14, max_prefill_tokens=4)
+    handles, interrupt, step = submitted(engine, LONG), Interrupt(gaps, within), engine.step
+    monkeypatch.setattr(engine, "step", lambda: interrupt.start() or step())
+    assert serve(engine, handles, whole_long()) == len(interrupt.where) == len(gaps), interrupt.where
+    assert len(set(interrupt.where)) > 30
 
 
-def interrupted_twice(monkeypatch, engine, at, within):
-    """The third target step is interrupted, and line number `at` of what follows within these functions."""
-    work, calls, second = engine.target.run, [], Interrupt(at, within)
+def interrupted_twice(monkeypatch, engine, gaps, within):
+    """Every third target step is interrupted, and what follows within these functions after so many lines."""
+    work, calls, second = engine.target.run, [], Interrupt(gaps, within)
 
     def run(*args):
         calls.append(args)
-        if len(calls) == 3:
+        if len(calls) % 3 == 0 and second.left is not None:
             second.start()
             raise KeyboardInterrupt
         return work(*args)
@@ -342,24 +335,23 @@ def interrupted_twice(monkeypatch, engine, at, within):
     return second
 
 
-@pytest.mark.parametrize("at", range(1, 36, 2))
-def test_a_second_interrupt_within_the_recovery_from_the_first_loses_no_page_and_no_text(at, monkeypatch):
-    engine = make_engine()
-    handles, second = submitted(engine), interrupted_twice(monkeypatch, engine, at, RECOVERY)
-    assert serve(engine, handles) == 1 and second.where, second.where
+def test_a_second_interrupt_within_the_recovery_from_the_first_loses_no_page_and_no_text(monkeypatch):
+    engine, lines = make_engine(), range(1, 36, 2)
+    handles, second = submitted(engine, LONG), interrupted_twice(monkeypatch, engine, lines, RECOVERY)
+    assert serve(engine, handles, whole_long()) >= len(second.where) == len(lines), second.where
 
 
-@pytest.mark.parametrize("at", range(1, 81, 4))
-def test_a_second_interrupt_while_generate_ends_its_requests_returns_every_page(at, monkeypatch):
+def test_a_second_interrupt_while_generate_ends_its_requests_returns_every_page(monkeypatch):
     engine = make_engine()
-    second = interrupted_twice(monkeypatch, engine, at, (*RECOVERY, *CANCELLING))
-    with pytest.raises(KeyboardInterrupt):
-        try:
-            engine.generate(ASKED)
-        finally:
-            sys.settrace(None)
-    assert second.where and engine.pool.num_free == 24, second.where
-    assert texts(engine, ASKED) == WHOLE, second.where
+    for line in range(1, 81, 4):
+        with monkeypatch.context() as context, pytest.raises(KeyboardInterrupt):
+            second = interrupted_twice(context, engine, [line], (*RECOVERY, *CANCELLING))
+            try:
+                engine.generate(ASKED)
+            finally:
+                sys.settrace(None)
+        assert second.where and engine.pool.num_free == 24, (line, second.where)
+        assert texts(engine, SHORT) == [text[:2] for text in WHOLE[:2]], second.where
 
 
 def interrupted_three_times(monkeypatch, engine):
