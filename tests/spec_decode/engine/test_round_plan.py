@@ -12,7 +12,7 @@ from spec_decode.paged import GraphMode
 from tests.spec_decode.drafter.third_party_backends import DecodeOnly, Planned, Rebuilt, Uncapturable
 from tests.spec_decode.engine.engine_helpers import make_engine, pair, requests
 
-CHAIN = pair("draft")
+CHAIN, ASKED = pair("draft"), requests(5)[2:5]
 
 
 def make_round(pair=CHAIN, **options):
@@ -32,7 +32,7 @@ def test_one_graph_is_captured_instead_of_two():
 @pytest.fixture(scope="module")
 def whole():
     """What an engine says and keeps whose rounds are one graph."""
-    return make_round().generate(requests(4))
+    return make_round().generate(ASKED)
 
 
 APART = {
@@ -68,13 +68,18 @@ APART = {
 def test_where_one_graph_cannot_be_the_plan_says_why_and_the_texts_stay(whole, options, reason):
     engine = make_round(**options)
     assert not engine.round_plan.one_graph and re.match(reason, engine.round_plan.reason), engine.round_plan
-    assert engine.generate(requests(4)) == whole
+    assert engine.generate(ASKED) == whole
 
 
 @pytest.mark.parametrize(("options", "reason"), list(APART.values())[1:], ids=list(APART)[1:])
 def test_one_graph_that_cannot_be_is_refused(options, reason):
     with pytest.raises(StrategyError, match=f"draft and target cannot share one graph: {reason}.*Leave one_graph out"):
         make_round(one_graph=True, **options)
+
+
+def test_pieces_are_refused_where_every_groups_attention_can_be_captured():
+    with pytest.raises(StrategyError, match="strategy piecewise cannot run: every group's attention can be captured"):
+        make_round(graph_mode=GraphMode.PIECEWISE, strategy=Strategy.PIECEWISE)
 
 
 def test_a_target_without_graphs_runs_after_a_captured_draft():

@@ -44,9 +44,9 @@ def rest_of(chunks: Iterator[TextChunk]) -> str:
 
 
 def test_drafting_changes_no_greedy_text_of_more_prompts_than_run_at_once(llm: LLM, greedy: list[str]) -> None:
-    drafted = llm.generate(PROMPTS * 3, GREEDY)
-    assert [one.text for one in drafted] == greedy * 3 and sum(drafted[0].accepted) > 0
-    assert [one.prompt for one in drafted] == PROMPTS * 3
+    drafted = llm.generate(PROMPTS * 2, GREEDY)
+    assert [one.text for one in drafted] == greedy * 2 and sum(drafted[0].accepted) > 0
+    assert [one.prompt for one in drafted] == PROMPTS * 2
     assert {one.finish_reason for one in drafted} == {"length"} and len(drafted[0].token_ids) == 24
 
 
@@ -54,9 +54,10 @@ def test_drafting_changes_no_greedy_text_of_more_prompts_than_run_at_once(llm: L
 def test_drafting_trees_changes_no_text_at_any_temperature(draft: str, plain: LLM) -> None:
     tree = DynamicTreeConfig(width=4, num_tokens=12)
     llm = LLM("pydoc", draft=draft, device="cpu", max_num_seqs=2, max_model_len=128, tree=tree)
-    for params in (GREEDY, SamplingParams(max_tokens=24, temperature=0.8, seed=5)):
-        drafted, alone = llm.generate(PROMPTS, params), plain.generate(PROMPTS, params)
-        assert [one.text for one in drafted] == [one.text for one in alone] and sum(drafted[0].accepted) > 0
+    params = [SamplingParams(max_tokens=16, temperature=temperature, seed=5) for temperature in (0.0, 0.8)]
+    drafted, alone = llm.generate(PROMPTS, params), plain.generate(PROMPTS, params)
+    assert [one.text for one in drafted] == [one.text for one in alone]
+    assert all(sum(one.accepted) > 0 for one in drafted)
     assert str(llm.plan).startswith("full_loop")
 
 
@@ -92,8 +93,8 @@ def test_each_prompt_may_have_its_own_parameters(llm: LLM) -> None:
 
 
 def test_a_prompt_may_be_token_ids(llm: LLM, greedy: list[str]) -> None:
-    ids = llm.pair.encode(PROMPTS[1])
-    assert [llm.generate(prompt, GREEDY)[-1].text for prompt in (tuple(ids), [ids, ids])] == greedy[1:] * 2
+    ids, few = llm.pair.encode(PROMPTS[1]), SamplingParams(max_tokens=8)
+    assert [llm.generate(prompt, few)[-1].text for prompt in (tuple(ids), [ids, ids])] == [greedy[1][:8]] * 2
 
 
 def test_a_stream_gives_out_what_each_step_added_in_the_order_of_the_prompts(
@@ -163,7 +164,7 @@ def test_a_text_that_ends_while_another_stream_is_read_gets_its_last_piece(llm: 
     while not own or own[-1].index == 0:
         own.append(next(first))
     # The engine runs all to their ends here, while `first` is between its pieces of the second prompt.
-    llm.generate(PROMPTS[0], SamplingParams(max_tokens=60))
+    llm.generate(PROMPTS[0], SamplingParams(max_tokens=30))
     own += first
     for index, text in enumerate(greedy):
         pieces = [chunk for chunk in own if chunk.index == index]
@@ -191,7 +192,7 @@ def test_a_small_model_steps_with_one_thread_and_leaves_the_setting(plain: LLM, 
     torch.set_num_threads(threads)
     try:
         plain.engine.step = lambda: (seen.append(torch.get_num_threads()), step())[1]  # type: ignore[method-assign]
-        plain.generate(PROMPTS[0], GREEDY)
+        plain.generate(PROMPTS[0], SamplingParams(max_tokens=2))
         assert set(seen) == {1} and torch.get_num_threads() == threads
     finally:
         del plain.engine.step
