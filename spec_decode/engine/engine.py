@@ -254,8 +254,9 @@ class Engine:
         """Run one round of the running requests and prefill a chunk of waiting prompts; return whether work is left.
 
         An exception in a callback propagates, and the next step continues with the token after it. After any other
-        exception, including an interrupt, all pages are free and every request waits to be prefilled again with its
-        text so far. Raises BatchError for a step inside a step, or while another thread steps.
+        exception within a round, including an interrupt, all pages are free and every request waits to be prefilled
+        again with its text so far; an interrupt before or after the round changes nothing. Raises BatchError for a step
+        inside a step, or while another thread steps.
         """
         return self._with_lock(self._guarded_step)
 

@@ -1,5 +1,6 @@
 """Callers' input and interruptions: an error message, every page returned, and a correct next call."""
 
+import inspect
 import sys
 import threading
 from functools import cache
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from builders import BatchError, tables
-from spec_decode.engine import Request
+from spec_decode.engine import Engine, Request
 from spec_decode.engine import engine as module
 from spec_decode.engine.request import Handle
 from spec_decode.engine.target_runner import TargetRunner
@@ -274,6 +275,12 @@ def is_interrupted(filename):
     return Path(filename).parent == ENGINE or Path(filename) == TABLES
 
 
+SOURCE, FIRST = inspect.getsourcelines(Engine._guarded_step)
+BLOCKS = [line.strip() for line in SOURCE]
+IN_A_STEP = range(FIRST + BLOCKS.index("try:") + 1, FIRST + BLOCKS.index("finally:"))
+"""The lines of a step within which an interrupt breaks it off."""
+
+
 class Interrupt:
     """Raises KeyboardInterrupt at lines of the engine's own code or of its tables', counted while it is started.
 
@@ -294,7 +301,9 @@ class Interrupt:
         # A generator's frame cannot be interrupted twice.
         mine = is_interrupted(code.co_filename) and not code.co_name.startswith("<")
         # In these no step has begun, or it has ended, and nothing is broken off.
-        if mine and code.co_name in ("step", "generate", "_require_exclusive", "_with_lock", "_guarded_step"):
+        if mine and code.co_name in ("step", "generate", "_require_exclusive", "_with_lock"):
+            return self
+        if code is Engine._guarded_step.__code__ and frame.f_lineno not in IN_A_STEP:
             return self
         if not mine or (code.co_name not in self.within if self.within else code.co_name in RECOVERY):
             return None
