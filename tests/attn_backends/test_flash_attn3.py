@@ -12,9 +12,9 @@ from spec_decode.testing.outcome import Outcome
 from spec_decode.testing.paged_fixture import PagedFixture
 from spec_decode.testing.subject import Subject
 from spec_decode.tools.specs import MLA
-from tests.backends_over_stand_ins import KIT, telling_checks
 from tests.factories import CPU, make_spec
 from tests.flash_attn3_stand_in import installed
+from tests.telling_checks import KIT, telling_checks
 
 VARIANTS = {
     "base",

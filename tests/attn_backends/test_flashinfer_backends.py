@@ -16,9 +16,9 @@ from spec_decode.testing.batches import DECODE, RAGGED, VERIFY, Batch
 from spec_decode.testing.outcome import Outcome
 from spec_decode.testing.paged_fixture import PagedFixture
 from spec_decode.testing.subject import Subject
-from tests.backends_over_stand_ins import KIT, telling_checks
 from tests.factories import CPU, make_spec
 from tests.flashinfer_stand_in import NAMES, absent, backend, installed
+from tests.telling_checks import KIT, telling_checks
 
 OF_ONE_KERNEL = NAMES[1:]
 """The first decodes by whichever kernel of theirs serves a spec best."""

@@ -13,9 +13,9 @@ from spec_decode.conformance import ConformanceFailure, check_backend
 from spec_decode.graphs import runtime_for
 from spec_decode.testing.outcome import Outcome
 from tests import flashmla_stand_in as stand_in
-from tests.backends_over_stand_ins import KIT, telling_checks
 from tests.factories import CPU, make_spec
 from tests.flashmla_stand_in import installed
+from tests.telling_checks import KIT, telling_checks
 
 
 @pytest.fixture(scope="module")

@@ -32,22 +32,13 @@ from tests.factories import register_as
 from tests.forked import Fork
 from tests.kit_rounds import OFTEN, STRATEGIES_AGREE, tried_often
 from tests.mutants.mutant import derived, with_builder
+from tests.telling_checks import telling
 
 CPU = torch.device("cpu")
 DEVICE_WORK = "builder.advance_is_device_work"
 
 ON_A_DEVICE = "drafter.a_round_never_waits[k4-n3-device_loop]"
 """The one check that the CPU cannot try."""
-
-ROUNDS_OF_ANOTHER = {
-    "drafter.strategies_agree": ("k1-n32", "k2-n2", "k4-n7"),
-    "drafter.requests_stop_on_their_own": ("k2-n3",),
-    "drafter.drafts_resume_after_a_pause": ("k1-n2",),
-    "drafter.strategies_agree_on_layers_and_groups": ("k3-n2-groups",),
-    "drafter.strategies_agree_on_blocks": ("k7-n7", "k3-n7-static-tree", "k4-n3-dynamic-tree"),
-    "drafter.strategies_agree_on_trees": ("k3-n7-static", "k4-n3-dynamic"),
-}
-"""How strategies run is the reference's to show; another backend brings its metadata, in each strategy."""
 
 
 def params_of(backend: str) -> dict[Check, Any]:
@@ -67,13 +58,8 @@ def reference_checks() -> list[Any]:
 
 
 def checks_of_another(backend: str) -> list[Any]:
-    return [
-        param
-        for check, param in params_of(backend).items()
-        if check.case in ROUNDS_OF_ANOTHER.get(check.name, (check.case,))
-        # The graphs of trees, which are held against the oracle too, are of the other shapes.
-        if check.name != "numerics.trees_see_their_ancestors" or check.case.endswith("-ragged")
-    ]
+    telling_ids = {check.id for check in telling(backend)}
+    return [param for check, param in params_of(backend).items() if check.id in telling_ids]
 
 
 def test_the_rounds_that_are_not_slow_have_each_number_of_drafts_and_requests() -> None:
