@@ -100,11 +100,12 @@ def test_a_round_plans_every_later_step_of_such_a_group_before_the_loop():
 
 
 def test_a_plan_ends_at_the_limit_of_its_request():
-    fixture = preplanned(limits=(MAX_SEQ_LEN, 14, MAX_SEQ_LEN))
+    start = CONTEXTS[1] + int(preplanned().verified().accepted[1]) + 1
+    fixture = preplanned(limits=(MAX_SEQ_LEN, start + 2, MAX_SEQ_LEN))
     fixture.drafter.capture()
     ForeseenBuilder.builds.clear()
     fixture.drafter.propose(fixture.verified())
-    assert max(lens[1] for lens in ForeseenBuilder.builds) <= 14
+    assert [lens[1] for lens in ForeseenBuilder.builds] == [start + 1, start + 2, start + 2]
 
 
 def test_planned_groups_draft_what_eager_drafts_up_to_a_limit():

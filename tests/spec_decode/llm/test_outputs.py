@@ -49,6 +49,11 @@ def test_pieces_make_the_text_up_to_the_first_stop_string(whole: str, stop: list
     assert "".join(pieces) == text.text == first[:cut] and text.stopped == bool(ends)
 
 
+def test_a_character_in_parts_completes_no_stop_string_of_the_sign_that_stands_for_it() -> None:
+    pieces, text = grown("é\ufffdb".encode(), ["\ufffd"])
+    assert "".join(pieces) == text.text == "é" and text.stopped
+
+
 @given(st.binary(max_size=30), st.lists(st.integers(0, 30), max_size=4))
 def test_tokens_that_come_together_make_the_text_that_they_make_one_by_one(data: bytes, cuts: list[int]) -> None:
     text = GrowingText(decode)

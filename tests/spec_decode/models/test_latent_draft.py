@@ -16,6 +16,7 @@ from spec_decode.engine import Engine
 from spec_decode.llm.byte_tokenizer import encode
 from spec_decode.models import LatentConfig, LlamaTarget
 from spec_decode.paged import GraphMode
+from spec_decode.testing.draft_fixture import DraftFixture
 from spec_decode.testing.outcome import CheckFailure
 from spec_decode.testing.subject import Subject
 from tests.factories import CPU, engine_config, make_config, make_latent_config, make_pair, make_request, resampled
@@ -237,6 +238,12 @@ def test_the_drafter_checks_draft_with_a_backend_of_latents_alone(claims):
     cases = [PREFIX, AGREE] if not claims else [PREFIX]
     checks = drafter_checks(latent_only(**claims), *cases)
     assert len(checks) == len(cases) and all(check() for check in checks)
+
+
+def test_the_draft_has_sinks_where_no_window_is_claimed():
+    backend = latent_only(**CLAIMS["no_window_in_bf16"])
+    spec = DraftFixture.make(Subject(backend, CPU), 1, 1).spec
+    assert spec.sinks and spec.sliding_window is None
 
 
 def no_sinks(self, query, cache, metadata, *, spec, sinks=None):

@@ -10,7 +10,16 @@ import pytest
 import torch
 
 from attn_backends import AttentionBackend, get
-from builders import AdvanceLevel, AdvanceSupport, AttentionSpec, BatchError, GraphSupport, ReferenceBuilder
+from attn_backends.torch_reference import TorchReference
+from builders import (
+    AdvanceLevel,
+    AdvanceSupport,
+    AttentionSpec,
+    BatchError,
+    GraphSupport,
+    ReferenceBuilder,
+    ReferenceMetadata,
+)
 from spec_decode.conformance import soak_rounds
 from spec_decode.conformance.soak_rounds import SoakDrafter
 from spec_decode.conformance.soak_schedule import ScheduledRound
@@ -142,6 +151,17 @@ def test_a_kernel_that_is_wrong_is_caught_though_its_group_does_not_advance_in_p
     wrong = type("Wrong", (type(mutant_named("gqa_interleaved").backend),), {"builder": Rebuilt})()
     with pytest.raises(MetadataDrift, match="attention over the current caches"):
         validate_rounds(wrong, CPU, rounds=ROUNDS)
+
+
+class AttendsWithoutARequest(TorchReference):
+    def forward(self, query: torch.Tensor, cache: Any, metadata: ReferenceMetadata, **options: Any) -> torch.Tensor:
+        out = super().forward(query, cache, metadata, **options)
+        return out.masked_fill((metadata.kv_end <= metadata.kv_start)[:, None, None], 1.0)
+
+
+def test_a_row_without_a_request_that_attends_to_something_is_told() -> None:
+    with pytest.raises(MetadataDrift, match="rows without a request attend to nothing"):
+        validate_rounds(AttendsWithoutARequest(), CPU, rounds=ROUNDS)
 
 
 @pytest.mark.parametrize(
