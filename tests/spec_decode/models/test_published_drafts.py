@@ -371,12 +371,13 @@ ROUNDS = [
     {"temperature": torch.tensor([0.8, 0.0, 1.3]), "draft_lens": torch.tensor([K, 0, 2], dtype=torch.int32)},
 ]
 """A greedy one, two without drafts, a greedy one, and one with noise of which each request has other lengths."""
+_IN_ONE = ("eagle3", "latent_eagle3", "deepseek_v3", "deepseek_v3_of_modules", "p_eagle", "pard")
+_IN_ALL = ("eagle", "deepseek_v4", "qwen3_with_a_window_in_its_second_layer")
 IN_ROUNDS = {
-    **dict.fromkeys(("eagle3", "latent_eagle3", "deepseek_v3", "deepseek_v3_of_modules", "p_eagle", "pard"), ()),
-    **dict.fromkeys(("dspark_after_the_anchor", "dflash2_of_mixed_layers_with_all_that_is_optional"), ()),
-    **dict.fromkeys(("eagle", "deepseek_v4"), (Strategy.DEVICE_LOOP, Strategy.PER_STEP)),
-    **{"qwen3_with_a_window_in_its_second_layer": (Strategy.DEVICE_LOOP, Strategy.PER_STEP)},
-    **{"glm": (Strategy.DEVICE_LOOP,), "dflash_of_mixed_layers": (Strategy.PER_STEP,)},
+    **dict.fromkeys((*_IN_ONE, "dspark_after_the_anchor", "dflash2_of_mixed_layers_with_all_that_is_optional"), ()),
+    **dict.fromkeys(_IN_ALL, (Strategy.DEVICE_LOOP, Strategy.PER_STEP)),
+    "glm": (Strategy.DEVICE_LOOP,),
+    "dflash_of_mixed_layers": (Strategy.PER_STEP,),
 }
 """One draft of each class, where there is one with layers in two groups, and the strategies beside the full loop. A
 draft without later steps is in the same graph whatever the strategy."""
