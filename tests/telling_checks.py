@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+from collections.abc import Iterable
 from fnmatch import fnmatch
 
 from attn_backends import AttentionBackend
@@ -36,19 +37,19 @@ kernels shows in one batch of each kind; how a replay follows its batch, in one 
 and window. How many rows a kernel takes is the kernel's to show, how strategies run the reference's."""
 
 
-def telling(backend: AttentionBackend | str) -> list[Check]:
-    """Return the backend's checks on the telling cases: never none of a check's."""
+def telling(checks: Iterable[Check]) -> list[Check]:
+    """Return those of a backend's checks that are on the telling cases: never none of a check's."""
     found: dict[str, list[Check]] = {}
-    for check in iter_checks(backend, device=CPU):
+    for check in checks:
         found.setdefault(check.name, []).append(check)
-    return [check for name, checks in found.items() for check in _told_apart(name, checks)]
+    return [check for name, cases in found.items() for check in _told_apart(name, cases)]
 
 
 def telling_checks(backend: AttentionBackend, *patterns: str) -> list[str]:
     """Return patterns of the telling checks whose name or id matches one of these."""
     return [
         f"{check.name}[[]{glob.escape(check.case)}[]]"
-        for check in telling(backend)
+        for check in telling(iter_checks(backend, device=CPU))
         if any(fnmatch(check.id, pattern) or fnmatch(check.name, pattern) for pattern in patterns)
     ]
 

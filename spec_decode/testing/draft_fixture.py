@@ -151,10 +151,11 @@ class DraftFixture:
         """Return the fixture's one drafter of these arguments, which must be hashable, with its caches as new: graphs
         are captured once for all runs."""
         key = (strategy, *options.items())
-        drafter = self._kept.get(key) or self._kept.setdefault(key, self.drafter(strategy, **options))
-        for group in drafter.groups:
+        if key not in self._kept:
+            return self._kept.setdefault(key, self.drafter(strategy, **options))
+        for group in self._kept[key].groups:
             _fill_with_noise(group)
-        return drafter
+        return self._kept[key]
 
 
 def _draft_spec(subject: Subject, window: int, page_size: int | None) -> AttentionSpec:

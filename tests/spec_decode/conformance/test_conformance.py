@@ -58,8 +58,8 @@ def reference_checks() -> list[Any]:
 
 
 def checks_of_another(backend: str) -> list[Any]:
-    telling_ids = {check.id for check in telling(backend)}
-    return [param for check, param in params_of(backend).items() if check.id in telling_ids]
+    params = params_of(backend)
+    return [params[check] for check in telling(params)]
 
 
 def test_the_rounds_that_are_not_slow_have_each_number_of_drafts_and_requests() -> None:
