@@ -111,7 +111,6 @@ EQUIVALENT: dict[str, dict[tuple[str, str], str]] = {
     },
     "spec_decode/sampling/kernels/restrict_logits.py": {
         ("part = min(", "part = max("): "how a row is split only changes the time",
-        ("row_max, False, PART", "row_max, True, PART"): "without top_p nothing reads the sums",
     },
     "spec_decode/verification/kernels/accept_draft.py": {
         (

@@ -37,10 +37,10 @@ def test_a_share_at_the_grain_of_fp32_is_met_within_it(scale):
     assert logits[~stays].lt(logits[stays].min()).all()
 
 
-def tiles(monkeypatch, *, part=64, lanes=32, block=32, capacity=40):
-    """Tiles so small that a row of a few hundred logits meets what a vocabulary does: many parts, and bins of more
-    members than there is room for, or than registers keep."""
-    for name, value in {"_PART": part, "_LANES": lanes, "_BLOCK": block, "_CAPACITY": capacity}.items():
+def tiles(monkeypatch, *, part=64, sample=64, block=32, capacity=150):
+    """Tiles so small that a row of a few hundred logits meets what a vocabulary does: many parts, a sample of some, and
+    a window of more logits than there is room for, or than registers keep."""
+    for name, value in {"_PART": part, "_SAMPLE": sample, "_BLOCK": block, "_CAPACITY": capacity}.items():
         monkeypatch.setattr(kernel, name, value)
 
 
@@ -89,43 +89,86 @@ def test_a_row_of_many_parts(narrow, row):
     assert torch.equal(*both_ways(rows, *map(list, zip(*restrictions, strict=True))))
 
 
-def staircase(*bins):
-    """A row that top_k cuts into 32 bins, each a unit wide; `bins` (bin and how many) have members, and both ends."""
-    inner = [bin + (i + 1) / (number + 1) for bin, number in bins for i in range(number)]
+def staircase(*steps):
+    """A row of logits 0 and 32, and of as many as each of `steps` (from and how many) says in a unit from there."""
+    inner = [start + (i + 1) / (number + 1) for start, number in steps for i in range(number)]
     row = torch.tensor([0.0, 32.0, *inner])
     return row[torch.randperm(len(row), generator=torch.Generator().manual_seed(1))]
 
 
-THRESHOLDS = {  # bins of a row, and k or p such that the threshold lies where the name says
-    "top_k's in the lowest bin": ([(0, 20), (20, 100)], 115, 1.0),
-    "top_k's in the lowest bin, at its least member": ([(0, 20), (20, 100)], 122 - 1, 1.0),
-    "top_k's in the highest bin": ([(31, 100), (5, 100)], 17, 1.0),
-    "top_k's at the least member of its bin": ([(10, 30), (20, 30)], 31, 1.0),
-    "top_k's at the largest member of its bin": ([(10, 30), (20, 30)], 32, 1.0),
-    "top_k's in a bin of one": ([(10, 60), (15, 1), (20, 60)], 62, 1.0),
-    "top_k's in a bin of more than there is room for": ([(10, 150), (20, 60)], 100, 1.0),
-    "top_k's after an empty bin": ([(10, 60), (12, 60)], 62, 1.0),
-    "top_p's in the bin of the largest": ([(31, 100), (5, 100)], 201, 0.5),
-    "top_p's in a bin of one": ([(5, 60), (30, 1)], 62, 0.9),
-    "top_p's in a bin of more than there is room for": ([(31, 200)], 201, 0.9),
-    "top_p's in narrower bins, without top_k": ([(31, 100), (30, 100)], 0, 0.9),
-    "top_p's in top_k's bin": ([(31, 60), (5, 60)], 40, 0.8),
-    "top_p's in another bin than top_k's": ([(31, 60), (5, 60)], 100, 0.9),
-    "both in a bin of more than there is room for": ([(31, 200)], 150, 0.7),
+THRESHOLDS = {  # steps of a row, and k or p such that the threshold lies where the name says
+    "top_k's in the lowest step": ([(0, 20), (20, 100)], 115, 1.0),
+    "top_k's in the lowest step, at its least member": ([(0, 20), (20, 100)], 122 - 1, 1.0),
+    "top_k's in the highest step": ([(31, 100), (5, 100)], 17, 1.0),
+    "top_k's at the least member of its step": ([(10, 30), (20, 30)], 31, 1.0),
+    "top_k's at the largest member of its step": ([(10, 30), (20, 30)], 32, 1.0),
+    "top_k's in a step of one": ([(10, 60), (15, 1), (20, 60)], 62, 1.0),
+    "top_k's in a step of more than there is room for": ([(10, 150), (20, 60)], 100, 1.0),
+    "top_k's after an empty step": ([(10, 60), (12, 60)], 62, 1.0),
+    "top_p's in the step of the largest": ([(31, 100), (5, 100)], 201, 0.5),
+    "top_p's in a step of one": ([(5, 60), (30, 1)], 62, 0.9),
+    "top_p's in a step of more than there is room for": ([(31, 200)], 201, 0.9),
+    "top_p's at the end of a step, without top_k": ([(31, 100), (30, 100)], 0, 0.9),
+    "top_p's in top_k's step": ([(31, 60), (5, 60)], 40, 0.8),
+    "top_p's in another step than top_k's": ([(31, 60), (5, 60)], 100, 0.9),
+    "both in a step of more than there is room for": ([(31, 200)], 150, 0.7),
     "top_p's where top_k left a single one": ([(31, 60)], 1, 0.99),
 }
-THRESHOLDS = {name: (staircase(*bins), *asked) for name, (bins, *asked) in THRESHOLDS.items()}
+THRESHOLDS = {name: (staircase(*steps), *asked) for name, (steps, *asked) in THRESHOLDS.items()}
 BELOW_ZEROS = torch.cat([torch.tensor([-0.0] * 3 + [-32]), torch.arange(-29, 0) / 40])
 THRESHOLDS["top_k's below negative zeros"] = (BELOW_ZEROS, 10, 1.0)
 
 
 @pytest.mark.parametrize(("row", "top_k", "top_p"), THRESHOLDS.values(), ids=THRESHOLDS)
-def test_a_threshold_anywhere_among_the_bins(narrow, row, top_k, top_p):
+def test_a_threshold_anywhere_among_the_logits(narrow, row, top_k, top_p):
     by_kernel, by_torch = both_ways(row[None], [top_k], [top_p])
     assert torch.equal(by_kernel, by_torch) and (by_kernel == -INF).any()
 
 
-def test_a_top_p_that_rounding_puts_at_the_end_of_a_bin_keeps_the_most_probable(narrow):
+SAMPLED = (torch.arange(320) % 40 < 8).nonzero()[:, 0]
+
+
+def around_a_sample(sample, rest):
+    """A row with these logits where the sample is taken, and elsewhere `rest`, a number and how many, then -20."""
+    logits, many = rest
+    row = torch.full((320,), -20.0)
+    row[(torch.arange(320) % 40 >= 8).nonzero()[:many, 0]] = logits
+    return row.index_put((SAMPLED,), torch.cat(sample)) + noise(1, 320)[0] / 1000
+
+
+def added(amount):
+    return noise(1, 320)[0].index_add(0, SAMPLED, torch.full((64,), amount))
+
+
+MISLEADING = {
+    "all that stays is in the sample, and none below": (added(100.0), 50, 1.0),
+    "the sample is below all that stays": (added(-100.0), 200, 1.0),
+    "the sample is below all that stays, by top_p": (added(-100.0), 0, 0.9),
+    "all that stays is in the sample, by top_p": (added(100.0), 0, 0.3),
+    "all that stays is in the sample, by both": (added(100.0), 50, 0.9),
+    "top_p is reached above the window": (around_a_sample([torch.zeros(64)], (2.0, 20)), 0, 0.6),
+    "top_p is not reached in the window": (
+        around_a_sample([torch.full((16,), 3.0), torch.full((48,), 0.1)], (0.0, 256)),
+        0,
+        0.64,
+    ),
+}
+
+
+@pytest.mark.parametrize(("row", "top_k", "top_p"), MISLEADING.values(), ids=MISLEADING)
+@pytest.mark.parametrize("capacity", [150, 320])
+def test_a_sample_that_misleads_changes_nothing(monkeypatch, capacity, row, top_k, top_p):
+    tiles(monkeypatch, capacity=capacity)
+    assert torch.equal(*both_ways(row[None], [top_k], [top_p]))
+
+
+def test_many_logits_in_the_window_are_searched_in_several_passes(monkeypatch):
+    tiles(monkeypatch, sample=256, capacity=2000)
+    for seed in range(4):
+        assert torch.equal(*both_ways(noise(2, 3000, seed=seed), [700, 0], [1.0, 0.9]))
+
+
+def test_a_top_p_that_rounding_puts_at_the_end_keeps_the_most_probable(narrow):
     logits = noise(1, 320, scale=0.01)
     for top_p in (1 - 2**-24, 1 - 2**-23):
         out, _ = both_ways(logits, [0], [top_p])
@@ -144,7 +187,7 @@ def test_a_top_p_that_rounding_carries_over_the_whole_never_brings_back_what_top
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "other", [{"part": 16, "lanes": 16}, {"part": 512}, {"lanes": 64}, {"block": 128}, {"capacity": 1}], ids=str
+    "other", [{"part": 16}, {"part": 512}, {"sample": 16}, {"sample": 512}, {"block": 128}, {"capacity": 1}], ids=str
 )
 def test_tiles_do_not_change_what_stays(monkeypatch, other):
     rows = [noise(2, 320), [200, 0], [0.99, 0.8]]

@@ -49,6 +49,8 @@ def draw_target():
 def restrict_logits():
     for vocab in (37, 1, 2, 1000, 9001):
         yield noise(4, vocab), int32(5, 0, 5, 0), torch.tensor([1.0, 0.9, 0.8, 1.0])
+    # So many in the window that registers do not hold them at once
+    yield noise(2, 40000), int32(20000, 0), torch.tensor([1.0, 0.9])
     yield noise(6, 100), int32(3, 0, 0), torch.tensor([1.0, 0.5, 1.0])
     yield noise(7, 300), int32(1, 2, 50, 299, 300, 301, 2**31 - 1), torch.ones(7)
     for scale in (0.01, 1.0, 10.0):

@@ -1,11 +1,15 @@
-"""Search for a threshold among logits in memory, for the kernels of restrict_logits.
+"""Search for a threshold among logits, for the kernels of restrict_logits.
 
-With SUM_EXP a logit x has the weight exp(x - row_max), where row_max is the row's largest logit; else 1.
+With SUM_EXP a logit x weighs exp(x - row_max), where row_max is the row's largest logit, in units of 2**-40, rounded
+down to an integer; else 1. A sum of integers does not depend on the order of its terms.
 """
 
 from __future__ import annotations
 
 from builders.kernels.triton_runtime import tl, triton
+
+LEAST = tl.constexpr(-3.4028234663852886e38)  # the lowest finite fp32
+_UNITS = tl.constexpr(2.0**40)  # the weight of the largest logit: 2**22 of them still fit in int64
 
 
 @triton.jit
@@ -14,49 +18,64 @@ def search(
     length,
     lower,
     upper,
-    target,
-    row_max,
+    target,  # int32; int64 with SUM_EXP
+    max_rank,  # of the row's largest logit
     SUM_EXP: tl.constexpr,
     BLOCK: tl.constexpr,  # logits read per iteration
 ):
-    """Return the highest threshold >= lower with a total weight of at least `target` for the bin's logits at or above.
+    """Return the highest threshold >= lower such that the logits in [threshold, upper) weigh at least `target`.
 
-    The bin ends at upper. Returns lower if its logits from lower on weigh less, or if lower is past the bin.
+    Returns lower if the logits from lower on weigh less, or if lower is past upper; never more than the largest logit.
 
     This bisects the floats in between, in at most 32 steps for any logits. A pass over memory costs as much as many
     steps over registers. So a pass also keeps the logits between the bounds, and once all of them fit in registers the
     search continues there.
     """
-    low = _rank(lower)
-    high = tl.minimum(_rank(upper), _rank(row_max) + 1)
-    pivot = _middle(low, high)
+    row_max = as_float(max_rank)
+    low = as_rank(lower)
+    high = tl.minimum(as_rank(upper), max_rank + 1)
+    pivot = middle(low, high)
     kept = tl.full((4 * BLOCK,), float("-inf"), tl.float32)
     lost = 1
-    above = 0.0
-    base = 0.0  # the weight of all logits above the kept ones: `above` at that pass
+    # Two zeros: if both names had one value, Triton 3.6 would lose `base` after the loop.
+    above = target * 0
+    base = target * 0  # the weight of all logits above the kept ones: `above` at that pass
     # Passes over memory, until the logits between the bounds fit
     while (pivot > low) & (lost > 0):
         base = above
-        low_x, high_x = _float(low), _float(high)
-        weight, kept, lost = walk(x_ptr, length, _float(pivot), low_x, high_x, upper, row_max, SUM_EXP, BLOCK)
+        low_x, high_x = as_float(low), as_float(high)
+        weight, kept, lost = walk(x_ptr, length, as_float(pivot), low_x, high_x, upper, row_max, SUM_EXP, BLOCK)
         above = tl.where(weight >= target, above, weight)
-        low, high = _narrowed(low, high, pivot, weight, target)
-        pivot = _middle(low, high)
+        low, high = narrowed(low, high, pivot, weight, target, target)
+        pivot = middle(low, high)
     # Steps over registers
+    weights = weigh(kept, kept > float("-inf"), row_max, SUM_EXP)
     while pivot > low:
-        weight = base + tl.sum(_weight(kept, kept >= _float(pivot), row_max, SUM_EXP), 0)
-        low, high = _narrowed(low, high, pivot, weight, target)
-        pivot = _middle(low, high)
-    return _float(low)
+        weight = base + tl.sum(tl.where(kept >= as_float(pivot), weights, 0), 0)
+        low, high = narrowed(low, high, pivot, weight, target, target)
+        pivot = middle(low, high)
+    return as_float(low)
 
 
 @triton.jit
-def _narrowed(low, high, pivot, weight, target):
-    """Return bounds such that logits from low on weigh enough, and logits from high on too little, or just enough.
+def bracket(x, low, high, least, most):
+    """Narrow the ranks low and high until, if ties allow, `least` to `most` of x are at or above both; else at least
+    `least` are at or above low, and at most `most` at or above high. Bounds that hold this already are needed."""
+    pivot = middle(low, high)
+    while pivot > low:
+        count = tl.sum((x >= as_float(pivot)).to(tl.float32), 0)
+        low, high = narrowed(low, high, pivot, count, least, most)
+        pivot = middle(low, high)
+    return low, high
+
+
+@triton.jit
+def narrowed(low, high, pivot, weight, least, most):
+    """Return bounds such that logits from low on weigh at least `least`, and logits from high on at most `most`.
 
     The pivot becomes one of the bounds for any weights, including NaN, so every search terminates.
     """
-    return tl.where(weight >= target, pivot, low), tl.where(weight > target, high, pivot)
+    return tl.where(weight >= least, pivot, low), tl.where(weight > most, high, pivot)
 
 
 @triton.jit
@@ -74,16 +93,15 @@ def walk(
     """Return the weight of the logits in [pivot, upper); the logits in (low, high), fp32 [4 * BLOCK], padded with -inf;
     and 1 if some of those did not fit, else 0.
 
-    A lane keeps the last four that it meets. Weights are added in an order that does not depend on the pivot, so a
-    smaller set never weighs more; counts below 2**24 are exact in fp32.
+    A lane keeps the last four that it meets.
     """
     lane = tl.arange(0, BLOCK)
-    weight = tl.zeros((BLOCK,), tl.float32)
     nothing = tl.full((BLOCK,), float("-inf"), tl.float32)
+    weight = weigh(nothing, lane < 0, row_max, SUM_EXP)
     first, second, third, fourth, lost = nothing, nothing, nothing, nothing, nothing
     for start in tl.range(0, length, BLOCK, loop_unroll_factor=2):
         x = tl.load(x_ptr + start + lane, mask=start + lane < length, other=float("-inf"))
-        weight += _weight(x, (x >= pivot) & (x < upper), row_max, SUM_EXP)
+        weight += weigh(x, (x >= pivot) & (x < upper), row_max, SUM_EXP)
         inside = (x > low) & (x < high)
         lost = tl.where(inside, tl.maximum(lost, fourth), lost)
         fourth = tl.where(inside, third, fourth)
@@ -95,13 +113,25 @@ def walk(
 
 
 @triton.jit
-def _weight(x, counted, row_max, SUM_EXP: tl.constexpr):
-    """Return the weight of each counted logit, else 0."""
-    return tl.where(counted, tl.exp(x - row_max) if SUM_EXP else 1.0, 0.0)
+def weigh(x, counted, row_max, SUM_EXP: tl.constexpr):
+    """Return the weight of each counted logit, else 0: int64 with SUM_EXP, else int32."""
+    return weight_of(tl.where(counted, tl.exp(x - row_max), 0.0)) if SUM_EXP else counted.to(tl.int32)
 
 
 @triton.jit
-def _rank(x):
+def weight_of(sum_exp):
+    """Return a sum of exponentials, relative to the row's largest logit, as a weight."""
+    return (sum_exp * _UNITS).to(tl.int64)
+
+
+@triton.jit
+def share_of(p, weight):
+    """Return the share p of a weight."""
+    return (p.to(tl.float64) * weight.to(tl.float64)).to(tl.int64)
+
+
+@triton.jit
+def as_rank(x):
     """Map a float to an int32 with the same order; both zeros map to the larger rank."""
     ALL_BUT_SIGN: tl.constexpr = 0x7FFFFFFF
     bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
@@ -109,13 +139,13 @@ def _rank(x):
 
 
 @triton.jit
-def _float(rank):
+def as_float(rank):
     """Return the float of a rank."""
     ALL_BUT_SIGN: tl.constexpr = 0x7FFFFFFF
     return (rank ^ ((rank >> 31) & ALL_BUT_SIGN)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _middle(low, high):
+def middle(low, high):
     """Return the midpoint, rounded down, without overflow: low if nothing lies between."""
     return (low & high) + ((low ^ high) >> 1)
