@@ -30,7 +30,7 @@ from spec_decode.sampling.kernels.threshold_search import (
     weight_of,
 )
 
-_PART = 4096
+_PART = 2048
 """Logits of a part, the unit that a program takes: few enough that a single row keeps many SMs busy."""
 
 _PROGRAMS = 2048
@@ -232,7 +232,9 @@ def choose_window_kernel(
         tl.store(windows_ptr + row * 2 + 1, high)
 
 
-@triton.jit
+# Of a vocabulary that is a multiple of 16, Triton would give a thread four consecutive logits. To store the few of them
+# that lie in the window, it would then move all of them through shared memory.
+@triton.jit(do_not_specialize=["vocab_size"])
 def gather_window_kernel(
     logits_ptr,  # fp32 [R * G, V]
     top_k_ptr,  # int32 [R]
