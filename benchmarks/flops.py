@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from spec_decode.graphs.dispatch_mode import PlainDispatchMode
 
-class FlopCounter(TorchDispatchMode):
+
+class FlopCounter(PlainDispatchMode):
     """While active, adds up in `flops`, by weight name, the floating-point operations of products with these weights.
 
     Any operation on a weight, or a view of it, and another matrix is a product, whichever kernel runs it. A weight
@@ -23,8 +24,8 @@ class FlopCounter(TorchDispatchMode):
         self.flops = dict.fromkeys(weights, 0)
         self._names = {weight.untyped_storage().data_ptr(): name for name, weight in weights.items()}
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
+    def dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        out = func(*args, **kwargs)
         matrices = [x for x in args if isinstance(x, torch.Tensor) and x.dim() > 1]
         names = [self._names.get(x.untyped_storage().data_ptr()) for x in matrices]
         if None in names:

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.cases.compiled_steps import model_step, step_inputs
 from benchmarks.decode_fixture import COLD_BYTES
@@ -16,6 +15,7 @@ from benchmarks.measure import time_in_turn
 from benchmarks.random_drafts import PUBLISHED_DRAFTS
 from benchmarks.rounds import TimedDraft
 from benchmarks.rows import Bench, BenchRow, with_limits
+from spec_decode.graphs.dispatch_mode import PlainDispatchMode
 from spec_decode.models.kernels.linear import linear
 from spec_decode.models.kernels.product_kind import ProductKind, product_kind
 from spec_decode.tools.timing_limit import TimingLimit
@@ -50,17 +50,17 @@ def weights_of(draft: TimedDraft, device: torch.device) -> list[torch.Tensor]:
     return products.weights
 
 
-class _Products(TorchDispatchMode):
+class _Products(PlainDispatchMode):
     """Records the right-hand sides of all products."""
 
     def __init__(self) -> None:
         super().__init__()
         self.weights: list[torch.Tensor] = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func in _RIGHT:
             self.weights.append(args[_RIGHT[func]].mT)
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)
 
 
 def _compared(bench: Bench, spec: str, weight: torch.Tensor) -> Iterator[BenchRow]:

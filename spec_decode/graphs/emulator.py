@@ -21,8 +21,8 @@ from unittest import mock
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from spec_decode.graphs.dispatch_mode import PlainDispatchMode
 from spec_decode.graphs.runtime import ONE_CAPTURE, CaptureError, Graph, PiecewiseGraph, SplitOp, SplitOpCall
 
 _CONVERSIONS = ("bool", "int", "float", "index", "array", "dlpack", "repr")
@@ -109,7 +109,7 @@ class EmulatedGraph:
         """As Graph.replay. Raises CaptureError, with nothing run, if memory that it uses was freed."""
         for memory in self._borrowed:
             memory.require_alive()
-        with torch.no_grad():
+        with torch.inference_mode():  # a device writes any memory, torch a tensor of this mode only here
             for node in self._nodes:
                 node.run()
 
@@ -213,15 +213,6 @@ def _is_basic(index: Any) -> bool:
     return all(part is None or part is ... or type(part) in (int, slice) for part in parts)
 
 
-class PlainDispatchMode(TorchDispatchMode):
-    """A dispatch mode without torch's guard against its compiler, which imports the compiler at the first operation (a
-    second) and wraps each operation. Nothing is compiled inside these modes."""
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False
-
-
 class _Recorder(PlainDispatchMode):
     def __init__(self) -> None:
         super().__init__()
@@ -229,10 +220,7 @@ class _Recorder(PlainDispatchMode):
         self._made: dict[int, torch.Tensor] = {}
         self._before: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
 
-    def __torch_dispatch__(
-        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
+    def dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         traits = _traits(func)
         _check_capturable(func, traits, args, kwargs)
         if traits.changes_view:
@@ -300,6 +288,7 @@ class _Recorder(PlainDispatchMode):
         """Bytes of the captured operations' results, which a graph keeps."""
         return sum(tensor.untyped_storage().nbytes() for tensor in self._made.values())
 
+    @torch.inference_mode()  # as a replay
     def restore(self) -> None:
         """Undo every write to memory that existed before, and poison what the capture allocated."""
         for storage, content in self._before.values():

@@ -75,7 +75,9 @@ class SplitOpCall:
         self.result = fn(*inputs).clone()
 
     def replay(self) -> None:
-        self.result.copy_(self._fn(*self._inputs))
+        result = self._fn(*self._inputs)
+        with torch.inference_mode():  # torch writes a result of this mode only here
+            self.result.copy_(result)
 
 
 class PiecewiseGraph:

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from spec_decode.graphs.emulator import HOST_READS, PlainDispatchMode, host_read, tensors_of
+from spec_decode.graphs.dispatch_mode import PlainDispatchMode
+from spec_decode.graphs.emulator import HOST_READS, host_read, tensors_of
 from spec_decode.testing.error_location import error_location
 from spec_decode.testing.outcome import CheckFailure
 
@@ -60,13 +61,11 @@ class _Operations(PlainDispatchMode):
         self._kept = list(tensors)
         self._on_device = {_storage(tensor) for tensor in self._kept}
 
-    def __torch_dispatch__(
-        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        reads = self.any_on_device((args, *(kwargs or {}).values()))
+    def dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        reads = self.any_on_device((args, *kwargs.values()))
         if reads and (why := host_read(func, args)):
             raise HostRead(f"{func._schema.name} {why}")
-        result = func(*args, **(kwargs or {}))
+        result = func(*args, **kwargs)
         if reads:
             written = tensors_of((args, result))
             self._kept += written

@@ -72,6 +72,7 @@ IDS, ENDS = torch.tensor([0, 0]), torch.tensor([0, 1, 1, 2], dtype=torch.int32)
     "product, shape, multiplied",
     [
         pytest.param(lambda w: linear(X, w, torch.randn(6)), (6, 8), 6 * 8, id="linear"),
+        pytest.param(lambda w: torch.nn.functional.linear(X[:, None], w), (6, 8), 6 * 8, id="torch's"),
         pytest.param(lambda w: linear(X, w[2:4]), (6, 8), 2 * 8, id="a part"),
         pytest.param(lambda w: norm_linear(X, X, torch.ones(8), 1e-5, w, True), (12, 8), 12 * 8, id="skinny"),
         pytest.param(lambda w: embed_linear(IDS, torch.randn(2, 4), X[:, :4], w), (6, 8), 6 * 8, id="embedding"),
@@ -83,7 +84,7 @@ IDS, ENDS = torch.tensor([0, 0]), torch.tensor([0, 1, 1, 2], dtype=torch.int32)
     ],
 )
 def test_every_kind_of_product_multiplies_its_two_rows(product, shape, multiplied):
-    with FlopCounter({"weight": (weight := torch.randn(shape))}) as counter, torch.no_grad():
+    with FlopCounter({"weight": (weight := torch.randn(shape))}) as counter:
         product(weight)
     assert counter.flops == {"weight": 2 * 2 * multiplied}
 

@@ -132,6 +132,12 @@ def lists_lengths_in_build(self: Any, batch: Any, metadata: Any) -> Any:
     return metadata
 
 
+@build("builder.build_reads_no_device")
+def repeats_by_lengths_in_build(self: Any, batch: Any, metadata: Any) -> Any:
+    assert batch.seq_lens.repeat_interleave(batch.seq_lens).dim()
+    return metadata
+
+
 @build("builder.host_lengths_may_be_bounds")
 def takes_bounds_for_lengths(self: Any, batch: Any, metadata: Any) -> Any:
     lengths = torch.tensor(batch.host_seq_lens, dtype=torch.int32)[metadata.token_to_req]

@@ -17,6 +17,9 @@ def capture(fn):
     return runtime_for(CPU).capture(fn)
 
 
+WHERE = pytest.mark.parametrize("inference_mode", [True, False], ids=["inference mode", "no inference mode"])
+
+
 def sort_into(x, index, y):
     for to, result in zip((y, index), x.sort(1), strict=True):
         to.copy_(result)
@@ -36,16 +39,21 @@ WORK = {
     "stored at device integers": lambda x, index, y: operator.setitem(y[0], index[1], x[1]),
     "filled with a number": lambda x, index, y: y.copy_(x.masked_fill(x > 2, 1.0).index_fill(1, index[0, :1], 2.0)),
     "fresh device tensors": lambda x, index, y: y.copy_(torch.arange(3) + torch.ones(3) + torch.full((3,), 2.0)),
+    "an operation made of others": lambda x, index, y: y.copy_(torch.nn.functional.rms_norm(x, (3,))),
 }
 """Of x and y, fp32 [2, 3], and index, int64 [2, 3]."""
 
 
+@WHERE
 @pytest.mark.parametrize("work", WORK.values(), ids=WORK)
-def test_a_capture_does_no_work_and_each_replay_does_it_once_over_what_its_memory_holds_then(work):
+@pytest.mark.outside_inference_mode
+def test_a_capture_does_no_work_and_each_replay_does_it_once_over_what_its_memory_holds_then(work, inference_mode):
     memory = torch.ones(2, 3), torch.ones(2, 3, dtype=torch.int64), torch.zeros(2, 3)
     views, before = [tensor[1:] for tensor in memory], [tensor.clone() for tensor in memory]
-    graph = capture(lambda: work(*memory))
+    with torch.inference_mode(inference_mode):
+        graph = capture(lambda: work(*memory))
     assert all(map(torch.equal, memory, before))
+    assert graph.num_nodes == capture(lambda: work(*memory)).num_nodes
     for start in (1, 7):
         memory[0].copy_((torch.arange(6.0).view(2, 3) + start) % 5)
         memory[1].copy_(torch.tensor([2, 0, 1]).roll(start))
@@ -93,6 +101,10 @@ def test_a_custom_op_is_recorded_as_one_operation():
     batch.load([1, 1], [9, 15])
     graph.replay()
     assert batch.seq_lens.tolist() == [10, 16] and batch.step.tolist() == [1]
+
+
+def test_an_operation_with_a_kernel_is_one_though_it_has_a_formula_of_others_too():
+    assert capture(lambda: torch.ops.aten.silu_backward(NUMBERS, NUMBERS)).num_nodes == 1
 
 
 def test_a_custom_op_that_reads_its_own_tensors_on_the_cpu_is_no_host_read():
@@ -183,13 +195,15 @@ GENERATORS = {
 REFUSED = {**HOST_READS, **SHAPES_OF_DATA, **FRESH_HOST_DATA, **OTHER_MEMORY, **GENERATORS}
 
 
+@WHERE
 @pytest.mark.parametrize("fn", REFUSED.values(), ids=REFUSED)
-def test_what_no_graph_can_hold_is_refused_in_a_capture_alone(fn):
-    with pytest.raises(CaptureError, match="can only enqueue device work"):
-        capture(fn)
-    before = NUMBERS.clone()
-    fn()
-    NUMBERS.copy_(before)
+def test_what_no_graph_can_hold_is_refused_in_a_capture_alone(fn, inference_mode):
+    with torch.inference_mode(inference_mode):
+        with pytest.raises(CaptureError, match="can only enqueue device work"):
+            capture(fn)
+        before = NUMBERS.clone()
+        fn()
+        NUMBERS.copy_(before)
 
 
 @pytest.mark.parametrize(("fail", "error"), [(torch.Tensor.item, CaptureError), ({}.pop, KeyError)])
@@ -207,6 +221,13 @@ def test_a_captured_function_records_no_gradients():
     held = {}
     capture(lambda: held.update(y=x * 2)).replay()
     assert not held["y"].requires_grad and held["y"].tolist() == [2, 2]
+
+
+@pytest.mark.outside_inference_mode
+def test_a_captured_function_may_enter_inference_mode():
+    y = torch.zeros(2)
+    capture(torch.inference_mode()(lambda: y.copy_(y + 1))).replay()
+    assert y.tolist() == [1, 1]
 
 
 def test_two_graphs_over_the_same_memory_keep_their_own_results():
@@ -279,6 +300,15 @@ def test_a_call_between_pieces_sees_what_the_piece_before_it_wrote_and_feeds_the
         x.fill_(value)
         graph.replay()
         assert seen.pop() == [value + 1] * 2 and y.tolist() == [(value + 1) * 10 + 5] * 2
+
+
+@pytest.mark.outside_inference_mode
+def test_pieces_captured_in_inference_mode_replay_outside_of_it():
+    x = torch.ones(2)
+    with torch.inference_mode():
+        graph = pieces(lambda split_op: x.add_(split_op(torch.neg, x + 2)))
+    graph.replay()
+    assert x.tolist() == [-2, -2]
 
 
 def test_python_values_are_frozen_in_the_pieces_and_read_anew_between_them():
