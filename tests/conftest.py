@@ -22,6 +22,13 @@ settings.load_profile("repeatable")
 _LONG = ("test_op_kernels", "conformance/", "engine/", "models/", "attn_backends/", "tests/examples/")
 
 
+@pytest.fixture(autouse=True)
+def as_in_an_engine(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Run tests as serving engines run: in inference mode, where torch's small operations are cheaper."""
+    with torch.inference_mode("outside_inference_mode" not in request.keywords):
+        yield
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Run the longest files first, so that no worker is left with one at the end."""

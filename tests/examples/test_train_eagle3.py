@@ -75,6 +75,7 @@ def test_what_was_done_is_written_beside_it(folders):
     assert record["training_steps"] == 1 and record["tokens_a_step"] == 16 and "--texts 8" in record["command"]
 
 
+@pytest.mark.outside_inference_mode
 def test_steps_of_training_bring_the_head_nearer_to_its_target(eagle3, folders):
     torch.manual_seed(0)
     target = models.TransformersTarget(

@@ -92,6 +92,7 @@ def test_its_held_out_loss_falls_and_every_parameter_moves(trained):
         assert not torch.equal(parameter, fresh.get_parameter(name).bfloat16().float()), name
 
 
+@pytest.mark.outside_inference_mode
 def test_training_twice_gives_the_same_draft(trained):
     before = trained.weights
     train_draft(trained.folder, trained.name, RECIPE, CPU, {"command": "here"})

@@ -83,6 +83,7 @@ def test_a_bad_head_leaves_the_others_alone():
     assert torch.equal(found, clean)
 
 
+@pytest.mark.outside_inference_mode
 def test_gradients_are_those_of_the_formulas_and_an_output_that_asks_for_one_is_turned_out_of_place():
     query, table = noise(2, 3, 8).requires_grad_(), make_table(4)
     before, wide = query.detach().clone(), query.detach().double().requires_grad_()

@@ -35,6 +35,8 @@ from tests.spec_decode.drafter.third_party_backends import (
     UncapturableRebuilt,
 )
 
+pytestmark = pytest.mark.outside_inference_mode
+
 
 def of(*backends):
     return lambda **options: DrafterFixture([make() for make in backends], **options)

@@ -44,9 +44,9 @@ WORK = {
 """Of x and y, fp32 [2, 3], and index, int64 [2, 3]."""
 
 
+@pytest.mark.outside_inference_mode
 @WHERE
 @pytest.mark.parametrize("work", WORK.values(), ids=WORK)
-@pytest.mark.outside_inference_mode
 def test_a_capture_does_no_work_and_each_replay_does_it_once_over_what_its_memory_holds_then(work, inference_mode):
     memory = torch.ones(2, 3), torch.ones(2, 3, dtype=torch.int64), torch.zeros(2, 3)
     views, before = [tensor[1:] for tensor in memory], [tensor.clone() for tensor in memory]

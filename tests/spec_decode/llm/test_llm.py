@@ -19,6 +19,7 @@ from spec_decode.drafter import StrategyError
 from spec_decode.models import SHIPPED_PAIR, CheckpointError
 from spec_decode.trees import DynamicTreeConfig
 
+pytestmark = pytest.mark.outside_inference_mode
 PROMPTS = ["The for statement", "A list is"]
 GREEDY = SamplingParams(max_tokens=24)
 

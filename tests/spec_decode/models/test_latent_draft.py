@@ -54,7 +54,7 @@ def plain_attention(layer, config, x, start):
     return out.flatten(1) @ weight["out_a.weight"].T @ weight["out_b.weight"].T
 
 
-@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("trained", [False, pytest.param(True, marks=pytest.mark.outside_inference_mode)])
 def test_the_layer_attends_by_its_definition_and_all_of_it_learns(config, trained):
     draft, x = make_latent_pair(config)[1].requires_grad_(trained), torch.randn(15, config.hidden_size)
     found = draft.layer.attend(x, draft.rotary(torch.arange(100, 115)), causal_attention(1, config.sliding_window))

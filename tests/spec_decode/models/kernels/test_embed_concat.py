@@ -8,6 +8,7 @@ from spec_decode.models.kernels.embed_concat import embed_concat
 TOKENS, WIDTH, VOCAB = 3, 4, 7
 
 
+@pytest.mark.outside_inference_mode
 @pytest.mark.parametrize("part", ["embedding", "hidden", "norm of the embedding", "norm of the hidden state"])
 def test_each_input_learns_where_it_alone_does(part):
     generator = torch.Generator().manual_seed(0)

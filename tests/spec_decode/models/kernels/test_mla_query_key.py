@@ -37,6 +37,7 @@ def test_the_turning_parts_turn_with_their_position_and_the_latent_is_normed():
     torch.testing.assert_close(query.double(), wanted, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.outside_inference_mode
 @pytest.mark.parametrize("part", ["absorbed", "rotated", "latent", "norm"])
 def test_each_part_learns_where_it_alone_does(part):
     made = operands()

@@ -130,6 +130,7 @@ def test_a_wide_linear_stays_wide_under_autocast(rows):
         assert_within_budget(inputs.call(), inputs)
 
 
+@pytest.mark.outside_inference_mode
 def test_a_wide_linear_has_a_gradient():
     x = torch.randn(2, 8, requires_grad=True)
     wide_linear(x, torch.randn(4, 8), norm_eps=EPS).sum().backward()

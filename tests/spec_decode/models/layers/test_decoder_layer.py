@@ -39,6 +39,7 @@ def test_a_layer_over_few_rows_is_the_one_over_many(layer, config, first):
     torch.testing.assert_close(found, (wanted + added)[part], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.outside_inference_mode
 def test_a_layer_has_gradients_over_few_rows():
     module, rotary = DecoderLayer(make_config(), 0), RotaryEmbedding(make_config())
     x, delta = module(torch.randn(3, 32), None, rotary(torch.arange(3)), averaging)

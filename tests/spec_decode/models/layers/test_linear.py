@@ -68,6 +68,7 @@ def calls(monkeypatch):
 KINDS = [Linear, NormLinear, NormGateUp, ResidualLinear, EmbedLinear]
 
 
+@pytest.mark.outside_inference_mode
 @pytest.mark.parametrize("kind", KINDS)
 def test_few_rows_take_one_kernel_that_gives_the_same_as_torch(kind, calls):
     """Torch takes many rows, those that need a gradient, and a layer with a bias."""
