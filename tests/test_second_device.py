@@ -33,7 +33,6 @@ def backend(request: pytest.FixtureRequest) -> AttentionBackend:
 
 
 @pytest.mark.parametrize("batch", [DECODE, VERIFY], ids=["decode", "verify"])
-@torch.no_grad()
 def test_a_backend_builds_advances_writes_and_attends_there(backend: AttentionBackend, batch: object) -> None:
     subject = Subject(backend, SECOND)
     built = PagedFixture(subject, subject.base_spec(), batch.rows).build(batch, horizon=1)  # type: ignore[attr-defined]

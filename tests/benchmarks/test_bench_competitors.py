@@ -85,10 +85,9 @@ def test_a_step_in_plain_torch_is_the_models(name, num_reqs):
     ops = {node.target for node in module.graph.nodes if isinstance(node.target, torch._ops.OpOverload)}
     assert {op.namespace for op in ops} == {"aten"}
     other = [each.roll(1, 0) + (0 if each.is_floating_point() else 1) for each in inputs]
-    with torch.no_grad():
-        for given in (inputs, other):
-            for found, expected in zip(module(*given), step(*given), strict=True):
-                torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
+    for given in (inputs, other):
+        for found, expected in zip(module(*given), step(*given), strict=True):
+            torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
 
 
 def test_each_replay_goes_on_where_the_one_before_ended(monkeypatch):

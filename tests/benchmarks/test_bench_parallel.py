@@ -52,7 +52,6 @@ def test_engines_of_both_kinds_of_draft_keep_as_many_tokens_and_differ_in_the_dr
     assert (steps["peer"], found["peer"]) == (True, False)
 
 
-@torch.no_grad()
 def test_a_target_hands_on_the_states_that_enter_its_layers():
     target = AuxStatesTarget(make_config(num_layers=4), 3)
     seen = []
@@ -66,7 +65,6 @@ def test_a_target_hands_on_the_states_that_enter_its_layers():
     assert states.target_hidden_states.equal(torch.cat(seen, -1))
 
 
-@torch.no_grad()
 def test_a_target_hands_on_whole_states_where_a_product_is_left_in_shares(monkeypatch):
     target = AuxStatesTarget(make_config(num_layers=4), 3)
     inputs = torch.arange(5), torch.arange(5), lambda inputs: inputs.normed_and_rotated()[0]

@@ -88,7 +88,6 @@ def over_pages(draft, texts, starts, steps):
 
 
 @pytest.mark.parametrize("steps", [1, 3, MASKS])
-@torch.no_grad()
 def test_states_and_logits_in_training_are_the_drafters_over_pages(steps):
     target, draft = make_models()
     tokens, hidden = make_text(target)
@@ -99,6 +98,7 @@ def test_states_and_logits_in_training_are_the_drafters_over_pages(steps):
     assert (draft.logits(states) - logits).abs().max() < CLOSE
 
 
+@pytest.mark.outside_inference_mode
 @pytest.mark.parametrize("gradient", [False, True])
 def test_a_block_in_training_is_the_same_alone(gradient):
     target, draft = make_models()
@@ -110,7 +110,6 @@ def test_a_block_in_training_is_the_same_alone(gradient):
         assert (together[:, column, None] - alone).abs().max() < CLOSE
 
 
-@torch.no_grad()
 def test_a_block_sees_all_that_is_before_it_and_nothing_else_of_its_text():
     target, draft = make_models()
     tokens, hidden = make_text(target)

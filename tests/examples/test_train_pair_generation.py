@@ -73,7 +73,6 @@ def make_terse_pair(kind):
 
 
 @pytest.mark.parametrize("kind", ["eagle", "block"])
-@torch.no_grad()
 def test_a_pair_without_pages_accepts_what_the_engines_does(kind):
     pair, prompts, rounds, drafted = make_terse_pair(kind), ["The for", "def rea"], 6, 3
     config = engine_config(num_speculative_tokens=drafted, max_model_len=64, graph_mode=GraphMode.NONE)

@@ -24,7 +24,6 @@ CASES += [(form, True, name) for form in NARROW for name in CUTS if "tiles" in n
 
 
 @pytest.mark.parametrize(("form", "narrow", "cut"), CASES)
-@torch.no_grad()
 def test_every_form_in_every_cut(form, narrow, cut):
     rows, n, k, dtype, tiling = CUTS[cut]
     inputs = make_inputs(form, rows, n, k, torch.bfloat16 if narrow else dtype)
@@ -33,7 +32,6 @@ def test_every_form_in_every_cut(form, narrow, cut):
 
 
 @pytest.mark.parametrize(("form", "rows"), [("wide", 4), ("wide", 5), ("wide_norm", 11)])
-@torch.no_grad()
 def test_a_wide_linear_takes_more_rows_a_few_at_a_time(form, rows):
     inputs = make_inputs(form, rows, 24, 50, torch.bfloat16)
     assert_within_budget(inputs.call(), inputs)

@@ -64,7 +64,6 @@ def greedy_and_sampled(draft: str, backend: str, strategy: Strategy) -> tuple[li
     return found[:2], found[2:]
 
 
-@torch.no_grad()
 def logits_behind(prefix: Sequence[int]) -> torch.Tensor:
     """The target's logits behind a prefix, by dense attention: no cache, no backend."""
 

@@ -40,7 +40,6 @@ def dense_logprobs(request, token_ids):
 
 
 @pytest.mark.parametrize("way", WAYS)
-@torch.no_grad()
 def test_logprobs_are_the_targets_whatever_made_the_text_and_change_none(way):
     asked = requests()
     engine = make_engine(max_logprobs=4, **WAYS[way])

@@ -216,6 +216,7 @@ def test_a_function_that_fails_leaves_memory_as_it_was_and_the_next_capture_work
     assert x.tolist() == [2, 2]
 
 
+@pytest.mark.outside_inference_mode
 def test_a_captured_function_records_no_gradients():
     x = torch.ones(2, requires_grad=True)
     held = {}

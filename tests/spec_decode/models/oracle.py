@@ -195,7 +195,6 @@ class Eagle3(Stepwise):
 class LatentEagle3(Eagle3):
     """EAGLE-3 with DeepSeek's attention as `transformers` computes it, over a layer input of twice the width."""
 
-    @torch.no_grad()
     def attention(self, prefix, every, window):
         from transformers import DeepseekV3Config
         from transformers.models.deepseek_v3 import modeling_deepseek_v3 as deepseek

@@ -80,7 +80,6 @@ def first_logits(draft, num_reqs=1):
 
 
 @pytest.mark.parametrize("name", DRAFTS)
-@torch.no_grad()
 def test_every_product_of_every_draft_reads_8_bits_and_drafts_what_these_numbers_draft(name, tmp_path):
     made = make if name in CASES else partial(load_from, tmp_path)
     narrow, wide = made(name, "fp8"), made(name)

@@ -40,7 +40,6 @@ class HybridTarget(TargetModel):
     def logits(self, hidden):
         return self.lm_head(hidden)
 
-    @torch.no_grad()
     def over(self, ids):
         """Greedy next tokens int64 [n] and hidden states [n, H] of a whole text; every strategy asks for the same."""
         if (text := tuple(ids)) not in self.known:

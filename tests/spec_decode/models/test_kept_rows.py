@@ -29,13 +29,11 @@ def inputs(draft):
     return torch.arange(6), hidden, torch.arange(6), averaging
 
 
-@torch.no_grad()
 def test_states_of_kept_tokens_are_those_of_all_tokens(draft):
     found = draft.forward_kept(*inputs(draft), lambda x: x[KEPT])
     torch.testing.assert_close(found, draft.forward(*inputs(draft))[KEPT], rtol=1e-5, atol=1e-5)
 
 
-@torch.no_grad()
 def test_only_the_last_layers_feed_forward_leaves_tokens_out(draft):
     rows = []
     for layer in draft.stack:
@@ -44,7 +42,6 @@ def test_only_the_last_layers_feed_forward_leaves_tokens_out(draft):
     assert rows == [6] * (len(draft.stack) - 1) + [len(KEPT)]
 
 
-@torch.no_grad()
 def test_a_draft_that_leaves_nothing_out_has_its_states_cut(draft):
     found = DraftModel.forward_kept(draft, *inputs(draft), lambda x: x[KEPT])
     assert torch.equal(found, draft.forward(*inputs(draft))[KEPT])

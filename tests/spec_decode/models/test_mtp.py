@@ -97,7 +97,6 @@ def inputs_of(rotary):
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
-@torch.no_grad()
 def test_the_oracles_layer_is_that_of_transformers(family):
     transformers = pytest.importorskip("transformers")
     layers = pytest.importorskip("transformers.modeling_layers")
@@ -130,7 +129,6 @@ def test_the_oracles_layer_is_that_of_transformers(family):
     torch.testing.assert_close(found.double(), wanted, rtol=2e-4, atol=2e-5)
 
 
-@torch.no_grad()
 def test_mimos_block_is_qwen2s_of_transformers():
     transformers = pytest.importorskip("transformers")
     from transformers.models.qwen2 import modeling_qwen2 as qwen2

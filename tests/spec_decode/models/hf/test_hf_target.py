@@ -81,7 +81,6 @@ def target(kind: str) -> models.TransformersTarget:
 
 
 @cache
-@torch.no_grad()
 def judged(kind: str, double: bool = True) -> torch.Tensor:
     """The library's logits [2, 24, V] of both texts, in fp64 as far as it computes in it, or in fp32."""
     model = copy.deepcopy(eager(kind)).double() if double else eager(kind)
@@ -110,7 +109,6 @@ class Runner:
             for group in described
         ]
 
-    @torch.no_grad()
     def logits(self, rows: Sequence[torch.Tensor], seq_lens: Sequence[int]) -> list[torch.Tensor]:
         """Logits of each request's last tokens `rows[r]`, the last of them at position seq_lens[r] - 1."""
         lens = [len(row) for row in rows]
@@ -136,14 +134,12 @@ def test_logits_are_those_of_the_librarys_eager_attention(kind: str, backend: st
 def test_budget_is_far_below_what_a_forgotten_window_or_sink_would_change() -> None:
     for field, value in (("sliding_window", 128), ("layer_types", ["full_attention"] * 4)):
         model = make_model("gpt_oss", **{field: value})
-        with torch.no_grad():
-            off = (model(TEXTS).logits - judged("gpt_oss")).abs().max()
+        off = (model(TEXTS).logits - judged("gpt_oss")).abs().max()
         assert off > 1000 * budget("gpt_oss"), field
     model = copy.deepcopy(eager("gpt_oss"))
     for layer in model.model.layers:
         layer.self_attn.sinks.data.fill_(-1e4)
-    with torch.no_grad():
-        assert (model(TEXTS).logits - judged("gpt_oss")).abs().max() > 1000 * budget("gpt_oss")
+    assert (model(TEXTS).logits - judged("gpt_oss")).abs().max() > 1000 * budget("gpt_oss")
 
 
 def test_layers_of_one_kind_of_attention_share_a_group_that_carries_what_they_ask_for() -> None:
@@ -157,7 +153,6 @@ def test_layers_of_one_kind_of_attention_share_a_group_that_carries_what_they_as
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt_oss"])
-@torch.no_grad()
 def test_in_bfloat16_it_is_as_close_as_the_librarys_own_attention(kind: str) -> None:
     model = copy.deepcopy(eager(kind)).bfloat16()
     own = (model(TEXTS).logits.double() - judged(kind)).abs().mean()
@@ -185,7 +180,6 @@ def replayed(runner: Runner, start: int, count: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt_oss"])
-@torch.no_grad()
 def test_a_captured_forward_replays_over_other_tokens(kind: str) -> None:
     if kind == "gpt_oss" and not hasattr(eager(kind), "set_experts_implementation"):
         pytest.skip("before its version 5 the library loops over experts on the CPU, and reads the host to do so")
@@ -194,7 +188,6 @@ def test_a_captured_forward_replays_over_other_tokens(kind: str) -> None:
     assert float((replayed(runner, 9, 3) - judged(kind)[:, 9:12]).abs().max()) <= budget(kind)
 
 
-@torch.no_grad()
 def test_a_target_with_a_pad_token_is_captured() -> None:
     if transformers.__version__.startswith("4."):
         pytest.skip("before its version 5 the library gives GPT-2's attention no scale: refused")
@@ -229,7 +222,6 @@ def test_speculated_greedy_text_is_the_librarys_own(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt_oss"])
-@torch.no_grad()
 def test_target_hidden_states_are_the_residual_states_that_enter_the_named_layers(kind: str) -> None:
     """Those after the last layer are not yet normed."""
     model = models.TransformersTarget(copy.deepcopy(eager(kind)), aux_hidden_state_layers=(2, 0, 4))
@@ -242,7 +234,6 @@ def test_target_hidden_states_are_the_residual_states_that_enter_the_named_layer
     assert not torch.allclose(last, states.hidden)
 
 
-@torch.no_grad()
 def test_without_aux_layers_the_target_hidden_states_are_the_final_states() -> None:
     states = dense(target("llama"), TEXTS[0])
     assert states.target_hidden_states is states.hidden and target("llama").target_states_size == 32
@@ -274,7 +265,6 @@ def test_a_failing_attention_leaves_no_trace() -> None:
         target("llama").model(TEXTS[:1])
 
 
-@torch.no_grad()
 def test_a_forward_within_a_forward_keeps_its_own_attention() -> None:
     model, others = target("llama"), dense(target("llama"), TEXTS[1]).hidden
     runner = Runner(model, "torch_reference")

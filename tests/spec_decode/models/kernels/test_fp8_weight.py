@@ -114,7 +114,6 @@ def test_8_bits_need_a_scale_for_each_output_and_nothing_else_has_one(change):
 
 
 @pytest.mark.parametrize("rows", [1, 3, 200])
-@torch.no_grad()
 def test_products_refuse_a_scale_that_does_not_fit(rows):
     weight, x = Fp8Weight.of(draw(4, 8)), draw(rows, 8)
     with pytest.raises(BatchError, match=r"(or an|with an) 8-bit weight (with|and) its scale"):
@@ -125,7 +124,6 @@ def test_products_refuse_a_scale_that_does_not_fit(rows):
 
 @pytest.mark.parametrize("invariant", [False, True])
 @pytest.mark.parametrize("rows", [0, 1, 2, 3, 161, 400])
-@torch.no_grad()
 def test_any_number_of_rows_is_multiplied(rows, invariant):
     weight, x = Fp8Weight.of(draw(6, 8)), draw(rows, 8, seed=1) if rows else torch.zeros(0, 8).bfloat16()
     bias, residual = draw(1, 6, seed=2)[0], draw(rows, 6, seed=3) if rows else torch.zeros(0, 6).bfloat16()
@@ -141,7 +139,6 @@ def test_any_number_of_rows_is_multiplied(rows, invariant):
 
 
 @pytest.mark.parametrize("invariant", [False, True])
-@torch.no_grad()
 def test_sorted_rows_take_the_weight_and_the_scales_of_their_group(invariant):
     weights, ends = Fp8Weight.of(draw(3, 6, 8) * torch.tensor([1.0, 8.0, 64.0])[:, None, None]), [1, 1, 4]
     x, tokens = draw(4, 8, seed=1), torch.arange(4)

@@ -34,13 +34,11 @@ BY_ROWS = {
 
 
 @pytest.mark.parametrize(("weight", "options", "kinds"), BY_ROWS.values(), ids=BY_ROWS)
-@torch.no_grad()
 def test_the_number_of_rows_and_the_weight_decide(weight, options, kinds):
     dtype = torch.float16 if weight is NARROW else weight.dtype
     assert {count: product_kind(rows(count, dtype), weight, **options) for count in kinds} == kinds
 
 
-@torch.no_grad()
 def test_more_rows_are_streamed_of_a_gate_than_of_the_same_weight_without():
     x = rows(MAX_ROWS)
     weight = torch.zeros(64 * (num_sms(x.device) + 1), 8).half()
@@ -56,7 +54,6 @@ UNREADABLE = {
 
 
 @pytest.mark.parametrize("count", [1, 3])
-@torch.no_grad()
 def test_what_our_kernels_would_misread_or_not_record_is_torchs(count):
     found = {name: product_kind(x[:count], weight) for name, (x, weight) in UNREADABLE.items()}
     assert found == dict.fromkeys(UNREADABLE, TORCH)

@@ -26,7 +26,6 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("rows", [1, MAX_ROWS])
-@torch.no_grad()
 def test_the_torch_implementation_of_every_form(form, rows, dtype):
     inputs = make_inputs(form, rows, 21, 50, dtype)
     assert_within_budget(inputs.call(), inputs)
@@ -117,13 +116,11 @@ def test_the_kernel_takes_a_wide_linear_of_few_rows_that_it_can_read(change, mon
     assert bool(calls) is (not change)
 
 
-@torch.no_grad()
 def test_a_wide_linear_of_no_rows():
     assert wide_linear(torch.zeros(0, 8).half(), torch.zeros(4, 8), norm_eps=EPS).shape == (0, 4)
 
 
 @pytest.mark.parametrize("rows", [1, MAX_WIDE_ROWS + 1])
-@torch.no_grad()
 def test_a_wide_linear_stays_wide_under_autocast(rows):
     inputs = make_inputs("wide_norm", rows, 24, 50)
     with torch.autocast("cpu", torch.bfloat16):

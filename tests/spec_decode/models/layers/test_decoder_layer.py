@@ -31,10 +31,9 @@ def test_a_layer_over_few_rows_is_the_one_over_many(layer, config, first):
         norm.weight.data.normal_(1, 0.3)
     x, positions = torch.randn(MAX_ROWS + 3, config.hidden_size), torch.arange(MAX_ROWS + 3)
     delta = None if first else torch.randn_like(x)
-    with torch.no_grad():
-        wanted, added = module(x, delta, rotary(positions), averaging)
-        part = slice(1, 1 + MAX_ROWS)
-        found, rest = module(x[part], None if first else delta[part], rotary(positions[part]), averaging)
+    wanted, added = module(x, delta, rotary(positions), averaging)
+    part = slice(1, 1 + MAX_ROWS)
+    found, rest = module(x[part], None if first else delta[part], rotary(positions[part]), averaging)
     assert rest is None and added is not None
     torch.testing.assert_close(found, (wanted + added)[part], rtol=1e-5, atol=1e-5)
 
@@ -72,7 +71,6 @@ def fused_calls(monkeypatch):
         (MAX_ROWS, {"out_bias": True}, ["norm+delta", "norm+delta+gate", "residual"]),
     ],
 )
-@torch.no_grad()
 def test_what_a_layer_fuses_over_few_rows(rows, options, fused, monkeypatch):
     config = make_config()
     module, rope = DecoderLayer(config, 0, LayerOptions(**options)), RotaryEmbedding(config)(torch.arange(rows))
@@ -82,7 +80,6 @@ def test_what_a_layer_fuses_over_few_rows(rows, options, fused, monkeypatch):
     assert calls == fused
 
 
-@torch.no_grad()
 def test_a_latent_layer_fuses_its_feed_forward_alone(monkeypatch):
     config = make_latent_config()
     module, rope = LatentDecoderLayer(config, 0), RotaryEmbedding(config)(torch.arange(2))

@@ -87,7 +87,6 @@ def test_few_rows_take_one_kernel_that_gives_the_same_as_torch(kind, calls):
 
 @pytest.mark.parametrize("rows", [MAX_ROWS + 1, ROWS_OF_ANY_WEIGHT])
 @pytest.mark.parametrize("kind", [NormGateUp, ResidualLinear])
-@torch.no_grad()
 def test_more_rows_stream_the_weight_with_what_comes_after(kind, rows, monkeypatch):
     def op(*arguments):
         calls.append(streamed.StreamedLinear(*arguments))
@@ -110,7 +109,6 @@ def make_residual(rows, inputs=600, **options):
 
 
 @pytest.mark.parametrize(("rows", "num_inputs"), [(MAX_ROWS + 1, 600), (streamed.MAX_ROWS, 4096)])
-@torch.no_grad()
 def test_a_product_cut_into_shares_leaves_them_to_the_next_norm(rows, num_inputs):
     layer, inputs, x = make_residual(rows, num_inputs)
     found, delta = layer(inputs, x)
@@ -123,13 +121,11 @@ def test_a_product_cut_into_shares_leaves_them_to_the_next_norm(rows, num_inputs
 
 
 @pytest.mark.parametrize("options", [{"bias": True}, {}], ids=str)
-@torch.no_grad()
 def test_a_product_with_a_bias_or_of_few_inputs_is_added_at_once(options):
     layer, inputs, x = make_residual(5, inputs=600 if options else 32, **options)
     assert layer(inputs, x)[1] is None
 
 
-@torch.no_grad()
 def test_shares_that_meet_a_layer_that_could_fuse_are_summed_by_the_norm(calls):
     layer, inputs, x = make_residual(MAX_ROWS + 1)
     x, delta = layer(inputs, x)

@@ -41,7 +41,6 @@ def test_a_token_does_not_depend_on_those_beside_it(module, tokens):
     assert torch.equal(module(spoilt)[others], module(x)[others])
 
 
-@torch.no_grad()
 def test_a_single_token_reads_the_weights_of_its_own_experts_alone(module):
     x = noise(1, HIDDEN)
     _, chosen = route_tokens(x @ module.router.T, module.bias, module.routing)
