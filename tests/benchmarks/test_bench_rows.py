@@ -6,7 +6,6 @@ from types import ModuleType, SimpleNamespace
 import msgspec
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import benchmarks as benches
 from attn_backends import get
@@ -20,6 +19,7 @@ from benchmarks.report import read_report, report_bytes
 from benchmarks.rows import STOPPED, Bench, serving, with_limits
 from builders import AdvanceLevel, BatchError, advance_state
 from spec_decode.files import parse_json
+from spec_decode.graphs.dispatch_mode import PlainDispatchMode
 from spec_decode.matrix.sources import Sources, TimingReport
 from spec_decode.tools.specs import FP8_DS_MLA, GQA, MLA
 from spec_decode.tools.timing_limit import TimingLimit, verdict
@@ -155,12 +155,12 @@ def test_an_fp8_ds_mla_cache_is_filled_by_its_own_write():
 def counted(monkeypatch):
     """Kernels are ops here, and time is 1 us each."""
 
-    class Ops(TorchDispatchMode):
+    class Ops(PlainDispatchMode):
         count = 0
 
-        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        def dispatch(self, op, args, kwargs):
             self.count += 1
-            return op(*args, **(kwargs or {}))
+            return op(*args, **kwargs)
 
     def kernels_in(call):
         with Ops() as ops:

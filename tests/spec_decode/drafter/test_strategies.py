@@ -3,13 +3,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from attn_backends import get
 from builders import CaptureConstants
 from spec_decode.drafter import Strategy, StrategyError
 from spec_decode.drafter.strategies.base import LoopStrategy
 from spec_decode.graphs import Capturable, GraphManager
+from spec_decode.graphs.dispatch_mode import PlainDispatchMode
 from spec_decode.paged import GraphMode
 from tests.foreseen import ForeseenBuilder
 from tests.spec_decode.drafter.drafter_fixture import (
@@ -164,16 +164,16 @@ def test_a_build_per_round_group_drafts_what_eager_drafts_when_rows_move(other):
     assert rounds(None) == rounds(Strategy.EAGER)
 
 
-class CountedOps(TorchDispatchMode):
+class CountedOps(PlainDispatchMode):
     """How often each operation runs, by its name."""
 
     def __init__(self):
         super().__init__()
         self.runs = Counter()
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def dispatch(self, func, args, kwargs):
         self.runs[func._schema.name] += 1
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)
 
 
 @pytest.mark.parametrize("strategy", [None, Strategy.EAGER])

@@ -3,10 +3,10 @@
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from builders.errors import BatchError
+from spec_decode.graphs.dispatch_mode import PlainDispatchMode
 from spec_decode.models.kernels import fp8_weight
 from spec_decode.models.kernels.batch_invariance import batch_invariance
 from spec_decode.models.kernels.batch_invariant_linear import batch_invariant_linear
@@ -64,15 +64,15 @@ def test_a_cast_of_the_module_around_it_leaves_a_weight_in_8_bits():
     assert moved.values.is_meta and moved.scale.is_meta and is_scaled(moved.values, moved.scale)
 
 
-class Copies(TorchDispatchMode):
+class Copies(PlainDispatchMode):
     """The size of the largest tensor that is made, other than 8 bits and views of `source`."""
 
     def __init__(self, source):
         super().__init__()
         self.source, self.most = source, 0
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
+    def dispatch(self, func, args, kwargs):
+        out = func(*args, **kwargs)
         for made in tree_leaves(out):
             if made.dtype != torch.float8_e4m3fn and made.untyped_storage().data_ptr() != self.source.data_ptr():
                 self.most = max(self.most, made.numel())
