@@ -30,7 +30,7 @@ from spec_decode.sampling.kernels.threshold_search import (
     weight_of,
 )
 
-_PART = 2048
+_PART = 1024
 """Logits of a part, the unit that a program takes: few enough that a single row keeps many SMs busy."""
 
 _PROGRAMS = 2048
