@@ -31,8 +31,7 @@ def installed(monkeypatch, vllm_inside):
         for name in hooks:
             monkeypatch.setattr(cls, name, getattr(cls, name))
     validator.install()
-    with torch.inference_mode():  # as vLLM runs
-        yield validator
+    yield validator
 
 
 def flash_attention_schedule(*, seqlens=None, cache_seqlens=None, **rest):

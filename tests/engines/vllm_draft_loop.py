@@ -45,7 +45,6 @@ class DraftLoop:
     attends: whether the draft's only layer attends; outs has its output in each step.
     """
 
-    @torch.inference_mode()
     def __init__(self, runner, *, attends=True):
         from vllm.config import CUDAGraphMode
         from vllm.v1.worker.gpu.model_states.default import DefaultModelState
@@ -93,7 +92,6 @@ class DraftLoop:
             self.outs[self.step].copy_(self.runner.draft(self.metadata, self.query))
         return self.speculator.hidden_states
 
-    @torch.inference_mode()
     def draft(self, lens, seed=0, *, dummy=False):
         """Draft for requests with one rejected token, whose first drafted token is the last of `lens` tokens.
 

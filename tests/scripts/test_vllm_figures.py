@@ -511,6 +511,7 @@ def test_vllm_is_told_the_method_of_a_draft():
     assert "model" not in mtp["speculative_config"] and set(KINDS) == {"eagle", *BLOCKS, "mtp"}
 
 
+@pytest.mark.outside_inference_mode
 def test_tensors_that_a_model_makes_of_its_weights_stay_where_a_graph_has_them(monkeypatch):
     class Block(torch.nn.Module):
         def __init__(self):
