@@ -51,6 +51,19 @@ def test_drafting_changes_no_greedy_text_of_more_prompts_than_run_at_once(llm: L
     assert {one.finish_reason for one in drafted} == {"length"} and len(drafted[0].token_ids) == 24
 
 
+def test_no_module_runs_with_gradients() -> None:
+    enabled = []
+    hook = torch.nn.modules.module.register_module_forward_pre_hook(
+        lambda module, inputs: enabled.append(torch.is_grad_enabled())
+    )
+    try:
+        llm = LLM("pydoc", draft="draft", device="cpu", max_num_seqs=2, max_model_len=128)
+        llm.generate(PROMPTS, GREEDY)
+    finally:
+        hook.remove()
+    assert enabled and not any(enabled)
+
+
 @pytest.mark.parametrize("draft", ["draft", "block_draft"])
 def test_drafting_trees_changes_no_text_at_any_temperature(draft: str, plain: LLM) -> None:
     tree = DynamicTreeConfig(width=4, num_tokens=12)
