@@ -125,19 +125,19 @@ def test_a_threshold_anywhere_among_the_logits(narrow, row, top_k, top_p):
     assert torch.equal(by_kernel, by_torch) and (by_kernel == -INF).any()
 
 
-SAMPLED = (torch.arange(320) % 40 < 8).nonzero()[:, 0]
+SAMPLED = torch.arange(320) % 40 < 8
 
 
-def around_a_sample(sample, rest):
-    """A row with these logits where the sample is taken, and elsewhere `rest`, a number and how many, then -20."""
-    logits, many = rest
+def around_a_sample(*sample, rest, many):
+    """A row with these logits where the sample is taken, and elsewhere `rest` this many times, then -20."""
     row = torch.full((320,), -20.0)
-    row[(torch.arange(320) % 40 >= 8).nonzero()[:many, 0]] = logits
-    return row.index_put((SAMPLED,), torch.cat(sample)) + noise(1, 320)[0] / 1000
+    row[SAMPLED] = torch.cat(sample)
+    row[(~SAMPLED).nonzero()[:many, 0]] = rest
+    return row + noise(1, 320)[0] / 1000
 
 
 def added(amount):
-    return noise(1, 320)[0].index_add(0, SAMPLED, torch.full((64,), amount))
+    return noise(1, 320)[0] + amount * SAMPLED
 
 
 MISLEADING = {
@@ -146,9 +146,9 @@ MISLEADING = {
     "the sample is below all that stays, by top_p": (added(-100.0), 0, 0.9),
     "all that stays is in the sample, by top_p": (added(100.0), 0, 0.3),
     "all that stays is in the sample, by both": (added(100.0), 50, 0.9),
-    "top_p is reached above the window": (around_a_sample([torch.zeros(64)], (2.0, 20)), 0, 0.6),
+    "top_p is reached above the window": (around_a_sample(torch.zeros(64), rest=2.0, many=20), 0, 0.6),
     "top_p is not reached in the window": (
-        around_a_sample([torch.full((16,), 3.0), torch.full((48,), 0.1)], (0.0, 256)),
+        around_a_sample(torch.full((16,), 3.0), torch.full((48,), 0.1), rest=0.0, many=256),
         0,
         0.64,
     ),
