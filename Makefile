@@ -20,7 +20,8 @@ RELEASE_TESTS := tests/builders tests/attn_backends/test_registry.py tests/attn_
 RELEASE_KERNELS := $(addprefix tests/interpreter/test_,op_kernels.py attention_kernels.py \
 	nan_logits_kernels.py shared_state_kernels.py verify_kernels.py)
 
-.PHONY: demo test slow engines engine-vllm engine-sglang engine-sglang-rounds oldest newest smollm2 lint docs check release clean
+.PHONY: demo test slow engines engine-vllm engine-sglang engine-sglang-rounds oldest newest smollm2 lint docs reports check release \
+	installed clean
 
 demo: $(VENV)/.installed
 	$(BIN)/attn-backends demo
@@ -49,24 +50,24 @@ VLLM := $(VENV)/engines/vllm-0.33.0
 SGLANG := $(VENV)/engines/sglang-0.5.23
 engines: engine-vllm engine-sglang engine-sglang-rounds
 
-engine-vllm: $(VLLM)/.unpacked
+engine-vllm: $(VENV)/.installed $(VLLM)/.unpacked
 	PYTHONPATH=$(VLLM) $(BIN)/attn-backends check --engine vllm --json build/engines
 	PYTHONPATH=$(VLLM) TRITON_INTERPRET=1 $(BIN)/python -m pytest -q tests/engines/test_vllm_inside.py tests/engines/test_vllm_blocks.py \
 		tests/engines/test_vllm_validator.py tests/engines/test_vllm_latents.py tests/engines/test_vllm_sparse_latents.py \
 		tests/engines/test_vllm_empty_updates.py
 
-engine-sglang: $(SGLANG)/.unpacked
+engine-sglang: $(VENV)/.installed $(SGLANG)/.unpacked
 	PYTHONPATH=$(SGLANG) $(BIN)/attn-backends check --engine sglang --json build/engines
 	PYTHONPATH=$(SGLANG) $(BIN)/python -m pytest -q tests/engines/test_sglang_inside.py
 
-engine-sglang-rounds: $(SGLANG)/.unpacked
+engine-sglang-rounds: $(VENV)/.installed $(SGLANG)/.unpacked
 	PYTHONPATH=$(SGLANG) TRITON_INTERPRET=1 $(BIN)/python -m pytest -q tests/engines/test_sglang_rounds.py
 
-$(VLLM)/.unpacked: $(VENV)/.installed engines/vllm/conformance/requirements.txt
+$(VLLM)/.unpacked: engines/vllm/conformance/requirements.txt | $(BIN)/pip
 	$(BIN)/python scripts/unpack_engine.py vllm==0.33.0 $(VLLM) engines/vllm/conformance/requirements.txt
 	@touch $@
 
-$(SGLANG)/.unpacked: $(VENV)/.installed engines/sglang/requirements.txt
+$(SGLANG)/.unpacked: engines/sglang/requirements.txt | $(BIN)/pip
 	$(BIN)/python scripts/unpack_engine.py sglang==0.5.23 $(SGLANG) engines/sglang/requirements.txt
 	@touch $@
 
@@ -75,17 +76,21 @@ smollm2: $(VENV)/.installed
 	@$(PIP) gguf accelerate
 	@$(BIN)/python scripts/smollm2.py
 
-lint: $(VENV)/.linters
+lint: $(VENV)/.tools
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
 # Fails on a broken link, anchor or reference name. Never use -q: strict counts only the warnings that are shown. The
 # variable hides an advertisement.
-docs: $(VENV)/.docs
+docs: $(VENV)/.tools
 	$(BIN)/attn-backends matrix reports --html docs/compatibility.html
 	$(BIN)/python scripts/schemas.py docs/schemas
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
+
+# Fails on a report that is unreadable or was edited; names those of older source.
+reports: $(VENV)/.installed
+	$(BIN)/attn-backends matrix --check
 
 check: lint test
 
@@ -99,12 +104,17 @@ clean:
 	rm -rf build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
-# torch is installed first and separately, so that nothing else decides its version.
-$(VENV)/.installed: pyproject.toml constraints.txt
+# All that CI needs, at once: make -j2 installed.
+installed: $(VENV)/.tools $(VLLM)/.unpacked $(SGLANG)/.unpacked
+
+$(BIN)/pip:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed, this is " + \
 		sys.version.split()[0] + "; run make with PYTHON=python3.11, say")'
 	@echo "make: setting up $(VENV), only once: up to 3 GB to download (torch with CUDA), 2 minutes or more"
-	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
+	$(PYTHON) -m venv $(VENV)
+
+# torch is installed first and separately, so that nothing else decides its version.
+$(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/pip
 	$(PIP) torch 'triton; sys_platform == "linux"'
 	$(PIP) -e '.[test]'
 	@touch $@
@@ -115,10 +125,6 @@ $(VENV)/%/.installed: pyproject.toml constraints-%.txt
 	$(VENV)/$*/bin/python -m pip install -q --no-compile --no-cache-dir --disable-pip-version-check -c constraints-$*.txt -e '.[test]'
 	@touch $@
 
-$(VENV)/.docs: $(VENV)/.installed
-	$(PIP) -e '.[docs]'
-	@touch $@
-
-$(VENV)/.linters: $(VENV)/.installed
-	$(PIP) ruff mypy
+$(VENV)/.tools: $(VENV)/.installed
+	$(PIP) -e '.[docs]' ruff mypy
 	@touch $@

@@ -3,12 +3,11 @@ import os
 from collections.abc import Iterator
 
 import pytest
-import torch
 from hypothesis import HealthCheck, settings
 
-torch.set_num_threads(1)
-# Also for processes that tests start: more threads only contend with the other tests.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
+# For torch, which is not imported yet, and for processes that tests start: more threads only contend with the other
+# tests. The process that only distributes tests never imports torch, which takes it seconds.
+os.environ["OMP_NUM_THREADS"] = "1"
 settings.register_profile(
     "repeatable",
     derandomize=True,
@@ -26,6 +25,8 @@ _LONG = ("test_op_kernels", "conformance/", "engine/", "models/", "attn_backends
 def as_in_an_engine(request: pytest.FixtureRequest) -> Iterator[None]:
     """Run tests as serving engines run: in inference mode, where torch's small operations are cheaper. Evidence is made
     outside of it, as it was."""
+    import torch
+
     marks = {mark.name for mark in request.node.iter_markers()}
     with torch.inference_mode(marks.isdisjoint({"outside_inference_mode", "gpu"})):
         yield

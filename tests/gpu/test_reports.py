@@ -27,7 +27,7 @@ def run(pytester: pytest.Pytester):
 
     def run(*options: str) -> tuple[str, dict]:
         done = pytester.runpytest_inprocess(
-            "-p", "spec_decode.conformance.pytest_plugin", "-rs", "--json", str(path), *options
+            "-p", "spec_decode.testing.pytest_plugin", "-rs", "--json", str(path), *options
         )
         return done.stdout.str(), read_json(path) if path.exists() else {}
 

@@ -1,4 +1,4 @@
-"""A pytest plugin, opted into with ``-p spec_decode.conformance.pytest_plugin``: one switch for every backend test.
+"""A pytest plugin, opted into with ``-p spec_decode.testing.pytest_plugin``: one switch for every backend test.
 
 --attn-backend NAME[,NAME...]|available|all   backends of the fixture `attn_backend` (default: available)
 """
