@@ -33,9 +33,9 @@ test: $(VENV)/.installed
 		echo "make test: FAILED in the interpreter, see above"; exit 1; }
 	@echo "make test: every test passed"
 
-# Statistics, and whole kits in the interpreter: they take minutes each, so they are distributed one by one, not by file.
+# Statistics, and whole kits in the interpreter: they take minutes each, so a worker gets one at a time, not a file.
 slow: $(VENV)/.installed
-	$(BIN)/python $(PYTEST) --dist worksteal -m slow
+	$(BIN)/python $(PYTEST) --dist load --maxschedchunk 1 -m slow
 	TRITON_INTERPRET=1 $(BIN)/python $(PYTEST) -m slow tests/interpreter
 
 # The oldest supported and the newest tested releases, each in its own environment.

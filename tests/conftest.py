@@ -18,7 +18,11 @@ settings.register_profile(
 )
 settings.load_profile("repeatable")
 
-_LONG = ("test_op_kernels", "conformance/", "engine/", "models/", "attn_backends/", "tests/examples/")
+_LONG = (
+    *("test_adding_a_backend", "test_interpreter_conformance", "test_wheel"),
+    *("test_op_kernels", "conformance/", "engine/", "models/", "attn_backends/", "tests/examples/"),
+)
+"""Parts of the names of tests that take long; those in the first line take minutes if they are slow."""
 
 
 @pytest.fixture(autouse=True)
@@ -34,8 +38,8 @@ def as_in_an_engine(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run the longest files first, so that no worker is left with one at the end."""
-    items.sort(key=lambda item: not any(name in item.nodeid for name in _LONG))
+    """Run the longest tests first, so that no worker is left with one at the end."""
+    items.sort(key=lambda item: next((at for at, name in enumerate(_LONG) if name in item.nodeid), len(_LONG)))
 
 
 @pytest.hookimpl(wrapper=True)
