@@ -168,6 +168,7 @@ def paged_attention():
     for splits, window in ((1, None), (3, 64)):
         yield paged(replace(PLAIN, sliding_window=window), TREES, splits, tree_masks())
     yield paged(PLAIN, ([1, 1], [1, 130], 2), 8)
+    yield paged(replace(PLAIN, causal=False, batch_invariant=True), BATCHES[1], 3)
     for splits in (1, 3):
         sample = paged(replace(PLAIN, sinks=True), ([1, 1, 1], [130, 70, 1], 4), splits)
         sample[6].copy_(torch.tensor([-torch.inf, torch.inf, 0.5, -torch.inf]))

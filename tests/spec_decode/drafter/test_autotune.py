@@ -103,7 +103,9 @@ def test_each_drafter_is_gone_before_the_next_is_made(fixture, monkeypatch):
     assert len(made) == len(MEASURED)
 
 
-def test_rounds_are_measured_with_the_steps_that_a_device_loop_repeats_at_once(fixture, monkeypatch):
+def test_rounds_are_measured_with_the_steps_that_a_device_loop_repeats_at_once_and_captured_for_them_alone(
+    fixture, monkeypatch
+):
     configs = []
 
     def drafter_of(*arguments):
@@ -112,7 +114,7 @@ def test_rounds_are_measured_with_the_steps_that_a_device_loop_repeats_at_once(f
 
     monkeypatch.setattr(autotune, "Drafter", drafter_of)
     fixture.measure(times(), loop_steps=2)
-    assert [config.loop_steps for config in configs] == [2] * len(MEASURED)
+    assert [(config.loop_steps, config.capture_sizes) for config in configs] == [(2, [2])] * len(MEASURED)
 
 
 def test_rounds_are_measured_with_the_trees_that_are_drafted(tmp_path, monkeypatch):
