@@ -21,7 +21,7 @@ RELEASE_KERNELS := $(addprefix tests/interpreter/test_,op_kernels.py attention_k
 	nan_logits_kernels.py shared_state_kernels.py verify_kernels.py)
 
 .PHONY: demo test slow engines engine-vllm engine-sglang engine-sglang-rounds oldest newest smollm2 lint docs reports check release \
-	installed clean
+	setup clean
 
 demo: $(VENV)/.installed
 	$(BIN)/attn-backends demo
@@ -104,8 +104,8 @@ clean:
 	rm -rf build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
-# All that CI needs, at once: make -j2 installed.
-installed: $(VENV)/.tools $(VLLM)/.unpacked $(SGLANG)/.unpacked
+# All that CI needs, at once: make -j2 setup.
+setup: $(VENV)/.tools $(VLLM)/.unpacked $(SGLANG)/.unpacked
 
 $(BIN)/pip:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed, this is " + \

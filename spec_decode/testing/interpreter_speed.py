@@ -5,7 +5,6 @@ What changes in triton.language, which the interpreter shares with the compiler,
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -51,12 +50,13 @@ def _remember_shapes() -> None:
     """Otherwise each value makes its shape anew, and each type its name."""
     from triton.language import core
 
-    make_type, shapes, types = core.block_type.__init__, dict[str, tuple[Any, Any]](), dict[Any, tuple[Any, ...]]()
+    make, make_type = core.tensor.__init__, core.block_type.__init__
+    shapes, types = dict[str, tuple[Any, Any]](), dict[Any, tuple[Any, ...]]()
 
     def init(self: Any, handle: Any, type: Any) -> None:
         if type.name not in shapes:
-            shape = type.shape if type.is_block() else ()
-            shapes[type.name] = core.tuple([core.constexpr(size) for size in shape]), core.constexpr(math.prod(shape))
+            make(self, handle, type)
+            shapes[type.name] = self.shape, self.numel
         self.handle, self.type, self.dtype = handle, type, type.scalar
         self.shape, self.numel = shapes[type.name]
 
@@ -88,8 +88,8 @@ def _call_directly() -> None:
     from triton.runtime import interpreter
 
     semantic = interpreter.TritonSemantic(interpreter.interpreter_builder)
-    semantic.broadcast_impl_value = broadcast = _broadcasting(semantic)
-    semantic.binary_op_type_checking_impl = _remembering(semantic.binary_op_type_checking_impl, broadcast)
+    semantic.broadcast_impl_value = _broadcasting(semantic)
+    semantic.binary_op_type_checking_impl = _converting(semantic)
 
     def patch(place: Any, name: str, member: Any, builder: Any, *scope: Any) -> None:
         function = getattr(member, "__wrapped__", member)
@@ -103,11 +103,12 @@ def _call_directly() -> None:
     interpreter._patch_attr = patch
 
 
-def _remembering(convert: Callable[..., tuple[Any, Any]], broadcast: Callable[..., Any]) -> Callable[..., Any]:
-    """Cache `convert`, which brings an operation's operands to one type and shape: operands whose dtype stays are only
+def _converting(semantic: Any) -> Callable[..., Any]:
+    """Cache how an operation's operands are brought to one type and shape: operands whose dtype stays are only
     broadcast, and a number is converted once per tensor type."""
     from triton.language import tensor
 
+    convert, broadcast = semantic.binary_op_type_checking_impl, semantic.broadcast_impl_value
     constants, keep_dtypes = dict[Any, Any](), dict[Any, bool]()
 
     def converted(lhs: Any, rhs: Any, *how: bool, **also: bool) -> Any:
