@@ -46,6 +46,7 @@ def test_conformance(check):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("code", [EXITS, "import ctypes; ctypes.CDLL(None)._exit(0)"], ids=["in a check", "at import"])
 def test_its_tests_fail_where_native_code_ends_their_process_with_status_0(code: str, tmp_path: Path) -> None:
     shutil.copy(EXAMPLE / "pyproject.toml", tmp_path)

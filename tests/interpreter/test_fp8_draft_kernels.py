@@ -7,6 +7,7 @@ from builders.kernels.triton_runtime import torch_implementations
 from tests.spec_decode.models.test_draft_weights import first_logits, make
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "num_reqs"),
     [("eagle-1024", 1), ("eagle-1024", 3), ("qwen3-8b-eagle3", 1), ("glm-4.7-flash-mtp", 3), ("qwen3-8b-dflash", 1)],

@@ -13,6 +13,8 @@ import pytest
 
 from tests.import_graph import ROOT
 
+pytestmark = pytest.mark.slow
+
 SERVE = "from scripts import mutation_session as m; m.LOADED, m.PACKAGES = (), ('product',); m.serve()"
 PRODUCT = """
 def one():

@@ -18,6 +18,7 @@ for _ in range(60):
 """
 
 
+@pytest.mark.slow
 def test_two_processes_that_write_one_file_leave_one_of_theirs_whole(tmp_path):
     path = tmp_path / "out" / "report.json"
     sizes = {"one": 20_000, "two": 30_000}

@@ -140,6 +140,7 @@ def test_a_closed_pipe_ends_a_verb_in_silence(tmp_path):
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@pytest.mark.slow
 def test_a_full_disk_is_one_line(tmp_path):
     with open("/dev/full", "w") as full:
         process = start("list --device cpu", tmp_path, stdout=full)
@@ -159,6 +160,7 @@ def test_a_link_to_what_cannot_be_written_is_refused_before_anything_runs(checks
     assert "cannot be written" in refused("check", "torch_reference", "--json", "report.json") and not checks.calls
 
 
+@pytest.mark.slow
 def test_an_interrupt_ends_with_130_and_leaves_the_old_report(tmp_path):
     (tmp_path / "report.json").write_text("old")
     process = start("check torch_reference --device cpu --json report.json", tmp_path, stdout=subprocess.DEVNULL)
@@ -232,6 +234,7 @@ def test_an_interrupt_in_an_executed_string_ends_with_the_verbs_status(tmp_path)
     assert subprocess.run([sys.executable, "-m", "interrupted"], cwd=tmp_path, env=env).returncode == 130
 
 
+@pytest.mark.slow
 def test_a_thread_of_a_plug_in_keeps_no_verb_from_ending_and_nonsense_in_variables_costs_no_traceback(tmp_path):
     install_plug_in(
         tmp_path,

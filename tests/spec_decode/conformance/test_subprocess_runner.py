@@ -102,6 +102,7 @@ def test_what_a_backend_starts_ends_with_it(tmp_path, hang):
         assert pipe.read() == ""
 
 
+@pytest.mark.slow
 def test_the_real_process_checks_a_real_backend_and_names_a_thread_of_it_without_waiting_for_it(tmp_path, monkeypatch):
     install_plug_in(
         tmp_path,
