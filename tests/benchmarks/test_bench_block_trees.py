@@ -18,6 +18,7 @@ def two_trees(monkeypatch):
     monkeypatch.setattr(block_trees, "_TREES", TREES)
 
 
+@pytest.mark.slow
 def test_the_shipped_pair_keeps_more_of_a_larger_tree_at_either_temperature(bench, two_trees):
     rows = list(block_tree_rows(bench, replace(SHIPPED, num_reqs=(2,), output=16, warm_up_tokens=2)))
     assert not bench.missing

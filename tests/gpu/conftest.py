@@ -20,6 +20,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--json", type=Path, metavar="FILE", help="report of the one test marked gpu that is run")
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Count what shows that evidence can fail as slow: it makes evidence in full, of small models."""
+    if not item.get_closest_marker("gpu"):
+        item.add_marker("slow")
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         end = pytest.fail if item.config.getoption("--json", None) else pytest.skip

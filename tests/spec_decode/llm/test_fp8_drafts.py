@@ -60,6 +60,7 @@ def test_a_draft_in_8_bits_changes_no_greedy_text(draft: str) -> None:
     assert [one.text for one in found] == own_texts() and sum(found[0].accepted) > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("draft", DRAFTS)
 def test_about_as_many_tokens_are_accepted(draft: str) -> None:
     assert accepted(draft, "fp8") == pytest.approx(bf16(draft, None), abs=NEAR)
@@ -72,6 +73,7 @@ WRONG = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", WRONG.values(), ids=WRONG)
 def test_wrong_scales_lose_more_than_that(change: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     right = Fp8Weight.of
