@@ -11,7 +11,6 @@ reports could not be reproduced.
 from __future__ import annotations
 
 import argparse
-import os
 import signal
 import subprocess
 import sys
@@ -126,12 +125,6 @@ class Evidence:
     def _left(self) -> float | None:
         return None if self.seconds is None else max(0.0, self.began + self.seconds - time.monotonic())
 
-    def _cores(self, gpu: int) -> list[int]:
-        """Return the cores of a GPU's steps: its share of this process's; all of them if there are fewer than GPUs."""
-        cores = sorted(os.sched_getaffinity(0))
-        each, place = len(cores) // len(self.gpus), self.gpus.index(gpu)
-        return cores[place * each : (place + 1) * each] or cores
-
     def _run(self, gpu: int, step: Step) -> None:
         if self._left is not None and step.seconds > self._left:
             self.skipped.append(step.report)
@@ -142,7 +135,7 @@ class Evidence:
             with log.open("w") as output:
                 try:
                     command = [sys.executable, *step.command, "--json", str(made)]
-                    status = run_on_gpus(command, [gpu], output, self._left, cores=self._cores(gpu))
+                    status = run_on_gpus(command, [gpu], output, self._left, among=self.gpus)
                 except subprocess.TimeoutExpired:
                     status = -signal.SIGKILL
             # A killed step may have written only some of its rows.

@@ -18,20 +18,28 @@ def card(device: str) -> str:
     return device.removeprefix("NVIDIA ").split()[0]
 
 
+def cores_of(gpus: Sequence[int], among: Sequence[int]) -> list[int]:
+    """Return the share of these GPUs of this process's cores; all cores if there are fewer than GPUs."""
+    cores = sorted(os.sched_getaffinity(0))
+    each, places = len(cores) // len(among), [among.index(gpu) for gpu in gpus]
+    return [core for place in places for core in cores[place * each : (place + 1) * each]] or cores
+
+
 def run_on_gpus(
     command: Sequence[str],
     gpus: Sequence[int],
     output: IO[str],
     seconds: float | None,
     *,
-    cores: Sequence[int] | None = None,
+    among: Sequence[int],
 ) -> int:
-    """Run a command in the project's folder that sees only these GPUs, and return its exit status.
+    """Run a command in the project's folder that sees only these GPUs, on their share of the cores, and return its exit
+    status.
 
-    gpus: indices among the GPUs that this process sees, which can be fewer than the machine has. cores: the processor
-    cores it runs on; None means this process's. `output` gets stdout and stderr. Every process the command started is
-    killed when it ends: a survivor would hold GPU memory. Raises subprocess.TimeoutExpired after `seconds`; None means
-    no limit.
+    gpus: indices among the GPUs that this process sees, which can be fewer than the machine has. among: all GPUs in use
+    at the time. Next to other work on its cores, a command's host times double. `output` gets stdout and stderr. Every
+    process the command started is killed when it ends: a survivor would hold GPU memory. Raises
+    subprocess.TimeoutExpired after `seconds`; None means no limit.
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = [visible.split(",")[gpu] for gpu in gpus] if visible else map(str, gpus)
@@ -45,10 +53,9 @@ def run_on_gpus(
         start_new_session=True,
     ) as process:
         try:
-            if cores is not None:
-                # A thread inherits its starter's cores, and a fresh interpreter has started none yet.
-                with suppress(ProcessLookupError):
-                    os.sched_setaffinity(process.pid, cores)
+            # A thread inherits its starter's cores, and a fresh interpreter has started none yet.
+            with suppress(ProcessLookupError):
+                os.sched_setaffinity(process.pid, cores_of(gpus, among))
             return process.wait(seconds)
         finally:
             # Everything it started is in its session.

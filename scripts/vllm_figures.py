@@ -10,10 +10,10 @@ texts, and their draft tokens are compared with those drafted on the target's ba
 backends differ there is the effect of rounding. With two GPUs, tensor parallelism over both is compared with one.
 Compiled arms run as vLLM does by default, with piecewise graphs where full ones are impossible; the others have full
 graphs or none, which starts an engine sooner. Every arm is a process that runs each batch once before timing it, with
-exclusive use of its GPUs; exact arms share GPUs. Each arm's result is kept in a folder, with its log: it is reused
-while the code the report covers, the measuring code, the GPU and the versions are unchanged. With --minutes, arms that
-are not finished in time are skipped, the last first, and what is kept is reported; you can move the folder to another
-machine in between.
+exclusive use of its GPUs and their share of the cores; exact arms share both. Each arm's result is kept in a folder,
+with its log: it is reused while the code the report covers, the measuring code, the GPU and the versions are unchanged.
+With --minutes, arms that are not finished in time are skipped, the last first, and what is kept is reported; you can
+move the folder to another machine in between.
 
 Fails if one of our drafts is not fused, plans a batch of decodes on the host, waits for the device, changes the
 engine's graph mode, or drafts different tokens more often than vLLM's own backends do among themselves, or if a watched
@@ -182,7 +182,9 @@ class Kept:
         write_whole(self.path(arm, ".json"), json.dumps({"of": self._of, "found": found}).encode())
 
 
-def run(arm: Arm, gpus: Sequence[int], kept: Kept, seconds: float | None = None) -> dict[str, Any] | None:
+def run(
+    arm: Arm, gpus: Sequence[int], kept: Kept, seconds: float | None = None, *, among: Sequence[int]
+) -> dict[str, Any] | None:
     """Return the arm's result, or its exit status and the end of its log; None if it exceeds `seconds`."""
     if (before := kept.load(arm)) is not None:
         return before
@@ -194,7 +196,7 @@ def run(arm: Arm, gpus: Sequence[int], kept: Kept, seconds: float | None = None)
         command = [sys.executable, str(ROOT / "scripts" / "vllm_arm.py"), json.dumps(asdict(arm)), str(made)]
         with log.open("w") as output:
             try:
-                status = run_on_gpus(command, gpus, output, seconds)
+                status = run_on_gpus(command, gpus, output, seconds, among=among)
             except subprocess.TimeoutExpired:
                 return None
         found: dict[str, Any] = {"arm": asdict(arm) | {"name": arm.name}, "exit_status": status}
@@ -217,7 +219,7 @@ def run_all(
     skipped: list[str] = []
 
     def run_on(some: Sequence[int], arm: Arm) -> dict[str, Any] | None:
-        found = run(arm, some, kept, None if ends is None else ends - time.monotonic())
+        found = run(arm, some, kept, None if ends is None else ends - time.monotonic(), among=gpus)
         if found is None:
             skipped.append(arm.name)
         else:

@@ -11,7 +11,7 @@ import torch
 
 from scripts import evidence
 from scripts.evidence import Evidence, Step
-from scripts.on_gpus import run_on_gpus
+from scripts.on_gpus import cores_of, run_on_gpus
 from spec_decode.environment import environment
 from spec_decode.files import report_bytes
 from spec_decode.source_digests import SourceRecord
@@ -80,16 +80,17 @@ def test_a_lone_step_has_its_gpu_to_itself_and_no_gpu_waits(tmp_path):
         ((3,), (0, 1), {0: [3], 1: [3]}),
     ],
 )
-def test_each_gpu_has_its_share_of_the_cores(cores, gpus, expected, tmp_path, monkeypatch):
+def test_each_gpu_has_its_share_of_the_cores(cores, gpus, expected, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(cores))
-    run = Evidence(gpus=gpus, lone=[], shared=[], into=tmp_path)
-    assert {gpu: run._cores(gpu) for gpu in gpus} == expected
+    assert {gpu: cores_of([gpu], gpus) for gpu in gpus} == expected
+    assert cores_of(gpus, gpus) == sorted({core for of_gpu in expected.values() for core in of_gpu})
 
 
 def test_a_step_runs_on_its_gpus_cores(tmp_path):
     own = sorted(os.sched_getaffinity(0))
-    run, reports = ran(tmp_path, [step("a", seconds=0.5), step("b", seconds=0.5)], [])
-    assert {int(row["gpu"]): row["cores"] for row in reports.values()} == {gpu: run._cores(gpu) for gpu in (0, 1)}
+    _, reports = ran(tmp_path, [step("a", seconds=0.5), step("b", seconds=0.5)], [])
+    found = {int(row["gpu"]): row["cores"] for row in reports.values()}
+    assert found == {gpu: cores_of([gpu], (0, 1)) for gpu in (0, 1)}
     assert sorted(os.sched_getaffinity(0)) == own
 
 
@@ -121,7 +122,7 @@ def test_the_part_that_an_ended_step_has_written_does_not_replace_its_old_report
 def test_what_a_command_leaves_behind_ends_with_it():
     read, write = os.pipe()
     with open(write, "w") as output:
-        assert run_on_gpus(["sh", "-c", "(sleep 5; echo late) &"], [0], output, None) == 0
+        assert run_on_gpus(["sh", "-c", "(sleep 5; echo late) &"], [0], output, None, among=[0]) == 0
     # Ends when nobody is left who could write.
     with open(read) as said:
         assert said.read() == ""

@@ -16,6 +16,7 @@ import transformers
 from safetensors.torch import save_file
 
 from scripts import vllm_worker
+from scripts.on_gpus import cores_of
 from scripts.vllm_arm import (
     DENSE_LAYERS,
     KINDS,
@@ -304,13 +305,24 @@ def test_arms_that_are_kept_come_in_their_order_and_one_that_is_not_is_left_out_
     assert [each.num_gpus for each in asked] == sorted((each.num_gpus for each in asked), reverse=True)
 
 
+def test_arms_run_on_their_gpus_cores(tmp_path, monkeypatch):
+    tells = tmp_path / "tells"
+    made = "json.dump({'rows': [], 'cores': sorted(os.sched_getaffinity(0))}, open(sys.argv[-1], 'w'))"
+    tells.write_text(f"#!{sys.executable}\nimport json, os, sys\n{made}\n")
+    tells.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(tells))
+    timed = [Arm(draft, 3, "llama3-8b", 1.8) for draft in (BASE, REBUILT)]
+    found, _ = run_all(timed, [0, 1], Kept(tmp_path / "kept", {}))
+    assert {tuple(each["cores"]) for each in found} <= {tuple(cores_of([gpu], [0, 1])) for gpu in (0, 1)}
+
+
 def test_an_arm_that_outlives_the_time_is_ended_and_not_kept(tmp_path, monkeypatch):
     sleeps = tmp_path / "sleeps"
     sleeps.write_text("#!/bin/sh\nsleep 1000\n")
     sleeps.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(sleeps))
     kept = Kept(tmp_path, {})
-    assert run(Arm(BASE, 3), [0], kept, 0.1) is None and kept.load(Arm(BASE, 3)) is None
+    assert run(Arm(BASE, 3), [0], kept, 0.1, among=[0]) is None and kept.load(Arm(BASE, 3)) is None
 
 
 def test_no_time_at_all_is_refused(monkeypatch, capsys):
