@@ -43,6 +43,7 @@ def mla():
         yield made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["backend", "mla"])
 def test_it_passes_the_kit(name, request):
     made = request.getfixturevalue(name)

@@ -53,6 +53,7 @@ def assert_attends_right(fixture, batch):
     return out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OF_ONE_KERNEL)
 def test_a_backend_passes_the_kit(name):
     made = backend(name)

@@ -24,6 +24,7 @@ def backend():
         yield made
 
 
+@pytest.mark.slow
 def test_it_passes_the_kit_and_attention_is_right(backend):
     report = check_backend(backend, device=CPU, checks=telling_checks(backend, *KIT, "numerics.*"))
     attention = [result for result in report.results if result.check.startswith("numerics.")]

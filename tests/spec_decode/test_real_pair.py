@@ -105,7 +105,10 @@ SERVED = [
     ("draft", "backend", "strategy"),
     [
         pytest.param(
-            *served, strategy, id="-".join((*served, strategy.value)), marks=[pytest.mark.slow] * (served == SERVED[0])
+            *served,
+            strategy,
+            id="-".join((*served, strategy.value)),
+            marks=[pytest.mark.slow] * (served == SERVED[0] or strategy is not Strategy.FULL_LOOP),
         )
         for served in SERVED
         for strategy in strategies_of(served[0])

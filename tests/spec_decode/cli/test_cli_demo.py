@@ -105,6 +105,7 @@ def test_demo_refuses_a_page_that_cannot_be_written_before_it_drafts(pair, tmp_p
     assert "cannot be written" in refused("demo", "--device", "cpu", "--pair", pair)
 
 
+@pytest.mark.slow
 def test_demo_shows_every_part_in_full_and_succeeds(shown_in_full):
     assert shown_in_full.result.exit_code == 0, shown_in_full.result.output
     parts = ("requested:", "continued", "full_loop", "yes, 2 of 2", "not eager:", "verified 1/1")
@@ -113,6 +114,7 @@ def test_demo_shows_every_part_in_full_and_succeeds(shown_in_full):
     assert list(shown_in_full.checks[0][1]["families"]) == ["contract", "builder"], "the quick ones, without reports"
 
 
+@pytest.mark.slow
 def test_demo_drafts_with_every_draft_of_the_pair(shown_in_full):
     first, latent = shown_in_full.result.output.split("latent_draft [")
     assert "\ndraft [2/1 heads" in first and "window 24, sinks, mla]:" in latent
