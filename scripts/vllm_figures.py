@@ -1,5 +1,5 @@
 """Measure vLLM with its own draft backends and with ours, on the GPUs of one machine: python scripts/vllm_figures.py
---json reports/h200/vllm.json.
+--json reports/h100/vllm.json.
 
 The models are a Llama of the 8B shape with an EAGLE draft, a Qwen3 of its 8B shape with DFlash and DFlash2, which draft
 a block at once, and layers of DeepSeek-V3 with its MTP layer, whose cache holds latents. Weights are random, and the
@@ -8,12 +8,12 @@ round, whatever was drafted, so that all do the same work. Watched arms alternat
 plug-in's metadata validation. Exact arms, on a small model, keep what the target accepts: all draft from the same
 texts, and their draft tokens are compared with those drafted on the target's backend. How far two of vLLM's own
 backends differ there is the effect of rounding. With two GPUs, tensor parallelism over both is compared with one.
-Compiled arms run as vLLM does by default, with piecewise graphs where full ones are impossible; the others have full
-graphs or none, which starts an engine sooner. Every arm is a process that runs each batch once before timing it, with
-exclusive use of its GPUs and their share of the cores; exact arms share both. Each arm's result is kept in a folder,
-with its log: it is reused while the code the report covers, the measuring code, the GPU and the versions are unchanged.
-With --minutes, arms that are not finished in time are skipped, the last first, and what is kept is reported; you can
-move the folder to another machine in between.
+Timed Llamas and Qwen3s on one GPU are compiled, as vLLM does by default, with piecewise graphs where full ones are
+impossible; other arms have full graphs or none, which starts an engine sooner. Every arm is a process that runs each
+batch once before timing it, with exclusive use of its GPUs and their share of the cores; exact arms share both. Each
+arm's result is kept in a folder, with its log: it is reused while the code the report covers, the measuring code, the
+GPU and the versions are unchanged. With --minutes, arms that are not finished in time are skipped, the last first, and
+what is kept is reported; you can move the folder to another machine in between.
 
 Fails if one of our drafts is not fused, plans a batch of decodes on the host, waits for the device, changes the
 engine's graph mode, or drafts different tokens more often than vLLM's own backends do among themselves, or if a watched
@@ -30,7 +30,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import groupby, product
 from pathlib import Path
 from typing import Any
@@ -76,6 +76,11 @@ class Names:
     def all(self) -> tuple[str, ...]:
         return (self.base, *self.others, *self.ours)
 
+    @property
+    def timed(self) -> tuple[str, ...]:
+        """All but CONTROL, which is only compared."""
+        return tuple(name for name in self.all if name != CONTROL)
+
 
 GROUPED = Names(BASE, (REBUILT, CONTROL), OURS)
 LATENT = Names(
@@ -84,10 +89,8 @@ LATENT = Names(
     ("FLASHMLA", "TRITON_MLA"),
     ("ATTN_BACKENDS_FLASH_ATTN3_MLA", "ATTN_BACKENDS_FLASHMLA", "ATTN_BACKENDS_TRITON_MLA"),
 )
-BLOCKS = {"dflash": (15, 5.0), "dflash2": (7, 4.4)}
-"""Kinds of block drafts: draft tokens as published, and the number kept per round."""
-TIMED = {False: (BASE, REBUILT, *OURS), True: (BASE, REBUILT, OURS[0])}
-"""Draft backends over grouped heads to time, by whether layers are compiled."""
+ROUNDS = {"eagle": (7, 3.2), "dflash": (15, 5.0), "dflash2": (7, 4.4), "mtp": (3, 1.8)}
+"""Draft tokens per round by kind of draft, of blocks as published, and the mean number of them that is kept."""
 EXACT_REQUESTS = (1, 4, 32)
 MACHINE = ("device", "driver", "cuda", "torch", "triton", "python")
 """Fields of the environment that results depend on."""
@@ -102,56 +105,50 @@ class Model:
     """A kind of draft and the model it is timed on.
 
     small      the model on which drafts are compared
-    kept       drafts kept per round, by draft tokens per round
-    timed      draft backends to time, by whether layers are compiled
-    across     whether one of ours and the target's backend also run over two GPUs
-    watched    whether one of ours also runs with comparisons, in vLLM's default mode if such an arm exists
+    compiled   whether timed engines on one GPU are
+    across     whether one of ours and the target's backend are also timed over two GPUs and, alike, on one
+    watched    whether one of ours also runs with comparisons
     """
 
     kind: str
     size: str
     small: str
-    kept: Mapping[int, float]
-    timed: Mapping[bool, tuple[str, ...]] = field(default_factory=lambda: TIMED)
+    compiled: bool = True
     across: bool = False
     watched: bool = False
 
     def arms(self, num_gpus: int) -> Iterator[Arm]:
         """Yield the arms. Exact arms over two GPUs are compared with each other, not with one GPU's: sums over GPUs
         round differently, and texts of random weights soon diverge."""
-        of_kind, few, many = names(self.kind), min(self.kept), max(self.kept)
+        of_kind, (steps, kept) = names(self.kind), ROUNDS[self.kind]
+        timed = Arm("", steps, self.size, kept, kind=self.kind)
+        exact = replace(timed, size=self.small, kept=0.0, requests=EXACT_REQUESTS)
         if self.across and num_gpus > 1:
-            for draft in (of_kind.ours[0], of_kind.base):
-                yield Arm(draft, few, self.size, self.kept[few], 2, kind=self.kind)
-                yield Arm(draft, few, self.small, 0.0, 2, EXACT_REQUESTS, kind=self.kind)
-        for compiled, drafts in self.timed.items():
-            yield Arm("", 0, self.size, compiled=compiled)
-            for (steps, kept), draft in product(self.kept.items(), drafts):
-                yield Arm(draft, steps, self.size, kept, compiled=compiled, kind=self.kind)
+            for draft, count in product((of_kind.ours[0], of_kind.base), (2, 1)):
+                yield replace(timed, draft=draft, num_gpus=count)
+                yield replace(exact, draft=draft, num_gpus=count)
+        yield Arm("", 0, self.size, compiled=self.compiled)
+        for draft in of_kind.timed:
+            yield replace(timed, draft=draft, compiled=self.compiled)
         for draft in of_kind.all:
-            yield Arm(draft, few, self.small, requests=EXACT_REQUESTS, kind=self.kind)
+            yield replace(exact, draft=draft)
         if self.watched:
-            compiled, kept = max(self.timed), self.kept[many]
-            yield Arm(of_kind.ours[0], many, self.size, kept, compiled=compiled, kind=self.kind, watched=True)
+            yield replace(timed, draft=of_kind.ours[0], compiled=self.compiled, watched=True)
 
 
-_MTP = Model(
-    kind="mtp", size="deepseek-v3", small="deepseek-small", kept={3: 1.8}, timed={False: LATENT.all}, across=True
-)
-_DFLASH = Model(
-    kind="dflash", size="qwen3-8b", small="qwen3-small", kept=dict([BLOCKS["dflash"]]), across=True, watched=True
-)
+_MTP = Model(kind="mtp", size="deepseek-v3", small="deepseek-small", compiled=False, across=True)
+_DFLASH = Model(kind="dflash", size="qwen3-8b", small="qwen3-small", across=True, watched=True)
 MODELS = (
     _MTP,
     replace(_MTP, size="deepseek-v3-shard", across=False, watched=True),
     _DFLASH,
-    replace(_DFLASH, kind="dflash2", kept=dict([BLOCKS["dflash2"]]), across=False, watched=False),
-    Model(kind="eagle", size="llama3-8b", small="small", kept={3: 1.8, 7: 3.2}, across=True, watched=True),
+    replace(_DFLASH, kind="dflash2", across=False, watched=False),
+    Model(kind="eagle", size="llama3-8b", small="small", across=True, watched=True),
 )
 
 
 def arms(num_gpus: int) -> list[Arm]:
-    """Return the arms, most valuable first: those over two GPUs, then uncompiled ones, then compiled ones."""
+    """Return the arms: those over two GPUs first, then uncompiled ones, then compiled ones."""
     every = dict.fromkeys(arm for model in MODELS for arm in model.arms(num_gpus))
     return sorted(every, key=lambda arm: (-arm.num_gpus, arm.compiled, not arm.is_timed))
 
