@@ -34,9 +34,9 @@ VLLM, UNCOMPILED, ROUNDS = "h200/vllm-compiled.json", "h200/vllm.json", "h100/be
 """Reports of vLLM's defaults (compiled layers), of vLLM without compilation, and of draft rounds."""
 DFLASH, DFLASH2, BLOCKS = "h100/vllm-dflash.json", "h100/vllm-dflash2.json", "h100/vllm-blocks.json"
 """Reports of vLLM with block drafts: of both kinds, of DFlash2 again, and not compiled."""
-LATENTS, SHARD = "h100/vllm-latents.json", "h100/vllm-shard.json"
-"""Reports of vLLM with drafts over latents: of 128 and 16 heads, and of 16 again."""
-BLOCKS_AND_LATENTS = (DFLASH, DFLASH2, BLOCKS, LATENTS, SHARD)
+SHARD, LATENTS = "h100/vllm-shard.json", "h100/vllm-latents.json"
+"""Reports of vLLM with drafts over latents: of 16 heads, and of 128 and most of 16 again."""
+BLOCKS_AND_LATENTS = (DFLASH, DFLASH2, BLOCKS, SHARD, LATENTS)
 """The same, in the order in which a later one replaces an earlier one's rows."""
 PAIR, PAIR_BOTH, VALIDATED = "h100/vllm-pair.json", "h100/vllm-pair-both.json", "h100/vllm-watched.json"
 """Reports of our draft backends on one GPU and on two, of ours and vLLM's on two, and with metadata validated."""
@@ -75,7 +75,7 @@ IN_VLLM = (
     ),
 )
 """Rows of vLLM: the draft, report, draft tokens, size, whether layers are compiled, and which backends of vLLM and of
-this library are compared."""
+this library are compared, where the report has them."""
 
 
 def contents(root: Path) -> dict[Path, str]:
@@ -92,7 +92,7 @@ def contents(root: Path) -> dict[Path, str]:
         VLLM_PAGE: {
             "vllm ratios": vllm_tables.ratios(on_one_gpu),
             "vllm draft times": vllm_tables.draft_times(on_one_gpu),
-            "vllm on two GPUs": vllm_tables.scaling(_load(root, PAIR)),
+            "vllm on two GPUs": vllm_tables.scaling([_load(root, name) for name in (PAIR, PAIR_BOTH)]),
             "vllm validated": vllm_tables.validated(_load(root, VALIDATED)),
             "vllm ratios on two GPUs": vllm_tables.ratios([_load(root, PAIR_BOTH)], num_gpus=2),
         },
@@ -195,11 +195,12 @@ def vllm_rows(root: Path, measured: str) -> tuple[list[list[str]], list[str]]:
     for draft, name, steps, size, compiled, theirs, ours in IN_VLLM:
         report = _load(root, name)
         arms = vllm_arms(report, steps, size, compiled)
+        of_vllm, of_ours = ([name for name in names if name in arms] for names in (theirs, ours))
         rows.append(
             [
                 f"{'the same' if rows else measured}: {draft.format(steps)}",
-                f"{_pair(_best(arms, theirs))} (vLLM's {_named(theirs)})",
-                f"**{_pair(_best(arms, ours))}** (our {_named(ours)})",
+                f"{_pair(_best(arms, of_vllm))} (vLLM's {_named(of_vllm)})",
+                f"**{_pair(_best(arms, of_ours))}** (our {_named(of_ours)})",
                 _source(report, "scripts/vllm_figures.py"),
             ]
         )
