@@ -38,8 +38,8 @@ SHARD, LATENTS = "h100/vllm-shard.json", "h100/vllm-latents.json"
 """Reports of vLLM with drafts over latents: of 16 heads, and of 128 and most of 16 again."""
 BLOCKS_AND_LATENTS = (DFLASH, DFLASH2, BLOCKS, SHARD, LATENTS)
 """The same, in the order in which a later one replaces an earlier one's rows."""
-PAIR, PAIR_BOTH, VALIDATED = "h100/vllm-pair.json", "h100/vllm-pair-both.json", "h100/vllm-watched.json"
-"""Reports of our draft backends on one GPU and on two, of ours and vLLM's on two, and with metadata validated."""
+PAIR, VALIDATED = "h100/vllm-pair.json", "h100/vllm-watched.json"
+"""Reports of draft backends on two GPUs, and of ours with metadata validated."""
 COMPILED = tuple(
     f"h100/bench-{draft}-compiled.json"
     for draft in (
@@ -92,14 +92,13 @@ def contents(root: Path) -> dict[Path, str]:
         VLLM_PAGE: {
             "vllm ratios": vllm_tables.ratios(on_one_gpu),
             "vllm draft times": vllm_tables.draft_times(on_one_gpu),
-            "vllm on two GPUs": vllm_tables.scaling([_load(root, name) for name in (PAIR, PAIR_BOTH)]),
+            "vllm on two GPUs": vllm_tables.scaling(_load(root, PAIR)),
             "vllm validated": vllm_tables.validated(_load(root, VALIDATED)),
-            "vllm ratios on two GPUs": vllm_tables.ratios([_load(root, PAIR_BOTH)], num_gpus=2),
+            "vllm ratios on two GPUs": vllm_tables.ratios([_load(root, PAIR)], num_gpus=2),
         },
         VLLM_FIGURES: {
             "vllm figures": "\n\n".join(
-                vllm_tables.figures(_load(root, name), name)
-                for name in (VLLM, UNCOMPILED, *BLOCKS_AND_LATENTS, PAIR, PAIR_BOTH)
+                vllm_tables.figures(_load(root, name), name) for name in (VLLM, UNCOMPILED, *BLOCKS_AND_LATENTS, PAIR)
             )
         },
     }

@@ -7,8 +7,8 @@ target runs on the backend vLLM chooses, FLASH_ATTN or FLASH_ATTN_MLA. Timed arm
 round, whatever was drafted, so that all do the same work. Watched arms alternate between runs with and without the
 plug-in's metadata validation. Exact arms, on a small model, keep what the target accepts: all draft from the same
 texts, and their draft tokens are compared with those drafted on the target's backend. How far two of vLLM's own
-backends differ there is the effect of rounding. With two GPUs, tensor parallelism over both is compared with one.
-Timed Llamas and Qwen3s on one GPU are compiled, as vLLM does by default, with piecewise graphs where full ones are
+backends differ there is the effect of rounding. With two GPUs, some arms run over both, with tensor parallelism. Timed
+Llamas and Qwen3s on one GPU are compiled, as vLLM does by default, with piecewise graphs where full ones are
 impossible; other arms have full graphs or none, which starts an engine sooner. Every arm is a process that runs each
 batch once before timing it, with exclusive use of its GPUs and their share of the cores; exact arms share both. Each
 arm's result is kept in a folder, with its log: it is reused while the code the report covers, the measuring code, the
@@ -31,7 +31,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import groupby, product
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -106,7 +106,7 @@ class Model:
 
     small      the model on which drafts are compared
     compiled   whether timed engines on one GPU are
-    across     whether one of ours and the target's backend are also timed over two GPUs and, alike, on one
+    across     whether one of ours and the target's backend also run over two GPUs, if there are two
     watched    whether one of ours also runs with comparisons
     """
 
@@ -124,9 +124,9 @@ class Model:
         timed = Arm("", steps, self.size, kept, kind=self.kind)
         exact = replace(timed, size=self.small, kept=0.0, requests=EXACT_REQUESTS)
         if self.across and num_gpus > 1:
-            for draft, count in product((of_kind.ours[0], of_kind.base), (2, 1)):
-                yield replace(timed, draft=draft, num_gpus=count)
-                yield replace(exact, draft=draft, num_gpus=count)
+            for draft in (of_kind.ours[0], of_kind.base):
+                yield replace(timed, draft=draft, num_gpus=2)
+                yield replace(exact, draft=draft, num_gpus=2)
         yield Arm("", 0, self.size, compiled=self.compiled)
         for draft in of_kind.timed:
             yield replace(timed, draft=draft, compiled=self.compiled)

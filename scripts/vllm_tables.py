@@ -86,23 +86,21 @@ def _pairs(
     return _by_requests(["draft", "vLLM's backend", "our backend"], sizes, ["vLLM", "GPU, date"], [*rows.values()])
 
 
-def scaling(reports: Sequence[dict[str, Any]]) -> str:
-    """Compare output tokens per second on two GPUs with those on one, by draft backend. A later report replaces an
-    earlier one's rows."""
-    sizes = _requests(reports)
+def scaling(report: dict[str, Any]) -> str:
+    """Compare output tokens per second on two GPUs with those on one, by draft backend, for drafts measured on both."""
+    sizes = _requests([report])
 
     def alike(found: dict[str, Any]) -> dict[str, Any]:
         return {key: value for key, value in found["arm"].items() if key not in ("name", "num_gpus")}
 
-    rows: dict[tuple[str, ...], list[str]] = {}
-    for report in reports:
-        timed = _timed(report)
-        on = {count: [each for each in timed if num_gpus_of(each) == count] for count in (1, 2)}
-        for two, one in ((two, one) for two in on[2] for one in on[1] if alike(one) == alike(two)):
-            cells = _cells(sizes, _speeds(two), _speeds(one), _ratio)
-            labels = (f"{_MODELS[_model(two)][0]}, {two['arm']['steps']} tokens", f"`{two['arm']['draft']}`")
-            rows[labels] = [*labels, *cells, source(report)]
-    return _by_requests(["draft", "its backend"], sizes, ["GPU, date"], [*rows.values()])
+    timed = _timed(report)
+    on = {count: [each for each in timed if num_gpus_of(each) == count] for count in (1, 2)}
+    rows = []
+    for two, one in ((two, one) for two in on[2] for one in on[1] if alike(one) == alike(two)):
+        cells = _cells(sizes, _speeds(two), _speeds(one), _ratio)
+        draft, steps = f"`{two['arm']['draft']}`", two["arm"]["steps"]
+        rows.append([f"{_MODELS[_model(two)][0]}, {steps} tokens", draft, *cells, source(report)])
+    return _by_requests(["draft", "its backend"], sizes, ["GPU, date"], rows)
 
 
 def validated(report: dict[str, Any]) -> str:
