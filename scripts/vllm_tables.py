@@ -175,11 +175,8 @@ def figures(report: dict[str, Any], name: str) -> str:
             if not arms:
                 continue
             blocks.append(
-                f"{engines}. {models}, random weights, vLLM {arms[0]['vllm']} on {env['device']} "
-                f"({env['date'][:10]}, commit `{env['commit'][:12]}`). The verifier accepts a fixed mean number of "
-                "draft tokens per round, given in each table's header. Cells show output tokens per second (median of "
-                "the runs), their range in square brackets and, in parentheses, the host's median microseconds for a "
-                "draft and, after a slash, the GPU's where measured."
+                f"{engines}. {models}, vLLM {arms[0]['vllm']} on {env['device']} ({env['date'][:10]}, commit "
+                f"`{env['commit'][:12]}`):"
             )
             plain = [each for each in alike if not each["arm"]["draft"] and _model(each)[1] == size]
             for steps in sorted({each["arm"]["steps"] for each in arms}):
