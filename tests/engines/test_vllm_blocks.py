@@ -282,7 +282,7 @@ def config_of_arm(kind):
     models = (qwen3.Qwen3ForCausalLM, qwen3_dflash.DFlashQwen3ForCausalLM, qwen3_dflash2.DFlash2Qwen3ForCausalLM)
     for name, model in zip(("Qwen3ForCausalLM", "DFlashDraftModel", "DFlash2DraftModel"), models, strict=True):
         ModelRegistry.register_model(name, model)
-    arm = vllm_arm.Arm(PAGED[0], vllm_figures.BLOCKS[kind][0], "qwen3-tiny", kind=kind)
+    arm = vllm_arm.Arm(PAGED[0], vllm_figures.ROUNDS[kind][0], "qwen3-tiny", kind=kind)
     return EngineArgs(**vllm_arm.engine_options(arm)).create_engine_config()
 
 
