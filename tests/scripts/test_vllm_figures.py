@@ -36,7 +36,6 @@ from scripts.vllm_figures import (
     LATENT,
     OURS,
     REBUILT,
-    ROUNDS,
     Kept,
     agreement,
     arms,
@@ -195,17 +194,21 @@ def test_timed_engines_are_not_compared():
 
 def test_every_kind_of_draft_is_timed_on_large_models_and_compared_on_small_ones():
     timed, exact, latent = {BASE, REBUILT, *OURS}, set(GROUPED.all), set(LATENT.all)
-    grouped = {"eagle": ("llama3-8b", "small"), **dict.fromkeys(BLOCKS, ("qwen3-8b", "qwen3-small"))}
+    grouped = {
+        "eagle": (7, "llama3-8b", "small"),
+        "dflash": (15, "qwen3-8b", "qwen3-small"),
+        "dflash2": (7, "qwen3-8b", "qwen3-small"),
+    }
     sizes = ("deepseek-v3", "deepseek-v3-shard")
     expected = {
         False: {
             **{("eagle", size, 0): {""} for size in sizes},
             **{("mtp", size, 3): latent for size in (*sizes, "deepseek-small")},
-            **{(kind, small, ROUNDS[kind][0]): exact for kind, (_, small) in grouped.items()},
+            **{(kind, small, steps): exact for kind, (steps, _, small) in grouped.items()},
         },
         True: {
-            **{("eagle", size, 0): {""} for size, _ in grouped.values()},
-            **{(kind, size, ROUNDS[kind][0]): timed for kind, (size, _) in grouped.items()},
+            **{("eagle", size, 0): {""} for _, size, _ in grouped.values()},
+            **{(kind, size, steps): timed for kind, (steps, size, _) in grouped.items()},
         },
     }
     found = {False: defaultdict(set), True: defaultdict(set)}
@@ -226,8 +229,10 @@ def test_two_gpus_run_each_kind_of_draft_timed_and_exact():
     assert {(each.kind, each.is_timed) for each in across} == {
         (kind, is_timed) for kind in ("eagle", "mtp", "dflash") for is_timed in (True, False)
     }
-    alone = {replace(each, num_gpus=1) for each in across} & set(arms(2))
-    assert {each.kind for each in alone if each.is_timed} == {"mtp"}, "those of one GPU are compiled otherwise"
+    without = {replace(each, num_gpus=1) for each in across} - set(arms(2))
+    assert {(each.kind, each.is_timed) for each in without} == {("eagle", True), ("dflash", True)}, (
+        "each other has one GPU's beside it, and of these it is compiled"
+    )
 
 
 def test_the_cost_of_comparing_is_measured_for_each_kind_of_draft():
