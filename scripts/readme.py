@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from scripts import strategy_times, vllm_tables
 from scripts.line_plot import Line, line_plot
 from scripts.on_gpus import card
+from scripts.vllm_figures import LATENT
 from spec_decode.conformance.report import FAILURES, Report
 from spec_decode.files import read_json, write_whole
 from spec_decode.matrix import Sources
@@ -30,16 +31,10 @@ CPU = "CPU"
 README, PLOT = Path("README.md"), Path("docs/drawings/tokens-per-second.svg")
 STRATEGIES, LLM_PAGE = Path("docs/guide/strategies.md"), Path("docs/guide/llm.md")
 VLLM_PAGE, VLLM_FIGURES = Path("docs/engines/vllm.md"), Path("docs/engines/vllm-figures.md")
-VLLM, UNCOMPILED, ROUNDS = "h200/vllm-compiled.json", "h200/vllm.json", "h100/bench-drafter.json"
-"""Reports of vLLM's defaults (compiled layers), of vLLM without compilation, and of draft rounds."""
-DFLASH, DFLASH2, BLOCKS = "h100/vllm-dflash.json", "h100/vllm-dflash2.json", "h100/vllm-blocks.json"
-"""Reports of vLLM with block drafts: of both kinds, of DFlash2 again, and not compiled."""
-SHARD, LATENTS = "h100/vllm-shard.json", "h100/vllm-latents.json"
-"""Reports of vLLM with drafts over latents: of 16 heads, and of 128 and most of 16 again."""
-BLOCKS_AND_LATENTS = (DFLASH, DFLASH2, BLOCKS, SHARD, LATENTS)
-"""The same, in the order in which a later one replaces an earlier one's rows."""
-PAIR, VALIDATED = "h100/vllm-pair.json", "h100/vllm-watched.json"
-"""Reports of draft backends on two GPUs, and of ours with metadata validated."""
+VLLM, LATENTS, PAIR = "h100/vllm.json", "h100/vllm-latents.json", "h100/vllm-pair.json"
+"""Reports of vLLM: of all drafts on one GPU but those over 128 heads of latents, of these, and on two GPUs."""
+ROUNDS = "h100/bench-drafter.json"
+"""The report of draft rounds."""
 COMPILED = tuple(
     f"h100/bench-{draft}-compiled.json"
     for draft in (
@@ -53,9 +48,7 @@ PART_OF_KIT = frozenset({"--family", "--only", "--quick"})
 SIZES = (1, 32)
 """Concurrent requests shown in the table."""
 DRAFT_TOKENS = 7
-"""Draft tokens per round in the vLLM and host-time figures."""
-VLLM_SIZE = "llama3-8b"
-"""The model in vLLM; its report can contain other models too."""
+"""Draft tokens per round in the host-time figure."""
 SPECULATION = "throughput/speculation"
 """The throughput rows of our engine with and without a draft."""
 OWN_TOKENS = ("graph.planned_steps_have_their_tokens", "base-round")
@@ -63,26 +56,27 @@ OWN_TOKENS = ("graph.planned_steps_have_their_tokens", "base-round")
 NO_DRAFT, THEIRS, OURS, IN_PLACE = "", "FLASHINFER", "FLASHINFER_IN_GRAPH", "FLASH_ATTN"
 """vLLM's arms, named by the draft's attention backend; the last is vLLM's own backend that updates in place."""
 
+EAGLE = ("eagle", "llama3-8b", True)
+"""Kind of draft, size of the model, and whether vLLM is compiled, of the plot and of vLLM without a draft."""
 IN_VLLM = (
-    ("EAGLE, {} draft tokens", VLLM, DRAFT_TOKENS, VLLM_SIZE, True, [THEIRS], [OURS]),
-    ("DFlash, a block of {} draft tokens", DFLASH, 15, "qwen3-8b", True, [THEIRS], [OURS]),
-    ("DFlash2, a block of {} draft tokens", DFLASH, 7, "qwen3-8b", True, [THEIRS], [OURS]),
+    ("EAGLE, {} draft tokens", EAGLE, [THEIRS], [OURS]),
+    ("DFlash, a block of {} draft tokens", ("dflash", "qwen3-8b", True), [THEIRS], [OURS]),
+    ("DFlash2, a block of {} draft tokens", ("dflash2", "qwen3-8b", True), [THEIRS], [OURS]),
     (
         "MTP over latents, {} draft tokens, not compiled",
-        *(LATENTS, 3, "deepseek-v3-shard", False),
-        ["FLASH_ATTN_MLA", "FLASHMLA", "TRITON_MLA"],
-        # The report does not have ATTN_BACKENDS_TRITON_MLA with this size.
-        ["ATTN_BACKENDS_FLASH_ATTN3_MLA", "ATTN_BACKENDS_FLASHMLA"],
+        ("mtp", "deepseek-v3-shard", False),
+        (LATENT.base, *LATENT.others),
+        LATENT.ours,
     ),
 )
-"""Rows of vLLM: the draft, report, draft tokens, size, whether layers are compiled, and which backends of vLLM and of
-this library are compared."""
+"""Rows of vLLM: the draft, the engine as above, and which backends of vLLM and of this library are compared."""
 
 
 def contents(root: Path) -> dict[Path, str]:
     """Return the pages and the plot made from the reports under root. Raises SystemExit for a page without its
     markers."""
-    on_one_gpu = [_load(root, name) for name in (VLLM, *BLOCKS_AND_LATENTS)]
+    vllm, latents, pair = (_load(root, name) for name in (VLLM, LATENTS, PAIR))
+    on_one_gpu = [latents, vllm]
     tables = {
         README: {"figures": figures(root), "matrix": summary(Sources.read([root / "reports"]).reports)},
         STRATEGIES: {
@@ -93,17 +87,17 @@ def contents(root: Path) -> dict[Path, str]:
         VLLM_PAGE: {
             "vllm ratios": vllm_tables.ratios(on_one_gpu),
             "vllm draft times": vllm_tables.draft_times(on_one_gpu),
-            "vllm on two GPUs": vllm_tables.scaling(_load(root, PAIR)),
-            "vllm validated": vllm_tables.validated(_load(root, VALIDATED)),
-            "vllm ratios on two GPUs": vllm_tables.ratios([_load(root, PAIR)], num_gpus=2),
+            "vllm on two GPUs": vllm_tables.scaling(pair),
+            "vllm validated": vllm_tables.validated(vllm),
+            "vllm ratios on two GPUs": vllm_tables.ratios([pair], num_gpus=2),
         },
         VLLM_FIGURES: {
             "vllm figures": "\n\n".join(
-                vllm_tables.figures(_load(root, name), name) for name in (VLLM, UNCOMPILED, *BLOCKS_AND_LATENTS, PAIR)
+                vllm_tables.figures(report, name) for report, name in ((vllm, VLLM), (latents, LATENTS), (pair, PAIR))
             )
         },
     }
-    made = {PLOT: plot(_load(root, VLLM))}
+    made = {PLOT: plot(vllm)}
     for path, of_page in tables.items():
         made[path] = (root / path).read_text(encoding="utf-8")
         for name, table in of_page.items():
@@ -145,11 +139,11 @@ def figures(root: Path) -> str:
     vllm, engine = _load(root, VLLM), _load(root, "h200/bench-throughput.json")
     rounds, compiled, builders = _load(root, ROUNDS), _load(root, COMPILED[0]), in_place_claims(root)
     torchs, ours = zip(*strategy_times.compiled_times(compiled).values(), strict=True)
-    arms, speeds, timed = vllm_arms(vllm), engine_speeds(engine), strategy_times.rounds_of(rounds)
+    arms, speeds, timed = vllm_arms(vllm, *EAGLE), engine_speeds(engine), strategy_times.rounds_of(rounds)
     eager, graph = (timed[strategy, 1]["host_us"][1] / 1e3 for strategy in ("eager", "full_loop"))
     plain, drafted = min(speeds), max(speeds)
     version, sizes = vllm["arms"][0]["vllm"], " / ".join(map(str, SIZES))
-    in_vllm, kept = vllm_rows(root, f"Tokens/s in vLLM {version} with {sizes} concurrent requests")
+    in_vllm, kept = vllm_rows(vllm, f"Tokens/s in vLLM {version} with {sizes} concurrent requests")
     refuted = [report for report in builders if any(report.counts[bad] for bad in (*FAILURES, Outcome.XFAIL))]
     head = ["measured", "baseline", "this library", "device, date, command"]
     rows = [
@@ -182,19 +176,20 @@ def figures(root: Path) -> str:
         "reject almost every draft token. We therefore made the verifier accept a fixed mean number per round: "
         f"{', '.join(kept)} draft tokens in vLLM, {min(accepted):.1f} to {max(accepted):.1f} of {drafted} in our "
         f"engine. Without a draft, vLLM generates {_pair(arms[NO_DRAFT])} tokens/s with the Llama and {sizes} "
-        f"concurrent requests ({card(vllm['env']['device'])}, same run).\n\nAn attention backend's *metadata* tells "
-        f"its kernels where each request's tokens are. We checked {len(builders)} of the metadata builders in vLLM "
+        f"concurrent requests ({card(vllm['env']['device'])}, same run). With MTP and one request, the host sets the "
+        f"pace: compare only the numbers with {SIZES[-1]} requests ([why](docs/engines/vllm.md#how-much-faster)).\n\n"
+        "An attention backend's *metadata* tells its kernels where each request's tokens are. We checked "
+        f"{len(builders)} of the metadata builders in vLLM "
         f"{version} that claim to update their metadata in place, and refuted {len(refuted)} of these claims (CPU, "
         f"{date}, `attn-backends check --engine vllm`). {planned_steps(root)}"
     )
 
 
-def vllm_rows(root: Path, measured: str) -> tuple[list[list[str]], list[str]]:
+def vllm_rows(report: Mapping[str, Any], measured: str) -> tuple[list[list[str]], list[str]]:
     """Return a row per draft of IN_VLLM (the first names the measurement) and the draft tokens each keeps per round."""
-    rows, kept = [], []
-    for draft, name, steps, size, compiled, theirs, ours in IN_VLLM:
-        report = _load(root, name)
-        arms = vllm_arms(report, steps, size, compiled)
+    rows, all_kept = [], []
+    for draft, of, theirs, ours in IN_VLLM:
+        arms, (steps, kept) = vllm_arms(report, *of), _round(report, *of)
         rows.append(
             [
                 f"{'the same' if rows else measured}: {draft.format(steps)}",
@@ -203,8 +198,8 @@ def vllm_rows(root: Path, measured: str) -> tuple[list[list[str]], list[str]]:
                 _source(report, "scripts/vllm_figures.py"),
             ]
         )
-        kept.append(f"{_kept(report, steps, size):g} of {steps}")
-    return rows, kept
+        all_kept.append(f"{kept:g} of {steps}")
+    return rows, all_kept
 
 
 def _best(arms: Mapping[str, Mapping[int, float]], names: Sequence[str]) -> dict[int, float]:
@@ -215,17 +210,14 @@ def _named(names: Sequence[str]) -> str:
     return f"`{names[0]}`" if len(names) == 1 else f"best of {len(names)} backends"
 
 
-def vllm_arms(
-    report: Mapping[str, Any], steps: int = DRAFT_TOKENS, size: str = VLLM_SIZE, compiled: bool = True
-) -> dict[str, dict[int, float]]:
-    """Return output tokens per second of a model by draft backend and requests, without a draft and with `steps` draft
-    tokens, on one GPU and without metadata validation."""
-    wanted = {(size, compiled, 0), (size, compiled, steps)}
+def vllm_arms(report: Mapping[str, Any], kind: str, size: str, compiled: bool) -> dict[str, dict[int, float]]:
+    """Return output tokens per second of a model by draft backend and requests, without a draft and with drafts of a
+    kind, on one GPU and without metadata validation."""
     return {
         arm["arm"]["draft"]: {row["requests"]: median(row["tokens_per_s"]) for row in arm["rows"]}
         for arm in vllm_tables.unvalidated(report)
-        if (arm["arm"]["size"], vllm_tables.is_compiled(arm), arm["arm"]["steps"]) in wanted
-        and vllm_tables.num_gpus_of(arm) == 1
+        if (arm["arm"]["size"], arm["arm"]["compiled"], arm["arm"]["num_gpus"]) == (size, compiled, 1)
+        and (not arm["arm"]["draft"] or arm["arm"]["kind"] == kind)
         and arm["rows"]
         and arm["rows"][0]["tokens_per_s"]
     }
@@ -269,8 +261,8 @@ def planned_steps(root: Path) -> str:
 
 def plot(report: Mapping[str, Any]) -> str:
     """Plot vLLM's output tokens per second against requests, as an SVG for light and dark pages."""
-    arms, device = vllm_arms(report), card(report["env"]["device"])
-    kept = _kept(report)
+    arms, device = vllm_arms(report, *EAGLE), card(report["env"]["device"])
+    steps, kept = _round(report, *EAGLE)
     names = {
         OURS: "FLASHINFER_IN_GRAPH (ours)",
         IN_PLACE: "FLASH_ATTN (vLLM's)",
@@ -282,7 +274,7 @@ def plot(report: Mapping[str, Any]) -> str:
     return line_plot(
         lines,
         title="Output tokens per second in vLLM, by the draft's attention backend",
-        subtitle=f"8B Llama with EAGLE, {DRAFT_TOKENS} draft tokens per round, {kept:g} accepted, {device}",
+        subtitle=f"8B Llama with EAGLE, {steps} draft tokens per round, {kept:g} accepted, {device}",
         x="concurrent requests",
     )
 
@@ -314,12 +306,15 @@ def _source(report: Mapping[str, Any], command: str) -> str:
     return f"{vllm_tables.source(report)}, `{command}`"
 
 
-def _kept(report: Mapping[str, Any], steps: int = DRAFT_TOKENS, size: str = VLLM_SIZE) -> float:
-    """Return the draft tokens kept per round by vLLM's arms with this many steps."""
-    kept: float = next(
-        arm["arm"]["kept"] for arm in report["arms"] if (arm["arm"]["steps"], arm["arm"]["size"]) == (steps, size)
-    )
-    return kept
+def _round(report: Mapping[str, Any], kind: str, size: str, compiled: bool) -> tuple[int, float]:
+    """Return the draft tokens of a round of vLLM's timed drafts, and the mean number of them that is kept."""
+    [of_round] = {
+        (arm["arm"]["steps"], arm["arm"]["kept"])
+        for arm in report["arms"]
+        if arm["arm"]["kept"]
+        and (arm["arm"]["kind"], arm["arm"]["size"], arm["arm"]["compiled"]) == (kind, size, compiled)
+    }
+    return of_round
 
 
 def _passed(report: Report | None) -> str:

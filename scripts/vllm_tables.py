@@ -48,12 +48,12 @@ _Compare = Callable[[list[float], list[float]], str]
 
 
 def ratios(reports: Sequence[dict[str, Any]], num_gpus: int = 1) -> str:
-    """Return the ratios of output tokens per second, ours to vLLM's, at each draft's largest number of tokens."""
+    """Return the ratios of output tokens per second, ours to vLLM's."""
     return _pairs(reports, num_gpus, _speeds, _ratio)
 
 
 def draft_times(reports: Sequence[dict[str, Any]]) -> str:
-    """Return the GPU's median microseconds for a draft, vLLM's / ours, at each draft's largest number of tokens."""
+    """Return the GPU's median microseconds for a draft, vLLM's / ours."""
     return _pairs(reports, 1, _gpu_us, lambda ours, theirs: f"{median(theirs):,.0f} / {median(ours):,.0f}")
 
 
@@ -63,26 +63,25 @@ def _pairs(
     measured: Callable[[dict[str, Any]], _Runs],
     compare: _Compare,
 ) -> str:
-    """Build a table that compares our draft backends with vLLM's, by requests. A pair measured twice on a card has the
-    row of the last report that measured it.
+    """Build a table that compares our draft backends with vLLM's, by requests. A pair measured twice has the row of
+    the last report that measured it.
 
     measured: an arm's values by requests. compare: the cell for values of ours and theirs.
     """
     sizes = _requests(reports)
     rows: dict[tuple[str, ...], list[str]] = {}
-    for report in reports:
-        timed = [each for each in _timed(report) if num_gpus_of(each) == num_gpus]
-        for model, compiled in product(_MODELS, _ENGINES):
-            alike = [each for each in timed if _model(each) == model and is_compiled(each) is compiled]
-            steps = max((each["arm"]["steps"] for each in alike), default=0)
-            arms = {each["arm"]["draft"]: measured(each) for each in alike if each["arm"]["steps"] == steps}
-            for theirs, ours in (*_GROUPED, *_LATENT):
-                cells = _cells(sizes, arms.get(ours, {}), arms.get(theirs, {}), compare)
-                if any(cells):
-                    names = (f"{_MODELS[model][0]}, {steps} tokens", f"`{theirs}`", f"`{ours}`")
-                    mode = _mode(alike[0])
-                    same = (*names, mode, card(report["env"]["device"]))
-                    rows[same] = [*names, *cells, mode, source(report)]
+    for model, compiled, report in product(_MODELS, _ENGINES, reports):
+        alike = [
+            each
+            for each in _timed(report)
+            if _model(each) == model and (each["arm"]["compiled"], each["arm"]["num_gpus"]) == (compiled, num_gpus)
+        ]
+        arms = {each["arm"]["draft"]: measured(each) for each in alike}
+        for theirs, ours in (*_GROUPED, *_LATENT):
+            cells = _cells(sizes, arms.get(ours, {}), arms.get(theirs, {}), compare)
+            if any(cells):
+                names, mode = [_draft(alike[0]), f"`{theirs}`", f"`{ours}`"], _mode(alike[0])
+                rows[(*names, mode)] = [*names, *cells, mode, source(report)]
     return _by_requests(["draft", "vLLM's backend", "our backend"], sizes, ["vLLM", "GPU, date"], [*rows.values()])
 
 
@@ -94,12 +93,11 @@ def scaling(report: dict[str, Any]) -> str:
         return {key: value for key, value in found["arm"].items() if key not in ("name", "num_gpus")}
 
     timed = _timed(report)
-    on = {count: [each for each in timed if num_gpus_of(each) == count] for count in (1, 2)}
+    on = {count: [each for each in timed if each["arm"]["num_gpus"] == count] for count in (1, 2)}
     rows = []
     for two, one in ((two, one) for two in on[2] for one in on[1] if alike(one) == alike(two)):
         cells = _cells(sizes, _speeds(two), _speeds(one), _ratio)
-        draft, steps = f"`{two['arm']['draft']}`", two["arm"]["steps"]
-        rows.append([f"{_MODELS[_model(two)][0]}, {steps} tokens", draft, *cells, source(report)])
+        rows.append([_draft(two), f"`{two['arm']['draft']}`", *cells, source(report)])
     return _by_requests(["draft", "its backend"], sizes, ["GPU, date"], rows)
 
 
@@ -107,11 +105,10 @@ def validated(report: dict[str, Any]) -> str:
     """Return the ratios of output tokens per second with metadata validation to those without, over all runs of the
     same engine, with standard errors and the number of comparisons."""
     sizes, rows = _requests([report]), []
-    for each in filter(_is_validated, report["arms"]):
+    for each in (each for each in report["arms"] if each["arm"]["watched"]):
         of = {row["requests"]: row for row in each["rows"]}
-        labels = [f"{_MODELS[_model(each)][0]}, {each['arm']['steps']} tokens", f"`{each['arm']['draft']}`"]
         cells = [_validated_cell(of[size]) if size in of else "" for size in sizes]
-        rows.append([*labels, *cells, _mode(each), source(report)])
+        rows.append([_draft(each), f"`{each['arm']['draft']}`", *cells, _mode(each), source(report)])
     return _by_requests(["draft", "our backend"], sizes, ["vLLM", "GPU, date"], rows)
 
 
@@ -142,8 +139,8 @@ def _speeds(found: dict[str, Any]) -> dict[int, list[float]]:
 
 
 def _gpu_us(found: dict[str, Any]) -> dict[int, list[float]]:
-    """Return the GPU's median time for a draft in each run of an arm, by requests; older reports lack it."""
-    return {row["requests"]: [each["p50"] for each in row["gpu_us"]] for row in found["rows"] if row.get("gpu_us")}
+    """Return the GPU's median time for a draft in each run of an arm, by requests."""
+    return {row["requests"]: [each["p50"] for each in row["gpu_us"]] for row in found["rows"]}
 
 
 def source(report: Mapping[str, Any]) -> str:
@@ -158,7 +155,7 @@ def _ratio(ours: list[float], theirs: list[float]) -> str:
 
 
 def figures(report: dict[str, Any], name: str) -> str:
-    """Return tables of output tokens per second by draft backend, for each number of draft tokens, and of agreement.
+    """Return tables of output tokens per second by draft backend, and the agreement of draft tokens.
 
     Raises ValueError, naming the report, if it has no timed arm.
     """
@@ -168,7 +165,7 @@ def figures(report: dict[str, Any], name: str) -> str:
         raise ValueError(f"{name} has no timed arm: nothing to show on vLLM's page")
     blocks = []
     for compiled, engines in _ENGINES.items():
-        alike = [each for each in timed if is_compiled(each) is compiled]
+        alike = [each for each in timed if each["arm"]["compiled"] is compiled]
         drafted = [each for each in alike if each["arm"]["draft"]]
         for (kind, size), (_, models) in _MODELS.items():
             arms = [each for each in drafted if _model(each) == (kind, size)]
@@ -179,36 +176,30 @@ def figures(report: dict[str, Any], name: str) -> str:
                 f"`{env['commit'][:12]}`):"
             )
             plain = [each for each in alike if not each["arm"]["draft"] and _model(each)[1] == size]
-            for steps in sorted({each["arm"]["steps"] for each in arms}):
-                blocks.append(_table(steps, [*plain, *(each for each in arms if each["arm"]["steps"] == steps)]))
-    for kind in dict.fromkeys(row.get("kind", "eagle") for row in report["agreement"]):
-        blocks.append(_agreement([row for row in report["agreement"] if row.get("kind", "eagle") == kind], kind))
+            blocks.append(_table([*plain, *arms]))
+    for kind in dict.fromkeys(row["kind"] for row in report["agreement"]):
+        blocks.append(_agreement([row for row in report["agreement"] if row["kind"] == kind], kind))
     return "\n\n".join(blocks)
 
 
 def _model(found: dict[str, Any]) -> tuple[str, str]:
     """Return kind of draft and size."""
-    return found["arm"].get("kind", "eagle"), found["arm"].get("size", "llama3-8b")
+    return found["arm"]["kind"], found["arm"]["size"]
 
 
-def is_compiled(found: Mapping[str, Any]) -> bool:
-    """Older reports, without compiled arms, lack the key."""
-    return bool(found["arm"].get("compiled", False))
+def _draft(found: dict[str, Any]) -> str:
+    """Return the draft, as a table cell."""
+    return f"{_MODELS[_model(found)][0]}, {found['arm']['steps']} tokens"
 
 
 def _mode(found: dict[str, Any]) -> str:
     """Return how vLLM ran, in a word."""
-    return "defaults" if is_compiled(found) else "mode 0"
-
-
-def _is_validated(found: Mapping[str, Any]) -> bool:
-    """Older reports, without arms that validate metadata, lack the key."""
-    return bool(found["arm"].get("watched", False))
+    return "defaults" if found["arm"]["compiled"] else "mode 0"
 
 
 def unvalidated(report: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the arms that compare no metadata while they are timed."""
-    return [each for each in report["arms"] if not _is_validated(each)]
+    return [each for each in report["arms"] if not each["arm"]["watched"]]
 
 
 def _timed(report: dict[str, Any]) -> list[dict[str, Any]]:
@@ -216,18 +207,13 @@ def _timed(report: dict[str, Any]) -> list[dict[str, Any]]:
     return [each for each in unvalidated(report) if each["arm"]["kept"]]
 
 
-def num_gpus_of(found: Mapping[str, Any]) -> int:
-    """Older reports, without arms on two GPUs, lack the key."""
-    return int(found["arm"].get("num_gpus", 1))
-
-
-def _table(steps: int, arms: list[dict[str, Any]]) -> str:
+def _table(arms: list[dict[str, Any]]) -> str:
     requests = sorted({row["requests"] for each in arms for row in each["rows"]})
-    kept = next(each["arm"]["kept"] for each in arms if each["arm"]["draft"])
+    steps, kept = next((each["arm"]["steps"], each["arm"]["kept"]) for each in arms if each["arm"]["draft"])
     rows = []
     for each in arms:
         of = {row["requests"]: row for row in each["rows"]}
-        gpus = f", {num_gpus_of(each)} GPUs" if num_gpus_of(each) > 1 else ""
+        gpus = f", {each['arm']['num_gpus']} GPUs" if each["arm"]["num_gpus"] > 1 else ""
         name = f"`{each['arm']['draft']}`" if each["arm"]["draft"] else _NO_DRAFT
         cells = [_cell(of[count]) if count in of else "" for count in requests]
         rows.append([f"{name}{gpus}", f"`{each['graph_mode']}`", *cells])
@@ -235,7 +221,6 @@ def _table(steps: int, arms: list[dict[str, Any]]) -> str:
 
 
 def _cell(row: dict[str, Any]) -> str:
-    # Older reports lack the GPU's time.
     times = [median(each["p50"] for each in row[name]) for name in ("host_us", "gpu_us") if row.get(name)]
     of_draft = f" ({' / '.join(f'{time:,.0f}' for time in times)})" if times else ""
     runs = row["tokens_per_s"]
@@ -246,7 +231,7 @@ def _agreement(rows: list[dict[str, Any]], kind: str) -> str:
     """Return each draft's share of tokens equal to those of the target's backend, while the texts are the same."""
     alike: dict[tuple[str, int], list[dict[str, Any]]] = {}
     for row in rows:
-        alike.setdefault((row["draft"], row.get("num_gpus", 1)), []).append(row)
+        alike.setdefault((row["draft"], row["num_gpus"]), []).append(row)
     shares = []
     for (draft, num_gpus), of_draft in alike.items():
         share = sum(row["equal"] for row in of_draft) / sum(row["draft_tokens"] for row in of_draft)

@@ -57,78 +57,86 @@ def test_a_drafts_steps_stand_beside_the_compiled_ones() -> None:
             strategy_times.compiled_table([report, {**report, "env": env | other}])
 
 
-def vllm_arm(draft: str, steps: int, tokens_per_s: list[float], **more: object) -> dict[str, object]:
+ARM = {"kind": "eagle", "size": "llama3-8b", "num_gpus": 1, "compiled": False, "watched": False}
+
+
+def vllm_arm(draft: str, tokens_per_s: list[float], **more: object) -> dict[str, object]:
     row = {"requests": 4, "tokens_per_s": tokens_per_s, "host_us": [{"p50": 80.0}, {"p50": 90.0}, {"p50": 70.0}]}
-    row |= {"gpu_us": [{"p50": 1500.0}]} if steps == 7 else {}
+    row |= {"gpu_us": [{"p50": 1400.0}, {"p50": 1500.0}, {"p50": 1600.0}]}
     return {
-        "arm": {"draft": draft, "steps": steps, "kept": 1.8, "num_gpus": 1, **more},
+        "arm": {"draft": draft, "steps": 3 if draft else 0, "kept": 1.8 if draft else 0.0, **ARM, **more},
         "vllm": "0.33.0",
         "graph_mode": "FULL_DECODE_ONLY",
-        "rows": [row if draft else {**row, "host_us": []}],
+        "rows": [row if draft else {**row, "host_us": [], "gpu_us": []}],
     }
 
 
 VLLM_REPORT = {
     "env": {"device": "NVIDIA H200", "date": "2026-11-23T00:00:00", "commit": "0123456789abcdef"},
     "arms": [
-        vllm_arm("FLASH_ATTN", 3, [100.0, 1200.0, 110.0]),
-        vllm_arm("FLASHINFER_IN_GRAPH", 3, [130.0], num_gpus=2),
-        vllm_arm("FLASH_ATTN", 7, [150.0]),
-        vllm_arm("", 0, [50.0]),
-        {**vllm_arm("TRITON_ATTN", 3, []), "rows": [{"requests": 4, "tokens_per_s": [], "host_us": []}]},
+        vllm_arm("FLASH_ATTN", [100.0, 1200.0, 110.0]),
+        vllm_arm("FLASHINFER_IN_GRAPH", [130.0], num_gpus=2),
+        vllm_arm("FLASH_ATTN", [150.0], kind="dflash", size="qwen3-8b", steps=15, kept=5.0),
+        vllm_arm("", [50.0]),
+        vllm_arm("", [60.0], size="qwen3-8b"),
+        {**vllm_arm("TRITON_ATTN", []), "rows": [{"requests": 4, "tokens_per_s": [], "host_us": []}]},
     ],
     "agreement": [
-        {"draft": "TRITON_ATTN", "draft_tokens": 100, "equal": 90},
-        {"draft": "TRITON_ATTN", "draft_tokens": 300, "equal": 300},
+        {"kind": "eagle", "num_gpus": 1, "draft": "TRITON_ATTN", "draft_tokens": 100, "equal": 90},
+        {"kind": "eagle", "num_gpus": 1, "draft": "TRITON_ATTN", "draft_tokens": 300, "equal": 300},
+        {"kind": "eagle", "num_gpus": 2, "draft": "TRITON_ATTN", "draft_tokens": 4, "equal": 1},
     ],
 }
 
 
-def test_vllms_figures_are_medians_by_draft_tokens_beside_no_speculation() -> None:
+def test_vllms_figures_are_medians_by_draft_beside_no_speculation() -> None:
     said = vllm_tables.figures(VLLM_REPORT, "vllm.json")
+    eagle, dflash = said.split("An 8B Qwen3 with a DFlash draft, ")
 
-    assert "| 3 draft tokens, 1.8 accepted | graphs | 4 req. |" in said
-    assert "| 7 draft tokens, 1.8 accepted | graphs | 4 req. |" in said
-    assert "| `FLASH_ATTN` | `FULL_DECODE_ONLY` | 150 [150-150] (80 / 1,500) |" in said
-    assert "| `FLASH_ATTN` | `FULL_DECODE_ONLY` | 110 [100-1,200] (80) |" in said
-    assert "| `FLASHINFER_IN_GRAPH`, 2 GPUs | `FULL_DECODE_ONLY` | 130 [130-130] (80) |" in said
-    assert said.count("| no speculation | `FULL_DECODE_ONLY` | 50 [50-50] |") == 2 and "`TRITON_ATTN` 97.5%" in said
-    assert "vLLM 0.33.0 on NVIDIA H200 (2026-11-23, commit `0123456789ab`)" in said
+    assert "| 3 draft tokens, 1.8 accepted | graphs | 4 req. |" in eagle
+    assert "| 15 draft tokens, 5 accepted | graphs | 4 req. |" in dflash
+    assert "| `FLASH_ATTN` | `FULL_DECODE_ONLY` | 110 [100-1,200] (80 / 1,500) |" in eagle
+    assert "| `FLASH_ATTN` | `FULL_DECODE_ONLY` | 150 [150-150] (80 / 1,500) |" in dflash
+    assert "| `FLASHINFER_IN_GRAPH`, 2 GPUs | `FULL_DECODE_ONLY` | 130 [130-130] (80 / 1,500) |" in eagle
+    assert "| no speculation | `FULL_DECODE_ONLY` | 50 [50-50] |" in eagle
+    assert "| no speculation | `FULL_DECODE_ONLY` | 60 [60-60] |" in dflash and said.count("no speculation") == 2
+    assert "`TRITON_ATTN` 97.5%, `TRITON_ATTN` on 2 GPUs 25.0%." in said
+    assert said.count("vLLM 0.33.0 on NVIDIA H200 (2026-11-23, commit `0123456789ab`)") == 2
 
 
 def test_figures_of_compiled_engines_stand_apart_from_others() -> None:
-    arms = [vllm_arm("", 0, [50.0]), vllm_arm("FLASH_ATTN", 3, [100.0]), vllm_arm("", 0, [60.0], compiled=True)]
-    arms.append(vllm_arm("FLASH_ATTN", 3, [120.0], compiled=True))
+    arms = [vllm_arm("", [50.0]), vllm_arm("FLASH_ATTN", [100.0]), vllm_arm("", [60.0], compiled=True)]
+    arms.append(vllm_arm("FLASH_ATTN", [120.0], compiled=True))
     said = vllm_tables.figures({**VLLM_REPORT, "arms": arms, "agreement": []}, "vllm.json")
     compiled, uncompiled = said.split("Without compilation")
 
-    assert "| 50 [50-50] |" in uncompiled and "| 100 [100-100] (80) |" in uncompiled and "A small model" not in said
-    assert "vLLM's defaults" in compiled and "| 60 [60-60] |" in compiled and "| 120 [120-120] (80) |" in compiled
+    assert "| 50 [50-50] |" in uncompiled and "| 100 [100-100] (80 / 1,500) |" in uncompiled
+    assert "vLLM's defaults" in compiled and "A small model" not in said
+    assert "| 60 [60-60] |" in compiled and "| 120 [120-120] (80 / 1,500) |" in compiled
 
 
 def test_figures_over_latents_have_a_table_for_each_size_and_their_own_base() -> None:
     sizes = ("deepseek-v3", "deepseek-v3-shard")
-    arms = [vllm_arm("", 0, [10.0 + at], size=size) for at, size in enumerate(sizes)]
-    arms += [vllm_arm("FLASHMLA", 3, [70.0 + at], size=size, kind="mtp") for at, size in enumerate(sizes)]
-    agreed = [{"kind": "mtp", "draft": "FLASHMLA", "draft_tokens": 4, "equal": 3}]
+    arms = [vllm_arm("", [10.0 + at], size=size) for at, size in enumerate(sizes)]
+    arms += [vllm_arm("FLASHMLA", [70.0 + at], size=size, kind="mtp") for at, size in enumerate(sizes)]
+    agreed = [{"kind": "mtp", "num_gpus": 1, "draft": "FLASHMLA", "draft_tokens": 4, "equal": 3}]
     said = vllm_tables.figures({**VLLM_REPORT, "arms": arms, "agreement": agreed}, "vllm.json")
     whole, shard = said.split("One GPU's eighth of four layers")
 
-    assert "128 heads" in whole and "| 10 [10-10] |" in whole and "| 70 [70-70] (80) |" in whole
-    assert "16 heads" in shard and "| 11 [11-11] |" in shard and "| 71 [71-71] (80) |" in shard
+    assert "128 heads" in whole and "| 10 [10-10] |" in whole and "| 70 [70-70] (80 / 1,500) |" in whole
+    assert "16 heads" in shard and "| 11 [11-11] |" in shard and "| 71 [71-71] (80 / 1,500) |" in shard
     assert "those on vLLM's `FLASH_ATTN_MLA`: `FLASHMLA` 75.0%" in shard
 
 
-def test_ratios_are_of_medians_for_the_most_draft_tokens_and_say_where_runs_overlap() -> None:
+def test_ratios_are_of_medians_and_say_where_runs_overlap() -> None:
     runs = {"FLASHINFER": [50.0, 40.0, 60.0], "FLASH_ATTN": [99.0, 100.0, 110.0], "FLASHINFER_IN_GRAPH": [80.0, 100.0]}
-    arms = [vllm_arm(draft, 7, tokens) for draft, tokens in runs.items()]
-    latent = [vllm_arm("FLASHMLA", 3, [10.0], size="deepseek-v3", kind="mtp")]
-    latent.append(vllm_arm("ATTN_BACKENDS_FLASHMLA", 3, [25.0], size="deepseek-v3", kind="mtp"))
-    few = [vllm_arm(draft, 3, [1.0]) for draft in runs]
-    said = vllm_tables.ratios([{**VLLM_REPORT, "arms": [*few, *arms]}, {**VLLM_REPORT, "arms": latent}])
+    arms = [vllm_arm(draft, tokens) for draft, tokens in runs.items()]
+    latent = [vllm_arm("FLASHMLA", [10.0], size="deepseek-v3", kind="mtp")]
+    latent.append(vllm_arm("ATTN_BACKENDS_FLASHMLA", [25.0], size="deepseek-v3", kind="mtp"))
+    said = vllm_tables.ratios([{**VLLM_REPORT, "arms": latent}, {**VLLM_REPORT, "arms": arms}])
 
     assert said.splitlines()[0] == "| draft | vLLM's backend | our backend | 4 req. | vLLM | GPU, date |"
-    llama, source = "| EAGLE, 8B Llama, 7 tokens", "mode 0 | H200, 2026-11-23 |"
+    llama, source = "| EAGLE, 8B Llama, 3 tokens", "mode 0 | H200, 2026-11-23 |"
     latents = "| MTP, four layers of DeepSeek-V3, 128 heads, 3 tokens"
     assert said.splitlines()[2:] == [
         f"{llama} | `FLASHINFER` | `FLASHINFER_IN_GRAPH` | 1.80 | {source}",
@@ -137,36 +145,31 @@ def test_ratios_are_of_medians_for_the_most_draft_tokens_and_say_where_runs_over
     ]
 
 
-def test_a_pair_measured_again_on_the_same_card_shows_the_last_reports_ratio() -> None:
-    def report(card: str, date: str, tokens: float) -> dict[str, Any]:
-        env = {**VLLM_REPORT["env"], "device": f"NVIDIA {card}", "date": date}
-        arms = [vllm_arm("FLASH_ATTN", 3, [10.0]), vllm_arm("FLASHINFER_IN_GRAPH", 3, [tokens])]
-        return {**VLLM_REPORT, "env": env, "arms": arms}
+def test_a_pair_measured_again_shows_the_last_reports_ratio() -> None:
+    def report(date: str, tokens: float, theirs: str = "FLASH_ATTN") -> dict[str, Any]:
+        arms = [vllm_arm(theirs, [10.0]), vllm_arm("FLASHINFER_IN_GRAPH", [tokens])]
+        return {**VLLM_REPORT, "env": {**VLLM_REPORT["env"], "date": date}, "arms": arms}
 
-    runs = [("H100", "2026-11-24", 10.0), ("H200", "2026-11-23", 20.0), ("H100", "2026-11-25", 30.0)]
+    runs = [("2026-11-24", 10.0), ("2026-11-23", 20.0, "FLASHINFER"), ("2026-11-25", 30.0)]
     rows = vllm_tables.ratios([report(*run) for run in runs]).splitlines()[2:]
     assert [line.split(" | ")[3::2] for line in rows] == [
-        ["3.00", "H100, 2026-11-25 |"],
+        ["3.00", "H200, 2026-11-25 |"],
         ["2.00", "H200, 2026-11-23 |"],
     ]
 
 
-def test_the_gpus_time_for_a_draft_is_shown_where_both_were_measured() -> None:
-    theirs, ours = vllm_arm("FLASH_ATTN", 7, [10.0]), vllm_arm("FLASHINFER_IN_GRAPH", 7, [20.0])
+def test_the_gpus_time_for_a_draft_is_the_median_of_the_runs() -> None:
+    theirs, ours = vllm_arm("FLASH_ATTN", [10.0]), vllm_arm("FLASHINFER_IN_GRAPH", [20.0])
     ours["rows"] = [ours["rows"][0] | {"gpu_us": [{"p50": 900.4}, {"p50": 1.0}, {"p50": 2000.0}]}]
-    unmeasured = [vllm_arm(draft, 7, [1.0], compiled=True) for draft in ("FLASH_ATTN", "FLASHINFER_IN_GRAPH")]
-    for arm in unmeasured:
-        del arm["rows"][0]["gpu_us"]
-    [row] = vllm_tables.draft_times([{**VLLM_REPORT, "arms": [theirs, ours, *unmeasured]}]).splitlines()[2:]
+    [row] = vllm_tables.draft_times([{**VLLM_REPORT, "arms": [theirs, ours]}]).splitlines()[2:]
     assert row.split(" | ")[3:5] == ["1,500 / 900", "mode 0"]
 
 
 def test_ratios_keep_modes_and_numbers_of_gpus_apart() -> None:
-    runs = {"FLASH_ATTN": [10.0], "FLASHINFER_IN_GRAPH": [20.0]}
     more: list[dict[str, object]] = [{}, {"compiled": True}, {"num_gpus": 2}]
     arms = [
-        vllm_arm(draft, 3, [tokens[0] + at * (draft == "FLASH_ATTN")], **arm)
-        for draft, tokens in runs.items()
+        vllm_arm(draft, [tokens + at * (draft == "FLASH_ATTN")], **arm)
+        for draft, tokens in (("FLASH_ATTN", 10.0), ("FLASHINFER_IN_GRAPH", 20.0))
         for at, arm in enumerate(more)
     ]
     report = {**VLLM_REPORT, "arms": arms}
@@ -176,18 +179,18 @@ def test_ratios_keep_modes_and_numbers_of_gpus_apart() -> None:
 
 
 def test_two_gpus_are_compared_with_the_same_draft_on_one() -> None:
-    one, two = vllm_arm("FLASHINFER_IN_GRAPH", 3, [100.0]), vllm_arm("FLASHINFER_IN_GRAPH", 3, [160.0], num_gpus=2)
-    others = [vllm_arm("FLASHINFER_IN_GRAPH", 7, [1.0]), vllm_arm("FLASHINFER", 3, [2.0])]
+    one, two = vllm_arm("FLASHINFER_IN_GRAPH", [100.0]), vllm_arm("FLASHINFER_IN_GRAPH", [160.0], num_gpus=2)
+    others = [vllm_arm("FLASHINFER_IN_GRAPH", [1.0], compiled=True), vllm_arm("FLASHINFER", [2.0])]
     report = {**VLLM_REPORT, "arms": [two, *others, one]}
     assert vllm_tables.scaling(report).splitlines()[2:] == [
         "| EAGLE, 8B Llama, 3 tokens | `FLASHINFER_IN_GRAPH` | 1.60 | H200, 2026-11-23 |"
     ]
-    # The most draft tokens of one GPU, and no row of two.
+    # Of one GPU, and no row of two.
     assert vllm_tables.ratios([{**report, "arms": [one, others[1], two]}]).splitlines()[2].split(" | ")[3] == "50.00"
 
 
 def test_watched_arms_are_shown_against_themselves_alone() -> None:
-    plain, watched = (vllm_arm("FLASHINFER_IN_GRAPH", 3, [99.0, 97.0, 98.0], watched=on) for on in (False, True))
+    plain, watched = (vllm_arm("FLASHINFER_IN_GRAPH", [99.0, 97.0, 98.0], watched=on) for on in (False, True))
     watched["rows"][0] |= {
         "unwatched_tokens_per_s": [101.0, 99.0, 100.0],
         "compared": 7,
@@ -195,7 +198,7 @@ def test_watched_arms_are_shown_against_themselves_alone() -> None:
     report = {**VLLM_REPORT, "arms": [plain, watched]}
     row = "| EAGLE, 8B Llama, 3 tokens | `FLASHINFER_IN_GRAPH` | 0.980 ± 0.008 (7) | mode 0 | H200, 2026-11-23 |"
     assert vllm_tables.validated(report).splitlines()[2:] == [row]
-    theirs = vllm_arm("FLASHINFER", 3, [98.0])
+    theirs = vllm_arm("FLASHINFER", [98.0])
     assert vllm_tables.ratios([{**report, "arms": [watched, theirs]}]).count("\n") == 1
     with pytest.raises(ValueError, match="no timed arm"):
         vllm_tables.figures({**report, "arms": [watched]}, "vllm.json")
