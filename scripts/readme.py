@@ -29,12 +29,12 @@ ROOT = Path(__file__).resolve().parent.parent
 CPU = "CPU"
 """The column for reports without a GPU, for any processor."""
 README, PLOT = Path("README.md"), Path("docs/drawings/tokens-per-second.svg")
-STRATEGIES, LLM_PAGE = Path("docs/guide/strategies.md"), Path("docs/guide/llm.md")
+STRATEGIES, LLM_PAGE, ENGINE = (Path(f"docs/guide/{page}.md") for page in ("strategies", "llm", "engine"))
 VLLM_PAGE, VLLM_FIGURES = Path("docs/engines/vllm.md"), Path("docs/engines/vllm-figures.md")
 VLLM, LATENTS, PAIR = "h100/vllm.json", "h100/vllm-latents.json", "h100/vllm-pair.json"
 """Reports of vLLM: of all drafts on one GPU but those over 128 heads of latents, of these, and on two GPUs."""
-ROUNDS = "h100/bench-drafter.json"
-"""The report of draft rounds."""
+ROUNDS, TREES = "h100/bench-drafter.json", "h200/bench-trees.json"
+"""Reports of draft rounds, and of trees of a block."""
 COMPILED = tuple(
     f"h100/bench-{draft}-compiled.json"
     for draft in (
@@ -84,6 +84,7 @@ def contents(root: Path) -> dict[Path, str]:
             "compiled times": strategy_times.compiled_table([_load(root, name) for name in COMPILED]),
         },
         LLM_PAGE: {"fp8 times": strategy_times.fp8_table(_load(root, ROUNDS))},
+        ENGINE: {"block trees": strategy_times.tree_table(_load(root, TREES))},
         VLLM_PAGE: {
             "vllm ratios": vllm_tables.ratios(on_one_gpu),
             "vllm draft times": vllm_tables.draft_times(on_one_gpu),

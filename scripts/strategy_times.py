@@ -1,4 +1,4 @@
-"""Build tables of draft times for the pages on strategies and on fp8 weights."""
+"""Build tables of draft times for the guide's pages: strategies, fp8 weights and trees."""
 
 from __future__ import annotations
 
@@ -57,6 +57,37 @@ def fp8_table(report: dict[str, Any]) -> str:
     return (
         f"GPU time of a greedy round with {_K} draft tokens on `{_BACKEND}`, {env['device']}, {env['date'][:10]}. "
         f"Times are medians in microseconds.\n\n{markdown_table(['draft', 'weights', *numbers], rows, numbers)}"
+    )
+
+
+def tree_table(report: dict[str, Any]) -> str:
+    """Build the table of trees of a block: how many tokens are accepted, and how long a round takes beside the chain's.
+
+    Raises ValueError if the report has no such rows.
+    """
+    accepted: dict[str, dict[float, float]] = {}
+    costs: dict[str, dict[int, float]] = {}
+    for row in report["rows"]:
+        tree = row["draft"].rpartition(", ")[2] if row.get("tree") else ""
+        if row["case"] == "block-trees":
+            accepted.setdefault(tree, {})[row["temperature"]] = row["accepted"]
+        elif row["case"] == "block-tree-rounds":
+            # There, every round yields one token, so rounds take as much longer as there are fewer tokens a second.
+            costs.setdefault(tree, {})[row["num_reqs"]] = 1 / row.get("chain_ratio", 1.0)
+    if not accepted or accepted.keys() != costs.keys():
+        raise ValueError("the report must have the same trees in both of its benches. Run `attn-backends bench trees`.")
+    env, steps = report["env"], report["rows"][0]["num_speculative_tokens"]
+    rows = []
+    for tree, kept in accepted.items():
+        width, _, tokens = tree.partition("x")
+        name = f"tree of {tokens} tokens, `width` {width}" if tree else f"{steps} tokens in a row"
+        rows.append(
+            [name, *(f"{kept[at]:.2f}" for at in (0.0, 1.0)), *(f"{cost:.2f}" for cost in costs[tree].values())]
+        )
+    numbers = ["accepted, greedy", "accepted, temperature 1", *(f"time, {size} req." for size in costs[""])]
+    return (
+        f"{env['device']}, {env['date'][:10]}, `attn-backends bench trees`.\n\n"
+        f"{markdown_table(['draft', *numbers], rows, numbers)}"
     )
 
 

@@ -32,6 +32,41 @@ def test_a_round_with_fp8_weights_stands_below_the_same_round_without() -> None:
     assert said[4:] == ["| `x` | bf16 | 300 | 1,200 | 4,800 | 9,600 |", "| `x` | fp8 | 200 | 800 | 3,200 | 6,400 |"]
 
 
+TREE_ROWS = [
+    {
+        "case": case,
+        "draft": f"a draft{', 4x9' * tree}",
+        "tree": tree,
+        "num_speculative_tokens": 7,
+        "num_reqs": n,
+        **more,
+    }
+    for tree in (False, True)
+    for case, n, more in (
+        ("block-trees", 32, {"temperature": 0.0, "accepted": 4.0 + tree, "chain_ratio": 9.0}),
+        ("block-trees", 32, {"temperature": 1.0, "accepted": 2.0 + tree, "chain_ratio": 9.0}),
+        *(
+            ("block-tree-rounds", n, {"accepted": 0.0} | ({"chain_ratio": 1 - n / 100} if tree else {}))
+            for n in (1, 20)
+        ),
+    )
+]
+
+
+def test_a_trees_accepted_tokens_stand_beside_the_time_of_its_rounds() -> None:
+    env = {"device": "NVIDIA H200", "date": "2026-11-26T00:00:00"}
+    said = strategy_times.tree_table({"env": env, "rows": TREE_ROWS}).splitlines()
+    assert said[0] == "NVIDIA H200, 2026-11-26, `attn-backends bench trees`."
+    assert said[2].endswith("| accepted, greedy | accepted, temperature 1 | time, 1 req. | time, 20 req. |")
+    assert said[4:] == [
+        "| 7 tokens in a row | 4.00 | 2.00 | 1.00 | 1.00 |",
+        "| tree of 9 tokens, `width` 4 | 5.00 | 3.00 | 1.01 | 1.25 |",
+    ]
+    for rows in ([], TREE_ROWS[:-2]):
+        with pytest.raises(ValueError, match="must have the same trees in both"):
+            strategy_times.tree_table({"env": env, "rows": rows})
+
+
 def test_a_drafts_steps_stand_beside_the_compiled_ones() -> None:
     rows = [
         {

@@ -27,7 +27,14 @@ def reports() -> list[Report]:
 def copy(tmp_path: Path) -> Path:
     """A folder with the reports and the pages that show them."""
     shutil.copytree(ROOT / "reports", tmp_path / "reports")
-    for page in (readme.README, readme.STRATEGIES, readme.LLM_PAGE, readme.VLLM_PAGE, readme.VLLM_FIGURES):
+    for page in (
+        readme.README,
+        readme.STRATEGIES,
+        readme.LLM_PAGE,
+        readme.ENGINE,
+        readme.VLLM_PAGE,
+        readme.VLLM_FIGURES,
+    ):
         (tmp_path / page).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / page, tmp_path / page)
     return tmp_path
