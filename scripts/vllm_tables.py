@@ -12,11 +12,8 @@ from scripts.on_gpus import card
 from spec_decode.matrix.text import markdown_table
 
 _NO_DRAFT = "no speculation"
-_ENGINES = {
-    True: "vLLM's defaults: layers compiled by torch, and piecewise graphs where full graphs are impossible",
-    False: "Without compilation (`mode` 0): full graphs for decode batches, or no graphs if the backend allows none",
-}
-"""How engines run, by whether layers are compiled, in page order."""
+_MODES = {True: "defaults", False: "mode 0"}
+"""How vLLM runs, by whether layers are compiled, in page order."""
 _NAMES = {"dflash": "DFlash", "dflash2": "DFlash2", "mtp": "DeepSeek-V3's latents and MTP layer"}
 _MODELS = {
     ("eagle", "llama3-8b"): ("EAGLE, 8B Llama", "An 8B Llama with an EAGLE draft"),
@@ -24,11 +21,11 @@ _MODELS = {
     ("dflash2", "qwen3-8b"): ("DFlash2, 8B Qwen3", "An 8B Qwen3 with a DFlash2 draft"),
     ("mtp", "deepseek-v3"): (
         "MTP, four layers of DeepSeek-V3, 128 heads",
-        "Four layers of DeepSeek-V3, one of them with experts, and its MTP layer; 128 heads",
+        "Four layers of DeepSeek-V3, one of them with experts, and its MTP layer, with 128 heads",
     ),
     ("mtp", "deepseek-v3-shard"): (
         "MTP, one GPU's eighth of four layers of DeepSeek-V3, 16 heads",
-        "One GPU's eighth of four layers of DeepSeek-V3 and its MTP layer under tensor parallelism; 16 heads",
+        "One GPU's eighth of four layers of DeepSeek-V3 and its MTP layer under tensor parallelism, with 16 heads",
     ),
 }
 """The model, as a table cell and as a sentence, by kind of draft and size, in page order."""
@@ -70,7 +67,7 @@ def _pairs(
     """
     sizes = _requests(reports)
     rows: dict[tuple[str, ...], list[str]] = {}
-    for model, compiled, report in product(_MODELS, _ENGINES, reports):
+    for model, compiled, report in product(_MODELS, _MODES, reports):
         alike = [
             each
             for each in _timed(report)
@@ -80,7 +77,7 @@ def _pairs(
         for theirs, ours in (*_GROUPED, *_LATENT):
             cells = _cells(sizes, arms.get(ours, {}), arms.get(theirs, {}), compare)
             if any(cells):
-                names, mode = [_draft(alike[0]), f"`{theirs}`", f"`{ours}`"], _mode(alike[0])
+                names, mode = [_draft(alike[0]), f"`{theirs}`", f"`{ours}`"], _MODES[compiled]
                 rows[(*names, mode)] = [*names, *cells, mode, source(report)]
     return _by_requests(["draft", "vLLM's backend", "our backend"], sizes, ["vLLM", "GPU, date"], [*rows.values()])
 
@@ -108,7 +105,9 @@ def validated(report: dict[str, Any]) -> str:
     for each in (each for each in report["arms"] if each["arm"]["watched"]):
         of = {row["requests"]: row for row in each["rows"]}
         cells = [_validated_cell(of[size]) if size in of else "" for size in sizes]
-        rows.append([_draft(each), f"`{each['arm']['draft']}`", *cells, _mode(each), source(report)])
+        rows.append(
+            [_draft(each), f"`{each['arm']['draft']}`", *cells, _MODES[each["arm"]["compiled"]], source(report)]
+        )
     return _by_requests(["draft", "our backend"], sizes, ["vLLM", "GPU, date"], rows)
 
 
@@ -164,7 +163,7 @@ def figures(report: dict[str, Any], name: str) -> str:
     if not timed:
         raise ValueError(f"{name} has no timed arm: nothing to show on vLLM's page")
     blocks = []
-    for compiled, engines in _ENGINES.items():
+    for compiled, mode in _MODES.items():
         alike = [each for each in timed if each["arm"]["compiled"] is compiled]
         drafted = [each for each in alike if each["arm"]["draft"]]
         for (kind, size), (_, models) in _MODELS.items():
@@ -172,7 +171,7 @@ def figures(report: dict[str, Any], name: str) -> str:
             if not arms:
                 continue
             blocks.append(
-                f"{engines}. {models}, vLLM {arms[0]['vllm']} on {env['device']} ({env['date'][:10]}, commit "
+                f"{models}. vLLM {arms[0]['vllm']}, {mode}, on {env['device']} ({env['date'][:10]}, commit "
                 f"`{env['commit'][:12]}`):"
             )
             plain = [each for each in alike if not each["arm"]["draft"] and _model(each)[1] == size]
@@ -190,11 +189,6 @@ def _model(found: dict[str, Any]) -> tuple[str, str]:
 def _draft(found: dict[str, Any]) -> str:
     """Return the draft, as a table cell."""
     return f"{_MODELS[_model(found)][0]}, {found['arm']['steps']} tokens"
-
-
-def _mode(found: dict[str, Any]) -> str:
-    """Return how vLLM ran, in a word."""
-    return "defaults" if found["arm"]["compiled"] else "mode 0"
 
 
 def unvalidated(report: Mapping[str, Any]) -> list[dict[str, Any]]:

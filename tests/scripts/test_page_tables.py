@@ -126,7 +126,7 @@ VLLM_REPORT = {
 
 def test_vllms_figures_are_medians_by_draft_beside_no_speculation() -> None:
     said = vllm_tables.figures(VLLM_REPORT, "vllm.json")
-    eagle, dflash = said.split("An 8B Qwen3 with a DFlash draft, ")
+    eagle, dflash = said.split("An 8B Qwen3 with a DFlash draft. ")
 
     assert "| 3 draft tokens, 1.8 accepted | graphs | 4 req. |" in eagle
     assert "| 15 draft tokens, 5 accepted | graphs | 4 req. |" in dflash
@@ -136,17 +136,17 @@ def test_vllms_figures_are_medians_by_draft_beside_no_speculation() -> None:
     assert "| no speculation | `FULL_DECODE_ONLY` | 50 [50-50] |" in eagle
     assert "| no speculation | `FULL_DECODE_ONLY` | 60 [60-60] |" in dflash and said.count("no speculation") == 2
     assert "`TRITON_ATTN` 97.5%, `TRITON_ATTN` on 2 GPUs 25.0%." in said
-    assert said.count("vLLM 0.33.0 on NVIDIA H200 (2026-11-23, commit `0123456789ab`)") == 2
+    assert said.count("vLLM 0.33.0, mode 0, on NVIDIA H200 (2026-11-23, commit `0123456789ab`):") == 2
 
 
 def test_figures_of_compiled_engines_stand_apart_from_others() -> None:
     arms = [vllm_arm("", [50.0]), vllm_arm("FLASH_ATTN", [100.0]), vllm_arm("", [60.0], compiled=True)]
     arms.append(vllm_arm("FLASH_ATTN", [120.0], compiled=True))
     said = vllm_tables.figures({**VLLM_REPORT, "arms": arms, "agreement": []}, "vllm.json")
-    compiled, uncompiled = said.split("Without compilation")
+    compiled, uncompiled = said.split("vLLM 0.33.0, mode 0, on")
 
     assert "| 50 [50-50] |" in uncompiled and "| 100 [100-100] (80 / 1,500) |" in uncompiled
-    assert "vLLM's defaults" in compiled and "A small model" not in said
+    assert "vLLM 0.33.0, defaults, on" in compiled and "A small model" not in said
     assert "| 60 [60-60] |" in compiled and "| 120 [120-120] (80 / 1,500) |" in compiled
 
 
