@@ -75,7 +75,8 @@ def test_every_figure_comes_from_its_report(copy: Path) -> None:
 )
 def test_arms_of_other_engines_or_work_do_not_stand_for_those_shown(change: dict[str, Any]) -> None:
     report = read_json(ROOT / "reports" / readme.VLLM)
-    other = next(arm for arm in report["arms"] if arm["arm"]["draft"] == readme.OURS and arm["arm"]["kind"] == "eagle")
+    shown = {"draft": readme.OURS, "kind": "eagle", "size": "llama3-8b", "watched": False}
+    [other] = [arm for arm in report["arms"] if arm["arm"].items() >= shown.items()]
     slow = {
         **other,
         "arm": {**other["arm"], **change},
