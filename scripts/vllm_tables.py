@@ -60,8 +60,8 @@ def _pairs(
     measured: Callable[[dict[str, Any]], _Runs],
     compare: _Compare,
 ) -> str:
-    """Build a table that compares our draft backends with vLLM's, by requests. A pair measured twice has the row of
-    the last report that measured it.
+    """Build a table that compares our draft backends with vLLM's, by requests. A pair measured twice on a card has the
+    row of the last report that measured it.
 
     measured: an arm's values by requests. compare: the cell for values of ours and theirs.
     """
@@ -77,8 +77,9 @@ def _pairs(
         for theirs, ours in (*_GROUPED, *_LATENT):
             cells = _cells(sizes, arms.get(ours, {}), arms.get(theirs, {}), compare)
             if any(cells):
-                names, mode = [_draft(alike[0]), f"`{theirs}`", f"`{ours}`"], _MODES[compiled]
-                rows[(*names, mode)] = [*names, *cells, mode, source(report)]
+                names, mode = (_draft(alike[0]), f"`{theirs}`", f"`{ours}`"), _MODES[compiled]
+                same = (*names, mode, card(report["env"]["device"]))
+                rows[same] = [*names, *cells, mode, source(report)]
     return _by_requests(["draft", "vLLM's backend", "our backend"], sizes, ["vLLM", "GPU, date"], [*rows.values()])
 
 

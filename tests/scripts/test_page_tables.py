@@ -32,24 +32,20 @@ def test_a_round_with_fp8_weights_stands_below_the_same_round_without() -> None:
     assert said[4:] == ["| `x` | bf16 | 300 | 1,200 | 4,800 | 9,600 |", "| `x` | fp8 | 200 | 800 | 3,200 | 6,400 |"]
 
 
+def tree_row(case: str, tree: bool, num_reqs: int = 32, **more: float) -> dict[str, Any]:
+    draft = "a draft, 4x9" if tree else "a draft"
+    return {"case": case, "draft": draft, "tree": tree, "num_speculative_tokens": 7, "num_reqs": num_reqs, **more}
+
+
 TREE_ROWS = [
-    {
-        "case": case,
-        "draft": f"a draft{', 4x9' * tree}",
-        "tree": tree,
-        "num_speculative_tokens": 7,
-        "num_reqs": n,
-        **more,
-    }
-    for tree in (False, True)
-    for case, n, more in (
-        ("block-trees", 32, {"temperature": 0.0, "accepted": 4.0 + tree, "chain_ratio": 9.0}),
-        ("block-trees", 32, {"temperature": 1.0, "accepted": 2.0 + tree, "chain_ratio": 9.0}),
-        *(
-            ("block-tree-rounds", n, {"accepted": 0.0} | ({"chain_ratio": 1 - n / 100} if tree else {}))
-            for n in (1, 20)
-        ),
-    )
+    tree_row("block-trees", False, temperature=0.0, accepted=4.0),
+    tree_row("block-trees", False, temperature=1.0, accepted=2.0),
+    tree_row("block-trees", True, temperature=0.0, accepted=5.0, chain_ratio=9.0),
+    tree_row("block-trees", True, temperature=1.0, accepted=3.0, chain_ratio=9.0),
+    tree_row("block-tree-rounds", False, 1, accepted=0.0),
+    tree_row("block-tree-rounds", False, 20, accepted=0.0),
+    tree_row("block-tree-rounds", True, 1, accepted=0.0, chain_ratio=0.99),
+    tree_row("block-tree-rounds", True, 20, accepted=0.0, chain_ratio=0.8),
 ]
 
 
@@ -180,15 +176,16 @@ def test_ratios_are_of_medians_and_say_where_runs_overlap() -> None:
     ]
 
 
-def test_a_pair_measured_again_shows_the_last_reports_ratio() -> None:
-    def report(date: str, tokens: float, theirs: str = "FLASH_ATTN") -> dict[str, Any]:
-        arms = [vllm_arm(theirs, [10.0]), vllm_arm("FLASHINFER_IN_GRAPH", [tokens])]
-        return {**VLLM_REPORT, "env": {**VLLM_REPORT["env"], "date": date}, "arms": arms}
+def test_a_pair_measured_again_on_the_same_card_shows_the_last_reports_ratio() -> None:
+    def report(card: str, date: str, tokens: float) -> dict[str, Any]:
+        env = {**VLLM_REPORT["env"], "device": f"NVIDIA {card}", "date": date}
+        arms = [vllm_arm("FLASH_ATTN", [10.0]), vllm_arm("FLASHINFER_IN_GRAPH", [tokens])]
+        return {**VLLM_REPORT, "env": env, "arms": arms}
 
-    runs = [("2026-11-24", 10.0), ("2026-11-23", 20.0, "FLASHINFER"), ("2026-11-25", 30.0)]
+    runs = [("H100", "2026-11-24", 10.0), ("H200", "2026-11-23", 20.0), ("H100", "2026-11-25", 30.0)]
     rows = vllm_tables.ratios([report(*run) for run in runs]).splitlines()[2:]
     assert [line.split(" | ")[3::2] for line in rows] == [
-        ["3.00", "H200, 2026-11-25 |"],
+        ["3.00", "H100, 2026-11-25 |"],
         ["2.00", "H200, 2026-11-23 |"],
     ]
 
