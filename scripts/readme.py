@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from scripts import strategy_times, vllm_tables
 from scripts.line_plot import Line, line_plot
 from scripts.on_gpus import card
-from scripts.vllm_figures import LATENT
+from scripts.vllm_figures import BASE, GROUPED, LATENT, REBUILT
 from spec_decode.conformance.report import FAILURES, Report
 from spec_decode.files import read_json, write_whole
 from spec_decode.matrix import Sources
@@ -48,12 +48,12 @@ PART_OF_KIT = frozenset({"--family", "--only", "--quick"})
 SIZES = (1, 32)
 """Concurrent requests shown in the table."""
 DRAFT_TOKENS = 7
-"""Draft tokens per round in the host-time figure."""
+"""Draft tokens per round in the figures of GPU and host time."""
 SPECULATION = "throughput/speculation"
 """The throughput rows of our engine with and without a draft."""
 OWN_TOKENS = ("graph.planned_steps_have_their_tokens", "base-round")
 """The check and case that show whether a draft step attends to the tokens drafted earlier in its round."""
-NO_DRAFT, THEIRS, OURS, IN_PLACE = "", "FLASHINFER", "FLASHINFER_IN_GRAPH", "FLASH_ATTN"
+NO_DRAFT, THEIRS, OURS, IN_PLACE = "", REBUILT, GROUPED.ours[0], BASE
 """vLLM's arms, named by the draft's attention backend; the last is vLLM's own backend that updates in place."""
 
 EAGLE = ("eagle", "llama3-8b", True)
@@ -65,7 +65,7 @@ IN_VLLM = (
     (
         "MTP over latents, {} draft tokens, not compiled",
         ("mtp", "deepseek-v3-shard", False),
-        (LATENT.base, *LATENT.others),
+        LATENT.theirs,
         LATENT.ours,
     ),
 )
@@ -180,9 +180,9 @@ def figures(root: Path) -> str:
         f"concurrent requests ({card(vllm['env']['device'])}, same run). With MTP and one request, the host sets the "
         f"pace: compare only the numbers with {SIZES[-1]} requests ([why](docs/engines/vllm.md#how-much-faster)).\n\n"
         "An attention backend's *metadata* tells its kernels where each request's tokens are. We checked "
-        f"{len(builders)} of the metadata builders in vLLM "
-        f"{version} that claim to update their metadata in place, and refuted {len(refuted)} of these claims (CPU, "
-        f"{date}, `attn-backends check --engine vllm`). {planned_steps(root)}"
+        f"{len(builders)} of the metadata builders in vLLM {version} that claim to update their metadata in place, and "
+        f"refuted {len(refuted)} of these claims (CPU, {date}, `attn-backends check --engine vllm`). "
+        f"{planned_steps(root)}"
     )
 
 
@@ -216,12 +216,19 @@ def vllm_arms(report: Mapping[str, Any], kind: str, size: str, compiled: bool) -
     kind, on one GPU and without metadata validation."""
     return {
         arm["arm"]["draft"]: {row["requests"]: median(row["tokens_per_s"]) for row in arm["rows"]}
+        for arm in _timed_arms(report, kind, size, compiled)
+    }
+
+
+def _timed_arms(report: Mapping[str, Any], kind: str, size: str, compiled: bool) -> list[dict[str, Any]]:
+    return [
+        arm
         for arm in vllm_tables.unvalidated(report)
         if (arm["arm"]["size"], arm["arm"]["compiled"], arm["arm"]["num_gpus"]) == (size, compiled, 1)
         and (not arm["arm"]["draft"] or arm["arm"]["kind"] == kind)
         and arm["rows"]
         and arm["rows"][0]["tokens_per_s"]
-    }
+    ]
 
 
 def engine_speeds(report: Mapping[str, Any]) -> dict[int, dict[int, float]]:
@@ -309,12 +316,8 @@ def _source(report: Mapping[str, Any], command: str) -> str:
 
 def _round(report: Mapping[str, Any], kind: str, size: str, compiled: bool) -> tuple[int, float]:
     """Return the draft tokens of a round of vLLM's timed drafts, and the mean number of them that is kept."""
-    [of_round] = {
-        (arm["arm"]["steps"], arm["arm"]["kept"])
-        for arm in report["arms"]
-        if arm["arm"]["kept"]
-        and (arm["arm"]["kind"], arm["arm"]["size"], arm["arm"]["compiled"]) == (kind, size, compiled)
-    }
+    arms = (found["arm"] for found in _timed_arms(report, kind, size, compiled))
+    [of_round] = {(arm["steps"], arm["kept"]) for arm in arms if arm["draft"]}
     return of_round
 
 

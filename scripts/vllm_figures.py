@@ -65,7 +65,7 @@ class Names:
 
     base       the target's backend, the baseline of the comparison
     others     vLLM's other backends; their distance from the base is the effect of rounding
-    ours       this library's
+    ours       this library's; over latents, each on the kernels of vLLM's in the same place
     """
 
     base: str
@@ -73,8 +73,13 @@ class Names:
     ours: tuple[str, ...]
 
     @property
+    def theirs(self) -> tuple[str, ...]:
+        """vLLM's."""
+        return (self.base, *self.others)
+
+    @property
     def all(self) -> tuple[str, ...]:
-        return (self.base, *self.others, *self.ours)
+        return (*self.theirs, *self.ours)
 
     @property
     def timed(self) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ from statistics import fmean, median, stdev
 from typing import Any
 
 from scripts.on_gpus import card
+from scripts.vllm_figures import BASE, LATENT, OURS, REBUILT, names
 from spec_decode.matrix.text import markdown_table
 
 _NO_DRAFT = "no speculation"
@@ -30,12 +31,7 @@ _MODELS = {
 }
 """The model, as a table cell and as a sentence, by kind of draft and size, in page order."""
 
-_GROUPED = (("FLASHINFER", "FLASHINFER_IN_GRAPH"), ("FLASH_ATTN", "FLASHINFER_IN_GRAPH"))
-_LATENT = (
-    ("FLASH_ATTN_MLA", "ATTN_BACKENDS_FLASH_ATTN3_MLA"),
-    ("FLASHMLA", "ATTN_BACKENDS_FLASHMLA"),
-    ("TRITON_MLA", "ATTN_BACKENDS_TRITON_MLA"),
-)
+_COMPARED = ((REBUILT, OURS[0]), (BASE, OURS[0]), *zip(LATENT.theirs, LATENT.ours, strict=True))
 """Pairs to compare, vLLM's draft backend and ours: over grouped heads, and over latents."""
 
 _Runs = Mapping[int, list[float]]
@@ -74,12 +70,12 @@ def _pairs(
             if _model(each) == model and (each["arm"]["compiled"], each["arm"]["num_gpus"]) == (compiled, num_gpus)
         ]
         arms = {each["arm"]["draft"]: measured(each) for each in alike}
-        for theirs, ours in (*_GROUPED, *_LATENT):
+        for theirs, ours in _COMPARED:
             cells = _cells(sizes, arms.get(ours, {}), arms.get(theirs, {}), compare)
             if any(cells):
-                names, mode = (_draft(alike[0]), f"`{theirs}`", f"`{ours}`"), _MODES[compiled]
-                same = (*names, mode, card(report["env"]["device"]))
-                rows[same] = [*names, *cells, mode, source(report)]
+                labels, mode = (_draft(alike[0]), f"`{theirs}`", f"`{ours}`"), _MODES[compiled]
+                same = (*labels, mode, card(report["env"]["device"]))
+                rows[same] = [*labels, *cells, mode, source(report)]
     return _by_requests(["draft", "vLLM's backend", "our backend"], sizes, ["vLLM", "GPU, date"], [*rows.values()])
 
 
@@ -216,7 +212,7 @@ def _table(arms: list[dict[str, Any]]) -> str:
 
 
 def _cell(row: dict[str, Any]) -> str:
-    times = [median(each["p50"] for each in row[name]) for name in ("host_us", "gpu_us") if row.get(name)]
+    times = [median(each["p50"] for each in row[name]) for name in ("host_us", "gpu_us") if row[name]]
     of_draft = f" ({' / '.join(f'{time:,.0f}' for time in times)})" if times else ""
     runs = row["tokens_per_s"]
     return f"{median(runs):,.0f} [{min(runs):,.0f}-{max(runs):,.0f}]{of_draft}"
@@ -234,5 +230,5 @@ def _agreement(rows: list[dict[str, Any]], kind: str) -> str:
     of_kind = "" if kind == "eagle" else f" with {_NAMES[kind]}"
     return (
         f"A small model{of_kind} drafted from the same texts on each backend. Share of draft tokens equal to those on "
-        f"vLLM's `{'FLASH_ATTN_MLA' if kind == 'mtp' else 'FLASH_ATTN'}`: {', '.join(shares)}."
+        f"vLLM's `{names(kind).base}`: {', '.join(shares)}."
     )
