@@ -6,22 +6,30 @@ import math
 import os
 import re
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 
+from spec_decode.conformance.case_records import BatchRecord, SpecRecord
 from spec_decode.conformance.coverage import FAMILIES
 from spec_decode.environment import Environment
 from spec_decode.files import ReportError, json_number, read_json, report_bytes, require_unedited, write_whole
 from spec_decode.source_digests import SourceRecord
 from spec_decode.testing.outcome import Outcome
 
-SCHEMA = "attn-report/5"
+SCHEMA = "attn-report/6"
+_EARLIER = "attn-report/5"
+"""Like SCHEMA, without specs and batches."""
 _SHOWN_FAILURES = 10
+_T = TypeVar("_T")
 _NON_FINITE = ("nan", "inf", "-inf")
 Number = Annotated[float, msgspec.Meta(extra_json_schema={"type": ["number", "string"], "pattern": "^(nan|-?inf)$"})]
 """JSON has no NaN or infinity: they are written by name."""
+
+
+_Index = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class ConformanceFailure(AssertionError):
@@ -48,7 +56,8 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 class Result(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One check on one case. check: family.what_holds. evidence: measured numbers; the matrix shows
-    "error_over_budget". tags: the matrix columns that it is evidence for, "axis:value".
+    "error_over_budget". tags: the matrix columns that it is evidence for, "axis:value". spec, batch: of its case; None
+    if the case has none, or an earlier version did not record them.
 
     Raises ReportError for an unknown family, and for seconds that are negative or not finite.
     """
@@ -60,6 +69,8 @@ class Result(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     evidence: dict[str, Number] = {}
     seconds: float = 0.0
     tags: tuple[str, ...] = ()
+    spec: SpecRecord | None = None
+    batch: BatchRecord | None = None
 
     def __post_init__(self) -> None:
         if self.family not in FAMILIES:
@@ -73,7 +84,8 @@ class Result(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class ResultRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A result in a file. columns: its tags, as indices into the report's columns."""
+    """A result in a file. columns: its tags; spec, batch: each an index into the report's table of that name, as each
+    of the columns is."""
 
     check: str
     case: str
@@ -81,7 +93,9 @@ class ResultRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     reason: str = ""
     evidence: dict[str, Number] = {}
     seconds: float
-    columns: tuple[Annotated[int, msgspec.Meta(ge=0)], ...]
+    columns: tuple[_Index, ...]
+    spec: _Index | None = None
+    batch: _Index | None = None
 
 
 class _Run(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -104,10 +118,13 @@ class _Run(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class ReportDocument(_Run, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A report in a file. columns: every tag of its results. digest: of everything else, to detect edits."""
+    """A report in a file. columns: every tag of its results. specs, batches: of its cases, each once. digest: of
+    everything else, to detect edits."""
 
     schema: str
     columns: tuple[str, ...] = ()
+    specs: tuple[SpecRecord, ...] = ()
+    batches: tuple[BatchRecord, ...] = ()
     results: tuple[ResultRow, ...]
     digest: str = ""
 
@@ -180,10 +197,18 @@ class Report(_Run, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     def document(self) -> dict[str, Any]:
         """Return plain JSON-compatible data in a stable order, with evidence such as NaN by name. It is not sealed."""
-        columns = {tag: i for i, tag in enumerate(dict.fromkeys(tag for result in self.results for tag in result.tags))}
-        rows = tuple(_row(result, columns) for result in self.results)
+        columns = _numbered(tag for result in self.results for tag in result.tags)
+        specs, batches = (_numbered(each.spec for each in self.results), _numbered(each.batch for each in self.results))
+        rows = tuple(_row(result, columns, specs, batches) for result in self.results)
         shared = {name: getattr(self, name) for name in _Run.__struct_fields__}
-        document = ReportDocument(schema=SCHEMA, **shared, columns=tuple(columns), results=rows)
+        document = ReportDocument(
+            schema=SCHEMA,
+            **shared,
+            columns=tuple(columns),
+            specs=tuple(specs),
+            batches=tuple(batches),
+            results=rows,
+        )
         made: dict[str, Any] = msgspec.to_builtins(document)
         return {"schema": SCHEMA, **made}
 
@@ -205,7 +230,7 @@ class Report(_Run, frozen=True, kw_only=True, forbid_unknown_fields=True):
         """Convert a document to a report. Raises ReportError, naming `where`, for anything else; with sealed, also for
         an edited one."""
         schema = document.get("schema") if isinstance(document, dict) else None
-        if schema != SCHEMA:
+        if schema not in (SCHEMA, _EARLIER):
             raise ReportError(
                 f"{where} has schema {schema!r}, not {SCHEMA!r}. Run the checks again, or read it with the "
                 "version that wrote it."
@@ -213,7 +238,7 @@ class Report(_Run, frozen=True, kw_only=True, forbid_unknown_fields=True):
         try:
             found = msgspec.convert(_with_numbers(document), ReportDocument)
             shared = {name: getattr(found, name) for name in _Run.__struct_fields__}
-            report = cls(**shared, results=tuple(_result(row, found.columns) for row in found.results))
+            report = cls(**shared, results=tuple(_result(row, found) for row in found.results))
         except (msgspec.ValidationError, ReportError, IndexError) as error:
             raise ReportError(
                 f"{where} does not follow {SCHEMA}: {error}. Outcomes are "
@@ -232,16 +257,36 @@ def repro_command(backend: str, check: str, case: str, *, engine: str = "", devi
     return f"attn-backends check {subject} --device {device}{length} --only '{check}*{case}*'"
 
 
-def _row(result: Result, columns: dict[str, int]) -> ResultRow:
-    fields = {name: getattr(result, name) for name in ResultRow.__struct_fields__ if name != "columns"}
+_IN_TABLES = {"columns", "spec", "batch"}
+
+
+def _numbered(found: Iterable[_T | None]) -> dict[_T, int]:
+    """Number distinct values in order of first use; None has no number."""
+    return {each: i for i, each in enumerate(dict.fromkeys(each for each in found if each is not None))}
+
+
+def _row(
+    result: Result, columns: dict[str, int], specs: dict[SpecRecord, int], batches: dict[BatchRecord, int]
+) -> ResultRow:
+    fields = {name: getattr(result, name) for name in ResultRow.__struct_fields__ if name not in _IN_TABLES}
     fields["evidence"] = {key: json_number(value) for key, value in sorted(result.evidence.items())}
-    return ResultRow(**fields, columns=tuple(columns[tag] for tag in result.tags))
+    return ResultRow(
+        **fields,
+        columns=tuple(columns[tag] for tag in result.tags),
+        spec=None if result.spec is None else specs[result.spec],
+        batch=None if result.batch is None else batches[result.batch],
+    )
 
 
-def _result(row: ResultRow, columns: tuple[str, ...]) -> Result:
-    """Convert a row of a file. Raises IndexError for a missing column."""
-    fields = {name: getattr(row, name) for name in row.__struct_fields__ if name != "columns"}
-    return Result(**fields, tags=tuple(columns[i] for i in row.columns))
+def _result(row: ResultRow, document: ReportDocument) -> Result:
+    """Convert a row of a file. Raises IndexError for a missing column, spec or batch."""
+    fields = {name: getattr(row, name) for name in row.__struct_fields__ if name not in _IN_TABLES}
+    return Result(
+        **fields,
+        tags=tuple(document.columns[i] for i in row.columns),
+        spec=None if row.spec is None else document.specs[row.spec],
+        batch=None if row.batch is None else document.batches[row.batch],
+    )
 
 
 def _with_numbers(document: dict[str, Any]) -> dict[str, Any]:

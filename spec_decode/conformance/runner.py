@@ -14,6 +14,7 @@ import msgspec
 import torch
 
 from attn_backends import AttentionBackend, BrokenBackend, get, registry
+from spec_decode.conformance.case_records import records_of
 from spec_decode.conformance.check import Check, expand
 from spec_decode.conformance.claims import claims_of
 from spec_decode.conformance.coverage import EVERYTHING, FAMILIES
@@ -219,7 +220,8 @@ def _package_of(name: str) -> str:
 
 
 def _not_run(check: Check) -> Result:
-    return Result(check=check.name, case=check.case, outcome=Outcome.NOT_RUN, tags=check.covers)
+    spec, batch = records_of(check.value)
+    return Result(check=check.name, case=check.case, outcome=Outcome.NOT_RUN, tags=check.covers, spec=spec, batch=batch)
 
 
 def _backend_of(backend: AttentionBackend | Subject) -> AttentionBackend:

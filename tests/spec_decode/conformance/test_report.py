@@ -1,17 +1,26 @@
 import math
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+import torch
 
+from builders import AttentionKind, AttentionSpec
+from spec_decode.conformance.case_records import BatchRecord, SpecRecord
 from spec_decode.conformance.report import Claim, ConformanceFailure, Report, Result
 from spec_decode.files import ReportError, parse_json, report_bytes
 from spec_decode.source_digests import SourceRecord
+from spec_decode.testing.batches import VERIFY, Batch
 from tests.spec_decode.matrix.evidence import report, result
 
+WINDOWED = SpecRecord.of(
+    AttentionSpec(num_q_heads=8, num_kv_heads=1, head_dim=64, page_size=16, sliding_window=40, dtype=torch.float16)
+)
+RAGGED_ROWS = BatchRecord.of(Batch((3, 1, 20), (3, 64, 20), 4))
 BAD, OTHERS = ("fail", "error", "xpass", "not_run"), ("unsupported", "xfail", "preview", "unavailable")
 
 
@@ -84,7 +93,7 @@ def test_a_failure_says_which_checks_why_and_how_to_repeat_them(results: list[Re
 
 def test_the_json_has_exactly_the_documented_fields_in_one_line() -> None:
     results = (
-        result("pass", "page:16", evidence={"error": 0.5}),
+        result("pass", "page:16", evidence={"error": 0.5}, spec=WINDOWED, batch=RAGGED_ROWS),
         msgspec.structs.replace(result("fail", case="prefill", reason="wrong"), tags=()),
     )
     full = report(*results, package="p 1", engine="e 2", contract="1.0", claims={"page:16": Claim(claimed=True)})
@@ -93,16 +102,27 @@ def test_the_json_has_exactly_the_documented_fields_in_one_line() -> None:
     document = parse_json(data, "full")
     assert data.count(b"\n") == 1
     assert " ".join(document) == (
-        "schema backend version package engine contract env command sources claims columns results digest"
+        "schema backend version package engine contract env command sources claims columns specs batches results digest"
     )
     assert " ".join(document["env"]) == (
         "device torch triton python commit dirty date driver cuda platform stated packages"
     )
-    assert document["schema"] == "attn-report/5" and list(document["sources"]) == ["modules", "parts"]
+    assert document["schema"] == "attn-report/6" and list(document["sources"]) == ["modules", "parts"]
     assert document["columns"] == ["page:16"]
+    assert document["specs"] == [msgspec.to_builtins(WINDOWED)] and document["batches"] == [
+        {"rows": 4, "num_reqs": 3, "query_lens": [1, 20], "seq_lens": [3, 64], "padding_tokens": 0, "trees": False}
+    ]
     of_both = {"check": "numerics.right", "seconds": 0.0}
     assert document["results"] == [
-        {**of_both, "case": "decode", "outcome": "pass", "evidence": {"error": 0.5}, "columns": [0]},
+        {
+            **of_both,
+            "case": "decode",
+            "outcome": "pass",
+            "evidence": {"error": 0.5},
+            "columns": [0],
+            "spec": 0,
+            "batch": 0,
+        },
         {**of_both, "case": "prefill", "outcome": "fail", "reason": "wrong", "columns": []},
     ]
 
@@ -116,6 +136,49 @@ def test_a_saved_report_loads_as_it_was(tmp_path: Path) -> None:
     saved = report(result("pass", evidence={"error_over_budget": 0.4}, seconds=0.25), result("xfail", reason="#12"))
     saved.save(tmp_path / "new folder" / "r.json")
     assert Report.load(tmp_path / "new folder" / "r.json") == saved
+
+
+def test_specs_and_batches_of_cases_are_written_once_each_and_read_again(tmp_path: Path) -> None:
+    with_spec = [result("pass", spec=WINDOWED, batch=RAGGED_ROWS) for _ in range(3)]
+    saved = report(*with_spec, result("fail"), result("unsupported", spec=SpecRecord.of(LATENT)))
+    assert [len(saved.document()[table]) for table in ("specs", "batches")] == [2, 1]
+    saved.save(tmp_path / "r.json")
+    assert Report.load(tmp_path / "r.json") == saved
+
+
+LATENT = AttentionSpec(
+    num_q_heads=16,
+    num_kv_heads=1,
+    head_dim=512,
+    value_dim=448,
+    page_size=64,
+    kv_dtype=torch.float8_e4m3fn,
+    sliding_window=128,
+    scale=0.3,
+    soft_cap=2.0,
+    sinks=True,
+    kind=AttentionKind.MLA,
+    batch_invariant=True,
+    tree=True,
+)
+
+
+@pytest.mark.parametrize("spec", [LATENT, WINDOWED.spec(), replace(WINDOWED.spec(), causal=False)])
+def test_a_recorded_spec_is_the_spec(spec: AttentionSpec) -> None:
+    assert SpecRecord.of(spec).spec() == spec
+
+
+def test_a_recorded_batch_tells_padding_rows_from_padding_tokens() -> None:
+    padded = BatchRecord.of(VERIFY)
+    assert (padded.rows, padded.num_reqs, padded.query_lens, padded.seq_lens) == (4, 3, (5, 5), (5, 150))
+    assert (padded.padding_tokens, RAGGED_ROWS.padding_tokens) == (5, 0)
+
+
+def test_a_report_of_the_schema_before_is_read_without_specs(tmp_path: Path) -> None:
+    found = of("pass")
+    old = {**found.document(), "schema": "attn-report/5"}
+    (tmp_path / "r.json").write_bytes(report_bytes(old))
+    assert Report.load(tmp_path / "r.json") == found and found.results[0].spec is None
 
 
 def test_non_finite_evidence_is_written_by_name_and_read_again(tmp_path: Path) -> None:
@@ -198,23 +261,27 @@ def test_bytes_that_are_no_report_are_refused_by_name(
 
 
 ANOTHER_SCHEMA = (
-    "has schema '{}', not 'attn-report/5'. Run the checks again, or read it with the version that wrote it."
+    "has schema '{}', not 'attn-report/6'. Run the checks again, or read it with the version that wrote it."
 )
 CHANGES: list[tuple[Callable[[Any], object], str]] = [
     (lambda document: document["env"].update(date="yesterday"), "yesterday"),
     (lambda document: document["env"].update(colour="blue"), "colour"),
+    (lambda document: document["results"][0].update(spec=0), "does not follow attn-report/6"),
+    (lambda document: document["results"][0].update(batch=-1), r"\$\.results"),
+    (lambda document: document.update(specs=[{**msgspec.to_builtins(WINDOWED), "num_kv_heads": 3}]), "multiple of"),
+    (lambda document: document.update(specs=[{**msgspec.to_builtins(WINDOWED), "dtype": "Tensor"}]), "not a dtype"),
     (lambda document: document["results"][1].update(outcome="passed"), r"'passed'.*\$\.results.*pass, fail"),
 ]
 CHANGES += [
     (lambda document, schema=schema: document.update(schema=schema), ANOTHER_SCHEMA.format(schema))
-    for schema in ("attn-report/1", "attn-report/4", "attn-report/6")
+    for schema in ("attn-report/1", "attn-report/4", "attn-report/7")
 ]
 CHANGES += [
     (lambda document, value=value: document["results"][0].update(evidence={"error": value}), r"\$\.results")
     for value in ("0.5", "NaN", None, [1])
 ]
 CHANGES += [
-    (lambda document, at=at: document["results"][0].update(columns=[at]), "does not follow attn-report/5")
+    (lambda document, at=at: document["results"][0].update(columns=[at]), "does not follow attn-report/6")
     for at in (-1, 1, "mode:decode")
 ]
 
