@@ -20,8 +20,8 @@ from spec_decode.source_digests import SourceRecord
 from spec_decode.testing.outcome import Outcome
 
 SCHEMA = "attn-report/6"
-_EARLIER = "attn-report/5"
-"""Like SCHEMA, without specs and batches."""
+READ_SCHEMAS = (SCHEMA, "attn-report/5")
+"""What `Report` reads; the earlier one has no specs and batches."""
 _SHOWN_FAILURES = 10
 _T = TypeVar("_T")
 _NON_FINITE = ("nan", "inf", "-inf")
@@ -230,7 +230,7 @@ class Report(_Run, frozen=True, kw_only=True, forbid_unknown_fields=True):
         """Convert a document to a report. Raises ReportError, naming `where`, for anything else; with sealed, also for
         an edited one."""
         schema = document.get("schema") if isinstance(document, dict) else None
-        if schema not in (SCHEMA, _EARLIER):
+        if schema not in READ_SCHEMAS:
             raise ReportError(
                 f"{where} has schema {schema!r}, not {SCHEMA!r}. Run the checks again, or read it with the "
                 "version that wrote it."

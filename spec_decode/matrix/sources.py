@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from spec_decode.conformance.report import SCHEMA, Report
+from spec_decode.conformance.report import READ_SCHEMAS, SCHEMA, Report
 from spec_decode.environment import Environment
 from spec_decode.files import ReportError, read_json, require_unedited
 from spec_decode.source_digests import SourceRecord
@@ -190,7 +190,7 @@ class Sources:
             self.agreements.append(_follow(document, Agreement, where))
         elif schema == TIMING_SCHEMA:
             self.timings.extend(_timings(_follow(document, TimingReport, where)))
-        elif schema == SCHEMA:
+        elif schema in READ_SCHEMAS:
             self.reports.append(Report.of(document, where))
         else:
             raise ReportError(
