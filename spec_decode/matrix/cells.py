@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 
 import msgspec
@@ -69,42 +69,43 @@ class RunEvidence(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @property
     def text(self) -> str:
-        """The status, the count, the worst error, and a mark if the source is older."""
-        count = f" {self.passed}/{self.total}" if self.total else ""
+        """The status with the numbers, and a mark if the source is older."""
+        return _text(self.status, [self])
+
+    @property
+    def numbers(self) -> str:
+        """The count, the worst error, and a mark if the source is older; empty if no check ran."""
         worst = f" {self.worst:.2g}x" if self.worst is not None else ""
-        return f"{self.status.value}{count}{worst}{OLDER if self.changed else ''}"
+        return f"{self.passed}/{self.total}{worst}{OLDER if self.changed else ''}" if self.total else ""
+
+
+def _text(status: Status, evidence: Sequence[RunEvidence]) -> str:
+    numbers = " + ".join(filter(None, (found.numbers for found in evidence)))
+    changed = any(found.changed for found in evidence)
+    return f"{status.value} {numbers}" if numbers else f"{status.value}{OLDER if changed else ''}"
 
 
 class Cell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Claim and evidence of one column. evidence: one entry per run that has any, newest first; never an average.
+    """Claim and evidence of one column. evidence: an entry for each run with the newest result of some check, the run
+    with most of them first; never an average. earlier: an entry for each run whose checks a later run repeated.
 
-    status: from the newest run; without a run, from the claim. claim: None if no report recorded one. conflict: whether
-    runs of the same version on the same device disagree. repro: the command that checks this column again.
+    status: from the newest result of each check; without any, from the claim. claim: None if no report recorded one.
+    conflict: whether the same check had other outcomes in runs of the same version on the same device. repro: the
+    command that checks this column again.
     """
 
     status: Status
     claim: Claim | None = None
     evidence: tuple[RunEvidence, ...] = ()
+    earlier: tuple[RunEvidence, ...] = ()
     conflict: bool = False
     repro: str = ""
 
-    @classmethod
-    def of(cls, claim: Claim | None, evidence: Sequence[RunEvidence], repro: str = "") -> Cell:
-        """Make the cell for this claim and this evidence, newest first."""
-        claimed = claim is not None and claim.claimed
-        return cls(
-            status=evidence[0].status if evidence else Status.CLAIMED if claimed else Status.UNKNOWN,
-            claim=claim,
-            evidence=tuple(evidence),
-            conflict=len({found.status for found in evidence}) > 1,
-            repro=repro,
-        )
-
     @property
     def text(self) -> str:
-        """The newest run's observation, older ones if they differ, and the level claimed."""
-        seen = self.evidence[:1] + tuple(old for old in self.evidence[1:] if old.status is not self.status)
-        texts = dict.fromkeys(evidence.text for evidence in seen) or [self.status.value]
+        """The status with the observations of each run, earlier ones that differ, and the level claimed."""
+        differing = (found.text for found in self.earlier if self.conflict and found.status is not self.status)
+        texts = dict.fromkeys([_text(self.status, self.evidence), *differing])
         return "; earlier ".join(texts) + (f" ({self.level})" if self.level else "")
 
     @property
@@ -125,7 +126,7 @@ def evidence_of(
     case."""
     outcomes = [result.outcome for result in results]
     refused = outcomes.count(Outcome.UNSUPPORTED)
-    status = _status(set(outcomes), claim)
+    status = status_of(results, claim)
     if status in (Status.UNKNOWN, Status.CLAIMED, Status.REFUSED):
         # A case that requests several things is rejected for all of them: the shortest reason is the most specific.
         notes = sorted(_notes(results, repro), key=lambda note: len(note.reason))
@@ -144,7 +145,9 @@ def evidence_of(
     )
 
 
-def _status(seen: set[Outcome], claim: Claim | None) -> Status:
+def status_of(results: Iterable[Result], claim: Claim | None) -> Status:
+    """Combine a claim with the results of the checks that cover it."""
+    seen = {result.outcome for result in results}
     claimed = claim is not None and claim.claimed
     if seen & FAILURES or (Outcome.XFAIL in seen and Outcome.PASS not in seen):
         return Status.BROKEN

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatch
 from itertools import chain
+from typing import NamedTuple
 
 import msgspec
 
@@ -12,14 +13,14 @@ from builders import CONTRACT_VERSION
 from spec_decode.conformance.coverage import EVERYTHING
 from spec_decode.conformance.report import Claim, Report, Result
 from spec_decode.files import json_number
-from spec_decode.matrix.cells import Cell, Run, Runs, Status, evidence_of
+from spec_decode.matrix.cells import Cell, Run, RunEvidence, Runs, Status, evidence_of, status_of
 from spec_decode.matrix.columns import Column, columns_of
 from spec_decode.matrix.drafters import DraftRow, draft_rows
 from spec_decode.matrix.sources import Agreement, Timing
 from spec_decode.matrix.speed import Section, speed_sections
 from spec_decode.testing.outcome import Outcome
 
-SCHEMA = "attn-matrix/4"
+SCHEMA = "attn-matrix/5"
 
 
 class MatrixRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -115,14 +116,17 @@ def _tags_of(result: Result) -> tuple[str, ...]:
 
 def _row(reports: Sequence[Report], columns: Sequence[Column], runs: Runs, stale: tuple[str, ...]) -> MatrixRow:
     newest = reports[0]
-    seen = [(each, _by_tag(each.results), runs.number(_title(newest), each.env, each.command)) for each in reports]
+    seen = [
+        _Seen(each, _by_tag(each.results), later, runs.number(_title(newest), each.env, each.command))
+        for each, later in zip(reports, later_results(reports), strict=True)
+    ]
     return MatrixRow(
         backend=newest.backend,
         version=newest.version,
         package=newest.package,
         engine=newest.engine,
         device=newest.env.device,
-        runs=tuple(run for _, _, run in seen),
+        runs=tuple(each.run for each in seen),
         stale=stale,
         cells={column.tag: _cell(column.tag, seen, _repro(newest, column.tag)) for column in columns},
     )
@@ -144,14 +148,57 @@ def _by_tag(results: Iterable[Result]) -> dict[str, list[Result]]:
     return found
 
 
-def _cell(tag: str, seen: Sequence[tuple[Report, dict[str, list[Result]], int]], repro: str) -> Cell:
-    evidence = [
-        evidence_of(results, _claim(report, tag), run, changed=_changed(report, results), repro=report.repro)
-        for report, by_tag, run in seen
-        if (results := by_tag.get(tag) or by_tag.get(EVERYTHING))
-    ]
-    claims = (_claim(report, tag) for report, _, _ in seen)
-    return Cell.of(next(filter(None, claims), None), evidence, repro)
+class _Seen(NamedTuple):
+    """What one report saw. later: see `later_results`."""
+
+    report: Report
+    by_tag: dict[str, list[Result]]
+    later: dict[tuple[str, str], Result]
+    run: int
+
+
+def later_results(reports: Iterable[Report]) -> list[dict[tuple[str, str], Result]]:
+    """Return for each of these reports, newest first, the results of later ones that replace its own, by check and
+    case. A check that did not run replaces nothing."""
+    later: dict[tuple[str, str], Result] = {}
+    found = []
+    for report in reports:
+        by_case = {(result.check, result.case): result for result in report.results}
+        found.append({case: later[case] for case in by_case if case in later})
+        later = {**{case: result for case, result in by_case.items() if result.outcome not in _NOT_SEEN}, **later}
+    return found
+
+
+_NOT_SEEN = {Outcome.NOT_RUN, Outcome.UNAVAILABLE}
+
+
+def _cell(tag: str, seen: Sequence[_Seen], repro: str) -> Cell:
+    claims = [claim for each in seen if (claim := _claim(each.report, tag))]
+    kept: list[RunEvidence] = []
+    earlier: list[RunEvidence] = []
+    newest: list[Result] = []
+    conflict = False
+    for report, by_tag, later, run in seen:
+        found = by_tag.get(tag) or by_tag.get(EVERYTHING) or ()
+        by_age: dict[bool, list[Result]] = {False: [], True: []}
+        for result in found:
+            repeated = later.get((result.check, result.case))
+            by_age[repeated is not None].append(result)
+            conflict |= repeated is not None and result.outcome not in {repeated.outcome, *_NOT_SEEN}
+        newest += by_age[False]
+        for entries, results in ((kept, by_age[False]), (earlier, by_age[True])):
+            if results:
+                changed = _changed(report, results)
+                entries.append(evidence_of(results, _claim(report, tag), run, changed=changed, repro=report.repro))
+    claim = claims[0] if claims else None
+    return Cell(
+        status=status_of(newest, claim),
+        claim=claim,
+        evidence=tuple(sorted(kept, key=lambda found: -(found.total or 0))),
+        earlier=tuple(earlier),
+        conflict=conflict,
+        repro=repro,
+    )
 
 
 def _changed(report: Report, results: Sequence[Result]) -> tuple[str, ...]:
@@ -180,6 +227,6 @@ def to_json(matrix: Matrix) -> bytes:
     document = msgspec.to_builtins(matrix)
     for row in document["rows"]:
         for cell in row["cells"].values():
-            for evidence in cell["evidence"]:
+            for evidence in (*cell["evidence"], *cell["earlier"]):
                 evidence["worst"] = None if evidence["worst"] is None else json_number(evidence["worst"])
     return msgspec.json.encode(document) + b"\n"

@@ -15,8 +15,9 @@ from spec_decode.tools.timing_limit import verdict
 HOW_TO_READ = (
     "What each backend claims, and what its checks showed. A count such as 72/72 is checks passed of checks run, "
     "without rejections; 0.4x means that the worst error was 0.4 of its budget, which is twice the error of a "
-    "low-precision reference. Runs are never averaged: if runs of one version on one device disagree, the newest "
-    f"comes first and the others follow. {OLDER} marks evidence from older source: it is dated, not withdrawn."
+    "low-precision reference. Runs are never averaged: 67/67 + 1/1 are the checks of two runs. The newest result of "
+    f"each check counts, and earlier ones that disagree follow. {OLDER} marks evidence from older source: it is dated, "
+    "not withdrawn."
 )
 _REFUSALS_ONLY = frozenset({Status.REFUSED, Status.UNKNOWN, Status.CLAIMED})
 """Cells whose notes are rejections at most: one reason is enough."""
@@ -37,7 +38,7 @@ class Notes:
         """Return marks for the numbers of a cell's reasons: all failures, or the first rejection."""
         notes = [
             note
-            for evidence in cell.evidence
+            for evidence in (*cell.evidence, *(cell.earlier if cell.conflict else ()))
             for note in evidence.notes[: 1 if evidence.status in _REFUSALS_ONLY else None]
         ]
         return list(dict.fromkeys(f"^{self._number(note)}" for note in notes))

@@ -61,7 +61,7 @@ def test_matrix_shows_reports_of_folders_and_files_and_the_columns_asked_for(tag
 def test_matrix_on_standard_output_is_nothing_else(tagged, run):
     assert run("matrix", "--markdown", "-").stdout.startswith("# Compatibility")
     assert run("matrix", "--html", "-").stdout.startswith("<!doctype html>")
-    assert json.loads(run("matrix", "--json", "-").stdout)["schema"] == "attn-matrix/4"
+    assert json.loads(run("matrix", "--json", "-").stdout)["schema"] == "attn-matrix/5"
 
 
 def test_matrix_writes_files(tagged, tmp_path, run):

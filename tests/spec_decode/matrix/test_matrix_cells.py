@@ -76,12 +76,10 @@ def test_equal_reasons_become_one_note_with_a_count_and_the_shortest_is_told_fir
 
 def test_where_nothing_ran_there_is_no_number_and_a_claim_has_its_level():
     assert seen("not_run", claim=NO).text == "unknown"
-    assert Cell.of(None, []).status is Cell.of(NO, []).status is UNKNOWN
-    assert Cell.of(Claim(claimed=True, level="in graph"), []).text == "claimed (in graph)"
+    claimed = Cell(status=CLAIMED, claim=Claim(claimed=True, level="in graph"))
+    assert claimed.text == "claimed (in graph)"
 
 
-def test_runs_that_disagree_are_both_told_newest_first_and_those_that_agree_once():
-    cell = Cell.of(YES, [seen("pass"), seen("fail"), seen("pass", "pass")])
-    assert cell.conflict and cell.status is VERIFIED and cell.text == "verified 1/1; earlier broken 0/1"
-    cell = Cell.of(YES, [seen("pass"), seen("pass", "pass")])
-    assert not cell.conflict and cell.text == "verified 1/1"
+def test_evidence_of_older_source_is_marked_with_and_without_a_number():
+    texts = [evidence_of([result(outcome)], YES, changed=("m",)).text for outcome in ("pass", "unsupported")]
+    assert texts == ["verified 1/1*", "claimed*"]

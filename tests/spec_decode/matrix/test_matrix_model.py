@@ -84,6 +84,42 @@ def test_runs_of_one_version_share_a_row_and_are_not_averaged():
     assert row.cells[TAG].text == "verified 2/2; earlier broken 0/1" and row.cells[TAG].conflict
 
 
+def checked(cases, outcome="pass", check="numerics.right", tag=TAG):
+    return [result(outcome, tag, check=check, case=case) for case in cases.split()]
+
+
+def test_a_soak_does_not_hide_the_checks_of_its_column():
+    checks = report(*checked("a b c", check="drafter.agree", tag="strategy:full_loop"), date=OLD)
+    soak = report(*checked("r10-s0", check="soak.long", tag="strategy:full_loop"), date=NEW)
+    matrix = build_matrix([checks, soak])
+    cell = matrix.rows[0].cells["strategy:full_loop"]
+    assert cell.text == "verified 3/3 + 1/1" and not cell.earlier and not cell.conflict
+    dates = [matrix.runs[found.run].env.date for found in cell.evidence]
+    assert dates == [OLD, NEW]  # each number keeps its date
+    failed = report(*checked("r10-s0", "fail", check="soak.long", tag="strategy:full_loop"), date=OLD)
+    assert build_matrix([checks, failed]).rows[0].cells["strategy:full_loop"].text == "broken 3/3 + 0/1"
+
+
+@pytest.mark.parametrize(
+    ("older", "newer", "text", "conflict"),
+    [
+        # Repeated checks count once, with the newer result; the others keep theirs.
+        (checked("a b c"), checked("b"), "verified 2/2 + 1/1", False),
+        (checked("a b c"), checked("b", "fail"), "broken 2/2 + 0/1; earlier verified 1/1", True),
+        (checked("a b") + checked("c", "fail"), checked("c"), "verified 2/2 + 1/1; earlier broken 0/1", True),
+        (checked("a", "fail"), checked("b"), "broken 1/1 + 0/1", False),
+        # What did not run replaces nothing.
+        (checked("a b"), checked("a b", "not_run"), "partial 2/2", False),
+        (checked("a b"), checked("a b", "unavailable"), "partial 2/2", False),
+        (checked("a", "unavailable"), checked("a"), "verified 1/1", False),
+        (checked("a", "unsupported"), checked("a"), "verified 1/1; earlier refused", True),
+    ],
+)
+def test_the_newest_result_of_each_check_counts(older, newer, text, conflict):
+    (row,) = build_matrix([report(*newer, date=NEW), report(*older, date=OLD)]).rows
+    assert (row.cells[TAG].text, row.cells[TAG].conflict) == (text, conflict)
+
+
 def test_a_newer_partial_run_leaves_the_other_columns_to_the_older_one():
     older = report(result("pass", "page:4"), result("pass", "dim:64"), date=OLD)
     newer = report(result("fail", "page:4"), date=NEW)
