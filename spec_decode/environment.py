@@ -38,9 +38,10 @@ _DRIVER_QUERY = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,nohea
 class Environment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Where a run took place. A field that could not be determined is "unknown: why"; dirty is then None.
 
-    stated: names the environment variables that set commit or dirty, and what git says if it differs; None if only git
-    was consulted. packages: the installed packages that provide kernels, as "name version". Raises ValueError for a
-    malformed date.
+    dirty: whether the source differs from the commit: a tracked file outside reports/ was changed, or one was added to
+    a tracked folder. stated: names the environment variables that set commit and dirty where git could not tell, else
+    None. packages: the installed packages that provide kernels, as "name version". Raises ValueError for a malformed
+    date.
     """
 
     device: str
@@ -58,13 +59,16 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     def __post_init__(self) -> None:
         datetime.fromisoformat(self.date)
+        if self.stated and "; git says" in self.stated:
+            # An earlier version let the variables overrule git, and wrote what git said here: nobody can tell any more.
+            msgspec.structs.force_setattr(self, "dirty", None)
 
 
 def environment(device: torch.device) -> Environment:
     """Describe where this process runs; never raises.
 
-    ATTN_BACKENDS_COMMIT (a hash) and ATTN_BACKENDS_DIRTY (0 or 1) override git, for copies without a git history;
-    `stated` then says so.
+    A copy without a git history gets commit and dirty from ATTN_BACKENDS_COMMIT (a hash) and ATTN_BACKENDS_DIRTY (0 or
+    1); `stated` then says so. In a checkout, what git says counts, whatever these variables say.
     """
     on_cuda = device.type == "cuda"
     commit, dirty, stated = _checkout()
@@ -113,18 +117,15 @@ def _run(*command: str) -> str:
 
 
 def _checkout() -> tuple[str, bool | None, str | None]:
-    """Return the commit, whether the tree differs from it, and which of the two environment variables stated."""
-    given, given_dirty = os.environ.get(_COMMIT), os.environ.get(_DIRTY)
+    """Return the commit, whether the tree differs from it, and the environment variables that stated these, if any."""
     found, changed = _git_state(_PACKAGE)
-    if not given and not given_dirty:
+    variables = {name: value for name in (_COMMIT, _DIRTY) if (value := os.environ.get(name))}
+    if not variables or not found.startswith("unknown"):
         return found, changed, None
-    commit, dirty = given or found, {"0": False, "1": True}.get(given_dirty or "")
-    if given and not re.fullmatch("[0-9a-f]{4,64}", given):
-        commit = f"unknown: ATTN_BACKENDS_COMMIT is not a commit: {given[:80]!r}"
-    by = " and ".join(name for name, value in ((_COMMIT, given), (_DIRTY, given_dirty)) if value)
-    differs = not found.startswith("unknown") and (not found.startswith(commit) or dirty is not changed)
-    git = f"; git says {found[:12]}{' dirty' if changed else ''}" if differs else ""
-    return commit, dirty, f"stated by {by}{git}"
+    commit = variables.get(_COMMIT, found)
+    if _COMMIT in variables and not re.fullmatch("[0-9a-f]{4,64}", commit):
+        commit = f"unknown: {_COMMIT} is not a commit: {commit[:80]!r}"
+    return commit, {"0": False, "1": True}.get(variables.get(_DIRTY, "")), f"stated by {' and '.join(variables)}"
 
 
 @cache
@@ -138,7 +139,15 @@ def _git_state(package: Path) -> tuple[str, bool | None]:
         return commit, None
     # Reports are excluded: otherwise the first report of a series would make the second one dirty.
     status = _probe(lambda: _run("git", "--no-optional-locks", "status", "--porcelain", "--", ".", ":!reports"))
-    return commit, None if status.startswith("unknown") else bool(status)
+    return commit, None if status.startswith("unknown") else any(map(_of_source, status.splitlines()))
+
+
+def _of_source(line: str) -> bool:
+    """Return whether a line of `git status --porcelain` is about the source. Untracked folders and files at the top,
+    such as unpacked wheels or a log, are no part of it, unless the file is a module.
+    """
+    untracked, path = line.startswith("??"), line[3:].strip('"')
+    return not untracked or "/" in path.rstrip("/") or path.endswith(".py")
 
 
 def _git_commit(package: Path) -> str:

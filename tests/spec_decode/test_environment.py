@@ -1,10 +1,11 @@
 import subprocess
 
+import msgspec
 import pytest
 import torch
 
 from spec_decode import environment as environment_module
-from spec_decode.environment import environment
+from spec_decode.environment import Environment, environment
 from spec_decode.matrix.cells import Run
 
 CPU = torch.device("cpu")
@@ -48,11 +49,18 @@ def test_a_package_inside_somebody_elses_checkout_has_an_unknown_commit(monkeypa
 
 
 @pytest.mark.parametrize(("said", "dirty"), [("0", False), ("1", True), ("maybe", None), ("", None)])
-def test_the_variables_overrule_git(monkeypatch, said, dirty):
+def test_the_variables_speak_for_a_copy_without_git(no_git, monkeypatch, said, dirty):
     monkeypatch.setenv("ATTN_BACKENDS_COMMIT", "abc123")
     monkeypatch.setenv("ATTN_BACKENDS_DIRTY", said)
     env = environment(CPU)
     assert (env.commit, env.dirty) == ("abc123", dirty)
+    assert env.stated == f"stated by ATTN_BACKENDS_COMMIT{' and ATTN_BACKENDS_DIRTY' if said else ''}"
+
+
+@pytest.fixture
+def no_git(monkeypatch):
+    """A copy that git does not know."""
+    monkeypatch.setattr(environment_module, "_git_state", lambda package: ("unknown: no git", None))
 
 
 @pytest.fixture
@@ -76,31 +84,71 @@ def test_a_commit_that_git_gave_is_marked_by_nothing(git):
     assert (environment(CPU).commit, environment(CPU).stated) == ("f00dfeed", None)
 
 
-STATED = {
-    "as git has it": ({"COMMIT": "f00dfeed", "DIRTY": "0"}, "ATTN_BACKENDS_COMMIT and ATTN_BACKENDS_DIRTY"),
-    "shortened": ({"COMMIT": "f00d", "DIRTY": "0"}, "ATTN_BACKENDS_COMMIT and ATTN_BACKENDS_DIRTY"),
-    "another commit": ({"COMMIT": "abc1", "DIRTY": "0"},
-        "ATTN_BACKENDS_COMMIT and ATTN_BACKENDS_DIRTY; git says f00dfeed"),
-    "another state of the tree": ({"DIRTY": "1"}, "ATTN_BACKENDS_DIRTY; git says f00dfeed"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(("variables", "stated"), STATED.values(), ids=STATED)
-def test_what_variables_stated_is_marked_and_what_git_says_otherwise_beside_it(git, monkeypatch, variables, stated):
+@pytest.mark.parametrize("changed", [False, True])
+@pytest.mark.parametrize("variables", [{"COMMIT": "f00dfeed", "DIRTY": "0"}, {"COMMIT": "abc1"}, {"DIRTY": "1"}])
+def test_in_a_checkout_one_field_says_what_git_says(monkeypatch, variables, changed):
+    monkeypatch.setattr(environment_module, "_git_state", lambda package: ("f00dfeed", changed))
     for name, value in variables.items():
         monkeypatch.setenv(f"ATTN_BACKENDS_{name}", value)
-    assert environment(CPU).stated == f"stated by {stated}"
+    env = environment(CPU)
+    assert (env.commit, env.dirty, env.stated) == ("f00dfeed", changed, None)
+
+
+@pytest.mark.parametrize(
+    ("change", "dirty"),
+    [
+        ({}, False),
+        ({"spec_decode/__init__.py": "changed"}, True),
+        ({"README.md": "changed"}, True),
+        ({"spec_decode/new.py": ""}, True),
+        ({"spec_decode/new/deep.py": ""}, True),
+        ({"shadow.py": ""}, True),
+        ({"spec_decode/__init__.py": None}, True),
+        # What lies beside the source is no part of it.
+        ({"reports/cpu/check.json": "{}", "reports/old.json": "changed"}, False),
+        ({"unpacked/package/__init__.py": "", "run.log": "", "name with space/x": ""}, False),
+    ],
+)
+def test_a_tree_is_dirty_where_its_source_differs_from_the_commit(monkeypatch, tmp_path, change, dirty):
+    monkeypatch.setattr(environment_module, "_PACKAGE", tmp_path / "spec_decode")
+    for name in ("ATTN_BACKENDS_COMMIT", "ATTN_BACKENDS_DIRTY"):
+        monkeypatch.delenv(name, raising=False)
+    files = {"spec_decode/__init__.py": "", "README.md": "", "reports/old.json": ""}
+    _write(tmp_path, files)
+    identity = ("-c", "user.name=n", "-c", "user.email=e@example.com")
+    for command in (["init", "-q"], ["add", "-A"], [*identity, "commit", "-qm", "first"]):
+        subprocess.run(["git", "-C", str(tmp_path), *command], check=True)
+    _write(tmp_path, change)
+    assert environment(CPU).dirty is dirty
+
+
+def _write(folder, files):
+    for name, content in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if content is None:
+            path.unlink()
+        else:
+            path.write_text(content)
 
 
 @pytest.mark.parametrize("value", ["HEAD", "<script>", "f" * 65, "a b"])
-def test_a_stated_commit_that_is_no_hash_is_unknown(git, monkeypatch, value):
+def test_a_stated_commit_that_is_no_hash_is_unknown(no_git, monkeypatch, value):
     monkeypatch.setenv("ATTN_BACKENDS_COMMIT", value)
     env = environment(CPU)
     assert env.commit.startswith("unknown: ATTN_BACKENDS_COMMIT is not a commit")
-    assert env.stated == "stated by ATTN_BACKENDS_COMMIT; git says f00dfeed"
+    assert env.stated == "stated by ATTN_BACKENDS_COMMIT"
 
 
-def test_a_stated_commit_is_marked_where_the_matrix_shows_it(git, monkeypatch):
+def test_a_stated_commit_is_marked_where_the_matrix_shows_it(no_git, monkeypatch):
     monkeypatch.setenv("ATTN_BACKENDS_COMMIT", "abc123")
     run = Run(subject="it", env=environment(CPU), command="")
-    assert run.commit == "abc123 (dirty or not: unknown) (stated by ATTN_BACKENDS_COMMIT; git says f00dfeed)"
+    assert run.commit == "abc123 (dirty or not: unknown) (stated by ATTN_BACKENDS_COMMIT)"
+
+
+def test_an_earlier_report_whose_git_and_variables_disagree_tells_no_state(git):
+    stated = "stated by ATTN_BACKENDS_COMMIT and ATTN_BACKENDS_DIRTY; git says f00dfeed dirty"
+    earlier = {**msgspec.to_builtins(environment(CPU)), "dirty": False, "stated": stated}
+    env = msgspec.convert(earlier, Environment)
+    assert env.dirty is None and env.stated == stated
+    assert "(dirty or not: unknown)" in Run(subject="it", env=env, command="").commit
