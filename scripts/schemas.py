@@ -14,6 +14,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from spec_decode.conformance.report import SCHEMA as REPORT
 from spec_decode.conformance.report import ReportDocument
+from spec_decode.matrix.answer import SCHEMA as ANSWER
+from spec_decode.matrix.answer import Answer
 from spec_decode.matrix.model import SCHEMA as MATRIX
 from spec_decode.matrix.model import Matrix
 from spec_decode.matrix.sources import AGREEMENT_SCHEMA, TIMING_SCHEMA, Agreement, TimingReport
@@ -21,6 +23,7 @@ from spec_decode.matrix.sources import AGREEMENT_SCHEMA, TIMING_SCHEMA, Agreemen
 _KINDS: dict[str, Any] = {
     REPORT: ReportDocument,
     MATRIX: Matrix,
+    ANSWER: Answer,
     AGREEMENT_SCHEMA: Agreement,
     TIMING_SCHEMA: TimingReport,
 }

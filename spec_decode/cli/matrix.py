@@ -30,6 +30,11 @@ class _Options:
     paths: Annotated[
         tuple[Path, ...], click.argument("paths", nargs=-1, metavar="[PATH...]", type=click.Path(path_type=Path))
     ]
+    spec: Annotated[
+        str | None,
+        "Say which backends serve this attention, and which checks came nearest to it: 'window 4096, heads 32/4, dim "
+        "128, page 16, bf16, full loop'. With --device, only on devices of this name, such as H100.",
+    ]
     names: Annotated[tuple[str, ...], "--run", "Check this backend now and show the result; repeatable."]
     device: Annotated[str | None, device_option]
     tags: Annotated[tuple[str, ...], "--tag", "Show only columns that match this pattern; repeatable."]
@@ -50,6 +55,11 @@ class _Options:
 
     def require_consistent(self) -> None:
         """Raise UserError for options that contradict one another."""
+        others = {"--run": self.names, "--tag": self.tags, "--installed": self.installed, "--check": self.only_check}
+        if self.spec is not None and (clash := [flag for flag, given in others.items() if given]):
+            raise UserError(f"--spec reads existing reports and shows no columns, got {clash[0]} too. Use one.")
+        if self.spec is not None and self.markdown:
+            raise UserError("--spec has no Markdown form. Use --html or --json, or omit all for text.")
         if (self.into or self.resume) and not self.names:
             raise UserError("--into and --resume require --run. Name backends.")
         if self.strict and not self.only_check:
@@ -79,6 +89,9 @@ def matrix(options: _Options) -> None:
 
     --check fails for a report that cannot be read, was edited or has another schema, and for a page that cannot be
     made. Reports made from different source are a warning; with --strict they fail too.
+
+    --spec answers one question instead: for each backend whether it accepts this attention, and the nearest checks that
+    passed, with the axes in which they differ, their device and date.
     """
     options.require_consistent()
     from spec_decode.matrix import build_matrix
@@ -86,6 +99,11 @@ def matrix(options: _Options) -> None:
     # A fresh run is shown without older reports.
     paths = options.paths or (() if options.names else (REPORTS,))
     sources, documents = _read(paths)
+    if options.spec is not None:
+        from spec_decode.cli.matrix_spec import answer_spec
+
+        answer_spec(options.spec, sources.reports, options.device or "", options.targets())
+        return
     fresh = _run(options) if options.names else []
     sources.reports.extend(fresh)
     _require_columns(options.tags, sources.reports)

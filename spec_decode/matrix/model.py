@@ -16,6 +16,7 @@ from spec_decode.files import json_number
 from spec_decode.matrix.cells import Cell, Run, RunEvidence, Runs, Status, evidence_of, status_of
 from spec_decode.matrix.columns import Column, columns_of
 from spec_decode.matrix.drafters import DraftRow, draft_rows
+from spec_decode.matrix.newest import ByCase, disagree, later_results, rows_of
 from spec_decode.matrix.sources import Agreement, Timing
 from spec_decode.matrix.speed import Section, speed_sections
 from spec_decode.testing.outcome import Outcome
@@ -84,14 +85,12 @@ def build_matrix(
     """
     runs = Runs()
     columns = columns_of(tag for tag in tags_of(reports) if not tags or any(fnmatch(tag, pattern) for pattern in tags))
-    groups: dict[tuple[str, str, str], list[Report]] = {}
     newest: dict[tuple[str, str], Report] = {}
     for report in sorted(reports, key=lambda report: report.env.date, reverse=True):
-        groups.setdefault((report.env.device, report.backend, report.version), []).append(report)
         newest.setdefault((report.env.device, report.backend), report)
     rows = []
-    for key, group in sorted(groups.items(), key=lambda item: (item[1][0].env.cuda is None, *item[0][:2])):
-        stale = _stale(group[0], newest[key[:2]], (current or {}).get(group[0].backend))
+    for group in rows_of(reports):
+        stale = _stale(group[0], newest[group[0].env.device, group[0].backend], (current or {}).get(group[0].backend))
         rows.append(_row(group, columns, runs, stale))
     drafters = draft_rows(agreements, timings, runs)
     return Matrix(
@@ -153,23 +152,8 @@ class _Seen(NamedTuple):
 
     report: Report
     by_tag: dict[str, list[Result]]
-    later: dict[tuple[str, str], Result]
+    later: ByCase
     run: int
-
-
-def later_results(reports: Iterable[Report]) -> list[dict[tuple[str, str], Result]]:
-    """Return for each of these reports, newest first, the results of later ones that replace its own, by check and
-    case. A check that did not run replaces nothing."""
-    later: dict[tuple[str, str], Result] = {}
-    found = []
-    for report in reports:
-        by_case = {(result.check, result.case): result for result in report.results}
-        found.append({case: later[case] for case in by_case if case in later})
-        later = {**{case: result for case, result in by_case.items() if result.outcome not in _NOT_SEEN}, **later}
-    return found
-
-
-_NOT_SEEN = {Outcome.NOT_RUN, Outcome.UNAVAILABLE}
 
 
 def _cell(tag: str, seen: Sequence[_Seen], repro: str) -> Cell:
@@ -184,7 +168,7 @@ def _cell(tag: str, seen: Sequence[_Seen], repro: str) -> Cell:
         for result in found:
             repeated = later.get((result.check, result.case))
             by_age[repeated is not None].append(result)
-            conflict |= repeated is not None and result.outcome not in {repeated.outcome, *_NOT_SEEN}
+            conflict |= disagree(result, repeated)
         newest += by_age[False]
         for entries, results in ((kept, by_age[False]), (earlier, by_age[True])):
             if results:

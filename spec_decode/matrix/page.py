@@ -112,7 +112,7 @@ _FOLDER = Path(__file__).parent / "templates"
 def to_html(matrix: Matrix) -> str:
     """Render the page. Everything from a report is escaped as text."""
     script = (_FOLDER / "page.js").read_text(encoding="utf-8")
-    page: str = _template().render(
+    page: str = template("page.html").render(
         matrix=matrix,
         columns=matrix.columns,
         groups=grouped(matrix.columns),
@@ -128,15 +128,21 @@ def to_html(matrix: Matrix) -> str:
         age_text=age_text,
         time_text=time_text,
         verdict_text=verdict_text,
-        style=Markup((_FOLDER / "page.css").read_text(encoding="utf-8")),
+        style=style(),
         script=Markup(script),
         script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
     )
     return page
 
 
+def style() -> Markup:
+    """Return the style sheet of every page."""
+    return Markup((_FOLDER / "page.css").read_text(encoding="utf-8"))
+
+
 @cache
-def _template() -> jinja2.Template:
+def template(name: str) -> jinja2.Template:
+    """Return a template of this folder, which escapes everything that is put into it."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(_FOLDER),
         autoescape=True,
@@ -145,7 +151,7 @@ def _template() -> jinja2.Template:
         undefined=jinja2.StrictUndefined,
         finalize=_visible,
     )
-    return environment.get_template("page.html")
+    return environment.get_template(name)
 
 
 def _visible(value: Any) -> Any:

@@ -221,3 +221,31 @@ def test_each_report_is_read_once(tagged, run, monkeypatch):
     monkeypatch.setattr("spec_decode.conformance.report.read_json", counted)
     assert run("matrix").exit_code == 0
     assert [path.resolve() for path in read] == [tagged.resolve()]
+
+
+def test_a_question_is_answered_as_text_page_and_json(tagged, run, tmp_path):
+    words = ("matrix", "--spec", "window 4096, heads 32/4, page 16, bf16")
+    result = run(*words)
+    assert result.exit_code == 0
+    assert "torch_reference@1 on" in result.output and "accepted by the capability record" in result.output
+    assert run(*words, "--html", "-").stdout.startswith("<!doctype html>")
+    document = json.loads(run(*words, "--json", "-").stdout)
+    assert document["schema"] == "attn-answer/1" and document["backends"][0]["backend"] == "torch_reference"
+    assert "wrote" in run(*words, "--html", tmp_path / "page.html").output and (tmp_path / "page.html").exists()
+    assert "no report of a backend matches" in run(*words, "--device", "H100").output
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--spec", "windw 4"), "--spec: 'windw 4' is no word of a spec. Words are window 4096"),
+        (("--spec", ""), "a question needs words"),
+        (("--spec", "bf16", "--run", "all"), "--spec reads existing reports and shows no columns, got --run too"),
+        (("--spec", "bf16", "--tag", "page:*"), "got --tag too"),
+        (("--spec", "bf16", "--check"), "got --check too"),
+        (("--spec", "bf16", "--markdown", "-"), "--spec has no Markdown form"),
+    ],
+)
+def test_a_question_that_cannot_be_answered_is_refused(tagged, run, words, said):
+    result = run("matrix", *words)
+    assert result.exit_code == 2 and said in " ".join(result.stderr.split())
