@@ -16,6 +16,8 @@ from spec_decode.conformance.report import SCHEMA as REPORT
 from spec_decode.conformance.report import ReportDocument
 from spec_decode.matrix.answer import SCHEMA as ANSWER
 from spec_decode.matrix.answer import Answer
+from spec_decode.matrix.covered import SCHEMA as COVERED
+from spec_decode.matrix.covered import Covered
 from spec_decode.matrix.model import SCHEMA as MATRIX
 from spec_decode.matrix.model import Matrix
 from spec_decode.matrix.sources import AGREEMENT_SCHEMA, TIMING_SCHEMA, Agreement, TimingReport
@@ -24,6 +26,7 @@ _KINDS: dict[str, Any] = {
     REPORT: ReportDocument,
     MATRIX: Matrix,
     ANSWER: Answer,
+    COVERED: Covered,
     AGREEMENT_SCHEMA: Agreement,
     TIMING_SCHEMA: TimingReport,
 }

@@ -35,6 +35,9 @@ class _Options:
         "Say which backends serve this attention, and which checks came nearest to it: 'window 4096, heads 32/4, dim "
         "128, page 16, bf16, full loop'. With --device, only on devices of this name, such as H100.",
     ]
+    backend: Annotated[
+        str | None, "Show what the passed checks of this backend covered together. --device is as for --spec."
+    ]
     names: Annotated[tuple[str, ...], "--run", "Check this backend now and show the result; repeatable."]
     device: Annotated[str | None, device_option]
     tags: Annotated[tuple[str, ...], "--tag", "Show only columns that match this pattern; repeatable."]
@@ -53,13 +56,22 @@ class _Options:
         """Return the output path of each format."""
         return {"markdown": self.markdown, "html": self.html, "json": self.as_json}
 
+    def _require_alone(self, flag: str, forms: Sequence[str]) -> None:
+        """Raise UserError if a question is asked together with options of the whole matrix."""
+        given: dict[str, object] = {"--spec": self.spec is not None, "--backend": self.backend is not None}
+        if not given[flag]:
+            return
+        given |= {"--run": self.names, "--tag": self.tags, "--installed": self.installed, "--check": self.only_check}
+        if clash := [other for other, value in given.items() if value and other != flag]:
+            raise UserError(f"{flag} reads existing reports and shows no columns, got {clash[0]} too. Use one.")
+        if form := next((form for form, target in self.targets().items() if target and form not in forms), None):
+            others = " or ".join(f"--{each}" for each in forms)
+            raise UserError(f"{flag} has no form for --{form}. Use {others}, or omit all for text.")
+
     def require_consistent(self) -> None:
         """Raise UserError for options that contradict one another."""
-        others = {"--run": self.names, "--tag": self.tags, "--installed": self.installed, "--check": self.only_check}
-        if self.spec is not None and (clash := [flag for flag, given in others.items() if given]):
-            raise UserError(f"--spec reads existing reports and shows no columns, got {clash[0]} too. Use one.")
-        if self.spec is not None and self.markdown:
-            raise UserError("--spec has no Markdown form. Use --html or --json, or omit all for text.")
+        for flag, forms in {"--spec": ("html", "json"), "--backend": ("json",)}.items():
+            self._require_alone(flag, forms)
         if (self.into or self.resume) and not self.names:
             raise UserError("--into and --resume require --run. Name backends.")
         if self.strict and not self.only_check:
@@ -91,7 +103,8 @@ def matrix(options: _Options) -> None:
     made. Reports made from different source are a warning; with --strict they fail too.
 
     --spec answers one question instead: for each backend whether it accepts this attention, and the nearest checks that
-    passed, with the axes in which they differ, their device and date.
+    passed, with the axes in which they differ, their device and date. --backend shows for each column of one backend
+    which dtypes, pages, dims, groups, windows and batches its passed checks had.
     """
     options.require_consistent()
     from spec_decode.matrix import build_matrix
@@ -103,6 +116,11 @@ def matrix(options: _Options) -> None:
         from spec_decode.cli.matrix_spec import answer_spec
 
         answer_spec(options.spec, sources.reports, options.device or "", options.targets())
+        return
+    if options.backend is not None:
+        from spec_decode.cli.matrix_spec import show_covered
+
+        show_covered(options.backend, sources.reports, options.device or "", options.targets())
         return
     fresh = _run(options) if options.names else []
     sources.reports.extend(fresh)

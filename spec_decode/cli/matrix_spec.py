@@ -1,4 +1,4 @@
-"""`attn-backends matrix --spec`: which backends serve an attention, by what evidence."""
+"""`attn-backends matrix --spec` and `--backend`: which backends serve an attention, and what was covered together."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from spec_decode.cli.output import UserError, say, stdout, write
+from spec_decode.cli.output import UserError, did_you_mean, say, stdout, write
 
 if TYPE_CHECKING:
     from attn_backends import AttentionBackend
@@ -37,6 +37,27 @@ def answer_spec(words: str, reports: Sequence[Report], device: str, targets: Map
             write(target, render(found))
             if "-" not in targets.values():
                 say(stdout(), f"wrote {target}")
+
+
+def show_covered(backend: str, reports: Sequence[Report], device: str, targets: Mapping[str, str | None]) -> None:
+    """Show what the passed checks of a backend covered: on the terminal, or into the target of `json`.
+
+    Raises UserError for a backend without a report.
+    """
+    from spec_decode.matrix.covered import covered, to_json
+    from spec_decode.matrix.terminal import covered_table
+
+    found = covered(reports, backend, device=device)
+    if not found.backends:
+        known = sorted({report.backend for report in reports})
+        where = f" on {device}" if device else ""
+        raise UserError(f"no report is of {backend!r}{where}. Fix --backend or --device.{did_you_mean(backend, known)}")
+    if (target := targets["json"]) is None:
+        stdout().print(covered_table(found))
+        return
+    write(target, to_json(found).decode())
+    if target != "-":
+        say(stdout(), f"wrote {target}")
 
 
 def installed_backends(reports: Sequence[Report]) -> dict[str, AttentionBackend]:

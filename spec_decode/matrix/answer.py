@@ -98,7 +98,7 @@ def answer_question(
     Raises QuestionError if no spec can have what was asked.
     """
     runs, found = Runs(), []
-    for group in rows_of(report for report in reports if not report.engine and _is_on(report, device)):
+    for group in rows_of(report for report in reports if not report.engine and is_on(report, device)):
         newest = group[0]
         backend = installed.get(newest.backend)
         says = by_claims(question, group) if backend is None else by_record(question, backend, newest)
@@ -128,7 +128,8 @@ def _order(found: BackendAnswer) -> tuple[object, ...]:
     return refused, not found.exact, support, differences, found.device, found.backend
 
 
-def _is_on(report: Report, device: str) -> bool:
+def is_on(report: Report, device: str) -> bool:
+    """Return whether a report is of a device: see `answer_question`."""
     on_cuda = report.env.cuda is not None
     if device.lower() in ("cpu", "cuda"):
         return on_cuda is (device.lower() == "cuda")

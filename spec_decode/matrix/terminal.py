@@ -11,6 +11,7 @@ from rich.text import Text
 
 from spec_decode.matrix.cells import Cell, Status
 from spec_decode.matrix.columns import Column
+from spec_decode.matrix.covered import AXES, UNRECORDED, Covered, shown
 from spec_decode.matrix.drafters import DraftCell
 from spec_decode.matrix.model import Matrix, MatrixRow
 from spec_decode.matrix.numbered import Notes, draft_lines, grouped
@@ -35,6 +36,21 @@ def to_table(matrix: Matrix) -> RenderableType:
     tables += [_drafters(matrix)] if matrix.drafters else []
     tables += [_reasons(notes)] if notes.all else []
     tables += [_runs(matrix)] if matrix.runs else []
+    return Group(*tables)
+
+
+def covered_table(found: Covered) -> RenderableType:
+    """Render a table for each version of the backend on a device."""
+    tables = []
+    for each in found.backends:
+        dates = ", ".join(dict.fromkeys(date[:10] for date in each.dates))
+        title = f"{plain(each.backend)}@{plain(each.version)} on {plain(each.device)}, {dates}: passed checks covered"
+        title += f" ({UNRECORDED}: not recorded)"
+        table = _table(title, ["column", "passed", *AXES])
+        for one in each.columns:
+            passed = str(one.passed) if one.passed else "claimed" if one.claimed else "0"
+            table.add_row(*(Text(plain(cell)) for cell in (one.column.label, passed, *(shown(one, a) for a in AXES))))
+        tables.append(table)
     return Group(*tables)
 
 

@@ -235,6 +235,12 @@ def test_a_question_is_answered_as_text_page_and_json(tagged, run, tmp_path):
     assert "no report of a backend matches" in run(*words, "--device", "H100").output
 
 
+def test_what_was_covered_together_is_shown_of_one_backend(tagged, run):
+    result = run("matrix", "--backend", "torch_reference")
+    assert result.exit_code == 0 and "passed checks covered" in result.output and "graph support" in result.output
+    assert json.loads(run("matrix", "--backend", "torch_reference", "--json", "-").stdout)["schema"] == "attn-covered/1"
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -243,7 +249,11 @@ def test_a_question_is_answered_as_text_page_and_json(tagged, run, tmp_path):
         (("--spec", "bf16", "--run", "all"), "--spec reads existing reports and shows no columns, got --run too"),
         (("--spec", "bf16", "--tag", "page:*"), "got --tag too"),
         (("--spec", "bf16", "--check"), "got --check too"),
-        (("--spec", "bf16", "--markdown", "-"), "--spec has no Markdown form"),
+        (("--spec", "bf16", "--backend", "torch_reference"), "got --backend too"),
+        (("--backend", "torch_reference", "--html", "-"), "--backend has no form for --html. Use --json"),
+        (("--backend", "torch_referense"), "no report is of 'torch_referense'"),
+        (("--backend", "torch_reference", "--device", "H100"), "no report is of 'torch_reference' on H100"),
+        (("--spec", "bf16", "--markdown", "-"), "--spec has no form for --markdown. Use --html or --json"),
     ],
 )
 def test_a_question_that_cannot_be_answered_is_refused(tagged, run, words, said):
