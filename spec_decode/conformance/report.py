@@ -56,8 +56,8 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 class Result(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One check on one case. check: family.what_holds. evidence: measured numbers; the matrix shows
-    "error_over_budget". tags: the matrix columns that it is evidence for, "axis:value". spec, batch: of its case; None
-    if the case has none, or an earlier version did not record them.
+    "error_over_budget". tags: the matrix columns that it is evidence for, "axis:value". spec, batch: of its case;
+    spec of its drafts if the case has none and they have one. None otherwise, and in reports of an earlier version.
 
     Raises ReportError for an unknown family, and for seconds that are negative or not finite.
     """

@@ -14,7 +14,8 @@ import msgspec
 import torch
 
 from attn_backends import AttentionBackend, BrokenBackend, get, registry
-from spec_decode.conformance.case_records import records_of
+from builders import AttentionSpec
+from spec_decode.conformance.case_records import SpecRecord, records_of
 from spec_decode.conformance.check import Check, expand
 from spec_decode.conformance.claims import claims_of
 from spec_decode.conformance.coverage import EVERYTHING, FAMILIES
@@ -26,6 +27,7 @@ from spec_decode.environment import Environment, environment
 from spec_decode.source_digests import SourceRecord
 from spec_decode.testing.error_location import error_location
 from spec_decode.testing.outcome import CheckFailure, Measurements, Outcome, Unavailable, Unsupported
+from spec_decode.testing.specs_run import specs_run
 from spec_decode.testing.subject import Subject
 
 
@@ -167,8 +169,9 @@ def run_check(check: Check, planned: Result, known_failures: Sequence[KnownFailu
     start = time.perf_counter()
     evidence: Measurements = {}
     reason = ""
+    ran: set[AttentionSpec] = set()
     try:
-        with torch.no_grad():
+        with torch.no_grad(), specs_run() as ran:
             evidence = check()
         outcome = Outcome.PASS
     except CheckFailure as failure:
@@ -188,6 +191,8 @@ def run_check(check: Check, planned: Result, known_failures: Sequence[KnownFailu
         outcome, reason = Outcome.XPASS, f"{known.issue} says this fails, but it passes: remove the entry"
     elif check.preview and outcome in (Outcome.FAIL, Outcome.ERROR):
         outcome, reason = Outcome.PREVIEW, f"{check.preview}: {reason}"
+    if planned.spec is None and len(ran) == 1:
+        planned = msgspec.structs.replace(planned, spec=SpecRecord.of(*ran))
     # Digits after the fourth are noise, and would make up most of the report.
     evidence = {what: float(f"{value:.4g}") for what, value in evidence.items()}
     seconds = round(time.perf_counter() - start, 3)

@@ -16,6 +16,7 @@ from spec_decode.models import BlockDraft, EagleDraft, LatentConfig, LayerGroup,
 from spec_decode.models.layers.decoder_layer import ResidualLayer
 from spec_decode.paged.kv_groups import KVGroup, make_group
 from spec_decode.testing.batches import with_trees
+from spec_decode.testing.specs_run import note_spec
 from spec_decode.testing.subject import Subject
 
 MAX_SEQ_LEN = 96
@@ -88,6 +89,8 @@ class DraftFixture:
             groups = tuple(replace(group, spec=with_trees(group.spec)) for group in groups)
             for group in groups:
                 subject.require_supported(group.spec)
+        for group in groups:
+            note_spec(group.spec)
         num_layers = sum(len(group.layers) for group in groups)
         model = _draft_model(kind, groups[0].spec, subject.device, max_seq_len, num_layers)
         return cls(subject, groups, model, num_reqs, num_speculative_tokens, max_seq_len)
