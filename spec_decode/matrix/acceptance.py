@@ -72,7 +72,27 @@ def needed_tags(question: Question) -> tuple[str, ...]:
 def by_record(question: Question, backend: AttentionBackend, report: Report) -> Acceptance:
     """Return what an installed backend's record says of the kind of device that the report comes from, and what the
     report says of the strategy, which the record does not hold."""
-    able, device = backend.capabilities, torch.device("cpu" if report.env.cuda is None else "cuda")
+    source = f"the capability record of version {backend.version}, installed here"
+    try:
+        able = backend.capabilities
+        refused, example = _refused_by_record(question, backend, on_cuda=report.env.cuda is not None)
+        required = tuple(sorted(feature.value for feature in able.required))
+    except Exception as error:  # a plug-in's record can hold anything
+        unreadable = f"it cannot be read: {type(error).__name__}: {error}"
+        return Acceptance(support=Support.UNKNOWN, source=source, reasons=(unreadable,))
+    refused += _refused(report, [tag for tag in needed_tags(question) if tag.startswith("strategy:")])
+    return Acceptance(
+        support=Support.REFUSED if refused else Support.ACCEPTED,
+        source=source,
+        reasons=tuple(refused),
+        example="" if refused else example,
+        required=required,
+    )
+
+
+def _refused_by_record(question: Question, backend: AttentionBackend, *, on_cuda: bool) -> tuple[list[str], str]:
+    """Return the reasons against the spec with the fewest, and the spec."""
+    able, device = backend.capabilities, torch.device("cuda" if on_cuda else "cpu")
     found: list[str] | None = None
     example = ""
     for spec in specs_of(question):
@@ -81,17 +101,8 @@ def by_record(question: Question, backend: AttentionBackend, report: Report) -> 
             found, example = reasons, spec.describe()
         if not reasons:
             break
-    refused = list(found or ())
-    if device.type not in able.devices:
-        refused.insert(0, f"runs on {' and '.join(able.devices)}, not on {device.type}")
-    refused += _refused(report, [tag for tag in needed_tags(question) if tag.startswith("strategy:")])
-    return Acceptance(
-        support=Support.REFUSED if refused else Support.ACCEPTED,
-        reasons=tuple(refused),
-        source=f"the capability record of version {backend.version}, installed here",
-        example="" if refused else example,
-        required=tuple(sorted(feature.value for feature in able.required)),
-    )
+    devices = [] if device.type in able.devices else [f"runs on {' and '.join(able.devices)}, not on {device.type}"]
+    return [*devices, *(found or ())], example
 
 
 def by_claims(question: Question, reports: Sequence[Report]) -> Acceptance:

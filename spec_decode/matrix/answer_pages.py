@@ -13,7 +13,9 @@ from spec_decode.matrix.page import style, template
 from spec_decode.matrix.text import counted, plain
 
 _SHOWN = 6
-"""Groups of checks that a terminal shows of a backend; the page and the JSON have all."""
+"""Groups of checks that a terminal shows of a backend."""
+_SHOWN_ON_A_PAGE = 20
+"""The same of a page. The JSON has all."""
 _SHOWN_FAILURES = 3
 NOTHING = "no report of a backend matches. Run attn-backends check, or omit --device"
 
@@ -45,11 +47,11 @@ def _backend_lines(found: BackendAnswer, runs: tuple[Run, ...]) -> Iterator[str]
     yield f"  {evidence_text(found)}"
     for near in found.near[:_SHOWN]:
         yield f"  {plain(near_text(near, runs))}"
-        yield f"      differs in {plain(difference_text(near) or 'nothing')}"
+        yield f"      {plain(difference_text(near))}"
         yield f"      {'such as' if near.total > 1 else 'which is'} {plain(case_text(near))}"
         yield from (f"      failed: {plain(failure)}" for failure in near.failures[:_SHOWN_FAILURES])
     if len(found.near) > _SHOWN:
-        yield f"  and {counted(len(found.near) - _SHOWN, 'group')} of checks more, in the HTML and the JSON"
+        yield f"  and {counted(len(found.near) - _SHOWN, 'other group')} of checks, in the JSON"
 
 
 def _title(found: BackendAnswer) -> str:
@@ -80,9 +82,14 @@ def near_text(near: Near, runs: tuple[Run, ...]) -> str:
 
 def difference_text(near: Near) -> str:
     """Name the axes in which the checks differ from the question."""
-    return "; ".join(
-        f"{each.axis}: {each.found}" + (f", asked {each.asked}" if each.axis != SPEC else "")
-        for each in near.differences
+    return (
+        "differs in "
+        + "; ".join(
+            f"{each.axis}: {each.found}" + (f", asked {each.asked}" if each.axis != SPEC else "")
+            for each in near.differences
+        )
+        if near.differences
+        else "on exactly what was asked"
     )
 
 
@@ -98,6 +105,8 @@ def to_html(answer: Answer) -> str:
         accepted=[each for each in answer.backends if each.acceptance.support is not Support.REFUSED],
         refused=[each for each in answer.backends if each.acceptance.support is Support.REFUSED],
         nothing=NOTHING,
+        shown=_SHOWN_ON_A_PAGE,
+        counted=counted,
         style=style(),
         support_text=support_text,
         evidence_text=evidence_text,

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -211,6 +212,36 @@ def test_the_record_of_an_installed_backend_decides_with_its_reasons():
     assert accepted.example == "32/4 heads, dim 128, page 16, bfloat16, window 4096"
     assert refused.reasons[0] == "serves mla, not mha" and refused.required == ("value_dim",)
     assert "installed here" in refused.source
+
+
+def test_a_record_that_cannot_be_read_leaves_the_answer_open():
+    class Odd(type(registry.get("torch_reference"))):
+        def unsupported_reasons(self, spec, device):
+            raise RuntimeError("no reason")
+
+    (found,) = ask(report(seen(), claims=CLAIMS), installed={"k": Odd()}).backends
+    assert found.acceptance.support.value == "unknown" and "RuntimeError: no reason" in found.acceptance.reasons[0]
+
+
+def test_a_page_has_the_nearest_groups_and_the_json_all():
+    combinations = product(*([{}, change] for change in FLAGS))
+    specs = [{name: value for part in parts for name, value in part.items()} for parts in combinations]
+    four = [each for each in specs if len(each) == 3]
+    found = ask(report(*(seen(case=str(n), **each) for n, each in enumerate(four)), claims=CLAIMS))
+    assert len(found.backends[0].near) == len(four) == 35
+    assert "And 15 other groups of checks, in the JSON" in to_html(found)
+    assert "and 29 other groups of checks, in the JSON" in "\n".join(to_lines(found))
+
+
+FLAGS = (
+    {"sinks": True},
+    {"soft_cap": 2.0},
+    {"batch_invariant": True},
+    {"value_dim": 64},
+    {"page_size": 64},
+    {"kv_dtype": torch.float8_e4m3fn},
+    {"tree": True},
+)
 
 
 def test_devices_are_chosen_by_part_of_their_name_or_by_kind():
