@@ -50,7 +50,7 @@ class CapabilitiesError(ValueError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sizes:
-    """A set of sizes: minimum..maximum, optionally only powers of two or multiples.
+    """A set of sizes: minimum..maximum, optionally only powers of two, multiples, or those among a few.
 
     Raises CapabilitiesError for values that are not ints or are below 1, and for an empty set.
     """
@@ -59,6 +59,7 @@ class Sizes:
     maximum: int | None = None
     power_of_two: bool = False
     multiple_of: int = 1
+    among: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         _require_all(
@@ -67,14 +68,32 @@ class Sizes:
             ("maximum", "1 or more, or None", self.maximum is None or _is_count(self.maximum)),
             ("power_of_two", "a bool", isinstance(self.power_of_two, bool)),
             ("multiple_of", "1 or more", _is_count(self.multiple_of)),
+            ("among", "a tuple of sizes, or None", self.among is None or _are_counts(self.among)),
         )
-        smallest = -(-self.minimum // self.multiple_of) * self.multiple_of
-        if self.power_of_two:
-            smallest = max(self.multiple_of, 1 << (self.minimum - 1).bit_length())
-        if smallest not in self:
+        if self.smallest not in self:
             raise CapabilitiesError(
                 f"sizes must contain at least one, none is {self}; every spec would be rejected. Widen them."
             )
+
+    @property
+    def smallest(self) -> int:
+        """The first size of the set."""
+        if self.among is not None:
+            return min((size for size in self.among if size in self), default=0)
+        if self.power_of_two:
+            return max(self.multiple_of, 1 << (self.minimum - 1).bit_length())
+        return -(-self.minimum // self.multiple_of) * self.multiple_of
+
+    @property
+    def largest(self) -> int | None:
+        """The last size of the set; None if it has no end."""
+        if self.among is not None:
+            return max(size for size in self.among if size in self)
+        if self.maximum is None:
+            return None
+        if self.power_of_two:
+            return 1 << (self.maximum.bit_length() - 1)
+        return self.maximum - self.maximum % self.multiple_of
 
     def __contains__(self, size: int) -> bool:
         return (
@@ -82,11 +101,15 @@ class Sizes:
             and (self.maximum is None or size <= self.maximum)
             and size % self.multiple_of == 0
             and (not self.power_of_two or size & (size - 1) == 0)
+            and (self.among is None or size in self.among)
         )
 
     def __str__(self) -> str:
         if self.minimum == self.maximum:
             return str(self.minimum)
+        if self.among is not None:
+            sizes = [str(size) for size in sorted(self.among) if size in self]
+            return f"one of {', '.join(sizes)}"
         span = f"{self.minimum} to {self.maximum}" if self.maximum is not None else f"at least {self.minimum}"
         extra = ", a power of two" if self.power_of_two else ""
         return span + extra + (f", a multiple of {self.multiple_of}" if self.multiple_of > 1 else "")
@@ -233,6 +256,10 @@ def is_version(value: object) -> TypeGuard[tuple[int, int]]:
 
 def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _are_counts(sizes: object) -> bool:
+    return _is_tuple_of(int, sizes) and all(map(_is_count, cast("tuple[int, ...]", sizes)))
 
 
 def _is_tuple_of(kind: type, value: object) -> bool:

@@ -8,7 +8,7 @@ from torch import Tensor
 from attn_backends.base import AttentionBackend, KVCache, Sinks, check_forward_inputs
 from attn_backends.capabilities import Capabilities, Feature, FusedWrite, Sizes
 from attn_backends.fused_writes import FusedLatentWrite
-from attn_backends.kernels.latent_attention import latent_attention
+from attn_backends.kernels.latent_attention import DIMS, latent_attention
 from builders import AttentionKind, AttentionSpec, PagedMetadata, TritonMlaBuilder
 from builders.kernels.triton_runtime import TRITON_VERSION, triton_unsupported_reasons
 
@@ -26,7 +26,7 @@ class TritonMla(FusedLatentWrite, AttentionBackend):
     capabilities = Capabilities(
         devices=("cpu", "cuda"),
         dtypes=(torch.bfloat16, torch.float16, torch.float32),
-        head_dims=Sizes(minimum=32, maximum=1024),
+        head_dims=Sizes(among=tuple(sorted({value + rotary for value in DIMS for rotary in DIMS}))),
         value_dims=Sizes(minimum=16, maximum=512, power_of_two=True),
         page_sizes=Sizes(),
         features=frozenset({Feature.GQA, Feature.VALUE_DIM, Feature.BATCH_INVARIANT, Feature.NON_CAUSAL, Feature.TREE}),

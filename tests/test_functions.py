@@ -43,7 +43,7 @@ class Function:
     @property
     def is_check(self) -> bool:
         """It raises where the contract is broken, as every check does."""
-        return self.decorators.startswith("check(")
+        return self.decorators.startswith(("check(", "builder(", "numerics(", "graph("))
 
     @property
     def launches(self) -> bool:

@@ -27,7 +27,8 @@ from builders.kernels.sizes import cdiv, next_power_of_2
 from builders.kernels.triton_runtime import await_previous, dependent_launch, stored_as, tl, triton
 from builders.paged import SPLIT_TOKENS
 
-_DIMS = frozenset({16, 32, 64, 128, 256, 512})
+DIMS = (16, 32, 64, 128, 256, 512)
+"""Value dims and rotary dims that the kernel's tiles cover."""
 _SHARED_MEMORY = 227 * 1024
 """Maximum bytes of shared memory per program on Hopper."""
 
@@ -68,7 +69,7 @@ class LatentAttentionArguments(NamedTuple):
         (*_, dim), cache = self.query.shape, self.latent_cache
         rotary_dim = dim - self.value_dim
         require(
-            {self.value_dim, rotary_dim} <= _DIMS,
+            {self.value_dim, rotary_dim} <= {*DIMS},
             "latent attention needs value dims and rotary dims that are powers of two from 16 to 512, got "
             f"{self.value_dim} and {rotary_dim} of {dim}; the kernel's tiles would not cover them. "
             "Pad the latents.",
@@ -117,8 +118,8 @@ class LatentAttentionArguments(NamedTuple):
         tokens, heads, dim = query.shape
         out = stored_as(self.fake())
         split = splits > 1
-        partial = torch.empty(splits, tokens, heads, value_dim, device=query.device) if split else out
-        lse = torch.empty(splits, tokens, heads, device=query.device) if split else out
+        partial = query.new_empty(splits, tokens, heads, value_dim, dtype=torch.float32) if split else out
+        lse = query.new_empty(splits, tokens, heads, dtype=torch.float32) if split else out
         invariant = self.batch_invariant
         config = config or tile_config(heads if invariant else self.max_query_len * heads, dim, query.element_size())
         tiles = cdiv(self.max_query_len * heads, config["BLOCK_M"])

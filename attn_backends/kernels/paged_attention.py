@@ -142,8 +142,8 @@ class PagedAttentionArguments(NamedTuple):
         group, split = heads // kv_heads, splits > 1
         out = stored_as(self.fake())
         # A single split writes to `out` and has no lse, but the kernel still takes a pointer.
-        partial = torch.empty(splits, tokens, heads, value_dim, device=query.device) if split else out
-        lse = torch.empty(splits, tokens, heads, device=query.device) if split else out
+        partial = query.new_empty(splits, tokens, heads, value_dim, dtype=torch.float32) if split else out
+        lse = query.new_empty(splits, tokens, heads, dtype=torch.float32) if split else out
         block_d, block_dv = next_power_of_2(dim), next_power_of_2(value_dim)
         invariant, max_rows = self.batch_invariant, self.max_query_len * group
         # tl.dot needs at least 16 rows. A batch-invariant tile must not depend on max_query_len, which varies by batch.

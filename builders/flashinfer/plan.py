@@ -79,20 +79,20 @@ class Replan(NamedTuple):
         chunk = _smallest_chunk(pages, layout.min_chunk_pages, layout.tile_budget // layout.query_tiles)
         chunks = -(-pages // chunk)
         of_unit = chunks.repeat_interleave(layout.query_tiles)
-        unit = torch.arange(len(of_unit)).repeat_interleave(of_unit)
-        kv_tile = torch.arange(len(unit)) - (of_unit.cumsum(0) - of_unit)[unit]
+        unit = torch.arange(len(of_unit), device=of_unit.device).repeat_interleave(of_unit)
+        kv_tile = torch.arange(len(unit), device=unit.device) - (of_unit.cumsum(0) - of_unit)[unit]
         plan = {
             "request_indices": unit // layout.query_tiles,
             "qo_tile_indices": unit % layout.query_tiles,
             "kv_tile_indices": kv_tile,
             "o_indptr": _offsets(chunks * layout.query_len),
             "merge_indptr": _offsets(chunks.repeat_interleave(layout.query_len)),
-            "kv_chunk_size": torch.tensor([chunk * layout.page_size]),
+            "kv_chunk_size": pages.new_tensor([chunk * layout.page_size]),
         }
         ints = self.workspace.view(torch.int32)
         for name, (offset, length) in layout.arrays.items():
             ints[offset : offset + length] = torch.nn.functional.pad(plan[name], (0, length - len(plan[name])))
-        mask = torch.arange(layout.padded_tiles) < len(unit)
+        mask = torch.arange(layout.padded_tiles, device=unit.device) < len(unit)
         self.workspace[layout.block_valid_mask :][: layout.padded_tiles] = mask
 
     def launch(self) -> None:

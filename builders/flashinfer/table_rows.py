@@ -26,7 +26,7 @@ class TableRows(NamedTuple):
         """block_table: int32 [num_reqs, max_pages], with any row stride. Raises BatchError as `row_stride` does."""
         num_reqs, stride = block_table.shape[0], row_stride(block_table)
         return cls(
-            torch.arange(num_reqs + 1, dtype=torch.int32) * stride,
+            torch.arange(num_reqs + 1, dtype=torch.int32, device="cpu") * stride,
             block_table.as_strided((num_reqs * stride,), (1,)),
             torch.ones(num_reqs, dtype=torch.int32, device=block_table.device),
         )

@@ -126,7 +126,7 @@ class FlashInferWrappers:
     def extend(self, batch: AttentionBatch) -> Launch:
         """Plan rows of max_query_len tokens each over the batch's block table; trees attend to their cached prefix.
         Raises BatchError as `planned_pages` does."""
-        starts = torch.arange(batch.num_reqs + 1, dtype=torch.int32) * batch.max_query_len
+        starts = torch.arange(batch.num_reqs + 1, dtype=torch.int32, device="cpu") * batch.max_query_len
         indptr, pages, last_page_len = TableRows.of(batch.block_table)
         wrapper = self._flashinfer.BatchPrefillWithPagedKVCacheWrapper(
             self._workspace(batch.num_reqs, batch.num_tokens),
@@ -148,7 +148,7 @@ class FlashInferWrappers:
         `planned_pages` does."""
         size, table, lens = self.spec.page_size, batch.block_table.cpu(), kv_lens.cpu()
         pages = (lens + size - 1) // size
-        owned = torch.arange(table.shape[1]) < pages[:, None]
+        owned = torch.arange(table.shape[1], device="cpu") < pages[:, None]
         rows = (
             batch.query_start_loc.cpu(),
             torch.nn.functional.pad(pages.cumsum(0), (1, 0)).int(),

@@ -48,8 +48,8 @@ if TYPE_CHECKING:
 class CheckRun:
     """Which checks run on which device, and whether rejections are printed too.
 
-    engine: owner of the builders to check; empty for backends. soak: rounds and seed, if soaks were requested. again:
-    raises an interrupt that was swallowed.
+    engine: owner of the builders to check; empty for backends. soak: rounds and seed, if soaks were requested. seed: of
+    the drawn cases. again: raises an interrupt that was swallowed.
     """
 
     console: Console
@@ -60,6 +60,7 @@ class CheckRun:
     quick: bool = False
     engine: str = ""
     soak: dict[str, int] = field(default_factory=dict)
+    seed: int = 0
     again: Callable[[], None] = lambda: None
 
     def of(
@@ -84,15 +85,17 @@ class CheckRun:
                 from spec_decode.environment import environment
 
                 keep = {"keep": {"report": str(kept.report), "resume": kept.resume}} if kept else {}
-                request |= {"device": str(self.device), "soak": self.soak, **keep}
+                request |= {"device": str(self.device), "soak": self.soak, "seed": self.seed, **keep}
                 env = environment(self.device)
                 return check_isolated(name, env=env, request=request, on_result=on_result, on_note=on_note)
             from builders.kernels.triton_runtime import torch_implementations
+            from spec_decode.conformance.drawn_cases import drawn_from
             from spec_decode.conformance.runner import plan, run
             from spec_decode.conformance.soak_checks import soak_length
 
             # The interpreter is then only for the engine's kernels; this library's kernels have their own checks.
-            with torch_implementations() if self.engine else nullcontext(), soak_length(**self.soak):
+            kernels = torch_implementations() if self.engine else nullcontext()
+            with kernels, soak_length(**self.soak), drawn_from(self.seed):
                 planned = plan(self._subject(name), device=self.device, **request)
                 return run(planned, on_result=on_result, on_note=on_note, kept=kept)
 
@@ -103,6 +106,7 @@ class CheckRun:
         options = ["--device", str(self.device)]
         options += [part for family in self.families for part in ("--family", family)]
         options += [part for name, number in self.soak.items() for part in (f"--{name}", str(number))]
+        options += ["--seed", str(self.seed)] if self.seed and not self.soak else []
         options += [part for pattern in self.checks for part in ("--only", pattern)]
         options += ["--quick"] * self.quick
         engine = ["--engine", self.engine] if self.engine else []
@@ -168,7 +172,8 @@ class _Options:
     threads: Annotated[int, click.IntRange(min=1), "Torch threads; more rarely help."] = 1
     quick: Annotated[bool, "Run one case of each check, and of each spec: seconds instead of minutes."] = False
     rounds: Annotated[int | None, click.IntRange(min=10), "Rounds of a soak in each strategy; default 5,000."] = None
-    seed: Annotated[int | None, click.IntRange(0, 2**62), "Seed of a soak; default 0."] = None
+    seed: Annotated[int | None, click.IntRange(0, 2**62), "Seed of the drawn cases and of a soak; default 0."] = None
+    strict_claims: Annotated[bool, "Fail too if no passed check covers a column that the backend claims."] = False
     resume: Annotated[bool, "Continue the --json of the same run that ended early."] = False
 
 
@@ -188,6 +193,9 @@ def check(options: _Options) -> None:
     report what no result shows, such as a known failure that covers nothing. The soak family drafts thousands of rounds
     while requests join and leave; it runs only if --family or --only names it.
 
+    Many cases are drawn from what the backend claims, from --seed. A claim that no passed check covers is listed below
+    the summary; with --strict-claims it is a failure.
+
     Each backend runs in a subprocess: if a check ends the process, crashes it, or hangs for ten minutes, the check is
     named and the other backends still run. --no-isolate runs the checks in this process, for a debugger.
 
@@ -200,15 +208,21 @@ def check(options: _Options) -> None:
     use_threads(options.threads)
     chosen = _chosen_builders(options, where) if options.engine else _chosen_backends(options, where)
     _require_known(options.families)
+    if options.strict_claims and (options.families or options.checks or options.quick or options.engine):
+        raise UserError(
+            "--strict-claims needs all checks of a backend, but --family, --only, --quick or --engine leaves some out. "
+            "Omit it, or omit --strict-claims."
+        )
     families = options.families or (kit_of(options.engine).FAMILIES if options.engine else ())
     isolated = set() if options.engine else _isolated(chosen, options.isolate)
     paths = _report_paths(options.target, chosen, f"check-{options.engine}-" if options.engine else "check-")
-    shown = (options.verbose, options.quick, options.engine or "", _soak_length(options))
+    shown = (options.verbose, options.quick, options.engine or "", _soak_length(options), options.seed or 0)
     run = CheckRun(stdout(), where, families, options.checks, *shown, again=click.get_current_context().obj)
     reports = [_check_and_save(run, name, name in isolated, paths.get(name), options.resume) for name in chosen]
     if options.checks and not any(report.results for report in reports if report):
         raise _no_such_check(options.checks)
-    if not all(report and report.ok for report in reports):
+    unverified = options.strict_claims and any(report.unverified for report in reports if report)
+    if unverified or not all(report and report.ok for report in reports):
         raise SystemExit(1)
 
 
@@ -294,14 +308,14 @@ def _require_known(families: Sequence[str]) -> None:
 
 
 def _soak_length(options: _Options) -> dict[str, int]:
-    """Return rounds and seed if soaks were requested. Raises UserError for either without a soak."""
+    """Return rounds and seed if soaks were requested. Raises UserError for rounds without a soak."""
     given = {name: value for name, value in (("rounds", options.rounds), ("seed", options.seed)) if value is not None}
     if "soak" in options.families or any(pattern.startswith("soak.") for pattern in options.checks):
         from spec_decode.conformance.soak_checks import ROUNDS
 
         return {"rounds": ROUNDS, "seed": 0, **given}
-    if given:
-        raise UserError(f"--{' and --'.join(given)} require a soak. Add --family soak.")
+    if options.rounds is not None:
+        raise UserError("--rounds requires a soak. Add --family soak.")
     return {}
 
 

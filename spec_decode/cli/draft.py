@@ -17,7 +17,7 @@ from rich.text import Text
 
 from spec_decode.cli.options import PAGE_SIZE, device_option, options_as, resolve_device, try_plug_ins_aloud
 from spec_decode.cli.output import UserError, did_you_mean, printable, progress, repeat_line, say, stdout
-from spec_decode.testing.interpreter import divide_in_silence
+from spec_decode.testing.interpreter import compute_in_silence
 
 if TYPE_CHECKING:
     from spec_decode.llm import LLM, SamplingParams, TextChunk
@@ -257,7 +257,7 @@ def draft(options: _Options) -> None:
 @contextmanager
 def _interpretation(screen: _Screen) -> Iterator[None]:
     """Announce that kernels are interpreted, and within this context report progress repeatedly."""
-    divide_in_silence()
+    compute_in_silence()
     click.echo(_INTERPRETED, err=True)
     started = time.perf_counter()
     with repeat_line(lambda: screen.so_far(time.perf_counter() - started)):

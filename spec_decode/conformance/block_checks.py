@@ -40,7 +40,7 @@ def _blocks(subject: Subject) -> Iterable[tuple[str, Case]]:
     since=(1, 2),
 )
 def blocks_see_what_is_behind(subject: Subject, case: Case) -> Measurements:
-    built = PagedFixture(subject, case.spec, case.batch.rows, max_seq_len=case.max_seq_len).build(case.batch)
+    built = PagedFixture.of(subject, case).build(case.batch)
     return built.expect_attention("attention of a block", cache=_STORED)
 
 

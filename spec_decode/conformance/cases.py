@@ -87,6 +87,8 @@ _EDGES: dict[str, tuple[dict[str, Any], Batch]] = {
     "rows_96": ({}, _ROWS),
     "rows_260": ({}, Batch((1,) * 260, tuple(1 + row % 3 for row in range(260)), 260)),
     "length_4099": ({}, _LONG),
+    # More tokens than 16 bits count.
+    "length_66001": ({"num_q_heads": 1, "num_kv_heads": 1}, Batch((1,), (66_001,), 1)),
     "sinks_4099": ({"sinks": True}, _LONG),
     "soft_cap_4099": ({"soft_cap": 2.0}, _LONG),
     "fp8_4099": ({"dtype": torch.bfloat16, "kv_dtype": torch.float8_e4m3fn, "scale": 0.3}, _LONG),
@@ -104,8 +106,8 @@ _EDGES: dict[str, tuple[dict[str, Any], Batch]] = {
     "prefill_150": ({}, Batch((150, 70), (150, 160), 4)),
     "verify_2051": ({}, Batch((5, 5), (2051, 1100), 2)),
     "window_128": ({"sliding_window": 128}, Batch((1, 1, 1), (128, 129, 290), 4)),
-    "dim_192": ({"head_dim": 192}, _SHORT),
-    "dim_512": ({"head_dim": 512}, _SHORT),
+    "page_256": ({"page_size": 256}, Batch((1, 1, 1), (255, 257, 513), 4)),
+    **{f"dim_{dim}": ({"head_dim": dim}, _SHORT) for dim in (96, 192, 320, 512, 576)},
 }
 """Changes to the base spec, each with the batch that exposes it: sizes that kernels are tuned or compiled for."""
 
@@ -138,7 +140,11 @@ def edge_cases(subject: Subject) -> list[tuple[str, Case]]:
     """Return the edge cases of size and magnitude that the variants do not reach."""
     base = subject.base_spec()
     pools = {"far_pages": _FAR_PAGES}
-    return [(e, Case(_changed(base, changes), batch, pools.get(e, 0))) for e, (changes, batch) in _EDGES.items()]
+    # The limit is that of the longest request.
+    return [
+        (edge, Case(_changed(base, changes), batch, pools.get(edge, 0), limit=1))
+        for edge, (changes, batch) in _EDGES.items()
+    ]
 
 
 _PAGES = ("page_4", "page_64", "page_128")

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 def main(name: str, writer: int, request: dict[str, Any]) -> None:
     """Plan and run the checks; send the plan, each note and each result as a line of JSON."""
+    from spec_decode.conformance.drawn_cases import drawn_from
     from spec_decode.conformance.kept_results import KeptResults
     from spec_decode.conformance.runner import plan, run
     from spec_decode.conformance.soak_checks import soak_length
@@ -29,7 +30,7 @@ def main(name: str, writer: int, request: dict[str, Any]) -> None:
     if os.environ.get("TRITON_INTERPRET") == "1":
         interpret_kernels_on(device)
     keep = request.pop("keep", None)
-    with soak_length(**request.pop("soak", {})):
+    with soak_length(**request.pop("soak", {})), drawn_from(request.pop("seed", 0)):
         planned = plan(name, **{**request, "device": device})
     _send(writer, {"report": planned.report.document()})
     head = msgspec.structs.replace(planned.report, sources=SourceRecord(), claims={}, results=())

@@ -17,6 +17,9 @@ from spec_decode.drafter import Strategy
 from spec_decode.testing.outcome import Unsupported
 from spec_decode.testing.subject import Subject
 
+REQUIRED = "a spec must request it"
+"""The reason of a claim on a feature without which the backend serves nothing."""
+
 
 def claims_of(subject: Subject, columns: Iterable[str]) -> dict[str, Claim]:
     """Return the claim for each of these columns, and for every column with a reader.
@@ -86,7 +89,7 @@ def _dtype(dtype: torch.dtype, subject: Subject) -> Claim:
 
 def _feature(feature: Feature, subject: Subject) -> Claim:
     able = subject.backend.capabilities
-    return Claim(claimed=feature in able.features, reason="a spec must request it" if feature in able.required else "")
+    return Claim(claimed=feature in able.features, reason=REQUIRED if feature in able.required else "")
 
 
 def _listed(field: str, value: object, subject: Subject) -> Claim:

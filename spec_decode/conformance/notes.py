@@ -9,7 +9,7 @@ from spec_decode.conformance.check import Check
 from spec_decode.conformance.claims import level_words
 from spec_decode.conformance.coverage import ADVANCE
 from spec_decode.conformance.known_failures import KnownFailure
-from spec_decode.conformance.report import Claim, Result
+from spec_decode.conformance.report import Claim, DrawnRecord, Report
 from spec_decode.testing.batches import Case
 from spec_decode.testing.outcome import Outcome
 from spec_decode.testing.subject import Subject
@@ -26,17 +26,74 @@ def notes_on(
     return (*_advance(claims), *_unused(subject, checks, known_failures), *_version(subject))
 
 
-def coverage_note(claims: Mapping[str, Claim], checks: Sequence[Check], results: Sequence[Result]) -> str:
-    """Describe which claims no check has tried, and the largest batch shapes that were tried."""
-    ran = [check for check, result in zip(checks, results, strict=False) if result.outcome not in _NOT_TESTED]
-    covered = {column for check in ran for column in check.covers}
-    missed = sorted(column for column, claim in claims.items() if claim.claimed and column not in covered)
-    more = [f"and {len(missed) - _SHOWN} more"] if len(missed) > _SHOWN else []
-    batches = [check.value.batch for check in ran if isinstance(check.value, Case)]
+def coverage_notes(report: Report, checks: Sequence[Check], *, every: bool) -> Iterator[str]:
+    """Describe what no passed check covered of the claims, and the sizes that were tried.
+
+    report: the finished one of these checks. every: whether they are all checks of the backend; else only the claims
+    that these checks could have covered count.
+    """
+    could = {column for check in checks for column in check.covers}
+    missed = [column for column in report.unverified if every or column in could]
+    if missed:
+        yield (
+            f"claimed, but no passed check has them: {_first(missed)}. --verbose shows why their cases did not run; "
+            "claim only what the backend serves"
+        )
+    ran = {(result.check, result.case) for result in report.results if result.outcome not in _NOT_TESTED}
+    cases = [check.value for check in checks if isinstance(check.value, Case) and (check.name, check.case) in ran]
+    if cases:
+        yield f"tried: {', '.join(f'{axis} {found}' for axis, found in _tried(cases).items())}"
+    if report.drawn and any(each.module == _DRAWN for each in checks):
+        yield from _drawn(report.drawn)
+
+
+_DRAWN = "spec_decode.conformance.drawn_checks"
+
+
+def _first(names: Sequence[str]) -> str:
+    """List the first names, and how many more there are."""
+    more = [f"and {len(names) - _SHOWN} more"] if len(names) > _SHOWN else []
+    return ", ".join([*names[:_SHOWN], *more])
+
+
+def _tried(cases: Sequence[Case]) -> dict[str, str]:
+    """Return the sizes of these cases by axis: all of a few, else how many from the smallest to the largest."""
+    values: dict[str, set[int]] = {
+        "heads": {case.spec.num_q_heads for case in cases},
+        "KV heads": {case.spec.num_kv_heads for case in cases},
+        "groups": {case.spec.group_size for case in cases},
+        "dims": {case.spec.head_dim for case in cases},
+        "pages": {case.spec.page_size for case in cases},
+        "windows": {case.spec.sliding_window for case in cases if case.spec.sliding_window is not None},
+        "rows": {len(case.batch.seq_lens) for case in cases},
+        "query tokens": {tokens for case in cases for tokens in case.batch.query_lens},
+        "lengths": {length for case in cases for length in case.batch.seq_lens},
+    }
+    return {axis: _sizes(sorted(found)) for axis, found in values.items() if found}
+
+
+def _sizes(found: Sequence[int]) -> str:
+    if len(found) <= 3:
+        return "/".join(map(str, found))
+    return f"{found[0]} to {found[-1]:,} ({len(found)} sizes)"
+
+
+def _drawn(drawn: DrawnRecord) -> Iterator[str]:
+    yield (
+        f"drawn: {drawn.cases} cases from seed {drawn.seed}, with {drawn.pairs:,} of {drawn.possible:,} pairs of "
+        "classes of claimed values; --seed draws others"
+    )
+    if drawn.missed:
+        classes = _first([f"{axis} {label}" for axis, label in drawn.missed])
+        yield f"in no drawn case, because it is refused or costs too much: {classes}"
+
+
+def quick_note(left_out: Sequence[Check]) -> str:
+    """Say what a quick run leaves out."""
+    drawn = sum(check.module == _DRAWN for check in left_out)
     return (
-        f"claimed but not tested: {', '.join([*missed[:_SHOWN], *more]) or 'nothing'}; "
-        f"rows up to {max((len(batch.seq_lens) for batch in batches), default=0)}, "
-        f"lengths up to {max((max(batch.seq_lens, default=0) for batch in batches), default=0)}"
+        f"quick: leaves out {len(left_out)} cases, {drawn} of them drawn from the claims. A fault of one size or of "
+        "one combination mostly shows only there: run them all before you rely on the backend"
     )
 
 

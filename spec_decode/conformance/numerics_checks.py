@@ -65,11 +65,10 @@ def infinite_sinks_are_defined(subject: Subject, case: Case) -> Measurements:
     since=(1, 1),
 )
 def edges_are_right(subject: Subject, case: Case) -> Measurements:
-    longest, lowest = max(case.batch.seq_lens), subject.backend.capabilities.lowest_score
+    lowest = subject.backend.capabilities.lowest_score
     if case.spec.softmax_scale >= SCALE_OF_LOW_SCORES and lowest is not None:
         raise Unsupported(f"claims that scores below {lowest:,.0f} can count as masked")
-    fixture = PagedFixture(subject, case.spec, case.batch.rows, max_seq_len=longest, pool=case.pool)
-    return fixture.build(case.batch).expect_attention("attention", cache=_STORED)
+    return PagedFixture.of(subject, case).build(case.batch).expect_attention("attention", cache=_STORED)
 
 
 @check("keys and values are read and written by their own strides", _LAYOUTS, since=(1, 1))

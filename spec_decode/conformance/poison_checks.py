@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from spec_decode.conformance.cases import base_cases
@@ -58,3 +60,12 @@ def request_order_does_not_matter(subject: Subject, case: Case) -> Measurements:
     batch = Batch(case.batch.query_lens[::-1], case.batch.seq_lens[::-1], case.batch.rows)
     fixture.reorder(range(len(batch.seq_lens))[::-1])
     return fixture.build(batch).expect_attention("attention in another request order")
+
+
+@check(
+    "a live request with NaN and infinity in its keys, values and queries leaves its neighbours as they were", _SHAPES
+)
+def a_sick_request_stays_alone(subject: Subject, case: Case) -> Measurements:
+    # The second of several: requests before and behind it could share its tiles.
+    fixture = PagedFixture.of(subject, replace(case, sick=1))
+    return fixture.build(case.batch).expect_attention("attention next to a request that is not finite")

@@ -12,6 +12,7 @@ from builders import AttentionKind, AttentionSpec, BatchError
 from spec_decode.conformance.cases import spec_cases
 from spec_decode.conformance.check import Family
 from spec_decode.conformance.coverage import REFUSALS, only
+from spec_decode.conformance.drawn_cases import unserved_claims
 from spec_decode.testing.batches import DECODE, Case, with_trees
 from spec_decode.testing.outcome import CheckFailure, expect
 from spec_decode.testing.paged_fixture import PagedFixture
@@ -58,6 +59,17 @@ def unclaimed_is_refused(subject: Subject, spec: AttentionSpec) -> None:
         contract="an unclaimed spec is rejected with reasons",
         expected=f"Rejected(reasons) for [{spec.describe()}]",
         got=answer,
+    )
+
+
+@check("everything that the capability record claims is served with some spec")
+def claims_are_served(subject: Subject, case: None) -> None:
+    unserved = unserved_claims(subject)
+    expect(
+        not unserved,
+        contract="a backend claims what it serves: unsupported_reasons() is for what only some combinations lack",
+        expected="a spec that is accepted for every value in the capability record",
+        got=f"none for {'; '.join(unserved)}",
     )
 
 

@@ -42,6 +42,8 @@ class ConformanceFailure(AssertionError):
         self.report = report
 
 
+LOADING = "contract.loads"
+"""The only check in the report of a backend that does not load."""
 FAILURES = frozenset({Outcome.FAIL, Outcome.XPASS, Outcome.ERROR})
 
 
@@ -98,12 +100,24 @@ class ResultRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     batch: _Index | None = None
 
 
+class DrawnRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The cases that were drawn from the claims: how many, from which seed, and how many of the possible pairs of
+    classes of values occur in them. missed: axis and label of each class that occurs in none."""
+
+    seed: int
+    cases: int
+    pairs: int
+    possible: int
+    missed: tuple[tuple[str, str], ...] = ()
+
+
 class _Run(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What was checked, where, and with which source.
 
     contract: the contract version the backend was built for. claims: by tag; empty if the backend did not load.
     sources: the modules behind the checks, one part per family. package: the other project that declares the backend,
     with its version. engine: owner of the builder under test, with its version; empty for a backend of the library.
+    drawn: the cases drawn from its claims; None if the checks have none.
     """
 
     backend: str
@@ -115,6 +129,7 @@ class _Run(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     command: str
     sources: SourceRecord = SourceRecord()
     claims: dict[str, Claim] = {}
+    drawn: DrawnRecord | None = None
 
 
 class ReportDocument(_Run, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -163,11 +178,20 @@ class Report(_Run, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def unproven(self) -> str:
         """Why the passes prove nothing; empty if they do."""
         if not self.counts[Outcome.PASS]:
-            return "no check passed, so nothing is proven"
+            why = next(
+                (f": {result.reason}" for result in self.results if result.check == LOADING and result.reason), ""
+            )
+            return f"no check passed, so nothing is proven{why}"
         telling = [result.outcome for result in self.results if result.family in ("builder", "numerics")]
         if telling and Outcome.PASS not in telling:
             return "no builder or numerics check passed, so nothing is proven"
         return ""
+
+    @property
+    def unverified(self) -> tuple[str, ...]:
+        """The columns that the backend claims and that no passed check covers."""
+        passed = {tag for result in self.results if result.outcome is Outcome.PASS for tag in result.tags}
+        return tuple(sorted(tag for tag, claim in self.claims.items() if claim.claimed and tag not in passed))
 
     def summary(self) -> str:
         """Return one line; pass and not_run are listed even when they are 0."""
@@ -254,6 +278,8 @@ def repro_command(backend: str, check: str, case: str, *, engine: str = "", devi
     subject = f"--engine {engine} {backend}" if engine else backend
     soak = re.match(r"r(\d+)-s(\d+)-", case) if check.startswith("soak.") else None
     length = f" --rounds {soak[1]} --seed {soak[2]}" if soak else ""
+    drawn = re.fullmatch(r"s(\d+)-\d+", case)
+    length = f" --seed {drawn[1]}" if drawn and drawn[1] != "0" else length
     return f"attn-backends check {subject} --device {device}{length} --only '{check}*{case}*'"
 
 

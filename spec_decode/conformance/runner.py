@@ -19,10 +19,11 @@ from spec_decode.conformance.case_records import SpecRecord, records_of
 from spec_decode.conformance.check import Check, expand
 from spec_decode.conformance.claims import claims_of
 from spec_decode.conformance.coverage import EVERYTHING, FAMILIES
+from spec_decode.conformance.drawn_cases import drawn
 from spec_decode.conformance.kept_results import KeptResults
 from spec_decode.conformance.known_failures import KnownFailure, known_failures_of
-from spec_decode.conformance.notes import coverage_note, notes_on
-from spec_decode.conformance.report import Report, Result
+from spec_decode.conformance.notes import coverage_notes, notes_on, quick_note
+from spec_decode.conformance.report import LOADING, DrawnRecord, Report, Result
 from spec_decode.environment import Environment, environment
 from spec_decode.source_digests import SourceRecord
 from spec_decode.testing.error_location import error_location
@@ -42,6 +43,8 @@ class Plan:
     checks: tuple[Check, ...]
     known_failures: tuple[KnownFailure, ...] = ()
     notes: tuple[str, ...] = ()
+    every: bool = False
+    """Whether these are all checks of the backend, except those on request."""
 
 
 def default_device() -> torch.device:
@@ -110,16 +113,18 @@ def run(
         tell(note)
     results = []
     for result, check in zip_longest(planned.report.results, planned.checks):
-        found = done.get((result.check, result.case))
-        if found is None:
-            found = run_check(check, result, planned.known_failures) if check else result
+        outcome = done.get((result.check, result.case))
+        if outcome is None:
+            outcome = run_check(check, result, planned.known_failures) if check else result
             if kept:
-                kept.add(found)
-        results.append(found)
+                kept.add(outcome)
+        results.append(outcome)
         if on_result:
-            on_result(found)
-    tell(coverage_note(planned.report.claims, planned.checks, results))
-    return msgspec.structs.replace(planned.report, results=tuple(results))
+            on_result(outcome)
+    found = msgspec.structs.replace(planned.report, results=tuple(results))
+    for note in coverage_notes(found, planned.checks, every=planned.every):
+        tell(note)
+    return found
 
 
 def plan(
@@ -159,9 +164,13 @@ def plan(
         engine=subject.engine,
         contract=".".join(map(str, subject.backend.contract_version)),
         claims=claims_of(subject, [column for check in every for column in check.covers]),
+        drawn=_drawn(subject),
         results=tuple(map(_not_run, wanted)),
     )
-    return Plan(report, tuple(wanted), known, notes_on(subject, report.claims, every, known))
+    notes = notes_on(subject, report.claims, every, known)
+    if quick:
+        notes += (quick_note([check for check in every if not check.quick]),)
+    return Plan(report, tuple(wanted), known, notes, every=len(wanted) == len(every))
 
 
 def run_check(check: Check, planned: Result, known_failures: Sequence[KnownFailure] = ()) -> Result:
@@ -187,7 +196,7 @@ def run_check(check: Check, planned: Result, known_failures: Sequence[KnownFailu
     known = next((entry for entry in known_failures if entry.covers(check)), None)
     if known and (outcome is Outcome.FAIL or (known.error and outcome is Outcome.ERROR)):
         outcome, reason = Outcome.XFAIL, f"{known.issue}: {known.reason} ({reason})"
-    elif known and outcome is Outcome.PASS:
+    elif known and not known.column and outcome is Outcome.PASS:
         outcome, reason = Outcome.XPASS, f"{known.issue} says this fails, but it passes: remove the entry"
     elif check.preview and outcome in (Outcome.FAIL, Outcome.ERROR):
         outcome, reason = Outcome.PREVIEW, f"{check.preview}: {reason}"
@@ -201,8 +210,23 @@ def run_check(check: Check, planned: Result, known_failures: Sequence[KnownFailu
 
 def unloaded(name: str, env: Environment, command: str, outcome: Outcome, reason: str = "") -> Report:
     """Return the report of a backend that did not load; its one result gives the reason, in every column."""
-    loading = Result(check="contract.loads", case="any", outcome=outcome, reason=reason, tags=(EVERYTHING,))
+    loading = Result(check=LOADING, case="any", outcome=outcome, reason=reason, tags=(EVERYTHING,))
     return Report(backend=name, version="unknown", env=env, command=command, results=(loading,))
+
+
+def _drawn(subject: Subject) -> DrawnRecord | None:
+    """Record the draws; None if the checks have none. Checks that cannot draw say why themselves."""
+    try:
+        found = drawn(subject)
+    except KeyboardInterrupt:
+        raise
+    except BaseException:  # Unsupported, or any error from a plug-in's record
+        return None
+    if not found.cases:
+        return None
+    return DrawnRecord(
+        seed=found.seed, cases=len(found.cases), pairs=found.covered, possible=found.possible, missed=found.missed
+    )
 
 
 def _sources(subject: Subject, checks: Sequence[Check]) -> SourceRecord:

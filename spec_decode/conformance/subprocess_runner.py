@@ -39,9 +39,9 @@ def check_isolated(
     """`check_backend` in another process; always returns a complete report.
 
     request: the keyword arguments of `spec_decode.conformance.runner.plan`, the device by name, "soak": those of
-    `soak_length`, and "keep": {"report": path, "resume": bool} for `KeptResults`; raises ReportError if those results
-    belong to another run. If the process dies or exceeds a limit, the check in flight becomes an `error` with the
-    reason, and later ones stay `not_run`. env: used until the process reports its own.
+    `soak_length`, "seed": of the drawn cases, and "keep": {"report": path, "resume": bool} for `KeptResults`; raises
+    ReportError if those results belong to another run. If the process dies or exceeds a limit, the check in flight
+    becomes an `error` with the reason, and later ones stay `not_run`. env: used until the process reports its own.
     """
     limits = limits or TimeLimits()
     check_limit, backend_limit = TimeLimit(limits.check, "a check"), TimeLimit(limits.backend, "a backend")

@@ -53,7 +53,7 @@ def _trees(subject: Subject) -> Iterable[tuple[str, Case]]:
     since=(1, 2),
 )
 def trees_see_their_ancestors(subject: Subject, case: Case) -> Measurements:
-    built = PagedFixture(subject, case.spec, case.batch.rows, max_seq_len=case.max_seq_len).build(case.batch)
+    built = PagedFixture.of(subject, case).build(case.batch)
     return built.expect_attention("attention of a tree", cache=_STORED)
 
 

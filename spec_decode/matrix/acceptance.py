@@ -9,14 +9,13 @@ import msgspec
 import torch
 
 from attn_backends import AttentionBackend
+from spec_decode.conformance.claims import REQUIRED
 from spec_decode.conformance.coverage import EVERYTHING, MIXED_KV, MLA
 from spec_decode.conformance.report import Report
 from spec_decode.matrix.columns import Column, columns_of
 from spec_decode.matrix.question import Question, specs_of, worded
 from spec_decode.testing.outcome import Outcome
 
-REQUIRED = "a spec must request it"
-"""The reason of a claim on a feature without which the backend serves nothing."""
 _FEATURES = {
     "window": "sliding_window",
     "soft cap": "soft_cap",

@@ -20,6 +20,8 @@ class Batch:
     rows: int
     trees: tuple[tuple[int, ...], ...] = ()
     """Per request, the parent of each query token but the first; empty if queries are chains."""
+    tail: int = 0
+    """Padding tokens behind the last row; only if the batch is not uniform."""
 
     @property
     def uniform(self) -> bool:
@@ -27,8 +29,8 @@ class Batch:
 
     @property
     def num_tokens(self) -> int:
-        """Query tokens, including padding rows. Only a uniform batch has padding tokens."""
-        padding = self.query_lens[0] * (self.rows - len(self.query_lens)) if self.uniform else 0
+        """Query tokens, including padding: that of padding rows if the batch is uniform, else the tail."""
+        padding = self.query_lens[0] * (self.rows - len(self.query_lens)) if self.uniform else self.tail
         return sum(self.query_lens) + padding
 
     def paths(self, request: int) -> list[tuple[int, ...]]:
@@ -54,11 +56,19 @@ class Case:
     batch: Batch
     pool: int = 0
     """Pages of the cache, if more than the batch needs."""
+    limit: int = MAX_SEQ_LEN
+    """Token limit of a request, unless the longest request here is longer."""
+    width: int = 1
+    """How many times the block table is as wide as the limit needs."""
+    sick: int | None = None
+    """A request whose cached keys and values, and query, are not finite."""
+    other: Batch | None = None
+    """Another batch with the same rows, to which a graph can be replayed."""
 
     @property
     def max_seq_len(self) -> int:
-        """Token limit of a request: the default, or the longest request here if that is longer."""
-        return max(MAX_SEQ_LEN, *self.batch.seq_lens)
+        """Token limit of a request: the limit, or the longest request here if that is longer."""
+        return max(self.limit, *self.batch.seq_lens)
 
 
 DECODE = Batch((1, 1, 1, 1, 1), (1, 15, 16, 126, 142), 7)

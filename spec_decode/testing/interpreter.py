@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,7 @@ def interpret_kernels_on(device: torch.device) -> None:
         os.environ["TRITON_INTERPRET"] = "1"
         if find_spec("triton"):
             sum_products_in_order()
-            divide_in_silence()
+            compute_in_silence()
             speed_up_interpreter()
 
 
@@ -47,11 +48,12 @@ def sum_products_in_order() -> None:
     builder.create_dot = dot_in_order
 
 
-def divide_in_silence() -> None:
-    """Silence numpy's warning for 1 / 0 and log(0) in the interpreter, for the rest of the process: a compiled kernel
-    does not warn either, and an empty row is meant to have the log of 0."""
+def compute_in_silence() -> None:
+    """Silence numpy's warnings for 1 / 0, log(0), NaN and infinity in the interpreter, for the rest of the process: a
+    compiled kernel does not warn either, an empty row is meant to have the log of 0, and checks put NaN in caches."""
     import numpy as np
     from triton.runtime.interpreter import GridExecutor
 
+    warnings.filterwarnings("ignore", "All-NaN", RuntimeWarning)
     if not hasattr(GridExecutor.__call__, "__wrapped__"):  # only once
-        GridExecutor.__call__ = np.errstate(divide="ignore")(GridExecutor.__call__)
+        GridExecutor.__call__ = np.errstate(divide="ignore", invalid="ignore")(GridExecutor.__call__)

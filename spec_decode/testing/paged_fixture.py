@@ -12,9 +12,10 @@ from builders import AttentionBatch, AttentionKind, BatchBuffers, MetadataBuilde
 from builders.spec import AttentionSpec
 from spec_decode.graphs import runtime_for
 from spec_decode.testing import oracle
-from spec_decode.testing.batches import MAX_SEQ_LEN, Batch
+from spec_decode.testing.batches import MAX_SEQ_LEN, Batch, Case
 from spec_decode.testing.layouts import layout_of
-from spec_decode.testing.outcome import Measurements, Unsupported, expect
+from spec_decode.testing.metadata_fields import changed_since, copies_of
+from spec_decode.testing.outcome import CheckFailure, Measurements, Unsupported, expect
 from spec_decode.testing.poison import bits
 from spec_decode.testing.subject import Subject
 
@@ -27,6 +28,9 @@ class PagedFixture:
 
     Every page is NaN until a token is stored there, so a read outside a request's prefix shows in the output, and a
     write outside its slots shows in the cache.
+
+    sick: a request whose prefix stays NaN and infinite, and whose queries are infinite; its outputs are not compared.
+    slices: whether query, key and value are slices of a projection.
     """
 
     def __init__(
@@ -46,19 +50,16 @@ class PagedFixture:
         self.device = subject.device
         self.generator = torch.Generator().manual_seed(0)
         self.max_seq_len = max_seq_len
+        self.max_tokens = rows * _TOKENS_OF_A_ROW
         self.shared_tokens = 0
+        self.sick: int | None = None
+        self.slices = True
         per_request = -(-max_seq_len // spec.page_size)
         needed = rows * per_request + 3
         self.num_pages = max(pool, needed)
         order = (torch.randperm(needed, generator=self.generator) + (self.num_pages - needed)).tolist()
         self.pages = [order[r * per_request : (r + 1) * per_request] for r in range(rows)]
-        self.tables = RequestTables(
-            page_sizes=[spec.page_size],
-            num_pages=[self.num_pages],
-            max_reqs=rows,
-            max_seq_len=max_seq_len,
-            device=self.device,
-        )
+        self.tables = self._tables(width=1)
         self.limits = list(limits) if limits is not None else [max_seq_len] * rows
         self.layout = layout_of(spec)
         self.key = [self._random(spec.head_dim) for _ in range(rows)]
@@ -67,6 +68,25 @@ class PagedFixture:
         self.device_sinks = None if self.sinks is None else self.sinks.to(self.device)
         self.cache = subject.backend.allocate_kv(spec, self.num_pages, self.device)
         self.poison()
+
+    @classmethod
+    def of(cls, subject: Subject, case: Case) -> PagedFixture:
+        """Make the fixture of a case, for its rows, limit, pool, table and sick request. Raises as `PagedFixture`."""
+        fixture = cls(subject, case.spec, case.batch.rows, max_seq_len=case.max_seq_len, pool=case.pool)
+        fixture.tables = fixture._tables(case.width)
+        fixture.max_tokens = max(fixture.max_tokens, case.batch.num_tokens)
+        fixture.sick = case.sick
+        return fixture
+
+    def _tables(self, width: int) -> RequestTables:
+        """Make tables that are `width` times as wide as the longest request needs."""
+        return RequestTables(
+            page_sizes=[self.spec.page_size],
+            num_pages=[self.num_pages],
+            max_reqs=self.rows,
+            max_seq_len=self.max_seq_len * width,
+            device=self.device,
+        )
 
     def _random(self, dim: int) -> torch.Tensor:
         numbers = torch.randn(self.max_seq_len, self.spec.num_kv_heads, dim, generator=self.generator)
@@ -101,7 +121,7 @@ class PagedFixture:
     def load(self, batch: Batch) -> BatchBuffers:
         """Make fresh shared state for the batch, with the KV of all but its query tokens in the cache."""
         self.load_tables(len(batch.seq_lens))
-        buffers = BatchBuffers(self.tables, max_tokens=self.rows * _TOKENS_OF_A_ROW)
+        buffers = BatchBuffers(self.tables, max_tokens=self.max_tokens)
         self.reload(buffers, batch)
         return buffers
 
@@ -115,7 +135,7 @@ class PagedFixture:
         buffers.load(batch.query_lens, batch.seq_lens, pad_reqs=batch.rows)
         buffers.tree_masks[: batch.num_tokens].copy_(torch.tensor(batch.tree_masks()))
         for request, (query, length) in enumerate(zip(batch.query_lens, batch.seq_lens, strict=True)):
-            self.put(request, range(length - query))
+            self.put_prefix(request, length - query)
             if batch.trees:
                 depths = torch.tensor([len(path) - 1 for path in batch.paths(request)])
                 at = sum(batch.query_lens[:request])
@@ -139,13 +159,29 @@ class PagedFixture:
         self.key = [self.key[i] for i in order] + self.key[rest]
         self.value = [self.value[i] for i in order] + self.value[rest]
 
+    def put_prefix(self, request: int, length: int) -> None:
+        """Store a request's first tokens; of a sick one nothing in the first half, and infinity in the second."""
+        if request != self.sick:
+            self.put(request, range(length))
+        elif not self.spec.fp8_ds_mla:
+            infinite = torch.full((1,), torch.inf)
+            self._put(
+                request,
+                range(length // 2, length),
+                infinite.expand_as(self.key[request]),
+                infinite.expand_as(self.value[request]),
+            )
+
     def put(self, request: int, positions: range) -> None:
         """Store logical tokens in the cache at the places the page table gives them."""
+        self._put(request, positions, self.key[request], self.value[request])
+
+    def _put(self, request: int, positions: range, key: torch.Tensor, value: torch.Tensor) -> None:
         places = [divmod(position, self.spec.page_size) for position in positions]
         pages = torch.tensor([self.pages[request][page] for page, _ in places], dtype=torch.int64)
         offsets = torch.tensor([offset for _, offset in places], dtype=torch.int64)
         tokens = slice(positions.start, positions.stop)
-        self.layout.put(self.cache, pages, offsets, self.key[request][tokens], self.value[request][tokens])
+        self.layout.put(self.cache, pages, offsets, key[tokens], value[tokens])
 
     def builder(self) -> MetadataBuilder[Any]:
         """A fresh builder."""
@@ -153,7 +189,7 @@ class PagedFixture:
             self.spec,
             self.device,
             max_reqs=self.rows,
-            max_tokens=self.rows * _TOKENS_OF_A_ROW,
+            max_tokens=self.max_tokens,
             max_seq_len=self.max_seq_len,
         )
 
@@ -173,7 +209,7 @@ class PagedFixture:
             num_reqs=batch.rows,
             num_tokens=batch.num_tokens,
             max_query_len=max(batch.query_lens),
-            max_seq_len=max_seq_len,
+            max_seq_len=self.max_seq_len if max_seq_len is None else max_seq_len,
             uniform=batch.uniform,
             host_seq_lens=lens + [0] * (batch.rows - len(lens)),
             host_seq_lens_exact=True,
@@ -187,7 +223,10 @@ class PagedFixture:
     def queries(self, batch: Batch) -> list[torch.Tensor]:
         """Draw a query for each live request, [q, num_q_heads, head_dim] in the spec's dtype, on the CPU."""
         shape = (self.spec.num_q_heads, self.spec.head_dim)
-        return [torch.randn(q, *shape, generator=self.generator).to(self.spec.dtype) for q in batch.query_lens]
+        drawn = [torch.randn(q, *shape, generator=self.generator).to(self.spec.dtype) for q in batch.query_lens]
+        if self.sick is not None and self.sick < len(drawn):
+            drawn[self.sick].fill_(torch.inf)
+        return drawn
 
     def attend(
         self, metadata: Any, batch: Batch, seq_lens: Sequence[int], queries: Sequence[torch.Tensor]
@@ -205,15 +244,15 @@ class PagedFixture:
         """
         if why := self.subject.no_attention:
             raise Unsupported(f"no attention to check: {why}")
-        out = self.subject.backend.forward(query, self.cache, metadata, spec=self.spec, sinks=self.device_sinks)
+        out: object = self.subject.backend.forward(query, self.cache, metadata, spec=self.spec, sinks=self.device_sinks)
         shape = (*query.shape[:2], self.spec.out_dim)
-        expect(
-            out.shape == shape and out.dtype is query.dtype,
+        if isinstance(out, torch.Tensor) and out.shape == shape and out.dtype is query.dtype:
+            return out
+        raise CheckFailure(
             contract="forward() returns [num_tokens, num_q_heads, value_dim] in the dtype of the query",
             expected=f"{list(shape)} in {query.dtype}",
-            got=f"{list(out.shape)} in {out.dtype}",
+            got=f"{list(out.shape)} in {out.dtype}" if isinstance(out, torch.Tensor) else f"a {type(out).__name__}",
         )
-        return out
 
     def inputs(
         self, batch: Batch, seq_lens: Sequence[int], queries: Sequence[torch.Tensor]
@@ -228,6 +267,8 @@ class PagedFixture:
             for rows in (self.key, self.value)
         ]
         query, key, value = (_padded(t, batch.num_tokens).to(self.device) for t in (torch.cat(list(queries)), *flat))
+        if not self.slices:
+            return query, key, value
         return _as_projection_slice(query), _as_projection_slice(key), _as_projection_slice(value)
 
     def assert_within_budget(
@@ -237,30 +278,39 @@ class PagedFixture:
         queries: Sequence[torch.Tensor],
         *,
         contract: str,
-        first: int = 0,
+        requests: Sequence[int] | None = None,
     ) -> Measurements:
-        """Compare out [>= query tokens, num_q_heads, value_dim] of the requests from `first` on with the oracle.
-
-        Raises CheckFailure if its error exceeds twice that of a correct kernel of this precision.
-        """
-        live = slice(first, first + len(seq_lens))
-        batch = oracle.LogicalBatch(queries, self.key[live], self.value[live], seq_lens, self.sinks)
-        return oracle.assert_within_budget(out, batch, self.spec, self.subject.backend.capabilities, contract=contract)
+        """Compare out [>= query tokens, num_q_heads, value_dim] of these requests, None for the first ones, with the
+        oracle. Raises CheckFailure if its error exceeds twice that of a correct kernel of this precision."""
+        own = range(len(seq_lens)) if requests is None else requests
+        keys, values = ([rows[request] for request in own] for rows in (self.key, self.value))
+        logical = oracle.LogicalBatch(queries, keys, values, seq_lens, self.sinks)
+        return oracle.assert_within_budget(
+            out, logical, self.spec, self.subject.backend.capabilities, contract=contract
+        )
 
     def expect_trees(
-        self, out: torch.Tensor, batch: Batch, queries: Sequence[torch.Tensor], *, contract: str
+        self,
+        out: torch.Tensor,
+        batch: Batch,
+        queries: Sequence[torch.Tensor],
+        *,
+        contract: str,
+        requests: Sequence[int] | None = None,
     ) -> Measurements:
-        """Compare out [>= query tokens, num_q_heads, value_dim] with the oracle, which sees each query token of a tree
-        as a separate text: the cached prefix and the path to the token. Raises CheckFailure."""
+        """Compare out [>= query tokens, num_q_heads, value_dim] of these requests of the batch, None for all, with the
+        oracle, which sees each query token of a tree as a separate text: the cached prefix and the path to the token.
+        Raises CheckFailure."""
         alone: list[torch.Tensor] = []
         rows: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
-        for request, query in enumerate(queries):
+        own = range(len(queries)) if requests is None else requests
+        for request, query in zip(own, queries, strict=True):
             cached = batch.seq_lens[request] - batch.query_lens[request]
             for path in batch.paths(request):
                 alone.append(query[path[-1] : path[-1] + 1])
-                places = [*range(cached), *(cached + token for token in path)]
+                places = [cached + token for token in path]
                 for found, source in zip(rows, (self.key, self.value), strict=True):
-                    found.append(source[request][places])
+                    found.append(torch.cat([source[request][:cached], source[request][places]]))
         lengths = [len(key) for key in rows[0]]
         logical = oracle.LogicalBatch(alone, *rows, lengths, self.sinks)
         return oracle.assert_within_budget(
@@ -322,9 +372,16 @@ class BuiltBatch:
         self.seq_lens = [n + 1 for n in self.seq_lens]
 
     def advance(self) -> None:
-        """Move the shared state one token forward and refresh the metadata."""
+        """Move the shared state one token forward and refresh the metadata. Raises CheckFailure if that changes it."""
         self.move()
+        self._refresh()
+
+    def _refresh(self) -> None:
+        view = self.view()
+        before = copies_of(view)
         self.builder.advance(self.metadata)
+        changed = changed_since(before, view)
+        expect(not changed, contract="advance() never writes into the batch", expected="no change", got=changed)
 
     def put_in(self, batch: Batch) -> None:
         """Load another batch with the same number of rows into the same buffers."""
@@ -334,7 +391,7 @@ class BuiltBatch:
     def replace(self, batch: Batch) -> None:
         """Load another batch with the same number of rows into the same buffers and refresh the metadata."""
         self.put_in(batch)
-        self.builder.advance(self.metadata)
+        self._refresh()
 
     def attend(self, queries: Sequence[torch.Tensor] | None = None) -> torch.Tensor:
         """Write the query tokens and attend; output [num_tokens, num_q_heads, value_dim]. queries: fresh if None."""
@@ -349,10 +406,38 @@ class BuiltBatch:
         """
         queries = self.fixture.queries(self.batch)
         used = self.metadata if metadata is None else metadata
-        out = self.fixture.attend(used, self.batch, self.seq_lens, queries)
-        if cache:
+        try:
+            return self._expect(used, queries, contract, cache)
+        except CheckFailure:
+            self._expect_slices_to_be_the_fault(used, queries, contract, cache)
+            raise
+
+    def _expect(self, metadata: Any, queries: Sequence[torch.Tensor], contract: str, cache: str) -> Measurements:
+        out = self.fixture.attend(metadata, self.batch, self.seq_lens, queries)
+        if cache and self.fixture.sick is None:
             self.fixture.expect_cache(self.seq_lens, contract=cache)
         return self._compare(out, queries, contract)
+
+    def _expect_slices_to_be_the_fault(
+        self, metadata: Any, queries: Sequence[torch.Tensor], contract: str, cache: str
+    ) -> None:
+        """After a failure, raise one that names strides if contiguous tensors are attended to correctly."""
+        fixture = self.fixture
+        fixture.poison()
+        for request, (query, length) in enumerate(zip(self.batch.query_lens, self.seq_lens, strict=True)):
+            fixture.put_prefix(request, length - query)
+        fixture.slices = False
+        try:
+            self._expect(metadata, queries, contract, cache)
+        except Exception:  # another failure, or none that strides explain: the first one stands
+            return
+        finally:
+            fixture.slices = True
+        raise CheckFailure(
+            contract="write_kv() and forward() follow the strides of key, value and query",
+            expected="the same attention for slices of a projection as for contiguous tensors",
+            got="it is right only if they are contiguous",
+        )
 
     def expect_replay(self, other: Batch, contract: str) -> Measurements:
         """Capture an advance, the write of the query tokens and their attention, replay it over another batch with the
@@ -376,16 +461,23 @@ class BuiltBatch:
         return self._compare(found[-1], queries, contract)
 
     def _compare(self, out: torch.Tensor, queries: Sequence[torch.Tensor], contract: str) -> Measurements:
-        padding = out[sum(self.batch.query_lens) :]
+        # Tokens behind the last row belong to none: what is computed for them is unspecified.
+        padding = out[sum(self.batch.query_lens) : self.batch.num_tokens - self.batch.tail]
         expect(
             bool((padding == 0).all()),
             contract="padding rows attend to nothing",
             expected="output 0",
             got=padding.abs().max().item() if padding.numel() else "",
         )
+        healthy = [request for request in range(len(queries)) if request != self.fixture.sick]
+        rows = out[: sum(self.batch.query_lens)].split(list(self.batch.query_lens))
+        if not healthy:
+            return {}
+        found, own = torch.cat([rows[request] for request in healthy]), [queries[request] for request in healthy]
         if self.batch.trees:
-            return self.fixture.expect_trees(out, self.batch, queries, contract=contract)
-        return self.fixture.assert_within_budget(out, self.seq_lens, queries, contract=contract)
+            return self.fixture.expect_trees(found, self.batch, own, contract=contract, requests=healthy)
+        lens = [self.seq_lens[request] for request in healthy]
+        return self.fixture.assert_within_budget(found, lens, own, contract=contract, requests=healthy)
 
 
 def _padded(tensor: torch.Tensor, rows: int) -> torch.Tensor:

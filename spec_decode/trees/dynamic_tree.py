@@ -114,11 +114,11 @@ class DynamicTree:
         self._step, self._token_map = step, token_map
         self.tokens = torch.zeros(rows, candidates, dtype=torch.int64, device=device)
         self.parents = torch.full((rows, candidates), -1, dtype=torch.int64, device=device)
-        self.scores = torch.full((rows, candidates), -torch.inf, device=device)
+        self.scores = torch.full((rows, candidates), -torch.inf, dtype=torch.float32, device=device)
         self.frontier, self.frontier_tokens, self.frontier_places = torch.zeros(
             3, rows, width, dtype=torch.int64, device=device
         )
-        self.frontier_scores = torch.full((rows, width), -torch.inf, device=device)
+        self.frontier_scores = torch.full((rows, width), -torch.inf, dtype=torch.float32, device=device)
         later = (torch.arange(candidates, device=device) - width).div(width * width, rounding_mode="floor")
         self._depths = later.clamp_(min=-1) + 2
 

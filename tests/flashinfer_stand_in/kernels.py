@@ -66,7 +66,7 @@ class _Pages:
         if end - start > _ENDLESS:
             raise RuntimeError(f"would not end: {end - start} tokens of request {request}")
         size = self.key.shape[1]
-        at = self.indptr[request] * size + torch.arange(start, end)
+        at = self.indptr[request] * size + torch.arange(start, end, device="cpu")
         entry, offset = at // size, at % size
         # Like the kernels, which read page 0's first token past all requests' pages.
         known = entry < self.indptr[-1]
@@ -159,7 +159,7 @@ def _cuda_core_ctas(info: PlanInfo, plan: torch.Tensor, pages: _Pages, group: in
         iterations = ((end - start) % _WRAP + tile_tokens - 1) % _WRAP // tile_tokens
         if iterations * tile_tokens > _ENDLESS:
             raise RuntimeError(f"would not end: a chunk of request {request} starts at {start} of {kv_len} tokens")
-        zeros = torch.zeros(group, dtype=torch.int64)
+        zeros = torch.zeros(group, dtype=torch.int64, device="cpu")
         yield _Cta(
             request=request,
             start=start,
@@ -168,7 +168,7 @@ def _cuda_core_ctas(info: PlanInfo, plan: torch.Tensor, pages: _Pages, group: in
             kv_len=kv_len,
             position=zeros,
             token=zeros + request,
-            head=torch.arange(group),
+            head=torch.arange(group, device="cpu"),
             row=zeros + tile,
         )
 
@@ -187,7 +187,9 @@ def _tensor_core_ctas(
         kv_len = pages.length(request)
         window = window_left if window_left >= 0 else kv_len
         leftmost = max(kv_len + q_tile * info.query_tile // group - (query_len + window), 0)
-        packed = torch.arange(q_tile * info.query_tile, min((q_tile + 1) * info.query_tile, query_len * group))
+        packed = torch.arange(
+            q_tile * info.query_tile, min((q_tile + 1) * info.query_tile, query_len * group), device="cpu"
+        )
         position = packed // group
         # The kernel counts a token's chunks by the length on the device, the plan by the length it was made for.
         chunks = ceil_div(min(max(kv_len, 1), window + info.query_tile), chunk) if info.split else 1
@@ -206,8 +208,8 @@ def _tensor_core_ctas(
 
 def _visible(cta: _Cta, causal: bool, window_left: int) -> torch.Tensor:
     """Bool [rows, tokens]."""
-    token, position = torch.arange(cta.start, cta.end), cta.position[:, None]
-    seen = torch.ones(len(position), len(token), dtype=torch.bool)
+    token, position = torch.arange(cta.start, cta.end, device="cpu"), cta.position[:, None]
+    seen = torch.ones(len(position), len(token), dtype=torch.bool, device="cpu")
     if causal:
         seen &= token + cta.query_len <= cta.kv_len + position
     if window_left >= 0:
@@ -229,7 +231,7 @@ def _softmax(
         scores = soft_cap * torch.tanh(scores / soft_cap)
     scores = torch.where(seen[:, None], scores * _LOG2E, _LOWEST)
     # The state starts with a weight of 1 at the lowest score.
-    scores = torch.cat([torch.full((*scores.shape[:2], 1), _LOWEST), scores], -1)
+    scores = torch.cat([scores.new_full((*scores.shape[:2], 1), _LOWEST), scores], -1)
     peak = scores.amax(-1)
     weights = torch.exp2(scores - peak[..., None])
     total = weights.sum(-1)
@@ -248,15 +250,15 @@ def _merge_indptr(info: PlanInfo, plan: torch.Tensor, num_reqs: int) -> list[int
 def _merge(
     partial: torch.Tensor, weight: torch.Tensor, indptr: list[int], out: torch.Tensor, lse: torch.Tensor
 ) -> None:
-    counts = torch.tensor(indptr).diff()
+    counts = torch.tensor(indptr, device="cpu").diff()
     if (counts < 0).any() or indptr[-1] > len(partial):
         raise RuntimeError(f"illegal memory access: merges {indptr} of {len(partial)} partial outputs")
-    owner = torch.arange(len(counts)).repeat_interleave(counts)
+    owner = torch.arange(len(counts), device="cpu").repeat_interleave(counts)
     partial, weight = partial[indptr[0] : indptr[-1]].float(), weight[indptr[0] : indptr[-1]]
-    peak = torch.full((len(counts), out.shape[1]), _LOWEST)
+    peak = partial.new_full((len(counts), out.shape[1]), _LOWEST)
     peak.scatter_reduce_(0, owner[:, None].expand_as(weight), weight, "amax")
     share = torch.exp2(weight - peak[owner])
     total = torch.zeros_like(peak).index_add_(0, owner, share)
-    merged = torch.zeros(len(counts), *out.shape[1:]).index_add_(0, owner, partial * share[..., None])
+    merged = partial.new_zeros(len(counts), *out.shape[1:]).index_add_(0, owner, partial * share[..., None])
     out[: len(counts)] = torch.where((counts == 0)[:, None, None], 0.0, merged / total[..., None])
     lse[: len(counts)] = torch.where((counts == 0)[:, None], _LOWEST, peak + total.log2())

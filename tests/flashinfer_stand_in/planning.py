@@ -77,9 +77,9 @@ def write_plan(
     for name, values in plan.arrays.items():
         offset = getattr(info, name)
         if name == "block_valid_mask":
-            pinned[offset : offset + len(values)] = torch.tensor(values, dtype=torch.uint8)
+            pinned[offset : offset + len(values)] = torch.tensor(values, dtype=torch.uint8, device="cpu")
         else:
-            ints[offset // 4 : offset // 4 + len(values)] = torch.tensor(values, dtype=torch.int32)
+            ints[offset // 4 : offset // 4 + len(values)] = torch.tensor(values, dtype=torch.int32, device="cpu")
     if info.tensor_cores and info.graph:
         ints[info.total_rows_at // 4] = num_rows
     workspace[: plan.num_bytes].copy_(pinned[: plan.num_bytes])

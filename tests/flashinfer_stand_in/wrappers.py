@@ -44,7 +44,9 @@ class _Wrapper:
         self._paged_kv_indices_buf = indices
         self._paged_kv_last_page_len_buf = last_page_len
         self._plan_info: list[int] | None = None
-        self.reset_workspace_buffer(float_workspace_buffer, torch.empty(_INT_WORKSPACE, dtype=torch.uint8))
+        self.reset_workspace_buffer(
+            float_workspace_buffer, torch.empty(_INT_WORKSPACE, dtype=torch.uint8, device="cpu")
+        )
 
     def reset_workspace_buffer(self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor) -> None:
         self._float_workspace_buffer = float_workspace_buffer
@@ -122,7 +124,7 @@ class _Wrapper:
         if key.stride() != value.stride():
             raise RuntimeError(f"k/v strides differs: {key.stride()} and {value.stride()}")
         check_layout(q, key, value, out)
-        lse = torch.empty(out.shape[:2])
+        lse = out.new_empty(out.shape[:2], dtype=torch.float32)
         attend(
             q,
             key,

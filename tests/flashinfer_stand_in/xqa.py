@@ -66,7 +66,7 @@ def xqa(
     key, value = (tensor.as_strided(tensor.shape, (*strides, 1)) for tensor in (key, value))
     by_group = query.float().unflatten(1, (num_kv_heads, -1))
     for request, length in enumerate(seq_lens.tolist()):
-        at = torch.arange(max(length - window, 0) if window else 0, length)
+        at = torch.arange(max(length - window, 0) if window else 0, length, device="cpu")
         page = block_tables[request, at // page_size].long()
         if ((page < 0) | (page >= len(key))).any():
             raise RuntimeError(f"illegal memory access: pages {page.tolist()} of {len(key)}")

@@ -98,13 +98,6 @@ def rebuilds_a_table_by_its_first_page(self: Any, batch: Any, metadata: Any) -> 
     return _build_with_a_table_of_its_own(self, batch, metadata)
 
 
-@advance("builder.advances_go_on")
-def stops_after_500_advances(self: Any, metadata: Any) -> None:
-    self.advances = getattr(self, "advances", 0) + 1
-    if self.advances <= 500:
-        ReferenceBuilder.advance(self, metadata)
-
-
 @advance("graph.replayed_advances_mean_a_rebuild")
 def unseen_after_five_advances(self: Any, metadata: Any) -> None:
     """No attention shows it: starting at -1 sees the same as starting at 0."""

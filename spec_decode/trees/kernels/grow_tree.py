@@ -52,7 +52,7 @@ class GrowTree(NamedTuple):
         rows, places, width = self.child_tokens.shape
         count, step = places * width, int(self.step)
         first = 0 if step == 0 else width + (step - 1) * width * width
-        above = self.frontier_scores if step else torch.zeros(rows, 1)
+        above = self.frontier_scores if step else self.scores.new_zeros(rows, 1)
         parents = self.frontier if step else torch.full((rows, 1), -1)
         scores = (above[..., None] + self.child_scores).flatten(1)
         taken = slice(first, first + count)

@@ -109,7 +109,8 @@ def test_a_backend_that_does_not_load_is_unavailable_and_not_ok() -> None:
         unregister("missing")
 
     assert [result.outcome for result in report.results] == [Outcome.UNAVAILABLE]
-    assert not report.ok
+    with pytest.raises(ConformanceFailure, match=r"nothing is proven: .*no_such_package"):
+        report.raise_if_failed()
 
 
 def test_a_run_without_checks_is_not_ok() -> None:
@@ -133,6 +134,35 @@ def test_a_crash_is_an_error_the_rest_still_runs_and_both_are_raised_or_reported
         assert [result.outcome for result in found.results] == [Outcome.PASS, Outcome.ERROR]
         assert found.failures == found.results[1:]
     assert check_backend("torch_reference", **asked).failures == ()
+
+
+def dense(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.as_strided(tensor.shape, torch.empty(tensor.shape, device="meta").stride())
+
+
+class IgnoresTheQuerysStrides(TorchReference):
+    def forward(self, query: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+        return super().forward(dense(query), *args, **options)
+
+
+class IgnoresTheKeysStrides(TorchReference):
+    def write_kv(self, key: torch.Tensor, value: torch.Tensor, *args: Any) -> None:
+        super().write_kv(dense(key), dense(value), *args)
+
+
+@pytest.mark.parametrize("backend", [IgnoresTheQuerysStrides, IgnoresTheKeysStrides])
+def test_strides_that_are_ignored_are_named(backend: type[TorchReference]) -> None:
+    checks = ["builder.build_reuses_its_addresses[[]base-decode]", "numerics.attention_is_right[[]base-decode]"]
+    report = check_backend(backend(), device=CPU, checks=checks, report=True)
+    assert [result.outcome for result in report.results] == [Outcome.FAIL] * 2
+    assert all("follow the strides of key, value and query" in result.reason for result in report.results)
+
+
+def test_a_forward_that_returns_nothing_is_named() -> None:
+    nothing = type("Nothing", (TorchReference,), {"forward": lambda self, *args, **options: None})()
+    report = check_backend(nothing, device=CPU, checks=["numerics.attention_is_right[[]base-single]"], report=True)
+    (result,) = report.results
+    assert result.outcome is Outcome.FAIL and "got: a NoneType" in result.reason
 
 
 def test_a_session_may_be_of_some_families_and_of_their_quick_cases() -> None:

@@ -11,13 +11,13 @@ from click.testing import CliRunner, Result
 
 from attn_backends import AttentionBackend, registry
 from attn_backends.torch_reference import TorchReference
-from builders import CONTRACT_VERSION, AttentionBatch, ReferenceBuilder, ReferenceMetadata
+from builders import CONTRACT_VERSION, AttentionBatch, AttentionSpec, ReferenceBuilder, ReferenceMetadata
+from spec_decode.cli.check import CheckRun
 from spec_decode.cli.main import main
 from spec_decode.conformance import check_backend
-from spec_decode.conformance.notes import coverage_note
-from spec_decode.conformance.report import Claim
+from spec_decode.conformance.notes import coverage_notes
+from spec_decode.conformance.report import Result as CheckResult
 from spec_decode.conformance.runner import plan
-from spec_decode.testing.batches import DECODE
 from spec_decode.testing.outcome import Outcome
 from tests.factories import register_as
 from tests.foreseen import Foreseen
@@ -67,6 +67,10 @@ def run() -> Callable[..., Result]:
     return lambda *words: CliRunner().invoke(main, ["check", *words])
 
 
+def pass_(result: CheckResult) -> CheckResult:
+    return msgspec.structs.replace(result, outcome=Outcome.PASS)
+
+
 def notes(backend: str | AttentionBackend, *checks: str) -> list[str]:
     told: list[str] = []
     only = checks or ("contract.version_matches",)
@@ -74,33 +78,81 @@ def notes(backend: str | AttentionBackend, *checks: str) -> list[str]:
     return told
 
 
-def test_a_run_tells_which_claims_it_did_not_try_and_how_large_its_batches_were() -> None:
-    cases = ("base-single", "sinks-decode")
-    (told,) = notes("torch_reference", *(f"numerics.attention_is_right[[]{case}]" for case in cases))
-    assert told.startswith("claimed but not tested: contract:declared, contract:memory, contract:refusals, dim:128")
-    assert "feature:sinks" not in told and "mode:decode" not in told and " more; " in told
-    assert told.endswith(f"rows up to {len(DECODE.seq_lens)}, lengths up to {max(DECODE.seq_lens)}")
+def test_a_run_of_all_checks_tells_which_claims_no_passed_check_has() -> None:
+    planned = plan("torch_reference", device=CPU, quick=True)
+    passed = msgspec.structs.replace(planned.report, results=tuple(map(pass_, planned.report.results)))
+    (told, tried, *drawn) = coverage_notes(passed, planned.checks, every=True)
+
+    assert told.startswith("claimed, but no passed check has them: mode:extend, page:24. --verbose shows why")
+    assert "pages 1 to 256" in tried and "KV heads 1 to 8" in tried and "lengths 1 to " in tried
+    assert drawn[0].startswith("drawn: 240 cases from seed 0, with 3,2")
 
 
-def test_a_claim_counts_as_never_tried_where_it_was_refused_and_not_where_it_is_not_made() -> None:
+def test_a_run_of_some_checks_judges_only_the_claims_that_they_could_cover() -> None:
     planned = plan("torch_reference", device=CPU, checks=["numerics.attention_is_right[[]sinks-decode]"])
-    results = [msgspec.structs.replace(result, outcome=Outcome.UNSUPPORTED) for result in planned.report.results]
-    refused = coverage_note({"feature:sinks": Claim(claimed=True)}, planned.checks, results)
-    assert refused == "claimed but not tested: feature:sinks; rows up to 0, lengths up to 0"
-    told = coverage_note({"feature:sinks": Claim(claimed=False)}, planned.checks, planned.report.results)
-    assert told.startswith("claimed but not tested: nothing;")
+    refused = tuple(msgspec.structs.replace(each, outcome=Outcome.UNSUPPORTED) for each in planned.report.results)
+    report = msgspec.structs.replace(planned.report, results=refused)
+
+    (told,) = coverage_notes(report, planned.checks, every=planned.every)
+    assert "feature:sinks" in told and "contract:declared" not in told and not planned.every
+    passed = msgspec.structs.replace(report, results=tuple(map(pass_, refused)))
+    (tried,) = coverage_notes(passed, planned.checks, every=False)
+    assert tried.startswith(
+        "tried: heads 4, KV heads 2, groups 2, dims 64, pages 16, rows 5, query tokens 1, lengths 1 to"
+    )
+    claimless = {column: msgspec.structs.replace(claim, claimed=False) for column, claim in report.claims.items()}
+    assert [*coverage_notes(msgspec.structs.replace(report, claims=claimless), planned.checks, every=True)] == []
 
 
-def test_a_claim_that_was_lost_and_what_was_tried_are_told_under_the_summary(
+def test_a_soak_names_no_column_but_strategies() -> None:
+    planned = plan("torch_reference", device=CPU, families=["soak"])
+    (told,) = coverage_notes(planned.report, planned.checks, every=planned.every)
+    named = told.partition(": ")[2].partition(". ")[0].split(", ")
+    assert named and all(column.startswith("strategy:") for column in named)
+
+
+def test_what_no_drawn_case_has_is_told() -> None:
+    class NoGroupsOf5(TorchReference):
+        def unsupported_reasons(self, spec: AttentionSpec, device: torch.device) -> list[str]:
+            return ["group_size must not be 5"] if spec.group_size == 5 else []
+
+    planned = plan(NoGroupsOf5(), device=CPU, checks=["numerics.drawn_attention_is_right"])
+    assert [*coverage_notes(planned.report, planned.checks, every=False)][-1] == (
+        "in no drawn case, because it is refused or costs too much: group_size 5"
+    )
+
+
+def test_a_quick_run_tells_what_it_leaves_out(run: Callable[..., Result]) -> None:
+    (told,) = (note for note in plan("torch_reference", device=CPU, quick=True).notes if note.startswith("quick"))
+    every, quick = (len(plan("torch_reference", device=CPU, quick=quick).checks) for quick in (False, True))
+    assert told.startswith(f"quick: leaves out {every - quick} cases, ") and " drawn from the claims" in told
+
+
+@pytest.mark.parametrize("some", [("--quick",), ("--family", "builder"), ("--only", "contract.*")])
+def test_strict_claims_need_every_check(some: tuple[str, ...], run: Callable[..., Result]) -> None:
+    result = run("torch_reference", "--device", "cpu", "--strict-claims", *some)
+    assert result.exit_code == 2 and "--strict-claims needs all checks" in result.output
+
+
+@pytest.mark.parametrize(("strict", "status"), [((), 0), (("--strict-claims",), 1)])
+def test_a_claim_that_no_passed_check_has_fails_only_if_claims_are_strict(
+    strict: tuple[str, ...], status: int, run: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = plan("torch_reference", device=CPU, checks=["contract.*", "builder.build_leaves*", "numerics.*single]"])
+    passed = msgspec.structs.replace(found.report, results=tuple(map(pass_, found.report.results)))
+    monkeypatch.setattr(CheckRun, "of", lambda self, name, **how: passed)
+    assert run("torch_reference", "--device", "cpu", *strict).exit_code == status
+
+
+def test_a_claim_that_was_lost_is_told_under_the_summary(
     plug_in: Callable[..., None], run: Callable[..., Result]
 ) -> None:
     plug_in("silent", Silent)
     result = run("silent", *QUICK)
 
-    summary, note, tried = result.output.splitlines()[-3:]
+    summary, note = result.output.splitlines()[-2:]
     assert result.exit_code == 0 and summary.startswith("silent: 1 checks = 1 pass")
     assert note.strip().startswith("advance is REBUILD: LosesItsClaim overrides build() but inherits advance;")
-    assert tried.strip().startswith("claimed but not tested: ")
 
 
 OURS, ITS = (".".join(map(str, version)) for version in (CONTRACT_VERSION, Ahead.contract_version))
@@ -114,7 +166,7 @@ OURS, ITS = (".".join(map(str, version)) for version in (CONTRACT_VERSION, Ahead
     ],
 )
 def test_a_weaker_claim_and_a_contract_from_the_future_are_told(backend: type[AttentionBackend], told: str) -> None:
-    note, _ = notes(backend())
+    (note,) = notes(backend())
     assert note.startswith(told)
 
 
