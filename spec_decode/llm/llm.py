@@ -209,7 +209,7 @@ class LLM:
         request = Request(prompt=token_ids, sampling=sampling)
         self._require_room(f"prompts[{index}]", len(token_ids), params.max_tokens)
         request = self.engine.checked(f"prompts[{index}]", request)
-        text = GrowingText(self.pair.decode, params.stop_strings)
+        text = GrowingText(self.pair.decode, params.stop_strings, prompt=request.prompt)
         return Reply(index, prompt, request, text)
 
     def _require_room(self, name: str, prompt: int, new: int) -> None:

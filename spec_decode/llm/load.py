@@ -80,6 +80,7 @@ def load_published_pair(target: Path, draft: Path | None, *, dtype: torch.dtype,
     try:
         from spec_decode.models.hf.folder import load_model, load_tokenizer
         from spec_decode.models.hf.target import TransformersTarget
+        from spec_decode.models.hf.token_text import token_text
     except ImportError as error:
         raise CheckpointError(str(error)) from error
     tokenizer = load_tokenizer(target)
@@ -96,14 +97,12 @@ def load_published_pair(target: Path, draft: Path | None, *, dtype: torch.dtype,
             f"the tokenizer in {target} has {len(tokenizer)} tokens, but its model {wrapped.vocab_size}. Use the "
             "tokenizer that the model was trained with."
         )
-    # Leave the spaces around punctuation: cleaning them up would change text that a stream has already returned.
-    decode = partial(tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False)
     return Pair(
         wrapped,
         None if draft is None else load_draft(draft, wrapped, dtype=dtype, device=device),
         _stop_ids(model.generation_config, tokenizer, wrapped.vocab_size),
         partial(_encode, tokenizer),
-        lambda token_ids: str(decode(list(token_ids))),
+        token_text(tokenizer),
         partial(_encode_chat, tokenizer) if tokenizer.chat_template else None,
     )
 

@@ -8,9 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn
 
 from spec_decode.engine import FinishReason, Handle, Request
-
-_UNFINISHED = "\N{REPLACEMENT CHARACTER}"
-"""A tokenizer's output for a character with bytes still missing."""
+from spec_decode.llm.incremental_decoder import IncrementalDecoder
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,81 +56,65 @@ class TextChunk:
 
 
 class GrowingText:
-    """Decodes tokens incrementally, returns only text that can no longer change, and ends at a stop string.
+    """The text of new tokens, which ends at a stop string. It returns only text that can no longer change.
 
-    A possible start of a stop string or of a character is held back until it is decided.
+    A possible start of a stop string or of a character is held back until it is decided. A stop string must be in the
+    new text as a whole: one that begins in the prompt does not end it.
     """
 
-    def __init__(self, decode: Callable[[Sequence[int]], str], stop: Sequence[str] = ()) -> None:
-        self.text = ""
-        """The text decoded so far, without the stop string that ended it."""
+    def __init__(
+        self, decode: Callable[[Sequence[int]], str], stop: Sequence[str] = (), *, prompt: Sequence[int] = ()
+    ) -> None:
         self.stopped = False
-        self._decode, self._stop = decode, tuple(stop)
-        self._tokens: list[int] = []
-        self._start = self._read = 0  # tokens before _start are final; those before _read are in `text`
-        self._given = 0
+        self.num_tokens = 0
+        """Number of tokens added so far."""
+        self._decoder, self._stop = IncrementalDecoder(decode, prompt), tuple(stop)
+        self._taken: list[str] = []
+        self._rest = ""
+        """The text that was not taken yet. Every stop string that can still come begins in it."""
+
+    @property
+    def text(self) -> str:
+        """The text decoded so far, without the stop string that ended it."""
+        return "".join(self._taken) + self._rest
 
     @property
     def may_stop(self) -> bool:
         """Whether a stop string can end it."""
         return bool(self._stop)
 
-    @property
-    def num_tokens(self) -> int:
-        """Number of tokens added so far."""
-        return len(self._tokens)
-
     def add(self, tokens: Sequence[int]) -> None:
         """Add tokens. After a stop string this does nothing."""
-        if self.stopped:
-            return
-        self._tokens += tokens
-        # Decode together with a few earlier tokens: how a tokenizer joins words can depend on them.
-        before = self._decode(self._tokens[self._start : self._read])
-        whole = self._decode(self._tokens[self._start :])
-        piece = whole[len(before) :]
-        if whole.endswith(_UNFINISHED):
-            # Only a stop string before the incomplete character is final.
-            piece = piece.rstrip(_UNFINISHED)
-            piece = "" if self._stop_in(piece) is None else piece
-        if piece:
-            self._append(piece)
-            self._start, self._read = self._read, len(self._tokens)
+        if not self.stopped and tokens:
+            self.num_tokens += len(tokens)
+            self._append(self._decoder.add(tokens))
 
     def finish(self) -> None:
-        """Append the text that was held back for a character that was never completed."""
+        """Append U+FFFD for a character that was never completed."""
         if not self.stopped:
-            before = self._decode(self._tokens[self._start : self._read])
-            self._append(self._decode(self._tokens[self._start :])[len(before) :])
-            self._read = len(self._tokens)
+            self._append(self._decoder.finish())
 
     def take(self, *, last: bool = False) -> str:
         """Return the new text that can no longer change; with `last`, all new text."""
-        settled = len(self.text) if last or self.stopped else len(self.text) - self._undecided()
-        given, self._given = self._given, max(self._given, settled)
-        return self.text[given : self._given]
+        decided = len(self._rest) if last or self.stopped else len(self._rest) - self._undecided()
+        piece, self._rest = self._rest[:decided], self._rest[decided:]
+        self._taken.append(piece)
+        return piece
 
     def _append(self, piece: str) -> None:
-        end = self._stop_in(piece)
-        self.text, self.stopped = (self.text + piece)[:end], end is not None
-
-    def _stop_in(self, piece: str) -> int | None:
-        """Return where the first stop string that this piece completes starts in the text; None if there is none."""
-        seen = len(self.text)
-        # Search only the end of a long text, where one can have started.
-        start = max(0, seen - max(map(len, self._stop), default=1) + 1)
-        recent = self.text[start:] + piece
-        found = (recent.find(stop, max(0, seen - len(stop) + 1) - start) for stop in self._stop)
-        return min((start + at for at in found if at >= 0), default=None)
+        seen, self._rest = len(self._rest), self._rest + piece
+        found = (self._rest.find(stop, max(0, seen - len(stop) + 1)) for stop in self._stop)
+        if (end := min((at for at in found if at >= 0), default=None)) is not None:
+            self._rest, self.stopped = self._rest[:end], True
 
     def _undecided(self) -> int:
         """Return the length of the longest suffix of the text that is a prefix of a stop string."""
         longest = 0
         for stop in self._stop:
-            at = self.text.find(stop[0], max(0, len(self.text) - len(stop) + 1))
-            while at >= 0 and not stop.startswith(self.text[at:]):
-                at = self.text.find(stop[0], at + 1)
-            longest = max(longest, len(self.text) - at if at >= 0 else 0)
+            at = self._rest.find(stop[0], max(0, len(self._rest) - len(stop) + 1))
+            while at >= 0 and not stop.startswith(self._rest[at:]):
+                at = self._rest.find(stop[0], at + 1)
+            longest = max(longest, len(self._rest) - at if at >= 0 else 0)
         return longest
 
 
