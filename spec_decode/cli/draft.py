@@ -21,7 +21,7 @@ from spec_decode.testing.interpreter import compute_in_silence
 
 if TYPE_CHECKING:
     from spec_decode.llm import LLM, SamplingParams, TextChunk
-    from spec_decode.llm.llm import Prompt
+    from spec_decode.llm.prompts import Prompt
     from spec_decode.trees import DraftTree, DynamicTreeConfig
 
 _DTYPE = click.Choice(("auto", "float32", "bfloat16", "float16"))

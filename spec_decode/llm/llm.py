@@ -21,13 +21,12 @@ from spec_decode.engine.config import draft_slots
 from spec_decode.llm.backends import choose_backends, explain_backends
 from spec_decode.llm.load import Name, load
 from spec_decode.llm.outputs import Completion, GrowingText, Reply, TextChunk
-from spec_decode.llm.pair import Message
+from spec_decode.llm.prompts import Message, Prompt, as_list, contents, is_conversation, text_turns
+from spec_decode.models import CheckpointError
 from spec_decode.models.draft_weights import check_draft_weights, quantise_draft
 from spec_decode.sampling import SamplingParams
 from spec_decode.trees import DraftTree, DynamicTreeConfig
 
-Prompt = str | Sequence[int] | Sequence[Message]
-"""A text, its token ids, or a conversation: [{"role": "user", "content": "Hello"}]."""
 Params = SamplingParams | Sequence[SamplingParams] | None
 _DRAFT_TOKENS, _MAX_MODEL_LEN = 4, 4096
 _SMALL = 20_000_000
@@ -167,11 +166,11 @@ class LLM:
     def generate(self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None) -> list[Completion]:
         """Continue one prompt or several. Returns a completion for each, in the order of the prompts.
 
-        prompts: texts, or lists of token ids. sampling_params: one for all prompts, or a list with one for each. An
+        prompts: in any form that the guide lists. sampling_params: one for all prompts, or a list with one for each. An
         interrupt ends all prompts; you can call again afterwards. Raises BatchError or CheckpointError, before anything
         runs, for a prompt that is empty or too long and for parameters that are not SamplingParams.
         """
-        running = self._prepare(_as_list(prompts), sampling_params)
+        running = self._prepare(as_list(prompts), sampling_params)
         return self._finish(running)
 
     def chat(
@@ -183,7 +182,7 @@ class LLM:
         messages: [{"role": "user", "content": "Hello"}], or a list of such lists. Raises BatchError and CheckpointError
         as `generate` does.
         """
-        for turns in (conversations := _as_list(messages)):
+        for turns in (conversations := as_list(messages)):
             require(
                 isinstance(turns, Sequence) and bool(turns) and all(isinstance(turn, Mapping) for turn in turns),
                 f'a conversation is {turns!r:.200}. Pass a list of turns: [{{"role": "user", "content": "Hello"}}].',
@@ -195,7 +194,7 @@ class LLM:
 
         Raises as `generate` does, at the call.
         """
-        return self._run(self._prepare(_as_list(prompts), sampling_params), in_pieces=True)
+        return self._run(self._prepare(as_list(prompts), sampling_params), in_pieces=True)
 
     def _prepare(self, prompts: Sequence[object], sampling_params: Params) -> list[Reply]:
         require(len(prompts) > 0, "there is no prompt. Pass a text, a list of token ids, or a list of either.")
@@ -203,14 +202,14 @@ class LLM:
         return [self._make_reply(i, prompt, each) for i, (prompt, each) in enumerate(zip(prompts, params, strict=True))]
 
     def _make_reply(self, index: int, prompt: object, params: SamplingParams) -> Reply:
-        token_ids = self._encode(index, prompt)
+        name, stop = f"prompts[{index}]", params.stop_strings
+        token_ids = self._encode(name, prompt)
         end_ids = frozenset() if params.ignore_eos else self.pair.stop_ids
-        sampling = replace(params, stop=(), stop_token_ids=end_ids | frozenset(params.stop_token_ids))
-        request = Request(prompt=token_ids, sampling=sampling)
-        self._require_room(f"prompts[{index}]", len(token_ids), params.max_tokens)
-        request = self.engine.checked(f"prompts[{index}]", request)
-        text = GrowingText(self.pair.decode, params.stop_strings, prompt=request.prompt)
-        return Reply(index, prompt, request, text)
+        end_ids |= frozenset(params.stop_token_ids)
+        request = Request(prompt=token_ids, sampling=replace(params, stop=(), stop_token_ids=end_ids))
+        self._require_room(name, len(token_ids), params.max_tokens)
+        request = self.engine.checked(name, request)
+        return Reply(index, prompt, request, GrowingText(self.pair.decode, stop, prompt=request.prompt))
 
     def _require_room(self, name: str, prompt: int, new: int) -> None:
         """Raise BatchError for a prompt that is too long, with the remedies that apply."""
@@ -230,23 +229,22 @@ class LLM:
             f"{', or '.join(remedies).capitalize()}.",
         )
 
-    def _encode(self, index: int, prompt: object) -> Sequence[int]:
-        if isinstance(prompt, str):
-            require(prompt != "", f"prompts[{index}] is empty. Pass some text.")
-            return self.pair.encode(prompt)
-        require(
-            isinstance(prompt, Sequence) and len(prompt) > 0,
-            f"prompts[{index}] is {prompt!r:.200}. Pass a text, or a list of token ids.",
-        )
-        assert isinstance(prompt, Sequence)
-        if isinstance(prompt[0], Mapping):
+    def _encode(self, name: str, prompt: object) -> Sequence[int]:
+        found = contents(name, prompt)
+        try:
+            if isinstance(found, str):
+                return self.pair.encode(found)
+            if not is_conversation(found):
+                return found
+            turns = text_turns(found)
             require(
                 self.pair.encode_chat is not None,
                 "the model has no chat template. Pass plain text to generate, or load a chat model.",
             )
             assert self.pair.encode_chat is not None
-            return self.pair.encode_chat(prompt)
-        return prompt
+            return self.pair.encode_chat(turns)
+        except (BatchError, CheckpointError) as error:
+            raise type(error)(f"{name}: {error}") from error
 
     def _finish(self, running: list[Reply]) -> list[Completion]:
         try:
@@ -286,17 +284,6 @@ class LLM:
     def _take(self, reply: Reply, token: int) -> None:
         if reply.take([token]):
             self.engine.cancel(reply.submitted)
-
-
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[object]:
-    """Return a list of prompts; one text, one list of token ids, or one conversation is one prompt."""
-    if isinstance(prompts, str):
-        return [prompts]
-    require(
-        isinstance(prompts, Sequence) and not isinstance(prompts, bytes),
-        f"prompts are {prompts!r:.200}. Pass a text, a list of token ids, or a list of either.",
-    )
-    return [prompts] if prompts and isinstance(prompts[0], int | Mapping) else list(prompts)
 
 
 def _params_per_prompt(params: Params, count: int) -> list[SamplingParams]:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from spec_decode.llm.pair import Message, Pair, encode_utf8, load_byte_pair
+from spec_decode.llm.chat_template import encode_chat
+from spec_decode.llm.pair import Pair, encode_utf8, load_byte_pair
 from spec_decode.models import SHIPPED_PAIR, CheckpointError, draft_names
 from spec_decode.models.checkpoints.files import require_regular
 from spec_decode.models.load import aux_hidden_state_layers, check_draft, load_draft
@@ -103,7 +103,7 @@ def load_published_pair(target: Path, draft: Path | None, *, dtype: torch.dtype,
         _stop_ids(model.generation_config, tokenizer, wrapped.vocab_size),
         partial(_encode, tokenizer),
         token_text(tokenizer),
-        partial(_encode_chat, tokenizer) if tokenizer.chat_template else None,
+        partial(encode_chat, tokenizer) if tokenizer.chat_template else None,
     )
 
 
@@ -125,16 +125,6 @@ def _encode(tokenizer: Any, text: str) -> list[int]:
     ids = encode_utf8(tokenizer.encode, text)
     if not ids:
         raise CheckpointError(f"the prompt {text!r:.200} has no tokens. Pass some text.")
-    return ids
-
-
-def _encode_chat(tokenizer: Any, messages: Sequence[Message]) -> list[int]:
-    try:
-        ids: list[int] = tokenizer.apply_chat_template(
-            [dict(message) for message in messages], add_generation_prompt=True, return_dict=False
-        )
-    except Exception as error:  # a template is a program by the model's author, and can raise anything
-        raise CheckpointError(f"the model's chat template rejects this conversation: {error}. Correct it.") from error
     return ids
 
 

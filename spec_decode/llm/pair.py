@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -11,12 +11,10 @@ import torch
 
 from builders import BatchError
 from spec_decode.llm.byte_tokenizer import BOS, decode, encode
+from spec_decode.llm.prompts import Message
 from spec_decode.models import CheckpointError, DraftModel, TargetModel, load_pair, load_target
 
 _BYTES = 256
-
-Message = Mapping[str, object]
-"""A turn of a conversation: {"role": "user", "content": "Hello"}."""
 
 
 @dataclass(frozen=True, slots=True)
