@@ -205,7 +205,7 @@ class LLM:
         name, stop = f"prompts[{index}]", params.stop_strings
         token_ids = self._encode(name, prompt)
         end_ids = frozenset() if params.ignore_eos else self.pair.stop_ids
-        end_ids |= frozenset(params.stop_token_ids)
+        end_ids |= self.pair.stop_tokens(name, stop).union(params.stop_token_ids)
         request = Request(prompt=token_ids, sampling=replace(params, stop=(), stop_token_ids=end_ids))
         self._require_room(name, len(token_ids), params.max_tokens)
         request = self.engine.checked(name, request)

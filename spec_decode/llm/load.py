@@ -104,6 +104,7 @@ def load_published_pair(target: Path, draft: Path | None, *, dtype: torch.dtype,
         partial(_encode, tokenizer),
         token_text(tokenizer),
         partial(encode_chat, tokenizer) if tokenizer.chat_template else None,
+        _added_tokens(tokenizer),
     )
 
 
@@ -119,6 +120,10 @@ def _stop_ids(config: Any, tokenizer: Any, vocab_size: int) -> frozenset[int]:
             "generation_config.json."
         )
     return frozenset(end for end in listed if 0 <= end < vocab_size)
+
+
+def _added_tokens(tokenizer: Any) -> dict[str, int]:
+    return {token.content: token_id for token_id, token in getattr(tokenizer, "added_tokens_decoder", {}).items()}
 
 
 def _encode(tokenizer: Any, text: str) -> list[int]:

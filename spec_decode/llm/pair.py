@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -32,10 +32,30 @@ class Pair:
     """Returns the text of tokens."""
     encode_chat: Callable[[Sequence[Message]], list[int]] | None = None
     """Returns the tokens of a conversation by the model's chat template; None without a template."""
+    added_tokens: Mapping[str, int] = field(default_factory=dict)
+    """The tokens that were added to the tokenizer, by their text. Special ones among them are left out of texts."""
 
     @property
     def device(self) -> torch.device:
         return next(self.target.parameters()).device
+
+    def stop_tokens(self, name: str, stop: Sequence[str]) -> frozenset[int]:
+        """Return the added tokens whose text is one of these stop strings.
+
+        Raises BatchError for a stop string that contains a special token's text beside other text: texts leave special
+        tokens out, so it would never be found.
+        """
+        for string in (string for string in stop if string not in self.added_tokens):
+            inside = [text for text in self.added_tokens if text and text in string]
+            if special := [text for text in inside if not self.decode([self.added_tokens[text]] * 2)]:
+                text = max(special, key=len)
+                raise BatchError(
+                    f"{name} has the stop string {string!r:.200}, which contains the special token {text!r}. Texts "
+                    f"leave special tokens out, so it would never be found. Pass stop={text!r}, or "
+                    f"stop_token_ids=[{self.added_tokens[text]}]."
+                )
+        found = {self.added_tokens[string] for string in stop if string in self.added_tokens}
+        return frozenset(token for token in found if token < self.target.vocab_size)
 
 
 def load_byte_pair(folder: Path, dtype: torch.dtype, device: torch.device, *, draft: str | None = "draft") -> Pair:

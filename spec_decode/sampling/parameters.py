@@ -40,7 +40,8 @@ class SamplingParams:
     Where the text ends:
 
     - max_tokens      the most tokens of the text, 1 or more
-    - stop            a string or a list of strings that end the text; the text leaves them out
+    - stop            a string or a list of strings that end the text; the text leaves them out. The text of a special
+                      token is one too, if it is the whole string
     - stop_token_ids  tokens of the model's vocabulary that end the text, in addition to the model's end tokens
     - ignore_eos      True: the model's end tokens do not end the text
 

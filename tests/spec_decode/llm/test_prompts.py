@@ -134,3 +134,17 @@ def test_a_template_that_fails_is_explained(llm: LLM, told: str, template: str) 
     tokenizer.chat_template = template
     with pytest.raises(CheckpointError, match=f"the model's chat template {told}"):
         encode_chat(tokenizer, [TURN, {"role": "tool", "content": "x"}])
+
+
+def test_a_stop_string_may_be_an_added_token(llm: LLM) -> None:
+    (found,) = llm.generate("f", SamplingParams(max_tokens=9, stop=["zzz", "<|turn|>"]))
+    assert (found.text, found.finish_reason, found.token_ids) == ("oxfox", "stop", ids(KIND, "o", "x", "fox"))
+    assert "".join(chunk.text for chunk in llm.stream("f", SamplingParams(max_tokens=9, stop="<|turn|>"))) == "oxfox"
+    assert llm.generate("f", SamplingParams(max_tokens=5, stop="<tool>"))[0].finish_reason == "length"
+
+
+def test_a_stop_string_around_a_special_token_is_refused_with_the_remedy(llm: LLM) -> None:
+    remedy = r"contains the special token '<\|turn\|>'.* Pass stop='<\|turn\|>', or stop_token_ids=\[2\]"
+    with pytest.raises(BatchError, match=rf"prompts\[0\] has the stop string '<\|turn\|>\\n', which {remedy}"):
+        llm.generate("f", SamplingParams(stop=["x", "<|turn|>\n"]))
+    assert llm.generate("f", SamplingParams(max_tokens=2, stop=["<tool>\n"]))[0].finish_reason == "length"
