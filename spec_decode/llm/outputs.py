@@ -47,11 +47,14 @@ class TextChunk:
 
     - index          index of its prompt
     - text           the piece
+    - token_ids      the tokens since the piece before. Joined, they are the completion's; a token whose text is held
+                     back, or that has none, can come with an earlier or a later piece than its text
     - finish_reason  why the text ended, in its last piece; None in all others
     """
 
     index: int
     text: str
+    token_ids: list[int]
     finish_reason: FinishReason | None = None
 
 
@@ -127,6 +130,7 @@ class Reply:
         """The handle of the request; None until it is submitted."""
         self.chunks: deque[TextChunk] = deque()
         self.ended = False
+        self._tokens: list[int] = []  # those of no chunk yet
 
     @property
     def submitted(self) -> Handle:
@@ -136,9 +140,10 @@ class Reply:
 
     def take(self, tokens: Sequence[int]) -> bool:
         """Add tokens to the text; return whether a stop string has ended it."""
+        self._tokens += tokens
         self.growing.add(tokens)
         if piece := self.growing.take():
-            self.chunks.append(TextChunk(index=self.index, text=piece))
+            self._put(piece)
         return self.growing.stopped
 
     def read(self, *, whole: bool) -> None:
@@ -147,12 +152,16 @@ class Reply:
         new = self.submitted.generation.token_ids[self.growing.num_tokens :] if done or not whole else []
         if done:
             self.ended = True
+            self._tokens += new
             self.growing.add(new)
             self.growing.finish()
-            rest = self.growing.take(last=True)
-            self.chunks.append(TextChunk(index=self.index, text=rest, finish_reason=self._reason))
+            self._put(self.growing.take(last=True), self._reason)
         elif new:
             self.take(new)
+
+    def _put(self, piece: str, reason: FinishReason | None = None) -> None:
+        self.chunks.append(TextChunk(index=self.index, text=piece, token_ids=self._tokens, finish_reason=reason))
+        self._tokens = []
 
     def completion(self) -> Completion:
         """Return the completion of an ended prompt."""

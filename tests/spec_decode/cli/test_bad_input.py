@@ -200,7 +200,7 @@ def test_a_verb_runs_in_a_thread_too_where_no_signal_is_heard():
 
 def test_an_interrupt_in_the_middle_of_a_text_ends_its_line(monkeypatch, pair, run):
     def interrupted(*arguments, **options):
-        yield TextChunk(index=0, text="half a line")
+        yield TextChunk(index=0, text="half a line", token_ids=[])
         raise KeyboardInterrupt
 
     monkeypatch.setattr("spec_decode.llm.LLM.stream", interrupted)

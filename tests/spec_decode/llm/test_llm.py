@@ -129,6 +129,7 @@ def test_a_stream_gives_out_what_each_step_added_in_the_order_of_the_prompts(
     for index, text in enumerate(greedy):
         own = [chunk for chunk in pieces if chunk.index == index]
         assert "".join(chunk.text for chunk in own) == text and len(own) > 2
+        assert all(llm.pair.decode(chunk.token_ids) == chunk.text for chunk in own)
         assert [chunk.finish_reason for chunk in own] == [None] * (len(own) - 1) + ["length"]
     assert all(each in ([], [0], [1], [0, 1]) for each in steps) and sum(map(bool, steps)) > 3
 
@@ -141,7 +142,9 @@ def test_a_stop_string_ends_the_text_before_it(llm: LLM, greedy: list[str], stop
     assert found.text == text[:cut] and found.finish_reason == ("length" if cut is None else "stop")
     if cut is not None:
         assert llm.pair.decode(found.token_ids) in [text[:cut] + each for each in stops]
-    assert rest_of(llm.stream(PROMPTS[0], SamplingParams(max_tokens=24, stop=stop))) == found.text
+    chunks = [*llm.stream(PROMPTS[0], SamplingParams(max_tokens=24, stop=stop))]
+    assert rest_of(iter(chunks)) == found.text
+    assert [token for chunk in chunks for token in chunk.token_ids] == found.token_ids
 
 
 def test_a_stream_that_is_closed_frees_its_place(llm: LLM, greedy: list[str]) -> None:
