@@ -1,5 +1,7 @@
 """Attention backends, the capabilities they declare, and how one is chosen."""
 
+from typing import TYPE_CHECKING
+
 from attn_backends.base import AttentionBackend, KVCache, check_forward_inputs, check_write_inputs
 from attn_backends.capabilities import Accepted, Capabilities, CapabilitiesError, Feature, FusedWrite, Rejected, Sizes
 from attn_backends.fused_writes import FusedLatentWrite, FusedRopeWrite
@@ -48,3 +50,17 @@ __all__ = [
     "select",
     "unregister",
 ]
+
+if TYPE_CHECKING:
+    __version__: str
+else:  # a type checker would accept every name
+
+    def __getattr__(name: str) -> str:
+        if name != "__version__":
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from importlib.metadata import PackageNotFoundError, version
+
+        try:
+            return version("attn-backends")
+        except PackageNotFoundError:  # sources that are not installed
+            return "0+unknown"

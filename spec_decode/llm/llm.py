@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
+from typing import NoReturn
 
 import torch
 from typing_extensions import TypedDict, Unpack
@@ -21,9 +23,12 @@ from spec_decode.engine.config import draft_slots
 from spec_decode.llm.backends import choose_backends, explain_backends
 from spec_decode.llm.load import Name, load
 from spec_decode.llm.outputs import Completion, GrowingText, Reply, TextChunk
+from spec_decode.llm.pair import Tokenizer
+from spec_decode.llm.progress import progress_bar
 from spec_decode.llm.prompts import Message, Prompt, as_list, contents, is_conversation, text_turns
 from spec_decode.models import CheckpointError
 from spec_decode.models.draft_weights import check_draft_weights, quantise_draft
+from spec_decode.paged.kv_groups import CachesTooLarge
 from spec_decode.sampling import SamplingParams
 from spec_decode.trees import DraftTree, DynamicTreeConfig
 
@@ -100,14 +105,16 @@ class LLM:
         # Before the models are loaded, which can take minutes.
         torch_device, strategy = _device(device), _strategy(settings.get("strategy"))
         torch_dtype, draft_weights = _dtype(dtype, torch_device), settings.get("draft_weights")
-        if draft is None or num_speculative_tokens == 0:
+        if num_speculative_tokens == 0:
+            draft = None
+        if draft is None:
             _require_no_draft_settings(draft_backend=draft_backend, **settings)
         if draft_weights is not None:
             check_draft_weights(draft_weights, torch_dtype, torch_device)
         pair = load(model, draft, dtype=torch_dtype, device=torch_device)
         if pair.draft is not None and draft_weights is not None:
             quantise_draft(pair.draft, draft_weights)
-        self._draft_weights = draft_weights
+        self._draft_weights, self._names = draft_weights, (os.fspath(model), draft and os.fspath(draft))
         steps = (_DRAFT_TOKENS if pair.draft else 0) if num_speculative_tokens is None else num_speculative_tokens
         require(
             pair.draft is not None or steps == 0,
@@ -133,18 +140,38 @@ class LLM:
         self.config = replace(config, max_model_len=max_model_len)
         self.pair = pair
         self.backends = choose_backends(pair, self.config, backend, draft_backend)
-        draft_model = pair.draft if config.num_speculative_tokens else None
-        self.engine = Engine(
-            pair.target, draft_model, self.backends.target, self.config, draft_backend=self.backends.draft
-        )
         small = sum(weight.numel() for weight in pair.target.parameters()) < _SMALL
         self._one_thread = pair.device.type == "cpu" and small
-        with self._threads():
+        with _memory_errors(self.config), self._threads():
+            self.engine = Engine(
+                pair.target, pair.draft, self.backends.target, self.config, draft_backend=self.backends.draft
+            )
             self.engine.capture()
 
     def _threads(self) -> AbstractContextManager[None]:
         """Limit torch to one thread for a small model on a CPU."""
         return one_thread() if self._one_thread else nullcontext()
+
+    def __repr__(self) -> str:
+        model, draft = self._names
+        drafted = f"draft={draft!r}, num_speculative_tokens={self.config.num_speculative_tokens}, " if draft else ""
+        weight = next(self.pair.target.parameters())
+        dtype = str(weight.dtype).removeprefix("torch.")
+        return (
+            f"LLM({model!r}, {drafted}dtype={dtype!r}, device={str(weight.device)!r}, "
+            f"max_model_len={self.config.max_model_len}, max_num_seqs={self.config.max_num_seqs})"
+        )
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "an LLM cannot be pickled or copied: it owns device memory and graphs. Make one in each process, from the "
+            "same arguments."
+        )
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The target's tokenizer: `transformers`' for a published model. It has `encode` and `decode`."""
+        return self.pair.tokenizer
 
     @property
     def plan(self) -> DraftPlan | None:
@@ -163,18 +190,24 @@ class LLM:
         reads = [*(reads if layers else ()), *weights]
         return "\n".join([*explain_backends(self.pair, self.backends, self.config), *reads, *how])
 
-    def generate(self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None) -> list[Completion]:
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None, *, progress: bool = True
+    ) -> list[Completion]:
         """Continue one prompt or several. Returns a completion for each, in the order of the prompts.
 
-        prompts: in any form that the guide lists. sampling_params: one for all prompts, or a list with one for each. An
-        interrupt ends all prompts; you can call again afterwards. Raises BatchError or CheckpointError, before anything
-        runs, for a prompt that is empty or too long and for parameters that are not SamplingParams.
+        prompts: in any form that the guide lists. sampling_params: one for all prompts, or a list with one for each.
+        progress: show a bar on stderr for several prompts, if that is a terminal. An interrupt ends all prompts; you
+        can call again afterwards. Raises BatchError or CheckpointError, before anything runs, for a prompt that is
+        empty or too long and for parameters that are not SamplingParams.
         """
-        running = self._prepare(as_list(prompts), sampling_params)
-        return self._finish(running)
+        return self._finish(self._prepare(as_list(prompts), sampling_params), progress)
 
     def chat(
-        self, messages: Sequence[Message] | Sequence[Sequence[Message]], sampling_params: Params = None
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: Params = None,
+        *,
+        progress: bool = True,
     ) -> list[Completion]:
         """Answer one conversation or several, formatted by the model's chat template. Returns completions, like
         `generate`.
@@ -187,7 +220,7 @@ class LLM:
                 isinstance(turns, Sequence) and bool(turns) and all(isinstance(turn, Mapping) for turn in turns),
                 f'a conversation is {turns!r:.200}. Pass a list of turns: [{{"role": "user", "content": "Hello"}}].',
             )
-        return self._finish(self._prepare(conversations, sampling_params))
+        return self._finish(self._prepare(conversations, sampling_params), progress)
 
     def stream(self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None) -> Iterator[TextChunk]:
         """Stream the texts of `generate` in pieces. Close the iterator to stop generating.
@@ -246,18 +279,22 @@ class LLM:
         except (BatchError, CheckpointError) as error:
             raise type(error)(f"{name}: {error}") from error
 
-    def _finish(self, running: list[Reply]) -> list[Completion]:
+    def _finish(self, running: list[Reply], progress: bool) -> list[Completion]:
         try:
-            for _ in self._run(running, in_pieces=False):
-                pass
+            with progress_bar(len(running), shown=progress) as show:
+                for _ in self._run(running, in_pieces=False, show=show):
+                    pass
         finally:
             self.engine.cancel_all([reply.handle for reply in running if reply.handle is not None])
         return [reply.completion() for reply in running]
 
-    def _run(self, running: list[Reply], *, in_pieces: bool) -> Iterator[TextChunk]:
+    def _run(
+        self, running: list[Reply], *, in_pieces: bool, show: Callable[[int, int], None] | None = None
+    ) -> Iterator[TextChunk]:
         """Submit, step until all have ended, and yield each piece as it is read.
 
-        in_pieces: each step adds a piece; False: a text is one piece, at its end. Texts are decoded token by token only
+        in_pieces: each step adds a piece; False: a text is one piece, at its end. show: told after each step how many
+        texts have ended and how many tokens are new. Texts are decoded token by token only
         if a stop string can end them early, because that takes longer than all other host work of a step.
         """
         self.engine.stats = EngineStats()
@@ -272,6 +309,8 @@ class LLM:
                     while reply.chunks:
                         yield reply.chunks.popleft()
                 left = [reply for reply in left if not reply.ended]
+                if show is not None:
+                    show(len(running) - len(left), self.engine.stats.new_tokens)
                 if left:
                     with self._threads():
                         self.engine.step()
@@ -284,6 +323,19 @@ class LLM:
     def _take(self, reply: Reply, token: int) -> None:
         if reply.take([token]):
             self.engine.cancel(reply.submitted)
+
+
+@contextmanager
+def _memory_errors(config: EngineConfig) -> Iterator[None]:
+    """Name the settings of LLM that decide how much memory the caches and graphs take."""
+    try:
+        yield
+    except (CachesTooLarge, torch.OutOfMemoryError) as error:
+        why = error.problem if isinstance(error, CachesTooLarge) else str(error).split("\n")[0][:300].rstrip(". ")
+        raise BatchError(
+            f"{config.max_num_seqs} prompts at once (max_num_seqs) of up to {config.max_model_len} tokens "
+            f"(max_model_len) take more memory than there is: {why}. Lower one of the two."
+        ) from error
 
 
 def _params_per_prompt(params: Params, count: int) -> list[SamplingParams]:

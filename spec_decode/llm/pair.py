@@ -6,15 +6,27 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
 from builders import BatchError
-from spec_decode.llm.byte_tokenizer import BOS, decode, encode
+from spec_decode.llm import byte_tokenizer
+from spec_decode.llm.byte_tokenizer import BOS
 from spec_decode.llm.prompts import Message
 from spec_decode.models import CheckpointError, DraftModel, TargetModel, load_pair, load_target
 
 _BYTES = 256
+
+
+class Tokenizer(Protocol):
+    """What every tokenizer has. Its other options are its own."""
+
+    def encode(self, text: str, /) -> list[int]:
+        """Return the tokens of a text."""
+
+    def decode(self, ids: list[int], /) -> str:
+        """Return the text of tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +38,8 @@ class Pair:
     """None decodes without a draft."""
     stop_ids: frozenset[int]
     """The tokens that end a text."""
+    tokenizer: Tokenizer
+    """As loaded: for a published model, the `transformers` tokenizer."""
     encode: Callable[[str], list[int]]
     """Returns the tokens of a prompt. Raises CheckpointError for a text without tokens."""
     decode: Callable[[Sequence[int]], str]
@@ -70,7 +84,12 @@ def load_byte_pair(folder: Path, dtype: torch.dtype, device: torch.device, *, dr
             "byte-level pair, or the Engine, which takes token ids."
         )
     return Pair(
-        target, model, frozenset({BOS}), partial(encode_utf8, encode), lambda token_ids: decode(list(token_ids))
+        target,
+        model,
+        frozenset({BOS}),
+        byte_tokenizer,
+        partial(encode_utf8, byte_tokenizer.encode),
+        lambda token_ids: byte_tokenizer.decode(list(token_ids)),
     )
 
 

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import torch
 
 from attn_backends import AttentionBackend, KVCache, NoBackend, Rejected
-from builders import AttentionKind, AttentionSpec, BatchBuffers, MetadataBuilder, RequestTables
+from builders import AttentionKind, AttentionSpec, BatchBuffers, BatchError, MetadataBuilder, RequestTables
 from builders.errors import require
 from spec_decode.models.base import DraftModel, LayerGroup, TargetModel
 from spec_decode.models.kernels.batch_invariance import batch_invariance
@@ -62,8 +62,8 @@ def make_group(
 ) -> KVGroup:
     """Allocate a group's caches.
 
-    Raises, before any allocation, NoBackend if the backend rejects the spec, and BatchError for caches larger than the
-    device's total memory.
+    Raises, before any allocation, NoBackend if the backend rejects the spec, and CachesTooLarge for caches larger than
+    the device's total memory.
     """
     answer = backend.supports(spec, device)
     if isinstance(answer, Rejected):
@@ -79,6 +79,14 @@ def make_group(
     return KVGroup(name=name, backend=backend, spec=spec, caches=caches)
 
 
+class CachesTooLarge(BatchError):
+    """KV caches larger than the device's memory. problem: the message without its remedy."""
+
+    def __init__(self, problem: str) -> None:
+        super().__init__(f"{problem}. Use fewer or smaller pages.")
+        self.problem = problem
+
+
 def _require_memory(name: str, spec: AttentionSpec, num_layers: int, num_pages: int, device: torch.device) -> None:
     width = spec.head_dim if spec.kind is AttentionKind.MLA else spec.head_dim + spec.out_dim
     needed = num_layers * num_pages * spec.page_size * spec.num_kv_heads * width * spec.cache_dtype.itemsize
@@ -86,11 +94,11 @@ def _require_memory(name: str, spec: AttentionSpec, num_layers: int, num_pages: 
         total = torch.cuda.get_device_properties(device).total_memory
     else:
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    require(
-        needed <= total,
-        f"group {name} needs {num_pages} pages of {spec.page_size} tokens in {num_layers} layers, {needed / 2**30:.1f} "
-        f"GiB, but {device} has {total / 2**30:.1f}. Use fewer or smaller pages.",
-    )
+    if needed > total:
+        raise CachesTooLarge(
+            f"group {name} needs {num_pages} pages of {spec.page_size} tokens in {num_layers} layers, "
+            f"{needed / 2**30:.1f} GiB, but {device} has {total / 2**30:.1f}"
+        )
 
 
 def layer_groups_of(

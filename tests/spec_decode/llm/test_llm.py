@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import copy
+import importlib.metadata
+import io
+import pickle
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -11,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 
+import attn_backends
 import spec_decode
 from attn_backends import AttentionBackend, registry
 from builders import BatchError
@@ -216,6 +223,59 @@ def test_a_small_model_steps_with_one_thread_and_leaves_the_setting(plain: LLM, 
         torch.set_num_threads(before)
 
 
+def test_its_name_says_what_was_loaded(llm: LLM, plain: LLM) -> None:
+    said = "dtype='float32', device='cpu', max_model_len=128, max_num_seqs=2)"
+    assert repr(llm) == f"LLM('pydoc', draft='draft', num_speculative_tokens=4, {said}"
+    assert repr(plain) == f"LLM({str(SHIPPED_PAIR)!r}, {said}"
+
+
+def test_no_draft_is_loaded_for_no_draft_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = LLM("pydoc", draft="draft", num_speculative_tokens=0, device="cpu", max_model_len=64)
+    assert found.pair.draft is None and found.plan is None
+
+
+def test_the_tokenizer_encodes_and_decodes(llm: LLM) -> None:
+    assert llm.tokenizer.decode(llm.tokenizer.encode("naïve")) == "naïve"
+
+
+@pytest.mark.parametrize("copied", [pickle.dumps, copy.copy, copy.deepcopy])
+def test_a_model_is_not_copied(llm: LLM, copied: Callable[[object], object]) -> None:
+    with pytest.raises(TypeError, match=r"^an LLM cannot be pickled or copied: .* Make one in each process"):
+        copied(llm)
+
+
+def test_too_little_memory_names_the_settings_that_take_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = r"1000000 prompts at once \(max_num_seqs\) of up to 100 tokens \(max_model_len\) take more memory"
+    with pytest.raises(
+        BatchError, match=rf"^{limits} than there is: group target .* GiB, but cpu has [\d.]+. Lower one"
+    ):
+        LLM("pydoc", device="cpu", max_num_seqs=10**6, max_model_len=100)
+
+    def full(self: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB.\nSee the documentation.")
+
+    monkeypatch.setattr("spec_decode.engine.Engine.capture", full)
+    with pytest.raises(BatchError, match=r"2 prompts at once .* out of memory. Tried to allocate 1 GiB. Lower one of"):
+        LLM("pydoc", device="cpu", max_num_seqs=2, max_model_len=100)
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_several_prompts_show_their_progress_on_a_terminal(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    def shown(stderr: io.StringIO, prompts: Any, **options: bool) -> str:
+        monkeypatch.setattr(sys, "stderr", stderr)
+        llm.generate(prompts, GREEDY, **options)
+        return re.sub(r"\x1b\[[\d;?]*[a-zA-Z]", "", stderr.getvalue())
+
+    said = shown(Terminal(), PROMPTS * 2)
+    assert "4/4 prompts" in said and "96 tokens, " in said and " a second" in said
+    assert not shown(Terminal(), PROMPTS * 2, progress=False)
+    assert not shown(Terminal(), PROMPTS[0]) and not shown(io.StringIO(), PROMPTS)
+
+
 BAD_PROMPTS = {
     "no prompt": [],
     "is empty": "",
@@ -361,10 +421,23 @@ def test_an_empty_folder_is_refused(tmp_path: Path) -> None:
 
 def test_the_front_door_has_what_it_lists_and_nothing_else() -> None:
     assert {name: getattr(spec_decode, name).__name__ for name in spec_decode.__all__} == {
-        name: name for name in ("LLM", "Completion", "SamplingParams", "TextChunk")
+        name: name for name in ("LLM", "BatchError", "CheckpointError", "Completion", "SamplingParams", "TextChunk")
     }
+    assert spec_decode.BatchError is BatchError and spec_decode.CheckpointError is CheckpointError
     with pytest.raises(AttributeError, match="no attribute 'VLLM'"):
         spec_decode.VLLM  # noqa: B018
+
+
+def test_the_version_is_the_installed_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.metadata.version", lambda name: {"attn-backends": "1.2.3"}[name])
+    assert spec_decode.__version__ == attn_backends.__version__ == "1.2.3"
+
+    def missing(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr("importlib.metadata.version", missing)
+    assert spec_decode.__version__ == "0+unknown"
+    assert not hasattr(attn_backends, "version")
 
 
 def test_a_folder_named_like_a_draft_of_the_pair_hides_it_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
