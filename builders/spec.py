@@ -80,6 +80,10 @@ class AttentionSpec:
             for name in ("num_q_heads", "num_kv_heads", "head_dim", "value_dim", "page_size")
             if (value := getattr(self, name)) < 1
         ]
+        if not self.dtype.is_floating_point:
+            problems.append(f"dtype is of queries and outputs and must be a floating-point dtype, got {self.dtype}")
+        elif not self.cache_dtype.is_floating_point and self.cache_dtype not in (torch.int8, torch.uint8):
+            problems.append(f"kv_dtype must be a floating-point dtype, torch.int8 or torch.uint8, got {self.kv_dtype}")
         if self.num_kv_heads > 0 and self.num_q_heads % self.num_kv_heads:
             problems.append(
                 f"num_q_heads must be a multiple of num_kv_heads, got {self.num_q_heads} and {self.num_kv_heads}"

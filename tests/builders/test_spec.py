@@ -29,6 +29,12 @@ BROKEN = {
     "head dim as a string": ({"head_dim": "16"}, "head_dim must be an int, got '16'"),
     "dtype as a string": ({"dtype": "float32"}, "dtype must be of type dtype, got 'float32'"),
     "cache dtype as a string": ({"kv_dtype": "float32"}, "kv_dtype must be of type dtype or None, got 'float32'"),
+    "integer queries": ({"dtype": torch.int8}, "and must be a floating-point dtype, got torch.int8"),
+    "complex queries": ({"dtype": torch.complex64}, "and must be a floating-point dtype, got torch.complex64"),
+    "a cache of int64": (
+        {"kv_dtype": torch.int64},
+        "dtype, torch.int8 or torch.uint8, got torch.int64",
+    ),
     "invariance as a string": ({"batch_invariant": "yes"}, "batch_invariant must be True or False, got 'yes'"),
     "invariance as a number": ({"batch_invariant": 1}, "batch_invariant must be True or False, got 1"),
     "half invariant": ({"batch_invariant": 0.5}, "batch_invariant must be True or False, got 0.5"),
@@ -53,6 +59,11 @@ def test_defaults_are_resolved_from_the_head_dim_and_the_dtype():
 def test_given_values_win_over_defaults():
     spec = make_spec(value_dim=8, kv_dtype=torch.bfloat16, scale=0.5)
     assert (spec.out_dim, spec.cache_dtype, spec.softmax_scale) == (8, torch.bfloat16, 0.5)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.float8_e4m3fn])
+def test_a_cache_may_be_quantised(dtype):
+    assert make_spec(kv_dtype=dtype).cache_dtype is dtype
 
 
 def test_equal_specs_are_equal_values():
