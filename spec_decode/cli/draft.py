@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.text import Text
 
 from spec_decode.cli.options import PAGE_SIZE, device_option, options_as, resolve_device, try_plug_ins_aloud
-from spec_decode.cli.output import UserError, did_you_mean, printable, progress, repeat_line, say, stdout
+from spec_decode.cli.output import UserError, did_you_mean, printable, progress, repeat_line, say, stderr, stdout, write
 from spec_decode.testing.interpreter import compute_in_silence
 
 if TYPE_CHECKING:
@@ -76,6 +76,7 @@ class _Options:
     device: Annotated[str | None, device_option]
     dtype: Annotated[str, _DTYPE, "auto: float32 on a CPU, bfloat16 on a GPU."] = "auto"
     explain: Annotated[bool, "Also say why the other backends were not chosen."] = False
+    as_json: Annotated[bool, "--json", "Print texts and statistics as JSON instead."] = False
 
     @property
     def drafts_with(self) -> str | None:
@@ -180,10 +181,14 @@ class _Options:
 
 @dataclass(slots=True)
 class _Screen:
-    """Prints texts in the order of their prompts as they grow; chunks that arrive early are kept until their turn."""
+    """Prints texts in the order of their prompts as they grow; chunks that arrive early are kept until their turn.
+
+    shows: False: it only keeps them.
+    """
 
     console: Console
     prompts: Sequence[str]
+    shows: bool = True
     llm: LLM | None = None
     first_token: float | None = None
     _shown: int = -1
@@ -193,15 +198,30 @@ class _Screen:
         """Print a chunk, or keep it."""
         if self.first_token is None:
             self.first_token = time.perf_counter()
+        self._kept.setdefault(chunk.index, []).append(chunk)
+        if not self.shows:
+            return
         if self._shown < 0:
             self._begin(0)
-        self._kept.setdefault(chunk.index, []).append(chunk)
         while self._kept.get(self._shown):
             self._show(self._kept[self._shown].pop(0))
 
+    def completions(self) -> list[dict[str, object]]:
+        """Return what was kept of each prompt."""
+        kept = [self._kept.get(index, []) for index in range(len(self.prompts))]
+        return [
+            {
+                "prompt": prompt,
+                "text": "".join(chunk.text for chunk in chunks),
+                "token_ids": [token for chunk in chunks for token in chunk.token_ids],
+                "finish_reason": chunks[-1].finish_reason if chunks else None,
+            }
+            for prompt, chunks in zip(self.prompts, kept, strict=True)
+        ]
+
     def so_far(self, seconds: float) -> str:
         """Return the progress; empty once a terminal shows text."""
-        if self.first_token is not None and self.console.is_terminal:
+        if self.first_token is not None and self.shows and self.console.is_terminal:
             return ""
         stats = self.llm.engine.stats if self.llm else None
         done = f"{stats.rounds} rounds, {stats.new_tokens} tokens" if stats else "loading and capturing"
@@ -230,7 +250,7 @@ class _Screen:
 def draft(options: _Options) -> None:
     """Continue each PROMPT by speculative decoding, or by plain decoding if there is no draft.
 
-    Then print the speed, how the drafter ran and why, and how many of its tokens were accepted.
+    Then print on stderr the speed, how the drafter ran and why, and how many of its tokens were accepted.
     """
     texts = [*options.prompts, *(_read_prompts(options.prompts_file) if options.prompts_file else ())]
     if not texts:
@@ -238,20 +258,26 @@ def draft(options: _Options) -> None:
     if empty := [index for index, text in enumerate(texts, 1) if not text]:
         raise UserError(f"prompt {empty[0]} is empty. Write something.")
     options.require_known()
-    console = stdout()
+    console, statistics = stdout(), stderr()
     params = options.params(len(texts))
-    screen = _Screen(console, texts)
+    screen = _Screen(console, texts, shows=not options.as_json)
     prompts: list[Prompt] = [[{"role": "user", "content": text}] if options.chat else text for text in texts]
     options.try_plug_ins()
     with _interpretation(screen) if options.is_interpreted() else nullcontext():
-        with progress(console, f"loading {options.target}" if console.is_terminal and options.target else ""):
+        with progress(statistics, f"loading {options.target}" if statistics.is_terminal and options.target else ""):
             llm = screen.llm = options.load(len(texts))
         started = time.perf_counter()
         for chunk in llm.stream(prompts, params):
             screen.take(chunk)
     took = time.perf_counter() - started
-    for line in _summary(options, llm, took, (screen.first_token or started) - started):
-        say(console, line)
+    first = (screen.first_token or started) - started
+    if options.as_json:
+        write(
+            "-", json.dumps({"completions": screen.completions(), "statistics": _statistics(llm, took, first)}) + "\n"
+        )
+    else:
+        for line in _summary(options, llm, took, first):
+            say(statistics, line)
 
 
 @contextmanager
@@ -262,6 +288,25 @@ def _interpretation(screen: _Screen) -> Iterator[None]:
     started = time.perf_counter()
     with repeat_line(lambda: screen.so_far(time.perf_counter() - started)):
         yield
+
+
+def _statistics(llm: LLM, seconds: float, first: float) -> dict[str, object]:
+    """Return what `_summary` says, for programs."""
+    stats, chosen = llm.engine.stats, llm.backends
+    return {
+        "backend": chosen.names(chosen.target),
+        "draft_backend": chosen.names(chosen.draft) or None,
+        "device": str(llm.pair.device),
+        "dtype": str(next(llm.pair.target.parameters()).dtype).removeprefix("torch."),
+        "strategy": llm.plan.strategy.value if llm.plan else None,
+        "num_speculative_tokens": llm.config.num_speculative_tokens,
+        "new_tokens": stats.new_tokens,
+        "seconds": seconds,
+        "seconds_to_first_token": first,
+        "rounds": stats.rounds,
+        "mean_accepted": stats.mean_accepted if llm.plan else None,
+        "host_us_a_round": stats.host_us_a_round,
+    }
 
 
 def _summary(options: _Options, llm: LLM, seconds: float, first: float) -> list[str]:

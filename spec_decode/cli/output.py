@@ -78,8 +78,17 @@ def complain(text: str, file: IO[Any] | None = None) -> None:
 
 def stdout() -> Console:
     """Return standard output as a console; wide enough for the tables if it is not a terminal."""
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=_UNKNOWN_WIDTH)
+    return _console(stderr=False)
+
+
+def stderr() -> Console:
+    """Return standard error as a console, for what is not a command's result."""
+    return _console(stderr=True)
+
+
+def _console(*, stderr: bool) -> Console:
+    console = Console(highlight=False, stderr=stderr)
+    return console if console.is_terminal else Console(highlight=False, stderr=stderr, width=_UNKNOWN_WIDTH)
 
 
 def say(console: Console, text: str, style: str = "") -> None:

@@ -1,3 +1,4 @@
+import json
 import re
 import sys
 import threading
@@ -8,7 +9,7 @@ import pytest
 import torch
 
 from attn_backends import registry
-from spec_decode import LLM
+from spec_decode import LLM, SamplingParams
 from spec_decode.cli import output
 from spec_decode.tools import plug_ins
 
@@ -20,9 +21,27 @@ def draft_words(pair, *words):
 def test_draft_prints_text_plan_and_stats(pair, run):
     result = run(*draft_words(pair, "def ", "class "))
     assert result.exit_code == 0, result.output
-    for part in ("prompt 2:", "strategy full_loop", "group draft", "accepted", "ms of host time per round"):
-        assert part in result.output
-    assert re.search(r"12 tokens in [\d.]+ s: \d+ tokens per second, the first after [\d.]+ s", result.output)
+    for part in ("strategy full_loop", "group draft", "accepted", "ms of host time per round"):
+        assert part in result.stderr and part not in result.stdout
+    assert "prompt 2:\n    class \n" in result.stdout and "prompt" not in result.stderr
+    assert re.search(r"12 tokens in [\d.]+ s: \d+ tokens per second, the first after [\d.]+ s", result.stderr)
+
+
+@pytest.mark.parametrize("k", [0, 4])
+def test_draft_prints_json(pair, run, k):
+    result = run(*draft_words(pair, "def ", "class ", "-k", k, "--json"))
+    assert result.exit_code == 0 and not result.stderr, result.output
+    found = json.loads(result.stdout)
+    llm = LLM(pair, draft="draft", num_speculative_tokens=k, device="cpu")
+    params = [SamplingParams(max_tokens=6, seed=seed) for seed in range(2)]
+    expected = llm.generate(["def ", "class "], params)
+    assert found["completions"] == [
+        {"prompt": one.prompt, "text": one.text, "token_ids": one.token_ids, "finish_reason": one.finish_reason}
+        for one in expected
+    ]
+    stats = found["statistics"]
+    assert (stats["new_tokens"], stats["num_speculative_tokens"]) == (12, k) and stats["rounds"] > 0
+    assert (stats["strategy"], stats["device"]) == ("full_loop" if k else None, "cpu")
 
 
 def test_draft_runs_the_small_pair_with_one_thread(pair, run, monkeypatch):
