@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from builders import BatchError
 from spec_decode.llm.pair import Message, Pair, encode_utf8, load_byte_pair
 from spec_decode.models import SHIPPED_PAIR, CheckpointError, draft_names
 from spec_decode.models.checkpoints.files import require_regular
@@ -91,20 +92,15 @@ def load_published_pair(target: Path, draft: Path | None, *, dtype: torch.dtype,
     num_layers = model.config.get_text_config().num_hidden_layers
     layers = None if draft is None else aux_hidden_state_layers(draft, num_layers)
     wrapped = TransformersTarget(model, aux_hidden_state_layers=layers)
-    if len(tokenizer) > wrapped.vocab_size:
-        raise CheckpointError(
-            f"the tokenizer in {target} has {len(tokenizer)} tokens, but its model {wrapped.vocab_size}. Use the "
-            "tokenizer that the model was trained with."
-        )
     # Leave the spaces around punctuation: cleaning them up would change text that a stream has already returned.
     decode = partial(tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False)
     return Pair(
         wrapped,
         None if draft is None else load_draft(draft, wrapped, dtype=dtype, device=device),
         _stop_ids(model.generation_config, tokenizer, wrapped.vocab_size),
-        partial(_encode, tokenizer),
+        partial(_encode, tokenizer, wrapped.vocab_size),
         lambda token_ids: str(decode(list(token_ids))),
-        partial(_encode_chat, tokenizer) if tokenizer.chat_template else None,
+        partial(_encode_chat, tokenizer, wrapped.vocab_size) if tokenizer.chat_template else None,
     )
 
 
@@ -122,20 +118,32 @@ def _stop_ids(config: Any, tokenizer: Any, vocab_size: int) -> frozenset[int]:
     return frozenset(end for end in listed if 0 <= end < vocab_size)
 
 
-def _encode(tokenizer: Any, text: str) -> list[int]:
+def _encode(tokenizer: Any, vocab_size: int, text: str) -> list[int]:
     ids = encode_utf8(tokenizer.encode, text)
     if not ids:
         raise CheckpointError(f"the prompt {text!r:.200} has no tokens. Pass some text.")
+    _require_rows("the prompt", ids, tokenizer, vocab_size)
     return ids
 
 
-def _encode_chat(tokenizer: Any, messages: Sequence[Message]) -> list[int]:
+def _require_rows(what: str, ids: Sequence[int], tokenizer: Any, vocab_size: int) -> None:
+    """Raise BatchError for a token that the tokenizer has and the model lacks, such as a token for images beside a
+    model of texts."""
+    if (token := next((token for token in ids if token >= vocab_size), None)) is not None:
+        raise BatchError(
+            f"{what} has the token {tokenizer.convert_ids_to_tokens(token)!r:.80}, id {token}, and the model has rows "
+            f"for the ids 0 to {vocab_size - 1} only. Leave the token out."
+        )
+
+
+def _encode_chat(tokenizer: Any, vocab_size: int, messages: Sequence[Message]) -> list[int]:
     try:
         ids: list[int] = tokenizer.apply_chat_template(
             [dict(message) for message in messages], add_generation_prompt=True, return_dict=False
         )
     except Exception as error:  # a template is a program by the model's author, and can raise anything
         raise CheckpointError(f"the model's chat template rejects this conversation: {error}. Correct it.") from error
+    _require_rows("the conversation, formatted by the model's chat template,", ids, tokenizer, vocab_size)
     return ids
 
 
