@@ -150,9 +150,6 @@ def load_as(kind: type[D], store: TensorStore, target: TargetModel, *, dtype: to
             f"{store.folder} has mask_embedding.pt, which is not supported: masks would get another embedding. "
             "Write it into the embedding table."
         )
-    # Only validated: the drafter's K determines how many masks a block has.
-    if (block := store.config.get("block_size", int, 1)) < 1:
-        raise CheckpointError(f"block_size in {store.config.place} must be 1 or more, got {block}. Restore the file.")
     for name, neutral in _FACTORS.items():
         store.config.section("dflash_config").require(name, neutral)
     config = _decoder(store, target, windows_are_causal=kind.windows_are_causal)
@@ -170,6 +167,7 @@ def load_as(kind: type[D], store: TensorStore, target: TargetModel, *, dtype: to
         draft = kind(weights, config, target, token_map)
     draft = read_parameters(draft, weights)
     draft.mask_token_id = require_mask_token(store, model.vocab_size, "a DFlash draft predicts masks")
+    draft.block_size = _block_size(store, draft.first_place)
     store.refuse_unused()
     return draft
 
@@ -203,6 +201,20 @@ def _decoder(store: TensorStore, target: TargetModel, *, windows_are_causal: boo
         windows=tuple(window if slides else None for slides in sliding),
         causal=tuple(causal if is_causal is None else [is_causal] * count),
     )
+
+
+def _block_size(store: TensorStore, first_place: int) -> int | None:
+    """Return block_size, or None if config.json has none. Raises CheckpointError for a block that predicts nothing."""
+    sections = (store.config.section("dflash_config"), store.config)
+    for section in sections:
+        if (size := section.optional("block_size", int)) is None:
+            continue
+        if size <= first_place:
+            raise CheckpointError(
+                f"block_size in {section.place} must be {first_place + 1} or more, got {size}. Restore the file."
+            )
+        return size
+    return None
 
 
 def _samples_from_anchor(store: TensorStore) -> bool:

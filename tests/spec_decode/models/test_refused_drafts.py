@@ -136,7 +136,10 @@ WRONG = [
      r"dflash_config.target_layer_ids, .*, aux_hidden_state_layer_ids\. "),
     ("dflash", {"dflash_config.sample_from_anchor": 1}, "^sample_from_anchor in "),
     ("dflash", {"is_causal": "no"}, "is_causal in .* must be true or false"),
-    *(("dflash", {"block_size": size}, rf"^block_size in .* must be 1 or more, got {size}") for size in (0, -3)),
+    *(("dflash", {"block_size": size}, rf"^block_size in .* must be 2 or more, got {size}\.") for size in (1, 0, -3)),
+    ("dflash", {"dflash_config.block_size": 0}, r"^block_size in dflash_config in .* must be 2 or more, got 0\."),
+    ("dspark", {"block_size": 0}, r"^block_size in .* must be 1 or more, got 0\."),
+    ("dflash", {"block_size": "16"}, "^block_size in .* must be an integer, got '16'"),
     *(
         ("dflash", {f"dflash_config.{name}": 0.5}, rf"^{name} in dflash_config in .*must be .*, got 0\.5")
         for name in ("attention_value_scale", "input_embedding_scale", "output_multiplier", "final_logit_softcapping")
