@@ -79,10 +79,11 @@ def load_published_pair(target: Path, draft: Path | None, *, dtype: torch.dtype,
     Raises CheckpointError for an invalid folder, for a draft of another target, and without `transformers`.
     """
     try:
-        from spec_decode.models.hf.folder import load_model, load_tokenizer
+        from spec_decode.models.hf.folder import check_model, load_model, load_tokenizer
         from spec_decode.models.hf.target import TransformersTarget
     except ImportError as error:
         raise CheckpointError(str(error)) from error
+    check_model(target)
     tokenizer = load_tokenizer(target)
     if draft is not None:
         check_draft(draft)

@@ -24,6 +24,7 @@ from spec_decode.models import (
 )
 from spec_decode.models.base import DraftModel, TargetModel
 from spec_decode.models.checkpoints.files import CheckpointError
+from spec_decode.models.checkpoints.folder_kind import refuse_quantised
 from spec_decode.models.checkpoints.store import TensorStore
 
 _KINDS = {
@@ -67,15 +68,11 @@ def _open(folder: Path) -> tuple[TensorStore, Any]:
     store = TensorStore.open(folder)
     # Report an unsupported kind before quantised weights: converting those would not help.
     kind = _kind_of(store, list(_KINDS.values()))
-    if quantised := store.config.section("quantization_config").values:
-        raise CheckpointError(
-            f"{store.config.place} must have no quantization_config, got quant_method "
-            f"{quantised.get('quant_method')!r}; quantised weights are not supported. Convert the checkpoint to bf16."
-        )
+    refuse_quantised(folder, dict(store.config.values))
     if kind is None:
         raise CheckpointError(
-            f"{folder} must hold a supported kind of draft, got architectures "
-            f"{store.config.values.get('architectures')}. Supported are {'; '.join(_KINDS)}."
+            f"{store.config.place} must describe a supported kind of draft, got architectures "
+            f"{store.config.values.get('architectures')!r:.80}. Supported are {'; '.join(_KINDS)}."
         )
     return store, kind
 

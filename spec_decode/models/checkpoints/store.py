@@ -21,6 +21,7 @@ from spec_decode.models.checkpoints.files import (
     shortened,
     unreadable,
 )
+from spec_decode.models.checkpoints.folder_kind import read_config
 
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 """Files that can hold the weights; the first that exists is read."""
@@ -48,12 +49,7 @@ class TensorStore:
     @classmethod
     def open(cls, folder: Path) -> TensorStore:
         """Read config.json and the tensors' names, but not the tensors. Raises CheckpointError."""
-        config = read_object(folder / "config.json", "Pass the folder of a checkpoint.")
-        weights = weights_file(folder)
-        if weights is None:
-            raise CheckpointError(
-                f"{folder} has no weights ({', '.join(WEIGHTS[:-1])} or {WEIGHTS[-1]}). Complete the download."
-            )
+        config, weights = read_config(folder), weights_file(folder)
         if weights.suffix == ".json":
             return cls(folder, config, read_index(weights))
         store = cls(folder, config, {})
@@ -137,7 +133,7 @@ class TensorStore:
 
     def _shard(self, path: Path) -> _Shard:
         if path not in self._shards:
-            self._shards[path] = _open_bin(path) if path.suffix == ".bin" else _open_safetensors(path)
+            self._shards[path] = _open_shard(path)
         return self._shards[path]
 
 
@@ -147,9 +143,22 @@ def _kind(dtype: torch.dtype) -> str:
     return "floats of at least 16 bits" if dtype.itemsize >= 2 else "8-bit floats"
 
 
-def weights_file(folder: Path) -> Path | None:
-    """Return the first of WEIGHTS that exists in the folder, or None."""
-    return next((path for name in WEIGHTS if (path := folder / name).is_file()), None)
+def weights_file(folder: Path) -> Path:
+    """Return the first of WEIGHTS that exists in the folder. Raises CheckpointError if there is none."""
+    found = next((path for name in WEIGHTS if (path := folder / name).is_file()), None)
+    if found is None:
+        raise CheckpointError(
+            f"{folder} has no weights ({', '.join(WEIGHTS[:-1])} or {WEIGHTS[-1]}). Complete the download."
+        )
+    return found
+
+
+def check_weights(folder: Path) -> None:
+    """Raise CheckpointError for a file of weights that is missing or cannot be read. Reads only the tensors' names."""
+    weights = weights_file(folder)
+    files = [weights] if weights.suffix != ".json" else sorted(set(read_index(weights).values()))
+    for path in files:
+        _open_shard(path)
 
 
 def read_index(index: Path) -> dict[str, Path]:
@@ -179,6 +188,10 @@ def _is_file(path: Path) -> bool:
         return False
 
 
+def _open_shard(path: Path) -> _Shard:
+    return _open_bin(path) if path.suffix == ".bin" else _open_safetensors(path)
+
+
 def _open_safetensors(path: Path) -> _Shard:
     check_safetensors(path)
     handle = safe_open(path, framework="pt")
@@ -195,6 +208,10 @@ def _open_bin(path: Path) -> _Shard:
         raise CheckpointError(
             f"{path} must hold a state_dict of dense tensors with data, got {type(state).__name__} with other values. "
             "Save a state_dict."
+        )
+    if unnamed := [name for name in state if not isinstance(name, str)]:
+        raise CheckpointError(
+            f"{path} must hold a state_dict with names as keys, got the key {unnamed[0]!r:.80}. Save a state_dict."
         )
     return _Shard(frozenset(state), state.__getitem__)
 

@@ -33,7 +33,7 @@ WORDS = ["<end>", "<turn>", "the", "cat", "sat"]
 TEMPLATE = "{% for m in messages %}<turn> {{ m.content }}{% endfor %}{% if add_generation_prompt %} <turn>{% endif %}"
 
 
-def write_model(folder: Path, **changes: Any) -> None:
+def write_model(folder: Path, *, max_shard_size: str = "1GB", **changes: Any) -> None:
     fields = {
         "vocab_size": 8,
         "hidden_size": 32,
@@ -47,7 +47,7 @@ def write_model(folder: Path, **changes: Any) -> None:
         "eos_token_id": 7,
     }
     config = transformers.LlamaConfig(**{**fields, **changes})
-    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    transformers.LlamaForCausalLM(config).save_pretrained(folder, max_shard_size=max_shard_size)
 
 
 def write_tokenizer(
@@ -192,7 +192,59 @@ def test_a_quantised_draft_is_refused_before_the_target_is_read(
     quantise(folders[1])
     monkeypatch.setattr("spec_decode.models.hf.folder.load_model", None)
 
-    with pytest.raises(CheckpointError, match="must have no quantization_config, got quant_method 'fp8'"):
+    with pytest.raises(CheckpointError, match="has method 'fp8'; no quantised target or draft"):
+        load(folders)
+
+
+SPOILT: dict[str, Callable[[Path], object]] = {
+    "missing": Path.unlink,
+    "empty": lambda path: path.write_bytes(b""),
+    "no JSON": lambda path: path.write_bytes(b"{nope"),
+    "no object": lambda path: path.write_bytes(b"[]"),
+    "cut": lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]),
+}
+MAY_MISS = ("generation_config.json", "tokenizer_config.json")
+
+
+@pytest.mark.parametrize("role", ["target", "draft"])
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_file_that_is_broken_is_named_and_no_other_is_blamed(tmp_path: Path, sharded: bool, role: str) -> None:
+    folders = tmp_path / "target", tmp_path / "draft"
+    for folder in folders:
+        write_model(folder, **({"max_shard_size": "3KB"} if sharded else {}))
+        write_tokenizer(folder)
+    spoilt, other = folders if role == "target" else folders[::-1]
+    files = [path for path in sorted(spoilt.iterdir()) if path.suffix in (".json", ".safetensors")]
+    assert (len(files) > 6) is sharded
+    for path in files[-2:] if sharded else files:
+        content = path.read_bytes()
+        for name, spoil in SPOILT.items():
+            if name == "missing" and path.name in MAY_MISS and (role, path.name) != ("target", MAY_MISS[1]):
+                continue
+            spoil(path)
+            with pytest.raises(CheckpointError) as refused:
+                load(folders)
+            told = str(refused.value)
+            assert path.name in told and str(spoilt) in told and str(other) not in told, (path.name, name)
+            path.write_bytes(content)
+
+
+BLAMED = {
+    "a config of wrong types": ("config.json", {"hidden_size": "32"}, r"/config\.json: .*hidden_size"),
+    "another size": ("config.json", {"hidden_size": 16}, r"other shapes than its config\.json says, lm_head"),
+    "a wrong limit": ("generation_config.json", {"max_new_tokens": -1}, r"rejects .*/generation_config\.json: "),
+    "a wrong token": ("tokenizer_config.json", {"eos_token": 5}, r"tokenizer_config\.json is wrong"),
+    "another tokenizer": ("tokenizer.json", {"model": {"type": "none"}}, r"tokenizer\.json is wrong"),
+}
+
+
+@pytest.mark.parametrize(("file", "fields", "message"), BLAMED.values(), ids=BLAMED)
+def test_a_wrong_value_is_blamed_on_its_file(
+    folders: tuple[Path, Path], file: str, fields: dict[str, Any], message: str
+) -> None:
+    path = folders[0] / file
+    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+    with pytest.raises(CheckpointError, match=message):
         load(folders)
 
 
