@@ -15,7 +15,7 @@ from builders import BatchError
 from spec_decode.llm.pair import Message, Pair, encode_utf8, load_byte_pair
 from spec_decode.models import SHIPPED_PAIR, CheckpointError, draft_names
 from spec_decode.models.checkpoints.files import require_regular
-from spec_decode.models.load import aux_hidden_state_layers, check_draft, load_draft
+from spec_decode.models.load import aux_hidden_state_layers, check_draft, check_same_tokens, load_with_tokens
 
 Name = str | os.PathLike[str]
 
@@ -84,11 +84,10 @@ def load_published_pair(target: Path, draft: Path | None, *, dtype: torch.dtype,
     except ImportError as error:
         raise CheckpointError(str(error)) from error
     check_model(target)
-    tokenizer = load_tokenizer(target)
+    tokenizer, same = load_tokenizer(target), False
     if draft is not None:
         check_draft(draft)
-        if (draft / "tokenizer_config.json").is_file():
-            _check_same_tokens(tokenizer, load_tokenizer(draft), target, draft)
+        same = check_same_tokens(draft, target, tokenizer)
     model = load_model(target, dtype=dtype, device=device)
     num_layers = model.config.get_text_config().num_hidden_layers
     layers = None if draft is None else aux_hidden_state_layers(draft, num_layers)
@@ -97,7 +96,7 @@ def load_published_pair(target: Path, draft: Path | None, *, dtype: torch.dtype,
     decode = partial(tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False)
     return Pair(
         wrapped,
-        None if draft is None else load_draft(draft, wrapped, dtype=dtype, device=device),
+        None if draft is None else load_with_tokens(draft, wrapped, dtype=dtype, device=device, same_tokens=same),
         _stop_ids(model.generation_config, tokenizer, wrapped.vocab_size),
         partial(_encode, tokenizer, wrapped.vocab_size),
         lambda token_ids: str(decode(list(token_ids))),
@@ -146,14 +145,3 @@ def _encode_chat(tokenizer: Any, vocab_size: int, messages: Sequence[Message]) -
         raise CheckpointError(f"the model's chat template rejects this conversation: {error}. Correct it.") from error
     _require_rows("the conversation, formatted by the model's chat template,", ids, tokenizer, vocab_size)
     return ids
-
-
-def _check_same_tokens(tokenizer: Any, draft_tokenizer: Any, target: Path, draft: Path) -> None:
-    draft_ids = draft_tokenizer.get_vocab()
-    differing = sorted((i, token) for token, i in tokenizer.get_vocab().items() if draft_ids.get(token) != i)
-    if differing:
-        token_id, token = differing[0]
-        raise CheckpointError(
-            f"{len(differing)} of {len(tokenizer)} tokens have other ids in the draft: {token!r} is {token_id} in "
-            f"{target} and {draft_ids.get(token, 'no token')} in {draft}. Use a draft made for this target."
-        )

@@ -14,7 +14,6 @@ from spec_decode.models.base import ContextBlockDraft, TargetModel
 from spec_decode.models.checkpoints.files import CheckpointError
 from spec_decode.models.checkpoints.mask_token import require_mask_token
 from spec_decode.models.checkpoints.store import ScopedWeights, TensorStore
-from spec_decode.models.checkpoints.token_map import read_token_map
 from spec_decode.models.config import MAX_LAYERS
 from spec_decode.models.decoder_config import FULL, SLIDING, DecoderConfig, read_decoder, read_layer_kinds
 from spec_decode.models.decoder_weights import read_parameters
@@ -23,9 +22,9 @@ from spec_decode.models.draft import (
     check_aux_states,
     check_shared,
     decoder_fields,
-    draft_vocab,
     read_layers,
 )
+from spec_decode.models.draft_vocabulary import DraftVocabulary, read_vocabulary
 from spec_decode.models.kernels.linear import linear
 from spec_decode.models.layers.decoder_layer import AttentionLayer, DecoderLayer, LayerOptions
 from spec_decode.models.layers.linear import Linear
@@ -59,13 +58,11 @@ class DFlash(HiddenStatesDraft, ContextBlockDraft):
     """The content of config.json as read; a draft that is trained further is saved with it."""
 
     def __init__(
-        self, weights: ScopedWeights, config: DecoderConfig, target: TargetModel, token_map: torch.Tensor | None
+        self, weights: ScopedWeights, config: DecoderConfig, vocabulary: DraftVocabulary, target: TargetModel
     ) -> None:
-        """token_map: int64 [draft vocabulary], the result of `read_token_map`."""
-        super().__init__(weights, config, target)
+        super().__init__(weights, config, vocabulary, target)
         store, model = weights.store, config.model
         self.config_json = store.config.values
-        self.token_map = token_map
         self.target_states_size = target.target_states_size
         self.first_place = 0 if _samples_from_anchor(store) else 1
         self.fc = Linear(self.target_states_size, model.hidden_size)
@@ -75,7 +72,7 @@ class DFlash(HiddenStatesDraft, ContextBlockDraft):
         self.norm = RMSNorm(model.hidden_size, model.norm_eps)
         self.lm_head: Linear | TargetHead = TargetHead(target)
         if weights.has("lm_head.weight"):
-            self.lm_head = Linear(model.hidden_size, draft_vocab(store, model.vocab_size))
+            self.lm_head = Linear(model.hidden_size, vocabulary.scored)
 
     def make_layer(self, store: TensorStore, layer: int, options: LayerOptions) -> AttentionLayer:
         """Create a layer without parameters."""
@@ -158,15 +155,15 @@ def load_as(kind: type[D], store: TensorStore, target: TargetModel, *, dtype: to
     check_shared(store.folder, "target_hidden_size", read, target.hidden_size)
     # If the target's number of layers is unknown, only the number of its states is checked.
     layers = aux_hidden_state_layers(store, target.num_layers or MAX_LAYERS)
-    check_aux_states(store, target, model.vocab_size, read, layers)
-    token_map = read_token_map(store, draft_vocab(store, model.vocab_size), target.vocab_size, device)
+    check_aux_states(store, target, read, layers)
+    vocabulary = read_vocabulary(store, target, model.vocab_size, device)
     weights = ScopedWeights(store, "", dtype, device)
     if not weights.has("lm_head.weight"):
         check_shared(f"{store.folder}, without a head,", "hidden_size", model.hidden_size, target.hidden_size)
     with torch.device("meta"):
-        draft = kind(weights, config, target, token_map)
+        draft = kind(weights, config, vocabulary, target)
     draft = read_parameters(draft, weights)
-    draft.mask_token_id = require_mask_token(store, model.vocab_size, "a DFlash draft predicts masks")
+    draft.mask_token_id = require_mask_token(store, vocabulary.known, "a DFlash draft predicts masks")
     draft.block_size = _block_size(store, draft.first_place)
     store.refuse_unused()
     return draft
@@ -205,8 +202,7 @@ def _decoder(store: TensorStore, target: TargetModel, *, windows_are_causal: boo
 
 def _block_size(store: TensorStore, first_place: int) -> int | None:
     """Return block_size, or None if config.json has none. Raises CheckpointError for a block that predicts nothing."""
-    sections = (store.config.section("dflash_config"), store.config)
-    for section in sections:
+    for section in (store.config, store.config.section("dflash_config")):
         if (size := section.optional("block_size", int)) is None:
             continue
         if size <= first_place:

@@ -15,7 +15,7 @@ from spec_decode.models.base import DraftModel, TargetModel
 from spec_decode.models.checkpoints.config_reader import ConfigReader
 from spec_decode.models.checkpoints.files import CheckpointError
 from spec_decode.models.checkpoints.store import ScopedWeights, TensorStore, frozen
-from spec_decode.models.draft import check_target, decoder_fields
+from spec_decode.models.draft import check_shared, check_target, decoder_fields
 from spec_decode.models.layers.feed_forward import FeedForward, Names, read_dense
 from spec_decode.models.layers.grouped_attention import GroupedAttention, read_grouped_shape
 from spec_decode.models.layers.moe import MixtureOfExperts, read_qwen_mixture
@@ -175,7 +175,8 @@ class GroupedPrediction(PredictionLayer):
         attention = read_grouped_shape(
             config, eps, qk_norm=qk_norm, gated=layout.gated, norm_offset=offset, rotated=layout.rotated
         )
-        check_target(weights.store, target, config.get("vocab_size", int), hidden)
+        check_shared(weights.store.folder, "vocab_size", config.get("vocab_size", int), target.vocab_size)
+        check_target(weights.store, target, hidden)
         super().__init__(
             weights,
             target,

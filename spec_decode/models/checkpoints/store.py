@@ -27,6 +27,10 @@ WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.b
 """Files that can hold the weights; the first that exists is read."""
 
 
+_VOCABULARY = ("embed_tokens.weight", "lm_head.weight", "markov_w1.weight", "markov_w2.weight", "_codebook")
+"""Ends of the names of matrices with a row for each token."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Shard:
     names: frozenset[str]
@@ -45,6 +49,10 @@ class TensorStore:
         self._files = files
         self._shards: dict[Path, _Shard] = {}
         self._taken: set[str] = set()
+        self._given: dict[str, torch.Tensor] = {}
+        self._rows: int | None = None
+        self.same_tokens = False
+        """Whether the checkpoint is known to have its target's tokens, so that sizes differ in padding only."""
 
     @classmethod
     def open(cls, folder: Path) -> TensorStore:
@@ -64,7 +72,20 @@ class TensorStore:
 
     def names(self) -> frozenset[str]:
         """Return the names of all tensors."""
-        return frozenset(self._files)
+        return frozenset(self._files) | self._given.keys()
+
+    def provide(self, name: str, tensor: torch.Tensor) -> None:
+        """Let `take` return this tensor under a name that the checkpoint lacks."""
+        self._given[name] = tensor
+
+    def fit_rows(self, rows: int) -> None:
+        """Let `take` pad vocabulary tensors of this many rows with zeros, or cut them, to the rows that it is asked
+        for."""
+        self._rows = rows
+
+    def peek(self, name: str) -> torch.Tensor:
+        """Return a stored tensor as it is, without marking it as taken. Raises CheckpointError if it is absent."""
+        return self._read(name)
 
     def take_flat(self, name: str, size: int, dtype: torch.dtype) -> torch.Tensor:
         """Return a tensor [size], which can be stored with leading dims of 1. Raises CheckpointError as `take`."""
@@ -77,15 +98,16 @@ class TensorStore:
         Raises CheckpointError for another shape, for a dtype of another kind (integers, 8-bit floats and wider floats
         are not cast to one another), and for NaN and infinities.
         """
-        stored = self._read(name)
+        stored = self._given[name] if name in self._given else self._fitted(name, self._read(name), shape)
+        place = self._files.get(name, self.folder)
         if tuple(stored.shape) != shape:
             raise CheckpointError(
-                f"{name} in {self._files[name]} must be {list(shape)}, got {list(stored.shape)}. "
+                f"{name} in {place} must be {list(shape)}, got {list(stored.shape)}. "
                 "Use weights and config.json from the same model."
             )
         if dtype is not None and (kind := _kind(dtype)) != _kind(stored.dtype):
             raise CheckpointError(
-                f"{name} in {self._files[name]} must be stored as {kind}, got {stored.dtype}; quantised checkpoints "
+                f"{name} in {place} must be stored as {kind}, got {stored.dtype}; quantised checkpoints "
                 "are not supported. Use an unquantised one."
             )
         # Copied: a mapped file would still be read, and could change, while the model runs.
@@ -93,12 +115,10 @@ class TensorStore:
         if not is_finite(cast):
             if is_finite(stored):
                 raise CheckpointError(
-                    f"{name} in {self._files[name]} must fit in {cast.dtype}, got a value of "
+                    f"{name} in {place} must fit in {cast.dtype}, got a value of "
                     f"{stored.abs().max():g}, which would become infinite. Load it as bfloat16."
                 )
-            raise CheckpointError(
-                f"{name} in {self._files[name]} must hold finite numbers, got NaN or infinity. Restore the file."
-            )
+            raise CheckpointError(f"{name} in {place} must hold finite numbers, got NaN or infinity. Restore the file.")
         self._taken.add(name)
         return cast
 
@@ -112,6 +132,12 @@ class TensorStore:
                 f"{shortened(extra)}; ignoring them would change the outputs. Use a model without them, or restore "
                 "config.json if it is another model's."
             )
+
+    def _fitted(self, name: str, stored: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+        rows = stored.shape[0] if stored.dim() else 0
+        if rows != self._rows or rows == shape[0] or stored.shape[1:] != shape[1:] or not name.endswith(_VOCABULARY):
+            return stored
+        return nn.functional.pad(stored[: shape[0]], (0, 0, 0, max(0, shape[0] - rows)))
 
     def _read(self, name: str) -> torch.Tensor:
         if name not in self._files:

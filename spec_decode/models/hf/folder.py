@@ -143,6 +143,11 @@ def _unexpected_tensors(unexpected: Iterable[str], model: PreTrainedModel) -> li
     )
 
 
+def has_tokenizer(folder: Path) -> bool:
+    """Whether the folder holds a tokenizer for `load_tokenizer`."""
+    return (folder / "tokenizer_config.json").is_file()
+
+
 def load_tokenizer(folder: Path) -> Any:
     """Load the tokenizer in a folder. Raises CheckpointError if there is none."""
     from transformers import AutoTokenizer

@@ -181,6 +181,34 @@ def test_folders_that_make_no_pair_are_refused(
         load(folders)
 
 
+@pytest.mark.parametrize("sizes", [(8, 11), (11, 8)], ids=["a smaller draft", "a larger draft"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_equal_tokenizers_serve_vocabularies_that_differ_in_padding(
+    folders: tuple[Path, Path], sizes: tuple[int, int], temperature: float
+) -> None:
+    for folder, size in zip(folders[::-1], sizes, strict=True):
+        write_model(folder, vocab_size=size, eos_token_id=0)
+    with pytest.raises(CheckpointError, match=r"nothing shows that both have the same tokens\. .*tokenizer's files"):
+        load(folders)
+    write_tokenizer(folders[1])
+
+    llm = LLM(folders[0], draft=folders[1], device="cpu", num_speculative_tokens=2)
+    params = SamplingParams(max_tokens=24, temperature=temperature, ignore_eos=True)
+    (drafted,) = llm.generate([[2, 3]], params)
+    assert len(drafted.token_ids) == 24 and max(drafted.token_ids) < sizes[1]
+    if not temperature:
+        plain = LLM(folders[0], device="cpu").generate([[2, 3]], params)
+        assert plain[0].token_ids == drafted.token_ids
+
+
+def test_tokenizers_that_differ_in_tokens_of_one_side_only_are_equal_enough(folders: tuple[Path, Path]) -> None:
+    write_tokenizer(folders[1], [*WORDS, "<pad>"])
+    assert load(folders).draft is not None
+    write_tokenizer(folders[0], [*WORDS, "<image>"])
+    with pytest.raises(CheckpointError, match=r"'<image>' is 5 in .* and no token in .*, where 5 is '<pad>'"):
+        load(folders)
+
+
 def test_a_draft_that_is_nowhere_is_named_as_the_draft(folders: tuple[Path, Path]) -> None:
     with pytest.raises(CheckpointError, match=r"^draft 'nowhere' is not a folder.*pass the folder of the draft"):
         LLM(folders[0], draft="nowhere", device="cpu")

@@ -155,7 +155,7 @@ def test_a_null_quantisation_is_none(folder):
 OTHER_TASKS = {
     "vision": ({"model_type": "mistral3", "architectures": ["M3"], "vision_config": {}}, "M3 .*, a multimodal model"),
     "a new kind": ({"model_type": "x_vl", "vision_config": {}}, "a x_vl model .*, a multimodal model"),
-    "sound": ({"model_type": "voxtral", "audio_config": {}}, "a multimodal model"),
+    "sound": ({"model_type": "voxtral", "audio_config": {}}, "a voxtral model .*, a multimodal model"),
     "encoder and decoder": ({"model_type": "t5", "architectures": ["T5"]}, "T5 .*, no causal language model"),
 }
 
