@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -16,11 +17,11 @@ from spec_decode.models.decoder_config import DecoderConfig, read_decoder
 from spec_decode.models.decoder_weights import read_parameters
 from spec_decode.models.draft import DecoderDraft
 from spec_decode.models.draft_vocabulary import HEAD, DraftVocabulary, read_vocabulary
+from spec_decode.models.layer_windows import ARCHITECTURES as ARCHITECTURES
+from spec_decode.models.layer_windows import read_windows
 from spec_decode.models.layers.decoder_layer import DecoderLayer, LayerOptions
 from spec_decode.models.layers.linear import Embedding, Linear
 from spec_decode.models.layers.rms_norm import RMSNorm
-
-ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
 
 class CausalDraft(DecoderDraft):
@@ -81,7 +82,8 @@ def serves(store: TensorStore) -> bool:
 
 def load(store: TensorStore, target: TargetModel, *, dtype: torch.dtype, device: torch.device) -> CausalDraft:
     """Load the draft, ready to run. Raises CheckpointError."""
-    config, options = read_decoder(store.config), _options(store)
+    windows = partial(read_windows, family=ARCHITECTURES[store.architectures[0]])
+    config, options = read_decoder(store.config, windows), _options(store)
     size, embedding = config.model.vocab_size, "model.embed_tokens.weight"
     vocabulary = read_vocabulary(store, target, size, device, embedding=embedding, has_head=True)
     mask_token_id = read_mask_token(store, vocabulary.known)

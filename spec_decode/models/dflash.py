@@ -15,7 +15,7 @@ from spec_decode.models.checkpoints.files import CheckpointError
 from spec_decode.models.checkpoints.mask_token import require_mask_token
 from spec_decode.models.checkpoints.store import ScopedWeights, TensorStore
 from spec_decode.models.config import MAX_LAYERS
-from spec_decode.models.decoder_config import FULL, SLIDING, DecoderConfig, read_decoder, read_layer_kinds
+from spec_decode.models.decoder_config import DecoderConfig, read_decoder
 from spec_decode.models.decoder_weights import read_parameters
 from spec_decode.models.draft import (
     HiddenStatesDraft,
@@ -26,6 +26,7 @@ from spec_decode.models.draft import (
 )
 from spec_decode.models.draft_vocabulary import DraftVocabulary, read_vocabulary
 from spec_decode.models.kernels.linear import linear
+from spec_decode.models.layer_windows import SLIDING, default_kinds, no_windows, read_layer_kinds
 from spec_decode.models.layers.decoder_layer import AttentionLayer, DecoderLayer, LayerOptions
 from spec_decode.models.layers.linear import Linear
 from spec_decode.models.layers.rms_norm import RMSNorm
@@ -175,18 +176,22 @@ def _decoder(store: TensorStore, target: TargetModel, *, windows_are_causal: boo
     A window is counted from each token, as in engines. `speculators` trains with one counted from the block's first.
     """
     fields = decoder_fields(store)
-    config = read_decoder(fields, max_positions=target.max_positions)
+    config = read_decoder(fields, no_windows, max_positions=target.max_positions)
     section, count = store.config.section("dflash_config"), config.model.num_layers
-    kinds = read_layer_kinds(fields, count) or [FULL] * count
+    enabled, window = fields.optional("use_sliding_window", bool), fields.optional("sliding_window", int)
+    # If nothing says so, a window is on only if layers are listed as sliding.
+    kinds = read_layer_kinds(fields, count) or default_kinds(fields, count, window if enabled else None)
     everywhere = section.get("use_swa", bool, False) and SLIDING not in kinds
     sliding = [everywhere or kind == SLIDING for kind in kinds]
-    window = section.optional("swa_window_size", int) or fields.optional("sliding_window", int)
+    own_window = section.optional("swa_window_size", int)
+    window = own_window or (None if enabled is False else window)
     if window is not None and window < 1:
-        raise CheckpointError(f"swa_window_size in {section.place} must be 1 or more, got {window}. Restore the file.")
+        name, place = ("swa_window_size", section.place) if own_window else ("sliding_window", fields.place)
+        raise CheckpointError(f"{name} in {place} must be 1 or more, got {window}. Restore the file.")
     if any(sliding) and window is None:
         raise CheckpointError(
-            f"{fields.place} has sliding-window layers, but neither sliding_window nor dflash_config.swa_window_size. "
-            "Restore the file."
+            f"{fields.place} has sliding-window layers, but neither sliding_window nor dflash_config.swa_window_size, "
+            "or use_sliding_window is false. Restore the file."
         )
     is_causal = store.config.optional("is_causal", bool)
     is_causal = section.optional("causal", bool) if is_causal is None else is_causal

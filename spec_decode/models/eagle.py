@@ -14,7 +14,7 @@ from spec_decode.models.attention import Attention
 from spec_decode.models.base import KeepRows, KeptRowsDraft, LayerGroup, TargetModel
 from spec_decode.models.checkpoints.store import ScopedWeights, TensorStore
 from spec_decode.models.config import ModelConfig
-from spec_decode.models.decoder_config import DecoderConfig, read_decoder
+from spec_decode.models.decoder_config import DecoderConfig, read_decoder, states_draft_windows
 from spec_decode.models.decoder_weights import read_parameters
 from spec_decode.models.draft import HiddenStatesDraft, check_target, decoder_fields
 from spec_decode.models.draft_vocabulary import DraftVocabulary, read_vocabulary
@@ -142,7 +142,7 @@ def serves(store: TensorStore) -> bool:
 
 def load(store: TensorStore, target: TargetModel, *, dtype: torch.dtype, device: torch.device) -> PublishedEagle:
     """Load the draft, ready to run. Raises CheckpointError."""
-    config = read_decoder(decoder_fields(store), max_positions=target.max_positions)
+    config = read_decoder(decoder_fields(store), states_draft_windows, max_positions=target.max_positions)
     check_target(store, target, config.model.hidden_size)
     vocabulary = read_vocabulary(store, target, config.model.vocab_size, device, has_head=False)
     weights = ScopedWeights(store, "", dtype, device)

@@ -11,7 +11,7 @@ from spec_decode.models.base import BlockDraft, KeepRows, KeptRowsDraft, TargetM
 from spec_decode.models.checkpoints.mask_token import require_mask_token
 from spec_decode.models.checkpoints.store import ScopedWeights, TensorStore
 from spec_decode.models.config import MAX_LAYERS, ModelConfig
-from spec_decode.models.decoder_config import DecoderConfig, read_decoder
+from spec_decode.models.decoder_config import DecoderConfig, read_decoder, states_draft_windows
 from spec_decode.models.decoder_weights import read_parameters
 from spec_decode.models.draft import HiddenStatesDraft, check_aux_states, decoder_fields
 from spec_decode.models.draft_vocabulary import DraftVocabulary, read_vocabulary
@@ -109,7 +109,7 @@ def serves(store: TensorStore) -> bool:
 
 def load(store: TensorStore, target: TargetModel, *, dtype: torch.dtype, device: torch.device) -> Eagle3:
     """Load the draft, ready to run. Raises CheckpointError."""
-    config = read_decoder(decoder_fields(store), max_positions=target.max_positions)
+    config = read_decoder(decoder_fields(store), states_draft_windows, max_positions=target.max_positions)
     model = config.model
     read = store.config.get("target_hidden_size", int, model.hidden_size)
     layers = aux_hidden_state_layers(store, target.num_layers or MAX_LAYERS)
