@@ -53,8 +53,8 @@ def find(name: Name, what: str = "model") -> Path:
         return Path(snapshot_download(os.fspath(name), local_files_only=True))
     except Exception as error:  # the hub's library has an exception for each way in which a name can be wrong
         raise CheckpointError(
-            f"{what} {os.fspath(name)!r} is not a folder, not {SHIPPED_PAIR.name!r}, and not in this machine's Hugging "
-            f"Face cache. Nothing is downloaded: pass the folder of the {what}."
+            f"{what} {os.fspath(name)!r:.200} is not a folder, not {SHIPPED_PAIR.name!r}, and not in this machine's "
+            f"Hugging Face cache. Nothing is downloaded: pass the folder of the {what}."
         ) from error
 
 
