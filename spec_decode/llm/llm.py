@@ -19,6 +19,7 @@ from spec_decode.drafter.plan import DraftPlan
 from spec_decode.engine import Engine, EngineConfig, EngineStats, Request
 from spec_decode.engine.config import draft_slots
 from spec_decode.llm.backends import choose_backends, explain_backends
+from spec_decode.llm.capture import capture
 from spec_decode.llm.load import Name, load
 from spec_decode.llm.outputs import Completion, GrowingText, Reply, TextChunk
 from spec_decode.llm.pair import Message
@@ -89,9 +90,9 @@ class LLM:
         - backend, draft_backend  names of attention backends; None: each layer group gets the first that supports it
         - settings                see Settings
 
-        Raises CheckpointError for a model that cannot be loaded, NoBackend if no backend supports it, BatchError for
-        settings that do not fit the models, StrategyError for a strategy that the backend cannot run, and TypeError for
-        an unknown setting.
+        Raises CheckpointError for a model that cannot be loaded or captured, NoBackend if no backend supports it,
+        BatchError for settings that do not fit the models, StrategyError for a strategy that the backend cannot run,
+        and TypeError for an unknown setting.
         """
         if unknown := sorted(settings.keys() - Settings.__annotations__.keys()):
             known = [name for name in inspect.signature(LLM.__init__).parameters if name not in ("self", "settings")]
@@ -145,7 +146,7 @@ class LLM:
         small = sum(weight.numel() for weight in pair.target.parameters()) < _SMALL
         self._one_thread = pair.device.type == "cpu" and small
         with self._threads():
-            self.engine.capture()
+            capture(self.engine, pair.target)
 
     def _threads(self) -> AbstractContextManager[None]:
         """Limit torch to one thread for a small model on a CPU."""

@@ -286,6 +286,22 @@ def test_the_target_hands_out_the_states_that_the_draft_reads(
     assert load(folders).target.aux_hidden_state_layers == (2, 3, 3)
 
 
+@pytest.mark.parametrize("sync", [torch.Tensor.item, torch.Tensor.nonzero, bool])
+def test_a_model_that_no_graph_can_hold_is_refused_by_its_layer(
+    folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, sync: Callable[[torch.Tensor], object]
+) -> None:
+    plain = transformers.models.llama.modeling_llama.LlamaMLP.forward
+
+    def forward(self: Any, x: torch.Tensor) -> Any:
+        sync(x.abs().max())
+        return plain(self, x)
+
+    monkeypatch.setattr(transformers.models.llama.modeling_llama.LlamaMLP, "forward", forward)
+    told = r"^layer model\.model\.layers\.0\.mlp \(LlamaMLP\) of the target cannot be captured.*=GraphMode\.NONE"
+    with pytest.raises(CheckpointError, match=told):
+        LLM(folders[0], device="cpu")
+
+
 def test_the_layers_whose_states_the_draft_reads_are_said(tmp_path: Path) -> None:
     sizes = {"vocab_size": 24, "hidden_size": 16, "num_hidden_layers": 6}
     write_model(tmp_path, **sizes)
