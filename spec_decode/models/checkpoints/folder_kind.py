@@ -24,12 +24,15 @@ _MAX_QUOTED = 80
 def read_config(folder: Path) -> dict[str, Any]:
     """Read the config.json of a model or a draft. Raises CheckpointError, which says what the folder holds instead."""
     _refuse_adapter(folder)
-    if not (folder / "config.json").exists() and (files := sorted(folder.glob("*.gguf"))):
-        raise CheckpointError(
-            f"{folder} holds a GGUF file, {files[0].name}, and no config.json; GGUF is not read. Use the folder of the "
-            "same model in bf16, with config.json and safetensors."
-        )
-    return read_object(folder / "config.json", "Pass the folder of a downloaded model.")
+    path = folder / "config.json"
+    if folder.is_dir() and not path.exists():
+        if files := sorted(folder.glob("*.gguf")):
+            raise CheckpointError(
+                f"{folder} holds a GGUF file, {files[0].name}, and no config.json; GGUF is not read. Use the folder of "
+                "the same model in bf16, with config.json and safetensors."
+            )
+        raise CheckpointError(f"{folder} has no config.json. Pass the folder of a downloaded model.")
+    return read_object(path, "Pass the folder of a downloaded model.")
 
 
 def refuse_quantised(folder: Path, config: dict[str, Any]) -> None:

@@ -360,7 +360,7 @@ def test_a_model_or_a_setting_that_does_not_fit_is_refused(told: str, bad: tuple
 
 
 def test_an_empty_folder_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=f"^{tmp_path} has no tokenizer_config.json. Pass the folder of"):
+    with pytest.raises(CheckpointError, match=f"^{tmp_path} has no config.json. Pass the folder of"):
         LLM(tmp_path, device="cpu")
 
 
