@@ -20,6 +20,7 @@ from spec_decode.llm.pair import Pair
 from spec_decode.models import CheckpointError
 from spec_decode.models.causal_lm import CausalDraft
 from spec_decode.models.kernels.fp8_weight import Fp8Weight
+from spec_decode.models.load import load_draft
 from tests.factories import CPU
 from tests.spec_decode.models.test_speculators_drafts import FOLDERS
 
@@ -196,6 +197,8 @@ def test_equal_tokenizers_serve_vocabularies_that_differ_in_padding(
     params = SamplingParams(max_tokens=24, temperature=temperature, ignore_eos=True)
     (drafted,) = llm.generate([[2, 3]], params)
     assert len(drafted.token_ids) == 24 and max(drafted.token_ids) < sizes[1]
+    alone = load_draft(folders[1], llm.pair.target, dtype=torch.float32, target_folder=folders[0])
+    assert alone.vocab_size == sizes[1] and (alone.token_map is None) is (sizes[0] > sizes[1])
     if not temperature:
         plain = LLM(folders[0], device="cpu").generate([[2, 3]], params)
         assert plain[0].token_ids == drafted.token_ids
