@@ -166,7 +166,7 @@ def plug_ins() -> list[PlugIn]:
 def name_problem(name: object) -> str:
     """Return what is wrong with a name; empty if it is valid."""
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        return f"a backend name must be made of {_NAME_RULE}, got {name!r}"
+        return f"a backend name must be made of {_NAME_RULE}, got {name!r:.80}"
     if name in _RESERVED_NAMES:
         return f"a backend name must be free, {name!r} means several backends on the command line"
     return ""
@@ -239,7 +239,7 @@ def _from_entry_point(name: str) -> _Registration:
     points = _declared().get(name)
     if points is None:
         raise UnknownBackend(
-            f"a backend must be one of {', '.join(sorted(names()))}, got {name!r}. Fix the name, or install the "
+            f"a backend must be one of {', '.join(sorted(names()))}, got {name!r:.80}. Fix the name, or install the "
             f"package that registers it.{did_you_mean(name, names())}"
         )
     if len(points) > 1:

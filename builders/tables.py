@@ -164,9 +164,10 @@ class RequestTables:
         """Append pages to live requests in place and raise their limits, without waiting for the device.
 
         pages[request][group] lists the new page ids; token_limits[request] is the new limit. Raises BatchError, and
-        changes nothing, if the two name different requests, for a request that is not live, a limit below the current
-        one or beyond the pages, and an id that is out of range or already owned.
+        changes nothing, if the two name different requests, for a request that is not an int or not live, a limit below
+        the current one or beyond the pages, and an id that is out of range or already owned.
         """
+        require_counts("requests", (*pages, *token_limits))
         if pages.keys() != token_limits.keys() or not all(0 <= request < self.num_live for request in pages):
             raise BatchError(
                 f"pages and limits must be for the same requests, 0 to {self.num_live - 1}, got {sorted(pages)} and "

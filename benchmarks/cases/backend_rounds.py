@@ -16,6 +16,7 @@ from spec_decode.drafter import Strategy
 from spec_decode.models import EagleDraft, LatentConfig, LlamaTarget, ModelConfig
 from spec_decode.models.checkpoints.config_reader import ConfigReader
 from spec_decode.models.decoder_config import read_decoder
+from spec_decode.models.layer_windows import no_windows
 from spec_decode.tools.timing_limit import TimingLimit
 
 
@@ -50,7 +51,7 @@ class RoundCase:
 def _config(name: str) -> ModelConfig:
     """Return the one-layer config of one of RANDOM_DRAFTS."""
     fields = ConfigReader(RANDOM_DRAFTS[name].config, name)
-    return replace(read_decoder(fields).model, num_layers=1)
+    return replace(read_decoder(fields, no_windows).model, num_layers=1)
 
 
 def _latent(case: RoundCase, heads: int, latent: LatentConfig, *, dim: int, window: int | None) -> RoundCase:

@@ -27,6 +27,7 @@ from spec_decode.models.checkpoints.config_reader import ConfigReader
 from spec_decode.models.checkpoints.store import RandomStore, ScopedWeights
 from spec_decode.models.decoder_config import read_decoder
 from spec_decode.models.decoder_weights import read_parameters
+from spec_decode.models.layer_windows import no_windows
 from spec_decode.models.layers.linear import joined
 from spec_decode.models.layers.rope import RotaryEmbedding
 from spec_decode.sampling import SamplingParams
@@ -105,7 +106,7 @@ class ThroughputCase:
     def models(self, device: torch.device) -> tuple[LlamaTarget, DraftModel]:
         """Return target and draft with random weights, made on the device in their dtype."""
         fields = ConfigReader(self.draft.config, "the draft's config")
-        config = replace(read_decoder(fields).model, num_layers=self.num_layers)
+        config = replace(read_decoder(fields, no_windows).model, num_layers=self.num_layers)
         num_states = self.draft.num_target_states
         with torch.device("meta"):
             target = LlamaTarget(config) if num_states == 1 else AuxStatesTarget(config, num_states)

@@ -32,6 +32,7 @@ _STRATEGY = (
     "allows, as measured on a GPU."
 )
 _TREE = "Draft trees, -k tokens deep: WIDTHxTOKENS such as 4x16, or a JSON file of paths such as [[0], [1], [0, 0]]."
+_TOKENS = "Draft tokens per round; default: as many as the draft's block or modules predict, else 4; 0: plain decoding."
 _VERIFY = (
     "How drafts are verified: rejection (default), block, or synthetic:MEAN, which accepts that many on average. "
     "Trees: only sampling."
@@ -62,7 +63,7 @@ class _Options:
     draft_backend: Annotated[str | None, "Backend of the draft, if it differs."]
     page_size: Annotated[int, PAGE_SIZE, "Tokens per KV page."] = 16
     strategy: Annotated[str, _STRATEGY] = "auto"
-    num_speculative_tokens: Annotated[int | None, "-k", "Draft tokens per round; default 4; 0: plain decoding."]
+    num_speculative_tokens: Annotated[int | None, "-k", _TOKENS]
     tree: Annotated[str | None, _TREE]
     verification: Annotated[str | None, "--verify", _VERIFY]
     draft_weights: Annotated[str | None, click.Choice(("fp8",)), _WEIGHTS]

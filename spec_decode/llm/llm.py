@@ -21,12 +21,13 @@ from spec_decode.drafter.plan import DraftPlan
 from spec_decode.engine import Engine, EngineConfig, EngineStats, Request
 from spec_decode.engine.config import draft_slots
 from spec_decode.llm.backends import choose_backends, explain_backends
+from spec_decode.llm.capture import capture
 from spec_decode.llm.load import Name, load
 from spec_decode.llm.outputs import Completion, GrowingText, Reply, TextChunk
 from spec_decode.llm.pair import Tokenizer
 from spec_decode.llm.progress import progress_bar
 from spec_decode.llm.prompts import Message, Prompt, as_list, contents, is_conversation, text_turns
-from spec_decode.models import CheckpointError
+from spec_decode.models import CheckpointError, ContextBlockDraft, DraftModel
 from spec_decode.models.draft_weights import check_draft_weights, quantise_draft
 from spec_decode.paged.kv_groups import CachesTooLarge
 from spec_decode.sampling import SamplingParams
@@ -85,15 +86,16 @@ class LLM:
 
         - model, draft            a folder, `pydoc` (the pair that comes with the package), or the name of a model in
                                   this machine's Hugging Face cache; without a draft there is no speculation
-        - num_speculative_tokens  draft tokens per round; 4 if there is a draft
+        - num_speculative_tokens  draft tokens per round; None: as many as the draft's block_size or modules predict,
+                                  4 for a draft without such a number
         - dtype                   "auto": float32 on a CPU, bfloat16 on a GPU
         - device                  None: the first GPU, or the CPU without a GPU
         - backend, draft_backend  names of attention backends; None: each layer group gets the first that supports it
         - settings                see Settings
 
-        Raises CheckpointError for a model that cannot be loaded, NoBackend if no backend supports it, BatchError for
-        settings that do not fit the models, StrategyError for a strategy that the backend cannot run, and TypeError for
-        an unknown setting.
+        Raises CheckpointError for a model that cannot be loaded or captured, NoBackend if no backend supports it,
+        BatchError for settings that do not fit the models, StrategyError for a strategy that the backend cannot run,
+        and TypeError for an unknown setting.
         """
         if unknown := sorted(settings.keys() - Settings.__annotations__.keys()):
             known = [name for name in inspect.signature(LLM.__init__).parameters if name not in ("self", "settings")]
@@ -115,7 +117,9 @@ class LLM:
         if pair.draft is not None and draft_weights is not None:
             quantise_draft(pair.draft, draft_weights)
         self._draft_weights, self._names = draft_weights, (os.fspath(model), draft and os.fspath(draft))
-        steps = (_DRAFT_TOKENS if pair.draft else 0) if num_speculative_tokens is None else num_speculative_tokens
+        steps = num_speculative_tokens
+        if steps is None:
+            steps = (pair.draft.trained_num_tokens or _DRAFT_TOKENS) if pair.draft else 0
         require(
             pair.draft is not None or steps == 0,
             f"num_speculative_tokens is {steps!r} and there is no draft. Pass draft=, or leave it out.",
@@ -146,7 +150,7 @@ class LLM:
             self.engine = Engine(
                 pair.target, pair.draft, self.backends.target, self.config, draft_backend=self.backends.draft
             )
-            self.engine.capture()
+            capture(self.engine, pair.target)
 
     def _threads(self) -> AbstractContextManager[None]:
         """Limit torch to one thread for a small model on a CPU."""
@@ -180,14 +184,15 @@ class LLM:
 
     def explain(self) -> str:
         """Return a report: which backend serves each layer group and why not the others, which target states the draft
-        reads, quantised draft weights, how the drafter runs and why, and whether one graph holds a round."""
+        reads, the block that it was trained on, quantised draft weights, how the drafter runs and why, and whether one
+        graph holds a round."""
         plan, round_plan = self.plan, self.engine.round_plan
         how = [*plan.explain(), str(round_plan)] if plan else ["no draft: plain decoding"]
         target = self.pair.target
         layers = ", ".join(map(str, target.aux_hidden_state_layers or ()))
         reads = [f"draft reads the states that enter layers {layers} of the target's {target.num_layers}"]
         weights = [f"draft's matrix products read {self._draft_weights} weights"] if self._draft_weights else []
-        reads = [*(reads if layers else ()), *weights]
+        reads = [*(reads if layers else ()), *_block(self.pair.draft, self.config.num_speculative_tokens), *weights]
         return "\n".join([*explain_backends(self.pair, self.backends, self.config), *reads, *how])
 
     def generate(
@@ -348,6 +353,18 @@ def _params_per_prompt(params: Params, count: int) -> list[SamplingParams]:
         f"sampling_params {what} for {count} prompts. Pass one SamplingParams, or a list with one for each prompt.",
     )
     return list(given)
+
+
+def _block(draft: DraftModel | None, num_tokens: int) -> list[str]:
+    """Compare the block that a round drafts with the one that the draft was trained on, if its config.json says."""
+    if not isinstance(draft, ContextBlockDraft) or draft.block_size is None or num_tokens == 0:
+        return []
+    trained = draft.trained_num_tokens
+    rest = f": expect the target to reject those after the first {trained}" if num_tokens > (trained or 0) else ""
+    return [
+        f"draft was trained on blocks of block_size {draft.block_size}, {trained} tokens a round; a round drafts "
+        f"{num_tokens}{rest}"
+    ]
 
 
 def _require_names(**backends: object) -> None:

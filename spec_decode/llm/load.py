@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from builders import BatchError
 from spec_decode.llm.chat_template import encode_chat
 from spec_decode.llm.pair import Pair, encode_utf8, load_byte_pair
+from spec_decode.llm.prompts import Message
 from spec_decode.models import SHIPPED_PAIR, CheckpointError, draft_names
 from spec_decode.models.checkpoints.files import require_regular
-from spec_decode.models.load import aux_hidden_state_layers, check_draft, load_draft
+from spec_decode.models.load import aux_hidden_state_layers, check_draft, check_same_tokens, load_with_tokens
 
 Name = str | os.PathLike[str]
 
@@ -52,8 +55,8 @@ def find(name: Name, what: str = "model") -> Path:
         return Path(snapshot_download(os.fspath(name), local_files_only=True))
     except Exception as error:  # the hub's library has an exception for each way in which a name can be wrong
         raise CheckpointError(
-            f"{what} {os.fspath(name)!r} is not a folder, not {SHIPPED_PAIR.name!r}, and not in this machine's Hugging "
-            f"Face cache. Nothing is downloaded: pass the folder of the {what}."
+            f"{what} {os.fspath(name)!r:.200} is not a folder, not {SHIPPED_PAIR.name!r}, and not in this machine's "
+            f"Hugging Face cache. Nothing is downloaded: pass the folder of the {what}."
         ) from error
 
 
@@ -78,34 +81,29 @@ def load_published_pair(target: Path, draft: Path | None, *, dtype: torch.dtype,
     Raises CheckpointError for an invalid folder, for a draft of another target, and without `transformers`.
     """
     try:
-        from spec_decode.models.hf.folder import load_model, load_tokenizer
+        from spec_decode.models.hf.folder import check_model, load_model, load_tokenizer
         from spec_decode.models.hf.target import TransformersTarget
         from spec_decode.models.hf.token_text import token_text
     except ImportError as error:
         raise CheckpointError(str(error)) from error
-    tokenizer = load_tokenizer(target)
+    check_model(target)
+    tokenizer, same = load_tokenizer(target), False
     if draft is not None:
         check_draft(draft)
-        if (draft / "tokenizer_config.json").is_file():
-            _check_same_tokens(tokenizer, load_tokenizer(draft), target, draft)
+        same = check_same_tokens(draft, target, tokenizer)
     model = load_model(target, dtype=dtype, device=device)
     num_layers = model.config.get_text_config().num_hidden_layers
     layers = None if draft is None else aux_hidden_state_layers(draft, num_layers)
     wrapped = TransformersTarget(model, aux_hidden_state_layers=layers)
-    if len(tokenizer) > wrapped.vocab_size:
-        raise CheckpointError(
-            f"the tokenizer in {target} has {len(tokenizer)} tokens, but its model {wrapped.vocab_size}. Use the "
-            "tokenizer that the model was trained with."
-        )
     return Pair(
         wrapped,
-        None if draft is None else load_draft(draft, wrapped, dtype=dtype, device=device),
+        None if draft is None else load_with_tokens(draft, wrapped, dtype=dtype, device=device, same_tokens=same),
         _stop_ids(model.generation_config, tokenizer, wrapped.vocab_size),
         tokenizer,
-        partial(_encode, tokenizer),
+        partial(_encode, tokenizer, wrapped.vocab_size),
         token_text(tokenizer),
-        partial(encode_chat, tokenizer) if tokenizer.chat_template else None,
-        _added_tokens(tokenizer),
+        partial(_encode_chat, tokenizer, wrapped.vocab_size) if tokenizer.chat_template else None,
+        _added_tokens(tokenizer, wrapped.vocab_size),
     )
 
 
@@ -123,23 +121,30 @@ def _stop_ids(config: Any, tokenizer: Any, vocab_size: int) -> frozenset[int]:
     return frozenset(end for end in listed if 0 <= end < vocab_size)
 
 
-def _added_tokens(tokenizer: Any) -> dict[str, int]:
-    return {token.content: token_id for token_id, token in getattr(tokenizer, "added_tokens_decoder", {}).items()}
+def _added_tokens(tokenizer: Any, vocab_size: int) -> dict[str, int]:
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    return {token.content: token_id for token_id, token in added.items() if token_id < vocab_size}
 
 
-def _encode(tokenizer: Any, text: str) -> list[int]:
+def _encode(tokenizer: Any, vocab_size: int, text: str) -> list[int]:
     ids = encode_utf8(tokenizer.encode, text)
     if not ids:
         raise CheckpointError(f"the prompt {text!r:.200} has no tokens. Pass some text.")
+    _require_rows("the prompt", ids, tokenizer, vocab_size)
     return ids
 
 
-def _check_same_tokens(tokenizer: Any, draft_tokenizer: Any, target: Path, draft: Path) -> None:
-    draft_ids = draft_tokenizer.get_vocab()
-    differing = sorted((i, token) for token, i in tokenizer.get_vocab().items() if draft_ids.get(token) != i)
-    if differing:
-        token_id, token = differing[0]
-        raise CheckpointError(
-            f"{len(differing)} of {len(tokenizer)} tokens have other ids in the draft: {token!r} is {token_id} in "
-            f"{target} and {draft_ids.get(token, 'no token')} in {draft}. Use a draft made for this target."
+def _require_rows(what: str, ids: Sequence[int], tokenizer: Any, vocab_size: int) -> None:
+    """Raise BatchError for a token that the tokenizer has and the model lacks, such as a token for images beside a
+    model of texts."""
+    if (token := next((token for token in ids if token >= vocab_size), None)) is not None:
+        raise BatchError(
+            f"{what} has the token {tokenizer.convert_ids_to_tokens(token)!r:.80}, id {token}, and the model has rows "
+            f"for the ids 0 to {vocab_size - 1} only. Leave the token out."
         )
+
+
+def _encode_chat(tokenizer: Any, vocab_size: int, conversation: Sequence[Message]) -> list[int]:
+    ids = encode_chat(tokenizer, conversation)
+    _require_rows("the conversation, formatted by the model's chat template,", ids, tokenizer, vocab_size)
+    return ids

@@ -109,6 +109,11 @@ class DraftModel(_Model):
     drafts_at_once: ClassVar[bool] = False
     """Whether step 0 proposes all tokens of a round, so there are no later steps."""
 
+    @property
+    def trained_num_tokens(self) -> int | None:
+        """The tokens a round that the draft was made to propose; None: it drafts as many as you ask for."""
+        return None
+
     def check_num_tokens(self, num_speculative_tokens: int) -> None:
         """Raise BatchError if the draft cannot propose this many tokens a round."""
 
@@ -171,6 +176,16 @@ class ContextBlockDraft(DraftModel):
     first_place: int = 1
     """The position in the block that predicts the first token. 1: each of K masks predicts the token at its own
     position. 0: the next token and K - 1 masks each predict the token after their position."""
+
+    block_size: int | None = None
+    """The positions of a block that the draft was trained on, including the next token; None: the checkpoint does not
+    say."""
+
+    @property
+    def trained_num_tokens(self) -> int | None:
+        """The tokens that a block of block_size predicts, or None. A longer block can be drafted, and a target verifies
+        its tokens as any others, but the draft has never seen one."""
+        return None if self.block_size is None else self.block_size - self.first_place
 
     @abstractmethod
     def forward(
@@ -237,9 +252,14 @@ class ModuleDraft(DraftModel):
         """The modules, in the order of their tokens. The first reads the target's states. Each later one reads the
         states of the module before it, at the same positions, and the token ids of one position later."""
 
+    @property
+    def trained_num_tokens(self) -> int:
+        """The number of modules."""
+        return len(self.prediction_modules)
+
     def check_num_tokens(self, num_speculative_tokens: int) -> None:
         """Raise BatchError if there are fewer modules than tokens a round."""
-        count = len(self.prediction_modules)
+        count = self.trained_num_tokens
         require(
             num_speculative_tokens <= count,
             f"num_speculative_tokens must be at most {count}, the number of the draft's prediction modules, got "

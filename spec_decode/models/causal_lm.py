@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -14,12 +15,13 @@ from spec_decode.models.checkpoints.mask_token import read_mask_token
 from spec_decode.models.checkpoints.store import ScopedWeights, TensorStore
 from spec_decode.models.decoder_config import DecoderConfig, read_decoder
 from spec_decode.models.decoder_weights import read_parameters
-from spec_decode.models.draft import DecoderDraft, check_shared
+from spec_decode.models.draft import DecoderDraft
+from spec_decode.models.draft_vocabulary import HEAD, DraftVocabulary, read_vocabulary
+from spec_decode.models.layer_windows import ARCHITECTURES as ARCHITECTURES
+from spec_decode.models.layer_windows import read_windows
 from spec_decode.models.layers.decoder_layer import DecoderLayer, LayerOptions
 from spec_decode.models.layers.linear import Embedding, Linear
 from spec_decode.models.layers.rms_norm import RMSNorm
-
-ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
 
 class CausalDraft(DecoderDraft):
@@ -31,14 +33,17 @@ class CausalDraft(DecoderDraft):
     batch_invariant = True
     position_offset: ClassVar[int] = 1
 
-    def __init__(self, config: DecoderConfig, options: LayerOptions, target_states_size: int) -> None:
-        super().__init__(config)
+    def __init__(
+        self, config: DecoderConfig, options: LayerOptions, vocabulary: DraftVocabulary, target: TargetModel
+    ) -> None:
+        super().__init__(config, target.vocab_size)
         model = config.model
-        self.target_states_size = target_states_size
-        self.embed = Embedding(model.vocab_size, model.hidden_size)
+        self.token_map = vocabulary.token_map
+        self.target_states_size = target.target_states_size
+        self.embed = Embedding(vocabulary.embedded, model.hidden_size)
         self.layers = nn.ModuleList(DecoderLayer(model, layer, options) for layer in range(model.num_layers))
         self.norm = RMSNorm(model.hidden_size, model.norm_eps)
-        self.lm_head = Linear(model.hidden_size, model.vocab_size)
+        self.lm_head = Linear(model.hidden_size, vocabulary.scored)
 
     def forward(
         self, token_ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, attention: Attention
@@ -51,7 +56,7 @@ class CausalDraft(DecoderDraft):
         return states
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return logits [T, vocab_size] for hidden [T, H]."""
+        """Return logits [T, draft vocabulary] for hidden [T, H]."""
         return self.lm_head.product(hidden)
 
 
@@ -59,9 +64,14 @@ class ParallelCausalDraft(BlockDraft, CausalDraft):
     """A language model trained to predict K tokens at once from a mask token, such as PARD."""
 
     def __init__(
-        self, config: DecoderConfig, options: LayerOptions, target_states_size: int, mask_token_id: int
+        self,
+        config: DecoderConfig,
+        options: LayerOptions,
+        vocabulary: DraftVocabulary,
+        target: TargetModel,
+        mask_token_id: int,
     ) -> None:
-        super().__init__(config, options, target_states_size)
+        super().__init__(config, options, vocabulary, target)
         self.mask_token_id = mask_token_id
 
 
@@ -72,19 +82,21 @@ def serves(store: TensorStore) -> bool:
 
 def load(store: TensorStore, target: TargetModel, *, dtype: torch.dtype, device: torch.device) -> CausalDraft:
     """Load the draft, ready to run. Raises CheckpointError."""
-    config, options = read_decoder(store.config), _options(store)
-    check_shared(store.folder, "vocab_size", config.model.vocab_size, target.vocab_size)
-    mask_token_id = read_mask_token(store, config.model.vocab_size)
-    arguments = (config, options, target.target_states_size)
+    windows = partial(read_windows, family=ARCHITECTURES[store.architectures[0]])
+    config, options = read_decoder(store.config, windows), _options(store)
+    size, embedding = config.model.vocab_size, "model.embed_tokens.weight"
+    vocabulary = read_vocabulary(store, target, size, device, embedding=embedding, has_head=True)
+    mask_token_id = read_mask_token(store, vocabulary.known)
+    arguments = (config, options, vocabulary, target)
     with torch.device("meta"):
         draft = CausalDraft(*arguments) if mask_token_id is None else ParallelCausalDraft(*arguments, mask_token_id)
     tied = store.config.get("tie_word_embeddings", bool, False)
-    head = "model.embed_tokens.weight" if tied else "lm_head.weight"
+    head = embedding if tied else HEAD
     weights = ScopedWeights(store, "", dtype, device)
-    draft = read_parameters(draft, weights, lambda name: head if name == "lm_head.weight" else f"model.{name}")
-    if tied and weights.has("lm_head.weight"):
-        embedding = draft.embed.weight
-        _check_tied(store, weights.take("lm_head.weight", *embedding.shape), embedding)
+    draft = read_parameters(draft, weights, lambda name: head if name == HEAD else f"model.{name}")
+    if tied and weights.has(HEAD):
+        table = draft.embed.weight
+        _check_tied(store, weights.take(HEAD, *table.shape), table)
     store.refuse_unused()
     return draft
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -10,9 +11,8 @@ from spec_decode.models.base import LayerGroup
 from spec_decode.models.checkpoints.config_reader import ConfigReader
 from spec_decode.models.checkpoints.files import CheckpointError
 from spec_decode.models.config import ModelConfig
+from spec_decode.models.layer_windows import Windows, read_windows
 from spec_decode.models.layers.rope import LLAMA_SCALINGS, Scaling, read_rope, rope_section
-
-SLIDING, FULL = "sliding_attention", "full_attention"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,7 +21,7 @@ class DecoderConfig:
 
     model: ModelConfig
     scaling: Scaling | None
-    windows: tuple[int | None, ...]
+    windows: Windows
     """The sliding window of each layer, None for full attention."""
     causal: tuple[bool, ...] | None = None
     """Whether each layer is causal; None: all are."""
@@ -38,7 +38,11 @@ class DecoderConfig:
         return groups
 
 
-def read_decoder(config: ConfigReader, *, max_positions: int | None = None) -> DecoderConfig:
+ReadWindows = Callable[[ConfigReader, int], Windows]
+"""Returns the window of each layer, for the config and the number of layers."""
+
+
+def read_decoder(config: ConfigReader, windows: ReadWindows, *, max_positions: int | None = None) -> DecoderConfig:
     """Read the config of Llama-style layers; max_positions None takes the config's. Raises CheckpointError."""
     config.require("hidden_act", "silu")
     config.require("mlp_bias", False)
@@ -58,7 +62,7 @@ def read_decoder(config: ConfigReader, *, max_positions: int | None = None) -> D
             rope_theta=theta,
             norm_eps=config.get("rms_norm_eps", float, 1e-6),
         )
-        decoder = DecoderConfig(model=model, scaling=scaling, windows=_windows(config, model.num_layers))
+        decoder = DecoderConfig(model=model, scaling=scaling, windows=windows(config, model.num_layers))
         # Build the specs once, so an impossible attention is reported as an error of the config.
         if not decoder.layer_groups(1, torch.float32):
             raise ValueError(f"num_hidden_layers must be at least 1, got {model.num_layers}")
@@ -69,6 +73,11 @@ def read_decoder(config: ConfigReader, *, max_positions: int | None = None) -> D
     return decoder
 
 
+def states_draft_windows(config: ConfigReader, num_layers: int) -> Windows:
+    """Return the window of each layer of a draft that reads the target's states. Raises CheckpointError."""
+    return read_windows(config, num_layers, family=config.get("model_type", str, ""), listed=True)
+
+
 def _require_whole_heads(config: ConfigReader) -> None:
     for section in (rope_section(config), config):
         if (part := section.get("partial_rotary_factor", float, 1.0)) != 1.0:
@@ -76,27 +85,3 @@ def _require_whole_heads(config: ConfigReader) -> None:
                 f"partial_rotary_factor in {section.place} must be 1, got {part}: this model rotates whole heads. "
                 "Use a checkpoint without it."
             )
-
-
-def _windows(config: ConfigReader, num_layers: int) -> tuple[int | None, ...]:
-    window = config.optional("sliding_window", int)
-    if not config.get("use_sliding_window", bool, window is not None):
-        return (None,) * num_layers
-    if window is None:
-        config.get("sliding_window", int)
-    if kinds := read_layer_kinds(config, num_layers):
-        return tuple(window if kind == SLIDING else None for kind in kinds)
-    # Qwen's configs name the first layer with a window.
-    first = config.get("max_window_layers", int, 0)
-    return tuple(window if layer >= first else None for layer in range(num_layers))
-
-
-def read_layer_kinds(config: ConfigReader, num_layers: int) -> list[str]:
-    """Return SLIDING or FULL for each layer, or an empty list if config.json does not say. Raises CheckpointError."""
-    kinds = config.get("layer_types", list, [])
-    if kinds and (len(kinds) != num_layers or not all(kind in (SLIDING, FULL) for kind in kinds)):
-        raise CheckpointError(
-            f"layer_types in {config.place} must name {SLIDING} or {FULL} for each of {num_layers} layers, got "
-            f"{kinds}. Restore the file."
-        )
-    return kinds

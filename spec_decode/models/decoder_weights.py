@@ -11,7 +11,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from spec_decode.models.checkpoints.store import ScopedWeights
+from spec_decode.models.checkpoints.store import ScopedWeights, frozen
 from spec_decode.models.layers.linear import FusingLinear
 
 M = TypeVar("M", bound=nn.Module)
@@ -42,7 +42,9 @@ def read_parameters(model: M, weights: ScopedWeights, renamed: Callable[[str], s
         names = tuple(map(renamed, _names(path)))
         if names not in taken:
             taken[names] = weights.stacked(names, _rows(model, path), *parameter.shape[1:])
-        state[path] = taken[names]
+        # A tied head can have fewer rows than the embedding that it shares.
+        rows, shared = len(parameter), taken[names]
+        state[path] = shared if len(shared) == rows else frozen(shared[:rows])
     model.load_state_dict(state, assign=True)
     return model.eval().requires_grad_(False).to(weights.device)
 

@@ -13,7 +13,7 @@ from spec_decode.models.base import KeepRows, TargetModel
 from spec_decode.models.checkpoints.config_reader import ConfigReader
 from spec_decode.models.checkpoints.files import CheckpointError
 from spec_decode.models.checkpoints.store import ScopedWeights, TensorStore
-from spec_decode.models.draft import check_target
+from spec_decode.models.draft import check_shared, check_target
 from spec_decode.models.kernels.fp8_weight import Weight
 from spec_decode.models.kernels.hyper_connections import write_streams
 from spec_decode.models.kernels.linear import linear
@@ -85,8 +85,9 @@ class DeepseekV4Prediction(MtpDraft):
         attention, hyper = read_window_shape(config, hidden, eps), _read_hyper_shape(config, hidden, eps)
         mixture = read_mixture_shape(config, hidden, scoring="sqrtsoftplus")
         remedy = "Create the target with the residual streams after its last layer as target_hidden_states."
-        states_size, vocab = hyper.streams * hidden, config.get("vocab_size", int)
-        check_target(weights.store, target, vocab, hidden, states_size=states_size, remedy=remedy)
+        states_size = hyper.streams * hidden
+        check_shared(weights.store.folder, "vocab_size", config.get("vocab_size", int), target.vocab_size)
+        check_target(weights.store, target, hidden, states_size=states_size, remedy=remedy)
         super().__init__(weights, target, embedding="embed.weight", head="head.weight")
         self.streams = hyper.streams
         self.from_embedding = weights.parameter("e_proj.weight", hidden, hidden)

@@ -14,19 +14,19 @@ from spec_decode.models.base import ContextBlockDraft, TargetModel
 from spec_decode.models.checkpoints.files import CheckpointError
 from spec_decode.models.checkpoints.mask_token import require_mask_token
 from spec_decode.models.checkpoints.store import ScopedWeights, TensorStore
-from spec_decode.models.checkpoints.token_map import read_token_map
 from spec_decode.models.config import MAX_LAYERS
-from spec_decode.models.decoder_config import FULL, SLIDING, DecoderConfig, read_decoder, read_layer_kinds
+from spec_decode.models.decoder_config import DecoderConfig, read_decoder
 from spec_decode.models.decoder_weights import read_parameters
 from spec_decode.models.draft import (
     HiddenStatesDraft,
     check_aux_states,
     check_shared,
     decoder_fields,
-    draft_vocab,
     read_layers,
 )
+from spec_decode.models.draft_vocabulary import DraftVocabulary, read_vocabulary
 from spec_decode.models.kernels.linear import linear
+from spec_decode.models.layer_windows import SLIDING, default_kinds, no_windows, read_layer_kinds
 from spec_decode.models.layers.decoder_layer import AttentionLayer, DecoderLayer, LayerOptions
 from spec_decode.models.layers.linear import Linear
 from spec_decode.models.layers.rms_norm import RMSNorm
@@ -59,13 +59,11 @@ class DFlash(HiddenStatesDraft, ContextBlockDraft):
     """The content of config.json as read; a draft that is trained further is saved with it."""
 
     def __init__(
-        self, weights: ScopedWeights, config: DecoderConfig, target: TargetModel, token_map: torch.Tensor | None
+        self, weights: ScopedWeights, config: DecoderConfig, vocabulary: DraftVocabulary, target: TargetModel
     ) -> None:
-        """token_map: int64 [draft vocabulary], the result of `read_token_map`."""
-        super().__init__(weights, config, target)
+        super().__init__(weights, config, vocabulary, target)
         store, model = weights.store, config.model
         self.config_json = store.config.values
-        self.token_map = token_map
         self.target_states_size = target.target_states_size
         self.first_place = 0 if _samples_from_anchor(store) else 1
         self.fc = Linear(self.target_states_size, model.hidden_size)
@@ -75,7 +73,7 @@ class DFlash(HiddenStatesDraft, ContextBlockDraft):
         self.norm = RMSNorm(model.hidden_size, model.norm_eps)
         self.lm_head: Linear | TargetHead = TargetHead(target)
         if weights.has("lm_head.weight"):
-            self.lm_head = Linear(model.hidden_size, draft_vocab(store, model.vocab_size))
+            self.lm_head = Linear(model.hidden_size, vocabulary.scored)
 
     def make_layer(self, store: TensorStore, layer: int, options: LayerOptions) -> AttentionLayer:
         """Create a layer without parameters."""
@@ -150,9 +148,6 @@ def load_as(kind: type[D], store: TensorStore, target: TargetModel, *, dtype: to
             f"{store.folder} has mask_embedding.pt, which is not supported: masks would get another embedding. "
             "Write it into the embedding table."
         )
-    # Only validated: the drafter's K determines how many masks a block has.
-    if (block := store.config.get("block_size", int, 1)) < 1:
-        raise CheckpointError(f"block_size in {store.config.place} must be 1 or more, got {block}. Restore the file.")
     for name, neutral in _FACTORS.items():
         store.config.section("dflash_config").require(name, neutral)
     config = _decoder(store, target, windows_are_causal=kind.windows_are_causal)
@@ -161,15 +156,16 @@ def load_as(kind: type[D], store: TensorStore, target: TargetModel, *, dtype: to
     check_shared(store.folder, "target_hidden_size", read, target.hidden_size)
     # If the target's number of layers is unknown, only the number of its states is checked.
     layers = aux_hidden_state_layers(store, target.num_layers or MAX_LAYERS)
-    check_aux_states(store, target, model.vocab_size, read, layers)
-    token_map = read_token_map(store, draft_vocab(store, model.vocab_size), target.vocab_size, device)
+    check_aux_states(store, target, read, layers)
+    vocabulary = read_vocabulary(store, target, model.vocab_size, device)
     weights = ScopedWeights(store, "", dtype, device)
     if not weights.has("lm_head.weight"):
         check_shared(f"{store.folder}, without a head,", "hidden_size", model.hidden_size, target.hidden_size)
     with torch.device("meta"):
-        draft = kind(weights, config, target, token_map)
+        draft = kind(weights, config, vocabulary, target)
     draft = read_parameters(draft, weights)
-    draft.mask_token_id = require_mask_token(store, model.vocab_size, "a DFlash draft predicts masks")
+    draft.mask_token_id = require_mask_token(store, vocabulary.known, "a DFlash draft predicts masks")
+    draft.block_size = _block_size(store, draft.first_place)
     store.refuse_unused()
     return draft
 
@@ -180,18 +176,22 @@ def _decoder(store: TensorStore, target: TargetModel, *, windows_are_causal: boo
     A window is counted from each token, as in engines. `speculators` trains with one counted from the block's first.
     """
     fields = decoder_fields(store)
-    config = read_decoder(fields, max_positions=target.max_positions)
+    config = read_decoder(fields, no_windows, max_positions=target.max_positions)
     section, count = store.config.section("dflash_config"), config.model.num_layers
-    kinds = read_layer_kinds(fields, count) or [FULL] * count
+    enabled, window = fields.optional("use_sliding_window", bool), fields.optional("sliding_window", int)
+    # If nothing says so, a window is on only if layers are listed as sliding.
+    kinds = read_layer_kinds(fields, count) or default_kinds(fields, count, window if enabled else None)
     everywhere = section.get("use_swa", bool, False) and SLIDING not in kinds
     sliding = [everywhere or kind == SLIDING for kind in kinds]
-    window = section.optional("swa_window_size", int) or fields.optional("sliding_window", int)
+    own_window = section.optional("swa_window_size", int)
+    window = own_window or (None if enabled is False else window)
     if window is not None and window < 1:
-        raise CheckpointError(f"swa_window_size in {section.place} must be 1 or more, got {window}. Restore the file.")
+        name, place = ("swa_window_size", section.place) if own_window else ("sliding_window", fields.place)
+        raise CheckpointError(f"{name} in {place} must be 1 or more, got {window}. Restore the file.")
     if any(sliding) and window is None:
         raise CheckpointError(
-            f"{fields.place} has sliding-window layers, but neither sliding_window nor dflash_config.swa_window_size. "
-            "Restore the file."
+            f"{fields.place} has sliding-window layers, but neither sliding_window nor dflash_config.swa_window_size, "
+            "or use_sliding_window is false. Restore the file."
         )
     is_causal = store.config.optional("is_causal", bool)
     is_causal = section.optional("causal", bool) if is_causal is None else is_causal
@@ -203,6 +203,19 @@ def _decoder(store: TensorStore, target: TargetModel, *, windows_are_causal: boo
         windows=tuple(window if slides else None for slides in sliding),
         causal=tuple(causal if is_causal is None else [is_causal] * count),
     )
+
+
+def _block_size(store: TensorStore, first_place: int) -> int | None:
+    """Return block_size, or None if config.json has none. Raises CheckpointError for a block that predicts nothing."""
+    for section in (store.config, store.config.section("dflash_config")):
+        if (size := section.optional("block_size", int)) is None:
+            continue
+        if size <= first_place:
+            raise CheckpointError(
+                f"block_size in {section.place} must be {first_place + 1} or more, got {size}. Restore the file."
+            )
+        return size
+    return None
 
 
 def _samples_from_anchor(store: TensorStore) -> bool:

@@ -19,7 +19,8 @@ from spec_decode.models.config import ModelConfig
 from spec_decode.models.decoder_config import DecoderConfig
 from spec_decode.models.dflash import DFlash, load_as
 from spec_decode.models.dflash import aux_hidden_state_layers as aux_hidden_state_layers
-from spec_decode.models.draft import draft_vocab, is_by_speculators
+from spec_decode.models.draft import is_by_speculators
+from spec_decode.models.draft_vocabulary import DraftVocabulary
 from spec_decode.models.kernels.block_convolution import block_convolution
 from spec_decode.models.kernels.linear import gated_linear
 from spec_decode.models.layers.decoder_layer import AttentionLayer, LayerOptions
@@ -96,20 +97,21 @@ class DFlash2(DFlash, SelectingBlockDraft):
     windows_are_causal: ClassVar[bool] = False
 
     def __init__(
-        self, weights: ScopedWeights, config: DecoderConfig, target: TargetModel, token_map: torch.Tensor | None
+        self, weights: ScopedWeights, config: DecoderConfig, vocabulary: DraftVocabulary, target: TargetModel
     ) -> None:
         """As DFlash; raises CheckpointError for a reduced vocabulary and for impossible sizes."""
         store, model = weights.store, config.model
-        if (size := draft_vocab(store, model.vocab_size)) != model.vocab_size or token_map is not None:
+        vocab = target.vocab_size
+        if vocabulary.scored != vocab or vocabulary.token_map is not None:
             raise CheckpointError(
-                f"draft_vocab_size in {store.config.place} must be the target's {model.vocab_size}, got {size}"
-                f"{' and a d2t' if token_map is not None else ''}: DFlash2's codebooks hold the target's tokens. "
+                f"draft_vocab_size in {store.config.place} must be the target's {vocab}, got {vocabulary.scored}"
+                f"{' and a d2t' if 'd2t' in store.names() else ''}: DFlash2's codebooks hold the target's tokens. "
                 "Restore the file."
             )
-        super().__init__(weights, config, target, token_map)
-        self.num_candidates = _size(store, "selector_top_k", min(_MAX_CANDIDATES, model.vocab_size))
+        super().__init__(weights, config, vocabulary, target)
+        self.num_candidates = _size(store, "selector_top_k", min(_MAX_CANDIDATES, vocab))
         rank = _size(store, "selector_rank", _MAX_SIZE)
-        self.candidate_selector = CandidateSelector(model.vocab_size, model.hidden_size, rank)
+        self.candidate_selector = CandidateSelector(vocab, model.hidden_size, rank)
 
     def make_layer(self, store: TensorStore, layer: int, options: LayerOptions) -> ConvolvedLayer:
         """Create a layer without parameters. Raises CheckpointError for a convolution longer than the block."""
@@ -157,10 +159,11 @@ def load(store: TensorStore, target: TargetModel, *, dtype: torch.dtype, device:
 
 
 def _size(store: TensorStore, name: str, maximum: int) -> int:
-    """Read a size, 1 to `maximum`: from dflash_config as published, from the top level for speculators. Raises
-    CheckpointError."""
-    at_top = is_by_speculators(store) or store.config.values.get(name) is not None
-    section = store.config if at_top else store.config.section("dflash_config")
+    """Read a size, 1 to `maximum`: from dflash_config as published, or from the top level, where speculators writes it.
+    Raises CheckpointError."""
+    section = store.config.section("dflash_config")
+    if store.config.values.get(name) is not None or (is_by_speculators(store) and section.values.get(name) is None):
+        section = store.config
     size = section.get(name, int)
     if not 1 <= size <= maximum:
         raise CheckpointError(f"{name} in {section.place} must be 1 to {maximum}, got {size}. Restore the file.")

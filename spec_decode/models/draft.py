@@ -13,6 +13,7 @@ from spec_decode.models.checkpoints.config_reader import ConfigReader
 from spec_decode.models.checkpoints.files import CheckpointError
 from spec_decode.models.checkpoints.store import ScopedWeights, TensorStore
 from spec_decode.models.decoder_config import DecoderConfig
+from spec_decode.models.draft_vocabulary import DraftVocabulary
 from spec_decode.models.layers.decoder_layer import DecoderLayer, LayerOptions
 from spec_decode.models.layers.linear import Embedding
 from spec_decode.models.layers.rope import RotaryEmbedding
@@ -26,10 +27,11 @@ class DecoderDraft(DraftModel):
 
     layers: nn.ModuleList
 
-    def __init__(self, config: DecoderConfig) -> None:
+    def __init__(self, config: DecoderConfig, vocab_size: int) -> None:
+        """vocab_size: the target's."""
         super().__init__()
         self.config = config
-        self.vocab_size, self.hidden_size = config.model.vocab_size, config.model.hidden_size
+        self.vocab_size, self.hidden_size = vocab_size, config.model.hidden_size
         self.max_positions = config.model.max_positions
         self.rotary = RotaryEmbedding(config.model, config.scaling)
 
@@ -45,11 +47,14 @@ class HiddenStatesDraft(DecoderDraft):
     time but does not change its text.
     """
 
-    def __init__(self, weights: ScopedWeights, config: DecoderConfig, target: TargetModel) -> None:
+    def __init__(
+        self, weights: ScopedWeights, config: DecoderConfig, vocabulary: DraftVocabulary, target: TargetModel
+    ) -> None:
         """Raises CheckpointError if it needs the target's embedding and that has another size or dtype."""
-        super().__init__(config)
+        super().__init__(config, target.vocab_size)
+        self.token_map = vocabulary.token_map
         owns = weights.has("embed_tokens.weight")
-        self.embed = Embedding(self.vocab_size, self.hidden_size) if owns else None
+        self.embed = Embedding(vocabulary.embedded, self.hidden_size) if owns else None
         if not owns:
             check_embedding(weights, target, self.hidden_size)
         # A tuple hides the target's modules from this module's own parameters.
@@ -78,8 +83,9 @@ def target_embedding(target: TargetModel) -> torch.Tensor:
 
 
 def decoder_fields(store: TensorStore) -> ConfigReader:
-    """Return the fields of config.json that describe the layers: the top level, or an object inside it."""
-    if is_by_speculators(store):
+    """Return the fields of config.json that describe the layers: the top level, or an object inside it. `speculators`
+    writes either."""
+    if is_by_speculators(store) and "hidden_size" not in store.config.values:
         store.config.get(_LAYER_CONFIG, cast(Any, dict))
     for name in (_LAYER_CONFIG, "model"):  # speculators, vLLM's EAGLE
         if isinstance(store.config.values.get(name), dict):
@@ -90,11 +96,6 @@ def decoder_fields(store: TensorStore) -> ConfigReader:
 def is_by_speculators(store: TensorStore) -> bool:
     """Whether the library `speculators` wrote config.json; its field names differ from others'."""
     return store.config.optional("speculators_model_type", str) is not None
-
-
-def draft_vocab(store: TensorStore, vocab_size: int) -> int:
-    """Return the size of the draft's vocabulary, vocab_size if config.json does not say."""
-    return store.config.get("draft_vocab_size", int, vocab_size)
 
 
 def read_layers(
@@ -131,19 +132,17 @@ def check_shared(draft: str | Path, name: str, draft_value: int, target_value: i
 def check_target(
     store: TensorStore,
     target: TargetModel,
-    vocab_size: int,
     hidden_size: int,
     *,
     states_size: int | None = None,
     remedy: str = "Create the target with its last hidden states as target_hidden_states.",
 ) -> None:
-    """Raise CheckpointError unless the target has the draft's vocab_size, hidden_size and target_hidden_states.
+    """Raise CheckpointError unless the target has the draft's hidden_size and target_hidden_states.
 
     states_size  dims of the states that the draft reads; None: those of the last hidden states
     remedy       how to create a target that returns these
     """
     states_size = states_size or hidden_size
-    check_shared(store.folder, "vocab_size", vocab_size, target.vocab_size)
     check_shared(store.folder, "hidden_size", hidden_size, target.hidden_size)
     if target.target_states_size != states_size:
         raise CheckpointError(
@@ -152,15 +151,13 @@ def check_target(
         )
 
 
-def check_aux_states(
-    store: TensorStore, target: TargetModel, vocab_size: int, hidden_size: int, layers: tuple[int, ...]
-) -> None:
+def check_aux_states(store: TensorStore, target: TargetModel, hidden_size: int, layers: tuple[int, ...]) -> None:
     """As `check_target`, for a draft that reads the states entering these layers, each of hidden_size.
 
     Also raises CheckpointError if the target returns the states of other layers.
     """
     remedy = f"Create the target with {len(layers)} aux_hidden_state_layers."
-    check_target(store, target, vocab_size, hidden_size, states_size=len(layers) * hidden_size, remedy=remedy)
+    check_target(store, target, hidden_size, states_size=len(layers) * hidden_size, remedy=remedy)
     if target.aux_hidden_state_layers not in (None, layers):
         raise CheckpointError(
             f"the draft in {store.folder} reads target hidden states that enter layers {list(layers)}, this target "

@@ -14,7 +14,7 @@ from spec_decode.models.checkpoints.store import ScopedWeights, TensorStore
 from spec_decode.models.decoder_config import DecoderConfig
 from spec_decode.models.dflash import DFlash, load_as
 from spec_decode.models.dflash import aux_hidden_state_layers as aux_hidden_state_layers
-from spec_decode.models.draft import draft_vocab
+from spec_decode.models.draft_vocabulary import DraftVocabulary
 from spec_decode.models.layers.linear import Embedding, Linear
 
 
@@ -40,17 +40,17 @@ class DSpark(DFlash, InTurnBlockDraft):
     previously drafted token biases the logits."""
 
     def __init__(
-        self, weights: ScopedWeights, config: DecoderConfig, target: TargetModel, token_map: torch.Tensor | None
+        self, weights: ScopedWeights, config: DecoderConfig, vocabulary: DraftVocabulary, target: TargetModel
     ) -> None:
         """As DFlash; raises CheckpointError for a rank below 1."""
-        super().__init__(weights, config, target, token_map)
+        super().__init__(weights, config, vocabulary, target)
         fields, model = weights.store.config, config.model
         fields.require("markov_head_type", "vanilla")
         rank = fields.get("markov_rank", int)
         if rank < 1:
             raise CheckpointError(f"markov_rank in {fields.place} must be 1 or more, got {rank}. Restore the file.")
         self.first_place = 0 if fields.get("sample_from_anchor", bool, True) else 1
-        self.markov_head = MarkovHead(model.vocab_size, rank, draft_vocab(weights.store, model.vocab_size))
+        self.markov_head = MarkovHead(vocabulary.embedded, rank, vocabulary.scored)
         self._with_markov = fields.get("confidence_head_with_markov", bool, False)
         inputs = model.hidden_size + rank * self._with_markov
         self.confidence_head = ConfidenceHead(inputs) if fields.get("enable_confidence_head", bool, False) else None

@@ -14,9 +14,10 @@ from spec_decode.models.attention import Attention
 from spec_decode.models.base import KeepRows, KeptRowsDraft, LayerGroup, TargetModel
 from spec_decode.models.checkpoints.store import ScopedWeights, TensorStore
 from spec_decode.models.config import ModelConfig
-from spec_decode.models.decoder_config import DecoderConfig, read_decoder
+from spec_decode.models.decoder_config import DecoderConfig, read_decoder, states_draft_windows
 from spec_decode.models.decoder_weights import read_parameters
 from spec_decode.models.draft import HiddenStatesDraft, check_target, decoder_fields
+from spec_decode.models.draft_vocabulary import DraftVocabulary, read_vocabulary
 from spec_decode.models.layers.decoder_layer import DecoderLayer, LatentDecoderLayer, LayerOptions, ResidualLayer
 from spec_decode.models.layers.linear import EmbedLinear, ResidualStream, joined
 from spec_decode.models.layers.rms_norm import RMSNorm
@@ -103,8 +104,10 @@ class PublishedEagle(HiddenStatesDraft, KeptRowsDraft):
     Uses the target's output projection.
     """
 
-    def __init__(self, weights: ScopedWeights, config: DecoderConfig, target: TargetModel) -> None:
-        super().__init__(weights, config, target)
+    def __init__(
+        self, weights: ScopedWeights, config: DecoderConfig, vocabulary: DraftVocabulary, target: TargetModel
+    ) -> None:
+        super().__init__(weights, config, vocabulary, target)
         store = weights.store
         self.target_states_size = self.hidden_size
         self.fc = EmbedLinear(2 * self.hidden_size, self.hidden_size, bias="fc.bias" in store.names())
@@ -139,11 +142,12 @@ def serves(store: TensorStore) -> bool:
 
 def load(store: TensorStore, target: TargetModel, *, dtype: torch.dtype, device: torch.device) -> PublishedEagle:
     """Load the draft, ready to run. Raises CheckpointError."""
-    config = read_decoder(decoder_fields(store), max_positions=target.max_positions)
-    check_target(store, target, config.model.vocab_size, config.model.hidden_size)
+    config = read_decoder(decoder_fields(store), states_draft_windows, max_positions=target.max_positions)
+    check_target(store, target, config.model.hidden_size)
+    vocabulary = read_vocabulary(store, target, config.model.vocab_size, device, has_head=False)
     weights = ScopedWeights(store, "", dtype, device)
     with torch.device("meta"):
-        draft = PublishedEagle(weights, config, target)
+        draft = PublishedEagle(weights, config, vocabulary, target)
     draft = read_parameters(draft, weights)
     store.refuse_unused()
     return draft

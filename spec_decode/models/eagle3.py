@@ -10,11 +10,11 @@ from spec_decode.models.attention import Attention
 from spec_decode.models.base import BlockDraft, KeepRows, KeptRowsDraft, TargetModel
 from spec_decode.models.checkpoints.mask_token import require_mask_token
 from spec_decode.models.checkpoints.store import ScopedWeights, TensorStore
-from spec_decode.models.checkpoints.token_map import read_token_map
 from spec_decode.models.config import MAX_LAYERS, ModelConfig
-from spec_decode.models.decoder_config import DecoderConfig, read_decoder
+from spec_decode.models.decoder_config import DecoderConfig, read_decoder, states_draft_windows
 from spec_decode.models.decoder_weights import read_parameters
-from spec_decode.models.draft import HiddenStatesDraft, check_aux_states, decoder_fields, draft_vocab
+from spec_decode.models.draft import HiddenStatesDraft, check_aux_states, decoder_fields
+from spec_decode.models.draft_vocabulary import DraftVocabulary, read_vocabulary
 from spec_decode.models.eagle3_parts import AuxStates, DraftHead, Eagle3Ends, first_prefix, published_name
 from spec_decode.models.eagle3_parts import aux_hidden_state_layers as aux_hidden_state_layers
 from spec_decode.models.kernels.embed_concat import embed_concat
@@ -53,19 +53,17 @@ class Eagle3(Eagle3Ends, HiddenStatesDraft, KeptRowsDraft):
     """At position p, maps the token at p + 1 and the state at p to a state that predicts the token at p + 2."""
 
     def __init__(
-        self, weights: ScopedWeights, config: DecoderConfig, target: TargetModel, token_map: torch.Tensor | None
+        self, weights: ScopedWeights, config: DecoderConfig, vocabulary: DraftVocabulary, target: TargetModel
     ) -> None:
-        """token_map: int64 [draft vocabulary], the result of `read_token_map`."""
-        super().__init__(weights, config, target)
+        super().__init__(weights, config, vocabulary, target)
         store, model = weights.store, config.model
-        self.token_map = token_map
         self.target_states_size = target.target_states_size
         sizes = self.target_states_size, target.hidden_size
         self.aux = AuxStates(store, sizes, model.hidden_size, model.norm_eps)
         normed_residual = store.config.get("norm_before_residual", bool, False)
         options = LayerOptions.found(store, first_prefix(store))
         self.layers = self.stack(store, FirstLayer(model, options, normed_residual=normed_residual))
-        self.head = DraftHead(store, model.hidden_size, model.norm_eps, draft_vocab(store, model.vocab_size))
+        self.head = DraftHead(store, target, model.hidden_size, model.norm_eps, vocabulary.scored)
 
     def forward(
         self,
@@ -95,12 +93,12 @@ class ParallelEagle3(BlockDraft, Eagle3):
         self,
         weights: ScopedWeights,
         config: DecoderConfig,
+        vocabulary: DraftVocabulary,
         target: TargetModel,
-        token_map: torch.Tensor | None,
         mask: tuple[int, torch.Tensor],
     ) -> None:
         """As Eagle3; mask: the mask's token and states [F]."""
-        super().__init__(weights, config, target, token_map)
+        super().__init__(weights, config, vocabulary, target)
         self.mask_token_id, self.mask_hidden = mask
 
 
@@ -111,15 +109,15 @@ def serves(store: TensorStore) -> bool:
 
 def load(store: TensorStore, target: TargetModel, *, dtype: torch.dtype, device: torch.device) -> Eagle3:
     """Load the draft, ready to run. Raises CheckpointError."""
-    config = read_decoder(decoder_fields(store), max_positions=target.max_positions)
+    config = read_decoder(decoder_fields(store), states_draft_windows, max_positions=target.max_positions)
     model = config.model
     read = store.config.get("target_hidden_size", int, model.hidden_size)
     layers = aux_hidden_state_layers(store, target.num_layers or MAX_LAYERS)
-    check_aux_states(store, target, model.vocab_size, read, layers)
-    token_map = read_token_map(store, draft_vocab(store, model.vocab_size), target.vocab_size, device)
+    check_aux_states(store, target, read, layers)
+    vocabulary = read_vocabulary(store, target, model.vocab_size, device)
     weights = ScopedWeights(store, "", dtype, device)
-    arguments = (weights, config, target, token_map)
-    mask = _read_mask(store, model.vocab_size, target.target_states_size, dtype, device)
+    arguments = (weights, config, vocabulary, target)
+    mask = _read_mask(store, vocabulary.known, target.target_states_size, dtype, device)
     with torch.device("meta"):
         draft = Eagle3(*arguments) if mask is None else ParallelEagle3(*arguments, mask)
     first = first_prefix(store)

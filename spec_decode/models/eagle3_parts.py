@@ -8,12 +8,14 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from spec_decode.models.base import DraftModel
+from spec_decode.models.base import DraftModel, TargetModel
 from spec_decode.models.checkpoints.config_reader import ConfigReader
 from spec_decode.models.checkpoints.store import TensorStore
-from spec_decode.models.draft import is_by_speculators, read_layers
+from spec_decode.models.draft import check_shared, is_by_speculators, read_layers
+from spec_decode.models.draft_vocabulary import HEAD
 from spec_decode.models.layers.linear import Linear, NormLinear, joined
 from spec_decode.models.layers.rms_norm import RMSNorm
+from spec_decode.models.target_head import TargetHead
 
 
 class AuxStates(nn.Module):
@@ -39,12 +41,18 @@ class AuxStates(nn.Module):
 
 
 class DraftHead(nn.Module):
-    """The final norm, and the projection to the draft's vocabulary."""
+    """The final norm, and the projection to the draft's vocabulary: the target's, if the checkpoint has none."""
 
-    def __init__(self, store: TensorStore, hidden: int, eps: float, vocab_size: int) -> None:
+    def __init__(self, store: TensorStore, target: TargetModel, hidden: int, eps: float, scored: int) -> None:
+        """scored: the tokens of the draft's vocabulary. Raises CheckpointError if the draft would use the head of a
+        target of another width."""
         super().__init__()
         self.norm = RMSNorm(hidden, eps)
-        self.lm_head = NormLinear(hidden, vocab_size)
+        self.lm_head: NormLinear | TargetHead = TargetHead(target)
+        if HEAD in store.names():
+            self.lm_head = NormLinear(hidden, scored)
+        else:
+            check_shared(f"{store.folder}, without a head,", "hidden_size", hidden, target.hidden_size)
         self.norm_output = _flag(store, "norm_output")
         """Whether the next step reads the state after the norm (EAGLE-3.1), instead of the one before it."""
 
@@ -59,6 +67,8 @@ class DraftHead(nn.Module):
         """Return logits [T, draft vocabulary] for states [T, H] from `next_states`."""
         if self.norm_output:
             return self.lm_head.product(states)
+        if isinstance(self.lm_head, TargetHead):
+            return self.lm_head.product(self.norm(states)[1])
         logits: torch.Tensor = self.lm_head(states, None, self.norm)[1]
         return logits
 

@@ -15,7 +15,8 @@ from spec_decode.models.base import DraftModel, TargetModel
 from spec_decode.models.checkpoints.config_reader import ConfigReader
 from spec_decode.models.checkpoints.files import CheckpointError
 from spec_decode.models.checkpoints.store import ScopedWeights, TensorStore, frozen
-from spec_decode.models.draft import check_target, decoder_fields
+from spec_decode.models.draft import check_shared, check_target, decoder_fields
+from spec_decode.models.layer_windows import read_windows
 from spec_decode.models.layers.feed_forward import FeedForward, Names, read_dense
 from spec_decode.models.layers.grouped_attention import GroupedAttention, read_grouped_shape
 from spec_decode.models.layers.moe import MixtureOfExperts, read_qwen_mixture
@@ -114,6 +115,7 @@ def load(store: TensorStore, target: TargetModel, *, dtype: torch.dtype, device:
     """
     config, layout = _read_layout(store)
     config.require("hidden_act", "silu")
+    _require_no_window(config, layout)
     first = 0
     if layout is _GLM:
         first = config.get("num_hidden_layers", int)
@@ -149,6 +151,17 @@ def _read_layout(store: TensorStore) -> tuple[ConfigReader, MtpLayout]:
     return config, _MODEL_TYPES[kind]
 
 
+def _require_no_window(config: ConfigReader, layout: MtpLayout) -> None:
+    """Raise CheckpointError for a window in the layers of families that can have one: Qwen3, and MiMo after Qwen2."""
+    if layout not in (_SPECULATORS, _MIMO):
+        return
+    if any(read_windows(config, config.get("num_hidden_layers", int), family="qwen3")):
+        raise CheckpointError(
+            f"use_sliding_window in {config.place} must be false: a window in a layer of multi-token prediction is not "
+            "supported. Use a checkpoint without one."
+        )
+
+
 def _read_count(store: TensorStore, config: ConfigReader, layout: MtpLayout) -> int:
     """Return 1, the number of draft layers. Raises CheckpointError if config.json has another number; Qwen3-Next's has
     none."""
@@ -175,7 +188,8 @@ class GroupedPrediction(PredictionLayer):
         attention = read_grouped_shape(
             config, eps, qk_norm=qk_norm, gated=layout.gated, norm_offset=offset, rotated=layout.rotated
         )
-        check_target(weights.store, target, config.get("vocab_size", int), hidden)
+        check_shared(weights.store.folder, "vocab_size", config.get("vocab_size", int), target.vocab_size)
+        check_target(weights.store, target, hidden)
         super().__init__(
             weights,
             target,

@@ -11,10 +11,10 @@ from spec_decode.models.attention import Attention
 from spec_decode.models.base import KeepRows, TargetModel
 from spec_decode.models.checkpoints.files import CheckpointError
 from spec_decode.models.checkpoints.store import ScopedWeights, TensorStore
-from spec_decode.models.checkpoints.token_map import read_token_map
 from spec_decode.models.config import MAX_LAYERS
 from spec_decode.models.decoder_weights import read_parameters
-from spec_decode.models.draft import check_aux_states, draft_vocab
+from spec_decode.models.draft import check_aux_states
+from spec_decode.models.draft_vocabulary import DraftVocabulary, read_vocabulary
 from spec_decode.models.eagle3_parts import AuxStates, DraftHead, Eagle3Ends, first_prefix
 from spec_decode.models.eagle3_parts import aux_hidden_state_layers as aux_hidden_state_layers
 from spec_decode.models.kernels.embed_concat import embed_concat
@@ -31,18 +31,18 @@ _NAMES = Names(gate="gate_proj", up="up_proj", down="down_proj")
 class LatentEagle3(Eagle3Ends, OneLayerDraft):
     """At position p, maps the token at p + 1 and the state at p to a state that predicts the token at p + 2."""
 
-    def __init__(self, weights: ScopedWeights, target: TargetModel, token_map: torch.Tensor | None) -> None:
-        """token_map: int64 [draft vocabulary], the result of `read_token_map`. Raises CheckpointError."""
+    def __init__(self, weights: ScopedWeights, vocabulary: DraftVocabulary, target: TargetModel) -> None:
+        """Raises CheckpointError."""
         store, config = weights.store, weights.store.config
         layer = weights.under(first_prefix(store))
         norms = f"{layer.prefix}input_layernorm.weight", f"{layer.prefix}hidden_norm.weight"
         super().__init__(weights, target, embedding="embed_tokens.weight", norms=norms)
         hidden, eps = config.get("hidden_size", int), config.positive("rms_norm_eps")
         shape = read_mla_shape(config, hidden, eps)
-        self.token_map, self.hidden_size, self.max_positions = token_map, hidden, target.max_positions
+        self.token_map, self.hidden_size, self.max_positions = vocabulary.token_map, hidden, target.max_positions
         with torch.device("meta"):
             aux = AuxStates(store, (self.target_states_size, target.hidden_size), hidden, eps)
-            head = DraftHead(store, hidden, eps, draft_vocab(store, self.vocab_size))
+            head = DraftHead(store, target, hidden, eps, vocabulary.scored)
         self.aux, self.head = read_parameters(aux, weights), read_parameters(head, weights)
         self._normed_residual = config.get("norm_before_residual", bool, False)
         self.attention = MlaAttention(shape, layer.under("self_attn."), self.max_positions, inputs=2 * hidden)
@@ -86,9 +86,9 @@ def load(store: TensorStore, target: TargetModel, *, dtype: torch.dtype, device:
     vocab = config.get("vocab_size", int)
     read = config.get("target_hidden_size", int, config.get("hidden_size", int))
     layers = aux_hidden_state_layers(store, target.num_layers or MAX_LAYERS)
-    check_aux_states(store, target, vocab, read, layers)
-    token_map = read_token_map(store, draft_vocab(store, vocab), target.vocab_size, device)
+    check_aux_states(store, target, read, layers)
+    vocabulary = read_vocabulary(store, target, vocab, device)
     weights = ScopedWeights(store, "", dtype, device)
-    draft = LatentEagle3(weights, target, token_map)
+    draft = LatentEagle3(weights, vocabulary, target)
     store.refuse_unused()
     return draft.eval()

@@ -24,6 +24,7 @@ from spec_decode.models import (
 )
 from spec_decode.models.base import DraftModel, TargetModel
 from spec_decode.models.checkpoints.files import CheckpointError
+from spec_decode.models.checkpoints.folder_kind import refuse_quantised
 from spec_decode.models.checkpoints.store import TensorStore
 
 _KINDS = {
@@ -43,16 +44,34 @@ under their target's architecture."""
 
 
 def load_draft(
-    folder: Path, target: TargetModel, *, dtype: torch.dtype = torch.bfloat16, device: torch.device | str = "cpu"
+    folder: Path,
+    target: TargetModel,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    device: torch.device | str = "cpu",
+    target_folder: Path | None = None,
 ) -> DraftModel:
     """Load a published draft for `target`, ready to run.
 
     The folder holds config.json and weights as safetensors or PyTorch's .bin, sharded or not. An EAGLE draft uses the
-    target's `logits`, and the target's `embed` (weight [V, H]) if it has no embedding. Raises CheckpointError for any
-    problem in the folder and for a draft that does not fit the target.
+    target's `logits`, and the target's `embed` (weight [V, H]) if it has no embedding.
+
+    target_folder: the target's, whose tokenizer is compared with the one in the draft's folder. Equal tokens show that
+    vocabularies of two sizes differ in rows of padding only; without both tokenizers, such a draft is rejected.
+
+    Raises CheckpointError for any problem in the folder and for a draft that does not fit the target.
     """
+    same = target_folder is not None and check_same_tokens(folder, target_folder)
+    return load_with_tokens(folder, target, dtype=dtype, device=torch.device(device), same_tokens=same)
+
+
+def load_with_tokens(
+    folder: Path, target: TargetModel, *, dtype: torch.dtype, device: torch.device, same_tokens: bool
+) -> DraftModel:
+    """As `load_draft`; same_tokens: the result of `check_same_tokens`."""
     store, kind = _open(folder)
-    draft: DraftModel = kind.load(store, target, dtype=dtype, device=torch.device(device))
+    store.same_tokens = same_tokens
+    draft: DraftModel = kind.load(store, target, dtype=dtype, device=device)
     return draft
 
 
@@ -62,20 +81,42 @@ def check_draft(folder: Path) -> None:
     _open(folder)
 
 
+def check_same_tokens(folder: Path, target_folder: Path, tokenizer: Any = None) -> bool:
+    """Return whether the tokenizers in a draft's folder and in its target's show that both have the same tokens; False
+    if one of the folders has no tokenizer. tokenizer: the target's, if it is loaded.
+
+    A token that only one of them has makes no difference: the draft never proposes it, or the target rejects it.
+    Raises CheckpointError if the same token has two ids, or two tokens one.
+    """
+    from spec_decode.models.hf.folder import has_tokenizer, load_tokenizer
+
+    if not (has_tokenizer(folder) and has_tokenizer(target_folder)):
+        return False
+    own, ids = load_tokenizer(folder).get_vocab(), (tokenizer or load_tokenizer(target_folder)).get_vocab()
+    tokens = {token_id: token for token, token_id in own.items()}
+    differing = sorted(
+        (i, token) for token, i in ids.items() if own.get(token, i) != i or tokens.get(i, token) != token
+    )
+    if differing:
+        i, token = differing[0]
+        raise CheckpointError(
+            f"the tokenizers differ: {len(differing)} of {len(ids)} tokens have other ids in the draft: {token!r} is "
+            f"{i} in {target_folder} and {own.get(token, 'no token')} in {folder}, where {i} is {tokens.get(i)!r}. Use "
+            "a draft made for this target."
+        )
+    return True
+
+
 def _open(folder: Path) -> tuple[TensorStore, Any]:
     """Open a draft's checkpoint and find the module of _KINDS that loads it. Raises CheckpointError."""
     store = TensorStore.open(folder)
     # Report an unsupported kind before quantised weights: converting those would not help.
     kind = _kind_of(store, list(_KINDS.values()))
-    if quantised := store.config.section("quantization_config").values:
-        raise CheckpointError(
-            f"{store.config.place} must have no quantization_config, got quant_method "
-            f"{quantised.get('quant_method')!r}; quantised weights are not supported. Convert the checkpoint to bf16."
-        )
+    refuse_quantised(folder, dict(store.config.values))
     if kind is None:
         raise CheckpointError(
-            f"{folder} must hold a supported kind of draft, got architectures "
-            f"{store.config.values.get('architectures')}. Supported are {'; '.join(_KINDS)}."
+            f"{store.config.place} must describe a supported kind of draft, got architectures "
+            f"{store.config.values.get('architectures')!r:.80}. Supported are {'; '.join(_KINDS)}."
         )
     return store, kind
 

@@ -14,7 +14,7 @@ from spec_decode.models.base import DraftModel, TargetModel
 from spec_decode.models.checkpoints.config_reader import ConfigReader
 from spec_decode.models.checkpoints.files import CheckpointError
 from spec_decode.models.checkpoints.store import ScopedWeights, TensorStore
-from spec_decode.models.draft import check_target
+from spec_decode.models.draft import check_shared, check_target
 from spec_decode.models.layers.feed_forward import FeedForward, Names, read_dense
 from spec_decode.models.layers.mla_attention import MlaAttention, read_mla_shape
 from spec_decode.models.layers.moe import MixtureOfExperts, read_mixture, read_mixture_shape
@@ -81,7 +81,8 @@ class MultiTokenPrediction(PredictionLayer):
         config = weights.store.config
         hidden, eps = config.get("hidden_size", int), config.positive("rms_norm_eps")
         attention = read_mla_shape(config, hidden, eps)
-        check_target(weights.store, target, config.get("vocab_size", int), hidden)
+        check_shared(weights.store.folder, "vocab_size", config.get("vocab_size", int), target.vocab_size)
+        check_target(weights.store, target, hidden)
         super().__init__(weights, target, embedding="embed_tokens.weight", head="shared_head.head.weight")
         self.layer = layer - config.get("num_hidden_layers", int)
         self.fuse = weights.parameter("eh_proj.weight", hidden, 2 * hidden)

@@ -46,9 +46,9 @@ class OneLayerDraft(KeptRowsDraft):
         """
         super().__init__()
         config = config or weights.store.config
-        vocab, hidden = config.get("vocab_size", int), config.get("hidden_size", int)
-        self.vocab_size, self.target_states_size = vocab, target.target_states_size
-        self.embed = weights.parameter(embedding, vocab, hidden) if weights.has(embedding) else None
+        self.vocab_size, self.target_states_size = target.vocab_size, target.target_states_size
+        rows, hidden = max(config.get("vocab_size", int), self.vocab_size), config.get("hidden_size", int)
+        self.embed = weights.parameter(embedding, rows, hidden) if weights.has(embedding) else None
         if self.embed is None:
             check_embedding(weights, target, hidden)
         # A tuple hides the target's modules from this module's own parameters.

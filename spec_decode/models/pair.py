@@ -98,7 +98,7 @@ def load_pair(
     """
     index = _read_index(folder / "config.json")
     if draft not in (names := draft_names(folder)):
-        raise CheckpointError(f"the drafts in {folder} are {', '.join(names)}, got {draft!r}. Name one of those.")
+        raise CheckpointError(f"the drafts in {folder} are {', '.join(names)}, got {draft!r:.200}. Name one of those.")
     config = index.drafts[draft]
     if config is None:
         _check_states(folder / draft, index.target.num_layers)

@@ -84,14 +84,18 @@ class SyntheticAcceptance(Verifier):
         sampling: Sampling,
         draft_positions: torch.Tensor,
     ) -> VerifyOutput:
-        """See Verifier.verify for shapes. draft_logits are not read; the next token is that of plain decoding.
+        """See Verifier.verify for shapes. Of draft_logits, only the shape is read; the next token is that of plain
+        decoding.
 
         Raises BatchError for tensors of the wrong shape, dtype or device.
         """
         rows, device = len(draft_tokens), draft_tokens.device
         require_tensor("draft_tokens", draft_tokens, shape=(rows, None), dtype=torch.int64, device=device)
-        shape, dtype = (rows, 1 + draft_tokens.shape[1], None), target_logits.dtype
-        require_tensor("target_logits", target_logits, shape=shape, dtype=dtype, device=device)
+        steps, dtype = draft_tokens.shape[1], target_logits.dtype
+        require_tensor("target_logits", target_logits, shape=(rows, 1 + steps, None), dtype=dtype, device=device)
+        # Ids of another vocabulary would be accepted, and have no row in the target.
+        shape = (rows, steps, target_logits.shape[2])
+        require_tensor("draft_logits", draft_logits, shape=shape, dtype=torch.float32, device=device)
         for name, tensor in {"seeds": sampling.seeds, "draft_positions": draft_positions}.items():
             require_tensor(name, tensor, shape=(rows,), dtype=torch.int64, device=device)
         accepted, positions = synthetic_accept(

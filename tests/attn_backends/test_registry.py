@@ -71,6 +71,12 @@ def test_an_unknown_name_lists_the_known_and_declared_ones(declare):
         explain("nobody", make_spec(), CPU)
 
 
+def test_a_long_unknown_name_is_cut():
+    with pytest.raises(UnknownBackend) as refused:
+        get("x" * 10_000)
+    assert len(str(refused.value)) < 600
+
+
 def test_a_registered_backend_is_had_by_its_name_until_it_is_unregistered():
     assert register(Other) is Other and register(replace=True)(Other) is Other
     assert isinstance(get("other"), Other) and "other" in names()

@@ -73,6 +73,15 @@ def test_growth_appends_pages_raises_limits_and_leaves_a_flag_for_whoever_reads_
     assert (tables.limits_host, tables.longest) == ((6, 11), 11)
 
 
+@pytest.mark.parametrize("request_", [True, 1.0, "1", None])
+def test_a_request_that_is_no_int_does_not_grow(request_):
+    tables = loaded(groups=2)
+    before = contents(tables)
+    with pytest.raises(BatchError, match="requests must be ints, got"):
+        tables.grow({request_: [[7, 5], [3, 9]]}, {request_: 11})
+    assert contents(tables) == before
+
+
 def test_a_request_grows_behind_what_it_has_until_its_row_is_full():
     tables = loaded()
     tables.grow({0: [[]]}, {0: 8})

@@ -12,6 +12,9 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+_TERSE = 20
+"""Messages up to this length, such as a KeyError's key, say nothing without the name of the error."""
+
 
 class CheckpointError(ValueError):
     """Raised for a checkpoint that cannot be loaded; the message names the file and the problem."""
@@ -60,8 +63,14 @@ def unreadable(path: Path, error: Exception) -> CheckpointError:
     """Return the error to raise for weights that cannot be read."""
     kind = "a PyTorch state" if path.suffix == ".bin" else "safetensors"
     return CheckpointError(
-        f"{path} cannot be read as {kind}: {error}; it is missing, truncated or corrupt. Restore the file."
+        f"{path} cannot be read as {kind}: {in_short(error)}; it is missing, truncated or corrupt. Restore the file."
     )
+
+
+def in_short(error: BaseException) -> str:
+    """Return a library's message, at most some lines of it; its class if the message alone says little."""
+    message = " ".join(str(error).split())
+    return f"{message:.300}".rstrip(".") if len(message) > _TERSE else f"{type(error).__name__} {message}".strip()
 
 
 def shortened(names: Sequence[str]) -> str:

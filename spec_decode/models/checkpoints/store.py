@@ -21,9 +21,14 @@ from spec_decode.models.checkpoints.files import (
     shortened,
     unreadable,
 )
+from spec_decode.models.checkpoints.folder_kind import read_config
 
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 """Files that can hold the weights; the first that exists is read."""
+
+
+_VOCABULARY = ("embed_tokens.weight", "lm_head.weight", "markov_w1.weight", "markov_w2.weight", "_codebook")
+"""Ends of the names of matrices with a row for each token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,16 +49,15 @@ class TensorStore:
         self._files = files
         self._shards: dict[Path, _Shard] = {}
         self._taken: set[str] = set()
+        self._given: dict[str, torch.Tensor] = {}
+        self._rows: int | None = None
+        self.same_tokens = False
+        """Whether the checkpoint is known to have its target's tokens, so that sizes differ in padding only."""
 
     @classmethod
     def open(cls, folder: Path) -> TensorStore:
         """Read config.json and the tensors' names, but not the tensors. Raises CheckpointError."""
-        config = read_object(folder / "config.json", "Pass the folder of a checkpoint.")
-        weights = weights_file(folder)
-        if weights is None:
-            raise CheckpointError(
-                f"{folder} has no weights ({', '.join(WEIGHTS[:-1])} or {WEIGHTS[-1]}). Complete the download."
-            )
+        config, weights = read_config(folder), weights_file(folder)
         if weights.suffix == ".json":
             return cls(folder, config, read_index(weights))
         store = cls(folder, config, {})
@@ -68,7 +72,20 @@ class TensorStore:
 
     def names(self) -> frozenset[str]:
         """Return the names of all tensors."""
-        return frozenset(self._files)
+        return frozenset(self._files) | self._given.keys()
+
+    def provide(self, name: str, tensor: torch.Tensor) -> None:
+        """Let `take` return this tensor under a name that the checkpoint lacks."""
+        self._given[name] = tensor
+
+    def fit_rows(self, rows: int) -> None:
+        """Let `take` pad vocabulary tensors of this many rows with zeros, or cut them, to the rows that it is asked
+        for."""
+        self._rows = rows
+
+    def peek(self, name: str) -> torch.Tensor:
+        """Return a stored tensor as it is, without marking it as taken. Raises CheckpointError if it is absent."""
+        return self._read(name)
 
     def take_flat(self, name: str, size: int, dtype: torch.dtype) -> torch.Tensor:
         """Return a tensor [size], which can be stored with leading dims of 1. Raises CheckpointError as `take`."""
@@ -81,15 +98,16 @@ class TensorStore:
         Raises CheckpointError for another shape, for a dtype of another kind (integers, 8-bit floats and wider floats
         are not cast to one another), and for NaN and infinities.
         """
-        stored = self._read(name)
+        stored = self._given[name] if name in self._given else self._fitted(name, self._read(name), shape)
+        place = self._files.get(name, self.folder)
         if tuple(stored.shape) != shape:
             raise CheckpointError(
-                f"{name} in {self._files[name]} must be {list(shape)}, got {list(stored.shape)}. "
+                f"{name} in {place} must be {list(shape)}, got {list(stored.shape)}. "
                 "Use weights and config.json from the same model."
             )
         if dtype is not None and (kind := _kind(dtype)) != _kind(stored.dtype):
             raise CheckpointError(
-                f"{name} in {self._files[name]} must be stored as {kind}, got {stored.dtype}; quantised checkpoints "
+                f"{name} in {place} must be stored as {kind}, got {stored.dtype}; quantised checkpoints "
                 "are not supported. Use an unquantised one."
             )
         # Copied: a mapped file would still be read, and could change, while the model runs.
@@ -97,12 +115,10 @@ class TensorStore:
         if not is_finite(cast):
             if is_finite(stored):
                 raise CheckpointError(
-                    f"{name} in {self._files[name]} must fit in {cast.dtype}, got a value of "
+                    f"{name} in {place} must fit in {cast.dtype}, got a value of "
                     f"{stored.abs().max():g}, which would become infinite. Load it as bfloat16."
                 )
-            raise CheckpointError(
-                f"{name} in {self._files[name]} must hold finite numbers, got NaN or infinity. Restore the file."
-            )
+            raise CheckpointError(f"{name} in {place} must hold finite numbers, got NaN or infinity. Restore the file.")
         self._taken.add(name)
         return cast
 
@@ -116,6 +132,12 @@ class TensorStore:
                 f"{shortened(extra)}; ignoring them would change the outputs. Use a model without them, or restore "
                 "config.json if it is another model's."
             )
+
+    def _fitted(self, name: str, stored: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+        rows = stored.shape[0] if stored.dim() else 0
+        if rows != self._rows or rows == shape[0] or stored.shape[1:] != shape[1:] or not name.endswith(_VOCABULARY):
+            return stored
+        return nn.functional.pad(stored[: shape[0]], (0, 0, 0, max(0, shape[0] - rows)))
 
     def _read(self, name: str) -> torch.Tensor:
         if name not in self._files:
@@ -137,7 +159,7 @@ class TensorStore:
 
     def _shard(self, path: Path) -> _Shard:
         if path not in self._shards:
-            self._shards[path] = _open_bin(path) if path.suffix == ".bin" else _open_safetensors(path)
+            self._shards[path] = _open_shard(path)
         return self._shards[path]
 
 
@@ -147,9 +169,22 @@ def _kind(dtype: torch.dtype) -> str:
     return "floats of at least 16 bits" if dtype.itemsize >= 2 else "8-bit floats"
 
 
-def weights_file(folder: Path) -> Path | None:
-    """Return the first of WEIGHTS that exists in the folder, or None."""
-    return next((path for name in WEIGHTS if (path := folder / name).is_file()), None)
+def weights_file(folder: Path) -> Path:
+    """Return the first of WEIGHTS that exists in the folder. Raises CheckpointError if there is none."""
+    found = next((path for name in WEIGHTS if (path := folder / name).is_file()), None)
+    if found is None:
+        raise CheckpointError(
+            f"{folder} has no weights ({', '.join(WEIGHTS[:-1])} or {WEIGHTS[-1]}). Complete the download."
+        )
+    return found
+
+
+def check_weights(folder: Path) -> None:
+    """Raise CheckpointError for a file of weights that is missing or cannot be read. Reads only the tensors' names."""
+    weights = weights_file(folder)
+    files = [weights] if weights.suffix != ".json" else sorted(set(read_index(weights).values()))
+    for path in files:
+        _open_shard(path)
 
 
 def read_index(index: Path) -> dict[str, Path]:
@@ -179,6 +214,10 @@ def _is_file(path: Path) -> bool:
         return False
 
 
+def _open_shard(path: Path) -> _Shard:
+    return _open_bin(path) if path.suffix == ".bin" else _open_safetensors(path)
+
+
 def _open_safetensors(path: Path) -> _Shard:
     check_safetensors(path)
     handle = safe_open(path, framework="pt")
@@ -195,6 +234,10 @@ def _open_bin(path: Path) -> _Shard:
         raise CheckpointError(
             f"{path} must hold a state_dict of dense tensors with data, got {type(state).__name__} with other values. "
             "Save a state_dict."
+        )
+    if unnamed := [name for name in state if not isinstance(name, str)]:
+        raise CheckpointError(
+            f"{path} must hold a state_dict with names as keys, got the key {unnamed[0]!r:.80}. Save a state_dict."
         )
     return _Shard(frozenset(state), state.__getitem__)
 

@@ -9,19 +9,21 @@ from spec_decode.models.checkpoints.store import TensorStore
 
 
 def read_token_map(
-    store: TensorStore, draft_vocab: int, target_vocab: int, device: torch.device
+    store: TensorStore, draft_vocab: int, own_vocab: int, target_vocab: int, device: torch.device
 ) -> torch.Tensor | None:
-    """Return each draft token's id in the target, int64 [draft_vocab], distinct; None if the vocabularies match.
+    """Return each draft token's id in the target, int64 [draft_vocab], distinct; None if draft_vocab is own_vocab, the
+    vocab_size of config.json, and the checkpoint has no map.
 
-    d2t holds each token's offset to its id in the target. t2d, which is optional, marks the mapped ids. Ids need not
-    ascend. Raises CheckpointError for invalid maps and for maps that disagree.
+    target_vocab: ids that both have. d2t holds each token's offset to its id in the target. t2d, which is optional,
+    marks the mapped ids of own_vocab. Ids need not ascend. Raises CheckpointError for invalid maps and for maps that
+    disagree.
     """
-    if draft_vocab == target_vocab and "d2t" not in store.names():
+    if draft_vocab == own_vocab and "d2t" not in store.names():
         return None
     ids = store.take("d2t", (draft_vocab,), torch.int64) + torch.arange(draft_vocab)
     problems = _problems(ids, target_vocab)
     if not problems and "t2d" in store.names():
-        problems = _disagreements(ids, store.take("t2d", (target_vocab,), torch.bool))
+        problems = _disagreements(ids, store.take("t2d", (own_vocab,), torch.bool))
     if problems:
         raise CheckpointError(
             f"d2t in {store.folder} must map {draft_vocab} draft tokens to distinct ones of the target's "

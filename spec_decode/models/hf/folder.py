@@ -8,21 +8,29 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from spec_decode.models.checkpoints.config_reader import ConfigReader
 from spec_decode.models.checkpoints.files import (
     CheckpointError,
-    check_safetensors,
+    in_short,
     read_object,
     require_plain_utf8,
     require_regular,
     shortened,
 )
-from spec_decode.models.checkpoints.store import read_index, weights_file
+from spec_decode.models.checkpoints.folder_kind import read_config, refuse_quantised
+from spec_decode.models.checkpoints.store import check_weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _READ_FIRST = ("config.json", "generation_config.json", "tokenizer_config.json")
 """Files that the library ignores if it cannot read them, or whose errors it attributes to something else."""
+_OTHER_INPUTS = ("vision_config", "audio_config", "thinker_config", "vision_tower")
+"""Ends of fields that only configs of multimodal models have."""
+_NO_CODE = {"config.json": {"trust_remote_code": False}}
+"""Arguments for the files that can name classes of the folder's own code."""
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
+_TOKENIZER_PARTS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 _CACHE_SCALES = (".k_scale", ".v_scale", ".kv_scale")
 """Name suffixes of the scales of an 8-bit KV cache, which no target here uses."""
 
@@ -35,25 +43,31 @@ def load_model(folder: Path, *, dtype: torch.dtype, device: torch.device | str =
     """
     from transformers import AutoModelForCausalLM
 
-    _require_file(folder, "config.json")
-    if (weights := weights_file(folder)) is not None and weights.suffix == ".json":
-        read_index(weights)  # rejects paths out of the folder, which the library would follow
-    for shard in sorted(folder.glob("*.safetensors")):
-        check_safetensors(shard)
+    check_model(folder)
     try:
         model, loading_info = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, local_files_only=True, trust_remote_code=False, output_loading_info=True
+            folder,
+            dtype=dtype,
+            local_files_only=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # reported below by name
         )
     except Exception as error:  # from the library, its dependencies or a model's code
-        _refuse_custom_code(folder / "config.json", error)
         raise CheckpointError(
-            f"the installed transformers cannot load a causal language model from {folder}: {error}. "
-            "Restore the folder, or update transformers."
+            f"the installed transformers cannot load a causal language model from {folder}: {in_short(error)}. "
+            "Correct its config.json, or update transformers."
         ) from error
+    if mismatched := sorted(loading_info["mismatched_keys"]):
+        name, stored, expected = mismatched[0]
+        raise CheckpointError(
+            f"{len(mismatched)} tensors in {folder} have other shapes than its config.json says, {name} first: "
+            f"{list(stored)}, not {list(expected)}. Use weights and config.json from the same model."
+        )
     if missing := sorted(loading_info["missing_keys"]):
         raise CheckpointError(
             f"the weights in {folder} lack {len(missing)} of the model's tensors: {shortened(missing)}; those would be "
-            "random. Complete the download."
+            "random. Complete the download, or restore config.json."
         )
     if extra := _unexpected_tensors(loading_info["unexpected_keys"], model):
         raise CheckpointError(
@@ -62,6 +76,54 @@ def load_model(folder: Path, *, dtype: torch.dtype, device: torch.device | str =
             "or convert them to bf16 if they are quantised."
         )
     return model.to(device)
+
+
+def check_model(folder: Path) -> None:
+    """Raise CheckpointError for a folder that `load_model` rejects before it reads tensors. Call it before anything
+    else is loaded."""
+    if not folder.is_dir():
+        raise CheckpointError(f"there is no folder {folder}. Pass the folder of a downloaded model.")
+    config = read_config(folder)
+    _require_readable(folder)
+    refuse_quantised(folder, config)
+    _refuse_other_tasks(folder, config)
+    _require_valid_configs(folder)
+    check_weights(folder)
+
+
+def _refuse_other_tasks(folder: Path, config: dict[str, Any]) -> None:
+    """Raise CheckpointError for a model that `transformers` knows and that is no causal language model."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    kind = ConfigReader(config, str(folder / "config.json")).get("model_type", str)
+    several = any(name.endswith(_OTHER_INPUTS) for name in config)
+    if kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or not (several or kind in CONFIG_MAPPING_NAMES):
+        return
+    names = config.get("architectures")
+    name = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else f"a {kind} model"
+    what = "a multimodal model" if several else "no causal language model"
+    raise CheckpointError(
+        f"{folder} holds {name:.80} (model_type {kind:.40}), {what}; only the classes of transformers' "
+        "AutoModelForCausalLM are served. Use a text model, or serve this one in vLLM with the plug-in."
+    )
+
+
+def _require_valid_configs(folder: Path) -> None:
+    """Raise CheckpointError for a config that the library rejects: it would blame the weights or the tokenizer."""
+    from transformers import AutoConfig, GenerationConfig
+
+    for file, kind in (("config.json", AutoConfig), ("generation_config.json", GenerationConfig)):
+        if not (folder / file).is_file():
+            continue
+        try:
+            kind.from_pretrained(folder, local_files_only=True, **_NO_CODE.get(file, {}))
+        except Exception as error:
+            _refuse_custom_code(folder / file, error)
+            raise CheckpointError(
+                f"the installed transformers rejects {folder / file}: {in_short(error)}. Restore the file, or update "
+                "transformers."
+            ) from error
 
 
 def _unexpected_tensors(unexpected: Iterable[str], model: PreTrainedModel) -> list[str]:
@@ -81,6 +143,11 @@ def _unexpected_tensors(unexpected: Iterable[str], model: PreTrainedModel) -> li
     )
 
 
+def has_tokenizer(folder: Path) -> bool:
+    """Whether the folder holds a tokenizer for `load_tokenizer`."""
+    return (folder / "tokenizer_config.json").is_file()
+
+
 def load_tokenizer(folder: Path) -> Any:
     """Load the tokenizer in a folder. Raises CheckpointError if there is none."""
     from transformers import AutoTokenizer
@@ -93,8 +160,32 @@ def load_tokenizer(folder: Path) -> Any:
     except BaseException as error:  # as above: they share no class, and a panic in Rust is not an Exception
         _refuse_custom_code(folder / "tokenizer_config.json", error)
         raise CheckpointError(
-            f"the tokenizer in {folder} cannot be read: {error}. Restore the tokenizer's files."
+            f"the tokenizer in {folder} cannot be read: {_faulty_file(folder)}: {in_short(error)}. Restore the "
+            "tokenizer's files."
         ) from error
+
+
+def _faulty_file(folder: Path) -> str:
+    """Say which of its files keeps a tokenizer from being loaded. Raises CheckpointError for one that is no JSON
+    object, and for a config.json that the library rejects."""
+    for name in ("tokenizer.json", *_TOKENIZER_PARTS):
+        if (folder / name).is_file() and name.endswith(".json"):
+            read_object(folder / name, "Restore the file.")
+    _require_valid_configs(folder)
+    models = [name for name in _TOKENIZERS if (folder / name).is_file()]
+    if not models:
+        return f"it has none of {', '.join(_TOKENIZERS)}"
+    if models[0] != "tokenizer.json":
+        return f"{models[0]} or tokenizer_config.json is wrong"
+    from tokenizers import Tokenizer
+
+    try:
+        Tokenizer.from_file(str(folder / "tokenizer.json"))
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException:
+        return "tokenizer.json is wrong"
+    return " or ".join(name for name in _TOKENIZER_PARTS if (folder / name).is_file()) + " is wrong"
 
 
 def _refuse_custom_code(path: Path, error: BaseException) -> None:
@@ -110,6 +201,11 @@ def _require_file(folder: Path, file: str) -> None:
     if not (folder / file).is_file():
         problem = f"{folder} has no {file}" if folder.is_dir() else f"there is no folder {folder}"
         raise CheckpointError(f"{problem}. Pass the folder of a downloaded model.")
+    _require_readable(folder)
+
+
+def _require_readable(folder: Path) -> None:
+    """Raise CheckpointError for a file that the library would ignore, wait for, or blame on another."""
     for path in sorted(folder.iterdir()):  # the library opens every file with a name that it knows
         try:
             require_regular(path)

@@ -220,7 +220,7 @@ REFUSED = {
         (("x" * 600,), "that a round writes ahead. Shorten the prompt."),
         (("x" * 60, "--max-model-len", "64"), "or raise max_model_len to 67 or more"),
         (("x", "--target", "nowhere"), "model 'nowhere' is not a folder"),
-        (("x", "--target", "n" * 300), "nnn' is not a folder"),
+        (("x", "--target", "n" * 300), "nnn is not a folder"),
         (("--prompts", "nowhere"), "utf-8 file"),
         (("--prompts", "bytes"), "utf-8 file"),
         (("\udcff",), "utf-8"),

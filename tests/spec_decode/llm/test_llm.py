@@ -71,6 +71,14 @@ def test_no_module_runs_with_gradients() -> None:
     assert enabled and not any(enabled)
 
 
+@pytest.mark.parametrize(("steps", "told"), [(None, "7"), (4, "4"), (9, "9: expect the target to reject those after")])
+def test_a_block_draft_drafts_its_block_unless_told_otherwise(steps: int | None, told: str) -> None:
+    llm = LLM("pydoc", draft="block_draft", device="cpu", num_speculative_tokens=steps)
+    assert llm.config.num_speculative_tokens == (steps or 7)
+    said = f"\ndraft was trained on blocks of block_size 8, 7 tokens a round; a round drafts {told}"
+    assert said in llm.explain() and ("expect" in llm.explain()) is (steps == 9)
+
+
 @pytest.mark.parametrize("draft", ["draft", "block_draft"])
 def test_drafting_trees_changes_no_text_at_any_temperature(draft: str, plain: LLM) -> None:
     tree = DynamicTreeConfig(width=4, num_tokens=12)
@@ -415,7 +423,7 @@ def test_a_model_or_a_setting_that_does_not_fit_is_refused(told: str, bad: tuple
 
 
 def test_an_empty_folder_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=f"^{tmp_path} has no tokenizer_config.json. Pass the folder of"):
+    with pytest.raises(CheckpointError, match=f"^{tmp_path} has no config.json. Pass the folder of"):
         LLM(tmp_path, device="cpu")
 
 

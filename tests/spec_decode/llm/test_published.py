@@ -20,6 +20,7 @@ from spec_decode.llm.pair import Pair
 from spec_decode.models import CheckpointError
 from spec_decode.models.causal_lm import CausalDraft
 from spec_decode.models.kernels.fp8_weight import Fp8Weight
+from spec_decode.models.load import load_draft
 from tests.factories import CPU
 from tests.spec_decode.models.test_speculators_drafts import FOLDERS
 
@@ -33,7 +34,7 @@ WORDS = ["<end>", "<turn>", "the", "cat", "sat"]
 TEMPLATE = "{% for m in messages %}<turn> {{ m.content }}{% endfor %}{% if add_generation_prompt %} <turn>{% endif %}"
 
 
-def write_model(folder: Path, **changes: Any) -> None:
+def write_model(folder: Path, *, max_shard_size: str = "1GB", **changes: Any) -> None:
     fields = {
         "vocab_size": 8,
         "hidden_size": 32,
@@ -47,7 +48,7 @@ def write_model(folder: Path, **changes: Any) -> None:
         "eos_token_id": 7,
     }
     config = transformers.LlamaConfig(**{**fields, **changes})
-    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    transformers.LlamaForCausalLM(config).save_pretrained(folder, max_shard_size=max_shard_size)
 
 
 def write_tokenizer(
@@ -101,6 +102,30 @@ def test_a_text_stops_at_every_end_of_model_or_tokenizer_that_the_model_has(fold
     assert load(folders).stop_ids == {0, 7}
 
 
+def test_a_token_without_a_row_is_refused_where_it_is_used(folders: tuple[Path, Path]) -> None:
+    """As Gemma-3-1b's token for images, which its tokenizer has and its model lacks."""
+    write_tokenizer(folders[0], [*WORDS, "a", "b", "c", "<image>"], TEMPLATE + " <image>")
+    llm, told = (
+        LLM(folders[0], device="cpu"),
+        r"has the token '<image>', id 8, and the model has rows for the ids 0 to 7",
+    )
+
+    assert len(llm.generate("the c", SamplingParams(max_tokens=2, ignore_eos=True))[0].token_ids) == 2
+    with pytest.raises(BatchError, match=rf"^prompts\[0\]: the prompt {told}"):
+        llm.generate("the <image>")
+    formatted = "the conversation, formatted by the model's chat template,"
+    with pytest.raises(BatchError, match=rf"^prompts\[0\]: {formatted} {told}"):
+        llm.chat([{"role": "user", "content": "cat"}])
+    for prompt, stop_ids in (([8], []), ("the", [8])):
+        with pytest.raises(BatchError, match="0 to 7"):
+            llm.generate(prompt, SamplingParams(max_tokens=2, stop_token_ids=stop_ids))
+
+
+def test_an_end_without_a_row_is_left_out(folders: tuple[Path, Path]) -> None:
+    write_tokenizer(folders[0], ["the", "cat", "sat", *"abcde", "<end>"])
+    assert load(folders).stop_ids == {7}
+
+
 def test_a_chat_follows_the_models_template_and_is_refused_without(folders: tuple[Path, Path]) -> None:
     llm, turns = LLM(folders[0], device="cpu"), [{"role": "user", "content": "cat"}]
     greedy = SamplingParams(max_tokens=4, ignore_eos=True)
@@ -133,10 +158,6 @@ REFUSED: dict[str, tuple[Callable[[Path, Path], object], str]] = {
         lambda target, draft: (target / "tokenizer_config.json").unlink(),
         r"has no tokenizer_config\.json",
     ),
-    "a tokenizer wider than the model": (
-        lambda target, draft: write_tokenizer(target, [*WORDS, "a", "b", "c", "d"]),
-        "has 9 tokens, but its model 8",
-    ),
     "other numbers for tokens": (
         lambda target, draft: write_tokenizer(draft, ["<end>", "<turn>", "cat", "the", "sat"]),
         r"2 of 5 tokens have other ids .*: 'the' is 2 in .* and 3 in ",
@@ -162,6 +183,36 @@ def test_folders_that_make_no_pair_are_refused(
         load(folders)
 
 
+@pytest.mark.parametrize("sizes", [(8, 11), (11, 8)], ids=["a smaller draft", "a larger draft"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_equal_tokenizers_serve_vocabularies_that_differ_in_padding(
+    folders: tuple[Path, Path], sizes: tuple[int, int], temperature: float
+) -> None:
+    for folder, size in zip(folders[::-1], sizes, strict=True):
+        write_model(folder, vocab_size=size, eos_token_id=0)
+    with pytest.raises(CheckpointError, match=r"nothing shows that both have the same tokens\. .*tokenizer's files"):
+        load(folders)
+    write_tokenizer(folders[1])
+
+    llm = LLM(folders[0], draft=folders[1], device="cpu", num_speculative_tokens=2)
+    params = SamplingParams(max_tokens=24, temperature=temperature, ignore_eos=True)
+    (drafted,) = llm.generate([[2, 3]], params)
+    assert len(drafted.token_ids) == 24 and max(drafted.token_ids) < sizes[1]
+    alone = load_draft(folders[1], llm.pair.target, dtype=torch.float32, target_folder=folders[0])
+    assert alone.vocab_size == sizes[1] and (alone.token_map is None) is (sizes[0] > sizes[1])
+    if not temperature:
+        plain = LLM(folders[0], device="cpu").generate([[2, 3]], params)
+        assert plain[0].token_ids == drafted.token_ids
+
+
+def test_tokenizers_that_differ_in_tokens_of_one_side_only_are_equal_enough(folders: tuple[Path, Path]) -> None:
+    write_tokenizer(folders[1], [*WORDS, "<pad>"])
+    assert load(folders).draft is not None
+    write_tokenizer(folders[0], [*WORDS, "<image>"])
+    with pytest.raises(CheckpointError, match=r"'<image>' is 5 in .* and no token in .*, where 5 is '<pad>'"):
+        load(folders)
+
+
 def test_a_draft_that_is_nowhere_is_named_as_the_draft(folders: tuple[Path, Path]) -> None:
     with pytest.raises(CheckpointError, match=r"^draft 'nowhere' is not a folder.*pass the folder of the draft"):
         LLM(folders[0], draft="nowhere", device="cpu")
@@ -173,7 +224,59 @@ def test_a_quantised_draft_is_refused_before_the_target_is_read(
     quantise(folders[1])
     monkeypatch.setattr("spec_decode.models.hf.folder.load_model", None)
 
-    with pytest.raises(CheckpointError, match="must have no quantization_config, got quant_method 'fp8'"):
+    with pytest.raises(CheckpointError, match="has method 'fp8'; no quantised target or draft"):
+        load(folders)
+
+
+SPOILT: dict[str, Callable[[Path], object]] = {
+    "missing": Path.unlink,
+    "empty": lambda path: path.write_bytes(b""),
+    "no JSON": lambda path: path.write_bytes(b"{nope"),
+    "no object": lambda path: path.write_bytes(b"[]"),
+    "cut": lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]),
+}
+MAY_MISS = ("generation_config.json", "tokenizer_config.json")
+
+
+@pytest.mark.parametrize("role", ["target", "draft"])
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_file_that_is_broken_is_named_and_no_other_is_blamed(tmp_path: Path, sharded: bool, role: str) -> None:
+    folders = tmp_path / "target", tmp_path / "draft"
+    for folder in folders:
+        write_model(folder, **({"max_shard_size": "3KB"} if sharded else {}))
+        write_tokenizer(folder)
+    spoilt, other = folders if role == "target" else folders[::-1]
+    files = [path for path in sorted(spoilt.iterdir()) if path.suffix in (".json", ".safetensors")]
+    assert (len(files) > 6) is sharded
+    for path in files[-2:] if sharded else files:
+        content = path.read_bytes()
+        for name, spoil in SPOILT.items():
+            if name == "missing" and path.name in MAY_MISS and (role, path.name) != ("target", MAY_MISS[1]):
+                continue
+            spoil(path)
+            with pytest.raises(CheckpointError) as refused:
+                load(folders)
+            told = str(refused.value)
+            assert path.name in told and str(spoilt) in told and str(other) not in told, (path.name, name)
+            path.write_bytes(content)
+
+
+BLAMED = {
+    "a config of wrong types": ("config.json", {"hidden_size": "32"}, r"/config\.json: .*hidden_size"),
+    "another size": ("config.json", {"hidden_size": 16}, r"other shapes than its config\.json says, lm_head"),
+    "a wrong limit": ("generation_config.json", {"max_new_tokens": -1}, r"rejects .*/generation_config\.json: "),
+    "a wrong token": ("tokenizer_config.json", {"eos_token": 5}, r"tokenizer_config\.json is wrong"),
+    "another tokenizer": ("tokenizer.json", {"model": {"type": "none"}}, r"tokenizer\.json is wrong"),
+}
+
+
+@pytest.mark.parametrize(("file", "fields", "message"), BLAMED.values(), ids=BLAMED)
+def test_a_wrong_value_is_blamed_on_its_file(
+    folders: tuple[Path, Path], file: str, fields: dict[str, Any], message: str
+) -> None:
+    path = folders[0] / file
+    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+    with pytest.raises(CheckpointError, match=message):
         load(folders)
 
 
@@ -185,6 +288,22 @@ def test_the_target_hands_out_the_states_that_the_draft_reads(
     monkeypatch.setattr("spec_decode.llm.load.aux_hidden_state_layers", lambda folder, n: (2, n // 2, n - 3))
 
     assert load(folders).target.aux_hidden_state_layers == (2, 3, 3)
+
+
+@pytest.mark.parametrize("sync", [torch.Tensor.item, torch.Tensor.nonzero, bool])
+def test_a_model_that_no_graph_can_hold_is_refused_by_its_layer(
+    folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, sync: Callable[[torch.Tensor], object]
+) -> None:
+    plain = transformers.models.llama.modeling_llama.LlamaMLP.forward
+
+    def forward(self: Any, x: torch.Tensor) -> Any:
+        sync(x.abs().max())
+        return plain(self, x)
+
+    monkeypatch.setattr(transformers.models.llama.modeling_llama.LlamaMLP, "forward", forward)
+    told = r"^layer model\.model\.layers\.0\.mlp \(LlamaMLP\) of the target cannot be captured.*=GraphMode\.NONE"
+    with pytest.raises(CheckpointError, match=told):
+        LLM(folders[0], device="cpu")
 
 
 def test_the_layers_whose_states_the_draft_reads_are_said(tmp_path: Path) -> None:

@@ -53,6 +53,14 @@ class StubTarget(TargetModel):
         return self.lm_head(hidden)
 
 
+class ProductTarget(StubTarget):
+    """One whose logits are a product."""
+
+    @property
+    def output_projection(self):
+        return self.lm_head.weight
+
+
 @dataclass
 class Generated:
     """A checkpoint before it is written."""
@@ -265,6 +273,7 @@ def make_eagle3(
     num_states: int = 3,
     qkv_bias: bool = False,
     mask: tuple[int, ...] | None = None,
+    own_head: bool = True,
     seed: int = 0,
     **changes: Any,
 ) -> Generated:
@@ -285,6 +294,8 @@ def make_eagle3(
     if mask is not None:
         tensors.draw("mask_hidden", *mask, num_states * target_hidden)
     tensors.vocabulary(config, draft_vocab, embedding=own_embedding, head=True)
+    if not own_head:
+        del tensors.made["lm_head.weight"]
     return Generated(config, tensors.made)
 
 

@@ -40,6 +40,11 @@ def yarn(frequencies, theta, rope):
     return found
 
 
+def padded(table, rows):
+    """Append rows of zeros for tokens of the target that a draft's table lacks."""
+    return torch.nn.functional.pad(table, (0, 0, 0, max(0, rows - len(table))))
+
+
 class Published:
     """Functions of the published tensors of one checkpoint.
 
@@ -57,9 +62,15 @@ class Published:
         self.config = checkpoint.config.get("text_config", checkpoint.config)
         self.layers, self.dtype, self.vocab_size = layers, dtype, target.vocab_size
         self.tensors = under(checkpoint.tensors, prefix, dtype)
-        self.embedding = self.tensors.get("embed_tokens.weight", target.embed.weight.to(dtype))
-        self.head = self.tensors.get(self.own_head, target.lm_head.weight.to(dtype))
         self.d2t = checkpoint.tensors.get("d2t")
+        own = self.tensors.get("embed_tokens.weight")
+        self.embedding = padded(target.embed.weight.to(dtype) if own is None else own, self.vocab_size)
+        self.head = self.tensors.get(self.own_head)
+        if self.head is None:
+            tied = own is not None and self.config.get("tie_word_embeddings")
+            self.head = own if tied else target.lm_head.weight.to(dtype)
+            if self.d2t is not None:
+                self.head = self.head[self.d2t + torch.arange(len(self.d2t))]
 
     def drafts(self, ids, target_hidden_states, steps):
         """Draft greedily after input tokens ids [n] with target states [n, F]: scores [K, V] of each token, and the
@@ -115,9 +126,11 @@ class Published:
 
     def whole(self, own):
         """Scatter scores of the draft's own vocabulary to [..., V]."""
-        if self.d2t is None:
-            return own
         scores = torch.full((*own.shape[:-1], self.vocab_size), -math.inf, dtype=self.dtype)
+        if self.d2t is None:
+            known = min(self.vocab_size, own.shape[-1])
+            scores[..., :known] = own[..., :known]
+            return scores
         scores[..., self.d2t + torch.arange(len(self.d2t))] = own
         return scores
 
@@ -189,7 +202,7 @@ class Eagle3(Stepwise):
         return self.norm("norm", x) if self.feeds_normed else x
 
     def scores(self, states):
-        return self.whole(self.linear("lm_head", states if self.feeds_normed else self.norm("norm", states)))
+        return self.whole((states if self.feeds_normed else self.norm("norm", states)) @ self.head.T)
 
 
 class LatentEagle3(Eagle3):
@@ -215,7 +228,7 @@ class Causal(Stepwise):
         return torch.zeros(len(target_hidden_states), self.config["hidden_size"], dtype=self.dtype)
 
     def states(self, ids, hidden):
-        x = self.tensors["model.embed_tokens.weight"][ids]
+        x = padded(self.tensors["model.embed_tokens.weight"], self.vocab_size)[ids]
         for layer, window in enumerate(self.layers):
             prefix = f"model.layers.{layer}."
             x = self.layer(prefix, self.norm(f"{prefix}input_layernorm", x), x, window)
@@ -223,7 +236,7 @@ class Causal(Stepwise):
 
     def scores(self, states):
         head = "model.embed_tokens" if self.config.get("tie_word_embeddings") else "lm_head"
-        return self.linear(head, self.norm("model.norm", states))
+        return self.whole(self.linear(head, self.norm("model.norm", states)))
 
 
 class Prediction(Stepwise):
@@ -425,7 +438,7 @@ class DSpark(DFlash):
     def drafts(self, ids, target_hidden_states, steps):
         scores, sure, previous = [], [], ids[-1]
         for state in self.places(previous, target_hidden_states, steps):
-            known = self.tensors["markov_head.markov_w1.weight"][previous]
+            known = padded(self.tensors["markov_head.markov_w1.weight"], self.vocab_size)[previous]
             scores.append(self.whole(self.head @ state + self.tensors["markov_head.markov_w2.weight"] @ known))
             inputs = torch.cat([state, known]) if self.config.get("confidence_head_with_markov") else state
             own = "confidence_head.proj.weight" in self.tensors
@@ -452,14 +465,16 @@ class DFlash2(DFlash):
     def drafts(self, ids, target_hidden_states, steps):
         """Scores are -inf except for candidates."""
         scores, previous = torch.full((steps, self.vocab_size), -math.inf, dtype=self.dtype), ids[-1]
+        before, after = (
+            padded(self.tensors[f"candidate_selector.{part}_codebook"], self.vocab_size)
+            for part in ("predecessor", "successor")
+        )
         for place, state in enumerate(self.places(previous, target_hidden_states, steps)):
             unary = self.head @ state
             gate = self.tensors["candidate_selector.hidden_projection.weight"] @ state
-            known = self.tensors["candidate_selector.predecessor_codebook"][previous] * gate
+            known = before[previous] * gate
             ranked = sorted(range(self.vocab_size), key=lambda token, of=unary: -float(of[token]))
             for token in ranked[: self.said["selector_top_k"]]:
-                scores[place, token] = (
-                    unary[token] + known @ self.tensors["candidate_selector.successor_codebook"][token]
-                )
+                scores[place, token] = unary[token] + known @ after[token]
             previous = int(scores[place].argmax())
         return scores, scores.softmax(-1).amax(-1)

@@ -24,7 +24,7 @@ from spec_decode.models.target_head import TargetHead
 from tests.benchmarks.test_bench_parallel import tiny_block
 from tests.benchmarks.test_bench_random_drafts import tiny
 from tests.factories import CPU
-from tests.spec_decode.models.generated import StubTarget, make_causal
+from tests.spec_decode.models.generated import ProductTarget, StubTarget, make_causal
 from tests.spec_decode.models.generated_mtp import MIMO_CONFIG, QWEN_MOE_CONFIG, V3_CONFIG, make_mtp
 
 CASES = {name: tiny(name) for name in RANDOM_DRAFTS} | {name: tiny_block(name) for name in BLOCK_DRAFTS}
@@ -44,14 +44,6 @@ KEPT = {
     "successor_codebook", "shared.gate", "markov_w1.weight",
 }  # fmt: skip
 """The last parts of names of 16-bit matrices that stay so: tables, what is folded into heads, taps and gates."""
-
-
-class ProductTarget(StubTarget):
-    """One whose logits are a product."""
-
-    @property
-    def output_projection(self):
-        return self.lm_head.weight
 
 
 def make(name, draft_weights=None, dtype=torch.bfloat16):

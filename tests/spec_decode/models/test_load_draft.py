@@ -185,3 +185,19 @@ def test_sizes_of_a_dflash2_at_the_top_of_its_config_are_read_too(tmp_path):
     own = {name: value for name, value in nested.config["dflash_config"].items() if "_id" in name}
     sizes = {name: value for name, value in nested.config["dflash_config"].items() if name not in own}
     assert load(tmp_path, "dflash2", nested.changed({"dflash_config": own, **sizes}))[0].num_candidates == 5
+
+
+@pytest.mark.parametrize(
+    ("kind", "size", "most"),
+    [("dflash", 16, 15), ("dflash_from_the_anchor", 16, 16), ("dspark", 16, 16), ("dspark_after_the_anchor", 16, 15),
+     ("dflash", 2, 1), ("dspark", 1, 1), ("dflash", None, None), ("dflash2", None, 7)],
+)  # fmt: skip
+def test_a_block_predicts_as_many_tokens_as_its_block_size_leaves(tmp_path, kind, size, most):
+    """A DFlash2 has the size in its section."""
+    draft = load(tmp_path, kind, EVERY[kind].checkpoint.changed({} if size is None else {"block_size": size}))[0]
+    assert draft.trained_num_tokens == most
+
+
+@pytest.mark.parametrize("kind", ["eagle", "eagle3", "llama", "pard", "deepseek_v3", "deepseek_v3_of_modules"])
+def test_of_other_drafts_only_modules_have_a_number_of_tokens(tmp_path, kind):
+    assert load(tmp_path, kind)[0].trained_num_tokens == (4 if kind == "deepseek_v3_of_modules" else None)

@@ -1,6 +1,6 @@
 """Every published kind of draft, drafting over paged caches, compared with dense attention over whole texts."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -11,7 +11,7 @@ from attn_backends import get
 from builders import AttentionKind, RequestTables
 from spec_decode.drafter import Drafter, DrafterConfig, Strategy, VerifiedTokens
 from spec_decode.models import InTurnBlockDraft
-from spec_decode.models.load import load_draft
+from spec_decode.models.load import load_with_tokens
 from spec_decode.paged.kv_groups import make_group
 from tests.factories import CPU, owned_pages
 from tests.spec_decode.models import generated_mtp, oracle
@@ -19,7 +19,7 @@ from tests.spec_decode.models.generated import (
     HIDDEN,
     VOCAB,
     Generated,
-    StubTarget,
+    ProductTarget,
     make_causal,
     make_dflash,
     make_dflash2,
@@ -54,12 +54,14 @@ class Case:
     """A checkpoint, what the published model makes of it, and its target's sizes.
 
     layers  of each its window, None for none; of a block's also whether it is causal
+    same_tokens  whether the target is known to have the draft's tokens
     """
 
     checkpoint: Generated
     oracle: Any
     target: dict[str, Any] = field(default_factory=dict)
     layers: list[Any] = field(default_factory=lambda: [None])
+    same_tokens: bool = False
 
 
 def states(count, width=HIDDEN):
@@ -139,6 +141,19 @@ CASES = {
         "Qwen3ForCausalLM", [None, 6], sliding_window=6, use_sliding_window=True, max_window_layers=1
     ),
 }
+HEADLESS = {
+    "eagle3_with_the_targets_head": eagle3(draft_vocab=None, own_head=False),
+    "eagle3_with_the_targets_head_and_normed_states": eagle3(draft_vocab=None, own_head=False, norm_output=True),
+    "eagle3_with_rows_of_the_targets_head": eagle3(own_head=False),
+    "eagle3_tied_to_its_embedding": eagle3(
+        draft_vocab=None, own_head=False, own_embedding=True, tie_word_embeddings=True
+    ),
+    "eagle3_with_rows_of_its_embedding": eagle3(own_head=False, own_embedding=True, tie_word_embeddings=True),
+    "eagle3_tied_without_an_embedding": eagle3(draft_vocab=None, own_head=False, tie_word_embeddings=True),
+    "latent_eagle3_with_the_targets_head": latent_eagle3(draft_vocab=None, own_head=False),
+    "latent_eagle3_with_rows_of_the_targets_head": latent_eagle3(own_head=False),
+}
+"""Drafts of EAGLE-3 whose checkpoints have no lm_head."""
 SILENT_GLM = {name: value for name, value in GLM_CONFIG.items() if name != "partial_rotary_factor"}
 PREDICTIONS = {
     "deepseek_v3": mtp(oracle.DeepseekV3, V3_CONFIG, own=True),
@@ -201,6 +216,10 @@ def dflash2(layers=WHOLE, **options):
     return dflash(layers, make_dflash2, oracle.DFlash2, **options)
 
 
+def headless(case):
+    return replace(case, checkpoint=case.checkpoint.changed(without=["lm_head.weight"]))
+
+
 CONTEXT_BLOCKS = {
     "dflash": dflash(rope_scaling=LLAMA3),
     "dflash_with_all_that_is_optional": dflash(own_embedding=True, draft_vocab=24, qk_norm=False, head_dim=12),
@@ -210,6 +229,7 @@ CONTEXT_BLOCKS = {
     ),
     "dflash_in_windows_of_its_own": dflash([(7, False)] * 2, dflash_config={"use_swa": True, "swa_window_size": 7}),
     "causal_dflash": dflash([(None, True)] * 2, is_causal=True),
+    "dflash_with_rows_of_the_targets_head": headless(dflash(draft_vocab=24)),
     "dflash_from_the_anchor": dflash(dflash_config={"sample_from_anchor": True}),
 }
 """Drafts that keep the target's states as context."""
@@ -235,6 +255,39 @@ DFLASH2S = {
 """Those that choose among the likeliest tokens of each place."""
 
 
+def of_first_tokens(case):
+    """The same with a map of 24 tokens to the first of both vocabularies."""
+    maps = {"d2t": torch.arange(24) // 8, "t2d": torch.arange(case.checkpoint.config["vocab_size"]) % 9 < 8}
+    maps["t2d"][26:] = False
+    return replace(case, checkpoint=case.checkpoint.changed(tensors=maps))
+
+
+PADDED = {
+    f"{name}_of_{rows}_tokens": replace(
+        case, target={**case.target, "vocab_size": VOCAB - rows + VOCAB}, same_tokens=True
+    )
+    for rows in (VOCAB - 3, VOCAB + 3)
+    for name, case in {
+        "llama": causal(vocab_size=rows),
+        "tied_llama": causal(vocab_size=rows, tie_word_embeddings=True),
+        "pard": causal(vocab_size=rows, pard_token=rows - 1),
+        "eagle": Case(make_eagle(vocab_size=rows, own_embedding=True), oracle.Eagle),
+        "eagle_without_an_embedding": Case(make_eagle(vocab_size=rows), oracle.Eagle),
+        "eagle3": eagle3(draft_vocab=None, vocab_size=rows, own_embedding=True),
+        "eagle3_of_fewer_tokens": of_first_tokens(eagle3(vocab_size=rows, own_embedding=True)),
+        "eagle3_with_the_targets_head": eagle3(draft_vocab=None, vocab_size=rows, own_head=False),
+        "tied_eagle3": eagle3(
+            draft_vocab=None, vocab_size=rows, own_head=False, own_embedding=True, tie_word_embeddings=True
+        ),
+        "latent_eagle3": latent_eagle3(draft_vocab=None, vocab_size=rows, own_embedding=True),
+        "dflash": dflash(vocab_size=rows, own_embedding=True, own_head=True),
+        "dspark": dspark(vocab_size=rows, own_embedding=True, own_head=True),
+        "dflash2": dflash2(vocab_size=rows, own_embedding=True),
+    }.items()
+}
+"""Drafts whose vocabulary has fewer rows than the target's, or more: the rest is padding."""
+
+
 class DraftFixture:
     """Three requests with a prefilled context each, and rounds after it."""
 
@@ -243,8 +296,10 @@ class DraftFixture:
         backend="torch_reference", **options,
     ):  # fmt: skip
         self.contexts, self.steps, self.device = contexts, steps, device
-        self.target = StubTarget(dtype=dtype, **case.target).to(device)
-        self.model = load_draft(case.checkpoint.write(folder), self.target, dtype=dtype, device=device)
+        self.target = ProductTarget(dtype=dtype, **case.target).to(device)
+        self.model = load_with_tokens(
+            case.checkpoint.write(folder), self.target, dtype=dtype, device=device, same_tokens=case.same_tokens
+        )
         layer_groups, reqs = self.model.layer_groups(PAGE), len(contexts)
         each = MAX_SEQ_LEN // PAGE
         self.pages = [owned_pages(reqs, each, reqs * each, seed) for seed in range(len(layer_groups))]
@@ -351,7 +406,7 @@ def assert_published(drafts, fixture, case, min_confidence=0.0):
             assert error < 4 * (wide - scores)[finite].abs().max(), f"request {request}"
 
 
-EVERY = CASES | PREDICTIONS | MODULES | BLOCKS | CONTEXT_BLOCKS | DSPARKS | DFLASH2S
+EVERY = CASES | HEADLESS | PADDED | PREDICTIONS | MODULES | BLOCKS | CONTEXT_BLOCKS | DSPARKS | DFLASH2S
 
 
 @pytest.mark.parametrize(

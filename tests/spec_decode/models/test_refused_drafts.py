@@ -8,7 +8,8 @@ import torch
 from safetensors.torch import load_file
 
 from spec_decode.models import CheckpointError
-from spec_decode.models.load import load_draft
+from spec_decode.models.load import load_draft, load_with_tokens
+from tests.factories import CPU
 from tests.spec_decode.models.generated import (
     HIDDEN,
     VOCAB,
@@ -98,8 +99,8 @@ WRONG = [
     ("llama", {"num_attention_heads": 0}, "num_q_heads must be at least 1, got 0"),
     ("llama", {"head_dim": 7}, "head_dim must be even for rotary pairs, got 7"),
     ("llama", {"hidden_size": -4}, "hidden_size must be at least 1, got -4"),
-    ("llama", {"sliding_window": 0}, "counts the query itself and must be at least 1, got 0"),
-    ("llama", {"use_sliding_window": True}, "lacks sliding_window"),
+    ("mistral", {"sliding_window": 0}, "counts the query itself and must be at least 1, got 0"),
+    ("mistral", {"use_sliding_window": 1}, "use_sliding_window in .* true or false, got 1"),
     ("llama", {"layer_types": ["full_attention"], "sliding_window": 4}, "for each of 2 layers"),
     ("llama", {"layer_types": ["full_attention", "chunked_attention"], "sliding_window": 4}, "chunked_attention"),
     ("llama", {"layer_types": [["full_attention"], {}], "sliding_window": 4}, r"got \[\['full_attention'\], \{\}\]"),
@@ -136,7 +137,10 @@ WRONG = [
      r"dflash_config.target_layer_ids, .*, aux_hidden_state_layer_ids\. "),
     ("dflash", {"dflash_config.sample_from_anchor": 1}, "^sample_from_anchor in "),
     ("dflash", {"is_causal": "no"}, "is_causal in .* must be true or false"),
-    *(("dflash", {"block_size": size}, rf"^block_size in .* must be 1 or more, got {size}") for size in (0, -3)),
+    *(("dflash", {"block_size": size}, rf"^block_size in .* must be 2 or more, got {size}\.") for size in (1, 0, -3)),
+    ("dflash", {"dflash_config.block_size": 0}, r"^block_size in dflash_config in .* must be 2 or more, got 0\."),
+    ("dspark", {"block_size": 0}, r"^block_size in .* must be 1 or more, got 0\."),
+    ("dflash", {"block_size": "16"}, "^block_size in .* must be an integer, got '16'"),
     *(
         ("dflash", {f"dflash_config.{name}": 0.5}, rf"^{name} in dflash_config in .*must be .*, got 0\.5")
         for name in ("attention_value_scale", "input_embedding_scale", "output_multiplier", "final_logit_softcapping")
@@ -258,10 +262,42 @@ def test_a_wrong_config_of_speculators_is_refused_by_its_name(tmp_path, name, ch
     assert str(tmp_path) in message
 
 
+def test_a_draft_proposes_no_token_that_its_target_has_no_row_for(tmp_path):
+    """A map to a row of padding that only the draft has."""
+    map_ = make_eagle3().tensors["d2t"].clone()
+    map_[-1] = VOCAB + 1 - 23
+    folder = make_eagle3().changed({"vocab_size": VOCAB + 3}, {"d2t": map_}, ["t2d"]).write(tmp_path)
+    with pytest.raises(CheckpointError, match=f"1 map outside the target's vocabulary, first 23 to {VOCAB + 1}"):
+        load_with_tokens(folder, StubTarget(**states(3)), dtype=torch.float32, device=CPU, same_tokens=True)
+
+
+def test_a_mask_without_an_embedding_is_refused(tmp_path):
+    """The target's embedding has no row for a token of the draft's padding."""
+    draft = make_dflash(vocab_size=VOCAB + 3, dflash_config={"mask_token_id": VOCAB})
+    with pytest.raises(CheckpointError, match=f"mask_token_id in .* 0 to {VOCAB - 1}, got {VOCAB}"):
+        load_with_tokens(
+            draft.write(tmp_path), StubTarget(**states(2)), dtype=torch.float32, device=CPU, same_tokens=True
+        )
+
+
+def test_vocabularies_of_two_sizes_need_a_proof(tmp_path):
+    message = refused_for(tmp_path, "llama", vocab_size=VOCAB + 8)
+    assert f"has vocab_size {VOCAB}, the target {VOCAB + 8}; they can differ in rows of padding only" in message
+    assert "pass target_folder to load_draft" in message
+
+
 NARROW, WIDE = states(2), states(3, 48)
 MISFITS = {
     "another width without an embedding": (make_eagle3(target_hidden=48, target_hidden_size=48), WIDE,
                                            rf"without an embedding, has hidden_size {HIDDEN}, the target 48"),
+    "another width without EAGLE-3's head": (
+        make_eagle3(draft_vocab=None, own_head=False, own_embedding=True, hidden_size=48, target_hidden_size=HIDDEN),
+        states(3), "without a head, has hidden_size 48, the target 32",
+    ),
+    "no head for a target that scales its logits": (make_eagle3(own_head=False), states(3),
+                                                    r"has a d2t and no lm_head\.weight, .* Add lm_head\.weight"),
+    "fewer tokens without a map": (make_eagle3(draft_vocab=None, own_head=False, draft_vocab_size=24), states(3),
+                                   "lacks the tensor d2t"),
     "another width without a head": (make_dflash(hidden_size=48, own_embedding=True), NARROW,
                                      "without a head, has hidden_size 48"),
     "maps that disagree": (make_eagle3().changed(tensors={"d2t": make_eagle3().tensors["d2t"].flip(0)}), states(3),

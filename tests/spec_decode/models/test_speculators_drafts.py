@@ -152,3 +152,17 @@ def test_a_target_that_hands_out_the_states_of_other_layers_is_refused(name):
     said = f"that enter layers {list(layers)}, this target returns those that enter {list(others)}"
     with pytest.raises(CheckpointError, match=re.escape(said)):
         load_draft(FOLDERS / name, target, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("name", ["dflash2", "dflash2_from_anchor", "dflash", "eagle3"])
+def test_a_draft_saved_flat_is_the_same_draft(tmp_path, name):
+    """The decoder's fields beside speculators_model_type, without a section of their own."""
+    config = json.loads((FOLDERS / name / "config.json").read_text())
+    flat = {**config.pop("transformer_layer_config"), **config}
+    tensors = load_file(FOLDERS / name / "model.safetensors")
+    drafted = [
+        load_draft(folder, target_of(name), dtype=torch.float32)
+        for folder in (FOLDERS / name, Generated(flat, tensors).write(tmp_path))
+    ]
+    assert drafted[0].config == drafted[1].config
+    assert drafted[0].trained_num_tokens == drafted[1].trained_num_tokens

@@ -55,6 +55,18 @@ def test_a_mean_of_fewer_than_no_tokens_or_of_no_number_is_refused(mean):
         SyntheticAcceptance(mean)
 
 
+@pytest.mark.parametrize("shape", [(2, STEPS, VOCAB + 3), (2, STEPS, VOCAB - 1), (2, STEPS + 1, VOCAB), (2, STEPS)])
+def test_logits_of_another_vocabulary_are_refused(shape):
+    with pytest.raises(BatchError, match=r"draft_logits must .*\[2, 3, 5\]"):
+        verifier("synthetic:1.5", num_speculative_tokens=STEPS).verify(
+            torch.zeros(2, STEPS + 1, VOCAB),
+            torch.zeros(2, STEPS, dtype=torch.int64),
+            torch.zeros(shape),
+            sampling=sampling_of(2),
+            draft_positions=torch.zeros(2, dtype=torch.int64),
+        )
+
+
 def test_logits_of_fewer_columns_than_may_be_kept_are_refused():
     with pytest.raises(BatchError, match=r"^target_logits must be torch\.float32 \[2, 4, None\]"):
         synthetic(3.0, rows=2, logits=torch.zeros(2, STEPS, VOCAB))

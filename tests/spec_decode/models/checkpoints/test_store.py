@@ -160,3 +160,12 @@ def test_quantised_weights_are_not_taken_for_plain_ones(tmp_path, stored, asked,
     store = store_of(tmp_path, a=torch.ones(2).to(stored))
     message = refusal(lambda: store.take("a", (2,), asked))
     assert f"a in {tmp_path / 'model.safetensors'} must be stored as {said}" in message
+
+
+def test_a_state_without_names_is_refused(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    torch.save({0: torch.ones(1)}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(
+        CheckpointError, match=r"pytorch_model\.bin must hold a state_dict with names as keys, got the key 0"
+    ):
+        TensorStore.open(tmp_path)

@@ -12,7 +12,8 @@ IDS = [0, 2, 3, 5, 8, 9]
 
 
 def read(folder, tensors, draft_vocab=6):
-    return read_token_map(TensorStore.open(Generated({}, tensors).write(folder)), draft_vocab, 10, torch.device("cpu"))
+    store = TensorStore.open(Generated({}, tensors).write(folder))
+    return read_token_map(store, draft_vocab, 10, 10, torch.device("cpu"))
 
 
 def maps_of(ids, marked=None, target_vocab=10):

@@ -3,6 +3,7 @@ its files are not trusted."""
 
 import json
 import math
+import re
 from functools import partial
 
 import pytest
@@ -11,6 +12,7 @@ from safetensors.torch import save_file
 
 from spec_decode import models
 from spec_decode.models import CheckpointError
+from spec_decode.models.checkpoints.store import TensorStore
 from tests.spec_decode.models.generated import say_twice
 
 transformers = pytest.importorskip("transformers")
@@ -110,13 +112,82 @@ def test_weights_that_the_model_has_no_place_for_are_refused_by_name(folder, pla
     assert f"have 1 tensors unexpected by LlamaForCausalLM: {name};" in refusal(folder)
 
 
-def test_weights_quantised_in_a_way_that_the_library_skips_are_refused(folder, plain):
-    """NVIDIA's: the library warns of a quant_method that it has not, and casts 8 bits without their scales."""
+def test_quantised_weights_that_no_file_describes_are_refused(folder, plain):
+    """The library casts 8 bits without their scales."""
     scaled = "model.layers.0.mlp.up_proj.weight"
     state = {**plain.state_dict(), scaled: plain.state_dict()[scaled].to(torch.float8_e4m3fn)}
     save_file({**state, f"{scaled}_scale": torch.tensor(0.5)}, folder / "model.safetensors", {"format": "pt"})
-    change(folder / "config.json", quantization_config={"quant_method": "modelopt", "quant_algo": "FP8"})
     assert "convert them to bf16 if they are quantised." in refusal(folder)
+
+
+QUANTISED = {
+    "fp8": ({"quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic"}}, "'fp8'"),
+    "bitsandbytes": ({"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}, "'bitsandbytes'"),
+    "modelopt": ({"quantization_config": {"quant_algo": "NVFP4"}}, "'NVFP4'"),
+    "no method": ({"quantization_config": {"load_in_8bit": True}}, "load_in_8bit"),
+    "a section": ({"text_config": {"quantization_config": {"quant_method": "mxfp4"}}}, "'mxfp4'"),
+    "compressed-tensors": ({"compression_config": {"quant_method": "compressed-tensors"}}, "'compressed-tensors'"),
+    "MLX": ({"quantization": {"group_size": 64, "bits": 4}}, "'4 bits'"),
+}
+
+
+@pytest.mark.parametrize(("fields", "method"), QUANTISED.values(), ids=QUANTISED)
+def test_a_quantised_model_is_refused_by_its_method_before_the_library_runs(folder, monkeypatch, fields, method):
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", None)
+    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", None)
+    change(folder / "config.json", **fields)
+    message = refusal(folder)
+    assert re.search(f"holds quantised weights: .* has method .*{method}.* Use a bf16 copy", message)
+    assert len(message.replace(str(folder), "")) < 250
+
+
+@pytest.mark.parametrize("file", ["hf_quant_config.json", "quantize_config.json", "quant_config.json"])
+def test_a_file_beside_the_model_tells_that_it_is_quantised(folder, file):
+    change(folder / file, quantization={"quant_algo": "FP8"})
+    assert f"{file} has method 'FP8'" in refusal(folder)
+
+
+def test_a_null_quantisation_is_none(folder):
+    change(folder / "config.json", quantization_config=None, quantization={})
+    LOADERS["model"](folder)
+
+
+OTHER_TASKS = {
+    "vision": ({"model_type": "mistral3", "architectures": ["M3"], "vision_config": {}}, "M3 .*, a multimodal model"),
+    "a new kind": ({"model_type": "x_vl", "vision_config": {}}, "a x_vl model .*, a multimodal model"),
+    "sound": ({"model_type": "voxtral", "audio_config": {}}, "a voxtral model .*, a multimodal model"),
+    "encoder and decoder": ({"model_type": "t5", "architectures": ["T5"]}, "T5 .*, no causal language model"),
+}
+
+
+@pytest.mark.parametrize(("fields", "said"), OTHER_TASKS.values(), ids=OTHER_TASKS)
+def test_a_model_of_another_task_is_told_apart_in_two_lines(folder, fields, said):
+    (folder / "config.json").write_text(json.dumps(fields))
+    message = refusal(folder)
+    assert re.search(rf"holds {said}; only the classes of .* or serve this one in vLLM", message)
+    assert len(message.replace(str(folder), "")) < 250
+
+
+ADAPTER = {"peft_type": "LORA", "base_model_name_or_path": "their/base"}
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_an_adapter_is_never_ignored(folder, alone):
+    change(folder / "adapter_config.json", **ADAPTER)
+    if alone:
+        (folder / "config.json").unlink()
+    for read in (LOADERS["model"], TensorStore.open):
+        with pytest.raises(
+            CheckpointError, match=r"holds an adapter \(LORA, .* into their/base with PEFT's merge_and_un"
+        ):
+            read(folder)
+    (folder / "adapter_config.json").rename(folder / "adapter_model.safetensors")
+    assert "holds an adapter (PEFT, adapter_model.safetensors)" in refusal(folder)
+
+
+def test_a_folder_of_gguf_says_so(folder):
+    (folder / "config.json").rename(folder / "model-q4.gguf")
+    assert "holds a GGUF file, model-q4.gguf, and no config.json" in refusal(folder)
 
 
 @pytest.mark.parametrize(("name", "fields"), ANOTHERS.values(), ids=ANOTHERS)
@@ -139,7 +210,7 @@ def test_an_index_that_leaves_its_folder_is_refused(folder, plain, place):
 def test_a_folder_without_a_model_is_refused_without_a_download(folder, tmp_path):
     assert "there is no folder" in refusal(tmp_path / "gone")
     (folder / "model.safetensors").unlink()
-    assert "cannot load a causal language model" in refusal(folder)
+    assert "has no weights (model.safetensors, " in refusal(folder)
     (folder / "config.json").write_text(json.dumps({"model_type": "no_such_model"}))
     assert "no_such_model" in refusal(folder)
     (folder / "tokenizer_config.json").unlink()

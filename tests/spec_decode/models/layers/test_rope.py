@@ -9,6 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from spec_decode.models import CheckpointError
 from spec_decode.models.checkpoints.config_reader import ConfigReader
 from spec_decode.models.decoder_config import read_decoder
+from spec_decode.models.layer_windows import no_windows
 from spec_decode.models.layers.rope import LLAMA_SCALINGS, Llama3Scaling, RotaryEmbedding, read_rope
 from tests.factories import make_config
 from tests.spec_decode.models.oracle import llama3
@@ -96,7 +97,7 @@ def test_an_invalid_scaling_is_refused_by_its_field(scaling, said):
 )
 def test_heads_that_are_rotated_in_part_are_refused(config):
     with pytest.raises(CheckpointError, match=r"must be 1, got 0\.5"):
-        read_decoder(ConfigReader(config, "config.json"))
+        read_decoder(ConfigReader(config, "config.json"), no_windows)
 
 
 @pytest.mark.parametrize(("made_on", "device"), [("meta", "cpu"), ("cuda", "cuda")])

@@ -1,0 +1,85 @@
+"""Tell what a folder holds from its file names and config.json, before any weight is read, and reject what cannot be
+loaded: adapters, GGUF files, and quantised weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from spec_decode.models.checkpoints.config_reader import ConfigReader
+from spec_decode.models.checkpoints.files import CheckpointError, read_object
+
+_ADAPTER_CONFIG = "adapter_config.json"
+_ADAPTER = (_ADAPTER_CONFIG, "adapter_model.safetensors", "adapter_model.bin")
+_QUANTISED = ("quantization_config", "compression_config", "quantization")
+"""Fields of config.json that describe quantised weights: transformers', compressed-tensors' older one, and MLX's."""
+_QUANTISED_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
+"""The same as files, by ModelOpt, AutoGPTQ and AutoAWQ."""
+_METHODS = ("quant_method", "quant_algo", "quant_type")
+_MAX_QUOTED = 80
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Read the config.json of a model or a draft. Raises CheckpointError, which says what the folder holds instead."""
+    _refuse_adapter(folder)
+    path = folder / "config.json"
+    if folder.is_dir() and not path.exists():
+        if files := sorted(folder.glob("*.gguf")):
+            raise CheckpointError(
+                f"{folder} holds a GGUF file, {files[0].name}, and no config.json; GGUF is not read. Use the folder of "
+                "the same model in bf16, with config.json and safetensors."
+            )
+        raise CheckpointError(f"{folder} has no config.json. Pass the folder of a downloaded model.")
+    return read_object(path, "Pass the folder of a downloaded model.")
+
+
+def refuse_quantised(folder: Path, config: dict[str, Any]) -> None:
+    """Raise CheckpointError if config.json, a section of it, or a file beside it describes quantised weights."""
+    if (found := next(_quantised(folder, config), None)) is not None:
+        where, method = found
+        raise CheckpointError(
+            f"{folder} holds quantised weights: {where} has method {method!r:.{_MAX_QUOTED}}; no quantised target or "
+            "draft is served. Use a bf16 copy, or serve the model in vLLM with the plug-in."
+        )
+
+
+def _refuse_adapter(folder: Path) -> None:
+    if (file := next((name for name in _ADAPTER if (folder / name).exists()), None)) is None:
+        return
+    base, kind = "its base model", "PEFT"
+    if (folder / _ADAPTER_CONFIG).is_file():
+        config = read_object(folder / _ADAPTER_CONFIG, "Restore the file.")
+        base = str(config.get("base_model_name_or_path") or base)[:_MAX_QUOTED]
+        kind = str(config.get("peft_type") or kind)[:_MAX_QUOTED]
+    beside = " beside a model" if (folder / "config.json").exists() else ", not a model"
+    raise CheckpointError(
+        f"{folder} holds an adapter ({kind}, {file}){beside}; adapters are not applied. Merge it into {base} with "
+        "PEFT's merge_and_unload, save the result with save_pretrained, and pass that folder."
+    )
+
+
+def _quantised(folder: Path, config: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield each place that describes quantised weights, and the method that it names."""
+    top = ConfigReader(config, str(folder / "config.json"))
+    inner = [name for name, value in config.items() if isinstance(value, dict) and name not in _QUANTISED]
+    for section in (top, *map(top.section, inner)):
+        for name in _QUANTISED:
+            if section.values.get(name):
+                yield f"{name} in {section.place}", _method(section.values[name])
+    for file in _QUANTISED_FILES:
+        if (folder / file).is_file():
+            yield file, _method(read_object(folder / file, "Restore the file."))
+
+
+def _method(described: Any) -> str:
+    """Return the name of a quantisation method, or the whole description without one."""
+    if not isinstance(described, dict):
+        return str(described)
+    inner = described.get("quantization")
+    sections = [described, *([inner] if isinstance(inner, dict) else [])]
+    named = [str(section[name]) for section in sections for name in _METHODS if section.get(name)]
+    if not named and "bits" in described:
+        named = [f"{described['bits']} bits"]
+    return named[0] if named else json.dumps(described)
