@@ -84,7 +84,8 @@ class SyntheticAcceptance(Verifier):
         sampling: Sampling,
         draft_positions: torch.Tensor,
     ) -> VerifyOutput:
-        """See Verifier.verify for shapes. draft_logits are not read; the next token is that of plain decoding.
+        """See Verifier.verify for shapes. draft_logits are not read, nor the target's before the next token, which is
+        that of plain decoding.
 
         Raises BatchError for tensors of the wrong shape, dtype or device.
         """
