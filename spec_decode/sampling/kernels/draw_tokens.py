@@ -48,9 +48,11 @@ def drawn_tokens(
     """Torch reference: the argmax of processed logits fp32 [..., V] where temperature is 0, else a draw from their
     softmax; the first of equal logits wins; NO_TOKEN where they define no distribution. temperature fp32, seeds and
     positions int64 broadcast to [...]."""
-    keys = noise.key(seeds, positions, noise.TARGET)
-    perturbed = processed + noise.gumbel(keys[..., None], torch.arange(processed.shape[-1]))
-    tokens = torch.where(temperature > 0, perturbed.argmax(-1), processed.argmax(-1))
+    tokens = processed.argmax(-1)
+    if bool((temperature > 0).any()):  # noise takes longer than everything else
+        keys = noise.key(seeds, positions, noise.TARGET)
+        perturbed = processed + noise.gumbel(keys[..., None], torch.arange(processed.shape[-1]))
+        tokens = torch.where(temperature > 0, perturbed.argmax(-1), tokens)
     return tokens.where(processed.amax(-1).isfinite(), NO_TOKEN)
 
 
