@@ -23,6 +23,7 @@ from spec_decode.llm.load import Name, load
 from spec_decode.llm.outputs import Completion, GrowingText, Reply, TextChunk
 from spec_decode.llm.pair import Message
 from spec_decode.models.draft_weights import check_draft_weights, quantise_draft
+from spec_decode.paged import GraphMode
 from spec_decode.sampling import SamplingParams
 from spec_decode.trees import DraftTree, DynamicTreeConfig
 
@@ -39,7 +40,7 @@ class Settings(TypedDict, total=False):
     """Further settings. EngineConfig explains verification, batch_invariant and page_size, DrafterConfig tree.
 
     - draft_weights  "fp8": the draft's matrix products read 8-bit weights, see the guide; None: as loaded
-    - strategy       how the later steps of a round run, see the guide; None: the fastest
+    - strategy       how the later steps of a round run, see the guide; None: the fastest, which on a CPU is eager
     - max_model_len  the most tokens of a prompt and its text; 4,096, or fewer if a model has fewer positions
     - max_num_seqs   the most prompts that run at once; 8. The others wait
     - max_logprobs   the most logprobs that a prompt can request; 0
@@ -77,7 +78,7 @@ class LLM:
         draft_backend: str | None = None,
         **settings: Unpack[Settings],
     ) -> None:
-        """Load the models, allocate their caches, and capture their graphs.
+        """Load the models, allocate their caches, and on a GPU capture their graphs.
 
         - model, draft            a folder, `pydoc` (the pair that comes with the package), or the name of a model in
                                   this machine's Hugging Face cache; without a draft there is no speculation
@@ -114,11 +115,14 @@ class LLM:
             pair.draft is not None or steps == 0,
             f"num_speculative_tokens is {steps!r} and there is no draft. Pass draft=, or leave it out.",
         )
+        # A CPU has no launches to save: graphs would only be emulated, unless you ask for them by name.
+        graphs = GraphMode.NONE if torch_device.type == "cpu" and strategy is None else GraphMode.FULL
         drafter, tree = None, settings.get("tree")
         if steps or tree is not None:
-            drafter = DrafterConfig(num_speculative_tokens=steps, strategy=strategy, tree=tree)
+            drafter = DrafterConfig(num_speculative_tokens=steps, strategy=strategy, tree=tree, graph_mode=graphs)
         config = EngineConfig(
             drafter=drafter,
+            graph_mode=graphs,
             max_num_seqs=settings.get("max_num_seqs", 8),
             max_logprobs=settings.get("max_logprobs", 0),
             page_size=settings.get("page_size", 16),
@@ -162,6 +166,10 @@ class LLM:
         reads = [f"draft reads the states that enter layers {layers} of the target's {target.num_layers}"]
         weights = [f"draft's matrix products read {self._draft_weights} weights"] if self._draft_weights else []
         reads = [*(reads if layers else ()), *weights]
+        if self.config.graph_mode is GraphMode.NONE:
+            reads.append(
+                "no graphs: a CPU has no launches to save. A strategy that you name, such as full_loop, emulates them"
+            )
         return "\n".join([*explain_backends(self.pair, self.backends, self.config), *reads, *how])
 
     def generate(self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None) -> list[Completion]:

@@ -20,7 +20,7 @@ def draft_words(pair, *words):
 def test_draft_prints_text_plan_and_stats(pair, run):
     result = run(*draft_words(pair, "def ", "class "))
     assert result.exit_code == 0, result.output
-    for part in ("prompt 2:", "strategy full_loop", "group draft", "accepted", "ms of host time per round"):
+    for part in ("prompt 2:", "strategy eager", "group draft", "accepted", "ms of host time per round"):
         assert part in result.output
     assert re.search(r"12 tokens in [\d.]+ s: \d+ tokens per second, the first after [\d.]+ s", result.output)
 
@@ -77,7 +77,7 @@ DRAFTS = {
     "a block": ("block_draft", (), "not piecewise: this draft proposes all its tokens in one step"),
     "a tree": ("draft", TREE, "of 3 draft tokens, in a tree of"),
     "a tree of paths": ("draft", PATHS, "of 3 draft tokens, in a tree of"),
-    "a tree of a block": ("block_draft", TREE, "strategy full_loop"),
+    "a tree of a block": ("block_draft", (*TREE, "--strategy", "full_loop"), "strategy full_loop"),
     "paths of a block": ("block_draft", PATHS, "of 3 draft tokens, in a tree of"),
 }
 
