@@ -136,11 +136,14 @@ class PagedAttentionArguments(NamedTuple):
         if not plain or self.soft_cap or self.sinks is not None:
             return self._softmax(query, key, value, hidden)
         # The same, without the scores in memory: a chunk of 512 tokens after 2,048 takes a sixth of the time on a CPU.
+        # If all is new, without a mask: half of the work is then left out.
+        whole = self.causal and not self.sliding_window and key.shape[1] == len(query)
         out = scaled_dot_product_attention(
             query.transpose(0, 1)[None],
             key[None],
             value[None],
-            attn_mask=~hidden.expand(len(query), -1),
+            attn_mask=None if whole else ~hidden.expand(len(query), -1),
+            is_causal=whole,
             scale=self.scale,
             enable_gqa=True,
         )

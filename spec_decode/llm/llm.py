@@ -115,20 +115,7 @@ class LLM:
             pair.draft is not None or steps == 0,
             f"num_speculative_tokens is {steps!r} and there is no draft. Pass draft=, or leave it out.",
         )
-        # A CPU has no launches to save: graphs would only be emulated, unless you ask for them by name.
-        graphs = GraphMode.NONE if torch_device.type == "cpu" and strategy is None else GraphMode.FULL
-        drafter, tree = None, settings.get("tree")
-        if steps or tree is not None:
-            drafter = DrafterConfig(num_speculative_tokens=steps, strategy=strategy, tree=tree, graph_mode=graphs)
-        config = EngineConfig(
-            drafter=drafter,
-            graph_mode=graphs,
-            max_num_seqs=settings.get("max_num_seqs", 8),
-            max_logprobs=settings.get("max_logprobs", 0),
-            page_size=settings.get("page_size", 16),
-            verification=settings.get("verification"),
-            batch_invariant=settings.get("batch_invariant", False),
-        )
+        config = _engine_config(settings, torch_device, strategy, steps)
         # A step writes drafts past the text, and these must stay within the model's positions too.
         most = min(model.max_positions for model in (pair.target, pair.draft) if model is not None)
         self._positions, self._room = most, most - 1 - draft_slots(config, pair.draft)
@@ -294,6 +281,26 @@ class LLM:
     def _take(self, reply: Reply, token: int) -> None:
         if reply.take([token]):
             self.engine.cancel(reply.submitted)
+
+
+def _engine_config(settings: Settings, device: torch.device, strategy: Strategy | None, steps: int) -> EngineConfig:
+    """Return the engine's settings, with the default max_model_len. steps: draft tokens per round."""
+    # A CPU has no launches to save: graphs would only be emulated, unless you ask for them by name.
+    graphs = GraphMode.NONE if device.type == "cpu" and strategy is None else GraphMode.FULL
+    drafter, tree = None, settings.get("tree")
+    if steps or tree is not None:
+        drafter = DrafterConfig(num_speculative_tokens=steps, strategy=strategy, tree=tree, graph_mode=graphs)
+    config = EngineConfig(
+        drafter=drafter,
+        graph_mode=graphs,
+        max_num_seqs=settings.get("max_num_seqs", 8),
+        max_logprobs=settings.get("max_logprobs", 0),
+        page_size=settings.get("page_size", 16),
+        verification=settings.get("verification"),
+        batch_invariant=settings.get("batch_invariant", False),
+    )
+    # On busy cores each pass over the layers waits for threads hundreds of times: take a prompt in one.
+    return replace(config, max_prefill_tokens=_MAX_MODEL_LEN) if device.type == "cpu" else config
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[object]:
