@@ -16,6 +16,7 @@ from benchmarks.cases.backend_rounds import round_rows
 from benchmarks.cases.block_trees import block_tree_round_rows, block_tree_rows
 from benchmarks.cases.compiled_steps import SUFFIX as COMPILED
 from benchmarks.cases.compiled_steps import compiled_step_rows
+from benchmarks.cases.cpu import cpu_rows
 from benchmarks.cases.decode import decode_rows
 from benchmarks.cases.draft_rounds import block_draft_rows, random_draft_rows
 from benchmarks.cases.products import CASE as PRODUCTS
@@ -59,9 +60,10 @@ _ROWS: dict[str, tuple[str, Callable[[Bench], Iterator[BenchRow]]]] = {
         block_throughput_rows,
     ),
     "block-trees": ("trees of the shipped pair's block against a chain: accepted tokens", block_tree_rows),
+    "cpu": ("on a CPU: load, prompt, decoding and memory of LLM against transformers, by SmolLM2", cpu_rows),
     "block-tree-rounds": ("trees of Qwen3-8B's block against a chain: time", block_tree_round_rows),
 }
-CPU_CASES = ("sampling", "round", "drafter-tiny", "block-trees")
+CPU_CASES = ("sampling", "round", "drafter-tiny", "block-trees", "cpu")
 """Cases that run without a GPU; their gpu_us is null."""
 SUITES = {
     "backends": ("advance", "step", *_DECODE, "round"),

@@ -27,7 +27,8 @@ class InputBatch:
     max_lens     int64 [R]          where the text ends; 0 for padding rows, so they never grow
     last_tokens  int64 [R]
     sampling     R rows
-    outputs      int64 [R, 2 + K]   of the last step: number of accepted draft tokens, these, the target's next token
+    outputs      int64 [R, 2 + K]   of the last step: number of accepted draft tokens, these, the target's next token;
+                                    -1 as in VerifyOutput
     logprobs     [R, 1 + K, 1 + N]  of these tokens; None without max_logprobs
     """
 
@@ -123,12 +124,12 @@ class InputBatch:
         """Fill n rows from row `first` on with prefilled requests, as if a step had just accepted no draft token.
 
         lens                  tokens in the target's cache
-        tokens                int64 [n], the token after them
+        tokens                int64 [n], the token after them; -1 as in VerifyOutput
         target_hidden_states  [n, F], at the last token in the cache
         """
         rows = slice(first, first + len(lens))
         self.lens[rows].copy_(torch.tensor(lens, dtype=torch.int64, device=self.lens.device))
-        # With no draft token accepted, the drafter reads only the first column.
+        # With no draft token accepted, the drafter reads none of them, only the next tokens.
         token_ids = tokens[:, None].expand(-1, self._query_len)
         self.update_requests(rows, token_ids, token_ids[:, 1:], VerifyOutput(torch.zeros_like(tokens), tokens))
         self.set_draft_inputs(rows, target_hidden_states[:, None].expand(-1, self._query_len, -1))

@@ -21,7 +21,7 @@ from spec_decode.sampling.target_sampler import TopLogprobs, top_logprobs
 class PrefillOutput:
     """n requests with complete prefill.
 
-    tokens                int64 [n]   the token after each
+    tokens                int64 [n]   the token after each; -1 where its logits define no distribution
     target_hidden_states  [n, F]      at the last token in the cache
     logprobs              [n, 1 + N]  of these tokens; None without max_logprobs
     """

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Literal
 
 from spec_decode.sampling import SamplingParams
+from spec_decode.sampling.kernels.draw_tokens import NO_TOKEN
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,14 +30,18 @@ class Request:
         return len(self.prompt) + self.sampling.max_tokens
 
 
-FinishReason = Literal["stop", "length", "abort"]
-"""Why a request ended: a stop token, its maximum number of tokens, or a call of `cancel`."""
+_log = logging.getLogger(__name__)
+
+FinishReason = Literal["stop", "length", "abort", "not_finite"]
+"""Why a request ended: a stop token, its maximum number of tokens, a call of `cancel`, or logits of the target that are
+NaN or infinite, so that no next token exists. The tokens before it are sound."""
 
 
 @dataclass(slots=True)
 class Generation:
     """The result of a request. accepted: accepted draft tokens, one entry per round. finish_reason: None while it runs.
-    logprobs: for each token, id -> logprob of the token and of the likeliest ones, see `SamplingParams.logprobs`."""
+    logprobs: for each token, id -> logprob of the token and of the likeliest ones, see `SamplingParams.logprobs`; one
+    more, empty, where "not_finite" ended the text."""
 
     token_ids: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
@@ -63,7 +69,7 @@ class Handle:
     def append_tokens(self, tokens: Sequence[int], logprobs: Sequence[dict[int, float]] = ()) -> int:
         """Append tokens up to the end of the text; return how many were appended. A stop token is not.
 
-        logprobs: one entry per token, or none.
+        tokens: of one step; the last can be NO_TOKEN, which ends the text. logprobs: one entry per token, or none.
         """
         stop_ids, room = frozenset(self.request.sampling.stop_token_ids), self.room
         if room < len(tokens):
@@ -71,11 +77,21 @@ class Handle:
         stopped = not stop_ids.isdisjoint(tokens)
         if stopped:
             tokens = list(takewhile(lambda token: token not in stop_ids, tokens))
+        not_finite = tokens[-1:] == [NO_TOKEN]
+        if not_finite:
+            tokens = tokens[:-1]
         self.generation.token_ids += tokens
         if logprobs:
-            self.generation.logprobs += logprobs[: len(tokens)]
+            self.generation.logprobs += [*logprobs[: len(tokens)], *([{}] if not_finite else [])]
         if stopped:
             self.generation.finish_reason = "stop"
+        elif not_finite:
+            self.generation.finish_reason = "not_finite"
+            _log.warning(
+                "a request ended after %d tokens: the model's logits are NaN or infinite there. A model in float16 "
+                "overflows above 65504: load it in bfloat16 or float32.",
+                len(self.generation.token_ids),
+            )
         elif len(tokens) == room:
             self.finish_if_full()
         return len(tokens)

@@ -29,6 +29,7 @@ from spec_decode.llm.progress import progress_bar
 from spec_decode.llm.prompts import Message, Prompt, as_list, contents, is_conversation, text_turns
 from spec_decode.models import CheckpointError, ContextBlockDraft, DraftModel
 from spec_decode.models.draft_weights import check_draft_weights, quantise_draft
+from spec_decode.paged import GraphMode
 from spec_decode.paged.kv_groups import CachesTooLarge
 from spec_decode.sampling import SamplingParams
 from spec_decode.trees import DraftTree, DynamicTreeConfig
@@ -44,7 +45,7 @@ class Settings(TypedDict, total=False):
     """Further settings. EngineConfig explains verification, batch_invariant and page_size, DrafterConfig tree.
 
     - draft_weights  "fp8": the draft's matrix products read 8-bit weights, see the guide; None: as loaded
-    - strategy       how the later steps of a round run, see the guide; None: the fastest
+    - strategy       how the later steps of a round run, see the guide; None: the fastest, which on a CPU is eager
     - max_model_len  the most tokens of a prompt and its text; 4,096, or fewer if a model has fewer positions
     - max_num_seqs   the most prompts that run at once; 8. The others wait
     - max_logprobs   the most logprobs that a prompt can request; 0
@@ -82,7 +83,7 @@ class LLM:
         draft_backend: str | None = None,
         **settings: Unpack[Settings],
     ) -> None:
-        """Load the models, allocate their caches, and capture their graphs.
+        """Load the models, allocate their caches, and on a GPU capture their graphs.
 
         - model, draft            a folder, `pydoc` (the pair that comes with the package), or the name of a model in
                                   this machine's Hugging Face cache; without a draft there is no speculation
@@ -124,17 +125,7 @@ class LLM:
             pair.draft is not None or steps == 0,
             f"num_speculative_tokens is {steps!r} and there is no draft. Pass draft=, or leave it out.",
         )
-        drafter, tree = None, settings.get("tree")
-        if steps or tree is not None:
-            drafter = DrafterConfig(num_speculative_tokens=steps, strategy=strategy, tree=tree)
-        config = EngineConfig(
-            drafter=drafter,
-            max_num_seqs=settings.get("max_num_seqs", 8),
-            max_logprobs=settings.get("max_logprobs", 0),
-            page_size=settings.get("page_size", 16),
-            verification=settings.get("verification"),
-            batch_invariant=settings.get("batch_invariant", False),
-        )
+        config = _engine_config(settings, torch_device, strategy, steps)
         # A step writes drafts past the text, and these must stay within the model's positions too.
         most = min(model.max_positions for model in (pair.target, pair.draft) if model is not None)
         self._positions, self._room = most, most - 1 - draft_slots(config, pair.draft)
@@ -193,6 +184,10 @@ class LLM:
         reads = [f"draft reads the states that enter layers {layers} of the target's {target.num_layers}"]
         weights = [f"draft's matrix products read {self._draft_weights} weights"] if self._draft_weights else []
         reads = [*(reads if layers else ()), *_block(self.pair.draft, self.config.num_speculative_tokens), *weights]
+        if self.config.graph_mode is GraphMode.NONE:
+            reads.append(
+                "no graphs: a CPU has no launches to save. A strategy that you name, such as full_loop, emulates them"
+            )
         return "\n".join([*explain_backends(self.pair, self.backends, self.config), *reads, *how])
 
     def generate(
@@ -341,6 +336,26 @@ def _memory_errors(config: EngineConfig) -> Iterator[None]:
             f"{config.max_num_seqs} prompts at once (max_num_seqs) of up to {config.max_model_len} tokens "
             f"(max_model_len) take more memory than there is: {why}. Lower one of the two."
         ) from error
+
+
+def _engine_config(settings: Settings, device: torch.device, strategy: Strategy | None, steps: int) -> EngineConfig:
+    """Return the engine's settings, with the default max_model_len. steps: draft tokens per round."""
+    # A CPU has no launches to save: graphs would only be emulated, unless you ask for them by name.
+    graphs = GraphMode.NONE if device.type == "cpu" and strategy is None else GraphMode.FULL
+    drafter, tree = None, settings.get("tree")
+    if steps or tree is not None:
+        drafter = DrafterConfig(num_speculative_tokens=steps, strategy=strategy, tree=tree, graph_mode=graphs)
+    config = EngineConfig(
+        drafter=drafter,
+        graph_mode=graphs,
+        max_num_seqs=settings.get("max_num_seqs", 8),
+        max_logprobs=settings.get("max_logprobs", 0),
+        page_size=settings.get("page_size", 16),
+        verification=settings.get("verification"),
+        batch_invariant=settings.get("batch_invariant", False),
+    )
+    # On busy cores each pass over the layers waits for threads hundreds of times: take a prompt in one.
+    return replace(config, max_prefill_tokens=_MAX_MODEL_LEN) if device.type == "cpu" else config
 
 
 def _params_per_prompt(params: Params, count: int) -> list[SamplingParams]:

@@ -18,11 +18,12 @@ class Completion:
     - prompt             the text, the conversation or the token ids that you passed
     - text               the new text, without the stop string or end token that ended it
     - token_ids          the tokens of the text; if a stop string ended it, up to the token that completed that string
-    - finish_reason      "stop" (an end token or a stop string), "length" (max_tokens) or "abort" (cancelled)
+    - finish_reason      "stop" (an end token or a stop string), "length" (max_tokens), "abort" (cancelled) or
+                         "not_finite" (the model's logits became NaN or infinite; the text so far is sound)
     - num_prompt_tokens  tokens of the prompt
     - accepted           accepted draft tokens of each round
-    - logprobs           for each token of token_ids, id -> logprob: the token itself, then the most likely ones; empty
-                         unless SamplingParams requests logprobs
+    - logprobs           for each token of token_ids, id -> logprob: the token itself, then the most likely ones; and {}
+                         where "not_finite" ended the text. Empty unless SamplingParams requests logprobs
     """
 
     prompt: object

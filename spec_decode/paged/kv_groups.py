@@ -74,8 +74,8 @@ def make_group(
     _require_memory(name, spec, len(layers), num_pages, device)
     caches = {layer: backend.allocate_kv(spec, num_pages, device) for layer in layers}
     for cache in caches.values():
-        cache.key.zero_()
-        cache.value.zero_()
+        _zero(cache.key)
+        _zero(cache.value)
     return KVGroup(name=name, backend=backend, spec=spec, caches=caches)
 
 
@@ -85,6 +85,14 @@ class CachesTooLarge(BatchError):
     def __init__(self, problem: str) -> None:
         super().__init__(f"{problem}. Use fewer or smaller pages.")
         self.problem = problem
+
+
+def _zero(cache: torch.Tensor) -> None:
+    """Fill the cache with zeros. New memory of a CPU is zero and takes up no space until it is written, so that pages
+    which no text comes to need never take any; a read leaves it so."""
+    fresh = cache.device.type == "cpu" and not bool((cache.view(torch.uint8) if cache.itemsize == 1 else cache).any())
+    if not fresh:
+        cache.zero_()
 
 
 def _require_memory(name: str, spec: AttentionSpec, num_layers: int, num_pages: int, device: torch.device) -> None:

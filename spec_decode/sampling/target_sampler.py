@@ -16,7 +16,8 @@ from spec_decode.sampling.parameters import Sampling
 def sample_target(
     logits: torch.Tensor, *, sampling: Sampling, positions: torch.Tensor, column: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Sample as plain decoding does: one token per row, or per column of a row; int64, in the shape of positions.
+    """Sample as plain decoding does: one token per row, or per column of a row; int64, in the shape of positions; -1
+    from logits with a NaN or +inf among them, or of -inf alone.
 
     - logits     [R, V] any float, or [R, G, V]
     - sampling   R rows

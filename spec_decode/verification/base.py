@@ -18,7 +18,8 @@ class VerifyOutput:
     """The result of a verifier for R rows.
 
     - accepted     int64 [R], number of accepted draft tokens
-    - next_tokens  int64 [R], the target's own token after them
+    - next_tokens  int64 [R], the target's own token after them; -1 if its logits there define no distribution: a NaN or
+                   +inf among them, or nothing but -inf. The text ends there
     """
 
     accepted: torch.Tensor
@@ -41,7 +42,8 @@ class Verifier(Protocol):
 
         Device work only, fixed shapes, no host sync.
 
-        - target_logits    [R, 1 + K, V] any float; column i holds the logits of the token after draft token i - 1
+        - target_logits    [R, 1 + K, V] any float; column i holds the logits of the token after draft token i - 1. No
+                           draft token is accepted at a column that defines no distribution
         - draft_tokens     int64 [R, K]; the first negative one ends a row's draft, and nothing after it is read; one
                            past the vocabulary is rejected. Where a draft ends must not depend on the withheld token
         - draft_logits     fp32 [R, K, V], the processed logits that the draft tokens were drawn from, with all further

@@ -20,7 +20,7 @@ class TreeVerifyOutput:
 
     - accepted     int64 [R], number of accepted draft tokens
     - path         int64 [R, K], their query tokens, starting at the root's child; -1 after the last
-    - next_tokens  int64 [R], the target's own token after them
+    - next_tokens  int64 [R], the target's own token after them; -1 as in VerifyOutput
     """
 
     accepted: torch.Tensor

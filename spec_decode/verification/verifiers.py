@@ -84,8 +84,8 @@ class SyntheticAcceptance(Verifier):
         sampling: Sampling,
         draft_positions: torch.Tensor,
     ) -> VerifyOutput:
-        """See Verifier.verify for shapes. Of draft_logits, only the shape is read; the next token is that of plain
-        decoding.
+        """See Verifier.verify for shapes. Of draft_logits, only the shape is read, and of target_logits only the column
+        of the next token, which is that of plain decoding.
 
         Raises BatchError for tensors of the wrong shape, dtype or device.
         """

@@ -1,4 +1,4 @@
-"""Kernels on NaN logits return tokens of the vocabulary, none of them from a draft."""
+"""Kernels on NaN logits of a draft return tokens of the vocabulary, and on those of a target no token."""
 
 import pytest
 import torch
@@ -7,11 +7,14 @@ from builders.kernels.triton_runtime import torch_implementations
 from spec_decode.sampling.kernels.sample_block import sample_block
 from spec_decode.sampling.kernels.sample_draft import sample_draft
 from spec_decode.sampling.kernels.select_candidates import select_candidates
+from spec_decode.sampling.parameters import Sampling
+from spec_decode.sampling.target_sampler import sample_target
 from spec_decode.trees.kernels.top_children import top_children
 from spec_decode.verification.kernels.block_verify import block_verify
 from spec_decode.verification.kernels.rejection_sample import rejection_sample
+from spec_decode.verification.kernels.verify_arguments import VerifyArguments
 from tests.ops.sample import int32, noise
-from tests.ops.sampling import draft, verify_arguments
+from tests.ops.sampling import draft, verify_arguments, without_distribution
 
 NAN = torch.nan
 
@@ -73,7 +76,8 @@ def test_no_draft_is_kept(verify, whose):
         # A greedy row does not read them.
         nothing = nothing._replace(temperature=torch.ones(10))
     accepted, next_tokens = verify(*nothing.checked())
-    assert accepted.eq(0).all() and ((next_tokens >= 0) & (next_tokens < 600)).all()
+    assert accepted.eq(0).all()
+    assert next_tokens.eq(-1).all() if whose == "processed" else ((next_tokens >= 0) & (next_tokens < 600)).all()
 
 
 @pytest.mark.parametrize("verify", [rejection_sample, block_verify])
@@ -84,3 +88,28 @@ def test_a_draft_ends_before_them(verify):
     ended = arguments._replace(draft_tokens=arguments.draft_tokens.masked_fill(after, -1))
     found, wanted = verify(*nothing.checked()), verify(*ended.checked())
     assert all(map(torch.equal, found, wanted)) and set(found[0].tolist()) == {0, 1, 2}
+
+
+@pytest.mark.parametrize("verify", [rejection_sample, block_verify])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_draft_is_kept_up_to_logits_without_a_distribution(verify, temperature):
+    for p in without_distribution(10, 3, 1100):
+        # The draft is sure of token 5, the target nearly so: of a random row's first token, one draw in two is kept.
+        q = torch.full((10, 2, 1100), -torch.inf)
+        q[..., 5], p[:, 0] = 0, -torch.inf
+        p[:, 0, 5], p[:, 0, 9] = 0.1, 0.0
+        tokens, zeros = torch.full((10, 2), 5), torch.zeros(10, dtype=torch.int64)
+        arguments = VerifyArguments(p, tokens, q, torch.full((10,), temperature), zeros, zeros, torch.arange(10))
+        accepted, next_tokens = verify(*arguments.checked())
+        assert accepted.sum() == 10 if temperature == 0 else 0 < accepted.sum() < 10
+        assert next_tokens.tolist() == [-1 if kept else 9 for kept in accepted]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (5, 1.0), (0, 0.5), (5, 0.5)])
+def test_a_target_draws_nothing_from_logits_without_a_distribution(temperature, top_k, top_p):
+    for logits in without_distribution(2, 3, 1100):
+        zeros = torch.zeros(2, dtype=torch.int64)
+        sampling = Sampling(torch.full((2,), temperature), int32(top_k, top_k), torch.full((2,), top_p), zeros)
+        tokens = sample_target(logits, sampling=sampling, positions=torch.arange(6).view(2, 3))
+        assert tokens[:, 1].eq(-1).all() and tokens[:, ::2].ge(0).all() and tokens.lt(1100).all()

@@ -22,6 +22,14 @@ def ties(vocab, *best):
     return logits
 
 
+def without_distribution(*shape):
+    """Yield logits [..., V] whose middle column defines no distribution, in each way, also by a single logit."""
+    for value, at in ((torch.nan, 600), (torch.inf, 1), (torch.nan, slice(None)), (-torch.inf, slice(None))):
+        logits = noise(*shape)
+        logits[:, 1, at] = value
+        yield logits
+
+
 @op("spec_decode::process_logits", strided="logits")
 def process_logits():
     for vocab, dtype, column in each((1100, 3), DTYPES, (None, torch.tensor([2, 0, 1, 2]))):
@@ -39,6 +47,11 @@ def draw_target():
             noise(6, 3, vocab, dtype=dtype), noise(6, columns, vocab, seed=1), torch.tensor([0.0, 1.0, 0.5] * 2),
             int32(0, 0, vocab, 5, 0, 7), torch.tensor([1.0, 1, 1, 1, 0.5, 0.5]), seeds(6),
             whole(0, 2**40, 6, columns, seed=2), column,
+        )  # fmt: skip
+    for logits in without_distribution(2, 3, 1100):
+        yield (
+            logits, logits.clone(), torch.tensor([0.0, 1.0]), int32(0, 5), torch.ones(2), seeds(2),
+            whole(0, 2**40, 2, 3, seed=2), None,
         )  # fmt: skip
     zero = torch.zeros(1, dtype=torch.int64)
     logits = ties(5000, (700, 4000))[:, None]
@@ -180,6 +193,10 @@ def verified():
     # Greedy, with larger logits in each later column.
     p = long.processed.abs() * torch.tensor([1.0, 100.0, 100.0])[:, None]
     yield long._replace(processed=p, draft_tokens=p[:, :2].argmax(-1), temperature=warm * 0)
+    for p in without_distribution(10, 3, 1100):
+        likely = p[:, :2].nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+        # The draft is surer than the target: weights of block verification are below 1.
+        yield VerifyArguments(p, likely.argmax(-1), likely + likely, torch.arange(10) % 2 * 1.0, *long[4:])
     same = verify_arguments(2, 520, likeness=1.0, ends=False)
     yield same._replace(temperature=warm, draft_tokens=same.draft_logits.argmax(-1))
     # Neither model can produce token 3, so it is rejected, and p is q.
@@ -253,7 +270,7 @@ def follow_tree():
     for tokens in (5, 1, 32, 63):
         parents = random_parents(tokens, tokens)
         for depth in (4, 1, tokens):
-            yield whole(0, 3, 8, tokens, seed=1), parents, whole(0, 3, 8, 1 + tokens, seed=2), depth
+            yield whole(-1, 3, 8, tokens, seed=1), parents, whole(-1, 3, 8, 1 + tokens, seed=2), depth
 
 
 @op("spec_decode::top_children", close=CLOSE)

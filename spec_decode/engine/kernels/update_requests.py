@@ -15,7 +15,8 @@ class UpdateRequests(NamedTuple):
     """Extend R requests by their accepted draft tokens and their next token, up to their end; in place.
 
     accepted            int64 [R]          number of accepted draft tokens
-    next_tokens         int64 [R]          the target's own token after them
+    next_tokens         int64 [R]          the target's own token after them; -1, which only the host sees, if it has
+                                           none: the next step then runs token 0, until the host has ended the request
     token_ids           int64 [R, 1 + K]   the tokens of the step
     drafts              int64 [R, K]       the proposed part of them; -1 after the last
     lens                int64 [R]          tokens of prompt and text; written
@@ -46,15 +47,16 @@ class UpdateRequests(NamedTuple):
     position_offset: int
 
     def reference(self) -> None:
+        next_tokens = self.next_tokens.clamp(min=0)
         if self.draft_token_ids is not None:
             assert self.draft_context_lens is not None and self.draft_lens is not None
             assert self.draft_accepted is not None and self.draft_next_tokens is not None
             self.draft_token_ids.copy_(self.token_ids)
             self.draft_context_lens.copy_((self.lens - 1 + self.position_offset).clamp_(min=0))
             self.draft_accepted.copy_(self.accepted)
-            self.draft_next_tokens.copy_(self.next_tokens)
+            self.draft_next_tokens.copy_(next_tokens)
         self.lens.copy_(torch.minimum(self.lens + self.accepted + 1, self.max_lens))
-        self.last_tokens.copy_(self.next_tokens)
+        self.last_tokens.copy_(next_tokens)
         if self.draft_lens is not None:
             self.draft_lens.copy_((self.max_lens - self.lens - 1).clamp_(0, self.drafts.shape[1]))
         self.outputs[:, 0] = self.accepted
@@ -132,6 +134,7 @@ def _update_requests_kernel(
     output = tl.load(drafts_ptr + row * stride_drafts_row + (offs_q - 1) * stride_drafts_col, mask=is_draft, other=0)
     output = tl.where(offs_q == 0, num_accepted, tl.where(offs_q == 1 + num_accepted, next_token, output))
     new_len = tl.minimum(num_tokens + num_accepted + 1, max_len)
+    next_token = tl.maximum(next_token, 0)
     if DRAFTING:
         # 2. Store the drafter's next inputs
         in_step = offs_q <= num_drafts

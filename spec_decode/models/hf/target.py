@@ -28,6 +28,8 @@ _PROBE_TOKENS = 2
 _SERVED_LAYER_TYPES = ("full_attention", "sliding_attention")
 _LOGIT_FIELDS = ("logit_scale", "logits_scaling", "final_logit_softcapping")
 """Config fields that change logits: Cohere multiplies, Granite divides, Gemma caps."""
+_LARGER = {torch.float16: "Load it in bfloat16 or float32", torch.bfloat16: "Load it in float32"}
+"""What to do if a dtype overflows."""
 
 
 class TransformersTarget(TargetModel):
@@ -44,7 +46,7 @@ class TransformersTarget(TargetModel):
         final norm). None: the hidden states after the final norm.
 
         Raises UnservedModel if the model does anything that `transformers`' attention interface does not expose, and
-        CheckpointError for weights that are NaN or infinite.
+        CheckpointError for weights or logits that are NaN or infinite.
         """
         super().__init__()
         self.model = model.eval().requires_grad_(False)
@@ -188,6 +190,13 @@ class TransformersTarget(TargetModel):
 
     def _check_logits(self, hidden: torch.Tensor, expected: torch.Tensor) -> None:
         logits, expected = self.logits(hidden).float(), expected.float()
+        if not bool(expected.isfinite().all()):
+            dtype = str(hidden.dtype).removeprefix("torch.")
+            raise CheckpointError(
+                f"the logits of {type(self.model).__name__} are NaN or infinite, although its weights are finite: its "
+                f"activations exceed what {dtype} holds, {torch.finfo(hidden.dtype).max:.4g}. "
+                f"{_LARGER.get(hidden.dtype, 'Restore the weights')}."
+            )
         # Wide enough for bf16 rounding in another matrix shape, narrow enough to detect a missing factor or cap.
         same_shape = logits.shape == expected.shape
         close = same_shape and bool((logits - expected).abs().max() <= 0.03 * expected.abs().max())

@@ -12,12 +12,13 @@ from builders.kernels.triton_runtime import await_previous, dependent_launch, tl
 from spec_decode.sampling import noise
 from spec_decode.sampling.kernels.draw_tokens import drawn_tokens, store_draw_kernel
 from spec_decode.sampling.kernels.process_logits import ProcessLogits, is_restricted, restriction
-from spec_decode.sampling.kernels.vocab_blocks import vocab_block
+from spec_decode.sampling.kernels.vocab_blocks import nan_as_inf, vocab_block
 from spec_decode.sampling.noise import triton_gumbel, triton_key
 
 
 class DrawTarget(NamedTuple):
-    """Draw tokens from the processed logits, see `drawn_tokens`; int64, in the shape of positions.
+    """Draw tokens from the processed logits, see `drawn_tokens`; int64, in the shape of positions; NO_TOKEN where they
+    define no distribution.
 
     - logits       [R, G, V] any float, any strides
     - restricted   fp32 [R, G, V], or [R, 1, V] with a column, contiguous: the processed logits, read only for rows that
@@ -81,7 +82,6 @@ class DrawTarget(NamedTuple):
             partial_score_ptr=partial_score,
             partial_index_ptr=partial_index,
             tokens_ptr=tokens,
-            vocab_size=vocab,
             num_blocks=blocks,
             RESIDUAL=False,
             BLOCK_B=next_power_of_2(blocks),
@@ -135,6 +135,7 @@ def _block_target_kernel(
         if temperature > 0:
             x = tl.div_rn(x, temperature)
     # 2. The best of them, with noise unless greedy
+    x = nan_as_inf(x)
     if temperature > 0:
         x += triton_gumbel(triton_key(tl.load(seeds_ptr + row), tl.load(positions_ptr + draw), STREAM), offs_v)
     max_score, argmax = tl.max(x, 0, return_indices=True)

@@ -9,8 +9,11 @@ import torch
 from builders.kernels.sizes import cdiv, next_power_of_2
 from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
 from spec_decode.sampling import noise
-from spec_decode.sampling.kernels.vocab_blocks import merge_argmax, vocab_block
+from spec_decode.sampling.kernels.vocab_blocks import merge_argmax, nan_as_inf, vocab_block
 from spec_decode.sampling.noise import triton_gumbel, triton_key
+
+NO_TOKEN = -1
+"""Drawn from logits that define no distribution: a NaN or +inf among them, or nothing but -inf."""
 
 
 class Residual(NamedTuple):
@@ -43,10 +46,14 @@ def drawn_tokens(
     processed: torch.Tensor, temperature: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor
 ) -> torch.Tensor:
     """Torch reference: the argmax of processed logits fp32 [..., V] where temperature is 0, else a draw from their
-    softmax; the first of equal logits wins. temperature fp32, seeds and positions int64 broadcast to [...]."""
-    keys = noise.key(seeds, positions, noise.TARGET)
-    perturbed = processed + noise.gumbel(keys[..., None], torch.arange(processed.shape[-1]))
-    return torch.where(temperature > 0, perturbed.argmax(-1), processed.argmax(-1))
+    softmax; the first of equal logits wins; NO_TOKEN where they define no distribution. temperature fp32, seeds and
+    positions int64 broadcast to [...]."""
+    tokens = processed.argmax(-1)
+    if bool((temperature > 0).any()):  # noise takes longer than everything else
+        keys = noise.key(seeds, positions, noise.TARGET)
+        perturbed = processed + noise.gumbel(keys[..., None], torch.arange(processed.shape[-1]))
+        tokens = torch.where(temperature > 0, perturbed.argmax(-1), tokens)
+    return tokens.where(processed.amax(-1).isfinite(), NO_TOKEN)
 
 
 def launch_draw(
@@ -93,7 +100,6 @@ def launch_draw(
         partial_score_ptr=partial_score,
         partial_index_ptr=partial_index,
         tokens_ptr=tokens,
-        vocab_size=vocab,
         num_blocks=blocks,
         RESIDUAL=True,
         BLOCK_B=next_power_of_2(blocks),
@@ -145,6 +151,7 @@ def _block_draw_kernel(
         w = tl.load(weights_ptr + row)
     # 2. The best target token
     target_logits = tl.load(target_logits_ptr + logits_row * vocab_size + offs_v, mask=mask, other=float("-inf"))
+    target_logits = nan_as_inf(target_logits)
     gumbel = tl.zeros((BLOCK_V,), tl.float32)
     if temperature > 0:
         gumbel = triton_gumbel(triton_key(seed, position, STREAM), offs_v)
@@ -191,18 +198,19 @@ def store_draw_kernel(
     partial_score_ptr,  # fp32 [R, blocks]; with RESIDUAL [2, R, blocks], of p and of the residual
     partial_index_ptr,  # int32, same shape
     tokens_ptr,  # out: int64 [R]
-    vocab_size,  # V
     num_blocks,  # of the vocabulary
     RESIDUAL: tl.constexpr,
     BLOCK_B: tl.constexpr,  # blocks, rounded up to a power of two
     PDL: tl.constexpr,  # programmatic dependent launch
 ):
-    """Merge the blocks of a row and store its token, from the residual if that is not empty. One program per row."""
+    """Merge the blocks of a row and store its token, from the residual if that is not empty; NO_TOKEN if the best score
+    of p is not finite, see nan_as_inf. One program per row."""
+    NO_TOKEN: tl.constexpr = -1
     await_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     offs_b = tl.arange(0, BLOCK_B)
     part_offs = row * num_blocks + offs_b
-    _, token = merge_argmax(partial_score_ptr + part_offs, partial_index_ptr + part_offs, offs_b < num_blocks)
+    max_score, token = merge_argmax(partial_score_ptr + part_offs, partial_index_ptr + part_offs, offs_b < num_blocks)
     if RESIDUAL:
         part_offs += tl.num_programs(0) * num_blocks
         residual_max, residual_token = merge_argmax(
@@ -210,5 +218,4 @@ def store_draw_kernel(
         )
         # The residual is empty if nothing was rejected, or if p and q differ by no more than rounding.
         token = tl.where(residual_max > float("-inf"), residual_token, token)
-    # If every logit is NaN, no token was found; clamp to a valid one.
-    tl.store(tokens_ptr + row, tl.minimum(token, vocab_size - 1).to(tl.int64))
+    tl.store(tokens_ptr + row, tl.where(tl.abs(max_score) < float("inf"), token, NO_TOKEN).to(tl.int64))

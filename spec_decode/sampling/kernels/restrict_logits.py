@@ -15,7 +15,7 @@ from builders.errors import require, require_tensor
 from builders.kernels.op import define_op
 from builders.kernels.sizes import cdiv, next_power_of_2
 from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
-from spec_decode.sampling.kernels.process_logits import restriction
+from spec_decode.sampling.kernels.process_logits import is_restricted, restriction
 from spec_decode.sampling.kernels.threshold_search import (
     LEAST,
     as_float,
@@ -83,15 +83,19 @@ class RestrictLogits(NamedTuple):
 
     def reference(self) -> None:
         vocab, group = self.logits.shape[1], len(self.logits) // len(self.top_k)
-        k = self.top_k.long().repeat_interleave(group)[:, None]
-        p = self.top_p.repeat_interleave(group)[:, None]
+        restricted = is_restricted(self.top_k, self.top_p, vocab).repeat_interleave(group).nonzero()[:, 0]
+        if not len(restricted):  # a sort of rows that nothing restricts would take most of a greedy round
+            return
+        k = self.top_k.long()[restricted // group, None]
+        p = self.top_p[restricted // group, None]
         k = torch.where(k > 0, k, vocab).clamp(max=vocab)
-        ranked = self.logits.double().sort(-1, descending=True).values
+        logits = self.logits[restricted]
+        ranked = logits.double().sort(-1, descending=True).values
         kth = ranked.gather(1, k - 1)
         share = ranked.masked_fill(ranked < kth, -torch.inf).softmax(-1).cumsum(-1)
         last = (share < p).sum(-1, keepdim=True).clamp(max=vocab - 1)
         threshold = torch.where(p < 1, torch.maximum(kth, ranked.gather(1, last)), kth)
-        self.logits.masked_fill_(self.logits < threshold, -torch.inf)
+        self.logits[restricted] = logits.masked_fill(logits < threshold, -torch.inf)
 
     def launch(self) -> None:
         (rows, vocab), device = self.logits.shape, self.logits.device

@@ -21,6 +21,13 @@ def vocab_block(vocab: int) -> int:
 
 
 @triton.jit
+def nan_as_inf(x):
+    """Return x with +inf for NaN, which a maximum would drop. The logits x then hold neither NaN nor +inf, nor -inf
+    alone, exactly if their maximum is finite."""
+    return tl.where(x == x, x, float("inf"))
+
+
+@triton.jit
 def store_max_sum_exp(logits, max_ptr, sum_exp_ptr):
     """Store max(logits) and the sum of exp(logits - max(logits)) of a block."""
     block_max = tl.max(logits, 0)
@@ -31,12 +38,13 @@ def store_max_sum_exp(logits, max_ptr, sum_exp_ptr):
 
 @triton.jit
 def merge_sum_exp(block_max, block_sum):
-    """Return row_max = max(block_max) and row_sum = sum(block_sum * exp(block_max - row_max)), along the last axis."""
+    """Return row_max = max(block_max) and row_sum = sum(block_sum * exp(block_max - row_max)), along the last axis. The
+    sum of a row with NaN or +inf is NaN."""
     axis: tl.constexpr = len(block_max.shape) - 1
     row_max = tl.max(block_max, axis)
     rescaled = block_sum * tl.exp(block_max - tl.expand_dims(row_max, axis))
     # A block of only -inf has the sum 0; -inf - (-inf) would make it NaN.
-    return row_max, tl.sum(tl.where(block_sum > 0, rescaled, 0.0), axis)
+    return row_max, tl.sum(tl.where(block_sum == 0, 0.0, rescaled), axis)
 
 
 @triton.jit

@@ -148,7 +148,8 @@ def _accept_draft_kernel(
                 weights = tl.where(offs_k == i, w, weights)
             tl.store(weights_ptr + row * num_drafts + offs_k, weights, mask=offs_k < draft_len)
     else:
-        # A greedy row: which of its tokens are the target's argmax. The first of equal logits wins.
+        # A greedy row: which of its tokens are the target's argmax. The first of equal logits wins. Logits that define
+        # no distribution have no argmax; in a random row their probabilities are NaN, which fail every comparison.
         offs_b = tl.arange(0, BLOCK_B)[None, :]
         part_offs = (row * num_drafts + offs_k[:, None]) * num_blocks + offs_b
         mask_b = (offs_k < draft_len)[:, None] & (offs_b < num_blocks)
@@ -156,7 +157,7 @@ def _accept_draft_kernel(
         block_argmax = tl.load(partial_argmax_ptr + part_offs, mask=mask_b, other=INT32_MAX)
         max_logit = tl.max(block_max, 1)
         target_argmax = tl.min(tl.where(block_max == max_logit[:, None], block_argmax, INT32_MAX), 1)
-        accept = (draft_tokens == target_argmax) & (offs_k < draft_len)
+        accept = (draft_tokens == target_argmax) & (tl.abs(max_logit) < float("inf")) & (offs_k < draft_len)
         if weights_ptr is not None:
             tl.store(num_accepted_ptr + row, _count_accepted(accept, offs_k, num_drafts))
     if weights_ptr is None:

@@ -95,7 +95,8 @@ def _passing_prefixes(models: Distributions, weights: torch.Tensor) -> torch.Ten
     columns = weights.shape[1]
     residual_sum = (weights[:, :-1, None] * models.p[:, 1:columns] - models.q[:, 1:]).clamp_(min=0).sum(-1)
     residual_sum = torch.nn.functional.pad(residual_sum, (0, 1))
-    ends = ~torch.nn.functional.pad(models.proposed[:, 1:], (0, 1))
+    # A draft also ends before a NaN of either model: the token after it is drawn from p, or is NO_TOKEN.
+    ends = ~torch.nn.functional.pad(models.proposed[:, 1:] & ~weights[:, 1:].isnan(), (0, 1))
     chance = torch.where(ends, weights, residual_sum)
     whole = torch.where(ends, 1.0, residual_sum + 1 - weights)
     return (models.uniform * whole <= chance) & models.proposed
@@ -171,7 +172,10 @@ def _accept_prefix_kernel(
         offs_b = tl.arange(0, BLOCK_B)[None, :]
         part_offs = (row * (num_drafts - 1) + offs_k[:, None]) * num_blocks + offs_b
         # Prefix i, at column i - 1, has a residual if a token was proposed after it.
-        has_next = offs_k + 1 < draft_len
+        # A weight is NaN from the first NaN of either model on, and the draft ends before it.
+        mask_next = offs_k + 1 < draft_len
+        next_weights = tl.load(weights_ptr + row * num_drafts + offs_k + 1, mask=mask_next, other=float("nan"))
+        has_next = next_weights == next_weights
         mask = has_next[:, None] & (offs_b < num_blocks)
         residual_sum = tl.sum(tl.load(residual_sums_ptr + part_offs, mask=mask, other=0.0), 1)
         # 2. Which prefixes pass, and the longest of them. A whole draft passes with probability w.

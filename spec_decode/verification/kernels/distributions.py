@@ -12,10 +12,10 @@ from spec_decode.verification.kernels.verify_arguments import VerifyArguments
 class Distributions:
     """Probabilities for R rows, K draft tokens and a vocabulary of V tokens.
 
-    - p                 fp32 [R, 1 + K, V], the target's
+    - p                 fp32 [R, 1 + K, V], the target's; NaN where its logits define no distribution
     - q                 fp32 [R, K, V], the draft's; 0 instead of NaN, since no token of a NaN draft is accepted
     - p_token, q_token  fp32 [R, K], of the draft tokens
-    - is_argmax         bool [R, K]: the draft token is the target's argmax
+    - is_argmax         bool [R, K]: the draft token is the target's argmax, of logits that define a distribution
     - uniform           fp32 [R, K], the accept uniforms
     - is_random         bool [R]: sampled, not greedy
     - proposed          bool [R, K]: the draft has not ended. After its end all other fields are undefined and can be
@@ -33,7 +33,8 @@ class Distributions:
         self.q = q.nan_to_num(nan=0.0)
         self.p_token = self.p[:, :columns].gather(2, at)[..., 0].where(known, 0)
         self.q_token = q.gather(2, at)[..., 0].where(known, 0)
-        self.is_argmax = token == arguments.processed[:, :columns].argmax(-1)
+        logits = arguments.processed[:, :columns]
+        self.is_argmax = (token == logits.argmax(-1)) & logits.amax(-1).isfinite()
         self.proposed = (arguments.draft_tokens >= 0).long().cumprod(1).bool()
         self.is_random = arguments.temperature > 0
         positions = arguments.draft_positions[:, None] + torch.arange(columns)
@@ -46,7 +47,7 @@ class Distributions:
         - accepted  int64 [R], number of accepted draft tokens
         - weight    fp32 [R], w: after a rejection the next token is drawn from max(w p - q, 0), normalised
 
-        If the draft ended, it is drawn from p; in greedy rows it is the argmax.
+        If the draft ended, it is drawn from p; in greedy rows it is the argmax. NO_TOKEN where p is NaN.
         """
         row, last = torch.arange(len(accepted)), self.q.shape[1] - 1
         at = accepted.clamp(max=last)

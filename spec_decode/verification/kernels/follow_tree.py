@@ -17,7 +17,7 @@ class FollowTree(NamedTuple):
 
     - draft_tokens   int64 [R, N]
     - parents        int64 [R, N], in the format of DraftTree; the first invalid one ends a row's tree
-    - target_tokens  int64 [R, 1 + N], the target's own token after each query token
+    - target_tokens  int64 [R, 1 + N], the target's own token after each query token; a negative one equals no draft's
     - max_depth      K
 
     All contiguous. Among equal siblings the first counts. Returns
@@ -34,7 +34,8 @@ class FollowTree(NamedTuple):
 
     def reference(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         parents = valid_parents(self.parents)
-        passes = self.draft_tokens == self.target_tokens.gather(1, parents.clamp(min=0))
+        wanted = self.target_tokens.gather(1, parents.clamp(min=0))
+        passes = (self.draft_tokens == wanted) & (wanted >= 0)
         last = parents.new_zeros(len(parents))
         path = parents.new_full((len(parents), self.max_depth), -1)
         for step in range(self.max_depth):
@@ -90,7 +91,7 @@ def _follow_tree_kernel(
     parent = read_parents(parents_ptr, row, num_tokens, BLOCK_N)
     draft_tokens = tl.load(draft_tokens_ptr + row * (num_tokens - 1) + offs_n - 1, mask=parent >= 0, other=-1)
     target_tokens = tl.load(target_tokens_ptr + row * num_tokens + parent, mask=parent >= 0, other=-2)
-    accept = draft_tokens == target_tokens
+    accept = (draft_tokens == target_tokens) & (target_tokens >= 0)
     # 2. Walk down the tree, one token per step
     last = 0
     num_accepted = 0

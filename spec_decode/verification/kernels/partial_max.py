@@ -11,14 +11,14 @@ import torch
 
 from builders.kernels.sizes import cdiv, next_power_of_2
 from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
-from spec_decode.sampling.kernels.vocab_blocks import store_max_sum_exp, vocab_block
+from spec_decode.sampling.kernels.vocab_blocks import nan_as_inf, store_max_sum_exp, vocab_block
 from spec_decode.verification.kernels.verify_arguments import VerifyArguments
 
 
 class PartialMax(NamedTuple):
     """Partial results over the blocks of each draft column's logits, [R * K, blocks].
 
-    - largest   fp32 [2, R * K, blocks], of p and of q; q's only in random rows
+    - largest   fp32 [2, R * K, blocks], of p and of q; q's only in random rows. In greedy rows +inf stands for NaN
     - sum_exp   fp32 [2, R * K, blocks], in random rows: the sum of exp(logit - largest)
     - argmax    int32 [R * K, blocks], in greedy rows: p's first largest logit
     """
@@ -102,6 +102,6 @@ def _partial_max_kernel(
         store_max_sum_exp(draft_logits, max_ptr + part_offs, sum_exp_ptr + part_offs)
     else:
         # A greedy row: the target's first largest logit
-        max_logit, argmax = tl.max(target_logits, 0, return_indices=True)
+        max_logit, argmax = tl.max(nan_as_inf(target_logits), 0, return_indices=True)
         tl.store(max_ptr + part_offs, max_logit)
         tl.store(argmax_ptr + part_offs, block * BLOCK_V + argmax)

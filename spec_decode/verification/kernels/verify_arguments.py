@@ -12,6 +12,9 @@ from builders.errors import require, require_tensor
 class VerifyArguments(NamedTuple):
     """The arguments of an op that returns how many draft tokens are accepted, int64 [R], and the next token, int64 [R].
 
+    No draft token is accepted at a column whose logits in `processed` define no distribution (a NaN or +inf among them,
+    or nothing but -inf), and the token drawn there is NO_TOKEN.
+
     R rows, K draft tokens, V vocabulary, p the target's distributions, q the draft's:
 
     - processed        fp32 [R, 1 + K, V], p's logits after temperature, top_k and top_p

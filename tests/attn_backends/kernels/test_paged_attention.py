@@ -36,6 +36,7 @@ SPECS = {
 CLOSE = {torch.float32: {"rtol": 1e-5, "atol": 1e-5}, torch.float16: {"rtol": 2**-10, "atol": 1e-5}}
 CLOSE[torch.bfloat16] = {"rtol": 2**-7, "atol": 1e-5}
 BATCHES = {"decode": ([1, 1, 1], [1, 4, 17]), "ragged": ([1, 5, 3], [9, 5, 21]), "uniform": ([3, 3], [7, 20])}
+BATCHES["prompts"] = [3, 20, 18], [9, 31, 18]
 
 
 def names_for(spec):
@@ -214,12 +215,14 @@ def test_queries_before_the_first_token_see_nothing(invariant, window):
     assert out[0].eq(0).all() and torch.equal(out[1, 0], short.value_cache[0, 0, 0])
 
 
-def test_a_key_of_nan_makes_nan_of_the_heads_that_see_it_and_of_no_other():
-    asked = Asked(PLAIN, [1, 2], [6, 17])
-    asked.cache.key[asked.table[1, 16 // 4], 16 % 4, 1] = float("nan")
+@pytest.mark.parametrize("part", ["key", "value"])
+@pytest.mark.parametrize("queries", [2, 17])
+def test_a_nan_makes_nan_of_the_heads_and_queries_that_see_it_and_of_no_other(part, queries):
+    asked = Asked(PLAIN, [1, queries], [6, 17])
+    getattr(asked.cache, part)[asked.table[1, 16 // 4], 16 % 4, 1] = float("nan")
     for name in names_for(PLAIN):
-        wrong = torch.zeros(3, 4, 64, dtype=torch.bool)
-        wrong[2, 2:] = True
+        wrong = torch.zeros(1 + queries, 4, 64, dtype=torch.bool)
+        wrong[-1, 2:] = True
         assert torch.equal(asked.run(name).isnan(), wrong)
 
 

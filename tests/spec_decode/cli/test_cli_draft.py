@@ -21,7 +21,7 @@ def draft_words(pair, *words):
 def test_draft_prints_text_plan_and_stats(pair, run):
     result = run(*draft_words(pair, "def ", "class "))
     assert result.exit_code == 0, result.output
-    for part in ("strategy full_loop", "group draft", "accepted", "ms of host time per round"):
+    for part in ("strategy eager", "group draft", "accepted", "ms of host time per round"):
         assert part in result.stderr and part not in result.stdout
     assert "prompt 2:\n    class \n" in result.stdout and "prompt" not in result.stderr
     assert re.search(r"12 tokens in [\d.]+ s: \d+ tokens per second, the first after [\d.]+ s", result.stderr)
@@ -41,7 +41,7 @@ def test_draft_prints_json(pair, run, k):
     ]
     stats = found["statistics"]
     assert (stats["new_tokens"], stats["num_speculative_tokens"]) == (12, k) and stats["rounds"] > 0
-    assert (stats["strategy"], stats["device"]) == ("full_loop" if k else None, "cpu")
+    assert (stats["strategy"], stats["device"]) == ("eager" if k else None, "cpu")
 
 
 def test_draft_runs_the_small_pair_with_one_thread(pair, run, monkeypatch):
@@ -96,7 +96,7 @@ DRAFTS = {
     "a block": ("block_draft", (), "not piecewise: this draft proposes all its tokens in one step"),
     "a tree": ("draft", TREE, "of 3 draft tokens, in a tree of"),
     "a tree of paths": ("draft", PATHS, "of 3 draft tokens, in a tree of"),
-    "a tree of a block": ("block_draft", TREE, "strategy full_loop"),
+    "a tree of a block": ("block_draft", (*TREE, "--strategy", "full_loop"), "strategy full_loop"),
     "paths of a block": ("block_draft", PATHS, "of 3 draft tokens, in a tree of"),
 }
 

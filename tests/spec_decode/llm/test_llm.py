@@ -82,7 +82,7 @@ def test_a_block_draft_drafts_its_block_unless_told_otherwise(steps: int | None,
 @pytest.mark.parametrize("draft", ["draft", "block_draft"])
 def test_drafting_trees_changes_no_text_at_any_temperature(draft: str, plain: LLM) -> None:
     tree = DynamicTreeConfig(width=4, num_tokens=12)
-    llm = LLM("pydoc", draft=draft, device="cpu", max_num_seqs=2, max_model_len=128, tree=tree)
+    llm = LLM("pydoc", draft=draft, device="cpu", max_num_seqs=2, max_model_len=128, tree=tree, strategy="full_loop")
     params = [SamplingParams(max_tokens=16, temperature=temperature, seed=5) for temperature in (0.0, 0.8)]
     drafted, alone = llm.generate(PROMPTS, params), plain.generate(PROMPTS, params)
     assert [one.text for one in drafted] == [one.text for one in alone]
@@ -92,8 +92,17 @@ def test_drafting_trees_changes_no_text_at_any_temperature(draft: str, plain: LL
 
 def test_the_plan_says_how_the_drafter_runs(llm: LLM, plain: LLM) -> None:
     assert llm.plan is not None and plain.plan is None
-    assert "target [" in llm.explain() and "strategy full_loop" in llm.explain() and "no draft" in plain.explain()
-    assert str(llm.plan).startswith("full_loop: every group's metadata advances in the graph")
+    assert "target [" in llm.explain() and "strategy eager" in llm.explain() and "no draft" in plain.explain()
+    assert all("\nno graphs: a CPU has no launches to save" in each.explain() for each in (llm, plain))
+
+
+def test_graphs_are_emulated_on_a_cpu_only_if_a_strategy_is_named(llm: LLM, plain: LLM) -> None:
+    emulated = LLM("pydoc", draft="draft", device="cpu", max_num_seqs=1, max_model_len=128, strategy="full_loop")
+    assert emulated.engine.target.graphs.reports and "no graphs" not in emulated.explain()
+    assert not llm.engine.target.graphs.reports and not plain.engine.target.graphs.reports
+    assert [one.text for one in emulated.generate(PROMPTS, GREEDY)] == [
+        one.text for one in llm.generate(PROMPTS, GREEDY)
+    ]
 
 
 def test_backends_without_their_package_are_named_once_and_broken_ones_with_why(llm: LLM) -> None:

@@ -344,7 +344,7 @@ def test_the_command_line_drafts_with_published_folders(folders: tuple[Path, Pat
     result = CliRunner().invoke(main, [*words, "--max-tokens", "6", "-k", "2", "--top-k", "3", "--explain"])
 
     assert result.exit_code == 0, result.output
-    for part in ("continued:", "strategy full_loop", "target [2/1 heads, dim 16", "of 2 draft tokens"):
+    for part in ("continued:", "strategy eager", "target [2/1 heads, dim 16", "of 2 draft tokens"):
         assert part in result.output
     few = float(re.search(r"accepted (\S+) of 2", result.output)[1]) < 0.5
     assert few is ("likely faster: -k 0" in result.output)

@@ -1,9 +1,15 @@
-"""The metadata built for ragged prompts."""
+"""The caches of KV groups, and the metadata built for ragged prompts."""
 
 from types import SimpleNamespace
 
-from spec_decode.paged.kv_groups import build_ragged
-from tests.factories import make_tables
+import pytest
+import torch
+
+from attn_backends import KVCache, get
+from attn_backends.torch_reference import TorchReference
+from spec_decode.paged.kv_groups import build_ragged, make_group
+from spec_decode.testing.memory import read
+from tests.factories import CPU, make_spec, make_tables
 
 
 class SeenBuilder:
@@ -38,3 +44,26 @@ def test_prompts_of_one_length_are_uniform(monkeypatch):
     tables = make_tables([20, 9], page_sizes=(4,), max_reqs=2, max_seq_len=32)
     _, (view,) = build_ragged(make_groups(1), tables, [4, 4], [20, 9])
     assert view.uniform and view.max_query_len == 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.uint8])
+def test_caches_are_zero_whatever_lay_in_their_memory(dtype):
+    class Used(TorchReference):
+        def allocate_kv(self, spec, num_pages, device):
+            last = torch.zeros(num_pages, 2, 4, 2, 16)
+            last[-1, 1, -1, -1, -1] = torch.nan if dtype.is_floating_point else 1
+            pages = last.to(dtype)
+            return KVCache(pages[:, 0], pages[:, 1])
+
+    group = make_group("full", Used(), make_spec(), [0, 1], num_pages=5, device=CPU)
+    for cache in group.caches.values():
+        assert all(part.view(torch.uint8).eq(0).all() for part in (cache.key, cache.value))
+
+
+@pytest.mark.skipif(read(CPU).resident is None, reason="needs a system that reports resident memory")
+@pytest.mark.parametrize("backend", ["torch_reference", "triton_paged"])
+def test_pages_that_nobody_wrote_take_no_memory_on_a_cpu(backend):
+    before = read(CPU).resident
+    group = make_group("full", get(backend), make_spec(head_dim=64), [0, 1], num_pages=50_000, device=CPU)
+    taken, size = read(CPU).resident - before, sum(2 * cache.key.nbytes for cache in group.caches.values())
+    assert size > 200 << 20 and taken < size // 4

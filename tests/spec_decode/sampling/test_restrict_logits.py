@@ -84,3 +84,15 @@ def test_tensors_that_a_kernel_would_misread_are_refused(logits, k_dtype, p_dtyp
     with pytest.raises(BatchError, match="must be"):
         restrict_logits(logits, top_k=torch.ones(2, dtype=k_dtype), top_p=torch.ones(2, dtype=p_dtype))
     assert not logits.any()
+
+
+def test_rows_without_a_restriction_are_not_sorted(monkeypatch):
+    logits = torch.randn(4, 50)
+    before, sort, sorted_rows = logits.clone(), torch.Tensor.sort, []
+    monkeypatch.setattr(
+        torch.Tensor, "sort", lambda self, *a, **k: sorted_rows.append(len(self)) or sort(self, *a, **k)
+    )
+    restrict_logits(logits, top_k=torch.tensor([0, 50], dtype=torch.int32), top_p=torch.ones(2))
+    assert not sorted_rows and torch.equal(logits, before)
+    restrict_logits(logits, top_k=torch.tensor([0, 3], dtype=torch.int32), top_p=torch.ones(2))
+    assert sorted_rows == [2] and torch.equal(logits[:2], before[:2])

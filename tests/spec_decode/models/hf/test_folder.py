@@ -256,6 +256,21 @@ def test_weights_that_are_no_numbers_make_no_target(folder, value):
         models.TransformersTarget(model)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "scale", "named"),
+    [
+        (torch.float16, 6e4, r"exceed what float16 holds, 6\.55e\+04\. Load it in bfloat16 or float32"),
+        (torch.bfloat16, 1e38, r"bfloat16 holds, 3\.39e\+38\. Load it in float32"),
+        (torch.float32, 3e38, r"float32 holds, 3\.403e\+38\. Restore the weights"),
+    ],
+)
+def test_logits_that_overflow_are_named_by_their_dtype(folder, dtype, scale, named):
+    model = LOADERS["model"](folder).to(dtype)
+    model.lm_head.weight.data.fill_(scale)
+    with pytest.raises(CheckpointError, match=f"logits of LlamaForCausalLM are NaN or infinite, .*{named}"):
+        models.TransformersTarget(model)
+
+
 def test_a_buffer_that_is_no_number_makes_no_target():
     """A router's bias, which chooses experts and reaches no logit."""
     mixture = {

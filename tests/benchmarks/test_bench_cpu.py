@@ -1,0 +1,23 @@
+import pytest
+
+from benchmarks.cases.cpu import cpu_rows
+from spec_decode.models.checkpoints.files import CheckpointError
+from tests.spec_decode.llm.test_published import write_model, write_tokenizer
+
+
+def test_every_part_has_a_row_of_ours_and_of_the_library(bench, tmp_path):
+    for name in ("target", "draft"):
+        write_model(tmp_path / name, vocab_size=200)
+        write_tokenizer(tmp_path / name)
+    rows = list(cpu_rows(bench, tmp_path / "target", tmp_path / "draft", prompt=20))
+    told = [(row["case"], row["peer"], row["num_speculative_tokens"]) for row in rows]
+    three = [(False, 0), (True, 0), (False, 4)]
+    wanted = [(f"cpu/{part}", *each) for part in ("load", "prompt", "decode") for each in three]
+    assert told == [*wanted, ("cpu/memory", False, 0), ("cpu/memory", True, 0)]
+    assert all(row["wall_us"]["p50"] > 0 for row in rows[:9])
+    assert all(row["resident_bytes"] is None or row["resident_bytes"] > 1 << 20 for row in rows[9:])
+
+
+def test_without_the_model_the_command_that_makes_it_is_named(bench, tmp_path):
+    with pytest.raises(CheckpointError, match=r"Run make smollm2"):
+        next(cpu_rows(bench, tmp_path / "none"))
