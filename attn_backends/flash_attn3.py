@@ -52,6 +52,8 @@ class FlashAttn3(FusedRopeWrite, AttentionBackend):
         # vLLM's build checks these limits of sinks; they are applied to the other builds too.
         if Feature.SINKS in features and spec.sinks and spec.num_q_heads > _SINK_HEADS:
             reasons.append(f"with sinks num_q_heads must be at most {_SINK_HEADS}, got {spec.num_q_heads}")
+        if Feature.SINKS in features and spec.sinks and spec.dtype is not torch.bfloat16:
+            reasons.append(f"with sinks dtype must be bfloat16, to which the kernels round them, got {spec.dtype}")
         if Feature.SINKS in features and spec.sinks and not same_dim:
             reasons.append(f"with sinks value_dim must equal head_dim, got {value_dim} and {head_dim}")
         # The e4m3 configurations that were tested.

@@ -34,6 +34,8 @@ _ALIGNMENT = 16
 """Bytes per load of the kernels."""
 _CUDA_CORE_GROUPS = (1, 2, 3, 4, 8)
 """Group sizes that FlashInfer compiles the kernel for."""
+_XQA_GROUPS = 32
+"""The largest group size that XQA was seen to compile for; for 128 a static assertion of mha.cu fails."""
 
 
 def _version() -> str:
@@ -101,12 +103,14 @@ class FlashInfer(FusedRopeWrite, AttentionBackend):
             return _xqa(query, cache, metadata, spec)
         # Without `out`, the prefill wrapper would fill a new output with zeros first.
         out = query.new_empty(query.shape)
-        run = partial(metadata.launch.wrapper.run, query, (cache.key, cache.value), out=out, enable_pdl=False)
+        own, attended = query[: metadata.launch.num_tokens], out[: metadata.launch.num_tokens]
+        run = partial(metadata.launch.wrapper.run, own, (cache.key, cache.value), out=attended, enable_pdl=False)
         if metadata.tree_masks is None:
             run()
-            return out
-        _, lse = run(return_lse=True)
-        return merge_tree(out, lse, query, cache, metadata, spec, sinks, lse_base_2=True)
+        else:
+            _, lse = run(return_lse=True)
+            merge_tree(attended, lse, own, cache, metadata, spec, sinks, lse_base_2=True)
+        return out
 
 
 class FlashInferTensorCores(FlashInfer):
@@ -144,6 +148,12 @@ class FlashInferXqa(FlashInfer):
         # Each row's maximum starts at safeInitRowMax of csrc/xqa: -1e5 of score times log2(e).
         lowest_score=-1e5 / math.log2(math.e),
     )
+
+    def unsupported_reasons(self, spec: AttentionSpec, device: torch.device) -> list[str]:
+        reasons = super().unsupported_reasons(spec, device)
+        if spec.group_size > _XQA_GROUPS:
+            reasons.append(f"query heads per KV head must be at most {_XQA_GROUPS}, got {spec.group_size}")
+        return reasons
 
 
 def _xqa(query: Tensor, cache: KVCache, metadata: FlashInferMetadata, spec: AttentionSpec) -> Tensor:

@@ -44,6 +44,8 @@ class Launch:
 
     kernel: Kernel
     num_reqs: int
+    num_tokens: int
+    """Query tokens of the rows; those behind the last row belong to none, and FlashInfer refuses them."""
     query_len: int
     last_page_len: torch.Tensor = field(compare=False, repr=False)
     plan: torch.Tensor = field(compare=False, repr=False)
@@ -147,10 +149,11 @@ class FlashInferWrappers:
         """Plan this batch only, on the host, to attend to kv_lens tokens, int32 [num_reqs]. Raises BatchError as
         `planned_pages` does."""
         size, table, lens = self.spec.page_size, batch.block_table.cpu(), kv_lens.cpu()
+        starts = batch.query_start_loc.cpu()
         pages = (lens + size - 1) // size
         owned = torch.arange(table.shape[1], device="cpu") < pages[:, None]
         rows = (
-            batch.query_start_loc.cpu(),
+            starts,
             torch.nn.functional.pad(pages.cumsum(0), (1, 0)).int(),
             table[owned].to(self.device),
             (lens - (pages - 1).clamp_(min=0) * size).int(),
@@ -162,7 +165,7 @@ class FlashInferWrappers:
         if split:
             longest = int(lens.max())
             planned_pages(self.spec, query_len=batch.max_query_len, query_tile=query_tile, max_seq_len=longest)
-        return self._launch(Kernel.RAGGED, batch, wrapper=wrapper)
+        return self._launch(Kernel.RAGGED, batch, wrapper=wrapper, num_tokens=int(starts[-1]))
 
     def _causal(self, batch: AttentionBatch) -> bool:
         """All tokens of a tree see their whole cached prefix."""
@@ -211,5 +214,5 @@ class FlashInferWrappers:
         )
 
     def _launch(self, kernel: Kernel, batch: AttentionBatch, **planned: Any) -> Launch:
-        defaults = {"last_page_len": self._empty, "plan": self._empty.view(torch.uint8)}
+        defaults = {"last_page_len": self._empty, "plan": self._empty.view(torch.uint8), "num_tokens": batch.num_tokens}
         return Launch(kernel=kernel, num_reqs=batch.num_reqs, query_len=batch.max_query_len, **{**defaults, **planned})

@@ -97,3 +97,11 @@ def test_trees_with_a_window_are_refused_with_the_reason(backend):
         "with trees sliding_window must be None: a window counts a token's depth in its tree, this kernel's its index, "
         "got 64",
     )
+
+
+def test_sinks_are_served_in_bf16_only_to_which_the_kernels_round_them(backend):
+    specs = {dtype: make_spec(sinks=True, dtype=dtype) for dtype in (torch.bfloat16, torch.float16)}
+    assert backend.supports(specs[torch.bfloat16], CPU)
+    assert backend.supports(specs[torch.float16], CPU) == Rejected(
+        ("with sinks dtype must be bfloat16, to which the kernels round them, got torch.float16",)
+    )

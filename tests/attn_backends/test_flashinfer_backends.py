@@ -142,6 +142,18 @@ def test_an_extend_of_several_query_tiles_and_chunks_and_an_empty_row_is_right(w
     assert_attends_right(fixture_of(backend("flashinfer"), 3, sliding_window=window, **MQA), batch)
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_tokens_behind_the_last_row_are_not_passed_on(name):
+    assert_attends_right(fixture_of(backend(name), 4), Batch((3, 1, 6), (9, 40, 6), 4, tail=2))
+
+
+def test_more_query_heads_than_xqa_compiles_for_are_refused():
+    report = check_backend(backend("flashinfer_xqa"), device=CPU, checks=["refusal.claims_are_served"])
+    made, base = backend("flashinfer_xqa"), Subject(backend("flashinfer_xqa"), CPU).base_spec()
+    answers = [made.supports(replace(base, num_q_heads=heads, num_kv_heads=1), CPU) for heads in (32, 33)]
+    assert report.ok and [bool(answer) for answer in answers] == [True, False]
+
+
 @pytest.mark.parametrize("rows", [7, 9])
 def test_the_cuda_cores_are_right_with_splits_and_where_there_are_rows_enough_without(rows):
     made = backend("flashinfer_cuda_cores")

@@ -303,7 +303,7 @@ def test_a_model_that_no_graph_can_hold_is_refused_by_its_layer(
     monkeypatch.setattr(transformers.models.llama.modeling_llama.LlamaMLP, "forward", forward)
     told = r"^layer model\.model\.layers\.0\.mlp \(LlamaMLP\) of the target cannot be captured.*=GraphMode\.NONE"
     with pytest.raises(CheckpointError, match=told):
-        LLM(folders[0], device="cpu")
+        LLM(folders[0], draft=folders[1], num_speculative_tokens=2, strategy="full_loop", device="cpu")
 
 
 def test_the_layers_whose_states_the_draft_reads_are_said(tmp_path: Path) -> None:
