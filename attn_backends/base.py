@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, TypeAlias
 
@@ -77,6 +78,12 @@ class AttentionBackend(ABC):
     def unsupported_reasons(self, spec: AttentionSpec, device: torch.device) -> list[str]:
         """Return the reasons that the capability record cannot express."""
         return []
+
+    def compiled_for(self, spec: AttentionSpec) -> Hashable:
+        """Return what the kernels of this spec are compiled for at their first use, if that takes tens of seconds;
+        None if it is quick. Equal for specs that share kernels: the conformance kit draws few cases that need new ones.
+        """
+        return None
 
     def allocate_kv(self, spec: AttentionSpec, num_pages: int, device: torch.device) -> KVCache:
         """Allocate an uninitialised cache in the layout that suits this backend best."""

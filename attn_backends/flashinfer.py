@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Hashable
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
@@ -87,6 +88,10 @@ class FlashInfer(FusedRopeWrite, AttentionBackend):
             reasons.append(f"flashinfer is installed but cannot be imported: {type(error).__name__}: {error}")
         return reasons
 
+    def compiled_for(self, spec: AttentionSpec) -> Hashable:
+        """Name what nvcc compiles a module for."""
+        return spec.dtype, spec.head_dim, spec.sliding_window is not None, spec.soft_cap is not None
+
     def forward(
         self, query: Tensor, cache: KVCache, metadata: FlashInferMetadata, *, spec: AttentionSpec, sinks: Sinks = None
     ) -> Tensor:
@@ -154,6 +159,10 @@ class FlashInferXqa(FlashInfer):
         if spec.group_size > _XQA_GROUPS:
             reasons.append(f"query heads per KV head must be at most {_XQA_GROUPS}, got {spec.group_size}")
         return reasons
+
+    def compiled_for(self, spec: AttentionSpec) -> Hashable:
+        """Name what nvcc compiles XQA's module for, and that of the other kernels."""
+        return super().compiled_for(spec), spec.page_size, spec.group_size
 
 
 def _xqa(query: Tensor, cache: KVCache, metadata: FlashInferMetadata, spec: AttentionSpec) -> Tensor:

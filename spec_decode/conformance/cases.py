@@ -119,6 +119,12 @@ def tested_values(field: str) -> list[int]:
     return sorted({change[field] for change in every if field in change})
 
 
+def named_specs(subject: Subject) -> list[AttentionSpec]:
+    """Return the specs of all variants and edges that the backend accepts."""
+    specs = [*(spec for _, spec in _specs(subject)), *(case.spec for _, case in edge_cases(subject))]
+    return [spec for spec in specs if subject.backend.supports(spec, subject.device)]
+
+
 def spec_cases(batches: dict[str, Batch], variants: Collection[str] | None = None) -> Cases:
     """Return a case generator: these variants, or all, with every batch. Rejected specs stay: rejection is a result."""
 

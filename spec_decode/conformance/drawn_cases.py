@@ -13,7 +13,7 @@ from typing import Any
 from attn_backends import Capabilities, Rejected
 from builders import AttentionKind, AttentionSpec
 from builders.spec import MAX_TREE_TOKENS, SpecError
-from spec_decode.conformance.cases import tested_values
+from spec_decode.conformance.cases import named_specs, tested_values
 from spec_decode.conformance.claimed_axes import BATCH_AXES, MOST_HEADS, Length, claimed_dims, claimed_values, spec_axes
 from spec_decode.conformance.covering import Axis, CoveringSearch, Draw, Values
 from spec_decode.testing.batches import Batch, Case
@@ -25,6 +25,8 @@ STEPS = 3
 """Tokens by which each drawn request can grow."""
 
 
+_NEW_KERNELS = 4
+"""Kernels that take long to compile and that no named case needs: the most that drawn cases may need."""
 _TOKENS, _ELEMENTS = 320, 4_500_000
 """What a case can cost: tokens of all queries; elements of the cache, and of what all queries read of it."""
 
@@ -103,10 +105,11 @@ def _drawn(subject: Subject, seed: int) -> DrawnCases:
     search = CoveringSearch(shuffled, maker.fits, random)
     names = [axis.name for axis in of_specs]
     demanding = _demanding(maker, subject.backend.capabilities)
-    starts = []
+    starts: list[Draw] = []
     for index in range(specs):
         start = demanding[index // _DEMANDING % len(demanding)] if demanding and not index % _DEMANDING else None
         starts.append(search.draw(names, search.at(start) if start else None))
+        maker.compile_for(starts[-1].values)
     cases = []
     for index in range(specs * batches):
         draw = search.draw([axis.name for axis in BATCH_AXES], starts[index % specs])
@@ -159,6 +162,9 @@ class CaseMaker:
             ) is not None:
                 self.plain[kind] = spec
         self.base = base
+        # What named cases compile on a GPU anyway, and what drawn ones have needed since.
+        self._compiled = {subject.backend.compiled_for(spec) for spec in (base, *named_specs(subject))}
+        self._named = len(self._compiled)
 
     def fits(self, values: Values) -> bool:
         """Return whether the backend accepts the spec of these values, and a case with it costs little enough."""
@@ -169,7 +175,7 @@ class CaseMaker:
             or not self.subject.backend.supports(spec, self.subject.device)
         ):
             return False
-        return self._is_batch(spec, values) and self._is_cheap(spec, values)
+        return self._is_batch(spec, values) and self._is_cheap(spec, values) and self._is_compiled(spec)
 
     def refusal(self, values: Values) -> str:
         """Return why the backend rejects the spec of these values."""
@@ -256,6 +262,17 @@ class CaseMaker:
         if "length" in values and values["length"].windows and spec.sliding_window is None:
             return False
         return not spec.tree or tokens <= MAX_TREE_TOKENS
+
+    def compile_for(self, values: Values) -> None:
+        """Count the kernels of the spec of these values as compiled."""
+        if (spec := self.spec(values)) is not None:
+            self._compiled.add(self.subject.backend.compiled_for(spec))
+
+    def _is_compiled(self, spec: AttentionSpec) -> bool:
+        """Return whether it needs no new kernels that take long to compile, or there may still be some."""
+        if self.subject.device.type != "cuda" or len(self._compiled) - self._named < _NEW_KERNELS:
+            return True
+        return self.subject.backend.compiled_for(spec) in self._compiled
 
     def _longest(self, spec: AttentionSpec, values: Values) -> int:
         length: Length = values.get("length", Length(0))

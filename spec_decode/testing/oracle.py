@@ -78,7 +78,7 @@ def _one(
     query, key, value = (part.to(operands).to(wide) for part in (query, key, value))
     query, key, value = query.unflatten(1, groups), key.transpose(0, 1), value.transpose(0, 1)
     # A sink of +inf leaves the tokens no weight; a sink of -inf has no weight.
-    sink = torch.full(groups, -torch.inf, dtype=wide) if sinks is None else sinks.to(wide).view(groups)
+    sink = torch.full(groups, -torch.inf, dtype=wide) if sinks is None else sinks.to(operands).to(wide).view(groups)
     for token in range(count):
         position = length - count + token
         first = 0 if spec.sliding_window is None else max(0, position - spec.sliding_window + 1)

@@ -39,10 +39,8 @@ def _wrong(name: str, where: Where) -> Mutant:
 groups_of_several_kv_heads = _wrong(
     "groups_of_several_kv_heads", lambda spec, _: spec.num_kv_heads > 1 and spec.group_size not in (1, 2, 4, 8, 16)
 )
-groups_of_5 = _wrong("groups_of_5", lambda spec, _: spec.group_size == 5)
 groups_of_13 = _wrong("groups_of_13", lambda spec, _: spec.group_size == 13)
 heads_from_65_on = _wrong("heads_from_65_on", lambda spec, _: spec.num_q_heads > 64)
-more_than_8_kv_heads = _wrong("more_than_8_kv_heads", lambda spec, _: spec.num_kv_heads > 8)
 dims_of_160 = _wrong("dims_of_160", lambda spec, _: spec.head_dim == 160)
 pages_of_512 = _wrong("pages_of_512", lambda spec, _: spec.page_size == 512)
 lengths_above_4100 = _wrong("lengths_above_4100", lambda _, metadata: _lens(metadata) > 4100)
@@ -54,7 +52,6 @@ windows_in_pages_of_1 = _wrong(
     "windows_in_pages_of_1", lambda spec, _: spec.page_size == 1 and spec.sliding_window is not None
 )
 scales_with_sinks = _wrong("scales_with_sinks", lambda spec, _: spec.sinks and spec.scale < 0.9 * spec.head_dim**-0.5)
-caps_over_fp8 = _wrong("caps_over_fp8", lambda spec, _: spec.soft_cap is not None and spec.cache_dtype.itemsize == 1)
 queries_of_6_to_16 = _wrong(
     "queries_of_6_to_16", lambda _, metadata: (_query_lens(metadata) >= 6) & (_query_lens(metadata) <= 16)
 )

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from attn_backends import AttentionBackend, Feature, Sizes, get
+from attn_backends import AttentionBackend, Capabilities, Feature, Sizes, get
 from attn_backends.torch_reference import TorchReference
 from builders import AttentionKind, AttentionSpec
 from spec_decode.conformance import check_backend, iter_checks
+from spec_decode.conformance.cases import named_specs
 from spec_decode.conformance.claimed_axes import spec_axes
 from spec_decode.conformance.drawn_cases import STEPS, DrawnCases, drawn, drawn_from, unserved_claims
 from spec_decode.testing.batches import Case
@@ -145,3 +146,16 @@ def test_an_engines_builder_gets_no_drawn_case() -> None:
 def test_a_size_without_a_column_gets_none() -> None:
     tags = {tag for check in iter_checks("torch_reference", device=CPU) for tag in check.covers}
     assert {"page:16", "page:256", "dim:96"} <= tags and not tags & {"page:48", "dim:104"}
+
+
+def test_on_a_gpu_few_cases_need_kernels_that_take_long_to_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    class ForEachPage(TorchReference):
+        def compiled_for(self, spec: AttentionSpec) -> int:
+            return spec.page_size
+
+    monkeypatch.setattr(Capabilities, "_device_reasons", lambda self, device: [])
+    subject = Subject(ForEachPage(), torch.device("cuda"))
+    named = {spec.page_size for spec in named_specs(subject)}
+    pages = {case.spec.page_size for _, case in drawn(subject).cases}
+    assert len(pages - named) == 4 and len(pages & named) > 4
+    assert len({case.spec.page_size for _, case in draws(ForEachPage()).cases} - named) > 4

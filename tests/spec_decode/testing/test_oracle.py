@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 from attn_backends.torch_reference import TorchReference
 from builders import AttentionSpec
-from spec_decode.testing.oracle import LogicalBatch, assert_within_budget
+from spec_decode.testing.oracle import LogicalBatch, assert_within_budget, attention
 from spec_decode.testing.outcome import CheckFailure, Measurements
 from tests.factories import make_spec
 
@@ -80,3 +81,13 @@ def test_a_heavy_token_that_is_left_out_is_beyond_the_budget_of_either() -> None
     for rounds_partials in (False, True):
         with pytest.raises(CheckFailure, match="relative error"):
             judged(given, short, rounds_partials=rounds_partials)
+
+
+def test_a_low_precision_reference_rounds_its_sinks_too():
+    spec, sink = make_spec(sinks=True, dtype=torch.bfloat16), -1 / 3
+    heads, dim = spec.num_q_heads, spec.head_dim
+    queries, keys = [torch.zeros(1, heads, dim)], [torch.zeros(1, spec.num_kv_heads, dim)]
+    batch = LogicalBatch(queries, keys, [torch.ones(1, spec.num_kv_heads, dim)], [1], torch.full((heads,), sink))
+    exact, rounded = (attention(spec, batch, dtype=torch.float32, operands=kind)[0] for kind in (None, torch.bfloat16))
+    assert exact[0, 0, 0].item() == pytest.approx(1 / (1 + math.exp(sink)))
+    assert rounded[0, 0, 0].item() == pytest.approx(1 / (1 + math.exp(torch.tensor(sink).bfloat16().item())))
