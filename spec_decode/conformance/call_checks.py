@@ -27,8 +27,8 @@ from spec_decode.testing.subject import Subject
 builder = Family("builder", covers=with_case())
 numerics = Family("numerics", covers=with_case())
 
-_MANY = 1_100
-"""More than any round number of calls after which a backend may do something else: 100, 500, 1,000, 1,024."""
+_MANY = 4_100
+"""More than the round numbers of calls after which a backend may do something else: 100, 500, 1,000, 1,024, 4,096."""
 _KEPT = 8
 """Outputs that a caller keeps while it goes on."""
 _SINGLE = spec_cases({"single": SINGLE}, ("base",))
@@ -136,6 +136,7 @@ def _around(device: torch.device) -> dict[str, Callable[[Callable[[], None]], No
         "in another thread": lambda run: _in_a_thread(run, device),
         "with float64 as torch's default dtype": within(lambda: _default_dtype(torch.float64)),
         "with bfloat16 as torch's default dtype": within(lambda: _default_dtype(torch.bfloat16)),
+        "with float16 as torch's default dtype": within(lambda: _default_dtype(torch.float16)),
         # As `torch.set_default_device("cuda")` does. On a CPU, what is made without a device then has no memory.
         "with another default device": within(lambda: device if device.type == "cuda" else torch.device("meta")),
         "with gradients enabled": within(torch.enable_grad),

@@ -31,7 +31,7 @@ def spec_axes(able: Capabilities) -> list[Axis]:
         Axis("page_size", _claimed(_PAGES, able.page_sizes)),
         Axis("window", optional(Feature.SLIDING_WINDOW, {"none": [None]}, _WINDOWS)),
         Axis("scale", {"default": [1.0], "another": [0.25, 0.5, 3.0]}),
-        Axis("soft_cap", optional(Feature.SOFT_CAP, {"none": [None]}, {"capped": [2.0, 8.0, 30.0, 50.0]})),
+        Axis("soft_cap", optional(Feature.SOFT_CAP, {"none": [None]}, {"capped": [0.5, 2.0, 8.0, 30.0, 50.0, 100.0]})),
         Axis("sinks", optional(Feature.SINKS, {"none": [False]}, {"one per head": [True]})),
         Axis("mask", {mask: [mask] for mask in masks}),
         Axis("batch_invariant", optional(Feature.BATCH_INVARIANT, {"no": [False]}, {"yes": [True]})),
@@ -107,7 +107,8 @@ _DIMS = {
     "64": [64],
     "128": [128],
     "256": [256],
-    "multiples of 8": [72, 80, 96, 104, 112, 120, 136, 160, 176, 192, 208, 224, 240],
+    "multiples of 16": [80, 96, 112, 144, 160, 176, 192, 208, 224, 240],
+    "multiples of 8": [72, 88, 104, 120, 136, 152, 200, 248],
     "no multiples of 8": [33, 50, 65, 100, 127],
     "above 256": [320, 512, 576],
 }

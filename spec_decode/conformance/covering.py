@@ -13,7 +13,7 @@ Values = dict[str, Any]
 
 _DEALS = 3
 """Values of a class to try before the class counts as impossible next to the values chosen so far."""
-_NEW_VALUE = 3
+_NEW_VALUE = 6
 """New pairs that a value in no draw yet is worth."""
 _FIRST_PAIRS = 8
 """Open pairs to try as the first of a draw."""

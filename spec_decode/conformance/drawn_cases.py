@@ -241,6 +241,9 @@ class CaseMaker:
         lengths = [query if shape == "prompts" else _length(spec, query, longest, random) for query in queries]
         if shape != "prompts":
             lengths[random.randrange(rows)] = longest
+        if shape == "uniform" and tokens == 1 and longest >= spec.page_size:  # an advance of it begins a page
+            last = spec.page_size * random.randint(1, longest // spec.page_size) - random.randint(0, STEPS - 1)
+            lengths[random.randrange(rows)] = last
         lengths = [max(pair) for pair in zip(queries, lengths, strict=True)]
         tail = random.randint(1, 5) if padding and shape not in ("uniform", "balanced") else 0
         trees = _trees(queries, random) if spec.tree else ()

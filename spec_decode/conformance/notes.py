@@ -43,7 +43,7 @@ def coverage_notes(report: Report, checks: Sequence[Check], *, every: bool) -> I
     cases = [check.value for check in checks if isinstance(check.value, Case) and (check.name, check.case) in ran]
     if cases:
         yield f"tried: {', '.join(f'{axis} {found}' for axis, found in _tried(cases).items())}"
-    if report.drawn and any(each.module == _DRAWN for each in checks):
+    if report.drawn and every:
         yield from _drawn(report.drawn)
 
 

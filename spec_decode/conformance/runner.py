@@ -141,9 +141,13 @@ def plan(
     """Return the checks that `check_backend` would run, and the report to fill in.
 
     backend: its name, the backend, or a whole subject, which has a device. quick: only the cases that each check marks
-    for a quick run. command: how to run them all again.
+    for a quick run. command: how to run them all again. Raises ValueError for an unknown family, and for a text in
+    place of a list or a device.
     """
     _require_families(families)
+    _require_lists(checks=checks, tags=tags)
+    if device is not None and not isinstance(device, torch.device):
+        raise ValueError(f"device must be a torch.device, got {device!r:.200}. Pass torch.device({device!r:.200}).")
     device = backend.device if isinstance(backend, Subject) else device or default_device()
     name = backend if isinstance(backend, str) else _backend_of(backend).name
     try:
@@ -262,6 +266,13 @@ def _subject(backend: str | AttentionBackend | Subject, device: torch.device | N
         return backend
     device = device or default_device()
     return Subject(get(backend), device, backend) if isinstance(backend, str) else Subject(backend, device)
+
+
+def _require_lists(**named: Sequence[str] | None) -> None:
+    """Raise ValueError for a text, whose characters would be taken for patterns."""
+    for name, given in named.items():
+        if isinstance(given, str):
+            raise ValueError(f"{name} must be a list of texts, got the text {given!r:.200}. Pass [{given!r:.200}].")
 
 
 def _require_families(families: Sequence[str] | None) -> None:

@@ -215,7 +215,7 @@ class LLM:
         messages: [{"role": "user", "content": "Hello"}], or a list of such lists. Raises BatchError and CheckpointError
         as `generate` does.
         """
-        for turns in (conversations := as_list(messages)):
+        for turns in (conversations := as_list(messages) or [[]]):
             require(
                 isinstance(turns, Sequence) and bool(turns) and all(isinstance(turn, Mapping) for turn in turns),
                 f'a conversation is {turns!r:.200}. Pass a list of turns: [{{"role": "user", "content": "Hello"}}].',

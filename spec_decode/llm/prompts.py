@@ -98,8 +98,10 @@ def _text_turn(name: str, turn: object) -> dict[str, object]:
     if content is None and turn.get("tool_calls"):  # a turn that only calls tools says nothing
         content = ""
     if not isinstance(role, str) or not role or content is None:
+        both = f"role {role!r:.50} and content {content!r:.50}"
+        got = both if {"role", "content"} <= turn.keys() else f"a dict with {_names(turn)}"
         raise BatchError(
-            f"{name} of the conversation needs a role and content, got a dict with {_names(turn)}. Pass turns such as "
+            f"{name} of the conversation needs a role and content, got {got}. Pass turns such as "
             f"{_A_TURN}, or prompts: texts, lists of token ids, or dicts with prompt or prompt_token_ids."
         )
     text = _joined(f"{name} ({role})", content)

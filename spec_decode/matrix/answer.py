@@ -57,6 +57,11 @@ class Near(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     failures: tuple[str, ...] = ()
     changed: tuple[str, ...] = ()
 
+    @property
+    def unknown(self) -> bool:
+        """Whether nobody can tell how near they are: the report does not record their specs."""
+        return any(difference.axis == SPEC for difference in self.differences)
+
 
 class BackendAnswer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One version of a backend on one device. near: exact evidence first, then by the number of differing axes."""
@@ -122,7 +127,7 @@ def answer_question(
 
 
 def _order(found: BackendAnswer) -> tuple[object, ...]:
-    differences = min((len(near.differences) for near in found.near), default=math.inf)
+    differences = min((len(near.differences) for near in found.near if not near.unknown), default=math.inf)
     support = list(Support).index(found.acceptance.support)
     refused = found.acceptance.support is Support.REFUSED
     return refused, not found.exact, support, differences, found.device, found.backend
@@ -168,7 +173,7 @@ def _near(question: Question, group: Sequence[Report], runs: Runs) -> tuple[Near
     proven = [axes for axes, found in by_axes.items() if any(seen.passed for seen in found)]
     nearest = [axes for axes in by_axes if not any(other < axes for other in proven)]
     found = [_merged(seen, runs) for axes in nearest for seen in _by_run(by_axes[axes])]
-    return tuple(sorted(found, key=lambda near: (len(near.differences), -near.passed)))
+    return tuple(sorted(found, key=lambda near: (near.unknown, len(near.differences), -near.passed)))
 
 
 def _told(result: Result, question: Question) -> Values | None:

@@ -24,6 +24,11 @@ _ALTERNATIVES = {
 """How to replace parameters that other libraries have."""
 
 
+def _is_text(text: object) -> bool:
+    """Return whether it is a text that a model can write: half of a surrogate pair is none."""
+    return isinstance(text, str) and bool(text) and not any("\ud800" <= letter <= "\udfff" for letter in text)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingParams:
     """How one request is sampled and where its text ends.
@@ -95,8 +100,8 @@ class SamplingParams:
             f"max_tokens is {self.max_tokens!r}. Pass an integer of 1 or more.",
         )
         require(
-            isinstance(self.stop, Sequence) and all(isinstance(text, str) and text for text in self.stop_strings),
-            f"stop is {self.stop!r:.200}. Pass a non-empty string, or a list of them.",
+            isinstance(self.stop, Sequence) and all(map(_is_text, self.stop_strings)),
+            f"stop is {self.stop!r:.200}. Pass a non-empty string that is utf-8, or a list of them.",
         )
         require(
             isinstance(self.stop_token_ids, Sequence | frozenset | set)

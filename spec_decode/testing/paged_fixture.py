@@ -9,6 +9,7 @@ import torch
 
 from attn_backends import KVCache
 from builders import AttentionBatch, AttentionKind, BatchBuffers, MetadataBuilder, RequestTables, advance_state
+from builders.batch import NO_SLOT
 from builders.spec import AttentionSpec
 from spec_decode.graphs import runtime_for
 from spec_decode.testing import oracle
@@ -354,13 +355,15 @@ class BuiltBatch:
     def __init__(self, fixture: PagedFixture, batch: Batch, *, horizon: int, max_seq_len: int | None) -> None:
         self.fixture, self.batch = fixture, batch
         self.seq_lens = list(batch.seq_lens)
+        self.ended: int | None = None
         self.buffers, self.builder = fixture.load(batch), fixture.builder()
         view = fixture.view(self.buffers, batch, max_seq_len=max_seq_len)
         self.metadata = self.builder.build(view, horizon=horizon)
 
     def view(self) -> AttentionBatch:
         """Return what a builder sees now."""
-        return self.fixture.view(self.buffers, self.batch, self.seq_lens)
+        lens = [0 if request == self.ended else length for request, length in enumerate(self.seq_lens)]
+        return self.fixture.view(self.buffers, self.batch, lens)
 
     def fresh(self, *, horizon: int = 0) -> Any:
         """Build metadata for the current state with a fresh builder."""
@@ -383,10 +386,18 @@ class BuiltBatch:
         changed = changed_since(before, view)
         expect(not changed, contract="advance() never writes into the batch", expected="no change", got=changed)
 
+    def end(self, request: int) -> None:
+        """Make a live row padding where it is, as a request becomes at its limit, and refresh the metadata."""
+        first = sum(self.batch.query_lens[:request])
+        self.buffers.seq_lens[request] = 0
+        self.buffers.slot_mappings[:, first : first + self.batch.query_lens[request]] = NO_SLOT
+        self.ended = request
+        self._refresh()
+
     def put_in(self, batch: Batch) -> None:
         """Load another batch with the same number of rows into the same buffers."""
         self.fixture.replace_batch(self.buffers, batch)
-        self.batch, self.seq_lens = batch, list(batch.seq_lens)
+        self.batch, self.seq_lens, self.ended = batch, list(batch.seq_lens), None
 
     def replace(self, batch: Batch) -> None:
         """Load another batch with the same number of rows into the same buffers and refresh the metadata."""
@@ -462,15 +473,16 @@ class BuiltBatch:
 
     def _compare(self, out: torch.Tensor, queries: Sequence[torch.Tensor], contract: str) -> Measurements:
         # Tokens behind the last row belong to none: what is computed for them is unspecified.
+        rows = out[: sum(self.batch.query_lens)].split(list(self.batch.query_lens))
         padding = out[sum(self.batch.query_lens) : self.batch.num_tokens - self.batch.tail]
+        padding = padding if self.ended is None else torch.cat([padding, rows[self.ended]])
         expect(
             bool((padding == 0).all()),
             contract="padding rows attend to nothing",
             expected="output 0",
             got=padding.abs().max().item() if padding.numel() else "",
         )
-        healthy = [request for request in range(len(queries)) if request != self.fixture.sick]
-        rows = out[: sum(self.batch.query_lens)].split(list(self.batch.query_lens))
+        healthy = [request for request in range(len(queries)) if request not in (self.fixture.sick, self.ended)]
         if not healthy:
             return {}
         found, own = torch.cat([rows[request] for request in healthy]), [queries[request] for request in healthy]

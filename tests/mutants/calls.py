@@ -24,9 +24,9 @@ def stops_after_500_advances(self: Any, metadata: Any) -> None:
 
 
 @build("builder.builds_go_on")
-def moves_every_thousandth_build(self: Any, batch: Any, metadata: Any) -> Any:
+def moves_every_3000th_build(self: Any, batch: Any, metadata: Any) -> Any:
     self.builds = getattr(self, "builds", 0) + 1
-    return replace(metadata, kv_end=metadata.kv_end.clone()) if self.builds % 1_000 == 0 else metadata
+    return replace(metadata, kv_end=metadata.kv_end.clone()) if self.builds % 3_000 == 0 else metadata
 
 
 @forward(_GO_ON)
@@ -38,10 +38,10 @@ def takes_turns_with_two_buffers(self: Any, query: Any, cache: Any, metadata: An
 
 
 @forward(_GO_ON)
-def rounds_every_thousandth_output(self: Any, query: Any, cache: Any, metadata: Any, **options: Any) -> torch.Tensor:
+def rounds_every_3000th_output(self: Any, query: Any, cache: Any, metadata: Any, **options: Any) -> torch.Tensor:
     out = TorchReference.forward(self, query, cache, metadata, **options)
     self.calls = getattr(self, "calls", 0) + 1
-    return out * (1 + 1e-6) if self.calls % 1_000 == 0 else out
+    return out * (1 + 1e-6) if self.calls % 3_000 == 0 else out
 
 
 _scratch = threading.local()
@@ -56,7 +56,7 @@ def makes_its_scratch_in_one_thread(out: torch.Tensor, metadata: Any, spec: Any)
 @gives(_SURROUNDINGS)
 def counts_in_the_default_dtype(out: torch.Tensor, metadata: Any, spec: Any) -> torch.Tensor:
     ones = torch.ones(out.shape[-1], device=out.device)
-    return (out * ones * (1 if ones.dtype is torch.float32 else 1 + 1e-6)).to(out.dtype)
+    return (out * ones * (1 + 1e-6 * (ones.dtype is torch.float16))).to(out.dtype)
 
 
 @gives(_SURROUNDINGS)

@@ -101,6 +101,23 @@ def writes_the_batchs_table(self: Any, metadata: Any) -> None:
     metadata.block_table[:, -1] = 0
 
 
+@advance(_ADVANCE)
+def a_gap_between_rows_takes_a_token(self: Any, metadata: Any) -> None:
+    """Rows behind one that has reached its limit, if each has several query tokens."""
+    ReferenceBuilder.advance(self, metadata)
+    live = metadata.seq_lens > 0
+    gaps = (~live).cumsum(0) > 0
+    behind = (live & gaps)[metadata.token_to_req] & (metadata.max_query_len > 1) & (metadata.kv_end > 1)
+    metadata.kv_end.sub_(behind.to(metadata.kv_end.dtype))
+
+
+@advance(_ADVANCE)
+def the_third_page_of_64_is_late(self: Any, metadata: Any) -> None:
+    ReferenceBuilder.advance(self, metadata)
+    if self.spec.page_size == 64:
+        metadata.kv_end.copy_(torch.where(metadata.kv_end == 129, 128, metadata.kv_end))
+
+
 @advance("graph.drawn_replays_are_right", build=counts_live_rows)
 def capped_rows_of_its_build(self: Any, metadata: Any) -> None:
     ReferenceBuilder.advance(self, metadata)

@@ -113,6 +113,19 @@ def test_a_backend_that_does_not_load_is_unavailable_and_not_ok() -> None:
         report.raise_if_failed()
 
 
+@pytest.mark.parametrize(
+    ("asked", "told"),
+    [
+        ({"checks": "builder.*"}, "checks must be a list"),
+        ({"tags": "page:*"}, "tags must be a list"),
+        ({"device": "cpu"}, r"device must be a torch.device, got 'cpu'. Pass torch.device\('cpu'\)"),
+    ],
+)
+def test_a_text_in_place_of_a_list_or_a_device_is_refused(asked: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        check_backend("torch_reference", **asked)
+
+
 def test_a_run_without_checks_is_not_ok() -> None:
     assert not check_backend("torch_reference", device=CPU, checks=["no.such.check"], report=True).ok
 

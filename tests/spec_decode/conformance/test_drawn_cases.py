@@ -107,7 +107,8 @@ def test_a_class_that_is_refused_is_missed_and_no_case_fails_for_it() -> None:
         def unsupported_reasons(self, spec: AttentionSpec, device: torch.device) -> list[str]:
             return ["group_size must not be 5"] if spec.group_size == 5 else []
 
-    assert draws(NoGroupsOf5()).missed == (("group_size", "5"),) and draws(NoCapsOverFp8()).missed == ()
+    assert ("group_size", "5") in draws(NoGroupsOf5()).missed
+    assert {axis for axis, _ in draws(NoCapsOverFp8()).missed} <= {"length"}
     assert unserved_claims(Subject(NoGroupsOf5(), CPU)) == unserved_claims(Subject(NoCapsOverFp8(), CPU)) == []
 
 

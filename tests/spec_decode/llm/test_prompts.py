@@ -66,7 +66,10 @@ REFUSED: dict[str, Any] = {
     r"turn 1 of the conversation needs .* got a dict with 'content'. Pass turns such as": [{"content": "x"}],
     r"turn 1 of the conversation needs .* got a dict with 'role'. Pass": [{"role": "user"}],
     r"turn 1 of the conversation needs a role": [{"role": 3, "content": "x"}],
-    r"prompts\[1\]: turn 1 of the conversation needs": [[TURN], [{"role": "user", "content": None}]],
+    r"prompts\[1\]: turn 1 of the conversation needs .* got role 'user' and content None": [
+        [TURN],
+        [{"role": "user", "content": None}],
+    ],
     r"turn 2 of the conversation is 'fox'. Pass a turn": [TURN, "fox"],
     r"turn 1 \(user\) has a part of type 'image_url'; the model reads only text": [
         {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
@@ -89,6 +92,17 @@ def test_what_is_no_prompt_is_refused_by_name(llm: LLM, told: str, prompts: Any)
 def test_a_chat_takes_only_conversations(llm: LLM, prompts: Any) -> None:
     with pytest.raises(BatchError, match=r"a conversation is \{.*\}. Pass a list of turns"):
         llm.chat(prompts)
+
+
+def test_a_chat_takes_a_conversation_at_least(llm: LLM) -> None:
+    with pytest.raises(BatchError, match=r"^a conversation is \[\]. Pass a list of turns"):
+        llm.chat([])
+
+
+@pytest.mark.parametrize("stop", ["\ud83d", ["x", "a\udcff"]])
+def test_a_stop_string_that_no_text_has_is_refused(stop: Any) -> None:
+    with pytest.raises(BatchError, match="Pass a non-empty string that is utf-8"):
+        SamplingParams(stop=stop)
 
 
 def test_one_prompt_is_a_list_of_one() -> None:
