@@ -132,13 +132,14 @@ def _around(device: torch.device) -> dict[str, Callable[[Callable[[], None]], No
 
         return runs
 
+    # As `torch.set_default_device("cuda")` does; on a CPU there is no other device.
+    own_device = {"with its device as torch's default": within(lambda: device)} if device.type == "cuda" else {}
     return {
+        **own_device,
         "in another thread": lambda run: _in_a_thread(run, device),
         "with float64 as torch's default dtype": within(lambda: _default_dtype(torch.float64)),
         "with bfloat16 as torch's default dtype": within(lambda: _default_dtype(torch.bfloat16)),
         "with float16 as torch's default dtype": within(lambda: _default_dtype(torch.float16)),
-        # As `torch.set_default_device("cuda")` does. On a CPU, what is made without a device then has no memory.
-        "with another default device": within(lambda: device if device.type == "cuda" else torch.device("meta")),
         "with gradients enabled": within(torch.enable_grad),
         "in inference mode": within(torch.inference_mode),
     }

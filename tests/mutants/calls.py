@@ -59,11 +59,6 @@ def counts_in_the_default_dtype(out: torch.Tensor, metadata: Any, spec: Any) -> 
     return (out * ones * (1 + 1e-6 * (ones.dtype is torch.float16))).to(out.dtype)
 
 
-@gives(_SURROUNDINGS)
-def leaves_the_device_to_torch(out: torch.Tensor, metadata: Any, spec: Any) -> torch.Tensor:
-    return out + torch.zeros(out.shape[-1], dtype=out.dtype)
-
-
 @gives("poison.a_sick_request_stays_alone")
 def adds_up_all_rows(out: torch.Tensor, metadata: Any, spec: Any) -> torch.Tensor:
     return out + 0 * out.sum()
