@@ -27,8 +27,8 @@ from spec_decode.testing.subject import Subject
 builder = Family("builder", covers=with_case())
 numerics = Family("numerics", covers=with_case())
 
-_MANY = 4_100
-"""More than the round numbers of calls after which a backend may do something else: 100, 500, 1,000, 1,024, 4,096."""
+_MANY = 3_100
+"""More than the round numbers of calls after which a backend may do something else: 100, 1,000, 1,024, 2,048, 3,000."""
 _KEPT = 8
 """Outputs that a caller keeps while it goes on."""
 _SINGLE = spec_cases({"single": SINGLE}, ("base",))

@@ -35,7 +35,7 @@ numerics = Family("numerics", covers=_with_known_sizes())
 graph = Family("graph", covers=_with_known_sizes(CAPTURE, ADVANCE))
 
 _STORED = "write_kv stores each token in its slot and nothing else"
-_REPLAYED = 4
+_REPLAYED = 6
 """Of the cases that can be replayed, one in this many is: a capture takes longer than attention alone."""
 
 
