@@ -4,8 +4,8 @@ nothing."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from threading import Thread
 from typing import Any
 
 import torch
@@ -105,21 +105,14 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 def _in_a_thread(run: Callable[[], None], device: torch.device) -> None:
     """Run it in a thread of its own, in this one's inference mode, and raise what it raises."""
-    failed: list[BaseException] = []
     inference = torch.is_inference_mode_enabled()
 
-    def guarded() -> None:
-        try:
-            with on_device(device), torch.inference_mode(inference):
-                run()
-        except BaseException as error:  # raised again by the caller
-            failed.append(error)
+    def run_there() -> None:
+        with on_device(device), torch.inference_mode(inference):
+            run()
 
-    thread = Thread(target=guarded)
-    thread.start()
-    thread.join()
-    if failed:
-        raise failed[0]
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(run_there).result()
 
 
 def _around(device: torch.device) -> dict[str, Callable[[Callable[[], None]], None]]:
