@@ -128,6 +128,12 @@ def test_a_loaded_floor_holds_nothing_from_above(loaded: Uses) -> None:
     assert not found
 
 
+def test_an_engines_room_is_imported_by_nothing_else(sources: Uses) -> None:
+    room = "attn_backends.engines."
+    library = {name: used for name, used in sources.items() if name.split(".")[0] in FLOORS[:3]}
+    assert not {name for name, used in library.items() for use in used if use.startswith(room) > name.startswith(room)}
+
+
 def test_the_root_of_spec_decode_holds_its_rooms_and_few_modules() -> None:
     folder = ROOT / "spec_decode"
     modules = [path.stem for path in folder.glob("*.py")]

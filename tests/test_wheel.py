@@ -44,9 +44,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 def test_the_wheel_has_the_packages_without_what_a_checkout_alone_needs(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
-    assert not [name for name in names if name.startswith("engines/") and "/conformance/" in name]
     assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {
-        "builders", "attn_backends", "spec_decode", "engines",
+        "builders", "attn_backends", "spec_decode",
     }  # fmt: skip
 
 
@@ -98,6 +97,6 @@ def test_from_an_empty_folder_the_wheel_makes_a_backend_that_passes_its_checks(w
     checked = environment.must("attn-backends check mine --family contract --family builder --device cpu", empty)
     assert "0 not_run" in checked
 
-    for command, folder in {"bench round": "benchmarks", "check --engine vllm": "engines/vllm/conformance"}.items():
+    for command, folder in {"bench round": "benchmarks", "check --engine vllm": "engine_kits/vllm"}.items():
         refused = environment.run(f"attn-backends {command}", empty)
         assert refused.returncode == 2 and f"in {folder}/ of the repository" in refused.stdout
