@@ -94,11 +94,12 @@ reports: $(VENV)/.installed
 
 check: lint test
 
-# A release also needs evidence from current source, and a wheel.
+# A release also needs evidence from current source, and wheels.
 release: docs check
 	$(BIN)/attn-backends matrix --check --strict
 	$(PIP) build
 	$(BIN)/python -m build --wheel --outdir dist .
+	$(BIN)/python -m build --wheel --outdir dist attn_backends_pairs
 
 clean:
 	rm -rf build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache

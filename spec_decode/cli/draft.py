@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from spec_decode.trees import DraftTree, DynamicTreeConfig
 
 _DTYPE = click.Choice(("auto", "float32", "bfloat16", "float16"))
-_TARGET = "Folder or name of the model; default: the pair that ships with the package."
+_TARGET = "Folder or name of the model; default: this library's own pair, pydoc."
 _DRAFT = "Folder or name of the draft, or which draft of a pair. With --target alone, decoding is plain."
 _STRATEGY = (
     "How steps 1 to K-1 run: full_loop, device_loop, per_step, piecewise or eager. auto: the fastest that the backend "

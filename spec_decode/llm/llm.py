@@ -85,7 +85,7 @@ class LLM:
     ) -> None:
         """Load the models, allocate their caches, and on a GPU capture their graphs.
 
-        - model, draft            a folder, `pydoc` (the pair that comes with the package), or the name of a model in
+        - model, draft            a folder, `pydoc` (this library's own pair), or the name of a model in
                                   this machine's Hugging Face cache; without a draft there is no speculation
         - num_speculative_tokens  draft tokens per round; None: as many as the draft's block_size or modules predict,
                                   4 for a draft without such a number

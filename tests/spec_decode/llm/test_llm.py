@@ -431,6 +431,13 @@ def test_a_model_or_a_setting_that_does_not_fit_is_refused(told: str, bad: tuple
         LLM(**{"model": "pydoc", "draft": "draft", "device": "cpu", **changes})
 
 
+def test_a_pair_that_is_not_installed_names_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("spec_decode.llm.load", "spec_decode.models.pair"):
+        monkeypatch.setattr(f"{module}.SHIPPED_PAIR", tmp_path / "pydoc")
+    with pytest.raises(CheckpointError, match=r"pip install \./attn_backends_pairs in a checkout"):
+        LLM("pydoc", device="cpu")
+
+
 def test_an_empty_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=f"^{tmp_path} has no config.json. Pass the folder of"):
         LLM(tmp_path, device="cpu")
