@@ -25,7 +25,7 @@ from spec_decode.drafter.plan import DraftPlan
 from spec_decode.drafter.strategies import Strategy
 from spec_decode.environment import Environment, environment
 from spec_decode.files import write_whole
-from spec_decode.models import DraftModel
+from spec_decode.model_api import DraftModel
 from spec_decode.paged.kv_groups import KVGroup
 
 SCHEMA = "attn-strategy/1"

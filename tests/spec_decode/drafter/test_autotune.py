@@ -16,7 +16,8 @@ from attn_backends import get
 from builders import BatchError, RequestTables
 from spec_decode.drafter import Drafter, DrafterConfig, Strategy, autotune, plan_draft
 from spec_decode.drafter.autotune import MARGIN, StrategyCache, autotune_strategy
-from spec_decode.models import BlockDraft, EagleDraft, LlamaTarget, quantise_draft
+from spec_decode.model_api import BlockDraft
+from spec_decode.models import EagleDraft, LlamaTarget, quantise_draft
 from spec_decode.paged import GraphMode
 from spec_decode.paged.kv_groups import make_group
 from spec_decode.trees import DraftTree
