@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from builders import AttentionSpec
+from builders.devices import num_sms
 from builders.flashinfer import PlanLayout, TableRows, replan
-from builders.paged import num_sms
 from engines.vllm.version import SUPPORTED
 
 NO_FLASHINFER = f"needs FlashInfer, which vLLM requires: pip install 'vllm=={SUPPORTED}.*'"
