@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 ROOMS = (
-    *("builders/batch.py", "builders/contract.py", "builders/tables.py", "builders/paged.py", "builders/reference.py"),
+    *("builders/batch.py", "builders/contract.py", "builders/tables.py", "builders/*paged.py"),
+    *("builders/torch_reference.py", "builders/triton_mla.py"),
     *("builders/sparse_window.py", "builders/flash_attn3.py", "builders/flashinfer/plan.py", "builders/kernels/*.py"),
     *("attn_backends/torch_reference.py", "attn_backends/sparse_swa_mla.py", "attn_backends/selection.py"),
     *("attn_backends/capabilities.py", "attn_backends/kernels/*.py"),
