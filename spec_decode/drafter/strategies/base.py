@@ -59,8 +59,6 @@ class DraftStrategy(ABC):
     """Why it is not chosen although it could run."""
     automatic: ClassVar[bool] = True
     """Whether it can be chosen without being requested."""
-    autotuned: ClassVar[bool] = True
-    """Whether autotuning measures it; False for a strategy that is never the fastest."""
     uses_graphs: ClassVar[bool] = True
     needs_later_steps: ClassVar[bool] = False
     """Whether it is unsupported for a draft that proposes all its tokens in step 0."""
