@@ -16,7 +16,7 @@ from benchmarks.rows import SEEN, Bench, BenchRow
 from builders import AttentionSpec
 from spec_decode.drafter import Drafter, DrafterConfig, Strategy, VerifiedTokens
 from spec_decode.drafter.strategies.base import LoopStrategy
-from spec_decode.models import DraftModel
+from spec_decode.model_api import DraftModel
 from spec_decode.models.kernels.fp8_weight import Fp8Weight
 from spec_decode.models.layers.moe import MixtureOfExperts
 from spec_decode.models.target_head import TargetHead

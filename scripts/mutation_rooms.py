@@ -9,7 +9,7 @@ ROOMS = (
     *("attn_backends/capabilities.py", "attn_backends/kernels/*.py"),
     *("spec_decode/graphs/*.py", "spec_decode/paged/*.py", "spec_decode/drafter/*.py", "spec_decode/drafter/*/*.py"),
     *("spec_decode/engine/**/*.py", "spec_decode/sampling/**/*.py", "spec_decode/verification/**/*.py"),
-    *("spec_decode/models/kernels/*.py", "spec_decode/models/base.py", "spec_decode/trees/*.py"),
+    *("spec_decode/models/kernels/*.py", "spec_decode/model_api/base.py", "spec_decode/trees/*.py"),
 )
 """Patterns of the files whose mutants must die."""
 

@@ -20,9 +20,8 @@ from benchmarks.random_drafts import BLOCK_DRAFTS, RANDOM_DRAFTS, RandomDraft
 from benchmarks.rows import Bench, BenchRow, with_limits
 from spec_decode.drafter import DrafterConfig, Strategy
 from spec_decode.engine import Engine, EngineConfig, EngineStats, Request
-from spec_decode.models import DraftModel, LlamaTarget, ModelConfig
-from spec_decode.models.attention import Attention
-from spec_decode.models.base import TargetStates
+from spec_decode.model_api import Attention, DraftModel, TargetStates
+from spec_decode.models import LlamaTarget, ModelConfig
 from spec_decode.models.checkpoints.config_reader import ConfigReader
 from spec_decode.models.checkpoints.store import RandomStore, ScopedWeights
 from spec_decode.models.decoder_config import read_decoder

@@ -22,7 +22,8 @@ from spec_decode.conformance.draft_runs import (
 )
 from spec_decode.drafter import Strategy, StrategyError, VerifiedTokens
 from spec_decode.graphs.emulator import HostReadGuard
-from spec_decode.models import AttentionInputs, EagleDraft
+from spec_decode.model_api import AttentionInputs
+from spec_decode.models import EagleDraft
 from spec_decode.paged.kv_groups import KVGroup
 from spec_decode.sampling.draft_sampler import NO_TOKEN
 from spec_decode.testing import oracle

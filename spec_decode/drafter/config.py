@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from builders.errors import require, require_counts, require_type, require_types
 from spec_decode.drafter.strategies import Strategy
-from spec_decode.models import BlockDraft, ContextBlockDraft, DraftModel, InTurnBlockDraft, SelectingBlockDraft
+from spec_decode.model_api import BlockDraft, ContextBlockDraft, DraftModel, InTurnBlockDraft, SelectingBlockDraft
 from spec_decode.paged.metadata_plan import GraphMode
 from spec_decode.trees import DraftTree, DynamicTreeConfig
 from spec_decode.trees.draft_tree import require_frontiers

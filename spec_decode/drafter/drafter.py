@@ -17,7 +17,7 @@ from spec_decode.drafter.steps import Drafts, make_step
 from spec_decode.drafter.strategies import DraftStrategy
 from spec_decode.drafter.verified_tokens import VerifiedTokens
 from spec_decode.graphs import Capturable, Factory, GraphManager, default_capture_sizes
-from spec_decode.models import DraftModel
+from spec_decode.model_api import DraftModel
 from spec_decode.paged.kv_groups import KVGroup
 from spec_decode.paged.step_buffers import StepBuffers
 

@@ -11,7 +11,7 @@ from builders import GraphSupport
 from spec_decode.drafter.config import DrafterConfig
 from spec_decode.drafter.strategies import Strategy
 from spec_decode.graphs import loop_unsupported_reason
-from spec_decode.models import DraftModel
+from spec_decode.model_api import DraftModel
 from spec_decode.paged.kv_groups import KVGroup
 from spec_decode.paged.metadata_plan import GraphMode, GroupFacts, GroupPlan, MetadataPlan
 

@@ -10,7 +10,7 @@ from builders.errors import require, require_type, require_types
 from spec_decode.drafter import DrafterConfig, check_draft
 from spec_decode.engine.page_pool import PagePool
 from spec_decode.engine.request import Request
-from spec_decode.models import DraftModel, TargetModel
+from spec_decode.model_api import DraftModel, TargetModel
 from spec_decode.paged import GraphMode
 from spec_decode.sampling import SamplingParams
 from spec_decode.trees import DraftTree, DynamicTreeConfig

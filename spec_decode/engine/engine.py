@@ -47,7 +47,7 @@ from spec_decode.engine.round_plan import RoundPlan, plan_round
 from spec_decode.engine.scheduler import Scheduler
 from spec_decode.engine.target_runner import Step, TargetRunner
 from spec_decode.engine.target_step import TargetStep, TreeTargetStep
-from spec_decode.models import DraftModel, TargetModel
+from spec_decode.model_api import DraftModel, TargetModel
 from spec_decode.paged.kv_groups import BackendChoice, KVGroup, make_groups
 from spec_decode.sampling.target_sampler import TopLogprobs
 from spec_decode.verification import Verifier, verifier

@@ -27,7 +27,8 @@ from spec_decode.llm.outputs import Completion, GrowingText, Reply, TextChunk
 from spec_decode.llm.pair import Tokenizer
 from spec_decode.llm.progress import progress_bar
 from spec_decode.llm.prompts import Message, Prompt, as_list, contents, is_conversation, text_turns
-from spec_decode.models import CheckpointError, ContextBlockDraft, DraftModel
+from spec_decode.model_api import ContextBlockDraft, DraftModel
+from spec_decode.models import CheckpointError
 from spec_decode.models.draft_weights import check_draft_weights, quantise_draft
 from spec_decode.paged import GraphMode
 from spec_decode.paged.kv_groups import CachesTooLarge

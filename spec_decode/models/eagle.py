@@ -10,8 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from attn_backends.kernels.rope import Rope
-from spec_decode.models.attention import Attention
-from spec_decode.models.base import KeepRows, KeptRowsDraft, LayerGroup, TargetModel
+from spec_decode.model_api import Attention, KeepRows, KeptRowsDraft, LayerGroup, TargetModel
 from spec_decode.models.checkpoints.store import ScopedWeights, TensorStore
 from spec_decode.models.config import ModelConfig
 from spec_decode.models.decoder_config import DecoderConfig, read_decoder, states_draft_windows

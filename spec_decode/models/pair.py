@@ -16,7 +16,7 @@ import msgspec
 import torch
 from safetensors.torch import load_file, save_file
 
-from spec_decode.models.base import DraftModel
+from spec_decode.model_api import DraftModel
 from spec_decode.models.checkpoints.files import CheckpointError, check_safetensors, is_finite, read_object
 from spec_decode.models.config import ModelConfig
 from spec_decode.models.decoder_weights import published_tensors

@@ -12,7 +12,8 @@ from torch import nn
 
 from builders import AttentionKind, AttentionSpec, RequestTables
 from spec_decode.drafter import Drafter, DrafterConfig, Strategy
-from spec_decode.models import BlockDraft, EagleDraft, LatentConfig, LayerGroup, LlamaTarget, ModelConfig
+from spec_decode.model_api import BlockDraft, LayerGroup
+from spec_decode.models import EagleDraft, LatentConfig, LlamaTarget, ModelConfig
 from spec_decode.models.layers.decoder_layer import ResidualLayer
 from spec_decode.paged.kv_groups import KVGroup, make_group
 from spec_decode.testing.batches import with_trees

@@ -29,7 +29,8 @@ from attn_backends import AttentionBackend, registry
 from attn_backends.torch_reference import TorchReference
 from spec_decode import models
 from spec_decode.engine import Engine, Request
-from spec_decode.models import Attention, DraftModel, EagleDraft, LayerGroup, ModelConfig
+from spec_decode.model_api import Attention, DraftModel, LayerGroup
+from spec_decode.models import EagleDraft, ModelConfig
 from spec_decode.paged import GraphMode
 from spec_decode.paged.attention import PagedAttention
 from spec_decode.paged.kv_groups import build_ragged, make_group

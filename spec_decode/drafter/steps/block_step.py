@@ -10,7 +10,7 @@ from spec_decode.drafter.kernels.gather_accepted import gather_accepted
 from spec_decode.drafter.plan import DraftPlan
 from spec_decode.drafter.steps.step import Step
 from spec_decode.drafter.tree_sampler import BlockTreeSampler
-from spec_decode.models import BlockDraft
+from spec_decode.model_api import BlockDraft
 from spec_decode.sampling import DraftSampler
 
 

@@ -10,7 +10,7 @@ import torch
 from builders import CaptureConstants, RequestTables
 from spec_decode.drafter.plan import DraftPlan
 from spec_decode.drafter.steps.step import Step
-from spec_decode.models import ContextBlockDraft, InTurnBlockDraft, SelectingBlockDraft
+from spec_decode.model_api import ContextBlockDraft, InTurnBlockDraft, SelectingBlockDraft
 from spec_decode.paged.attention import PagedAttention
 from spec_decode.paged.step_buffers import StepBuffers
 from spec_decode.sampling import CandidateSampler, DraftSampler

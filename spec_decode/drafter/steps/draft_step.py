@@ -8,8 +8,7 @@ from builders import RequestTables, advance_state, set_decode_state
 from spec_decode.drafter.plan import DraftPlan
 from spec_decode.drafter.steps.step import Step
 from spec_decode.drafter.strategies.base import LaterSteps
-from spec_decode.models import DraftModel
-from spec_decode.models.attention import Attention
+from spec_decode.model_api import Attention, DraftModel
 from spec_decode.paged.step_buffers import StepBuffers
 from spec_decode.sampling import DraftSampler
 

@@ -10,7 +10,7 @@ import torch
 
 from spec_decode.drafter.steps.context_block_step import ContextBlockStep
 from spec_decode.drafter.tree_sampler import TreeSampler
-from spec_decode.models import InTurnBlockDraft, SelectingBlockDraft
+from spec_decode.model_api import InTurnBlockDraft, SelectingBlockDraft
 from spec_decode.trees.kernels.top_children import top_children
 
 PlaceLogits: TypeAlias = Callable[[int, torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]]

@@ -12,7 +12,7 @@ from spec_decode.drafter.kernels.gather_accepted import gather_accepted
 from spec_decode.drafter.kernels.shift_tokens import shift_tokens
 from spec_decode.drafter.plan import DraftPlan
 from spec_decode.drafter.steps.step import Step
-from spec_decode.models import ModuleDraft
+from spec_decode.model_api import ModuleDraft
 from spec_decode.paged.attention import PagedAttention
 from spec_decode.paged.kv_groups import KVGroup, build_ragged
 from spec_decode.paged.step_buffers import StepBuffers

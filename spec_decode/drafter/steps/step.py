@@ -19,7 +19,7 @@ from spec_decode.drafter.strategies.base import LaterSteps
 from spec_decode.drafter.tree_sampler import BlockTreeSampler, TreeSampler
 from spec_decode.drafter.verified_tokens import VerifiedTokens
 from spec_decode.graphs import Capturable
-from spec_decode.models import DraftModel
+from spec_decode.model_api import DraftModel
 from spec_decode.paged.attention import PagedAttention
 from spec_decode.paged.kv_groups import KVGroup, build_ragged, products_of
 from spec_decode.paged.metadata_plan import GraphMode, plan_uniform_step

@@ -11,7 +11,7 @@ import torch
 
 from builders import AdvanceLevel, GraphSupport
 from spec_decode.graphs import Capturable, Factory, GraphManager
-from spec_decode.models.attention import Attention
+from spec_decode.model_api import Attention
 from spec_decode.paged.kv_groups import KVGroup
 from spec_decode.paged.metadata_plan import GraphMode, GroupFacts, MetadataUpdate
 from spec_decode.paged.step_buffers import StepBuffers

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from spec_decode.models import DraftModel, EagleDraft, LlamaTarget
+from spec_decode.model_api import DraftModel
+from spec_decode.models import EagleDraft, LlamaTarget
 from spec_decode.testing.draft_fixture import StackedDraft
 from tests.factories import make_config, make_latent_config
 from tests.spec_decode.models.layers.test_decoder_layer import averaging

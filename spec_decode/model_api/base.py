@@ -15,7 +15,7 @@ from torch import nn
 
 from builders import AttentionSpec
 from builders.errors import require
-from spec_decode.models.attention import Attention, ContextAttention
+from spec_decode.model_api.attention import Attention, ContextAttention
 
 KeepRows: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 """Select rows: [T, ...] -> [R, ...]."""
