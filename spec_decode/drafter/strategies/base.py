@@ -23,13 +23,13 @@ GRAPHS_OFF = "graphs are turned off"
 class LaterSteps(Protocol):
     """The later steps of a draft, which a strategy runs.
 
-    extend, decode  StepBuffers of step 0 and of a later step
+    step_0, decode  StepBuffers of step 0 and of a later step
     hidden          [R, H], the states that the next later step starts from
     """
 
     num_speculative_tokens: int
     groups: tuple[KVGroup, ...]
-    extend: StepBuffers
+    step_0: StepBuffers
     decode: StepBuffers
     hidden: torch.Tensor
 
@@ -140,7 +140,7 @@ class LoopStrategy(DraftStrategy):
 
     def joined(self, step_0: Factory) -> Factory | None:
         """See the base; None if the host builds metadata for the round."""
-        if self._step.extend.built_groups or self._buffers.built_groups:
+        if self._step.step_0.built_groups or self._buffers.built_groups:
             return None
 
         def whole(size: int) -> Capturable:
