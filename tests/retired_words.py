@@ -45,7 +45,7 @@ NAMES: dict[tuple[str, ...], dict[str, str]] = {
         "_hear": "process_outputs", "_deliver": "process_outputs", "_telling": "stream callback",
         "Readback": "AsyncOutput", "reap": "free_finished", "reach": "max_slots", "Limits": "config validation",
     },
-    RUNNING: {"outside": "uncaptured", "measured": "autotuned"},
+    RUNNING: {"outside": "uncaptured"},
     VERIFYING: {"tops": "partial max", "stands": "accepted"},
     KIT: {"smallest": "shrink", "Words": "reasons"},
 }  # fmt: skip
