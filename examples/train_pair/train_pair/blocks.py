@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 
+from spec_decode.model_api import DraftInputs
 from spec_decode.models.dflash import DFlash
 from train_pair.attention import BlockAttention, positions_of
 
