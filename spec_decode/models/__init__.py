@@ -1,4 +1,4 @@
-"""Target and draft models: a small Llama-style pair that ships with the package, and models loaded from folders.
+"""Target and draft models: this library's own small Llama-style pair, and models loaded from folders.
 
 `TransformersTarget` is imported on first use, because it pulls in transformers.
 """

@@ -1,4 +1,4 @@
-"""Configuration of the model family that ships with the package."""
+"""Configuration of the model family of this library's own pair."""
 
 from __future__ import annotations
 
