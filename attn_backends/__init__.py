@@ -2,9 +2,10 @@
 
 from typing import TYPE_CHECKING
 
-from attn_backends.base import AttentionBackend, KVCache, check_forward_inputs, check_write_inputs
+from attn_backends.base import AttentionBackend, check_forward_inputs, check_write_inputs
 from attn_backends.capabilities import Accepted, Capabilities, CapabilitiesError, Feature, FusedWrite, Rejected, Sizes
 from attn_backends.fused_writes import FusedLatentWrite, FusedRopeWrite
+from attn_backends.kv_cache import FP8_DS_MLA, CacheLayout, KVCache, cache_layout
 from attn_backends.merged_trees import merge_tree, merged_tree_reasons
 from attn_backends.registry import (
     BackendError,
@@ -21,10 +22,12 @@ from attn_backends.registry import (
 from attn_backends.selection import NoBackend, Selection, select
 
 __all__ = [
+    "FP8_DS_MLA",
     "Accepted",
     "AttentionBackend",
     "BackendError",
     "BrokenBackend",
+    "CacheLayout",
     "Capabilities",
     "CapabilitiesError",
     "DuplicateBackend",
@@ -39,6 +42,7 @@ __all__ = [
     "Selection",
     "Sizes",
     "UnknownBackend",
+    "cache_layout",
     "check_forward_inputs",
     "check_write_inputs",
     "explain",
