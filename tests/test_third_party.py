@@ -18,6 +18,8 @@ ALLOWED = {
     "builders/kernels/triton_runtime.py": {"triton"},
     "builders/flashinfer/wrappers.py": {"flashinfer"},
     "attn_backends": {"torch"},
+    "attn_backends/engines/sglang": {"sglang"},
+    "attn_backends/engines/vllm": {"flashinfer", "vllm", ANY},
     "attn_backends/fa3_providers.py": {"flash_attn_interface", "flash_attn_config", "sgl_kernel", "vllm"},
     "attn_backends/flashinfer.py": {"flashinfer"},
     "attn_backends/flashmla_package.py": {"flash_mla", "vllm"},
@@ -42,11 +44,9 @@ ALLOWED = {
     "spec_decode/testing/interpreter.py": {"numpy", "triton"},
     "spec_decode/testing/interpreter_speed.py": {"triton"},
     "spec_decode/testing/pytest_plugin.py": {"pytest"},
-    "engines": {"torch"},
-    "engines/conformance": {"triton", ANY},
-    "engines/sglang": {"sglang"},
-    "engines/sglang/conformance": {"transformers", "triton"},
-    "engines/vllm": {"flashinfer", "vllm", ANY},
+    "engine_kits": {"torch", "triton", ANY},
+    "engine_kits/sglang": {"sglang", "transformers"},
+    "engine_kits/vllm": {"vllm"},
     "benchmarks": {"click", "flashinfer", "msgspec", "numpy", "rich", "torch", "transformers", "vllm"},
 }
 """The packages of a folder's files, and of single files beyond those of their folders."""

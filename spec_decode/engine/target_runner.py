@@ -10,7 +10,7 @@ import torch
 
 from builders import RequestTables
 from spec_decode.graphs import Capturable, Factory, GraphManager, SplitOp, default_capture_sizes
-from spec_decode.models import Attention, TargetModel, TargetStates
+from spec_decode.model_api import Attention, TargetModel, TargetStates
 from spec_decode.paged import GraphMode
 from spec_decode.paged.attention import PagedAttention
 from spec_decode.paged.kv_groups import KVGroup, build_ragged, products_of
@@ -57,8 +57,8 @@ class TargetRunner:
     ) -> None:
         """query_len: tokens per row of a step, 1 to decode, 1 + K to verify. trees: they are a root and its tree.
 
-        graph_mode: NONE runs steps eagerly. PIECEWISE runs every group's attention between captured pieces; the other
-        modes only that of groups that cannot be captured. `plan` has the reasons.
+        graph_mode: NONE runs steps eagerly. PIECEWISE runs every group's attention between captured pieces; FULL only
+        that of groups that cannot be captured. `plan` has the reasons.
         """
         self.model = model
         self._products = products_of(model, groups)
