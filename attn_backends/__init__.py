@@ -1,11 +1,22 @@
 """Attention backends, the capabilities they declare, and how one is chosen."""
 
+from pathlib import Path
 from typing import TYPE_CHECKING
+
+import builders
+
+# A project's own builders.py or builders/ comes first on the path, and would fail far from here.
+if Path(builders.__file__).parent != (_ours := Path(__file__).parents[1] / "builders"):
+    raise ImportError(
+        f"`builders` must be the package {_ours}, got {builders.__file__}, which hides it. Rename the latter, or start "
+        "Python where it is not on the path.",
+        name="builders",
+        path=builders.__file__,
+    )
 
 from attn_backends.base import AttentionBackend, KVCache, check_forward_inputs, check_write_inputs
 from attn_backends.capabilities import Accepted, Capabilities, CapabilitiesError, Feature, FusedWrite, Rejected, Sizes
 from attn_backends.fused_writes import FusedLatentWrite, FusedRopeWrite
-from attn_backends.merged_trees import merge_tree, merged_tree_reasons
 from attn_backends.registry import (
     BackendError,
     BrokenBackend,
@@ -43,8 +54,6 @@ __all__ = [
     "check_write_inputs",
     "explain",
     "get",
-    "merge_tree",
-    "merged_tree_reasons",
     "names",
     "register",
     "select",

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from spec_decode.model_api import Attention, DraftModel, LayerGroup, TargetModel, TargetStates
 from spec_decode.models import deepseek_v4, dflash, dflash2, eagle, eagle3, latent_eagle3, mtp
-from spec_decode.models.attention import Attention
-from spec_decode.models.base import DraftModel, LayerGroup, TargetModel, TargetStates
 from spec_decode.models.checkpoints.store import SPREAD, RandomStore
 from spec_decode.models.draft_weights import quantise_draft
 from spec_decode.models.kernels.linear import linear

@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from engines.vllm import VALIDATE
+from attn_backends.engines.vllm import VALIDATE
 
 ROOT = Path(__file__).resolve().parent.parent
 SIZES = {

@@ -40,7 +40,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import msgspec
 import torch
 
-from engines.vllm import NAMES
+from attn_backends.engines.vllm import NAMES
 from scripts.free_places import share
 from scripts.on_gpus import run_on_gpus
 from scripts.only import chosen
@@ -52,7 +52,7 @@ from spec_decode.source_digests import SourceRecord
 
 SCHEMA = "attn-vllm/1"
 ROOTS = (
-    *("engines.vllm", "scripts.vllm_arm", "scripts.vllm_worker"),
+    *("attn_backends.engines.vllm", "scripts.vllm_arm", "scripts.vllm_worker"),
     *(path.rpartition(".")[0] for path in NAMES.values()),
 )
 BASE, REBUILT, CONTROL = "FLASH_ATTN", "FLASHINFER", "TRITON_ATTN"

@@ -230,7 +230,7 @@ class MeasuredWorker:
     def compare_drafts(self, on: bool) -> dict[str, Any]:
         """Switch metadata comparison on or off (needs ATTN_BACKENDS_VALIDATE=1), and return the rounds compared, the
         seconds that took, and any difference found."""
-        from engines.vllm.v0_33.validator import validator_of
+        from attn_backends.engines.vllm.v0_33.validator import validator_of
 
         validator = validator_of(self.model_runner.speculator)
         validator.paused = not on

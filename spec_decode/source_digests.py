@@ -16,7 +16,7 @@ import msgspec
 
 from attn_backends import BackendError, registry
 
-PROJECT = ("builders", "attn_backends", "spec_decode", "engines")
+PROJECT = ("builders", "attn_backends", "spec_decode", "engine_kits")
 """The packages whose modules count wherever they are used. Those of a root's own package count too."""
 
 RECORDERS = frozenset(f"spec_decode.{name}" for name in ("environment", "files", "source_digests"))

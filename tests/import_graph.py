@@ -19,7 +19,7 @@ from types import ModuleType
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-FLOORS = ["builders", "attn_backends", "spec_decode", "engines", "benchmarks"]
+FLOORS = ["builders", "attn_backends", "spec_decode", "engine_kits", "benchmarks"]
 """Lowest first."""
 
 parsed = cache(ast.parse)

@@ -16,11 +16,11 @@ from tests.import_graph import FLOORS, ROOT, Uses, circles, imported, loaded_use
 OUTSIDE = ["tests", "examples", "scripts", "train_pair"]
 ROOMS = [
     "files", "environment", "source_digests",
-    "graphs", "sampling", "trees", "verification", "models", "paged", "drafter", "engine", "llm", "__init__",
-    "testing", "conformance", "tools", "matrix", "cli", "__main__",
+    "graphs", "sampling", "trees", "verification", "model_api", "paged", "drafter", "engine",
+    "models", "llm", "__init__", "testing", "conformance", "tools", "matrix", "cli", "__main__",
 ]  # fmt: skip
 """What may stand in the root of spec_decode. A room uses only those before it."""
-SERVING = ("graphs", "sampling", "trees", "verification", "models", "paged", "drafter", "engine")
+SERVING = ("graphs", "sampling", "trees", "verification", "model_api", "paged", "drafter", "engine")
 PRODUCTION = (*SERVING, "tools.metadata_validator")
 """What serves requests, and what may look on while it does."""
 LIMIT = 6
@@ -126,6 +126,12 @@ def test_a_loaded_floor_holds_nothing_from_above(loaded: Uses) -> None:
         if floor[module.split(".")[0]] < floor[use.split(".")[0]]
     ]
     assert not found
+
+
+def test_an_engines_room_is_imported_by_nothing_else(sources: Uses) -> None:
+    room = "attn_backends.engines."
+    library = {name: used for name, used in sources.items() if name.split(".")[0] in FLOORS[:3]}
+    assert not {name for name, used in library.items() for use in used if use.startswith(room) > name.startswith(room)}
 
 
 def test_the_root_of_spec_decode_holds_its_rooms_and_few_modules() -> None:

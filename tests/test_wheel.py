@@ -32,22 +32,25 @@ def test_the_wheel_brings_the_example_to_where_new_looks_for_it() -> None:
     assert in_wheel.split("/")[0] in settings["packages"]
 
 
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def build_wheel(source: Path, folder: Path) -> Path:
     pytest.importorskip("hatchling", reason="needs what builds the wheel: pip install hatchling")
-    folder = tmp_path_factory.mktemp("wheel")
-    subprocess.run([sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", folder], cwd=ROOT, check=True)
+    subprocess.run([sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", folder], cwd=source, check=True)
     (found,) = folder.glob("*.whl")
     return found
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_wheel(ROOT, tmp_path_factory.mktemp("wheel"))
 
 
 @pytest.mark.slow
 def test_the_wheel_has_the_packages_without_what_a_checkout_alone_needs(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
-    assert not [name for name in names if name.startswith("engines/") and "/conformance/" in name]
     assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {
-        "builders", "attn_backends", "spec_decode", "engines",
+        "builders", "attn_backends", "spec_decode",
     }  # fmt: skip
+    assert wheel.stat().st_size < 1_000_000
 
 
 def test_every_extra_of_a_user_has_its_size_on_the_page_of_installation() -> None:
@@ -79,8 +82,10 @@ def test_the_wheel_lists_its_backends_with_nothing_beside_it_but_what_it_require
     environment.must(f"pip install {wheel}", empty)
     listed = environment.must("attn-backends list --device cpu", empty)
     assert "torch_reference" in listed and "pip install '.[flashinfer]' in a checkout of attn-backends" in listed
-    drafted = environment.must("attn-backends draft 'A list is' --device cpu --max-tokens 4", empty)
-    assert "A list is" in drafted
+    draft = "attn-backends draft 'A list is' --device cpu --max-tokens 4"
+    assert "pip install ./attn_backends_pairs in a checkout" in environment.must(draft, empty, status=2)
+    environment.must(f"pip install {build_wheel(ROOT / 'attn_backends_pairs', tmp_path / 'pairs')}", empty)
+    assert "A list is" in environment.must(draft, empty)
 
 
 @pytest.mark.slow
@@ -98,6 +103,6 @@ def test_from_an_empty_folder_the_wheel_makes_a_backend_that_passes_its_checks(w
     checked = environment.must("attn-backends check mine --family contract --family builder --device cpu", empty)
     assert "0 not_run" in checked
 
-    for command, folder in {"bench round": "benchmarks", "check --engine vllm": "engines/vllm/conformance"}.items():
+    for command, folder in {"bench round": "benchmarks", "check --engine vllm": "engine_kits/vllm"}.items():
         refused = environment.run(f"attn-backends {command}", empty)
         assert refused.returncode == 2 and f"in {folder}/ of the repository" in refused.stdout

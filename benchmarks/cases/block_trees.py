@@ -17,7 +17,8 @@ from benchmarks.random_drafts import RandomDraft
 from benchmarks.rows import Bench, BenchRow
 from spec_decode.engine import Engine, EngineStats, Request
 from spec_decode.llm.byte_tokenizer import encode
-from spec_decode.models import SHIPPED_PAIR, DraftModel, LlamaTarget, dflash, load_pair
+from spec_decode.model_api import DraftModel
+from spec_decode.models import SHIPPED_PAIR, LlamaTarget, dflash, load_pair
 from spec_decode.sampling import SamplingParams
 from spec_decode.testing.held_out_text import held_out_prompts
 from spec_decode.trees import DynamicTreeConfig

@@ -23,7 +23,7 @@ from benchmarks.rows import Bench, BenchRow, with_limits
 from builders import AttentionKind, AttentionSpec
 from spec_decode.drafter import Strategy
 from spec_decode.graphs import runtime_for
-from spec_decode.models.attention import AttentionInputs
+from spec_decode.model_api import AttentionInputs
 from spec_decode.tools.timing_limit import TimingLimit
 
 SUFFIX = "-compiled"

@@ -30,7 +30,7 @@ def from_checkout(module: str, *, what: str, folder: str) -> ModuleType:
 
 
 class EngineKit(Protocol):
-    """The interface of a module engines.ENGINE.conformance."""
+    """The interface of a module engine_kits.ENGINE."""
 
     NAMES: Sequence[str]
     FAMILIES: Sequence[str]
@@ -48,9 +48,9 @@ def kit_of(engine: str) -> EngineKit:
             f"{did_you_mean(engine, ENGINES)}"
         )
     kit = from_checkout(
-        f"engines.{engine}.conformance",
+        f"engine_kits.{engine}",
         what=f"the checks of {engine}'s own builders",
-        folder=f"engines/{engine}/conformance",
+        folder=f"engine_kits/{engine}",
     )
     return cast(EngineKit, kit)
 

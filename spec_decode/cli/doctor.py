@@ -13,7 +13,7 @@ from spec_decode.cli.options import PAGE_SIZE, device_option, resolve_device, tr
 from spec_decode.cli.output import UserError, say, stdout
 
 _ENGINES = ("vllm", "sglang")
-"""Engines with a plug-in in this repository, as modules of `engines`."""
+"""Engines with a plug-in in this repository, as modules of `attn_backends.engines`."""
 _STYLES = {"ok": "green", "absent": "dim", "refused": "yellow", "failed": "bold red"}
 _WIDTHS = (26, 8)
 
@@ -37,7 +37,8 @@ def doctor(
     if something that is installed does not work.
     """
     from attn_backends import registry
-    from spec_decode.tools.doctor import FindingStatus, examine, validate_metadata
+    from attn_backends.findings import FindingStatus
+    from spec_decode.tools.doctor import examine, validate_metadata
 
     given = {"--rounds": rounds, "--every": every, "--page-size": page_size}
     if backend is None and (unused := [option for option, value in given.items() if value is not None]):
@@ -50,7 +51,9 @@ def doctor(
     validated = (
         validate_metadata(b, where, rounds=rounds or 100, every=every or 1, page_size=page_size) for b in chosen
     )
-    engines = chain.from_iterable(import_module(f"engines.{engine}.doctor").examine() for engine in _ENGINES)
+    engines = chain.from_iterable(
+        import_module(f"attn_backends.engines.{engine}.doctor").examine() for engine in _ENGINES
+    )
     for finding in chain(examine(where), engines, validated):
         findings.append(finding)
         if as_json:

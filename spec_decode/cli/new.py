@@ -17,7 +17,7 @@ from spec_decode.cli.output import UserError
 
 _FOLDERS = (Path(__file__).parent / "example", Path(__file__).parents[2] / "examples" / "window_pages")
 """The example's folder in the wheel and in a checkout."""
-_PROJECT = {"attn_backends", "benchmarks", "builders", "engines", "spec_decode", "tests"}
+_PROJECT = {"attn_backends", "attn_backends_pairs", "benchmarks", "builders", "engine_kits", "spec_decode", "tests"}
 
 
 @click.command("new")

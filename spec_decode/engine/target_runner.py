@@ -10,7 +10,7 @@ import torch
 
 from builders import RequestTables
 from spec_decode.graphs import Capturable, Factory, GraphManager, SplitOp, default_capture_sizes
-from spec_decode.models import Attention, TargetModel, TargetStates
+from spec_decode.model_api import Attention, TargetModel, TargetStates
 from spec_decode.paged import GraphMode
 from spec_decode.paged.attention import PagedAttention
 from spec_decode.paged.kv_groups import KVGroup, build_ragged, products_of

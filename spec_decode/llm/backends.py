@@ -10,7 +10,7 @@ import torch
 from attn_backends import AttentionBackend, BackendError, MissingPackage, NoBackend, Rejected, registry, select
 from spec_decode.engine import EngineConfig
 from spec_decode.llm.pair import Pair
-from spec_decode.models import DraftModel, LayerGroup, TargetModel
+from spec_decode.model_api import DraftModel, LayerGroup, TargetModel
 from spec_decode.paged.kv_groups import layer_groups_of
 
 

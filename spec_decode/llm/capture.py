@@ -8,7 +8,8 @@ from torch import nn
 
 from spec_decode.engine import Engine
 from spec_decode.graphs import CaptureError
-from spec_decode.models import CheckpointError, TargetModel
+from spec_decode.model_api import TargetModel
+from spec_decode.models import CheckpointError
 
 
 def capture(engine: Engine, target: TargetModel) -> None:

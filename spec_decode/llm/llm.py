@@ -27,7 +27,8 @@ from spec_decode.llm.outputs import Completion, GrowingText, Reply, TextChunk
 from spec_decode.llm.pair import Tokenizer
 from spec_decode.llm.progress import progress_bar
 from spec_decode.llm.prompts import Message, Prompt, as_list, contents, is_conversation, text_turns
-from spec_decode.models import CheckpointError, ContextBlockDraft, DraftModel
+from spec_decode.model_api import ContextBlockDraft, DraftModel
+from spec_decode.models import CheckpointError
 from spec_decode.models.draft_weights import check_draft_weights, quantise_draft
 from spec_decode.paged import GraphMode
 from spec_decode.paged.kv_groups import CachesTooLarge
@@ -45,7 +46,7 @@ class Settings(TypedDict, total=False):
     """Further settings. EngineConfig explains verification, batch_invariant and page_size, DrafterConfig tree.
 
     - draft_weights  "fp8": the draft's matrix products read 8-bit weights, see the guide; None: as loaded
-    - strategy       how the later steps of a round run, see the guide; None: the fastest, which on a CPU is eager
+    - strategy       how the later steps of a round run; None: on a CPU eager, else by the rule in the guide
     - max_model_len  the most tokens of a prompt and its text; 4,096, or fewer if a model has fewer positions
     - max_num_seqs   the most prompts that run at once; 8. The others wait
     - max_logprobs   the most logprobs that a prompt can request; 0
@@ -85,7 +86,7 @@ class LLM:
     ) -> None:
         """Load the models, allocate their caches, and on a GPU capture their graphs.
 
-        - model, draft            a folder, `pydoc` (the pair that comes with the package), or the name of a model in
+        - model, draft            a folder, `pydoc` (this library's own pair), or the name of a model in
                                   this machine's Hugging Face cache; without a draft there is no speculation
         - num_speculative_tokens  draft tokens per round; None: as many as the draft's block_size or modules predict,
                                   4 for a draft without such a number
@@ -431,6 +432,6 @@ def _strategy(strategy: str | Strategy | None) -> Strategy | None:
     except ValueError as error:
         names = [each.value for each in Strategy]
         raise BatchError(
-            f"strategy is {strategy!r}. Pass one of {', '.join(names)}, or None for the fastest that can run."
+            f"strategy is {strategy!r}. Pass one of {', '.join(names)}, or None for the default."
             f"{did_you_mean(str(strategy), names)}"
         ) from error

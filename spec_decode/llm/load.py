@@ -25,7 +25,7 @@ Name = str | os.PathLike[str]
 def load(model: Name, draft: Name | None, *, dtype: torch.dtype, device: torch.device) -> Pair:
     """Load the model and its draft.
 
-    model: a folder, `pydoc` for the pair that comes with the package, or the name of a model in this machine's Hugging
+    model: a folder, `pydoc` for this library's own pair, or the name of a model in this machine's Hugging
     Face cache; nothing is downloaded. draft: the same; for a byte-level pair, the name of one of its drafts. Raises
     CheckpointError.
     """
@@ -66,7 +66,10 @@ def _require_name(name: Name, what: str) -> None:
 
 
 def is_pair(folder: Path) -> bool:
-    """Return whether a folder holds a target together with its drafts, like the shipped pair."""
+    """Return whether a folder holds a target together with its drafts. The shipped pair does, even before it is
+    installed: loading it then says how."""
+    if folder == SHIPPED_PAIR:
+        return True
     try:
         require_regular(folder / "config.json")
         values = json.loads((folder / "config.json").read_bytes())

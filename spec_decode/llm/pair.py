@@ -14,7 +14,8 @@ from builders import BatchError
 from spec_decode.llm import byte_tokenizer
 from spec_decode.llm.byte_tokenizer import BOS
 from spec_decode.llm.prompts import Message
-from spec_decode.models import CheckpointError, DraftModel, TargetModel, load_pair, load_target
+from spec_decode.model_api import DraftModel, TargetModel
+from spec_decode.models import CheckpointError, load_pair, load_target
 
 _BYTES = 256
 

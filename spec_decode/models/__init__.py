@@ -1,4 +1,4 @@
-"""Target and draft models: a small Llama-style pair that ships with the package, and models loaded from folders.
+"""Target and draft models: this library's own small Llama-style pair, and models loaded from folders.
 
 `TransformersTarget` is imported on first use, because it pulls in transformers.
 """
@@ -7,18 +7,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from spec_decode.models.attention import Attention, AttentionInputs
-from spec_decode.models.base import (
-    BlockDraft,
-    ContextBlockDraft,
-    DraftModel,
-    InTurnBlockDraft,
-    LayerGroup,
-    ModuleDraft,
-    SelectingBlockDraft,
-    TargetModel,
-    TargetStates,
-)
 from spec_decode.models.checkpoints.files import CheckpointError
 from spec_decode.models.config import LatentConfig, ModelConfig
 from spec_decode.models.draft_weights import quantise_draft
@@ -32,22 +20,11 @@ if TYPE_CHECKING:
 
 __all__ = [
     "SHIPPED_PAIR",
-    "Attention",
-    "AttentionInputs",
-    "BlockDraft",
     "CheckpointError",
-    "ContextBlockDraft",
-    "DraftModel",
     "EagleDraft",
-    "InTurnBlockDraft",
     "LatentConfig",
-    "LayerGroup",
     "LlamaTarget",
     "ModelConfig",
-    "ModuleDraft",
-    "SelectingBlockDraft",
-    "TargetModel",
-    "TargetStates",
     "TransformersTarget",
     "draft_names",
     "load_draft",

@@ -8,8 +8,7 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from spec_decode.models.attention import Attention
-from spec_decode.models.base import BlockDraft, TargetModel
+from spec_decode.model_api import Attention, BlockDraft, TargetModel
 from spec_decode.models.checkpoints.files import CheckpointError
 from spec_decode.models.checkpoints.mask_token import read_mask_token
 from spec_decode.models.checkpoints.store import ScopedWeights, TensorStore

@@ -1,4 +1,4 @@
-"""Configuration of the model family that ships with the package."""
+"""Configuration of the model family of this library's own pair."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from builders import AttentionKind, AttentionSpec
-from spec_decode.models.base import LayerGroup
+from spec_decode.model_api import LayerGroup
 
 _MAX_SIZE, MAX_LAYERS = 2**24, 1024
 """Above any real model. A larger number in a file is wrong, and must not make us allocate that much memory."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from spec_decode.models.base import LayerGroup
+from spec_decode.model_api import LayerGroup
 from spec_decode.models.checkpoints.config_reader import ConfigReader
 from spec_decode.models.checkpoints.files import CheckpointError
 from spec_decode.models.config import ModelConfig

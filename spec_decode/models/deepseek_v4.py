@@ -8,8 +8,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
-from spec_decode.models.attention import Attention
-from spec_decode.models.base import KeepRows, TargetModel
+from spec_decode.model_api import Attention, KeepRows, TargetModel
 from spec_decode.models.checkpoints.config_reader import ConfigReader
 from spec_decode.models.checkpoints.files import CheckpointError
 from spec_decode.models.checkpoints.store import ScopedWeights, TensorStore

@@ -9,8 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from spec_decode.models.attention import Attention, ContextAttention
-from spec_decode.models.base import ContextBlockDraft, TargetModel
+from spec_decode.model_api import Attention, ContextAttention, ContextBlockDraft, TargetModel
 from spec_decode.models.checkpoints.files import CheckpointError
 from spec_decode.models.checkpoints.mask_token import require_mask_token
 from spec_decode.models.checkpoints.store import ScopedWeights, TensorStore

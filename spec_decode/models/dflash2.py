@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from attn_backends.kernels.rope import Rope
-from spec_decode.models.attention import Attention
-from spec_decode.models.base import SelectingBlockDraft, TargetModel
+from spec_decode.model_api import Attention, SelectingBlockDraft, TargetModel
 from spec_decode.models.checkpoints.files import CheckpointError
 from spec_decode.models.checkpoints.store import ScopedWeights, TensorStore
 from spec_decode.models.config import ModelConfig

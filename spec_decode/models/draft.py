@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from spec_decode.models.base import DraftModel, LayerGroup, TargetModel
+from spec_decode.model_api import DraftModel, LayerGroup, TargetModel
 from spec_decode.models.checkpoints.config_reader import ConfigReader
 from spec_decode.models.checkpoints.files import CheckpointError
 from spec_decode.models.checkpoints.store import ScopedWeights, TensorStore

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from spec_decode.models.base import TargetModel
+from spec_decode.model_api import TargetModel
 from spec_decode.models.checkpoints.files import CheckpointError
 from spec_decode.models.checkpoints.store import TensorStore
 from spec_decode.models.checkpoints.token_map import read_token_map

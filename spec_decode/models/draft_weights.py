@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from builders.errors import did_you_mean, require
-from spec_decode.models.base import DraftModel
+from spec_decode.model_api import DraftModel
 from spec_decode.models.deepseek_v4 import DeepseekV4Prediction
 from spec_decode.models.grouped_mtp import GroupedPrediction
 from spec_decode.models.kernels.fp8_weight import Fp8Weight

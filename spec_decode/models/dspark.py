@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from spec_decode.models.base import InTurnBlockDraft, TargetModel
+from spec_decode.model_api import InTurnBlockDraft, TargetModel
 from spec_decode.models.checkpoints.files import CheckpointError
 from spec_decode.models.checkpoints.store import ScopedWeights, TensorStore
 from spec_decode.models.decoder_config import DecoderConfig

@@ -6,8 +6,7 @@ from __future__ import annotations
 import torch
 
 from attn_backends.kernels.rope import Rope
-from spec_decode.models.attention import Attention
-from spec_decode.models.base import BlockDraft, KeepRows, KeptRowsDraft, TargetModel
+from spec_decode.model_api import Attention, BlockDraft, KeepRows, KeptRowsDraft, TargetModel
 from spec_decode.models.checkpoints.mask_token import require_mask_token
 from spec_decode.models.checkpoints.store import ScopedWeights, TensorStore
 from spec_decode.models.config import MAX_LAYERS, ModelConfig

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from spec_decode.models.base import DraftModel, TargetModel
+from spec_decode.model_api import DraftModel, TargetModel
 from spec_decode.models.checkpoints.config_reader import ConfigReader
 from spec_decode.models.checkpoints.store import TensorStore
 from spec_decode.models.draft import check_shared, is_by_speculators, read_layers

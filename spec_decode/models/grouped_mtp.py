@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from spec_decode.model_api import DraftModel, TargetModel
 from spec_decode.models import mtp
-from spec_decode.models.base import DraftModel, TargetModel
 from spec_decode.models.checkpoints.config_reader import ConfigReader
 from spec_decode.models.checkpoints.files import CheckpointError
 from spec_decode.models.checkpoints.store import ScopedWeights, TensorStore, frozen

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from spec_decode.models.attention import Attention
-from spec_decode.models.base import LayerGroup, TargetModel, TargetStates
+from spec_decode.model_api import Attention, LayerGroup, TargetModel, TargetStates
 from spec_decode.models.config import ModelConfig
 from spec_decode.models.kernels.linear import linear
 from spec_decode.models.layers.decoder_layer import DecoderLayer

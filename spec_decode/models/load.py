@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from spec_decode.model_api import DraftModel, TargetModel
 from spec_decode.models import (
     causal_lm,
     deepseek_v4,
@@ -22,7 +23,6 @@ from spec_decode.models import (
     latent_eagle3,
     mtp,
 )
-from spec_decode.models.base import DraftModel, TargetModel
 from spec_decode.models.checkpoints.files import CheckpointError
 from spec_decode.models.checkpoints.folder_kind import refuse_quantised
 from spec_decode.models.checkpoints.store import TensorStore

@@ -10,7 +10,7 @@ from itertools import count
 
 import torch
 
-from spec_decode.models.base import DraftModel, TargetModel
+from spec_decode.model_api import DraftModel, TargetModel
 from spec_decode.models.checkpoints.config_reader import ConfigReader
 from spec_decode.models.checkpoints.files import CheckpointError
 from spec_decode.models.checkpoints.store import ScopedWeights, TensorStore

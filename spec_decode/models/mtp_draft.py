@@ -12,8 +12,7 @@ from typing import ClassVar, cast
 import torch
 from torch import nn
 
-from spec_decode.models.attention import Attention
-from spec_decode.models.base import KeepRows, LayerGroup, ModuleDraft, TargetModel
+from spec_decode.model_api import Attention, KeepRows, LayerGroup, ModuleDraft, TargetModel
 from spec_decode.models.checkpoints.config_reader import ConfigReader
 from spec_decode.models.checkpoints.files import CheckpointError
 from spec_decode.models.checkpoints.store import ScopedWeights

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 import torch
 
-from spec_decode.models.base import KeptRowsDraft, LayerGroup, TargetModel
+from spec_decode.model_api import KeptRowsDraft, LayerGroup, TargetModel
 from spec_decode.models.checkpoints.config_reader import ConfigReader
 from spec_decode.models.checkpoints.store import ScopedWeights
 from spec_decode.models.draft import check_embedding, target_embedding

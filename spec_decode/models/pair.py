@@ -16,7 +16,7 @@ import msgspec
 import torch
 from safetensors.torch import load_file, save_file
 
-from spec_decode.models.base import DraftModel
+from spec_decode.model_api import DraftModel
 from spec_decode.models.checkpoints.files import CheckpointError, check_safetensors, is_finite, read_object
 from spec_decode.models.config import ModelConfig
 from spec_decode.models.decoder_weights import published_tensors
@@ -27,8 +27,8 @@ from spec_decode.models.kernels.fp8_weight import Fp8Weight
 from spec_decode.models.llama import LlamaTarget
 from spec_decode.models.load import aux_hidden_state_layers, load_draft
 
-SHIPPED_PAIR = Path(__file__).parent.parent / "pairs" / "pydoc"
-"""The byte-level pair that ships with the package."""
+SHIPPED_PAIR = Path(__file__).parents[2] / "attn_backends_pairs" / "pydoc"
+"""This library's own byte-level pair: in every checkout, elsewhere once attn-backends-pairs is installed."""
 
 STORED_DTYPE = torch.bfloat16
 
@@ -146,7 +146,8 @@ def _write_state(path: Path, state: Mapping[str, torch.Tensor]) -> None:
 
 
 def _read_index(path: Path) -> _Index:
-    values = read_object(path, "Pass the folder that holds config.json.")
+    ours = "The weights are a package of their own: pip install ./attn_backends_pairs in a checkout of attn-backends."
+    values = read_object(path, ours if path.parent == SHIPPED_PAIR else "Pass the folder that holds config.json.")
     if missing := {"target", "draft"} - values.keys():
         raise CheckpointError(f"{path} lacks {sorted(missing)}. Add the missing config.")
     try:

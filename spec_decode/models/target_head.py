@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from spec_decode.models.base import TargetModel
+from spec_decode.model_api import TargetModel
 from spec_decode.models.kernels.fp8_weight import Fp8Weight
 from spec_decode.models.kernels.linear import linear
 

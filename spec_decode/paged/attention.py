@@ -11,7 +11,7 @@ from attn_backends.capabilities import FusedWrite
 from attn_backends.kernels.rope import Rope, apply_rope
 from builders import AttentionKind
 from spec_decode.graphs import SplitOp
-from spec_decode.models.attention import AttentionInputs
+from spec_decode.model_api import AttentionInputs
 from spec_decode.paged.kv_groups import KVGroup
 
 

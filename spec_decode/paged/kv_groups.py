@@ -14,8 +14,7 @@ import torch
 from attn_backends import AttentionBackend, KVCache, NoBackend, Rejected
 from builders import AttentionKind, AttentionSpec, BatchBuffers, BatchError, MetadataBuilder, RequestTables
 from builders.errors import require
-from spec_decode.models.base import DraftModel, LayerGroup, TargetModel
-from spec_decode.models.kernels.batch_invariance import batch_invariance
+from spec_decode.model_api import DraftModel, LayerGroup, TargetModel, batch_invariance
 from spec_decode.paged.metadata_plan import GroupFacts
 
 BackendChoice: TypeAlias = AttentionBackend | Mapping[str, AttentionBackend] | Callable[[LayerGroup], AttentionBackend]

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from enum import Enum
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 
@@ -14,6 +12,7 @@ import torch
 
 from attn_backends import Accepted, AttentionBackend, BrokenBackend, MissingPackage, registry
 from attn_backends.fa3_providers import PROVIDER_VARIABLE, PROVIDERS, BrokenProvider, load_provider
+from attn_backends.findings import Finding, FindingStatus
 from attn_backends.registry import PlugIn
 from builders import CONTRACT_VERSION
 from spec_decode.environment import KERNEL_PACKAGES, environment
@@ -39,28 +38,6 @@ _SPECS = {
     "dense latent attention": MLA,
     "sparse sliding-window latent attention": SPARSE,
 }
-
-
-class FindingStatus(str, Enum):
-    """What a finding means for drafting."""
-
-    OK = "ok"
-    ABSENT = "absent"
-    """Not installed; nothing else is wrong."""
-    REFUSED = "refused"
-    """Installed, but it supports none of the requested specs."""
-    FAILED = "failed"
-    """Installed, but it does not work."""
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One finding. detail: a version or an observation, or the reason if the status is not OK."""
-
-    topic: str
-    subject: str
-    status: FindingStatus
-    detail: str
 
 
 def examine(device: torch.device) -> Iterator[Finding]:

@@ -21,7 +21,7 @@ from benchmarks.rounds import RoundConfig, TimedDraft
 from benchmarks.rows import Bench
 from builders import AttentionKind
 from spec_decode.drafter import Strategy
-from spec_decode.models.attention import AttentionInputs
+from spec_decode.model_api import AttentionInputs
 from spec_decode.models.kernels.skinny_tiling import tile_of
 from spec_decode.tools.timing_limit import verdict
 from tests.benchmarks.test_bench_random_drafts import tiny

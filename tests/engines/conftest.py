@@ -9,8 +9,8 @@ from functools import cache
 import pytest
 
 from attn_backends import registry
+from attn_backends.engines import vllm as plug_in
 from builders.kernels.triton_runtime import interpreting, torch_implementations
-from engines import vllm as plug_in
 from spec_decode.testing.interpreter_speed import speed_up_interpreter
 from tests import flash_attn3_stand_in, flashmla_stand_in
 from tests.engines import vllm_flashinfer as stand_in
@@ -22,7 +22,7 @@ if interpreting():
 @pytest.fixture(scope="module")
 def vllm_inside():
     """vLLM, with our names registered twice, as its plug-in loader does."""
-    from engines.vllm.conformance.stand_in import enter
+    from engine_kits.vllm.stand_in import enter
 
     enter()
     plug_in.register()
@@ -41,7 +41,7 @@ def vllm_flashinfer(vllm_inside, monkeypatch):
 @pytest.fixture
 def vllm_kernels(vllm_inside, monkeypatch):
     """Our backends over stand-ins for their kernels, where vLLM looks them up by name."""
-    from engines.vllm.v0_33.backend import class_over
+    from attn_backends.engines.vllm.v0_33.backend import class_over
 
     for name in (*flash_attn3_stand_in.BACKENDS, "flashmla"):
         monkeypatch.setitem(registry._loaded, name, over_stand_in(name))

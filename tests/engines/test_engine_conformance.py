@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from attn_backends import BrokenBackend
-from engines.conformance import subjects
+from engine_kits import subjects
 from spec_decode.cli.main import main
 
 REMEDIES = {"vllm": "pip install 'vllm==0.33.*'", "sglang": "pip install 'sglang==0.5.23'"}
@@ -18,7 +18,7 @@ REMEDIES = {"vllm": "pip install 'vllm==0.33.*'", "sglang": "pip install 'sglang
 
 @pytest.fixture(params=REMEDIES)
 def conformance(request: pytest.FixtureRequest) -> ModuleType:
-    return import_module(f"engines.{request.param}.conformance")
+    return import_module(f"engine_kits.{request.param}")
 
 
 @pytest.mark.parametrize(

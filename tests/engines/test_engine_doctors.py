@@ -6,7 +6,7 @@ from importlib.metadata import EntryPoint, PackageNotFoundError
 
 import pytest
 
-from engines import findings
+from attn_backends.engines import plug_in
 
 GROUPS = {"vllm": "vllm.general_plugins", "sglang": "sglang.srt.plugins"}
 BOTH = pytest.mark.parametrize("engine", GROUPS)
@@ -18,7 +18,7 @@ def all_plug_ins(monkeypatch):
         monkeypatch.delenv(f"{engine.upper()}_PLUGINS", raising=False)
 
 
-def examine(monkeypatch, engine, found, value="engines.{}:register"):
+def examine(monkeypatch, engine, found, value="attn_backends.engines.{}:register"):
     """The findings by subject, where this version is installed and this plug-in is declared."""
 
     def version(name):
@@ -27,10 +27,10 @@ def examine(monkeypatch, engine, found, value="engines.{}:register"):
         return found
 
     declared = [EntryPoint("attn_backends", value.format(engine), GROUPS[engine])] if value else []
-    monkeypatch.setattr(findings, "version", version)
-    monkeypatch.setattr(findings, "entry_points", lambda group: declared if group == GROUPS[engine] else [])
-    before = engine in sys.modules
-    answers = {finding.subject: finding for finding in importlib.import_module(f"engines.{engine}.doctor").examine()}
+    monkeypatch.setattr(plug_in, "version", version)
+    monkeypatch.setattr(plug_in, "entry_points", lambda group: declared if group == GROUPS[engine] else [])
+    before, module = engine in sys.modules, f"attn_backends.engines.{engine}.doctor"
+    answers = {finding.subject: finding for finding in importlib.import_module(module).examine()}
     assert before or engine not in sys.modules
     return answers
 
@@ -56,7 +56,7 @@ SUPPORTED = {"vllm": "0.33.0", "sglang": "0.5.23"}
 @BOTH
 def test_the_supported_release_has_an_answer_for_every_backend(monkeypatch, engine):
     found = examine(monkeypatch, engine, SUPPORTED[engine])
-    names = importlib.import_module(f"engines.{engine}").NAMES
+    names = importlib.import_module(f"attn_backends.engines.{engine}").NAMES
     assert found[engine].detail == SUPPORTED[engine] and found["its plug-ins"].status == "ok"
     assert set(names) < set(found)
     triton = next(name for name in names if name.lower() == "attn_backends_triton_paged")
@@ -68,7 +68,7 @@ def test_a_backend_that_this_machine_lacks_is_refused(monkeypatch):
 
 
 def test_a_package_that_is_missing_is_the_reason(monkeypatch):
-    from engines.vllm import doctor
+    from attn_backends.engines.vllm import doctor
 
     monkeypatch.setattr(doctor, "find_spec", lambda name: None)
     finding = examine(monkeypatch, "vllm", "0.33.0")["FLASHINFER_IN_GRAPH"]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engines.sglang.conformance.attention import attend, in_pages, listed
-from engines.sglang.conformance.runner import slots_of
+from engine_kits.sglang.attention import attend, in_pages, listed
+from engine_kits.sglang.runner import slots_of
 from spec_decode.graphs import runtime_for
 from tests.factories import CPU
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import attn_backends
-from engines import sglang as plug_in
+from attn_backends.engines import sglang as plug_in
 from spec_decode.graphs import runtime_for
 from tests.engines.released import needs
 from tests.factories import CPU
@@ -26,7 +26,7 @@ NAME = "attn_backends_triton_paged"
 @pytest.fixture(scope="module", autouse=True)
 def inside():
     """SGLang, with the plug-in registered and its hook applied as SGLang's loader does."""
-    from engines.sglang.conformance.pictures import do_without
+    from engine_kits.sglang.pictures import do_without
 
     do_without()
     from sglang.srt.plugins.hook_registry import HookRegistry

@@ -6,9 +6,9 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from engines import sglang as plug_in
-from engines.sglang import version
-from engines.sglang.version import UnsupportedSglang, require_supported
+from attn_backends.engines import sglang as plug_in
+from attn_backends.engines.sglang import version
+from attn_backends.engines.sglang.version import UnsupportedSglang, require_supported
 
 NAME = "attn_backends_triton_paged"
 

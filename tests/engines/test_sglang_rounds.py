@@ -26,7 +26,7 @@ class Tried:
     """A draft backend, changed by a function of SGLang's container or of the runner that it is made for."""
 
     def __init__(self, name, monkeypatch):
-        from engines.sglang.conformance import subjects
+        from engine_kits.sglang import subjects
 
         (self.subject,) = subjects([name])
         self.monkeypatch, self.builder = monkeypatch, self.subject.backend.builder
@@ -226,7 +226,7 @@ def test_steps_that_are_planned_each_for_its_own_lengths_pass(tried, name, plan_
 
 
 def test_flashinfer_s_plan_of_latents_begins_a_request_among_the_slots_of_the_one_before(tried):
-    from engines.sglang.conformance.round_checks import _ROUND
+    from engine_kits.sglang.round_checks import _ROUND
     from spec_decode.testing.batches import Case
     from spec_decode.testing.paged_fixture import PagedFixture
 

@@ -9,8 +9,8 @@ import torch
 
 from attn_backends import AttentionBackend
 from builders import AttentionKind, AttentionSpec
-from engines.conformance.null_page import NoAttention, with_null_page
-from engines.vllm.conformance.forwards import Latents, PackedHeads, WindowLists
+from engine_kits.null_page import NoAttention, with_null_page
+from engine_kits.vllm.forwards import Latents, PackedHeads, WindowLists
 
 HEADS = AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=64, page_size=16)
 LATENTS = AttentionSpec(num_q_heads=4, num_kv_heads=1, head_dim=128, page_size=16, kind=AttentionKind.MLA)

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from attn_backends.engines.vllm.device_plan import DevicePlan
 from builders import BatchError
-from engines.vllm.device_plan import DevicePlan
 from tests.builders.flashinfer.host_planner import Case, ceil_div, read_plan
 from tests.factories import make_spec
 
@@ -18,7 +18,7 @@ BATCHES = 300
 @pytest.fixture(autouse=True)
 def hopper(monkeypatch):
     """The SMs that the host planner plans for."""
-    monkeypatch.setattr("engines.vllm.device_plan.num_sms", lambda device: 132)
+    monkeypatch.setattr("attn_backends.engines.vllm.device_plan.num_sms", lambda device: 132)
 
 
 def random_case(draw):

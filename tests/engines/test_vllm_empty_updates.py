@@ -38,8 +38,8 @@ def run(backend, name):
 def test_an_empty_update_holds_only_where_nothing_is_copied(vllm_inside, name):
     from vllm.v1.attention.backends.mla.flashmla_sparse import FlashMLASparseMetadataBuilder
 
-    from engines.vllm.conformance.flashmla_sparse import backend_over
-    from engines.vllm.conformance.making import with_empty_update
+    from engine_kits.vllm.flashmla_sparse import backend_over
+    from engine_kits.vllm.making import with_empty_update
 
     class Copies(FlashMLASparseMetadataBuilder):
         """A builder with lengths of its own, as the indexer has them."""
@@ -57,8 +57,8 @@ def test_an_empty_update_holds_only_where_nothing_is_copied(vllm_inside, name):
     ("dtype", "separate", "name"), [(*cache, name) for cache, name in zip(vllm_sparse.CACHES, CHECKS, strict=True)]
 )
 def test_our_update_leaves_nothing_stale(vllm_inside, dtype, separate, name, monkeypatch):
-    from engines.vllm.conformance.flashmla_sparse import backend_over
-    from engines.vllm.v0_33.sparse import InGraphSparseBuilder
+    from attn_backends.engines.vllm.v0_33.sparse import InGraphSparseBuilder
+    from engine_kits.vllm.flashmla_sparse import backend_over
 
     vllm_sparse.install(monkeypatch, separate=separate)
 

@@ -5,10 +5,10 @@ import itertools
 import pytest
 import torch
 
+from attn_backends.engines.vllm.kv_views import keys_and_values, latents
 from attn_backends.kernels.paged_attention import paged_attention
 from attn_backends.kernels.write_kv import write_kv
 from builders import BatchError
-from engines.vllm.kv_views import keys_and_values, latents
 
 PAGES, HEADS, PAGE, DIM = 5, 2, 16, 64
 

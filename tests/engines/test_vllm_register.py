@@ -11,8 +11,8 @@ else:
 
 import pytest
 
-from engines import vllm as plug_in
-from engines.vllm.version import UnsupportedVllm
+from attn_backends.engines import vllm as plug_in
+from attn_backends.engines.vllm.version import UnsupportedVllm
 from tests.import_graph import ROOT
 from tests.stand_in_modules import install_module
 
@@ -52,7 +52,7 @@ def test_every_name_is_registered_with_a_path_below_the_supported_minor(monkeypa
     members = registry(monkeypatch)
     plug_in.register()
     assert {name: member.path for name, member in members.items()} == plug_in.NAMES
-    assert all(path.startswith("engines.vllm.v0_33.") for path in plug_in.NAMES.values())
+    assert all(path.startswith("attn_backends.engines.vllm.v0_33.") for path in plug_in.NAMES.values())
 
 
 def test_a_second_registration_changes_nothing_and_is_not_warned_about(monkeypatch, capsys):
@@ -84,16 +84,16 @@ def test_a_vllm_whose_registry_lies_elsewhere_starts_with_a_warning(monkeypatch,
 
 
 def test_registering_imports_no_adapter(monkeypatch):
-    for name in [name for name in sys.modules if name.startswith("engines.vllm.v0_33")]:
+    for name in [name for name in sys.modules if name.startswith("attn_backends.engines.vllm.v0_33")]:
         monkeypatch.delitem(sys.modules, name)
     registry(monkeypatch)
     plug_in.register()
-    assert not [name for name in sys.modules if name.startswith("engines.vllm.v0_33")]
+    assert not [name for name in sys.modules if name.startswith("attn_backends.engines.vllm.v0_33")]
 
 
 @pytest.mark.parametrize("path", plug_in.NAMES.values())
 def test_a_backend_of_another_minor_is_refused_when_vllm_asks_for_it(monkeypatch, path):
-    for name in [name for name in sys.modules if name.startswith("engines.vllm.v0_33")]:
+    for name in [name for name in sys.modules if name.startswith("attn_backends.engines.vllm.v0_33")]:
         monkeypatch.delitem(sys.modules, name)
     vllm = ModuleType("vllm")
     vllm.__version__ = "0.34.0"
@@ -105,5 +105,7 @@ def test_a_backend_of_another_minor_is_refused_when_vllm_asks_for_it(monkeypatch
 
 def test_the_package_declares_what_vllm_calls_and_the_minor_that_it_is_for():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    assert project["entry-points"][plug_in.ENTRY_POINT_GROUP] == {"attn_backends": "engines.vllm:register"}
+    assert project["entry-points"][plug_in.ENTRY_POINT_GROUP] == {
+        "attn_backends": "attn_backends.engines.vllm:register"
+    }
     assert project["optional-dependencies"]["vllm"] == ["vllm>=0.33,<0.34; sys_platform == 'linux'"]

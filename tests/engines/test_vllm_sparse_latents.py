@@ -64,7 +64,7 @@ def test_a_batch_of_several_tokens_a_request_does_not_reach_the_graph(refreshed,
 
 
 def test_a_cache_on_the_host_is_refused(monkeypatch):
-    from engines.vllm.conformance.config import config_of
+    from engine_kits.vllm.config import config_of
 
     config = config_of(make_spec(head_dim=DIM, page_size=PAGE), TOKENS)
     monkeypatch.setattr(config.attention_config, "hisparse_config", object())

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from engines import vllm as plug_in
+from attn_backends.engines import vllm as plug_in
 from spec_decode.graphs import runtime_for
 from tests.engines import vllm_sparse
 from tests.engines.vllm_draft_loop import DraftLoop, speculator_of
@@ -25,7 +25,7 @@ LENS, EVERY_ROW = [5, 150, 33], [5, 150, 33, 16, 90, 7, 12, 64]
 @pytest.fixture(autouse=True)
 def installed(monkeypatch, vllm_inside):
     """The validator in vLLM's speculators; afterwards they are as they were."""
-    from engines.vllm.v0_33 import validator
+    from attn_backends.engines.vllm.v0_33 import validator
 
     for cls, hooks in {**validator._HOOKS, validator.DraftModelSpeculator: {"set_attn": ""}}.items():
         for name in hooks:
@@ -325,7 +325,7 @@ def test_a_block_draft_is_compared_in_its_one_step(installed, said, monkeypatch)
 
 
 def test_a_vllm_whose_speculator_is_another_is_refused(installed, monkeypatch):
-    from engines.vllm.version import UnsupportedVllm
+    from attn_backends.engines.vllm.version import UnsupportedVllm
 
     monkeypatch.setattr(installed.TargetDependentARSpeculator, "_fused_multi_step_decode", lambda self, batch: None)
     monkeypatch.setenv(plug_in.VALIDATE, "1")

@@ -6,8 +6,8 @@ from types import ModuleType
 
 import pytest
 
-from engines.vllm import version
-from engines.vllm.version import UnsupportedVllm, require_supported
+from attn_backends.engines.vllm import version
+from attn_backends.engines.vllm.version import UnsupportedVllm, require_supported
 
 
 @dataclass

@@ -44,7 +44,7 @@ def select(name, **changes):
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
     from vllm.v1.attention.selector import AttentionSelectorConfig
 
-    from engines.vllm.conformance.config import config_of
+    from engine_kits.vllm.config import config_of
 
     asked = {"head_size": 128, "dtype": torch.bfloat16, "kv_cache_dtype": "auto", "block_size": 16}
     asked |= LAYERS.get(name, {}) | changes
@@ -74,7 +74,7 @@ class Runner:
         from vllm.v1.kv_cache_interface import FullAttentionSpec
         from vllm.v1.worker.utils import AttentionGroup
 
-        from engines.vllm.conformance.config import LAYER, config_of
+        from engine_kits.vllm.config import LAYER, config_of
 
         heads = {"num_q_heads": ranks * HEADS, "num_kv_heads": ranks * KV_HEADS}
         self.config = config_of(make_spec(**heads, head_dim=DIM, page_size=PAGE), TOKENS)
@@ -240,7 +240,7 @@ class LatentRunner(Runner):
         from vllm.v1.kv_cache_interface import MLAAttentionSpec
         from vllm.v1.worker.utils import AttentionGroup
 
-        from engines.vllm.conformance.config import LAYER, config_of
+        from engine_kits.vllm.config import LAYER, config_of
 
         backend = backend_of(name)
         self.page = backend.get_preferred_block_size(PAGE)

@@ -138,8 +138,8 @@ class SparseRunner(LatentRunner):
         from vllm.v1.kv_cache_interface import MLAAttentionSpec
         from vllm.v1.worker.utils import AttentionGroup
 
-        from engines.vllm.conformance.config import LAYER, config_of
-        from engines.vllm.conformance.making import index_group
+        from engine_kits.vllm.config import LAYER, config_of
+        from engine_kits.vllm.making import index_group
 
         spec = make_spec(num_q_heads=HEADS, num_kv_heads=1, head_dim=576, page_size=self.page)
         self.config, self.query_len, self.layer_name = deepcopy(config_of(spec, TOKENS)), 1, LAYER

@@ -29,7 +29,8 @@ from attn_backends import AttentionBackend, registry
 from attn_backends.torch_reference import TorchReference
 from spec_decode import models
 from spec_decode.engine import Engine, Request
-from spec_decode.models import Attention, DraftModel, EagleDraft, LayerGroup, ModelConfig
+from spec_decode.model_api import Attention, DraftModel, LayerGroup
+from spec_decode.models import EagleDraft, ModelConfig
 from spec_decode.paged import GraphMode
 from spec_decode.paged.attention import PagedAttention
 from spec_decode.paged.kv_groups import build_ragged, make_group
@@ -256,11 +257,9 @@ def speculation_row(subject: ModelUnderTest, backend: AttentionBackend, mode: Gr
 
 
 def _engine(subject: ModelUnderTest, draft: DraftModel | None, backend: AttentionBackend, mode: GraphMode) -> Engine:
-    # Measuring which strategy is the fastest would take longer than the run.
     config = engine_config(
         num_speculative_tokens=DRAFT_TOKENS if draft else 0,
         graph_mode=mode,
-        autotune=False,
         max_num_seqs=4,
         max_model_len=LENGTH,
         page_size=PAGE,

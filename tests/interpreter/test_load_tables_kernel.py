@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from engines.sglang.kernels.load_tables import load_tables
+from attn_backends.engines.sglang.kernels.load_tables import load_tables
 
 STEPS = 3
 

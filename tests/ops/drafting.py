@@ -9,8 +9,8 @@ import spec_decode.drafter.kernels.gather_accepted
 import spec_decode.drafter.kernels.shift_tokens
 import spec_decode.engine.kernels.prepare_inputs
 import spec_decode.engine.kernels.update_requests  # noqa: F401
+from attn_backends.engines.sglang.kernels.load_tables import load_tables  # noqa: F401
 from builders import BatchBuffers
-from engines.sglang.kernels.load_tables import load_tables  # noqa: F401
 from tests.builders.flashinfer.host_planner import Case
 from tests.factories import make_tables
 from tests.ops.sample import int32, noise, op, whole
@@ -105,7 +105,7 @@ def flashinfer_replan():
             yield lens, last, case.workspace(), case.row_stride, [int(value) for value in astuple(layout)]
 
 
-@op("engines::load_tables", strided="slots")
+@op("attn_backends::load_tables", strided="slots")
 def load_tables_samples():
     for lens, page_size in (([5], 1), ([0, 1, 61], 1), ([0, 7, 8, 9], 4), ([4, 61], 8), ([64], 1)):
         for dtype in (torch.int64, torch.int32):

@@ -14,7 +14,8 @@ from attn_backends import get
 from spec_decode.drafter import Strategy
 from spec_decode.engine import Engine, Generation, Request
 from spec_decode.llm.byte_tokenizer import encode
-from spec_decode.models import SHIPPED_PAIR, AttentionInputs, EagleDraft, LlamaTarget, load_pair
+from spec_decode.model_api import AttentionInputs
+from spec_decode.models import SHIPPED_PAIR, EagleDraft, LlamaTarget, load_pair
 from spec_decode.paged import GraphMode
 from spec_decode.testing.held_out_text import held_out_prompts
 from tests.factories import engine_config, make_request

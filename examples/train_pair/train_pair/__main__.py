@@ -1,4 +1,4 @@
-"""Train the byte-level pair that ships with the package, or with --draft another draft for its target."""
+"""Train the byte-level pair of this library, or with --draft another draft for its target."""
 
 from __future__ import annotations
 

@@ -9,7 +9,8 @@ import torch
 from torch.nn import functional as F
 
 from attn_backends.kernels.rope import Rope, apply_rope
-from spec_decode.models import Attention, AttentionInputs, LlamaTarget
+from spec_decode.model_api import Attention, AttentionInputs
+from spec_decode.models import LlamaTarget
 
 
 def positions_of(tokens: torch.Tensor) -> torch.Tensor:

@@ -6,7 +6,8 @@ import torch
 from torch.nn import functional as F
 
 from spec_decode.llm.byte_tokenizer import decode, encode
-from spec_decode.models import AttentionInputs, EagleDraft, LlamaTarget
+from spec_decode.model_api import AttentionInputs
+from spec_decode.models import EagleDraft, LlamaTarget
 from spec_decode.models.dflash import DFlash
 from train_pair.attention import causal_attention, positions_of, run_target
 from train_pair.blocks import Blocks, run_blocks

@@ -15,7 +15,7 @@ from spec_decode.drafter.steps.in_turn_tree_step import InTurnTreeStep, Selectin
 from spec_decode.drafter.steps.module_step import ModuleStep
 from spec_decode.drafter.steps.step import Drafts, Step
 from spec_decode.drafter.steps.tree_step import TreeStep
-from spec_decode.models import (
+from spec_decode.model_api import (
     BlockDraft,
     ContextBlockDraft,
     DraftModel,

@@ -8,8 +8,7 @@ from builders import RequestTables, advance_state, set_decode_state
 from spec_decode.drafter.plan import DraftPlan
 from spec_decode.drafter.steps.step import Step
 from spec_decode.drafter.strategies.base import LaterSteps
-from spec_decode.models import DraftModel
-from spec_decode.models.attention import Attention
+from spec_decode.model_api import Attention, DraftModel
 from spec_decode.paged.step_buffers import StepBuffers
 from spec_decode.sampling import DraftSampler
 
@@ -38,8 +37,8 @@ class DraftStep(Step[DraftModel, DraftSampler]):
         Raises BatchError if the draft model returns states of the wrong shape.
         """
         hidden = self.forward_last(size)
-        extend = self.extend
-        set_decode_state(self.decode.batch, extend.batch.seq_lens, self.inputs.accepted, size, extend.query_len)
+        step_0 = self.step_0
+        set_decode_state(self.decode.batch, step_0.batch.seq_lens, self.inputs.accepted, size, step_0.query_len)
         self.sampler(self.logits(hidden), hidden, self.hidden)
 
     def advance_state(self, size: int) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from spec_decode.drafter.steps.context_block_step import ContextBlockStep
 from spec_decode.drafter.tree_sampler import TreeSampler
-from spec_decode.models import InTurnBlockDraft, SelectingBlockDraft
+from spec_decode.model_api import InTurnBlockDraft, SelectingBlockDraft
 from spec_decode.trees.kernels.top_children import top_children
 
 PlaceLogits: TypeAlias = Callable[[int, torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]]
@@ -25,10 +25,10 @@ class _GrowingStep(ContextBlockStep):
     sampler: TreeSampler
 
     def _make_sampler(self) -> TreeSampler:
-        return self._tree_sampler(self.extend.batch)
+        return self._tree_sampler(self.step_0.batch)
 
     def _sample(self, drafted: torch.Tensor, places: torch.Tensor) -> None:
-        rows, batch, sampler = len(places), self.extend.batch, self.sampler
+        rows, batch, sampler = len(places), self.step_0.batch, self.sampler
         frontier = self.inputs.next_tokens[:rows, None]
         with self.products():
             logits_after = self._place_logits(drafted, rows)

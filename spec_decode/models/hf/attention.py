@@ -15,7 +15,7 @@ from torch import nn
 
 from attn_backends.extras import install_hint
 from builders import AttentionSpec
-from spec_decode.models.attention import AttentionInputs
+from spec_decode.model_api import AttentionInputs
 from spec_decode.models.checkpoints.files import CheckpointError
 
 try:

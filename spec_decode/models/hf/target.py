@@ -15,8 +15,7 @@ import torch
 from torch import nn
 
 from builders import AttentionSpec
-from spec_decode.models.attention import Attention, AttentionInputs
-from spec_decode.models.base import LayerGroup, TargetModel, TargetStates
+from spec_decode.model_api import Attention, AttentionInputs, LayerGroup, TargetModel, TargetStates
 from spec_decode.models.checkpoints.files import CheckpointError, is_finite
 from spec_decode.models.hf.attention import ATTENTION_NAME, serving, unserved
 from spec_decode.models.hf.hidden_states import capturing, set_hooks

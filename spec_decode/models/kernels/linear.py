@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
-from spec_decode.models.kernels.batch_invariance import is_batch_invariant
+from spec_decode.model_api import is_batch_invariant
 from spec_decode.models.kernels.batch_invariant_linear import batch_invariant_linear
 from spec_decode.models.kernels.fp8_weight import Weight
 from spec_decode.models.kernels.product_kind import ProductKind, product_kind

@@ -6,7 +6,7 @@ from enum import Enum
 
 import torch
 
-from spec_decode.models.kernels.batch_invariance import is_batch_invariant
+from spec_decode.model_api import is_batch_invariant
 from spec_decode.models.kernels.fp8_weight import Fp8Weight, Weight
 from spec_decode.models.kernels.skinny_tiling import most_skinny_rows
 from spec_decode.models.kernels.streamed_tiling import most_rows, room_of

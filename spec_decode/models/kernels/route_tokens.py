@@ -15,7 +15,7 @@ from builders.errors import require_tensor
 from builders.kernels.op import define_op
 from builders.kernels.sizes import next_power_of_2
 from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
-from spec_decode.models.kernels.batch_invariance import by_row
+from spec_decode.model_api.batch_invariance import by_row
 
 Scoring = Literal["sigmoid", "softmax", "sqrtsoftplus"]
 

@@ -9,7 +9,7 @@ import torch
 from builders.kernels.op import define_op
 from builders.kernels.sizes import cdiv
 from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
-from spec_decode.models.kernels.batch_invariance import by_row
+from spec_decode.model_api.batch_invariance import by_row
 
 _BLOCK = 1024
 

@@ -16,8 +16,8 @@ from builders.errors import BatchError, require
 from builders.kernels.op import define_op
 from builders.kernels.sizes import cdiv, next_power_of_2
 from builders.kernels.triton_runtime import await_previous, dependent_launch, stored_as, tl, triton
+from spec_decode.model_api import is_batch_invariant
 from spec_decode.models.kernels.add_rms_norm import add_rms_norm
-from spec_decode.models.kernels.batch_invariance import is_batch_invariant
 from spec_decode.models.kernels.batch_invariant_linear import batch_invariant_linear
 from spec_decode.models.kernels.embed_concat import embedded
 from spec_decode.models.kernels.fp8_weight import Weight, is_scaled, operands, widened

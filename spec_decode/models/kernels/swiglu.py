@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from builders.kernels.op import define_op
 from builders.kernels.sizes import cdiv
 from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
-from spec_decode.models.kernels.batch_invariance import by_row
+from spec_decode.model_api.batch_invariance import by_row
 
 _BLOCK = 1024
 

@@ -13,8 +13,7 @@ from torch import nn
 from attn_backends.kernels.latent_rotary import inverse_rotary, prepare_query
 from attn_backends.kernels.rope import Rope
 from attn_backends.kernels.write_latent import KvANormRope
-from spec_decode.models.attention import Attention, AttentionInputs
-from spec_decode.models.base import KeepRows
+from spec_decode.model_api import Attention, AttentionInputs, KeepRows
 from spec_decode.models.checkpoints.store import TensorStore
 from spec_decode.models.config import ModelConfig
 from spec_decode.models.layers.linear import Linear, NormGateUp, NormLinear, ResidualLinear, ResidualStream

@@ -12,8 +12,7 @@ from torch import nn
 
 from attn_backends.kernels.rope import Rope
 from builders import AttentionSpec
-from spec_decode.models.attention import Attention, AttentionInputs
-from spec_decode.models.base import KeepRows
+from spec_decode.model_api import Attention, AttentionInputs, KeepRows
 from spec_decode.models.checkpoints.config_reader import ConfigReader
 from spec_decode.models.checkpoints.files import CheckpointError
 from spec_decode.models.checkpoints.store import ScopedWeights, frozen

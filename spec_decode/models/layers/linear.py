@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from spec_decode.models.kernels.batch_invariance import is_batch_invariant
+from spec_decode.model_api import is_batch_invariant
 from spec_decode.models.kernels.batch_invariant_linear import batch_invariant_linear
 from spec_decode.models.kernels.embed_concat import embed_concat
 from spec_decode.models.kernels.fp8_weight import Fp8Weight, Weight

@@ -172,7 +172,7 @@ def test_what_a_run_finds_is_kept_beside_its_report(checks, run, tmp_path, optio
 def test_without_a_name_or_the_engine_there_is_nothing_to_check(run, monkeypatch):
     nameless = run("check")
     assert nameless.exit_code == 2 and "Missing argument 'NAME...'" in nameless.output
-    monkeypatch.setattr("engines.conformance.subjects.version", lambda package: "none")
+    monkeypatch.setattr("engine_kits.subjects.version", lambda package: "none")
     result = run("check", "--engine", "vllm", "KpoolTailMetadataBuilder")
 
     assert result.exit_code == 2
@@ -182,4 +182,4 @@ def test_without_a_name_or_the_engine_there_is_nothing_to_check(run, monkeypatch
 def test_without_a_checkout_the_check_of_an_engine_says_where_it_is(refused, monkeypatch, tmp_path):
     monkeypatch.setattr("spec_decode.cli.checkout._ROOT", tmp_path)
     line = refused("check", "--engine", "vllm")
-    assert "the checks of vllm's own builders are not in the wheel, only in engines/vllm/conformance/" in line
+    assert "the checks of vllm's own builders are not in the wheel, only in engine_kits/vllm/" in line

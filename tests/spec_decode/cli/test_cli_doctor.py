@@ -1,7 +1,7 @@
 import json
 
+from attn_backends.findings import Finding, FindingStatus
 from spec_decode.tools import doctor
-from spec_decode.tools.doctor import Finding, FindingStatus
 from tests.mutants import mutant_named
 
 

@@ -6,7 +6,7 @@ from torch import nn
 from attn_backends import get
 from builders import RequestTables
 from spec_decode.drafter import Drafter, DrafterConfig, Strategy, VerifiedTokens
-from spec_decode.models import AttentionInputs, DraftModel
+from spec_decode.model_api import AttentionInputs, DraftModel
 from spec_decode.paged.kv_groups import make_group
 from tests.factories import CPU, make_config, make_spec, owned_pages
 from tests.foreseen import Foreseen

@@ -8,7 +8,7 @@ import torch
 from attn_backends import get
 from builders import BatchError
 from spec_decode.drafter import Strategy, StrategyError
-from spec_decode.models import ModuleDraft
+from spec_decode.model_api import ModuleDraft
 from spec_decode.paged.attention import PagedAttention
 from spec_decode.paged.kv_groups import build_ragged
 from spec_decode.trees import DraftTree, DynamicTreeConfig

@@ -7,7 +7,7 @@ import torch
 from attn_backends import Feature, NoBackend, get
 from builders import BatchError
 from spec_decode.drafter import Strategy
-from spec_decode.models.kernels.batch_invariance import is_batch_invariant
+from spec_decode.model_api import is_batch_invariant
 from spec_decode.paged import GraphMode
 from tests.factories import make_config, make_latent_config, make_pair, make_request
 from tests.spec_decode.engine import engine_helpers

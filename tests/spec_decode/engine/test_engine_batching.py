@@ -13,7 +13,8 @@ from attn_backends import get
 from attn_backends.torch_reference import TorchReference
 from builders import BatchError
 from spec_decode.engine.request import Handle, RequestState
-from spec_decode.models import DraftModel, LayerGroup, LlamaTarget
+from spec_decode.model_api import DraftModel, LayerGroup
+from spec_decode.models import LlamaTarget
 from spec_decode.paged import GraphMode
 from tests.factories import make_config, make_request, resampled
 from tests.spec_decode.drafter.third_party_backends import Uncapturable

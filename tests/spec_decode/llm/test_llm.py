@@ -401,7 +401,7 @@ BAD_MODELS: dict[str, tuple[type[Exception], dict[str, Any]]] = {
     "device is 'cpu:7'": (BatchError, {"device": "cpu:7"}),
     "device is 'cuda:99'": (BatchError, {"device": "cuda:99"}),
     "strategy is 'fast'. Pass one of device_loop": (BatchError, {"strategy": "fast"}),
-    "piecewise, eager, or None for the fastest that can run. Did you mean full_loop": (
+    "piecewise, eager, or None for the default. Did you mean full_loop": (
         BatchError,
         {"strategy": "ful_loop"},
     ),
@@ -429,6 +429,13 @@ def test_a_model_or_a_setting_that_does_not_fit_is_refused(told: str, bad: tuple
     kind, changes = bad
     with pytest.raises(kind, match=told):
         LLM(**{"model": "pydoc", "draft": "draft", "device": "cpu", **changes})
+
+
+def test_a_pair_that_is_not_installed_names_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("spec_decode.llm.load", "spec_decode.models.pair"):
+        monkeypatch.setattr(f"{module}.SHIPPED_PAIR", tmp_path / "pydoc")
+    with pytest.raises(CheckpointError, match=r"pip install \./attn_backends_pairs in a checkout"):
+        LLM("pydoc", device="cpu")
 
 
 def test_an_empty_folder_is_refused(tmp_path: Path) -> None:

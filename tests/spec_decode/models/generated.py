@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from spec_decode.models import TargetModel
+from spec_decode.model_api import TargetModel
 
 VOCAB, HIDDEN, TARGET_POSITIONS = 40, 32, 96
 GATED = ("gate_proj", "up_proj", "down_proj")

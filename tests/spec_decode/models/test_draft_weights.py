@@ -12,8 +12,8 @@ from benchmarks.random_drafts import BLOCK_DRAFTS, RANDOM_DRAFTS
 from benchmarks.rounds import RoundConfig, TimedDraft, _verified, make_drafter
 from builders import BatchError
 from spec_decode.drafter import Strategy
+from spec_decode.model_api import DraftModel
 from spec_decode.models import SHIPPED_PAIR, dspark, load_pair, quantise_draft
-from spec_decode.models.base import DraftModel
 from spec_decode.models.checkpoints.store import TensorStore
 from spec_decode.models.draft_weights import check_draft_weights
 from spec_decode.models.kernels.fp8_weight import Fp8Weight, widened

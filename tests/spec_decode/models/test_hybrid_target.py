@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from attn_backends import get
 from builders import RequestTables
 from spec_decode.drafter import Drafter, DrafterConfig, Strategy, VerifiedTokens
-from spec_decode.models import TargetModel
+from spec_decode.model_api import TargetModel
 from spec_decode.models.load import load_draft
 from spec_decode.paged.kv_groups import make_group
 from tests.factories import CPU

@@ -10,7 +10,7 @@ import torch
 from attn_backends import get
 from builders import AttentionKind, RequestTables
 from spec_decode.drafter import Drafter, DrafterConfig, Strategy, VerifiedTokens
-from spec_decode.models import InTurnBlockDraft
+from spec_decode.model_api import InTurnBlockDraft
 from spec_decode.models.load import load_with_tokens
 from spec_decode.paged.kv_groups import make_group
 from tests.factories import CPU, owned_pages

@@ -12,7 +12,7 @@ from attn_backends.kernels.rope import Rope, rope_formula
 from attn_backends.kernels.rope_and_write_kv import rope_and_write_kv
 from attn_backends.torch_reference import TorchReference
 from builders import BatchError
-from spec_decode.models import AttentionInputs
+from spec_decode.model_api import AttentionInputs
 from spec_decode.paged.attention import PagedAttention, SplitAttention
 from spec_decode.paged.kv_groups import KVGroup
 from tests.factories import make_cache, make_spec

@@ -15,11 +15,12 @@ import torch
 
 from attn_backends import registry
 from attn_backends.fa3_providers import PROVIDER_VARIABLE
+from attn_backends.findings import Finding, FindingStatus
 from attn_backends.torch_reference import TorchReference
 from spec_decode.files import read_json
 from spec_decode.graphs.emulator import EmulatedRuntime
 from spec_decode.tools import doctor
-from spec_decode.tools.doctor import Finding, FindingStatus, examine
+from spec_decode.tools.doctor import examine
 from tests.factories import register_as
 
 CPU = torch.device("cpu")

@@ -14,7 +14,8 @@ from attn_backends import get
 from builders import RequestTables
 from spec_decode import models
 from spec_decode.graphs import runtime_for
-from spec_decode.models import AttentionInputs, CheckpointError, TargetStates
+from spec_decode.model_api import AttentionInputs, TargetStates
+from spec_decode.models import CheckpointError
 from spec_decode.paged.attention import PagedAttention
 from spec_decode.paged.kv_groups import KVGroup, build_ragged, make_group
 from tests.factories import CPU, make_tables

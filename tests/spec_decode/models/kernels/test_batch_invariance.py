@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from spec_decode.model_api import batch_invariance
 from spec_decode.models.kernels.add_rms_norm import add_rms_norm
-from spec_decode.models.kernels.batch_invariance import batch_invariance
 from spec_decode.models.kernels.combine_experts import combine_experts
 from spec_decode.models.kernels.hyper_connections import collapse_streams, read_streams, write_streams
 from spec_decode.models.kernels.linear import gated_linear, linear, stacked_linear

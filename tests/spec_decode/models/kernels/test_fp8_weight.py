@@ -7,8 +7,8 @@ from torch.utils._pytree import tree_leaves
 
 from builders.errors import BatchError
 from spec_decode.graphs.dispatch_mode import PlainDispatchMode
+from spec_decode.model_api import batch_invariance
 from spec_decode.models.kernels import fp8_weight
-from spec_decode.models.kernels.batch_invariance import batch_invariance
 from spec_decode.models.kernels.batch_invariant_linear import batch_invariant_linear
 from spec_decode.models.kernels.fp8_weight import Fp8Weight, is_scaled, widened
 from spec_decode.models.kernels.linear import gated_linear, linear

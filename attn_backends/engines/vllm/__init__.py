@@ -1,0 +1,86 @@
+"""Attention backends for vLLM, which finds them through the entry point group vllm.general_plugins.
+
+vLLM calls `register` in each of its processes, possibly more than once. It imports a backend's module when it needs the
+backend; on another vLLM minor, or without the package of its kernels, the import fails with the reason.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import logging
+import os
+from collections.abc import Callable
+from typing import Any
+
+ENTRY_POINT_GROUP = "vllm.general_plugins"
+"""The group that vLLM calls in every process."""
+NAMES = {
+    "FLASHINFER_IN_GRAPH": "attn_backends.engines.vllm.v0_33.flashinfer.InGraphFlashInfer",
+    "ATTN_BACKENDS_TRITON_PAGED": "attn_backends.engines.vllm.v0_33.paged.TritonPaged",
+    "ATTN_BACKENDS_FLASH_ATTN3": "attn_backends.engines.vllm.v0_33.paged.FlashAttn3",
+    "ATTN_BACKENDS_TRITON_MLA": "attn_backends.engines.vllm.v0_33.mla.TritonMla",
+    "ATTN_BACKENDS_FLASH_ATTN3_MLA": "attn_backends.engines.vllm.v0_33.mla.FlashAttn3Mla",
+    "ATTN_BACKENDS_FLASHMLA": "attn_backends.engines.vllm.v0_33.mla.Flashmla",
+    "FLASHMLA_SPARSE_IN_GRAPH": "attn_backends.engines.vllm.v0_33.sparse.InGraphFlashMlaSparse",
+}
+"""Name and class of each backend. The class's get_name() returns the same name: vLLM finds a layer's backend by it."""
+
+VALIDATE = "ATTN_BACKENDS_VALIDATE"
+"""The variable that makes a served vLLM compare its draft metadata: 1 for yes, 0 for no."""
+
+_log = logging.getLogger(__name__)
+
+
+def register() -> None:
+    """Register the names with vLLM. If vLLM has no free names, or one is taken, it starts without them, with a warning.
+
+    Raises ValueError if VALIDATE is neither 0 nor 1, and UnsupportedVllm if it is 1 and this vLLM's speculators differ.
+    """
+    if reason := refused_variable():
+        raise ValueError(reason)
+    if os.environ.get(VALIDATE) == "1":
+        from attn_backends.engines.vllm.v0_33 import validator
+
+        validator.install()
+    _register_names()
+
+
+def refused_variable() -> str:
+    """Return what is wrong with VALIDATE, and what to do; empty if nothing is."""
+    if (value := os.environ.get(VALIDATE, "0")) in ("0", "1"):
+        return ""
+    return f"{VALIDATE} must be 0 or 1, got {value!r}. Set it to 1 to compare draft metadata."
+
+
+def _register_names() -> None:
+    try:
+        from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+        has_free_names = hasattr(AttentionBackendEnum, "register")
+    except ImportError:  # older versions have their registry elsewhere
+        has_free_names = False
+    if not has_free_names:
+        _log.warning("attn-backends needs a vLLM with free backend names, such as 0.33; it registered none.")
+        return
+    for name, path in NAMES.items():
+        if name not in AttentionBackendEnum.__members__:
+            register_backend(name, path)
+        elif (existing := AttentionBackendEnum[name].get_path()) != path:
+            _log.warning("vLLM's backend %s is already %s, that of attn-backends was skipped.", name, existing)
+    # A process that vLLM spawns, as `vllm serve` does, reads its configuration before it loads plug-ins, and an enum
+    # member is pickled by a value that only plug-ins make valid.
+    copyreg.pickle(AttentionBackendEnum, _reduced)
+
+
+def _reduced(member: Any) -> tuple[Callable[..., Any], tuple[str, ...]]:
+    """Reduce a member of vLLM's AttentionBackendEnum for pickling."""
+    is_ours = NAMES.get(member.name) == member.value
+    return (_named, (member.name,)) if is_ours else (type(member), (member.value,))
+
+
+def _named(name: str) -> Any:
+    """Return the member of one of NAMES, in a process that may not have loaded plug-ins."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    _register_names()
+    return AttentionBackendEnum[name]

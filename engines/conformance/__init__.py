@@ -1,1 +1,0 @@
-"""Parts shared by the kits over engines' own metadata builders: stand-ins for their kernels, pages, records."""
