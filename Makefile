@@ -77,8 +77,8 @@ smollm2: $(VENV)/.installed
 	@$(BIN)/python scripts/smollm2.py
 
 # The gates that need no kernel and no model: docs/what-will-stop-you.md explains each.
-PRECHECKS := $(addprefix tests/,test_functions.py test_floors.py test_kernels.py test_time_limits.py docs/test_glossary.py \
-	docs/test_reference.py docs/test_site.py)
+PRECHECKS := $(addprefix tests/,test_functions.py test_floors.py test_third_party.py test_kernels.py test_time_limits.py \
+	docs/test_glossary.py docs/test_reference.py docs/test_site.py)
 precheck: lint
 	@$(BIN)/python -m pytest -q $(PRECHECKS)
 
