@@ -17,7 +17,6 @@ if Path(builders.__file__).parent != (_ours := Path(__file__).parents[1] / "buil
 from attn_backends.base import AttentionBackend, KVCache, check_forward_inputs, check_write_inputs
 from attn_backends.capabilities import Accepted, Capabilities, CapabilitiesError, Feature, FusedWrite, Rejected, Sizes
 from attn_backends.fused_writes import FusedLatentWrite, FusedRopeWrite
-from attn_backends.merged_trees import merge_tree, merged_tree_reasons
 from attn_backends.registry import (
     BackendError,
     BrokenBackend,
@@ -55,8 +54,6 @@ __all__ = [
     "check_write_inputs",
     "explain",
     "get",
-    "merge_tree",
-    "merged_tree_reasons",
     "names",
     "register",
     "select",

@@ -1,4 +1,7 @@
-"""FlashAttention-3 over latents on Hopper: DeepSeek's dense attention in absorbed form."""
+"""FlashAttention-3 over latents on Hopper: DeepSeek's dense attention in absorbed form.
+
+See builders/flash_attn3.py for its builder.
+"""
 
 from __future__ import annotations
 

@@ -7,11 +7,10 @@ from torch import Tensor
 
 from attn_backends.base import AttentionBackend, KVCache, Sinks, check_forward_inputs
 from attn_backends.capabilities import Capabilities, Feature, FusedWrite, Sizes
-from attn_backends.flashmla_version import flashmla_version
+from attn_backends.flashmla_package import DENSE, flashmla_version, load_flashmla
 from attn_backends.fused_writes import FusedLatentWrite
 from builders import AttentionKind, AttentionSpec
-from builders.flashmla import DENSE, load_flashmla
-from builders.flashmla_dense import FlashMlaDenseBuilder, FlashMlaDenseMetadata
+from builders.flashmla import FlashMlaBuilder, FlashMlaMetadata
 
 flashmla = load_flashmla(DENSE)
 
@@ -28,7 +27,7 @@ class FlashMla(FusedLatentWrite, AttentionBackend):
     name = "flashmla"
     version = flashmla_version(flashmla)
     contract_version = (1, 2)
-    builder = FlashMlaDenseBuilder
+    builder = FlashMlaBuilder
     capabilities = Capabilities(
         devices=("cuda",),
         dtypes=(torch.bfloat16,),
@@ -44,13 +43,7 @@ class FlashMla(FusedLatentWrite, AttentionBackend):
     )
 
     def forward(
-        self,
-        query: Tensor,
-        cache: KVCache,
-        metadata: FlashMlaDenseMetadata,
-        *,
-        spec: AttentionSpec,
-        sinks: Sinks = None,
+        self, query: Tensor, cache: KVCache, metadata: FlashMlaMetadata, *, spec: AttentionSpec, sinks: Sinks = None
     ) -> Tensor:
         check_forward_inputs(query, cache, metadata, spec, sinks)
         query, table, lens = query.contiguous(), metadata.block_table, metadata.kv_lens

@@ -2,20 +2,37 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from attn_backends.base import AttentionBackend, KVCache, Sinks, check_forward_inputs
 from attn_backends.capabilities import Capabilities, Feature, FusedWrite, Sizes
-from attn_backends.flashmla_version import flashmla_version
+from attn_backends.flashmla_package import SPARSE, flashmla_version, load_flashmla
 from attn_backends.fused_writes import FusedLatentWrite
-from builders import AttentionKind, AttentionSpec
+from attn_backends.kernels.fp8_ds_mla import TOKEN_BYTES
+from builders import NO_SLOT, AttentionKind, AttentionSpec
 from builders.errors import BatchError
-from builders.flashmla import FlashMlaMetadata, FlashMlaSparseBuilder, load_flashmla
+from builders.flashmla_sparse import FlashMlaSparseBuilder, FlashMlaSparseMetadata
 
-flashmla = load_flashmla()
+flashmla = load_flashmla(SPARSE)
 
 _HEADS = (64, 128)
+
+
+class ScheduledBuilder(FlashMlaSparseBuilder):
+    """Has FlashMLA make the schedules, which it does in its first call with one."""
+
+    def make_schedule(self, num_tokens: int) -> Any:
+        schedule, _ = flashmla.get_mla_metadata()
+        if self.spec.fp8_ds_mla:
+            spec, device = self.spec, self.device
+            query = torch.zeros(num_tokens, spec.num_q_heads, spec.head_dim, dtype=spec.dtype, device=device)
+            page = torch.zeros(1, spec.page_size, 1, TOKEN_BYTES, dtype=torch.uint8, device=device)
+            nothing = torch.full((num_tokens, 1, self.width), NO_SLOT, dtype=torch.int32, device=device)
+            _decode(query, page, nothing, schedule, spec, None)
+        return schedule
 
 
 class FlashMlaSparse(FusedLatentWrite, AttentionBackend):
@@ -24,7 +41,7 @@ class FlashMlaSparse(FusedLatentWrite, AttentionBackend):
     name = "flashmla_sparse"
     version = flashmla_version(flashmla)
     contract_version = (1, 2)
-    builder = FlashMlaSparseBuilder
+    builder = ScheduledBuilder
     capabilities = Capabilities(
         devices=("cuda",),
         dtypes=(torch.bfloat16,),
@@ -43,28 +60,39 @@ class FlashMlaSparse(FusedLatentWrite, AttentionBackend):
         return [] if spec.num_q_heads in _HEADS else [f"num_q_heads must be 64 or 128, got {spec.num_q_heads}"]
 
     def forward(
-        self, query: Tensor, cache: KVCache, metadata: FlashMlaMetadata, *, spec: AttentionSpec, sinks: Sinks = None
+        self,
+        query: Tensor,
+        cache: KVCache,
+        metadata: FlashMlaSparseMetadata,
+        *,
+        spec: AttentionSpec,
+        sinks: Sinks = None,
     ) -> Tensor:
         check_forward_inputs(query, cache, metadata, spec, sinks)
         query, indices = query.contiguous(), metadata.window_indices[:, None]
-        if not spec.fp8_ds_mla:
-            out: Tensor = flashmla.flash_mla_sparse_fwd(
-                query, _listed(cache.key), indices, spec.softmax_scale, d_v=spec.head_dim, attn_sink=sinks
-            )[0]
-            return out
-        out = flashmla.flash_mla_with_kvcache(
-            q=query[:, None],
-            k_cache=cache.key,
-            block_table=None,
-            cache_seqlens=None,
-            head_dim_v=spec.head_dim,
-            tile_scheduler_metadata=metadata.schedule.made,
-            softmax_scale=spec.softmax_scale,
-            is_fp8_kvcache=True,
-            indices=indices,
-            attn_sink=sinks,
+        if spec.fp8_ds_mla:
+            return _decode(query, cache.key, indices, metadata.schedule.made, spec, sinks)
+        out: Tensor = flashmla.flash_mla_sparse_fwd(
+            query, _listed(cache.key), indices, spec.softmax_scale, d_v=spec.head_dim, attn_sink=sinks
         )[0]
-        return out[:, 0]
+        return out
+
+
+def _decode(query: Tensor, pages: Tensor, indices: Tensor, schedule: Any, spec: AttentionSpec, sinks: Sinks) -> Tensor:
+    """query [T, num_q_heads, head_dim], pages uint8 [num_pages, page_size, 1, bytes per token], indices [T, 1, W]."""
+    out: Tensor = flashmla.flash_mla_with_kvcache(
+        q=query[:, None],
+        k_cache=pages,
+        block_table=None,
+        cache_seqlens=None,
+        head_dim_v=spec.head_dim,
+        tile_scheduler_metadata=schedule,
+        softmax_scale=spec.softmax_scale,
+        is_fp8_kvcache=True,
+        indices=indices,
+        attn_sink=sinks,
+    )[0]
+    return out[:, 0]
 
 
 def _listed(pages: Tensor) -> Tensor:

@@ -1,4 +1,7 @@
-"""Sparse sliding-window latent attention (DeepSeek-V4's) in Triton, over lists of cache slots."""
+"""Sparse sliding-window latent attention (DeepSeek-V4's) in Triton, over lists of cache slots.
+
+See builders/sparse_window.py for its builder.
+"""
 
 from __future__ import annotations
 

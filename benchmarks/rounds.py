@@ -95,7 +95,7 @@ def time_round(bench: Bench, draft: TimedDraft, run: RoundConfig, names: Mapping
     for part, name in names.items():
         # The graph of a whole round cannot run single steps.
         if drafter is None or (part == STEPS and issubclass(run.strategy.implementation, LoopStrategy)):
-            drafter = make_drafter(draft, run, bench.device, extend_in_graph=part == WHOLE)
+            drafter = make_drafter(draft, run, bench.device, step_0_in_graph=part == WHOLE)
             drafter.propose(_verified(draft, run, bench.device))
         call, passes, prepare = _part(drafter, part, num_reqs, 1 if draft.at_once else k)
         prepare()
@@ -139,7 +139,7 @@ def round_flops(draft: TimedDraft, run: RoundConfig, device: torch.device) -> di
     return counter.flops
 
 
-def make_drafter(draft: TimedDraft, run: RoundConfig, device: torch.device, *, extend_in_graph: bool = True) -> Drafter:
+def make_drafter(draft: TimedDraft, run: RoundConfig, device: torch.device, *, step_0_in_graph: bool = True) -> Drafter:
     """Make a drafter over random pages."""
     limit = draft.context + 2 * run.num_speculative_tokens + 2
     tables, num_pages = shuffled_tables(draft.spec.page_size, run.num_reqs, limit, device)
@@ -148,7 +148,7 @@ def make_drafter(draft: TimedDraft, run: RoundConfig, device: torch.device, *, e
         num_speculative_tokens=run.num_speculative_tokens,
         strategy=run.strategy,
         capture_sizes=[run.num_reqs],
-        extend_in_graph=extend_in_graph,
+        step_0_in_graph=step_0_in_graph,
     )
     return Drafter(draft.model, [group], tables, config)
 

@@ -23,8 +23,9 @@ from typing import Any
 
 import torch
 
-from spec_decode.sampling import DraftSampler, Sampling, SamplingParams, sample_target
+from spec_decode.sampling import DraftSampler, Sampling, SamplingParams
 from spec_decode.sampling.kernels.restrict_logits import restrict_logits
+from spec_decode.sampling.target_sampler import sample_target
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

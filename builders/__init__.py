@@ -15,11 +15,13 @@ from builders.flash_attn3 import FlashAttn3Builder, FlashAttn3Metadata
 from builders.kernels.advance import advance_state
 from builders.kernels.set_state import set_decode_state, set_extend_state
 from builders.metadata import BatchMetadata, BatchMetadataBuilder
-from builders.paged import PagedMetadata, PagedViewBuilder, TritonMlaBuilder, TritonPagedBuilder
-from builders.reference import ReferenceBuilder, ReferenceMetadata
+from builders.paged import PagedMetadata, PagedViewBuilder
 from builders.sparse_window import SparseWindowBuilder, SparseWindowMetadata
 from builders.spec import AttentionKind, AttentionSpec, SpecError
 from builders.tables import RequestTables
+from builders.torch_reference import ReferenceBuilder, ReferenceMetadata
+from builders.triton_mla import TritonMlaBuilder
+from builders.triton_paged import TritonPagedBuilder
 
 __all__ = [
     "CONTRACT_VERSION",

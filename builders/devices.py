@@ -1,10 +1,10 @@
-"""The current CUDA device, which Triton launches, streams and events use; and copies to a device."""
+"""The current CUDA device, which Triton launches, streams and events use; a device's SMs; copies to a device."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import wraps
+from functools import cache, wraps
 from typing import Any, TypeVar, cast
 
 import torch
@@ -38,3 +38,11 @@ def on_own_device(method: F) -> F:
             return method(self, *args, **options)
 
     return cast("F", run)
+
+
+@cache
+def num_sms(device: torch.device) -> int:
+    """Return the SMs of a device; a few on the CPU, so that runs there take the split path too."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).multi_processor_count)
+    return 8

@@ -1,4 +1,7 @@
-"""Metadata for FlashAttention-3: views of the batch, and the lengths that the kernel reads."""
+"""Metadata for FlashAttention-3: views of the batch, and the lengths that the kernel reads.
+
+See attn_backends/flash_attn3.py and flash_attn3_mla.py, which use it.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,10 @@ import torch
 
 from builders.batch import AttentionBatch
 from builders.contract import AdvanceLevel, AdvanceSupport, GraphSupport
+from builders.devices import num_sms
 from builders.kernels.prefix_lens import count_prefix
 from builders.metadata import BatchMetadata, BatchMetadataBuilder
-from builders.paged import num_sms, splits_in_memory
+from builders.paged import splits_in_memory
 from builders.spec import AttentionSpec
 
 

@@ -1,107 +1,87 @@
-"""FlashMLA over window lists: loading its module, the lists, and the schedule of a batch shape."""
+"""Metadata for FlashMLA's dense decode: views, and the calls that a batch is split into."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from importlib import import_module
-from inspect import signature
-from typing import Any
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from builders.batch import AttentionBatch
-from builders.contract import AdvanceLevel, AdvanceSupport
-from builders.sparse_window import SparseWindowBuilder, SparseWindowMetadata
+from builders.contract import AdvanceLevel, AdvanceSupport, GraphSupport
+from builders.metadata import BatchMetadata, BatchMetadataBuilder
 from builders.spec import AttentionSpec
 
-_TOKEN_BYTES = 584
-"""Bytes per token in the fp8_ds_mla format; see attn_backends.kernels.fp8_ds_mla."""
 
+class QueryChunk(NamedTuple):
+    """Query tokens start to end of a batch, all in one row; tokens_after query tokens follow there."""
 
-_MODULES = ("flash_mla.flash_mla_interface", "vllm.third_party.flashmla.flash_mla_interface")
-SPARSE = {"flash_mla_sparse_fwd": {"attn_sink"}, "flash_mla_with_kvcache": {"indices", "attn_sink"}}
-"""Entry points called with lists of slots, each with the arguments that older releases lack."""
-DENSE = {"FlashMLASchedMeta": {"have_initialized"}, "flash_mla_with_kvcache": {"block_table", "cache_seqlens"}}
-"""The same for whole prefixes. Older releases schedule in a separate call, which takes lengths."""
-
-
-def load_flashmla(entries: Mapping[str, set[str]] = SPARSE) -> Any:
-    """Import FlashMLA's module: the standalone package if it is installed, else the copy in vLLM's wheel.
-
-    Raises ImportError if neither is installed, and RuntimeError if the one found does not load or lacks one of the
-    entries or an argument of it; the other is then not tried.
-    """
-    for name in _MODULES:
-        package = name.partition(".")[0]
-        try:
-            import_module(package)
-            module = import_module(name)
-        except Exception as error:  # a broken build can raise anything; its message becomes the reason
-            if isinstance(error, ModuleNotFoundError) and error.name == package:
-                continue
-            raise RuntimeError(f"{name} is installed but cannot be used: {type(error).__name__}: {error}") from error
-        for entry, needed in entries.items():
-            found = set(signature(getattr(module, entry)).parameters) if hasattr(module, entry) else set()
-            if missing := sorted(needed - found):
-                raise RuntimeError(f"{name} is too old: its {entry} must accept {' and '.join(missing)}")
-        return module
-    raise ImportError("FlashMLA is not installed, as flash_mla or in vllm")
-
-
-@dataclass(frozen=True, slots=True)
-class FlashMlaSchedule:
-    """How FlashMLA spreads the tokens of a batch over the device. Made by its first call, from shapes only."""
-
-    num_tokens: int
-    made: Any = field(compare=False, repr=False)
+    row: int
+    start: int
+    end: int
+    tokens_after: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class FlashMlaMetadata(SparseWindowMetadata):
-    """Window lists padded with -1, and a schedule for lists of full width, which does not depend on lengths."""
+class FlashMlaMetadata(BatchMetadata):
+    """Views of the batch if one call serves it (few query tokens, as many in each row); otherwise one call per chunk.
 
-    schedule: FlashMlaSchedule
-
-
-class FlashMlaSparseBuilder(SparseWindowBuilder):
-    """Lists windows, but does not pass their lengths to the kernel, so that one schedule holds for every step.
-
-    A schedule made for lengths would be wrong as soon as one of them crosses a multiple of 64.
+    kv_lens  int32 [num_reqs], or [number of chunks]   tokens that a call attends to: seq_lens, or those of a chunk
     """
 
+    chunks: tuple[QueryChunk, ...]
+    """Empty if one call serves the batch."""
+    kv_lens: torch.Tensor
+
+
+class FlashMlaBuilder(BatchMetadataBuilder[FlashMlaMetadata]):
+    """Makes no schedule, so the kernel makes one on the device in every call.
+
+    A schedule is valid only for the lengths it was made for. Its layout differs between releases, and FlashMLA makes
+    one only together with attention, so nothing else could refresh it.
+    """
+
+    graph_support = GraphSupport.UNIFORM_BATCH
+    step_fields = ("seq_lens", "slot_mapping", "kv_lens")
+
+    _MAX_TOKENS = 128
+    """Query tokens of a row per call: fp32 partial results take 0.5 MB per token with 128 heads."""
+
     def allocate(self) -> None:
-        super().allocate()
-        self._schedules: dict[int, FlashMlaSchedule] = {}
+        self._kv_lens = torch.zeros(self.max_tokens, dtype=torch.int32, device=self.device)
 
     @classmethod
     def advance_support(cls, spec: AttentionSpec, device: torch.device) -> AdvanceSupport:
-        return AdvanceSupport(AdvanceLevel.IN_GRAPH, "window lists are recomputed by one kernel; the schedule stays")
+        return AdvanceSupport(AdvanceLevel.IN_GRAPH, "step fields are views; the kernel schedules itself in each call")
 
-    def metadata_of(self, batch: AttentionBatch) -> FlashMlaMetadata:
-        if batch.num_tokens not in self._schedules:
-            made = self._make_schedule(batch.num_tokens)
-            self._schedules[batch.num_tokens] = FlashMlaSchedule(batch.num_tokens, made)
-        return FlashMlaMetadata(**self.batch_fields(batch), schedule=self._schedules[batch.num_tokens])
-
-    def _make_schedule(self, num_tokens: int) -> Any:
-        """Have the kernel make the schedule now, on empty lists: one made during capture would belong to the graph."""
-        flashmla = load_flashmla()
-        schedule, _ = flashmla.get_mla_metadata()
-        if not self.spec.fp8_ds_mla:
-            return schedule
-        spec, device = self.spec, self.device
-        query = torch.zeros(num_tokens, 1, spec.num_q_heads, spec.head_dim, dtype=spec.dtype, device=device)
-        page = torch.zeros(1, spec.page_size, 1, _TOKEN_BYTES, dtype=torch.uint8, device=device)
-        indices = torch.full((num_tokens, 1, self.width), -1, dtype=torch.int32, device=device)
-        flashmla.flash_mla_with_kvcache(
-            q=query,
-            k_cache=page,
-            block_table=None,
-            cache_seqlens=None,
-            head_dim_v=spec.head_dim,
-            tile_scheduler_metadata=schedule,
-            is_fp8_kvcache=True,
-            indices=indices,
+    def build(self, batch: AttentionBatch, *, horizon: int = 0) -> FlashMlaMetadata:
+        self.check_horizon(batch, horizon)
+        chunks = () if batch.uniform and batch.max_query_len <= self._MAX_TOKENS else self._chunks_of(batch)
+        metadata = FlashMlaMetadata(
+            **self.batch_fields(batch),
+            chunks=chunks,
+            kv_lens=self._kv_lens[: len(chunks)] if chunks else batch.seq_lens,
         )
-        return schedule
+        self.advance(metadata)
+        return metadata
+
+    def advance(self, metadata: FlashMlaMetadata) -> None:
+        lens = metadata.kv_lens
+        for i, chunk in enumerate(metadata.chunks):
+            seen = metadata.seq_lens[chunk.row : chunk.row + 1]
+            torch.sub(seen, chunk.tokens_after if self.spec.causal else 0, out=lens[i : i + 1])
+        if metadata.chunks:
+            lens.clamp_(min=0)
+
+    def _chunks_of(self, batch: AttentionBatch) -> tuple[QueryChunk, ...]:
+        """Split the rows into chunks. Syncs with the device if query lengths differ and the host does not know them."""
+        known = (batch.max_query_len,) * batch.num_reqs if batch.uniform else batch.host_query_lens
+        lens = known or batch.query_start_loc.diff().tolist()
+        chunks, start = [], 0
+        for row, query_len in enumerate(lens):
+            end = start + query_len
+            for first in range(start, end, self._MAX_TOKENS):
+                stop = min(first + self._MAX_TOKENS, end)
+                chunks.append(QueryChunk(row, first, stop, end - stop))
+            start = end
+        return tuple(chunks)

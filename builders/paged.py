@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 
@@ -58,49 +57,6 @@ class PagedViewBuilder(BatchMetadataBuilder[PagedMetadata]):
         """Return num_splits from host constants only, never from the lengths of one batch."""
 
 
-class TritonPagedBuilder(PagedViewBuilder):
-    """Splits each request's KV tokens so that a decode launch fills the device a few times over."""
-
-    _TOKENS_PER_SPLIT = 64
-    """Shorter splits cost more in the merge than they gain (measured on an H200, see reports)."""
-    _TOKENS_PER_SHORT_SPLIT = 32
-    """Used instead if splits of 64 would leave half of the device idle and a KV head's query rows fit one tile."""
-    _ROWS_PER_TILE = 16
-    _WAVES = 4
-    """Programs per SM that a decode launch aims for."""
-
-    def splits(self, batch: AttentionBatch) -> int:
-        visible = min(batch.max_seq_len, self.spec.sliding_window or batch.max_seq_len)
-        heads, sms = batch.num_reqs * self.spec.num_kv_heads, num_sms(self.device)
-        splits = -(-visible // self._TOKENS_PER_SPLIT)
-        rows = batch.max_query_len * self.spec.group_size
-        if rows <= self._ROWS_PER_TILE and 2 * heads * splits <= sms:
-            splits = -(-visible // self._TOKENS_PER_SHORT_SPLIT)
-        return max(1, min(self._WAVES * sms // heads, splits, 64, splits_in_memory(batch, self.spec)))
-
-
-class TritonMlaBuilder(PagedViewBuilder):
-    """Splits each request's KV tokens so that a launch has one program per SM, which measured fastest."""
-
-    _TOKENS_PER_SPLIT = 32
-    _MAX_SPLITS = 128
-    _ROWS_PER_PROGRAM = 64
-    """Maximum query tokens times heads per program."""
-
-    def splits(self, batch: AttentionBatch) -> int:
-        tiles = batch.num_reqs * -(-batch.max_query_len * self.spec.num_q_heads // self._ROWS_PER_PROGRAM)
-        wanted = num_sms(self.device) // tiles
-        return max(1, min(wanted, -(-batch.max_seq_len // self._TOKENS_PER_SPLIT), self._MAX_SPLITS))
-
-
 def splits_in_memory(batch: AttentionBatch, spec: AttentionSpec) -> int:
     """Return how many splits have room for their partial outputs; 0 if not even one has."""
     return _PARTIAL_BYTES // (4 * batch.num_tokens * spec.num_q_heads * spec.out_dim)
-
-
-@cache
-def num_sms(device: torch.device) -> int:
-    """Return the SMs of a device; a few on the CPU, so that runs there take the split path too."""
-    if device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device).multi_processor_count)
-    return 8

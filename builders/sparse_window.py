@@ -1,5 +1,7 @@
 """Metadata of sparse sliding-window attention: for every query token, the cache slots it sees, as a list.
 
+See attn_backends/sparse_swa_mla.py, which uses it; builders/flashmla_sparse.py adds a schedule to it.
+
 Shape legend: T query tokens, W window width.
 """
 

@@ -17,12 +17,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from scripts import strategy_times, vllm_tables
 from scripts.line_plot import Line, line_plot
+from scripts.markdown_table import markdown_table
 from scripts.on_gpus import card
 from scripts.vllm_figures import BASE, GROUPED, LATENT, REBUILT
 from spec_decode.conformance.report import FAILURES, Report
 from spec_decode.files import read_json, write_whole
 from spec_decode.matrix import Sources
-from spec_decode.matrix.text import markdown, markdown_table
 from spec_decode.testing.outcome import Outcome
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -128,7 +128,7 @@ def summary(reports: Sequence[Report]) -> str:
             newest[report.backend, card(report.env.device) if report.env.cuda else CPU] = report
     devices = sorted({device for _, device in newest}, key=lambda device: (device == CPU, device))
     rows = [
-        [f"`{backend}`", *(markdown(_passed(newest.get((backend, device)))) for device in devices)]
+        [f"`{backend}`", *(_passed(newest.get((backend, device))) for device in devices)]
         for backend in sorted({backend for backend, _ in newest})
     ]
     return markdown_table(["backend", *devices], rows)

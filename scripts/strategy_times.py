@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from spec_decode.matrix.text import markdown_table
+from scripts.markdown_table import markdown_table
 
 _CASE, _BACKEND, _K = "llama3-8b-eagle/round", "triton_paged", 7
 _SIZES, _FP8_SIZES = (1, 32), (1, 4, 16, 32)

@@ -8,9 +8,9 @@ from math import hypot, sqrt
 from statistics import fmean, median, stdev
 from typing import Any
 
+from scripts.markdown_table import markdown_table
 from scripts.on_gpus import card
 from scripts.vllm_figures import BASE, LATENT, OURS, REBUILT, names
-from spec_decode.matrix.text import markdown_table
 
 _NO_DRAFT = "no speculation"
 _MODES = {True: "defaults", False: "mode 0"}

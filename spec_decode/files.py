@@ -1,7 +1,4 @@
-"""Files replaced atomically, JSON read strictly, and reports that carry their own digest.
-
-``python -m spec_decode.files FILE`` prints a report with its tables expanded to rows.
-"""
+"""Files replaced atomically, JSON read strictly, and reports that carry their own digest."""
 
 from __future__ import annotations
 
@@ -10,16 +7,12 @@ import json
 import math
 import os
 import stat
-import sys
 import threading
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
-
-from spec_decode.report_tables import MalformedTable, Tables, indices, packed, runs, unpacked
 
 SEAL = "digest"
 """The report field that holds the digest of all other fields."""
@@ -52,12 +45,8 @@ def write_whole(path: Path, content: bytes) -> None:
 
 
 def report_bytes(document: dict[str, Any]) -> bytes:
-    """Encode a report: sealed, lists of objects as tables, source parts as runs, no indentation, one final newline.
-
-    The seal covers the document, independent of how its rows and indices are encoded.
-    """
-    written = {name: _as_table(value) for name, value in sealed(document).items()}
-    return msgspec.json.encode(_with_parts(written, list | tuple, runs)) + b"\n"
+    """Encode a sealed report as plain JSON in one line."""
+    return msgspec.json.encode(sealed(document)) + b"\n"
 
 
 def sealed(document: dict[str, Any]) -> dict[str, Any]:
@@ -74,10 +63,10 @@ def require_unedited(document: Any, where: str) -> None:
 
 
 def read_json(path: str | os.PathLike[str]) -> Any:
-    """Read a JSON file, with its tables as lists of objects.
+    """Read a JSON file.
 
-    Raises ReportError if it cannot be read, is not complete JSON, repeats a key or has a malformed table. A pipe or a
-    device raises too, without waiting for it.
+    Raises ReportError if it cannot be read, is not complete JSON or repeats a key. A pipe or a device raises too,
+    without waiting for it.
     """
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):
@@ -88,20 +77,12 @@ def read_json(path: str | os.PathLike[str]) -> Any:
 
 
 def parse_json(content: bytes, where: str) -> Any:
-    """Parse JSON from bytes, with its tables as lists of objects. Raises ReportError if it is not complete JSON,
-    repeats a key or has a malformed table."""
+    """Parse JSON from bytes. Raises ReportError if it is not complete JSON or repeats a key."""
     try:
         document = msgspec.json.decode(content)
         # The decoder silently keeps the last of two equal keys.
         json.loads(content, object_pairs_hook=_require_unique)
-        if isinstance(document, dict):
-            document = {name: unpacked(value) if _is_table(value) else value for name, value in document.items()}
-            document = _with_parts(document, str, indices)
         return document
-    except MalformedTable as error:
-        raise ReportError(
-            f"{where} has a malformed table or index: {error}. Run the command that made it again."
-        ) from error
     except (ValueError, RecursionError) as error:
         raise ReportError(f"{where} is not valid JSON: {error}. Run the command that made it again.") from error
 
@@ -109,24 +90,6 @@ def parse_json(content: bytes, where: str) -> Any:
 def json_number(value: float) -> float | str:
     """Return the value, or its name if JSON has no number for it."""
     return value if math.isfinite(value) else str(float(value))
-
-
-def _as_table(value: Any) -> Any:
-    rows = isinstance(value, (list, tuple)) and value and all(isinstance(row, dict) for row in value)
-    return packed(value) if rows else value
-
-
-def _with_parts(document: dict[str, Any], kind: Any, change: Callable[[Any], Any]) -> dict[str, Any]:
-    """Return the document with `change` applied to every source part of type `kind`."""
-    sources = document.get("sources")
-    if not (isinstance(sources, dict) and isinstance(sources.get("parts"), dict)):
-        return document
-    parts = {name: change(part) if isinstance(part, kind) else part for name, part in sources["parts"].items()}
-    return {**document, "sources": {**sources, "parts": parts}}
-
-
-def _is_table(value: Any) -> bool:
-    return isinstance(value, dict) and value.keys() == set(Tables.__struct_fields__)
 
 
 def _digest(document: dict[str, Any]) -> str:
@@ -137,13 +100,3 @@ def _digest(document: dict[str, Any]) -> str:
 def _require_unique(pairs: list[tuple[str, Any]]) -> None:
     if twice := [name for name, count in Counter(name for name, _ in pairs).items() if count > 1]:
         raise ValueError(f"the key {twice[0]!r} occurs twice in one object")
-
-
-if __name__ == "__main__":
-    if len(sys.argv) != 2:
-        sys.exit(f"error: expected one FILE, got {len(sys.argv) - 1}. Run python -m spec_decode.files FILE.")
-    try:
-        document = read_json(sys.argv[1])
-    except ReportError as error:
-        sys.exit(f"error: {error}")
-    sys.stdout.buffer.write(msgspec.json.format(msgspec.json.encode(document), indent=1) + b"\n")

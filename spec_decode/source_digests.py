@@ -19,7 +19,7 @@ from attn_backends import BackendError, registry
 PROJECT = ("builders", "attn_backends", "spec_decode", "engine_kits")
 """The packages whose modules count wherever they are used. Those of a root's own package count too."""
 
-RECORDERS = frozenset(f"spec_decode.{name}" for name in ("environment", "files", "report_tables", "source_digests"))
+RECORDERS = frozenset(f"spec_decode.{name}" for name in ("environment", "files", "source_digests"))
 """Modules that only write reports: they do not affect results, so changing them makes no evidence older."""
 
 Digests = dict[str, str]

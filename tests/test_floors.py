@@ -15,7 +15,7 @@ from tests.import_graph import FLOORS, ROOT, Uses, circles, imported, loaded_use
 
 OUTSIDE = ["tests", "examples", "scripts", "train_pair"]
 ROOMS = [
-    "report_tables", "files", "environment", "source_digests",
+    "files", "environment", "source_digests",
     "graphs", "sampling", "trees", "verification", "model_api", "paged", "drafter", "engine",
     "models", "llm", "__init__", "testing", "conformance", "tools", "matrix", "cli", "__main__",
 ]  # fmt: skip

@@ -67,7 +67,6 @@ def test_an_engine_generates_there_what_it_generates_on_the_first(graph_mode: Gr
             max_model_len=64,
             page_size=4,
             graph_mode=graph_mode,
-            autotune=False,
         )
         engine = Engine(target, draft, get("triton_paged"), config)
         texts.append([generation.token_ids for generation in engine.generate(requests)])

@@ -16,12 +16,13 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from attn_backends.kernels.online_softmax import apply_softcap, sink_exponent
 from attn_backends.kernels.softmax import softmax_with_sinks
+from builders.devices import num_sms
 from builders.errors import BatchError
 from builders.kernels.op import define_op
 from builders.kernels.rows import whole_rows
 from builders.kernels.sizes import cdiv, next_power_of_2
 from builders.kernels.triton_runtime import await_previous, dependent_launch, stored_as, tl, triton
-from builders.paged import SPLIT_TOKENS, num_sms
+from builders.paged import SPLIT_TOKENS
 from builders.spec import MAX_TREE_TOKENS
 
 _PROMPT = 16

@@ -67,13 +67,13 @@ class Decoding:
     num_speculative_tokens: int
     accepted: float | None = 0.0
     tree: DynamicTreeConfig | None = None
-    extend_in_graph: bool = True
+    step_0_in_graph: bool = True
     one_graph: bool | None = None
     batch_invariant: bool = False
 
 
-_EXTEND_ON = Decoding(num_speculative_tokens=2, accepted=1.0, one_graph=False)
-_EXTEND_OFF = replace(_EXTEND_ON, extend_in_graph=False)
+_STEP_0_ON = Decoding(num_speculative_tokens=2, accepted=1.0, one_graph=False)
+_STEP_0_OFF = replace(_STEP_0_ON, step_0_in_graph=False)
 """SGLang #6606 drafts 2 tokens per round, the first by step 0, and states no acceptance: half of them here. The number
 cancels out of the gain, a ratio of round times."""
 _PLAIN = Decoding(num_speculative_tokens=0)
@@ -166,7 +166,7 @@ def throughput_rows(bench: Bench, case: ThroughputCase = LLAMA3_8B) -> Iterator[
         # A backend that supports both.
         everywhere = replace(timed, backend=registry.get(case.backends[-1]))
         for what, rows in (
-            ("extend-graph", gain_rows("extend-graph", timed, _EXTEND_OFF, _EXTEND_ON, case.gains)),
+            ("extend-graph", gain_rows("extend-graph", timed, _STEP_0_OFF, _STEP_0_ON, case.gains)),
             ("one-graph", gain_rows("one-graph", timed, _TWO_GRAPHS, _ONE_GRAPH, {})),
             ("speculation", compared_rows("speculation", (timed, _PLAIN), (timed, _SPECULATIVE), "plain_ratio")),
             (
@@ -209,7 +209,7 @@ class TimedPair:
             drafter = DrafterConfig(
                 num_speculative_tokens=decoding.num_speculative_tokens,
                 strategy=Strategy.FULL_LOOP,
-                extend_in_graph=decoding.extend_in_graph,
+                step_0_in_graph=decoding.step_0_in_graph,
                 tree=decoding.tree,
             )
         config = EngineConfig(
@@ -241,7 +241,7 @@ class TimedPair:
             "context": case.prompt,
             "output_tokens": case.output,
             "timed_tokens": rates.tokens,
-            "extend_in_graph": None if plain else decoding.extend_in_graph,
+            "extend_in_graph": None if plain else decoding.step_0_in_graph,
             "one_graph": None if plain else decoding.one_graph,
             "batch_invariant": decoding.batch_invariant,
             "host_waits": host_waits,

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from builders.batch import AttentionBatch
+from builders.devices import num_sms
 from builders.errors import require
 from builders.flashinfer.layout import PlanLayout, planned_pages
 from builders.flashinfer.table_rows import TableRows, row_stride
-from builders.paged import num_sms
 from builders.spec import AttentionSpec
 
 _PARTIAL_BYTES = 128 << 20

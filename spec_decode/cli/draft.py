@@ -28,8 +28,8 @@ _DTYPE = click.Choice(("auto", "float32", "bfloat16", "float16"))
 _TARGET = "Folder or name of the model; default: this library's own pair, pydoc."
 _DRAFT = "Folder or name of the draft, or which draft of a pair. With --target alone, decoding is plain."
 _STRATEGY = (
-    "How steps 1 to K-1 run: full_loop, device_loop, per_step, piecewise or eager. auto: the fastest that the backend "
-    "allows, as measured on a GPU."
+    "How steps 1 to K-1 run: full_loop, device_loop, per_step, piecewise or eager. auto: on a CPU eager, else the "
+    "first but device_loop that the backends allow."
 )
 _TREE = "Draft trees, -k tokens deep: WIDTHxTOKENS such as 4x16, or a JSON file of paths such as [[0], [1], [0, 0]]."
 _TOKENS = "Draft tokens per round; default: as many as the draft's block or modules predict, else 4; 0: plain decoding."

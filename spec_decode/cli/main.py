@@ -19,7 +19,6 @@ from spec_decode.cli.draft import draft
 from spec_decode.cli.list import list_backends
 from spec_decode.cli.matrix import matrix
 from spec_decode.cli.new import new
-from spec_decode.cli.options import CACHE_VARIABLE
 from spec_decode.cli.output import UserError, exit_status, interrupts
 
 
@@ -92,7 +91,7 @@ def main() -> None:
         sys.stdout.reconfigure(errors="backslashreplace")  # a prompt can have characters the terminal cannot encode
     if sys.prefix != sys.base_prefix:
         # Compiled kernels belong to the environment that made them, not to the home folder.
-        os.environ.setdefault(CACHE_VARIABLE, str(Path(sys.prefix) / "cache" / "triton"))
+        os.environ.setdefault("TRITON_CACHE_DIR", str(Path(sys.prefix) / "cache" / "triton"))
 
 
 for _verb in (demo, list_backends, new, check, draft, matrix, bench, doctor):

@@ -45,7 +45,6 @@ class _Options:
     resume: Annotated[bool, "Skip what an interrupted --run --into has finished."] = False
     check_limit: Annotated[float, "Time limit of one check, in seconds."] = 600.0
     limit: Annotated[float, "Time limit of one backend, in seconds."] = 7200.0
-    markdown: Annotated[str | None, "Write Markdown to a file, or - for standard output."]
     html: Annotated[str | None, "Write one self-contained page to a file, or - for standard output."]
     as_json: Annotated[str | None, "--json", "Write JSON to a file, or - for standard output."]
     installed: Annotated[bool, "Mark rows of versions that are not installed here as stale."] = False
@@ -54,7 +53,7 @@ class _Options:
 
     def targets(self) -> dict[str, str | None]:
         """Return the output path of each format."""
-        return {"markdown": self.markdown, "html": self.html, "json": self.as_json}
+        return {"html": self.html, "json": self.as_json}
 
     def _require_alone(self, flag: str, forms: Sequence[str]) -> None:
         """Raise UserError if a question is asked together with options of the whole matrix."""
@@ -200,9 +199,9 @@ def _installed(sources: Sources) -> dict[str, str]:
 
 
 def _writers() -> dict[str, Callable[[Matrix], str]]:
-    from spec_decode.matrix import to_html, to_json, to_markdown
+    from spec_decode.matrix import to_html, to_json
 
-    return {"markdown": to_markdown, "html": to_html, "json": lambda matrix: to_json(matrix).decode()}
+    return {"html": to_html, "json": lambda matrix: to_json(matrix).decode()}
 
 
 def _show(result: Matrix, options: _Options) -> None:
@@ -229,8 +228,8 @@ def _check(result: Matrix, documents: Documents, options: _Options) -> None:
 
 def _warn_of_age(documents: Documents) -> bool:
     """Name the reports made from different source; return whether there are any."""
-    from spec_decode.matrix.numbered import age_text
     from spec_decode.matrix.sources import stale_reports
+    from spec_decode.matrix.text import age_text
 
     stale = stale_reports(documents)
     for path, changed in stale.items():

@@ -1,11 +1,8 @@
-"""Options and arguments shared by several verbs: devices with their kernel cache, and backend names, including
-plug-ins. Imports no torch."""
+"""Options and arguments shared by several verbs: devices, and backend names, including plug-ins. Imports no torch."""
 
 from __future__ import annotations
 
-import json
 import os
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, Field, fields
 from functools import wraps
@@ -28,9 +25,6 @@ device_option = click.option(
 )
 """For `resolve_device`."""
 PAGE_SIZE = click.IntRange(1, 2**16)
-CACHE_VARIABLE = "TRITON_CACHE_DIR"
-"""Names the folder of Triton's compiled kernels."""
-_REMEDY = f"Remove it, or set {CACHE_VARIABLE} to another folder."
 
 
 def options_as(record: type[R]) -> Callable[[Callable[[R], None]], Callable[..., None]]:
@@ -69,8 +63,8 @@ def _parameter(field: Field[Any], kind: Any, *declared: Any) -> Callable[..., An
 
 
 def resolve_device(name: str | None, *, present: bool = True) -> torch.device:
-    """Return the device of that name. present: raise UserError if this machine lacks the device, as for an invalid
-    name, or if its kernel cache would fail in the middle of a run.
+    """Return the device of that name. Raises UserError for an invalid name, and with present for a device that this
+    machine lacks.
 
     Must stay free of imports from `builders` and `attn_backends`: see `interpreter.interpret_kernels_on`.
     """
@@ -87,34 +81,7 @@ def resolve_device(name: str | None, *, present: bool = True) -> torch.device:
         raise UserError(
             f"--device is {device}, but this machine has {count} CUDA devices. Use another; everything runs on cpu."
         )
-    if present and device.type == "cuda":
-        require_kernel_cache()
     return device
-
-
-def require_kernel_cache() -> None:
-    """Raise UserError for a Triton cache folder that is not writable, or that holds damaged kernels."""
-    # Triton treats an empty value as unset.
-    folder = Path(os.environ.get(CACHE_VARIABLE) or Path.home() / ".triton" / "cache")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
-    except OSError as error:
-        raise UserError(
-            f"Triton keeps compiled kernels in {folder}, which must be a folder that can be written: {error.strerror}. "
-            f"Set {CACHE_VARIABLE} to another."
-        ) from error
-    for description in folder.glob("*/*.json"):
-        try:
-            whole = isinstance(json.loads(description.read_bytes()), dict)
-        except (OSError, ValueError, RecursionError):
-            whole = description.name.startswith("__grp__")  # Triton recreates these
-        if not whole:
-            raise UserError(f"{description} of Triton's cache is damaged. {_REMEDY}")
-    for kernel in folder.glob("*/*.cubin"):
-        with kernel.open("rb") as file:
-            if file.read(4) != b"\x7fELF":
-                raise UserError(f"{kernel} of Triton's cache is not a compiled kernel. {_REMEDY}")
 
 
 def use_threads(count: int) -> None:

@@ -11,7 +11,7 @@ import torch
 from builders.kernels.triton_runtime import torch_implementations
 from spec_decode.drafter import Strategy, StrategyError, VerifiedTokens
 from spec_decode.sampling.draft_sampler import NO_TOKEN
-from spec_decode.testing.draft_fixture import VOCAB, DraftFixture
+from spec_decode.testing.draft_fixture import DraftFixture
 from spec_decode.testing.outcome import expect
 from spec_decode.trees import DraftTree, DynamicTreeConfig
 
@@ -25,13 +25,13 @@ _FIRST_PAUSED = 1
 def verified_tokens(fixture: DraftFixture, contexts: list[int], temperature: float, round_: int) -> VerifiedTokens:
     """Return the inputs of a round, deterministic per round index."""
     generator = torch.Generator().manual_seed(100 + round_)
-    n, width, hidden = len(contexts), fixture.num_speculative_tokens + 1, fixture.model.config.hidden_size
+    n, width, model = len(contexts), fixture.num_speculative_tokens + 1, fixture.model
     tensors = {
-        "token_ids": torch.randint(0, VOCAB, (n, width), generator=generator),
-        "target_hidden_states": torch.randn(n, width, hidden, generator=generator).to(fixture.spec.dtype),
+        "token_ids": torch.randint(0, model.vocab_size, (n, width), generator=generator),
+        "target_hidden_states": torch.randn(n, width, model.hidden_size, generator=generator).to(fixture.spec.dtype),
         "context_lens": torch.tensor(contexts, dtype=torch.int32),
         "accepted": torch.randint(0, width, (n,), generator=generator, dtype=torch.int32),
-        "next_tokens": torch.randint(0, VOCAB, (n,), generator=generator),
+        "next_tokens": torch.randint(0, model.vocab_size, (n,), generator=generator),
         "temperature": torch.full((n,), temperature),
         "seeds": torch.arange(n) * 7919 + 3,
     }

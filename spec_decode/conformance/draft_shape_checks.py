@@ -7,8 +7,9 @@ from functools import partial
 from spec_decode.conformance.check import Family
 from spec_decode.conformance.coverage import every_strategy
 from spec_decode.conformance.draft_runs import compare, draft, without_interpreter
-from spec_decode.testing.draft_fixture import DraftFixture, StackedBlockDraft
+from spec_decode.testing.draft_fixture import DraftFixture
 from spec_decode.testing.outcome import Measurements
+from spec_decode.testing.plain_draft import PlainBlockDraft
 from spec_decode.testing.subject import Subject
 from spec_decode.trees import DraftTree, DynamicTreeConfig
 
@@ -50,7 +51,7 @@ def strategies_agree_on_blocks(
     subject: Subject, case: tuple[int, int, DraftTree | DynamicTreeConfig | None]
 ) -> Measurements:
     steps, num_reqs, tree = case
-    fixture = DraftFixture.make(subject, num_reqs, steps, kind=StackedBlockDraft)
+    fixture = DraftFixture.make(subject, num_reqs, steps, kind=PlainBlockDraft)
     return {
         "runs_compared": float(sum(compare(partial(draft, fixture, temperature=t, tree=tree))[1] for t in (0.0, 1.0)))
     }

@@ -23,11 +23,10 @@ from spec_decode.conformance.draft_runs import (
 from spec_decode.drafter import Strategy, StrategyError, VerifiedTokens
 from spec_decode.graphs.emulator import HostReadGuard
 from spec_decode.model_api import AttentionInputs
-from spec_decode.models import EagleDraft
 from spec_decode.paged.kv_groups import KVGroup
 from spec_decode.sampling.draft_sampler import NO_TOKEN
 from spec_decode.testing import oracle
-from spec_decode.testing.draft_fixture import MAX_SEQ_LEN, DraftFixture, DraftShape, target_of
+from spec_decode.testing.draft_fixture import MAX_SEQ_LEN, DraftFixture, DraftShape
 from spec_decode.testing.host_reads import expect_no_wait, refuse_cuda_waits
 from spec_decode.testing.outcome import Measurements, Unsupported, expect
 from spec_decode.testing.subject import Subject
@@ -226,7 +225,7 @@ def _dense_logits(
     dtype: torch.dtype,
 ) -> torch.Tensor:
     """Return logits [n, K, V] of each step given the drafted tokens, per request, with the oracle's attention."""
-    model = _dense_model(fixture, dtype)
+    model = fixture.model.on_cpu(dtype)
     rows = []
     for request, context in enumerate(contexts):
         attention = _DenseAttention(context, dtype)
@@ -242,19 +241,6 @@ def _dense_logits(
             ids = [int(drafted[request, step])]
         rows.append(torch.stack(logits))
     return torch.stack(rows).double()
-
-
-def _dense_model(fixture: DraftFixture, dtype: torch.dtype) -> EagleDraft:
-    """Return the fixture's model on the CPU in another precision."""
-    target = target_of(fixture.model.config)
-    model = type(fixture.model)(fixture.model.config, target)
-    model.load_state_dict(fixture.model.state_dict())
-    for copy, shared in zip((target.embed, target.lm_head), fixture.model._shared, strict=True):
-        copy.load_state_dict(shared.state_dict())
-    for parameter in (*target.parameters(), *model.parameters()):
-        parameter.requires_grad_(False)
-        parameter.data = parameter.data.to(dtype)
-    return model
 
 
 @check(

@@ -1,6 +1,5 @@
 """The multi-step drafter: its configuration, its plan, and the strategies that run it."""
 
-from spec_decode.drafter.autotune import Measurement, autotune_strategy
 from spec_decode.drafter.config import DrafterConfig, check_draft
 from spec_decode.drafter.drafter import Drafter, StepMetadata
 from spec_decode.drafter.plan import DraftPlan, StrategyError, plan_draft
@@ -13,12 +12,10 @@ __all__ = [
     "Drafter",
     "DrafterConfig",
     "Drafts",
-    "Measurement",
     "StepMetadata",
     "Strategy",
     "StrategyError",
     "VerifiedTokens",
-    "autotune_strategy",
     "check_draft",
     "plan_draft",
 ]

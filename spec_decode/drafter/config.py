@@ -34,7 +34,7 @@ class DrafterConfig:
     """Memory budget of the graphs in bytes; capture sizes that exceed it are skipped."""
     tree: DraftTree | DynamicTreeConfig | None = None
     """Draft a tree per request, at most K tokens deep, instead of a chain of K tokens."""
-    extend_in_graph: bool = True
+    step_0_in_graph: bool = True
     """False runs step 0 eagerly and the later steps as planned, for comparison; the tokens are the same."""
 
     loop_steps: int = 1

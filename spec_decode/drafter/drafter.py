@@ -21,7 +21,7 @@ from spec_decode.model_api import DraftModel
 from spec_decode.paged.kv_groups import KVGroup
 from spec_decode.paged.step_buffers import StepBuffers
 
-EXTEND, ROUND = "extend", "round"
+STEP_0, ROUND = "step_0", "round"
 """Graph kinds: step 0, and step 0 together with all later steps."""
 
 
@@ -84,7 +84,7 @@ class Drafter:
     @property
     def separate_graph_reason(self) -> str | None:
         """Why a round and the target step after it cannot share a graph; None if they can."""
-        reason = self._step.uncaptured_reason or self._step.extend.plan.host_reason
+        reason = self._step.uncaptured_reason or self._step.step_0.plan.host_reason
         if reason is None and self._later and self._later.separate_graph_reason:
             return f"the draft's strategy is {self.plan.strategy.value}: {self._later.separate_graph_reason}"
         return reason
@@ -101,8 +101,8 @@ class Drafter:
 
         Syncs with the device. A round of one token has only step 0.
         """
-        extend, size = self._step.extend, self._padded()
-        found = {0: StepMetadata(extend, size, extend.metadata_in_use(size, 0))}
+        step_0, size = self._step.step_0, self._padded()
+        found = {0: StepMetadata(step_0, size, step_0.metadata_in_use(size, 0))}
         if (later := self._step.later) and (step := int(later.decode.batch.step)):
             found[step] = StepMetadata(later.decode, size, later.decode.metadata_in_use(size, step))
         return found
@@ -142,7 +142,7 @@ class Drafter:
             self.capture()
             size = self._padded()
         if wanted > 1 and self._round:
-            self._step.extend.replay(self.graphs, ROUND, size)
+            self._step.step_0.replay(self.graphs, ROUND, size)
         else:
             self.launch_step_0(size)
             if wanted > 1:
@@ -152,10 +152,10 @@ class Drafter:
     def launch_step_0(self, size: int) -> None:
         """Run step 0 for `size` padded rows over the round's inputs."""
         step = self._step
-        if step.extend.built_groups:
+        if step.step_0.built_groups:
             step.prepare_step_0(size)
         if self._step.captured:
-            step.extend.replay(self.graphs, EXTEND, size)
+            step.step_0.replay(self.graphs, STEP_0, size)
         else:
             step.run_step_0(size)
 
@@ -228,7 +228,7 @@ class Drafter:
             self.tables.token_limits.copy_(limits)
 
     def _capturables(self) -> Mapping[str, Factory]:
-        found: dict[str, Factory] = {EXTEND: self._step.capturable} if self._step.captured else {}
+        found: dict[str, Factory] = {STEP_0: self._step.capturable} if self._step.captured else {}
         if self._round:
             found[ROUND] = self._round
         elif self._later is not None:

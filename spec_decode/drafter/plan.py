@@ -32,11 +32,6 @@ class DraftPlan(MetadataPlan):
     unsupported: Mapping[Strategy, str]
     """The reason for each strategy that cannot run over these groups."""
 
-    def autotuned(self, strategy: Strategy, reason: str) -> DraftPlan:
-        """Return the plan for another supported strategy, which a measurement chose for this reason."""
-        not_chosen_reason = f"{strategy.value} was measured to be faster"
-        return _plan([group.facts for group in self.groups], self.unsupported, strategy, reason, not_chosen_reason)
-
     def __str__(self) -> str:
         return f"{self.strategy.value}: {self.reason}"
 
@@ -84,15 +79,30 @@ def choose(
         unsupported |= {s: reason for s in Strategy if s.implementation.uses_graphs}
     if at_once:
         unsupported |= {s: _NO_LATER_STEPS for s in Strategy if s.implementation.needs_later_steps}
-    if forced is None:
-        chosen = next(s for s in Strategy if s.implementation.automatic and s not in unsupported)
-        return _plan(groups, unsupported, chosen, chosen.implementation.chosen_because, None)
-    if forced in unsupported:
+    if forced is not None and forced in unsupported:
         raise StrategyError(
             f"strategy {forced.value} cannot run: {unsupported[forced]}. Choose another strategy, or change the "
             "group's backend."
         )
-    return _plan(groups, unsupported, forced, "requested", f"{forced.value} was requested")
+    chosen = forced or next(s for s in Strategy if s.implementation.automatic and s not in unsupported)
+    requested = f"{chosen.value} was requested" if forced else None
+    implementation = chosen.implementation
+    return DraftPlan(
+        strategy=chosen,
+        reason="requested" if forced else implementation.chosen_because,
+        not_chosen=tuple(
+            (s, unsupported.get(s) or requested or s.implementation.drawback) for s in Strategy if s is not chosen
+        ),
+        unsupported=unsupported,
+        groups=tuple(
+            GroupPlan(
+                facts=group,
+                update=implementation.metadata_update(group),
+                uncaptured=implementation.uncaptured_reason(group),
+            )
+            for group in groups
+        ),
+    )
 
 
 def plan_draft(model: DraftModel, groups: Sequence[KVGroup], device: torch.device, config: DrafterConfig) -> DraftPlan:
@@ -105,32 +115,6 @@ def plan_draft(model: DraftModel, groups: Sequence[KVGroup], device: torch.devic
         loop_unsupported_reason=loop_unsupported_reason(device),
         at_once=model.drafts_at_once,
         tree=config.tree is not None,
-    )
-
-
-def _plan(
-    groups: Sequence[GroupFacts],
-    unsupported: Mapping[Strategy, str],
-    strategy: Strategy,
-    reason: str,
-    not_chosen_reason: str | None,
-) -> DraftPlan:
-    """not_chosen_reason: why the other supported strategies were not chosen; None uses the drawback of each."""
-    others = [other for other in Strategy if other is not strategy]
-    implementation = strategy.implementation
-    return DraftPlan(
-        strategy=strategy,
-        reason=reason,
-        not_chosen=tuple((s, unsupported.get(s) or not_chosen_reason or s.implementation.drawback) for s in others),
-        unsupported=unsupported,
-        groups=tuple(
-            GroupPlan(
-                facts=group,
-                update=implementation.metadata_update(group),
-                uncaptured=implementation.uncaptured_reason(group),
-            )
-            for group in groups
-        ),
     )
 
 

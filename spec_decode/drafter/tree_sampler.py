@@ -50,22 +50,22 @@ class TreeSampler(DraftSettings):
         self.draft_logits = torch.zeros(rows, 0, vocab_size, device=device)
         self._step, self._seq_lens = step, seq_lens
 
-    def __call__(self, logits: torch.Tensor, extend_lens: torch.Tensor) -> None:
+    def __call__(self, logits: torch.Tensor, step_0_lens: torch.Tensor) -> None:
         """Grow the trees of the first rows in place; device work only.
 
         - logits       [rows, F, V of the draft]: see DynamicTree.grow
-        - extend_lens  int32 [rows], seq_lens of step 0; a row of 0 proposes nothing
+        - step_0_lens  int32 [rows], seq_lens of step 0; a row of 0 proposes nothing
 
         Raises BatchError, with nothing changed, for logits that do not match the frontier.
         """
         self.tree.grow(logits, temperature=self.temperature[: len(logits)])
-        self.keep(extend_lens)
+        self.keep(step_0_lens)
 
-    def keep(self, extend_lens: torch.Tensor) -> None:
+    def keep(self, step_0_lens: torch.Tensor) -> None:
         """Write the trees of the first rows, as grown since step 0, to the outputs: see __call__."""
-        rows = len(extend_lens)
+        rows = len(step_0_lens)
         lens = torch.minimum(self.draft_lens[:rows], self.num_tokens)
-        lens = lens.where(self._seq_lens[:rows] > 0, lens.clamp(max=1)).masked_fill(extend_lens == 0, 0)
+        lens = lens.where(self._seq_lens[:rows] > 0, lens.clamp(max=1)).masked_fill(step_0_lens == 0, 0)
         kept = self.tree.kept(lens)
         self.draft_tokens[:rows].copy_(kept.draft_tokens)
         self.parents[:rows].copy_(kept.parents)

@@ -49,14 +49,6 @@ class EngineConfig:
     one_graph: bool | None = None
     """Whether one graph holds a whole decode round, draft and target step; the texts are the same. None: yes, if
     nothing in a round needs the host. `Engine.round_plan` has the reason."""
-    autotune: bool = True
-    """On a CUDA device, if the drafter has no strategy: measure the supported ones and use the fastest.
-
-    The first engine of a shape on a machine captures a drafter for each of them in turn, which takes seconds. The
-    result is cached in $ATTN_BACKENDS_CACHE/strategies, by default ~/.cache/attn-backends/strategies, and read from
-    there afterwards. False uses the choice of `spec_decode.drafter.plan.choose`, captures one drafter and writes
-    nothing. On a CPU nothing is measured: emulated graphs have no speed.
-    """
     batch_invariant: bool = False
     """Give every request exactly the tokens that it gets when it runs alone, in any dtype: no reduction order depends
     on the batch. Greedy text then also equals that of plain decoding. It needs backends with the feature

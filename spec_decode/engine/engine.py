@@ -27,7 +27,6 @@ rounding, because kernels can reduce in another order for another batch, and exa
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -38,7 +37,7 @@ import torch
 from builders import RequestTables
 from builders.devices import on_own_device
 from builders.errors import require, require_type
-from spec_decode.drafter import Drafter, DraftPlan, Measurement, autotune_strategy, plan_draft
+from spec_decode.drafter import Drafter, DraftPlan, plan_draft
 from spec_decode.engine.config import EngineConfig, check_models, checked_request, make_pool
 from spec_decode.engine.input_batch import InputBatch
 from spec_decode.engine.outputs import EngineStats, PendingOutputs
@@ -53,7 +52,6 @@ from spec_decode.paged.kv_groups import BackendChoice, KVGroup, make_groups
 from spec_decode.sampling.target_sampler import TopLogprobs
 from spec_decode.verification import Verifier, verifier
 
-_log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
@@ -69,7 +67,7 @@ class Engine:
         *,
         draft_backend: BackendChoice | None = None,
     ) -> None:
-        """Allocate caches and tables, and with `config.autotune` measure the drafter's strategies; capture is separate.
+        """Allocate caches and tables; graphs are captured by `capture`, or by the first step.
 
         draft: needed only to speculate. backend: one for every KV group, or a mapping by group name or a function that
         gives each its own. draft_backend: the draft's choice; None uses backend.
@@ -86,8 +84,6 @@ class Engine:
         self.config = config
         self.pool = make_pool(config, draft)
         self.stats = EngineStats()
-        self.autotuned: Measurement | None = None
-        """The measurement that chose the drafter's strategy, if `config.autotune` did."""
         self.drafter: Drafter | None = None
         self.device = next(target.parameters()).device
         self._vocab_size = target.vocab_size
@@ -160,12 +156,6 @@ class Engine:
             f"capture_sizes end at {max(sizes or [0])}, but up to {most} requests run at once and would have no graph. "
             f"Add {most} to capture_sizes, or leave it out.",
         )
-        # An emulated graph has no speed to measure.
-        if config.strategy is None and self.config.autotune and self.device.type == "cuda":
-            self.autotuned = autotune_strategy(draft, groups, tables, config, plan)
-            _log.info("autotune: %s", self.autotuned.explain())
-            if self.autotuned.wall_us:
-                plan = plan.autotuned(self.autotuned.strategy, self.autotuned.explain())
         return Drafter(draft, groups, tables, config, plan)
 
     @property

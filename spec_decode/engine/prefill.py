@@ -13,8 +13,8 @@ from spec_decode.drafter import Drafter
 from spec_decode.engine.request import RequestState
 from spec_decode.engine.scheduler import Chunk
 from spec_decode.engine.target_runner import TargetRunner
-from spec_decode.sampling import Sampling, sample_target
-from spec_decode.sampling.target_sampler import TopLogprobs, top_logprobs
+from spec_decode.sampling import Sampling
+from spec_decode.sampling.target_sampler import TopLogprobs, sample_target, top_logprobs
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,8 +57,8 @@ class TargetRunner:
     ) -> None:
         """query_len: tokens per row of a step, 1 to decode, 1 + K to verify. trees: they are a root and its tree.
 
-        graph_mode: NONE runs steps eagerly. PIECEWISE runs every group's attention between captured pieces; the other
-        modes only that of groups that cannot be captured. `plan` has the reasons.
+        graph_mode: NONE runs steps eagerly. PIECEWISE runs every group's attention between captured pieces; FULL only
+        that of groups that cannot be captured. `plan` has the reasons.
         """
         self.model = model
         self._products = products_of(model, groups)

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from spec_decode.drafter import Drafter
 from spec_decode.engine.input_batch import InputBatch
 from spec_decode.engine.target_runner import TargetForward, TargetRunner
-from spec_decode.sampling import sample_target
+from spec_decode.sampling.target_sampler import sample_target
 from spec_decode.trees import TreeBatch
 from spec_decode.verification import TreeSampling, Verifier, VerifyOutput
 

@@ -12,20 +12,28 @@ from rich.progress import track
 
 from builders import BatchError, CaptureConstants
 from builders.devices import on_device
-from spec_decode.graphs import cuda_loop
-from spec_decode.graphs.cuda import CudaRuntime
-from spec_decode.graphs.emulator import EmulatedRuntime
 from spec_decode.graphs.runtime import CaptureError, Graph, GraphRuntime, SplitOp
 
 
 def runtime_for(device: torch.device) -> GraphRuntime:
     """Return a runtime for the device, with its own memory pool."""
-    return CudaRuntime(device) if device.type == "cuda" else EmulatedRuntime()
+    # Only the device's own is loaded: no emulator beside CUDA graphs, and no CUDA graphs on a CPU.
+    if device.type == "cuda":
+        from spec_decode.graphs.cuda import CudaRuntime
+
+        return CudaRuntime(device)
+    from spec_decode.graphs.emulator import EmulatedRuntime
+
+    return EmulatedRuntime()
 
 
 def loop_unsupported_reason(device: torch.device) -> str | None:
     """Return why no loop can be captured on the device, and the remedy; None if one can."""
-    return cuda_loop.unsupported_reason() if device.type == "cuda" else None
+    if device.type != "cuda":
+        return None
+    from spec_decode.graphs import cuda_loop
+
+    return cuda_loop.unsupported_reason()
 
 
 class GraphKey(NamedTuple):

@@ -46,7 +46,7 @@ class Settings(TypedDict, total=False):
     """Further settings. EngineConfig explains verification, batch_invariant and page_size, DrafterConfig tree.
 
     - draft_weights  "fp8": the draft's matrix products read 8-bit weights, see the guide; None: as loaded
-    - strategy       how the later steps of a round run, see the guide; None: the fastest, which on a CPU is eager
+    - strategy       how the later steps of a round run; None: on a CPU eager, else by the rule in the guide
     - max_model_len  the most tokens of a prompt and its text; 4,096, or fewer if a model has fewer positions
     - max_num_seqs   the most prompts that run at once; 8. The others wait
     - max_logprobs   the most logprobs that a prompt can request; 0
@@ -432,6 +432,6 @@ def _strategy(strategy: str | Strategy | None) -> Strategy | None:
     except ValueError as error:
         names = [each.value for each in Strategy]
         raise BatchError(
-            f"strategy is {strategy!r}. Pass one of {', '.join(names)}, or None for the fastest that can run."
+            f"strategy is {strategy!r}. Pass one of {', '.join(names)}, or None for the default."
             f"{did_you_mean(str(strategy), names)}"
         ) from error

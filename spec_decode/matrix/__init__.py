@@ -4,7 +4,6 @@ from spec_decode.conformance.report import Claim
 from spec_decode.matrix.answer import Answer, answer_question
 from spec_decode.matrix.cells import Cell, Note, Run, RunEvidence, Status, evidence_of
 from spec_decode.matrix.columns import Column
-from spec_decode.matrix.markdown import to_markdown
 from spec_decode.matrix.model import SCHEMA, Matrix, MatrixRow, build_matrix, to_json
 from spec_decode.matrix.page import to_html
 from spec_decode.matrix.question import Question
@@ -30,6 +29,5 @@ __all__ = [
     "evidence_of",
     "to_html",
     "to_json",
-    "to_markdown",
     "to_table",
 ]

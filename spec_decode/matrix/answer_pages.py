@@ -8,9 +8,8 @@ from spec_decode.matrix.acceptance import Acceptance, Support
 from spec_decode.matrix.answer import Answer, BackendAnswer, Near
 from spec_decode.matrix.axes import SPEC
 from spec_decode.matrix.cells import Run
-from spec_decode.matrix.numbered import age_text
 from spec_decode.matrix.page import style, template
-from spec_decode.matrix.text import counted, plain
+from spec_decode.matrix.text import age_text, counted, plain
 
 _SHOWN = 6
 """Groups of checks that a terminal shows of a backend."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import groupby
 
 import msgspec
 
@@ -89,3 +90,8 @@ def _rank(tag: str) -> tuple[int, int, int, str]:
         int(value) if value.isdecimal() and len(value) < 10 else 0,
         tag,
     )
+
+
+def grouped(columns: Sequence[Column]) -> list[tuple[str, list[Column]]]:
+    """Return the titles of the groups with their columns."""
+    return [(title, list(found)) for title, found in groupby(columns, key=lambda column: column.group)]

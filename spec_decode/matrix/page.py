@@ -15,11 +15,19 @@ import msgspec
 from markupsafe import Markup
 
 from spec_decode.matrix.cells import OLDER, Status
+from spec_decode.matrix.columns import grouped
 from spec_decode.matrix.model import Matrix
-from spec_decode.matrix.numbered import HOW_TO_READ, age_text, grouped, time_text, verdict_text
 from spec_decode.matrix.speed import TITLES, Bar, Panel
-from spec_decode.matrix.text import counted, plain
+from spec_decode.matrix.text import age_text, counted, plain
+from spec_decode.tools.timing_limit import verdict
 
+_HOW_TO_READ = (
+    "What each backend claims, and what its checks showed. A count such as 72/72 is checks passed of checks run, "
+    "without rejections; 0.4x means that the worst error was 0.4 of its budget, which is twice the error of a "
+    "low-precision reference. Runs are never averaged: 67/67 + 1/1 are the checks of two runs. The newest result of "
+    f"each check counts, and earlier ones that disagree follow. {OLDER} marks evidence from older source: it is dated, "
+    "not withdrawn."
+)
 WIDTH = 300.0
 ROW = 34.0
 """Height of a bar with its label above it."""
@@ -103,7 +111,20 @@ def _short(us: float) -> str:
 
 def _description(bar: Bar) -> str:
     floor = f", floor {bar.floor:.4g}" if bar.floor is not None else ""
-    return f"{bar.label}{' (peer)' if bar.peer else ''} {time_text(bar)}{floor} {verdict_text(bar)}".strip()
+    return f"{bar.label}{' (peer)' if bar.peer else ''} {_time_text(bar)}{floor} {_verdict_text(bar)}".strip()
+
+
+def _time_text(bar: Bar) -> str:
+    """Format the median and range."""
+    if bar.us is None:
+        return "no launch"
+    return f"{bar.us.p50:.4g} [{bar.us.p20:.4g} to {bar.us.p80:.4g}]"
+
+
+def _verdict_text(bar: Bar) -> str:
+    """Format the limits, and whether they are met."""
+    limits, met = verdict(bar.limits)
+    return limits and f"{limits}: {'met' if met else 'not judged' if met is None else 'missed'}"
 
 
 _FOLDER = Path(__file__).parent / "templates"
@@ -120,14 +141,14 @@ def to_html(matrix: Matrix) -> str:
         devices=[(device, list(rows)) for device, rows in groupby(matrix.rows, key=lambda row: row.device)],
         backends=sorted({row.backend for row in matrix.rows}),
         statuses=list(Status),
-        how_to_read=HOW_TO_READ,
+        how_to_read=_HOW_TO_READ,
         opened={next((i for i, s in enumerate(matrix.speed) if s.title == title), None) for title in TITLES.values()},
         plot=plot,
         width=WIDTH,
         counted=counted,
         age_text=age_text,
-        time_text=time_text,
-        verdict_text=verdict_text,
+        time_text=_time_text,
+        verdict_text=_verdict_text,
         style=style(),
         script=Markup(script),
         script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),

@@ -251,7 +251,7 @@ def _follow(document: Any, kind: Any, where: str) -> Any:
         return msgspec.convert(document, kind)
     except msgspec.ValidationError as error:
         raise ReportError(
-            f"{where} does not follow its schema: {error}. Run the command that made it again."
+            f"{where} does not follow {_schema(document)}: {error}. Run the command that made it again."
         ) from error
 
 

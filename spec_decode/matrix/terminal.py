@@ -9,13 +9,12 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from spec_decode.matrix.cells import Cell, Status
-from spec_decode.matrix.columns import Column
+from spec_decode.matrix.cells import OLDER, Cell, Note, Status
+from spec_decode.matrix.columns import Column, grouped
 from spec_decode.matrix.covered import AXES, UNRECORDED, Covered, shown
 from spec_decode.matrix.drafters import DraftCell
 from spec_decode.matrix.model import Matrix, MatrixRow
-from spec_decode.matrix.numbered import Notes, draft_lines, grouped
-from spec_decode.matrix.text import note_text, plain, plain_lines
+from spec_decode.matrix.text import counted, note_text, plain, plain_lines
 
 _STYLES = {
     Status.VERIFIED: "green",
@@ -25,11 +24,39 @@ _STYLES = {
     Status.UNKNOWN: "dim",
 }
 
+_REFUSALS_ONLY = frozenset({Status.REFUSED, Status.UNKNOWN, Status.CLAIMED})
+"""Cells whose notes are rejections at most: one reason is enough."""
+
+
+class _Notes:
+    """Numbers for reasons in order of first use; the same outcome with the same reason has one number."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[tuple[str, str], tuple[Note, int]] = {}
+
+    @property
+    def all(self) -> dict[Note, int]:
+        """Each reason as it was first seen, with its number."""
+        return dict(self._numbers.values())
+
+    def marks(self, cell: Cell) -> list[str]:
+        """Return marks for the numbers of a cell's reasons: all failures, or the first rejection."""
+        notes = [
+            note
+            for evidence in (*cell.evidence, *(cell.earlier if cell.conflict else ()))
+            for note in evidence.notes[: 1 if evidence.status in _REFUSALS_ONLY else None]
+        ]
+        return list(dict.fromkeys(f"^{self._number(note)}" for note in notes))
+
+    def _number(self, note: Note) -> int:
+        key = (note.outcome, note.reason)
+        return self._numbers.setdefault(key, (note, len(self._numbers) + 1))[1]
+
 
 def to_table(matrix: Matrix) -> RenderableType:
     """Render a table for each group of columns, why rows are stale, the drafters, the numbered reasons, and the
     runs."""
-    notes = Notes()
+    notes = _Notes()
     tables: list[RenderableType] = [_group(matrix, title, found, notes) for title, found in grouped(matrix.columns)]
     tables = tables or [_table("no evidence", ["backend"])]
     tables += [_stale(matrix)] if any(row.stale for row in matrix.rows) else []
@@ -61,7 +88,7 @@ def _table(title: str, columns: Iterable[str]) -> Table:
     return table
 
 
-def _group(matrix: Matrix, title: str, columns: Sequence[Column], notes: Notes) -> Table:
+def _group(matrix: Matrix, title: str, columns: Sequence[Column], notes: _Notes) -> Table:
     table = _table(plain(title), ["backend", *(column.label for column in columns)])
     for row in matrix.rows:
         table.add_row(_who(row), *(_cell(row.cells[column.tag], notes) for column in columns))
@@ -78,7 +105,7 @@ def _stale(matrix: Matrix) -> RenderableType:
     return Text("\n".join(["Stale", *lines, ""]))
 
 
-def _cell(cell: Cell, notes: Notes) -> Text:
+def _cell(cell: Cell, notes: _Notes) -> Text:
     return Text(" ".join([plain(cell.text), *notes.marks(cell)]), style=_STYLES.get(cell.status, ""))
 
 
@@ -92,10 +119,30 @@ def _drafters(matrix: Matrix) -> Table:
 
 def _draft_cell(cell: DraftCell | None) -> Text:
     style = _STYLES.get(cell.status if cell else Status.UNKNOWN, "")
-    return Text("\n".join(map(plain, draft_lines(cell))), style=style)
+    return Text("\n".join(map(plain, _draft_lines(cell))), style=style)
 
 
-def _reasons(notes: Notes) -> RenderableType:
+def _draft_lines(cell: DraftCell | None) -> list[str]:
+    """Describe a drafter's cell: its status, parity and kept tokens by shape, the first host time, or the rejection."""
+    if cell is None:
+        return [Status.UNKNOWN.value]
+    lines = [cell.status.value + (OLDER if cell.changed else "")] + [
+        f"K {found.num_speculative_tokens}, T {found.temperature:g}: "
+        f"{found.unlike_eager} of {counted(found.prompts, 'prompt')} differ from eager"
+        + (f", {found.unlike_plain} from plain decoding" if found.unlike_plain is not None else "")
+        + (f", {found.unlike_alone} from running alone" if found.unlike_alone is not None else "")
+        + (f", {found.accepted:.2f} tokens accepted" if found.accepted is not None else "")
+        for found in cell.parity
+    ]
+    lines += [
+        f"host {host.us.p50:.0f} us [{host.us.p20:.0f} to {host.us.p80:.0f}] per round, "
+        f"{counted(host.num_reqs, 'request')}, K {host.num_speculative_tokens}"
+        for host in cell.host[:1]
+    ]
+    return lines + ([cell.refusal] if cell.refusal else [])
+
+
+def _reasons(notes: _Notes) -> RenderableType:
     text = Text("Reasons\n")
     for note, number in notes.all.items():
         text.append(f"^{number} {' / '.join(plain_lines(note_text(note)))}\n")

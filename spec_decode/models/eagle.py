@@ -5,8 +5,6 @@ Legend: T tokens, H hidden size, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from attn_backends.kernels.rope import Rope
@@ -17,7 +15,7 @@ from spec_decode.models.decoder_config import DecoderConfig, read_decoder, state
 from spec_decode.models.decoder_weights import read_parameters
 from spec_decode.models.draft import HiddenStatesDraft, check_target, decoder_fields
 from spec_decode.models.draft_vocabulary import DraftVocabulary, read_vocabulary
-from spec_decode.models.layers.decoder_layer import DecoderLayer, LatentDecoderLayer, LayerOptions, ResidualLayer
+from spec_decode.models.layers.decoder_layer import DecoderLayer, LatentDecoderLayer, LayerOptions
 from spec_decode.models.layers.linear import EmbedLinear, ResidualStream, joined
 from spec_decode.models.layers.rms_norm import RMSNorm
 from spec_decode.models.layers.rope import RotaryEmbedding
@@ -47,11 +45,6 @@ class EagleDraft(KeptRowsDraft):
         self._shared = (target.embed, target.lm_head)
         self.head = TargetHead(target)
 
-    @property
-    def stack(self) -> Sequence[ResidualLayer]:
-        """The layers, in order."""
-        return (self.layer,)
-
     def layer_groups(self, page_size: int) -> list[LayerGroup]:
         """Return the one layer in one group."""
         return self.config.layer_groups(page_size, self.norm.weight.dtype)
@@ -65,11 +58,8 @@ class EagleDraft(KeptRowsDraft):
         keep: KeepRows | None = None,
     ) -> torch.Tensor:
         """Return normed hidden states [T, H] for token_ids and positions, int64 [T], and hidden [T, H]."""
-        x, delta, rope = self.fuse(token_ids, self._shared[0].weight, hidden), None, self.rotary(positions)
-        *others, last = self.stack
-        for layer in others:
-            x, delta = layer(x, delta, rope, attention)
-        x, delta = last(x, delta, rope, attention, keep)
+        x = self.fuse(token_ids, self._shared[0].weight, hidden)
+        x, delta = self.layer(x, None, self.rotary(positions), attention, keep)
         hidden_states: torch.Tensor = self.norm(x, delta)[1]
         return hidden_states
 

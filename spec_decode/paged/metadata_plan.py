@@ -10,22 +10,15 @@ from builders import AdvanceLevel, AdvanceSupport, GraphSupport, HostLengths
 
 
 class GraphMode(str, Enum):
-    """Where a target model uses graphs, in vLLM's terms, and what follows for its drafter.
-
-    NONE turns the drafter's graphs off. Under every other mode the drafter captures all that its own groups allow:
-    later steps by the chosen strategy, and step 0 if every group can capture a uniform batch, because all its queries
-    are 1 + K tokens long.
-    """
+    """What the graphs of a target's or a drafter's steps hold."""
 
     NONE = "none"
+    """Nothing: every step runs eagerly."""
     PIECEWISE = "piecewise"
-    """The target's attention runs outside its graphs. That follows from the target's backend; the drafter decides from
-    its own groups."""
+    """The target's step without its attention, which runs between the pieces of the graph. Means FULL for a drafter."""
     FULL = "full"
-    FULL_DECODE_ONLY = "full_decode_only"
-    """Full graphs for uniform batches of one or 1 + K tokens per request, the only batches in a drafter's round."""
-    FULL_AND_PIECEWISE = "full_and_piecewise"
-    """Full graphs for uniform batches, piecewise graphs for mixed batches, which a drafter's round never contains."""
+    """All that the groups allow. A target's step, and step 0 of a draft, needs groups that can capture a uniform batch:
+    all its queries are 1 + K tokens long. Later steps are captured by the drafter's strategy."""
 
 
 class MetadataUpdate(str, Enum):
@@ -135,8 +128,8 @@ class MetadataPlan:
 def plan_uniform_step(groups: Sequence[GroupFacts], query_len: int, graph_mode: GraphMode) -> MetadataPlan:
     """Plan one step over query_len tokens of every request with no step after it: a target's step, or step 0.
 
-    NONE runs it eagerly. PIECEWISE runs the attention of every group between the pieces of a graph; every other mode
-    does so only for groups that cannot capture a batch of this shape.
+    NONE runs it eagerly. PIECEWISE runs the attention of every group between the pieces of a graph; FULL does so only
+    for groups that cannot capture a batch of this shape.
     """
     needed = GraphSupport.UNIFORM_BATCH if query_len > 1 else GraphSupport.SINGLE_TOKEN_DECODE
 

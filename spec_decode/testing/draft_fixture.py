@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Any, cast
+from typing import Any
 
 import torch
-from torch import nn
 
 from builders import AttentionKind, AttentionSpec, RequestTables
 from spec_decode.drafter import Drafter, DrafterConfig, Strategy
-from spec_decode.model_api import BlockDraft, LayerGroup
-from spec_decode.models import EagleDraft, LatentConfig, LlamaTarget, ModelConfig
-from spec_decode.models.layers.decoder_layer import ResidualLayer
+from spec_decode.model_api import LayerGroup
 from spec_decode.paged.kv_groups import KVGroup, make_group
 from spec_decode.testing.batches import with_trees
+from spec_decode.testing.plain_draft import PlainDraft
 from spec_decode.testing.specs_run import note_spec
 from spec_decode.testing.subject import Subject
 
 MAX_SEQ_LEN = 96
-VOCAB = 40
 _WINDOWS = 4
 """Sliding windows in the longest request."""
 
@@ -36,32 +33,12 @@ class DraftShape(Enum):
     """Two one-layer groups of one spec, plus one without the window if the backend supports that."""
 
 
-class StackedDraft(EagleDraft):
-    """The draft with as many layers as its config says."""
-
-    def __init__(self, config: ModelConfig, target: LlamaTarget) -> None:
-        super().__init__(config, target)
-        self.more = nn.ModuleList(type(self.layer)(config, index) for index in range(1, config.num_layers))
-
-    @property
-    def stack(self) -> Sequence[ResidualLayer]:
-        """See EagleDraft."""
-        return (self.layer, *cast(Iterable[ResidualLayer], self.more))
-
-
-class StackedBlockDraft(BlockDraft, StackedDraft):
-    """The same layers as a draft that proposes all tokens at once."""
-
-    mask_token_id = 1
-
-
 @dataclass(frozen=True, slots=True)
 class DraftFixture:
     """A model on the backend with n requests; all random values are drawn from fixed seeds."""
 
     subject: Subject
-    layer_groups: tuple[LayerGroup, ...]
-    model: StackedDraft
+    model: PlainDraft
     num_reqs: int
     num_speculative_tokens: int
     max_seq_len: int = MAX_SEQ_LEN
@@ -76,7 +53,7 @@ class DraftFixture:
         shape: DraftShape = DraftShape.ONE,
         *,
         trees: bool = False,
-        kind: type[StackedDraft] = StackedDraft,
+        kind: type[PlainDraft] = PlainDraft,
         max_seq_len: int = MAX_SEQ_LEN,
         page_size: int | None = None,
     ) -> DraftFixture:
@@ -92,9 +69,13 @@ class DraftFixture:
                 subject.require_supported(group.spec)
         for group in groups:
             note_spec(group.spec)
-        num_layers = sum(len(group.layers) for group in groups)
-        model = _draft_model(kind, groups[0].spec, subject.device, max_seq_len, num_layers)
-        return cls(subject, groups, model, num_reqs, num_speculative_tokens, max_seq_len)
+        model = kind(groups, max_seq_len + 32, subject.device)
+        return cls(subject, model, num_reqs, num_speculative_tokens, max_seq_len)
+
+    @property
+    def layer_groups(self) -> tuple[LayerGroup, ...]:
+        """The model's groups."""
+        return self.model.groups
 
     @property
     def spec(self) -> AttentionSpec:
@@ -180,43 +161,6 @@ def _layer_groups(subject: Subject, shape: DraftShape, spec: AttentionSpec) -> t
     whole = replace(spec, sliding_window=None)
     specs = [spec, spec, *([whole] if whole != spec and subject.backend.supports(whole, subject.device) else [])]
     return tuple(LayerGroup(name=f"draft {i}", spec=each, layers=(i,)) for i, each in enumerate(specs))
-
-
-def _draft_model(
-    kind: type[StackedDraft], spec: AttentionSpec, device: torch.device, max_seq_len: int, num_layers: int
-) -> StackedDraft:
-    """Make a draft with that attention for requests of max_seq_len tokens; its weights are always the same."""
-    config = ModelConfig(
-        vocab_size=VOCAB,
-        hidden_size=64,
-        intermediate_size=96,
-        num_layers=num_layers,
-        num_q_heads=spec.num_q_heads,
-        num_kv_heads=spec.num_kv_heads,
-        head_dim=spec.head_dim,
-        max_positions=max_seq_len + 32,
-        sliding_window=spec.sliding_window,
-        latent=LatentConfig(rope_dim=16, q_rank=32, out_rank=32, value_dim=spec.value_dim, sinks=spec.sinks)
-        if spec.kind is AttentionKind.MLA
-        else None,
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        target = target_of(config)
-        draft = kind(config, target)
-        for parameter in (*target.parameters(), *draft.parameters()):
-            parameter.requires_grad_(False).mul_(2.0)
-        for name, parameter in draft.named_parameters():
-            if name.endswith("sinks"):
-                parameter.normal_()
-    for parameter in (*target.parameters(), *draft.parameters()):
-        parameter.data = parameter.data.to(device, spec.dtype)
-    return draft.to(device)
-
-
-def target_of(config: ModelConfig) -> LlamaTarget:
-    """Make a target that shares its embedding and head with the draft; it has no layers, because none is run."""
-    return LlamaTarget(replace(config, num_layers=0, latent=None))
 
 
 def _noisy_group(subject: Subject, spec: AttentionSpec, num_pages: int, layers: Sequence[int]) -> KVGroup:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from builders import AttentionBatch
-from builders.flashmla_dense import FlashMlaDenseBuilder
+from builders.flashmla import FlashMlaBuilder
 from spec_decode.conformance import ConformanceFailure, check_backend
 from spec_decode.graphs import runtime_for
 from spec_decode.testing.outcome import Outcome
@@ -34,7 +34,7 @@ def test_it_passes_the_kit_and_attention_is_right(backend):
 
 
 def test_rows_of_many_query_tokens_are_attended_to_in_chunks(backend, monkeypatch):
-    monkeypatch.setattr(FlashMlaDenseBuilder, "_MAX_TOKENS", 3)
+    monkeypatch.setattr(FlashMlaBuilder, "_MAX_TOKENS", 3)
     checks = ("numerics.*", "builder.advance_attends_right", "graph.replay_equals_eager")
     telling = telling_checks(backend, *(f"{check}[[]base-*" for check in checks))
     report = check_backend(backend, device=CPU, checks=telling)
@@ -82,9 +82,9 @@ def ragged() -> AttentionBatch:
 
 @pytest.mark.parametrize(("causal", "lens"), [(True, [5, 7, 70, 0, 0]), (False, [7, 7, 70, 0, 0])])
 def test_a_chunk_sees_its_row_up_to_its_last_token(causal, lens, monkeypatch):
-    monkeypatch.setattr(FlashMlaDenseBuilder, "_MAX_TOKENS", 3)
+    monkeypatch.setattr(FlashMlaBuilder, "_MAX_TOKENS", 3)
     spec = make_spec(num_q_heads=4, num_kv_heads=1, head_dim=576, page_size=64, causal=causal)
-    builder = FlashMlaDenseBuilder(spec, CPU, max_reqs=3, max_tokens=10, max_seq_len=128)
+    builder = FlashMlaBuilder(spec, CPU, max_reqs=3, max_tokens=10, max_seq_len=128)
     batch = ragged()
     metadata = builder.build(batch)
     assert [chunk[:3] for chunk in metadata.chunks] == [(0, 0, 3), (0, 3, 5), (1, 5, 6), (2, 6, 9), (2, 9, 10)]
@@ -99,14 +99,14 @@ def test_a_chunk_sees_its_row_up_to_its_last_token(causal, lens, monkeypatch):
 def test_a_batch_that_one_call_serves_is_views_of_it():
     spec = make_spec(num_q_heads=4, num_kv_heads=1, head_dim=576, page_size=64)
     batch = replace(ragged(), uniform=True, num_tokens=15)
-    metadata = FlashMlaDenseBuilder(spec, CPU, max_reqs=3, max_tokens=15, max_seq_len=128).build(batch)
+    metadata = FlashMlaBuilder(spec, CPU, max_reqs=3, max_tokens=15, max_seq_len=128).build(batch)
     assert metadata.chunks == () and metadata.kv_lens is batch.seq_lens
 
 
 def test_a_build_of_rows_of_one_length_waits_for_nothing_when_it_is_cut_into_chunks(monkeypatch):
-    monkeypatch.setattr(FlashMlaDenseBuilder, "_MAX_TOKENS", 3)
+    monkeypatch.setattr(FlashMlaBuilder, "_MAX_TOKENS", 3)
     spec = make_spec(num_q_heads=4, num_kv_heads=1, head_dim=576, page_size=64)
-    builder, found = FlashMlaDenseBuilder(spec, CPU, max_reqs=3, max_tokens=15, max_seq_len=128), []
+    builder, found = FlashMlaBuilder(spec, CPU, max_reqs=3, max_tokens=15, max_seq_len=128), []
     batch = replace(ragged(), uniform=True, num_tokens=15, host_query_lens=None)
     runtime_for(CPU).capture(lambda: found.append(builder.build(batch)))
     spans = [(start, end) for row in (0, 5, 10) for start, end in ((row, row + 3), (row + 3, row + 5))]

@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from attn_backends import BrokenBackend, KVCache, registry
+from attn_backends.flashmla_package import SPARSE, load_flashmla
 from attn_backends.kernels.fp8_ds_mla import TOKEN_BYTES
 from builders import AttentionKind, AttentionSpec, BatchError
-from builders.flashmla import FlashMlaMetadata, FlashMlaSchedule, FlashMlaSparseBuilder, load_flashmla
+from builders.flashmla_sparse import FlashMlaSchedule, FlashMlaSparseMetadata
 from tests.attn_backends.packages_on_disk import packages_on_disk, versions
 from tests.backends_over_stand_ins import unloaded
 from tests.factories import CPU
@@ -57,7 +58,7 @@ def make_spec(fp8: bool) -> AttentionSpec:
 def test_either_package_brings_it_and_of_both_its_own(installed: list[str], taken: str, install: Install) -> None:
     for module in installed:
         install(module)
-    assert load_flashmla().__name__ == taken
+    assert load_flashmla(SPARSE).__name__ == taken
 
 
 def test_with_neither_the_refusal_says_what_brings_it(install: Install) -> None:
@@ -97,8 +98,8 @@ def test_dense_decode_needs_a_release_that_schedules_in_its_calls(install: Insta
         registry.get("flashmla")
 
 
-def make_metadata(schedule: object) -> FlashMlaMetadata:
-    return FlashMlaMetadata(
+def make_metadata(schedule: object) -> FlashMlaSparseMetadata:
+    return FlashMlaSparseMetadata(
         num_reqs=2, num_tokens=2, max_query_len=1, max_seq_len=2,
         query_start_loc=torch.arange(3, dtype=torch.int32), seq_lens=torch.ones(2, dtype=torch.int32),
         block_table=torch.zeros(2, 4, dtype=torch.int32), slot_mapping=torch.zeros(2, dtype=torch.int64),
@@ -112,11 +113,11 @@ QUERY = torch.zeros(2, 64, 512, dtype=torch.bfloat16)
 
 @pytest.mark.parametrize("fp8", [True, False])
 @pytest.mark.parametrize("module", [OWN, VLLM])
-def test_builder_and_backend_call_the_same_module(module: str, fp8: bool, install: Install) -> None:
+def test_schedule_and_forward_call_the_same_module(module: str, fp8: bool, install: Install) -> None:
     install(module)
     backend, spec = registry.get("flashmla_sparse"), make_spec(fp8)
-    builder = FlashMlaSparseBuilder(spec, CPU, max_reqs=2, max_tokens=2, max_seq_len=256)
-    schedule = builder._make_schedule(2)
+    builder = backend.builder(spec, CPU, max_reqs=2, max_tokens=2, max_seq_len=256)
+    schedule = builder.make_schedule(2)
     page = torch.zeros(3, 64, 1, TOKEN_BYTES if fp8 else 512, dtype=torch.uint8 if fp8 else torch.bfloat16)
     metadata = make_metadata(schedule)
     out = backend.forward(QUERY, KVCache(page, page), metadata, spec=spec)

@@ -160,8 +160,8 @@ def test_step_0_outside_its_graph_says_the_same(strategy, with_step_0, later):
     pair, requests = make_pair(make_config(hidden_size=64, head_dim=64)), replace(TINY, output=9).requests(2)
     requests = [replace(request, prompt=[token % 20 for token in request.prompt]) for request in requests]
     options = {"strategy": strategy, "verification": "rejection", "one_graph": False}
-    engines = [make_engine(pair, extend_in_graph=on, **options) for on in (True, False)]
+    engines = [make_engine(pair, step_0_in_graph=on, **options) for on in (True, False)]
     inside, outside = ([g.token_ids for g in engine.generate(requests)] for engine in engines)
     assert inside == outside
     kinds = [{report.key.kind for report in engine.drafter.graphs.reports} for engine in engines]
-    assert kinds == [{"extend", with_step_0}, {later}]
+    assert kinds == [{"step_0", with_step_0}, {later}]

@@ -4,13 +4,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from builders import FlashAttn3Builder, TritonPagedBuilder, flash_attn3, paged
+from builders import FlashAttn3Builder, TritonPagedBuilder, flash_attn3, triton_paged
 from tests.factories import CPU, make_spec
 
 
 @pytest.fixture(autouse=True)
 def an_h200(monkeypatch):
-    for module in (flash_attn3, paged):
+    for module in (flash_attn3, triton_paged):
         monkeypatch.setattr(module, "num_sms", lambda device: 132)
 
 

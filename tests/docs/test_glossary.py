@@ -1,4 +1,4 @@
-"""The glossary's terms exist in the code, and retired words exist nowhere."""
+"""The glossary's terms exist in the code, and each is explained once."""
 
 from __future__ import annotations
 
@@ -7,10 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable
 
-import pytest
-
 from tests.import_graph import ROOT, module_files, parsed
-from tests.retired_words import files, retired
 
 GLOSSARY = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")
 
@@ -58,34 +55,3 @@ def test_no_term_is_explained_twice() -> None:
     explained = [term for term, _ in terms(GLOSSARY)]
     assert len(explained) > 40
     assert sorted(explained) == sorted(set(explained))
-
-
-def test_no_file_has_a_retired_word() -> None:
-    found = {name: words for name, text in files() if (words := retired(name, text))}
-    assert found == {}
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "found"),
-    [
-        ("builders/a.py", "weak_groups = 1", True),
-        ("builders/a.py", "class WeakGroup: ...", True),
-        ("builders/a.py", "def f(*, keep_last): ...", True),
-        ("builders/a.py", "self.upkeep = 1", True),
-        ("builders/a.py", "f(scene=1)", True),
-        ("builders/weak.py", "", True),
-        ("builders/a.py", "# A weak group.", True),
-        ("builders/a.py", '"""A Weak group."""', True),
-        ("spec_decode/engine/a.py", "class Rows: ...", True),
-        ("tests/spec_decode/engine/test_a.py", "def test_a_verdict_is_read_late(): ...", True),
-        ("docs/a.md", "The target's pass", True),
-        ("docs/a.md", "a verdict", True),
-        ("builders/a.py", "import weakref\nweakref.ref(x)", False),
-        ("builders/a.py", "class Rows: ...", False),
-        ("builders/a.py", "path.join(a)\nF.one_hot(x)", False),
-        ("attn_backends/a.py", "verdict = explain(spec)", False),
-        ("docs/a.md", "pass it on, and join the others outside", False),
-    ],
-)
-def test_a_retired_word_is_found_and_no_other_use_of_its_letters(name: str, text: str, found: bool) -> None:
-    assert bool(retired(name, text)) is found

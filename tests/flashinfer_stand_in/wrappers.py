@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from builders.paged import num_sms
+from builders.devices import num_sms
 from tests.builders.flashinfer.host_planner import HostPlan, plan_cuda_cores, plan_tensor_cores
 from tests.flashinfer_stand_in.kernels import attend
 from tests.flashinfer_stand_in.planning import plan_once, write_plan

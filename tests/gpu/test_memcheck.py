@@ -153,8 +153,8 @@ class HostLoop:
 def serve(verification: str, mode: GraphMode, device: torch.device) -> busy_engine.BusyRun:
     """Serve requests of every kind with a small engine of the shipped pair and one verifier."""
     requests = busy_engine.make_requests(REQUESTS, random.Random(0))
-    options = {"graph_mode": mode, "autotune": False}
-    return busy_engine.serve(busy_engine.load_pair(device), verification, requests, random.Random(0), **options)
+    pair, rng = busy_engine.load_pair(device), random.Random(0)
+    return busy_engine.serve(pair, verification, requests, rng, graph_mode=mode)
 
 
 def jobs_per_gpu() -> int:

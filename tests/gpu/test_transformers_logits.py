@@ -257,11 +257,9 @@ def speculation_row(subject: ModelUnderTest, backend: AttentionBackend, mode: Gr
 
 
 def _engine(subject: ModelUnderTest, draft: DraftModel | None, backend: AttentionBackend, mode: GraphMode) -> Engine:
-    # Measuring which strategy is the fastest would take longer than the run.
     config = engine_config(
         num_speculative_tokens=DRAFT_TOKENS if draft else 0,
         graph_mode=mode,
-        autotune=False,
         max_num_seqs=4,
         max_model_len=LENGTH,
         page_size=PAGE,

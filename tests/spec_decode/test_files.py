@@ -1,5 +1,6 @@
 """A file written by several processes is always one of theirs, complete."""
 
+import json
 import os
 import subprocess
 import sys
@@ -7,7 +8,7 @@ import sys
 import msgspec
 import pytest
 
-from spec_decode.files import write_whole
+from spec_decode.files import ReportError, report_bytes, require_unedited, write_whole
 
 WRITER = """
 import sys
@@ -75,8 +76,11 @@ def test_a_pipe_with_a_reader_is_written_to(tmp_path):
     os.close(reader)
 
 
-@pytest.mark.parametrize(("asked", "said"), [(["absent.json"], "cannot read"), ([], "expected one FILE, got 0.")])
-def test_what_cannot_be_printed_is_said_in_one_line(asked, said, tmp_path):
-    command = [sys.executable, "-m", "spec_decode.files", *(str(tmp_path / name) for name in asked)]
-    found = subprocess.run(command, capture_output=True, text=True)
-    assert found.returncode == 1 and found.stderr.startswith(f"error: {said}") and found.stderr.count("\n") == 1
+def test_report_bytes_hold_the_document_and_its_seal():
+    document = {"schema": "x/1", "sources": {"parts": {"numerics": [0, 1, 2]}}, "rows": [{"us": 1.5}, {"us": 2.5}]}
+    written = json.loads(report_bytes(document))
+    assert written == {**document, "digest": written["digest"]}
+    require_unedited(written, "r.json")
+    written["rows"][1]["us"] = 0.5
+    with pytest.raises(ReportError, match="was changed after it was written"):
+        require_unedited(written, "r.json")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from spec_decode import source_digests
+from spec_decode import conformance, source_digests
 from spec_decode.source_digests import SourceRecord, digests_behind, syntax_of
 
 SOURCE = '''"""A module."""
@@ -65,12 +65,20 @@ def test_text_that_a_program_uses_counts() -> None:
         ("spec_decode.graphs.manager", "spec_decode.graphs.cuda", "spec_decode.drafter.drafter"),
         ("spec_decode.conformance.numerics_checks", "spec_decode.testing.oracle", "spec_decode.environment"),
         ("spec_decode.conformance.child", "spec_decode.conformance.runner", "tests.mutants"),
-        ("spec_decode.conformance.drafter_checks", "spec_decode.models.kernels.linear", "spec_decode.engine.engine"),
+        ("spec_decode.conformance.drafter_checks", "spec_decode.testing.plain_draft", "spec_decode.engine.engine"),
     ],
 )
 def test_what_lies_behind_a_module_is_what_it_imports(root: str, uses: str, leaves_out: str) -> None:
     found = digests_behind([root])
     assert root in found and uses in found and leaves_out not in found
+
+
+def test_a_changed_model_ages_no_cell_of_the_kit() -> None:
+    """Whose draft checks judge a backend with a model of their own."""
+    kit = [f"spec_decode.conformance.{path.stem}" for path in Path(conformance.__file__).parent.glob("*.py")]
+    found = digests_behind(kit)
+    assert "spec_decode.testing.plain_draft" in found
+    assert not [name for name in found if name.startswith("spec_decode.models")]
 
 
 def test_what_is_imported_where_types_are_not_checked_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,8 +8,8 @@ import torch
 
 from attn_backends.engines.vllm.compat import requirement
 from builders import AttentionSpec
+from builders.devices import num_sms
 from builders.flashinfer import PlanLayout, TableRows, replan
-from builders.paged import num_sms
 
 NO_FLASHINFER = f"needs FlashInfer, which vLLM requires: pip install '{requirement()}'"
 

@@ -20,7 +20,7 @@ class BlockStep(Step[BlockDraft, DraftSampler | BlockTreeSampler]):
     """
 
     @property
-    def extend_len(self) -> int:
+    def step_0_len(self) -> int:
         """Tokens of a row: 2K."""
         return 2 * self.num_speculative_tokens
 
@@ -35,7 +35,7 @@ class BlockStep(Step[BlockDraft, DraftSampler | BlockTreeSampler]):
 
         Raises BatchError if the draft model returns states of the wrong shape.
         """
-        inputs, query_len = self.inputs, self.extend.query_len
+        inputs, query_len = self.inputs, self.step_0.query_len
         token_ids, states = block_inputs(
             inputs.token_ids[:size],
             inputs.target_hidden_states[:size],
@@ -48,7 +48,7 @@ class BlockStep(Step[BlockDraft, DraftSampler | BlockTreeSampler]):
         with self.products():
             states = self.model.combine(states)
         hidden = self.forward(size, token_ids, states)
-        positions, columns = self.extend.batch.positions, self.num_speculative_tokens
+        positions, columns = self.step_0.batch.positions, self.num_speculative_tokens
         drafted, places = hidden.new_empty(size * columns, hidden.shape[1]), positions.new_empty(size * columns)
         gather_accepted(hidden, inputs.accepted, drafted, query_len, columns, positions, places)
         self.sampler.sample_block(self.logits(drafted), places)

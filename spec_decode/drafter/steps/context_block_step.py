@@ -28,7 +28,7 @@ class ContextBlockStep(Step[ContextBlockDraft, Any]):
     """
 
     @property
-    def extend_len(self) -> int:
+    def step_0_len(self) -> int:
         """Block tokens per row."""
         return self.num_speculative_tokens + self.model.first_place
 
@@ -39,9 +39,9 @@ class ContextBlockStep(Step[ContextBlockDraft, Any]):
 
     def _allocate(self, tables: RequestTables, plan: DraftPlan) -> DraftSettings:
         rows, device = tables.max_reqs, tables.device
-        self.context = StepBuffers(self.groups, tables, self._extend_plan, query_len=self.places)
+        self.context = StepBuffers(self.groups, tables, self._step_0_plan, query_len=self.places)
         self._block_starts = torch.zeros(rows, dtype=torch.int32, device=device)
-        self._token_ids = torch.full((rows, self.extend_len), self.model.mask_token_id, device=device)
+        self._token_ids = torch.full((rows, self.step_0_len), self.model.mask_token_id, device=device)
         return self._make_sampler()
 
     def _make_sampler(self) -> DraftSettings:
@@ -57,18 +57,18 @@ class ContextBlockStep(Step[ContextBlockDraft, Any]):
         """See Step: the verified tokens, and the block after the accepted ones."""
         kept = self.inputs.accepted[:size].clamp(0, self.num_speculative_tokens)
         torch.add(self.inputs.context_lens[:size], kept + 1, out=self._block_starts[:size])
-        return [(self.context, self.inputs.context_lens), (self.extend, self._block_starts)]
+        return [(self.context, self.inputs.context_lens), (self.step_0, self._block_starts)]
 
     def _prepare_capture(self, size: int) -> CaptureConstants:
         self.context.prepare_capture(size)
-        return self.extend.prepare_capture(size)
+        return self.step_0.prepare_capture(size)
 
     def run_step_0(self, size: int) -> None:
         """Draft K tokens for the first `size` rows.
 
         Raises BatchError if the draft model returns states of the wrong shape.
         """
-        inputs, query_len, model = self.inputs, self.extend.query_len, self.model
+        inputs, query_len, model = self.inputs, self.step_0.query_len, self.model
         self._token_ids[:size, 0].copy_(inputs.next_tokens[:size])
         with self.products():
             states = model.combine(inputs.target_hidden_states[:size].flatten(0, 1))
@@ -78,7 +78,7 @@ class ContextBlockStep(Step[ContextBlockDraft, Any]):
         first = model.first_place
         drafted = hidden.unflatten(0, (size, query_len))[:, first:].flatten(0, 1)
         # The input of an ordinary step predicts the second token after its place; here the first, or the one in it.
-        positions = self.extend.batch.positions[: size * query_len]
+        positions = self.step_0.batch.positions[: size * query_len]
         self._sample(drafted, positions.view(size, query_len)[:, first:] - 1 - first)
 
     def _sample(self, drafted: torch.Tensor, places: torch.Tensor) -> None:
@@ -93,7 +93,7 @@ class InTurnBlockStep(ContextBlockStep):
     sampler: DraftSampler
 
     def _make_sampler(self) -> DraftSampler:
-        batch = self.extend.batch
+        batch = self.step_0.batch
         # Separate lengths: a row that stops, stops for the sampler only.
         self._lens, self._positions = torch.zeros_like(batch.seq_lens), torch.zeros_like(batch.positions)
         self._confidence = self.model.confidence if self.config.min_confidence > 0 else None
@@ -109,8 +109,8 @@ class InTurnBlockStep(ContextBlockStep):
 
     def _sample_in_turn(self, logits: torch.Tensor, places: torch.Tensor) -> None:
         """Draw each column from logits [rows, K, V of the draft], given the tokens of the column before."""
-        rows, step = len(logits), self.extend.batch.step
-        self._lens[:rows].copy_(self.extend.batch.seq_lens[:rows])
+        rows, step = len(logits), self.step_0.batch.step
+        self._lens[:rows].copy_(self.step_0.batch.seq_lens[:rows])
         previous = self.inputs.next_tokens[:rows]
         for column in range(self.num_speculative_tokens):
             step.fill_(column)
@@ -136,7 +136,7 @@ class SelectingBlockStep(ContextBlockStep):
     sampler: CandidateSampler
 
     def _make_sampler(self) -> CandidateSampler:
-        batch = self.extend.batch
+        batch = self.step_0.batch
         return CandidateSampler(
             batch.seq_lens,
             batch.positions,

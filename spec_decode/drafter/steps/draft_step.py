@@ -37,8 +37,8 @@ class DraftStep(Step[DraftModel, DraftSampler]):
         Raises BatchError if the draft model returns states of the wrong shape.
         """
         hidden = self.forward_last(size)
-        extend = self.extend
-        set_decode_state(self.decode.batch, extend.batch.seq_lens, self.inputs.accepted, size, extend.query_len)
+        step_0 = self.step_0
+        set_decode_state(self.decode.batch, step_0.batch.seq_lens, self.inputs.accepted, size, step_0.query_len)
         self.sampler(self.logits(hidden), hidden, self.hidden)
 
     def advance_state(self, size: int) -> None:

@@ -25,10 +25,10 @@ class _GrowingStep(ContextBlockStep):
     sampler: TreeSampler
 
     def _make_sampler(self) -> TreeSampler:
-        return self._tree_sampler(self.extend.batch)
+        return self._tree_sampler(self.step_0.batch)
 
     def _sample(self, drafted: torch.Tensor, places: torch.Tensor) -> None:
-        rows, batch, sampler = len(places), self.extend.batch, self.sampler
+        rows, batch, sampler = len(places), self.step_0.batch, self.sampler
         frontier = self.inputs.next_tokens[:rows, None]
         with self.products():
             logits_after = self._place_logits(drafted, rows)

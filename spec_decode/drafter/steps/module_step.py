@@ -67,7 +67,7 @@ class ModuleStep(Step[ModuleDraft, DraftSampler]):
     """
 
     @property
-    def extend_len(self) -> int:
+    def step_0_len(self) -> int:
         """Tokens per row: the verified ones and K - 1 before them."""
         return 2 * self.num_speculative_tokens
 
@@ -78,7 +78,7 @@ class ModuleStep(Step[ModuleDraft, DraftSampler]):
         self._modules = model.prediction_modules[: self.num_speculative_tokens]
         self._hidden = torch.zeros(reqs, model.hidden_size, dtype=dtype, device=device)
         self._starts, self._last = torch.zeros(2, reqs, dtype=torch.int32, device=device)
-        self._places = torch.arange(self.extend_len, device=device)
+        self._places = torch.arange(self.step_0_len, device=device)
         return self._draft_sampler(self.drafting)
 
     def _place(self, size: int) -> Sequence[tuple[StepBuffers, torch.Tensor]]:
@@ -86,7 +86,7 @@ class ModuleStep(Step[ModuleDraft, DraftSampler]):
         context, starts, steps = self.inputs.context_lens[:size], self._starts[:size], self.num_speculative_tokens
         torch.sub(context, steps - 1, out=starts).clamp_(min=0)
         torch.add(self.inputs.accepted[:size].clamp(0, steps), context - starts, out=self._last[:size])
-        return [(self.extend, self._starts)]
+        return [(self.step_0, self._starts)]
 
     def run_step_0(self, size: int) -> None:
         """Draft K tokens for the first `size` rows.
@@ -97,19 +97,19 @@ class ModuleStep(Step[ModuleDraft, DraftSampler]):
         token_ids, states = self._read_inputs(size)
         with self.products():
             states = self.model.combine(states)
-        set_decode_state(batch, self.extend.batch.seq_lens, last, size, self.extend.query_len)
+        set_decode_state(batch, self.step_0.batch.seq_lens, last, size, self.step_0.query_len)
         for index, module in enumerate(self._modules):
             if index:
                 advance_state(batch, size)
                 token_ids = shift_tokens(token_ids.view(size, -1), self.sampler.next_ids, last)
             states = self.forward(size, token_ids, states, module)
-            gather_accepted(states, last, self._hidden[:size], self.extend.query_len, 1, None, None)
+            gather_accepted(states, last, self._hidden[:size], self.step_0.query_len, 1, None, None)
             self.sampler(self.logits(self._hidden[:size], module))
 
     def _read_inputs(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Cache this round's inputs; return the first module's tokens int64 [size * 2K] and states [size * 2K, F]."""
         inputs, verified = self.inputs, 1 + self.num_speculative_tokens
-        slots = self.extend.batch.slot_mappings[0, : size * self.extend.query_len].view(size, -1)
+        slots = self.step_0.batch.slot_mappings[0, : size * self.step_0.query_len].view(size, -1)
         first = inputs.context_lens[:size] - self._starts[:size]
         new = slots.gather(1, first[:, None] + self._places[:verified])
         token_ids = shift_tokens(inputs.token_ids[:size], inputs.next_tokens, inputs.accepted)

@@ -49,7 +49,7 @@ class Step(ABC, Generic[M, S]):
     """Step 0 of a round, over buffers that never move: the same kernels eager or captured.
 
     inputs     VerifiedTokens for all R rows of the tables
-    extend     StepBuffers of the step
+    step_0     StepBuffers of the step
     captured   whether a graph holds the step; if not, uncaptured_reason says why
     sampler    holds the drafted tokens
     products   makes the context manager that the model runs in
@@ -73,8 +73,8 @@ class Step(ABC, Generic[M, S]):
         self.uncaptured_reason = self._uncaptured_reason(plan)
         self.captured = self.uncaptured_reason is None
         mode = GraphMode.FULL if self.captured else GraphMode.NONE
-        self._extend_plan = plan_uniform_step(facts, self.places, mode)
-        self.extend = StepBuffers(groups, tables, self._extend_plan, query_len=self.extend_len)
+        self._step_0_plan = plan_uniform_step(facts, self.places, mode)
+        self.step_0 = StepBuffers(groups, tables, self._step_0_plan, query_len=self.step_0_len)
         self.sampler = self._allocate(tables, plan)
         self.inputs = VerifiedTokens.allocate(
             self.sampler, tables.max_reqs, self.num_speculative_tokens, model.target_states_size, groups[0].spec.dtype
@@ -83,20 +83,20 @@ class Step(ABC, Generic[M, S]):
     def _uncaptured_reason(self, plan: DraftPlan) -> str | None:
         if not plan.strategy.implementation.uses_graphs:
             return f"the draft's strategy is {plan.strategy.value}, which uses no graphs"
-        if not self.config.extend_in_graph:
-            return "the draft's step 0 runs without a graph: extend_in_graph is off"
+        if not self.config.step_0_in_graph:
+            return "the draft's step 0 runs without a graph: step_0_in_graph is off"
         unable = [group.facts for group in plan.groups if group.facts.graph_support < GraphSupport.UNIFORM_BATCH]
         return f"{unable[0].describe()} cannot capture step 0, with several tokens per request" if unable else None
 
     @property
-    def extend_len(self) -> int:
+    def step_0_len(self) -> int:
         """Tokens per row of step 0: the 1 + K verified ones."""
         return 1 + self.num_speculative_tokens
 
     @property
     def places(self) -> int:
         """The fewest places that a round takes in a request."""
-        return self.extend_len
+        return self.step_0_len
 
     @property
     def later(self) -> LaterSteps | None:
@@ -105,7 +105,7 @@ class Step(ABC, Generic[M, S]):
 
     @abstractmethod
     def _allocate(self, tables: RequestTables, plan: DraftPlan) -> S:
-        """Allocate what this kind of draft needs in addition to `extend`; return its sampler."""
+        """Allocate what this kind of draft needs in addition to `step_0`; return its sampler."""
 
     @property
     def _drafted(self) -> dict[str, Any]:
@@ -123,7 +123,7 @@ class Step(ABC, Generic[M, S]):
 
     def _block_sampler(self) -> DraftSampler | BlockTreeSampler:
         """Make a sampler of blocks over the step's batch: of chains, or of the config's tree."""
-        batch = self.extend.batch
+        batch = self.step_0.batch
         if self.config.tree is None:
             return self._draft_sampler(batch)
         return BlockTreeSampler(self.config.tree, batch.seq_lens, **self._drafted)
@@ -171,7 +171,7 @@ class Step(ABC, Generic[M, S]):
 
     def _place(self, size: int) -> Sequence[tuple[StepBuffers, torch.Tensor]]:
         """Return the batches of step 0, each with its context lengths, int32 [rows]; device work only."""
-        return [(self.extend, self.inputs.context_lens)]
+        return [(self.step_0, self.inputs.context_lens)]
 
     @abstractmethod
     def run_step_0(self, size: int) -> None:
@@ -190,7 +190,7 @@ class Step(ABC, Generic[M, S]):
 
     def _prepare_capture(self, size: int) -> CaptureConstants:
         """Build all metadata of step 0 over padding rows; return the host constants that a capture bakes in."""
-        return self.extend.prepare_capture(size)
+        return self.step_0.prepare_capture(size)
 
     def forward(
         self, size: int, token_ids: torch.Tensor, states: torch.Tensor, module: DraftModel | None = None
@@ -201,10 +201,10 @@ class Step(ABC, Generic[M, S]):
         Raises BatchError if the draft model returns states of the wrong shape.
         """
         model = self.model if module is None else module
-        query_len, width = self.extend.query_len, model.hidden_size
-        positions = self.extend.batch.positions[: size * query_len]
+        query_len, width = self.step_0.query_len, model.hidden_size
+        positions = self.step_0.batch.positions[: size * query_len]
         with self.products():
-            hidden = model.forward(token_ids, states, positions, self.extend.attention)
+            hidden = model.forward(token_ids, states, positions, self.step_0.attention)
         require(
             hidden.shape == (size * query_len, width),
             f"the draft model must return states [{size * query_len}, {width}] for {size} rows of {query_len} tokens, "
@@ -217,16 +217,16 @@ class Step(ABC, Generic[M, S]):
 
         Raises BatchError as `forward` does.
         """
-        query_len, width, accepted = self.extend.query_len, self.model.hidden_size, self.inputs.accepted
+        query_len, width, accepted = self.step_0.query_len, self.model.hidden_size, self.inputs.accepted
 
         def keep(each: torch.Tensor) -> torch.Tensor:
             last = each.new_empty(size, *each.shape[1:])
             gather_accepted(each.flatten(1), accepted, last.flatten(1), query_len, 1, None, None)
             return last
 
-        positions = self.extend.batch.positions[: size * query_len]
+        positions = self.step_0.batch.positions[: size * query_len]
         with self.products():
-            hidden = self.model.forward_kept(*self.shifted(size), positions, self.extend.attention, keep)
+            hidden = self.model.forward_kept(*self.shifted(size), positions, self.step_0.attention, keep)
         require(
             hidden.shape == (size, width),
             f"the draft model must return states [{size}, {width}] for the last tokens of {size} rows, got "

@@ -30,7 +30,7 @@ class TreeStep(Step[DraftModel, TreeSampler]):
     @property
     def places(self) -> int:
         """Places for step 0, or for the last verified token and all frontiers after it."""
-        return max(self.extend_len, 2 + self._tree.width * (self.num_speculative_tokens - 1))
+        return max(self.step_0_len, 2 + self._tree.width * (self.num_speculative_tokens - 1))
 
     @property
     def later(self) -> LaterSteps:
@@ -61,7 +61,7 @@ class TreeStep(Step[DraftModel, TreeSampler]):
         """
         inputs, last, batch = self.inputs, self.hidden[:size], self.decode.batch
         hidden = self.forward(size, *self.shifted(size))
-        gather_accepted(hidden, inputs.accepted, last, self.extend.query_len, 1, None, None)
+        gather_accepted(hidden, inputs.accepted, last, self.step_0.query_len, 1, None, None)
         kept = inputs.accepted[:size].clamp(0, self.num_speculative_tokens)
         torch.add(inputs.context_lens[:size], kept + 1, out=self._starts[:size])
         if self.num_speculative_tokens > 1:
@@ -94,7 +94,7 @@ class TreeStep(Step[DraftModel, TreeSampler]):
     def _grow(self, hidden: torch.Tensor, logits: torch.Tensor) -> None:
         """Grow the trees by logits [rows, F, V], and place the next frontier; hidden [rows, 1 or Q, H]."""
         size, batch, tree = len(logits), self.decode.batch, self.sampler.tree
-        self.sampler(logits, self.extend.batch.seq_lens[:size])
+        self.sampler(logits, self.step_0.batch.seq_lens[:size])
         if self.num_speculative_tokens > 1:
             count = size * self.decode.query_len
             place_frontier(

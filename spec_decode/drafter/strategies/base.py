@@ -23,13 +23,13 @@ GRAPHS_OFF = "graphs are turned off"
 class LaterSteps(Protocol):
     """The later steps of a draft, which a strategy runs.
 
-    extend, decode  StepBuffers of step 0 and of a later step
+    step_0, decode  StepBuffers of step 0 and of a later step
     hidden          [R, H], the states that the next later step starts from
     """
 
     num_speculative_tokens: int
     groups: tuple[KVGroup, ...]
-    extend: StepBuffers
+    step_0: StepBuffers
     decode: StepBuffers
     hidden: torch.Tensor
 
@@ -59,8 +59,6 @@ class DraftStrategy(ABC):
     """Why it is not chosen although it could run."""
     automatic: ClassVar[bool] = True
     """Whether it can be chosen without being requested."""
-    autotuned: ClassVar[bool] = True
-    """Whether autotuning measures it; False for a strategy that is never the fastest."""
     uses_graphs: ClassVar[bool] = True
     needs_later_steps: ClassVar[bool] = False
     """Whether it is unsupported for a draft that proposes all its tokens in step 0."""
@@ -142,7 +140,7 @@ class LoopStrategy(DraftStrategy):
 
     def joined(self, step_0: Factory) -> Factory | None:
         """See the base; None if the host builds metadata for the round."""
-        if self._step.extend.built_groups or self._buffers.built_groups:
+        if self._step.step_0.built_groups or self._buffers.built_groups:
             return None
 
         def whole(size: int) -> Capturable:

@@ -13,7 +13,6 @@ class Eager(DraftStrategy):
     """Rebuilds every group's metadata at every step. The reference for the other strategies."""
 
     chosen_because = "no graph can be used"
-    autotuned = False
     uses_graphs = False
 
     @classmethod

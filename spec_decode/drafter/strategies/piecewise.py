@@ -16,7 +16,6 @@ class Piecewise(PerStep):
 
     needs_later_steps = True
     chosen_because = "a group's attention cannot be captured; the rest of the step can"
-    autotuned = False
 
     @classmethod
     def unsupported_reason(

@@ -7,8 +7,8 @@ from functools import cache
 
 import torch
 
+from builders.devices import num_sms
 from builders.kernels.sizes import cdiv, next_power_of_2
-from builders.paged import num_sms
 
 LEAST_ROWS = 16
 """The smallest narrow side of a tensor core's product."""

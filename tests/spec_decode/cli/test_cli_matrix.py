@@ -59,15 +59,14 @@ def test_matrix_shows_reports_of_folders_and_files_and_the_columns_asked_for(tag
 
 
 def test_matrix_on_standard_output_is_nothing_else(tagged, run):
-    assert run("matrix", "--markdown", "-").stdout.startswith("# Compatibility")
     assert run("matrix", "--html", "-").stdout.startswith("<!doctype html>")
     assert json.loads(run("matrix", "--json", "-").stdout)["schema"] == "attn-matrix/5"
 
 
 def test_matrix_writes_files(tagged, tmp_path, run):
-    result = run("matrix", "--markdown", "out/m.md", "--json", "out/m.json", "--html", "out/m.html")
-    assert result.output.splitlines() == ["wrote out/m.md", "wrote out/m.html", "wrote out/m.json"]
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {"m.md", "m.json", "m.html"}
+    result = run("matrix", "--json", "out/m.json", "--html", "out/m.html")
+    assert result.output.splitlines() == ["wrote out/m.html", "wrote out/m.json"]
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"m.json", "m.html"}
 
 
 @pytest.mark.parametrize("patterns", [["graph:captur"], ["graph:*", "graph:captrue"]])
@@ -94,7 +93,7 @@ def test_a_tag_that_no_result_of_a_run_has_is_refused(subprocesses, refused_afte
         (("--run", "torch_reference", "--check"), ""),
         (("--run", "torch_reference", "--check-limit", "0"), ""),
         (("--run", "nobody"), "nobody"),
-        (("--markdown", "-", "--html", "-"), "--markdown and --html are all -, but stdout takes one."),
+        (("--html", "-", "--json", "-"), "--html and --json are all -, but stdout takes one."),
     ],
 )
 def test_matrix_refuses_what_is_no_report_and_options_that_make_no_sense_together(
@@ -173,7 +172,7 @@ def test_resume_checks_again_only_what_another_run_left_or_left_unfinished(tagge
     assert len(subprocesses.calls) == bool(change)
 
 
-@pytest.mark.parametrize("option", ["--into", "--json", "--html", "--markdown"])
+@pytest.mark.parametrize("option", ["--into", "--json", "--html"])
 def test_a_path_that_cannot_be_written_costs_no_run(option, subprocesses, refused, tmp_path):
     (tmp_path / "file").touch()
     words = ("matrix", "--run", "torch_reference", "--device", "cpu", option, "file/below")
@@ -253,7 +252,6 @@ def test_what_was_covered_together_is_shown_of_one_backend(tagged, run):
         (("--backend", "torch_reference", "--html", "-"), "--backend has no form for --html. Use --json"),
         (("--backend", "torch_referense"), "no report is of 'torch_referense'"),
         (("--backend", "torch_reference", "--device", "H100"), "no report is of 'torch_reference' on H100"),
-        (("--spec", "bf16", "--markdown", "-"), "--spec has no form for --markdown. Use --html or --json"),
     ],
 )
 def test_a_question_that_cannot_be_answered_is_refused(tagged, run, words, said):

@@ -120,7 +120,7 @@ def test_a_tree_has_the_most_probable_paths_as_deep_as_is_asked_and_as_there_is_
             assert paths(drafts, row) == (law.expected(tree, depth) if depth else []), f"request {row}, {asked} steps"
 
     (graph,) = fixture.drafter._capturables()
-    assert graph == "extend" and fixture.drafter.metadata_in_use().keys() == {0}
+    assert graph == "step_0" and fixture.drafter.metadata_in_use().keys() == {0}
 
     fixture.tables.load(fixture.pages, [MAX_SEQ_LEN, CONTEXTS[1] + 1, MAX_SEQ_LEN])
     drafts = fixture.drafter.propose(fixture.verified)

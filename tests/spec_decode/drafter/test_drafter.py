@@ -77,7 +77,7 @@ def test_a_single_token_is_drafted_by_step_0_alone(make):
     expected = make(steps=1, strategy=Strategy.EAGER).rounds()
     found = make(steps=1)
     assert_same(found.rounds(), expected)
-    assert {report.key.kind for report in found.drafter.graphs.reports} == {"extend"}
+    assert {report.key.kind for report in found.drafter.graphs.reports} == {"step_0"}
     assert expected[0][0].shape == (3, 1)
 
 

@@ -226,12 +226,3 @@ def test_the_plan_of_a_uniform_step_says_why_attention_is_not_captured():
 def test_no_groups_have_no_plan(forced):
     with pytest.raises(StrategyError, match=r"at least one KV group, got none\. Pass the facts"):
         choose([], 4, FULL, forced=forced)
-
-
-def test_a_plan_of_another_strategy_says_why_and_what_still_cannot_run():
-    plan = choose([ADVANCING, REBUILT], 4, FULL).autotuned(Strategy.EAGER, "eager: fastest")
-    assert (plan.strategy, plan.reason) == (Strategy.EAGER, "eager: fastest")
-    assert plan.rebuild_groups == (0, 1)
-    reasons = dict(plan.not_chosen)
-    assert reasons[Strategy.PER_STEP] == "eager was measured to be faster"
-    assert reasons[Strategy.FULL_LOOP] == choose([ADVANCING, REBUILT], 4, FULL).unsupported[Strategy.FULL_LOOP]

@@ -43,9 +43,9 @@ def of(*backends):
 
 
 KINDS = {
-    "advancing": (advancing, Strategy.FULL_LOOP, {"extend", "round"}),
-    "rebuilt": (mixed, Strategy.PER_STEP, {"extend", "step"}),
-    "planned ahead": (preplanned, Strategy.FULL_LOOP, {"extend", "loop"}),
+    "advancing": (advancing, Strategy.FULL_LOOP, {"step_0", "round"}),
+    "rebuilt": (mixed, Strategy.PER_STEP, {"step_0", "step"}),
+    "planned ahead": (preplanned, Strategy.FULL_LOOP, {"step_0", "loop"}),
     "captured for decode alone": (decode_only, Strategy.FULL_LOOP, {"loop"}),
     "that no graph holds": (of(Advancing, Uncapturable), Strategy.PIECEWISE, {"step"}),
     "that no graph holds, beside a rebuilt one": (of(Rebuilt, Uncapturable), Strategy.PIECEWISE, {"step"}),
@@ -70,7 +70,7 @@ def test_every_graph_mode_drafts_what_eager_drafts(mode, steps):
     found = advancing(steps=steps, graph_mode=mode)
     assert_same(found.rounds(2), expected)
     kinds = {report.key.kind for report in found.drafter.graphs.reports}
-    assert kinds == (set() if mode is GraphMode.NONE else {"extend", "round"})
+    assert kinds == (set() if mode is GraphMode.NONE else {"step_0", "round"})
     assert (found.drafter.plan.strategy is Strategy.EAGER) == (mode is GraphMode.NONE)
 
 
@@ -122,8 +122,8 @@ def test_planned_groups_draft_what_eager_drafts_up_to_a_limit():
 @pytest.mark.parametrize(
     ("make", "num_tokens", "kinds"),
     [
-        (advancing, None, ["round"]), (advancing, 2, ["round"]), (advancing, 1, ["extend"]),
-        (preplanned, None, ["extend", "loop"]), (decode_only, None, ["loop"]),
+        (advancing, None, ["round"]), (advancing, 2, ["round"]), (advancing, 1, ["step_0"]),
+        (preplanned, None, ["step_0", "loop"]), (decode_only, None, ["loop"]),
     ],
 )  # fmt: skip
 def test_one_graph_holds_the_round_where_the_host_builds_nothing_of_it(monkeypatch, make, num_tokens, kinds):
@@ -146,7 +146,7 @@ def test_a_graph_of_a_whole_round_is_as_wide_as_step_0_and_as_long_as_the_shorte
 
     step_0 = Capturable(print, CaptureConstants(max_reqs=4, max_query_len=5, max_seq_len=of_step_0))
     buffers = SimpleNamespace(built_groups=())
-    loop = Loop(SimpleNamespace(extend=buffers, decode=buffers), graphs=None)
+    loop = Loop(SimpleNamespace(step_0=buffers, decode=buffers), graphs=None)
     joined = loop.joined(lambda size: step_0)(4)
     assert joined.run is print
     assert joined.constants == CaptureConstants(max_reqs=4, max_query_len=5, max_seq_len=10)

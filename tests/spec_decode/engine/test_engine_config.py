@@ -3,13 +3,10 @@
 from dataclasses import FrozenInstanceError
 
 import pytest
-import torch
 
 from attn_backends import get
 from builders import BatchError
-from spec_decode.drafter.plan import Strategy
 from spec_decode.engine import Engine, EngineConfig
-from spec_decode.engine import engine as module
 from spec_decode.engine.config import make_pool
 from spec_decode.paged import GraphMode
 from spec_decode.trees import DraftTree
@@ -30,7 +27,7 @@ REFUSED = {
     "no prefill": ({"max_prefill_tokens": 0}, "max_prefill_tokens is 0. Pass 1 or more"),
     "fewer than no logprobs": ({"max_logprobs": -1}, "max_logprobs is -1"),
     "a verification that has no name": ({"verification": 3}, "verification must be a string or None, got 3"),
-    "an answer in words": ({"autotune": "no"}, "autotune must be True or False, got 'no'"),
+    "an answer in words": ({"batch_invariant": "no"}, "batch_invariant must be True or False, got 'no'"),
     "a graph mode in words": ({"graph_mode": "none"}, "graph_mode must be of type GraphMode, got 'none'"),
     "a strategy in words": ({"strategy": "full_loop"}, "strategy must be of type Strategy or None, got 'full_loop'"),
     "a confidence in words": ({"min_confidence": "x"}, "min_confidence must be a finite number, got 'x'"),
@@ -122,50 +119,3 @@ def test_graphs_reach_as_many_requests_as_may_run_at_once():
         make_engine(graph_mode=GraphMode.FULL, capture_sizes=[1, 2])
     make_engine(graph_mode=GraphMode.FULL, capture_sizes=[3])
     make_engine(graph_mode=GraphMode.NONE, capture_sizes=[1, 2])
-
-
-class Autotuned:
-    strategy, wall_us = Strategy.PER_STEP, {"per_step": 1.0}
-
-    def explain(self):
-        return "per_step: fastest"
-
-
-def autotuned_engine(monkeypatch, device="cuda", **options):
-    """An engine on the CPU that takes itself for one on `device` when it chooses a strategy."""
-    calls = []
-
-    def autotune(model, groups, tables, config, plan):
-        calls.append(config)
-        return Autotuned()
-
-    monkeypatch.setattr(module, "autotune_strategy", autotune)
-    make_drafter = Engine._make_drafter
-
-    def on_device(self, *args):
-        self.device = torch.device(device)
-        try:
-            return make_drafter(self, *args)
-        finally:
-            self.device = torch.device("cpu")
-
-    monkeypatch.setattr(Engine, "_make_drafter", on_device)
-    return make_engine(max_model_len=32, graph_mode=GraphMode.FULL, **options), len(calls)
-
-
-def test_on_cuda_without_a_strategy_the_fastest_is_taken(monkeypatch):
-    engine, calls = autotuned_engine(monkeypatch)
-    assert calls == 1 and engine.plan.strategy is Strategy.PER_STEP and engine.plan.reason == "per_step: fastest"
-
-
-NOT_AUTOTUNED = {
-    "switched off": {"autotune": False},
-    "a strategy was named": {"strategy": Strategy.FULL_LOOP},
-    "emulated graphs": {"device": "cpu"},
-}
-
-
-@pytest.mark.parametrize("options", NOT_AUTOTUNED.values(), ids=NOT_AUTOTUNED)
-def test_nothing_is_autotuned(options, monkeypatch):
-    engine, calls = autotuned_engine(monkeypatch, **options)
-    assert calls == 0 and engine.autotuned is None and engine.plan.strategy is Strategy.FULL_LOOP

@@ -41,7 +41,7 @@ APART = {
     "an eager draft": ({"strategy": Strategy.EAGER}, "the draft's strategy is eager, which uses no graphs"),
     "step by step": ({"strategy": Strategy.PER_STEP}, "the draft's strategy is per_step: it replays a graph for each"),
     "a loop": ({"strategy": Strategy.DEVICE_LOOP}, "the draft's strategy is device_loop: its graph ends with the loop"),
-    "step 0 outside": ({"extend_in_graph": False}, "the draft's step 0 runs without a graph: extend_in_graph is off"),
+    "step 0 outside": ({"step_0_in_graph": False}, "the draft's step 0 runs without a graph: step_0_in_graph is off"),
     "short queries": (
         {"draft_backend": DecodeOnly()},
         r"group draft \(.*\) cannot capture step 0, with several tokens",

@@ -36,8 +36,8 @@ def test_the_largest_size_is_captured_first_and_each_once():
 
 
 def test_every_kind_is_captured_at_every_size():
-    manager = captured(sizes=(1, 2), step=Work(), extend=Work())
-    keys = {GraphKey(kind, size) for kind in ("step", "extend") for size in (1, 2)}
+    manager = captured(sizes=(1, 2), step=Work(), step_0=Work())
+    keys = {GraphKey(kind, size) for kind in ("step", "step_0") for size in (1, 2)}
     assert {report.key for report in manager.reports} == keys and len(manager.reports) == 4
 
 
@@ -152,9 +152,9 @@ def test_sizes_that_are_expected_not_to_fit_are_left_out_with_the_reason():
 
 def test_every_kind_of_a_size_is_left_out_with_it():
     everything = taken(limited(None))
-    manager = limited(2 * everything[8] + everything[4], step=Hungry(), extend=Hungry())
+    manager = limited(2 * everything[8] + everything[4], step=Hungry(), step_0=Hungry())
     assert {report.key for report in manager.reports} == {
-        GraphKey(kind, size) for kind in ("step", "extend") for size in (8, 2)
+        GraphKey(kind, size) for kind in ("step", "step_0") for size in (8, 2)
     }
 
 

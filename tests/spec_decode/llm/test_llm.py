@@ -401,7 +401,7 @@ BAD_MODELS: dict[str, tuple[type[Exception], dict[str, Any]]] = {
     "device is 'cpu:7'": (BatchError, {"device": "cpu:7"}),
     "device is 'cuda:99'": (BatchError, {"device": "cuda:99"}),
     "strategy is 'fast'. Pass one of device_loop": (BatchError, {"strategy": "fast"}),
-    "piecewise, eager, or None for the fastest that can run. Did you mean full_loop": (
+    "piecewise, eager, or None for the default. Did you mean full_loop": (
         BatchError,
         {"strategy": "ful_loop"},
     ),

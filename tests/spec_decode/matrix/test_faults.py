@@ -22,7 +22,7 @@ from spec_decode.conformance import check_backend, subprocess_runner
 from spec_decode.conformance.report import Report
 from spec_decode.conformance.subprocess_runner import TimeLimits
 from spec_decode.environment import environment
-from spec_decode.matrix import Matrix, Status, build_matrix, to_markdown
+from spec_decode.matrix import Matrix, Status, build_matrix, to_html
 from spec_decode.testing.outcome import Outcome
 from spec_decode.tools import plug_ins
 from tests.factories import install_plug_in
@@ -234,7 +234,7 @@ def test_the_matrix_shows_no_evidence_for_a_plug_in_that_does_not_load_but_the_r
     matrix = build_matrix([check_backend(name, device=CPU, checks=[BRIEF], report=True) for name in names])
     words = [word_of(matrix, name, "contract:declared") for name in names]
     assert words == [Status.UNKNOWN, Status.UNKNOWN, Status.VERIFIED]
-    assert "licence expired" in to_markdown(matrix)
+    assert "licence expired" in to_html(matrix)
 
 
 def test_a_crash_and_a_hang_are_named_with_their_check_and_broken_beside_what_is_verified(crashed: Checked) -> None:

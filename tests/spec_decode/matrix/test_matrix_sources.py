@@ -74,6 +74,11 @@ DOCUMENTS = {
     "schemas": ({"schema": ["attn-bench/3"]}, "has schema None"),
     "fewer than no tokens kept": (timings(row(accepted=-1.0, per_user=5.0)), r">= 0.0.*\$\.rows\[0\]\.accepted"),
     "no number of requests": (timings(without(row(), "num_reqs")), r"num_reqs.*\$\.rows\[0\]"),
+    "timings in tables": ({**timings(), "rows": {"tables": []}}, r"does not follow attn-bench/3: .*\$\.rows"),
+    "results in tables": (
+        {**report().document(), "results": {"tables": []}},
+        r"does not follow attn-report/6: .*\$\.results",
+    ),
     "an unknown field": ({**report().document(), "colour": 1}, "colour"),
     "an unknown field of a place": ({**report().document(), "env": {**ENV, "colour": 1}}, "colour"),
     "an unknown field of the sources": ({**report().document(), "sources": {"colour": 1}}, "colour"),

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from spec_decode import source_digests
 from spec_decode.files import ReportError, report_bytes
-from spec_decode.matrix import build_matrix, to_html, to_json, to_markdown, to_table
+from spec_decode.matrix import build_matrix, to_html, to_json, to_table
 from spec_decode.matrix.sources import files_below, read_documents, stale_reports
 from spec_decode.source_digests import SourceRecord
 from tests.spec_decode.matrix.evidence import ENV, report, result
@@ -70,7 +70,7 @@ def test_every_page_shows_the_age_with_its_files(project: Path) -> None:
     assert b'"changed":["tiny.kernel"]' in to_json(matrix)
     stream = io.StringIO()
     Console(width=120, file=stream).print(to_table(matrix))
-    assert "verified 1/1*" in stream.getvalue() and "verified 1/1\\*" in to_markdown(matrix)
+    assert "verified 1/1*" in stream.getvalue()
 
 
 def test_reports_of_every_kind_and_device_are_named_with_what_changed(project: Path, tmp_path: Path) -> None:

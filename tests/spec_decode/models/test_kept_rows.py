@@ -5,23 +5,17 @@ import torch
 
 from spec_decode.model_api import DraftModel
 from spec_decode.models import EagleDraft, LlamaTarget
-from spec_decode.testing.draft_fixture import StackedDraft
 from tests.factories import make_config, make_latent_config
 from tests.spec_decode.models.layers.test_decoder_layer import averaging
 
 KEPT = torch.tensor([1, 4])
-DRAFTS = {
-    "one layer": (EagleDraft, make_config()),
-    "a layer of latents": (EagleDraft, make_latent_config()),
-    "three layers": (StackedDraft, make_config(num_layers=3)),
-}
+CONFIGS = {"grouped": make_config(), "latent": make_latent_config()}
 
 
-@pytest.fixture(params=DRAFTS.values(), ids=DRAFTS)
+@pytest.fixture(params=CONFIGS.values(), ids=CONFIGS)
 def draft(request):
     torch.manual_seed(0)
-    kind, config = request.param
-    return kind(config, LlamaTarget(make_config()))
+    return EagleDraft(request.param, LlamaTarget(make_config()))
 
 
 def inputs(draft):
@@ -35,12 +29,11 @@ def test_states_of_kept_tokens_are_those_of_all_tokens(draft):
     torch.testing.assert_close(found, draft.forward(*inputs(draft))[KEPT], rtol=1e-5, atol=1e-5)
 
 
-def test_only_the_last_layers_feed_forward_leaves_tokens_out(draft):
+def test_the_feed_forward_leaves_tokens_out(draft):
     rows = []
-    for layer in draft.stack:
-        layer.down.register_forward_pre_hook(lambda _, args: rows.append(len(args[0])))
+    draft.layer.down.register_forward_pre_hook(lambda _, args: rows.append(len(args[0])))
     draft.forward_kept(*inputs(draft), lambda x: x[KEPT])
-    assert rows == [6] * (len(draft.stack) - 1) + [len(KEPT)]
+    assert rows == [len(KEPT)]
 
 
 def test_a_draft_that_leaves_nothing_out_has_its_states_cut(draft):

@@ -102,7 +102,7 @@ def test_the_plan_says_that_there_are_no_later_steps(tmp_path):
     fixture = ModulesFixture(tmp_path, None)
     fixture.drafts()
     plan = fixture.drafter.plan
-    assert plan.strategy is Strategy.FULL_LOOP and {r.key.kind for r in fixture.drafter.graphs.reports} == {"extend"}
+    assert plan.strategy is Strategy.FULL_LOOP and {r.key.kind for r in fixture.drafter.graphs.reports} == {"step_0"}
     assert "no later steps" in dict(plan.not_chosen)[Strategy.DEVICE_LOOP]
     with pytest.raises(StrategyError, match=r"device_loop cannot run: .* no later steps"):
         ModulesFixture(tmp_path, Strategy.DEVICE_LOOP)

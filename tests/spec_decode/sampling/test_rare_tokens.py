@@ -6,7 +6,8 @@ import pytest
 import torch
 from scipy import stats
 
-from spec_decode.sampling import DraftSampler, Sampling, noise, sample_target
+from spec_decode.sampling import DraftSampler, Sampling, noise
+from spec_decode.sampling.target_sampler import sample_target
 from tests.spec_decode.sampling.noise_words import each_device, seeds_with
 
 VOCAB, POSITION = 1000, 12345

@@ -7,7 +7,8 @@ import math
 import pytest
 import torch
 
-from spec_decode.sampling import Sampling, SamplingParams, sample_target
+from spec_decode.sampling import Sampling, SamplingParams
+from spec_decode.sampling.target_sampler import sample_target
 from spec_decode.verification import BlockVerification, verifier
 from tests.spec_decode.verification.verify_helpers import (
     COUNT,

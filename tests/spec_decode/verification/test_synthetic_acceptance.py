@@ -5,7 +5,7 @@ import torch
 from scipy import stats
 
 from builders import BatchError
-from spec_decode.sampling import sample_target
+from spec_decode.sampling.target_sampler import sample_target
 from spec_decode.verification import SyntheticAcceptance, verifier
 from tests.spec_decode.verification.verify_helpers import COUNT, FIRST, sampling_of, verified
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from builders import BatchError
 from spec_decode.graphs.emulator import EmulatedRuntime
-from spec_decode.sampling import sample_target
+from spec_decode.sampling.target_sampler import sample_target
 from spec_decode.trees import DraftTree, TreeBatch
 from spec_decode.verification import TreeSampling
 from spec_decode.verification.kernels.follow_tree import follow_tree

@@ -6,7 +6,8 @@ import numpy as np
 import torch
 from scipy import stats
 
-from spec_decode.sampling import DraftSampler, Sampling, sample_target
+from spec_decode.sampling import DraftSampler, Sampling
+from spec_decode.sampling.target_sampler import sample_target
 
 COUNT = 50_000
 FIRST = 30

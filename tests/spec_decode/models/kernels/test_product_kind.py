@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from builders.paged import num_sms
+from builders.devices import num_sms
 from spec_decode.model_api import batch_invariance
 from spec_decode.models.kernels import linear as linear_module
 from spec_decode.models.kernels.fp8_weight import Fp8Weight
