@@ -13,7 +13,8 @@ from attn_backends.capabilities import Capabilities, Feature, FusedWrite, Sizes
 from attn_backends.fa3_providers import PROVIDER_VARIABLE
 from attn_backends.flash_attn3 import PROVIDER
 from attn_backends.fused_writes import FusedLatentWrite
-from builders import AttentionKind, AttentionSpec, FlashAttn3Builder, FlashAttn3Metadata
+from builders import AttentionKind, AttentionSpec
+from builders.flash_attn3 import FlashAttn3Builder, FlashAttn3Metadata
 
 _LATENT, _ROTARY = 512, 64
 
