@@ -6,7 +6,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from spec_decode.sampling import CandidateSampler, DraftSampler
+from spec_decode.sampling import DraftSampler
+from spec_decode.sampling.candidate_sampler import CandidateSampler
 from spec_decode.trees import BlockTree, DynamicTree, DynamicTreeConfig
 from tests.ops.sample import int32, noise
 

@@ -13,7 +13,8 @@ from spec_decode.drafter.steps.step import Step
 from spec_decode.model_api import ContextBlockDraft, InTurnBlockDraft, SelectingBlockDraft
 from spec_decode.paged.attention import PagedAttention
 from spec_decode.paged.step_buffers import StepBuffers
-from spec_decode.sampling import CandidateSampler, DraftSampler
+from spec_decode.sampling import DraftSampler
+from spec_decode.sampling.candidate_sampler import CandidateSampler
 from spec_decode.sampling.draft_sampler import NO_TOKEN, DraftSettings
 from spec_decode.trees.kernels.top_children import top_children
 

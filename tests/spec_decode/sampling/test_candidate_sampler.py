@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from builders import BatchError
-from spec_decode.sampling import CandidateSampler
+from spec_decode.sampling.candidate_sampler import CandidateSampler
 from spec_decode.trees.kernels.top_children import top_children
 from tests.spec_decode.sampling.test_sample_block import draw_settings, make_sampler, step_by_step
 
