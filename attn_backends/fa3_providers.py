@@ -20,7 +20,8 @@ from attn_backends.base import Sinks
 from attn_backends.capabilities import Feature, Sizes
 from attn_backends.extras import install_hint
 from attn_backends.kv_cache import KVCache
-from builders import AttentionSpec, BatchError, FlashAttn3Metadata
+from builders import AttentionSpec, BatchError
+from builders.flash_attn3 import FlashAttn3Metadata
 
 PROVIDER_VARIABLE = "ATTN_BACKENDS_FA3_PROVIDER"
 

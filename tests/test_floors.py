@@ -16,8 +16,8 @@ from tests.import_graph import FLOORS, ROOT, Uses, circles, imported, loaded_use
 OUTSIDE = ["tests", "examples", "scripts", "train_pair"]
 ROOMS = [
     "files", "environment", "source_digests",
-    "graphs", "sampling", "trees", "verification", "model_api", "paged", "drafter", "engine",
-    "models", "llm", "__init__", "testing", "conformance", "tools", "matrix", "cli", "__main__",
+    "graphs", "sampling", "trees", "verification", "model_api", "paged", "drafter",
+    "testing", "conformance", "engine", "models", "llm", "__init__", "tools", "matrix", "cli", "__main__",
 ]  # fmt: skip
 """What may stand in the root of spec_decode. A room uses only those before it."""
 SERVING = ("graphs", "sampling", "trees", "verification", "model_api", "paged", "drafter", "engine")
@@ -163,6 +163,47 @@ def test_the_engine_uses_the_drafter_by_its_public_names_and_the_target_does_not
     engine = {module: used for module, used in used_by.items() if room_of(module) == "engine"}
     assert set().union(*engine.values()) == {"spec_decode.drafter.__init__"}
     assert engine["spec_decode.engine.target_runner"] == set()
+
+
+CHECK = """
+import torch
+from spec_decode.conformance import check_backend
+checks = ["contract.*", "*[[]base-decode]", "drafter.*[[]k4-n3*"]
+assert check_backend("torch_reference", device=torch.device("cpu"), checks=checks).results
+"""
+USERS = {
+    "drafter": ("import spec_decode.drafter", 11_000),
+    "kit": ("import spec_decode.conformance", 18_000),
+    "check": (CHECK, 18_000),
+}
+"""What a user runs, and how many lines of ours that may load."""
+LINES = """
+import json, sys
+from tests.import_graph import FLOORS
+files = {name: module.__file__ for name, module in sys.modules.items() if name.partition(".")[0] in FLOORS}
+json.dump({name: len(open(file, "rb").readlines()) for name, file in files.items()}, sys.stdout)
+"""
+
+
+@pytest.fixture(scope="module", params=USERS)
+def user(request: pytest.FixtureRequest) -> tuple[str, dict[str, int], int]:
+    """A user, the lines of each of our modules that it loads, and how many it may load."""
+    script, budget = USERS[request.param]
+    command = [sys.executable, "-c", f"{script}\n{LINES}"]
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
+    return request.param, json.loads(done.stdout), budget
+
+
+def test_a_user_loads_no_more_than_its_budget(user: tuple[str, dict[str, int], int]) -> None:
+    _, lines, budget = user
+    assert 0.8 * budget < sum(lines.values()) <= budget
+
+
+def test_a_drafter_and_a_check_load_no_model_that_ships(user: tuple[str, dict[str, int], int]) -> None:
+    name, lines, _ = user
+    rooms = {room_of(module) for module in lines}
+    assert not rooms & {"models", "verification", "engine", "llm", "matrix", "tools"}
+    assert ("conformance" in rooms) is (name != "drafter")
 
 
 def test_most_modules_were_loaded(loaded: Uses) -> None:

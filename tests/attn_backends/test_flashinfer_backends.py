@@ -13,6 +13,7 @@ from builders import BatchError
 from spec_decode.conformance import check_backend
 from spec_decode.conformance.runner import plan, run
 from spec_decode.testing.batches import DECODE, RAGGED, VERIFY, Batch
+from spec_decode.testing.built_batch import BuiltBatch
 from spec_decode.testing.outcome import Outcome
 from spec_decode.testing.paged_fixture import PagedFixture
 from spec_decode.testing.subject import Subject
@@ -92,7 +93,7 @@ def test_attention_is_right_and_trees_are_served_but_for_windows(name):
 def test_single_tokens_may_be_trees(name):
     fixture = fixture_of(backend(name), 3, tree=True)
 
-    fixture.build(Batch((1, 1), (1, 150), 3, ((), ()))).expect_attention("attention of single tokens")
+    BuiltBatch(fixture, Batch((1, 1), (1, 150), 3, ((), ()))).expect_attention("attention of single tokens")
 
 
 def test_chains_and_trees_of_one_shape_have_plans_of_their_own():
@@ -109,7 +110,9 @@ def test_chains_and_trees_of_one_shape_have_plans_of_their_own():
 def test_trees_of_several_query_tiles_and_chunks_are_right(lens):
     fixture = fixture_of(backend("flashinfer"), 3, tree=True, **MQA)
 
-    fixture.build(Batch((6, 6), lens, 3, ((0, 0, 1, 1, 2), (0, 1, 2, 3, 4)))).expect_attention("attention of trees")
+    BuiltBatch(fixture, Batch((6, 6), lens, 3, ((0, 0, 1, 1, 2), (0, 1, 2, 3, 4)))).expect_attention(
+        "attention of trees"
+    )
 
 
 def test_a_group_that_the_cuda_cores_have_no_kernel_for_is_refused():

@@ -13,6 +13,7 @@ from builders import AdvanceLevel, BatchError
 from spec_decode.conformance import check_backend
 from spec_decode.graphs import runtime_for
 from spec_decode.testing.batches import RAGGED, VERIFY, Batch
+from spec_decode.testing.built_batch import BuiltBatch
 from spec_decode.testing.outcome import CheckFailure, Outcome
 from spec_decode.testing.paged_fixture import PagedFixture
 from spec_decode.testing.subject import Subject
@@ -132,7 +133,7 @@ def test_a_stale_advance_fails_the_checks_that_are_about_it(name, stale, killers
 def test_an_advance_into_another_chunk_means_a_rebuild_and_attends_right(name):
     batch = Batch((1, 1, 1), (126, 127, 14), 4)
     fixture = fixture_of(backend(name), batch.rows)
-    running = fixture.build(batch, horizon=4)
+    running = BuiltBatch(fixture, batch, horizon=4)
     metadata = running.metadata
     assert_attends_right(fixture, batch, metadata)
     for step in range(1, 5):

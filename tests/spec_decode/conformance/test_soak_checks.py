@@ -19,7 +19,8 @@ from builders import AdvanceLevel, AdvanceSupport, ReferenceBuilder
 from spec_decode.conformance import check_backend, iter_checks, soak_rounds, soak_schedule
 from spec_decode.conformance.report import Report
 from spec_decode.conformance.runner import plan
-from spec_decode.conformance.soak_checks import _RESIDENT_GROWTH, growth, soak_length
+from spec_decode.conformance.soak import _RESIDENT_GROWTH, growth
+from spec_decode.conformance.soak_checks import soak_length
 from spec_decode.conformance.soak_rounds import SoakDrafter
 from spec_decode.conformance.soak_schedule import Schedule, ScheduledRound, drafts_within
 from spec_decode.drafter import Drafts, Strategy
