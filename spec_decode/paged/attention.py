@@ -57,7 +57,7 @@ class SplitAttention:
         built: Collection[int],
         split_op: SplitOp,
     ) -> None:
-        """metadata: the step buffers' own list. uncaptured, rebuilt: group indices."""
+        """metadata: the step buffers' own list. uncaptured, built: group indices."""
         self._groups, self._current, self._captured = groups, metadata, list(metadata)
         self._built, self._split_op = built, split_op
         self._uncaptured_layers = {layer for index in uncaptured for layer in groups[index].caches}
