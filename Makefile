@@ -20,7 +20,7 @@ RELEASE_TESTS := tests/builders tests/attn_backends/test_registry.py tests/attn_
 RELEASE_KERNELS := $(addprefix tests/interpreter/test_,op_kernels.py attention_kernels.py \
 	nan_logits_kernels.py shared_state_kernels.py verify_kernels.py)
 
-.PHONY: demo test slow engines engine-vllm engine-sglang engine-sglang-rounds oldest newest smollm2 lint docs reports check release \
+.PHONY: demo test slow engines engine-vllm engine-sglang engine-sglang-rounds oldest newest smollm2 lint precheck docs reports check release \
 	setup clean
 
 demo: $(VENV)/.installed
@@ -75,6 +75,12 @@ $(SGLANG)/.unpacked: engine_kits/sglang/requirements.txt | $(BIN)/pip
 smollm2: $(VENV)/.installed
 	@$(PIP) gguf accelerate
 	@$(BIN)/python scripts/smollm2.py
+
+# The gates that need no kernel and no model: docs/what-will-stop-you.md explains each.
+PRECHECKS := $(addprefix tests/,test_functions.py test_floors.py test_third_party.py test_kernels.py test_time_limits.py \
+	docs/test_glossary.py docs/test_reference.py docs/test_site.py)
+precheck: lint
+	@$(BIN)/python -m pytest -q $(PRECHECKS)
 
 lint: $(VENV)/.tools
 	$(BIN)/ruff check .

@@ -9,6 +9,7 @@ import msgspec
 import torch
 
 from benchmarks.rows import EMPTY, STOPPED, Bench, BenchRow
+from benchmarks.titles import TITLES
 from spec_decode import files
 from spec_decode.matrix.sources import TIMING_SCHEMA, Quantiles, TimingReport
 from spec_decode.source_digests import SourceRecord, backend_modules
@@ -32,6 +33,7 @@ def report_bytes(bench: Bench) -> bytes:
             "sources": msgspec.to_builtins(bench.sources or _sources(bench)),
             "missing": list(bench.missing),
             "floor_counts": floors,
+            "titles": {case: TITLES[case] for case in dict.fromkeys(row["case"] for row in rows) if case in TITLES},
             "rows": rows,
         }
     )

@@ -44,7 +44,8 @@ def kit_of(engine: str) -> EngineKit:
     """Return the kit over an engine's builders. Raises UserError for an engine without one, and outside a checkout."""
     if engine not in ENGINES:
         raise UserError(
-            f"--engine must be {' or '.join(ENGINES)}, got {engine!r}. Fix it.{did_you_mean(engine, ENGINES)}"
+            f"there is no kit for engine {engine!r}. Use --engine {' or --engine '.join(ENGINES)}."
+            f"{did_you_mean(engine, ENGINES)}"
         )
     kit = from_checkout(
         f"engine_kits.{engine}",

@@ -69,7 +69,7 @@ def _requested_spec(dtype: str | None, changes: tuple[str, ...]) -> AttentionSpe
             given[name] = readers[name](text)
         except (KeyError, ValueError) as error:
             raise UserError(
-                f"{name} cannot be {text!r}, got {change!r}. Fix it, as in head_dim=64, scale=0.1, sinks=true, "
+                f"{name} cannot be {text!r}, got {change!r}. Write it as in head_dim=64, scale=0.1, sinks=true, "
                 "kind=mla or dtype=float32."
             ) from error
     return AttentionSpec(**given)

@@ -62,7 +62,7 @@ class _Options:
             return
         given |= {"--run": self.names, "--tag": self.tags, "--installed": self.installed, "--check": self.only_check}
         if clash := [other for other, value in given.items() if value and other != flag]:
-            raise UserError(f"{flag} reads existing reports and shows no columns, got {clash[0]} too. Use one.")
+            raise UserError(f"{flag} reads existing reports and shows no columns, got {clash[0]} too. Drop {clash[0]}.")
         if form := next((form for form, target in self.targets().items() if target and form not in forms), None):
             others = " or ".join(f"--{each}" for each in forms)
             raise UserError(f"{flag} has no form for --{form}. Use {others}, or omit all for text.")
@@ -78,14 +78,17 @@ class _Options:
         if self.resume and not self.into:
             raise UserError("--resume requires --into. Name the folder of the interrupted run.")
         if self.names and self.only_check:
-            raise UserError("--check reads existing reports, got --run too. Use one.")
-        if self.only_check and any(self.targets().values()):
-            raise UserError("--check writes nothing, got an output file too. Use one.")
+            raise UserError(
+                "--check reads existing reports, got --run too. Run with --into first, then check that folder."
+            )
+        if self.only_check and (form := next((form for form, target in self.targets().items() if target), None)):
+            raise UserError(f"--check writes nothing, got --{form} too. Drop --{form}.")
         if len(piped := [f"--{form}" for form, target in self.targets().items() if target == "-"]) > 1:
             raise UserError(f"{' and '.join(piped)} are all -, but stdout takes one. Write the others to files.")
         if not (self.check_limit > 0 and self.limit > 0):
             raise UserError(
-                f"a limit must be a positive number of seconds, got {self.check_limit:g} and {self.limit:g}. Fix it."
+                f"a limit must be a positive number of seconds, got {self.check_limit:g} and {self.limit:g}. Raise "
+                "--check-limit or --limit."
             )
 
 

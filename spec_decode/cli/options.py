@@ -114,7 +114,7 @@ def chosen_names(requested: Sequence[str], device: torch.device) -> list[str]:
                 f"Fix the name, or install the package that registers it.{did_you_mean(name, known)}"
             )
     if requested and not chosen:
-        raise UserError(f"a backend is needed, but none is available on {device}. Name one.")
+        raise UserError(f"no backend is available on {device}. attn-backends list --device {device} says why.")
     return list(chosen)
 
 

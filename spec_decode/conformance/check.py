@@ -174,10 +174,7 @@ def check_names() -> list[str]:
 
 
 def expand(subject: Subject, requested: Collection[str] = ()) -> list[Check]:
-    """Return every check on every case for this backend and device, by family.
-
-    requested: families of ON_REQUEST to add.
-    """
+    """Return every check on every case for this backend and device, by family. requested: ON_REQUEST families too."""
     wanted = (each for each in _definitions if each.family not in ON_REQUEST or each.family in requested)
     ordered = sorted(wanted, key=lambda definition: FAMILIES.index(definition.family))
     return [check for definition in ordered for check in definition.expand(subject)]

@@ -17,7 +17,7 @@ from markupsafe import Markup
 from spec_decode.matrix.cells import OLDER, Status
 from spec_decode.matrix.columns import grouped
 from spec_decode.matrix.model import Matrix
-from spec_decode.matrix.speed import TITLES, Bar, Panel
+from spec_decode.matrix.speed import Bar, Panel
 from spec_decode.matrix.text import age_text, counted, plain
 from spec_decode.tools.timing_limit import verdict
 
@@ -142,7 +142,7 @@ def to_html(matrix: Matrix) -> str:
         backends=sorted({row.backend for row in matrix.rows}),
         statuses=list(Status),
         how_to_read=_HOW_TO_READ,
-        opened={next((i for i, s in enumerate(matrix.speed) if s.title == title), None) for title in TITLES.values()},
+        opened=set({section.title: i for i, section in reversed(list(enumerate(matrix.speed)))}.values()),
         plot=plot,
         width=WIDTH,
         counted=counted,

@@ -166,10 +166,12 @@ def _require_consistent(named: dict[str, Value]) -> None:
     """Drop a KV dtype that is the dtype. Raises QuestionError if heads, KV heads and group contradict one another."""
     heads, kv, group = (named.get(axis) for axis in ("heads", "kv heads", "group"))
     if isinstance(heads, int) and isinstance(group, int) and heads % group:
-        raise QuestionError(f"query heads must be a multiple of their group, got {heads} and {group}. Fix them.")
+        raise QuestionError(
+            f"{heads} query heads are no multiple of a group of {group}. Use a group that divides them."
+        )
     if isinstance(heads, int) and isinstance(kv, int):
         if heads % kv:
-            raise QuestionError(f"query heads must be a multiple of KV heads, got {heads} and {kv}. Fix them.")
+            raise QuestionError(f"{heads} query heads are no multiple of {kv} KV heads. Use KV heads that divide them.")
         if group not in (None, heads // kv):
             raise QuestionError(f"heads {heads}/{kv} make a group of {heads // kv}, but group is {group}. Drop one.")
     if named.get("kv dtype") is not None and named["kv dtype"] == named.get("dtype"):

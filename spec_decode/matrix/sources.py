@@ -141,7 +141,8 @@ class TimingRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 class TimingReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A report of `attn-backends bench`. missing: what could not be timed, and why. sources: the modules behind it, one
-    part per requested case. floor_counts: what floors count; rows refer to it by index. digest: of everything else."""
+    part per requested case. floor_counts: what floors count; rows refer to it by index. titles: of its cases, for a
+    page. digest: of everything else."""
 
     schema: str = TIMING_SCHEMA
     env: TimingEnvironment
@@ -149,13 +150,16 @@ class TimingReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     sources: SourceRecord = SourceRecord()
     missing: tuple[str, ...] = ()
     floor_counts: tuple[str, ...] = ()
+    titles: dict[str, str] = {}
     rows: tuple[TimingRow, ...]
     digest: str = ""
 
 
 class Timing(TimingRow, frozen=True, kw_only=True):
-    """A row with its report's environment and command. changed: the modules behind it that have changed since."""
+    """A row with its report's environment and command. title: of its case, or the case. changed: the modules behind it
+    that have changed since."""
 
+    title: str
     env: TimingEnvironment
     command: str
     changed: tuple[str, ...] = ()
@@ -238,6 +242,7 @@ def _timings(report: TimingReport) -> list[Timing]:
     return [
         Timing(
             **{name: getattr(row, name) for name in TimingRow.__struct_fields__},
+            title=report.titles.get(row.case, row.case),
             env=report.env,
             command=report.command,
             changed=changed_behind(row.case),

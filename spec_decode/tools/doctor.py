@@ -24,14 +24,14 @@ from spec_decode.tools.validated_rounds import validate_rounds
 _PACKAGES = ("attn-backends", "torch", "triton", *KERNEL_PACKAGES, "transformers", "cuda-python")
 """Packages that can provide a kernel, a model or a graph node."""
 
-TESTED = {
+TESTED: dict[str, tuple[str, ...]] = {
     "torch": ("2.9.0", "2.13.0", "2.15.0"),
     "triton": ("3.5.0", "3.7.1", "3.9.0"),
-    "flashinfer-python": ("0.6.12", "0.6.12", "0.6.12"),
+    "flashinfer-python": ("0.7.2.post1",),
     "transformers": ("4.57.1", "5.23.0", "5.24.0"),
 }
 """The releases that the tests run with: the oldest (`make oldest`), the one of every commit, and the newest (`make
-newest`); for FlashInfer, which needs a GPU, the one used for the GPU reports."""
+newest`); for FlashInfer, which needs a GPU, only the one of the GPU reports."""
 
 _SPECS = {
     "decode of a common 8B model": GQA,
@@ -93,8 +93,10 @@ def _tested(name: str, found: str | None) -> str:
     """Describe the tested releases of a package, and say so if the installed one lies outside their range."""
     if name not in TESTED:
         return ""
-    oldest, usual, newest = TESTED[name]
-    versions = f"tested: {oldest} (oldest), {usual} (every commit), {newest} (newest)"
+    releases = TESTED[name]
+    oldest, newest = releases[0], releases[-1]
+    kinds = ("oldest", "every commit", "newest") if len(releases) > 1 else ("GPU reports",)
+    versions = f"tested: {', '.join(f'{each} ({kind})' for each, kind in zip(releases, kinds, strict=True))}"
     if found is None or _release(oldest) <= _release(found) <= _release(newest):
         return f"; {versions}"
     return f"; untested, {'newer' if _release(found) > _release(newest) else 'older'} than those tested; {versions}"

@@ -343,6 +343,7 @@ def test_a_report_is_what_the_matrix_reads(on_cpu, tmp_path):
     path.write_bytes(report_bytes(on_cpu))
     timings = Sources.read([path]).timings
     assert [(timing.case, timing.backend) for timing in timings] == [(r["case"], r["backend"]) for r in on_cpu.rows]
+    assert {timing.title for timing in timings} == {"A whole draft round", "Steps 1 to K-1 of a draft round"}
     assert {timing.command for timing in timings} == {"bench backends"} and not any(t.changed for t in timings)
     assert [t.host_us.p50 for t in timings] == [pytest.approx(r["host_us"]["p50"], rel=1e-4) for r in on_cpu.rows]
 

@@ -10,13 +10,24 @@ ROOT = Path(__file__).parents[2]
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8").replace("\\\n", " ")
 
 
-def test_what_make_oldest_and_newest_run_exists() -> None:
+def with_prefix(variable: str) -> list[str]:
+    """Paths of a variable of the form $(addprefix PREFIX,NAME NAME ...)."""
+    ((prefix, names),) = re.findall(rf"^{variable} := \$\(addprefix ([^,]+),(.*)\)$", MAKEFILE, re.MULTILINE)
+    return [prefix + name for name in names.split()]
+
+
+def test_paths_of_oldest_and_newest_exist() -> None:
     (tests,) = re.findall(r"^RELEASE_TESTS := (.*)$", MAKEFILE, re.MULTILINE)
-    (kernels,) = re.findall(
-        r"^RELEASE_KERNELS := \$\(addprefix tests/interpreter/test_,(.*)\)$", MAKEFILE, re.MULTILINE
-    )
-    paths = [*tests.split(), *(f"tests/interpreter/test_{name}" for name in kernels.split())]
+    paths = [*tests.split(), *with_prefix("RELEASE_KERNELS")]
     assert len(paths) > 10 and [path for path in paths if not (ROOT / path).exists()] == []
+
+
+def test_precheck_runs_the_fast_gates_of_the_page() -> None:
+    page = (ROOT / "docs/what-will-stop-you.md").read_text(encoding="utf-8")
+    fast = page.partition("## Slower")[0]
+    gates = re.findall(r"^\| `(tests/[^`]+\.py)` \|", fast, re.MULTILINE)
+    assert set(gates) == set(with_prefix("PRECHECKS")) and len(gates) > 5
+    assert [path for path in re.findall(r"`(tests/[^`]+)`", page) if not (ROOT / path).exists()] == []
 
 
 def test_the_set_up_says_first_what_it_does_how_much_it_downloads_and_how_long_it_takes(tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ def test_list_asks_for_the_spec_it_is_told(run):
 
 @pytest.mark.parametrize("wrong", ["head_dim", "head_dim=wide", "heads=4", "sinks=1", "kind=gqa", "dtype=fp32", ""])
 def test_list_refuses_an_invalid_spec(wrong, refused):
-    assert f"got {wrong!r}. Fix" in refused("list", "--spec", wrong)
+    assert f"got {wrong!r}. " in refused("list", "--spec", wrong)
 
 
 def test_list_refuses_a_dtype_that_is_empty(refused):

@@ -109,7 +109,10 @@ REFUSED = {
     "an unknown family": (("all", "--family", "nonesuch"), "numerics"),
     "a family that was meant": (("all", "--family", "numeric"), "Did you mean numerics?"),
     "nothing to resume": (("torch_reference", "--resume"), "Add --json"),
-    "an unknown engine": (("--engine", "vlm"), "--engine must be vllm or sglang, got 'vlm'"),
+    "an unknown engine": (
+        ("--engine", "vlm"),
+        "there is no kit for engine 'vlm'. Use --engine vllm or --engine sglang. Did you mean",
+    ),
     "an unknown builder": (
         ("--engine", "vllm", "KpoolTail"),
         "a builder of vllm must be one of FlashAttentionMetadataBuilder, ",

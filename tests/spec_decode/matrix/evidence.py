@@ -79,6 +79,6 @@ def timing(**fields) -> Timing:
     row = {
         "case": "paged-decode", "backend": "k", "spec": "32/8 heads, dim 128",
         "num_reqs": 1, "context": 1024, "gpu_us": [9.0, 10.0, 12.0], "floor_us": 5.0,
-        "env": {**ENV, "copy_bytes_per_us": 4.0}, "command": "bench",
+        "env": {**ENV, "copy_bytes_per_us": 4.0}, "command": "bench", "title": "Attention",
     }  # fmt: skip
     return msgspec.convert({**row, **fields}, Timing)

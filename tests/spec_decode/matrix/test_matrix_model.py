@@ -340,7 +340,6 @@ LABELS = {
 @pytest.mark.parametrize(("rows", "labels"), LABELS.values(), ids=LABELS)
 def test_no_two_bars_of_a_panel_are_told_alike(rows, labels):
     assert "; ".join(bar.label.removeprefix("k K = 2, 1.0 accepted, ") for bar in bars_of(*rows)) == labels
-    assert ("A whole engine" in sections_of(*rows)[0].title) is (rows[0].per_user is not None)
 
 
 def test_engines_are_compared_by_the_time_of_a_token_whatever_they_draft():

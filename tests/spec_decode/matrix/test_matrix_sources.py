@@ -117,6 +117,12 @@ def test_a_case_of_the_bench_may_have_columns_of_its_own(tmp_path):
     assert (found.case, found.gpu_us, found.command) == (timing().case, timing().gpu_us, "bench")
 
 
+def test_timing_has_the_title_that_its_report_gives_the_case(tmp_path):
+    document = timings(row(case="round"), row(case="step")) | {"titles": {"round": "A whole draft round"}}
+    found = Sources.read([write(tmp_path, "x.json", document)]).timings
+    assert [timed.title for timed in found] == ["A whole draft round", "step"]
+
+
 def test_a_timing_is_as_old_as_the_modules_behind_its_case(tmp_path):
     devices = SourceRecord.of({"": ["builders.devices"]}).modules["builders"]["devices"]
     modules = {"builders": {"errors": "00000000", "devices": devices}}

@@ -17,6 +17,7 @@ from attn_backends import registry
 from attn_backends.fa3_providers import PROVIDER_VARIABLE
 from attn_backends.findings import Finding, FindingStatus
 from attn_backends.torch_reference import TorchReference
+from spec_decode.files import read_json
 from spec_decode.graphs.emulator import EmulatedRuntime
 from spec_decode.tools import doctor
 from spec_decode.tools.doctor import examine
@@ -201,6 +202,14 @@ def test_what_it_calls_tested_is_what_is_installed_for_the_tests(name: str) -> N
 
     files = ("constraints-oldest.txt", "constraints.txt", "constraints-newest.txt")
     assert doctor.TESTED[name] == tuple(map(pinned, files))
+
+
+def test_flashinfer_called_tested_is_that_of_the_gpu_reports() -> None:
+    reports = (read_json(path) for path in sorted(ROOT.glob("reports/h*/*.json")))
+    used = {package for report in reports for package in report["env"]["packages"]}
+    assert {f"flashinfer-python {each}" for each in doctor.TESTED["flashinfer-python"]} == {
+        package for package in used if package.startswith("flashinfer-python ")
+    }
 
 
 def test_the_oldest_that_are_tested_are_the_oldest_that_are_promised() -> None:

@@ -116,9 +116,7 @@ def test_a_process_that_says_nothing_refuses_all(declare: Callable[..., None]) -
     assert refused.keys() == {"a", "b"} and "exit status 1; it printed: no module" in refused["a"]
 
 
-def test_nothing_is_tried_twice_and_a_refusal_is_repeat_line_until_a_call_registers_the_name(
-    declare: Callable[..., None], tried: Tried
-) -> None:
+def test_refusal_is_kept_until_a_call_registers_the_name(declare: Callable[..., None], tried: Tried) -> None:
     declare("a", "crash")
     first, _ = tried()
     again, processes = tried()
