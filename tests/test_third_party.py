@@ -19,7 +19,7 @@ ALLOWED = {
     "builders/flashinfer/wrappers.py": {"flashinfer"},
     "attn_backends": {"torch"},
     "attn_backends/engines/sglang": {"sglang"},
-    "attn_backends/engines/vllm": {"flashinfer", "vllm", ANY},
+    "attn_backends/engines/vllm": {"flashinfer", "vllm"},
     "attn_backends/fa3_providers.py": {"flash_attn_interface", "flash_attn_config", "sgl_kernel", "vllm"},
     "attn_backends/flashinfer.py": {"flashinfer"},
     "attn_backends/flashmla_package.py": {"flash_mla", "vllm"},
