@@ -14,9 +14,10 @@ if Path(builders.__file__).parent != (_ours := Path(__file__).parents[1] / "buil
         path=builders.__file__,
     )
 
-from attn_backends.base import AttentionBackend, KVCache, check_forward_inputs, check_write_inputs
+from attn_backends.base import AttentionBackend, check_forward_inputs, check_write_inputs
 from attn_backends.capabilities import Accepted, Capabilities, CapabilitiesError, Feature, FusedWrite, Rejected, Sizes
 from attn_backends.fused_writes import FusedLatentWrite, FusedRopeWrite
+from attn_backends.kv_cache import FP8_DS_MLA, CacheLayout, KVCache, cache_layout
 from attn_backends.registry import (
     BackendError,
     BrokenBackend,
@@ -32,10 +33,12 @@ from attn_backends.registry import (
 from attn_backends.selection import NoBackend, Selection, select
 
 __all__ = [
+    "FP8_DS_MLA",
     "Accepted",
     "AttentionBackend",
     "BackendError",
     "BrokenBackend",
+    "CacheLayout",
     "Capabilities",
     "CapabilitiesError",
     "DuplicateBackend",
@@ -50,6 +53,7 @@ __all__ = [
     "Selection",
     "Sizes",
     "UnknownBackend",
+    "cache_layout",
     "check_forward_inputs",
     "check_write_inputs",
     "explain",

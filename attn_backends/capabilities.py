@@ -9,7 +9,7 @@ from typing import TypeGuard, cast
 
 import torch
 
-from attn_backends.kernels.fp8_ds_mla import LATENT
+from attn_backends.kv_cache import cache_layout
 from builders import AttentionKind, AttentionSpec
 
 
@@ -230,11 +230,7 @@ class Capabilities:
             )
             if dim not in sizes
         ]
-        if spec.fp8_ds_mla and (spec.head_dim, spec.out_dim, spec.dtype) != (LATENT, LATENT, torch.bfloat16):
-            reasons.append(
-                f"fp8_ds_mla latents have {LATENT} dims, all of them the value, and bfloat16 queries, got "
-                f"{spec.head_dim} and {spec.out_dim} dims and {spec.dtype}"
-            )
+        reasons += cache_layout(spec).unsupported_reasons(spec)
         if spec.page_size not in self.page_sizes:
             reasons.append(f"page_size must be {self.page_sizes}, got {spec.page_size}")
         if spec.kind not in self.kinds:

@@ -16,9 +16,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from attn_backends.base import KVCache, Sinks
+from attn_backends.base import Sinks
 from attn_backends.capabilities import Feature, Sizes
 from attn_backends.extras import install_hint
+from attn_backends.kv_cache import KVCache
 from builders import AttentionSpec, BatchError, FlashAttn3Metadata
 
 PROVIDER_VARIABLE = "ATTN_BACKENDS_FA3_PROVIDER"

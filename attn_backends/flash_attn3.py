@@ -5,11 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attn_backends.base import AttentionBackend, KVCache, Sinks, check_forward_inputs
+from attn_backends.base import AttentionBackend, Sinks, check_forward_inputs
 from attn_backends.capabilities import Capabilities, Feature, FusedWrite, Sizes
 from attn_backends.fa3_providers import find_provider
 from attn_backends.fused_writes import FusedRopeWrite
 from attn_backends.kernels.e4m3 import to_e4m3
+from attn_backends.kv_cache import KVCache
 from attn_backends.merged_trees import merge_tree, merged_tree_reasons
 from builders import AttentionSpec, FlashAttn3Builder, FlashAttn3Metadata
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attn_backends.base import AttentionBackend, KVCache, Sinks, check_forward_inputs
+from attn_backends.base import AttentionBackend, Sinks, check_forward_inputs
 from attn_backends.capabilities import Capabilities, Feature, FusedWrite, Sizes
 from attn_backends.fa3_providers import PROVIDER_VARIABLE
 from attn_backends.flash_attn3 import PROVIDER
 from attn_backends.fused_writes import FusedLatentWrite
+from attn_backends.kv_cache import KVCache
 from builders import AttentionKind, AttentionSpec, FlashAttn3Builder, FlashAttn3Metadata
 
 _LATENT, _ROTARY = 512, 64

@@ -14,10 +14,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from attn_backends.base import AttentionBackend, KVCache, Sinks, check_forward_inputs
+from attn_backends.base import AttentionBackend, Sinks, check_forward_inputs
 from attn_backends.capabilities import Capabilities, Feature, FusedWrite, Sizes
 from attn_backends.fa3_providers import package_version
 from attn_backends.fused_writes import FusedRopeWrite
+from attn_backends.kv_cache import KVCache
 from attn_backends.merged_trees import merge_tree, merged_tree_reasons
 from builders import AttentionSpec
 from builders.devices import on_device

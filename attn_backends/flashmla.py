@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attn_backends.base import AttentionBackend, KVCache, Sinks, check_forward_inputs
+from attn_backends.base import AttentionBackend, Sinks, check_forward_inputs
 from attn_backends.capabilities import Capabilities, Feature, FusedWrite, Sizes
 from attn_backends.flashmla_package import DENSE, flashmla_version, load_flashmla
 from attn_backends.fused_writes import FusedLatentWrite
+from attn_backends.kv_cache import KVCache
 from builders import AttentionKind, AttentionSpec
 from builders.flashmla import FlashMlaBuilder, FlashMlaMetadata
 

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_backends.base import AttentionBackend, KVCache, Sinks, check_forward_inputs
+from attn_backends.base import AttentionBackend, Sinks, check_forward_inputs
 from attn_backends.capabilities import Capabilities, Feature, FusedWrite, Sizes
 from attn_backends.flashmla_package import SPARSE, flashmla_version, load_flashmla
 from attn_backends.fused_writes import FusedLatentWrite
-from attn_backends.kernels.fp8_ds_mla import TOKEN_BYTES
+from attn_backends.kv_cache import FP8_DS_MLA, KVCache, cache_layout
 from builders import NO_SLOT, AttentionKind, AttentionSpec
 from builders.errors import BatchError
 from builders.flashmla_sparse import FlashMlaSparseBuilder, FlashMlaSparseMetadata
@@ -26,12 +26,11 @@ class ScheduledBuilder(FlashMlaSparseBuilder):
 
     def make_schedule(self, num_tokens: int) -> Any:
         schedule, _ = flashmla.get_mla_metadata()
-        if self.spec.fp8_ds_mla:
+        if (layout := cache_layout(self.spec)) is FP8_DS_MLA:
             spec, device = self.spec, self.device
             query = torch.zeros(num_tokens, spec.num_q_heads, spec.head_dim, dtype=spec.dtype, device=device)
-            page = torch.zeros(1, spec.page_size, 1, TOKEN_BYTES, dtype=torch.uint8, device=device)
             nothing = torch.full((num_tokens, 1, self.width), NO_SLOT, dtype=torch.int32, device=device)
-            _decode(query, page, nothing, schedule, spec, None)
+            _decode(query, layout.allocate(spec, 1, device), nothing, schedule, spec, None)
         return schedule
 
 
@@ -70,19 +69,19 @@ class FlashMlaSparse(FusedLatentWrite, AttentionBackend):
     ) -> Tensor:
         check_forward_inputs(query, cache, metadata, spec, sinks)
         query, indices = query.contiguous(), metadata.window_indices[:, None]
-        if spec.fp8_ds_mla:
-            return _decode(query, cache.key, indices, metadata.schedule.made, spec, sinks)
+        if cache_layout(spec) is FP8_DS_MLA:
+            return _decode(query, cache, indices, metadata.schedule.made, spec, sinks)
         out: Tensor = flashmla.flash_mla_sparse_fwd(
             query, _listed(cache.key), indices, spec.softmax_scale, d_v=spec.head_dim, attn_sink=sinks
         )[0]
         return out
 
 
-def _decode(query: Tensor, pages: Tensor, indices: Tensor, schedule: Any, spec: AttentionSpec, sinks: Sinks) -> Tensor:
-    """query [T, num_q_heads, head_dim], pages uint8 [num_pages, page_size, 1, bytes per token], indices [T, 1, W]."""
+def _decode(query: Tensor, cache: KVCache, indices: Tensor, schedule: Any, spec: AttentionSpec, sinks: Sinks) -> Tensor:
+    """query [T, num_q_heads, head_dim], indices int32 [T, 1, W]; the same out."""
     out: Tensor = flashmla.flash_mla_with_kvcache(
         q=query[:, None],
-        k_cache=pages,
+        k_cache=cache.key,
         block_table=None,
         cache_seqlens=None,
         head_dim_v=spec.head_dim,

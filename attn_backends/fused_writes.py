@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from attn_backends.base import KVCache
 from attn_backends.kernels.rope import Rope
 from attn_backends.kernels.rope_and_write_kv import rope_and_write_kv
-from attn_backends.kernels.write_latent import KvANormRope, write_latent
+from attn_backends.kernels.write_latent import KvANormRope
+from attn_backends.kv_cache import KVCache
 
 
 class FusedRopeWrite:
@@ -36,5 +36,4 @@ class FusedLatentWrite:
         self, latent: torch.Tensor, norm_rope: KvANormRope, cache: KVCache, metadata: Any
     ) -> None:
         """Norm and rotate latent [num_tokens, head_dim], in spec.new_kv_dtype, and store it, in one kernel."""
-        page_size = cache.key.shape[1]
-        write_latent(latent, cache.latents, metadata.slot_mapping, page_size=page_size, norm_rope=norm_rope)
+        cache.layout.write_latent(latent, cache, metadata.slot_mapping, norm_rope)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from attn_backends.base import KVCache, Sinks
+from attn_backends.base import Sinks
 from attn_backends.kernels.tree_attention import tree_attention
+from attn_backends.kv_cache import KVCache
 from builders import AttentionSpec, BatchMetadata
 
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attn_backends.base import AttentionBackend, KVCache, Sinks, check_forward_inputs
+from attn_backends.base import AttentionBackend, Sinks, check_forward_inputs
 from attn_backends.capabilities import Capabilities, Feature, FusedWrite, Sizes
 from attn_backends.fused_writes import FusedLatentWrite
 from attn_backends.kernels.sparse_attention import sparse_attention
+from attn_backends.kv_cache import KVCache
 from builders import AttentionKind, AttentionSpec, SparseWindowBuilder, SparseWindowMetadata
 from builders.kernels.triton_runtime import TRITON_VERSION, triton_unsupported_reasons
 

@@ -7,11 +7,12 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from attn_backends.base import AttentionBackend, KVCache, Sinks, check_forward_inputs
+from attn_backends.base import AttentionBackend, Sinks, check_forward_inputs
 from attn_backends.capabilities import Capabilities, Feature, FusedWrite, Sizes
 from attn_backends.fused_writes import FusedLatentWrite, FusedRopeWrite
 from attn_backends.kernels.fp8_ds_mla import gather_and_dequantise
 from attn_backends.kernels.softmax import softmax_with_sinks
+from attn_backends.kv_cache import FP8_DS_MLA, KVCache
 from builders import AttentionKind, AttentionSpec, ReferenceBuilder, ReferenceMetadata
 
 _GATHERED_ELEMENTS = 1 << 24
@@ -107,7 +108,7 @@ def _seen_in_trees(metadata: ReferenceMetadata, masks: Tensor, part: slice, posi
 def _gather(cache: KVCache, part: Tensor, slot: Tensor) -> Tensor:
     """Return keys or values [pages, size, H, D] at slot [T, L] as fp32 [T, L, H, D], always a copy."""
     size = part.shape[1]
-    if part.dtype is torch.uint8:
+    if cache.layout is FP8_DS_MLA:
         return gather_and_dequantise(cache.latents, slot.flatten(), size).view(*slot.shape, 1, -1).float()
     if part.is_contiguous():
         # A single index copies whole rows: on a CPU several times as fast as two, which copy by element.

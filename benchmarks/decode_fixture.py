@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from attn_backends import AttentionBackend, KVCache
-from attn_backends.kernels.fp8_ds_mla import TOKEN_BYTES
+from attn_backends import FP8_DS_MLA, AttentionBackend, KVCache, cache_layout
 from benchmarks.rows import BenchRow
 from builders import AttentionKind, AttentionSpec, BatchBuffers, MetadataBuilder, RequestTables
 
@@ -83,7 +82,7 @@ class DecodeFixture:
     def _filled(self, backend: AttentionBackend) -> KVCache:
         spec = self.spec
         cache = backend.allocate_kv(spec, self.num_pages, self.device)
-        if not spec.fp8_ds_mla:
+        if cache_layout(spec) is not FP8_DS_MLA:
             cache.key.normal_()
             if not cache.latent:
                 cache.value.normal_()
@@ -96,7 +95,6 @@ class DecodeFixture:
 
 def token_bytes(spec: AttentionSpec) -> int:
     """Return the cache bytes of one token."""
-    if spec.fp8_ds_mla:
-        return TOKEN_BYTES
-    values = 0 if spec.kind is AttentionKind.MLA else spec.out_dim
-    return spec.num_kv_heads * (spec.head_dim + values) * spec.cache_dtype.itemsize
+    key_dim, value_dim, dtype = cache_layout(spec).token(spec)
+    values = 0 if spec.kind is AttentionKind.MLA else value_dim
+    return spec.num_kv_heads * (key_dim + values) * dtype.itemsize

@@ -135,11 +135,6 @@ class AttentionSpec:
         return self.kv_dtype
 
     @property
-    def fp8_ds_mla(self) -> bool:
-        """Whether the cache holds latents in the fp8_ds_mla format: quantised to fp8, with their scales."""
-        return self.kind is AttentionKind.MLA and self.cache_dtype is torch.float8_e4m3fn
-
-    @property
     def new_kv_dtype(self) -> torch.dtype:
         """Dtype of new keys and values as passed in: the cache's, or `dtype` if storing quantises."""
         return self.dtype if self.cache_dtype.itemsize == 1 else self.cache_dtype

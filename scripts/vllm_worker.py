@@ -230,11 +230,11 @@ class MeasuredWorker:
     def compare_drafts(self, on: bool) -> dict[str, Any]:
         """Switch metadata comparison on or off (needs ATTN_BACKENDS_VALIDATE=1), and return the rounds compared, the
         seconds that took, and any difference found."""
-        from attn_backends.engines.vllm.v0_33.validator import validator_of
+        from attn_backends.engines.vllm.validator import recorder_of
 
-        validator = validator_of(self.model_runner.speculator)
-        validator.paused = not on
-        return {"rounds": validator.rounds, "seconds": validator.seconds, "found": validator.found}
+        recorder = recorder_of(self.model_runner.speculator)
+        recorder.paused = not on
+        return {"rounds": recorder.rounds, "seconds": recorder.seconds, "found": recorder.found}
 
     def drafts_seen(self) -> dict[str, Any]:
         """Return what was recorded since watch_drafts, and whether the draft loop is fused."""

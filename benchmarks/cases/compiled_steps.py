@@ -23,7 +23,7 @@ from benchmarks.rows import Bench, BenchRow, with_limits
 from builders import AttentionKind, AttentionSpec
 from spec_decode.drafter import Strategy
 from spec_decode.graphs import runtime_for
-from spec_decode.model_api import AttentionInputs
+from spec_decode.model_api import AttentionInputs, DraftInputs
 from spec_decode.tools.timing_limit import TimingLimit
 
 SUFFIX = "-compiled"
@@ -130,7 +130,7 @@ def model_step(draft: TimedDraft, num_reqs: int, device: torch.device) -> Step:
     def step(
         token_ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        hidden = model.forward(token_ids, hidden, positions, attention)
+        hidden = model.forward(DraftInputs(token_ids, hidden, positions, attention))
         best = model.logits(hidden).argmax(-1)
         return best if model.token_map is None else model.token_map[best], hidden
 

@@ -22,7 +22,7 @@ from spec_decode.conformance.draft_runs import (
 )
 from spec_decode.drafter import Strategy, StrategyError, VerifiedTokens
 from spec_decode.graphs.emulator import HostReadGuard
-from spec_decode.model_api import AttentionInputs
+from spec_decode.model_api import AttentionInputs, DraftInputs
 from spec_decode.paged.kv_groups import KVGroup
 from spec_decode.sampling.draft_sampler import NO_TOKEN
 from spec_decode.testing import oracle
@@ -236,7 +236,7 @@ def _dense_logits(
         for step in range(fixture.num_speculative_tokens):
             start = attention.length
             positions = torch.arange(start, start + len(ids))
-            hidden = model.forward(torch.tensor(ids), hidden, positions, attention)[-1:]
+            hidden = model.forward(DraftInputs(torch.tensor(ids), hidden, positions, attention))[-1:]
             logits.append(model.logits(hidden)[0])
             ids = [int(drafted[request, step])]
         rows.append(torch.stack(logits))

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from attn_backends import FusedWrite
+from attn_backends import FP8_DS_MLA, FusedWrite, cache_layout
 from attn_backends.kernels.rope import Rope, rope_formula
 from attn_backends.kernels.write_latent import KvANormRope
 from builders import AttentionKind
@@ -83,7 +83,7 @@ def fused_rope_write_stores_the_same(subject: Subject, case: Case) -> Measuremen
 def fused_latent_write_stores_the_same(subject: Subject, case: Case) -> Measurements:
     fixture, backend = PagedFixture(subject, case.spec, case.batch.rows), _untyped(subject)
     metadata, slots, (_, key, value) = _batch_to_write(fixture, case)
-    dim, pairs = case.spec.head_dim, 32 if case.spec.fp8_ds_mla else 8
+    dim, pairs = case.spec.head_dim, 32 if cache_layout(case.spec) is FP8_DS_MLA else 8
     angles = _angles(pairs)
     weight = (1 + torch.rand(dim, generator=fixture.generator)).to(case.spec.dtype)
     norm_rope = KvANormRope(

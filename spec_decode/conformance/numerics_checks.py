@@ -6,6 +6,7 @@ import math
 
 import torch
 
+from attn_backends import FP8_DS_MLA, cache_layout
 from builders import BatchError
 from spec_decode.conformance.cases import SCALE_OF_LOW_SCORES, base_cases, edge_cases, spec_cases
 from spec_decode.conformance.check import Family
@@ -74,7 +75,7 @@ def edges_are_right(subject: Subject, case: Case) -> Measurements:
 @check("keys and values are read and written by their own strides", _LAYOUTS, since=(1, 1))
 def strides_are_followed(subject: Subject, case: Case) -> Measurements:
     fixture = PagedFixture(subject, case.spec, case.batch.rows)
-    if case.spec.fp8_ds_mla:
+    if cache_layout(case.spec) is FP8_DS_MLA:
         raise Unsupported("the bytes of an fp8_ds_mla page are contiguous")
     fixture.interleave()
     try:

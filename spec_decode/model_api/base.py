@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, TypeAlias
+from typing import ClassVar, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import nn
@@ -19,6 +19,29 @@ from spec_decode.model_api.attention import Attention, ContextAttention
 
 KeepRows: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 """Select rows: [T, ...] -> [R, ...]."""
+X = TypeVar("X", torch.Tensor, torch.Tensor | None)
+
+
+class DraftInputs(NamedTuple):
+    """What one forward of a draft reads, for T flat tokens.
+
+    token_ids  int64 [T]; for a ContextBlockDraft [R, L], R blocks of L tokens
+    hidden     [T, H], the state before each token; a ContextBlockDraft does not read it
+    positions  int64 [T]
+    attention  stores keys and values, and attends
+    keep       selects the tokens whose states are wanted; None: all. Step 0 drafts from one token of each request; the
+               others only provide keys and values, so a last layer that drops them after its attention saves work
+    """
+
+    token_ids: torch.Tensor
+    hidden: torch.Tensor
+    positions: torch.Tensor
+    attention: Attention
+    keep: KeepRows | None = None
+
+    def kept(self, x: X) -> X:
+        """Return the rows of x [T, ...] that are wanted; None if x is None."""
+        return x if x is None or self.keep is None else self.keep(x)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,28 +145,8 @@ class DraftModel(_Model):
         return target_hidden_states
 
     @abstractmethod
-    def forward(
-        self, token_ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, attention: Attention
-    ) -> torch.Tensor:
-        """Return states [T, H] that predict the token after each of token_ids.
-
-        token_ids  int64 [T]
-        hidden     [T, H], the state before each of them
-        positions  int64 [T]
-        """
-
-    def forward_kept(
-        self,
-        token_ids: torch.Tensor,
-        hidden: torch.Tensor,
-        positions: torch.Tensor,
-        attention: Attention,
-        keep: KeepRows,
-    ) -> torch.Tensor:
-        """Return keep(forward(token_ids, hidden, positions, attention)), [R, H]. Step 0 drafts from one token of each
-        request; the others only provide keys and values. A last layer that drops them after its attention saves that
-        work."""
-        return keep(self.forward(token_ids, hidden, positions, attention))
+    def forward(self, inputs: DraftInputs) -> torch.Tensor:
+        """Return states [T, H] that predict the token after each of token_ids; with `keep`, only those it selects."""
 
     @abstractmethod
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -188,15 +191,8 @@ class ContextBlockDraft(DraftModel):
         return None if self.block_size is None else self.block_size - self.first_place
 
     @abstractmethod
-    def forward(
-        self, token_ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, attention: Attention
-    ) -> torch.Tensor:
-        """Return states [T, H] for R blocks of L tokens each.
-
-        token_ids  int64 [R, L]
-        hidden     not read
-        positions  int64 [T]
-        """
+    def forward(self, inputs: DraftInputs) -> torch.Tensor:
+        """Return states [T, H] of R blocks."""
 
     @abstractmethod
     def write_context(self, states: torch.Tensor, positions: torch.Tensor, attention: ContextAttention) -> None:
@@ -265,29 +261,3 @@ class ModuleDraft(DraftModel):
             f"num_speculative_tokens must be at most {count}, the number of the draft's prediction modules, got "
             f"{num_speculative_tokens}. Lower it.",
         )
-
-
-class KeptRowsDraft(DraftModel):
-    """A draft whose last layer can drop tokens after its attention."""
-
-    @abstractmethod
-    def forward(
-        self,
-        token_ids: torch.Tensor,
-        hidden: torch.Tensor,
-        positions: torch.Tensor,
-        attention: Attention,
-        keep: KeepRows | None = None,
-    ) -> torch.Tensor:
-        """See the base; with `keep`, return only the states [R, H] that it selects."""
-
-    def forward_kept(
-        self,
-        token_ids: torch.Tensor,
-        hidden: torch.Tensor,
-        positions: torch.Tensor,
-        attention: Attention,
-        keep: KeepRows,
-    ) -> torch.Tensor:
-        """See the base."""
-        return self.forward(token_ids, hidden, positions, attention, keep)

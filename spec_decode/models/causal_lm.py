@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from spec_decode.model_api import Attention, BlockDraft, TargetModel
+from spec_decode.model_api import BlockDraft, DraftInputs, TargetModel
 from spec_decode.models.checkpoints.files import CheckpointError
 from spec_decode.models.checkpoints.mask_token import read_mask_token
 from spec_decode.models.checkpoints.store import ScopedWeights, TensorStore
@@ -44,14 +44,12 @@ class CausalDraft(DecoderDraft):
         self.norm = RMSNorm(model.hidden_size, model.norm_eps)
         self.lm_head = Linear(model.hidden_size, vocabulary.scored)
 
-    def forward(
-        self, token_ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, attention: Attention
-    ) -> torch.Tensor:
-        """Return normed states [T, H] for token_ids and positions, int64 [T]. hidden is not read."""
-        x, delta, rope = self.embed(token_ids), None, self.rotary(positions)
+    def forward(self, inputs: DraftInputs) -> torch.Tensor:
+        """Return normed states [T, H]; hidden is not read."""
+        x, delta, rope = self.embed(inputs.token_ids), None, self.rotary(inputs.positions)
         for layer in self.layers:
-            x, delta = layer(x, delta, rope, attention)
-        states: torch.Tensor = self.norm(x, delta)[1]
+            x, delta = layer(x, delta, rope, inputs.attention)
+        states: torch.Tensor = self.norm(inputs.kept(x), inputs.kept(delta))[1]
         return states
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
-from spec_decode.model_api import Attention, KeepRows, TargetModel
+from spec_decode.model_api import DraftInputs, TargetModel
 from spec_decode.models.checkpoints.config_reader import ConfigReader
 from spec_decode.models.checkpoints.files import CheckpointError
 from spec_decode.models.checkpoints.store import ScopedWeights, TensorStore
@@ -100,25 +100,16 @@ class DeepseekV4Prediction(MtpDraft):
         self.collapse = HyperHead.from_weights(weights, "hc_head", hyper, hyper.streams, 1)
         self.head_norm = RMSNorm.read(weights, "norm.weight", hidden, eps)
 
-    def forward(
-        self,
-        token_ids: torch.Tensor,
-        hidden: torch.Tensor,
-        positions: torch.Tensor,
-        attention: Attention,
-        keep: KeepRows | None = None,
-    ) -> torch.Tensor:
-        """Return states [T, S H] for token_ids and positions, int64 [T], and hidden [T, S H]."""
-        embedded = self.embedding_norm(F.embedding(token_ids, self.embedding))[1]
-        streams = hidden.unflatten(-1, (self.streams, -1))
+    def forward(self, inputs: DraftInputs) -> torch.Tensor:
+        """Return states [T, S H], for hidden [T, S H]."""
+        embedded = self.embedding_norm(F.embedding(inputs.token_ids, self.embedding))[1]
+        streams = inputs.hidden.unflatten(-1, (self.streams, -1))
         streams = linear(self.state_norm(streams)[1].flatten(0, 1), self.from_state).view_as(streams)
         streams = streams + linear(embedded, self.from_embedding)[:, None]
 
         x, *into = self.attention_connection.read(streams)
-        x = self.attention(self.attention_norm(x)[1], positions, 0, attention, keep)
-        if keep is not None:
-            streams, *into = (keep(each) for each in (streams, *into))
-        streams = write_streams(streams, x, *into)
+        x = self.attention(self.attention_norm(x)[1], inputs.positions, 0, inputs.attention, inputs.keep)
+        streams = write_streams(inputs.kept(streams), x, *map(inputs.kept, into))
 
         x, *into = self.mlp_connection.read(streams)
         return write_streams(streams, self.mlp(self.mlp_norm(x)[1]), *into).flatten(1)

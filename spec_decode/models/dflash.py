@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from spec_decode.model_api import Attention, ContextAttention, ContextBlockDraft, TargetModel
+from spec_decode.model_api import ContextAttention, ContextBlockDraft, DraftInputs, TargetModel
 from spec_decode.models.checkpoints.files import CheckpointError
 from spec_decode.models.checkpoints.mask_token import require_mask_token
 from spec_decode.models.checkpoints.store import ScopedWeights, TensorStore
@@ -97,14 +97,11 @@ class DFlash(HiddenStatesDraft, ContextBlockDraft):
                 key = layer.k_norm(key)[1]
             attention.store(layer.layer, key.contiguous(), value, rope)
 
-    def forward(
-        self, token_ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, attention: Attention
-    ) -> torch.Tensor:
-        """Return normed states [T, H] for token_ids int64 [R, L], blocks of the next token and its masks, and positions
-        int64 [T]. hidden is not read."""
-        x, delta, rope = F.embedding(token_ids.flatten(), self.embedding), None, self.rotary(positions)
+    def forward(self, inputs: DraftInputs) -> torch.Tensor:
+        """Return normed states [T, H] of blocks of the next token and its masks; hidden is not read."""
+        x, delta, rope = F.embedding(inputs.token_ids.flatten(), self.embedding), None, self.rotary(inputs.positions)
         for layer in self.layers:
-            x, delta = layer(x, delta, rope, attention)
+            x, delta = layer(x, delta, rope, inputs.attention)
         states: torch.Tensor = self.norm(x, delta)[1]
         return states
 

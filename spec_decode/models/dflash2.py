@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from attn_backends.kernels.rope import Rope
-from spec_decode.model_api import Attention, SelectingBlockDraft, TargetModel
+from spec_decode.model_api import Attention, DraftInputs, SelectingBlockDraft, TargetModel
 from spec_decode.models.checkpoints.files import CheckpointError
 from spec_decode.models.checkpoints.store import ScopedWeights, TensorStore
 from spec_decode.models.config import ModelConfig
@@ -124,13 +124,12 @@ class DFlash2(DFlash, SelectingBlockDraft):
             )
         return ConvolvedLayer(self.config.model, layer, options, num_taps=taps, group_size=group)
 
-    def forward(
-        self, token_ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, attention: Attention
-    ) -> torch.Tensor:
-        """Return normed states [T, H] for token_ids int64 [R, L] and positions int64 [T], as DFlash does."""
-        x, delta, rope = nn.functional.embedding(token_ids.flatten(), self.embedding), None, self.rotary(positions)
+    def forward(self, inputs: DraftInputs) -> torch.Tensor:
+        """Return normed states [T, H], as DFlash does."""
+        x, delta = nn.functional.embedding(inputs.token_ids.flatten(), self.embedding), None
+        rope = self.rotary(inputs.positions)
         for layer in self.layers:
-            x, delta = layer(x, delta, rope, attention, token_ids.shape[1])
+            x, delta = layer(x, delta, rope, inputs.attention, inputs.token_ids.shape[1])
         states: torch.Tensor = self.norm(x, delta)[1]
         return states
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from attn_backends.kernels.rope import Rope
-from spec_decode.model_api import Attention, KeepRows, KeptRowsDraft, LayerGroup, TargetModel
+from spec_decode.model_api import Attention, DraftInputs, DraftModel, KeepRows, LayerGroup, TargetModel
 from spec_decode.models.checkpoints.store import ScopedWeights, TensorStore
 from spec_decode.models.config import ModelConfig
 from spec_decode.models.decoder_config import DecoderConfig, read_decoder, states_draft_windows
@@ -23,7 +23,7 @@ from spec_decode.models.llama import LlamaTarget
 from spec_decode.models.target_head import TargetHead
 
 
-class EagleDraft(KeptRowsDraft):
+class EagleDraft(DraftModel):
     """At position p, maps the token at p + 1 and the hidden state at p to a state that predicts the token at p + 2.
 
     Shares the target's embedding and output projection modules, without copies; see TargetHead.
@@ -49,17 +49,10 @@ class EagleDraft(KeptRowsDraft):
         """Return the one layer in one group."""
         return self.config.layer_groups(page_size, self.norm.weight.dtype)
 
-    def forward(
-        self,
-        token_ids: torch.Tensor,
-        hidden: torch.Tensor,
-        positions: torch.Tensor,
-        attention: Attention,
-        keep: KeepRows | None = None,
-    ) -> torch.Tensor:
-        """Return normed hidden states [T, H] for token_ids and positions, int64 [T], and hidden [T, H]."""
-        x = self.fuse(token_ids, self._shared[0].weight, hidden)
-        x, delta = self.layer(x, None, self.rotary(positions), attention, keep)
+    def forward(self, inputs: DraftInputs) -> torch.Tensor:
+        """Return normed hidden states [T, H]."""
+        x = self.fuse(inputs.token_ids, self._shared[0].weight, inputs.hidden)
+        x, delta = self.layer(x, None, self.rotary(inputs.positions), inputs.attention, inputs.keep)
         hidden_states: torch.Tensor = self.norm(x, delta)[1]
         return hidden_states
 
@@ -87,7 +80,7 @@ class UnnormedLayer(DecoderLayer):
         return self.after_qkv(x, self.qkv(x), rope, attention, keep)
 
 
-class PublishedEagle(HiddenStatesDraft, KeptRowsDraft):
+class PublishedEagle(HiddenStatesDraft, DraftModel):
     """At position p, maps the token at p + 1 and the hidden state at p to a state that predicts the token at p + 2.
 
     Uses the target's output projection.
@@ -103,20 +96,13 @@ class PublishedEagle(HiddenStatesDraft, KeptRowsDraft):
         self.layers = self.stack(store, UnnormedLayer(config.model, LayerOptions.found(store, "layers.0.")))
         self.head = TargetHead(target)
 
-    def forward(
-        self,
-        token_ids: torch.Tensor,
-        hidden: torch.Tensor,
-        positions: torch.Tensor,
-        attention: Attention,
-        keep: KeepRows | None = None,
-    ) -> torch.Tensor:
-        """Return hidden states [T, H] for token_ids and positions, int64 [T], and hidden [T, H]."""
-        x, delta, rope = self.fc(token_ids, self.embedding, hidden), None, self.rotary(positions)
+    def forward(self, inputs: DraftInputs) -> torch.Tensor:
+        """Return hidden states [T, H]."""
+        x, delta, rope = self.fc(inputs.token_ids, self.embedding, inputs.hidden), None, self.rotary(inputs.positions)
         *others, last = self.layers
         for layer in others:
-            x, delta = layer(x, delta, rope, attention)
-        x, delta = last(x, delta, rope, attention, keep)
+            x, delta = layer(x, delta, rope, inputs.attention)
+        x, delta = last(x, delta, rope, inputs.attention, inputs.keep)
         return joined(x, delta)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

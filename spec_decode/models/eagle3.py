@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 
 from attn_backends.kernels.rope import Rope
-from spec_decode.model_api import Attention, BlockDraft, KeepRows, KeptRowsDraft, TargetModel
+from spec_decode.model_api import Attention, BlockDraft, DraftInputs, DraftModel, KeepRows, TargetModel
 from spec_decode.models.checkpoints.mask_token import require_mask_token
 from spec_decode.models.checkpoints.store import ScopedWeights, TensorStore
 from spec_decode.models.config import MAX_LAYERS, ModelConfig
@@ -48,7 +48,7 @@ class FirstLayer(DecoderLayer):
         return self.after_qkv(residual, self.qkv(both), rope, attention, keep)
 
 
-class Eagle3(Eagle3Ends, HiddenStatesDraft, KeptRowsDraft):
+class Eagle3(Eagle3Ends, HiddenStatesDraft, DraftModel):
     """At position p, maps the token at p + 1 and the state at p to a state that predicts the token at p + 2."""
 
     def __init__(
@@ -64,24 +64,16 @@ class Eagle3(Eagle3Ends, HiddenStatesDraft, KeptRowsDraft):
         self.layers = self.stack(store, FirstLayer(model, options, normed_residual=normed_residual))
         self.head = DraftHead(store, target, model.hidden_size, model.norm_eps, vocabulary.scored)
 
-    def forward(
-        self,
-        token_ids: torch.Tensor,
-        hidden: torch.Tensor,
-        positions: torch.Tensor,
-        attention: Attention,
-        keep: KeepRows | None = None,
-    ) -> torch.Tensor:
-        """Return states [T, H] for token_ids and positions, int64 [T], and hidden [T, H]. They are normed if
-        norm_output is set."""
+    def forward(self, inputs: DraftInputs) -> torch.Tensor:
+        """Return states [T, H], normed if norm_output is set."""
         first, *others = self.layers
         assert isinstance(first, FirstLayer)
-        rope = self.rotary(positions)
-        norms = (first.attn_norm, first.hidden_norm)
-        both = embed_concat(token_ids, self.embedding, hidden, [each.weight for each in norms], norms[0].eps)
-        x, delta = first.fuse(both, hidden, rope, attention, None if others else keep)
+        rope = self.rotary(inputs.positions)
+        norms, eps = [first.attn_norm.weight, first.hidden_norm.weight], first.attn_norm.eps
+        both = embed_concat(inputs.token_ids, self.embedding, inputs.hidden, norms, eps)
+        x, delta = first.fuse(both, inputs.hidden, rope, inputs.attention, None if others else inputs.keep)
         for layer in others:
-            x, delta = layer(x, delta, rope, attention, keep if layer is others[-1] else None)
+            x, delta = layer(x, delta, rope, inputs.attention, inputs.keep if layer is others[-1] else None)
         return self.head.next_states(x, delta)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from spec_decode.model_api import Attention, KeepRows, TargetModel
+from spec_decode.model_api import DraftInputs, TargetModel
 from spec_decode.models.checkpoints.files import CheckpointError
 from spec_decode.models.checkpoints.store import ScopedWeights, TensorStore
 from spec_decode.models.config import MAX_LAYERS
@@ -48,20 +48,13 @@ class LatentEagle3(Eagle3Ends, OneLayerDraft):
         self.mlp_norm = RMSNorm.read(layer, "post_attention_layernorm.weight", hidden, eps)
         self.mlp = read_dense(layer.under("mlp."), _NAMES, hidden, config.get("intermediate_size", int), None)
 
-    def forward(
-        self,
-        token_ids: torch.Tensor,
-        hidden: torch.Tensor,
-        positions: torch.Tensor,
-        attention: Attention,
-        keep: KeepRows | None = None,
-    ) -> torch.Tensor:
-        """Return states [T, H] that the head reads, for token_ids and positions, int64 [T], and hidden [T, H]."""
+    def forward(self, inputs: DraftInputs) -> torch.Tensor:
+        """Return states [T, H] that the head reads."""
         norms = [self.embedding_norm.weight, self.state_norm.weight]
-        both = embed_concat(token_ids, self.embedding, hidden, norms, self.state_norm.eps)
-        residual = both.chunk(2, -1)[1].contiguous() if self._normed_residual else hidden
-        delta = self.attention(both, positions, self.layer, attention, keep)
-        x, normed = self.mlp_norm(residual if keep is None else keep(residual), delta)
+        both = embed_concat(inputs.token_ids, self.embedding, inputs.hidden, norms, self.state_norm.eps)
+        residual = both.chunk(2, -1)[1].contiguous() if self._normed_residual else inputs.hidden
+        delta = self.attention(both, inputs.positions, self.layer, inputs.attention, inputs.keep)
+        x, normed = self.mlp_norm(inputs.kept(residual), delta)
         return self.head.next_states(self.mlp(normed, x))
 
 

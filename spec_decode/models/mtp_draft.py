@@ -12,7 +12,7 @@ from typing import ClassVar, cast
 import torch
 from torch import nn
 
-from spec_decode.model_api import Attention, KeepRows, LayerGroup, ModuleDraft, TargetModel
+from spec_decode.model_api import DraftInputs, LayerGroup, ModuleDraft, TargetModel
 from spec_decode.models.checkpoints.config_reader import ConfigReader
 from spec_decode.models.checkpoints.files import CheckpointError
 from spec_decode.models.checkpoints.store import ScopedWeights
@@ -75,20 +75,13 @@ class PredictionLayer(MtpDraft):
     mlp_norm: RMSNorm
     final_norm: RMSNorm
 
-    def forward(
-        self,
-        token_ids: torch.Tensor,
-        hidden: torch.Tensor,
-        positions: torch.Tensor,
-        attention: Attention,
-        keep: KeepRows | None = None,
-    ) -> torch.Tensor:
-        """Return states [T, H] for token_ids and positions, int64 [T], and hidden [T, H]."""
+    def forward(self, inputs: DraftInputs) -> torch.Tensor:
+        """Return states [T, H]."""
         norms = [self.embedding_norm.weight, self.state_norm.weight]
-        both = embed_concat(token_ids, self.embedding, hidden, norms, self.state_norm.eps)
+        both = embed_concat(inputs.token_ids, self.embedding, inputs.hidden, norms, self.state_norm.eps)
         x, normed = self.attention_norm(linear(both, self.fuse))
-        delta = self.attention(normed, positions, self.layer, attention, keep)
-        x, normed = self.mlp_norm(x if keep is None else keep(x), delta)
+        delta = self.attention(normed, inputs.positions, self.layer, inputs.attention, inputs.keep)
+        x, normed = self.mlp_norm(inputs.kept(x), delta)
         state: torch.Tensor = self.final_norm(self.mlp(normed, x))[1]
         return state
 
@@ -137,11 +130,9 @@ class MtpModules(ModuleDraft):
         [group] = self.prediction_modules[0].layer_groups(page_size)
         return [replace(group, layers=tuple(range(len(self.chain))))]
 
-    def forward(
-        self, token_ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, attention: Attention
-    ) -> torch.Tensor:
-        """Run the first module: return states [T, H] for token_ids and positions, int64 [T], and hidden [T, H]."""
-        return self.prediction_modules[0].forward(token_ids, hidden, positions, attention)
+    def forward(self, inputs: DraftInputs) -> torch.Tensor:
+        """Run the first module: return states [T, H]."""
+        return self.prediction_modules[0].forward(inputs)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the first module's logits [T, vocab_size] for hidden [T, H]."""

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 import torch
 
-from spec_decode.model_api import KeptRowsDraft, LayerGroup, TargetModel
+from spec_decode.model_api import DraftModel, LayerGroup, TargetModel
 from spec_decode.models.checkpoints.config_reader import ConfigReader
 from spec_decode.models.checkpoints.store import ScopedWeights
 from spec_decode.models.draft import check_embedding, target_embedding
@@ -19,7 +19,7 @@ from spec_decode.models.layers.rms_norm import RMSNorm
 from spec_decode.models.layers.window_attention import WindowAttention
 
 
-class OneLayerDraft(KeptRowsDraft):
+class OneLayerDraft(DraftModel):
     """A one-layer draft that uses its target's embedding if the checkpoint has none."""
 
     group_name: ClassVar[str] = "layers"

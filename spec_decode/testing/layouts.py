@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from attn_backends import KVCache
+from attn_backends import FP8_DS_MLA, KVCache, cache_layout
 from builders import AttentionSpec
 
 
@@ -86,4 +86,4 @@ class Fp8DsMlaLayout(Layout):
 
 def layout_of(spec: AttentionSpec) -> Layout:
     """Return the layout of a spec's cache."""
-    return (Fp8DsMlaLayout if spec.fp8_ds_mla else Layout)(spec.cache_dtype)
+    return (Fp8DsMlaLayout if cache_layout(spec) is FP8_DS_MLA else Layout)(spec.cache_dtype)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from attn_backends import KVCache
+from attn_backends import FP8_DS_MLA, KVCache, cache_layout
 from builders import AttentionBatch, AttentionKind, BatchBuffers, MetadataBuilder, RequestTables, advance_state
 from builders.batch import NO_SLOT
 from builders.spec import AttentionSpec
@@ -164,7 +164,7 @@ class PagedFixture:
         """Store a request's first tokens; of a sick one nothing in the first half, and infinity in the second."""
         if request != self.sick:
             self.put(request, range(length))
-        elif not self.spec.fp8_ds_mla:
+        elif cache_layout(self.spec) is not FP8_DS_MLA:
             infinite = torch.full((1,), torch.inf)
             self._put(
                 request,

@@ -16,7 +16,7 @@ from attn_backends.kernels.latent_rotary import turned
 from attn_backends.kernels.rope import Rope
 from attn_backends.kernels.write_latent import KvANormRope
 from builders import AttentionKind, AttentionSpec
-from spec_decode.model_api import Attention, AttentionInputs, BlockDraft, DraftModel, LayerGroup
+from spec_decode.model_api import Attention, AttentionInputs, BlockDraft, DraftInputs, DraftModel, LayerGroup
 
 _VOCAB, _HIDDEN, _ROTARY, _EPS = 40, 64, 16, 1e-6
 """_ROTARY: how many of a latent's last dims are rotated; grouped heads are rotated whole."""
@@ -49,14 +49,12 @@ class PlainDraft(DraftModel):
         """See the base."""
         return [replace(group, spec=replace(group.spec, page_size=page_size)) for group in self.groups]
 
-    def forward(
-        self, token_ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, attention: Attention
-    ) -> torch.Tensor:
+    def forward(self, inputs: DraftInputs) -> torch.Tensor:
         """See the base."""
-        x = F.linear(torch.cat([_normed(self.embed[token_ids]), hidden], 1), self.fuse)
+        x = F.linear(torch.cat([_normed(self.embed[inputs.token_ids]), inputs.hidden], 1), self.fuse)
         for layer in self.layers:
-            x = x + layer(x, Rope(positions, self.table), attention)
-        return _normed(x)
+            x = x + layer(x, Rope(inputs.positions, self.table), inputs.attention)
+        return _normed(inputs.kept(x))
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """See the base."""

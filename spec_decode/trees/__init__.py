@@ -4,7 +4,6 @@ from builders.spec import MAX_TREE_TOKENS
 from spec_decode.trees.block_tree import BlockTree
 from spec_decode.trees.draft_tree import DraftTree, TreeBatch
 from spec_decode.trees.dynamic_tree import DynamicTree, DynamicTreeConfig
-from spec_decode.trees.kernels.move_accepted_kv import move_accepted_kv
 from spec_decode.trees.static_tree import StaticTree
 
 __all__ = [
@@ -15,5 +14,4 @@ __all__ = [
     "DynamicTreeConfig",
     "StaticTree",
     "TreeBatch",
-    "move_accepted_kv",
 ]

@@ -1,6 +1,7 @@
 """Verification of chains and trees: the accepted draft tokens and the target's next token, without a host sync."""
 
 from spec_decode.verification.base import Verifier, VerifyOutput
+from spec_decode.verification.kernels.move_accepted_kv import move_accepted_kv
 from spec_decode.verification.tree_sampling import TreeSampling, TreeVerifyOutput
 from spec_decode.verification.verifiers import BlockVerification, RejectionSampling, SyntheticAcceptance, verifier
 
@@ -12,5 +13,6 @@ __all__ = [
     "TreeVerifyOutput",
     "Verifier",
     "VerifyOutput",
+    "move_accepted_kv",
     "verifier",
 ]

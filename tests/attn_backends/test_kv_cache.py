@@ -1,9 +1,12 @@
+"""Caches in each layout: what the spec chooses, what the tensors tell, and bytes with gaps between pages."""
+
 import pytest
 import torch
 
-from attn_backends import KVCache, get
+from attn_backends import FP8_DS_MLA, KVCache, cache_layout, get
 from attn_backends.kernels.fp8_ds_mla import TOKEN_BYTES, page_bytes
-from builders import AttentionKind, BatchBuffers
+from attn_backends.kv_cache import LATENT, PLAIN
+from builders import AttentionKind, BatchBuffers, BatchError
 from tests.factories import CPU, indexes_fp8, make_spec, make_tables
 
 SPEC = make_spec(
@@ -36,3 +39,26 @@ def test_pages_of_bytes_that_lie_apart_serve_as_those_side_by_side(name, start):
     outs = [backend.forward(query, cache, metadata, spec=SPEC) for cache in caches]
     assert torch.equal(*outs) and outs[0].any()
     assert torch.equal(caches[0].key, caches[1].key)
+
+
+MLA = make_spec(num_kv_heads=1, head_dim=64, value_dim=32, kind=AttentionKind.MLA)
+LAYOUTS = {"plain": (make_spec(value_dim=8), PLAIN), "latent": (MLA, LATENT), "fp8_ds_mla": (SPEC, FP8_DS_MLA)}
+
+
+@pytest.mark.parametrize(("spec", "layout"), LAYOUTS.values(), ids=LAYOUTS)
+def test_a_cache_has_the_layout_that_its_spec_chose(spec, layout):
+    assert cache_layout(spec) is layout
+    cache = layout.allocate(spec, 3, CPU)
+    assert cache.layout is layout and cache.num_pages == 3 and cache.latent is (layout is not PLAIN)
+    layout.check(cache, spec, CPU)
+    key_dim, value_dim, dtype = layout.token(spec)
+    assert (cache.key.shape[-1], cache.value.shape[-1], cache.key.dtype) == (key_dim, value_dim, dtype)
+
+
+def test_bytes_of_tokens_that_lie_apart_are_refused():
+    """A page holds the scales of its tokens behind all their data."""
+    wide = torch.zeros(5, SPEC.page_size, 1, 1024, dtype=torch.uint8)[..., :TOKEN_BYTES]
+    latent, slots = torch.zeros(1, 1, 512).bfloat16(), torch.zeros(1, dtype=torch.int64)
+    with pytest.raises(BatchError, match=r"must be 584 bytes apart, got strides \(4096, 1024, 1024, 1\)"):
+        FP8_DS_MLA.write(latent, latent, KVCache(wide, wide), slots)
+    assert not wide.any()

@@ -41,7 +41,7 @@ def vllm_flashinfer(vllm_inside, monkeypatch):
 @pytest.fixture
 def vllm_kernels(vllm_inside, monkeypatch):
     """Our backends over stand-ins for their kernels, where vLLM looks them up by name."""
-    from attn_backends.engines.vllm.v0_33.backend import class_over
+    from attn_backends.engines.vllm.backend import class_over
 
     for name in (*flash_attn3_stand_in.BACKENDS, "flashmla"):
         monkeypatch.setitem(registry._loaded, name, over_stand_in(name))

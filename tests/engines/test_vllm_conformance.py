@@ -36,7 +36,7 @@ def test_pages_follow_a_null_block_of_nan(kind: type[AttentionBackend], spec: At
     assert (cache.num_pages, blocks.num_pages) == (3, 4)
     for pages, every in ((cache.key, blocks.key), (cache.value, blocks.value)):
         assert every[1:].data_ptr() == pages.data_ptr() and every[1:].stride() == pages.stride()
-        null = every[0].view(torch.float8_e4m3fn) if spec.fp8_ds_mla else every[0]
+        null = every[0].view(torch.float8_e4m3fn) if spec is FP8_DS_MLA else every[0]
         assert null.float().isnan().all()
 
 

@@ -57,7 +57,7 @@ def test_an_empty_update_holds_only_where_nothing_is_copied(vllm_inside, name):
     ("dtype", "separate", "name"), [(*cache, name) for cache, name in zip(vllm_sparse.CACHES, CHECKS, strict=True)]
 )
 def test_our_update_leaves_nothing_stale(vllm_inside, dtype, separate, name, monkeypatch):
-    from attn_backends.engines.vllm.v0_33.sparse import InGraphSparseBuilder
+    from attn_backends.engines.vllm.sparse import InGraphSparseBuilder
     from engine_kits.vllm.flashmla_sparse import backend_over
 
     vllm_sparse.install(monkeypatch, separate=separate)

@@ -17,6 +17,8 @@ import torch
 
 from attn_backends import registry
 from attn_backends.engines import vllm as plug_in
+from attn_backends.engines.vllm import compat
+from attn_backends.engines.vllm.compat import v0_33
 from tests.builders.flashinfer.host_planner import read_plan
 from tests.engines import vllm_flashinfer
 from tests.engines.vllm_draft_loop import LENS, DraftLoop
@@ -142,12 +144,17 @@ def test_vllm_offers_a_backend_on_the_devices_that_its_kernels_run_on(name):
     assert {each: backend_of(name).supports_compute_capability(DeviceCapability(*each)) for each in served} == served
 
 
+@pytest.mark.parametrize("name", v0_33.PLACES)
+def test_the_released_vllm_has_every_name(name):
+    assert getattr(compat, name) is not None
+
+
 def test_without_flashinfer_the_reason_says_what_brings_it(monkeypatch):
-    monkeypatch.delitem(sys.modules, "attn_backends.engines.vllm.v0_33.flashinfer", raising=False)
+    monkeypatch.delitem(sys.modules, "attn_backends.engines.vllm.flashinfer", raising=False)
     monkeypatch.setitem(sys.modules, "vllm.v1.attention.backends.flashinfer", None)
 
     with pytest.raises(ImportError, match=r"FLASHINFER_IN_GRAPH needs FlashInfer.*pip install 'vllm==0\.33\.\*'"):
-        importlib.import_module("attn_backends.engines.vllm.v0_33.flashinfer")
+        importlib.import_module("attn_backends.engines.vllm.flashinfer")
 
 
 @pytest.mark.parametrize(

@@ -12,11 +12,13 @@ else:
 import pytest
 
 from attn_backends.engines import vllm as plug_in
-from attn_backends.engines.vllm.version import UnsupportedVllm
+from attn_backends.engines.vllm import compat
+from attn_backends.engines.vllm.compat import UnsupportedVllm
 from tests.import_graph import ROOT
 from tests.stand_in_modules import install_module
 
 REGISTRY = "vllm.v1.attention.backends.registry"
+ADAPTERS = {path.rpartition(".")[0] for path in plug_in.NAMES.values()}
 
 
 class Member:
@@ -48,11 +50,12 @@ def registry(monkeypatch, taken=(), free_names=True):
     return names.__members__
 
 
-def test_every_name_is_registered_with_a_path_below_the_supported_minor(monkeypatch):
+def test_every_name_is_registered_with_a_path_of_no_version(monkeypatch):
     members = registry(monkeypatch)
     plug_in.register()
     assert {name: member.path for name, member in members.items()} == plug_in.NAMES
-    assert all(path.startswith("attn_backends.engines.vllm.v0_33.") for path in plug_in.NAMES.values())
+    room = "attn_backends.engines.vllm"
+    assert {f"{room}.flashinfer", f"{room}.mla", f"{room}.paged", f"{room}.sparse"} == ADAPTERS
 
 
 def test_a_second_registration_changes_nothing_and_is_not_warned_about(monkeypatch, capsys):
@@ -83,22 +86,27 @@ def test_a_vllm_whose_registry_lies_elsewhere_starts_with_a_warning(monkeypatch,
     assert "needs a vLLM with free backend names" in capsys.readouterr().err
 
 
-def test_registering_imports_no_adapter(monkeypatch):
-    for name in [name for name in sys.modules if name.startswith("attn_backends.engines.vllm.v0_33")]:
-        monkeypatch.delitem(sys.modules, name)
+@pytest.fixture
+def no_adapter(monkeypatch):
+    """No adapter is loaded, and no vLLM was looked at."""
+    for name in {*ADAPTERS, f"{plug_in.__name__}.backend", f"{plug_in.__name__}.batch"}:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    compat._installed.cache_clear()
+    yield
+    compat._installed.cache_clear()
+
+
+def test_registering_imports_no_adapter(monkeypatch, no_adapter):
     registry(monkeypatch)
     plug_in.register()
-    assert not [name for name in sys.modules if name.startswith("attn_backends.engines.vllm.v0_33")]
+    assert not ADAPTERS & sys.modules.keys()
 
 
-@pytest.mark.parametrize("path", plug_in.NAMES.values())
-def test_a_backend_of_another_minor_is_refused_when_vllm_asks_for_it(monkeypatch, path):
-    for name in [name for name in sys.modules if name.startswith("attn_backends.engines.vllm.v0_33")]:
-        monkeypatch.delitem(sys.modules, name)
+@pytest.mark.parametrize("module", sorted(ADAPTERS))
+def test_an_adapter_in_another_minor_refuses_to_load(monkeypatch, no_adapter, module):
     vllm = ModuleType("vllm")
     vllm.__version__ = "0.34.0"
     monkeypatch.setitem(sys.modules, "vllm", vllm)
-    module, _, _ = path.rpartition(".")
     with pytest.raises(UnsupportedVllm, match=r"are for vLLM 0\.33, got 0\.34\.0"):
         importlib.import_module(module)
 

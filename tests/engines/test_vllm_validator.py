@@ -25,7 +25,7 @@ LENS, EVERY_ROW = [5, 150, 33], [5, 150, 33, 16, 90, 7, 12, 64]
 @pytest.fixture(autouse=True)
 def installed(monkeypatch, vllm_inside):
     """The validator in vLLM's speculators; afterwards they are as they were."""
-    from attn_backends.engines.vllm.v0_33 import validator
+    from attn_backends.engines.vllm import validator
 
     for cls, hooks in {**validator._HOOKS, validator.DraftModelSpeculator: {"set_attn": ""}}.items():
         for name in hooks:
@@ -49,26 +49,29 @@ def loop(name):
 
 
 def compared(engine):
-    """The validator, for which it is time to compare again."""
-    validator = engine.speculator.attn_backends_validator
-    validator._next = -float("inf")
-    return validator
+    """The recorder, for which it is time to compare again."""
+    recorder = engine.speculator.attn_backends_recorder
+    recorder._next = -float("inf")
+    return recorder
 
 
 def assert_no_difference(engine, rounds):
-    validator = compared(engine)
-    assert (validator.found, validator.rounds) == (None, rounds)
+    recorder = compared(engine)
+    assert (recorder.found, recorder.rounds) == (None, rounds)
 
 
 @pytest.fixture
 def said(installed, monkeypatch):
-    """What the validator logs."""
+    """What the validator and its recorders log."""
     lines = []
 
     def log(text, *values):
         lines.append(text % values)
 
-    monkeypatch.setattr(installed, "_log", SimpleNamespace(info=log, warning=log, error=log))
+    from attn_backends.engines.vllm import recorder
+
+    for module in (installed, recorder):
+        monkeypatch.setattr(module, "_log", SimpleNamespace(info=log, warning=log, error=log))
     return lines
 
 
@@ -90,20 +93,20 @@ def test_builders_that_compare_keep_no_plans(said):
     for rounds, lens in enumerate([LENS, EVERY_ROW], 1):
         engine.draft(lens)
         assert_no_difference(engine, rounds)
-    ((served,),), ((second,),) = engine.speculator.attn_groups, engine.speculator.attn_backends_validator._groups
+    ((served,),), ((second,),) = engine.speculator.attn_groups, engine.speculator.attn_backends_recorder._groups
     assert served.get_metadata_builder()._plans and not second.get_metadata_builder()._plans
 
 
-def test_a_paused_validator_compares_nothing(said):
+def test_a_paused_recorder_compares_nothing(said):
     engine = loop(PAGED[0])
     engine.draft(LENS)
-    validator = compared(engine)
-    validator.paused = True
+    recorder = compared(engine)
+    recorder.paused = True
     engine.draft(LENS, 1)
-    assert validator.rounds == 1
-    validator.paused = False
+    assert recorder.rounds == 1
+    recorder.paused = False
     engine.draft(LENS, 2)
-    assert validator.rounds == 2
+    assert recorder.rounds == 2
 
 
 @pytest.mark.parametrize("dtype", ["auto", vllm_sparse.FP8])
@@ -192,9 +195,9 @@ def test_buffers_of_a_later_capture_are_those_that_count(said):
     assert_no_difference(engine, 1)
 
 
-def test_the_second_builders_are_made_at_the_capture_not_while_requests_run(said, installed, monkeypatch):
+def test_the_second_builders_are_made_at_the_capture_not_while_requests_run(said, monkeypatch):
     engine = loop("TRITON_ATTN")
-    monkeypatch.delattr(installed, "_second_builders")
+    monkeypatch.delattr("attn_backends.engines.vllm.recorder._second_builders")
     engine.draft(LENS)
     assert_no_difference(engine, 1)
 
@@ -222,35 +225,35 @@ def test_the_engine_keeps_its_own_builders_and_a_batch_without_a_graph_is_left_o
 
 
 def test_comparing_takes_a_hundredth_of_the_time(installed):
+    from attn_backends.engines.vllm.recorder import RoundRecorder
+
     engine, now = loop("TRITON_ATTN"), iter([100.0, 100.0, 101.0, 120.0, 200.9, 201.1, 201.1, 202.0])
-    validator = engine.speculator.attn_backends_validator = installed.DraftValidator(
-        engine.speculator, clock=lambda: next(now)
-    )
+    recorder = engine.speculator.attn_backends_recorder = RoundRecorder(engine.speculator, clock=lambda: next(now))
     engine.speculator.capture()
     compared = []
     for _ in range(4):  # from 100 to 101, then not at 120 nor at 200.9, and at 201.1
         engine.draft(LENS)
-        compared.append(validator.rounds)
-    assert compared == [1, 1, 1, 2] and validator.seconds == pytest.approx(1 + 0.9)
+        compared.append(recorder.rounds)
+    assert compared == [1, 1, 1, 2] and recorder.seconds == pytest.approx(1 + 0.9)
 
 
 def test_batches_of_no_requests_are_left_out_but_what_they_took_counts(said, installed):
+    from attn_backends.engines.vllm.recorder import RoundRecorder
+
     engine, now = loop("TRITON_ATTN"), iter([100.0, 100.0, 101.0, 200.9, 201.1, 201.1, 202.0])
-    validator = engine.speculator.attn_backends_validator = installed.DraftValidator(
-        engine.speculator, clock=lambda: next(now)
-    )
+    recorder = engine.speculator.attn_backends_recorder = RoundRecorder(engine.speculator, clock=lambda: next(now))
     engine.speculator.capture()
     engine.draft(LENS, dummy=True)
-    assert (validator.rounds, validator.seconds) == (0, 1.0) and said == []
+    assert (recorder.rounds, recorder.seconds) == (0, 1.0) and said == []
     engine.draft(LENS)
-    assert validator.rounds == 0
+    assert recorder.rounds == 0
     engine.draft(LENS)
-    assert validator.rounds == 1
+    assert recorder.rounds == 1
 
 
 def test_a_draft_without_a_graph_to_compare_says_so(said):
     engine = loop("TRITON_ATTN")
-    engine.speculator.attn_backends_validator._captured.clear()
+    engine.speculator.attn_backends_recorder._captured.clear()
     engine.speculator.decode_cudagraph_manager.capture = lambda *rest, **more: None
     engine.speculator.capture()
     assert said == ["No draft metadata is compared: MTPSpeculator captured no graph that updates its metadata."]
@@ -262,16 +265,13 @@ def test_a_draft_that_is_not_watched_says_so(said, installed):
     with_graphs, eager = loop("TRITON_ATTN").speculator, loop("TRITON_ATTN").speculator
     compilation = replace(eager.vllm_config.compilation_config, cudagraph_mode=CUDAGraphMode.NONE)
     eager.vllm_config = replace(eager.vllm_config, compilation_config=compilation)
-    for speculator in (with_graphs, eager):
-        installed._warn_not_compared(lambda: None, speculator, {})
+    reason = installed._why_not_compared
+    assert reason(with_graphs) == "" and reason(eager) == "No draft metadata is compared: CUDA graphs are off."
     with_graphs.supports_decode_metadata_update = False
-    for speculator in (with_graphs, SimpleNamespace()):
-        installed._warn_not_compared(lambda: None, speculator, {})
-    assert said == [
-        "No draft metadata is compared: CUDA graphs are off.",
-        "No draft metadata is compared: vLLM rebuilds it for every step.",
-        "Draft metadata of SimpleNamespace is not compared: it drafts in its own way.",
-    ]
+    assert reason(with_graphs) == "No draft metadata is compared: vLLM rebuilds it for every step."
+    assert reason(SimpleNamespace()) == "Draft metadata of SimpleNamespace is not compared: it drafts in its own way."
+    installed._set_attn(SimpleNamespace(speculator=with_graphs), lambda: None, None)
+    assert said == [reason(with_graphs)]
 
 
 def test_a_block_draft_is_compared_in_its_one_step(installed, said, monkeypatch):
@@ -307,25 +307,25 @@ def test_a_block_draft_is_compared_in_its_one_step(installed, said, monkeypatch)
         speculator.idx_mapping[: len(lens)] = torch.arange(len(lens))
         bound = torch.tensor(lens, dtype=torch.int32)
         speculator.propose(SimpleNamespace(num_reqs=len(lens), seq_lens_cpu_upper_bound=bound, dummy=dummy))
-        speculator.attn_backends_validator._next = -float("inf")
-    assert speculator.attn_backends_validator.rounds == 2 and speculator.attn_backends_validator.found is None
+        speculator.attn_backends_recorder._next = -float("inf")
+    assert speculator.attn_backends_recorder.rounds == 2 and speculator.attn_backends_recorder.found is None
 
     speculator.max_rows = 1
     speculator.propose(SimpleNamespace(num_reqs=2, seq_lens_cpu_upper_bound=bound, dummy=False))
-    assert speculator.attn_backends_validator.rounds == 2, "no graph was replayed"
+    assert speculator.attn_backends_recorder.rounds == 2, "no graph was replayed"
     speculator.max_rows = rows
 
-    plan = speculator.attn_backends_validator._captured[rows, 0][runner.layer_name].plan
+    plan = speculator.attn_backends_recorder._captured[rows, 0][runner.layer_name].plan
     monkeypatch.setattr(plan, "refresh", lambda: None)
     speculator.graph = runtime_for(CPU).capture(lambda: None)
     runner.fill([64, 150])
     speculator.propose(SimpleNamespace(num_reqs=2, seq_lens_cpu_upper_bound=torch.tensor([64, 150]), dummy=False))
-    found = speculator.attn_backends_validator.found
+    found = speculator.attn_backends_recorder.found
     assert found.step == 0 and found.field.startswith("plan.")
 
 
 def test_a_vllm_whose_speculator_is_another_is_refused(installed, monkeypatch):
-    from attn_backends.engines.vllm.version import UnsupportedVllm
+    from attn_backends.engines.vllm.compat import UnsupportedVllm
 
     monkeypatch.setattr(installed.TargetDependentARSpeculator, "_fused_multi_step_decode", lambda self, batch: None)
     monkeypatch.setenv(plug_in.VALIDATE, "1")

@@ -29,7 +29,7 @@ from attn_backends import AttentionBackend, registry
 from attn_backends.torch_reference import TorchReference
 from spec_decode import models
 from spec_decode.engine import Engine, Request
-from spec_decode.model_api import Attention, DraftModel, LayerGroup
+from spec_decode.model_api import DraftInputs, DraftModel, LayerGroup
 from spec_decode.models import EagleDraft, ModelConfig
 from spec_decode.paged import GraphMode
 from spec_decode.paged.attention import PagedAttention
@@ -222,12 +222,10 @@ class TargetAsDraft(DraftModel):
         """The target's."""
         return self.target.logits(hidden)
 
-    def forward(
-        self, token_ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, attention: Attention
-    ) -> torch.Tensor:
+    def forward(self, inputs: DraftInputs) -> torch.Tensor:
         """The target's states; those handed over are not read."""
-        states: torch.Tensor = self.target(token_ids, positions, attention).hidden
-        return states
+        states: torch.Tensor = self.target(inputs.token_ids, inputs.positions, inputs.attention).hidden
+        return inputs.kept(states)
 
 
 def speculation_row(subject: ModelUnderTest, backend: AttentionBackend, mode: GraphMode) -> dict[str, Any]:

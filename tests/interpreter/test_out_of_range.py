@@ -17,7 +17,7 @@ from builders import BatchBuffers, set_extend_state
 from builders.kernels.list_window_slots import list_window_slots
 from spec_decode.models.kernels.embed_concat import embed_concat
 from spec_decode.trees.kernels.ancestor_masks import ancestor_masks
-from spec_decode.trees.kernels.move_accepted_kv import move_accepted_kv
+from spec_decode.verification import move_accepted_kv
 from spec_decode.verification.kernels.block_verify import block_verify
 from spec_decode.verification.kernels.follow_tree import follow_tree
 from spec_decode.verification.kernels.rejection_sample import rejection_sample

@@ -12,13 +12,14 @@ import attn_backends.kernels.rope
 import attn_backends.kernels.rope_and_write_kv
 import attn_backends.kernels.sparse_attention
 import attn_backends.kernels.tree_attention
+import attn_backends.kernels.write_fp8_ds_mla
 import attn_backends.kernels.write_kv
 import attn_backends.kernels.write_latent  # noqa: F401
 from attn_backends.kernels.fp8_ds_mla import page_bytes
 from attn_backends.kernels.sparse_attention import SparseAttentionArguments
 from tests.attn_backends.kernels import test_sparse_attention as sparse
 from tests.attn_backends.kernels import test_tree_attention
-from tests.attn_backends.kernels.test_write_latent import hard_latents
+from tests.attn_backends.kernels.test_write_fp8_ds_mla import hard_latents
 from tests.factories import batch_of, make_cache, make_spec
 from tests.ops.sample import CLOSE, each, noise, op, whole
 from tests.tree_masks import TREE_LENS, tree_masks
@@ -109,20 +110,27 @@ def one_exponent_a_tile(tokens):
 def write_latent():
     plain = None, None, None
     for dim, dtype in each((64, 80, 512, 576), DTYPES):
-        yield noise(4, dim, dtype=dtype), noise(5, 4, dim, seed=3, dtype=dtype), SLOTS, *plain, 4, 0.0
+        yield noise(4, dim, dtype=dtype), noise(5, 4, dim, seed=3, dtype=dtype), SLOTS, *plain, 0.0
     for (dim, rotary), dtype in each(((64, 64), (80, 6), (512, 64), (576, 64)), DTYPES):
         norm = noise(dim, seed=1), torch.arange(4) * 9, noise(40, rotary, seed=2).cos()
-        yield noise(4, dim, dtype=dtype), torch.zeros(5, 4, dim, dtype=dtype), SLOTS, *norm, 4, 1e-6
+        yield noise(4, dim, dtype=dtype), torch.zeros(5, 4, dim, dtype=dtype), SLOTS, *norm, 1e-6
     for slots in OUTSIDE:
-        for cache in (torch.zeros(5, page_bytes(4), dtype=torch.uint8), torch.zeros(5, 4, 512).bfloat16()):
-            yield noise(4, 512, dtype=torch.bfloat16), cache, slots, *plain, 4, 0.0
+        yield noise(4, 512, dtype=torch.bfloat16), torch.zeros(5, 4, 512).bfloat16(), slots, *plain, 0.0
+
+
+@op("attn_backends::write_fp8_ds_mla", close=CLOSE)
+def write_fp8_ds_mla():
+    plain = None, None, None, 0.0
+    for slots in OUTSIDE:
+        cache = torch.zeros(5, page_bytes(4), dtype=torch.uint8)
+        yield noise(4, 512, dtype=torch.bfloat16), cache, slots, *plain, 4
     for latents, page_size in each((hard_latents(), any_bfloat16(12), one_exponent_a_tile(12)), (1, 16)):
         cache = torch.full((len(latents) * 2 // page_size + 1, page_bytes(page_size)), 0xAB, dtype=torch.uint8)
-        yield latents, cache, torch.arange(len(latents)) * 2 + 1, *plain, page_size, 0.0
+        yield latents, cache, torch.arange(len(latents)) * 2 + 1, *plain, page_size
     # Zeros of either sign, which the norm keeps.
     norm = noise(512, seed=1), torch.arange(4) * 9, noise(40, 64, seed=2).cos()
     cache = torch.zeros(2, page_bytes(16), dtype=torch.uint8)
-    yield torch.full((4, 512), -0.0).bfloat16(), cache, SLOTS, *norm, 16, 1e-6
+    yield torch.full((4, 512), -0.0).bfloat16(), cache, SLOTS, *norm, 1e-6, 16
 
 
 PLAIN = make_spec(head_dim=64)

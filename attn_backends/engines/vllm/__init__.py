@@ -12,16 +12,18 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+from attn_backends.engines.vllm.compat import registry
+
 ENTRY_POINT_GROUP = "vllm.general_plugins"
 """The group that vLLM calls in every process."""
 NAMES = {
-    "FLASHINFER_IN_GRAPH": "attn_backends.engines.vllm.v0_33.flashinfer.InGraphFlashInfer",
-    "ATTN_BACKENDS_TRITON_PAGED": "attn_backends.engines.vllm.v0_33.paged.TritonPaged",
-    "ATTN_BACKENDS_FLASH_ATTN3": "attn_backends.engines.vllm.v0_33.paged.FlashAttn3",
-    "ATTN_BACKENDS_TRITON_MLA": "attn_backends.engines.vllm.v0_33.mla.TritonMla",
-    "ATTN_BACKENDS_FLASH_ATTN3_MLA": "attn_backends.engines.vllm.v0_33.mla.FlashAttn3Mla",
-    "ATTN_BACKENDS_FLASHMLA": "attn_backends.engines.vllm.v0_33.mla.Flashmla",
-    "FLASHMLA_SPARSE_IN_GRAPH": "attn_backends.engines.vllm.v0_33.sparse.InGraphFlashMlaSparse",
+    "FLASHINFER_IN_GRAPH": "attn_backends.engines.vllm.flashinfer.InGraphFlashInfer",
+    "ATTN_BACKENDS_TRITON_PAGED": "attn_backends.engines.vllm.paged.TritonPaged",
+    "ATTN_BACKENDS_FLASH_ATTN3": "attn_backends.engines.vllm.paged.FlashAttn3",
+    "ATTN_BACKENDS_TRITON_MLA": "attn_backends.engines.vllm.mla.TritonMla",
+    "ATTN_BACKENDS_FLASH_ATTN3_MLA": "attn_backends.engines.vllm.mla.FlashAttn3Mla",
+    "ATTN_BACKENDS_FLASHMLA": "attn_backends.engines.vllm.mla.Flashmla",
+    "FLASHMLA_SPARSE_IN_GRAPH": "attn_backends.engines.vllm.sparse.InGraphFlashMlaSparse",
 }
 """Name and class of each backend. The class's get_name() returns the same name: vLLM finds a layer's backend by it."""
 
@@ -39,7 +41,7 @@ def register() -> None:
     if reason := refused_variable():
         raise ValueError(reason)
     if os.environ.get(VALIDATE) == "1":
-        from attn_backends.engines.vllm.v0_33 import validator
+        from attn_backends.engines.vllm import validator
 
         validator.install()
     _register_names()
@@ -53,23 +55,18 @@ def refused_variable() -> str:
 
 
 def _register_names() -> None:
-    try:
-        from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
-
-        has_free_names = hasattr(AttentionBackendEnum, "register")
-    except ImportError:  # older versions have their registry elsewhere
-        has_free_names = False
-    if not has_free_names:
+    if (found := registry()) is None:
         _log.warning("attn-backends needs a vLLM with free backend names, such as 0.33; it registered none.")
         return
+    backends, register_backend = found
     for name, path in NAMES.items():
-        if name not in AttentionBackendEnum.__members__:
+        if name not in backends.__members__:
             register_backend(name, path)
-        elif (existing := AttentionBackendEnum[name].get_path()) != path:
+        elif (existing := backends[name].get_path()) != path:
             _log.warning("vLLM's backend %s is already %s, that of attn-backends was skipped.", name, existing)
     # A process that vLLM spawns, as `vllm serve` does, reads its configuration before it loads plug-ins, and an enum
     # member is pickled by a value that only plug-ins make valid.
-    copyreg.pickle(AttentionBackendEnum, _reduced)
+    copyreg.pickle(backends, _reduced)
 
 
 def _reduced(member: Any) -> tuple[Callable[..., Any], tuple[str, ...]]:
@@ -80,7 +77,7 @@ def _reduced(member: Any) -> tuple[Callable[..., Any], tuple[str, ...]]:
 
 def _named(name: str) -> Any:
     """Return the member of one of NAMES, in a process that may not have loaded plug-ins."""
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum
-
     _register_names()
-    return AttentionBackendEnum[name]
+    found = registry()
+    assert found is not None  # the process that pickled it had one
+    return found[0][name]

@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
-from attn_backends.engines.vllm.version import SUPPORTED
+from attn_backends.engines.vllm.compat import requirement
 from builders import AttentionSpec
 from builders.devices import num_sms
 from builders.flashinfer import PlanLayout, TableRows, replan
 
-NO_FLASHINFER = f"needs FlashInfer, which vLLM requires: pip install 'vllm=={SUPPORTED}.*'"
+NO_FLASHINFER = f"needs FlashInfer, which vLLM requires: pip install '{requirement()}'"
 
 
 class DevicePlan:

@@ -6,8 +6,8 @@ from importlib.util import find_spec
 
 from attn_backends.engines.plug_in import EnginePlugIn, why_not_loaded
 from attn_backends.engines.vllm import ENTRY_POINT_GROUP, NAMES, refused_variable
+from attn_backends.engines.vllm.compat import unsupported_reason
 from attn_backends.engines.vllm.device_plan import NO_FLASHINFER
-from attn_backends.engines.vllm.version import unsupported_reason
 
 _PREFIX = "ATTN_BACKENDS_"
 """Prefix of this library's backends; the others are vLLM's with a builder of this library."""

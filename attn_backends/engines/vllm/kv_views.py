@@ -18,7 +18,7 @@ def keys_and_values(kv_cache: torch.Tensor, head_dim: int) -> KVCache:
         kv_cache.dim() == 4 and kv_cache.shape[3] == 2 * head_dim and kv_cache.stride(3) == 1,
         f"vLLM's KV cache must be [pages, heads, page size, {2 * head_dim}] with a contiguous last dim, got "
         f"{list(kv_cache.shape)} with strides {kv_cache.stride()}; other values would be read as keys. Use a cache "
-        "layout of vLLM 0.33 and an unquantised cache.",
+        "layout of a supported vLLM and an unquantised cache.",
     )
     key, value = kv_cache.transpose(1, 2).split(head_dim, -1)
     return KVCache(key, value)
@@ -33,7 +33,7 @@ def latents(kv_cache: torch.Tensor, head_dim: int, value_dim: int) -> KVCache:
         kv_cache.dim() == 3 and kv_cache.shape[2] == head_dim and kv_cache.stride(2) == 1,
         f"vLLM's latent cache must be [pages, page size, {head_dim}] with a contiguous last dim, got "
         f"{list(kv_cache.shape)} with strides {kv_cache.stride()}; other values would be read as latents. Use a cache "
-        "layout of vLLM 0.33 and an unquantised cache.",
+        "layout of a supported vLLM and an unquantised cache.",
     )
     key = kv_cache[:, :, None]
     return KVCache(key, key[..., :value_dim])

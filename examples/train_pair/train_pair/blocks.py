@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 
+from spec_decode.model_api import DraftInputs
 from spec_decode.models.dflash import DFlash
 from train_pair.attention import BlockAttention, positions_of
 
@@ -45,5 +46,5 @@ def run_blocks(draft: DFlash, tokens: torch.Tensor, hidden: torch.Tensor, blocks
     places = blocks.starts[..., None] + torch.arange(1 + blocks.num_masks, device=tokens.device)
     inputs = torch.full_like(places, draft.mask_token_id)
     inputs[..., 0] = tokens.gather(1, blocks.starts)
-    out: torch.Tensor = draft(inputs.flatten(), states, places.flatten(), attention)
+    out: torch.Tensor = draft(DraftInputs(inputs.flatten(), states, places.flatten(), attention))
     return out.view(*places.shape, -1)[:, :, 1:]

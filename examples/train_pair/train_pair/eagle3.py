@@ -27,6 +27,7 @@ from torch.nn import functional as F
 
 from spec_decode import LLM, SamplingParams
 from spec_decode.environment import environment
+from spec_decode.model_api import DraftInputs
 from spec_decode.models import TransformersTarget
 from spec_decode.models.checkpoints.store import RandomStore
 from spec_decode.models.decoder_weights import published_tensors
@@ -179,7 +180,7 @@ def unrolled_loss(
         [],
     )
     for step in range(STEPS):
-        out = head(inputs.flatten(), state.flatten(0, 1), positions, attention).view(*inputs.shape, -1)
+        out = head(DraftInputs(inputs.flatten(), state.flatten(0, 1), positions, attention)).view(*inputs.shape, -1)
         # The first `step` positions have no state from the head before them.
         logits = head.logits(out[:, step:].flatten(0, 1)).float()
         target_probs = target_logits[:, 1 + step :].flatten(0, 1).softmax(-1)

@@ -6,7 +6,7 @@ import torch
 from torch.nn import functional as F
 
 from spec_decode.llm.byte_tokenizer import decode, encode
-from spec_decode.model_api import AttentionInputs
+from spec_decode.model_api import AttentionInputs, DraftInputs
 from spec_decode.models import EagleDraft, LlamaTarget
 from spec_decode.models.dflash import DFlash
 from train_pair.attention import causal_attention, positions_of, run_target
@@ -90,6 +90,6 @@ def _propose_in_steps(
     attention, positions = causal_attention(tokens.shape[0], draft.config.sliding_window), positions_of(tokens)
     for step in range(drafted):
         inputs = tokens.roll(-1, 1).flatten()
-        out = draft(inputs, states.flatten(0, 1), positions, attention).view_as(states)
+        out = draft(DraftInputs(inputs, states.flatten(0, 1), positions, attention)).view_as(states)
         states[rows, last + step] = out[rows, last + step - 1]
         tokens[rows, last + step + 1] = draft.logits(states[rows, last + step]).argmax(-1)

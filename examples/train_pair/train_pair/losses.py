@@ -6,6 +6,7 @@ import torch
 from torch.nn import functional as F
 
 from spec_decode.llm.byte_tokenizer import BOS, encode
+from spec_decode.model_api import DraftInputs
 from spec_decode.models import EagleDraft, LlamaTarget
 from spec_decode.models.dflash import DFlash
 from train_pair.attention import positions_of, run_target, unrolled_attention
@@ -67,7 +68,7 @@ def unrolled_loss(draft: EagleDraft, target: LlamaTarget, tokens: torch.Tensor, 
     attention, positions = unrolled_attention(inputs, draft.config.sliding_window), positions_of(inputs)
     state, loss = hidden[:, :-1], torch.zeros((), device=tokens.device)
     for step in range(recipe.unroll):
-        out = draft(inputs.flatten(), state.flatten(0, 1), positions, attention).view(*inputs.shape, -1)
+        out = draft(DraftInputs(inputs.flatten(), state.flatten(0, 1), positions, attention)).view(*inputs.shape, -1)
         # The first `step` positions have no draft state before them.
         states, target_states = out[:, step:], hidden[:, 1 + step :]
         log_probs = draft.logits(states).float().log_softmax(-1).flatten(0, 1)

@@ -8,7 +8,7 @@ from builders import RequestTables, advance_state, set_decode_state
 from spec_decode.drafter.plan import DraftPlan
 from spec_decode.drafter.steps.step import Step
 from spec_decode.drafter.strategies.base import LaterSteps
-from spec_decode.model_api import Attention, DraftModel
+from spec_decode.model_api import Attention, DraftInputs, DraftModel
 from spec_decode.paged.step_buffers import StepBuffers
 from spec_decode.sampling import DraftSampler
 
@@ -59,4 +59,4 @@ class DraftStep(Step[DraftModel, DraftSampler]):
     def _forward_later(self, size: int, hidden: torch.Tensor, attention: Attention) -> torch.Tensor:
         positions = self.decode.batch.positions[:size]
         with self.products():
-            return self.model.forward(self.sampler.next_ids[:size], hidden, positions, attention)
+            return self.model.forward(DraftInputs(self.sampler.next_ids[:size], hidden, positions, attention))

@@ -12,7 +12,7 @@ from spec_decode.drafter.kernels.gather_accepted import gather_accepted
 from spec_decode.drafter.kernels.shift_tokens import shift_tokens
 from spec_decode.drafter.plan import DraftPlan
 from spec_decode.drafter.steps.step import Step
-from spec_decode.model_api import ModuleDraft
+from spec_decode.model_api import DraftInputs, ModuleDraft
 from spec_decode.paged.attention import PagedAttention
 from spec_decode.paged.kv_groups import KVGroup, build_ragged
 from spec_decode.paged.step_buffers import StepBuffers
@@ -143,4 +143,4 @@ class ModuleStep(Step[ModuleDraft, DraftSampler]):
             for index, module in enumerate(self._modules):
                 if index:
                     token_ids = token_ids.roll(-1).index_copy(0, last, token_ids[last])
-                states = module.forward(token_ids, states, batch.positions, attention)
+                states = module.forward(DraftInputs(token_ids, states, batch.positions, attention))

@@ -19,7 +19,7 @@ from spec_decode.drafter.strategies.base import LaterSteps
 from spec_decode.drafter.tree_sampler import BlockTreeSampler, TreeSampler
 from spec_decode.drafter.verified_tokens import VerifiedTokens
 from spec_decode.graphs import Capturable
-from spec_decode.model_api import DraftModel
+from spec_decode.model_api import DraftInputs, DraftModel
 from spec_decode.paged.attention import PagedAttention
 from spec_decode.paged.kv_groups import KVGroup, build_ragged, products_of
 from spec_decode.paged.metadata_plan import GraphMode, plan_uniform_step
@@ -162,7 +162,7 @@ class Step(ABC, Generic[M, S]):
         self, token_ids: torch.Tensor, states: torch.Tensor, positions: torch.Tensor, attention: PagedAttention
     ) -> None:
         """Write the KV of T tokens; token_ids, positions int64 [T], states [T, H] from `combine`."""
-        self.model.forward(token_ids, states, positions, attention)
+        self.model.forward(DraftInputs(token_ids, states, positions, attention))
 
     def prepare_step_0(self, size: int) -> None:
         """Set the state of step 0 for the first `size` rows, and build the metadata that the host builds."""
@@ -204,7 +204,7 @@ class Step(ABC, Generic[M, S]):
         query_len, width = self.step_0.query_len, model.hidden_size
         positions = self.step_0.batch.positions[: size * query_len]
         with self.products():
-            hidden = model.forward(token_ids, states, positions, self.step_0.attention)
+            hidden = model.forward(DraftInputs(token_ids, states, positions, self.step_0.attention))
         require(
             hidden.shape == (size * query_len, width),
             f"the draft model must return states [{size * query_len}, {width}] for {size} rows of {query_len} tokens, "
@@ -226,7 +226,8 @@ class Step(ABC, Generic[M, S]):
 
         positions = self.step_0.batch.positions[: size * query_len]
         with self.products():
-            hidden = self.model.forward_kept(*self.shifted(size), positions, self.step_0.attention, keep)
+            inputs = DraftInputs(*self.shifted(size), positions, self.step_0.attention, keep)
+            hidden = self.model.forward(inputs)
         require(
             hidden.shape == (size, width),
             f"the draft model must return states [{size}, {width}] for the last tokens of {size} rows, got "

@@ -10,7 +10,7 @@ from spec_decode.drafter.plan import DraftPlan
 from spec_decode.drafter.steps.step import Step
 from spec_decode.drafter.strategies.base import LaterSteps
 from spec_decode.drafter.tree_sampler import TreeSampler
-from spec_decode.model_api import Attention, DraftModel
+from spec_decode.model_api import Attention, DraftInputs, DraftModel
 from spec_decode.paged.step_buffers import StepBuffers
 from spec_decode.trees import DraftTree, DynamicTreeConfig
 from spec_decode.trees.kernels.place_frontier import place_frontier
@@ -83,7 +83,7 @@ class TreeStep(Step[DraftModel, TreeSampler]):
         token_ids, states = self._token_ids[:size].flatten(), self._states[:size].flatten(0, 1)
         positions = self.decode.batch.positions[: len(token_ids)]
         with self.products():
-            hidden = self.model.forward(token_ids, states, positions, attention)
+            hidden = self.model.forward(DraftInputs(token_ids, states, positions, attention))
         hidden = hidden.view(size, self.decode.query_len, -1)
         # Capture and warm-up run before any step 0, with step still 0.
         before = (self.decode.batch.step - 1).clamp(0, self.num_speculative_tokens - 2)

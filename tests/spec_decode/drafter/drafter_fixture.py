@@ -52,11 +52,11 @@ class TwoLayerDraft(DraftModel):
     def layer_groups(self, page_size):
         return self.config.layer_groups(page_size, torch.float32)
 
-    def forward(self, token_ids, hidden, positions, attend):
-        x = self.fuse(torch.cat([self.embed(token_ids), hidden], -1)) + self.place(positions)
+    def forward(self, inputs):
+        x = self.fuse(torch.cat([self.embed(inputs.token_ids), inputs.hidden], -1)) + self.place(inputs.positions)
         for index, layer in enumerate(self.layers):
-            x = layer(index, x, attend)
-        return x.tanh() * 2
+            x = layer(index, x, inputs.attention)
+        return inputs.kept(x.tanh() * 2)
 
     def logits(self, hidden):
         return self.head(hidden)

@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from spec_decode.drafter import Strategy
+from spec_decode.model_api import DraftInputs
 from tests.spec_decode.drafter.drafter_fixture import (
     CONFIG,
     CONTEXTS,
@@ -39,7 +40,8 @@ def dense_drafts(fixture, verified, committed):
         drafted, states, logits = list(ids), list(hidden), []
         for _ in range(fixture.steps):
             positions = torch.arange(len(drafted))
-            states.append(fixture.model(torch.tensor(drafted), torch.stack(states), positions, attend)[-1])
+            inputs = DraftInputs(torch.tensor(drafted), torch.stack(states), positions, attend)
+            states.append(fixture.model(inputs)[-1])
             logits.append(fixture.model.logits(states[-1]))
             drafted.append(int(logits[-1].argmax()))
         rows.append(torch.stack(logits))

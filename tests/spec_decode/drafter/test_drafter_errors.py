@@ -46,8 +46,8 @@ def test_verified_tokens_that_do_not_fit_are_refused_with_nothing_run_and_the_ne
 @pytest.mark.parametrize("wrong", [lambda x: x[:-1], lambda x: x[:, 1:], lambda x: x[None]])
 def test_a_draft_model_that_returns_states_of_another_shape_is_refused(wrong, monkeypatch):
     fixture = advancing(strategy=Strategy.EAGER)
-    forward = fixture.model.forward_kept
-    monkeypatch.setattr(fixture.model, "forward_kept", lambda *args: wrong(forward(*args)))
+    forward = fixture.model.forward
+    monkeypatch.setattr(fixture.model, "forward", lambda inputs: wrong(forward(inputs)))
     with pytest.raises(BatchError, match=r"must return states \[4, 64\] for .*, got \["):
         fixture.drafter.propose(fixture.verified())
 

@@ -13,6 +13,7 @@ from train_pair.generation import speculate
 from spec_decode.drafter import Strategy
 from spec_decode.engine import engine as module
 from spec_decode.llm.byte_tokenizer import encode
+from spec_decode.model_api import DraftInputs
 from spec_decode.paged import GraphMode
 from spec_decode.verification import BlockVerification
 from tests.factories import make_config, make_pair, make_request, resampled
@@ -119,7 +120,7 @@ def test_the_first_draft_is_the_dense_drafts_over_the_whole_prompt(monkeypatch):
     for request, result, found in zip(requests, engine.generate(requests), logits[0], strict=True):
         hidden = run_target(target, torch.tensor([request.prompt]))[0]
         ids = torch.tensor([*request.prompt[1:], result.token_ids[0]])
-        dense = draft.logits(draft(ids, hidden, torch.arange(len(ids)), causal_attention(1)))[-1]
+        dense = draft.logits(draft(DraftInputs(ids, hidden, torch.arange(len(ids)), causal_attention(1))))[-1]
         torch.testing.assert_close(found[0], dense, rtol=1e-4, atol=1e-5)
 
 

@@ -327,8 +327,8 @@ class SameModel(DraftModel):
     def layer_groups(self, page_size):
         return self.target.layer_groups(page_size)
 
-    def forward(self, token_ids, hidden, positions, attend):
-        return self.target(token_ids, positions, attend).hidden
+    def forward(self, inputs):
+        return inputs.kept(self.target(inputs.token_ids, inputs.positions, inputs.attention).hidden)
 
     def logits(self, hidden):
         return self.target.logits(hidden)

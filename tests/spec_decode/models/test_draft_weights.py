@@ -132,7 +132,7 @@ class Foreign(DraftModel):
     def layer_groups(self, page_size):
         raise NotImplementedError
 
-    def forward(self, token_ids, hidden, positions, attention):
+    def forward(self, inputs):
         raise NotImplementedError
 
     def logits(self, hidden):

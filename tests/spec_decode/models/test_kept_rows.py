@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from spec_decode.model_api import DraftModel
+from spec_decode.model_api import DraftInputs
 from spec_decode.models import EagleDraft, LlamaTarget
 from tests.factories import make_config, make_latent_config
 from tests.spec_decode.models.layers.test_decoder_layer import averaging
@@ -18,24 +18,19 @@ def draft(request):
     return EagleDraft(request.param, LlamaTarget(make_config()))
 
 
-def inputs(draft):
+def inputs(draft, keep=None):
     generator = torch.Generator().manual_seed(1)
     hidden = torch.randn(6, draft.hidden_size, generator=generator)
-    return torch.arange(6), hidden, torch.arange(6), averaging
+    return DraftInputs(torch.arange(6), hidden, torch.arange(6), averaging, keep)
 
 
 def test_states_of_kept_tokens_are_those_of_all_tokens(draft):
-    found = draft.forward_kept(*inputs(draft), lambda x: x[KEPT])
-    torch.testing.assert_close(found, draft.forward(*inputs(draft))[KEPT], rtol=1e-5, atol=1e-5)
+    found = draft(inputs(draft, lambda x: x[KEPT]))
+    torch.testing.assert_close(found, draft(inputs(draft))[KEPT], rtol=1e-5, atol=1e-5)
 
 
 def test_the_feed_forward_leaves_tokens_out(draft):
     rows = []
     draft.layer.down.register_forward_pre_hook(lambda _, args: rows.append(len(args[0])))
-    draft.forward_kept(*inputs(draft), lambda x: x[KEPT])
+    draft(inputs(draft, lambda x: x[KEPT]))
     assert rows == [len(KEPT)]
-
-
-def test_a_draft_that_leaves_nothing_out_has_its_states_cut(draft):
-    found = DraftModel.forward_kept(draft, *inputs(draft), lambda x: x[KEPT])
-    assert torch.equal(found, draft.forward(*inputs(draft))[KEPT])

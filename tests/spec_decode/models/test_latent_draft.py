@@ -14,6 +14,7 @@ from spec_decode.conformance.check import expand
 from spec_decode.drafter import Strategy
 from spec_decode.engine import Engine
 from spec_decode.llm.byte_tokenizer import encode
+from spec_decode.model_api import DraftInputs
 from spec_decode.models import LatentConfig, LlamaTarget
 from spec_decode.paged import GraphMode
 from spec_decode.testing.draft_fixture import DraftFixture
@@ -76,12 +77,12 @@ def test_an_unrolled_step_sees_what_it_would_at_inference():
     length, positions = inputs.shape[1], positions_of(inputs)
     attention, state, unrolled = unrolled_attention(inputs, config.sliding_window), hidden[:, :-1], []
     for _ in range(4):
-        unrolled.append(draft(inputs.flatten(), state[0], positions, attention))
+        unrolled.append(draft(DraftInputs(inputs.flatten(), state[0], positions, attention)))
         state = torch.nn.functional.pad(unrolled[-1][None, :-1], (0, 0, 1, 0))
     for first in range(length - 3):
         states = hidden[0, :-1].clone()
         for step in range(4):
-            whole = draft(inputs.flatten(), states, positions, causal_attention(1, config.sliding_window))
+            whole = draft(DraftInputs(inputs.flatten(), states, positions, causal_attention(1, config.sliding_window)))
             torch.testing.assert_close(unrolled[step][first + step], whole[first + step], rtol=1e-4, atol=1e-5)
             if step < 3:
                 states[first + step + 1] = whole[first + step]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import torch
-from vllm.v1.attention.backend import CommonAttentionMetadata
 
+from attn_backends.engines.vllm.compat import CommonAttentionMetadata
 from builders import AttentionBatch, check_batch
 from builders.errors import require
 

@@ -7,20 +7,22 @@ from functools import cache
 from typing import Any, ClassVar
 
 import torch
-from vllm.model_executor.layers.attention.mla_attention import (
+
+import attn_backends
+from attn_backends.engines.vllm.backend import OurBackend, OurBuilder, classes_over
+from attn_backends.engines.vllm.batch import check_causality
+from attn_backends.engines.vllm.compat import (
+    AttentionCGSupport,
+    AttentionType,
+    CommonAttentionMetadata,
     MLACommonBackend,
     MLACommonImpl,
     MLACommonMetadata,
     MLACommonMetadataBuilder,
     QueryLenSupport,
 )
-from vllm.v1.attention.backend import AttentionCGSupport, AttentionType, CommonAttentionMetadata
-
-import attn_backends
 from attn_backends.engines.vllm.kv_views import latents
-from attn_backends.engines.vllm.v0_33.backend import OurBackend, OurBuilder, classes_over
-from attn_backends.engines.vllm.v0_33.batch import check_causality
-from attn_backends.engines.vllm.v0_33.reasons import CUDA, cache_reasons, page_sizes, require_served
+from attn_backends.engines.vllm.reasons import CUDA, cache_reasons, page_sizes, require_served
 from builders import AttentionBatch, AttentionKind, AttentionSpec
 
 _EXTRAS = ("alibi_slopes", "sliding_window", "logits_soft_cap", "attn_type", "q_pad_num_heads")

@@ -13,20 +13,23 @@ from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
 
 import torch
-from vllm.config.compilation import CUDAGraphMode
-from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
-from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 
+from attn_backends.engines.vllm.backend import UpdatedInGraph, log_update
+from attn_backends.engines.vllm.batch import batch_of, check_causality
+from attn_backends.engines.vllm.compat import (
+    AttentionCGSupport,
+    CommonAttentionMetadata,
+    CUDAGraphMode,
+    split_decodes_and_prefills,
+)
 from attn_backends.engines.vllm.device_plan import NO_FLASHINFER, DevicePlan
-from attn_backends.engines.vllm.v0_33.backend import UpdatedInGraph, log_update
-from attn_backends.engines.vllm.v0_33.batch import batch_of, check_causality
-from attn_backends.engines.vllm.v0_33.reasons import cache_reasons
+from attn_backends.engines.vllm.reasons import cache_reasons
 from builders import AttentionSpec
 from builders.errors import require
 from builders.flashinfer.wrappers import FlashInferWrappers
 
 try:
-    from vllm.v1.attention.backends.flashinfer import (
+    from attn_backends.engines.vllm.compat import (
         FIDecode,
         FIPrefill,
         FlashInferBackend,

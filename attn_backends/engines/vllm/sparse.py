@@ -10,16 +10,16 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from vllm.config import get_current_vllm_config
-from vllm.v1.attention.backends.mla.flashmla_sparse import (
+
+from attn_backends.engines.vllm.backend import UpdatedInGraph, log_update
+from attn_backends.engines.vllm.compat import (
     FlashMLASparseBackend,
     FlashMLASparseMetadata,
     FlashMLASparseMetadataBuilder,
+    compute_token_to_req_indices,
+    get_current_vllm_config,
+    is_quantized_kv_cache,
 )
-from vllm.v1.attention.ops.metadata import compute_token_to_req_indices
-from vllm.v1.kv_cache_interface import is_quantized_kv_cache
-
-from attn_backends.engines.vllm.v0_33.backend import UpdatedInGraph, log_update
 
 _QUANTIZED = "fp8_ds_mla"
 """The one quantised cache format that FlashMLA's sparse decode kernel reads on Hopper."""

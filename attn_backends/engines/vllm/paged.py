@@ -8,21 +8,21 @@ from functools import cache
 from typing import Any, ClassVar
 
 import torch
-from vllm import envs
-from vllm.v1.attention.backend import (
+
+import attn_backends
+from attn_backends import Feature
+from attn_backends.engines.vllm.backend import OurBackend, OurBuilder, classes_over
+from attn_backends.engines.vllm.batch import batch_of, check_causality
+from attn_backends.engines.vllm.compat import (
     AttentionCGSupport,
     AttentionImpl,
     AttentionMetadataBuilder,
     AttentionType,
     CommonAttentionMetadata,
+    envs,
 )
-
-import attn_backends
-from attn_backends import Feature
 from attn_backends.engines.vllm.kv_views import keys_and_values
-from attn_backends.engines.vllm.v0_33.backend import OurBackend, OurBuilder, classes_over
-from attn_backends.engines.vllm.v0_33.batch import batch_of, check_causality
-from attn_backends.engines.vllm.v0_33.reasons import page_sizes, require_served, selector_reasons
+from attn_backends.engines.vllm.reasons import page_sizes, require_served, selector_reasons
 from attn_backends.kernels.write_kv import write_kv
 from builders import AttentionSpec
 from builders.errors import require
@@ -64,12 +64,12 @@ class PagedBuilder(OurBuilder, AttentionMetadataBuilder[LayerMetadata]):
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> LayerMetadata:
-        """See vLLM. Raises BatchError for a common prefix, which vLLM 0.33 never has, and as `check_causality` and
+        """See vLLM. Raises BatchError for a common prefix, which vLLM never has, and as `check_causality` and
         `batch_of` do."""
         require(
             common_prefix_len == 0,
             f"attn-backends has no cascade attention, got a common prefix of {common_prefix_len} tokens; they would be "
-            "attended to twice or never. Use vLLM 0.33, which passes 0.",
+            "attended to twice or never. Use a supported vLLM, which passes 0.",
         )
         check_causality(common_attn_metadata, serves_blocks=self.serves_blocks, sliding_window=self.sliding_window)
         batch, causal = batch_of(common_attn_metadata, max_seq_len=self.max_seq_len), common_attn_metadata.causal

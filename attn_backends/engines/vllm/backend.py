@@ -8,13 +8,17 @@ from functools import cache
 from typing import Any, ClassVar, TypeVar
 
 import torch
-from vllm.logger import init_logger
-from vllm.v1.attention.backend import AttentionBackend, MultipleOf
-from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, SinkFullAttentionSpec
 
 import attn_backends
 from attn_backends import Feature
-from attn_backends.engines.vllm.v0_33.reasons import page_sizes, serves_blocks, serves_capability
+from attn_backends.engines.vllm.compat import (
+    AttentionBackend,
+    ChunkedLocalAttentionSpec,
+    MultipleOf,
+    SinkFullAttentionSpec,
+    init_logger,
+)
+from attn_backends.engines.vllm.reasons import page_sizes, serves_blocks, serves_capability
 from builders import AdvanceLevel, AttentionSpec
 
 PREFIX = "ATTN_BACKENDS_"

@@ -3,7 +3,7 @@ import torch
 
 from builders import BatchError
 from spec_decode.graphs.emulator import EmulatedRuntime
-from spec_decode.trees import move_accepted_kv
+from spec_decode.verification import move_accepted_kv
 
 PAGES, PAGE_SIZE, HEADS, DIM, VALUE_DIM = 6, 4, 2, 3, 5
 

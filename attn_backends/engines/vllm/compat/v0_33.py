@@ -1,0 +1,66 @@
+"""vLLM 0.33: where its names live, and what the adapters need of its classes."""
+
+from __future__ import annotations
+
+_ATTENTION = "vllm.v1.attention"
+_FLASHINFER = f"{_ATTENTION}.backends.flashinfer"
+_FLASHMLA_SPARSE = f"{_ATTENTION}.backends.mla.flashmla_sparse"
+_MLA = "vllm.model_executor.layers.attention.mla_attention"
+_SPECULATORS = "vllm.v1.worker.gpu.spec_decode"
+
+PLACES = {
+    # The interface of backends, and their registry.
+    "AttentionBackend": f"{_ATTENTION}.backend:AttentionBackend",
+    "AttentionBackendEnum": f"{_ATTENTION}.backends.registry:AttentionBackendEnum",
+    "AttentionCGSupport": f"{_ATTENTION}.backend:AttentionCGSupport",
+    "AttentionImpl": f"{_ATTENTION}.backend:AttentionImpl",
+    "AttentionMetadataBuilder": f"{_ATTENTION}.backend:AttentionMetadataBuilder",
+    "AttentionType": f"{_ATTENTION}.backend:AttentionType",
+    "CommonAttentionMetadata": f"{_ATTENTION}.backend:CommonAttentionMetadata",
+    "MultipleOf": f"{_ATTENTION}.backend:MultipleOf",
+    "register_backend": f"{_ATTENTION}.backends.registry:register_backend",
+    "split_decodes_and_prefills": f"{_ATTENTION}.backends.utils:split_decodes_and_prefills",
+    # Configuration, caches and logging.
+    "ChunkedLocalAttentionSpec": "vllm.v1.kv_cache_interface:ChunkedLocalAttentionSpec",
+    "CUDAGraphMode": "vllm.config.compilation:CUDAGraphMode",
+    "SinkFullAttentionSpec": "vllm.v1.kv_cache_interface:SinkFullAttentionSpec",
+    "envs": "vllm.envs",
+    "get_current_vllm_config": "vllm.config:get_current_vllm_config",
+    "init_logger": "vllm.logger:init_logger",
+    "is_quantized_kv_cache": "vllm.v1.kv_cache_interface:is_quantized_kv_cache",
+    "set_current_vllm_config": "vllm.config:set_current_vllm_config",
+    # Its backend over FlashInfer, which imports FlashInfer.
+    "FIDecode": f"{_FLASHINFER}:FIDecode",
+    "FIPrefill": f"{_FLASHINFER}:FIPrefill",
+    "FlashInferBackend": f"{_FLASHINFER}:FlashInferBackend",
+    "FlashInferImpl": f"{_FLASHINFER}:FlashInferImpl",
+    "FlashInferMetadata": f"{_FLASHINFER}:FlashInferMetadata",
+    "FlashInferMetadataBuilder": f"{_FLASHINFER}:FlashInferMetadataBuilder",
+    "get_flashinfer_layout_string": f"{_FLASHINFER}:get_flashinfer_layout_string",
+    # Its backends over latents, dense and sparse.
+    "FlashMLASparseBackend": f"{_FLASHMLA_SPARSE}:FlashMLASparseBackend",
+    "FlashMLASparseMetadata": f"{_FLASHMLA_SPARSE}:FlashMLASparseMetadata",
+    "FlashMLASparseMetadataBuilder": f"{_FLASHMLA_SPARSE}:FlashMLASparseMetadataBuilder",
+    "MLACommonBackend": f"{_MLA}:MLACommonBackend",
+    "MLACommonImpl": f"{_MLA}:MLACommonImpl",
+    "MLACommonMetadata": f"{_MLA}:MLACommonMetadata",
+    "MLACommonMetadataBuilder": f"{_MLA}:MLACommonMetadataBuilder",
+    "QueryLenSupport": f"{_MLA}:QueryLenSupport",
+    "compute_token_to_req_indices": f"{_ATTENTION}.ops.metadata:compute_token_to_req_indices",
+    "flashmla": f"{_ATTENTION}.ops.flashmla",
+    # The speculators that the validator watches.
+    "AttentionGroup": "vllm.v1.worker.utils:AttentionGroup",
+    "DFlashSpeculator": f"{_SPECULATORS}.dflash.speculator:DFlashSpeculator",
+    "DraftModelSpeculator": f"{_SPECULATORS}.speculator:DraftModelSpeculator",
+    "TargetDependentARSpeculator": f"{_SPECULATORS}.target_dependent_ar.speculator:TargetDependentARSpeculator",
+}
+"""Where each name of vLLM's that an adapter uses lives."""
+
+HOOKS = {
+    f"{_ATTENTION}.backend:AttentionMetadataBuilder.update_draft_decode_metadata": "in-graph updates",
+    f"{_ATTENTION}.backend:AttentionBackend.validate_configuration": "a backend's rejection reasons",
+    f"{_ATTENTION}.backend:CommonAttentionMetadata.__dataclass_fields__": "the batch for builders",
+    f"{_ATTENTION}.backends.registry:AttentionBackendEnum.register": "free backend names",
+    "vllm.v1.kv_cache_interface:create_kv_cache_views": "the packed KV cache",
+}
+"""What every adapter depends on, and what it provides."""
