@@ -11,7 +11,7 @@ import builders.flashinfer
 from attn_backends import KVCache, Rejected, explain
 from builders import BatchError
 from spec_decode.conformance import check_backend
-from spec_decode.conformance.runner import plan, run
+from spec_decode.conformance.runner import check_list, run
 from spec_decode.testing.batches import DECODE, RAGGED, VERIFY, Batch
 from spec_decode.testing.built_batch import BuiltBatch
 from spec_decode.testing.outcome import Outcome
@@ -66,7 +66,7 @@ def test_a_backend_passes_the_kit(name):
 
 
 def test_the_one_that_chooses_a_kernel_passes_a_quick_kit():
-    report = run(plan(backend("flashinfer"), device=CPU, checks=KIT, quick=True))
+    report = run(check_list(backend("flashinfer"), device=CPU, checks=KIT, quick=True))
     assert report.ok, report.summary()
     assert {f"{result.check.partition('.')[0]}.*" for result in report.results} == {*KIT}
     assert {result.outcome for result in report.results} == {Outcome.PASS}

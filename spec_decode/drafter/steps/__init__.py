@@ -28,8 +28,12 @@ def make_step(
 def _step_of(model: DraftModel, config: DrafterConfig) -> type[Step[Any, Any]]:
     """Return the step for the model's kind; the rarer ones are loaded with the first drafter of their kind."""
     if isinstance(model, ContextBlockDraft):
+        from spec_decode.drafter.steps.context_block_step import ContextBlockStep
+
         return ContextBlockStep
     if isinstance(model, ModuleDraft):
+        from spec_decode.drafter.steps.module_step import ModuleStep
+
         return ModuleStep
     if isinstance(model, BlockDraft):
         return BlockStep
