@@ -271,8 +271,8 @@ def find_provider() -> Provider:
     pinned, kinds = os.environ.get(PROVIDER_VARIABLE), {kind.name: kind for kind in PROVIDERS}
     if pinned and pinned not in kinds:
         raise ValueError(
-            f"{PROVIDER_VARIABLE} must be one of {', '.join(kinds)}, got {pinned!r}. Fix it, or unset it to use the "
-            "first installed one"
+            f"{PROVIDER_VARIABLE} must be one of {', '.join(kinds)}, got {pinned!r}. Set one of these, or unset it to "
+            "use the first installed one"
         )
     for kind in (kinds[pinned],) if pinned else PROVIDERS:
         if (provider := load_provider(kind)) is not None:

@@ -4,6 +4,7 @@ everything is loaded. And nothing is imported before it is used."""
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -11,7 +12,24 @@ from pathlib import Path
 
 import pytest
 
-from tests.import_graph import FLOORS, ROOT, Uses, circles, imported, loaded_uses, module_files, source_uses, uses_here
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+from tests.import_graph import (
+    FLOORS,
+    ROOT,
+    Uses,
+    circles,
+    imported,
+    loaded_by,
+    loaded_uses,
+    module_files,
+    source_uses,
+    uses_here,
+)
+from tests.test_third_party import packages
 
 OUTSIDE = ["tests", "examples", "scripts", "train_pair"]
 ROOMS = [
@@ -75,6 +93,13 @@ runpy.run_module("tests.import_graph", run_name="__main__")
 """
 
 
+BUDGETS = {
+    "from tests.engines.any_vllm import load_adapters\nload_adapters()": 10_000,
+    "import spec_decode.llm": 27_000,
+}
+"""The most lines of ours that a user may load: of the plug-in for vLLM, and of `LLM`."""
+
+
 @dataclass(frozen=True)
 class Loading:
     """Which parts of LATE came to their end, the modules that came with them and with what serves requests, and what
@@ -98,6 +123,21 @@ def loading() -> Loading:
 
 def test_nothing_is_imported_before_it_is_used(loading: Loading) -> None:
     assert loading.late == list(LATE)
+
+
+@pytest.mark.parametrize("script", BUDGETS)
+def test_what_a_user_loads_stays_within_its_budget(script: str) -> None:
+    files = loaded_by(script).values()
+    assert 0 < sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files) <= BUDGETS[script]
+
+
+def test_the_plug_in_for_vllm_imports_only_torch_and_triton_of_our_requirements() -> None:
+    files = loaded_by(next(iter(BUDGETS)))
+    assert {"attn_backends.flash_attn3", "attn_backends.flashmla", "attn_backends.engines.vllm.validator"} <= {*files}
+    used = set().union(*(packages(path.read_text(encoding="utf-8")) for path in files.values()))
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    required = {re.split(r"[^\w-]", each)[0].replace("-", "_") for each in project["dependencies"]}
+    assert required & used == {"torch", "triton"}
 
 
 @pytest.fixture(scope="module")

@@ -336,7 +336,9 @@ def test_a_block_that_sees_more_of_its_window_than_flashinfer_plans_is_refused()
     block, subject = Batch((64, 1, 1, 1, 1), (600,) * 5, 5), Subject(backend("flashinfer"), CPU)
     changes = {"num_q_heads": 1, "num_kv_heads": 1, "sliding_window": 200, "page_size": 16, "causal": False}
     fixture = PagedFixture(subject, replace(subject.base_spec(), scale=None, **changes), block.rows, max_seq_len=600)
-    with pytest.raises(BatchError, match="a block of 64 tokens sees 263 with its window, FlashInfer plans 14 pages"):
+    with pytest.raises(
+        BatchError, match="a block of 64 tokens and its window take 263 KV tokens, FlashInfer plans 14 pages"
+    ):
         build(fixture, block)
     for seen in (replace(block, query_lens=(24, 1, 1, 1, 1)), replace(block, seq_lens=(220,) * 5)):
         assert_attends_right(fixture, seen, build(fixture, seen))
