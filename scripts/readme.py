@@ -33,6 +33,8 @@ STRATEGIES, LLM_PAGE, ENGINE = (Path(f"docs/guide/{page}.md") for page in ("stra
 VLLM_PAGE, VLLM_FIGURES = Path("docs/engines/vllm.md"), Path("docs/engines/vllm-figures.md")
 VLLM, LATENTS, PAIR = "h100/vllm.json", "h100/vllm-latents.json", "h100/vllm-pair.json"
 """Reports of vLLM: of all drafts on one GPU but those over 128 heads of latents, of these, and on two GPUs."""
+ENGINE_SPEEDS = "h200/bench-throughput.json"
+"""Report of our engine's tokens per second."""
 ROUNDS, TREES = "h100/bench-drafter.json", "h200/bench-trees.json"
 """Reports of draft rounds, and of trees of a block."""
 COMPILED = tuple(
@@ -59,17 +61,21 @@ NO_DRAFT, THEIRS, OURS, IN_PLACE = "", REBUILT, GROUPED.ours[0], BASE
 EAGLE = ("eagle", "llama3-8b", True)
 """Kind of draft, size of the model, and whether vLLM is compiled, of the plot and of vLLM without a draft."""
 IN_VLLM = (
-    ("EAGLE, {} draft tokens", EAGLE, [THEIRS], [OURS]),
-    ("DFlash, a block of {} draft tokens", ("dflash", "qwen3-8b", True), [THEIRS], [OURS]),
-    ("DFlash2, a block of {} draft tokens", ("dflash2", "qwen3-8b", True), [THEIRS], [OURS]),
+    ("EAGLE, {} draft tokens", EAGLE, BASE, [THEIRS], [OURS]),
+    ("DFlash, a block of {}", ("dflash", "qwen3-8b", True), BASE, [THEIRS], [OURS]),
+    ("DFlash2, a block of {}", ("dflash2", "qwen3-8b", True), BASE, [THEIRS], [OURS]),
     (
-        "MTP over latents, {} draft tokens, not compiled",
+        "MTP over latents, {} draft tokens",
         ("mtp", "deepseek-v3-shard", False),
-        LATENT.theirs,
+        LATENT.base,
+        LATENT.others,
         LATENT.ours,
     ),
 )
-"""Rows of vLLM: the draft, the engine as above, and which backends of vLLM and of this library are compared."""
+"""Rows of vLLM: the draft, the engine as above, vLLM's default on Hopper, and which of its other backends and of ours
+are compared."""
+ABSENT = "–"
+"""Of what no report has measured."""
 
 
 def contents(root: Path) -> dict[Path, str]:
@@ -78,7 +84,12 @@ def contents(root: Path) -> dict[Path, str]:
     vllm, latents, pair = (_load(root, name) for name in (VLLM, LATENTS, PAIR))
     on_one_gpu = [latents, vllm]
     tables = {
-        README: {"figures": figures(root), "matrix": summary(Sources.read([root / "reports"]).reports)},
+        README: {
+            "findings": findings(root),
+            "vllm speeds": vllm_speeds(vllm),
+            "speeds": speeds(root),
+            "matrix": summary(Sources.read([root / "reports"]).reports),
+        },
         STRATEGIES: {
             "strategy times": strategy_times.table(_load(root, ROUNDS)),
             "compiled times": strategy_times.compiled_table([_load(root, name) for name in COMPILED]),
@@ -93,9 +104,10 @@ def contents(root: Path) -> dict[Path, str]:
             "vllm ratios on two GPUs": vllm_tables.ratios([pair], num_gpus=2),
         },
         VLLM_FIGURES: {
+            "work of the readme": work(vllm, _load(root, ENGINE_SPEEDS)),
             "vllm figures": "\n\n".join(
                 vllm_tables.figures(report, name) for report, name in ((vllm, VLLM), (latents, LATENTS), (pair, PAIR))
-            )
+            ),
         },
     }
     made = {PLOT: plot(vllm)}
@@ -134,81 +146,97 @@ def summary(reports: Sequence[Report]) -> str:
     return markdown_table(["backend", *devices], rows)
 
 
-def figures(root: Path) -> str:
-    """Build the headline table, with baselines and sources, and the text below it: the models and the kit's
-    findings."""
-    vllm, engine = _load(root, VLLM), _load(root, "h200/bench-throughput.json")
-    rounds, compiled, builders = _load(root, ROUNDS), _load(root, COMPILED[0]), in_place_claims(root)
-    torchs, ours = zip(*strategy_times.compiled_times(compiled).values(), strict=True)
-    arms, speeds, timed = vllm_arms(vllm, *EAGLE), engine_speeds(engine), strategy_times.rounds_of(rounds)
-    eager, graph = (timed[strategy, 1]["host_us"][1] / 1e3 for strategy in ("eager", "full_loop"))
-    plain, drafted = min(speeds), max(speeds)
-    version, sizes = vllm["arms"][0]["vllm"], " / ".join(map(str, SIZES))
-    in_vllm, kept = vllm_rows(vllm, f"Tokens/s in vLLM {version} with {sizes} concurrent requests")
-    refuted = [report for report in builders if any(report.counts[bad] for bad in (*FAILURES, Outcome.XFAIL))]
-    head = ["measured", "baseline", "this library", "device, date, command"]
-    rows = [
-        *in_vllm,
-        [
-            f"Tokens/s in our engine with {sizes} concurrent requests",
-            f"{_pair(speeds[plain])} (no draft)",
-            f"**{_pair(speeds[drafted])}** ({drafted} draft tokens)",
-            _source(engine, "attn-backends bench throughput"),
-        ],
-        [
-            f"GPU time to draft tokens 2 to {DRAFT_TOKENS} for {sizes} concurrent requests",
-            f"{_ms(torchs)} ms (`torch.compile`, max-autotune)",
-            f"**{_ms(ours)} ms**",
-            _source(compiled, "attn-backends bench llama3-8b-eagle-compiled"),
-        ],
-        [
-            f"Host time to draft {DRAFT_TOKENS} tokens for 1 request",
-            f"{eager:.1f} ms (eager)",
-            f"**{graph:.2f} ms** (one graph replay)",
-            _source(rounds, "attn-backends bench llama3-8b-eagle"),
-        ],
+def findings(root: Path) -> str:
+    """List what the kit found in the metadata builders of vLLM and in the draft backends of SGLang."""
+    claims, plans = in_place_claims(root), _engine_reports(root, "sglang")
+    refuted = [report for report in claims if any(report.counts[bad] for bad in (*FAILURES, Outcome.XFAIL))]
+    names = " and ".join(f"`{report.backend}`" for report in refuted)
+    missing = [
+        report
+        for report in plans
+        for result in report.results
+        if (result.check, result.case) == OWN_TOKENS and result.outcome in (*FAILURES, Outcome.XFAIL)
     ]
-    accepted = [row["accepted"] for row in engine["rows"] if row["case"] == SPECULATION and "accepted" in row]
-    date = max(report.env.date for report in builders)[:10]
     return (
-        f"{markdown_table(head, rows)}\n\n"
-        "The models are an 8B Llama with EAGLE, an 8B Qwen3 with DFlash and DFlash2, and, for MTP, four layers of "
-        "DeepSeek-V3 as one of eight GPUs holds them (16 of 128 heads). All weights are random, so a target would "
-        "reject almost every draft token. We therefore made the verifier accept a fixed mean number per round: "
-        f"{', '.join(kept)} draft tokens in vLLM, {min(accepted):.1f} to {max(accepted):.1f} of {drafted} in our "
-        f"engine. Without a draft, vLLM generates {_pair(arms[NO_DRAFT])} tokens/s with the Llama and {sizes} "
-        f"concurrent requests ({card(vllm['env']['device'])}, same run). With MTP and one request, the host sets the "
-        f"pace: compare only the numbers with {SIZES[-1]} requests ([why](docs/engines/vllm.md#how-much-faster)).\n\n"
-        "An attention backend's *metadata* tells its kernels where each request's tokens are. We checked "
-        f"{len(builders)} of the metadata builders in vLLM {version} that claim to update their metadata in place, and "
-        f"refuted {len(refuted)} of these claims (CPU, {date}, `attn-backends check --engine vllm`). "
-        f"{planned_steps(root)}"
+        f"- **vLLM {claims[0].version}**: {len(claims)} of the metadata builders that we checked claim to update in "
+        f"place. The kit refuted {len(refuted)} of these claims{f': {names}' * bool(refuted)} "
+        "([details](docs/engines/vllm-builders.md)).\n"
+        f"- **SGLang {plans[0].version}** plans the metadata of all draft steps before it replays their graph. In "
+        f"{len(missing)} of {len(plans)} draft backends, it omits the tokens drafted earlier in the round, so the "
+        "draft does not attend to them ([details](docs/engines/sglang.md#sglangs-own-draft-backends)).\n\n"
+        f"Both were found on a CPU: `attn-backends check --engine vllm` ({_newest(claims)}) and `--engine sglang` "
+        f"({_newest(plans)})."
     )
 
 
-def vllm_rows(report: Mapping[str, Any], measured: str) -> tuple[list[list[str]], list[str]]:
-    """Return a row per draft of IN_VLLM (the first names the measurement) and the draft tokens each keeps per round."""
-    rows, all_kept = [], []
-    for draft, of, theirs, ours in IN_VLLM:
-        arms, (steps, kept) = vllm_arms(report, *of), _round(report, *of)
-        rows.append(
-            [
-                f"{'the same' if rows else measured}: {draft.format(steps)}",
-                f"{_pair(_best(arms, theirs))} (vLLM's {_named(theirs)})",
-                f"**{_pair(_best(arms, ours))}** (our {_named(ours)})",
-                _source(report, "scripts/vllm_figures.py"),
-            ]
-        )
-        all_kept.append(f"{kept:g} of {steps}")
-    return rows, all_kept
+def vllm_speeds(report: Mapping[str, Any]) -> str:
+    """Build the table of tokens per second in vLLM: on its default, on its other backends and on ours."""
+    rows = []
+    for draft, of, default, others, ours in IN_VLLM:
+        arms, (steps, _) = vllm_arms(report, *of), _round(report, *of)
+        rows.append([draft.format(steps), *(_best(arms, names) for names in ([default], others, ours))])
+    sizes = " / ".join(map(str, SIZES))
+    return (
+        f"Output tokens/s in vLLM {report['arms'][0]['vllm']} with {sizes} concurrent requests, by the draft's "
+        f"attention backend ({_source(report, 'scripts/vllm_figures.py')}):\n\n"
+        f"{markdown_table(['draft', 'vLLM, its default', 'vLLM, another backend', 'vLLM, ours'], rows)}"
+    )
 
 
-def _best(arms: Mapping[str, Mapping[int, float]], names: Sequence[str]) -> dict[int, float]:
-    return {size: max(arms[name][size] for name in names) for size in SIZES}
+def _best(arms: Mapping[str, Mapping[int, float]], names: Sequence[str]) -> str:
+    """Return the speeds of the one backend that has been measured, or the best of several."""
+    measured = [name for name in names if name in arms]
+    if not measured:
+        return ABSENT
+    best = {size: max(arms[name][size] for name in measured) for size in SIZES}
+    return f"{_pair(best)} ({f'`{measured[0]}`' if len(measured) == 1 else f'best of {len(measured)}'})"
 
 
-def _named(names: Sequence[str]) -> str:
-    return f"`{names[0]}`" if len(names) == 1 else f"best of {len(names)} backends"
+def speeds(root: Path) -> str:
+    """Build the table of our engine's and drafter's speeds, with baselines and sources."""
+    engine, rounds, compiled = (_load(root, name) for name in (ENGINE_SPEEDS, ROUNDS, COMPILED[0]))
+    torchs, ours = zip(*strategy_times.compiled_times(compiled).values(), strict=True)
+    by_drafts, timed = engine_speeds(engine), strategy_times.rounds_of(rounds)
+    eager, graph = (timed[strategy, 1]["host_us"][1] / 1e3 for strategy in ("eager", "full_loop"))
+    plain, drafted = min(by_drafts), max(by_drafts)
+    sizes = " / ".join(map(str, SIZES))
+    rows = [
+        [
+            f"Tokens/s in our engine, {sizes} requests",
+            f"{_pair(by_drafts[plain])} (no draft)",
+            f"{_pair(by_drafts[drafted])} ({drafted} draft tokens)",
+            _source(engine, "attn-backends bench throughput"),
+        ],
+        [
+            f"GPU time to draft tokens 2 to {DRAFT_TOKENS}, {sizes} requests",
+            f"{_ms(torchs)} ms (`torch.compile`, max-autotune)",
+            f"{_ms(ours)} ms",
+            _source(compiled, "attn-backends bench llama3-8b-eagle-compiled"),
+        ],
+        [
+            f"Host time to draft {DRAFT_TOKENS} tokens, 1 request",
+            f"{eager:.1f} ms (eager)",
+            f"{graph:.2f} ms (one graph replay)",
+            _source(rounds, "attn-backends bench llama3-8b-eagle"),
+        ],
+    ]
+    return markdown_table(["measured", "baseline", "this library", "device, date, command"], rows)
+
+
+def work(vllm: Mapping[str, Any], engine: Mapping[str, Any]) -> str:
+    """Describe what the README's speeds were measured on."""
+    kept = [f"{kept:g} of {steps}" for steps, kept in (_round(vllm, *of) for _, of, *_ in IN_VLLM)]
+    accepted = [row["accepted"] for row in engine["rows"] if row["case"] == SPECULATION and "accepted" in row]
+    plain, size = vllm_arms(vllm, *EAGLE)[NO_DRAFT], SIZES[-1]
+    return (
+        "The README's table of vLLM has an 8B Llama with EAGLE, an 8B Qwen3 with DFlash and DFlash2, and, for MTP, "
+        "four layers of DeepSeek-V3 as one of eight GPUs holds them (16 of 128 heads), not compiled. All weights are "
+        "random, so a target would reject almost every draft token. We therefore made the verifier accept a fixed "
+        f"mean number of draft tokens per round: {', '.join(kept)} in vLLM, {min(accepted):.1f} to {max(accepted):.1f} "
+        f"of {max(engine_speeds(engine))} in our engine. Without a draft, vLLM generates {_pair(plain)} tokens/s with "
+        f"the Llama and {' / '.join(map(str, SIZES))} concurrent requests. MTP with one request is host-bound; read "
+        f"the number for {size} requests ([why](vllm.md#how-much-faster))."
+    )
 
 
 def vllm_arms(report: Mapping[str, Any], kind: str, size: str, compiled: bool) -> dict[str, dict[int, float]]:
@@ -242,29 +270,17 @@ def engine_speeds(report: Mapping[str, Any]) -> dict[int, dict[int, float]]:
 
 def in_place_claims(root: Path) -> list[Report]:
     """Load the reports on vLLM metadata builders that claim in-place updates."""
-    reports = [Report.load(path) for path in sorted((root / "reports/cpu").glob("check-vllm-*.json"))]
     # Copies do not have the names of vLLM's classes.
-    own = [report for report in reports if report.backend.endswith("MetadataBuilder")]
+    own = [report for report in _engine_reports(root, "vllm") if report.backend.endswith("MetadataBuilder")]
     return [report for report in own if report.claims["graph:advance"].claimed]
 
 
-def planned_steps(root: Path) -> str:
-    """Describe in a sentence or two what the kit found in SGLang's draft backends."""
-    reports = [Report.load(path) for path in sorted((root / "reports/cpu").glob("check-sglang-*.json"))]
-    missing = [
-        report
-        for report in reports
-        for result in report.results
-        if (result.check, result.case) == OWN_TOKENS and result.outcome in (*FAILURES, Outcome.XFAIL)
-    ]
-    date = max(report.env.date for report in reports)[:10]
-    return (
-        f"SGLang {reports[0].version} plans the metadata of all draft steps before it replays their graph. In "
-        f"{len(missing)} of the {len(reports)} draft backends that we checked, this metadata omits tokens drafted "
-        "earlier in the round, so the draft does not attend to them "
-        f"([details](docs/engines/sglang.md#sglangs-own-draft-backends); CPU, {date}, `attn-backends check --engine "
-        "sglang`)."
-    )
+def _engine_reports(root: Path, engine: str) -> list[Report]:
+    return [Report.load(path) for path in sorted((root / "reports/cpu").glob(f"check-{engine}-*.json"))]
+
+
+def _newest(reports: Sequence[Report]) -> str:
+    return max(report.env.date for report in reports)[:10]
 
 
 def plot(report: Mapping[str, Any]) -> str:

@@ -22,7 +22,7 @@ from spec_decode.testing.interpreter import compute_in_silence
 if TYPE_CHECKING:
     from spec_decode.llm import LLM, SamplingParams, TextChunk
     from spec_decode.llm.prompts import Prompt
-    from spec_decode.trees import DraftTree, DynamicTreeConfig
+    from spec_decode.trees import Tree
 
 _DTYPE = click.Choice(("auto", "float32", "bfloat16", "float16"))
 _TARGET = "Folder or name of the model; default: this library's own pair, pydoc."
@@ -348,7 +348,7 @@ def _read_prompts(path: Path) -> list[str]:
     return [line for line in lines if line.strip()]
 
 
-def _parse_tree(text: str) -> DraftTree | DynamicTreeConfig:
+def _parse_tree(text: str) -> Tree:
     """Parse --tree. Raises UserError for a file without paths, BatchError for an invalid tree."""
     from spec_decode.trees import DraftTree, DynamicTreeConfig
 

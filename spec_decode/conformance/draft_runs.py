@@ -13,7 +13,7 @@ from spec_decode.drafter import Strategy, StrategyError, VerifiedTokens
 from spec_decode.sampling.draft_sampler import NO_TOKEN
 from spec_decode.testing.draft_fixture import DraftFixture
 from spec_decode.testing.outcome import expect
-from spec_decode.trees import DraftTree, DynamicTreeConfig
+from spec_decode.trees import Tree
 
 without_interpreter = torch_implementations()
 """Whole rounds under the interpreter would take an hour; other checks cover each kernel."""
@@ -57,7 +57,7 @@ def draft(
     temperature: float,
     draft_lens: Sequence[int] | None = None,
     min_confidence: float = 0.0,
-    tree: DraftTree | DynamicTreeConfig | None = None,
+    tree: Tree | None = None,
 ) -> DraftRun:
     """Run two rounds; for the second, the first request leaves and the others change rows. draft_lens: per request."""
     drafter = fixture.kept_drafter(

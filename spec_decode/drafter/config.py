@@ -7,10 +7,9 @@ from dataclasses import dataclass
 
 from builders.errors import require, require_counts, require_type, require_types
 from spec_decode.drafter.strategies import Strategy
-from spec_decode.model_api import BlockDraft, ContextBlockDraft, DraftModel, InTurnBlockDraft, SelectingBlockDraft
+from spec_decode.model_api import DraftModel
 from spec_decode.paged.metadata_plan import GraphMode
-from spec_decode.trees import DraftTree, DynamicTreeConfig
-from spec_decode.trees.draft_tree import require_frontiers
+from spec_decode.trees import Tree
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,7 +31,7 @@ class DrafterConfig:
     """A request stops drafting after a token with a lower draft probability than this, at the request's temperature."""
     graph_memory_limit: int | None = None
     """Memory budget of the graphs in bytes; capture sizes that exceed it are skipped."""
-    tree: DraftTree | DynamicTreeConfig | None = None
+    tree: Tree | None = None
     """Draft a tree per request, at most K tokens deep, instead of a chain of K tokens."""
     step_0_in_graph: bool = True
     """False runs step 0 eagerly and the later steps as planned, for comparison; the tokens are the same."""
@@ -82,33 +81,4 @@ def check_draft(model: DraftModel, config: DrafterConfig) -> None:
     type."""
     require_type("model", model, DraftModel)
     require_type("config", config, DrafterConfig)
-    model.check_num_tokens(config.num_speculative_tokens)
-    if config.tree is not None:
-        _check_tree(model, config.tree, config.num_speculative_tokens)
-
-
-def _check_tree(model: DraftModel, tree: DraftTree | DynamicTreeConfig, num_speculative_tokens: int) -> None:
-    blocks = isinstance(model, BlockDraft | ContextBlockDraft)
-    require(
-        blocks or not model.drafts_at_once,
-        "a tree needs a draft that runs step by step or proposes a block; this one has a module for each token, so a "
-        "token's children would never be drafted. Pass no tree, or use another draft.",
-    )
-    most = _choices(model)
-    require(
-        tree.max_children <= most,
-        f"a tree can have at most {most} choices after a token, all that the draft has, got {tree.max_children}. Pass "
-        "fewer choices.",
-    )
-    in_turn = not blocks or isinstance(model, InTurnBlockDraft | SelectingBlockDraft)
-    if in_turn and isinstance(tree, DynamicTreeConfig):
-        tree.require_steps(num_speculative_tokens)
-    if not blocks:
-        require_frontiers(tree.width, num_speculative_tokens)
-
-
-def _choices(model: DraftModel) -> int:
-    """Return how many tokens can follow a token: the candidates, or the draft's vocabulary."""
-    if isinstance(model, SelectingBlockDraft):
-        return model.num_candidates
-    return model.vocab_size if model.token_map is None else len(model.token_map)
+    model.round_shape(config.num_speculative_tokens, config.tree)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from spec_decode.sampling.draft_sampler import DraftSettings
-from spec_decode.trees import BlockTree, DraftTree, DynamicTree, DynamicTreeConfig, StaticTree
+from spec_decode.trees import BlockTree, DynamicTree, DynamicTreeConfig, StaticTree, Tree
 
 
 class TreeSampler(DraftSettings):
@@ -23,7 +23,7 @@ class TreeSampler(DraftSettings):
 
     def __init__(
         self,
-        shape: DraftTree | DynamicTreeConfig,
+        shape: Tree,
         step: torch.Tensor,
         seq_lens: torch.Tensor,
         *,
@@ -83,7 +83,7 @@ class BlockTreeSampler(DraftSettings):
 
     def __init__(
         self,
-        shape: DraftTree | DynamicTreeConfig,
+        shape: Tree,
         seq_lens: torch.Tensor,
         *,
         num_speculative_tokens: int,

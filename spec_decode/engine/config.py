@@ -13,7 +13,7 @@ from spec_decode.engine.request import Request
 from spec_decode.model_api import DraftModel, TargetModel
 from spec_decode.paged import GraphMode
 from spec_decode.sampling import SamplingParams
-from spec_decode.trees import DraftTree, DynamicTreeConfig
+from spec_decode.trees import Tree
 
 TREE_VERIFICATION = "sampling"
 """How trees are verified: by TreeSampling."""
@@ -80,18 +80,17 @@ class EngineConfig:
         return 0 if self.drafter is None else self.drafter.num_speculative_tokens
 
     @property
-    def tree(self) -> DraftTree | DynamicTreeConfig | None:
+    def tree(self) -> Tree | None:
         """The drafter's tree; None for chains."""
         return None if self.drafter is None else self.drafter.tree
 
 
 def draft_slots(config: EngineConfig, draft: DraftModel | None) -> int:
-    """Return the most KV slots that a step writes past a text's end: K for draft tokens in sequence, 2K for a draft
-    that proposes all at once, and with a tree enough for its tokens and all frontiers that the draft runs over."""
+    """Return the most KV slots that a round writes past a text's end: the target's, for every token that it verifies,
+    or the draft's. Raises BatchError for a K or a tree that the draft cannot propose."""
     steps, tree = config.num_speculative_tokens, config.tree
-    if draft is not None and draft.drafts_at_once:
-        return max(2 * steps, 0 if tree is None else tree.num_tokens)
-    return steps if tree is None else max(steps, tree.num_tokens, tree.width * (steps - 1))
+    verified = steps if tree is None else max(steps, tree.num_tokens)
+    return verified if draft is None else max(verified, draft.round_shape(steps, tree).slots)
 
 
 def make_pool(config: EngineConfig, draft: DraftModel | None) -> PagePool:

@@ -33,7 +33,7 @@ from spec_decode.models.draft_weights import check_draft_weights, quantise_draft
 from spec_decode.paged import GraphMode
 from spec_decode.paged.kv_groups import CachesTooLarge
 from spec_decode.sampling import SamplingParams
-from spec_decode.trees import DraftTree, DynamicTreeConfig
+from spec_decode.trees import Tree
 
 Params = SamplingParams | Sequence[SamplingParams] | None
 _DRAFT_TOKENS, _MAX_MODEL_LEN = 4, 4096
@@ -54,7 +54,7 @@ class Settings(TypedDict, total=False):
 
     draft_weights: str | None
     strategy: str | Strategy | None
-    tree: DraftTree | DynamicTreeConfig | None
+    tree: Tree | None
     verification: str | None
     batch_invariant: bool
     max_model_len: int | None

@@ -2,35 +2,34 @@
 
 from spec_decode.model_api.attention import Attention, AttentionInputs, ContextAttention
 from spec_decode.model_api.base import (
-    BlockDraft,
-    ContextBlockDraft,
     DraftInputs,
     DraftModel,
-    InTurnBlockDraft,
     KeepRows,
     LayerGroup,
-    ModuleDraft,
-    SelectingBlockDraft,
+    RoundShape,
     TargetModel,
     TargetStates,
 )
 from spec_decode.model_api.batch_invariance import batch_invariance, is_batch_invariant
+from spec_decode.model_api.draft_kinds import BlockDraft, ContextBlockDraft, ModuleDraft
+from spec_decode.model_api.place_logits import CandidateTable, TokenBias
 
 __all__ = [
     "Attention",
     "AttentionInputs",
     "BlockDraft",
+    "CandidateTable",
     "ContextAttention",
     "ContextBlockDraft",
     "DraftInputs",
     "DraftModel",
-    "InTurnBlockDraft",
     "KeepRows",
     "LayerGroup",
     "ModuleDraft",
-    "SelectingBlockDraft",
+    "RoundShape",
     "TargetModel",
     "TargetStates",
+    "TokenBias",
     "batch_invariance",
     "is_batch_invariant",
 ]

@@ -8,14 +8,17 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import nn
 
 from builders import AttentionSpec
 from builders.errors import require
-from spec_decode.model_api.attention import Attention, ContextAttention
+from spec_decode.model_api.attention import Attention
+
+if TYPE_CHECKING:
+    from spec_decode.trees import Tree
 
 KeepRows: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 """Select rows: [T, ...] -> [R, ...]."""
@@ -114,9 +117,31 @@ class TargetModel(_Model):
         """Return logits [T, V] for hidden [T, H]."""
 
 
+class RoundShape(NamedTuple):
+    """What a round takes of a request's places in its tables.
+
+    step_0_len  tokens per row of step 0
+    places      places that a request must have for any round
+    slots       the most KV slots that the draft writes past the end of a text
+    """
+
+    step_0_len: int
+    places: int
+    slots: int
+
+
+def require_choices(tree: Tree, num_choices: int) -> None:
+    """Raise BatchError for a tree with more choices after a token than a draft has."""
+    require(
+        tree.max_children <= num_choices,
+        f"a tree can have at most {num_choices} choices after a token, all that the draft has, got "
+        f"{tree.max_children}. Pass fewer choices.",
+    )
+
+
 class DraftModel(_Model):
-    """One drafting step over flat tokens; later steps start from the draft's own states. The subclasses below instead
-    propose all tokens of a round in step 0.
+    """One drafting step over flat tokens; later steps start from the draft's own states. The kinds in
+    draft_kinds instead propose all tokens of a round in step 0.
 
     vocab_size is the target's; hidden_size H: dims of the states passed from step to step; target_states_size F: dims
     of the target's states that step 0 reads.
@@ -137,8 +162,25 @@ class DraftModel(_Model):
         """The tokens a round that the draft was made to propose; None: it drafts as many as you ask for."""
         return None
 
-    def check_num_tokens(self, num_speculative_tokens: int) -> None:
-        """Raise BatchError if the draft cannot propose this many tokens a round."""
+    @property
+    def num_choices(self) -> int:
+        """How many tokens can follow a token: all that `logits` scores."""
+        return self.vocab_size if self.token_map is None else len(self.token_map)
+
+    def round_shape(self, num_speculative_tokens: int, tree: Tree | None = None) -> RoundShape:
+        """Return what a round of K tokens in sequence, or of a tree at most K deep, takes of a request's places.
+
+        Raises BatchError for a K or a tree that the draft cannot propose.
+        """
+        steps = num_speculative_tokens
+        if tree is None:
+            return RoundShape(step_0_len=1 + steps, places=1 + steps, slots=steps)
+        require_choices(tree, self.num_choices)
+        tree.require_steps(steps)
+        tree.require_frontiers(steps)
+        frontiers = tree.width * (steps - 1)
+        # Places for step 0, or for the last verified token and all frontiers after it.
+        return RoundShape(step_0_len=1 + steps, places=max(1 + steps, 2 + frontiers), slots=max(steps, frontiers))
 
     def combine(self, target_hidden_states: torch.Tensor) -> torch.Tensor:
         """Map the target's states [T, F] to the states [T, H] that step 0 starts from; by default the identity."""
@@ -151,113 +193,3 @@ class DraftModel(_Model):
     @abstractmethod
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return logits [T, draft vocabulary] for hidden [T, H], the output of `forward`."""
-
-
-class BlockDraft(DraftModel):
-    """Proposes K tokens in one forward over the verified tokens and masks; each position predicts the next token."""
-
-    drafts_at_once: ClassVar[bool] = True
-
-    mask_token_id: int
-    """The placeholder for a token to be drafted."""
-
-    mask_hidden: torch.Tensor | None = None
-    """[F] in the dtype of states: the input of a mask instead of the target's states; None: zeros."""
-
-
-class ContextBlockDraft(DraftModel):
-    """Proposes all K tokens in one forward over a block: the next token followed by masks.
-
-    The context that a block attends to is made from the target's states only, by `write_context`.
-    """
-
-    drafts_at_once: ClassVar[bool] = True
-
-    mask_token_id: int
-    """The placeholder for a token to be drafted."""
-
-    first_place: int = 1
-    """The position in the block that predicts the first token. 1: each of K masks predicts the token at its own
-    position. 0: the next token and K - 1 masks each predict the token after their position."""
-
-    block_size: int | None = None
-    """The positions of a block that the draft was trained on, including the next token; None: the checkpoint does not
-    say."""
-
-    @property
-    def trained_num_tokens(self) -> int | None:
-        """The tokens that a block of block_size predicts, or None. A longer block can be drafted, and a target verifies
-        its tokens as any others, but the draft has never seen one."""
-        return None if self.block_size is None else self.block_size - self.first_place
-
-    @abstractmethod
-    def forward(self, inputs: DraftInputs) -> torch.Tensor:
-        """Return states [T, H] of R blocks."""
-
-    @abstractmethod
-    def write_context(self, states: torch.Tensor, positions: torch.Tensor, attention: ContextAttention) -> None:
-        """Store the keys and values of T verified tokens in every layer.
-
-        states     [T, H], the output of `combine`
-        positions  int64 [T]
-        """
-
-
-class InTurnBlockDraft(ContextBlockDraft):
-    """Computes a block's states in one forward, then samples its tokens in order: each token biases the next logits."""
-
-    @property
-    def confidence(self) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None:
-        """A function of the states [T, H] that tokens were drafted from and the tokens before them, int64 [T]: the
-        probability that the target accepts each token, fp32 [T]. None: use the token's own probability."""
-        return None
-
-    @abstractmethod
-    def bias_after(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """Return the bias of the logits after each of token_ids, int64 [T]: [T, draft vocabulary]."""
-
-
-class SelectingBlockDraft(ContextBlockDraft):
-    """Computes a block's states in one forward, then samples each token in order from the top candidates of its
-    position. sum(predecessors[previous token] * gates(state) * successors[candidate]) biases a candidate's logit.
-
-    The logits cover the target's whole vocabulary.
-    """
-
-    num_candidates: int
-    """How many of the most likely tokens can be sampled at each position."""
-
-    @property
-    @abstractmethod
-    def codebooks(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The tables of predecessors and successors, [V, N] each."""
-
-    @abstractmethod
-    def gates(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return [T, N] for hidden [T, H], the output of `forward`."""
-
-
-class ModuleDraft(DraftModel):
-    """A chain of modules, one for each token of the round. `forward` and `logits` are those of the first."""
-
-    drafts_at_once: ClassVar[bool] = True
-
-    @property
-    @abstractmethod
-    def prediction_modules(self) -> tuple[DraftModel, ...]:
-        """The modules, in the order of their tokens. The first reads the target's states. Each later one reads the
-        states of the module before it, at the same positions, and the token ids of one position later."""
-
-    @property
-    def trained_num_tokens(self) -> int:
-        """The number of modules."""
-        return len(self.prediction_modules)
-
-    def check_num_tokens(self, num_speculative_tokens: int) -> None:
-        """Raise BatchError if there are fewer modules than tokens a round."""
-        count = self.trained_num_tokens
-        require(
-            num_speculative_tokens <= count,
-            f"num_speculative_tokens must be at most {count}, the number of the draft's prediction modules, got "
-            f"{num_speculative_tokens}. Lower it.",
-        )

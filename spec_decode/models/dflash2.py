@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from attn_backends.kernels.rope import Rope
-from spec_decode.model_api import Attention, DraftInputs, SelectingBlockDraft, TargetModel
+from spec_decode.model_api import Attention, CandidateTable, DraftInputs, TargetModel
 from spec_decode.models.checkpoints.files import CheckpointError
 from spec_decode.models.checkpoints.store import ScopedWeights, TensorStore
 from spec_decode.models.config import ModelConfig
@@ -89,7 +89,7 @@ class CandidateSelector(nn.Module):
         self.hidden_projection = Linear(hidden_size, rank)
 
 
-class DFlash2(DFlash, SelectingBlockDraft):
+class DFlash2(DFlash):
     """DFlash's block, in which every sublayer mixes each position with those just before it. Tokens are sampled in
     order from the top candidates of each position."""
 
@@ -134,13 +134,15 @@ class DFlash2(DFlash, SelectingBlockDraft):
         return states
 
     @property
-    def codebooks(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """[V, N] each."""
-        return self.candidate_selector.predecessor_codebook, self.candidate_selector.successor_codebook
-
-    def gates(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return [T, N] for hidden [T, H]."""
-        return self.candidate_selector.hidden_projection.product(hidden)
+    def place_logits(self) -> CandidateTable:
+        """The selector's tables, and its gates from the states."""
+        selector = self.candidate_selector
+        return CandidateTable(
+            num_candidates=self.num_candidates,
+            predecessors=selector.predecessor_codebook,
+            successors=selector.successor_codebook,
+            gates=selector.hidden_projection.product,
+        )
 
 
 def serves(store: TensorStore) -> bool:

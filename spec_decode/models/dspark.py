@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from spec_decode.model_api import InTurnBlockDraft, TargetModel
+from spec_decode.model_api import TargetModel, TokenBias
 from spec_decode.models.checkpoints.files import CheckpointError
 from spec_decode.models.checkpoints.store import ScopedWeights, TensorStore
 from spec_decode.models.decoder_config import DecoderConfig
@@ -35,7 +33,7 @@ class ConfidenceHead(nn.Module):
         self.proj = nn.Linear(inputs, 1)
 
 
-class DSpark(DFlash, InTurnBlockDraft):
+class DSpark(DFlash):
     """Runs the next token and K - 1 masks through all layers at once, each predicting the token after its position; the
     previously drafted token biases the logits."""
 
@@ -55,14 +53,13 @@ class DSpark(DFlash, InTurnBlockDraft):
         inputs = model.hidden_size + rank * self._with_markov
         self.confidence_head = ConfidenceHead(inputs) if fields.get("enable_confidence_head", bool, False) else None
 
-    def bias_after(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """Return [T, draft vocabulary] for token_ids int64 [T]."""
-        return self.markov_head.markov_w2.product(self.markov_head.markov_w1(token_ids))
-
     @property
-    def confidence(self) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None:
-        """The confidence head: maps hidden [T, H], the output of `forward`, and previous int64 [T] to fp32 [T]."""
-        return None if self.confidence_head is None else self._confidence
+    def place_logits(self) -> TokenBias:
+        """The Markov head's bias, with the confidence head if the checkpoint has one."""
+        return TokenBias(self._bias_after, None if self.confidence_head is None else self._confidence)
+
+    def _bias_after(self, token_ids: torch.Tensor) -> torch.Tensor:
+        return self.markov_head.markov_w2.product(self.markov_head.markov_w1(token_ids))
 
     def _confidence(self, hidden: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:
         assert self.confidence_head is not None

@@ -6,8 +6,9 @@ import torch
 
 from builders.errors import require_tensor
 from builders.kernels.rows import whole_rows
-from spec_decode.sampling.kernels.sample_block import sample_block
-from spec_decode.sampling.kernels.sample_draft import NO_TOKEN, sample_draft
+from spec_decode.sampling.kernels.sample_block import SampleBlock, sample_block
+from spec_decode.sampling.kernels.sample_draft import NO_TOKEN, SampleDraft, sample_draft
+from spec_decode.sampling.kernels.select_candidates import SelectCandidates, select_candidates
 
 
 class DraftSettings:
@@ -68,6 +69,7 @@ class DraftSampler(DraftSettings):
         vocab_size: int,
         token_map: torch.Tensor | None = None,
         min_confidence: float = 0.0,
+        num_candidates: int | None = None,
     ) -> None:
         """Allocate the buffers; seq_lens, positions and step are the batch's tensors, read at every step.
 
@@ -79,6 +81,8 @@ class DraftSampler(DraftSettings):
                       and fed back are target ids. Columns of draft_logits that the map does not name stay -inf. Noise
                       is indexed by target id: the draw equals one over the whole vocabulary with -inf for tokens that
                       the draft lacks, except that among equal logits the first in the draft's order wins
+        - num_candidates  W, tokens that `select_block` draws from at each place; None: it is not called. draft_logits
+                      are then -inf for all other tokens
 
         Raises BatchError for a token_map of the wrong shape, dtype or device.
         """
@@ -90,25 +94,12 @@ class DraftSampler(DraftSettings):
         self.min_confidence = torch.full((1,), min_confidence, dtype=torch.float32, device=device)
         self.draft_tokens = torch.zeros(rows, columns, dtype=torch.int64, device=device)
         self.draft_logits = torch.zeros(rows, columns, vocab_size, dtype=torch.float32, device=device)
-        if token_map is not None:
+        if token_map is not None or num_candidates is not None:
             self.draft_logits.fill_(float("-inf"))
         self.next_ids = torch.zeros(rows, dtype=torch.int64, device=device)
-        # The op's arguments between logits and hidden states, collected once, since the op runs at every step.
-        self._buffers = (
-            self.temperature,
-            self.seeds,
-            positions,
-            seq_lens,
-            step,
-            self.draft_tokens,
-            self.draft_logits,
-            self.next_ids,
-            self.draft_lens,
-            self.num_tokens,
-            self.min_confidence,
-            self.continue_flag,
-            token_map,
-        )
+        self._seq_lens, self._positions, self._step, self._token_map = seq_lens, positions, step, token_map
+        # The tokens whose logits the last round wrote, for the next one to reset.
+        self._scored = torch.zeros(rows, columns, num_candidates or 0, dtype=torch.int64, device=device)
 
     def __call__(
         self, logits: torch.Tensor, hidden: torch.Tensor | None = None, next_hidden: torch.Tensor | None = None
@@ -129,7 +120,25 @@ class DraftSampler(DraftSettings):
             for name, tensor in {"hidden": hidden, "next_hidden": next_hidden}.items():
                 require_tensor(name, tensor, shape=(rows, hidden.shape[1]), dtype=hidden.dtype, device=device)
             hidden = whole_rows(hidden)
-        sample_draft(whole_rows(logits), *self._buffers, hidden, next_hidden)
+        arguments = SampleDraft(
+            logits=whole_rows(logits),
+            temperature=self.temperature,
+            seeds=self.seeds,
+            positions=self._positions,
+            seq_lens=self._seq_lens,
+            step=self._step,
+            draft_tokens=self.draft_tokens,
+            draft_logits=self.draft_logits,
+            next_ids=self.next_ids,
+            draft_lens=self.draft_lens,
+            num_tokens=self.num_tokens,
+            min_confidence=self.min_confidence,
+            continue_flag=self.continue_flag,
+            token_map=self._token_map,
+            hidden=hidden,
+            next_hidden=next_hidden,
+        )
+        sample_draft(*arguments)
 
     def sample_block(self, logits: torch.Tensor, positions: torch.Tensor) -> None:
         """Sample all K tokens of the first rows at once, in place, without reading `step`; device work only.
@@ -143,13 +152,71 @@ class DraftSampler(DraftSettings):
         lines, device = len(logits), self.next_ids.device
         require_tensor("logits", logits, shape=(lines, self._draft_vocab), dtype=logits.dtype, device=device)
         require_tensor("positions", positions, shape=(lines,), dtype=torch.int64, device=device)
-        logits, positions = whole_rows(logits), positions.contiguous()
-        temperature, seeds, _, seq_lens, _, tokens, draft_logits, _, lens, num_tokens, confidence, _, ids = (
-            self._buffers
+        arguments = SampleBlock(
+            logits=whole_rows(logits),
+            temperature=self.temperature,
+            seeds=self.seeds,
+            positions=positions.contiguous(),
+            seq_lens=self._seq_lens,
+            draft_tokens=self.draft_tokens,
+            draft_logits=self.draft_logits,
+            draft_lens=self.draft_lens,
+            num_tokens=self.num_tokens,
+            min_confidence=self.min_confidence,
+            token_map=self._token_map,
         )
-        sample_block(
-            logits, temperature, seeds, positions, seq_lens, tokens, draft_logits, lens, num_tokens, confidence, ids
+        sample_block(*arguments)
+
+    def select_block(
+        self,
+        logits: torch.Tensor,
+        candidates: torch.Tensor,
+        gates: torch.Tensor,
+        codebooks: tuple[torch.Tensor, torch.Tensor],
+        next_tokens: torch.Tensor,
+        positions: torch.Tensor,
+    ) -> None:
+        """Sample the K tokens of the first rows in sequence, in place, without reading `step`; device work only. A
+        token is drawn from the candidates of its place only, and verified against the distribution it was drawn from.
+
+        - logits       [rows * K, V] any float: column k of row r at r * K + k
+        - candidates   int64 [rows * K, W], the tokens that can be drawn in each column
+        - gates        [rows * K, N] any float
+        - codebooks    [V, N] of predecessors and of successors, contiguous: see CandidateTable
+        - next_tokens  int64 [>= rows], the token before column 0
+        - positions    int64 [rows * K], of the draft input that each column predicts from
+
+        Does not change seq_lens, next_ids or continue_flag. Raises BatchError, with nothing run, for tensors of the
+        wrong shape, dtype or device.
+        """
+        width, device, lines = self._scored.shape[2], self.next_ids.device, len(logits)
+        vocab = self.draft_logits.shape[2]
+        require_tensor("logits", logits, shape=(lines, vocab), dtype=logits.dtype, device=device)
+        require_tensor("candidates", candidates, shape=(lines, width), dtype=torch.int64, device=device)
+        require_tensor("gates", gates, shape=(lines, None), dtype=gates.dtype, device=device)
+        for name, codebook in zip(("predecessors", "successors"), codebooks, strict=True):
+            require_tensor(name, codebook, shape=(vocab, gates.shape[1]), dtype=codebook.dtype, device=device)
+        require_tensor("next_tokens", next_tokens, shape=(None,), dtype=torch.int64, device=device)
+        require_tensor("positions", positions, shape=(lines,), dtype=torch.int64, device=device)
+        arguments = SelectCandidates(
+            logits=whole_rows(logits),
+            candidates=candidates.contiguous(),
+            gates=whole_rows(gates),
+            predecessors=codebooks[0],
+            successors=codebooks[1],
+            next_tokens=next_tokens.contiguous(),
+            temperature=self.temperature,
+            seeds=self.seeds,
+            positions=positions.contiguous(),
+            seq_lens=self._seq_lens,
+            draft_tokens=self.draft_tokens,
+            draft_logits=self.draft_logits,
+            scored=self._scored,
+            draft_lens=self.draft_lens,
+            num_tokens=self.num_tokens,
+            min_confidence=self.min_confidence,
         )
+        select_candidates(*arguments)
 
 
 __all__ = ["NO_TOKEN", "DraftSampler"]

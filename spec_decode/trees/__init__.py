@@ -3,7 +3,7 @@
 from builders.spec import MAX_TREE_TOKENS
 from spec_decode.trees.block_tree import BlockTree
 from spec_decode.trees.draft_tree import DraftTree, TreeBatch
-from spec_decode.trees.dynamic_tree import DynamicTree, DynamicTreeConfig
+from spec_decode.trees.dynamic_tree import DynamicTree, DynamicTreeConfig, Tree
 from spec_decode.trees.static_tree import StaticTree
 
 __all__ = [
@@ -13,5 +13,6 @@ __all__ = [
     "DynamicTree",
     "DynamicTreeConfig",
     "StaticTree",
+    "Tree",
     "TreeBatch",
 ]

@@ -6,7 +6,7 @@ import torch
 
 from builders.errors import require, require_tensor
 from spec_decode.trees.draft_tree import DraftTree, PlacedTree
-from spec_decode.trees.dynamic_tree import DynamicTreeConfig, path_temperature
+from spec_decode.trees.dynamic_tree import Tree, path_temperature
 from spec_decode.trees.kernels.best_paths import best_paths
 from spec_decode.trees.kernels.top_children import top_children
 
@@ -29,7 +29,7 @@ class BlockTree:
     def __init__(
         self,
         rows: int,
-        shape: DraftTree | DynamicTreeConfig,
+        shape: Tree,
         *,
         num_speculative_tokens: int,
         device: torch.device,

@@ -118,6 +118,14 @@ class DraftTree:
             "tokens; its last tokens would never be drafted. Shorten it, or draft more steps.",
         )
 
+    def require_steps(self, num_speculative_tokens: int) -> None:
+        """Raise BatchError for a tree that is deeper than the number of draft steps."""
+        self.require_depth(num_speculative_tokens)
+
+    def require_frontiers(self, num_speculative_tokens: int) -> None:
+        """Raise BatchError unless a draft that runs over all frontiers can hold them in its masks."""
+        require_frontiers(self.width, num_speculative_tokens)
+
     def rows(self, num_reqs: int, device: torch.device | str) -> torch.Tensor:
         """Return the parents for every request, int64 [num_reqs, N]."""
         return torch.tensor(self.parents, dtype=torch.int64, device=device).repeat(num_reqs, 1)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 
 from builders.errors import require, require_tensor
 from builders.spec import MAX_TREE_TOKENS
-from spec_decode.trees.draft_tree import TreeBatch, require_tree_size
+from spec_decode.trees.draft_tree import DraftTree, TreeBatch, require_frontiers, require_tree_size
 from spec_decode.trees.kernels.grow_tree import grow_tree
 from spec_decode.trees.kernels.keep_best import keep_best
 from spec_decode.trees.kernels.top_children import top_children
@@ -65,6 +66,14 @@ class DynamicTreeConfig:
             f"num_tokens is {self.num_tokens}, more than the {candidates} candidates of {num_speculative_tokens} steps "
             f"with {width} choices. Keep fewer, or draft more.",
         )
+
+    def require_frontiers(self, num_speculative_tokens: int) -> None:
+        """Raise BatchError unless a draft that runs over all frontiers can hold them in its masks."""
+        require_frontiers(self.width, num_speculative_tokens)
+
+
+Tree: TypeAlias = DraftTree | DynamicTreeConfig
+"""The shape of the trees to draft: fixed, or grown for each request."""
 
 
 class DynamicTree:

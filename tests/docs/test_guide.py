@@ -19,13 +19,14 @@ from spec_decode.matrix import Status
 from spec_decode.testing.outcome import Outcome
 from tests.docs.pages import DOCS, ROOT, blocks, shows, with_output
 
-PAGES = [DOCS / "index.md", *sorted((DOCS / "guide").glob("*.md"))]
+PAGES = [ROOT / "README.md", DOCS / "index.md", *sorted((DOCS / "guide").glob("*.md"))]
 EACH = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 
 
 def commands() -> list[str]:
     texts = [block.text for page in PAGES for block in blocks(page) if block.info == "sh"]
-    return [line for text in texts for line in text.splitlines() if line.startswith("attn-backends")]
+    lines = [line.removeprefix(".venv/bin/") for text in texts for line in text.splitlines()]
+    return [line for line in lines if line.startswith("attn-backends")]
 
 
 def first_cells(page: str) -> set[str]:

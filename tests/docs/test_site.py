@@ -23,6 +23,16 @@ MADE = [ROOT / line.strip("/") for line in (ROOT / ".gitignore").read_text().spl
 """What `make docs` makes, which is no file of a checkout."""
 
 
+FOLDERS = "builders|attn_backends|spec_decode|engines|engine_kits|benchmarks|scripts|tests|examples|reports"
+"""Of a checkout, today or once: their files are named from its root."""
+
+
+def missing_files(text: str) -> list[str]:
+    """Return the files and folders of this project that a page names and that do not exist."""
+    named = re.findall(rf"`((?:{FOLDERS})/[\w./-]*)`", text)
+    return [name for name in named if not (ROOT / name).exists()]
+
+
 def problems(page: Path, text: str) -> list[str]:
     """What in a page's text only a built site would show."""
     prose = re.sub(r"^(`{3,}).*?^\1$|`[^`]*`", "", text, flags=re.DOTALL | re.MULTILINE)
@@ -37,6 +47,15 @@ def problems(page: Path, text: str) -> list[str]:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_a_page_can_be_read_as_a_file(page: Path) -> None:
     assert problems(page, page.read_text(encoding="utf-8")) == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_files_on_a_page_exist(page: Path) -> None:
+    assert missing_files(page.read_text(encoding="utf-8")) == []
+
+
+def test_a_file_that_moved_is_found() -> None:
+    assert missing_files("`builders/` and `builders/gone.py`, not `v1/gone.py`") == ["builders/gone.py"]
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from spec_decode.sampling import CandidateSampler, DraftSampler
+from spec_decode.sampling import DraftSampler
 from spec_decode.trees import BlockTree, DynamicTree, DynamicTreeConfig
 from tests.ops.sample import int32, noise
 
@@ -38,7 +38,7 @@ def block(like):
 
 
 def candidates(like):
-    made, (gates, *codebooks) = sampler(CandidateSampler, num_candidates=4), noise(3, VOCAB, 5)
+    made, (gates, *codebooks) = sampler(DraftSampler, num_candidates=4), noise(3, VOCAB, 5)
     ids = torch.stack([torch.randperm(VOCAB)[:4] for _ in range(ROWS * STEPS)])
     made.select_block(
         like(noise(ROWS * STEPS, VOCAB)), like(ids), like(gates[: ROWS * STEPS]), tuple(codebooks),

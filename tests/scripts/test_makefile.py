@@ -30,6 +30,15 @@ def test_precheck_runs_the_fast_gates_of_the_page() -> None:
     assert [path for path in re.findall(r"`(tests/[^`]+)`", page) if not (ROOT / path).exists()] == []
 
 
+def test_a_target_on_a_page_exists() -> None:
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+    named = {
+        name for page in pages for name in re.findall(r"(?:^|`)make ([\w-]+)", page.read_text(encoding="utf-8"), re.M)
+    }
+    (targets,) = re.findall(r"^\.PHONY: (.*)$", MAKEFILE, re.MULTILINE)
+    assert len(named) > 5 and named <= set(targets.split())
+
+
 def test_the_set_up_says_first_what_it_does_how_much_it_downloads_and_how_long_it_takes(tmp_path: Path) -> None:
     planned = ["make", "-n", "demo", f"VENV={tmp_path}"]
     commands = subprocess.run(planned, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True).stdout

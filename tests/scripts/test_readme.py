@@ -47,27 +47,40 @@ def test_tables_and_plot_are_what_the_reports_say() -> None:
 
 FIGURES = [
     ("h100/vllm.json", '"kept":3.2', '"kept":3.4', "round: 3.4 of 7, 5 of 15, 4.4 of 7"),
-    ("h100/vllm.json", "[3593.3,3697.5,4105.1]", "[3593.3,3997.5,4105.1]", "156 / 3,998"),
-    ("h100/vllm.json", "[663.4,666.7,665.9]", "[663.4,686.7,675.9]", "**676 / 6,739** (our `FLASHINFER_IN"),
-    ("h100/vllm.json", "[1070.4,1036.7,1064.7]", "[1070.4,1036.7,1067.7]", "**1,068 / 15,382** (our best of 3"),
-    ("h100/vllm.json", '"kept":1.8', '"kept":1.9', "1.9 of 3 draft tokens in vLLM"),
+    ("h100/vllm.json", "[356.7,361.4,353.1]", "[366.7,369.4,353.1]", "367 / 6,284 (`FLASH_ATTN`)"),
+    ("h100/vllm.json", "[3593.3,3697.5,4105.1]", "[3593.3,3997.5,4105.1]", "156 / 3,998 (`FLASHINFER`)"),
+    ("h100/vllm.json", "[663.4,666.7,665.9]", "[663.4,686.7,675.9]", "676 / 6,739 (`FLASHINFER_IN_GRAPH`)"),
+    ("h100/vllm.json", "[1070.4,1036.7,1064.7]", "[1070.4,1036.7,1067.7]", "1,068 / 15,382 (best of 3)"),
+    ("h100/vllm.json", '"kept":1.8', '"kept":1.9', "1.9 of 3 in vLLM"),
     ("h200/bench-throughput.json", '"tokens_per_second":12496.0', '"tokens_per_second":13496.0', "586 / 13,496"),
     ("h100/bench-drafter.json", "15674.0", "8674.0", "8.7 ms"),
     ("h100/bench-llama3-8b-eagle-compiled.json", "3229.4", "3354.2", "3.35 / 3.95 ms (`torch.compile`"),
-    ("h100/bench-llama3-8b-eagle-compiled.json", "3702.6", "3786.1", "**3.07 / 3.79 ms**"),
+    ("h100/bench-llama3-8b-eagle-compiled.json", "3702.6", "3786.1", "3.07 / 3.79 ms"),
 ]
-"""Of some figures: the report, what it says, what it is to say, and how the page then shows it."""
+"""Of some figures: the report, what it says, what it is to say, and how the pages then show it."""
+
+
+def speeds(root: Path) -> str:
+    vllm, engine = (read_json(root / "reports" / name) for name in (readme.VLLM, readme.ENGINE_SPEEDS))
+    return readme.vllm_speeds(vllm) + readme.speeds(root) + readme.work(vllm, engine)
 
 
 def test_every_figure_comes_from_its_report(copy: Path) -> None:
-    before = (copy / "README.md").read_text()
+    before = speeds(copy)
     for name, old, new, shown in FIGURES:
         path = copy / "reports" / name
         text = msgspec.json.encode(read_json(path)).decode()
-        assert old in text and shown not in before
+        assert old in text and shown not in before, shown
         path.write_text(text.replace(old, new))
-    figures = readme.figures(copy)
-    assert [shown for *_, shown in FIGURES if shown not in figures] == []
+    after = speeds(copy)
+    assert [shown for *_, shown in FIGURES if shown not in after] == []
+
+
+def test_a_backend_without_figures_has_a_dash() -> None:
+    report = read_json(ROOT / "reports" / readme.VLLM)
+    arms = [arm for arm in report["arms"] if arm["arm"]["draft"] != "FLASH_ATTN"]
+    eagle, *_, mtp = readme.vllm_speeds({**report, "arms": arms}).splitlines()[-4:]
+    assert "| – | 156 / 3,698 (`FLASHINFER`) |" in eagle and "–" not in mtp
 
 
 @pytest.mark.parametrize(
@@ -92,13 +105,13 @@ def test_a_claim_counts_as_refuted_where_a_check_failed_or_is_known_to_fail(copy
     assert "KpoolTailMetadataBuilder" in claims and "FlashInferMetadataBuilder" not in claims
     assert "FlashMLASparseWithAnEmptyUpdate" not in claims, "a copy of ours is no builder of vLLM's"
     (copy / "reports/cpu/check-vllm-KpoolTailMetadataBuilder.json").unlink()
-    assert "We checked 5 of" in readme.figures(copy) and "refuted 0 of" in readme.figures(copy)
+    assert "5 of the metadata builders" in readme.findings(copy) and "refuted 0 of" in readme.findings(copy)
 
 
 def test_a_draft_backend_of_sglang_counts_where_its_steps_miss_their_tokens(copy: Path) -> None:
-    assert "In 5 of the 8 draft backends" in readme.figures(copy)
+    assert "In 5 of 8 draft backends" in readme.findings(copy)
     (copy / "reports/cpu/check-sglang-FlashMLAMultiStepDraftBackend.json").unlink()
-    assert "In 4 of the 7 draft backends" in readme.figures(copy)
+    assert "In 4 of 7 draft backends" in readme.findings(copy)
 
 
 def test_what_is_not_current_is_written_and_named(
@@ -107,10 +120,10 @@ def test_what_is_not_current_is_written_and_named(
     monkeypatch.setattr(readme, "ROOT", copy)
     monkeypatch.setattr("sys.argv", ["readme.py"])
     page = copy / "README.md"
-    page.write_text(page.read_text().replace("**360 / 6,327**", "**999 / 9,999**"))
+    page.write_text(page.read_text().replace("360 / 6,327", "999 / 9,999"))
 
     readme.main()
-    assert "**360 / 6,327**" in page.read_text() and (copy / readme.PLOT).exists()
+    assert "360 / 6,327" in page.read_text() and (copy / readme.PLOT).exists()
     assert capsys.readouterr().out.splitlines() == [f"wrote {readme.PLOT}", "wrote README.md"]
     readme.main()
     assert not capsys.readouterr().out

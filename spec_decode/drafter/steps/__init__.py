@@ -9,41 +9,32 @@ from builders import RequestTables
 from spec_decode.drafter.config import DrafterConfig
 from spec_decode.drafter.plan import DraftPlan
 from spec_decode.drafter.steps.block_step import BlockStep
-from spec_decode.drafter.steps.context_block_step import ContextBlockStep, InTurnBlockStep, SelectingBlockStep
 from spec_decode.drafter.steps.draft_step import DraftStep
-from spec_decode.drafter.steps.in_turn_tree_step import InTurnTreeStep, SelectingTreeStep
-from spec_decode.drafter.steps.module_step import ModuleStep
 from spec_decode.drafter.steps.step import Drafts, Step
 from spec_decode.drafter.steps.tree_step import TreeStep
-from spec_decode.model_api import (
-    BlockDraft,
-    ContextBlockDraft,
-    DraftModel,
-    InTurnBlockDraft,
-    ModuleDraft,
-    SelectingBlockDraft,
-)
+from spec_decode.model_api import BlockDraft, ContextBlockDraft, DraftModel, ModuleDraft
 from spec_decode.paged.kv_groups import KVGroup
 
 __all__ = ["Drafts", "Step", "make_step"]
-
-_STEPS: dict[type, tuple[type[Step[Any, Any]], type[Step[Any, Any]] | None]] = {
-    BlockDraft: (BlockStep, BlockStep),
-    ContextBlockDraft: (ContextBlockStep, ContextBlockStep),
-    InTurnBlockDraft: (InTurnBlockStep, InTurnTreeStep),
-    SelectingBlockDraft: (SelectingBlockStep, SelectingTreeStep),
-    ModuleDraft: (ModuleStep, None),
-    DraftModel: (DraftStep, TreeStep),
-}
-"""For each kind of draft: its step, and its step for trees, if any."""
 
 
 def make_step(
     model: DraftModel, groups: Sequence[KVGroup], tables: RequestTables, config: DrafterConfig, plan: DraftPlan
 ) -> Step[Any, Any]:
-    """Make the step for the model's kind. config: must pass `check_draft`. Raises BatchError for tables without room
-    for a round."""
-    kind = next(kind for kind in type(model).__mro__ if kind in _STEPS)
-    step = _STEPS[kind][config.tree is not None]
-    assert step is not None, "check_draft lets no module draft trees"
-    return step(model, groups, tables, config, plan)
+    """Make the step for the model's kind. Raises BatchError for tables without room for a round."""
+    return _step_of(model, config)(model, groups, tables, config, plan)
+
+
+def _step_of(model: DraftModel, config: DrafterConfig) -> type[Step[Any, Any]]:
+    """Return the step for the model's kind; the rarer ones are loaded with the first drafter of their kind."""
+    if isinstance(model, ContextBlockDraft):
+        from spec_decode.drafter.steps.context_block_step import ContextBlockStep
+
+        return ContextBlockStep
+    if isinstance(model, ModuleDraft):
+        from spec_decode.drafter.steps.module_step import ModuleStep
+
+        return ModuleStep
+    if isinstance(model, BlockDraft):
+        return BlockStep
+    return DraftStep if config.tree is None else TreeStep

@@ -19,11 +19,6 @@ class BlockStep(Step[BlockDraft, DraftSampler | BlockTreeSampler]):
     but the first; no token sees the remaining places.
     """
 
-    @property
-    def step_0_len(self) -> int:
-        """Tokens of a row: 2K."""
-        return 2 * self.num_speculative_tokens
-
     def _allocate(self, tables: RequestTables, plan: DraftPlan) -> DraftSampler | BlockTreeSampler:
         dtype, hidden = self.groups[0].spec.dtype, self.model.mask_hidden
         zeros = torch.zeros(self.model.target_states_size, dtype=dtype, device=tables.device)

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, TypeAlias
 
 import torch
 
 from builders import CaptureConstants, RequestTables
 from spec_decode.drafter.plan import DraftPlan
+from spec_decode.drafter.steps.logits_after import PlaceLogits, logits_after
 from spec_decode.drafter.steps.step import Step
-from spec_decode.model_api import ContextBlockDraft, InTurnBlockDraft, SelectingBlockDraft
+from spec_decode.model_api import CandidateTable, ContextBlockDraft, TokenBias
 from spec_decode.paged.attention import PagedAttention
 from spec_decode.paged.step_buffers import StepBuffers
-from spec_decode.sampling import CandidateSampler, DraftSampler
+from spec_decode.sampling import DraftSampler
 from spec_decode.sampling.draft_sampler import NO_TOKEN, DraftSettings
 from spec_decode.trees.kernels.top_children import top_children
+
+Take: TypeAlias = Callable[..., torch.Tensor]
+"""Takes a place, its logits and choices; returns the tokens taken there, int64 [rows, F]."""
 
 
 class ContextBlockStep(Step[ContextBlockDraft, Any]):
@@ -27,25 +32,26 @@ class ContextBlockStep(Step[ContextBlockDraft, Any]):
     context    StepBuffers of the verified tokens, 1 + K a row; the block overwrites the rejected ones
     """
 
-    @property
-    def step_0_len(self) -> int:
-        """Block tokens per row."""
-        return self.num_speculative_tokens + self.model.first_place
-
-    @property
-    def places(self) -> int:
-        """The 1 + K verified tokens."""
-        return 1 + self.num_speculative_tokens
-
     def _allocate(self, tables: RequestTables, plan: DraftPlan) -> DraftSettings:
         rows, device = tables.max_reqs, tables.device
-        self.context = StepBuffers(self.groups, tables, self._step_0_plan, query_len=self.places)
+        self._rule = self.model.place_logits
+        self.context = StepBuffers(self.groups, tables, self._step_0_plan, query_len=self.shape.places)
         self._block_starts = torch.zeros(rows, dtype=torch.int32, device=device)
-        self._token_ids = torch.full((rows, self.step_0_len), self.model.mask_token_id, device=device)
+        self._token_ids = torch.full((rows, self.shape.step_0_len), self.model.mask_token_id, device=device)
         return self._make_sampler()
 
     def _make_sampler(self) -> DraftSettings:
-        return self._block_sampler()
+        batch, rule = self.step_0.batch, self._rule
+        if rule is None:
+            return self._block_sampler()
+        if self.config.tree is not None:
+            return self._tree_sampler(batch)
+        if isinstance(rule, CandidateTable):
+            return self._draft_sampler(batch, num_candidates=rule.num_candidates)
+        # Separate lengths: a row that stops, stops for the sampler only.
+        self._lens, self._positions = torch.zeros_like(batch.seq_lens), torch.zeros_like(batch.positions)
+        own = 0.0 if rule.confidence else self.config.min_confidence
+        return DraftSampler(self._lens, self._positions, batch.step, min_confidence=own, **self._drafted)
 
     def write_prompt(
         self, token_ids: torch.Tensor, states: torch.Tensor, positions: torch.Tensor, attention: PagedAttention
@@ -83,74 +89,60 @@ class ContextBlockStep(Step[ContextBlockDraft, Any]):
 
     def _sample(self, drafted: torch.Tensor, places: torch.Tensor) -> None:
         """Draw K tokens a row from states [rows * K, H]; places int64 [rows, K]: ordinary inputs that predict them."""
-        self.sampler.sample_block(self.logits(drafted), places.flatten())
-
-
-class InTurnBlockStep(ContextBlockStep):
-    """Draws the tokens of a block in sequence, each from logits that the token before it shifts."""
-
-    model: InTurnBlockDraft
-    sampler: DraftSampler
-
-    def _make_sampler(self) -> DraftSampler:
-        batch = self.step_0.batch
-        # Separate lengths: a row that stops, stops for the sampler only.
-        self._lens, self._positions = torch.zeros_like(batch.seq_lens), torch.zeros_like(batch.positions)
-        self._confidence = self.model.confidence if self.config.min_confidence > 0 else None
-        own = 0.0 if self._confidence else self.config.min_confidence
-        return DraftSampler(self._lens, self._positions, batch.step, min_confidence=own, **self._drafted)
-
-    def _sample(self, drafted: torch.Tensor, places: torch.Tensor) -> None:
-        logits = self.logits(drafted).unflatten(0, places.shape)
+        logits, rule, sampler = self.logits(drafted), self._rule, self.sampler
+        if rule is None:
+            sampler.sample_block(logits, places.flatten())
+            return
         with self.products():
-            self._sample_in_turn(logits, places)
-            if self._confidence is not None:
-                self._stop_where_unsure(self._confidence, drafted, len(places))
+            if self.config.tree is None and isinstance(rule, CandidateTable):
+                candidates, _ = top_children(logits, rule.num_candidates, None)
+                sampler.select_block(
+                    logits,
+                    candidates,
+                    rule.gates(drafted),
+                    (rule.predecessors, rule.successors),
+                    self.inputs.next_tokens,
+                    places.flatten(),
+                )
+                return
+            after = logits_after(rule, logits, drafted, len(places))
+            if self.config.tree is None:
+                self._lens[: len(places)].copy_(self.step_0.batch.seq_lens[: len(places)])
+                self._in_order(after, len(places), partial(self._draw, places))
+                self._stop_where_unsure(drafted, len(places))
+            else:
+                self._in_order(after, len(places), partial(self._grow, len(places)))
+                sampler.keep(self.step_0.batch.seq_lens[: len(places)])
 
-    def _sample_in_turn(self, logits: torch.Tensor, places: torch.Tensor) -> None:
-        """Draw each column from logits [rows, K, V of the draft], given the tokens of the column before."""
-        rows, step = len(logits), self.step_0.batch.step
-        self._lens[:rows].copy_(self.step_0.batch.seq_lens[:rows])
-        previous = self.inputs.next_tokens[:rows]
-        for column in range(self.num_speculative_tokens):
-            step.fill_(column)
-            self._positions[:rows].copy_(places[:, column])
-            self.sampler(logits[:, column] + self.model.bias_after(previous))
-            previous = self.sampler.next_ids[:rows]
+    def _in_order(self, after: PlaceLogits, rows: int, take: Take) -> None:
+        """Take a level of tokens at each place, from logits that the tokens of the place before have changed."""
+        previous = self.inputs.next_tokens[:rows, None]
+        for place in range(self.num_speculative_tokens):
+            self.step_0.batch.step.fill_(place)
+            previous = take(place, *after(place, previous))
 
-    def _stop_where_unsure(
-        self, confidence_of: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], drafted: torch.Tensor, rows: int
-    ) -> None:
+    def _draw(self, places: torch.Tensor, place: int, logits: torch.Tensor, _: None) -> torch.Tensor:
+        """Draw a token per row from logits [rows, 1, V]; return them, int64 [rows, 1]."""
+        rows = len(logits)
+        self._positions[:rows].copy_(places[:, place])
+        self.sampler(logits[:, 0])
+        next_ids: torch.Tensor = self.sampler.next_ids[:rows, None]
+        return next_ids
+
+    def _grow(self, rows: int, place: int, logits: torch.Tensor, choices: torch.Tensor | None) -> torch.Tensor:
+        """Grow a level of each tree; return the next frontier's tokens, int64 [rows, W]."""
+        self.sampler.tree.grow(logits, choices, self.sampler.temperature[:rows])
+        frontier: torch.Tensor = self.sampler.tree.frontier_tokens[:rows]
+        return frontier
+
+    def _stop_where_unsure(self, drafted: torch.Tensor, rows: int) -> None:
         """Drop every token after one that the model's confidence puts below the limit; drafted [rows * K, H]."""
+        assert isinstance(self._rule, TokenBias)
+        confidence_of = self._rule.confidence
+        if confidence_of is None or self.config.min_confidence == 0:
+            return
         tokens = self.sampler.draft_tokens[:rows]
         previous = torch.cat([self.inputs.next_tokens[:rows, None], tokens[:, :-1].clamp(min=0)], 1)
         confidence = confidence_of(drafted, previous.flatten())
         unsure = (confidence < self.config.min_confidence).view(rows, -1)[:, :-1].cumsum(1) > 0
         tokens[:, 1:].masked_fill_(unsure, NO_TOKEN)
-
-
-class SelectingBlockStep(ContextBlockStep):
-    """Draws the tokens of a block in sequence, each among the likeliest of its place."""
-
-    model: SelectingBlockDraft
-    sampler: CandidateSampler
-
-    def _make_sampler(self) -> CandidateSampler:
-        batch = self.step_0.batch
-        return CandidateSampler(
-            batch.seq_lens,
-            batch.positions,
-            batch.step,
-            num_speculative_tokens=self.num_speculative_tokens,
-            vocab_size=self.model.vocab_size,
-            num_candidates=self.model.num_candidates,
-            min_confidence=self.config.min_confidence,
-        )
-
-    def _sample(self, drafted: torch.Tensor, places: torch.Tensor) -> None:
-        logits = self.logits(drafted)
-        with self.products():
-            gates = self.model.gates(drafted)
-        candidates, _ = top_children(logits, self.model.num_candidates, None)
-        next_tokens = self.inputs.next_tokens
-        self.sampler.select_block(logits, candidates, gates, self.model.codebooks, next_tokens, places.flatten())

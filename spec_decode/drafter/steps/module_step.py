@@ -66,11 +66,6 @@ class ModuleStep(Step[ModuleDraft, DraftSampler]):
     drafting     BatchBuffers of the drafted tokens, for the sampler only; no metadata is built over it
     """
 
-    @property
-    def step_0_len(self) -> int:
-        """Tokens per row: the verified ones and K - 1 before them."""
-        return 2 * self.num_speculative_tokens
-
     def _allocate(self, tables: RequestTables, plan: DraftPlan) -> DraftSampler:
         model, device, dtype, reqs = self.model, tables.device, self.groups[0].spec.dtype, tables.max_reqs
         self.drafting = BatchBuffers(tables, max_tokens=reqs)
@@ -78,7 +73,7 @@ class ModuleStep(Step[ModuleDraft, DraftSampler]):
         self._modules = model.prediction_modules[: self.num_speculative_tokens]
         self._hidden = torch.zeros(reqs, model.hidden_size, dtype=dtype, device=device)
         self._starts, self._last = torch.zeros(2, reqs, dtype=torch.int32, device=device)
-        self._places = torch.arange(self.step_0_len, device=device)
+        self._places = torch.arange(self.shape.step_0_len, device=device)
         return self._draft_sampler(self.drafting)
 
     def _place(self, size: int) -> Sequence[tuple[StepBuffers, torch.Tensor]]:

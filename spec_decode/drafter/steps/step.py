@@ -48,6 +48,7 @@ class Drafts:
 class Step(ABC, Generic[M, S]):
     """Step 0 of a round, over buffers that never move: the same kernels eager or captured.
 
+    shape      the places that a round takes
     inputs     VerifiedTokens for all R rows of the tables
     step_0     StepBuffers of the step
     captured   whether a graph holds the step; if not, uncaptured_reason says why
@@ -63,18 +64,19 @@ class Step(ABC, Generic[M, S]):
         self.groups = tuple(groups)
         self.config = config
         self.num_speculative_tokens = config.num_speculative_tokens
+        self.shape = model.round_shape(config.num_speculative_tokens, config.tree)
         require(
-            self.places <= tables.max_seq_len,
-            f"a round of K = {self.num_speculative_tokens} draft tokens needs {self.places} places per request, the "
-            f"tables have {tables.max_seq_len}; no request could draft. Lower K or enlarge the tables.",
+            self.shape.places <= tables.max_seq_len,
+            f"a round of K = {self.num_speculative_tokens} draft tokens needs {self.shape.places} places per request, "
+            f"the tables have {tables.max_seq_len}; no request could draft. Lower K or enlarge the tables.",
         )
         self.products = products_of(model, groups)
         facts = [group.facts for group in plan.groups]
         self.uncaptured_reason = self._uncaptured_reason(plan)
         self.captured = self.uncaptured_reason is None
         mode = GraphMode.FULL if self.captured else GraphMode.NONE
-        self._step_0_plan = plan_uniform_step(facts, self.places, mode)
-        self.step_0 = StepBuffers(groups, tables, self._step_0_plan, query_len=self.step_0_len)
+        self._step_0_plan = plan_uniform_step(facts, self.shape.places, mode)
+        self.step_0 = StepBuffers(groups, tables, self._step_0_plan, query_len=self.shape.step_0_len)
         self.sampler = self._allocate(tables, plan)
         self.inputs = VerifiedTokens.allocate(
             self.sampler, tables.max_reqs, self.num_speculative_tokens, model.target_states_size, groups[0].spec.dtype
@@ -87,16 +89,6 @@ class Step(ABC, Generic[M, S]):
             return "the draft's step 0 runs without a graph: step_0_in_graph is off"
         unable = [group.facts for group in plan.groups if group.facts.graph_support < GraphSupport.UNIFORM_BATCH]
         return f"{unable[0].describe()} cannot capture step 0, with several tokens per request" if unable else None
-
-    @property
-    def step_0_len(self) -> int:
-        """Tokens per row of step 0: the 1 + K verified ones."""
-        return 1 + self.num_speculative_tokens
-
-    @property
-    def places(self) -> int:
-        """The fewest places that a round takes in a request."""
-        return self.step_0_len
 
     @property
     def later(self) -> LaterSteps | None:
@@ -116,10 +108,16 @@ class Step(ABC, Generic[M, S]):
             "token_map": self.model.token_map,
         }
 
-    def _draft_sampler(self, batch: BatchBuffers) -> DraftSampler:
-        """Make a sampler over the tensors of a batch."""
-        confidence = self.config.min_confidence
-        return DraftSampler(batch.seq_lens, batch.positions, batch.step, min_confidence=confidence, **self._drafted)
+    def _draft_sampler(self, batch: BatchBuffers, num_candidates: int | None = None) -> DraftSampler:
+        """Make a sampler over the tensors of a batch: see DraftSampler."""
+        return DraftSampler(
+            batch.seq_lens,
+            batch.positions,
+            batch.step,
+            min_confidence=self.config.min_confidence,
+            num_candidates=num_candidates,
+            **self._drafted,
+        )
 
     def _block_sampler(self) -> DraftSampler | BlockTreeSampler:
         """Make a sampler of blocks over the step's batch: of chains, or of the config's tree."""

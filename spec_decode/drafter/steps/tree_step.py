@@ -12,7 +12,7 @@ from spec_decode.drafter.strategies.base import LaterSteps
 from spec_decode.drafter.tree_sampler import TreeSampler
 from spec_decode.model_api import Attention, DraftInputs, DraftModel
 from spec_decode.paged.step_buffers import StepBuffers
-from spec_decode.trees import DraftTree, DynamicTreeConfig
+from spec_decode.trees import Tree
 from spec_decode.trees.kernels.place_frontier import place_frontier
 
 
@@ -28,17 +28,12 @@ class TreeStep(Step[DraftModel, TreeSampler]):
     """
 
     @property
-    def places(self) -> int:
-        """Places for step 0, or for the last verified token and all frontiers after it."""
-        return max(self.step_0_len, 2 + self._tree.width * (self.num_speculative_tokens - 1))
-
-    @property
     def later(self) -> LaterSteps:
         """The steps over all frontiers."""
         return self
 
     @property
-    def _tree(self) -> DraftTree | DynamicTreeConfig:
+    def _tree(self) -> Tree:
         assert self.config.tree is not None
         return self.config.tree
 

@@ -22,7 +22,7 @@ _RANKS = 128
 
 
 class SelectCandidates(NamedTuple):
-    """The arguments of the op; CandidateSampler documents the buffers, CandidateSampler.select_block the others.
+    """The arguments of the op; DraftSampler documents the buffers, DraftSampler.select_block the others.
 
     Line r * K + k is column k of row r. A candidate's score is its logit plus the sum over n of predecessors[token
     before] * gates[line] * successors[candidate], in fp32. A candidate with a logit of -inf or NaN is ignored, and a

@@ -8,7 +8,7 @@ import torch
 from attn_backends import get
 from builders import BatchError
 from spec_decode.drafter import Strategy, StrategyError
-from spec_decode.model_api import ModuleDraft
+from spec_decode.model_api import DraftInputs, ModuleDraft
 from spec_decode.paged.attention import PagedAttention
 from spec_decode.paged.kv_groups import build_ragged
 from spec_decode.trees import DraftTree, DynamicTreeConfig
@@ -54,7 +54,7 @@ class Chains:
         fixture = self.fixture
         batch, metadata = build_ragged(fixture.groups, fixture.tables, [len(token_ids)], [end])
         attention = PagedAttention(fixture.groups, metadata)
-        return fixture.model.forward(torch.tensor(token_ids), hidden, batch.positions, attention)[-1:]
+        return fixture.model.forward(DraftInputs(torch.tensor(token_ids), hidden, batch.positions, attention))[-1:]
 
     def law(self, path):
         """Log-probabilities [V] of the token after the root and these, at the request's temperature, 1/2 or more."""

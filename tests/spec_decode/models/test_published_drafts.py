@@ -10,7 +10,7 @@ import torch
 from attn_backends import get
 from builders import AttentionKind, RequestTables
 from spec_decode.drafter import Drafter, DrafterConfig, Strategy, VerifiedTokens
-from spec_decode.model_api import InTurnBlockDraft
+from spec_decode.model_api import TokenBias
 from spec_decode.models.load import load_with_tokens
 from spec_decode.paged.kv_groups import make_group
 from tests.factories import CPU, owned_pages
@@ -471,7 +471,7 @@ def test_a_token_drafted_in_turn_is_drawn_with_the_noise_of_its_place(tmp_path):
         fixture = DraftFixture(case, tmp_path, Strategy.FULL_LOOP)
         fixture.verified = fixture.verified._replace(temperature=torch.full((len(CONTEXTS),), 5.0))
         found.append(fixture.drafts().tokens.clone())
-        assert isinstance(fixture.model, InTurnBlockDraft) is (case is in_turn)
+        assert isinstance(fixture.model.place_logits, TokenBias) is (case is in_turn)
     assert torch.equal(*found)
 
 

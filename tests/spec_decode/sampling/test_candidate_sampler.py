@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from builders import BatchError
-from spec_decode.sampling import CandidateSampler
+from spec_decode.sampling import DraftSampler
 from spec_decode.trees.kernels.top_children import top_children
 from tests.spec_decode.sampling.test_sample_block import draw_settings, make_sampler, step_by_step
 
@@ -14,7 +14,7 @@ VOCAB, WIDTH, RANK = 23, 5, 3
 
 
 def make(rows, columns, *, width=WIDTH, confidence=0.0):
-    return CandidateSampler(
+    return DraftSampler(
         torch.full((rows,), 9, dtype=torch.int32),
         torch.zeros(rows, dtype=torch.int64),
         torch.zeros(1, dtype=torch.int64),
@@ -66,7 +66,7 @@ class Rounds:
 def test_a_block_is_drawn_as_one_step_after_the_other_from_its_candidates(rows, columns, seed, confidence):
     one, each = make(rows, columns, confidence=confidence), make_sampler(rows, columns, confidence)
     seq_lens = torch.randint(0, 3, (rows,), generator=torch.Generator().manual_seed(seed), dtype=torch.int32)
-    one._buffers[3].copy_(seq_lens)
+    one._seq_lens.copy_(seq_lens)
     for round_ in range(2):
         given_ = Rounds(rows, columns, seed + round_)
         for sampler in (one, each):
