@@ -39,7 +39,7 @@ from spec_decode.models.layers.mla_attention import MlaAttention, read_mla_shape
 from spec_decode.models.layers.pre_norm_layer import PreNormLayer
 from spec_decode.models.layers.rms_norm import RMSNorm
 from spec_decode.models.layers.rope import Rotary, RotaryEmbedding
-from spec_decode.models.recurrent_draft import Head, NormedHead, OneLayer, ParallelDraft, RecurrentDraft
+from spec_decode.models.recurrent_draft import DraftHead, NormedHead, OneLayer, ParallelDraft, RecurrentDraft
 from spec_decode.models.target_head import TargetHead
 
 LATENT_ARCHITECTURES = ("Eagle3DeepseekV2ForCausalLM",)
@@ -172,7 +172,7 @@ def _read_latent_layer(weights: ScopedWeights, config: ConfigReader, target: Tar
 
 def _make_head(
     store: TensorStore, target: TargetModel, hidden: int, eps: float, scored: int
-) -> tuple[RMSNorm | None, Head]:
+) -> tuple[RMSNorm | None, DraftHead]:
     """Return the norm of states that the next step reads (EAGLE-3.1), None for states before the norm, and the
     projection to `scored` tokens: the target's, if the checkpoint has none. Raises CheckpointError if the draft would
     use the head of a target of another width."""

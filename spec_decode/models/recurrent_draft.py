@@ -32,7 +32,7 @@ class Fuse(Protocol):
         ...
 
 
-class Head(Protocol):
+class DraftHead(Protocol):
     """Maps states to logits."""
 
     def product(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -68,7 +68,7 @@ class RecurrentDraft(DecoderDraft):
     """
 
     fuse: Fuse
-    head: Head
+    head: DraftHead
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class RecurrentDraft(DecoderDraft):
         fuse: Fuse,
         layers: Sequence[nn.Module],
         norm: RMSNorm | None,
-        head: Head,
+        head: DraftHead,
     ) -> None:
         super().__init__(target, config, rotary, embed)
         self.hidden_size = self.target_states_size
