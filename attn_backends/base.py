@@ -96,7 +96,8 @@ def check_forward_inputs(query: Tensor, cache: KVCache, metadata: Any, spec: Att
     if (sinks is not None) != spec.sinks:
         raise BatchError(
             f"sinks must be passed exactly if the spec has them, got spec.sinks={spec.sinks} and "
-            f"{'a tensor' if sinks is not None else 'None'}; the softmax would be wrong. Set both or neither."
+            f"{'a tensor' if sinks is not None else 'None'}; the softmax would be wrong. Pass them "
+            "for such a spec only."
         )
     if sinks is not None:
         require_vector("sinks", sinks, length=spec.num_q_heads, dtype=torch.float32, device=device)

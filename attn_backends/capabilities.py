@@ -72,7 +72,7 @@ class Sizes:
         )
         if self.smallest not in self:
             raise CapabilitiesError(
-                f"sizes must contain at least one, none is {self}; every spec would be rejected. Widen them."
+                f"sizes must contain at least one, none is {self}; every spec would be rejected. Loosen a limit."
             )
 
     @property
@@ -283,8 +283,8 @@ def _require_all(record: object, *rules: tuple[str, str, bool]) -> None:
     wrong = [f"{name} must be {rule}, got {getattr(record, name)!r}" for name, rule, holds in rules if not holds]
     if wrong:
         raise CapabilitiesError(
-            f"{'; '.join(wrong)}: what the backend serves is unknown, so no {type(record).__name__} was created. "
-            "Correct them."
+            f"{'; '.join(wrong)}: what the backend serves is unknown, so no {type(record).__name__} was created. Give "
+            "each field such a value."
         )
 
 

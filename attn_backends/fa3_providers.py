@@ -20,7 +20,8 @@ from attn_backends.base import Sinks
 from attn_backends.capabilities import Feature, Sizes
 from attn_backends.extras import install_hint
 from attn_backends.kv_cache import KVCache
-from builders import AttentionSpec, BatchError, FlashAttn3Metadata
+from builders import AttentionSpec, BatchError
+from builders.flash_attn3 import FlashAttn3Metadata
 
 PROVIDER_VARIABLE = "ATTN_BACKENDS_FA3_PROVIDER"
 
@@ -270,8 +271,8 @@ def find_provider() -> Provider:
     pinned, kinds = os.environ.get(PROVIDER_VARIABLE), {kind.name: kind for kind in PROVIDERS}
     if pinned and pinned not in kinds:
         raise ValueError(
-            f"{PROVIDER_VARIABLE} must be one of {', '.join(kinds)}, got {pinned!r}. Fix it, or unset it to use the "
-            "first installed one"
+            f"{PROVIDER_VARIABLE} must be one of {', '.join(kinds)}, got {pinned!r}. Set one of these, or unset it to "
+            "use the first installed one"
         )
     for kind in (kinds[pinned],) if pinned else PROVIDERS:
         if (provider := load_provider(kind)) is not None:

@@ -12,7 +12,8 @@ from attn_backends.fused_writes import FusedRopeWrite
 from attn_backends.kernels.e4m3 import to_e4m3
 from attn_backends.kv_cache import KVCache
 from attn_backends.merged_trees import merge_tree, merged_tree_reasons
-from builders import AttentionSpec, FlashAttn3Builder, FlashAttn3Metadata
+from builders import AttentionSpec
+from builders.flash_attn3 import FlashAttn3Builder, FlashAttn3Metadata
 
 PROVIDER = find_provider()
 

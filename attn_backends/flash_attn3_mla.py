@@ -14,7 +14,8 @@ from attn_backends.fa3_providers import PROVIDER_VARIABLE
 from attn_backends.flash_attn3 import PROVIDER
 from attn_backends.fused_writes import FusedLatentWrite
 from attn_backends.kv_cache import KVCache
-from builders import AttentionKind, AttentionSpec, FlashAttn3Builder, FlashAttn3Metadata
+from builders import AttentionKind, AttentionSpec
+from builders.flash_attn3 import FlashAttn3Builder, FlashAttn3Metadata
 
 _LATENT, _ROTARY = 512, 64
 

@@ -103,7 +103,7 @@ class FlashInfer(FusedRopeWrite, AttentionBackend):
             cache.key.stride() == cache.value.stride() and not any(s % unit for s in cache.key.stride()[:3]),
             f"FlashInfer's {metadata.launch.kernel.value} kernel reads keys and values with the same strides, each a "
             f"multiple of {unit} elements, got {cache.key.stride()} and {cache.value.stride()}; it would read wrong "
-            "numbers. Use one layout.",
+            "numbers. Take keys and values from one tensor, or call allocate_kv.",
         )
         if metadata.launch.kernel is Kernel.XQA:
             return _xqa(query, cache, metadata, spec)

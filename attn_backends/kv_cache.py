@@ -12,7 +12,7 @@ from attn_backends.kernels.write_fp8_ds_mla import write_fp8_ds_mla
 from attn_backends.kernels.write_kv import check_new_kv, write_kv
 from attn_backends.kernels.write_latent import KvANormRope, write_latent
 from builders import AttentionKind, AttentionSpec, BatchError
-from builders.errors import require, require_tensor
+from builders.errors import require_tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class KVCache:
     @property
     def layout(self) -> CacheLayout:
         """How it stores tokens, as far as the tensors tell: the layout of every spec that it can serve."""
-        if not self.latent:
+        if self.key.data_ptr() != self.value.data_ptr():  # not `self.latent`: this runs at every write
             return PLAIN
         return FP8_DS_MLA if self.key.dtype is torch.uint8 else LATENT
 
@@ -117,11 +117,11 @@ class LatentLayout(CacheLayout):
 
     def write(self, key: Tensor, value: Tensor, cache: KVCache, slot_mapping: Tensor) -> None:
         """Store the keys. Raises BatchError, and writes nothing, for tensors that do not fit."""
-        require(
-            key.dim() == 3 and key.shape[1] == 1,
-            f"a latent cache takes one per token, got keys {list(key.shape)}; the others would be lost. Pass keys "
-            "[num_tokens, 1, head_dim].",
-        )
+        if key.dim() != 3 or key.shape[1] != 1:
+            raise BatchError(
+                f"a latent cache takes one per token, got keys {list(key.shape)}; the others would be lost. Pass keys "
+                "[num_tokens, 1, head_dim]."
+            )
         self.write_latent(key[:, 0], cache, slot_mapping)
 
 
@@ -149,11 +149,11 @@ class Fp8DsMla(LatentLayout):
     def latents(self, cache: KVCache) -> Tensor:
         """Return the bytes of each page. Raises BatchError if they are not adjacent."""
         (_, page_size, *_), (stride, between_tokens, *_) = cache.key.shape, cache.key.stride()
-        require(
-            page_size == 1 or between_tokens == fp8_ds_mla.TOKEN_BYTES,
-            f"the tokens of an fp8_ds_mla page must be {fp8_ds_mla.TOKEN_BYTES} bytes apart, got strides "
-            f"{cache.key.stride()}; a page holds their scales together. Leave gaps between pages only.",
-        )
+        if page_size != 1 and between_tokens != fp8_ds_mla.TOKEN_BYTES:
+            raise BatchError(
+                f"the tokens of an fp8_ds_mla page must be {fp8_ds_mla.TOKEN_BYTES} bytes apart, got strides "
+                f"{cache.key.stride()}; a page holds their scales together. Leave gaps between pages only."
+            )
         return cache.key.as_strided((cache.num_pages, min(stride, fp8_ds_mla.page_bytes(page_size))), (stride, 1))
 
     def _new_latent(self, cache: KVCache) -> tuple[int, torch.dtype]:

@@ -287,7 +287,7 @@ def _checked(name: str, backend: object) -> AttentionBackend:
         )
     if problems := "; ".join(_contract_problems(backend)):
         raise BrokenBackend(
-            f"backend {name!r} must state {problems}; what it serves is unknown, so it was not used. Correct its class."
+            f"backend {name!r} must state {problems}; what it serves is unknown, so it was not used. Edit the class."
         )
     declared = sorted(backend.capabilities.fused_writes)
     if missing := [write.method for write in declared if not callable(_stated(backend, write.method))]:

@@ -13,8 +13,9 @@ from attn_backends.capabilities import Capabilities, Feature, FusedWrite, Sizes
 from attn_backends.fused_writes import FusedLatentWrite
 from attn_backends.kernels.sparse_attention import sparse_attention
 from attn_backends.kv_cache import KVCache
-from builders import AttentionKind, AttentionSpec, SparseWindowBuilder, SparseWindowMetadata
+from builders import AttentionKind, AttentionSpec
 from builders.kernels.triton_runtime import TRITON_VERSION, triton_unsupported_reasons
+from builders.sparse_window import SparseWindowBuilder, SparseWindowMetadata
 
 
 class SparseSwaMla(FusedLatentWrite, AttentionBackend):

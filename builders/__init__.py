@@ -11,12 +11,10 @@ from builders.contract import (
     MetadataBuilder,
 )
 from builders.errors import BatchError
-from builders.flash_attn3 import FlashAttn3Builder, FlashAttn3Metadata
 from builders.kernels.advance import advance_state
 from builders.kernels.set_state import set_decode_state, set_extend_state
 from builders.metadata import BatchMetadata, BatchMetadataBuilder
 from builders.paged import PagedMetadata, PagedViewBuilder
-from builders.sparse_window import SparseWindowBuilder, SparseWindowMetadata
 from builders.spec import AttentionKind, AttentionSpec, SpecError
 from builders.tables import RequestTables
 from builders.torch_reference import ReferenceBuilder, ReferenceMetadata
@@ -36,8 +34,6 @@ __all__ = [
     "BatchMetadata",
     "BatchMetadataBuilder",
     "CaptureConstants",
-    "FlashAttn3Builder",
-    "FlashAttn3Metadata",
     "GraphSupport",
     "HostLengths",
     "MetadataBuilder",
@@ -46,8 +42,6 @@ __all__ = [
     "ReferenceBuilder",
     "ReferenceMetadata",
     "RequestTables",
-    "SparseWindowBuilder",
-    "SparseWindowMetadata",
     "SpecError",
     "TritonMlaBuilder",
     "TritonPagedBuilder",

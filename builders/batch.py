@@ -78,7 +78,7 @@ def check_batch(batch: AttentionBatch, device: torch.device) -> None:
     require(
         batch.num_tokens == rows[0] * batch.max_query_len or not batch.uniform,
         f"a uniform batch of {rows[0]} rows of {batch.max_query_len} tokens has {rows[0] * batch.max_query_len}, got "
-        f"{batch.num_tokens}; rows would be misread. Pass uniform=False.",
+        f"num_tokens={batch.num_tokens}; rows would be misread. Pass uniform=False for rows of different lengths.",
     )
 
 
@@ -166,8 +166,8 @@ class BatchBuffers:
         for request, (query, seq) in enumerate(zip(lens, seqs, strict=True)):
             require(
                 1 <= query <= seq,
-                f"request {request} needs 1 <= query length <= sequence length, got {query} and {seq}: its earlier "
-                "rows would see no keys. Leave empty requests out.",
+                f"request {request} needs 1 <= query length <= sequence length, got {query} and {seq}; the "
+                "query tokens are the last ones of the sequence. Count them in both, and leave empty requests out.",
             )
             start = self.tables.writable_host[request]
             require(

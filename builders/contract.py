@@ -137,14 +137,14 @@ class MetadataBuilder(ABC, Generic[M]):
             raise BatchError(
                 f"this builder has buffers for {self.max_reqs} rows, {self.max_tokens} tokens and lengths up to "
                 f"{self.max_seq_len}, got a batch of {batch.num_reqs}, {batch.num_tokens} and up to "
-                f"{batch.max_seq_len}; kernels would overrun them. Make one with larger bounds."
+                f"{batch.max_seq_len}; kernels would overrun them. Make a builder with larger bounds."
             )
         capacity = batch.block_table.shape[1] * self.spec.page_size
         require_counts("horizons", (horizon,))
         require(
             0 <= horizon < capacity,
-            f"horizon must be 0 to {capacity - 1}, one less than the tokens in the {batch.block_table.shape[1]} pages "
-            f"of a row, got {horizon}; every request would run out of pages. Rebuild sooner, or allocate wider tables.",
+            f"horizon must be less than the {capacity} tokens in a request's {batch.block_table.shape[1]} pages, got "
+            f"{horizon}; every request would run out of pages. Rebuild sooner, or allocate wider tables.",
         )
 
     def advance(self, metadata: M) -> None:

@@ -24,7 +24,11 @@ def require(condition: bool, message: str) -> None:
 
 def require_type(name: str, value: object, kind: type) -> None:
     """Raise BatchError unless the value of the argument `name` is a `kind`."""
-    require(isinstance(value, kind), f"{name} must be of type {kind.__name__}, got {type(value).__name__}. Pass one.")
+    require(
+        isinstance(value, kind),
+        f"{name} must be of type {kind.__name__}, got {type(value).__name__}. "
+        f"Pass an instance, such as {kind.__name__}(...).",
+    )
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
@@ -36,7 +40,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 def require_counts(name: str, values: Iterable[object]) -> None:
     """Raise BatchError unless every value is an int and not a bool: a tensor would silently convert anything else."""
     if wrong := [value for value in values if type(value) is not int]:
-        raise BatchError(f"{name} must be ints, got {wrong[0]!r}; a tensor would change the value. Convert it.")
+        raise BatchError(f"{name} must be ints, got {wrong[0]!r}; a tensor would change the value. Pass an int.")
 
 
 def type_problems(record: object) -> list[str]:
@@ -93,7 +97,7 @@ def require_tensor(
     if not fits or tensor.dtype != dtype or not _same_device(tensor.device, device):
         raise BatchError(
             f"{name} must be {dtype} {list(wanted)} on {device}, got {tensor.dtype} {list(found)} on {tensor.device}; "
-            "a kernel would misread it. Convert it first."
+            "a kernel would misread it. Reshape it, or copy it with .to(dtype, device)."
         )
 
 

@@ -278,13 +278,13 @@ class RequestTables:
             if len(set(row)) != len(row):
                 raise BatchError(
                     f"request {request} must list each page of group {group} once, got {list(row)}; two of its "
-                    "positions would share a slot. Fix the block table."
+                    "positions would share a slot. Give each position its own page."
                 )
             for page in row:
                 if not 0 <= page < self.num_pages[group]:
                     raise BatchError(
                         f"page ids of group {group} must be 0 to {self.num_pages[group] - 1}, request {request} lists "
-                        f"{page}; a kernel would read outside the cache. Fix the block table."
+                        f"{page}; a kernel would read outside the cache. List pages of this pool only."
                     )
             for page in row[writable_from[request] // size :]:
                 if (other := owner.setdefault(page, request)) != request:

@@ -10,6 +10,7 @@ import ast
 import importlib
 import importlib.util
 import json
+import subprocess
 import sys
 from collections.abc import Collection, Iterable, Iterator
 from functools import cache
@@ -85,6 +86,24 @@ def loaded_uses(files: dict[str, Path]) -> Uses:
         owners = {owner for value in vars(found).values() for owner in _owners(value, found.__name__)}
         uses[module] = {use for owner in owners if (use := _known_as(owner, files)) and use != module}
     return uses
+
+
+_SPY = """
+import json, sys
+found = set()
+class Spy:
+    find_spec = staticmethod(lambda name, *given: found.add(name))
+sys.meta_path.insert(0, Spy)
+"""
+
+
+@cache
+def loaded_by(script: str) -> dict[str, Path]:
+    """Return our modules, with their files, that another process imports in a script, or fails to import there."""
+    command = [sys.executable, "-c", f"{_SPY}\n{script}\nprint(json.dumps(sorted(found)))"]
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
+    names = {*json.loads(done.stdout.splitlines()[-1])}
+    return {module: path for module, path in module_files().items() if module.removesuffix(".__init__") in names}
 
 
 def circles(uses: Uses) -> list[list[str]]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
+from itertools import chain
 
 import pytest
 
@@ -98,6 +100,21 @@ def silent(function: Function) -> str:
     return f"does not say that it raises {', '.join(missing)}" if missing else ""
 
 
+def described(docstring: str) -> set[str]:
+    """Return the names that a docstring explains: "name: text" begins a sentence, or "name  text" a line."""
+    sentence = r"(?:\A|[.;]\s+|\n\n)(NAMES):\s"
+    row = r"(?m:^)(NAMES) {2,}\S"
+    found = [re.findall(form.replace("NAMES", r"[a-z_]\w*(?:, [a-z_]\w*)*"), docstring) for form in (sentence, row)]
+    return {name for names in chain(*found) for name in names.split(", ")}
+
+
+def renamed(function: Function) -> str:
+    """Which names a public function's docstring explains that are no parameters of it."""
+    own = ast.get_docstring(function.node) or ""
+    missing = described(own) - {node.arg for node in ast.walk(function.node.args) if isinstance(node, ast.arg)}
+    return f"explains {', '.join(sorted(missing))}, no parameter" if function.public and missing else ""
+
+
 def _raised(node: ast.AST) -> Iterator[str]:
     """Classes of errors that leave a function from its own statements, not from those of inner functions."""
     if isinstance(node, ast.Raise) and node.exc is not None:
@@ -125,13 +142,9 @@ def found(rule: Callable[[Function], str]) -> dict[str, str]:
     }
 
 
-@pytest.mark.parametrize("rule", [too_long, too_wide, silent])
+@pytest.mark.parametrize("rule", [too_long, too_wide, silent, renamed])
 def test_functions_keep_the_rule(rule: Callable[[Function], str]) -> None:
     assert found(rule) == {}
-
-
-def broken(rule: Callable[[Function], str], source: str) -> list[str]:
-    return [function.name for function in functions(source) if rule(function)]
 
 
 BODY = "\n".join(["    pass"] * MAX_LINES)
@@ -148,6 +161,9 @@ PARAMETERS = ", ".join(f"p{i}" for i in range(MAX_PARAMETERS))
         (silent, "class C:\n    '''A class.'''\n    def __init__(self):\n        raise ValueError('no')"),
         (silent, "if x:\n    def f():\n        require(x, 'no')"),
         (silent, "def f():\n    try: ...\n    except ValueError as error:\n        raise ValueError('no') from error"),
+        (renamed, "def f(built):\n    '''Attend. rebuilt: group indices.'''"),
+        (renamed, "def f(built):\n    '''Attend.\n\n    rebuilt  int32 [n]\n    '''"),
+        (renamed, "class C:\n    def __init__(self, a):\n        '''a, b: group indices.'''"),
     ],
 )
 def test_a_function_that_breaks_a_rule_is_found(rule: Callable[[Function], str], source: str) -> None:
@@ -170,6 +186,8 @@ def test_a_function_that_breaks_a_rule_is_found(rule: Callable[[Function], str],
         (silent, "def f():\n    def g():\n        raise ValueError('no')"),
         (silent, "def _f():\n    raise ValueError('no')"),
         (silent, "@check('family.name')\ndef f():\n    raise CheckFailure('no')"),
+        (renamed, "def f(a, *b, c, **d):\n    '''Attend; a, b: rows. c: a row.\n\n    d  more\n    '''"),
+        (renamed, "def f(a):\n    '''a: what is\n    written: here.'''"),
         (silent, "@click.command()\ndef f():\n    raise SystemExit(1)"),
     ],
 )

@@ -11,6 +11,7 @@ from spec_decode.drafter import Strategy
 from spec_decode.engine import Engine
 from spec_decode.paged import GraphMode
 from spec_decode.testing.batches import DECODE, VERIFY
+from spec_decode.testing.built_batch import BuiltBatch
 from spec_decode.testing.paged_fixture import PagedFixture
 from spec_decode.testing.subject import Subject
 from tests.factories import engine_config, make_config, make_pair, make_request
@@ -35,7 +36,7 @@ def backend(request: pytest.FixtureRequest) -> AttentionBackend:
 @pytest.mark.parametrize("batch", [DECODE, VERIFY], ids=["decode", "verify"])
 def test_a_backend_builds_advances_writes_and_attends_there(backend: AttentionBackend, batch: object) -> None:
     subject = Subject(backend, SECOND)
-    built = PagedFixture(subject, subject.base_spec(), batch.rows).build(batch, horizon=1)  # type: ignore[attr-defined]
+    built = BuiltBatch(PagedFixture(subject, subject.base_spec(), batch.rows), batch, horizon=1)  # type: ignore[attr-defined]
     built.expect_attention("as built", cache="as built")
     if batch is DECODE:
         built.advance()

@@ -84,7 +84,7 @@ class SparseAttentionArguments(NamedTuple):
         require(
             cache.stride(-1) == 1 and not (fp8 and cache.stride(0) % 16),
             "the latent cache must be contiguous in its last dim, and an fp8_ds_mla page must start at a multiple of "
-            f"16 bytes, got strides {cache.stride()}; the kernel would read wrong bytes. Change the cache layout.",
+            f"16 bytes, got strides {cache.stride()}; the kernel would read wrong bytes. Allocate it with allocate_kv.",
         )
 
     def reference(self) -> torch.Tensor:

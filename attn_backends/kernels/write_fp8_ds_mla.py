@@ -9,7 +9,7 @@ import torch
 from attn_backends.kernels import fp8_ds_mla
 from attn_backends.kernels.e4m3 import e4m3_byte
 from attn_backends.kernels.write_latent import KvANormRope, checked_norm_rope, load_latent, rows_to_write
-from builders.errors import require, require_tensor, require_vector
+from builders.errors import BatchError, require_tensor, require_vector
 from builders.kernels.op import define_op
 from builders.kernels.rows import whole_rows
 from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
@@ -34,13 +34,12 @@ def write_fp8_ds_mla(
     """
     tokens, device, page = latent.shape[0], cache.device, fp8_ds_mla.page_bytes(page_size)
     require_tensor("latent", latent, shape=(tokens, fp8_ds_mla.LATENT), dtype=torch.bfloat16, device=device)
-    name = f"an fp8_ds_mla cache with pages of {page_size} tokens"
-    require_tensor(name, cache, shape=(None, page), dtype=torch.uint8, device=device)
-    require(
-        cache.stride(1) == 1,
-        f"the bytes of an fp8_ds_mla page must be adjacent, got strides {list(cache.stride())}; its tokens could not "
-        "be found. Slice pages only.",
-    )
+    require_tensor("the fp8_ds_mla cache", cache, shape=(None, page), dtype=torch.uint8, device=device)
+    if cache.stride(1) != 1:
+        raise BatchError(
+            f"the bytes of an fp8_ds_mla page must be adjacent, got strides {cache.stride()}; its tokens could not be "
+            "found. Slice pages only."
+        )
     require_vector("slot_mapping", slot_mapping, length=tokens, dtype=torch.int64, device=device)
     _write_fp8_ds_mla(latent, cache, slot_mapping, *checked_norm_rope(latent, norm_rope), page_size)
 

@@ -143,8 +143,8 @@ def _rounds(case: RandomDraft) -> Iterator[tuple[RoundConfig, tuple[str, ...]]]:
 
 
 def block_draft_rows(bench: Bench, name: str) -> Iterator[BenchRow]:
-    """Yield rows of one of BLOCK_DRAFTS and of its comparison draft at the same K and requests; step_ratio: the
-    latter's round time over the block draft's."""
+    """Yield rows of one of BLOCK_DRAFTS and of its comparison draft at the same K and requests, with the latter's
+    round time over the block draft's as step_ratio."""
     block, other = BLOCK_DRAFTS[name], (RANDOM_DRAFTS | BLOCK_DRAFTS)[_COMPARED_WITH[name]]
     block_us: dict[tuple[int, int], float] = {}
     for row in _block_rounds(bench, name, block, block):

@@ -181,8 +181,8 @@ def throughput_rows(bench: Bench, case: ThroughputCase = LLAMA3_8B) -> Iterator[
 def block_throughput_rows(
     bench: Bench, case: ThroughputCase = QWEN3_8B, steps: RandomDraft = RANDOM_DRAFTS["qwen3-8b-eagle3"]
 ) -> Iterator[BenchRow]:
-    """Yield, for each number of draft tokens, a step-by-step draft of the same target, then the case's block draft;
-    step_ratio: the block draft's output tokens per second over the other's."""
+    """Yield, for each number of draft tokens, a step-by-step draft of the same target, then the case's block draft,
+    with its output tokens per second over the other's as step_ratio."""
     part = "block-drafts"
     with bench.noting(f"{NAME}/{part}"):
         chain, block = timed_pair(bench, replace(case, draft=steps)), timed_pair(bench, case)

@@ -156,8 +156,8 @@ def planned_pages(spec: AttentionSpec, *, query_len: int, query_tile: int, max_s
     seen = min(spec.window_left + query_len, max_seq_len)
     require(
         spec.causal or pages * spec.page_size >= seen,
-        f"a block of {query_len} tokens sees {seen} with its window, FlashInfer plans {pages} pages of "
-        f"{spec.page_size} for it; it would omit the last. Draft fewer tokens.",
+        f"a block of {query_len} tokens and its window take {seen} KV tokens, FlashInfer plans {pages} pages of "
+        f"{spec.page_size}; the last tokens would be omitted. Draft fewer tokens.",
     )
     return pages
 

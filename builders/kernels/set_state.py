@@ -72,7 +72,7 @@ def _require_rows(name: str, rows: torch.Tensor, num_reqs: int) -> None:
     if rows.shape[0] < num_reqs or rows.dtype != torch.int32 or not rows.is_contiguous():
         raise BatchError(
             f"{name} must be contiguous torch.int32 of at least {num_reqs} rows, got {rows.dtype} {list(rows.shape)} "
-            f"with strides {rows.stride()}; a kernel would misread it. Convert it first."
+            f"with strides {rows.stride()}; a kernel would misread it. Copy it with .int().contiguous()."
         )
 
 

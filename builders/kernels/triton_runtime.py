@@ -23,6 +23,7 @@ except ImportError:  # platforms without Triton wheels run the torch implementat
     HAVE_TRITON = False
 
     class _Absent:
+        # Takes every name and argument, so a misspelt one shows only where Triton is installed.
         def __getattr__(self, name: str) -> Any:
             return self
 
@@ -98,7 +99,7 @@ def dependent_launch(device: torch.device) -> dict[str, bool]:
     require(
         supported or setting == "",
         f"{PDL_VARIABLE}=1 needs compute capability 9.0 and a Triton with dependent launch, got {found} and Triton "
-        f"{TRITON_VERSION}. Unset it.",
+        f"{TRITON_VERSION}. Unset it to launch kernels one after another.",
     )
     return {"PDL": True, "launch_pdl": True} if supported else {"PDL": False}
 

@@ -90,14 +90,14 @@ class CheckRun:
                 return check_isolated(name, env=env, request=request, on_result=on_result, on_note=on_note)
             from builders.kernels.triton_runtime import torch_implementations
             from spec_decode.conformance.drawn_cases import drawn_from
-            from spec_decode.conformance.runner import plan, run
+            from spec_decode.conformance.runner import check_list, run
             from spec_decode.conformance.soak_checks import soak_length
 
             # The interpreter is then only for the engine's kernels; this library's kernels have their own checks.
             kernels = torch_implementations() if self.engine else nullcontext()
             with kernels, soak_length(**self.soak), drawn_from(self.seed):
-                planned = plan(self._subject(name), device=self.device, **request)
-                return run(planned, on_result=on_result, on_note=on_note, kept=kept)
+                listed = check_list(self._subject(name), device=self.device, **request)
+                return run(listed, on_result=on_result, on_note=on_note, kept=kept)
 
     def _subject(self, name: str) -> str | Subject:
         return kit_of(self.engine).subjects([name])[0] if self.engine else name

@@ -12,6 +12,7 @@ from spec_decode.conformance.cases import spec_cases
 from spec_decode.conformance.check import Family
 from spec_decode.conformance.coverage import with_case
 from spec_decode.testing.batches import Batch, Case
+from spec_decode.testing.built_batch import BuiltBatch
 from spec_decode.testing.outcome import expect
 from spec_decode.testing.paged_fixture import PagedFixture
 from spec_decode.testing.poison import bits
@@ -80,5 +81,5 @@ def _attended(
     fixture = PagedFixture(subject, spec, _CROWD, max_seq_len=_BOUND)
     fixture.reorder(requests)
     batch = Batch(lens, tuple(_LENGTHS[request] for request in requests), rows)
-    out = fixture.build(batch, max_seq_len=max_seq_len).attend(chosen).cpu()
+    out = BuiltBatch(fixture, batch, max_seq_len=max_seq_len).attend(chosen).cpu()
     return list(out[: sum(lens)].split(list(lens)))

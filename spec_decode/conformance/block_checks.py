@@ -9,8 +9,8 @@ from spec_decode.conformance.cases import TELLING_VARIANTS, spec_cases
 from spec_decode.conformance.check import Family
 from spec_decode.conformance.coverage import ADVANCE, CAPTURE, with_case
 from spec_decode.testing.batches import RAGGED, VERIFY, Batch, Case
+from spec_decode.testing.built_batch import BuiltBatch
 from spec_decode.testing.outcome import Measurements
-from spec_decode.testing.paged_fixture import PagedFixture
 from spec_decode.testing.subject import Subject
 
 _SHAPES = {
@@ -40,7 +40,7 @@ def _blocks(subject: Subject) -> Iterable[tuple[str, Case]]:
     since=(1, 2),
 )
 def blocks_see_what_is_behind(subject: Subject, case: Case) -> Measurements:
-    built = PagedFixture.of(subject, case).build(case.batch)
+    built = BuiltBatch.of(subject, case)
     return built.expect_attention("attention of a block", cache=_STORED)
 
 
@@ -51,5 +51,5 @@ def blocks_see_what_is_behind(subject: Subject, case: Case) -> Measurements:
     since=(1, 2),
 )
 def blocks_replay_over_other_batches(subject: Subject, case: Case) -> Measurements:
-    built = PagedFixture(subject, case.spec, case.batch.rows).build(case.batch)
+    built = BuiltBatch.of(subject, case)
     return built.expect_replay(_OTHER, "attention of a replay's blocks")

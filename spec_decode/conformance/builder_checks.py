@@ -11,6 +11,7 @@ from spec_decode.conformance.check import Family
 from spec_decode.conformance.coverage import ADVANCE, with_case
 from spec_decode.graphs import runtime_for
 from spec_decode.testing.batches import DECODE, MAX_SEQ_LEN, SINGLE, VERIFY, Batch, Case
+from spec_decode.testing.built_batch import BuiltBatch
 from spec_decode.testing.host_reads import expect_no_wait, refuse_host_reads
 from spec_decode.testing.metadata_fields import (
     changed_since,
@@ -47,7 +48,7 @@ def build_leaves_the_batch_alone(subject: Subject, case: Case) -> None:
 @check("a build for the same batch shape reuses its addresses for the current batch", _DECODE, covers=with_case())
 def build_reuses_its_addresses(subject: Subject, case: Case) -> Measurements:
     fixture = PagedFixture(subject, case.spec, case.batch.rows)
-    built = fixture.build(case.batch)
+    built = BuiltBatch(fixture, case.batch)
     first = memory_layouts_of(built.metadata)
     fixture.exchange_tails()
     built.put_in(replace(case.batch, seq_lens=tuple(n + 1 for n in case.batch.seq_lens)))
@@ -71,7 +72,7 @@ def build_reuses_its_addresses(subject: Subject, case: Case) -> Measurements:
     shrink=True,
 )
 def advance_means_a_rebuild(subject: Subject, case: Case) -> None:
-    built = PagedFixture(subject, case.spec, case.batch.rows).build(case.batch, horizon=_STEPS)
+    built = BuiltBatch.of(subject, case, horizon=_STEPS)
     for step in range(1, _STEPS + 1):
         built.advance()
         expect_same_fields(built.metadata, built.fresh(horizon=_STEPS - step), f"step {step} of P1")
@@ -85,7 +86,7 @@ def advance_means_a_rebuild(subject: Subject, case: Case) -> None:
     quick="base-single",
 )
 def advance_attends_right(subject: Subject, case: Case) -> Measurements:
-    built = PagedFixture(subject, case.spec, case.batch.rows).build(case.batch, horizon=_STEPS)
+    built = BuiltBatch.of(subject, case, horizon=_STEPS)
     measured = []
     for step in range(_STEPS + 1):
         if step:
@@ -109,7 +110,7 @@ def advance_refreshes_another_batch(subject: Subject, case: Case) -> Measurement
     for before in (shorter, longer, case.batch):
         built_for = f"built for requests of {list(before.seq_lens)} tokens"
         fixture = PagedFixture(subject, case.spec, rows)
-        built = fixture.build(before, horizon=_STEPS)
+        built = BuiltBatch(fixture, before, horizon=_STEPS)
         # Like requests with a shared prefix, each keeps its first page.
         fixture.exchange_tails()
         built.replace(case.batch)
@@ -132,7 +133,7 @@ def _preplanned(subject: Subject) -> Iterable[tuple[str, Case]]:
 @check("metadata planned from host lengths of later steps is right when each step runs", _preplanned)
 def plans_ahead_attend_right(subject: Subject, case: Case) -> Measurements:
     fixture, batch = PagedFixture(subject, case.spec, case.batch.rows), case.batch
-    built = fixture.build(batch)
+    built = BuiltBatch(fixture, batch)
     steps = [[n + step for n in batch.seq_lens] for step in range(1, _STEPS + 1)]
     preplanned = [fixture.builder().build(fixture.view(built.buffers, batch, lens)) for lens in steps]
     for request, length in enumerate(batch.seq_lens):
@@ -153,7 +154,7 @@ def plans_ahead_attend_right(subject: Subject, case: Case) -> Measurements:
 )
 def constants_are_served(subject: Subject, case: Case) -> Measurements:
     fixture, rows = PagedFixture(subject, case.spec, case.batch.rows), case.batch.rows
-    built = fixture.build(case.batch, max_seq_len=64)
+    built = BuiltBatch(fixture, case.batch, max_seq_len=64)
     longest = min(built.builder.capture_constants(built.metadata).max_seq_len, fixture.max_seq_len)
     built.replace(Batch((1,) * rows, (longest,) * rows, rows))
     return built.expect_attention(f"attention over {longest} tokens, within the capture constants")
@@ -170,7 +171,7 @@ def build_reads_no_device(subject: Subject, case: Case) -> None:
     if host_lengths is not HostLengths.NONE:
         raise Unsupported(f"the builder needs host lengths: {host_lengths.value}")
     # The first build of a shape is allowed to plan it.
-    built = PagedFixture(subject, case.spec, case.batch.rows).build(case.batch)
+    built = BuiltBatch.of(subject, case)
     unknown = replace(built.view(), host_seq_lens=None, host_seq_lens_exact=False)
     read = [*tensors_of(unknown).values(), *tensors_of(built.metadata).values()]
     with (
@@ -189,7 +190,7 @@ def build_reads_no_device(subject: Subject, case: Case) -> None:
 def host_lengths_may_be_bounds(subject: Subject, case: Case) -> Measurements:
     if subject.engine or subject.backend.builder.host_lengths is HostLengths.EXACT:
         raise Unsupported("the builder is given exact lengths")
-    built = PagedFixture(subject, case.spec, case.batch.rows).build(case.batch)
+    built = BuiltBatch.of(subject, case)
     live, bound = len(case.batch.seq_lens), built.fixture.max_seq_len
     bounds = (bound,) * live + (0,) * (case.batch.rows - live)
     bounded = replace(built.view(), host_seq_lens=bounds, host_seq_lens_exact=False)
@@ -199,7 +200,7 @@ def host_lengths_may_be_bounds(subject: Subject, case: Case) -> Measurements:
 
 @check("advance() keeps every address, shape, dtype and host field", _DECODE, advances=True)
 def advance_keeps_addresses(subject: Subject, case: Case) -> None:
-    built = PagedFixture(subject, case.spec, case.batch.rows).build(case.batch, horizon=_STEPS)
+    built = BuiltBatch.of(subject, case, horizon=_STEPS)
     before, host = memory_layouts_of(built.metadata), host_fields_of(built.metadata)
     for _ in range(2):
         built.advance()
@@ -215,7 +216,7 @@ def advance_keeps_addresses(subject: Subject, case: Case) -> None:
 
 @check("advance() can be captured: no host read, no data-dependent shape", _DECODE, advances=True)
 def advance_is_device_work(subject: Subject, case: Case) -> None:
-    built = PagedFixture(subject, case.spec, case.batch.rows).build(case.batch, horizon=_STEPS)
+    built = BuiltBatch.of(subject, case, horizon=_STEPS)
     with expect_no_wait("advance() only enqueues device work", "a capture"):
         runtime_for(subject.device).capture(lambda: built.builder.advance(built.metadata))
 
@@ -241,7 +242,7 @@ def step_fields_are_complete(subject: Subject, case: None) -> None:
 
 def _fields_that_move(subject: Subject, case: Case) -> tuple[set[str], set[str]]:
     """Return the fields whose content changes on the way to the limit, and those this spec's kernel leaves empty."""
-    built = PagedFixture(subject, case.spec, case.batch.rows).build(case.batch)
+    built = BuiltBatch.of(subject, case)
     before = copies_of(built.metadata)
     changed: set[str] = set()
     for _ in range(MAX_SEQ_LEN - max(case.batch.seq_lens) + 2):
@@ -253,7 +254,7 @@ def _fields_that_move(subject: Subject, case: Case) -> tuple[set[str], set[str]]
 @check("padding rows keep seq_len 0 and slot -1, and write and read nothing", _DECODE, advances=True)
 def padding_stays_inert(subject: Subject, case: Case) -> None:
     batch = Batch((1, 1), (5, 16), 6)
-    built = PagedFixture(subject, case.spec, batch.rows).build(batch, horizon=2)
+    built = BuiltBatch(PagedFixture(subject, case.spec, batch.rows), batch, horizon=2)
     for step in range(3):
         if step:
             built.advance()
@@ -272,7 +273,7 @@ def limits_hold(subject: Subject, case: Case) -> Measurements:
     size = case.spec.page_size
     batch = Batch((1, 1, 1), (2 * size - 1, 40, MAX_SEQ_LEN - 1), 4)
     fixture = PagedFixture(subject, case.spec, batch.rows, limits=[2 * size, 160, MAX_SEQ_LEN, 160])
-    built, queries = fixture.build(batch, horizon=3), fixture.queries(batch)
+    built, queries = BuiltBatch(fixture, batch, horizon=3), fixture.queries(batch)
     out = built.attend(queries)
     for _ in range(3):
         built.advance()

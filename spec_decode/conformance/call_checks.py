@@ -17,6 +17,7 @@ from spec_decode.conformance.check import Family
 from spec_decode.conformance.coverage import ADVANCE, with_case
 from spec_decode.conformance.draft_runs import without_interpreter
 from spec_decode.testing.batches import DECODE, SINGLE, Case
+from spec_decode.testing.built_batch import BuiltBatch
 from spec_decode.testing.error_location import error_location
 from spec_decode.testing.metadata_fields import expect_same_fields, memory_layouts_of, moved_since
 from spec_decode.testing.outcome import CheckFailure, Measurements, expect
@@ -43,7 +44,7 @@ _SINGLE = spec_cases({"single": SINGLE}, ("base",))
 )
 @without_interpreter
 def advances_go_on(subject: Subject, case: Case) -> None:
-    built = PagedFixture(subject, case.spec, case.batch.rows).build(case.batch, horizon=1)
+    built = BuiltBatch.of(subject, case, horizon=1)
     # With no state moved in between, each call leaves the metadata unchanged.
     for _ in range(_MANY - 1):
         built.builder.advance(built.metadata)
@@ -54,7 +55,7 @@ def advances_go_on(subject: Subject, case: Case) -> None:
 @builder(f"build number {_MANY:,} of a batch shape has the addresses of the first, and is as right", _SINGLE)
 @without_interpreter
 def builds_go_on(subject: Subject, case: Case) -> Measurements:
-    built = PagedFixture(subject, case.spec, case.batch.rows).build(case.batch)
+    built = BuiltBatch.of(subject, case)
     view, first = built.view(), memory_layouts_of(built.metadata)
     for number in range(2, _MANY + 1):
         rebuilt = built.builder.build(view)
@@ -73,7 +74,7 @@ def builds_go_on(subject: Subject, case: Case) -> Measurements:
 @without_interpreter
 def forwards_go_on(subject: Subject, case: Case) -> None:
     fixture = PagedFixture(subject, case.spec, case.batch.rows)
-    metadata = fixture.build(case.batch).metadata
+    metadata = BuiltBatch(fixture, case.batch).metadata
     query, key, value = fixture.inputs(case.batch, case.batch.seq_lens, fixture.queries(case.batch))
     subject.backend.write_kv(key, value, fixture.cache, metadata)
     kept = [fixture.forward(query, metadata) for _ in range(_KEPT)]

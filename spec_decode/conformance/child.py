@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 
 def main(name: str, writer: int, request: dict[str, Any]) -> None:
-    """Plan and run the checks; send the plan, each note and each result as a line of JSON."""
+    """List and run the checks; send the empty report, each note and each result as a line of JSON."""
     from spec_decode.conformance.drawn_cases import drawn_from
     from spec_decode.conformance.kept_results import KeptResults
-    from spec_decode.conformance.runner import plan, run
+    from spec_decode.conformance.runner import check_list, run
     from spec_decode.conformance.soak_checks import soak_length
     from spec_decode.files import ReportError
     from spec_decode.source_digests import SourceRecord
@@ -31,17 +31,17 @@ def main(name: str, writer: int, request: dict[str, Any]) -> None:
         interpret_kernels_on(device)
     keep = request.pop("keep", None)
     with soak_length(**request.pop("soak", {})), drawn_from(request.pop("seed", 0)):
-        planned = plan(name, **{**request, "device": device})
-    _send(writer, {"report": planned.report.document()})
-    head = msgspec.structs.replace(planned.report, sources=SourceRecord(), claims={}, results=())
+        listed = check_list(name, **{**request, "device": device})
+    _send(writer, {"report": listed.report.document()})
+    head = msgspec.structs.replace(listed.report, sources=SourceRecord(), claims={}, results=())
 
     def on_result(result: Result) -> None:
-        if planned.checks:  # otherwise the plan already holds the only result
+        if listed.checks:  # otherwise the report already holds the only result
             _send(writer, {"result": msgspec.structs.replace(head, results=(result,)).document()})
 
     kept = KeptResults(Path(keep["report"]), resume=keep["resume"]) if keep else None
     try:
-        run(planned, on_result=on_result, on_note=lambda note: _send(writer, {"notes": [note]}), kept=kept)
+        run(listed, on_result=on_result, on_note=lambda note: _send(writer, {"notes": [note]}), kept=kept)
     except ReportError as error:
         _send(writer, {"refused": str(error)})
     if threads := ", ".join(running_threads()):

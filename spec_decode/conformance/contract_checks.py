@@ -14,6 +14,7 @@ from spec_decode.conformance.cases import spec_cases
 from spec_decode.conformance.check import Family
 from spec_decode.conformance.coverage import DECLARED, only
 from spec_decode.testing.batches import DECODE, Case
+from spec_decode.testing.built_batch import BuiltBatch
 from spec_decode.testing.metadata_fields import tensors_of
 from spec_decode.testing.outcome import CheckFailure, Measurements, Unsupported, expect
 from spec_decode.testing.paged_fixture import PagedFixture
@@ -113,14 +114,14 @@ def builder_declares_itself(subject: Subject, case: Case) -> None:
         expected="host_lengths UPPER_BOUND or EXACT",
         got=builder.host_lengths,
     )
-    metadata = PagedFixture(subject, case.spec, case.batch.rows).build(case.batch).metadata
+    metadata = BuiltBatch.of(subject, case).metadata
     missing = set(builder.step_fields) - {field.name for field in dataclasses.fields(metadata)}
     expect(not missing, contract="step_fields name metadata fields", expected="no others", got=missing)
 
 
 @check("metadata is a frozen dataclass: its tensors change, its fields do not", _BASE)
 def metadata_is_frozen(subject: Subject, case: Case) -> None:
-    metadata = PagedFixture(subject, case.spec, case.batch.rows).build(case.batch).metadata
+    metadata = BuiltBatch.of(subject, case).metadata
     params = getattr(metadata, "__dataclass_params__", None)
     expect(
         params is not None and params.frozen,
@@ -163,7 +164,7 @@ def overriding_build_drops_the_claim(subject: Subject, case: None) -> None:
 def cpu_use_touches_no_cuda(subject: Subject, case: Case) -> None:
     if subject.device.type != "cpu" or torch.cuda.is_initialized():
         raise Unsupported("CUDA is already initialised here, so this cannot be tested")
-    PagedFixture(subject, case.spec, case.batch.rows).build(case.batch).attend()
+    BuiltBatch.of(subject, case).attend()
     expect(
         not torch.cuda.is_initialized(),
         contract="no CUDA context without a CUDA device in use",

@@ -13,6 +13,7 @@ from spec_decode.conformance.check import Cases, Family
 from spec_decode.conformance.coverage import ADVANCE, CAPTURE, Coverage, column, with_case
 from spec_decode.conformance.drawn_cases import STEPS, drawn
 from spec_decode.testing.batches import Case
+from spec_decode.testing.built_batch import BuiltBatch
 from spec_decode.testing.metadata_fields import expect_same_fields
 from spec_decode.testing.outcome import Measurements, Unsupported
 from spec_decode.testing.paged_fixture import PagedFixture
@@ -76,7 +77,7 @@ def _advanced(subject: Subject) -> list[tuple[str, Case]]:
 )
 @_within_reason
 def drawn_attention_is_right(subject: Subject, case: Case) -> Measurements:
-    return PagedFixture.of(subject, case).build(case.batch).expect_attention("attention", cache=_STORED)
+    return BuiltBatch.of(subject, case).expect_attention("attention", cache=_STORED)
 
 
 @builder(
@@ -89,7 +90,7 @@ def drawn_attention_is_right(subject: Subject, case: Case) -> Measurements:
 def drawn_advances_mean_a_rebuild(subject: Subject, case: Case) -> Measurements:
     assert case.other is not None
     fixture = PagedFixture.of(subject, case)
-    built = fixture.build(case.batch, horizon=STEPS)
+    built = BuiltBatch(fixture, case.batch, horizon=STEPS)
     if case.batch.query_lens[0] == 1:
         for step in range(1, STEPS + 1):
             built.advance()
@@ -114,4 +115,4 @@ def drawn_replays_are_right(subject: Subject, case: Case) -> Measurements:
     assert case.other is not None
     if case.batch.query_lens[0] > 1 and subject.backend.builder.graph_support < GraphSupport.UNIFORM_BATCH:
         raise Unsupported("graphs are claimed only for decodes of one token")
-    return PagedFixture.of(subject, case).build(case.batch).expect_replay(case.other, "attention of a replay")
+    return BuiltBatch.of(subject, case).expect_replay(case.other, "attention of a replay")

@@ -15,6 +15,7 @@ from spec_decode.conformance.cases import spec_cases
 from spec_decode.conformance.check import Family
 from spec_decode.conformance.coverage import column, with_case
 from spec_decode.testing.batches import DECODE, MAX_SEQ_LEN, Case
+from spec_decode.testing.built_batch import BuiltBatch
 from spec_decode.testing.oracle import assert_as_precise
 from spec_decode.testing.outcome import Measurements, expect, worst
 from spec_decode.testing.paged_fixture import PagedFixture
@@ -127,7 +128,7 @@ def _batch_to_write(
     fixture: PagedFixture, case: Case
 ) -> tuple[Any, torch.Tensor, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     """Return the batch's metadata, the slots of its live tokens, which come first, and (query, key, value)."""
-    built = fixture.build(case.batch)
+    built = BuiltBatch(fixture, case.batch)
     slots = built.view().slot_mapping.cpu()
     inputs = fixture.inputs(case.batch, case.batch.seq_lens, fixture.queries(case.batch))
     return built.metadata, slots[: sum(case.batch.query_lens)], inputs

@@ -12,6 +12,7 @@ from spec_decode.conformance.check import Family
 from spec_decode.conformance.coverage import ADVANCE, CAPTURE, with_case
 from spec_decode.graphs import runtime_for
 from spec_decode.testing.batches import DECODE, VERIFY, Batch, Case
+from spec_decode.testing.built_batch import BuiltBatch
 from spec_decode.testing.metadata_fields import expect_same_fields
 from spec_decode.testing.outcome import Measurements, expect, worst
 from spec_decode.testing.paged_fixture import PagedFixture
@@ -122,7 +123,7 @@ def loop_replays_over_other_batches(subject: Subject, case: Case) -> Measurement
 )
 def replayed_advances_mean_a_rebuild(subject: Subject, case: Case) -> None:
     fixture, rows = PagedFixture(subject, case.spec, DECODE.rows), DECODE.rows
-    built = fixture.build(Batch((1,), (1,), rows), horizon=_STEPS)
+    built = BuiltBatch(fixture, Batch((1,), (1,), rows), horizon=_STEPS)
 
     def advance() -> None:
         for _ in range(_STEPS):

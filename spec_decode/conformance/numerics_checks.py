@@ -12,6 +12,7 @@ from spec_decode.conformance.cases import SCALE_OF_LOW_SCORES, base_cases, edge_
 from spec_decode.conformance.check import Family
 from spec_decode.conformance.coverage import with_case
 from spec_decode.testing.batches import DECODE, RAGGED, SINGLE, VERIFY, Batch, Case
+from spec_decode.testing.built_batch import BuiltBatch
 from spec_decode.testing.metadata_fields import changed_since, copies_of
 from spec_decode.testing.outcome import Measurements, Unsupported, expect
 from spec_decode.testing.paged_fixture import PagedFixture
@@ -33,7 +34,7 @@ check = Family("numerics", covers=with_case())
     quick="*-single",
 )
 def attention_is_right(subject: Subject, case: Case) -> Measurements:
-    built = PagedFixture(subject, case.spec, case.batch.rows).build(case.batch)
+    built = BuiltBatch.of(subject, case)
     return built.expect_attention("attention", cache=_STORED)
 
 
@@ -48,7 +49,7 @@ def infinite_sinks_are_defined(subject: Subject, case: Case) -> Measurements:
     for sinks in (fixture.sinks, fixture.device_sinks):
         sinks[::3], sinks[1::3] = -math.inf, math.inf
     queries = fixture.queries(case.batch)
-    out = fixture.build(case.batch).attend(queries)
+    out = BuiltBatch(fixture, case.batch).attend(queries)
     live = sum(case.batch.query_lens)
     expect(
         bool(out[:, 1::3].eq(0).all() and out[live:].eq(0).all()),
@@ -69,7 +70,7 @@ def edges_are_right(subject: Subject, case: Case) -> Measurements:
     lowest = subject.backend.capabilities.lowest_score
     if case.spec.softmax_scale >= SCALE_OF_LOW_SCORES and lowest is not None:
         raise Unsupported(f"claims that scores below {lowest:,.0f} can count as masked")
-    return PagedFixture.of(subject, case).build(case.batch).expect_attention("attention", cache=_STORED)
+    return BuiltBatch.of(subject, case).expect_attention("attention", cache=_STORED)
 
 
 @check("keys and values are read and written by their own strides", _LAYOUTS, since=(1, 1))
@@ -79,7 +80,9 @@ def strides_are_followed(subject: Subject, case: Case) -> Measurements:
         raise Unsupported("the bytes of an fp8_ds_mla page are contiguous")
     fixture.interleave()
     try:
-        return fixture.build(case.batch).expect_attention("attention over strided heads and tokens", cache=_STORED)
+        return BuiltBatch(fixture, case.batch).expect_attention(
+            "attention over strided heads and tokens", cache=_STORED
+        )
     except BatchError as refusal:
         raise Unsupported(str(refusal)) from refusal
 
@@ -90,13 +93,13 @@ def shared_pages_are_read_by_each_row(subject: Subject, case: Case) -> Measureme
     batch = Batch((query,) * 3, tuple(shared + query + more for more in (0, 1, case.spec.page_size)), 4)
     fixture = PagedFixture(subject, case.spec, batch.rows, max_seq_len=max(batch.seq_lens))
     fixture.share_prefix(2)
-    return fixture.build(batch).expect_attention("attention over a shared prefix", cache=_STORED)
+    return BuiltBatch(fixture, batch).expect_attention("attention over a shared prefix", cache=_STORED)
 
 
 @check("forward() changes neither its metadata, nor its query, nor an earlier output", _LAYOUTS, since=(1, 1))
 def forward_leaves_its_inputs_alone(subject: Subject, case: Case) -> None:
     fixture = PagedFixture(subject, case.spec, case.batch.rows)
-    metadata = fixture.build(case.batch).metadata
+    metadata = BuiltBatch(fixture, case.batch).metadata
     query, key, value = fixture.inputs(case.batch, case.batch.seq_lens, fixture.queries(case.batch))
     subject.backend.write_kv(key, value, fixture.cache, metadata)
     before, original = copies_of(metadata), query.clone()

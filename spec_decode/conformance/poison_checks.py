@@ -10,6 +10,7 @@ from spec_decode.conformance.cases import base_cases
 from spec_decode.conformance.check import Family
 from spec_decode.conformance.coverage import MEMORY, with_case
 from spec_decode.testing.batches import DECODE, RAGGED, VERIFY, Batch, Case
+from spec_decode.testing.built_batch import BuiltBatch
 from spec_decode.testing.outcome import Measurements, expect
 from spec_decode.testing.paged_fixture import PagedFixture
 from spec_decode.testing.poison import poisoned_allocations
@@ -24,7 +25,7 @@ _GARBAGE = 2**30
 @check("block-table entries past a request's tokens are never followed", _SHAPES)
 def stale_table_entries_are_not_read(subject: Subject, case: Case) -> Measurements:
     batch, fixture = case.batch, PagedFixture(subject, case.spec, case.batch.rows)
-    built, table = fixture.build(batch), fixture.tables.block_tables[0]
+    built, table = BuiltBatch(fixture, batch), fixture.tables.block_tables[0]
     for request in range(batch.rows):
         length = batch.seq_lens[request] if request < len(batch.seq_lens) else 0
         table[request, -(-length // case.spec.page_size) :] = _GARBAGE
@@ -35,7 +36,7 @@ def stale_table_entries_are_not_read(subject: Subject, case: Case) -> Measuremen
 def uninitialised_memory_is_not_read(subject: Subject, case: Case) -> Measurements:
     fixture = PagedFixture(subject, case.spec, case.batch.rows)
     with poisoned_allocations():
-        return fixture.build(case.batch).expect_attention("attention over poisoned scratch")
+        return BuiltBatch(fixture, case.batch).expect_attention("attention over poisoned scratch")
 
 
 @check("the placement of a request's pages changes no bit of its output", _SHAPES)
@@ -45,7 +46,7 @@ def page_order_does_not_matter(subject: Subject, case: Case) -> None:
         fixture = PagedFixture(subject, case.spec, case.batch.rows)
         fixture.pages = [[(page + shift) % fixture.num_pages for page in row] for row in fixture.pages]
         queries = [torch.ones_like(q) * 0.5 for q in fixture.queries(case.batch)]
-        outs.append(fixture.build(case.batch).attend(queries))
+        outs.append(BuiltBatch(fixture, case.batch).attend(queries))
     expect(
         torch.equal(*outs),
         contract="output depends only on the logical prefix",
@@ -59,7 +60,7 @@ def request_order_does_not_matter(subject: Subject, case: Case) -> Measurements:
     fixture = PagedFixture(subject, case.spec, case.batch.rows)
     batch = Batch(case.batch.query_lens[::-1], case.batch.seq_lens[::-1], case.batch.rows)
     fixture.reorder(range(len(batch.seq_lens))[::-1])
-    return fixture.build(batch).expect_attention("attention in another request order")
+    return BuiltBatch(fixture, batch).expect_attention("attention in another request order")
 
 
 @check(
@@ -68,4 +69,4 @@ def request_order_does_not_matter(subject: Subject, case: Case) -> Measurements:
 def a_sick_request_stays_alone(subject: Subject, case: Case) -> Measurements:
     # The second of several: requests before and behind it could share its tiles.
     fixture = PagedFixture.of(subject, replace(case, sick=1))
-    return fixture.build(case.batch).expect_attention("attention next to a request that is not finite")
+    return BuiltBatch(fixture, case.batch).expect_attention("attention next to a request that is not finite")

@@ -14,6 +14,7 @@ from spec_decode.conformance.check import Family
 from spec_decode.conformance.coverage import REFUSALS, only
 from spec_decode.conformance.drawn_cases import unserved_claims
 from spec_decode.testing.batches import DECODE, Case, with_trees
+from spec_decode.testing.built_batch import BuiltBatch
 from spec_decode.testing.outcome import CheckFailure, expect
 from spec_decode.testing.paged_fixture import PagedFixture
 from spec_decode.testing.subject import Subject
@@ -99,7 +100,7 @@ def _query(fixture: PagedFixture) -> torch.Tensor:
 @check("tensors of another shape, dtype or stride are rejected", _bad_inputs)
 def bad_tensors_never_reach_a_kernel(subject: Subject, make: Callable[[PagedFixture], dict[str, torch.Tensor]]) -> None:
     fixture = PagedFixture(subject, subject.base_spec(), DECODE.rows)
-    metadata = fixture.build(DECODE).metadata
+    metadata = BuiltBatch(fixture, DECODE).metadata
     inputs = make(fixture)
     cache = type(fixture.cache)(inputs.get("key", fixture.cache.key), inputs.get("value", fixture.cache.value))
     try:
@@ -117,7 +118,7 @@ def bad_tensors_never_reach_a_kernel(subject: Subject, make: Callable[[PagedFixt
 )
 def bad_writes_never_reach_a_kernel(subject: Subject, case: Case) -> None:
     spec, fixture = case.spec, PagedFixture(subject, case.spec, DECODE.rows)
-    metadata = fixture.build(DECODE).metadata
+    metadata = BuiltBatch(fixture, DECODE).metadata
     good = torch.zeros(DECODE.rows, spec.num_kv_heads, spec.head_dim, dtype=spec.new_kv_dtype, device=fixture.device)
     value = good[..., : spec.out_dim]
     bad = [(key, value) for key in _misfits(good)]

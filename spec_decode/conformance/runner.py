@@ -33,7 +33,7 @@ from spec_decode.testing.subject import Subject
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class CheckList:
     """What is about to run: a report whose results are all `not_run`, and the check for each of them.
 
     A backend that does not load has no checks, and one result with the reason. notes: see `notes_on`.
@@ -88,46 +88,48 @@ def check_backend(
     those that ship with the backend. on_note: called before the first check with facts that no result states. A backend
     that does not load gives one `unavailable` result, which is not ok. Raises ValueError for an unknown family.
     """
-    planned = plan(backend, device=device, families=families, checks=checks, tags=tags, known_failures=known_failures)
-    found = run(planned, on_note=on_note)
+    listed = check_list(
+        backend, device=device, families=families, checks=checks, tags=tags, known_failures=known_failures
+    )
+    found = run(listed, on_note=on_note)
     if not report:
         found.raise_if_failed()
     return found
 
 
 def run(
-    planned: Plan,
+    listed: CheckList,
     *,
     on_result: Callable[[Result], None] | None = None,
     on_note: Callable[[str], None] | None = None,
     kept: KeptResults | None = None,
 ) -> Report:
-    """Run a plan and return its report, filled in.
+    """Run the checks of a list and return its report, filled in.
 
     on_note: also receives the coverage note after the last check. kept: saves each result as it arrives; results it
     already has are not run again. Raises ReportError if those belong to another run.
     """
-    done = kept.begin(planned.report) if kept else {}
+    done = kept.begin(listed.report) if kept else {}
     tell = on_note or (lambda note: None)
-    for note in planned.notes:
+    for note in listed.notes:
         tell(note)
     results = []
-    for result, check in zip_longest(planned.report.results, planned.checks):
+    for result, check in zip_longest(listed.report.results, listed.checks):
         outcome = done.get((result.check, result.case))
         if outcome is None:
-            outcome = run_check(check, result, planned.known_failures) if check else result
+            outcome = run_check(check, result, listed.known_failures) if check else result
             if kept:
                 kept.add(outcome)
         results.append(outcome)
         if on_result:
             on_result(outcome)
-    found = msgspec.structs.replace(planned.report, results=tuple(results))
-    for note in coverage_notes(found, planned.checks, every=planned.every):
+    found = msgspec.structs.replace(listed.report, results=tuple(results))
+    for note in coverage_notes(found, listed.checks, every=listed.every):
         tell(note)
     return found
 
 
-def plan(
+def check_list(
     backend: str | AttentionBackend | Subject,
     *,
     device: torch.device | None = None,
@@ -137,7 +139,7 @@ def plan(
     known_failures: Sequence[KnownFailure] | None = None,
     quick: bool = False,
     command: str = "",
-) -> Plan:
+) -> CheckList:
     """Return the checks that `check_backend` would run, and the report to fill in.
 
     backend: its name, the backend, or a whole subject, which has a device. quick: only the cases that each check marks
@@ -155,7 +157,7 @@ def plan(
         subject = _subject(backend, device)
         known = known_failures_of(subject.backend) if known_failures is None else tuple(known_failures)
     except BrokenBackend as error:
-        return Plan(unloaded(name, environment(device), command, Outcome.UNAVAILABLE, str(error)), ())
+        return CheckList(unloaded(name, environment(device), command, Outcome.UNAVAILABLE, str(error)), ())
     every = expand(subject, {*(families or ()), *(pattern.partition(".")[0] for pattern in checks or ())})
     wanted = [check for check in every if check.quick >= quick and _wanted(check, families, checks, tags)]
     report = Report(
@@ -174,11 +176,11 @@ def plan(
     notes = notes_on(subject, report.claims, every, known)
     if quick:
         notes += (quick_note([check for check in every if not check.quick]),)
-    return Plan(report, tuple(wanted), known, notes, every=len(wanted) == len(every))
+    return CheckList(report, tuple(wanted), known, notes, every=len(wanted) == len(every))
 
 
-def run_check(check: Check, planned: Result, known_failures: Sequence[KnownFailure] = ()) -> Result:
-    """Run a check and fill in the planned result. Any exception other than a check's own is an error of the backend."""
+def run_check(check: Check, blank: Result, known_failures: Sequence[KnownFailure] = ()) -> Result:
+    """Run a check and fill in its result. Any exception other than a check's own is an error of the backend."""
     start = time.perf_counter()
     evidence: Measurements = {}
     reason = ""
@@ -204,12 +206,12 @@ def run_check(check: Check, planned: Result, known_failures: Sequence[KnownFailu
         outcome, reason = Outcome.XPASS, f"{known.issue} says this fails, but it passes: remove the entry"
     elif check.preview and outcome in (Outcome.FAIL, Outcome.ERROR):
         outcome, reason = Outcome.PREVIEW, f"{check.preview}: {reason}"
-    if planned.spec is None and len(ran) == 1:
-        planned = msgspec.structs.replace(planned, spec=SpecRecord.of(*ran))
+    if blank.spec is None and len(ran) == 1:
+        blank = msgspec.structs.replace(blank, spec=SpecRecord.of(*ran))
     # Digits after the fourth are noise, and would make up most of the report.
     evidence = {what: float(f"{value:.4g}") for what, value in evidence.items()}
     seconds = round(time.perf_counter() - start, 3)
-    return msgspec.structs.replace(planned, outcome=outcome, reason=reason, evidence=evidence, seconds=seconds)
+    return msgspec.structs.replace(blank, outcome=outcome, reason=reason, evidence=evidence, seconds=seconds)
 
 
 def unloaded(name: str, env: Environment, command: str, outcome: Outcome, reason: str = "") -> Report:

@@ -38,7 +38,7 @@ def check_isolated(
 ) -> Report:
     """`check_backend` in another process; always returns a complete report.
 
-    request: the keyword arguments of `spec_decode.conformance.runner.plan`, the device by name, "soak": those of
+    request: the keyword arguments of `spec_decode.conformance.runner.check_list`, the device by name, "soak": those of
     `soak_length`, "seed": of the drawn cases, and "keep": {"report": path, "resume": bool} for `KeptResults`; raises
     ReportError if those results belong to another run. If the process dies or exceeds a limit, the check in flight
     becomes an `error` with the reason, and later ones stay `not_run`. env: used until the process reports its own.
@@ -67,7 +67,7 @@ class _Progress:
         self._results, self._at = list(report.results), 0
 
     def take(self, message: dict[str, Any]) -> None:
-        """Handle {"report": the plan}, {"result": the next}, {"notes": texts} or {"refused": why}."""
+        """Handle {"report": the empty one}, {"result": the next}, {"notes": texts} or {"refused": why}."""
         if self._on_note:
             for note in message.get("notes", ()):
                 self._on_note(note)

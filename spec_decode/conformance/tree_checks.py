@@ -10,8 +10,8 @@ from spec_decode.conformance.cases import TELLING_VARIANTS, spec_cases
 from spec_decode.conformance.check import Family
 from spec_decode.conformance.coverage import ADVANCE, CAPTURE, with_case
 from spec_decode.testing.batches import Batch, Case, with_trees
+from spec_decode.testing.built_batch import BuiltBatch
 from spec_decode.testing.outcome import Measurements
-from spec_decode.testing.paged_fixture import PagedFixture
 from spec_decode.testing.subject import Subject
 
 _BUSHY, _CHAIN, _STAR = (0, 0, 1, 1, 2), (0, 1, 2, 3, 4), (0, 0, 0, 0, 0)
@@ -53,7 +53,7 @@ def _trees(subject: Subject) -> Iterable[tuple[str, Case]]:
     since=(1, 2),
 )
 def trees_see_their_ancestors(subject: Subject, case: Case) -> Measurements:
-    built = PagedFixture.of(subject, case).build(case.batch)
+    built = BuiltBatch.of(subject, case)
     return built.expect_attention("attention of a tree", cache=_STORED)
 
 
@@ -64,6 +64,6 @@ def trees_see_their_ancestors(subject: Subject, case: Case) -> Measurements:
     since=(1, 2),
 )
 def tree_replays_over_other_trees(subject: Subject, case: Case) -> Measurements:
-    built = PagedFixture(subject, case.spec, case.batch.rows).build(case.batch)
+    built = BuiltBatch.of(subject, case)
     other = _OTHERS["trees" if len(case.batch.trees) == 3 else "wide"]
     return built.expect_replay(other, "attention of the trees of a replay")

@@ -1,4 +1,4 @@
-"""Sampling: parameters, noise, and the samplers of the draft; the target's is in `target_sampler`."""
+"""Sampling: parameters, noise, and the sampler of drafts; others are loaded where they are used."""
 
 from spec_decode.sampling.draft_sampler import DraftSampler
 from spec_decode.sampling.parameters import Sampling, SamplingParams

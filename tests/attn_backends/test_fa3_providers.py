@@ -10,7 +10,8 @@ from attn_backends import Accepted, KVCache, Rejected, explain, registry
 from attn_backends import fa3_providers as providers
 from attn_backends.capabilities import Feature
 from attn_backends.fa3_providers import PROVIDER_VARIABLE, BrokenProvider, find_provider
-from builders import BatchError, FlashAttn3Metadata
+from builders import BatchError
+from builders.flash_attn3 import FlashAttn3Metadata
 from spec_decode.tools.specs import MLA
 from tests.attn_backends.packages_on_disk import packages_on_disk, versions
 from tests.backends_over_stand_ins import unloaded

@@ -8,6 +8,7 @@ import torch
 from attn_backends import Rejected
 from spec_decode.conformance import check_backend
 from spec_decode.testing.batches import VERIFY
+from spec_decode.testing.built_batch import BuiltBatch
 from spec_decode.testing.outcome import Outcome
 from spec_decode.testing.paged_fixture import PagedFixture
 from spec_decode.testing.subject import Subject
@@ -86,7 +87,7 @@ def test_a_build_without_kernels_for_latents_refuses_with_the_reason(mla, monkey
 def test_a_spec_that_allows_trees_allows_chains(backend):
     subject = Subject(backend, CPU)
     fixture = PagedFixture(subject, replace(subject.base_spec(), tree=True), VERIFY.rows)
-    fixture.build(VERIFY).expect_attention("attention of chains")
+    BuiltBatch(fixture, VERIFY).expect_attention("attention of chains")
 
 
 def test_trees_with_a_window_are_refused_with_the_reason(backend):

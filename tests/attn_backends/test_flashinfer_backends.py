@@ -11,8 +11,9 @@ import builders.flashinfer
 from attn_backends import KVCache, Rejected, explain
 from builders import BatchError
 from spec_decode.conformance import check_backend
-from spec_decode.conformance.runner import plan, run
+from spec_decode.conformance.runner import check_list, run
 from spec_decode.testing.batches import DECODE, RAGGED, VERIFY, Batch
+from spec_decode.testing.built_batch import BuiltBatch
 from spec_decode.testing.outcome import Outcome
 from spec_decode.testing.paged_fixture import PagedFixture
 from spec_decode.testing.subject import Subject
@@ -65,7 +66,7 @@ def test_a_backend_passes_the_kit(name):
 
 
 def test_the_one_that_chooses_a_kernel_passes_a_quick_kit():
-    report = run(plan(backend("flashinfer"), device=CPU, checks=KIT, quick=True))
+    report = run(check_list(backend("flashinfer"), device=CPU, checks=KIT, quick=True))
     assert report.ok, report.summary()
     assert {f"{result.check.partition('.')[0]}.*" for result in report.results} == {*KIT}
     assert {result.outcome for result in report.results} == {Outcome.PASS}
@@ -92,7 +93,7 @@ def test_attention_is_right_and_trees_are_served_but_for_windows(name):
 def test_single_tokens_may_be_trees(name):
     fixture = fixture_of(backend(name), 3, tree=True)
 
-    fixture.build(Batch((1, 1), (1, 150), 3, ((), ()))).expect_attention("attention of single tokens")
+    BuiltBatch(fixture, Batch((1, 1), (1, 150), 3, ((), ()))).expect_attention("attention of single tokens")
 
 
 def test_chains_and_trees_of_one_shape_have_plans_of_their_own():
@@ -109,7 +110,9 @@ def test_chains_and_trees_of_one_shape_have_plans_of_their_own():
 def test_trees_of_several_query_tiles_and_chunks_are_right(lens):
     fixture = fixture_of(backend("flashinfer"), 3, tree=True, **MQA)
 
-    fixture.build(Batch((6, 6), lens, 3, ((0, 0, 1, 1, 2), (0, 1, 2, 3, 4)))).expect_attention("attention of trees")
+    BuiltBatch(fixture, Batch((6, 6), lens, 3, ((0, 0, 1, 1, 2), (0, 1, 2, 3, 4)))).expect_attention(
+        "attention of trees"
+    )
 
 
 def test_a_group_that_the_cuda_cores_have_no_kernel_for_is_refused():
@@ -197,7 +200,7 @@ def forward(fixture, metadata, cache):
 def test_strides_that_the_kernels_cannot_follow_are_refused(name):
     fixture, metadata = built(name)
     unlike = KVCache(padded_dims(fixture.cache, 64).key, fixture.cache.value)
-    with pytest.raises(BatchError, match=r"same strides, .* Use one layout"):
+    with pytest.raises(BatchError, match=r"same strides, .* call allocate_kv"):
         forward(fixture, metadata, unlike)
     if name != "flashinfer_tensor_cores":
         with pytest.raises(BatchError):

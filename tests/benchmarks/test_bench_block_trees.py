@@ -39,9 +39,3 @@ def test_rounds_of_a_published_shape_keep_as_few_tokens_in_a_row_as_of_trees(ben
     assert not bench.missing and len(rows) == 3 and all(row["num_speculative_tokens"] == 7 for row in rows)
     assert [row["draft"].rpartition(", ")[2] for row in rows[1:]] == ["4x7", "8x24"]
     assert rows[0]["accepted"] == 0
-
-
-def test_prompts_are_held_out_and_the_temperature_is_the_cases():
-    requests = replace(SHIPPED, temperature=0.5).requests(3)
-    assert len({tuple(request.prompt) for request in requests}) == 3 and {len(each.prompt) for each in requests} == {97}
-    assert [(each.sampling.temperature, each.sampling.seed) for each in requests] == [(0.5, seed) for seed in range(3)]

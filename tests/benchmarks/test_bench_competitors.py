@@ -6,10 +6,9 @@ import pytest
 import torch
 
 from attn_backends import get
-from benchmarks import measure, tune_skinny_linear
+from benchmarks import measure
 from benchmarks.cases import compiled_steps, products
 from benchmarks.cases.compiled_steps import (
-    CompiledStep,
     ContiguousAttention,
     in_plain_torch,
     model_step,
@@ -22,7 +21,6 @@ from benchmarks.rows import Bench
 from builders import AttentionKind
 from spec_decode.drafter import Strategy
 from spec_decode.model_api import AttentionInputs
-from spec_decode.models.kernels.skinny_tiling import tile_of
 from spec_decode.tools.timing_limit import verdict
 from tests.benchmarks.test_bench_random_drafts import tiny
 from tests.factories import CPU, make_spec
@@ -90,17 +88,6 @@ def test_a_step_in_plain_torch_is_the_models(name, num_reqs):
             torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
 
 
-def test_each_replay_goes_on_where_the_one_before_ended(monkeypatch):
-    monkeypatch.setattr(compiled_steps, "_compile", lambda module: module)
-    draft = tiny_draft("llama3-8b-eagle")
-    step = CompiledStep(draft, 2, CPU)
-    expected = in_plain_torch(step._compiled, (step.token_ids, step.hidden, step.positions))
-    for _ in range(2):
-        ids, hidden = expected(step.token_ids, step.hidden, step.positions)
-        step()
-        assert torch.equal(step.token_ids, ids) and torch.equal(step.hidden, hidden)
-
-
 def test_a_draft_has_a_row_of_its_own_and_one_of_the_compiled_step(monkeypatch):
     monkeypatch.setattr(compiled_steps, "_compile", lambda module: module)
     run = RoundConfig(get("torch_reference"), Strategy.FULL_LOOP, 3, 1)
@@ -111,22 +98,6 @@ def test_a_draft_has_a_row_of_its_own_and_one_of_the_compiled_step(monkeypatch):
     assert (theirs["backend"], theirs["peer"], theirs["strategy"]) == ("torch.compile", True, "per_step")
     assert ours["peer_ratio"] == pytest.approx(ours["wall_us"]["p50"] / theirs["wall_us"]["p50"], abs=1e-3)
     assert verdict(ours["limits"]) == ("peer_ratio <= 1", ours["peer_ratio"] <= 1)
-
-
-@pytest.mark.parametrize("sizes, compiled", [((1,), [1]), ((1, 2, 4), [1, 4])])
-def test_a_published_draft_is_compiled_at_its_fewest_and_most_requests(sizes, compiled, bench, monkeypatch):
-    seen = []
-    monkeypatch.setattr(compiled_steps, "PUBLISHED_DRAFTS", {"x": replace(tiny(KINDS[0]), num_reqs=sizes)})
-    monkeypatch.setattr(compiled_steps, "comparison_rows", lambda _, case, __, run: seen.append((case, run)) or [])
-    assert not list(compiled_steps.compiled_step_rows(bench, name="x")) and not bench.missing
-    assert [(case, run.num_reqs, run.num_speculative_tokens) for case, run in seen] == [
-        ("x-compiled", num_reqs, 7) for num_reqs in compiled
-    ]
-
-
-def test_the_weights_of_a_step_are_those_that_it_multiplies_by():
-    shapes = [tuple(weight.shape) for weight in products.weights_of(tiny_draft(KINDS[0]), CPU)]
-    assert shapes == [(32, 64), (6 * 64, 32), (32, 4 * 64), (96, 32), (32, 48), (64, 32)]
 
 
 def test_each_product_has_a_row_of_ours_beside_torchs(monkeypatch):
@@ -154,27 +125,3 @@ def test_each_product_has_a_row_of_ours_beside_torchs(monkeypatch):
     assert (ours["peer_ratio"], ours["floor_us"], theirs["backend"], theirs["peer"]) == (0.5, 4.096, "torch", True)
     # So many rows as 500 are torch's to multiply.
     assert [row["num_reqs"] for row in rows] == [1, 1, 8, 8] * 5
-
-
-def test_tuning_tries_the_tables_tiling_first_and_says_which_is_best(monkeypatch):
-    tiny_bf16 = replace(tiny(KINDS[0]), dtype=torch.bfloat16)
-    monkeypatch.setattr(tune_skinny_linear, "_DEVICE", CPU)
-    monkeypatch.setattr(tune_skinny_linear, "PUBLISHED_DRAFTS", {KINDS[0]: tiny_bf16})
-    shapes = tune_skinny_linear.shapes([KINDS[0]])
-    assert {(shape.n, shape.k) for shape in shapes if shape.gated} == {(96, 32)} and len(shapes) == 12
-
-    shape = tune_skinny_linear.SkinnyProduct(2, 2048, 1024, gated=True)
-    own, *others = shape.tilings()
-    assert own == tile_of(2, 1024, 1024, gated=True) and others and own not in others
-    medians = iter([4.0, 2.0, *[3.0] * len(others)])
-    monkeypatch.setattr(tune_skinny_linear, "time_in_turn", lambda *_: {"p50": next(medians)})
-    monkeypatch.setattr(products, "COLD_BYTES", 0)
-    line = tune_skinny_linear.tuned(shape, 1e6)
-    assert f"2.00 us, 0.48 of the floor 4.19; table 4.00; F.linear 3.00; {others[0]}" in line
-
-
-def test_an_unknown_draft_is_refused(monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", ["tune", KINDS[0], "llama"])
-    with pytest.raises(SystemExit):
-        tune_skinny_linear.main()
-    assert "a draft must be one of llama3-8b-eagle, " in (said := capsys.readouterr().err) and "got llama." in said

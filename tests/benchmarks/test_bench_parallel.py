@@ -7,13 +7,12 @@ import torch
 
 from benchmarks.cases import draft_rounds, tree_verify
 from benchmarks.cases.draft_rounds import block_draft_rows
-from benchmarks.cases.throughput import LLAMA3_8B, AuxStatesTarget, block_throughput_rows
+from benchmarks.cases.throughput import LLAMA3_8B, block_throughput_rows
 from benchmarks.cases.tree_verify import tree_rows
 from benchmarks.random_drafts import BLOCK_DRAFTS, RANDOM_DRAFTS
 from benchmarks.rows import Bench
-from spec_decode.models.layers.decoder_layer import DecoderLayer
-from tests.benchmarks.test_bench_random_drafts import tiny, weight_bytes
-from tests.factories import CPU, make_config
+from tests.benchmarks.test_bench_random_drafts import tiny
+from tests.factories import CPU
 
 
 def tiny_block(name):
@@ -50,51 +49,6 @@ def test_engines_of_both_kinds_of_draft_keep_as_many_tokens_and_differ_in_the_dr
     assert all(row["accepted"] == pytest.approx(2.0, abs=0.3) for row in (steps, found))
     assert found["step_ratio"] == pytest.approx(found["per_user"] / steps["per_user"], rel=0.01)
     assert (steps["peer"], found["peer"]) == (True, False)
-
-
-def test_a_target_hands_on_the_states_that_enter_its_layers():
-    target = AuxStatesTarget(make_config(num_layers=4), 3)
-    seen = []
-    hooks = [
-        layer.register_forward_pre_hook(lambda _, args: seen.append(args[0] if args[1] is None else args[0] + args[1]))
-        for layer in target.layers[1:]
-    ]
-    states = target(torch.arange(5), torch.arange(5), lambda inputs: inputs.normed_and_rotated()[0])
-    for hook in hooks:
-        hook.remove()
-    assert states.target_hidden_states.equal(torch.cat(seen, -1))
-
-
-def test_a_target_hands_on_whole_states_where_a_product_is_left_in_shares(monkeypatch):
-    target = AuxStatesTarget(make_config(num_layers=4), 3)
-    inputs = torch.arange(5), torch.arange(5), lambda inputs: inputs.normed_and_rotated()[0]
-    whole = target(*inputs)
-    forward = DecoderLayer.forward
-
-    def in_shares(layer, *args):
-        x, delta = forward(layer, *args)
-        return x, torch.stack([delta, torch.zeros_like(delta)])
-
-    monkeypatch.setattr(DecoderLayer, "forward", in_shares)
-    states = target(*inputs)
-    assert states.hidden.equal(whole.hidden) and states.target_hidden_states.equal(whole.target_hidden_states)
-
-
-def test_a_block_reads_what_is_made_of_the_targets_states_too():
-    draft = tiny_block("qwen3-8b-dflash").make(CPU)
-    later, whole = weight_bytes(draft, 1), weight_bytes(draft, 1, whole_round=True)
-    assert whole - later == 4 * draft.fc.weight.numel() > 0
-
-
-def test_of_a_codebook_as_of_an_embedding_a_round_reads_a_few_rows():
-    draft, plain = (tiny_block(name).make(CPU) for name in ("qwen3-8b-dflash2", "qwen3-8b-dflash"))
-    selector, layers = (
-        draft.candidate_selector,
-        [layer for layer in draft.layers.modules() if hasattr(layer, "base_kernel")],
-    )
-    more = [selector.hidden_projection.weight, *(p for layer in layers for p in layer.parameters())]
-    added = weight_bytes(draft, 1, whole_round=True) - weight_bytes(plain, 1, whole_round=True)
-    assert added == 4 * sum(p.numel() for p in more) > 0
 
 
 def test_trees_are_timed_beside_as_many_tokens_in_a_row_on_every_backend_that_has_them(monkeypatch):

@@ -24,33 +24,6 @@ def test_of_each_row_the_slowest_process_is_taken_whole(quantity):
     assert (b[quantity]["p50"], b["p50_of_processes"]) == (5.0, [5.0])
 
 
-def test_gpu_time_decides_before_host_time():
-    fast, slow = row("a", 2.0, host_us={"p50": 9.0}), row("a", 3.0, host_us={"p50": 1.0})
-    assert next(slowest([[fast], [slow]]))["gpu_us"]["p50"] == 3.0
-
-
-@pytest.mark.parametrize(
-    "column",
-    [
-        *("strategy", "num_reqs", "num_speculative_tokens", "temperature", "tree", "draft"),
-        *("extend_in_graph", "one_graph", "host_waits", "batch_invariant"),
-    ],
-)
-def test_rows_of_unlike_shapes_are_not_one(column):
-    first, second = row("a", 2.0) | {column: 7}, row("a", 1.0) | {column: 8}
-    assert [found["p50_of_processes"] for found in slowest([[first, second], [second]])] == [[2.0], [1.0, 1.0]]
-
-
-def test_rows_that_say_the_same_of_themselves_are_paired_in_order():
-    runs = [[row("a", 2.0), row("a", 7.0)], [row("a", 3.0), row("a", 6.0)]]
-    assert [found["gpu_us"]["p50"] for found in slowest(runs)] == [3.0, 7.0]
-
-
-def test_a_row_without_times_is_that_of_the_first_process():
-    (found,) = slowest([[{"case": "a", "graph_bytes": 1}], [{"case": "a", "graph_bytes": 2}]])
-    assert (found["graph_bytes"], found["p50_of_processes"]) == (1, None)
-
-
 HEAD = {"schema": "attn-bench/3", "env": {**ENV, "kernel_interval_us": 0.84}, "command": "a child's"}
 CHILD = f"""
 import json, sys

@@ -9,10 +9,8 @@ from benchmarks.cases import draft_rounds
 from benchmarks.cases.draft_rounds import random_draft_rows
 from benchmarks.measure import DeviceRates
 from benchmarks.random_drafts import RANDOM_DRAFTS
-from benchmarks.rounds import RoundConfig, weights_read
+from benchmarks.rounds import weights_read
 from benchmarks.rows import Bench
-from spec_decode.drafter import Strategy
-from spec_decode.tools.timing_limit import verdict
 from tests.factories import CPU
 
 TINY = {
@@ -76,44 +74,11 @@ def test_every_draft_is_timed_in_every_strategy(small, name, monkeypatch):
     assert all(row["floor_counts"].endswith("weights of 8 bits as if they had 16") for row in narrow)
 
 
-def test_one_device_loop_is_held_against_the_full_loops_of_every_length(small):
-    rows = [row for row in random_draft_rows(Bench(CPU, None), "eagle-1024") if "graphs" in row["case"]]
-    assert [row["strategy"] for row in rows] == ["full_loop", "device_loop"]
-    assert rows[1]["capture_ratio"] == pytest.approx(rows[1]["capture_seconds"] / rows[0]["capture_seconds"], rel=0.2)
-    assert (
-        rows[1]["bytes_ratio"] < 1
-        and verdict(rows[1]["limits"])[0] == "capture_ratio <= 0.334 and bytes_ratio <= 0.334"
-    )
-
-
-def test_a_device_loop_is_charged_for_what_its_steps_take_over_the_unrolled_ones():
-    def row(us):
-        return {"case": "x/steps", "gpu_us": {"p50": us}}
-
-    unrolled = {}
-    draft_rounds._with_limits("x", RoundConfig(None, Strategy.FULL_LOOP, 7, 1), row(60.0), unrolled)
-    found = draft_rounds._with_limits("x", RoundConfig(None, Strategy.DEVICE_LOOP, 7, 1), row(90.0), unrolled)
-    assert found["loop_us"] == 5.0 and verdict(found["limits"])[1] is False
-
-
 def test_a_step_reads_neither_embeddings_nor_what_step_0_alone_uses():
     case = tiny("qwen3-8b-eagle3")
     draft = case.make(CPU)
     skipped = draft.aux.fc.weight.numel()
     assert weight_bytes(draft, 1) == 4 * (sum(p.numel() for p in draft.parameters()) - skipped)
-
-
-def test_a_step_reads_the_targets_head_where_the_draft_has_none():
-    draft = tiny("eagle-1024").make(CPU)
-    assert weight_bytes(draft, 1) == 4 * (sum(p.numel() for p in draft.parameters()) + 64 * 32)
-
-
-@pytest.mark.parametrize("name", ["eagle-1024", "qwen3-8b-eagle3", "glm-4.7-flash-mtp"])
-def test_weights_of_8_bits_count_as_those_of_16_that_they_are_compared_with(name):
-    case = replace(tiny(name), dtype=torch.bfloat16)
-    drafts = [replace(case, draft_weights=weights).make(CPU) for weights in (None, "fp8")]
-    for whole_round in (False, True):
-        assert len({weight_bytes(draft, 2, whole_round=whole_round) for draft in drafts}) == 1
 
 
 def test_a_step_reads_as_many_experts_as_its_tokens_take():

@@ -1,7 +1,4 @@
-import sys
 from dataclasses import replace
-from importlib.util import find_spec
-from types import ModuleType, SimpleNamespace
 
 import msgspec
 import pytest
@@ -9,26 +6,22 @@ import torch
 
 import benchmarks as benches
 from attn_backends import get
-from attn_backends.kernels.fp8_ds_mla import gather_and_dequantise
 from benchmarks import decode_fixture, measure, peers
 from benchmarks.cases import advance, backend_rounds, decode
 from benchmarks.cases.decode import PeerComparison, by_backend, comparison_rows
 from benchmarks.decode_fixture import DecodeFixture
 from benchmarks.measure import DeviceRates
 from benchmarks.report import read_report, report_bytes
-from benchmarks.rows import STOPPED, Bench, serving, with_limits
-from builders import AdvanceLevel, BatchError, advance_state
+from benchmarks.rows import STOPPED, Bench, with_limits
+from builders import BatchError, advance_state
 from spec_decode.files import parse_json
 from spec_decode.graphs.dispatch_mode import PlainDispatchMode
 from spec_decode.matrix.sources import Sources, TimingReport
-from spec_decode.tools.specs import FP8_DS_MLA, GQA, MLA
+from spec_decode.tools.specs import MLA
 from spec_decode.tools.timing_limit import TimingLimit, verdict
 from tests.factories import CPU, make_spec
 
 NO_CUDA = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
-NO_PEERS = pytest.mark.skipif(
-    any(map(find_spec, ("flashinfer", "vllm"))), reason="needs a machine without flashinfer and vllm"
-)
 SPEC = make_spec(num_q_heads=4, num_kv_heads=2, head_dim=64, page_size=16)
 
 
@@ -54,10 +47,6 @@ def timed(monkeypatch):
     monkeypatch.setattr(decode, "time_in_turn", time_in_turn)
     monkeypatch.setattr(decode_fixture, "COLD_BYTES", 1)
     return medians
-
-
-def broken(fixture):
-    raise RuntimeError("no kernel image")
 
 
 def comparison(**peers):
@@ -114,43 +103,6 @@ def test_a_peer_that_computes_something_else_is_noted_and_not_compared_with(benc
     assert note.startswith("comparison: other (peer) at [") and note.endswith(f": differs from our result by {off}")
 
 
-@NO_PEERS
-def test_an_absent_peer_has_a_note_and_no_row(bench, timed):
-    timed += [1]
-    [row] = comparison_rows(bench, comparison(flashmla=by_backend("flashmla_sparse")), SPEC, 1, 16)
-    assert row["peer_ratio"] is None and verdict(row["limits"]) == ("peer_ratio <= 1.5", None)
-    [note] = bench.missing
-    assert note.startswith("comparison: flashmla (peer): ") and "'.[vllm]'" in note and not bench.stopped
-
-
-def test_a_peer_that_refuses_the_spec_gives_its_reasons(bench, timed):
-    timed += [1]
-    list(comparison_rows(bench, comparison(mla=by_backend("triton_mla")), SPEC, 1, 16))
-    assert "serves mla, not mha" in bench.missing[0]
-
-
-def test_a_peer_that_fails_costs_no_other_its_row(bench, timed):
-    timed += [1, 2]
-    ours, peer = comparison_rows(bench, comparison(broken=broken, reference=by_backend("torch_reference")), SPEC, 1, 16)
-    assert (ours["peer_ratio"], peer["backend"]) == (0.5, "reference")
-    [note] = bench.missing
-    assert note.startswith("comparison: broken (peer) at [4/2 heads, dim 64") and ", 1 x 16: stopped by" in note
-    assert note.endswith("RuntimeError: no kernel image") and bench.stopped == [note]
-
-
-def test_a_comparison_without_its_backend_is_noted(bench, timed):
-    assert not list(comparison_rows(bench, replace(comparison(), backend="nonesuch"), SPEC, 1, 16))
-    assert bench.missing[0].startswith("comparison: nonesuch: ")
-
-
-def test_an_fp8_ds_mla_cache_is_filled_by_its_own_write():
-    fixture = DecodeFixture(FP8_DS_MLA, 2, 64, CPU)
-    [cache] = fixture.caches(get("torch_reference"), cold=False)
-    slots = torch.arange(fixture.num_pages * FP8_DS_MLA.page_size)
-    latents = gather_and_dequantise(cache.latents, slots, FP8_DS_MLA.page_size).float()
-    assert 0.9 < latents.std() < 1.1
-
-
 @pytest.fixture
 def counted(monkeypatch):
     """Kernels are ops here, and time is 1 us each."""
@@ -176,23 +128,6 @@ def advances(bench, counted):
     return {(row["backend"], row["spec"], row["num_reqs"]): row for row in advance.advance_rows(bench) if "spec" in row}
 
 
-@pytest.mark.parametrize("most, stopped", [(4096, False), (2048, True)])
-def test_every_timed_advance_moves_every_row(bench, monkeypatch, most, stopped):
-    def time_kernels(launch):
-        for _ in range(1 + 50 * 40):  # as on a GPU: once, then 40 replays of 50
-            launch()
-        return at(1)
-
-    monkeypatch.setattr(advance, "time_kernels", time_kernels)
-    monkeypatch.setattr(advance, "kernels_in", lambda call: call() or 1)
-    monkeypatch.setattr(advance, "product", lambda *_: [(2, 3)])
-    monkeypatch.setattr(advance, "serving", lambda *_: [])
-    monkeypatch.setattr(advance, "_MOST", most)
-    rows = [row for row in advance.advance_rows(bench) if row["backend"] == "shared"]
-    assert [(row["kernels_per_step"], verdict(row["limits"])[1]) for row in rows] == [(1, True)] * (not stopped)
-    assert any("reached its limit of 2048 tokens" in note for note in bench.stopped) is stopped
-
-
 def test_a_builder_of_views_launches_nothing_to_advance(advances):
     rows = [row for (backend, *_), row in advances.items() if backend in ("triton_paged", "triton_mla")]
     assert len(rows) == 4
@@ -205,24 +140,6 @@ def test_window_lists_advance_by_one_kernel_over_both_caches(advances):
     rows = [row for (backend, *_), row in advances.items() if backend == "sparse_swa_mla"]
     assert len(rows) == 4 and {row["kernels_per_step"] for row in rows} == {1}
     assert {verdict(row["limits"]) for row in rows} == {("kernels_per_step <= 1 and gpu_us <= 3", True)}
-
-
-def test_the_specification_is_held_to_no_time(advances):
-    row = advances["torch_reference", GQA.describe(), 1]
-    assert row["kernels_per_step"] > 1 and "limits" not in row
-
-
-def test_a_backend_that_serves_none_of_the_specs_gives_its_reasons(bench):
-    served = {backend.name for backend, _ in serving(bench, "advance", [MLA])}
-    assert served == {"torch_reference", "triton_mla"}
-    assert any(note.startswith("advance/triton_paged: ") and "serves mha, not mla" in note for note in bench.missing)
-
-
-@NO_PEERS
-def test_rows_of_flashinfer_are_noted_where_it_is_absent(bench):
-    assert not list(advance.step_rows(bench))
-    assert [note.partition(": ")[0] for note in bench.missing] == ["step/flashinfer", "step/flashinfer-horizon"]
-    assert all("flashinfer" in note.partition(": ")[2] for note in bench.missing)
 
 
 @pytest.mark.parametrize("context", [32, 41])
@@ -259,53 +176,6 @@ def test_a_plan_for_the_horizon_holds_while_only_last_page_len_moves(flashinfer)
     assert torch.equal(metadata.plan, plan) and len(metadata.launch.wrapper.plans) == plans
 
 
-def test_a_plan_for_the_start_alone_would_not_hold(flashinfer):
-    fixture, backend, builder = planned(flashinfer.FlashInferHorizon(), num_reqs=1, context=256)
-    metadata = builder.build(fixture.batch)
-    layout, [cache] = metadata.launch.layout, fixture.caches(backend, cold=False)
-    metadata.plan[layout.block_valid_mask + 2 :][: layout.padded_tiles - 2] = 0
-    advance_state(fixture.buffers, fixture.num_reqs)
-    builder.advance(metadata)
-    out = backend.forward(fixture.query, cache, metadata, spec=fixture.spec)
-    expected = fixture.attention_by(get("torch_reference"))(cache)
-    assert not torch.allclose(out, expected, rtol=0.02, atol=0.02)
-
-
-def test_every_build_plans_on_the_host_and_keeps_the_lengths_of_the_device(flashinfer):
-    fixture, _, builder = planned(flashinfer.FlashInferPerStep())
-    metadata = builder.build(fixture.batch)
-    before = len(metadata.launch.wrapper.plans)
-    advance_state(fixture.buffers, fixture.num_reqs)
-    builder.build(fixture.batch)
-    width = fixture.batch.block_table.shape[1]
-    assert metadata.launch.wrapper.plans[before:] == [([0, width, 2 * width], [16, 16])]
-    assert metadata.last_page_len.tolist() == [251 - (width - 1) * 16] * 2
-
-
-def test_a_plan_a_step_is_no_claim_to_advance_in_the_graph(flashinfer):
-    levels = [
-        backend.builder.advance_support(GQA, CPU).level
-        for backend in (flashinfer.FlashInferHorizon(), flashinfer.FlashInferPerStep())
-    ]
-    assert levels == [AdvanceLevel.IN_GRAPH, AdvanceLevel.REBUILD]
-
-
-def test_host_time_of_a_plan_a_step_is_held_against_the_loop(bench, monkeypatch):
-    plans = ModuleType("benchmarks.flashinfer_plans")
-    plans.FlashInferHorizon = plans.FlashInferPerStep = lambda: SimpleNamespace(name="planned")
-    monkeypatch.setitem(sys.modules, plans.__name__, plans)
-    monkeypatch.setattr(
-        backend_rounds, "_parts", lambda *_: iter([(part, {"host_us": at(300)}) for part in ("round", "steps")])
-    )
-    case = replace(backend_rounds._TINY, num_speculative_tokens=(4,))
-    loops = {("round", 4, 1): 50.0, ("steps", 4, 1): 40.0}
-    rows = list(backend_rounds._host_plan_rows(bench, case, None, loops))
-    assert [(row.get("host_ratio"), verdict(row.get("limits", ()))[1]) for row in rows] == [(None, None)] * 2 + [
-        (6.0, None),
-        (7.5, False),
-    ]
-
-
 @pytest.fixture(scope="module")
 def on_cpu():
     """All that the suite `backends` can time on a CPU, each once."""
@@ -327,14 +197,6 @@ def test_on_a_cpu_tiny_rounds_of_its_backends_run_and_no_limit_is_judged(on_cpu)
     assert all(row["gpu_us"] is None and not row["limits"] and row["host_us"]["p50"] > 0 for row in on_cpu.rows)
     assert not any(row["floor_us"] or row["floor_counts"] for row in on_cpu.rows)
     assert any(note.startswith("round: cpu emulates graphs") for note in on_cpu.missing)
-
-
-@NO_CUDA
-def test_on_a_cpu_the_suite_says_what_it_leaves_out(on_cpu):
-    for case in ("advance", "step", "sparse-decode", "mla-decode", "paged-decode", "flashinfer-decode"):
-        assert f"{case}: times a CUDA device, but this run is on cpu" in on_cpu.missing
-    assert {"round/flash_attn3", "round/flashinfer"} <= {note.partition(": ")[0] for note in on_cpu.missing}
-    assert not on_cpu.stopped
 
 
 @NO_CUDA
@@ -377,17 +239,6 @@ def test_a_report_gives_back_the_run(on_cpu, tmp_path):
         has = {name: rounded(value) for name, value in row.items() if value is not None}
         assert {name: value for name, value in found.items() if value is not None} == has
     assert not read_report(tmp_path / "absent.json", CPU).rows
-
-
-@NO_CUDA
-@pytest.mark.parametrize("case", [case for case in benches.CASES if case not in (*benches.CPU_CASES, *benches.SUITES)])
-def test_a_case_that_needs_a_gpu_is_refused_when_it_is_named(case):
-    with pytest.raises(BatchError, match=f"the cases {case} time a CUDA device, but this run is on cpu"):
-        benches.run(device=CPU, cases=["round", case])
-
-
-def test_a_suite_and_a_case_of_it_run_the_case_once():
-    assert benches._expanded(["round", "backends"]).count("round") == 1
 
 
 def test_a_run_without_any_row_is_refused_with_the_reasons(monkeypatch):

@@ -182,7 +182,7 @@ def test_a_batch_over_an_engines_tensors_is_accepted_with_positions_or_without(l
         ({"positions": torch.tensor([2, 4], dtype=torch.int32)}, r"positions must be torch.int64"),
         ({"block_table": torch.zeros(4, 2, dtype=torch.int32).t()}, r"got strides \(1, 2\)"),
         ({"seq_lens": torch.zeros(4, dtype=torch.int32)[::2]}, r"all other tensors of a batch must be contiguous"),
-        ({"max_query_len": 2}, r"2 rows of 2 tokens has 4, got 2; .* Pass uniform=False"),
+        ({"max_query_len": 2}, r"2 rows of 2 tokens has 4, got num_tokens=2; .* Pass uniform=False"),
     ],
 )
 def test_tensors_that_a_kernel_would_misread_are_refused(changes, found):

@@ -4,7 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from builders import FlashAttn3Builder, TritonPagedBuilder, flash_attn3, triton_paged
+from builders import TritonPagedBuilder, flash_attn3, triton_paged
+from builders.flash_attn3 import FlashAttn3Builder
 from tests.factories import CPU, make_spec
 
 

@@ -9,7 +9,6 @@ import pytest
 
 from attn_backends.engines.vllm import compat
 from attn_backends.engines.vllm.compat import UnsupportedVllm, v0_33
-from tests.import_graph import imported, module_files
 
 PLACE = v0_33.PLACES["AttentionBackend"]
 
@@ -83,11 +82,3 @@ def test_a_second_minor_needs_only_its_own_module(monkeypatch):
 
 def test_the_refusal_is_an_import_error_which_vllm_shows_as_the_reason():
     assert issubclass(UnsupportedVllm, ImportError)
-
-
-def test_no_other_module_imports_vllm():
-    room = "attn_backends.engines.vllm"
-    files = {name: path for name, path in module_files(floors=["attn_backends"]).items() if name.startswith(room)}
-    uses = {name: imported(path.read_text(encoding="utf-8"), name, files) for name, path in files.items()}
-    found = {name for name, used in uses.items() for use in used if use.split(".")[0] == "vllm"}
-    assert found == {f"{room}.compat.__init__"}

@@ -98,7 +98,9 @@ def test_a_block_that_sees_more_than_is_planned_of_its_window_is_refused():
     """FlashInfer plans the window and one query tile, here of 64 tokens; the first token of the block sees them all."""
     case = Case([400, 300], head_dim=256, group=1, query_len=80, window_left=99, page_size=16, tensor_cores=True)
     lens, table = torch.tensor(case.seq_lens, dtype=torch.int32), table_of(case)
-    with pytest.raises(BatchError, match="a block of 80 tokens sees 179 with its window, FlashInfer plans 11 pages"):
+    with pytest.raises(
+        BatchError, match="a block of 80 tokens and its window take 179 KV tokens, FlashInfer plans 11 pages"
+    ):
         plan_of(case, lens, table, causal=False, head_dim=256)
     plan_of(case, lens, table, head_dim=256).refresh()
     shorter = replace(case, query_len=77)

@@ -21,6 +21,7 @@ from attn_backends import AttentionBackend, get
 from builders import AdvanceSupport, AttentionBatch, AttentionSpec
 from spec_decode.conformance import check_backend
 from spec_decode.testing.batches import DECODE
+from spec_decode.testing.built_batch import BuiltBatch
 from spec_decode.testing.metadata_fields import tensors_of
 from spec_decode.testing.outcome import CheckFailure
 from spec_decode.testing.paged_fixture import PagedFixture
@@ -107,7 +108,7 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize("name", ["torch_reference", "triton_paged", "triton_mla", "sparse_swa_mla"])
 def test_a_control_is_right_as_built_and_wrong_after_an_advance(name: str) -> None:
     subject = Subject(stale(name), CPU)
-    built = PagedFixture(subject, subject.base_spec(), DECODE.rows).build(DECODE, horizon=2)
+    built = BuiltBatch(PagedFixture(subject, subject.base_spec(), DECODE.rows), DECODE, horizon=2)
     built.expect_attention("as built", cache="as built")
     built.advance()
     with pytest.raises(CheckFailure, match="after an advance"):

@@ -12,7 +12,8 @@ import torch
 from attn_backends import AttentionBackend
 from attn_backends.merged_trees import merge_tree
 from attn_backends.triton_paged import TritonPaged
-from builders import FlashAttn3Builder, FlashAttn3Metadata, ReferenceBuilder
+from builders import ReferenceBuilder
+from builders.flash_attn3 import FlashAttn3Builder, FlashAttn3Metadata
 from spec_decode.trees import BlockTree
 from tests import flash_attn3_stand_in
 from tests.mutants.mutant import advance, around, attends_by, backend, build, derived

@@ -26,7 +26,7 @@ def embed_concat(
     token_ids  int64 [T]
     embedding  float [V, H]; an id outside the vocabulary gets a row of 0
     hidden     [T, H] in embedding's dtype
-    norms      the weights [H] of the RMS norms of the embedding and of the hidden state, with eps; empty: no norms
+    norms      the weights [H] of the RMS norms of the embedding and of the hidden state, with eps; none if empty
     """
     if hidden.requires_grad or embedding.requires_grad or any(weight.requires_grad for weight in norms):
         return EmbedConcat(token_ids, embedding, hidden, norms, eps).reference()

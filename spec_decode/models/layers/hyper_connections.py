@@ -50,7 +50,7 @@ class _Mixer(nn.Module):
         return cls(shape, *(weights.take(f"{name}_{part}", *size, dtype=torch.float32) for part, size in sizes.items()))
 
     def mixes(self, streams: torch.Tensor) -> torch.Tensor:
-        """Return projection @ x / rms(x), fp32 [T, rows of projection]; x: the streams [T, S, H] of a token,
+        """Return projection @ x / rms(x), fp32 [T, rows of projection], where x is a token's row of streams [T, S, H],
         flattened."""
         return wide_linear(streams.flatten(1), self.projection, norm_eps=self.shape.norm_eps)
 

@@ -110,7 +110,7 @@ def test_nan_and_infinity_survive_an_fp8_ds_mla_cache(bad):
 
 
 REFUSED = {
-    "another page size": ({"page_size": 8}, r"with pages of 8 tokens must be torch.uint8 \[None, 5184\]"),
+    "another page size": ({"page_size": 8}, r"the fp8_ds_mla cache must be torch.uint8 \[None, 5184\]"),
     "latents of another dim": ({"latent": noise(2, 576)}, r"latent must be torch.bfloat16 \[2, 512\]"),
     "latents in fp32": ({"latent": noise(2, 512).float()}, "latent must be torch.bfloat16"),
     "a cache of numbers": ({"cache": torch.zeros(5, page_bytes(4)).bfloat16()}, "must be torch.uint8"),

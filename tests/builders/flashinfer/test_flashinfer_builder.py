@@ -13,6 +13,7 @@ from builders import AdvanceLevel, BatchError
 from spec_decode.conformance import check_backend
 from spec_decode.graphs import runtime_for
 from spec_decode.testing.batches import RAGGED, VERIFY, Batch
+from spec_decode.testing.built_batch import BuiltBatch
 from spec_decode.testing.outcome import CheckFailure, Outcome
 from spec_decode.testing.paged_fixture import PagedFixture
 from spec_decode.testing.subject import Subject
@@ -132,7 +133,7 @@ def test_a_stale_advance_fails_the_checks_that_are_about_it(name, stale, killers
 def test_an_advance_into_another_chunk_means_a_rebuild_and_attends_right(name):
     batch = Batch((1, 1, 1), (126, 127, 14), 4)
     fixture = fixture_of(backend(name), batch.rows)
-    running = fixture.build(batch, horizon=4)
+    running = BuiltBatch(fixture, batch, horizon=4)
     metadata = running.metadata
     assert_attends_right(fixture, batch, metadata)
     for step in range(1, 5):
@@ -335,7 +336,9 @@ def test_a_block_that_sees_more_of_its_window_than_flashinfer_plans_is_refused()
     block, subject = Batch((64, 1, 1, 1, 1), (600,) * 5, 5), Subject(backend("flashinfer"), CPU)
     changes = {"num_q_heads": 1, "num_kv_heads": 1, "sliding_window": 200, "page_size": 16, "causal": False}
     fixture = PagedFixture(subject, replace(subject.base_spec(), scale=None, **changes), block.rows, max_seq_len=600)
-    with pytest.raises(BatchError, match="a block of 64 tokens sees 263 with its window, FlashInfer plans 14 pages"):
+    with pytest.raises(
+        BatchError, match="a block of 64 tokens and its window take 263 KV tokens, FlashInfer plans 14 pages"
+    ):
         build(fixture, block)
     for seen in (replace(block, query_lens=(24, 1, 1, 1, 1)), replace(block, seq_lens=(220,) * 5)):
         assert_attends_right(fixture, seen, build(fixture, seen))

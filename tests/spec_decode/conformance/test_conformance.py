@@ -25,7 +25,7 @@ from spec_decode.conformance import (
     runner,
 )
 from spec_decode.conformance.coverage import FAMILIES, ON_REQUEST
-from spec_decode.conformance.runner import plan
+from spec_decode.conformance.runner import check_list
 from spec_decode.testing.batches import Case
 from spec_decode.testing.outcome import Outcome
 from tests.factories import register_as
@@ -90,7 +90,7 @@ def test_every_family_has_checks_with_ids_of_their_own(backend: str) -> None:
 
 
 def test_a_quick_run_has_the_first_case_of_each_check_and_attention_on_every_spec() -> None:
-    every, quick = (plan("torch_reference", device=CPU, quick=quick).checks for quick in (False, True))
+    every, quick = (check_list("torch_reference", device=CPU, quick=quick).checks for quick in (False, True))
     attention = {check.case for check in quick if check.name == "numerics.attention_is_right"}
     cases = {check.name: check.case for check in quick if check.name != "numerics.attention_is_right"}
 

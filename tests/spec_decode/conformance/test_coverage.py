@@ -19,7 +19,7 @@ from spec_decode.conformance.coverage import (
     only,
     with_case,
 )
-from spec_decode.conformance.runner import check_backend, plan
+from spec_decode.conformance.runner import check_backend, check_list
 from spec_decode.drafter import Strategy
 from spec_decode.testing.batches import DECODE, RAGGED, VERIFY, Case
 from spec_decode.testing.outcome import Outcome
@@ -156,7 +156,7 @@ def test_the_strategies_are_covered_by_the_checks_that_run_them():
 
 
 def test_every_check_of_a_backend_covers_something():
-    planned = plan("torch_reference", device=CPU).report
+    planned = check_list("torch_reference", device=CPU).report
     assert [result.check for result in planned.results if not result.tags] == []
     assert {result.outcome for result in planned.results} == {Outcome.NOT_RUN}
 

@@ -9,7 +9,7 @@ import torch
 
 from attn_backends import get
 from spec_decode.conformance.report import Report
-from spec_decode.conformance.runner import plan, run
+from spec_decode.conformance.runner import check_list, run
 from spec_decode.testing.outcome import Outcome
 from spec_decode.testing.subject import Subject
 from tests.mutants import mutant_named
@@ -19,7 +19,7 @@ BY_FIELDS = ("builder.advance_refreshes_another_batch", "graph.replayed_advances
 
 
 def report_of(subject: Subject, *checks: str) -> Report:
-    return run(plan(subject, checks=[f"{check}[[]base-*" for check in checks]))
+    return run(check_list(subject, checks=[f"{check}[[]base-*" for check in checks]))
 
 
 def mutant(name: str) -> Subject:
@@ -49,10 +49,10 @@ def test_a_stale_field_fails_where_nothing_attends(name: str) -> None:
 
 def test_an_engines_builder_has_no_previews() -> None:
     old = type("Old", (type(SLOTS.backend),), {"contract_version": (1, 0)})()
-    planned = plan(replace(SLOTS, backend=old), checks=["graph.replayed*"])
+    planned = check_list(replace(SLOTS, backend=old), checks=["graph.replayed*"])
 
     assert [check.preview for check in planned.checks] == [""] * len(planned.checks)
-    assert all(check.preview for check in plan(old, device=SLOTS.device, checks=["graph.replayed*"]).checks)
+    assert all(check.preview for check in check_list(old, device=SLOTS.device, checks=["graph.replayed*"]).checks)
 
 
 def test_a_check_of_attention_is_unsupported_where_nothing_attends() -> None:

@@ -332,7 +332,7 @@ def refusing(*reasons: str) -> Callable[..., Rejected]:
 
 
 def test_a_backend_that_refuses_every_spec_is_not_ok(declared: Callable[..., str]) -> None:
-    report = runner.run(runner.plan(declared(supports=refusing("not today, sorry")), device=CPU, quick=True))
+    report = runner.run(runner.check_list(declared(supports=refusing("not today, sorry")), device=CPU, quick=True))
     assert not report.ok and report.counts[Outcome.PASS] and not report.counts[Outcome.FAIL]
 
 

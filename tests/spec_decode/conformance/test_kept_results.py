@@ -19,7 +19,7 @@ from attn_backends import registry
 from spec_decode.cli.main import main
 from spec_decode.conformance.kept_results import KeptResults
 from spec_decode.conformance.report import Report
-from spec_decode.conformance.runner import Plan, plan, run
+from spec_decode.conformance.runner import CheckList, check_list, run
 from spec_decode.files import ReportError, parse_json, report_bytes
 from spec_decode.testing.outcome import Outcome
 from tests.factories import install_plug_in
@@ -37,17 +37,17 @@ def target(tmp_path: Path) -> Path:
     return tmp_path / "report.json"
 
 
-def planned() -> Plan:
-    return plan("torch_reference", device=torch.device("cpu"), families=[FAMILY])
+def listed() -> CheckList:
+    return check_list("torch_reference", device=torch.device("cpu"), families=[FAMILY])
 
 
 def names() -> list[str]:
-    return [check.name for check in planned().checks]
+    return [check.name for check in listed().checks]
 
 
-def counting(calls: list[str], end_at: int | None = None) -> Plan:
-    """The plan with checks that note their calls; the one of that number ends the run."""
-    whole = planned()
+def counting(calls: list[str], end_at: int | None = None) -> CheckList:
+    """The list with checks that note their calls; the one of that number ends the run."""
+    whole = listed()
 
     def instead(number: int, name: str) -> dict[str, float]:
         if number == end_at:
@@ -118,7 +118,7 @@ def test_resume_refuses_the_results_of_another_run_and_keeps_them(target: Path, 
     end_after_three(target)
     kept = KeptResults(target, resume=True)
     before = kept.path.read_bytes()
-    other = planned()
+    other = listed()
     with pytest.raises(ReportError, match=f"{says}.*Omit --resume"):
         run(replace(other, report=change(other.report)), kept=kept)  # type: ignore[operator]
     assert kept.path.read_bytes() == before
@@ -126,7 +126,7 @@ def test_resume_refuses_the_results_of_another_run_and_keeps_them(target: Path, 
 
 def test_the_date_is_no_difference(target: Path) -> None:
     end_after_three(target)
-    other = planned()
+    other = listed()
     later = in_env(other.report, date="2099-01-01")
     assert len(KeptResults(target, resume=True).begin(later)) == 3
 

@@ -12,7 +12,7 @@ import torch
 from attn_backends import AttentionBackend, get
 from spec_decode.conformance import check as kit
 from spec_decode.conformance import check_backend, iter_checks
-from spec_decode.conformance.runner import Plan, plan, run, run_check
+from spec_decode.conformance.runner import CheckList, check_list, run, run_check
 from spec_decode.testing.outcome import Outcome
 from tests.foreseen import Foreseen
 from tests.kit_rounds import is_drawn, tried_often
@@ -29,18 +29,18 @@ BACKENDS = ("torch_reference", "triton_paged", "triton_mla", "sparse_swa_mla")
 STEP_FIELDS = [(name, field) for name in BACKENDS for field in get(name).builder.step_fields]
 
 
-def planned(backend: AttentionBackend | str, *patterns: str) -> Plan:
+def listed(backend: AttentionBackend | str, *patterns: str) -> CheckList:
     """What `check_backend` would run; of the other checks no case is made. Before its bracket a pattern is of names."""
     names = [asked.partition("[")[0] for asked in patterns]
     named = [d for d in kit._definitions if any(fnmatch(d.name, name) for name in names)]
     assert all(any(fnmatch(d.name, name) for d in named) for name in names), f"no check has one of these names: {names}"
     with mock.patch.object(kit, "_definitions", named):
-        return plan(backend, device=CPU, checks=patterns)
+        return check_list(backend, device=CPU, checks=patterns)
 
 
 def outcomes(backend: AttentionBackend, *patterns: str) -> dict[str, set[Outcome]]:
     found: dict[str, set[Outcome]] = {}
-    for result in run(planned(backend, *patterns)).results:
+    for result in run(listed(backend, *patterns)).results:
         found.setdefault(result.check, set()).add(result.outcome)
     return found
 
@@ -48,7 +48,7 @@ def outcomes(backend: AttentionBackend, *patterns: str) -> dict[str, set[Outcome
 def killed(mutant: Mutant) -> bool:
     """Whether its killer fails on one of its cases; those behind that one are not tried."""
     with mutant.around(mutant.backend) as asked:
-        tried = planned(asked, mutant.pattern)
+        tried = listed(asked, mutant.pattern)
         assert {check.name for check in tried.checks} == {mutant.killer}
         return any(result.outcome is Outcome.FAIL for result in map(run_check, tried.checks, tried.report.results))
 
@@ -82,7 +82,7 @@ def test_a_check_that_is_emptied_lets_its_mutants_through(monkeypatch: pytest.Mo
 
 def reasons(mutant: Mutant, check: str) -> list[str]:
     """What the cases of a check say that the mutant fails."""
-    report = run(planned(mutant.backend, check))
+    report = run(listed(mutant.backend, check))
     return [result.reason for result in report.results if result.outcome is Outcome.FAIL]
 
 

@@ -17,7 +17,7 @@ from spec_decode.cli.main import main
 from spec_decode.conformance import check_backend
 from spec_decode.conformance.notes import coverage_notes
 from spec_decode.conformance.report import Result as CheckResult
-from spec_decode.conformance.runner import plan
+from spec_decode.conformance.runner import check_list
 from spec_decode.testing.outcome import Outcome
 from tests.factories import register_as
 from tests.foreseen import Foreseen
@@ -79,7 +79,7 @@ def notes(backend: str | AttentionBackend, *checks: str) -> list[str]:
 
 
 def test_a_run_of_all_checks_tells_which_claims_no_passed_check_has() -> None:
-    planned = plan("torch_reference", device=CPU, quick=True)
+    planned = check_list("torch_reference", device=CPU, quick=True)
     passed = msgspec.structs.replace(planned.report, results=tuple(map(pass_, planned.report.results)))
     (told, tried, *drawn) = coverage_notes(passed, planned.checks, every=True)
 
@@ -90,7 +90,7 @@ def test_a_run_of_all_checks_tells_which_claims_no_passed_check_has() -> None:
 
 
 def test_a_run_of_some_checks_judges_only_the_claims_that_they_could_cover() -> None:
-    planned = plan("torch_reference", device=CPU, checks=["numerics.attention_is_right[[]sinks-decode]"])
+    planned = check_list("torch_reference", device=CPU, checks=["numerics.attention_is_right[[]sinks-decode]"])
     refused = tuple(msgspec.structs.replace(each, outcome=Outcome.UNSUPPORTED) for each in planned.report.results)
     report = msgspec.structs.replace(planned.report, results=refused)
 
@@ -106,7 +106,7 @@ def test_a_run_of_some_checks_judges_only_the_claims_that_they_could_cover() -> 
 
 
 def test_a_soak_names_no_column_but_strategies() -> None:
-    planned = plan("torch_reference", device=CPU, families=["soak"])
+    planned = check_list("torch_reference", device=CPU, families=["soak"])
     (told,) = coverage_notes(planned.report, planned.checks, every=planned.every)
     named = told.partition(": ")[2].partition(". ")[0].split(", ")
     assert named and all(column.startswith("strategy:") for column in named)
@@ -117,15 +117,15 @@ def test_what_no_drawn_case_has_is_told() -> None:
         def unsupported_reasons(self, spec: AttentionSpec, device: torch.device) -> list[str]:
             return ["group_size must not be 5"] if spec.group_size == 5 else []
 
-    planned = plan(NoGroupsOf5(), device=CPU, checks=["numerics.drawn_attention_is_right"])
+    planned = check_list(NoGroupsOf5(), device=CPU, checks=["numerics.drawn_attention_is_right"])
     assert [*coverage_notes(planned.report, planned.checks, every=True)][-1] == (
         "in no drawn case, because it is refused or costs too much: group_size 5"
     )
 
 
 def test_a_quick_run_tells_what_it_leaves_out(run: Callable[..., Result]) -> None:
-    (told,) = (note for note in plan("torch_reference", device=CPU, quick=True).notes if note.startswith("quick"))
-    every, quick = (len(plan("torch_reference", device=CPU, quick=quick).checks) for quick in (False, True))
+    (told,) = (note for note in check_list("torch_reference", device=CPU, quick=True).notes if note.startswith("quick"))
+    every, quick = (len(check_list("torch_reference", device=CPU, quick=quick).checks) for quick in (False, True))
     assert told.startswith(f"quick: leaves out {every - quick} cases, ") and " drawn from the claims" in told
 
 
@@ -139,7 +139,8 @@ def test_strict_claims_need_every_check(some: tuple[str, ...], run: Callable[...
 def test_a_claim_that_no_passed_check_has_fails_only_if_claims_are_strict(
     strict: tuple[str, ...], status: int, run: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = plan("torch_reference", device=CPU, checks=["contract.*", "builder.build_leaves*", "numerics.*single]"])
+    wanted = ["contract.*", "builder.build_leaves*", "numerics.*single]"]
+    found = check_list("torch_reference", device=CPU, checks=wanted)
     passed = msgspec.structs.replace(found.report, results=tuple(map(pass_, found.report.results)))
     monkeypatch.setattr(CheckRun, "of", lambda self, name, **how: passed)
     assert run("torch_reference", "--device", "cpu", *strict).exit_code == status

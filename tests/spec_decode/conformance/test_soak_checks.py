@@ -18,8 +18,9 @@ from attn_backends.torch_reference import TorchReference
 from builders import AdvanceLevel, AdvanceSupport, ReferenceBuilder
 from spec_decode.conformance import check_backend, iter_checks, soak_rounds, soak_schedule
 from spec_decode.conformance.report import Report
-from spec_decode.conformance.runner import plan
-from spec_decode.conformance.soak_checks import _RESIDENT_GROWTH, growth, soak_length
+from spec_decode.conformance.runner import check_list
+from spec_decode.conformance.soak import _RESIDENT_GROWTH, growth
+from spec_decode.conformance.soak_checks import soak_length
 from spec_decode.conformance.soak_rounds import SoakDrafter
 from spec_decode.conformance.soak_schedule import Schedule, ScheduledRound, drafts_within
 from spec_decode.drafter import Drafts, Strategy
@@ -113,7 +114,7 @@ def test_a_strategy_that_cannot_be_run_says_why_and_is_no_pass(backend: Any, str
 def test_a_soak_runs_only_where_it_is_asked_for() -> None:
     assert "soak" not in {check.family for check in iter_checks("torch_reference", device=CPU)}
     for asked in ({"families": ["soak"]}, {"checks": ["soak.*"]}):
-        planned = plan("torch_reference", device=CPU, **asked)
+        planned = check_list("torch_reference", device=CPU, **asked)
         assert {check.family for check in planned.checks} == {"soak"} and len(planned.checks) == len(Strategy)
 
 

@@ -1,0 +1,34 @@
+"""The adapters for vLLM over classes that stand for whatever they import of it: enough to load them."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from importlib import import_module
+from typing import Any
+
+from attn_backends.engines.vllm import NAMES, compat
+
+
+class AnyName(type):
+    """A class whose attributes are such classes too; a call with arguments returns it, as if it made something."""
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return AnyName(name, (), {})
+
+    def __getitem__(cls, item: Any) -> AnyName:
+        return cls
+
+    def __call__(cls, *given: Any) -> Any:
+        return cls
+
+
+def load_adapters() -> None:
+    """Load the validator and the class of every name, as far as its kernels' package is installed."""
+    vars(compat)["__getattr__"] = lambda name: AnyName(name, (), {})
+    import_module("attn_backends.engines.vllm.validator")
+    for path in NAMES.values():
+        module, _, title = path.rpartition(".")
+        with suppress(ImportError):
+            getattr(import_module(module), title)
