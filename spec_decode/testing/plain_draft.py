@@ -51,7 +51,9 @@ class PlainDraft(DraftModel):
 
     def forward(self, inputs: DraftInputs) -> torch.Tensor:
         """See the base."""
-        x = F.linear(torch.cat([_normed(self.embed[inputs.token_ids]), inputs.hidden], 1), self.fuse)
+        # A tree's tokens are arbitrary if a broken backend's logits are NaN; on a GPU, an invalid id ends the process.
+        embedded = self.embed[inputs.token_ids.clamp(0, _VOCAB - 1)]
+        x = F.linear(torch.cat([_normed(embedded), inputs.hidden], 1), self.fuse)
         for layer in self.layers:
             x = x + layer(x, Rope(inputs.positions, self.table), inputs.attention)
         return _normed(inputs.kept(x))

@@ -109,7 +109,7 @@ def test_a_round_of_a_number_of_tokens_that_the_drafter_has_not_is_refused(count
 
 def test_arguments_of_another_type_are_named():
     fixture = advancing()
-    with pytest.raises(BatchError, match=r"^model must be of type DraftModel, got list\. Pass one\."):
+    with pytest.raises(BatchError, match=r"^model must be of type DraftModel, got list\. Pass an instance"):
         Drafter([], fixture.groups, fixture.tables, DrafterConfig(num_speculative_tokens=K))
     with pytest.raises(BatchError, match=r"^config must be of type DrafterConfig, got int\. Pass one\."):
         Drafter(fixture.model, fixture.groups, fixture.tables, K)
