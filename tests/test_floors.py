@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -93,11 +94,22 @@ runpy.run_module("tests.import_graph", run_name="__main__")
 """
 
 
+PLUG_IN, DRAFTER, CHECK = "the plug-in for vLLM", "a drafter", "a check"
 BUDGETS = {
-    "from tests.engines.any_vllm import load_adapters\nload_adapters()": 10_000,
-    "import spec_decode.llm": 27_000,
+    PLUG_IN: ("from tests.engines.any_vllm import load_adapters\nload_adapters()", 10_000),
+    DRAFTER: ("import spec_decode.drafter", 11_000),
+    CHECK: (
+        """
+import torch
+from spec_decode.conformance import check_backend
+checks = ["contract.*", "*[[]base-decode]", "drafter.*[[]k4-n3*"]
+assert check_backend("torch_reference", device=torch.device("cpu"), checks=checks).results
+""",
+        18_000,
+    ),
+    "LLM": ("import spec_decode.llm", 27_000),
 }
-"""The most lines of ours that a user may load: of the plug-in for vLLM, and of `LLM`."""
+"""For each user what it runs, and the most lines of ours that this may load."""
 
 
 @dataclass(frozen=True)
@@ -125,19 +137,30 @@ def test_nothing_is_imported_before_it_is_used(loading: Loading) -> None:
     assert loading.late == list(LATE)
 
 
-@pytest.mark.parametrize("script", BUDGETS)
-def test_what_a_user_loads_stays_within_its_budget(script: str) -> None:
-    files = loaded_by(script).values()
-    assert 0 < sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files) <= BUDGETS[script]
+loaded_for = cache(lambda user: loaded_by(BUDGETS[user][0]))
+"""Our modules that a user loads, with their files."""
 
 
-def test_the_plug_in_for_vllm_imports_only_torch_and_triton_of_our_requirements() -> None:
-    files = loaded_by(next(iter(BUDGETS)))
+@pytest.mark.parametrize("user", BUDGETS)
+def test_user_loads_no_more_than_its_budget(user: str) -> None:
+    lines = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in loaded_for(user).values())
+    assert 0.8 * BUDGETS[user][1] < lines <= BUDGETS[user][1]
+
+
+def test_plug_in_imports_only_torch_and_triton_of_our_requirements() -> None:
+    files = loaded_for(PLUG_IN)
     assert {"attn_backends.flash_attn3", "attn_backends.flashmla", "attn_backends.engines.vllm.validator"} <= {*files}
     used = set().union(*(packages(path.read_text(encoding="utf-8")) for path in files.values()))
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     required = {re.split(r"[^\w-]", each)[0].replace("-", "_") for each in project["dependencies"]}
     assert required & used == {"torch", "triton"}
+
+
+@pytest.mark.parametrize("user", [DRAFTER, CHECK])
+def test_drafter_and_check_load_no_model_that_ships(user: str) -> None:
+    rooms = {room_of(module) for module in loaded_for(user)}
+    assert not rooms & {"models", "verification", "engine", "llm", "matrix", "tools"}
+    assert ("conformance" in rooms) is (user == CHECK)
 
 
 @pytest.fixture(scope="module")
@@ -203,47 +226,6 @@ def test_the_engine_uses_the_drafter_by_its_public_names_and_the_target_does_not
     engine = {module: used for module, used in used_by.items() if room_of(module) == "engine"}
     assert set().union(*engine.values()) == {"spec_decode.drafter.__init__"}
     assert engine["spec_decode.engine.target_runner"] == set()
-
-
-CHECK = """
-import torch
-from spec_decode.conformance import check_backend
-checks = ["contract.*", "*[[]base-decode]", "drafter.*[[]k4-n3*"]
-assert check_backend("torch_reference", device=torch.device("cpu"), checks=checks).results
-"""
-USERS = {
-    "drafter": ("import spec_decode.drafter", 11_000),
-    "kit": ("import spec_decode.conformance", 18_000),
-    "check": (CHECK, 18_000),
-}
-"""What a user runs, and how many lines of ours that may load."""
-LINES = """
-import json, sys
-from tests.import_graph import FLOORS
-files = {name: module.__file__ for name, module in sys.modules.items() if name.partition(".")[0] in FLOORS}
-json.dump({name: len(open(file, "rb").readlines()) for name, file in files.items()}, sys.stdout)
-"""
-
-
-@pytest.fixture(scope="module", params=USERS)
-def user(request: pytest.FixtureRequest) -> tuple[str, dict[str, int], int]:
-    """A user, the lines of each of our modules that it loads, and how many it may load."""
-    script, budget = USERS[request.param]
-    command = [sys.executable, "-c", f"{script}\n{LINES}"]
-    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
-    return request.param, json.loads(done.stdout), budget
-
-
-def test_a_user_loads_no_more_than_its_budget(user: tuple[str, dict[str, int], int]) -> None:
-    _, lines, budget = user
-    assert 0.8 * budget < sum(lines.values()) <= budget
-
-
-def test_a_drafter_and_a_check_load_no_model_that_ships(user: tuple[str, dict[str, int], int]) -> None:
-    name, lines, _ = user
-    rooms = {room_of(module) for module in lines}
-    assert not rooms & {"models", "verification", "engine", "llm", "matrix", "tools"}
-    assert ("conformance" in rooms) is (name != "drafter")
 
 
 def test_most_modules_were_loaded(loaded: Uses) -> None:
