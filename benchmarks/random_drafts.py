@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from spec_decode.model_api import Attention, DraftModel, LayerGroup, TargetModel, TargetStates
-from spec_decode.models import deepseek_v4, dflash, dflash2, eagle, eagle3, latent_eagle3, mtp
+from spec_decode.models import deepseek_v4, dflash, dflash2, eagle, eagle3, mtp
 from spec_decode.models.checkpoints.store import SPREAD, RandomStore
 from spec_decode.models.draft_weights import quantise_draft
 from spec_decode.models.kernels.linear import linear
@@ -154,10 +154,10 @@ RANDOM_DRAFTS = {
     ),
     "kimi-k2-eagle3": RandomDraft(
         description="an EAGLE-3 draft in Kimi-K2's sizes: dense MLA, 64 heads, hidden size 7168, own 32k vocabulary",
-        kind=latent_eagle3,
+        kind=eagle3,
         config={
-            "architectures": ["Eagle3DeepseekV2ForCausalLM"],
             **_llama(7168, 18432, 64, 64, 192, 163840),
+            "architectures": ["Eagle3DeepseekV2ForCausalLM"],
             **{"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64},
             **{"v_head_dim": 128, "draft_vocab_size": 32000},
         },

@@ -210,13 +210,13 @@ def make_pair(
         target = LlamaTarget(config)
         draft = EagleDraft(draft_config or config, target)
         if draft.config.latent is not None:
-            for parameter in draft.layer.parameters():
+            for parameter in draft.layers[0].parameters():
                 # Move sinks and norm weights off the values they would have if they were forgotten.
                 if parameter.dim() == 1:
                     parameter.data.add_(torch.randn_like(parameter) / 4)
     eye = torch.eye(config.hidden_size)
     draft.fuse.weight.data.copy_(torch.cat([eye, 0.1 * eye], 1))
-    for layer in (*target.layers, draft.layer):
+    for layer in (*target.layers, *draft.layers):
         attention_out = layer.out if hasattr(layer, "out") else layer.out_b
         attention_out.weight.data.mul_(context * 4)
         layer.down.weight.data.mul_(context * 4)

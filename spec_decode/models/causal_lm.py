@@ -21,6 +21,7 @@ from spec_decode.models.layer_windows import read_windows
 from spec_decode.models.layers.decoder_layer import DecoderLayer, LayerOptions
 from spec_decode.models.layers.linear import Embedding, Linear
 from spec_decode.models.layers.rms_norm import RMSNorm
+from spec_decode.models.layers.rope import RotaryEmbedding
 
 
 class CausalDraft(DecoderDraft):
@@ -30,16 +31,16 @@ class CausalDraft(DecoderDraft):
     """
 
     batch_invariant = True
+    embed: Embedding
     position_offset: ClassVar[int] = 1
 
     def __init__(
         self, config: DecoderConfig, options: LayerOptions, vocabulary: DraftVocabulary, target: TargetModel
     ) -> None:
-        super().__init__(config, target.vocab_size)
         model = config.model
-        self.token_map = vocabulary.token_map
-        self.target_states_size = target.target_states_size
-        self.embed = Embedding(vocabulary.embedded, model.hidden_size)
+        embed = Embedding(vocabulary.embedded, model.hidden_size)
+        super().__init__(target, config, RotaryEmbedding(model, config.scaling), embed)
+        self.hidden_size, self.token_map = model.hidden_size, vocabulary.token_map
         self.layers = nn.ModuleList(DecoderLayer(model, layer, options) for layer in range(model.num_layers))
         self.norm = RMSNorm(model.hidden_size, model.norm_eps)
         self.lm_head = Linear(model.hidden_size, vocabulary.scored)

@@ -31,7 +31,7 @@ _PUBLISHED = {
 
 
 def read_parameters(model: M, weights: ScopedWeights, renamed: Callable[[str], str] = str) -> M:
-    """Load all parameters of a model created on the meta device, and make it ready to run.
+    """Load all parameters that are on the meta device, and make the model ready to run.
 
     renamed: maps a published tensor name to this checkpoint's. Parameters with the same name share storage. Raises
     CheckpointError.
@@ -39,13 +39,15 @@ def read_parameters(model: M, weights: ScopedWeights, renamed: Callable[[str], s
     state: dict[str, torch.Tensor] = {}
     taken: dict[tuple[str, ...], torch.Tensor] = {}
     for path, parameter in model.named_parameters():
+        if not parameter.is_meta:
+            continue
         names = tuple(map(renamed, _names(path)))
         if names not in taken:
             taken[names] = weights.stacked(names, _rows(model, path), *parameter.shape[1:])
         # A tied head can have fewer rows than the embedding that it shares.
         rows, shared = len(parameter), taken[names]
         state[path] = shared if len(shared) == rows else frozen(shared[:rows])
-    model.load_state_dict(state, assign=True)
+    model.load_state_dict(state, assign=True, strict=False)
     return model.eval().requires_grad_(False).to(weights.device)
 
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
-from torch import nn
 
 from spec_decode.model_api import DraftModel, LayerGroup, TargetModel
 from spec_decode.models.checkpoints.config_reader import ConfigReader
@@ -14,72 +13,83 @@ from spec_decode.models.checkpoints.files import CheckpointError
 from spec_decode.models.checkpoints.store import ScopedWeights, TensorStore
 from spec_decode.models.decoder_config import DecoderConfig
 from spec_decode.models.draft_vocabulary import DraftVocabulary
-from spec_decode.models.layers.decoder_layer import DecoderLayer, LayerOptions
 from spec_decode.models.layers.linear import Embedding
-from spec_decode.models.layers.rope import RotaryEmbedding
+from spec_decode.models.layers.rope import Rotary, RotaryEmbedding
+from spec_decode.models.shared_target import SharedTarget
 
 _LAYER_CONFIG = "transformer_layer_config"
 """The section of config.json in which `speculators` describes the layers."""
 
 
+class AttentionConfig(Protocol):
+    """Describes the attention of a draft's layers."""
+
+    def layer_groups(self, page_size: int, dtype: torch.dtype) -> list[LayerGroup]:
+        """Return every layer, each in one group."""
+        ...
+
+
 class DecoderDraft(DraftModel):
-    """A stack of decoder layers. Create it on the meta device, then load its parameters with `read_parameters`."""
+    """A draft of decoder layers. It uses its target's embedding if the checkpoint has none.
 
-    layers: nn.ModuleList
+    A draft that reads the target's states accepts positions up to the target's limit: rotary angles need no training,
+    and a wrong guess costs a round's time but does not change its text.
+    """
 
-    def __init__(self, config: DecoderConfig, vocab_size: int) -> None:
-        """vocab_size: the target's."""
+    config: AttentionConfig
+
+    def __init__(self, target: TargetModel, config: AttentionConfig, rotary: Rotary, embed: Embedding | None) -> None:
+        """embed: the draft's own, of the target's vocabulary."""
         super().__init__()
-        self.config = config
-        self.vocab_size, self.hidden_size = vocab_size, config.model.hidden_size
-        self.max_positions = config.model.max_positions
-        self.rotary = RotaryEmbedding(config.model, config.scaling)
+        self.shared = SharedTarget(target)
+        self.vocab_size, self.target_states_size = target.vocab_size, target.target_states_size
+        self.config, self.rotary, self.embed = config, rotary, embed
+        self.max_positions = len(rotary.table)
+
+    @property
+    def batch_invariant(self) -> bool:
+        """Same as the target, whose modules the draft may share."""
+        return self.shared.model.batch_invariant
+
+    @property
+    def embedding(self) -> torch.Tensor:
+        """[V, H]."""
+        return self.shared.embedding if self.embed is None else self.embed.weight
 
     def layer_groups(self, page_size: int) -> list[LayerGroup]:
-        """Return one group for each distinct sliding window."""
-        return self.config.layer_groups(page_size, next(self.parameters()).dtype)
+        """Return the layers in groups of the same attention spec."""
+        return self.config.layer_groups(page_size, self.embedding.dtype)
 
 
 class HiddenStatesDraft(DecoderDraft):
-    """A draft that reads the target's hidden states, and uses the target's embedding if the checkpoint has none.
+    """A block draft that reads the target's hidden states. Create it on the meta device, then load its parameters with
+    `read_parameters`."""
 
-    It accepts positions up to the target's limit: rotary angles need no training, and a wrong guess costs a round's
-    time but does not change its text.
-    """
+    config: DecoderConfig
 
     def __init__(
         self, weights: ScopedWeights, config: DecoderConfig, vocabulary: DraftVocabulary, target: TargetModel
     ) -> None:
         """Raises CheckpointError if it needs the target's embedding and that has another size or dtype."""
-        super().__init__(config, target.vocab_size)
-        self.token_map = vocabulary.token_map
+        hidden = config.model.hidden_size
         owns = weights.has("embed_tokens.weight")
-        self.embed = Embedding(vocabulary.embedded, self.hidden_size) if owns else None
         if not owns:
-            check_embedding(weights, target, self.hidden_size)
-        # A tuple hides the target's modules from this module's own parameters.
-        self._target = (target,)
-
-    @property
-    def batch_invariant(self) -> bool:
-        """Same as the target, whose modules the draft may share."""
-        return self._target[0].batch_invariant
-
-    @property
-    def embedding(self) -> torch.Tensor:
-        """[V, H]."""
-        return target_embedding(self._target[0]) if self.embed is None else self.embed.weight
-
-    def stack(self, store: TensorStore, first: DecoderLayer) -> nn.ModuleList:
-        """Return `first` followed by plain layers, with the options that the checkpoint has for each."""
-        model = self.config.model
-        options = [LayerOptions.found(store, f"layers.{layer}.") for layer in range(1, model.num_layers)]
-        return nn.ModuleList([first, *(DecoderLayer(model, layer, each) for layer, each in enumerate(options, 1))])
+            check_embedding(weights, target, hidden)
+        embed = Embedding(vocabulary.embedded, hidden) if owns else None
+        super().__init__(target, config, RotaryEmbedding(config.model, config.scaling), embed)
+        self.hidden_size, self.token_map = hidden, vocabulary.token_map
 
 
-def target_embedding(target: TargetModel) -> torch.Tensor:
-    """Return the target's token embedding [V, H]."""
-    return cast(nn.Embedding, target.embed).weight
+def read_embedding(weights: ScopedWeights, target: TargetModel, name: str, rows: int, hidden: int) -> Embedding | None:
+    """Read a draft's embedding [rows, hidden]; None if the checkpoint has none.
+
+    Raises CheckpointError if the draft needs the target's and that has another size or dtype.
+    """
+    if weights.has(name):
+        embed: Embedding = Embedding.from_pretrained(weights.take(name, rows, hidden))
+        return embed
+    check_embedding(weights, target, hidden)
+    return None
 
 
 def decoder_fields(store: TensorStore) -> ConfigReader:
@@ -168,7 +178,7 @@ def check_aux_states(store: TensorStore, target: TargetModel, hidden_size: int, 
 def check_embedding(weights: ScopedWeights, target: TargetModel, hidden_size: int) -> None:
     """Raise CheckpointError if a draft that uses the target's embedding has another hidden size or dtype."""
     check_shared(f"{weights.store.folder}, without an embedding,", "hidden_size", hidden_size, target.hidden_size)
-    if (embedding_dtype := target_embedding(target).dtype) != weights.dtype:
+    if (embedding_dtype := SharedTarget(target).embedding.dtype) != weights.dtype:
         raise CheckpointError(
             f"the draft in {weights.store.folder} uses its target's embedding, in {embedding_dtype}, but dtype is "
             f"{weights.dtype}. Pass the target's dtype."

@@ -10,8 +10,6 @@ from torch import nn
 
 from builders.errors import did_you_mean, require
 from spec_decode.model_api import DraftModel
-from spec_decode.models.deepseek_v4 import DeepseekV4Prediction
-from spec_decode.models.grouped_mtp import GroupedPrediction
 from spec_decode.models.kernels.fp8_weight import Fp8Weight
 from spec_decode.models.layers.feed_forward import FeedForward
 from spec_decode.models.layers.grouped_attention import GroupedAttention
@@ -19,8 +17,6 @@ from spec_decode.models.layers.linear import FusingLinear
 from spec_decode.models.layers.mla_attention import MlaAttention
 from spec_decode.models.layers.moe import Experts
 from spec_decode.models.layers.window_attention import WindowAttention
-from spec_decode.models.mtp import MultiTokenPrediction
-from spec_decode.models.mtp_draft import MtpDraft
 from spec_decode.models.target_head import TargetHead
 
 DRAFT_WEIGHTS = ("fp8",)
@@ -36,10 +32,6 @@ _PRODUCTS: dict[type[nn.Module], tuple[str, ...]] = {
     GroupedAttention: ("project_in", "out"),
     MlaAttention: ("project_in", "q_up", "out"),
     WindowAttention: ("project_in", "q_up", "out_up"),
-    MultiTokenPrediction: ("fuse",),
-    GroupedPrediction: ("fuse",),
-    DeepseekV4Prediction: ("from_embedding", "from_state"),
-    MtpDraft: ("head",),
     TargetHead: ("weight",),
 }
 """The weights of each module that it passes to `linear` or a similar function. All others stay as they are: embeddings
@@ -120,9 +112,8 @@ def _places(draft: DraftModel) -> Iterator[_Place]:
     for module in draft.modules():
         names = [name for kind, names in _PRODUCTS.items() if isinstance(module, kind) for name in names]
         places = [_Place(module, name) for name in names]
-        # A layer can lack a weight, and a TargetHead used as the head is visited as a module.
-        absent = () if isinstance(module, TargetHead) else (TargetHead, type(None))
-        yield from (place for place in places if not isinstance(place.weight, absent))
+        # A layer can lack a weight; a TargetHead whose target does not say its own is refused.
+        yield from (place for place in places if place.weight is not None or isinstance(module, TargetHead))
 
 
 def _checked(place: _Place, weights: str) -> torch.Tensor:

@@ -19,8 +19,6 @@ from spec_decode.models import (
     dspark,
     eagle,
     eagle3,
-    grouped_mtp,
-    latent_eagle3,
     mtp,
 )
 from spec_decode.models.checkpoints.files import CheckpointError
@@ -31,11 +29,9 @@ _KINDS = {
     "DSpark (markov_head among its tensors)": dspark,
     "DFlash2 (candidate_selector among its tensors)": dflash2,
     "DFlash (fc and hidden_norm among its tensors)": dflash,
-    f"EAGLE-3 over latent attention ({', '.join(latent_eagle3.ARCHITECTURES)})": latent_eagle3,
-    "EAGLE-3 (d2t or hidden_norm among its tensors)": eagle3,
+    f"EAGLE-3 (d2t or hidden_norm among its tensors, or {', '.join(eagle3.LATENT_ARCHITECTURES)})": eagle3,
     "EAGLE (fc.weight among its tensors)": eagle,
     f"multi-token prediction ({', '.join(mtp.ARCHITECTURES)})": mtp,
-    f"multi-token prediction over grouped heads ({', '.join(grouped_mtp.ARCHITECTURES)})": grouped_mtp,
     f"DeepSeek-V4's multi-token prediction ({', '.join(deepseek_v4.ARCHITECTURES)})": deepseek_v4,
     f"a causal language model ({', '.join(causal_lm.ARCHITECTURES)})": causal_lm,
 }
@@ -127,7 +123,7 @@ def aux_hidden_state_layers(folder: Path, num_target_layers: int) -> tuple[int, 
     None: the draft reads the target's last hidden states, or none. Raises CheckpointError.
     """
     store = TensorStore.open(folder)
-    kind = _kind_of(store, [dspark, dflash2, dflash, latent_eagle3, eagle3])
+    kind = _kind_of(store, [dspark, dflash2, dflash, eagle3])
     layers: tuple[int, ...] | None = None if kind is None else kind.aux_hidden_state_layers(store, num_target_layers)
     return layers
 

@@ -1,11 +1,13 @@
-"""Multi-token prediction as published for DeepSeek-V3 and GLM-4.7-Flash (arXiv:2412.19437, section 2.2).
+"""Multi-token prediction (arXiv:2412.19437, section 2.2): a decoder layer trained together with its target, in the
+layouts of five publishers.
 
-The draft's layers follow the target's last layer in the target's own checkpoint. Each is one decoder layer with dense
-latent attention; the first reads the embedding of the token at p + 1 together with the target's state at p.
+DeepSeek-V3, GLM-4.5, GLM-4.7-Flash, Qwen (3-Next, 3.5, 3.6, 3.8) and MiMo ship the layer in their target's checkpoint;
+`speculators` trains and saves it separately.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from itertools import count
 
 import torch
@@ -13,43 +15,194 @@ import torch
 from spec_decode.model_api import DraftModel, TargetModel
 from spec_decode.models.checkpoints.config_reader import ConfigReader
 from spec_decode.models.checkpoints.files import CheckpointError
-from spec_decode.models.checkpoints.store import ScopedWeights, TensorStore
-from spec_decode.models.draft import check_shared, check_target
+from spec_decode.models.checkpoints.store import ScopedWeights, TensorStore, frozen
+from spec_decode.models.draft import check_shared, check_target, decoder_fields, read_embedding
+from spec_decode.models.layer_windows import read_windows
 from spec_decode.models.layers.feed_forward import FeedForward, Names, read_dense
+from spec_decode.models.layers.fuse import NormedProjection
+from spec_decode.models.layers.grouped_attention import GroupedAttention, read_grouped_shape
+from spec_decode.models.layers.linear import Linear
 from spec_decode.models.layers.mla_attention import MlaAttention, read_mla_shape
-from spec_decode.models.layers.moe import MixtureOfExperts, read_mixture, read_mixture_shape
+from spec_decode.models.layers.moe import MixtureOfExperts, read_mixture, read_mixture_shape, read_qwen_mixture
+from spec_decode.models.layers.pre_norm_layer import PreNormLayer
 from spec_decode.models.layers.rms_norm import RMSNorm
-from spec_decode.models.mtp_draft import MtpModules, PredictionLayer, check_published_form
+from spec_decode.models.layers.rope import Rotary
+from spec_decode.models.mtp_modules import MtpModules
+from spec_decode.models.recurrent_draft import OneLayer, RecurrentDraft
+from spec_decode.models.target_head import TargetHead
 
-ARCHITECTURES = ("DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM")
+_QWEN_ARCHITECTURES = tuple(
+    f"{name}{end}" for name in ("Qwen3_5", "Qwen3_5Moe") for end in ("ForCausalLM", "ForConditionalGeneration")
+)
+_NAMES = Names(gate="gate_proj", up="up_proj", down="down_proj")
+_ROUTER_BIAS = "gate.e_score_correction_bias"
 
-_NAMES = Names(gate="gate_proj", up="up_proj", down="down_proj", router_bias="gate.e_score_correction_bias")
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MtpLayout:
+    """A publisher's names of the layer's parts, and how its attention differs.
+
+    prefix       of all tensors; {layer} stands for the number of the target's layers
+    norms        of the embedding and of the state
+    fuse         the projection of both
+    final_norm   of the state that the layer returns, which the head reads
+    block        prefix of the decoder layer
+    count        the field with the number of such layers
+    state_first  whether the state precedes the embedding in the columns of `fuse`
+    qk_norm      whether each query and key head is normed; None: config.json says
+    gated        whether the attention's output is gated, with one gate for each query dim
+    norm_offset  of all norms: see RMSNorm.read
+    rotated      fraction of a head that is rotated, if config.json does not say
+    latent       whether the layer attends over latents, as DeepSeek-V3's does
+    """
+
+    prefix: str
+    norms: tuple[str, str]
+    fuse: str
+    final_norm: str
+    block: str = ""
+    count: str = "num_nextn_predict_layers"
+    state_first: bool = False
+    qk_norm: bool | None = True
+    gated: bool = False
+    norm_offset: float = 0.0
+    rotated: float = 1.0
+    latent: bool = False
+
+
+_QWEN = MtpLayout(
+    prefix="mtp.",
+    norms=("pre_fc_norm_embedding.weight", "pre_fc_norm_hidden.weight"),
+    fuse="fc.weight",
+    final_norm="norm.weight",
+    block="layers.0.",
+    count="mtp_num_hidden_layers",
+    gated=True,
+    norm_offset=1.0,
+    rotated=0.25,
+)
+_DEEPSEEK = MtpLayout(
+    prefix="model.layers.{layer}.",
+    norms=("enorm.weight", "hnorm.weight"),
+    fuse="eh_proj.weight",
+    final_norm="shared_head.norm.weight",
+    latent=True,
+)
+_GLM = replace(_DEEPSEEK, qk_norm=None, rotated=0.5, latent=False)
+_SPECULATORS = MtpLayout(
+    prefix="mtp_layers.0.",
+    norms=("token_layernorm.weight", "hidden_layernorm.weight"),
+    fuse="input_proj.weight",
+    final_norm="final_layernorm.weight",
+)
+_SPECULATORS_OF_QWEN = replace(_SPECULATORS, gated=True, norm_offset=1.0, rotated=0.25)
+_MIMO = replace(_SPECULATORS, prefix="model.mtp_layers.0.", state_first=True, qk_norm=False)
+
+_LAYOUTS = {
+    **dict.fromkeys((*_QWEN_ARCHITECTURES, "Qwen3NextForCausalLM"), _QWEN),
+    **dict.fromkeys(("DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM"), _DEEPSEEK),
+    "Glm4MoeForCausalLM": _GLM,
+    "MiMoForCausalLM": _MIMO,
+}
+"""Keyed by the architecture of the target that ships the layer."""
+_MODEL_TYPES = {
+    "qwen3": _SPECULATORS,
+    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), _SPECULATORS_OF_QWEN),
+}
+"""Keyed by the model_type of the layer that speculators trained."""
+ARCHITECTURES = (*_LAYOUTS, "MTPDraftModel")
 
 
 def serves(store: TensorStore) -> bool:
     """Whether config.json names one of the architectures."""
-    return any(name in ARCHITECTURES for name in store.architectures)
+    return _is_by_speculators(store) or any(name in _LAYOUTS for name in store.architectures)
 
 
 def load(store: TensorStore, target: TargetModel, *, dtype: torch.dtype, device: torch.device) -> DraftModel:
     """Load the draft from a target's checkpoint, or from one that holds nothing else.
 
-    A single such layer drafts at every step (MultiTokenPrediction); of several, each drafts one token (MtpModules). A
-    layer without its own embedding or head shares the target's `embed.weight` and `logits`. Raises CheckpointError for
-    any problem.
+    A single such layer drafts at every step (RecurrentDraft); of several, which only DeepSeek and GLM publish, each
+    drafts one token (MtpModules). A layer without its own embedding or head shares the target's `embed.weight` and
+    `logits`. Raises CheckpointError for any problem.
     """
-    check_published_form(store.config)
-    first, modules = store.config.get("num_hidden_layers", int), []
-    for layer in range(first, first + count_modules(store, first)):
-        weights = ScopedWeights(store, f"model.layers.{layer}.", dtype, device)
-        modules.append(MultiTokenPrediction(weights, target, layer))
+    config, layout = _read_layout(store)
+    config.require("hidden_act", "silu")
+    if layout.latent:
+        config.require("attention_bias", False)
+    _require_no_window(config, layout)
+    first, modules = config.get("num_hidden_layers", int), []
+    for module in range(_read_count(store, config, layout)):
+        weights = ScopedWeights(store, layout.prefix.format(layer=first + module), dtype, device)
+        modules.append(_read_module(weights, target, config, layout, module))
         weights.refuse_unused()
     return modules[0] if len(modules) == 1 else MtpModules(modules)
 
 
-def count_modules(store: TensorStore, first: int) -> int:
+def require_draft_layers(config: ConfigReader) -> int:
+    """Return the number of draft layers in a checkpoint. Raises CheckpointError if there are none."""
+    if (expected := config.get("num_nextn_predict_layers", int, 0)) < 1:
+        raise CheckpointError(
+            f"num_nextn_predict_layers in {config.place} must be at least 1, got "
+            f"{config.values.get('num_nextn_predict_layers')}; the checkpoint has no draft layer. "
+            "Use one that has."
+        )
+    return expected
+
+
+def read_head(weights: ScopedWeights, target: TargetModel, name: str, hidden: int) -> Linear | TargetHead:
+    """Read the layer's own head; return the target's if the checkpoint has none. Raises CheckpointError."""
+    return Linear.of(weights.parameter(name, target.vocab_size, hidden)) if weights.has(name) else TargetHead(target)
+
+
+def _is_by_speculators(store: TensorStore) -> bool:
+    """Whether speculators saved the layer, without a target."""
+    return store.config.values.get("speculators_model_type") == "mtp" or "MTPDraftModel" in store.architectures
+
+
+def _read_layout(store: TensorStore) -> tuple[ConfigReader, MtpLayout]:
+    """Return the section of config.json that describes the layer, and its layout. Raises CheckpointError."""
+    if not _is_by_speculators(store):
+        layout = next(_LAYOUTS[name] for name in store.architectures if name in _LAYOUTS)
+        nested = isinstance(store.config.values.get("text_config"), dict)
+        return store.config.section("text_config") if nested else store.config, layout
+    config = decoder_fields(store)
+    kind = config.get("model_type", str)
+    if kind not in _MODEL_TYPES:
+        raise CheckpointError(
+            f"model_type in {config.place} must be one of {', '.join(_MODEL_TYPES)}, got {kind!r}. "
+            "Use a draft trained for one of those."
+        )
+    return config, _MODEL_TYPES[kind]
+
+
+def _require_no_window(config: ConfigReader, layout: MtpLayout) -> None:
+    """Raise CheckpointError for a window in the layers of families that can have one: Qwen3, and MiMo after Qwen2."""
+    if layout not in (_SPECULATORS, _MIMO):
+        return
+    if any(read_windows(config, config.get("num_hidden_layers", int), family="qwen3")):
+        raise CheckpointError(
+            f"use_sliding_window in {config.place} must be false: a window in a layer of multi-token prediction is not "
+            "supported. Use a checkpoint without one."
+        )
+
+
+def _read_count(store: TensorStore, config: ConfigReader, layout: MtpLayout) -> int:
+    """Return the number of draft layers. Raises CheckpointError unless it is 1, or that of the layers from the target's
+    last on that the checkpoint holds. Qwen3-Next's config.json has none."""
+    if layout in (_DEEPSEEK, _GLM):
+        return _count_modules(store, config.get("num_hidden_layers", int))
+    section = store.config if _is_by_speculators(store) else config
+    if (found := section.get(layout.count, int, 1)) != 1:
+        raise CheckpointError(
+            f"{layout.count} in {section.place} must be 1, got {found}: one layer, {layout.prefix}*, drafts every "
+            "step. Use a checkpoint with one."
+        )
+    return found
+
+
+def _count_modules(store: TensorStore, first: int) -> int:
     """Return the number of draft layers from `first` on. Raises CheckpointError if config.json says otherwise."""
-    expected = store.config.get("num_nextn_predict_layers", int)
+    expected = require_draft_layers(store.config)
     layers = {name.split(".")[2] for name in store.names() if name.startswith("model.layers.")}
     present = next(index for index in count() if str(first + index) not in layers)
     if present != expected:
@@ -60,34 +213,69 @@ def count_modules(store: TensorStore, first: int) -> int:
     return expected
 
 
-def read_feed_forward(
-    config: ConfigReader, weights: ScopedWeights, layer: int, hidden: int
+def _read_module(
+    weights: ScopedWeights, target: TargetModel, config: ConfigReader, layout: MtpLayout, module: int
+) -> RecurrentDraft:
+    """Read one layer, `module` of a chain. It returns states after its final norm, and reads such states: those of the
+    target are normed, too. config: the section that describes the layer."""
+    hidden, eps = config.get("hidden_size", int), config.positive("rms_norm_eps")
+    offset, block = layout.norm_offset, weights.under(layout.block)
+    check_shared(weights.store.folder, "vocab_size", config.get("vocab_size", int), target.vocab_size)
+    check_target(weights.store, target, hidden)
+    embed = read_embedding(weights, target, "embed_tokens.weight", target.vocab_size, hidden)
+
+    def norm(weights: ScopedWeights, name: str) -> RMSNorm:
+        return RMSNorm.read(weights, name, hidden, eps, offset)
+
+    embedding_norm, state_norm = (norm(weights, name) for name in layout.norms)
+    project = weights.take(layout.fuse, hidden, 2 * hidden)
+    if layout.state_first:
+        project = project.roll(hidden, 1)
+    attention_norm = norm(block, "input_layernorm.weight")
+    attention, rotary = _read_attention(config, block.under("self_attn."), layout, eps)
+    mlp_norm = norm(block, "post_attention_layernorm.weight")
+    mlp = _read_feed_forward(config, block.under("mlp."), layout, module)
+    return RecurrentDraft(
+        target,
+        OneLayer("mtp", attention.shape, module),
+        rotary,
+        embed,
+        fuse=NormedProjection(embedding_norm, state_norm, Linear.of(frozen(project))),
+        layers=[PreNormLayer(module, attention_norm, attention, mlp_norm, mlp)],
+        norm=norm(weights, layout.final_norm),
+        head=read_head(weights, target, "shared_head.head.weight", hidden),
+    )
+
+
+def _read_attention(
+    config: ConfigReader, weights: ScopedWeights, layout: MtpLayout, eps: float
+) -> tuple[MlaAttention | GroupedAttention, Rotary]:
+    positions = config.get("max_position_embeddings", int)
+    if layout.latent:
+        latent = read_mla_shape(config, config.get("hidden_size", int), eps)
+        return MlaAttention(latent, weights), Rotary(latent.rope.table(positions).to(weights.device))
+    # Read for every layout, so that a malformed value is refused.
+    use_qk_norm = config.get("use_qk_norm", bool, False)
+    qk_norm = use_qk_norm if layout.qk_norm is None else layout.qk_norm
+    grouped = read_grouped_shape(
+        config, eps, qk_norm=qk_norm, gated=layout.gated, norm_offset=layout.norm_offset, rotated=layout.rotated
+    )
+    return GroupedAttention(grouped, weights), Rotary(grouped.table(positions).to(weights.device))
+
+
+def _read_feed_forward(
+    config: ConfigReader, weights: ScopedWeights, layout: MtpLayout, module: int
 ) -> FeedForward | MixtureOfExperts:
-    """Read the feed-forward of this layer, by its index in the checkpoint: a mixture or dense. Raises
-    CheckpointError."""
-    routed = config.optional("n_routed_experts", int) is not None
-    first, every = config.get("first_k_dense_replace", int, 0), config.get("moe_layer_freq", int, 1)
-    if routed and layer >= first and layer % max(every, 1) == 0:
-        return read_mixture(read_mixture_shape(config, hidden, scoring="sigmoid"), weights, _NAMES)
+    """Read a mixture or a dense feed-forward. DeepSeek's and GLM's config says which by the layer's index in the
+    checkpoint. Raises CheckpointError."""
+    hidden = config.get("hidden_size", int)
+    if layout in (_DEEPSEEK, _GLM):
+        layer = config.get("num_hidden_layers", int) + module
+        first, every = config.get("first_k_dense_replace", int, 0), config.get("moe_layer_freq", int, 1)
+        routed = config.optional("n_routed_experts", int) is not None
+        if routed and layer >= first and layer % max(every, 1) == 0:
+            mixture = read_mixture_shape(config, hidden, scoring="sigmoid")
+            return read_mixture(mixture, weights, replace(_NAMES, router_bias=_ROUTER_BIAS))
+    elif config.optional("num_experts", int):
+        return read_qwen_mixture(config, weights, _NAMES)
     return read_dense(weights, _NAMES, hidden, config.get("intermediate_size", int), None)
-
-
-class MultiTokenPrediction(PredictionLayer):
-    """The next step reads states after the head's norm, as in transformers and vLLM: the layer was trained on normed
-    states."""
-
-    def __init__(self, weights: ScopedWeights, target: TargetModel, layer: int) -> None:
-        """layer: its index in the checkpoint, in which the draft's layers follow the target's."""
-        config = weights.store.config
-        hidden, eps = config.get("hidden_size", int), config.positive("rms_norm_eps")
-        attention = read_mla_shape(config, hidden, eps)
-        check_shared(weights.store.folder, "vocab_size", config.get("vocab_size", int), target.vocab_size)
-        check_target(weights.store, target, hidden)
-        super().__init__(weights, target, embedding="embed_tokens.weight", head="shared_head.head.weight")
-        self.layer = layer - config.get("num_hidden_layers", int)
-        self.fuse = weights.parameter("eh_proj.weight", hidden, 2 * hidden)
-        self.attention_norm = RMSNorm.read(weights, "input_layernorm.weight", hidden, eps)
-        self.attention = MlaAttention(attention, weights.under("self_attn."), self.max_positions)
-        self.mlp_norm = RMSNorm.read(weights, "post_attention_layernorm.weight", hidden, eps)
-        self.mlp = read_feed_forward(config, weights.under("mlp."), layer, hidden)
-        self.final_norm = RMSNorm.read(weights, "shared_head.norm.weight", hidden, eps)

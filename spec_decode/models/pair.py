@@ -52,7 +52,7 @@ def save_pair(folder: Path, target: LlamaTarget, draft: EagleDraft, training: di
     _write_json(folder / "config.json", {"target": target.config, "draft": draft.config})
     _write_json(folder / "training.json", training)
     _write_state(folder / "target.safetensors", target.state_dict())
-    _write_state(folder / "draft.safetensors", draft.state_dict())
+    _write_state(folder / "draft.safetensors", _stored_state(draft))
 
 
 def save_draft(folder: Path, name: str, draft: EagleDraft | DFlash, training: dict[str, Any]) -> None:
@@ -68,7 +68,7 @@ def save_draft(folder: Path, name: str, draft: EagleDraft | DFlash, training: di
         )
     if isinstance(draft, EagleDraft):
         _check_fits(folder, name, draft.config, index.target)
-        _write_state(folder / f"{name}.safetensors", draft.state_dict())
+        _write_state(folder / f"{name}.safetensors", _stored_state(draft))
         _write_json(folder / f"{name}.training.json", training)
         index.drafts[name] = draft.config
     else:
@@ -140,6 +140,11 @@ def _write_json(path: Path, value: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(value, default=asdict, indent=1) + "\n")
 
 
+def _stored_state(draft: EagleDraft) -> dict[str, torch.Tensor]:
+    """Return the parameters under their names in files, in which the draft's one layer has no number."""
+    return {name.replace("layers.0.", "layer."): value for name, value in draft.state_dict().items()}
+
+
 def _write_state(path: Path, state: Mapping[str, torch.Tensor]) -> None:
     # Copied, because save_file rejects tensors that share memory.
     save_file({name: value.to("cpu", STORED_DTYPE, copy=True).contiguous() for name, value in state.items()}, path)
@@ -170,6 +175,8 @@ def _load(folder: Path, name: str, make: Callable[[], M], dtype: torch.dtype, de
     state = load_file(path)
     if wrong := [name for name, value in state.items() if not is_finite(value)]:
         raise CheckpointError(f"{wrong[0]} in {path} must hold finite numbers, got NaN or infinity. Restore the file.")
+    if isinstance(model, EagleDraft):
+        state = {name.replace("layer.", "layers.0."): value for name, value in state.items()}
     # Assigned, so parameters get dtype while the rotary tables stay fp32. Sinks stay fp32 too: kernels read them so.
     typed = {name: value.to(torch.float32 if name.endswith("sinks") else dtype) for name, value in state.items()}
     try:

@@ -8,6 +8,7 @@ from torch import nn
 from spec_decode.model_api import TargetModel
 from spec_decode.models.kernels.fp8_weight import Fp8Weight
 from spec_decode.models.kernels.linear import linear
+from spec_decode.models.shared_target import SharedTarget
 
 
 class TargetHead(nn.Module):
@@ -17,15 +18,14 @@ class TargetHead(nn.Module):
 
     def __init__(self, target: TargetModel) -> None:
         super().__init__()
-        # A tuple hides the target's modules from the draft's own parameters.
-        self._target = (target,)
+        self._target = SharedTarget(target)
         self.weight = None
 
     @property
     def shared(self) -> torch.Tensor | None:
         """The target's `output_projection` [V, H], None if it has none."""
-        return self._target[0].output_projection
+        return self._target.model.output_projection
 
     def product(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return logits [T, V] for hidden [T, H]."""
-        return self._target[0].logits(hidden) if self.weight is None else linear(hidden, self.weight)
+        return self._target.model.logits(hidden) if self.weight is None else linear(hidden, self.weight)

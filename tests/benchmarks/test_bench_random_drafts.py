@@ -83,5 +83,5 @@ def test_a_step_reads_neither_embeddings_nor_what_step_0_alone_uses():
 
 def test_a_step_reads_as_many_experts_as_its_tokens_take():
     draft = tiny("glm-4.7-flash-mtp").make(CPU)
-    experts = 4 * sum(p.numel() for p in draft.mlp.experts.parameters())
+    experts = 4 * sum(p.numel() for p in draft.layers[0].mlp.experts.parameters())
     assert weight_bytes(draft, 2) - weight_bytes(draft, 1) == pytest.approx(experts * (0.75 - 0.5))

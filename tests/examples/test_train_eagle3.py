@@ -12,8 +12,8 @@ from train_pair.prompts import make_prompts
 
 from spec_decode import LLM, SamplingParams, models
 from spec_decode.llm.load import load_published_pair
-from spec_decode.models.eagle3 import Eagle3
 from spec_decode.models.hf.folder import load_model
+from spec_decode.models.recurrent_draft import RecurrentDraft
 from tests.factories import CPU
 from tests.spec_decode.llm.test_published import write_model, write_tokenizer
 
@@ -54,7 +54,7 @@ def folders(eagle3, tmp_path_factory):
 def test_the_head_is_what_a_published_one_is_and_has_no_embedding(folders):
     target, out = folders
     pair = load_published_pair(target, out, dtype=torch.float32, device=CPU)
-    assert isinstance(pair.draft, Eagle3) and pair.draft.token_map is not None
+    assert isinstance(pair.draft, RecurrentDraft) and pair.draft.token_map is not None
     tensors = load_file(out / "model.safetensors")
     assert not any("embed" in name for name in tensors)
     assert {each.dtype for name, each in tensors.items() if name not in ("d2t", "t2d")} == {torch.bfloat16}

@@ -31,9 +31,9 @@ from spec_decode.model_api import DraftInputs
 from spec_decode.models import TransformersTarget
 from spec_decode.models.checkpoints.store import RandomStore
 from spec_decode.models.decoder_weights import published_tensors
-from spec_decode.models.eagle3 import Eagle3, load
-from spec_decode.models.eagle3_parts import published_name
+from spec_decode.models.eagle3 import load, published_name
 from spec_decode.models.hf.folder import load_model
+from spec_decode.models.recurrent_draft import RecurrentDraft
 from train_pair.attention import causal_attention, positions_of, unrolled_attention
 from train_pair.prompts import make_prompts
 
@@ -119,7 +119,9 @@ def load_target(folder: Path) -> TransformersTarget:
     return target
 
 
-def make_head(target: TransformersTarget, vocab: torch.Tensor, device: torch.device) -> tuple[Eagle3, dict[str, Any]]:
+def make_head(
+    target: TransformersTarget, vocab: torch.Tensor, device: torch.device
+) -> tuple[RecurrentDraft, dict[str, Any]]:
     """Create a head for these ascending target ids as its vocabulary, and its config.json.
 
     States are normed, as in EAGLE-3.1, because those of a target's deep layers are large. The projection to the
@@ -151,14 +153,16 @@ def make_head(target: TransformersTarget, vocab: torch.Tensor, device: torch.dev
     head = load(RandomStore(config, [*names, "d2t"], device), target, dtype=torch.float32, device=device)
     head.token_map = vocab
     with torch.no_grad():
-        head.head.lm_head.weight.copy_(target.lm_head.weight[vocab])
-        for norm in head.aux.fc_norm:
-            nn.init.ones_(norm.weight)
+        for name, parameter in head.named_parameters():
+            if name == "head.weight":
+                parameter.copy_(target.lm_head.weight[vocab])
+            elif name.startswith("aux.fc_norm."):
+                nn.init.ones_(parameter)
     return head.train().requires_grad_(True), config
 
 
 def unrolled_loss(
-    head: Eagle3, target: TransformersTarget, tokens: torch.Tensor, vocab: torch.Tensor
+    head: RecurrentDraft, target: TransformersTarget, tokens: torch.Tensor, vocab: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the cross-entropy to the target's distribution over the head's vocabulary, fp32 [], and how often the
     head's top token is the target's, [STEPS]. tokens: int64 [B, L + 1].
@@ -191,7 +195,12 @@ def unrolled_loss(
 
 
 def train(
-    head: Eagle3, target: TransformersTarget, text: torch.Tensor, vocab: torch.Tensor, deadline: float, batch: int
+    head: RecurrentDraft,
+    target: TransformersTarget,
+    text: torch.Tensor,
+    vocab: torch.Tensor,
+    deadline: float,
+    batch: int,
 ) -> int:
     """Train until the monotonic clock reads `deadline`, at least one step; returns the number of steps."""
     weights = list(head.parameters())
@@ -219,7 +228,9 @@ def train(
     return step
 
 
-def save(head: Eagle3, vocab: torch.Tensor, config: dict[str, Any], training: dict[str, Any], out: Path) -> None:
+def save(
+    head: RecurrentDraft, vocab: torch.Tensor, config: dict[str, Any], training: dict[str, Any], out: Path
+) -> None:
     """Write config.json, model.safetensors and training.json."""
     out.mkdir(parents=True, exist_ok=True)
     tensors = {

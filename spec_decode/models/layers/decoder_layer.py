@@ -115,6 +115,33 @@ class DecoderLayer(AttentionLayer):
         return self.feed_forward(*self.out(attended, x))
 
 
+class FirstLayer(DecoderLayer):
+    """The first layer of a draft whose attention reads what the draft made of its inputs, without a norm in between."""
+
+    def __init__(self, config: ModelConfig, options: LayerOptions, inputs: int) -> None:
+        """inputs: dims of what the attention reads."""
+        super().__init__(config, 0, options, qkv_inputs=inputs)
+        del self.attn_norm
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        read: torch.Tensor | None,
+        rope: Rope,
+        attention: Attention,
+        keep: KeepRows | None = None,
+    ) -> ResidualStream:
+        """Run the layer on x [T, H] and on what its attention reads, [T, inputs]; returns x and the pending delta."""
+        return self.after_qkv(x, self.qkv(read), rope, attention, keep)
+
+
+def later_layers(store: TensorStore, config: ModelConfig) -> list[DecoderLayer]:
+    """Return a draft's layers after the first, without parameters, with the options that the checkpoint has for
+    each."""
+    options = [LayerOptions.found(store, f"layers.{layer}.") for layer in range(1, config.num_layers)]
+    return [DecoderLayer(config, layer, each) for layer, each in enumerate(options, 1)]
+
+
 class LatentDecoderLayer(ResidualLayer):
     """Attention over one latent per token with low-rank queries and outputs, as in DeepSeek-V4's multi-token-prediction
     layer: sparse sliding-window MLA.

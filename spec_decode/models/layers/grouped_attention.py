@@ -112,9 +112,8 @@ class GroupedAttention(nn.Module):
 
     project_in: Weight
     out: Weight
-    table: torch.Tensor
 
-    def __init__(self, shape: GroupedShape, weights: ScopedWeights, max_positions: int) -> None:
+    def __init__(self, shape: GroupedShape, weights: ScopedWeights) -> None:
         """Raises CheckpointError."""
         super().__init__()
         self.shape, hidden = shape, shape.model.hidden_size
@@ -129,7 +128,6 @@ class GroupedAttention(nn.Module):
         self.q_norm = self._read_norm(weights, "q_norm.weight") if shape.qk_norm else None
         self.k_norm = self._read_norm(weights, "k_norm.weight") if shape.qk_norm else None
         self.out = weights.parameter("o_proj.weight", hidden, shape.model.num_q_heads * shape.model.head_dim)
-        self.register_buffer("table", shape.table(max_positions).to(weights.device), persistent=False)
 
     @property
     def _kv_rows(self) -> int:
@@ -154,16 +152,16 @@ class GroupedAttention(nn.Module):
         return norm
 
     def forward(
-        self, x: torch.Tensor, positions: torch.Tensor, layer: int, attention: Attention, keep: KeepRows | None = None
+        self, x: torch.Tensor, rope: Rope, layer: int, attention: Attention, keep: KeepRows | None = None
     ) -> torch.Tensor:
-        """Return the residual's delta [T, H], for the kept rows. x: [T, H], normed; positions: int64 [T]."""
+        """Return the residual's delta [T, H], for the kept rows. x: [T, H], normed."""
         model = self.shape.model
         heads = [model.num_q_heads, model.num_kv_heads, model.num_kv_heads, *[model.num_q_heads] * self.shape.gated]
         rows = linear(x, self.project_in, self.bias).unflatten(-1, (sum(heads), model.head_dim))
         query, key, value, *gate = rows.split(heads, 1)
         if self.q_norm is not None and self.k_norm is not None:
             query, key = self.q_norm(query)[1], self.k_norm(key)[1]
-        attended = attention(AttentionInputs(layer, query, key, value, rope=Rope(positions, self.table))).flatten(1)
+        attended = attention(AttentionInputs(layer, query, key, value, rope=rope)).flatten(1)
         attended = attended if keep is None else keep(attended)
         if gate:
             opened = gate[0].flatten(1)

@@ -61,6 +61,14 @@ class FusingLinear(nn.Module):
 class Linear(FusingLinear):
     """A linear layer with nothing fused."""
 
+    @classmethod
+    def of(cls, weight: nn.Parameter) -> Linear:
+        """Return the layer with this weight [N, K]."""
+        with torch.device("meta"):
+            layer = cls(weight.shape[1], weight.shape[0])
+        layer.weight = weight
+        return layer
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return [T, N] for x [T, K]."""
         return self.product(x)

@@ -79,11 +79,8 @@ class MlaAttention(nn.Module):
     project_in: Weight
     q_up: Weight | None
     out: Weight
-    table: torch.Tensor
 
-    def __init__(
-        self, shape: MlaShape, weights: ScopedWeights, max_positions: int, *, inputs: int | None = None
-    ) -> None:
+    def __init__(self, shape: MlaShape, weights: ScopedWeights, *, inputs: int | None = None) -> None:
         """inputs: dims of the input of the query and latent projections; None: `shape.hidden`."""
         super().__init__()
         self.shape = shape
@@ -101,24 +98,17 @@ class MlaAttention(nn.Module):
         key_up, value_up = ups.unflatten(0, (shape.heads, -1)).split([shape.nope_dim, shape.value_dim], 1)
         self.key_up, self.value_up = frozen(key_up.contiguous()), frozen(value_up.contiguous())
         self.out = weights.parameter("o_proj.weight", shape.hidden, shape.heads * shape.value_dim)
-        self.register_buffer("table", shape.rope.table(max_positions).to(weights.device), persistent=False)
 
     def forward(
-        self,
-        x: torch.Tensor,
-        positions: torch.Tensor,
-        layer: int,
-        attention: Attention,
-        keep: KeepRows | None = None,
+        self, x: torch.Tensor, rope: Rope, layer: int, attention: Attention, keep: KeepRows | None = None
     ) -> torch.Tensor:
-        """Return the residual's delta [T, H], for the kept rows. x: [T, H or inputs], normed; positions: int64 [T]."""
+        """Return the residual's delta [T, H], for the kept rows. x: [T, H or inputs], normed."""
         shape = self.shape
         query, latent = linear(x, self.project_in).split([self.queries, shape.kv_rank + shape.rope.dims], -1)
         if self.q_norm is not None and self.q_up is not None:
             query = linear(self.q_norm(query)[1], self.q_up)
         nope, rotated = query.unflatten(-1, (shape.heads, -1)).split([shape.nope_dim, shape.rope.dims], -1)
         absorbed = stacked_linear(nope, self.key_up.mT)
-        rope = Rope(positions, self.table)
         query, key = mla_query_key(absorbed, rotated, latent, self.kv_norm.weight, shape.eps, rope)
         out = attention(AttentionInputs(layer, query, key, key[..., : shape.kv_rank]))
         values = stacked_linear(out if keep is None else keep(out), self.value_up)

@@ -83,25 +83,30 @@ class RopeConfig:
         return (torch.cat([angle.cos(), angle.sin()], -1) * amplitude).float()
 
 
-class RotaryEmbedding(nn.Module):
-    """The angles for a model's layers: table fp32 [max_positions, rotary_dim] of cos | sin, not part of the state dict.
-
-    It is on the device of construction, or on the CPU if that is the meta device: no checkpoint contains it.
-    """
+class Rotary(nn.Module):
+    """The angles for a model's layers: table fp32 [max_positions, P] of cos | sin, not part of the state dict."""
 
     table: torch.Tensor
 
-    def __init__(self, config: ModelConfig, scaling: Scaling | None = None) -> None:
+    def __init__(self, table: torch.Tensor) -> None:
         super().__init__()
+        self.register_buffer("table", table, persistent=False)
+
+    def forward(self, positions: torch.Tensor) -> Rope:
+        """Return the rotation of P dims to positions int64 [T]."""
+        return Rope(positions, self.table)
+
+
+class RotaryEmbedding(Rotary):
+    """The angles that a decoder's config describes. They are on the device of construction, or on the CPU if that is
+    the meta device: no checkpoint contains them."""
+
+    def __init__(self, config: ModelConfig, scaling: Scaling | None = None) -> None:
         rope = RopeConfig(dims=config.rotary_dim, theta=config.rope_theta, scaling=scaling)
         with torch.device("cpu"):
             table = rope.table(config.max_positions)
         device = torch.empty(0).device
-        self.register_buffer("table", table if device.type == "meta" else table.to(device), persistent=False)
-
-    def forward(self, positions: torch.Tensor) -> Rope:
-        """Return the rotation of rotary_dim dims to positions int64 [T]."""
-        return Rope(positions, self.table)
+        super().__init__(table if device.type == "meta" else table.to(device))
 
 
 ScalingReader = Callable[[ConfigReader, float], Scaling]

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from attn_backends.kernels.latent_rotary import inverse_rotary, prepare_query
+from attn_backends.kernels.rope import Rope
 from attn_backends.kernels.write_latent import KvANormRope
 from builders import AttentionKind, AttentionSpec
 from spec_decode.model_api import Attention, AttentionInputs, KeepRows
@@ -84,9 +85,8 @@ class WindowAttention(nn.Module):
     project_in: Weight
     q_up: Weight
     out_up: Weight
-    table: torch.Tensor
 
-    def __init__(self, shape: WindowShape, weights: ScopedWeights, max_positions: int) -> None:
+    def __init__(self, shape: WindowShape, weights: ScopedWeights) -> None:
         super().__init__()
         self.shape = shape
         names = ["wq_a.weight", "wkv.weight"]
@@ -99,25 +99,19 @@ class WindowAttention(nn.Module):
         out_down = weights.take("wo_a.weight", shape.groups * shape.out_rank, group_inputs)
         self.out_down = frozen(out_down.unflatten(0, (shape.groups, -1)))
         self.out_up = weights.parameter("wo_b.weight", shape.hidden, shape.groups * shape.out_rank)
-        self.register_buffer("table", shape.rope.table(max_positions).to(weights.device), persistent=False)
 
     def forward(
-        self,
-        x: torch.Tensor,
-        positions: torch.Tensor,
-        layer: int,
-        attention: Attention,
-        keep: KeepRows | None = None,
+        self, x: torch.Tensor, rope: Rope, layer: int, attention: Attention, keep: KeepRows | None = None
     ) -> torch.Tensor:
-        """Return the residual's delta [T, H], for the kept rows. x: [T, H], normed; positions: int64 [T]."""
+        """Return the residual's delta [T, H], for the kept rows. x: [T, H], normed."""
         shape = self.shape
         query, latent = linear(x, self.project_in).split([shape.q_rank, shape.head_dim], -1)
         query = linear(self.q_norm(query)[1], self.q_up).unflatten(-1, (shape.heads, -1))
-        query = prepare_query(query, positions, self.table, eps=shape.eps)
-        norm = KvANormRope(weight=self.kv_norm.weight, eps=shape.eps, positions=positions, table=self.table)
+        query = prepare_query(query, rope.positions, rope.table, eps=shape.eps)
+        norm = KvANormRope(weight=self.kv_norm.weight, eps=shape.eps, positions=rope.positions, table=rope.table)
         latent = latent[:, None]
         out = attention(AttentionInputs(layer, query, latent, latent, kv_a_norm_rope=norm, sinks=self.sinks))
-        out = inverse_rotary(out, positions, self.table)
+        out = inverse_rotary(out, rope.positions, rope.table)
         out = out if keep is None else keep(out)
         narrow = stacked_linear(out.view(out.shape[0], shape.groups, -1), self.out_down)
         return linear(narrow.flatten(1), self.out_up)

@@ -19,7 +19,7 @@ from spec_decode.models.draft_weights import check_draft_weights
 from spec_decode.models.kernels.fp8_weight import Fp8Weight, widened
 from spec_decode.models.load import load_draft
 from spec_decode.models.mtp import load as load_mtp
-from spec_decode.models.mtp_draft import MtpModules
+from spec_decode.models.mtp_modules import MtpModules
 from spec_decode.models.target_head import TargetHead
 from tests.benchmarks.test_bench_parallel import tiny_block
 from tests.benchmarks.test_bench_random_drafts import tiny

@@ -31,6 +31,6 @@ def test_states_of_kept_tokens_are_those_of_all_tokens(draft):
 
 def test_the_feed_forward_leaves_tokens_out(draft):
     rows = []
-    draft.layer.down.register_forward_pre_hook(lambda _, args: rows.append(len(args[0])))
+    draft.layers[0].down.register_forward_pre_hook(lambda _, args: rows.append(len(args[0])))
     draft(inputs(draft, lambda x: x[KEPT]))
     assert rows == [len(KEPT)]

@@ -58,13 +58,15 @@ def plain_attention(layer, config, x, start):
 @pytest.mark.parametrize("trained", [False, pytest.param(True, marks=pytest.mark.outside_inference_mode)])
 def test_the_layer_attends_by_its_definition_and_all_of_it_learns(config, trained):
     draft, x = make_latent_pair(config)[1].requires_grad_(trained), torch.randn(15, config.hidden_size)
-    found = draft.layer.attend(x, draft.rotary(torch.arange(100, 115)), causal_attention(1, config.sliding_window))
-    wanted = plain_attention(draft.layer, config, x, start=100)
+    found = draft.layers[0].attend(x, draft.rotary(torch.arange(100, 115)), causal_attention(1, config.sliding_window))
+    wanted = plain_attention(draft.layers[0], config, x, start=100)
     torch.testing.assert_close(found.double(), wanted, rtol=1e-4, atol=1e-5)
     assert found.requires_grad is trained
     if trained:
         found.square().sum().backward()
-        learnt = {name for name, p in draft.layer.named_parameters() if p.grad is not None and p.grad.abs().sum() > 0}
+        learnt = {
+            name for name, p in draft.layers[0].named_parameters() if p.grad is not None and p.grad.abs().sum() > 0
+        }
         matrices = {f"{name}.weight" for name in ("q_a", "q_norm", "q_b", "kv", "kv_norm", "out_a", "out_b")}
         assert learnt == matrices | ({"sinks"} if config.latent.sinks else set())
 
@@ -174,7 +176,7 @@ def test_the_first_draft_is_the_dense_drafts_over_the_whole_prompt(config, monke
         hidden = run_target(target, torch.tensor([request.prompt]))[0]
         ids = torch.tensor([*request.prompt[1:], result.token_ids[0]])
         attend = causal_attention(1, config.sliding_window)
-        dense = draft.logits(draft(ids, hidden, torch.arange(len(ids)), attend))[-1]
+        dense = draft.logits(draft(DraftInputs(ids, hidden, torch.arange(len(ids)), attend)))[-1]
         torch.testing.assert_close(found[0], dense, rtol=1e-4, atol=1e-5)
 
 

@@ -7,26 +7,26 @@ from spec_decode.models import CheckpointError
 from spec_decode.models.causal_lm import CausalDraft
 from spec_decode.models.checkpoints.mask_token import read_mask_token
 from spec_decode.models.checkpoints.store import TensorStore
-from spec_decode.models.deepseek_v4 import DeepseekV4Prediction
+from spec_decode.models.deepseek_v4 import StreamsFuse
 from spec_decode.models.dflash import DFlash
 from spec_decode.models.dflash2 import DFlash2
 from spec_decode.models.dspark import DSpark
-from spec_decode.models.eagle import PublishedEagle
-from spec_decode.models.eagle3 import Eagle3, ParallelEagle3
-from spec_decode.models.grouped_mtp import GroupedPrediction
-from spec_decode.models.latent_eagle3 import LatentEagle3
+from spec_decode.models.layers.fuse import NormedPair, NormedProjection, Projection
 from spec_decode.models.load import aux_hidden_state_layers, load_draft
-from spec_decode.models.mtp import MultiTokenPrediction
-from spec_decode.models.mtp_draft import MtpModules
+from spec_decode.models.mtp_modules import MtpModules
+from spec_decode.models.recurrent_draft import ParallelDraft, RecurrentDraft
 from tests.spec_decode.models.generated import HIDDEN, VOCAB, StubTarget, make_causal, make_eagle3, make_latent_eagle3
 from tests.spec_decode.models.test_published_drafts import EVERY
 
+FUSED = {
+    "eagle": Projection, "eagle3": NormedPair, "latent_eagle3": NormedPair, "deepseek_v3": NormedProjection,
+    "deepseek_v4": StreamsFuse, "qwen": NormedProjection, "qwen_of_experts": NormedProjection,
+    "mimo": NormedProjection, "glm": NormedProjection,
+}  # fmt: skip
+"""How each kind of RecurrentDraft fuses its inputs."""
 KINDS = {
-    "eagle": PublishedEagle, "eagle3": Eagle3, "p_eagle": ParallelEagle3, "llama": CausalDraft, "dflash": DFlash,
-    "dflash2": DFlash2, "dspark": DSpark, "latent_eagle3": LatentEagle3, "deepseek_v3": MultiTokenPrediction,
-    "deepseek_v3_of_modules": MtpModules, "deepseek_v4": DeepseekV4Prediction, "qwen": GroupedPrediction,
-    "qwen_of_experts": GroupedPrediction, "mimo": GroupedPrediction, "glm": GroupedPrediction,
-    "glm_of_modules": MtpModules,
+    **dict.fromkeys(FUSED, RecurrentDraft), "p_eagle": ParallelDraft, "llama": CausalDraft, "dflash": DFlash,
+    "dflash2": DFlash2, "dspark": DSpark, "deepseek_v3_of_modules": MtpModules, "glm_of_modules": MtpModules,
 }  # fmt: skip
 OF_ANY_NAME = [
     *((kind, name) for kind in ("eagle", "eagle3") for name in ("EagleLlamaForCausalLM", "LlamaForCausalLMEagle3")),
@@ -46,6 +46,7 @@ def load(folder, kind, checkpoint=None, *, dtype=torch.float32, **target):
 def test_a_draft_is_of_its_kind_and_ready_to_run(tmp_path, kind):
     draft, target = load(tmp_path, kind)
     assert type(draft) is KINDS[kind]
+    assert kind not in FUSED or type(draft.fuse) is FUSED[kind]
     assert not any(parameter.requires_grad for parameter in draft.parameters())
     assert not any(tensor.is_meta for tensor in (*draft.parameters(), *draft.buffers()))
     theirs = {parameter.data_ptr() for parameter in target.parameters()}

@@ -10,7 +10,7 @@ from builders import BatchError, RequestTables
 from spec_decode.drafter import Drafter, DrafterConfig, Strategy, StrategyError
 from spec_decode.models import CheckpointError
 from spec_decode.models.load import load_draft
-from spec_decode.models.mtp_draft import MtpModules
+from spec_decode.models.mtp_modules import MtpModules
 from spec_decode.paged.kv_groups import make_group
 from tests.factories import CPU
 from tests.spec_decode.models.generated import Generated, StubTarget
@@ -118,7 +118,7 @@ def test_every_module_has_parameters_and_a_cache_of_its_own(fixture):
     model, [group] = fixture.model, fixture.model.layer_groups(16)
     assert isinstance(model, MtpModules) and len(model.prediction_modules) == COUNT
     for one, other in pairwise(model.prediction_modules):
-        assert not torch.equal(one.fuse, other.fuse)
+        assert not torch.equal(one.fuse.project.weight, other.fuse.project.weight)
     assert group.layers == tuple(range(COUNT))
     caches = make_group("mtp", get("torch_reference"), group.spec, group.layers, num_pages=2, device=CPU).caches
     assert len({cache.key.data_ptr() for cache in caches.values()}) == COUNT

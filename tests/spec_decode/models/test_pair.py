@@ -80,7 +80,7 @@ def test_a_pair_comes_back_in_bf16_precision_and_ready_to_run(folder):
     for saved, loaded in zip(make_pair(), (target, draft), strict=True):
         assert_stored(saved, loaded)
         assert not loaded.training and not any(parameter.requires_grad for parameter in loaded.parameters())
-    assert draft._shared[0] is target.embed and draft._shared[1] is target.lm_head
+    assert draft.shared.model is target and draft.embedding is target.embed.weight
 
 
 def test_storing_a_loaded_pair_again_changes_nothing(folder, tmp_path):
@@ -93,7 +93,7 @@ def test_storing_a_loaded_pair_again_changes_nothing(folder, tmp_path):
 def test_parameters_take_the_dtype_and_sinks_and_rotary_tables_stay_fp32(further, dtype):
     for model in load_pair(further, draft="latent_draft", dtype=dtype):
         dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
-        assert dtypes.pop("layer.sinks", torch.float32) == torch.float32 and set(dtypes.values()) == {dtype}
+        assert dtypes.pop("layers.0.sinks", torch.float32) == torch.float32 and set(dtypes.values()) == {dtype}
         assert model.rotary.table.dtype == torch.float32
 
 
@@ -201,7 +201,7 @@ def test_further_drafts_come_back_with_the_same_target(further, tmp_path):
         target, loaded = load_pair(further, draft=name)
         assert_stored(draft, loaded)
         assert_stored(make_pair()[0], target)
-    assert loaded.mask_token_id == draft.mask_token_id and loaded._target[0] is target
+    assert loaded.mask_token_id == draft.mask_token_id and loaded.shared.model is target
     assert_stored(make_pair()[0], load_target(further))
 
 

@@ -494,17 +494,17 @@ def test_kernels_take_a_layers_attention_and_agree_with_the_reference(name, tmp_
 
 WIDE_PARTS = {
     "eagle3": set(),
-    "deepseek_v3": {"mlp.router", "mlp.bias"},
+    "deepseek_v3": {"layers.0.mlp.router", "layers.0.mlp.bias"},
     "qwen": {
         f"{name}.weight"
-        for name in ("embedding_norm", "state_norm", "attention_norm", "mlp_norm", "final_norm", "attention.q_norm",
-                     "attention.k_norm")
+        for name in ("fuse.embedding_norm", "fuse.state_norm", "layers.0.attention_norm", "layers.0.mlp_norm", "norm",
+                     "layers.0.attention.q_norm", "layers.0.attention.k_norm")
     },
     "deepseek_v4": {
-        "attention.sinks", "mlp.router", "mlp.bias",
+        "layers.0.attention.sinks", "layers.0.mlp.router", "layers.0.mlp.bias",
         *(
             f"{part}.{name}"
-            for part in ("attention_connection", "mlp_connection", "collapse")
+            for part in ("layers.0.attention_connection", "layers.0.mlp_connection", "head.collapse")
             for name in ("projection", "scale", "base")
         ),
     },
