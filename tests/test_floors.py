@@ -128,13 +128,6 @@ def test_the_plug_in_for_vllm_imports_only_torch_and_triton_of_our_requirements(
     assert required & used == {"torch", "triton"}
 
 
-@pytest.mark.parametrize("user", [DRAFTER, CHECK])
-def test_drafter_and_check_load_no_model_that_ships(user: str) -> None:
-    rooms = {room_of(module) for module in loaded_for(user)}
-    assert not rooms & {"models", "verification", "engine", "llm", "matrix", "tools"}
-    assert ("conformance" in rooms) is (user == CHECK)
-
-
 @pytest.fixture(scope="module")
 def loaded(loading: Loading) -> Uses:
     return loading.uses
