@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -31,6 +30,7 @@ from tests.import_graph import (
     uses_here,
 )
 from tests.test_third_party import packages
+from tests.users import USERS
 
 OUTSIDE = ["tests", "examples", "scripts", "train_pair"]
 ROOMS = [
@@ -94,24 +94,6 @@ runpy.run_module("tests.import_graph", run_name="__main__")
 """
 
 
-PLUG_IN, DRAFTER, CHECK = "the plug-in for vLLM", "a drafter", "a check"
-BUDGETS = {
-    PLUG_IN: ("from tests.engines.any_vllm import load_adapters\nload_adapters()", 10_000),
-    DRAFTER: ("import spec_decode.drafter", 11_000),
-    CHECK: (
-        """
-import torch
-from spec_decode.conformance import check_backend
-checks = ["contract.*", "*[[]base-decode]", "drafter.*[[]k4-n3*"]
-assert check_backend("torch_reference", device=torch.device("cpu"), checks=checks).results
-""",
-        18_000,
-    ),
-    "LLM": ("import spec_decode.llm", 27_000),
-}
-"""For each user what it runs, and the most lines of ours that this may load."""
-
-
 @dataclass(frozen=True)
 class Loading:
     """Which parts of LATE came to their end, the modules that came with them and with what serves requests, and what
@@ -137,30 +119,13 @@ def test_nothing_is_imported_before_it_is_used(loading: Loading) -> None:
     assert loading.late == list(LATE)
 
 
-loaded_for = cache(lambda user: loaded_by(BUDGETS[user][0]))
-"""Our modules that a user loads, with their files."""
-
-
-@pytest.mark.parametrize("user", BUDGETS)
-def test_user_loads_no_more_than_its_budget(user: str) -> None:
-    lines = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in loaded_for(user).values())
-    assert 0.8 * BUDGETS[user][1] < lines <= BUDGETS[user][1]
-
-
-def test_plug_in_imports_only_torch_and_triton_of_our_requirements() -> None:
-    files = loaded_for(PLUG_IN)
+def test_the_plug_in_for_vllm_imports_only_torch_and_triton_of_our_requirements() -> None:
+    files = loaded_by(USERS["plug-in"][0])
     assert {"attn_backends.flash_attn3", "attn_backends.flashmla", "attn_backends.engines.vllm.validator"} <= {*files}
     used = set().union(*(packages(path.read_text(encoding="utf-8")) for path in files.values()))
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     required = {re.split(r"[^\w-]", each)[0].replace("-", "_") for each in project["dependencies"]}
     assert required & used == {"torch", "triton"}
-
-
-@pytest.mark.parametrize("user", [DRAFTER, CHECK])
-def test_drafter_and_check_load_no_model_that_ships(user: str) -> None:
-    rooms = {room_of(module) for module in loaded_for(user)}
-    assert not rooms & {"models", "verification", "engine", "llm", "matrix", "tools"}
-    assert ("conformance" in rooms) is (user == CHECK)
 
 
 @pytest.fixture(scope="module")
@@ -226,6 +191,20 @@ def test_the_engine_uses_the_drafter_by_its_public_names_and_the_target_does_not
     engine = {module: used for module, used in used_by.items() if room_of(module) == "engine"}
     assert set().union(*engine.values()) == {"spec_decode.drafter.__init__"}
     assert engine["spec_decode.engine.target_runner"] == set()
+
+
+@pytest.mark.parametrize("user", USERS)
+def test_a_user_loads_no_more_than_its_budget(user: str) -> None:
+    script, budget = USERS[user]
+    lines = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in loaded_by(script).values())
+    assert 0.8 * budget < lines <= budget
+
+
+@pytest.mark.parametrize("user", ["drafter", "kit", "check"])
+def test_a_drafter_and_a_check_load_no_model_that_ships(user: str) -> None:
+    rooms = {room_of(module) for module in loaded_by(USERS[user][0])}
+    assert not rooms & {"models", "verification", "engine", "llm", "matrix", "tools"}
+    assert ("conformance" in rooms) is (user != "drafter")
 
 
 def test_most_modules_were_loaded(loaded: Uses) -> None:
