@@ -55,7 +55,6 @@ def load(store: TensorStore, target: TargetModel, *, dtype: torch.dtype, device:
     remedy = "Create the target with the residual streams after its last layer as target_hidden_states."
     check_shared(store.folder, "vocab_size", config.get("vocab_size", int), target.vocab_size)
     check_target(store, target, hidden, states_size=hyper.streams * hidden, remedy=remedy)
-
     draft = RecurrentDraft(
         target,
         OneLayer("mtp", shape),

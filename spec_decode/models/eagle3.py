@@ -83,8 +83,8 @@ def load(store: TensorStore, target: TargetModel, *, dtype: torch.dtype, device:
     vocabulary = read_vocabulary(store, target, fields.get("vocab_size", int), device)
     weights = ScopedWeights(store, "", dtype, device)
     mask = _read_mask(weights, vocabulary.known, target.target_states_size)
-    embed = read_embedding(weights, target, "embed_tokens.weight", vocabulary.embedded, hidden)
     stack = (_read_latent_layer if latent else _read_decoder_layers)(weights, fields, target)
+    embed = read_embedding(weights, target, "embed_tokens.weight", vocabulary.embedded, hidden)
     sizes = target.target_states_size, target.hidden_size
     norm_all, norm_each = _flag(store, "norm_before_fc"), _flag(store, "fc_norm")
     with torch.device("meta"):

@@ -7,7 +7,7 @@ DeepSeek-V3, GLM-4.5, GLM-4.7-Flash, Qwen (3-Next, 3.5, 3.6, 3.8) and MiMo ship 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import count
 
 import torch
@@ -27,95 +27,19 @@ from spec_decode.models.layers.moe import MixtureOfExperts, read_mixture, read_m
 from spec_decode.models.layers.pre_norm_layer import PreNormLayer
 from spec_decode.models.layers.rms_norm import RMSNorm
 from spec_decode.models.layers.rope import Rotary
+from spec_decode.models.mtp_layouts import LAYOUTS, MODEL_TYPES, MtpLayout
 from spec_decode.models.mtp_modules import MtpModules
 from spec_decode.models.recurrent_draft import OneLayer, RecurrentDraft
 from spec_decode.models.target_head import TargetHead
 
-_QWEN_ARCHITECTURES = tuple(
-    f"{name}{end}" for name in ("Qwen3_5", "Qwen3_5Moe") for end in ("ForCausalLM", "ForConditionalGeneration")
-)
 _NAMES = Names(gate="gate_proj", up="up_proj", down="down_proj")
 _ROUTER_BIAS = "gate.e_score_correction_bias"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MtpLayout:
-    """A publisher's names of the layer's parts, and how its attention differs.
-
-    prefix       of all tensors; {layer} stands for the number of the target's layers
-    norms        of the embedding and of the state
-    fuse         the projection of both
-    final_norm   of the state that the layer returns, which the head reads
-    block        prefix of the decoder layer
-    count        the field with the number of such layers
-    state_first  whether the state precedes the embedding in the columns of `fuse`
-    qk_norm      whether each query and key head is normed; None: config.json says
-    gated        whether the attention's output is gated, with one gate for each query dim
-    norm_offset  of all norms: see RMSNorm.read
-    rotated      fraction of a head that is rotated, if config.json does not say
-    latent       whether the layer attends over latents, as DeepSeek-V3's does
-    """
-
-    prefix: str
-    norms: tuple[str, str]
-    fuse: str
-    final_norm: str
-    block: str = ""
-    count: str = "num_nextn_predict_layers"
-    state_first: bool = False
-    qk_norm: bool | None = True
-    gated: bool = False
-    norm_offset: float = 0.0
-    rotated: float = 1.0
-    latent: bool = False
-
-
-_QWEN = MtpLayout(
-    prefix="mtp.",
-    norms=("pre_fc_norm_embedding.weight", "pre_fc_norm_hidden.weight"),
-    fuse="fc.weight",
-    final_norm="norm.weight",
-    block="layers.0.",
-    count="mtp_num_hidden_layers",
-    gated=True,
-    norm_offset=1.0,
-    rotated=0.25,
-)
-_DEEPSEEK = MtpLayout(
-    prefix="model.layers.{layer}.",
-    norms=("enorm.weight", "hnorm.weight"),
-    fuse="eh_proj.weight",
-    final_norm="shared_head.norm.weight",
-    latent=True,
-)
-_GLM = replace(_DEEPSEEK, qk_norm=None, rotated=0.5, latent=False)
-_SPECULATORS = MtpLayout(
-    prefix="mtp_layers.0.",
-    norms=("token_layernorm.weight", "hidden_layernorm.weight"),
-    fuse="input_proj.weight",
-    final_norm="final_layernorm.weight",
-)
-_SPECULATORS_OF_QWEN = replace(_SPECULATORS, gated=True, norm_offset=1.0, rotated=0.25)
-_MIMO = replace(_SPECULATORS, prefix="model.mtp_layers.0.", state_first=True, qk_norm=False)
-
-_LAYOUTS = {
-    **dict.fromkeys((*_QWEN_ARCHITECTURES, "Qwen3NextForCausalLM"), _QWEN),
-    **dict.fromkeys(("DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM"), _DEEPSEEK),
-    "Glm4MoeForCausalLM": _GLM,
-    "MiMoForCausalLM": _MIMO,
-}
-"""Keyed by the architecture of the target that ships the layer."""
-_MODEL_TYPES = {
-    "qwen3": _SPECULATORS,
-    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), _SPECULATORS_OF_QWEN),
-}
-"""Keyed by the model_type of the layer that speculators trained."""
-ARCHITECTURES = (*_LAYOUTS, "MTPDraftModel")
+ARCHITECTURES = (*LAYOUTS, "MTPDraftModel")
 
 
 def serves(store: TensorStore) -> bool:
     """Whether config.json names one of the architectures."""
-    return _is_by_speculators(store) or any(name in _LAYOUTS for name in store.architectures)
+    return _is_by_speculators(store) or any(name in LAYOUTS for name in store.architectures)
 
 
 def load(store: TensorStore, target: TargetModel, *, dtype: torch.dtype, device: torch.device) -> DraftModel:
@@ -130,7 +54,7 @@ def load(store: TensorStore, target: TargetModel, *, dtype: torch.dtype, device:
     if layout.latent:
         config.require("attention_bias", False)
     _require_no_window(config, layout)
-    first, modules = config.get("num_hidden_layers", int), []
+    first, modules = config.get("num_hidden_layers", int) if layout.numbered else 0, []
     for module in range(_read_count(store, config, layout)):
         weights = ScopedWeights(store, layout.prefix.format(layer=first + module), dtype, device)
         modules.append(_read_module(weights, target, config, layout, module))
@@ -162,24 +86,22 @@ def _is_by_speculators(store: TensorStore) -> bool:
 def _read_layout(store: TensorStore) -> tuple[ConfigReader, MtpLayout]:
     """Return the section of config.json that describes the layer, and its layout. Raises CheckpointError."""
     if not _is_by_speculators(store):
-        layout = next(_LAYOUTS[name] for name in store.architectures if name in _LAYOUTS)
+        layout = next(LAYOUTS[name] for name in store.architectures if name in LAYOUTS)
         nested = isinstance(store.config.values.get("text_config"), dict)
         return store.config.section("text_config") if nested else store.config, layout
     config = decoder_fields(store)
     kind = config.get("model_type", str)
-    if kind not in _MODEL_TYPES:
+    if kind not in MODEL_TYPES:
         raise CheckpointError(
-            f"model_type in {config.place} must be one of {', '.join(_MODEL_TYPES)}, got {kind!r}. "
+            f"model_type in {config.place} must be one of {', '.join(MODEL_TYPES)}, got {kind!r}. "
             "Use a draft trained for one of those."
         )
-    return config, _MODEL_TYPES[kind]
+    return config, MODEL_TYPES[kind]
 
 
 def _require_no_window(config: ConfigReader, layout: MtpLayout) -> None:
-    """Raise CheckpointError for a window in the layers of families that can have one: Qwen3, and MiMo after Qwen2."""
-    if layout not in (_SPECULATORS, _MIMO):
-        return
-    if any(read_windows(config, config.get("num_hidden_layers", int), family="qwen3")):
+    """Raise CheckpointError if config.json asks for a window."""
+    if layout.windowed and any(read_windows(config, config.get("num_hidden_layers", int), family="qwen3")):
         raise CheckpointError(
             f"use_sliding_window in {config.place} must be false: a window in a layer of multi-token prediction is not "
             "supported. Use a checkpoint without one."
@@ -189,7 +111,7 @@ def _require_no_window(config: ConfigReader, layout: MtpLayout) -> None:
 def _read_count(store: TensorStore, config: ConfigReader, layout: MtpLayout) -> int:
     """Return the number of draft layers. Raises CheckpointError unless it is 1, or that of the layers from the target's
     last on that the checkpoint holds. Qwen3-Next's config.json has none."""
-    if layout in (_DEEPSEEK, _GLM):
+    if layout.numbered:
         return _count_modules(store, config.get("num_hidden_layers", int))
     section = store.config if _is_by_speculators(store) else config
     if (found := section.get(layout.count, int, 1)) != 1:
@@ -269,7 +191,7 @@ def _read_feed_forward(
     """Read a mixture or a dense feed-forward. DeepSeek's and GLM's config says which by the layer's index in the
     checkpoint. Raises CheckpointError."""
     hidden = config.get("hidden_size", int)
-    if layout in (_DEEPSEEK, _GLM):
+    if layout.numbered:
         layer = config.get("num_hidden_layers", int) + module
         first, every = config.get("first_k_dense_replace", int, 0), config.get("moe_layer_freq", int, 1)
         routed = config.optional("n_routed_experts", int) is not None

@@ -206,6 +206,7 @@ WRONG = [
     ("mimo", {"rope_scaling": {"rope_type": "yarn"}}, "rope_type in .* got 'yarn'"),
     ("glm_flash", {"num_nextn_predict_layers": 2}, "draft layers, 2 from .* got 1"),
     ("glm_of_modules", {"num_nextn_predict_layers": 5}, "draft layers, 5 from .* got 4"),
+    ("glm_of_modules", {"num_nextn_predict_layers": 0}, "num_nextn_predict_layers .* at least 1, got 0"),
     ("glm_of_modules", {"hidden_act": "gelu"}, "hidden_act .* must be 'silu', got 'gelu'"),
     ("glm_of_modules", {"partial_rotary_factor": 1.5}, "2 to 12 dims, got 1.5 of 12"),
     ("glm_of_modules", {"partial_rotary_factor": 0.25}, "2 to 12 dims, got 0.25 of 12"),
