@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from attn_backends.kernels import fp8_ds_mla
-from attn_backends.kernels.write_fp8_ds_mla import write_fp8_ds_mla
 from attn_backends.kernels.write_kv import check_new_kv, write_kv
 from attn_backends.kernels.write_latent import KvANormRope, write_latent
 from builders import AttentionKind, AttentionSpec, BatchError
@@ -162,6 +161,8 @@ class Fp8DsMla(LatentLayout):
     def write_latent(
         self, latent: Tensor, cache: KVCache, slot_mapping: Tensor, norm_rope: KvANormRope | None = None
     ) -> None:
+        from attn_backends.kernels.write_fp8_ds_mla import write_fp8_ds_mla
+
         page_size = cache.key.shape[1]
         write_fp8_ds_mla(latent, self.latents(cache), slot_mapping, page_size=page_size, norm_rope=norm_rope)
 

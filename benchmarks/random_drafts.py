@@ -18,7 +18,7 @@ _ATTENTION = [f"self_attn.{part}_proj.weight" for part in "qkvo"]
 _MLP = [f"mlp.{part}_proj.weight" for part in ("gate", "up", "down")]
 
 
-class Head(TargetModel):
+class HeadOnlyTarget(TargetModel):
     """The parts of its target that a draft uses: embedding and output projection."""
 
     def __init__(self, vocab: int, hidden: int, target_size: int, positions: int, dtype: torch.dtype) -> None:
@@ -77,7 +77,9 @@ class RandomDraft:
         """Make the draft, over a target with only embedding and head."""
         vocab, hidden, dtype = self.config["vocab_size"], self.config["hidden_size"], self.dtype
         with torch.device(device):
-            target = Head(vocab, hidden, self.num_target_states * hidden, self.config["max_position_embeddings"], dtype)
+            target = HeadOnlyTarget(
+                vocab, hidden, self.num_target_states * hidden, self.config["max_position_embeddings"], dtype
+            )
         for parameter in target.parameters():
             parameter.normal_(0, SPREAD)
         store = RandomStore(self.config, list(self.names), device)

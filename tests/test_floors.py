@@ -30,6 +30,7 @@ from tests.import_graph import (
     uses_here,
 )
 from tests.test_third_party import packages
+from tests.users import USERS
 
 OUTSIDE = ["tests", "examples", "scripts", "train_pair"]
 ROOMS = [
@@ -93,13 +94,6 @@ runpy.run_module("tests.import_graph", run_name="__main__")
 """
 
 
-BUDGETS = {
-    "from tests.engines.any_vllm import load_adapters\nload_adapters()": 10_000,
-    "import spec_decode.llm": 27_000,
-}
-"""The most lines of ours that a user may load: of the plug-in for vLLM, and of `LLM`."""
-
-
 @dataclass(frozen=True)
 class Loading:
     """Which parts of LATE came to their end, the modules that came with them and with what serves requests, and what
@@ -125,14 +119,8 @@ def test_nothing_is_imported_before_it_is_used(loading: Loading) -> None:
     assert loading.late == list(LATE)
 
 
-@pytest.mark.parametrize("script", BUDGETS)
-def test_what_a_user_loads_stays_within_its_budget(script: str) -> None:
-    files = loaded_by(script).values()
-    assert 0 < sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files) <= BUDGETS[script]
-
-
 def test_the_plug_in_for_vllm_imports_only_torch_and_triton_of_our_requirements() -> None:
-    files = loaded_by(next(iter(BUDGETS)))
+    files = loaded_by(USERS["plug-in"][0])
     assert {"attn_backends.flash_attn3", "attn_backends.flashmla", "attn_backends.engines.vllm.validator"} <= {*files}
     used = set().union(*(packages(path.read_text(encoding="utf-8")) for path in files.values()))
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -205,45 +193,18 @@ def test_the_engine_uses_the_drafter_by_its_public_names_and_the_target_does_not
     assert engine["spec_decode.engine.target_runner"] == set()
 
 
-CHECK = """
-import torch
-from spec_decode.conformance import check_backend
-checks = ["contract.*", "*[[]base-decode]", "drafter.*[[]k4-n3*"]
-assert check_backend("torch_reference", device=torch.device("cpu"), checks=checks).results
-"""
-USERS = {
-    "drafter": ("import spec_decode.drafter", 11_000),
-    "kit": ("import spec_decode.conformance", 18_000),
-    "check": (CHECK, 18_000),
-}
-"""What a user runs, and how many lines of ours that may load."""
-LINES = """
-import json, sys
-from tests.import_graph import FLOORS
-files = {name: module.__file__ for name, module in sys.modules.items() if name.partition(".")[0] in FLOORS}
-json.dump({name: len(open(file, "rb").readlines()) for name, file in files.items()}, sys.stdout)
-"""
+@pytest.mark.parametrize("user", USERS)
+def test_a_user_loads_no_more_than_its_budget(user: str) -> None:
+    script, budget = USERS[user]
+    lines = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in loaded_by(script).values())
+    assert 0.8 * budget < lines <= budget
 
 
-@pytest.fixture(scope="module", params=USERS)
-def user(request: pytest.FixtureRequest) -> tuple[str, dict[str, int], int]:
-    """A user, the lines of each of our modules that it loads, and how many it may load."""
-    script, budget = USERS[request.param]
-    command = [sys.executable, "-c", f"{script}\n{LINES}"]
-    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
-    return request.param, json.loads(done.stdout), budget
-
-
-def test_a_user_loads_no_more_than_its_budget(user: tuple[str, dict[str, int], int]) -> None:
-    _, lines, budget = user
-    assert 0.8 * budget < sum(lines.values()) <= budget
-
-
-def test_a_drafter_and_a_check_load_no_model_that_ships(user: tuple[str, dict[str, int], int]) -> None:
-    name, lines, _ = user
-    rooms = {room_of(module) for module in lines}
+@pytest.mark.parametrize("user", ["drafter", "kit", "check"])
+def test_a_drafter_and_a_check_load_no_model_that_ships(user: str) -> None:
+    rooms = {room_of(module) for module in loaded_by(USERS[user][0])}
     assert not rooms & {"models", "verification", "engine", "llm", "matrix", "tools"}
-    assert ("conformance" in rooms) is (name != "drafter")
+    assert ("conformance" in rooms) is (user != "drafter")
 
 
 def test_most_modules_were_loaded(loaded: Uses) -> None:

@@ -8,7 +8,6 @@ from builders.errors import require_tensor
 from builders.kernels.rows import whole_rows
 from spec_decode.sampling.kernels.sample_block import SampleBlock, sample_block
 from spec_decode.sampling.kernels.sample_draft import NO_TOKEN, SampleDraft, sample_draft
-from spec_decode.sampling.kernels.select_candidates import SelectCandidates, select_candidates
 
 
 class DraftSettings:
@@ -189,6 +188,9 @@ class DraftSampler(DraftSettings):
         Does not change seq_lens, next_ids or continue_flag. Raises BatchError, with nothing run, for tensors of the
         wrong shape, dtype or device.
         """
+        # Loaded here, because few drafts have candidates.
+        from spec_decode.sampling.kernels.select_candidates import SelectCandidates, select_candidates
+
         width, device, lines = self._scored.shape[2], self.next_ids.device, len(logits)
         vocab = self.draft_logits.shape[2]
         require_tensor("logits", logits, shape=(lines, vocab), dtype=logits.dtype, device=device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from scripts import readme
 from scripts.line_plot import GAP, Line, line_plot
 from spec_decode.conformance.report import Report
 from spec_decode.files import read_json
+from tests.users import USERS
 
 ROOT = readme.ROOT
 
@@ -63,6 +65,11 @@ FIGURES = [
 def speeds(root: Path) -> str:
     vllm, engine = (read_json(root / "reports" / name) for name in (readme.VLLM, readme.ENGINE_SPEEDS))
     return readme.vllm_speeds(vllm) + readme.speeds(root) + readme.work(vllm, engine)
+
+
+def test_a_door_of_the_readme_shows_its_budget() -> None:
+    doors = re.findall(r"^\| .* \| ([\d,]+) lines at most", (ROOT / readme.README).read_text(encoding="utf-8"), re.M)
+    assert doors == [f"{USERS[user][1]:,}" for user in ("plug-in", "drafter", "kit", "LLM")]
 
 
 def test_every_figure_comes_from_its_report(copy: Path) -> None:
@@ -167,8 +174,6 @@ def test_what_is_around_the_markers_stays() -> None:
 
 
 def test_labels_of_lines_that_end_together_keep_their_distance() -> None:
-    import re
-
     drawn = line_plot(
         [Line("a", {1: 10.0, 2: 100.0}), Line("b & c", {1: 20.0, 2: 101.0}, strong=True), Line("d", {1: 5.0, 2: 99.0})],
         title="t", subtitle="s", x="n",

@@ -111,5 +111,5 @@ def test_arguments_of_another_type_are_named():
     fixture = advancing()
     with pytest.raises(BatchError, match=r"^model must be of type DraftModel, got list\. Pass an instance"):
         Drafter([], fixture.groups, fixture.tables, DrafterConfig(num_speculative_tokens=K))
-    with pytest.raises(BatchError, match=r"^config must be of type DrafterConfig, got int\. Pass one\."):
+    with pytest.raises(BatchError, match=r"^config must be of type DrafterConfig, got int\. Pass an instance"):
         Drafter(fixture.model, fixture.groups, fixture.tables, K)

@@ -110,7 +110,7 @@ WRONG_TYPES = {
 @pytest.mark.parametrize("name", WRONG_TYPES)
 def test_arguments_of_another_type_are_named(name):
     target, draft, config = WRONG_TYPES[name]
-    with pytest.raises(BatchError, match=rf"^{name} must be of type \w+, got \w+\. Pass one\."):
+    with pytest.raises(BatchError, match=rf"^{name} must be of type \w+, got \w+\. Pass an instance"):
         Engine(target, draft, get("torch_reference"), config)
 
 

@@ -1,0 +1,17 @@
+"""What each kind of user runs, and how many lines of ours that may load."""
+
+from __future__ import annotations
+
+CHECK = """
+import torch
+from spec_decode.conformance import check_backend
+checks = ["contract.*", "*[[]base-decode]", "drafter.*[[]k4-n3*"]
+assert check_backend("torch_reference", device=torch.device("cpu"), checks=checks).results
+"""
+USERS = {
+    "plug-in": ("from tests.engines.any_vllm import load_adapters\nload_adapters()", 10_000),
+    "drafter": ("import spec_decode.drafter", 11_000),
+    "kit": ("import spec_decode.conformance", 18_000),
+    "check": (CHECK, 18_000),
+    "LLM": ("import spec_decode.llm", 27_000),
+}
