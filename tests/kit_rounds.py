@@ -22,6 +22,6 @@ def is_drawn(check: Check) -> bool:
     return check.module.endswith(".drawn_checks")
 
 
-def tried_often(check: Check) -> bool:
+def runs_often(check: Check) -> bool:
     """Return whether every test run tries it on the reference: of the drawn cases, one in ten."""
     return check.case.endswith("0") if is_drawn(check) else check.case in OFTEN.get(check.name, (check.case,))

@@ -49,19 +49,19 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     return fake
 
 
-def test_a_block_runs_on_its_device_and_leaves_the_current_one_as_it_was(cuda: FakeCuda) -> None:
+def test_on_device_restores_current_device(cuda: FakeCuda) -> None:
     with on_device(SECOND):
         assert cuda.current == 1
     assert cuda.current == 0
 
 
-def test_a_cpu_asks_nothing_of_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_device_skips_cuda_for_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: pytest.fail("CUDA was asked"))
     with on_device(torch.device("cpu")):
         pass
 
 
-def test_an_op_launches_on_the_device_of_its_first_tensor(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_op_launches_on_device_of_first_tensor(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
     launched: list[int] = []
 
     class LaunchSomewhere(NamedTuple):
@@ -81,7 +81,7 @@ def test_an_op_launches_on_the_device_of_its_first_tensor(cuda: FakeCuda, monkey
     assert launched == [0, 1] and cuda.current == 0
 
 
-def test_a_round_of_a_drafter_runs_on_its_device(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafter_round_runs_on_its_device(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
     fixture = advancing()
     seen: list[int] = []
     forward = fixture.model.forward
@@ -91,7 +91,7 @@ def test_a_round_of_a_drafter_runs_on_its_device(cuda: FakeCuda, monkeypatch: py
     assert {*seen} == {1} and cuda.current == 0
 
 
-def test_a_check_of_the_kit_runs_on_the_device_it_is_asked_for(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kit_check_runs_on_given_device(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
     monkeypatch.setattr(check, "_definitions", [])
     Family("contract", covers=lambda subject, case: [])("a check")(lambda subject, case: seen.append(cuda.current))
@@ -100,7 +100,7 @@ def test_a_check_of_the_kit_runs_on_the_device_it_is_asked_for(cuda: FakeCuda, m
     assert seen == [1]
 
 
-def test_a_step_of_an_engine_runs_on_its_device(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_step_runs_on_its_device(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
     target, draft = make_pair()
     config = engine_config(
         num_speculative_tokens=0, max_num_seqs=1, max_model_len=32, page_size=4, graph_mode=GraphMode.NONE
@@ -114,7 +114,7 @@ def test_a_step_of_an_engine_runs_on_its_device(cuda: FakeCuda, monkeypatch: pyt
     assert seen == [1]
 
 
-def test_a_copy_to_the_host_is_awaited_on_the_stream_of_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_copy_is_recorded_on_its_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     recorded: list[Any] = []
     monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=recorded.append))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: ("stream of", device))
@@ -123,7 +123,7 @@ def test_a_copy_to_the_host_is_awaited_on_the_stream_of_its_device(monkeypatch: 
     assert recorded == [("stream of", SECOND)]
 
 
-def test_a_capture_runs_on_the_device_of_its_runtime(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_capture_runs_on_device_of_its_runtime(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: SimpleNamespace(device=device))
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=None))
@@ -133,7 +133,7 @@ def test_a_capture_runs_on_the_device_of_its_runtime(cuda: FakeCuda, monkeypatch
     assert seen == [1]
 
 
-def test_a_looping_graph_is_launched_on_its_device(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loop_graph_launches_on_its_device(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=device.index))
     seen: list[tuple[int, int]] = []
     loop = object.__new__(WhileGraph)

@@ -134,7 +134,7 @@ def loaded(loading: Loading) -> Uses:
 
 
 @pytest.mark.parametrize("floor", FLOORS)
-def test_a_floor_imports_nothing_from_above(floor: str) -> None:
+def test_floor_imports_nothing_above(floor: str) -> None:
     above = {*FLOORS[FLOORS.index(floor) + 1 :], *OUTSIDE}
     found = [
         f"{module} imports {name}"
@@ -145,7 +145,7 @@ def test_a_floor_imports_nothing_from_above(floor: str) -> None:
     assert not found
 
 
-def test_a_loaded_floor_holds_nothing_from_above(loaded: Uses) -> None:
+def test_loaded_floor_refers_to_nothing_above(loaded: Uses) -> None:
     floor = {name: height for height, name in enumerate(FLOORS)}
     found = [
         (module, use)
@@ -162,7 +162,7 @@ def test_an_engines_room_is_imported_by_nothing_else(sources: Uses) -> None:
     assert not {name for name, used in library.items() for use in used if use.startswith(room) > name.startswith(room)}
 
 
-def test_the_root_of_spec_decode_holds_its_rooms_and_few_modules() -> None:
+def test_spec_decode_root_has_rooms_and_few_modules() -> None:
     folder = ROOT / "spec_decode"
     modules = [path.stem for path in folder.glob("*.py")]
     rooms = [path.parent.name for path in folder.glob("*/__init__.py")]
@@ -171,12 +171,12 @@ def test_the_root_of_spec_decode_holds_its_rooms_and_few_modules() -> None:
 
 
 @pytest.mark.parametrize("kind", ["sources", "loaded"])
-def test_a_room_uses_only_those_before_it(kind: str, request: pytest.FixtureRequest) -> None:
+def test_room_uses_only_earlier_rooms(kind: str, request: pytest.FixtureRequest) -> None:
     assert upwards(request.getfixturevalue(kind)) == set()
 
 
 @pytest.mark.parametrize("kind", ["sources", "loaded"])
-def test_no_files_or_folders_use_one_another_in_a_circle(kind: str, request: pytest.FixtureRequest) -> None:
+def test_files_and_folders_have_no_import_cycles(kind: str, request: pytest.FixtureRequest) -> None:
     assert circles(request.getfixturevalue(kind)) == []
 
 
@@ -186,7 +186,8 @@ def test_no_file_imports_itself() -> None:
     assert [m for m, path in files.items() if m in imported(path.read_text(encoding="utf-8"), m, files)] == []
 
 
-def test_the_engine_uses_the_drafter_by_its_public_names_and_the_target_does_not(sources: Uses) -> None:
+def test_engine_uses_only_public_drafter_names(sources: Uses) -> None:
+    """Its target runner uses none of the drafter."""
     used_by = {module: {use for use in used if room_of(use) == "drafter"} for module, used in sources.items()}
     engine = {module: used for module, used in used_by.items() if room_of(module) == "engine"}
     assert set().union(*engine.values()) == {"spec_decode.drafter.__init__"}
@@ -212,7 +213,7 @@ def test_most_modules_were_loaded(loaded: Uses) -> None:
     assert len(loaded) > 0.9 * len(module_files())
 
 
-def test_what_runs_in_production_loads_no_checks(loading: Loading) -> None:
+def test_production_code_loads_no_checks(loading: Loading) -> None:
     assert {f"spec_decode.{name}" for name in PRODUCTION} <= {*loading.production}
     assert not [name for name in loading.production if name.startswith("spec_decode.conformance")]
 
@@ -228,27 +229,27 @@ def test_what_runs_in_production_loads_no_checks(loading: Loading) -> None:
         "if TYPE_CHECKING:\n    import torch, spec_decode.conformance.report",
     ],
 )
-def test_every_way_to_import_is_seen(line: str) -> None:
+def test_every_import_form_is_recognised(line: str) -> None:
     known = "spec_decode.conformance.report"
     assert imported(line, "spec_decode.conformance.check", [known]) & {known}
 
 
-def test_a_name_in_a_text_is_no_import() -> None:
+def test_module_name_in_text_is_no_import() -> None:
     assert imported('"""See spec_decode.drafter.drafter."""\nname = "spec_decode"') == set()
 
 
-def test_a_package_is_used_where_a_name_of_it_is_imported(tmp_path: Path) -> None:
+def test_importing_a_name_uses_its_package(tmp_path: Path) -> None:
     files = make_modules(tmp_path, one="from spec_decode.two import Name", **{"two/__init__": ""})
     assert source_uses(files)["spec_decode.one"] == {"spec_decode.two.__init__"}
 
 
-def test_a_use_of_a_later_room_is_found() -> None:
+def test_use_of_later_room_is_detected() -> None:
     assert upwards({"spec_decode.graphs.manager": {"spec_decode.cli.main", "spec_decode.files", "builders.spec"}}) == {
         ("spec_decode.graphs.manager", "spec_decode.cli.main")
     }
 
 
-def test_circles_are_found_between_rooms_between_files_and_with_a_package_itself() -> None:
+def test_cycles_of_rooms_and_files_are_detected() -> None:
     uses = {
         "spec_decode.a.one": {"spec_decode.b.one"},
         "spec_decode.b.two": {"spec_decode.c"},
@@ -271,7 +272,7 @@ def test_circles_are_found_between_rooms_between_files_and_with_a_package_itself
         "import sys\nfrom spec_decode_mutant import low\nlow.module = sys.modules[__name__]",
     ],
 )
-def test_what_one_module_puts_into_another_is_found_after_loading(
+def test_runtime_reference_between_modules_is_detected(
     later: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     files = make_modules(tmp_path, "spec_decode_mutant", low="HOOKS = []\nclass Base: ...", high=later)

@@ -104,8 +104,10 @@ def described(docstring: str) -> set[str]:
     """Return the names that a docstring explains: "name: text" begins a sentence, or "name  text" a line."""
     sentence = r"(?:\A|[.;]\s+|\n\n)(NAMES):\s"
     row = r"(?m:^)(NAMES) {2,}\S"
-    found = [re.findall(form.replace("NAMES", r"[a-z_]\w*(?:, [a-z_]\w*)*"), docstring) for form in (sentence, row)]
-    return {name for names in chain(*found) for name in names.split(", ")}
+    violations = [
+        re.findall(form.replace("NAMES", r"[a-z_]\w*(?:, [a-z_]\w*)*"), docstring) for form in (sentence, row)
+    ]
+    return {name for names in chain(*violations) for name in names.split(", ")}
 
 
 def renamed(function: Function) -> str:
@@ -133,7 +135,7 @@ def _raised(node: ast.AST) -> Iterator[str]:
             yield from (name for name in _raised(child) if child not in tried or name not in caught)
 
 
-def found(rule: Callable[[Function], str]) -> dict[str, str]:
+def violations(rule: Callable[[Function], str]) -> dict[str, str]:
     return {
         function.name: why
         for module, path in module_files().items()
@@ -143,8 +145,8 @@ def found(rule: Callable[[Function], str]) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("rule", [too_long, too_wide, silent, renamed])
-def test_functions_keep_the_rule(rule: Callable[[Function], str]) -> None:
-    assert found(rule) == {}
+def test_functions_follow_the_rule(rule: Callable[[Function], str]) -> None:
+    assert violations(rule) == {}
 
 
 BODY = "\n".join(["    pass"] * MAX_LINES)
@@ -166,7 +168,7 @@ PARAMETERS = ", ".join(f"p{i}" for i in range(MAX_PARAMETERS))
         (renamed, "class C:\n    def __init__(self, a):\n        '''a, b: group indices.'''"),
     ],
 )
-def test_a_function_that_breaks_a_rule_is_found(rule: Callable[[Function], str], source: str) -> None:
+def test_function_breaking_a_rule_is_detected(rule: Callable[[Function], str], source: str) -> None:
     assert [function.name for function in functions(source) if rule(function)] in ([".f"], [".C.__init__"])
 
 
@@ -191,5 +193,5 @@ def test_a_function_that_breaks_a_rule_is_found(rule: Callable[[Function], str],
         (silent, "@click.command()\ndef f():\n    raise SystemExit(1)"),
     ],
 )
-def test_a_function_that_keeps_it_or_is_exempt_is_left_alone(rule: Callable[[Function], str], source: str) -> None:
+def test_function_following_rule_or_exempt_is_ignored(rule: Callable[[Function], str], source: str) -> None:
     assert not [function.name for function in functions(source) if rule(function)]

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parent.parent
 @pytest.mark.slow
 @pytest.mark.skipif(not HAVE_TRITON, reason="needs the package triton")
 @pytest.mark.parametrize("families", [("numerics",), ("contract", "builder", "refusal", "poison")], ids="+".join)
-def test_triton_kernels_pass_the_kit_in_the_interpreter(families: tuple[str, ...], tmp_path: Path) -> None:
+def test_triton_kernels_pass_the_kit_in_interpreter(families: tuple[str, ...], tmp_path: Path) -> None:
     report = tmp_path / "report.json"
     picked = [part for family in families for part in ("--family", family)]
     command = [sys.executable, "-m", "spec_decode", "check", "triton_paged", "--device", "cpu", *picked]
@@ -31,9 +31,7 @@ def test_triton_kernels_pass_the_kit_in_the_interpreter(families: tuple[str, ...
 
 
 @pytest.mark.parametrize("interpreted", [False, True])
-def test_a_process_of_its_own_interprets_as_the_command_does(
-    interpreted: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_isolated_process_interprets_like_command(interpreted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     devices: list[torch.device] = []
     monkeypatch.setattr(child, "interpret_kernels_on", devices.append)
     monkeypatch.setattr(child, "running_threads", list)

@@ -57,7 +57,7 @@ def by_position(source: str) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("rule", [unlike_the_fields, several_a_line, silent, by_position])
-def test_kernels_keep_the_rule(rule: Rule) -> None:
+def test_kernels_follow_the_rule(rule: Rule) -> None:
     found = {name: list(rule(path.read_text(encoding="utf-8"))) for name, path in module_files().items()}
     assert {name: broken for name, broken in found.items() if broken} == {}
 
@@ -85,10 +85,10 @@ def f_kernel(
         (silent, "'''y = x. One program per row.'''", "pass"),
     ],
 )
-def test_a_kernel_that_breaks_a_rule_is_found(rule: Rule, old: str, new: str) -> None:
+def test_kernel_breaking_a_rule_is_detected(rule: Rule, old: str, new: str) -> None:
     assert not list(rule(KERNEL)) and len(list(rule(KERNEL.replace(old, new)))) == 1
 
 
-def test_a_launch_by_position_is_found() -> None:
+def test_positional_launch_is_detected() -> None:
     assert list(by_position("f_kernel[(1,)](x, BLOCK=1)")) == ["f_kernel"]
     assert not list(by_position("f_kernel[(1,)](x_ptr=x, BLOCK=1)\ntable[0](x)"))

@@ -16,7 +16,7 @@ from tests.ops.sample import TABLE
 ROOT = Path(__file__).parents[1]
 
 
-def test_every_op_that_the_library_defines_has_samples() -> None:
+def test_every_defined_op_has_samples() -> None:
     rooms = ("attn_backends", "builders", "spec_decode")
     text = "".join(path.read_text() for room in rooms for path in (ROOT / room).rglob("*.py"))
     defined = set(re.findall(r'= define_op\(\s*"(\w+::\w+)"', text))
@@ -25,7 +25,7 @@ def test_every_op_that_the_library_defines_has_samples() -> None:
 
 
 @pytest.mark.parametrize("op", TABLE)
-def test_the_schema_is_true_and_the_fake_is_like_the_op(op: str) -> None:
+def test_schema_and_fake_match_the_op(op: str) -> None:
     of_a_kind = {tuple(map(kind_of, sample)): sample for sample in TABLE[op].samples}
     for sample in of_a_kind.values():
         check_schema(TABLE[op].call, sample)

@@ -34,7 +34,7 @@ def backend(request: pytest.FixtureRequest) -> AttentionBackend:
 
 
 @pytest.mark.parametrize("batch", [DECODE, VERIFY], ids=["decode", "verify"])
-def test_a_backend_builds_advances_writes_and_attends_there(backend: AttentionBackend, batch: object) -> None:
+def test_backend_works_on_second_device(backend: AttentionBackend, batch: object) -> None:
     subject = Subject(backend, SECOND)
     built = BuiltBatch(PagedFixture(subject, subject.base_spec(), batch.rows), batch, horizon=1)  # type: ignore[attr-defined]
     built.expect_attention("as built", cache="as built")
@@ -46,7 +46,7 @@ def test_a_backend_builds_advances_writes_and_attends_there(backend: AttentionBa
 
 @pytest.mark.parametrize("strategy", [*CAPTURING, Strategy.EAGER])
 @pytest.mark.parametrize("make", [advancing, preplanned, mixed])
-def test_a_drafter_proposes_there_what_it_proposes_on_the_cpu(make: object, strategy: Strategy) -> None:
+def test_drafter_on_second_device_matches_cpu(make: object, strategy: Strategy) -> None:
     try:
         there = make(strategy=strategy, device=SECOND)  # type: ignore[operator]
     except ValueError as unsupported:
@@ -57,7 +57,7 @@ def test_a_drafter_proposes_there_what_it_proposes_on_the_cpu(make: object, stra
 
 
 @pytest.mark.parametrize("graph_mode", [GraphMode.NONE, GraphMode.FULL])
-def test_an_engine_generates_there_what_it_generates_on_the_first(graph_mode: GraphMode) -> None:
+def test_engine_on_second_device_matches_first(graph_mode: GraphMode) -> None:
     requests = [make_request(prompt=[1, 2, 3 + i], max_tokens=12, seed=i) for i in range(3)]
     texts = []
     for device in (torch.device("cuda", 0), SECOND):

@@ -61,5 +61,5 @@ def test_no_test_has_a_limit_of_time() -> None:
         ("start = perf_counter()", []),
     ],
 )
-def test_a_limit_is_found_and_nothing_else(code: str, lines: list[int]) -> None:
+def test_only_time_limits_are_detected(code: str, lines: list[int]) -> None:
     assert list(limits(code)) == lines

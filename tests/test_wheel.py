@@ -24,7 +24,7 @@ else:
 ROOT = Path(__file__).parents[1]
 
 
-def test_the_wheel_brings_the_example_to_where_new_looks_for_it() -> None:
+def test_wheel_includes_example_for_new_command() -> None:
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
     in_wheel, in_checkout = (folder.relative_to(ROOT).as_posix() for folder in new._FOLDERS)
 
@@ -45,7 +45,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_the_wheel_has_the_packages_without_what_a_checkout_alone_needs(wheel: Path) -> None:
+def test_wheel_has_only_packages_for_users(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {
         "builders", "attn_backends", "spec_decode",
@@ -53,13 +53,13 @@ def test_the_wheel_has_the_packages_without_what_a_checkout_alone_needs(wheel: P
     assert wheel.stat().st_size < 1_000_000
 
 
-def test_every_extra_of_a_user_has_its_size_on_the_page_of_installation() -> None:
+def test_installation_page_gives_size_of_every_extra() -> None:
     page = (ROOT / "docs" / "installation.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `([\w-]+)` \|.*\| [\d.]+ [MG]B \|", page, re.MULTILINE)
     assert {*rows} == extras() - {"test", "docs"}
 
 
-def test_a_refusal_names_extras_that_there_are() -> None:
+def test_refusals_name_existing_extras() -> None:
     named = {registration.extra for registration in registry._BUILT_IN.values() if registration.extra}
     named |= {extra for kind in PROVIDERS for extra in re.findall(r"'\.\[([\w-]+)\]'", kind.remedy)}
     assert {"flash-attn", "flashinfer", "vllm"} <= named <= extras()
@@ -70,7 +70,7 @@ def extras() -> set[str]:
 
 
 @pytest.mark.slow
-def test_the_wheel_lists_its_backends_with_nothing_beside_it_but_what_it_requires(wheel: Path, tmp_path: Path) -> None:
+def test_wheel_works_with_only_its_requirements(wheel: Path, tmp_path: Path) -> None:
     archive = zipfile.ZipFile(wheel)
     (metadata,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
     required = message_from_bytes(archive.read(metadata)).get_all("Requires-Dist") or []
@@ -89,7 +89,7 @@ def test_the_wheel_lists_its_backends_with_nothing_beside_it_but_what_it_require
 
 
 @pytest.mark.slow
-def test_from_an_empty_folder_the_wheel_makes_a_backend_that_passes_its_checks(wheel: Path, tmp_path: Path) -> None:
+def test_wheel_creates_backend_that_passes_its_checks(wheel: Path, tmp_path: Path) -> None:
     environment, empty = Stranger.arrive(tmp_path / "environment"), tmp_path / "empty"
     empty.mkdir()
     environment.must(f"pip install --no-deps {wheel}", empty)

@@ -62,7 +62,7 @@ AGAINST = {
 
 @given(st.integers(1, 600), st.integers(1, 64), st.integers(64, 512), st.integers(1, 16), st.booleans())
 @example(size=1, minimum=1, maximum=1, multiple=1, power=True)
-def test_sizes_hold_what_their_four_rules_say(size, minimum, maximum, multiple, power):
+def test_sizes_contain_exactly_what_rules_allow(size, minimum, maximum, multiple, power):
     powers = {2**n for n in range(12)}
     expected = {n for n in range(minimum, maximum + 1) if n % multiple == 0 and (not power or n in powers)}
     rules = {"minimum": minimum, "maximum": maximum, "multiple_of": multiple, "power_of_two": power}
@@ -77,35 +77,35 @@ RULES = [("minimum", 0), ("minimum", 1.0), ("maximum", -64), ("multiple_of", Tru
 
 
 @pytest.mark.parametrize(("make", "field", "value"), [(Sizes, *rule) for rule in RULES] + [(NARROW, *w) for w in WRONG])
-def test_what_claims_nothing_is_refused_by_name(make, field, value):
+def test_invalid_capability_names_field_and_value(make, field, value):
     words = rf"{field} must be .*, got {re.escape(repr(value))}: .*was created"
     with pytest.raises(CapabilitiesError, match=words):
         Sizes(**{field: value}) if make is Sizes else replace(NARROW, **{field: value})
 
 
-def test_every_wrong_field_of_a_record_is_named_at_once():
+def test_all_invalid_capability_fields_are_named():
     with pytest.raises(CapabilitiesError, match=r"^devices must be .*; dtypes must be .*; kinds must be "):
         replace(NARROW, devices=(), dtypes=(), kinds=())
 
 
 @pytest.mark.parametrize(("changes", "reason"), AGAINST.values(), ids=AGAINST)
-def test_each_part_outside_the_record_has_its_reason(changes, reason):
+def test_each_unsupported_spec_part_has_a_reason(changes, reason):
     assert any(reason in found for found in NARROW.unsupported_reasons(make_spec(**changes), CPU))
 
 
-def test_every_reason_is_given_at_once_and_those_of_the_spec_need_no_device():
+def test_unsupported_reasons_lists_all_without_device():
     spec = make_spec(head_dim=12, page_size=12, sliding_window=4, soft_cap=2.0, sinks=True)
     assert len(NARROW.unsupported_reasons(spec, CPU)) == 6  # the value dim follows the head dim
     assert NARROW.spec_reasons(spec) == NARROW.unsupported_reasons(spec, CPU)
 
 
-def test_a_spec_inside_the_record_has_no_reason_against_it():
+def test_supported_spec_has_no_reasons():
     assert NARROW.unsupported_reasons(make_spec(), CPU) == []
     mixed = replace(NARROW, mixed_kv_dtypes=True)
     assert mixed.unsupported_reasons(make_spec(kv_dtype=torch.bfloat16), CPU) == []
 
 
-def test_a_device_outside_the_record_is_a_reason(monkeypatch):
+def test_unsupported_device_is_a_reason(monkeypatch):
     cuda, spec = torch.device("cuda"), make_spec()
     assert NARROW.unsupported_reasons(spec, cuda) == ["runs on cpu, not on cuda"]
     anywhere = replace(NARROW, devices=("cpu", "cuda"))
@@ -116,13 +116,13 @@ def test_a_device_outside_the_record_is_a_reason(monkeypatch):
     assert anywhere.unsupported_reasons(spec, cuda) == ["needs compute capability (8, 0), the device has (7, 5)"]
 
 
-def test_a_spec_asks_for_every_feature_it_uses_and_a_plain_one_for_none():
+def test_features_of_lists_every_feature_used():
     spec = make_spec(sliding_window=64, soft_cap=2.0, sinks=True, value_dim=8, batch_invariant=True, tree=True)
     assert {*features_of(spec), *features_of(make_spec(causal=False))} == set(Feature)
     assert features_of(make_spec(num_kv_heads=4)) == []
 
 
-def test_a_backends_own_reasons_come_after_the_records():
+def test_backend_reasons_follow_capability_reasons():
     class Picky(type(get("torch_reference"))):
         def unsupported_reasons(self, spec, device):
             return ["does not like Mondays"] if spec.sinks else []
@@ -134,13 +134,13 @@ def test_a_backends_own_reasons_come_after_the_records():
 
 
 @pytest.mark.parametrize("name", ["torch_reference", "triton_paged"])
-def test_shipped_backends_allocate_what_the_spec_says(name):
+def test_allocate_kv_shapes_match_spec(name):
     spec = make_spec(head_dim=64, value_dim=72, kv_dtype=None)
     cache = get(name).allocate_kv(spec, 5, CPU)
     assert cache.key.shape == (5, 4, 2, 64) and cache.value.shape == (5, 4, 2, 72) and cache.num_pages == 5
 
 
-def test_triton_paged_keeps_a_pages_keys_and_values_side_by_side():
+def test_triton_paged_interleaves_keys_and_values_by_page():
     cache = get("triton_paged").allocate_kv(make_spec(head_dim=64), 5, CPU)
     page = 4 * 2 * 64
     assert cache.key.stride(0) == 2 * page

@@ -24,7 +24,7 @@ def check(spec, change=None):
 
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
-def test_a_right_write_is_let_through(spec):
+def test_valid_write_inputs_are_accepted(spec):
     check(spec)
 
 
@@ -48,6 +48,6 @@ CASES = [(spec, *case) for spec in SPECS.values() for case in REFUSED.values()]
         (MHA, {"key": lambda x: x.repeat(1, 1, 2)[..., ::2]}, "the last dim of keys"),
     ],
 )
-def test_what_a_kernel_would_misread_is_refused(spec, change, message):
+def test_misread_write_inputs_raise_batch_error(spec, change, message):
     with pytest.raises(BatchError, match=message):
         check(spec, change)

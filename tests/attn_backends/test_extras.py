@@ -11,20 +11,20 @@ from attn_backends.extras import install_hint
 from tests.import_graph import ROOT, module_files
 
 PAGES = [*sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "examples").rglob("*.md")), ROOT / "README.md"]
-_ASKS_FOR_A_RELEASE = re.compile(r"pip install '?attn-backends\b|attn-backends\[")
+_MENTIONS_RELEASE = re.compile(r"pip install '?attn-backends\b|attn-backends\[")
 
 
-def test_the_hint_installs_the_extra_from_a_checkout() -> None:
+def test_install_hint_names_extra_and_checkout() -> None:
     assert install_hint("vllm") == "pip install '.[vllm]' in a checkout of attn-backends"
 
 
 @pytest.mark.parametrize(
     "text", ["pip install attn-backends", "Install attn-backends[vllm]", "pip install 'attn-backends"]
 )
-def test_a_release_that_is_asked_for_is_found(text: str) -> None:
-    assert _ASKS_FOR_A_RELEASE.search(text)
+def test_release_pattern_matches_install_commands(text: str) -> None:
+    assert _MENTIONS_RELEASE.search(text)
 
 
-def test_no_page_and_no_module_asks_for_a_release() -> None:
+def test_no_page_or_module_mentions_a_release() -> None:
     texts: list[Path] = [*PAGES, *module_files().values()]
-    assert [path.name for path in texts if _ASKS_FOR_A_RELEASE.search(path.read_text(encoding="utf-8"))] == []
+    assert [path.name for path in texts if _MENTIONS_RELEASE.search(path.read_text(encoding="utf-8"))] == []

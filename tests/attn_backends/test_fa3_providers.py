@@ -77,7 +77,7 @@ def build(install):
         *((("sgl", "vllm", "upstream"), name, name) for name in MODULES),
     ],
 )
-def test_the_pinned_one_is_taken_or_else_the_first_that_is_installed(installed, pinned, chosen, install, monkeypatch):
+def test_find_provider_prefers_pinned_then_first_installed(installed, pinned, chosen, install, monkeypatch):
     for name in installed:
         install(name)
     monkeypatch.setenv(PROVIDER_VARIABLE, pinned)
@@ -92,7 +92,7 @@ def test_the_pinned_one_is_taken_or_else_the_first_that_is_installed(installed, 
         ("flash-attn", ValueError, "one of upstream, vllm, sgl, got 'flash-attn'"),
     ],
 )
-def test_one_that_is_not_there_is_refused(pinned, error, words, install, monkeypatch):
+def test_absent_provider_raises_import_error(pinned, error, words, install, monkeypatch):
     if pinned:
         install("upstream")
         monkeypatch.setenv(PROVIDER_VARIABLE, pinned)
@@ -113,9 +113,7 @@ BROKEN = {
 
 @pytest.mark.parametrize("pinned", [True, False])
 @pytest.mark.parametrize(("name", "source", "words"), BROKEN.values(), ids=BROKEN)
-def test_a_broken_one_is_refused_in_its_own_words_and_no_other_is_taken(
-    name, source, words, pinned, install, monkeypatch
-):
+def test_broken_provider_raises_without_trying_others(name, source, words, pinned, install, monkeypatch):
     install("sgl")
     install(name, source)
     monkeypatch.setenv(PROVIDER_VARIABLE, name if pinned else "")
@@ -124,7 +122,7 @@ def test_a_broken_one_is_refused_in_its_own_words_and_no_other_is_taken(
     assert words in str(refusal.value) and f"{name} ({MODULES[name]})" in str(refusal.value)
 
 
-def test_a_package_without_the_module_is_broken_and_not_absent(install):
+def test_package_without_module_is_broken_provider(install):
     install("vllm", "", module="vllm.version")
     install("sgl")
     with pytest.raises(BrokenProvider, match=r"No module named 'vllm\.vllm_flash_attn'"):
@@ -132,19 +130,19 @@ def test_a_package_without_the_module_is_broken_and_not_absent(install):
 
 
 @pytest.mark.parametrize("part", ["PAGEDKV", "VARLEN", "SPLIT"])
-def test_upstream_built_without_what_every_call_needs_is_broken(part, build):
+def test_upstream_build_without_required_part_is_broken(part, build):
     with pytest.raises(BrokenProvider, match=f"built without {part}"):
         build(part)
 
 
-def test_a_record_that_cannot_be_read_is_a_broken_build(install):
+def test_unreadable_build_record_is_broken_provider(install):
     install("upstream")
     install("upstream", "CONFIG = {}", module="flash_attn_config")
     with pytest.raises(BrokenProvider, match="KeyError: 'build_flags'"):
         find_provider()
 
 
-def test_upstream_claims_only_what_its_build_kept(build):
+def test_upstream_claims_features_of_its_build(build):
     every = frozenset(Feature) - {Feature.BATCH_INVARIANT}
     whole = build()
     assert whole.features == every and whole.serves_latents
@@ -163,12 +161,12 @@ def test_upstream_claims_only_what_its_build_kept(build):
     assert not build(source=UPSTREAM.replace(", qv=None", "")).serves_latents
 
 
-def test_upstream_without_a_record_of_its_build_claims_no_value_dim(install):
+def test_upstream_without_build_record_lacks_value_dim(install):
     install("upstream")
     assert find_provider().features == frozenset(Feature) - {Feature.VALUE_DIM, Feature.BATCH_INVARIANT}
 
 
-def test_a_build_that_returns_no_lse_claims_no_trees(install):
+def test_build_without_lse_lacks_trees(install):
     install("vllm", VLLM.replace(", return_softmax_lse=False", "").replace("if return_softmax_lse", "if False"))
     found = find_provider()
     assert Feature.TREE not in found.features and found.serves_latents
@@ -195,7 +193,7 @@ def call_of(provider, spec, how="attend", **given):
 
 
 @each_provider
-def test_an_entry_is_called_with_the_batch_and_the_specs_numbers(name, install):
+def test_entry_point_receives_batch_and_spec_numbers(name, install):
     install(name)
     provider = find_provider()
     call, found, query, cache = call_of(provider, make_spec(scale=0.3))
@@ -213,7 +211,7 @@ def test_an_entry_is_called_with_the_batch_and_the_specs_numbers(name, install):
 
 
 @each_provider
-def test_latents_are_values_and_keys_beside_their_rotary_dims(name, install):
+def test_latents_are_passed_as_values_and_rotary_keys(name, install):
     install(name)
     spec = replace(MLA, causal=False)
     provider = find_provider()
@@ -228,7 +226,7 @@ def test_latents_are_values_and_keys_beside_their_rotary_dims(name, install):
 
 
 @each_provider
-def test_a_prefix_is_attended_to_without_causality_and_sinks_and_gives_its_lse(name, install):
+def test_prefix_call_is_not_causal_and_returns_lse(name, install):
     install(name)
     provider, spec = find_provider(), make_spec(sinks=True, tree=True)
     call, (out, lse), query, _ = call_of(provider, spec, "attend_to_prefix")
@@ -239,9 +237,7 @@ def test_a_prefix_is_attended_to_without_causality_and_sinks_and_gives_its_lse(n
 
 @pytest.mark.parametrize("argument", ["s_aux", "sinks", "no_such"])
 @each_provider
-def test_sinks_are_handed_over_in_bf16_by_the_entrys_name_for_them_and_never_dropped_in_silence(
-    name, argument, install
-):
+def test_sinks_are_passed_in_bf16_or_rejected(name, argument, install):
     install(name, SOURCES[name].replace("s_aux", "sinks").replace("sinks=None", f"{argument}=None"))
     provider, logits = find_provider(), torch.tensor([0.1, -2.0, 3.3, 4.0])
     assert (Feature.SINKS in provider.features) is (argument != "no_such")
@@ -253,7 +249,7 @@ def test_sinks_are_handed_over_in_bf16_by_the_entrys_name_for_them_and_never_dro
         assert given.dtype == torch.bfloat16 and torch.equal(given, logits.bfloat16())
 
 
-def test_the_version_names_the_package_even_where_it_has_no_metadata(install, tmp_path):
+def test_version_names_package_without_metadata(install, tmp_path):
     install("sgl")
     for known, version in (
         ({"sgl-kernel": "0.3.21"}, "sgl-kernel 0.3.21"),
@@ -296,7 +292,7 @@ def reasons(backend, spec):
     return "; ".join(backend.unsupported_reasons(spec, CPU) + backend.capabilities.unsupported_reasons(spec, CPU))
 
 
-def test_the_backend_claims_what_its_provider_has(load, build):
+def test_backend_claims_match_provider(load, build):
     without_sinks = UPSTREAM.replace(", sinks=None", "")
     provider = build(*TOKENSPEED, "FP8", source=without_sinks)
     backend = load("upstream", without_sinks)
@@ -311,7 +307,7 @@ SERVED = [(64, 64), (64, 200), (64, 512), (136, 104), (192, 128), (256, 256)]
 WITHOUT_KERNEL = [(64, 128), (64, 192), (64, 520), (96, 64), (128, 136), (192, 96), (192, 136), (200, 128)]
 
 
-def test_pairs_of_dims_without_a_kernel_are_refused_and_the_others_served(load):
+def test_dim_pairs_without_kernel_are_rejected(load):
     backend = load("vllm")
     told = {
         dims: reasons(backend, hopper_spec(head_dim=dims[0], value_dim=dims[1])) for dims in SERVED + WITHOUT_KERNEL
@@ -320,7 +316,7 @@ def test_pairs_of_dims_without_a_kernel_are_refused_and_the_others_served(load):
     assert not any("head_dim" in told[dims] for dims in SERVED)
 
 
-def test_sinks_are_refused_beyond_the_heads_and_dims_of_their_kernel(load):
+def test_sinks_rejected_outside_kernel_heads_and_dims(load):
     backend = load("vllm")
     assert "sinks" not in reasons(backend, hopper_spec(num_q_heads=64, sinks=True))
     assert "num_q_heads must be at most 64, got 66" in reasons(backend, hopper_spec(num_q_heads=66, sinks=True))
@@ -328,7 +324,7 @@ def test_sinks_are_refused_beyond_the_heads_and_dims_of_their_kernel(load):
     assert "with sinks value_dim must equal" in reasons(backend, hopper_spec(head_dim=192, value_dim=128, sinks=True))
 
 
-def test_another_compute_capability_than_9_is_refused(load, monkeypatch):
+def test_compute_capability_other_than_9_is_rejected(load, monkeypatch):
     backend = load("vllm")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
@@ -338,7 +334,7 @@ def test_another_compute_capability_than_9_is_refused(load, monkeypatch):
     assert isinstance(backend.supports(hopper_spec(), torch.device("cuda")), Accepted)
 
 
-def test_the_forward_hands_cache_and_rounded_sinks_to_the_provider(load):
+def test_forward_passes_cache_and_bf16_sinks(load):
     backend, spec = load("vllm"), hopper_spec(sinks=True)
     query, cache = torch.zeros(2, 8, 128, dtype=torch.bfloat16), make_cache(spec, 3)
     metadata = make_metadata(num_tokens=2, max_query_len=1)
@@ -349,7 +345,7 @@ def test_the_forward_hands_cache_and_rounded_sinks_to_the_provider(load):
     assert out is query and call["k"] is cache.key and call["s_aux"].dtype == torch.bfloat16
 
 
-def test_queries_over_a_cache_of_e4m3_are_clamped_before_they_are_cast(load, monkeypatch):
+def test_queries_are_clamped_before_e4m3_cast(load, monkeypatch):
     backend, spec = load("vllm"), hopper_spec(kv_dtype=torch.float8_e4m3fn)
     cache = KVCache(*(torch.zeros(3, 16, 2, 128, dtype=torch.float8_e4m3fn) for _ in range(2)))
     query, metadata = torch.full((2, 8, 128), 470.0, dtype=torch.bfloat16), make_metadata(num_tokens=2)
@@ -363,7 +359,7 @@ def test_queries_over_a_cache_of_e4m3_are_clamped_before_they_are_cast(load, mon
     assert sys.modules[MODULES["vllm"]].calls[0]["q"].float().eq(448).all()
 
 
-def test_a_broken_provider_is_a_rejection_that_names_it(load):
+def test_broken_provider_rejection_names_it(load):
     with pytest.raises(registry.BrokenBackend):
         load("vllm", ERROR)
     verdict = explain("flash_attn3", hopper_spec(), CPU)
@@ -371,7 +367,7 @@ def test_a_broken_provider_is_a_rejection_that_names_it(load):
     assert "vllm (vllm.vllm_flash_attn.flash_attn_interface) is installed but cannot be used" in verdict.reasons[0]
 
 
-def test_the_list_shows_whose_kernels_were_chosen(load):
+def test_list_command_shows_chosen_provider(load):
     from click.testing import CliRunner
 
     from spec_decode.cli.main import main
@@ -382,7 +378,7 @@ def test_the_list_shows_whose_kernels_were_chosen(load):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what a machine without the kernels hears")
-def test_without_the_kernels_it_is_refused_with_the_extra_that_brings_them():
+def test_missing_kernels_rejection_names_extra():
     verdict = explain("flash_attn3", make_spec(), CPU)
 
     assert isinstance(verdict, Rejected)

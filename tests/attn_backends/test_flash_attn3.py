@@ -46,7 +46,7 @@ def mla():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["backend", "mla"])
-def test_it_passes_the_kit(name, request):
+def test_flash_attn3_passes_the_kit(name, request):
     made = request.getfixturevalue(name)
     check_backend(made, device=CPU, checks=telling_checks(made, *KIT))
 
@@ -55,11 +55,11 @@ def served(results):
     return {result.case.partition("-")[0] for result in results if result.outcome is Outcome.PASS}
 
 
-def test_whole_rounds_agree_in_every_strategy(backend):
+def test_strategies_agree_on_whole_rounds(backend):
     check_backend(backend, device=CPU, checks=["drafter.strategies_agree[[]k3-n3[]]"])
 
 
-def test_attention_is_right_and_trees_are_served_but_for_windows(backend):
+def test_attention_and_trees_pass_except_windows(backend):
     patterns = [*(f"numerics.*[[]{variant}-*" for variant in VARIANTS), f"{TREES}[[]*-ragged[]]"]
     report = check_backend(backend, device=CPU, checks=telling_checks(backend, *patterns))
     trees = {result.case: result.outcome for result in report.results if result.check == TREES}
@@ -69,14 +69,14 @@ def test_attention_is_right_and_trees_are_served_but_for_windows(backend):
     assert served(result for result in report.results if result.check != TREES) == VARIANTS
 
 
-def test_attention_to_latents_is_right(mla):
+def test_latent_attention_passes_numerics_checks(mla):
     found = served(check_backend(mla, device=CPU, checks=telling_checks(mla, "numerics.*")).results)
     assert {"base", "bf16", "page_1", "heads_128", "length_4099"} <= found
     # On an H200 pages of 64 let NaN after the last token through.
     assert found.isdisjoint({"page_64", "deepseek_v3"})
 
 
-def test_a_build_without_kernels_for_latents_refuses_with_the_reason(mla, monkeypatch):
+def test_build_without_latent_kernels_is_rejected(mla, monkeypatch):
     provider = type(mla).__mro__[1].forward.__globals__["PROVIDER"]
     monkeypatch.setattr(provider, "latent_query", None)
     verdict = mla.supports(MLA, CPU)
@@ -84,13 +84,13 @@ def test_a_build_without_kernels_for_latents_refuses_with_the_reason(mla, monkey
     assert any("lacks the kernels for values wider than keys" in reason for reason in verdict.reasons)
 
 
-def test_a_spec_that_allows_trees_allows_chains(backend):
+def test_tree_spec_also_serves_chains(backend):
     subject = Subject(backend, CPU)
     fixture = PagedFixture(subject, replace(subject.base_spec(), tree=True), VERIFY.rows)
     BuiltBatch(fixture, VERIFY).expect_attention("attention of chains")
 
 
-def test_trees_with_a_window_are_refused_with_the_reason(backend):
+def test_trees_with_window_are_rejected(backend):
     spec = make_spec(dtype=torch.bfloat16, head_dim=64, page_size=16, tree=True, sliding_window=64)
     verdict = backend.supports(spec, CPU)
     assert isinstance(verdict, Rejected)
@@ -100,7 +100,7 @@ def test_trees_with_a_window_are_refused_with_the_reason(backend):
     )
 
 
-def test_sinks_are_served_in_bf16_only_to_which_the_kernels_round_them(backend):
+def test_sinks_are_served_only_in_bf16(backend):
     specs = {dtype: make_spec(sinks=True, dtype=dtype) for dtype in (torch.bfloat16, torch.float16)}
     assert backend.supports(specs[torch.bfloat16], CPU)
     assert backend.supports(specs[torch.float16], CPU) == Rejected(

@@ -65,7 +65,7 @@ def test_a_backend_passes_the_kit(name):
     assert without_trees <= {("graph.blocks_replay_over_other_batches", f"{each}-block") for each in refused_page}
 
 
-def test_the_one_that_chooses_a_kernel_passes_a_quick_kit():
+def test_automatic_backend_passes_quick_kit():
     report = run(check_list(backend("flashinfer"), device=CPU, checks=KIT, quick=True))
     assert report.ok, report.summary()
     assert {f"{result.check.partition('.')[0]}.*" for result in report.results} == {*KIT}
@@ -73,7 +73,7 @@ def test_the_one_that_chooses_a_kernel_passes_a_quick_kit():
 
 
 @pytest.mark.parametrize("name", OF_ONE_KERNEL)
-def test_attention_is_right_and_trees_are_served_but_for_windows(name):
+def test_attention_and_trees_pass_except_windows(name):
     made = backend(name)
     patterns = [*(f"numerics.*[[]{variant}-*" for variant in VARIANTS), f"{TREES[0]}[[]*-ragged[]]"]
     report = check_backend(made, device=CPU, checks=telling_checks(made, *patterns), report=True)
@@ -96,7 +96,7 @@ def test_single_tokens_may_be_trees(name):
     BuiltBatch(fixture, Batch((1, 1), (1, 150), 3, ((), ()))).expect_attention("attention of single tokens")
 
 
-def test_chains_and_trees_of_one_shape_have_plans_of_their_own():
+def test_chains_and_trees_are_planned_separately():
     fixture = fixture_of(backend("flashinfer"), 4, tree=True)
     builder = fixture.builder()
     for batch in (VERIFY, replace(VERIFY, trees=((0, 0, 1, 1),) * 3), VERIFY):
@@ -107,7 +107,7 @@ def test_chains_and_trees_of_one_shape_have_plans_of_their_own():
 
 
 @pytest.mark.parametrize("lens", [(6, 150), (37, 141)], ids=["an empty prefix", "prefixes"])
-def test_trees_of_several_query_tiles_and_chunks_are_right(lens):
+def test_trees_across_query_tiles_and_chunks_are_right(lens):
     fixture = fixture_of(backend("flashinfer"), 3, tree=True, **MQA)
 
     BuiltBatch(fixture, Batch((6, 6), lens, 3, ((0, 0, 1, 1, 2), (0, 1, 2, 3, 4)))).expect_attention(
@@ -115,7 +115,7 @@ def test_trees_of_several_query_tiles_and_chunks_are_right(lens):
     )
 
 
-def test_a_group_that_the_cuda_cores_have_no_kernel_for_is_refused():
+def test_cuda_cores_reject_unsupported_group_size():
     report = check_backend(backend("flashinfer_cuda_cores"), device=CPU, checks=["numerics.*wide_group-*"], report=True)
 
     assert {result.outcome for result in report.results} == {Outcome.UNSUPPORTED}
@@ -123,7 +123,7 @@ def test_a_group_that_the_cuda_cores_have_no_kernel_for_is_refused():
 
 
 @pytest.mark.parametrize(("name", "case"), list(zip(NAMES, ("k3-n3", "k2-n2", "k3-n3", "k2-n2"), strict=True)))
-def test_whole_rounds_agree_in_every_strategy(name, case):
+def test_strategies_agree_on_whole_rounds(name, case):
     check_backend(backend(name), device=CPU, checks=[f"drafter.strategies_agree[[]{case}[]]"])
 
 
@@ -141,16 +141,16 @@ def test_steps_attend_to_the_logical_prefix(name):
         (100, Batch((40, 1), (160, 150), 3)),
     ],
 )
-def test_an_extend_of_several_query_tiles_and_chunks_and_an_empty_row_is_right(window, batch):
+def test_extend_across_query_tiles_and_chunks_is_right(window, batch):
     assert_attends_right(fixture_of(backend("flashinfer"), 3, sliding_window=window, **MQA), batch)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_tokens_behind_the_last_row_are_not_passed_on(name):
+def test_tokens_after_last_row_are_ignored(name):
     assert_attends_right(fixture_of(backend(name), 4), Batch((3, 1, 6), (9, 40, 6), 4, tail=2))
 
 
-def test_more_query_heads_than_xqa_compiles_for_are_refused():
+def test_xqa_rejects_too_many_query_heads():
     report = check_backend(backend("flashinfer_xqa"), device=CPU, checks=["refusal.claims_are_served"])
     made, base = backend("flashinfer_xqa"), Subject(backend("flashinfer_xqa"), CPU).base_spec()
     answers = [made.supports(replace(base, num_q_heads=heads, num_kv_heads=1), CPU) for heads in (32, 33)]
@@ -158,7 +158,7 @@ def test_more_query_heads_than_xqa_compiles_for_are_refused():
 
 
 @pytest.mark.parametrize("rows", [7, 9])
-def test_the_cuda_cores_are_right_with_splits_and_where_there_are_rows_enough_without(rows):
+def test_cuda_cores_are_right_with_and_without_splits(rows):
     made = backend("flashinfer_cuda_cores")
     fixture = fixture_of(made, rows)
     batch = replace(DECODE, rows=rows)
@@ -197,7 +197,7 @@ def forward(fixture, metadata, cache):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_strides_that_the_kernels_cannot_follow_are_refused(name):
+def test_unsupported_cache_strides_raise_batch_error(name):
     fixture, metadata = built(name)
     unlike = KVCache(padded_dims(fixture.cache, 64).key, fixture.cache.value)
     with pytest.raises(BatchError, match=r"same strides, .* call allocate_kv"):
@@ -208,7 +208,7 @@ def test_strides_that_the_kernels_cannot_follow_are_refused(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_without_the_package_it_is_refused_with_the_extra_that_brings_it(name):
+def test_missing_flashinfer_rejection_names_extra(name):
     with absent():
         verdict = explain(name, make_spec(), CPU)
 
@@ -228,7 +228,8 @@ def package_that_breaks(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_loading_a_backend_does_not_import_the_package_which_would_start_cuda(name, package_that_breaks):
+def test_loading_backend_does_not_import_flashinfer(name, package_that_breaks):
+    """Importing it would start CUDA."""
     verdict = explain(name, make_spec(dtype=torch.bfloat16, head_dim=64, page_size=16), CPU)
 
     assert verdict == Rejected(("runs on cuda, not on cpu",))
@@ -236,14 +237,14 @@ def test_loading_a_backend_does_not_import_the_package_which_would_start_cuda(na
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_package_that_cannot_be_imported_is_a_reason_on_a_cuda_device(name, package_that_breaks):
+def test_unimportable_package_is_a_reason_on_cuda(name, package_that_breaks):
     verdict = explain(name, make_spec(), torch.device("cuda"))
 
     broken = "flashinfer is installed but cannot be imported: OSError: libcudart.so.13 is not here"
     assert isinstance(verdict, Rejected) and broken in verdict.reasons
 
 
-def test_xqa_alone_declares_that_it_rounds_partial_outputs():
+def test_only_xqa_declares_rounded_partials():
     assert [name for name in NAMES if backend(name).capabilities.rounds_partials] == ["flashinfer_xqa"]
 
 
@@ -257,7 +258,7 @@ def test_xqa_alone_declares_that_it_rounds_partial_outputs():
         ("without its wheel's metadata (_build_meta.py, sha256 3f07)", -46_341.0),
     ],
 )
-def test_scores_that_older_kernels_take_for_masked_are_claimed(release, lowest):
+def test_lowest_score_is_declared_for_older_releases(release, lowest):
     module = importlib.import_module("attn_backends.flashinfer")
     assert module._lowest_score(f"flashinfer-python {release}") == lowest
     assert module.FlashInferXqa.capabilities.lowest_score == pytest.approx(-69_315, rel=1e-4)

@@ -25,7 +25,7 @@ def backend():
 
 
 @pytest.mark.slow
-def test_it_passes_the_kit_and_attention_is_right(backend):
+def test_flashmla_passes_the_kit_and_numerics(backend):
     report = check_backend(backend, device=CPU, checks=telling_checks(backend, *KIT, "numerics.*"))
     attention = [result for result in report.results if result.check.startswith("numerics.")]
     served = {result.case.partition("-")[0] for result in attention if result.outcome is Outcome.PASS}
@@ -33,7 +33,7 @@ def test_it_passes_the_kit_and_attention_is_right(backend):
     assert served.isdisjoint({"page_1", "page_16", "window", "fp8_cache"})
 
 
-def test_rows_of_many_query_tokens_are_attended_to_in_chunks(backend, monkeypatch):
+def test_long_query_rows_are_attended_in_chunks(backend, monkeypatch):
     monkeypatch.setattr(FlashMlaBuilder, "_MAX_TOKENS", 3)
     checks = ("numerics.*", "builder.advance_attends_right", "graph.replay_equals_eager")
     telling = telling_checks(backend, *(f"{check}[[]base-*" for check in checks))
@@ -51,7 +51,7 @@ KILLERS = (
 
 
 @pytest.mark.parametrize("killer", KILLERS)
-def test_a_schedule_that_outlives_its_call_is_found(backend, killer, monkeypatch):
+def test_schedule_kept_across_calls_fails_check(backend, killer, monkeypatch):
     """As FlashMLA offers it to callers whose lengths stay: it leaves out the blocks that a request grew into."""
     kept = []
 
@@ -81,7 +81,7 @@ def ragged() -> AttentionBatch:
 
 
 @pytest.mark.parametrize(("causal", "lens"), [(True, [5, 7, 70, 0, 0]), (False, [7, 7, 70, 0, 0])])
-def test_a_chunk_sees_its_row_up_to_its_last_token(causal, lens, monkeypatch):
+def test_chunk_sees_row_up_to_its_last_token(causal, lens, monkeypatch):
     monkeypatch.setattr(FlashMlaBuilder, "_MAX_TOKENS", 3)
     spec = make_spec(num_q_heads=4, num_kv_heads=1, head_dim=576, page_size=64, causal=causal)
     builder = FlashMlaBuilder(spec, CPU, max_reqs=3, max_tokens=10, max_seq_len=128)
@@ -96,14 +96,14 @@ def test_a_chunk_sees_its_row_up_to_its_last_token(causal, lens, monkeypatch):
     assert metadata.kv_lens.tolist() == [length + 1 if length else 0 for length in lens]
 
 
-def test_a_batch_that_one_call_serves_is_views_of_it():
+def test_uniform_batch_metadata_is_views_of_batch():
     spec = make_spec(num_q_heads=4, num_kv_heads=1, head_dim=576, page_size=64)
     batch = replace(ragged(), uniform=True, num_tokens=15)
     metadata = FlashMlaBuilder(spec, CPU, max_reqs=3, max_tokens=15, max_seq_len=128).build(batch)
     assert metadata.chunks == () and metadata.kv_lens is batch.seq_lens
 
 
-def test_a_build_of_rows_of_one_length_waits_for_nothing_when_it_is_cut_into_chunks(monkeypatch):
+def test_chunked_uniform_build_needs_no_sync(monkeypatch):
     monkeypatch.setattr(FlashMlaBuilder, "_MAX_TOKENS", 3)
     spec = make_spec(num_q_heads=4, num_kv_heads=1, head_dim=576, page_size=64)
     builder, found = FlashMlaBuilder(spec, CPU, max_reqs=3, max_tokens=15, max_seq_len=128), []

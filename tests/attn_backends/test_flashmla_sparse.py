@@ -55,13 +55,13 @@ def make_spec(fp8: bool) -> AttentionSpec:
 
 
 @pytest.mark.parametrize(("installed", "taken"), [([OWN], OWN), ([VLLM], VLLM), ([VLLM, OWN], OWN)])
-def test_either_package_brings_it_and_of_both_its_own(installed: list[str], taken: str, install: Install) -> None:
+def test_load_flashmla_prefers_its_own_package(installed: list[str], taken: str, install: Install) -> None:
     for module in installed:
         install(module)
     assert load_flashmla(SPARSE).__name__ == taken
 
 
-def test_with_neither_the_refusal_says_what_brings_it(install: Install) -> None:
+def test_missing_flashmla_names_extra(install: Install) -> None:
     with pytest.raises(BrokenBackend, match=r"FlashMLA is not installed.*pip install '\.\[vllm\]' in a checkout"):
         registry.get("flashmla_sparse")
 
@@ -83,16 +83,14 @@ BROKEN = {
 
 
 @pytest.mark.parametrize(("source", "words"), BROKEN.values(), ids=BROKEN)
-def test_a_broken_one_is_refused_in_words_and_the_other_package_not_tried(
-    source: str, words: str, install: Install
-) -> None:
+def test_broken_package_raises_without_trying_other(source: str, words: str, install: Install) -> None:
     install(VLLM)
     install(OWN, source)
     with pytest.raises(BrokenBackend, match=words):
         registry.get("flashmla_sparse")
 
 
-def test_dense_decode_needs_a_release_that_schedules_in_its_calls(install: Install) -> None:
+def test_dense_decode_rejects_old_release(install: Install) -> None:
     install(VLLM)
     with pytest.raises(BrokenBackend, match=f"{VLLM} is too old: its FlashMLASchedMeta must accept have_initialized"):
         registry.get("flashmla")
@@ -131,7 +129,7 @@ def test_schedule_and_forward_call_the_same_module(module: str, fp8: bool, insta
     )
 
 
-def test_inputs_that_do_not_fit_are_refused_before_the_kernel(install: Install) -> None:
+def test_mismatched_inputs_rejected_before_kernel(install: Install) -> None:
     install(OWN)
     page = torch.zeros(3, 64, 1, 512, dtype=torch.bfloat16)
     with pytest.raises(BatchError, match="query"):
@@ -142,13 +140,13 @@ def test_inputs_that_do_not_fit_are_refused_before_the_kernel(install: Install) 
 
 
 @pytest.mark.parametrize(("heads", "reasons"), [(64, []), (128, []), (32, ["num_q_heads must be 64 or 128, got 32"])])
-def test_only_the_head_counts_of_its_kernels_are_served(heads: int, reasons: list[str], install: Install) -> None:
+def test_only_kernel_head_counts_are_served(heads: int, reasons: list[str], install: Install) -> None:
     install(OWN)
     spec = replace(make_spec(fp8=True), num_q_heads=heads)
     assert registry.get("flashmla_sparse").unsupported_reasons(spec, CPU) == reasons
 
 
-def test_a_bf16_cache_with_gaps_between_its_pages_is_refused_before_the_kernel(install: Install) -> None:
+def test_bf16_cache_with_page_gaps_is_rejected(install: Install) -> None:
     install(OWN)
     padded = torch.zeros(3, 80, 1, 512, dtype=torch.bfloat16)[:, :64]
     with pytest.raises(BatchError, match=r"evenly spaced tokens, got strides \(40960, 512, 512, 1\): there are gaps"):
@@ -158,7 +156,7 @@ def test_a_bf16_cache_with_gaps_between_its_pages_is_refused_before_the_kernel(i
     assert sys.modules[OWN].calls == []
 
 
-def test_a_bf16_cache_with_gaps_after_each_token_is_read_where_it_lies(install: Install) -> None:
+def test_bf16_cache_with_token_gaps_is_accepted(install: Install) -> None:
     install(OWN)
     wide = torch.zeros(3, 64, 1, 1024, dtype=torch.bfloat16)[..., :512]
     registry.get("flashmla_sparse").forward(QUERY, KVCache(wide, wide), make_metadata(None), spec=make_spec(fp8=False))
@@ -174,7 +172,7 @@ LIBRARIES = {
 
 
 @pytest.mark.parametrize("module", LIBRARIES)
-def test_the_version_is_of_the_package_that_was_taken(module: str, install: Install, tmp_path: Path) -> None:
+def test_version_is_of_loaded_package(module: str, install: Install, tmp_path: Path) -> None:
     library, package = LIBRARIES[module]
     install(module)
     (tmp_path / library).write_bytes(b"kernels")

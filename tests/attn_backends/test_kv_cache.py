@@ -26,7 +26,7 @@ def bytes_of_pages(stride, start):
 @indexes_fp8
 @pytest.mark.parametrize("name", ["sparse_swa_mla", "torch_reference"])
 @pytest.mark.parametrize("start", [0, PAGE], ids=["the first of two", "the second of two"])
-def test_pages_of_bytes_that_lie_apart_serve_as_those_side_by_side(name, start):
+def test_separated_byte_pages_match_contiguous_pages(name, start):
     backend, buffers = get(name), BatchBuffers(make_tables([9, 5]), max_tokens=4)
     num_reqs, num_tokens = buffers.load([2, 2], [9, 5])
     builder = backend.builder(SPEC, CPU, max_reqs=2, max_tokens=4, max_seq_len=9)

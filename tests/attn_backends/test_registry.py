@@ -58,11 +58,11 @@ def plug_in_module(monkeypatch):
     monkeypatch.setitem(sys.modules, "a_plug_in", module)
 
 
-def test_a_built_in_backend_is_known_and_made_once():
+def test_built_in_backend_is_listed_and_cached():
     assert {"torch_reference", "triton_paged"} <= {*names()} and get("torch_reference") is get("torch_reference")
 
 
-def test_an_unknown_name_lists_the_known_and_declared_ones(declare):
+def test_unknown_name_lists_known_and_declared(declare):
     declare(declared="a_plug_in:Other")
     known = r"one of declared, flash_attn3, .*triton_paged, got 'torch_referense'.*mean torch_re"
     with pytest.raises(UnknownBackend, match=known):
@@ -71,13 +71,13 @@ def test_an_unknown_name_lists_the_known_and_declared_ones(declare):
         explain("nobody", make_spec(), CPU)
 
 
-def test_a_long_unknown_name_is_cut():
+def test_long_unknown_name_is_truncated():
     with pytest.raises(UnknownBackend) as refused:
         get("x" * 10_000)
     assert len(str(refused.value)) < 600
 
 
-def test_a_registered_backend_is_had_by_its_name_until_it_is_unregistered():
+def test_registered_backend_loads_until_unregistered():
     assert register(Other) is Other and register(replace=True)(Other) is Other
     assert isinstance(get("other"), Other) and "other" in names()
     unregister("other")
@@ -86,7 +86,7 @@ def test_a_registered_backend_is_had_by_its_name_until_it_is_unregistered():
 
 
 @pytest.mark.parametrize("what", ["other", TorchReference(), dict, lambda: Other(), None.__class__])
-def test_what_is_no_class_of_a_backend_is_refused(what):
+def test_register_rejects_non_backend_class(what):
     before = names()
     for decorate in (register, register(replace=True)):
         with pytest.raises(BackendError, match=r"@register must decorate a subclass of AttentionBackend, got"):
@@ -103,7 +103,7 @@ def test_a_class_without_a_name_is_refused():
 
 
 @pytest.mark.parametrize("name", ["torch_reference", "other", "declared"])
-def test_a_duplicate_is_refused_and_nothing_changes(name, declare, plug_in_module):
+def test_duplicate_name_is_rejected_without_change(name, declare, plug_in_module):
     declare(declared="a_plug_in:Other")
     register(Other)
     before = get(name), names()
@@ -112,7 +112,7 @@ def test_a_duplicate_is_refused_and_nothing_changes(name, declare, plug_in_modul
     assert (get(name), names()) == before
 
 
-def test_a_name_is_taken_over_when_asked_to_and_given_back(declare, plug_in_module):
+def test_replaced_name_is_restored_on_unregister(declare, plug_in_module):
     declare(declared="a_plug_in:Other")
     for name, own in (("torch_reference", TorchReference), ("declared", Other)):
         assert type(get(name)) is own
@@ -179,7 +179,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize(("make", "words"), BROKEN.values(), ids=BROKEN)
-def test_a_backend_that_cannot_be_used_is_broken_in_words_and_breaks_nobody_else(make, words):
+def test_broken_backend_is_explained_and_others_load(make, words):
     register_as("broken", make)
     with pytest.raises(BrokenBackend, match=words):
         get("broken")
@@ -188,7 +188,7 @@ def test_a_backend_that_cannot_be_used_is_broken_in_words_and_breaks_nobody_else
     assert isinstance(explain("torch_reference", make_spec(), CPU), Accepted)
 
 
-def test_another_contract_minor_is_taken():
+def test_newer_contract_minor_is_accepted():
     newer = of_contract(0, 7)
     register_as("newer", newer)
     assert isinstance(get("newer"), newer)
@@ -204,19 +204,19 @@ ANSWERS = {
 
 
 @pytest.mark.parametrize(("answer", "words"), ANSWERS.values(), ids=ANSWERS)
-def test_an_invalid_answer_is_a_rejection_with_a_reason(answer, words):
+def test_invalid_supports_answer_is_a_rejection(answer, words):
     register_as("odd", odd(supports=answer))
     verdict = explain("odd", make_spec(), CPU)
     assert isinstance(verdict, Rejected) and words in verdict.reasons[0]
 
 
-def test_a_missing_package_names_the_extra_that_brings_it():
+def test_missing_package_error_names_extra():
     registry._registered["gone"] = registry._Registration("a_package_that_is_not_here:Backend", "gone-kernels")
     with pytest.raises(BrokenBackend, match=r"a_package_that_is_not_here.*pip install '\.\[gone-kernels\]'"):
         get("gone")
 
 
-def test_a_declared_backend_is_found_and_a_broken_one_rejected_with_its_reason(declare, plug_in_module):
+def test_declared_backend_loads_and_broken_one_is_rejected(declare, plug_in_module):
     declare(declared="a_plug_in:Other", gone="a_plug_in:Missing", absent="a_package_that_is_not_here:Backend")
     assert {"declared", "gone", "absent"} <= {*names()} and isinstance(get("declared"), Other)
     with pytest.raises(BrokenBackend, match=r"does not load: AttributeError.*Missing"):
@@ -226,7 +226,7 @@ def test_a_declared_backend_is_found_and_a_broken_one_rejected_with_its_reason(d
     assert isinstance(explain("torch_reference", make_spec(), CPU), Accepted)
 
 
-def test_a_backend_that_failed_is_tried_again():
+def test_failed_backend_load_is_retried():
     makers = iter([raising(RuntimeError("not yet")), Other])
     register_as("late", lambda: next(makers)())
     with pytest.raises(BrokenBackend):
@@ -247,14 +247,14 @@ def test_every_form_of_entry_point_loads(monkeypatch, value):
         registry._loaded.pop("d", None)
 
 
-def test_a_plug_in_is_named_as_it_is_had(declare):
+def test_plug_in_name_is_its_registry_name(declare):
     declare(declared="a_plug_in:Other", torch_reference="a_plug_in:Other")
     found = [(plug_in.name, plug_in.package) for plug_in in registry.plug_ins()]
     assert found == [("declared", "unknown"), ("unknown:torch_reference", "unknown")]
     assert {name for name, _ in found} <= {*names()}
 
 
-def test_a_name_counts_as_registered_here_only_after_a_call(declare):
+def test_registered_here_is_true_only_after_register(declare):
     declare(declared="a_plug_in:Other")
     register(Other)
     register_as("triton_paged", Other, replace=True)
@@ -262,7 +262,7 @@ def test_a_name_counts_as_registered_here_only_after_a_call(declare):
     assert [registry.registered_here(name) for name in asked] == [False, False, True, True]
 
 
-def test_a_refused_plug_in_is_not_loaded_and_keeps_its_name(declare):
+def test_refused_plug_in_is_not_loaded_but_listed(declare):
     declare(declared="a_package_that_is_not_here:Backend")
     registry.refuse("declared", "it ended a process")
     with pytest.raises(BrokenBackend, match=r"^it ended a process$"):
@@ -280,7 +280,7 @@ NAMELESS = ["", " ", "a b", "a\nb", "\x1b[31mred", "a/b", "a|b", "_a", "-a", "a:
         *((name, "means several") for name in ("all", "available")),
     ],
 )
-def test_a_name_that_nobody_can_write_or_that_means_several_is_refused(name, words):
+def test_invalid_or_ambiguous_name_is_rejected(name, words):
     before = names()
     with pytest.raises(BackendError, match=words):
         register_as(name, Other)
@@ -288,14 +288,14 @@ def test_a_name_that_nobody_can_write_or_that_means_several_is_refused(name, wor
 
 
 @pytest.mark.parametrize("replace_it", [True, False])
-def test_names_that_differ_by_case_alone_are_refused(replace_it):
+def test_names_differing_only_by_case_are_rejected(replace_it):
     with pytest.raises(DuplicateBackend, match=r"'Torch_Reference' and 'torch_reference' do not"):
         register_as("Torch_Reference", Other, replace=replace_it)
     assert "Torch_Reference" not in names()
 
 
 @pytest.mark.parametrize("name", ["", " ", "a\nb", "\x1b[31mred", "a/b", "a|b", "all"])
-def test_an_invalid_declared_name_is_listed_harmlessly_and_not_loaded(declare, plug_in_module, name):
+def test_invalid_declared_name_is_listed_but_not_loaded(declare, plug_in_module, name):
     declare(**{name: "a_plug_in:Other"})
     (listed,) = {*names()} - {*registry._BUILT_IN}
     assert listed.startswith("unknown:") and listed.isprintable() and not {*listed} & {*" /|"}
@@ -303,7 +303,7 @@ def test_an_invalid_declared_name_is_listed_harmlessly_and_not_loaded(declare, p
         get(listed)
 
 
-def test_declared_names_that_differ_by_case_alone_mean_none_of_them(declare, plug_in_module):
+def test_declared_names_differing_by_case_are_ambiguous(declare, plug_in_module):
     declare(fast="a_plug_in:Other", Fast="a_plug_in:Other", TRITON_PAGED="a_plug_in:Other")
     for name in ("fast", "Fast"):
         with pytest.raises(BrokenBackend, match=r"all declare 'fast' and 'Fast'.*Use unknown:fast or unknown:Fast"):
@@ -323,7 +323,7 @@ def test_declared_names_that_differ_by_case_alone_mean_none_of_them(declare, plu
     ],
 )
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_setting_of_torch_that_loading_changes_is_put_back_and_told(what, change, read, fails):
+def test_torch_setting_changed_on_load_is_restored(what, change, read, fails):
     def factory():
         change()
         if fails:
@@ -341,7 +341,7 @@ def test_a_setting_of_torch_that_loading_changes_is_put_back_and_told(what, chan
     assert read() == before
 
 
-def test_numbers_that_loading_draws_are_not_missed():
+def test_loading_preserves_random_state():
     register_as("draws", lambda: torch.rand(3) is not None and Other())
     torch.manual_seed(5)
     expected = torch.rand(4)

@@ -18,13 +18,13 @@ def broken():
     unregister("broken")
 
 
-def test_the_first_of_the_default_order_that_serves_is_chosen():
+def test_select_takes_first_that_serves():
     selection = select(SERVED_BY_TRITON, CPU)
     assert (selection.backend.name, selection.rejected) == ("triton_paged", {})
 
 
 @pytest.mark.parametrize("preferred", [None, ["triton_paged", "torch_reference"]])
-def test_every_rejection_on_the_way_is_kept_with_its_reasons(preferred):
+def test_select_keeps_every_rejection_with_reasons(preferred):
     selection = select(NOT_SERVED_BY_TRITON, CPU, preferred)
     assert selection.backend.name == "torch_reference"
     assert "head_dim must be 64 to 256" in selection.rejected["triton_paged"].reasons[0]
@@ -42,19 +42,19 @@ def test_every_rejection_on_the_way_is_kept_with_its_reasons(preferred):
         (SERVED_BY_TRITON, ["broken"], NoBackend, "is not installed"),
     ],
 )
-def test_a_preference_is_never_left_for_another_backend_and_every_reason_is_told(broken, spec, preferred, error, words):
+def test_select_never_leaves_stated_preference(broken, spec, preferred, error, words):
     with pytest.raises(error, match=words):
         select(spec, CPU, preferred)
 
 
-def test_a_broken_preference_is_passed_over_for_the_next(broken):
+def test_select_passes_over_broken_preference(broken):
     selection = select(SERVED_BY_TRITON, CPU, [broken, "torch_reference"])
     assert selection.backend.name == "torch_reference"
     told = "backend 'broken' cannot be loaded: a_package_that_is_not_here is not installed"
     assert selection.rejected[broken].reasons == (told,)
 
 
-def test_a_registered_backend_is_used_only_when_asked_for():
+def test_registered_backend_is_used_only_by_name():
     class Eager(TorchReference):
         name = "eager"
 

@@ -20,7 +20,7 @@ def prefill():
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 4, 17, 18])
-def test_gathering_in_chunks_changes_nothing_and_keeps_the_bound(monkeypatch, tokens):
+def test_gathering_in_chunks_matches_whole_and_bound(monkeypatch, tokens):
     """Of one token where even that is too much."""
     whole, gathered, gather = prefill(), [], torch_reference._gather
 
@@ -44,7 +44,7 @@ def visible_ranges(query_lens, seq_lens, window, pad_reqs, more_tokens=0):
 
 
 @pytest.mark.parametrize(("window", "first"), [(None, [0, 0, 0]), (4, [0, 1, 5])])
-def test_every_token_sees_its_prefix_or_window_and_what_is_no_token_sees_nothing(window, first):
+def test_visible_ranges_cover_prefix_or_window_only(window, first):
     seen = list(zip([0, 0, 1], first, [4, 5, 9], strict=True))
     assert visible_ranges([2, 1], [5, 9], window, 2) == seen
     assert [each[1:] for each in visible_ranges([2], [5], window, 3)[2:]] == [(0, 0)] * 4

@@ -46,7 +46,7 @@ def tiny_draft(name):
     ],
     ids=["torch's own", "a window", "a soft cap", "sinks", "wide heads", "a window of latents with sinks", "latents"],
 )
-def test_attention_without_pages_is_attention(shape):
+def test_dense_attention_matches_fp64_reference(shape):
     spec, rows, context = make_spec(**{"num_q_heads": 4, "num_kv_heads": 2, **shape}), 3, 9
     attention = ContiguousAttention(spec, (0,), num_reqs=rows, context=context, device=CPU)
     query = torch.randn(rows, spec.num_q_heads, spec.head_dim)
@@ -74,7 +74,7 @@ def test_attention_without_pages_is_attention(shape):
 
 
 @pytest.mark.parametrize(("name", "num_reqs"), [(KINDS[0], 1), *((name, 5) for name in KINDS)])
-def test_a_step_in_plain_torch_is_the_models(name, num_reqs):
+def test_plain_torch_step_matches_model(name, num_reqs):
     draft = tiny_draft(name)
     step, inputs = model_step(draft, num_reqs, CPU), step_inputs(draft, num_reqs, CPU)
 
@@ -88,7 +88,7 @@ def test_a_step_in_plain_torch_is_the_models(name, num_reqs):
             torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
 
 
-def test_a_draft_has_a_row_of_its_own_and_one_of_the_compiled_step(monkeypatch):
+def test_draft_has_own_row_and_compiled_row(monkeypatch):
     monkeypatch.setattr(compiled_steps, "_compile", lambda module: module)
     run = RoundConfig(get("torch_reference"), Strategy.FULL_LOOP, 3, 1)
 
@@ -100,7 +100,7 @@ def test_a_draft_has_a_row_of_its_own_and_one_of_the_compiled_step(monkeypatch):
     assert verdict(ours["limits"]) == ("peer_ratio <= 1", ours["peer_ratio"] <= 1)
 
 
-def test_each_product_has_a_row_of_ours_beside_torchs(monkeypatch):
+def test_each_product_has_rows_for_us_and_torch(monkeypatch):
     medians = iter([{"p50": float(n)} for n in range(1, 100)])
 
     def time_kernels(launch, *, calls):

@@ -5,7 +5,7 @@ from spec_decode.models.checkpoints.files import CheckpointError
 from tests.spec_decode.llm.test_published import write_model, write_tokenizer
 
 
-def test_every_part_has_a_row_of_ours_and_of_the_library(bench, tmp_path):
+def test_every_cpu_part_has_rows_for_both_libraries(bench, tmp_path):
     for name in ("target", "draft"):
         write_model(tmp_path / name, vocab_size=200)
         write_tokenizer(tmp_path / name)
@@ -18,6 +18,6 @@ def test_every_part_has_a_row_of_ours_and_of_the_library(bench, tmp_path):
     assert all(row["resident_bytes"] is None or row["resident_bytes"] > 1 << 20 for row in rows[9:])
 
 
-def test_without_the_model_the_command_that_makes_it_is_named(bench, tmp_path):
+def test_missing_model_error_names_make_target(bench, tmp_path):
     with pytest.raises(CheckpointError, match=r"Run make smollm2"):
         next(cpu_rows(bench, tmp_path / "none"))

@@ -22,7 +22,7 @@ def matrices_in(draft):
     return {name: weights[name].numel() for name in weights_read(draft, REQS, whole_round=True) if name in weights}
 
 
-def test_a_parallel_eagle_round_multiplies_2_k_rows_a_request_and_by_the_head_k():
+def test_peagle_round_counts_2k_rows_per_request():
     draft = TimedDraft.of(tiny_block("llama3-8b-peagle"), CPU)
     found = {name: flops for name, flops in round_flops(draft, BLOCK_ROUND, CPU).items() if flops}
     assert found == {
@@ -32,14 +32,14 @@ def test_a_parallel_eagle_round_multiplies_2_k_rows_a_request_and_by_the_head_k(
 
 
 @pytest.mark.parametrize("name", BLOCK_DRAFTS)
-def test_every_matrix_that_a_block_reads_is_multiplied_by(name):
+def test_every_block_matrix_is_counted(name):
     draft = TimedDraft.of(tiny_block(name), CPU)
     flops = round_flops(draft, BLOCK_ROUND, CPU)
     assert {name for name, each in flops.items() if each} == {*matrices_in(draft.model)}
 
 
 @pytest.mark.parametrize("flops_per_us, longer", [(1e12, "bytes"), (1.0, "flops")])
-def test_the_floor_of_a_block_is_of_each_weight_the_longer_of_bytes_and_arithmetic(flops_per_us, longer):
+def test_block_floor_takes_longer_of_bytes_and_flops(flops_per_us, longer):
     draft = TimedDraft.of(tiny_block("llama3-8b-peagle"), CPU)
     [row] = time_round(Bench(CPU, DeviceRates(1000.0, flops_per_us)), draft, BLOCK_ROUND, {WHOLE: "round"})
     read, flops = weights_read(draft.model, REQS, whole_round=True), round_flops(draft, BLOCK_ROUND, CPU)
@@ -50,7 +50,7 @@ def test_the_floor_of_a_block_is_of_each_weight_the_longer_of_bytes_and_arithmet
     assert "or the products with it where these take longer" in row["floor_counts"]
 
 
-def test_the_floor_of_a_chain_counts_bytes_alone():
+def test_chain_floor_counts_only_bytes():
     draft = TimedDraft.of(tiny("eagle-1024"), CPU)
     [row] = time_round(Bench(CPU, DeviceRates(1000.0, 1.0)), draft, BLOCK_ROUND, {WHOLE: "round"})
     kv_bytes = REQS * draft.context * 2 * 64 * 4

@@ -30,7 +30,7 @@ def small(monkeypatch):
 
 
 @pytest.mark.parametrize("name", BLOCK_DRAFTS)
-def test_a_block_draft_is_timed_beside_one_that_goes_step_by_step(bench, small, name):
+def test_block_draft_is_timed_beside_step_draft(bench, small, name):
     rows = list(block_draft_rows(bench, name))
     assert not bench.missing
     assert [(row["case"], row.get("peer", False)) for row in rows] == [
@@ -39,7 +39,7 @@ def test_a_block_draft_is_timed_beside_one_that_goes_step_by_step(bench, small, 
     ]
 
 
-def test_engines_of_both_kinds_of_draft_keep_as_many_tokens_and_differ_in_the_draft_alone(bench):
+def test_engines_of_both_draft_kinds_accept_alike(bench):
     sizes = {"num_layers": 6, "dtype": torch.float32, "backends": ("triton_paged",), "num_reqs": (2,), "prompt": 12}
     sizes |= {"output": 40, "warm_up_tokens": 8, "gains": {}, "kept": {3: 2.0}}
     case = replace(LLAMA3_8B, draft=tiny_block("qwen3-8b-dflash"), **sizes)
@@ -51,7 +51,7 @@ def test_engines_of_both_kinds_of_draft_keep_as_many_tokens_and_differ_in_the_dr
     assert (steps["peer"], found["peer"]) == (True, False)
 
 
-def test_trees_are_timed_beside_as_many_tokens_in_a_row_on_every_backend_that_has_them(monkeypatch):
+def test_trees_are_timed_beside_chains_on_every_backend(monkeypatch):
     def run_once(attend, caches):
         assert attend(caches[0]).isfinite().all()
         return {"p50": 2.0}

@@ -17,7 +17,7 @@ def row(case, p50, quantity="gpu_us", **more):
 
 
 @pytest.mark.parametrize("quantity", ["gpu_us", "wall_us", "host_us"])
-def test_of_each_row_the_slowest_process_is_taken_whole(quantity):
+def test_slowest_process_row_is_taken_whole(quantity):
     runs = [[row("a", 2.0, quantity, floor_ratio=1), row("b", 5.0, quantity)], [row("a", 3.0, quantity, floor_ratio=2)]]
     a, b = slowest(runs)
     assert (a[quantity]["p50"], a["floor_ratio"], a["p50_of_processes"]) == (3.0, 2, [2.0, 3.0])
@@ -36,7 +36,7 @@ sys.exit(1)
 """
 
 
-def test_each_process_is_the_bench_over_the_same_cases(monkeypatch):
+def test_each_process_runs_same_cases(monkeypatch):
     monkeypatch.setattr(processes, "_CHILD", (sys.executable, "-c", CHILD))
     seen = []
     bench = run_in_processes(
@@ -57,7 +57,7 @@ def test_each_process_is_the_bench_over_the_same_cases(monkeypatch):
         (CHILD.replace("sys.exit(1)", "import os; os.abort()"), "ended with -6 after 1"),
     ],
 )
-def test_a_process_without_all_its_rows_ends_the_run_with_its_last_words(child, ended, monkeypatch):
+def test_process_missing_rows_ends_run_with_its_error(child, ended, monkeypatch):
     monkeypatch.setattr(processes, "_CHILD", (sys.executable, "-c", child))
     with pytest.raises(BatchError, match=ended):
         run_in_processes(2, device=CPU, cases=("a",))

@@ -74,14 +74,14 @@ def test_every_draft_is_timed_in_every_strategy(small, name, monkeypatch):
     assert all(row["floor_counts"].endswith("weights of 8 bits as if they had 16") for row in narrow)
 
 
-def test_a_step_reads_neither_embeddings_nor_what_step_0_alone_uses():
+def test_step_bytes_exclude_embeddings_and_step_0_weights():
     case = tiny("qwen3-8b-eagle3")
     draft = case.make(CPU)
     skipped = draft.aux.fc.weight.numel()
     assert weight_bytes(draft, 1) == 4 * (sum(p.numel() for p in draft.parameters()) - skipped)
 
 
-def test_a_step_reads_as_many_experts_as_its_tokens_take():
+def test_step_bytes_grow_with_experts_used():
     draft = tiny("glm-4.7-flash-mtp").make(CPU)
     experts = 4 * sum(p.numel() for p in draft.layers[0].mlp.experts.parameters())
     assert weight_bytes(draft, 2) - weight_bytes(draft, 1) == pytest.approx(experts * (0.75 - 0.5))

@@ -72,11 +72,11 @@ TWO = TimingLimit("a", 1), TimingLimit("b", 1)
         ({"b": 2}, TWO, "a <= 1 and b <= 1", False),
     ],
 )
-def test_a_limit_holds_the_median_and_leaves_open_what_was_not_measured(row, limits, said, met):
+def test_limit_applies_to_median_or_stays_open(row, limits, said, met):
     assert verdict(with_limits(row, *limits)["limits"]) == (said, met)
 
 
-def test_a_row_is_held_against_the_best_of_its_peers(bench, timed):
+def test_row_is_compared_with_its_best_peer(bench, timed):
     timed += [3, 4, 2]
     peers = {"reference": by_backend("torch_reference"), "paged": by_backend("triton_paged")}
     ours, *others = comparison_rows(bench, comparison(**peers), SPEC, 2, 40)
@@ -86,14 +86,14 @@ def test_a_row_is_held_against_the_best_of_its_peers(bench, timed):
 
 
 @pytest.mark.parametrize(("cold", "floor"), [(True, (2 * 40 * 2 * 2 * 64 * 4 / 1000, 0.9990)), (False, (None, None))])
-def test_the_floor_of_cold_caches_is_what_must_be_read(bench, timed, cold, floor):
+def test_cold_cache_floor_is_bytes_read(bench, timed, cold, floor):
     timed += [82]
     [row] = comparison_rows(bench, replace(comparison(), cold=cold), SPEC, 2, 40)
     assert (row["floor_us"], row["share_of_bandwidth"]) == floor
 
 
 @pytest.mark.parametrize(("value", "off"), [(0.0, "100.0%"), (float("nan"), "nan%")])
-def test_a_peer_that_computes_something_else_is_noted_and_not_compared_with(bench, timed, value, off):
+def test_peer_with_other_result_is_noted_not_compared(bench, timed, value, off):
     timed += [3, 1]
     other = torch.full((1, SPEC.num_q_heads, SPEC.out_dim), value)
     peers = {"other": lambda fixture: lambda cache: other, "own": by_backend("torch_reference")}
@@ -128,7 +128,7 @@ def advances(bench, counted):
     return {(row["backend"], row["spec"], row["num_reqs"]): row for row in advance.advance_rows(bench) if "spec" in row}
 
 
-def test_a_builder_of_views_launches_nothing_to_advance(advances):
+def test_advance_of_views_launches_no_kernel(advances):
     rows = [row for (backend, *_), row in advances.items() if backend in ("triton_paged", "triton_mla")]
     assert len(rows) == 4
     for row in rows:
@@ -136,21 +136,21 @@ def test_a_builder_of_views_launches_nothing_to_advance(advances):
         assert verdict(row["limits"]) == ("kernels_per_step <= 1", True)
 
 
-def test_window_lists_advance_by_one_kernel_over_both_caches(advances):
+def test_window_lists_advance_with_one_kernel(advances):
     rows = [row for (backend, *_), row in advances.items() if backend == "sparse_swa_mla"]
     assert len(rows) == 4 and {row["kernels_per_step"] for row in rows} == {1}
     assert {verdict(row["limits"]) for row in rows} == {("kernels_per_step <= 1 and gpu_us <= 3", True)}
 
 
 @pytest.mark.parametrize("context", [32, 41])
-def test_flashinfers_decode_is_planned_for_the_fixture(flashinfer, context):
+def test_flashinfer_decode_matches_reference(flashinfer, context):
     fixture = DecodeFixture(replace(SPEC, dtype=torch.bfloat16, kv_dtype=None), 3, context, CPU)
     [cache] = fixture.caches(get("torch_reference"), cold=False)
     expected = fixture.attention_by(get("torch_reference"))(cache)
     torch.testing.assert_close(peers.flashinfer_decode(fixture)(cache), expected, rtol=0.02, atol=0.02)
 
 
-def test_flashinfers_latent_attention_is_planned_for_the_fixture(flashinfer):
+def test_flashinfer_mla_matches_reference(flashinfer):
     fixture = DecodeFixture(replace(MLA, dtype=torch.float32, kv_dtype=None), 2, 100, CPU)
     [cache] = fixture.caches(get("torch_reference"), cold=False)
     expected = fixture.attention_by(get("torch_reference"))(cache)
@@ -162,7 +162,7 @@ def planned(backend, num_reqs=2, context=250, horizon=7):
     return fixture, backend, fixture.builder(backend)
 
 
-def test_a_plan_for_the_horizon_holds_while_only_last_page_len_moves(flashinfer):
+def test_horizon_plan_stays_right_with_last_page_len(flashinfer):
     fixture, backend, builder = planned(flashinfer.FlashInferHorizon())
     metadata = builder.build(fixture.batch)
     plan, plans = metadata.plan.clone(), len(metadata.launch.wrapper.plans)
@@ -188,7 +188,7 @@ def on_cpu():
 
 
 @NO_CUDA
-def test_on_a_cpu_tiny_rounds_of_its_backends_run_and_no_limit_is_judged(on_cpu):
+def test_tiny_rounds_on_cpu_have_no_limits(on_cpu):
     assert {(row["backend"], row["case"]) for row in on_cpu.rows} >= {
         (name, case)
         for name in ("torch_reference", "triton_paged", "triton_mla", "sparse_swa_mla")
@@ -200,7 +200,7 @@ def test_on_a_cpu_tiny_rounds_of_its_backends_run_and_no_limit_is_judged(on_cpu)
 
 
 @NO_CUDA
-def test_a_report_is_what_the_matrix_reads(on_cpu, tmp_path):
+def test_matrix_reads_the_report(on_cpu, tmp_path):
     path = tmp_path / "bench-backends.json"
     path.write_bytes(report_bytes(on_cpu))
     timings = Sources.read([path]).timings
@@ -211,7 +211,7 @@ def test_a_report_is_what_the_matrix_reads(on_cpu, tmp_path):
 
 
 @NO_CUDA
-def test_a_row_depends_on_its_case_and_its_backend(on_cpu):
+def test_row_sources_are_its_case_and_backend(on_cpu):
     sources = msgspec.convert(parse_json(report_bytes(on_cpu), "rows"), TimingReport).sources
     names = [f"{package}.{name}" for package, modules in sources.modules.items() for name in modules]
     behind = {names[i] for i in sources.parts["round"]}
@@ -226,7 +226,7 @@ def rounded(value):
 
 
 @NO_CUDA
-def test_a_report_gives_back_the_run(on_cpu, tmp_path):
+def test_report_round_trips_the_run(on_cpu, tmp_path):
     rows = [with_limits(row, TimingLimit("host_us", 1)) for row in on_cpu.rows]
     limited = replace(on_cpu, rows=rows, missing=[*on_cpu.missing], stopped=[])
     limited.stopped.append(limited.miss("round", f"{STOPPED}RuntimeError: no memory"))
@@ -241,7 +241,7 @@ def test_a_report_gives_back_the_run(on_cpu, tmp_path):
     assert not read_report(tmp_path / "absent.json", CPU).rows
 
 
-def test_a_run_without_any_row_is_refused_with_the_reasons(monkeypatch):
+def test_run_without_rows_raises_with_reasons(monkeypatch):
     def nothing(bench):
         bench.miss("round/this", "is absent")
         return iter(())
@@ -251,7 +251,7 @@ def test_a_run_without_any_row_is_refused_with_the_reasons(monkeypatch):
         benches.run(device=CPU, cases=["round"])
 
 
-def test_a_case_that_fails_leaves_the_others_their_rows(monkeypatch):
+def test_failing_case_leaves_other_rows(monkeypatch):
     def rows(bench):
         yield {"case": "good"}
         raise RuntimeError("out of memory")

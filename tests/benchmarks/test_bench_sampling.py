@@ -40,7 +40,7 @@ def peers(flashinfer, monkeypatch):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("case", BY_CASE)
-def test_what_we_produce_is_right_and_stays_so_when_it_is_made_again(case, kind):
+def test_our_result_is_right_and_repeats(case, kind):
     comparison = BY_CASE[case]
     fixture = fixture_of(comparison.params, kind)
     timed = comparison.ours[1](fixture)
@@ -49,7 +49,7 @@ def test_what_we_produce_is_right_and_stays_so_when_it_is_made_again(case, kind)
     assert comparison.check(fixture, first) is None and torch.equal(timed.call(), first)
 
 
-def test_a_wrong_result_of_ours_has_no_row_but_the_peers_keep_theirs(bench):
+def test_wrong_result_of_ours_leaves_peer_rows(bench):
     wrong = ("ours", lambda fixture: TimedCall(lambda: fixture.logits))
     right = {"right": our_logits}
     [row] = comparison_rows(bench, replace(BY_CASE["top-k"], ours=wrong, peers=right), "flat", 3, 512)
@@ -58,7 +58,7 @@ def test_a_wrong_result_of_ours_has_no_row_but_the_peers_keep_theirs(bench):
 
 @NO_CUDA
 @NO_PEER
-def test_on_a_cpu_the_case_runs_ours_and_notes_the_peers():
+def test_sampling_on_cpu_runs_ours_and_notes_peers():
     timings = benches.run(device=CPU, cases=["sampling"])
     ours = {(row["case"], row["num_reqs"]) for row in timings.rows}
     assert ours == {(f"sampling/{case}", rows) for case in BY_CASE for rows in (1, 4)}
@@ -71,6 +71,6 @@ def test_on_a_cpu_the_case_runs_ours_and_notes_the_peers():
 
 
 @NO_CUDA
-def test_every_comparison_has_a_row_for_each_shape_and_kind(bench, peers):
+def test_every_comparison_has_rows_per_shape_and_kind(bench, peers):
     rows = [row for row in sampling_rows(bench) if "peer_ratio" in row]
     assert len(rows) == sum(2 * len(comparison.kinds) for comparison in COMPARISONS) and not bench.missing

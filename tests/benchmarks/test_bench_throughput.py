@@ -38,7 +38,7 @@ def rows_of(timed, part):
     return [row for row in timed[0] if row["case"] == f"throughput/{part}"]
 
 
-def test_a_tiny_pair_runs_all_of_the_case(timed):
+def test_tiny_pair_runs_every_part(timed):
     assert not timed[1].stopped
     extend = [(r["num_reqs"], r["host_waits"], r["extend_in_graph"]) for r in rows_of(timed, "extend-graph")]
     assert extend == [(n, waits, on) for n in (1, 2) for waits in (False, True) for on in (False, True)]
@@ -48,13 +48,13 @@ def test_a_tiny_pair_runs_all_of_the_case(timed):
     assert speculation == [(n, steps) for n in (1, 2) for steps in (0, 4)]
 
 
-def test_drafts_are_kept_as_often_as_was_asked_for(timed):
+def test_acceptance_matches_requested_rate(timed):
     assert all(row["accepted"] == pytest.approx(1.0, abs=0.1) for row in rows_of(timed, "extend-graph"))
     kept = [row["accepted"] for row in rows_of(timed, "speculation")]
     assert kept[0] is kept[2] is None and all(2.0 <= found <= 3.0 for found in kept[1::2])
 
 
-def test_the_gain_is_that_over_the_row_before_and_held_to_its_limit(timed):
+def test_gain_is_relative_to_previous_row(timed):
     assert all("gain_percent" in row for row in rows_of(timed, "one-graph")[1::2])
     rows = rows_of(timed, "extend-graph")
     for off, on in zip(rows[::2], rows[1::2], strict=True):
@@ -64,7 +64,7 @@ def test_the_gain_is_that_over_the_row_before_and_held_to_its_limit(timed):
     assert all(verdict(row["limits"])[1] for row in rows[5::2])
 
 
-def test_speculation_is_set_against_plain_decoding(timed):
+def test_speculation_is_compared_with_plain_decoding(timed):
     plain, fast = rows_of(timed, "speculation")[:2]
     assert fast["plain_ratio"] == pytest.approx(fast["per_user"] / plain["per_user"], rel=0.01)
     assert (plain["draft_backend"], plain["strategy"], plain["extend_in_graph"]) == (None, None, None)
@@ -78,9 +78,8 @@ def make_engine(pair, **options):
 
 
 @pytest.mark.parametrize("host_waits", [False, True])
-def test_the_clock_runs_from_when_all_have_settled_to_when_one_is_complete_and_leaves_the_engine_empty(
-    host_waits, monkeypatch
-):
+def test_clock_covers_full_batch_and_empties_engine(host_waits, monkeypatch):
+    """It starts when all requests have settled and stops when the first is complete."""
     engine = make_engine(TINY.models(CPU), graph_mode=GraphMode.NONE, strategy=None)
     # A second passes with every token, and with nothing else.
     clock = SimpleNamespace(perf_counter=lambda: float(engine.stats.new_tokens))
@@ -92,7 +91,7 @@ def test_the_clock_runs_from_when_all_have_settled_to_when_one_is_complete_and_l
     assert engine.pool.num_free == before and not engine.step()
 
 
-def test_the_whole_target_has_as_many_parameters_as_llama_3_8b():
+def test_llama_3_8b_target_has_its_parameter_count():
     target, _ = LLAMA3_8B.models(torch.device("meta"))
     assert sum(p.numel() for p in target.parameters()) == 8_030_261_248
 
@@ -104,7 +103,7 @@ def test_the_whole_target_has_as_many_parameters_as_llama_3_8b():
         (Strategy.PER_STEP, "step", "step"),
     ],
 )  # fmt: skip
-def test_step_0_outside_its_graph_says_the_same(strategy, with_step_0, later):
+def test_step_0_outside_graph_generates_same_tokens(strategy, with_step_0, later):
     pair, requests = make_pair(make_config(hidden_size=64, head_dim=64)), replace(TINY, output=9).requests(2)
     requests = [replace(request, prompt=[token % 20 for token in request.prompt]) for request in requests]
     options = {"strategy": strategy, "verification": "rejection", "one_graph": False}

@@ -22,7 +22,7 @@ def buffers(limits=(30, 30), *, max_reqs=4, max_tokens=40, page_sizes=(4,)):
 
 
 @given(batches())
-def test_slots_and_positions_are_the_page_tables_own_arithmetic(drawn):
+def test_slots_and_positions_match_page_arithmetic(drawn):
     query_lens, seq_lens, page_sizes = drawn
     batch = buffers([30] * len(seq_lens), max_tokens=150, page_sizes=page_sizes)
     batch.load(query_lens, seq_lens)
@@ -46,7 +46,7 @@ def test_slots_and_positions_are_the_page_tables_own_arithmetic(drawn):
         pytest.param([2, 2], None, (2, 4), [0, 2, 4, 4, 4], id="unpadded: the rows behind it repeat the end"),
     ],
 )
-def test_a_load_leaves_padding_rows_inert_and_nothing_of_what_was_there(query_lens, pad_reqs, size, starts):
+def test_load_clears_padding_rows(query_lens, pad_reqs, size, starts):
     batch = buffers([30] * 3)
     batch.load([8, 8, 8], [20, 30, 8])
     batch.step.fill_(3)
@@ -66,7 +66,7 @@ def behind_a_prefix():
     return BatchBuffers(tables, max_tokens=8)
 
 
-def test_a_batch_may_write_from_the_end_of_a_shared_prefix_on():
+def test_batch_may_write_after_shared_prefix():
     batch = behind_a_prefix()
     batch.load([2, 2], [6, 8])
     assert batch.slot_mappings[0, :4].tolist() == [4, 5, 10, 11]
@@ -100,7 +100,7 @@ IN_A_PREFIX = {
         for name, refused in table.items()
     ],
 )
-def test_a_batch_that_must_not_reach_a_kernel_is_refused_and_changes_nothing(make, args, options, message):
+def test_invalid_load_is_rejected_unchanged(make, args, options, message):
     batch = make()
     batch.load([1, 2], [5, 8])
     batch.step.fill_(2)
@@ -110,7 +110,7 @@ def test_a_batch_that_must_not_reach_a_kernel_is_refused_and_changes_nothing(mak
     assert message in str(refused.value) and state_of(batch) == before
 
 
-def test_the_host_knows_the_query_lengths_of_every_row():
+def test_host_knows_query_lengths_of_every_row():
     batch = buffers()
 
     def known(num_reqs, num_tokens):
@@ -123,7 +123,7 @@ def test_the_host_knows_the_query_lengths_of_every_row():
     assert known(2, 6) == (3, 3) and batch.query_start_loc.tolist() == [0, 3, 6, 9, 12]
 
 
-def test_clear_makes_every_row_padding_and_keeps_the_shape():
+def test_clear_makes_every_row_padding_and_keeps_shape():
     batch = buffers()
     batch.load([2, 2], [5, 9], pad_reqs=4)
     batch.step.fill_(2)
@@ -134,7 +134,7 @@ def test_clear_makes_every_row_padding_and_keeps_the_shape():
     assert {slot for row in found["slot_mappings"] for slot in row} == {-1}
 
 
-def test_a_view_is_of_the_first_rows_and_tokens_of_the_buffers_and_never_a_copy():
+def test_view_shares_memory_with_buffers():
     batch = buffers(page_sizes=(4, 8))
     num_reqs, num_tokens = batch.load([2, 2], [5, 9], pad_reqs=3)
     view = batch.view(1, num_reqs=num_reqs, num_tokens=num_tokens, max_query_len=2)
@@ -168,7 +168,7 @@ def of_an_engine(**changes):
 
 
 @pytest.mark.parametrize("left_out", [{}, {"positions": torch.empty(0, dtype=torch.int64)}])
-def test_a_batch_over_an_engines_tensors_is_accepted_with_positions_or_without(left_out):
+def test_engine_batch_passes_with_or_without_positions(left_out):
     check_batch(of_an_engine(**left_out), torch.device("cpu"))
 
 
@@ -185,6 +185,6 @@ def test_a_batch_over_an_engines_tensors_is_accepted_with_positions_or_without(l
         ({"max_query_len": 2}, r"2 rows of 2 tokens has 4, got num_tokens=2; .* Pass uniform=False"),
     ],
 )
-def test_tensors_that_a_kernel_would_misread_are_refused(changes, found):
+def test_misread_batch_tensors_are_rejected(changes, found):
     with pytest.raises(BatchError, match=found):
         check_batch(of_an_engine(**changes), torch.device("cpu"))

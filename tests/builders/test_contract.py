@@ -24,7 +24,9 @@ def claim_of(builder):
 
 
 @pytest.mark.parametrize("base", [ReferenceBuilder, TritonPagedBuilder])
-def test_a_subclass_that_overrides_build_loses_the_inherited_claim_unless_it_states_it_again(base):
+def test_overriding_build_drops_inherited_claim(base):
+    """A subclass that overrides build() must state its claim again."""
+
     class Changed(base):
         def build(self, batch, *, horizon=0):
             return super().build(batch, horizon=horizon)
@@ -62,14 +64,14 @@ class Replanned(MetadataBuilder):
         return constants()
 
 
-def test_a_builder_that_claims_no_advance_need_not_define_one():
+def test_rebuild_builder_needs_no_advance():
     builder = Replanned(make_spec(), CPU, max_reqs=1, max_tokens=1, max_seq_len=8)
     with pytest.raises(BatchError, match=r"a builder must define advance\(\) to advance metadata, Replanned does not;"):
         builder.advance(None)
 
 
 @pytest.mark.parametrize("bound", ["max_reqs", "max_tokens", "max_seq_len"])
-def test_a_batch_beyond_a_builders_bounds_is_refused_at_build(bound):
+def test_batch_beyond_builder_bounds_is_rejected(bound):
     buffers = BatchBuffers(make_tables([30, 30], max_seq_len=32), max_tokens=4)
     buffers.load([2, 2], [5, 6])
     view = buffers.view(0, num_reqs=2, num_tokens=4, max_query_len=2)
@@ -93,7 +95,7 @@ def test_an_empty_batch_is_refused_at_build(name, rows):
 
 
 @pytest.mark.parametrize("name", BACKENDS)
-def test_a_horizon_beyond_the_pages_and_one_that_is_no_int_are_refused_at_build(name):
+def test_invalid_horizon_is_rejected_at_build(name):
     buffers = BatchBuffers(make_tables([30], max_seq_len=32), max_tokens=4)
     buffers.load([1], [5])
     spec = make_spec(num_kv_heads=1, sliding_window=8)
@@ -116,7 +118,7 @@ class Elsewhere:
         self.shape, self.dtype, self.device = torch.Size([2]), torch.float32, torch.device(device)
 
 
-def test_a_device_without_an_index_is_any_of_its_type_and_one_with_it_no_other():
+def test_device_without_index_matches_any_of_its_type():
     def required_on(device, tensor_device):
         require_tensor("x", Elsewhere(tensor_device), shape=(2,), dtype=torch.float32, device=torch.device(device))
 
@@ -130,7 +132,7 @@ def constants(**changes):
     return CaptureConstants(**{"max_reqs": 4, "max_query_len": 2, "max_seq_len": 64, **changes})
 
 
-def test_every_constant_that_a_replay_exceeds_is_named_with_both_numbers():
+def test_exceeded_constants_are_named_with_both_numbers():
     assert constants().exceeded_by(constants()) == []
     assert constants().exceeded_by(constants(max_reqs=1, max_query_len=1, max_seq_len=1)) == []
     assert constants().exceeded_by(constants(max_reqs=5, max_query_len=3, max_seq_len=65)) == [
@@ -140,5 +142,5 @@ def test_every_constant_that_a_replay_exceeds_is_named_with_both_numbers():
     ]
 
 
-def test_levels_are_ordered_from_most_work_to_least():
+def test_advance_levels_are_ordered_by_host_work():
     assert AdvanceLevel.REBUILD < AdvanceLevel.PREPLANNED < AdvanceLevel.IN_GRAPH

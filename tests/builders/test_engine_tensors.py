@@ -70,7 +70,7 @@ def tensors_of(batch):
 
 
 @pytest.mark.parametrize("name", SPECS)
-def test_a_captured_advance_follows_an_engines_own_lengths_and_tables_and_moves_none(name):
+def test_captured_advance_follows_engine_tensors(name):
     """An engine moves its lengths itself, and may refresh twice in one step."""
     with flashinfer_stand_in.installed():
         engine, builder = Engine(), builder_of(name)

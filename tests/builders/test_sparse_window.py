@@ -21,7 +21,7 @@ BATCHES = {
 }
 
 
-class Asked:
+class WindowCase:
     """A batch in its buffers, with builders over it."""
 
     def __init__(self, batch="decode", *, window=17, page_size=16, limits=None, more_tokens=0):
@@ -69,56 +69,56 @@ def assert_lists(metadata, lists):
 @pytest.mark.parametrize("page_size", [1, 16, 64])
 @pytest.mark.parametrize("window", [1, 17, 128])
 @pytest.mark.parametrize("batch", BATCHES)
-def test_every_token_lists_the_slots_of_its_window(batch, window, page_size):
-    asked = Asked(batch, window=window, page_size=page_size)
-    assert_lists(asked.builder().build(asked.view), asked.lists_by_hand())
+def test_every_token_lists_slots_of_its_window(batch, window, page_size):
+    fixture = WindowCase(batch, window=window, page_size=page_size)
+    assert_lists(fixture.builder().build(fixture.view), fixture.lists_by_hand())
 
 
 @pytest.mark.parametrize("batch", BATCHES)
-def test_tokens_behind_the_last_request_see_nothing(batch):
-    asked = Asked(batch, more_tokens=3)
-    asked.buffers.positions.fill_(9)
-    metadata = asked.builder().build(asked.view)
-    assert_lists(metadata, asked.lists_by_hand())
+def test_tokens_after_last_request_see_nothing(batch):
+    fixture = WindowCase(batch, more_tokens=3)
+    fixture.buffers.positions.fill_(9)
+    metadata = fixture.builder().build(fixture.view)
+    assert_lists(metadata, fixture.lists_by_hand())
     assert metadata.window_lens[-3:].eq(0).all() and metadata.window_lens[:-3].ne(0).any()
 
 
 @pytest.mark.parametrize("batch", ["decode", "verify"])
 @pytest.mark.parametrize(("window", "page_size"), [(1, 64), (17, 16), (128, 1)])
-def test_an_advance_lists_the_windows_of_another_batch_and_of_each_step(batch, window, page_size):
+def test_advance_lists_windows_of_next_batch_and_steps(batch, window, page_size):
     query_lens, seq_lens, rows = BATCHES[batch]
-    asked = Asked(batch, window=window, page_size=page_size)
-    asked.load(query_lens[:1], query_lens[:1], rows)
-    builder = asked.builder()
-    metadata = builder.build(asked.view)
-    asked.load(query_lens, seq_lens, rows)
+    fixture = WindowCase(batch, window=window, page_size=page_size)
+    fixture.load(query_lens[:1], query_lens[:1], rows)
+    builder = fixture.builder()
+    metadata = builder.build(fixture.view)
+    fixture.load(query_lens, seq_lens, rows)
     for _ in range(6 if batch == "decode" else 1):
         builder.advance(metadata)
-        assert_lists(metadata, asked.lists_by_hand())
-        advance_state(asked.buffers, asked.view.num_reqs)
+        assert_lists(metadata, fixture.lists_by_hand())
+        advance_state(fixture.buffers, fixture.view.num_reqs)
 
 
-def test_a_request_at_its_limit_sees_nothing_more():
-    asked = Asked(limits=[192, 16, 192, 129, 192])
-    builder = asked.builder()
-    metadata = builder.build(asked.view)
-    advance_state(asked.buffers, asked.view.num_reqs)
+def test_request_at_its_limit_sees_nothing_more():
+    fixture = WindowCase(limits=[192, 16, 192, 129, 192])
+    builder = fixture.builder()
+    metadata = builder.build(fixture.view)
+    advance_state(fixture.buffers, fixture.view.num_reqs)
     builder.advance(metadata)
     assert metadata.window_lens.tolist() == [2, 0, 17, 0, 17, 0, 0]
-    assert_lists(metadata, asked.lists_by_hand())
+    assert_lists(metadata, fixture.lists_by_hand())
 
 
-def test_pages_outside_the_window_are_not_followed():
-    asked = Asked("ragged", page_size=1)
-    clean = asked.lists_by_hand()
-    used = torch.zeros_like(asked.view.block_table, dtype=torch.bool)
-    for request, (query, seq) in enumerate(zip(asked.query_lens, asked.seq_lens, strict=True)):
+def test_pages_outside_window_are_not_read():
+    fixture = WindowCase("ragged", page_size=1)
+    clean = fixture.lists_by_hand()
+    used = torch.zeros_like(fixture.view.block_table, dtype=torch.bool)
+    for request, (query, seq) in enumerate(zip(fixture.query_lens, fixture.seq_lens, strict=True)):
         used[request, max(0, seq - query - 16) : seq] = True
-    asked.view.block_table[~used] = 2**31 - 1
-    assert_lists(asked.builder().build(asked.view), clean)
+    fixture.view.block_table[~used] = 2**31 - 1
+    assert_lists(fixture.builder().build(fixture.view), clean)
 
 
-def test_it_keeps_the_rules_of_every_builder_and_claims_to_draft_in_one_graph():
+def test_sparse_window_builder_passes_builder_checks():
     rules = ("build_*", "constants*", "advance_means*", "advance_is*", "advance_keeps*")
     checks = ["contract.builder*", "builder.step_fields*", *(f"builder.{rule}[[]window-decode]" for rule in rules)]
     report = check_backend("sparse_swa_mla", device=CPU, checks=checks)
@@ -129,9 +129,9 @@ def test_it_keeps_the_rules_of_every_builder_and_claims_to_draft_in_one_graph():
 
 
 @pytest.mark.parametrize(("window", "width"), [(1, 128), (128, 128), (129, 256)])
-def test_lists_are_as_wide_as_sparse_kernels_want_them(window, width):
-    asked = Asked(window=window)
-    assert asked.builder().build(asked.view).window_indices.shape == (7, width)
+def test_list_width_is_rounded_for_sparse_kernels(window, width):
+    fixture = WindowCase(window=window)
+    assert fixture.builder().build(fixture.view).window_indices.shape == (7, width)
 
 
 def test_a_spec_without_a_window_is_refused():

@@ -46,7 +46,7 @@ BROKEN = {
 }
 
 
-def test_defaults_are_resolved_from_the_head_dim_and_the_dtype():
+def test_spec_defaults_follow_head_dim_and_dtype():
     spec = AttentionSpec(num_q_heads=8, num_kv_heads=2, head_dim=64, page_size=16)
     assert (spec.out_dim, spec.cache_dtype, spec.softmax_scale, spec.group_size) == (
         64,
@@ -71,7 +71,7 @@ def test_equal_specs_are_equal_values():
 
 
 @pytest.mark.parametrize(("changes", "message"), BROKEN.values(), ids=BROKEN)
-def test_a_spec_that_describes_no_attention_is_refused(changes, message):
+def test_invalid_spec_is_rejected(changes, message):
     with pytest.raises(SpecError) as refused:
         make_spec(**changes)
     assert message in str(refused.value)

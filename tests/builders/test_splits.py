@@ -10,12 +10,12 @@ from tests.factories import CPU, make_spec
 
 
 @pytest.fixture(autouse=True)
-def an_h200(monkeypatch):
+def sms_of_h200(monkeypatch):
     for module in (flash_attn3, triton_paged):
         monkeypatch.setattr(module, "num_sms", lambda device: 132)
 
 
-def made(builder, spec):
+def make_builder(builder, spec):
     return builder(spec, CPU, max_reqs=4096, max_tokens=8192, max_seq_len=16384)
 
 
@@ -34,8 +34,8 @@ def made(builder, spec):
         pytest.param(1, 8, 8192, 16384, 1, id="a prompt"),
     ],
 )
-def test_splits_of_the_paged_kernel_fill_a_device(num_reqs, kv_heads, query_len, max_seq_len, splits):
-    builder = made(TritonPagedBuilder, make_spec(num_q_heads=4 * kv_heads, num_kv_heads=kv_heads, head_dim=128))
+def test_paged_kernel_splits_fill_the_device(num_reqs, kv_heads, query_len, max_seq_len, splits):
+    builder = make_builder(TritonPagedBuilder, make_spec(num_q_heads=4 * kv_heads, num_kv_heads=kv_heads, head_dim=128))
     tokens = num_reqs * query_len
     batch = SimpleNamespace(num_reqs=num_reqs, max_query_len=query_len, num_tokens=tokens, max_seq_len=max_seq_len)
     assert builder.splits(batch) == splits
@@ -58,6 +58,6 @@ LATENT = make_spec(num_q_heads=128, num_kv_heads=1, head_dim=576, value_dim=512)
         pytest.param(LATENT, 32, 1, 8, id="wide values take more memory"),
     ],
 )
-def test_splits_of_flash_attention_3_follow_from_the_shape_of_the_batch(spec, num_reqs, query_len, splits):
+def test_flash_attn3_splits_follow_batch_shape(spec, num_reqs, query_len, splits):
     batch = SimpleNamespace(num_reqs=num_reqs, max_query_len=query_len, num_tokens=num_reqs * query_len)
-    assert made(FlashAttn3Builder, spec)._splits_of(batch) == splits
+    assert make_builder(FlashAttn3Builder, spec)._splits_of(batch) == splits

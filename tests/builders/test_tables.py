@@ -41,7 +41,7 @@ def contents(tables):
     return ([tensor.tolist() for tensor in tensors_of(tables)], *host)
 
 
-def test_a_load_leaves_nothing_of_what_was_there():
+def test_load_clears_previous_contents():
     tables, fresh = loaded(), empty_tables()
     assert fresh.num_live == 0
     for each in (tables, fresh):
@@ -64,7 +64,7 @@ def test_a_read_only_prefix_may_be_shared():
     assert tables.block_tables[0, :2, :3].tolist() == [[0, 1, 2], [0, 1, 3]]
 
 
-def test_growth_appends_pages_raises_limits_and_leaves_a_flag_for_whoever_reads_it():
+def test_grow_appends_pages_and_keeps_overflow_flags():
     tables = loaded(groups=2)
     tables.grow({1: [[7, 5], [3, 9]]}, {1: 11})
     assert tables.block_tables[0].tolist() == [[0, 1, -1, -1, -1], [2, 7, 5, -1, -1], [-1] * 5]
@@ -74,7 +74,7 @@ def test_growth_appends_pages_raises_limits_and_leaves_a_flag_for_whoever_reads_
 
 
 @pytest.mark.parametrize("request_", [True, 1.0, "1", None])
-def test_a_request_that_is_no_int_does_not_grow(request_):
+def test_grow_rejects_request_that_is_no_int(request_):
     tables = loaded(groups=2)
     before = contents(tables)
     with pytest.raises(BatchError, match="requests must be ints, got"):
@@ -82,7 +82,7 @@ def test_a_request_that_is_no_int_does_not_grow(request_):
     assert contents(tables) == before
 
 
-def test_a_request_grows_behind_what_it_has_until_its_row_is_full():
+def test_request_grows_until_its_row_is_full():
     tables = loaded()
     tables.grow({0: [[]]}, {0: 8})
     tables.grow({0: [[4]]}, {0: 12})
@@ -90,7 +90,7 @@ def test_a_request_grows_behind_what_it_has_until_its_row_is_full():
     assert tables.block_tables[0, :2].tolist() == [[0, 1, 4, 6, 8], [2, -1, -1, -1, -1]]
 
 
-def test_a_load_forgets_what_was_appended():
+def test_load_forgets_appended_pages():
     tables = loaded()
     tables.grow({0: [[4]]}, {0: 12})
     tables.load([[[1]]], [4])
@@ -98,7 +98,7 @@ def test_a_load_forgets_what_was_appended():
     assert tables.block_tables[0, 0, :3].tolist() == [1, 4, 0]
 
 
-def test_tables_that_changed_row_by_row_are_what_a_load_makes_of_the_same_requests():
+def test_changed_tables_equal_freshly_loaded_ones():
     sizes, counts, rows, longest = [2, 4], [40, 24], 4, 16
     rng, tables, free = random.Random(0), empty_tables(sizes, counts, rows, longest), [[*range(n)] for n in counts]
     requests = []  # pages by group, and a limit
@@ -127,7 +127,7 @@ def test_tables_that_changed_row_by_row_are_what_a_load_makes_of_the_same_reques
         assert contents(tables) == contents(fresh)
 
 
-def test_a_new_row_is_padding_until_it_grows():
+def test_new_row_is_padding_until_it_grows():
     tables = sharing()
     tables.condense([], 2)
     assert tables.num_live == 2 and tables.limits_host == (0, 0) and tables.longest == 0
@@ -138,7 +138,7 @@ def test_a_new_row_is_padding_until_it_grows():
 
 @pytest.mark.parametrize("stays", [0, 1])
 @pytest.mark.parametrize("pages", [[[9], []], [[], [5]]], ids=["first group", "second group"])
-def test_a_shared_prefix_stays_taken_while_one_of_its_requests_does(stays, pages):
+def test_shared_prefix_is_protected_while_in_use(stays, pages):
     tables = sharing()
     tables.condense([2, stays])
     assert tables.writable_host == (0, 4)
@@ -148,7 +148,7 @@ def test_a_shared_prefix_stays_taken_while_one_of_its_requests_does(stays, pages
     tables.grow({0: pages}, {0: 8})
 
 
-def test_nothing_stays_taken_where_no_row_stays():
+def test_condensing_to_no_rows_frees_all_pages():
     tables = sharing()
     tables._allocated[0].add(30)  # what a call that was interrupted left
     tables.condense([], 1)
@@ -164,7 +164,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_a_change_keeps_every_address(change):
+def test_table_changes_keep_every_address(change):
     tables = loaded()
     before = [tensor.data_ptr() for tensor in tensors_of(tables)]
     change(tables)
@@ -232,7 +232,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("change", "message"), REFUSED, ids=[message for _, message in REFUSED])
-def test_what_would_let_kernels_stray_is_refused_and_changes_nothing(change, message):
+def test_invalid_change_is_rejected_unchanged(change, message):
     tables, before = loaded(), contents(loaded())
     with pytest.raises(BatchError, match=re.escape(message)):
         change(tables)
@@ -241,7 +241,7 @@ def test_what_would_let_kernels_stray_is_refused_and_changes_nothing(change, mes
     assert tables.block_tables[0, 0].tolist() == [0, 1, 4, -1, -1]
 
 
-def test_a_group_with_too_few_rows_is_refused_beside_one_that_has_them_all():
+def test_group_with_too_few_rows_is_rejected():
     with pytest.raises(BatchError, match=re.escape("pages must hold 2 groups of 1 rows, got [1, 0] rows")):
         empty_tables([4, 4], [8, 8]).load([[[0]], []], [4])
 
@@ -263,12 +263,12 @@ NO_SIZE, TOO_LARGE = "must be (1 or more|ints)", "must hold fewer than 214748364
         ({"page_sizes": [4, 8]}, "got 2 sizes and 1 counts"),
     ],
 )
-def test_tables_of_such_sizes_are_refused_before_anything_is_allocated(sizes, message):
+def test_invalid_sizes_are_rejected_before_allocation(sizes, message):
     with pytest.raises(BatchError, match=message):
         empty_tables(**sizes)
 
 
-def test_tables_are_filled_from_the_cpu_whatever_the_default_device_is():
+def test_tables_ignore_default_device():
     with torch.device("meta"):
         tables = empty_tables(device=torch.device("cpu"))
         tables.load([[[2]]], [4])

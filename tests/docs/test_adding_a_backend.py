@@ -61,17 +61,17 @@ def run(stranger: tuple[Stranger, Path], command: Command) -> None:
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_block_below_a_path_is_that_example(name: str) -> None:
+def test_page_block_matches_example_file(name: str) -> None:
     assert FILES[name] == (ROOT / "examples" / name).read_text(), f"put examples/{name} into the page"
 
 
-def test_the_page_shows_every_file_of_its_backends() -> None:
+def test_page_shows_every_file_of_its_backends() -> None:
     folders = ("window_pages", "window_pages_liar", "window_pages_planned")
     written = {path for folder in folders for path in (ROOT / "examples" / folder).rglob("*.py")}
     assert {path.relative_to(ROOT / "examples").as_posix() for path in written} <= FILES.keys()
 
 
-def test_every_block_is_a_file_a_command_an_output_or_a_drawing() -> None:
+def test_every_block_is_file_command_output_or_drawing() -> None:
     assert {block.info.partition(" ")[0] for block in blocks(PAGE) if not block.path} <= {"", "sh", "text"}
 
 
@@ -80,14 +80,14 @@ def test_the_page_links_to_its_own_headings() -> None:
     assert set(re.findall(r"\]\(#([^)]+)\)", TEXT)) <= headings
 
 
-def test_the_contract_names_all_that_a_batch_a_spec_and_a_record_of_capabilities_hold() -> None:
+def test_contract_names_every_field_and_feature() -> None:
     named = set(re.findall(r"`(\w+)[`(]", CONTRACT))
     records = (AttentionBatch, AttentionSpec, Capabilities)
     held = {field.name for kind in records for field in dataclasses.fields(kind)}
     assert held | {feature.name for feature in Feature} <= named
 
 
-def test_the_contract_shows_sizes_as_they_are_made() -> None:
+def test_contract_shows_signature_of_sizes() -> None:
     signature = inspect.signature(Sizes)
     shown = re.search(r"`Sizes\((minimum.*?)\)`", CONTRACT)
     assert shown and shown[1] == ", ".join(f"{name}={p.default}" for name, p in signature.parameters.items())
@@ -99,7 +99,7 @@ def test_the_page_names_every_family_in_order() -> None:
 
 
 @pytest.mark.slow
-def test_the_page_can_be_walked(stranger: tuple[Stranger, Path]) -> None:
+def test_page_commands_run_in_order(stranger: tuple[Stranger, Path]) -> None:
     """In order, from an empty folder: about half a minute, most of it for starting Python."""
     for command in commands():
         if not command.slow:
@@ -107,7 +107,7 @@ def test_the_page_can_be_walked(stranger: tuple[Stranger, Path]) -> None:
 
 
 @pytest.mark.slow
-def test_the_slow_commands_of_the_page(stranger: tuple[Stranger, Path]) -> None:
+def test_slow_page_commands_run(stranger: tuple[Stranger, Path]) -> None:
     """Every check of the kit on the page's backend: about a minute."""
     environment, work = stranger
     environment.must("pip install -e ./window_pages", work)

@@ -159,7 +159,7 @@ MISTAKES = [
 
 
 @pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.name)
-def test_a_first_mistake_gets_the_answer_on_the_page(mistake: Mistake) -> None:
+def test_first_mistake_gives_answer_on_page(mistake: Mistake) -> None:
     report = mistake.report()
 
     family, check = mistake.check.split(".")
@@ -169,7 +169,7 @@ def test_a_first_mistake_gets_the_answer_on_the_page(mistake: Mistake) -> None:
     ]
 
 
-def test_one_page_size_for_all_shows_in_the_cases_of_other_pages_alone() -> None:
+def test_single_page_size_fails_only_other_page_cases() -> None:
     (mistake,) = (mistake for mistake in MISTAKES if mistake.name == "takes_one_page_size_for_all")
 
     assert {result.case for result in mistake.report().results if result.outcome in FAILURES} == {
@@ -178,7 +178,7 @@ def test_one_page_size_for_all_shows_in_the_cases_of_other_pages_alone() -> None
     }
 
 
-def test_a_claim_lost_by_overriding_build_is_noted_in_the_words_of_the_page() -> None:
+def test_lost_claim_is_noted_in_page_words() -> None:
     def build(self: Any, batch: Any, *, horizon: int = 0) -> Any:
         return WindowPagesBuilder.build(self, batch, horizon=horizon)
 
@@ -193,6 +193,6 @@ def test_a_claim_lost_by_overriding_build_is_noted_in_the_words_of_the_page() ->
         assert words in told[0] and words in PAGE
 
 
-def test_counting_on_is_right_until_another_batch_comes() -> None:
+def test_counting_on_is_right_until_next_batch() -> None:
     (mistake,) = (mistake for mistake in MISTAKES if mistake.name == "counts_on")
     check_backend(mistake.backend, device=CPU, checks=["builder.advance_means_a_rebuild"])

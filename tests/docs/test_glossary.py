@@ -26,7 +26,7 @@ def defined(source: str) -> set[str]:
     return names | {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
 
 
-def test_every_term_with_a_name_in_code_exists_there() -> None:
+def test_glossary_names_exist_in_code() -> None:
     missing = {name for _, code in terms(GLOSSARY) for name in code}
     for path in module_files().values():
         source = path.read_text(encoding="utf-8")
@@ -46,12 +46,12 @@ def repeated(names: list[str]) -> set[str]:
     return {name for name, count in Counter(names).items() if count > 1}
 
 
-def test_a_class_name_stands_for_one_thing() -> None:
+def test_class_name_is_defined_once() -> None:
     assert repeated(class_names(path.read_text(encoding="utf-8") for path in module_files().values())) == set()
     assert repeated(class_names(["class Row: ...", "class _Row: ...", "class Row: ..."])) == {"Row"}
 
 
-def test_no_term_is_explained_twice() -> None:
+def test_glossary_terms_are_unique() -> None:
     explained = [term for term, _ in terms(GLOSSARY)]
     assert len(explained) > 40
     assert sorted(explained) == sorted(set(explained))

@@ -35,7 +35,7 @@ def first_cells(page: str) -> set[str]:
 
 
 @EACH
-def test_the_python_of_a_page_runs_and_says_what_the_page_shows(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_page_python_runs_and_prints_shown_output(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     names: dict[str, object] = {"__name__": page.stem}
     for block, expected in with_output(page, "output"):
@@ -47,32 +47,32 @@ def test_the_python_of_a_page_runs_and_says_what_the_page_shows(page: Path, monk
 
 
 @EACH
-def test_every_block_of_a_page_is_code_a_command_or_the_output_of_the_code_above(page: Path) -> None:
+def test_every_block_is_code_command_or_output(page: Path) -> None:
     languages = [block.info for block in blocks(page)]
     assert set(languages) <= {"python", "sh", "output"}
     assert all(before == "python" for before, after in pairwise(languages) if after == "output")
 
 
 @pytest.mark.parametrize("command", commands())
-def test_a_command_of_the_guide_has_the_options_it_is_given(command: str) -> None:
+def test_guide_command_accepts_its_options(command: str) -> None:
     verb, *arguments = shlex.split(command, comments=True)[1:]
     assert isinstance(main, click.Group)
     main.commands[verb].make_context(verb, arguments)
 
 
-def test_an_output_must_be_whole() -> None:
+def test_shown_output_must_be_complete() -> None:
     assert shows("kept ... of 4\n", "kept 3.49 of 4\n")
     assert not shows("kept ... of 4\n", "kept 3.49 of 4\nand more\n")
     assert not shows("", "anything\n")
 
 
-def test_the_page_on_the_matrix_has_every_status_and_outcome() -> None:
+def test_matrix_page_lists_every_status_and_outcome() -> None:
     assert {status.value for status in Status} | {outcome.value for outcome in Outcome} == first_cells(
         "guide/matrix.md"
     )
 
 
-def test_the_page_on_the_matrix_says_which_outcomes_fail_a_report() -> None:
+def test_matrix_page_marks_outcomes_that_fail() -> None:
     page = (DOCS / "guide" / "matrix.md").read_text(encoding="utf-8")
     said = set(re.findall(r"^\| `(\w+)` \|.*\| yes \|$", page, re.MULTILINE)) - {status.value for status in Status}
     assert said == {outcome.value for outcome in (*FAILURES, Outcome.NOT_RUN)}

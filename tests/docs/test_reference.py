@@ -33,12 +33,12 @@ def imported_by_the_guide() -> set[str]:
 
 
 @pytest.mark.parametrize("package", PUBLIC)
-def test_what_a_package_lists_is_documented_and_nothing_else_of_it(package: str) -> None:
+def test_package_exports_are_exactly_the_documented_names(package: str) -> None:
     of_the_package = {name for name in NAMES if name.rpartition(".")[0] == package}
     assert of_the_package == {f"{package}.{name}" for name in importlib.import_module(package).__all__}
 
 
-def test_what_the_guide_imports_is_documented() -> None:
+def test_guide_imports_are_documented() -> None:
     assert imported_by_the_guide() - set(NAMES) == set()
 
 
@@ -52,7 +52,7 @@ def test_every_documented_name_exists() -> None:
         assert hasattr(importlib.import_module(module), attribute), name
 
 
-def test_every_link_to_a_name_leads_to_the_page_that_documents_it_or_what_it_is_a_member_of() -> None:
+def test_every_reference_link_leads_to_its_page() -> None:
     pages = "\n".join(page.read_text(encoding="utf-8") for page in sorted(DOCS.rglob("*.md")))
     links = set(re.findall(r"\]\((?:\.\./)?reference/(\w+\.md)#([\w.]+)\)", pages))
     assert len(links) > 20

@@ -19,7 +19,9 @@ from inline_drawings import on_page_content
 
 CONFIG = SimpleNamespace(docs_dir=str(DOCS))
 PAGES = [*sorted(DOCS.rglob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
-MADE = [ROOT / line.strip("/") for line in (ROOT / ".gitignore").read_text().splitlines() if line.startswith("/docs/")]
+GENERATED = [
+    ROOT / line.strip("/") for line in (ROOT / ".gitignore").read_text().splitlines() if line.startswith("/docs/")
+]
 """What `make docs` makes, which is no file of a checkout."""
 
 
@@ -39,13 +41,13 @@ def problems(page: Path, text: str) -> list[str]:
     found = re.findall(r"^--8<--.*|^<!-- [\w ]+ -->$", text, re.MULTILINE) + re.findall(r"\]\[[^]]*\]", prose)
     for link in re.findall(r"\]\(([^)#]+)[^)]*\)", prose):
         target = (page.parent / link).resolve()
-        if ":" not in link and (not target.exists() or any(made in (target, *target.parents) for made in MADE)):
+        if ":" not in link and (not target.exists() or any(made in (target, *target.parents) for made in GENERATED)):
             found.append(link)
     return found
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_a_page_can_be_read_as_a_file(page: Path) -> None:
+def test_page_can_be_read_as_file(page: Path) -> None:
     assert problems(page, page.read_text(encoding="utf-8")) == []
 
 
@@ -62,11 +64,11 @@ def test_a_file_that_moved_is_found() -> None:
     "text",
     ["--8<-- 'file.py'", "<!-- times -->", "[`LLM`][spec_decode.LLM]", "[a](gone.md)", "[a](compatibility.html#speed)"],
 )
-def test_what_only_a_built_site_shows_is_found(text: str) -> None:
+def test_site_only_syntax_is_reported(text: str) -> None:
     assert problems(DOCS / "index.md", f"# Page\n\n{text}\n") != []
 
 
-def test_a_link_that_leads_nowhere_fails_the_site(tmp_path: Path) -> None:
+def test_dead_link_fails_the_site_build(tmp_path: Path) -> None:
     links = ["gone.md", "other.md#gone", "#gone", "gone.png", "/other.md"]
     pytest.importorskip("mkdocs", reason="needs the extra docs")
     pages = tmp_path / "docs"
@@ -83,7 +85,7 @@ def test_a_link_that_leads_nowhere_fails_the_site(tmp_path: Path) -> None:
     assert built.returncode and f"{len(links)} warnings in strict" in built.stdout
 
 
-def test_a_drawing_becomes_part_of_its_page() -> None:
+def test_drawing_is_inlined_into_page() -> None:
     page = on_page_content('<p><img alt="A round." src="../drawings/round.svg" /></p>', config=CONFIG)
 
     assert page.startswith("<p><svg ") and 'aria-label="A round."' in page and "<img" not in page
@@ -95,7 +97,7 @@ def test_a_drawing_loads_nothing(drawing: Path) -> None:
     assert "http" not in text and "href" not in text
 
 
-def test_columns_of_a_docstring_become_a_list_and_subscripts_code() -> None:
+def test_docstring_columns_become_list_and_subscripts_code() -> None:
     pytest.importorskip("griffe", reason="needs the extra docs")
     from docstrings import to_markdown
 

@@ -26,13 +26,15 @@ def conformance(request: pytest.FixtureRequest) -> ModuleType:
     [("vllm", "0.32.4"), ("vllm", "0.330.0"), ("vllm", "1.33.0"), ("sglang", "0.5.22"), ("sglang", "0.5.230")],
     indirect=["conformance"],
 )
-def test_another_release_is_refused(conformance: ModuleType, found: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_engine_release_is_rejected(
+    conformance: ModuleType, found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(subjects, "version", lambda package: found)
     with pytest.raises(BrokenBackend, match=f"found {found}. Run `make engines`"):
         conformance.subjects()
 
 
-def test_no_engine_is_refused(conformance: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_engine_exits_with_remedy(conformance: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     def version(package: str) -> str:
         raise PackageNotFoundError(package)
 

@@ -36,7 +36,7 @@ def examine(monkeypatch, engine, found, value="attn_backends.engines.{}:register
 
 
 @BOTH
-def test_without_the_engine_the_extra_that_brings_it_is_named(monkeypatch, engine):
+def test_missing_engine_finding_names_extra(monkeypatch, engine):
     (finding,) = examine(monkeypatch, engine, None).values()
     assert finding.status == "absent" and f"pip install '.[{engine}]' in a checkout" in finding.detail
 
@@ -54,7 +54,7 @@ SUPPORTED = {"vllm": "0.33.0", "sglang": "0.5.23"}
 
 
 @BOTH
-def test_the_supported_release_has_an_answer_for_every_backend(monkeypatch, engine):
+def test_supported_release_reports_every_backend(monkeypatch, engine):
     found = examine(monkeypatch, engine, SUPPORTED[engine])
     names = importlib.import_module(f"attn_backends.engines.{engine}").NAMES
     assert found[engine].detail == SUPPORTED[engine] and found["its plug-ins"].status == "ok"
@@ -63,11 +63,11 @@ def test_the_supported_release_has_an_answer_for_every_backend(monkeypatch, engi
     assert found[triton].status == "ok"
 
 
-def test_a_backend_that_this_machine_lacks_is_refused(monkeypatch):
+def test_backend_missing_on_this_machine_is_refused(monkeypatch):
     assert examine(monkeypatch, "sglang", "0.5.23")["attn_backends_flash_attn3"].status == "refused"
 
 
-def test_a_package_that_is_missing_is_the_reason(monkeypatch):
+def test_missing_package_is_the_reason(monkeypatch):
     from attn_backends.engines.vllm import doctor
 
     monkeypatch.setattr(doctor, "find_spec", lambda name: None)
@@ -77,13 +77,13 @@ def test_a_package_that_is_missing_is_the_reason(monkeypatch):
 
 @BOTH
 @pytest.mark.parametrize("value", ["", "other:register"])
-def test_an_entry_point_that_is_not_there_is_a_finding(monkeypatch, engine, value):
+def test_missing_entry_point_is_a_finding(monkeypatch, engine, value):
     finding = examine(monkeypatch, engine, SUPPORTED[engine], value)["its plug-ins"]
     assert finding.status == "refused" and f"{GROUPS[engine]}: reinstall attn-backends" in finding.detail
 
 
 @BOTH
-def test_a_variable_that_leaves_the_plug_in_out_is_a_finding(monkeypatch, engine):
+def test_variable_excluding_plug_in_is_a_finding(monkeypatch, engine):
     variable = f"{engine.upper()}_PLUGINS"
     monkeypatch.setenv(variable, "other,more")
     finding = examine(monkeypatch, engine, SUPPORTED[engine])["its plug-ins"]
@@ -102,12 +102,12 @@ def test_a_variable_that_leaves_the_plug_in_out_is_a_finding(monkeypatch, engine
         ("sglang", ",", "refused"),
     ],
 )
-def test_the_variable_is_read_as_the_engine_reads_it(monkeypatch, engine, value, status):
+def test_plug_in_variable_is_parsed_like_engine(monkeypatch, engine, value, status):
     monkeypatch.setenv(f"{engine.upper()}_PLUGINS", value)
     assert examine(monkeypatch, engine, SUPPORTED[engine])["its plug-ins"].status == status
 
 
-def test_a_variable_that_the_plug_in_refuses_is_a_finding(monkeypatch):
+def test_invalid_validate_variable_is_a_finding(monkeypatch):
     monkeypatch.setenv("ATTN_BACKENDS_VALIDATE", "2")
     finding = examine(monkeypatch, "vllm", "0.33.0")["its plug-ins"]
     assert finding.status == "refused" and "ATTN_BACKENDS_VALIDATE must be 0 or 1, got '2'. Set" in finding.detail

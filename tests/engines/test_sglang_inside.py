@@ -165,14 +165,14 @@ def configured(monkeypatch):
 
 @pytest.mark.parametrize("page_size", [1, 4])
 @pytest.mark.parametrize("lens", [[9], [1, 17, 30], [5, 5, 5, 60]], ids=str)
-def test_every_step_of_a_draft_attends_to_the_context_and_what_was_drafted(lens, page_size):
+def test_draft_steps_attend_to_context_and_drafts(lens, page_size):
     engine = Engine(lens, page_size)
     steps, expected = engine.steps(), engine.truth()
     steps.init_forward_metadata(engine.batch)
     torch.testing.assert_close(engine.draft(steps).double(), expected, atol=1e-5, rtol=1e-5)
 
 
-def test_a_captured_round_attends_right_over_other_requests():
+def test_captured_round_is_right_for_other_requests():
     engine = Engine([9, 17, 30], page_size=4)
     steps = engine.steps()
     steps.init_cuda_graph_state(3, 3)
@@ -193,7 +193,7 @@ def test_a_captured_round_attends_right_over_other_requests():
         torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
 
 
-def test_the_container_is_what_sglang_asks_one_to_be():
+def test_steps_container_has_sglang_interface():
     steps = Engine([3]).steps()
     assert len(steps.attn_backends) == STEPS - 1 and not steps.needs_cpu_seq_lens
     assert steps.attn_backends[0].get_cuda_graph_seq_len_fill_value() == 1
@@ -201,7 +201,7 @@ def test_the_container_is_what_sglang_asks_one_to_be():
     assert stamps == {"triton"}
 
 
-def test_the_state_of_many_steps_is_that_of_few():
+def test_state_size_does_not_depend_on_steps():
     def held(num_steps):
         made = factory(Engine([3]).runner, num_steps=num_steps).create_decode_backend()
         return sum(x.nbytes for x in vars(made).values() if isinstance(x, torch.Tensor))
@@ -209,7 +209,7 @@ def test_the_state_of_many_steps_is_that_of_few():
     assert held(2) == held(8)
 
 
-def test_larger_batches_than_the_pool_has_requests_get_room_before_a_capture():
+def test_larger_batches_get_room_before_capture():
     steps = Engine([3]).steps()
     steps.init_cuda_graph_state(16, 16)
     assert len(steps.seq_lens) == len(steps.block_table) == 16
@@ -232,7 +232,7 @@ def test_a_step_out_of_order_is_refused():
         engine.draft(steps)
 
 
-def test_what_a_layer_has_beside_its_spec_is_refused():
+def test_layer_input_outside_spec_is_rejected():
     engine = Engine([3])
     steps = engine.steps()
     steps.init_forward_metadata(engine.batch)
@@ -243,7 +243,7 @@ def test_what_a_layer_has_beside_its_spec_is_refused():
         )
 
 
-def test_the_step_that_reads_the_text_stays_sglangs(monkeypatch):
+def test_draft_extend_backend_stays_sglangs(monkeypatch):
     made = SimpleNamespace()
     maker = factory(Engine([3]).runner)
     monkeypatch.setattr(maker, "_create_triton_prefill_backend", lambda: ("triton", made))
@@ -255,7 +255,7 @@ def test_the_step_that_reads_the_text_stays_sglangs(monkeypatch):
     assert maker.create_draft_extend_backend() is made
 
 
-def test_the_names_are_choices_and_backends_of_a_runner():
+def test_plug_in_names_are_sglang_choices():
     from sglang.srt.arg_groups.choices import DRAFT_ATTENTION_BACKEND_CHOICES
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 
@@ -302,7 +302,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_a_draft_that_is_not_served_is_refused_in_words(what):
+def test_unsupported_draft_is_rejected_with_reason(what):
     runner = Engine([3]).runner
     change, reason = REFUSED[what]
     options = change(runner) or {}
@@ -310,14 +310,14 @@ def test_a_draft_that_is_not_served_is_refused_in_words(what):
         factory(runner, **options).create_decode_backend()
 
 
-def test_a_device_that_is_not_served_is_refused_in_words(monkeypatch):
+def test_unsupported_device_is_rejected_with_reason(monkeypatch):
     ours = attn_backends.get("triton_paged")
     monkeypatch.setattr(type(ours), "capabilities", replace(ours.capabilities, devices=("cuda",)))
     with pytest.raises(ValueError, match="runs on cuda, not on cpu"):
         Engine([3]).steps()
 
 
-def test_layers_that_read_the_whole_text_are_served_beside_others_chunks():
+def test_full_text_layers_are_served_beside_chunked_ones():
     runner = Engine([3]).runner
     in_chunks(runner)
     assert factory(runner).create_decode_backend().attn_backends

@@ -41,7 +41,7 @@ def install(monkeypatch, found="0.5.23", factory=Factory):
     return told
 
 
-def test_the_names_are_told_and_one_method_is_hooked(monkeypatch):
+def test_register_adds_names_and_one_hook(monkeypatch):
     told = install(monkeypatch)
     plug_in.register()
     assert told.choices == told.draft_choices == list(plug_in.NAMES)
@@ -50,7 +50,7 @@ def test_the_names_are_told_and_one_method_is_hooked(monkeypatch):
 
 
 @pytest.mark.parametrize("found", ["0.5.22", "0.5.24", "0.6.0", "0.5.23.post1"])
-def test_another_release_is_told_nothing_and_warned_of(monkeypatch, found, capsys):
+def test_other_sglang_release_is_warned_and_unregistered(monkeypatch, found, capsys):
     told = install(monkeypatch, found)
     plug_in.register()
     assert f"are for SGLang 0.5.23, got {found}" in capsys.readouterr().err
@@ -59,7 +59,7 @@ def test_another_release_is_told_nothing_and_warned_of(monkeypatch, found, capsy
         require_supported()
 
 
-def test_without_sglang_the_reason_says_so(monkeypatch):
+def test_missing_sglang_is_the_reason(monkeypatch):
     def version_of(name):
         raise metadata.PackageNotFoundError(name)
 
@@ -67,7 +67,7 @@ def test_without_sglang_the_reason_says_so(monkeypatch):
     assert "got none" in version.unsupported_reason()
 
 
-def test_a_method_with_other_parameters_is_not_hooked(monkeypatch, capsys):
+def test_method_with_other_parameters_is_not_hooked(monkeypatch, capsys):
     class Patched:
         def _create_backend(self, backend_name, backend_map):
             return backend_map
@@ -78,7 +78,7 @@ def test_a_method_with_other_parameters_is_not_hooked(monkeypatch, capsys):
     assert "got self, backend_name, backend_map, so no backend was registered" in said and not told.hooks
 
 
-def test_the_look_up_keeps_what_it_was_given():
+def test_look_up_keeps_its_arguments_and_adds_ours():
     def original(*arguments, **options):
         return arguments, options
 
@@ -91,7 +91,7 @@ def test_the_look_up_keeps_what_it_was_given():
     assert backends["triton"] is theirs["triton"]
 
 
-def test_the_step_that_reads_the_text_is_made_by_sglangs_own():
+def test_prefill_backend_stays_sglangs():
     theirs = {"triton": lambda: ("triton", "theirs")}
 
     def original(factory, setting, backends, error, **options):

@@ -22,7 +22,7 @@ MEAN = "planned_steps_mean_a_fresh_round"
 ADDRESSES, DEVICE = "plans_keep_addresses", "plans_read_no_device"
 
 
-class Tried:
+class ModifiedBackend:
     """A draft backend, changed by a function of SGLang's container or of the runner that it is made for."""
 
     def __init__(self, name, monkeypatch):
@@ -71,8 +71,8 @@ class Tried:
 
 
 @pytest.fixture
-def tried(monkeypatch):
-    return lambda name: Tried(name, monkeypatch)
+def modified(monkeypatch):
+    return lambda name: ModifiedBackend(name, monkeypatch)
 
 
 def all_as_the_first(steps, batch):
@@ -103,24 +103,24 @@ FIRST = {ATTEND: "", TOKENS: ": request 0 has", MEAN: ": field kv_indptr"}
         (FLASHINFER, too_little_work, 3, {ATTEND: "", MEAN: ": field planned"}),
     ],
 )
-def test_a_wrong_plan_is_found_in_its_step(tried, name, plan, step, said):
-    mutant = tried(name).with_plan(plan)
+def test_wrong_plan_fails_at_its_step(modified, name, plan, step, said):
+    mutant = modified(name).with_plan(plan)
     for what, more in said.items():
         assert f"step {step} of a round over 'as_large'{more}" in mutant.failure(what)
 
 
-def test_flash_attention_s_steps_that_are_all_the_first_are_found(tried):
+def test_flash_attention_steps_all_first_fail_checks(modified):
     def forget(steps):
         for step in steps.attn_backends:
             step.speculative_step_id = 0
 
-    mutant = tried(FLASH_ATTENTION).remade(steps=forget)
+    mutant = modified(FLASH_ATTENTION).remade(steps=forget)
     assert "step 1 of a round over 'as_large'" in mutant.failure(ATTEND)
     assert "request 0 has the tokens before the step and the step's own; expected: 3 tokens" in mutant.failure(TOKENS)
     assert "step 1 of a round over 'as_large': field cache_seqlens_int32" in mutant.failure(MEAN)
 
 
-def test_metadata_that_a_plan_replaces_is_found(tried):
+def test_metadata_replaced_by_plan_fails_check(modified):
     def replace(steps, batch):
         for step in steps.attn_backends:
             step.forward_metadata = type(step.forward_metadata)(**{
@@ -128,33 +128,33 @@ def test_metadata_that_a_plan_replaces_is_found(tried):
                 for name, value in vars(step.forward_metadata).items()
             })  # fmt: skip
 
-    assert "['kv_indices'] replaced" in tried(TRITON).with_plan(replace).failure(ADDRESSES)
+    assert "['kv_indices'] replaced" in modified(TRITON).with_plan(replace).failure(ADDRESSES)
 
 
-def test_a_plan_that_reads_the_device_is_found(tried):
-    mutant = tried(TRITON).with_plan(lambda steps, batch: batch.seq_lens.max().item())
+def test_plan_reading_device_fails_check(modified):
+    mutant = modified(TRITON).with_plan(lambda steps, batch: batch.seq_lens.max().item())
     assert "reads device data on the host" in mutant.failure(DEVICE)
 
 
-def test_a_window_of_one_more_token_mends_tritons(tried):
+def test_window_of_one_more_token_repairs_triton(modified):
     """SGLang's number, which leaves the query's own token out, is what its decode kernels are given."""
 
     def widen(runner):
         runner.sliding_window_size += 1
 
-    assert "step 0 of a round over 'as_large'" in tried(TRITON).failure(ATTEND, "window-round")
-    tried(TRITON).remade(runner=widen).check(ATTEND, "window-round")
+    assert "step 0 of a round over 'as_large'" in modified(TRITON).failure(ATTEND, "window-round")
+    modified(TRITON).remade(runner=widen).check(ATTEND, "window-round")
 
 
 MISSED = "request 0 has the tokens before the step and the step's own; expected: 2 tokens; got: 1 tokens"
 
 
 @pytest.mark.parametrize("name", [FLASHMLA, TRTLLM_MLA, FLASHINFER_MLA, DSA, DSV4])
-def test_lengths_that_do_not_advance_are_found(tried, name):
-    assert f"step 0 of a round over 'as_large': {MISSED}" in tried(name).failure(TOKENS)
+def test_lengths_that_do_not_advance_fail_check(modified, name):
+    assert f"step 0 of a round over 'as_large': {MISSED}" in modified(name).failure(TOKENS)
 
 
-def test_flashmla_that_plans_each_step_for_its_own_lengths_passes(tried, monkeypatch):
+def test_flashmla_planned_per_step_passes(modified, monkeypatch):
     from sglang.srt.model_executor.forward_batch_info import ForwardMode, build_inner_fb_view
 
     lengths = {}
@@ -167,7 +167,7 @@ def test_flashmla_that_plans_each_step_for_its_own_lengths_passes(tried, monkeyp
             view.seq_lens, view.seq_lens_cpu = own, None
             step.init_forward_metadata_out_graph(view)
 
-    mended = tried(FLASHMLA).with_plan(plan)
+    mended = modified(FLASHMLA).with_plan(plan)
     as_it_is = mended.builder.step
 
     def step(self, rows, i):
@@ -213,24 +213,24 @@ def plan_deepseek_v4(step, batch, lengths, offsets):
         (DSV4, plan_deepseek_v4, (TOKENS, MEAN)),
     ],
 )
-def test_steps_that_are_planned_each_for_its_own_lengths_pass(tried, name, plan_step, checks):
+def test_steps_planned_for_own_lengths_pass(modified, name, plan_step, checks):
     def plan(steps, batch):
         # The last of DeepSeek V4's is never run.
         for i, step in enumerate(steps.attn_backends[: -1 if name == DSV4 else None]):
             offsets = steps.kv_indptr[i, : batch.batch_size + 1] if name == FLASHINFER_MLA else None
             plan_step(step, batch, batch.seq_lens + i + 1, offsets)
 
-    mended = tried(name).with_plan(plan)
+    mended = modified(name).with_plan(plan)
     for what in checks:
         mended.check(what)
 
 
-def test_flashinfer_s_plan_of_latents_begins_a_request_among_the_slots_of_the_one_before(tried):
+def test_flashinfer_mla_plan_starts_in_previous_request(modified):
     from engine_kits.sglang.round_checks import _ROUND
     from spec_decode.testing.batches import Case
     from spec_decode.testing.paged_fixture import PagedFixture
 
-    subject = tried(FLASHINFER_MLA).subject
+    subject = modified(FLASHINFER_MLA).subject
 
     with torch_implementations():
         case = Case(subject.base_spec(), _ROUND)
@@ -245,7 +245,7 @@ def test_flashinfer_s_plan_of_latents_begins_a_request_among_the_slots_of_the_on
         assert all(slot // case.spec.page_size == own for slot in second[1:])
 
 
-def test_the_first_three_steps_of_sparse_attention_keep_the_schedule_of_their_capture(tried):
+def test_sparse_attention_keeps_captured_schedule(modified):
     """A copy that refreshes them, as SGLang does for the others, fails at its lengths alone."""
 
     def refresh(steps, batch):
@@ -253,6 +253,6 @@ def test_the_first_three_steps_of_sparse_attention_keep_the_schedule_of_their_ca
             step._refresh_paged_mqa_schedule_metadata(metadata := step.forward_metadata, metadata.paged_mqa_ctx_lens_2d)
             step._refresh_topk_v2_plan(metadata)
 
-    assert "step 0 of a round over 'as_large': field paged_mqa_schedule_metadata" in tried(DSA).failure(MEAN)
-    refreshed = tried(DSA).with_plan(refresh).failure(MEAN)
+    assert "step 0 of a round over 'as_large': field paged_mqa_schedule_metadata" in modified(DSA).failure(MEAN)
+    refreshed = modified(DSA).with_plan(refresh).failure(MEAN)
     assert "step 1 of a round over 'as_large': field cache_seqlens_int32" in refreshed

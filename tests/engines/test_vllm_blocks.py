@@ -61,7 +61,7 @@ def dflash(runner):
     return speculator_of(DFlashSpeculator, runner, **own)
 
 
-class Drafted:
+class BlockRound:
     """A round of DFlash from its preparation to its attention, by vLLM's own code: captured once, then replayed."""
 
     def __init__(self, runner):
@@ -120,7 +120,7 @@ class Drafted:
 @pytest.mark.parametrize("window", [None, BLOCK, 40], ids=["all", "a block", "40"])
 @pytest.mark.parametrize("query_len", [BLOCK, TOKENS], ids=["dflash", "dspark"])
 @pytest.mark.parametrize("name", PAGED)
-def test_a_block_sees_the_tokens_behind_it_and_its_window(name, query_len, window):
+def test_block_sees_later_tokens_and_its_window(name, query_len, window):
     runner = runner_of(name, query_len, window=window)
     for seed, lens in enumerate(LENS):
         runner.fill(lens, seed)
@@ -131,8 +131,8 @@ def test_a_block_sees_the_tokens_behind_it_and_its_window(name, query_len, windo
     ("name", "window"),
     [*((name, None) for name in LATENT), *((name, window) for name in PAGED for window in (None, BLOCK, 40))],
 )
-def test_vllms_speculator_replays_a_block_over_batches_that_its_graph_never_saw(name, window):
-    drafted = Drafted(runner_of(name, window=window))
+def test_speculator_replays_block_over_new_batches(name, window):
+    drafted = BlockRound(runner_of(name, window=window))
     planned = len(vllm_flashinfer.HOST_PLANS)
     for seed, lens in enumerate(LENS):
         lens = [length + BLOCK for length in lens if length + BLOCK <= WIDTH * PAGE]
@@ -142,7 +142,7 @@ def test_vllms_speculator_replays_a_block_over_batches_that_its_graph_never_saw(
 
 
 @pytest.mark.parametrize("name", (*PAGED, *LATENT))
-def test_vllms_speculator_runs_a_block_draft_as_one_full_graph(name, monkeypatch):
+def test_speculator_runs_block_draft_as_one_graph(name, monkeypatch):
     from vllm.config.compilation import CUDAGraphMode
     from vllm.v1.worker.gpu.spec_decode.dflash import speculator as theirs
 
@@ -153,7 +153,7 @@ def test_vllms_speculator_runs_a_block_draft_as_one_full_graph(name, monkeypatch
     assert modes == [CUDAGraphMode.FULL_DECODE_ONLY] and speculator.supports_decode_metadata_update
 
 
-def test_vllms_own_flashinfer_has_no_graph_of_a_block_without_xqa(monkeypatch):
+def test_vllm_flashinfer_lacks_block_graph_without_xqa(monkeypatch):
     from vllm.v1.attention.backend import AttentionCGSupport
     from vllm.v1.attention.backends import flashinfer as theirs
 
@@ -165,7 +165,7 @@ def test_vllms_own_flashinfer_has_no_graph_of_a_block_without_xqa(monkeypatch):
 
 
 @pytest.mark.parametrize("name", [name for name in (*PAGED, *LATENT) if name != FLASHINFER])
-def test_kernels_without_blocks_are_refused_with_vllms_reason_and_ours(name, monkeypatch):
+def test_kernels_without_blocks_are_rejected_with_both_reasons(name, monkeypatch):
     """Its capabilities decide: those of FlashAttention-3 are its provider's."""
     without_blocks(monkeypatch, backend_of(name))
     ours = "" if name in LATENT else ".*has no non_causal"
@@ -182,7 +182,7 @@ def without_blocks(monkeypatch, backend):
 
 
 @pytest.mark.parametrize("name", [name for name in (*PAGED, *LATENT) if name != FLASHINFER])
-def test_kernels_without_blocks_build_none(name, monkeypatch):
+def test_kernels_without_blocks_reject_non_causal_build(name, monkeypatch):
     runner = runner_of(name)
     without_blocks(monkeypatch, runner.group.backend)
     runner.remake()
@@ -194,7 +194,7 @@ def test_kernels_without_blocks_build_none(name, monkeypatch):
 
 
 @pytest.mark.parametrize("name", (*PAGED, *LATENT))
-def test_requests_of_unlike_causality_are_refused(name):
+def test_requests_of_mixed_causality_are_rejected(name):
     runner = runner_of(name)
     runner.fill([150, 33])
     with pytest.raises(BatchError, match="one causal flag for all requests of a batch, got a tensor"):
@@ -202,7 +202,7 @@ def test_requests_of_unlike_causality_are_refused(name):
 
 
 @pytest.mark.parametrize("name", PAGED)
-def test_a_block_longer_than_its_window_is_refused(name):
+def test_block_longer_than_its_window_is_rejected(name):
     runner = runner_of(name, window=BLOCK - 1)
     runner.fill([150, 33])
     with pytest.raises(BatchError, match=f"no longer than the sliding window of {BLOCK - 1}, got {BLOCK}"):
@@ -212,7 +212,7 @@ def test_a_block_longer_than_its_window_is_refused(name):
 
 
 @pytest.mark.parametrize("name", [name for name in PAGED if name != FLASHINFER])
-def test_a_block_longer_than_the_window_of_one_layer_of_a_group_is_refused(name):
+def test_block_longer_than_any_layer_window_is_rejected(name):
     runner = runner_of(name)
     layers = {"whole": runner.layer, "windowed": runner_of(name, window=BLOCK - 1).layer}
     runner.config.compilation_config.static_forward_context = layers
@@ -224,7 +224,7 @@ def test_a_block_longer_than_the_window_of_one_layer_of_a_group_is_refused(name)
 
 
 @pytest.mark.parametrize("name", (*PAGED, *LATENT))
-def test_metadata_of_a_group_says_how_its_batch_attends(name):
+def test_group_metadata_states_causality_of_batch(name):
     """vLLM's first runner asks each layer's for it."""
     runner = runner_of(name)
     runner.fill([150, 33])
@@ -237,7 +237,7 @@ def test_metadata_of_a_group_says_how_its_batch_attends(name):
         torch.testing.assert_close(found, runner.truth(query, [150, 33]), atol=2e-2, rtol=2e-2)
 
 
-def test_a_block_without_a_graph_is_planned_by_vllm():
+def test_block_without_graph_is_planned_by_vllm():
     runner = runner_of(FLASHINFER)
     runner.builder._decode_cudagraph_max_bs = 2 * BLOCK - 1
     runner.fill([20, 150])
@@ -251,7 +251,7 @@ def test_a_block_without_a_graph_is_planned_by_vllm():
     assert_attends(runner, metadata, [20, 170], rows=2)
 
 
-def test_blocks_attend_in_vllms_own_workspace():
+def test_blocks_use_vllm_workspace():
     runner = runner_of(FLASHINFER)
     runner.builder.set_workspace_buffer(torch.zeros(200 << 20, dtype=torch.uint8))
     runner.fill([20, 150])
@@ -259,7 +259,7 @@ def test_blocks_attend_in_vllms_own_workspace():
     assert wrapper._float_workspace_buffer is runner.builder._get_workspace_buffer()
 
 
-def test_a_block_is_planned_with_the_numbers_and_the_cache_layout_of_its_layers(monkeypatch):
+def test_block_plan_uses_layer_scale_and_cache_layout(monkeypatch):
     runner = runner_of(FLASHINFER)
     runner.builder.logits_soft_cap, runner.builder.sm_scale = 5.0, 0.2
     monkeypatch.setattr(runner.config.cache_config, "kv_cache_layout", "LBHNC")
@@ -304,7 +304,7 @@ def draft_of(config):
 
 
 @pytest.mark.parametrize(("kind", "window"), [("dflash", None), ("dflash2", 2048)])
-def test_vllm_makes_the_block_drafts_of_the_figures_over_ours(kind, window, tiny):
+def test_vllm_makes_block_drafts_over_our_backend(kind, window, tiny):
     model = draft_of(config_of_arm(kind))
     layers = [layer.self_attn for layer in model.model.layers]
     assert {(layer.sliding_window, layer.causal) for layer in layers} == {(window, False)}
@@ -314,7 +314,7 @@ def test_vllm_makes_the_block_drafts_of_the_figures_over_ours(kind, window, tiny
     assert weights_left(model, is_draft=True) - shared <= {"model.mask_embedding"}
 
 
-def test_vllm_makes_no_block_draft_over_kernels_without_blocks(tiny, monkeypatch):
+def test_vllm_rejects_block_draft_over_causal_kernels(tiny, monkeypatch):
     config = config_of_arm("dflash")
     without_blocks(monkeypatch, backend_of(PAGED[0]))
     with pytest.raises(ValueError, match=r"not valid for this configuration.*non-causal attention not supported"):

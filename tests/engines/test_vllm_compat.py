@@ -80,5 +80,6 @@ def test_a_second_minor_needs_only_its_own_module(monkeypatch):
     assert "for vLLM 0.33 or 0.34, got 0.35.0" in compat.unsupported_reason("0.35.0")
 
 
-def test_the_refusal_is_an_import_error_which_vllm_shows_as_the_reason():
+def test_unsupported_vllm_is_an_import_error():
+    """vLLM shows an ImportError as the reason against a backend."""
     assert issubclass(UnsupportedVllm, ImportError)

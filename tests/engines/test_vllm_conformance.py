@@ -45,7 +45,7 @@ def test_pages_follow_a_null_block_of_nan(kind: type[AttentionBackend], spec: At
     [(PackedHeads, HEADS), (Latents, DENSE), (WindowLists, LATENTS)],
     ids=["heads", "latents", "window"],
 )
-def test_a_token_that_sees_itself_alone_gets_its_own_value(kind: type[AttentionBackend], spec: AttentionSpec) -> None:
+def test_token_seeing_only_itself_gets_its_value(kind: type[AttentionBackend], spec: AttentionSpec) -> None:
     """In block 1 of vLLM, which is the kit's first page."""
     backend = backend_of(kind)
     cache = backend.allocate_kv(spec, 2, torch.device("cpu"))

@@ -56,7 +56,7 @@ def plan_of(case, seq_lens, table, wrapper=None, **changes):
     return DevicePlan(wrapper, spec_of(case, **changes), seq_lens, table, query_len=case.query_len)
 
 
-def test_random_batches_are_planned_as_on_the_host():
+def test_random_batches_match_host_plan():
     draw = random.Random(0)
     for _ in range(BATCHES):
         case = random_case(draw)
@@ -66,7 +66,7 @@ def test_random_batches_are_planned_as_on_the_host():
 
 
 @pytest.mark.parametrize("gap", [0, 7])
-def test_the_kernel_finds_every_page_and_length_in_the_engines_table(gap):
+def test_plan_covers_every_page_and_length_of_table(gap):
     case = Case([40, 17, 300], tensor_cores=True)
     table, wrapper = table_of(case, gap), wrapper_of(case)
     plan_of(case, torch.tensor(case.seq_lens, dtype=torch.int32), table, wrapper).refresh()
@@ -78,7 +78,7 @@ def test_the_kernel_finds_every_page_and_length_in_the_engines_table(gap):
         assert others * case.page_size + int(wrapper._paged_kv_last_page_len_buf[row]) == length
 
 
-def test_a_refresh_follows_lengths_that_the_engine_moved():
+def test_refresh_follows_lengths_moved_by_engine():
     case, later = Case([40, 17, 300], tensor_cores=True), Case([900, 4, 301], tensor_cores=True)
     lens = torch.tensor(case.seq_lens, dtype=torch.int32)
     plan = plan_of(case, lens, table_of(later))
@@ -88,13 +88,13 @@ def test_a_refresh_follows_lengths_that_the_engine_moved():
     assert read_plan(plan.workspace, plan.layout) == later.host_plan().arrays
 
 
-def test_heads_of_all_ranks_are_refused_for_the_plan_of_one():
+def test_head_count_of_all_ranks_is_rejected():
     case = Case([40] * 8, num_kv_heads=8, tensor_cores=True)
     with pytest.raises(BatchError, match="need a plan of at least 264 tiles, got 33"):
         plan_of(case, torch.tensor(case.seq_lens, dtype=torch.int32), table_of(case), num_kv_heads=1, num_q_heads=4)
 
 
-def test_a_block_that_sees_more_than_is_planned_of_its_window_is_refused():
+def test_block_beyond_planned_window_is_rejected():
     """FlashInfer plans the window and one query tile, here of 64 tokens; the first token of the block sees them all."""
     case = Case([400, 300], head_dim=256, group=1, query_len=80, window_left=99, page_size=16, tensor_cores=True)
     lens, table = torch.tensor(case.seq_lens, dtype=torch.int32), table_of(case)

@@ -35,7 +35,7 @@ def run(backend, name):
 
 
 @pytest.mark.parametrize("name", CHECKS)
-def test_an_empty_update_holds_only_where_nothing_is_copied(vllm_inside, name):
+def test_empty_update_passes_only_without_copies(vllm_inside, name):
     from vllm.v1.attention.backends.mla.flashmla_sparse import FlashMLASparseMetadataBuilder
 
     from engine_kits.vllm.flashmla_sparse import backend_over

@@ -49,19 +49,19 @@ READ = "import pickle, sys; print(*(f'{each.name}:{each.get_path()}' for each in
 
 
 @pytest.mark.parametrize("name", plug_in.NAMES)
-def test_a_class_says_the_name_that_vllm_knows_it_by(name):
+def test_backend_class_reports_its_vllm_name(name):
     assert backend_of(name).get_name() == name
 
 
 @pytest.mark.parametrize("name", [name for name in plug_in.NAMES if "FLASH_ATTN3" in name or name.endswith("FLASHMLA")])
-def test_without_its_kernels_a_name_has_no_class_and_the_reason(name, monkeypatch):
+def test_missing_kernels_raise_import_error(name, monkeypatch):
     ours = name.removeprefix("ATTN_BACKENDS_").lower()
     monkeypatch.delitem(registry._loaded, ours)
     with pytest.raises(ImportError, match=f"backend '{ours}' .* does not load"):
         backend_of(name)
 
 
-def test_a_forked_worker_registers_again_and_has_the_backends():
+def test_forked_worker_registers_again():
     child = os.fork()
     if child == 0:
         plug_in.register()
@@ -69,7 +69,7 @@ def test_a_forked_worker_registers_again_and_has_the_backends():
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
-def test_a_spawned_process_reads_its_configuration_before_it_loads_plug_ins():
+def test_spawned_process_unpickles_names_before_plug_ins():
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     plug_in.register()
@@ -136,7 +136,7 @@ def test_sparse_latents_are_served_in_fp8_too():
 
 
 @pytest.mark.parametrize("name", plug_in.NAMES)
-def test_vllm_offers_a_backend_on_the_devices_that_its_kernels_run_on(name):
+def test_backend_is_offered_on_its_compute_capabilities(name):
     from vllm.platforms.interface import DeviceCapability
 
     of_triton = name in (PAGED[0], LATENT[0])
@@ -149,7 +149,7 @@ def test_the_released_vllm_has_every_name(name):
     assert getattr(compat, name) is not None
 
 
-def test_without_flashinfer_the_reason_says_what_brings_it(monkeypatch):
+def test_missing_flashinfer_names_what_to_install(monkeypatch):
     monkeypatch.delitem(sys.modules, "attn_backends.engines.vllm.flashinfer", raising=False)
     monkeypatch.setitem(sys.modules, "vllm.v1.attention.backends.flashinfer", None)
 
@@ -166,13 +166,13 @@ def test_without_flashinfer_the_reason_says_what_brings_it(monkeypatch):
         ({"block_m": 64}, "has no block_m, the layer has 64"),
     ],
 )
-def test_a_layer_with_what_ours_lacks_is_refused_when_it_is_made(extras, reason):
+def test_unsupported_layer_option_is_rejected_at_creation(extras, reason):
     with default_dtype(torch.bfloat16), pytest.raises(ValueError, match=f"{reason}.*vLLM was not started"):
         backend_of(PAGED[0]).get_impl_cls()(HEADS, DIM, 0.125, KV_HEADS, **extras)
 
 
 @pytest.mark.parametrize("changed", [{"alibi_slopes": [0.5] * HEADS}, {"kv_sharing_target_layer_name": "model.0"}])
-def test_what_vllms_flashinfer_takes_of_a_layer_and_no_update_was_tried_with_is_refused(changed):
+def test_flashinfer_layer_with_untested_option_is_rejected(changed):
     from vllm.config import set_current_vllm_config
 
     layer = {"alibi_slopes": None, "sliding_window": None, "kv_cache_dtype": "auto", **changed}
@@ -185,7 +185,7 @@ def test_what_vllms_flashinfer_takes_of_a_layer_and_no_update_was_tried_with_is_
 
 @pytest.mark.parametrize("kind", ["ChunkedLocalAttentionSpec", "SinkFullAttentionSpec"])
 @pytest.mark.parametrize("name", PAGED)
-def test_layers_whose_batches_vllm_rewrites_are_refused_at_start_up(name, kind):
+def test_layers_with_rewritten_batches_are_rejected_at_startup(name, kind):
     from vllm.v1 import kv_cache_interface
     from vllm.v1.attention.backend import subclass_attention_backend
     from vllm.v1.worker.utils import customize_attention_spec
@@ -201,7 +201,7 @@ def test_layers_whose_batches_vllm_rewrites_are_refused_at_start_up(name, kind):
 
 
 @pytest.mark.parametrize("name", PAGED)
-def test_the_draft_and_the_verification_of_a_batch_have_full_graphs(name):
+def test_uniform_batches_have_full_graphs(name):
     from vllm.v1.attention.backend import AttentionCGSupport
 
     runner = Runner(name)
@@ -219,14 +219,14 @@ def test_a_build_attends_right(name, query_len):
 
 
 @pytest.mark.parametrize("name", DENSE)
-def test_vllms_speculator_replays_its_draft_loop_over_batches_that_its_graph_never_saw(name):
+def test_speculator_replays_draft_loop_over_new_batches(name):
     loop = DraftLoop(make_runner(name))
     assert loop.speculator.supports_decode_metadata_update
     loop.assert_right()
 
 
 @pytest.mark.parametrize("name", PAGED)
-def test_heads_are_those_of_the_layer_on_its_rank_not_of_the_model(name):
+def test_head_count_is_per_rank(name):
     runner = Runner(name, ranks=2)
     assert runner.config.model_config.get_num_kv_heads(runner.config.parallel_config) == 2 * KV_HEADS
     runner.fill([5, 150, 33])
@@ -234,7 +234,7 @@ def test_heads_are_those_of_the_layer_on_its_rank_not_of_the_model(name):
 
 
 @pytest.mark.parametrize("name", PAGED)
-def test_a_block_table_of_kernel_blocks_is_read_where_vllm_maps_it(name):
+def test_kernel_block_table_is_read_as_mapped(name):
     runner = Runner(name, block=2 * PAGE)
     assert runner.group.kernel_block_table is not None
     runner.fill([5, 150, 33])
@@ -246,7 +246,7 @@ def test_a_block_table_of_kernel_blocks_is_read_where_vllm_maps_it(name):
     assert_attends(runner, metadata, [5, 150, 33])
 
 
-def test_a_common_prefix_is_not_built_by_ours():
+def test_common_prefix_is_rejected():
     from builders import BatchError
 
     runner = Runner(PAGED[0])
@@ -255,14 +255,14 @@ def test_a_common_prefix_is_not_built_by_ours():
         runner.builder.build(16, runner.common())
 
 
-def test_batch_invariance_is_ours_where_vllm_asks_for_it(monkeypatch):
+def test_batch_invariance_follows_vllm_setting(monkeypatch):
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
     assert select(PAGED[0], use_batch_invariant=True)
     assert Runner(PAGED[0]).layer.impl.spec(PAGE).batch_invariant
 
 
 @pytest.mark.parametrize("order", [1, -1])
-def test_layers_with_a_window_and_without_one_share_a_group(order, monkeypatch):
+def test_windowed_and_full_layers_share_a_group(order, monkeypatch):
     """As vLLM groups them without its hybrid KV cache manager. If batch-invariant, a window has a single split."""
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
     whole, windowed = Runner(PAGED[0]), Runner(PAGED[0], window=16)
@@ -275,21 +275,21 @@ def test_layers_with_a_window_and_without_one_share_a_group(order, monkeypatch):
         assert_attends(runner, whole.group.build_metadata(runner.common()), [5, 150, 33])
 
 
-def test_a_graph_is_made_for_the_longest_request_of_the_engine_not_of_the_batch():
+def test_graph_is_captured_for_longest_engine_request():
     runner = Runner(PAGED[0])
     runner.fill([5, 7])
     metadata = runner.group.build_metadata_for_cudagraph_capture(runner.common().replace(max_seq_len=8))
     assert metadata.ours.max_seq_len == runner.config.model_config.max_model_len
 
 
-def test_keys_and_values_are_written_where_vllm_keeps_them():
+def test_keys_and_values_are_written_in_vllm_layout():
     runner = Runner(PAGED[0])
     key, value = torch.randn(2, 2, KV_HEADS, DIM).bfloat16()
     runner.layer.impl.do_kv_cache_update(runner.layer, key, value, runner.cache, torch.tensor([3 * PAGE + 7, -1]))
     assert torch.equal(runner.cache[3, :, 7], torch.cat([key[0], value[0]], -1))
 
 
-def test_sinks_have_the_models_dtype_and_a_reload_changes_them_in_place():
+def test_sinks_reload_in_place_in_model_dtype():
     runner = Runner(PAGED[0])
     sinks = torch.nn.Parameter(torch.full((HEADS,), -100.0, dtype=torch.bfloat16))
     with default_dtype(torch.bfloat16):
@@ -308,13 +308,13 @@ def test_sinks_have_the_models_dtype_and_a_reload_changes_them_in_place():
     torch.testing.assert_close(out, torch.zeros_like(out), atol=1e-6, rtol=0)
 
 
-def test_memory_is_measured_without_metadata():
+def test_memory_profiling_runs_without_metadata():
     runner = Runner(PAGED[0])
     assert not runner.attend(None, torch.randn(3, HEADS, DIM)).any()
 
 
 @pytest.mark.parametrize(("shape", "plans"), [(DECODE, ["decode"]), (BLOCK, ["prefill", "block"])], ids=str)
-def test_flashinfer_plans_a_shape_on_the_host_once(shape, plans):
+def test_flashinfer_plans_each_shape_once_on_host(shape, plans):
     runner = Runner(PAGED[1], **shape)
     for seed in range(5):
         runner.fill([5 + seed, 150], seed)
@@ -322,7 +322,7 @@ def test_flashinfer_plans_a_shape_on_the_host_once(shape, plans):
     assert plans == vllm_flashinfer.HOST_PLANS
 
 
-def test_a_plan_is_flashinfers_own_for_the_lengths_as_they_stand():
+def test_plan_matches_flashinfer_for_current_lengths():
     runner, fresh = Runner(PAGED[1]), Runner(PAGED[1])
     runner.fill([3] * 8)
     runner.group.build_metadata(runner.common())
@@ -335,7 +335,7 @@ def test_a_plan_is_flashinfers_own_for_the_lengths_as_they_stand():
 
 
 @pytest.mark.parametrize("shape", [DECODE, BLOCK], ids=str)
-def test_no_build_writes_vllms_block_table(shape):
+def test_build_never_writes_vllm_block_table(shape):
     """A wrapper that is bound to it must never be planned on the host again: that would copy pages into it."""
     runner = Runner(PAGED[1], **shape)
     runner.fill([5, 150, 33])
@@ -346,7 +346,7 @@ def test_no_build_writes_vllms_block_table(shape):
     assert torch.equal(runner.table, before)
 
 
-def test_two_sets_of_buffers_have_plans_of_their_own():
+def test_two_sets_of_buffers_have_separate_plans():
     runner = Runner(PAGED[1])
     runner.fill([5, 150, 33])
     here = runner.builder.build(0, runner.common())
@@ -360,7 +360,7 @@ def test_two_sets_of_buffers_have_plans_of_their_own():
     assert_attends(runner, there, [20, 20, 20])
 
 
-def test_a_batch_with_a_prefill_is_planned_by_vllm():
+def test_batch_with_prefill_is_planned_by_vllm():
     runner = Runner(PAGED[1])
     runner.fill([5, 150])
     common = runner.common(rows=2).replace(
@@ -374,7 +374,7 @@ def test_a_batch_with_a_prefill_is_planned_by_vllm():
     assert "prefill" in vllm_flashinfer.HOST_PLANS
 
 
-def test_without_full_graphs_flashinfer_says_that_it_does_not_update(monkeypatch):
+def test_flashinfer_without_full_graphs_does_not_update(monkeypatch):
     from vllm.config import CUDAGraphMode
 
     runner = Runner(PAGED[1])
@@ -385,7 +385,8 @@ def test_without_full_graphs_flashinfer_says_that_it_does_not_update(monkeypatch
 
 
 @pytest.mark.parametrize("shape", [DECODE, BLOCK], ids=str)
-def test_flashinfer_keeps_no_plans_if_vllm_turns_full_graphs_off_after_it_made_the_builders(shape, monkeypatch):
+def test_flashinfer_drops_plans_if_graphs_turn_off_later(shape, monkeypatch):
+    """vLLM can turn full graphs off after it made the builders."""
     from vllm.config import CUDAGraphMode
 
     runner = Runner(PAGED[1], **shape)
@@ -408,7 +409,7 @@ def test_flashinfer_keeps_no_plans_if_vllm_turns_full_graphs_off_after_it_made_t
         (LATENT[0], 48, 48),
     ],
 )
-def test_vllm_divides_its_blocks_into_pages_that_the_kernels_read_right(name, block, page):
+def test_vllm_splits_blocks_into_kernel_pages(name, block, page):
     from vllm.v1.worker.utils import select_common_block_size
 
     assert select_common_block_size(block, [backend_of(name)]) == page

@@ -21,7 +21,7 @@ def packed(order=(0, 1, 2, 3), layers=3):
 
 
 @pytest.mark.parametrize("order", [(*outer, 3) for outer in itertools.permutations(range(3))])
-def test_a_write_lands_where_every_layout_has_it(order):
+def test_write_lands_right_in_every_layout(order):
     cache = packed(order)
     store = keys_and_values(cache, DIM)
     key, value = torch.randn(1, HEADS, DIM), torch.randn(1, HEADS, DIM)
@@ -31,7 +31,7 @@ def test_a_write_lands_where_every_layout_has_it(order):
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 1, 3), (1, 0, 2, 3)])
-def test_attention_over_vllms_cache_is_attention_over_keys_and_values(order):
+def test_attention_over_vllm_cache_matches_contiguous(order):
     cache, query = packed(order).normal_(), torch.randn(2, 4, DIM)
     table = torch.tensor([[4, 1], [2, 3]], dtype=torch.int32)
     lens, starts = torch.tensor([20, 9], dtype=torch.int32), torch.arange(3, dtype=torch.int32)
@@ -49,18 +49,18 @@ def test_attention_over_vllms_cache_is_attention_over_keys_and_values(order):
         pytest.param(torch.zeros(PAGES, HEADS, 2 * DIM, PAGE).transpose(2, 3), id="a strided last dim"),
     ],
 )
-def test_another_layout_is_refused(cache):
+def test_unsupported_layout_is_rejected(cache):
     with pytest.raises(BatchError, match=r"must be \[pages, heads, page size, 128\].*got \["):
         keys_and_values(cache, DIM)
 
 
-def test_latents_hold_their_values_in_the_first_dims():
+def test_latent_values_are_the_first_dims():
     cache = torch.randn(PAGES, PAGE, 80)[:, ::2]
     store = latents(cache, 80, 64)
     assert torch.equal(store.latents, cache) and torch.equal(store.value[:, :, 0], cache[..., :64]) and store.latent
 
 
 @pytest.mark.parametrize("cache", [torch.zeros(PAGES, PAGE, 84), torch.zeros(PAGES, 1, PAGE, 80)])
-def test_latents_of_another_layout_are_refused(cache):
+def test_unsupported_latent_layout_is_rejected(cache):
     with pytest.raises(BatchError, match=r"must be \[pages, page size, 80\].*got \["):
         latents(cache, 80, 64)

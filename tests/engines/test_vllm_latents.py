@@ -34,7 +34,7 @@ _, FLASH_ATTN3, FLASHMLA = LATENT
 VLLM_FLASHMLA = "vllm.third_party.flashmla.flash_mla_interface"
 
 
-def test_a_draft_loop_that_kept_its_schedule_would_attend_wrongly(monkeypatch):
+def test_draft_loop_with_stale_schedule_attends_wrongly(monkeypatch):
     """As vLLM's FLASHMLA would if it only claimed the update: the schedule of the warm-up stays."""
     kept = flashmla_stand_in.FlashMLASchedMeta()
     monkeypatch.setattr(kernels_of(FLASHMLA, "flashmla"), "FlashMLASchedMeta", lambda: kept)
@@ -43,7 +43,7 @@ def test_a_draft_loop_that_kept_its_schedule_would_attend_wrongly(monkeypatch):
         loop.assert_right()
 
 
-def test_flashmla_takes_the_calls_by_the_python_that_vllm_ships(monkeypatch):
+def test_flashmla_accepts_calls_through_vllm_python(monkeypatch):
     """Its checks of what belongs together too; only the compiled operation is the stand-in's."""
     monkeypatch.setitem(sys.modules, "vllm._flashmla_C", ModuleType("vllm._flashmla_C"))
     monkeypatch.setattr(torch.ops, "_flashmla_C", SimpleNamespace(dense_decode_fwd=flashmla_stand_in.dense_decode_fwd))
@@ -60,7 +60,7 @@ def kernels_of(name, attribute):
 
 
 @pytest.mark.parametrize("causal", [True, False])
-def test_rows_in_several_calls_see_what_their_batch_shows_them(causal, monkeypatch):
+def test_rows_split_over_calls_follow_their_causality(causal, monkeypatch):
     monkeypatch.setattr(backend_of(FLASHMLA).ours.builder, "_MAX_TOKENS", 2)
     runner = LatentRunner(FLASHMLA, 1 + TOKENS, causal=causal)
     for seed, lens in enumerate(LENS):
@@ -72,7 +72,7 @@ def test_rows_in_several_calls_see_what_their_batch_shows_them(causal, monkeypat
         assert_attends(runner, metadata, [length + 1 for length in lens])
 
 
-def test_a_layer_of_latents_returns_no_logsumexp():
+def test_latent_layer_returns_no_lse():
     runner = LatentRunner(LATENT[0])
     runner.fill([5, 150])
     metadata = runner.group.build_metadata(runner.common())
@@ -91,18 +91,18 @@ def test_a_layer_of_latents_returns_no_logsumexp():
         ({"kv_lora_rank": 256}, "value_dim must be 512, got 256"),
     ],
 )
-def test_a_layer_of_latents_with_what_ours_lacks_is_refused_when_it_is_made(extras, reason):
+def test_unsupported_latent_layer_option_is_rejected_at_creation(extras, reason):
     with pytest.raises(ValueError, match=f"{reason}.*vLLM was not started"):
         LatentRunner(FLASH_ATTN3, **extras)
 
 
-def test_a_build_without_kernels_for_latents_is_refused_with_the_reason(monkeypatch):
+def test_build_without_latent_kernels_is_rejected_with_reason(monkeypatch):
     monkeypatch.setattr(kernels_of(FLASH_ATTN3, "PROVIDER"), "latent_query", None)
     with pytest.raises(ValueError, match=r"not valid for this configuration.*values wider than keys"):
         select(FLASH_ATTN3)
 
 
-def test_over_divided_contexts_vllm_rebuilds(monkeypatch):
+def test_vllm_rebuilds_over_divided_contexts(monkeypatch):
     from vllm.model_executor.layers.attention.mla_attention import MLACommonMetadataBuilder
 
     make = MLACommonMetadataBuilder.__init__
@@ -115,13 +115,13 @@ def test_over_divided_contexts_vllm_rebuilds(monkeypatch):
     assert not LatentRunner(FLASHMLA).group.supports_draft_decode_metadata_update
 
 
-def test_over_a_builder_that_claims_no_advance_vllm_rebuilds(monkeypatch):
+def test_vllm_rebuilds_if_builder_claims_no_advance(monkeypatch):
     rebuilt = AdvanceSupport(AdvanceLevel.REBUILD, "it plans on the host")
     monkeypatch.setattr(backend_of(FLASHMLA).ours.builder, "advance_support", classmethod(lambda *given: rebuilt))
     assert not LatentRunner(FLASHMLA).group.supports_draft_decode_metadata_update
 
 
-def test_vllm_takes_every_weight_of_the_figures_deepseek_and_its_mtp_layer(one_process, vllm_kernels, monkeypatch):
+def test_vllm_loads_every_deepseek_and_mtp_weight(one_process, vllm_kernels, monkeypatch):
     from vllm.config import set_current_vllm_config
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.layers.fused_moe.runner import shared_experts

@@ -58,7 +58,7 @@ def test_every_name_is_registered_with_a_path_of_no_version(monkeypatch):
     assert {f"{room}.flashinfer", f"{room}.mla", f"{room}.paged", f"{room}.sparse"} == ADAPTERS
 
 
-def test_a_second_registration_changes_nothing_and_is_not_warned_about(monkeypatch, capsys):
+def test_second_registration_changes_nothing_silently(monkeypatch, capsys):
     members = registry(monkeypatch)
     plug_in.register()
     before = dict(members)
@@ -66,20 +66,20 @@ def test_a_second_registration_changes_nothing_and_is_not_warned_about(monkeypat
     assert members == before and not capsys.readouterr().err
 
 
-def test_a_name_that_another_plug_in_took_stays_its_own_with_a_warning(monkeypatch, capsys):
+def test_name_taken_by_another_plug_in_warns(monkeypatch, capsys):
     members = registry(monkeypatch, taken=["FLASHINFER_IN_GRAPH"])
     plug_in.register()
     assert members["FLASHINFER_IN_GRAPH"].path == "another.package"
     assert "FLASHINFER_IN_GRAPH is already another.package" in capsys.readouterr().err
 
 
-def test_a_vllm_without_free_names_starts_with_a_warning(monkeypatch, capsys):
+def test_vllm_without_free_names_starts_with_warning(monkeypatch, capsys):
     members = registry(monkeypatch, free_names=False)
     plug_in.register()
     assert not members and "needs a vLLM with free backend names" in capsys.readouterr().err
 
 
-def test_a_vllm_whose_registry_lies_elsewhere_starts_with_a_warning(monkeypatch, capsys):
+def test_vllm_with_moved_registry_starts_with_warning(monkeypatch, capsys):
     registry(monkeypatch)
     monkeypatch.setitem(sys.modules, REGISTRY, None)
     plug_in.register()
@@ -96,7 +96,7 @@ def no_adapter(monkeypatch):
     compat._installed.cache_clear()
 
 
-def test_registering_imports_no_adapter(monkeypatch, no_adapter):
+def test_register_imports_no_adapter(monkeypatch, no_adapter):
     registry(monkeypatch)
     plug_in.register()
     assert not ADAPTERS & sys.modules.keys()
@@ -111,7 +111,7 @@ def test_an_adapter_in_another_minor_refuses_to_load(monkeypatch, no_adapter, mo
         importlib.import_module(module)
 
 
-def test_the_package_declares_what_vllm_calls_and_the_minor_that_it_is_for():
+def test_package_declares_entry_point_and_vllm_range():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     assert project["entry-points"][plug_in.ENTRY_POINT_GROUP] == {
         "attn_backends": "attn_backends.engines.vllm:register"

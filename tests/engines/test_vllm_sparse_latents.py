@@ -18,23 +18,21 @@ pytestmark = NEEDS_VLLM
 
 
 @pytest.mark.parametrize(("dtype", "separate", "native"), [*((*each, False) for each in CACHES), (*CACHES[0], True)])
-def test_vllms_speculator_replays_a_sparse_draft_over_batches_that_its_graph_never_saw(
-    dtype, separate, native, monkeypatch
-):
+def test_speculator_replays_sparse_draft_over_new_batches(dtype, separate, native, monkeypatch):
     vllm_sparse.install(monkeypatch, native=native, separate=separate)
     loop = DraftLoop(SparseRunner(dtype))
     assert loop.speculator.supports_decode_metadata_update
     loop.assert_right()
 
 
-def test_vllms_own_name_does_not_fuse_and_its_indexer_is_not_why(monkeypatch):
+def test_vllm_sparse_group_rebuilds_but_indexer_updates(monkeypatch):
     vllm_sparse.install(monkeypatch)
     runner = SparseRunner(name="FLASHMLA_SPARSE")
     assert [group.supports_draft_decode_metadata_update for group in runner.groups] == [False, True]
 
 
 @pytest.mark.parametrize("native", [False, True], ids=["flat", "native"])
-def test_a_draft_whose_indexer_updates_nothing_attends_to_other_tokens(native, monkeypatch):
+def test_indexer_without_update_attends_wrongly(native, monkeypatch):
     """The control of the loop: what vllm#54369 proposed for vLLM's indexer."""
     vllm_sparse.install(monkeypatch, native=native)
     runner = SparseRunner()
@@ -45,7 +43,7 @@ def test_a_draft_whose_indexer_updates_nothing_attends_to_other_tokens(native, m
 
 
 @pytest.mark.parametrize("refreshed", [True, False])
-def test_a_batch_of_several_tokens_a_request_does_not_reach_the_graph(refreshed, monkeypatch):
+def test_verify_build_needs_refresh_before_replay(refreshed, monkeypatch):
     """Its build writes the map from tokens to requests where the graph reads it."""
     vllm_sparse.install(monkeypatch)
     runner = SparseRunner()

@@ -48,7 +48,7 @@ def loop(name):
     return DraftLoop(make_runner(name), attends=False)
 
 
-def compared(engine):
+def due_validator(engine):
     """The recorder, for which it is time to compare again."""
     recorder = engine.speculator.attn_backends_recorder
     recorder._next = -float("inf")
@@ -56,12 +56,12 @@ def compared(engine):
 
 
 def assert_no_difference(engine, rounds):
-    recorder = compared(engine)
+    recorder = due_validator(engine)
     assert (recorder.found, recorder.rounds) == (None, rounds)
 
 
 @pytest.fixture
-def said(installed, monkeypatch):
+def log_lines(installed, monkeypatch):
     """What the validator and its recorders log."""
     lines = []
 
@@ -76,7 +76,7 @@ def said(installed, monkeypatch):
 
 
 @pytest.mark.parametrize("name", [*PAGED, *LATENT, "TRITON_ATTN", "FLASH_ATTN"])
-def test_rounds_of_a_right_builder_show_no_difference(name, said, monkeypatch):
+def test_right_builder_shows_no_difference(name, log_lines, monkeypatch):
     if name == "FLASH_ATTN":
         from vllm.v1.attention.backends import flash_attn
 
@@ -85,10 +85,12 @@ def test_rounds_of_a_right_builder_show_no_difference(name, said, monkeypatch):
     for seed, lens in enumerate([LENS, [40, 6, 140, 90], [64]]):
         engine.draft(lens, seed)
         assert_no_difference(engine, seed + 1)
-    assert said == [f"Draft metadata of {n} rounds was compared with a fresh build: no difference." for n in (1, 2)]
+    assert log_lines == [
+        f"Draft metadata of {n} rounds was compared with a fresh build: no difference." for n in (1, 2)
+    ]
 
 
-def test_builders_that_compare_keep_no_plans(said):
+def test_comparing_builders_keep_no_plans(log_lines):
     engine = loop("FLASHINFER_IN_GRAPH")
     for rounds, lens in enumerate([LENS, EVERY_ROW], 1):
         engine.draft(lens)
@@ -97,10 +99,10 @@ def test_builders_that_compare_keep_no_plans(said):
     assert served.get_metadata_builder()._plans and not second.get_metadata_builder()._plans
 
 
-def test_a_paused_recorder_compares_nothing(said):
+def test_a_paused_recorder_compares_nothing(log_lines):
     engine = loop(PAGED[0])
     engine.draft(LENS)
-    recorder = compared(engine)
+    recorder = due_validator(engine)
     recorder.paused = True
     engine.draft(LENS, 1)
     assert recorder.rounds == 1
@@ -110,7 +112,7 @@ def test_a_paused_recorder_compares_nothing(said):
 
 
 @pytest.mark.parametrize("dtype", ["auto", vllm_sparse.FP8])
-def test_rounds_over_sparse_latents_show_no_difference(dtype, said, monkeypatch):
+def test_sparse_latents_show_no_difference(dtype, log_lines, monkeypatch):
     vllm_sparse.install(monkeypatch)
     vllm_sparse.leave_memory_as_it_was(monkeypatch)
     engine = DraftLoop(vllm_sparse.SparseRunner(dtype))
@@ -119,14 +121,14 @@ def test_rounds_over_sparse_latents_show_no_difference(dtype, said, monkeypatch)
         assert_no_difference(engine, rounds)
 
 
-def test_an_indexer_whose_update_does_nothing_is_found(said, monkeypatch):
+def test_indexer_with_empty_update_is_reported(log_lines, monkeypatch):
     vllm_sparse.install(monkeypatch)
     runner = vllm_sparse.SparseRunner()
     theirs = type(runner.indexer.get_metadata_builder())
     monkeypatch.setattr(theirs, "update_draft_decode_metadata", lambda self, metadata: None)
     engine = DraftLoop(runner)
     engine.draft(LENS)
-    found = compared(engine).found
+    found = due_validator(engine).found
     assert found.group == f"DEEPSEEK_V32_INDEXER ({vllm_sparse.INDEXER})" and found.field.startswith("decode.")
 
 
@@ -138,7 +140,7 @@ def test_an_indexer_whose_update_does_nothing_is_found(said, monkeypatch):
         *((name, "decode.paged") for name in LATENT),
     ],
 )
-def test_an_update_that_does_nothing_is_found_with_group_step_and_field(name, field, said, monkeypatch):
+def test_empty_update_is_reported_with_step_and_field(name, field, log_lines, monkeypatch):
     from vllm.v1.attention.backends import flash_attn
 
     monkeypatch.setattr(flash_attn, "get_scheduler_metadata", flash_attention_schedule)
@@ -151,16 +153,18 @@ def test_an_update_that_does_nothing_is_found_with_group_step_and_field(name, fi
     monkeypatch.setattr(type(engine.builder), "update_draft_decode_metadata", lambda self, metadata: None)
     engine = DraftLoop(engine, attends=False)
     engine.draft(LENS)
-    found = compared(engine).found
+    found = due_validator(engine).found
     assert found.group == f"{engine.runner.group.backend.get_name()} ({engine.runner.layer_name})"
     assert found.step == TOKENS - 1 and found.field.startswith(field) and "freshly built" in found.what
-    assert said[-1].startswith(f"Draft metadata differs from the batch: group {found.group}, step 3, field {field}")
+    assert log_lines[-1].startswith(
+        f"Draft metadata differs from the batch: group {found.group}, step 3, field {field}"
+    )
 
     engine.draft([64])
-    assert compared(engine).rounds == 1 and len(said) == 1, "nothing is compared after a difference"
+    assert due_validator(engine).rounds == 1 and len(log_lines) == 1, "nothing is compared after a difference"
 
 
-def test_slots_of_another_step_are_found(said):
+def test_slots_of_another_step_are_reported(log_lines):
     engine = loop("TRITON_ATTN")
     compute, tables = Tables.compute_slot_mappings, engine.speculator.block_tables
     tables.compute_slot_mappings = lambda ids, starts, positions, n, out=None: compute(
@@ -168,25 +172,27 @@ def test_slots_of_another_step_are_found(said):
     )
     engine.speculator.capture()
     engine.draft(LENS)
-    assert compared(engine).found[:3] == ("all", TOKENS - 1, "slot_mappings[0][0]")
+    assert due_validator(engine).found[:3] == ("all", TOKENS - 1, "slot_mappings[0][0]")
 
 
-def test_lengths_that_do_not_move_are_found(said):
+def test_lengths_that_do_not_advance_are_reported(log_lines):
     engine = loop("TRITON_ATTN")
     engine.step = engine.speculator._generate_draft = lambda *rest, **more: engine.runner.positions.add_(1)
     engine.speculator.capture()
     engine.draft(LENS)
-    assert compared(engine).found.field == "seq_lens[0]"
+    assert due_validator(engine).found.field == "seq_lens[0]"
 
 
-def test_a_buffer_that_vllm_replaced_after_the_capture_is_found(said):
+def test_buffer_replaced_after_capture_is_reported(log_lines):
     engine = loop("TRITON_ATTN")
     engine.speculator.block_tables.input_block_tables = [engine.runner.table.clone()]
     engine.draft(LENS)
-    assert compared(engine).found.field == "block table 0" and "fills another one" in compared(engine).found.what
+    assert (
+        due_validator(engine).found.field == "block table 0" and "fills another one" in due_validator(engine).found.what
+    )
 
 
-def test_buffers_of_a_later_capture_are_those_that_count(said):
+def test_validator_uses_buffers_of_latest_capture(log_lines):
     engine = loop("TRITON_ATTN")
     engine.runner.table = engine.runner.table.clone()
     engine.speculator.block_tables.input_block_tables = [engine.runner.table]
@@ -195,14 +201,14 @@ def test_buffers_of_a_later_capture_are_those_that_count(said):
     assert_no_difference(engine, 1)
 
 
-def test_the_second_builders_are_made_at_the_capture_not_while_requests_run(said, monkeypatch):
+def test_second_builders_exist_after_capture(log_lines, monkeypatch):
     engine = loop("TRITON_ATTN")
     monkeypatch.delattr("attn_backends.engines.vllm.recorder._second_builders")
     engine.draft(LENS)
     assert_no_difference(engine, 1)
 
 
-def test_padding_means_nothing(said):
+def test_padding_differences_are_ignored(log_lines):
     engine = loop("TRITON_ATTN")
     compute, tables = Tables.compute_slot_mappings, engine.speculator.block_tables
     tables.compute_slot_mappings = lambda *args, out=None: compute(tables, *args, out=out).masked_fill_(
@@ -212,7 +218,7 @@ def test_padding_means_nothing(said):
     assert_no_difference(engine, 1)
 
 
-def test_the_engine_keeps_its_own_builders_and_a_batch_without_a_graph_is_left_out(said):
+def test_validator_keeps_engine_builders_and_skips_eager_batches(log_lines):
     engine = loop("TRITON_ATTN")
     speculator, captured = engine.speculator, engine.metadata
     groups, longest = speculator.attn_groups, speculator.draft_max_seq_len = speculator.attn_groups, 99
@@ -220,46 +226,46 @@ def test_the_engine_keeps_its_own_builders_and_a_batch_without_a_graph_is_left_o
     assert speculator.attn_groups is groups and speculator.draft_max_seq_len == longest
     other = {engine.runner.layer_name: engine.runner.group.build_metadata(engine.runner.common())}
     speculator._generate_fused_drafts(Runner.ROWS, Runner.ROWS, other, None, None, engine.desc.cg_mode, TOKENS)
-    (kept,) = compared(engine)._captured.values()
+    (kept,) = due_validator(engine)._captured.values()
     assert kept is captured
 
 
-def test_comparing_takes_a_hundredth_of_the_time(installed):
+def test_comparing_takes_at_most_one_percent_of_time(installed):
     from attn_backends.engines.vllm.recorder import RoundRecorder
 
     engine, now = loop("TRITON_ATTN"), iter([100.0, 100.0, 101.0, 120.0, 200.9, 201.1, 201.1, 202.0])
     recorder = engine.speculator.attn_backends_recorder = RoundRecorder(engine.speculator, clock=lambda: next(now))
     engine.speculator.capture()
-    compared = []
+    due_validator = []
     for _ in range(4):  # from 100 to 101, then not at 120 nor at 200.9, and at 201.1
         engine.draft(LENS)
-        compared.append(recorder.rounds)
-    assert compared == [1, 1, 1, 2] and recorder.seconds == pytest.approx(1 + 0.9)
+        due_validator.append(recorder.rounds)
+    assert due_validator == [1, 1, 1, 2] and recorder.seconds == pytest.approx(1 + 0.9)
 
 
-def test_batches_of_no_requests_are_left_out_but_what_they_took_counts(said, installed):
+def test_dummy_batches_are_skipped_but_their_time_counts(log_lines, installed):
     from attn_backends.engines.vllm.recorder import RoundRecorder
 
     engine, now = loop("TRITON_ATTN"), iter([100.0, 100.0, 101.0, 200.9, 201.1, 201.1, 202.0])
     recorder = engine.speculator.attn_backends_recorder = RoundRecorder(engine.speculator, clock=lambda: next(now))
     engine.speculator.capture()
     engine.draft(LENS, dummy=True)
-    assert (recorder.rounds, recorder.seconds) == (0, 1.0) and said == []
+    assert (recorder.rounds, recorder.seconds) == (0, 1.0) and log_lines == []
     engine.draft(LENS)
     assert recorder.rounds == 0
     engine.draft(LENS)
     assert recorder.rounds == 1
 
 
-def test_a_draft_without_a_graph_to_compare_says_so(said):
+def test_draft_without_captured_graph_is_logged(log_lines):
     engine = loop("TRITON_ATTN")
     engine.speculator.attn_backends_recorder._captured.clear()
     engine.speculator.decode_cudagraph_manager.capture = lambda *rest, **more: None
     engine.speculator.capture()
-    assert said == ["No draft metadata is compared: MTPSpeculator captured no graph that updates its metadata."]
+    assert log_lines == ["No draft metadata is compared: MTPSpeculator captured no graph that updates its metadata."]
 
 
-def test_a_draft_that_is_not_watched_says_so(said, installed):
+def test_unvalidated_draft_is_logged_with_reason(log_lines, installed):
     from vllm.config.compilation import CUDAGraphMode
 
     with_graphs, eager = loop("TRITON_ATTN").speculator, loop("TRITON_ATTN").speculator
@@ -271,10 +277,10 @@ def test_a_draft_that_is_not_watched_says_so(said, installed):
     assert reason(with_graphs) == "No draft metadata is compared: vLLM rebuilds it for every step."
     assert reason(SimpleNamespace()) == "Draft metadata of SimpleNamespace is not compared: it drafts in its own way."
     installed._set_attn(SimpleNamespace(speculator=with_graphs), lambda: None, None)
-    assert said == [reason(with_graphs)]
+    assert log_lines == [reason(with_graphs)]
 
 
-def test_a_block_draft_is_compared_in_its_one_step(installed, said, monkeypatch):
+def test_block_draft_is_compared_in_its_one_step(installed, log_lines, monkeypatch):
     """DFlash's own propose runs a model; what it calls of the graph stands in for it."""
     cls, runner = installed.DFlashSpeculator, Runner("FLASHINFER_IN_GRAPH", 1 + TOKENS, causal=False)
     update, rows = cls._update_draft_decode_metadata, Runner.ROWS
@@ -324,7 +330,7 @@ def test_a_block_draft_is_compared_in_its_one_step(installed, said, monkeypatch)
     assert found.step == 0 and found.field.startswith("plan.")
 
 
-def test_a_vllm_whose_speculator_is_another_is_refused(installed, monkeypatch):
+def test_changed_vllm_speculator_is_rejected(installed, monkeypatch):
     from attn_backends.engines.vllm.compat import UnsupportedVllm
 
     monkeypatch.setattr(installed.TargetDependentARSpeculator, "_fused_multi_step_decode", lambda self, batch: None)
@@ -333,7 +339,7 @@ def test_a_vllm_whose_speculator_is_another_is_refused(installed, monkeypatch):
         plug_in.register()
 
 
-def test_the_variable_turns_it_on_once(installed, monkeypatch):
+def test_validate_variable_installs_once(installed, monkeypatch):
     cls = installed.TargetDependentARSpeculator
     before = cls.capture
     monkeypatch.setenv(plug_in.VALIDATE, "1")
@@ -342,7 +348,7 @@ def test_the_variable_turns_it_on_once(installed, monkeypatch):
 
 
 @pytest.mark.parametrize("value", ["", "yes", "2"])
-def test_another_value_of_the_variable_is_refused(value, monkeypatch):
+def test_invalid_validate_variable_is_rejected(value, monkeypatch):
     monkeypatch.setenv(plug_in.VALIDATE, value)
     with pytest.raises(ValueError, match="ATTN_BACKENDS_VALIDATE must be 0 or 1, got"):
         plug_in.register()

@@ -51,7 +51,7 @@ def folders(eagle3, tmp_path_factory):
     return target, out
 
 
-def test_the_head_is_what_a_published_one_is_and_has_no_embedding(folders):
+def test_head_is_a_published_eagle3_without_embedding(folders):
     target, out = folders
     pair = load_published_pair(target, out, dtype=torch.float32, device=CPU)
     assert isinstance(pair.draft, RecurrentDraft) and pair.draft.token_map is not None
@@ -61,7 +61,7 @@ def test_the_head_is_what_a_published_one_is_and_has_no_embedding(folders):
     assert int(tensors["t2d"].sum()) == len(tensors["d2t"]) == 12
 
 
-def test_a_text_with_the_head_is_what_the_target_writes_alone(folders):
+def test_text_with_head_matches_target_alone(folders):
     target, out = folders
     params = SamplingParams(max_tokens=9)
     llms = [LLM(target, draft=draft, device=CPU, max_num_seqs=1) for draft in (out, None)]
@@ -69,14 +69,14 @@ def test_a_text_with_the_head_is_what_the_target_writes_alone(folders):
     assert drafted == plain
 
 
-def test_what_was_done_is_written_beside_it(folders):
+def test_training_record_is_written_beside_head(folders):
     record = json.loads((folders[1] / "training.json").read_text())
     assert record["accepted_of_4"].keys() == {"temperature 0", "temperature 1"}
     assert record["training_steps"] == 1 and record["tokens_a_step"] == 16 and "--texts 8" in record["command"]
 
 
 @pytest.mark.outside_inference_mode
-def test_steps_of_training_bring_the_head_nearer_to_its_target(eagle3, folders):
+def test_training_steps_lower_the_loss(eagle3, folders):
     torch.manual_seed(0)
     target = models.TransformersTarget(
         load_model(folders[0], dtype=torch.float32, device=CPU), aux_hidden_state_layers=(0, 1)
@@ -97,13 +97,13 @@ def test_steps_of_training_bring_the_head_nearer_to_its_target(eagle3, folders):
     assert config["eagle_config"] == {"eagle_aux_hidden_state_layer_ids": [0, 1]}
 
 
-def test_no_further_wave_is_written_after_the_deadline(eagle3, folders, monkeypatch, capsys):
+def test_no_texts_are_written_after_deadline(eagle3, folders, monkeypatch, capsys):
     monkeypatch.setattr(eagle3, "WAVE", 2)
     sizes = [len(eagle3.write_texts(folders[0], 4, 6, 0, CPU, deadline)) for deadline in (0.0, float("inf"))]
     assert 0 < sizes[0] < sizes[1] and capsys.readouterr().out.count("2 texts: ") == 2
 
 
-def test_too_little_text_for_a_window_is_refused(eagle3, folders, tmp_path, monkeypatch):
+def test_too_little_text_for_window_is_rejected(eagle3, folders, tmp_path, monkeypatch):
     monkeypatch.setattr(eagle3, "write_in_parallel", lambda *asked: [1] * (eagle3.WINDOW + 1))
     with pytest.raises(SystemExit, match="Increase --texts"):
         eagle3.main(["--target", str(folders[0]), "--out", str(tmp_path), *TINY])
@@ -138,33 +138,31 @@ def write_target(folder, model_type, **fields):
         ("llama", {"num_hidden_layers": 2}),
     ],
 )
-def test_a_target_that_would_be_trained_on_as_another_model_is_refused_before_it_writes(
-    eagle3, tmp_path, monkeypatch, model_type, fields
-):
+def test_untrainable_target_is_rejected_before_writing(eagle3, tmp_path, monkeypatch, model_type, fields):
     write_target(tmp_path, model_type, **fields)
     monkeypatch.setattr(eagle3, "write_in_parallel", lambda *asked: pytest.fail("text was written"))
     with pytest.raises(SystemExit, match=f"the model in {tmp_path} has "):
         eagle3.main(["--target", str(tmp_path), "--out", str(tmp_path / "head"), *TINY])
 
 
-def test_a_target_whose_config_says_no_head_dim_gets_a_head(eagle3, tmp_path):
+def test_target_without_head_dim_gets_a_head(eagle3, tmp_path):
     write_target(tmp_path, "qwen2", num_hidden_layers=6)
     target = eagle3.load_target(tmp_path)
     assert eagle3.make_head(target, torch.arange(8), CPU)[1]["head_dim"] == 8
 
 
-def test_a_head_for_a_target_with_several_rotations_has_one(eagle3, tmp_path):
+def test_target_with_several_ropes_gets_one(eagle3, tmp_path):
     write_target(tmp_path, "gemma3_text", num_hidden_layers=6, head_dim=8, query_pre_attn_scalar=8)
     assert eagle3.make_head(eagle3.load_target(tmp_path), torch.arange(8), CPU)[1]["rope_theta"] == 10000.0
 
 
-def test_prompts_repeat_by_seed_and_share_no_topic_with_those_held_out():
+def test_prompts_repeat_by_seed_and_split_topics():
     train, held_out = (str(make_prompts(4000, held_out=each)) for each in (False, True))
     assert make_prompts(9, held_out=True, seed=1) == make_prompts(9, held_out=True, seed=1)
     assert "black holes" in held_out and "black holes" not in train and "gravity" in train
 
 
-def test_a_head_that_is_there_can_be_measured_again(eagle3, folders, capsys):
+def test_existing_head_can_be_measured_again(eagle3, folders, capsys):
     target, out = folders
     before = {file.name: file.read_bytes() for file in out.iterdir()}
     eagle3.main(["--target", str(target), "--out", str(out), *TINY, "--only-measure"])

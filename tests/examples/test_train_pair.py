@@ -64,7 +64,7 @@ def trained(request, tmp_path_factory):
         yield Trained(request.param, folder, record, before)
 
 
-def test_a_further_draft_is_trained_on_the_target_that_is_there(trained):
+def test_further_draft_is_trained_on_existing_target(trained):
     assert (trained.folder / "target.safetensors").read_bytes() == trained.target
     assert draft_names(trained.folder) == ["draft", trained.name]
     saved = trained.file("latent_draft.training.json", "block_draft/training.json").read_text()
@@ -76,14 +76,14 @@ def curves_as_tuples(record):
     return record | {name: [tuple(point) for point in record[name]] for name in record if name.endswith("curve")}
 
 
-def test_its_record_names_its_own_settings_alone(trained):
+def test_training_record_names_only_its_own_settings(trained):
     named, others = trained.record["recipe"], OF_ANOTHER[trained.name]
     assert named["draft_steps"] == 12 and (STEPS | PLACES) - others <= named.keys()
     assert not {"target_steps", "target_lr", "target_decay", "byte_noise", *others} & named.keys()
     assert "target_curve" not in trained.record
 
 
-def test_its_held_out_loss_falls_and_every_parameter_moves(trained):
+def test_training_lowers_loss_and_moves_every_parameter(trained):
     assert trained.record["draft_curve"][-1][1] < trained.record["draft_curve"][0][1]
     draft = load_pair(trained.folder, draft=trained.name)[1]
     torch.manual_seed(RECIPE.seed)
@@ -99,12 +99,12 @@ def test_training_twice_gives_the_same_draft(trained):
     assert trained.weights == before
 
 
-def test_without_a_target_nothing_is_trained(tmp_path):
+def test_training_without_target_raises(tmp_path):
     with pytest.raises(CheckpointError, match=r"config\.json cannot be read"):
         train_draft(tmp_path, "latent_draft", RECIPE, CPU, {})
 
 
-def test_an_engine_that_drafts_with_it_writes_what_plain_decoding_does(trained):
+def test_engine_with_trained_draft_matches_plain_decoding(trained):
     pair, texts = load_pair(trained.folder, draft=trained.name), []
     for steps in (0, 1, 4):
         config = engine_config(num_speculative_tokens=steps, max_model_len=64, max_num_seqs=2)
@@ -114,13 +114,13 @@ def test_an_engine_that_drafts_with_it_writes_what_plain_decoding_does(trained):
     assert texts[0] == texts[1] == texts[2]
 
 
-def test_a_mask_is_no_byte_of_a_text():
+def test_mask_token_is_no_byte_of_text():
     mask = SHIPPED["block_draft"]["dflash_config"]["mask_token_id"]
     every = "".join(chr(point) for point in range(0x110000) if not 0xD800 <= point < 0xE000)
     assert mask not in every.encode()
 
 
-def test_the_shipped_latent_draft_has_the_dims_that_latent_kernels_are_made_for():
+def test_shipped_latent_draft_has_dims_of_latent_kernels():
     spec = SHIPPED["latent_draft"].attention_spec(64, torch.bfloat16)
     assert (spec.head_dim, spec.out_dim, spec.sliding_window, spec.sinks) == (512, 512, 128, True)
     assert SHIPPED["latent_draft"].hidden_size == TARGET.hidden_size

@@ -88,7 +88,7 @@ def over_pages(draft, texts, starts, steps):
 
 
 @pytest.mark.parametrize("steps", [1, 3, MASKS])
-def test_states_and_logits_in_training_are_the_drafters_over_pages(steps):
+def test_training_blocks_match_drafter_over_pages(steps):
     target, draft = make_models()
     tokens, hidden = make_text(target)
     states = run_blocks(draft, tokens, hidden, full(STARTS, steps))[:, :, :steps].flatten(0, 1)
@@ -100,7 +100,7 @@ def test_states_and_logits_in_training_are_the_drafters_over_pages(steps):
 
 @pytest.mark.outside_inference_mode
 @pytest.mark.parametrize("gradient", [False, True])
-def test_a_block_in_training_is_the_same_alone(gradient):
+def test_training_block_is_same_alone(gradient):
     target, draft = make_models()
     tokens, hidden = make_text(target)
     draft.requires_grad_(gradient)
@@ -110,7 +110,7 @@ def test_a_block_in_training_is_the_same_alone(gradient):
         assert (together[:, column, None] - alone).abs().max() < CLOSE
 
 
-def test_a_block_sees_all_that_is_before_it_and_nothing_else_of_its_text():
+def test_block_sees_only_earlier_states_and_first_token():
     target, draft = make_models()
     tokens, hidden = make_text(target)
     start, blocks = 20, full(torch.full((2, 1), 20), MASKS)
@@ -125,7 +125,7 @@ def test_a_block_sees_all_that_is_before_it_and_nothing_else_of_its_text():
         assert bool((by_state > CLOSE).all()) if position < start else not by_state.any()
 
 
-def test_blocks_are_drawn_where_a_token_is_before_them_and_the_target_after_them():
+def test_blocks_are_drawn_within_text_bounds():
     tokens = torch.zeros(3, 9, dtype=torch.int64)
     torch.manual_seed(0)
     starts, lens, num_masks = draw_blocks(tokens, 500, 4)
@@ -134,7 +134,7 @@ def test_blocks_are_drawn_where_a_token_is_before_them_and_the_target_after_them
     assert set(lens.flatten().tolist()) == {1, 2, 3, 4}
 
 
-def test_the_loss_is_the_distance_from_the_target_at_masks_that_are_there_near_ones_first(monkeypatch):
+def test_block_loss_is_weighted_distance_to_target(monkeypatch):
     target, draft = make_models()
     tokens, hidden = make_text(target)
     starts, lens = torch.tensor([[5, 9], [12, 20]]), torch.tensor([[2, 4], [1, 4]])
@@ -164,7 +164,7 @@ def kl(target, state):
 
 
 @pytest.mark.parametrize("changes", [{"is_causal": True}, {"sliding_window": 8, "dflash_config": {"use_swa": True}}])
-def test_a_draft_with_attention_that_is_not_trained_is_refused(changes):
+def test_draft_with_window_or_causality_is_rejected(changes):
     target = make_pair()[0]
     config = make_block_config(target.config)
     config |= changes | {"dflash_config": config["dflash_config"] | changes.get("dflash_config", {})}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from train_pair.corpus import corpus, paragraphs
 
 
-def test_what_is_trained_on_and_what_is_held_out_share_no_paragraph_however_it_is_wrapped() -> None:
+def test_training_and_evaluation_text_share_no_paragraph() -> None:
     train, held_out = ({words for text in documents for words in paragraphs(text)} for documents in corpus())
 
     assert len(held_out) > 50
@@ -13,7 +13,7 @@ def test_what_is_trained_on_and_what_is_held_out_share_no_paragraph_however_it_i
     assert not train & held_out
 
 
-def test_training_text_holds_each_paragraph_once() -> None:
+def test_training_text_has_each_paragraph_once() -> None:
     found = [words for text in corpus().train for words in paragraphs(text)]
 
     assert len(found) == len(set(found))

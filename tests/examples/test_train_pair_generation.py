@@ -33,7 +33,7 @@ def greedy(pair, prompt, count):
 
 
 @WINDOWS
-def test_the_dense_target_says_what_the_engines_does(window):
+def test_dense_target_matches_engine_greedy(window):
     pair, tokens = make_pair(make_config(sliding_window=window), context=1.0), PROMPTS
     for _ in range(12):
         following = pair[0].logits(run_target(pair[0], tokens))[:, -1].argmax(-1, keepdim=True)
@@ -42,7 +42,7 @@ def test_the_dense_target_says_what_the_engines_does(window):
 
 
 @WINDOWS
-def test_a_cool_target_writes_what_it_says(window, monkeypatch):
+def test_cool_target_samples_its_greedy_tokens(window, monkeypatch):
     pair = make_pair(make_config(sliding_window=window), context=1.0)
     monkeypatch.setattr(torch, "rand", torch.zeros)
     written = write(pair[0], PROMPTS, 17, torch.float32)
@@ -50,7 +50,7 @@ def test_a_cool_target_writes_what_it_says(window, monkeypatch):
 
 
 @pytest.mark.parametrize("make", [make_config, make_latent_config])
-def test_a_draft_is_trained_with_its_own_window(make):
+def test_draft_is_trained_with_its_own_window(make):
     tokens = torch.randint(0, 24, (2, 17), generator=torch.Generator().manual_seed(0))
     losses = []
     for window in (None, 16, 3):
@@ -73,7 +73,7 @@ def make_terse_pair(kind):
 
 
 @pytest.mark.parametrize("kind", ["eagle", "block"])
-def test_a_pair_without_pages_accepts_what_the_engines_does(kind):
+def test_dense_pair_accepts_what_engine_accepts(kind):
     pair, prompts, rounds, drafted = make_terse_pair(kind), ["The for", "def rea"], 6, 3
     config = engine_config(num_speculative_tokens=drafted, max_model_len=64, graph_mode=GraphMode.NONE)
     engine = Engine(*pair, get("torch_reference"), config)

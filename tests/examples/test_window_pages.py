@@ -50,7 +50,7 @@ def test_conformance(check):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("code", [EXITS, "import ctypes; ctypes.CDLL(None)._exit(0)"], ids=["in a check", "at import"])
-def test_its_tests_fail_where_native_code_ends_their_process_with_status_0(code: str, tmp_path: Path) -> None:
+def test_native_exit_with_status_0_fails_package_tests(code: str, tmp_path: Path) -> None:
     shutil.copy(EXAMPLE / "pyproject.toml", tmp_path)
     (tmp_path / "test_conformance.py").write_text(code)
     env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
@@ -66,12 +66,12 @@ def test_its_tests_fail_where_native_code_ends_their_process_with_status_0(code:
     assert ended.returncode != 0 and said in ended.stdout
 
 
-def test_its_ci_has_the_commands_that_are_narrowed_here() -> None:
+def test_ci_contains_the_narrowed_commands() -> None:
     assert set(_NARROWED) < set(ci_commands())
 
 
 @pytest.mark.slow
-def test_its_ci_passes_and_its_report_tells_what_fails_and_what_is_refused(tmp_path: Path) -> None:
+def test_package_ci_passes_and_reports_known_failures(tmp_path: Path) -> None:
     checkout = tmp_path / "window_pages"
     shutil.copytree(EXAMPLE, checkout)
     stranger = Stranger.arrive(tmp_path / "environment")

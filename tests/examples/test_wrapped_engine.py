@@ -29,7 +29,7 @@ def stranger(tmp_path_factory: pytest.TempPathFactory) -> tuple[Stranger, Path]:
 
 
 @pytest.fixture(scope="module")
-def lie(stranger: tuple[Stranger, Path]) -> dict[str, Result]:
+def wrong_results(stranger: tuple[Stranger, Path]) -> dict[str, Result]:
     """What the kit says of the wrong update, by check and case, asked as a report says to."""
     environment, checkout = stranger
     repro = repro_command("engine_paged_drifting", "builder.advance_means_a_rebuild", "base-decode", device="cpu")
@@ -38,27 +38,27 @@ def lie(stranger: tuple[Stranger, Path]) -> dict[str, Result]:
     return {f"{r.check}[{r.case}]": r for r in Report.load(checkout / "lie.json").results}
 
 
-def test_the_engines_builder_is_clean(stranger: tuple[Stranger, Path]) -> None:
+def test_engine_builder_passes_checks(stranger: tuple[Stranger, Path]) -> None:
     environment, checkout = stranger
     environment.must(f"attn-backends check engine_paged {_QUICK} --json right.json", checkout)
 
     assert Report.load(checkout / "right.json").ok
 
 
-def test_the_engines_builder_drafts_in_one_graph(stranger: tuple[Stranger, Path]) -> None:
+def test_engine_builder_drafts_in_one_graph(stranger: tuple[Stranger, Path]) -> None:
     environment, checkout = stranger
     command = "attn-backends draft 'def read(path):' --backend engine_paged --strategy full_loop --max-tokens 4"
 
     assert "(engine_paged): advanced in the graph; the engine claims to" in environment.must(command, checkout)
 
 
-def test_a_wrong_update_is_named_with_its_field_and_step(lie: dict[str, Result]) -> None:
-    found = lie["builder.advance_means_a_rebuild[base-decode]"]
+def test_wrong_update_is_reported_with_field_and_step(wrong_results: dict[str, Result]) -> None:
+    found = wrong_results["builder.advance_means_a_rebuild[base-decode]"]
 
     assert found.outcome is Outcome.FAIL
     assert re.search(r"step \d of P1: field kv_indptr matches the current batch; expected: .*; got: ", found.reason)
 
 
-def test_a_wrong_update_is_right_as_long_as_no_page_fills(lie: dict[str, Result]) -> None:
+def test_wrong_update_passes_until_a_page_fills(wrong_results: dict[str, Result]) -> None:
     """The lie that a single short batch would not have shown."""
-    assert lie["builder.advance_means_a_rebuild[base-single]"].outcome is Outcome.PASS
+    assert wrong_results["builder.advance_means_a_rebuild[base-single]"].outcome is Outcome.PASS

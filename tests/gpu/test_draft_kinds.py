@@ -148,7 +148,7 @@ def problems_of(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 
 @pytest.mark.gpu
-def test_every_kind_of_draft(tmp_path_factory, write_report):
+def test_every_draft_kind_agrees_on_gpu(tmp_path_factory, write_report):
     rows = list(rows_of(torch.device("cuda"), lambda: tmp_path_factory.mktemp("draft")))
     write_report(SCHEMA, backends=["triton_mla", "triton_paged"], rows=rows)
     assert not problems_of(rows)
@@ -156,7 +156,7 @@ def test_every_kind_of_draft(tmp_path_factory, write_report):
 
 @pytest.mark.parametrize("tree", [False, True])
 @pytest.mark.parametrize("name", CHAINS | BLOCKS)
-def test_the_fixtures_draft_on_a_cpu(name, tree, tmp_path):
+def test_every_draft_kind_agrees_on_cpu(name, tree, tmp_path):
     case = (CHAINS | BLOCKS)[name]
     eager = rounds(case, tmp_path / "eager", Strategy.EAGER, 0.0, CPU, tree)
     graph = rounds(case, tmp_path / "graph", Strategy.FULL_LOOP, 0.0, CPU, tree)
@@ -164,7 +164,7 @@ def test_the_fixtures_draft_on_a_cpu(name, tree, tmp_path):
     assert (eager[0][0] >= 0).any() and not torch.equal(eager[0][0], eager[1][0])
 
 
-def test_a_row_that_differs_is_a_problem():
+def test_differing_row_is_a_problem():
     row = {"draft": "DFlash", "tree": False, "strategy": "full_loop", "temperature": 0.0}
     found = [(torch.tensor([[1]]), torch.tensor([[0.5, -torch.inf]]))]
     assert largest_difference(found, found) == 0.0 and same_bits(found, found)

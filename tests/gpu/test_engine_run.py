@@ -152,7 +152,7 @@ def run(device: torch.device, requests: int, sampled: int) -> list[dict[str, Any
 
 
 @pytest.mark.gpu
-def test_every_text_of_a_busy_engine_is_that_of_its_request_alone(write_report):
+def test_busy_engine_texts_match_each_request_alone(write_report):
     rows = run(torch.device("cuda"), REQUESTS, SAMPLE)
     write_report(
         SCHEMA,
@@ -194,7 +194,7 @@ def compared(handle):
     return compare(busy_run_of(handle), [handle], alone(), NoisyEngine("rejection", CPU))
 
 
-def test_a_run_serves_every_kind_of_request_and_reports_no_problem(monkeypatch):
+def test_run_serves_every_request_kind_without_problems(monkeypatch):
     monkeypatch.setattr(busy_engine, "POOL", 120)
     monkeypatch.setattr(busy_engine, "MAX_REQS", 8)
     rows = run(CPU, 40, 4)
@@ -204,7 +204,7 @@ def test_a_run_serves_every_kind_of_request_and_reports_no_problem(monkeypatch):
         assert row["preemptions"] > 0 and row["sample"]["equal"] == 2
 
 
-def test_a_text_that_is_not_its_own_fails_the_run(monkeypatch):
+def test_text_differing_from_its_own_fails_run(monkeypatch):
     monkeypatch.setattr(f"{__name__}.TRIES", 6)
     handle = finished()
     handle.generation.token_ids[3] += 1
@@ -214,13 +214,13 @@ def test_a_text_that_is_not_its_own_fails_the_run(monkeypatch):
 
 
 @pytest.mark.parametrize(("finish_reason", "equal"), [("abort", 1), ("length", 0)])
-def test_a_cancelled_text_alone_may_end_early(finish_reason, equal):
+def test_only_cancelled_text_may_end_early(finish_reason, equal):
     own = finished().generation.token_ids
     assert compared(finished(token_ids=own[:3], finish_reason=finish_reason)).equal == equal
 
 
 @pytest.mark.parametrize(("noise", "tries", "excused"), [(0.05, 32, True), (1e-4, 6, False)])
-def test_a_difference_is_excused_where_noise_of_that_size_tips_the_decision_only(noise, tries, excused, monkeypatch):
+def test_difference_within_noise_is_excused(noise, tries, excused, monkeypatch):
     torch.manual_seed(0)
     monkeypatch.setattr(f"{__name__}.TRIES", tries)
     monkeypatch.setattr(f"{__name__}.NOISE", noise)
@@ -231,7 +231,7 @@ def test_a_difference_is_excused_where_noise_of_that_size_tips_the_decision_only
     assert (len(sample.excused), len(sample.wrong)) == (excused, not excused)
 
 
-def test_a_run_in_which_something_never_happened_is_no_proof():
+def test_run_without_preemption_or_cancellation_is_a_problem():
     busy_run = busy_run_of(finished())
     busy_run.counts["preemptions"], busy_run.pages_lost = 0, 2
     found = problems_of(busy_run, Sample(greedy=1, equal=1))

@@ -181,7 +181,7 @@ def sanitize_all(names: Sequence[str], write: Callable[..., None]) -> list[dict[
 
 
 @pytest.mark.gpu
-def test_the_sanitizer_sees_no_wrong_access(backends, write_report):
+def test_memcheck_reports_no_errors(backends, write_report):
     assert not [row for row in sanitize_all(backends, write_report) if row["errors"] != 0 or not row["finished"]]
 
 
@@ -211,7 +211,7 @@ sys.exit(ended)
 """
 
 
-def test_what_is_launched_directly_is_watched_without_a_caching_allocator():
+def test_uncaptured_targets_disable_caching_allocator():
     found = {target.name: target for target in targets(["k"])}
     assert "poison.*" in found["k, uncaptured"].arguments and "graph.*" in found["k, graphs"].arguments
     assert {name: target.caching for name, target in found.items()} == {
@@ -267,12 +267,12 @@ def reports(*outcomes):
         (reports("pass", "error"), CLEAN, {"checks": True}, {"finished": False}),
     ],
 )
-def test_a_row_says_what_was_seen_under_the_targets_allocator(code, says, options, expected, sanitizer):
+def test_memcheck_row_reports_errors_under_its_allocator(code, says, options, expected, sanitizer):
     sanitizer(says)
     assert expected.items() <= sanitize("0", Target("t", ("-c", code), **options)).items()
 
 
-def test_each_gpu_has_as_many_targets_at_a_time_as_allowed_and_the_report_each_that_ended(monkeypatch):
+def test_each_gpu_runs_allowed_targets_and_reports_each(monkeypatch):
     running, most, written = Counter(), Counter(), []
 
     def pretend(gpu, target):
@@ -291,13 +291,13 @@ def test_each_gpu_has_as_many_targets_at_a_time_as_allowed_and_the_report_each_t
 
 
 @pytest.mark.parametrize(("gib", "jobs"), [((79, 79), 3), ((139,), 5), ((139, 79), 3), ((16,), 1)])
-def test_as_many_targets_run_at_a_time_as_the_smallest_gpu_has_memory_for(gib, jobs, monkeypatch):
+def test_jobs_per_gpu_follow_smallest_gpu_memory(gib, jobs, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(gib))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda gpu: SimpleNamespace(total_memory=gib[gpu] << 30))
     assert jobs_per_gpu() == jobs
 
 
-def test_a_target_ends_although_a_process_that_it_started_goes_on(sanitizer, tmp_path):
+def test_target_ends_before_processes_it_started(sanitizer, tmp_path):
     sanitizer(CLEAN)
     told, late = tmp_path / "told", tmp_path / "late"
     waits = f"""
@@ -313,7 +313,7 @@ pathlib.Path({str(late)!r}).touch()
     told.touch()
 
 
-def test_the_sanitizer_follows_no_process_that_a_target_starts(monkeypatch):
+def test_sanitizer_ignores_child_processes(monkeypatch):
     commands = []
 
     def run(command, **_):
@@ -328,13 +328,13 @@ def test_the_sanitizer_follows_no_process_that_a_target_starts(monkeypatch):
 
 @pytest.mark.parametrize("verification", VERIFIERS)
 @pytest.mark.parametrize("mode", [GraphMode.NONE, GraphMode.FULL])
-def test_the_engine_that_is_watched_serves_every_request(verification, mode, monkeypatch):
+def test_checked_engine_serves_every_request(verification, mode, monkeypatch):
     monkeypatch.setattr(f"{__name__}.REQUESTS", 3)
     run = serve(verification, mode, torch.device("cpu"))
     assert run.counts["requests"] == 3 and run.pages_lost == 0 and "never" not in run.counts["finished"]
 
 
-def test_a_check_that_is_watched_repeats_its_looping_graphs_from_the_host(monkeypatch, tmp_path):
+def test_memcheck_run_loops_graphs_from_the_host(monkeypatch, tmp_path):
     monkeypatch.setattr(cuda, "WhileGraph", cuda.WhileGraph)
     path, only = tmp_path / "report.json", ("--only", "builder.padding_stays_inert*", "--quick")
     with pytest.raises(SystemExit) as ended:
@@ -345,7 +345,7 @@ def test_a_check_that_is_watched_repeats_its_looping_graphs_from_the_host(monkey
 
 
 @pytest.mark.parametrize("iterations", [0, 1, 5])
-def test_the_hosts_loop_runs_its_body_after_its_first_part_until_the_flag_is_zero(iterations):
+def test_host_loop_repeats_body_until_flag_is_zero(iterations):
     flag, runs = torch.zeros(1, dtype=torch.int32), []
 
     def part(name):

@@ -153,7 +153,7 @@ def agreement(job: tuple[str, str, str]) -> list[AgreementRow]:
 
 
 @pytest.mark.gpu
-def test_drafts_and_texts_are_the_same_in_every_graph_mode_and_strategy(write_report):
+def test_drafts_agree_in_every_graph_mode_and_strategy(write_report):
     jobs = list(product(draft_names(SHIPPED_PAIR), registry.names(), ["cuda"]))
     with multiprocessing.get_context("spawn").Pool(JOBS, maxtasksperchild=1) as pool:
         rows = [row for found in pool.imap(agreement, jobs) for row in found]
@@ -174,13 +174,13 @@ def rows(monkeypatch):
     return lambda: agreement(("draft", "triton_paged", "cpu"))
 
 
-def test_a_backend_that_is_right_agrees(rows):
+def test_right_backend_agrees(rows):
     assert [(row.dtype, row.graph_modes, row.refusal, row.broken) for row in rows()] == [
         ("float32", tuple(mode.value for mode in modes), "", False) for modes in WAYS.values()
     ]
 
 
-def test_texts_that_depend_on_those_beside_them_are_broken(rows, monkeypatch):
+def test_batch_dependent_texts_are_broken(rows, monkeypatch):
     forward = TritonPaged.forward
 
     def scaled(self, query, *args, **options):

@@ -34,7 +34,7 @@ def run(pytester: pytest.Pytester):
     return run
 
 
-def test_the_last_report_is_sealed_and_says_how_to_make_it_again(run):
+def test_last_report_is_sealed_with_its_command(run):
     said, report = run("-k", "cpu", "--attn-backend", "triton_paged")
     assert " 1 passed" in said and (report["schema"], report["rows"]) == ("attn-example/1", [1])
     assert report["command"].startswith("python -m pytest") and report["env"]["torch"] == torch.__version__
@@ -43,12 +43,12 @@ def test_the_last_report_is_sealed_and_says_how_to_make_it_again(run):
     require_unedited(report, "report.json")
 
 
-def test_a_report_of_more_than_one_test_is_refused(run):
+def test_report_of_several_tests_is_rejected(run):
     said, report = run()
     assert "--json takes the report of one test, 2 were collected" in said and not report
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a CUDA device")
-def test_evidence_that_needs_a_gpu_is_not_skipped_where_it_was_asked_for(run):
+def test_requested_gpu_evidence_is_not_skipped(run):
     said, report = run("-m", "gpu")
     assert " 1 error" in said and "needs a CUDA device, torch finds none" in said and not report

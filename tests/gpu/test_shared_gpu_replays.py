@@ -173,7 +173,7 @@ def hunt(process: int, *, name: str, graphs: int, replays: int, device: torch.de
 
 
 @pytest.mark.gpu
-def test_every_replay_and_plan_is_right_beside_other_processes(write_report):
+def test_replays_are_right_beside_other_processes(write_report):
     work = partial(hunt, name=BACKEND, graphs=GRAPHS, replays=REPLAYS, device=torch.device("cuda"))
     with multiprocessing.get_context("spawn").Pool(PROCESSES) as pool:
         rows = pool.map(work, range(PROCESSES))
@@ -185,7 +185,7 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("change, error", [(0.0, 0.0), (0.1, 0.1), (float("nan"), float("inf"))])
-def test_a_right_replay_is_within_the_tolerance_and_one_wrong_number_is_not(change: float, error: float) -> None:
+def test_replay_error_counts_one_wrong_number(change: float, error: float) -> None:
     step = CapturedStep("triton_paged", SHAPES[0], CPU, torch.Generator().manual_seed(0))
     query, out, lens, _ = step.replay([3, 100, 0, 7] + [0] * 8, live=3)
     out[5, 7, 11] += change
@@ -193,7 +193,7 @@ def test_a_right_replay_is_within_the_tolerance_and_one_wrong_number_is_not(chan
     assert step.error(query, out, lens) == pytest.approx(error, abs=TOLERANCE / 2)
 
 
-def test_a_process_counts_its_replays_and_names_a_wrong_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_process_counts_replays_and_names_wrong_one(monkeypatch: pytest.MonkeyPatch) -> None:
     small = partial(hunt, 0, name="triton_paged", graphs=1, replays=2, device=CPU)
     assert small()["replays"] == 2 and not small()["wrong"]
     real = get("triton_paged").forward

@@ -106,7 +106,7 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("name", ["torch_reference", "triton_paged", "triton_mla", "sparse_swa_mla"])
-def test_a_control_is_right_as_built_and_wrong_after_an_advance(name: str) -> None:
+def test_control_is_right_until_it_advances(name: str) -> None:
     subject = Subject(stale(name), CPU)
     built = BuiltBatch(PagedFixture(subject, subject.base_spec(), DECODE.rows), DECODE, horizon=2)
     built.expect_attention("as built", cache="as built")
@@ -116,6 +116,6 @@ def test_a_control_is_right_as_built_and_wrong_after_an_advance(name: str) -> No
 
 
 @pytest.mark.parametrize("check", CHECKS)
-def test_a_control_is_caught_by_every_check_of_an_advance(check: str) -> None:
+def test_every_advance_check_catches_control(check: str) -> None:
     found = control(("triton_paged", check), CPU)
     assert found["built_right"] and found["caught"] and "step 0" not in found["first"]

@@ -329,7 +329,7 @@ def problems_of(rows: Sequence[dict[str, Any]]) -> list[Any]:
 
 
 @pytest.mark.gpu
-def test_every_model_computes_what_transformers_does(write_report):
+def test_every_model_matches_transformers_logits(write_report):
     with ProcessPoolExecutor(JOBS, multiprocessing.get_context("spawn")) as pool:
         assert not problems_of(compare(registry.names(), torch.device("cuda"), pool, write_report))
 
@@ -352,7 +352,7 @@ def subject(dtype):
     return ModelUnderTest.make("gpt_oss", dtype, CPU)
 
 
-def test_a_model_gets_a_row_for_each_phase_of_a_backend_and_the_reasons_of_one_that_refuses():
+def test_model_has_row_per_phase_or_reasons():
     rows = rows_of(("gpt_oss", torch.float32, "torch_reference"), CPU)
     refused = rows_of(("gpt_oss", torch.float32, "triton_mla"), CPU)
     assert [row["phase"] for row in rows] == [*PHASES, *MODES]
@@ -386,19 +386,19 @@ class Nan(TorchReference):
 
 
 @pytest.mark.parametrize("broken", [WrongScale, OthersSinks, ShortWindow, Nan])
-def test_even_in_bfloat16_a_little_wrong_is_over_the_budget(broken):
+def test_small_error_in_bfloat16_exceeds_budget(broken):
     right = phase_row(subject(torch.bfloat16), TorchReference(), "verify")
     wrong = phase_row(subject(torch.bfloat16), broken(), "verify")
     assert right["ok"] and not wrong["ok"] and wrong["error"] > 2 * wrong["budget"]
 
 
-def test_a_draft_that_attends_at_wrong_positions_is_not_ok(monkeypatch):
+def test_draft_at_wrong_positions_is_not_ok(monkeypatch):
     monkeypatch.setattr(TargetAsDraft, "position_offset", 0)
     row = speculation_row(subject(torch.float32), TorchReference(), GraphMode.NONE)
     assert row["error"] <= row["budget"] and not row["ok"] and row["accepted_of_target_as_draft"] < 1
 
 
-def test_a_token_that_the_model_would_not_say_is_off_by_more_than_the_budget():
+def test_unlikely_token_exceeds_budget():
     model, request = subject(torch.float32), make_request(prompt=[1, 2, 3], max_tokens=1)
     logits = model.exact(torch.tensor([[1, 2, 3]])).logits[0, -1]
     assert regret(model, request, [int(logits.argmax())]) == 0
@@ -406,13 +406,13 @@ def test_a_token_that_the_model_would_not_say_is_off_by_more_than_the_budget():
     assert regret(model, request, []) == float("inf")
 
 
-def test_a_model_that_cannot_be_built_is_a_row_with_the_error(monkeypatch):
+def test_model_that_cannot_be_built_has_error_row(monkeypatch):
     monkeypatch.setitem(MODELS, "none_such", ("NoSuchConfig", {}))
     [row] = rows_of(("none_such", torch.float32, "torch_reference"), CPU)
     assert problems_of([row]) == [row] and "NoSuchConfig" in row["failed"]
 
 
-def test_the_report_has_the_rows_of_all_parts_and_says_when_it_is_whole(monkeypatch):
+def test_report_has_rows_of_all_parts_and_finishes(monkeypatch):
     written = []
     monkeypatch.setattr(f"{__name__}.MODELS", {"llama": MODELS["llama"]})
     with ThreadPoolExecutor(1) as pool:

@@ -30,7 +30,7 @@ def assert_reads_no_token_before_the_windows(spec, query_lens, starts, splits, m
 
 @pytest.mark.parametrize("splits", [1, 2, 4])
 @pytest.mark.parametrize("window", [1, 20, 64])
-def test_a_window_may_start_anywhere_about_the_edge_of_a_block(window, splits):
+def test_window_may_start_anywhere_around_block_edge(window, splits):
     """Blocks are of 16, 32 or 64 tokens: every start from the last token before such an edge to the first after it."""
     for edge in (16, 32, 64):
         starts = [edge - 1, edge, edge + 1]
@@ -39,14 +39,14 @@ def test_a_window_may_start_anywhere_about_the_edge_of_a_block(window, splits):
 
 @pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize(("query_lens", "masks"), FORMS.values(), ids=FORMS)
-def test_a_window_of_several_tokens_may_start_anywhere_in_a_page(query_lens, masks, splits):
+def test_multi_token_window_may_start_anywhere_in_page(query_lens, masks, splits):
     spec, masks = replace(PLAIN, sliding_window=WINDOW), None if masks is None else torch.tensor(masks)
     for first in range(2):
         assert_reads_no_token_before_the_windows(spec, query_lens, [first, first + 2, first + 4], splits, masks)
 
 
 @pytest.mark.parametrize("in_order", [False, True])
-def test_the_merge_takes_nothing_from_a_split_without_tokens(in_order):
+def test_merge_ignores_splits_without_tokens(in_order):
     generator = torch.Generator().manual_seed(1)
     partial, lse = torch.randn(3, 2, 4, 10, generator=generator), torch.randn(3, 2, 4, generator=generator)
     lse[1, 0], lse[:, 1, 3] = -torch.inf, -torch.inf
@@ -68,6 +68,6 @@ TILES = {
 @pytest.mark.slow
 @pytest.mark.parametrize("page_size", [1, 6, 64])
 @pytest.mark.parametrize("tile", TILES.values(), ids=TILES)
-def test_latent_attention_in_every_tile(tile, page_size):
+def test_latent_attention_is_right_in_every_tile(tile, page_size):
     arguments = LatentAttentionArguments(*latent(LATENT_BATCHES[1], page_size=page_size))
     torch.testing.assert_close(arguments.launch(tile), arguments.reference(), rtol=1e-4, atol=1e-5)

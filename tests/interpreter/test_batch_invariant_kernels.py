@@ -47,7 +47,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("op", CASES)
-def test_a_token_attended_alone_has_the_bits_that_it_has_in_a_batch(op):
+def test_attention_of_token_alone_matches_batch_bits(op):
     attend, dim = CASES[op]
     query = noise(len(LENGTHS), QUERY, 4, dim)
     everyone = list(range(len(LENGTHS)))
@@ -58,7 +58,7 @@ def test_a_token_attended_alone_has_the_bits_that_it_has_in_a_batch(op):
 
 
 @pytest.mark.parametrize("op", ["paged", "latent"])
-def test_splits_without_tokens_change_no_bit_and_a_split_too_few_loses_no_token(op):
+def test_extra_or_missing_splits_lose_no_token(op):
     attend, dim = CASES[op]
     query = noise(len(LENGTHS), QUERY, 4, dim)
     fewer, right, more = (attend(query, [0, 1, 2], QUERY, splits) for splits in (SPLITS - 1, SPLITS, SPLITS + 5))
@@ -66,7 +66,7 @@ def test_splits_without_tokens_change_no_bit_and_a_split_too_few_loses_no_token(
     torch.testing.assert_close(fewer, right, rtol=1e-4, atol=1e-5)
 
 
-def test_a_list_attended_alone_has_the_bits_and_the_tiles_that_it_has_among_many(monkeypatch):
+def test_sparse_list_alone_has_same_bits_and_tile(monkeypatch):
     tile_config, tiles = sparse.tile_config, []
     monkeypatch.setattr(sparse, "tile_config", lambda *sizes: tiles.append(sizes) or tile_config(*sizes))
     cache, lists, query = noise(40, 8, 64), whole(0, 320, 6, 30).int(), noise(6, 20, 64, seed=2)
@@ -80,7 +80,7 @@ def test_a_list_attended_alone_has_the_bits_and_the_tiles_that_it_has_among_many
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(("outputs", "inputs"), [(40, 300), (16, 64), (1, 1)])
-def test_a_product_is_right_and_a_row_of_it_has_the_same_bits_alone(outputs, inputs, dtype):
+def test_linear_is_right_and_row_alone_matches_bits(outputs, inputs, dtype):
     x, weight = noise(70, 2, inputs, dtype=dtype) / 2, noise(2, outputs, inputs, seed=1, dtype=dtype) / 2
     found = batch_invariant_linear(x, weight)
     wanted = torch.einsum("tbk,bnk->tbn", x.double(), weight.double())
@@ -90,7 +90,7 @@ def test_a_product_is_right_and_a_row_of_it_has_the_same_bits_alone(outputs, inp
         assert torch.equal(batch_invariant_linear(x[row : row + 1], weight)[0], found[row])
 
 
-def test_rows_sorted_by_weight_have_the_bits_of_a_product_with_that_weight_alone():
+def test_sorted_rows_match_product_with_one_weight():
     rows, weight, ends = noise(9, 1, 50), noise(4, 20, 50, seed=1), int32(2, 2, 7, 9)
     found = batch_invariant_linear(rows, weight, ends)
     used = [0, 0, 2, 2, 2, 2, 2, 3, 3]

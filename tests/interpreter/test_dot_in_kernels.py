@@ -18,7 +18,7 @@ def product_kernel(left_ptr, right_ptr, found_ptr):
     tl.store(found_ptr + square, found)
 
 
-def test_each_element_is_the_sum_of_its_terms_in_their_order():
+def test_dot_sums_terms_in_order():
     generator = torch.Generator().manual_seed(0)
     left, right = (torch.randn(SIZE.value, SIZE.value, generator=generator) for _ in range(2))
     found, wanted = torch.empty_like(left), torch.zeros_like(left)
@@ -36,7 +36,7 @@ def log_and_inverse_kernel(x_ptr):
     tl.store(x_ptr + 2, 1 / x)
 
 
-def test_zero_has_a_log_and_an_inverse_without_a_warning():
+def test_log_and_inverse_of_zero_do_not_warn():
     found = torch.zeros(3)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -53,7 +53,7 @@ def numbers_kernel(found_ptr, x_ptr):
     tl.store(found_ptr + 2, count * 0.25 + count // 3)
 
 
-def test_a_number_is_one_beside_each_tensor_and_a_quotient_of_halves_a_float():
+def test_numbers_broadcast_and_half_quotients_are_floats():
     found = torch.zeros(3)
     numbers_kernel[(1,)](found, torch.full((1,), 2.0))
     assert torch.equal(found, torch.tensor([24, 2 / 3, 0.5]))

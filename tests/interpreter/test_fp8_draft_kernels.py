@@ -12,7 +12,7 @@ from tests.spec_decode.models.test_draft_weights import first_logits, make
     ("name", "num_reqs"),
     [("eagle-1024", 1), ("eagle-1024", 3), ("qwen3-8b-eagle3", 1), ("glm-4.7-flash-mtp", 3), ("qwen3-8b-dflash", 1)],
 )
-def test_a_round_in_8_bits(name, num_reqs):
+def test_fp8_round_matches_torch_implementation(name, num_reqs):
     # The interpreter truncates fp32 to bf16 where the hardware rounds.
     draft = make(name, "fp8", torch.float16)
     with torch_implementations():

@@ -7,7 +7,7 @@ from builders.kernels.triton_runtime import torch_implementations
 from tests.ops.sample import noise
 
 
-def test_write_fp8_ds_mla_latent_with_norm_quantises_the_row_that_the_kernel_rounded():
+def test_fp8_ds_mla_write_quantises_the_rounded_norm():
     slots, latent = torch.tensor([7, -1, 19, 0]), noise(4, 512, dtype=torch.bfloat16)
     table = noise(40, 64, seed=2).cos()
     norm = KvANormRope(weight=noise(512, seed=1), eps=1e-6, positions=torch.arange(4) * 9, table=table)

@@ -10,7 +10,7 @@ STEPS = 3
 
 @pytest.mark.parametrize("requests", [(4,), (4, 3, 2), (4, 3, 2, 1), (-3, 99)], ids=str)
 @pytest.mark.parametrize(("lens", "page_size"), [([5, 0, 61, 1], 1), ([0, 7, 8, 9], 4), ([4, 61, 5, 5], 8)])
-def test_rows_hold_the_pages_that_the_steps_reach_and_keep_the_rest(lens, page_size, requests):
+def test_load_tables_writes_reached_pages_only(lens, page_size, requests):
     """Of requests whose slots are pages in no order; one outside of the table counts as the nearest."""
     lens = lens[: len(requests)]
     pages = torch.randperm(5 * 64, generator=torch.Generator().manual_seed(0)).view(5, -1)[:, : 64 // page_size].int()

@@ -15,7 +15,7 @@ from tests.spec_decode.models.kernels.mixture_oracle import (
 
 
 @pytest.mark.parametrize("routing", [{}, {"groups": 4, "top_groups": 2}, {"scoring": "softmax"}])
-def test_a_token_of_nan_takes_experts_that_exist_and_leaves_the_others_alone(routing):
+def test_nan_token_routes_to_valid_experts_alone(routing):
     logits, bias = noise(3, 12), noise(12, seed=1)
     clean, wanted = route(logits, bias, **routing)
     logits[1] = torch.nan
@@ -24,18 +24,18 @@ def test_a_token_of_nan_takes_experts_that_exist_and_leaves_the_others_alone(rou
     assert torch.equal(experts[::2], wanted[::2]) and torch.equal(weights[::2], clean[::2])
 
 
-def test_experts_too_many_for_a_program_are_routed_by_torch(monkeypatch):
+def test_too_many_experts_are_routed_by_torch(monkeypatch):
     monkeypatch.setattr(routes, "MAX_EXPERTS", 15)
     monkeypatch.setattr(routes, "_route_kernel", None)
     assert_routed(noise(2, 9), noise(9, seed=1))
 
 
-def test_experts_that_do_not_exist_lead_no_row_astray():
+def test_invalid_experts_leave_row_order_valid():
     tokens, places, _ = order_by_expert(torch.tensor([[2**40, 1], [-(2**40), 7]]), 4)
     assert sorted(places.flatten().tolist()) == [0, 1, 2, 3] and tokens.tolist() == [1, 0, 1, 0]
 
 
-def test_rows_too_many_to_compare_are_sorted_by_torch(monkeypatch):
+def test_too_many_rows_are_sorted_by_torch(monkeypatch):
     monkeypatch.setattr(ordering, "MAX_ROWS", 3)
     monkeypatch.setattr(ordering, "_order_kernel", None)
     assert_ordered(order_by_expert(torch.tensor([[2, 0], [0, 1]]), 3), [[2, 0], [0, 1]], 3)

@@ -31,7 +31,7 @@ def sampled(columns, vocab):
 
 
 @pytest.mark.parametrize(("columns", "vocab"), [(1, 3), (4, 37), (7, 600), (15, 2100)])
-def test_a_block_keeps_them(columns, vocab):
+def test_sample_block_keeps_nan_logits(columns, vocab):
     tokens, cached = sampled(columns, vocab)
     with torch_implementations():
         _, wanted = sampled(columns, vocab)
@@ -53,13 +53,13 @@ def test_no_candidate_is_nan():
     assert cached.isfinite().nonzero()[:, [0, 2]].tolist() == [[1, 8], [2, 4]] and not cached.isnan().any()
 
 
-def test_a_step_drafts_a_token_of_the_vocabulary():
+def test_step_with_nan_logits_drafts_valid_token():
     sample_draft(*(arguments := draft(torch.full((2, 4100), NAN), [0.0, 1.0], [5, 5])))
     tokens = arguments[6][:2, 1]
     assert ((tokens >= 0) & (tokens < 4100)).all()
 
 
-def test_they_have_no_children_of_a_tree():
+def test_nan_logits_have_no_tree_children():
     logits = torch.full((3, 700), -torch.inf)
     logits[0, 650], logits[0, 3], logits[1] = 1.0, 0.5, NAN
     tokens, scores = top_children(logits, 3, None)
@@ -69,7 +69,7 @@ def test_they_have_no_children_of_a_tree():
 
 @pytest.mark.parametrize("verify", [rejection_sample, block_verify])
 @pytest.mark.parametrize("whose", ["processed", "draft_logits"])
-def test_no_draft_is_kept(verify, whose):
+def test_no_draft_is_accepted_on_nan_logits(verify, whose):
     arguments = verify_arguments(2, 600, ends=False)
     nothing = arguments._replace(**{whose: torch.full_like(getattr(arguments, whose), NAN)})
     if whose == "draft_logits":
@@ -81,7 +81,7 @@ def test_no_draft_is_kept(verify, whose):
 
 
 @pytest.mark.parametrize("verify", [rejection_sample, block_verify])
-def test_a_draft_ends_before_them(verify):
+def test_draft_ends_before_nan_logits(verify):
     arguments = verify_arguments(3, 600, ends=False)._replace(temperature=torch.ones(10))
     after = torch.arange(3) >= torch.arange(10)[:, None] % 3
     nothing = arguments._replace(draft_logits=arguments.draft_logits.masked_fill(after[..., None], NAN))
@@ -92,7 +92,7 @@ def test_a_draft_ends_before_them(verify):
 
 @pytest.mark.parametrize("verify", [rejection_sample, block_verify])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_draft_is_kept_up_to_logits_without_a_distribution(verify, temperature):
+def test_draft_is_accepted_up_to_invalid_logits(verify, temperature):
     for p in without_distribution(10, 3, 1100):
         # The draft is sure of token 5, the target nearly so: of a random row's first token, one draw in two is kept.
         q = torch.full((10, 2, 1100), -torch.inf)
@@ -107,7 +107,7 @@ def test_a_draft_is_kept_up_to_logits_without_a_distribution(verify, temperature
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (5, 1.0), (0, 0.5), (5, 0.5)])
-def test_a_target_draws_nothing_from_logits_without_a_distribution(temperature, top_k, top_p):
+def test_target_samples_nothing_from_invalid_logits(temperature, top_k, top_p):
     for logits in without_distribution(2, 3, 1100):
         zeros = torch.zeros(2, dtype=torch.int64)
         sampling = Sampling(torch.full((2,), temperature), int32(top_k, top_k), torch.full((2,), top_p), zeros)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.ops import attention, drafting, models, sampling  # noqa: F401
-from tests.ops.questions import Garbage, ask
+from tests.ops.questions import Garbage, check_op
 from tests.ops.sample import TABLE
 
 SAMPLES = [(op, at) for op in TABLE for at in range(len(TABLE[op].samples))]
@@ -26,10 +26,10 @@ def new_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.parametrize(("op", "sample"), SAMPLES, ids=str)
-def test_the_kernel_is_the_reference_and_touches_nothing_else(op: str, sample: int) -> None:
-    ask(TABLE[op], TABLE[op].samples[sample], torch.device("cpu"))
+def test_kernel_matches_reference_and_touches_nothing_else(op: str, sample: int) -> None:
+    check_op(TABLE[op], TABLE[op].samples[sample], torch.device("cpu"))
 
 
 @pytest.mark.parametrize(("op", "sample"), STRIDED, ids=str)
-def test_operands_with_gaps_between_rows_are_read_in_place(op: str, sample: int) -> None:
-    ask(TABLE[op], TABLE[op].samples[sample], torch.device("cpu"), gaps=True)
+def test_operands_with_row_gaps_are_read_in_place(op: str, sample: int) -> None:
+    check_op(TABLE[op], TABLE[op].samples[sample], torch.device("cpu"), gaps=True)

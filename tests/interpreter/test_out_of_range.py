@@ -76,21 +76,21 @@ FORMS = [
 
 @pytest.mark.parametrize("length", [-1, -LARGEST, 9, LARGEST])
 @pytest.mark.parametrize(("attention", "form"), FORMS)
-def test_a_length_out_of_range_gives_rows_of_0(attention, form, length):
+def test_length_out_of_range_gives_zero_rows(attention, form, length):
     out = attention(length, *form)
     assert out[:2].eq(0).all() and torch.equal(out[2:], attention(7, *form)[2:])
 
 
-def test_a_length_beyond_the_bound_alone_gives_rows_of_0():
+def test_length_beyond_max_seq_len_gives_zero_rows():
     assert paged(8, True, False)[:2].eq(0).all() and paged(8, True, False, max_seq_len=8)[:2].ne(0).any()
 
 
-def test_a_tree_longer_than_its_sequence_gives_rows_of_0():
+def test_tree_longer_than_sequence_gives_zero_rows():
     assert tree(1, True, False)[:2].eq(0).all()
 
 
 @pytest.mark.parametrize("context", [-5, -1, -LARGEST, 1000, LARGEST])
-def test_a_context_out_of_range_is_inert_and_overflows(context):
+def test_context_out_of_range_is_inert_and_overflows(context):
     tables = make_tables([8, 8], page_sizes=(4,), max_reqs=2, max_seq_len=8, device=DEVICE)
     batch = BatchBuffers(tables, max_tokens=4)
     set_extend_state(batch, lens(context, 3), 2, 2)
@@ -100,7 +100,7 @@ def test_a_context_out_of_range_is_inert_and_overflows(context):
 
 
 @pytest.mark.parametrize("position", [-3, 8, LARGEST, 2**32 + 4])
-def test_a_position_out_of_range_lists_no_slots(position):
+def test_position_out_of_range_lists_no_slots(position):
     indices, listed = torch.zeros(2, 3, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
     starts = torch.tensor([0, 1, 2], dtype=torch.int32)
     list_window_slots(indices, listed, torch.tensor([position, 4]), lens(9, 5), starts, TABLE, 3, 4)
@@ -109,7 +109,7 @@ def test_a_position_out_of_range_lists_no_slots(position):
 
 @pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize("token", [-1, 7, 10**9, 2**62, -(2**40)])
-def test_an_id_outside_the_vocabulary_embeds_as_0(token, normed):
+def test_id_outside_vocabulary_embeds_as_zero(token, normed):
     norms = [torch.ones(16)] * 2 if normed else []
     embedding, hidden = noise(9, 16)[1:8], noise(2, 16)
     out = embed_concat(torch.tensor([token, 3]), embedding, hidden, norms, 1e-6)
@@ -121,7 +121,7 @@ def test_an_id_outside_the_vocabulary_embeds_as_0(token, normed):
 @pytest.mark.parametrize("verify", [rejection_sample, block_verify])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize(("wrong", "same"), [(-7, -1), (5, None), (10**9, None), (2**62, None)])
-def test_a_draft_id_out_of_range_is_not_accepted(verify, temperature, wrong, same):
+def test_draft_id_out_of_range_is_not_accepted(verify, temperature, wrong, same):
     """Models that agree accept all tokens before it. One below 0 is an end, whatever stands behind."""
     logits = noise(1, 4, 5).repeat(2, 1, 1)
     best = logits[:, :3].argmax(-1)
@@ -147,20 +147,20 @@ WRONG_PARENTS = [-1, 2, 3, 70, 10**9]
 
 
 @pytest.mark.parametrize("parent", WRONG_PARENTS)
-def test_a_parent_out_of_range_ends_its_tree(parent):
+def test_parent_out_of_range_ends_its_tree(parent):
     masks, depths = ancestor_masks(torch.tensor([[0, parent, 1], [0, 1, 1]]))
     assert masks.tolist() == [[1, 3, 0, 0], [1, 3, 7, 11]] and depths.tolist() == [[0, 1, 0, 0], [0, 1, 2, 2]]
 
 
 @pytest.mark.parametrize("parent", WRONG_PARENTS)
-def test_no_path_passes_a_parent_out_of_range(parent):
+def test_no_path_passes_parent_out_of_range(parent):
     drafts, parents = torch.tensor([[4, 5, 6]] * 2), torch.tensor([[0, parent, 1], [0, 1, 2]])
     accepted, path, next_tokens = follow_tree(drafts, parents, torch.tensor([[4, 5, 6, 7]] * 2), 3)
     assert (accepted.tolist(), path.tolist(), next_tokens.tolist()) == ([1, 3], [[1, -1, -1], [1, 2, 3]], [5, 7])
 
 
 @pytest.mark.parametrize("token", [-1, 3, 10**9])
-def test_a_path_out_of_its_tree_moves_nothing(token):
+def test_path_outside_tree_moves_nothing(token):
     caches, slots = (noise(2, 4, 1, 16), noise(2, 4, 1, 16)), torch.tensor([[0, 1, 2], [4, 5, 6]])
     before = caches[0].clone()
     move_accepted_kv(*caches, slots, torch.tensor([[token], [2]]))

@@ -23,13 +23,13 @@ def noise(rows, vocab, seed=0, scale=3.0):
 
 
 @pytest.mark.parametrize("programs", [1, 8])
-def test_a_program_that_takes_several_parts_of_a_row(monkeypatch, programs):
+def test_program_handles_several_parts_of_row(monkeypatch, programs):
     monkeypatch.setattr(kernel, "_PROGRAMS", programs)
     assert torch.equal(*both_ways(noise(4, 13000), [5, 0, 5, 0], [1.0, 0.9, 0.8, 1.0]))
 
 
 @pytest.mark.parametrize("scale", [0.01, 1.0, 10.0])
-def test_a_share_at_the_grain_of_fp32_is_met_within_it(scale):
+def test_top_p_is_met_within_fp32_precision(scale):
     logits, top_p, grain = noise(1, 300, scale=scale), 0.999999, 1e-6
     stays = both_ways(logits, [0], [top_p])[0] > -INF
     share = logits.double().softmax(-1)
@@ -51,7 +51,7 @@ def narrow(monkeypatch):
 
 @pytest.mark.parametrize("garbage", [float("nan"), INF, -INF])
 @pytest.mark.parametrize("vocab", [50, 300])
-def test_a_row_of_garbage_ends_and_leaves_the_others_alone(narrow, vocab, garbage):
+def test_garbage_row_ends_and_spares_others(narrow, vocab, garbage):
     for every in (2, 1):
         logits = noise(3, vocab)
         logits[1, ::every] = garbage
@@ -83,7 +83,7 @@ WIDE = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("row", WIDE.values(), ids=WIDE)
-def test_a_row_of_many_parts(narrow, row):
+def test_row_of_many_parts_matches_torch(narrow, row):
     restrictions = [(200, 1.0), (0, 0.95), (50, 0.9)]
     rows = row.expand(len(restrictions), -1).contiguous()
     assert torch.equal(*both_ways(rows, *map(list, zip(*restrictions, strict=True))))
@@ -120,7 +120,7 @@ THRESHOLDS["top_k's below negative zeros"] = (BELOW_ZEROS, 10, 1.0)
 
 
 @pytest.mark.parametrize(("row", "top_k", "top_p"), THRESHOLDS.values(), ids=THRESHOLDS)
-def test_a_threshold_anywhere_among_the_logits(narrow, row, top_k, top_p):
+def test_threshold_anywhere_among_logits_matches_torch(narrow, row, top_k, top_p):
     by_kernel, by_torch = both_ways(row[None], [top_k], [top_p])
     assert torch.equal(by_kernel, by_torch) and (by_kernel == -INF).any()
 
@@ -157,25 +157,25 @@ MISLEADING = {
 
 @pytest.mark.parametrize(("row", "top_k", "top_p"), MISLEADING.values(), ids=MISLEADING)
 @pytest.mark.parametrize("capacity", [150, 320])
-def test_a_sample_that_misleads_changes_nothing(monkeypatch, capacity, row, top_k, top_p):
+def test_misleading_sample_changes_nothing(monkeypatch, capacity, row, top_k, top_p):
     tiles(monkeypatch, capacity=capacity)
     assert torch.equal(*both_ways(row[None], [top_k], [top_p]))
 
 
-def test_many_logits_in_the_window_are_searched_in_several_passes(monkeypatch):
+def test_many_logits_in_window_take_several_passes(monkeypatch):
     tiles(monkeypatch, sample=256, capacity=2000)
     for seed in range(4):
         assert torch.equal(*both_ways(noise(2, 3000, seed=seed), [700, 0], [1.0, 0.9]))
 
 
-def test_a_top_p_that_rounding_puts_at_the_end_keeps_the_most_probable(narrow):
+def test_top_p_rounded_to_end_keeps_most_probable(narrow):
     logits = noise(1, 320, scale=0.01)
     for top_p in (1 - 2**-24, 1 - 2**-23):
         out, _ = both_ways(logits, [0], [top_p])
         assert torch.equal(out > -INF, logits >= out[out > -INF].min()) and (out > -INF).sum() >= 315
 
 
-def test_a_top_p_that_rounding_carries_over_the_whole_never_brings_back_what_top_k_took(monkeypatch):
+def test_rounded_top_p_never_undoes_top_k(monkeypatch):
     tiles(monkeypatch, block=128, capacity=512)
     inner = torch.rand(300, generator=torch.Generator().manual_seed(1))
     logits = torch.cat([torch.tensor([0.0, 32.0]), 31 + inner]).expand(3, -1).contiguous()
@@ -189,7 +189,7 @@ def test_a_top_p_that_rounding_carries_over_the_whole_never_brings_back_what_top
 @pytest.mark.parametrize(
     "other", [{"part": 16}, {"part": 512}, {"sample": 16}, {"sample": 512}, {"block": 128}, {"capacity": 1}], ids=str
 )
-def test_tiles_do_not_change_what_stays(monkeypatch, other):
+def test_tiles_do_not_change_kept_logits(monkeypatch, other):
     rows = [noise(2, 320), [200, 0], [0.99, 0.8]]
     tiles(monkeypatch)
     first, _ = both_ways(*rows)
@@ -197,7 +197,7 @@ def test_tiles_do_not_change_what_stays(monkeypatch, other):
     assert torch.equal(both_ways(*rows)[0], first)
 
 
-def test_a_row_stays_what_it_is_alone(narrow):
+def test_row_in_batch_equals_row_alone(narrow):
     logits, top_k, top_p = noise(3, 320, scale=0.5), [50, 0, 200], [0.9, 0.999, 1.0]
     together, _ = both_ways(logits, top_k, top_p)
     alone = [both_ways(logits[row : row + 1], [top_k[row]], [top_p[row]])[0] for row in range(3)]
@@ -205,7 +205,7 @@ def test_a_row_stays_what_it_is_alone(narrow):
 
 
 @pytest.mark.parametrize("poison", [float("nan"), INF, 0.0], ids=str)
-def test_what_scratch_held_before_is_never_read(narrow, monkeypatch, poison):
+def test_uninitialised_scratch_is_never_read(narrow, monkeypatch, poison):
     def poisoned(shape, *, dtype, device):
         return torch.full(shape, poison if dtype.is_floating_point else 2**30, dtype=dtype, device=device)
 

@@ -9,7 +9,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("which", ["not slow", "slow"])
-def test_the_kernels_have_a_session_of_their_own(which):
+def test_kernels_have_their_own_session(which):
     session = rf"TRITON_INTERPRET=1 \S*python \$\(PYTEST\) -m \"?{which}\"? tests/interpreter"
     assert re.search(session, (ROOT / "Makefile").read_text())
 
@@ -19,6 +19,6 @@ def test_ci_runs_every_session(target):
     assert re.search(rf"^(timed make|within \d+) {target}$", (ROOT / ".ci/run").read_text(), re.MULTILINE)
 
 
-def test_every_file_of_kernels_is_collected_where_they_are_interpreted() -> None:
+def test_every_interpreter_file_is_named_for_kernels() -> None:
     here = {path.name for path in Path(__file__).parent.glob("test_*.py")}
     assert all("_kernel" in name for name in here - {"test_session.py", "test_out_of_range.py", "test_wide_strides.py"})

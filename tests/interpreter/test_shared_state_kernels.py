@@ -24,7 +24,7 @@ def lengths(data, shared, values):
 
 @settings(max_examples=30)
 @given(shared_states(), st.integers(1, 5), st.data())
-def test_every_operation_on_any_state(shared, query_len, data):
+def test_every_operation_matches_on_any_state(shared, query_len, data):
     def advance(batch):
         for _ in range(query_len):
             advance_state(batch, shared.num_reqs)
@@ -43,14 +43,14 @@ def test_every_operation_on_any_state(shared, query_len, data):
     assert_alike(shared, begin)
 
 
-def test_advance_of_more_rows_than_one_block():
+def test_advance_covers_more_rows_than_one_block():
     rows = 300
     table = [[[-1 if row % 7 == 0 else row % 100, row % 50] for row in range(rows)]]
     shared = Shared([4], table, [(row * 5) % 11 for row in range(rows)], [row % 9 for row in range(rows)], rows - 3)
     assert_alike(shared, lambda batch: advance_state(batch, shared.num_reqs))
 
 
-def test_set_extend_state_of_several_rows_over_pages_of_their_own():
+def test_set_extend_state_covers_rows_with_own_pages():
     table = [[[4 * row + column for column in range(4)] for row in range(first, first + 4)] for first in (0, 4)]
     shared = Shared([4, 2], table, [8] * 4, [0] * 4, 4)
     lens = torch.tensor([3, 0, 5, 1], dtype=torch.int32)

@@ -24,7 +24,7 @@ CASES += [(form, True, name) for form in NARROW for name in CUTS if "tiles" in n
 
 
 @pytest.mark.parametrize(("form", "narrow", "cut"), CASES)
-def test_every_form_in_every_cut(form, narrow, cut):
+def test_every_skinny_form_is_right_in_every_tiling(form, narrow, cut):
     rows, n, k, dtype, tiling = CUTS[cut]
     inputs = make_inputs(form, rows, n, k, torch.bfloat16 if narrow else dtype)
     inputs = inputs.in_8_bits() if narrow else inputs
@@ -32,7 +32,7 @@ def test_every_form_in_every_cut(form, narrow, cut):
 
 
 @pytest.mark.parametrize(("form", "rows"), [("wide", 4), ("wide", 5), ("wide_norm", 11)])
-def test_a_wide_linear_takes_more_rows_a_few_at_a_time(form, rows):
+def test_wide_linear_takes_more_rows_in_parts(form, rows):
     inputs = make_inputs(form, rows, 24, 50, torch.bfloat16)
     assert_within_budget(inputs.call(), inputs)
 
@@ -47,14 +47,14 @@ def test_the_new_residual_is_x_plus_delta(rows, dtype):
     torch.testing.assert_close(total, inputs.x + inputs.delta, rtol=tolerance, atol=0)
 
 
-def test_float16_whose_product_with_the_norms_weight_overflows():
+def test_float16_norm_overflow_is_within_budget():
     inputs = make_inputs("norm", 4, 20, 50, torch.float16)
     inputs.x *= 15000
     inputs.norm *= 8
     assert_within_budget(inputs.launched(TILE), inputs)
 
 
-def test_a_row_of_zeros_is_normed_to_zeros():
+def test_zero_row_is_normed_to_zeros():
     inputs = make_inputs("gated", 3, 18, 50)
     inputs.x[1] = 0
     assert torch.equal(inputs.launched(TILE)[1], torch.zeros(18))

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from attn_backends.kernels import sparse_attention
-from tests.attn_backends.kernels.test_sparse_attention import BF16, FP8, Asked
+from tests.attn_backends.kernels.test_sparse_attention import BF16, FP8, SparseCase
 
 FORMS = {"plain": {"dtype": BF16, "dim": 512}, "fp8_ds_mla": FP8}
 
@@ -25,15 +25,15 @@ def force(monkeypatch, block_m, block_n, tokens_first):
     ids=str,
 )
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
-def test_lists_in_one_block_and_in_many(monkeypatch, form, lists, tile):
+def test_lists_in_one_and_many_blocks_are_right(monkeypatch, form, lists, tile):
     force(monkeypatch, *tile)
-    Asked(lists, **form, heads=20 if tile[1] == 32 else 3).check()
+    SparseCase(lists, **form, heads=20 if tile[1] == 32 else 3).check()
 
 
 @pytest.mark.parametrize("tile", [(16, 16, True), (16, 16, False), (16, 8, False)], ids=str)
-def test_a_list_of_nothing_and_a_sink_of_infinity_give_zero_whatever_the_query_holds(monkeypatch, tile):
+def test_empty_list_and_infinite_sink_give_zero(monkeypatch, tile):
     force(monkeypatch, *tile)
-    asked = Asked((0, 12, 3))
+    asked = SparseCase((0, 12, 3))
     asked.query[0] = asked.query[2] = math.nan
     asked.indices[2, :3] = -1
     out, bare = asked.run(sinks=torch.tensor([math.inf, -math.inf, 0.0])), asked.run(sinks=None)
@@ -42,9 +42,9 @@ def test_a_list_of_nothing_and_a_sink_of_infinity_give_zero_whatever_the_query_h
 
 
 @pytest.mark.parametrize("tile", [(16, 16, True), (16, 16, False), (16, 2, False)], ids=str)
-def test_a_latent_of_nan_makes_nan_of_the_token_that_lists_it(monkeypatch, tile):
+def test_nan_latent_reaches_only_token_listing_it(monkeypatch, tile):
     force(monkeypatch, *tile)
-    asked = Asked((5, 5))
+    asked = SparseCase((5, 5))
     slot = int(asked.indices[0, :5].max())
     asked.cache[slot // 4, slot % 4] = math.nan
     found = asked.run().isnan()

@@ -66,7 +66,7 @@ def tma_launches(monkeypatch):
 
 
 @pytest.mark.parametrize(("form", "narrow", "rows", "n", "k", "dtype", "cut"), CASES)
-def test_every_form_in_every_cut(form, narrow, rows, n, k, dtype, cut, tma_launches):
+def test_every_streamed_form_is_right_in_every_tiling(form, narrow, rows, n, k, dtype, cut, tma_launches):
     arguments = make_arguments(form, rows, n, k, BF16 if narrow and dtype is FP32 else dtype)
     arguments = in_8_bits(arguments) if narrow else arguments
     assert_exact(arguments.launch(cut), arguments)
@@ -74,13 +74,13 @@ def test_every_form_in_every_cut(form, narrow, rows, n, k, dtype, cut, tma_launc
 
 
 @pytest.mark.parametrize("form", WHOLE)
-def test_more_rows_of_8_bits_than_a_launch_takes(form):
+def test_fp8_rows_beyond_one_launch_are_right(form):
     arguments = in_8_bits(make_arguments(form, 163, 37, 50, FP16))
     assert_exact(arguments.launch(), arguments)
 
 
 @pytest.mark.parametrize("rows", [161, 256])
-def test_a_gate_of_16_bits_takes_more_rows_in_one_launch(rows, tma_launches):
+def test_sixteen_bit_gate_takes_more_rows_per_launch(rows, tma_launches):
     arguments = make_arguments("gated_limit", rows, 37, 136, BF16)
     of_many_outputs = streamed_tiling(rows, 28672, 136, room_of(CPU), gated=True)
     assert_exact(arguments.launch(of_many_outputs), arguments)
@@ -89,7 +89,7 @@ def test_a_gate_of_16_bits_takes_more_rows_in_one_launch(rows, tma_launches):
 
 @pytest.mark.parametrize("form", WHOLE)
 @pytest.mark.parametrize(("rows", "dtype"), [(33, FP16), (65, FP16), (96, BF16), (97, FP16), (160, BF16)])
-def test_the_copy_engine_fetches_the_tiles_of_many_rows(form, rows, dtype, tma_launches):
+def test_tma_loads_tiles_of_many_rows(form, rows, dtype, tma_launches):
     arguments = make_arguments(form, rows, 37, 552 if rows in (96, 97) else 136, dtype)
     if form != "gated_limit" and rows in (96, 97):
         # The tiling is the device's own, cut into shares.
@@ -118,7 +118,7 @@ MISALIGNED = {
 
 @pytest.mark.parametrize("form", WHOLE)
 @pytest.mark.parametrize(("inputs", "change"), MISALIGNED.values(), ids=MISALIGNED)
-def test_what_the_copy_engine_cannot_fetch_goes_to_the_other_kernel(form, inputs, change, tma_launches):
+def test_misaligned_operands_use_kernel_without_tma(form, inputs, change, tma_launches):
     arguments = make_arguments(form, 5, 37, inputs)
     arguments = arguments._replace(x=change(arguments.x))
     assert_exact(arguments.launch(tile(2, block_m2=16, tma=True)), arguments)
@@ -126,7 +126,7 @@ def test_what_the_copy_engine_cannot_fetch_goes_to_the_other_kernel(form, inputs
 
 
 @pytest.mark.parametrize("form", WHOLE)
-def test_the_copy_engine_reads_rows_of_a_wider_buffer_and_nothing_around_them(form, tma_launches):
+def test_tma_reads_only_its_rows_of_wider_buffer(form, tma_launches):
     arguments = make_arguments(form, 5, 37, 56)
     beside = {name: part for name in ("bias", "residual") if (part := getattr(arguments, name)) is not None}
     beside = {name: Placed(part, part.device).view for name, part in beside.items()}
@@ -134,7 +134,7 @@ def test_the_copy_engine_reads_rows_of_a_wider_buffer_and_nothing_around_them(fo
     assert torch.equal(poisoned.launch(tile(tma=True)), arguments.launch(tile(tma=True))) and len(tma_launches) == 2
 
 
-def test_the_sum_of_shares_is_added_to_the_residual():
+def test_sum_of_shares_is_added_to_residual():
     arguments = make_arguments("residual", 5, 21, 600, torch.bfloat16)
     shares = StreamedShares(arguments.x, arguments.weight).launch()
     assert_exact(SumShares(shares, arguments.residual).launch(), arguments)
@@ -149,12 +149,12 @@ ROWS_OF_GROUPS = {
 
 @pytest.mark.parametrize("form", ["groups", "gated_groups"])
 @pytest.mark.parametrize("group_of", ROWS_OF_GROUPS.values(), ids=ROWS_OF_GROUPS)
-def test_groups_of_more_rows_than_a_tile_and_of_none(group_of, form):
+def test_groups_larger_than_tile_and_empty_are_right(group_of, form):
     arguments = make_arguments(form, len(group_of), 21, 50, group_of=group_of)
     assert_exact(arguments.launch(tile()), arguments)
 
 
-def test_rows_beyond_the_last_end_are_of_the_last_group():
+def test_rows_after_last_end_belong_to_last_group():
     arguments = make_arguments("groups", 5, 21, 50)
     wanted = exact(arguments._replace(ends=torch.tensor([0, 1, 2, 3, 5]).int()))
     assert_exact(arguments._replace(ends=torch.tensor([0, 1, 2, 3, 4]).int()).launch(tile()), arguments, wanted)
@@ -171,7 +171,7 @@ def test_a_row_of_nan_stays_alone(form, tma):
     assert found[1].isnan().all() and torch.equal(found[::2], clean[::2])
 
 
-def test_no_sorted_rows_give_no_result():
+def test_no_sorted_rows_give_empty_result():
     arguments = make_arguments("groups", 1, 21, 50)
     empty = arguments._replace(x=arguments.x[:0], ends=torch.zeros(5, dtype=torch.int32))
     assert empty.launch().shape == (0, 21)

@@ -60,7 +60,7 @@ def dynamic_tree(like):
 
 
 @pytest.mark.parametrize("drafted", [step, block, candidates, block_tree, dynamic_tree])
-def test_operands_of_any_strides_give_what_contiguous_ones_give(drafted):
+def test_operands_of_any_strides_match_contiguous_ones(drafted):
     torch.manual_seed(0)
     wanted = drafted(torch.Tensor.contiguous)
     torch.manual_seed(0)

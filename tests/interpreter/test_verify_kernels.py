@@ -20,7 +20,7 @@ ORACLES = {"rejection": rejection_oracle, "block": block_oracle}
 
 
 @pytest.mark.parametrize("op", ["rejection_sample", "block_verify"])
-def test_the_samples_give_outputs_of_every_kind(op):
+def test_samples_cover_every_kind_of_output(op):
     kinds = set()
     for sample in TABLE[f"spec_decode::{op}"].samples[: len(SHAPES)]:
         arguments = VerifyArguments(*sample)
@@ -34,7 +34,7 @@ def test_the_samples_give_outputs_of_every_kind(op):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_token_beyond_the_vocabulary_is_not_drawn(temperature):
+def test_padding_after_vocabulary_is_not_sampled(temperature):
     wide = torch.full((3, 601), math.inf)
     wide[:, :600] = noise(3, 600)
     logits, zeros = wide[:, :600], torch.zeros(3, dtype=torch.int64)
@@ -44,7 +44,7 @@ def test_a_token_beyond_the_vocabulary_is_not_drawn(temperature):
     assert found.lt(599).all()
 
 
-def test_parameters_and_columns_of_any_strides_are_each_rows_own():
+def test_strided_parameters_apply_per_row():
     params = [
         SamplingParams(temperature=t, top_k=k, top_p=p, seed=at)
         for at, (t, k, p) in enumerate([(1.0, 3, 1), (0, 0, 1), (0.5, 0, 0.3), (2.0, 0, 1), (1.0, 1, 1), (0, 0, 1)])
@@ -60,7 +60,7 @@ def test_parameters_and_columns_of_any_strides_are_each_rows_own():
 
 
 @pytest.mark.parametrize("name", OPS)
-def test_every_output_is_what_the_noise_says(name):
+def test_every_output_matches_its_noise(name):
     case = Case(1)
     seeds = torch.arange(len(case.rows))
     case.check(case.run(OPS[name], seeds), ORACLES[name], seeds)

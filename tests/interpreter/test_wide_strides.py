@@ -160,7 +160,7 @@ def widened(tensor: torch.Tensor, dim: int, folder: Path) -> torch.Tensor:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("op", "shapes", "name", "dim"), PLACES)
-def test_numbers_more_than_two_to_the_31_apart_are_found(op, shapes, name, dim, device, tmp_path):
+def test_elements_beyond_32_bit_offsets_are_read(op, shapes, name, dim, device, tmp_path):
     generator = torch.Generator().manual_seed(1)
     tensors = {each: torch.randn(shape, generator=generator).to(device) for each, shape in shapes.items()}
     wide = {**{each: tensor.clone() for each, tensor in tensors.items()}, name: widened(tensors[name], dim, tmp_path)}

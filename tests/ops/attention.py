@@ -225,14 +225,14 @@ def sparse_attention():
         return tuple(getattr(asked, name) for name in SparseAttentionArguments._fields)
 
     for case in sparse.CASES.values():
-        yield of(sparse.Asked(**case))
+        yield of(sparse.SparseCase(**case))
     for lists, form in product(
         ((20, 3, 0, 1, 17), (0, 40, 6, 0, 16)), ({"dtype": torch.bfloat16, "dim": 512}, sparse.FP8)
     ):
-        yield of(sparse.Asked(lists, **form, heads=20))
-    yield of(sparse.Asked(), sinks=[-torch.inf] * 3)
-    yield of(sparse.Asked((12, 0, 3)), sinks=[torch.inf, -torch.inf, 0.0])
+        yield of(sparse.SparseCase(lists, **form, heads=20))
+    yield of(sparse.SparseCase(), sinks=[-torch.inf] * 3)
+    yield of(sparse.SparseCase((12, 0, 3)), sinks=[torch.inf, -torch.inf, 0.0])
     for form, beyond in product(({}, sparse.FP8), (None, 2**31 - 1, -(2**31))):
-        asked = sparse.Asked((5, 3), **form)
+        asked = sparse.SparseCase((5, 3), **form)
         asked.indices[0, 2] = asked.cache.shape[0] * asked.page_size if beyond is None else beyond
         yield of(asked)

@@ -35,7 +35,7 @@ class Placed:
         assert torch.equal(_bits(self.buffer), _bits(poison))
 
 
-def ask(op: Op, sample: Sequence[Any], device: torch.device, *, gaps: bool = False) -> None:
+def check_op(op: Op, sample: Sequence[Any], device: torch.device, *, gaps: bool = False) -> None:
     """Raise AssertionError unless the kernel, amid poison, returns what the reference does and writes nothing else."""
     wanted = tree_map_only(torch.Tensor, torch.clone, [*sample])
     with torch_implementations():

@@ -32,18 +32,18 @@ def step(report, *, seconds=0.1, status=0):
     return Step(report, ("-c", RECORD.format(seconds=seconds, status=status)))
 
 
-def made(folder):
+def reports_in(folder):
     return {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")}
 
 
-def ran(folder, lone, shared, gpus=(0, 1), seconds=None):
+def run_steps(folder, lone, shared, gpus=(0, 1), seconds=None):
     run = Evidence(gpus=gpus, lone=lone, shared=shared, into=folder, seconds=seconds)
     run.run()
-    return run, made(folder)
+    return run, reports_in(folder)
 
 
-def test_every_step_leaves_its_report_and_no_log(tmp_path):
-    run, reports = ran(tmp_path, [step("a")], [step("b"), step("c")])
+def test_every_step_leaves_report_and_no_log(tmp_path):
+    run, reports = run_steps(tmp_path, [step("a")], [step("b"), step("c")])
 
     assert reports.keys() == {"a", "b", "c"} and not run.failed
     assert not list(tmp_path.glob("*.log")) and not list(tmp_path.glob(".*"))
@@ -54,9 +54,9 @@ def one_after_another(rows):
     return all(row["ended"] <= after["began"] for row, after in pairwise(rows))
 
 
-def test_shared_steps_share_one_gpu_and_come_first_there(tmp_path):
+def test_shared_steps_share_one_gpu_and_come_first(tmp_path):
     lone, shared = [[step(f"{kind}{i}", seconds=0.3) for i in range(4)] for kind in "ls"]
-    _, reports = ran(tmp_path, lone, shared)
+    _, reports = run_steps(tmp_path, lone, shared)
 
     together = [reports.pop(each.report) for each in shared]
     (gpu,) = {row["gpu"] for row in together}
@@ -65,8 +65,8 @@ def test_shared_steps_share_one_gpu_and_come_first_there(tmp_path):
     assert all(row["gpu"] != gpu or row["began"] >= last for row in reports.values())
 
 
-def test_a_lone_step_has_its_gpu_to_itself_and_no_gpu_waits(tmp_path):
-    _, reports = ran(tmp_path, [step(f"t{i}", seconds=0.5) for i in range(4)], [])
+def test_lone_step_has_its_gpu_alone(tmp_path):
+    _, reports = run_steps(tmp_path, [step(f"t{i}", seconds=0.5) for i in range(4)], [])
 
     by_gpu = [[row for row in reports.values() if row["gpu"] == gpu] for gpu in "01"]
     assert [len(rows) for rows in by_gpu] == [2, 2] and all(map(one_after_another, by_gpu))
@@ -80,7 +80,7 @@ def test_a_lone_step_has_its_gpu_to_itself_and_no_gpu_waits(tmp_path):
         ((3,), (0, 1), {0: [3], 1: [3]}),
     ],
 )
-def test_each_gpu_has_its_share_of_the_cores(cores, gpus, expected, monkeypatch):
+def test_cores_are_divided_among_gpus(cores, gpus, expected, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(cores))
     assert {gpu: cores_of([gpu], gpus) for gpu in gpus} == expected
     assert cores_of(gpus, gpus) == sorted({core for of_gpu in expected.values() for core in of_gpu})
@@ -88,38 +88,38 @@ def test_each_gpu_has_its_share_of_the_cores(cores, gpus, expected, monkeypatch)
 
 def test_a_step_runs_on_its_gpus_cores(tmp_path):
     own = sorted(os.sched_getaffinity(0))
-    _, reports = ran(tmp_path, [step("a", seconds=0.5), step("b", seconds=0.5)], [])
+    _, reports = run_steps(tmp_path, [step("a", seconds=0.5), step("b", seconds=0.5)], [])
     found = {int(row["gpu"]): row["cores"] for row in reports.values()}
     assert found == {gpu: cores_of([gpu], (0, 1)) for gpu in (0, 1)}
     assert sorted(os.sched_getaffinity(0)) == own
 
 
-def test_what_would_not_end_in_time_is_left_out_and_named(tmp_path):
+def test_step_too_long_for_time_is_skipped(tmp_path):
     long = replace(step("long"), seconds=100.0)
-    run, reports = ran(tmp_path, [long], [replace(step("short"), seconds=1.0)], seconds=60.0)
+    run, reports = run_steps(tmp_path, [long], [replace(step("short"), seconds=1.0)], seconds=60.0)
 
     assert reports.keys() == {"short"} and run.skipped == ["long"] and not run.failed
 
 
-def test_what_outlives_the_time_is_ended_with_what_it_started_and_its_old_report_stays(tmp_path):
+def test_step_over_time_is_killed_keeping_old_report(tmp_path):
     (tmp_path / "slow.json").write_text('{"old": true}')
     child = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1], *sys.argv[2:]])"
     slow = Step("slow", ("-c", child, RECORD.format(seconds=600, status=0)), seconds=0.0)
-    run, reports = ran(tmp_path, [], [slow], seconds=0.5)
+    run, reports = run_steps(tmp_path, [], [slow], seconds=0.5)
 
     assert run.failed == ["slow"] and reports == {"slow": {"old": True}}
 
 
 @pytest.mark.parametrize("end", ["time.sleep(600)", "os.abort()"], ids=["by the time", "by itself"])
-def test_the_part_that_an_ended_step_has_written_does_not_replace_its_old_report(tmp_path, end):
+def test_partial_report_does_not_replace_old_one(tmp_path, end):
     (tmp_path / "slow.json").write_text('{"old": true}')
     writes = f"import os, sys, time; open(sys.argv[-1], 'w').write('{{\"part\": true}}'); {end}"
-    run, reports = ran(tmp_path, [Step("slow", ("-c", writes), seconds=0.0)], [], seconds=2.0)
+    run, reports = run_steps(tmp_path, [Step("slow", ("-c", writes), seconds=0.0)], [], seconds=2.0)
 
     assert run.failed == ["slow"] and reports == {"slow": {"old": True}}
 
 
-def test_what_a_command_leaves_behind_ends_with_it():
+def test_background_processes_end_with_their_command():
     read, write = os.pipe()
     with open(write, "w") as output:
         assert run_on_gpus(["sh", "-c", "(sleep 5; echo late) &"], [0], output, None, among=[0]) == 0
@@ -128,15 +128,15 @@ def test_what_a_command_leaves_behind_ends_with_it():
         assert said.read() == ""
 
 
-def test_a_step_that_fails_is_named_and_keeps_its_report_and_its_log(tmp_path):
-    run, reports = ran(tmp_path, [], [step("bad", status=1), step("good")])
+def test_failed_step_keeps_its_report_and_log(tmp_path):
+    run, reports = run_steps(tmp_path, [], [step("bad", status=1), step("good")])
 
     assert run.failed == ["bad"] and reports.keys() == {"bad", "good"}
     assert (tmp_path / "bad.log").read_text() == "said\n"
 
 
 @pytest.mark.parametrize("dirty", [True, None])
-def test_a_checkout_that_is_not_known_to_be_a_commit_is_refused(tmp_path, monkeypatch, capsys, dirty):
+def test_dirty_or_unknown_checkout_is_rejected(tmp_path, monkeypatch, capsys, dirty):
     other = replace_dirty(dirty)
     monkeypatch.setattr(evidence, "environment", lambda device: other)
     monkeypatch.setattr("sys.argv", ["evidence.py", "--into", str(tmp_path / "reports")])
@@ -154,7 +154,7 @@ def replace_dirty(dirty):
 
 
 @pytest.fixture
-def asked(tmp_path, monkeypatch):
+def run_script(tmp_path, monkeypatch):
     """Runs the script with more arguments, on a clean checkout of a machine with two GPUs; what it made."""
     clean = replace_dirty(False)
     monkeypatch.setattr(evidence, "environment", lambda device: clean)
@@ -165,28 +165,28 @@ def asked(tmp_path, monkeypatch):
     def run(*arguments):
         monkeypatch.setattr("sys.argv", ["evidence.py", "--into", str(tmp_path), *arguments])
         evidence.main()
-        return made(tmp_path)
+        return reports_in(tmp_path)
 
     return run
 
 
-def test_only_the_reports_asked_for_are_made(asked):
-    assert asked("--only", "check-*").keys() == {"check-a"}
+def test_only_requested_reports_are_written(run_script):
+    assert run_script("--only", "check-*").keys() == {"check-a"}
 
 
-def test_a_gpu_is_named_to_a_step_as_to_this_process(asked, monkeypatch):
+def test_visible_gpu_name_is_passed_to_step(run_script, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,GPU-7")
-    assert {row["gpu"] for row in asked("--only", "memcheck", "--only", "bench-a").values()} == {"5", "GPU-7"}
+    assert {row["gpu"] for row in run_script("--only", "memcheck", "--only", "bench-a").values()} == {"5", "GPU-7"}
 
 
-def test_a_pattern_that_fits_no_report_is_refused(asked, capsys, tmp_path):
+def test_pattern_matching_no_report_is_rejected(run_script, capsys, tmp_path):
     with pytest.raises(SystemExit):
-        asked("--only", "check-*", "--only", "chek-*")
+        run_script("--only", "check-*", "--only", "chek-*")
     said = "--only must match one of check-a, soak-a, memcheck, bench-a, got chek-*."
-    assert said in capsys.readouterr().err and not made(tmp_path)
+    assert said in capsys.readouterr().err and not reports_in(tmp_path)
 
 
-def test_every_backend_is_checked_and_soaked_and_no_report_is_made_twice():
+def test_every_backend_is_checked_and_soaked_once():
     backends = ["one", "two"]
     steps = [*evidence.lone_steps(), *evidence.shared_steps(backends)]
     reports = [each.report for each in steps]

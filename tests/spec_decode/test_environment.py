@@ -11,7 +11,7 @@ from spec_decode.matrix.cells import Run
 CPU = torch.device("cpu")
 
 
-def test_the_environment_of_the_cpu_has_no_driver_and_no_cuda():
+def test_cpu_environment_has_no_driver_or_cuda():
     env = environment(CPU)
     assert env.driver is None and env.cuda is None
     assert env.torch == torch.__version__ and env.device
@@ -21,7 +21,7 @@ def test_the_date_is_utc_to_the_second():
     assert environment(CPU).date.endswith("+00:00") and len(environment(CPU).date) == 25
 
 
-def test_a_failing_probe_becomes_a_value_with_its_reason(monkeypatch):
+def test_failing_probe_becomes_value_with_reason(monkeypatch):
     def broken() -> str:
         raise OSError("no such table")
 
@@ -29,7 +29,7 @@ def test_a_failing_probe_becomes_a_value_with_its_reason(monkeypatch):
     assert environment(CPU).device == "unknown: OSError: no such table"
 
 
-def test_a_machine_without_git_has_an_unknown_commit(monkeypatch, tmp_path):
+def test_machine_without_git_has_unknown_commit(monkeypatch, tmp_path):
     def absent(*_: object, **__: object) -> None:
         raise FileNotFoundError("git")
 
@@ -41,7 +41,7 @@ def test_a_machine_without_git_has_an_unknown_commit(monkeypatch, tmp_path):
     assert env.commit.startswith("unknown") and env.dirty is None
 
 
-def test_a_package_inside_somebody_elses_checkout_has_an_unknown_commit(monkeypatch, tmp_path):
+def test_package_in_foreign_checkout_has_unknown_commit(monkeypatch, tmp_path):
     subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
     monkeypatch.delenv("ATTN_BACKENDS_COMMIT", raising=False)
     monkeypatch.setattr(environment_module, "_PACKAGE", tmp_path / "spec_decode")
@@ -49,7 +49,7 @@ def test_a_package_inside_somebody_elses_checkout_has_an_unknown_commit(monkeypa
 
 
 @pytest.mark.parametrize(("said", "dirty"), [("0", False), ("1", True), ("maybe", None), ("", None)])
-def test_the_variables_speak_for_a_copy_without_git(no_git, monkeypatch, said, dirty):
+def test_variables_state_commit_of_copy_without_git(no_git, monkeypatch, said, dirty):
     monkeypatch.setenv("ATTN_BACKENDS_COMMIT", "abc123")
     monkeypatch.setenv("ATTN_BACKENDS_DIRTY", said)
     env = environment(CPU)
@@ -71,7 +71,7 @@ def git(monkeypatch):
     monkeypatch.setattr(environment_module, "_git_state", lambda package: ("f00dfeed", False))
 
 
-def test_git_is_asked_once_a_process(monkeypatch, tmp_path):
+def test_git_runs_once_per_process(monkeypatch, tmp_path):
     """A fresh clone's git reads every file each time."""
     asked = []
     monkeypatch.setattr(environment_module, "_PACKAGE", tmp_path / "spec_decode")
@@ -80,13 +80,13 @@ def test_git_is_asked_once_a_process(monkeypatch, tmp_path):
     assert [command[-1] for command in asked if "status" in command] == [":!reports"]
 
 
-def test_a_commit_that_git_gave_is_marked_by_nothing(git):
+def test_commit_from_git_is_not_marked_stated(git):
     assert (environment(CPU).commit, environment(CPU).stated) == ("f00dfeed", None)
 
 
 @pytest.mark.parametrize("changed", [False, True])
 @pytest.mark.parametrize("variables", [{"COMMIT": "f00dfeed", "DIRTY": "0"}, {"COMMIT": "abc1"}, {"DIRTY": "1"}])
-def test_in_a_checkout_one_field_says_what_git_says(monkeypatch, variables, changed):
+def test_git_state_overrides_variables_in_checkout(monkeypatch, variables, changed):
     monkeypatch.setattr(environment_module, "_git_state", lambda package: ("f00dfeed", changed))
     for name, value in variables.items():
         monkeypatch.setenv(f"ATTN_BACKENDS_{name}", value)
@@ -109,7 +109,7 @@ def test_in_a_checkout_one_field_says_what_git_says(monkeypatch, variables, chan
         ({"unpacked/package/__init__.py": "", "run.log": "", "name with space/x": ""}, False),
     ],
 )
-def test_a_tree_is_dirty_where_its_source_differs_from_the_commit(monkeypatch, tmp_path, change, dirty):
+def test_tree_is_dirty_if_its_source_changed(monkeypatch, tmp_path, change, dirty):
     monkeypatch.setattr(environment_module, "_PACKAGE", tmp_path / "spec_decode")
     for name in ("ATTN_BACKENDS_COMMIT", "ATTN_BACKENDS_DIRTY"):
         monkeypatch.delenv(name, raising=False)
@@ -133,20 +133,20 @@ def _write(folder, files):
 
 
 @pytest.mark.parametrize("value", ["HEAD", "<script>", "f" * 65, "a b"])
-def test_a_stated_commit_that_is_no_hash_is_unknown(no_git, monkeypatch, value):
+def test_stated_commit_that_is_no_hash_is_unknown(no_git, monkeypatch, value):
     monkeypatch.setenv("ATTN_BACKENDS_COMMIT", value)
     env = environment(CPU)
     assert env.commit.startswith("unknown: ATTN_BACKENDS_COMMIT is not a commit")
     assert env.stated == "stated by ATTN_BACKENDS_COMMIT"
 
 
-def test_a_stated_commit_is_marked_where_the_matrix_shows_it(no_git, monkeypatch):
+def test_stated_commit_is_marked_in_matrix(no_git, monkeypatch):
     monkeypatch.setenv("ATTN_BACKENDS_COMMIT", "abc123")
     run = Run(subject="it", env=environment(CPU), command="")
     assert run.commit == "abc123 (dirty or not: unknown) (stated by ATTN_BACKENDS_COMMIT)"
 
 
-def test_an_earlier_report_whose_git_and_variables_disagree_tells_no_state(git):
+def test_conflicting_git_and_variables_leave_dirty_unknown(git):
     stated = "stated by ATTN_BACKENDS_COMMIT and ATTN_BACKENDS_DIRTY; git says f00dfeed dirty"
     earlier = {**msgspec.to_builtins(environment(CPU)), "dirty": False, "stated": stated}
     env = msgspec.convert(earlier, Environment)

@@ -20,7 +20,7 @@ for _ in range(60):
 
 
 @pytest.mark.slow
-def test_two_processes_that_write_one_file_leave_one_of_theirs_whole(tmp_path):
+def test_two_processes_writing_one_file_leave_it_complete(tmp_path):
     path = tmp_path / "out" / "report.json"
     sizes = {"one": 20_000, "two": 30_000}
     command = [sys.executable, "-c", WRITER, str(path)]
@@ -33,7 +33,7 @@ def test_two_processes_that_write_one_file_leave_one_of_theirs_whole(tmp_path):
     assert list(path.parent.iterdir()) == [path]
 
 
-def test_a_full_disk_leaves_what_was_there_and_nothing_beside_it(tmp_path, monkeypatch):
+def test_full_disk_leaves_old_file_only(tmp_path, monkeypatch):
     path = tmp_path / "report.json"
     write_whole(path, b"old")
 
@@ -47,7 +47,7 @@ def test_a_full_disk_leaves_what_was_there_and_nothing_beside_it(tmp_path, monke
     assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
 
 
-def test_a_link_stays_and_the_file_that_it_names_is_written(tmp_path):
+def test_write_follows_link_and_keeps_it(tmp_path):
     path, file = tmp_path / "report.json", tmp_path / "elsewhere" / "report.json"
     path.symlink_to(file)
     for content in (b"one", b"two"):
@@ -56,7 +56,7 @@ def test_a_link_stays_and_the_file_that_it_names_is_written(tmp_path):
     assert list(file.parent.iterdir()) == [file]
 
 
-def test_a_pipe_that_nobody_reads_is_refused_and_not_waited_for(tmp_path):
+def test_pipe_without_reader_is_rejected(tmp_path):
     path = tmp_path / "pipe"
     os.mkfifo(path)
 
@@ -65,7 +65,7 @@ def test_a_pipe_that_nobody_reads_is_refused_and_not_waited_for(tmp_path):
     assert path.is_fifo()
 
 
-def test_a_pipe_with_a_reader_is_written_to(tmp_path):
+def test_pipe_with_reader_is_written(tmp_path):
     path = tmp_path / "pipe"
     os.mkfifo(path)
     reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)

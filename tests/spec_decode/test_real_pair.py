@@ -115,16 +115,15 @@ SERVED = [
         for strategy in strategies_of(served[0])
     ],
 )
-def test_greedy_text_is_that_of_plain_decoding_and_sampled_text_the_same_in_every_strategy(
-    draft: str, backend: str, strategy: Strategy
-) -> None:
+def test_shipped_draft_texts_match_in_every_strategy(draft: str, backend: str, strategy: Strategy) -> None:
+    """Greedy text is also that of plain decoding."""
     greedy, sampled = greedy_and_sampled(draft, backend, strategy)
     for request, found, wanted in zip(requests(**FEW), greedy, plain(), strict=True):
         assert found == wanted or excused(request.prompt, wanted, found)
     assert sampled == greedy_and_sampled(draft, backend, Strategy.EAGER)[1]
 
 
-def test_plain_text_is_the_targets_own_argmax() -> None:
+def test_plain_text_is_argmax_of_target() -> None:
     prompt, text = requests(**FEW)[0].prompt, plain()[0]
 
     assert [int(logits_behind([*prompt, *text[:n]]).argmax()) for n in range(12)] == text[:12]
@@ -134,7 +133,7 @@ def test_plain_text_is_the_targets_own_argmax() -> None:
     ("draft", "backend", "least"),
     [("draft", "triton_paged", 2.0), ("latent_draft", "sparse_swa_mla", 1.8), ("block_draft", "triton_paged", 1.8)],
 )
-def test_draft_is_accepted_well_above_chance_on_held_out_text(draft: str, backend: str, least: float) -> None:
+def test_draft_is_accepted_above_chance_on_unseen_text(draft: str, backend: str, least: float) -> None:
     engine, _ = run(backend, 4, Strategy.EAGER, draft, requests())
 
     assert engine.stats.mean_accepted >= least

@@ -68,7 +68,7 @@ def test_text_that_a_program_uses_counts() -> None:
         ("spec_decode.conformance.drafter_checks", "spec_decode.testing.plain_draft", "spec_decode.engine.engine"),
     ],
 )
-def test_what_lies_behind_a_module_is_what_it_imports(root: str, uses: str, leaves_out: str) -> None:
+def test_digests_cover_what_a_module_imports(root: str, uses: str, leaves_out: str) -> None:
     found = digests_behind([root])
     assert root in found and uses in found and leaves_out not in found
 
@@ -81,7 +81,7 @@ def test_a_changed_model_ages_no_cell_of_the_kit() -> None:
     assert not [name for name in found if name.startswith("spec_decode.models")]
 
 
-def test_what_is_imported_where_types_are_not_checked_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_import_outside_type_checking_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = "if TYPE_CHECKING:\n import builders.spec\nelse:\n import builders.errors\n"
     (tmp_path / "some_plug_in.py").write_text(f"{source}if not typing.TYPE_CHECKING:\n import builders.devices")
     monkeypatch.syspath_prepend(tmp_path)
@@ -89,16 +89,16 @@ def test_what_is_imported_where_types_are_not_checked_counts(tmp_path: Path, mon
     assert {"builders.errors", "builders.devices"} <= found.keys() and "builders.spec" not in found
 
 
-def test_a_root_of_another_project_brings_its_own_modules() -> None:
+def test_root_of_another_project_includes_its_modules() -> None:
     assert {"tests.mutants", "tests.page_lists", "builders.spec"} <= digests_behind(["tests.mutants"]).keys()
 
 
 @pytest.mark.parametrize("root", ["builtins", "no.such_module", ""])
-def test_a_root_without_a_file_has_no_entry(root: str) -> None:
+def test_root_without_file_has_no_entry(root: str) -> None:
     assert digests_behind([root]) == {}
 
 
-def test_parts_share_their_modules_and_change_by_themselves() -> None:
+def test_parts_share_modules_and_change_separately() -> None:
     record = SourceRecord.of({"a": ["builders.errors"], "b": ["builders.devices"]})
     other = dict.fromkeys(record.modules["builders"], "0" * 8)
     broken = SourceRecord(modules={**record.modules, "builders": other}, parts=record.parts)
@@ -108,13 +108,13 @@ def test_parts_share_their_modules_and_change_by_themselves() -> None:
     assert SourceRecord(modules={"builders": {"gone": "0" * 8}}).changed() == ("builders.gone",)
 
 
-def test_the_modules_of_a_part_ascend_across_packages() -> None:
+def test_modules_of_a_part_are_sorted() -> None:
     """A file then needs few runs for them."""
     [part] = SourceRecord.of({"": ["attn_backends.torch_reference"]}).parts.values()
     assert list(part) == sorted(part)
 
 
-def test_no_module_of_another_package_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_modules_of_other_packages_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     read, find = [], source_digests._module
     monkeypatch.setattr(source_digests, "_module", lambda name: read.append(name) or find(name))
     digests_behind(["spec_decode.graphs.emulator"])

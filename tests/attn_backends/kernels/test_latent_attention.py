@@ -23,7 +23,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("change", "message"), REFUSED.values(), ids=REFUSED)
-def test_latents_that_a_kernel_would_misread_are_refused(change, message):
+def test_misread_latents_raise_batch_error(change, message):
     with pytest.raises(BatchError) as refused:
         RIGHT._replace(**change).reference()
     assert message in str(refused.value)
@@ -33,7 +33,7 @@ DIMS = st.sampled_from([16, 32, 64, 128, 256, 512])
 
 
 @given(rows=st.integers(1, 4096), value_dim=DIMS, rotary_dim=DIMS, element_size=st.sampled_from([2, 4]))
-def test_a_tile_of_any_width_fits_a_hopper_multiprocessor(rows, value_dim, rotary_dim, element_size):
+def test_latent_tile_fits_hopper_shared_memory(rows, value_dim, rotary_dim, element_size):
     dim = value_dim + rotary_dim
     config = tile_config(rows, dim, element_size)
     query, weights = config["BLOCK_M"] * dim, config["BLOCK_M"] * config["BLOCK_N"]
@@ -43,12 +43,12 @@ def test_a_tile_of_any_width_fits_a_hopper_multiprocessor(rows, value_dim, rotar
     assert (query + weights + latents) * element_size <= 232448
 
 
-def test_latents_of_deepseek_v3_get_the_largest_tile():
+def test_deepseek_v3_latents_get_largest_tile():
     assert tile_config(128, 576, 2) == {"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 8, "num_stages": 2}
 
 
 @given(splits=st.integers(2, 64), value_dim=st.sampled_from([16, 128, 512]))
-def test_the_merge_holds_a_rows_parts_in_registers(splits, value_dim):
+def test_merge_keeps_row_partials_in_registers(splits, value_dim):
     warps = merge_warps(splits, value_dim)
     assert warps in (1, 2, 4, 8, 16)
     assert splits * value_dim <= warps * 32 * 64

@@ -30,7 +30,7 @@ def angles_of(positions, table):
     return torch.complex(cos, sin)[:, None]
 
 
-def turned(x, factors):
+def rotated(x, factors):
     """fp64 x [T, H, D] with its last pairs, as complex numbers, times factors [T, 1, pairs]."""
     start = x.shape[2] - 2 * factors.shape[2]
     pairs = torch.view_as_complex(x[..., start:].unflatten(-1, (-1, 2)).contiguous())
@@ -39,18 +39,18 @@ def turned(x, factors):
 
 def prepared(query, positions, table, eps):
     wide = query.double()
-    return turned(wide / (wide.square().mean(-1, keepdim=True) + eps).sqrt(), angles_of(positions, table))
+    return rotated(wide / (wide.square().mean(-1, keepdim=True) + eps).sqrt(), angles_of(positions, table))
 
 
 @pytest.mark.parametrize("dtype", CLOSE)
 @pytest.mark.parametrize(("tokens", "heads", "dim", "rotary"), SHAPES)
-def test_a_query_is_normed_per_head_and_turned_and_an_output_turned_back_in_place(tokens, heads, dim, rotary, dtype):
+def test_query_normed_and_rotated_output_rotated_back(tokens, heads, dim, rotary, dtype):
     query, table, positions = noise(tokens, heads, dim, dtype=dtype) * 3, make_table(rotary), torch.arange(tokens) * 9
     before = query.clone()
     found = prepare_query(query, positions, table, eps=1e-6)
     assert found.dtype == dtype and found.is_contiguous() and torch.equal(query, before)
     torch.testing.assert_close(found.double(), prepared(query, positions, table, 1e-6), **CLOSE[dtype])
-    expected = turned(query.double(), angles_of(positions, table).conj())
+    expected = rotated(query.double(), angles_of(positions, table).conj())
     assert inverse_rotary(query, positions, table) is query
     torch.testing.assert_close(query.double(), expected, **CLOSE[dtype])
 
@@ -62,7 +62,7 @@ def test_eps_keeps_a_small_head_small():
     assert found.abs().max() < 0.1
 
 
-def test_a_view_is_read_and_turned_where_it_lies():
+def test_strided_view_is_rotated_in_place():
     whole, table = noise(2, 5, 100), make_table(16)
     view, before = whole[:, 1:4, 20:84], whole.clone()
     assert torch.equal(
@@ -73,7 +73,7 @@ def test_a_view_is_read_and_turned_where_it_lies():
     assert changed[:, 1].unique().tolist() == [1, 2, 3] and changed[:, 2].unique().tolist() == list(range(68, 84))
 
 
-def test_a_bad_head_leaves_the_others_alone():
+def test_nan_head_leaves_other_heads_unchanged():
     query, table = noise(2, 3, 64), make_table(16)
     clean = prepare_query(query, POSITIONS, table, eps=1e-6)
     query[1, 1, 63] = math.nan
@@ -84,7 +84,7 @@ def test_a_bad_head_leaves_the_others_alone():
 
 
 @pytest.mark.outside_inference_mode
-def test_gradients_are_those_of_the_formulas_and_an_output_that_asks_for_one_is_turned_out_of_place():
+def test_rotary_gradients_match_formula_out_of_place():
     query, table = noise(2, 3, 8).requires_grad_(), make_table(4)
     before, wide = query.detach().clone(), query.detach().double().requires_grad_()
     weight = noise(2, 3, 8, seed=1)
@@ -96,7 +96,7 @@ def test_gradients_are_those_of_the_formulas_and_an_output_that_asks_for_one_is_
     (inverse_rotary(query, POSITIONS, table) * weight).sum().backward()
     assert torch.equal(query.detach(), before)
     # The turn is orthogonal: its gradient is the forward turn of the weights.
-    expected = turned(weight.double(), angles_of(POSITIONS, table))
+    expected = rotated(weight.double(), angles_of(POSITIONS, table))
     torch.testing.assert_close(query.grad.double(), expected, rtol=1e-5, atol=1e-6)
 
 
@@ -116,7 +116,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("change", "message"), REFUSED.values(), ids=REFUSED)
-def test_tensors_that_a_kernel_would_misread_are_refused(change, message):
+def test_misread_rotary_tensors_raise_batch_error(change, message):
     args = {**GOOD, **change}
     before = args["x"].clone()
     with pytest.raises(BatchError, match=message):

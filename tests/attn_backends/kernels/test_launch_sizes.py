@@ -32,7 +32,7 @@ def launches(monkeypatch):
     return found.seen
 
 
-def test_trees_take_a_program_for_each_tile_of_a_groups_rows(launches):
+def test_tree_launch_has_program_per_row_tile(launches):
     trees = Trees(replace(PLAIN, num_q_heads=8), *BATCHES["ragged, as wide as a mask"])
     tree_attention.TreeAttentionArguments(*trees.arguments()).launch()
     [(grid, constants)] = launches
@@ -41,9 +41,7 @@ def test_trees_take_a_program_for_each_tile_of_a_groups_rows(launches):
 
 
 @pytest.mark.parametrize(("invariant", "split_tokens"), [(False, 0), (True, SPLIT_TOKENS)])
-def test_splits_have_a_fixed_size_where_bits_must_not_depend_on_the_batch_and_there_alone(
-    launches, invariant, split_tokens
-):
+def test_split_size_is_fixed_only_if_batch_invariant(launches, invariant, split_tokens):
     sample = paged(replace(PLAIN, batch_invariant=invariant), ([1, 1], [5, 130], None), 2)
     paged_attention.PagedAttentionArguments(*sample).launch()
     [(_, constants)] = launches

@@ -43,7 +43,7 @@ def names_for(spec):
     return ["torch_reference", "triton_mla" if spec.kind is AttentionKind.MLA else "triton_paged"]
 
 
-class Asked:
+class PagedCase:
     """A batch and a row of padding over a cache that is NaN wherever no request's token lies."""
 
     def __init__(self, spec, query_lens, seq_lens, masks=None):
@@ -91,62 +91,60 @@ class Asked:
 
 
 def check(spec, *batch):
-    asked = Asked(spec, *batch)
+    case = PagedCase(spec, *batch)
     for name in names_for(spec):
-        out = asked.run(name)
+        out = case.run(name)
         assert out.dtype == spec.dtype
-        torch.testing.assert_close(
-            out.double(), asked.truth(), **CLOSE[spec.dtype], msg=lambda text, at=name: at + text
-        )
+        torch.testing.assert_close(out.double(), case.truth(), **CLOSE[spec.dtype], msg=lambda text, at=name: at + text)
 
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
-def test_attention_over_pages_is_attention_over_the_logical_tokens(spec):
+def test_paged_attention_matches_logical_attention(spec):
     check(spec, [3, 1, 8], [3, 9, 21])
 
 
 @pytest.mark.parametrize("batch", BATCHES.values(), ids=BATCHES)
 @pytest.mark.parametrize("spec", [PLAIN, LATENTS], ids=["plain", "latents"])
-def test_batches_of_every_shape(spec, batch):
+def test_paged_attention_is_right_for_every_batch_shape(spec, batch):
     check(spec, *batch)
 
 
 @pytest.mark.parametrize("spec", [PLAIN, LATENTS], ids=["plain", "latents"])
-def test_a_trees_token_sees_its_ancestors_and_what_was_cached(spec):
+def test_tree_token_sees_ancestors_and_prefix(spec):
     check(replace(spec, tree=True), [5, 1, 3], [5, 9, 21], [1, 3, 5, 11, 21, 1, 1, 3, 5])
 
 
 @pytest.mark.parametrize("name", ["torch_reference", "triton_paged"])
-def test_a_window_keeps_tokens_before_it_from_being_read(name):
-    asked = Asked(replace(PLAIN, sliding_window=4), [1], [18])
-    clean = asked.run(name)
-    asked.cache.value[asked.table[0, :3].long()] = 1e4
-    assert torch.equal(asked.run(name), clean)
+def test_sliding_window_hides_earlier_tokens(name):
+    case = PagedCase(replace(PLAIN, sliding_window=4), [1], [18])
+    clean = case.run(name)
+    case.cache.value[case.table[0, :3].long()] = 1e4
+    assert torch.equal(case.run(name), clean)
 
 
 @pytest.mark.parametrize("spec", [PLAIN, LATENTS], ids=["plain", "latents"])
-def test_a_cache_may_lie_in_a_wider_one(spec):
+def test_cache_view_of_wider_storage_is_read(spec):
     for name in names_for(spec):
-        asked = Asked(spec, [1, 3], [6, 17])
-        plain, cache = asked.run(name), asked.cache
+        case = PagedCase(spec, [1, 3], [6, 17])
+        plain, cache = case.run(name), case.cache
         wide = torch.cat([cache.key, cache.value if spec is PLAIN else cache.key.flip(0)], 3)
         value = wide[..., 64:] if spec is PLAIN else wide[..., : spec.out_dim]
-        asked.cache = KVCache(wide[..., : spec.head_dim], value)
-        assert torch.equal(asked.run(name), plain)
+        case.cache = KVCache(wide[..., : spec.head_dim], value)
+        assert torch.equal(case.run(name), plain)
 
 
 SINKS = {"spec": replace(PLAIN, sinks=True)}
 REFUSED = {
-    "too few query tokens": (lambda asked: {"query": asked.query[:-1]}, "query must be torch.float32 [4, 4, 64]"),
-    "a query of another dtype": (lambda asked: {"query": asked.query.bfloat16()}, "got torch.bfloat16"),
+    "too few query tokens": (lambda case: {"query": case.query[:-1]}, "query must be torch.float32 [4, 4, 64]"),
+    "a query of another dtype": (lambda case: {"query": case.query.bfloat16()}, "got torch.bfloat16"),
     "a cache of another dtype": (
-        lambda asked: {"cache": KVCache(asked.cache.key.bfloat16(), asked.cache.value)}, "key cache must be",
+        lambda case: {"cache": KVCache(case.cache.key.bfloat16(), case.cache.value)}, "key cache must be",
     ),
     "a cache of another page size": (
-        lambda asked: {"cache": KVCache(asked.cache.key, asked.cache.value[:, :2])}, "value cache must be",
+        lambda case: {"cache": KVCache(case.cache.key, case.cache.value[:, :2])}, "value cache must be",
     ),
     "a strided last dim": (
-        lambda asked: {"cache": KVCache(asked.cache.key.mT.contiguous().mT, asked.cache.value)},
+        lambda case: {"cache": KVCache(case.cache.key.mT.contiguous().mT, case.cache.value)},
         "the last dim of the key cache must be contiguous",
     ),
     "sinks that the spec does not have": (lambda _: {"sinks": torch.zeros(4)}, "spec.sinks=False and a tensor"),
@@ -159,12 +157,12 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("change", "message"), REFUSED.values(), ids=REFUSED)
-def test_tensors_that_a_kernel_would_misread_are_refused(change, message):
-    asked = Asked(PLAIN, [1, 3], [6, 17])
-    metadata = get("torch_reference").builder(PLAIN, CPU, max_reqs=4, max_tokens=64, max_seq_len=32).build(asked.view)
-    right = {"query": asked.query, "cache": asked.cache, "metadata": metadata, "spec": PLAIN, "sinks": None}
+def test_misread_forward_inputs_raise_batch_error(change, message):
+    case = PagedCase(PLAIN, [1, 3], [6, 17])
+    metadata = get("torch_reference").builder(PLAIN, CPU, max_reqs=4, max_tokens=64, max_seq_len=32).build(case.view)
+    right = {"query": case.query, "cache": case.cache, "metadata": metadata, "spec": PLAIN, "sinks": None}
     with pytest.raises(BatchError) as refused:
-        check_forward_inputs(**{**right, **change(asked)})
+        check_forward_inputs(**{**right, **change(case)})
     assert message in str(refused.value)
 
 
@@ -180,7 +178,7 @@ def test_tensors_that_a_kernel_would_misread_are_refused(change, message):
         pytest.param(2048, 8, False, 16, (16, 4, 1), id="no block below a matrix product's least"),
     ],
 )
-def test_a_tile_follows_what_bounds_a_program(row_bytes, tokens, alone, block_m, tile):
+def test_tile_config_follows_program_bound(row_bytes, tokens, alone, block_m, tile):
     config = tile_config(row_bytes=row_bytes, tokens=tokens, one_per_sm=alone, block_m=block_m)
     assert (config["BLOCK_N"], config["num_warps"], config["num_stages"]) == tile
 
@@ -198,7 +196,7 @@ def arguments(**changes):
     })  # fmt: skip
 
 
-def test_a_window_in_splits_whose_bits_must_not_depend_on_the_batch_is_refused():
+def test_batch_invariant_window_rejects_splits():
     for how in ("reference", "launch"):
         with pytest.raises(BatchError, match=r"got num_splits=2, sliding_window=3\. Pass num_splits=1"):
             getattr(arguments(num_splits=2, sliding_window=3), how)()
@@ -209,7 +207,7 @@ def test_a_window_in_splits_whose_bits_must_not_depend_on_the_batch_is_refused()
 
 @pytest.mark.parametrize("invariant", [False, True])
 @pytest.mark.parametrize("window", [None, 1])
-def test_queries_before_the_first_token_see_nothing(invariant, window):
+def test_queries_before_first_token_give_zeros(invariant, window):
     short = arguments(seq_lens=torch.tensor([1], dtype=torch.int32), sliding_window=window, batch_invariant=invariant)
     out = short.reference()
     assert out[0].eq(0).all() and torch.equal(out[1, 0], short.value_cache[0, 0, 0])
@@ -217,19 +215,19 @@ def test_queries_before_the_first_token_see_nothing(invariant, window):
 
 @pytest.mark.parametrize("part", ["key", "value"])
 @pytest.mark.parametrize("queries", [2, 17])
-def test_a_nan_makes_nan_of_the_heads_and_queries_that_see_it_and_of_no_other(part, queries):
-    asked = Asked(PLAIN, [1, queries], [6, 17])
-    getattr(asked.cache, part)[asked.table[1, 16 // 4], 16 % 4, 1] = float("nan")
+def test_nan_reaches_only_heads_that_see_it(part, queries):
+    case = PagedCase(PLAIN, [1, queries], [6, 17])
+    getattr(case.cache, part)[case.table[1, 16 // 4], 16 % 4, 1] = float("nan")
     for name in names_for(PLAIN):
         wrong = torch.zeros(1 + queries, 4, 64, dtype=torch.bool)
         wrong[-1, 2:] = True
-        assert torch.equal(asked.run(name).isnan(), wrong)
+        assert torch.equal(case.run(name).isnan(), wrong)
 
 
-def test_a_sink_of_minus_infinity_has_no_effect_and_one_of_infinity_gives_zero():
-    inf, asked = float("inf"), Asked(replace(PLAIN, sinks=True), [1, 1], [6, 17])
-    asked.sinks = torch.tensor([-inf, inf, 0.5, -inf])
+def test_infinite_sinks_zero_output_or_have_no_effect():
+    inf, case = float("inf"), PagedCase(replace(PLAIN, sinks=True), [1, 1], [6, 17])
+    case.sinks = torch.tensor([-inf, inf, 0.5, -inf])
     for name in names_for(PLAIN):
-        out, bare = asked.run(name), Asked(PLAIN, [1, 1], [6, 17]).run(name)
+        out, bare = case.run(name), PagedCase(PLAIN, [1, 1], [6, 17]).run(name)
         assert out[:, 1].eq(0).all() and (out[:, 2] - bare[:, 2]).abs().amax(1).gt(1e-3).all()
         torch.testing.assert_close(out[:, [0, 3]], bare[:, [0, 3]], rtol=1e-6, atol=1e-7)

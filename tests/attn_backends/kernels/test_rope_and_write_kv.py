@@ -29,7 +29,7 @@ def packed_of(spec):
     return whole, packed.split(heads, 1)
 
 
-def turned(x):
+def rotated(x):
     """x by the plane rotations themselves, as complex numbers in float64."""
     rope = rope_of(x.shape[-1])
     cos, sin = rope.table[POSITIONS].double().chunk(2, -1)
@@ -48,11 +48,11 @@ SPECS = {
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("sizes", SPECS.values(), ids=SPECS)
-def test_queries_are_turned_in_place_and_turned_keys_and_values_stored(sizes, dtype):
+def test_rope_and_write_rotates_queries_and_stores_keys(sizes, dtype):
     spec = make_spec(**sizes, dtype=dtype)
     cache, (whole, (query, key, value)) = make_cache(spec, 5), packed_of(spec)
     before, projected = KVCache(cache.key.clone(), cache.value.clone()), whole.clone()
-    queries, keys = turned(query), turned(key)
+    queries, keys = rotated(query), rotated(key)
 
     rope_and_write_kv(query, key, value, rope_of(spec.head_dim), cache.key, cache.value, SLOTS)
 
@@ -78,7 +78,7 @@ def test_queries_are_turned_in_place_and_turned_keys_and_values_stored(sizes, dt
     ],
 )
 @pytest.mark.parametrize("slots", [SLOTS, *(torch.tensor([slot, 7, -1, slot]) for slot in (20, 2**40, -2, -(2**40)))])
-def test_the_numbers_are_those_of_the_two_ops(changes, slots):
+def test_fused_rope_write_matches_two_ops(changes, slots):
     """In the middle of a larger storage, where a stray write would be seen."""
     spec = make_spec(dtype=torch.float16, **changes)
     rope, (_, parts), (_, others) = rope_of(16), packed_of(spec), packed_of(spec)
@@ -107,7 +107,7 @@ MISFITS = {
 
 
 @pytest.mark.parametrize(("changes", "message"), MISFITS.values(), ids=MISFITS)
-def test_heads_that_a_kernel_would_misread_are_refused_with_nothing_rotated(changes, message):
+def test_misread_heads_rejected_before_rotation(changes, message):
     given = {"x": torch.ones(TOKENS, 2, 16), "positions": POSITIONS, "table": rope_of(16).table, **changes}
     with pytest.raises(BatchError, match=message):
         apply_rope(given["x"], Rope(given["positions"], given["table"]))

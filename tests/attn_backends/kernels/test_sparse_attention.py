@@ -30,7 +30,7 @@ def latent(cache, slot, page_size):
     return torch.cat([nope, data[448:].view(BF16).double()])
 
 
-class Asked:
+class SparseCase:
     """A call of the op over lists of random slots; every slot that is not listed, and every entry behind, is poison."""
 
     def __init__(self, lens=(5, 3, 0), *, dtype=FP32, dim=64, heads=3, fp8=False, page_size=4, sinks=True, seed=1):
@@ -99,38 +99,38 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_attention_over_lists_is_attention_over_the_listed_latents(case):
-    Asked(**case).check()
+def test_sparse_attention_matches_listed_latents(case):
+    SparseCase(**case).check()
 
 
 @pytest.mark.parametrize("sinks", [False, True], ids=["no sinks", "sinks"])
-def test_a_list_of_nothing_comes_out_as_zero_whatever_the_query_holds(sinks):
-    asked = Asked((0, 4, 3), sinks=sinks)
-    asked.query[0] = asked.query[2] = math.nan
-    asked.indices[2, :3] = -1
-    assert asked.run().ne(0).any((1, 2)).tolist() == [False, True, False]
+def test_empty_list_gives_zeros_despite_nan_query(sinks):
+    inputs = SparseCase((0, 4, 3), sinks=sinks)
+    inputs.query[0] = inputs.query[2] = math.nan
+    inputs.indices[2, :3] = -1
+    assert inputs.run().ne(0).any((1, 2)).tolist() == [False, True, False]
 
 
-def test_a_sink_of_minus_infinity_has_no_effect_and_one_of_infinity_gives_zero():
-    asked = Asked((5, 0))
-    out, bare = asked.run(sinks=torch.tensor([math.inf, -math.inf, 0.0])), asked.run(sinks=None)
+def test_infinite_sinks_zero_output_or_have_no_effect():
+    inputs = SparseCase((5, 0))
+    out, bare = inputs.run(sinks=torch.tensor([math.inf, -math.inf, 0.0])), inputs.run(sinks=None)
     assert out[:, 0].eq(0).all() and torch.equal(out[:, 1], bare[:, 1]) and out[1].eq(0).all()
 
 
 def test_a_slot_listed_twice_counts_twice():
-    asked = Asked((2,), sinks=False)
-    asked.indices[0, :2] = int(asked.indices[0, :2].max())
-    asked.check()
+    inputs = SparseCase((2,), sinks=False)
+    inputs.indices[0, :2] = int(inputs.indices[0, :2].max())
+    inputs.check()
 
 
 @pytest.mark.parametrize("form", [{}, FP8], ids=["plain", "fp8_ds_mla"])
-def test_a_cache_may_be_a_view_of_more_and_an_entry_beyond_it_is_skipped(form):
-    asked = Asked((5, 3), **form)
-    asked.indices[0, 2] = -1
-    skipped, more = asked.run(), torch.stack([asked.cache, asked.cache.flip(0)], 1)
-    assert torch.equal(asked.run(cache=more[:, 0]), skipped)
-    asked.indices[0, 2] = asked.cache.shape[0] * asked.page_size
-    assert torch.equal(asked.run(), skipped)
+def test_cache_view_is_read_and_outside_entry_skipped(form):
+    inputs = SparseCase((5, 3), **form)
+    inputs.indices[0, 2] = -1
+    skipped, more = inputs.run(), torch.stack([inputs.cache, inputs.cache.flip(0)], 1)
+    assert torch.equal(inputs.run(cache=more[:, 0]), skipped)
+    inputs.indices[0, 2] = inputs.cache.shape[0] * inputs.page_size
+    assert torch.equal(inputs.run(), skipped)
 
 
 def shifted(pages):
@@ -166,15 +166,15 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("form", "changes", "message"), REFUSED.values(), ids=REFUSED)
-def test_tensors_that_a_kernel_would_misread_are_refused(form, changes, message):
-    asked = Asked(**form)
+def test_misread_sparse_inputs_raise_batch_error(form, changes, message):
+    inputs = SparseCase(**form)
     with pytest.raises(BatchError) as refused:
-        asked.run(**{name: change(getattr(asked, name)) for name, change in changes.items()})
+        inputs.run(**{name: change(getattr(inputs, name)) for name, change in changes.items()})
     assert message in str(refused.value)
 
 
 @given(st.integers(1, 5000), st.integers(1, 256), st.sampled_from([2, 4]), st.integers(1, 5000))
-def test_a_tile_fits_its_lists_and_the_tensor_cores(tokens, heads, element_size, width):
+def test_sparse_tile_fits_lists_and_tensor_cores(tokens, heads, element_size, width):
     tile = sparse_attention.tile_config(tokens, heads, element_size, width)
     if tile["TOKENS_FIRST"]:
         assert width <= tile["BLOCK_N"]
@@ -183,11 +183,11 @@ def test_a_tile_fits_its_lists_and_the_tensor_cores(tokens, heads, element_size,
     assert (tile["BLOCK_M"] + tile["BLOCK_N"]) * 512 * element_size <= 200 * 1024
 
 
-def test_page_bytes_are_whole_multiples_of_a_tokens_data():
+def test_page_bytes_are_multiples_of_token_data():
     assert [page_bytes(size) for size in (1, 64, 72, 73, 256)] == [1152, 37440, 42048, 43200, 149760]
 
 
-def test_every_fp8_code_is_dequantised_to_its_value():
+def test_every_fp8_code_dequantises_to_its_value():
     cache = torch.randint(0, 256, (6, page_bytes(3)), dtype=torch.uint8, generator=torch.Generator().manual_seed(4))
     cache[:, 3 * 576 :] = cache[:, 3 * 576 :] % 100 + 77
     dequantised = fp8_ds_mla.gather_and_dequantise(cache, torch.arange(18), 3)

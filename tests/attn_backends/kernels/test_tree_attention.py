@@ -102,7 +102,7 @@ def tolerance(spec):
 @pytest.mark.parametrize("base_2", [False, True], ids=["natural", "base 2"])
 @pytest.mark.parametrize("batch", BATCHES.values(), ids=BATCHES)
 @pytest.mark.parametrize("name", ["plain", "everything"])
-def test_merged_trees_of_every_batch_shape(name, batch, base_2):
+def test_merged_trees_match_reference_for_every_batch(name, batch, base_2):
     trees = Trees(SPECS[name], *batch)
     torch.testing.assert_close(trees.merged(base_2), trees.at_once(), rtol=1e-4, atol=1e-5)
 
@@ -111,7 +111,7 @@ def test_merged_trees_of_every_batch_shape(name, batch, base_2):
     "spec",
     [pytest.param(spec, id=name, marks=[indexes_fp8] * (name == "e4m3 cache")) for name, spec in SPECS.items()],
 )
-def test_merged_trees_of_every_kind_of_spec(spec):
+def test_merged_trees_match_reference_for_every_spec(spec):
     trees = Trees(spec, *UNIFORM)
     torch.testing.assert_close(trees.merged().float(), trees.at_once(), **tolerance(spec))
 
@@ -123,7 +123,7 @@ def padding_with(sink):
 
 
 @pytest.mark.parametrize("sink", [0.5, math.inf, -math.inf])
-def test_rows_of_padding_are_zero_whatever_the_sinks(sink):
+def test_tree_padding_rows_are_zero_for_any_sink(sink):
     assert padding_with(sink).merged()[15:].eq(0).all()
 
 
@@ -133,7 +133,7 @@ def sinks_without_end():
     return trees
 
 
-def test_a_sink_of_minus_infinity_has_no_effect_and_one_of_infinity_gives_zero():
+def test_infinite_sinks_zero_output_or_have_no_effect():
     trees = sinks_without_end()
     out = trees.merged()
     trees.sinks = None
@@ -164,7 +164,7 @@ WRONG = {"key": (key_of_nan, (8, slice(2, None)))} | {
 
 
 @pytest.mark.parametrize(("make", "place"), WRONG.values(), ids=WRONG)
-def test_nan_makes_nan_of_the_tokens_and_heads_that_see_it_and_of_no_other(make, place):
+def test_nan_reaches_only_tokens_that_see_it(make, place):
     out = make().merged()
     wrong = torch.zeros_like(out, dtype=torch.bool)
     wrong[place] = True
@@ -179,7 +179,7 @@ def weighed(lse):
     return trees
 
 
-def test_a_prefix_that_outweighs_the_tree_leaves_it_no_share_and_the_other_way_round():
+def test_merge_is_finite_if_prefix_or_tree_dominates():
     (heavy, light), prefix = (weighed(lse).merged() for lse in (1e4, -1e4)), Trees(PLAIN, *UNIFORM).of_prefix(False)[0]
     assert heavy.isfinite().all() and light.isfinite().all()
     torch.testing.assert_close(heavy[5:15], prefix[5:15], rtol=1e-6, atol=1e-7)
@@ -199,7 +199,7 @@ def samples():
 
 
 @pytest.mark.parametrize("rows", [1, 4, 300])
-def test_count_prefix(rows):
+def test_count_prefix_matches_loop(rows):
     generator = torch.Generator().manual_seed(rows)
     counts = torch.randint(0, 7, (rows,), generator=generator)
     lengths = torch.where(torch.arange(rows) % 3 == 2, 0, counts + torch.randint(0, 99, (rows,), generator=generator))

@@ -74,7 +74,7 @@ def hard_latents():
 
 
 @pytest.mark.parametrize("page_size", [1, 16, 64])
-def test_fp8_ds_mla_latents_are_those_quantised_by_hand_bit_by_bit(page_size):
+def test_fp8_ds_mla_latents_match_reference_bits(page_size):
     latent = hard_latents()
     slots = [-1 if token % 6 == 5 else 3 * token + 1 for token in range(len(latent))]
     cache = torch.full((max(slots) // page_size + 2, page_bytes(page_size)), 0xAB, dtype=torch.uint8)
@@ -83,7 +83,7 @@ def test_fp8_ds_mla_latents_are_those_quantised_by_hand_bit_by_bit(page_size):
     assert torch.equal(cache, expected)
 
 
-def test_a_normed_latent_is_quantised_from_its_rounded_row():
+def test_normed_latent_is_quantised_after_rounding():
     latent, slots, norm = noise(4, 512), torch.tensor([5, 0, 63, 17]), make_norm(512, 64, [0, 39, 7, 11])
     rows, pages = torch.zeros(1, 64, 512).bfloat16(), torch.zeros(1, page_bytes(64), dtype=torch.uint8)
     write_latent(latent, rows, slots, norm_rope=norm)
@@ -100,7 +100,7 @@ CAST_TO_NAN = pytest.mark.xfail(
 
 
 @pytest.mark.parametrize("bad", [math.nan, *(pytest.param(inf, marks=CAST_TO_NAN) for inf in (math.inf, -math.inf))])
-def test_nan_and_infinity_survive_an_fp8_ds_mla_cache(bad):
+def test_fp8_ds_mla_cache_keeps_nan_and_infinity(bad):
     latent = noise(1, 512)
     latent[0, 70] = bad
     cache = torch.zeros(1, page_bytes(4), dtype=torch.uint8)
@@ -130,7 +130,7 @@ def test_a_tensor_that_does_not_fit_is_refused_with_nothing_written(change, mess
 
 
 @pytest.mark.parametrize("slot", [-1, 8, 2**31 - 1, -2, -(2**31)])
-def test_slots_outside_of_an_fp8_ds_mla_cache_are_neither_written_nor_read(slot):
+def test_fp8_ds_mla_skips_slots_outside_cache(slot):
     cache, slots = torch.zeros(2, page_bytes(4), dtype=torch.uint8), torch.tensor([slot, 7])
     quantise_and_insert(noise(2, 512), cache, slots, 4)
     found = gather_and_dequantise(cache, slots, 4)

@@ -42,7 +42,7 @@ STORED = {
 
 @pytest.mark.parametrize("slots", [[9, -1, 3], [-1, -1, -1], [20, 7, -2], [2**40, 7, -(2**40)]], ids=str)
 @pytest.mark.parametrize(("key", "value", "cache"), STORED.values(), ids=STORED)
-def test_a_token_is_stored_at_its_page_and_offset_and_nothing_else_is_touched(key, value, cache, slots):
+def test_write_kv_stores_at_slot_and_nowhere_else(key, value, cache, slots):
     found, expected = written(key, value, cache, slots)
     assert all(map(torch.equal, found, expected))
 
@@ -63,7 +63,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("change", "message"), REFUSED.values(), ids=REFUSED)
-def test_a_tensor_that_a_kernel_would_misread_is_refused_with_nothing_written(change, message):
+def test_misread_write_kv_tensor_writes_nothing(change, message):
     cache, before = make_cache(SPEC, 5), make_cache(SPEC, 5)
     with pytest.raises(BatchError, match=message):
         write_kv(*change(*new(2)), cache.key, cache.value, torch.tensor([0, 1]))
@@ -71,7 +71,7 @@ def test_a_tensor_that_a_kernel_would_misread_is_refused_with_nothing_written(ch
 
 
 @pytest.mark.parametrize("part", ["key", "value"])
-def test_a_cache_with_dims_apart_is_refused_with_nothing_written(part):
+def test_cache_without_contiguous_dims_writes_nothing(part):
     parts = {"key": torch.zeros(5, 4, 2, 16), "value": torch.zeros(5, 4, 2, 8)}
     parts[part] = parts[part].mT.contiguous().mT
     with pytest.raises(BatchError, match="the last dim of keys, values and their caches must be contiguous"):
@@ -86,7 +86,7 @@ SLOTS_REFUSED = {
 
 
 @pytest.mark.parametrize(("slots", "message"), SLOTS_REFUSED.values(), ids=SLOTS_REFUSED)
-def test_slots_that_a_kernel_would_misread_are_refused_with_nothing_written(slots, message):
+def test_misread_slots_write_nothing(slots, message):
     cache, before = make_cache(SPEC, 5), make_cache(SPEC, 5)
     with pytest.raises(BatchError, match=message):
         write_kv(*new(2), cache.key, cache.value, slots)
@@ -98,7 +98,7 @@ def e4m3_caches():
 
 
 @indexes_fp8
-def test_a_cache_of_e4m3_gets_the_nearest_number_in_its_range():
+def test_e4m3_cache_stores_nearest_number_in_range():
     new = torch.tensor([[[0.3, -1.06, 500.0, 448.0]]], dtype=torch.bfloat16)
     caches = e4m3_caches()
 
@@ -108,7 +108,7 @@ def test_a_cache_of_e4m3_gets_the_nearest_number_in_its_range():
     assert caches[1][0, 1, 0].float().tolist() == [0.625, -2.0, 448.0, 448.0]
 
 
-def test_a_cache_of_e4m3_refuses_keys_and_values_of_unlike_dtypes():
+def test_e4m3_cache_rejects_unlike_dtypes():
     new = torch.zeros(1, 1, 4, dtype=torch.bfloat16)
     caches = e4m3_caches()
 
@@ -118,7 +118,8 @@ def test_a_cache_of_e4m3_refuses_keys_and_values_of_unlike_dtypes():
 
 @indexes_fp8
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_no_number_beyond_the_range_of_e4m3_reaches_a_cast_whose_result_depends_on_the_torch(monkeypatch, dtype):
+def test_e4m3_cast_sees_only_clamped_numbers(monkeypatch, dtype):
+    """The result of a cast beyond the range of e4m3 depends on the version of torch."""
     cast, seen = torch.Tensor.to, []
 
     def watched(tensor, wanted):

@@ -46,7 +46,7 @@ def normed(latent, norm):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("dim", [64, 512, 576, 80])
-def test_a_latent_is_stored_at_its_page_and_offset_and_nowhere_else(dim, dtype):
+def test_write_latent_stores_at_slot_and_nowhere_else(dim, dtype):
     latent, cache = noise(3, dim, dtype=dtype), noise(5, 4, dim, dtype=dtype, seed=1)
     expected = cache.clone()
     expected[2, 1], expected[0, 3] = latent[0], latent[2]
@@ -63,7 +63,7 @@ def test_caches_and_new_latents_may_be_views():
 
 @pytest.mark.parametrize("dtype", CLOSE)
 @pytest.mark.parametrize(("dim", "rotary"), [(512, 64), (576, 64), (64, 64), (80, 16), (64, 6)])
-def test_a_normed_latent_is_what_the_formula_gives_in_fp64(dim, rotary, dtype):
+def test_normed_latent_matches_fp64_formula(dim, rotary, dtype):
     latent, norm = noise(4, dim, dtype=dtype) * 3, make_norm(dim, rotary, [0, 39, 7, 11], dtype)
     cache = torch.zeros(2, 4, dim, dtype=dtype)
     write_latent(latent, cache, torch.tensor([0, 1, 2, 5]), norm_rope=norm)
@@ -79,7 +79,7 @@ def test_a_normed_latent_is_rounded_once():
     assert agree.double().mean() > 0.999
 
 
-def test_a_token_without_a_slot_may_hold_any_position_and_content():
+def test_token_without_slot_may_hold_anything():
     latent, norm = noise(3, 64), make_norm(64, 16, [3, 10**12, 5])
     latent[1] = math.nan
     caches = torch.zeros(2, 1, 4, 64, dtype=torch.bfloat16)
@@ -109,7 +109,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("change", "message"), REFUSED.values(), ids=REFUSED)
-def test_a_tensor_that_a_kernel_would_misread_is_refused_with_nothing_written(change, message):
+def test_misread_write_latent_tensor_writes_nothing(change, message):
     args = {**PLAIN, **change}
     latent, cache, slots = (args.pop(name) for name in ("latent", "cache", "slots"))
     with pytest.raises(BatchError, match=message):

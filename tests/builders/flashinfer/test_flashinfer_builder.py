@@ -122,7 +122,7 @@ REPLAYS = tuple(check for check in WHOLE if "another_batch" in check or check.st
     ids=["nothing", "plan_alone", "lengths_alone"],
 )
 @pytest.mark.parametrize("name", PLANNED)
-def test_a_stale_advance_fails_the_checks_that_are_about_it(name, stale, killers):
+def test_stale_advance_fails_related_checks(name, stale, killers):
     report = check_backend(with_advance(name, stale), device=CPU, checks=killers, report=True)
 
     assert len({result.check for result in report.results}) == len(killers)
@@ -130,7 +130,7 @@ def test_a_stale_advance_fails_the_checks_that_are_about_it(name, stale, killers
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_an_advance_into_another_chunk_means_a_rebuild_and_attends_right(name):
+def test_advance_across_chunks_rebuilds_and_attends_right(name):
     batch = Batch((1, 1, 1), (126, 127, 14), 4)
     fixture = fixture_of(backend(name), batch.rows)
     running = BuiltBatch(fixture, batch, horizon=4)
@@ -166,7 +166,7 @@ ENDLESS = "would not end: a chunk of request 0 starts at 128 of 20 tokens"
         ),
     ],
 )
-def test_a_plan_that_is_left_behind_is_seen_by_the_kernel(name, before, after, error, words):
+def test_kernel_detects_stale_plan(name, before, after, error, words):
     fixture, metadata = advanced(with_advance(name, lengths_alone), before, after)
     with pytest.raises(error, match=words):
         assert_attends_right(fixture, after, metadata)
@@ -174,7 +174,7 @@ def test_a_plan_that_is_left_behind_is_seen_by_the_kernel(name, before, after, e
 
 @pytest.mark.parametrize(("before", "after"), [*permutations([LONG, SHORT, ALONE], 2)])
 @pytest.mark.parametrize("name", NAMES)
-def test_an_advance_follows_any_lengths_to_any_others(name, before, after):
+def test_advance_follows_any_change_of_lengths(name, before, after):
     fixture, metadata = advanced(backend(name), before, after)
     assert_attends_right(fixture, after, metadata)
 
@@ -197,7 +197,7 @@ def test_a_batch_shape_is_planned_once(name, plans):
     assert len(plans) == of_decodes + 1
 
 
-def test_plans_of_prompts_go_with_their_metadata_and_those_of_drafts_stay(plans, monkeypatch):
+def test_prompt_plans_are_freed_and_draft_plans_kept(plans, monkeypatch):
     monkeypatch.setattr(import_module("builders.flashinfer.builder"), "KEPT_TOKENS", 8)
     for query_len, stays in ((8, True), (9, False)):
         _, builder, view, metadata = built(backend("flashinfer"), Batch((query_len,), (150,), 1))
@@ -212,7 +212,7 @@ def test_plans_of_prompts_go_with_their_metadata_and_those_of_drafts_stay(plans,
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_build_of_a_known_shape_reads_nothing_back_and_a_replay_plans_nothing(name, plans):
+def test_known_shape_builds_without_sync_or_new_plan(name, plans):
     fixture, builder, view, metadata = built(backend(name), LONG)
     query, _, _ = fixture.inputs(LONG, LONG.seq_lens, fixture.queries(LONG))
     planned = len(plans)
@@ -226,7 +226,7 @@ def test_a_build_of_a_known_shape_reads_nothing_back_and_a_replay_plans_nothing(
     assert len(plans) == planned
 
 
-def test_shapes_of_one_builder_do_not_disturb_each_other():
+def test_shapes_of_one_builder_are_independent():
     batches = [LONG, Batch((1,), (130,), 1), VERIFY]
     fixture = fixture_of(backend("flashinfer"), 4)
     builder, kept = fixture.builder(), []
@@ -238,14 +238,14 @@ def test_shapes_of_one_builder_do_not_disturb_each_other():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_another_table_is_followed_where_it_lies(name):
+def test_other_block_table_is_read_in_place(name):
     fixture, builder, view, _ = built(backend(name), LONG)
     moved = builder.build(replace(view, block_table=view.block_table.clone()))
     view.block_table.fill_(-1)
     assert_attends_right(fixture, LONG, moved)
 
 
-def test_a_builder_of_xqa_serves_an_extend_and_then_decodes():
+def test_xqa_builder_serves_extend_then_decode():
     fixture = fixture_of(backend("flashinfer_xqa"), 4)
     builder = fixture.builder()
     assert_attends_right(fixture, VERIFY, build(fixture, VERIFY, builder))
@@ -253,7 +253,7 @@ def test_a_builder_of_xqa_serves_an_extend_and_then_decodes():
     assert_attends_right(fixture, decode, build(fixture, decode, builder))
 
 
-def test_a_ragged_batch_is_planned_for_its_own_lengths_every_time_and_refuses_to_advance(plans):
+def test_ragged_batch_is_replanned_and_never_advances(plans):
     fixture = fixture_of(backend("flashinfer"), RAGGED.rows)
     builder = fixture.builder()
     for batch in (RAGGED, replace(RAGGED, seq_lens=(150, 9, 30, 7))):
@@ -273,7 +273,7 @@ def in_wider_rows(table, *, before, after, rows=0):
 
 @pytest.mark.parametrize("name", PLANNED)
 @pytest.mark.parametrize("batch", [LONG, VERIFY], ids=["decode", "extend"])
-def test_rows_may_lie_any_stride_apart(name, batch):
+def test_block_table_rows_may_have_any_stride(name, batch):
     fixture, builder, view, _ = built(backend(name), batch)
     metadata = builder.build(replace(view, block_table=in_wider_rows(view.block_table, before=3, after=2, rows=1)))
     view.block_table.fill_(-1)
@@ -302,14 +302,14 @@ ONE_LIST = "one list of pages, got rows of 10 with strides "
         ),
     ],
 )
-def test_rows_that_the_kernel_would_misread_are_refused(name, change, words):
+def test_misread_block_table_is_rejected(name, change, words):
     _, builder, view, _ = built(backend(name), LONG)
     with pytest.raises(BatchError, match=words):
         builder.build(replace(view, block_table=change(view.block_table)))
 
 
 @pytest.mark.parametrize("name", PLANNED)
-def test_one_row_of_another_width_is_another_shape(name):
+def test_single_row_of_other_width_is_replanned(name):
     batch = Batch((1,), (40,), 1)
     fixture, builder, view, _ = built(backend(name), batch)
     assert_attends_right(fixture, batch, builder.build(replace(view, block_table=view.block_table[:, :4])))
@@ -326,12 +326,12 @@ def test_one_row_of_another_width_is_another_shape(name):
         pytest.param(Batch((40, 1), (160, 150), 2), id="ragged"),
     ],
 )
-def test_the_workspaces_hold_the_partial_outputs_and_the_plan(batch):
+def test_workspaces_fit_partial_outputs_and_plan(batch):
     with installed(partials=0, plan=0):
         build(fixture_of(backend("flashinfer"), batch.rows, num_q_heads=8, num_kv_heads=1), batch)
 
 
-def test_a_block_that_sees_more_of_its_window_than_flashinfer_plans_is_refused():
+def test_block_beyond_planned_window_is_rejected():
     """It plans the window and one query tile, here of 16 tokens; the first token of the block sees it all."""
     block, subject = Batch((64, 1, 1, 1, 1), (600,) * 5, 5), Subject(backend("flashinfer"), CPU)
     changes = {"num_q_heads": 1, "num_kv_heads": 1, "sliding_window": 200, "page_size": 16, "causal": False}
@@ -365,7 +365,7 @@ PLAN, READS = "its split plan is recomputed on the device", "reads lengths and p
         ),
     ],
 )
-def test_the_kernel_is_the_one_asked_for_or_chosen_by_the_spec_and_says_why(name, changes, kernel, why):
+def test_kernel_is_named_or_chosen_with_reason(name, changes, kernel, why):
     fixture, builder, _, metadata = built(backend(name), LONG, num_q_heads=8, **changes)
     support = builder.advance_support(fixture.spec, CPU)
 
@@ -374,14 +374,14 @@ def test_the_kernel_is_the_one_asked_for_or_chosen_by_the_spec_and_says_why(name
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_extends_and_ragged_batches_take_the_prefill_wrapper(name):
+def test_extend_and_ragged_batches_use_prefill_wrapper(name):
     fixture = fixture_of(backend(name), 4)
 
     assert build(fixture, VERIFY).launch.kernel == "extend"
     assert build(fixture, RAGGED).launch.kernel == "ragged"
 
 
-def test_a_graph_may_not_go_past_the_table():
+def test_capture_constants_stop_at_table_width():
     _, builder, _, metadata = built(backend("flashinfer"), LONG)
     constants = builder.capture_constants(metadata)
 

@@ -44,25 +44,25 @@ TENSOR_CORES = cases(
 
 @settings(max_examples=80)
 @given(CUDA_CORES)
-def test_the_plan_of_the_cuda_core_kernel_is_the_hosts(case):
+def test_cuda_core_plan_matches_host_planner(case):
     assert case.plan() == case.host_plan([max(count, 1) for count in case.pages]).arrays
 
 
 @settings(max_examples=80)
 @given(TENSOR_CORES)
-def test_the_plan_of_the_tensor_core_kernel_is_the_hosts(case):
+def test_tensor_core_plan_matches_host_planner(case):
     assert case.plan() == case.host_plan().arrays
 
 
 @given(st.one_of(CUDA_CORES, TENSOR_CORES))
-def test_offsets_and_grid_do_not_depend_on_the_lengths(case):
+def test_offsets_and_grid_do_not_depend_on_lengths(case):
     host, layout = case.host_plan(), case.layout()
     assert host.info == case.host_plan([1] * case.num_reqs).info
     assert host.num_bytes == layout.num_bytes or not layout.split
 
 
 @given(CUDA_CORES.filter(lambda case: case.layout().split))
-def test_no_tile_of_the_cuda_core_kernel_starts_past_its_tokens(case):
+def test_cuda_core_tiles_start_within_their_tokens(case):
     """Past them, its unsigned count of tokens would wrap, and the kernel would not end."""
     plan = case.plan()
     covered = [0] * case.num_reqs
@@ -75,7 +75,7 @@ def test_no_tile_of_the_cuda_core_kernel_starts_past_its_tokens(case):
 
 
 @given(TENSOR_CORES)
-def test_tiles_of_the_tensor_core_kernel_reach_every_token_they_must(case):
+def test_tensor_core_tiles_cover_required_tokens(case):
     """kv_start and the causal end of a query tile as the kernel computes them from the device's lengths."""
     plan, layout = case.plan(), case.layout()
     query_tile = case.host_plan().info[3]
@@ -94,7 +94,7 @@ def test_tiles_of_the_tensor_core_kernel_reach_every_token_they_must(case):
 
 
 @given(TENSOR_CORES)
-def test_partial_outputs_lie_where_the_tensor_core_kernel_writes_them(case):
+def test_partial_outputs_lie_at_tensor_core_offsets(case):
     """It takes o_indptr[request] + token * chunks + chunk, and counts the chunks itself from the device's length."""
     plan = case.plan()
     query_tile, size = case.host_plan().info[3], plan["kv_chunk_size"][0]
@@ -105,7 +105,7 @@ def test_partial_outputs_lie_where_the_tensor_core_kernel_writes_them(case):
         assert plan["merge_indptr"][request * case.query_len : (request + 1) * case.query_len + 1] == rows
 
 
-def test_empty_rows_take_a_tile_each_so_that_the_grid_is_never_outgrown():
+def test_empty_rows_take_one_tile_each():
     """FlashInfer's own planner counts them as nothing when it looks for the chunk, and writes past its arrays."""
     case = Case([8192] + [0] * 40)
     assert case.host_plan().num_tiles > case.layout().padded_tiles
@@ -113,7 +113,7 @@ def test_empty_rows_take_a_tile_each_so_that_the_grid_is_never_outgrown():
 
 
 @given(st.one_of(CUDA_CORES, TENSOR_CORES))
-def test_last_page_len_gives_back_the_length_in_uint32_and_nothing_outside_the_plan_is_written(case):
+def test_replan_writes_length_and_only_plan_arrays(case):
     (workspace, last_page_len), layout = case.replanned(), case.layout()
     pages_before = (case.row_stride - 1) * case.page_size
     assert [(pages_before + last) % 2**32 for last in last_page_len.tolist()] == case.seq_lens
@@ -124,7 +124,7 @@ def test_last_page_len_gives_back_the_length_in_uint32_and_nothing_outside_the_p
     assert workspace[outside].eq(UNTOUCHED).all()
 
 
-def test_without_splits_the_plan_that_fixed_the_layout_is_kept():
+def test_plan_without_splits_stays_unchanged():
     case = Case([5, 0, 4000] * 50)
     workspace, last_page_len = case.replanned()
     assert not case.layout().split and torch.equal(workspace, case.workspace())
@@ -133,7 +133,7 @@ def test_without_splits_the_plan_that_fixed_the_layout_is_kept():
 
 @pytest.mark.parametrize("tensor_cores", [False, True])
 @pytest.mark.parametrize("num_reqs", [3, 150])
-def test_a_replay_plans_for_the_lengths_of_the_replay(tensor_cores, num_reqs):
+def test_replay_plans_for_current_lengths(tensor_cores, num_reqs):
     before, after = (Case((lens * num_reqs)[:num_reqs], tensor_cores=tensor_cores) for lens in ([1], [900, 0, 77]))
     layout, workspace = before.layout(), before.workspace()
     seq_lens, last_page_len = (torch.tensor(before.seq_lens, dtype=torch.int32) for _ in range(2))
@@ -182,7 +182,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("make", "message"), REFUSED.values(), ids=REFUSED)
-def test_plan_info_that_is_not_this_plans_is_refused(make, message):
+def test_foreign_plan_info_is_rejected(make, message):
     with pytest.raises(BatchError, match=f"(?s){message}"):
         make()
 
@@ -204,7 +204,7 @@ def test_buffers_of_another_plan_are_refused(rows, num_bytes, num_reqs, message)
 
 
 @pytest.mark.parametrize("split", [True, False])
-def test_rows_whose_tokens_32_bits_do_not_count_are_refused(split):
+def test_rows_beyond_32_bit_tokens_are_rejected(split):
     case = Case([5, 9] if split else [5] * 150, page_size=16)
     lens, workspace = torch.tensor(case.seq_lens, dtype=torch.int32), case.workspace()
     last_page_len, most = torch.zeros_like(lens), (2**28 - 1) // case.num_reqs

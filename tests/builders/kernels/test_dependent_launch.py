@@ -40,7 +40,7 @@ def options(monkeypatch):
         ((8, 0), "0", False),
     ],
 )  # fmt: skip
-def test_it_is_chosen_where_the_gpu_has_it_unless_forbidden(options, capability, asked, chosen):
+def test_pdl_is_chosen_if_gpu_has_it(options, capability, asked, chosen):
     assert options(capability, asked) == (CHOSEN if chosen else {"PDL": False})
 
 
@@ -51,12 +51,12 @@ def test_it_is_chosen_where_the_gpu_has_it_unless_forbidden(options, capability,
         ((9, 0), "yes", "must be 0 or 1, got 'yes'"),
     ],
 )
-def test_asking_for_it_in_vain_or_in_another_word_is_refused(options, capability, asked, message):
+def test_unsupported_or_unknown_pdl_setting_is_rejected(options, capability, asked, message):
     with pytest.raises(BatchError, match=message):
         options(capability, asked)
 
 
-def test_the_cpu_never_has_it(monkeypatch):
+def test_pdl_is_never_chosen_on_cpu(monkeypatch):
     monkeypatch.setenv(PDL_VARIABLE, "1")
     dependent_launch.cache_clear()
     assert dependent_launch(torch.device("cpu")) == {"PDL": False}
@@ -99,7 +99,7 @@ def launches():
                 yield path.name, ast.unparse(call.func.value), any(o.startswith(options) for o in unpacked)
 
 
-def test_every_kernel_is_launched_so_in_each_place_and_asks_for_it():
+def test_every_kernel_launch_passes_pdl_options():
     every = {*launches()}
     launched = {(file, name, so) for file, name, so in every if name.endswith("kernel")}
     assert not [(file, name) for file, name, so in launched if not so]
@@ -116,13 +116,13 @@ def statements_before_the_wait(kernel):
 MEMORY = re.compile(r"\.?(load|store|atomic_\w+|inline_asm_elementwise)\(|return")
 
 
-def test_a_kernel_launched_so_touches_no_memory_before_it_awaits_its_predecessor():
+def test_pdl_kernel_touches_no_memory_before_wait():
     before = {kernel.name: statements_before_the_wait(kernel) for kernel in definitions()}
     assert before and None not in before.values()
     assert not [(name, line) for name, lines in before.items() for line in lines if MEMORY.search(line)]
 
 
-def test_nothing_but_a_weight_asked_for_ahead_and_indices_come_before_the_wait():
+def test_only_prefetch_and_indices_precede_the_wait():
     called = {
         (kernel.name, ast.unparse(call.func))
         for kernel in definitions()

@@ -55,7 +55,7 @@ def addresses(batch):
 
 
 @given(shared_states(), st.integers(1, 6))
-def test_advancing_follows_the_rule_in_place_and_only_reads_the_tables(shared, steps):
+def test_advance_state_follows_rule_in_place(shared, steps):
     batch = shared.buffers()
     expected, before = state_of(batch), addresses(batch)
     for _ in range(steps):
@@ -77,7 +77,7 @@ def test_an_extend_follows_the_rule(shared, query_len, data):
 
 
 @given(shared_states(), st.integers(1, 5), st.data())
-def test_a_decode_begins_behind_the_accepted_token(shared, query_len, data):
+def test_decode_state_starts_after_accepted_token(shared, query_len, data):
     lengths = st.one_of(st.just(0), st.integers(query_len, query_len + 20))
     extended = data.draw(st.lists(lengths, min_size=shared.rows, max_size=shared.rows))
     counts = st.one_of(st.integers(-2, query_len + 1), st.sampled_from([-(2**31), 2**31 - 1]))
@@ -92,7 +92,7 @@ def test_a_decode_begins_behind_the_accepted_token(shared, query_len, data):
 
 
 @pytest.mark.parametrize("group", [0, 1])
-def test_a_page_missing_in_one_of_two_groups_stops_the_row_in_both(group):
+def test_missing_page_stops_row_in_both_groups(group):
     batch = BatchBuffers(make_tables([16, 16], page_sizes=(4, 8)), max_tokens=2)
     batch.load([1, 1], [8, 4])
     batch.tables.block_tables[group, 0, 8 // (4, 8)[group]] = -1
@@ -101,7 +101,7 @@ def test_a_page_missing_in_one_of_two_groups_stops_the_row_in_both(group):
     assert batch.seq_lens.tolist() == [0, 5] and batch.tables.overflow.tolist() == [1, 0]
 
 
-def test_a_row_that_does_not_fit_under_its_limit_is_inert_and_flagged_and_one_that_just_fits_is_not():
+def test_row_over_its_limit_is_padded_and_flagged():
     batch = BatchBuffers(make_tables([9, 9], max_reqs=3), max_tokens=9)
     set_extend_state(batch, torch.tensor([7, 6, 99], dtype=torch.int32), 3, 3)
     assert batch.seq_lens.tolist() == [0, 9, 0] and batch.tables.overflow.tolist() == [1, 0, 0]
@@ -134,7 +134,7 @@ BEYOND = {
 
 
 @pytest.mark.parametrize(("change", "message"), BEYOND.values(), ids=BEYOND)
-def test_what_a_kernel_would_read_or_write_past_the_end_of_is_refused_with_nothing_set(change, message):
+def test_out_of_bounds_state_is_rejected_unchanged(change, message):
     batch = BatchBuffers(make_tables([9, 9], max_reqs=2), max_tokens=2)
     batch.load([1, 1], [4, 5])
     before = state_of(batch)

@@ -25,11 +25,11 @@ def test_a_decorated_function_stays_itself(runtime):
     assert runtime.triton.jit(function) is function and runtime.triton.autotune(configs=[])(function) is function
 
 
-def test_its_names_are_there_and_its_types_can_be_made(runtime):
+def test_stub_names_exist_and_types_can_be_called(runtime):
     assert runtime.tl.constexpr(3) is runtime.tl and runtime.tl.extra.cuda is runtime.tl
 
 
-def test_a_gpu_has_no_kernels_then_and_a_cpu_needs_none(runtime):
+def test_missing_triton_is_reason_on_gpu_not_cpu(runtime):
     assert runtime.triton_unsupported_reasons("cpu") == [] and not runtime.interpreting()
     assert runtime.triton_unsupported_reasons("cuda") == [
         "needs the package triton, which is not installed: pip install triton"

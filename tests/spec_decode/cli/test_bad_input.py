@@ -54,7 +54,7 @@ NAMED = "check torch_reference --device cpu --only contract.version_matches"
         ("--tree", ["", "4y", "absent", ".", "bytes", "0x4", "4x0", "4x64"]),
     ],
 )
-def test_draft_ends_with_2_and_a_line_for_each_bad_value(pair, option, values, run, tmp_path):
+def test_draft_exits_2_with_message_for_bad_value(pair, option, values, run, tmp_path):
     (tmp_path / "a_file").touch()
     (tmp_path / "bytes").write_bytes(b"\xff\xfe")
     for value in values:
@@ -101,14 +101,14 @@ def test_every_command_refuses_an_invalid_device(verb, device, refused):
         "list --devise cpu",
     ],
 )
-def test_every_verb_ends_with_2_for_what_it_cannot_use(words, run, tmp_path):
+def test_every_verb_exits_2_for_unusable_argument(words, run, tmp_path):
     (tmp_path / "a_file").touch()
     result = run(*words.split())
     assert result.exit_code == 2 and isinstance(result.exception, SystemExit), result.exception
     assert "rror: " in result.stderr and result.stderr.count("\n") <= 4
 
 
-def test_memory_that_is_not_there_is_asked_for_in_one_line(pair, monkeypatch, refused):
+def test_out_of_memory_is_one_line_error(pair, monkeypatch, refused):
     def exhausted(*_, **__):
         raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 5 bytes.")
 
@@ -131,7 +131,7 @@ def start(words: str, tmp_path: Path, **options) -> subprocess.Popen[str]:
     )
 
 
-def test_a_closed_pipe_ends_a_verb_in_silence(tmp_path):
+def test_closed_pipe_ends_verb_silently(tmp_path):
     reader, writer = os.pipe()
     os.close(reader)
     process = start("--help", tmp_path, stdout=writer)
@@ -141,7 +141,7 @@ def test_a_closed_pipe_ends_a_verb_in_silence(tmp_path):
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 @pytest.mark.slow
-def test_a_full_disk_is_one_line(tmp_path):
+def test_full_disk_is_one_line_error(tmp_path):
     with open("/dev/full", "w") as full:
         process = start("list --device cpu", tmp_path, stdout=full)
     said = process.communicate()[1]
@@ -149,19 +149,19 @@ def test_a_full_disk_is_one_line(tmp_path):
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-def test_a_device_is_written_to_and_not_replaced(reports, refused_after):
+def test_device_file_is_written_not_replaced(reports, refused_after):
     assert "No space left on device" in refused_after("matrix", reports, "--json", "/dev/full")
     assert Path("/dev/full").is_char_device()
 
 
-def test_a_link_to_what_cannot_be_written_is_refused_before_anything_runs(checks, refused, tmp_path):
+def test_unwritable_link_is_rejected_before_running(checks, refused, tmp_path):
     (tmp_path / "file").touch()
     (tmp_path / "report.json").symlink_to("file/report.json")
     assert "cannot be written" in refused("check", "torch_reference", "--json", "report.json") and not checks.calls
 
 
 @pytest.mark.slow
-def test_an_interrupt_ends_with_130_and_leaves_the_old_report(tmp_path):
+def test_interrupt_exits_130_and_keeps_old_report(tmp_path):
     (tmp_path / "report.json").write_text("old")
     process = start("check torch_reference --device cpu --json report.json", tmp_path, stdout=subprocess.DEVNULL)
     assert process.stderr.readline() == "torch_reference: starting\n"
@@ -173,7 +173,7 @@ def test_an_interrupt_ends_with_130_and_leaves_the_old_report(tmp_path):
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["int", "term"])
-def test_an_interrupt_that_somebody_swallows_ends_a_check_all_the_same(monkeypatch, tmp_path, number, status):
+def test_swallowed_interrupt_still_ends_check(monkeypatch, tmp_path, number, status):
     real = runner.run
 
     def run(*arguments, **options):
@@ -187,18 +187,18 @@ def test_an_interrupt_that_somebody_swallows_ends_a_check_all_the_same(monkeypat
     assert not (tmp_path / "report.json").exists()
 
 
-def test_what_is_not_allowed_and_has_no_path_is_a_bug_and_no_path_is_named(monkeypatch):
+def test_permission_error_without_path_is_a_bug(monkeypatch):
     monkeypatch.setattr(runner, "run", Mock(side_effect=PermissionError(errno.EACCES, "Permission denied")))
     result = invoke(*NAMED.split(), "--no-isolate")
     assert isinstance(result.exception, PermissionError) and "None cannot be used" not in result.output
 
 
-def test_a_verb_runs_in_a_thread_too_where_no_signal_is_heard():
+def test_verb_runs_in_a_thread_without_signals():
     with ThreadPoolExecutor(1) as pool:
         assert pool.submit(invoke, *NAMED.split(), "--no-isolate").result().exit_code == 0
 
 
-def test_an_interrupt_in_the_middle_of_a_text_ends_its_line(monkeypatch, pair, run):
+def test_interrupt_within_text_ends_its_line(monkeypatch, pair, run):
     def interrupted(*arguments, **options):
         yield TextChunk(index=0, text="half a line", token_ids=[])
         raise KeyboardInterrupt
@@ -208,7 +208,7 @@ def test_an_interrupt_in_the_middle_of_a_text_ends_its_line(monkeypatch, pair, r
     assert result.exit_code == 130 and result.stdout.endswith("half a line") and result.stderr == "\ninterrupted\n"
 
 
-def test_an_interrupt_while_the_command_line_is_loaded_ends_with_130(monkeypatch, capsys):
+def test_interrupt_during_import_exits_130(monkeypatch, capsys):
     class Interrupted(ModuleType):
         def __getattr__(self, name):
             raise KeyboardInterrupt
@@ -219,7 +219,7 @@ def test_an_interrupt_while_the_command_line_is_loaded_ends_with_130(monkeypatch
     assert ended.value.code == 130 and capsys.readouterr().err == "\ninterrupted\n"
 
 
-def test_an_interrupt_in_an_executed_string_ends_with_the_verbs_status(tmp_path):
+def test_interrupt_in_executed_string_exits_130(tmp_path):
     (tmp_path / "interrupted.py").write_text(
         "import contextlib, sys, types\n"
         "def main(**options):\n"
@@ -235,7 +235,7 @@ def test_an_interrupt_in_an_executed_string_ends_with_the_verbs_status(tmp_path)
 
 
 @pytest.mark.slow
-def test_a_thread_of_a_plug_in_keeps_no_verb_from_ending_and_nonsense_in_variables_costs_no_traceback(tmp_path):
+def test_plug_in_thread_does_not_block_exit(tmp_path):
     install_plug_in(
         tmp_path,
         "lender",
@@ -257,7 +257,7 @@ def test_a_thread_of_a_plug_in_keeps_no_verb_from_ending_and_nonsense_in_variabl
     assert "Traceback" not in said
 
 
-def test_two_threads_that_write_one_file_leave_one_output_whole(tmp_path):
+def test_two_threads_writing_one_file_leave_one_output(tmp_path):
     threads = [threading.Thread(target=write, args=(tmp_path / "out", letter * 100_000)) for letter in "ab"]
     for thread in threads:
         thread.start()
@@ -266,7 +266,7 @@ def test_two_threads_that_write_one_file_leave_one_output_whole(tmp_path):
     assert (tmp_path / "out").read_text() in ("a" * 100_000, "b" * 100_000)
 
 
-def test_a_text_that_the_terminal_cannot_show_is_spelled_out(pair):
+def test_unprintable_text_is_escaped(pair):
     words = f"draft \u00e9 --device cpu --target {pair} --max-tokens 1 --strategy eager"
     result = CliRunner(charset="ascii").invoke(main, words.split())
     assert result.exit_code == 0 and "\\xe9" in result.stdout, result.output

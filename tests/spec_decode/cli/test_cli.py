@@ -23,13 +23,13 @@ def test_an_absent_cuda_device_is_refused(checks, refused):
     assert "0 CUDA devices" in refused("check", "torch_reference", "--device", "cuda")
 
 
-def test_a_misspelt_option_brings_up_the_likeliest_one(run):
+def test_misspelt_option_suggests_likeliest_one(run):
     result = run("draft", "x", "--max-token", "3")
     assert result.exit_code == 2 and "--max-tokens" in result.stderr
     assert not any(other in result.stderr for other in ("--max-model-len", "--backend"))
 
 
-def test_list_shows_claims_and_the_answer_here_in_words_and_as_json(run):
+def test_list_shows_claims_as_text_and_json(run):
     shown, found = run("list", "--device", "cpu"), run("list", "--device", "cpu", "--json")
     assert shown.exit_code == 0 and "accepted" in shown.output and "IN_GRAPH: visible ranges" in shown.output
     entries = json.loads(found.output)["backends"]
@@ -49,14 +49,14 @@ class OnlyFp32(TorchReference):
 @pytest.mark.parametrize(
     ("options", "accepted"), [((), False), (("--dtype", "float32"), True), (("--spec", "dtype=float32"), True)]
 )
-def test_list_asks_for_the_dtype_it_is_told(options, accepted, plug_in, run):
+def test_list_uses_given_dtype(options, accepted, plug_in, run):
     plug_in("only_fp32", OnlyFp32)
     found = json.loads(run("list", "--device", "cpu", "--json", *options).output)
     (entry,) = [entry for entry in found["backends"] if entry["name"] == "only_fp32"]
     assert entry["accepted"] is accepted
 
 
-def test_list_asks_for_the_spec_it_is_told(run):
+def test_list_uses_given_spec(run):
     options = ("head_dim=96", "sinks=true", "sliding_window=12", "soft_cap=2.5", "kind=mha", "kv_dtype=float8_e4m3fn")
     found = run("list", "--device", "cpu", *(part for option in options for part in ("--spec", option)))
     first = found.output.splitlines()[0]
@@ -68,11 +68,11 @@ def test_list_refuses_an_invalid_spec(wrong, refused):
     assert f"got {wrong!r}. " in refused("list", "--spec", wrong)
 
 
-def test_list_refuses_a_dtype_that_is_empty(refused):
+def test_list_rejects_empty_dtype(refused):
     assert "dtype cannot be ''" in refused("list", "--dtype", "")
 
 
-def test_list_names_the_fields_of_a_spec_to_who_asks_for_another(refused):
+def test_list_names_spec_fields_for_unknown_one(refused):
     said = refused("list", "--spec", "head_dims=64")
     assert "its fields are num_q_heads, num_kv_heads, head_dim, " in said and said.endswith("Did you mean head_dim?")
 
@@ -101,7 +101,7 @@ ODD = {
 
 
 @pytest.mark.parametrize(("make", "line"), ODD.values(), ids=ODD)
-def test_list_names_a_backend_that_cannot_be_asked_and_goes_on(make, line, plug_in, run):
+def test_list_names_failing_backend_and_continues(make, line, plug_in, run):
     plug_in("odd", make)
     plug_in("behind", TorchReference)
     result = run("list", "--device", "cpu")
@@ -115,13 +115,13 @@ def clear(*asked):
 
 
 @pytest.mark.parametrize("verb", ["list", "doctor"])
-def test_what_a_backend_says_reaches_no_terminal_as_a_control(verb, plug_in, run):
+def test_backend_text_is_printed_without_control_characters(verb, plug_in, run):
     plug_in("clears", odd(name="clears", supports=clear))
     found = run(verb, "--device", "cpu").output
     assert "\\x1b[2J" in found and "\x1b" not in found
 
 
-def test_why_a_backend_does_not_load_reaches_no_terminal_as_a_control(plug_in, run):
+def test_load_error_is_printed_without_control_characters(plug_in, run):
     plug_in("clears", clear)
     words = ("check", "clears", "torch_reference", "--device", "cpu", "--only", "contract.version_matches")
     found = run(*words, "--no-isolate")

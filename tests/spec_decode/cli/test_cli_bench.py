@@ -33,7 +33,7 @@ def timings(monkeypatch):
 
 
 @pytest.mark.parametrize("words", [(), ("--processes", "2")])
-def test_bench_prints_a_table_of_what_was_measured_and_writes_rows(timings, tmp_path, monkeypatch, run, words):
+def test_bench_prints_table_and_writes_rows(timings, tmp_path, monkeypatch, run, words):
     counts = []
     monkeypatch.setattr(command, "run_in_processes", lambda count, **how: (counts.append(count), timings(**how))[1])
     result = run("bench", "round", "--device", "cpu", "--json", "out/rows.json", *words)
@@ -45,7 +45,7 @@ def test_bench_prints_a_table_of_what_was_measured_and_writes_rows(timings, tmp_
     assert timings.calls == [(("round",), " ".join(("attn-backends bench round --device cpu", *words)))]
 
 
-def test_bench_says_below_its_table_what_has_no_row_and_ends_with_1_for_what_failed(timings, tmp_path, run):
+def test_bench_notes_missing_rows_and_fails_for_stopped(timings, tmp_path, run):
     timings.missing += ["step: flashinfer is not installed"]
     result = run("bench", "--device", "cpu", "--json", "rows.json")
     assert result.exit_code == 0
@@ -56,20 +56,20 @@ def test_bench_says_below_its_table_what_has_no_row_and_ends_with_1_for_what_fai
     assert (tmp_path / "again.json").exists()
 
 
-def test_bench_lists_its_cases_and_suites_and_has_the_help_of_the_benchmarks(run):
+def test_bench_lists_cases_and_shows_help(run):
     listed, told = run("bench", "--list").output, run("bench", "--help").output
     assert "all of advance, step" in listed and all(case in listed for case in command.CASES)
     assert told.startswith("Usage: main bench") and "--processes" in told
 
 
-def test_bench_refuses_what_it_does_not_know(timings, refused, run):
+def test_bench_rejects_unknown_cases_and_options(timings, refused, run):
     assert "round, step" in refused("bench", "nonesuch", "--device", "cpu")
     assert "No such option" in run("bench", "--nonesuch").stderr
     for more in (["step"], ["--json", "rows.json"], ["--processes", "2"]):
         assert "Remove the cases, --json and --processes." in refused("bench", "--list", *more)
 
 
-def test_bench_shows_each_limit_with_its_verdict():
+def test_bench_shows_each_limit_and_if_met():
     limits = [TimingLimit("host_us", 80.0, met=True)]
     shown = _short({"case": "round", "peer": True, "limits": limits, "floor_counts": "the weights"})
     assert (shown["limits"], shown["met"], shown["peer"]) == ("host_us <= 80", True, True)
@@ -77,12 +77,12 @@ def test_bench_shows_each_limit_with_its_verdict():
 
 
 @pytest.mark.parametrize("case", ["advance", "step", "sparse-decode", "mla-decode", "paged-decode"])
-def test_bench_refuses_to_time_a_gpu_on_a_cpu(case, refused):
+def test_bench_refuses_to_time_gpu_on_cpu(case, refused):
     line = refused("bench", case, "--device", "cpu")
     assert f"the cases {case} time a CUDA device, but this run is on cpu" in line
 
 
-def test_a_bench_that_is_cut_off_leaves_the_rows_it_has_and_says_so(timings, tmp_path, run, monkeypatch):
+def test_interrupted_bench_keeps_rows_and_notes_it(timings, tmp_path, run, monkeypatch):
     def cut_off(**how):
         timings(**how)
         raise KeyboardInterrupt
@@ -95,6 +95,6 @@ def test_a_bench_that_is_cut_off_leaves_the_rows_it_has_and_says_so(timings, tmp
     assert report["missing"][-1] == "all after round: cut off"
 
 
-def test_without_a_checkout_bench_says_where_the_benchmarks_are(refused, monkeypatch, tmp_path):
+def test_bench_without_checkout_names_benchmarks_folder(refused, monkeypatch, tmp_path):
     monkeypatch.setattr(checkout, "_ROOT", tmp_path)
     assert "the benchmarks are not in the wheel, only in benchmarks/ of the repository" in refused("bench", "round")

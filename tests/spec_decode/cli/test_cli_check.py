@@ -10,17 +10,15 @@ from spec_decode.cli import output
 from spec_decode.conformance.report import Report
 from tests.mutants import mutant_named
 
-ASKED = ("--device", "cpu", "--family", "graph", "--only", "graph.*", "--quick")
+OPTIONS = ("--device", "cpu", "--family", "graph", "--only", "graph.*", "--quick")
 
 
 @pytest.mark.parametrize("names", [("torch_reference",), ("torch_reference", "triton_paged")])
 @pytest.mark.parametrize(("how", "isolated"), [((), True), (("--isolate",), True), (("--no-isolate",), False)])
-def test_check_passes_on_what_was_asked_for_to_a_subprocess_each_or_to_this_process(
-    names, how, isolated, checks, run, tmp_path
-):
+def test_check_runs_isolated_or_in_process_as_given(names, how, isolated, checks, run, tmp_path):
     """In this process a debugger works. Kernels are interpreted on the CPU."""
     path = tmp_path / "out" if len(names) > 1 else tmp_path / "one.json"
-    result = run("check", *names, *ASKED, *how, "--json", path)
+    result = run("check", *names, *OPTIONS, *how, "--json", path)
     assert result.exit_code == 0 and "torch_reference: 1 checks = 1 pass" in result.output
     assert result.stderr.splitlines() == [f"{name}: starting" for name in names] and "starting" not in result.stdout
     assert [name for name, *_ in checks.calls] == list(names) and checks.isolated == (list(names) if isolated else [])
@@ -35,7 +33,7 @@ def test_check_passes_on_what_was_asked_for_to_a_subprocess_each_or_to_this_proc
 SOAK = ("check", "torch_reference", "--device", "cpu", "--family", "soak")
 
 
-def test_a_soak_is_recorded_with_its_rounds_and_seed(checks, run, tmp_path):
+def test_soak_command_records_rounds_and_seed(checks, run, tmp_path):
     for words, length in (
         ((), {"rounds": 5000, "seed": 0}),
         (("--rounds", 10, "--seed", 3), {"rounds": 10, "seed": 3}),
@@ -46,7 +44,7 @@ def test_a_soak_is_recorded_with_its_rounds_and_seed(checks, run, tmp_path):
         assert checks.calls[-1][1]["soak"] == length
 
 
-def test_a_failed_soak_is_printed_with_the_command_that_repeats_it(plug_in, run, tmp_path):
+def test_failed_soak_prints_repro_command(plug_in, run, tmp_path):
     stale = mutant_named("stale_seq_lens").backend
     plug_in(stale.name, lambda: stale)
     only = "soak.long_runs_stay_right*r10-s3-full_loop*"
@@ -63,7 +61,7 @@ def test_a_failed_soak_is_printed_with_the_command_that_repeats_it(plug_in, run,
     ("outcome", "fails"),
     [("fail", 1), ("error", 1), ("xpass", 1), ("not_run", 1), ("preview", 0), ("xfail", 0)],
 )
-def test_what_is_no_pass_is_printed_with_its_reason_and_a_failure_with_its_repro(checks, outcome, fails, run):
+def test_non_pass_prints_reason_and_failure_prints_repro(checks, outcome, fails, run):
     checks.outcomes = ["pass", outcome]
     result = run("check", "torch_reference", "--device", "cpu")
     assert result.exit_code == fails and f"1 {outcome}" in result.output
@@ -72,7 +70,7 @@ def test_what_is_no_pass_is_printed_with_its_reason_and_a_failure_with_its_repro
     assert (f"{told}\n    attn-backends check torch_reference" in result.output) == bool(fails)
 
 
-def test_no_check_at_all_is_a_failure(checks, run):
+def test_check_without_any_check_fails(checks, run):
     checks.outcomes = []
     assert run("check", "torch_reference", "--device", "cpu").exit_code == 1
 
@@ -82,20 +80,20 @@ def test_all_names_every_backend_once(checks, run):
     assert [name for name, *_ in checks.calls] == registry.names()
 
 
-def test_a_broken_backend_costs_the_others_nothing(checks, plug_in, run):
+def test_broken_backend_leaves_others_checked(checks, plug_in, run):
     plug_in("broken", lambda: import_module("no_such_module"))
     result = run("check", "broken", "torch_reference", "--device", "cpu")
     assert result.exit_code == 1 and "error: backend 'broken'" in result.stderr
     assert "torch_reference: 1 checks" in result.output
 
 
-def test_what_was_registered_by_a_call_runs_in_this_process_among_several(checks, rebuilt, run):
+def test_registered_backend_is_checked_in_this_process(checks, rebuilt, run):
     assert run("check", "rebuilt", "torch_reference", "--device", "cpu").exit_code == 0
     assert [name for name, *_ in checks.calls] == ["rebuilt", "torch_reference"]
     assert checks.isolated == ["torch_reference"]
 
 
-def test_what_was_registered_by_a_call_cannot_be_isolated(checks, rebuilt, refused):
+def test_registered_backend_cannot_be_isolated(checks, rebuilt, refused):
     line = refused("check", "rebuilt", "torch_reference", "--device", "cpu", "--isolate")
     assert "rebuilt were registered by a call" in line and not checks.calls
 
@@ -123,7 +121,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("words", "why"), REFUSED.values(), ids=REFUSED)
-def test_what_cannot_be_checked_is_refused_before_anything_runs(words, why, checks, tmp_path, refused):
+def test_invalid_check_arguments_are_rejected_before_running(words, why, checks, tmp_path, refused):
     (tmp_path / "file").write_text("")
     assert why in refused("check", *(() if "--engine" in words else ("--device", "cpu")), *words)
     assert not checks.calls
@@ -136,14 +134,14 @@ def test_an_interrupt_leaves_no_report(checks, tmp_path, run):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_pattern_that_matches_no_check_is_refused_with_the_one_that_was_meant(refused_after, tmp_path):
+def test_unmatched_pattern_is_rejected_with_suggestion(refused_after, tmp_path):
     words = ("torch_reference", "--no-isolate", "--device", "cpu", "--json", "x.json")
     line = refused_after("check", *words, "--only", "graph.replay_folows*")
     assert "graph.replay_folows*' matches none" in line and "Did you mean graph.replay_" in line
     assert not (tmp_path / "x.json").exists()
 
 
-def test_torch_has_one_thread_unless_asked_otherwise(checks, monkeypatch, run):
+def test_torch_uses_one_thread_by_default(checks, monkeypatch, run):
     counts = []
     monkeypatch.setattr(torch, "set_num_threads", counts.append)
     for words in ((), ("--threads", 3)):
@@ -152,14 +150,14 @@ def test_torch_has_one_thread_unless_asked_otherwise(checks, monkeypatch, run):
     assert counts == [1, "1", 3, "3"]
 
 
-def test_progress_is_repeat_line_after_some_seconds(checks, monkeypatch, run):
+def test_progress_is_printed_after_some_seconds(checks, monkeypatch, run):
     monkeypatch.setattr(output, "_SECONDS_BETWEEN_LINES", 0.0)
     result = run("check", "torch_reference", "--device", "cpu")
     assert result.stderr.splitlines()[1] == "torch_reference: 1 checks, 0 failed; last graph.replay"
 
 
 @pytest.mark.parametrize("options", [(), ("--no-isolate",)])
-def test_what_a_run_finds_is_kept_beside_its_report(checks, run, tmp_path, options):
+def test_results_are_kept_beside_report(checks, run, tmp_path, options):
     run("check", "torch_reference", "--device", "cpu", "--json", tmp_path, "--resume", *options)
     _, asked, _ = checks.calls[0]
     path = tmp_path / "check-torch_reference.json"
@@ -169,7 +167,7 @@ def test_what_a_run_finds_is_kept_beside_its_report(checks, run, tmp_path, optio
         assert asked["keep"] == {"report": str(path), "resume": True}
 
 
-def test_without_a_name_or_the_engine_there_is_nothing_to_check(run, monkeypatch):
+def test_check_needs_a_name_or_engine(run, monkeypatch):
     nameless = run("check")
     assert nameless.exit_code == 2 and "Missing argument 'NAME...'" in nameless.output
     monkeypatch.setattr("engine_kits.subjects.version", lambda package: "none")
@@ -179,7 +177,7 @@ def test_without_a_name_or_the_engine_there_is_nothing_to_check(run, monkeypatch
     assert "checks of vLLM's builders need 0.33.*, found none" in result.output
 
 
-def test_without_a_checkout_the_check_of_an_engine_says_where_it_is(refused, monkeypatch, tmp_path):
+def test_engine_check_without_checkout_names_its_folder(refused, monkeypatch, tmp_path):
     monkeypatch.setattr("spec_decode.cli.checkout._ROOT", tmp_path)
     line = refused("check", "--engine", "vllm")
     assert "the checks of vllm's own builders are not in the wheel, only in engine_kits/vllm/" in line

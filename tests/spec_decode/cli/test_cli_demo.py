@@ -54,7 +54,7 @@ def shown_in_full(latent_pair, tmp_path_factory):
     return SimpleNamespace(result=result, checks=kit.calls)
 
 
-def test_a_draft_that_proposes_its_tokens_at_once_is_compared_in_the_strategies_that_it_has(block_pair):
+def test_demo_compares_block_draft_in_its_strategies(block_pair):
     pair = load_byte_pair(Path(block_pair), torch.float32, torch.device("cpu"), draft="block_draft")
     backends = backends_named(pair, comparison.CONFIG, "torch_reference")
     told: list[str] = []
@@ -65,7 +65,7 @@ def test_a_draft_that_proposes_its_tokens_at_once_is_compared_in_the_strategies_
     assert "not device_loop: this draft proposes all its tokens in one step" in "\n".join(found.chosen.explain())
 
 
-def test_demo_fits_a_screen_and_shows_the_reports_that_are_there_as_a_page(shown):
+def test_demo_fits_a_screen_and_writes_page(shown):
     said = shown.result.stdout
     assert shown.result.exit_code == 0 and len(said.splitlines()) <= 40, shown.result.output
     for part in (
@@ -84,7 +84,7 @@ def test_demo_fits_a_screen_and_shows_the_reports_that_are_there_as_a_page(shown
     assert not shown.opened, "there is no desktop"
 
 
-def test_a_reason_names_the_drafts_that_it_holds_for():
+def test_reason_names_drafts_it_applies_to():
     def compared(**reasons):
         return [SimpleNamespace(chosen=SimpleNamespace(unsupported={Strategy(n): r for n, r in reasons.items()}))]
 
@@ -92,7 +92,7 @@ def test_a_reason_names_the_drafts_that_it_holds_for():
     assert comparison.reasons(found) == ["piecewise cannot run: why", "device_loop cannot run for a: once"]
 
 
-def test_demo_opens_the_page_where_there_is_a_desktop(monkeypatch):
+def test_demo_opens_page_on_desktop(monkeypatch):
     opened = []
     monkeypatch.setattr(click, "launch", opened.append)
     monkeypatch.setattr(demo, "_has_desktop", lambda console: True)
@@ -100,13 +100,13 @@ def test_demo_opens_the_page_where_there_is_a_desktop(monkeypatch):
     assert opened == ["build/demo.html"]
 
 
-def test_demo_refuses_a_page_that_cannot_be_written_before_it_drafts(pair, tmp_path, refused):
+def test_demo_rejects_unwritable_page_before_drafting(pair, tmp_path, refused):
     (tmp_path / "build").write_text("")
     assert "cannot be written" in refused("demo", "--device", "cpu", "--pair", pair)
 
 
 @pytest.mark.slow
-def test_demo_shows_every_part_in_full_and_succeeds(shown_in_full):
+def test_full_demo_shows_every_part(shown_in_full):
     assert shown_in_full.result.exit_code == 0, shown_in_full.result.output
     parts = ("requested:", "continued", "full_loop", "yes, 2 of 2", "not eager:", "verified 1/1")
     for part in (*parts, "cannot run", "for the test"):
@@ -115,7 +115,7 @@ def test_demo_shows_every_part_in_full_and_succeeds(shown_in_full):
 
 
 @pytest.mark.slow
-def test_demo_drafts_with_every_draft_of_the_pair(shown_in_full):
+def test_demo_uses_every_draft_of_the_pair(shown_in_full):
     first, latent = shown_in_full.result.output.split("latent_draft [")
     assert "\ndraft [2/1 heads" in first and "window 24, sinks, mla]:" in latent
     table, explained = latent.split("3. Why")

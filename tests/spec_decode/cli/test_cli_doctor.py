@@ -5,7 +5,7 @@ from spec_decode.tools import doctor
 from tests.mutants import mutant_named
 
 
-def test_doctor_tells_every_topic_once_and_ends_well(run):
+def test_doctor_prints_every_topic_once(run):
     result = run("doctor", "--device", "cpu")
     assert result.exit_code == 0, result.output
     topics = [line for line in result.output.splitlines() if not line.startswith(" ")]
@@ -13,31 +13,31 @@ def test_doctor_tells_every_topic_once_and_ends_well(run):
     assert "device loop" in result.output
 
 
-def test_doctor_as_json_is_the_findings(run):
+def test_doctor_json_contains_findings(run):
     found = json.loads(run("doctor", "--device", "cpu", "--json").stdout)
     assert {"topic", "subject", "status", "detail"} == set(found[0])
     assert {"machine", "graphs", "backends"} <= {entry["topic"] for entry in found}
 
 
-def test_validated_metadata_is_one_more_topic_with_its_cost(run):
+def test_doctor_reports_metadata_validation_and_cost(run):
     result = run("doctor", "--device", "cpu", "--validate-metadata", "torch_reference", "--rounds", "4", "--every", "2")
     assert result.exit_code == 0, result.output
     (line,) = (line for line in result.output.splitlines() if "validations without drift" in line)
     assert "4 rounds (full_loop)" in line and "2 validations" in line and "ms each" in line
 
 
-def test_a_drift_is_named_and_told_in_the_exit_status(run, plug_in):
+def test_doctor_exits_1_and_names_drift(run, plug_in):
     plug_in("stale", lambda: mutant_named("stale_seq_lens").backend)
     result = run("doctor", "--device", "cpu", "--validate-metadata", "stale", "--rounds", "4")
     assert result.exit_code == 1
     assert "round 1, step 0, group draft" in result.output and "field kv_end" in result.output
 
 
-def test_a_backend_to_validate_that_is_unknown_is_refused_before_anything_runs(refused):
+def test_doctor_rejects_unknown_backend_to_validate(refused):
     assert "nonesuch" in refused("doctor", "--device", "cpu", "--validate-metadata", "nonesuch")
 
 
-def test_something_that_does_not_work_is_told_in_the_exit_status(run, monkeypatch):
+def test_doctor_exits_1_for_failed_finding(run, monkeypatch):
     found = [Finding("graphs", "device loop", FindingStatus.FAILED, "RuntimeError: it ended at 1")]
     monkeypatch.setattr(doctor, "examine", lambda device: iter(found))
     result = run("doctor", "--device", "cpu")

@@ -44,7 +44,7 @@ def test_draft_prints_json(pair, run, k):
     assert (stats["strategy"], stats["device"]) == ("eager" if k else None, "cpu")
 
 
-def test_draft_runs_the_small_pair_with_one_thread(pair, run, monkeypatch):
+def test_draft_runs_small_pair_with_one_thread(pair, run, monkeypatch):
     before, counts = torch.get_num_threads(), []
     monkeypatch.setattr(torch, "set_num_threads", counts.append)
     run(*draft_words(pair, "x", "-k", "0", "--max-tokens", "1"))
@@ -58,7 +58,7 @@ def test_draft_reads_prompts_from_a_file(pair, tmp_path, run):
     assert "prompt 3:" not in output
 
 
-def test_draft_takes_weights_of_8_bits_for_the_draft(pair, run):
+def test_draft_accepts_fp8_draft_weights(pair, run):
     words = draft_words(pair, "x", "--dtype", "bfloat16", "--draft-weights")
     result = run(*words, "fp8", "--explain")
     assert result.exit_code == 0 and "draft's matrix products read fp8 weights" in result.output, result.output
@@ -78,7 +78,7 @@ ABOUT_DRAFTS = {
 
 
 @pytest.mark.parametrize(("option", "value"), ABOUT_DRAFTS.items())
-def test_an_option_about_drafts_is_refused_without_a_draft(option, value, pair, refused):
+def test_draft_option_without_draft_is_rejected(option, value, pair, refused):
     said = refused(*draft_words(pair, "x", "-k", "0", option, value))
     assert f"{option} is {value!r}, but there is no draft. Pass --draft without -k 0, or omit {option}." in said
 
@@ -102,7 +102,7 @@ DRAFTS = {
 
 
 @pytest.mark.parametrize(("draft", "words", "told"), DRAFTS.values(), ids=DRAFTS)
-def test_every_draft_says_what_plain_decoding_says(draft, words, told, request, run, tmp_path):
+def test_every_draft_matches_plain_decoding(draft, words, told, request, run, tmp_path):
     (tmp_path / "paths.json").write_text("[[0], [1], [0, 0], [0, 1]]")
     pair = request.getfixturevalue({"draft": "pair"}.get(draft, draft.replace("draft", "pair")))
     # Trees are verified by a rule that changes no text at any temperature.
@@ -115,7 +115,7 @@ def test_every_draft_says_what_plain_decoding_says(draft, words, told, request, 
     assert plain.partition("backend")[0] == drafted.partition("backend")[0]
 
 
-def test_draft_explains_the_backends_of_target_and_draft(latent_pair, run):
+def test_explain_shows_backends_of_target_and_draft(latent_pair, run):
     words = draft_words(latent_pair, "x", "--draft", "latent_draft", "--draft-backend", "torch_reference", "--explain")
     output = run(*words).output
     target, draft = output.split("target [")[1].split("draft [")
@@ -135,19 +135,20 @@ def slow_plug_in(monkeypatch):
     monkeypatch.setattr(plug_ins, "_tried", {})
 
 
-def test_a_plug_in_is_named_before_it_is_asked_so_that_one_that_hangs_is_seen(pair, run, slow_plug_in):
+def test_explain_names_plug_in_before_loading_it(pair, run, slow_plug_in):
+    """A plug-in that hangs is then the last one named."""
     words = draft_words(pair, "x", "--max-tokens", "1")
     assert "loading" not in run(*words).stderr
     assert "loading backend slow of package unknown\n" in run(*words, "--explain").stderr
 
 
 @pytest.mark.parametrize("verb", ["list", "doctor", "draft x --max-tokens 1 --backend slow"])
-def test_every_verb_that_loads_plug_ins_names_them(verb, run, slow_plug_in):
+def test_every_verb_names_plug_ins_it_loads(verb, run, slow_plug_in):
     result = run(*verb.split(), "--device", "cpu")
     assert result.exit_code == 0 and result.stderr.startswith("loading backend slow of package unknown\n")
 
 
-def test_a_run_in_the_interpreter_says_so_and_how_far_it_is(pair, run, monkeypatch):
+def test_interpreter_run_prints_notice_and_progress(pair, run, monkeypatch):
     seen = []
 
     @contextmanager
@@ -166,7 +167,7 @@ def test_a_run_in_the_interpreter_says_so_and_how_far_it_is(pair, run, monkeypat
     )
 
 
-def test_what_is_repeat_line_is_told_until_the_end(capsys):
+def test_repeat_line_prints_until_text_ends(capsys):
     told, texts = threading.Event(), iter(["", "one", "two"])
 
     def text():
@@ -181,13 +182,13 @@ def test_what_is_repeat_line_is_told_until_the_end(capsys):
     assert capsys.readouterr().err == "one\ntwo\n"
 
 
-def test_texts_come_in_the_order_of_their_prompts(pair, run):
+def test_texts_follow_order_of_prompts(pair, run):
     together = run(*draft_words(pair, "a list is", "x", "def ")).output.partition("backend")[0]
     alone = [run(*draft_words(pair, prompt)).output.partition("backend")[0] for prompt in ("a list is", "x", "def ")]
     assert together == "".join(text.replace("prompt 1:", f"prompt {n}:") for n, text in enumerate(alone, 1))
 
 
-def test_draft_repeats_itself_for_a_seed(pair, run):
+def test_draft_repeats_for_same_seed(pair, run):
     words = draft_words(pair, "x", "--temperature", "1", "--seed")
     texts = [run(*words, seed).output.partition("backend")[0] for seed in ("1", "1", "2")]
     assert texts[0] == texts[1] != texts[2]
@@ -242,7 +243,7 @@ REFUSED = {
 @pytest.mark.parametrize(
     ("of", "words", "part"), [(of, *each) for of, refusals in REFUSED.items() for each in refusals]
 )
-def test_draft_refuses(of, words, part, request, refused, rebuilt, tmp_path):
+def test_draft_rejects_invalid_arguments(of, words, part, request, refused, rebuilt, tmp_path):
     (tmp_path / "bytes").write_bytes(b"\xff\xfe")
     (tmp_path / "paths.json").write_text("[[0], [0, 0], [0, 0, 0]]")
     for at, text in enumerate(("{}", "[0]", "[[1]]", "[[", "[" * 100_000)):
@@ -250,7 +251,7 @@ def test_draft_refuses(of, words, part, request, refused, rebuilt, tmp_path):
     assert part in refused(*draft_words(request.getfixturevalue(of), *words))
 
 
-def test_a_backend_that_cannot_serve_the_draft_is_no_reason_for_another(latent_pair, refused):
+def test_unsuitable_draft_backend_is_never_replaced(latent_pair, refused):
     words = draft_words(latent_pair, "x", "--draft", "latent_draft")
     of_both, of_draft = (refused(*words, option, "triton_paged") for option in ("--backend", "--draft-backend"))
     assert "not mla" in of_both and of_both.endswith("choose its backend with draft_backend.")
@@ -258,18 +259,18 @@ def test_a_backend_that_cannot_serve_the_draft_is_no_reason_for_another(latent_p
 
 
 @pytest.mark.parametrize(("prompts", "at_once"), [(1, 1), (9, 8)])
-def test_draft_captures_no_larger_batches_than_its_prompts_make(pair, run, monkeypatch, prompts, at_once):
+def test_draft_captures_only_batches_for_its_prompts(pair, run, monkeypatch, prompts, at_once):
     made, make = [], LLM.__init__
     monkeypatch.setattr(LLM, "__init__", lambda self, *a, **options: (made.append(self), make(self, *a, **options))[1])
     run(*draft_words(pair, *["x"] * prompts, "--max-tokens", "1"))
     assert [llm.config.max_num_seqs for llm in made] == [at_once]
 
 
-def test_a_draft_of_another_model_needs_its_target(refused, tmp_path):
+def test_draft_of_another_model_needs_its_target(refused, tmp_path):
     said = refused("draft", "x", "--draft", tmp_path)
     assert f"--draft {tmp_path} needs --target" in said and "one of draft, block_draft, latent_draft" in said
 
 
-def test_draft_refuses_a_pair_of_another_vocabulary(make_pair, tmp_path, refused):
+def test_draft_rejects_pair_with_other_vocabulary(make_pair, tmp_path, refused):
     folder = make_pair(tmp_path / "small", vocab_size=128)
     assert "128 tokens, not the 256 of a byte-level pair" in refused(*draft_words(folder, "x"))

@@ -50,7 +50,7 @@ def tagged(subprocesses, tmp_path, run):
     return tmp_path / "reports" / "cpu" / "check-torch_reference.json"
 
 
-def test_matrix_shows_reports_of_folders_and_files_and_the_columns_asked_for(tagged, run):
+def test_matrix_shows_reports_and_requested_columns(tagged, run):
     for words in ((), (tagged,), (tagged.parent,), ("--tag", "graph:*"), ("--installed",)):
         result = run("matrix", *words)
         assert result.exit_code == 0 and "verified 1/1" in result.output and "graph support" in result.output
@@ -58,7 +58,7 @@ def test_matrix_shows_reports_of_folders_and_files_and_the_columns_asked_for(tag
     assert "graph support" not in run("matrix", "--tag", "page:*").output
 
 
-def test_matrix_on_standard_output_is_nothing_else(tagged, run):
+def test_matrix_prints_only_output_to_stdout(tagged, run):
     assert run("matrix", "--html", "-").stdout.startswith("<!doctype html>")
     assert json.loads(run("matrix", "--json", "-").stdout)["schema"] == "attn-matrix/5"
 
@@ -70,12 +70,12 @@ def test_matrix_writes_files(tagged, tmp_path, run):
 
 
 @pytest.mark.parametrize("patterns", [["graph:captur"], ["graph:*", "graph:captrue"]])
-def test_a_tag_that_is_like_no_column_is_refused(tagged, refused, patterns):
+def test_unmatched_tag_is_rejected_with_suggestion(tagged, refused, patterns):
     line = refused("matrix", *(word for pattern in patterns for word in ("--tag", pattern)))
     assert "matches none. Fix --tag. Did you mean graph:capture?" in line
 
 
-def test_a_tag_that_no_result_of_a_run_has_is_refused(subprocesses, refused_after):
+def test_tag_missing_from_run_results_is_rejected(subprocesses, refused_after):
     assert "'graph:captur' matches none" in refused_after(
         "matrix", "--run", "torch_reference", "--device", "cpu", "--tag", "graph:captur"
     )
@@ -96,15 +96,13 @@ def test_a_tag_that_no_result_of_a_run_has_is_refused(subprocesses, refused_afte
         (("--html", "-", "--json", "-"), "--html and --json are all -, but stdout takes one."),
     ],
 )
-def test_matrix_refuses_what_is_no_report_and_options_that_make_no_sense_together(
-    words, part, subprocesses, refused, tmp_path
-):
+def test_matrix_rejects_invalid_reports_and_options(words, part, subprocesses, refused, tmp_path):
     for at, content in enumerate(("{", "[]", '{"schema": "other/9"}', '{"schema": "attn-report/1"}')):
         (tmp_path / f"bad_{at}.json").write_text(content)
     assert part in refused("matrix", *words) and not subprocesses.calls
 
 
-def test_a_fresh_run_is_shown_and_not_kept(subprocesses, run, tmp_path):
+def test_fresh_run_is_shown_but_not_kept(subprocesses, run, tmp_path):
     limits = ("--check-limit", "3", "--limit", "9")
     result = run("matrix", "--run", "torch_reference", "--device", "cpu", "--tag", "graph:*", *limits)
     assert result.exit_code == 0 and "verified 1/1" in result.output
@@ -113,7 +111,7 @@ def test_a_fresh_run_is_shown_and_not_kept(subprocesses, run, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_backend_that_fails_takes_no_other_with_it_and_fails_the_run(subprocesses, run, tmp_path):
+def test_failing_backend_fails_run_but_not_others(subprocesses, run, tmp_path):
     subprocesses.outcome["triton_paged"] = "error"
     names = ("--run", "triton_paged", "--run", "torch_reference")
     result = run("matrix", *names, "--device", "cpu", "--into", "out")
@@ -121,7 +119,7 @@ def test_a_backend_that_fails_takes_no_other_with_it_and_fails_the_run(subproces
     assert len(list((tmp_path / "out").iterdir())) == 2
 
 
-def test_available_leaves_out_what_is_absent_or_made_for_another_device(subprocesses, run):
+def test_available_skips_absent_and_unsupported_backends(subprocesses, run):
     subprocesses.outcome |= {"flashinfer": "unavailable", "flash_attn3": "unsupported"}
     result = run("matrix", "--run", "available", "--device", "cpu")
     assert "flashinfer: not available: for the test" in result.stderr
@@ -129,13 +127,13 @@ def test_available_leaves_out_what_is_absent_or_made_for_another_device(subproce
     assert "flash_attn3@" not in result.stdout and "triton_paged@1" in result.stdout
 
 
-def test_what_is_named_is_shown_even_if_it_is_absent(subprocesses, run):
+def test_named_backend_is_shown_even_if_absent(subprocesses, run):
     subprocesses.outcome["flashinfer"] = "unavailable"
     result = run("matrix", "--run", "flashinfer", "--run", "available", "--device", "cpu")
     assert "flashinfer@1" in result.stdout and result.exit_code == 1
 
 
-def test_an_interrupted_run_keeps_what_is_finished_and_is_resumed_behind_it(subprocesses, run, tmp_path):
+def test_interrupted_run_resumes_after_finished_backends(subprocesses, run, tmp_path):
     words = ("matrix", "--run", "torch_reference", "--run", "triton_paged", "--device", "cpu", "--into", "out")
     subprocesses.outcome["triton_paged"] = "interrupt"
     stopped = run(*words)
@@ -159,7 +157,7 @@ def test_an_interrupted_run_keeps_what_is_finished_and_is_resumed_behind_it(subp
         {"sources": {"modules": {"builders": {"errors": "00000000"}}}},
     ],
 )
-def test_resume_checks_again_only_what_another_run_left_or_left_unfinished(tagged, subprocesses, run, change):
+def test_resume_repeats_only_foreign_or_unfinished_reports(tagged, subprocesses, run, change):
     document = read_json(tagged)
     if "env" in change:
         document["env"]["commit"] = "other"
@@ -173,32 +171,32 @@ def test_resume_checks_again_only_what_another_run_left_or_left_unfinished(tagge
 
 
 @pytest.mark.parametrize("option", ["--into", "--json", "--html"])
-def test_a_path_that_cannot_be_written_costs_no_run(option, subprocesses, refused, tmp_path):
+def test_unwritable_path_is_rejected_before_running(option, subprocesses, refused, tmp_path):
     (tmp_path / "file").touch()
     words = ("matrix", "--run", "torch_reference", "--device", "cpu", option, "file/below")
     assert "cannot be written" in refused(*words) and not subprocesses.calls
 
 
-def test_check_passes_on_whole_reports_and_writes_nothing(tagged, tmp_path, run):
+def test_check_passes_on_intact_reports_and_writes_nothing(tagged, tmp_path, run):
     before = sorted(tmp_path.rglob("*"))
     result = run("matrix", "--check")
     assert result.exit_code == 0 and "1 reports are intact and unedited" in result.output
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_check_fails_on_an_edited_report_of_any_kind(tagged, tmp_path, run):
+def test_check_fails_on_edited_report(tagged, tmp_path, run):
     soak = tagged.with_name("soak-k.json")
     soak.write_bytes(report_bytes({"schema": "attn-soak/4", "rounds": 7}).replace(b"7", b"8"))
     result = run("matrix", "--check")
     assert result.exit_code == 2 and "soak-k.json was changed after it was written" in result.stderr
 
 
-def test_check_fails_where_a_page_cannot_be_made(tagged, run, monkeypatch):
+def test_check_fails_if_page_rendering_raises(tagged, run, monkeypatch):
     monkeypatch.setattr("spec_decode.matrix.to_html", lambda matrix: 1 / 0)
     assert run("matrix", "--check").exit_code != 0
 
 
-def test_older_source_is_a_warning_and_strict_fails_for_it(tagged, run):
+def test_older_source_warns_and_fails_if_strict(tagged, run):
     sources = SourceRecord(modules={"builders": {"errors": "00000000"}})
     msgspec.structs.replace(Report.load(tagged), sources=sources).save(tagged)
     for words in (("matrix",), ("matrix", "--check")):
@@ -222,7 +220,7 @@ def test_each_report_is_read_once(tagged, run, monkeypatch):
     assert [path.resolve() for path in read] == [tagged.resolve()]
 
 
-def test_a_question_is_answered_as_text_page_and_json(tagged, run, tmp_path):
+def test_question_is_answered_as_text_page_and_json(tagged, run, tmp_path):
     words = ("matrix", "--spec", "window 4096, heads 32/4, page 16, bf16")
     result = run(*words)
     assert result.exit_code == 0
@@ -234,7 +232,7 @@ def test_a_question_is_answered_as_text_page_and_json(tagged, run, tmp_path):
     assert "no report of a backend matches" in run(*words, "--device", "H100").output
 
 
-def test_what_was_covered_together_is_shown_of_one_backend(tagged, run):
+def test_backend_option_shows_covered_columns(tagged, run):
     result = run("matrix", "--backend", "torch_reference")
     assert result.exit_code == 0 and "passed checks covered" in result.output and "graph support" in result.output
     assert json.loads(run("matrix", "--backend", "torch_reference", "--json", "-").stdout)["schema"] == "attn-covered/1"
@@ -254,6 +252,6 @@ def test_what_was_covered_together_is_shown_of_one_backend(tagged, run):
         (("--backend", "torch_reference", "--device", "H100"), "no report is of 'torch_reference' on H100"),
     ],
 )
-def test_a_question_that_cannot_be_answered_is_refused(tagged, run, words, said):
+def test_invalid_question_is_rejected(tagged, run, words, said):
     result = run("matrix", *words)
     assert result.exit_code == 2 and said in " ".join(result.stderr.split())

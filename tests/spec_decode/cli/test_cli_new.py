@@ -9,7 +9,7 @@ from spec_decode.conformance import check_backend
 from tests.factories import CPU
 
 
-def test_what_is_written_passes_its_checks(run, monkeypatch):
+def test_new_backend_passes_its_checks(run, monkeypatch):
     assert run("new", "my_own2").exit_code == 0
     monkeypatch.syspath_prepend("my_own2")
     backend = import_module("my_own2.backend").MyOwn2()
@@ -18,7 +18,7 @@ def test_what_is_written_passes_its_checks(run, monkeypatch):
     assert report.ok and len(report.results) > 20
 
 
-def test_what_is_written_is_the_example_under_another_name(run):
+def test_new_backend_is_renamed_example(run):
     run("new", "mine")
     written = {path.relative_to("mine").as_posix() for path in Path("mine").rglob("*") if path.is_file()}
     assert {
@@ -30,14 +30,14 @@ def test_what_is_written_is_the_example_under_another_name(run):
     assert 'mine = "mine.backend:Mine"' in text
 
 
-def test_a_folder_that_is_there_is_left_as_it_is(refused):
+def test_existing_folder_is_left_unchanged(refused):
     Path("mine").mkdir()
     Path("mine", "notes").write_text("mine")
     assert "cannot create the folder mine: " in refused("new", "mine")
     assert [path.name for path in Path("mine").iterdir()] == ["notes"]
 
 
-def test_an_interrupt_leaves_no_part_of_a_package(run, monkeypatch, tmp_path):
+def test_interrupt_leaves_no_part_of_package(run, monkeypatch, tmp_path):
     write = Path.write_text
 
     def interrupted(path, *text, **options):
@@ -50,7 +50,7 @@ def test_an_interrupt_leaves_no_part_of_a_package(run, monkeypatch, tmp_path):
     assert run("new", "mine").exit_code == 0
 
 
-def test_a_module_of_the_current_folder_is_hidden_by_nobody(run, monkeypatch, tmp_path):
+def test_module_in_current_folder_does_not_block_name(run, monkeypatch, tmp_path):
     Path("mine.py").touch()
     monkeypatch.syspath_prepend(tmp_path)
     assert run("new", "mine").exit_code == 0
@@ -67,5 +67,5 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("name", "why"), [(name, why) for why, names in REFUSED.items() for name in names])
-def test_a_name_that_no_new_backend_can_have_is_refused(name, why, refused, tmp_path):
+def test_invalid_new_backend_name_is_rejected(name, why, refused, tmp_path):
     assert why in refused("new", name) and not list(tmp_path.iterdir())

@@ -30,7 +30,7 @@ from spec_decode.testing.batches import Case
 from spec_decode.testing.outcome import Outcome
 from tests.factories import register_as
 from tests.forked import Fork
-from tests.kit_rounds import OFTEN, STRATEGIES_AGREE, tried_often
+from tests.kit_rounds import OFTEN, STRATEGIES_AGREE, runs_often
 from tests.mutants.mutant import derived, with_builder
 from tests.telling_checks import telling
 
@@ -49,9 +49,7 @@ def params_of(backend: str) -> dict[Check, Any]:
 
 def reference_checks() -> list[Any]:
     return [
-        param
-        if tried_often(check)
-        else pytest.param(*param.values, id=param.id, marks=[*param.marks, pytest.mark.slow])
+        param if runs_often(check) else pytest.param(*param.values, id=param.id, marks=[*param.marks, pytest.mark.slow])
         for check, param in params_of("torch_reference").items()
         if check.id != ON_A_DEVICE
     ]
@@ -62,14 +60,14 @@ def checks_of_another(backend: str) -> list[Any]:
     return [params[check] for check in telling(params)]
 
 
-def test_the_rounds_that_are_not_slow_have_each_number_of_drafts_and_requests() -> None:
+def test_quick_rounds_cover_each_draft_and_request_count() -> None:
     checks = [check.case for check in iter_checks("torch_reference", device=CPU) if check.name == STRATEGIES_AGREE]
     for part in (0, 1):
         assert {case.split("-")[part] for case in OFTEN[STRATEGIES_AGREE]} == {case.split("-")[part] for case in checks}
 
 
 @pytest.mark.parametrize("check", reference_checks())
-def test_the_reference_serves_every_case_and_keeps_the_contract(check: Callable[[], None]) -> None:
+def test_reference_passes_every_check_without_refusal(check: Callable[[], None]) -> None:
     """A refusal is a failure here: a check that the reference skips would show no mutant of it."""
     try:
         check()
@@ -78,18 +76,18 @@ def test_the_reference_serves_every_case_and_keeps_the_contract(check: Callable[
 
 
 @pytest.mark.parametrize("check", checks_of_another("triton_paged"))
-def test_another_backend_keeps_the_contract(check: Callable[[], None]) -> None:
+def test_triton_paged_passes_its_checks(check: Callable[[], None]) -> None:
     check()
 
 
 @pytest.mark.parametrize("backend", ["torch_reference", "triton_paged"])
-def test_every_family_has_checks_with_ids_of_their_own(backend: str) -> None:
+def test_every_family_has_checks_with_unique_ids(backend: str) -> None:
     checks = iter_checks(backend, device=CPU)
     assert {check.family for check in checks} == {*FAMILIES} - {*ON_REQUEST}
     assert len({check.id for check in checks}) == len(checks)
 
 
-def test_a_quick_run_has_the_first_case_of_each_check_and_attention_on_every_spec() -> None:
+def test_quick_plan_has_first_cases_and_attention_specs() -> None:
     every, quick = (check_list("torch_reference", device=CPU, quick=quick).checks for quick in (False, True))
     attention = {check.case for check in quick if check.name == "numerics.attention_is_right"}
     cases = {check.name: check.case for check in quick if check.name != "numerics.attention_is_right"}
@@ -101,7 +99,7 @@ def test_a_quick_run_has_the_first_case_of_each_check_and_attention_on_every_spe
     assert {check.name for check in every} == {check.name for check in quick}
 
 
-def test_a_backend_that_does_not_load_is_unavailable_and_not_ok() -> None:
+def test_backend_that_fails_to_load_is_unavailable() -> None:
     register_as("missing", lambda: import_module("no_such_package"))
     try:
         report = check_backend("missing", device=CPU, report=True)
@@ -121,7 +119,7 @@ def test_a_backend_that_does_not_load_is_unavailable_and_not_ok() -> None:
         ({"device": "cpu"}, r"device must be a torch.device, got 'cpu'. Pass torch.device\('cpu'\)"),
     ],
 )
-def test_a_text_in_place_of_a_list_or_a_device_is_refused(asked: dict[str, Any], told: str) -> None:
+def test_string_instead_of_list_or_device_is_rejected(asked: dict[str, Any], told: str) -> None:
     with pytest.raises(ValueError, match=told):
         check_backend("torch_reference", **asked)
 
@@ -137,7 +135,7 @@ class Crashes(TorchReference):
         raise RuntimeError("no kernel image")
 
 
-def test_a_crash_is_an_error_the_rest_still_runs_and_both_are_raised_or_reported() -> None:
+def test_crash_is_an_error_and_other_checks_run() -> None:
     asked: dict[str, Any] = {"device": CPU, "checks": ["contract.name*", "numerics.attention_is_right[[]base-single]"]}
     error = r"error: numerics.attention_is_right\[base-single\]: RuntimeError: no kernel image \(in forward"
     with pytest.raises(ConformanceFailure, match=error) as failed:
@@ -164,21 +162,21 @@ class IgnoresTheKeysStrides(TorchReference):
 
 
 @pytest.mark.parametrize("backend", [IgnoresTheQuerysStrides, IgnoresTheKeysStrides])
-def test_strides_that_are_ignored_are_named(backend: type[TorchReference]) -> None:
+def test_ignored_strides_are_named(backend: type[TorchReference]) -> None:
     checks = ["builder.build_reuses_its_addresses[[]base-decode]", "numerics.attention_is_right[[]base-decode]"]
     report = check_backend(backend(), device=CPU, checks=checks, report=True)
     assert [result.outcome for result in report.results] == [Outcome.FAIL] * 2
     assert all("follow the strides of key, value and query" in result.reason for result in report.results)
 
 
-def test_a_forward_that_returns_nothing_is_named() -> None:
+def test_forward_returning_none_is_named() -> None:
     nothing = type("Nothing", (TorchReference,), {"forward": lambda self, *args, **options: None})()
     report = check_backend(nothing, device=CPU, checks=["numerics.attention_is_right[[]base-single]"], report=True)
     (result,) = report.results
     assert result.outcome is Outcome.FAIL and "got: a NoneType" in result.reason
 
 
-def test_a_session_may_be_of_some_families_and_of_their_quick_cases() -> None:
+def test_parametrize_accepts_families_and_quick() -> None:
     def names(**asked: Any) -> set[str]:
         return {param.id for param in parametrize_with_checks("torch_reference", device=CPU, **asked).args[1]}
 
@@ -189,7 +187,7 @@ def test_a_session_may_be_of_some_families_and_of_their_quick_cases() -> None:
 
 
 @pytest.mark.parametrize("families", [["builders"], "contract", ["contract", "numeric"]])
-def test_an_unknown_family_is_refused_with_those_that_there_are(families: Any) -> None:
+def test_unknown_family_error_lists_families(families: Any) -> None:
     for ask in (check_backend, iter_checks, parametrize_with_checks):
         with pytest.raises(ValueError, match=r"families must be among contract, builder, .*, got "):
             ask("torch_reference", device=CPU, families=families)
@@ -216,9 +214,7 @@ def test_conformance(check):
 """
 
 
-def test_a_failure_in_pytest_shows_no_frame_of_the_kit_and_how_to_repeat_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pytest_failure_shows_repro_without_kit_frames(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "test_broken.py").write_text(BROKEN)
     monkeypatch.chdir(tmp_path)
     for name in [name for name in os.environ if name.startswith("PYTEST")]:
@@ -241,7 +237,7 @@ def test_a_failure_in_pytest_shows_no_frame_of_the_kit_and_how_to_repeat_it(
         assert "spec_decode/" not in failure and failure.count(".py:") == 2 * ("raise" in shown[0])
 
 
-def test_a_device_read_is_told_with_the_line_of_its_author() -> None:
+def test_device_read_is_reported_with_its_line() -> None:
     def advance(self: ReferenceBuilder, metadata: ReferenceMetadata) -> None:
         int(metadata.seq_lens.max())
 
@@ -260,14 +256,14 @@ def test_a_device_read_is_told_with_the_line_of_its_author() -> None:
         ((*ReferenceBuilder.step_fields, "block_table"), "got: block_table is declared and never changed"),
     ],
 )
-def test_step_fields_are_told_by_what_is_wrong_with_them(fields: tuple[str, ...], says: str) -> None:
+def test_wrong_step_fields_are_reported(fields: tuple[str, ...], says: str) -> None:
     made = with_builder(derived("Declares", step_fields=fields))
     (result,) = check_backend(made, device=CPU, checks=["builder.step_fields_are_complete"], report=True).results
 
     assert result.outcome is Outcome.FAIL and result.reason.endswith(says)
 
 
-def test_advance_is_tried_on_the_smallest_and_the_largest_page_that_is_served() -> None:
+def test_advance_checks_use_smallest_and_largest_page() -> None:
     def tried(page_sizes: Sizes) -> set[int]:
         able = replace(TorchReference.capabilities, page_sizes=page_sizes)
         made = type("Paged", (TorchReference,), {"capabilities": able})()
@@ -287,7 +283,7 @@ def test_advance_is_tried_on_the_smallest_and_the_largest_page_that_is_served() 
         (Feature.GQA, ["contract.*", "numerics.*-single*"], ""),
     ],
 )
-def test_a_backend_without_a_feature_is_refused_not_failed(feature: Feature, checks: list[str], refused: str) -> None:
+def test_missing_feature_is_unsupported_not_failed(feature: Feature, checks: list[str], refused: str) -> None:
     able = replace(TorchReference.capabilities, features=TorchReference.capabilities.features - {feature})
     without = type("Without", (TorchReference,), {"name": "without", "capabilities": able})()
     report = check_backend(without, device=CPU, checks=[*checks, "refusal.*"], report=True)
@@ -301,14 +297,14 @@ def test_fixture_gives_every_available_backend(attn_backend: object) -> None:
     assert attn_backend in [get(name) for name in ("torch_reference", "triton_paged", "sparse_swa_mla", "triton_mla")]
 
 
-def test_the_report_of_another_packages_backend_names_it_with_its_version(monkeypatch):
+def test_plug_in_report_names_package_and_version(monkeypatch):
     declared = [registry.PlugIn("theirs", "pytest"), registry.PlugIn("unknown", "no-such-package")]
     monkeypatch.setattr(registry, "plug_ins", lambda: declared)
     assert runner._package_of("theirs") == f"pytest {pytest.__version__}"
     assert (runner._package_of("unknown"), runner._package_of("triton_paged")) == ("no-such-package", "")
 
 
-def test_low_scores_are_not_asked_of_a_backend_that_claims_to_take_them_for_masked():
+def test_low_scores_are_unsupported_if_claimed_masked():
     class Masking(TorchReference):
         name, capabilities = "masking", replace(TorchReference.capabilities, lowest_score=-5e4)
 

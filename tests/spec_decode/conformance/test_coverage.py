@@ -61,7 +61,7 @@ def claims(backend: TorchReference, *asked: str):
     ("batch", "modes"),
     [(DECODE, {"decode"}), (VERIFY, {"verify"}), (RAGGED, {"prefill", "extend", "decode"})],
 )
-def test_a_batch_covers_what_its_requests_do(batch, modes):
+def test_batch_covers_modes_of_its_requests(batch, modes):
     found = columns(with_case(), case(batch))
     assert {column for column in found if column.startswith("mode:")} == {f"mode:{mode}" for mode in modes}
 
@@ -81,7 +81,7 @@ def test_a_batch_covers_what_its_requests_do(batch, modes):
         ({"value_dim": 32}, "feature:value_dim"),
     ],
 )
-def test_a_spec_covers_what_it_asks_for(changes, tag):
+def test_spec_covers_features_it_uses(changes, tag):
     assert tag in columns(with_case(), case(**changes)) and tag not in columns(with_case(), case())
 
 
@@ -121,17 +121,17 @@ OTHERWISE = {
 
 
 @pytest.mark.parametrize("family", BESIDE_ITS_CASE)
-def test_every_check_of_a_family_covers_the_same_columns_beside_its_case_but_for_some(family):
+def test_checks_of_a_family_cover_same_columns(family):
     found = declared(family)
     assert found and found == {name: OTHERWISE.get(name, BESIDE_ITS_CASE[family]) for name in found}
     assert {name for name in OTHERWISE if name.startswith(f"{family}.")} <= found.keys()
 
 
-def test_a_check_of_the_claims_or_refusals_is_no_evidence_for_its_spec():
+def test_claim_checks_cover_no_spec_columns():
     assert columns(only(DECLARED), case()) == {"contract:declared"}
 
 
-def test_a_backend_that_refuses_every_case_is_refused_in_every_column():
+def test_backend_refusing_every_case_covers_every_column():
     class Refuses(TorchReference):
         def unsupported_reasons(self, spec, device):
             return ["serves nothing"]
@@ -140,7 +140,7 @@ def test_a_backend_that_refuses_every_case_is_refused_in_every_column():
     assert [(check.case, check.covers) for check in checks] == [("any", (EVERYTHING,))]
 
 
-def test_a_drafters_case_covers_its_strategy_or_all_that_run_where_they_are_compared():
+def test_drafter_case_covers_strategies_it_runs():
     assert columns(one_strategy, Strategy.EAGER) == {"strategy:eager"}
     assert len(columns(one_strategy, (4, 1))) == 1  # the strategy chosen
     every, limited = columns(every_strategy, (4, 1)), columns(every_strategy, (4, 1), Limited())
@@ -148,7 +148,7 @@ def test_a_drafters_case_covers_its_strategy_or_all_that_run_where_they_are_comp
     assert every - limited >= {"strategy:full_loop"} and "strategy:per_step" in limited
 
 
-def test_the_strategies_are_covered_by_the_checks_that_run_them():
+def test_strategy_checks_cover_the_strategies():
     checks = {check.name: set(check.covers) for check in iter_checks("torch_reference", device=CPU)}
     every = columns(every_strategy)
     assert checks["drafter.strategies_agree"] == checks["drafter.requests_stop_on_their_own"] == every
@@ -167,25 +167,25 @@ def test_a_report_records_claims_contract_and_tags():
     assert {tag for result in report.results for tag in result.tags} == {"contract:declared"}
 
 
-def test_claims_are_those_of_the_record_and_the_builder():
+def test_claims_come_from_capabilities_and_builder():
     yes, no = claims(TorchReference()), claims(Limited())
     for tag in ("feature:sinks", "kv:float8_e4m3fn", "strategy:full_loop", "graph:advance"):
         assert yes[tag].claimed and not no[tag].claimed, tag
     assert (no["graph:advance"].level, no["graph:advance"].reason) == ("rebuild", "for the test")
 
 
-def test_a_backend_for_another_device_claims_nothing_and_says_why():
+def test_backend_for_another_device_claims_nothing():
     found = claims(Elsewhere(), "page:64")
     assert list(found) == [EVERYTHING] and not found[EVERYTHING].claimed and "not on cpu" in found[EVERYTHING].reason
 
 
-def test_a_claim_that_cannot_be_read_does_not_count_and_says_so():
+def test_unreadable_claim_does_not_count():
     odd = type("Odd", (ReferenceBuilder,), {"graph_support": "always"})
     claim = claims(type("OddBackend", (TorchReference,), {"builder": odd})())["graph:capture"]
     assert not claim.claimed and "cannot be read: ValueError" in claim.reason
 
 
-def test_a_claim_of_a_dtype_says_what_is_rounded_to_it():
+def test_dtype_claim_notes_rounded_partials():
     able = replace(TorchReference.capabilities, rounds_partials=True)
     backend = type("Rounding", (TorchReference,), {"capabilities": able})()
     found = claims(backend, column("dtype", torch.bfloat16))[column("dtype", torch.bfloat16)]

@@ -18,7 +18,7 @@ def pairs_in(draws: list[Values]) -> set[tuple[str, str]]:
     return {pair for draw in draws for pair in combinations(sorted(value[:2] for value in draw.values()), 2)}
 
 
-def test_few_draws_have_every_pair_of_classes_and_every_value() -> None:
+def test_few_draws_cover_every_pair_and_value() -> None:
     search = CoveringSearch(AXES, anything, Random(0))
     draws = [search.draw(NAMES).values for _ in range(16)]
     assert len(pairs_in(draws)) == search.covered == search.possible == 6 * 9
@@ -28,7 +28,7 @@ def test_few_draws_have_every_pair_of_classes_and_every_value() -> None:
     assert search.missed() == []
 
 
-def test_what_fits_nowhere_is_missed_and_its_pairs_are_impossible() -> None:
+def test_impossible_class_is_missed_without_its_pairs() -> None:
     def fits(values: Values) -> bool:
         return not str(values.get("a")).startswith("az") and (values.get("b"), values.get("c")) != ("bx0", "cx0")
 
@@ -38,7 +38,7 @@ def test_what_fits_nowhere_is_missed_and_its_pairs_are_impossible() -> None:
     assert search.covered == search.possible == 6 * 9 - 9
 
 
-def test_a_draw_from_another_keeps_its_values_and_adds_to_its_pairs() -> None:
+def test_extended_draw_keeps_values_and_adds_pairs() -> None:
     search = CoveringSearch(AXES, anything, Random(0))
     start = search.draw(["a", "b"])
     more = search.draw(["c", "d"], start)
@@ -47,6 +47,6 @@ def test_a_draw_from_another_keeps_its_values_and_adds_to_its_pairs() -> None:
     assert search.draw(["d"], search.at({"a": "ay1"})).values["a"] == "ay1"
 
 
-def test_the_same_random_numbers_give_the_same_draws() -> None:
+def test_same_seed_gives_same_draws() -> None:
     found = [[CoveringSearch(AXES, anything, Random(seed)).draw(NAMES) for _ in range(4)] for seed in (3, 3, 4)]
     assert found[0] == found[1] != found[2]

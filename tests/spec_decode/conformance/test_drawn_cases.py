@@ -37,19 +37,19 @@ def cases(backend: AttentionBackend | str) -> list[Case]:
 
 
 @pytest.mark.parametrize("name", BACKENDS)
-def test_every_case_is_accepted_and_nearly_all_possible_pairs_occur(name: str) -> None:
+def test_drawn_cases_are_accepted_and_cover_most_pairs(name: str) -> None:
     found = draws(name)
     assert all(get(name).supports(case.spec, CPU) for _, case in found.cases)
     assert found.covered > 0.93 * found.possible and len({name for name, _ in found.cases}) == 240
 
 
-def test_a_seed_gives_the_same_cases_again_and_another_gives_others() -> None:
+def test_seed_determines_drawn_cases() -> None:
     first, again, other = (draws(type("Again", (TorchReference,), {})(), seed).cases for seed in (0, 0, 1))
     assert first == again and {case.spec for _, case in first} != {case.spec for _, case in other}
     assert first[7][0] == "s0-007" and other[7][0] == "s1-007"
 
 
-def test_all_values_of_the_classes_occur() -> None:
+def test_every_class_value_is_drawn() -> None:
     specs = [case.spec for case in cases("torch_reference")]
     axes = {axis.name: axis for axis in spec_axes(TorchReference.capabilities)}
 
@@ -62,7 +62,7 @@ def test_all_values_of_the_classes_occur() -> None:
     assert {spec.kind for spec in specs} == {*AttentionKind}
 
 
-def test_batches_differ_in_all_that_a_kernel_can_depend_on() -> None:
+def test_drawn_batches_vary_in_all_dimensions() -> None:
     found = cases("torch_reference")
     batches = [case.batch for case in found]
     assert max(len(batch.seq_lens) for batch in batches) > 256
@@ -86,11 +86,11 @@ def test_batches_differ_in_all_that_a_kernel_can_depend_on() -> None:
         ({"page_sizes": Sizes(minimum=13, maximum=17)}, {13, 16, 17}),
     ],
 )
-def test_the_ends_of_a_claim_are_drawn_and_nothing_beyond(changes: dict[str, Sizes], drawn_of: set[int]) -> None:
+def test_claim_bounds_are_drawn_and_nothing_beyond(changes: dict[str, Sizes], drawn_of: set[int]) -> None:
     assert {case.spec.page_size for case in cases(claiming(**changes))} == drawn_of
 
 
-def test_no_feature_is_drawn_that_is_not_claimed() -> None:
+def test_unclaimed_feature_is_not_drawn() -> None:
     specs = [case.spec for case in cases(claiming(features=frozenset({Feature.GQA}), kinds=(AttentionKind.MHA,)))]
     assert {(spec.sliding_window, spec.soft_cap, spec.sinks, spec.tree, spec.causal) for spec in specs} == {
         (None, None, False, False, True)
@@ -98,7 +98,7 @@ def test_no_feature_is_drawn_that_is_not_claimed() -> None:
     assert all(spec.head_dim == spec.out_dim for spec in specs)
 
 
-def test_a_class_that_is_refused_is_missed_and_no_case_fails_for_it() -> None:
+def test_refused_class_is_missed_and_fails_no_case() -> None:
     class NoCapsOverFp8(TorchReference):
         def unsupported_reasons(self, spec: AttentionSpec, device: torch.device) -> list[str]:
             return ["caps need wider keys"] if spec.soft_cap and spec.cache_dtype.itemsize == 1 else []
@@ -117,7 +117,7 @@ def test_the_backends_serve_all_that_they_claim(name: str) -> None:
     assert unserved_claims(Subject(get(name), CPU)) == []
 
 
-def test_a_claim_that_is_always_refused_is_told_with_the_reason() -> None:
+def test_claim_always_refused_is_reported_with_reason() -> None:
     class Refuses(TorchReference):
         def unsupported_reasons(self, spec: AttentionSpec, device: torch.device) -> list[str]:
             refused = spec.page_size == 32 or spec.head_dim == 80 or spec.tree
@@ -127,7 +127,7 @@ def test_a_claim_that_is_always_refused_is_told_with_the_reason() -> None:
     assert found == [f"{claim} (it is Saturday)" for claim in ("page_size 32", "head_dim 80", "tree")]
 
 
-def test_a_case_of_another_seed_is_repeated_with_it() -> None:
+def test_drawn_case_repro_names_its_seed() -> None:
     with drawn_from(5):
         report = check_backend(
             "torch_reference", device=CPU, checks=["numerics.drawn_attention_is_right[[]s5-003]"], report=True
@@ -139,17 +139,17 @@ def test_a_case_of_another_seed_is_repeated_with_it() -> None:
     )
 
 
-def test_an_engines_builder_gets_no_drawn_case() -> None:
+def test_engine_builder_gets_no_drawn_case() -> None:
     subject = Subject(get("torch_reference"), CPU, engine="vllm 0.33")
     assert drawn(subject).cases == ()
 
 
-def test_a_size_without_a_column_gets_none() -> None:
+def test_size_without_column_gets_no_tag() -> None:
     tags = {tag for check in iter_checks("torch_reference", device=CPU) for tag in check.covers}
     assert {"page:16", "page:256", "dim:96"} <= tags and not tags & {"page:48", "dim:104"}
 
 
-def test_on_a_gpu_few_cases_need_kernels_that_take_long_to_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_drawn_cases_need_new_gpu_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     class ForEachPage(TorchReference):
         def compiled_for(self, spec: AttentionSpec) -> int:
             return spec.page_size

@@ -26,7 +26,7 @@ def mutant(name: str) -> Subject:
     return replace(SLOTS, backend=mutant_named(name).backend)
 
 
-def test_a_report_names_the_engine_and_repeats_with_it() -> None:
+def test_report_names_engine_and_repro_command() -> None:
     report = report_of(SLOTS, "builder.build_leaves_the_batch_alone")
 
     assert report.engine == "engine 1.2"
@@ -37,17 +37,17 @@ def test_a_report_names_the_engine_and_repeats_with_it() -> None:
 
 
 @pytest.mark.parametrize("check", BY_FIELDS)
-def test_fields_are_compared_where_nothing_attends(check: str) -> None:
+def test_fields_are_compared_without_attention(check: str) -> None:
     assert {result.outcome for result in report_of(SLOTS, check).results} == {Outcome.PASS}
 
 
 @pytest.mark.parametrize("name", ["increments_its_own_contents", "unseen_after_five_advances"])
-def test_a_stale_field_fails_where_nothing_attends(name: str) -> None:
+def test_stale_field_fails_without_attention(name: str) -> None:
     """And no such failure is a preview: an engine's builder was built for no version of the contract."""
     assert Outcome.FAIL in {result.outcome for result in report_of(mutant(name), *BY_FIELDS).results}
 
 
-def test_an_engines_builder_has_no_previews() -> None:
+def test_engine_builder_has_no_previews() -> None:
     old = type("Old", (type(SLOTS.backend),), {"contract_version": (1, 0)})()
     planned = check_list(replace(SLOTS, backend=old), checks=["graph.replayed*"])
 
@@ -55,7 +55,7 @@ def test_an_engines_builder_has_no_previews() -> None:
     assert all(check.preview for check in check_list(old, device=SLOTS.device, checks=["graph.replayed*"]).checks)
 
 
-def test_a_check_of_attention_is_unsupported_where_nothing_attends() -> None:
+def test_attention_check_is_unsupported_without_attention() -> None:
     (result,) = report_of(SLOTS, "builder.padding_stays_inert").results[:1]
 
     assert result.outcome is Outcome.UNSUPPORTED

@@ -60,7 +60,7 @@ class Cycle:
 
 
 @pytest.mark.parametrize(("held", "frees"), [(1 << 30, False), ((1 << 30) + 1, True)])
-def test_a_check_first_frees_what_earlier_ones_left_on_a_device(
+def test_check_first_frees_memory_left_on_device(
     held: int, frees: bool, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     request.addfinalizer(gc.enable)
@@ -134,7 +134,7 @@ NEW = "new in contract 1.1, the backend was built for 1.0: "
         (up_to_a_bound, CONTRACT_VERSION, Outcome.PASS, "^$"),
     ],
 )
-def test_memory_that_an_advance_keeps_round_after_round_is_told(
+def test_memory_kept_by_advance_is_reported(
     keeps: Callable[[], Keep], built_for: tuple[int, int], outcome: Outcome, reason: str
 ) -> None:
     keep = keeps()
@@ -145,8 +145,8 @@ def test_memory_that_an_advance_keeps_round_after_round_is_told(
             keep(metadata)
 
     namespace = {"name": "keeper", "builder": Builder, "contract_version": built_for}
-    found = only(report_of(type("Keeper", (TorchReference,), namespace)(), KEEPS_NOTHING))
-    assert found.outcome is outcome and re.search(reason, found.reason)
+    liar_results = only(report_of(type("Keeper", (TorchReference,), namespace)(), KEEPS_NOTHING))
+    assert liar_results.outcome is outcome and re.search(reason, liar_results.reason)
 
 
 def build_of_its_own(self: Any, batch: AttentionBatch, *, horizon: int = 0) -> ReferenceMetadata:
@@ -155,7 +155,7 @@ def build_of_its_own(self: Any, batch: AttentionBatch, *, horizon: int = 0) -> R
     return replace(built, kv_start=built.kv_start.clone(), kv_end=built.kv_end.clone())
 
 
-def test_the_captured_loop_keeps_the_metadata_that_its_graph_reads() -> None:
+def test_captured_loop_keeps_metadata_its_graph_reads() -> None:
     owner = with_builder(derived("OwnsItsTensors", build=build_of_its_own))
     check_backend(owner, device=CPU, checks=["graph.loop_replays_over_other_batches[[]base-decode]"])
 
@@ -177,14 +177,14 @@ class Later(TorchReference):
     name = "later"
 
 
-def test_starting_cuda_while_loading_fails_where_it_works(machine_with_cuda: None) -> None:
-    found = only(report_of("starter", LOADING))
-    assert found.outcome is Outcome.FAIL and "initialised while it was loaded" in found.reason
+def test_starting_cuda_while_loading_fails(machine_with_cuda: None) -> None:
+    liar_results = only(report_of("starter", LOADING))
+    assert liar_results.outcome is Outcome.FAIL and "initialised while it was loaded" in liar_results.reason
 
 
-def test_looking_at_the_device_for_the_report_does_not_hide_who_started_cuda(
-    machine_with_cuda: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_reading_environment_does_not_hide_cuda_start(machine_with_cuda: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The report reads the device before the check runs."""
+
     def look(device: torch.device) -> Environment:
         torch.cuda.init()
         return environment(device)
@@ -193,7 +193,7 @@ def test_looking_at_the_device_for_the_report_does_not_hide_who_started_cuda(
     assert only(report_of("starter", LOADING)).outcome is Outcome.FAIL
 
 
-def test_starting_cuda_is_not_laid_on_whoever_is_loaded_later(machine_with_cuda: None) -> None:
+def test_cuda_start_is_blamed_on_right_backend(machine_with_cuda: None) -> None:
     register(Later)
     get("starter")
     assert only(report_of("later", LOADING)).outcome is Outcome.PASS
@@ -226,7 +226,7 @@ class Liar(TorchReference):
         return super().forward(query, cache, metadata, spec=plain, sinks=None)
 
 
-LIES = {
+FALSE_CLAIMS = {
     "dtype:bfloat16": (NUMERICS, "bf16-decode"),
     "dtype:float16": (NUMERICS, "fp16-decode"),
     "kv:float8_e4m3fn": (NUMERICS, "fp8_cache-decode"),
@@ -248,26 +248,24 @@ LIES = {
 
 
 @pytest.fixture(scope="module")
-def found() -> tuple[Report, Matrix]:
+def liar_results() -> tuple[Report, Matrix]:
     """What is told of the liar, and the matrix of it beside the reference, whose claims are true."""
-    asked = [f"{check}[[]{case}]" for check, case in LIES.values()]
+    asked = [f"{check}[[]{case}]" for check, case in FALSE_CLAIMS.values()]
     liar, truthful = report_of(Liar(), *asked), report_of(TorchReference(), *asked)
     return liar, build_matrix([liar, truthful])
 
 
-def test_the_liar_claims_every_feature_dtype_and_the_best_of_levels(found: tuple[Report, Matrix]) -> None:
-    claims = found[0].claims
+def test_liar_claims_every_feature_and_best_levels(liar_results: tuple[Report, Matrix]) -> None:
+    claims = liar_results[0].claims
     assert all(claims[f"feature:{feature.value}"].claimed for feature in Feature)
-    assert all(claims[tag].claimed for tag in LIES if tag != "contract:declared")
+    assert all(claims[tag].claimed for tag in FALSE_CLAIMS if tag != "contract:declared")
     assert (claims["graph:capture"].level, claims["graph:advance"].level) == ("always", "in graph")
 
 
-@pytest.mark.parametrize("tag", LIES)
-def test_a_false_claim_fails_with_a_reason_and_is_broken_in_the_matrix_where_a_true_one_is_verified(
-    tag: str, found: tuple[Report, Matrix]
-) -> None:
-    report, matrix = found
-    (lie,) = [result for result in report.results if (result.check, result.case) == LIES[tag]]
+@pytest.mark.parametrize("tag", FALSE_CLAIMS)
+def test_false_claim_fails_and_is_broken_in_matrix(tag: str, liar_results: tuple[Report, Matrix]) -> None:
+    report, matrix = liar_results
+    (lie,) = [result for result in report.results if (result.check, result.case) == FALSE_CLAIMS[tag]]
     assert lie.outcome is Outcome.FAIL and lie.reason.startswith("contract: ") and "; got: " in lie.reason
     words = {row.backend: row.cells[tag].status for row in matrix.rows}
     assert tag in lie.tags and words == {"liar": Status.BROKEN, "torch_reference": Status.VERIFIED}
@@ -291,7 +289,7 @@ VALUES = [(name, value) for name in ("capabilities", "builder") for value in (No
 
 
 @pytest.mark.parametrize(("attribute", "value"), [*VERSIONS, *VALUES])
-def test_a_backend_without_a_version_a_record_or_a_builder_is_refused(
+def test_backend_without_version_or_builder_is_rejected(
     attribute: str, value: Any, declared: Callable[..., str]
 ) -> None:
     """By another version every check would be a preview."""
@@ -312,16 +310,14 @@ def fail(*asked: object) -> Any:
     ],
     ids=["supports", "dtypes", "advance_support"],
 )
-def test_a_backend_that_cannot_be_asked_has_a_whole_report_of_errors(
-    attributes: dict[str, Any], declared: Callable[..., str]
-) -> None:
+def test_raising_backend_gets_complete_error_report(attributes: dict[str, Any], declared: Callable[..., str]) -> None:
     report = check_backend(declared(**attributes), device=CPU, families=["contract"], report=True)
     assert not report.ok and not report.counts[Outcome.NOT_RUN] and report.counts[Outcome.ERROR]
     assert all(result.reason for result in report.results if result.outcome is Outcome.ERROR)
     assert any("cannot be read: " in claim.reason for claim in report.claims.values())
 
 
-def test_a_backend_that_fails_when_asked_about_a_spec_is_rejected_in_words(declared: Callable[..., str]) -> None:
+def test_error_in_supports_is_explained_as_rejection(declared: Callable[..., str]) -> None:
     spec = AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=64, page_size=16)
     verdict = registry.explain(declared(supports=fail), spec, CPU)
     assert not verdict and "backend 'odd' failed in supports(): KeyError: 'no table'" in str(verdict)
@@ -331,7 +327,7 @@ def refusing(*reasons: str) -> Callable[..., Rejected]:
     return lambda self, spec, device: Rejected(reasons)
 
 
-def test_a_backend_that_refuses_every_spec_is_not_ok(declared: Callable[..., str]) -> None:
+def test_backend_refusing_every_spec_is_not_ok(declared: Callable[..., str]) -> None:
     report = runner.run(runner.check_list(declared(supports=refusing("not today, sorry")), device=CPU, quick=True))
     assert not report.ok and report.counts[Outcome.PASS] and not report.counts[Outcome.FAIL]
 
@@ -341,15 +337,15 @@ def refuses_sinks(self: Any, spec: AttentionSpec, device: torch.device) -> Any:
 
 
 @pytest.mark.parametrize("supports", [refusing(), refusing(""), refusing(" "), refuses_sinks])
-def test_a_refusal_without_a_reason_is_no_refusal(supports: Any, declared: Callable[..., str]) -> None:
+def test_refusal_without_reason_fails(supports: Any, declared: Callable[..., str]) -> None:
     cases = "[[]sinks-single]" if supports is refuses_sinks else ""
-    found = only(report_of(declared(supports=supports), f"{NUMERICS}{cases}"))
-    assert found.outcome is Outcome.FAIL and "a rejection has a reason, and none is blank" in found.reason
+    liar_results = only(report_of(declared(supports=supports), f"{NUMERICS}{cases}"))
+    assert liar_results.outcome is Outcome.FAIL and "a rejection has a reason, and none is blank" in liar_results.reason
 
 
-def test_a_check_whose_cases_cannot_be_made_is_an_error_in_every_column(declared: Callable[..., str]) -> None:
-    found = only(report_of(declared(supports=fail), NUMERICS))
-    assert (found.case, found.outcome, found.tags) == ("any", Outcome.ERROR, ("*",))
+def test_check_without_cases_is_error_in_every_column(declared: Callable[..., str]) -> None:
+    liar_results = only(report_of(declared(supports=fail), NUMERICS))
+    assert (liar_results.case, liar_results.outcome, liar_results.tags) == ("any", Outcome.ERROR, ("*",))
 
 
 class Abrupt(BaseException):
@@ -358,7 +354,7 @@ class Abrupt(BaseException):
 
 @pytest.mark.parametrize("error", [SystemExit(0), Abrupt("enough")], ids=["exit", "abrupt"])
 @pytest.mark.parametrize("method", ["supports", "advance_support"])
-def test_what_is_no_exception_ends_no_run_wherever_the_kit_asks(
+def test_system_exit_in_backend_does_not_end_run(
     method: str, error: BaseException, declared: Callable[..., str]
 ) -> None:
     def abrupt(*_: object) -> None:
@@ -372,7 +368,7 @@ def test_what_is_no_exception_ends_no_run_wherever_the_kit_asks(
     assert any(f"{type(error).__name__}: {error}" in result.reason for result in report.results)
 
 
-def test_ending_the_process_with_status_0_is_an_error_of_the_check_and_the_rest_still_runs(
+def test_os_exit_in_check_is_an_error(
     declared: Callable[..., str],
 ) -> None:
     report = report_of(declared(forward=lambda *_, **__: os._exit(0)), f"{NUMERICS}[[]base-*", "contract.v*")
@@ -382,7 +378,7 @@ def test_ending_the_process_with_status_0_is_an_error_of_the_check_and_the_rest_
     assert report.counts[Outcome.PASS] == 1
 
 
-def test_a_process_that_a_backend_forks_may_end_itself(declared: Callable[..., str]) -> None:
+def test_forked_process_may_exit(declared: Callable[..., str]) -> None:
     def forward(self: TorchReference, *inputs: Any, **options: Any) -> torch.Tensor:
         if not (child := os.fork()):
             os._exit(7)
@@ -392,7 +388,7 @@ def test_a_process_that_a_backend_forks_may_end_itself(declared: Callable[..., s
     check_backend(declared(forward=forward), device=CPU, checks=[f"{NUMERICS}[[]base-single]"])
 
 
-def test_ending_the_process_where_pytest_collects_is_an_error(declared: Callable[..., str]) -> None:
+def test_os_exit_at_collection_is_an_error(declared: Callable[..., str]) -> None:
     name = declared(supports=lambda *_: os._exit(0))
     params = parametrize_with_checks(name, device=CPU).args[1]
     (collected,) = [param.values[0] for param in params if param.id.endswith(f"-{NUMERICS}[any]")]

@@ -77,7 +77,7 @@ def run_after(target: Path, *, resume: bool = True) -> list[str]:
     return after
 
 
-def test_a_run_that_is_ended_leaves_what_it_had_found_and_is_resumed_there(target: Path) -> None:
+def test_ended_run_keeps_results_and_resumes(target: Path) -> None:
     before, after, told = end_after_three(target), [], []
     lines = KeptResults(target).path.read_text().splitlines()
     assert [Report.of(parse_json(line, ""), "").results[0].check for line in lines] == before
@@ -86,19 +86,19 @@ def test_a_run_that_is_ended_leaves_what_it_had_found_and_is_resumed_there(targe
     assert report.counts[Outcome.PASS] == len(report.results) and told == list(report.results)
 
 
-def test_without_resume_everything_runs_again(target: Path) -> None:
+def test_run_without_resume_starts_again(target: Path) -> None:
     end_after_three(target)
     assert run_after(target, resume=False) == names()
 
 
-def test_a_line_that_was_cut_short_is_run_again(target: Path) -> None:
+def test_truncated_line_is_run_again(target: Path) -> None:
     end_after_three(target)
     kept = KeptResults(target).path
     kept.write_bytes(kept.read_bytes()[:-9])
     assert run_after(target) == names()[2:]
 
 
-def test_resume_takes_a_whole_report_as_it_is(target: Path) -> None:
+def test_resume_takes_complete_report_as_is(target: Path) -> None:
     run(counting([]), kept=KeptResults(target)).save(target)
     KeptResults(target).discard()
     assert run_after(target) == []
@@ -114,7 +114,7 @@ def test_resume_takes_a_whole_report_as_it_is(target: Path) -> None:
         (lambda r: msgspec.structs.replace(r, sources={"checks": "0"}), "sources of the checks have changed"),
     ],
 )
-def test_resume_refuses_the_results_of_another_run_and_keeps_them(target: Path, change: object, says: str) -> None:
+def test_resume_rejects_results_of_another_run(target: Path, change: object, says: str) -> None:
     end_after_three(target)
     kept = KeptResults(target, resume=True)
     before = kept.path.read_bytes()
@@ -124,7 +124,7 @@ def test_resume_refuses_the_results_of_another_run_and_keeps_them(target: Path, 
     assert kept.path.read_bytes() == before
 
 
-def test_the_date_is_no_difference(target: Path) -> None:
+def test_resume_ignores_date(target: Path) -> None:
     end_after_three(target)
     other = listed()
     later = in_env(other.report, date="2099-01-01")
@@ -174,9 +174,7 @@ def runs(process: int) -> bool:
 
 
 @pytest.mark.parametrize("options", [[], ["--no-isolate"]])
-def test_a_terminated_check_keeps_its_results_ends_its_children_and_goes_on(
-    target: Path, at_work: Path, options: list[str]
-) -> None:
+def test_terminated_check_keeps_results_and_ends_children(target: Path, at_work: Path, options: list[str]) -> None:
     only = ["--only", "contract.version_matches", "--only", "contract.c*"]
     command = ["check", "terminating", "--device", "cpu", "--json", str(target), *only, *options]
     ended = CliRunner().invoke(main, command)
@@ -197,7 +195,7 @@ def test_a_terminated_matrix_ends_its_children(at_work: Path) -> None:
 
 
 @pytest.mark.parametrize("whole", [True, False], ids=["a whole report", "kept results"])
-def test_results_that_were_edited_are_not_taken_over(target: Path, whole: bool) -> None:
+def test_edited_results_are_rejected(target: Path, whole: bool) -> None:
     report = run(counting([]), kept=KeptResults(target))
     if whole:
         report.save(target)
@@ -209,21 +207,19 @@ def test_results_that_were_edited_are_not_taken_over(target: Path, whole: bool) 
 
 
 @pytest.mark.parametrize("make", [os.mkdir, os.mkfifo], ids=["a folder", "a pipe"])
-def test_what_is_no_file_of_kept_results_is_refused_before_anything_runs(target: Path, make: object) -> None:
+def test_irregular_results_file_is_rejected_before_running(target: Path, make: object) -> None:
     make(KeptResults(target).path)  # type: ignore[operator]
     with pytest.raises(ReportError, match="is not a regular file"):
         run(counting([], end_at=0), kept=KeptResults(target))
 
 
-def test_a_line_that_is_nested_too_deep_is_refused(target: Path) -> None:
+def test_deeply_nested_line_is_rejected(target: Path) -> None:
     KeptResults(target).path.write_text("[" * 100_000 + "\n")
     with pytest.raises(ReportError, match="not valid JSON"):
         run(counting([]), kept=KeptResults(target, resume=True))
 
 
-def test_a_resume_that_is_refused_is_one_line_also_from_a_subprocess(
-    target: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rejected_resume_is_one_line_from_subprocess(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fork_isolated(monkeypatch)
     end_after_three(target)
     part = KeptResults(target).path

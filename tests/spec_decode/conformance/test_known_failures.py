@@ -62,14 +62,12 @@ def outcomes(report: Report) -> dict[str, Outcome]:
     return {result.case: result.outcome for result in report.results}
 
 
-def of_the_command() -> Result:
+def run_check() -> Result:
     return CliRunner().invoke(main, ["check", "crashes", "--device", "cpu", "--only", VERSION])
 
 
 @pytest.mark.parametrize(("error", "outcome"), [(True, Outcome.XFAIL), (False, Outcome.ERROR)])
-def test_an_exception_is_expected_with_its_issue_only_where_it_is_known(
-    crashes: AttentionBackend, error: bool, outcome: Outcome
-) -> None:
+def test_known_exception_is_xfail_only_if_declared(crashes: AttentionBackend, error: bool, outcome: Outcome) -> None:
     """It may be of another bug than the failure that is known."""
     known = [KnownFailure(check="numerics.attention_*", reason="kernel missing", issue="#7", error=error)]
     (result,) = report_of(crashes, "numerics.attention_is_right[[]base-single]", known=known).results
@@ -77,12 +75,12 @@ def test_an_exception_is_expected_with_its_issue_only_where_it_is_known(
     assert "RuntimeError: no kernel image (in forward, crashing_backend.py:8)" in result.reason
 
 
-def test_a_known_failure_that_passes_is_a_failure() -> None:
+def test_known_failure_that_passes_is_a_failure() -> None:
     report = report_of("torch_reference", VERSION, known=[KnownFailure(check=VERSION, reason="old", issue="#8")])
     assert [result.outcome for result in report.results] == [Outcome.XPASS] and not report.ok
 
 
-def test_a_known_failure_of_a_column_covers_drawn_cases_that_may_pass() -> None:
+def test_known_column_failure_covers_passing_drawn_cases() -> None:
     def wrong(self: Any, *inputs: Any, spec: Any, **options: Any) -> torch.Tensor:
         out = TorchReference.forward(self, *inputs, spec=spec, **options)
         return out + 1 if spec.soft_cap == 2.0 else out
@@ -95,7 +93,7 @@ def test_a_known_failure_of_a_column_covers_drawn_cases_that_may_pass() -> None:
     assert {result.outcome for result in report.results if "feature:soft_cap" not in result.tags} == {Outcome.PASS}
 
 
-def test_a_file_beside_the_backend_makes_its_failures_expected(
+def test_known_failures_file_marks_failures_expected(
     crashes: AttentionBackend, beside: Callable[[str], object]
 ) -> None:
     assert known_failures_of(crashes) == known_failures_of(get("torch_reference")) == ()
@@ -116,7 +114,7 @@ def test_a_file_beside_the_backend_makes_its_failures_expected(
         ("a = " + "[" * 100_000, "must hold tables"),
     ],
 )
-def test_a_file_that_says_something_else_is_refused_and_makes_the_backend_unavailable(
+def test_invalid_known_failures_file_makes_backend_unavailable(
     crashes: AttentionBackend, tmp_path: Path, text: str, says: str
 ) -> None:
     (tmp_path / "known_failures.toml").write_bytes(text.encode(errors="surrogateescape"))
@@ -124,7 +122,7 @@ def test_a_file_that_says_something_else_is_refused_and_makes_the_backend_unavai
         known_failures_of(crashes)
     report = report_of(crashes)
     assert [result.outcome for result in report.results] == [Outcome.UNAVAILABLE] and not report.ok
-    told = of_the_command()
+    told = run_check()
     assert (
         told.exit_code == 1
         and f"unavailable: contract.loads[any]: {tmp_path}/known_failures.toml must hold tables" in told.output
@@ -142,17 +140,15 @@ def later(**fields: str) -> KnownFailure:
 
 
 @pytest.mark.parametrize("entry", [later(check=f"{INERT}_", case="*"), later(case="bse-*")])
-def test_an_entry_that_covers_nothing_is_told(entry: KnownFailure) -> None:
+def test_known_failure_covering_nothing_is_noted(entry: KnownFailure) -> None:
     (note,) = notes("torch_reference", VERSION, entry)
     told = f"known failure {entry.check}[{entry.case}] (#7) covers no check of torch_reference on cpu:"
     assert note.startswith(told)
 
 
-def test_an_entry_of_the_file_that_covers_nothing_is_told_under_the_summary(
-    crashes: AttentionBackend, beside: Callable[[str], object]
-) -> None:
+def test_unused_file_entry_is_noted_under_summary(crashes: AttentionBackend, beside: Callable[[str], object]) -> None:
     beside('[[known_failure]]\ncheck = "builder.padding_stays_inrt"\nreason = "later"\nissue = "#7"\n')
-    told = of_the_command().output
+    told = run_check().output
     assert "known failure builder.padding_stays_inrt[*] (#7) covers no check" in told
 
 
@@ -160,7 +156,7 @@ REFUSING: Any = {"unsupported_reasons": lambda self, spec, device: ["not here"]}
 
 
 @pytest.mark.parametrize("backend", ["torch_reference", type("Refusing", (TorchReference,), REFUSING)()])
-def test_an_entry_whose_check_was_not_asked_for_or_has_no_case_here_covers_something(
+def test_entry_for_unselected_check_is_not_noted(
     backend: AttentionBackend | str,
 ) -> None:
     assert notes(backend, VERSION, later()) == []

@@ -15,7 +15,7 @@ from spec_decode.conformance import check_backend, iter_checks
 from spec_decode.conformance.runner import CheckList, check_list, run, run_check
 from spec_decode.testing.outcome import Outcome
 from tests.foreseen import Foreseen
-from tests.kit_rounds import is_drawn, tried_often
+from tests.kit_rounds import is_drawn, runs_often
 from tests.mutants import ALL_MUTANTS, mutant_named
 from tests.mutants.draft_shapes import MergesTrees
 from tests.mutants.mutant import Mutant, freeze
@@ -54,7 +54,7 @@ def killed(mutant: Mutant) -> bool:
 
 
 @pytest.mark.parametrize("mutant", ALL_MUTANTS, ids=lambda mutant: mutant.name)
-def test_mutant_fails_the_check_that_names_its_defect(mutant: Mutant) -> None:
+def test_mutant_fails_check_that_names_its_defect(mutant: Mutant) -> None:
     assert killed(mutant)
 
 
@@ -62,18 +62,18 @@ REFERENCE_CHECKS = iter_checks("torch_reference", device=CPU)
 
 
 @pytest.mark.parametrize("pattern", sorted({mutant.pattern for mutant in ALL_MUTANTS if mutant.killer != PLANS_AHEAD}))
-def test_killer_is_among_what_test_conformance_tries_on_the_reference(pattern: str) -> None:
+def test_mutant_killers_run_on_the_reference(pattern: str) -> None:
     """Where each passes, so that what fails a mutant fails it for its defect; most drawn cases in slow tests."""
     tried = [check for check in REFERENCE_CHECKS if fnmatch(check.id, pattern)]
-    assert tried and all(tried_often(check) or is_drawn(check) for check in tried)
+    assert tried and all(runs_often(check) or is_drawn(check) for check in tried)
 
 
-def test_every_check_has_a_mutant_without_which_nothing_shows_that_it_can_fail() -> None:
+def test_every_check_has_a_mutant() -> None:
     named = {mutant.killer for mutant in ALL_MUTANTS}
     assert {check.name for check in REFERENCE_CHECKS} | {PLANS_AHEAD} == named, "add the mutant in tests/mutants/"
 
 
-def test_a_check_that_is_emptied_lets_its_mutants_through(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_emptied_check_lets_its_mutants_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     mutant = mutant_named("stale_seq_lens")
     emptied = [replace(definition, body=lambda subject, case: None) for definition in kit._definitions]
     monkeypatch.setattr(kit, "_definitions", emptied)
@@ -86,15 +86,15 @@ def reasons(mutant: Mutant, check: str) -> list[str]:
     return [result.reason for result in report.results if result.outcome is Outcome.FAIL]
 
 
-def test_a_right_page_list_passes_what_its_mutants_fail() -> None:
+def test_right_page_list_passes() -> None:
     check_backend(PageLists(), device=CPU, families=["contract", "builder"])
 
 
-def test_a_right_merge_of_trees_passes_what_its_mutants_fail() -> None:
+def test_right_tree_merge_passes() -> None:
     check_backend(MergesTrees(), device=CPU, checks=["*tree*[[]base-*"])
 
 
-def test_a_page_size_in_advance_is_seen_only_on_other_page_sizes() -> None:
+def test_fixed_page_size_fails_only_on_other_sizes() -> None:
     lister = mutant_named("pages_have_16_tokens")
     found = reasons(lister, "builder.advance_means_a_rebuild[[]page_*")
 
@@ -103,14 +103,14 @@ def test_a_page_size_in_advance_is_seen_only_on_other_page_sizes() -> None:
 
 
 @pytest.mark.parametrize("name", ["page_counts_only_grow", "tail_of_a_list_stays"])
-def test_what_a_longer_batch_leaves_behind_is_told_with_that_batch(name: str) -> None:
+def test_stale_rest_of_longer_batch_is_reported(name: str) -> None:
     found = reasons(mutant_named(name), "builder.advance_refreshes_another_batch[[]base-*")
 
     assert len(found) == 2 and all("P2, built for requests of [156" in why for why in found)
 
 
 @pytest.mark.parametrize(("backend", "field"), STEP_FIELDS)
-def test_removing_one_field_refresh_fails_the_advance_checks(backend: str, field: str) -> None:
+def test_removing_one_field_refresh_fails_advance_checks(backend: str, field: str) -> None:
     checks = ("builder.advance_means_a_rebuild", "builder.advance_refreshes_another_batch")
     found = outcomes(freeze(backend, field), *(f"{check}[[]*-decode]" for check in checks))
 
@@ -121,7 +121,7 @@ def test_removing_one_field_refresh_fails_the_advance_checks(backend: str, field
     ("backend", "field"),
     [("torch_reference", "kv_start"), ("triton_paged", "seq_lens"), ("triton_paged", "slot_mapping")],
 )
-def test_a_field_the_kernels_read_is_missed_by_attention_and_in_a_round_too(backend: str, field: str) -> None:
+def test_stale_kernel_field_fails_attention_and_round(backend: str, field: str) -> None:
     checks = ["builder.advance_attends_right", "graph.loop_replays*"]
     # The draft of a round has no window.
     checks += ["drafter.steps_attend_to_the_logical_prefix"] if field != "kv_start" else []
@@ -131,7 +131,7 @@ def test_a_field_the_kernels_read_is_missed_by_attention_and_in_a_round_too(back
 
 
 @pytest.mark.slow
-def test_a_backend_that_plans_ahead_passes_the_kit() -> None:
+def test_backend_planning_ahead_passes_the_kit() -> None:
     check_backend(Foreseen(), device=CPU, families=["contract", "builder", "graph"])
     check_backend(Foreseen(), device=CPU, checks=["numerics.*[[]base*"])
     found = outcomes(Foreseen(), "builder.plans_ahead_attend_right", "drafter.strategies_agree[[]k[47]-n3*")

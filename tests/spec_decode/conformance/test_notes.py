@@ -78,7 +78,7 @@ def notes(backend: str | AttentionBackend, *checks: str) -> list[str]:
     return told
 
 
-def test_a_run_of_all_checks_tells_which_claims_no_passed_check_has() -> None:
+def test_full_run_notes_claims_without_passed_check() -> None:
     planned = check_list("torch_reference", device=CPU, quick=True)
     passed = msgspec.structs.replace(planned.report, results=tuple(map(pass_, planned.report.results)))
     (told, tried, *drawn) = coverage_notes(passed, planned.checks, every=True)
@@ -89,7 +89,7 @@ def test_a_run_of_all_checks_tells_which_claims_no_passed_check_has() -> None:
     assert len([*coverage_notes(passed, planned.checks, every=False)]) == 1
 
 
-def test_a_run_of_some_checks_judges_only_the_claims_that_they_could_cover() -> None:
+def test_partial_run_notes_only_claims_it_could_cover() -> None:
     planned = check_list("torch_reference", device=CPU, checks=["numerics.attention_is_right[[]sinks-decode]"])
     refused = tuple(msgspec.structs.replace(each, outcome=Outcome.UNSUPPORTED) for each in planned.report.results)
     report = msgspec.structs.replace(planned.report, results=refused)
@@ -105,14 +105,14 @@ def test_a_run_of_some_checks_judges_only_the_claims_that_they_could_cover() -> 
     assert [*coverage_notes(msgspec.structs.replace(report, claims=claimless), planned.checks, every=False)] == []
 
 
-def test_a_soak_names_no_column_but_strategies() -> None:
+def test_soak_notes_only_strategy_columns() -> None:
     planned = check_list("torch_reference", device=CPU, families=["soak"])
     (told,) = coverage_notes(planned.report, planned.checks, every=planned.every)
     named = told.partition(": ")[2].partition(". ")[0].split(", ")
     assert named and all(column.startswith("strategy:") for column in named)
 
 
-def test_what_no_drawn_case_has_is_told() -> None:
+def test_class_in_no_drawn_case_is_noted() -> None:
     class NoGroupsOf5(TorchReference):
         def unsupported_reasons(self, spec: AttentionSpec, device: torch.device) -> list[str]:
             return ["group_size must not be 5"] if spec.group_size == 5 else []
@@ -123,7 +123,7 @@ def test_what_no_drawn_case_has_is_told() -> None:
     )
 
 
-def test_a_quick_run_tells_what_it_leaves_out(run: Callable[..., Result]) -> None:
+def test_quick_run_notes_skipped_cases(run: Callable[..., Result]) -> None:
     (told,) = (note for note in check_list("torch_reference", device=CPU, quick=True).notes if note.startswith("quick"))
     every, quick = (len(check_list("torch_reference", device=CPU, quick=quick).checks) for quick in (False, True))
     assert told.startswith(f"quick: leaves out {every - quick} cases, ") and " drawn from the claims" in told
@@ -136,7 +136,7 @@ def test_strict_claims_need_every_check(some: tuple[str, ...], run: Callable[...
 
 
 @pytest.mark.parametrize(("strict", "status"), [((), 0), (("--strict-claims",), 1)])
-def test_a_claim_that_no_passed_check_has_fails_only_if_claims_are_strict(
+def test_unproven_claim_fails_only_if_strict(
     strict: tuple[str, ...], status: int, run: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wanted = ["contract.*", "builder.build_leaves*", "numerics.*single]"]
@@ -146,9 +146,7 @@ def test_a_claim_that_no_passed_check_has_fails_only_if_claims_are_strict(
     assert run("torch_reference", "--device", "cpu", *strict).exit_code == status
 
 
-def test_a_claim_that_was_lost_is_told_under_the_summary(
-    plug_in: Callable[..., None], run: Callable[..., Result]
-) -> None:
+def test_lost_claim_is_noted_under_summary(plug_in: Callable[..., None], run: Callable[..., Result]) -> None:
     plug_in("silent", Silent)
     result = run("silent", *QUICK)
 
@@ -167,12 +165,12 @@ OURS, ITS = (".".join(map(str, version)) for version in (CONTRACT_VERSION, Ahead
         (Ahead, f"built for contract {ITS}, but this library has {OURS}:"),
     ],
 )
-def test_a_weaker_claim_and_a_contract_from_the_future_are_told(backend: type[AttentionBackend], told: str) -> None:
+def test_lower_claim_or_newer_contract_is_noted(backend: type[AttentionBackend], told: str) -> None:
     (note,) = notes(backend())
     assert note.startswith(told)
 
 
-def test_what_is_unsupported_is_listed_on_demand(plug_in: Callable[..., None], run: Callable[..., Result]) -> None:
+def test_verbose_lists_unsupported_checks(plug_in: Callable[..., None], run: Callable[..., Result]) -> None:
     plug_in("silent", Silent)
     asked = ("silent", "--device", "cpu", "--only", "builder.advance_keeps_addresses*")
     line = "unsupported: builder.advance_keeps_addresses[base-decode]: advance is REBUILD: LosesItsClaim overrides"
@@ -182,7 +180,7 @@ def test_what_is_unsupported_is_listed_on_demand(plug_in: Callable[..., None], r
 
 
 @pytest.mark.parametrize(("backend", "outcome"), [(MisnamedBefore, Outcome.PREVIEW), (Misnamed, Outcome.FAIL)])
-def test_a_name_that_is_not_the_registered_one_is_told_with_both(
+def test_unregistered_name_is_reported_with_both_names(
     backend: type[AttentionBackend], outcome: Outcome, plug_in: Callable[..., None]
 ) -> None:
     plug_in("registered_as", backend)
@@ -195,7 +193,7 @@ def test_a_name_that_is_not_the_registered_one_is_told_with_both(
     assert result.reason.endswith("got: 'another_name'")
 
 
-def test_a_backend_asked_for_by_its_package_has_the_registered_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_backend_loaded_by_package_has_registered_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(registry._registered, "a-package:another_name", registry._Registration(Misnamed))
     monkeypatch.setattr(registry, "_loaded", {})
     report = check_backend(

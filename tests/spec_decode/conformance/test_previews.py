@@ -66,7 +66,8 @@ def three(fails: Outcome, crashes: Outcome, passes: Outcome = Outcome.PASS) -> d
     return {"builder.fails": fails, "builder.crashes": crashes, "builder.passes": passes}
 
 
-def test_an_older_backend_sees_previews_and_stays_ok_and_one_of_that_version_fails() -> None:
+def test_newer_checks_are_previews_for_older_backend() -> None:
+    """A backend built for the check's contract version fails it."""
     report = check_backend(Before(), device=CPU, report=True)
 
     assert report.ok and outcomes(report) == three(Outcome.PREVIEW, Outcome.PREVIEW)
@@ -82,7 +83,7 @@ def test_previews_alone_prove_nothing() -> None:
     assert not check_backend(Before(), device=CPU, checks=["builder.fails"], report=True).ok
 
 
-def test_a_known_failure_wins_over_a_preview() -> None:
+def test_known_failure_takes_precedence_over_preview() -> None:
     known = [KnownFailure(check="builder.*", reason="later", issue="#9", error=True)]
     report = check_backend(Before(), device=CPU, known_failures=known, report=True)
 
@@ -101,7 +102,7 @@ NEW = r"new in contract 1\.1, the backend was built for 1\.0"
         (Since, "builder.crashes", KeyError, "gone"),
     ],
 )
-def test_pytest_expects_a_preview_to_fail_and_lets_another_failure_through(
+def test_pytest_marks_failing_preview_xfail(
     backend: type[AttentionBackend], name: str, error: type[BaseException], words: str
 ) -> None:
     run = pytest_face(backend(), name)
@@ -109,7 +110,7 @@ def test_pytest_expects_a_preview_to_fail_and_lets_another_failure_through(
         run()
 
 
-def test_pytest_runs_a_check_on_one_thread_and_restores_the_setting() -> None:
+def test_pytest_runs_check_on_one_thread() -> None:
     seen: list[int] = []
     before = torch.get_num_threads()
     torch.set_num_threads(3)
@@ -120,7 +121,7 @@ def test_pytest_runs_a_check_on_one_thread_and_restores_the_setting() -> None:
         torch.set_num_threads(before)
 
 
-def test_a_backend_that_does_not_state_its_contract_fails_the_check_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_backend_without_contract_version_fails_its_check(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     silent = type("Silent", (AttentionBackend,), {k: v for k, v in vars(TorchReference).items() if k in _OF_A_BACKEND})
     report = check_backend(silent(), device=CPU, checks=["contract.version_matches"], report=True)

@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
         ("drafter.strategies_agree_on_trees", "k1-n3-dynamic"),
     ],
 )
-def test_a_check_of_attention_or_of_a_draft_records_its_spec(check, case):
+def test_attention_or_draft_check_records_its_spec(check, case):
     (found,) = check_backend("torch_reference", device=CPU, checks=[f"{check}[[]{case}]"]).results
     assert found.spec is not None and found.outcome.value == "pass"
     spec = found.spec.spec()
@@ -30,12 +30,12 @@ def test_a_check_of_attention_or_of_a_draft_records_its_spec(check, case):
     )
 
 
-def test_a_check_without_attention_records_none():
+def test_check_without_attention_records_no_spec():
     (found,) = check_backend("torch_reference", device=CPU, checks=["contract.version_matches"], report=True).results
     assert found.spec is None
 
 
-def test_a_draft_over_several_specs_records_none_of_them():
+def test_draft_over_several_specs_records_none():
     with specs_run() as ran:
         DraftFixture.make(Subject(registry.get("torch_reference"), CPU), 2, 3, DraftShape.GROUPS)
     assert len(ran) == 2

@@ -38,7 +38,7 @@ def of(*outcomes: str) -> Report:
         *((("pass", "pass", bad), False) for bad in BAD),
     ],
 )
-def test_a_report_is_ok_if_something_passed_and_nothing_failed(outcomes: tuple[str, ...], ok: bool) -> None:
+def test_report_needs_a_pass_and_no_failure(outcomes: tuple[str, ...], ok: bool) -> None:
     found = of(*outcomes)
     assert found.ok is ok and [result.outcome for result in found.failures] == [
         each for each in outcomes if each in BAD
@@ -48,7 +48,7 @@ def test_a_report_is_ok_if_something_passed_and_nothing_failed(outcomes: tuple[s
 
 
 @pytest.mark.parametrize("family", ["builder", "numerics"])
-def test_passes_beside_families_that_refuse_every_spec_are_not_ok(family: str) -> None:
+def test_passes_without_builder_or_numerics_are_not_ok(family: str) -> None:
     refused = [result("unsupported", check=f"{check}.holds") for check in ("builder", "numerics")]
     declared = result("pass", check="contract.holds")
     found = report(declared, *refused)
@@ -64,7 +64,7 @@ def test_counts_name_every_outcome_in_order() -> None:
     assert counts["pass"] == 2 and counts["error"] == 1 and sum(counts.values()) == 3
 
 
-def test_the_summary_is_one_line_with_the_counts_and_the_place() -> None:
+def test_summary_is_one_line_with_counts_and_device() -> None:
     assert of(*["pass"] * 205, *["xfail"] * 3, *["unsupported"] * 14, *["unavailable"] * 9).summary() == (
         "k: 231 checks = 205 pass, 3 xfail, 14 unsupported, 9 unavailable, 0 not_run (H200, torch 2.13.0)"
     )
@@ -85,13 +85,13 @@ def test_the_summary_is_one_line_with_the_counts_and_the_place() -> None:
         ([result("fail")] * 30, ["and 20 more"]),
     ],
 )
-def test_a_failure_says_which_checks_why_and_how_to_repeat_them(results: list[Result], words: list[str]) -> None:
+def test_failure_message_has_checks_reasons_and_repro(results: list[Result], words: list[str]) -> None:
     with pytest.raises(ConformanceFailure) as caught:
         report(*results).raise_if_failed()
     assert all(part in str(caught.value) for part in words)
 
 
-def test_the_json_has_exactly_the_documented_fields_in_one_line() -> None:
+def test_json_has_exactly_the_documented_fields() -> None:
     results = (
         result("pass", "page:16", evidence={"error": 0.5}, spec=WINDOWED, batch=RAGGED_ROWS),
         msgspec.structs.replace(result("fail", case="prefill", reason="wrong"), tags=()),
@@ -127,18 +127,18 @@ def test_the_json_has_exactly_the_documented_fields_in_one_line() -> None:
     ]
 
 
-def test_the_json_does_not_depend_on_the_order_evidence_came_in() -> None:
+def test_json_does_not_depend_on_evidence_order() -> None:
     first, second = ({"a": 1.0, "b": 2.0}, {"b": 2.0, "a": 1.0})
     assert report(result("pass", evidence=first)).to_json() == report(result("pass", evidence=second)).to_json()
 
 
-def test_a_saved_report_loads_as_it_was(tmp_path: Path) -> None:
+def test_saved_report_loads_unchanged(tmp_path: Path) -> None:
     saved = report(result("pass", evidence={"error_over_budget": 0.4}, seconds=0.25), result("xfail", reason="#12"))
     saved.save(tmp_path / "new folder" / "r.json")
     assert Report.load(tmp_path / "new folder" / "r.json") == saved
 
 
-def test_specs_and_batches_of_cases_are_written_once_each_and_read_again(tmp_path: Path) -> None:
+def test_specs_and_batches_are_written_once(tmp_path: Path) -> None:
     with_spec = [result("pass", spec=WINDOWED, batch=RAGGED_ROWS) for _ in range(3)]
     saved = report(*with_spec, result("fail"), result("unsupported", spec=SpecRecord.of(LATENT)))
     assert [len(saved.document()[table]) for table in ("specs", "batches")] == [2, 1]
@@ -164,24 +164,24 @@ LATENT = AttentionSpec(
 
 
 @pytest.mark.parametrize("spec", [LATENT, WINDOWED.spec(), replace(WINDOWED.spec(), causal=False)])
-def test_a_recorded_spec_is_the_spec(spec: AttentionSpec) -> None:
+def test_spec_record_round_trips(spec: AttentionSpec) -> None:
     assert SpecRecord.of(spec).spec() == spec
 
 
-def test_a_recorded_batch_tells_padding_rows_from_padding_tokens() -> None:
+def test_batch_record_separates_padding_rows_and_tokens() -> None:
     padded = BatchRecord.of(VERIFY)
     assert (padded.rows, padded.num_reqs, padded.query_lens, padded.seq_lens) == (4, 3, (5, 5), (5, 150))
     assert (padded.padding_tokens, RAGGED_ROWS.padding_tokens) == (5, 0)
 
 
-def test_a_report_of_the_schema_before_is_read_without_specs(tmp_path: Path) -> None:
+def test_older_schema_loads_without_specs(tmp_path: Path) -> None:
     found = of("pass")
     old = {**found.document(), "schema": "attn-report/5"}
     (tmp_path / "r.json").write_bytes(report_bytes(old))
     assert Report.load(tmp_path / "r.json") == found and found.results[0].spec is None
 
 
-def test_non_finite_evidence_is_written_by_name_and_read_again(tmp_path: Path) -> None:
+def test_non_finite_evidence_round_trips_by_name(tmp_path: Path) -> None:
     found = report(result("pass", evidence={"a": math.nan, "b": math.inf, "c": -math.inf}))
     assert found.document()["results"][0]["evidence"] == {"a": "nan", "b": "inf", "c": "-inf"}
     found.save(tmp_path / "r.json")
@@ -206,14 +206,12 @@ def test_non_finite_evidence_is_written_by_name_and_read_again(tmp_path: Path) -
         ),
     ],
 )
-def test_what_no_report_may_hold_is_refused_where_it_is_made(make: Callable[[], object], words: str) -> None:
+def test_invalid_result_is_rejected_at_creation(make: Callable[[], object], words: str) -> None:
     with pytest.raises(ReportError, match=words):
         make()
 
 
-def test_an_interrupted_save_keeps_the_old_file_and_leaves_nothing_else(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interrupted_save_keeps_old_file_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "r.json"
     of("pass").save(path)
     before = path.read_bytes()
@@ -232,7 +230,7 @@ def test_an_interrupted_save_keeps_the_old_file_and_leaves_nothing_else(
     [(os.mkfifo, "is not a regular file"), (os.mkdir, "is not a regular file"), (str, r"cannot read .*No such file")],
     ids=["a pipe", "a folder", "nothing"],
 )
-def test_what_is_no_file_is_refused_at_once(tmp_path: Path, make: Callable[[Path], object], words: str) -> None:
+def test_irregular_file_is_rejected(tmp_path: Path, make: Callable[[Path], object], words: str) -> None:
     make(tmp_path / "r.json")
     with pytest.raises(ReportError, match=words):
         Report.load(tmp_path / "r.json")
@@ -252,7 +250,7 @@ BYTES = {
 
 
 @pytest.mark.parametrize(("change", "words"), BYTES.values(), ids=BYTES)
-def test_bytes_that_are_no_report_are_refused_by_name(
+def test_invalid_report_bytes_are_rejected_by_name(
     tmp_path: Path, change: Callable[[bytes], bytes], words: str
 ) -> None:
     (tmp_path / "r.json").write_bytes(change(of("fail").to_json()))
@@ -287,7 +285,7 @@ CHANGES += [
 
 
 @pytest.mark.parametrize(("change", "words"), CHANGES)
-def test_a_document_that_is_no_report_is_refused(tmp_path: Path, change: Callable[[Any], object], words: str) -> None:
+def test_invalid_report_document_is_rejected(tmp_path: Path, change: Callable[[Any], object], words: str) -> None:
     document = of("pass", "pass").document()
     change(document)
     (tmp_path / "r.json").write_bytes(report_bytes(document))

@@ -22,21 +22,21 @@ def failing(condition: object, seen: list[Batch] | None = None) -> object:
     return run
 
 
-def test_the_shortest_request_that_fails_alone_is_shown() -> None:
+def test_shortest_request_failing_alone_is_reported() -> None:
     with pytest.raises(CheckFailure) as failure:
         run_and_shrink(failing(lambda batch: max(batch.seq_lens) > 16), MANY)  # type: ignore[arg-type]
 
     assert str(failure.value).endswith("got: [17]; smallest case: one request of 17 tokens, query length 1")
 
 
-def test_a_failure_that_needs_the_whole_batch_is_shown_on_it() -> None:
+def test_failure_of_whole_batch_is_reported_on_it() -> None:
     with pytest.raises(CheckFailure) as failure:
         run_and_shrink(failing(lambda batch: batch.rows > 1), MANY)  # type: ignore[arg-type]
 
     assert "got: [40, 3, 17]; smallest case: requests of [40, 3, 17] tokens in 5 rows" in str(failure.value)
 
 
-def test_another_error_on_the_way_does_not_hide_the_failure() -> None:
+def test_error_while_shrinking_does_not_hide_failure() -> None:
     def run(batch: Batch) -> Measurements:
         if batch.rows == 1:
             raise RuntimeError("one row is too few")
@@ -46,7 +46,7 @@ def test_another_error_on_the_way_does_not_hide_the_failure() -> None:
         run_and_shrink(run, MANY)
 
 
-def test_a_pass_is_run_once_and_keeps_its_evidence() -> None:
+def test_passing_case_runs_once_and_keeps_evidence() -> None:
     seen: list[Batch] = []
 
     assert run_and_shrink(failing(lambda batch: False, seen), MANY) == {"error": 0.5}  # type: ignore[arg-type]

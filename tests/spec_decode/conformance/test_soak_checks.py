@@ -81,7 +81,7 @@ class Crashes(Rebuilt):
         return super().build(batch, horizon=horizon)
 
 
-def test_a_right_backend_passes_in_every_strategy_that_it_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_right_backend_passes_in_every_allowed_strategy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(soak_rounds, "COMPARE_EVERY", 10)
     assert soaked("triton_paged", "full_loop").counts[Outcome.PASS] == 1
     results = soaked("torch_reference").results
@@ -105,13 +105,13 @@ ELSEWHERE = replace(TorchReference.capabilities, devices=("cuda",))
         (type("Elsewhere", (TorchReference,), {"capabilities": ELSEWHERE})(), "*", "cuda"),
     ],
 )
-def test_a_strategy_that_cannot_be_run_says_why_and_is_no_pass(backend: Any, strategy: str, why: str) -> None:
+def test_impossible_strategy_is_unsupported_with_reason(backend: Any, strategy: str, why: str) -> None:
     report = soaked(backend, strategy)
     assert {result.outcome for result in report.results} == {Outcome.UNSUPPORTED} and not report.ok
     assert why in report.results[0].reason
 
 
-def test_a_soak_runs_only_where_it_is_asked_for() -> None:
+def test_soak_runs_only_if_requested() -> None:
     assert "soak" not in {check.family for check in iter_checks("torch_reference", device=CPU)}
     for asked in ({"families": ["soak"]}, {"checks": ["soak.*"]}):
         planned = check_list("torch_reference", device=CPU, **asked)
@@ -136,7 +136,7 @@ def test_stale_metadata_is_caught_and_named(backend: Any, monkeypatch: pytest.Mo
     ), why
 
 
-def test_the_same_seed_fails_in_the_same_place_and_another_one_elsewhere() -> None:
+def test_same_seed_fails_at_same_place() -> None:
     stale = STALE["seq_lens"]
     first = reason(stale, "full_loop", seed=1)
     assert first == reason(stale, "full_loop", seed=1)
@@ -172,24 +172,24 @@ def test_each_kind_of_difference_is_named(tamper: Any, what: str, monkeypatch: p
     assert f"round 2 of {ROUNDS} in per_step with seed 0, compared with eager: {what}" in reason("torch_reference")
 
 
-def test_a_flag_that_both_drafters_raise_wrongly_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_overflow_of_both_drafters_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     tampered(monkeypatch, lambda drafter, drafts: drafter.drafter.tables.overflow[-1:].fill_(1), at=0, both=True)
     assert "within the limits: overflow flag [1], row 1 (request none); expected: 0" in reason("torch_reference")
 
 
-def test_tokens_that_both_drafters_leave_out_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_missing_from_both_drafters_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(soak_schedule, "drafts_within", lambda *args: max(0, drafts_within(*args) - 1) or 1)
     assert "within the limits: token count " in reason("torch_reference")
 
 
-def test_nan_is_caught_though_eager_has_it_too() -> None:
+def test_nan_in_both_drafters_is_caught() -> None:
     def poisoned(*args: Any, **kwargs: Any) -> torch.Tensor:
         return TorchReference.forward(*args, **kwargs) * float("nan")
 
     assert "logit [0, 0, 0], row 0 (request 1); expected: nan; got: nan" in reason(with_forward(poisoned))
 
 
-def test_a_backend_that_keeps_tensors_is_caught() -> None:
+def test_backend_keeping_tensors_is_caught() -> None:
     why = reason(with_builder(Leaks), "eager")
     assert (
         f"memory stays constant after 15 rounds of {ROUNDS} in eager with seed 0" in why
@@ -207,14 +207,12 @@ def test_a_backend_that_keeps_tensors_is_caught() -> None:
         ((None, None), (None, None), ""),
     ],
 )
-def test_growth_is_any_change_on_the_device_and_more_than_is_allowed_on_the_host(
-    allocated: Any, resident: Any, words: str
-) -> None:
+def test_growth_counts_device_changes_and_large_host_memory(allocated: Any, resident: Any, words: str) -> None:
     found = growth(*map(MemoryReading, allocated, resident))
     assert found.startswith(words) and bool(found) == bool(words)
 
 
-def test_a_crash_is_told_with_its_round(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_crash_is_reported_with_its_round(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Rebuilt, "builds", 0)
     why = reason(with_builder(Crashes))
     assert re.search(rf"round [1-9]\d* of {ROUNDS} in per_step with seed 0 raises nothing", why)
@@ -239,7 +237,7 @@ settings = st.fixed_dictionaries(
 
 
 @given(settings)
-def test_every_round_is_one_that_tables_accept_and_every_page_is_in_one_place(limits: dict[str, Any]) -> None:
+def test_every_scheduled_round_is_valid_for_tables(limits: dict[str, Any]) -> None:
     made = schedule(**limits)
     pages = range(limits["max_reqs"] * made._pages_for(limits["max_seq_len"]))
     for round_ in islice(made, 60):
@@ -251,7 +249,7 @@ def test_every_round_is_one_that_tables_accept_and_every_page_is_in_one_place(li
             assert 0 <= row.accepted <= limits["num_speculative_tokens"]
 
 
-def test_the_first_rounds_have_the_sizes_asked_for_and_are_compared() -> None:
+def test_first_rounds_have_required_sizes_and_are_compared() -> None:
     first = list(islice(schedule(compare_every=10**9), 4))
 
     assert [len(round_.rows) for round_ in first] == [1, 2, 4, 6]
@@ -259,7 +257,7 @@ def test_the_first_rounds_have_the_sizes_asked_for_and_are_compared() -> None:
 
 
 @pytest.mark.parametrize("every", [1, 3, 10])
-def test_of_so_many_rounds_in_a_row_one_is_compared(every: int) -> None:
+def test_one_round_per_interval_is_compared(every: int) -> None:
     rounds = list(islice(schedule(compare_every=every), 4 + 60 * every))[4:]
     compared = [round_.index for round_ in rounds if round_.compared]
 
@@ -272,7 +270,7 @@ def rounds() -> list[ScheduledRound]:
     return list(islice(schedule(), 500))
 
 
-def test_joins_and_leaves_account_for_the_rows_and_one_that_cannot_draft_leaves(rounds: list[ScheduledRound]) -> None:
+def test_joins_and_leaves_match_rows(rounds: list[ScheduledRound]) -> None:
     live, stuck = 0, set[int]()
     for round_ in rounds:
         live += round_.joined - round_.left
@@ -281,7 +279,7 @@ def test_joins_and_leaves_account_for_the_rows_and_one_that_cannot_draft_leaves(
         stuck = {row.request for row in round_.rows if not row.drafts}
 
 
-def test_freed_pages_are_taken_over_by_others(rounds: list[ScheduledRound]) -> None:
+def test_freed_pages_are_reused_by_others(rounds: list[ScheduledRound]) -> None:
     owners: dict[int, set[int]] = {}
     for row in (row for round_ in rounds for row in round_.rows):
         for page in row.pages:
@@ -308,12 +306,12 @@ EDGES: dict[str, Callable[[Any], bool]] = {
 
 
 @pytest.mark.parametrize("reached", EDGES.values(), ids=EDGES)
-def test_edges_are_met_again_and_again(reached: Callable[[Any], bool], rounds: list[ScheduledRound]) -> None:
+def test_schedule_reaches_edges_repeatedly(reached: Callable[[Any], bool], rounds: list[ScheduledRound]) -> None:
     assert sum(reached(row) for round_ in rounds for row in round_.rows) > 10
 
 
 @given(st.integers(1, 40), st.integers(0, 40), st.integers(0, 8), st.integers(1, 8))
-def test_the_room_for_drafts_is_what_a_walk_finds(limit: int, context: int, accepted: int, k: int) -> None:
+def test_drafts_within_matches_stepwise_count(limit: int, context: int, accepted: int, k: int) -> None:
     accepted = min(accepted, k)
     drafts = 0
     if context + k + 1 <= limit:

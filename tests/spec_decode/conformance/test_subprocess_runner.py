@@ -14,7 +14,7 @@ from tests.hanging import HANG, UNLIMITED, pass_limits_at
 from tests.spec_decode.matrix.evidence import env, report, result
 
 PLAN = report(*(result("not_run", case=str(n)) for n in range(4)), version="7").document()
-SAY = f"""
+PRELUDE = f"""
 import json, os, signal, sys, time
 fd = int(sys.argv[2])
 def say(**message): os.write(fd, json.dumps(message).encode() + b"\\n")
@@ -26,7 +26,7 @@ def done(n):
 
 
 def run(script: str, **options):
-    child = [sys.executable, "-c", SAY + script]
+    child = [sys.executable, "-c", PRELUDE + script]
     return check_isolated("k", env=env(), request={"command": "c"}, child=child, **options)
 
 
@@ -34,7 +34,7 @@ def outcomes(report) -> list[str]:
     return [result.outcome.value for result in report.results]
 
 
-def test_a_whole_run_is_what_the_process_said_and_the_notes_on_a_plan_are_told_before_its_results():
+def test_complete_run_matches_process_and_prints_notes_first():
     told = []
     found = run(
         "say(report=plan, notes=['advance is REBUILD'])\nfor n in range(4): done(n)",
@@ -45,19 +45,19 @@ def test_a_whole_run_is_what_the_process_said_and_the_notes_on_a_plan_are_told_b
     assert told == ["advance is REBUILD", *found.results]
 
 
-def test_a_crash_is_an_error_of_the_check_in_flight_and_the_rest_is_not_run():
+def test_crash_is_error_of_running_check():
     found = run("say(report=plan); done(0); print('kernel fault', flush=True); os.kill(os.getpid(), signal.SIGSEGV)")
     assert outcomes(found) == ["pass", "error", "not_run", "not_run"]
     assert "SIGSEGV; it printed: kernel fault" in found.results[1].reason
     assert found.results[2].reason == "numerics.right[1] ended the process"
 
 
-def test_a_process_that_ends_itself_between_checks_is_not_taken_for_finished():
+def test_process_exiting_between_checks_is_an_error():
     found = run("say(report=plan); done(0); os._exit(0)")
     assert outcomes(found)[:2] == ["pass", "error"] and "exit status 0" in found.results[1].reason
 
 
-def test_a_crash_after_the_last_check_still_counts():
+def test_crash_after_last_check_is_an_error():
     found = run("say(report=plan)\nfor n in range(4): done(n)\nos._exit(3)")
     assert outcomes(found) == ["pass", "pass", "pass", "error"] and "exit status 3" in found.results[3].reason
 
@@ -69,30 +69,30 @@ def hang(tmp_path, monkeypatch):
     return HANG.format(mark=str(tmp_path / "hangs"))
 
 
-def test_a_process_that_says_nothing_is_ended_at_its_limit():
+def test_silent_process_is_killed_at_limit():
     found = run("__import__('threading').Event().wait()", limits=TimeLimits(check=0.3))
     assert outcomes(found) == ["error"] and "limit of 0.3 s for a check" in found.results[0].reason
 
 
-def test_a_check_that_hangs_is_ended_at_its_limit(hang):
+def test_hanging_check_is_killed_at_limit(hang):
     found = run(f"say(report=plan); done(0); {hang}", limits=TimeLimits(check=0.3))
     assert outcomes(found) == ["pass", "error", "not_run", "not_run"]
     assert "limit of 0.3 s for a check" in found.results[1].reason
 
 
-def test_a_backend_that_is_slow_in_all_is_ended_at_its_limit(hang):
+def test_slow_backend_is_killed_at_limit(hang):
     found = run(f"say(report=plan); done(0); {hang}", limits=TimeLimits(check=UNLIMITED, backend=0.5))
     assert outcomes(found)[0] == "pass" and outcomes(found)[-1] == "not_run"
     assert any("limit of 0.5 s for a backend" in result.reason for result in found.results)
 
 
-def test_a_backend_that_crashes_while_it_loads_is_named():
+def test_backend_crashing_at_load_is_named():
     found = run("print('no driver', flush=True); os.abort()")
     assert outcomes(found) == ["error"] and found.results[0].tags == (EVERYTHING,)
     assert found.results[0].check == "contract.loads" and "SIGABRT; it printed: no driver" in found.results[0].reason
 
 
-def test_what_a_backend_starts_ends_with_it(tmp_path, hang):
+def test_processes_started_by_backend_end_with_it(tmp_path, hang):
     os.mkfifo(said := str(tmp_path / "said"))
     reader = os.open(said, os.O_RDONLY | os.O_NONBLOCK)
     os.set_blocking(reader, True)
@@ -103,7 +103,7 @@ def test_what_a_backend_starts_ends_with_it(tmp_path, hang):
 
 
 @pytest.mark.slow
-def test_the_real_process_checks_a_real_backend_and_names_a_thread_of_it_without_waiting_for_it(tmp_path, monkeypatch):
+def test_real_process_checks_backend_and_names_its_thread(tmp_path, monkeypatch):
     install_plug_in(
         tmp_path,
         "lent",
@@ -120,6 +120,6 @@ def test_the_real_process_checks_a_real_backend_and_names_a_thread_of_it_without
     assert "still running after the last check: watcher" in notes[-1]
 
 
-def test_a_crash_where_no_check_was_asked_for_leaves_the_empty_report():
+def test_crash_without_selected_checks_leaves_empty_report():
     found = run("say(report={**plan, 'results': []}); os._exit(3)")
     assert found.results == () and found.version == "7"

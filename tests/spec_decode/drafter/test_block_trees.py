@@ -106,7 +106,7 @@ class Laws:
         *((n, DYNAMIC) for n in FROM_ANOTHER_PLACE),
     ],
 )
-def test_a_tree_has_the_most_probable_paths_as_deep_as_is_asked_and_as_there_is_room_for(name, tree, tmp_path):
+def test_block_tree_has_most_probable_paths(name, tree, tmp_path):
     fixture = make(name, tmp_path, tree=tree)
     fixture.verified = fixture.verified._replace(temperature=torch.tensor([0.0, 0.8, 1.3]))
     fixture.prefill()
@@ -157,7 +157,7 @@ def rounds(fixture, temperature, count=3):
         *((name, STATIC, 0.0) for name in ("p_eagle", "dflash_from_the_anchor", IN_TURN, "dflash2")),
     ],
 )
-def test_every_strategy_drafts_what_eager_drafts_bit_for_bit(name, tree, temperature, tmp_path):
+def test_every_strategy_drafts_same_bits_as_eager(name, tree, temperature, tmp_path):
     eager = rounds(make(name, tmp_path / "eager", Strategy.EAGER, tree), temperature)
     assert not all(map(torch.equal, eager[0], eager[1]))
     for strategy in CAPTURED if name == IN_TURN else CAPTURED[1:]:
@@ -186,25 +186,25 @@ def test_every_strategy_drafts_what_eager_drafts_bit_for_bit(name, tree, tempera
         ),
     ],
 )
-def test_trees_that_no_block_fills_are_refused(name, tree, message, tmp_path):
+def test_unsuitable_block_trees_are_rejected(name, tree, message, tmp_path):
     with pytest.raises(BatchError, match=message):
         make(name, tmp_path, tree=tree)
 
 
-def test_a_block_whose_places_know_nothing_of_one_another_fills_a_tree_that_no_steps_do(tmp_path):
+def test_independent_block_fills_larger_tree_than_steps(tmp_path):
     tree = DynamicTreeConfig(width=2, num_tokens=30)
     fixture = make(AT_ONCE, tmp_path, tree=tree)
     assert paths(fixture.drafts(), 0) == Laws(AT_ONCE, fixture, 0).expected(tree)
 
 
 @pytest.mark.parametrize("name", [AT_ONCE, IN_TURN])
-def test_a_blocks_tree_may_be_wider_than_frontiers_that_a_draft_runs_over(name, tmp_path):
+def test_block_tree_may_exceed_frontier_width(name, tmp_path):
     tree = DynamicTreeConfig(width=23, num_tokens=63)
     fixture = make(name, tmp_path, tree=tree)
     assert paths(fixture.drafts(), 2) == Laws(name, fixture, 2).expected(tree)
 
 
 @pytest.mark.parametrize("name", ["p_eagle", AT_ONCE, IN_TURN])
-def test_a_blocks_tree_is_drafted_in_no_strategy_of_later_steps(name, tmp_path):
+def test_block_tree_rejects_strategy_of_later_steps(name, tmp_path):
     with pytest.raises(StrategyError, match="this draft proposes all its tokens in one step"):
         make(name, tmp_path, Strategy.DEVICE_LOOP)

@@ -23,7 +23,7 @@ from tests.spec_decode.drafter.third_party_backends import Bound
 
 @pytest.mark.parametrize("strategy", CAPTURING)
 @pytest.mark.parametrize("make", [advancing, decode_only])
-def test_a_capture_before_or_after_live_rounds_touches_nothing_of_a_live_request(make, strategy):
+def test_capture_leaves_live_requests_unchanged(make, strategy):
     fixture = make(strategy=strategy, capture_sizes=[2, 4])
     tables = fixture.tables
     live = [*fixture.caches(), tables.block_tables, tables.token_limits, tables.overflow]
@@ -53,7 +53,7 @@ class Short(TorchReference):
         (Strategy.FULL_LOOP, (TorchReference(), Short())),
     ],
 )
-def test_a_round_is_replayed_up_to_the_length_that_every_group_was_captured_for_and_no_further(strategy, backends):
+def test_round_longer_than_captured_is_rejected(strategy, backends):
     fixture = DrafterFixture(backends, strategy=strategy, limits=[20, 24, 23])
     fixture.rounds(1)
     fixture.limits[1] = 25
@@ -66,7 +66,7 @@ def test_a_round_is_replayed_up_to_the_length_that_every_group_was_captured_for_
 
 @pytest.mark.parametrize("field", ["max_reqs", "max_query_len"])
 @pytest.mark.parametrize("narrow_first", [True, False])
-def test_a_round_is_replayed_for_no_more_than_the_group_captured_for_the_least(narrow_first, field):
+def test_round_larger_than_any_group_capture_is_rejected(narrow_first, field):
     class NarrowBuilder(ReferenceBuilder):
         def capture_constants(self, metadata):
             return replace(super().capture_constants(metadata), **{field: 0})
@@ -80,7 +80,7 @@ def test_a_round_is_replayed_for_no_more_than_the_group_captured_for_the_least(n
 
 
 @pytest.mark.parametrize("again", [True, False], ids=["captured by hand", "captured by the next round"])
-def test_graphs_that_are_captured_ahead_of_a_round_or_released_behind_one_change_no_token(again):
+def test_early_capture_or_release_changes_no_token(again):
     fixture = advancing()
     fixture.drafter.capture()
 
@@ -92,24 +92,24 @@ def test_graphs_that_are_captured_ahead_of_a_round_or_released_behind_one_change
     assert_same(fixture.rounds(after_round=release), advancing().rounds())
 
 
-def test_an_eager_drafter_captures_nothing_and_needs_no_capture_size():
+def test_eager_drafter_captures_nothing():
     fixture = advancing(capture_sizes=[2], strategy=Strategy.EAGER)
     fixture.drafter.capture()
     fixture.rounds(1)
     assert fixture.drafter.graphs.reports == []
 
 
-def test_a_builder_gets_one_upper_bound_per_row_at_capture_too():
+def test_builder_gets_upper_bound_per_row_at_capture():
     DrafterFixture([Bound(), get("torch_reference")], capture_sizes=None).drafter.capture()
 
 
 @pytest.mark.parametrize(("max_reqs", "sizes"), [(1, [1]), (4, [1, 2, 4]), (6, [1, 2, 4, 6])])
-def test_capture_sizes_are_powers_of_two_up_to_the_most(max_reqs, sizes):
+def test_capture_sizes_are_powers_of_two_and_maximum(max_reqs, sizes):
     assert default_capture_sizes(max_reqs) == sizes
 
 
 @pytest.mark.parametrize("strategy", CAPTURING)
-def test_two_tokens_a_round_are_drafted_at_every_capture_size(strategy):
+def test_two_token_rounds_match_at_every_capture_size(strategy):
     found = advancing(steps=2, strategy=strategy, limits=(MAX_SEQ_LEN,) * 4, capture_sizes=[1, 2, 3, 4])
     expected = advancing(steps=2, strategy=Strategy.EAGER, limits=(MAX_SEQ_LEN,) * 4, capture_sizes=[1, 2, 3, 4])
     for count in (4, 3, 2, 1):
@@ -122,7 +122,7 @@ def test_two_tokens_a_round_are_drafted_at_every_capture_size(strategy):
 
 
 @pytest.mark.parametrize("strategy", CAPTURING)
-def test_sizes_left_out_for_want_of_memory_are_served_by_the_next_larger(strategy):
+def test_sizes_left_out_use_next_larger_graph(strategy):
     whole = advancing(strategy=strategy, capture_sizes=None)
     whole.drafter.capture()
     largest = sum(report.bytes for report in whole.drafter.graphs.reports if report.key.num_reqs == 4)
@@ -135,7 +135,7 @@ def test_sizes_left_out_for_want_of_memory_are_served_by_the_next_larger(strateg
 
 
 @pytest.mark.parametrize(("loop_steps", "limits"), [(1, [K - 2]), (2, [1]), (K - 1, []), (9, [])])
-def test_a_loop_ends_at_its_last_step_at_the_latest_and_drafts_the_same(monkeypatch, loop_steps, limits):
+def test_loop_stops_at_last_step_with_same_drafts(monkeypatch, loop_steps, limits):
     found, capture_loop = [], EmulatedRuntime.capture_loop
 
     def spy(self, first, body, continue_flag, limit):

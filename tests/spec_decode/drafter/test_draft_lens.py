@@ -22,7 +22,7 @@ def cut(tokens, lengths):
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_each_request_drafts_as_many_tokens_as_it_was_given(strategy):
+def test_each_request_drafts_its_given_length(strategy):
     [(whole, _)] = advancing(strategy=Strategy.EAGER).rounds(1, GREEDY_AND_HOT)
     fixture = advancing(strategy=strategy)
     verified = fixture.verified(temperature=GREEDY_AND_HOT)
@@ -32,7 +32,7 @@ def test_each_request_drafts_as_many_tokens_as_it_was_given(strategy):
 
 
 @pytest.mark.parametrize("make", [mixed, preplanned, piecewise])
-def test_groups_of_every_kind_let_each_request_stop_on_its_own(make):
+def test_requests_stop_separately_in_every_group_kind(make):
     lengths = torch.tensor(LENGTHS, dtype=torch.int32)
     one, other = make(), make(strategy=Strategy.EAGER)
     for round_ in range(2):
@@ -44,7 +44,7 @@ def test_groups_of_every_kind_let_each_request_stop_on_its_own(make):
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_request_that_stops_is_no_overflow_and_writes_no_further_key(strategy):
+def test_stopped_request_writes_no_key_or_overflow(strategy):
     def caches(lengths):
         fixture = advancing(strategy=strategy)
         before = [tensor.clone() for tensor in fixture.caches()]
@@ -59,7 +59,7 @@ def test_a_request_that_stops_is_no_overflow_and_writes_no_further_key(strategy)
     assert caches([0, 0, 0]) == caches([1, 1, 1]) == [3 * (K + 1)] * 4
 
 
-def test_lengths_written_in_place_hold_until_verified_tokens_come_without():
+def test_draft_lens_written_in_place_persist_until_reset():
     fixture = advancing()
     fixture.drafter.propose(fixture.verified())
     fixture.drafter.inputs.draft_lens[:3] = torch.tensor(LENGTHS)
@@ -68,7 +68,7 @@ def test_lengths_written_in_place_hold_until_verified_tokens_come_without():
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_round_of_fewer_tokens_drafts_the_first_ones_with_the_graphs_it_has_and_the_next_round_all(strategy):
+def test_shorter_round_drafts_first_tokens_with_same_graphs(strategy):
     [(whole, logits)] = advancing(strategy=Strategy.EAGER).rounds(1, 1.0)
     fixture = advancing(strategy=strategy)
     fixture.drafter.capture()
@@ -83,7 +83,7 @@ def test_a_round_of_fewer_tokens_drafts_the_first_ones_with_the_graphs_it_has_an
 
 
 @pytest.mark.parametrize("strategy", [Strategy.PER_STEP, Strategy.EAGER])
-def test_a_round_of_no_or_one_token_has_no_later_steps_to_launch(strategy):
+def test_round_without_later_steps_launches_none(strategy):
     fixture = advancing(strategy=strategy)
     for count in (0, 1, 2):
         fixture.drafter.propose(fixture.verified(), num_tokens=1)
@@ -98,24 +98,24 @@ def test_a_round_of_no_or_one_token_has_no_later_steps_to_launch(strategy):
         ([0, 0, 0], 2, 1), ([2, 0, 1], 2, 1), ([3, 1, 2], 2, 3), ([1, 4, 2], 2, 3),
     ],
 )  # fmt: skip
-def test_the_device_loop_runs_a_step_and_looks_after_so_many_whether_a_request_drafts_on(lengths, loop_steps, steps):
+def test_device_loop_checks_for_stop_after_loop_steps(lengths, loop_steps, steps):
     fixture = advancing(strategy=Strategy.DEVICE_LOOP, loop_steps=loop_steps)
     fixture.drafter.propose(fixture.verified()._replace(draft_lens=torch.tensor(lengths, dtype=torch.int32)))
     assert max(fixture.drafter.metadata_in_use()) == steps
 
 
-def doubted(tokens, logits, least):
+def confident_lens(tokens, logits, least):
     """How many tokens of each request are drafted until the first one below the least confidence, itself included."""
     kept = logits.softmax(-1).gather(2, tokens[..., None])[..., 0] >= least
     return [min(int(row.int().cumprod(0).sum()) + 1, K) for row in kept]
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_request_stops_after_a_token_that_the_draft_doubts(strategy):
+def test_request_stops_after_low_confidence_token(strategy):
     [(whole, logits)] = advancing(strategy=Strategy.EAGER).rounds(1, GREEDY_AND_HOT)
     confidence = logits.softmax(-1).gather(2, whole[..., None])
     least = float(confidence.flatten().sort().values[5])
-    lengths = doubted(whole, logits, least)
+    lengths = confident_lens(whole, logits, least)
     assert min(lengths) < K
     [(found, _)] = advancing(strategy=strategy, min_confidence=least).rounds(1, GREEDY_AND_HOT)
     assert found.tolist() == cut(whole, lengths).tolist()

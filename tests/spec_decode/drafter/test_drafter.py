@@ -49,7 +49,7 @@ def dense_drafts(fixture, verified, committed):
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_every_round_drafts_what_dense_attention_over_the_text_gives(strategy):
+def test_every_round_matches_dense_attention(strategy):
     fixture = advancing(strategy=strategy)
     committed = [([], []) for _ in CONTEXTS]
     for round_ in range(4):
@@ -60,12 +60,12 @@ def test_every_round_drafts_what_dense_attention_over_the_text_gives(strategy):
         torch.testing.assert_close(drafts.logits, wanted, rtol=1e-4, atol=1e-4)
 
 
-def test_the_drafts_do_not_depend_on_the_padding():
+def test_drafts_do_not_depend_on_padding():
     found, expected = (advancing(capture_sizes=[size]).rounds() for size in (3, 4))
     assert [tokens.tolist() for tokens, _ in found] == [tokens.tolist() for tokens, _ in expected]
 
 
-def test_a_request_drafts_the_same_in_another_row_of_a_smaller_batch():
+def test_request_drafts_same_in_another_row():
     fixture = advancing()
     tokens = fixture.drafter.propose(fixture.verified(temperature=1.0)).tokens.clone()
     other = advancing()
@@ -75,7 +75,7 @@ def test_a_request_drafts_the_same_in_another_row_of_a_smaller_batch():
 
 
 @pytest.mark.parametrize("make", [advancing, mixed])
-def test_a_single_token_is_drafted_by_step_0_alone(make):
+def test_single_token_is_drafted_by_step_0(make):
     expected = make(steps=1, strategy=Strategy.EAGER).rounds()
     found = make(steps=1)
     assert_same(found.rounds(), expected)
@@ -96,7 +96,7 @@ def test_fewer_steps_draft_the_same_first_tokens():
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_count_that_cannot_be_drafts_as_the_nearest_that_can(strategy):
+def test_invalid_accepted_count_is_clamped(strategy):
     def drafts(*accepted):
         fixture = advancing(strategy=strategy)
         given = fixture.drafter.propose(fixture.verified()._replace(accepted=torch.tensor(accepted, dtype=torch.int32)))
@@ -105,7 +105,7 @@ def test_a_count_that_cannot_be_drafts_as_the_nearest_that_can(strategy):
     assert_same([drafts(2**31 - 1, -(2**31), 2)], [drafts(K, 0, 2)])
 
 
-def test_a_round_writes_no_page_that_nobody_owns():
+def test_round_writes_only_owned_pages():
     fixture = advancing()
     before = [tensor.clone() for tensor in fixture.caches()]
     fixture.rounds(2)
@@ -114,7 +114,7 @@ def test_a_round_writes_no_page_that_nobody_owns():
         assert torch.equal(tensor[free], was[free])
 
 
-def test_a_prompt_is_prefilled_alone_as_among_others():
+def test_prompt_prefills_same_alone_and_batched():
     hidden, ids = torch.randn(9, CONFIG.hidden_size), torch.randint(0, CONFIG.vocab_size, (9,))
     together, alone = advancing(limits=[MAX_SEQ_LEN] * 2), advancing(limits=[MAX_SEQ_LEN] * 2)
     together.drafter.prefill(together.tables, [4, 5], [4, 5], ids, hidden)
@@ -125,7 +125,7 @@ def test_a_prompt_is_prefilled_alone_as_among_others():
         torch.testing.assert_close(found[pages], wanted[pages], rtol=1e-5, atol=1e-5)
 
 
-def test_a_prefill_writes_the_prompts_positions_and_no_other():
+def test_prefill_writes_only_prompt_positions():
     fixture = advancing(limits=[MAX_SEQ_LEN] * 2)
     before = [tensor.clone() for tensor in fixture.caches()]
     ids, hidden = torch.zeros(9, dtype=torch.int64), torch.randn(9, CONFIG.hidden_size)
@@ -161,7 +161,7 @@ class MaskedVocabulary(SmallVocabulary):
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_draft_of_fewer_tokens_drafts_as_one_that_never_proposes_the_others(strategy):
+def test_smaller_vocabulary_drafts_like_masked_one(strategy):
     expected = advancing(strategy=Strategy.EAGER, make_model=MaskedVocabulary).rounds(2, GREEDY_AND_HOT)
     found = advancing(strategy=strategy, make_model=SmallVocabulary).rounds(2, GREEDY_AND_HOT)
     assert_same(found, expected)

@@ -34,7 +34,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("change", "message"), REFUSED.values(), ids=REFUSED)
-def test_verified_tokens_that_do_not_fit_are_refused_with_nothing_run_and_the_next_round_is_right(change, message):
+def test_invalid_verified_tokens_are_rejected_before_running(change, message):
     fixture = advancing(strategy=Strategy.EAGER)
     before = [tensor.clone() for tensor in fixture.caches()]
     with pytest.raises(BatchError, match=message):
@@ -44,7 +44,7 @@ def test_verified_tokens_that_do_not_fit_are_refused_with_nothing_run_and_the_ne
 
 
 @pytest.mark.parametrize("wrong", [lambda x: x[:-1], lambda x: x[:, 1:], lambda x: x[None]])
-def test_a_draft_model_that_returns_states_of_another_shape_is_refused(wrong, monkeypatch):
+def test_draft_states_of_wrong_shape_are_rejected(wrong, monkeypatch):
     fixture = advancing(strategy=Strategy.EAGER)
     forward = fixture.model.forward
     monkeypatch.setattr(fixture.model, "forward", lambda inputs: wrong(forward(inputs)))
@@ -52,45 +52,45 @@ def test_a_draft_model_that_returns_states_of_another_shape_is_refused(wrong, mo
         fixture.drafter.propose(fixture.verified())
 
 
-def test_tables_that_may_name_pages_beyond_a_groups_caches_are_refused():
+def test_tables_exceeding_group_caches_are_rejected():
     fixture = advancing()
     tables = RequestTables(page_sizes=[8, 4], num_pages=[24, 49], max_reqs=4, max_seq_len=MAX_SEQ_LEN, device="cpu")
     with pytest.raises(BatchError, match=r"group1 can name 49 pages, but its caches have 48;"):
         Drafter(fixture.model, fixture.groups, tables, DrafterConfig(num_speculative_tokens=K))
 
 
-def test_a_round_without_a_live_request_is_refused():
+def test_round_without_live_request_is_rejected():
     fixture = advancing()
     fixture.load([])
     with pytest.raises(BatchError, match="at least one live request"):
         fixture.drafter.propose(fixture.verified(rows=slice(0, 0)))
 
 
-def test_a_batch_above_the_largest_capture_is_refused():
+def test_batch_above_largest_capture_is_rejected():
     fixture = advancing(capture_sizes=[1, 2])
     with pytest.raises(BatchError, match="largest captured batch is 2 requests, got 3"):
         fixture.drafter.propose(fixture.verified())
 
 
 @pytest.mark.parametrize("strategy", [None, Strategy.EAGER])
-def test_a_capture_size_beyond_the_tables_rows_is_refused_in_words(strategy):
+def test_capture_size_above_table_rows_is_rejected(strategy):
     with pytest.raises(BatchError):
         advancing(capture_sizes=[8], strategy=strategy).rounds(1)
 
 
-def test_tables_of_other_page_sizes_than_the_groups_are_refused():
+def test_tables_with_other_page_sizes_are_rejected():
     fixture = advancing()
     with pytest.raises(BatchError, match=r"page sizes \[4, 8\] and the tables \[8, 4\]"):
         Drafter(fixture.model, fixture.groups[::-1], fixture.tables, DrafterConfig(num_speculative_tokens=K))
 
 
-def test_more_tokens_a_round_than_a_request_has_places_are_refused():
+def test_more_draft_tokens_than_places_are_rejected():
     with pytest.raises(BatchError, match=f"needs {MAX_SEQ_LEN + 1} places per request, the tables have {MAX_SEQ_LEN}"):
         advancing(steps=MAX_SEQ_LEN)
 
 
 @pytest.mark.parametrize(("tokens", "states"), [(2, 3), (3, 2), (4, 4)])
-def test_a_prefill_of_another_number_of_tokens_writes_nothing(tokens, states):
+def test_prefill_with_wrong_token_count_writes_nothing(tokens, states):
     fixture = advancing()
     before = [tensor.clone() for tensor in fixture.caches()]
     with pytest.raises(BatchError, match=r"must be torch\.\w+ \[3"):
@@ -101,7 +101,7 @@ def test_a_prefill_of_another_number_of_tokens_writes_nothing(tokens, states):
 
 
 @pytest.mark.parametrize("count", [-1, K + 1, 1.5, True, "2"])
-def test_a_round_of_a_number_of_tokens_that_the_drafter_has_not_is_refused(count):
+def test_round_with_invalid_token_count_is_rejected(count):
     fixture = advancing()
     with pytest.raises(BatchError, match=f"num_tokens must be 0 to {K} for this drafter, got {count!r}"):
         fixture.drafter.propose(fixture.verified(), num_tokens=count)

@@ -37,7 +37,7 @@ CHOSEN = {
 
 @pytest.mark.parametrize(("groups", "mode", "strategy", "rebuilt"), CHOSEN.values(), ids=CHOSEN)
 @pytest.mark.parametrize("tokens", [1, 4])
-def test_the_cheapest_strategy_that_every_group_can_run_is_chosen(groups, mode, strategy, rebuilt, tokens):
+def test_cheapest_strategy_all_groups_support_is_chosen(groups, mode, strategy, rebuilt, tokens):
     plan = choose(groups, tokens, mode)
     assert (plan.strategy, list(plan.rebuild_groups)) == (strategy, rebuilt)
     assert [group.facts for group in plan.groups] == groups
@@ -63,7 +63,7 @@ NOT_CHOSEN = {
 
 
 @pytest.mark.parametrize(("groups", "mode", "strategy", "reason"), NOT_CHOSEN.values(), ids=NOT_CHOSEN)
-def test_the_reason_against_a_strategy_is_its_groups_own(groups, mode, strategy, reason):
+def test_reason_against_strategy_comes_from_its_group(groups, mode, strategy, reason):
     assert dict(choose(groups, 4, mode).not_chosen)[strategy].startswith(reason)
 
 
@@ -71,14 +71,14 @@ def test_the_reason_against_a_strategy_is_its_groups_own(groups, mode, strategy,
     ("groups", "strategy"),
     [([ADVANCING], Strategy.FULL_LOOP), ([REBUILT], Strategy.PER_STEP), ([NEVER], Strategy.EAGER)],
 )
-def test_a_block_draft_runs_no_strategy_that_is_one_of_later_steps(groups, strategy):
+def test_block_draft_excludes_strategies_of_later_steps(groups, strategy):
     plan = choose(groups, 4, FULL, at_once=True)
     reasons = dict(plan.not_chosen)
     assert plan.strategy is strategy and "in one step" in reasons[Strategy.DEVICE_LOOP] == reasons[Strategy.PIECEWISE]
 
 
 @pytest.mark.parametrize("groups", [[ADVANCING], [REBUILT], [NEVER], [DECODE_ONLY]])
-def test_a_tree_of_a_block_changes_nothing_of_the_plan(groups):
+def test_block_tree_changes_nothing_in_plan(groups):
     assert choose(groups, 4, FULL, at_once=True, tree=True) == choose(groups, 4, FULL, at_once=True)
 
 
@@ -109,9 +109,7 @@ IMPOSSIBLE = {
 
 
 @pytest.mark.parametrize(("groups", "forced", "options", "reason"), IMPOSSIBLE.values(), ids=IMPOSSIBLE)
-def test_a_forced_strategy_that_cannot_be_run_raises_with_the_reason_that_unforced_speaks_against_it(
-    groups, forced, options, reason
-):
+def test_impossible_forced_strategy_raises_with_plan_reason(groups, forced, options, reason):
     options = {"graph_mode": FULL, **options}
     with pytest.raises(StrategyError, match=f"{forced.value} cannot run: .*{reason}"):
         choose(groups, 4, forced=forced, **options)
@@ -120,7 +118,7 @@ def test_a_forced_strategy_that_cannot_be_run_raises_with_the_reason_that_unforc
 
 
 @pytest.mark.parametrize("forced", [s for s in Strategy if s is not Strategy.PIECEWISE])
-def test_a_forced_strategy_that_can_be_run_is_run(forced):
+def test_possible_forced_strategy_is_used(forced):
     plan = choose([ADVANCING], 4, FULL, forced=forced)
     assert (plan.strategy, plan.reason) == (forced, "requested")
     others = {reason for strategy, reason in plan.not_chosen if strategy is not Strategy.PIECEWISE}
@@ -130,12 +128,12 @@ def test_a_forced_strategy_that_can_be_run_is_run(forced):
 
 
 @pytest.mark.parametrize("mode", [mode for mode in GraphMode if mode is not NONE])
-def test_every_mode_with_graphs_leaves_the_choice_to_the_drafts_groups(mode):
+def test_graph_modes_leave_choice_to_groups(mode):
     for groups in ([ADVANCING], [ADVANCING, REBUILT], [NEVER]):
         assert choose(groups, 4, mode).strategy is choose(groups, 4, FULL).strategy is not Strategy.EAGER
 
 
-def test_only_the_attention_that_no_graph_holds_runs_between_the_pieces():
+def test_only_uncapturable_attention_runs_between_pieces():
     plan = choose([ADVANCING, NEVER, REBUILT], 4, FULL)
     assert (plan.uncaptured_groups, plan.rebuild_groups) == ((1,), (2,))
     words = "advanced in the graph, attention between the graphs' pieces (it cannot be captured); "
@@ -162,7 +160,7 @@ WAITS = {
 
 
 @pytest.mark.parametrize(("level", "lengths", "per_round", "mode", "waits"), WAITS.values(), ids=WAITS)
-def test_only_a_build_that_needs_exact_lengths_waits(level, lengths, per_round, mode, waits):
+def test_only_build_with_exact_lengths_waits(level, lengths, per_round, mode, waits):
     """And makes no other group wait. The explanation shows it, and a build once a round."""
     facts = group("it", level, host_lengths=lengths, build_per_round=per_round)
     plan = choose([ADVANCING, facts], 4, mode)
@@ -173,7 +171,7 @@ def test_only_a_build_that_needs_exact_lengths_waits(level, lengths, per_round, 
     assert ("built once per round (its builder requires it)" in told) is per_round
 
 
-def test_the_explanation_names_the_choice_the_rest_and_every_group():
+def test_explanation_names_choice_and_every_group():
     lines = choose([ADVANCING, REBUILT], 4, FULL).explain()
     assert lines[0].startswith("strategy per_step: ")
     refused = [strategy.value for strategy in Strategy if strategy is not Strategy.PER_STEP]
@@ -184,7 +182,7 @@ def test_the_explanation_names_the_choice_the_rest_and_every_group():
     ]
 
 
-def test_a_preplanned_group_leaves_the_full_loop_possible():
+def test_preplanned_group_allows_full_loop():
     plan = choose([ADVANCING, PLANNED], 4, FULL)
     assert plan.preplanned_groups == (1,)
     assert plan.explain()[-1] == (
@@ -192,7 +190,7 @@ def test_a_preplanned_group_leaves_the_full_loop_possible():
     )
 
 
-def test_outside_the_full_loop_nothing_is_planned_ahead():
+def test_preplanning_happens_only_in_full_loop():
     assert choose([PLANNED], 4, FULL, forced=Strategy.PER_STEP).preplanned_groups == ()
 
 
@@ -211,11 +209,11 @@ UNIFORM = {
 
 
 @pytest.mark.parametrize(("facts", "query_len", "mode", "part", "expected"), UNIFORM.values(), ids=UNIFORM)
-def test_a_uniform_step_is_planned_from_the_same_facts(facts, query_len, mode, part, expected):
+def test_uniform_step_plan_follows_group_facts(facts, query_len, mode, part, expected):
     assert getattr(plan_uniform_step([facts], query_len, mode), part) == expected
 
 
-def test_the_plan_of_a_uniform_step_says_why_attention_is_not_captured():
+def test_uniform_step_plan_explains_uncaptured_attention():
     (line,) = plan_uniform_step([DECODE_ONLY], 5, FULL).explain()
     reason = "a graph needs UNIFORM_BATCH, its builder supports SINGLE_TOKEN_DECODE"
     assert f"attention between the graphs' pieces ({reason})" in line
@@ -223,6 +221,6 @@ def test_the_plan_of_a_uniform_step_says_why_attention_is_not_captured():
 
 
 @pytest.mark.parametrize("forced", [None, Strategy.FULL_LOOP])
-def test_no_groups_have_no_plan(forced):
+def test_plan_without_groups_is_rejected(forced):
     with pytest.raises(StrategyError, match=r"at least one KV group, got none\. Pass the facts"):
         choose([], 4, FULL, forced=forced)

@@ -54,7 +54,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize(("make", "strategy", "kinds"), KINDS.values(), ids=KINDS)
-def test_groups_of_every_kind_draft_what_eager_drafts_in_the_graphs_that_hold_them(make, strategy, kinds):
+def test_every_group_kind_drafts_like_eager(make, strategy, kinds):
     fixture = make()
     expected = make(strategy=Strategy.EAGER).rounds(temperature=GREEDY_AND_HOT)
     assert_same(fixture.rounds(temperature=GREEDY_AND_HOT), expected)
@@ -65,7 +65,7 @@ def test_groups_of_every_kind_draft_what_eager_drafts_in_the_graphs_that_hold_th
 @pytest.mark.parametrize(
     ("mode", "steps"), [(GraphMode.NONE, 3), (GraphMode.FULL, 2), (GraphMode.FULL, 5), (GraphMode.PIECEWISE, 3)]
 )
-def test_every_graph_mode_drafts_what_eager_drafts(mode, steps):
+def test_every_graph_mode_drafts_like_eager(mode, steps):
     expected = advancing(steps=steps, strategy=Strategy.EAGER).rounds(2)
     found = advancing(steps=steps, graph_mode=mode)
     assert_same(found.rounds(2), expected)
@@ -74,7 +74,7 @@ def test_every_graph_mode_drafts_what_eager_drafts(mode, steps):
     assert (found.drafter.plan.strategy is Strategy.EAGER) == (mode is GraphMode.NONE)
 
 
-def test_a_round_builds_the_rebuild_group_once_a_step_and_the_advancing_one_never():
+def test_round_builds_only_rebuild_group_each_step():
     fixture = mixed()
     fixture.drafter.capture()
     AdvancingBuilder.builds.clear()
@@ -84,12 +84,12 @@ def test_a_round_builds_the_rebuild_group_once_a_step_and_the_advancing_one_neve
     assert RebuiltBuilder.builds == [K + 1] + [1] * (K - 1)
 
 
-def test_a_forced_full_loop_with_a_rebuild_group_raises_with_its_reason():
+def test_forced_full_loop_with_rebuild_group_raises():
     with pytest.raises(StrategyError, match="its plan is made on the host"):
         mixed(strategy=Strategy.FULL_LOOP)
 
 
-def test_a_round_plans_every_later_step_of_such_a_group_before_the_loop():
+def test_round_plans_later_steps_before_the_loop():
     fixture = preplanned()
     fixture.drafter.capture()
     AdvancingBuilder.builds.clear()
@@ -101,7 +101,7 @@ def test_a_round_plans_every_later_step_of_such_a_group_before_the_loop():
     assert ForeseenBuilder.builds == [(*(n + step for n in start), 0) for step in range(1, K)]
 
 
-def test_a_plan_ends_at_the_limit_of_its_request():
+def test_plan_stops_at_request_limit():
     start = CONTEXTS[1] + int(preplanned().verified().accepted[1]) + 1
     fixture = preplanned(limits=(MAX_SEQ_LEN, start + 2, MAX_SEQ_LEN))
     fixture.drafter.capture()
@@ -110,7 +110,7 @@ def test_a_plan_ends_at_the_limit_of_its_request():
     assert [lens[1] for lens in ForeseenBuilder.builds] == [start + 1, start + 2, start + 2]
 
 
-def test_planned_groups_draft_what_eager_drafts_up_to_a_limit():
+def test_preplanned_groups_draft_like_eager_up_to_limit():
     limits = (MAX_SEQ_LEN, 14, MAX_SEQ_LEN)
     expected = preplanned(strategy=Strategy.EAGER, limits=limits).rounds(1, temperature=GREEDY_AND_HOT)
     found = preplanned(limits=limits).rounds(1, temperature=GREEDY_AND_HOT)
@@ -126,7 +126,7 @@ def test_planned_groups_draft_what_eager_drafts_up_to_a_limit():
         (preplanned, None, ["step_0", "loop"]), (decode_only, None, ["loop"]),
     ],
 )  # fmt: skip
-def test_one_graph_holds_the_round_where_the_host_builds_nothing_of_it(monkeypatch, make, num_tokens, kinds):
+def test_one_graph_runs_round_if_host_builds_nothing(monkeypatch, make, num_tokens, kinds):
     fixture, replayed, replay = make(strategy=Strategy.FULL_LOOP), [], GraphManager.replay
     fixture.drafter.capture()
     monkeypatch.setattr(
@@ -137,7 +137,7 @@ def test_one_graph_holds_the_round_where_the_host_builds_nothing_of_it(monkeypat
 
 
 @pytest.mark.parametrize(("of_step_0", "of_later"), [(20, 10), (10, 20)])
-def test_a_graph_of_a_whole_round_is_as_wide_as_step_0_and_as_long_as_the_shorter_bound(of_step_0, of_later):
+def test_joined_graph_takes_widest_and_shortest_bounds(of_step_0, of_later):
     class Loop(LoopStrategy):
         unsupported_reason = None
 
@@ -153,7 +153,7 @@ def test_a_graph_of_a_whole_round_is_as_wide_as_step_0_and_as_long_as_the_shorte
 
 
 @pytest.mark.parametrize("other", ["torch_reference", "rebuilt"])
-def test_a_build_per_round_group_drafts_what_eager_drafts_when_rows_move(other):
+def test_build_per_round_group_drafts_like_eager(other):
     def rounds(strategy):
         fixture = DrafterFixture([Planned(), Rebuilt() if other == "rebuilt" else get(other)], strategy=strategy)
         first = fixture.drafter.propose(fixture.verified()).tokens.tolist()
@@ -178,7 +178,7 @@ class CountedOps(PlainDispatchMode):
 
 @pytest.mark.parametrize("strategy", [None, Strategy.EAGER])
 @pytest.mark.parametrize("make", [advancing, mixed, preplanned, decode_only, piecewise])
-def test_a_round_sets_the_state_of_step_0_once(make, strategy):
+def test_round_sets_step_0_state_once(make, strategy):
     fixture = make(strategy=strategy)
     fixture.drafter.capture()
     verified = fixture.verified()

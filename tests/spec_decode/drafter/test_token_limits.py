@@ -12,7 +12,8 @@ ROOMS = {
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_request_proposes_what_it_has_room_for_is_flagged_where_that_is_not_all_and_writes_nothing_without(strategy):
+def test_request_without_room_drafts_less_and_overflows(strategy):
+    """It drafts as many tokens as fit, and is flagged if that is not all of them."""
     fixture = advancing(strategy=strategy)
     for name, (room, accepted, proposed) in ROOMS.items():
         fixture.limits[1] = CONTEXTS[1] + K + room
@@ -29,7 +30,7 @@ def test_a_request_proposes_what_it_has_room_for_is_flagged_where_that_is_not_al
 
 @pytest.mark.parametrize("limit", [CONTEXTS[1] + K, CONTEXTS[1] + K + 2])
 @pytest.mark.parametrize("make", [advancing, mixed])
-def test_neighbours_of_a_request_at_its_limit_draft_the_same(make, limit):
+def test_neighbours_of_full_request_draft_the_same(make, limit):
     [(tokens, logits)] = make(limits=[MAX_SEQ_LEN, limit, MAX_SEQ_LEN]).rounds(1)
     [(wanted, wanted_logits)] = make().rounds(1)
     assert tokens[[0, 2]].tolist() == wanted[[0, 2]].tolist()

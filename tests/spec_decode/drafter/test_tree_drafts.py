@@ -82,7 +82,7 @@ def best_paths(chains, width, num_tokens, steps=K):
     return [path for at, (path, _) in enumerate(found) if at in kept]
 
 
-def test_a_dynamic_tree_has_the_paths_most_probable_at_the_requests_temperature():
+def test_dynamic_tree_has_most_probable_paths():
     fixture = trees(strategy=Strategy.EAGER)
     verified = fixture.verified(temperature=[1.3, 0.0, 0.8])
     drafts = fixture.drafter.propose(verified)
@@ -91,7 +91,7 @@ def test_a_dynamic_tree_has_the_paths_most_probable_at_the_requests_temperature(
         assert paths(drafts, row) == best_paths(Chains(verified, row), DYNAMIC.width, DYNAMIC.num_tokens)
 
 
-def test_a_static_trees_tokens_are_the_drafts_choices():
+def test_static_tree_tokens_are_top_choices():
     fixture = trees(STATIC, strategy=Strategy.EAGER)
     verified = fixture.verified()
     drafts = fixture.drafter.propose(verified)
@@ -105,13 +105,13 @@ def test_a_static_trees_tokens_are_the_drafts_choices():
 
 @pytest.mark.parametrize("tree", [DYNAMIC, STATIC], ids=["dynamic", "static"])
 @pytest.mark.parametrize("strategy", CAPTURING)
-def test_every_strategy_drafts_what_eager_drafts(strategy, tree):
+def test_every_strategy_drafts_like_eager(strategy, tree):
     fixture = trees(tree, strategy=strategy)
     assert_same(fixture.rounds(), trees(tree, strategy=Strategy.EAGER).rounds())
     assert fixture.drafter.plan.strategy is strategy
 
 
-def test_a_tree_of_one_step_is_the_roots_children():
+def test_tree_of_one_step_is_root_children():
     tree = DynamicTreeConfig(width=3, num_tokens=2)
     fixture = trees(tree, steps=1)
     verified = fixture.verified()
@@ -122,7 +122,7 @@ def test_a_tree_of_one_step_is_the_roots_children():
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_round_of_fewer_steps_has_shallower_trees(strategy):
+def test_round_of_fewer_steps_has_shallower_trees(strategy):
     fixture = trees(strategy=strategy)
     verified = fixture.verified()
     drafts = fixture.drafter.propose(verified, 2)
@@ -130,7 +130,7 @@ def test_a_round_of_fewer_steps_has_shallower_trees(strategy):
         assert paths(drafts, row) == best_paths(Chains(verified, row), 3, 10, steps=2)
 
 
-def test_each_request_gets_a_tree_as_deep_as_it_asks_for():
+def test_each_request_gets_its_tree_depth():
     fixture = trees()
     lens = torch.tensor([0, 1, 9], dtype=torch.int32)
     verified = fixture.verified()._replace(draft_lens=lens)
@@ -140,7 +140,7 @@ def test_each_request_gets_a_tree_as_deep_as_it_asks_for():
         assert paths(drafts, row) == best_paths(Chains(verified, row), 3, 10, steps=steps)
 
 
-def test_a_request_without_room_for_a_tree_has_the_roots_children_and_raises_overflow():
+def test_request_without_room_gets_root_children_and_overflows():
     verified = trees().verified()
     start = CONTEXTS[1] + int(verified.accepted[1]) + 1
     limit = max(start + 2, CONTEXTS[1] + K + 1)
@@ -159,7 +159,7 @@ class Modules(ModuleDraft, TwoLayerDraft):
         return (self,) * K
 
 
-def test_a_tree_of_a_draft_with_a_module_for_each_token_is_refused():
+def test_tree_of_module_draft_is_rejected():
     with pytest.raises(BatchError, match="runs step by step or proposes a block; this one has a module for each token"):
         trees(make_model=Modules)
 
@@ -167,7 +167,7 @@ def test_a_tree_of_a_draft_with_a_module_for_each_token_is_refused():
 WIDE = DraftTree.from_paths([*((i,) for i in range(22)), *((i, 0) for i in range(22)), (0, 0, 0)])
 
 
-def test_no_strategy_with_graphs_is_chosen_for_a_backend_that_captures_single_tokens_alone():
+def test_tree_needs_backend_that_captures_several_tokens():
     with pytest.raises(StrategyError, match="captures steps of one token per request; a tree has more"):
         DrafterFixture([get("triton_paged"), DecodeOnly()], tree=DYNAMIC, strategy=Strategy.FULL_LOOP)
 
@@ -190,6 +190,6 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("tree", "message"), REFUSED.values(), ids=REFUSED)
-def test_a_tree_that_cannot_be_drafted_is_refused(tree, message):
+def test_invalid_tree_is_rejected(tree, message):
     with pytest.raises(BatchError, match=message):
         trees(tree)

@@ -46,7 +46,7 @@ def dense_greedy(target, request):
     return until_stop(tokens[len(request.prompt) :], request.sampling.stop_token_ids)
 
 
-ASKED = [
+REQUESTS = [
     *make_requests(4),
     *(resampled(request, stop_token_ids=STOP) for request in make_requests(3, 1)),
     make_request(prompt=[7], max_tokens=10),
@@ -60,22 +60,22 @@ ASKED = [
 def dense(seed):
     """The pair of this seed, and what its target says."""
     pair = make_pair(seed=seed)
-    return pair, [dense_greedy(pair[0], request) for request in ASKED]
+    return pair, [dense_greedy(pair[0], request) for request in REQUESTS]
 
 
 @pytest.mark.parametrize(
     ("steps", "seed", "verification"),
     [(0, 0, None), (1, 1, None), (3, 0, None), (5, 1, None), (1, 0, "block"), (3, 1, "block")],
 )
-def test_greedy_texts_are_the_dense_targets(steps, seed, verification):
+def test_greedy_texts_match_dense_target(steps, seed, verification):
     pair, wanted = dense(seed)
     engine = make_engine(pair, steps=steps, verification=verification)
-    assert texts(engine, ASKED) == wanted
+    assert texts(engine, REQUESTS) == wanted
     assert engine.pool.num_free == engine.pool.num_pages and not overflows(engine)
 
 
 @pytest.mark.parametrize("steps", [0, 3])
-def test_texts_greedy_and_hot_are_the_same_in_any_number_of_rows_and_again(steps):
+def test_texts_do_not_depend_on_row_count(steps):
     requests = [resampled(request, temperature=at % 2 * 1.0) for at, request in enumerate(make_requests(6))]
     engine = make_engine(steps=steps)
     wanted = texts(engine, requests)
@@ -85,13 +85,13 @@ def test_texts_greedy_and_hot_are_the_same_in_any_number_of_rows_and_again(steps
     assert texts(engine, []) == []
 
 
-def test_another_seed_says_something_else():
+def test_seeds_give_different_texts():
     said = texts(make_engine(), [make_request(prompt=[3], max_tokens=20, temperature=1.5, seed=s) for s in range(4)])
     assert len({tuple(text) for text in said}) == 4
 
 
 @pytest.mark.parametrize("length", [1, 9])
-def test_as_much_is_kept_as_when_the_same_pair_speculates_without_a_cache(length):
+def test_acceptance_matches_pair_without_cache(length):
     # The text is the target's whatever is drafted: only the counts show a draft at a wrong position or sta
     pair = make_pair(make_config(vocab_size=256, num_q_heads=4), context=0.5)
     prompts = ["aardvark!"[:length], "bumblebee"[:length], "crocodile"[:length]]
@@ -104,7 +104,7 @@ def test_as_much_is_kept_as_when_the_same_pair_speculates_without_a_cache(length
     assert sum(first) / len(first) == pytest.approx(kept)
 
 
-def test_the_first_draft_is_the_dense_drafts_over_the_whole_prompt(monkeypatch):
+def test_first_draft_matches_dense_draft_over_prompt(monkeypatch):
     target, draft = make_pair(make_config(num_q_heads=4), context=1.0)
     draft.fuse.weight[:, draft.config.hidden_size :] *= 10
     engine, logits, requests = make_engine((target, draft), max_num_seqs=4), [], make_requests(4)
@@ -139,7 +139,7 @@ class Recording(BlockVerification):
         return super().draft_seeds(seeds, draft_positions)
 
 
-def test_verification_gets_the_position_of_each_draft_token(monkeypatch):
+def test_verification_gets_position_of_each_draft_token(monkeypatch):
     request, recording = make_request(prompt=[3, 1, 4], max_tokens=20, temperature=1.0), Recording()
     monkeypatch.setattr(module, "verifier", lambda name, **options: recording)
     [result] = make_engine().generate([request])
@@ -152,7 +152,7 @@ def test_verification_gets_the_position_of_each_draft_token(monkeypatch):
     assert all(recording.seeded.count(position) == 2 for position in expected)
 
 
-def test_block_verification_keeps_no_fewer_drafts_than_rejection():
+def test_block_verification_accepts_as_many_as_rejection():
     asked = [request for seed in range(6) for request in make_requests(6, seed, temperature=1.0)]
     kept = {}
     for name in ("rejection", "block"):
@@ -165,7 +165,7 @@ def test_block_verification_keeps_no_fewer_drafts_than_rejection():
 GRAPHED = (Strategy.PER_STEP, Strategy.FULL_LOOP, Strategy.DEVICE_LOOP)
 
 
-def test_every_strategy_says_the_same_under_block_verification():
+def test_strategies_agree_under_block_verification():
     requests = make_requests(4, temperature=1.0)
     modes = [{}, *({"graph_mode": GraphMode.FULL, "strategy": s} for s in GRAPHED)]
     found = [texts(make_engine(verification="block", **m), requests) for m in modes]
@@ -176,7 +176,7 @@ def test_every_strategy_says_the_same_under_block_verification():
     ("max_tokens", "accepted", "mean"),
     [(1, [], 0.0), (2, [0], 0.0), (5, [2, 0], 2.0), (6, [2, 1], 1.5), (31, [2] * 10, 2.0), (32, [2] * 10 + [0], 2.0)],
 )
-def test_a_round_counts_in_the_mean_where_it_had_room_for_a_draft_token(max_tokens, accepted, mean):
+def test_mean_counts_only_rounds_with_draft_room(max_tokens, accepted, mean):
     """After the first token and whole rounds of 3; one with room for the target's own token alone could keep none."""
     engine = make_engine(verification="synthetic:2")
     (made,) = engine.generate([make_request(prompt=[1, 2], max_tokens=max_tokens)])
@@ -186,7 +186,7 @@ def test_a_round_counts_in_the_mean_where_it_had_room_for_a_draft_token(max_toke
 
 
 @pytest.mark.parametrize("at", [1, 12])
-def test_every_page_is_returned_when_a_callback_fails(at):
+def test_failing_callback_returns_every_page(at):
     engine, told = make_engine(), []
 
     def fail(index, token):
@@ -201,7 +201,7 @@ def test_every_page_is_returned_when_a_callback_fails(at):
 
 @pytest.mark.parametrize("steps", [0, 3])
 @pytest.mark.parametrize("stop_ids", [frozenset(), STOP], ids=["to the end", "stop ids"])
-def test_streaming_tells_each_text_in_order_and_changes_nothing(stop_ids, steps):
+def test_streaming_delivers_each_text_in_order(stop_ids, steps):
     engine, requests = make_engine(steps=steps, max_logprobs=2), make_requests(5, temperature=1.3, logprobs=2)
     wanted = [until_stop(text, stop_ids) for text in texts(engine, requests)]
     requests = [resampled(request, stop_token_ids=stop_ids) for request in requests]
@@ -215,13 +215,13 @@ def test_streaming_tells_each_text_in_order_and_changes_nothing(stop_ids, steps)
     assert engine.stats.new_tokens == sum(map(len, wanted)) + stopped and bool(stopped) == bool(stop_ids)
 
 
-def test_a_shorter_request_is_told_to_the_end_before_one_that_waits_for_its_row():
+def test_shorter_request_streams_fully_before_waiting_one():
     told, requests = [], make_requests(3)
     make_engine(max_num_seqs=1).generate(requests, on_token=lambda index, token: told.append(index))
     assert told == sorted(told)
 
 
-def test_statistics_count_what_was_kept_and_start_anew_with_every_call():
+def test_statistics_count_accepted_and_reset_per_call():
     engine, found = make_engine(), []
     for _ in range(2):
         results = engine.generate(make_requests(6))

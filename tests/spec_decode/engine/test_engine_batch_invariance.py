@@ -50,19 +50,19 @@ def eager(count=3):
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("latent", [False, True])
-def test_a_text_in_bfloat16_is_the_one_that_the_request_has_alone(latent, temperature):
+def test_bfloat16_text_matches_request_alone(latent, temperature):
     engine, asked = make_engine(3, latent=latent), requests_at(temperature)
     assert kept(engine, asked) == [alone for request in asked for alone in kept(engine, [request])]
 
 
 @pytest.mark.parametrize("name", ["pard", "dflash", "dspark", "dflash2"])
-def test_a_block_is_drafted_in_a_batch_as_it_is_alone(name):
+def test_block_in_batch_drafts_as_alone(name):
     engine, asked = engine_helpers.make_engine(pair(name), batch_invariant=True), requests(6, (0.8,))[1:]
     assert kept(engine, asked) == [alone for request in asked for alone in kept(engine, [request])]
 
 
 @pytest.mark.parametrize("count", [1, 4])
-def test_a_greedy_text_in_bfloat16_is_that_of_plain_decoding(count):
+def test_greedy_bfloat16_text_matches_plain_decoding(count):
     assert [text for text, _ in eager(count)] == [text for text, _ in eager(0)]
 
 
@@ -74,18 +74,18 @@ OTHERWISE = {
 
 
 @pytest.mark.parametrize("options", OTHERWISE.values(), ids=OTHERWISE)
-def test_whatever_is_captured_and_however_prompts_are_prefilled_every_token_is_that_of_eager_rounds(options):
+def test_capture_and_prefill_options_change_no_token(options):
     assert kept(make_engine(3, **options), requests_at(0.0)) == eager()
 
 
-def test_a_small_pool_that_preempts_changes_no_token():
+def test_preemption_changes_no_token():
     engine = make_engine(3, num_pages=14)
     found = kept(engine, requests_at(0.0))
     assert engine.stats.preemptions > 0
     assert [text for text, _ in found] == [text for text, _ in eager()]
 
 
-def test_models_run_with_batch_invariant_products_and_leave_nothing_behind(monkeypatch):
+def test_models_run_batch_invariant_only_inside_engine(monkeypatch):
     seen = []
     for model in bf16_pair(False):
         original = model.logits
@@ -97,7 +97,7 @@ def test_models_run_with_batch_invariant_products_and_leave_nothing_behind(monke
     assert seen and not any(seen)
 
 
-def test_a_backend_without_the_feature_is_refused(monkeypatch):
+def test_backend_without_batch_invariance_is_rejected(monkeypatch):
     backend = get("triton_paged")
     lacking = replace(backend.capabilities, features=backend.capabilities.features - {Feature.BATCH_INVARIANT})
     monkeypatch.setattr(type(backend), "capabilities", lacking)
@@ -105,7 +105,7 @@ def test_a_backend_without_the_feature_is_refused(monkeypatch):
         make_engine(2)
 
 
-def test_a_model_whose_sums_are_its_own_is_refused(monkeypatch):
+def test_model_without_batch_invariance_is_rejected(monkeypatch):
     monkeypatch.setattr(type(bf16_pair(False)[0]), "batch_invariant", property(lambda self: False))
     with pytest.raises(BatchError, match="LlamaTarget, which cannot"):
         make_engine(2)

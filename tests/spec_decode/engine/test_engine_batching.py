@@ -59,7 +59,7 @@ def run_to_end(engine):
 
 
 @pytest.mark.slow
-def test_250_requests_that_come_and_go_say_what_each_says_alone():
+def test_requests_that_come_and_go_match_each_alone():
     requests, rng = make_requests(250, prompt=6, new=18), random.Random(1)
     # A quarter of the pages that the rows may come to need: they grow into preemption again and again.
     engine = make_engine(max_num_seqs=12, max_model_len=24, page_size=1, num_pages=64, max_prefill_tokens=16)
@@ -83,7 +83,7 @@ def test_250_requests_that_come_and_go_say_what_each_says_alone():
 
 
 @pytest.mark.parametrize("verification", ["rejection", "block"])
-def test_a_preempted_request_goes_on_with_the_text_it_had(verification):
+def test_preempted_request_continues_its_text(verification):
     # With these seeds, one goes on from a token that the target would not draw again by itself.
     requests = [make_request(prompt=[i, 3], max_tokens=45, temperature=1.0, seed=16 + i) for i in range(4)]
     tight = make_engine(num_pages=26, verification=verification)
@@ -93,7 +93,7 @@ def test_a_preempted_request_goes_on_with_the_text_it_had(verification):
     assert tight.pool.num_free == 26
 
 
-def test_nobody_is_preempted_for_pages_that_turn_out_not_to_be_needed():
+def test_unneeded_pages_preempt_nobody():
     # Each keeps no draft, but the host must reckon with all of them until it hears of the round.
     engine = make_engine(num_pages=17, page_size=1, verification="synthetic:0")
     engine.generate([make_request(prompt=[1], max_tokens=10), make_request(prompt=[2], max_tokens=4)])
@@ -101,7 +101,8 @@ def test_nobody_is_preempted_for_pages_that_turn_out_not_to_be_needed():
 
 
 @pytest.mark.parametrize(("num_pages", "rounds"), [(66, 1), (67, 1 + 8)])
-def test_a_request_owns_pages_for_the_next_round_or_where_the_pool_holds_the_longest_for_some_more(num_pages, rounds):
+def test_request_owns_pages_for_next_rounds(num_pages, rounds):
+    """For the next round, or for several if the pool holds the longest request."""
     engine = make_engine(max_num_seqs=1, page_size=1, num_pages=num_pages)
     engine.submit(make_request(prompt=[1, 2, 3], max_tokens=40))
     owned = []
@@ -113,7 +114,7 @@ def test_a_request_owns_pages_for_the_next_round_or_where_the_pool_holds_the_lon
     assert min(grown) >= 0 and (1 + rounds) * 4 >= max(grown) > (rounds - 1) * 4
 
 
-def test_a_request_that_the_pool_can_never_hold_is_refused_with_what_would_fit():
+def test_request_larger_than_pool_is_rejected():
     engine = make_engine(num_pages=4)
     engine.submit(make_request(prompt=[1] * 7, max_tokens=6))
     with pytest.raises(
@@ -123,14 +124,14 @@ def test_a_request_that_the_pool_can_never_hold_is_refused_with_what_would_fit()
 
 
 @pytest.mark.parametrize(("chunk", "steps"), [(1, 3), (3, 0), (7, 3)])
-def test_a_prompt_in_chunks_says_what_it_says_as_a_whole(chunk, steps):
+def test_chunked_prompt_gives_same_text(chunk, steps):
     requests = make_requests(4, 5, prompt=20, new=8)
     engine = make_engine(steps=steps, max_prefill_tokens=chunk)
     assert texts(engine, requests) == undisturbed(requests, steps=steps)
     assert engine.stats.prefill_tokens == sum(len(request.prompt) for request in requests)
 
 
-def test_a_long_prompt_holds_the_others_up_by_a_chunk_a_round():
+def test_long_prompt_prefills_one_chunk_per_round():
     engine, prefilled = make_engine(max_prefill_tokens=4), []
     short = engine.submit(make_request(prompt=[1], max_tokens=50))
     engine.step()
@@ -154,7 +155,7 @@ def test_a_long_prompt_holds_the_others_up_by_a_chunk_a_round():
         ("in another's", 3),
     ],
 )
-def test_a_cancelled_request_leaves_the_others_texts_as_they_are(when, steps):
+def test_cancelled_request_leaves_other_texts_unchanged(when, steps):
     requests = [resampled(r, temperature=1.0, max_tokens=12, stop_token_ids=frozenset()) for r in make_requests(4, 7)]
     requests[2] = replace(requests[2], prompt=[5] * 12)
     engine = make_engine(max_num_seqs=2 if when == "waiting" else 4, steps=steps, max_prefill_tokens=9)
@@ -188,7 +189,7 @@ def test_only_a_handle_can_be_cancelled():
         make_engine().cancel(None)
 
 
-def test_a_step_asks_nothing_of_those_that_wait(monkeypatch):
+def test_step_does_not_visit_waiting_requests(monkeypatch):
     asked, finished, done = [], RequestState.finished.fget, Handle.done.fget
     monkeypatch.setattr(RequestState, "finished", property(lambda state: asked.append(state.handle) or finished(state)))
     monkeypatch.setattr(Handle, "done", property(lambda handle: asked.append(handle) or done(handle)))
@@ -198,7 +199,7 @@ def test_a_step_asks_nothing_of_those_that_wait(monkeypatch):
     assert len(asked) < 60 * 15
 
 
-def test_cancelled_requests_that_wait_are_dropped_wherever_they_are():
+def test_cancelled_waiting_requests_are_dropped():
     engine, asked = make_engine(max_num_seqs=1), make_requests(6, 3)
     handles = [engine.submit(request) for request in asked]
     engine.step()
@@ -209,7 +210,7 @@ def test_cancelled_requests_that_wait_are_dropped_wherever_they_are():
     assert left == undisturbed([asked[0], asked[3]]) and not engine.step() and not engine._scheduler._waiting
 
 
-def test_a_request_may_be_submitted_by_a_callback():
+def test_callback_may_submit_a_request():
     engine, handles = make_engine(), []
     second = make_request(prompt=[4], max_tokens=5, temperature=1.0, seed=3)
 
@@ -231,7 +232,7 @@ def test_a_step_within_a_step_is_refused():
 
 
 @pytest.mark.parametrize(("every", "num_pages"), [(1, None), (4, 12)])
-def test_no_token_is_lost_when_a_callback_raises(num_pages, every):
+def test_raising_callback_loses_no_token(num_pages, every):
     requests = [resampled(request, max_tokens=10) for request in make_requests(4, 9)]
     engine, told = make_engine(num_pages=num_pages), []
 
@@ -256,7 +257,7 @@ def test_no_token_is_lost_when_a_callback_raises(num_pages, every):
     assert [[token for i, token in told if i == index] for index in range(4)] == wanted
 
 
-def test_the_host_hears_of_a_round_when_the_next_one_is_under_way(monkeypatch):
+def test_tokens_are_reported_one_round_later(monkeypatch):
     engine, events = make_engine(), []
     propose = engine.drafter.propose
 
@@ -271,7 +272,7 @@ def test_the_host_hears_of_a_round_when_the_next_one_is_under_way(monkeypatch):
     assert rounds_before[1] == 2
 
 
-def test_a_request_near_its_limit_gets_as_many_drafts_as_its_text_has_room_for(monkeypatch):
+def test_request_near_limit_drafts_remaining_room(monkeypatch):
     engine, room, proposed = make_engine(max_num_seqs=1), [], []
     propose = engine.drafter.propose
 
@@ -285,7 +286,7 @@ def test_a_request_near_its_limit_gets_as_many_drafts_as_its_text_has_room_for(m
 
 
 @pytest.mark.parametrize("steps", [0, 3])
-def test_a_row_whose_end_nobody_has_heard_of_stays_within_its_pages(steps):
+def test_row_with_unread_end_stays_within_its_pages(steps):
     engine = make_engine(steps=steps, page_size=1)
     engine.submit(make_request(prompt=[1], max_tokens=5))
     engine.step()
@@ -353,7 +354,7 @@ def dense_text(target, request):
 
 
 @pytest.mark.parametrize(("chunk", "graph_mode"), [(512, GraphMode.NONE), (2, GraphMode.FULL)])
-def test_a_draft_that_is_the_target_is_always_right(chunk, graph_mode):
+def test_draft_equal_to_target_is_always_accepted(chunk, graph_mode):
     target = two_groups()
     requests = [make_request(prompt=p, max_tokens=n) for p, n in (([1, 2, 3, 4, 5, 6, 7], 17), ([9], 12), ([3, 8], 1))]
     engine = make_engine((target, SameModel(target)), max_prefill_tokens=chunk, graph_mode=graph_mode)
@@ -362,7 +363,7 @@ def test_a_draft_that_is_the_target_is_always_right(chunk, graph_mode):
     assert [result.accepted for result in results] == [[3, 3, 3, 3], [3, 3, 2], []]
 
 
-def test_a_draft_that_is_the_target_is_right_behind_a_preemption():
+def test_draft_equal_to_target_stays_accepted_after_preemption():
     target = two_groups()
     requests = [make_request(prompt=[index, 4], max_tokens=30) for index in range(3)]
     engine = make_engine((target, SameModel(target)), num_pages=14)
@@ -375,7 +376,7 @@ class Other(TorchReference):
     name = "other"
 
 
-def test_every_group_gets_the_backend_chosen_for_it():
+def test_every_group_gets_its_chosen_backend():
     target, request = two_groups(), make_request(prompt=[1, 2, 3], max_tokens=12)
     by_name = {"full": REFERENCE, "sliding": Other()}
     engines = [
@@ -398,7 +399,7 @@ CAPTURED = {
 
 
 @pytest.mark.parametrize(("steps", "options", "uncaptured"), CAPTURED.values(), ids=CAPTURED)
-def test_a_captured_target_says_what_an_eager_one_says(steps, options, uncaptured):
+def test_captured_target_matches_eager_one(steps, options, uncaptured):
     requests = make_requests(5, 11, new=8)
     engine = make_engine(steps=steps, **{"graph_mode": GraphMode.FULL, **options})
     assert texts(engine, requests) == undisturbed(requests, steps=steps)

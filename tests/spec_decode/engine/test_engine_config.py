@@ -48,12 +48,12 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("changed", "message"), REFUSED.values(), ids=REFUSED)
-def test_settings_of_another_type_or_with_which_no_request_could_run_are_refused(changed, message):
+def test_invalid_settings_are_rejected(changed, message):
     with pytest.raises(BatchError, match=f"(?s){message}"):
         engine_config(**{"num_speculative_tokens": 3, **changed})
 
 
-def test_settings_are_frozen_and_named():
+def test_config_is_frozen_and_keyword_only():
     config = engine_config(num_speculative_tokens=3)
     with pytest.raises(FrozenInstanceError):
         config.max_num_seqs = 4
@@ -61,7 +61,7 @@ def test_settings_are_frozen_and_named():
         EngineConfig(3)
 
 
-def test_without_a_number_of_pages_the_longest_requests_fit():
+def test_default_pool_fits_longest_requests():
     config = engine_config(num_speculative_tokens=3, max_num_seqs=2, max_model_len=30, page_size=16)
     pool = make_pool(config, None)
     assert pool.slots_for(30) == 33 and pool.num_pages == 2 * 3
@@ -82,12 +82,12 @@ OTHER_MODELS = {
 
 
 @pytest.mark.parametrize(("draft", "options", "message"), OTHER_MODELS.values(), ids=OTHER_MODELS)
-def test_models_that_fit_neither_each_other_nor_the_settings_are_refused(draft, options, message):
+def test_models_that_do_not_fit_are_rejected(draft, options, message):
     with pytest.raises(BatchError, match=message):
         make_engine((PAIR[0], make_pair(make_config(**draft))[1]), **options)
 
 
-def test_speculation_needs_a_draft_and_every_group_a_backend():
+def test_speculation_needs_draft_and_backends():
     with pytest.raises(BatchError, match="num_speculative_tokens is 3, but there is no draft model"):
         make_engine((PAIR[0], None))
     with pytest.raises(BatchError, match="KV group 'layers' of the target has no backend among"):
@@ -114,7 +114,7 @@ def test_arguments_of_another_type_are_named(name):
         Engine(target, draft, get("torch_reference"), config)
 
 
-def test_graphs_reach_as_many_requests_as_may_run_at_once():
+def test_capture_sizes_must_reach_max_num_seqs():
     with pytest.raises(BatchError, match=r"capture_sizes end at 2, but up to 3 requests run at once.* Add 3 to"):
         make_engine(graph_mode=GraphMode.FULL, capture_sizes=[1, 2])
     make_engine(graph_mode=GraphMode.FULL, capture_sizes=[3])

@@ -77,9 +77,8 @@ graph or in another. It has three rows, the others two, and one request more."""
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_round_of_one_graph_of_two_or_of_none_says_and_keeps_the_same_and_greedily_what_plain_decoding_says(
-    kind, monkeypatch
-):
+def test_every_graph_layout_gives_same_text(kind, monkeypatch):
+    """One graph, two or none; greedy texts are also those of plain decoding."""
     name, options = KINDS[kind]
     (target, _), verification = pair(name), options.get("verification")
     # Rounds enough of either: one that keeps no draft adds one token.
@@ -125,7 +124,7 @@ def watched(engine, patch):
 
 
 @pytest.mark.parametrize("strategy", Strategy)
-def test_a_backend_that_merges_a_tree_with_its_prefix_says_what_plain_decoding_says_in_every_strategy(strategy):
+def test_tree_merging_backend_matches_plain_decoding(strategy):
     """The prefix grows inside of what is captured."""
     mode = {"graph_mode": GraphMode.FULL, "strategy": strategy}
     if strategy is Strategy.PIECEWISE:
@@ -144,7 +143,7 @@ CROWDED = {
 
 
 @pytest.mark.parametrize(("name", "options"), CROWDED.values(), ids=CROWDED)
-def test_a_text_is_its_own_whoever_joins_leaves_waits_or_is_preempted_beside_it(name, options):
+def test_other_requests_change_no_text(name, options):
     order = random.Random(0).sample(range(8), 6)
     asked = [requests()[at] for at in order]
     crowded = make_engine(pair(name), **{"num_pages": 13, "max_prefill_tokens": 20, **options})
@@ -157,7 +156,7 @@ def test_a_text_is_its_own_whoever_joins_leaves_waits_or_is_preempted_beside_it(
 
 
 @pytest.mark.parametrize("name", ["draft", "block_draft"])
-def test_a_tree_of_one_path_drafts_what_a_chain_drafts(name):
+def test_tree_of_one_path_drafts_like_a_chain(name):
     """Greedily: at a temperature a chain is verified by another rule."""
     trees = (None, DraftTree.chain(4), DynamicTreeConfig(width=1, num_tokens=4))
     chain, *paths = [kept(make_engine(pair(name), tree=tree, steps=4), requests(8)[:4:2]) for tree in trees]
@@ -165,7 +164,7 @@ def test_a_tree_of_one_path_drafts_what_a_chain_drafts(name):
 
 
 @pytest.mark.parametrize(("name", "steps"), [("draft", 3), ("block_draft", 7)])
-def test_more_paths_have_more_tokens_accepted(name, steps):
+def test_wider_tree_accepts_more_tokens(name, steps):
     trees = (None, DynamicTreeConfig(width=8, num_tokens=40))
     chain, tree = (make_engine(pair(name), tree=tree, steps=steps) for tree in trees)
     asked = requests(12, (0.0,))[:3]
@@ -180,7 +179,7 @@ class NoTrees(TorchReference):
     capabilities = replace(TorchReference.capabilities, features=frozenset(Feature) - {Feature.TREE})
 
 
-def test_a_backend_without_trees_serves_a_draft_that_runs_over_none_and_nothing_else():
+def test_backend_without_trees_serves_only_block_drafts():
     target, draft = pair("block_draft")
     engine = make_engine((target, draft), draft_backend=NoTrees(), tree=DYNAMIC)
     assert texts(engine, requests()[2:5]) == plain(target)[2:5]
@@ -217,14 +216,14 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("name", "options", "message"), REFUSED.values(), ids=REFUSED)
-def test_what_a_draft_cannot_draft_is_refused_before_anything_is_allocated(name, options, message, monkeypatch):
+def test_impossible_draft_options_are_rejected_before_allocation(name, options, message, monkeypatch):
     models = pair(name)
     monkeypatch.setattr(Engine, "_make_groups", None)
     with pytest.raises(BatchError, match=message):
         make_engine(models, **{"tree": DYNAMIC, **options})
 
 
-def test_more_choices_than_the_draft_has_tokens_are_refused_before_anything_is_allocated(tmp_path, monkeypatch):
+def test_tree_wider_than_draft_vocabulary_is_rejected(tmp_path, monkeypatch):
     draft = load_draft(peagle(9).write(tmp_path), TARGET, dtype=torch.float32)
     monkeypatch.setattr(Engine, "_make_groups", None)
     with pytest.raises(BatchError, match="at most 9 choices after a token, all that the draft has, got 10"):

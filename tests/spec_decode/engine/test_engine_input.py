@@ -20,17 +20,17 @@ from tests.spec_decode.engine import engine_helpers
 from tests.spec_decode.engine.engine_helpers import texts
 
 ENGINE, TABLES = Path(module.__file__).parent, Path(tables.__file__)
-ASKED = [make_request(prompt=[i, 3, 1], max_tokens=n) for i, n in enumerate([4, 6, 3, 5])]
+REQUESTS = [make_request(prompt=[i, 3, 1], max_tokens=n) for i, n in enumerate([4, 6, 3, 5])]
 
 
 def make_engine(**options):
     return engine_helpers.make_engine(**{"steps": 2, "max_model_len": 40, "num_pages": 24, **options})
 
 
-WHOLE = texts(make_engine(), ASKED)
-LONG = [resampled(asked, max_tokens=26 + i) for i, asked in enumerate(ASKED)]
+WHOLE = texts(make_engine(), REQUESTS)
+LONG = [resampled(asked, max_tokens=26 + i) for i, asked in enumerate(REQUESTS)]
 """For many interrupts of one run."""
-SHORT = [resampled(asked, max_tokens=2) for asked in ASKED[:2]]
+SHORT = [resampled(asked, max_tokens=2) for asked in REQUESTS[:2]]
 
 
 @cache
@@ -38,7 +38,7 @@ def whole_long():
     return texts(make_engine(), LONG)
 
 
-def submitted(engine, asked=ASKED):
+def submitted(engine, asked=REQUESTS):
     return [engine.submit(request) for request in asked]
 
 
@@ -95,35 +95,35 @@ def engine():
 
 
 @pytest.mark.parametrize(("wrong", "message"), REFUSED.values(), ids=REFUSED)
-def test_what_is_no_request_is_refused_in_words_before_anything_runs(engine, wrong, message):
+def test_invalid_request_is_rejected_before_running(engine, wrong, message):
     told = []
     with pytest.raises(BatchError, match=f"(?s){message}"):
         engine.submit(wrong)
     with pytest.raises(BatchError, match=f"(?s)request 1 .*{message}"):
-        engine.generate([ASKED[0], wrong], on_token=lambda index, token: told.append(token))
+        engine.generate([REQUESTS[0], wrong], on_token=lambda index, token: told.append(token))
     assert not told and not engine.step() and engine.pool.num_free == 24
 
 
-@pytest.mark.parametrize("wrong", [ASKED[0], None, 3])
-def test_requests_that_are_no_list_are_refused(engine, wrong):
+@pytest.mark.parametrize("wrong", [REQUESTS[0], None, 3])
+def test_requests_must_be_a_list(engine, wrong):
     with pytest.raises(BatchError, match=r"a list of requests.*Pass \[request\] for one"):
         engine.generate(wrong)
 
 
-def test_after_all_these_the_next_call_is_right_and_its_requests_may_come_from_a_generator(engine):
-    assert texts(engine, (request for request in ASKED)) == WHOLE
+def test_generator_of_requests_works_after_bad_input(engine):
+    assert texts(engine, (request for request in REQUESTS)) == WHOLE
 
 
-def test_a_callback_that_cannot_be_called_is_refused_before_anything_runs(engine):
+def test_invalid_callback_is_rejected_before_running(engine):
     with pytest.raises(BatchError, match="on_token must be a function of a token, got int"):
-        engine.submit(ASKED[0], on_token=5)
+        engine.submit(REQUESTS[0], on_token=5)
     with pytest.raises(BatchError, match="an on_token of an index and a token, or None, got list and int"):
-        engine.generate(ASKED, on_token=5)
+        engine.generate(REQUESTS, on_token=5)
     assert not engine.step()
 
 
-def test_requests_are_served_as_they_were_submitted_and_as_often(engine):
-    prompt, stop = list(ASKED[0].prompt), set()
+def test_submitted_requests_are_copied_and_may_repeat(engine):
+    prompt, stop = list(REQUESTS[0].prompt), set()
     asked = make_request(prompt=prompt, max_tokens=4, stop_token_ids=stop)
     handles = [engine.submit(asked), engine.submit(asked)]
     prompt += [999] * 50
@@ -133,7 +133,7 @@ def test_requests_are_served_as_they_were_submitted_and_as_often(engine):
     assert [handle.generation.token_ids for handle in handles] == WHOLE[:1] * 2 and engine.pool.num_free == 24
 
 
-def test_a_step_beside_one_of_another_thread_is_refused_and_both_go_on():
+def test_step_in_another_thread_is_rejected():
     engine, raised = make_engine(), []
     handles, recover = submitted(engine), engine._recover
 
@@ -155,10 +155,10 @@ def test_a_step_beside_one_of_another_thread_is_refused_and_both_go_on():
     assert serve(engine, handles) == 0 and len(raised) == 1 and "by another thread. Only" in raised[0]
 
 
-def test_what_another_thread_cancels_beside_a_step_takes_no_pages_from_it():
+def test_cancel_in_another_thread_is_safe_beside_step():
     engine = make_engine()
     handles, run_round = submitted(engine), engine._run_round
-    other = engine.submit(ASKED[0])
+    other = engine.submit(REQUESTS[0])
 
     def cancel_beside_a_round():
         thread = threading.Thread(target=engine.cancel_all, args=([other],))
@@ -170,33 +170,33 @@ def test_what_another_thread_cancels_beside_a_step_takes_no_pages_from_it():
     assert serve(engine, handles) == 0 and other.generation.finish_reason == "abort"
 
 
-def test_a_callback_that_generates_is_refused_and_statistics_go_on():
+def test_generate_inside_callback_is_rejected():
     engine, raised = make_engine(), []
 
     def nested(index, token):
         with pytest.raises(BatchError, match="a step cannot start inside another"):
-            engine.generate(ASKED[:1])
+            engine.generate(REQUESTS[:1])
         raised.append(token)
 
-    assert texts(engine, ASKED, on_token=nested) == WHOLE
+    assert texts(engine, REQUESTS, on_token=nested) == WHOLE
     assert len(raised) == sum(map(len, WHOLE)) == engine.stats.new_tokens
 
 
 @pytest.mark.parametrize(
     "options", [{"page_size": 10**9}, {"num_pages": 10**12}, {"max_num_seqs": 10**12, "num_pages": None}]
 )
-def test_caches_larger_than_the_memory_are_refused_before_anything_is_allocated(options):
+def test_caches_larger_than_memory_are_rejected(options):
     with pytest.raises(BatchError, match=r"\d+ pages of \d+ tokens .* GiB, but cpu has [\d.]+\. Use fewer"):
         make_engine(**options)
 
 
-def test_an_eager_target_runs_batches_above_its_largest_capture_size():
+def test_eager_target_runs_batches_above_capture_size():
     engine = make_engine()
     runner = engine.target
     engine.target = TargetRunner(
         runner.model, runner.groups, runner.tables, query_len=3, graph_mode=GraphMode.NONE, capture_sizes=[1]
     )
-    assert texts(engine, ASKED) == WHOLE
+    assert texts(engine, REQUESTS) == WHOLE
 
 
 def broken_once(monkeypatch, owner, name, at, error):
@@ -226,7 +226,7 @@ PLACES = {
 
 
 @pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
-def test_wherever_a_round_breaks_off_later_steps_and_the_next_call_end_every_text_as_it_would_have(place, monkeypatch):
+def test_failed_round_is_recovered_by_next_step(place, monkeypatch):
     engine = make_engine()
     handles = submitted(engine)
     with monkeypatch.context() as context:
@@ -234,15 +234,15 @@ def test_wherever_a_round_breaks_off_later_steps_and_the_next_call_end_every_tex
         assert serve(engine, handles) == 1
     broken_once(monkeypatch, *place(engine), 2, KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt):
-        engine.generate(ASKED)
+        engine.generate(REQUESTS)
     assert engine.pool.num_free == 24 and texts(engine, SHORT) == [text[:2] for text in WHOLE[:2]]
 
 
-def test_a_round_that_breaks_off_after_a_callback_has_returned_gives_every_page_back(monkeypatch):
+def test_failed_round_after_callback_returns_every_page(monkeypatch):
     after_a_callback = 0
     for at in range(3, 7):
         engine, told = make_engine(), []
-        for each in ASKED:
+        for each in REQUESTS:
             engine.submit(each, on_token=told.append)
         broken_once(monkeypatch, engine._outputs, "process_oldest", at, RuntimeError("broken"))
         while engine._scheduler.has_unfinished:
@@ -256,7 +256,7 @@ def test_a_round_that_breaks_off_after_a_callback_has_returned_gives_every_page_
     assert after_a_callback
 
 
-def test_capturing_with_progress_shows_that_of_target_and_drafter(monkeypatch):
+def test_capture_passes_progress_to_target_and_drafter(monkeypatch):
     engine, seen = make_engine(), []
     for part in (engine.target, engine.drafter):
         monkeypatch.setattr(part, "capture", lambda *_, progress, part=part, **__: seen.append((part, progress)))
@@ -321,7 +321,7 @@ IN_TABLES = ("condense", "_allocated_to", "grow", "_write_growth")
 
 
 @pytest.mark.parametrize(("gaps", "within"), [(range(1, 1000, 17), ()), (range(1, 140, 2), IN_TABLES)])
-def test_interrupts_at_any_line_of_the_engine_and_its_tables_lose_no_page_and_no_text(gaps, within, monkeypatch):
+def test_interrupt_at_any_line_loses_nothing(gaps, within, monkeypatch):
     engine = make_engine(num_pages=14, max_prefill_tokens=4)
     handles, interrupt, step = submitted(engine, LONG), Interrupt(gaps, within), engine.step
     monkeypatch.setattr(engine, "step", lambda: interrupt.start() or step())
@@ -344,19 +344,19 @@ def interrupted_twice(monkeypatch, engine, gaps, within):
     return second
 
 
-def test_a_second_interrupt_within_the_recovery_from_the_first_loses_no_page_and_no_text(monkeypatch):
+def test_second_interrupt_during_recovery_loses_nothing(monkeypatch):
     engine, lines = make_engine(), range(1, 36, 2)
     handles, second = submitted(engine, LONG), interrupted_twice(monkeypatch, engine, lines, RECOVERY)
     assert serve(engine, handles, whole_long()) >= len(second.where) == len(lines), second.where
 
 
-def test_a_second_interrupt_while_generate_ends_its_requests_returns_every_page(monkeypatch):
+def test_second_interrupt_in_generate_returns_every_page(monkeypatch):
     engine = make_engine()
     for line in range(1, 81, 4):
         with monkeypatch.context() as context, pytest.raises(KeyboardInterrupt):
             second = interrupted_twice(context, engine, [line], (*RECOVERY, *CANCELLING))
             try:
-                engine.generate(ASKED)
+                engine.generate(REQUESTS)
             finally:
                 sys.settrace(None)
         assert second.where and engine.pool.num_free == 24, (line, second.where)
@@ -374,14 +374,14 @@ def interrupted_three_times(monkeypatch, engine):
                 engine.step()
 
 
-def test_a_third_interrupt_leaves_what_the_next_step_puts_right(monkeypatch):
+def test_third_interrupt_is_repaired_by_next_step(monkeypatch):
     engine = make_engine()
     handles = submitted(engine)
     interrupted_three_times(monkeypatch, engine)
     assert serve(engine, handles) == 0
 
 
-def test_a_third_interrupt_leaves_what_an_end_of_other_requests_puts_right(monkeypatch):
+def test_third_interrupt_is_repaired_by_cancel_all(monkeypatch):
     engine = make_engine()
     handles = submitted(engine)
     other = engine.submit(request())
@@ -390,7 +390,7 @@ def test_a_third_interrupt_leaves_what_an_end_of_other_requests_puts_right(monke
     assert engine.pool.num_free == engine.pool.num_pages and serve(engine, handles) == 0
 
 
-def test_an_interrupt_before_a_full_text_is_ended_does_not_lengthen_it(monkeypatch):
+def test_interrupt_at_full_length_does_not_lengthen_text(monkeypatch):
     engine = make_engine()
     handles, ended, full = submitted(engine), Handle.finish_if_full, []
 

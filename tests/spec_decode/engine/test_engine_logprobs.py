@@ -40,7 +40,7 @@ def dense_logprobs(request, token_ids):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_logprobs_are_the_targets_whatever_made_the_text_and_change_none(way):
+def test_logprobs_match_target_and_change_no_text(way):
     asked = requests()
     engine = make_engine(max_logprobs=4, **WAYS[way])
     found = engine.generate(asked)
@@ -60,7 +60,7 @@ def test_logprobs_are_the_targets_whatever_made_the_text_and_change_none(way):
     assert [g.logprobs for g in without] == [[]] * 3
 
 
-def test_a_token_that_ends_a_text_has_no_entry():
+def test_stop_token_has_no_logprobs_entry():
     engine = make_engine(max_logprobs=1)
     (whole,) = engine.generate([make_request(prompt=[1], max_tokens=12, logprobs=1)])
     stop = whole.token_ids[5]
@@ -68,7 +68,7 @@ def test_a_token_that_ends_a_text_has_no_entry():
     assert ended.finish_reason == "stop" and len(ended.logprobs) == len(ended.token_ids) <= 5
 
 
-def test_a_tree_moves_no_logits_where_nobody_may_ask_for_logprobs(monkeypatch):
+def test_tree_moves_no_logits_without_logprobs(monkeypatch):
     moved, vocab = [], PAIR[0].vocab_size
     gather = torch.Tensor.gather
 
@@ -83,6 +83,6 @@ def test_a_tree_moves_no_logits_where_nobody_may_ask_for_logprobs(monkeypatch):
     assert moved and not [shape for shape in moved if shape[1:] == (7, vocab)]
 
 
-def test_more_logprobs_than_the_engine_computes_are_refused():
+def test_more_logprobs_than_maximum_are_rejected():
     with pytest.raises(BatchError, match=r"requests 3 logprobs, more than max_logprobs, 2\. Request fewer, or raise"):
         make_engine(max_logprobs=2).generate(requests())

@@ -33,7 +33,7 @@ THREE = {"drafts": [[1, 2], [3, -1], [4, 5]], "accepted": [2, 0, 1], "lens": [4,
 
 
 @pytest.mark.parametrize("name", ["accepted", "next_tokens"])
-def test_a_verifiers_output_of_another_dtype_is_refused_and_nothing_written(name):
+def test_verify_output_of_other_dtype_is_rejected(name):
     batch = InputBatch(2, torch.device("cpu"), None, RejectionSampling())
     output = {"accepted": zeros(2), "next_tokens": zeros(2) + 90}
     output[name] = output[name].int()
@@ -42,7 +42,7 @@ def test_a_verifiers_output_of_another_dtype_is_refused_and_nothing_written(name
     assert not batch.last_tokens.any()
 
 
-def test_a_step_begins_with_the_last_token_and_the_draft():
+def test_prepare_inputs_starts_with_last_token_and_draft():
     context_lens, token_ids = prepare_inputs(
         torch.tensor([0, 1, 9]), torch.tensor([0, 5, 6]), torch.tensor([[-1, -1], [3, 4], [3, -1]])
     )
@@ -50,25 +50,25 @@ def test_a_step_begins_with_the_last_token_and_the_draft():
     assert token_ids.tolist() == [[0, 0, 0], [5, 3, 4], [6, 3, 0]]
 
 
-def test_a_step_without_a_draft_begins_with_the_last_token():
+def test_prepare_inputs_without_draft_is_last_token():
     assert prepare_inputs(torch.tensor([4, 1]), torch.tensor([7, 5]), zeros(2, 0))[1].tolist() == [[7], [5]]
 
 
-def test_requests_grow_by_what_was_kept_and_one_up_to_their_end():
+def test_lengths_grow_by_accepted_tokens_and_one():
     step = step_of([[1, 2], [3, -1], [4, 5], [-1, -1]], [2, 0, 1, 0], [4, 9, 1, 0], [40, 10, 2, 0])
     update_requests(*step)
     assert step.lens.tolist() == [7, 10, 2, 0] and step.max_lens.tolist() == [40, 10, 2, 0]
     assert step.last_tokens.tolist() == [90, 91, 92, 93]
 
 
-def test_the_output_is_what_was_kept_and_the_targets_own_token_after_it():
+def test_outputs_are_accepted_tokens_and_next_token():
     step = step_of(**THREE)
     update_requests(*step)
     assert [row[: 2 + row[0]] for row in step.outputs.tolist()] == [[2, 1, 2, 90], [0, 91], [1, 4, 92]]
 
 
 @pytest.mark.parametrize("position_offset", [0, 1])
-def test_the_draft_inputs_are_those_of_the_step(position_offset):
+def test_draft_inputs_follow_the_step(position_offset):
     step = step_of(**THREE | {"lens": [4, 9, 0], "max_lens": [40, 11, 4]}, position_offset=position_offset)
     update_requests(*step)
     assert step.draft_token_ids.tolist() == step.token_ids.tolist()
@@ -76,13 +76,13 @@ def test_the_draft_inputs_are_those_of_the_step(position_offset):
     assert step.draft_accepted.tolist() == [2, 0, 1] and step.draft_next_tokens.tolist() == [90, 91, 92]
 
 
-def test_a_requests_last_token_is_never_drafted():
+def test_last_token_of_request_is_never_drafted():
     step = step_of([[1, 2]] * 5, [0] * 5, [4] * 5, [40, 8, 7, 6, 5])
     update_requests(*step)
     assert step.draft_lens.tolist() == [2, 2, 1, 0, 0]
 
 
-def test_without_a_drafter_the_requests_are_updated_alone():
+def test_update_requests_works_without_drafter():
     step = step_of([[1, 2]], [1], [4], [40], drafting=False)
     update_requests(*step)
     assert step.lens.tolist() == [6]

@@ -118,7 +118,8 @@ def serve(world):
 
 @given(WORLDS)
 @settings(max_examples=150, deadline=None)
-def test_every_request_ends_within_its_pages_and_those_of_later_rounds_make_nobody_wait(world):
+def test_pages_allocated_ahead_delay_no_request(world):
+    """`serve` also checks that every request ends within its pages."""
     early = serve(world)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(scheduler_module, "_ROUNDS_AHEAD", 0)
@@ -147,7 +148,7 @@ def running(scheduler, *prompts):
     return handles
 
 
-def test_the_earliest_prompt_is_prefilled_first_and_the_next_gets_what_is_left():
+def test_earliest_prompt_is_prefilled_first():
     scheduler = scheduler_of()
     submitted(scheduler, 10, 4)
     assert [(c.start, c.end, c.last) for c in scheduler.next_chunks()] == [(0, 8, False)]
@@ -155,14 +156,14 @@ def test_the_earliest_prompt_is_prefilled_first_and_the_next_gets_what_is_left()
     assert [(c.start, c.end, c.last) for c in scheduler.next_chunks()] == [(8, 10, True), (0, 4, True)]
 
 
-def test_nobody_overtakes_a_request_that_waits_for_pages():
+def test_request_waiting_for_pages_is_not_overtaken():
     scheduler = scheduler_of(num_pages=12)
     submitted(scheduler, 6, 9, 1)
     assert [len(request.token_ids) for request in scheduler._prefilling] == [6]
 
 
 @pytest.mark.parametrize(("num_pages", "admitted"), [(8, 1), (9, 2)])
-def test_a_page_more_for_everybody_admitted_before_is_kept_free(num_pages, admitted):
+def test_one_page_per_admitted_request_stays_free(num_pages, admitted):
     scheduler = scheduler_of(num_pages=num_pages)
     submitted(scheduler, 3, 3)
     assert len(scheduler._prefilling) == admitted
@@ -177,7 +178,7 @@ POOLS = {
 
 
 @pytest.mark.parametrize(("options", "prompts", "pages", "prefilling"), POOLS.values(), ids=POOLS)
-def test_running_requests_get_their_pages_before_anybody_is_admitted(options, prompts, pages, prefilling):
+def test_running_requests_get_pages_before_admission(options, prompts, pages, prefilling):
     scheduler = scheduler_of(**options)
     running(scheduler, prompts[0])
     submitted(scheduler, prompts[1])
@@ -196,7 +197,7 @@ def short_scheduler():
     return scheduler, handles
 
 
-def test_where_pages_are_short_everything_is_read_before_anybody_is_preempted():
+def test_outputs_are_read_before_preemption():
     scheduler, handles = short_scheduler()
 
     def read():
@@ -206,14 +207,14 @@ def test_where_pages_are_short_everything_is_read_before_anybody_is_preempted():
     assert [request.handle for request in scheduler.running] == [handles[1]]
 
 
-def test_the_youngest_is_preempted_and_no_request_is_admitted_in_that_step():
+def test_youngest_is_preempted_and_nobody_admitted():
     scheduler, handles = short_scheduler()
     assert scheduler.make_room(lambda: None) == 1
     assert [request.handle for request in scheduler.running] == [handles[0]]
     assert scheduler.next_chunks() == [] and scheduler.pool.num_free == 4
 
 
-def test_a_preempted_request_waits_ahead_of_the_others_and_starts_anew_with_its_text():
+def test_preempted_request_waits_first_with_its_text():
     scheduler, handles = short_scheduler()
     scheduler.make_room(lambda: None)
     handles[0].generation.finish_reason = "abort"
@@ -223,7 +224,7 @@ def test_a_preempted_request_waits_ahead_of_the_others_and_starts_anew_with_its_
     assert (first.start, first.end, first.request.token_ids) == (0, 4, [0, 0, 0, 7, 8])
 
 
-def test_a_pool_gives_no_page_that_it_does_not_have():
+def test_pool_never_allocates_more_than_free():
     pool = PagePool(3, 4)
     pool.allocate(2)
     with pytest.raises(BatchError, match="2 pages were requested and 1 of 3 are free"):
@@ -231,7 +232,7 @@ def test_a_pool_gives_no_page_that_it_does_not_have():
     assert pool.num_free == 1
 
 
-def test_whoever_waits_anew_after_a_restart_has_nothing_cached():
+def test_restart_clears_cached_state_of_requests():
     scheduler = scheduler_of()
     running(scheduler, 3)
     (request,) = scheduler.running

@@ -10,7 +10,7 @@ from spec_decode.sampling import Sampling
 from tests.factories import make_request
 from tests.spec_decode.engine import engine_helpers
 
-ASKED = [
+REQUESTS = [
     make_request(prompt=[i, 3, 1], max_tokens=n, temperature=i % 3 / 2, top_k=i % 2 * 9, top_p=1 - i % 2 / 8, seed=i)
     for i, n in enumerate([15, 9, 17, 4, 13, 10, 3, 14])
 ]
@@ -22,7 +22,7 @@ make_engine = partial(
 @cache
 def whole(steps):
     """What an engine says that nothing breaks off and that has room."""
-    return engine_helpers.texts(make_engine(steps=steps, num_pages=None), ASKED)
+    return engine_helpers.texts(make_engine(steps=steps, num_pages=None), REQUESTS)
 
 
 def check_tables(engine):
@@ -74,9 +74,9 @@ def run(engine, handles, before_step=lambda: None):
 
 
 @pytest.mark.parametrize(("num_pages", "steps"), [(10, 0), (10, 2), (None, 2)])
-def test_requests_that_join_leave_and_are_preempted_have_their_pages_in_the_tables(num_pages, steps):
+def test_tables_match_requests_after_every_step(num_pages, steps):
     engine = make_engine(num_pages=num_pages, steps=steps)
-    handles = [engine.submit(request) for request in ASKED]
+    handles = [engine.submit(request) for request in REQUESTS]
     run(engine, handles)
     assert [handle.generation.token_ids for handle in handles] == whole(steps)
     assert bool(engine.stats.preemptions) == bool(num_pages)
@@ -84,7 +84,7 @@ def test_requests_that_join_leave_and_are_preempted_have_their_pages_in_the_tabl
 
 def test_requests_that_are_cancelled_leave_the_tables():
     engine, rng, seen = make_engine(), random.Random(1), []
-    handles = [engine.submit(request) for request in ASKED * 2]
+    handles = [engine.submit(request) for request in REQUESTS * 2]
 
     def cancel_one():
         if rng.random() < 0.4:
@@ -110,7 +110,7 @@ PLACES = {
 
 
 @pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
-def test_steps_that_break_off_leave_nothing_in_the_tables(place, monkeypatch):
+def test_failed_steps_leave_nothing_in_tables(place, monkeypatch):
     engine, rng = make_engine(), random.Random(2)
     owner, name = place(engine)
     work = getattr(owner, name)
@@ -121,6 +121,6 @@ def test_steps_that_break_off_leave_nothing_in_the_tables(place, monkeypatch):
         return work(*args)
 
     monkeypatch.setattr(owner, name, fails_now_and_then)
-    handles = [engine.submit(request) for request in ASKED]
+    handles = [engine.submit(request) for request in REQUESTS]
     assert run(engine, handles) >= 2
     assert [handle.generation.token_ids for handle in handles] == whole(2)

@@ -87,7 +87,7 @@ def check(asked, sound, found):
         if kind == "one nan" or way in ("plain", "in graphs", "in trees", "block")
     ],
 )
-def test_a_request_ends_where_its_logits_do(way, kind, capsys):
+def test_request_ends_at_non_finite_logits(way, kind, capsys):
     # Block verification may keep another number of tokens, so that only greedy texts are the same.
     asked = requests((0.0,) if way == "block" else (0.0, 1.0, 0.7))
     sound = make_engine(max_logprobs=2, **WAYS[way]).generate(asked)
@@ -103,7 +103,7 @@ def test_a_request_ends_where_its_logits_do(way, kind, capsys):
     assert [each.token_ids for each in again] == [found[at].token_ids for at in others]
 
 
-def test_a_callback_gets_the_tokens_before():
+def test_callback_gets_tokens_before_non_finite_logits():
     asked, streamed = requests(), [[] for _ in range(12)]
     engine = make_engine(poisoned("nan"), max_logprobs=2)
     found = engine.generate(asked, on_token=lambda at, token: streamed[at].append(token))
@@ -111,7 +111,7 @@ def test_a_callback_gets_the_tokens_before():
 
 
 @pytest.mark.parametrize("name", BLOCKS)
-def test_every_kind_of_draft_runs_on_until_the_host_ends_the_request(name):
+def test_every_block_draft_runs_until_host_ends_request(name):
     target, draft = copy.deepcopy(pair(name))
     target.logits = MethodType(lambda self, hidden: hidden.new_full((len(hidden), self.vocab_size), torch.nan), target)
     engine = make_engine((target, draft))
@@ -120,7 +120,7 @@ def test_every_kind_of_draft_runs_on_until_the_host_ends_the_request(name):
 
 
 @pytest.mark.parametrize("kind", LOGITS)
-def test_synthetic_acceptance_ends_it_within_a_round(kind):
+def test_synthetic_acceptance_ends_within_a_round(kind):
     asked = requests()
     found = make_engine(poisoned(kind), max_logprobs=2, verification="synthetic:1.5").generate(asked)
     met = 0
@@ -136,7 +136,7 @@ def test_synthetic_acceptance_ends_it_within_a_round(kind):
 
 
 @pytest.mark.parametrize("verification", ["rejection", "block"])
-def test_a_draft_without_a_distribution_changes_no_greedy_text(verification):
+def test_nan_draft_logits_change_no_greedy_text(verification):
     asked = requests((0.0,))
     target, draft = copy.deepcopy(PAIR)
     draft.logits = MethodType(lambda self, hidden: target.logits(hidden) * torch.nan, draft)

@@ -9,7 +9,7 @@ from spec_decode.engine.request import Handle, RequestState
 from tests.factories import make_request
 
 
-def test_many_requests_tokens_leave_nothing_to_the_garbage_collector():
+def test_processing_outputs_triggers_no_garbage_collection():
     """A collection that they set off may look through all objects of the process."""
     outputs, stats, collections = PendingOutputs(2), EngineStats(), []
     requests = [RequestState(Handle(make_request([1], max_tokens=9))) for _ in range(1000)]

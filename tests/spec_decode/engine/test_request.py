@@ -27,7 +27,7 @@ def one_by_one(handle, tokens, logprobs):
 
 
 @given(st.lists(TOKENS, max_size=4), st.sets(st.integers(0, 5), max_size=2), st.integers(1, 12))
-def test_tokens_of_a_round_end_a_text_where_each_alone_would(rounds, stop_ids, max_tokens):
+def test_tokens_appended_together_end_text_like_single_ones(rounds, stop_ids, max_tokens):
     request = make_request([1], max_tokens=max_tokens, stop_token_ids=frozenset(stop_ids))
     together, alone = Handle(request), Handle(request)
     for tokens in rounds:

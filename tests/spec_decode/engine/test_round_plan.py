@@ -65,30 +65,30 @@ APART = {
 
 
 @pytest.mark.parametrize(("options", "reason"), APART.values(), ids=APART)
-def test_where_one_graph_cannot_be_the_plan_says_why_and_the_texts_stay(whole, options, reason):
+def test_plan_explains_separate_graphs_and_texts_match(whole, options, reason):
     engine = make_round(**options)
     assert not engine.round_plan.one_graph and re.match(reason, engine.round_plan.reason), engine.round_plan
     assert engine.generate(ASKED) == whole
 
 
 @pytest.mark.parametrize(("options", "reason"), list(APART.values())[1:], ids=list(APART)[1:])
-def test_one_graph_that_cannot_be_is_refused(options, reason):
+def test_impossible_one_graph_is_rejected(options, reason):
     with pytest.raises(StrategyError, match=f"draft and target cannot share one graph: {reason}.*Leave one_graph out"):
         make_round(one_graph=True, **options)
 
 
-def test_pieces_are_refused_where_every_groups_attention_can_be_captured():
+def test_piecewise_is_rejected_if_all_attention_captures():
     with pytest.raises(StrategyError, match="strategy piecewise cannot run: every group's attention can be captured"):
         make_round(graph_mode=GraphMode.PIECEWISE, strategy=Strategy.PIECEWISE)
 
 
-def test_a_target_without_graphs_runs_after_a_captured_draft():
+def test_target_without_graphs_follows_captured_draft():
     config = EngineConfig(drafter=DrafterConfig(num_speculative_tokens=3), graph_mode=GraphMode.NONE)
     plan = Engine(*CHAIN, get("torch_reference"), config).round_plan
     assert plan == RoundPlan(False, "the target runs without graphs: its graph mode is none")
 
 
-def test_plain_decoding_has_no_plan_of_a_round_and_none_is_taken():
+def test_plain_decoding_has_no_round_plan():
     assert make_round((CHAIN[0], None), steps=0).round_plan is None
     with pytest.raises(BatchError, match=r"one_graph is False, but there is no draft.*Leave it out"):
         make_round((CHAIN[0], None), steps=0, one_graph=False)

@@ -28,7 +28,9 @@ def runtime(monkeypatch):
     return CudaRuntime(CPU)
 
 
-def test_no_garbage_is_collected_while_any_thread_captures(runtime):
+def test_garbage_collection_is_off_during_capture(runtime):
+    """In every thread, while any thread captures."""
+
     def captures(thread):
         collects = []
 
@@ -58,7 +60,7 @@ def test_no_garbage_is_collected_while_any_thread_captures(runtime):
         (torch.OutOfMemoryError("Tried to allocate 2 GiB"), torch.OutOfMemoryError, "^Tried to allocate 2 GiB$"),
     ],
 )
-def test_what_failed_in_a_capture_is_named_and_the_next_one_works(runtime, error, expected, words):
+def test_failed_capture_is_explained_and_next_one_works(runtime, error, expected, words):
     def fail():
         raise error
 

@@ -41,7 +41,7 @@ def installed(monkeypatch):
     return install
 
 
-def test_with_bindings_and_driver_nothing_stands_in_the_way(installed):
+def test_loop_is_supported_with_bindings_and_driver(installed):
     installed()
     assert loop_unsupported_reason(torch.device("cuda")) is None
 
@@ -59,17 +59,17 @@ MISSING = {
 
 
 @pytest.mark.parametrize(("changes", "reason"), MISSING.values(), ids=MISSING)
-def test_what_is_missing_is_named_and_a_loop_is_refused_in_the_same_words(installed, changes, reason):
+def test_missing_loop_requirement_is_named(installed, changes, reason):
     installed(**changes)
     assert reason in loop_unsupported_reason(torch.device("cuda"))
     with pytest.raises(CaptureError, match=f"{reason}.*No graph was made"):
         cuda_loop.WhileGraph(torch.ones(1, dtype=torch.int32), first=print, body=print, capture=print)
 
 
-def test_missing_bindings_are_named_with_what_brings_them(monkeypatch):
+def test_missing_bindings_error_names_package(monkeypatch):
     monkeypatch.setitem(sys.modules, "cuda.bindings", None)
     assert "pip install 'cuda-python>=13'" in loop_unsupported_reason(torch.device("cuda"))
 
 
-def test_the_emulator_needs_nothing():
+def test_emulator_supports_loops():
     assert loop_unsupported_reason(CPU) is None

@@ -47,7 +47,7 @@ WORK = {
 @pytest.mark.outside_inference_mode
 @WHERE
 @pytest.mark.parametrize("work", WORK.values(), ids=WORK)
-def test_a_capture_does_no_work_and_each_replay_does_it_once_over_what_its_memory_holds_then(work, inference_mode):
+def test_capture_does_no_work_and_replay_repeats_it(work, inference_mode):
     memory = torch.ones(2, 3), torch.ones(2, 3, dtype=torch.int64), torch.zeros(2, 3)
     views, before = [tensor[1:] for tensor in memory], [tensor.clone() for tensor in memory]
     with torch.inference_mode(inference_mode):
@@ -64,7 +64,7 @@ def test_a_capture_does_no_work_and_each_replay_does_it_once_over_what_its_memor
         assert all(torch.equal(view, tensor[1:]) for view, tensor in zip(views, memory, strict=True))
 
 
-def test_python_values_are_frozen_as_they_were_at_capture():
+def test_python_values_are_frozen_at_capture():
     x, host = torch.zeros(1), {"n": 1, "up": True}
     graph = capture(lambda: x.add_(host["n"]) if host["up"] else x.sub_(1))
     host.update(n=100, up=False)
@@ -72,7 +72,7 @@ def test_python_values_are_frozen_as_they_were_at_capture():
     assert x.tolist() == [1]
 
 
-def test_memory_that_a_name_is_bound_to_later_is_not_the_captured_one():
+def test_rebound_name_does_not_change_captured_memory():
     held = {"x": torch.zeros(1)}
     graph = capture(lambda: held.update(y=held["x"].add_(1) + 1))
     captured = dict(held)
@@ -81,7 +81,7 @@ def test_memory_that_a_name_is_bound_to_later_is_not_the_captured_one():
     assert [held[name].item() for name in "xy"] == [0, 0] and [captured[name].item() for name in "xy"] == [1, 2]
 
 
-def test_a_result_is_poison_until_a_replay_and_keeps_its_address():
+def test_result_is_poison_until_replay_and_keeps_address():
     x, held = torch.ones(2), {}
     graph = capture(lambda: held.update(y=x + 1))
     assert held["y"].isnan().all()
@@ -92,7 +92,7 @@ def test_a_result_is_poison_until_a_replay_and_keeps_its_address():
         assert held["y"].data_ptr() == address and held["y"].tolist() == [value + 1] * 2
 
 
-def test_a_custom_op_is_recorded_as_one_operation():
+def test_custom_op_is_recorded_as_one_operation():
     batch = BatchBuffers(make_tables([20, 20]), max_tokens=2)
     batch.load([1, 1], [3, 4])
     before = state_of(batch)
@@ -103,11 +103,11 @@ def test_a_custom_op_is_recorded_as_one_operation():
     assert batch.seq_lens.tolist() == [10, 16] and batch.step.tolist() == [1]
 
 
-def test_an_operation_with_a_kernel_is_one_though_it_has_a_formula_of_others_too():
+def test_op_with_kernel_and_decomposition_is_one_node():
     assert capture(lambda: torch.ops.aten.silu_backward(NUMBERS, NUMBERS)).num_nodes == 1
 
 
-def test_a_custom_op_that_reads_its_own_tensors_on_the_cpu_is_no_host_read():
+def test_custom_op_reading_cpu_tensors_is_allowed():
     from attn_backends.kernels.paged_attention import paged_attention
 
     cache, out = torch.ones(2, 4, 1, 64), torch.zeros(1, 1, 64)
@@ -197,7 +197,7 @@ REFUSED = {**HOST_READS, **SHAPES_OF_DATA, **FRESH_HOST_DATA, **OTHER_MEMORY, **
 
 @WHERE
 @pytest.mark.parametrize("fn", REFUSED.values(), ids=REFUSED)
-def test_what_no_graph_can_hold_is_refused_in_a_capture_alone(fn, inference_mode):
+def test_uncapturable_work_is_rejected_only_in_capture(fn, inference_mode):
     with torch.inference_mode(inference_mode):
         with pytest.raises(CaptureError, match="can only enqueue device work"):
             capture(fn)
@@ -207,7 +207,7 @@ def test_what_no_graph_can_hold_is_refused_in_a_capture_alone(fn, inference_mode
 
 
 @pytest.mark.parametrize(("fail", "error"), [(torch.Tensor.item, CaptureError), ({}.pop, KeyError)])
-def test_a_function_that_fails_leaves_memory_as_it_was_and_the_next_capture_works(fail, error):
+def test_failed_capture_restores_memory(fail, error):
     x = torch.zeros(2)
     with pytest.raises(error):
         capture(lambda: fail(x.add_(1).sum()))
@@ -231,7 +231,7 @@ def test_a_captured_function_may_enter_inference_mode():
     assert y.tolist() == [1, 1]
 
 
-def test_two_graphs_over_the_same_memory_keep_their_own_results():
+def test_graphs_over_same_memory_keep_own_results():
     x, held = torch.ones(1), {}
     first = capture(lambda: held.update(first=x + 1))
     second = capture(lambda: held.update(second=x + 10))
@@ -240,7 +240,7 @@ def test_two_graphs_over_the_same_memory_keep_their_own_results():
     assert held["first"].tolist() == [2] and held["second"].tolist() == [11]
 
 
-def test_the_emulator_counts_the_bytes_that_its_captures_keep_until_they_are_released():
+def test_memory_used_counts_captures_until_release():
     runtime, x = runtime_for(CPU), torch.zeros(2)
     runtime.capture(lambda: x.add_(1))
     assert runtime.memory_used() == 0
@@ -263,7 +263,7 @@ def counting(limit=5):
 
 
 @pytest.mark.parametrize("times", [0, 1, 3, 5])
-def test_a_loop_runs_its_body_once_and_until_the_body_ends_it(times):
+def test_loop_runs_body_once_and_until_it_ends(times):
     left, runs, continue_flag, graph = counting()
     assert left.tolist() == runs.tolist() == continue_flag.tolist() == [0]
     left.fill_(times)
@@ -271,7 +271,7 @@ def test_a_loop_runs_its_body_once_and_until_the_body_ends_it(times):
     assert runs.tolist() == [max(1, times)] and continue_flag.tolist() == [0]
 
 
-def test_a_loop_that_never_ends_is_stopped_in_words():
+def test_endless_loop_raises_after_limit():
     left, runs, _, graph = counting(limit=4)
     left.fill_(5)
     with pytest.raises(CaptureError, match="must end within 3 iterations"):
@@ -279,7 +279,7 @@ def test_a_loop_that_never_ends_is_stopped_in_words():
     assert runs.tolist() == [4]
 
 
-def test_a_loop_refuses_a_host_read_in_its_body():
+def test_loop_rejects_host_read_in_body():
     with pytest.raises(CaptureError):
         runtime_for(CPU).capture_loop(print, lambda: COUNT.item(), torch.zeros(1, dtype=torch.int32), 3)
 
@@ -288,7 +288,7 @@ def pieces(fn):
     return runtime_for(CPU).capture_pieces(fn)
 
 
-def test_a_call_between_pieces_sees_what_the_piece_before_it_wrote_and_feeds_the_next():
+def test_split_op_reads_previous_piece_and_feeds_next():
     x, y, seen = torch.ones(2), torch.zeros(2), []
 
     def outside(t):
@@ -304,7 +304,7 @@ def test_a_call_between_pieces_sees_what_the_piece_before_it_wrote_and_feeds_the
 
 
 @pytest.mark.outside_inference_mode
-def test_pieces_captured_in_inference_mode_replay_outside_of_it():
+def test_inference_mode_pieces_replay_outside_it():
     x = torch.ones(2)
     with torch.inference_mode():
         graph = pieces(lambda split_op: x.add_(split_op(torch.neg, x + 2)))
@@ -312,7 +312,7 @@ def test_pieces_captured_in_inference_mode_replay_outside_of_it():
     assert x.tolist() == [-2, -2]
 
 
-def test_python_values_are_frozen_in_the_pieces_and_read_anew_between_them():
+def test_python_values_are_frozen_only_inside_pieces():
     x, host = torch.zeros(1), {"n": 1}
     graph = pieces(lambda split_op: x.copy_(split_op(lambda t: t + host["n"], x) * host["n"]))
     host["n"] = 5
@@ -320,7 +320,7 @@ def test_python_values_are_frozen_in_the_pieces_and_read_anew_between_them():
     assert x.tolist() == [5]
 
 
-def test_a_capture_in_pieces_leaves_memory_as_it_was_and_its_results_poisoned():
+def test_piecewise_capture_restores_memory_and_poisons_results():
     x, held = torch.zeros(2), {}
 
     def run(split_op):
@@ -334,7 +334,7 @@ def test_a_capture_in_pieces_leaves_memory_as_it_was_and_its_results_poisoned():
     assert held["outside"].tolist() == [2, 2] and held["inside"].tolist() == [3, 3]
 
 
-def test_a_host_read_is_refused_in_a_piece_and_allowed_between_them():
+def test_host_read_is_allowed_only_between_pieces():
     x = torch.ones(2)
     pieces(lambda split_op: split_op(lambda t: t * t.sum().item(), x)).replay()
     for run in (lambda split_op: x.sum().item(), lambda split_op: split_op(torch.neg, x).sum().item()):
@@ -342,14 +342,14 @@ def test_a_host_read_is_refused_in_a_piece_and_allowed_between_them():
             pieces(run)
 
 
-def test_a_run_without_a_call_outside_is_one_piece():
+def test_run_without_split_op_is_one_piece():
     x = torch.zeros(1)
     graph = pieces(lambda split_op: x.add_(1))
     graph.replay()
     assert x.tolist() == [1] and graph.num_nodes == 1
 
 
-def test_a_replay_over_an_input_that_was_freed_is_refused_before_it_runs():
+def test_replay_over_freed_input_is_rejected():
     held, y = {"x": torch.ones(2)}, torch.zeros(2)
     graph = capture(lambda: y.add_(1).copy_(held["x"]))
     held.clear()
@@ -358,7 +358,7 @@ def test_a_replay_over_an_input_that_was_freed_is_refused_before_it_runs():
     assert y.tolist() == [0, 0]
 
 
-def test_a_replay_over_an_input_that_was_moved_is_refused():
+def test_replay_over_moved_input_is_rejected():
     x, y = torch.ones(2), torch.zeros(2)
     graph = capture(lambda: y.copy_(x))
     x.resize_(1 << 12)
@@ -366,7 +366,7 @@ def test_a_replay_over_an_input_that_was_moved_is_refused():
         graph.replay()
 
 
-def test_a_view_keeps_the_input_of_a_graph():
+def test_view_keeps_graph_input_alive():
     held, y = {"x": torch.ones(2)}, torch.zeros(2)
     graph = capture(lambda: y.copy_(held["x"]))
     view = held.pop("x")[:1]
@@ -381,7 +381,7 @@ def test_a_graph_keeps_no_input_alive():
     assert alive() is None and graph.num_nodes == 1
 
 
-def test_memory_that_a_replay_does_not_write_does_not_survive_from_the_last_one():
+def test_unwritten_memory_does_not_survive_replays():
     """A pool lends the memory of an intermediate to whatever runs next."""
     y = torch.zeros(2)
     graph = capture(lambda: y.copy_(torch.empty(2).nan_to_num_(1.0).add_(1)))
@@ -390,7 +390,7 @@ def test_memory_that_a_replay_does_not_write_does_not_survive_from_the_last_one(
         assert y.tolist() == [2, 2]
 
 
-def test_the_default_generator_draws_anew_in_each_replay():
+def test_default_generator_draws_anew_in_each_replay():
     y = torch.zeros(4)
     graph = capture(lambda: y.copy_(torch.rand(4)))
     graph.replay()
@@ -405,12 +405,12 @@ def test_a_capture_draws_no_random_numbers():
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_a_tensor_of_host_memory_can_be_made_again_after_a_capture():
+def test_frombuffer_works_after_a_capture():
     capture(lambda: NUMBERS + 1)
     assert torch.frombuffer(bytearray(b"ab"), dtype=torch.uint8).tolist() == [97, 98]
 
 
-def test_a_capture_does_not_refuse_what_another_thread_does():
+def test_capture_does_not_affect_other_threads():
     with ThreadPoolExecutor(1) as other:
         made = []
         capture(lambda: made.append(other.submit(torch.frombuffer, bytearray(b"ab"), dtype=torch.uint8).result()))

@@ -30,7 +30,7 @@ def captured(sizes=(1, 2, 4), **kinds):
     return manager
 
 
-def test_the_largest_size_is_captured_first_and_each_once():
+def test_largest_size_is_captured_first_and_each_once():
     manager = captured(sizes=(2, 8, 4, 2), step=Work())
     assert [report.key.num_reqs for report in manager.reports] == [8, 4, 2]
 
@@ -41,13 +41,13 @@ def test_every_kind_is_captured_at_every_size():
     assert {report.key for report in manager.reports} == keys and len(manager.reports) == 4
 
 
-def test_a_factory_is_called_for_the_warm_up_which_runs_and_again_for_the_capture_which_does_not():
+def test_factory_is_called_for_warm_up_and_capture():
     work = Work()
     captured(step=work)
     assert work.made == [4, 4, 2, 2, 1, 1] and work.total.tolist() == [7]
 
 
-def test_nothing_of_the_warm_up_is_baked_in():
+def test_warm_up_tensors_are_not_captured():
     tensors = []
 
     def factory(size):
@@ -58,7 +58,7 @@ def test_nothing_of_the_warm_up_is_baked_in():
     assert [x.tolist() for x in tensors] == [[1], [1]]
 
 
-def test_a_batch_is_padded_to_the_next_captured_size_and_refused_above_the_largest():
+def test_batch_is_padded_to_next_captured_size():
     manager = GraphManager(CPU, [8, 1, 4, 2])
     assert [manager.padded(num_reqs) for num_reqs in range(1, 9)] == [1, 2, 4, 4, 8, 8, 8, 8]
     with pytest.raises(BatchError, match="largest captured batch is 8 requests, got 9"):
@@ -66,12 +66,12 @@ def test_a_batch_is_padded_to_the_next_captured_size_and_refused_above_the_large
 
 
 @pytest.mark.parametrize("sizes", [[], [0], [4, -1]])
-def test_sizes_that_are_no_number_of_requests_are_refused(sizes):
+def test_invalid_capture_sizes_are_rejected(sizes):
     with pytest.raises(BatchError, match="capture sizes must be at least one"):
         GraphManager(CPU, sizes)
 
 
-def test_a_replay_runs_the_graph_of_its_key():
+def test_replay_runs_graph_of_its_key():
     work = Work()
     manager = captured(step=work)
     work.total.zero_()
@@ -80,7 +80,7 @@ def test_a_replay_runs_the_graph_of_its_key():
 
 
 @pytest.mark.parametrize("name", ["max_reqs", "max_query_len", "max_seq_len"])
-def test_a_replay_past_a_capture_constant_is_refused_and_not_run(name):
+def test_replay_beyond_capture_constant_is_rejected(name):
     work, most = Work(), getattr(ROOMY, name)
     manager = captured(step=work)
     work.total.zero_()
@@ -89,7 +89,7 @@ def test_a_replay_past_a_capture_constant_is_refused_and_not_run(name):
     assert work.total.tolist() == [0]
 
 
-def test_each_graph_keeps_the_constants_it_was_captured_with():
+def test_each_graph_keeps_its_capture_constants():
     roomy, tight = Work(), Work(CaptureConstants(max_reqs=8, max_query_len=1, max_seq_len=8))
     manager = captured(roomy=roomy, tight=tight)
     manager.replay(GraphKey("roomy", 1), ROOMY)
@@ -97,12 +97,12 @@ def test_each_graph_keeps_the_constants_it_was_captured_with():
         manager.replay(GraphKey("tight", 1), ROOMY)
 
 
-def test_a_report_says_what_a_graph_cost():
+def test_report_states_cost_of_graph():
     report = captured(sizes=(1,), step=Work()).reports[0]
     assert (report.key, report.bytes, report.num_nodes) == (GraphKey("step", 1), 0, 1) and report.seconds >= 0
 
 
-def test_a_release_drops_every_graph_and_its_memory_and_a_capture_makes_them_anew():
+def test_release_drops_graphs_and_capture_remakes_them():
     work = Hungry()
     manager = captured(sizes=(1,), step=work)
     before = manager.bytes_used
@@ -128,7 +128,7 @@ def taken(manager):
     return {report.key.num_reqs: report.bytes for report in manager.reports}
 
 
-def test_a_smaller_size_is_expected_to_take_its_share_of_the_largest():
+def test_smaller_size_is_estimated_from_largest():
     manager = captured(sizes=(2, 4, 8), step=Hungry())
     largest = taken(manager)[8]
     assert [report.estimated_bytes for report in manager.reports] == [None, largest // 2, largest // 4]
@@ -141,7 +141,7 @@ def limited(limit, sizes=(1, 2, 4, 8), **kinds):
     return manager
 
 
-def test_sizes_that_are_expected_not_to_fit_are_left_out_with_the_reason():
+def test_sizes_over_memory_limit_are_left_out():
     everything = taken(limited(None))
     manager = limited(everything[8] + everything[4])
     assert list(taken(manager)) == [8, 4] and set(manager.left_out) == {1, 2} and manager.complete
@@ -150,7 +150,7 @@ def test_sizes_that_are_expected_not_to_fit_are_left_out_with_the_reason():
     assert list(taken(limited(everything[8] + everything[8] // 4))) == [8, 2]
 
 
-def test_every_kind_of_a_size_is_left_out_with_it():
+def test_every_kind_of_a_size_is_left_out():
     everything = taken(limited(None))
     manager = limited(2 * everything[8] + everything[4], step=Hungry(), step_0=Hungry())
     assert {report.key for report in manager.reports} == {
@@ -158,7 +158,7 @@ def test_every_kind_of_a_size_is_left_out_with_it():
     }
 
 
-def test_a_batch_of_a_size_left_out_is_padded_to_the_next_larger_one():
+def test_batch_of_left_out_size_uses_next_larger():
     everything = taken(limited(None))
     manager = limited(everything[8] + everything[4])
     assert [manager.padded(n) for n in (1, 2, 3, 5)] == [4, 4, 4, 8]
@@ -166,14 +166,14 @@ def test_a_batch_of_a_size_left_out_is_padded_to_the_next_larger_one():
         manager.replay(GraphKey("step", 2), ROOMY)
 
 
-def test_a_limit_below_the_largest_size_is_refused_and_nothing_is_kept():
+def test_limit_below_largest_size_is_rejected():
     manager = GraphManager(CPU, [1, 8], memory_limit=10)
     with pytest.raises(CaptureError, match=r"largest size, 8 requests.*limit is 10;"):
         manager.capture({"step": Hungry()})
     assert manager.reports == [] and not manager.complete
 
 
-def test_an_interrupted_capture_is_taken_up_where_it_stopped_and_a_complete_one_is_not_repeated():
+def test_interrupted_capture_continues_where_it_stopped():
     work, manager = Work(), GraphManager(CPU, [1, 2, 4])
 
     def fails_at_2(size):
@@ -193,7 +193,7 @@ def test_an_interrupted_capture_is_taken_up_where_it_stopped_and_a_complete_one_
     assert work.total.tolist() == [7]
 
 
-def test_work_says_how_it_is_captured():
+def test_capturable_chooses_how_it_is_captured():
     continue_flag, total = torch.zeros(1, dtype=torch.int32), torch.zeros(1)
 
     def body():
@@ -210,7 +210,7 @@ def test_work_says_how_it_is_captured():
     assert total.tolist() == [3]
 
 
-def test_work_after_other_work_is_one_graph_with_the_shorter_bound():
+def test_joined_work_is_one_graph_with_shorter_bound():
     x = torch.ones(1)
     first = Capturable(lambda: x.add_(1), CaptureConstants(max_reqs=8, max_query_len=1, max_seq_len=32))
     second = Capturable(lambda: x.mul_(3), CaptureConstants(max_reqs=8, max_query_len=5, max_seq_len=64))

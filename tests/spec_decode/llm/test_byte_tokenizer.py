@@ -16,5 +16,5 @@ def test_decode_inverts_encode(text: str) -> None:
     assert decode(ids) == text
 
 
-def test_decode_drops_document_marks_and_replaces_incomplete_characters() -> None:
+def test_decode_drops_bos_and_replaces_incomplete_characters() -> None:
     assert decode([BOS, 97, BOS, 98, 0xE2, 0x80]) == "ab\ufffd"

@@ -54,7 +54,7 @@ def own_texts() -> list[str]:
 
 
 @pytest.mark.parametrize("draft", DRAFTS)
-def test_a_draft_in_8_bits_changes_no_greedy_text(draft: str) -> None:
+def test_fp8_draft_changes_no_greedy_text(draft: str) -> None:
     # Where no sum depends on the batch, texts in bf16 are equal whatever is drafted.
     found = make(draft, draft_weights="fp8", batch_invariant=True).generate(PROMPTS[:2], FEW)
     assert [one.text for one in found] == own_texts() and sum(found[0].accepted) > 0
@@ -62,7 +62,7 @@ def test_a_draft_in_8_bits_changes_no_greedy_text(draft: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("draft", DRAFTS)
-def test_about_as_many_tokens_are_accepted(draft: str) -> None:
+def test_fp8_draft_accepts_about_as_many_tokens(draft: str) -> None:
     assert accepted(draft, "fp8") == pytest.approx(bf16(draft, None), abs=NEAR)
 
 
@@ -75,7 +75,7 @@ WRONG = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("change", WRONG.values(), ids=WRONG)
-def test_wrong_scales_lose_more_than_that(change: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_fp8_scales_accept_fewer_tokens(change: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     right = Fp8Weight.of
 
     def wrong(weight: torch.Tensor) -> Fp8Weight:
@@ -86,7 +86,7 @@ def test_wrong_scales_lose_more_than_that(change: Any, monkeypatch: pytest.Monke
     assert accepted("draft", "fp8") < bf16("draft", None) - 1.5 * NEAR
 
 
-def test_the_loaded_draft_has_8_bits_and_the_target_not() -> None:
+def test_only_the_draft_has_fp8_weights() -> None:
     llm = make("draft", draft_weights="fp8")
     target, _ = load_pair(SHIPPED_PAIR, dtype=torch.bfloat16)
     assert llm.pair.draft is not None
@@ -110,7 +110,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("change", "why"), REFUSED.values(), ids=REFUSED)
-def test_what_cannot_be_is_refused_before_a_model_is_read(
+def test_invalid_fp8_options_are_rejected_before_loading(
     change: dict[str, Any], why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("spec_decode.llm.llm.load", None)

@@ -52,7 +52,7 @@ def tokens(draw: st.DrawFn, kind: str) -> list[int]:
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=150)
 @given(data=st.data())
-def test_every_division_makes_the_text_that_decoding_all_adds_to_the_prompt(kind: str, data: st.DataObject) -> None:
+def test_every_split_of_tokens_gives_same_text(kind: str, data: st.DataObject) -> None:
     decode, prompt, new = decode_of(kind), data.draw(tokens(kind)), data.draw(tokens(kind))
     cuts = sorted(data.draw(st.lists(st.integers(0, len(new)), max_size=6)))
     chunks = [new[start:end] for start, end in pairwise([0, *cuts, len(new)])]
@@ -66,7 +66,7 @@ def test_every_division_makes_the_text_that_decoding_all_adds_to_the_prompt(kind
 
 
 @pytest.mark.parametrize("kind", ["byte fallback that strips", "unigram"])
-def test_the_first_token_keeps_the_space_before_it(kind: str) -> None:
+def test_first_token_keeps_space_before_it(kind: str) -> None:
     prompt = ids(kind, "<s>", "▁the")
     assert "".join(streamed(kind, prompt, ids(kind, "▁quick"))) == " quick"
     assert "".join(streamed(kind, [*prompt, *ids(kind, *["<|turn|>"] * 40)], ids(kind, "▁quick"))) == " quick"
@@ -74,7 +74,7 @@ def test_the_first_token_keeps_the_space_before_it(kind: str) -> None:
         assert "".join(streamed(kind, nothing, ids(kind, "▁quick"), ids(kind, "▁the"))) == "quick the"
 
 
-def test_a_stop_string_may_begin_with_the_space_before_the_first_token() -> None:
+def test_stop_string_may_start_with_leading_space() -> None:
     kind = "byte fallback that strips"
     text = GrowingText(decode_of(kind), [" quick"], prompt=ids(kind, "▁the"))
     text.add(ids(kind, "▁quick"))
@@ -86,7 +86,7 @@ def test_a_stop_string_may_begin_with_the_space_before_the_first_token() -> None
 
 @pytest.mark.parametrize("kind", ["byte fallback that strips", "byte fallback", "byte level"])
 @pytest.mark.parametrize("end", range(1, 4))
-def test_an_incomplete_character_becomes_one_sign_and_the_others_stay(kind: str, end: int) -> None:
+def test_incomplete_character_becomes_one_replacement_sign(kind: str, end: int) -> None:
     data = "中文😀".encode()[: -4 + end]
     letters = [BYTES[byte] for byte in data] if "fallback" in kind else list(byte_alphabet("中文😀"))[: len(data)]
     new = ids(kind, *letters)
@@ -96,14 +96,14 @@ def test_an_incomplete_character_becomes_one_sign_and_the_others_stay(kind: str,
         assert "".join(streamed(kind, new[:cut], *([t] for t in new[cut:]))) == "中文\ufffd"
 
 
-def test_bytes_that_are_no_character_destroy_none_beside_them() -> None:
+def test_invalid_bytes_leave_neighbouring_characters() -> None:
     kind = "byte fallback"
     new = ids(kind, *(BYTES[byte] for byte in b"\xff" + "中".encode() + b"\xe4\xb8" + "é".encode()), "fox")
     assert decode_of(kind)(new) == "\ufffd中\ufffdéfox"
 
 
 @pytest.mark.parametrize("endless", ["fox", "<|turn|>", "\ufffd", "<0xFF>", "<0x80>"])
-def test_each_token_is_decoded_with_a_few_others_only(endless: str) -> None:
+def test_each_token_is_decoded_with_few_others(endless: str) -> None:
     kind, most, decode = "byte fallback that strips", 0, decode_of("byte fallback that strips")
 
     def measured(token_ids: Sequence[int]) -> str:

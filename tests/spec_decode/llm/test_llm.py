@@ -51,7 +51,7 @@ def rest_of(chunks: Iterator[TextChunk]) -> str:
     return "".join(chunk.text for chunk in chunks)
 
 
-def test_drafting_changes_no_greedy_text_of_more_prompts_than_run_at_once(llm: LLM, greedy: list[str]) -> None:
+def test_drafting_changes_no_greedy_text(llm: LLM, greedy: list[str]) -> None:
     drafted = llm.generate(PROMPTS * 2, GREEDY)
     assert [one.text for one in drafted] == greedy * 2 and sum(drafted[0].accepted) > 0
     assert [one.prompt for one in drafted] == PROMPTS * 2
@@ -72,7 +72,7 @@ def test_no_module_runs_with_gradients() -> None:
 
 
 @pytest.mark.parametrize(("steps", "told"), [(None, "7"), (4, "4"), (9, "9: expect the target to reject those after")])
-def test_a_block_draft_drafts_its_block_unless_told_otherwise(steps: int | None, told: str) -> None:
+def test_block_draft_uses_block_size_by_default(steps: int | None, told: str) -> None:
     llm = LLM("pydoc", draft="block_draft", device="cpu", num_speculative_tokens=steps)
     assert llm.config.num_speculative_tokens == (steps or 7)
     said = f"\ndraft was trained on blocks of block_size 8, 7 tokens a round; a round drafts {told}"
@@ -80,7 +80,7 @@ def test_a_block_draft_drafts_its_block_unless_told_otherwise(steps: int | None,
 
 
 @pytest.mark.parametrize("draft", ["draft", "block_draft"])
-def test_drafting_trees_changes_no_text_at_any_temperature(draft: str, plain: LLM) -> None:
+def test_tree_drafts_change_no_text(draft: str, plain: LLM) -> None:
     tree = DynamicTreeConfig(width=4, num_tokens=12)
     llm = LLM("pydoc", draft=draft, device="cpu", max_num_seqs=2, max_model_len=128, tree=tree, strategy="full_loop")
     params = [SamplingParams(max_tokens=16, temperature=temperature, seed=5) for temperature in (0.0, 0.8)]
@@ -90,13 +90,13 @@ def test_drafting_trees_changes_no_text_at_any_temperature(draft: str, plain: LL
     assert str(llm.plan).startswith("full_loop")
 
 
-def test_the_plan_says_how_the_drafter_runs(llm: LLM, plain: LLM) -> None:
+def test_explain_shows_how_drafter_runs(llm: LLM, plain: LLM) -> None:
     assert llm.plan is not None and plain.plan is None
     assert "target [" in llm.explain() and "strategy eager" in llm.explain() and "no draft" in plain.explain()
     assert all("\nno graphs: a CPU has no launches to save" in each.explain() for each in (llm, plain))
 
 
-def test_graphs_are_emulated_on_a_cpu_only_if_a_strategy_is_named(llm: LLM, plain: LLM) -> None:
+def test_graphs_are_emulated_on_cpu_only_if_requested(llm: LLM, plain: LLM) -> None:
     emulated = LLM("pydoc", draft="draft", device="cpu", max_num_seqs=1, max_model_len=128, strategy="full_loop")
     assert emulated.engine.target.graphs.reports and "no graphs" not in emulated.explain()
     assert not llm.engine.target.graphs.reports and not plain.engine.target.graphs.reports
@@ -105,7 +105,7 @@ def test_graphs_are_emulated_on_a_cpu_only_if_a_strategy_is_named(llm: LLM, plai
     ]
 
 
-def test_backends_without_their_package_are_named_once_and_broken_ones_with_why(llm: LLM) -> None:
+def test_explain_lists_missing_and_broken_backends(llm: LLM) -> None:
     unloadable = {"absent": ImportError("No module named 'kernels'"), "broken": OSError("no libcuda")}
     for name, error in unloadable.items():
         registry._registered[name] = registry._Registration(partial(_raise, error))
@@ -135,9 +135,7 @@ def test_a_prompt_may_be_token_ids(llm: LLM, greedy: list[str]) -> None:
     assert [llm.generate(prompt, few)[-1].text for prompt in (tuple(ids), [ids, ids])] == [greedy[1][:8]] * 2
 
 
-def test_a_stream_gives_out_what_each_step_added_in_the_order_of_the_prompts(
-    llm: LLM, greedy: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stream_yields_each_step_in_prompt_order(llm: LLM, greedy: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     step: Any = llm.engine.step
     steps: list[list[int]] = []
     pieces: list[TextChunk] = []
@@ -159,7 +157,7 @@ def test_a_stream_gives_out_what_each_step_added_in_the_order_of_the_prompts(
 
 
 @pytest.mark.parametrize("stop", ["same", ["zzz", "same as"], "e", ["statement"], "x" * 10_000])
-def test_a_stop_string_ends_the_text_before_it(llm: LLM, greedy: list[str], stop: Any) -> None:
+def test_stop_string_ends_text_before_it(llm: LLM, greedy: list[str], stop: Any) -> None:
     text, stops = greedy[0], [stop] if isinstance(stop, str) else stop
     cut = min((text.find(each) for each in stops if each in text), default=None)
     (found,) = llm.generate(PROMPTS[0], SamplingParams(max_tokens=24, stop=stop))
@@ -171,7 +169,7 @@ def test_a_stop_string_ends_the_text_before_it(llm: LLM, greedy: list[str], stop
     assert [token for chunk in chunks for token in chunk.token_ids] == found.token_ids
 
 
-def test_a_stream_that_is_closed_frees_its_place(llm: LLM, greedy: list[str]) -> None:
+def test_closed_stream_frees_its_requests(llm: LLM, greedy: list[str]) -> None:
     stream = llm.stream(PROMPTS * 2, SamplingParams(max_tokens=100))
     next(stream)
     stream.close()
@@ -179,7 +177,7 @@ def test_a_stream_that_is_closed_frees_its_place(llm: LLM, greedy: list[str]) ->
     assert llm.engine.pool.num_free == llm.engine.pool.num_pages
 
 
-def test_an_interrupt_leaves_nothing_behind(llm: LLM, greedy: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupt_leaves_nothing_behind(llm: LLM, greedy: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     step, calls = llm.engine.step, iter(range(9))
 
     def interrupted() -> bool:
@@ -200,7 +198,7 @@ def test_two_streams_may_be_read_in_turn(llm: LLM, greedy: list[str]) -> None:
     assert rest_of(second) == greedy[1] and begun.text + rest_of(first) == greedy[0]
 
 
-def test_a_text_that_ends_while_another_stream_is_read_gets_its_last_piece(llm: LLM, greedy: list[str]) -> None:
+def test_text_ending_during_another_stream_is_delivered(llm: LLM, greedy: list[str]) -> None:
     first, own = llm.stream(PROMPTS, GREEDY), []
     while not own or own[-1].index == 0:
         own.append(next(first))
@@ -212,9 +210,7 @@ def test_a_text_that_ends_while_another_stream_is_read_gets_its_last_piece(llm: 
         assert "".join(chunk.text for chunk in pieces) == text and pieces[-1].finish_reason == "length"
 
 
-def test_a_text_that_is_not_streamed_is_decoded_once(
-    llm: LLM, greedy: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_text_not_streamed_is_decoded_once(llm: LLM, greedy: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     calls, decode = [], llm.pair.decode
 
     def counted(token_ids: Sequence[int]) -> str:
@@ -228,7 +224,7 @@ def test_a_text_that_is_not_streamed_is_decoded_once(
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_a_small_model_steps_with_one_thread_and_leaves_the_setting(plain: LLM, threads: int) -> None:
+def test_small_model_steps_with_one_thread(plain: LLM, threads: int) -> None:
     before, seen, step = torch.get_num_threads(), [], plain.engine.step
     torch.set_num_threads(threads)
     try:
@@ -240,13 +236,13 @@ def test_a_small_model_steps_with_one_thread_and_leaves_the_setting(plain: LLM, 
         torch.set_num_threads(before)
 
 
-def test_its_name_says_what_was_loaded(llm: LLM, plain: LLM) -> None:
+def test_repr_shows_what_was_loaded(llm: LLM, plain: LLM) -> None:
     said = "dtype='float32', device='cpu', max_model_len=128, max_num_seqs=2)"
     assert repr(llm) == f"LLM('pydoc', draft='draft', num_speculative_tokens=4, {said}"
     assert repr(plain) == f"LLM({str(SHIPPED_PAIR)!r}, {said}"
 
 
-def test_no_draft_is_loaded_for_no_draft_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_zero_draft_tokens_load_no_draft(monkeypatch: pytest.MonkeyPatch) -> None:
     found = LLM("pydoc", draft="draft", num_speculative_tokens=0, device="cpu", max_model_len=64)
     assert found.pair.draft is None and found.plan is None
 
@@ -256,12 +252,12 @@ def test_the_tokenizer_encodes_and_decodes(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize("copied", [pickle.dumps, copy.copy, copy.deepcopy])
-def test_a_model_is_not_copied(llm: LLM, copied: Callable[[object], object]) -> None:
+def test_llm_cannot_be_pickled_or_copied(llm: LLM, copied: Callable[[object], object]) -> None:
     with pytest.raises(TypeError, match=r"^an LLM cannot be pickled or copied: .* Make one in each process"):
         copied(llm)
 
 
-def test_too_little_memory_names_the_settings_that_take_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_of_memory_error_names_settings_to_lower(monkeypatch: pytest.MonkeyPatch) -> None:
     limits = r"1000000 prompts at once \(max_num_seqs\) of up to 100 tokens \(max_model_len\) take more memory"
     with pytest.raises(
         BatchError, match=rf"^{limits} than there is: group target .* GiB, but cpu has [\d.]+. Lower one"
@@ -281,7 +277,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_several_prompts_show_their_progress_on_a_terminal(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_prompts_show_progress_on_terminal(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     def shown(stderr: io.StringIO, prompts: Any, **options: bool) -> str:
         monkeypatch.setattr(sys, "stderr", stderr)
         llm.generate(prompts, GREEDY, **options)
@@ -309,14 +305,14 @@ BAD_PROMPTS = {
 
 
 @pytest.mark.parametrize(("told", "prompts"), BAD_PROMPTS.items())
-def test_a_bad_prompt_is_refused_before_anything_runs(llm: LLM, told: str, prompts: Any) -> None:
+def test_bad_prompt_is_rejected_before_running(llm: LLM, told: str, prompts: Any) -> None:
     for ask in (llm.generate, llm.stream):
         with pytest.raises(BatchError, match=told.replace("[", r"\[")):
             ask(prompts, GREEDY)
     assert not llm.engine.step()
 
 
-def test_a_completion_has_the_logprobs_that_were_asked_for(llm: LLM) -> None:
+def test_completion_has_requested_logprobs(llm: LLM) -> None:
     with_logprobs = LLM("pydoc", draft="draft", device="cpu", max_num_seqs=1, max_logprobs=2)
     (found,) = with_logprobs.generate(PROMPTS[0], SamplingParams(max_tokens=8, logprobs=2))
     assert [len(each) for each in found.logprobs] == [2] * 8, "a greedy token is among the most likely ones"
@@ -333,7 +329,7 @@ def refusal(llm: LLM, prompt: int, max_tokens: int) -> str:
     return str(caught.value)
 
 
-def test_a_prompt_that_is_too_long_gets_the_remedies_that_help(llm: LLM) -> None:
+def test_long_prompt_error_gives_possible_remedies(llm: LLM) -> None:
     said = "prompts[0] has 100 tokens and max_tokens is 64: together more than 128, max_model_len. Shorten the prompt"
     room = 2048 - 1 - 4
     assert refusal(llm, 100, 64) == f"{said}, or lower max_tokens to 28 or less, or raise max_model_len to 164 or more."
@@ -342,7 +338,7 @@ def test_a_prompt_that_is_too_long_gets_the_remedies_that_help(llm: LLM) -> None
     assert refusal(llm, room, 1).endswith("max_model_len. Shorten the prompt.")
 
 
-def test_no_prompt_is_told_to_raise_a_limit_of_the_model() -> None:
+def test_model_limit_error_suggests_no_higher_limit() -> None:
     llm = LLM(SHIPPED_PAIR, device="cpu", max_num_seqs=1)
     assert refusal(llm, 2000, 64).endswith(
         "together more than 2047, the model's 2048 positions minus 1 that a round writes ahead. "
@@ -367,7 +363,7 @@ BAD_PARAMETERS = [
 
 
 @pytest.mark.parametrize(("params", "told"), BAD_PARAMETERS, ids=str)
-def test_parameters_that_do_not_fit_the_prompts_are_refused(llm: LLM, params: Any, told: str) -> None:
+def test_parameters_not_fitting_prompts_are_rejected(llm: LLM, params: Any, told: str) -> None:
     with pytest.raises(BatchError, match=told):
         llm.generate(PROMPTS, params)
 
@@ -383,7 +379,7 @@ def test_parameters_that_do_not_fit_the_prompts_are_refused(llm: LLM, params: An
     ],
     ids=str,
 )
-def test_a_parameter_outside_its_range_is_refused(bad: dict[str, Any]) -> None:
+def test_parameter_out_of_range_is_rejected(bad: dict[str, Any]) -> None:
     with pytest.raises(BatchError, match=next(iter(bad))):
         SamplingParams(**bad)
 
@@ -425,7 +421,7 @@ BAD_MODELS: dict[str, tuple[type[Exception], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize(("told", "bad"), BAD_MODELS.items())
-def test_a_model_or_a_setting_that_does_not_fit_is_refused(told: str, bad: tuple[type[Exception], Any]) -> None:
+def test_invalid_model_or_setting_is_rejected(told: str, bad: tuple[type[Exception], Any]) -> None:
     kind, changes = bad
     with pytest.raises(kind, match=told):
         LLM(**{"model": "pydoc", "draft": "draft", "device": "cpu", **changes})
@@ -443,7 +439,7 @@ def test_an_empty_folder_is_refused(tmp_path: Path) -> None:
         LLM(tmp_path, device="cpu")
 
 
-def test_the_front_door_has_what_it_lists_and_nothing_else() -> None:
+def test_package_exports_exactly_what_it_lists() -> None:
     assert {name: getattr(spec_decode, name).__name__ for name in spec_decode.__all__} == {
         name: name for name in ("LLM", "BatchError", "CheckpointError", "Completion", "SamplingParams", "TextChunk")
     }
@@ -464,7 +460,7 @@ def test_the_version_is_the_installed_one(monkeypatch: pytest.MonkeyPatch) -> No
     assert not hasattr(attn_backends, "version")
 
 
-def test_a_folder_named_like_a_draft_of_the_pair_hides_it_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folder_named_like_draft_does_not_hide_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "draft").mkdir()
     (tmp_path / "other").mkdir()
     monkeypatch.chdir(tmp_path)

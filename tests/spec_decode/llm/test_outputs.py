@@ -28,7 +28,7 @@ def grown(data: bytes, stop: Sequence[str] = ()) -> tuple[list[str], GrowingText
     return [*pieces, text.take(last=True)], text
 
 
-def test_a_completion_says_what_to_write_for_the_outputs_of_vllm() -> None:
+def test_completion_names_equivalent_of_vllm_outputs() -> None:
     completion: Any = Completion(
         prompt="a", text="b", token_ids=[98], finish_reason="length", num_prompt_tokens=1, accepted=[], logprobs=[]
     )
@@ -41,7 +41,7 @@ def test_a_completion_says_what_to_write_for_the_outputs_of_vllm() -> None:
 
 @given(st.text("abé€😀", max_size=30), st.lists(st.text("ab", min_size=1, max_size=4), max_size=3))
 @example("aab", ["b", "ab"])
-def test_pieces_make_the_text_up_to_the_first_stop_string(whole: str, stop: list[str]) -> None:
+def test_pieces_form_text_up_to_first_stop_string(whole: str, stop: list[str]) -> None:
     pieces, text = grown(whole.encode(), stop)
     ends = [whole.find(each) + len(each) for each in stop if each in whole]
     first = whole[: min(ends)] if ends else whole
@@ -49,13 +49,13 @@ def test_pieces_make_the_text_up_to_the_first_stop_string(whole: str, stop: list
     assert "".join(pieces) == text.text == first[:cut] and text.stopped == bool(ends)
 
 
-def test_a_character_in_parts_completes_no_stop_string_of_the_sign_that_stands_for_it() -> None:
+def test_partial_character_completes_no_replacement_stop_string() -> None:
     pieces, text = grown("é\ufffdb".encode(), ["\ufffd"])
     assert "".join(pieces) == text.text == "é" and text.stopped
 
 
 @given(st.binary(max_size=30), st.lists(st.integers(0, 30), max_size=4))
-def test_tokens_that_come_together_make_the_text_that_they_make_one_by_one(data: bytes, cuts: list[int]) -> None:
+def test_tokens_added_together_give_same_text(data: bytes, cuts: list[int]) -> None:
     text = GrowingText(decode)
     for start, end in pairwise([0, *sorted(cuts), len(data)]):
         text.add(data[start:end])
@@ -63,7 +63,7 @@ def test_tokens_that_come_together_make_the_text_that_they_make_one_by_one(data:
     assert text.take(last=True) == text.text == grown(data)[1].text
 
 
-def test_a_stop_string_ends_a_text_in_the_token_that_also_begins_a_character() -> None:
+def test_stop_string_ends_in_token_with_partial_character() -> None:
     tokens = [b"a st", b"op\xe2", b"\x82\xac"]
     text = GrowingText(lambda ids: b"".join(tokens[i] for i in ids).decode(errors="replace"), ["stop"])
     for token, (settled, stopped) in enumerate([("a st", False), ("a ", True), ("a ", True)]):
@@ -77,25 +77,25 @@ def test_a_stop_string_ends_a_text_in_the_token_that_also_begins_a_character() -
 
 
 @given(st.text("ab", max_size=20))
-def test_a_piece_is_never_taken_back(whole: str) -> None:
+def test_emitted_piece_is_never_withdrawn(whole: str) -> None:
     pieces, text = grown(whole.encode(), ["abba", "bb"])
     assert text.text.startswith("".join(pieces[:-1]))
 
 
 @pytest.mark.parametrize("character", ["é", "€", "😀"])
-def test_a_character_is_given_out_once_it_is_whole(character: str) -> None:
+def test_character_is_emitted_once_complete(character: str) -> None:
     pieces, _ = grown(f"a{character}b".encode())
     assert pieces[0] == "a" and "".join(pieces) == f"a{character}b" and "\ufffd" not in "".join(pieces)
 
 
-def test_half_a_character_at_the_end_is_shown_as_that() -> None:
+def test_incomplete_final_character_is_replacement_sign() -> None:
     assert grown("a€".encode()[:-1])[1].text == "a\ufffd"
 
 
-def test_what_may_become_a_stop_string_is_kept_back() -> None:
+def test_possible_stop_string_is_kept_back() -> None:
     assert grown(b"xenough", ["end"])[0] == ["x", "", "", "eno", "u", "g", "h", ""]
 
 
-def test_nothing_comes_after_a_stop_string() -> None:
+def test_nothing_follows_a_stop_string() -> None:
     pieces, text = grown(b"one two three", [" two"])
     assert "".join(pieces) == text.text == "one" and text.stopped

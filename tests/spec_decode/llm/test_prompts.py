@@ -43,7 +43,7 @@ FORMS: dict[str, tuple[Any, list[list[str]]]] = {
 
 
 @pytest.mark.parametrize(("prompts", "expected"), FORMS.values(), ids=FORMS)
-def test_prompts_have_vllms_forms_too(llm: LLM, prompts: Any, expected: list[list[str]]) -> None:
+def test_every_vllm_prompt_form_is_accepted(llm: LLM, prompts: Any, expected: list[list[str]]) -> None:
     tokens = [ids(KIND, *pieces) for pieces in expected]
     plain, found = llm.generate(tokens, FEW), llm.generate(prompts, FEW)
     assert [(one.text, one.num_prompt_tokens) for one in found] == [(one.text, one.num_prompt_tokens) for one in plain]
@@ -82,30 +82,30 @@ REFUSED: dict[str, Any] = {
 
 
 @pytest.mark.parametrize(("told", "prompts"), REFUSED.items())
-def test_what_is_no_prompt_is_refused_by_name(llm: LLM, told: str, prompts: Any) -> None:
+def test_invalid_prompt_is_rejected_by_name(llm: LLM, told: str, prompts: Any) -> None:
     for ask in (llm.generate, llm.stream):
         with pytest.raises(BatchError, match=told):
             ask(prompts, FEW)
 
 
 @pytest.mark.parametrize("prompts", [[{"prompt": "x"}], [{"prompt_token_ids": [3]}, {"prompt": "x"}], TURN])
-def test_a_chat_takes_only_conversations(llm: LLM, prompts: Any) -> None:
+def test_chat_accepts_only_conversations(llm: LLM, prompts: Any) -> None:
     with pytest.raises(BatchError, match=r"a conversation is \{.*\}. Pass a list of turns"):
         llm.chat(prompts)
 
 
-def test_a_chat_takes_a_conversation_at_least(llm: LLM) -> None:
+def test_empty_chat_is_rejected(llm: LLM) -> None:
     with pytest.raises(BatchError, match=r"^a conversation is \[\]. Pass a list of turns"):
         llm.chat([])
 
 
 @pytest.mark.parametrize("stop", ["\ud83d", ["x", "a\udcff"]])
-def test_a_stop_string_that_no_text_has_is_refused(stop: Any) -> None:
+def test_stop_string_that_is_not_utf8_is_rejected(stop: Any) -> None:
     with pytest.raises(BatchError, match="Pass a non-empty string that is utf-8"):
         SamplingParams(stop=stop)
 
 
-def test_one_prompt_is_a_list_of_one() -> None:
+def test_single_prompt_becomes_list_of_one() -> None:
     for one in ("x", [1, 2], {"prompt": "x"}, [TURN], [TURN, TURN]):
         assert as_list(one) == [one]
     for several in ([], ["x"], [[1]], [{"prompt": "x"}], [[TURN], "x"]):
@@ -113,7 +113,7 @@ def test_one_prompt_is_a_list_of_one() -> None:
     assert contents("it", {"prompt_token_ids": [1], "prompt": "x"}) == [1]
 
 
-def test_the_text_parts_of_a_turn_become_one_text(llm: LLM) -> None:
+def test_text_parts_of_a_turn_are_joined(llm: LLM) -> None:
     parts = [
         {"type": "text", "text": "f"},
         {"type": "input_text", "text": "o"},
@@ -141,7 +141,7 @@ TEMPLATES = {
 
 
 @pytest.mark.parametrize(("told", "template"), TEMPLATES.items())
-def test_a_template_that_fails_is_explained(llm: LLM, told: str, template: str) -> None:
+def test_failing_template_is_explained(llm: LLM, told: str, template: str) -> None:
     from spec_decode.llm.chat_template import encode_chat
 
     tokenizer = tokenizer_of(KIND)
@@ -150,14 +150,14 @@ def test_a_template_that_fails_is_explained(llm: LLM, told: str, template: str) 
         encode_chat(tokenizer, [TURN, {"role": "tool", "content": "x"}])
 
 
-def test_a_stop_string_may_be_an_added_token(llm: LLM) -> None:
+def test_stop_string_may_be_an_added_token(llm: LLM) -> None:
     (found,) = llm.generate("f", SamplingParams(max_tokens=9, stop=["zzz", "<|turn|>"]))
     assert (found.text, found.finish_reason, found.token_ids) == ("oxfox", "stop", ids(KIND, "o", "x", "fox"))
     assert "".join(chunk.text for chunk in llm.stream("f", SamplingParams(max_tokens=9, stop="<|turn|>"))) == "oxfox"
     assert llm.generate("f", SamplingParams(max_tokens=5, stop="<tool>"))[0].finish_reason == "length"
 
 
-def test_a_stop_string_around_a_special_token_is_refused_with_the_remedy(llm: LLM) -> None:
+def test_stop_string_around_special_token_is_rejected(llm: LLM) -> None:
     remedy = r"contains the special token '<\|turn\|>'.* Pass stop='<\|turn\|>', or stop_token_ids=\[2\]"
     with pytest.raises(BatchError, match=rf"prompts\[0\] has the stop string '<\|turn\|>\\n', which {remedy}"):
         llm.generate("f", SamplingParams(stop=["x", "<|turn|>\n"]))

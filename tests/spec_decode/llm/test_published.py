@@ -74,7 +74,7 @@ def folders(tmp_path: Path) -> tuple[Path, Path]:
     return target, draft
 
 
-def test_a_text_is_what_its_parts_say_where_the_tokenizer_would_tidy_it(folders: tuple[Path, Path]) -> None:
+def test_decoded_text_is_not_cleaned_up(folders: tuple[Path, Path]) -> None:
     write_tokenizer(folders[0], [*WORDS[:-1], "."], tidies=True)
     end = len(WORDS) - 1
     assert load((folders[0], None)).decode([2, end]) == "the ."
@@ -84,7 +84,7 @@ def load(folders: tuple[Path, Path | None]) -> Pair:
     return load_published_pair(*folders, dtype=torch.float32, device=CPU)
 
 
-def test_a_pair_is_loaded_from_its_folders_with_the_targets_tokenizer(folders: tuple[Path, Path]) -> None:
+def test_pair_loads_from_folders_with_target_tokenizer(folders: tuple[Path, Path]) -> None:
     write_tokenizer(folders[1])
     pair = load(folders)
 
@@ -96,13 +96,13 @@ def test_a_pair_is_loaded_from_its_folders_with_the_targets_tokenizer(folders: t
         pair.encode("the \udcff")
 
 
-def test_a_text_stops_at_every_end_of_model_or_tokenizer_that_the_model_has(folders: tuple[Path, Path]) -> None:
+def test_stop_ids_include_every_known_end_token(folders: tuple[Path, Path]) -> None:
     assert load(folders).stop_ids == {0, 7}
     transformers.GenerationConfig(eos_token_id=[-1, 7, 8]).save_pretrained(folders[0])
     assert load(folders).stop_ids == {0, 7}
 
 
-def test_a_token_without_a_row_is_refused_where_it_is_used(folders: tuple[Path, Path]) -> None:
+def test_token_without_embedding_is_rejected_on_use(folders: tuple[Path, Path]) -> None:
     """As Gemma-3-1b's token for images, which its tokenizer has and its model lacks."""
     write_tokenizer(folders[0], [*WORDS, "a", "b", "c", "<image>"], TEMPLATE + " <image>")
     llm, told = (
@@ -121,12 +121,12 @@ def test_a_token_without_a_row_is_refused_where_it_is_used(folders: tuple[Path, 
             llm.generate(prompt, SamplingParams(max_tokens=2, stop_token_ids=stop_ids))
 
 
-def test_an_end_without_a_row_is_left_out(folders: tuple[Path, Path]) -> None:
+def test_end_token_without_embedding_is_left_out(folders: tuple[Path, Path]) -> None:
     write_tokenizer(folders[0], ["the", "cat", "sat", *"abcde", "<end>"])
     assert load(folders).stop_ids == {7}
 
 
-def test_a_chat_follows_the_models_template_and_is_refused_without(folders: tuple[Path, Path]) -> None:
+def test_chat_follows_template_and_needs_one(folders: tuple[Path, Path]) -> None:
     llm, turns = LLM(folders[0], device="cpu"), [{"role": "user", "content": "cat"}]
     greedy = SamplingParams(max_tokens=4, ignore_eos=True)
 
@@ -140,7 +140,7 @@ def test_a_chat_follows_the_models_template_and_is_refused_without(folders: tupl
         LLM(folders[0], device="cpu").chat(turns)
 
 
-def test_a_target_without_a_draft_is_decoded_plainly(folders: tuple[Path, Path]) -> None:
+def test_target_without_draft_decodes_plainly(folders: tuple[Path, Path]) -> None:
     greedy = SamplingParams(max_tokens=6, ignore_eos=True)
     plain, drafted = LLM(folders[0], device="cpu"), LLM(folders[0], draft=folders[1], device="cpu")
 
@@ -175,7 +175,7 @@ REFUSED: dict[str, tuple[Callable[[Path, Path], object], str]] = {
 
 
 @pytest.mark.parametrize(("spoil", "message"), REFUSED.values(), ids=REFUSED)
-def test_folders_that_make_no_pair_are_refused(
+def test_folders_that_form_no_pair_are_rejected(
     folders: tuple[Path, Path], spoil: Callable[[Path, Path], object], message: str
 ) -> None:
     spoil(*folders)
@@ -185,7 +185,7 @@ def test_folders_that_make_no_pair_are_refused(
 
 @pytest.mark.parametrize("sizes", [(8, 11), (11, 8)], ids=["a smaller draft", "a larger draft"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_equal_tokenizers_serve_vocabularies_that_differ_in_padding(
+def test_equal_tokenizers_allow_padded_vocabularies(
     folders: tuple[Path, Path], sizes: tuple[int, int], temperature: float
 ) -> None:
     for folder, size in zip(folders[::-1], sizes, strict=True):
@@ -205,7 +205,7 @@ def test_equal_tokenizers_serve_vocabularies_that_differ_in_padding(
         assert plain[0].token_ids == drafted.token_ids
 
 
-def test_tokenizers_that_differ_in_tokens_of_one_side_only_are_equal_enough(folders: tuple[Path, Path]) -> None:
+def test_tokenizers_may_differ_in_tokens_of_one_side(folders: tuple[Path, Path]) -> None:
     write_tokenizer(folders[1], [*WORDS, "<pad>"])
     assert load(folders).draft is not None
     write_tokenizer(folders[0], [*WORDS, "<image>"])
@@ -213,12 +213,12 @@ def test_tokenizers_that_differ_in_tokens_of_one_side_only_are_equal_enough(fold
         load(folders)
 
 
-def test_a_draft_that_is_nowhere_is_named_as_the_draft(folders: tuple[Path, Path]) -> None:
+def test_missing_draft_folder_is_named_as_draft(folders: tuple[Path, Path]) -> None:
     with pytest.raises(CheckpointError, match=r"^draft 'nowhere' is not a folder.*pass the folder of the draft"):
         LLM(folders[0], draft="nowhere", device="cpu")
 
 
-def test_a_quantised_draft_is_refused_before_the_target_is_read(
+def test_quantised_draft_is_rejected_before_reading_target(
     folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     quantise(folders[1])
@@ -240,7 +240,7 @@ MAY_MISS = ("generation_config.json", "tokenizer_config.json")
 
 @pytest.mark.parametrize("role", ["target", "draft"])
 @pytest.mark.parametrize("sharded", [False, True])
-def test_a_file_that_is_broken_is_named_and_no_other_is_blamed(tmp_path: Path, sharded: bool, role: str) -> None:
+def test_only_the_broken_file_is_named(tmp_path: Path, sharded: bool, role: str) -> None:
     folders = tmp_path / "target", tmp_path / "draft"
     for folder in folders:
         write_model(folder, **({"max_shard_size": "3KB"} if sharded else {}))
@@ -271,7 +271,7 @@ BLAMED = {
 
 
 @pytest.mark.parametrize(("file", "fields", "message"), BLAMED.values(), ids=BLAMED)
-def test_a_wrong_value_is_blamed_on_its_file(
+def test_wrong_value_names_its_file(
     folders: tuple[Path, Path], file: str, fields: dict[str, Any], message: str
 ) -> None:
     path = folders[0] / file
@@ -280,9 +280,7 @@ def test_a_wrong_value_is_blamed_on_its_file(
         load(folders)
 
 
-def test_the_target_hands_out_the_states_that_the_draft_reads(
-    folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_target_returns_states_the_draft_reads(folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     write_model(folders[0], num_hidden_layers=6)
     # Only which layers are asked for: the draft itself has its own tests.
     monkeypatch.setattr("spec_decode.llm.load.aux_hidden_state_layers", lambda folder, n: (2, n // 2, n - 3))
@@ -291,7 +289,7 @@ def test_the_target_hands_out_the_states_that_the_draft_reads(
 
 
 @pytest.mark.parametrize("sync", [torch.Tensor.item, torch.Tensor.nonzero, bool])
-def test_a_model_that_no_graph_can_hold_is_refused_by_its_layer(
+def test_uncapturable_model_error_names_layer(
     folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, sync: Callable[[torch.Tensor], object]
 ) -> None:
     plain = transformers.models.llama.modeling_llama.LlamaMLP.forward
@@ -306,7 +304,7 @@ def test_a_model_that_no_graph_can_hold_is_refused_by_its_layer(
         LLM(folders[0], draft=folders[1], num_speculative_tokens=2, strategy="full_loop", device="cpu")
 
 
-def test_the_layers_whose_states_the_draft_reads_are_said(tmp_path: Path) -> None:
+def test_explain_names_layers_the_draft_reads(tmp_path: Path) -> None:
     sizes = {"vocab_size": 24, "hidden_size": 16, "num_hidden_layers": 6}
     write_model(tmp_path, **sizes)
     write_tokenizer(tmp_path)
@@ -316,7 +314,7 @@ def test_the_layers_whose_states_the_draft_reads_are_said(tmp_path: Path) -> Non
     assert "reads the states" not in LLM(tmp_path, device="cpu").explain()
 
 
-def test_a_tied_output_projection_is_copied_in_8_bits_and_the_embedding_stays(folders: tuple[Path, Path]) -> None:
+def test_tied_head_is_quantised_without_its_embedding(folders: tuple[Path, Path]) -> None:
     write_model(folders[1], tie_word_embeddings=True)
     greedy = SamplingParams(max_tokens=6, ignore_eos=True)
     plain = LLM(folders[0], device="cpu", dtype="bfloat16")
@@ -328,7 +326,7 @@ def test_a_tied_output_projection_is_copied_in_8_bits_and_the_embedding_stays(fo
     assert llm.generate("the cat", greedy)[0].token_ids == plain.generate("the cat", greedy)[0].token_ids
 
 
-def test_without_the_library_the_package_to_install_is_named(
+def test_missing_transformers_names_package_to_install(
     folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("hf.attention", "hf.target"):
@@ -367,7 +365,7 @@ def test_the_command_line_decodes_a_target_alone(folders: tuple[Path, Path], mor
     ],
     ids=["chat without template", "no such draft", "no such folder"],
 )
-def test_the_command_line_refuses_what_names_no_pair(words: list[str], told: str) -> None:
+def test_command_line_rejects_arguments_without_pair(words: list[str], told: str) -> None:
     result = CliRunner().invoke(main, ["draft", "x", "--device", "cpu", *words])
 
     assert result.exit_code == 2 and told in result.output

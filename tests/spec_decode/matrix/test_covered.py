@@ -12,7 +12,7 @@ def columns(*results, **fields):
     return {each.column.tag: each for each in found.columns}
 
 
-def test_a_column_lists_what_ran_with_it_and_not_with_others():
+def test_column_lists_specs_that_ran_with_it():
     bf16 = seen(SPEC, "pass", "dtype:bfloat16", case="bf16", sliding_window=None)
     wide = seen(SPEC, "pass", WINDOW, case="window", page_size=64, sliding_window=17)
     found = columns(bf16, wide, seen(SPEC, "fail", WINDOW, case="other", page_size=1))
@@ -21,13 +21,13 @@ def test_a_column_lists_what_ran_with_it_and_not_with_others():
     assert found[WINDOW].values["rows"] == ("7",) and found[WINDOW].values["length"] == ("142",)
 
 
-def test_a_claim_that_no_passed_check_covers_is_listed():
+def test_claim_without_passed_check_is_listed():
     found = columns(seen(SPEC, "pass", WINDOW), claims={"page:64": True, "page:1": False})
     assert (found["page:64"].passed, found["page:64"].claimed, found["page:64"].values) == (0, True, {})
     assert "page:1" not in found
 
 
-def test_a_report_without_specs_says_what_it_does_not_record():
+def test_report_without_specs_marks_unrecorded_axes():
     found = columns(unrecorded())[WINDOW]
     assert found.values["page"] == ("16",) and "window" in found.unrecorded
     assert (shown(found, "window"), shown(found, "dtype")) == ("?", "bfloat16")
@@ -39,5 +39,5 @@ def test_many_sizes_are_shown_as_a_range():
     assert shown(columns(*sizes[:3])[WINDOW], "window") == "1, 2, 3"
 
 
-def test_a_refusal_that_passed_covers_nothing():
+def test_passed_refusal_covers_nothing():
     assert not columns(result("pass", "page:16", check="refusal.unclaimed_is_refused"))

@@ -121,11 +121,11 @@ class Checked:
 def crashed(installed: None, tmp_path_factory: pytest.TempPathFactory) -> Checked:
     """The check of a crash and then a sound backend."""
     folder = tmp_path_factory.mktemp("reports")
-    result = say("check", "crasher", "healthy", "--only", PICKED, "--json", str(folder))
+    result = run_command("check", "crasher", "healthy", "--only", PICKED, "--json", str(folder))
     return Checked(result, [Report.load(folder / f"check-{name}.json") for name in ("crasher", "healthy")])
 
 
-def say(*words: str) -> Result:
+def run_command(*words: str) -> Result:
     return CliRunner().invoke(main, [*words, "--device", "cpu"])
 
 
@@ -155,7 +155,7 @@ CRASHES = {name: f"the process ended with SIGABRT; it printed: no such {what}" f
 
 
 @pytest.mark.parametrize("name", REFUSALS)
-def test_a_name_that_cannot_be_had_is_refused_and_unavailable_in_the_same_words(name: str) -> None:
+def test_unusable_name_is_unavailable_with_same_reason(name: str) -> None:
     with pytest.raises(BrokenBackend) as refused:
         get(name)
     (result,) = check_backend(name, device=CPU, report=True).results
@@ -167,7 +167,7 @@ def test_a_name_that_cannot_be_had_is_refused_and_unavailable_in_the_same_words(
 @pytest.mark.parametrize(
     ("name", "reason"), [("quitter", "SystemExit: licence expired"), ("no_exception", "Abrupt: enough")]
 )
-def test_leaving_python_in_a_check_is_that_checks_error(name: str, reason: str) -> None:
+def test_system_exit_in_check_is_its_error(name: str, reason: str) -> None:
     report = check_backend(name, device=CPU, checks=["numerics.attention_is_right*base-single*", BRIEF], report=True)
     outcomes = {result.check: result.outcome for result in report.results}
     assert outcomes == {"numerics.attention_is_right": Outcome.ERROR, BRIEF: Outcome.PASS}
@@ -175,13 +175,13 @@ def test_leaving_python_in_a_check_is_that_checks_error(name: str, reason: str) 
 
 
 @pytest.mark.parametrize("package", ["rivals-a", "rivals-b"])
-def test_a_plug_in_whose_name_is_contested_keeps_its_results(package: str) -> None:
+def test_plug_in_with_contested_name_keeps_its_results(package: str) -> None:
     report = check_backend(f"{package}:rival", device=CPU, checks=[BRIEF], report=True)
     assert report.ok and report.backend == f"{package}:rival" and get(f"{package}:rival").name == package
 
 
-def test_list_names_every_refusal_and_goes_on() -> None:
-    entries = json.loads(say("list", "--json").stdout)["backends"]
+def test_list_names_every_refusal_and_continues() -> None:
+    entries = json.loads(run_command("list", "--json").stdout)["backends"]
     refused = {entry["name"]: " ".join(entry["reasons"]) for entry in entries if not entry["accepted"]}
     assert {"healthy", "torch_reference"}.isdisjoint(refused)
     assert names().count("torch_reference") == [entry["name"] for entry in entries].count("torch_reference") == 1
@@ -190,8 +190,8 @@ def test_list_names_every_refusal_and_goes_on() -> None:
     assert "of package faulty-crashes_at_import" in refused["crashes_at_import"]
 
 
-def test_doctor_names_every_refusal_and_tells_plug_ins_under_the_names_that_they_are_had_by() -> None:
-    findings = json.loads(say("doctor", "--json").stdout)
+def test_doctor_names_every_refusal_and_plug_in() -> None:
+    findings = json.loads(run_command("doctor", "--json").stdout)
     backends, plug_in = (
         {found["subject"]: (found["status"], found["detail"]) for found in findings if found["topic"] == topic}
         for topic in ("backends", "plug-ins")
@@ -205,7 +205,7 @@ def test_doctor_names_every_refusal_and_tells_plug_ins_under_the_names_that_they
     assert plug_in["faulty-torch_reference:torch_reference"][0] == plug_in["crashes_at_import"][0] == "failed"
 
 
-def test_check_names_a_crash_and_goes_on(crashed: Checked) -> None:
+def test_check_names_crash_and_continues(crashed: Checked) -> None:
     result, (crasher, healthy) = crashed.result, crashed.reports
     assert result.exit_code == 1 and not crasher.ok and healthy.ok and healthy.version == "7"
     assert healthy.counts[Outcome.PASS] == sum(each.outcome is not Outcome.UNSUPPORTED for each in healthy.results)
@@ -215,7 +215,7 @@ def test_check_names_a_crash_and_goes_on(crashed: Checked) -> None:
     assert "    tried: heads 4, KV heads 2" in result.stdout.partition(healthy.summary())[2]
 
 
-def test_what_is_available_is_found_without_what_crashes_at_import(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_available_skips_backends_that_crash_at_import(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
     def check_isolated(name: str, **_: object) -> Report:
@@ -223,13 +223,13 @@ def test_what_is_available_is_found_without_what_crashes_at_import(monkeypatch: 
         return Report(backend=name, version="1", env=environment(CPU), command="", results=())
 
     monkeypatch.setattr(subprocess_runner, "check_isolated", check_isolated)
-    result = say("check", "available")
+    result = run_command("check", "available")
     assert {"torch_reference", "healthy", "crasher", "rivals-a:rival"} <= {*asked}
     assert {"crashes_at_import", "crashes_when_asked"}.isdisjoint(asked)
     assert "not available: backend 'crashes_at_import' of package" in result.stderr
 
 
-def test_the_matrix_shows_no_evidence_for_a_plug_in_that_does_not_load_but_the_reason() -> None:
+def test_unloadable_plug_in_is_unknown_with_reason() -> None:
     names = ("quits_at_import", "rival", "healthy")
     matrix = build_matrix([check_backend(name, device=CPU, checks=[BRIEF], report=True) for name in names])
     words = [word_of(matrix, name, "contract:declared") for name in names]
@@ -237,7 +237,7 @@ def test_the_matrix_shows_no_evidence_for_a_plug_in_that_does_not_load_but_the_r
     assert "licence expired" in to_html(matrix)
 
 
-def test_a_crash_and_a_hang_are_named_with_their_check_and_broken_beside_what_is_verified(crashed: Checked) -> None:
+def test_crash_and_hang_are_broken_with_their_check(crashed: Checked) -> None:
     hung = MatrixRun(device=CPU, tags=(TAG,), limits=TimeLimits(check=HANG_LIMIT, backend=UNLIMITED))
     reports = [*crashed.reports, *hung.of(["hanger"])]
     words = (

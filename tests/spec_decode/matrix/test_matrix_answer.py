@@ -52,12 +52,12 @@ def axes(near):
     return [difference.axis for difference in near.differences]
 
 
-def test_a_check_of_what_was_asked_is_exact_evidence_and_hides_the_rest():
+def test_exact_evidence_hides_the_rest():
     found = only(seen(), seen(case="b", sliding_window=17), seen(case="c", dtype=torch.float32, kv_dtype=torch.float32))
     assert found.exact and [(near.passed, near.total, near.differences) for near in found.near] == [(1, 1, ())]
 
 
-def test_marginals_are_no_conjunction():
+def test_separate_passes_are_not_combined():
     """A window passed and bf16 passed, but no check had both."""
     in_fp32 = seen(case="window", dtype=torch.float32, kv_dtype=torch.float32)
     found = only(in_fp32, seen(case="bf16", sliding_window=None))
@@ -65,19 +65,19 @@ def test_marginals_are_no_conjunction():
     assert {near.case: axes(near) for near in found.near} == {"window": ["dtype"], "bf16": ["window"]}
 
 
-def test_of_sizes_on_one_axis_the_nearest_is_shown_and_all_are_counted():
+def test_nearest_size_on_an_axis_is_shown():
     found = only(*(seen(case=str(size), sliding_window=size) for size in (17, 1024, 100_000)))
     (near,) = found.near
     assert (near.case, near.passed, near.total) == ("1024", 3, 3)
     assert near.differences[0].asked == "4096" and near.differences[0].found == "1024"
 
 
-def test_no_window_is_further_than_a_window_of_another_size():
+def test_no_window_is_further_than_another_size():
     found = only(seen(case="none", sliding_window=None), seen(case="small", sliding_window=17))
     assert [near.case for near in found.near] == ["small"]
 
 
-def test_a_failure_on_what_was_asked_hides_no_pass_and_is_shown():
+def test_exact_failure_is_shown_beside_near_passes():
     found = only(seen(outcome="fail", case="exact"), seen(case="near", sliding_window=17))
     assert not found.exact
     assert [(near.case, near.passed, near.total, len(near.failures)) for near in found.near] == [
@@ -100,17 +100,17 @@ def test_a_failure_on_what_was_asked_hides_no_pass_and_is_shown():
         ({"page_size": 64}, "page"),
     ],
 )
-def test_what_was_not_asked_for_is_a_difference(spec, axis):
+def test_unrequested_feature_is_a_difference(spec, axis):
     (near,) = only(seen(**spec)).near
     assert axes(near) == [axis]
 
 
-def test_axes_that_no_word_names_are_free():
+def test_unnamed_axes_are_free():
     assert only(seen(head_dim=64, value_dim=64, num_q_heads=64, num_kv_heads=8, scale=0.3)).exact
 
 
 @pytest.mark.parametrize(("words", "exact"), [("rows 7", True), ("rows 8", False), ("length 142, decode", True)])
-def test_rows_and_length_are_covered_by_more(words, exact):
+def test_rows_and_length_are_covered_by_larger(words, exact):
     assert only(seen(SPEC, "pass", "mode:decode"), words=f"{WORDS}, {words}").exact is exact
 
 
@@ -128,7 +128,7 @@ def test_only_checks_that_run_the_spec_are_evidence():
     assert not only(seen(outcome="unsupported")).near
 
 
-def test_a_report_without_specs_tells_what_its_columns_hold():
+def test_report_without_specs_uses_its_columns():
     (near,) = only(unrecorded()).near
     assert [(each.axis, each.found, each.recorded) for each in near.differences] == [
         ("window", "of unrecorded size", False),
@@ -144,14 +144,14 @@ def test_a_report_without_specs_tells_what_its_columns_hold():
     assert [each.found for each in near.differences] == ["the report does not record it"]
 
 
-def test_the_newest_result_of_a_check_counts_with_its_own_date():
+def test_newest_result_counts_with_its_own_date():
     older, newer = report(seen(), date=OLD, claims=CLAIMS), report(seen(outcome="fail"), date=NEW, claims=CLAIMS)
     found = ask(older, newer)
     (near,) = found.backends[0].near
     assert not found.backends[0].exact and found.runs[near.run].env.date == NEW
 
 
-def test_backends_with_exact_evidence_come_first_and_those_that_refuse_last():
+def test_exact_backends_come_first_and_refusing_last():
     reports = [
         report(seen(), backend="refuses", claims={**CLAIMS, "page:16": False}),
         report(seen(sliding_window=17), backend="a_near", claims=CLAIMS),
@@ -178,33 +178,33 @@ NO_LOOP = {"strategy:full_loop": Claim(claimed=False, reason="REBUILD")}
         ({"*": Claim(claimed=False, reason="runs on cuda")}, WORDS, ["runs on cuda"]),
     ],
 )
-def test_what_a_report_claims_decides_for_a_backend_that_is_not_installed(claims, words, reasons):
+def test_recorded_claims_decide_for_absent_backend(claims, words, reasons):
     says = only(seen(), words=words, claims={**CLAIMS, **claims}).acceptance
     assert (says.support.value == "refused") is bool(reasons)
     assert list(says.reasons) == reasons
 
 
-def test_the_committed_reports_say_which_features_a_backend_needs():
+def test_committed_reports_name_required_features():
     """The words of that claim are the kit's."""
     found = ask(Report.load(ROOT / "reports/h100/check-flashmla_sparse.json"), words="mla, dim 512, page 64, bf16")
     says = found.backends[0].acceptance
     assert says.required == ("sliding_window",) and "serves only specs with sliding_window" in says.reasons
 
 
-def test_what_claims_leave_open_is_said():
+def test_undecided_claims_are_reported():
     says = only(seen(), words="window 4096, group 8, page 32, bf16", claims=CLAIMS).acceptance
     assert says.support.value == "accepted" and says.unsaid == ("page 32", "group 8", "window 4096")
     gone = only(result("unavailable", "*", check="contract.loads", reason="no package"), claims={}).acceptance
     assert (gone.support.value, gone.reasons) == ("unknown", ("no package",))
 
 
-def test_a_check_that_saw_mha_refused_decides_where_no_column_can():
+def test_refused_mha_check_decides_attention_kind():
     refused = result("pass", "contract:refusals", check="refusal.unclaimed_is_refused", case="mha")
     assert only(refused).acceptance.reasons == ("serves mla, not mha",)
     assert only(refused, words=f"{WORDS}, mla").acceptance.reasons == ()
 
 
-def test_the_record_of_an_installed_backend_decides_with_its_reasons():
+def test_installed_backend_decides_with_its_reasons():
     backends = {name: registry.get(name) for name in ("torch_reference", "triton_mla")}
     reports = [report(seen(), backend=name, cuda=None, claims=CLAIMS) for name in backends]
     found = ask(*reports, installed=backends)
@@ -214,7 +214,7 @@ def test_the_record_of_an_installed_backend_decides_with_its_reasons():
     assert "installed here" in refused.source
 
 
-def test_a_record_that_cannot_be_read_leaves_the_answer_open():
+def test_unreadable_backend_leaves_answer_unknown():
     class Odd(type(registry.get("torch_reference"))):
         def unsupported_reasons(self, spec, device):
             raise RuntimeError("no reason")
@@ -223,7 +223,7 @@ def test_a_record_that_cannot_be_read_leaves_the_answer_open():
     assert found.acceptance.support.value == "unknown" and "RuntimeError: no reason" in found.acceptance.reasons[0]
 
 
-def test_a_page_has_the_nearest_groups_and_the_json_all():
+def test_page_shows_nearest_groups_and_json_all():
     combinations = product(*([{}, change] for change in FLAGS))
     specs = [{name: value for part in parts for name, value in part.items()} for parts in combinations]
     four = [each for each in specs if len(each) == 3]
@@ -244,14 +244,14 @@ FLAGS = (
 )
 
 
-def test_devices_are_chosen_by_part_of_their_name_or_by_kind():
+def test_device_matches_by_name_part_or_kind():
     reports = [report(device="NVIDIA H100 80GB"), report(device="NVIDIA H200"), report(device="Xeon", cuda=None)]
     for device, count in {"": 3, "h100": 1, "cuda": 2, "CPU": 1, "B200": 0}.items():
         assert len(ask(*reports, device=device).backends) == count
     assert NOTHING in list(to_lines(ask(*reports, device="B200"))) and NOTHING in to_html(ask(device="B200"))
 
 
-def test_all_forms_say_verdict_reason_differences_device_and_date():
+def test_every_format_has_answer_reason_and_date():
     reports = [
         report(seen(sliding_window=17), claims=CLAIMS, date=NEW),
         report(seen(), backend="refuses", claims={**CLAIMS, "page:16": False}),

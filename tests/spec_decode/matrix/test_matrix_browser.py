@@ -108,7 +108,7 @@ def background(page) -> str:
     return page.evaluate("getComputedStyle(document.body).backgroundColor")
 
 
-def test_rows_and_what_could_not_be_loaded_are_filtered_by_device_and_backend(visit):
+def test_rows_and_absent_backends_are_filtered(visit):
     page = visit()
     assert len(shown_rows(page)) == 4
     folded = page.locator(".absent summary")
@@ -130,7 +130,7 @@ def test_rows_and_what_could_not_be_loaded_are_filtered_by_device_and_backend(vi
     assert len(shown_rows(page)) == 4
 
 
-def test_a_cell_opens_alone_to_its_evidence_and_closes_with_escape(visit):
+def test_cell_opens_alone_and_escape_closes_it(visit):
     page = visit()
     cell = page.locator(".matrix summary", has_text="page 2 broken").first
     cell.focus()
@@ -145,7 +145,7 @@ def test_a_cell_opens_alone_to_its_evidence_and_closes_with_escape(visit):
     assert panel.count() == 1
 
 
-def test_a_feature_is_shown_alone_and_filters_and_the_open_cell_are_in_the_address_while_they_are_looked_at(visit):
+def test_filters_and_open_cell_are_in_address(visit):
     page = visit()
     page.locator("#f-feature").select_option(label="page 2")
     assert page.locator(".matrix tr[data-backend]").first.locator("td:visible").count() == 1
@@ -162,13 +162,13 @@ def test_a_feature_is_shown_alone_and_filters_and_the_open_cell_are_in_the_addre
     playwright.expect(again).not_to_have_url(re.compile("#.*(device|feature)"))
 
 
-def test_the_page_asks_for_nothing_and_an_address_of_something_that_is_gone_shows_everything(visit, page_file):
+def test_page_loads_nothing_and_ignores_unknown_address(visit, page_file):
     page = visit(address=f"{page_file.as_uri()}#device=none&cell=none&feature=none")
     assert len(shown_rows(page)) == 4 and not page.locator(".panel:visible").count()
     assert [url.partition("#")[0] for url in page.requests] == [page_file.as_uri()] and page.complaints == []
 
 
-def test_the_theme_follows_the_system_and_the_button(visit):
+def test_theme_follows_system_and_button(visit):
     page = visit(color_scheme="light")
     bright = background(page)
     page.emulate_media(color_scheme="dark")
@@ -182,7 +182,7 @@ def test_the_theme_follows_the_system_and_the_button(visit):
     assert background(page) == dim and "system" in button.inner_text()
 
 
-def test_without_scripts_everything_but_the_filters_is_there(visit):
+def test_page_without_scripts_lacks_only_filters(visit):
     page = visit(java_script_enabled=False)
     assert not page.locator("#filter").is_visible() and not page.locator("#theme").is_visible()
     assert len(shown_rows(page)) == 4 and page.locator("svg[role=img]:visible").count()
@@ -193,7 +193,7 @@ def test_without_scripts_everything_but_the_filters_is_there(visit):
     assert page.locator(".panel:visible").count() == 0
 
 
-def test_on_a_phone_nothing_is_cut_off_and_each_mark_has_its_name(visit):
+def test_phone_width_cuts_off_nothing(visit):
     page = visit(viewport={"width": 360, "height": 740})
     assert page.evaluate("document.documentElement.scrollWidth") <= 360
     assert page.locator(".matrix tr[data-backend] .name:visible").first.inner_text().strip() == "advance"
@@ -203,7 +203,7 @@ def test_on_a_phone_nothing_is_cut_off_and_each_mark_has_its_name(visit):
 
 
 @pytest.mark.parametrize(("scheme", "width"), [("light", 1280), ("dark", 360)])
-def test_axe_finds_nothing(opened_up, scheme, width):
+def test_axe_finds_no_violations(opened_up, scheme, width):
     opened_up.emulate_media(color_scheme=scheme)
     opened_up.set_viewport_size({"width": width, "height": 800})
     assert opened_up.locator(".panel:visible").count() == 1

@@ -35,7 +35,7 @@ STATUSES = [
 
 
 @pytest.mark.parametrize(("outcomes", "claimed", "not_claimed", "unsaid"), STATUSES)
-def test_outcomes_and_a_claim_make_a_status(outcomes, claimed, not_claimed, unsaid):
+def test_outcomes_and_claim_give_status(outcomes, claimed, not_claimed, unsaid):
     found = [seen(*outcomes.split(), claim=claim).status for claim in (YES, NO, None)]
     assert found == [claimed, not_claimed, unsaid]
 
@@ -50,7 +50,7 @@ def test_outcomes_and_a_claim_make_a_status(outcomes, claimed, not_claimed, unsa
         ("pass unavailable not_run", (1, 1, 0), ["unavailable", "not_run"]),
     ],
 )
-def test_counts_leave_out_refusals_and_notes_tell_failures_first(outcomes, counts, notes):
+def test_counts_exclude_refusals_and_notes_start_with_failures(outcomes, counts, notes):
     found = seen(*outcomes.split())
     assert (found.passed, found.total, found.refused) == counts
     assert [note.outcome for note in found.notes] == notes
@@ -59,7 +59,7 @@ def test_counts_leave_out_refusals_and_notes_tell_failures_first(outcomes, count
 @pytest.mark.parametrize(
     ("values", "worst"), [((0.1, 0.4, 0.2), 0.4), ((math.nan, 0.5), None), ((0.5, math.nan), None)]
 )
-def test_the_worst_error_is_the_largest_or_no_number(values, worst):
+def test_worst_error_is_largest_or_nan(values, worst):
     found = evidence_of([result("pass", evidence={"error_over_budget": value}) for value in values], YES)
     if worst is None:
         assert found.worst is not None and math.isnan(found.worst)
@@ -67,19 +67,19 @@ def test_the_worst_error_is_the_largest_or_no_number(values, worst):
         assert found.text == "verified 3/3 0.4x"
 
 
-def test_equal_reasons_become_one_note_with_a_count_and_the_shortest_is_told_first():
+def test_equal_reasons_become_one_note_shortest_first():
     reasons = ["no sinks; no window", *["no sinks"] * 14]
     refusals = [result("unsupported", reason=reason, case=str(n)) for n, reason in enumerate(reasons)]
     notes = evidence_of(refusals).notes
     assert [(note.reason, note.case, note.count) for note in notes] == [("no sinks", "1", 14), (reasons[0], "0", 1)]
 
 
-def test_where_nothing_ran_there_is_no_number_and_a_claim_has_its_level():
+def test_cell_without_results_shows_no_number():
     assert seen("not_run", claim=NO).text == "unknown"
     claimed = Cell(status=CLAIMED, claim=Claim(claimed=True, level="in graph"))
     assert claimed.text == "claimed (in graph)"
 
 
-def test_evidence_of_older_source_is_marked_with_and_without_a_number():
+def test_evidence_of_older_source_is_marked():
     texts = [evidence_of([result(outcome)], YES, changed=("m",)).text for outcome in ("pass", "unsupported")]
     assert texts == ["verified 1/1*", "claimed*"]

@@ -26,19 +26,19 @@ def statuses(matrix: Matrix) -> list[list[str]]:
         (f"moon:full {TAG} odd", f"{TAG} moon:full odd"),
     ],
 )
-def test_columns_come_in_groups_numbers_in_their_order_and_unknown_ones_at_the_end(tags, columns):
+def test_columns_are_grouped_and_ordered(tags, columns):
     found = build_matrix([report(result("pass", *tags.split()))]).columns
     assert " ".join(column.tag for column in found) == columns
     assert all((column.label, column.group) == ("moon full", "moon") for column in found if column.tag == "moon:full")
 
 
-def test_a_claim_makes_a_column_without_a_check_and_only_those_asked_for_are_made():
+def test_claim_creates_column_unless_filtered_by_tags():
     assert statuses(build_matrix([report(claims={"page:64": True})])) == [["claimed"]]
     matrix = build_matrix([report(result("pass", "page:4", "dim:64"), claims={"page:1": True})], tags=["page:*"])
     assert [column.tag for column in matrix.columns] == ["page:1", "page:4"]
 
 
-def test_a_result_counts_in_every_column_that_it_is_tagged_with_or_for_its_family():
+def test_result_counts_in_every_tagged_column():
     assert statuses(build_matrix([report(result("fail", "page:4", "dim:64"), result("pass", "page:4"))])) == [
         ["broken", "broken"]
     ]
@@ -48,7 +48,7 @@ def test_a_result_counts_in_every_column_that_it_is_tagged_with_or_for_its_famil
     assert statuses(matrix) == [["verified", "broken"]]
 
 
-def test_what_holds_for_everything_fills_only_what_has_nothing_of_its_own():
+def test_result_for_everything_fills_only_empty_cells():
     whole = result("unavailable", EVERYTHING, reason="no package")
     matrix = build_matrix([report(result("pass", "page:4"), result("pass", "dim:64"), backend="a"), report(whole)])
     assert statuses(matrix)[1] == ["unknown", "unknown"]
@@ -57,7 +57,7 @@ def test_what_holds_for_everything_fills_only_what_has_nothing_of_its_own():
     assert statuses(both) == [["verified", "unknown"]]
 
 
-def test_a_backend_that_claims_nothing_on_a_device_claims_no_column():
+def test_backend_claiming_nothing_on_device_has_no_claim():
     nothing = Claim(claimed=False, reason="runs on cuda, not on cpu")
     row = build_matrix(
         [report(result("unsupported", EVERYTHING), claims={EVERYTHING: nothing}), report(result("pass"), backend="a")]
@@ -65,7 +65,7 @@ def test_a_backend_that_claims_nothing_on_a_device_claims_no_column():
     assert row.cells[TAG].status is Status.REFUSED and row.cells[TAG].claim == nothing
 
 
-def test_rows_are_versions_on_devices_gpus_and_what_was_checked_last_first():
+def test_rows_are_ordered_with_last_checked_first():
     reports = [
         report(backend="b", device="x"),
         report(backend="a", device="z", cuda=None),
@@ -76,7 +76,7 @@ def test_rows_are_versions_on_devices_gpus_and_what_was_checked_last_first():
     assert [f"{row.device} {row.backend} {row.version}" for row in rows] == ["x a 0", "x a 1", "x b 1", "z a 1"]
 
 
-def test_runs_of_one_version_share_a_row_and_are_not_averaged():
+def test_runs_of_one_version_share_a_row():
     reports = [report(result("fail"), date=OLD), report(result("pass"), result("pass"), date=NEW)]
     matrix = build_matrix(reports)
     (row,) = matrix.rows
@@ -88,7 +88,7 @@ def checked(cases, outcome="pass", check="numerics.right", tag=TAG):
     return [result(outcome, tag, check=check, case=case) for case in cases.split()]
 
 
-def test_a_soak_does_not_hide_the_checks_of_its_column():
+def test_soak_does_not_hide_checks_of_its_column():
     checks = report(*checked("a b c", check="drafter.agree", tag="strategy:full_loop"), date=OLD)
     soak = report(*checked("r10-s0", check="soak.long", tag="strategy:full_loop"), date=NEW)
     matrix = build_matrix([checks, soak])
@@ -120,7 +120,7 @@ def test_the_newest_result_of_each_check_counts(older, newer, text, conflict):
     assert (row.cells[TAG].text, row.cells[TAG].conflict) == (text, conflict)
 
 
-def test_a_newer_partial_run_leaves_the_other_columns_to_the_older_one():
+def test_newer_partial_run_leaves_other_columns():
     older = report(result("pass", "page:4"), result("pass", "dim:64"), date=OLD)
     newer = report(result("fail", "page:4"), date=NEW)
     matrix = build_matrix([older, newer])
@@ -140,12 +140,12 @@ def test_a_newer_partial_run_leaves_the_other_columns_to_the_older_one():
         ),
     ],
 )
-def test_a_cell_has_the_command_that_checks_it_again(fields, title, repro):
+def test_cell_has_command_that_repeats_its_check(fields, title, repro):
     (row,) = build_matrix([report(result("pass"), **fields)]).rows
     assert (row.title, row.cells[TAG].repro) == (title, repro)
 
 
-def test_an_older_version_is_stale_once_a_newer_one_was_checked_there():
+def test_older_version_is_stale_after_newer_check():
     reports = [report(version="1", date=OLD), report(version="2", date=NEW), report(version="1", device="y", date=OLD)]
     stale = {(row.device, row.version): row.stale for row in build_matrix(reports).rows}
     assert stale == {
@@ -155,13 +155,13 @@ def test_an_older_version_is_stale_once_a_newer_one_was_checked_there():
     }
 
 
-def test_another_version_than_the_present_one_and_evidence_for_another_contract_are_stale():
+def test_other_version_or_contract_is_stale():
     rows = build_matrix([report(version="1"), report(backend="other")], current={"k": "1.1"}).rows
     assert [row.stale for row in rows] == [("version 1.1 is installed now",), ()]
     assert "built for contract 0.9" in build_matrix([report(contract="0.9")]).rows[0].stale[0]
 
 
-def test_the_json_carries_a_nan_by_name_and_the_status_of_each_cell():
+def test_json_has_nan_by_name_and_cell_status():
     data = to_json(build_matrix([report(result("fail", evidence={"error_over_budget": math.nan}))]))
     cell = msgspec.json.decode(data)["rows"][0]["cells"][TAG]
     assert (cell["status"], cell["evidence"][0]["worst"]) == ("broken", "nan")
@@ -189,19 +189,19 @@ def drafted(*timings, **fields):
         ({"refusal": "needs a graph", "accepted": None}, Status.REFUSED),
     ],
 )
-def test_a_draft_is_broken_where_its_text_leaves_what_it_must_be(fields, status):
+def test_draft_is_broken_if_its_text_differs(fields, status):
     cell = drafted(**fields)
     assert cell.status is status and cell.refusal == fields.get("refusal", "")
 
 
 @pytest.mark.parametrize("other", [{"backend": "x"}, {"strategy": "eager"}, {"case": "round/steps"}, {"host_us": None}])
-def test_host_time_is_that_of_whole_rounds_of_the_same_backend_and_strategy(other):
+def test_host_time_comes_from_whole_rounds_only(other):
     host = [1.0, 2.0, 3.0]
     whole = {"case": "round", "strategy": "full_loop", "num_speculative_tokens": 4, "host_us": host}
     assert [time.us.p50 for time in drafted(timing(**whole), timing(**{**whole, **other})).host] == [2.0]
 
 
-def test_prompts_of_all_graph_modes_are_counted_together_and_those_of_other_shapes_apart():
+def test_prompts_are_summed_over_graph_modes():
     one = agreement(unlike_eager=1)
     more = [{"graph_modes": ["piecewise", "none"], "unlike_eager": 2}, {"num_speculative_tokens": 5, "accepted": 4.0}]
     rows = one.rows + tuple(agreement(**fields).rows[0] for fields in more)
@@ -225,14 +225,14 @@ def bars_of(*rows):
     return panel.bars
 
 
-def test_one_panel_holds_what_was_timed_at_one_shape():
+def test_panel_contains_timings_of_one_shape():
     peer = timing(backend="p", peer=True)
     sections = sections_of(timing(), peer, timing(num_reqs=32), timing(spec="16/1 heads, mla"))
     assert [[len(panel.bars) for panel in section.panels] for section in sections] == [[2, 1], [1]]
     assert [(bar.label, bar.peer) for bar in sections[0].panels[0].bars] == [("k", False), ("p", True)]
 
 
-def test_what_is_sampled_from_is_part_of_the_shape():
+def test_sampling_distribution_is_part_of_shape():
     flat, peaked = (
         {"case": "sampling/top-k", "context": None, "spec": f"{kind} logits"} for kind in ("flat", "peaked")
     )
@@ -256,19 +256,19 @@ WHOLE = {"case": "round", "strategy": "full_loop"}
         ({**WHOLE, "limits": [limit("host_us", 80, False), limit("gpu_us", 20, True)]}, (20.0, True)),
     ],
 )
-def test_a_limit_is_drawn_only_on_what_it_limits_and_one_that_is_open_leaves_the_bar_open(fields, bar):
+def test_limit_is_drawn_only_on_its_quantity(fields, bar):
     (found,) = bars_of(timing(**fields))
     assert (found.limit, found.met) == bar
     assert "host_us" not in str([each.text for each in found.limits])
 
 
-def test_a_limit_on_the_host_is_no_verdict_on_the_gpu():
+def test_host_limit_gives_no_gpu_result():
     sections = sections_of(timing(**WHOLE, host_us=[90.0, 90.0, 90.0], limits=[limit("host_us", 80, False)]))
     met = [(section.quantity[:3], section.panels[0].bars[0].met) for section in sections]
     assert met == [("GPU", None), ("hos", False)]
 
 
-def test_a_bar_far_beyond_the_others_does_not_set_the_scale():
+def test_outlier_bar_does_not_set_the_scale():
     rows = [timing(), timing(backend="b"), timing(backend="c", gpu_us=[900.0, 900.0, 900.0])]
     (panel,) = sections_of(*rows)[0].panels
     marks = plot(panel, "GPU time").marks
@@ -338,11 +338,11 @@ LABELS = {
 
 
 @pytest.mark.parametrize(("rows", "labels"), LABELS.values(), ids=LABELS)
-def test_no_two_bars_of_a_panel_are_told_alike(rows, labels):
+def test_bars_of_a_panel_have_unique_labels(rows, labels):
     assert "; ".join(bar.label.removeprefix("k K = 2, 1.0 accepted, ") for bar in bars_of(*rows)) == labels
 
 
-def test_engines_are_compared_by_the_time_of_a_token_whatever_they_draft():
+def test_engines_are_compared_by_time_per_token():
     drafting = engine(num_speculative_tokens=4, accepted=2.0, host_us=[1, 1, 1])
     assert [(bar.label, bar.us.p50, bar.us.p80) for bar in bars_of(engine(strategy=""), drafting)] == [
         ("k K = 4, 2.0 accepted", 10.0, 20.0),
@@ -350,7 +350,7 @@ def test_engines_are_compared_by_the_time_of_a_token_whatever_they_draft():
     ]
 
 
-def test_a_tree_and_as_many_tokens_in_a_row_are_told_apart_by_their_number():
+def test_trees_and_chains_are_separated_by_token_count():
     rows = [timing(case="tree-verify", num_tokens=count, tree=tree) for count in (16, 64) for tree in (False, True)]
     (section,) = sections_of(*rows)
     assert [(panel.title.split(", ")[1], [bar.label for bar in panel.bars]) for panel in section.panels] == [

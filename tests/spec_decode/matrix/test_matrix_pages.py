@@ -58,7 +58,7 @@ def one(outcome: str = "fail", **fields):
     return build_matrix([report(result(outcome, **fields), claims={"mode:decode": True})])
 
 
-def test_no_element_of_the_page_comes_from_a_report():
+def test_report_text_adds_no_page_element():
     plain = build_matrix(
         [report(result("fail"), backend="b", version=v, claims={"mode:decode": True, "axis:x": True}) for v in "12"],
         [agreement(refusal="no")], [timing(case="c")], current={"b": "2"},
@@ -67,7 +67,7 @@ def test_no_element_of_the_page_comes_from_a_report():
     assert kinds[1] <= kinds[0] | {"details", "summary"} and "img" not in kinds[1]
 
 
-def test_no_attribute_of_the_page_is_a_handler_or_leads_elsewhere():
+def test_page_attributes_have_no_handlers_or_external_links():
     page = Page(to_html(hostile()))
     assert page.balanced
     for tag, attributes in page.elements:
@@ -76,12 +76,12 @@ def test_no_attribute_of_the_page_is_a_handler_or_leads_elsewhere():
         assert "style" not in attributes
 
 
-def test_the_page_has_one_script_and_its_policy_allows_no_other():
+def test_page_has_one_script_and_its_policy():
     text = to_html(hostile())
     assert text.count("<script") == 1 and "script-src 'sha256-" in text and "default-src 'none'" in text
 
 
-def test_controls_of_a_terminal_or_of_bidi_text_are_spelled_out_everywhere():
+def test_control_characters_are_escaped_in_every_format():
     for text in (to_html(hostile()), drawn(hostile())):
         assert "\x1b" not in text and "\u202e" not in text
         assert "\\x1b[2J" in text
@@ -126,24 +126,24 @@ SHOWN = {
 
 
 @pytest.mark.parametrize(("renders", "matrix", "words"), SHOWN.values(), ids=SHOWN)
-def test_every_page_shows(renders, matrix, words):
+def test_every_page_shows_expected_text(renders, matrix, words):
     for render in renders:
         text = render(matrix)
         assert text and all(part in text for part in words), render
 
 
 @pytest.mark.parametrize("render", ALL)
-def test_what_is_not_stale_is_not_called_so(render):
+def test_current_evidence_is_not_called_stale(render):
     assert "(stale)" not in render(one("pass")) and "Stale" not in render(one("pass"))
 
 
-def test_the_terminal_page_carries_its_meaning_in_ascii_text():
+def test_terminal_table_is_readable_ascii():
     text = drawn(build_matrix([report(result("pass"), result("xfail", reason="[red]#12[/red]"))]))
     assert "partial 1/2 ^1" in text and "^1 xfail: numerics.right[decode-2]: [red]#12[/red]" in text
     assert text.isascii()
 
 
-def test_a_plot_says_as_text_what_it_draws():
+def test_plot_has_text_alternative():
     page = Page(to_html(build_matrix([], (), [timing(), timing(backend="p", peer=True)])))
     (label,) = [attributes["aria-label"] for tag, attributes in page.elements if attributes.get("role") == "img"]
     assert label == (
@@ -151,12 +151,12 @@ def test_a_plot_says_as_text_what_it_draws():
     )
 
 
-def test_the_same_reports_make_the_same_page_whatever_their_order():
+def test_page_does_not_depend_on_report_order():
     reports = [report(result("pass"), backend=name, date=f"2026-01-0{n}") for n, name in enumerate("abc", 1)]
     assert to_html(build_matrix(reports)) == to_html(build_matrix(reports[::-1]))
 
 
-def test_a_page_of_many_cells_has_less_than_a_kilobyte_a_cell():
+def test_page_needs_under_a_kilobyte_per_cell():
     reports = [
         report(
             *(result(("pass", "fail", "unsupported")[n % 3], f"page:{n}", reason="r" * 80) for n in range(40)),
@@ -174,33 +174,33 @@ def panel_of(text: str) -> str:
 
 
 @pytest.mark.parametrize("count, words", [(1, "1 of 1 check passed"), (2, "2 of 2 checks passed")])
-def test_one_thing_is_in_the_singular(count, words):
+def test_single_item_is_in_the_singular(count, words):
     text = to_html(build_matrix([report(*[result("pass")] * count)]))
     assert words in panel_of(text) and "1 backend version on 1 device,\n1 column, 1 run." in text
 
 
-def test_a_page_without_draft_pairs_says_so_and_how_to_make_some():
+def test_page_without_draft_pairs_names_their_test():
     text = to_html(build_matrix([report(result("pass"))]))
     assert "without a report of draft pairs" in text and "tests/gpu/test_pair_agreement.py" in text
     assert "without a report of draft pairs" not in to_html(build_matrix([], [agreement()]))
 
 
 @pytest.mark.parametrize("seen, why", [((), "no case run"), (("unsupported",), "requires more than is")])
-def test_a_claim_that_was_not_tried_says_what_was_not_and_what_would_try_it(seen, why):
+def test_untested_claim_shows_reason_and_command(seen, why):
     results = [result(outcome, "dim:64") for outcome in seen]
     text = panel_of(to_html(build_matrix([report(*results, claims={"dim:64": True})])))
     assert "Not tested:" in text and why in text
     assert "attn-backends matrix --run k --device cuda --tag dim:64" in text
 
 
-def test_another_projects_backend_has_a_badge_with_its_package_and_version():
+def test_plug_in_backend_has_badge_with_package():
     text = to_html(
         build_matrix([report(result("pass"), package="their-kernels 2.1"), report(result("pass"), backend="o")])
     )
     assert text.count('class="badge"') == 1 and "their-kernels 2.1</em>" in text
 
 
-def test_backends_of_absent_packages_have_no_row_of_dots():
+def test_unloadable_backend_has_no_row():
     gone = report(result("unavailable", "*", reason="needs a package"), backend="gone")
     text = to_html(build_matrix([gone, report(result("pass"))]))
     assert text.count('<td role="cell" class="w-') == 1

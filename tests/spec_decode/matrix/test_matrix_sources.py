@@ -36,7 +36,7 @@ def without(fields: dict[str, object], name: str) -> dict[str, object]:
     return {key: value for key, value in fields.items() if key != name}
 
 
-def test_a_folder_stands_for_the_evidence_below_it(tmp_path):
+def test_folder_is_searched_for_evidence(tmp_path):
     (tmp_path / "h200").mkdir()
     write(tmp_path / "h200", "check-k.json", report().document())
     write(tmp_path, "pair-agreement.json", msgspec.to_builtins(agreement()))
@@ -90,14 +90,14 @@ DOCUMENTS = {
 
 
 @pytest.mark.parametrize(("document", "words"), [*TEXTS.values(), *DOCUMENTS.values()], ids=[*TEXTS, *DOCUMENTS])
-def test_what_is_no_evidence_is_refused_by_its_name_with_what_to_do(tmp_path, document, words):
+def test_invalid_evidence_is_rejected_by_name(tmp_path, document, words):
     assert document != WHOLE
     with pytest.raises(ReportError, match=rf"x\.json .*{words}") as caught:
         Sources.read([write(tmp_path, "x.json", document)])
     assert "again" in str(caught.value)
 
 
-def test_a_pipe_named_like_a_report_is_refused_at_once_and_a_folder_is_skipped(tmp_path):
+def test_pipe_is_rejected_and_folder_skipped(tmp_path):
     (tmp_path / "check-k.json").mkdir()
     assert files_below([tmp_path]) == []
     os.mkfifo(tmp_path / "check-p.json")
@@ -112,7 +112,7 @@ def test_an_edited_report_is_refused(tmp_path):
         Sources.read([path])
 
 
-def test_a_case_of_the_bench_may_have_columns_of_its_own(tmp_path):
+def test_bench_case_may_have_its_own_columns(tmp_path):
     (found,) = Sources.read([write(tmp_path, "x.json", timings(row(peer_ratio=0.7)))]).timings
     assert (found.case, found.gpu_us, found.command) == (timing().case, timing().gpu_us, "bench")
 
@@ -123,7 +123,7 @@ def test_timing_has_the_title_that_its_report_gives_the_case(tmp_path):
     assert [timed.title for timed in found] == ["A whole draft round", "step"]
 
 
-def test_a_timing_is_as_old_as_the_modules_behind_its_case(tmp_path):
+def test_timing_is_as_old_as_its_case_modules(tmp_path):
     devices = SourceRecord.of({"": ["builders.devices"]}).modules["builders"]["devices"]
     modules = {"builders": {"errors": "00000000", "devices": devices}}
     document = timings(row(case="old/round"), row(case="new"), row(case="older"))
@@ -132,7 +132,7 @@ def test_a_timing_is_as_old_as_the_modules_behind_its_case(tmp_path):
     assert [timed.changed for timed in found] == [("builders.errors",), (), ("builders.errors",)]
 
 
-def test_a_part_of_modules_that_are_not_there_is_refused(tmp_path):
+def test_part_with_unknown_modules_is_rejected(tmp_path):
     document = timings(row())
     document["sources"] = {"modules": {"builders": {"errors": "00000000"}}, "parts": {"throughput": [1]}}
     with pytest.raises(ReportError, match=r"parts must index the 1 modules, got 1"):

@@ -36,7 +36,7 @@ def test_a_described_spec_is_a_question(spec):
     assert next(specs_of(Question.of(spec.describe()))) == spec
 
 
-def test_what_no_word_gives_is_off_or_free():
+def test_unnamed_features_are_off_and_sizes_free():
     question = Question.of("window 4096, group 8")
     assert question.describe() == (
         "window 4096, group 8, mha, no soft cap, no sinks, no batch invariant, no blocks, no trees"
@@ -46,7 +46,7 @@ def test_what_no_word_gives_is_off_or_free():
     assert {spec.page_size for spec in specs} >= {16, 64} and {spec.head_dim for spec in specs} >= {64, 128}
 
 
-def test_a_question_of_latents_has_one_kv_head():
+def test_question_about_latents_has_one_kv_head():
     specs = list(specs_of(Question.of("mla, group 16")))
     assert {(spec.kind, spec.num_kv_heads, spec.num_q_heads) for spec in specs} == {(AttentionKind.MLA, 1, 16)}
     assert isinstance(specs[0], AttentionSpec)
@@ -73,7 +73,7 @@ def test_a_question_of_latents_has_one_kv_head():
         ("scale 0", "scale must be positive"),
     ],
 )
-def test_words_that_make_no_question_are_refused_with_the_words_that_do(text, words):
+def test_invalid_words_are_rejected_with_valid_ones(text, words):
     with pytest.raises(QuestionError, match=words):
         Question.of(text)
 

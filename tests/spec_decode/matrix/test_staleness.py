@@ -50,7 +50,7 @@ def tiny_report() -> Any:
     return msgspec.structs.replace(report(*results, claims={"page:16": True}), sources=sources)
 
 
-def test_a_changed_kernel_makes_exactly_the_cells_older_that_depend_on_it(project: Path) -> None:
+def test_changed_kernel_marks_only_dependent_cells_older(project: Path) -> None:
     evidence = tiny_report()
     (project / "kernel.py").write_text(KERNEL.replace("+ 1", "+ 2"))
     forget()
@@ -60,7 +60,7 @@ def test_a_changed_kernel_makes_exactly_the_cells_older_that_depend_on_it(projec
     assert cells["contract:declared"].evidence[0].changed == () and cells["contract:declared"].text == "verified 1/1"
 
 
-def test_every_page_shows_the_age_with_its_files(project: Path) -> None:
+def test_every_page_shows_older_source_files(project: Path) -> None:
     evidence = tiny_report()
     (project / "kernel.py").unlink()
     forget()
@@ -73,7 +73,7 @@ def test_every_page_shows_the_age_with_its_files(project: Path) -> None:
     assert "verified 1/1*" in stream.getvalue()
 
 
-def test_reports_of_every_kind_and_device_are_named_with_what_changed(project: Path, tmp_path: Path) -> None:
+def test_stale_reports_are_named_with_changed_modules(project: Path, tmp_path: Path) -> None:
     sources = msgspec.to_builtins(SourceRecord.of({"": ["tiny.numerics"]}))
     for name, cuda in (("gpu", "13.0"), ("cpu", None)):
         document = {"schema": "attn-soak/4", "env": {**ENV, "cuda": cuda}, "sources": sources}
@@ -89,7 +89,7 @@ def test_reports_of_every_kind_and_device_are_named_with_what_changed(project: P
     }
 
 
-def test_a_file_that_was_cut_off_is_named(tmp_path: Path) -> None:
+def test_truncated_file_is_named(tmp_path: Path) -> None:
     path = tmp_path / "soak.json"
     path.write_text('{"env": ')
     with pytest.raises(ReportError, match=r"soak\.json is not valid JSON"):

@@ -104,7 +104,7 @@ def save(path: Path, tensors: dict[str, torch.Tensor]) -> None:
         save_file(tensors, path)
 
 
-def say_twice(path: Path) -> str:
+def duplicate_name(path: Path) -> str:
     """Duplicate a name in the header of a safetensors file; return the name."""
     raw = path.read_bytes()
     end = 8 + struct.unpack("<Q", raw[:8])[0]

@@ -72,7 +72,7 @@ def first_logits(draft, num_reqs=1):
 
 
 @pytest.mark.parametrize("name", DRAFTS)
-def test_every_product_of_every_draft_reads_8_bits_and_drafts_what_these_numbers_draft(name, tmp_path):
+def test_every_product_of_every_draft_reads_fp8(name, tmp_path):
     made = make if name in CASES else partial(load_from, tmp_path)
     narrow, wide = made(name, "fp8"), made(name)
     weights = narrow_weights(narrow.model)
@@ -95,7 +95,7 @@ def test_every_product_of_every_draft_reads_8_bits_and_drafts_what_these_numbers
     assert error < 0.015 * size < (before - wanted)[scored].abs().max()
 
 
-def test_the_target_keeps_its_head_and_the_draft_has_a_copy_in_8_bits():
+def test_target_keeps_its_head_and_draft_quantises_copy():
     target, draft = load_pair(SHIPPED_PAIR, dtype=torch.bfloat16)
     head, embedding = target.lm_head.weight, target.embed.weight
     before = head.clone(), embedding.clone()
@@ -107,7 +107,7 @@ def test_the_target_keeps_its_head_and_the_draft_has_a_copy_in_8_bits():
     assert not torch.equal(draft.logits(hidden), target.logits(hidden))
 
 
-def test_prediction_modules_share_a_copy_of_the_targets_head(tmp_path):
+def test_prediction_modules_share_fp8_copy_of_head(tmp_path):
     config = {**V3_CONFIG, "num_nextn_predict_layers": 2}
     target = ProductTarget(vocab_size=config["vocab_size"], dtype=torch.bfloat16)
     store = TensorStore.open(make_mtp(config).write(tmp_path))
@@ -152,7 +152,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("draft", "why"), REFUSED.values(), ids=REFUSED)
-def test_a_draft_that_cannot_have_8_bits_is_refused_and_left_as_it_is(draft, why, tmp_path):
+def test_unsuitable_draft_is_rejected_unchanged(draft, why, tmp_path):
     model = draft(tmp_path)
     before = dict(model.named_parameters())
     with pytest.raises(BatchError, match=why):
@@ -161,7 +161,7 @@ def test_a_draft_that_cannot_have_8_bits_is_refused_and_left_as_it_is(draft, why
     assert before.keys() == after.keys() and all(after[name] is before[name] for name in before)
 
 
-def test_weights_of_8_bits_are_not_made_twice_or_by_an_unknown_name():
+def test_quantising_twice_or_with_unknown_name_is_rejected():
     draft = shipped()
     with pytest.raises(BatchError, match=r"is 'f8'\. Did you mean fp8\? Pass one of fp8, or leave it out"):
         quantise_draft(draft, "f8")
@@ -170,7 +170,7 @@ def test_weights_of_8_bits_are_not_made_twice_or_by_an_unknown_name():
         quantise_draft(draft)
 
 
-def test_a_gpu_that_cannot_convert_8_bits_is_refused(monkeypatch):
+def test_gpu_without_fp8_conversion_is_rejected(monkeypatch):
     capabilities = iter([(8, 9), (9, 0), (8, 0)])
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: next(capabilities))
     check = partial(check_draft_weights, "fp8", torch.float16, torch.device("cuda:0"))

@@ -11,6 +11,6 @@ def test_every_listed_name_is_there() -> None:
     assert "TransformersTarget" in models.__all__
 
 
-def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
+def test_missing_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match=r"'spec_decode\.models' has no attribute 'TransformerTarget'"):
         models.TransformerTarget  # noqa: B018

@@ -13,10 +13,10 @@ from spec_decode.models import CheckpointError, load_pair, save_pair
 from spec_decode.models.checkpoints.store import TensorStore
 from spec_decode.models.load import load_draft
 from tests.factories import make_pair
-from tests.spec_decode.models.generated import Generated, StubTarget, say_twice
+from tests.spec_decode.models.generated import Generated, StubTarget, duplicate_name
 from tests.spec_decode.models.test_published_drafts import EVERY
 
-LIES = [10**12, 2**63, 10**400, 2**30, -1, 1.5, True, "7", math.nan, math.inf, [], {}]
+FALSE_SIZES = [10**12, 2**63, 10**400, 2**30, -1, 1.5, True, "7", math.nan, math.inf, [], {}]
 SIZES = {
     "eagle": "hidden_size intermediate_size num_hidden_layers num_attention_heads vocab_size",
     "eagle3": "draft_vocab_size num_key_value_heads intermediate_size num_hidden_layers",
@@ -43,18 +43,18 @@ def load_refusal(folder, kind, checkpoint=None):
 
 
 @pytest.mark.parametrize(("kind", "field"), [(kind, name) for kind, names in SIZES.items() for name in names.split()])
-def test_a_config_that_lies_about_a_size_is_refused(tmp_path, kind, field):
+def test_config_with_false_size_is_rejected(tmp_path, kind, field):
     """The lie that is not refused is left in config.json."""
     checkpoint, target = EVERY[kind].checkpoint, StubTarget(**EVERY[kind].target)
     folder = checkpoint.write(tmp_path)
-    for lie in LIES:
+    for lie in FALSE_SIZES:
         (folder / "config.json").write_text(json.dumps({**checkpoint.config, field: lie}))
         refusal(lambda: load_draft(folder, target, dtype=torch.float32))
 
 
 @pytest.mark.parametrize("lie", [10**400, -1.0, 0, math.nan, math.inf, -math.inf, True, "7"], ids=repr)
 @pytest.mark.parametrize("kind", ["llama", "latent_eagle3", "deepseek_v3", "deepseek_v4", "mimo"])
-def test_an_invalid_number_is_refused_by_its_name(tmp_path, kind, lie):
+def test_invalid_number_is_rejected_by_name(tmp_path, kind, lie):
     for field in ("rms_norm_eps", "rope_theta", *["hc_eps"] * (kind == "deepseek_v4")):
         message = load_refusal(tmp_path, kind, EVERY[kind].checkpoint.changed({field: lie}))
         assert field.removeprefix("rms_") in message
@@ -72,14 +72,14 @@ CONFIGS = {
 
 
 @pytest.mark.parametrize(("text", "said"), CONFIGS.values(), ids=CONFIGS)
-def test_a_config_that_no_writer_would_write_is_refused(tmp_path, text, said):
+def test_malformed_config_is_rejected(tmp_path, text, said):
     save_file({"a": torch.ones(1)}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_bytes(text)
     assert said in refusal(lambda: TensorStore.open(tmp_path)) and said in refusal(lambda: load_pair(tmp_path))
 
 
 @pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16"])
-def test_a_drafts_config_may_begin_with_a_byte_order_mark(tmp_path, encoding):
+def test_draft_config_may_start_with_byte_order_mark(tmp_path, encoding):
     path = EVERY["llama"].checkpoint.write(tmp_path) / "config.json"
     path.write_bytes(path.read_text().encode(encoding))
     load_draft(tmp_path, StubTarget(), dtype=torch.float32)
@@ -113,17 +113,17 @@ def header_refusal(folder, header, length=None):
 
 
 @pytest.mark.parametrize("header", HEADERS.values(), ids=HEADERS)
-def test_a_safetensors_header_that_lies_is_refused(tmp_path, header):
+def test_false_safetensors_header_is_rejected(tmp_path, header):
     message = header_refusal(tmp_path, json.dumps(header).encode())
     assert "model.safetensors cannot be read as safetensors" in message
 
 
 @pytest.mark.parametrize("length", [0, 2**32, 2**62, 2**64 - 1])
-def test_a_header_of_another_length_is_refused(tmp_path, length):
+def test_header_of_wrong_length_is_rejected(tmp_path, length):
     header_refusal(tmp_path, json.dumps({"a": entry()}).encode(), length)
 
 
-def test_a_safetensors_header_that_says_a_name_twice_is_refused(tmp_path):
+def test_header_with_duplicate_name_is_rejected(tmp_path):
     twice = b'{"a": %s, "a": %s}' % (json.dumps(entry()).encode(), json.dumps(entry(shape=[4])).encode())
     assert "a is duplicated in one object" in header_refusal(tmp_path, twice)
 
@@ -134,8 +134,8 @@ def pair(tmp_path):
     return tmp_path
 
 
-def test_a_pairs_weights_that_say_a_name_twice_are_refused(pair):
-    name = say_twice(pair / "target.safetensors")
+def test_pair_weights_with_duplicate_name_are_rejected(pair):
+    name = duplicate_name(pair / "target.safetensors")
     assert f"{name} is duplicated in one object" in refusal(lambda: load_pair(pair))
 
 
@@ -143,12 +143,12 @@ def test_a_pairs_weights_that_say_a_name_twice_are_refused(pair):
     ("load", "name"),
     [(TensorStore.open, "config.json"), (load_pair, "config.json"), (load_pair, "draft.safetensors")],
 )
-def test_a_pipe_is_refused_and_not_waited_for(pair, pipe, load, name):
+def test_pipe_is_rejected_without_reading(pair, pipe, load, name):
     pipe(pair / name)
     assert "it is a pipe or a device, not a file" in refusal(lambda: load(pair))
 
 
-def test_a_pipe_is_not_waited_for_to_tell_whether_a_folder_is_a_pair(pair, pipe):
+def test_is_pair_does_not_wait_for_pipe(pair, pipe):
     assert is_pair(pair)
     pipe(pair / "config.json", b'{"target": {}}')
     assert not is_pair(pair)
@@ -158,14 +158,14 @@ PLACES = ["../x.safetensors", "/etc/passwd", "a/../../b", "..", "", "a\0b", "\ud
 
 
 @pytest.mark.parametrize("place", PLACES, ids=lambda place: ascii(place[:20]))
-def test_an_index_that_leaves_its_folder_or_names_no_file_is_refused(tmp_path, place):
+def test_index_outside_folder_or_without_file_is_rejected(tmp_path, place):
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": place}}))
     message = refusal(lambda: TensorStore.open(tmp_path))
     assert len(message) < 1000 and ("names 1 files, 1 of them missing: xxx" in message) is place.startswith("x")
 
 
-def test_a_shard_may_be_a_link_as_in_the_hubs_cache(tmp_path):
+def test_shard_may_be_a_link(tmp_path):
     (tmp_path / "blobs").mkdir()
     checkpoint = Generated({}, {"a": torch.ones(2), "b": torch.ones(1)})
     folder = checkpoint.write(tmp_path / "snapshot", "model.safetensors.index.json")
@@ -177,7 +177,7 @@ def test_a_shard_may_be_a_link_as_in_the_hubs_cache(tmp_path):
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_weights_that_are_no_numbers_are_refused_by_name(tmp_path, dtype, value):
+def test_non_finite_weights_are_rejected_by_name(tmp_path, dtype, value):
     plain = EVERY["eagle"].checkpoint
     weight = plain.tensors["fc.weight"].to(dtype, copy=True)
     weight[3, 5] = value
@@ -185,7 +185,7 @@ def test_weights_that_are_no_numbers_are_refused_by_name(tmp_path, dtype, value)
     assert message.startswith("fc.weight in ") and "must hold finite numbers" in message
 
 
-def test_a_pairs_weights_that_are_no_numbers_are_refused_by_name(pair):
+def test_non_finite_pair_weights_are_rejected_by_name(pair):
     state = load_file(pair / "target.safetensors")
     state["norm.weight"][0] = math.nan
     save_file(state, pair / "target.safetensors")
@@ -194,29 +194,29 @@ def test_a_pairs_weights_that_are_no_numbers_are_refused_by_name(pair):
 
 
 @pytest.mark.parametrize("make", [lambda x: x.to_sparse(), lambda x: x.to("meta")], ids=["sparse", "meta"])
-def test_a_bin_file_of_tensors_without_plain_data_is_refused(tmp_path, make):
+def test_bin_file_without_plain_tensor_data_is_rejected(tmp_path, make):
     Generated({}, {"a": make(torch.eye(2))}).write(tmp_path, "pytorch_model.bin")
     refusal(lambda: TensorStore.open(tmp_path))
 
 
 @pytest.mark.parametrize("field", ["vocab_size", "hidden_size", "num_layers", "num_q_heads", "max_positions"])
-def test_a_pairs_config_that_lies_about_a_size_is_refused(pair, field):
+def test_pair_config_with_false_size_is_rejected(pair, field):
     """The lie that is not refused is left in config.json."""
     configs = json.loads((pair / "config.json").read_text())
-    for lie in LIES:
+    for lie in FALSE_SIZES:
         lying = {name: {**config, field: lie} for name, config in configs.items()}
         (pair / "config.json").write_text(json.dumps(lying))
         refusal(lambda: load_pair(pair))
 
 
 @pytest.mark.parametrize("kind", [*SIZES, "dflash", "dspark", "deepseek_v3_of_modules"])
-def test_a_quantised_checkpoint_is_refused_whatever_its_kind(tmp_path, kind):
+def test_quantised_checkpoint_of_any_kind_is_rejected(tmp_path, kind):
     quantised = EVERY[kind].checkpoint.changed({"quantization_config": {"quant_method": "gptq"}})
     message = load_refusal(tmp_path, kind, quantised)
     assert "has method 'gptq'; no quantised target or draft is served" in message
 
 
-def test_a_number_that_the_dtype_asked_for_has_not_is_refused(tmp_path):
+def test_value_too_large_for_dtype_is_rejected(tmp_path):
     Generated({}, {"a": torch.tensor([1.0, -1e6])}).write(tmp_path)
     message = refusal(lambda: TensorStore.open(tmp_path).take("a", (2,), torch.float16))
     assert "a in" in message and "must fit in torch.float16, got a value of 1e+06" in message

@@ -117,7 +117,7 @@ class Rounds:
 
 
 @pytest.mark.parametrize("strategy", [Strategy.EAGER, Strategy.FULL_LOOP, Strategy.DEVICE_LOOP])
-def test_its_layer_drafts_from_the_states_that_it_hands_out(folder, target, strategy):
+def test_mtp_layer_drafts_from_hybrid_target_states(folder, target, strategy):
     draft, prompt = load_draft(folder, target, dtype=torch.float32), [3, 17, 5, 9]
     plain = list(prompt)
     while len(plain) < 20:

@@ -24,7 +24,7 @@ def inputs(draft, keep=None):
     return DraftInputs(torch.arange(6), hidden, torch.arange(6), averaging, keep)
 
 
-def test_states_of_kept_tokens_are_those_of_all_tokens(draft):
+def test_kept_states_match_those_of_all_tokens(draft):
     found = draft(inputs(draft, lambda x: x[KEPT]))
     torch.testing.assert_close(found, draft(inputs(draft))[KEPT], rtol=1e-5, atol=1e-5)
 

@@ -56,7 +56,7 @@ def plain_attention(layer, config, x, start):
 
 
 @pytest.mark.parametrize("trained", [False, pytest.param(True, marks=pytest.mark.outside_inference_mode)])
-def test_the_layer_attends_by_its_definition_and_all_of_it_learns(config, trained):
+def test_latent_layer_matches_definition_and_learns(config, trained):
     draft, x = make_latent_pair(config)[1].requires_grad_(trained), torch.randn(15, config.hidden_size)
     found = draft.layers[0].attend(x, draft.rotary(torch.arange(100, 115)), causal_attention(1, config.sliding_window))
     wanted = plain_attention(draft.layers[0], config, x, start=100)
@@ -71,7 +71,7 @@ def test_the_layer_attends_by_its_definition_and_all_of_it_learns(config, traine
         assert learnt == matrices | ({"sinks"} if config.latent.sinks else set())
 
 
-def test_an_unrolled_step_sees_what_it_would_at_inference():
+def test_unrolled_step_sees_same_as_inference():
     target, draft = make_latent_pair()
     config = draft.config
     tokens = torch.randint(0, 24, (1, 13))
@@ -102,12 +102,12 @@ PROBLEMS = {
 
 
 @pytest.mark.parametrize(("message", "changes"), PROBLEMS.items(), ids=PROBLEMS)
-def test_a_latent_that_no_layer_could_have_is_refused(message, changes):
+def test_impossible_latent_config_is_rejected(message, changes):
     with pytest.raises(ValueError, match=message):
         make_latent_config(**changes)
 
 
-def test_the_spec_of_a_latent_layer_says_all_of_it(config):
+def test_latent_spec_describes_the_layer(config):
     spec = config.attention_spec(16, torch.bfloat16)
     assert (spec.kind, spec.num_kv_heads, spec.head_dim) == (AttentionKind.MLA, 1, 32)
     assert (spec.out_dim, spec.sinks) == (config.value_dim, config.latent.sinks)
@@ -138,7 +138,7 @@ def texts(engine, requests):
     return [generation.token_ids for generation in engine.generate(requests)]
 
 
-def test_greedy_speculation_says_what_plain_decoding_says(config):
+def test_greedy_speculation_matches_plain_decoding(config):
     pair = make_latent_pair(config)
     engine = make_engine(pair, strategy=Strategy.FULL_LOOP)
     plain = make_engine(pair, num_speculative_tokens=0, graph_mode=GraphMode.NONE)
@@ -147,7 +147,7 @@ def test_greedy_speculation_says_what_plain_decoding_says(config):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_graphs_keep_and_say_what_eager_does_when_hot(form):
+def test_graphs_match_eager_when_sampling(form):
     """One form in every strategy, and the others in that of the most steps without the host."""
 
     def generations(strategy):
@@ -159,7 +159,7 @@ def test_graphs_keep_and_say_what_eager_does_when_hot(form):
     assert all(generations(strategy) == wanted for strategy in (Strategy.FULL_LOOP, *others))
 
 
-def test_the_first_draft_is_the_dense_drafts_over_the_whole_prompt(config, monkeypatch):
+def test_first_draft_matches_dense_draft_over_prompt(config, monkeypatch):
     target, draft = make_latent_pair(config, context=1.0)
     draft.fuse.weight[:, draft.config.hidden_size :] *= 10
     engine, logits = make_engine((target, draft), max_num_seqs=4, one_graph=False), []
@@ -180,7 +180,7 @@ def test_the_first_draft_is_the_dense_drafts_over_the_whole_prompt(config, monke
         torch.testing.assert_close(found[0], dense, rtol=1e-4, atol=1e-5)
 
 
-def test_as_much_is_kept_as_when_the_same_pair_speculates_without_a_cache():
+def test_acceptance_matches_pair_without_cache():
     config = make_latent_config(vocab_size=256)
     pair = make_pair(make_config(vocab_size=256, num_q_heads=4), config, context=0.5)
     prompts, rounds = ["aardvark!", "bumblebee", "crocodile"], 8
@@ -192,19 +192,19 @@ def test_as_much_is_kept_as_when_the_same_pair_speculates_without_a_cache():
     assert sum(first) / len(first) == pytest.approx(kept)
 
 
-def test_the_target_may_sit_on_a_backend_without_latents():
+def test_target_backend_may_lack_latents():
     pair = make_pair(make_config(hidden_size=64, head_dim=64), make_latent_config(hidden_size=64))
     mixed = make_engine(pair, get("triton_paged"), draft_backend=REFERENCE)
     assert texts(mixed, make_requests()) == texts(make_engine(pair, graph_mode=GraphMode.NONE), make_requests())
 
 
-def test_a_draft_backend_without_latents_is_refused_with_its_reason():
+def test_draft_backend_without_latents_is_rejected_with_reason():
     pair = make_pair(make_config(hidden_size=64, head_dim=64), make_latent_config(hidden_size=64))
     with pytest.raises(NoBackend, match=r"group draft .* triton_paged rejects it: .*serves mha, not mla"):
         make_engine(pair, get("triton_paged"))
 
 
-def test_a_bf16_draft_drafts_with_fp32_sinks():
+def test_bf16_draft_works_with_fp32_sinks():
     pair = make_latent_pair()
     for model in pair:
         for name, parameter in model.named_parameters():
@@ -236,14 +236,14 @@ CLAIMS = {
 
 
 @pytest.mark.parametrize("claims", CLAIMS.values(), ids=CLAIMS)
-def test_the_drafter_checks_draft_with_a_backend_of_latents_alone(claims):
+def test_drafter_checks_run_on_latent_only_backend(claims):
     """Each claim leads to another draft, which all checks of the drafter share."""
     cases = [PREFIX, AGREE] if not claims else [PREFIX]
     checks = drafter_checks(latent_only(**claims), *cases)
     assert len(checks) == len(cases) and all(check() for check in checks)
 
 
-def test_the_draft_has_sinks_where_no_window_is_claimed():
+def test_draft_has_sinks_if_window_is_unclaimed():
     backend = latent_only(**CLAIMS["no_window_in_bf16"])
     spec = DraftFixture.make(Subject(backend, CPU), 1, 1).spec
     assert spec.sinks and spec.sliding_window is None
@@ -272,7 +272,7 @@ def raw_latents(self, latent, norm_rope, cache, metadata):
     [*(("forward", wrong) for wrong in (no_sinks, other_heads_sinks, no_window)),
      ("norm_rope_and_write_latent", raw_latents)],
 )  # fmt: skip
-def test_the_drafter_checks_kill_a_backend_that_attends_or_stores_otherwise(method, wrong, monkeypatch):
+def test_drafter_checks_catch_wrong_latent_backend(method, wrong, monkeypatch):
     backend = latent_only()
     monkeypatch.setattr(type(backend), method, wrong, raising=False)
     [check] = drafter_checks(backend, PREFIX)

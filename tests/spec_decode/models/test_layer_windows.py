@@ -52,7 +52,7 @@ def requested(family, fields, monkeypatch):
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "qwen3_moe"])
-def test_windows_are_those_that_the_librarys_layers_request(family, monkeypatch):
+def test_windows_match_transformers_layers(family, monkeypatch):
     transformers.logging.set_verbosity_error()
     compared = set()
     for fields in COMBINATIONS:
@@ -68,7 +68,7 @@ def test_windows_are_those_that_the_librarys_layers_request(family, monkeypatch)
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])
-def test_null_means_absent_where_the_library_rejects_it(family):
+def test_null_means_absent_where_transformers_rejects_it(family):
     for name in ("use_sliding_window", "max_window_layers"):
         for fields in COMBINATIONS:
             if fields.get(name, ABSENT) is not None:
@@ -104,7 +104,7 @@ def windows_of(draft):
         ("Qwen3ForCausalLM", [((0,), None), ((1,), 6)]),
     ],
 )
-def test_a_language_model_has_the_windows_of_its_class(tmp_path, architecture, windows):
+def test_language_model_has_windows_of_its_class(tmp_path, architecture, windows):
     fields = {"sliding_window": 6, "use_sliding_window": True, "max_window_layers": 1}
     folder = make_causal(architecture, **fields).write(tmp_path)
     assert windows_of(load_draft(folder, StubTarget(vocab_size=VOCAB), dtype=torch.float32)) == windows
@@ -123,7 +123,7 @@ def test_a_language_model_has_the_windows_of_its_class(tmp_path, architecture, w
     ],
 )
 @pytest.mark.parametrize("kind", ["eagle", "eagle3"])
-def test_a_draft_of_states_has_the_windows_that_are_listed_or_those_of_its_family(tmp_path, kind, fields, window):
+def test_state_draft_has_listed_or_family_windows(tmp_path, kind, fields, window):
     case = EVERY[kind]
     folder = case.checkpoint.changed(fields).write(tmp_path)
     draft = load_draft(folder, StubTarget(**case.target), dtype=torch.float32)
@@ -140,14 +140,14 @@ def test_a_draft_of_states_has_the_windows_that_are_listed_or_those_of_its_famil
         ({"sliding_window": 6, "use_sliding_window": False, "max_window_layers": 1}, [None, None]),
     ],
 )
-def test_a_dflash_has_the_windows_that_are_listed_or_those_of_qwen3(tmp_path, fields, windows):
+def test_dflash_has_listed_or_qwen3_windows(tmp_path, fields, windows):
     case = EVERY["dflash"]
     folder = case.checkpoint.changed(fields).write(tmp_path)
     draft = load_draft(folder, StubTarget(**case.target), dtype=torch.float32)
     assert list(draft.config.windows) == windows
 
 
-def test_a_dflash_with_sliding_layers_and_no_window_is_refused(tmp_path):
+def test_dflash_sliding_layers_without_window_are_rejected(tmp_path):
     case = EVERY["dflash"]
     fields = {"sliding_window": 6, "layer_types": [SLIDING, FULL], "use_sliding_window": False}
     folder = case.checkpoint.changed(fields).write(tmp_path)
@@ -155,7 +155,7 @@ def test_a_dflash_with_sliding_layers_and_no_window_is_refused(tmp_path):
         load_draft(folder, StubTarget(**case.target), dtype=torch.float32)
 
 
-def test_a_window_in_a_layer_of_multi_token_prediction_is_refused(tmp_path):
+def test_window_in_mtp_layer_is_rejected(tmp_path):
     case = EVERY["mimo"]
     folder = case.checkpoint.write(tmp_path)
     config = json.loads((folder / "config.json").read_text())

@@ -43,7 +43,7 @@ def load(folder, kind, checkpoint=None, *, dtype=torch.float32, **target):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_draft_is_of_its_kind_and_ready_to_run(tmp_path, kind):
+def test_draft_has_its_class_and_is_ready(tmp_path, kind):
     draft, target = load(tmp_path, kind)
     assert type(draft) is KINDS[kind]
     assert kind not in FUSED or type(draft.fuse) is FUSED[kind]
@@ -54,18 +54,18 @@ def test_a_draft_is_of_its_kind_and_ready_to_run(tmp_path, kind):
 
 
 @pytest.mark.parametrize(("kind", "architecture"), OF_ANY_NAME)
-def test_a_draft_is_known_by_its_tensors_whatever_it_is_called(tmp_path, kind, architecture):
+def test_draft_is_recognised_by_tensors_not_name(tmp_path, kind, architecture):
     named = EVERY[kind].checkpoint.changed({"architectures": [architecture], "model_type": "eagle"})
     assert type(load(tmp_path, kind, named)[0]) is KINDS[kind]
 
 
-def test_an_eagle_may_keep_its_layers_config_in_a_section(tmp_path):
+def test_eagle_may_nest_its_layer_config(tmp_path):
     plain = EVERY["eagle"].checkpoint
     wrapped = plain.changed({"model": plain.config, "architectures": ["EAGLEModel"]}, without=["hidden_size"])
     assert load(tmp_path, "eagle", wrapped)[0].config == load(tmp_path, "eagle")[0].config
 
 
-def test_the_sizes_that_the_drafter_asks_for(tmp_path):
+def test_draft_sizes_match_their_checkpoints(tmp_path):
     sizes = ("vocab_size", "hidden_size", "target_states_size", "position_offset", "max_positions")
     drafts = {kind: load(tmp_path / kind, kind)[0] for kind in ("eagle", "eagle3", "llama", "deepseek_v4")}
     assert {kind: tuple(getattr(draft, name) for name in sizes) for kind, draft in drafts.items()} == {
@@ -77,25 +77,25 @@ def test_the_sizes_that_the_drafter_asks_for(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["eagle", "eagle3", "llama", "dflash"])
-def test_layers_of_decoders_are_not_in_training(tmp_path, kind):
+def test_loaded_layers_are_in_eval_mode(tmp_path, kind):
     assert not load(tmp_path, kind)[0].training
 
 
 @pytest.mark.parametrize("kind", ["eagle", "eagle3", "dflash", "deepseek_v4", "qwen"])
-def test_the_targets_embedding_is_shared(tmp_path, kind):
+def test_target_embedding_is_shared(tmp_path, kind):
     draft, target = load(tmp_path, kind)
     assert draft.embedding is target.embed.weight
 
 
 @pytest.mark.parametrize("stored", [False, True])
-def test_tied_weights_are_one_tensor_whether_stored_once_or_twice(tmp_path, stored):
+def test_tied_weights_are_one_tensor(tmp_path, stored):
     tied = EVERY["llama_tied_and_biased"].checkpoint
     head = {"lm_head.weight": tied.tensors["model.embed_tokens.weight"].clone()} if stored else {}
     draft, _ = load(tmp_path, "llama", tied.changed(tensors=head))
     assert draft.lm_head.weight.data_ptr() == draft.embed.weight.data_ptr()
 
 
-def test_a_head_that_differs_from_the_embedding_that_it_is_tied_to_is_refused(tmp_path):
+def test_head_differing_from_tied_embedding_is_rejected(tmp_path):
     tied = EVERY["llama_tied_and_biased"].checkpoint
     head = {"lm_head.weight": tied.tensors["model.embed_tokens.weight"] + 1}
     with pytest.raises(CheckpointError, match=r"lm_head\.weight in .* differs from model\.embed_tokens\.weight"):
@@ -138,7 +138,7 @@ STATES = [
 
 
 @pytest.mark.parametrize(("checkpoint", "count", "states"), STATES)
-def test_states_of_the_targets_layers_are_named_by_the_layers_they_enter(tmp_path, checkpoint, count, states):
+def test_aux_layers_are_named_by_layers_entered(tmp_path, checkpoint, count, states):
     """A list of EAGLE-3's that begins with 1 counts outputs, as DFlash's does, and any other the layers entered."""
     assert aux_hidden_state_layers(checkpoint.write(tmp_path), count) == states
 
@@ -150,7 +150,7 @@ def test_states_of_the_targets_layers_are_named_by_the_layers_they_enter(tmp_pat
         ("dflash", "dflash_config.target_layer_ids", 8, [[], [8], [-1], ["1"], [1.5], [True]]),
     ],
 )
-def test_layers_that_the_target_does_not_have_are_refused(tmp_path, kind, place, most, lists):
+def test_layers_missing_from_target_are_rejected(tmp_path, kind, place, most, lists):
     for listed in lists:
         folder = EVERY[kind].checkpoint.changed({place: listed}).write(tmp_path)
         section, _, name = place.rpartition(".")
@@ -162,7 +162,7 @@ def test_layers_that_the_target_does_not_have_are_refused(tmp_path, kind, place,
     ("eagle3", None, r"got \[2, 1, -1\], the default\."),
     ("dflash", [99, 0], r"must list layers of the target, 0 to 1, got \[99, 0\]"),
 ])  # fmt: skip
-def test_layers_are_held_to_the_target_that_says_how_many_it_has(tmp_path, kind, listed, said):
+def test_layers_are_checked_against_target_size(tmp_path, kind, listed, said):
     case = EVERY[kind]
     folder = case.checkpoint.changed({"dflash_config.target_layer_ids": listed} if listed else {}).write(tmp_path)
     target = StubTarget(**case.target)
@@ -174,14 +174,14 @@ def test_layers_are_held_to_the_target_that_says_how_many_it_has(tmp_path, kind,
 
 
 @pytest.mark.parametrize("name", ["mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id"])
-def test_every_name_of_the_mask_token_is_read_after_dflashs_own(name, tmp_path):
+def test_every_mask_token_name_is_read(name, tmp_path):
     def mask_of(**fields):
         return read_mask_token(TensorStore.open(make_causal(**fields).write(tmp_path)), VOCAB)
 
     assert mask_of(**{name: 5}) == 5 and mask_of(**{name: 5}, dflash_config={"mask_token_id": 6}) == 6
 
 
-def test_sizes_of_a_dflash2_at_the_top_of_its_config_are_read_too(tmp_path):
+def test_top_level_dflash2_sizes_are_read(tmp_path):
     nested = EVERY["dflash2"].checkpoint
     own = {name: value for name, value in nested.config["dflash_config"].items() if "_id" in name}
     sizes = {name: value for name, value in nested.config["dflash_config"].items() if name not in own}
@@ -193,12 +193,12 @@ def test_sizes_of_a_dflash2_at_the_top_of_its_config_are_read_too(tmp_path):
     [("dflash", 16, 15), ("dflash_from_the_anchor", 16, 16), ("dspark", 16, 16), ("dspark_after_the_anchor", 16, 15),
      ("dflash", 2, 1), ("dspark", 1, 1), ("dflash", None, None), ("dflash2", None, 7)],
 )  # fmt: skip
-def test_a_block_predicts_as_many_tokens_as_its_block_size_leaves(tmp_path, kind, size, most):
+def test_block_size_determines_trained_tokens(tmp_path, kind, size, most):
     """A DFlash2 has the size in its section."""
     draft = load(tmp_path, kind, EVERY[kind].checkpoint.changed({} if size is None else {"block_size": size}))[0]
     assert draft.trained_num_tokens == most
 
 
 @pytest.mark.parametrize("kind", ["eagle", "eagle3", "llama", "pard", "deepseek_v3", "deepseek_v3_of_modules"])
-def test_of_other_drafts_only_modules_have_a_number_of_tokens(tmp_path, kind):
+def test_only_blocks_and_modules_have_trained_tokens(tmp_path, kind):
     assert load(tmp_path, kind)[0].trained_num_tokens == (4 if kind == "deepseek_v3_of_modules" else None)

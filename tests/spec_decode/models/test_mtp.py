@@ -70,13 +70,13 @@ AS_PUBLISHED = {
 
 
 @pytest.mark.parametrize(("config", "read", "backend", "wanted"), AS_PUBLISHED.values(), ids=AS_PUBLISHED)
-def test_sizes_as_published_give_the_published_attention(config, read, backend, wanted):
+def test_published_sizes_give_published_attention(config, read, backend, wanted):
     spec = read(ConfigReader(config, "config.json")).spec(64, torch.bfloat16)
     assert {field: getattr(spec, field) for field in wanted} == wanted
     assert isinstance(get(backend).supports(spec, CPU), Accepted)
 
 
-def test_deepseeks_own_scaling_leaves_rotated_dims_their_size_and_raises_the_scale():
+def test_deepseek_yarn_scaling_keeps_size_and_raises_scale():
     scaling = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1,
                "mscale": 1.0, "mscale_all_dim": 1.0}  # fmt: skip
     rope = read_latent_rope(ConfigReader({"rope_theta": 10000, "rope_scaling": scaling}, "config.json"), 64)
@@ -97,7 +97,7 @@ def inputs_of(rotary):
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
-def test_the_oracles_layer_is_that_of_transformers(family):
+def test_oracle_layer_matches_transformers(family):
     transformers = pytest.importorskip("transformers")
     layers = pytest.importorskip("transformers.modeling_layers")
     if not hasattr(layers, "MtpLayer"):
@@ -129,7 +129,7 @@ def test_the_oracles_layer_is_that_of_transformers(family):
     torch.testing.assert_close(found.double(), wanted, rtol=2e-4, atol=2e-5)
 
 
-def test_mimos_block_is_qwen2s_of_transformers():
+def test_mimo_block_matches_qwen2_of_transformers():
     transformers = pytest.importorskip("transformers")
     from transformers.models.qwen2 import modeling_qwen2 as qwen2
 
@@ -155,13 +155,13 @@ def fused_experts(tensors):
     return {name: tensor for name, tensor in tensors.items() if ".experts." not in name} | stacked
 
 
-def test_experts_in_one_tensor_are_those_in_many(tmp_path):
+def test_fused_expert_tensor_loads_like_separate_ones(tmp_path):
     many = make_mtp(QWEN_MOE_CONFIG)
     one = Generated(many.config, fused_experts(many.tensors))
     assert_same_parameters(load(one.write(tmp_path / "one")), load(many.write(tmp_path / "many")))
 
 
-def test_qwen3_nexts_config_counts_no_layers_that_draft(tmp_path):
+def test_qwen3_next_config_needs_no_layer_count(tmp_path):
     counted = make_mtp(QWEN_MOE_CONFIG)
     published = counted.changed(without=["mtp_num_hidden_layers"])
     assert_same_parameters(load(published.write(tmp_path / "published")), load(counted.write(tmp_path / "counted")))
@@ -178,7 +178,7 @@ RENAMED = {
 
 
 @pytest.mark.parametrize("name", ["mtp_qwen3_5", "mtp_qwen3_5_moe", "mtp_qwen3_next"])
-def test_what_speculators_saved_is_the_layer_that_qwen_published(name, tmp_path):
+def test_speculators_checkpoint_loads_like_published_layer(name, tmp_path):
     own = {n.removeprefix("mtp_layers.0."): t for n, t in load_file(FOLDERS / name / "model.safetensors").items()}
     config = json.loads((FOLDERS / name / "config.json").read_text())["transformer_layer_config"]
     published = Generated(

@@ -66,12 +66,12 @@ def fixture(tmp_path):
     ],
     ids=str,
 )
-def test_rounds_are_those_of_the_chain_over_the_whole_true_text(options, tmp_path):
+def test_rounds_match_chain_over_whole_text(options, tmp_path):
     """Of fewer tokens than modules, those of the first."""
     ModulesFixture(tmp_path, **options).assert_rounds()
 
 
-def test_what_was_never_read_reaches_no_cache(tmp_path):
+def test_unread_states_reach_no_cache(tmp_path):
     fixture = ModulesFixture(tmp_path, Strategy.EAGER, contexts=[0, 1, 2])
     fixture.drafts()
     pages = [page * PAGE + offset for pages in fixture.pages[0] for page in pages for offset in range(PAGE)]
@@ -80,7 +80,7 @@ def test_what_was_never_read_reaches_no_cache(tmp_path):
         assert cache.key.flatten(0, 1)[rows].isfinite().all()
 
 
-def test_a_round_that_is_run_again_drafts_the_same_and_stops_where_it_is_told(fixture):
+def test_repeated_round_drafts_same_and_stops_as_given(fixture):
     first = fixture.drafts()
     tokens, logits, verified = first.tokens.clone(), first.logits.clone(), fixture.verified
     again = fixture.drafter.propose(verified)
@@ -98,7 +98,7 @@ def test_rows_may_change_between_rounds(fixture):
     assert torch.equal(fixture.drafter.propose(type(fixture.verified)(*turned)).tokens, tokens.flip(0))
 
 
-def test_the_plan_says_that_there_are_no_later_steps(tmp_path):
+def test_plan_explains_missing_later_steps(tmp_path):
     fixture = ModulesFixture(tmp_path, None)
     fixture.drafts()
     plan = fixture.drafter.plan
@@ -108,13 +108,13 @@ def test_the_plan_says_that_there_are_no_later_steps(tmp_path):
         ModulesFixture(tmp_path, Strategy.DEVICE_LOOP)
 
 
-def test_more_tokens_than_modules_are_refused_before_anything_is_allocated(fixture, monkeypatch):
+def test_more_tokens_than_modules_are_rejected(fixture, monkeypatch):
     monkeypatch.setattr(torch, "zeros", None)
     with pytest.raises(BatchError, match=r"num_speculative_tokens must be at most 4, .*, got 5\. Lower it"):
         Drafter(fixture.model, fixture.groups, fixture.tables, DrafterConfig(num_speculative_tokens=COUNT + 1))
 
 
-def test_every_module_has_parameters_and_a_cache_of_its_own(fixture):
+def test_every_module_has_own_parameters_and_cache(fixture):
     model, [group] = fixture.model, fixture.model.layer_groups(16)
     assert isinstance(model, MtpModules) and len(model.prediction_modules) == COUNT
     for one, other in pairwise(model.prediction_modules):
@@ -124,7 +124,7 @@ def test_every_module_has_parameters_and_a_cache_of_its_own(fixture):
     assert len({cache.key.data_ptr() for cache in caches.values()}) == COUNT
 
 
-def test_the_prefix_that_requests_share_ends_before_what_a_round_rewrites(fixture):
+def test_shared_prefix_ends_before_rewritten_positions(fixture):
     fixture.drafts()
     tables = RequestTables(page_sizes=[PAGE], num_pages=[36], max_reqs=1, max_seq_len=MAX_SEQ_LEN, device=CPU)
     tables.load([[list(range(12))]], [MAX_SEQ_LEN], writable_from=[8])
@@ -135,7 +135,7 @@ def test_the_prefix_that_requests_share_ends_before_what_a_round_rewrites(fixtur
 
 
 @pytest.mark.parametrize(("said", "held"), [(3, [0, 1]), (2, [0, 1, 2]), (1, [0, 1]), (10**9, [0]), (3, [0, 2])])
-def test_a_checkpoint_with_other_modules_than_it_says_is_refused(tmp_path, said, held):
+def test_checkpoint_with_wrong_module_count_is_rejected(tmp_path, said, held):
     tensors = {name: tensor for module in held for name, tensor in module_tensors(V3_CONFIG, module).items()}
     checkpoint = Generated({**V3_CONFIG, "num_nextn_predict_layers": said}, tensors)
     row = len(held) if held == list(range(len(held))) else 1

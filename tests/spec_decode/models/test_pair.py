@@ -75,7 +75,7 @@ def assert_stored(saved, loaded):
         assert torch.equal(value.bfloat16().float(), state[name]), name
 
 
-def test_a_pair_comes_back_in_bf16_precision_and_ready_to_run(folder):
+def test_pair_loads_in_bf16_ready_to_run(folder):
     target, draft = load_pair(folder)
     for saved, loaded in zip(make_pair(), (target, draft), strict=True):
         assert_stored(saved, loaded)
@@ -83,28 +83,28 @@ def test_a_pair_comes_back_in_bf16_precision_and_ready_to_run(folder):
     assert draft.shared.model is target and draft.embedding is target.embed.weight
 
 
-def test_storing_a_loaded_pair_again_changes_nothing(folder, tmp_path):
+def test_saving_loaded_pair_changes_nothing(folder, tmp_path):
     save_pair(tmp_path / "again", *load_pair(folder), {"steps": 3})
     assert files(tmp_path / "again") == files(folder)
     assert json.loads((folder / "training.json").read_text()) == {"steps": 3}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_parameters_take_the_dtype_and_sinks_and_rotary_tables_stay_fp32(further, dtype):
+def test_parameters_get_dtype_but_sinks_stay_fp32(further, dtype):
     for model in load_pair(further, draft="latent_draft", dtype=dtype):
         dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
         assert dtypes.pop("layers.0.sinks", torch.float32) == torch.float32 and set(dtypes.values()) == {dtype}
         assert model.rotary.table.dtype == torch.float32
 
 
-def test_a_sliding_window_is_stored(tmp_path):
+def test_sliding_window_is_saved(tmp_path):
     config = make_config(sliding_window=7)
     target = LlamaTarget(config)
     save_pair(tmp_path, target, EagleDraft(config, target), {})
     assert load_pair(tmp_path)[0].config.sliding_window == 7
 
 
-def test_a_config_from_before_latents_is_read(folder):
+def test_config_without_latent_field_is_read(folder):
     change_config(folder, lambda configs: [config.pop("latent") for config in configs.values()])
     assert load_pair(folder)[1].config == make_config()
 
@@ -150,7 +150,7 @@ OF_THE_WEIGHTS = {
 
 
 @pytest.mark.parametrize(("model", "changes", "said"), OF_THE_WEIGHTS.values(), ids=OF_THE_WEIGHTS)
-def test_weights_that_do_not_fit_their_config_are_named(folder, model, changes, said):
+def test_weights_misfitting_their_config_are_named(folder, model, changes, said):
     path = folder / f"{model}.safetensors"
     state = load_file(path) | changes
     save_file({name: tensor for name, tensor in state.items() if tensor is not None}, path)
@@ -187,7 +187,7 @@ def test_a_config_of_other_models_is_refused(further, draft, model, changes, sai
     assert said.format(folder=further) in refusal(further, draft)
 
 
-def test_a_draft_that_is_not_there_is_refused_with_those_that_are(further):
+def test_unknown_draft_is_rejected_with_known_ones(further):
     for name in ("latent_draf", "target", "config", ""):
         said = f"the drafts in {further} are draft, block_draft, latent_draft, got {name!r}"
         assert said in refusal(further, name)
@@ -195,7 +195,7 @@ def test_a_draft_that_is_not_there_is_refused_with_those_that_are(further):
     assert "lacks ['draft']" in refusal(further)
 
 
-def test_further_drafts_come_back_with_the_same_target(further, tmp_path):
+def test_further_drafts_load_with_same_target(further, tmp_path):
     saved = {"latent_draft": make_latent_draft(), "block_draft": make_block_draft(tmp_path / "again")}
     for name, draft in saved.items():
         target, loaded = load_pair(further, draft=name)
@@ -206,13 +206,13 @@ def test_further_drafts_come_back_with_the_same_target(further, tmp_path):
 
 
 @pytest.mark.parametrize("changes", [{"qk_norm": False}, {"own_embedding": True, "own_head": True}])
-def test_a_block_draft_of_any_parts_comes_back(folder, tmp_path, changes):
+def test_block_draft_of_any_parts_round_trips(folder, tmp_path, changes):
     saved = make_block_draft(tmp_path / "published", **changes)
     save_draft(folder, "block_draft", saved, {})
     assert_stored(saved, load_pair(folder, draft="block_draft")[1])
 
 
-def test_a_further_draft_leaves_the_others_as_they_are(further, tmp_path):
+def test_further_draft_leaves_others_unchanged(further, tmp_path):
     before = files(further)
     for name, draft, new in (
         ("another", make_latent_draft(sliding_window=9), {"another.safetensors", "another.training.json"}),
@@ -232,7 +232,7 @@ def test_a_further_draft_leaves_the_others_as_they_are(further, tmp_path):
     assert type(load_pair(further)[1]) is EagleDraft
 
 
-def test_a_draft_can_be_replaced_by_one_of_either_kind(further, tmp_path):
+def test_draft_can_be_replaced_by_either_kind(further, tmp_path):
     save_draft(further, "block_draft", make_latent_draft(sliding_window=9), {})
     assert load_pair(further, draft="block_draft")[1].config.sliding_window == 9
     save_draft(further, "block_draft", make_block_draft(tmp_path / "again", seed=1), {})
@@ -253,13 +253,13 @@ def test_a_new_pair_has_no_further_drafts(further):
         ("block_draft", "block_draft/model.safetensors"),
     ],
 )
-def test_a_further_draft_without_one_of_its_files_is_named(further, draft, name):
+def test_further_draft_missing_a_file_is_named(further, draft, name):
     (further / name).unlink()
     assert str((further / name).parent) in refusal(further, draft)
     load_pair(further)
 
 
-def test_a_draft_that_cannot_be_a_pairs_is_refused_before_anything_is_written(folder, tmp_path):
+def test_unsuitable_draft_is_rejected_before_writing(folder, tmp_path):
     before, config = files(folder), make_config(hidden_size=64)
     for name in ("target", "draft", "", "a/b", "../up", "config.json"):
         with pytest.raises(CheckpointError, match="name must be an identifier"):
@@ -272,7 +272,7 @@ def test_a_draft_that_cannot_be_a_pairs_is_refused_before_anything_is_written(fo
         save_draft(tmp_path / "nowhere", "latent_draft", make_latent_draft(), {})
 
 
-def test_a_block_draft_is_stored_in_the_layout_in_which_such_drafts_are_published(further, tmp_path):
+def test_block_draft_is_saved_in_published_layout(further, tmp_path):
     own, published = further / "block_draft", tmp_path / "published"
     assert json.loads((own / "config.json").read_text()) == json.loads((published / "config.json").read_text())
     ours, theirs = (load_file(place / "model.safetensors") for place in (own, published))
@@ -284,14 +284,14 @@ def test_a_block_draft_is_stored_in_the_layout_in_which_such_drafts_are_publishe
     assert files(further) == before
 
 
-def test_a_block_draft_of_states_that_no_pairs_target_returns_is_refused(further):
+def test_block_draft_of_unavailable_states_is_rejected(further):
     save_pair(further, *make_pair(make_config(num_layers=2)), {})
     change_config(further, lambda configs: configs.update(block_draft=None))
     said = refusal(further, "block_draft")
     assert "target_layer_ids" in said and "the target's last layer, 1, got [0]" in said
 
 
-def test_a_draft_in_8_bits_is_not_written_without_its_weights(folder, tmp_path):
+def test_fp8_draft_cannot_be_saved(folder, tmp_path):
     target, draft = (model.bfloat16() for model in make_pair())
     block = make_block_draft(tmp_path / "published", target)
     for each in (draft, block):

@@ -413,7 +413,7 @@ EVERY = CASES | HEADLESS | PADDED | PREDICTIONS | MODULES | BLOCKS | CONTEXT_BLO
     ("name", "min_confidence"),
     [*((name, 0.0) for name in EVERY), *((name, 0.5) for name in DSPARKS), *((name, 0.6) for name in DFLASH2S)],
 )
-def test_a_draft_over_pages_is_the_published_model_over_whole_texts(name, min_confidence, tmp_path):
+def test_paged_draft_matches_published_model(name, min_confidence, tmp_path):
     fixture = DraftFixture(EVERY[name], tmp_path, Strategy.FULL_LOOP, min_confidence=min_confidence)
     assert_published(fixture.drafts(), fixture, EVERY[name], min_confidence)
 
@@ -442,7 +442,7 @@ draft without later steps is in the same graph whatever the strategy."""
     ("name", "min_confidence"),
     [*((name, 0.0) for name in IN_ROUNDS), ("dspark_with_all_that_is_optional", 0.5), ("dflash2", 0.6)],
 )
-def test_rounds_with_and_without_drafts_fill_the_caches_in_every_strategy(name, min_confidence, tmp_path):
+def test_rounds_fill_caches_in_every_strategy(name, min_confidence, tmp_path):
     captured = [Strategy.FULL_LOOP, *IN_ROUNDS.get(name, ())]
     eager, *graphs = (
         DraftFixture(EVERY[name], tmp_path, strategy, min_confidence=min_confidence)
@@ -463,7 +463,7 @@ def test_rounds_with_and_without_drafts_fill_the_caches_in_every_strategy(name, 
             assert count.tolist() == [K, 0, 2]
 
 
-def test_a_token_drafted_in_turn_is_drawn_with_the_noise_of_its_place(tmp_path):
+def test_draft_token_uses_noise_of_its_position(tmp_path):
     in_turn, at_once = dspark(sample_from_anchor=False), dflash()
     in_turn.checkpoint.tensors["markov_head.markov_w2.weight"].zero_()
     found = []
@@ -484,7 +484,7 @@ BACKENDS = {
 
 
 @pytest.mark.parametrize("name", BACKENDS)
-def test_kernels_take_a_layers_attention_and_agree_with_the_reference(name, tmp_path):
+def test_kernels_agree_with_reference_on_draft_attention(name, tmp_path):
     backend, asked = BACKENDS[name]
     fixture = DraftFixture(EVERY[name], tmp_path, Strategy.FULL_LOOP, backend=backend)
     spec = fixture.groups[0].spec
@@ -513,7 +513,7 @@ WIDE_PARTS = {
 
 
 @pytest.mark.parametrize("name", WIDE_PARTS)
-def test_a_draft_in_bf16_keeps_the_parts_that_need_it_in_fp32(name, tmp_path):
+def test_bf16_draft_keeps_sensitive_parts_in_fp32(name, tmp_path):
     fixture = DraftFixture(EVERY[name], tmp_path, Strategy.FULL_LOOP, dtype=torch.bfloat16)
     kept = {name for name, parameter in fixture.model.named_parameters() if parameter.dtype != torch.bfloat16}
     assert kept == WIDE_PARTS[name] and fixture.groups[0].spec.dtype == torch.bfloat16

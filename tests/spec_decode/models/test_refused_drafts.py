@@ -40,7 +40,7 @@ def refused_for(folder, kind, checkpoint=None, **changes):
 
 
 @pytest.mark.parametrize("config", [{"architectures": ["MambaForCausalLM"]}, {"architectures": ["DeepseekV41"]}, {}])
-def test_an_unknown_kind_is_refused_with_the_known_ones(tmp_path, config):
+def test_unknown_kind_is_rejected_with_known_ones(tmp_path, config):
     message = refused_for(tmp_path, "eagle", Generated(config, {"a": torch.ones(1)}))
     assert f"got architectures {config.get('architectures')}" in message
     for known in ("EAGLE-3", "EAGLE (", "multi-token prediction", "Qwen3ForCausalLM"):
@@ -48,7 +48,7 @@ def test_an_unknown_kind_is_refused_with_the_known_ones(tmp_path, config):
 
 
 @pytest.mark.parametrize("kind", (*CHAINS, *CONTEXT_BLOCKS, "llama"))
-def test_a_target_of_other_sizes_is_refused_with_both_numbers(tmp_path, kind):
+def test_target_of_other_sizes_is_rejected_with_both(tmp_path, kind):
     case = EVERY[kind]
     own = StubTarget(**case.target)
     message = refused_for(tmp_path, kind, vocab_size=own.vocab_size + 8)
@@ -65,7 +65,7 @@ def test_a_target_of_other_sizes_is_refused_with_both_numbers(tmp_path, kind):
 
 
 @pytest.mark.parametrize("kind", ["eagle", "eagle3", "dflash"])
-def test_a_dtype_that_the_shared_embedding_has_not_is_refused(tmp_path, kind):
+def test_dtype_unlike_shared_embedding_is_rejected(tmp_path, kind):
     message = refused_for(tmp_path, kind, asked=torch.bfloat16)
     assert "target's embedding, in torch.float32, but dtype is torch.bfloat16" in message
 
@@ -73,7 +73,7 @@ def test_a_dtype_that_the_shared_embedding_has_not_is_refused(tmp_path, kind):
 @pytest.mark.parametrize(
     "field", ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"]
 )
-def test_a_config_without_a_field_is_refused_by_its_name(tmp_path, field):
+def test_config_without_a_field_is_rejected_by_name(tmp_path, field):
     for kind in DECODERS:
         message = refused_for(tmp_path, kind, EVERY[kind].checkpoint.changed(without=[field]))
         assert f"{tmp_path / 'config.json'} lacks {field}, an integer" in message
@@ -215,7 +215,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("kind", "changes", "says"), WRONG)
-def test_a_wrong_config_is_refused_by_its_name(tmp_path, kind, changes, says, monkeypatch):
+def test_wrong_config_is_rejected_by_name(tmp_path, kind, changes, says, monkeypatch):
     if kind == "dflash2":
         # Its sizes are judged before memory is asked for.
         monkeypatch.setattr("spec_decode.models.dflash.read_parameters", lambda *_: pytest.fail("were read"))
@@ -255,7 +255,7 @@ SPECULATORS = [
 
 
 @pytest.mark.parametrize(("name", "changes", "says"), SPECULATORS)
-def test_a_wrong_config_of_speculators_is_refused_by_its_name(tmp_path, name, changes, says):
+def test_wrong_speculators_config_is_rejected_by_name(tmp_path, name, changes, says):
     folder = FOLDERS / name
     written = Generated(json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors"))
     message = refusal(tmp_path, written.changed(changes), target_of(name.removesuffix("_gated")))
@@ -263,7 +263,7 @@ def test_a_wrong_config_of_speculators_is_refused_by_its_name(tmp_path, name, ch
     assert str(tmp_path) in message
 
 
-def test_a_draft_proposes_no_token_that_its_target_has_no_row_for(tmp_path):
+def test_draft_token_outside_target_is_rejected(tmp_path):
     """A map to a row of padding that only the draft has."""
     map_ = make_eagle3().tensors["d2t"].clone()
     map_[-1] = VOCAB + 1 - 23
@@ -272,7 +272,7 @@ def test_a_draft_proposes_no_token_that_its_target_has_no_row_for(tmp_path):
         load_with_tokens(folder, StubTarget(**states(3)), dtype=torch.float32, device=CPU, same_tokens=True)
 
 
-def test_a_mask_without_an_embedding_is_refused(tmp_path):
+def test_mask_token_without_embedding_is_rejected(tmp_path):
     """The target's embedding has no row for a token of the draft's padding."""
     draft = make_dflash(vocab_size=VOCAB + 3, dflash_config={"mask_token_id": VOCAB})
     with pytest.raises(CheckpointError, match=f"mask_token_id in .* 0 to {VOCAB - 1}, got {VOCAB}"):
@@ -281,7 +281,7 @@ def test_a_mask_without_an_embedding_is_refused(tmp_path):
         )
 
 
-def test_vocabularies_of_two_sizes_need_a_proof(tmp_path):
+def test_different_vocabulary_sizes_need_target_folder(tmp_path):
     message = refused_for(tmp_path, "llama", vocab_size=VOCAB + 8)
     assert f"has vocab_size {VOCAB}, the target {VOCAB + 8}; they can differ in rows of padding only" in message
     assert "pass target_folder to load_draft" in message
@@ -322,17 +322,17 @@ MISFITS = {
 
 
 @pytest.mark.parametrize(("checkpoint", "target", "says"), MISFITS.values(), ids=MISFITS)
-def test_a_checkpoint_that_does_not_fit_its_target_or_itself_is_refused(tmp_path, checkpoint, target, says):
+def test_misfit_checkpoint_is_rejected(tmp_path, checkpoint, target, says):
     message = refusal(tmp_path, checkpoint, StubTarget(**target))
     assert re.search(says, message), message
 
 
-def test_a_mask_embedding_beside_the_weights_is_refused(tmp_path):
+def test_separate_mask_embedding_file_is_rejected(tmp_path):
     torch.save(torch.zeros(HIDDEN), tmp_path / "mask_embedding.pt")
     assert "has mask_embedding.pt" in refused_for(tmp_path, "dflash")
 
 
-TOLD_BY = {
+NAMED_INSTEAD = {
     "dflash": r"fc.weight|hidden_norm.weight|layers.0.input_layernorm.weight|layers.0.self_attn.q_norm.weight",
     "dflash2": "layers.0.self_attn.q_norm.weight",
     "dspark": r"markov_head.markov_w[12].weight|layers.0.self_attn.q_norm.weight",
@@ -345,7 +345,7 @@ INNER_EXPERT = r".*\.experts\.[1-6]\..*"
 @pytest.mark.parametrize(
     "kind", [*CHAINS, *CONTEXT_BLOCKS, "llama", "qwen_of_experts", "mimo", "glm_with_embedding_and_head"]
 )
-def test_each_tensor_that_is_missing_or_of_another_shape_is_named(tmp_path, kind):
+def test_missing_or_misshapen_tensor_is_named(tmp_path, kind):
     checkpoint = EVERY[kind].checkpoint
     for name, tensor in checkpoint.tensors.items():
         if re.fullmatch(INNER_EXPERT, name):
@@ -355,7 +355,7 @@ def test_each_tensor_that_is_missing_or_of_another_shape_is_named(tmp_path, kind
         assert f"{name} in" in message and f"must be {list(tensor.shape)}, got {list(longer.shape)}" in message
         if not re.fullmatch(OPTIONAL, name) and (kind, name) != ("eagle", "fc.weight"):
             message = refused_for(tmp_path, kind, checkpoint.changed(without=[name]))
-            assert name in message or re.fullmatch(TOLD_BY.get(kind, ""), name)
+            assert name in message or re.fullmatch(NAMED_INSTEAD.get(kind, ""), name)
 
 
 NO_PLACE = {
@@ -373,7 +373,7 @@ NO_PLACE = {
 
 
 @pytest.mark.parametrize(("kind", "name"), NO_PLACE.items())
-def test_a_tensor_that_the_model_has_no_place_for_is_named(tmp_path, kind, name):
+def test_unexpected_tensor_is_named(tmp_path, kind, name):
     """Beside the target's own tensors, which may be there with multi-token prediction."""
     more = [name, "model.norm.weight"] if name.startswith("m") else [name]
     message = refused_for(

@@ -72,7 +72,7 @@ def drafts(name, strategy, temperature=0.0, min_confidence=0.0):
 
 
 @pytest.mark.parametrize("name", DRAFTS)
-def test_a_round_is_the_one_that_the_librarys_own_forward_drafts(name):
+def test_round_matches_forward_of_speculators(name):
     found, (drafted, model) = recorded(name), drafts(name, Strategy.FULL_LOOP)
     assert drafted.tokens[0].tolist() == found["tokens"].tolist()
     logits = drafted.logits[0] if model.token_map is None else drafted.logits[0][:, model.token_map]
@@ -83,7 +83,7 @@ def test_a_round_is_the_one_that_the_librarys_own_forward_drafts(name):
 
 
 @pytest.mark.parametrize("name", [name for name in DRAFTS if "confidences" in recorded(name)])
-def test_a_draft_stops_where_the_librarys_own_is_unsure(name):
+def test_draft_stops_below_confidence_like_speculators(name):
     found = recorded(name)
     confidences, tokens = found["confidences"], found["tokens"].tolist()
     ordered = confidences.sort().values
@@ -131,13 +131,13 @@ OF_EACH_KIND = ("dflash_mixed", "dflash2", "dspark", "eagle3", "mtp_qwen3_5_moe"
 
 
 @pytest.mark.parametrize("name", OF_EACH_KIND)
-def test_a_greedy_text_is_what_plain_decoding_says(name, plain):
+def test_greedy_text_matches_plain_decoding(name, plain):
     target = target_model(aux_hidden_state_layers(FOLDERS / name, TARGET_LAYERS))
     draft = load_draft(FOLDERS / name, target, dtype=torch.float32)
     assert texts(target, draft, 4) == plain
 
 
-def test_the_layers_are_those_that_the_states_enter_whatever_the_list_begins_with(tmp_path):
+def test_aux_layers_do_not_depend_on_list_start(tmp_path):
     assert aux_hidden_state_layers(FOLDERS / "eagle3", TARGET_LAYERS) == (1, 3, 5)
     assert aux_hidden_state_layers(FOLDERS / "dflash", TARGET_LAYERS) == (1, 4)
     config = json.loads((FOLDERS / "eagle3" / "config.json").read_text())
@@ -146,7 +146,7 @@ def test_the_layers_are_those_that_the_states_enter_whatever_the_list_begins_wit
 
 
 @pytest.mark.parametrize("name", ["eagle3", "dflash"])
-def test_a_target_that_hands_out_the_states_of_other_layers_is_refused(name):
+def test_target_with_other_aux_layers_is_rejected(name):
     target, layers = target_of(name), aux_hidden_state_layers(FOLDERS / name, TARGET_LAYERS)
     target.aux_hidden_state_layers = others = tuple(layer + 1 for layer in layers)
     said = f"that enter layers {list(layers)}, this target returns those that enter {list(others)}"
@@ -155,7 +155,7 @@ def test_a_target_that_hands_out_the_states_of_other_layers_is_refused(name):
 
 
 @pytest.mark.parametrize("name", ["dflash2", "dflash2_from_anchor", "dflash", "eagle3"])
-def test_a_draft_saved_flat_is_the_same_draft(tmp_path, name):
+def test_flat_config_loads_same_draft(tmp_path, name):
     """The decoder's fields beside speculators_model_type, without a section of their own."""
     config = json.loads((FOLDERS / name / "config.json").read_text())
     flat = {**config.pop("transformer_layer_config"), **config}

@@ -15,7 +15,7 @@ NAMED = [
     ("Domino, ", make_dflash(projector_type="domino"), "projector_type 'domino'"),
     ("Domino, ", make_dflash(dflash_config={"projector_type": "domino"}), "projector_type 'domino'"),
 ]
-HELD = [
+TENSORS = [
     ("XPress, ", make_dflash(), "xpress_head.mix.L"),
     ("LiLiCorr, ", make_dflash(), "model.lilicorr.layers.0.up.weight"),
     ("Domino, ", make_dflash(), "prefix_gru.weight_ih_l0"),
@@ -31,7 +31,7 @@ HELD = [
 """A kind, a checkpoint of another one, and the tensor that makes it of this kind."""
 UNSERVED = NAMED + [
     (kind, plain.changed(changes, {name: torch.ones(2, 3)}), f"tensor {name}")
-    for kind, plain, name in HELD
+    for kind, plain, name in TENSORS
     for changes in ({}, {"quantization_config": {"quant_method": "fp8"}})
 ]
 
@@ -49,9 +49,9 @@ def assert_named(folder, kind, evidence):
 
 
 @pytest.mark.parametrize(("kind", "checkpoint", "evidence"), UNSERVED)
-def test_a_kind_that_is_not_served_is_named(tmp_path, kind, checkpoint, evidence):
+def test_unsupported_kind_is_named(tmp_path, kind, checkpoint, evidence):
     assert_named(checkpoint.write(tmp_path), kind, evidence)
 
 
-def test_what_speculators_writes_of_them_is_named_too():
+def test_unsupported_speculators_kind_is_named():
     assert_named(FOLDERS / "xpress", "XPress, ", "speculators_model_type 'xpress'")

@@ -69,14 +69,14 @@ def assert_rotated(out, cache, query, key):
     assert torch.equal(cache.key[0, 3], keys[0]) and torch.equal(cache.key[2, 1], keys[2])
 
 
-def test_a_backend_that_declares_the_fused_write_takes_the_one_kernel():
+def test_backend_with_fused_write_uses_one_kernel():
     backend = Storing()
     assert_rotated(*attended(backend))
     assert backend.fused == 1
 
 
 @pytest.mark.parametrize("make", [Unfused, Overriding], ids=["that declares none", "that overrides the write"])
-def test_a_backend_without_the_fused_write_gets_rotated_keys(make):
+def test_backend_without_fused_write_gets_rotated_keys(make):
     backend = make()
     out, cache, query, key = attended(backend)
     assert_rotated(out, cache, query, key)
@@ -85,7 +85,7 @@ def test_a_backend_without_the_fused_write_gets_rotated_keys(make):
     assert backend.fused == 0 and backend.capabilities.fused_writes == frozenset()
 
 
-def test_keys_of_another_dtype_than_the_cache_are_rotated_in_their_own():
+def test_keys_unlike_cache_rotate_in_their_dtype():
     backend = Storing()
     assert_rotated(*attended(backend, torch.float64))
     assert backend.fused == 0
@@ -118,20 +118,21 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("change", "message"), REFUSED.values(), ids=REFUSED)
-def test_tensors_that_a_kernel_would_misread_are_refused_with_nothing_written(change, message):
+def test_misread_tensors_write_nothing(change, message):
     cache, before = make_cache(SPEC, 5), make_cache(SPEC, 5)
     with pytest.raises(BatchError, match=message):
         rope_and_write_kv(**{**GOOD, **change}, key_cache=cache.key, value_cache=cache.value)
     assert torch.equal(cache.key, before.key) and torch.equal(cache.value, before.value)
 
 
-def test_a_call_between_pieces_of_a_graph_rotates_and_writes_as_every_other_does():
+def test_split_attention_rotates_and_writes_alike():
     backend = Storing()
     assert_rotated(*attended(backend, attention=split_attention([0], [])))
     assert backend.fused == 1
 
 
-def test_between_pieces_a_rebuilt_group_is_read_as_it_is_by_then_and_another_as_it_was_captured():
+def test_split_attention_refreshes_only_rebuilt_group():
+    """Between pieces its metadata is read anew; the other group's stays as captured."""
     caches = [make_cache(SPEC, 5), make_cache(SPEC, 5)]
     groups = [KVGroup(name=f"{i}", backend=Storing(), spec=SPEC, caches={i: cache}) for i, cache in enumerate(caches)]
     metadata = [SimpleNamespace(slot_mapping=SLOTS), SimpleNamespace(slot_mapping=SLOTS)]

@@ -27,7 +27,7 @@ def make_groups(count):
     ]
 
 
-def test_a_launch_is_sized_by_the_longest_of_ragged_prompts(monkeypatch):
+def test_launch_is_sized_by_longest_ragged_prompt(monkeypatch):
     monkeypatch.setattr("spec_decode.paged.kv_groups.check_pools", lambda groups, tables: None)
     tables = make_tables([20, 9, 30], page_sizes=(4, 8), max_reqs=3, max_seq_len=32)
 
@@ -47,7 +47,7 @@ def test_prompts_of_one_length_are_uniform(monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.uint8])
-def test_caches_are_zero_whatever_lay_in_their_memory(dtype):
+def test_caches_are_zeroed(dtype):
     class Used(TorchReference):
         def allocate_kv(self, spec, num_pages, device):
             last = torch.zeros(num_pages, 2, 4, 2, 16)
@@ -62,7 +62,7 @@ def test_caches_are_zero_whatever_lay_in_their_memory(dtype):
 
 @pytest.mark.skipif(read(CPU).resident is None, reason="needs a system that reports resident memory")
 @pytest.mark.parametrize("backend", ["torch_reference", "triton_paged"])
-def test_pages_that_nobody_wrote_take_no_memory_on_a_cpu(backend):
+def test_unwritten_pages_take_no_cpu_memory(backend):
     before = read(CPU).resident
     group = make_group("full", get(backend), make_spec(head_dim=64), [0, 1], num_pages=50_000, device=CPU)
     taken, size = read(CPU).resident - before, sum(2 * cache.key.nbytes for cache in group.caches.values())

@@ -63,7 +63,7 @@ class Rounds:
     seed=st.integers(0, 2**20),
     confidence=st.sampled_from([0.0, 0.3, 0.6]),
 )
-def test_a_block_is_drawn_as_one_step_after_the_other_from_its_candidates(rows, columns, seed, confidence):
+def test_block_is_drawn_like_single_steps(rows, columns, seed, confidence):
     one, each = make(rows, columns, confidence=confidence), make_sampler(rows, columns, confidence)
     seq_lens = torch.randint(0, 3, (rows,), generator=torch.Generator().manual_seed(seed), dtype=torch.int32)
     one._seq_lens.copy_(seq_lens)
@@ -85,14 +85,14 @@ def test_a_block_is_drawn_as_one_step_after_the_other_from_its_candidates(rows, 
         torch.testing.assert_close(one.draft_logits, each.draft_logits, rtol=1e-5, atol=1e-5)
 
 
-def test_what_the_last_round_scored_is_taken_away():
+def test_previous_scores_are_cleared():
     sampler = make(2, 3)
     for seed in range(4):
         Rounds(2, 3, seed).select(sampler)
         assert sampler.draft_logits.isfinite().sum(-1).eq(WIDTH).all()
 
 
-def test_a_place_with_fewer_candidates_draws_among_those_there_are():
+def test_place_with_fewer_candidates_draws_among_them():
     sampler, given_ = make(1, 2, width=4), Rounds(1, 2, seed=1)
     given_.logits[:, 2:9], given_.logits[:, 9:] = torch.nan, -torch.inf
     given_.select(sampler, 4)
@@ -109,7 +109,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", [*WRONG, "candidates"])
-def test_tensors_of_another_shape_or_dtype_are_refused(name):
+def test_tensors_of_other_shape_or_dtype_are_rejected(name):
     sampler, given_ = make(2, 3), Rounds(2, 3, seed=0)
     sampler.draft_tokens.fill_(7)
     width = WIDTH

@@ -67,7 +67,7 @@ def row_of(logits, temperature, seed, position, ids):
     seed=st.integers(0, 2**20), column=st.integers(0, 3), confident=st.booleans(), mapped=st.booleans(),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
 )  # fmt: skip
-def test_a_step_is_what_plain_python_makes_of_each_row(seed, column, confident, mapped, dtype):
+def test_step_matches_plain_python_per_row(seed, column, confident, mapped, dtype):
     rng, rows, columns = random.Random(seed), 5, 3
     ids, vocab = (MAP, 32) if mapped else (torch.arange(11), 11)
     logits = random_logits(rows, len(ids), seed).to(dtype)
@@ -109,13 +109,13 @@ def test_greedy_takes_the_first_of_equals():
 
 
 @pytest.mark.parametrize(("minimum", "seq_len"), [(0.5, 5), (math.nextafter(0.5, 1), 5), (0.5 + 2**-24, 0)])
-def test_a_row_goes_on_with_just_the_minimum_confidence(minimum, seq_len):
+def test_row_continues_at_exactly_minimum_confidence(minimum, seq_len):
     # The minimum is held in fp32: next to 0.5 in fp64 is 0.5.
     assert drafted(torch.zeros(1, 2), 0.0, confidence=minimum).seq_lens[:1].tolist() == [seq_len]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_smaller_vocabulary_draws_what_the_whole_one_draws_without_the_other_tokens(temperature):
+def test_token_map_draws_like_masked_vocabulary(temperature):
     logits = random_logits(40, 5)
     whole = torch.full((40, 32), float("-inf"))
     whole[:, MAP] = logits
@@ -123,7 +123,7 @@ def test_a_smaller_vocabulary_draws_what_the_whole_one_draws_without_the_other_t
     assert torch.equal(mapped.draft_tokens, expected.draft_tokens) and torch.equal(mapped.next_ids, expected.next_ids)
 
 
-def test_columns_that_the_map_does_not_name_start_at_minus_infinity():
+def test_columns_outside_map_start_at_minus_infinity():
     sampler = DraftSampler(
         torch.ones(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64),
         num_speculative_tokens=2, vocab_size=32, token_map=MAP,
@@ -133,7 +133,7 @@ def test_columns_that_the_map_does_not_name_start_at_minus_infinity():
     assert torch.equal(sampler.draft_logits[0, 0], expected)
 
 
-def test_a_row_draws_the_same_token_alone_in_any_batch_and_in_any_column():
+def test_row_draws_same_token_in_any_batch():
     logits, seeds, positions = random_logits(20, 50), torch.arange(20) * 91, torch.arange(20) * 7
     together = drafted(logits, 1.0, seeds=seeds, positions=positions).draft_tokens[:20, 1].tolist()
     for row in range(20):
@@ -153,7 +153,7 @@ def test_tokens_are_distributed_as_the_softmax(temperature, along):
     assert stats.chisquare(np.bincount(tokens.numpy(), minlength=12), expected).pvalue > 1e-4
 
 
-def test_hidden_states_are_copied_to_the_rows_of_the_batch():
+def test_hidden_states_are_copied_to_batch_rows():
     hidden, next_hidden = torch.randn(2, 8), torch.full((3, 8), 7.0)
     drafted(random_logits(2, 12), 0.0, hidden=hidden, next_hidden=next_hidden)
     assert torch.equal(next_hidden[:2], hidden) and next_hidden[2].eq(7).all()
@@ -172,6 +172,6 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("options", "message"), REFUSED.values(), ids=REFUSED)
-def test_tensors_of_another_shape_or_dtype_are_refused(options, message):
+def test_tensors_of_other_shape_or_dtype_are_rejected(options, message):
     with pytest.raises(BatchError, match=message):
         drafted(random_logits(1, 5), 0.0, **options)

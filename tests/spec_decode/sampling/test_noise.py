@@ -53,14 +53,14 @@ def test_neighbouring_noise_is_independent(a, b):
 
 
 @given(st.integers(-(2**63), 2**63 - 1), st.integers(0, 2**31), st.lists(st.integers(0, 2**20), min_size=2, max_size=5))
-def test_noise_depends_only_on_seed_position_token_and_stream(seed, position, tokens):
+def test_noise_depends_only_on_seed_position_token_stream(seed, position, tokens):
     rows = torch.tensor([[seed, position, token] for token in tokens])
     together = noise.uniform(noise.key(rows[:, 0], rows[:, 1], noise.DRAFT), rows[:, 2])
     alone = [noise.uniform(noise.key(row[None, 0], row[None, 1], noise.DRAFT), row[None, 2])[0] for row in rows.flip(0)]
     assert together.tolist() == torch.stack(alone).flip(0).tolist()
 
 
-def test_the_ends_of_the_hash_are_inside_the_open_interval(monkeypatch):
+def test_extreme_hashes_give_noise_inside_open_interval(monkeypatch):
     for hashed in (0, 0xFFFFFFFF):
         monkeypatch.setattr(noise, "_mix", lambda h, value=hashed: torch.tensor([value]))
         assert 0 < noise.uniform(ZERO[:1], ZERO[:1]) < 1
@@ -75,14 +75,14 @@ def test_every_bit_of_a_seed_counts(bit):
 
 
 @pytest.mark.parametrize("other", [1001, 1000 ^ 1, 1000 ^ 256], ids=["next", "one bit off", "another bit off"])
-def test_near_keys_share_no_noise_among_their_tokens(other):
+def test_near_keys_share_no_noise(other):
     # A mixer of key + token, or of key ^ token alone, would give one key's noise to the other's neighbouring tokens.
     tokens = torch.arange(4096)
     a, b = (noise.uniform(torch.tensor([key]), tokens).tolist() for key in (1000, other))
     assert len(set(a) & set(b)) < 20
 
 
-def test_the_mixer_is_murmur_hash_3s_finaliser():
+def test_mixer_is_murmurhash3_finaliser():
     def fmix32(h):
         h = (h ^ h >> 16) * 0x85EBCA6B % 2**32
         h = (h ^ h >> 13) * 0xC2B2AE35 % 2**32
@@ -111,12 +111,12 @@ WORDS |= {f"next to {p}": divmod(round(p * 2**64), 2**32) for p in (0.3, 2.0**-2
 
 
 @pytest.mark.parametrize(("high", "low"), WORDS.values(), ids=WORDS)
-def test_noise_is_the_fraction_that_its_words_spell(high, low):
+def test_noise_is_fraction_of_its_words(high, low):
     spelt = min((high * 2**32 + low + 0.5) / 2**64, 1 - 2**-24)
     assert noise_of(high, low).item() == pytest.approx(spelt, rel=2**-24)
 
 
-def test_gumbel_noise_is_exact_from_its_largest_to_its_least():
+def test_gumbel_noise_is_exact_over_its_range():
     words = torch.cat([torch.arange(300), 2 ** torch.arange(9, 32), 2**32 - 2 ** torch.arange(5, 32), ZERO[:1]])
     low = torch.where(words == 0, 0, (words * 2654435761) & 0xFFFFFFFF)
     x = noise_of(words, low).double()
@@ -126,13 +126,13 @@ def test_gumbel_noise_is_exact_from_its_largest_to_its_least():
 
 
 @pytest.mark.parametrize("bits", range(4))
-def test_the_low_word_of_small_noise_is_uniform(bits):
+def test_low_word_of_small_noise_is_uniform(bits):
     keys = noise.key(torch.arange(100_000), ZERO[:1] + bits, noise.DRAFT)
     rest = noise.uniform(keys, tokens_with(keys, torch.tensor(bits))) * 2.0**32 - bits
     assert stats.kstest(rest.numpy(), "uniform").pvalue > 1e-4
 
 
-def test_no_two_seeds_share_a_key_at_one_position():
+def test_seeds_never_share_key_at_one_position():
     # The words of any noise lead back to the one seed that makes them: the hash of seeds is a bijection.
     seeds = torch.randint(-(2**63), 2**63 - 1, (1000,), generator=torch.Generator().manual_seed(0))
     keys = noise.key(seeds, ZERO[:1000] + 5, noise.ACCEPT)

@@ -45,14 +45,14 @@ def one_and_others(rows, vocab, logit, device):
 @each_device
 @each_sampler
 @pytest.mark.parametrize("token", [1, 517, VOCAB - 1])
-def test_a_token_of_probability_1e_14_is_drawn_where_its_noise_is_the_largest(draw, stream, token, device):
+def test_rare_token_is_drawn_with_largest_noise(draw, stream, token, device):
     seeds = seeds_with(torch.zeros(1, dtype=torch.int64), torch.tensor([9]), torch.tensor(POSITION), stream, token)
     assert draw(one_and_others(1, VOCAB, math.log(1e-14), device), seeds.to(device)).tolist() == [token]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="10**10 draws of noise take a GPU")
 @each_sampler
-def test_a_heavy_tail_is_drawn_as_often_as_it_is_due(draw, stream):
+def test_heavy_tail_is_drawn_at_its_probability(draw, stream):
     rows, vocab, logit, rounds = 2048, 65536, -18.0, 200
     logits = one_and_others(rows, vocab, logit, "cuda").contiguous()
     seeds = torch.arange(rows * rounds, device="cuda").view(rounds, rows)

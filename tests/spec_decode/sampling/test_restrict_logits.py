@@ -43,17 +43,17 @@ CASES = {
 
 
 @pytest.mark.parametrize(("row", "restriction", "expected"), CASES.values(), ids=CASES)
-def test_a_row_keeps_the_tokens_of_its_restriction_and_their_logits(row, restriction, expected):
+def test_row_keeps_logits_of_restricted_tokens(row, restriction, expected):
     [out] = restricted([row], [restriction.get("top_k", 0)], [restriction.get("top_p", 1.0)])
     assert out.tolist() == [x if index in expected else -INF for index, x in enumerate(row)]
 
 
-def test_every_request_restricts_its_own_group_of_rows():
+def test_every_request_restricts_its_rows():
     out = restricted([ROW] * 6, [1, 0, 0], [1.0, 0.7, 1.0])
     assert (out > -INF).sum(1).tolist() == [1, 1, 2, 2, 5, 5]
 
 
-def test_a_row_of_garbage_leaves_the_others_alone():
+def test_garbage_row_leaves_others_alone():
     for garbage in (float("nan"), INF, -INF):
         out = restricted([ROW, [garbage] * 5, ROW], [2, 2, 2], [0.9, 0.9, 0.9])
         assert (out[[0, 2]] > -INF).sum(1).tolist() == [2, 2]
@@ -64,7 +64,7 @@ def test_a_row_of_garbage_leaves_the_others_alone():
     top_k=st.integers(0, 13),
     top_p=st.one_of(st.just(1.0), st.floats(2**-7, 1 - 2**-7, width=32)),
 )
-def test_the_kept_set_is_the_smallest_that_ties_allow(row, top_k, top_p):
+def test_kept_set_is_smallest_that_ties_allow(row, top_k, top_p):
     halves = [x / 2 for x in row]
     assert kept(halves, top_k, top_p) == law(torch.tensor(halves), 1.0, top_k, top_p).nonzero()[:, 0].tolist()
 
@@ -80,7 +80,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("logits", "k_dtype", "p_dtype"), REFUSED.values(), ids=REFUSED)
-def test_tensors_that_a_kernel_would_misread_are_refused(logits, k_dtype, p_dtype):
+def test_misread_tensors_are_rejected(logits, k_dtype, p_dtype):
     with pytest.raises(BatchError, match="must be"):
         restrict_logits(logits, top_k=torch.ones(2, dtype=k_dtype), top_p=torch.ones(2, dtype=p_dtype))
     assert not logits.any()

@@ -51,7 +51,7 @@ def step_by_step(logits, positions, seq_lens, sampler):
     confidence=st.sampled_from([0.0, 0.1, 0.3]),
     mapped=st.booleans(),
 )
-def test_a_block_is_sampled_as_one_step_after_the_other(rows, columns, seed, confidence, mapped):
+def test_block_is_sampled_like_single_steps(rows, columns, seed, confidence, mapped):
     generator = torch.Generator().manual_seed(seed)
     token_map = torch.randperm(VOCAB, generator=generator)[:11] if mapped else None
     width = VOCAB if token_map is None else len(token_map)
@@ -76,7 +76,7 @@ def test_a_block_is_sampled_as_one_step_after_the_other(rows, columns, seed, con
         (torch.zeros(6, VOCAB), torch.zeros(6, dtype=torch.int32)),
     ],
 )
-def test_logits_or_positions_of_another_shape_or_dtype_are_refused(logits, positions):
+def test_misfit_logits_or_positions_are_rejected(logits, positions):
     sampler = make_sampler(2, 3)
     sampler.draft_tokens.fill_(7)
     with pytest.raises(BatchError):

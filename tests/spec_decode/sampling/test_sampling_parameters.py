@@ -25,13 +25,13 @@ ALLOWED = [
 
 
 @pytest.mark.parametrize(("name", "value"), REFUSED)
-def test_a_value_out_of_range_is_refused_by_name(name, value):
+def test_value_out_of_range_is_rejected_by_name(name, value):
     with pytest.raises(BatchError, match=f"^{name} must be .* got {re.escape(str(value))}[;.]"):
         SamplingParams(**{name: value})
 
 
 @pytest.mark.parametrize(("name", "value"), ALLOWED)
-def test_a_value_at_the_edge_of_its_range_is_taken(name, value):
+def test_value_at_edge_of_range_is_accepted(name, value):
     assert getattr(SamplingParams(**{name: value}), name) == value
 
 
@@ -44,7 +44,7 @@ def test_a_value_at_the_edge_of_its_range_is_taken(name, value):
         ("presence_penalty", "does not support 'presence_penalty'. Parameters are temperature, top_k,"),
     ],
 )
-def test_a_parameter_that_does_not_exist_gets_the_nearest_one_or_what_to_do(name, told):
+def test_unknown_parameter_error_suggests_alternative(name, told):
     with pytest.raises(TypeError, match=re.escape(told)):
         SamplingParams(**{"temperature": 0.5, name: 2})
 
@@ -62,7 +62,7 @@ def rows(sampling):
 GREEDY = (0.0, 0, 1.0, 0)
 
 
-def test_every_request_has_a_row_of_the_dtypes_that_kernels_read_and_a_greedy_one_no_restriction():
+def test_every_request_has_a_row_with_kernel_dtypes():
     params = [SamplingParams(temperature=0.5, top_k=7, top_p=0.75, seed=-(2**63)), SamplingParams(seed=9)]
     sampling = Sampling.of([*params, SamplingParams(), SamplingParams(top_k=3, top_p=0.5)], "cpu")
     assert rows(sampling) == [(0.5, 7, 0.75, -(2**63)), (0.0, 0, 1.0, 9), GREEDY, GREEDY]
@@ -78,14 +78,14 @@ def test_loading_replaces_every_row_in_place():
     assert held == [f.data_ptr() for f in (sampling.temperature, sampling.top_k, sampling.top_p, sampling.seeds)]
 
 
-def test_more_requests_than_rows_are_refused_with_nothing_written():
+def test_more_requests_than_rows_are_rejected():
     sampling = Sampling.allocate(1, "cpu")
     with pytest.raises(BatchError, match="got 2 SamplingParams for 1 rows"):
         sampling.load([SamplingParams(seed=5)] * 2)
     assert rows(sampling) == [GREEDY]
 
 
-def test_head_and_tail_share_the_rows_and_leave_the_others():
+def test_head_and_tail_share_rows_of_sampling():
     sampling = Sampling.of([SamplingParams(temperature=1.0, top_k=2, top_p=0.5, seed=row) for row in range(4)], "cpu")
     sampling.tail(2).load([SamplingParams(temperature=2.0, seed=7)])
     assert rows(sampling) == [(1.0, 2, 0.5, 0), (1.0, 2, 0.5, 1), (2.0, 0, 1.0, 7), GREEDY]

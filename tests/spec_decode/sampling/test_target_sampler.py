@@ -34,14 +34,14 @@ def test_wrong_tensors_are_refused(call):
         call()
 
 
-def test_only_the_column_asked_for_is_drawn_from():
+def test_only_the_given_column_is_sampled():
     logits = torch.zeros(2, 3, VOCAB)
     logits[0, 2, 5] = logits[1, 0, 3] = 1.0
     tokens = sample_target(logits, sampling=sampling_of(2), positions=ZEROS[:2], column=torch.tensor([2, 0]))
     assert tokens.tolist() == [5, 3]
 
 
-def test_every_column_is_drawn_from_at_its_own_position():
+def test_every_column_is_sampled_at_its_position():
     logits, positions = torch.randn(ROWS, 4, VOCAB), torch.arange(4 * ROWS).view(ROWS, 4)
     sampling = sampling_of(ROWS, 1.0)
     sampling.top_k[1] = 3
@@ -49,7 +49,7 @@ def test_every_column_is_drawn_from_at_its_own_position():
     assert torch.equal(sample_target(logits, sampling=sampling, positions=positions), torch.stack(columns, 1))
 
 
-def test_a_restricted_row_draws_from_what_is_left():
+def test_restricted_row_draws_from_remaining_tokens():
     sampling = sampling_of(ROWS, 1.0)
     sampling.top_k[1] = 1
     logits = torch.zeros(ROWS, VOCAB)
@@ -58,7 +58,7 @@ def test_a_restricted_row_draws_from_what_is_left():
     assert drawn[:, 1].eq(4).all() and drawn[:, 0].unique().numel() == VOCAB
 
 
-def test_processed_logits_are_a_tensor_of_their_own():
+def test_processed_logits_are_a_new_tensor():
     logits = torch.zeros(1, 1, VOCAB)
     process_target_logits(logits, sampling_of(1)).fill_(1)
     assert not logits.any()

@@ -7,7 +7,7 @@ import pytest
 from spec_decode.testing.held_out_text import held_out_documents, held_out_prompts
 
 
-def test_prompts_are_distinct_pieces_of_held_out_text_at_line_starts() -> None:
+def test_prompts_are_distinct_unseen_text_at_line_starts() -> None:
     documents = held_out_documents()
     prompts = held_out_prompts(60, 96)
 
@@ -17,7 +17,7 @@ def test_prompts_are_distinct_pieces_of_held_out_text_at_line_starts() -> None:
         assert any("\n" + prompt in "\n" + text for text in documents)
 
 
-def test_prompts_are_the_same_every_time_and_come_from_most_documents() -> None:
+def test_prompts_repeat_and_cover_most_documents() -> None:
     prompts = held_out_prompts(60, 96)
     used = [text for text in held_out_documents() if any(prompt in text for prompt in prompts)]
 
@@ -25,6 +25,6 @@ def test_prompts_are_the_same_every_time_and_come_from_most_documents() -> None:
     assert 2 * len(used) > len(held_out_documents())
 
 
-def test_more_prompts_than_the_text_holds_are_refused() -> None:
+def test_too_many_prompts_are_rejected() -> None:
     with pytest.raises(ValueError, match="Request fewer or shorter prompts"):
         held_out_prompts(100_000, 96)

@@ -51,21 +51,21 @@ def with_rounded_partials(given: LogicalBatch) -> torch.Tensor:
     return total[None, None]
 
 
-def judged(given: LogicalBatch, out: torch.Tensor, *, rounds_partials: bool) -> Measurements:
+def measure(given: LogicalBatch, out: torch.Tensor, *, rounds_partials: bool) -> Measurements:
     able = replace(TorchReference.capabilities, rounds_partials=rounds_partials)
     return assert_within_budget(out, given, SPEC, able, contract="attention")
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_sums_of_rounded_partials_are_within_the_budget_of_a_backend_that_declares_them(seed: int) -> None:
+def test_rounded_partials_are_within_declared_budget(seed: int) -> None:
     given = batch(seed)
-    assert judged(given, with_rounded_partials(given), rounds_partials=True)["error_over_budget"] < 1
+    assert measure(given, with_rounded_partials(given), rounds_partials=True)["error_over_budget"] < 1
 
 
-def test_undeclared_they_are_beyond_it() -> None:
+def test_undeclared_rounded_partials_exceed_budget() -> None:
     def beyond(seed: int) -> bool:
         try:
-            judged(batch(seed), with_rounded_partials(batch(seed)), rounds_partials=False)
+            measure(batch(seed), with_rounded_partials(batch(seed)), rounds_partials=False)
         except CheckFailure:
             return True
         return False
@@ -73,17 +73,17 @@ def test_undeclared_they_are_beyond_it() -> None:
     assert any(map(beyond, range(8)))
 
 
-def test_a_heavy_token_that_is_left_out_is_beyond_the_budget_of_either() -> None:
+def test_missing_heavy_token_exceeds_budget() -> None:
     given = batch(0)
     weights, values = weights_and_values(given, SPEC)
     weights[weights.argmax()] = 0
     short = (weights @ values / weights.sum())[None, None]
     for rounds_partials in (False, True):
         with pytest.raises(CheckFailure, match="relative error"):
-            judged(given, short, rounds_partials=rounds_partials)
+            measure(given, short, rounds_partials=rounds_partials)
 
 
-def test_a_low_precision_reference_rounds_its_sinks_too():
+def test_low_precision_reference_rounds_its_sinks():
     spec, sink = make_spec(sinks=True, dtype=torch.bfloat16), -1 / 3
     heads, dim = spec.num_q_heads, spec.head_dim
     queries, keys = [torch.zeros(1, heads, dim)], [torch.zeros(1, spec.num_kv_heads, dim)]

@@ -50,11 +50,11 @@ def fa3_module(name: str) -> dict[str, ModuleType]:
     return {"sgl_kernel": package, "sgl_kernel.flash_attn": module}
 
 
-def test_a_healthy_machine_has_nothing_failed() -> None:
+def test_healthy_machine_has_no_failed_finding() -> None:
     assert [finding for finding in examine(CPU) if finding.status is FindingStatus.FAILED] == []
 
 
-def test_a_capture_and_a_loop_are_tried_and_their_memory_told() -> None:
+def test_capture_and_loop_are_run_with_memory_reported() -> None:
     found = findings("graphs")
     assert found.keys() == {"capture and replay", "device loop"}
     assert all(
@@ -62,7 +62,7 @@ def test_a_capture_and_a_loop_are_tried_and_their_memory_told() -> None:
     )
 
 
-def test_a_loop_that_runs_another_number_of_times_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loop_with_wrong_iteration_count_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     def once(self: EmulatedRuntime, first: Any, body: Any, continue_flag: torch.Tensor, limit: int) -> Any:
         return self.capture(first)
 
@@ -71,20 +71,20 @@ def test_a_loop_that_runs_another_number_of_times_has_failed(monkeypatch: pytest
     assert found.status is FindingStatus.FAILED and "it ended at 1" in found.detail
 
 
-def test_a_capture_that_executes_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_capture_that_executes_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(EmulatedRuntime, "capture", lambda self, fn: SimpleNamespace(replay=fn, run=fn()))
     found = findings("graphs")["capture and replay"]
     assert found.status is FindingStatus.FAILED and "it set a cell of 0 to 1" in found.detail
 
 
-def test_what_stands_in_the_way_of_a_loop_is_told_and_no_loop_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_loop_is_reported_and_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "loop_unsupported_reason", lambda device: "it needs the package cuda.bindings")
     monkeypatch.setattr(EmulatedRuntime, "capture_loop", lambda *_: pytest.fail("a loop was captured"))
     found = findings("graphs")["device loop"]
     assert (found.status, found.detail) == (FindingStatus.ABSENT, "it needs the package cuda.bindings")
 
 
-def test_each_absent_provider_of_flash_attention_3_comes_with_what_brings_it() -> None:
+def test_absent_fa3_providers_name_what_to_install() -> None:
     found = providers()
     assert found.keys() == {"upstream", "vllm", "sgl"}
     assert {finding.status for finding in found.values()} == {FindingStatus.ABSENT}
@@ -93,9 +93,7 @@ def test_each_absent_provider_of_flash_attention_3_comes_with_what_brings_it() -
 
 
 @pytest.mark.parametrize(("asked", "used"), [("", True), ("sgl", True), ("vllm", False)])
-def test_a_provider_that_is_here_says_whether_it_is_used(
-    monkeypatch: pytest.MonkeyPatch, asked: str, used: bool
-) -> None:
+def test_installed_provider_reports_if_it_is_used(monkeypatch: pytest.MonkeyPatch, asked: str, used: bool) -> None:
     monkeypatch.setenv(PROVIDER_VARIABLE, asked)
     for name, module in fa3_module("flash_attn_with_kvcache").items():
         monkeypatch.setitem(sys.modules, name, module)
@@ -103,14 +101,14 @@ def test_a_provider_that_is_here_says_whether_it_is_used(
     assert found.status is FindingStatus.OK and found.detail.endswith(", in use") is used
 
 
-def test_a_provider_that_is_here_and_of_no_use_has_failed_with_its_own_message(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unusable_provider_fails_with_its_message(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, module in fa3_module("another_entry").items():
         monkeypatch.setitem(sys.modules, name, module)
     found = providers()["sgl"]
     assert found.status is FindingStatus.FAILED and "it has no flash_attn_with_kvcache" in found.detail
 
 
-def test_every_backend_is_told_with_what_it_serves_or_why_it_does_not() -> None:
+def test_every_backend_is_reported_with_specs_or_reason() -> None:
     found = findings("backends")
     assert found.keys() == set(registry.names())
     assert found["torch_reference"].status is FindingStatus.OK
@@ -137,16 +135,14 @@ def fail(*asked: object) -> Any:
     ],
     ids=["raises", "no answer", "leaves"],
 )
-def test_a_backend_that_cannot_be_asked_has_failed_by_name(
-    supports: Any, detail: str, registry_as_it_was: None
-) -> None:
+def test_backend_that_raises_fails_by_name(supports: Any, detail: str, registry_as_it_was: None) -> None:
     register_as("odd", type("Odd", (TorchReference,), {"supports": supports}))
     found = findings("backends")
     assert found["odd"].status is FindingStatus.FAILED and detail in found["odd"].detail
     assert found.keys() == set(registry.names())
 
 
-def test_a_backend_whose_package_is_absent_is_absent_and_one_that_does_not_load_has_failed(
+def test_backend_without_package_is_absent_not_failed(
     registry_as_it_was: None,
 ) -> None:
     register_as("absent", lambda: import_module("a_package_that_is_not_here"))
@@ -164,7 +160,7 @@ def declared(registry_as_it_was: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "try_plug_ins", dict)
 
 
-def test_a_plug_in_that_declares_a_name_of_ours_is_not_shown_as_ok_with_our_class(declared: None) -> None:
+def test_plug_in_with_built_in_name_fails(declared: None) -> None:
     found = findings("plug-ins")
     assert found.keys() == {"unknown:torch_reference", "mine"}
     shadow = found["unknown:torch_reference"]
@@ -172,7 +168,7 @@ def test_a_plug_in_that_declares_a_name_of_ours_is_not_shown_as_ok_with_our_clas
     assert found["mine"].status is FindingStatus.OK and "torch_reference.TorchReference" in found["mine"].detail
 
 
-def test_a_plug_in_whose_name_a_call_has_taken_is_told_as_not_used(declared: None) -> None:
+def test_plug_in_with_replaced_name_is_refused(declared: None) -> None:
     register_as("mine", TorchReference, replace=True)
     found = findings("plug-ins")["mine"]
     assert found.status is FindingStatus.REFUSED and "a call registered another backend under its name" in found.detail
@@ -188,7 +184,7 @@ VERSIONS = {
 
 
 @pytest.mark.parametrize(("found", "told"), VERSIONS.values(), ids=VERSIONS)
-def test_a_release_that_was_not_tested_is_marked(found: str, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_untested_release_is_marked(found: str, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "version", lambda name: found)
     monkeypatch.setitem(doctor.TESTED, "torch", ("2.11.0", "2.13.0", "2.13.0"))
     packages = {finding.subject: finding for finding in doctor._packages()}
@@ -196,7 +192,7 @@ def test_a_release_that_was_not_tested_is_marked(found: str, told: str, monkeypa
 
 
 @pytest.mark.parametrize("name", ["torch", "triton", "transformers"])
-def test_what_it_calls_tested_is_what_is_installed_for_the_tests(name: str) -> None:
+def test_tested_releases_match_the_constraints(name: str) -> None:
     def pinned(file: str) -> str:
         return re.findall(rf"^{name}==([\d.]+)", (ROOT / file).read_text(), re.MULTILINE)[0]
 
@@ -212,7 +208,7 @@ def test_flashinfer_called_tested_is_that_of_the_gpu_reports() -> None:
     }
 
 
-def test_the_oldest_that_are_tested_are_the_oldest_that_are_promised() -> None:
+def test_oldest_tested_releases_match_requirements() -> None:
     project = (ROOT / "pyproject.toml").read_text()
     assert all(f'"{name}>={doctor.TESTED[name][0].removesuffix(".0")}' in project for name in ("torch", "triton"))
     assert f'"transformers>={doctor.TESTED["transformers"][0].removesuffix(".0")}"' in project

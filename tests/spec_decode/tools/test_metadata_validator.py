@@ -97,20 +97,20 @@ def no_pool(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in BY_NAME if name not in NOT_SHOWN])
-def test_a_mutant_is_caught_in_a_running_drafter_or_refused_by_it(name: str) -> None:
+def test_validator_catches_mutant_or_drafter_refuses_it(name: str) -> None:
     mutant = mutant_named(name)
     with pytest.raises(mutant.refused or MetadataDrift):
         validate_rounds(mutant.backend, CPU, rounds=5 * ROUNDS)
 
 
-def test_a_mutant_that_is_right_for_one_page_size_is_caught_on_another() -> None:
+def test_mutant_right_on_one_page_size_fails_another() -> None:
     lister = mutant_named("pages_have_16_tokens").backend
     assert validate_rounds(lister, CPU, rounds=ROUNDS).validations == ROUNDS
     with pytest.raises(MetadataDrift, match="page_counts"):
         validate_rounds(lister, CPU, rounds=ROUNDS, page_size=8)
 
 
-def test_a_page_size_that_a_backend_refuses_is_not_validated() -> None:
+def test_unsupported_page_size_is_not_validated() -> None:
     with pytest.raises(Unsupported, match="page"):
         validate_rounds(get("triton_paged"), CPU, rounds=1, page_size=12)
 
@@ -126,7 +126,7 @@ def reference_tokens() -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", NOT_SHOWN)
-def test_a_mutant_that_no_running_drafter_shows_drafts_what_the_reference_does(name: str) -> None:
+def test_mutant_not_shown_drafts_like_reference(name: str) -> None:
     drafted = zip(tokens_of(mutant_named(name).backend), reference_tokens(), strict=True)
     assert all(torch.equal(tokens, wanted) for tokens, wanted in drafted)
 
@@ -147,7 +147,7 @@ def test_a_right_backend_never_drifts(
     assert (validated.strategy, validated.validations) == (strategy.value, ROUNDS) and validated.leaves > 0
 
 
-def test_a_kernel_that_is_wrong_is_caught_though_its_group_does_not_advance_in_place() -> None:
+def test_wrong_kernel_of_rebuild_group_is_caught() -> None:
     wrong = type("Wrong", (type(mutant_named("gqa_interleaved").backend),), {"builder": Rebuilt})()
     with pytest.raises(MetadataDrift, match="attention over the current caches"):
         validate_rounds(wrong, CPU, rounds=ROUNDS)
@@ -159,7 +159,7 @@ class AttendsWithoutARequest(TorchReference):
         return out.masked_fill((metadata.kv_end <= metadata.kv_start)[:, None, None], 1.0)
 
 
-def test_a_row_without_a_request_that_attends_to_something_is_told() -> None:
+def test_row_without_request_attending_is_caught() -> None:
     with pytest.raises(MetadataDrift, match="rows without a request attend to nothing"):
         validate_rounds(AttendsWithoutARequest(), CPU, rounds=ROUNDS)
 
@@ -168,7 +168,7 @@ def test_a_row_without_a_request_that_attends_to_something_is_told() -> None:
     ("backend", "field"),
     [("torch_reference", "kv_end"), ("triton_paged", "seq_lens"), ("sparse_swa_mla", "slot_mapping")],
 )
-def test_the_field_that_is_not_refreshed_is_named_with_where_and_what(backend: str, field: str) -> None:
+def test_stale_field_is_named_with_place_and_values(backend: str, field: str) -> None:
     with pytest.raises(MetadataDrift, match=rf"field {field} .*expected: {field}\[.*got: ") as drift:
         validate_rounds(freeze(backend, field), CPU, rounds=ROUNDS)
     assert (drift.value.round, drift.value.step, drift.value.group) == (1, 0, "draft")
@@ -183,7 +183,7 @@ def running() -> tuple[Any, MetadataValidator, list[Any]]:
     return candidate, validator, rounds
 
 
-def test_a_later_step_that_drifts_is_named_by_its_step(running: Any) -> None:
+def test_drift_in_later_step_is_named_by_step(running: Any) -> None:
     candidate, validator, _ = running
     _, last = candidate.drafter.metadata_in_use().values()
     last.metadata[0].kv_end.add_(1)
@@ -192,7 +192,7 @@ def test_a_later_step_that_drifts_is_named_by_its_step(running: Any) -> None:
     assert drift.value.step == 2
 
 
-def test_metadata_that_moved_since_the_first_validation_is_named(running: Any) -> None:
+def test_metadata_moved_after_validation_is_named(running: Any) -> None:
     candidate, validator, _ = running
     metadata = candidate.drafter.metadata_in_use()[0].metadata[0]
     object.__setattr__(metadata, "kv_end", metadata.kv_end.clone())
@@ -221,7 +221,7 @@ def test_validated_rounds_draft_the_same_tokens() -> None:
         assert torch.equal(seen.draft(*round_, validator.propose).tokens, expected)
 
 
-def test_only_every_nth_round_is_validated_and_its_time_is_measured() -> None:
+def test_every_nth_round_is_validated_and_timed() -> None:
     candidate, rounds = candidate_of(get("torch_reference"), count=ROUNDS)
     validator = MetadataValidator(candidate.drafter, every=3)
     for round_ in rounds:
@@ -230,7 +230,7 @@ def test_only_every_nth_round_is_validated_and_its_time_is_measured() -> None:
     assert validator.milliseconds > 0
 
 
-def test_a_round_of_one_token_has_only_step_0_to_validate() -> None:
+def test_one_token_round_validates_only_step_0() -> None:
     candidate, rounds = candidate_of(get("torch_reference"), Strategy.DEVICE_LOOP)
     validator = MetadataValidator(candidate.drafter)
     candidate.draft(*rounds[0], lambda verified: validator.propose(verified, 1))

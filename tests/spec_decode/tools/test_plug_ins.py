@@ -50,23 +50,23 @@ def declare(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     return declare
 
 
-Tried = Callable[..., tuple[dict[str, str], list[list[str]]]]
+TryDeclared = Callable[..., tuple[dict[str, str], list[list[str]]]]
 
 
 @pytest.fixture
-def tried(tmp_path: Path) -> Tried:
+def try_declared(tmp_path: Path) -> TryDeclared:
     """What is refused, and which names each process was given."""
     log = tmp_path / "log"
     log.touch()
 
-    def tried(
+    def try_declared(
         seconds: float = UNLIMITED, on_loading: Callable[[PlugIn], None] = lambda plug_in: None
     ) -> tuple[dict[str, str], list[list[str]]]:
         child = (sys.executable, "-c", LOADER.format(log=str(log)))
         refused = try_plug_ins(child, TimeLimit(seconds, "loading and querying a package"), on_loading)
         return refused, [line.split() for line in log.read_text().splitlines()]
 
-    return tried
+    return try_declared
 
 
 @pytest.mark.parametrize(
@@ -77,56 +77,56 @@ def tried(tmp_path: Path) -> Tried:
         ("a crash1 b crash2 c", ["a crash1 b crash2 c", "a b crash2 c", "a b c"]),
     ],
 )
-def test_what_is_left_is_loaded_together_after_each_that_crashes(
-    names: str, processes: list[str], declare: Callable[..., None], tried: Tried
+def test_remaining_plug_ins_load_together_after_each_crash(
+    names: str, processes: list[str], declare: Callable[..., None], try_declared: TryDeclared
 ) -> None:
     declare(*names.split())
-    refused, started = tried()
+    refused, started = try_declared()
     assert list(refused) == [name for name in names.split() if name.startswith("crash")]
     assert [" ".join(given) for given in started] == processes
 
 
-def test_what_crashes_is_refused_with_its_signal_and_last_words(declare: Callable[..., None], tried: Tried) -> None:
+def test_crashing_plug_in_is_refused_with_signal(declare: Callable[..., None], try_declared: TryDeclared) -> None:
     declare("crash")
-    refused, _ = tried()
+    refused, _ = try_declared()
     assert "the process ended with SIGSEGV; it printed: no driver; it was not loaded here" in refused["crash"]
     with pytest.raises(BrokenBackend) as error:
         get("crash")
     assert str(error.value) == refused["crash"]
 
 
-def test_what_hangs_is_refused_with_its_limit_and_was_the_last_that_was_named(
-    declare: Callable[..., None], tried: Tried
-) -> None:
+def test_hanging_plug_in_is_refused_with_limit(declare: Callable[..., None], try_declared: TryDeclared) -> None:
     declare("a", "hang", "b")
     told: list[str] = []
-    refused, _ = tried(0.3, lambda plug_in: told.append(f"{plug_in.name} of {plug_in.package}"))
+    refused, _ = try_declared(0.3, lambda plug_in: told.append(f"{plug_in.name} of {plug_in.package}"))
     assert "exceeded the limit of 0.3 s for loading and querying a package" in refused["hang"]
     assert told == [f"{name} of unknown" for name in ("a", "hang", "a", "b")]
 
 
-def test_what_ends_its_process_without_a_fault_is_refused_too(declare: Callable[..., None], tried: Tried) -> None:
+def test_plug_in_exiting_cleanly_is_refused_too(declare: Callable[..., None], try_declared: TryDeclared) -> None:
     declare("quit", "a")
-    assert "ended with exit status 0" in tried()[0]["quit"]
+    assert "ended with exit status 0" in try_declared()[0]["quit"]
 
 
-def test_a_process_that_says_nothing_refuses_all(declare: Callable[..., None]) -> None:
+def test_silent_process_refuses_all_plug_ins(declare: Callable[..., None]) -> None:
     declare("a", "b")
     refused = try_plug_ins((sys.executable, "-c", "raise SystemExit('no module')"))
     assert refused.keys() == {"a", "b"} and "exit status 1; it printed: no module" in refused["a"]
 
 
-def test_refusal_is_kept_until_a_call_registers_the_name(declare: Callable[..., None], tried: Tried) -> None:
+def test_refusal_is_kept_until_a_call_registers_the_name(
+    declare: Callable[..., None], try_declared: TryDeclared
+) -> None:
     declare("a", "crash")
-    first, _ = tried()
-    again, processes = tried()
+    first, _ = try_declared()
+    again, processes = try_declared()
     assert again == first and len(processes) == 2
     register_as("crash", TorchReference, replace=True)
     assert type(get("crash")) is TorchReference
 
 
-def test_what_is_loaded_here_or_registered_by_a_call_is_not_tried(declare: Callable[..., None], tried: Tried) -> None:
+def test_loaded_or_registered_plug_in_is_not_started(declare: Callable[..., None], try_declared: TryDeclared) -> None:
     declare("here", "by_call", "new")
     get("here")
     register_as("by_call", TorchReference, replace=True)
-    assert tried() == ({}, [["new"]])
+    assert try_declared() == ({}, [["new"]])

@@ -23,14 +23,14 @@ def test_a_token_sees_its_ancestors_and_itself(tree):
     assert depths[0].tolist() == list(tree.depths)
 
 
-def test_each_row_has_its_own_tree_and_its_own_end():
+def test_each_row_has_its_own_tree_and_end():
     parents = torch.tensor([[0, 1, -1, 1], [0, 0, 2, 3], [-1, 0, 0, 0]])
     masks, depths = ancestor_masks(parents)
     assert masks.tolist() == [[1, 3, 7, 0, 0], [1, 3, 5, 13, 29], [1, 0, 0, 0, 0]]
     assert depths.tolist() == [[0, 1, 2, 0, 0], [0, 1, 1, 2, 3], [0, 0, 0, 0, 0]]
 
 
-def test_a_graph_reads_the_trees_of_each_replay():
+def test_graph_reads_trees_of_each_replay():
     parents = DraftTree.chain(4).rows(1, "cpu")
     out = torch.zeros(1, 5, dtype=torch.int64)
     graph = EmulatedRuntime().capture(lambda: out.copy_(ancestor_masks(parents)[0]))

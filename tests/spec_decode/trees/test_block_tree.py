@@ -52,7 +52,7 @@ def best_of(laws, width, count):
 
 
 @pytest.mark.parametrize(("width", "count"), [(1, 4), (2, 30), (3, 15), (7, 63)])
-def test_a_tree_has_the_most_probable_paths_best_first(width, count):
+def test_tree_has_most_probable_paths_best_first(width, count):
     tree, logits = make_tree(DynamicTreeConfig(width=width, num_tokens=count)), noisy()
     tree.grow(logits, lens(PLACES, PLACES, 99))
     laws = logits.view(ROWS, PLACES, VOCAB).double().log_softmax(-1)
@@ -60,7 +60,8 @@ def test_a_tree_has_the_most_probable_paths_best_first(width, count):
         assert paths_of(tree, row) == [path for path, _ in best_of(laws[row].tolist(), width, count)]
 
 
-def test_paths_are_scored_at_each_requests_temperature_or_at_one_half_where_it_is_lower():
+def test_paths_are_scored_at_clamped_temperature():
+    """The request's temperature, but at least one half."""
     tree, scaled, logits, depths = make_tree(), make_tree(), noisy(), lens(*[PLACES] * ROWS)
     tree.grow(logits, depths, torch.tensor([0.0, 0.4, 1.7]))
     scaled.grow(logits / torch.tensor([0.5, 0.5, 1.7]).repeat_interleave(PLACES)[:, None], depths)
@@ -69,7 +70,7 @@ def test_paths_are_scored_at_each_requests_temperature_or_at_one_half_where_it_i
     assert not torch.equal(tree.draft_tokens[0], scaled.draft_tokens[0])
 
 
-def test_a_trees_tokens_are_the_choices_of_their_places():
+def test_static_tree_tokens_are_choices_of_their_places():
     tree, logits = make_tree(STATIC), noisy()
     tree.grow(logits, lens(*[PLACES] * ROWS))
     order = logits.view(ROWS, PLACES, VOCAB).sort(dim=-1, descending=True).indices
@@ -82,7 +83,7 @@ def test_a_trees_tokens_are_the_choices_of_their_places():
 
 
 @pytest.mark.parametrize("shape", [DYNAMIC, STATIC], ids=["dynamic", "static"])
-def test_a_row_has_paths_of_its_own_length_at_most(shape):
+def test_row_has_paths_up_to_its_length(shape):
     tree, whole, logits = make_tree(shape), make_tree(shape), noisy()
     tree.grow(logits, lens(2, 0, -3))
     whole.grow(logits, lens(*[PLACES] * ROWS))
@@ -92,14 +93,14 @@ def test_a_row_has_paths_of_its_own_length_at_most(shape):
     assert paths_of(tree, 0)[: len(kept)] == kept
 
 
-def test_a_static_tree_in_any_order_is_cut_off_behind_its_last_token_of_a_depth():
+def test_unordered_static_tree_is_cut_after_its_depth():
     tree = make_tree(DraftTree((0, 1, 2, 0)))
     tree.grow(noisy(), lens(1, 2, 3))
     assert [len(paths_of(tree, row)) for row in range(ROWS)] == [2, 3, 4]
 
 
 @pytest.mark.parametrize("shape", [DYNAMIC, STATIC], ids=["dynamic", "static"])
-def test_tokens_are_the_targets_where_the_draft_has_fewer(shape):
+def test_mapped_tokens_are_target_tokens(shape):
     token_map = torch.tensor([90, 80, 70, 60, 50, 40, 30])
     mapped, own, logits = make_tree(shape, token_map=token_map), make_tree(shape), noisy()
     for tree in (mapped, own):
@@ -108,7 +109,7 @@ def test_tokens_are_the_targets_where_the_draft_has_fewer(shape):
     assert torch.equal(mapped.draft_tokens, token_map[own.draft_tokens])
 
 
-def test_a_token_that_cannot_be_drafted_is_in_no_tree():
+def test_impossible_token_is_in_no_tree():
     logits = noisy()
     logits[:, 2:] = -math.inf
     tree = make_tree(DynamicTreeConfig(width=3, num_tokens=39))
@@ -130,7 +131,7 @@ def choices():
 
 
 @given(choices(), st.integers(0, 5), st.integers(1, 63))
-def test_of_equal_paths_the_shallower_comes_first_then_the_lower_rank_then_the_earlier_parent(drawn, depth, count):
+def test_equal_paths_prefer_shallow_then_rank_then_parent(drawn, depth, count):
     places, width = len(drawn), len(drawn[0])
     ranks = torch.arange(width).expand(1, places, width)
     draft_tokens, parents = torch.full((2, 1, count), 7)
@@ -153,7 +154,7 @@ def test_of_equal_paths_the_shallower_comes_first_then_the_lower_rank_then_the_e
 
 
 @pytest.mark.parametrize("shape", [DYNAMIC, STATIC], ids=["dynamic", "static"])
-def test_a_graph_makes_the_trees_of_each_replay(shape):
+def test_graph_makes_trees_of_each_replay(shape):
     expected, tree = make_tree(shape), make_tree(shape)
     logits, depths = torch.zeros(ROWS * PLACES, VOCAB), lens(PLACES, PLACES, PLACES)
     graph = EmulatedRuntime().capture(lambda: tree.grow(logits, depths))
@@ -181,12 +182,12 @@ def test_a_graph_makes_the_trees_of_each_replay(shape):
         ),
     ],
 )
-def test_a_shape_that_does_not_fit_the_block_is_refused(shape, options, message):
+def test_shape_that_does_not_fit_block_is_rejected(shape, options, message):
     with pytest.raises(BatchError, match=message):
         make_tree(shape, **options)
 
 
-def test_a_tree_may_be_as_wide_as_no_frontier_could_be():
+def test_tree_may_be_wider_than_a_frontier():
     tree = make_tree(DynamicTreeConfig(width=64, num_tokens=63), places=16)
     tree.grow(torch.randn(ROWS * 16, 70), lens(16, 16, 16))
     assert tree.draft_tokens.min() >= 0

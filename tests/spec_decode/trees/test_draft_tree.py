@@ -27,32 +27,32 @@ def paths_of(tree):
 
 
 @given(trees())
-def test_depths_count_the_way_to_the_root_and_max_children_the_widest_choice(tree):
+def test_depths_and_max_children_follow_the_paths(tree):
     paths = paths_of(tree)
     assert tree.depths == (0, *(len(path) for path in paths)) and tree.max_depth == max(tree.depths)
     assert tree.max_children == 1 + max(path[-1] for path in paths)
 
 
 @given(trees(), st.randoms())
-def test_a_tree_is_the_one_of_its_paths_in_any_order(tree, random):
+def test_tree_from_paths_does_not_depend_on_order(tree, random):
     paths = paths_of(tree)
     random.shuffle(paths)
     found = DraftTree.from_paths(paths)
     assert paths_of(found) == sorted(paths, key=lambda path: (len(path), path))
 
 
-def test_rows_are_the_same_tree_for_every_request_and_a_chain_is_one_path():
+def test_rows_repeat_tree_and_chain_is_one_path():
     assert torch.equal(DraftTree((0, 0, 1)).rows(2, "cpu"), torch.tensor([[0, 0, 1]] * 2))
     assert DraftTree.chain(3).parents == (0, 1, 2)
 
 
-def test_a_tree_is_as_deep_as_the_draft_has_steps_at_most():
+def test_require_depth_rejects_deeper_tree():
     DraftTree.chain(3).require_depth(3)
     with pytest.raises(BatchError, match=r"at most 2 deep, the draft's steps, got a path of 3"):
         DraftTree.chain(3).require_depth(2)
 
 
-def test_a_mask_holds_all_frontiers_of_a_draft_that_runs_over_them():
+def test_require_frontiers_rejects_more_than_mask_bits():
     require_frontiers(21, 4)
     with pytest.raises(BatchError, match="at most 64 tokens together, got 22 at each of 3"):
         require_frontiers(22, 4)
@@ -103,7 +103,7 @@ def test_paths_that_make_no_tree_are_refused(paths, message):
         DraftTree.from_paths(paths)
 
 
-def test_a_tree_keeps_no_list_that_its_maker_may_change():
+def test_tree_copies_its_parents():
     parents = [0, 1]
     tree = DraftTree(parents)
     parents.append(7)
@@ -111,12 +111,12 @@ def test_a_tree_keeps_no_list_that_its_maker_may_change():
 
 
 @pytest.mark.parametrize("count", [3.0, "3", True])
-def test_a_number_of_tokens_that_is_no_int_is_refused(count):
+def test_token_count_that_is_no_int_is_rejected(count):
     with pytest.raises(BatchError, match=f"a tree's draft tokens must be ints, got {count!r}"):
         DynamicTreeConfig(width=2, num_tokens=count)
 
 
 @pytest.mark.parametrize(("depth", "message"), [(-1, "1 or more, got -1"), ("x", "ints, got 'x'"), (True, "got True")])
-def test_a_verification_of_no_depth_is_refused(depth, message):
+def test_invalid_verification_depth_is_rejected(depth, message):
     with pytest.raises(BatchError, match=f"max_depth must be .*{message}"):
         TreeSampling(depth)

@@ -50,7 +50,7 @@ def best_paths(growth, row):
 
 
 @pytest.mark.parametrize(("width", "steps"), [(1, 3), (2, 1), (3, 4), (7, 2)])
-def test_the_best_children_of_the_best_paths_are_the_candidates_and_the_best_of_the_last_the_frontier(width, steps):
+def test_best_children_become_candidates_and_frontier(width, steps):
     growth = Growth(width, steps).run()
     last = width * width if steps > 1 else width
     for row in range(ROWS):
@@ -64,7 +64,8 @@ def test_the_best_children_of_the_best_paths_are_the_candidates_and_the_best_of_
         assert growth.tree.frontier_places[row].tolist() == [(at - len(found) + last) // width for at in best]
 
 
-def test_paths_are_scored_at_each_requests_temperature_or_at_one_half_where_it_is_lower():
+def test_paths_are_scored_at_clamped_temperature():
+    """The request's temperature, but at least one half."""
     growth, scaled = Growth(3, 4), Growth(3, 4)
     temperature = torch.tensor([0.0, 0.4, 1.7])
     for step in range(4):
@@ -77,7 +78,7 @@ def test_paths_are_scored_at_each_requests_temperature_or_at_one_half_where_it_i
     assert all(map(torch.equal, growth.tree.kept(), scaled.tree.kept()))
 
 
-def test_choices_are_the_tokens_of_each_rows_logits():
+def test_choices_map_to_tokens_of_each_row():
     growth, mapped = Growth(3, 2), Growth(3, 2)
     choices = torch.stack([torch.randperm(VOCAB, generator=torch.Generator().manual_seed(row)) for row in range(ROWS)])
     for each, own in ((growth, None), (mapped, choices)):
@@ -87,7 +88,7 @@ def test_choices_are_the_tokens_of_each_rows_logits():
 
 
 @pytest.mark.parametrize("count", [1, 5, 20, 30])
-def test_the_kept_tree_is_the_best_paths(count):
+def test_kept_tree_has_the_best_paths(count):
     growth = Growth(3, 4, num_tokens=count).run()
     draft_tokens, parents = growth.tree.kept()
     for row in range(ROWS):
@@ -106,7 +107,7 @@ def scored_trees():
 
 
 @given(scored_trees(), st.integers(1, 45))
-def test_whoever_is_kept_has_its_path_kept(drawn, count):
+def test_kept_token_has_its_path_kept(drawn, count):
     parents, scores = [], []
     for at, (parent, step) in enumerate(drawn):
         parents.append(parent % (at + 1) - 1 if at else -1)
@@ -120,7 +121,7 @@ def test_whoever_is_kept_has_its_path_kept(drawn, count):
     assert tree[0].tolist() == follows + [-1] * (count - len(kept))
 
 
-def test_logits_of_all_equal_tokens_are_taken_in_their_order():
+def test_equal_logits_are_taken_in_order():
     tokens, scores = top_children(torch.zeros(2, 5), 3, None)
     assert tokens.tolist() == [[0, 1, 2]] * 2
     assert scores.flatten().tolist() == pytest.approx([-math.log(5)] * 6)
@@ -134,7 +135,7 @@ def test_children_are_the_most_probable_tokens(view):
     assert torch.allclose(scores.double(), logits.double().log_softmax(-1).gather(1, tokens), atol=1e-5)
 
 
-def test_a_token_that_cannot_be_drafted_has_no_probability():
+def test_impossible_token_has_no_probability():
     logits = torch.tensor([[0.0, -math.inf, math.nan, -math.inf], [math.nan] * 4])
     tokens, scores = top_children(logits, 3, None)
     assert tokens[0, 0] == 0 and scores.tolist() == [[0.0, -math.inf, -math.inf], [-math.inf] * 3]
@@ -146,7 +147,7 @@ def test_no_score_is_above_0():
     assert (top_children(logits, 3, None)[1] <= 0).all()
 
 
-def test_of_many_candidates_so_many_are_compared_at_a_time_as_triton_takes(monkeypatch):
+def test_keep_best_compares_candidates_within_triton_limit(monkeypatch):
     # W = 64 of 6 places: too many to rank in the interpreter.
     tokens, options = torch.zeros(1, 64 + 5 * 64 * 64, dtype=torch.int64), {}
     monkeypatch.setattr("spec_decode.trees.kernels.keep_best._keep_best_kernel", {(1,): options.update})
@@ -154,7 +155,7 @@ def test_of_many_candidates_so_many_are_compared_at_a_time_as_triton_takes(monke
     assert options["BLOCK_C"] * options["CHUNK"] <= 2**20
 
 
-def test_a_graph_grows_the_trees_of_each_replay():
+def test_graph_grows_trees_of_each_replay():
     expected, growth = Growth(3, 3, seed=1).run(), Growth(3, 3, seed=1).replayed()
     assert growth.tree.frontier_scores.equal(expected.tree.frontier_scores)
     assert all(map(torch.equal, growth.tree.kept(), expected.tree.kept()))
@@ -169,7 +170,7 @@ def test_a_graph_grows_the_trees_of_each_replay():
         ({"width": 8, "num_tokens": 64}, "1 to 63 draft tokens"),
     ],
 )
-def test_sizes_of_no_tree_are_refused(sizes, message):
+def test_invalid_tree_sizes_are_rejected(sizes, message):
     with pytest.raises(BatchError, match=message):
         DynamicTreeConfig(**{"num_tokens": 4, **sizes})
 
@@ -185,7 +186,7 @@ def test_sizes_of_no_tree_are_refused(sizes, message):
         (3, DynamicTreeConfig(width=2, num_tokens=11), "num_tokens is 11, more than the 10 candidates"),
     ],
 )
-def test_a_tree_that_the_steps_do_not_fit_is_refused(steps, config, message):
+def test_tree_not_fitting_steps_is_rejected(steps, config, message):
     with pytest.raises(BatchError, match=message):
         DynamicTree(1, torch.zeros(1, dtype=torch.int64), config, num_speculative_tokens=steps)
 
@@ -203,13 +204,13 @@ FRONTIER = f"1 to {ROWS} rows, of the root or the 3 tokens of a frontier, got"
         ((ROWS, VOCAB), "logits must be"),
     ],
 )
-def test_logits_of_another_frontier_or_of_fewer_tokens_than_choices_are_refused(shape, message):
+def test_misfit_logits_are_rejected(shape, message):
     with pytest.raises(BatchError, match=message):
         Growth(3, 2).tree.grow(torch.zeros(shape))
 
 
 @pytest.mark.parametrize(("before", "length", "count"), [(0, 0, 0), (0, 1, 3), (0, 2, 12), (3, 1, 3), (3, 2, 12)])
-def test_a_round_that_ends_early_keeps_its_own_paths_and_a_row_none_longer_than_it_asks_for(before, length, count):
+def test_early_end_keeps_paths_up_to_row_length(before, length, count):
     whole, early = Growth(3, 3, num_tokens=20).run(), Growth(3, 3, num_tokens=20).run(before).run(length)
     tokens, parents = early.tree.kept()
     assert torch.equal(tokens[:, :count], early.tree.tokens[:, :count]) and parents[:, :count].ge(0).all()
@@ -219,7 +220,7 @@ def test_a_round_that_ends_early_keeps_its_own_paths_and_a_row_none_longer_than_
     assert all(torch.equal(mine[::2], its[::2]) for mine, its in zip(found, (tokens, parents), strict=True))
 
 
-def test_the_trees_of_the_first_rows_are_those_of_all_rows():
+def test_trees_of_first_rows_match_all_rows():
     few, all_rows = Growth(3, 3), Growth(3, 3).run()
     for step in range(3):
         few.step.fill_(step)
@@ -228,7 +229,7 @@ def test_the_trees_of_the_first_rows_are_those_of_all_rows():
     assert all(map(torch.equal, few.tree.kept(lens), (each[:2] for each in all_rows.tree.kept())))
 
 
-def test_tokens_of_a_smaller_vocabulary_are_the_targets():
+def test_mapped_tokens_are_target_tokens():
     token_map = torch.tensor([11, 3, 8, 0, 19, 4, 6])
     mapped, plain = Growth(3, 3), Growth(3, 3).run()
     config = DynamicTreeConfig(width=3, num_tokens=9)

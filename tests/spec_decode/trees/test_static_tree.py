@@ -29,14 +29,14 @@ def choices(growth, shape, row):
 
 @pytest.mark.parametrize("more", [0, 2])
 @pytest.mark.parametrize("shape", TREES.values(), ids=TREES)
-def test_every_token_is_the_drafts_choice_of_its_rank_in_a_draft_of_as_many_steps_or_more(shape, more):
+def test_every_token_is_choice_of_its_rank(shape, more):
     growth = Growth(shape, steps=shape.max_depth + more).run()
     tokens, parents = growth.tree.kept()
     assert parents.tolist() == [list(shape.parents)] * ROWS
     assert tokens.tolist() == [choices(growth, shape, row) for row in range(ROWS)]
 
 
-def test_a_tree_in_another_order_is_drafted_by_depth():
+def test_unordered_tree_is_drafted_by_depth():
     growth = Growth(UNORDERED).run()
     tokens, parents = growth.tree.kept()
     by_depth = UNORDERED.by_depth()
@@ -46,7 +46,7 @@ def test_a_tree_in_another_order_is_drafted_by_depth():
 
 
 @pytest.mark.parametrize("length", [0, 1, 2, 3])
-def test_no_path_is_longer_than_its_row_asks_for(length):
+def test_paths_stop_at_length_of_row(length):
     shape = TREES["wide and deep"]
     growth = Growth(shape).run()
     tokens, parents = growth.tree.kept(torch.tensor([length, 3]))
@@ -55,18 +55,18 @@ def test_no_path_is_longer_than_its_row_asks_for(length):
     assert torch.equal(tokens[:, :count], growth.tree.kept().draft_tokens[:2, :count])
 
 
-def test_tokens_of_a_smaller_vocabulary_are_the_targets():
+def test_mapped_tokens_are_target_tokens():
     token_map = torch.arange(VOCAB).flip(0) * 5
     mapped, plain = Growth(DraftTree.from_paths([(0,), (1,)]), token_map=token_map), Growth(TREES["a chain"])
     mapped.tree.grow(plain.logits())
     assert torch.equal(mapped.tree.kept().draft_tokens, token_map[plain.logits()[:, 0].topk(2).indices])
 
 
-def test_a_graph_grows_the_trees_of_each_replay():
+def test_graph_grows_trees_of_each_replay():
     shape = TREES["wide and deep"]
     assert all(map(torch.equal, Growth(shape).replayed().tree.kept(), Growth(shape).run().tree.kept()))
 
 
-def test_a_tree_deeper_than_the_drafts_steps_is_refused():
+def test_tree_deeper_than_draft_steps_is_rejected():
     with pytest.raises(BatchError, match="at most 2 deep, the draft's steps, got a path of 3 tokens"):
         Growth(TREES["wide and deep"], steps=2)

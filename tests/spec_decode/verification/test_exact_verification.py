@@ -46,7 +46,7 @@ RESTRICTIONS = {
 }
 
 
-def test_the_oracles_preserve_the_targets_distribution_and_a_block_accepts_more():
+def test_oracles_preserve_target_distribution():
     case, texts = Case(TABLES), list(itertools.product(range(VOCAB), repeat=STEPS + 1))
     for table in range(TABLES):
         row = table * len(DRAFTS + ENDED)
@@ -68,7 +68,7 @@ def test_the_oracles_preserve_the_targets_distribution_and_a_block_accepts_more(
 @each_device
 @each_kind
 @pytest.mark.parametrize("seed", range(3))
-def test_every_output_is_what_the_noise_says(op, oracle, passes, seed, device):
+def test_every_output_matches_its_noise(op, oracle, passes, seed, device):
     case = Case(TABLES)
     seeds = torch.arange(len(case.rows)) * 3 + seed
     case.check(case.run(op, seeds, device), oracle, seeds)
@@ -77,7 +77,7 @@ def test_every_output_is_what_the_noise_says(op, oracle, passes, seed, device):
 @each_device
 @pytest.mark.parametrize("asked", RESTRICTIONS.values(), ids=RESTRICTIONS)
 @pytest.mark.parametrize("name", KINDS)
-def test_a_verifiers_output_follows_from_the_restricted_target_and_the_seeds_it_drafts_with(name, asked, device):
+def test_verify_output_follows_restrictions_and_seeds(name, asked, device):
     how, case = verifier(name, num_speculative_tokens=STEPS), Case(TABLES, **asked)
     logits, tokens, draft_logits, first = (
         x.to(device) for x in (case.p_logits, case.tokens, case.q_logits, case.first)
@@ -91,7 +91,7 @@ def test_a_verifiers_output_follows_from_the_restricted_target_and_the_seeds_it_
 @each_kind
 @pytest.mark.parametrize("column", range(STEPS))
 @pytest.mark.parametrize("factor", [1 - 1e-4, 1 + 1e-4], ids=["just below", "just above"])
-def test_each_prefix_passes_up_to_its_probability_and_no_further(op, oracle, passes, column, factor, device):
+def test_each_prefix_is_accepted_up_to_its_probability(op, oracle, passes, column, factor, device):
     case = Case(TABLES)
     chances = [passes(p, q, draft) for p, q, draft in zip(case.p, case.q, case.drafts, strict=True)]
     wanted = [x[column] * factor if column < len(x) and 0 < x[column] < 0.999 else 0.5 for x in chances]
@@ -103,7 +103,7 @@ def test_each_prefix_passes_up_to_its_probability_and_no_further(op, oracle, pas
 @each_kind
 @pytest.mark.parametrize(("factor", "accepted"), [(1 - 1e-4, 1), (1 + 1e-4, 0)], ids=["just below", "just above"])
 @pytest.mark.parametrize("p", [1e-3, 1e-9, 1e-15])
-def test_a_token_is_accepted_with_a_tiny_probability(op, oracle, passes, p, factor, accepted, device):
+def test_token_is_accepted_up_to_tiny_probability(op, oracle, passes, p, factor, accepted, device):
     seeds = seeds_of(torch.tensor([p * factor], dtype=torch.float64), torch.tensor([FIRST]), noise.ACCEPT)
     row = torch.tensor([math.log(p), math.log1p(-p)])
     arguments = VerifyArguments(
@@ -115,7 +115,7 @@ def test_a_token_is_accepted_with_a_tiny_probability(op, oracle, passes, p, fact
 
 @each_device
 @pytest.mark.parametrize("fraction", [0.25, 1e-9, 1e-15])
-def test_synthetic_acceptance_of_a_tiny_mean(fraction, device):
+def test_synthetic_acceptance_of_tiny_mean_is_exact(fraction, device):
     wanted = torch.tensor([fraction * (1 - 1e-4), fraction * (1 + 1e-4)], dtype=torch.float64)
     first = torch.full((2,), FIRST)
     seeds = seeds_of(wanted, first, noise.ACCEPT)
@@ -125,7 +125,7 @@ def test_synthetic_acceptance_of_a_tiny_mean(fraction, device):
 
 @each_device
 @each_kind
-def test_where_the_residual_is_empty_the_targets_own_token_follows(op, oracle, passes, device):
+def test_empty_residual_samples_from_target(op, oracle, passes, device):
     # Neither model can produce token 0, which is rejected, and p is q: max(p - q, 0) holds nothing.
     rows, vocab = 64, 5
     row = torch.arange(vocab, dtype=torch.float32).masked_fill(torch.arange(vocab) == 0, -math.inf)
@@ -140,7 +140,7 @@ def test_where_the_residual_is_empty_the_targets_own_token_follows(op, oracle, p
 
 
 @each_device
-def test_the_seeds_of_a_blocks_draft_are_none_of_the_keys_of_the_noise(device):
+def test_block_draft_seeds_differ_from_noise_keys(device):
     seeds, first = torch.arange(100), torch.full((100,), FIRST)
     hashed = hash_seeds(seeds.to(device), first.to(device)).cpu()
     assert len(set(hashed.tolist())) == 100

@@ -43,7 +43,7 @@ GREEDY = {
 }
 
 
-def test_greedy_accepts_the_longest_prefix_and_adds_the_targets_own_token(lossless):
+def test_greedy_accepts_longest_prefix_and_adds_target_token(lossless):
     targets, drafts, *wanted = zip(*GREEDY.values(), strict=True)
     output = verified(lossless, peaked(targets), drafts)
     found = zip(output.accepted.tolist(), output.next_tokens.tolist(), strict=True)
@@ -57,7 +57,7 @@ def test_a_greedy_row_ignores_its_restriction(lossless):
     assert (output.accepted.tolist(), output.next_tokens.tolist()) == ([2], [1])
 
 
-def test_temperatures_are_each_rows_own(lossless):
+def test_temperature_applies_per_row(lossless):
     logits = torch.zeros(2, 2, 8).repeat(200, 1, 1)
     logits[..., 3] = 1.0
     sampling = Sampling.of([SamplingParams(temperature=float(row % 2), seed=row) for row in range(400)], "cpu")
@@ -68,7 +68,7 @@ def test_temperatures_are_each_rows_own(lossless):
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
-def test_a_draft_from_the_targets_own_distribution_is_always_accepted(lossless, temperature):
+def test_draft_from_target_distribution_is_always_accepted(lossless, temperature):
     logits = torch.randn(2000, 4, 8, generator=torch.Generator().manual_seed(0))
     draft_logits = logits[:, :3] / temperature
     tokens = torch.distributions.Categorical(logits=draft_logits).sample()
@@ -77,7 +77,7 @@ def test_a_draft_from_the_targets_own_distribution_is_always_accepted(lossless, 
 
 
 @pytest.mark.parametrize("restriction", RESTRICTIONS.values(), ids=RESTRICTIONS)
-def test_a_draft_from_the_restricted_distribution_is_always_accepted_and_a_token_outside_never(lossless, restriction):
+def test_restricted_draft_is_accepted_and_outside_token_never(lossless, restriction):
     kept = law(LOGITS, 1.0, **restriction)
     inside = kept.log().float().expand(5000, 2, -1)
     tokens = torch.stack([draft_of(inside[:, i], 1.0, FIRST + i) for i in range(2)], 1)
@@ -92,7 +92,7 @@ def test_a_draft_from_the_restricted_distribution_is_always_accepted_and_a_token
 
 
 @pytest.mark.parametrize("name", ["rejection", "block"])
-def test_what_follows_the_end_of_a_draft_is_not_read(name):
+def test_tokens_after_draft_end_are_not_read(name):
     how = verifier(name, num_speculative_tokens=3)
     p, q = torch.randn(2, 2000, 4, 3, generator=torch.Generator().manual_seed(0))
     drafts = torch.tensor([[0, 1, -1], [2, -1, 1], [-1, 0, 2], [1, 1, 1]]).repeat(500, 1)
@@ -103,7 +103,7 @@ def test_what_follows_the_end_of_a_draft_is_not_read(name):
     assert torch.equal(clean.accepted, dirty.accepted) and torch.equal(clean.next_tokens, dirty.next_tokens)
 
 
-def test_a_draft_that_is_no_number_from_some_token_on_counts_as_one_that_ends_there(lossless):
+def test_nan_draft_logits_end_the_draft_there(lossless):
     p, q = torch.randn(2, 2000, 4, 5, generator=torch.Generator().manual_seed(0))
     ends = torch.arange(2000)[:, None] % 4
     is_nan = torch.arange(3) >= ends
@@ -117,7 +117,7 @@ def test_a_draft_that_is_no_number_from_some_token_on_counts_as_one_that_ends_th
 
 
 @pytest.mark.parametrize("proposed", [0, 2])
-def test_a_token_after_a_whole_or_an_empty_draft_is_the_one_plain_decoding_draws_there(lossless, proposed):
+def test_next_token_matches_plain_sampling_at_draft_end(lossless, proposed):
     logits = torch.randn(500, 3, 8, generator=torch.Generator().manual_seed(2))
     tokens = torch.distributions.Categorical(logits=logits[:, :2]).sample() if proposed else torch.full((500, 2), -1)
     output = verified(lossless, logits, tokens, temperature=1.0, draft_logits=logits[:, :2])
@@ -129,7 +129,7 @@ def test_a_token_after_a_whole_or_an_empty_draft_is_the_one_plain_decoding_draws
 
 @pytest.mark.parametrize("restriction", [{}, *RESTRICTIONS.values()], ids=["whole", *RESTRICTIONS])
 @pytest.mark.parametrize("temperature", [0.0, 0.6, 1.7])
-def test_plain_sampling_is_distributed_as_the_target(temperature, restriction):
+def test_plain_sampling_follows_target_distribution(temperature, restriction):
     one_seed = sampling_of(COUNT, temperature, seeds=torch.full((COUNT,), 3), **restriction)
     tokens = sample_target(LOGITS.expand(COUNT, -1), sampling=one_seed, positions=torch.arange(COUNT))
     if temperature:
@@ -151,7 +151,7 @@ TWO = {
 
 
 @pytest.mark.parametrize(("temperature", "likeness", "options"), TWO.values(), ids=TWO)
-def test_the_first_two_tokens_are_jointly_distributed_as_the_targets(lossless, temperature, likeness, options):
+def test_first_two_tokens_follow_joint_target_distribution(lossless, temperature, likeness, options):
     texts, joint, output = two_tokens(lossless, temperature, likeness, 3, **options)
     assert p_value(texts, joint, 25) > 1e-4 and output.accepted.unique().tolist() == [0, 1, 2]
 
@@ -190,7 +190,7 @@ def texts_p_value(how, draft_seeds):
     return p_value((text[:, 1 : LENGTH + 1] * place).sum(1), chances, VOCAB**LENGTH)
 
 
-def test_a_text_of_many_rounds_is_distributed_as_the_targets(lossless):
+def test_text_of_many_rounds_follows_target_distribution(lossless):
     assert texts_p_value(lossless, lossless.draft_seeds) > 1e-4
 
 
@@ -206,6 +206,6 @@ STALE = {
 
 
 @pytest.mark.parametrize(("how", "draft_seeds"), STALE.values(), ids=STALE)
-def test_noise_used_twice_for_a_block_would_change_the_distribution(how, draft_seeds):
+def test_reused_block_noise_changes_distribution(how, draft_seeds):
     # Not a promise but the reason for draft_seeds, and the proof that the test above would notice.
     assert texts_p_value(how, draft_seeds) < 1e-5

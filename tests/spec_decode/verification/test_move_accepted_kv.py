@@ -37,7 +37,7 @@ MOVES = {
 
 
 @pytest.mark.parametrize(("own", "paths"), MOVES.values(), ids=MOVES)
-def test_accepted_tokens_move_to_the_slots_of_a_plain_text_and_nothing_else_moves(own, paths):
+def test_accepted_tokens_move_to_slots_of_plain_text(own, paths):
     """One without a key to move, or a place to go, stays."""
     after = tuple(cache.clone() for cache in caches())
     move_accepted_kv(*after, slots(*own), torch.tensor(paths))
@@ -50,7 +50,7 @@ def test_accepted_tokens_move_to_the_slots_of_a_plain_text_and_nothing_else_move
         assert torch.equal(found, expected)
 
 
-def test_a_graph_moves_by_the_path_of_each_replay():
+def test_graph_moves_by_path_of_each_replay():
     key, value = (cache.clone() for cache in caches())
     own, path = slots([0, 1, 2, 3]), torch.tensor([[1, 2]])
     graph = EmulatedRuntime().capture(lambda: move_accepted_kv(key, value, own, path))
@@ -71,7 +71,7 @@ def test_a_graph_moves_by_the_path_of_each_replay():
         ),
     ],
 )
-def test_tensors_of_another_kind_are_refused_and_nothing_moves(message, change):
+def test_misfit_tensors_move_nothing(message, change):
     key, value = (cache.clone() for cache in caches())
     with pytest.raises(BatchError, match=message):
         move_accepted_kv(*change(key, value, slots([0, 1, 2]), torch.tensor([[2, -1]])))

@@ -30,12 +30,12 @@ def is_the_mean(counts, mean):
 
 @pytest.mark.parametrize("along", [{}, {"seeds": MANY, "first": torch.arange(COUNT)}], ids=["requests", "rounds"])
 @pytest.mark.parametrize("mean", MEANS)
-def test_the_mean_over_requests_and_over_the_rounds_of_one_is_the_asked_one(mean, along):
+def test_synthetic_mean_is_met_over_requests_and_rounds(mean, along):
     assert is_the_mean(synthetic(mean, **along).accepted, mean)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_neither_model_nor_temperature_changes_what_is_accepted(temperature):
+def test_synthetic_acceptance_ignores_model_and_temperature(temperature):
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(1000, STEPS + 1, VOCAB, generator=generator)
     drafts = torch.randint(0, VOCAB, (1000, STEPS), generator=generator)
@@ -44,19 +44,19 @@ def test_neither_model_nor_temperature_changes_what_is_accepted(temperature):
 
 
 @pytest.mark.parametrize("draft", [[1, 2, -1], [1, -1, 2], [-1, 1, 2]], ids=str)
-def test_no_more_is_accepted_than_was_proposed(draft):
+def test_accepted_tokens_never_exceed_proposed(draft):
     found = synthetic(2.5, rows=1000, drafts=torch.tensor([draft]).expand(1000, -1))
     assert found.accepted.eq(draft.index(-1)).all()
 
 
 @pytest.mark.parametrize("mean", [-1.0, -1e-9, math.nan, math.inf])
-def test_a_mean_of_fewer_than_no_tokens_or_of_no_number_is_refused(mean):
+def test_invalid_synthetic_mean_is_rejected(mean):
     with pytest.raises(BatchError, match=f"the mean of synthetic acceptance is {mean}. Pass a finite number of 0"):
         SyntheticAcceptance(mean)
 
 
 @pytest.mark.parametrize("shape", [(2, STEPS, VOCAB + 3), (2, STEPS, VOCAB - 1), (2, STEPS + 1, VOCAB), (2, STEPS)])
-def test_logits_of_another_vocabulary_are_refused(shape):
+def test_draft_logits_of_other_vocabulary_are_rejected(shape):
     with pytest.raises(BatchError, match=r"draft_logits must .*\[2, 3, 5\]"):
         verifier("synthetic:1.5", num_speculative_tokens=STEPS).verify(
             torch.zeros(2, STEPS + 1, VOCAB),
@@ -67,13 +67,13 @@ def test_logits_of_another_vocabulary_are_refused(shape):
         )
 
 
-def test_logits_of_fewer_columns_than_may_be_kept_are_refused():
+def test_target_logits_with_too_few_columns_are_rejected():
     with pytest.raises(BatchError, match=r"^target_logits must be torch\.float32 \[2, 4, None\]"):
         synthetic(3.0, rows=2, logits=torch.zeros(2, STEPS, VOCAB))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_the_next_token_is_the_one_plain_decoding_draws_there(temperature):
+def test_next_token_matches_plain_sampling(temperature):
     logits = torch.randn(1000, STEPS + 1, VOCAB, generator=torch.Generator().manual_seed(0))
     output = synthetic(1.5, rows=1000, logits=logits, temperature=temperature)
     plain = sample_target(

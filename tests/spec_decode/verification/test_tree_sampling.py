@@ -36,13 +36,13 @@ def peaked(tokens):
 
 
 @pytest.mark.parametrize(("target", "path", "added"), GREEDY.values(), ids=GREEDY)
-def test_greedy_accepts_the_path_of_the_targets_own_tokens(target, path, added):
+def test_greedy_accepts_path_of_target_tokens(target, path, added):
     output = verify(peaked(target))
     assert output.path.tolist() == [path + [-1] * (3 - len(path))]
     assert (output.accepted.tolist(), output.next_tokens.tolist()) == ([len(path)], [added])
 
 
-def test_nothing_after_a_trees_end_is_read():
+def test_nothing_after_tree_end_is_read():
     drafted = peaked([6, 0, 7, 0, 0, 2, 3])
     drafted.p_logits[:, 5:] = math.nan
     parents = torch.tensor([[0, 0, 1, 2, -1, 5]])
@@ -53,7 +53,7 @@ def test_nothing_after_a_trees_end_is_read():
 
 
 @given(trees(), st.integers(0, 2**32))
-def test_the_path_is_the_one_a_walk_finds(tree, seed):
+def test_follow_tree_matches_stepwise_walk(tree, seed):
     generator = torch.Generator().manual_seed(seed)
     drafts = torch.randint(0, 3, (1, tree.num_tokens), generator=generator)
     targets = torch.randint(0, 3, (1, 1 + tree.num_tokens), generator=generator)
@@ -71,7 +71,7 @@ def test_the_path_is_the_one_a_walk_finds(tree, seed):
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 @pytest.mark.parametrize("tree", TREES.values(), ids=TREES)
-def test_sampling_says_what_plain_decoding_says(tree, temperature):
+def test_sampling_matches_plain_decoding(tree, temperature):
     tables = Tables(VOCAB, tree.max_depth)
     drafted = draft(tables, tree, 2000)
     output = verify(drafted, temperature=temperature)
@@ -86,7 +86,7 @@ def test_sampling_says_what_plain_decoding_says(tree, temperature):
     assert output.accepted.unique().tolist() == list(range(tree.max_depth + 1))
 
 
-def test_a_graph_verifies_the_trees_of_each_replay():
+def test_graph_verifies_trees_of_each_replay():
     tables = Tables(VOCAB, 2)
     drafted, other = (draft(tables, TREES["two levels"], 64, seed=seed) for seed in (1, 2))
     expected = verify(other, temperature=1.0)
@@ -118,7 +118,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("message", WRONG)
-def test_tensors_of_another_kind_and_more_tokens_than_a_mask_has_bits_are_refused(message):
+def test_misfit_tree_tensors_are_rejected(message):
     logits, batch = WRONG[message](draft(Tables(VOCAB, 2), TREES["two levels"], 3))
     place = {"sampling": sampling_of(3), "draft_positions": torch.full((3,), FIRST)}
     with pytest.raises(BatchError, match=message):

@@ -19,19 +19,19 @@ KNOWN = {
 }
 
 
-def test_a_verifier_is_had_by_name_and_the_default_is_rejection_sampling():
+def test_verifier_is_chosen_by_name_with_default_rejection():
     assert {name: type(verifier(name, num_speculative_tokens=STEPS)) for name in KNOWN} == KNOWN
     assert type(verifier(num_speculative_tokens=STEPS)) is RejectionSampling
 
 
 @pytest.mark.parametrize("name", ["", "greedy", "Block", "synthetic"])
-def test_an_unknown_name_is_refused_with_the_known_ones(name):
+def test_unknown_verifier_is_rejected_with_known_ones(name):
     with pytest.raises(BatchError, match=f"one of rejection, block, synthetic:MEAN, got '{name}'"):
         verifier(name, num_speculative_tokens=STEPS)
 
 
 @pytest.mark.parametrize("mean", ["", "many", "-0.1", "3.01", "nan", "inf", "-inf", "1,5"])
-def test_a_mean_that_no_draft_can_have_is_refused_with_the_limit(mean):
+def test_impossible_synthetic_mean_is_rejected_with_limit(mean):
     with pytest.raises(BatchError, match=f"from 0 to 3, .* got 'synthetic:{mean}'.*synthetic:1.5"):
         verifier(f"synthetic:{mean}", num_speculative_tokens=STEPS)
 
@@ -84,7 +84,7 @@ def test_captured_verification_replays_over_other_batches(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_output_does_not_depend_on_the_batch_order(name):
+def test_output_does_not_depend_on_batch_order(name):
     how, batch = verifier(name, num_speculative_tokens=STEPS), inputs(5)
     order = torch.randperm(ROWS, generator=torch.Generator().manual_seed(0))
     there, here = output_of(how, batch), output_of(how, {key: x[order] for key, x in batch.items()})
@@ -101,12 +101,12 @@ def test_a_draft_of_one_token_is_verified(name):
     assert ((output.next_tokens >= 0) & (output.next_tokens < VOCAB)).all()
 
 
-def test_rejection_draws_every_round_with_the_requests_own_seeds():
+def test_rejection_drafts_with_request_seeds():
     seeds = torch.arange(5)
     assert verifier(num_speculative_tokens=STEPS).draft_seeds(seeds, seeds + 3) is seeds
 
 
-def test_a_block_draws_each_round_with_seeds_of_its_own():
+def test_block_verification_uses_new_seeds_per_round():
     seeds = torch.full((1000,), 4)
     assert len(BlockVerification().draft_seeds(seeds, torch.arange(1000)).unique()) == 1000
 
@@ -136,23 +136,23 @@ WRONG = {
 
 
 @pytest.mark.parametrize(("name", "tensor"), WRONG.items(), ids=WRONG)
-def test_arguments_of_wrong_tensors_are_refused_by_name(name, tensor):
+def test_wrong_verify_arguments_are_rejected_by_name(name, tensor):
     with pytest.raises(BatchError, match=f"^{name} must be .* on cpu, got"):
         verify_arguments(**{name: tensor}).checked()
 
 
-def test_drafts_that_are_no_rows_are_refused_by_name():
+def test_one_dimensional_drafts_are_rejected_by_name():
     with pytest.raises(BatchError, match=r"^draft_tokens must be torch\.int64 \[None, None\]"):
         verify_arguments(draft_tokens=zeros(ROWS)).checked()
 
 
-def test_drafts_of_no_columns_are_refused():
+def test_drafts_without_columns_are_rejected():
     empty = {"processed": torch.zeros(ROWS, 1, VOCAB), "draft_logits": torch.zeros(ROWS, 0, VOCAB)}
     with pytest.raises(BatchError, match=r"draft_tokens must have at least one column.*draw .* with sample_target"):
         verify_arguments(draft_tokens=zeros(ROWS, 0), **empty).checked()
 
 
-def test_arguments_become_contiguous_but_for_the_drafts_logits_which_stay_where_they_are():
+def test_checked_arguments_are_contiguous_except_draft_logits():
     wide = torch.zeros(ROWS, 2 * STEPS, 2 * VOCAB)[:, :STEPS, ::2]
     seeds, tokens = zeros(2 * ROWS)[::2], zeros(ROWS, 2 * STEPS)[:, ::2]
     checked = verify_arguments(draft_logits=wide, draft_tokens=tokens, seeds=seeds, accept_seeds=seeds).checked()
@@ -160,7 +160,7 @@ def test_arguments_become_contiguous_but_for_the_drafts_logits_which_stay_where_
     assert all(tensor.is_contiguous() for tensor in checked if tensor is not wide)
 
 
-def test_synthetic_acceptance_and_a_blocks_seeds_take_positions_of_int64_alone():
+def test_draft_positions_must_be_int64():
     right, positions = verify_arguments(), zeros(ROWS, dtype=torch.int32)
     drafts = right.processed, right.draft_tokens, right.draft_logits
     with pytest.raises(BatchError, match=r"^draft_positions must be torch\.int64"):

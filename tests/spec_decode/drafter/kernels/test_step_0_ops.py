@@ -19,7 +19,7 @@ def int32(values):
 
 
 @given(st.integers(1, 5), st.integers(1, 4), st.data())
-def test_tokens_move_one_place_forward_up_to_the_last_kept_one(query_len, rows, data):
+def test_shift_tokens_moves_up_to_last_accepted(query_len, rows, data):
     each = {"min_size": rows + 1, "max_size": rows + 1}
     accepted, following = (data.draw(st.lists(s, **each)) for s in (WILD, st.integers(100, 199)))
     ids = [[10 * row + place for place in range(query_len)] for row in range(rows)]
@@ -32,7 +32,7 @@ def test_tokens_move_one_place_forward_up_to_the_last_kept_one(query_len, rows, 
 
 
 @given(st.integers(1, 5), st.integers(1, 4), st.data())
-def test_the_state_of_each_last_kept_token_is_handed_on(query_len, rows, data):
+def test_gather_accepted_takes_last_accepted_state(query_len, rows, data):
     accepted = data.draw(st.lists(WILD, min_size=rows + 1, max_size=rows + 1))
     hidden = torch.arange(rows * query_len * 3).view(-1, 3).float()
     kept = torch.full((rows, 3), -1.0)
@@ -41,7 +41,7 @@ def test_the_state_of_each_last_kept_token_is_handed_on(query_len, rows, data):
     assert kept.tolist() == [[3.0 * at, 3.0 * at + 1, 3.0 * at + 2] for at in rows_kept]
 
 
-def test_a_state_is_handed_on_in_the_dtype_of_its_buffer():
+def test_gathered_state_has_dtype_of_its_buffer():
     kept = torch.zeros(1, 2, dtype=torch.bfloat16)
     gather_accepted(torch.tensor([[0.5, 1.0], [2.0, 1.005]]), int32([1]), kept, 2, 1, None, None)
     assert torch.equal(kept, torch.tensor([[2.0, 1.005]]).bfloat16())

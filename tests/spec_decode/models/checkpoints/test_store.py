@@ -25,27 +25,27 @@ def first_shard(folder):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_every_form_holds_the_same_tensors(tmp_path, form):
+def test_every_format_contains_same_tensors(tmp_path, form):
     store = TensorStore.open(CHECKPOINT.write(tmp_path, form))
     assert store.config.values == CHECKPOINT.config and store.names() == CHECKPOINT.tensors.keys()
     for name, tensor in CHECKPOINT.tensors.items():
         assert torch.equal(store.take(name, tuple(tensor.shape)), tensor)
 
 
-def test_a_bin_file_from_before_the_zip_format_is_read(tmp_path):
+def test_old_bin_format_is_read(tmp_path):
     CHECKPOINT.write(tmp_path, "pytorch_model.bin")
     torch.save(CHECKPOINT.tensors, tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=False)
     assert torch.equal(TensorStore.open(tmp_path).take("fc.bias", (32,)), CHECKPOINT.tensors["fc.bias"])
 
 
-def test_safetensors_come_before_bin(tmp_path):
+def test_safetensors_are_preferred_over_bin(tmp_path):
     CHECKPOINT.write(tmp_path, "model.safetensors")
     (tmp_path / "pytorch_model.bin").write_bytes(b"none of it is read")
     assert TensorStore.open(tmp_path).names() == CHECKPOINT.tensors.keys()
 
 
 @pytest.mark.parametrize("form", FORMS[::2])
-def test_a_tensor_is_cast_to_the_dtype_asked_for_and_outlives_its_file(tmp_path, form):
+def test_tensor_is_cast_and_outlives_its_file(tmp_path, form):
     store, path = TensorStore.open(CHECKPOINT.write(tmp_path, form)), tmp_path / form
     taken = {dtype: store.take("fc.bias", (32,), dtype) for dtype in (None, torch.bfloat16, torch.float64)}
     path.write_bytes(bytes(path.stat().st_size))
@@ -54,7 +54,7 @@ def test_a_tensor_is_cast_to_the_dtype_asked_for_and_outlives_its_file(tmp_path,
         assert tensor.dtype == wanted.dtype and torch.equal(tensor, wanted)
 
 
-def test_tensors_that_nobody_took_are_refused_but_for_old_rotary_tables(tmp_path):
+def test_unused_tensors_are_rejected_except_rotary_tables(tmp_path):
     names = ["b", *(f"extra{i}" for i in range(10)), "layers.0.self_attn.rotary_emb.inv_freq"]
     store = store_of(tmp_path, **{name: torch.ones(2) for name in names})
     store.take("b", (2,))
@@ -79,20 +79,20 @@ def test_a_missing_config_is_named(tmp_path):
         *((text, "must hold a JSON object") for text in ("[1, 2]", "3")),
     ],
 )
-def test_a_config_that_is_no_object_is_named(tmp_path, text, said):
+def test_config_that_is_no_object_is_named(tmp_path, text, said):
     CHECKPOINT.write(tmp_path)
     (tmp_path / "config.json").write_bytes(text.encode("latin1"))
     assert f"{tmp_path / 'config.json'} {said}" in refusal(lambda: TensorStore.open(tmp_path))
 
 
-def test_a_folder_without_weights_says_what_was_looked_for(tmp_path):
+def test_folder_without_weights_lists_accepted_files(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     message = refusal(lambda: TensorStore.open(tmp_path))
     assert f"{tmp_path} has no weights (" in message and all(form in message for form in FORMS)
 
 
 @pytest.mark.parametrize("form", FORMS[1::2])
-def test_an_index_that_names_a_missing_shard_is_refused_with_it(tmp_path, form):
+def test_index_with_missing_shard_is_rejected(tmp_path, form):
     shard = first_shard(CHECKPOINT.write(tmp_path, form))
     shard.unlink()
     message = refusal(lambda: TensorStore.open(tmp_path))
@@ -100,7 +100,7 @@ def test_an_index_that_names_a_missing_shard_is_refused_with_it(tmp_path, form):
 
 
 @pytest.mark.parametrize("places", [None, [], {"a": 3}, {"a": "../other/model.safetensors"}])
-def test_an_index_without_a_usable_map_is_refused(tmp_path, places):
+def test_index_without_usable_map_is_rejected(tmp_path, places):
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / FORMS[1]).write_text(json.dumps({"weight_map": places}))
     message = refusal(lambda: TensorStore.open(tmp_path))
@@ -108,7 +108,7 @@ def test_an_index_without_a_usable_map_is_refused(tmp_path, places):
     assert str(tmp_path / FORMS[1]) in message and said in message
 
 
-def test_a_tensor_that_is_not_in_the_shard_of_its_index_is_named_with_both(tmp_path):
+def test_tensor_missing_from_its_shard_is_named(tmp_path):
     shard = first_shard(CHECKPOINT.write(tmp_path, FORMS[1]))
     save(shard, {"other": torch.ones(2)})
     message = refusal(lambda: TensorStore.open(tmp_path).take("fc.weight", (32, 64)))
@@ -133,13 +133,13 @@ def test_a_truncated_file_is_named(tmp_path, form):
         ({"a": 3}, "must hold a state_dict of dense tensors"),
     ],
 )
-def test_a_bin_file_that_holds_code_or_no_state_is_refused(tmp_path, state, said):
+def test_bin_file_must_be_a_plain_state(tmp_path, state, said):
     (tmp_path / "config.json").write_text("{}")
     torch.save(state, tmp_path / "pytorch_model.bin")
     assert said in refusal(lambda: TensorStore.open(tmp_path))
 
 
-def test_a_tensor_that_is_missing_or_of_another_shape_is_named_and_stays_unused(tmp_path):
+def test_missing_or_misshapen_tensor_is_named(tmp_path):
     store = TensorStore.open(CHECKPOINT.write(tmp_path))
     assert f"{tmp_path} lacks the tensor norm.weight" in refusal(lambda: store.take("norm.weight", (32,)))
     message = refusal(lambda: store.take("fc.weight", (32, 96)))
@@ -156,7 +156,7 @@ def test_a_tensor_that_is_missing_or_of_another_shape_is_named_and_stays_unused(
         (torch.complex64, torch.int64, "integers, got torch.complex64"),
     ],
 )
-def test_quantised_weights_are_not_taken_for_plain_ones(tmp_path, stored, asked, said):
+def test_quantised_weights_are_rejected_as_plain(tmp_path, stored, asked, said):
     store = store_of(tmp_path, a=torch.ones(2).to(stored))
     message = refusal(lambda: store.take("a", (2,), asked))
     assert f"a in {tmp_path / 'model.safetensors'} must be stored as {said}" in message

@@ -23,7 +23,7 @@ def maps_of(ids, marked=None, target_vocab=10):
     return {"d2t": torch.tensor(ids) - torch.arange(len(ids)), "t2d": reached}
 
 
-def test_offsets_become_ids_of_the_target(tmp_path):
+def test_offsets_become_target_ids(tmp_path):
     """The marks may be left out, and a vocabulary that is the target's needs no map."""
     assert read(tmp_path, maps_of(IDS)).tolist() == IDS
     assert read(tmp_path, {"d2t": maps_of(IDS)["d2t"]}).tolist() == IDS
@@ -47,6 +47,6 @@ WRONG = {
 
 
 @pytest.mark.parametrize(("tensors", "said"), WRONG.values(), ids=WRONG)
-def test_an_invalid_map_is_refused_with_the_first_id(tmp_path, tensors, said):
+def test_invalid_map_is_rejected_with_first_id(tmp_path, tensors, said):
     with pytest.raises(CheckpointError, match=re.escape(said)):
         read(tmp_path, tensors)

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from spec_decode import models
 from spec_decode.models import CheckpointError
 from spec_decode.models.checkpoints.store import TensorStore
-from tests.spec_decode.models.generated import say_twice
+from tests.spec_decode.models.generated import duplicate_name
 
 transformers = pytest.importorskip("transformers")
 
@@ -69,7 +69,7 @@ def refusal(folder, kind="model"):
 
 
 @pytest.mark.parametrize("safe", [True, False], ids=["safetensors", "bin"])
-def test_a_saved_model_loads_as_it_was(folder, plain, safe):
+def test_saved_model_loads_unchanged(folder, plain, safe):
     if not safe:
         (folder / "model.safetensors").unlink()
         torch.save(plain.state_dict(), folder / "pytorch_model.bin")
@@ -107,12 +107,12 @@ def save_with(plain, folder, name, fields):
 
 
 @pytest.mark.parametrize(("name", "fields"), OTHERS.values(), ids=OTHERS)
-def test_weights_that_the_model_has_no_place_for_are_refused_by_name(folder, plain, name, fields):
+def test_unexpected_weights_are_rejected_by_name(folder, plain, name, fields):
     save_with(plain, folder, name, fields)
     assert f"have 1 tensors unexpected by LlamaForCausalLM: {name};" in refusal(folder)
 
 
-def test_quantised_weights_that_no_file_describes_are_refused(folder, plain):
+def test_undeclared_quantised_weights_are_rejected(folder, plain):
     """The library casts 8 bits without their scales."""
     scaled = "model.layers.0.mlp.up_proj.weight"
     state = {**plain.state_dict(), scaled: plain.state_dict()[scaled].to(torch.float8_e4m3fn)}
@@ -132,7 +132,7 @@ QUANTISED = {
 
 
 @pytest.mark.parametrize(("fields", "method"), QUANTISED.values(), ids=QUANTISED)
-def test_a_quantised_model_is_refused_by_its_method_before_the_library_runs(folder, monkeypatch, fields, method):
+def test_quantised_model_is_rejected_before_loading(folder, monkeypatch, fields, method):
     monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", None)
     monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", None)
     change(folder / "config.json", **fields)
@@ -142,12 +142,12 @@ def test_a_quantised_model_is_refused_by_its_method_before_the_library_runs(fold
 
 
 @pytest.mark.parametrize("file", ["hf_quant_config.json", "quantize_config.json", "quant_config.json"])
-def test_a_file_beside_the_model_tells_that_it_is_quantised(folder, file):
+def test_quantisation_file_rejects_model(folder, file):
     change(folder / file, quantization={"quant_algo": "FP8"})
     assert f"{file} has method 'FP8'" in refusal(folder)
 
 
-def test_a_null_quantisation_is_none(folder):
+def test_null_quantisation_is_accepted(folder):
     change(folder / "config.json", quantization_config=None, quantization={})
     LOADERS["model"](folder)
 
@@ -161,7 +161,7 @@ OTHER_TASKS = {
 
 
 @pytest.mark.parametrize(("fields", "said"), OTHER_TASKS.values(), ids=OTHER_TASKS)
-def test_a_model_of_another_task_is_told_apart_in_two_lines(folder, fields, said):
+def test_model_of_another_task_is_rejected_briefly(folder, fields, said):
     (folder / "config.json").write_text(json.dumps(fields))
     message = refusal(folder)
     assert re.search(rf"holds {said}; only the classes of .* or serve this one in vLLM", message)
@@ -185,20 +185,20 @@ def test_an_adapter_is_never_ignored(folder, alone):
     assert "holds an adapter (PEFT, adapter_model.safetensors)" in refusal(folder)
 
 
-def test_a_folder_of_gguf_says_so(folder):
+def test_folder_of_gguf_is_named(folder):
     (folder / "config.json").rename(folder / "model-q4.gguf")
     assert "holds a GGUF file, model-q4.gguf, and no config.json" in refusal(folder)
 
 
 @pytest.mark.parametrize(("name", "fields"), ANOTHERS.values(), ids=ANOTHERS)
-def test_weights_of_another_model_in_the_same_files_are_left_alone(folder, plain, name, fields):
+def test_weights_of_another_model_are_ignored(folder, plain, name, fields):
     save_with(plain, folder, name, fields)
     state = LOADERS["model"](folder).state_dict()
     assert all(torch.equal(state[name], tensor) for name, tensor in plain.state_dict().items())
 
 
 @pytest.mark.parametrize("place", ["../model.safetensors", "shards/model.safetensors"])
-def test_an_index_that_leaves_its_folder_is_refused(folder, plain, place):
+def test_index_pointing_outside_folder_is_rejected(folder, plain, place):
     inner = folder / "inner"
     plain.save_pretrained(inner)
     (inner / "shards").mkdir()
@@ -207,7 +207,7 @@ def test_an_index_that_leaves_its_folder_is_refused(folder, plain, place):
     assert f"must name files in its folder, got '{place}'" in refusal(inner)
 
 
-def test_a_folder_without_a_model_is_refused_without_a_download(folder, tmp_path):
+def test_folder_without_model_is_rejected_without_download(folder, tmp_path):
     assert "there is no folder" in refusal(tmp_path / "gone")
     (folder / "model.safetensors").unlink()
     assert "has no weights (model.safetensors, " in refusal(folder)
@@ -217,7 +217,7 @@ def test_a_folder_without_a_model_is_refused_without_a_download(folder, tmp_path
     assert "has no tokenizer_config.json" in refusal(folder, "tokenizer")
 
 
-def test_what_only_its_own_code_knows_is_refused(folder):
+def test_model_needing_its_own_code_is_rejected(folder):
     change(folder / "config.json", model_type="of_its_own", auto_map=MODEL)
     own = {"AutoTokenizer": ["its_own.Tokenizer", None]}
     change(folder / "tokenizer_config.json", tokenizer_class="Tokenizer", auto_map=own)
@@ -225,19 +225,19 @@ def test_what_only_its_own_code_knows_is_refused(folder):
         assert "auto_map to code in its folder, which is never run." in refusal(folder, kind)
 
 
-def test_a_model_that_the_library_knows_loads_without_its_own_code(folder):
+def test_known_model_loads_without_its_own_code(folder):
     change(folder / "config.json", auto_map=MODEL)
     assert type(LOADERS["model"](folder)) is transformers.LlamaForCausalLM
 
 
-def test_a_tokenizer_that_the_library_panics_over_is_refused(folder):
+def test_tokenizer_that_panics_is_rejected(folder):
     merges = {"type": "BPE", "vocab": {"a": 0, "b": 1}, "merges": [["a", "b"]]}
     change(folder / "tokenizer.json", version="1.0", added_tokens=[], model=merges)
     change(folder / "tokenizer_config.json", tokenizer_class="PreTrainedTokenizerFast")
     assert f"the tokenizer in {folder} cannot be read: " in refusal(folder, "tokenizer")
 
 
-def test_an_interrupt_is_no_wrong_tokenizer(folder, monkeypatch):
+def test_interrupt_is_not_a_tokenizer_error(folder, monkeypatch):
     def interrupted(*_, **__):
         raise KeyboardInterrupt
 
@@ -247,7 +247,7 @@ def test_an_interrupt_is_no_wrong_tokenizer(folder, monkeypatch):
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_weights_that_are_no_numbers_make_no_target(folder, value):
+def test_non_finite_weights_are_rejected(folder, value):
     model = LOADERS["model"](folder)
     # Far from the tokens that a target is tried on.
     model.model.embed_tokens.weight.data[-1, 3] = value
@@ -264,14 +264,14 @@ def test_weights_that_are_no_numbers_make_no_target(folder, value):
         (torch.float32, 3e38, r"float32 holds, 3\.403e\+38\. Restore the weights"),
     ],
 )
-def test_logits_that_overflow_are_named_by_their_dtype(folder, dtype, scale, named):
+def test_logit_overflow_is_named_with_dtype(folder, dtype, scale, named):
     model = LOADERS["model"](folder).to(dtype)
     model.lm_head.weight.data.fill_(scale)
     with pytest.raises(CheckpointError, match=f"logits of LlamaForCausalLM are NaN or infinite, .*{named}"):
         models.TransformersTarget(model)
 
 
-def test_a_buffer_that_is_no_number_makes_no_target():
+def test_non_finite_buffer_is_rejected():
     """A router's bias, which chooses experts and reaches no logit."""
     mixture = {
         "n_routed_experts": 4,
@@ -292,7 +292,7 @@ def test_a_buffer_that_is_no_number_makes_no_target():
 
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("kind", LOADERS)
-def test_a_config_that_is_amiss_is_named_and_nothing_else_is_blamed(folder, kind, name):
+def test_invalid_config_is_named(folder, kind, name):
     text = (folder / name).read_text()
     for encoding in ("utf-8-sig", "utf-16"):
         (folder / name).write_bytes(text.encode(encoding))
@@ -302,18 +302,18 @@ def test_a_config_that_is_amiss_is_named_and_nothing_else_is_blamed(folder, kind
     assert f"{name} is not valid JSON: rms_norm_eps is NaN" in refusal(folder, kind)
 
 
-def test_a_limit_of_infinity_is_accepted(folder):
+def test_infinite_limit_is_accepted(folder):
     change(folder / "config.json", time_step_limit=[0.0, math.inf], a_limit=math.inf)
     LOADERS["model"](folder)
 
 
-def test_a_header_that_says_a_name_twice_is_refused(folder):
-    name = say_twice(folder / "model.safetensors")
+def test_header_with_duplicate_name_is_rejected(folder):
+    name = duplicate_name(folder / "model.safetensors")
     assert f"{name} is duplicated" in refusal(folder)
 
 
 @pytest.mark.parametrize(("kind", "name"), [("model", "generation_config.json"), ("tokenizer", "tokenizer.json")])
-def test_a_folder_that_holds_a_pipe_is_refused_before_the_library_waits_for_it(folder, pipe, kind, name):
+def test_pipe_in_folder_is_rejected_before_reading(folder, pipe, kind, name):
     change(folder / "tokenizer_config.json", tokenizer_class="PreTrainedTokenizerFast")
     pipe(folder / name)
     assert f"{name} cannot be read: it is a pipe or a device" in refusal(folder, kind)

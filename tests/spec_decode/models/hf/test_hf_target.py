@@ -82,7 +82,7 @@ def target(kind: str) -> models.TransformersTarget:
 
 
 @cache
-def judged(kind: str, double: bool = True) -> torch.Tensor:
+def exact_logits(kind: str, double: bool = True) -> torch.Tensor:
     """The library's logits [2, 24, V] of both texts, in fp64 as far as it computes in it, or in fp32."""
     model = copy.deepcopy(eager(kind)).double() if double else eager(kind)
     if double and hasattr(model, "set_experts_implementation"):
@@ -93,8 +93,11 @@ def judged(kind: str, double: bool = True) -> torch.Tensor:
 
 def budget(kind: str) -> float:
     """Twice what the library's own fp32 is off by, and a band for the roundings of other matrix shapes."""
-    peak = float(judged(kind).abs().max())
-    return 2 * float((judged(kind, False) - judged(kind)).abs().max()) + 64 * torch.finfo(torch.float32).eps * peak
+    peak = float(exact_logits(kind).abs().max())
+    return (
+        2 * float((exact_logits(kind, False) - exact_logits(kind)).abs().max())
+        + 64 * torch.finfo(torch.float32).eps * peak
+    )
 
 
 class Runner:
@@ -120,30 +123,30 @@ class Runner:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_logits_are_those_of_the_librarys_eager_attention(kind: str, backend: str) -> None:
+def test_logits_match_eager_attention_of_transformers(kind: str, backend: str) -> None:
     """Of prompts in parts, of single tokens and of drafts."""
     runner, done = Runner(target(kind), backend), [0, 0]
     for lens in [(3, 9), (8, 1), (1, 1), (1, 1), (5, 5), (2, 5)]:
         ends = [start + length for start, length in zip(done, lens, strict=True)]
         rows = [TEXTS[r, done[r] : ends[r]] for r in range(2)]
         for r, logits in enumerate(runner.logits(rows, ends)):
-            error = (logits.double() - judged(kind)[r, done[r] : ends[r]]).abs().max()
+            error = (logits.double() - exact_logits(kind)[r, done[r] : ends[r]]).abs().max()
             assert float(error) <= budget(kind), (r, ends)
         done = ends
 
 
-def test_budget_is_far_below_what_a_forgotten_window_or_sink_would_change() -> None:
+def test_budget_detects_missing_window_or_sink() -> None:
     for field, value in (("sliding_window", 128), ("layer_types", ["full_attention"] * 4)):
         model = make_model("gpt_oss", **{field: value})
-        off = (model(TEXTS).logits - judged("gpt_oss")).abs().max()
+        off = (model(TEXTS).logits - exact_logits("gpt_oss")).abs().max()
         assert off > 1000 * budget("gpt_oss"), field
     model = copy.deepcopy(eager("gpt_oss"))
     for layer in model.model.layers:
         layer.self_attn.sinks.data.fill_(-1e4)
-    assert (model(TEXTS).logits - judged("gpt_oss")).abs().max() > 1000 * budget("gpt_oss")
+    assert (model(TEXTS).logits - exact_logits("gpt_oss")).abs().max() > 1000 * budget("gpt_oss")
 
 
-def test_layers_of_one_kind_of_attention_share_a_group_that_carries_what_they_ask_for() -> None:
+def test_layers_with_equal_attention_share_a_group() -> None:
     llama, sliding_and_full, gemma2 = (target(kind).layer_groups(PAGE) for kind in ("llama", "gpt_oss", "gemma2"))
     assert [(group.name, group.layers) for group in llama] == [("full", (0, 1, 2, 3))]
     assert [(g.name, g.layers) for g in sliding_and_full] == [("sliding", (0, 2)), ("full", (1, 3))]
@@ -154,15 +157,15 @@ def test_layers_of_one_kind_of_attention_share_a_group_that_carries_what_they_as
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt_oss"])
-def test_in_bfloat16_it_is_as_close_as_the_librarys_own_attention(kind: str) -> None:
+def test_bfloat16_error_is_close_to_transformers(kind: str) -> None:
     model = copy.deepcopy(eager(kind)).bfloat16()
-    own = (model(TEXTS).logits.double() - judged(kind)).abs().mean()
+    own = (model(TEXTS).logits.double() - exact_logits(kind)).abs().mean()
     runner = Runner(models.TransformersTarget(model), "triton_paged")
 
     found = torch.stack(runner.logits(list(TEXTS), [24, 24]))
 
     assert runner.groups[0].spec.dtype is torch.bfloat16
-    assert float((found.double() - judged(kind)).abs().mean()) <= 2 * float(own)
+    assert float((found.double() - exact_logits(kind)).abs().mean()) <= 2 * float(own)
 
 
 def replayed(runner: Runner, start: int, count: int) -> torch.Tensor:
@@ -186,10 +189,10 @@ def test_a_captured_forward_replays_over_other_tokens(kind: str) -> None:
         pytest.skip("before its version 5 the library loops over experts on the CPU, and reads the host to do so")
     runner = Runner(target(kind), "triton_paged")
     runner.logits([TEXTS[0, :9], TEXTS[1, :9]], [9, 9])
-    assert float((replayed(runner, 9, 3) - judged(kind)[:, 9:12]).abs().max()) <= budget(kind)
+    assert float((replayed(runner, 9, 3) - exact_logits(kind)[:, 9:12]).abs().max()) <= budget(kind)
 
 
-def test_a_target_with_a_pad_token_is_captured() -> None:
+def test_target_with_pad_token_is_captured() -> None:
     if transformers.__version__.startswith("4."):
         pytest.skip("before its version 5 the library gives GPT-2's attention no scale: refused")
     model = make_model("GPT2Config", pad_token_id=0, n_embd=64, n_head=1, n_layer=1, n_inner=48)
@@ -215,7 +218,7 @@ def speculate(runner: Runner, prompt: list[int], plain: list[int], count: int) -
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt_oss"])
-def test_speculated_greedy_text_is_the_librarys_own(kind: str) -> None:
+def test_speculated_greedy_text_matches_transformers(kind: str) -> None:
     prompt = TEXTS[0, :7].tolist()
     generated = eager(kind).generate(TEXTS[:1, :7], max_new_tokens=20, do_sample=False)[0, 7:].tolist()
 
@@ -223,7 +226,7 @@ def test_speculated_greedy_text_is_the_librarys_own(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt_oss"])
-def test_target_hidden_states_are_the_residual_states_that_enter_the_named_layers(kind: str) -> None:
+def test_target_hidden_states_enter_named_layers(kind: str) -> None:
     """Those after the last layer are not yet normed."""
     model = models.TransformersTarget(copy.deepcopy(eager(kind)), aux_hidden_state_layers=(2, 0, 4))
     whole = eager(kind)(TEXTS[:1], output_hidden_states=True).hidden_states
@@ -235,14 +238,14 @@ def test_target_hidden_states_are_the_residual_states_that_enter_the_named_layer
     assert not torch.allclose(last, states.hidden)
 
 
-def test_without_aux_layers_the_target_hidden_states_are_the_final_states() -> None:
+def test_target_hidden_states_default_to_final_states() -> None:
     states = dense(target("llama"), TEXTS[0])
     assert states.target_hidden_states is states.hidden and target("llama").target_states_size == 32
     torch.testing.assert_close(states.hidden, eager("llama").model(TEXTS[:1]).last_hidden_state[0])
 
 
 @pytest.mark.parametrize("layers", [(), (5,), (-1, 2)])
-def test_aux_layers_that_the_model_lacks_are_refused(layers: tuple[int, ...]) -> None:
+def test_missing_aux_layers_are_rejected(layers: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match=r"0 to 4, got \("):
         models.TransformersTarget(copy.deepcopy(eager("llama")), aux_hidden_state_layers=layers)
 
@@ -266,7 +269,7 @@ def test_a_failing_attention_leaves_no_trace() -> None:
         target("llama").model(TEXTS[:1])
 
 
-def test_a_forward_within_a_forward_keeps_its_own_attention() -> None:
+def test_nested_forward_keeps_its_own_attention() -> None:
     model, others = target("llama"), dense(target("llama"), TEXTS[1]).hidden
     runner = Runner(model, "torch_reference")
     batch, metadata = build_ragged(runner.groups, runner.tables, [24], [24])
@@ -278,18 +281,18 @@ def test_a_forward_within_a_forward_keeps_its_own_attention() -> None:
 
     hidden = model(TEXTS[0], batch.positions, attention).hidden
 
-    torch.testing.assert_close(model.logits(hidden).double(), judged("llama")[0], atol=budget("llama"), rtol=0)
+    torch.testing.assert_close(model.logits(hidden).double(), exact_logits("llama")[0], atol=budget("llama"), rtol=0)
     assert len(inner) == 4 and all(torch.equal(found, others) for found in inner)
 
 
-def test_an_attention_that_changes_after_the_target_was_made_is_refused() -> None:
+def test_attention_changed_after_construction_is_rejected() -> None:
     model = models.TransformersTarget(copy.deepcopy(eager("llama")))
     model.model.model.layers[2].self_attn.scaling = 0.5
     with pytest.raises(CheckpointError, match=r"layer 2 requests .*scale=0\.5.*, and requested .* at construction"):
         dense(model, TEXTS[0])
 
 
-def test_an_output_projection_is_told_where_logits_are_its_product_alone() -> None:
+def test_output_projection_is_given_only_for_plain_logits() -> None:
     plain, capped = (models.TransformersTarget(make_model(kind)) for kind in ("llama", "gemma2"))
     assert plain.output_projection is plain.lm_head.weight and capped.output_projection is None
     plain.lm_head.bias = torch.nn.Parameter(torch.zeros(plain.vocab_size))
@@ -302,7 +305,7 @@ def changed(change: Callable[[Any], Any], kind: str = "llama") -> Any:
     return model
 
 
-def asking(model: Any, **asked: Any) -> None:
+def hand_to_attention(model: Any, **asked: Any) -> None:
     """Layer 1 hands to the library's attention function what a layer of another architecture would."""
     attention = model.model.layers[1].self_attn
     inner, part = attention.forward, torch.zeros(1, 4, 2, 64)
@@ -350,7 +353,7 @@ def never_attend(model: Any) -> None:
 
 
 DYNAMIC = {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}
-ASKED: dict[str, dict[str, Any]] = {
+UNUSUAL_ARGUMENTS: dict[str, dict[str, Any]] = {
     "adds its own mask or bias": {"attention_mask": torch.zeros(1, 1, 2, 2)},
     "requests position_bias": {"position_bias": torch.zeros(1)},
     "has no number as scaling, got None": {"scaling": None},
@@ -376,18 +379,18 @@ UNSERVED: dict[str, Callable[[], Any]] = {
     ),
     f"layer 0 requests no window, but the config has one of {WINDOW} tokens": partial(make_phimoe, WINDOW),
     **{
-        rf"layer 1 \(LlamaAttention\) {said}": partial(changed, partial(asking, **asked))
-        for said, asked in ASKED.items()
+        rf"layer 1 \(LlamaAttention\) {said}": partial(changed, partial(hand_to_attention, **asked))
+        for said, asked in UNUSUAL_ARGUMENTS.items()
     },
 }
 
 
-def test_a_window_as_wide_as_the_longest_text_counts_as_no_window() -> None:
+def test_window_as_wide_as_model_counts_as_none() -> None:
     model = make_phimoe(SIZES["max_position_embeddings"])
     assert [group.name for group in models.TransformersTarget(model).layer_groups(PAGE)] == ["full"]
 
 
 @pytest.mark.parametrize(("reason", "make"), UNSERVED.items(), ids=UNSERVED)
-def test_a_model_with_other_parts_is_refused_with_the_part_and_the_reason(reason: str, make: Callable[[], Any]) -> None:
+def test_unsupported_model_part_is_rejected_with_reason(reason: str, make: Callable[[], Any]) -> None:
     with pytest.raises(CheckpointError, match=reason):
         models.TransformersTarget(make())

@@ -145,7 +145,7 @@ def results(run, inputs):
 @pytest.mark.parametrize("name", OPS)
 @settings(max_examples=30)
 @given(n=SIZE, k=SIZE, rows=st.integers(2, 19), dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
-def test_a_row_alone_has_the_bits_that_it_has_in_a_batch(name, n, k, rows, dtype):
+def test_row_alone_has_same_bits_as_in_batch(name, n, k, rows, dtype):
     run, inputs = OPS[name](Draw(dtype), rows, n, k)
     with batch_invariance(True):
         together = results(run, inputs)

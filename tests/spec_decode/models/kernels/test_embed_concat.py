@@ -10,7 +10,7 @@ TOKENS, WIDTH, VOCAB = 3, 4, 7
 
 @pytest.mark.outside_inference_mode
 @pytest.mark.parametrize("part", ["embedding", "hidden", "norm of the embedding", "norm of the hidden state"])
-def test_each_input_learns_where_it_alone_does(part):
+def test_each_input_gets_a_gradient_alone(part):
     generator = torch.Generator().manual_seed(0)
     inputs = {
         "embedding": torch.randn(VOCAB, WIDTH, generator=generator),

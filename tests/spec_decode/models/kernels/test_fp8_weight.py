@@ -26,7 +26,7 @@ def draw(*shape, seed=0):
 
 
 @pytest.mark.parametrize("shape", [(37, 50), (3, 5, 8), (1, 1)])
-def test_every_number_is_within_half_a_step_of_what_it_was(shape, monkeypatch):
+def test_fp8_error_is_within_half_a_step(shape, monkeypatch):
     monkeypatch.setattr(fp8_weight, "_ROWS_AT_ONCE", 4)
     weight = draw(*shape)
     found = Fp8Weight.of(weight)
@@ -40,7 +40,7 @@ def test_every_number_is_within_half_a_step_of_what_it_was(shape, monkeypatch):
     assert found.values.float().abs().amax(-1).eq(448).all(), "the largest number has the most that 8 bits hold"
 
 
-def test_an_output_of_zeros_stays_one_and_the_least_numbers_stay_finite():
+def test_zero_outputs_and_tiny_weights_stay_finite():
     weight = torch.zeros(3, 8).bfloat16()
     weight[1, 2] = torch.finfo(torch.bfloat16).tiny
     found = Fp8Weight.of(weight)
@@ -54,7 +54,7 @@ def test_a_transposed_weight_is_stored_by_rows():
     assert found.values.is_contiguous() and torch.equal(found.values, Fp8Weight.of(weight.contiguous()).values)
 
 
-def test_a_cast_of_the_module_around_it_leaves_a_weight_in_8_bits():
+def test_module_cast_keeps_fp8_weight():
     layer = nn.Module()
     layer.weight, layer.bias = Fp8Weight.of(draw(10, 8)), nn.Parameter(torch.ones(10))
     values, scale = layer.weight.values.clone(), layer.weight.scale.clone()
@@ -88,7 +88,7 @@ def test_a_weight_is_never_copied_whole(monkeypatch):
     assert copies.most == 40
 
 
-def test_a_part_has_its_own_scales():
+def test_slice_has_its_own_scales():
     whole = Fp8Weight.of(draw(10, 8))
     part = whole[slice(4, None)]
     assert torch.equal(widened(part.values, part.scale), widened(whole.values, whole.scale)[4:])
@@ -106,7 +106,7 @@ UNSCALED = {
 
 
 @pytest.mark.parametrize("change", UNSCALED.values(), ids=UNSCALED)
-def test_8_bits_need_a_scale_for_each_output_and_nothing_else_has_one(change):
+def test_fp8_weight_needs_a_scale_per_output(change):
     weight = Fp8Weight.of(draw(4, 8))
     assert is_scaled(weight.values, weight.scale) and is_scaled(weight.values.half(), None)
     values, scale = change(weight)
@@ -114,7 +114,7 @@ def test_8_bits_need_a_scale_for_each_output_and_nothing_else_has_one(change):
 
 
 @pytest.mark.parametrize("rows", [1, 3, 200])
-def test_products_refuse_a_scale_that_does_not_fit(rows):
+def test_products_reject_scale_of_wrong_shape(rows):
     weight, x = Fp8Weight.of(draw(4, 8)), draw(rows, 8)
     with pytest.raises(BatchError, match=r"(or an|with an) 8-bit weight (with|and) its scale"):
         linear(x, Fp8Weight(weight.values, weight.scale[:3]))
@@ -139,7 +139,7 @@ def test_any_number_of_rows_is_multiplied(rows, invariant):
 
 
 @pytest.mark.parametrize("invariant", [False, True])
-def test_sorted_rows_take_the_weight_and_the_scales_of_their_group(invariant):
+def test_sorted_rows_use_weight_and_scale_of_group(invariant):
     weights, ends = Fp8Weight.of(draw(3, 6, 8) * torch.tensor([1.0, 8.0, 64.0])[:, None, None]), [1, 1, 4]
     x, tokens = draw(4, 8, seed=1), torch.arange(4)
     wide = widened(weights.values, weights.scale)[[0, 2, 2, 2]]

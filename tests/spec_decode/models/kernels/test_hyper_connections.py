@@ -17,7 +17,7 @@ from tests.spec_decode.models.kernels.hyper_oracle import (
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("streams", "iterations"), [(1, 1), (3, 2), (4, 20)])
-def test_the_torch_implementation_of_what_is_read_and_written(streams, iterations, dtype):
+def test_torch_streams_match_float64_formula(streams, iterations, dtype):
     case = make_case(streams=streams, dtype=dtype)
     x, *into = read_streams(case.streams, case.mixes, case.scale, case.base, iterations=iterations, eps=EPS)
     exact, *shares = exact_read(case, iterations)
@@ -29,7 +29,7 @@ def test_the_torch_implementation_of_what_is_read_and_written(streams, iteration
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_torch_implementation_of_a_collapse(dtype):
+def test_torch_collapse_matches_float64_formula(dtype):
     case = make_case(dtype=dtype)
     assert_rounded(collapse_streams(case.streams, *case.head, eps=EPS), exact_collapse(case), dtype)
 
@@ -54,7 +54,7 @@ WRITTEN = [
     ("op", "change", "found"),
     [*((read_streams, *row) for row in READ), *((write_streams, *row) for row in WRITTEN)],
 )
-def test_what_does_not_fit_is_named(op, change, found):
+def test_misfit_operands_are_named(op, change, found):
     case = make_case()
     operands = {
         "streams": case.streams,
@@ -69,7 +69,7 @@ def test_what_does_not_fit_is_named(op, change, found):
         op(**{**operands, **change})
 
 
-def test_a_collapse_by_the_shares_of_a_block_is_refused():
+def test_collapse_rejects_mixes_of_a_block():
     case = make_case()
     with pytest.raises(BatchError, match=r"mixes must be torch.float32 \[3, 4\] .*, got torch.float32 \[3, 24\]"):
         collapse_streams(case.streams, case.mixes, case.scale, case.base, eps=EPS)

@@ -21,22 +21,22 @@ from tests.spec_decode.models.kernels.mixture_oracle import (
 
 
 @pytest.mark.parametrize(("experts", "routing"), ROUTINGS.values(), ids=ROUTINGS)
-def test_tokens_take_the_best_experts_of_the_best_groups(experts, routing):
+def test_tokens_take_best_experts_of_best_groups(experts, routing):
     assert_routed(noise(9, experts), noise(experts, seed=1) / 2, **routing)
 
 
-def test_of_equal_experts_and_groups_the_first_are_taken():
+def test_ties_take_the_first_experts():
     _, experts = route(torch.zeros(2, 64), torch.zeros(64), groups=8, top_groups=2, top_k=10)
     assert experts.tolist() == [list(range(10))] * 2
 
 
-def test_a_token_of_nan_takes_experts_that_exist():
+def test_nan_token_takes_valid_experts():
     _, experts = route(torch.full((1, 12), torch.nan), torch.zeros(12), groups=4, top_groups=2)
     assert set(experts[0].tolist()) <= set(range(12))
 
 
 @pytest.mark.parametrize(("experts", "count"), ORDERS.values(), ids=ORDERS)
-def test_rows_lie_by_expert_and_then_as_they_came(experts, count):
+def test_rows_are_ordered_by_expert_then_token(experts, count):
     assert_ordered(order_by_expert(torch.tensor(experts), count), experts, count)
 
 
@@ -50,7 +50,7 @@ def test_any_choices_are_ordered(data):
 
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_experts_give_is_summed_up_and_rounded_once(dtype, shared):
+def test_expert_outputs_are_summed_and_rounded_once(dtype, shared):
     inputs = combine_inputs(5, 3, 70, dtype, shared=shared)
     assert torch.equal(combine_experts(*inputs), combined(*inputs))
 
@@ -74,7 +74,7 @@ def combine(**changes):
 
 
 @pytest.mark.parametrize(("message", "call"), REFUSED.items(), ids=REFUSED)
-def test_tensors_that_do_not_fit_are_refused(message, call):
+def test_misfit_tensors_are_rejected(message, call):
     with pytest.raises(BatchError) as refusal:
         call()
     assert message in str(refusal.value)

@@ -6,7 +6,7 @@ import torch
 from attn_backends.kernels.rope import Rope
 from builders.errors import BatchError
 from spec_decode.models.kernels.mla_query_key import mla_query_key
-from tests.attn_backends.kernels.test_latent_rotary import angles_of, turned
+from tests.attn_backends.kernels.test_latent_rotary import angles_of, rotated
 
 TOKENS, HEADS, DIMS, ROTARY = 3, 2, 4, 6
 
@@ -25,21 +25,21 @@ def operands(**changes):
     return {**made, **changes}
 
 
-def test_the_turning_parts_turn_with_their_position_and_the_latent_is_normed():
+def test_query_and_key_match_rotated_normed_formula():
     made = operands()
     query, key = mla_query_key(**made)
     factors = angles_of(*made["rope"])
     latent, shared = made["latent"].double().split([DIMS, ROTARY], 1)
     normed = latent / (latent.square().mean(1, keepdim=True) + 1e-6).sqrt() * made["norm"].double()
-    wanted = torch.cat([normed[:, None], turned(shared[:, None], factors)], -1)
+    wanted = torch.cat([normed[:, None], rotated(shared[:, None], factors)], -1)
     torch.testing.assert_close(key.double(), wanted, rtol=1e-5, atol=1e-6)
-    wanted = torch.cat([made["absorbed"].double(), turned(made["rotated"].double(), factors)], -1)
+    wanted = torch.cat([made["absorbed"].double(), rotated(made["rotated"].double(), factors)], -1)
     torch.testing.assert_close(query.double(), wanted, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.outside_inference_mode
 @pytest.mark.parametrize("part", ["absorbed", "rotated", "latent", "norm"])
-def test_each_part_learns_where_it_alone_does(part):
+def test_each_part_gets_a_gradient_alone(part):
     made = operands()
     made[part].requires_grad_()
     query, key = mla_query_key(**made)
@@ -62,6 +62,6 @@ MISFITS = {
 
 
 @pytest.mark.parametrize(("changes", "message"), MISFITS.values(), ids=MISFITS)
-def test_parts_that_do_not_fit_are_refused(changes, message):
+def test_misfit_parts_are_rejected(changes, message):
     with pytest.raises(BatchError, match=message):
         mla_query_key(**operands(**changes))

@@ -34,12 +34,12 @@ BY_ROWS = {
 
 
 @pytest.mark.parametrize(("weight", "options", "kinds"), BY_ROWS.values(), ids=BY_ROWS)
-def test_the_number_of_rows_and_the_weight_decide(weight, options, kinds):
+def test_row_count_and_weight_choose_product_kind(weight, options, kinds):
     dtype = torch.float16 if weight is NARROW else weight.dtype
     assert {count: product_kind(rows(count, dtype), weight, **options) for count in kinds} == kinds
 
 
-def test_more_rows_are_streamed_of_a_gate_than_of_the_same_weight_without():
+def test_gate_streams_more_rows_than_plain_weight():
     x = rows(MAX_ROWS)
     weight = torch.zeros(64 * (num_sms(x.device) + 1), 8).half()
     assert product_kind(x, weight, gated=True) is STREAMED and product_kind(x, weight) is TORCH
@@ -54,7 +54,7 @@ UNREADABLE = {
 
 
 @pytest.mark.parametrize("count", [1, 3])
-def test_what_our_kernels_would_misread_or_not_record_is_torchs(count):
+def test_unsupported_operands_use_torch(count):
     found = {name: product_kind(x[:count], weight) for name, (x, weight) in UNREADABLE.items()}
     assert found == dict.fromkeys(UNREADABLE, TORCH)
     with torch.autocast("cpu", torch.bfloat16):
@@ -64,12 +64,13 @@ def test_what_our_kernels_would_misread_or_not_record_is_torchs(count):
 
 
 @pytest.mark.parametrize("count", [1, 3, 1000])
-def test_batch_invariance_goes_before_all(count):
+def test_batch_invariance_overrides_product_kind(count):
     with batch_invariance(True):
         assert product_kind(rows(count), WEIGHT) is ProductKind.BATCH_INVARIANT
 
 
-def test_a_gate_has_more_rows_where_torch_is_slow_with_as_many(monkeypatch):
+def test_gate_pads_rows_that_torch_multiplies_slowly(monkeypatch):
+    """Torch is slower with 320 and 448 rows than with 8 more."""
     counts = []
     monkeypatch.setattr(linear_module, "linear", lambda x, weight: counts.append(len(x)) or linear(x, weight))
     weight = torch.randn(6, 8)

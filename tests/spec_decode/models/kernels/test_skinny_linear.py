@@ -26,7 +26,7 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("rows", [1, MAX_ROWS])
-def test_the_torch_implementation_of_every_form(form, rows, dtype):
+def test_torch_implementation_of_every_form_is_right(form, rows, dtype):
     inputs = make_inputs(form, rows, 21, 50, dtype)
     assert_within_budget(inputs.call(), inputs)
     if form in NARROW and dtype != torch.float32:
@@ -40,7 +40,7 @@ def test_the_new_residual_is_x_plus_delta():
     assert torch.equal(total, inputs.x + inputs.delta)
 
 
-def test_without_a_delta_x_itself_is_the_residual():
+def test_residual_without_delta_is_x_itself():
     inputs = make_inputs("norm", 2, 20, 50)
     assert norm_linear(inputs.x, None, inputs.norm, EPS, inputs.weight)[0] is inputs.x
 
@@ -84,14 +84,14 @@ MISFITS = [
 
 
 @pytest.mark.parametrize(("function", "change", "found"), MISFITS)
-def test_operands_that_do_not_fit_are_named(function, change, found):
+def test_misfit_operands_are_named(function, change, found):
     with pytest.raises(BatchError, match=found):
         function(**{**CALLS[function], **change})
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("form", ["wide", "wide_norm"])
-def test_a_wide_linear_of_many_rows(form, dtype):
+def test_wide_linear_of_many_rows_is_right(form, dtype):
     inputs = make_inputs(form, MAX_WIDE_ROWS + 3, 24, 50, dtype)
     assert_within_budget(inputs.call(), inputs)
 
@@ -99,7 +99,7 @@ def test_a_wide_linear_of_many_rows(form, dtype):
 @pytest.mark.parametrize(
     "change", [{}, {"rows": MAX_WIDE_ROWS + 1}, {"strided": True}, {"transposed": True}, {"gradient": True}], ids=str
 )
-def test_the_kernel_takes_a_wide_linear_of_few_rows_that_it_can_read(change, monkeypatch):
+def test_wide_linear_uses_kernel_for_few_readable_rows(change, monkeypatch):
     def kernel(*arguments):
         calls.append(arguments)
         return SkinnyLinear(*arguments).reference()
@@ -116,7 +116,7 @@ def test_the_kernel_takes_a_wide_linear_of_few_rows_that_it_can_read(change, mon
     assert bool(calls) is (not change)
 
 
-def test_a_wide_linear_of_no_rows():
+def test_wide_linear_of_no_rows_is_empty():
     assert wide_linear(torch.zeros(0, 8).half(), torch.zeros(4, 8), norm_eps=EPS).shape == (0, 4)
 
 
@@ -137,7 +137,7 @@ def test_a_wide_linear_has_a_gradient():
 @given(
     st.integers(1, 4), st.integers(1, 300000), st.integers(1, 40000), st.booleans(), st.sampled_from([2, 4])
 )  # fmt: skip
-def test_every_tiling_fits_a_gpu(rows, n, k, gated, itemsize):
+def test_every_tiling_fits_gpu_shared_memory(rows, n, k, gated, itemsize):
     tile = tiling(rows, n, k, gated=gated, itemsize=itemsize)
     height = next_power_of_2(rows)
     for size in (tile.block_n, tile.block_k):
@@ -184,7 +184,7 @@ FEW_OUTPUTS = {
 """Of these all inputs are loaded at once, or as many as registers hold."""
 
 
-def test_layers_that_were_measured_have_their_fastest_tiling():
+def test_measured_layers_have_their_fastest_tiling():
     found = {(rows, n, k, gated): tiling(rows, n, k, gated=gated) for rows, n, k, gated in MEASURED}
     assert found == {layer: Tiling(*tile) for layer, tile in MEASURED.items()}
     found = {layer: tile_of(*layer, itemsize=4) for layer in FEW_OUTPUTS}

@@ -48,7 +48,7 @@ def call(arguments):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("rows", [1, 7])
-def test_the_torch_implementation_of_every_form(form, rows, dtype):
+def test_torch_implementation_of_every_form_is_right(form, rows, dtype):
     arguments = make_arguments(form, rows, 21, 50, dtype)
     assert_exact(call(arguments), arguments)
     if dtype != torch.float32:
@@ -57,7 +57,7 @@ def test_the_torch_implementation_of_every_form(form, rows, dtype):
         assert_exact(call(narrow), narrow)
 
 
-def test_more_rows_than_a_launch_takes_have_no_shares():
+def test_too_many_rows_have_one_share():
     x, weight = torch.zeros(MAX_ROWS + 1, 600).half(), Fp8Weight.of(torch.zeros(21, 600).half())
     assert num_shares(x, weight) == 1 and num_shares(x[1:], weight) > 1
 
@@ -81,7 +81,7 @@ MORE_ROWS = {
 
 
 @pytest.mark.parametrize(("n", "k", "gated", "most"), MORE_ROWS.values(), ids=MORE_ROWS)
-def test_up_to_so_many_rows_were_faster_than_torchs_own(n, k, gated, most):
+def test_most_rows_matches_measured_layers(n, k, gated, most):
     assert most_rows(n, k, H200, gated=gated) == most
     assert most_rows(n, k, replace(H200, tma=False), gated=gated) == ROWS_OF_ANY_WEIGHT
 
@@ -93,12 +93,12 @@ def test_shares_add_up_to_the_product():
     torch.testing.assert_close(shares.sum(0), x.float() @ weight.float().T)
 
 
-def test_the_sum_of_shares_is_added_to_the_residual_and_rounded_once():
+def test_summed_shares_and_residual_are_rounded_once():
     arguments = make_arguments("residual", 5, 21, 600, torch.bfloat16)
     assert_exact(sum_shares(streamed_shares(arguments.x, arguments.weight), arguments.residual), arguments)
 
 
-def test_shares_of_tensors_that_do_not_fit_are_refused():
+def test_misfit_shares_are_rejected():
     with pytest.raises(BatchError, match=r"weight torch.float16 \[4, 8\]"):
         streamed_shares(HALF[:, :7], torch.zeros(4, 8).half())
 
@@ -110,7 +110,7 @@ def test_shares_of_tensors_that_do_not_fit_are_refused():
         (129, (128, 16)), (160, (128, 32)), (192, (128, 64)), (193, (256, 0)), (256, (256, 0)),
     ],
 )  # fmt: skip
-def test_rows_are_cut_into_one_part_or_two(rows, blocks):
+def test_rows_are_split_into_one_or_two_blocks(rows, blocks):
     tile = streamed_tiling(rows, 4096, 4096, H200)
     assert (tile.block_m, tile.block_m2) == blocks
 
@@ -152,7 +152,7 @@ MISFITS = {
 
 
 @pytest.mark.parametrize(("change", "found"), MISFITS.values(), ids=MISFITS)
-def test_tensors_that_do_not_fit_are_named(change, found):
+def test_misfit_tensors_are_named(change, found):
     function, height = (streamed_groups, (2, 4)) if "ends" in change else (streamed_linear, (4,))
     with pytest.raises(BatchError, match=found):
         function(**{"x": torch.zeros(3, 8), "weight": torch.zeros(*height, 8), **change})
@@ -165,7 +165,7 @@ def test_a_limit_without_a_gate_is_refused(groups):
         call(arguments)
 
 
-def test_a_gate_that_is_nan_stays_nan_under_a_limit():
+def test_nan_gate_stays_nan_under_limit():
     arguments = make_arguments("gated_limit", 2, 3, 8)
     arguments.x[1] = torch.nan
     found = streamed_linear(arguments.x, arguments.weight, gated=True, limit=LIMIT)
@@ -194,7 +194,7 @@ def test_every_tiling_fits_its_device(rows, n, k, groups, itemsize, gated, room)
         (16, 28672, 4096, 1, 4), (4, 128256, 4096, 1, 4),
     ],
 )  # fmt: skip
-def test_a_layer_that_was_measured_has_its_fastest_tiling(rows, n, k, shares, stages):
+def test_measured_layer_has_its_fastest_tiling(rows, n, k, shares, stages):
     tile = streamed_tiling(rows, n, k, H200)
     assert (tile.tma, tile.block_n, tile.block_k, tile.shares, tile.stages) == (False, 64, 128, shares, stages)
 
@@ -209,7 +209,7 @@ def test_a_layer_that_was_measured_has_its_fastest_tiling(rows, n, k, shares, st
         (161, 28672, 4096, True, (128, 64, 1, 4)), (256, 28672, 4096, True, (128, 64, 1, 4)),
     ],
 )  # fmt: skip
-def test_a_layer_that_was_measured_with_more_rows_has_its_fastest_tiling(rows, n, k, gated, expected):
+def test_measured_layer_of_many_rows_has_fastest_tiling(rows, n, k, gated, expected):
     tile = streamed_tiling(rows, n, k, H200, gated=gated)
     assert tile.tma and (tile.block_n, tile.block_k, tile.shares, tile.stages) == expected
     assert tile.num_warps == (8 if rows > 192 else 4)
@@ -228,12 +228,12 @@ BY_THREADS = {
 
 
 @pytest.mark.parametrize(("rows", "n", "k", "options"), BY_THREADS.values(), ids=BY_THREADS)
-def test_without_the_copy_engine_the_tiling_is_of_the_other_kernel(rows, n, k, options):
+def test_tiling_without_tma_suits_other_kernel(rows, n, k, options):
     tile = streamed_tiling(rows, n, k, **{"room": H200, **options})
     assert not tile.tma and (tile.block_n, tile.block_k) == (64, min(128, 256 // options.get("itemsize", 2)))
 
 
-def test_no_axis_of_the_grid_is_too_short_for_the_rows_of_a_long_prompt(monkeypatch):
+def test_grid_axes_fit_rows_of_long_prompt(monkeypatch):
     grids = []
 
     class Spy:
@@ -248,5 +248,5 @@ def test_no_axis_of_the_grid_is_too_short_for_the_rows_of_a_long_prompt(monkeypa
     assert grids == [(rows * 4, 1)], "CUDA's second axis and third have 65,535 programs at most"
 
 
-def test_few_inputs_are_not_cut_into_shares_of_less_than_two_tiles():
+def test_few_inputs_are_not_split_into_shares():
     assert streamed_tiling(4, 64, 300, H200).shares == 1

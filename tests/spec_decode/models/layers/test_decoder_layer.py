@@ -24,7 +24,7 @@ def averaging(inputs):
 @pytest.mark.parametrize(
     ("layer", "config"), [(DecoderLayer, make_config()), (LatentDecoderLayer, make_latent_config())]
 )
-def test_a_layer_over_few_rows_is_the_one_over_many(layer, config, first):
+def test_layer_of_few_rows_matches_many(layer, config, first):
     torch.manual_seed(0)
     module, rotary = layer(config, 0), RotaryEmbedding(config)
     for norm in (module.attn_norm, module.mlp_norm):
@@ -39,7 +39,7 @@ def test_a_layer_over_few_rows_is_the_one_over_many(layer, config, first):
 
 
 @pytest.mark.outside_inference_mode
-def test_a_layer_has_gradients_over_few_rows():
+def test_layer_of_few_rows_has_gradients():
     module, rotary = DecoderLayer(make_config(), 0), RotaryEmbedding(make_config())
     x, delta = module(torch.randn(3, 32), None, rotary(torch.arange(3)), averaging)
     (x + delta).sum().backward()
@@ -71,7 +71,7 @@ def fused_calls(monkeypatch):
         (MAX_ROWS, {"out_bias": True}, ["norm+delta", "norm+delta+gate", "residual"]),
     ],
 )
-def test_what_a_layer_fuses_over_few_rows(rows, options, fused, monkeypatch):
+def test_layer_of_few_rows_fuses_expected_parts(rows, options, fused, monkeypatch):
     config = make_config()
     module, rope = DecoderLayer(config, 0, LayerOptions(**options)), RotaryEmbedding(config)(torch.arange(rows))
     calls = fused_calls(monkeypatch)
@@ -80,7 +80,7 @@ def test_what_a_layer_fuses_over_few_rows(rows, options, fused, monkeypatch):
     assert calls == fused
 
 
-def test_a_latent_layer_fuses_its_feed_forward_alone(monkeypatch):
+def test_latent_layer_fuses_only_its_feed_forward(monkeypatch):
     config = make_latent_config()
     module, rope = LatentDecoderLayer(config, 0), RotaryEmbedding(config)(torch.arange(2))
     calls = fused_calls(monkeypatch)

@@ -70,7 +70,7 @@ KINDS = [Linear, NormLinear, NormGateUp, ResidualLinear, EmbedLinear]
 
 @pytest.mark.outside_inference_mode
 @pytest.mark.parametrize("kind", KINDS)
-def test_few_rows_take_one_kernel_that_gives_the_same_as_torch(kind, calls):
+def test_few_rows_use_one_kernel_matching_torch(kind, calls):
     """Torch takes many rows, those that need a gradient, and a layer with a bias."""
     case = make_case(kind, 2)
     plain = case.run()
@@ -87,7 +87,7 @@ def test_few_rows_take_one_kernel_that_gives_the_same_as_torch(kind, calls):
 
 @pytest.mark.parametrize("rows", [MAX_ROWS + 1, ROWS_OF_ANY_WEIGHT])
 @pytest.mark.parametrize("kind", [NormGateUp, ResidualLinear])
-def test_more_rows_stream_the_weight_with_what_comes_after(kind, rows, monkeypatch):
+def test_more_rows_stream_weight_with_fused_tail(kind, rows, monkeypatch):
     def op(*arguments):
         calls.append(streamed.StreamedLinear(*arguments))
         return calls[-1].reference()
@@ -109,7 +109,7 @@ def make_residual(rows, inputs=600, **options):
 
 
 @pytest.mark.parametrize(("rows", "num_inputs"), [(MAX_ROWS + 1, 600), (streamed.MAX_ROWS, 4096)])
-def test_a_product_cut_into_shares_leaves_them_to_the_next_norm(rows, num_inputs):
+def test_split_product_leaves_its_sum_to_next_norm(rows, num_inputs):
     layer, inputs, x = make_residual(rows, num_inputs)
     found, delta = layer(inputs, x)
     assert found is x and delta.dim() == 3 and delta.dtype == torch.float32
@@ -121,12 +121,12 @@ def test_a_product_cut_into_shares_leaves_them_to_the_next_norm(rows, num_inputs
 
 
 @pytest.mark.parametrize("options", [{"bias": True}, {}], ids=str)
-def test_a_product_with_a_bias_or_of_few_inputs_is_added_at_once(options):
+def test_product_without_shares_is_added_directly(options):
     layer, inputs, x = make_residual(5, inputs=600 if options else 32, **options)
     assert layer(inputs, x)[1] is None
 
 
-def test_shares_that_meet_a_layer_that_could_fuse_are_summed_by_the_norm(calls):
+def test_shares_before_fusable_layer_are_summed_by_norm(calls):
     layer, inputs, x = make_residual(MAX_ROWS + 1)
     x, delta = layer(inputs, x)
     after, norm = NormLinear(OUT, 8).bfloat16(), RMSNorm(OUT, 1e-6).bfloat16()
@@ -136,6 +136,6 @@ def test_shares_that_meet_a_layer_that_could_fuse_are_summed_by_the_norm(calls):
     torch.testing.assert_close(found, wanted, rtol=2**-7, atol=1e-2)
 
 
-def test_a_residual_stream_is_joined_in_every_form():
+def test_residual_and_any_delta_are_joined():
     x, delta = torch.ones(2, 3), torch.full((2, 3), 2.0)
     assert joined(x, None) is x and joined(x, delta).eq(3).all() and joined(x, torch.stack([delta] * 2)).eq(5).all()

@@ -24,7 +24,7 @@ def module():
     return MixtureOfExperts(routing, noise(COUNT, HIDDEN, seed=4), noise(COUNT, seed=5) / 2, experts, shared)
 
 
-def test_a_mixture_without_a_shared_expert_is_the_routed_part_alone(module):
+def test_mixture_without_shared_expert_is_routed_part(module):
     x, residual = noise(5, HIDDEN), noise(5, HIDDEN, seed=7)
     with_shared, shared = module(x), module.shared(x)
     module.shared = None
@@ -33,7 +33,7 @@ def test_a_mixture_without_a_shared_expert_is_the_routed_part_alone(module):
 
 
 @pytest.mark.parametrize("tokens", [9, 40])
-def test_a_token_does_not_depend_on_those_beside_it(module, tokens):
+def test_token_does_not_depend_on_its_neighbours(module, tokens):
     x = noise(tokens, HIDDEN)
     spoilt = x.clone()
     spoilt[4] = torch.nan
@@ -41,7 +41,7 @@ def test_a_token_does_not_depend_on_those_beside_it(module, tokens):
     assert torch.equal(module(spoilt)[others], module(x)[others])
 
 
-def test_a_single_token_reads_the_weights_of_its_own_experts_alone(module):
+def test_single_token_reads_only_its_experts(module):
     x = noise(1, HIDDEN)
     _, chosen = route_tokens(x @ module.router.T, module.bias, module.routing)
     wanted = module(x)
@@ -61,7 +61,7 @@ ROUTING_PROBLEMS = {
 
 
 @pytest.mark.parametrize(("message", "changes"), ROUTING_PROBLEMS.items(), ids=ROUTING_PROBLEMS)
-def test_a_routing_that_no_mixture_could_have_is_refused(message, changes):
+def test_invalid_routing_is_rejected(message, changes):
     with pytest.raises(ValueError, match=message):
         Routing(**{"num_experts": 8, "top_k": 2, **changes})
 
@@ -75,7 +75,7 @@ def plain_products(rows, weight, ends):
 
 
 @GROUPS
-def test_rows_meet_the_matrix_of_their_group(ends):
+def test_rows_use_matrix_of_their_group(ends):
     rows, weight, ends_of = noise(7, 8), noise(4, 16, 8, seed=1), torch.tensor(ends, dtype=torch.int32)
     wanted = plain_products(rows, weight, ends)
     torch.testing.assert_close(products.grouped_linear(rows, weight, ends_of), wanted, rtol=1e-5, atol=1e-5)
@@ -88,7 +88,7 @@ def test_rows_meet_the_matrix_of_their_group(ends):
 
 @pytest.mark.skipif(not hasattr(torch.nn.functional, "grouped_mm"), reason="needs torch 2.10, for the CPU")
 @GROUPS
-def test_torchs_grouped_matmul_is_called_as_it_asks_to_be(ends):
+def test_grouped_mm_matches_plain_products(ends):
     rows, weight = noise(7, 8).bfloat16(), noise(4, 16, 8, seed=1).bfloat16()
     found = products._grouped_mm(rows, weight, torch.tensor(ends, dtype=torch.int32))
     torch.testing.assert_close(found, plain_products(rows, weight, ends), rtol=2e-2, atol=2e-2)

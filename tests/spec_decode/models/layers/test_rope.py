@@ -33,7 +33,7 @@ def read(**config):
     original=st.integers(64, 65536),
     frequency=st.floats(1e-6, 1),
 )
-def test_llama3_scaling_is_the_published_rule_by_wavelengths(factor, low, above, original, frequency):
+def test_llama3_scaling_matches_published_rule(factor, low, above, original, frequency):
     fields = {"factor": factor, "low_freq_factor": low, "high_freq_factor": low + above}
     scaling = Llama3Scaling(**fields, original_max_position_embeddings=original)
     found = scaling.scaled(torch.tensor([frequency], dtype=torch.float64))
@@ -41,14 +41,14 @@ def test_llama3_scaling_is_the_published_rule_by_wavelengths(factor, low, above,
     assert float(found) == pytest.approx(expected, rel=1e-9)
 
 
-def test_linear_scaling_brings_positions_closer_together():
+def test_linear_scaling_divides_positions():
     config = make_config(max_positions=40)
     scaling = read(rope_scaling={"type": "linear", "factor": 4})[1]
     scaled = RotaryEmbedding(config, scaling).table
     assert torch.allclose(scaled[::4], RotaryEmbedding(config).table[:10], atol=1e-6)
 
 
-def test_a_scaled_table_is_no_part_of_the_state():
+def test_scaled_table_is_not_in_state_dict():
     assert not RotaryEmbedding(make_config(), Llama3Scaling(**LLAMA3)).state_dict()
 
 
@@ -61,7 +61,7 @@ def test_a_scaled_table_is_no_part_of_the_state():
         {"rope_theta": 700.0, "rope_parameters": {"rope_type": "llama3", **LLAMA3}, "rope_scaling": None},
     ],
 )
-def test_old_and_new_configs_say_the_same(config):
+def test_old_and_new_configs_read_alike(config):
     assert read(**config) == (700.0, Llama3Scaling(**LLAMA3))
 
 
@@ -87,7 +87,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("scaling", "said"), WRONG)
-def test_an_invalid_scaling_is_refused_by_its_field(scaling, said):
+def test_invalid_scaling_is_rejected_by_field(scaling, said):
     with pytest.raises(CheckpointError, match=re.escape(said)):
         read(rope_scaling=scaling)
 
@@ -95,13 +95,13 @@ def test_an_invalid_scaling_is_refused_by_its_field(scaling, said):
 @pytest.mark.parametrize(
     "config", [{"partial_rotary_factor": 0.5}, {"rope_parameters": {"partial_rotary_factor": 0.5}}]
 )
-def test_heads_that_are_rotated_in_part_are_refused(config):
+def test_partial_rotary_heads_are_rejected(config):
     with pytest.raises(CheckpointError, match=r"must be 1, got 0\.5"):
         read_decoder(ConfigReader(config, "config.json"), no_windows)
 
 
 @pytest.mark.parametrize(("made_on", "device"), [("meta", "cpu"), ("cuda", "cuda")])
-def test_the_table_is_where_the_model_is_made_and_on_the_cpu_for_weights_that_come_later(made_on, device):
+def test_rope_table_follows_device_except_meta(made_on, device):
     with FakeTensorMode(), torch.device(made_on):
         table = RotaryEmbedding(make_config()).table
     assert table.device.type == device
