@@ -122,7 +122,7 @@ def stand_in_kit(monkeypatch):
         return check_backend(name, **request, **told)
 
     runner = SimpleNamespace(
-        plan=lambda name, **asked: (name, asked),
+        check_list=lambda name, **asked: (name, asked),
         run=lambda planned, **told: check_backend(planned[0], **planned[1], **told),
     )
     monkeypatch.setitem(sys.modules, "spec_decode.conformance.runner", runner)

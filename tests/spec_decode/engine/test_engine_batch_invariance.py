@@ -107,5 +107,5 @@ def test_backend_without_batch_invariance_is_rejected(monkeypatch):
 
 def test_model_without_batch_invariance_is_rejected(monkeypatch):
     monkeypatch.setattr(type(bf16_pair(False)[0]), "batch_invariant", property(lambda self: False))
-    with pytest.raises(BatchError, match="LlamaTarget, which cannot"):
+    with pytest.raises(BatchError, match="EagleDraft, which cannot"):
         make_engine(2)
