@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from attn_backends.base import Sinks
-from attn_backends.kernels.tree_attention import tree_attention
+from attn_backends.kernels.tree_attention import TreeAttentionArguments, tree_attention
 from attn_backends.kv_cache import KVCache
 from builders import AttentionSpec, BatchMetadata
 
@@ -38,20 +38,21 @@ def merge_tree(
     query  [num_tokens, num_q_heads, head_dim], the one that attended to the prefix
     """
     assert metadata.tree_masks is not None
-    tree_attention(
-        query,
-        cache.key,
-        cache.value,
-        metadata.block_table,
-        metadata.seq_lens,
-        metadata.query_start_loc,
-        sinks,
-        metadata.tree_masks,
-        out,
-        lse,
-        lse_base_2,
-        metadata.max_query_len,
-        spec.softmax_scale,
-        spec.soft_cap,
+    arguments = TreeAttentionArguments(
+        query=query,
+        key_cache=cache.key,
+        value_cache=cache.value,
+        block_table=metadata.block_table,
+        seq_lens=metadata.seq_lens,
+        query_start_loc=metadata.query_start_loc,
+        sinks=sinks,
+        tree_masks=metadata.tree_masks,
+        out=out,
+        lse=lse,
+        lse_base_2=lse_base_2,
+        max_query_len=metadata.max_query_len,
+        scale=spec.softmax_scale,
+        soft_cap=spec.soft_cap,
     )
+    tree_attention(*arguments)
     return out

@@ -11,7 +11,7 @@ from torch import Tensor
 from attn_backends.base import AttentionBackend, Sinks, check_forward_inputs
 from attn_backends.capabilities import Capabilities, Feature, FusedWrite, Sizes
 from attn_backends.fused_writes import FusedLatentWrite
-from attn_backends.kernels.sparse_attention import sparse_attention
+from attn_backends.kernels.sparse_attention import SparseAttentionArguments, sparse_attention
 from attn_backends.kv_cache import KVCache
 from builders import AttentionKind, AttentionSpec
 from builders.kernels.triton_runtime import TRITON_VERSION, triton_unsupported_reasons
@@ -47,13 +47,14 @@ class SparseSwaMla(FusedLatentWrite, AttentionBackend):
         self, query: Tensor, cache: KVCache, metadata: SparseWindowMetadata, *, spec: AttentionSpec, sinks: Sinks = None
     ) -> Tensor:
         check_forward_inputs(query, cache, metadata, spec, sinks)
-        return sparse_attention(
-            query,
-            cache.latents,
-            metadata.window_indices,
-            metadata.window_lens,
-            sinks,
-            spec.page_size,
-            spec.softmax_scale,
-            spec.batch_invariant,
+        arguments = SparseAttentionArguments(
+            query=query,
+            cache=cache.latents,
+            indices=metadata.window_indices,
+            lens=metadata.window_lens,
+            sinks=sinks,
+            page_size=spec.page_size,
+            scale=spec.softmax_scale,
+            batch_invariant=spec.batch_invariant,
         )
+        return sparse_attention(*arguments)

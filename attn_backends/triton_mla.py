@@ -8,7 +8,7 @@ from torch import Tensor
 from attn_backends.base import AttentionBackend, Sinks, check_forward_inputs
 from attn_backends.capabilities import Capabilities, Feature, FusedWrite, Sizes
 from attn_backends.fused_writes import FusedLatentWrite
-from attn_backends.kernels.latent_attention import DIMS, latent_attention
+from attn_backends.kernels.latent_attention import DIMS, LatentAttentionArguments, latent_attention
 from attn_backends.kv_cache import KVCache
 from builders import AttentionKind, AttentionSpec, PagedMetadata, TritonMlaBuilder
 from builders.kernels.triton_runtime import TRITON_VERSION, triton_unsupported_reasons
@@ -47,17 +47,18 @@ class TritonMla(FusedLatentWrite, AttentionBackend):
         self, query: Tensor, cache: KVCache, metadata: PagedMetadata, *, spec: AttentionSpec, sinks: Sinks = None
     ) -> Tensor:
         check_forward_inputs(query, cache, metadata, spec, sinks)
-        return latent_attention(
-            query,
-            cache.latents,
-            metadata.block_table,
-            metadata.seq_lens,
-            metadata.query_start_loc,
-            metadata.tree_masks,
-            metadata.max_query_len,
-            metadata.num_splits,
-            spec.out_dim,
-            spec.softmax_scale,
-            spec.causal,
-            spec.batch_invariant,
+        arguments = LatentAttentionArguments(
+            query=query,
+            latent_cache=cache.latents,
+            block_table=metadata.block_table,
+            seq_lens=metadata.seq_lens,
+            query_start_loc=metadata.query_start_loc,
+            tree_masks=metadata.tree_masks,
+            max_query_len=metadata.max_query_len,
+            num_splits=metadata.num_splits,
+            value_dim=spec.out_dim,
+            scale=spec.softmax_scale,
+            causal=spec.causal,
+            batch_invariant=spec.batch_invariant,
         )
+        return latent_attention(*arguments)

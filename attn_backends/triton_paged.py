@@ -8,7 +8,7 @@ from torch import Tensor
 from attn_backends.base import AttentionBackend, Sinks, check_forward_inputs
 from attn_backends.capabilities import Capabilities, Feature, FusedWrite, Sizes
 from attn_backends.fused_writes import FusedRopeWrite
-from attn_backends.kernels.paged_attention import paged_attention
+from attn_backends.kernels.paged_attention import PagedAttentionArguments, paged_attention
 from attn_backends.kv_cache import KVCache
 from builders import AttentionSpec, PagedMetadata, TritonPagedBuilder
 from builders.kernels.triton_runtime import TRITON_VERSION, triton_unsupported_reasons
@@ -45,21 +45,22 @@ class TritonPaged(FusedRopeWrite, AttentionBackend):
         self, query: Tensor, cache: KVCache, metadata: PagedMetadata, *, spec: AttentionSpec, sinks: Sinks = None
     ) -> Tensor:
         check_forward_inputs(query, cache, metadata, spec, sinks)
-        return paged_attention(
-            query,
-            cache.key,
-            cache.value,
-            metadata.block_table,
-            metadata.seq_lens,
-            metadata.query_start_loc,
-            sinks,
-            metadata.tree_masks,
-            metadata.max_query_len,
-            metadata.max_seq_len,
-            metadata.num_splits,
-            spec.softmax_scale,
-            spec.sliding_window,
-            spec.soft_cap,
-            spec.causal,
-            spec.batch_invariant,
+        arguments = PagedAttentionArguments(
+            query=query,
+            key_cache=cache.key,
+            value_cache=cache.value,
+            block_table=metadata.block_table,
+            seq_lens=metadata.seq_lens,
+            query_start_loc=metadata.query_start_loc,
+            sinks=sinks,
+            tree_masks=metadata.tree_masks,
+            max_query_len=metadata.max_query_len,
+            max_seq_len=metadata.max_seq_len,
+            num_splits=metadata.num_splits,
+            scale=spec.softmax_scale,
+            sliding_window=spec.sliding_window,
+            soft_cap=spec.soft_cap,
+            causal=spec.causal,
+            batch_invariant=spec.batch_invariant,
         )
+        return paged_attention(*arguments)

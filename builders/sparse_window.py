@@ -15,7 +15,7 @@ import torch
 from builders.batch import NO_SLOT, AttentionBatch
 from builders.contract import AdvanceLevel, AdvanceSupport, GraphSupport
 from builders.errors import BatchError
-from builders.kernels.list_window_slots import list_window_slots
+from builders.kernels.list_window_slots import ListWindowSlots, list_window_slots
 from builders.metadata import BatchMetadata, BatchMetadataBuilder
 from builders.spec import AttentionSpec
 
@@ -82,13 +82,14 @@ class SparseWindowBuilder(BatchMetadataBuilder[SparseWindowMetadata]):
         }
 
     def advance(self, metadata: SparseWindowMetadata) -> None:
-        list_window_slots(
-            metadata.window_indices,
-            metadata.window_lens,
-            metadata.positions,
-            metadata.seq_lens,
-            metadata.query_start_loc,
-            metadata.block_table,
-            self.window,
-            self.spec.page_size,
+        arguments = ListWindowSlots(
+            window_indices=metadata.window_indices,
+            window_lens=metadata.window_lens,
+            positions=metadata.positions,
+            seq_lens=metadata.seq_lens,
+            query_start_loc=metadata.query_start_loc,
+            block_table=metadata.block_table,
+            window=self.window,
+            page_size=self.spec.page_size,
         )
+        list_window_slots(*arguments)

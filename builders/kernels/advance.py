@@ -24,16 +24,17 @@ def advance_state(batch: BatchBuffers, num_reqs: int) -> None:
     """
     batch.require_room(num_reqs, num_reqs)
     tables = batch.tables
-    _advance_decode(
-        batch.seq_lens[:num_reqs],
-        batch.positions[:num_reqs],
-        batch.slot_mappings[:, :num_reqs],
-        batch.step,
-        tables.overflow,
-        tables.block_tables,
-        tables.page_sizes,
-        tables.token_limits,
+    arguments = AdvanceDecode(
+        seq_lens=batch.seq_lens[:num_reqs],
+        positions=batch.positions[:num_reqs],
+        slot_mappings=batch.slot_mappings[:, :num_reqs],
+        step=batch.step,
+        overflow=tables.overflow,
+        block_tables=tables.block_tables,
+        page_sizes=tables.page_sizes,
+        token_limits=tables.token_limits,
     )
+    _advance_decode(*arguments)
 
 
 class AdvanceDecode(NamedTuple):

@@ -32,7 +32,8 @@ def define_op(name: str, arguments: type[OpArguments[R]], *, mutates: Sequence[s
 
     The schema is inferred from the record's fields. mutates: the fields that the op writes to. If the op returns
     tensors, its record needs a method `fake`, which returns empty ones of the same shapes and dtypes. Calls are
-    positional. Raises ValueError for an unsupported field type, or a mutated field that does not exist.
+    positional: with many arguments, build the record by keyword and call op(*record). Raises ValueError for an
+    unsupported field type, or a mutated field that does not exist.
 
     The dispatcher sees every kernel this way: the emulator records it, opcheck tests it. torch.library.custom_op would
     do the same at six times the host time per call (14 against 2.4 us, measured), for an unused autograd wrapper.

@@ -28,17 +28,18 @@ def set_extend_state(batch: BatchBuffers, context_lens: torch.Tensor, num_reqs: 
     num_tokens = num_reqs * query_len
     batch.require_room(num_reqs, num_tokens)
     _require_rows("context_lens", context_lens, num_reqs)
-    _set_extend_state(
-        batch.seq_lens[:num_reqs],
-        batch.positions[:num_tokens],
-        batch.slot_mappings[:, :num_tokens],
-        tables.overflow,
-        context_lens,
-        tables.block_tables,
-        tables.page_sizes,
-        tables.token_limits,
-        query_len,
+    arguments = SetExtendState(
+        seq_lens=batch.seq_lens[:num_reqs],
+        positions=batch.positions[:num_tokens],
+        slot_mappings=batch.slot_mappings[:, :num_tokens],
+        overflow=tables.overflow,
+        context_lens=context_lens,
+        block_tables=tables.block_tables,
+        page_sizes=tables.page_sizes,
+        token_limits=tables.token_limits,
+        query_len=query_len,
     )
+    _set_extend_state(*arguments)
 
 
 def set_decode_state(
@@ -57,15 +58,16 @@ def set_decode_state(
     batch.require_room(num_reqs, num_reqs)
     _require_rows("extend_seq_lens", extend_seq_lens, num_reqs)
     _require_rows("accepted", accepted, num_reqs)
-    _set_decode_state(
-        batch.seq_lens[:num_reqs],
-        batch.positions[:num_reqs],
-        batch.slot_mappings[:, :num_reqs],
-        batch.step,
-        extend_seq_lens,
-        accepted,
-        query_len,
+    arguments = SetDecodeState(
+        seq_lens=batch.seq_lens[:num_reqs],
+        positions=batch.positions[:num_reqs],
+        slot_mappings=batch.slot_mappings[:, :num_reqs],
+        step=batch.step,
+        extend_seq_lens=extend_seq_lens,
+        accepted=accepted,
+        query_len=query_len,
     )
+    _set_decode_state(*arguments)
 
 
 def _require_rows(name: str, rows: torch.Tensor, num_reqs: int) -> None:

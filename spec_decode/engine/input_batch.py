@@ -13,7 +13,7 @@ from builders.devices import staged
 from builders.errors import require_tensor
 from spec_decode.drafter import Drafter, VerifiedTokens
 from spec_decode.engine.kernels.prepare_inputs import prepare_inputs
-from spec_decode.engine.kernels.update_requests import update_requests
+from spec_decode.engine.kernels.update_requests import UpdateRequests, update_requests
 from spec_decode.engine.request import Request
 from spec_decode.sampling import Sampling
 from spec_decode.sampling.target_sampler import TopLogprobs, top_logprobs
@@ -71,19 +71,19 @@ class InputBatch:
         accepted, next_tokens, lens = output.accepted.contiguous(), output.next_tokens.contiguous(), self.lens[rows]
         require_tensor("accepted", accepted, shape=lens.shape, dtype=torch.int64, device=lens.device)
         require_tensor("next_tokens", next_tokens, shape=lens.shape, dtype=torch.int64, device=lens.device)
-        offset = self._drafter.model.position_offset if self._drafter else 0
-        update_requests(
-            accepted,
-            next_tokens,
-            token_ids,
-            drafts,
-            lens,
-            self.max_lens[rows],
-            self.last_tokens[rows],
-            self.outputs[rows],
-            *(_token_inputs(self._drafter.inputs, rows) if self._drafter else (None,) * 5),
-            offset,
+        arguments = UpdateRequests(
+            accepted=accepted,
+            next_tokens=next_tokens,
+            token_ids=token_ids,
+            drafts=drafts,
+            lens=lens,
+            max_lens=self.max_lens[rows],
+            last_tokens=self.last_tokens[rows],
+            outputs=self.outputs[rows],
+            position_offset=self._drafter.model.position_offset if self._drafter else 0,
+            **(_token_inputs(self._drafter.inputs, rows) if self._drafter else {}),
         )
+        update_requests(*arguments)
 
     def set_logprobs(self, rows: slice, logits: torch.Tensor) -> None:
         """Write the logprobs of these rows' `outputs`, drawn from logits [n, 1 + K, V], if logprobs are on."""
@@ -110,7 +110,7 @@ class InputBatch:
         moved = [self.lens, self.max_lens, self.last_tokens, *self.sampling]
         if self._drafter is not None:
             inputs = self._drafter.inputs
-            moved += [*_token_inputs(inputs, slice(None)), inputs.target_hidden_states, inputs.seeds]
+            moved += [*_token_inputs(inputs, slice(None)).values(), inputs.target_hidden_states, inputs.seeds]
         for tensor in moved:
             tensor[:kept] = tensor.index_select(0, order)
         self.lens[kept:].zero_()
@@ -139,8 +139,13 @@ class InputBatch:
         return self.outputs[rows, :0] if self._drafter is None else self._drafter.drafts.tokens[rows]
 
 
-def _token_inputs(inputs: VerifiedTokens, rows: slice) -> list[torch.Tensor]:
-    """Return the drafter inputs that `update_requests` writes, in its order."""
+def _token_inputs(inputs: VerifiedTokens, rows: slice) -> dict[str, torch.Tensor]:
+    """Return the drafter inputs that `update_requests` writes, by its names for them."""
     assert inputs.draft_lens is not None, "a drafter's own buffers have draft_lens"
-    written = (inputs.token_ids, inputs.context_lens, inputs.accepted, inputs.next_tokens, inputs.draft_lens)
-    return [tensor[rows] for tensor in written]
+    return {
+        "draft_token_ids": inputs.token_ids[rows],
+        "draft_context_lens": inputs.context_lens[rows],
+        "draft_accepted": inputs.accepted[rows],
+        "draft_next_tokens": inputs.next_tokens[rows],
+        "draft_lens": inputs.draft_lens[rows],
+    }

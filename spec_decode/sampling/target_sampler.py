@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 
 from builders.errors import require_tensor
-from spec_decode.sampling.kernels.draw_target import draw_target
-from spec_decode.sampling.kernels.process_logits import process_logits
+from spec_decode.sampling.kernels.draw_target import DrawTarget, draw_target
+from spec_decode.sampling.kernels.process_logits import ProcessLogits, process_logits
 from spec_decode.sampling.kernels.restrict_logits import restrict_logits
 from spec_decode.sampling.parameters import Sampling
 
@@ -36,7 +36,17 @@ def sample_target(
         column = column.contiguous()
     restricted = process_logits(logits, temperature, column, top_k, top_p)
     restrict_logits(restricted.flatten(0, 1), top_k=top_k, top_p=top_p)
-    return draw_target(logits, restricted, temperature, top_k, top_p, seeds, positions.contiguous(), column)
+    arguments = DrawTarget(
+        logits=logits,
+        restricted=restricted,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seeds=seeds,
+        positions=positions.contiguous(),
+        column=column,
+    )
+    return draw_target(*arguments)
 
 
 def process_target_logits(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
@@ -49,7 +59,7 @@ def process_target_logits(logits: torch.Tensor, sampling: Sampling) -> torch.Ten
     Raises BatchError for tensors of the wrong shape, dtype or device.
     """
     temperature, top_k, top_p, _ = _checked(logits, sampling)
-    out = process_logits(logits, temperature, None, None, None)
+    out = process_logits(*ProcessLogits(logits, temperature))
     restrict_logits(out.flatten(0, 1), top_k=top_k, top_p=top_p)
     return out
 

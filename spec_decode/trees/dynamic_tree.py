@@ -10,7 +10,7 @@ import torch
 from builders.errors import require, require_tensor
 from builders.spec import MAX_TREE_TOKENS
 from spec_decode.trees.draft_tree import DraftTree, TreeBatch, require_frontiers, require_tree_size
-from spec_decode.trees.kernels.grow_tree import grow_tree
+from spec_decode.trees.kernels.grow_tree import GrowTree, grow_tree
 from spec_decode.trees.kernels.keep_best import keep_best
 from spec_decode.trees.kernels.top_children import top_children
 
@@ -148,18 +148,19 @@ class DynamicTree:
         tokens, scores = top_children(logits.flatten(0, 1), self.width, temperature)
         tokens = target_ids(tokens, self._token_map, choices)
         shape = (rows, -1, self.width)
-        grow_tree(
-            self._step,
-            tokens.view(shape),
-            scores.view(shape),
-            self.tokens[:rows],
-            self.parents[:rows],
-            self.scores[:rows],
-            self.frontier[:rows],
-            self.frontier_scores[:rows],
-            self.frontier_tokens[:rows],
-            self.frontier_places[:rows],
+        arguments = GrowTree(
+            step=self._step,
+            child_tokens=tokens.view(shape),
+            child_scores=scores.view(shape),
+            tokens=self.tokens[:rows],
+            parents=self.parents[:rows],
+            scores=self.scores[:rows],
+            frontier=self.frontier[:rows],
+            frontier_scores=self.frontier_scores[:rows],
+            frontier_tokens=self.frontier_tokens[:rows],
+            frontier_places=self.frontier_places[:rows],
         )
+        grow_tree(*arguments)
 
     def kept(self, draft_lens: torch.Tensor | None = None) -> TreeBatch:
         """Return the N best paths of the first rows, over the steps since step 0.

@@ -4,6 +4,7 @@ from dataclasses import astuple
 
 import torch
 
+import builders.kernels.list_window_slots  # noqa: F401
 import spec_decode.drafter.kernels.block_inputs
 import spec_decode.drafter.kernels.gather_accepted
 import spec_decode.drafter.kernels.shift_tokens

@@ -2,6 +2,7 @@
 
 import torch
 
+import spec_decode.sampling.kernels.select_candidates  # noqa: F401
 from builders.kernels.triton_runtime import torch_implementations
 from spec_decode.trees import DraftTree, DynamicTree, DynamicTreeConfig
 from spec_decode.verification.kernels.verify_arguments import VerifyArguments

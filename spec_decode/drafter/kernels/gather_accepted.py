@@ -26,9 +26,9 @@ class GatherAccepted(NamedTuple):
     accepted: torch.Tensor
     out: torch.Tensor
     query_len: int
-    columns: int
-    positions: torch.Tensor | None
-    out_positions: torch.Tensor | None
+    columns: int = 1
+    positions: torch.Tensor | None = None
+    out_positions: torch.Tensor | None = None
 
     def reference(self) -> None:
         rows = len(self.out) // self.columns

@@ -6,7 +6,7 @@ import torch
 
 from builders import RequestTables
 from spec_decode.drafter.kernels.block_inputs import block_inputs
-from spec_decode.drafter.kernels.gather_accepted import gather_accepted
+from spec_decode.drafter.kernels.gather_accepted import GatherAccepted, gather_accepted
 from spec_decode.drafter.plan import DraftPlan
 from spec_decode.drafter.steps.step import Step
 from spec_decode.drafter.tree_sampler import BlockTreeSampler
@@ -45,5 +45,14 @@ class BlockStep(Step[BlockDraft, DraftSampler | BlockTreeSampler]):
         hidden = self.forward(size, token_ids, states)
         positions, columns = self.step_0.batch.positions, self.num_speculative_tokens
         drafted, places = hidden.new_empty(size * columns, hidden.shape[1]), positions.new_empty(size * columns)
-        gather_accepted(hidden, inputs.accepted, drafted, query_len, columns, positions, places)
+        arguments = GatherAccepted(
+            hidden=hidden,
+            accepted=inputs.accepted,
+            out=drafted,
+            query_len=query_len,
+            columns=columns,
+            positions=positions,
+            out_positions=places,
+        )
+        gather_accepted(*arguments)
         self.sampler.sample_block(self.logits(drafted), places)

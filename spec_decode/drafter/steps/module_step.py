@@ -8,7 +8,7 @@ from itertools import accumulate
 import torch
 
 from builders import NO_SLOT, BatchBuffers, RequestTables, advance_state, set_decode_state
-from spec_decode.drafter.kernels.gather_accepted import gather_accepted
+from spec_decode.drafter.kernels.gather_accepted import GatherAccepted, gather_accepted
 from spec_decode.drafter.kernels.shift_tokens import shift_tokens
 from spec_decode.drafter.plan import DraftPlan
 from spec_decode.drafter.steps.step import Step
@@ -98,7 +98,7 @@ class ModuleStep(Step[ModuleDraft, DraftSampler]):
                 advance_state(batch, size)
                 token_ids = shift_tokens(token_ids.view(size, -1), self.sampler.next_ids, last)
             states = self.forward(size, token_ids, states, module)
-            gather_accepted(states, last, self._hidden[:size], self.step_0.query_len, 1, None, None)
+            gather_accepted(*GatherAccepted(states, last, out=self._hidden[:size], query_len=self.step_0.query_len))
             self.sampler(self.logits(self._hidden[:size], module))
 
     def _read_inputs(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -12,7 +12,7 @@ import torch
 from builders import BatchBuffers, CaptureConstants, GraphSupport, RequestTables
 from builders.errors import require
 from spec_decode.drafter.config import DrafterConfig
-from spec_decode.drafter.kernels.gather_accepted import gather_accepted
+from spec_decode.drafter.kernels.gather_accepted import GatherAccepted, gather_accepted
 from spec_decode.drafter.kernels.shift_tokens import shift_tokens
 from spec_decode.drafter.plan import DraftPlan
 from spec_decode.drafter.strategies.base import LaterSteps
@@ -219,7 +219,7 @@ class Step(ABC, Generic[M, S]):
 
         def keep(each: torch.Tensor) -> torch.Tensor:
             last = each.new_empty(size, *each.shape[1:])
-            gather_accepted(each.flatten(1), accepted, last.flatten(1), query_len, 1, None, None)
+            gather_accepted(*GatherAccepted(each.flatten(1), accepted, out=last.flatten(1), query_len=query_len))
             return last
 
         positions = self.step_0.batch.positions[: size * query_len]

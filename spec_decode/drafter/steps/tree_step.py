@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from builders import RequestTables, set_extend_state
-from spec_decode.drafter.kernels.gather_accepted import gather_accepted
+from spec_decode.drafter.kernels.gather_accepted import GatherAccepted, gather_accepted
 from spec_decode.drafter.plan import DraftPlan
 from spec_decode.drafter.steps.step import Step
 from spec_decode.drafter.strategies.base import LaterSteps
@@ -13,7 +13,7 @@ from spec_decode.drafter.tree_sampler import TreeSampler
 from spec_decode.model_api import Attention, DraftInputs, DraftModel
 from spec_decode.paged.step_buffers import StepBuffers
 from spec_decode.trees import Tree
-from spec_decode.trees.kernels.place_frontier import place_frontier
+from spec_decode.trees.kernels.place_frontier import PlaceFrontier, place_frontier
 
 
 class TreeStep(Step[DraftModel, TreeSampler]):
@@ -56,7 +56,7 @@ class TreeStep(Step[DraftModel, TreeSampler]):
         """
         inputs, last, batch = self.inputs, self.hidden[:size], self.decode.batch
         hidden = self.forward(size, *self.shifted(size))
-        gather_accepted(hidden, inputs.accepted, last, self.step_0.query_len, 1, None, None)
+        gather_accepted(*GatherAccepted(hidden, inputs.accepted, out=last, query_len=self.step_0.query_len))
         kept = inputs.accepted[:size].clamp(0, self.num_speculative_tokens)
         torch.add(inputs.context_lens[:size], kept + 1, out=self._starts[:size])
         if self.num_speculative_tokens > 1:
@@ -92,14 +92,15 @@ class TreeStep(Step[DraftModel, TreeSampler]):
         self.sampler(logits, self.step_0.batch.seq_lens[:size])
         if self.num_speculative_tokens > 1:
             count = size * self.decode.query_len
-            place_frontier(
-                batch.step,
-                tree.frontier_tokens[:size],
-                tree.frontier_places[:size],
-                hidden,
-                batch.seq_lens,
-                self._token_ids[:size],
-                self._states[:size],
-                batch.positions[:count].view(size, -1),
-                batch.tree_masks[:count].view(size, -1),
+            arguments = PlaceFrontier(
+                step=batch.step,
+                tokens=tree.frontier_tokens[:size],
+                places=tree.frontier_places[:size],
+                hidden=hidden,
+                seq_lens=batch.seq_lens,
+                token_ids=self._token_ids[:size],
+                states=self._states[:size],
+                positions=batch.positions[:count].view(size, -1),
+                tree_masks=batch.tree_masks[:count].view(size, -1),
             )
+            place_frontier(*arguments)

@@ -23,7 +23,7 @@ class UpdateRequests(NamedTuple):
     max_lens            int64 [R]          where the text ends
     last_tokens         int64 [R]          written
     outputs             int64 [R, 2 + K]   written: number of accepted draft tokens, these, the target's next token
-    draft_token_ids     int64 [R, 1 + K]   written, like the next four, for the drafter; all None without one
+    draft_token_ids     int64 [R, 1 + K]   written, like the next four, for the drafter; None without one
     draft_context_lens  int32 [R]          draft KV tokens before those of the step
     draft_accepted      int32 [R]
     draft_next_tokens   int64 [R]
@@ -39,12 +39,12 @@ class UpdateRequests(NamedTuple):
     max_lens: torch.Tensor
     last_tokens: torch.Tensor
     outputs: torch.Tensor
-    draft_token_ids: torch.Tensor | None
-    draft_context_lens: torch.Tensor | None
-    draft_accepted: torch.Tensor | None
-    draft_next_tokens: torch.Tensor | None
-    draft_lens: torch.Tensor | None
-    position_offset: int
+    draft_token_ids: torch.Tensor | None = None
+    draft_context_lens: torch.Tensor | None = None
+    draft_accepted: torch.Tensor | None = None
+    draft_next_tokens: torch.Tensor | None = None
+    draft_lens: torch.Tensor | None = None
+    position_offset: int = 0
 
     def reference(self) -> None:
         next_tokens = self.next_tokens.clamp(min=0)

@@ -57,7 +57,7 @@ def collapse_streams(
     require_tensor("mixes", mixes, shape=(tokens, count), dtype=torch.float32, device=streams.device)
     require_tensor("scale", scale, shape=(1,), dtype=torch.float32, device=streams.device)
     require_tensor("base", base, shape=(count,), dtype=torch.float32, device=streams.device)
-    return _read_streams(streams, mixes, scale, base, 0, eps)[0]
+    return _read_streams(*ReadStreams(streams, mixes, scale, base, iterations=0, eps=eps))[0]
 
 
 def write_streams(

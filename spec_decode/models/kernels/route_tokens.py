@@ -75,9 +75,17 @@ def route_tokens(logits: torch.Tensor, bias: torch.Tensor, routing: Routing) -> 
     require_tensor("logits", logits, shape=(None, None), dtype=torch.float32, device=logits.device)
     require_tensor("bias", bias, shape=logits.shape[1:], dtype=torch.float32, device=logits.device)
     r = routing
-    weights, experts = _route_tokens(
-        logits.contiguous(), bias.contiguous(), r.top_k, r.scoring, r.groups, r.top_groups, r.normalised, r.scale
+    arguments = RouteTokens(
+        logits=logits.contiguous(),
+        bias=bias.contiguous(),
+        top_k=r.top_k,
+        scoring=r.scoring,
+        groups=r.groups,
+        top_groups=r.top_groups,
+        normalised=r.normalised,
+        scale=r.scale,
     )
+    weights, experts = _route_tokens(*arguments)
     return weights, experts
 
 

@@ -41,7 +41,7 @@ class DrawTarget(NamedTuple):
     column: torch.Tensor | None
 
     def reference(self) -> torch.Tensor:
-        plain = ProcessLogits(self.logits, self.temperature, self.column, None, None).reference()
+        plain = ProcessLogits(self.logits, self.temperature, self.column).reference()
         rows = is_restricted(self.top_k, self.top_p, self.logits.shape[2])[:, None, None]
         processed = torch.where(rows, self.restricted, plain)
         positions = self.positions.view(processed.shape[:2])

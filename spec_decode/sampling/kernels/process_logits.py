@@ -36,9 +36,9 @@ class ProcessLogits(NamedTuple):
 
     logits: torch.Tensor
     temperature: torch.Tensor
-    column: torch.Tensor | None
-    top_k: torch.Tensor | None
-    top_p: torch.Tensor | None
+    column: torch.Tensor | None = None
+    top_k: torch.Tensor | None = None
+    top_p: torch.Tensor | None = None
 
     def reference(self) -> torch.Tensor:
         logits, temperature = self.logits, self.temperature

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spec_decode.drafter.kernels.gather_accepted import gather_accepted
+from spec_decode.drafter.kernels.gather_accepted import GatherAccepted, gather_accepted
 from spec_decode.drafter.kernels.shift_tokens import shift_tokens
 
 WILD = st.one_of(st.integers(-3, 8), st.sampled_from([-(2**31), 2**31 - 1]))
@@ -36,12 +36,13 @@ def test_gather_accepted_takes_last_accepted_state(query_len, rows, data):
     accepted = data.draw(st.lists(WILD, min_size=rows + 1, max_size=rows + 1))
     hidden = torch.arange(rows * query_len * 3).view(-1, 3).float()
     kept = torch.full((rows, 3), -1.0)
-    gather_accepted(hidden, int32(accepted), kept, query_len, 1, None, None)
+    gather_accepted(*GatherAccepted(hidden, int32(accepted), out=kept, query_len=query_len))
     rows_kept = [row * query_len + nearest(accepted[row], query_len) for row in range(rows)]
     assert kept.tolist() == [[3.0 * at, 3.0 * at + 1, 3.0 * at + 2] for at in rows_kept]
 
 
 def test_gathered_state_has_dtype_of_its_buffer():
     kept = torch.zeros(1, 2, dtype=torch.bfloat16)
-    gather_accepted(torch.tensor([[0.5, 1.0], [2.0, 1.005]]), int32([1]), kept, 2, 1, None, None)
+    hidden = torch.tensor([[0.5, 1.0], [2.0, 1.005]])
+    gather_accepted(*GatherAccepted(hidden, int32([1]), out=kept, query_len=2))
     assert torch.equal(kept, torch.tensor([[2.0, 1.005]]).bfloat16())
