@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import ClassVar, TypeVar
@@ -95,19 +95,19 @@ def load(store: TensorStore, target: TargetModel, *, dtype: torch.dtype, device:
 
 def load_target(
     store: TensorStore,
+    states: Callable[[int], Sequence[int] | None] = lambda _: None,
     *,
     dtype: torch.dtype,
     device: torch.device,
-    aux_hidden_state_layers: Sequence[int] | None = None,
 ) -> DecoderTarget:
-    """Load the target that `unserved` has no objection to, ready to run. Raises CheckpointError, and ValueError for
-    aux_hidden_state_layers that the model does not have."""
+    """Load the target that `unserved` has no objection to, ready to run. states: returns aux_hidden_state_layers, for
+    the number of layers. Raises CheckpointError, and ValueError for layers that the model does not have."""
     weights = ScopedWeights(store, "", dtype, device)
     config = _read_config(store)
     layers = _layers(config, weights)
     with torch.device("meta"):
         rotary = RotaryEmbedding(config.model, config.scaling)
-        target = DecoderTarget(config.model, config, rotary, layers, aux_hidden_state_layers)
+        target = DecoderTarget(config.model, config, rotary, layers, states(config.model.num_layers))
     return _read(target, weights)
 
 

@@ -69,6 +69,11 @@ _SCALINGS = {
 """The fields of each scaling. All of them must be given."""
 
 
+def read_fields(family: str) -> frozenset[str]:
+    """Return the fields of config.json that the layers of a family read."""
+    return frozenset({*_REQUIRED, *_ALSO_REQUIRED[family], *_READ, *_ALSO_READ[family]})
+
+
 def unserved(store: TensorStore) -> str | None:
     """Return why this library's layers do not compute the model in a folder, or None if they do."""
     fields, names = store.config.values, store.architectures
@@ -78,7 +83,7 @@ def unserved(store: TensorStore) -> str | None:
         return f"config.json has {said}; our layers know {', '.join(ARCHITECTURES)}"
     if missing := [name for name in (*_REQUIRED, *_ALSO_REQUIRED[family]) if name not in fields]:
         return f"config.json has no {missing[0]}, whose default only transformers knows"
-    read = {*_REQUIRED, *_ALSO_REQUIRED[family], *_READ, *_ALSO_READ[family]}
+    read = read_fields(family)
     for name, value in fields.items():
         if name in read or name in _NO_EFFECT:
             continue
@@ -98,9 +103,12 @@ def _unserved_rope(store: TensorStore) -> str | None:
         return f"config.json has a rotary embedding of type {kind!r:.40}, and our layers know {', '.join(_SCALINGS)}"
     if unknown := sorted(section.keys() - _ROPE - _SCALINGS[kind]):
         return f"config.json's rotary embedding of type {kind} has {unknown[0]:.80}, which our layers do not know"
-    if missing := sorted(name for name in _SCALINGS[kind] if section.get(name) is None):
+    theta = {name: value for name, value in store.config.values.items() if name == "rope_theta"}
+    if nulls := sorted(name for name, value in (*section.items(), *theta.items()) if value is None):
+        return f"config.json's rotary embedding has null as {nulls[0]}"
+    if missing := sorted(_SCALINGS[kind] - section.keys()):
         return f"config.json's rotary embedding of type {kind} has no {missing[0]}"
-    if (part := section.get("partial_rotary_factor")) not in (None, 1):
+    if (part := section.get("partial_rotary_factor")) not in (None, 1.0):
         return f"partial_rotary_factor in config.json is {part!r:.80}, and our layers rotate whole heads only"
     return None
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from functools import cache
 from pathlib import Path
+from shutil import copytree
 from tempfile import mkdtemp
 from typing import Any
 
@@ -13,17 +15,20 @@ import torch
 from attn_backends import get
 from builders import RequestTables
 from spec_decode.model_api import DraftInputs, DraftModel, TargetModel, TargetStates
-from spec_decode.models import TransformersTarget, load_draft
+from spec_decode.models import CheckpointError, TransformersTarget, load_draft
 from spec_decode.models.causal_lm import load_target
 from spec_decode.models.checkpoints.store import TensorStore
 from spec_decode.models.decoder import DecoderTarget
-from spec_decode.models.target_fields import unserved
+from spec_decode.models.layer_windows import ARCHITECTURES, FULL, SLIDING
+from spec_decode.models.target_fields import read_fields, unserved
 from spec_decode.paged.attention import PagedAttention
 from spec_decode.paged.kv_groups import KVGroup, build_ragged, make_group
 from tests.factories import CPU, make_tables
 
 transformers = pytest.importorskip("transformers")
 transformers.logging.set_verbosity_error()
+
+from spec_decode.models.hf.folder import check_model  # noqa: E402
 
 TEXT = torch.randint(0, 64, (24,), generator=torch.Generator().manual_seed(5))
 PAGE, WINDOW = 4, 6
@@ -97,10 +102,10 @@ def folder_of(kind: str) -> Path:
     return folder
 
 
-def load(folder: Path, **options: Any) -> DecoderTarget:
+def load(folder: Path, states: tuple[int, ...] | None = None) -> DecoderTarget:
     store = TensorStore.open(folder)
     assert unserved(store) is None
-    return load_target(store, dtype=torch.float32, device=CPU, **options)
+    return load_target(store, lambda _: states, dtype=torch.float32, device=CPU)
 
 
 def paged(model: TargetModel | DraftModel) -> tuple[list[KVGroup], RequestTables]:
@@ -137,7 +142,7 @@ def test_logits_match_transformers_own(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_states_match_those_of_transformers_targets(kind: str) -> None:
     layers = (2, 0, 4, 1)
-    found = whole(load(folder_of(kind), aux_hidden_state_layers=layers))[1]
+    found = whole(load(folder_of(kind), layers))[1]
     wanted = whole(TransformersTarget(make_model(kind), aux_hidden_state_layers=layers))[1]
 
     assert close(found.target_hidden_states, wanted.target_hidden_states) and close(found.hidden, wanted.hidden)
@@ -148,7 +153,7 @@ def test_states_match_those_of_transformers_targets(kind: str) -> None:
 @pytest.mark.parametrize("layers", [(), (5,), (-1, 2)])
 def test_missing_aux_layers_are_rejected_by_our_targets(layers: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match=r"0 to 4, got \("):
-        load(folder_of("llama-2"), aux_hidden_state_layers=layers)
+        load(folder_of("llama-2"), layers)
 
 
 def test_tied_head_shares_the_embeddings_storage() -> None:
@@ -167,3 +172,159 @@ def test_draft_and_target_of_one_folder_agree(kind: str) -> None:
     inputs = DraftInputs(TEXT, states.hidden, batch.positions, PagedAttention(groups, metadata))
 
     assert torch.equal(draft.logits(draft(inputs)), logits)
+
+
+FOREIGN = {
+    "hidden_act": ["gelu", "relu", "silu"],
+    "attention_bias": [True, False],
+    "mlp_bias": [True, False],
+    "pretraining_tp": [2, 1],
+    "partial_rotary_factor": [0.5, 1.0],
+    "rope_interleaved": [True, False],
+    "logits_scaling": [2.0],
+    "logit_scale": [0.5],
+    "final_logit_softcapping": [3.0],
+    "attn_logit_softcapping": [3.0],
+    "attention_multiplier": [0.1],
+    "residual_multiplier": [0.1],
+    "embedding_multiplier": [2.0],
+    "query_pre_attn_scalar": [24],
+    "attention_chunk_size": [4],
+    "sliding_window": [WINDOW],
+    "layer_types": [[SLIDING, FULL, SLIDING, FULL]],
+    "original_max_position_embeddings": [8],
+    "rope_theta": [50.0],
+    "rope_scaling": [{"rope_type": "linear", "factor": 2.0}, {"type": "yarn", "factor": 2.0}, {}],
+    "shared_expert_intermediate_size": [8],
+    "num_nextn_predict_layers": [1],
+    "attention_dropout": [0.5],
+    "eos_token_id": [3, [3, 4]],
+    "torch_dtype": ["bfloat16"],
+    "quantization_config": [{"quant_method": "fp8"}],
+    "auto_map": [{"AutoModelForCausalLM": "modeling.Other"}],
+    "no_such_field": [1, None],
+}
+"""Values of fields that a config.json can have beside those that its family reads."""
+ROPE = {
+    "rope_theta": [50.0, None],
+    "rope_type": ["default", "linear", "yarn", "dynamic", None],
+    "type": ["linear"],
+    "factor": [3.0, None],
+    "low_freq_factor": [2.0],
+    "high_freq_factor": [8.0],
+    "original_max_position_embeddings": [32, None],
+    "attention_factor": [2.0],
+    "beta_fast": [8.0],
+    "partial_rotary_factor": [0.5, 1.0],
+    "no_such_field": [1],
+}
+MUTATED = ("llama-3", "mistral-window", "qwen2-window", "qwen3-window", "qwen3-moe")
+ABSENT = object()
+
+
+def other_values(value: Any) -> list[Any]:
+    """Values unlike the one in the file, absence among them."""
+    if isinstance(value, bool):
+        return [ABSENT, None, not value]
+    if isinstance(value, int | float):
+        return [ABSENT, None, value + 1, max(value - 1, 1e-6), value * 2]
+    if isinstance(value, list):
+        return [ABSENT, None, value[::-1], value[:-1], [0], []]
+    return [ABSENT, None, {} if isinstance(value, dict) else "other"]
+
+
+def differs(folder: Path, config: dict[str, Any]) -> str:
+    """What is wrong with our target of this config.json: nothing if it is refused, left to transformers, or has the
+    logits of transformers' own."""
+    (folder / "config.json").write_text(json.dumps(config))
+    try:
+        check_model(folder)
+        store = TensorStore.open(folder)
+        if unserved(store) is not None:
+            return ""
+        found = whole(load_target(store, dtype=torch.float32, device=CPU))[0]
+    except CheckpointError:
+        return ""
+    own = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
+    return "" if close(found, wanted := own(TEXT[None]).logits[0]) else f"off by {off(found, wanted)}"
+
+
+def mutations(kind: str, field: str, config: dict[str, Any]) -> list[dict[str, Any]]:
+    values = [*other_values(config.get(field)), *FOREIGN.get(field, [])]
+    if field == "rope_parameters":
+        sections = [(name, value) for name in ROPE for value in [ABSENT, *ROPE[name]]]
+        values += [changed(config[field], name, value) for name, value in sections]
+    return [changed(config, field, value) for value in values]
+
+
+def changed(fields: dict[str, Any], name: str, value: Any) -> dict[str, Any]:
+    others = {key: old for key, old in fields.items() if key != name}
+    return others if value is ABSENT else {**others, name: value}
+
+
+def older(config: dict[str, Any]) -> dict[str, Any]:
+    """The same model as older versions of the library wrote it."""
+    moved = {"rope_parameters": "rope_scaling", "num_local_experts": "num_experts", "dtype": "torch_dtype"}
+    found = {moved.get(name, name): value for name, value in config.items() if name != "layer_types"}
+    found["rope_theta"] = found["rope_scaling"].pop("rope_theta")
+    return found
+
+
+def ignored(folder: Path, kind: str, field: str, config: dict[str, Any]) -> dict[str, str]:
+    return {str(c.get(field)): wrong for c in mutations(kind, field, config) if (wrong := differs(folder, c))}
+
+
+@pytest.fixture
+def copied(kind: str, tmp_path: Path) -> Path:
+    return Path(copytree(folder_of(kind), tmp_path / "target"))
+
+
+def config_of(folder: Path) -> dict[str, Any]:
+    return dict(json.loads((folder / "config.json").read_text()))
+
+
+@pytest.mark.parametrize(
+    ("kind", "field"),
+    [
+        (kind, field)
+        for kind in MUTATED
+        for field in sorted({*read_fields(ARCHITECTURES[f"{KINDS[kind][0]}ForCausalLM"]), *FOREIGN})
+    ],
+)
+def test_no_field_is_ignored(kind: str, field: str, copied: Path) -> None:
+    assert ignored(copied, kind, field, config_of(copied)) == {}
+
+
+OLDER = {
+    "llama-3": ("rope_theta", "rope_scaling"),
+    "smollm2": ("rope_theta", "rope_scaling", "tie_word_embeddings"),
+    "qwen2-window": ("rope_theta", "sliding_window", "use_sliding_window", "max_window_layers", "layer_types"),
+    "qwen3-moe": ("num_experts", "mlp_only_layers", "decoder_sparse_step"),
+}
+
+
+@pytest.mark.parametrize(("kind", "field"), [(kind, field) for kind, fields in OLDER.items() for field in fields])
+def test_no_field_of_older_layouts_is_ignored(kind: str, field: str, copied: Path) -> None:
+    config = older(config_of(copied))
+
+    (copied / "config.json").write_text(json.dumps(config))
+    assert close(whole(load(copied))[0], whole(load(folder_of(kind)))[0])
+    assert ignored(copied, kind, field, config) == {}
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"logits_scaling": 2.0}, "config.json has logits_scaling, which our layers do not know"),
+        ({"mlp_bias": True}, "mlp_bias in config.json is True, and our layers compute False only"),
+        ({"model_type": "mistral"}, "architectures ['LlamaForCausalLM'] and model_type 'mistral'"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "a rotary embedding of type 'yarn'"),
+        ({"rope_parameters": {"rope_type": "linear", "rope_theta": 9.0}}, "of type linear has no factor"),
+        ({"rope_parameters": {"rope_type": "default", "mscale": 9.0}}, "has mscale, which our layers do not know"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "both rope_parameters and rope_scaling"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["llama-2"])
+def test_reason_names_the_field_that_is_left_to_transformers(kind: str, copied: Path, fields: Any, why: str) -> None:
+    (copied / "config.json").write_text(json.dumps({**config_of(copied), **fields}))
+    assert why in str(unserved(TensorStore.open(copied)))
