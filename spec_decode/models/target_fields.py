@@ -52,9 +52,15 @@ _FIXED: dict[str, object] = {
     "tie_encoder_decoder": False,
 }
 """Fields of which one value is computed, in families that do not read them."""
+_ALSO_FIXED: dict[str, dict[str, object]] = {
+    "qwen2": {"use_mrope": False},
+    "qwen3_moe": {"qkv_bias": False, "use_qk_norm": True, "shared_expert_intermediate_size": 0},
+}
+"""The same for one family."""
 _NO_EFFECT = frozenset({
-    "_name_or_path", "_commit_hash", "transformers_version", "dtype", "torch_dtype", "use_cache", "initializer_range",
-    "bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id", "attention_dropout",
+    "_name_or_path", "_model_name_or_path", "_commit_hash", "_attn_implementation", "_attn_implementation_autoset",
+    "transformers_version", "dtype", "torch_dtype", "use_cache", "initializer_range", "attention_dropout",
+    "bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "unk_token_id", "decoder_start_token_id",
     "chunk_size_feed_forward", "id2label", "label2id", "problem_type", "finetuning_task", "task_specific_params",
     "tokenizer_class", "prefix", "return_dict", "output_attentions", "output_hidden_states", "output_router_logits",
     "router_aux_loss_coef", "is_llama_config", "transformers.js_config", "unsloth_fixed", "unsloth_version",
@@ -83,14 +89,14 @@ def unserved(store: TensorStore) -> str | None:
         return f"config.json has {said}; our layers know {', '.join(ARCHITECTURES)}"
     if missing := [name for name in (*_REQUIRED, *_ALSO_REQUIRED[family]) if name not in fields]:
         return f"config.json has no {missing[0]}, whose default only transformers knows"
-    read = read_fields(family)
+    read, fixed = read_fields(family), _FIXED | _ALSO_FIXED.get(family, {})
     for name, value in fields.items():
         if name in read or name in _NO_EFFECT:
             continue
-        if name not in _FIXED:
+        if name not in fixed:
             return f"config.json has {name:.80}, which our layers do not know"
-        if value is not None and value != _FIXED[name]:
-            return f"{name} in config.json is {value!r:.80}, and our layers compute {_FIXED[name]!r} only"
+        if value is not None and value != fixed[name]:
+            return f"{name} in config.json is {value!r:.80}, and our layers compute {fixed[name]!r} only"
     return _unserved_rope(store) or _unserved_experts(family, fields)
 
 

@@ -100,6 +100,8 @@ def test_stop_ids_include_every_known_end_token(folders: tuple[Path, Path]) -> N
     assert load(folders).stop_ids == {0, 7}
     transformers.GenerationConfig(eos_token_id=[-1, 7, 8]).save_pretrained(folders[0])
     assert load(folders).stop_ids == {0, 7}
+    (folders[0] / "generation_config.json").unlink()
+    assert load(folders).stop_ids == {0, 7}
 
 
 def test_token_without_embedding_is_rejected_on_use(folders: tuple[Path, Path]) -> None:
@@ -282,6 +284,13 @@ def test_wrong_value_names_its_file(
     path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
     with pytest.raises(CheckpointError, match=message):
         load(folders)
+
+
+def test_wrong_size_is_named_in_transformers_too(folders: tuple[Path, Path]) -> None:
+    path = folders[0] / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "hidden_size": 16}))
+    with pytest.raises(CheckpointError, match=r"other shapes than its config\.json says, lm_head"):
+        load_published_pair(*folders, dtype=torch.float32, device=CPU, runs_in="transformers")
 
 
 def test_target_returns_states_the_draft_reads(folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -195,7 +195,11 @@ FOREIGN = {
     "original_max_position_embeddings": [8],
     "rope_theta": [50.0],
     "rope_scaling": [{"rope_type": "linear", "factor": 2.0}, {"type": "yarn", "factor": 2.0}, {}],
-    "shared_expert_intermediate_size": [8],
+    "shared_expert_intermediate_size": [8, 0],
+    "use_mrope": [True, False],
+    "qkv_bias": [True, False],
+    "use_qk_norm": [True, False],
+    "unk_token_id": [0],
     "num_nextn_predict_layers": [1],
     "attention_dropout": [0.5],
     "eos_token_id": [3, [3, 4]],
@@ -328,3 +332,22 @@ def test_no_field_of_older_layouts_is_ignored(kind: str, field: str, copied: Pat
 def test_reason_names_the_field_that_is_left_to_transformers(kind: str, copied: Path, fields: Any, why: str) -> None:
     (copied / "config.json").write_text(json.dumps({**config_of(copied), **fields}))
     assert why in str(unserved(TensorStore.open(copied)))
+
+
+PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
+    "Llama-3.1": ("llama-3", {"bos_token_id": 1, "eos_token_id": [2, 3], "torch_dtype": "bfloat16"}),
+    "SmolLM2": ("smollm2", {"_model_name_or_path": "x", "unk_token_id": 0, "is_llama_config": True,
+                            "rope_interleaved": False, "pretraining_tp": 1, "transformers.js_config": {}}),
+    "Mistral-7B": ("mistral-window", {"_name_or_path": "x", "torch_dtype": "bfloat16"}),
+    "Qwen2.5": ("qwen2", {"use_mrope": False, "use_sliding_window": False, "sliding_window": 131072}),
+    "Qwen3": ("qwen3", {"rope_scaling": None, "max_window_layers": 36, "sliding_window": None}),
+    "Qwen3-Coder": ("qwen3-moe", {"qkv_bias": False, "use_qk_norm": True, "shared_expert_intermediate_size": 0}),
+}  # fmt: skip
+"""Fields of published files of these families, beside those that the library writes today."""
+
+
+@pytest.mark.parametrize(("kind", "fields"), PUBLISHED.values(), ids=PUBLISHED)
+def test_published_fields_keep_a_target_on_our_layers(kind: str, copied: Path, fields: dict[str, Any]) -> None:
+    config = older(config_of(copied)) if "rope_scaling" not in fields else config_of(copied)
+    (copied / "config.json").write_text(json.dumps({**config, **fields}))
+    assert close(whole(load(copied))[0], whole(load(folder_of(kind)))[0])
