@@ -130,7 +130,9 @@ def test_possible_forced_strategy_is_used(forced):
 @pytest.mark.parametrize("mode", [mode for mode in GraphMode if mode is not NONE])
 def test_graph_modes_leave_choice_to_groups(mode):
     for groups in ([ADVANCING], [ADVANCING, REBUILT], [NEVER]):
-        assert choose_strategy(groups, 4, mode).strategy is choose(groups, 4, FULL).strategy is not Strategy.EAGER
+        assert (
+            choose_strategy(groups, 4, mode).strategy is choose_strategy(groups, 4, FULL).strategy is not Strategy.EAGER
+        )
 
 
 def test_only_uncapturable_attention_runs_between_pieces():
