@@ -42,12 +42,12 @@ def test_missing_engine_finding_names_extra(monkeypatch, engine):
 
 
 @pytest.mark.parametrize(
-    ("engine", "found", "said"),
+    ("engine", "found", "supported"),
     [("vllm", "0.34.1", "vLLM 0.33, got 0.34.1"), ("sglang", "0.5.24", "SGLang 0.5.23, got 0.5.24")],
 )
-def test_another_release_is_refused_with_the_reason(monkeypatch, engine, found, said):
+def test_another_release_is_refused_with_the_reason(monkeypatch, engine, found, supported):
     (finding,) = examine(monkeypatch, engine, found).values()
-    assert finding.status == "refused" and f"are for {said}" in finding.detail
+    assert finding.status == "refused" and f"are for {supported}" in finding.detail
 
 
 SUPPORTED = {"vllm": "0.33.0", "sglang": "0.5.23"}

@@ -202,11 +202,11 @@ def test_steps_container_has_sglang_interface():
 
 
 def test_state_size_does_not_depend_on_steps():
-    def held(num_steps):
+    def state_size(num_steps):
         made = factory(Engine([3]).runner, num_steps=num_steps).create_decode_backend()
         return sum(x.nbytes for x in vars(made).values() if isinstance(x, torch.Tensor))
 
-    assert held(2) == held(8)
+    assert state_size(2) == state_size(8)
 
 
 def test_larger_batches_get_room_before_capture():

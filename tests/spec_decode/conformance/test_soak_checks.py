@@ -113,8 +113,8 @@ def test_impossible_strategy_is_unsupported_with_reason(backend: Any, strategy: 
 
 def test_soak_runs_only_if_requested() -> None:
     assert "soak" not in {check.family for check in iter_checks("torch_reference", device=CPU)}
-    for asked in ({"families": ["soak"]}, {"checks": ["soak.*"]}):
-        planned = check_list("torch_reference", device=CPU, **asked)
+    for options in ({"families": ["soak"]}, {"checks": ["soak.*"]}):
+        planned = check_list("torch_reference", device=CPU, **options)
         assert {check.family for check in planned.checks} == {"soak"} and len(planned.checks) == len(Strategy)
 
 

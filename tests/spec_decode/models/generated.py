@@ -73,12 +73,14 @@ class Generated:
     ) -> Generated:
         """A copy with other fields of config.json, those of a section as "section.field", and other tensors; without
         the fields and tensors of these names."""
-        said = copy.deepcopy(self.config)
+        fields = copy.deepcopy(self.config)
         for path, value in (config or {}).items():
             *sections, field = path.split(".")
-            reduce(dict.__getitem__, sections, said)[field] = value
+            reduce(dict.__getitem__, sections, fields)[field] = value
         found = self.tensors | (tensors or {})
-        return Generated(*({name: value for name, value in of.items() if name not in without} for of in (said, found)))
+        return Generated(
+            *({name: value for name, value in of.items() if name not in without} for of in (fields, found))
+        )
 
     def write(self, folder: Path, form: str = "model.safetensors") -> Path:
         folder.mkdir(parents=True, exist_ok=True)
@@ -90,9 +92,9 @@ class Generated:
         places = {}
         for part in range(2):
             shard = f"{stem}-{part + 1:05}-of-00002.{kind}"
-            held = {name: tensor for i, (name, tensor) in enumerate(self.tensors.items()) if i % 2 == part}
-            save(folder / shard, held)
-            places |= dict.fromkeys(held, shard)
+            part_tensors = {name: tensor for i, (name, tensor) in enumerate(self.tensors.items()) if i % 2 == part}
+            save(folder / shard, part_tensors)
+            places |= dict.fromkeys(part_tensors, shard)
         (folder / form).write_text(json.dumps({"metadata": {"total_size": 0}, "weight_map": places}))
         return folder
 
@@ -323,8 +325,8 @@ def make_dflash(
     **changes: Any,
 ) -> Generated:
     """draft_vocab None: the target's, without a map. num_states: of the target's layers. markov_rank: of DSpark."""
-    said = {"mask_token_id": 3, "target_layer_ids": list(range(num_states)), **(dflash_config or {})}
-    config = decoder_config(**{"num_hidden_layers": 2, "dflash_config": said, **changes})
+    fields = {"mask_token_id": 3, "target_layer_ids": list(range(num_states)), **(dflash_config or {})}
+    config = decoder_config(**{"num_hidden_layers": 2, "dflash_config": fields, **changes})
     hidden, tensors = config["hidden_size"], Tensors(seed)
     tensors.matrix("fc", hidden, num_states * target_hidden)
     for layer in range(config["num_hidden_layers"]):
@@ -354,12 +356,12 @@ def make_dflash2(
     **changes: Any,
 ) -> Generated:
     """A DFlash with convolutions and a selector. sizes: what dflash_config says otherwise of them."""
-    said = {
+    fields = {
         "block_size": block, "conv_kernel_size": taps, "conv_group_size": group, "selector_rank": rank,
         "selector_top_k": candidates, **(sizes or {}),
     }  # fmt: skip
     plain = make_dflash(seed=seed, architectures=["DFlash2DraftModel"], **changes)
-    config = {**plain.config, "dflash_config": {**plain.config["dflash_config"], **said}}
+    config = {**plain.config, "dflash_config": {**plain.config["dflash_config"], **fields}}
     hidden, vocab, tensors = config["hidden_size"], config["vocab_size"], Tensors(seed + 1)
     for layer in range(config["num_hidden_layers"]):
         for part in ("attention_conv", "mlp_conv"):
