@@ -173,7 +173,7 @@ def test_engine_batch_passes_with_or_without_positions(left_out):
 
 
 @pytest.mark.parametrize(
-    ("changes", "found"),
+    ("changes", "message"),
     [
         ({"query_start_loc": torch.tensor([0, 1], dtype=torch.int32)}, r"query_start_loc must be .* \[3\]"),
         ({"seq_lens": torch.tensor([3, 5])}, r"seq_lens must be torch.int32 .* got torch.int64"),
@@ -185,6 +185,6 @@ def test_engine_batch_passes_with_or_without_positions(left_out):
         ({"max_query_len": 2}, r"2 rows of 2 tokens has 4, got num_tokens=2; .* Pass uniform=False"),
     ],
 )
-def test_misread_batch_tensors_are_rejected(changes, found):
-    with pytest.raises(BatchError, match=found):
+def test_misread_batch_tensors_are_rejected(changes, message):
+    with pytest.raises(BatchError, match=message):
         check_batch(of_an_engine(**changes), torch.device("cpu"))

@@ -40,8 +40,8 @@ class Mistake:
 def _mistake(name: str, check: str, says: str, backend: dict[str, Any] | None = None, **builder: Any) -> Mistake:
     support = classmethod(lambda cls, spec, device: WindowPagesBuilder.advance_support(spec, device))
     mistaken = type("Mistaken", (WindowPagesBuilder,), {"advance_support": support, **builder})
-    made = type("Mistake", (WindowPages,), {"name": name, "builder": mistaken, **(backend or {})})
-    return Mistake(name, check, says, made())
+    kind = type("Mistake", (WindowPages,), {"name": name, "builder": mistaken, **(backend or {})})
+    return Mistake(name, check, says, kind())
 
 
 def _before(trouble: Any) -> Any:

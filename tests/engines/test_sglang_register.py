@@ -18,8 +18,8 @@ class Factory:
         return backend_map
 
 
-def install(monkeypatch, found="0.5.23", factory=Factory):
-    """An SGLang of this version; returns what it was told."""
+def install(monkeypatch, release="0.5.23", factory=Factory):
+    """An SGLang of this version; returns what a plug-in registers with it."""
     registered = SimpleNamespace(choices=[], draft_choices=[], hooks=[], backends={"triton": "made", "fa3": "made too"})
     modules = {
         "sglang.srt.speculative.draft_utils": {"DraftBackendFactory": factory},
@@ -37,7 +37,7 @@ def install(monkeypatch, found="0.5.23", factory=Factory):
         module = ModuleType(name)
         vars(module).update(names)
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr(version.metadata, "version", lambda name: found)
+    monkeypatch.setattr(version.metadata, "version", lambda name: release)
     return registered
 
 
@@ -49,11 +49,11 @@ def test_register_adds_names_and_one_hook(monkeypatch):
     assert registered.hooks == [(plug_in.LOOK_UP, plug_in.look_up, "around")]
 
 
-@pytest.mark.parametrize("found", ["0.5.22", "0.5.24", "0.6.0", "0.5.23.post1"])
-def test_other_sglang_release_is_warned_and_unregistered(monkeypatch, found, capsys):
-    registered = install(monkeypatch, found)
+@pytest.mark.parametrize("release", ["0.5.22", "0.5.24", "0.6.0", "0.5.23.post1"])
+def test_other_sglang_release_is_warned_and_unregistered(monkeypatch, release, capsys):
+    registered = install(monkeypatch, release)
     plug_in.register()
-    assert f"are for SGLang 0.5.23, got {found}" in capsys.readouterr().err
+    assert f"are for SGLang 0.5.23, got {release}" in capsys.readouterr().err
     assert not (registered.choices or registered.hooks or NAME in registered.backends)
     with pytest.raises(UnsupportedSglang, match=r"Install sglang==0\.5\.23"):
         require_supported()

@@ -36,9 +36,9 @@ class ModifiedBackend:
 
         def changed(given):
             runner(given)
-            made = make(given)
-            steps(made)
-            return made
+            container = make(given)
+            steps(container)
+            return container
 
         self.monkeypatch.setattr(self.builder, "make", staticmethod(changed))
         return self
@@ -171,9 +171,9 @@ def test_flashmla_planned_per_step_passes(modified, monkeypatch):
     as_it_is = mended.builder.step
 
     def step(self, rows, i):
-        made = as_it_is(self, rows, i)
-        made.batch.seq_lens = lengths[id(self.steps), i]
-        return made
+        planned = as_it_is(self, rows, i)
+        planned.batch.seq_lens = lengths[id(self.steps), i]
+        return planned
 
     monkeypatch.setattr(mended.builder, "step", step)
     for what in (ATTEND, TOKENS, MEAN):

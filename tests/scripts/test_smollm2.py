@@ -32,9 +32,9 @@ def loads(monkeypatch):
     def model(folder, *, gguf_file, dtype):
         calls.append((folder / gguf_file).read_bytes())
         sizes = {"vocab_size": 11, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
-        made = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=1)).to(dtype)
-        made.config.quantization_config = {"quant_method": "gguf"}
-        return made
+        llama = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=1)).to(dtype)
+        llama.config.quantization_config = {"quant_method": "gguf"}
+        return llama
 
     calls = []
     tokenizer = SimpleNamespace(save_pretrained=lambda folder: (folder / "tokenizer.json").write_text("{}"))

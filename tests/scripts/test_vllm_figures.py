@@ -310,8 +310,8 @@ def test_kept_arms_stay_in_order(tmp_path):
 
 def test_arms_run_on_their_gpus_cores(tmp_path, monkeypatch):
     tells = tmp_path / "tells"
-    made = "json.dump({'rows': [], 'cores': sorted(os.sched_getaffinity(0))}, open(sys.argv[-1], 'w'))"
-    tells.write_text(f"#!{sys.executable}\nimport json, os, sys\n{made}\n")
+    report = "json.dump({'rows': [], 'cores': sorted(os.sched_getaffinity(0))}, open(sys.argv[-1], 'w'))"
+    tells.write_text(f"#!{sys.executable}\nimport json, os, sys\n{report}\n")
     tells.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(tells))
     timed = [Arm(draft, 3, "llama3-8b", 1.8) for draft in (BASE, REBUILT)]
@@ -424,10 +424,10 @@ def marks(monkeypatch):
 
     class Mark:
         def elapsed_time(self, other):
-            return 2.0 * (made.index(other) - made.index(self))
+            return 2.0 * (created.index(other) - created.index(self))
 
-    made = []
-    monkeypatch.setattr(vllm_worker, "_mark", lambda: made.append(Mark()) or made[-1])
+    created = []
+    monkeypatch.setattr(vllm_worker, "_mark", lambda: created.append(Mark()) or created[-1])
 
 
 def watching(speculator=None):

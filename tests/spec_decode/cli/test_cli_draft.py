@@ -260,10 +260,10 @@ def test_unsuitable_draft_backend_is_never_replaced(latent_pair, refused):
 
 @pytest.mark.parametrize(("prompts", "at_once"), [(1, 1), (9, 8)])
 def test_draft_captures_only_batches_for_its_prompts(pair, run, monkeypatch, prompts, at_once):
-    made, make = [], LLM.__init__
-    monkeypatch.setattr(LLM, "__init__", lambda self, *a, **options: (made.append(self), make(self, *a, **options))[1])
+    llms, make = [], LLM.__init__
+    monkeypatch.setattr(LLM, "__init__", lambda self, *a, **options: (llms.append(self), make(self, *a, **options))[1])
     run(*draft_words(pair, *["x"] * prompts, "--max-tokens", "1"))
-    assert [llm.config.max_num_seqs for llm in made] == [at_once]
+    assert [llm.config.max_num_seqs for llm in llms] == [at_once]
 
 
 def test_draft_of_another_model_needs_its_target(refused, tmp_path):

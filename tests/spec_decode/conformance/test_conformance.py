@@ -257,8 +257,8 @@ def test_device_read_is_reported_with_its_line() -> None:
     ],
 )
 def test_wrong_step_fields_are_reported(fields: tuple[str, ...], says: str) -> None:
-    made = with_builder(derived("Declares", step_fields=fields))
-    (result,) = check_backend(made, device=CPU, checks=["builder.step_fields_are_complete"], report=True).results
+    declaring = with_builder(derived("Declares", step_fields=fields))
+    (result,) = check_backend(declaring, device=CPU, checks=["builder.step_fields_are_complete"], report=True).results
 
     assert result.outcome is Outcome.FAIL and result.reason.endswith(says)
 
@@ -266,8 +266,8 @@ def test_wrong_step_fields_are_reported(fields: tuple[str, ...], says: str) -> N
 def test_advance_checks_use_smallest_and_largest_page() -> None:
     def pages(page_sizes: Sizes) -> set[int]:
         able = replace(TorchReference.capabilities, page_sizes=page_sizes)
-        made = type("Paged", (TorchReference,), {"capabilities": able})()
-        checks = [check for check in iter_checks(made, device=CPU) if check.name == "builder.advance_means_a_rebuild"]
+        paged = type("Paged", (TorchReference,), {"capabilities": able})()
+        checks = [check for check in iter_checks(paged, device=CPU) if check.name == "builder.advance_means_a_rebuild"]
         return {check.value.spec.page_size for check in checks if isinstance(check.value, Case)}
 
     assert pages(Sizes()) == {4, 16, 128}

@@ -238,11 +238,11 @@ settings = st.fixed_dictionaries(
 
 @given(settings)
 def test_every_scheduled_round_is_valid_for_tables(limits: dict[str, Any]) -> None:
-    made = schedule(**limits)
-    pages = range(limits["max_reqs"] * made._pages_for(limits["max_seq_len"]))
-    for round_ in islice(made, 60):
+    scheduled = schedule(**limits)
+    pages = range(limits["max_reqs"] * scheduled._pages_for(limits["max_seq_len"]))
+    for round_ in islice(scheduled, 60):
         owned = [page for row in round_.rows for page in row.pages]
-        assert 1 <= len(round_.rows) <= limits["max_reqs"] and sorted([*made._free, *owned]) == list(pages)
+        assert 1 <= len(round_.rows) <= limits["max_reqs"] and sorted([*scheduled._free, *owned]) == list(pages)
         for row in round_.rows:
             assert 0 <= row.context <= row.limit <= limits["max_seq_len"]
             assert len(row.pages) * limits["page_size"] >= row.limit

@@ -179,8 +179,8 @@ def test_strategies_agree_under_block_verification():
 def test_mean_counts_only_rounds_with_draft_room(max_tokens, accepted, mean):
     """After the first token and whole rounds of 3; one with room for the target's own token alone could keep none."""
     engine = make_engine(verification="synthetic:2")
-    (made,) = engine.generate([make_request(prompt=[1, 2], max_tokens=max_tokens)])
-    assert made.accepted == accepted and engine.stats.mean_accepted == mean
+    (generation,) = engine.generate([make_request(prompt=[1, 2], max_tokens=max_tokens)])
+    assert generation.accepted == accepted and engine.stats.mean_accepted == mean
     assert engine.stats.drafted_for == len(accepted) and engine.stats.had_room_for == sum(map(bool, accepted))
     assert bool(engine.stats.rounds) == bool(accepted)
 

@@ -412,9 +412,9 @@ def test_frombuffer_works_after_a_capture():
 
 def test_capture_does_not_affect_other_threads():
     with ThreadPoolExecutor(1) as other:
-        made = []
-        capture(lambda: made.append(other.submit(torch.frombuffer, bytearray(b"ab"), dtype=torch.uint8).result()))
-    assert made[0].tolist() == [97, 98]
+        tensors = []
+        capture(lambda: tensors.append(other.submit(torch.frombuffer, bytearray(b"ab"), dtype=torch.uint8).result()))
+    assert tensors[0].tolist() == [97, 98]
 
 
 def test_threads_capture_side_by_side():

@@ -183,12 +183,12 @@ VERSIONS = {
 }
 
 
-@pytest.mark.parametrize(("found", "detail"), VERSIONS.values(), ids=VERSIONS)
-def test_untested_release_is_marked(found: str, detail: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "version", lambda name: found)
+@pytest.mark.parametrize(("release", "detail"), VERSIONS.values(), ids=VERSIONS)
+def test_untested_release_is_marked(release: str, detail: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "version", lambda name: release)
     monkeypatch.setitem(doctor.TESTED, "torch", ("2.11.0", "2.13.0", "2.13.0"))
     packages = {finding.subject: finding for finding in doctor._packages()}
-    assert packages["torch"].detail.startswith(detail) and packages["vllm"].detail == found
+    assert packages["torch"].detail.startswith(detail) and packages["vllm"].detail == release
 
 
 @pytest.mark.parametrize("name", ["torch", "triton", "transformers"])

@@ -142,8 +142,8 @@ RIGHT += [(with_builder(Uncapturable), None, Strategy.PIECEWISE)]
 def test_a_right_backend_never_drifts(
     backend: AttentionBackend | str, requested: Strategy | None, strategy: Strategy
 ) -> None:
-    made = get(backend) if isinstance(backend, str) else backend
-    validated = validate_rounds(made, CPU, rounds=ROUNDS, strategy=requested)
+    instance = get(backend) if isinstance(backend, str) else backend
+    validated = validate_rounds(instance, CPU, rounds=ROUNDS, strategy=requested)
     assert (validated.strategy, validated.validations) == (strategy.value, ROUNDS) and validated.leaves > 0
 
 
