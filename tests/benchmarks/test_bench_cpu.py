@@ -5,6 +5,7 @@ from spec_decode.models.checkpoints.files import CheckpointError
 from tests.spec_decode.llm.test_published import write_model, write_tokenizer
 
 
+@pytest.mark.slow
 def test_every_cpu_part_has_rows_for_both_libraries(bench, tmp_path):
     for name in ("target", "draft"):
         write_model(tmp_path / name, vocab_size=200)
