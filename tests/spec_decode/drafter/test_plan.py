@@ -167,10 +167,10 @@ def test_only_build_with_exact_lengths_waits(level, lengths, per_round, mode, wa
     facts = group("it", level, host_lengths=lengths, build_per_round=per_round)
     plan = choose_strategy([ADVANCING, facts], 4, mode)
     assert [each.waits for each in plan.groups] == [False, waits]
-    told = plan.explain()[-1]
-    assert told.startswith("group it (it_kernels): ") and told.endswith("; it has its reason")
-    assert ("waiting for the device (a build needs exact lengths)" in told) is waits
-    assert ("built once per round (its builder requires it)" in told) is per_round
+    line = plan.explain()[-1]
+    assert line.startswith("group it (it_kernels): ") and line.endswith("; it has its reason")
+    assert ("waiting for the device (a build needs exact lengths)" in line) is waits
+    assert ("built once per round (its builder requires it)" in line) is per_round
 
 
 def test_explanation_names_choice_and_every_group():
