@@ -299,7 +299,7 @@ def test_jobs_per_gpu_follow_smallest_gpu_memory(gib, jobs, monkeypatch):
 
 def test_target_ends_before_processes_it_started(sanitizer, tmp_path):
     sanitizer(CLEAN)
-    release, late = tmp_path / "told", tmp_path / "late"
+    release, late = tmp_path / "release", tmp_path / "late"
     waits = f"""
 import pathlib, time
 for _ in range(200):

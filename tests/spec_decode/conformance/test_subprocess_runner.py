@@ -93,7 +93,7 @@ def test_backend_crashing_at_load_is_named():
 
 
 def test_processes_started_by_backend_end_with_it(tmp_path, hang):
-    os.mkfifo(fifo := str(tmp_path / "said"))
+    os.mkfifo(fifo := str(tmp_path / "fifo"))
     reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
     os.set_blocking(reader, True)
     start = f"import subprocess; subprocess.Popen(['sh', '-c', 'sleep 600; echo late'], stdout=open({fifo!r}, 'w'))"
