@@ -6,6 +6,7 @@ config.json that has it is left to `transformers`: nothing is ignored in silence
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -73,6 +74,11 @@ _SCALINGS = {
     "llama3": frozenset({"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}),
 }
 """The fields of each scaling. All of them must be given."""
+_TENSORS = re.compile(
+    r"lm_head\.weight|model\.(embed_tokens|norm)\.weight"
+    r"|model\.layers\.\d+\..*(weight|bias|inv_freq|gate_up_proj|down_proj)"
+)
+"""Names of tensors. transformers leaves others out if no part of the model reads them, such as a cache's scales."""
 
 
 def read_fields(family: str) -> frozenset[str]:
@@ -97,6 +103,8 @@ def unserved(store: TensorStore) -> str | None:
             return f"config.json has {name:.80}, which our layers do not know"
         if value is not None and value != fixed[name]:
             return f"{name} in config.json is {value!r:.80}, and our layers compute {fixed[name]!r} only"
+    if others := sorted(name for name in store.names() if not _TENSORS.fullmatch(name)):
+        return f"the weights have {others[0]:.80}, which our layers do not know"
     return _unserved_rope(store) or _unserved_experts(family, fields)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from attn_backends import get
 from builders import RequestTables
@@ -351,3 +352,27 @@ def test_published_fields_keep_a_target_on_our_layers(kind: str, copied: Path, f
     config = older(config_of(copied)) if "rope_scaling" not in fields else config_of(copied)
     (copied / "config.json").write_text(json.dumps({**config, **fields}))
     assert close(whole(load(copied))[0], whole(load(folder_of(kind)))[0])
+
+
+@pytest.mark.parametrize(
+    ("kind", "field"),
+    [
+        ("mistral", "num_key_value_heads"),
+        ("qwen3", "head_dim"),
+        ("qwen3-moe", "norm_topk_prob"),
+        ("qwen2", "vocab_size"),
+    ],
+)
+def test_absent_field_with_a_familys_default_is_left_to_transformers(kind: str, field: str, copied: Path) -> None:
+    (copied / "config.json").write_text(json.dumps(changed(config_of(copied), field, ABSENT)))
+    assert f"config.json has no {field}, whose default" in str(unserved(TensorStore.open(copied)))
+
+
+@pytest.mark.parametrize("kind", ["llama-2"])
+def test_tensors_beside_the_layers_are_left_to_transformers(kind: str, copied: Path) -> None:
+    path = copied / "model.safetensors"
+    save_file({**load_file(path), "model.layers.0.self_attn.k_scale": torch.ones(1)}, path, {"format": "pt"})
+    assert "the weights have model.layers.0.self_attn.k_scale" in str(unserved(TensorStore.open(copied)))
+    save_file({**load_file(path), "model.layers.0.mlp.more.weight": torch.ones(1)}, path, {"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"2 unexpected tensors: model\.layers\.0\.mlp\.more"):
+        load_target(TensorStore.open(copied), dtype=torch.float32, device=CPU)
