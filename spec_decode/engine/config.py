@@ -13,6 +13,7 @@ from spec_decode.engine.request import Request
 from spec_decode.model_api import DraftModel, TargetModel
 from spec_decode.paged import GraphMode
 from spec_decode.sampling import SamplingParams
+from spec_decode.sampling.logit_edits import MAX_BIASES
 from spec_decode.trees import Tree
 
 TREE_VERIFICATION = "sampling"
@@ -168,6 +169,7 @@ def checked_request(name: str, request: Request, config: EngineConfig, pool: Pag
         "or raise max_logprobs of the engine or the LLM.",
     )
     _check_stop_tokens(name, sampling, vocab_size)
+    _check_biases(name, sampling, vocab_size)
     token_ids, new = _checked_prompt(name, request.prompt, vocab_size), sampling.max_tokens
     prompt = len(token_ids)
     require(prompt > 0, f"{name} has an empty prompt. Pass at least one token.")
@@ -195,6 +197,21 @@ def _check_stop_tokens(name: str, sampling: SamplingParams, vocab_size: int) -> 
         not unknown,
         f"{name} needs stop_token_ids from 0 to {vocab_size - 1}, the model's vocabulary, got {unknown[:3]}; its text "
         "would never stop there. Take them from this model's tokenizer.",
+    )
+
+
+def _check_biases(name: str, sampling: SamplingParams, vocab_size: int) -> None:
+    """Raise BatchError for more biases than a row has, and for stop tokens that leave no other token to draw."""
+    biases = sampling.biases(0)
+    require(
+        len(biases) <= MAX_BIASES,
+        f"{name} has {len(biases)} stop tokens that min_tokens forbids, more than {MAX_BIASES}. Pass fewer, or no "
+        "min_tokens.",
+    )
+    require(
+        len(set(sampling.stop_token_ids)) < vocab_size or not sampling.min_tokens,
+        f"{name} has min_tokens {sampling.min_tokens}, and every token of the model ends its text: it has no token to "
+        "draw. Pass fewer stop_token_ids, or no min_tokens.",
     )
 
 

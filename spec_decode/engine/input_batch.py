@@ -16,6 +16,7 @@ from spec_decode.engine.kernels.prepare_inputs import prepare_inputs
 from spec_decode.engine.kernels.update_requests import UpdateRequests, update_requests
 from spec_decode.engine.request import Request
 from spec_decode.sampling import Sampling
+from spec_decode.sampling.logit_edits import LogitEdits
 from spec_decode.sampling.target_sampler import TopLogprobs, top_logprobs
 from spec_decode.verification import Verifier, VerifyOutput
 
@@ -47,7 +48,8 @@ class InputBatch:
         self._verifier = verifier
         self._query_len = 1 + (drafter.num_speculative_tokens if drafter else 0)
         self.lens, self.max_lens, self.last_tokens = zeros(max_reqs), zeros(max_reqs), zeros(max_reqs)
-        self.sampling = Sampling.allocate(max_reqs, device)
+        self.sampling = Sampling.allocate(max_reqs, device)._replace(edits=LogitEdits.allocate(max_reqs, device))
+        self._edited: list[bool] = []  # by row: whether its edits are written
         self.outputs = zeros(max_reqs, 1 + self._query_len)
         self.logprobs: TopLogprobs | None = None
         if max_logprobs:
@@ -107,7 +109,7 @@ class InputBatch:
         `add` fills the rows of the new requests. Syncs with the device only if there are any.
         """
         order, kept = staged(kept_rows, self.lens.device), len(kept_rows)
-        moved = [self.lens, self.max_lens, self.last_tokens, *self.sampling]
+        moved = [self.lens, self.max_lens, self.last_tokens, *self.sampling.rows]
         if self._drafter is not None:
             inputs = self._drafter.inputs
             moved += [*_token_inputs(inputs, slice(None)).values(), inputs.target_hidden_states, inputs.seeds]
@@ -117,8 +119,18 @@ class InputBatch:
         self.max_lens[kept:].zero_()
         self.max_lens[kept : kept + len(new)] = torch.tensor([request.max_len for request in new])
         self.sampling.tail(kept).load([request.sampling for request in new])
+        self._condense_edits(order, kept_rows, new)
         if self._drafter is not None:
             self._drafter.inputs.temperature.copy_(self.sampling.temperature)
+
+    def _condense_edits(self, order: torch.Tensor, kept_rows: Sequence[int], new: Sequence[Request]) -> None:
+        """Do for the edits as `condense` does; nothing if no request has or had any."""
+        edits, kept, had_edits = self.sampling.edits, len(kept_rows), any(self._edited)
+        self._edited = [*(self._edited[row] for row in kept_rows), *(request.sampling.edits_logits for request in new)]
+        if edits is not None and (had_edits or any(self._edited)):
+            for tensor in edits:
+                tensor[:kept] = tensor.index_select(0, order)
+            edits.tail(kept).load([request.sampling.biases(len(request.prompt)) for request in new])
 
     def add(self, first: int, lens: Sequence[int], tokens: torch.Tensor, target_hidden_states: torch.Tensor) -> None:
         """Fill n rows from row `first` on with prefilled requests, as if a step had just accepted no draft token.

@@ -14,6 +14,7 @@ from spec_decode.engine.request import RequestState
 from spec_decode.engine.scheduler import Chunk
 from spec_decode.engine.target_runner import TargetRunner
 from spec_decode.sampling import Sampling
+from spec_decode.sampling.logit_edits import LogitEdits
 from spec_decode.sampling.target_sampler import TopLogprobs, sample_target, top_logprobs
 
 
@@ -69,7 +70,12 @@ class Prefill:
 
     def _next_tokens(self, ends: Sequence[tuple[Chunk, list[int]]], logits: torch.Tensor) -> torch.Tensor:
         """Return the token after each prefill: sampled, or the known next token of a preempted request."""
-        sampling = Sampling.of([chunk.request.handle.request.sampling for chunk, _ in ends], self._tables.device)
+        requests = [chunk.request.handle.request for chunk, _ in ends]
+        sampling = Sampling.of([request.sampling for request in requests], self._tables.device)
+        if any(request.sampling.edits_logits for request in requests):
+            edits = LogitEdits.allocate(len(requests), self._tables.device)
+            edits.load([request.sampling.biases(len(request.prompt)) for request in requests])
+            sampling = sampling._replace(edits=edits)
         positions = self._tensor([chunk.end for chunk, _ in ends])
         sampled = sample_target(logits, sampling=sampling, positions=positions)
         known = self._tensor([text[chunk.end] if chunk.end < len(text) else -1 for chunk, text in ends])

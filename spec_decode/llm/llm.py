@@ -243,7 +243,8 @@ class LLM:
         request = Request(prompt=token_ids, sampling=replace(params, stop=(), stop_token_ids=end_ids))
         self._require_room(name, len(token_ids), params.max_tokens)
         request = self.engine.checked(name, request)
-        return Reply(index, prompt, request, GrowingText(self.pair.decode, stop, prompt=request.prompt))
+        text = GrowingText(self.pair.decode, stop, prompt=request.prompt, min_tokens=params.min_tokens)
+        return Reply(index, prompt, request, text)
 
     def _require_room(self, name: str, prompt: int, new: int) -> None:
         """Raise BatchError for a prompt that is too long, with the remedies that apply."""

@@ -63,16 +63,21 @@ class GrowingText:
     """The text of new tokens, which ends at a stop string. It returns only text that can no longer change.
 
     A possible start of a stop string or of a character is held back until it is decided. A stop string must be in the
-    new text as a whole: one that begins in the prompt does not end it.
+    new text as a whole: one that begins in the prompt does not end it. Nor does one that the first min_tokens complete.
     """
 
     def __init__(
-        self, decode: Callable[[Sequence[int]], str], stop: Sequence[str] = (), *, prompt: Sequence[int] = ()
+        self,
+        decode: Callable[[Sequence[int]], str],
+        stop: Sequence[str] = (),
+        *,
+        prompt: Sequence[int] = (),
+        min_tokens: int = 0,
     ) -> None:
         self.stopped = False
         self.num_tokens = 0
         """Number of tokens added so far."""
-        self._decoder, self._stop = IncrementalDecoder(decode, prompt), tuple(stop)
+        self._decoder, self._stop, self._min_tokens = IncrementalDecoder(decode, prompt), tuple(stop), min_tokens
         self._taken: list[str] = []
         self._rest = ""
         """The text that was not taken yet. Every stop string that can still come begins in it."""
@@ -89,9 +94,11 @@ class GrowingText:
 
     def add(self, tokens: Sequence[int]) -> None:
         """Add tokens. After a stop string this does nothing."""
-        if not self.stopped and tokens:
-            self.num_tokens += len(tokens)
-            self._append(self._decoder.add(tokens))
+        early = tokens[: max(0, self._min_tokens - self.num_tokens)]
+        for some in (early, tokens[len(early) :]):
+            if not self.stopped and some:
+                self.num_tokens += len(some)
+                self._append(self._decoder.add(some))
 
     def finish(self) -> None:
         """Append U+FFFD for a character that was never completed."""
@@ -107,6 +114,8 @@ class GrowingText:
 
     def _append(self, piece: str) -> None:
         seen, self._rest = len(self._rest), self._rest + piece
+        if self.num_tokens <= self._min_tokens:
+            return
         found = (self._rest.find(stop, max(0, seen - len(stop) + 1)) for stop in self._stop)
         if (end := min((at for at in found if at >= 0), default=None)) is not None:
             self._rest, self.stopped = self._rest[:end], True

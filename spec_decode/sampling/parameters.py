@@ -10,6 +10,7 @@ import torch
 from typing_extensions import Self
 
 from builders.errors import did_you_mean, require
+from spec_decode.sampling.logit_edits import Bias, LogitEdits
 
 MIN_TEMPERATURE = 1e-3
 """At a lower temperature logits / temperature would overflow fp32; greedy decoding is temperature 0."""
@@ -49,6 +50,8 @@ class SamplingParams:
                       token is one too, if it is the whole string
     - stop_token_ids  tokens of the model's vocabulary that end the text, in addition to the model's end tokens
     - ignore_eos      True: the model's end tokens do not end the text
+    - min_tokens      the model draws no token that ends the text before the text has so many tokens, 0 to max_tokens; a
+                      stop string ends it only with a later one
 
     What is returned with it:
 
@@ -64,6 +67,7 @@ class SamplingParams:
     stop: str | Sequence[str] = ()
     stop_token_ids: Collection[int] = ()
     ignore_eos: bool = False
+    min_tokens: int = 0
     logprobs: int | None = None
 
     def __new__(cls, *arguments: Any, **options: Any) -> Self:
@@ -108,6 +112,11 @@ class SamplingParams:
             and all(type(token) is int for token in self.stop_token_ids),
             f"stop_token_ids is {self.stop_token_ids!r:.200}. Pass a list of integers.",
         )
+        require(
+            type(self.min_tokens) is int and 0 <= self.min_tokens <= self.max_tokens,
+            f"min_tokens must be an integer from 0 to max_tokens, {self.max_tokens}, got {self.min_tokens!r}. Pass "
+            "fewer, or raise max_tokens.",
+        )
         require(type(self.ignore_eos) is bool, f"ignore_eos is {self.ignore_eos!r}. Pass True or False.")
         require(
             self.logprobs is None or (type(self.logprobs) is int and self.logprobs >= 1),
@@ -118,6 +127,16 @@ class SamplingParams:
     def stop_strings(self) -> tuple[str, ...]:
         """`stop` as a tuple."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    @property
+    def edits_logits(self) -> bool:
+        """Whether anything changes the logits before the temperature."""
+        return self.min_tokens > 0
+
+    def biases(self, prompt_len: int) -> list[Bias]:
+        """Return the biases of single tokens' logits, for a prompt of this many tokens."""
+        end = prompt_len + self.min_tokens
+        return [Bias(token, -torch.inf, end) for token in self.stop_token_ids] if self.min_tokens else []
 
 
 def _is_number(value: object) -> bool:
@@ -131,16 +150,23 @@ class Sampling(NamedTuple):
     - top_k        int32 [R]; 0 keeps the whole vocabulary
     - top_p        fp32 [R], in (0, 1]; 1 keeps everything
     - seeds        int64 [R]
+    - edits        R rows; None: no row's logits are changed before the temperature
     """
 
     temperature: torch.Tensor
     top_k: torch.Tensor
     top_p: torch.Tensor
     seeds: torch.Tensor
+    edits: LogitEdits | None = None
+
+    @property
+    def rows(self) -> tuple[torch.Tensor, ...]:
+        """The tensors but the edits."""
+        return self.temperature, self.top_k, self.top_p, self.seeds
 
     @classmethod
     def allocate(cls, max_reqs: int, device: torch.device | str) -> Sampling:
-        """Allocate persistent rows, all padding until load()."""
+        """Allocate persistent rows without edits, all padding until load()."""
         return cls(
             temperature=torch.zeros(max_reqs, dtype=torch.float32, device=device),
             top_k=torch.zeros(max_reqs, dtype=torch.int32, device=device),
@@ -156,7 +182,8 @@ class Sampling(NamedTuple):
         return sampling
 
     def load(self, params: Sequence[SamplingParams]) -> None:
-        """Write `params` to the first rows and make the others padding, in place; host work, not for a graph.
+        """Write `params` but their edits to the first rows and make the others padding, in place; host work, not for a
+        graph.
 
         Raises BatchError, with nothing written, for more params than rows.
         """
@@ -177,8 +204,8 @@ class Sampling(NamedTuple):
 
     def head(self, rows: int) -> Sampling:
         """Return views of the first rows."""
-        return Sampling(*(tensor[:rows] for tensor in self))
+        return Sampling._make([*(tensor[:rows] for tensor in self.rows), self.edits and self.edits.head(rows)])
 
     def tail(self, first: int) -> Sampling:
         """Return views of the rows from `first` on."""
-        return Sampling(*(tensor[first:] for tensor in self))
+        return Sampling._make([*(tensor[first:] for tensor in self.rows), self.edits and self.edits.tail(first)])

@@ -30,37 +30,52 @@ def sample_target(
     shape = (rows,) if column is not None else tuple(logits.shape[:-1])
     require_tensor("positions", positions, shape=shape, dtype=torch.int64, device=device)
     logits = logits[:, None] if column is None and logits.dim() == 2 else logits
-    temperature, top_k, top_p, seeds = _checked(logits, sampling)
+    sampling, positions = _checked(logits, sampling), positions.contiguous()
     if column is not None:
         require_tensor("column", column, shape=(rows,), dtype=torch.int64, device=device)
         column = column.contiguous()
-    restricted = process_logits(logits, temperature, column, top_k, top_p)
-    restrict_logits(restricted.flatten(0, 1), top_k=top_k, top_p=top_p)
-    arguments = DrawTarget(
-        logits=logits,
-        restricted=restricted,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        seeds=seeds,
-        positions=positions.contiguous(),
-        column=column,
+    is_copied = torch.empty(rows, dtype=torch.bool, device=device)
+    copied = _process(logits, sampling, positions, column, is_copied)
+    return draw_target(
+        *DrawTarget(
+            logits=logits,
+            copied=copied,
+            is_copied=is_copied,
+            temperature=sampling.temperature,
+            seeds=sampling.seeds,
+            positions=positions,
+            column=column,
+        )
     )
-    return draw_target(*arguments)
 
 
-def process_target_logits(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """Return logits divided by the temperature, -inf outside top_k and top_p; fp32 [R, G, V].
+def process_target_logits(logits: torch.Tensor, sampling: Sampling, positions: torch.Tensor) -> torch.Tensor:
+    """Return logits with their edits, divided by the temperature, -inf outside top_k and top_p; fp32 [R, G, V].
 
-    - logits    [R, G, V] any float
-    - sampling  R rows
+    - logits     [R, G, V] any float
+    - sampling   R rows
+    - positions  int64 [R], the absolute position of the token that the first column draws
 
     top_k and top_p never remove a row's largest logits, so they do not change greedy rows' tokens.
     Raises BatchError for tensors of the wrong shape, dtype or device.
     """
-    temperature, top_k, top_p, _ = _checked(logits, sampling)
-    out = process_logits(*ProcessLogits(logits, temperature))
-    restrict_logits(out.flatten(0, 1), top_k=top_k, top_p=top_p)
+    sampling = _checked(logits, sampling)
+    require_tensor("positions", positions, shape=(len(logits),), dtype=torch.int64, device=logits.device)
+    return _process(logits, sampling, positions.contiguous())
+
+
+def _process(
+    logits: torch.Tensor,
+    sampling: Sampling,
+    positions: torch.Tensor,
+    column: torch.Tensor | None = None,
+    is_copied: torch.Tensor | None = None,
+) -> torch.Tensor:
+    edits = {} if sampling.edits is None else {"positions": positions, **sampling.edits._asdict()}
+    restriction = {} if is_copied is None else {"top_k": sampling.top_k, "top_p": sampling.top_p}
+    arguments = ProcessLogits(logits, sampling.temperature, column, is_copied=is_copied, **restriction, **edits)
+    out = process_logits(*arguments)
+    restrict_logits(out.flatten(0, 1), top_k=sampling.top_k, top_p=sampling.top_p)
     return out
 
 
@@ -70,9 +85,9 @@ def _checked(logits: torch.Tensor, sampling: Sampling) -> Sampling:
     rows, device = len(sampling.temperature), logits.device
     require_tensor("logits", logits, shape=(rows, None, None), dtype=logits.dtype, device=device)
     dtypes = (torch.float32, torch.int32, torch.float32, torch.int64)
-    for name, tensor, dtype in zip(sampling._fields, sampling, dtypes, strict=True):
+    for name, tensor, dtype in zip(sampling._fields, sampling.rows, dtypes, strict=False):
         require_tensor(name, tensor, shape=(rows,), dtype=dtype, device=device)
-    return Sampling(*(tensor.contiguous() for tensor in sampling))
+    return Sampling._make([*(tensor.contiguous() for tensor in sampling.rows), sampling.edits])
 
 
 class TopLogprobs(NamedTuple):

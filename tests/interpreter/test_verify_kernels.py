@@ -49,13 +49,13 @@ def test_strided_parameters_apply_per_row():
         SamplingParams(temperature=t, top_k=k, top_p=p, seed=at)
         for at, (t, k, p) in enumerate([(1.0, 3, 1), (0, 0, 1), (0.5, 0, 0.3), (2.0, 0, 1), (1.0, 1, 1), (0, 0, 1)])
     ]
-    wide = Sampling(*(tensor.repeat_interleave(2)[::2] for tensor in Sampling.of(params, "cpu")))
+    wide = Sampling(*(tensor.repeat_interleave(2)[::2] for tensor in Sampling.of(params, "cpu").rows))
     columns, logits = torch.tensor([[0, 9], [1, 9], [2, 9]]).repeat(2, 1)[:, 0], noise(6, 3, 40)
     place = {"positions": columns.contiguous(), "column": columns}
-    assert not any(tensor.is_contiguous() for tensor in (*wide, columns))
-    found = process_target_logits(logits, wide), sample_target(logits, sampling=wide, **place)
+    assert not any(tensor.is_contiguous() for tensor in (*wide.rows, columns))
+    found = process_target_logits(logits, wide, columns), sample_target(logits, sampling=wide, **place)
     with torch_implementations():
-        wanted = process_target_logits(logits, wide), sample_target(logits, sampling=wide, **place)
+        wanted = process_target_logits(logits, wide, columns), sample_target(logits, sampling=wide, **place)
     assert all(map(torch.equal, found, wanted))
 
 

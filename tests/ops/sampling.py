@@ -31,13 +31,32 @@ def without_distribution(*shape):
         yield logits
 
 
+def biased(vocab):
+    """Return the biases of four rows: of ends before, between and after positions, of a token twice, and none."""
+    counts = int32(3, 0, 1, 4)
+    tokens = whole(0, vocab, 4, 5).int()
+    tokens[3, :4] = int32(0, vocab - 1, 0, vocab // 2)
+    values = noise(4, 5)
+    values[0, 1] = values[3, 1] = -torch.inf
+    return counts, tokens, values, whole(90, 110, 4, 5)
+
+
 @op("spec_decode::process_logits", strided="logits")
 def process_logits():
     for vocab, dtype, column in each((1100, 3), DTYPES, (None, torch.tensor([2, 0, 1, 2]))):
-        yield noise(4, 3, vocab, dtype=dtype), torch.tensor([0.0, 0.7, 1.0, 1e-3]), column, None, None
-    yield noise(4, 3, 80)[..., ::2], torch.ones(4), None, None, None
-    # Some rows are unrestricted, hence not written.
-    yield noise(6, 3, 40), torch.full((6,), 2.0), None, int32(2, 0, 39, 0, 40, 41), torch.tensor([1, 0.5, 1, 1, 1, 1])
+        temperature = torch.tensor([0.0, 0.7, 1.0, 1e-3])
+        plain = noise(4, 3, vocab, dtype=dtype), temperature, column, None, None, None
+        yield *plain, *[None] * 5
+        for first in (0, 99, 200):
+            yield *plain, torch.arange(first, first + 4), *biased(vocab)
+        if column is None:
+            yield *plain, whole(90, 110, 4, 3), *biased(vocab)
+    yield noise(4, 3, 80)[..., ::2], torch.ones(4), *[None] * 9
+    # Some rows are unchanged, hence not written.
+    k, p = int32(2, 0, 39, 0, 40, 41), torch.tensor([1, 0.5, 1, 1, 1, 1])
+    temperature, flags = torch.full((6,), 2.0), torch.tensor([True, False] * 3)
+    yield noise(6, 3, 40), temperature, None, k, p, flags, *[None] * 5
+    yield noise(4, 3, 40), temperature[:4], None, k[2:], p[2:], flags[:4], torch.arange(98, 102), *biased(40)
 
 
 @op("spec_decode::draw_target", strided="logits")
@@ -45,18 +64,18 @@ def draw_target():
     for vocab, dtype, column in each((37, 1, 512, 2000), DTYPES[:2], (torch.tensor([2, 0, 1] * 2), None)):
         columns = 3 if column is None else 1
         yield (
-            noise(6, 3, vocab, dtype=dtype), noise(6, columns, vocab, seed=1), torch.tensor([0.0, 1.0, 0.5] * 2),
-            int32(0, 0, vocab, 5, 0, 7), torch.tensor([1.0, 1, 1, 1, 0.5, 0.5]), seeds(6),
+            noise(6, 3, vocab, dtype=dtype), noise(6, columns, vocab, seed=1),
+            torch.tensor([False, False, False, True, True, True]), torch.tensor([0.0, 1.0, 0.5] * 2), seeds(6),
             whole(0, 2**40, 6, columns, seed=2), column,
         )  # fmt: skip
     for logits in without_distribution(2, 3, 1100):
         yield (
-            logits, logits.clone(), torch.tensor([0.0, 1.0]), int32(0, 5), torch.ones(2), seeds(2),
+            logits, logits.clone(), torch.tensor([False, True]), torch.tensor([0.0, 1.0]), seeds(2),
             whole(0, 2**40, 2, 3, seed=2), None,
         )  # fmt: skip
     zero = torch.zeros(1, dtype=torch.int64)
     logits = ties(5000, (700, 4000))[:, None]
-    yield logits, torch.zeros_like(logits), torch.zeros(1), zero.int(), torch.ones(1), zero, zero, None
+    yield logits, torch.zeros_like(logits), zero.bool(), torch.zeros(1), zero, zero, None
 
 
 @op("spec_decode::restrict_logits")

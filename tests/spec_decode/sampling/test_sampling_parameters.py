@@ -15,12 +15,14 @@ REFUSED = [
     *[("top_k", value) for value in (-1, 2**31, 2**40, 1.5, True, None)],
     *[("top_p", value) for value in (0.0, -0.1, 1.0001, NAN, INF, True, None, ())],
     *[("seed", value) for value in (2**63, -(2**63) - 1, 0.5, None)],
+    *[("min_tokens", value) for value in (-1, 65, 2.0, True, None)],
 ]
 ALLOWED = [
     *[("temperature", value) for value in (0, 0.0, 1e-3, 1, 100.0)],
     *[("top_k", value) for value in (0, 1, 2**31 - 1)],
     *[("top_p", value) for value in (1, 1.0, 0.5, 1e-6)],
     *[("seed", value) for value in (2**63 - 1, -(2**63))],
+    *[("min_tokens", value) for value in (0, 64)],
 ]
 
 

@@ -8,9 +8,10 @@ from tests.spec_decode.verification.verify_helpers import sampling_of
 ROWS, VOCAB = 3, 7
 ZEROS = torch.zeros(ROWS, dtype=torch.int64)
 REFUSED = {
-    "flat logits": lambda: process_target_logits(torch.zeros(ROWS, VOCAB), sampling_of(ROWS)),
-    "temperatures of fewer rows": lambda: process_target_logits(torch.zeros(ROWS, 1, VOCAB), sampling_of(1)),
-    "a restriction of fewer rows": lambda: process_target_logits(torch.zeros(ROWS, 1, VOCAB), restricted_for(1)),
+    "flat logits": lambda: process_target_logits(torch.zeros(ROWS, VOCAB), sampling_of(ROWS), ZEROS),
+    "temperatures of fewer rows": lambda: process_target_logits(torch.zeros(ROWS, 1, VOCAB), sampling_of(1), ZEROS),
+    "a restriction of fewer rows": lambda: process_target_logits(torch.zeros(ROWS, 1, VOCAB), restricted_for(1), ZEROS),
+    "positions of fewer rows": lambda: process_target_logits(torch.zeros(ROWS, 1, VOCAB), sampling_of(ROWS), ZEROS[:1]),
     "a column of int32": lambda: sample(torch.zeros(ROWS, 1, VOCAB), column=ZEROS.int()),
     "columns of flat logits": lambda: sample(torch.zeros(ROWS, VOCAB), column=ZEROS),
     "a draw at no position": lambda: sample(torch.zeros(ROWS, VOCAB), positions=ZEROS[:0]),
@@ -60,5 +61,5 @@ def test_restricted_row_draws_from_remaining_tokens():
 
 def test_processed_logits_are_a_new_tensor():
     logits = torch.zeros(1, 1, VOCAB)
-    process_target_logits(logits, sampling_of(1)).fill_(1)
+    process_target_logits(logits, sampling_of(1), ZEROS[:1]).fill_(1)
     assert not logits.any()
