@@ -164,6 +164,11 @@ def checked_request(name: str, request: Request, config: EngineConfig, pool: Pag
         "there. Pass stop_token_ids, or use LLM.",
     )
     require(
+        sampling.n == 1,
+        f"{name} has n {sampling.n}, but an engine continues a request once. Submit one for each of sampling.each(), "
+        "or use LLM.",
+    )
+    require(
         (sampling.logprobs or 0) <= config.max_logprobs,
         f"{name} requests {sampling.logprobs} logprobs, more than max_logprobs, {config.max_logprobs}. Request fewer, "
         "or raise max_logprobs of the engine or the LLM.",

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
 import torch
 from typing_extensions import Self
 
 from builders.errors import did_you_mean, require
+from spec_decode.sampling import noise
 from spec_decode.sampling.logit_edits import Bias, LogitEdits
 
 MIN_TEMPERATURE = 1e-3
@@ -18,11 +19,12 @@ MIN_TEMPERATURE = 1e-3
 _MAX_TEMPERATURE = torch.finfo(torch.float32).max
 _MAX_TOP_K = torch.iinfo(torch.int32).max
 _ALTERNATIVES = {
-    "n": "Pass the prompt n times, each with a SamplingParams of another seed",
-    "best_of": "Pass the prompt several times, each with a SamplingParams of another seed, and choose",
+    "best_of": "Pass n, and choose among the completions",
     "do_sample": "Pass temperature: 0 is greedy",
 }
 """How to replace parameters that other libraries have."""
+_STREAM = 0x9B05688C
+"""The noise stream of the seeds of a prompt's further completions."""
 
 
 def _is_text(text: object) -> bool:
@@ -42,6 +44,8 @@ class SamplingParams:
                    1 keeps all
     - seed         64 bits, signed. The noise depends only on the seed, not on the rest of the batch; in fp32 the same
                    seed gives the same text
+    - n            completions of the prompt, 1 or more; at temperature 0 only 1. The first has the seed above, the
+                   others have seeds made from it
 
     Where the text ends:
 
@@ -63,6 +67,7 @@ class SamplingParams:
     top_k: int = 0
     top_p: float = 1.0
     seed: int = 0
+    n: int = 1
     max_tokens: int = 64
     stop: str | Sequence[str] = ()
     stop_token_ids: Collection[int] = ()
@@ -100,6 +105,14 @@ class SamplingParams:
             "should differ.",
         )
         require(
+            type(self.n) is int and self.n >= 1,
+            f"n must be an integer of 1 or more, got {self.n!r}. Pass how many completions of the prompt you want.",
+        )
+        require(
+            self.n == 1 or self.temperature > 0,
+            f"n must be 1 at temperature 0: all completions would be equal, got {self.n}. Pass a temperature, or 1.",
+        )
+        require(
             type(self.max_tokens) is int and self.max_tokens >= 1,
             f"max_tokens is {self.max_tokens!r}. Pass an integer of 1 or more.",
         )
@@ -127,6 +140,13 @@ class SamplingParams:
     def stop_strings(self) -> tuple[str, ...]:
         """`stop` as a tuple."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    def each(self) -> list[SamplingParams]:
+        """Return the parameters of each of the n completions."""
+        if self.n == 1:
+            return [self]
+        keys = noise.key(torch.tensor([self.seed]), torch.arange(1, self.n), _STREAM)
+        return [replace(self, n=1, seed=seed) for seed in [self.seed, *keys.tolist()]]
 
     @property
     def edits_logits(self) -> bool:

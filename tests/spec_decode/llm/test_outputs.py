@@ -42,7 +42,10 @@ def test_completion_names_equivalent_of_vllm_outputs() -> None:
     completion: Any = Completion(
         prompt="a", text="b", token_ids=[98], finish_reason="length", num_prompt_tokens=1, accepted=[], logprobs=[]
     )
-    with pytest.raises(AttributeError, match=r"no attribute 'outputs'. It is one text: leave .outputs\[0\] out"):
+    with pytest.raises(
+        AttributeError,
+        match=r"no attribute 'outputs'. It is one text: leave .outputs\[0\] out, and read .text; with n, read .comp",
+    ):
         completion.outputs[0].text  # noqa: B018
     with pytest.raises(AttributeError, match=r"^'Completion' object has no attribute 'txt'$"):
         completion.txt  # noqa: B018
