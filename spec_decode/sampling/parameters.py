@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
@@ -38,10 +39,11 @@ class SamplingParams:
 
     Raises BatchError for a value outside the ranges below, and TypeError for a parameter that does not exist.
 
-    - temperature  0 is greedy and ignores top_k and top_p; otherwise at least MIN_TEMPERATURE
+    - temperature  0 is greedy and ignores top_k, top_p and min_p; otherwise at least MIN_TEMPERATURE
     - top_k        keep the tokens with the k largest logits; 0 keeps the whole vocabulary
-    - top_p        of these, keep the fewest most probable tokens that hold this share of the probability, in (0, 1];
-                   1 keeps all
+    - min_p        keep the tokens with at least this share of the likeliest token's probability, in [0, 1]; 0 keeps all
+    - top_p        of what these two keep, keep the fewest most probable tokens that hold this share of the probability,
+                   in (0, 1]; 1 keeps all
     - seed         64 bits, signed. The noise depends only on the seed, not on the rest of the batch; in fp32 the same
                    seed gives the same text
     - n            completions of the prompt, 1 or more; at temperature 0 only 1. The first has the seed above, the
@@ -60,12 +62,13 @@ class SamplingParams:
     What is returned with it:
 
     - logprobs  N, 1 or more: for each token its logprob and the N most likely tokens with theirs; None: nothing. The
-                logprobs are the model's, before temperature, top_k and top_p
+                logprobs are the model's, before all that changes how tokens are drawn
     """
 
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
+    min_p: float = 0.0
     seed: int = 0
     n: int = 1
     max_tokens: int = 64
@@ -98,6 +101,11 @@ class SamplingParams:
             _is_number(self.top_p) and 0 < self.top_p <= 1,
             f"top_p must be above 0 and at most 1 (everything), got {self.top_p!r}. Pass the share of the probability "
             "to keep, or 1.",
+        )
+        require(
+            _is_number(self.min_p) and 0 <= self.min_p <= 1,
+            f"min_p must be from 0 (everything) to 1, got {self.min_p!r}. Pass the least share of the likeliest "
+            "token's probability to keep, or 0.",
         )
         require(
             type(self.seed) is int and -(2**63) <= self.seed < 2**63,
@@ -159,6 +167,10 @@ class SamplingParams:
         return [Bias(token, -torch.inf, end) for token in self.stop_token_ids] if self.min_tokens else []
 
 
+def _log(share: float) -> float:
+    return math.log(share) if share else -math.inf
+
+
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
@@ -169,6 +181,7 @@ class Sampling(NamedTuple):
     - temperature  fp32 [R]; 0 is greedy, also for padding rows
     - top_k        int32 [R]; 0 keeps the whole vocabulary
     - top_p        fp32 [R], in (0, 1]; 1 keeps everything
+    - min_log_p    fp32 [R], log(min_p), at most 0; -inf keeps everything
     - seeds        int64 [R]
     - edits        R rows; None: no row's logits are changed before the temperature
     """
@@ -176,13 +189,14 @@ class Sampling(NamedTuple):
     temperature: torch.Tensor
     top_k: torch.Tensor
     top_p: torch.Tensor
+    min_log_p: torch.Tensor
     seeds: torch.Tensor
     edits: LogitEdits | None = None
 
     @property
     def rows(self) -> tuple[torch.Tensor, ...]:
         """The tensors but the edits."""
-        return self.temperature, self.top_k, self.top_p, self.seeds
+        return self.temperature, self.top_k, self.top_p, self.min_log_p, self.seeds
 
     @classmethod
     def allocate(cls, max_reqs: int, device: torch.device | str) -> Sampling:
@@ -191,6 +205,7 @@ class Sampling(NamedTuple):
             temperature=torch.zeros(max_reqs, dtype=torch.float32, device=device),
             top_k=torch.zeros(max_reqs, dtype=torch.int32, device=device),
             top_p=torch.ones(max_reqs, dtype=torch.float32, device=device),
+            min_log_p=torch.full((max_reqs,), -torch.inf, dtype=torch.float32, device=device),
             seeds=torch.zeros(max_reqs, dtype=torch.int64, device=device),
         )
 
@@ -212,11 +227,12 @@ class Sampling(NamedTuple):
             len(params) <= rows,
             f"got {len(params)} SamplingParams for {rows} rows. Allocate more rows or run the rest in another batch.",
         )
-        # A greedy row's argmax does not depend on top_k and top_p: skip the search.
+        # A greedy row's argmax does not depend on the next three: skip the search.
         for tensor, values, padding in (
             (self.temperature, [each.temperature for each in params], 0),
             (self.top_k, [each.top_k if each.temperature else 0 for each in params], 0),
             (self.top_p, [each.top_p if each.temperature else 1 for each in params], 1),
+            (self.min_log_p, [_log(each.min_p) if each.temperature else -torch.inf for each in params], -torch.inf),
             (self.seeds, [each.seed for each in params], 0),
         ):
             tensor[: len(params)] = torch.tensor(values, dtype=tensor.dtype)

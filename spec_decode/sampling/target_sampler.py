@@ -50,13 +50,14 @@ def sample_target(
 
 
 def process_target_logits(logits: torch.Tensor, sampling: Sampling, positions: torch.Tensor) -> torch.Tensor:
-    """Return logits with their edits, divided by the temperature, -inf outside top_k and top_p; fp32 [R, G, V].
+    """Return logits with their edits, divided by the temperature, -inf outside top_k, top_p and min_p; fp32
+    [R, G, V].
 
     - logits     [R, G, V] any float
     - sampling   R rows
     - positions  int64 [R], the absolute position of the token that the first column draws
 
-    top_k and top_p never remove a row's largest logits, so they do not change greedy rows' tokens.
+    The three never remove a row's largest logits, so they do not change greedy rows' tokens.
     Raises BatchError for tensors of the wrong shape, dtype or device.
     """
     sampling = _checked(logits, sampling)
@@ -72,10 +73,10 @@ def _process(
     is_copied: torch.Tensor | None = None,
 ) -> torch.Tensor:
     edits = {} if sampling.edits is None else {"positions": positions, **sampling.edits._asdict()}
-    restriction = {} if is_copied is None else {"top_k": sampling.top_k, "top_p": sampling.top_p}
-    arguments = ProcessLogits(logits, sampling.temperature, column, is_copied=is_copied, **restriction, **edits)
-    out = process_logits(*arguments)
-    restrict_logits(out.flatten(0, 1), top_k=sampling.top_k, top_p=sampling.top_p)
+    restriction = {"top_k": sampling.top_k, "top_p": sampling.top_p, "min_log_p": sampling.min_log_p}
+    flags = {} if is_copied is None else {"is_copied": is_copied, **restriction}
+    out = process_logits(*ProcessLogits(logits, sampling.temperature, column, **flags, **edits))
+    restrict_logits(out.flatten(0, 1), **restriction)
     return out
 
 
@@ -84,7 +85,7 @@ def _checked(logits: torch.Tensor, sampling: Sampling) -> Sampling:
     or device; logits [R, G, V] must have as many rows."""
     rows, device = len(sampling.temperature), logits.device
     require_tensor("logits", logits, shape=(rows, None, None), dtype=logits.dtype, device=device)
-    dtypes = (torch.float32, torch.int32, torch.float32, torch.int64)
+    dtypes = (torch.float32, torch.int32, torch.float32, torch.float32, torch.int64)
     for name, tensor, dtype in zip(sampling._fields, sampling.rows, dtypes, strict=False):
         require_tensor(name, tensor, shape=(rows,), dtype=dtype, device=device)
     return Sampling._make([*(tensor.contiguous() for tensor in sampling.rows), sampling.edits])
@@ -94,7 +95,7 @@ class TopLogprobs(NamedTuple):
     """For each token: the token itself, then the N most likely ones at its position, most likely first.
 
     - ids     int64 [..., 1 + N]
-    - values  fp32 [..., 1 + N], the target's logprobs, before temperature, top_k and top_p
+    - values  fp32 [..., 1 + N], the target's logprobs, before all that SamplingParams changes
     """
 
     ids: torch.Tensor

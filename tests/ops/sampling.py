@@ -45,18 +45,18 @@ def biased(vocab):
 def process_logits():
     for vocab, dtype, column in each((1100, 3), DTYPES, (None, torch.tensor([2, 0, 1, 2]))):
         temperature = torch.tensor([0.0, 0.7, 1.0, 1e-3])
-        plain = noise(4, 3, vocab, dtype=dtype), temperature, column, None, None, None
+        plain = noise(4, 3, vocab, dtype=dtype), temperature, column, *[None] * 4
         yield *plain, *[None] * 5
         for first in (0, 99, 200):
             yield *plain, torch.arange(first, first + 4), *biased(vocab)
         if column is None:
             yield *plain, whole(90, 110, 4, 3), *biased(vocab)
-    yield noise(4, 3, 80)[..., ::2], torch.ones(4), *[None] * 9
+    yield noise(4, 3, 80)[..., ::2], torch.ones(4), *[None] * 10
     # Some rows are unchanged, hence not written.
-    k, p = int32(2, 0, 39, 0, 40, 41), torch.tensor([1, 0.5, 1, 1, 1, 1])
+    k, p, m = int32(2, 0, 39, 0, 40, 41), torch.tensor([1, 0.5, 1, 1, 1, 1]), torch.tensor([0, 0, 0, 0, 1, 0.0]).log()
     temperature, flags = torch.full((6,), 2.0), torch.tensor([True, False] * 3)
-    yield noise(6, 3, 40), temperature, None, k, p, flags, *[None] * 5
-    yield noise(4, 3, 40), temperature[:4], None, k[2:], p[2:], flags[:4], torch.arange(98, 102), *biased(40)
+    yield noise(6, 3, 40), temperature, None, k, p, m, flags, *[None] * 5
+    yield noise(4, 3, 40), temperature[:4], None, k[2:], p[2:], m[2:], flags[:4], torch.arange(98, 102), *biased(40)
 
 
 @op("spec_decode::draw_target", strided="logits")
@@ -78,8 +78,7 @@ def draw_target():
     yield logits, torch.zeros_like(logits), zero.bool(), torch.zeros(1), zero, zero, None
 
 
-@op("spec_decode::restrict_logits")
-def restrict_logits():
+def by_top_k_and_top_p():
     for vocab in (37, 1, 2, 1000, 9001):
         yield noise(4, vocab), int32(5, 0, 5, 0), torch.tensor([1.0, 0.9, 0.8, 1.0])
     # So many in the window that registers do not hold them at once
@@ -100,6 +99,15 @@ def restrict_logits():
     some_out = noise(3, 100).masked_fill(torch.arange(100) % 3 == 0, -torch.inf)
     yield some_out, int32(10, 90, 0), torch.tensor([1.0, 1.0, 0.9])
     yield torch.full((2, 50), torch.nan), int32(0, 50), torch.ones(2)
+
+
+@op("spec_decode::restrict_logits")
+def restrict_logits():
+    for logits, top_k, top_p in by_top_k_and_top_p():
+        yield logits, top_k, top_p, torch.full(top_p.shape, -torch.inf)
+    for vocab in (37, 1, 1000, 9001):
+        yield noise(6, vocab), int32(0, 0, 5), torch.tensor([1.0, 0.8, 0.8]), torch.tensor([0.05, 0.02, 0.1]).log()
+        yield noise(3, vocab), int32(5, 0, 0), torch.ones(3), torch.tensor([0.5, 0.0, 1.0]).log()
 
 
 @op("spec_decode::sample_block")

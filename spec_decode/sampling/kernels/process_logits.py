@@ -13,17 +13,19 @@ from spec_decode.sampling.kernels.edit_logits import add_biases, with_biases
 from spec_decode.sampling.kernels.vocab_blocks import vocab_block
 
 
-def is_restricted(top_k: torch.Tensor, top_p: torch.Tensor, vocab: int) -> torch.Tensor:
-    """Return whether top_k int32 [R] or top_p fp32 [R] restricts each row of `vocab` logits: bool [R]."""
-    return ((top_k > 0) & (top_k < vocab)) | (top_p < 1)
+def is_restricted(top_k: torch.Tensor, top_p: torch.Tensor, min_log_p: torch.Tensor, vocab: int) -> torch.Tensor:
+    """Return whether top_k int32 [R], top_p fp32 [R] or min_log_p fp32 [R] restricts each row of `vocab` logits: bool
+    [R]."""
+    return ((top_k > 0) & (top_k < vocab)) | (top_p < 1) | (min_log_p > -torch.inf)
 
 
 @triton.jit
-def restriction(top_k_ptr, top_p_ptr, request, vocab_size):
-    """Return a request's k and p, and whether each is on."""
+def restriction(top_k_ptr, top_p_ptr, min_log_p_ptr, request, vocab_size):
+    """Return a request's k, p and log(min_p), and whether each is on."""
     k = tl.load(top_k_ptr + request)
     p = tl.load(top_p_ptr + request)
-    return k, p, (k > 0) & (k < vocab_size), p < 1
+    m = tl.load(min_log_p_ptr + request)
+    return k, p, m, (k > 0) & (k < vocab_size), p < 1, m > float("-inf")
 
 
 class ProcessLogits(NamedTuple):
@@ -33,8 +35,9 @@ class ProcessLogits(NamedTuple):
     - logits       [R, G, V] any float, any strides
     - temperature  fp32 [R]; 0, greedy, does not change the logits
     - column       int64 [R], 0 to G - 1, or None for all
-    - top_k        int32 [R], like top_p fp32 [R]: what restricts the rows; None writes all rows
+    - top_k        int32 [R], like the next two, fp32 [R]: what restricts the rows; None writes all rows
     - top_p
+    - min_log_p
     - is_copied    bool [R], written if there is a top_k: whether biases or restrictions change the row. Only such rows
                    of the result are written
     - positions    int64, contiguous: of the token to draw, one per row of the result; or [R], of the first column's
@@ -50,6 +53,7 @@ class ProcessLogits(NamedTuple):
     column: torch.Tensor | None = None
     top_k: torch.Tensor | None = None
     top_p: torch.Tensor | None = None
+    min_log_p: torch.Tensor | None = None
     is_copied: torch.Tensor | None = None
     positions: torch.Tensor | None = None
     num_biases: torch.Tensor | None = None
@@ -68,8 +72,8 @@ class ProcessLogits(NamedTuple):
             add_biases(out, self._positions(out), self.num_biases, self.bias_tokens, self.biases, self.bias_ends)
         out /= torch.where(temperature > 0, temperature, 1.0)[:, None, None]
         if self.is_copied is not None:
-            assert self.top_k is not None and self.top_p is not None
-            self.is_copied.copy_(is_restricted(self.top_k, self.top_p, logits.shape[2]))
+            assert self.top_k is not None and self.top_p is not None and self.min_log_p is not None
+            self.is_copied.copy_(is_restricted(self.top_k, self.top_p, self.min_log_p, logits.shape[2]))
             if self.num_biases is not None:
                 self.is_copied.logical_or_(self.num_biases > 0)
             # Poison rows that are not written, so that a test notices a read.
@@ -93,6 +97,7 @@ class ProcessLogits(NamedTuple):
             selected_ptr=self.column,
             top_k_ptr=self.top_k,
             top_p_ptr=self.top_p,
+            min_log_p_ptr=self.min_log_p,
             is_copied_ptr=self.is_copied,
             positions_ptr=self.positions,
             num_biases_ptr=self.num_biases,
@@ -125,6 +130,7 @@ def _process_kernel(
     selected_ptr,  # int64 [R], or None: all columns
     top_k_ptr,  # int32 [R], or None: all rows
     top_p_ptr,  # fp32 [R], or None: all rows
+    min_log_p_ptr,  # fp32 [R], or None: all rows
     is_copied_ptr,  # out: bool [R], or None: all rows
     positions_ptr,  # int64 [R, G]; [R] with selected_ptr or without EACH_POSITION; or None: no biases
     num_biases_ptr,  # int32 [R]
@@ -152,8 +158,8 @@ def _process_kernel(
     offs_v = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
     mask = offs_v < vocab_size
     if is_copied_ptr is not None:
-        _, _, has_top_k, has_top_p = restriction(top_k_ptr, top_p_ptr, row, vocab_size)
-        is_copied = has_top_k | has_top_p
+        _, _, _, has_top_k, has_top_p, has_min_p = restriction(top_k_ptr, top_p_ptr, min_log_p_ptr, row, vocab_size)
+        is_copied = has_top_k | has_top_p | has_min_p
         if num_biases_ptr is not None:
             is_copied = is_copied | (tl.load(num_biases_ptr + row) > 0)
         tl.store(is_copied_ptr + row, is_copied, mask=(out_column == 0) & (tl.program_id(1) == 0))

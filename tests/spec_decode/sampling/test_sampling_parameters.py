@@ -15,6 +15,7 @@ REFUSED = [
     *[("top_k", value) for value in (-1, 2**31, 2**40, 1.5, True, None)],
     *[("top_p", value) for value in (0.0, -0.1, 1.0001, NAN, INF, True, None, ())],
     *[("seed", value) for value in (2**63, -(2**63) - 1, 0.5, None)],
+    *[("min_p", value) for value in (-0.1, 1.0001, NAN, INF, True, None, ())],
     *[("n", value) for value in (0, -1, 1.5, True, None)],
     *[("min_tokens", value) for value in (-1, 65, 2.0, True, None)],
 ]
@@ -24,6 +25,7 @@ ALLOWED = [
     *[("top_p", value) for value in (1, 1.0, 0.5, 1e-6)],
     *[("seed", value) for value in (2**63 - 1, -(2**63))],
     *[("min_tokens", value) for value in (0, 64)],
+    *[("min_p", value) for value in (0, 0.0, 1, 1e-300)],
 ]
 
 

@@ -59,6 +59,15 @@ def test_restricted_row_draws_from_remaining_tokens():
     assert drawn[:, 1].eq(4).all() and drawn[:, 0].unique().numel() == VOCAB
 
 
+@pytest.mark.parametrize("min_p", [0.0, 0.05, 0.5, 1.0])
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+def test_min_p_keeps_tokens_that_transformers_keeps(temperature, min_p):
+    logits = torch.randn(50, 100, generator=torch.Generator().manual_seed(0)) * 2
+    found = process_target_logits(logits[:, None], sampling_of(50, temperature, min_p=min_p), torch.arange(50))[:, 0]
+    wanted = pytest.importorskip("transformers").MinPLogitsWarper(min_p)(None, logits / temperature)
+    assert torch.equal(found, wanted)
+
+
 def test_processed_logits_are_a_new_tensor():
     logits = torch.zeros(1, 1, VOCAB)
     process_target_logits(logits, sampling_of(1), ZEROS[:1]).fill_(1)

@@ -22,7 +22,13 @@ from tests.spec_decode.verification.verify_helpers import (
     verified,
 )
 
-RESTRICTIONS = {"top_k": {"top_k": 3}, "top_p": {"top_p": 0.7}, "top_k and top_p": {"top_k": 4, "top_p": 0.8}}
+RESTRICTIONS = {
+    "top_k": {"top_k": 3},
+    "top_p": {"top_p": 0.7},
+    "top_k and top_p": {"top_k": 4, "top_p": 0.8},
+    "min_p": {"min_p": 0.3},
+    "all three": {"top_k": 5, "top_p": 0.8, "min_p": 0.1},
+}
 LOGITS = torch.tensor([3.0, 2.5, 2.0, 1.0, 0.5, 0.0])
 
 
@@ -145,6 +151,8 @@ TWO = {
     "top_k": (1.0, 0.0, RESTRICTIONS["top_k"]),
     "top_p": (1.0, 0.0, RESTRICTIONS["top_p"]),
     "top_k and top_p": (0.6, 0.6, RESTRICTIONS["top_k and top_p"]),
+    "min_p": (1.0, 0.3, {"min_p": 0.2, "count": 200_000}),
+    "all three": (1.3, 0.5, {**RESTRICTIONS["all three"], "count": 200_000}),
     "a smaller vocabulary": (0.6, 0.9, {"draft_vocab": 3}),
     "a smaller vocabulary, top_k and top_p": (1.0, 0.3, {"draft_vocab": 3, "top_k": 4, "top_p": 0.9}),
 }
