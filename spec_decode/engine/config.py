@@ -192,6 +192,8 @@ def checked_request(name: str, request: Request, config: EngineConfig, pool: Pag
     # A set, because every token of the text is looked up in it.
     if not isinstance(sampling.stop_token_ids, frozenset):
         sampling = replace(sampling, stop_token_ids=frozenset(sampling.stop_token_ids))
+    if sampling.logit_bias is not None:
+        sampling = replace(sampling, logit_bias=dict(sampling.logit_bias))
     return replace(request, prompt=token_ids, sampling=sampling)
 
 
@@ -206,12 +208,19 @@ def _check_stop_tokens(name: str, sampling: SamplingParams, vocab_size: int) -> 
 
 
 def _check_biases(name: str, sampling: SamplingParams, vocab_size: int) -> None:
-    """Raise BatchError for more biases than a row has, and for stop tokens that leave no other token to draw."""
-    biases = sampling.biases(0)
+    """Raise BatchError for more biases than a row has, for those of tokens that the model cannot draw, and for stop
+    tokens that leave no other token to draw."""
+    count = len(sampling.biases(0))
     require(
-        len(biases) <= MAX_BIASES,
-        f"{name} has {len(biases)} stop tokens that min_tokens forbids, more than {MAX_BIASES}. Pass fewer, or no "
-        "min_tokens.",
+        count <= MAX_BIASES,
+        f"{name} has {count} tokens in logit_bias and among the stop tokens that min_tokens forbids, more than "
+        f"{MAX_BIASES}. Pass fewer.",
+    )
+    unknown = sorted(token for token in sampling.logit_bias or () if not 0 <= token < vocab_size)
+    require(
+        not unknown,
+        f"{name} needs tokens from 0 to {vocab_size - 1}, the model's vocabulary, in logit_bias, got {unknown[:3]}. "
+        "Take them from this model's tokenizer.",
     )
     require(
         len(set(sampling.stop_token_ids)) < vocab_size or not sampling.min_tokens,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
@@ -17,8 +17,10 @@ from spec_decode.sampling.logit_edits import Bias, LogitEdits
 MIN_TEMPERATURE = 1e-3
 """At a lower temperature logits / temperature would overflow fp32; greedy decoding is temperature 0."""
 
-_MAX_TEMPERATURE = torch.finfo(torch.float32).max
-_MAX_TOP_K = torch.iinfo(torch.int32).max
+_MAX_FLOAT32 = torch.finfo(torch.float32).max
+_MAX_INT32 = torch.iinfo(torch.int32).max
+_MAX_BIAS = 1e30
+"""A larger logit could overflow fp32 when divided by the temperature."""
 _ALTERNATIVES = {
     "best_of": "Pass n, and choose among the completions",
     "do_sample": "Pass temperature: 0 is greedy",
@@ -44,6 +46,7 @@ class SamplingParams:
     - min_p        keep the tokens with at least this share of the likeliest token's probability, in [0, 1]; 0 keeps all
     - top_p        of what these two keep, keep the fewest most probable tokens that hold this share of the probability,
                    in (0, 1]; 1 keeps all
+    - logit_bias   token id -> what is added to its logit before the temperature, -1e30 to 1e30; None: nothing
     - seed         64 bits, signed. The noise depends only on the seed, not on the rest of the batch; in fp32 the same
                    seed gives the same text
     - n            completions of the prompt, 1 or more; at temperature 0 only 1. The first has the seed above, the
@@ -69,6 +72,7 @@ class SamplingParams:
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+    logit_bias: Mapping[int, float] | None = None
     seed: int = 0
     n: int = 1
     max_tokens: int = 64
@@ -88,13 +92,13 @@ class SamplingParams:
     def __post_init__(self) -> None:
         require(
             _is_number(self.temperature)
-            and (self.temperature == 0 or MIN_TEMPERATURE <= self.temperature <= _MAX_TEMPERATURE),
+            and (self.temperature == 0 or MIN_TEMPERATURE <= self.temperature <= _MAX_FLOAT32),
             f"temperature must be 0 (greedy) or a finite number of at least {MIN_TEMPERATURE:g}, got "
             f"{self.temperature!r}; logits over it would overflow fp32. Use 0 for greedy decoding, or more.",
         )
         require(
-            type(self.top_k) is int and 0 <= self.top_k <= _MAX_TOP_K,
-            f"top_k must be an integer from 0 (the whole vocabulary) to {_MAX_TOP_K}, got {self.top_k!r}. Pass how "
+            type(self.top_k) is int and 0 <= self.top_k <= _MAX_INT32,
+            f"top_k must be an integer from 0 (the whole vocabulary) to {_MAX_INT32}, got {self.top_k!r}. Pass how "
             "many tokens to keep, or 0.",
         )
         require(
@@ -106,6 +110,14 @@ class SamplingParams:
             _is_number(self.min_p) and 0 <= self.min_p <= 1,
             f"min_p must be from 0 (everything) to 1, got {self.min_p!r}. Pass the least share of the likeliest "
             "token's probability to keep, or 0.",
+        )
+        bias = {} if self.logit_bias is None else self.logit_bias
+        require(
+            isinstance(bias, Mapping)
+            and all(type(token) is int for token in bias)
+            and all(_is_number(value) and abs(value) <= _MAX_BIAS for value in bias.values()),
+            f"logit_bias must be a mapping of token ids to numbers from {-_MAX_BIAS:g} to {_MAX_BIAS:g}, got "
+            f"{self.logit_bias!r:.200}. Pass one, or None.",
         )
         require(
             type(self.seed) is int and -(2**63) <= self.seed < 2**63,
@@ -159,12 +171,17 @@ class SamplingParams:
     @property
     def edits_logits(self) -> bool:
         """Whether anything changes the logits before the temperature."""
-        return self.min_tokens > 0
+        return self.min_tokens > 0 or bool(self.logit_bias)
 
     def biases(self, prompt_len: int) -> list[Bias]:
         """Return the biases of single tokens' logits, for a prompt of this many tokens."""
         end = prompt_len + self.min_tokens
-        return [Bias(token, -torch.inf, end) for token in self.stop_token_ids] if self.min_tokens else []
+        forbidden = set(self.stop_token_ids) if self.min_tokens else ()
+        added = (self.logit_bias or {}).items()
+        return [
+            *(Bias(token, -torch.inf, end) for token in forbidden),
+            *(Bias(token, value, _MAX_INT32) for token, value in added),
+        ]
 
 
 def _log(share: float) -> float:

@@ -17,10 +17,11 @@ def add_biases(
 ) -> None:
     """Torch reference, in place: x fp32 [R, G, V], positions int64 [R, G] of the tokens to draw; LogitEdits has the
     others."""
-    for row in num_biases.nonzero()[:, 0].tolist():
-        count = int(num_biases[row])
-        added = biases[row, :count].where(positions[row, :, None] < bias_ends[row, :count], 0.0)
-        x[row].index_add_(1, bias_tokens[row, :count].long(), added)
+    count = int(num_biases.max())
+    tokens, added = bias_tokens[:, None, :count].long(), biases[:, None, :count]
+    applies = (torch.arange(count) < num_biases[:, None, None]) & (positions[..., None] < bias_ends[:, None, :count])
+    tokens, added = tokens.where(applies, 0), added.where(applies, 0.0)
+    x.scatter_add_(2, tokens, added)
 
 
 @triton.jit

@@ -52,6 +52,17 @@ def forbidden_early(request):
     return edit
 
 
+def biased(request):
+    """Return the edit of logit_bias."""
+
+    def edit(logits, output):
+        for token, value in (request.sampling.logit_bias or {}).items():
+            logits[token] += value
+        return logits
+
+    return edit
+
+
 def requests():
     """More than run at once; stop tokens that the text would draw early, with and without min_tokens."""
     return [
@@ -69,6 +80,26 @@ def test_text_draws_no_stop_token_before_min_tokens(way):
     assert found == [greedy(request, forbidden_early(request)) for request in asked]
     assert all(len(text) >= request.sampling.min_tokens for text, request in zip(found, asked, strict=True))
     assert (engine.stats.preemptions > 0) == (way == "preempted")
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_logit_bias_is_added_at_every_token(way):
+    biases = [{3: 2.0, 5: -1e30}, None, dict.fromkeys(EVERY[::2], -5.0), {}, {7: 1e30}, {0: 1.0, 23: 0.5}]
+    asked = [
+        make_request(prompt=[at + 1] * (at % 3 + 1), max_tokens=12, logit_bias=bias) for at, bias in enumerate(biases)
+    ]
+    found = texts(make_engine(**WAYS[way]), asked)
+    assert found == [greedy(request, biased(request)) for request in asked] and found[4] == [7] * 12
+
+
+def test_biases_and_min_tokens_add_up(monkeypatch):
+    request = make_request(
+        prompt=[1], max_tokens=12, min_tokens=6, stop_token_ids=[4, 9], logit_bias={4: 1e4, 9: 1e3, 2: 10.0}
+    )
+    assert texts(make_engine(), [request]) == [[2] * 6]
+    monkeypatch.setattr("spec_decode.engine.config.MAX_BIASES", 4)
+    with pytest.raises(BatchError, match=r"has 5 tokens in logit_bias and among the stop tokens.*more than 4"):
+        make_engine().submit(request)
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -16,6 +16,7 @@ REFUSED = [
     *[("top_p", value) for value in (0.0, -0.1, 1.0001, NAN, INF, True, None, ())],
     *[("seed", value) for value in (2**63, -(2**63) - 1, 0.5, None)],
     *[("min_p", value) for value in (-0.1, 1.0001, NAN, INF, True, None, ())],
+    *[("logit_bias", value) for value in (3, {1: INF}, {1: NAN}, {"a": 1.0}, {1: "a"}, {1: 2e30}, [1], {True: 1.0})],
     *[("n", value) for value in (0, -1, 1.5, True, None)],
     *[("min_tokens", value) for value in (-1, 65, 2.0, True, None)],
 ]
@@ -25,6 +26,7 @@ ALLOWED = [
     *[("top_p", value) for value in (1, 1.0, 0.5, 1e-6)],
     *[("seed", value) for value in (2**63 - 1, -(2**63))],
     *[("min_tokens", value) for value in (0, 64)],
+    *[("logit_bias", value) for value in (None, {}, {3: -1e30, 0: 1})],
     *[("min_p", value) for value in (0, 0.0, 1, 1e-300)],
 ]
 

@@ -8,11 +8,13 @@ import pytest
 import torch
 
 from spec_decode.sampling import Sampling, SamplingParams
+from spec_decode.sampling.logit_edits import Bias
 from spec_decode.sampling.target_sampler import sample_target
 from spec_decode.verification import BlockVerification, verifier
 from tests.spec_decode.verification.verify_helpers import (
     COUNT,
     FIRST,
+    Biases,
     draft_of,
     law,
     p_value,
@@ -153,6 +155,8 @@ TWO = {
     "top_k and top_p": (0.6, 0.6, RESTRICTIONS["top_k and top_p"]),
     "min_p": (1.0, 0.3, {"min_p": 0.2, "count": 200_000}),
     "all three": (1.3, 0.5, {**RESTRICTIONS["all three"], "count": 200_000}),
+    "a bias": (0.8, 0.3, {"edit": Biases(Bias(1, 1.5, 99), Bias(3, -2.0, 99)), "count": 200_000}),
+    "a token forbidden once": (1.0, 0.9, {"edit": Biases(Bias(2, -math.inf, FIRST + 1)), "count": 200_000, "top_k": 4}),
     "a smaller vocabulary": (0.6, 0.9, {"draft_vocab": 3}),
     "a smaller vocabulary, top_k and top_p": (1.0, 0.3, {"draft_vocab": 3, "top_k": 4, "top_p": 0.9}),
 }

@@ -7,6 +7,7 @@ import torch
 from scipy import stats
 
 from spec_decode.sampling import DraftSampler, Sampling
+from spec_decode.sampling.logit_edits import LogitEdits
 from spec_decode.sampling.target_sampler import sample_target
 
 COUNT = 50_000
@@ -19,12 +20,12 @@ def peaked(tokens, vocab=8):
     return torch.nn.functional.one_hot(torch.tensor(tokens), vocab).float() * 9
 
 
-def sampling_of(rows, temperature=0.0, *, top_k=0, top_p=1.0, min_p=0.0, seeds=None):
+def sampling_of(rows, temperature=0.0, *, top_k=0, top_p=1.0, min_p=0.0, seeds=None, edits=None):
     """Return the same parameters for every row; seeds are row indices by default."""
     return Sampling(
         temperature=torch.full((rows,), temperature), top_k=torch.full((rows,), top_k, dtype=torch.int32),
         top_p=torch.full((rows,), top_p), min_log_p=torch.full((rows,), min_p).log(),
-        seeds=torch.arange(rows) if seeds is None else seeds,
+        seeds=torch.arange(rows) if seeds is None else seeds, edits=edits,
     )  # fmt: skip
 
 
@@ -52,6 +53,24 @@ def draft_of(logits, temperature, position, seeds=None):
     return sampler.draft_tokens[:, 0]
 
 
+class Biases:
+    """Biases of every row: see two_tokens."""
+
+    def __init__(self, *biases):
+        self._biases = biases
+        self._edits = LogitEdits.allocate(1, "cpu")
+        self._edits.load([biases])
+
+    def rows(self, count):
+        return LogitEdits(*(tensor.expand(count, *tensor.shape[1:]) for tensor in self._edits))
+
+    def of(self, logits, output):
+        changed = logits.clone()
+        for token, value, end in self._biases:
+            changed[token] += value if FIRST + len(output) < end else 0.0
+        return changed
+
+
 def law(logits, temperature, top_k=0, top_p=1.0, min_p=0.0):
     """Return the distribution, fp64 in logits' shape, from which rows of logits are sampled; in plain Python."""
     rows = logits.double().reshape(-1, logits.shape[-1]).tolist()
@@ -71,10 +90,13 @@ def _row_law(row, temperature, top_k, top_p, min_p):
     return [math.exp((x - max(row)) / temperature) / weight(kept) if x >= kept else 0.0 for x in row]
 
 
-def two_tokens(verifier, temperature, likeness, seed, *, vocab=5, draft_vocab=None, count=COUNT, **restriction):
+def two_tokens(
+    verifier, temperature, likeness, seed, *, vocab=5, draft_vocab=None, count=COUNT, edit=None, **restriction
+):
     """Return the first two output tokens of `count` requests, K = 2, as one index, their expected law, and the output.
 
-    draft_vocab: how many tokens the draft can propose. restriction: the target's top_k, top_p and min_p.
+    draft_vocab: how many tokens the draft can propose. restriction: the target's top_k, top_p and min_p. edit: of the
+    target's logits, with `rows`, the edits of many rows, and `of`, the changed logits after a text.
     The draft's logits are the target's, blurred with noise: with likeness 0 the draft knows nothing of the target.
     """
     generator = torch.Generator().manual_seed(seed)
@@ -82,19 +104,23 @@ def two_tokens(verifier, temperature, likeness, seed, *, vocab=5, draft_vocab=No
     q = [likeness * x + (1 - likeness) * 1.5 * torch.randn(x.shape, generator=generator) for x in p]
     q = [x.masked_fill(torch.arange(vocab) >= (draft_vocab or vocab), -math.inf) for x in q]
     after = torch.randn(vocab, vocab, vocab, generator=generator)
+    edits = edit and edit.rows(count)
     d0 = draft_of(q[0].expand(count, -1), temperature, FIRST)
     d1 = draft_of(q[1][d0], temperature, FIRST + 1)
     output = verified(
         verifier, torch.stack([p[0].expand(count, -1), p[1][d0], after[d0, d1]], 1), torch.stack([d0, d1], 1),
         temperature=temperature, draft_logits=torch.stack([q[0].expand(count, -1), q[1][d0]], 1) / temperature,
-        **restriction,
+        edits=edits, **restriction,
     )  # fmt: skip
     accepted, added = output.accepted, output.next_tokens
     first = torch.where(accepted > 0, d0, added)
     later = sample_target(
-        p[1][first], sampling=sampling_of(count, temperature, **restriction), positions=torch.full((count,), FIRST + 1)
-    )
+        p[1][first], sampling=sampling_of(count, temperature, edits=edits, **restriction),
+        positions=torch.full((count,), FIRST + 1),
+    )  # fmt: skip
     second = torch.where(accepted == 2, d1, torch.where(accepted == 1, added, later))
+    if edit:
+        p = [edit.of(p[0], []), torch.stack([edit.of(x, [token]) for token, x in enumerate(p[1])])]
     exact = [law(x, temperature, **restriction) for x in p]
     return first * vocab + second, exact[0][:, None] * exact[1], output
 
