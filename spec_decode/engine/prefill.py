@@ -70,11 +70,11 @@ class Prefill:
 
     def _next_tokens(self, ends: Sequence[tuple[Chunk, list[int]]], logits: torch.Tensor) -> torch.Tensor:
         """Return the token after each prefill: sampled, or the known next token of a preempted request."""
-        requests = [chunk.request.handle.request for chunk, _ in ends]
-        sampling = Sampling.of([request.sampling for request in requests], self._tables.device)
-        if any(request.sampling.edits_logits for request in requests):
-            edits = LogitEdits.allocate(len(requests), self._tables.device)
-            edits.load([request.sampling.biases(len(request.prompt)) for request in requests])
+        params, device = [chunk.request.handle.request.sampling for chunk, _ in ends], self._tables.device
+        sampling = Sampling.of(params, device)
+        if any(each.edits_logits for each in params):
+            edits = LogitEdits.allocate(len(params), logits.shape[1], device)
+            edits.load([chunk.request.edits for chunk, _ in ends])
             sampling = sampling._replace(edits=edits)
         positions = self._tensor([chunk.end for chunk, _ in ends])
         sampled = sample_target(logits, sampling=sampling, positions=positions)

@@ -12,7 +12,7 @@ from typing_extensions import Self
 
 from builders.errors import did_you_mean, require
 from spec_decode.sampling import noise
-from spec_decode.sampling.logit_edits import Bias, LogitEdits
+from spec_decode.sampling.logit_edits import Bias, LogitEdits, Penalties, RowEdits
 
 MIN_TEMPERATURE = 1e-3
 """At a lower temperature logits / temperature would overflow fp32; greedy decoding is temperature 0."""
@@ -21,6 +21,8 @@ _MAX_FLOAT32 = torch.finfo(torch.float32).max
 _MAX_INT32 = torch.iinfo(torch.int32).max
 _MAX_BIAS = 1e30
 """A larger logit could overflow fp32 when divided by the temperature."""
+_MAX_REPETITION = 1e3
+"""Likewise, also with the largest bias."""
 _ALTERNATIVES = {
     "best_of": "Pass n, and choose among the completions",
     "do_sample": "Pass temperature: 0 is greedy",
@@ -47,6 +49,16 @@ class SamplingParams:
     - top_p        of what these two keep, keep the fewest most probable tokens that hold this share of the probability,
                    in (0, 1]; 1 keeps all
     - logit_bias   token id -> what is added to its logit before the temperature, -1e30 to 1e30; None: nothing
+
+    These change the logits after logit_bias, by the tokens of the text so far:
+
+    - repetition_penalty  divides a positive logit of a token in the prompt or the new text, and multiplies a negative
+                          one; 1e-3 to 1e3, 1 does nothing
+    - presence_penalty    is subtracted from the logit of a token in the new text; -2 to 2
+    - frequency_penalty   likewise, for each time that the new text has the token; -2 to 2
+
+    Which noise draws the tokens:
+
     - seed         64 bits, signed. The noise depends only on the seed, not on the rest of the batch; in fp32 the same
                    seed gives the same text
     - n            completions of the prompt, 1 or more; at temperature 0 only 1. The first has the seed above, the
@@ -73,6 +85,9 @@ class SamplingParams:
     top_p: float = 1.0
     min_p: float = 0.0
     logit_bias: Mapping[int, float] | None = None
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
     seed: int = 0
     n: int = 1
     max_tokens: int = 64
@@ -119,6 +134,17 @@ class SamplingParams:
             f"logit_bias must be a mapping of token ids to numbers from {-_MAX_BIAS:g} to {_MAX_BIAS:g}, got "
             f"{self.logit_bias!r:.200}. Pass one, or None.",
         )
+        require(
+            _is_number(self.repetition_penalty) and 1 / _MAX_REPETITION <= self.repetition_penalty <= _MAX_REPETITION,
+            f"repetition_penalty must be from {1 / _MAX_REPETITION:g} to {_MAX_REPETITION:g}, got "
+            f"{self.repetition_penalty!r}. Pass more than 1 against repetition, or 1.",
+        )
+        for name in ("presence_penalty", "frequency_penalty"):
+            value = getattr(self, name)
+            require(
+                _is_number(value) and -2 <= value <= 2,
+                f"{name} must be from -2 to 2, got {value!r}. Pass more than 0 against repetition, or 0.",
+            )
         require(
             type(self.seed) is int and -(2**63) <= self.seed < 2**63,
             f"seed must be a signed 64-bit integer, got {self.seed!r}. Pass one, and different ones for texts that "
@@ -171,7 +197,16 @@ class SamplingParams:
     @property
     def edits_logits(self) -> bool:
         """Whether anything changes the logits before the temperature."""
-        return self.min_tokens > 0 or bool(self.logit_bias)
+        return self.min_tokens > 0 or bool(self.logit_bias) or self.penalties != Penalties()
+
+    @property
+    def penalties(self) -> Penalties:
+        """The three penalties."""
+        return Penalties(self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
+
+    def edits(self, prompt: Sequence[int], output: Sequence[int]) -> RowEdits:
+        """Return what changes the logits after a prompt and these new tokens."""
+        return RowEdits(self.biases(len(prompt)), self.penalties, prompt, output)
 
     def biases(self, prompt_len: int) -> list[Bias]:
         """Return the biases of single tokens' logits, for a prompt of this many tokens."""

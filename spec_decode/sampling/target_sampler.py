@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from builders.errors import require_tensor
+from builders.errors import require, require_tensor
 from spec_decode.sampling.kernels.draw_target import DrawTarget, draw_target
 from spec_decode.sampling.kernels.process_logits import ProcessLogits, process_logits
 from spec_decode.sampling.kernels.restrict_logits import restrict_logits
@@ -14,7 +14,13 @@ from spec_decode.sampling.parameters import Sampling
 
 
 def sample_target(
-    logits: torch.Tensor, *, sampling: Sampling, positions: torch.Tensor, column: torch.Tensor | None = None
+    logits: torch.Tensor,
+    *,
+    sampling: Sampling,
+    positions: torch.Tensor,
+    column: torch.Tensor | None = None,
+    draft_tokens: torch.Tensor | None = None,
+    parents: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Sample as plain decoding does: one token per row, or per column of a row; int64, in the shape of positions; -1
     from logits with a NaN or +inf among them, or of -inf alone.
@@ -23,6 +29,8 @@ def sample_target(
     - sampling   R rows
     - positions  int64 [R], the absolute positions of the tokens; [R, G] for logits [R, G, V]
     - column     int64 [R], 0 to G - 1: the column of logits [R, G, V] to draw from in each row; None: all
+    - draft_tokens  int64 [R, G - 1], the tokens after the first that the columns follow, and parents in the same shape:
+                    see TreeBatch; no parents for chains. Only read if sampling has edits, and then needed if G > 1
 
     Raises BatchError for tensors of the wrong shape, dtype or device.
     """
@@ -35,7 +43,7 @@ def sample_target(
         require_tensor("column", column, shape=(rows,), dtype=torch.int64, device=device)
         column = column.contiguous()
     is_copied = torch.empty(rows, dtype=torch.bool, device=device)
-    copied = _process(logits, sampling, positions, column, is_copied)
+    copied = _process(logits, sampling, positions, column, is_copied, draft_tokens, parents)
     return draw_target(
         *DrawTarget(
             logits=logits,
@@ -49,20 +57,23 @@ def sample_target(
     )
 
 
-def process_target_logits(logits: torch.Tensor, sampling: Sampling, positions: torch.Tensor) -> torch.Tensor:
+def process_target_logits(
+    logits: torch.Tensor, sampling: Sampling, positions: torch.Tensor, draft_tokens: torch.Tensor | None = None
+) -> torch.Tensor:
     """Return logits with their edits, divided by the temperature, -inf outside top_k, top_p and min_p; fp32
     [R, G, V].
 
     - logits     [R, G, V] any float
     - sampling   R rows
     - positions  int64 [R], the absolute position of the token that the first column draws
+    - draft_tokens  int64 [R, G - 1], the tokens before those of the later columns, as in sample_target
 
     The three never remove a row's largest logits, so they do not change greedy rows' tokens.
     Raises BatchError for tensors of the wrong shape, dtype or device.
     """
     sampling = _checked(logits, sampling)
     require_tensor("positions", positions, shape=(len(logits),), dtype=torch.int64, device=logits.device)
-    return _process(logits, sampling, positions.contiguous())
+    return _process(logits, sampling, positions.contiguous(), draft_tokens=draft_tokens)
 
 
 def _process(
@@ -71,8 +82,23 @@ def _process(
     positions: torch.Tensor,
     column: torch.Tensor | None = None,
     is_copied: torch.Tensor | None = None,
+    draft_tokens: torch.Tensor | None = None,
+    parents: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    edits = {} if sampling.edits is None else {"positions": positions, **sampling.edits._asdict()}
+    edits = {}
+    if sampling.edits is not None:
+        (rows, columns, vocab), device = logits.shape, logits.device
+        require_tensor("counts", sampling.edits.counts, shape=(rows, vocab), dtype=torch.int32, device=device)
+        require(
+            columns == 1 or draft_tokens is not None,
+            f"logits have {columns} columns and sampling has edits, but there are no draft_tokens. Pass the tokens "
+            "that the later columns follow.",
+        )
+        edits = {"positions": positions, **sampling.edits._asdict()}
+        for name, tensor in {"draft_tokens": draft_tokens, "parents": parents}.items():
+            if tensor is not None and columns > 1:
+                require_tensor(name, tensor, shape=(rows, columns - 1), dtype=torch.int64, device=device)
+                edits[name] = tensor.contiguous()
     restriction = {"top_k": sampling.top_k, "top_p": sampling.top_p, "min_log_p": sampling.min_log_p}
     flags = {} if is_copied is None else {"is_copied": is_copied, **restriction}
     out = process_logits(*ProcessLogits(logits, sampling.temperature, column, **flags, **edits))

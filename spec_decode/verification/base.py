@@ -90,7 +90,7 @@ class LosslessVerifier(Verifier):
         Raises BatchError for tensors of the wrong shape, dtype or device.
         """
         arguments = VerifyArguments(
-            processed=process_target_logits(target_logits, sampling, draft_positions),
+            processed=process_target_logits(target_logits, sampling, draft_positions, draft_tokens),
             draft_tokens=draft_tokens,
             draft_logits=draft_logits,
             temperature=sampling.temperature,

@@ -41,22 +41,32 @@ def biased(vocab):
     return counts, tokens, values, whole(90, 110, 4, 5)
 
 
+def penalties_of(vocab):
+    """Return penalties of four rows, the second without any, and counts, which are not read for that row."""
+    penalties = torch.tensor([[1.3, 0.5, -0.25], [1.0, 0.0, 0.0], [0.5, 0.0, 0.0], [1.0, 0.0, 1.5]])
+    return penalties, whole(-4, 6, 4, vocab, seed=7).clamp(min=0).int()
+
+
 @op("spec_decode::process_logits", strided="logits")
 def process_logits():
     for vocab, dtype, column in each((1100, 3), DTYPES, (None, torch.tensor([2, 0, 1, 2]))):
         temperature = torch.tensor([0.0, 0.7, 1.0, 1e-3])
         plain = noise(4, 3, vocab, dtype=dtype), temperature, column, *[None] * 4
-        yield *plain, *[None] * 5
+        yield *plain, *[None] * 9
+        edits, drafts = (*biased(vocab), *penalties_of(vocab)), whole(0, 2, 4, 2, seed=3)
         for first in (0, 99, 200):
-            yield *plain, torch.arange(first, first + 4), *biased(vocab)
+            yield *plain, torch.arange(first, first + 4), *edits, drafts, None
         if column is None:
-            yield *plain, whole(90, 110, 4, 3), *biased(vocab)
-    yield noise(4, 3, 80)[..., ::2], torch.ones(4), *[None] * 10
+            places, parents = whole(90, 110, 4, 3), torch.tensor([[0, 1], [0, 0], [0, 0], [0, -1]])
+            yield *plain, places, *edits, drafts, parents
+            yield *plain, places, *edits, drafts.index_fill(1, torch.tensor([1]), -1), None
+    yield noise(4, 3, 80)[..., ::2], torch.ones(4), *[None] * 14
     # Some rows are unchanged, hence not written.
     k, p, m = int32(2, 0, 39, 0, 40, 41), torch.tensor([1, 0.5, 1, 1, 1, 1]), torch.tensor([0, 0, 0, 0, 1, 0.0]).log()
     temperature, flags = torch.full((6,), 2.0), torch.tensor([True, False] * 3)
-    yield noise(6, 3, 40), temperature, None, k, p, m, flags, *[None] * 5
-    yield noise(4, 3, 40), temperature[:4], None, k[2:], p[2:], m[2:], flags[:4], torch.arange(98, 102), *biased(40)
+    yield noise(6, 3, 40), temperature, None, k, p, m, flags, *[None] * 9
+    some = noise(4, 3, 40), temperature[:4], None, k[2:], p[2:], m[2:], flags[:4]
+    yield *some, torch.arange(98, 102), *biased(40), *penalties_of(40), whole(0, 40, 4, 2), None
 
 
 @op("spec_decode::draw_target", strided="logits")

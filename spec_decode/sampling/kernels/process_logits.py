@@ -1,4 +1,4 @@
-"""Process logits for sampling: convert to fp32, add the biases and divide by the temperature."""
+"""Process logits for sampling: convert to fp32, edit them and divide by the temperature."""
 
 from __future__ import annotations
 
@@ -9,7 +9,14 @@ import torch
 from builders.kernels.op import define_op
 from builders.kernels.sizes import cdiv
 from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
-from spec_decode.sampling.kernels.edit_logits import add_biases, with_biases
+from spec_decode.sampling.kernels.edit_logits import (
+    add_biases,
+    apply_penalties,
+    has_penalties,
+    is_penalised,
+    with_biases,
+    with_penalties,
+)
 from spec_decode.sampling.kernels.vocab_blocks import vocab_block
 
 
@@ -29,7 +36,7 @@ def restriction(top_k_ptr, top_p_ptr, min_log_p_ptr, request, vocab_size):
 
 
 class ProcessLogits(NamedTuple):
-    """Return (logits + biases) / temperature, contiguous fp32 [R, G, V]; [R, 1, V] if `column` selects one column per
+    """Return edited logits / temperature, contiguous fp32 [R, G, V]; [R, 1, V] if `column` selects one column per
     row.
 
     - logits       [R, G, V] any float, any strides
@@ -38,14 +45,19 @@ class ProcessLogits(NamedTuple):
     - top_k        int32 [R], like the next two, fp32 [R]: what restricts the rows; None writes all rows
     - top_p
     - min_log_p
-    - is_copied    bool [R], written if there is a top_k: whether biases or restrictions change the row. Only such rows
+    - is_copied    bool [R], written if there is a top_k: whether edits or restrictions change the row. Only such rows
                    of the result are written
     - positions    int64, contiguous: of the token to draw, one per row of the result; or [R], of the first column's
-                   token. None without biases, like the next four: see LogitEdits
+                   token. None without edits, like the next six: see LogitEdits
     - num_biases
     - bias_tokens
     - biases
     - bias_ends
+    - penalties
+    - counts
+    - draft_tokens  int64 [R, G - 1], the query tokens after the first: penalties count those before the drawn one; None
+                    if G is 1
+    - parents       int64 [R, G - 1], as in TreeBatch; None if each draft token follows the one before
     """
 
     logits: torch.Tensor
@@ -60,6 +72,10 @@ class ProcessLogits(NamedTuple):
     bias_tokens: torch.Tensor | None = None
     biases: torch.Tensor | None = None
     bias_ends: torch.Tensor | None = None
+    penalties: torch.Tensor | None = None
+    counts: torch.Tensor | None = None
+    draft_tokens: torch.Tensor | None = None
+    parents: torch.Tensor | None = None
 
     def reference(self) -> torch.Tensor:
         logits, temperature = self.logits, self.temperature
@@ -70,12 +86,14 @@ class ProcessLogits(NamedTuple):
             assert self.num_biases is not None and self.bias_tokens is not None
             assert self.biases is not None and self.bias_ends is not None
             add_biases(out, self._positions(out), self.num_biases, self.bias_tokens, self.biases, self.bias_ends)
+            assert self.penalties is not None and self.counts is not None
+            apply_penalties(out, self.penalties, self.counts, self.draft_tokens, self.parents, self.column)
         out /= torch.where(temperature > 0, temperature, 1.0)[:, None, None]
         if self.is_copied is not None:
             assert self.top_k is not None and self.top_p is not None and self.min_log_p is not None
             self.is_copied.copy_(is_restricted(self.top_k, self.top_p, self.min_log_p, logits.shape[2]))
-            if self.num_biases is not None:
-                self.is_copied.logical_or_(self.num_biases > 0)
+            if self.num_biases is not None and self.penalties is not None:
+                self.is_copied.logical_or_((self.num_biases > 0) | is_penalised(self.penalties))
             # Poison rows that are not written, so that a test notices a read.
             out[~self.is_copied] = float("nan")
         return out
@@ -104,6 +122,10 @@ class ProcessLogits(NamedTuple):
             bias_tokens_ptr=self.bias_tokens,
             biases_ptr=self.biases,
             bias_ends_ptr=self.bias_ends,
+            penalties_ptr=self.penalties,
+            counts_ptr=self.counts,
+            draft_tokens_ptr=self.draft_tokens,
+            parents_ptr=self.parents,
             out_ptr=out,
             num_columns=group,
             vocab_size=vocab,
@@ -111,9 +133,13 @@ class ProcessLogits(NamedTuple):
             stride_column=self.logits.stride(1),
             stride_token=self.logits.stride(2),
             stride_bias_row=0 if self.biases is None else self.biases.stride(0),
+            stride_draft=0 if self.draft_tokens is None else self.draft_tokens.stride(0),
+            stride_parents=0 if self.parents is None else self.parents.stride(0),
             EACH_POSITION=self.positions is not None and self.positions.numel() == rows * group,
             BLOCK_V=block,
             num_warps=max(1, min(8, block // 256)),
+            # A product fused into a sum would round otherwise than torch does.
+            enable_fp_fusion=False,
             **dependent_launch(out.device),
         )
         return out
@@ -132,11 +158,15 @@ def _process_kernel(
     top_p_ptr,  # fp32 [R], or None: all rows
     min_log_p_ptr,  # fp32 [R], or None: all rows
     is_copied_ptr,  # out: bool [R], or None: all rows
-    positions_ptr,  # int64 [R, G]; [R] with selected_ptr or without EACH_POSITION; or None: no biases
+    positions_ptr,  # int64 [R, G]; [R] with selected_ptr or without EACH_POSITION; or None: no edits
     num_biases_ptr,  # int32 [R]
     bias_tokens_ptr,  # int32 [R, N]
     biases_ptr,  # fp32 [R, N]
     bias_ends_ptr,  # int64 [R, N]
+    penalties_ptr,  # fp32 [R, 3]
+    counts_ptr,  # int32 [R, V]
+    draft_tokens_ptr,  # int64 [R, G - 1], or None: no drafts
+    parents_ptr,  # int64 [R, G - 1], or None: chains
     out_ptr,  # out: fp32 [R, G, V]; [R, 1, V] with selected_ptr
     num_columns,  # columns of out: G, or 1 with selected_ptr
     vocab_size,  # V
@@ -144,11 +174,13 @@ def _process_kernel(
     stride_column,
     stride_token,
     stride_bias_row,
+    stride_draft,
+    stride_parents,
     EACH_POSITION: tl.constexpr,  # whether positions_ptr has one for each row of out, not one for the first column
     BLOCK_V: tl.constexpr,  # logits per program
     PDL: tl.constexpr,  # programmatic dependent launch
 ):
-    """out = (logits + biases) / temperature. Grid [rows of out, blocks of the vocabulary]."""
+    """out = edited logits / temperature. Grid [rows of out, blocks of the vocabulary]."""
     await_previous(PDL)
     out_row = tl.program_id(0).to(tl.int64)
     row, out_column = out_row // num_columns, out_row % num_columns
@@ -161,7 +193,7 @@ def _process_kernel(
         _, _, _, has_top_k, has_top_p, has_min_p = restriction(top_k_ptr, top_p_ptr, min_log_p_ptr, row, vocab_size)
         is_copied = has_top_k | has_top_p | has_min_p
         if num_biases_ptr is not None:
-            is_copied = is_copied | (tl.load(num_biases_ptr + row) > 0)
+            is_copied = is_copied | (tl.load(num_biases_ptr + row) > 0) | has_penalties(penalties_ptr, row)
         tl.store(is_copied_ptr + row, is_copied, mask=(out_column == 0) & (tl.program_id(1) == 0))
         mask = mask & is_copied
     logits_ptrs = logits_ptr + row * stride_row + column * stride_column
@@ -175,6 +207,21 @@ def _process_kernel(
         x = with_biases(
             x, offs_v, row, position, num_biases_ptr, bias_tokens_ptr, biases_ptr, bias_ends_ptr, stride_bias_row
         )
+        if has_penalties(penalties_ptr, row):
+            x = with_penalties(
+                x,
+                offs_v,
+                mask,
+                row,
+                column.to(tl.int64),
+                penalties_ptr,
+                counts_ptr,
+                draft_tokens_ptr,
+                parents_ptr,
+                vocab_size,
+                stride_draft,
+                stride_parents,
+            )
     if temperature > 0:
         x = tl.div_rn(x, temperature)
     tl.store(out_ptr + out_row * vocab_size + offs_v, x, mask=mask)

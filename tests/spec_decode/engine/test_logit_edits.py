@@ -63,6 +63,32 @@ def biased(request):
     return edit
 
 
+def penalised(request):
+    """Return the edit of the penalties: the first as `transformers` applies it."""
+    sampling, repetition = request.sampling, pytest.importorskip("transformers").RepetitionPenaltyLogitsProcessor
+
+    def edit(logits, output):
+        text = torch.tensor([[*request.prompt, *output]])
+        logits = repetition(float(sampling.repetition_penalty))(text, logits[None].clone())[0]
+        for token in output:
+            logits[token] -= sampling.frequency_penalty
+        for token in {*output}:
+            logits[token] -= sampling.presence_penalty
+        return logits
+
+    return edit
+
+
+PENALTIES = [
+    {"repetition_penalty": 1.3},
+    {"presence_penalty": 0.9},
+    {"frequency_penalty": 0.4},
+    {},
+    {"repetition_penalty": 0.8, "presence_penalty": 1.5, "frequency_penalty": -0.1},
+    {"repetition_penalty": 3.0, "frequency_penalty": 2.0},
+]
+
+
 def requests():
     """More than run at once; stop tokens that the text would draw early, with and without min_tokens."""
     return [
@@ -90,6 +116,29 @@ def test_logit_bias_is_added_at_every_token(way):
     ]
     found = texts(make_engine(**WAYS[way]), asked)
     assert found == [greedy(request, biased(request)) for request in asked] and found[4] == [7] * 12
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_penalties_count_the_tokens_of_prompt_and_text(way):
+    asked = [make_request(prompt=[at + 1] * (at % 3 + 1), max_tokens=12, **each) for at, each in enumerate(PENALTIES)]
+    engine = make_engine(**WAYS[way])
+    found = texts(engine, asked)
+    assert found == [greedy(request, penalised(request)) for request in asked]
+    assert (engine.stats.preemptions > 0) == (way == "preempted")
+    assert engine.stats.mean_accepted > 0 or not engine.drafter
+    # The rows of ended requests leave nothing to others.
+    plain = [make_request(prompt=request.prompt, max_tokens=12) for request in asked]
+    assert texts(engine, plain) == [greedy(request, lambda logits, output: logits) for request in plain]
+
+
+@pytest.mark.parametrize("way", ["plain", "in trees"])
+def test_penalised_draws_equal_those_of_plain_decoding_alone(way):
+    asked = [
+        make_request(prompt=[at + 1], max_tokens=12, temperature=0.9, seed=at, **each)
+        for at, each in enumerate(PENALTIES)
+    ]
+    together = texts(make_engine(**WAYS[way]), asked)
+    assert together == [texts(make_engine(steps=0), [request])[0] for request in asked]
 
 
 def test_biases_and_min_tokens_add_up(monkeypatch):

@@ -17,6 +17,9 @@ REFUSED = [
     *[("seed", value) for value in (2**63, -(2**63) - 1, 0.5, None)],
     *[("min_p", value) for value in (-0.1, 1.0001, NAN, INF, True, None, ())],
     *[("logit_bias", value) for value in (3, {1: INF}, {1: NAN}, {"a": 1.0}, {1: "a"}, {1: 2e30}, [1], {True: 1.0})],
+    *[("repetition_penalty", value) for value in (0.0, -1.0, 1e4, NAN, INF, True, None)],
+    *[("presence_penalty", value) for value in (-2.1, 2.1, NAN, INF, True, None)],
+    *[("frequency_penalty", value) for value in (-2.1, 2.1, NAN, INF, True, None)],
     *[("n", value) for value in (0, -1, 1.5, True, None)],
     *[("min_tokens", value) for value in (-1, 65, 2.0, True, None)],
 ]
@@ -27,6 +30,8 @@ ALLOWED = [
     *[("seed", value) for value in (2**63 - 1, -(2**63))],
     *[("min_tokens", value) for value in (0, 64)],
     *[("logit_bias", value) for value in (None, {}, {3: -1e30, 0: 1})],
+    *[("repetition_penalty", value) for value in (1e-3, 1, 1e3)],
+    *[(f"{name}_penalty", value) for name in ("presence", "frequency") for value in (-2, 0, 2.0)],
     *[("min_p", value) for value in (0, 0.0, 1, 1e-300)],
 ]
 
@@ -48,7 +53,7 @@ def test_value_at_edge_of_range_is_accepted(name, value):
         ("best_of", "does not support 'best_of'. Pass n, and choose among the completions."),
         ("do_sample", "does not support 'do_sample'. Pass temperature: 0 is greedy."),
         ("max_new_tokens", "does not support 'max_new_tokens'. Did you mean max_tokens? Parameters are temperature,"),
-        ("presence_penalty", "does not support 'presence_penalty'. Parameters are temperature, top_k,"),
+        ("bad_words", "does not support 'bad_words'. Parameters are temperature, top_k,"),
     ],
 )
 def test_unknown_parameter_error_suggests_alternative(name, told):

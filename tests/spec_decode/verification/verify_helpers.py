@@ -7,7 +7,7 @@ import torch
 from scipy import stats
 
 from spec_decode.sampling import DraftSampler, Sampling
-from spec_decode.sampling.logit_edits import LogitEdits
+from spec_decode.sampling.logit_edits import LogitEdits, Penalties, RowEdits
 from spec_decode.sampling.target_sampler import sample_target
 
 COUNT = 50_000
@@ -53,22 +53,42 @@ def draft_of(logits, temperature, position, seeds=None):
     return sampler.draft_tokens[:, 0]
 
 
-class Biases:
-    """Biases of every row: see two_tokens."""
+def edits_of(rows, count):
+    """Return the edits of `count` rows, which repeat these."""
+    edits = LogitEdits.allocate(len(rows), 5, "cpu")
+    edits.load(rows)
+    return LogitEdits(*(tensor.expand(count, *tensor.shape[1:]) for tensor in edits))
 
-    def __init__(self, *biases):
-        self._biases = biases
-        self._edits = LogitEdits.allocate(1, "cpu")
-        self._edits.load([biases])
+
+class Edit:
+    """Edits of every row, and the text before: see two_tokens."""
+
+    def __init__(self, *biases, prompt=(), output=(), **penalties):
+        self._row = RowEdits(biases, Penalties(**penalties), prompt, output)
+
+    def _after(self, texts):
+        """Return a row after each text, with narrow tables."""
+        edits = LogitEdits.allocate(len(texts), 5, "cpu")
+        edits.load([self._row._replace(output=[*self._row.output, *text]) for text in texts])
+        return LogitEdits(*(tensor[..., :5] for tensor in edits))
 
     def rows(self, count):
-        return LogitEdits(*(tensor.expand(count, *tensor.shape[1:]) for tensor in self._edits))
+        return LogitEdits(*(tensor.expand(count, *tensor.shape[1:]) for tensor in self._after([()])))
 
-    def of(self, logits, output):
-        changed = logits.clone()
-        for token, value, end in self._biases:
-            changed[token] += value if FIRST + len(output) < end else 0.0
-        return changed
+    def rows_after(self, first):
+        return LogitEdits(*(tensor[first] for tensor in self._after([(token,) for token in range(5)])))
+
+    def of(self, logits, text):
+        """Return the logits after a text, changed one by one."""
+        changed, output = logits.tolist(), [*self._row.output, *text]
+        for token, value, end in self._row.biases:
+            changed[token] += value if FIRST + len(text) < end else 0.0
+        repetition, presence, frequency = self._row.penalties
+        for token in {*output, *self._row.prompt}:
+            changed[token] *= 1 / repetition if changed[token] > 0 else repetition
+        for token in output:
+            changed[token] -= frequency + presence / output.count(token)
+        return torch.tensor(changed)
 
 
 def law(logits, temperature, top_k=0, top_p=1.0, min_p=0.0):
@@ -96,7 +116,7 @@ def two_tokens(
     """Return the first two output tokens of `count` requests, K = 2, as one index, their expected law, and the output.
 
     draft_vocab: how many tokens the draft can propose. restriction: the target's top_k, top_p and min_p. edit: of the
-    target's logits, with `rows`, the edits of many rows, and `of`, the changed logits after a text.
+    target's logits.
     The draft's logits are the target's, blurred with noise: with likeness 0 the draft knows nothing of the target.
     """
     generator = torch.Generator().manual_seed(seed)
@@ -104,18 +124,17 @@ def two_tokens(
     q = [likeness * x + (1 - likeness) * 1.5 * torch.randn(x.shape, generator=generator) for x in p]
     q = [x.masked_fill(torch.arange(vocab) >= (draft_vocab or vocab), -math.inf) for x in q]
     after = torch.randn(vocab, vocab, vocab, generator=generator)
-    edits = edit and edit.rows(count)
     d0 = draft_of(q[0].expand(count, -1), temperature, FIRST)
     d1 = draft_of(q[1][d0], temperature, FIRST + 1)
     output = verified(
         verifier, torch.stack([p[0].expand(count, -1), p[1][d0], after[d0, d1]], 1), torch.stack([d0, d1], 1),
         temperature=temperature, draft_logits=torch.stack([q[0].expand(count, -1), q[1][d0]], 1) / temperature,
-        edits=edits, **restriction,
+        edits=edit and edit.rows(count), **restriction,
     )  # fmt: skip
     accepted, added = output.accepted, output.next_tokens
     first = torch.where(accepted > 0, d0, added)
     later = sample_target(
-        p[1][first], sampling=sampling_of(count, temperature, edits=edits, **restriction),
+        p[1][first], sampling=sampling_of(count, temperature, edits=edit and edit.rows_after(first), **restriction),
         positions=torch.full((count,), FIRST + 1),
     )  # fmt: skip
     second = torch.where(accepted == 2, d1, torch.where(accepted == 1, added, later))
