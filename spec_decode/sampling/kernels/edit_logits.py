@@ -82,7 +82,8 @@ def with_penalties(
     counts = tl.load(counts_ptr + row * vocab_size + offs_v, mask=mask, other=0)
     if draft_tokens_ptr is not None:
         while query > 0:
-            counts += tl.where(offs_v == tl.load(draft_tokens_ptr + row * stride_draft + query - 1), 2, 0)
+            token = tl.load(draft_tokens_ptr + row * stride_draft + query - 1).to(tl.int32)
+            counts += tl.where(offs_v == token, 2, 0)
             if parents_ptr is None:
                 query -= 1
             else:
@@ -101,14 +102,14 @@ def with_biases(
     offs_v,  # their tokens
     row,
     position,  # of the token to draw
-    num_biases_ptr,  # int32 [R]
+    num_biases,  # of the row
     bias_tokens_ptr,  # int32 [R, N]
     biases_ptr,  # fp32 [R, N]
     bias_ends_ptr,  # int64 [R, N]
     stride_bias_row,
 ):
     """Return logits with the biases of their row that have not ended before this position."""
-    for i in range(0, tl.load(num_biases_ptr + row)):
+    for i in range(0, num_biases):
         offs = row * stride_bias_row + i
         if position < tl.load(bias_ends_ptr + offs):
             x = tl.where(offs_v == tl.load(bias_tokens_ptr + offs), x + tl.load(biases_ptr + offs), x)

@@ -140,6 +140,8 @@ class ProcessLogits(NamedTuple):
             num_warps=max(1, min(8, block // 256)),
             # A product fused into a sum would round otherwise than torch does.
             enable_fp_fusion=False,
+            # So that rows without edits, which need 27, keep as many loads in flight.
+            maxnreg=40,
             **dependent_launch(out.device),
         )
         return out
@@ -189,11 +191,13 @@ def _process_kernel(
         column = tl.load(selected_ptr + row)
     offs_v = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
     mask = offs_v < vocab_size
+    if positions_ptr is not None:
+        num_biases, penalised = tl.load(num_biases_ptr + row), has_penalties(penalties_ptr, row)
     if is_copied_ptr is not None:
         _, _, _, has_top_k, has_top_p, has_min_p = restriction(top_k_ptr, top_p_ptr, min_log_p_ptr, row, vocab_size)
         is_copied = has_top_k | has_top_p | has_min_p
-        if num_biases_ptr is not None:
-            is_copied = is_copied | (tl.load(num_biases_ptr + row) > 0) | has_penalties(penalties_ptr, row)
+        if positions_ptr is not None:
+            is_copied = is_copied | (num_biases > 0) | penalised
         tl.store(is_copied_ptr + row, is_copied, mask=(out_column == 0) & (tl.program_id(1) == 0))
         mask = mask & is_copied
     logits_ptrs = logits_ptr + row * stride_row + column * stride_column
@@ -201,13 +205,13 @@ def _process_kernel(
     temperature = tl.load(temperature_ptr + row)
     x = x.to(tl.float32)
     if positions_ptr is not None:
-        position = tl.load(positions_ptr + (out_row if EACH_POSITION else row))
-        if not EACH_POSITION:
-            position += out_column
-        x = with_biases(
-            x, offs_v, row, position, num_biases_ptr, bias_tokens_ptr, biases_ptr, bias_ends_ptr, stride_bias_row
-        )
-        if has_penalties(penalties_ptr, row):
+        if num_biases > 0:
+            position = tl.load(positions_ptr + (out_row if EACH_POSITION else row))
+            position += 0 if EACH_POSITION else out_column
+            x = with_biases(
+                x, offs_v, row, position, num_biases, bias_tokens_ptr, biases_ptr, bias_ends_ptr, stride_bias_row
+            )
+        if penalised:
             x = with_penalties(
                 x,
                 offs_v,
