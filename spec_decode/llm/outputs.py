@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NoReturn
 
 from spec_decode.engine import FinishReason, Handle, Request
@@ -24,6 +24,7 @@ class Completion:
     - accepted           accepted draft tokens of each round
     - logprobs           for each token of token_ids, id -> logprob: the token itself, then the most likely ones; and {}
                          where "not_finite" ended the text. Empty unless SamplingParams requests logprobs
+    - others             the prompt's n - 1 other completions, if SamplingParams requests n; these have no others
     """
 
     prompt: object
@@ -33,12 +34,22 @@ class Completion:
     num_prompt_tokens: int
     accepted: list[int]
     logprobs: list[dict[int, float]]
+    others: tuple[Completion, ...] = ()
+
+    @property
+    def completions(self) -> tuple[Completion, ...]:
+        """The prompt's n completions: this one, then the others."""
+        return (self, *self.others)
 
     if not TYPE_CHECKING:  # a type checker would accept every name
 
         def __getattr__(self, name: str) -> NoReturn:
             """Raise AttributeError. For vLLM's `outputs[0].outputs[0].text` it tells you what to write instead."""
-            hint = ". It is one text: leave .outputs[0] out, and read .text" if name == "outputs" else ""
+            hint = (
+                ". It is one text: leave .outputs[0] out, and read .text; with n, read .completions"
+                if name == "outputs"
+                else ""
+            )
             raise AttributeError(f"'Completion' object has no attribute {name!r}{hint}", name=name, obj=self)
 
 
@@ -47,6 +58,7 @@ class TextChunk:
     """A piece of a streamed text.
 
     - index          index of its prompt
+    - choice         which of the prompt's n completions
     - text           the piece
     - token_ids      the tokens since the piece before. Joined, they are the completion's; a token whose text is held
                      back, or that has none, can come with an earlier or a later piece than its text
@@ -54,6 +66,7 @@ class TextChunk:
     """
 
     index: int
+    choice: int = 0
     text: str
     token_ids: list[int]
     finish_reason: FinishReason | None = None
@@ -63,16 +76,21 @@ class GrowingText:
     """The text of new tokens, which ends at a stop string. It returns only text that can no longer change.
 
     A possible start of a stop string or of a character is held back until it is decided. A stop string must be in the
-    new text as a whole: one that begins in the prompt does not end it.
+    new text as a whole: one that begins in the prompt does not end it. Nor does one that the first min_tokens complete.
     """
 
     def __init__(
-        self, decode: Callable[[Sequence[int]], str], stop: Sequence[str] = (), *, prompt: Sequence[int] = ()
+        self,
+        decode: Callable[[Sequence[int]], str],
+        stop: Sequence[str] = (),
+        *,
+        prompt: Sequence[int] = (),
+        min_tokens: int = 0,
     ) -> None:
         self.stopped = False
         self.num_tokens = 0
         """Number of tokens added so far."""
-        self._decoder, self._stop = IncrementalDecoder(decode, prompt), tuple(stop)
+        self._decoder, self._stop, self._min_tokens = IncrementalDecoder(decode, prompt), tuple(stop), min_tokens
         self._taken: list[str] = []
         self._rest = ""
         """The text that was not taken yet. Every stop string that can still come begins in it."""
@@ -89,9 +107,11 @@ class GrowingText:
 
     def add(self, tokens: Sequence[int]) -> None:
         """Add tokens. After a stop string this does nothing."""
-        if not self.stopped and tokens:
-            self.num_tokens += len(tokens)
-            self._append(self._decoder.add(tokens))
+        early = tokens[: max(0, self._min_tokens - self.num_tokens)]
+        for some in (early, tokens[len(early) :]):
+            if not self.stopped and some:
+                self.num_tokens += len(some)
+                self._append(self._decoder.add(some))
 
     def finish(self) -> None:
         """Append U+FFFD for a character that was never completed."""
@@ -107,6 +127,8 @@ class GrowingText:
 
     def _append(self, piece: str) -> None:
         seen, self._rest = len(self._rest), self._rest + piece
+        if self.num_tokens <= self._min_tokens:
+            return
         found = (self._rest.find(stop, max(0, seen - len(stop) + 1)) for stop in self._stop)
         if (end := min((at for at in found if at >= 0), default=None)) is not None:
             self._rest, self.stopped = self._rest[:end], True
@@ -123,10 +145,10 @@ class GrowingText:
 
 
 class Reply:
-    """The state of one prompt: its request, its text so far, and the chunks not yielded yet."""
+    """The state of one completion of a prompt: its request, its text so far, and the chunks not yielded yet."""
 
-    def __init__(self, index: int, prompt: object, request: Request, text: GrowingText) -> None:
-        self.index, self.prompt, self.request, self.growing = index, prompt, request, text
+    def __init__(self, index: int, choice: int, prompt: object, request: Request, text: GrowingText) -> None:
+        self.index, self.choice, self.prompt, self.request, self.growing = index, choice, prompt, request, text
         self.handle: Handle | None = None
         """The handle of the request; None until it is submitted."""
         self.chunks: deque[TextChunk] = deque()
@@ -161,7 +183,9 @@ class Reply:
             self.take(new)
 
     def _put(self, piece: str, reason: FinishReason | None = None) -> None:
-        self.chunks.append(TextChunk(index=self.index, text=piece, token_ids=self._tokens, finish_reason=reason))
+        self.chunks.append(
+            TextChunk(index=self.index, choice=self.choice, text=piece, token_ids=self._tokens, finish_reason=reason)
+        )
         self._tokens = []
 
     def completion(self) -> Completion:
@@ -182,3 +206,9 @@ class Reply:
         reason = self.submitted.generation.finish_reason
         assert reason is not None
         return "stop" if self.growing.stopped else reason
+
+
+def together(replies: Iterable[Reply]) -> Completion:
+    """Return the completions of a prompt's replies as one with the others."""
+    first, *others = (reply.completion() for reply in replies)
+    return replace(first, others=tuple(others))
