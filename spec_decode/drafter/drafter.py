@@ -19,7 +19,7 @@ from spec_decode.drafter.verified_tokens import VerifiedTokens
 from spec_decode.graphs import Capturable, Factory, GraphManager, default_capture_sizes
 from spec_decode.model_api import DraftModel
 from spec_decode.paged.kv_groups import KVGroup
-from spec_decode.paged.step_buffers import StepBuffers
+from spec_decode.paged.step_metadata import StepBuffers
 
 STEP_0, ROUND = "step_0", "round"
 """Graph kinds: step 0, and step 0 together with all later steps."""

@@ -24,13 +24,14 @@ from spec_decode.engine.config import draft_slots
 from spec_decode.llm.backends import choose_backends, explain_backends
 from spec_decode.llm.capture import capture
 from spec_decode.llm.load import Name, load
-from spec_decode.llm.outputs import Completion, GrowingText, Reply, TextChunk, together
+from spec_decode.llm.outputs import Completion, Reply, TextChunk, together
 from spec_decode.llm.pair import Tokenizer
 from spec_decode.llm.progress import progress_bar
 from spec_decode.llm.prompts import Message, Prompt, as_list, contents, is_conversation, text_turns
+from spec_decode.llm.stop_strings import GrowingText
 from spec_decode.model_api import ContextBlockDraft, DraftModel
 from spec_decode.models import CheckpointError
-from spec_decode.models.draft_weights import check_draft_weights, quantise_draft
+from spec_decode.models.quantise_draft import check_draft_weights, quantise_draft
 from spec_decode.paged import GraphMode
 from spec_decode.paged.kv_groups import CachesTooLarge
 from spec_decode.sampling import SamplingParams
