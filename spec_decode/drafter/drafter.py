@@ -120,8 +120,8 @@ class Drafter:
         the verified tokens, which later rounds attend to.
 
         The requests are the live rows of the tables. A request with no room for step 0 below its token limit proposes
-        nothing and raises tables.overflow; one that reaches its limit during the round does so from there on. Step 0
-        takes 1 + K places after context_lens, 2K for a ModuleDraft or BlockDraft, up to 2K + 2 for a ContextBlockDraft.
+        nothing and raises tables.overflow; one that reaches its limit during the round does so from there on. The
+        model's `round_shape` says how many places a round takes.
         Raises BatchError, with nothing run, for tensors of the wrong shape, dtype or device, or too large a batch.
         """
         live = self.tables.num_live
