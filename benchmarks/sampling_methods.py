@@ -87,7 +87,7 @@ def our_logits(fixture: SamplingFixture) -> TimedCall:
     work, sampling = fixture.logits.clone(), fixture.sampling
 
     def call() -> torch.Tensor:
-        restrict_logits(work, top_k=sampling.top_k, top_p=sampling.top_p)
+        restrict_logits(work, top_k=sampling.top_k, top_p=sampling.top_p, min_log_p=sampling.min_log_p)
         return work
 
     return TimedCall(call, lambda: work.copy_(fixture.logits))

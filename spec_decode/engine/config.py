@@ -13,6 +13,7 @@ from spec_decode.engine.request import Request
 from spec_decode.model_api import DraftModel, TargetModel
 from spec_decode.paged import GraphMode
 from spec_decode.sampling import SamplingParams
+from spec_decode.sampling.logit_edits import MAX_BIASES
 from spec_decode.trees import Tree
 
 TREE_VERIFICATION = "sampling"
@@ -163,11 +164,17 @@ def checked_request(name: str, request: Request, config: EngineConfig, pool: Pag
         "there. Pass stop_token_ids, or use LLM.",
     )
     require(
+        sampling.n == 1,
+        f"{name} has n {sampling.n}, but an engine continues a request once. Submit one for each of sampling.each(), "
+        "or use LLM.",
+    )
+    require(
         (sampling.logprobs or 0) <= config.max_logprobs,
         f"{name} requests {sampling.logprobs} logprobs, more than max_logprobs, {config.max_logprobs}. Request fewer, "
         "or raise max_logprobs of the engine or the LLM.",
     )
     _check_stop_tokens(name, sampling, vocab_size)
+    _check_biases(name, sampling, vocab_size)
     token_ids, new = _checked_prompt(name, request.prompt, vocab_size), sampling.max_tokens
     prompt = len(token_ids)
     require(prompt > 0, f"{name} has an empty prompt. Pass at least one token.")
@@ -185,6 +192,8 @@ def checked_request(name: str, request: Request, config: EngineConfig, pool: Pag
     # A set, because every token of the text is looked up in it.
     if not isinstance(sampling.stop_token_ids, frozenset):
         sampling = replace(sampling, stop_token_ids=frozenset(sampling.stop_token_ids))
+    if sampling.logit_bias is not None:
+        sampling = replace(sampling, logit_bias=dict(sampling.logit_bias))
     return replace(request, prompt=token_ids, sampling=sampling)
 
 
@@ -195,6 +204,28 @@ def _check_stop_tokens(name: str, sampling: SamplingParams, vocab_size: int) -> 
         not unknown,
         f"{name} needs stop_token_ids from 0 to {vocab_size - 1}, the model's vocabulary, got {unknown[:3]}; its text "
         "would never stop there. Take them from this model's tokenizer.",
+    )
+
+
+def _check_biases(name: str, sampling: SamplingParams, vocab_size: int) -> None:
+    """Raise BatchError for more biases than a row has, for those of tokens that the model cannot draw, and for stop
+    tokens that leave no other token to draw."""
+    count = len(sampling.biases(0))
+    require(
+        count <= MAX_BIASES,
+        f"{name} has {count} tokens in logit_bias and among the stop tokens that min_tokens forbids, more than "
+        f"{MAX_BIASES}. Pass fewer.",
+    )
+    unknown = sorted(token for token in sampling.logit_bias or () if not 0 <= token < vocab_size)
+    require(
+        not unknown,
+        f"{name} needs tokens from 0 to {vocab_size - 1}, the model's vocabulary, in logit_bias, got {unknown[:3]}. "
+        "Take them from this model's tokenizer.",
+    )
+    require(
+        len(set(sampling.stop_token_ids)) < vocab_size or not sampling.min_tokens,
+        f"{name} has min_tokens {sampling.min_tokens}, and every token of the model ends its text: it has no token to "
+        "draw. Pass fewer stop_token_ids, or no min_tokens.",
     )
 
 

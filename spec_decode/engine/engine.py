@@ -95,7 +95,9 @@ class Engine:
             prefill_tables.append(self._make_tables(groups))
             self.drafter = self._make_drafter(draft, groups)
         self._scheduler = Scheduler(self.pool, config)
-        self._batch = InputBatch(config.max_num_seqs, self.device, self.drafter, verify, config.max_logprobs)
+        self._batch = InputBatch(
+            config.max_num_seqs, self.device, target.vocab_size, self.drafter, verify, config.max_logprobs
+        )
         self.target = TargetRunner(
             target,
             target_groups,
@@ -350,7 +352,7 @@ class Engine:
         kept_rows = [row_of[request] for request in running if request not in place_of]
         for tables in self._tables:
             tables.condense(kept_rows, len(added))
-        self._batch.condense(kept_rows, [request.handle.request for request in added])
+        self._batch.condense(kept_rows, added)
         if added:
             rows = torch.tensor([place_of[request] for request in added], device=self.device)
             lens = [request.prefill_len for request in added]

@@ -14,8 +14,9 @@ from builders.errors import require_tensor
 from spec_decode.drafter import Drafter, VerifiedTokens
 from spec_decode.engine.kernels.prepare_inputs import prepare_inputs
 from spec_decode.engine.kernels.update_requests import UpdateRequests, update_requests
-from spec_decode.engine.request import Request
+from spec_decode.engine.request import RequestState
 from spec_decode.sampling import Sampling
+from spec_decode.sampling.logit_edits import LogitEdits
 from spec_decode.sampling.target_sampler import TopLogprobs, top_logprobs
 from spec_decode.verification import Verifier, VerifyOutput
 
@@ -36,6 +37,7 @@ class InputBatch:
         self,
         max_reqs: int,
         device: torch.device,
+        vocab_size: int,
         drafter: Drafter | None,
         verifier: Verifier | None,
         max_logprobs: int = 0,
@@ -47,7 +49,9 @@ class InputBatch:
         self._verifier = verifier
         self._query_len = 1 + (drafter.num_speculative_tokens if drafter else 0)
         self.lens, self.max_lens, self.last_tokens = zeros(max_reqs), zeros(max_reqs), zeros(max_reqs)
-        self.sampling = Sampling.allocate(max_reqs, device)
+        self.edits = LogitEdits.allocate(max_reqs, vocab_size, device)
+        self.sampling = Sampling.allocate(max_reqs, device)._replace(edits=self.edits)
+        self._edited: list[bool] = []  # by row: whether its edits are written
         self.outputs = zeros(max_reqs, 1 + self._query_len)
         self.logprobs: TopLogprobs | None = None
         if max_logprobs:
@@ -81,6 +85,8 @@ class InputBatch:
             last_tokens=self.last_tokens[rows],
             outputs=self.outputs[rows],
             position_offset=self._drafter.model.position_offset if self._drafter else 0,
+            penalties=self.edits.penalties[rows],
+            counts=self.edits.counts[rows],
             **(_token_inputs(self._drafter.inputs, rows) if self._drafter else {}),
         )
         update_requests(*arguments)
@@ -101,13 +107,13 @@ class InputBatch:
             if self._verifier is not None:
                 inputs.seeds[rows].copy_(self._verifier.draft_seeds(self.sampling.seeds[rows], self.lens[rows]))
 
-    def condense(self, kept_rows: Sequence[int], new: Sequence[Request]) -> None:
+    def condense(self, kept_rows: Sequence[int], new: Sequence[RequestState]) -> None:
         """Move row kept_rows[i] to row i; the rows after them are for the new requests, the rest is padding.
 
         `add` fills the rows of the new requests. Syncs with the device only if there are any.
         """
         order, kept = staged(kept_rows, self.lens.device), len(kept_rows)
-        moved = [self.lens, self.max_lens, self.last_tokens, *self.sampling]
+        moved = [self.lens, self.max_lens, self.last_tokens, *self.sampling.rows]
         if self._drafter is not None:
             inputs = self._drafter.inputs
             moved += [*_token_inputs(inputs, slice(None)).values(), inputs.target_hidden_states, inputs.seeds]
@@ -116,9 +122,20 @@ class InputBatch:
         self.lens[kept:].zero_()
         self.max_lens[kept:].zero_()
         self.max_lens[kept : kept + len(new)] = torch.tensor([request.max_len for request in new])
-        self.sampling.tail(kept).load([request.sampling for request in new])
+        self.sampling.tail(kept).load([request.handle.request.sampling for request in new])
+        self._condense_edits(order, kept_rows, new)
         if self._drafter is not None:
             self._drafter.inputs.temperature.copy_(self.sampling.temperature)
+
+    def _condense_edits(self, order: torch.Tensor, kept_rows: Sequence[int], new: Sequence[RequestState]) -> None:
+        """Do for the edits as `condense` does; nothing if no request has or had any."""
+        kept, had_edits = len(kept_rows), any(self._edited)
+        self._edited = [self._edited[row] for row in kept_rows]
+        self._edited += [request.handle.request.sampling.edits_logits for request in new]
+        if had_edits or any(self._edited):
+            for tensor in self.edits:
+                tensor[:kept] = tensor.index_select(0, order)
+            self.edits.tail(kept).load([request.edits for request in new])
 
     def add(self, first: int, lens: Sequence[int], tokens: torch.Tensor, target_hidden_states: torch.Tensor) -> None:
         """Fill n rows from row `first` on with prefilled requests, as if a step had just accepted no draft token.

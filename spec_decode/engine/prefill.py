@@ -14,6 +14,7 @@ from spec_decode.engine.request import RequestState
 from spec_decode.engine.scheduler import Chunk
 from spec_decode.engine.target_runner import TargetRunner
 from spec_decode.sampling import Sampling
+from spec_decode.sampling.logit_edits import LogitEdits
 from spec_decode.sampling.target_sampler import TopLogprobs, sample_target, top_logprobs
 
 
@@ -69,7 +70,12 @@ class Prefill:
 
     def _next_tokens(self, ends: Sequence[tuple[Chunk, list[int]]], logits: torch.Tensor) -> torch.Tensor:
         """Return the token after each prefill: sampled, or the known next token of a preempted request."""
-        sampling = Sampling.of([chunk.request.handle.request.sampling for chunk, _ in ends], self._tables.device)
+        params, device = [chunk.request.handle.request.sampling for chunk, _ in ends], self._tables.device
+        sampling = Sampling.of(params, device)
+        if any(each.edits_logits for each in params):
+            edits = LogitEdits.allocate(len(params), logits.shape[1], device)
+            edits.load([chunk.request.edits for chunk, _ in ends])
+            sampling = sampling._replace(edits=edits)
         positions = self._tensor([chunk.end for chunk, _ in ends])
         sampled = sample_target(logits, sampling=sampling, positions=positions)
         known = self._tensor([text[chunk.end] if chunk.end < len(text) else -1 for chunk, text in ends])

@@ -10,6 +10,7 @@ from typing import Literal
 
 from spec_decode.sampling import SamplingParams
 from spec_decode.sampling.kernels.draw_tokens import NO_TOKEN
+from spec_decode.sampling.logit_edits import RowEdits
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -133,6 +134,12 @@ class RequestState:
         """Tokens to prefill: all but the last of the text, which the next step runs; the prompt for a new request."""
         generated = len(self.handle.generation.token_ids)
         return len(self.handle.request.prompt) + max(0, generated - 1)
+
+    @property
+    def edits(self) -> RowEdits:
+        """What changes its logits after the tokens to prefill."""
+        request, output = self.handle.request, self.handle.generation.token_ids[:-1]
+        return request.sampling.edits(request.prompt, output)
 
     @property
     def finished(self) -> bool:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
+from itertools import groupby
 from typing import NoReturn
 
 import torch
@@ -23,13 +24,14 @@ from spec_decode.engine.config import draft_slots
 from spec_decode.llm.backends import choose_backends, explain_backends
 from spec_decode.llm.capture import capture
 from spec_decode.llm.load import Name, load
-from spec_decode.llm.outputs import Completion, GrowingText, Reply, TextChunk
+from spec_decode.llm.outputs import Completion, Reply, TextChunk, together
 from spec_decode.llm.pair import Tokenizer
 from spec_decode.llm.progress import progress_bar
 from spec_decode.llm.prompts import Message, Prompt, as_list, contents, is_conversation, text_turns
+from spec_decode.llm.stop_strings import GrowingText
 from spec_decode.model_api import ContextBlockDraft, DraftModel
 from spec_decode.models import CheckpointError
-from spec_decode.models.draft_weights import check_draft_weights, quantise_draft
+from spec_decode.models.quantise_draft import check_draft_weights, quantise_draft
 from spec_decode.paged import GraphMode
 from spec_decode.paged.kv_groups import CachesTooLarge
 from spec_decode.sampling import SamplingParams
@@ -240,17 +242,23 @@ class LLM:
     def _prepare(self, prompts: Sequence[object], sampling_params: Params) -> list[Reply]:
         require(len(prompts) > 0, "there is no prompt. Pass a text, a list of token ids, or a list of either.")
         params = _params_per_prompt(sampling_params, len(prompts))
-        return [self._make_reply(i, prompt, each) for i, (prompt, each) in enumerate(zip(prompts, params, strict=True))]
+        return [
+            reply
+            for index, (prompt, each) in enumerate(zip(prompts, params, strict=True))
+            for reply in self._make_replies(index, prompt, each)
+        ]
 
-    def _make_reply(self, index: int, prompt: object, params: SamplingParams) -> Reply:
+    def _make_replies(self, index: int, prompt: object, params: SamplingParams) -> Iterator[Reply]:
+        """Yield a reply for each of the prompt's n completions."""
         name, stop = f"prompts[{index}]", params.stop_strings
         token_ids = self._encode(name, prompt)
         end_ids = frozenset() if params.ignore_eos else self.pair.stop_ids
         end_ids |= self.pair.stop_tokens(name, stop).union(params.stop_token_ids)
-        request = Request(prompt=token_ids, sampling=replace(params, stop=(), stop_token_ids=end_ids))
         self._require_room(name, len(token_ids), params.max_tokens)
-        request = self.engine.checked(name, request)
-        return Reply(index, prompt, request, GrowingText(self.pair.decode, stop, prompt=request.prompt))
+        for choice, one in enumerate(replace(params, stop=(), stop_token_ids=end_ids).each()):
+            request = self.engine.checked(name, Request(prompt=token_ids, sampling=one))
+            text = GrowingText(self.pair.decode, stop, prompt=request.prompt, min_tokens=params.min_tokens)
+            yield Reply(index, choice, prompt, request, text)
 
     def _require_room(self, name: str, prompt: int, new: int) -> None:
         """Raise BatchError for a prompt that is too long, with the remedies that apply."""
@@ -294,7 +302,7 @@ class LLM:
                     pass
         finally:
             self.engine.cancel_all([reply.handle for reply in running if reply.handle is not None])
-        return [reply.completion() for reply in running]
+        return [together(replies) for _, replies in groupby(running, lambda reply: reply.index)]
 
     def _run(
         self, running: list[Reply], *, in_pieces: bool, show: Callable[[int, int], None] | None = None

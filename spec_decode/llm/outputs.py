@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NoReturn
 
 from spec_decode.engine import FinishReason, Handle, Request
-from spec_decode.llm.incremental_decoder import IncrementalDecoder
+from spec_decode.llm.stop_strings import GrowingText
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,6 +24,7 @@ class Completion:
     - accepted           accepted draft tokens of each round
     - logprobs           for each token of token_ids, id -> logprob: the token itself, then the most likely ones; and {}
                          where "not_finite" ended the text. Empty unless SamplingParams requests logprobs
+    - others             the prompt's n - 1 other completions, if SamplingParams requests n; these have no others
     """
 
     prompt: object
@@ -33,12 +34,22 @@ class Completion:
     num_prompt_tokens: int
     accepted: list[int]
     logprobs: list[dict[int, float]]
+    others: tuple[Completion, ...] = ()
+
+    @property
+    def completions(self) -> tuple[Completion, ...]:
+        """The prompt's n completions: this one, then the others."""
+        return (self, *self.others)
 
     if not TYPE_CHECKING:  # a type checker would accept every name
 
         def __getattr__(self, name: str) -> NoReturn:
             """Raise AttributeError. For vLLM's `outputs[0].outputs[0].text` it tells you what to write instead."""
-            hint = ". It is one text: leave .outputs[0] out, and read .text" if name == "outputs" else ""
+            hint = (
+                ". It is one text: leave .outputs[0] out, and read .text; with n, read .completions"
+                if name == "outputs"
+                else ""
+            )
             raise AttributeError(f"'Completion' object has no attribute {name!r}{hint}", name=name, obj=self)
 
 
@@ -47,6 +58,7 @@ class TextChunk:
     """A piece of a streamed text.
 
     - index          index of its prompt
+    - choice         which of the prompt's n completions
     - text           the piece
     - token_ids      the tokens since the piece before. Joined, they are the completion's; a token whose text is held
                      back, or that has none, can come with an earlier or a later piece than its text
@@ -54,79 +66,17 @@ class TextChunk:
     """
 
     index: int
+    choice: int = 0
     text: str
     token_ids: list[int]
     finish_reason: FinishReason | None = None
 
 
-class GrowingText:
-    """The text of new tokens, which ends at a stop string. It returns only text that can no longer change.
-
-    A possible start of a stop string or of a character is held back until it is decided. A stop string must be in the
-    new text as a whole: one that begins in the prompt does not end it.
-    """
-
-    def __init__(
-        self, decode: Callable[[Sequence[int]], str], stop: Sequence[str] = (), *, prompt: Sequence[int] = ()
-    ) -> None:
-        self.stopped = False
-        self.num_tokens = 0
-        """Number of tokens added so far."""
-        self._decoder, self._stop = IncrementalDecoder(decode, prompt), tuple(stop)
-        self._taken: list[str] = []
-        self._rest = ""
-        """The text that was not taken yet. Every stop string that can still come begins in it."""
-
-    @property
-    def text(self) -> str:
-        """The text decoded so far, without the stop string that ended it."""
-        return "".join(self._taken) + self._rest
-
-    @property
-    def may_stop(self) -> bool:
-        """Whether a stop string can end it."""
-        return bool(self._stop)
-
-    def add(self, tokens: Sequence[int]) -> None:
-        """Add tokens. After a stop string this does nothing."""
-        if not self.stopped and tokens:
-            self.num_tokens += len(tokens)
-            self._append(self._decoder.add(tokens))
-
-    def finish(self) -> None:
-        """Append U+FFFD for a character that was never completed."""
-        if not self.stopped:
-            self._append(self._decoder.finish())
-
-    def take(self, *, last: bool = False) -> str:
-        """Return the new text that can no longer change; with `last`, all new text."""
-        decided = len(self._rest) if last or self.stopped else len(self._rest) - self._undecided()
-        piece, self._rest = self._rest[:decided], self._rest[decided:]
-        self._taken.append(piece)
-        return piece
-
-    def _append(self, piece: str) -> None:
-        seen, self._rest = len(self._rest), self._rest + piece
-        found = (self._rest.find(stop, max(0, seen - len(stop) + 1)) for stop in self._stop)
-        if (end := min((at for at in found if at >= 0), default=None)) is not None:
-            self._rest, self.stopped = self._rest[:end], True
-
-    def _undecided(self) -> int:
-        """Return the length of the longest suffix of the text that is a prefix of a stop string."""
-        longest = 0
-        for stop in self._stop:
-            at = self._rest.find(stop[0], max(0, len(self._rest) - len(stop) + 1))
-            while at >= 0 and not stop.startswith(self._rest[at:]):
-                at = self._rest.find(stop[0], at + 1)
-            longest = max(longest, len(self._rest) - at if at >= 0 else 0)
-        return longest
-
-
 class Reply:
-    """The state of one prompt: its request, its text so far, and the chunks not yielded yet."""
+    """The state of one completion of a prompt: its request, its text so far, and the chunks not yielded yet."""
 
-    def __init__(self, index: int, prompt: object, request: Request, text: GrowingText) -> None:
-        self.index, self.prompt, self.request, self.growing = index, prompt, request, text
+    def __init__(self, index: int, choice: int, prompt: object, request: Request, text: GrowingText) -> None:
+        self.index, self.choice, self.prompt, self.request, self.growing = index, choice, prompt, request, text
         self.handle: Handle | None = None
         """The handle of the request; None until it is submitted."""
         self.chunks: deque[TextChunk] = deque()
@@ -161,7 +111,9 @@ class Reply:
             self.take(new)
 
     def _put(self, piece: str, reason: FinishReason | None = None) -> None:
-        self.chunks.append(TextChunk(index=self.index, text=piece, token_ids=self._tokens, finish_reason=reason))
+        self.chunks.append(
+            TextChunk(index=self.index, choice=self.choice, text=piece, token_ids=self._tokens, finish_reason=reason)
+        )
         self._tokens = []
 
     def completion(self) -> Completion:
@@ -182,3 +134,9 @@ class Reply:
         reason = self.submitted.generation.finish_reason
         assert reason is not None
         return "stop" if self.growing.stopped else reason
+
+
+def together(replies: Iterable[Reply]) -> Completion:
+    """Return the completions of a prompt's replies as one with the others."""
+    first, *others = (reply.completion() for reply in replies)
+    return replace(first, others=tuple(others))

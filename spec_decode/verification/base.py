@@ -51,8 +51,8 @@ class Verifier(Protocol):
         - sampling         R rows
         - draft_positions  int64 [R], absolute position of draft token 0
 
-        The accepted text has the target's distribution after temperature, then top_k, then top_p. top_k and top_p do
-        not apply to the draft: verification is exact only if draft_logits are what the draft was drawn from.
+        The accepted text has the target's distribution after the edits, then temperature, then top_k, then top_p. None
+        of them applies to the draft: verification is exact only if draft_logits are what the draft was drawn from.
         Small acceptance probabilities are exact down to 2**-64; one within 2**-24 of 1 counts as 1.
 
         Raises BatchError for tensors of the wrong shape, dtype or device.
@@ -90,7 +90,7 @@ class LosslessVerifier(Verifier):
         Raises BatchError for tensors of the wrong shape, dtype or device.
         """
         arguments = VerifyArguments(
-            processed=process_target_logits(target_logits, sampling),
+            processed=process_target_logits(target_logits, sampling, draft_positions, draft_tokens),
             draft_tokens=draft_tokens,
             draft_logits=draft_logits,
             temperature=sampling.temperature,

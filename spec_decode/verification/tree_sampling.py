@@ -56,5 +56,7 @@ class TreeSampling:
         shape, device = (len(parents),), parents.device
         require_tensor("draft_positions", draft_positions, shape=shape, dtype=torch.int64, device=device)
         positions = draft_positions[:, None] + ancestor_masks(parents)[1]
-        drawn = sample_target(target_logits, sampling=sampling, positions=positions)
+        drawn = sample_target(
+            target_logits, sampling=sampling, positions=positions, draft_tokens=draft_tokens, parents=parents
+        )
         return TreeVerifyOutput(*follow_tree(draft_tokens, parents, drawn, self._max_depth))

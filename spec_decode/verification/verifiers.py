@@ -101,9 +101,10 @@ class SyntheticAcceptance(Verifier):
         accepted, positions = synthetic_accept(
             draft_tokens.contiguous(), sampling.seeds.contiguous(), draft_positions.contiguous(), self.mean
         )
-        return VerifyOutput(
-            accepted, sample_target(target_logits, sampling=sampling, positions=positions, column=accepted)
+        next_tokens = sample_target(
+            target_logits, sampling=sampling, positions=positions, column=accepted, draft_tokens=draft_tokens
         )
+        return VerifyOutput(accepted, next_tokens)
 
 
 _SYNTHETIC = "synthetic:"

@@ -7,7 +7,6 @@ from builders.kernels.triton_runtime import torch_implementations
 from spec_decode.sampling.kernels.sample_block import sample_block
 from spec_decode.sampling.kernels.sample_draft import sample_draft
 from spec_decode.sampling.kernels.select_candidates import select_candidates
-from spec_decode.sampling.parameters import Sampling
 from spec_decode.sampling.target_sampler import sample_target
 from spec_decode.trees.kernels.top_children import top_children
 from spec_decode.verification.kernels.block_verify import block_verify
@@ -15,6 +14,7 @@ from spec_decode.verification.kernels.rejection_sample import rejection_sample
 from spec_decode.verification.kernels.verify_arguments import VerifyArguments
 from tests.ops.sample import int32, noise
 from tests.ops.sampling import draft, verify_arguments, without_distribution
+from tests.spec_decode.verification.verify_helpers import sampling_of
 
 NAN = torch.nan
 
@@ -107,9 +107,9 @@ def test_draft_is_accepted_up_to_invalid_logits(verify, temperature):
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (5, 1.0), (0, 0.5), (5, 0.5)])
-def test_target_samples_nothing_from_invalid_logits(temperature, top_k, top_p):
+@pytest.mark.parametrize("min_p", [0.0, 0.1])
+def test_target_samples_nothing_from_invalid_logits(temperature, top_k, top_p, min_p):
     for logits in without_distribution(2, 3, 1100):
-        zeros = torch.zeros(2, dtype=torch.int64)
-        sampling = Sampling(torch.full((2,), temperature), int32(top_k, top_k), torch.full((2,), top_p), zeros)
+        sampling = sampling_of(2, temperature, top_k=top_k, top_p=top_p, min_p=min_p)
         tokens = sample_target(logits, sampling=sampling, positions=torch.arange(6).view(2, 3))
         assert tokens[:, 1].eq(-1).all() and tokens[:, ::2].ge(0).all() and tokens.lt(1100).all()

@@ -8,13 +8,17 @@ from spec_decode.sampling.kernels.restrict_logits import restrict_logits
 INF = float("inf")
 
 
-def both_ways(logits, top_k, top_p):
+def both_ways(logits, top_k, top_p, min_p=None):
     """The rows by the kernel and by its specification."""
     out = logits.clone(), logits.clone()
-    k, p = torch.tensor(top_k, dtype=torch.int32), torch.tensor(top_p)
-    restrict_logits(out[0], top_k=k, top_p=p)
+    asked = {
+        "top_k": torch.tensor(top_k, dtype=torch.int32),
+        "top_p": torch.tensor(top_p),
+        "min_log_p": torch.tensor(min_p or [0.0] * len(top_k)).log(),
+    }
+    restrict_logits(out[0], **asked)
     with torch_implementations():
-        restrict_logits(out[1], top_k=k, top_p=p)
+        restrict_logits(out[1], **asked)
     return out
 
 
@@ -87,6 +91,15 @@ def test_row_of_many_parts_matches_torch(narrow, row):
     restrictions = [(200, 1.0), (0, 0.95), (50, 0.9)]
     rows = row.expand(len(restrictions), -1).contiguous()
     assert torch.equal(*both_ways(rows, *map(list, zip(*restrictions, strict=True))))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", WIDE.values(), ids=WIDE)
+def test_min_p_with_every_other_restriction_matches_torch(narrow, row):
+    restrictions = [(k, p, m) for k in (0, 50) for p in (1.0, 0.9, 1e-30) for m in (1.0, 0.3, 1e-3, 1e-30)]
+    rows = row.expand(len(restrictions), -1).contiguous()
+    by_kernel, by_torch = both_ways(rows, *map(list, zip(*restrictions, strict=True)))
+    assert torch.equal(by_kernel, by_torch)
 
 
 def staircase(*steps):

@@ -13,6 +13,7 @@ from spec_decode.verification.kernels.rejection_sample import rejection_sample
 from spec_decode.verification.kernels.verify_arguments import VerifyArguments
 from tests.ops.sample import TABLE, noise
 from tests.ops.sampling import SHAPES
+from tests.spec_decode.verification.verify_helpers import sampling_of
 from tests.spec_decode.verification.verify_oracle import Case, block_oracle, rejection_oracle
 
 OPS = {"rejection": rejection_sample, "block": block_verify}
@@ -38,7 +39,7 @@ def test_padding_after_vocabulary_is_not_sampled(temperature):
     wide = torch.full((3, 601), math.inf)
     wide[:, :600] = noise(3, 600)
     logits, zeros = wide[:, :600], torch.zeros(3, dtype=torch.int64)
-    sampling = Sampling(torch.full((3,), temperature), zeros.int(), torch.ones(3), zeros)
+    sampling = sampling_of(3, temperature, seeds=zeros)
     found = sample_target(logits, sampling=sampling, positions=zeros)
     assert torch.equal(found, sample_target(logits.contiguous(), sampling=sampling, positions=zeros))
     assert found.lt(599).all()
@@ -46,16 +47,18 @@ def test_padding_after_vocabulary_is_not_sampled(temperature):
 
 def test_strided_parameters_apply_per_row():
     params = [
-        SamplingParams(temperature=t, top_k=k, top_p=p, seed=at)
-        for at, (t, k, p) in enumerate([(1.0, 3, 1), (0, 0, 1), (0.5, 0, 0.3), (2.0, 0, 1), (1.0, 1, 1), (0, 0, 1)])
+        SamplingParams(temperature=t, top_k=k, top_p=p, min_p=m, seed=at)
+        for at, (t, k, p, m) in enumerate(
+            [(1.0, 3, 1, 0), (0, 0, 1, 0), (0.5, 0, 0.3, 0), (2.0, 0, 1, 0), (1.0, 1, 1, 0), (1.0, 0, 1, 0.4)]
+        )
     ]
-    wide = Sampling(*(tensor.repeat_interleave(2)[::2] for tensor in Sampling.of(params, "cpu")))
+    wide = Sampling(*(tensor.repeat_interleave(2)[::2] for tensor in Sampling.of(params, "cpu").rows))
     columns, logits = torch.tensor([[0, 9], [1, 9], [2, 9]]).repeat(2, 1)[:, 0], noise(6, 3, 40)
     place = {"positions": columns.contiguous(), "column": columns}
-    assert not any(tensor.is_contiguous() for tensor in (*wide, columns))
-    found = process_target_logits(logits, wide), sample_target(logits, sampling=wide, **place)
+    assert not any(tensor.is_contiguous() for tensor in (*wide.rows, columns))
+    found = process_target_logits(logits, wide, columns), sample_target(logits, sampling=wide, **place)
     with torch_implementations():
-        wanted = process_target_logits(logits, wide), sample_target(logits, sampling=wide, **place)
+        wanted = process_target_logits(logits, wide, columns), sample_target(logits, sampling=wide, **place)
     assert all(map(torch.equal, found, wanted))
 
 

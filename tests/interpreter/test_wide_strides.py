@@ -21,7 +21,7 @@ from attn_backends.kernels.write_latent import write_latent
 from builders.kernels.triton_runtime import interpreting
 from spec_decode.models.kernels.mla_query_key import mla_query_key
 from spec_decode.sampling.kernels.draw_target import draw_target
-from spec_decode.sampling.kernels.process_logits import process_logits
+from spec_decode.sampling.kernels.process_logits import ProcessLogits, process_logits
 from spec_decode.verification.kernels.block_verify import block_verify
 from spec_decode.verification.kernels.rejection_sample import rejection_sample
 from spec_decode.verification.kernels.verify_arguments import VerifyArguments
@@ -90,13 +90,13 @@ def put_together(absorbed, rotated, new):
 
 
 def processed(logits):
-    return [process_logits(logits, torch.ones(3), None, None, None)]
+    return [process_logits(*ProcessLogits(logits, torch.ones(3)))]
 
 
 def drawn(logits):
-    zeros, restricted = torch.zeros(3, dtype=torch.int64), torch.zeros(logits.shape)
+    zeros, copied = torch.zeros(3, dtype=torch.int64), torch.zeros(logits.shape)
     positions = torch.zeros(logits.shape[:2], dtype=torch.int64)
-    return [draw_target(logits, restricted, torch.zeros(3), zeros.int(), torch.ones(3), zeros, positions, None)]
+    return [draw_target(logits, copied, zeros.bool(), torch.zeros(3), zeros, positions, None)]
 
 
 def verified(op, draft_logits):

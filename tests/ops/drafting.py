@@ -174,9 +174,12 @@ def update_requests():
                 drafts = whole(-1, 9, 6, steps + 1, seed=3)
                 ones = (torch.full((6,), 7, dtype=t) for t in (torch.int32, torch.int32, torch.int64, torch.int32))
                 into = (torch.full((6, 1 + steps), 7), *ones) if drafting else (None,) * 5
-                yield (
+                made = (
                     whole(0, steps + 1, 6, seed=1), whole(0, 99, 6, seed=2).where(whole(0, 3, 6) > 0, -1),
                     drafts.clamp(min=0), drafts[:, 1:],
                     torch.tensor([0, 1, 7, 900, 20, 7]), torch.tensor([0, 30, 9, 901, 24, 7]), torch.full((6,), 7),
                     torch.full((6, 2 + steps), 7), *into, offset,
                 )  # fmt: skip
+                yield *made, None, None
+                counts = whole(0, 9, 6, 99).int()
+                yield *made, torch.tensor([[1.0, 0, 0], [2, 0, 0], [1, 1, 0], [1, 0, 1], [1, 0, 0], [3, 1, 1]]), counts

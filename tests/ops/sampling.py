@@ -31,13 +31,42 @@ def without_distribution(*shape):
         yield logits
 
 
+def biased(vocab):
+    """Return the biases of four rows: of ends before, between and after positions, of a token twice, and none."""
+    counts = int32(3, 0, 1, 4)
+    tokens = whole(0, vocab, 4, 5).int()
+    tokens[3, :4] = int32(0, vocab - 1, 0, vocab // 2)
+    values = noise(4, 5)
+    values[0, 1] = values[3, 1] = -torch.inf
+    return counts, tokens, values, whole(90, 110, 4, 5)
+
+
+def penalties_of(vocab):
+    """Return penalties of four rows, the second without any, and counts, which are not read for that row."""
+    penalties = torch.tensor([[1.3, 0.5, -0.25], [1.0, 0.0, 0.0], [0.5, 0.0, 0.0], [1.0, 0.0, 1.5]])
+    return penalties, whole(-4, 6, 4, vocab, seed=7).clamp(min=0).int()
+
+
 @op("spec_decode::process_logits", strided="logits")
 def process_logits():
     for vocab, dtype, column in each((1100, 3), DTYPES, (None, torch.tensor([2, 0, 1, 2]))):
-        yield noise(4, 3, vocab, dtype=dtype), torch.tensor([0.0, 0.7, 1.0, 1e-3]), column, None, None
-    yield noise(4, 3, 80)[..., ::2], torch.ones(4), None, None, None
-    # Some rows are unrestricted, hence not written.
-    yield noise(6, 3, 40), torch.full((6,), 2.0), None, int32(2, 0, 39, 0, 40, 41), torch.tensor([1, 0.5, 1, 1, 1, 1])
+        temperature = torch.tensor([0.0, 0.7, 1.0, 1e-3])
+        plain = noise(4, 3, vocab, dtype=dtype), temperature, column, *[None] * 4
+        yield *plain, *[None] * 9
+        edits, drafts = (*biased(vocab), *penalties_of(vocab)), whole(0, 2, 4, 2, seed=3)
+        for first in (0, 99, 200):
+            yield *plain, torch.arange(first, first + 4), *edits, drafts, None
+        if column is None:
+            places, parents = whole(90, 110, 4, 3), torch.tensor([[0, 1], [0, 0], [0, 0], [0, -1]])
+            yield *plain, places, *edits, drafts, parents
+            yield *plain, places, *edits, drafts.index_fill(1, torch.tensor([1]), -1), None
+    yield noise(4, 3, 80)[..., ::2], torch.ones(4), *[None] * 14
+    # Some rows are unchanged, hence not written.
+    k, p, m = int32(2, 0, 39, 0, 40, 41), torch.tensor([1, 0.5, 1, 1, 1, 1]), torch.tensor([0, 0, 0, 0, 1, 0.0]).log()
+    temperature, flags = torch.full((6,), 2.0), torch.tensor([True, False] * 3)
+    yield noise(6, 3, 40), temperature, None, k, p, m, flags, *[None] * 9
+    some = noise(4, 3, 40), temperature[:4], None, k[2:], p[2:], m[2:], flags[:4]
+    yield *some, torch.arange(98, 102), *biased(40), *penalties_of(40), whole(0, 40, 4, 2), None
 
 
 @op("spec_decode::draw_target", strided="logits")
@@ -45,22 +74,21 @@ def draw_target():
     for vocab, dtype, column in each((37, 1, 512, 2000), DTYPES[:2], (torch.tensor([2, 0, 1] * 2), None)):
         columns = 3 if column is None else 1
         yield (
-            noise(6, 3, vocab, dtype=dtype), noise(6, columns, vocab, seed=1), torch.tensor([0.0, 1.0, 0.5] * 2),
-            int32(0, 0, vocab, 5, 0, 7), torch.tensor([1.0, 1, 1, 1, 0.5, 0.5]), seeds(6),
+            noise(6, 3, vocab, dtype=dtype), noise(6, columns, vocab, seed=1),
+            torch.tensor([False, False, False, True, True, True]), torch.tensor([0.0, 1.0, 0.5] * 2), seeds(6),
             whole(0, 2**40, 6, columns, seed=2), column,
         )  # fmt: skip
     for logits in without_distribution(2, 3, 1100):
         yield (
-            logits, logits.clone(), torch.tensor([0.0, 1.0]), int32(0, 5), torch.ones(2), seeds(2),
+            logits, logits.clone(), torch.tensor([False, True]), torch.tensor([0.0, 1.0]), seeds(2),
             whole(0, 2**40, 2, 3, seed=2), None,
         )  # fmt: skip
     zero = torch.zeros(1, dtype=torch.int64)
     logits = ties(5000, (700, 4000))[:, None]
-    yield logits, torch.zeros_like(logits), torch.zeros(1), zero.int(), torch.ones(1), zero, zero, None
+    yield logits, torch.zeros_like(logits), zero.bool(), torch.zeros(1), zero, zero, None
 
 
-@op("spec_decode::restrict_logits")
-def restrict_logits():
+def by_top_k_and_top_p():
     for vocab in (37, 1, 2, 1000, 9001):
         yield noise(4, vocab), int32(5, 0, 5, 0), torch.tensor([1.0, 0.9, 0.8, 1.0])
     # So many in the window that registers do not hold them at once
@@ -81,6 +109,15 @@ def restrict_logits():
     some_out = noise(3, 100).masked_fill(torch.arange(100) % 3 == 0, -torch.inf)
     yield some_out, int32(10, 90, 0), torch.tensor([1.0, 1.0, 0.9])
     yield torch.full((2, 50), torch.nan), int32(0, 50), torch.ones(2)
+
+
+@op("spec_decode::restrict_logits")
+def restrict_logits():
+    for logits, top_k, top_p in by_top_k_and_top_p():
+        yield logits, top_k, top_p, torch.full(top_p.shape, -torch.inf)
+    for vocab in (37, 1, 1000, 9001):
+        yield noise(6, vocab), int32(0, 0, 5), torch.tensor([1.0, 0.8, 0.8]), torch.tensor([0.05, 0.02, 0.1]).log()
+        yield noise(3, vocab), int32(5, 0, 0), torch.ones(3), torch.tensor([0.5, 0.0, 1.0]).log()
 
 
 @op("spec_decode::sample_block")

@@ -9,6 +9,7 @@ import torch
 from builders.kernels.op import define_op
 from builders.kernels.sizes import next_power_of_2
 from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
+from spec_decode.sampling.kernels.edit_logits import has_penalties, is_penalised
 
 
 class UpdateRequests(NamedTuple):
@@ -29,6 +30,8 @@ class UpdateRequests(NamedTuple):
     draft_next_tokens   int64 [R]
     draft_lens          int32 [R]          draft tokens to propose: a text's last token always comes from the target
     position_offset     the draft's position of a text's first token
+    penalties           fp32 [R, 3], like counts of LogitEdits, or None
+    counts              int32 [R, V], in rows with penalties the new tokens are added
     """
 
     accepted: torch.Tensor
@@ -45,6 +48,8 @@ class UpdateRequests(NamedTuple):
     draft_next_tokens: torch.Tensor | None = None
     draft_lens: torch.Tensor | None = None
     position_offset: int = 0
+    penalties: torch.Tensor | None = None
+    counts: torch.Tensor | None = None
 
     def reference(self) -> None:
         next_tokens = self.next_tokens.clamp(min=0)
@@ -62,6 +67,11 @@ class UpdateRequests(NamedTuple):
         self.outputs[:, 0] = self.accepted
         self.outputs[:, 1:] = torch.nn.functional.pad(self.drafts, (0, 1))
         self.outputs.scatter_(1, 1 + self.accepted[:, None], self.next_tokens[:, None])
+        if self.penalties is not None and self.counts is not None:
+            tokens = self.outputs[:, 1:]
+            is_new = (torch.arange(tokens.shape[1]) <= self.accepted[:, None]) & (tokens >= 0)
+            is_new &= is_penalised(self.penalties)[:, None] & (tokens < self.counts.shape[1])
+            self.counts.scatter_add_(1, tokens.where(is_new, 0), 2 * is_new.int())
 
     def launch(self) -> None:
         (rows, num_drafts), draft_ids = self.drafts.shape, self.draft_token_ids
@@ -79,7 +89,10 @@ class UpdateRequests(NamedTuple):
             draft_accepted_ptr=self.draft_accepted,
             draft_next_tokens_ptr=self.draft_next_tokens,
             draft_lens_ptr=self.draft_lens,
+            penalties_ptr=self.penalties,
+            counts_ptr=self.counts,
             position_offset=self.position_offset,
+            vocab_size=0 if self.counts is None else self.counts.shape[1],
             num_drafts=num_drafts,
             stride_ids_row=self.token_ids.stride(0),
             stride_ids_col=self.token_ids.stride(1),
@@ -109,7 +122,10 @@ def _update_requests_kernel(
     draft_accepted_ptr,  # out: int32 [R]
     draft_next_tokens_ptr,  # out: int64 [R]
     draft_lens_ptr,  # out: int32 [R]
+    penalties_ptr,  # fp32 [R, 3], or None
+    counts_ptr,  # in and out: int32 [R, V]
     position_offset,
+    vocab_size,  # V
     num_drafts,  # K
     stride_ids_row,
     stride_ids_col,
@@ -148,6 +164,11 @@ def _update_requests_kernel(
     tl.store(outputs_ptr + row * stride_outputs + offs_q, output, mask=offs_q < 2 + num_drafts)
     tl.store(last_tokens_ptr + row, next_token)
     tl.store(lens_ptr + row, new_len)
+    if penalties_ptr is not None:
+        # 4. Count the new tokens
+        is_new = (offs_q > 0) & (offs_q <= 1 + num_accepted) & (output >= 0) & (output < vocab_size)
+        if has_penalties(penalties_ptr, row):
+            tl.atomic_add(counts_ptr + row * vocab_size + output, 2, mask=is_new, sem="relaxed")
 
 
 update_requests = define_op(
@@ -162,5 +183,6 @@ update_requests = define_op(
         "draft_accepted",
         "draft_next_tokens",
         "draft_lens",
+        "counts",
     ),
 )

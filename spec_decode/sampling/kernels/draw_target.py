@@ -1,4 +1,4 @@
-"""Draw the target's tokens in one pass over its logits; only rows restricted by top_k or top_p need a copy."""
+"""Draw the target's tokens in one pass over its logits; only rows that biases or restrictions change need a copy."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from builders.kernels.sizes import cdiv, next_power_of_2
 from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
 from spec_decode.sampling import noise
 from spec_decode.sampling.kernels.draw_tokens import drawn_tokens, store_draw_kernel
-from spec_decode.sampling.kernels.process_logits import ProcessLogits, is_restricted, restriction
+from spec_decode.sampling.kernels.process_logits import ProcessLogits
 from spec_decode.sampling.kernels.vocab_blocks import nan_as_inf, vocab_block
 from spec_decode.sampling.noise import triton_gumbel, triton_key
 
@@ -21,36 +21,33 @@ class DrawTarget(NamedTuple):
     define no distribution.
 
     - logits       [R, G, V] any float, any strides
-    - restricted   fp32 [R, G, V], or [R, 1, V] with a column, contiguous: the processed logits, read only for rows that
-                   top_k or top_p restrict
+    - copied       fp32 [R, G, V], or [R, 1, V] with a column, contiguous: the processed logits, read only where
+                   is_copied
+    - is_copied    bool [R]
     - temperature  fp32 [R]
-    - top_k        int32 [R]
-    - top_p        fp32 [R]
     - seeds        int64 [R], contiguous
-    - positions    int64, contiguous, one per row of restricted: the absolute positions of the drawn tokens
+    - positions    int64, contiguous, one per row of copied: the absolute positions of the drawn tokens
     - column       int64 [R], 0 to G - 1: the column to draw from in each row; None: all
     """
 
     logits: torch.Tensor
-    restricted: torch.Tensor
+    copied: torch.Tensor
+    is_copied: torch.Tensor
     temperature: torch.Tensor
-    top_k: torch.Tensor
-    top_p: torch.Tensor
     seeds: torch.Tensor
     positions: torch.Tensor
     column: torch.Tensor | None
 
     def reference(self) -> torch.Tensor:
         plain = ProcessLogits(self.logits, self.temperature, self.column).reference()
-        rows = is_restricted(self.top_k, self.top_p, self.logits.shape[2])[:, None, None]
-        processed = torch.where(rows, self.restricted, plain)
+        processed = torch.where(self.is_copied[:, None, None], self.copied, plain)
         positions = self.positions.view(processed.shape[:2])
         tokens = drawn_tokens(processed, self.temperature[:, None], self.seeds[:, None], positions)
         return tokens.view_as(self.positions)
 
     def launch(self) -> torch.Tensor:
         logits, device = self.logits, self.logits.device
-        rows, group, vocab = self.restricted.shape
+        rows, group, vocab = self.copied.shape
         draws = rows * group
         block = vocab_block(vocab)
         blocks = cdiv(vocab, block)
@@ -59,10 +56,9 @@ class DrawTarget(NamedTuple):
         tokens = self.fake()
         _block_target_kernel[(draws, blocks)](
             logits_ptr=self.logits,
-            restricted_ptr=self.restricted,
+            copied_ptr=self.copied,
+            is_copied_ptr=self.is_copied,
             temperature_ptr=self.temperature,
-            top_k_ptr=self.top_k,
-            top_p_ptr=self.top_p,
             seeds_ptr=self.seeds,
             positions_ptr=self.positions,
             selected_ptr=self.column,
@@ -97,10 +93,9 @@ class DrawTarget(NamedTuple):
 @triton.jit
 def _block_target_kernel(
     logits_ptr,  # [R, G, V]
-    restricted_ptr,  # fp32 [R, G, V]; [R, 1, V] with selected_ptr
+    copied_ptr,  # fp32 [R, G, V]; [R, 1, V] with selected_ptr
+    is_copied_ptr,  # bool [R]
     temperature_ptr,  # fp32 [R]
-    top_k_ptr,  # int32 [R]
-    top_p_ptr,  # fp32 [R]
     seeds_ptr,  # int64 [R]
     positions_ptr,  # int64 [R, G]; [R] with selected_ptr
     selected_ptr,  # int64 [R], or None: all columns
@@ -121,11 +116,10 @@ def _block_target_kernel(
     row = draw // num_columns
     offs_v = block * BLOCK_V + tl.arange(0, BLOCK_V)
     mask = offs_v < vocab_size
-    # 1. The processed logits: loaded if restricted, else computed here
+    # 1. The processed logits: loaded if copied, else computed here
     temperature = tl.load(temperature_ptr + row)
-    _, _, has_top_k, has_top_p = restriction(top_k_ptr, top_p_ptr, row, vocab_size)
-    if has_top_k | has_top_p:
-        x = tl.load(restricted_ptr + draw * vocab_size + offs_v, mask=mask, other=float("-inf"))
+    if tl.load(is_copied_ptr + row):
+        x = tl.load(copied_ptr + draw * vocab_size + offs_v, mask=mask, other=float("-inf"))
     else:
         column = draw % num_columns
         if selected_ptr is not None:

@@ -1,4 +1,4 @@
-"""Top-k and top-p: set the logits of excluded tokens to -inf.
+"""Top-k, top-p and min-p: set the logits of excluded tokens to -inf.
 
 A sample of the row tells roughly where the threshold is: in a window of logits, few enough to be copied out and
 searched by one program. If the sample misled, or too many logits lie in the window, that program searches the whole
@@ -46,18 +46,20 @@ _BLOCK = 512
 """Logits that a search reads at once; it keeps four times as many in registers."""
 
 
-def restrict_logits(logits: torch.Tensor, *, top_k: torch.Tensor, top_p: torch.Tensor) -> None:
-    """Write -inf, in place, where a token is outside its row's top_k, or outside top_p of what top_k left.
+def restrict_logits(logits: torch.Tensor, *, top_k: torch.Tensor, top_p: torch.Tensor, min_log_p: torch.Tensor) -> None:
+    """Write -inf, in place, where a token is outside its row's top_k or min_p, or outside top_p of what they left.
 
-    - logits  fp32 [R * G, V], contiguous, already divided by the temperature; G consecutive rows per request
-    - top_k   int32 [R]; off if 0, or V or more
-    - top_p   fp32 [R]; off if 1 or more
+    - logits     fp32 [R * G, V], contiguous, already divided by the temperature; G consecutive rows per request
+    - top_k      int32 [R]; off if 0, or V or more
+    - top_p      fp32 [R]; off if 1 or more
+    - min_log_p  fp32 [R], log(min_p), at most 0; off if -inf
 
-    A row with both off is not read. top_k keeps logits of at least the k-th largest; top_p then keeps the fewest most
-    probable tokens that hold at least that share of what top_k left (Holtzman et al., 2020, section 3.1). Tokens with
-    equal logits stay or go together, so the result depends on no order: a tie at the threshold keeps more than k
-    tokens, or more than the fewest. The most probable token always stays. Shares at top_p's threshold are summed in
-    fp64 on the CPU. On CUDA they are summed as integers, of a total in fp32: the result is the same in every run.
+    A row with all off is not read. min_p keeps logits of at least the largest plus log(min_p), and top_k those of at
+    least the k-th largest; top_p then keeps the fewest most probable tokens that hold at least that share of what they
+    left (Holtzman et al., 2020, section 3.1). Tokens with equal logits stay or go together, so the result depends on no
+    order: a tie at the threshold keeps more than k tokens, or more than the fewest. The most probable token always
+    stays. Shares at top_p's threshold are summed in fp64 on the CPU. On CUDA they are summed as integers, of a total in
+    fp32: the result is the same in every run.
 
     Raises BatchError, with nothing written, for tensors of the wrong shape, dtype, device or layout.
     """
@@ -65,13 +67,14 @@ def restrict_logits(logits: torch.Tensor, *, top_k: torch.Tensor, top_p: torch.T
     require_tensor("logits", logits, shape=(None, None), dtype=torch.float32, device=logits.device)
     require_tensor("top_k", top_k, shape=(rows,), dtype=torch.int32, device=logits.device)
     require_tensor("top_p", top_p, shape=(rows,), dtype=torch.float32, device=logits.device)
+    require_tensor("min_log_p", min_log_p, shape=(rows,), dtype=torch.float32, device=logits.device)
     require(
         rows > 0 and len(logits) % rows == 0 and logits.is_contiguous(),
         f"logits must be contiguous, with equally many rows for each of {rows} requests, got {len(logits)} rows of "
         f"strides {logits.stride()}; top_k and top_p would restrict another request's rows. Pass [requests * tokens, "
         "vocabulary].",
     )
-    _restrict_logits(logits, top_k, top_p)
+    _restrict_logits(logits, top_k, top_p, min_log_p)
 
 
 class RestrictLogits(NamedTuple):
@@ -80,10 +83,13 @@ class RestrictLogits(NamedTuple):
     logits: torch.Tensor
     top_k: torch.Tensor
     top_p: torch.Tensor
+    min_log_p: torch.Tensor
 
     def reference(self) -> None:
         vocab, group = self.logits.shape[1], len(self.logits) // len(self.top_k)
-        restricted = is_restricted(self.top_k, self.top_p, vocab).repeat_interleave(group).nonzero()[:, 0]
+        restricted = (
+            is_restricted(self.top_k, self.top_p, self.min_log_p, vocab).repeat_interleave(group).nonzero()[:, 0]
+        )
         if not len(restricted):  # a sort of rows that nothing restricts would take most of a greedy round
             return
         k = self.top_k.long()[restricted // group, None]
@@ -91,10 +97,11 @@ class RestrictLogits(NamedTuple):
         k = torch.where(k > 0, k, vocab).clamp(max=vocab)
         logits = self.logits[restricted]
         ranked = logits.double().sort(-1, descending=True).values
-        kth = ranked.gather(1, k - 1)
-        share = ranked.masked_fill(ranked < kth, -torch.inf).softmax(-1).cumsum(-1)
+        least = logits.amax(-1, keepdim=True) + self.min_log_p[restricted // group, None]
+        least = torch.maximum(ranked.gather(1, k - 1), least.double())
+        share = ranked.masked_fill(ranked < least, -torch.inf).softmax(-1).cumsum(-1)
         last = (share < p).sum(-1, keepdim=True).clamp(max=vocab - 1)
-        threshold = torch.where(p < 1, torch.maximum(kth, ranked.gather(1, last)), kth)
+        threshold = torch.where(p < 1, torch.maximum(least, ranked.gather(1, last)), least)
         self.logits[restricted] = logits.masked_fill(logits < threshold, -torch.inf)
 
     def launch(self) -> None:
@@ -112,7 +119,7 @@ class RestrictLogits(NamedTuple):
             return torch.empty(shape, dtype=dtype, device=device)
 
         # Intermediate results between the kernels; not written for a row without a restriction.
-        part_max = empty(rows, parts)  # the largest logit of a part, if top_p alone is on
+        part_max = empty(rows, parts)  # the largest logit of a part, unless top_k is on
         part_sum = empty(rows, parts)  # the part's sum of exponentials, relative to that
         windows = empty(rows, 2)  # the window's least logit, and the least above it
         maxima = empty(rows, dtype=torch.int32)  # the rank of the row's largest logit
@@ -122,7 +129,12 @@ class RestrictLogits(NamedTuple):
         thresholds = empty(rows)  # the least logit that stays
 
         row: dict[str, Any] = {"logits_ptr": self.logits, "top_k_ptr": self.top_k, "top_p_ptr": self.top_p}
-        row |= {"vocab_size": vocab, "group_size": rows // len(self.top_k), "num_parts": parts}
+        row |= {
+            "min_log_p_ptr": self.min_log_p,
+            "vocab_size": vocab,
+            "group_size": rows // len(self.top_k),
+            "num_parts": parts,
+        }
         shares = {"part_max_ptr": part_max, "part_sum_ptr": part_sum}
         window = {"windows_ptr": windows, "maxima_ptr": maxima}
         totals = {"counts_ptr": counts, "weights_ptr": weights}
@@ -149,6 +161,7 @@ def sum_parts_kernel(
     logits_ptr,  # fp32 [R * G, V]
     top_k_ptr,  # int32 [R]
     top_p_ptr,  # fp32 [R]
+    min_log_p_ptr,  # fp32 [R]
     part_max_ptr,  # out: fp32 [R * G, parts]
     part_sum_ptr,  # out: fp32 [R * G, parts]
     maxima_ptr,  # out: int32 [R * G]
@@ -160,18 +173,20 @@ def sum_parts_kernel(
     PART: tl.constexpr,  # logits per part
     PDL: tl.constexpr,  # programmatic dependent launch
 ):
-    """For top_p alone, store each part's largest logit and its sum of exponentials relative to that. Start the row's
+    """Without top_k, store each part's largest logit and its sum of exponentials relative to that. Start the row's
     totals. A program takes parts of one row.
     """
     await_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
-    _, _, has_top_k, has_top_p = restriction(top_k_ptr, top_p_ptr, row // group_size, vocab_size)
-    if (tl.program_id(1) == 0) & (has_top_k | has_top_p):
+    _, _, _, has_top_k, has_top_p, has_min_p = restriction(
+        top_k_ptr, top_p_ptr, min_log_p_ptr, row // group_size, vocab_size
+    )
+    if (tl.program_id(1) == 0) & (has_top_k | has_top_p | has_min_p):
         offs_pair = row * 2 + tl.arange(0, 2)
         tl.store(maxima_ptr + row, as_rank(float("-inf")))
         tl.store(counts_ptr + offs_pair, tl.zeros((2,), tl.int32))
         tl.store(weights_ptr + offs_pair, tl.zeros((2,), tl.int64))
-    if has_top_p & (not has_top_k):
+    if (has_top_p | has_min_p) & (not has_top_k):
         for part in range(tl.program_id(1), num_parts, tl.num_programs(1)):
             x = _load(logits_ptr, row, part * PART + tl.arange(0, PART), vocab_size)
             part_max = _max(x)
@@ -186,6 +201,7 @@ def choose_window_kernel(
     logits_ptr,  # fp32 [R * G, V]
     top_k_ptr,  # int32 [R]
     top_p_ptr,  # fp32 [R]
+    min_log_p_ptr,  # fp32 [R]
     part_max_ptr,  # fp32 [R * G, parts]
     part_sum_ptr,  # fp32 [R * G, parts]
     windows_ptr,  # out: fp32 [R * G, 2]
@@ -197,11 +213,19 @@ def choose_window_kernel(
     BLOCK_PARTS: tl.constexpr,  # parts, rounded up to a power of two
     PDL: tl.constexpr,  # programmatic dependent launch
 ):
-    """Choose the window by a sample spread over the row. One program per row."""
+    """Choose the window by a sample spread over the row; with min_p and no top_k, all that min_p keeps. One program
+    per row."""
     await_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
-    k, p, has_top_k, has_top_p = restriction(top_k_ptr, top_p_ptr, row // group_size, vocab_size)
-    if has_top_k | has_top_p:
+    k, p, m, has_top_k, has_top_p, has_min_p = restriction(
+        top_k_ptr, top_p_ptr, min_log_p_ptr, row // group_size, vocab_size
+    )
+    if has_min_p & (not has_top_k):
+        row_max, _ = _row_sum(part_max_ptr, part_sum_ptr, row, num_parts, BLOCK_PARTS)
+        tl.store(maxima_ptr + row, as_rank(row_max))
+        tl.store(windows_ptr + row * 2, tl.maximum(row_max + m, LEAST))
+        tl.store(windows_ptr + row * 2 + 1, float("inf"))
+    elif has_top_k | has_top_p:
         offs_v = tl.arange(0, SAMPLE).to(tl.int64)
         if vocab_size > SAMPLE:
             offs_v = offs_v // _RUN * vocab_size // (SAMPLE // _RUN) + offs_v % _RUN
@@ -243,6 +267,7 @@ def gather_window_kernel(
     logits_ptr,  # fp32 [R * G, V]
     top_k_ptr,  # int32 [R]
     top_p_ptr,  # fp32 [R]
+    min_log_p_ptr,  # fp32 [R]
     windows_ptr,  # fp32 [R * G, 2]
     maxima_ptr,  # in and out: int32 [R * G]
     counts_ptr,  # in and out: int32 [R * G, 2]
@@ -255,12 +280,13 @@ def gather_window_kernel(
     PART: tl.constexpr,  # logits per part
     PDL: tl.constexpr,  # programmatic dependent launch
 ):
-    """Copy out the logits in the window, up to CAPACITY; count those in it and above it, and for top_p alone sum their
-    weights. Only integers are added across programs, so their order does not matter. A program takes parts of one row.
+    """Copy out the logits in the window, up to CAPACITY; count those in it and above it, and without top_k sum their
+    weights. min_p alone needs none of this. Only integers are added across programs, so their order does not matter. A
+    program takes parts of one row.
     """
     await_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
-    _, _, has_top_k, has_top_p = restriction(top_k_ptr, top_p_ptr, row // group_size, vocab_size)
+    _, _, _, has_top_k, has_top_p, _ = restriction(top_k_ptr, top_p_ptr, min_log_p_ptr, row // group_size, vocab_size)
     if has_top_k | has_top_p:
         low, high = tl.load(windows_ptr + row * 2), tl.load(windows_ptr + row * 2 + 1)
         row_max = as_float(tl.load(maxima_ptr + row))
@@ -294,6 +320,7 @@ def find_threshold_kernel(
     logits_ptr,  # fp32 [R * G, V]
     top_k_ptr,  # int32 [R]
     top_p_ptr,  # fp32 [R]
+    min_log_p_ptr,  # fp32 [R]
     part_max_ptr,  # fp32 [R * G, parts]
     part_sum_ptr,  # fp32 [R * G, parts]
     windows_ptr,  # fp32 [R * G, 2]
@@ -310,11 +337,15 @@ def find_threshold_kernel(
     BLOCK: tl.constexpr,  # logits that a search reads per iteration
     PDL: tl.constexpr,  # programmatic dependent launch
 ):
-    """Find top_k's threshold, then that of top_p's, which is not below it. One program per row."""
+    """Find top_k's threshold, then min_p's and top_p's, which are not below it. One program per row."""
     await_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
-    k, p, has_top_k, has_top_p = restriction(top_k_ptr, top_p_ptr, row // group_size, vocab_size)
-    if has_top_k | has_top_p:
+    k, p, m, has_top_k, has_top_p, has_min_p = restriction(
+        top_k_ptr, top_p_ptr, min_log_p_ptr, row // group_size, vocab_size
+    )
+    if has_min_p & (not (has_top_k | has_top_p)):
+        tl.store(thresholds_ptr + row, tl.load(windows_ptr + row * 2))
+    elif has_top_k | has_top_p:
         low, high = tl.load(windows_ptr + row * 2), tl.load(windows_ptr + row * 2 + 1)
         num_inside, num_above = tl.load(counts_ptr + row * 2), tl.load(counts_ptr + row * 2 + 1)
         max_rank = tl.load(maxima_ptr + row)
@@ -325,8 +356,9 @@ def find_threshold_kernel(
             missed = (num_above >= k) | ((num_above + num_inside < k) & (low > LEAST))
         else:
             _, total = _row_sum(part_max_ptr, part_sum_ptr, row, num_parts, BLOCK_PARTS)
-            target = share_of(p, weight_of(total))
             from_low, above = tl.load(weights_ptr + row * 2), tl.load(weights_ptr + row * 2 + 1)
+            # The window of min_p holds all of which top_p is a share, so it never misses.
+            target = share_of(p, tl.where(has_min_p, from_low, weight_of(total)))
             missed = (above >= target) | ((from_low < target) & (low > LEAST))
             target -= tl.where(missed, 0, above)
         low, high = tl.where(missed, LEAST, low), tl.where(missed, float("inf"), high)
@@ -337,6 +369,7 @@ def find_threshold_kernel(
         if has_top_k:
             k -= tl.where(missed, 0, num_above)
             low = search(x_ptr, num_x, low, high, k, max_rank, False, BLOCK)
+            low = tl.where(has_min_p, tl.maximum(low, row_max + m), low)
             if has_top_p:
                 kept, _, _ = walk(x_ptr, num_x, low, low, high, high, row_max, True, BLOCK)
                 target = share_of(p, kept)
@@ -351,6 +384,7 @@ def mask_logits_kernel(
     logits_ptr,  # in and out: fp32 [R * G, V]
     top_k_ptr,  # int32 [R]
     top_p_ptr,  # fp32 [R]
+    min_log_p_ptr,  # fp32 [R]
     thresholds_ptr,  # fp32 [R * G]
     vocab_size,  # V
     group_size,  # G
@@ -361,8 +395,10 @@ def mask_logits_kernel(
     """Set a part's logits below the row's threshold to -inf. A program takes parts of one row."""
     await_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
-    _, _, has_top_k, has_top_p = restriction(top_k_ptr, top_p_ptr, row // group_size, vocab_size)
-    if has_top_k | has_top_p:
+    _, _, _, has_top_k, has_top_p, has_min_p = restriction(
+        top_k_ptr, top_p_ptr, min_log_p_ptr, row // group_size, vocab_size
+    )
+    if has_top_k | has_top_p | has_min_p:
         threshold = tl.load(thresholds_ptr + row)
         for part in range(tl.program_id(1), num_parts, tl.num_programs(1)):
             offs_v = part * PART + tl.arange(0, PART)

@@ -80,6 +80,8 @@ REFUSED = {
     "beyond the vocabulary": (request(prompt=[1, 10**30]), f"got {10**30} at index 1"),
     "sampling in words": (Request(prompt=[1, 2], sampling="greedy"), "SamplingParams as sampling, got str"),
     "stop strings": (request(stop=["end"]), r"has stop strings, \('end',\), but an engine knows only tokens"),
+    "two completions": (request(n=2, temperature=1.0), "has n 2, but an engine continues a request once"),
+    "a bias of a foreign token": (request(logit_bias={3: 1.0, 24: 1.0}), r"0 to 23.* in logit_bias, got \[24\]"),
     "an empty prompt": (request(prompt=[]), "has an empty prompt. Pass at least one token"),
     "too long": (request(prompt=[1] * 36, max_tokens=5), "has 36 prompt .* 5, together more than max_model_len, 40"),
     "a negative token": (request(prompt=[-1, 3]), "0 to 23, got -1 at index 0"),

@@ -34,7 +34,7 @@ THREE = {"drafts": [[1, 2], [3, -1], [4, 5]], "accepted": [2, 0, 1], "lens": [4,
 
 @pytest.mark.parametrize("name", ["accepted", "next_tokens"])
 def test_verify_output_of_other_dtype_is_rejected(name):
-    batch = InputBatch(2, torch.device("cpu"), None, RejectionSampling())
+    batch = InputBatch(2, torch.device("cpu"), 9, None, RejectionSampling())
     output = {"accepted": zeros(2), "next_tokens": zeros(2) + 90}
     output[name] = output[name].int()
     with pytest.raises(BatchError, match=rf"{name} must be torch\.int64"):

@@ -130,6 +130,19 @@ def test_each_prompt_may_have_its_own_parameters(llm: LLM) -> None:
     assert llm.generate(PROMPTS[1], params[1])[0].text == found[1].text
 
 
+def test_each_prompt_gets_n_completions(llm: LLM) -> None:
+    asked = [SamplingParams(max_tokens=6, temperature=1.0, seed=3, n=3), SamplingParams(max_tokens=6)]
+    found = llm.generate(PROMPTS, asked)
+    assert [len(one.completions) for one in found] == [3, 1] and found[0].completions[0] is found[0]
+    alone = [llm.generate(PROMPTS[0], params)[0] for params in asked[0].each()]
+    assert [one.text for one in found[0].completions] == [one.text for one in alone]
+    assert len({one.text for one in alone}) == 3 and {one.prompt for one in found[0].completions} == {PROMPTS[0]}
+    chunks = [*llm.stream(PROMPTS, asked)]
+    for index, prompt in enumerate(found):
+        for choice, one in enumerate(prompt.completions):
+            assert rest_of(c for c in chunks if (c.index, c.choice) == (index, choice)) == one.text
+
+
 def test_a_prompt_may_be_token_ids(llm: LLM, greedy: list[str]) -> None:
     ids, few = llm.pair.encode(PROMPTS[1]), SamplingParams(max_tokens=8)
     assert [llm.generate(prompt, few)[-1].text for prompt in (tuple(ids), [ids, ids])] == [greedy[1][:8]] * 2

@@ -12,7 +12,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from spec_decode.llm.outputs import Completion, GrowingText
+from spec_decode.llm.outputs import Completion
+from spec_decode.llm.stop_strings import GrowingText
 
 
 def decode(tokens: Sequence[int]) -> str:
@@ -28,11 +29,24 @@ def grown(data: bytes, stop: Sequence[str] = ()) -> tuple[list[str], GrowingText
     return [*pieces, text.take(last=True)], text
 
 
+@pytest.mark.parametrize(("least", "text"), [(0, "a"), (2, "a"), (3, "a--b"), (5, "a--b"), (9, "a--b--c--d")])
+def test_stop_string_counts_only_after_min_tokens(least: int, text: str) -> None:
+    for size in (1, 2, 3, 10):
+        grown, data = GrowingText(decode, ["--"], min_tokens=least), b"a--b--c--d"
+        for start in range(0, len(data), size):
+            grown.add(data[start : start + size])
+        grown.finish()
+        assert grown.take(last=True) == grown.text == text
+
+
 def test_completion_names_equivalent_of_vllm_outputs() -> None:
     completion: Any = Completion(
         prompt="a", text="b", token_ids=[98], finish_reason="length", num_prompt_tokens=1, accepted=[], logprobs=[]
     )
-    with pytest.raises(AttributeError, match=r"no attribute 'outputs'. It is one text: leave .outputs\[0\] out"):
+    with pytest.raises(
+        AttributeError,
+        match=r"no attribute 'outputs'. It is one text: leave .outputs\[0\] out, and read .text; with n, read .comp",
+    ):
         completion.outputs[0].text  # noqa: B018
     with pytest.raises(AttributeError, match=r"^'Completion' object has no attribute 'txt'$"):
         completion.txt  # noqa: B018

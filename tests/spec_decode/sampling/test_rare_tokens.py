@@ -15,7 +15,9 @@ VOCAB, POSITION = 1000, 12345
 
 def by_target(logits, seeds):
     ones = torch.ones(len(seeds), device=logits.device)
-    sampling = Sampling(temperature=ones, top_k=ones.int() * 0, top_p=ones, seeds=seeds)
+    sampling = Sampling(
+        temperature=ones, top_k=ones.int() * 0, top_p=ones, min_log_p=ones.log() - torch.inf, seeds=seeds
+    )
     return sample_target(logits, sampling=sampling, positions=torch.full_like(seeds, POSITION))
 
 

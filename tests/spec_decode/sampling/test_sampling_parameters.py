@@ -15,12 +15,24 @@ REFUSED = [
     *[("top_k", value) for value in (-1, 2**31, 2**40, 1.5, True, None)],
     *[("top_p", value) for value in (0.0, -0.1, 1.0001, NAN, INF, True, None, ())],
     *[("seed", value) for value in (2**63, -(2**63) - 1, 0.5, None)],
+    *[("min_p", value) for value in (-0.1, 1.0001, NAN, INF, True, None, ())],
+    *[("logit_bias", value) for value in (3, {1: INF}, {1: NAN}, {"a": 1.0}, {1: "a"}, {1: 2e30}, [1], {True: 1.0})],
+    *[("repetition_penalty", value) for value in (0.0, -1.0, 1e4, NAN, INF, True, None)],
+    *[("presence_penalty", value) for value in (-2.1, 2.1, NAN, INF, True, None)],
+    *[("frequency_penalty", value) for value in (-2.1, 2.1, NAN, INF, True, None)],
+    *[("n", value) for value in (0, -1, 1.5, True, None)],
+    *[("min_tokens", value) for value in (-1, 65, 2.0, True, None)],
 ]
 ALLOWED = [
     *[("temperature", value) for value in (0, 0.0, 1e-3, 1, 100.0)],
     *[("top_k", value) for value in (0, 1, 2**31 - 1)],
     *[("top_p", value) for value in (1, 1.0, 0.5, 1e-6)],
     *[("seed", value) for value in (2**63 - 1, -(2**63))],
+    *[("min_tokens", value) for value in (0, 64)],
+    *[("logit_bias", value) for value in (None, {}, {3: -1e30, 0: 1})],
+    *[("repetition_penalty", value) for value in (1e-3, 1, 1e3)],
+    *[(f"{name}_penalty", value) for name in ("presence", "frequency") for value in (-2, 0, 2.0)],
+    *[("min_p", value) for value in (0, 0.0, 1, 1e-300)],
 ]
 
 
@@ -38,15 +50,28 @@ def test_value_at_edge_of_range_is_accepted(name, value):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("n", "does not support 'n'. Pass the prompt n times, each with a SamplingParams of another seed."),
+        ("best_of", "does not support 'best_of'. Pass n, and choose among the completions."),
         ("do_sample", "does not support 'do_sample'. Pass temperature: 0 is greedy."),
         ("max_new_tokens", "does not support 'max_new_tokens'. Did you mean max_tokens? Parameters are temperature,"),
-        ("presence_penalty", "does not support 'presence_penalty'. Parameters are temperature, top_k,"),
+        ("bad_words", "does not support 'bad_words'. Parameters are temperature, top_k,"),
     ],
 )
 def test_unknown_parameter_error_suggests_alternative(name, message):
     with pytest.raises(TypeError, match=re.escape(message)):
         SamplingParams(**{"temperature": 0.5, name: 2})
+
+
+def test_several_greedy_completions_are_rejected():
+    with pytest.raises(BatchError, match=r"n must be 1 at temperature 0.*got 2\. Pass a temperature, or 1"):
+        SamplingParams(n=2)
+
+
+def test_every_completion_has_its_own_seed():
+    each = [SamplingParams(temperature=1.0, seed=seed, n=n).each() for seed in range(-20, 20) for n in (1, 50)]
+    seeds = [params.seed for many in each[1::2] for params in many]
+    assert len(set(seeds)) == len(seeds) == 2000
+    assert [many[0].seed for many in each] == [seed for seed in range(-20, 20) for _ in range(2)]
+    assert {(params.n, params.temperature) for many in each for params in many} == {(1, 1.0)}
 
 
 def test_parameters_are_copied_and_pickled_whole():

@@ -2,15 +2,22 @@ import pytest
 import torch
 
 from builders import BatchError
+from spec_decode.sampling.logit_edits import LogitEdits
 from spec_decode.sampling.target_sampler import process_target_logits, sample_target
 from tests.spec_decode.verification.verify_helpers import sampling_of
 
 ROWS, VOCAB = 3, 7
 ZEROS = torch.zeros(ROWS, dtype=torch.int64)
 REFUSED = {
-    "flat logits": lambda: process_target_logits(torch.zeros(ROWS, VOCAB), sampling_of(ROWS)),
-    "temperatures of fewer rows": lambda: process_target_logits(torch.zeros(ROWS, 1, VOCAB), sampling_of(1)),
-    "a restriction of fewer rows": lambda: process_target_logits(torch.zeros(ROWS, 1, VOCAB), restricted_for(1)),
+    "flat logits": lambda: process_target_logits(torch.zeros(ROWS, VOCAB), sampling_of(ROWS), ZEROS),
+    "temperatures of fewer rows": lambda: process_target_logits(torch.zeros(ROWS, 1, VOCAB), sampling_of(1), ZEROS),
+    "a restriction of fewer rows": lambda: process_target_logits(torch.zeros(ROWS, 1, VOCAB), restricted_for(1), ZEROS),
+    "positions of fewer rows": lambda: process_target_logits(torch.zeros(ROWS, 1, VOCAB), sampling_of(ROWS), ZEROS[:1]),
+    "edits of fewer rows": lambda: process_target_logits(torch.zeros(ROWS, 1, VOCAB), edited(1), ZEROS),
+    "edits of another vocabulary": lambda: process_target_logits(torch.zeros(ROWS, 1, VOCAB), edited(vocab=9), ZEROS),
+    "drafts of too many columns": lambda: process_target_logits(
+        torch.zeros(ROWS, 2, VOCAB), edited(), ZEROS, torch.zeros(ROWS, 2, dtype=torch.int64)
+    ),
     "a column of int32": lambda: sample(torch.zeros(ROWS, 1, VOCAB), column=ZEROS.int()),
     "columns of flat logits": lambda: sample(torch.zeros(ROWS, VOCAB), column=ZEROS),
     "a draw at no position": lambda: sample(torch.zeros(ROWS, VOCAB), positions=ZEROS[:0]),
@@ -22,6 +29,15 @@ REFUSED = {
 def restricted_for(rows):
     """Parameters of ROWS rows, whose top_k and top_p are of another number."""
     return sampling_of(ROWS)._replace(top_k=sampling_of(rows).top_k, top_p=sampling_of(rows).top_p)
+
+
+def edited(rows=ROWS, vocab=VOCAB):
+    return sampling_of(ROWS)._replace(edits=LogitEdits.allocate(rows, vocab, "cpu"))
+
+
+def test_edits_of_several_columns_need_their_drafts():
+    with pytest.raises(BatchError, match="logits have 2 columns and sampling has edits, but there are no draft_tokens"):
+        process_target_logits(torch.zeros(ROWS, 2, VOCAB), edited(), ZEROS)
 
 
 def sample(logits, positions=ZEROS, column=None):
@@ -58,7 +74,16 @@ def test_restricted_row_draws_from_remaining_tokens():
     assert drawn[:, 1].eq(4).all() and drawn[:, 0].unique().numel() == VOCAB
 
 
+@pytest.mark.parametrize("min_p", [0.0, 0.05, 0.5, 1.0])
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+def test_min_p_keeps_tokens_that_transformers_keeps(temperature, min_p):
+    logits = torch.randn(50, 100, generator=torch.Generator().manual_seed(0)) * 2
+    found = process_target_logits(logits[:, None], sampling_of(50, temperature, min_p=min_p), torch.arange(50))[:, 0]
+    wanted = pytest.importorskip("transformers").MinPLogitsWarper(min_p)(None, logits / temperature)
+    assert torch.equal(found, wanted)
+
+
 def test_processed_logits_are_a_new_tensor():
     logits = torch.zeros(1, 1, VOCAB)
-    process_target_logits(logits, sampling_of(1)).fill_(1)
+    process_target_logits(logits, sampling_of(1), ZEROS[:1]).fill_(1)
     assert not logits.any()

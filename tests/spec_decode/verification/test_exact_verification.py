@@ -82,7 +82,7 @@ def test_verify_output_follows_restrictions_and_seeds(name, restriction, device)
     logits, tokens, draft_logits, first = (
         x.to(device) for x in (case.p_logits, case.tokens, case.q_logits, case.first)
     )
-    sampling = Sampling(*(x.to(device) for x in sampling_of(len(case.rows), **restriction, seeds=case.seeds)))
+    sampling = Sampling(*(x.to(device) for x in sampling_of(len(case.rows), **restriction, seeds=case.seeds).rows))
     output = how.verify(logits, tokens, draft_logits, sampling=sampling, draft_positions=first)
     case.check((output.accepted, output.next_tokens), KINDS[name][1], how.draft_seeds(sampling.seeds, first).cpu())
 

@@ -8,11 +8,13 @@ import pytest
 import torch
 
 from spec_decode.sampling import Sampling, SamplingParams
+from spec_decode.sampling.logit_edits import Bias
 from spec_decode.sampling.target_sampler import sample_target
 from spec_decode.verification import BlockVerification, verifier
 from tests.spec_decode.verification.verify_helpers import (
     COUNT,
     FIRST,
+    Edit,
     draft_of,
     law,
     p_value,
@@ -22,7 +24,14 @@ from tests.spec_decode.verification.verify_helpers import (
     verified,
 )
 
-RESTRICTIONS = {"top_k": {"top_k": 3}, "top_p": {"top_p": 0.7}, "top_k and top_p": {"top_k": 4, "top_p": 0.8}}
+RESTRICTIONS = {
+    "top_k": {"top_k": 3},
+    "top_p": {"top_p": 0.7},
+    "top_k and top_p": {"top_k": 4, "top_p": 0.8},
+    "min_p": {"min_p": 0.3},
+    "all three": {"top_k": 5, "top_p": 0.8, "min_p": 0.1},
+}
+PENALTIES = {"repetition": 1.5, "presence": 0.7, "frequency": 1.2}
 LOGITS = torch.tensor([3.0, 2.5, 2.0, 1.0, 0.5, 0.0])
 
 
@@ -145,6 +154,13 @@ TWO = {
     "top_k": (1.0, 0.0, RESTRICTIONS["top_k"]),
     "top_p": (1.0, 0.0, RESTRICTIONS["top_p"]),
     "top_k and top_p": (0.6, 0.6, RESTRICTIONS["top_k and top_p"]),
+    "min_p": (1.0, 0.3, {"min_p": 0.2, "count": 200_000}),
+    "all three": (1.3, 0.5, {**RESTRICTIONS["all three"], "count": 200_000}),
+    "a bias": (0.8, 0.3, {"edit": Edit(Bias(1, 1.5, 99), Bias(3, -2.0, 99)), "count": 200_000}),
+    "a token forbidden once": (1.0, 0.9, {"edit": Edit(Bias(2, -math.inf, FIRST + 1)), "count": 200_000, "top_k": 4}),
+    "penalties": (0.8, 0.5, {"edit": Edit(prompt=[1, 3], output=[0, 0, 3], **PENALTIES), "count": 200_000}),
+    "rewards": (1.0, 0.9, {"edit": Edit(output=[2], repetition=0.7, presence=-0.5, frequency=-1.0), "count": 200_000}),
+    "all edits": (1.2, 0.3, {"edit": Edit(Bias(1, 1.5, 99), prompt=[2], **PENALTIES), "count": 200_000, "top_p": 0.9}),
     "a smaller vocabulary": (0.6, 0.9, {"draft_vocab": 3}),
     "a smaller vocabulary, top_k and top_p": (1.0, 0.3, {"draft_vocab": 3, "top_k": 4, "top_p": 0.9}),
 }

@@ -50,13 +50,14 @@ def inputs(seed):
         "temperature": torch.rand(ROWS, generator=generator).mul(2).sub(0.5).clamp(min=0),
         "top_k": torch.randint(-VOCAB, VOCAB, (ROWS,), generator=generator, dtype=torch.int32).clamp(min=0),
         "top_p": torch.rand(ROWS, generator=generator).mul(2).clamp(0.01, 1),
+        "min_log_p": torch.rand(ROWS, generator=generator).sub(0.5).clamp(min=0).log(),
         "seeds": torch.randint(-(2**62), 2**62, (ROWS,), generator=generator),
         "draft_positions": torch.randint(0, 2**20, (ROWS,), generator=generator),
     }
 
 
 def output_of(how, batch):
-    sampling = Sampling(**{field: batch[field] for field in ("temperature", "top_k", "top_p", "seeds")})
+    sampling = Sampling(**{field: batch[field] for field in ("temperature", "top_k", "top_p", "min_log_p", "seeds")})
     logits = {name: batch[name] for name in ("target_logits", "draft_tokens", "draft_logits")}
     return how.verify(**logits, sampling=sampling, draft_positions=batch["draft_positions"])
 
