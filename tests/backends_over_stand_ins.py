@@ -57,8 +57,8 @@ def _take_away(paths: Sequence[str], package: str) -> dict[str, ModuleType]:
 def on_the_cpu(base: type[AttentionBackend]) -> AttentionBackend:
     """Return a backend of this class that runs on the CPU."""
     capabilities = replace(base.capabilities, devices=("cpu",))
-    made: AttentionBackend = type(base.__name__, (base,), {"capabilities": capabilities})()
-    return made
+    backend: AttentionBackend = type(base.__name__, (base,), {"capabilities": capabilities})()
+    return backend
 
 
 @contextmanager

@@ -29,8 +29,8 @@ indexes_fp8 = pytest.mark.xfail(
 
 def register_as(name: object, make: Callable[[], Any], *, replace: bool = False) -> type[AttentionBackend]:
     """Register what `make` returns, normally a backend, under the given name."""
-    made = type("Made", (TorchReference,), {"name": name, "__new__": lambda cls: make()})
-    return register(replace=replace)(made)
+    kind = type("Made", (TorchReference,), {"name": name, "__new__": lambda cls: make()})
+    return register(replace=replace)(kind)
 
 
 def install_plug_in(site: Path, package: str, name: str, source: str) -> None:

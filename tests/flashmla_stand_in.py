@@ -50,9 +50,9 @@ def flash_mla_with_kvcache(
     assert config == (schedule.config or config), "inputs are not those that the schedule was made for"
     scale = q.shape[3] ** -0.5 if softmax_scale is None else softmax_scale
     given = cache_seqlens, block_table, scale, causal, schedule.tile_scheduler_metadata, schedule.num_splits
-    out, lse, *made = dense_decode_fwd(q, k_cache, head_dim_v, *given)
+    out, lse, *planned = dense_decode_fwd(q, k_cache, head_dim_v, *given)
     schedule.have_initialized, schedule.config = True, config
-    schedule.tile_scheduler_metadata, schedule.num_splits = made
+    schedule.tile_scheduler_metadata, schedule.num_splits = planned
     return out, lse
 
 

@@ -12,8 +12,8 @@ import pytest
 def install_module(monkeypatch: pytest.MonkeyPatch, name: str, **members: Any) -> ModuleType:
     """Have a test import a module with these members by its dotted name, below empty parents."""
     parts = name.split(".")
-    *_, module = made = [ModuleType(".".join(parts[:count])) for count in range(1, len(parts) + 1)]
+    *_, module = modules = [ModuleType(".".join(parts[:count])) for count in range(1, len(parts) + 1)]
     vars(module).update(members)
-    for each in made:
+    for each in modules:
         monkeypatch.setitem(sys.modules, each.__name__, each)
     return module

@@ -129,10 +129,10 @@ def _raised(node: ast.AST) -> Iterator[str]:
         yield RAISERS[node.func.id]
     types = [handler.type for handler in node.handlers if handler.type] if isinstance(node, ast.Try) else []
     caught = {name.id for kind in types for name in ast.walk(kind) if isinstance(name, ast.Name)}
-    tried = node.body if isinstance(node, ast.Try) else []
+    body = node.body if isinstance(node, ast.Try) else []
     for child in ast.iter_child_nodes(node):
         if not isinstance(child, Definition | ast.Lambda | ast.ClassDef):
-            yield from (name for name in _raised(child) if child not in tried or name not in caught)
+            yield from (name for name in _raised(child) if child not in body or name not in caught)
 
 
 def violations(rule: Callable[[Function], str]) -> dict[str, str]:

@@ -44,8 +44,8 @@ def several_a_line(source: str) -> Iterator[str]:
 def silent(source: str) -> Iterator[str]:
     """Kernels that say neither what a program does nor what the grid is."""
     for kernel in kernels(source):
-        said = (ast.get_docstring(kernel) or "").lower()
-        if "program" not in said and "grid" not in said and "one token's" not in said:
+        docstring = (ast.get_docstring(kernel) or "").lower()
+        if "program" not in docstring and "grid" not in docstring and "one token's" not in docstring:
             yield kernel.name
 
 

@@ -136,9 +136,9 @@ def repeat_line(text: Callable[[], str], every: float = _SECONDS_BETWEEN_LINES) 
         thread.join()
 
 
-def did_you_mean(asked: str, known: Iterable[str]) -> str:
+def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Same as `builders.errors.did_you_mean`, without torch."""
-    close = get_close_matches(asked, list(known), 1)
+    close = get_close_matches(name, list(known), 1)
     return f" Did you mean {close[0]}?" if close else ""
 
 

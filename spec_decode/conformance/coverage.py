@@ -11,7 +11,7 @@ import torch
 from attn_backends.capabilities import features_of
 from builders import AttentionKind, AttentionSpec
 from spec_decode.drafter import Strategy, StrategyError
-from spec_decode.drafter.plan import choose
+from spec_decode.drafter.plan import choose_strategy
 from spec_decode.graphs import loop_unsupported_reason
 from spec_decode.paged import GraphMode
 from spec_decode.paged.kv_groups import KVGroup
@@ -83,7 +83,7 @@ def unsupported_strategies(subject: Subject) -> dict[Strategy, str]:
         facts, no_loop = group.facts(subject.device), loop_unsupported_reason(subject.device)
         for strategy in Strategy:
             try:
-                choose([facts], 4, GraphMode.FULL, forced=strategy, loop_unsupported_reason=no_loop)
+                choose_strategy([facts], 4, GraphMode.FULL, forced=strategy, loop_unsupported_reason=no_loop)
             except StrategyError as error:
                 found[strategy] = str(error)
     except KeyboardInterrupt:

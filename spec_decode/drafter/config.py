@@ -76,9 +76,19 @@ class DrafterConfig:
         )
 
 
+_SIZES = ("vocab_size", "hidden_size", "target_states_size", "max_positions")
+"""What every draft says of itself: see DraftModel."""
+
+
 def check_draft(model: DraftModel, config: DrafterConfig) -> None:
     """Raise BatchError if the model cannot propose that many tokens or draft that tree, or for arguments of the wrong
     type."""
     require_type("model", model, DraftModel)
     require_type("config", config, DrafterConfig)
+    for name in _SIZES:
+        size = getattr(model, name, None)
+        require(
+            type(size) is int and size >= 1,
+            f"{type(model).__name__}.{name} must be an int of 1 or more, got {size!r}. Set it in the draft's __init__.",
+        )
     model.round_shape(config.num_speculative_tokens, config.tree)

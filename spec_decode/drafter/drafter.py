@@ -54,6 +54,7 @@ class Drafter:
         groups, a K or capture sizes that do not fit the tables, or a K or tree that the model cannot draft.
         """
         check_draft(model, config)
+        _check_tree_specs(model, groups, config)
         self.plan = plan_draft(model, groups, tables.device, config) if plan is None else plan
         sizes = list(config.capture_sizes or default_capture_sizes(tables.max_reqs))
         _check_shapes(groups, tables, sizes)
@@ -236,11 +237,28 @@ class Drafter:
         return found
 
 
+def _check_tree_specs(model: DraftModel, groups: Sequence[KVGroup], config: DrafterConfig) -> None:
+    if config.tree is None or model.drafts_at_once:
+        return
+    without = [group.name for group in groups if not group.spec.tree]
+    require(
+        not without,
+        f"the draft runs over a tree, but group {without and without[0]} has a spec without one; its backend would "
+        "ignore the tree's mask. Make the groups with tree=True.",
+    )
+
+
 def _check_shapes(groups: Sequence[KVGroup], tables: RequestTables, sizes: Sequence[int]) -> None:
     require(
         [group.spec.page_size for group in groups] == list(tables.page_sizes_host),
         f"group i uses block table i, but the groups have page sizes {[g.spec.page_size for g in groups]} and the "
         f"tables {list(tables.page_sizes_host)}; slots would be wrong. Make one table per group.",
+    )
+    layers = [layer for group in groups for layer in group.caches]
+    require(
+        len({*layers}) == len(layers),
+        f"a layer belongs to one KV group, but the groups have the layers {sorted(layers)}; one of its caches would "
+        "never be written. Correct the model's layer_groups.",
     )
     require(
         max(sizes) <= tables.max_reqs,

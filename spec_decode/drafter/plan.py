@@ -44,7 +44,7 @@ class DraftPlan(MetadataPlan):
         ]
 
 
-def choose(
+def choose_strategy(
     groups: Sequence[GroupFacts],
     num_speculative_tokens: int,
     graph_mode: GraphMode,
@@ -106,8 +106,8 @@ def choose(
 
 
 def plan_draft(model: DraftModel, groups: Sequence[KVGroup], device: torch.device, config: DrafterConfig) -> DraftPlan:
-    """Plan a drafter. Raises StrategyError as `choose` does."""
-    return choose(
+    """Plan a drafter. Raises StrategyError as `choose_strategy` does."""
+    return choose_strategy(
         [group.facts(device) for group in groups],
         config.num_speculative_tokens,
         config.graph_mode,

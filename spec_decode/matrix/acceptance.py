@@ -51,20 +51,20 @@ class Acceptance(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 def needed_tags(question: Question) -> tuple[str, ...]:
     """Return the columns of the matrix that what was asked needs."""
-    asked = question.values
-    sized = [f"{axis}:{asked[axis]}" for axis in ("dtype", "page", "dim") if axis in asked]
-    kv = asked["kv dtype"]
+    values = question.values
+    sized = [f"{axis}:{values[axis]}" for axis in ("dtype", "page", "dim") if axis in values]
+    kv = values["kv dtype"]
     narrow = isinstance(kv, str) and kv.startswith("float8")
-    heads, kv_heads = asked.get("heads"), asked.get("kv heads")
-    grouped = asked.get("group", 1) != 1 or (kv_heads is not None and heads not in (None, kv_heads))
+    heads, kv_heads = values.get("heads"), values.get("kv heads")
+    grouped = values.get("group", 1) != 1 or (kv_heads is not None and heads not in (None, kv_heads))
     return (
-        *([f"mode:{asked['mode']}"] if "mode" in asked else []),
-        *([f"strategy:{str(asked['strategy']).replace(' ', '_')}"] if "strategy" in asked else []),
+        *([f"mode:{values['mode']}"] if "mode" in values else []),
+        *([f"strategy:{str(values['strategy']).replace(' ', '_')}"] if "strategy" in values else []),
         *sized,
         *([f"kv:{kv}" if narrow else MIXED_KV] if kv else []),
-        *(["feature:gqa"] if grouped and asked["kind"] == "mha" else []),
-        *(f"feature:{feature}" for axis, feature in _FEATURES.items() if asked[axis]),
-        *([MLA] if asked["kind"] == "mla" else []),
+        *(["feature:gqa"] if grouped and values["kind"] == "mha" else []),
+        *(f"feature:{feature}" for axis, feature in _FEATURES.items() if values[axis]),
+        *([MLA] if values["kind"] == "mla" else []),
     )
 
 
@@ -107,15 +107,15 @@ def _refused_by_record(question: Question, backend: AttentionBackend, *, on_cuda
 def by_claims(question: Question, reports: Sequence[Report]) -> Acceptance:
     """Return what the claims of a backend's reports say, newest first."""
     report = next((each for each in reports if each.claims), reports[0])
-    tags, asked = needed_tags(question), question.values
+    tags, values = needed_tags(question), question.values
     required = [tag for tag, claim in report.claims.items() if claim.reason == REQUIRED]
     refused = list(_refused(report, tags))
     refused += [f"serves only specs with {tag.partition(':')[2]}" for tag in required if tag not in tags]
-    if asked["kind"] == "mha" and _refuses_mha(reports):
+    if values["kind"] == "mha" and _refuses_mha(reports):
         refused.append("serves mla, not mha")
     unsized = ("heads", "kv heads", "group", "value dim", "window", "soft cap", "scale")
     missing = [_missing(report, column) for column in columns_of(tags) if column.tag not in report.claims]
-    sizes = [worded(axis, asked[axis]) for axis in unsized if asked.get(axis) not in (None, 1)]
+    sizes = [worded(axis, values[axis]) for axis in unsized if values.get(axis) not in (None, 1)]
     unloaded = not report.claims
     return Acceptance(
         support=Support.REFUSED if refused else Support.UNKNOWN if unloaded else Support.ACCEPTED,

@@ -166,7 +166,7 @@ def _near(question: Question, group: Sequence[Report], runs: Runs) -> tuple[Near
     for result, report in newest_results(group):
         if result.family not in FAMILIES or result.outcome not in {Outcome.PASS, Outcome.XFAIL, *FAILURES}:
             continue
-        if (values := _told(result, question)) is not None:
+        if (values := _comparable(result, question)) is not None:
             differences = _differences(question, values)
             seen = _Seen(result, report, differences, _distance(question, values))
             by_axes.setdefault(seen.axes, []).append(seen)
@@ -176,7 +176,7 @@ def _near(question: Question, group: Sequence[Report], runs: Runs) -> tuple[Near
     return tuple(sorted(found, key=lambda near: (near.unknown, len(near.differences), -near.passed)))
 
 
-def _told(result: Result, question: Question) -> Values | None:
+def _comparable(result: Result, question: Question) -> Values | None:
     """Return the axes of a result that can be compared; None if it tells nothing of what was asked."""
     values = axes_of(result)
     covers = any(question.values.get(axis) in values[axis] for axis in COVERED)  # type: ignore[operator]
@@ -187,13 +187,13 @@ def _differences(question: Question, values: Values) -> tuple[AxisDifference, ..
     found = [
         AxisDifference(
             axis=axis,
-            asked=_worded(asked),
+            asked=_worded(requested),
             found=_worded(value),
-            absent=_is_without(axis, asked) is not _is_without(axis, value),
+            absent=_is_without(axis, requested) is not _is_without(axis, value),
             recorded=not isinstance(value, NotRecorded),
         )
-        for axis, asked in question.values.items()
-        if axis in values and not _agrees(axis, asked, value := values[axis])
+        for axis, requested in question.values.items()
+        if axis in values and not _agrees(axis, requested, value := values[axis])
     ]
     if SPEC in values:
         found.append(
@@ -207,12 +207,12 @@ def _is_without(axis: str, value: object) -> bool:
     return value is None or value is False or value == frozenset() or (axis == "group" and value == 1)
 
 
-def _agrees(axis: str, asked: object, value: object) -> bool:
+def _agrees(axis: str, requested: object, value: object) -> bool:
     if isinstance(value, frozenset):
-        return asked in value
-    if axis in AT_LEAST and isinstance(value, int) and isinstance(asked, int):
-        return value >= asked
-    return type(value) is not NotRecorded and value == asked
+        return requested in value
+    if axis in AT_LEAST and isinstance(value, int) and isinstance(requested, int):
+        return value >= requested
+    return type(value) is not NotRecorded and value == requested
 
 
 def _worded(value: object) -> str:
@@ -229,10 +229,10 @@ def _distance(question: Question, values: Values) -> float:
     """Return how far the sizes of a check are from those asked; a size that is missing counts as far."""
     total = 0.0
     for axis in question.named:
-        asked, value = question.values[axis], values.get(axis)
-        if isinstance(asked, (int, float)) and not isinstance(asked, bool):
-            sized = isinstance(value, (int, float)) and value > 0 and asked > 0
-            total += abs(math.log(asked / value)) if sized else 50.0  # type: ignore[operator]
+        requested, value = question.values[axis], values.get(axis)
+        if isinstance(requested, (int, float)) and not isinstance(requested, bool):
+            sized = isinstance(value, (int, float)) and value > 0 and requested > 0
+            total += abs(math.log(requested / value)) if sized else 50.0  # type: ignore[operator]
     return total
 
 

@@ -188,19 +188,19 @@ _GROUPS_TRIED = (8, 4, 16, 64, 128, 2, 1)
 def specs_of(question: Question) -> Iterator[AttentionSpec]:
     """Yield specs that have what was asked, with common values of the axes that were not. Raises QuestionError if no
     spec can have it."""
-    asked, kind = question.values, AttentionKind(question.values["kind"])
-    dims: list[tuple[Value, Value]] = [(asked.get("dim"), asked["value dim"])]
-    if "dim" not in asked:
-        dims = [(dim, asked["value dim"] or value) for dim, value in _DIMS_TRIED]
+    values, kind = question.values, AttentionKind(question.values["kind"])
+    dims: list[tuple[Value, Value]] = [(values.get("dim"), values["value dim"])]
+    if "dim" not in values:
+        dims = [(dim, values["value dim"] or value) for dim, value in _DIMS_TRIED]
     problem, possible = "", False
-    dtypes, pages = ((asked[axis],) if axis in asked else tried for axis, tried in _TRIED.items())
-    for dtype, page, (dim, value_dim), (heads, kv_heads) in product(dtypes, pages, dims, _heads_tried(asked, kind)):
+    dtypes, pages = ((values[axis],) if axis in values else tried for axis, tried in _TRIED.items())
+    for dtype, page, (dim, value_dim), (heads, kv_heads) in product(dtypes, pages, dims, _heads_tried(values, kind)):
         record = {
             **{"num_q_heads": heads, "num_kv_heads": kv_heads, "head_dim": dim, "value_dim": value_dim},
-            **{"page_size": page, "dtype": dtype, "kv_dtype": asked["kv dtype"], "kind": kind.value},
-            **{"sliding_window": asked["window"], "scale": asked.get("scale"), "soft_cap": asked["soft cap"]},
-            **{"sinks": asked["sinks"], "causal": not asked["blocks"], "tree": asked["trees"]},
-            "batch_invariant": asked["batch invariant"],
+            **{"page_size": page, "dtype": dtype, "kv_dtype": values["kv dtype"], "kind": kind.value},
+            **{"sliding_window": values["window"], "scale": values.get("scale"), "soft_cap": values["soft cap"]},
+            **{"sinks": values["sinks"], "causal": not values["blocks"], "tree": values["trees"]},
+            "batch_invariant": values["batch invariant"],
         }
         try:
             spec = msgspec.convert(record, SpecRecord).spec()
@@ -216,10 +216,10 @@ def specs_of(question: Question) -> Iterator[AttentionSpec]:
 _TRIED: dict[str, tuple[Value, ...]] = {"dtype": _DTYPES_TRIED, "page": _PAGES_TRIED}
 
 
-def _heads_tried(asked: Mapping[str, Value], kind: AttentionKind) -> list[tuple[int, int]]:
+def _heads_tried(values: Mapping[str, Value], kind: AttentionKind) -> list[tuple[int, int]]:
     """Return query heads with KV heads; latents have one KV head."""
     one = (1,) if kind is AttentionKind.MLA else _KV_HEADS_TRIED
-    heads, kv, group = (asked.get(axis) for axis in ("heads", "kv heads", "group"))
+    heads, kv, group = (values.get(axis) for axis in ("heads", "kv heads", "group"))
     if isinstance(heads, int):
         found = [kv] if isinstance(kv, int) else [heads // group] if isinstance(group, int) else [*one, heads]
         return [(heads, each) for each in found if each and heads % each == 0]

@@ -172,6 +172,11 @@ class DraftModel(_Model):
 
         Raises BatchError for a K or a tree that the draft cannot propose.
         """
+        require(
+            not self.drafts_at_once,
+            f"{type(self).__name__} drafts at once, so it must say how. Make it a BlockDraft, ContextBlockDraft or "
+            "ModuleDraft.",
+        )
         steps = num_speculative_tokens
         if tree is None:
             return RoundShape(step_0_len=1 + steps, places=1 + steps, slots=steps)

@@ -71,11 +71,16 @@ class ContextBlockDraft(DraftModel):
         return rule.num_candidates if isinstance(rule, CandidateTable) else super().num_choices
 
     def round_shape(self, num_speculative_tokens: int, tree: Tree | None = None) -> RoundShape:
-        """See DraftModel. The 1 + K verified tokens become context, which needs no row of step 0."""
-        steps = num_speculative_tokens
+        """See DraftModel. The 1 + K verified tokens become context, which needs no row of step 0.
+
+        Raises BatchError for a tree that the draft cannot propose, and for a wrong place_logits or first_place.
+        """
+        steps, rule = num_speculative_tokens, self.place_logits
+        require(self.first_place in (0, 1), f"first_place is {self.first_place!r}. Set it to 0 or 1: see the class.")
+        _check_rule(rule, self)
         if tree is not None:
             require_choices(tree, self.num_choices)
-            if self.place_logits is not None:
+            if rule is not None:
                 tree.require_steps(steps)
         return RoundShape(step_0_len=steps + self.first_place, places=1 + steps, slots=2 * steps)
 
@@ -96,6 +101,30 @@ class ContextBlockDraft(DraftModel):
         states     [T, H], the output of `combine`
         positions  int64 [T]
         """
+
+
+def _check_rule(rule: object, model: ContextBlockDraft) -> None:
+    require(
+        rule is None or isinstance(rule, TokenBias | CandidateTable),
+        f"place_logits must be a TokenBias, a CandidateTable or None, got {type(rule).__name__}. Return one of them.",
+    )
+    if not isinstance(rule, CandidateTable):
+        return
+    vocab = model.vocab_size
+    require(
+        model.token_map is None,
+        "a draft with a CandidateTable must score the target's whole vocabulary, got one with a token_map; its ids "
+        "would be taken for the target's. Score every token, or return a TokenBias.",
+    )
+    require(
+        1 <= rule.num_candidates <= vocab,
+        f"num_candidates must be 1 to the {vocab} tokens of the vocabulary, got {rule.num_candidates}. Change it.",
+    )
+    for name, table in (("predecessors", rule.predecessors), ("successors", rule.successors)):
+        require(
+            table.dim() == 2 and len(table) == vocab and table.shape == rule.predecessors.shape,
+            f"{name} must be [{vocab}, N] as the other table, got {list(table.shape)}. Give every token a row.",
+        )
 
 
 class ModuleDraft(DraftModel):

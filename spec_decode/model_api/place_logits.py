@@ -7,8 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
+
+Confidence: TypeAlias = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +24,7 @@ class TokenBias:
     """
 
     bias_after: Callable[[torch.Tensor], torch.Tensor]
-    confidence: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
+    confidence: Confidence | None = None
 
 
 @dataclass(frozen=True, slots=True)

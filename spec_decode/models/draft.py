@@ -11,10 +11,8 @@ from spec_decode.model_api import DraftModel, LayerGroup, TargetModel
 from spec_decode.models.checkpoints.config_reader import ConfigReader
 from spec_decode.models.checkpoints.files import CheckpointError
 from spec_decode.models.checkpoints.store import ScopedWeights, TensorStore
-from spec_decode.models.decoder_config import DecoderConfig
-from spec_decode.models.draft_vocabulary import DraftVocabulary
 from spec_decode.models.layers.linear import Embedding
-from spec_decode.models.layers.rope import Rotary, RotaryEmbedding
+from spec_decode.models.layers.rope import Rotary
 from spec_decode.models.shared_target import SharedTarget
 
 _LAYER_CONFIG = "transformer_layer_config"
@@ -59,25 +57,6 @@ class DecoderDraft(DraftModel):
     def layer_groups(self, page_size: int) -> list[LayerGroup]:
         """Return the layers in groups of the same attention spec."""
         return self.config.layer_groups(page_size, self.embedding.dtype)
-
-
-class HiddenStatesDraft(DecoderDraft):
-    """A block draft that reads the target's hidden states. Create it on the meta device, then load its parameters with
-    `read_parameters`."""
-
-    config: DecoderConfig
-
-    def __init__(
-        self, weights: ScopedWeights, config: DecoderConfig, vocabulary: DraftVocabulary, target: TargetModel
-    ) -> None:
-        """Raises CheckpointError if it needs the target's embedding and that has another size or dtype."""
-        hidden = config.model.hidden_size
-        owns = weights.has("embed_tokens.weight")
-        if not owns:
-            check_embedding(weights, target, hidden)
-        embed = Embedding(vocabulary.embedded, hidden) if owns else None
-        super().__init__(target, config, RotaryEmbedding(config.model, config.scaling), embed)
-        self.hidden_size, self.token_map = hidden, vocabulary.token_map
 
 
 def read_embedding(weights: ScopedWeights, target: TargetModel, name: str, rows: int, hidden: int) -> Embedding | None:

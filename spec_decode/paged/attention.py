@@ -9,7 +9,7 @@ import torch
 
 from attn_backends.capabilities import FusedWrite
 from attn_backends.kernels.rope import Rope, apply_rope
-from builders import AttentionKind
+from builders import AttentionKind, BatchError
 from spec_decode.graphs import SplitOp
 from spec_decode.model_api import AttentionInputs
 from spec_decode.paged.kv_groups import KVGroup
@@ -22,7 +22,7 @@ class PagedAttention:
         """metadata: one per group, read at each call."""
         self._groups = groups
         self._metadata = metadata
-        self._group_of = {layer: index for index, group in enumerate(groups) for layer in group.caches}
+        self._group_of = _GroupOf((layer, index) for index, group in enumerate(groups) for layer in group.caches)
 
     def __call__(self, inputs: AttentionInputs) -> torch.Tensor:
         """See `Attention`. Raises BatchError, before any launch, for tensors that a kernel would misread."""
@@ -38,6 +38,16 @@ class PagedAttention:
         group, dtype = self._groups[index], self._groups[index].spec.new_kv_dtype
         rotated = apply_rope(key, rope).to(dtype)
         group.backend.write_kv(rotated, value.to(dtype), group.caches[layer], self._metadata[index])
+
+
+class _GroupOf(dict[int, int]):
+    """Layer -> index of its group."""
+
+    def __missing__(self, layer: int) -> int:
+        raise BatchError(
+            f"layer {layer!r} asks for attention and is in no KV group; the groups have the layers {sorted(self)}. "
+            "List it in the model's layer_groups."
+        )
 
 
 class SplitAttention:

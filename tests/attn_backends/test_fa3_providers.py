@@ -309,11 +309,11 @@ WITHOUT_KERNEL = [(64, 128), (64, 192), (64, 520), (96, 64), (128, 136), (192, 9
 
 def test_dim_pairs_without_kernel_are_rejected(load):
     backend = load("vllm")
-    told = {
+    rejections = {
         dims: reasons(backend, hopper_spec(head_dim=dims[0], value_dim=dims[1])) for dims in SERVED + WITHOUT_KERNEL
     }
-    assert [dims for dims, why in told.items() if "value_dim" in why] == WITHOUT_KERNEL
-    assert not any("head_dim" in told[dims] for dims in SERVED)
+    assert [dims for dims, why in rejections.items() if "value_dim" in why] == WITHOUT_KERNEL
+    assert not any("head_dim" in rejections[dims] for dims in SERVED)
 
 
 def test_sinks_rejected_outside_kernel_heads_and_dims(load):
@@ -328,8 +328,8 @@ def test_compute_capability_other_than_9_is_rejected(load, monkeypatch):
     backend = load("vllm")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
-    told = str(backend.supports(hopper_spec(), torch.device("cuda")))
-    assert "compute capability 9 only, the device has (10, 0)" in told
+    support = str(backend.supports(hopper_spec(), torch.device("cuda")))
+    assert "compute capability 9 only, the device has (10, 0)" in support
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     assert isinstance(backend.supports(hopper_spec(), torch.device("cuda")), Accepted)
 

@@ -34,21 +34,21 @@ TREES = "numerics.trees_see_their_ancestors"
 
 @pytest.fixture(scope="module")
 def backend():
-    with installed() as made:
-        yield made
+    with installed() as installed_backend:
+        yield installed_backend
 
 
 @pytest.fixture(scope="module")
 def mla():
-    with installed("flash_attn3_mla") as made:
-        yield made
+    with installed("flash_attn3_mla") as installed_backend:
+        yield installed_backend
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["backend", "mla"])
 def test_flash_attn3_passes_the_kit(name, request):
-    made = request.getfixturevalue(name)
-    check_backend(made, device=CPU, checks=telling_checks(made, *KIT))
+    instance = request.getfixturevalue(name)
+    check_backend(instance, device=CPU, checks=telling_checks(instance, *KIT))
 
 
 def served(results):

@@ -35,8 +35,8 @@ def stand_in():
         yield
 
 
-def fixture_of(made, rows, **changes):
-    subject = Subject(made, CPU)
+def fixture_of(instance, rows, **changes):
+    subject = Subject(instance, CPU)
     return PagedFixture(subject, replace(subject.base_spec(), scale=None, **changes), rows)
 
 
@@ -57,8 +57,8 @@ def assert_attends_right(fixture, batch):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OF_ONE_KERNEL)
 def test_a_backend_passes_the_kit(name):
-    made = backend(name)
-    report = check_backend(made, device=CPU, checks=telling_checks(made, *KIT))
+    instance = backend(name)
+    report = check_backend(instance, device=CPU, checks=telling_checks(instance, *KIT))
     refused = {(result.check, result.case) for result in report.results if result.outcome is Outcome.UNSUPPORTED}
     without_trees = {(check, case) for check, case in refused if "tree" not in check}
     refused_page = ("page_1",) if name == "flashinfer_xqa" else ()
@@ -74,9 +74,9 @@ def test_automatic_backend_passes_quick_kit():
 
 @pytest.mark.parametrize("name", OF_ONE_KERNEL)
 def test_attention_and_trees_pass_except_windows(name):
-    made = backend(name)
+    instance = backend(name)
     patterns = [*(f"numerics.*[[]{variant}-*" for variant in VARIANTS), f"{TREES[0]}[[]*-ragged[]]"]
-    report = check_backend(made, device=CPU, checks=telling_checks(made, *patterns), report=True)
+    report = check_backend(instance, device=CPU, checks=telling_checks(instance, *patterns), report=True)
     served = [result for result in report.results if result.check not in (NOT_SERVED, *TREES)]
     found = {v: {result.outcome for result in served if result.case.startswith(f"{v}-")} for v in VARIANTS}
     refused = {"soft_cap", "page_1"} if name == "flashinfer_xqa" else set()
@@ -152,15 +152,15 @@ def test_tokens_after_last_row_are_ignored(name):
 
 def test_xqa_rejects_too_many_query_heads():
     report = check_backend(backend("flashinfer_xqa"), device=CPU, checks=["refusal.claims_are_served"])
-    made, base = backend("flashinfer_xqa"), Subject(backend("flashinfer_xqa"), CPU).base_spec()
-    answers = [made.supports(replace(base, num_q_heads=heads, num_kv_heads=1), CPU) for heads in (32, 33)]
+    xqa, base = backend("flashinfer_xqa"), Subject(backend("flashinfer_xqa"), CPU).base_spec()
+    answers = [xqa.supports(replace(base, num_q_heads=heads, num_kv_heads=1), CPU) for heads in (32, 33)]
     assert report.ok and [bool(answer) for answer in answers] == [True, False]
 
 
 @pytest.mark.parametrize("rows", [7, 9])
 def test_cuda_cores_are_right_with_and_without_splits(rows):
-    made = backend("flashinfer_cuda_cores")
-    fixture = fixture_of(made, rows)
+    instance = backend("flashinfer_cuda_cores")
+    fixture = fixture_of(instance, rows)
     batch = replace(DECODE, rows=rows)
     launch = fixture.builder().build(fixture.view(fixture.load(batch), batch)).launch
 
@@ -175,10 +175,10 @@ def test_keys_and_values_may_share_one_tensor(name, batch):
         both = torch.empty(num_pages, spec.page_size, spec.num_kv_heads, 2 * spec.head_dim, dtype=spec.cache_dtype)
         return KVCache(both[..., : spec.head_dim], both[..., spec.head_dim :])
 
-    made = backend(name)
-    type(made).allocate_kv = allocate_kv
+    instance = backend(name)
+    type(instance).allocate_kv = allocate_kv
 
-    assert_attends_right(fixture_of(made, batch.rows), batch)
+    assert_attends_right(fixture_of(instance, batch.rows), batch)
 
 
 def built(name, batch=DECODE):

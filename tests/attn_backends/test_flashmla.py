@@ -20,8 +20,8 @@ from tests.telling_checks import KIT, telling_checks
 
 @pytest.fixture(scope="module")
 def backend():
-    with installed() as made:
-        yield made
+    with installed() as installed_backend:
+        yield installed_backend
 
 
 @pytest.mark.slow

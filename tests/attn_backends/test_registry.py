@@ -195,10 +195,10 @@ def test_newer_contract_minor_is_accepted():
 
 
 ANSWERS = {
-    "None": (lambda *asked: None, "from supports(), got None"),
-    "a bool": (lambda *asked: True, "from supports(), got True"),
-    "a word": (lambda *asked: "yes", "from supports(), got 'yes'"),
-    "an exit": (lambda *asked: sys.exit("licence expired"), "SystemExit: licence expired"),
+    "None": (lambda *args: None, "from supports(), got None"),
+    "a bool": (lambda *args: True, "from supports(), got True"),
+    "a word": (lambda *args: "yes", "from supports(), got 'yes'"),
+    "an exit": (lambda *args: sys.exit("licence expired"), "SystemExit: licence expired"),
     "what is no exception": (raising(Abrupt("enough")), "failed in supports(): Abrupt: enough"),
 }
 
@@ -258,8 +258,8 @@ def test_registered_here_is_true_only_after_register(declare):
     declare(declared="a_plug_in:Other")
     register(Other)
     register_as("triton_paged", Other, replace=True)
-    asked = ("torch_reference", "declared", "other", "triton_paged")
-    assert [registry.registered_here(name) for name in asked] == [False, False, True, True]
+    backends = ("torch_reference", "declared", "other", "triton_paged")
+    assert [registry.registered_here(name) for name in backends] == [False, False, True, True]
 
 
 def test_refused_plug_in_is_not_loaded_but_listed(declare):

@@ -50,8 +50,8 @@ def test_select_never_leaves_stated_preference(broken, spec, preferred, error, w
 def test_select_passes_over_broken_preference(broken):
     selection = select(SERVED_BY_TRITON, CPU, [broken, "torch_reference"])
     assert selection.backend.name == "torch_reference"
-    told = "backend 'broken' cannot be loaded: a_package_that_is_not_here is not installed"
-    assert selection.rejected[broken].reasons == (told,)
+    reason = "backend 'broken' cannot be loaded: a_package_that_is_not_here is not installed"
+    assert selection.rejected[broken].reasons == (reason,)
 
 
 def test_registered_backend_is_used_only_by_name():

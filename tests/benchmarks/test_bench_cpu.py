@@ -11,10 +11,10 @@ def test_every_cpu_part_has_rows_for_both_libraries(bench, tmp_path):
         write_model(tmp_path / name, vocab_size=200)
         write_tokenizer(tmp_path / name)
     rows = list(cpu_rows(bench, tmp_path / "target", tmp_path / "draft", prompt=20))
-    told = [(row["case"], row["peer"], row["num_speculative_tokens"]) for row in rows]
+    parts = [(row["case"], row["peer"], row["num_speculative_tokens"]) for row in rows]
     three = [(False, 0), (True, 0), (False, 4)]
     wanted = [(f"cpu/{part}", *each) for part in ("load", "prompt", "decode") for each in three]
-    assert told == [*wanted, ("cpu/memory", False, 0), ("cpu/memory", True, 0)]
+    assert parts == [*wanted, ("cpu/memory", False, 0), ("cpu/memory", True, 0)]
     assert all(row["wall_us"]["p50"] > 0 for row in rows[:9])
     assert all(row["resident_bytes"] is None or row["resident_bytes"] > 1 << 20 for row in rows[9:])
 

@@ -16,11 +16,11 @@ from tests.factories import CPU
 
 
 def tiny_block(name):
-    made = tiny(name, BLOCK_DRAFTS)
-    masks = {key: 3 for key in ("ptd_token_id",) if key in made.config}
-    if "dflash_config" in made.config:
-        masks["dflash_config"] = made.config["dflash_config"] | {"mask_token_id": 3, "target_layer_ids": [*range(5)]}
-    return replace(made, config={**made.config, **masks})
+    base = tiny(name, BLOCK_DRAFTS)
+    masks = {key: 3 for key in ("ptd_token_id",) if key in base.config}
+    if "dflash_config" in base.config:
+        masks["dflash_config"] = base.config["dflash_config"] | {"mask_token_id": 3, "target_layer_ids": [*range(5)]}
+    return replace(base, config={**base.config, **masks})
 
 
 @pytest.fixture

@@ -58,7 +58,7 @@ TWO = TimingLimit("a", 1), TimingLimit("b", 1)
 
 
 @pytest.mark.parametrize(
-    ("row", "limits", "said", "met"),
+    ("row", "limits", "verdict_text", "met"),
     [
         ({"gpu_us": 3.0}, [US], "gpu_us <= 3", True),
         ({"gpu_us": at(3)}, [US], "gpu_us <= 3", True),
@@ -72,8 +72,8 @@ TWO = TimingLimit("a", 1), TimingLimit("b", 1)
         ({"b": 2}, TWO, "a <= 1 and b <= 1", False),
     ],
 )
-def test_limit_applies_to_median_or_stays_open(row, limits, said, met):
-    assert verdict(with_limits(row, *limits)["limits"]) == (said, met)
+def test_limit_applies_to_median_or_stays_open(row, limits, verdict_text, met):
+    assert verdict(with_limits(row, *limits)["limits"]) == (verdict_text, met)
 
 
 def test_row_is_compared_with_its_best_peer(bench, timed):

@@ -138,14 +138,14 @@ def test_view_shares_memory_with_buffers():
     batch = buffers(page_sizes=(4, 8))
     num_reqs, num_tokens = batch.load([2, 2], [5, 9], pad_reqs=3)
     view = batch.view(1, num_reqs=num_reqs, num_tokens=num_tokens, max_query_len=2)
-    held = {
+    wholes = {
         "query_start_loc": (batch.query_start_loc, 4),
         "seq_lens": (batch.seq_lens, 3),
         "positions": (batch.positions, 6),
         "block_table": (batch.tables.block_tables[1], 3),
         "slot_mapping": (batch.slot_mappings[1], 6),
     }
-    for name, (whole, entries) in held.items():
+    for name, (whole, entries) in wholes.items():
         part = getattr(view, name)
         assert (part.data_ptr(), len(part)) == (whole.data_ptr(), entries), name
     assert view.max_seq_len == 32
@@ -173,7 +173,7 @@ def test_engine_batch_passes_with_or_without_positions(left_out):
 
 
 @pytest.mark.parametrize(
-    ("changes", "found"),
+    ("changes", "message"),
     [
         ({"query_start_loc": torch.tensor([0, 1], dtype=torch.int32)}, r"query_start_loc must be .* \[3\]"),
         ({"seq_lens": torch.tensor([3, 5])}, r"seq_lens must be torch.int32 .* got torch.int64"),
@@ -185,6 +185,6 @@ def test_engine_batch_passes_with_or_without_positions(left_out):
         ({"max_query_len": 2}, r"2 rows of 2 tokens has 4, got num_tokens=2; .* Pass uniform=False"),
     ],
 )
-def test_misread_batch_tensors_are_rejected(changes, found):
-    with pytest.raises(BatchError, match=found):
+def test_misread_batch_tensors_are_rejected(changes, message):
+    with pytest.raises(BatchError, match=message):
         check_batch(of_an_engine(**changes), torch.device("cpu"))

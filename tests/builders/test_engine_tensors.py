@@ -80,10 +80,10 @@ def test_captured_advance_follows_engine_tensors(name):
         graph = runtime_for(CPU).capture(lambda: builder.advance(metadata))
         for seed, lens in ((2, [40, 17, 96]), (3, [5, 80, 33])):
             engine.fill(lens, seed)
-            held = {field: value.clone() for field, value in tensors_of(engine.batch()).items()}
+            before = {field: value.clone() for field, value in tensors_of(engine.batch()).items()}
             graph.replay()
             graph.replay()
-            assert all(torch.equal(value, held[field]) for field, value in tensors_of(engine.batch()).items())
+            assert all(torch.equal(value, before[field]) for field, value in tensors_of(engine.batch()).items())
             found = {field: getattr(metadata, field).clone() for field in builder.step_fields}
             fresh = builder_of(name).build(engine.batch())
             assert all(torch.equal(value, getattr(fresh, field)) for field, value in found.items())

@@ -122,8 +122,8 @@ def test_sparse_window_builder_passes_builder_checks():
     rules = ("build_*", "constants*", "advance_means*", "advance_is*", "advance_keeps*")
     checks = ["contract.builder*", "builder.step_fields*", *(f"builder.{rule}[[]window-decode]" for rule in rules)]
     report = check_backend("sparse_swa_mla", device=CPU, checks=checks)
-    tried = [f"{result.check}[{result.case}]" for result in report.results]
-    assert all(fnmatch.filter(tried, check) for check in checks) and report.counts["pass"] == len(tried)
+    ids = [f"{result.check}[{result.case}]" for result in report.results]
+    assert all(fnmatch.filter(ids, check) for check in checks) and report.counts["pass"] == len(ids)
     capture, advance = (report.claims[f"graph:{name}"] for name in ("capture", "advance"))
     assert (capture.level, advance.level) == ("always", "in graph") and "one kernel" in advance.reason
 

@@ -55,8 +55,8 @@ def stranger(tmp_path_factory: pytest.TempPathFactory) -> tuple[Stranger, Path]:
 def run(stranger: tuple[Stranger, Path], command: Command) -> None:
     environment, work = stranger
     output = environment.must(command.text, work, status=command.status)
-    said = [line.rstrip() for line in output.splitlines()]
-    missing = [line for line in command.output if not any(shows(line, found) for found in said)]
+    printed = [line.rstrip() for line in output.splitlines()]
+    missing = [line for line in command.output if not any(shows(line, found) for found in printed)]
     assert not missing, f"the page shows {missing}, and\n$ {command.text}\nsaid\n{output}"
 
 
@@ -83,8 +83,8 @@ def test_the_page_links_to_its_own_headings() -> None:
 def test_contract_names_every_field_and_feature() -> None:
     named = set(re.findall(r"`(\w+)[`(]", CONTRACT))
     records = (AttentionBatch, AttentionSpec, Capabilities)
-    held = {field.name for kind in records for field in dataclasses.fields(kind)}
-    assert held | {feature.name for feature in Feature} <= named
+    fields = {field.name for kind in records for field in dataclasses.fields(kind)}
+    assert fields | {feature.name for feature in Feature} <= named
 
 
 def test_contract_shows_signature_of_sizes() -> None:

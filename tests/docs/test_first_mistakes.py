@@ -40,8 +40,8 @@ class Mistake:
 def _mistake(name: str, check: str, says: str, backend: dict[str, Any] | None = None, **builder: Any) -> Mistake:
     support = classmethod(lambda cls, spec, device: WindowPagesBuilder.advance_support(spec, device))
     mistaken = type("Mistaken", (WindowPagesBuilder,), {"advance_support": support, **builder})
-    made = type("Mistake", (WindowPages,), {"name": name, "builder": mistaken, **(backend or {})})
-    return Mistake(name, check, says, made())
+    kind = type("Mistake", (WindowPages,), {"name": name, "builder": mistaken, **(backend or {})})
+    return Mistake(name, check, says, kind())
 
 
 def _before(trouble: Any) -> Any:
@@ -183,14 +183,14 @@ def test_lost_claim_is_noted_in_page_words() -> None:
         return WindowPagesBuilder.build(self, batch, horizon=horizon)
 
     silent = type("Silent", (WindowPages,), {"builder": type("Loses", (WindowPagesBuilder,), {"build": build})})()
-    told: list[str] = []
+    notes: list[str] = []
     report = check_backend(
-        silent, device=CPU, checks=["builder.advance_is_device_work"], on_note=told.append, report=True
+        silent, device=CPU, checks=["builder.advance_is_device_work"], on_note=notes.append, report=True
     )
 
     assert {result.outcome for result in report.results} == {Outcome.UNSUPPORTED}
     for words in ("advance is REBUILD", "it must define advance_support() again"):
-        assert words in told[0] and words in PAGE
+        assert words in notes[0] and words in PAGE
 
 
 def test_counting_on_is_right_until_next_batch() -> None:

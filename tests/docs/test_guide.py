@@ -74,8 +74,8 @@ def test_matrix_page_lists_every_status_and_outcome() -> None:
 
 def test_matrix_page_marks_outcomes_that_fail() -> None:
     page = (DOCS / "guide" / "matrix.md").read_text(encoding="utf-8")
-    said = set(re.findall(r"^\| `(\w+)` \|.*\| yes \|$", page, re.MULTILINE)) - {status.value for status in Status}
-    assert said == {outcome.value for outcome in (*FAILURES, Outcome.NOT_RUN)}
+    marked = set(re.findall(r"^\| `(\w+)` \|.*\| yes \|$", page, re.MULTILINE)) - {status.value for status in Status}
+    assert marked == {outcome.value for outcome in (*FAILURES, Outcome.NOT_RUN)}
 
 
 def test_the_page_on_strategies_has_every_strategy() -> None:

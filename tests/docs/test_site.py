@@ -41,7 +41,7 @@ def problems(page: Path, text: str) -> list[str]:
     found = re.findall(r"^--8<--.*|^<!-- [\w ]+ -->$", text, re.MULTILINE) + re.findall(r"\]\[[^]]*\]", prose)
     for link in re.findall(r"\]\(([^)#]+)[^)]*\)", prose):
         target = (page.parent / link).resolve()
-        if ":" not in link and (not target.exists() or any(made in (target, *target.parents) for made in GENERATED)):
+        if ":" not in link and (not target.exists() or any(path in (target, *target.parents) for path in GENERATED)):
             found.append(link)
     return found
 

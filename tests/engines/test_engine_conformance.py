@@ -22,15 +22,15 @@ def conformance(request: pytest.FixtureRequest) -> ModuleType:
 
 
 @pytest.mark.parametrize(
-    ("conformance", "found"),
+    ("conformance", "release"),
     [("vllm", "0.32.4"), ("vllm", "0.330.0"), ("vllm", "1.33.0"), ("sglang", "0.5.22"), ("sglang", "0.5.230")],
     indirect=["conformance"],
 )
 def test_unsupported_engine_release_is_rejected(
-    conformance: ModuleType, found: str, monkeypatch: pytest.MonkeyPatch
+    conformance: ModuleType, release: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(subjects, "version", lambda package: found)
-    with pytest.raises(BrokenBackend, match=f"found {found}. Run `make engines`"):
+    monkeypatch.setattr(subjects, "version", lambda package: release)
+    with pytest.raises(BrokenBackend, match=f"found {release}. Run `make engines`"):
         conformance.subjects()
 
 

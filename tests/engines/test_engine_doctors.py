@@ -18,13 +18,13 @@ def all_plug_ins(monkeypatch):
         monkeypatch.delenv(f"{engine.upper()}_PLUGINS", raising=False)
 
 
-def examine(monkeypatch, engine, found, value="attn_backends.engines.{}:register"):
+def examine(monkeypatch, engine, release, value="attn_backends.engines.{}:register"):
     """The findings by subject, where this version is installed and this plug-in is declared."""
 
     def version(name):
-        if found is None:
+        if release is None:
             raise PackageNotFoundError(name)
-        return found
+        return release
 
     declared = [EntryPoint("attn_backends", value.format(engine), GROUPS[engine])] if value else []
     monkeypatch.setattr(plug_in, "version", version)
@@ -42,12 +42,12 @@ def test_missing_engine_finding_names_extra(monkeypatch, engine):
 
 
 @pytest.mark.parametrize(
-    ("engine", "found", "said"),
+    ("engine", "release", "supported"),
     [("vllm", "0.34.1", "vLLM 0.33, got 0.34.1"), ("sglang", "0.5.24", "SGLang 0.5.23, got 0.5.24")],
 )
-def test_another_release_is_refused_with_the_reason(monkeypatch, engine, found, said):
-    (finding,) = examine(monkeypatch, engine, found).values()
-    assert finding.status == "refused" and f"are for {said}" in finding.detail
+def test_another_release_is_refused_with_the_reason(monkeypatch, engine, release, supported):
+    (finding,) = examine(monkeypatch, engine, release).values()
+    assert finding.status == "refused" and f"are for {supported}" in finding.detail
 
 
 SUPPORTED = {"vllm": "0.33.0", "sglang": "0.5.23"}

@@ -202,11 +202,11 @@ def test_steps_container_has_sglang_interface():
 
 
 def test_state_size_does_not_depend_on_steps():
-    def held(num_steps):
-        made = factory(Engine([3]).runner, num_steps=num_steps).create_decode_backend()
-        return sum(x.nbytes for x in vars(made).values() if isinstance(x, torch.Tensor))
+    def state_size(num_steps):
+        backend = factory(Engine([3]).runner, num_steps=num_steps).create_decode_backend()
+        return sum(x.nbytes for x in vars(backend).values() if isinstance(x, torch.Tensor))
 
-    assert held(2) == held(8)
+    assert state_size(2) == state_size(8)
 
 
 def test_larger_batches_get_room_before_capture():
@@ -244,15 +244,15 @@ def test_layer_input_outside_spec_is_rejected():
 
 
 def test_draft_extend_backend_stays_sglangs(monkeypatch):
-    made = SimpleNamespace()
+    extend = SimpleNamespace()
     maker = factory(Engine([3]).runner)
-    monkeypatch.setattr(maker, "_create_triton_prefill_backend", lambda: ("triton", made))
+    monkeypatch.setattr(maker, "_create_triton_prefill_backend", lambda: ("triton", extend))
     from sglang.srt.layers.attention import attention_registry
     from sglang.srt.speculative import draft_utils
 
     monkeypatch.setattr(attention_registry, "attn_backend_wrapper_for_draft_extend", lambda runner, backend: backend)
     monkeypatch.setattr(draft_utils, "get_spec", lambda: SimpleNamespace(speculative_attention_mode="prefill"))
-    assert maker.create_draft_extend_backend() is made
+    assert maker.create_draft_extend_backend() is extend
 
 
 def test_plug_in_names_are_sglang_choices():

@@ -18,18 +18,18 @@ class Factory:
         return backend_map
 
 
-def install(monkeypatch, found="0.5.23", factory=Factory):
-    """An SGLang of this version; returns what it was told."""
-    told = SimpleNamespace(choices=[], draft_choices=[], hooks=[], backends={"triton": "made", "fa3": "made too"})
+def install(monkeypatch, release="0.5.23", factory=Factory):
+    """An SGLang of this version; returns what a plug-in registers with it."""
+    registered = SimpleNamespace(choices=[], draft_choices=[], hooks=[], backends={"triton": "made", "fa3": "made too"})
     modules = {
         "sglang.srt.speculative.draft_utils": {"DraftBackendFactory": factory},
         "sglang.srt.arg_groups.choices": {
-            "add_attention_backend_choices": told.choices.extend,
-            "add_draft_attention_backend_choices": told.draft_choices.extend,
+            "add_attention_backend_choices": registered.choices.extend,
+            "add_draft_attention_backend_choices": registered.draft_choices.extend,
         },
-        "sglang.srt.layers.attention.attention_registry": {"ATTENTION_BACKENDS": told.backends},
+        "sglang.srt.layers.attention.attention_registry": {"ATTENTION_BACKENDS": registered.backends},
         "sglang.srt.plugins.hook_registry": {
-            "HookRegistry": SimpleNamespace(register=lambda *hook: told.hooks.append(hook)),
+            "HookRegistry": SimpleNamespace(register=lambda *hook: registered.hooks.append(hook)),
             "HookType": SimpleNamespace(AROUND="around"),
         },
     }
@@ -37,24 +37,24 @@ def install(monkeypatch, found="0.5.23", factory=Factory):
         module = ModuleType(name)
         vars(module).update(names)
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr(version.metadata, "version", lambda name: found)
-    return told
+    monkeypatch.setattr(version.metadata, "version", lambda name: release)
+    return registered
 
 
 def test_register_adds_names_and_one_hook(monkeypatch):
-    told = install(monkeypatch)
+    registered = install(monkeypatch)
     plug_in.register()
-    assert told.choices == told.draft_choices == list(plug_in.NAMES)
-    assert told.backends[NAME] == "made" and told.backends["attn_backends_flash_attn3"] == "made too"
-    assert told.hooks == [(plug_in.LOOK_UP, plug_in.look_up, "around")]
+    assert registered.choices == registered.draft_choices == list(plug_in.NAMES)
+    assert registered.backends[NAME] == "made" and registered.backends["attn_backends_flash_attn3"] == "made too"
+    assert registered.hooks == [(plug_in.LOOK_UP, plug_in.look_up, "around")]
 
 
-@pytest.mark.parametrize("found", ["0.5.22", "0.5.24", "0.6.0", "0.5.23.post1"])
-def test_other_sglang_release_is_warned_and_unregistered(monkeypatch, found, capsys):
-    told = install(monkeypatch, found)
+@pytest.mark.parametrize("release", ["0.5.22", "0.5.24", "0.6.0", "0.5.23.post1"])
+def test_other_sglang_release_is_warned_and_unregistered(monkeypatch, release, capsys):
+    registered = install(monkeypatch, release)
     plug_in.register()
-    assert f"are for SGLang 0.5.23, got {found}" in capsys.readouterr().err
-    assert not (told.choices or told.hooks or NAME in told.backends)
+    assert f"are for SGLang 0.5.23, got {release}" in capsys.readouterr().err
+    assert not (registered.choices or registered.hooks or NAME in registered.backends)
     with pytest.raises(UnsupportedSglang, match=r"Install sglang==0\.5\.23"):
         require_supported()
 
@@ -72,10 +72,10 @@ def test_method_with_other_parameters_is_not_hooked(monkeypatch, capsys):
         def _create_backend(self, backend_name, backend_map):
             return backend_map
 
-    told = install(monkeypatch, factory=Patched)
+    registered = install(monkeypatch, factory=Patched)
     plug_in.register()
-    said = capsys.readouterr().err
-    assert "got self, backend_name, backend_map, so no backend was registered" in said and not told.hooks
+    warning = capsys.readouterr().err
+    assert "got self, backend_name, backend_map, so no backend was registered" in warning and not registered.hooks
 
 
 def test_look_up_keeps_its_arguments_and_adds_ours():

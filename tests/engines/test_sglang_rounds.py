@@ -36,9 +36,9 @@ class ModifiedBackend:
 
         def changed(given):
             runner(given)
-            made = make(given)
-            steps(made)
-            return made
+            container = make(given)
+            steps(container)
+            return container
 
         self.monkeypatch.setattr(self.builder, "make", staticmethod(changed))
         return self
@@ -95,7 +95,7 @@ FIRST = {ATTEND: "", TOKENS: ": request 0 has", MEAN: ": field kv_indptr"}
 
 
 @pytest.mark.parametrize(
-    ("name", "plan", "step", "said"),
+    ("name", "plan", "step", "differences"),
     [
         (TRITON, all_as_the_first, 1, FIRST),
         (FLASHINFER, all_as_the_first, 1, FIRST),
@@ -103,9 +103,9 @@ FIRST = {ATTEND: "", TOKENS: ": request 0 has", MEAN: ": field kv_indptr"}
         (FLASHINFER, too_little_work, 3, {ATTEND: "", MEAN: ": field planned"}),
     ],
 )
-def test_wrong_plan_fails_at_its_step(modified, name, plan, step, said):
+def test_wrong_plan_fails_at_its_step(modified, name, plan, step, differences):
     mutant = modified(name).with_plan(plan)
-    for what, more in said.items():
+    for what, more in differences.items():
         assert f"step {step} of a round over 'as_large'{more}" in mutant.failure(what)
 
 
@@ -171,9 +171,9 @@ def test_flashmla_planned_per_step_passes(modified, monkeypatch):
     as_it_is = mended.builder.step
 
     def step(self, rows, i):
-        made = as_it_is(self, rows, i)
-        made.batch.seq_lens = lengths[id(self.steps), i]
-        return made
+        planned = as_it_is(self, rows, i)
+        planned.batch.seq_lens = lengths[id(self.steps), i]
+        return planned
 
     monkeypatch.setattr(mended.builder, "step", step)
     for what in (ATTEND, TOKENS, MEAN):

@@ -69,8 +69,8 @@ class BlockRound:
 
         self.runner, rows = runner, runner.ROWS
         self.tokens = rows * runner.query_len
-        self.speculator = made = dflash(runner)
-        groups = (made.block_tables, made.attn_groups, made.kv_cache_config, made.max_model_len)
+        self.speculator = speculator = dflash(runner)
+        groups = (speculator.block_tables, speculator.attn_groups, speculator.kv_cache_config, speculator.max_model_len)
         state = _prepare_dflash_inputs_to_capture(
             rows, self.tokens, runner.inputs, *groups, skip_attn=False, causal={0: False}
         )

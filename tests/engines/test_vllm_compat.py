@@ -21,10 +21,10 @@ def unseen():
     compat._installed.cache_clear()
 
 
-def install(monkeypatch, found, paths=(*v0_33.HOOKS, PLACE), without=""):
+def install(monkeypatch, release, paths=(*v0_33.HOOKS, PLACE), without=""):
     """A vLLM of this version that has these names but one."""
     monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
-    sys.modules["vllm"].__version__ = found
+    sys.modules["vllm"].__version__ = release
     for path in paths:
         module, _, names = path.partition(":")
         here = sys.modules.get(module)
@@ -40,16 +40,16 @@ def install(monkeypatch, found, paths=(*v0_33.HOOKS, PLACE), without=""):
             here = getattr(here, name)
 
 
-@pytest.mark.parametrize("found", ["0.33.0", "0.33.1", "0.33.0+cu130"])
-def test_a_supported_minor_gives_its_names(monkeypatch, found):
-    install(monkeypatch, found)
+@pytest.mark.parametrize("release", ["0.33.0", "0.33.1", "0.33.0+cu130"])
+def test_a_supported_minor_gives_its_names(monkeypatch, release):
+    install(monkeypatch, release)
     assert compat.AttentionBackend is sys.modules["vllm.v1.attention.backend"].AttentionBackend
 
 
-@pytest.mark.parametrize("found", ["0.32.2", "0.34.0", "0.3.3", "1.33.0", "dev"])
-def test_another_minor_is_refused_with_both(monkeypatch, found):
-    install(monkeypatch, found)
-    with pytest.raises(UnsupportedVllm, match=f"are for vLLM 0.33, got {found}; .* Install vllm==0.33"):
+@pytest.mark.parametrize("release", ["0.32.2", "0.34.0", "0.3.3", "1.33.0", "dev"])
+def test_another_minor_is_refused_with_both(monkeypatch, release):
+    install(monkeypatch, release)
+    with pytest.raises(UnsupportedVllm, match=f"are for vLLM 0.33, got {release}; .* Install vllm==0.33"):
         _ = compat.AttentionBackend
 
 

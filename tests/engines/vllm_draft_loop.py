@@ -78,9 +78,9 @@ class DraftLoop:
         rows = self.runner.ROWS
 
         def forward():
-            made = prepare_inputs_to_capture(rows, rows, *given, True, 1)
-            self.metadata, self.step = made.attn_metadata, 0
-            return lambda: generate(rows, rows, *made, None, self.desc.cg_mode, TOKENS)
+            prepared = prepare_inputs_to_capture(rows, rows, *given, True, 1)
+            self.metadata, self.step = prepared.attn_metadata, 0
+            return lambda: generate(rows, rows, *prepared, None, self.desc.cg_mode, TOKENS)
 
         forward()()
         self.graph = runtime_for(CPU).capture(forward())

@@ -46,10 +46,10 @@ def select(name, **changes):
 
     from engine_kits.vllm.config import config_of
 
-    asked = {"head_size": 128, "dtype": torch.bfloat16, "kv_cache_dtype": "auto", "block_size": 16}
-    asked |= LAYERS.get(name, {}) | changes
+    options = {"head_size": 128, "dtype": torch.bfloat16, "kv_cache_dtype": "auto", "block_size": 16}
+    options |= LAYERS.get(name, {}) | changes
     with set_current_vllm_config(config_of(make_spec(head_dim=DIM, page_size=PAGE), TOKENS)):
-        return current_platform.get_attn_backend_cls(AttentionBackendEnum[name], AttentionSelectorConfig(**asked))
+        return current_platform.get_attn_backend_cls(AttentionBackendEnum[name], AttentionSelectorConfig(**options))
 
 
 class Runner:

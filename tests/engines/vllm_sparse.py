@@ -51,12 +51,12 @@ def flash_mla_with_kvcache(
 ):
     """Attend with queries [B, S, H, 576] over 656 bytes a token, by indices [B, S, topk] and the first schedule."""
     assert is_fp8_kvcache and head_dim_v == 512 and k_cache.shape[1:] == (64, 1, 656)
-    made = tile_scheduler_metadata
-    if made.schedule is None:
-        made.schedule = torch.full((q.shape[0] * q.shape[1],), indices.shape[-1], dtype=torch.int32)
-    assert len(made.schedule) == q.shape[0] * q.shape[1]
+    metadata = tile_scheduler_metadata
+    if metadata.schedule is None:
+        metadata.schedule = torch.full((q.shape[0] * q.shape[1],), indices.shape[-1], dtype=torch.int32)
+    assert len(metadata.schedule) == q.shape[0] * q.shape[1]
     rows = unpack(k_cache.flatten(0, 2))
-    out = attend(q.flatten(0, 1), rows, indices.flatten(0, 1), softmax_scale, made.schedule)
+    out = attend(q.flatten(0, 1), rows, indices.flatten(0, 1), softmax_scale, metadata.schedule)
     return out.view(*q.shape[:3], head_dim_v), q.new_zeros(q.shape[0], q.shape[2], q.shape[1])
 
 

@@ -104,7 +104,7 @@ def test_no_texts_are_written_after_deadline(eagle3, folders, monkeypatch, capsy
 
 
 def test_too_little_text_for_window_is_rejected(eagle3, folders, tmp_path, monkeypatch):
-    monkeypatch.setattr(eagle3, "write_in_parallel", lambda *asked: [1] * (eagle3.WINDOW + 1))
+    monkeypatch.setattr(eagle3, "write_in_parallel", lambda *args: [1] * (eagle3.WINDOW + 1))
     with pytest.raises(SystemExit, match="Increase --texts"):
         eagle3.main(["--target", str(folders[0]), "--out", str(tmp_path), *TINY])
     assert not list(Path(tmp_path).iterdir())
@@ -140,7 +140,7 @@ def write_target(folder, model_type, **fields):
 )
 def test_untrainable_target_is_rejected_before_writing(eagle3, tmp_path, monkeypatch, model_type, fields):
     write_target(tmp_path, model_type, **fields)
-    monkeypatch.setattr(eagle3, "write_in_parallel", lambda *asked: pytest.fail("text was written"))
+    monkeypatch.setattr(eagle3, "write_in_parallel", lambda *args: pytest.fail("text was written"))
     with pytest.raises(SystemExit, match=f"the model in {tmp_path} has "):
         eagle3.main(["--target", str(tmp_path), "--out", str(tmp_path / "head"), *TINY])
 

@@ -110,7 +110,7 @@ def test_engine_with_trained_draft_matches_plain_decoding(trained):
         config = engine_config(num_speculative_tokens=steps, max_model_len=64, max_num_seqs=2)
         engine = Engine(*pair, get("torch_reference"), config)
         requests = [make_request(prompt=encode(prompt), max_tokens=12) for prompt in ("The for statement", "x")]
-        texts.append([made.token_ids for made in engine.generate(requests)])
+        texts.append([generation.token_ids for generation in engine.generate(requests)])
     assert texts[0] == texts[1] == texts[2]
 
 

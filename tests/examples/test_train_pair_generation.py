@@ -77,11 +77,11 @@ def test_dense_pair_accepts_what_engine_accepts(kind):
     pair, prompts, rounds, drafted = make_terse_pair(kind), ["The for", "def rea"], 6, 3
     config = engine_config(num_speculative_tokens=drafted, max_model_len=64, graph_mode=GraphMode.NONE)
     engine = Engine(*pair, get("torch_reference"), config)
-    made = engine.generate([make_request(prompt=encode(prompt), max_tokens=28) for prompt in prompts])
-    accepted = [generation.accepted[:rounds] for generation in made]
+    generations = engine.generate([make_request(prompt=encode(prompt), max_tokens=28) for prompt in prompts])
+    accepted = [generation.accepted[:rounds] for generation in generations]
     texts = [
         decode(encode(prompt) + generation.token_ids[: 1 + sum(kept) + rounds])
-        for prompt, generation, kept in zip(prompts, made, accepted, strict=True)
+        for prompt, generation, kept in zip(prompts, generations, accepted, strict=True)
     ]
     assert speculate(*pair, prompts, rounds, drafted) == (sum(map(sum, accepted)) / (2 * rounds), texts)
     assert len({kept for row in accepted for kept in row}) > 2

@@ -62,8 +62,8 @@ def test_native_exit_with_status_0_fails_package_tests(code: str, tmp_path: Path
         stdout=subprocess.PIPE,
         text=True,
     )
-    said = "crashed while running 'test_conformance.py::test_conformance[" if code is EXITS else "no tests ran"
-    assert ended.returncode != 0 and said in ended.stdout
+    message = "crashed while running 'test_conformance.py::test_conformance[" if code is EXITS else "no tests ran"
+    assert ended.returncode != 0 and message in ended.stdout
 
 
 def test_ci_contains_the_narrowed_commands() -> None:

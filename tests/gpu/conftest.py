@@ -35,11 +35,11 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 @pytest.fixture
 def backends(request: pytest.FixtureRequest) -> list[str]:
     """The backends that --attn-backend names, by default all that load here."""
-    asked = request.config.getoption("--attn-backend")
-    if asked not in ("available", "all"):
-        return [name.strip() for name in asked.split(",")]
+    option = request.config.getoption("--attn-backend")
+    if option not in ("available", "all"):
+        return [name.strip() for name in option.split(",")]
     found = registry.names()
-    for name in list(found) if asked == "available" else ():
+    for name in list(found) if option == "available" else ():
         try:
             registry.get(name)
         except BackendError as error:

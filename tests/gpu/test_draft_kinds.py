@@ -89,8 +89,8 @@ def rounds(case: Case, folder: Path, strategy: Strategy, temperature: float, dev
             target_hidden_states=first.target_hidden_states.roll(number, 0),
         )
         drafts = fixture.drafts()
-        made = (drafts.tokens, drafts.logits, drafts.parents)
-        found.append(tuple(each.clone().cpu() for each in made if each is not None))
+        outputs = (drafts.tokens, drafts.logits, drafts.parents)
+        found.append(tuple(each.clone().cpu() for each in outputs if each is not None))
     assert fixture.drafter.plan.strategy is strategy
     return found
 

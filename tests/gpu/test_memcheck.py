@@ -299,18 +299,18 @@ def test_jobs_per_gpu_follow_smallest_gpu_memory(gib, jobs, monkeypatch):
 
 def test_target_ends_before_processes_it_started(sanitizer, tmp_path):
     sanitizer(CLEAN)
-    told, late = tmp_path / "told", tmp_path / "late"
+    release, late = tmp_path / "release", tmp_path / "late"
     waits = f"""
 import pathlib, time
 for _ in range(200):
-    time.sleep(0 if pathlib.Path({str(told)!r}).exists() else 0.1)
+    time.sleep(0 if pathlib.Path({str(release)!r}).exists() else 0.1)
 pathlib.Path({str(late)!r}).touch()
 """
     row = sanitize(
         "0", Target("t", ("-c", f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {waits!r}])"))
     )
     assert row["finished"] and not late.exists()
-    told.touch()
+    release.touch()
 
 
 def test_sanitizer_ignores_child_processes(monkeypatch):

@@ -86,13 +86,13 @@ def requests_at(temperature: float) -> list[Request]:
 
 def together(engine: Engine, temperature: float) -> Texts:
     """How an engine continues the prompts side by side."""
-    return [(made.token_ids, made.accepted) for made in engine.generate(requests_at(temperature))]
+    return [(generation.token_ids, generation.accepted) for generation in engine.generate(requests_at(temperature))]
 
 
 def alone(engine: Engine, temperature: float) -> Texts:
     """How it continues each prompt while it has no other."""
-    made = [engine.generate([request])[0] for request in requests_at(temperature)]
-    return [(generation.token_ids, generation.accepted) for generation in made]
+    generations = [engine.generate([request])[0] for request in requests_at(temperature)]
+    return [(generation.token_ids, generation.accepted) for generation in generations]
 
 
 def compare(subject: Subject, head: dict[str, Any]) -> Iterator[AgreementRow]:

@@ -35,8 +35,8 @@ def run(pytester: pytest.Pytester):
 
 
 def test_last_report_is_sealed_with_its_command(run):
-    said, report = run("-k", "cpu", "--attn-backend", "triton_paged")
-    assert " 1 passed" in said and (report["schema"], report["rows"]) == ("attn-example/1", [1])
+    output, report = run("-k", "cpu", "--attn-backend", "triton_paged")
+    assert " 1 passed" in output and (report["schema"], report["rows"]) == ("attn-example/1", [1])
     assert report["command"].startswith("python -m pytest") and report["env"]["torch"] == torch.__version__
     assert report["command"].endswith("-k cpu --attn-backend triton_paged --json FILE")
     assert "triton_paged" in report["sources"]["modules"]["attn_backends"]
@@ -44,11 +44,11 @@ def test_last_report_is_sealed_with_its_command(run):
 
 
 def test_report_of_several_tests_is_rejected(run):
-    said, report = run()
-    assert "--json takes the report of one test, 2 were collected" in said and not report
+    output, report = run()
+    assert "--json takes the report of one test, 2 were collected" in output and not report
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a CUDA device")
 def test_requested_gpu_evidence_is_not_skipped(run):
-    said, report = run("-m", "gpu")
-    assert " 1 error" in said and "needs a CUDA device, torch finds none" in said and not report
+    output, report = run("-m", "gpu")
+    assert " 1 error" in output and "needs a CUDA device, torch finds none" in output and not report

@@ -115,8 +115,8 @@ class CapturedStep:
     def error(self, query: Tensor, out: Tensor, lens: Tensor) -> float:
         """The largest difference from attention in fp32 over the logical keys; inf for a NaN."""
         query_len, group = self.shape.query_len, self.spec.group_size
-        asked = query.float().view(ROWS, query_len, -1, group, self.spec.head_dim)
-        scores = torch.einsum("rqhgd,rkhd->rhgqk", asked, self.key.float()) * self.spec.softmax_scale
+        queries = query.float().view(ROWS, query_len, -1, group, self.spec.head_dim)
+        scores = torch.einsum("rqhgd,rkhd->rhgqk", queries, self.key.float()) * self.spec.softmax_scale
         position = lens[:, None] - query_len + torch.arange(query_len, device=self.device)
         seen = torch.arange(MAX_SEQ_LEN, device=self.device) <= position[..., None]
         weights = scores.masked_fill(~seen[:, None, None], float("-inf")).softmax(-1).nan_to_num(0.0)
@@ -157,11 +157,13 @@ def hunt(process: int, *, name: str, graphs: int, replays: int, device: torch.de
     for graph in range(graphs):
         shape = SHAPES[graph % len(SHAPES)]
         step = CapturedStep(name, shape, device, random)
-        asked = [torch.randint(MAX_SEQ_LEN - shape.query_len, (ROWS,), generator=host).tolist() for _ in range(replays)]
+        context_lens = [
+            torch.randint(MAX_SEQ_LEN - shape.query_len, (ROWS,), generator=host).tolist() for _ in range(replays)
+        ]
         live = torch.randint(1, ROWS + 1, (replays,), generator=host).tolist()
-        kept = [step.replay(*batch) for batch in zip(asked, live, strict=True)]
+        kept = [step.replay(*batch) for batch in zip(context_lens, live, strict=True)]
         for number, (query, out, lens, plan) in enumerate(kept):
-            contexts = torch.tensor(asked[number]) + shape.query_len
+            contexts = torch.tensor(context_lens[number]) + shape.query_len
             contexts[live[number] :] = 0
             error = step.error(query, out, lens)
             right = torch.equal(lens.cpu().long(), contexts), step.plan_is_right(lens, plan)

@@ -22,21 +22,21 @@ TABLES = torch.arange(3 * -(-max(LENGTHS) // PAGE), dtype=torch.int32).view(3, -
 def paged(query, requests, query_len, splits, window=None):
     """query [requests, QUERY, heads, dim], of which the last query_len tokens are asked."""
     cache = noise(TABLES.numel(), PAGE, 2, 64, seed=1)
-    asked = query[requests, -query_len:]
+    last = query[requests, -query_len:]
     return paged_attention(
-        asked.flatten(0, 1), cache, cache.flip(3), TABLES[requests], int32(*(LENGTHS[r] for r in requests)),
-        int32(*range(0, len(asked) * query_len + 1, query_len)), noise(4, seed=2), None, query_len, max(LENGTHS),
+        last.flatten(0, 1), cache, cache.flip(3), TABLES[requests], int32(*(LENGTHS[r] for r in requests)),
+        int32(*range(0, len(last) * query_len + 1, query_len)), noise(4, seed=2), None, query_len, max(LENGTHS),
         splits, 0.2, window, None, True, True,
-    ).unflatten(0, asked.shape[:2])  # fmt: skip
+    ).unflatten(0, last.shape[:2])  # fmt: skip
 
 
 def latent(query, requests, query_len, splits):
     cache = noise(TABLES.numel(), PAGE, 48, seed=1)
-    asked = query[requests, -query_len:]
+    last = query[requests, -query_len:]
     return latent_attention(
-        asked.flatten(0, 1), cache, TABLES[requests], int32(*(LENGTHS[r] for r in requests)),
-        int32(*range(0, len(asked) * query_len + 1, query_len)), None, query_len, splits, 32, 0.2, True, True,
-    ).unflatten(0, asked.shape[:2])  # fmt: skip
+        last.flatten(0, 1), cache, TABLES[requests], int32(*(LENGTHS[r] for r in requests)),
+        int32(*range(0, len(last) * query_len + 1, query_len)), None, query_len, splits, 32, 0.2, True, True,
+    ).unflatten(0, last.shape[:2])  # fmt: skip
 
 
 CASES = {

@@ -127,7 +127,7 @@ THRESHOLDS = {  # steps of a row, and k or p such that the threshold lies where 
     "both in a step of more than there is room for": ([(31, 200)], 150, 0.7),
     "top_p's where top_k left a single one": ([(31, 60)], 1, 0.99),
 }
-THRESHOLDS = {name: (staircase(*steps), *asked) for name, (steps, *asked) in THRESHOLDS.items()}
+THRESHOLDS = {name: (staircase(*steps), *settings) for name, (steps, *settings) in THRESHOLDS.items()}
 BELOW_ZEROS = torch.cat([torch.tensor([-0.0] * 3 + [-32]), torch.arange(-29, 0) / 40])
 THRESHOLDS["top_k's below negative zeros"] = (BELOW_ZEROS, 10, 1.0)
 

@@ -33,10 +33,10 @@ def test_lists_in_one_and_many_blocks_are_right(monkeypatch, form, lists, tile):
 @pytest.mark.parametrize("tile", [(16, 16, True), (16, 16, False), (16, 8, False)], ids=str)
 def test_empty_list_and_infinite_sink_give_zero(monkeypatch, tile):
     force(monkeypatch, *tile)
-    asked = SparseCase((0, 12, 3))
-    asked.query[0] = asked.query[2] = math.nan
-    asked.indices[2, :3] = -1
-    out, bare = asked.run(sinks=torch.tensor([math.inf, -math.inf, 0.0])), asked.run(sinks=None)
+    case = SparseCase((0, 12, 3))
+    case.query[0] = case.query[2] = math.nan
+    case.indices[2, :3] = -1
+    out, bare = case.run(sinks=torch.tensor([math.inf, -math.inf, 0.0])), case.run(sinks=None)
     assert out[:, 0].eq(0).all() and torch.equal(out[:, 1], bare[:, 1])
     assert out[0].eq(0).all() and out[2].eq(0).all() and out[1].ne(0).any() and bare[::2].eq(0).all()
 
@@ -44,8 +44,8 @@ def test_empty_list_and_infinite_sink_give_zero(monkeypatch, tile):
 @pytest.mark.parametrize("tile", [(16, 16, True), (16, 16, False), (16, 2, False)], ids=str)
 def test_nan_latent_reaches_only_token_listing_it(monkeypatch, tile):
     force(monkeypatch, *tile)
-    asked = SparseCase((5, 5))
-    slot = int(asked.indices[0, :5].max())
-    asked.cache[slot // 4, slot % 4] = math.nan
-    found = asked.run().isnan()
+    case = SparseCase((5, 5))
+    slot = int(case.indices[0, :5].max())
+    case.cache[slot // 4, slot % 4] = math.nan
+    found = case.run().isnan()
     assert found[0].all() and not found[1].any()

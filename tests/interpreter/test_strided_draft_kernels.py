@@ -19,44 +19,44 @@ def with_gaps(tensor):
 
 
 def sampler(cls=DraftSampler, **options):
-    made = cls(int32(5, 5, 5), torch.arange(3), torch.zeros(1, dtype=torch.int64), num_speculative_tokens=STEPS,
+    new = cls(int32(5, 5, 5), torch.arange(3), torch.zeros(1, dtype=torch.int64), num_speculative_tokens=STEPS,
                vocab_size=VOCAB, **options)  # fmt: skip
-    made.temperature.copy_(torch.tensor([0.0, 1.0, 0.7]))
-    return made
+    new.temperature.copy_(torch.tensor([0.0, 1.0, 0.7]))
+    return new
 
 
 def step(like):
-    made, next_hidden = sampler(), torch.zeros(ROWS, 4)
-    made(like(noise(ROWS, VOCAB)), like(noise(ROWS, 4)), next_hidden)
-    return [made.draft_tokens, made.draft_logits, next_hidden]
+    draft, next_hidden = sampler(), torch.zeros(ROWS, 4)
+    draft(like(noise(ROWS, VOCAB)), like(noise(ROWS, 4)), next_hidden)
+    return [draft.draft_tokens, draft.draft_logits, next_hidden]
 
 
 def block(like):
-    made = sampler()
-    made.sample_block(like(noise(ROWS * STEPS, VOCAB)), like(torch.arange(ROWS * STEPS)))
-    return [made.draft_tokens, made.draft_logits]
+    draft = sampler()
+    draft.sample_block(like(noise(ROWS * STEPS, VOCAB)), like(torch.arange(ROWS * STEPS)))
+    return [draft.draft_tokens, draft.draft_logits]
 
 
 def candidates(like):
-    made, (gates, *codebooks) = sampler(DraftSampler, num_candidates=4), noise(3, VOCAB, 5)
+    draft, (gates, *codebooks) = sampler(DraftSampler, num_candidates=4), noise(3, VOCAB, 5)
     ids = torch.stack([torch.randperm(VOCAB)[:4] for _ in range(ROWS * STEPS)])
-    made.select_block(
+    draft.select_block(
         like(noise(ROWS * STEPS, VOCAB)), like(ids), like(gates[: ROWS * STEPS]), tuple(codebooks),
         like(torch.tensor([7, 2, 9])), like(torch.arange(ROWS * STEPS)),
     )  # fmt: skip
-    return [made.draft_tokens, made.draft_logits]
+    return [draft.draft_tokens, draft.draft_logits]
 
 
 def block_tree(like):
-    made = BlockTree(ROWS, TREE, num_speculative_tokens=STEPS, device=torch.device("cpu"))
-    made.grow(like(noise(ROWS * STEPS, VOCAB)), like(int32(2, 0, 1)), like(torch.tensor([0.0, 1.0, 2.0])))
-    return [made.draft_tokens, made.parents]
+    tree = BlockTree(ROWS, TREE, num_speculative_tokens=STEPS, device=torch.device("cpu"))
+    tree.grow(like(noise(ROWS * STEPS, VOCAB)), like(int32(2, 0, 1)), like(torch.tensor([0.0, 1.0, 2.0])))
+    return [tree.draft_tokens, tree.parents]
 
 
 def dynamic_tree(like):
-    made = DynamicTree(ROWS, torch.zeros(1, dtype=torch.int64), TREE, num_speculative_tokens=STEPS)
-    made.grow(like(noise(ROWS, 1, VOCAB)), None, like(torch.tensor([0.0, 1.0, 2.0])))
-    return [made.tokens, made.scores]
+    tree = DynamicTree(ROWS, torch.zeros(1, dtype=torch.int64), TREE, num_speculative_tokens=STEPS)
+    tree.grow(like(noise(ROWS, 1, VOCAB)), None, like(torch.tensor([0.0, 1.0, 2.0])))
+    return [tree.tokens, tree.scores]
 
 
 @pytest.mark.parametrize("drafted", [step, block, candidates, block_tree, dynamic_tree])

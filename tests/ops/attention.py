@@ -219,10 +219,10 @@ def latent_attention():
 
 @op("attn_backends::sparse_attention", close=ROUNDED_ONCE, strided="query latent_cache indices")
 def sparse_attention():
-    def of(asked, sinks=None):
+    def of(case, sinks=None):
         if sinks is not None:
-            asked.sinks = torch.tensor(sinks)
-        return tuple(getattr(asked, name) for name in SparseAttentionArguments._fields)
+            case.sinks = torch.tensor(sinks)
+        return tuple(getattr(case, name) for name in SparseAttentionArguments._fields)
 
     for case in sparse.CASES.values():
         yield of(sparse.SparseCase(**case))
@@ -233,6 +233,6 @@ def sparse_attention():
     yield of(sparse.SparseCase(), sinks=[-torch.inf] * 3)
     yield of(sparse.SparseCase((12, 0, 3)), sinks=[torch.inf, -torch.inf, 0.0])
     for form, beyond in product(({}, sparse.FP8), (None, 2**31 - 1, -(2**31))):
-        asked = sparse.SparseCase((5, 3), **form)
-        asked.indices[0, 2] = asked.cache.shape[0] * asked.page_size if beyond is None else beyond
-        yield of(asked)
+        edge = sparse.SparseCase((5, 3), **form)
+        edge.indices[0, 2] = edge.cache.shape[0] * edge.page_size if beyond is None else beyond
+        yield of(edge)

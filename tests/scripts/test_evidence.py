@@ -124,8 +124,8 @@ def test_background_processes_end_with_their_command():
     with open(write, "w") as output:
         assert run_on_gpus(["sh", "-c", "(sleep 5; echo late) &"], [0], output, None, among=[0]) == 0
     # Ends when nobody is left who could write.
-    with open(read) as said:
-        assert said.read() == ""
+    with open(read) as file:
+        assert file.read() == ""
 
 
 def test_failed_step_keeps_its_report_and_log(tmp_path):
@@ -145,8 +145,8 @@ def test_dirty_or_unknown_checkout_is_rejected(tmp_path, monkeypatch, capsys, di
         evidence.main()
 
     assert stopped.value.code == 2 and not (tmp_path / "reports").exists()
-    said = " ".join(capsys.readouterr().err.split())
-    assert "evidence must come from a commit; this checkout has changes, or git cannot tell. Commit" in said
+    message = " ".join(capsys.readouterr().err.split())
+    assert "evidence must come from a commit; this checkout has changes, or git cannot tell. Commit" in message
 
 
 def replace_dirty(dirty):
@@ -182,8 +182,8 @@ def test_visible_gpu_name_is_passed_to_step(run_script, monkeypatch):
 def test_pattern_matching_no_report_is_rejected(run_script, capsys, tmp_path):
     with pytest.raises(SystemExit):
         run_script("--only", "check-*", "--only", "chek-*")
-    said = "--only must match one of check-a, soak-a, memcheck, bench-a, got chek-*."
-    assert said in capsys.readouterr().err and not reports_in(tmp_path)
+    message = "--only must match one of check-a, soak-a, memcheck, bench-a, got chek-*."
+    assert message in capsys.readouterr().err and not reports_in(tmp_path)
 
 
 def test_every_backend_is_checked_and_soaked_once():

@@ -43,6 +43,6 @@ def test_setup_first_prints_download_size_and_time(tmp_path: Path) -> None:
     planned = ["make", "-n", "demo", f"VENV={tmp_path}"]
     commands = subprocess.run(planned, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True).stdout
     before, _, after = commands.partition('echo "make: setting up ')
-    told = after.partition('"')[0]
-    assert told.startswith(str(tmp_path)) and "3 GB to download" in told and "2 minutes" in told
+    message = after.partition('"')[0]
+    assert message.startswith(str(tmp_path)) and "3 GB to download" in message and "2 minutes" in message
     assert "pip install" not in before and "-m venv" not in before and "pip install" in after

@@ -25,11 +25,11 @@ def test_fp8_round_row_follows_bf16_row() -> None:
         for n in (1, 4, 16, 32)
     ]
     env = {"device": "NVIDIA H100", "date": "2026-11-26T00:00:00"}
-    said = strategy_times.fp8_table({"env": env, "rows": rows}).splitlines()
-    assert said[0].startswith(
+    lines = strategy_times.fp8_table({"env": env, "rows": rows}).splitlines()
+    assert lines[0].startswith(
         "GPU time of a greedy round with 7 draft tokens on `triton_paged`, NVIDIA H100, 2026-11-26"
     )
-    assert said[4:] == ["| `x` | bf16 | 300 | 1,200 | 4,800 | 9,600 |", "| `x` | fp8 | 200 | 800 | 3,200 | 6,400 |"]
+    assert lines[4:] == ["| `x` | bf16 | 300 | 1,200 | 4,800 | 9,600 |", "| `x` | fp8 | 200 | 800 | 3,200 | 6,400 |"]
 
 
 def tree_row(case: str, tree: bool, num_reqs: int = 32, **more: float) -> dict[str, Any]:
@@ -51,10 +51,10 @@ TREE_ROWS = [
 
 def test_tree_row_shows_accepted_tokens_and_time() -> None:
     env = {"device": "NVIDIA H200", "date": "2026-11-26T00:00:00"}
-    said = strategy_times.tree_table({"env": env, "rows": TREE_ROWS}).splitlines()
-    assert said[0] == "NVIDIA H200, 2026-11-26, `attn-backends bench trees`."
-    assert said[2].endswith("| accepted, greedy | accepted, temperature 1 | time, 1 req. | time, 20 req. |")
-    assert said[4:] == [
+    lines = strategy_times.tree_table({"env": env, "rows": TREE_ROWS}).splitlines()
+    assert lines[0] == "NVIDIA H200, 2026-11-26, `attn-backends bench trees`."
+    assert lines[2].endswith("| accepted, greedy | accepted, temperature 1 | time, 1 req. | time, 20 req. |")
+    assert lines[4:] == [
         "| 7 tokens in a row | 4.00 | 2.00 | 1.00 | 1.00 |",
         "| tree of 9 tokens, `width` 4 | 5.00 | 3.00 | 1.01 | 1.25 |",
     ]
@@ -78,9 +78,9 @@ def test_draft_steps_are_shown_beside_compiled_ones() -> None:
     ]
     env = {"device": "NVIDIA H200", "date": "2026-11-26T00:00:00", "torch": "2.11.0"}
     report = {"env": env, "rows": rows}
-    said = strategy_times.compiled_table([report]).splitlines()
-    assert said[0].startswith("GPU time of the 3 later steps of a round with 4 draft tokens, 1,024 tokens of context")
-    assert said[4] == "| `x` | 40 | 30 | 0.75 | 1,280 | 960 | 0.75 |"
+    lines = strategy_times.compiled_table([report]).splitlines()
+    assert lines[0].startswith("GPU time of the 3 later steps of a round with 4 draft tokens, 1,024 tokens of context")
+    assert lines[4] == "| `x` | 40 | 30 | 0.75 | 1,280 | 960 | 0.75 |"
     later = {**env, "date": "2026-11-27T00:00:00"}
     assert "H200, 2026-11-26 and 2026-11-27, torch" in strategy_times.compiled_table([report, {**report, "env": later}])
     for other in ({"device": "NVIDIA H100"}, {"torch": "2.13.0"}):
@@ -121,8 +121,8 @@ VLLM_REPORT = {
 
 
 def test_vllm_figures_are_medians_by_draft() -> None:
-    said = vllm_tables.figures(VLLM_REPORT, "vllm.json")
-    eagle, dflash = said.split("An 8B Qwen3 with a DFlash draft. ")
+    page = vllm_tables.figures(VLLM_REPORT, "vllm.json")
+    eagle, dflash = page.split("An 8B Qwen3 with a DFlash draft. ")
 
     assert "| 3 draft tokens, 1.8 accepted | graphs | 4 req. |" in eagle
     assert "| 15 draft tokens, 5 accepted | graphs | 4 req. |" in dflash
@@ -130,19 +130,19 @@ def test_vllm_figures_are_medians_by_draft() -> None:
     assert "| `FLASH_ATTN` | `FULL_DECODE_ONLY` | 150 [150-150] (80 / 1,500) |" in dflash
     assert "| `FLASHINFER_IN_GRAPH`, 2 GPUs | `FULL_DECODE_ONLY` | 130 [130-130] (80 / 1,500) |" in eagle
     assert "| no speculation | `FULL_DECODE_ONLY` | 50 [50-50] |" in eagle
-    assert "| no speculation | `FULL_DECODE_ONLY` | 60 [60-60] |" in dflash and said.count("no speculation") == 2
-    assert "`TRITON_ATTN` 97.5%, `TRITON_ATTN` on 2 GPUs 25.0%." in said
-    assert said.count("vLLM 0.33.0, mode 0, on NVIDIA H200 (2026-11-23, commit `0123456789ab`):") == 2
+    assert "| no speculation | `FULL_DECODE_ONLY` | 60 [60-60] |" in dflash and page.count("no speculation") == 2
+    assert "`TRITON_ATTN` 97.5%, `TRITON_ATTN` on 2 GPUs 25.0%." in page
+    assert page.count("vLLM 0.33.0, mode 0, on NVIDIA H200 (2026-11-23, commit `0123456789ab`):") == 2
 
 
 def test_compiled_engines_have_separate_figures() -> None:
     arms = [vllm_arm("", [50.0]), vllm_arm("FLASH_ATTN", [100.0]), vllm_arm("", [60.0], compiled=True)]
     arms.append(vllm_arm("FLASH_ATTN", [120.0], compiled=True))
-    said = vllm_tables.figures({**VLLM_REPORT, "arms": arms, "agreement": []}, "vllm.json")
-    compiled, uncompiled = said.split("vLLM 0.33.0, mode 0, on")
+    page = vllm_tables.figures({**VLLM_REPORT, "arms": arms, "agreement": []}, "vllm.json")
+    compiled, uncompiled = page.split("vLLM 0.33.0, mode 0, on")
 
     assert "| 50 [50-50] |" in uncompiled and "| 100 [100-100] (80 / 1,500) |" in uncompiled
-    assert "vLLM 0.33.0, defaults, on" in compiled and "A small model" not in said
+    assert "vLLM 0.33.0, defaults, on" in compiled and "A small model" not in page
     assert "| 60 [60-60] |" in compiled and "| 120 [120-120] (80 / 1,500) |" in compiled
 
 
@@ -151,8 +151,8 @@ def test_latent_figures_have_table_and_base_per_size() -> None:
     arms = [vllm_arm("", [10.0 + at], size=size) for at, size in enumerate(sizes)]
     arms += [vllm_arm("FLASHMLA", [70.0 + at], size=size, kind="mtp") for at, size in enumerate(sizes)]
     agreed = [{"kind": "mtp", "num_gpus": 1, "draft": "FLASHMLA", "draft_tokens": 4, "equal": 3}]
-    said = vllm_tables.figures({**VLLM_REPORT, "arms": arms, "agreement": agreed}, "vllm.json")
-    whole, shard = said.split("One GPU's eighth of four layers")
+    page = vllm_tables.figures({**VLLM_REPORT, "arms": arms, "agreement": agreed}, "vllm.json")
+    whole, shard = page.split("One GPU's eighth of four layers")
 
     assert "128 heads" in whole and "| 10 [10-10] |" in whole and "| 70 [70-70] (80 / 1,500) |" in whole
     assert "16 heads" in shard and "| 11 [11-11] |" in shard and "| 71 [71-71] (80 / 1,500) |" in shard
@@ -164,12 +164,12 @@ def test_ratios_are_of_medians_and_mark_overlap() -> None:
     arms = [vllm_arm(draft, tokens) for draft, tokens in runs.items()]
     latent = [vllm_arm("FLASHMLA", [10.0], size="deepseek-v3", kind="mtp")]
     latent.append(vllm_arm("ATTN_BACKENDS_FLASHMLA", [25.0], size="deepseek-v3", kind="mtp"))
-    said = vllm_tables.ratios([{**VLLM_REPORT, "arms": latent}, {**VLLM_REPORT, "arms": arms}])
+    table = vllm_tables.ratios([{**VLLM_REPORT, "arms": latent}, {**VLLM_REPORT, "arms": arms}])
 
-    assert said.splitlines()[0] == "| draft | vLLM's backend | our backend | 4 req. | vLLM | GPU, date |"
+    assert table.splitlines()[0] == "| draft | vLLM's backend | our backend | 4 req. | vLLM | GPU, date |"
     llama, source = "| EAGLE, 8B Llama, 3 tokens", "mode 0 | H200, 2026-11-23 |"
     latents = "| MTP, four layers of DeepSeek-V3, 128 heads, 3 tokens"
-    assert said.splitlines()[2:] == [
+    assert table.splitlines()[2:] == [
         f"{llama} | `FLASHINFER` | `FLASHINFER_IN_GRAPH` | 1.80 | {source}",
         f"{llama} | `FLASH_ATTN` | `FLASHINFER_IN_GRAPH` | ~0.90 | {source}",
         f"{latents} | `FLASHMLA` | `ATTN_BACKENDS_FLASHMLA` | 2.50 | {source}",

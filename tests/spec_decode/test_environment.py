@@ -48,13 +48,13 @@ def test_package_in_foreign_checkout_has_unknown_commit(monkeypatch, tmp_path):
     assert environment(CPU).commit.startswith("unknown")
 
 
-@pytest.mark.parametrize(("said", "dirty"), [("0", False), ("1", True), ("maybe", None), ("", None)])
-def test_variables_state_commit_of_copy_without_git(no_git, monkeypatch, said, dirty):
+@pytest.mark.parametrize(("value", "dirty"), [("0", False), ("1", True), ("maybe", None), ("", None)])
+def test_variables_state_commit_of_copy_without_git(no_git, monkeypatch, value, dirty):
     monkeypatch.setenv("ATTN_BACKENDS_COMMIT", "abc123")
-    monkeypatch.setenv("ATTN_BACKENDS_DIRTY", said)
+    monkeypatch.setenv("ATTN_BACKENDS_DIRTY", value)
     env = environment(CPU)
     assert (env.commit, env.dirty) == ("abc123", dirty)
-    assert env.stated == f"stated by ATTN_BACKENDS_COMMIT{' and ATTN_BACKENDS_DIRTY' if said else ''}"
+    assert env.stated == f"stated by ATTN_BACKENDS_COMMIT{' and ATTN_BACKENDS_DIRTY' if value else ''}"
 
 
 @pytest.fixture
@@ -73,11 +73,11 @@ def git(monkeypatch):
 
 def test_git_runs_once_per_process(monkeypatch, tmp_path):
     """A fresh clone's git reads every file each time."""
-    asked = []
+    commands = []
     monkeypatch.setattr(environment_module, "_PACKAGE", tmp_path / "spec_decode")
-    monkeypatch.setattr(environment_module, "_run", lambda *command: asked.append(command) or "f00dfeed")
+    monkeypatch.setattr(environment_module, "_run", lambda *command: commands.append(command) or "f00dfeed")
     assert {environment(CPU).commit for _ in range(3)} == {"f00dfeed"}
-    assert [command[-1] for command in asked if "status" in command] == [":!reports"]
+    assert [command[-1] for command in commands if "status" in command] == [":!reports"]
 
 
 def test_commit_from_git_is_not_marked_stated(git):

@@ -38,19 +38,19 @@ def requests(prompts: int = PROMPTS, max_tokens: int = NEW_TOKENS, **changes: An
 
 
 def run(
-    backend: str, steps: int, strategy: Strategy | None, draft: str, asked: list[Request]
+    backend: str, steps: int, strategy: Strategy | None, draft: str, batch: list[Request]
 ) -> tuple[Engine, list[Generation]]:
     """backend: the draft's, and the target's too unless the draft is another than the pair's own."""
     config = engine_config(
         num_speculative_tokens=steps,
-        max_num_seqs=min(6, len(asked)),
+        max_num_seqs=min(6, len(batch)),
         max_model_len=160,
         graph_mode=GraphMode.NONE if strategy is Strategy.EAGER else GraphMode.FULL,
         strategy=strategy,
     )
     target_backend = get(backend if draft == "draft" else "triton_paged")
     engine = Engine(*pair(draft), target_backend, config, draft_backend=get(backend))
-    return engine, engine.generate(asked)
+    return engine, engine.generate(batch)
 
 
 @cache
@@ -60,8 +60,8 @@ def plain() -> list[list[int]]:
 
 @cache
 def greedy_and_sampled(draft: str, backend: str, strategy: Strategy) -> tuple[list[list[int]], list[list[int]]]:
-    asked = [*requests(**FEW), *requests(**FEW, temperature=1.0, seed=11)]
-    found = [generation.token_ids for generation in run(backend, 4, strategy, draft, asked)[1]]
+    batch = [*requests(**FEW), *requests(**FEW, temperature=1.0, seed=11)]
+    found = [generation.token_ids for generation in run(backend, 4, strategy, draft, batch)[1]]
     return found[:2], found[2:]
 
 

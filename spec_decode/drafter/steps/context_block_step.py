@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -13,6 +12,7 @@ from spec_decode.drafter.plan import DraftPlan
 from spec_decode.drafter.steps.logits_after import PlaceLogits, logits_after
 from spec_decode.drafter.steps.step import Step
 from spec_decode.model_api import CandidateTable, ContextBlockDraft, TokenBias
+from spec_decode.model_api.place_logits import Confidence
 from spec_decode.paged.attention import PagedAttention
 from spec_decode.paged.step_buffers import StepBuffers
 from spec_decode.sampling import DraftSampler
@@ -89,30 +89,55 @@ class ContextBlockStep(Step[ContextBlockDraft, Any]):
 
     def _sample(self, drafted: torch.Tensor, places: torch.Tensor) -> None:
         """Draw K tokens a row from states [rows * K, H]; places int64 [rows, K]: ordinary inputs that predict them."""
-        logits, rule, sampler = self.logits(drafted), self._rule, self.sampler
+        logits, rule = self.logits(drafted), self._rule
         if rule is None:
-            sampler.sample_block(logits, places.flatten())
+            self.sampler.sample_block(logits, places.flatten())
             return
         with self.products():
-            if self.config.tree is None and isinstance(rule, CandidateTable):
-                candidates, _ = top_children(logits, rule.num_candidates, None)
-                sampler.select_block(
-                    logits,
-                    candidates,
-                    rule.gates(drafted),
-                    (rule.predecessors, rule.successors),
-                    self.inputs.next_tokens,
-                    places.flatten(),
-                )
-                return
-            after = logits_after(rule, logits, drafted, len(places))
-            if self.config.tree is None:
-                self._lens[: len(places)].copy_(self.step_0.batch.seq_lens[: len(places)])
-                self._in_order(after, len(places), partial(self._draw, places))
-                self._stop_where_unsure(drafted, len(places))
+            if self.config.tree is not None:
+                self._grow_trees(rule, logits, drafted, len(places))
+            elif isinstance(rule, CandidateTable):
+                self._select(rule, logits, drafted, places)
             else:
-                self._in_order(after, len(places), partial(self._grow, len(places)))
-                sampler.keep(self.step_0.batch.seq_lens[: len(places)])
+                self._draw_in_order(rule, logits, drafted, places)
+
+    def _select(self, table: CandidateTable, logits: torch.Tensor, drafted: torch.Tensor, places: torch.Tensor) -> None:
+        """Draw all places among their candidates, in one kernel."""
+        candidates, _ = top_children(logits, table.num_candidates, None)
+        gates, codebooks = table.gates(drafted), (table.predecessors, table.successors)
+        next_tokens = self.inputs.next_tokens
+        self.sampler.select_block(logits, candidates, gates, codebooks, next_tokens, places.flatten())
+
+    def _draw_in_order(
+        self, bias: TokenBias, logits: torch.Tensor, drafted: torch.Tensor, places: torch.Tensor
+    ) -> None:
+        """Draw a token per row at each place."""
+        rows = len(places)
+        self._lens[:rows].copy_(self.step_0.batch.seq_lens[:rows])
+
+        def draw(place: int, logits: torch.Tensor, _: None) -> torch.Tensor:
+            self._positions[:rows].copy_(places[:, place])
+            self.sampler(logits[:, 0])
+            next_ids: torch.Tensor = self.sampler.next_ids[:rows, None]
+            return next_ids
+
+        self._in_order(logits_after(bias, logits, drafted, rows), rows, draw)
+        if bias.confidence is not None and self.config.min_confidence > 0:
+            self._stop_where_unsure(bias.confidence, drafted, rows)
+
+    def _grow_trees(
+        self, rule: TokenBias | CandidateTable, logits: torch.Tensor, drafted: torch.Tensor, rows: int
+    ) -> None:
+        """Grow a level of each tree at each place: every path has its own logits."""
+        tree, temperature = self.sampler.tree, self.sampler.temperature[:rows]
+
+        def grow(place: int, logits: torch.Tensor, choices: torch.Tensor | None) -> torch.Tensor:
+            tree.grow(logits, choices, temperature)
+            frontier: torch.Tensor = tree.frontier_tokens[:rows]
+            return frontier
+
+        self._in_order(logits_after(rule, logits, drafted, rows), rows, grow)
+        self.sampler.keep(self.step_0.batch.seq_lens[:rows])
 
     def _in_order(self, after: PlaceLogits, rows: int, take: Take) -> None:
         """Take a level of tokens at each place, from logits that the tokens of the place before have changed."""
@@ -121,26 +146,8 @@ class ContextBlockStep(Step[ContextBlockDraft, Any]):
             self.step_0.batch.step.fill_(place)
             previous = take(place, *after(place, previous))
 
-    def _draw(self, places: torch.Tensor, place: int, logits: torch.Tensor, _: None) -> torch.Tensor:
-        """Draw a token per row from logits [rows, 1, V]; return them, int64 [rows, 1]."""
-        rows = len(logits)
-        self._positions[:rows].copy_(places[:, place])
-        self.sampler(logits[:, 0])
-        next_ids: torch.Tensor = self.sampler.next_ids[:rows, None]
-        return next_ids
-
-    def _grow(self, rows: int, place: int, logits: torch.Tensor, choices: torch.Tensor | None) -> torch.Tensor:
-        """Grow a level of each tree; return the next frontier's tokens, int64 [rows, W]."""
-        self.sampler.tree.grow(logits, choices, self.sampler.temperature[:rows])
-        frontier: torch.Tensor = self.sampler.tree.frontier_tokens[:rows]
-        return frontier
-
-    def _stop_where_unsure(self, drafted: torch.Tensor, rows: int) -> None:
+    def _stop_where_unsure(self, confidence_of: Confidence, drafted: torch.Tensor, rows: int) -> None:
         """Drop every token after one that the model's confidence puts below the limit; drafted [rows * K, H]."""
-        assert isinstance(self._rule, TokenBias)
-        confidence_of = self._rule.confidence
-        if confidence_of is None or self.config.min_confidence == 0:
-            return
         tokens = self.sampler.draft_tokens[:rows]
         previous = torch.cat([self.inputs.next_tokens[:rows, None], tokens[:, :-1].clamp(min=0)], 1)
         confidence = confidence_of(drafted, previous.flatten())

@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from builders import BatchBuffers, CaptureConstants, GraphSupport, RequestTables
+from builders import BatchBuffers, BatchError, CaptureConstants, GraphSupport, RequestTables
 from builders.errors import require
 from spec_decode.drafter.config import DrafterConfig
 from spec_decode.drafter.kernels.gather_accepted import GatherAccepted, gather_accepted
@@ -203,11 +203,7 @@ class Step(ABC, Generic[M, S]):
         positions = self.step_0.batch.positions[: size * query_len]
         with self.products():
             hidden = model.forward(DraftInputs(token_ids, states, positions, self.step_0.attention))
-        require(
-            hidden.shape == (size * query_len, width),
-            f"the draft model must return states [{size * query_len}, {width}] for {size} rows of {query_len} tokens, "
-            f"got {list(hidden.shape)}; no token was drafted. Return a state of hidden_size for every token.",
-        )
+        _require_states(hidden, (size * query_len, width), f"{size} rows of {query_len} tokens")
         return hidden
 
     def forward_last(self, size: int) -> torch.Tensor:
@@ -226,11 +222,7 @@ class Step(ABC, Generic[M, S]):
         with self.products():
             inputs = DraftInputs(*self.shifted(size), positions, self.step_0.attention, keep)
             hidden = self.model.forward(inputs)
-        require(
-            hidden.shape == (size, width),
-            f"the draft model must return states [{size}, {width}] for the last tokens of {size} rows, got "
-            f"{list(hidden.shape)}; no token was drafted. Return a state of hidden_size for every kept token.",
-        )
+        _require_states(hidden, (size, width), f"the last tokens of {size} rows")
         return hidden
 
     def shifted(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -245,3 +237,13 @@ class Step(ABC, Generic[M, S]):
         """Return logits [T, V of the draft] of hidden [T, H] from one of the model's modules, or from the model."""
         with self.products():
             return (self.model if module is None else module).logits(hidden)
+
+
+def _require_states(hidden: object, shape: tuple[int, int], tokens: str) -> None:
+    if isinstance(hidden, torch.Tensor) and hidden.shape == shape:
+        return
+    found = list(hidden.shape) if isinstance(hidden, torch.Tensor) else type(hidden).__name__
+    raise BatchError(
+        f"the draft model must return states {list(shape)} for {tokens}, got {found}; no token was drafted. Return a "
+        "state of hidden_size for every token, or for every token that inputs.keep selects."
+    )

@@ -192,10 +192,10 @@ def samples():
         for batch in BATCHES.values():
             for base_2 in (False, True):
                 yield Trees(SPECS[name], *batch).arguments(base_2)
-    made = [Trees(spec, *UNIFORM) for spec in SPECS.values()]
-    made += [padding_with(sink) for sink in (0.5, math.inf, -math.inf)]
-    made += [sinks_without_end(), weighed(1e4), weighed(-1e4), *(make() for make, _ in WRONG.values())]
-    yield from (trees.arguments() for trees in made)
+    cases = [Trees(spec, *UNIFORM) for spec in SPECS.values()]
+    cases += [padding_with(sink) for sink in (0.5, math.inf, -math.inf)]
+    cases += [sinks_without_end(), weighed(1e4), weighed(-1e4), *(make() for make, _ in WRONG.values())]
+    yield from (trees.arguments() for trees in cases)
 
 
 @pytest.mark.parametrize("rows", [1, 4, 300])

@@ -35,18 +35,18 @@ def stand_in():
 @pytest.fixture
 def plans(monkeypatch):
     """One entry for every plan() from here on."""
-    made = []
+    calls = []
 
     def counted(plan):
-        return lambda *args, **kwargs: made.append(plan) or plan(*args, **kwargs)
+        return lambda *args, **kwargs: calls.append(plan) or plan(*args, **kwargs)
 
     for wrapper in (BatchDecodeWithPagedKVCacheWrapper, BatchPrefillWithPagedKVCacheWrapper):
         monkeypatch.setattr(wrapper, "plan", counted(wrapper.plan))
-    return made
+    return calls
 
 
-def fixture_of(made, rows, **changes):
-    subject = Subject(made, CPU)
+def fixture_of(instance, rows, **changes):
+    subject = Subject(instance, CPU)
     return PagedFixture(subject, replace(subject.base_spec(), scale=None, **changes), rows)
 
 
@@ -54,16 +54,16 @@ def build(fixture, batch, builder=None):
     return (builder or fixture.builder()).build(fixture.view(fixture.load(batch), batch))
 
 
-def built(made, batch, **changes):
+def built(instance, batch, **changes):
     """A fixture of the backend, its builder, and the view that it has built, with what it built."""
-    fixture = fixture_of(made, batch.rows, **changes)
+    fixture = fixture_of(instance, batch.rows, **changes)
     builder, view = fixture.builder(), fixture.view(fixture.load(batch), batch)
     return fixture, builder, view, builder.build(view)
 
 
-def advanced(made, before, after):
+def advanced(instance, before, after):
     """A fixture, and the metadata of one batch that was advanced over another in its place."""
-    fixture = fixture_of(made, before.rows)
+    fixture = fixture_of(instance, before.rows)
     buffers, builder = fixture.load(before), fixture.builder()
     metadata = builder.build(fixture.view(buffers, before))
     fixture.poison()
@@ -82,9 +82,9 @@ def assert_attends_right(fixture, batch, metadata):
 
 def with_advance(name, advance):
     """The backend with another advance, which runs once the metadata has been built right."""
-    made = backend(name)
-    type(made).builder = broken_once_built(made.builder, advance)
-    return made
+    instance = backend(name)
+    type(instance).builder = broken_once_built(instance.builder, advance)
+    return instance
 
 
 def nothing(builder, metadata):

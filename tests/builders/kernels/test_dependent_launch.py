@@ -20,11 +20,11 @@ CHOSEN = {"PDL": True, "launch_pdl": True}
 def options(monkeypatch):
     """The options on a GPU of some compute capability, with the variable set."""
 
-    def of(capability, asked=None):
+    def of(capability, setting=None):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
         monkeypatch.delenv(PDL_VARIABLE, raising=False)
-        if asked is not None:
-            monkeypatch.setenv(PDL_VARIABLE, asked)
+        if setting is not None:
+            monkeypatch.setenv(PDL_VARIABLE, setting)
         dependent_launch.cache_clear()
         return dependent_launch(torch.device("cuda", 0))
 
@@ -34,26 +34,26 @@ def options(monkeypatch):
 
 @pytest.mark.skipif(not HAVE_TRITON, reason="needs triton")
 @pytest.mark.parametrize(
-    ("capability", "asked", "chosen"),
+    ("capability", "setting", "chosen"),
     [
         ((9, 0), None, True), ((10, 0), None, True), ((8, 9), None, False), ((9, 0), "1", True), ((9, 0), "0", False),
         ((8, 0), "0", False),
     ],
 )  # fmt: skip
-def test_pdl_is_chosen_if_gpu_has_it(options, capability, asked, chosen):
-    assert options(capability, asked) == (CHOSEN if chosen else {"PDL": False})
+def test_pdl_is_chosen_if_gpu_has_it(options, capability, setting, chosen):
+    assert options(capability, setting) == (CHOSEN if chosen else {"PDL": False})
 
 
 @pytest.mark.parametrize(
-    ("capability", "asked", "message"),
+    ("capability", "setting", "message"),
     [
         ((8, 0), "1", r"ATTN_BACKENDS_PDL=1 needs compute capability 9\.0.*got \(8, 0\)"),
         ((9, 0), "yes", "must be 0 or 1, got 'yes'"),
     ],
 )
-def test_unsupported_or_unknown_pdl_setting_is_rejected(options, capability, asked, message):
+def test_unsupported_or_unknown_pdl_setting_is_rejected(options, capability, setting, message):
     with pytest.raises(BatchError, match=message):
-        options(capability, asked)
+        options(capability, setting)
 
 
 def test_pdl_is_never_chosen_on_cpu(monkeypatch):
@@ -71,8 +71,8 @@ PREFETCH = "prefetch_weight"
 def nodes_of_sources():
     """By file with a kernel or a launch, what its syntax tree is made of."""
     texts = {path: path.read_text() for path in SOURCES}
-    told = {path: text for path, text in texts.items() if re.search(r"kernel\[|PDL|dependent_launch", text)}
-    return {path: list(ast.walk(ast.parse(text))) for path, text in told.items()}
+    launching = {path: text for path, text in texts.items() if re.search(r"kernel\[|PDL|dependent_launch", text)}
+    return {path: list(ast.walk(ast.parse(text))) for path, text in launching.items()}
 
 
 @cache

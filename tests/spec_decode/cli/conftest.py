@@ -103,8 +103,8 @@ def stand_in_kit(monkeypatch):
     run in a subprocess."""
     fake = SimpleNamespace(outcomes=["pass"], calls=[], isolated=[])
 
-    def check_backend(name, **asked):
-        fake.calls.append((name, asked, os.environ.get("TRITON_INTERPRET")))
+    def check_backend(name, **options):
+        fake.calls.append((name, options, os.environ.get("TRITON_INTERPRET")))
         registry.get(name)
         if "interrupt" in fake.outcomes:
             raise KeyboardInterrupt
@@ -113,17 +113,17 @@ def stand_in_kit(monkeypatch):
             for n, outcome in enumerate(fake.outcomes)
         )
         for result in results:
-            asked["on_result"](result)
-        command = asked.get("command", "")
+            options["on_result"](result)
+        command = options.get("command", "")
         return Report(backend=name, version="1", env=environment(CPU), command=command, results=results)
 
-    def check_isolated(name, *, request, env, **told):
+    def check_isolated(name, *, request, env, **options):
         fake.isolated.append(name)
-        return check_backend(name, **request, **told)
+        return check_backend(name, **request, **options)
 
     runner = SimpleNamespace(
-        check_list=lambda name, **asked: (name, asked),
-        run=lambda planned, **told: check_backend(planned[0], **planned[1], **told),
+        check_list=lambda name, **selection: (name, selection),
+        run=lambda planned, **callbacks: check_backend(planned[0], **planned[1], **callbacks),
     )
     monkeypatch.setitem(sys.modules, "spec_decode.conformance.runner", runner)
     isolation = SimpleNamespace(check_isolated=check_isolated)

@@ -144,8 +144,8 @@ def test_closed_pipe_ends_verb_silently(tmp_path):
 def test_full_disk_is_one_line_error(tmp_path):
     with open("/dev/full", "w") as full:
         process = start("list --device cpu", tmp_path, stdout=full)
-    said = process.communicate()[1]
-    assert process.returncode == 2 and "No space left on device" in said and said.count("\n") == 1
+    error = process.communicate()[1]
+    assert process.returncode == 2 and "No space left on device" in error and error.count("\n") == 1
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
@@ -166,8 +166,8 @@ def test_interrupt_exits_130_and_keeps_old_report(tmp_path):
     process = start("check torch_reference --device cpu --json report.json", tmp_path, stdout=subprocess.DEVNULL)
     assert process.stderr.readline() == "torch_reference: starting\n"
     process.send_signal(signal.SIGINT)
-    said = process.communicate()[1]
-    assert process.returncode == 130 and "Traceback" not in said and "interrupted" in said
+    error = process.communicate()[1]
+    assert process.returncode == 130 and "Traceback" not in error and "interrupted" in error
     assert [path.name for path in tmp_path.iterdir()] == ["report.json"]
     assert (tmp_path / "report.json").read_text() == "old"
 
@@ -252,9 +252,9 @@ def test_plug_in_thread_does_not_block_exit(tmp_path):
         "PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}",
     }
     process = start("list --device cpu", tmp_path, env=nonsense, stdout=-1)
-    printed, said = process.communicate()
-    assert process.returncode == 0 and "lent" in printed and "not waiting for watcher" in said
-    assert "Traceback" not in said
+    printed, error = process.communicate()
+    assert process.returncode == 0 and "lent" in printed and "not waiting for watcher" in error
+    assert "Traceback" not in error
 
 
 def test_two_threads_writing_one_file_leave_one_output(tmp_path):

@@ -73,11 +73,11 @@ def test_list_rejects_empty_dtype(refused):
 
 
 def test_list_names_spec_fields_for_unknown_one(refused):
-    said = refused("list", "--spec", "head_dims=64")
-    assert "its fields are num_q_heads, num_kv_heads, head_dim, " in said and said.endswith("Did you mean head_dim?")
+    text = refused("list", "--spec", "head_dims=64")
+    assert "its fields are num_q_heads, num_kv_heads, head_dim, " in text and text.endswith("Did you mean head_dim?")
 
 
-def fail(*asked):
+def fail(*args):
     raise KeyError("no table")
 
 
@@ -88,7 +88,7 @@ def odd(**attributes):
 ODD = {
     "not loaded": (lambda: import_module("no_such_module"), "no_such_module"),
     "supports": (odd(supports=fail), "because     backend 'odd' failed in supports(): KeyError: 'no table'"),
-    "no answer": (odd(supports=lambda *asked: None), "must return Accepted or Rejected from supports(), got None"),
+    "no answer": (odd(supports=lambda *args: None), "must return Accepted or Rejected from supports(), got None"),
     "advance_support": (
         odd(builder=type("Silent", (ReferenceBuilder,), {"advance_support": classmethod(fail)})),
         "claims      cannot be read: KeyError: 'no table'",
@@ -110,7 +110,7 @@ def test_list_names_failing_backend_and_continues(make, line, plug_in, run):
     assert [entry["accepted"] for entry in entries if entry["name"] == "behind"] == [True]
 
 
-def clear(*asked):
+def clear(*args):
     raise RuntimeError("\x1b[2J")
 
 

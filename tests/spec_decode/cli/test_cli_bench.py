@@ -57,9 +57,9 @@ def test_bench_notes_missing_rows_and_fails_for_stopped(timings, tmp_path, run):
 
 
 def test_bench_lists_cases_and_shows_help(run):
-    listed, told = run("bench", "--list").output, run("bench", "--help").output
+    listed, usage = run("bench", "--list").output, run("bench", "--help").output
     assert "all of advance, step" in listed and all(case in listed for case in command.CASES)
-    assert told.startswith("Usage: main bench") and "--processes" in told
+    assert usage.startswith("Usage: main bench") and "--processes" in usage
 
 
 def test_bench_rejects_unknown_cases_and_options(timings, refused, run):

@@ -22,11 +22,11 @@ def test_check_runs_isolated_or_in_process_as_given(names, how, isolated, checks
     assert result.exit_code == 0 and "torch_reference: 1 checks = 1 pass" in result.output
     assert result.stderr.splitlines() == [f"{name}: starting" for name in names] and "starting" not in result.stdout
     assert [name for name, *_ in checks.calls] == list(names) and checks.isolated == (list(names) if isolated else [])
-    for name, asked, interpreted in checks.calls:
-        assert (str(asked["device"]), asked["families"], asked["checks"]) == ("cpu", ["graph"], ["graph.*"])
-        assert asked["quick"] and interpreted == "1"
+    for name, options, interpreted in checks.calls:
+        assert (str(options["device"]), options["families"], options["checks"]) == ("cpu", ["graph"], ["graph.*"])
+        assert options["quick"] and interpreted == "1"
         command = f"attn-backends check {name} --device cpu --family graph --only 'graph.*' --quick"
-        assert asked["command"] == command
+        assert options["command"] == command
         assert Report.load(path if len(names) == 1 else path / f"check-{name}.json").command == command
 
 
@@ -65,9 +65,9 @@ def test_non_pass_prints_reason_and_failure_prints_repro(checks, outcome, fails,
     checks.outcomes = ["pass", outcome]
     result = run("check", "torch_reference", "--device", "cpu")
     assert result.exit_code == fails and f"1 {outcome}" in result.output
-    told = f"{outcome}: graph.replay[decode1]: [stale] seq_lens"
-    assert told in result.output
-    assert (f"{told}\n    attn-backends check torch_reference" in result.output) == bool(fails)
+    line = f"{outcome}: graph.replay[decode1]: [stale] seq_lens"
+    assert line in result.output
+    assert (f"{line}\n    attn-backends check torch_reference" in result.output) == bool(fails)
 
 
 def test_check_without_any_check_fails(checks, run):
@@ -159,12 +159,12 @@ def test_progress_is_printed_after_some_seconds(checks, monkeypatch, run):
 @pytest.mark.parametrize("options", [(), ("--no-isolate",)])
 def test_results_are_kept_beside_report(checks, run, tmp_path, options):
     run("check", "torch_reference", "--device", "cpu", "--json", tmp_path, "--resume", *options)
-    _, asked, _ = checks.calls[0]
+    _, arguments, _ = checks.calls[0]
     path = tmp_path / "check-torch_reference.json"
     if options:
-        assert (asked["kept"].report, asked["kept"].resume) == (path, True)
+        assert (arguments["kept"].report, arguments["kept"].resume) == (path, True)
     else:
-        assert asked["keep"] == {"report": str(path), "resume": True}
+        assert arguments["keep"] == {"report": str(path), "resume": True}
 
 
 def test_check_needs_a_name_or_engine(run, monkeypatch):

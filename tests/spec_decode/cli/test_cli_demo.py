@@ -57,17 +57,17 @@ def shown_in_full(latent_pair, tmp_path_factory):
 def test_demo_compares_block_draft_in_its_strategies(block_pair):
     pair = load_byte_pair(Path(block_pair), torch.float32, torch.device("cpu"), draft="block_draft")
     backends = backends_named(pair, comparison.CONFIG, "torch_reference")
-    told: list[str] = []
-    found = comparison.compare(pair, backends, [make_request(prompt=[0], max_tokens=4)], told.append)
+    progress: list[str] = []
+    found = comparison.compare(pair, backends, [make_request(prompt=[0], max_tokens=4)], progress.append)
     assert not found.differs
     assert [row.strategy for row in found.rows if row.run is None] == [Strategy.DEVICE_LOOP, Strategy.PIECEWISE]
-    assert [run.split(": ")[1] for run in told] == ["plain decoding", "full_loop", "per_step", "eager"]
+    assert [run.split(": ")[1] for run in progress] == ["plain decoding", "full_loop", "per_step", "eager"]
     assert "not device_loop: this draft proposes all its tokens in one step" in "\n".join(found.chosen.explain())
 
 
 def test_demo_fits_a_screen_and_writes_page(shown):
-    said = shown.result.stdout
-    assert shown.result.exit_code == 0 and len(said.splitlines()) <= 40, shown.result.output
+    output = shown.result.stdout
+    assert shown.result.exit_code == 0 and len(output.splitlines()) <= 40, shown.result.output
     for part in (
         "backends made for cpu: torch_reference",
         "not available here: ",
@@ -79,7 +79,7 @@ def test_demo_fits_a_screen_and_writes_page(shown):
         "shows 1 reports",
         str(shown.page),
     ):
-        assert part in said
+        assert part in output
     assert shown.page.read_text().startswith("<!doctype html>") and not shown.checks
     assert not shown.opened, "there is no desktop"
 

@@ -79,8 +79,8 @@ ABOUT_DRAFTS = {
 
 @pytest.mark.parametrize(("option", "value"), ABOUT_DRAFTS.items())
 def test_draft_option_without_draft_is_rejected(option, value, pair, refused):
-    said = refused(*draft_words(pair, "x", "-k", "0", option, value))
-    assert f"{option} is {value!r}, but there is no draft. Pass --draft without -k 0, or omit {option}." in said
+    message = refused(*draft_words(pair, "x", "-k", "0", option, value))
+    assert f"{option} is {value!r}, but there is no draft. Pass --draft without -k 0, or omit {option}." in message
 
 
 TREE = ("-k", "3", "--tree", "4x12")
@@ -101,8 +101,8 @@ DRAFTS = {
 }
 
 
-@pytest.mark.parametrize(("draft", "words", "told"), DRAFTS.values(), ids=DRAFTS)
-def test_every_draft_matches_plain_decoding(draft, words, told, request, run, tmp_path):
+@pytest.mark.parametrize(("draft", "words", "label"), DRAFTS.values(), ids=DRAFTS)
+def test_every_draft_matches_plain_decoding(draft, words, label, request, run, tmp_path):
     (tmp_path / "paths.json").write_text("[[0], [1], [0, 0], [0, 1]]")
     pair = request.getfixturevalue({"draft": "pair"}.get(draft, draft.replace("draft", "pair")))
     # Trees are verified by a rule that changes no text at any temperature.
@@ -111,7 +111,7 @@ def test_every_draft_matches_plain_decoding(draft, words, told, request, run, tm
         run(*draft_words(pair, "def ", "--temperature", temperature, *more)).output
         for more in (("-k", "0"), ("--draft", draft, *words))
     )
-    assert "plain decoding" in plain and told in drafted
+    assert "plain decoding" in plain and label in drafted
     assert plain.partition("backend")[0] == drafted.partition("backend")[0]
 
 
@@ -168,17 +168,17 @@ def test_interpreter_run_prints_notice_and_progress(pair, run, monkeypatch):
 
 
 def test_repeat_line_prints_until_text_ends(capsys):
-    told, texts = threading.Event(), iter(["", "one", "two"])
+    shown, texts = threading.Event(), iter(["", "one", "two"])
 
     def text():
         if not (found := next(texts, "")):
             return found
         if found == "two":
-            told.set()
+            shown.set()
         return found
 
     with output.repeat_line(text, every=1e-4):
-        told.wait()
+        shown.wait()
     assert capsys.readouterr().err == "one\ntwo\n"
 
 
@@ -260,15 +260,15 @@ def test_unsuitable_draft_backend_is_never_replaced(latent_pair, refused):
 
 @pytest.mark.parametrize(("prompts", "at_once"), [(1, 1), (9, 8)])
 def test_draft_captures_only_batches_for_its_prompts(pair, run, monkeypatch, prompts, at_once):
-    made, make = [], LLM.__init__
-    monkeypatch.setattr(LLM, "__init__", lambda self, *a, **options: (made.append(self), make(self, *a, **options))[1])
+    llms, make = [], LLM.__init__
+    monkeypatch.setattr(LLM, "__init__", lambda self, *a, **options: (llms.append(self), make(self, *a, **options))[1])
     run(*draft_words(pair, *["x"] * prompts, "--max-tokens", "1"))
-    assert [llm.config.max_num_seqs for llm in made] == [at_once]
+    assert [llm.config.max_num_seqs for llm in llms] == [at_once]
 
 
 def test_draft_of_another_model_needs_its_target(refused, tmp_path):
-    said = refused("draft", "x", "--draft", tmp_path)
-    assert f"--draft {tmp_path} needs --target" in said and "one of draft, block_draft, latent_draft" in said
+    message = refused("draft", "x", "--draft", tmp_path)
+    assert f"--draft {tmp_path} needs --target" in message and "one of draft, block_draft, latent_draft" in message
 
 
 def test_draft_rejects_pair_with_other_vocabulary(make_pair, tmp_path, refused):

@@ -239,7 +239,7 @@ def test_backend_option_shows_covered_columns(tagged, run):
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (("--spec", "windw 4"), "--spec: 'windw 4' is no word of a spec. Words are window 4096"),
         (("--spec", ""), "a question needs words"),
@@ -252,6 +252,6 @@ def test_backend_option_shows_covered_columns(tagged, run):
         (("--backend", "torch_reference", "--device", "H100"), "no report is of 'torch_reference' on H100"),
     ],
 )
-def test_invalid_question_is_rejected(tagged, run, words, said):
+def test_invalid_question_is_rejected(tagged, run, words, message):
     result = run("matrix", *words)
-    assert result.exit_code == 2 and said in " ".join(result.stderr.split())
+    assert result.exit_code == 2 and message in " ".join(result.stderr.split())

@@ -112,16 +112,16 @@ def test_backend_that_fails_to_load_is_unavailable() -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "told"),
+    ("options", "message"),
     [
         ({"checks": "builder.*"}, "checks must be a list"),
         ({"tags": "page:*"}, "tags must be a list"),
         ({"device": "cpu"}, r"device must be a torch.device, got 'cpu'. Pass torch.device\('cpu'\)"),
     ],
 )
-def test_string_instead_of_list_or_device_is_rejected(asked: dict[str, Any], told: str) -> None:
-    with pytest.raises(ValueError, match=told):
-        check_backend("torch_reference", **asked)
+def test_string_instead_of_list_or_device_is_rejected(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_backend("torch_reference", **options)
 
 
 def test_a_run_without_checks_is_not_ok() -> None:
@@ -136,15 +136,15 @@ class Crashes(TorchReference):
 
 
 def test_crash_is_an_error_and_other_checks_run() -> None:
-    asked: dict[str, Any] = {"device": CPU, "checks": ["contract.name*", "numerics.attention_is_right[[]base-single]"]}
+    checks = ["contract.name*", "numerics.attention_is_right[[]base-single]"]
     error = r"error: numerics.attention_is_right\[base-single\]: RuntimeError: no kernel image \(in forward"
     with pytest.raises(ConformanceFailure, match=error) as failed:
-        check_backend(Crashes(), **asked)
-    report = check_backend(Crashes(), **asked, report=True)
+        check_backend(Crashes(), device=CPU, checks=checks)
+    report = check_backend(Crashes(), device=CPU, checks=checks, report=True)
     for found in (failed.value.report, report):
         assert [result.outcome for result in found.results] == [Outcome.PASS, Outcome.ERROR]
         assert found.failures == found.results[1:]
-    assert check_backend("torch_reference", **asked).failures == ()
+    assert check_backend("torch_reference", device=CPU, checks=checks).failures == ()
 
 
 def dense(tensor: torch.Tensor) -> torch.Tensor:
@@ -177,8 +177,8 @@ def test_forward_returning_none_is_named() -> None:
 
 
 def test_parametrize_accepts_families_and_quick() -> None:
-    def names(**asked: Any) -> set[str]:
-        return {param.id for param in parametrize_with_checks("torch_reference", device=CPU, **asked).args[1]}
+    def names(**options: Any) -> set[str]:
+        return {param.id for param in parametrize_with_checks("torch_reference", device=CPU, **options).args[1]}
 
     some, quick = names(families=["contract", "builder"]), names(families=["contract", "builder"], quick=True)
     assert {name.split("-")[1].split(".")[0] for name in some} == {"contract", "builder"}
@@ -225,12 +225,12 @@ def test_pytest_failure_shows_repro_without_kit_frames(tmp_path: Path, monkeypat
     }
     # A fork has no thread that ends what pytest's faulthandler waits for.
     chosen = " or ".join(f"attention_is_right[{case}]" for case in cases)
-    asked = ["-q", "-p", "no:cacheprovider", "-p", "no:faulthandler", "-k", chosen]
-    code = f"import pytest; raise SystemExit(pytest.main({asked!r}))"
+    args = ["-q", "-p", "no:cacheprovider", "-p", "no:faulthandler", "-k", chosen]
+    code = f"import pytest; raise SystemExit(pytest.main({args!r}))"
     with (tmp_path / "printed").open("w+b") as printed:
         Fork([sys.executable, "-c", code], stdout=printed, start_new_session=True).wait()
-    told = (tmp_path / "printed").read_text().split("= FAILURES =")[1].split("= short test summary info =")[0]
-    failures = told.split("_ test_conformance[")[1:]
+    output = (tmp_path / "printed").read_text().split("= FAILURES =")[1].split("= short test summary info =")[0]
+    failures = output.split("_ test_conformance[")[1:]
     for failure, (case, shown) in zip(failures, cases.items(), strict=True):
         repeat = f"attn-backends check broken --device cpu --only 'numerics.attention_is_right*{case}*'"
         assert all(part in failure for part in shown) and failure.count(repeat) == 1
@@ -257,23 +257,23 @@ def test_device_read_is_reported_with_its_line() -> None:
     ],
 )
 def test_wrong_step_fields_are_reported(fields: tuple[str, ...], says: str) -> None:
-    made = with_builder(derived("Declares", step_fields=fields))
-    (result,) = check_backend(made, device=CPU, checks=["builder.step_fields_are_complete"], report=True).results
+    declaring = with_builder(derived("Declares", step_fields=fields))
+    (result,) = check_backend(declaring, device=CPU, checks=["builder.step_fields_are_complete"], report=True).results
 
     assert result.outcome is Outcome.FAIL and result.reason.endswith(says)
 
 
 def test_advance_checks_use_smallest_and_largest_page() -> None:
-    def tried(page_sizes: Sizes) -> set[int]:
+    def pages(page_sizes: Sizes) -> set[int]:
         able = replace(TorchReference.capabilities, page_sizes=page_sizes)
-        made = type("Paged", (TorchReference,), {"capabilities": able})()
-        checks = [check for check in iter_checks(made, device=CPU) if check.name == "builder.advance_means_a_rebuild"]
+        paged = type("Paged", (TorchReference,), {"capabilities": able})()
+        checks = [check for check in iter_checks(paged, device=CPU) if check.name == "builder.advance_means_a_rebuild"]
         return {check.value.spec.page_size for check in checks if isinstance(check.value, Case)}
 
-    assert tried(Sizes()) == {4, 16, 128}
-    assert tried(Sizes(maximum=64)) == {4, 16, 64}
-    assert tried(Sizes(minimum=16, power_of_two=True)) == {16, 64, 128}
-    assert tried(Sizes(minimum=64, maximum=64)) == {64}
+    assert pages(Sizes()) == {4, 16, 128}
+    assert pages(Sizes(maximum=64)) == {4, 16, 64}
+    assert pages(Sizes(minimum=16, power_of_two=True)) == {16, 64, 128}
+    assert pages(Sizes(minimum=64, maximum=64)) == {64}
 
 
 @pytest.mark.parametrize(

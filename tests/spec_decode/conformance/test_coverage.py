@@ -53,8 +53,8 @@ def case(batch=DECODE, **changes) -> Case:
     return Case(replace(SPEC, **changes), batch)
 
 
-def claims(backend: TorchReference, *asked: str):
-    return claims_of(Subject(backend, CPU), asked)
+def claims(backend: TorchReference, *tags: str):
+    return claims_of(Subject(backend, CPU), tags)
 
 
 @pytest.mark.parametrize(

@@ -59,9 +59,9 @@ class Cycle:
         self.workspace = self
 
 
-@pytest.mark.parametrize(("held", "frees"), [(1 << 30, False), ((1 << 30) + 1, True)])
+@pytest.mark.parametrize(("allocated", "frees"), [(1 << 30, False), ((1 << 30) + 1, True)])
 def test_check_first_frees_memory_left_on_device(
-    held: int, frees: bool, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+    allocated: int, frees: bool, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     request.addfinalizer(gc.enable)
     gc.disable()
@@ -72,7 +72,7 @@ def test_check_first_frees_memory_left_on_device(
         freed.append(left() is None)
 
     monkeypatch.setattr(check, "_definitions", [])
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: held)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: allocated)
     check.Family("contract", covers=lambda subject, case: ())("A line.")(frees_memory)
     (one,) = check.expand(Subject(get("torch_reference"), torch.device("cuda")))
     one()
@@ -250,8 +250,8 @@ FALSE_CLAIMS = {
 @pytest.fixture(scope="module")
 def liar_results() -> tuple[Report, Matrix]:
     """What is told of the liar, and the matrix of it beside the reference, whose claims are true."""
-    asked = [f"{check}[[]{case}]" for check, case in FALSE_CLAIMS.values()]
-    liar, truthful = report_of(Liar(), *asked), report_of(TorchReference(), *asked)
+    patterns = [f"{check}[[]{case}]" for check, case in FALSE_CLAIMS.values()]
+    liar, truthful = report_of(Liar(), *patterns), report_of(TorchReference(), *patterns)
     return liar, build_matrix([liar, truthful])
 
 
@@ -297,7 +297,7 @@ def test_backend_without_version_or_builder_is_rejected(
         get(declared(**{attribute: value}))
 
 
-def fail(*asked: object) -> Any:
+def fail(*args: object) -> Any:
     raise KeyError("no table")
 
 

@@ -78,12 +78,12 @@ def run_after(target: Path, *, resume: bool = True) -> list[str]:
 
 
 def test_ended_run_keeps_results_and_resumes(target: Path) -> None:
-    before, after, told = end_after_three(target), [], []
+    before, after, results = end_after_three(target), [], []
     lines = KeptResults(target).path.read_text().splitlines()
     assert [Report.of(parse_json(line, ""), "").results[0].check for line in lines] == before
-    report = run(counting(after), kept=KeptResults(target, resume=True), on_result=told.append)
+    report = run(counting(after), kept=KeptResults(target, resume=True), on_result=results.append)
     assert [result.check for result in report.results] == [*before, *after] == names()
-    assert report.counts[Outcome.PASS] == len(report.results) and told == list(report.results)
+    assert report.counts[Outcome.PASS] == len(report.results) and results == list(report.results)
 
 
 def test_run_without_resume_starts_again(target: Path) -> None:

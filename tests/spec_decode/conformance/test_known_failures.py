@@ -122,17 +122,17 @@ def test_invalid_known_failures_file_makes_backend_unavailable(
         known_failures_of(crashes)
     report = report_of(crashes)
     assert [result.outcome for result in report.results] == [Outcome.UNAVAILABLE] and not report.ok
-    told = run_check()
+    printed = run_check()
     assert (
-        told.exit_code == 1
-        and f"unavailable: contract.loads[any]: {tmp_path}/known_failures.toml must hold tables" in told.output
+        printed.exit_code == 1
+        and f"unavailable: contract.loads[any]: {tmp_path}/known_failures.toml must hold tables" in printed.output
     )
 
 
-def notes(backend: AttentionBackend | str, asked: str, entry: KnownFailure) -> list[str]:
-    told: list[str] = []
-    check_backend(backend, device=CPU, checks=[asked], known_failures=[entry], on_note=told.append, report=True)
-    return told
+def notes(backend: AttentionBackend | str, pattern: str, entry: KnownFailure) -> list[str]:
+    texts: list[str] = []
+    check_backend(backend, device=CPU, checks=[pattern], known_failures=[entry], on_note=texts.append, report=True)
+    return texts
 
 
 def later(**fields: str) -> KnownFailure:
@@ -142,14 +142,14 @@ def later(**fields: str) -> KnownFailure:
 @pytest.mark.parametrize("entry", [later(check=f"{INERT}_", case="*"), later(case="bse-*")])
 def test_known_failure_covering_nothing_is_noted(entry: KnownFailure) -> None:
     (note,) = notes("torch_reference", VERSION, entry)
-    told = f"known failure {entry.check}[{entry.case}] (#7) covers no check of torch_reference on cpu:"
-    assert note.startswith(told)
+    expected = f"known failure {entry.check}[{entry.case}] (#7) covers no check of torch_reference on cpu:"
+    assert note.startswith(expected)
 
 
 def test_unused_file_entry_is_noted_under_summary(crashes: AttentionBackend, beside: Callable[[str], object]) -> None:
     beside('[[known_failure]]\ncheck = "builder.padding_stays_inrt"\nreason = "later"\nissue = "#7"\n')
-    told = run_check().output
-    assert "known failure builder.padding_stays_inrt[*] (#7) covers no check" in told
+    output = run_check().output
+    assert "known failure builder.padding_stays_inrt[*] (#7) covers no check" in output
 
 
 REFUSING: Any = {"unsupported_reasons": lambda self, spec, device: ["not here"]}

@@ -31,7 +31,7 @@ STEP_FIELDS = [(name, field) for name in BACKENDS for field in get(name).builder
 
 def listed(backend: AttentionBackend | str, *patterns: str) -> CheckList:
     """What `check_backend` would run; of the other checks no case is made. Before its bracket a pattern is of names."""
-    names = [asked.partition("[")[0] for asked in patterns]
+    names = [pattern.partition("[")[0] for pattern in patterns]
     named = [d for d in kit._definitions if any(fnmatch(d.name, name) for name in names)]
     assert all(any(fnmatch(d.name, name) for d in named) for name in names), f"no check has one of these names: {names}"
     with mock.patch.object(kit, "_definitions", named):
@@ -47,10 +47,10 @@ def outcomes(backend: AttentionBackend, *patterns: str) -> dict[str, set[Outcome
 
 def killed(mutant: Mutant) -> bool:
     """Whether its killer fails on one of its cases; those behind that one are not tried."""
-    with mutant.around(mutant.backend) as asked:
-        tried = listed(asked, mutant.pattern)
-        assert {check.name for check in tried.checks} == {mutant.killer}
-        return any(result.outcome is Outcome.FAIL for result in map(run_check, tried.checks, tried.report.results))
+    with mutant.around(mutant.backend) as backend:
+        planned = listed(backend, mutant.pattern)
+        assert {check.name for check in planned.checks} == {mutant.killer}
+        return any(result.outcome is Outcome.FAIL for result in map(run_check, planned.checks, planned.report.results))
 
 
 @pytest.mark.parametrize("mutant", ALL_MUTANTS, ids=lambda mutant: mutant.name)
@@ -64,8 +64,8 @@ REFERENCE_CHECKS = iter_checks("torch_reference", device=CPU)
 @pytest.mark.parametrize("pattern", sorted({mutant.pattern for mutant in ALL_MUTANTS if mutant.killer != PLANS_AHEAD}))
 def test_mutant_killers_run_on_the_reference(pattern: str) -> None:
     """Where each passes, so that what fails a mutant fails it for its defect; most drawn cases in slow tests."""
-    tried = [check for check in REFERENCE_CHECKS if fnmatch(check.id, pattern)]
-    assert tried and all(runs_often(check) or is_drawn(check) for check in tried)
+    checks = [check for check in REFERENCE_CHECKS if fnmatch(check.id, pattern)]
+    assert checks and all(runs_often(check) or is_drawn(check) for check in checks)
 
 
 def test_every_check_has_a_mutant() -> None:

@@ -72,19 +72,19 @@ def pass_(result: CheckResult) -> CheckResult:
 
 
 def notes(backend: str | AttentionBackend, *checks: str) -> list[str]:
-    told: list[str] = []
+    texts: list[str] = []
     only = checks or ("contract.version_matches",)
-    check_backend(backend, device=CPU, checks=only, on_note=told.append, report=True)
-    return told
+    check_backend(backend, device=CPU, checks=only, on_note=texts.append, report=True)
+    return texts
 
 
 def test_full_run_notes_claims_without_passed_check() -> None:
     planned = check_list("torch_reference", device=CPU, quick=True)
     passed = msgspec.structs.replace(planned.report, results=tuple(map(pass_, planned.report.results)))
-    (told, tried, *drawn) = coverage_notes(passed, planned.checks, every=True)
+    (unpassed, sizes, *drawn) = coverage_notes(passed, planned.checks, every=True)
 
-    assert told.startswith("claimed, but no passed check has them: ") and "page:24" in told
-    assert tried.startswith("tried: heads 1 to 128 (12 sizes), KV heads 1 to ") and "lengths 1 to " in tried
+    assert unpassed.startswith("claimed, but no passed check has them: ") and "page:24" in unpassed
+    assert sizes.startswith("tried: heads 1 to 128 (12 sizes), KV heads 1 to ") and "lengths 1 to " in sizes
     assert drawn[0].startswith("drawn: 240 cases from seed 0, with 3,2")
     assert len([*coverage_notes(passed, planned.checks, every=False)]) == 1
 
@@ -94,11 +94,11 @@ def test_partial_run_notes_only_claims_it_could_cover() -> None:
     refused = tuple(msgspec.structs.replace(each, outcome=Outcome.UNSUPPORTED) for each in planned.report.results)
     report = msgspec.structs.replace(planned.report, results=refused)
 
-    (told,) = coverage_notes(report, planned.checks, every=planned.every)
-    assert "feature:sinks" in told and "contract:declared" not in told and not planned.every
+    (unpassed,) = coverage_notes(report, planned.checks, every=planned.every)
+    assert "feature:sinks" in unpassed and "contract:declared" not in unpassed and not planned.every
     passed = msgspec.structs.replace(report, results=tuple(map(pass_, refused)))
-    (tried,) = coverage_notes(passed, planned.checks, every=False)
-    assert tried.startswith(
+    (sizes,) = coverage_notes(passed, planned.checks, every=False)
+    assert sizes.startswith(
         "tried: heads 4, KV heads 2, groups 2, dims 64, pages 16, rows 5, query tokens 1, lengths 1 to"
     )
     claimless = {column: msgspec.structs.replace(claim, claimed=False) for column, claim in report.claims.items()}
@@ -107,8 +107,8 @@ def test_partial_run_notes_only_claims_it_could_cover() -> None:
 
 def test_soak_notes_only_strategy_columns() -> None:
     planned = check_list("torch_reference", device=CPU, families=["soak"])
-    (told,) = coverage_notes(planned.report, planned.checks, every=planned.every)
-    named = told.partition(": ")[2].partition(". ")[0].split(", ")
+    (note,) = coverage_notes(planned.report, planned.checks, every=planned.every)
+    named = note.partition(": ")[2].partition(". ")[0].split(", ")
     assert named and all(column.startswith("strategy:") for column in named)
 
 
@@ -124,9 +124,9 @@ def test_class_in_no_drawn_case_is_noted() -> None:
 
 
 def test_quick_run_notes_skipped_cases(run: Callable[..., Result]) -> None:
-    (told,) = (note for note in check_list("torch_reference", device=CPU, quick=True).notes if note.startswith("quick"))
+    (text,) = (note for note in check_list("torch_reference", device=CPU, quick=True).notes if note.startswith("quick"))
     every, quick = (len(check_list("torch_reference", device=CPU, quick=quick).checks) for quick in (False, True))
-    assert told.startswith(f"quick: leaves out {every - quick} cases, ") and " drawn from the claims" in told
+    assert text.startswith(f"quick: leaves out {every - quick} cases, ") and " drawn from the claims" in text
 
 
 @pytest.mark.parametrize("some", [("--quick",), ("--family", "builder"), ("--only", "contract.*")])
@@ -159,24 +159,24 @@ OURS, ITS = (".".join(map(str, version)) for version in (CONTRACT_VERSION, Ahead
 
 
 @pytest.mark.parametrize(
-    ("backend", "told"),
+    ("backend", "expected"),
     [
         (Foreseen, "advance is PREPLANNED: its ranges are made on the host;"),
         (Ahead, f"built for contract {ITS}, but this library has {OURS}:"),
     ],
 )
-def test_lower_claim_or_newer_contract_is_noted(backend: type[AttentionBackend], told: str) -> None:
+def test_lower_claim_or_newer_contract_is_noted(backend: type[AttentionBackend], expected: str) -> None:
     (note,) = notes(backend())
-    assert note.startswith(told)
+    assert note.startswith(expected)
 
 
 def test_verbose_lists_unsupported_checks(plug_in: Callable[..., None], run: Callable[..., Result]) -> None:
     plug_in("silent", Silent)
-    asked = ("silent", "--device", "cpu", "--only", "builder.advance_keeps_addresses*")
+    words = ("silent", "--device", "cpu", "--only", "builder.advance_keeps_addresses*")
     line = "unsupported: builder.advance_keeps_addresses[base-decode]: advance is REBUILD: LosesItsClaim overrides"
 
-    assert line in run(*asked, "--verbose").output
-    assert "unsupported: " not in run(*asked).output
+    assert line in run(*words, "--verbose").output
+    assert "unsupported: " not in run(*words).output
 
 
 @pytest.mark.parametrize(("backend", "outcome"), [(MisnamedBefore, Outcome.PREVIEW), (Misnamed, Outcome.FAIL)])

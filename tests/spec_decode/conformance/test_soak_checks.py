@@ -113,8 +113,8 @@ def test_impossible_strategy_is_unsupported_with_reason(backend: Any, strategy: 
 
 def test_soak_runs_only_if_requested() -> None:
     assert "soak" not in {check.family for check in iter_checks("torch_reference", device=CPU)}
-    for asked in ({"families": ["soak"]}, {"checks": ["soak.*"]}):
-        planned = check_list("torch_reference", device=CPU, **asked)
+    for options in ({"families": ["soak"]}, {"checks": ["soak.*"]}):
+        planned = check_list("torch_reference", device=CPU, **options)
         assert {check.family for check in planned.checks} == {"soak"} and len(planned.checks) == len(Strategy)
 
 
@@ -238,11 +238,11 @@ settings = st.fixed_dictionaries(
 
 @given(settings)
 def test_every_scheduled_round_is_valid_for_tables(limits: dict[str, Any]) -> None:
-    made = schedule(**limits)
-    pages = range(limits["max_reqs"] * made._pages_for(limits["max_seq_len"]))
-    for round_ in islice(made, 60):
+    scheduled = schedule(**limits)
+    pages = range(limits["max_reqs"] * scheduled._pages_for(limits["max_seq_len"]))
+    for round_ in islice(scheduled, 60):
         owned = [page for row in round_.rows for page in row.pages]
-        assert 1 <= len(round_.rows) <= limits["max_reqs"] and sorted([*made._free, *owned]) == list(pages)
+        assert 1 <= len(round_.rows) <= limits["max_reqs"] and sorted([*scheduled._free, *owned]) == list(pages)
         for row in round_.rows:
             assert 0 <= row.context <= row.limit <= limits["max_seq_len"]
             assert len(row.pages) * limits["page_size"] >= row.limit

@@ -35,14 +35,14 @@ def outcomes(report) -> list[str]:
 
 
 def test_complete_run_matches_process_and_prints_notes_first():
-    told = []
+    events = []
     found = run(
         "say(report=plan, notes=['advance is REBUILD'])\nfor n in range(4): done(n)",
-        on_note=told.append,
-        on_result=told.append,
+        on_note=events.append,
+        on_result=events.append,
     )
     assert outcomes(found) == ["pass"] * 4 and found.version == "7"
-    assert told == ["advance is REBUILD", *found.results]
+    assert events == ["advance is REBUILD", *found.results]
 
 
 def test_crash_is_error_of_running_check():
@@ -93,10 +93,10 @@ def test_backend_crashing_at_load_is_named():
 
 
 def test_processes_started_by_backend_end_with_it(tmp_path, hang):
-    os.mkfifo(said := str(tmp_path / "said"))
-    reader = os.open(said, os.O_RDONLY | os.O_NONBLOCK)
+    os.mkfifo(fifo := str(tmp_path / "fifo"))
+    reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
     os.set_blocking(reader, True)
-    start = f"import subprocess; subprocess.Popen(['sh', '-c', 'sleep 600; echo late'], stdout=open({said!r}, 'w'))"
+    start = f"import subprocess; subprocess.Popen(['sh', '-c', 'sleep 600; echo late'], stdout=open({fifo!r}, 'w'))"
     run(f"{start}; say(report=plan); {hang}", limits=TimeLimits(check=0.2))
     with open(reader) as pipe:
         assert pipe.read() == ""

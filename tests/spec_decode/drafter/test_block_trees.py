@@ -111,13 +111,13 @@ def test_block_tree_has_most_probable_paths(name, tree, tmp_path):
     fixture.verified = fixture.verified._replace(temperature=torch.tensor([0.0, 0.8, 1.3]))
     fixture.prefill()
     laws, own = [Laws(name, fixture, row) for row in range(len(CONTEXTS))], torch.tensor([0, 2, 99], dtype=torch.int32)
-    for asked, lens, depths in (
+    for steps, lens, depths in (
         (K, None, (K,) * 3), (K, own, (0, 2, K)), (3, None, (3,) * 3), (0, None, (0,) * 3), (1, None, (1,) * 3),
     ):  # fmt: skip
-        drafts = fixture.drafter.propose(fixture.verified._replace(draft_lens=lens), asked)
+        drafts = fixture.drafter.propose(fixture.verified._replace(draft_lens=lens), steps)
         assert drafts.logits.shape[:2] == (len(CONTEXTS), 0)
         for row, (law, depth) in enumerate(zip(laws, depths, strict=True)):
-            assert paths(drafts, row) == (law.expected(tree, depth) if depth else []), f"request {row}, {asked} steps"
+            assert paths(drafts, row) == (law.expected(tree, depth) if depth else []), f"request {row}, {steps} steps"
 
     (graph,) = fixture.drafter._capturables()
     assert graph == "step_0" and fixture.drafter.metadata_in_use().keys() == {0}

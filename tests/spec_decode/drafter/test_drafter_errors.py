@@ -1,9 +1,13 @@
+from dataclasses import replace
+
 import pytest
 import torch
 
 from builders import BatchError, RequestTables
-from spec_decode.drafter import Drafter, DrafterConfig, Strategy
-from tests.spec_decode.drafter.drafter_fixture import MAX_SEQ_LEN, K, advancing, assert_same
+from spec_decode.drafter import Drafter, DrafterConfig, Strategy, check_draft
+from spec_decode.model_api import CandidateTable, ContextBlockDraft
+from spec_decode.trees import DynamicTreeConfig
+from tests.spec_decode.drafter.drafter_fixture import MAX_SEQ_LEN, K, TwoLayerDraft, advancing, assert_same
 
 REFUSED = {
     "one row too few": (
@@ -113,3 +117,89 @@ def test_arguments_of_another_type_are_named():
         Drafter([], fixture.groups, fixture.tables, DrafterConfig(num_speculative_tokens=K))
     with pytest.raises(BatchError, match=r"^config must be of type DrafterConfig, got int\. Pass an instance"):
         Drafter(fixture.model, fixture.groups, fixture.tables, K)
+
+
+WRONG_MODELS = {
+    "no states size": ({"target_states_size": None}, r"TwoLayerDraft\.target_states_size must be an int .* got None"),
+    "a size of 0": ({"hidden_size": 0}, r"TwoLayerDraft\.hidden_size must be an int of 1 or more, got 0"),
+    "at once, of no kind": ({"drafts_at_once": True}, "drafts at once, so it must say how"),
+}
+
+
+@pytest.mark.parametrize(("fields", "message"), WRONG_MODELS.values(), ids=WRONG_MODELS)
+def test_incomplete_draft_model_is_rejected(fields, message):
+    def make(config):
+        model = TwoLayerDraft(config)
+        for name, value in fields.items():
+            setattr(model, name, value)
+        return model
+
+    with pytest.raises(BatchError, match=message):
+        advancing(strategy=Strategy.EAGER, make_model=make)
+
+
+def test_states_that_are_no_tensor_are_rejected(monkeypatch):
+    fixture = advancing(strategy=Strategy.EAGER)
+    monkeypatch.setattr(fixture.model, "forward", lambda inputs: None)
+    with pytest.raises(BatchError, match=r"must return states \[4, 64\] for .*, got NoneType"):
+        fixture.drafter.propose(fixture.verified())
+
+
+def test_tree_over_groups_without_trees_is_rejected():
+    fixture = advancing()
+    config = DrafterConfig(num_speculative_tokens=K, tree=DynamicTreeConfig(width=2, num_tokens=6))
+    with pytest.raises(BatchError, match=r"group group0 has a spec without one; .* Make the groups with tree=True"):
+        Drafter(fixture.model, fixture.groups, fixture.tables, config)
+
+
+def test_layer_in_no_group_or_two_is_rejected():
+    fixture = advancing(strategy=Strategy.EAGER)
+    fixture.model.layers.append(fixture.model.layers[0])
+    with pytest.raises(BatchError, match=r"layer 2 asks for attention .* have the layers \[0, 1\]"):
+        fixture.drafter.propose(fixture.verified())
+    with pytest.raises(BatchError, match=r"a layer belongs to one KV group, .* the layers \[0, 0\]"):
+        groups = [fixture.groups[0], replace(fixture.groups[1], caches=fixture.groups[0].caches)]
+        Drafter(fixture.model, groups, fixture.tables, DrafterConfig(num_speculative_tokens=K))
+
+
+class RuledDraft(ContextBlockDraft):
+    """A block draft that only has a rule."""
+
+    vocab_size = hidden_size = target_states_size = max_positions = 8
+    mask_token_id = 0
+    rule = None
+
+    @property
+    def place_logits(self):
+        return self.rule
+
+    layer_groups = forward = logits = write_context = None
+
+
+def table(num_candidates=2, rows=8, ranks=(3, 3)):
+    tables = [torch.zeros(rows, rank) for rank in ranks]
+    return CandidateTable(num_candidates, *tables, gates=lambda hidden: hidden[:, :3])
+
+
+WRONG_RULES = {
+    "another object": ({"rule": torch.zeros(2)}, "a TokenBias, a CandidateTable or None, got Tensor"),
+    "a reduced vocabulary": (
+        {"rule": table(), "token_map": torch.arange(4)},
+        "must score the target's whole vocabulary, got one with a token_map",
+    ),
+    "too many candidates": ({"rule": table(9)}, "num_candidates must be 1 to the 8 tokens .* got 9"),
+    "no candidates": ({"rule": table(0)}, "num_candidates must be 1 to the 8 tokens .* got 0"),
+    "a table of another vocabulary": ({"rule": table(rows=7)}, r"predecessors must be \[8, N\].* got \[7, 3\]"),
+    "tables of two ranks": ({"rule": table(ranks=(3, 2))}, r"successors must be \[8, N\].* got \[8, 2\]"),
+    "a first place of 2": ({"first_place": 2}, "first_place is 2. Set it to 0 or 1"),
+}
+
+
+@pytest.mark.parametrize(("fields", "message"), WRONG_RULES.values(), ids=WRONG_RULES)
+def test_wrong_rule_of_block_is_rejected(fields, message):
+    draft = RuledDraft()
+    for name, value in fields.items():
+        setattr(draft, name, value)
+    for tree in (None, DynamicTreeConfig(width=2, num_tokens=3)):
+        with pytest.raises(BatchError, match=message):
+            check_draft(draft, DrafterConfig(num_speculative_tokens=3, tree=tree))

@@ -2,7 +2,7 @@ import pytest
 
 from builders import AdvanceLevel, AdvanceSupport, GraphSupport, HostLengths
 from spec_decode.drafter import Strategy, StrategyError
-from spec_decode.drafter.plan import choose
+from spec_decode.drafter.plan import choose_strategy
 from spec_decode.paged import GraphMode
 from spec_decode.paged.metadata_plan import GroupFacts, plan_uniform_step
 
@@ -38,7 +38,7 @@ CHOSEN = {
 @pytest.mark.parametrize(("groups", "mode", "strategy", "rebuilt"), CHOSEN.values(), ids=CHOSEN)
 @pytest.mark.parametrize("tokens", [1, 4])
 def test_cheapest_strategy_all_groups_support_is_chosen(groups, mode, strategy, rebuilt, tokens):
-    plan = choose(groups, tokens, mode)
+    plan = choose_strategy(groups, tokens, mode)
     assert (plan.strategy, list(plan.rebuild_groups)) == (strategy, rebuilt)
     assert [group.facts for group in plan.groups] == groups
     assert {other for other, reason in plan.not_chosen if reason} == set(Strategy) - {strategy} and plan.reason
@@ -64,7 +64,7 @@ NOT_CHOSEN = {
 
 @pytest.mark.parametrize(("groups", "mode", "strategy", "reason"), NOT_CHOSEN.values(), ids=NOT_CHOSEN)
 def test_reason_against_strategy_comes_from_its_group(groups, mode, strategy, reason):
-    assert dict(choose(groups, 4, mode).not_chosen)[strategy].startswith(reason)
+    assert dict(choose_strategy(groups, 4, mode).not_chosen)[strategy].startswith(reason)
 
 
 @pytest.mark.parametrize(
@@ -72,14 +72,14 @@ def test_reason_against_strategy_comes_from_its_group(groups, mode, strategy, re
     [([ADVANCING], Strategy.FULL_LOOP), ([REBUILT], Strategy.PER_STEP), ([NEVER], Strategy.EAGER)],
 )
 def test_block_draft_excludes_strategies_of_later_steps(groups, strategy):
-    plan = choose(groups, 4, FULL, at_once=True)
+    plan = choose_strategy(groups, 4, FULL, at_once=True)
     reasons = dict(plan.not_chosen)
     assert plan.strategy is strategy and "in one step" in reasons[Strategy.DEVICE_LOOP] == reasons[Strategy.PIECEWISE]
 
 
 @pytest.mark.parametrize("groups", [[ADVANCING], [REBUILT], [NEVER], [DECODE_ONLY]])
 def test_block_tree_changes_nothing_in_plan(groups):
-    assert choose(groups, 4, FULL, at_once=True, tree=True) == choose(groups, 4, FULL, at_once=True)
+    assert choose_strategy(groups, 4, FULL, at_once=True, tree=True) == choose_strategy(groups, 4, FULL, at_once=True)
 
 
 IMPOSSIBLE = {
@@ -112,29 +112,31 @@ IMPOSSIBLE = {
 def test_impossible_forced_strategy_raises_with_plan_reason(groups, forced, options, reason):
     options = {"graph_mode": FULL, **options}
     with pytest.raises(StrategyError, match=f"{forced.value} cannot run: .*{reason}"):
-        choose(groups, 4, forced=forced, **options)
-    plan = choose(groups, 4, **options)
+        choose_strategy(groups, 4, forced=forced, **options)
+    plan = choose_strategy(groups, 4, **options)
     assert reason in dict(plan.not_chosen)[forced] and plan.strategy is not forced
 
 
 @pytest.mark.parametrize("forced", [s for s in Strategy if s is not Strategy.PIECEWISE])
 def test_possible_forced_strategy_is_used(forced):
-    plan = choose([ADVANCING], 4, FULL, forced=forced)
+    plan = choose_strategy([ADVANCING], 4, FULL, forced=forced)
     assert (plan.strategy, plan.reason) == (forced, "requested")
     others = {reason for strategy, reason in plan.not_chosen if strategy is not Strategy.PIECEWISE}
     assert others == {f"{forced.value} was requested"}
-    plan = choose([ADVANCING, NEVER], 4, FULL, forced=Strategy.PIECEWISE)
+    plan = choose_strategy([ADVANCING, NEVER], 4, FULL, forced=Strategy.PIECEWISE)
     assert (plan.strategy, plan.reason) == (Strategy.PIECEWISE, "requested")
 
 
 @pytest.mark.parametrize("mode", [mode for mode in GraphMode if mode is not NONE])
 def test_graph_modes_leave_choice_to_groups(mode):
     for groups in ([ADVANCING], [ADVANCING, REBUILT], [NEVER]):
-        assert choose(groups, 4, mode).strategy is choose(groups, 4, FULL).strategy is not Strategy.EAGER
+        assert (
+            choose_strategy(groups, 4, mode).strategy is choose_strategy(groups, 4, FULL).strategy is not Strategy.EAGER
+        )
 
 
 def test_only_uncapturable_attention_runs_between_pieces():
-    plan = choose([ADVANCING, NEVER, REBUILT], 4, FULL)
+    plan = choose_strategy([ADVANCING, NEVER, REBUILT], 4, FULL)
     assert (plan.uncaptured_groups, plan.rebuild_groups) == ((1,), (2,))
     words = "advanced in the graph, attention between the graphs' pieces (it cannot be captured); "
     assert f"group never (never_kernels): {words}" in plan.explain()[-2]
@@ -143,7 +145,7 @@ def test_only_uncapturable_attention_runs_between_pieces():
 @pytest.mark.parametrize("tokens", [0, -1])
 def test_a_drafter_of_no_tokens_is_refused(tokens):
     with pytest.raises(StrategyError, match=f"num_speculative_tokens is {tokens}. Pass 1 or more"):
-        choose([ADVANCING], tokens, FULL)
+        choose_strategy([ADVANCING], tokens, FULL)
 
 
 WAITS = {
@@ -163,16 +165,16 @@ WAITS = {
 def test_only_build_with_exact_lengths_waits(level, lengths, per_round, mode, waits):
     """And makes no other group wait. The explanation shows it, and a build once a round."""
     facts = group("it", level, host_lengths=lengths, build_per_round=per_round)
-    plan = choose([ADVANCING, facts], 4, mode)
+    plan = choose_strategy([ADVANCING, facts], 4, mode)
     assert [each.waits for each in plan.groups] == [False, waits]
-    told = plan.explain()[-1]
-    assert told.startswith("group it (it_kernels): ") and told.endswith("; it has its reason")
-    assert ("waiting for the device (a build needs exact lengths)" in told) is waits
-    assert ("built once per round (its builder requires it)" in told) is per_round
+    line = plan.explain()[-1]
+    assert line.startswith("group it (it_kernels): ") and line.endswith("; it has its reason")
+    assert ("waiting for the device (a build needs exact lengths)" in line) is waits
+    assert ("built once per round (its builder requires it)" in line) is per_round
 
 
 def test_explanation_names_choice_and_every_group():
-    lines = choose([ADVANCING, REBUILT], 4, FULL).explain()
+    lines = choose_strategy([ADVANCING, REBUILT], 4, FULL).explain()
     assert lines[0].startswith("strategy per_step: ")
     refused = [strategy.value for strategy in Strategy if strategy is not Strategy.PER_STEP]
     assert [line.split(":")[0] for line in lines[1:-2]] == [f"not {name}" for name in refused]
@@ -183,7 +185,7 @@ def test_explanation_names_choice_and_every_group():
 
 
 def test_preplanned_group_allows_full_loop():
-    plan = choose([ADVANCING, PLANNED], 4, FULL)
+    plan = choose_strategy([ADVANCING, PLANNED], 4, FULL)
     assert plan.preplanned_groups == (1,)
     assert plan.explain()[-1] == (
         "group planned (planned_kernels): planned ahead for every step of a round; planned has its reason"
@@ -191,7 +193,7 @@ def test_preplanned_group_allows_full_loop():
 
 
 def test_preplanning_happens_only_in_full_loop():
-    assert choose([PLANNED], 4, FULL, forced=Strategy.PER_STEP).preplanned_groups == ()
+    assert choose_strategy([PLANNED], 4, FULL, forced=Strategy.PER_STEP).preplanned_groups == ()
 
 
 UNIFORM = {
@@ -223,4 +225,4 @@ def test_uniform_step_plan_explains_uncaptured_attention():
 @pytest.mark.parametrize("forced", [None, Strategy.FULL_LOOP])
 def test_plan_without_groups_is_rejected(forced):
     with pytest.raises(StrategyError, match=r"at least one KV group, got none\. Pass the facts"):
-        choose([], 4, FULL, forced=forced)
+        choose_strategy([], 4, FULL, forced=forced)

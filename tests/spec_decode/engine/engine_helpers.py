@@ -70,13 +70,13 @@ def requests(new=10, temperatures=(0.0, 0.8), **options):
     ]
 
 
-def texts(engine, asked, **options):
-    return [generation.token_ids for generation in engine.generate(asked, **options)]
+def texts(engine, batch, **options):
+    return [generation.token_ids for generation in engine.generate(batch, **options)]
 
 
-def kept(engine, asked):
+def kept(engine, batch):
     """Return the texts, and how many drafts each round kept."""
-    return [(generation.token_ids, generation.accepted) for generation in engine.generate(asked)]
+    return [(generation.token_ids, generation.accepted) for generation in engine.generate(batch)]
 
 
 def overflows(engine):

@@ -86,8 +86,8 @@ def test_texts_do_not_depend_on_row_count(steps):
 
 
 def test_seeds_give_different_texts():
-    said = texts(make_engine(), [make_request(prompt=[3], max_tokens=20, temperature=1.5, seed=s) for s in range(4)])
-    assert len({tuple(text) for text in said}) == 4
+    found = texts(make_engine(), [make_request(prompt=[3], max_tokens=20, temperature=1.5, seed=s) for s in range(4)])
+    assert len({tuple(text) for text in found}) == 4
 
 
 @pytest.mark.parametrize("length", [1, 9])
@@ -153,11 +153,11 @@ def test_verification_gets_position_of_each_draft_token(monkeypatch):
 
 
 def test_block_verification_accepts_as_many_as_rejection():
-    asked = [request for seed in range(6) for request in make_requests(6, seed, temperature=1.0)]
+    requests = [request for seed in range(6) for request in make_requests(6, seed, temperature=1.0)]
     kept = {}
     for name in ("rejection", "block"):
-        engine = make_engine(verification=name, max_num_seqs=len(asked))
-        engine.generate([resampled(request, max_tokens=30) for request in asked])
+        engine = make_engine(verification=name, max_num_seqs=len(requests))
+        engine.generate([resampled(request, max_tokens=30) for request in requests])
         kept[name] = engine.stats.mean_accepted
     assert kept["block"] >= 0.97 * kept["rejection"]
 
@@ -179,19 +179,19 @@ def test_strategies_agree_under_block_verification():
 def test_mean_counts_only_rounds_with_draft_room(max_tokens, accepted, mean):
     """After the first token and whole rounds of 3; one with room for the target's own token alone could keep none."""
     engine = make_engine(verification="synthetic:2")
-    (made,) = engine.generate([make_request(prompt=[1, 2], max_tokens=max_tokens)])
-    assert made.accepted == accepted and engine.stats.mean_accepted == mean
+    (generation,) = engine.generate([make_request(prompt=[1, 2], max_tokens=max_tokens)])
+    assert generation.accepted == accepted and engine.stats.mean_accepted == mean
     assert engine.stats.drafted_for == len(accepted) and engine.stats.had_room_for == sum(map(bool, accepted))
     assert bool(engine.stats.rounds) == bool(accepted)
 
 
 @pytest.mark.parametrize("at", [1, 12])
 def test_failing_callback_returns_every_page(at):
-    engine, told = make_engine(), []
+    engine, tokens = make_engine(), []
 
     def fail(index, token):
-        told.append(token)
-        if len(told) == at:
+        tokens.append(token)
+        if len(tokens) == at:
             raise RuntimeError("enough")
 
     with pytest.raises(RuntimeError, match="enough"):
@@ -216,9 +216,9 @@ def test_streaming_delivers_each_text_in_order(stop_ids, steps):
 
 
 def test_shorter_request_streams_fully_before_waiting_one():
-    told, requests = [], make_requests(3)
-    make_engine(max_num_seqs=1).generate(requests, on_token=lambda index, token: told.append(index))
-    assert told == sorted(told)
+    order, requests = [], make_requests(3)
+    make_engine(max_num_seqs=1).generate(requests, on_token=lambda index, token: order.append(index))
+    assert order == sorted(order)
 
 
 def test_statistics_count_accepted_and_reset_per_call():

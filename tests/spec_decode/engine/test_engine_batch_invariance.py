@@ -51,14 +51,14 @@ def eager(count=3):
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("latent", [False, True])
 def test_bfloat16_text_matches_request_alone(latent, temperature):
-    engine, asked = make_engine(3, latent=latent), requests_at(temperature)
-    assert kept(engine, asked) == [alone for request in asked for alone in kept(engine, [request])]
+    engine, batch = make_engine(3, latent=latent), requests_at(temperature)
+    assert kept(engine, batch) == [alone for request in batch for alone in kept(engine, [request])]
 
 
 @pytest.mark.parametrize("name", ["pard", "dflash", "dspark", "dflash2"])
 def test_block_in_batch_drafts_as_alone(name):
-    engine, asked = engine_helpers.make_engine(pair(name), batch_invariant=True), requests(6, (0.8,))[1:]
-    assert kept(engine, asked) == [alone for request in asked for alone in kept(engine, [request])]
+    engine, batch = engine_helpers.make_engine(pair(name), batch_invariant=True), requests(6, (0.8,))[1:]
+    assert kept(engine, batch) == [alone for request in batch for alone in kept(engine, [request])]
 
 
 @pytest.mark.parametrize("count", [1, 4])

@@ -47,10 +47,10 @@ _UNDISTURBED = {}
 def undisturbed(requests, **options):
     """Their texts where all begin at once and have room, as in any number of rows (test_engine.py); decoded once in a
     process, for several cases compare themselves with the same."""
-    asked = repr((requests, options))
-    if asked not in _UNDISTURBED:
-        _UNDISTURBED[asked] = texts(make_engine(**{"max_num_seqs": len(requests), **options}), requests)
-    return _UNDISTURBED[asked]
+    key = repr((requests, options))
+    if key not in _UNDISTURBED:
+        _UNDISTURBED[key] = texts(make_engine(**{"max_num_seqs": len(requests), **options}), requests)
+    return _UNDISTURBED[key]
 
 
 def run_to_end(engine):
@@ -78,8 +78,8 @@ def test_requests_that_come_and_go_match_each_alone():
     for index, (handle, text) in enumerate(
         zip(handles, undisturbed(requests, max_num_seqs=1, max_model_len=24), strict=True)
     ):
-        said = handle.generation.token_ids
-        assert said == (text[: len(said)] if index in cancelled else text)
+        ids = handle.generation.token_ids
+        assert ids == (text[: len(ids)] if index in cancelled else text)
 
 
 @pytest.mark.parametrize("verification", ["rejection", "block"])
@@ -162,11 +162,11 @@ def test_cancelled_request_leaves_other_texts_unchanged(when, steps):
     handles = []
 
     def on_token(index):
-        def told(token):
+        def callback(token):
             if (when, index) in (("in its own callback", 2), ("in another's", 1)):
                 engine.cancel(handles[2])
 
-        return told
+        return callback
 
     handles += [engine.submit(request, on_token=on_token(i)) for i, request in enumerate(requests)]
     for _ in range({"waiting": 1, "in its prompt": 2, "running": 4}.get(when, 0)):
@@ -176,9 +176,9 @@ def test_cancelled_request_leaves_other_texts_unchanged(when, steps):
         engine.cancel(handles[2])
     run_to_end(engine)
     wanted = undisturbed(requests, steps=steps)
-    said = [handle.generation.token_ids for handle in handles]
-    assert handles[2].generation.finish_reason == "abort" and said[2] == wanted[2][: len(said[2])]
-    assert [*said[:2], said[3]] == [*wanted[:2], wanted[3]]
+    found = [handle.generation.token_ids for handle in handles]
+    assert handles[2].generation.finish_reason == "abort" and found[2] == wanted[2][: len(found[2])]
+    assert [*found[:2], found[3]] == [*wanted[:2], wanted[3]]
     assert engine.pool.num_free == engine.pool.num_pages
     engine.cancel(handles[0])
     assert handles[0].generation.finish_reason == "length"
@@ -190,24 +190,24 @@ def test_only_a_handle_can_be_cancelled():
 
 
 def test_step_does_not_visit_waiting_requests(monkeypatch):
-    asked, finished, done = [], RequestState.finished.fget, Handle.done.fget
-    monkeypatch.setattr(RequestState, "finished", property(lambda state: asked.append(state.handle) or finished(state)))
-    monkeypatch.setattr(Handle, "done", property(lambda handle: asked.append(handle) or done(handle)))
+    seen, finished, done = [], RequestState.finished.fget, Handle.done.fget
+    monkeypatch.setattr(RequestState, "finished", property(lambda state: seen.append(state.handle) or finished(state)))
+    monkeypatch.setattr(Handle, "done", property(lambda handle: seen.append(handle) or done(handle)))
     engine = make_engine(max_num_seqs=1, steps=0)
     engine.generate([make_request(prompt=[1], max_tokens=2) for _ in range(60)])
     # Each of them, and whoever is next, in each of its steps.
-    assert len(asked) < 60 * 15
+    assert len(seen) < 60 * 15
 
 
 def test_cancelled_waiting_requests_are_dropped():
-    engine, asked = make_engine(max_num_seqs=1), make_requests(6, 3)
-    handles = [engine.submit(request) for request in asked]
+    engine, requests = make_engine(max_num_seqs=1), make_requests(6, 3)
+    handles = [engine.submit(request) for request in requests]
     engine.step()
     for at in (1, 2, 4, 5):
         engine.cancel(handles[at])
     run_to_end(engine)
     left = [handles[at].generation.token_ids for at in (0, 3)]
-    assert left == undisturbed([asked[0], asked[3]]) and not engine.step() and not engine._scheduler._waiting
+    assert left == undisturbed([requests[0], requests[3]]) and not engine.step() and not engine._scheduler._waiting
 
 
 def test_callback_may_submit_a_request():
@@ -234,12 +234,12 @@ def test_a_step_within_a_step_is_refused():
 @pytest.mark.parametrize(("every", "num_pages"), [(1, None), (4, 12)])
 def test_raising_callback_loses_no_token(num_pages, every):
     requests = [resampled(request, max_tokens=10) for request in make_requests(4, 9)]
-    engine, told = make_engine(num_pages=num_pages), []
+    engine, streamed = make_engine(num_pages=num_pages), []
 
     def fail(index):
         def on_token(token):
-            told.append((index, token))
-            if len(told) % every == 0:
+            streamed.append((index, token))
+            if len(streamed) % every == 0:
                 raise RuntimeError("enough")
 
         return on_token
@@ -254,7 +254,7 @@ def test_raising_callback_loses_no_token(num_pages, every):
         assert not overflows(engine)
     wanted = undisturbed(requests)
     assert failures > 5 and [handle.generation.token_ids for handle in handles] == wanted
-    assert [[token for i, token in told if i == index] for index in range(4)] == wanted
+    assert [[token for i, token in streamed if i == index] for index in range(4)] == wanted
 
 
 def test_tokens_are_reported_one_round_later(monkeypatch):

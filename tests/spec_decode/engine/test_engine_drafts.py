@@ -41,7 +41,7 @@ def longest(target):
 
 
 def plain(target, new=10):
-    return [text[: asked.sampling.max_tokens] for text, asked in zip(longest(target), requests(new), strict=True)]
+    return [text[: request.sampling.max_tokens] for text, request in zip(longest(target), requests(new), strict=True)]
 
 
 KINDS = {
@@ -86,7 +86,7 @@ def test_every_graph_layout_gives_same_text(kind, monkeypatch):
     backend = "triton_paged" if name == "draft" else "torch_reference"
     rows, modes = (3, MODES) if kind in OF_A_SHAPE else (2, MODES[:2])
     some = slice(2, 3 + rows)
-    asked = requests(new, logprobs=2 if "max_logprobs" in options else None)[some]
+    batch = requests(new, logprobs=2 if "max_logprobs" in options else None)[some]
     found = []
     for graphs, mode in modes:
         settings = {"backend": backend, "page_size": 16, "max_num_seqs": rows, "graph_mode": GraphMode.FULL, **options}
@@ -94,7 +94,7 @@ def test_every_graph_layout_gives_same_text(kind, monkeypatch):
         assert engine.round_plan.one_graph is (graphs == 1)
         with monkeypatch.context() as patch:
             replays, drafted = watched(engine, patch)
-            results = engine.generate(asked)
+            results = engine.generate(batch)
         found.append((results, replace(engine.stats, launch_seconds=0), drafted))
         assert len(replays) == graphs * engine.stats.rounds and not overflows(engine)
         assert engine.stats.preemptions > 0 or "num_pages" not in options
@@ -145,13 +145,13 @@ CROWDED = {
 @pytest.mark.parametrize(("name", "options"), CROWDED.values(), ids=CROWDED)
 def test_other_requests_change_no_text(name, options):
     order = random.Random(0).sample(range(8), 6)
-    asked = [requests()[at] for at in order]
+    batch = [requests()[at] for at in order]
     crowded = make_engine(pair(name), **{"num_pages": 13, "max_prefill_tokens": 20, **options})
     if "tree" in options:  # which changes no text
         alone = [plain(pair(name)[0])[at] for at in order]
     else:
-        alone = texts(make_engine(pair(name), **{**options, "max_num_seqs": 1, "num_pages": None}), asked)
-    assert texts(crowded, asked) == alone
+        alone = texts(make_engine(pair(name), **{**options, "max_num_seqs": 1, "num_pages": None}), batch)
+    assert texts(crowded, batch) == alone
     assert crowded.stats.preemptions > 0 and crowded.pool.num_free == crowded.pool.num_pages
 
 
@@ -167,8 +167,8 @@ def test_tree_of_one_path_drafts_like_a_chain(name):
 def test_wider_tree_accepts_more_tokens(name, steps):
     trees = (None, DynamicTreeConfig(width=8, num_tokens=40))
     chain, tree = (make_engine(pair(name), tree=tree, steps=steps) for tree in trees)
-    asked = requests(12, (0.0,))[:3]
-    assert texts(chain, asked) == texts(tree, asked)
+    batch = requests(12, (0.0,))[:3]
+    assert texts(chain, batch) == texts(tree, batch)
     assert tree.stats.mean_accepted > chain.stats.mean_accepted
 
 

@@ -28,9 +28,9 @@ def make_engine(**options):
 
 
 WHOLE = texts(make_engine(), REQUESTS)
-LONG = [resampled(asked, max_tokens=26 + i) for i, asked in enumerate(REQUESTS)]
+LONG = [resampled(request, max_tokens=26 + i) for i, request in enumerate(REQUESTS)]
 """For many interrupts of one run."""
-SHORT = [resampled(asked, max_tokens=2) for asked in REQUESTS[:2]]
+SHORT = [resampled(request, max_tokens=2) for request in REQUESTS[:2]]
 
 
 @cache
@@ -38,8 +38,8 @@ def whole_long():
     return texts(make_engine(), LONG)
 
 
-def submitted(engine, asked=REQUESTS):
-    return [engine.submit(request) for request in asked]
+def submitted(engine, requests=REQUESTS):
+    return [engine.submit(request) for request in requests]
 
 
 def serve(engine, handles, whole=WHOLE):
@@ -98,12 +98,12 @@ def engine():
 
 @pytest.mark.parametrize(("wrong", "message"), REFUSED.values(), ids=REFUSED)
 def test_invalid_request_is_rejected_before_running(engine, wrong, message):
-    told = []
+    tokens = []
     with pytest.raises(BatchError, match=f"(?s){message}"):
         engine.submit(wrong)
     with pytest.raises(BatchError, match=f"(?s)request 1 .*{message}"):
-        engine.generate([REQUESTS[0], wrong], on_token=lambda index, token: told.append(token))
-    assert not told and not engine.step() and engine.pool.num_free == 24
+        engine.generate([REQUESTS[0], wrong], on_token=lambda index, token: tokens.append(token))
+    assert not tokens and not engine.step() and engine.pool.num_free == 24
 
 
 @pytest.mark.parametrize("wrong", [REQUESTS[0], None, 3])
@@ -126,8 +126,8 @@ def test_invalid_callback_is_rejected_before_running(engine):
 
 def test_submitted_requests_are_copied_and_may_repeat(engine):
     prompt, stop = list(REQUESTS[0].prompt), set()
-    asked = make_request(prompt=prompt, max_tokens=4, stop_token_ids=stop)
-    handles = [engine.submit(asked), engine.submit(asked)]
+    original = make_request(prompt=prompt, max_tokens=4, stop_token_ids=stop)
+    handles = [engine.submit(original), engine.submit(original)]
     prompt += [999] * 50
     stop.update(range(99))
     while engine.step():
@@ -243,16 +243,16 @@ def test_failed_round_is_recovered_by_next_step(place, monkeypatch):
 def test_failed_round_after_callback_returns_every_page(monkeypatch):
     after_a_callback = 0
     for at in range(3, 7):
-        engine, told = make_engine(), []
+        engine, tokens = make_engine(), []
         for each in REQUESTS:
-            engine.submit(each, on_token=told.append)
+            engine.submit(each, on_token=tokens.append)
         broken_once(monkeypatch, engine._outputs, "process_oldest", at, RuntimeError("broken"))
         while engine._scheduler.has_unfinished:
-            before = len(told)
+            before = len(tokens)
             try:
                 engine.step()
             except RuntimeError:
-                after_a_callback += len(told) > before
+                after_a_callback += len(tokens) > before
                 assert engine.pool.num_free == 24
                 break
     assert after_a_callback

@@ -41,10 +41,10 @@ def dense_logprobs(request, token_ids):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_logprobs_match_target_and_change_no_text(way):
-    asked = requests()
+    batch = requests()
     engine = make_engine(max_logprobs=4, **WAYS[way])
-    found = engine.generate(asked)
-    for request, generation in zip(asked, found, strict=True):
+    found = engine.generate(batch)
+    for request, generation in zip(batch, found, strict=True):
         count = request.sampling.logprobs
         assert len(generation.logprobs) == (len(generation.token_ids) if count else 0)
         for token, got, wanted in zip(
@@ -55,7 +55,7 @@ def test_logprobs_match_target_and_change_no_text(way):
             assert torch.tensor(list(got.values())).allclose(wanted[list(got)], atol=1e-4)
             assert max(got.values()) == pytest.approx(float(values[0]), abs=1e-4)
     assert (engine.stats.preemptions > 0) == (way == "preempted")
-    without = make_engine(**WAYS[way]).generate([resampled(request, logprobs=None) for request in asked])
+    without = make_engine(**WAYS[way]).generate([resampled(request, logprobs=None) for request in batch])
     assert [g.token_ids for g in without] == [g.token_ids for g in found]
     assert [g.logprobs for g in without] == [[]] * 3
 

@@ -64,10 +64,10 @@ def requests(temperatures=(0.0, 1.0, 0.7), **options):
     ]  # fmt: skip
 
 
-def check(asked, sound, found):
+def check(batch, sound, found):
     """Each text is the sound one up to BAD; returns how many ended there."""
     ended = 0
-    for request, whole, got in zip(asked, sound, found, strict=True):
+    for request, whole, got in zip(batch, sound, found, strict=True):
         text = [*request.prompt, *whole.token_ids]
         end = max(0, text.index(BAD) + 1 - len(request.prompt)) if BAD in text else len(whole.token_ids)
         assert got.token_ids == whole.token_ids[:end]
@@ -89,24 +89,24 @@ def check(asked, sound, found):
 )
 def test_request_ends_at_non_finite_logits(way, kind, capsys):
     # Block verification may keep another number of tokens, so that only greedy texts are the same.
-    asked = requests((0.0,) if way == "block" else (0.0, 1.0, 0.7))
-    sound = make_engine(max_logprobs=2, **WAYS[way]).generate(asked)
+    batch = requests((0.0,) if way == "block" else (0.0, 1.0, 0.7))
+    sound = make_engine(max_logprobs=2, **WAYS[way]).generate(batch)
     engine = make_engine(poisoned(kind), max_logprobs=2, **WAYS[way])
-    found = engine.generate(asked)
-    assert 0 < check(asked, sound, found) < len(asked)
+    found = engine.generate(batch)
+    assert 0 < check(batch, sound, found) < len(batch)
     assert engine.pool.num_free == engine.pool.num_pages and not overflows(engine)
     assert "load it in bfloat16 or float32" in capsys.readouterr().err
     assert (way == "preempted") == (engine.stats.preemptions > 0)
     # The rows and pages that they had serve others.
     others = [at for at, each in enumerate(found) if each.finish_reason != "not_finite"]
-    again = engine.generate([asked[at] for at in others])
+    again = engine.generate([batch[at] for at in others])
     assert [each.token_ids for each in again] == [found[at].token_ids for at in others]
 
 
 def test_callback_gets_tokens_before_non_finite_logits():
-    asked, streamed = requests(), [[] for _ in range(12)]
+    batch, streamed = requests(), [[] for _ in range(12)]
     engine = make_engine(poisoned("nan"), max_logprobs=2)
-    found = engine.generate(asked, on_token=lambda at, token: streamed[at].append(token))
+    found = engine.generate(batch, on_token=lambda at, token: streamed[at].append(token))
     assert streamed == [each.token_ids for each in found]
 
 
@@ -121,10 +121,10 @@ def test_every_block_draft_runs_until_host_ends_request(name):
 
 @pytest.mark.parametrize("kind", LOGITS)
 def test_synthetic_acceptance_ends_within_a_round(kind):
-    asked = requests()
-    found = make_engine(poisoned(kind), max_logprobs=2, verification="synthetic:1.5").generate(asked)
+    batch = requests()
+    found = make_engine(poisoned(kind), max_logprobs=2, verification="synthetic:1.5").generate(batch)
     met = 0
-    for request, each in zip(asked, found, strict=True):
+    for request, each in zip(batch, found, strict=True):
         text = [*request.prompt, *each.token_ids]
         if BAD in text:
             # The drafts that the round accepts after it; and the text can be full by then.
@@ -137,9 +137,9 @@ def test_synthetic_acceptance_ends_within_a_round(kind):
 
 @pytest.mark.parametrize("verification", ["rejection", "block"])
 def test_nan_draft_logits_change_no_greedy_text(verification):
-    asked = requests((0.0,))
+    batch = requests((0.0,))
     target, draft = copy.deepcopy(PAIR)
     draft.logits = MethodType(lambda self, hidden: target.logits(hidden) * torch.nan, draft)
-    wanted = make_engine(steps=0, max_logprobs=2).generate(asked)
-    found = make_engine((target, draft), max_logprobs=2, verification=verification).generate(asked)
+    wanted = make_engine(steps=0, max_logprobs=2).generate(batch)
+    found = make_engine((target, draft), max_logprobs=2, verification=verification).generate(batch)
     assert [(each.token_ids, each.finish_reason) for each in found] == [(w.token_ids, "length") for w in wanted]

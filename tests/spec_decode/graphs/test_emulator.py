@@ -73,23 +73,23 @@ def test_python_values_are_frozen_at_capture():
 
 
 def test_rebound_name_does_not_change_captured_memory():
-    held = {"x": torch.zeros(1)}
-    graph = capture(lambda: held.update(y=held["x"].add_(1) + 1))
-    captured = dict(held)
-    held.update(x=torch.zeros(1), y=torch.zeros(1))
+    tensors = {"x": torch.zeros(1)}
+    graph = capture(lambda: tensors.update(y=tensors["x"].add_(1) + 1))
+    captured = dict(tensors)
+    tensors.update(x=torch.zeros(1), y=torch.zeros(1))
     graph.replay()
-    assert [held[name].item() for name in "xy"] == [0, 0] and [captured[name].item() for name in "xy"] == [1, 2]
+    assert [tensors[name].item() for name in "xy"] == [0, 0] and [captured[name].item() for name in "xy"] == [1, 2]
 
 
 def test_result_is_poison_until_replay_and_keeps_address():
-    x, held = torch.ones(2), {}
-    graph = capture(lambda: held.update(y=x + 1))
-    assert held["y"].isnan().all()
-    address = held["y"].data_ptr()
+    x, results = torch.ones(2), {}
+    graph = capture(lambda: results.update(y=x + 1))
+    assert results["y"].isnan().all()
+    address = results["y"].data_ptr()
     for value in (1, 4):
         x.fill_(value)
         graph.replay()
-        assert held["y"].data_ptr() == address and held["y"].tolist() == [value + 1] * 2
+        assert results["y"].data_ptr() == address and results["y"].tolist() == [value + 1] * 2
 
 
 def test_custom_op_is_recorded_as_one_operation():
@@ -219,9 +219,9 @@ def test_failed_capture_restores_memory(fail, error):
 @pytest.mark.outside_inference_mode
 def test_a_captured_function_records_no_gradients():
     x = torch.ones(2, requires_grad=True)
-    held = {}
-    capture(lambda: held.update(y=x * 2)).replay()
-    assert not held["y"].requires_grad and held["y"].tolist() == [2, 2]
+    results = {}
+    capture(lambda: results.update(y=x * 2)).replay()
+    assert not results["y"].requires_grad and results["y"].tolist() == [2, 2]
 
 
 @pytest.mark.outside_inference_mode
@@ -232,12 +232,12 @@ def test_a_captured_function_may_enter_inference_mode():
 
 
 def test_graphs_over_same_memory_keep_own_results():
-    x, held = torch.ones(1), {}
-    first = capture(lambda: held.update(first=x + 1))
-    second = capture(lambda: held.update(second=x + 10))
+    x, results = torch.ones(1), {}
+    first = capture(lambda: results.update(first=x + 1))
+    second = capture(lambda: results.update(second=x + 10))
     first.replay()
     second.replay()
-    assert held["first"].tolist() == [2] and held["second"].tolist() == [11]
+    assert results["first"].tolist() == [2] and results["second"].tolist() == [11]
 
 
 def test_memory_used_counts_captures_until_release():
@@ -321,17 +321,17 @@ def test_python_values_are_frozen_only_inside_pieces():
 
 
 def test_piecewise_capture_restores_memory_and_poisons_results():
-    x, held = torch.zeros(2), {}
+    x, results = torch.zeros(2), {}
 
     def run(split_op):
         x.add_(1)
-        held["outside"] = split_op(lambda t: t + 1, x)
-        held["inside"] = held["outside"] + 1
+        results["outside"] = split_op(lambda t: t + 1, x)
+        results["inside"] = results["outside"] + 1
 
     graph = pieces(run)
-    assert x.tolist() == [0, 0] and held["outside"].isnan().all() and held["inside"].isnan().all()
+    assert x.tolist() == [0, 0] and results["outside"].isnan().all() and results["inside"].isnan().all()
     graph.replay()
-    assert held["outside"].tolist() == [2, 2] and held["inside"].tolist() == [3, 3]
+    assert results["outside"].tolist() == [2, 2] and results["inside"].tolist() == [3, 3]
 
 
 def test_host_read_is_allowed_only_between_pieces():
@@ -350,9 +350,9 @@ def test_run_without_split_op_is_one_piece():
 
 
 def test_replay_over_freed_input_is_rejected():
-    held, y = {"x": torch.ones(2)}, torch.zeros(2)
-    graph = capture(lambda: y.add_(1).copy_(held["x"]))
-    held.clear()
+    inputs, y = {"x": torch.ones(2)}, torch.zeros(2)
+    graph = capture(lambda: y.add_(1).copy_(inputs["x"]))
+    inputs.clear()
     with pytest.raises(CaptureError, match="8 bytes that aten::copy_ uses were freed since"):
         graph.replay()
     assert y.tolist() == [0, 0]
@@ -367,17 +367,17 @@ def test_replay_over_moved_input_is_rejected():
 
 
 def test_view_keeps_graph_input_alive():
-    held, y = {"x": torch.ones(2)}, torch.zeros(2)
-    graph = capture(lambda: y.copy_(held["x"]))
-    view = held.pop("x")[:1]
+    inputs, y = {"x": torch.ones(2)}, torch.zeros(2)
+    graph = capture(lambda: y.copy_(inputs["x"]))
+    view = inputs.pop("x")[:1]
     graph.replay()
     assert y.tolist() == [1, 1] and view.tolist() == [1]
 
 
 def test_a_graph_keeps_no_input_alive():
-    held, y = {"x": torch.ones(2)}, torch.zeros(2)
-    graph = capture(lambda: y.copy_(held["x"]))
-    alive = weakref.ref(held.pop("x"))
+    inputs, y = {"x": torch.ones(2)}, torch.zeros(2)
+    graph = capture(lambda: y.copy_(inputs["x"]))
+    alive = weakref.ref(inputs.pop("x"))
     assert alive() is None and graph.num_nodes == 1
 
 
@@ -412,9 +412,9 @@ def test_frombuffer_works_after_a_capture():
 
 def test_capture_does_not_affect_other_threads():
     with ThreadPoolExecutor(1) as other:
-        made = []
-        capture(lambda: made.append(other.submit(torch.frombuffer, bytearray(b"ab"), dtype=torch.uint8).result()))
-    assert made[0].tolist() == [97, 98]
+        tensors = []
+        capture(lambda: tensors.append(other.submit(torch.frombuffer, bytearray(b"ab"), dtype=torch.uint8).result()))
+    assert tensors[0].tolist() == [97, 98]
 
 
 def test_threads_capture_side_by_side():

@@ -17,10 +17,10 @@ class Work:
     """A factory that keeps count; its graph adds the size to `total`."""
 
     def __init__(self, constants=ROOMY):
-        self.total, self.made, self.constants = torch.zeros(1), [], constants
+        self.total, self.sizes, self.constants = torch.zeros(1), [], constants
 
     def __call__(self, size):
-        self.made.append(size)
+        self.sizes.append(size)
         return Capturable(lambda: self.total.add_(size), self.constants)
 
 
@@ -44,7 +44,7 @@ def test_every_kind_is_captured_at_every_size():
 def test_factory_is_called_for_warm_up_and_capture():
     work = Work()
     captured(step=work)
-    assert work.made == [4, 4, 2, 2, 1, 1] and work.total.tolist() == [7]
+    assert work.sizes == [4, 4, 2, 2, 1, 1] and work.total.tolist() == [7]
 
 
 def test_warm_up_tensors_are_not_captured():
@@ -120,7 +120,7 @@ class Hungry(Work):
     """Its graph keeps 4 bytes a row, and as much again whatever the size."""
 
     def __call__(self, size):
-        self.made.append(size)
+        self.sizes.append(size)
         return Capturable(lambda: self.total.add_(torch.ones(size + 1).sum()), self.constants)
 
 
@@ -186,7 +186,7 @@ def test_interrupted_capture_continues_where_it_stopped():
     assert not manager.complete
     for _ in range(2):
         manager.capture({"step": work})
-    assert work.made == [4, 4, 2, 2, 1, 1] and manager.complete and len(manager.reports) == 3
+    assert work.sizes == [4, 4, 2, 2, 1, 1] and manager.complete and len(manager.reports) == 3
     work.total.zero_()
     for size in (1, 2, 4):
         manager.replay(GraphKey("step", size), ROOMY)

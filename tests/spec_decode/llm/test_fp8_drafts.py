@@ -79,8 +79,8 @@ def test_wrong_fp8_scales_accept_fewer_tokens(change: Any, monkeypatch: pytest.M
     right = Fp8Weight.of
 
     def wrong(weight: torch.Tensor) -> Fp8Weight:
-        made = right(weight)
-        return Fp8Weight(made.values, change(made.scale))
+        quantised = right(weight)
+        return Fp8Weight(quantised.values, change(quantised.scale))
 
     monkeypatch.setattr(Fp8Weight, "of", wrong)
     assert accepted("draft", "fp8") < bf16("draft", None) - 1.5 * NEAR

@@ -119,11 +119,11 @@ def test_each_token_is_decoded_with_few_others(endless: str) -> None:
 
 
 def test_a_model_streams_what_it_generates(tmp_path: Path) -> None:
-    kind, said = "byte fallback that strips", ["▁the", "▁quick", *(BYTES[byte] for byte in "中文".encode()[:-1])]
-    write_scripted(tmp_path, kind, dict(pairwise(said)))
+    kind, pieces = "byte fallback that strips", ["▁the", "▁quick", *(BYTES[byte] for byte in "中文".encode()[:-1])]
+    write_scripted(tmp_path, kind, dict(pairwise(pieces)))
     llm = LLM(tmp_path, device="cpu")
-    for prompt, expected in ([ids(kind, "▁the"), " quick中\ufffd"], [ids(kind, *said[:3]), "中\ufffd"]):
-        params = SamplingParams(max_tokens=len(said) - len(prompt))
+    for prompt, expected in ([ids(kind, "▁the"), " quick中\ufffd"], [ids(kind, *pieces[:3]), "中\ufffd"]):
+        params = SamplingParams(max_tokens=len(pieces) - len(prompt))
         (found,) = llm.generate([prompt], params)
         assert found.text == "".join(chunk.text for chunk in llm.stream([prompt], params)) == expected
     assert llm.generate([ids(kind, "▁the")], SamplingParams(stop=" quick"))[0].text == ""

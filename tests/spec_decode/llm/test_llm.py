@@ -71,12 +71,12 @@ def test_no_module_runs_with_gradients() -> None:
     assert enabled and not any(enabled)
 
 
-@pytest.mark.parametrize(("steps", "told"), [(None, "7"), (4, "4"), (9, "9: expect the target to reject those after")])
-def test_block_draft_uses_block_size_by_default(steps: int | None, told: str) -> None:
+@pytest.mark.parametrize(("steps", "rest"), [(None, "7"), (4, "4"), (9, "9: expect the target to reject those after")])
+def test_block_draft_uses_block_size_by_default(steps: int | None, rest: str) -> None:
     llm = LLM("pydoc", draft="block_draft", device="cpu", num_speculative_tokens=steps)
     assert llm.config.num_speculative_tokens == (steps or 7)
-    said = f"\ndraft was trained on blocks of block_size 8, 7 tokens a round; a round drafts {told}"
-    assert said in llm.explain() and ("expect" in llm.explain()) is (steps == 9)
+    line = f"\ndraft was trained on blocks of block_size 8, 7 tokens a round; a round drafts {rest}"
+    assert line in llm.explain() and ("expect" in llm.explain()) is (steps == 9)
 
 
 @pytest.mark.parametrize("draft", ["draft", "block_draft"])
@@ -250,9 +250,9 @@ def test_small_model_steps_with_one_thread(plain: LLM, threads: int) -> None:
 
 
 def test_repr_shows_what_was_loaded(llm: LLM, plain: LLM) -> None:
-    said = "dtype='float32', device='cpu', max_model_len=128, max_num_seqs=2)"
-    assert repr(llm) == f"LLM('pydoc', draft='draft', num_speculative_tokens=4, {said}"
-    assert repr(plain) == f"LLM({str(SHIPPED_PAIR)!r}, {said}"
+    settings = "dtype='float32', device='cpu', max_model_len=128, max_num_seqs=2)"
+    assert repr(llm) == f"LLM('pydoc', draft='draft', num_speculative_tokens=4, {settings}"
+    assert repr(plain) == f"LLM({str(SHIPPED_PAIR)!r}, {settings}"
 
 
 def test_zero_draft_tokens_load_no_draft(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -296,8 +296,8 @@ def test_several_prompts_show_progress_on_terminal(llm: LLM, monkeypatch: pytest
         llm.generate(prompts, GREEDY, **options)
         return re.sub(r"\x1b\[[\d;?]*[a-zA-Z]", "", stderr.getvalue())
 
-    said = shown(Terminal(), PROMPTS * 2)
-    assert "4/4 prompts" in said and "96 tokens, " in said and " a second" in said
+    output = shown(Terminal(), PROMPTS * 2)
+    assert "4/4 prompts" in output and "96 tokens, " in output and " a second" in output
     assert not shown(Terminal(), PROMPTS * 2, progress=False)
     assert not shown(Terminal(), PROMPTS[0]) and not shown(io.StringIO(), PROMPTS)
 
@@ -317,10 +317,10 @@ BAD_PROMPTS = {
 }
 
 
-@pytest.mark.parametrize(("told", "prompts"), BAD_PROMPTS.items())
-def test_bad_prompt_is_rejected_before_running(llm: LLM, told: str, prompts: Any) -> None:
+@pytest.mark.parametrize(("message", "prompts"), BAD_PROMPTS.items())
+def test_bad_prompt_is_rejected_before_running(llm: LLM, message: str, prompts: Any) -> None:
     for ask in (llm.generate, llm.stream):
-        with pytest.raises(BatchError, match=told.replace("[", r"\[")):
+        with pytest.raises(BatchError, match=message.replace("[", r"\[")):
             ask(prompts, GREEDY)
     assert not llm.engine.step()
 
@@ -343,9 +343,9 @@ def refusal(llm: LLM, prompt: int, max_tokens: int) -> str:
 
 
 def test_long_prompt_error_gives_possible_remedies(llm: LLM) -> None:
-    said = "prompts[0] has 100 tokens and max_tokens is 64: together more than 128, max_model_len. Shorten the prompt"
+    text = "prompts[0] has 100 tokens and max_tokens is 64: together more than 128, max_model_len. Shorten the prompt"
     room = 2048 - 1 - 4
-    assert refusal(llm, 100, 64) == f"{said}, or lower max_tokens to 28 or less, or raise max_model_len to 164 or more."
+    assert refusal(llm, 100, 64) == f"{text}, or lower max_tokens to 28 or less, or raise max_model_len to 164 or more."
     assert refusal(llm, 128, 64).endswith("Shorten the prompt, or raise max_model_len to 192 or more.")
     assert refusal(llm, 100, room - 99).endswith("Shorten the prompt, or lower max_tokens to 28 or less.")
     assert refusal(llm, room, 1).endswith("max_model_len. Shorten the prompt.")
@@ -375,9 +375,9 @@ BAD_PARAMETERS = [
 ]
 
 
-@pytest.mark.parametrize(("params", "told"), BAD_PARAMETERS, ids=str)
-def test_parameters_not_fitting_prompts_are_rejected(llm: LLM, params: Any, told: str) -> None:
-    with pytest.raises(BatchError, match=told):
+@pytest.mark.parametrize(("params", "message"), BAD_PARAMETERS, ids=str)
+def test_parameters_not_fitting_prompts_are_rejected(llm: LLM, params: Any, message: str) -> None:
+    with pytest.raises(BatchError, match=message):
         llm.generate(PROMPTS, params)
 
 
@@ -433,10 +433,10 @@ BAD_MODELS: dict[str, tuple[type[Exception], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize(("told", "bad"), BAD_MODELS.items())
-def test_invalid_model_or_setting_is_rejected(told: str, bad: tuple[type[Exception], Any]) -> None:
+@pytest.mark.parametrize(("message", "bad"), BAD_MODELS.items())
+def test_invalid_model_or_setting_is_rejected(message: str, bad: tuple[type[Exception], Any]) -> None:
     kind, changes = bad
-    with pytest.raises(kind, match=told):
+    with pytest.raises(kind, match=message):
         LLM(**{"model": "pydoc", "draft": "draft", "device": "cpu", **changes})
 
 

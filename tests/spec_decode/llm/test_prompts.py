@@ -81,10 +81,10 @@ REFUSED: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize(("told", "prompts"), REFUSED.items())
-def test_invalid_prompt_is_rejected_by_name(llm: LLM, told: str, prompts: Any) -> None:
+@pytest.mark.parametrize(("message", "prompts"), REFUSED.items())
+def test_invalid_prompt_is_rejected_by_name(llm: LLM, message: str, prompts: Any) -> None:
     for ask in (llm.generate, llm.stream):
-        with pytest.raises(BatchError, match=told):
+        with pytest.raises(BatchError, match=message):
             ask(prompts, FEW)
 
 
@@ -140,13 +140,13 @@ TEMPLATES = {
 }
 
 
-@pytest.mark.parametrize(("told", "template"), TEMPLATES.items())
-def test_failing_template_is_explained(llm: LLM, told: str, template: str) -> None:
+@pytest.mark.parametrize(("problem", "template"), TEMPLATES.items())
+def test_failing_template_is_explained(llm: LLM, problem: str, template: str) -> None:
     from spec_decode.llm.chat_template import encode_chat
 
     tokenizer = tokenizer_of(KIND)
     tokenizer.chat_template = template
-    with pytest.raises(CheckpointError, match=f"the model's chat template {told}"):
+    with pytest.raises(CheckpointError, match=f"the model's chat template {problem}"):
         encode_chat(tokenizer, [TURN, {"role": "tool", "content": "x"}])
 
 

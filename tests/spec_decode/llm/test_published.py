@@ -105,16 +105,16 @@ def test_stop_ids_include_every_known_end_token(folders: tuple[Path, Path]) -> N
 def test_token_without_embedding_is_rejected_on_use(folders: tuple[Path, Path]) -> None:
     """As Gemma-3-1b's token for images, which its tokenizer has and its model lacks."""
     write_tokenizer(folders[0], [*WORDS, "a", "b", "c", "<image>"], TEMPLATE + " <image>")
-    llm, told = (
+    llm, problem = (
         LLM(folders[0], device="cpu"),
         r"has the token '<image>', id 8, and the model has rows for the ids 0 to 7",
     )
 
     assert len(llm.generate("the c", SamplingParams(max_tokens=2, ignore_eos=True))[0].token_ids) == 2
-    with pytest.raises(BatchError, match=rf"^prompts\[0\]: the prompt {told}"):
+    with pytest.raises(BatchError, match=rf"^prompts\[0\]: the prompt {problem}"):
         llm.generate("the <image>")
     formatted = "the conversation, formatted by the model's chat template,"
-    with pytest.raises(BatchError, match=rf"^prompts\[0\]: {formatted} {told}"):
+    with pytest.raises(BatchError, match=rf"^prompts\[0\]: {formatted} {problem}"):
         llm.chat([{"role": "user", "content": "cat"}])
     for prompt, stop_ids in (([8], []), ("the", [8])):
         with pytest.raises(BatchError, match="0 to 7"):
@@ -256,8 +256,8 @@ def test_only_the_broken_file_is_named(tmp_path: Path, sharded: bool, role: str)
             spoil(path)
             with pytest.raises(CheckpointError) as refused:
                 load(folders)
-            told = str(refused.value)
-            assert path.name in told and str(spoilt) in told and str(other) not in told, (path.name, name)
+            message = str(refused.value)
+            assert path.name in message and str(spoilt) in message and str(other) not in message, (path.name, name)
             path.write_bytes(content)
 
 
@@ -299,8 +299,8 @@ def test_uncapturable_model_error_names_layer(
         return plain(self, x)
 
     monkeypatch.setattr(transformers.models.llama.modeling_llama.LlamaMLP, "forward", forward)
-    told = r"^layer model\.model\.layers\.0\.mlp \(LlamaMLP\) of the target cannot be captured.*=GraphMode\.NONE"
-    with pytest.raises(CheckpointError, match=told):
+    message = r"^layer model\.model\.layers\.0\.mlp \(LlamaMLP\) of the target cannot be captured.*=GraphMode\.NONE"
+    with pytest.raises(CheckpointError, match=message):
         LLM(folders[0], draft=folders[1], num_speculative_tokens=2, strategy="full_loop", device="cpu")
 
 
@@ -357,7 +357,7 @@ def test_the_command_line_decodes_a_target_alone(folders: tuple[Path, Path], mor
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (["--chat"], "no chat template"),
         (["--draft", "/nowhere"], "/nowhere"),
@@ -365,7 +365,7 @@ def test_the_command_line_decodes_a_target_alone(folders: tuple[Path, Path], mor
     ],
     ids=["chat without template", "no such draft", "no such folder"],
 )
-def test_command_line_rejects_arguments_without_pair(words: list[str], told: str) -> None:
+def test_command_line_rejects_arguments_without_pair(words: list[str], message: str) -> None:
     result = CliRunner().invoke(main, ["draft", "x", "--device", "cpu", *words])
 
-    assert result.exit_code == 2 and told in result.output
+    assert result.exit_code == 2 and message in result.output

@@ -216,16 +216,16 @@ def test_check_names_crash_and_continues(crashed: Checked) -> None:
 
 
 def test_available_skips_backends_that_crash_at_import(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
+    checked = []
 
     def check_isolated(name: str, **_: object) -> Report:
-        asked.append(name)
+        checked.append(name)
         return Report(backend=name, version="1", env=environment(CPU), command="", results=())
 
     monkeypatch.setattr(subprocess_runner, "check_isolated", check_isolated)
     result = run_command("check", "available")
-    assert {"torch_reference", "healthy", "crasher", "rivals-a:rival"} <= {*asked}
-    assert {"crashes_at_import", "crashes_when_asked"}.isdisjoint(asked)
+    assert {"torch_reference", "healthy", "crasher", "rivals-a:rival"} <= {*checked}
+    assert {"crashes_at_import", "crashes_when_asked"}.isdisjoint(checked)
     assert "not available: backend 'crashes_at_import' of package" in result.stderr
 
 
@@ -244,9 +244,9 @@ def test_crash_and_hang_are_broken_with_their_check(crashed: Checked) -> None:
         ("numerics.attention_is_right", "the process ended with SIGABRT; it printed: no such kernel image"),
         ("builder.drawn_advances_mean_a_rebuild", "the process exceeded the limit of 10 s for a check and was killed"),
     )
-    for report, (check, said) in zip(reports[::2], words, strict=True):
+    for report, (check, reason) in zip(reports[::2], words, strict=True):
         (error,) = [result for result in report.results if result.outcome is Outcome.ERROR]
-        assert error.check == check and error.reason.startswith(said)
+        assert error.check == check and error.reason.startswith(reason)
     matrix = build_matrix(reports)
     statuses = [word_of(matrix, report.backend) for report in reports]
     assert statuses == [Status.BROKEN, Status.VERIFIED, Status.BROKEN]

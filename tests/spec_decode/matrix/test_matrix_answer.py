@@ -257,9 +257,9 @@ def test_every_format_has_answer_reason_and_date():
         report(seen(), backend="refuses", claims={**CLAIMS, "page:16": False}),
     ]
     found = ask(*reports)
-    said = ("window: 17, asked 4096", "NVIDIA H200", "2026-02-01", "accepted", "page 16: not claimed", "feature:gqa")
+    parts = ("window: 17, asked 4096", "NVIDIA H200", "2026-02-01", "accepted", "page 16: not claimed", "feature:gqa")
     for text in ("\n".join(to_lines(found)), to_html(found)):
-        assert [words for words in said if words not in text] == []
+        assert [words for words in parts if words not in text] == []
     document = json.loads(to_json(found))
     assert [column["tag"] for column in document["needs"]] == [
         "dtype:bfloat16",

@@ -12,7 +12,7 @@ import pytest
 @pytest.fixture
 def pipe() -> Iterator[Callable[..., None]]:
     """Turn a path into a pipe; its reader gets an empty object, or the given content."""
-    made: list[tuple[Path, Thread]] = []
+    pipes: list[tuple[Path, Thread]] = []
 
     def write(path: Path, content: bytes) -> None:
         with suppress(BrokenPipeError):
@@ -23,10 +23,10 @@ def pipe() -> Iterator[Callable[..., None]]:
         os.mkfifo(path)
         writer = Thread(target=write, args=[path, content], daemon=True)
         writer.start()
-        made.append((path, writer))
+        pipes.append((path, writer))
 
     yield make
-    for path, writer in made:
+    for path, writer in pipes:
         # Opening it for reading releases a writer that nobody read from.
         reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
         writer.join()

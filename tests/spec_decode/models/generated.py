@@ -73,12 +73,12 @@ class Generated:
     ) -> Generated:
         """A copy with other fields of config.json, those of a section as "section.field", and other tensors; without
         the fields and tensors of these names."""
-        said = copy.deepcopy(self.config)
+        fields = copy.deepcopy(self.config)
         for path, value in (config or {}).items():
             *sections, field = path.split(".")
-            reduce(dict.__getitem__, sections, said)[field] = value
-        found = self.tensors | (tensors or {})
-        return Generated(*({name: value for name, value in of.items() if name not in without} for of in (said, found)))
+            reduce(dict.__getitem__, sections, fields)[field] = value
+        new = self.tensors | (tensors or {})
+        return Generated(*({name: value for name, value in of.items() if name not in without} for of in (fields, new)))
 
     def write(self, folder: Path, form: str = "model.safetensors") -> Path:
         folder.mkdir(parents=True, exist_ok=True)
@@ -90,9 +90,9 @@ class Generated:
         places = {}
         for part in range(2):
             shard = f"{stem}-{part + 1:05}-of-00002.{kind}"
-            held = {name: tensor for i, (name, tensor) in enumerate(self.tensors.items()) if i % 2 == part}
-            save(folder / shard, held)
-            places |= dict.fromkeys(held, shard)
+            part_tensors = {name: tensor for i, (name, tensor) in enumerate(self.tensors.items()) if i % 2 == part}
+            save(folder / shard, part_tensors)
+            places |= dict.fromkeys(part_tensors, shard)
         (folder / form).write_text(json.dumps({"metadata": {"total_size": 0}, "weight_map": places}))
         return folder
 
@@ -120,10 +120,10 @@ class Tensors:
     def __init__(self, seed: int, prefix: str = "", around: float = 1.0) -> None:
         self.generator = torch.Generator().manual_seed(seed)
         self.prefix, self.around = prefix, around
-        self.made: dict[str, torch.Tensor] = {}
+        self.drawn: dict[str, torch.Tensor] = {}
 
     def draw(self, name: str, *shape: int, scale: float = 1.0, around: float = 0.0) -> None:
-        self.made[self.prefix + name] = around + torch.randn(shape, generator=self.generator) * scale
+        self.drawn[self.prefix + name] = around + torch.randn(shape, generator=self.generator) * scale
 
     def matrix(self, name: str, rows: int, columns: int, gain: float = 1.5) -> None:
         self.draw(f"{name}.weight", rows, columns, scale=gain * columns**-0.5)
@@ -228,7 +228,7 @@ class Tensors:
             self.matrix("lm_head", draft_vocab or config["vocab_size"], config["hidden_size"])
         if draft_vocab is not None:
             config["draft_vocab_size"] = draft_vocab
-            self.made |= make_maps(draft_vocab, config["vocab_size"])
+            self.drawn |= make_maps(draft_vocab, config["vocab_size"])
 
 
 def decoder_config(**changes: Any) -> dict[str, Any]:
@@ -261,7 +261,7 @@ def make_eagle(
     for layer in range(config["num_hidden_layers"]):
         tensors.layer(f"layers.{layer}.", config, input_norm=layer > 0, qkv_bias=qkv_bias)
     tensors.vocabulary(config, None, embedding=own_embedding, head=False)
-    return Generated(config, tensors.made)
+    return Generated(config, tensors.drawn)
 
 
 def make_eagle3(
@@ -295,8 +295,8 @@ def make_eagle3(
         tensors.draw("mask_hidden", *mask, num_states * target_hidden)
     tensors.vocabulary(config, draft_vocab, embedding=own_embedding, head=True)
     if not own_head:
-        del tensors.made["lm_head.weight"]
-    return Generated(config, tensors.made)
+        del tensors.drawn["lm_head.weight"]
+    return Generated(config, tensors.drawn)
 
 
 def make_latent_eagle3(*, target_hidden: int = HIDDEN, **changes: Any) -> Generated:
@@ -323,8 +323,8 @@ def make_dflash(
     **changes: Any,
 ) -> Generated:
     """draft_vocab None: the target's, without a map. num_states: of the target's layers. markov_rank: of DSpark."""
-    said = {"mask_token_id": 3, "target_layer_ids": list(range(num_states)), **(dflash_config or {})}
-    config = decoder_config(**{"num_hidden_layers": 2, "dflash_config": said, **changes})
+    fields = {"mask_token_id": 3, "target_layer_ids": list(range(num_states)), **(dflash_config or {})}
+    config = decoder_config(**{"num_hidden_layers": 2, "dflash_config": fields, **changes})
     hidden, tensors = config["hidden_size"], Tensors(seed)
     tensors.matrix("fc", hidden, num_states * target_hidden)
     for layer in range(config["num_hidden_layers"]):
@@ -339,7 +339,7 @@ def make_dflash(
             tensors.matrix("confidence_head.proj", 1, hidden + more, gain=3)
             tensors.bias("confidence_head.proj", 1)
     tensors.vocabulary(config, draft_vocab, embedding=own_embedding, head=own_head)
-    return Generated(config, tensors.made)
+    return Generated(config, tensors.drawn)
 
 
 def make_dflash2(
@@ -354,23 +354,23 @@ def make_dflash2(
     **changes: Any,
 ) -> Generated:
     """A DFlash with convolutions and a selector. sizes: what dflash_config says otherwise of them."""
-    said = {
+    fields = {
         "block_size": block, "conv_kernel_size": taps, "conv_group_size": group, "selector_rank": rank,
         "selector_top_k": candidates, **(sizes or {}),
     }  # fmt: skip
     plain = make_dflash(seed=seed, architectures=["DFlash2DraftModel"], **changes)
-    config = {**plain.config, "dflash_config": {**plain.config["dflash_config"], **said}}
+    config = {**plain.config, "dflash_config": {**plain.config["dflash_config"], **fields}}
     hidden, vocab, tensors = config["hidden_size"], config["vocab_size"], Tensors(seed + 1)
     for layer in range(config["num_hidden_layers"]):
         for part in ("attention_conv", "mlp_conv"):
             prefix = f"layers.{layer}.{part}."
             tensors.draw(f"{prefix}base_kernel", 2, taps, hidden, scale=0.5)
-            tensors.made[f"{prefix}base_kernel"][:, 0] += 1
+            tensors.drawn[f"{prefix}base_kernel"][:, 0] += 1
             tensors.matrix(f"{prefix}kernel_projection", 2 * taps * (hidden // group), hidden, gain=0.5)
     for part in ("predecessor", "successor"):
         tensors.draw(f"candidate_selector.{part}_codebook", vocab, rank)
     tensors.matrix("candidate_selector.hidden_projection", rank, hidden, gain=3)
-    return Generated(config, plain.tensors | tensors.made)
+    return Generated(config, plain.tensors | tensors.drawn)
 
 
 def make_maps(draft_vocab: int, target_vocab: int) -> dict[str, torch.Tensor]:
@@ -396,4 +396,4 @@ def make_causal(architecture: str = "LlamaForCausalLM", *, seed: int = 0, **chan
     tensors.norms(hidden, "model.norm")
     if not config.get("tie_word_embeddings"):
         tensors.matrix("lm_head", vocab, hidden)
-    return Generated(config, tensors.made)
+    return Generated(config, tensors.drawn)

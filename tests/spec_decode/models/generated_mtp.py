@@ -92,7 +92,7 @@ def module_tensors(config, module=0, own=False):
     if own:
         make.matrix("embed_tokens", text["vocab_size"], hidden)
         make.matrix("shared_head.head", text["vocab_size"], hidden)
-    return make.made
+    return make.drawn
 
 
 def make_v4(config=V4_CONFIG):
@@ -117,5 +117,5 @@ def make_v4(config=V4_CONFIG):
     for name, mixes, scales in (("attn", block, 3), ("ffn", block, 3), ("head", streams, 1)):
         make.draw(f"hc_{name}_fn", mixes, streams * hidden, scale=1.5 * (streams * hidden) ** -0.5)
         make.draw(f"hc_{name}_base", mixes)
-        make.made[f"mtp.0.hc_{name}_scale"] = 0.7 + torch.arange(scales) / 4
-    return Generated(config, make.made)
+        make.drawn[f"mtp.0.hc_{name}_scale"] = 0.7 + torch.arange(scales) / 4
+    return Generated(config, make.drawn)

@@ -396,7 +396,7 @@ class DFlash(Published):
 
     def __init__(self, checkpoint, target, layers, dtype):
         super().__init__(checkpoint, target, layers, dtype)
-        self.said = self.config["dflash_config"]
+        self.fields = self.config["dflash_config"]
 
     def drafts(self, ids, target_hidden_states, steps):
         scores = self.whole(self.places(ids[-1], target_hidden_states, steps) @ self.head.T)
@@ -405,8 +405,8 @@ class DFlash(Published):
     def places(self, next_token, target_hidden_states, steps):
         """Return the normed states [K, H] that predict the tokens after next_token: each from the mask in its place, or
         from the position before it if the anchor predicts too."""
-        first = 0 if (self.config | self.said).get("sample_from_anchor", self.from_anchor) else 1
-        block = [next_token, *[self.said["mask_token_id"]] * (steps - 1 + first)]
+        first = 0 if (self.config | self.fields).get("sample_from_anchor", self.from_anchor) else 1
+        block = [next_token, *[self.fields["mask_token_id"]] * (steps - 1 + first)]
         return self.states(target_hidden_states, block)[first:]
 
     def states(self, target_hidden_states, block):
@@ -455,7 +455,7 @@ class DFlash2(DFlash):
     def convolved(self, prefix, side, inputs, x):
         base = self.tensors[f"{prefix}base_kernel"][side]
         change = self.linear(f"{prefix}kernel_projection", inputs).view(len(x), 2, len(base), -1)[:, side]
-        weights = base + change.repeat_interleave(self.said["conv_group_size"], -1)
+        weights = base + change.repeat_interleave(self.fields["conv_group_size"], -1)
         out = torch.zeros_like(x)
         for place in range(len(x)):
             for tap in range(min(len(base), place + 1)):
@@ -474,7 +474,7 @@ class DFlash2(DFlash):
             gate = self.tensors["candidate_selector.hidden_projection.weight"] @ state
             known = before[previous] * gate
             ranked = sorted(range(self.vocab_size), key=lambda token, of=unary: -float(of[token]))
-            for token in ranked[: self.said["selector_top_k"]]:
+            for token in ranked[: self.fields["selector_top_k"]]:
                 scores[place, token] = unary[token] + known @ after[token]
             previous = int(scores[place].argmax())
         return scores, scores.softmax(-1).amax(-1)

@@ -73,8 +73,8 @@ def first_logits(draft, num_reqs=1):
 
 @pytest.mark.parametrize("name", DRAFTS)
 def test_every_product_of_every_draft_reads_fp8(name, tmp_path):
-    made = make if name in CASES else partial(load_from, tmp_path)
-    narrow, wide = made(name, "fp8"), made(name)
+    load = make if name in CASES else partial(load_from, tmp_path)
+    narrow, wide = load(name, "fp8"), load(name)
     weights = narrow_weights(narrow.model)
     assert weights and all(weight.values.is_contiguous() for weight in weights.values())
     left = {

@@ -71,11 +71,11 @@ CONFIGS = {
 }
 
 
-@pytest.mark.parametrize(("text", "said"), CONFIGS.values(), ids=CONFIGS)
-def test_malformed_config_is_rejected(tmp_path, text, said):
+@pytest.mark.parametrize(("text", "problem"), CONFIGS.values(), ids=CONFIGS)
+def test_malformed_config_is_rejected(tmp_path, text, problem):
     save_file({"a": torch.ones(1)}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_bytes(text)
-    assert said in refusal(lambda: TensorStore.open(tmp_path)) and said in refusal(lambda: load_pair(tmp_path))
+    assert problem in refusal(lambda: TensorStore.open(tmp_path)) and problem in refusal(lambda: load_pair(tmp_path))
 
 
 @pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16"])

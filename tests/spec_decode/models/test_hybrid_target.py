@@ -63,8 +63,8 @@ def folder(tmp_path_factory):
     model.save_pretrained(folder)
     whole = load_file(folder / "model.safetensors") | make_mtp(QWEN_CONFIG).tensors
     save_file({name: tensor.contiguous() for name, tensor in whole.items()}, folder / "model.safetensors")
-    said = json.loads((folder / "config.json").read_text())
-    assert said["architectures"] == ["Qwen3_5ForCausalLM"] and said["mtp_num_hidden_layers"] == 1
+    saved = json.loads((folder / "config.json").read_text())
+    assert saved["architectures"] == ["Qwen3_5ForCausalLM"] and saved["mtp_num_hidden_layers"] == 1
     return folder
 
 

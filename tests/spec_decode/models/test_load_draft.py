@@ -158,18 +158,18 @@ def test_layers_missing_from_target_are_rejected(tmp_path, kind, place, most, li
             aux_hidden_state_layers(folder, most)
 
 
-@pytest.mark.parametrize(("kind", "listed", "said"), [
+@pytest.mark.parametrize(("kind", "listed", "message"), [
     ("eagle3", None, r"got \[2, 1, -1\], the default\."),
     ("dflash", [99, 0], r"must list layers of the target, 0 to 1, got \[99, 0\]"),
 ])  # fmt: skip
-def test_layers_are_checked_against_target_size(tmp_path, kind, listed, said):
+def test_layers_are_checked_against_target_size(tmp_path, kind, listed, message):
     case = EVERY[kind]
     folder = case.checkpoint.changed({"dflash_config.target_layer_ids": listed} if listed else {}).write(tmp_path)
     target = StubTarget(**case.target)
     load_draft(folder, target, dtype=torch.float32)
     target.num_layers = 2
     for read in (lambda: aux_hidden_state_layers(folder, 2), lambda: load_draft(folder, target, dtype=torch.float32)):
-        with pytest.raises(CheckpointError, match=said):
+        with pytest.raises(CheckpointError, match=message):
             read()
 
 

@@ -92,8 +92,8 @@ def inputs_of(rotary):
     generator = torch.Generator().manual_seed(1)
     ids, hidden = torch.randint(0, VOCAB, (9,), generator=generator), torch.randn(9, HIDDEN, generator=generator)
     mask, places = torch.full((9, 9), -torch.inf).triu(1)[None, None], torch.arange(9)[None]
-    told = {"attention_mask": mask, "position_ids": places, "position_embeddings": rotary(hidden[None], places)}
-    return ids, hidden, told
+    arguments = {"attention_mask": mask, "position_ids": places, "position_embeddings": rotary(hidden[None], places)}
+    return ids, hidden, arguments
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
@@ -107,23 +107,23 @@ def test_oracle_layer_matches_transformers(family):
 
     rope = {"rope_type": "default", "rope_theta": 500.0}
     if family == "deepseek_v3":
-        said = {name: value for name, value in V3_CONFIG.items() if not name.startswith("rope")}
-        said |= {"n_routed_experts": None, "rope_parameters": rope}
-        config = transformers.DeepseekV3Config(**said | {"n_routed_experts": 8, "first_k_dense_replace": LAYER + 1})
+        fields = {name: value for name, value in V3_CONFIG.items() if not name.startswith("rope")}
+        fields |= {"n_routed_experts": None, "rope_parameters": rope}
+        config = transformers.DeepseekV3Config(**fields | {"n_routed_experts": 8, "first_k_dense_replace": LAYER + 1})
         kind, parts, of = "DeepseekV3", deepseek, oracle.DeepseekV3
     else:
-        said = {**GLM_CONFIG, "rope_parameters": {**rope, "partial_rotary_factor": 0.5}}
-        config, kind, parts, of = transformers.Glm4MoeConfig(**said), "Glm4Moe", glm, oracle.Prediction
+        fields = {**GLM_CONFIG, "rope_parameters": {**rope, "partial_rotary_factor": 0.5}}
+        config, kind, parts, of = transformers.Glm4MoeConfig(**fields), "Glm4Moe", glm, oracle.Prediction
     config._attn_implementation, config._experts_implementation = "eager", "eager"
     norm, decoder, rotary = (getattr(parts, f"{kind}{part}") for part in ("RMSNorm", "DecoderLayer", "RotaryEmbedding"))
-    layer, checkpoint = layers.MtpLayer(config, decoder, norm, 1), make_mtp(said)
+    layer, checkpoint = layers.MtpLayer(config, decoder, norm, 1), make_mtp(fields)
     own = {name.removeprefix(f"model.layers.{LAYER}."): tensor for name, tensor in checkpoint.tensors.items()}
     own = {name: t.contiguous() for name, t in (fused_experts(own) if family == "glm4_moe" else own).items()}
     state = {name: own.pop(name) for name in ("enorm.weight", "hnorm.weight", "eh_proj.weight")}
     state["post_norm.weight"] = own.pop("shared_head.norm.weight")
     layer.load_state_dict(state | {f"mtp_block.{name}": tensor for name, tensor in own.items()})
-    ids, hidden, told = inputs_of(rotary(config))
-    angles, mask, places = told["position_embeddings"], told["attention_mask"], told["position_ids"]
+    ids, hidden, arguments = inputs_of(rotary(config))
+    angles, mask, places = arguments["position_embeddings"], arguments["attention_mask"], arguments["position_ids"]
     found = layer(TARGET.embed(ids)[None], hidden[None], angles, mask, places, None)[0]
     wanted = of(checkpoint, TARGET, [None], torch.float64).states(ids, hidden.double())
     torch.testing.assert_close(found.double(), wanted, rtol=2e-4, atol=2e-5)
@@ -138,8 +138,8 @@ def test_mimo_block_matches_qwen2_of_transformers():
     published = oracle.MiMo(make_mtp(MIMO_CONFIG), TARGET, [None], torch.float64)
     layer = qwen2.Qwen2DecoderLayer(config, 0)
     layer.load_state_dict({name: published.tensors[name].float() for name in layer.state_dict()})
-    _, x, told = inputs_of(qwen2.Qwen2RotaryEmbedding(config))
-    found = layer(x[None], **told)
+    _, x, arguments = inputs_of(qwen2.Qwen2RotaryEmbedding(config))
+    found = layer(x[None], **arguments)
     wanted = published.layer("", published.norm("input_layernorm", x.double()), x.double(), None)
     found = found[0] if isinstance(found, tuple) else found.view(9, -1)
     torch.testing.assert_close(found.double(), wanted, rtol=2e-4, atol=2e-5)

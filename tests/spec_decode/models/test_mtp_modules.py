@@ -85,9 +85,9 @@ def test_repeated_round_drafts_same_and_stops_as_given(fixture):
     tokens, logits, verified = first.tokens.clone(), first.logits.clone(), fixture.verified
     again = fixture.drafter.propose(verified)
     assert torch.equal(again.tokens, tokens) and torch.equal(again.logits, logits)
-    told = verified._replace(draft_lens=torch.tensor([1, COUNT, 0], dtype=torch.int32))
+    limited = verified._replace(draft_lens=torch.tensor([1, COUNT, 0], dtype=torch.int32))
     wanted = [[int(tokens[0, 0]), *[-1] * (COUNT - 1)], tokens[1].tolist(), [-1] * COUNT]
-    assert fixture.drafter.propose(told).tokens.tolist() == wanted
+    assert fixture.drafter.propose(limited).tokens.tolist() == wanted
     assert fixture.drafter.propose(verified, 2).tokens.tolist() == tokens[:, :2].tolist()
 
 
@@ -134,10 +134,10 @@ def test_shared_prefix_ends_before_rewritten_positions(fixture):
     fixture.drafter.prefill(tables, [2], [13], *prompt)
 
 
-@pytest.mark.parametrize(("said", "held"), [(3, [0, 1]), (2, [0, 1, 2]), (1, [0, 1]), (10**9, [0]), (3, [0, 2])])
-def test_checkpoint_with_wrong_module_count_is_rejected(tmp_path, said, held):
-    tensors = {name: tensor for module in held for name, tensor in module_tensors(V3_CONFIG, module).items()}
-    checkpoint = Generated({**V3_CONFIG, "num_nextn_predict_layers": said}, tensors)
-    row = len(held) if held == list(range(len(held))) else 1
-    with pytest.raises(CheckpointError, match=rf"draft layers, {said} from model\.layers\.2 on, got {row}[;.]"):
+@pytest.mark.parametrize(("count", "modules"), [(3, [0, 1]), (2, [0, 1, 2]), (1, [0, 1]), (10**9, [0]), (3, [0, 2])])
+def test_checkpoint_with_wrong_module_count_is_rejected(tmp_path, count, modules):
+    tensors = {name: tensor for module in modules for name, tensor in module_tensors(V3_CONFIG, module).items()}
+    checkpoint = Generated({**V3_CONFIG, "num_nextn_predict_layers": count}, tensors)
+    row = len(modules) if modules == list(range(len(modules))) else 1
+    with pytest.raises(CheckpointError, match=rf"draft layers, {count} from model\.layers\.2 on, got {row}[;.]"):
         load_draft(checkpoint.write(tmp_path), StubTarget(**V3.target), dtype=torch.float32)

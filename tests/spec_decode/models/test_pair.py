@@ -149,13 +149,13 @@ OF_THE_WEIGHTS = {
 }
 
 
-@pytest.mark.parametrize(("model", "changes", "said"), OF_THE_WEIGHTS.values(), ids=OF_THE_WEIGHTS)
-def test_weights_misfitting_their_config_are_named(folder, model, changes, said):
+@pytest.mark.parametrize(("model", "changes", "problems"), OF_THE_WEIGHTS.values(), ids=OF_THE_WEIGHTS)
+def test_weights_misfitting_their_config_are_named(folder, model, changes, problems):
     path = folder / f"{model}.safetensors"
     state = load_file(path) | changes
     save_file({name: tensor for name, tensor in state.items() if tensor is not None}, path)
     message = refusal(folder)
-    assert f"{path} does not fit its config.json: " in message and all(problem in message for problem in said)
+    assert f"{path} does not fit its config.json: " in message and all(problem in message for problem in problems)
 
 
 OF_THE_CONFIG = [
@@ -181,16 +181,16 @@ OF_THE_CONFIG = [
 """The draft asked for, whose config changes, and how; None: it is said to lie in a folder of its own."""
 
 
-@pytest.mark.parametrize(("draft", "model", "changes", "said"), OF_THE_CONFIG)
-def test_a_config_of_other_models_is_refused(further, draft, model, changes, said):
+@pytest.mark.parametrize(("draft", "model", "changes", "problem"), OF_THE_CONFIG)
+def test_a_config_of_other_models_is_refused(further, draft, model, changes, problem):
     change_config(further, lambda configs: configs.update({model: changes and configs[model] | changes}))
-    assert said.format(folder=further) in refusal(further, draft)
+    assert problem.format(folder=further) in refusal(further, draft)
 
 
 def test_unknown_draft_is_rejected_with_known_ones(further):
     for name in ("latent_draf", "target", "config", ""):
-        said = f"the drafts in {further} are draft, block_draft, latent_draft, got {name!r}"
-        assert said in refusal(further, name)
+        problem = f"the drafts in {further} are draft, block_draft, latent_draft, got {name!r}"
+        assert problem in refusal(further, name)
     change_config(further, lambda configs: configs.pop("draft"))
     assert "lacks ['draft']" in refusal(further)
 
@@ -287,8 +287,8 @@ def test_block_draft_is_saved_in_published_layout(further, tmp_path):
 def test_block_draft_of_unavailable_states_is_rejected(further):
     save_pair(further, *make_pair(make_config(num_layers=2)), {})
     change_config(further, lambda configs: configs.update(block_draft=None))
-    said = refusal(further, "block_draft")
-    assert "target_layer_ids" in said and "the target's last layer, 1, got [0]" in said
+    message = refusal(further, "block_draft")
+    assert "target_layer_ids" in message and "the target's last layer, 1, got [0]" in message
 
 
 def test_fp8_draft_cannot_be_saved(folder, tmp_path):

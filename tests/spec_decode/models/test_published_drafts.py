@@ -485,10 +485,10 @@ BACKENDS = {
 
 @pytest.mark.parametrize("name", BACKENDS)
 def test_kernels_agree_with_reference_on_draft_attention(name, tmp_path):
-    backend, asked = BACKENDS[name]
+    backend, fields = BACKENDS[name]
     fixture = DraftFixture(EVERY[name], tmp_path, Strategy.FULL_LOOP, backend=backend)
     spec = fixture.groups[0].spec
-    assert {field: getattr(spec, field) for field in asked} == asked
+    assert {field: getattr(spec, field) for field in fields} == fields
     assert_published(fixture.drafts(), fixture, EVERY[name])
 
 

@@ -35,7 +35,7 @@ def refusal(folder, checkpoint, target, dtype=torch.float32):
 
 def refused_for(folder, kind, checkpoint=None, **changes):
     """As the draft of that kind, for its target with these changes."""
-    case, dtype = EVERY[kind], changes.pop("asked", torch.float32)
+    case, dtype = EVERY[kind], changes.pop("draft_dtype", torch.float32)
     return refusal(folder, checkpoint or case.checkpoint, StubTarget(**{**case.target, **changes}), dtype)
 
 
@@ -52,8 +52,8 @@ def test_target_of_other_sizes_is_rejected_with_both(tmp_path, kind):
     case = EVERY[kind]
     own = StubTarget(**case.target)
     message = refused_for(tmp_path, kind, vocab_size=own.vocab_size + 8)
-    said = f"{tmp_path} has vocab_size {own.vocab_size}, the target {own.vocab_size + 8}; "
-    assert said in message
+    expected = f"{tmp_path} has vocab_size {own.vocab_size}, the target {own.vocab_size + 8}; "
+    assert expected in message
     read = own.target_states_size
     if kind != "llama":
         message = refused_for(tmp_path, kind, target_states_size=read + 2)
@@ -66,7 +66,7 @@ def test_target_of_other_sizes_is_rejected_with_both(tmp_path, kind):
 
 @pytest.mark.parametrize("kind", ["eagle", "eagle3", "dflash"])
 def test_dtype_unlike_shared_embedding_is_rejected(tmp_path, kind):
-    message = refused_for(tmp_path, kind, asked=torch.bfloat16)
+    message = refused_for(tmp_path, kind, draft_dtype=torch.bfloat16)
     assert "target's embedding, in torch.float32, but dtype is torch.bfloat16" in message
 
 

@@ -149,8 +149,8 @@ def test_aux_layers_do_not_depend_on_list_start(tmp_path):
 def test_target_with_other_aux_layers_is_rejected(name):
     target, layers = target_of(name), aux_hidden_state_layers(FOLDERS / name, TARGET_LAYERS)
     target.aux_hidden_state_layers = others = tuple(layer + 1 for layer in layers)
-    said = f"that enter layers {list(layers)}, this target returns those that enter {list(others)}"
-    with pytest.raises(CheckpointError, match=re.escape(said)):
+    problem = f"that enter layers {list(layers)}, this target returns those that enter {list(others)}"
+    with pytest.raises(CheckpointError, match=re.escape(problem)):
         load_draft(FOLDERS / name, target, dtype=torch.float32)
 
 

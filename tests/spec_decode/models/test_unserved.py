@@ -43,8 +43,8 @@ def assert_named(folder, kind, evidence):
         with pytest.raises(CheckpointError) as refused:
             read()
         message = str(refused.value)
-        said = f"{folder / 'config.json'} describes an unsupported kind of draft: {kind}"
-        assert message.startswith(said) and f" (found {evidence})" in message
+        problem = f"{folder / 'config.json'} describes an unsupported kind of draft: {kind}"
+        assert message.startswith(problem) and f" (found {evidence})" in message
         assert "DSpark (markov_head among its tensors)" in message
 
 

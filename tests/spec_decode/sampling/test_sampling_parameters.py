@@ -48,7 +48,7 @@ def test_value_at_edge_of_range_is_accepted(name, value):
 
 
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("name", "message"),
     [
         ("best_of", "does not support 'best_of'. Pass n, and choose among the completions."),
         ("do_sample", "does not support 'do_sample'. Pass temperature: 0 is greedy."),
@@ -56,8 +56,8 @@ def test_value_at_edge_of_range_is_accepted(name, value):
         ("bad_words", "does not support 'bad_words'. Parameters are temperature, top_k,"),
     ],
 )
-def test_unknown_parameter_error_suggests_alternative(name, told):
-    with pytest.raises(TypeError, match=re.escape(told)):
+def test_unknown_parameter_error_suggests_alternative(name, message):
+    with pytest.raises(TypeError, match=re.escape(message)):
         SamplingParams(**{"temperature": 0.5, name: 2})
 
 
@@ -97,10 +97,10 @@ def test_every_request_has_a_row_with_kernel_dtypes():
 
 def test_loading_replaces_every_row_in_place():
     sampling = Sampling.of([SamplingParams(temperature=1.0, top_k=2, top_p=0.5, seed=3)] * 3, "cpu")
-    held = [field.data_ptr() for field in (sampling.temperature, sampling.top_k, sampling.top_p, sampling.seeds)]
+    addresses = [field.data_ptr() for field in (sampling.temperature, sampling.top_k, sampling.top_p, sampling.seeds)]
     sampling.load([SamplingParams(temperature=2.0, seed=4)])
     assert rows(sampling) == [(2.0, 0, 1.0, 4), GREEDY, GREEDY]
-    assert held == [f.data_ptr() for f in (sampling.temperature, sampling.top_k, sampling.top_p, sampling.seeds)]
+    assert addresses == [f.data_ptr() for f in (sampling.temperature, sampling.top_k, sampling.top_p, sampling.seeds)]
 
 
 def test_more_requests_than_rows_are_rejected():

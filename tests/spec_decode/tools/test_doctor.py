@@ -92,9 +92,9 @@ def test_absent_fa3_providers_name_what_to_install() -> None:
         assert remedy in found[name].detail
 
 
-@pytest.mark.parametrize(("asked", "used"), [("", True), ("sgl", True), ("vllm", False)])
-def test_installed_provider_reports_if_it_is_used(monkeypatch: pytest.MonkeyPatch, asked: str, used: bool) -> None:
-    monkeypatch.setenv(PROVIDER_VARIABLE, asked)
+@pytest.mark.parametrize(("provider", "used"), [("", True), ("sgl", True), ("vllm", False)])
+def test_installed_provider_reports_if_it_is_used(monkeypatch: pytest.MonkeyPatch, provider: str, used: bool) -> None:
+    monkeypatch.setenv(PROVIDER_VARIABLE, provider)
     for name, module in fa3_module("flash_attn_with_kvcache").items():
         monkeypatch.setitem(sys.modules, name, module)
     found = providers()["sgl"]
@@ -122,7 +122,7 @@ def registry_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(registry, state, dict(getattr(registry, state)))
 
 
-def fail(*asked: object) -> Any:
+def fail(*args: object) -> Any:
     raise KeyError("no table")
 
 
@@ -130,8 +130,8 @@ def fail(*asked: object) -> Any:
     ("supports", "detail"),
     [
         (fail, "KeyError: 'no table'"),
-        (lambda *asked: None, "AttributeError"),
-        (lambda *asked: sys.exit(), "SystemExit"),
+        (lambda *args: None, "AttributeError"),
+        (lambda *args: sys.exit(), "SystemExit"),
     ],
     ids=["raises", "no answer", "leaves"],
 )
@@ -183,12 +183,12 @@ VERSIONS = {
 }
 
 
-@pytest.mark.parametrize(("found", "told"), VERSIONS.values(), ids=VERSIONS)
-def test_untested_release_is_marked(found: str, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "version", lambda name: found)
+@pytest.mark.parametrize(("release", "detail"), VERSIONS.values(), ids=VERSIONS)
+def test_untested_release_is_marked(release: str, detail: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "version", lambda name: release)
     monkeypatch.setitem(doctor.TESTED, "torch", ("2.11.0", "2.13.0", "2.13.0"))
     packages = {finding.subject: finding for finding in doctor._packages()}
-    assert packages["torch"].detail.startswith(told) and packages["vllm"].detail == found
+    assert packages["torch"].detail.startswith(detail) and packages["vllm"].detail == release
 
 
 @pytest.mark.parametrize("name", ["torch", "triton", "transformers"])

@@ -138,12 +138,12 @@ RIGHT += [(Foreseen(), None, Strategy.FULL_LOOP), (with_builder(Rebuilt), None, 
 RIGHT += [(with_builder(Uncapturable), None, Strategy.PIECEWISE)]
 
 
-@pytest.mark.parametrize(("backend", "asked", "strategy"), RIGHT)
+@pytest.mark.parametrize(("backend", "requested", "strategy"), RIGHT)
 def test_a_right_backend_never_drifts(
-    backend: AttentionBackend | str, asked: Strategy | None, strategy: Strategy
+    backend: AttentionBackend | str, requested: Strategy | None, strategy: Strategy
 ) -> None:
-    made = get(backend) if isinstance(backend, str) else backend
-    validated = validate_rounds(made, CPU, rounds=ROUNDS, strategy=asked)
+    instance = get(backend) if isinstance(backend, str) else backend
+    validated = validate_rounds(instance, CPU, rounds=ROUNDS, strategy=requested)
     assert (validated.strategy, validated.validations) == (strategy.value, ROUNDS) and validated.leaves > 0
 
 

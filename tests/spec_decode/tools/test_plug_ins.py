@@ -97,10 +97,10 @@ def test_crashing_plug_in_is_refused_with_signal(declare: Callable[..., None], t
 
 def test_hanging_plug_in_is_refused_with_limit(declare: Callable[..., None], try_declared: TryDeclared) -> None:
     declare("a", "hang", "b")
-    told: list[str] = []
-    refused, _ = try_declared(0.3, lambda plug_in: told.append(f"{plug_in.name} of {plug_in.package}"))
+    notes: list[str] = []
+    refused, _ = try_declared(0.3, lambda plug_in: notes.append(f"{plug_in.name} of {plug_in.package}"))
     assert "exceeded the limit of 0.3 s for loading and querying a package" in refused["hang"]
-    assert told == [f"{name} of unknown" for name in ("a", "hang", "a", "b")]
+    assert notes == [f"{name} of unknown" for name in ("a", "hang", "a", "b")]
 
 
 def test_plug_in_exiting_cleanly_is_refused_too(declare: Callable[..., None], try_declared: TryDeclared) -> None:

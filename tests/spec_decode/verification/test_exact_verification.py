@@ -75,14 +75,14 @@ def test_every_output_matches_its_noise(op, oracle, passes, seed, device):
 
 
 @each_device
-@pytest.mark.parametrize("asked", RESTRICTIONS.values(), ids=RESTRICTIONS)
+@pytest.mark.parametrize("restriction", RESTRICTIONS.values(), ids=RESTRICTIONS)
 @pytest.mark.parametrize("name", KINDS)
-def test_verify_output_follows_restrictions_and_seeds(name, asked, device):
-    how, case = verifier(name, num_speculative_tokens=STEPS), Case(TABLES, **asked)
+def test_verify_output_follows_restrictions_and_seeds(name, restriction, device):
+    how, case = verifier(name, num_speculative_tokens=STEPS), Case(TABLES, **restriction)
     logits, tokens, draft_logits, first = (
         x.to(device) for x in (case.p_logits, case.tokens, case.q_logits, case.first)
     )
-    sampling = Sampling(*(x.to(device) for x in sampling_of(len(case.rows), **asked, seeds=case.seeds).rows))
+    sampling = Sampling(*(x.to(device) for x in sampling_of(len(case.rows), **restriction, seeds=case.seeds).rows))
     output = how.verify(logits, tokens, draft_logits, sampling=sampling, draft_positions=first)
     case.check((output.accepted, output.next_tokens), KINDS[name][1], how.draft_seeds(sampling.seeds, first).cpu())
 

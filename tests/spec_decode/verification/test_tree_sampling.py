@@ -81,8 +81,8 @@ def test_sampling_matches_plain_decoding(tree, temperature):
     for step in range(tree.max_depth + 1):
         positions = torch.full((2000,), FIRST + step)
         last = sample_target(tables.p[step][last], sampling=sampling_of(2000, temperature), positions=positions)
-        said = step <= output.accepted
-        assert torch.equal(text[said, step], last[said])
+        drawn = step <= output.accepted
+        assert torch.equal(text[drawn, step], last[drawn])
     assert output.accepted.unique().tolist() == list(range(tree.max_depth + 1))
 
 

@@ -68,20 +68,20 @@ def pair(output):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_captured_verification_replays_over_other_batches(name):
-    how, held = verifier(name, num_speculative_tokens=STEPS), inputs(0)
+    how, buffers = verifier(name, num_speculative_tokens=STEPS), inputs(0)
     out = []
 
     def verify():
-        out.append((output_of(how, held), how.draft_seeds(held["seeds"], held["draft_positions"])))
+        out.append((output_of(how, buffers), how.draft_seeds(buffers["seeds"], buffers["draft_positions"])))
 
     graph = runtime_for(torch.device("cpu")).capture(verify)
     for seed in (1, 2, 3):
-        for buffer, fresh in zip(held.values(), inputs(seed).values(), strict=True):
+        for buffer, fresh in zip(buffers.values(), inputs(seed).values(), strict=True):
             buffer.copy_(fresh)
         graph.replay()
         output, draft_seeds = out[0]
         assert pair(output) == pair(output_of(how, inputs(seed)))
-        assert torch.equal(draft_seeds, how.draft_seeds(held["seeds"], held["draft_positions"]))
+        assert torch.equal(draft_seeds, how.draft_seeds(buffers["seeds"], buffers["draft_positions"]))
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -49,8 +49,8 @@ def test_tensor_is_cast_and_outlives_its_file(tmp_path, form):
     store, path = TensorStore.open(CHECKPOINT.write(tmp_path, form)), tmp_path / form
     taken = {dtype: store.take("fc.bias", (32,), dtype) for dtype in (None, torch.bfloat16, torch.float64)}
     path.write_bytes(bytes(path.stat().st_size))
-    for asked, tensor in taken.items():
-        wanted = CHECKPOINT.tensors["fc.bias"].to(asked or torch.float32)
+    for requested, tensor in taken.items():
+        wanted = CHECKPOINT.tensors["fc.bias"].to(requested or torch.float32)
         assert tensor.dtype == wanted.dtype and torch.equal(tensor, wanted)
 
 
@@ -73,16 +73,16 @@ def test_a_missing_config_is_named(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "problem"),
     [
         *((text, "is not valid JSON") for text in ("", "{", "\xff\xfe")),
         *((text, "must hold a JSON object") for text in ("[1, 2]", "3")),
     ],
 )
-def test_config_that_is_no_object_is_named(tmp_path, text, said):
+def test_config_that_is_no_object_is_named(tmp_path, text, problem):
     CHECKPOINT.write(tmp_path)
     (tmp_path / "config.json").write_bytes(text.encode("latin1"))
-    assert f"{tmp_path / 'config.json'} {said}" in refusal(lambda: TensorStore.open(tmp_path))
+    assert f"{tmp_path / 'config.json'} {problem}" in refusal(lambda: TensorStore.open(tmp_path))
 
 
 def test_folder_without_weights_lists_accepted_files(tmp_path):
@@ -104,8 +104,8 @@ def test_index_without_usable_map_is_rejected(tmp_path, places):
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / FORMS[1]).write_text(json.dumps({"weight_map": places}))
     message = refusal(lambda: TensorStore.open(tmp_path))
-    said = "must name files in its folder" if "other" in str(places) else "must hold a weight_map"
-    assert str(tmp_path / FORMS[1]) in message and said in message
+    rule = "must name files in its folder" if "other" in str(places) else "must hold a weight_map"
+    assert str(tmp_path / FORMS[1]) in message and rule in message
 
 
 def test_tensor_missing_from_its_shard_is_named(tmp_path):
@@ -126,17 +126,17 @@ def test_a_truncated_file_is_named(tmp_path, form):
 
 
 @pytest.mark.parametrize(
-    ("state", "said"),
+    ("state", "problem"),
     [
         ({"a": print}, "cannot be read as a PyTorch state"),
         ([torch.ones(2)], "must hold a state_dict of dense tensors"),
         ({"a": 3}, "must hold a state_dict of dense tensors"),
     ],
 )
-def test_bin_file_must_be_a_plain_state(tmp_path, state, said):
+def test_bin_file_must_be_a_plain_state(tmp_path, state, problem):
     (tmp_path / "config.json").write_text("{}")
     torch.save(state, tmp_path / "pytorch_model.bin")
-    assert said in refusal(lambda: TensorStore.open(tmp_path))
+    assert problem in refusal(lambda: TensorStore.open(tmp_path))
 
 
 def test_missing_or_misshapen_tensor_is_named(tmp_path):
@@ -148,7 +148,7 @@ def test_missing_or_misshapen_tensor_is_named(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("stored", "asked", "said"),
+    ("stored", "dtype", "wanted"),
     [
         (torch.int8, torch.float32, "floats of at least 16 bits, got torch.int8"),
         (torch.float8_e4m3fn, torch.bfloat16, "floats of at least 16 bits, got torch.float8_e4m3fn"),
@@ -156,10 +156,10 @@ def test_missing_or_misshapen_tensor_is_named(tmp_path):
         (torch.complex64, torch.int64, "integers, got torch.complex64"),
     ],
 )
-def test_quantised_weights_are_rejected_as_plain(tmp_path, stored, asked, said):
+def test_quantised_weights_are_rejected_as_plain(tmp_path, stored, dtype, wanted):
     store = store_of(tmp_path, a=torch.ones(2).to(stored))
-    message = refusal(lambda: store.take("a", (2,), asked))
-    assert f"a in {tmp_path / 'model.safetensors'} must be stored as {said}" in message
+    message = refusal(lambda: store.take("a", (2,), dtype))
+    assert f"a in {tmp_path / 'model.safetensors'} must be stored as {wanted}" in message
 
 
 def test_a_state_without_names_is_refused(tmp_path):

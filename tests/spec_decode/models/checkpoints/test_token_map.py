@@ -46,7 +46,7 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize(("tensors", "said"), WRONG.values(), ids=WRONG)
-def test_invalid_map_is_rejected_with_first_id(tmp_path, tensors, said):
-    with pytest.raises(CheckpointError, match=re.escape(said)):
+@pytest.mark.parametrize(("tensors", "message"), WRONG.values(), ids=WRONG)
+def test_invalid_map_is_rejected_with_first_id(tmp_path, tensors, message):
+    with pytest.raises(CheckpointError, match=re.escape(message)):
         read(tmp_path, tensors)

@@ -160,11 +160,11 @@ OTHER_TASKS = {
 }
 
 
-@pytest.mark.parametrize(("fields", "said"), OTHER_TASKS.values(), ids=OTHER_TASKS)
-def test_model_of_another_task_is_rejected_briefly(folder, fields, said):
+@pytest.mark.parametrize(("fields", "task"), OTHER_TASKS.values(), ids=OTHER_TASKS)
+def test_model_of_another_task_is_rejected_briefly(folder, fields, task):
     (folder / "config.json").write_text(json.dumps(fields))
     message = refusal(folder)
-    assert re.search(rf"holds {said}; only the classes of .* or serve this one in vLLM", message)
+    assert re.search(rf"holds {task}; only the classes of .* or serve this one in vLLM", message)
     assert len(message.replace(str(folder), "")) < 250
 
 

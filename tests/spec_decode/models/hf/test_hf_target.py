@@ -305,14 +305,14 @@ def changed(change: Callable[[Any], Any], kind: str = "llama") -> Any:
     return model
 
 
-def hand_to_attention(model: Any, **asked: Any) -> None:
+def hand_to_attention(model: Any, **arguments: Any) -> None:
     """Layer 1 hands to the library's attention function what a layer of another architecture would."""
     attention = model.model.layers[1].self_attn
     inner, part = attention.forward, torch.zeros(1, 4, 2, 64)
 
     def forward(**given: Any) -> Any:
         interface = transformers.AttentionInterface()["attn_backends_paged"]
-        interface(attention, part, part, part, **{"attention_mask": None, "scaling": 1.0, **asked})
+        interface(attention, part, part, part, **{"attention_mask": None, "scaling": 1.0, **arguments})
         return inner(**given)
 
     attention.forward = forward
@@ -379,8 +379,8 @@ UNSERVED: dict[str, Callable[[], Any]] = {
     ),
     f"layer 0 requests no window, but the config has one of {WINDOW} tokens": partial(make_phimoe, WINDOW),
     **{
-        rf"layer 1 \(LlamaAttention\) {said}": partial(changed, partial(hand_to_attention, **asked))
-        for said, asked in UNUSUAL_ARGUMENTS.items()
+        rf"layer 1 \(LlamaAttention\) {problem}": partial(changed, partial(hand_to_attention, **unusual))
+        for problem, unusual in UNUSUAL_ARGUMENTS.items()
     },
 }
 

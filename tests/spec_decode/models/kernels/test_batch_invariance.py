@@ -87,11 +87,11 @@ def grouped_gated(draw, rows, n, k):
 def row_by(run, *shapes, dtype=None):
     """run(x, *weights) of x [T, K], with a weight of each shape(n, k)."""
 
-    def made(draw, rows, n, k):
+    def by_row(draw, rows, n, k):
         weights = [draw(*shape(n, k), dtype=dtype) for shape in shapes]
         return lambda x: run(x, *weights), (draw(rows, k),)
 
-    return made
+    return by_row
 
 
 def swiglu_of(limit):

@@ -73,9 +73,9 @@ class Copies(PlainDispatchMode):
 
     def dispatch(self, func, args, kwargs):
         out = func(*args, **kwargs)
-        for made in tree_leaves(out):
-            if made.dtype != torch.float8_e4m3fn and made.untyped_storage().data_ptr() != self.source.data_ptr():
-                self.most = max(self.most, made.numel())
+        for tensor in tree_leaves(out):
+            if tensor.dtype != torch.float8_e4m3fn and tensor.untyped_storage().data_ptr() != self.source.data_ptr():
+                self.most = max(self.most, tensor.numel())
         return out
 
 

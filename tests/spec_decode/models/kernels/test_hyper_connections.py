@@ -51,10 +51,10 @@ WRITTEN = [
 
 
 @pytest.mark.parametrize(
-    ("op", "change", "found"),
+    ("op", "change", "message"),
     [*((read_streams, *row) for row in READ), *((write_streams, *row) for row in WRITTEN)],
 )
-def test_misfit_operands_are_named(op, change, found):
+def test_misfit_operands_are_named(op, change, message):
     case = make_case()
     operands = {
         "streams": case.streams,
@@ -65,7 +65,7 @@ def test_misfit_operands_are_named(op, change, found):
     if op is read_streams:
         operands = {"streams": case.streams, "mixes": case.mixes, "scale": case.scale, "base": case.base}
         operands |= {"iterations": 20, "eps": EPS}
-    with pytest.raises(BatchError, match=found):
+    with pytest.raises(BatchError, match=message):
         op(**{**operands, **change})
 
 

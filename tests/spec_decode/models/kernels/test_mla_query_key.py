@@ -14,7 +14,7 @@ TOKENS, HEADS, DIMS, ROTARY = 3, 2, 4, 6
 def operands(**changes):
     generator = torch.Generator().manual_seed(0)
     angles = torch.rand(9, ROTARY // 2, generator=generator) * 6
-    made = {
+    defaults = {
         "absorbed": torch.randn(TOKENS, HEADS, DIMS, generator=generator),
         "rotated": torch.randn(TOKENS, HEADS, ROTARY, generator=generator),
         "latent": torch.randn(TOKENS, DIMS + ROTARY, generator=generator),
@@ -22,29 +22,29 @@ def operands(**changes):
         "eps": 1e-6,
         "rope": Rope(torch.tensor([0, 8, 3]), torch.cat([angles.cos(), angles.sin()], -1)),
     }
-    return {**made, **changes}
+    return {**defaults, **changes}
 
 
 def test_query_and_key_match_rotated_normed_formula():
-    made = operands()
-    query, key = mla_query_key(**made)
-    factors = angles_of(*made["rope"])
-    latent, shared = made["latent"].double().split([DIMS, ROTARY], 1)
-    normed = latent / (latent.square().mean(1, keepdim=True) + 1e-6).sqrt() * made["norm"].double()
+    inputs = operands()
+    query, key = mla_query_key(**inputs)
+    factors = angles_of(*inputs["rope"])
+    latent, shared = inputs["latent"].double().split([DIMS, ROTARY], 1)
+    normed = latent / (latent.square().mean(1, keepdim=True) + 1e-6).sqrt() * inputs["norm"].double()
     wanted = torch.cat([normed[:, None], rotated(shared[:, None], factors)], -1)
     torch.testing.assert_close(key.double(), wanted, rtol=1e-5, atol=1e-6)
-    wanted = torch.cat([made["absorbed"].double(), rotated(made["rotated"].double(), factors)], -1)
+    wanted = torch.cat([inputs["absorbed"].double(), rotated(inputs["rotated"].double(), factors)], -1)
     torch.testing.assert_close(query.double(), wanted, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.outside_inference_mode
 @pytest.mark.parametrize("part", ["absorbed", "rotated", "latent", "norm"])
 def test_each_part_gets_a_gradient_alone(part):
-    made = operands()
-    made[part].requires_grad_()
-    query, key = mla_query_key(**made)
+    inputs = operands()
+    inputs[part].requires_grad_()
+    query, key = mla_query_key(**inputs)
     (query.square().sum() + key.sum()).backward()
-    assert made[part].grad.abs().sum() > 0
+    assert inputs[part].grad.abs().sum() > 0
 
 
 MISFITS = {

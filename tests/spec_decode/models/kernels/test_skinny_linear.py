@@ -83,9 +83,9 @@ MISFITS = [
 ]
 
 
-@pytest.mark.parametrize(("function", "change", "found"), MISFITS)
-def test_misfit_operands_are_named(function, change, found):
-    with pytest.raises(BatchError, match=found):
+@pytest.mark.parametrize(("function", "change", "message"), MISFITS)
+def test_misfit_operands_are_named(function, change, message):
+    with pytest.raises(BatchError, match=message):
         function(**{**CALLS[function], **change})
 
 

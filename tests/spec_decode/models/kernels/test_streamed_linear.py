@@ -151,10 +151,10 @@ MISFITS = {
 }
 
 
-@pytest.mark.parametrize(("change", "found"), MISFITS.values(), ids=MISFITS)
-def test_misfit_tensors_are_named(change, found):
+@pytest.mark.parametrize(("change", "message"), MISFITS.values(), ids=MISFITS)
+def test_misfit_tensors_are_named(change, message):
     function, height = (streamed_groups, (2, 4)) if "ends" in change else (streamed_linear, (4,))
-    with pytest.raises(BatchError, match=found):
+    with pytest.raises(BatchError, match=message):
         function(**{"x": torch.zeros(3, 8), "weight": torch.zeros(*height, 8), **change})
 
 

@@ -86,9 +86,9 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("scaling", "said"), WRONG)
-def test_invalid_scaling_is_rejected_by_field(scaling, said):
-    with pytest.raises(CheckpointError, match=re.escape(said)):
+@pytest.mark.parametrize(("scaling", "message"), WRONG)
+def test_invalid_scaling_is_rejected_by_field(scaling, message):
+    with pytest.raises(CheckpointError, match=re.escape(message)):
         read(rope_scaling=scaling)
 
 
