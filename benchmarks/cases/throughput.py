@@ -20,14 +20,13 @@ from benchmarks.random_drafts import BLOCK_DRAFTS, RANDOM_DRAFTS, RandomDraft
 from benchmarks.rows import Bench, BenchRow, with_limits
 from spec_decode.drafter import DrafterConfig, Strategy
 from spec_decode.engine import Engine, EngineConfig, EngineStats, Request
-from spec_decode.model_api import Attention, DraftModel, TargetStates
-from spec_decode.models import LlamaTarget, ModelConfig
+from spec_decode.model_api import DraftModel
+from spec_decode.models import LlamaTarget
 from spec_decode.models.checkpoints.config_reader import ConfigReader
 from spec_decode.models.checkpoints.store import RandomStore, ScopedWeights
 from spec_decode.models.decoder_config import read_decoder
 from spec_decode.models.decoder_weights import read_parameters
 from spec_decode.models.layer_windows import no_windows
-from spec_decode.models.layers.linear import joined
 from spec_decode.models.layers.rope import RotaryEmbedding
 from spec_decode.sampling import SamplingParams
 from spec_decode.tools.timing_limit import TimingLimit
@@ -36,26 +35,6 @@ from spec_decode.trees import DynamicTreeConfig
 NAME = "throughput"
 _PREFILL_TOKENS = 8192
 """Prompt tokens that a round prefills: large batches take only a few rounds, and memory stays bounded."""
-
-
-class AuxStatesTarget(LlamaTarget):
-    """Also returns the inputs of num_states evenly spread layers: [T, num_states * H]."""
-
-    def __init__(self, config: ModelConfig, num_states: int) -> None:
-        super().__init__(config)
-        self.target_states_size = num_states * config.hidden_size
-        self.aux_layers = [1 + index * (config.num_layers - 1) // num_states for index in range(num_states)]
-
-    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attention: Attention) -> TargetStates:
-        """token_ids and positions int64 [T]."""
-        x, delta, rope = self.embed(token_ids), None, self.rotary(positions)
-        entered: list[torch.Tensor] = []
-        for index, layer in enumerate(self.layers):
-            if index in self.aux_layers:
-                entered.append(joined(x, delta))
-            x, delta = layer(x, delta, rope, attention)
-        hidden: torch.Tensor = self.norm(x, delta)[1]
-        return TargetStates(hidden, torch.cat(entered, -1))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,9 +85,11 @@ class ThroughputCase:
         """Return target and draft with random weights, made on the device in their dtype."""
         fields = ConfigReader(self.draft.config, "the draft's config")
         config = replace(read_decoder(fields, no_windows).model, num_layers=self.num_layers)
-        num_states = self.draft.num_target_states
+        count = self.draft.num_target_states
+        # Evenly spread.
+        aux = None if count == 1 else [1 + index * (config.num_layers - 1) // count for index in range(count)]
         with torch.device("meta"):
-            target = LlamaTarget(config) if num_states == 1 else AuxStatesTarget(config, num_states)
+            target = LlamaTarget(config, aux)
         target.rotary = RotaryEmbedding(config)
         target = read_parameters(target, ScopedWeights(RandomStore({}, [], device), "", self.dtype, device))
         store = RandomStore(self.draft.config, list(self.draft.names), device)

@@ -24,7 +24,7 @@ from builders import (
     GraphSupport,
     MetadataBuilder,
 )
-from engine_kits.null_page import EngineCache, with_null_page
+from engine_kits.engine_cache import EngineCache, with_null_page
 from engine_kits.sglang.runner import runner_of, slots_of
 from engine_kits.sglang.stand_in import STEPS, on_an_h200
 from spec_decode.testing.outcome import Unsupported

@@ -9,7 +9,7 @@ import torch
 
 from attn_backends import AttentionBackend, Sizes
 from builders import AttentionSpec
-from engine_kits.null_page import NoAttention
+from engine_kits.engine_cache import NoAttention
 from engine_kits.subjects import HEADS, backend_class
 from engine_kits.vllm.config import LAYER
 from engine_kits.vllm.making import builder_class, heads_group

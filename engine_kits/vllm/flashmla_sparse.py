@@ -8,7 +8,7 @@ from typing import Any
 
 from attn_backends import AttentionBackend, Sizes
 from builders import AttentionSpec
-from engine_kits.null_page import NoAttention
+from engine_kits.engine_cache import NoAttention
 from engine_kits.subjects import DENSE_LATENT, backend_class
 from engine_kits.vllm.config import LAYER
 from engine_kits.vllm.making import builder_class, latents_group

@@ -13,7 +13,7 @@ from attn_backends.kernels.latent_attention import latent_attention
 from attn_backends.kernels.paged_attention import paged_attention
 from attn_backends.kernels.sparse_attention import sparse_attention
 from builders import AttentionSpec
-from engine_kits.null_page import EngineCache, after_the_null_page, with_null_page
+from engine_kits.engine_cache import EngineCache, after_the_null_page, with_null_page
 
 
 class PackedHeads(EngineCache):

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from attn_backends import AttentionBackend, Sizes
-from engine_kits.null_page import NoAttention
+from engine_kits.engine_cache import NoAttention
 from engine_kits.subjects import LATENT, backend_class
 from engine_kits.vllm.making import builder_class, index_group
 

@@ -58,6 +58,7 @@ class _Options:
     prompts_file: Annotated[Path | None, "--prompts", "A file with one prompt per line."]
     target: Annotated[str | None, _TARGET]
     draft: Annotated[str | None, _DRAFT]
+    transformers: Annotated[bool, "Run the target in transformers, even if our layers compute it."] = False
     chat: Annotated[bool, "Wrap each prompt in the model's chat template."] = False
     backend: Annotated[str | None, "Backend of target and draft; default: for each group the first that supports it."]
     draft_backend: Annotated[str | None, "Backend of the draft, if it differs."]
@@ -76,7 +77,7 @@ class _Options:
     max_model_len: Annotated[int | None, "Maximum tokens of prompt and text; default: 4096, or the model's maximum."]
     device: Annotated[str | None, device_option]
     dtype: Annotated[str, _DTYPE, "auto: float32 on a CPU, bfloat16 on a GPU."] = "auto"
-    explain: Annotated[bool, "Also say why the other backends were not chosen."] = False
+    explain: Annotated[bool, "Also say where the target runs, and why the other backends were not chosen."] = False
     as_json: Annotated[bool, "--json", "Print texts and statistics as JSON instead."] = False
 
     @property
@@ -139,6 +140,7 @@ class _Options:
             tree=None if self.tree is None else _parse_tree(self.tree),
             verification=self.verification,
             batch_invariant=self.batch_invariant,
+            target="transformers" if self.transformers else None,
             draft_weights=self.draft_weights,
             page_size=self.page_size,
             max_model_len=self.max_model_len,

@@ -19,7 +19,7 @@ from spec_decode.drafter.verified_tokens import VerifiedTokens
 from spec_decode.graphs import Capturable, Factory, GraphManager, default_capture_sizes
 from spec_decode.model_api import DraftModel
 from spec_decode.paged.kv_groups import KVGroup
-from spec_decode.paged.step_buffers import StepBuffers
+from spec_decode.paged.step_metadata import StepBuffers
 
 STEP_0, ROUND = "step_0", "round"
 """Graph kinds: step 0, and step 0 together with all later steps."""
@@ -120,8 +120,8 @@ class Drafter:
         the verified tokens, which later rounds attend to.
 
         The requests are the live rows of the tables. A request with no room for step 0 below its token limit proposes
-        nothing and raises tables.overflow; one that reaches its limit during the round does so from there on. Step 0
-        takes 1 + K places after context_lens, 2K for a ModuleDraft or BlockDraft, up to 2K + 2 for a ContextBlockDraft.
+        nothing and raises tables.overflow; one that reaches its limit during the round does so from there on. The
+        model's `round_shape` says how many places a round takes.
         Raises BatchError, with nothing run, for tensors of the wrong shape, dtype or device, or too large a batch.
         """
         live = self.tables.num_live

@@ -15,7 +15,7 @@ from spec_decode.paged import GraphMode
 from spec_decode.paged.attention import PagedAttention
 from spec_decode.paged.kv_groups import KVGroup, build_ragged, products_of
 from spec_decode.paged.metadata_plan import plan_uniform_step
-from spec_decode.paged.step_buffers import StepBuffers
+from spec_decode.paged.step_metadata import StepBuffers
 from spec_decode.verification import move_accepted_kv
 
 TARGET = "target"

@@ -24,13 +24,14 @@ from spec_decode.engine.config import draft_slots
 from spec_decode.llm.backends import choose_backends, explain_backends
 from spec_decode.llm.capture import capture
 from spec_decode.llm.load import Name, load
-from spec_decode.llm.outputs import Completion, GrowingText, Reply, TextChunk, together
+from spec_decode.llm.outputs import Completion, Reply, TextChunk, together
 from spec_decode.llm.pair import Tokenizer
 from spec_decode.llm.progress import progress_bar
 from spec_decode.llm.prompts import Message, Prompt, as_list, contents, is_conversation, text_turns
+from spec_decode.llm.stop_strings import GrowingText
 from spec_decode.model_api import ContextBlockDraft, DraftModel
 from spec_decode.models import CheckpointError
-from spec_decode.models.draft_weights import check_draft_weights, quantise_draft
+from spec_decode.models.quantise_draft import check_draft_weights, quantise_draft
 from spec_decode.paged import GraphMode
 from spec_decode.paged.kv_groups import CachesTooLarge
 from spec_decode.sampling import SamplingParams
@@ -46,6 +47,7 @@ if the CPU is busy (24 tokens a second dropped to 2 on two busy cores)."""
 class Settings(TypedDict, total=False):
     """Further settings. EngineConfig explains verification, batch_invariant and page_size, DrafterConfig tree.
 
+    - target         "transformers": run a published target there; None: on our layers if they compute it, else there
     - draft_weights  "fp8": the draft's matrix products read 8-bit weights, see the guide; None: as loaded
     - strategy       how the later steps of a round run; None: on a CPU eager, else by the rule in the guide
     - max_model_len  the most tokens of a prompt and its text; 4,096, or fewer if a model has fewer positions
@@ -53,6 +55,7 @@ class Settings(TypedDict, total=False):
     - max_logprobs   the most logprobs that a prompt can request; 0
     """
 
+    target: str | None
     draft_weights: str | None
     strategy: str | Strategy | None
     tree: Tree | None
@@ -107,6 +110,10 @@ class LLM:
                 f"LLM has no setting {unknown[0]!r}.{did_you_mean(unknown[0], known)} Settings are {', '.join(known)}."
             )
         _require_names(backend=backend, draft_backend=draft_backend)
+        require(
+            (runs_in := settings.get("target")) in (None, "transformers"),
+            f"target is {runs_in!r:.200}. Pass transformers, or leave it out: our layers run the targets they compute.",
+        )
         # Before the models are loaded, which can take minutes.
         torch_device, strategy = _device(device), _strategy(settings.get("strategy"))
         torch_dtype, draft_weights = _dtype(dtype, torch_device), settings.get("draft_weights")
@@ -116,7 +123,7 @@ class LLM:
             _require_no_draft_settings(draft_backend=draft_backend, **settings)
         if draft_weights is not None:
             check_draft_weights(draft_weights, torch_dtype, torch_device)
-        pair = load(model, draft, dtype=torch_dtype, device=torch_device)
+        pair = load(model, draft, dtype=torch_dtype, device=torch_device, runs_in=runs_in)
         if pair.draft is not None and draft_weights is not None:
             quantise_draft(pair.draft, draft_weights)
         self._draft_weights, self._names = draft_weights, (os.fspath(model), draft and os.fspath(draft))
@@ -176,9 +183,9 @@ class LLM:
         return self.engine.plan
 
     def explain(self) -> str:
-        """Return a report: which backend serves each layer group and why not the others, which target states the draft
-        reads, the block that it was trained on, quantised draft weights, how the drafter runs and why, and whether one
-        graph holds a round."""
+        """Return a report: where the target runs and why not on our layers, which backend serves each layer group and
+        why not the others, which target states the draft reads, the block that it was trained on, quantised draft
+        weights, how the drafter runs and why, and whether one graph holds a round."""
         plan, round_plan = self.plan, self.engine.round_plan
         how = [*plan.explain(), str(round_plan)] if plan else ["no draft: plain decoding"]
         target = self.pair.target
@@ -190,7 +197,8 @@ class LLM:
             reads.append(
                 "no graphs: a CPU has no launches to save. A strategy that you name, such as full_loop, emulates them"
             )
-        return "\n".join([*explain_backends(self.pair, self.backends, self.config), *reads, *how])
+        runs = f"target runs {self.pair.target_runs}"
+        return "\n".join([runs, *explain_backends(self.pair, self.backends, self.config), *reads, *how])
 
     def generate(
         self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None, *, progress: bool = True

@@ -15,31 +15,43 @@ from builders import BatchError
 from spec_decode.llm.chat_template import encode_chat
 from spec_decode.llm.pair import Pair, encode_utf8, load_byte_pair
 from spec_decode.llm.prompts import Message
+from spec_decode.model_api import TargetModel
 from spec_decode.models import SHIPPED_PAIR, CheckpointError, draft_names
+from spec_decode.models.causal_lm import load_target
 from spec_decode.models.checkpoints.files import require_regular
+from spec_decode.models.checkpoints.store import TensorStore
 from spec_decode.models.load import aux_hidden_state_layers, check_draft, check_same_tokens, load_with_tokens
+from spec_decode.models.target_fields import unserved
 
 Name = str | os.PathLike[str]
 
 
-def load(model: Name, draft: Name | None, *, dtype: torch.dtype, device: torch.device) -> Pair:
+def load(
+    model: Name, draft: Name | None, *, dtype: torch.dtype, device: torch.device, runs_in: str | None = None
+) -> Pair:
     """Load the model and its draft.
 
     model: a folder, `pydoc` for this library's own pair, or the name of a model in this machine's Hugging
-    Face cache; nothing is downloaded. draft: the same; for a byte-level pair, the name of one of its drafts. Raises
-    CheckpointError.
+    Face cache; nothing is downloaded. draft: the same; for a byte-level pair, the name of one of its drafts. runs_in:
+    as in `load_published_pair`. Raises CheckpointError.
     """
     folder = find(model)
     if draft is not None:
         _require_name(draft, "draft")
     if is_pair(folder):
+        if runs_in is not None:
+            raise CheckpointError(
+                f"target is {runs_in!r}, and {folder} holds a byte-level pair, which only this library computes. Leave "
+                "target out."
+            )
         if draft is not None and os.fspath(draft) not in (own := draft_names(folder)) and os.path.isdir(draft):
             raise CheckpointError(
                 f"{folder} has its own drafts, and {draft} is a folder. Pass one of the names {', '.join(own)}, or the "
                 "draft's own target."
             )
         return load_byte_pair(folder, dtype, device, draft=None if draft is None else os.fspath(draft))
-    return load_published_pair(folder, None if draft is None else find(draft, "draft"), dtype=dtype, device=device)
+    found = None if draft is None else find(draft, "draft")
+    return load_published_pair(folder, found, dtype=dtype, device=device, runs_in=runs_in)
 
 
 def find(name: Name, what: str = "model") -> Path:
@@ -78,13 +90,17 @@ def is_pair(folder: Path) -> bool:
     return isinstance(values, dict) and "target" in values
 
 
-def load_published_pair(target: Path, draft: Path | None, *, dtype: torch.dtype, device: torch.device) -> Pair:
+def load_published_pair(
+    target: Path, draft: Path | None, *, dtype: torch.dtype, device: torch.device, runs_in: str | None = None
+) -> Pair:
     """Load both folders, or only the target's. The target returns the hidden states that the draft's config names.
+
+    runs_in: "transformers", or None for this library's layers if they compute the target, else `transformers`.
 
     Raises CheckpointError for an invalid folder, for a draft of another target, and without `transformers`.
     """
     try:
-        from spec_decode.models.hf.folder import check_model, load_model, load_tokenizer
+        from spec_decode.models.hf.folder import check_model, load_generation_config, load_model, load_tokenizer
         from spec_decode.models.hf.target import TransformersTarget
         from spec_decode.models.hf.token_text import token_text
     except ImportError as error:
@@ -94,20 +110,31 @@ def load_published_pair(target: Path, draft: Path | None, *, dtype: torch.dtype,
     if draft is not None:
         check_draft(draft)
         same = check_same_tokens(draft, target, tokenizer)
-    model = load_model(target, dtype=dtype, device=device)
-    num_layers = model.config.get_text_config().num_hidden_layers
-    layers = None if draft is None else aux_hidden_state_layers(draft, num_layers)
-    wrapped = TransformersTarget(model, aux_hidden_state_layers=layers)
+    store = TensorStore.open(target)
+    why = "you asked for it" if runs_in == "transformers" else unserved(store)
+    target_model: TargetModel
+    if why is None:
+        target_model = load_target(store, partial(_states, draft), dtype=dtype, device=device)
+    else:
+        model = load_model(target, dtype=dtype, device=device)
+        states = _states(draft, model.config.get_text_config().num_hidden_layers)
+        target_model = TransformersTarget(model, aux_hidden_state_layers=states)
     return Pair(
-        wrapped,
-        None if draft is None else load_with_tokens(draft, wrapped, dtype=dtype, device=device, same_tokens=same),
-        _stop_ids(model.generation_config, tokenizer, wrapped.vocab_size),
+        target_model,
+        None if draft is None else load_with_tokens(draft, target_model, dtype=dtype, device=device, same_tokens=same),
+        _stop_ids(load_generation_config(target), tokenizer, target_model.vocab_size),
         tokenizer,
-        partial(_encode, tokenizer, wrapped.vocab_size),
+        partial(_encode, tokenizer, target_model.vocab_size),
         token_text(tokenizer),
-        partial(_encode_chat, tokenizer, wrapped.vocab_size) if tokenizer.chat_template else None,
-        _added_tokens(tokenizer, wrapped.vocab_size),
+        partial(_encode_chat, tokenizer, target_model.vocab_size) if tokenizer.chat_template else None,
+        _added_tokens(tokenizer, target_model.vocab_size),
+        "on this library's layers" if why is None else f"in transformers: {why}",
     )
+
+
+def _states(draft: Path | None, num_layers: int) -> tuple[int, ...] | None:
+    """Return the states of a target with so many layers that the draft reads. Raises CheckpointError."""
+    return None if draft is None else aux_hidden_state_layers(draft, num_layers)
 
 
 def _stop_ids(config: Any, tokenizer: Any, vocab_size: int) -> frozenset[int]:

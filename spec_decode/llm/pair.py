@@ -49,6 +49,8 @@ class Pair:
     """Returns the tokens of a conversation by the model's chat template; None without a template."""
     added_tokens: Mapping[str, int] = field(default_factory=dict)
     """The tokens that were added to the tokenizer, by their text. Special ones among them are left out of texts."""
+    target_runs: str = "on this library's layers"
+    """Where the target runs, and why, if that is elsewhere."""
 
     @property
     def device(self) -> torch.device:

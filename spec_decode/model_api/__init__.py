@@ -6,13 +6,13 @@ from spec_decode.model_api.base import (
     DraftModel,
     KeepRows,
     LayerGroup,
-    RoundShape,
     TargetModel,
     TargetStates,
 )
 from spec_decode.model_api.batch_invariance import batch_invariance, is_batch_invariant
 from spec_decode.model_api.draft_kinds import BlockDraft, ContextBlockDraft, ModuleDraft
 from spec_decode.model_api.place_logits import CandidateTable, TokenBias
+from spec_decode.model_api.round_shape import RoundShape
 
 __all__ = [
     "Attention",

@@ -16,6 +16,7 @@ from torch import nn
 from builders import AttentionSpec
 from builders.errors import require
 from spec_decode.model_api.attention import Attention
+from spec_decode.model_api.round_shape import RoundShape, require_choices
 
 if TYPE_CHECKING:
     from spec_decode.trees import Tree
@@ -115,28 +116,6 @@ class TargetModel(_Model):
     @abstractmethod
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return logits [T, V] for hidden [T, H]."""
-
-
-class RoundShape(NamedTuple):
-    """What a round takes of a request's places in its tables.
-
-    step_0_len  tokens per row of step 0
-    places      places that a request must have for any round
-    slots       the most KV slots that the draft writes past the end of a text
-    """
-
-    step_0_len: int
-    places: int
-    slots: int
-
-
-def require_choices(tree: Tree, num_choices: int) -> None:
-    """Raise BatchError for a tree with more choices after a token than a draft has."""
-    require(
-        tree.max_children <= num_choices,
-        f"a tree can have at most {num_choices} choices after a token, all that the draft has, got "
-        f"{tree.max_children}. Pass fewer choices.",
-    )
 
 
 class DraftModel(_Model):

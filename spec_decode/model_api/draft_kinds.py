@@ -13,8 +13,9 @@ import torch
 
 from builders.errors import require
 from spec_decode.model_api.attention import ContextAttention
-from spec_decode.model_api.base import DraftInputs, DraftModel, RoundShape, require_choices
+from spec_decode.model_api.base import DraftInputs, DraftModel
 from spec_decode.model_api.place_logits import CandidateTable, TokenBias
+from spec_decode.model_api.round_shape import RoundShape, require_choices
 
 if TYPE_CHECKING:
     from spec_decode.trees import Tree

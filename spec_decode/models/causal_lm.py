@@ -1,9 +1,11 @@
-"""A small causal language model as the draft: Llama, Mistral or Qwen in the layout of `transformers`."""
+"""Causal language models in the layout of `transformers`, as targets and as drafts: Llama, Mistral and Qwen."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 import torch
 from torch import nn
@@ -12,6 +14,7 @@ from spec_decode.model_api import BlockDraft, DraftInputs, TargetModel
 from spec_decode.models.checkpoints.files import CheckpointError
 from spec_decode.models.checkpoints.mask_token import read_mask_token
 from spec_decode.models.checkpoints.store import ScopedWeights, TensorStore
+from spec_decode.models.decoder import Decoder, DecoderTarget
 from spec_decode.models.decoder_config import DecoderConfig, read_decoder
 from spec_decode.models.decoder_weights import read_parameters
 from spec_decode.models.draft import DecoderDraft
@@ -19,12 +22,20 @@ from spec_decode.models.draft_vocabulary import HEAD, DraftVocabulary, read_voca
 from spec_decode.models.layer_windows import ARCHITECTURES as ARCHITECTURES
 from spec_decode.models.layer_windows import read_windows
 from spec_decode.models.layers.decoder_layer import DecoderLayer, LayerOptions
-from spec_decode.models.layers.linear import Embedding, Linear
+from spec_decode.models.layers.feed_forward import Names, read_dense
+from spec_decode.models.layers.grouped_attention import GroupedAttention, GroupedShape
+from spec_decode.models.layers.linear import Embedding
+from spec_decode.models.layers.moe import read_qwen_mixture
+from spec_decode.models.layers.pre_norm_layer import PreNormLayer
 from spec_decode.models.layers.rms_norm import RMSNorm
-from spec_decode.models.layers.rope import RotaryEmbedding
+from spec_decode.models.layers.rope import RopeConfig, RotaryEmbedding
+
+EMBEDDING = "model.embed_tokens.weight"
+_FEED_FORWARD = Names(gate="gate_proj", up="up_proj", down="down_proj")
+M = TypeVar("M", bound=Decoder)
 
 
-class CausalDraft(DecoderDraft):
+class CausalDraft(Decoder, DecoderDraft):
     """At position p, maps the token at p to a state that predicts the token at p + 1. It does not read the target.
 
     target_states_size is the target's, so the drafter can pass the hidden states of any target.
@@ -35,27 +46,19 @@ class CausalDraft(DecoderDraft):
     position_offset: ClassVar[int] = 1
 
     def __init__(
-        self, config: DecoderConfig, options: LayerOptions, vocabulary: DraftVocabulary, target: TargetModel
+        self, config: DecoderConfig, layers: Iterable[nn.Module], vocabulary: DraftVocabulary, target: TargetModel
     ) -> None:
         model = config.model
         embed = Embedding(vocabulary.embedded, model.hidden_size)
         super().__init__(target, config, RotaryEmbedding(model, config.scaling), embed)
         self.hidden_size, self.token_map = model.hidden_size, vocabulary.token_map
-        self.layers = nn.ModuleList(DecoderLayer(model, layer, options) for layer in range(model.num_layers))
-        self.norm = RMSNorm(model.hidden_size, model.norm_eps)
-        self.lm_head = Linear(model.hidden_size, vocabulary.scored)
+        self.add_layers(model, layers, vocabulary.scored)
 
     def forward(self, inputs: DraftInputs) -> torch.Tensor:
         """Return normed states [T, H]; hidden is not read."""
-        x, delta, rope = self.embed(inputs.token_ids), None, self.rotary(inputs.positions)
-        for layer in self.layers:
-            x, delta = layer(x, delta, rope, inputs.attention)
+        x, delta, _ = self.run_layers(inputs.token_ids, inputs.positions, inputs.attention)
         states: torch.Tensor = self.norm(inputs.kept(x), inputs.kept(delta))[1]
         return states
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return logits [T, draft vocabulary] for hidden [T, H]."""
-        return self.lm_head.product(hidden)
 
 
 class ParallelCausalDraft(BlockDraft, CausalDraft):
@@ -64,12 +67,12 @@ class ParallelCausalDraft(BlockDraft, CausalDraft):
     def __init__(
         self,
         config: DecoderConfig,
-        options: LayerOptions,
+        layers: Iterable[nn.Module],
         vocabulary: DraftVocabulary,
         target: TargetModel,
         mask_token_id: int,
     ) -> None:
-        super().__init__(config, options, vocabulary, target)
+        super().__init__(config, layers, vocabulary, target)
         self.mask_token_id = mask_token_id
 
 
@@ -80,23 +83,85 @@ def serves(store: TensorStore) -> bool:
 
 def load(store: TensorStore, target: TargetModel, *, dtype: torch.dtype, device: torch.device) -> CausalDraft:
     """Load the draft, ready to run. Raises CheckpointError."""
-    windows = partial(read_windows, family=ARCHITECTURES[store.architectures[0]])
-    config, options = read_decoder(store.config, windows), _options(store)
-    size, embedding = config.model.vocab_size, "model.embed_tokens.weight"
-    vocabulary = read_vocabulary(store, target, size, device, embedding=embedding, has_head=True)
+    weights = ScopedWeights(store, "", dtype, device)
+    config = _read_config(store)
+    vocabulary = read_vocabulary(store, target, config.model.vocab_size, device, embedding=EMBEDDING, has_head=True)
     mask_token_id = read_mask_token(store, vocabulary.known)
-    arguments = (config, options, vocabulary, target)
+    arguments = (config, _layers(config, weights), vocabulary, target)
     with torch.device("meta"):
         draft = CausalDraft(*arguments) if mask_token_id is None else ParallelCausalDraft(*arguments, mask_token_id)
-    tied = store.config.get("tie_word_embeddings", bool, False)
-    head = embedding if tied else HEAD
+    return _read(draft, weights)
+
+
+def load_target(
+    store: TensorStore,
+    states: Callable[[int], Sequence[int] | None] = lambda _: None,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> DecoderTarget:
+    """Load the target that `unserved` has no objection to, ready to run. states: returns aux_hidden_state_layers, for
+    the number of layers. Raises CheckpointError, and ValueError for layers that the model does not have."""
     weights = ScopedWeights(store, "", dtype, device)
-    draft = read_parameters(draft, weights, lambda name: head if name == HEAD else f"model.{name}")
+    config = _read_config(store)
+    layers = _layers(config, weights)
+    with torch.device("meta"):
+        rotary = RotaryEmbedding(config.model, config.scaling)
+        target = DecoderTarget(config.model, config, rotary, layers, states(config.model.num_layers))
+    return _read(target, weights)
+
+
+def _read_config(store: TensorStore) -> DecoderConfig:
+    return read_decoder(store.config, partial(read_windows, family=ARCHITECTURES[store.architectures[0]]))
+
+
+def _layers(config: DecoderConfig, weights: ScopedWeights) -> list[nn.Module]:
+    """Return the layers: on the meta device, or with their weights if they are a mixture's. Raises CheckpointError."""
+    count, (architecture,) = config.model.num_layers, weights.store.architectures
+    if ARCHITECTURES[architecture] == "qwen3_moe":
+        return [_mixture_layer(config, weights, layer) for layer in range(count)]
+    options = _options(weights.store)
+    with torch.device("meta"):
+        return [DecoderLayer(config.model, layer, options) for layer in range(count)]
+
+
+def _mixture_layer(config: DecoderConfig, weights: ScopedWeights, layer: int) -> PreNormLayer:
+    """Read a layer of a Qwen3-MoE, in which some layers can have a dense feed-forward."""
+    model, fields, block = config.model, weights.store.config, weights.under(f"model.layers.{layer}.")
+    fields.require("attention_bias", False)
+    shape = GroupedShape(
+        model=replace(model, sliding_window=config.windows[layer]),
+        rope=RopeConfig(dims=model.head_dim, theta=model.rope_theta, scaling=config.scaling),
+        qk_norm=True,
+        gated=False,
+        norm_offset=0.0,
+    )
+    step, dense = fields.get("decoder_sparse_step", int, 1), fields.get("mlp_only_layers", list, [])
+    if step < 1:
+        raise CheckpointError(f"decoder_sparse_step in {fields.place} must be 1 or more, got {step}. Restore the file.")
+    inner = block.under("mlp.")
+    return PreNormLayer(
+        layer,
+        RMSNorm.read(block, "input_layernorm.weight", model.hidden_size, model.norm_eps),
+        GroupedAttention(shape, block.under("self_attn.")),
+        RMSNorm.read(block, "post_attention_layernorm.weight", model.hidden_size, model.norm_eps),
+        read_dense(inner, _FEED_FORWARD, model.hidden_size, model.intermediate_size, None)
+        if layer in dense or (layer + 1) % step
+        else read_qwen_mixture(fields, inner, _FEED_FORWARD),
+    )
+
+
+def _read(model: M, weights: ScopedWeights) -> M:
+    """Read the parameters that are left, and refuse tensors that no part of the model is. Raises CheckpointError."""
+    store = weights.store
+    tied = store.config.get("tie_word_embeddings", bool, False)
+    head = EMBEDDING if tied else HEAD
+    model = read_parameters(model, weights, lambda name: head if name == HEAD else f"model.{name}")
     if tied and weights.has(HEAD):
-        table = draft.embed.weight
+        table = model.embed.weight
         _check_tied(store, weights.take(HEAD, *table.shape), table)
     store.refuse_unused()
-    return draft
+    return model
 
 
 def _check_tied(store: TensorStore, head: torch.Tensor, embedding: torch.Tensor) -> None:

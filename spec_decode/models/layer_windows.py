@@ -12,8 +12,9 @@ ARCHITECTURES = {
     "MistralForCausalLM": "mistral",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
 }
-"""The family of each class of language model that can be a draft."""
+"""The family of each class of language model that this library's layers compute."""
 _SWITCHED = ("qwen2", "qwen3", "qwen3_moe")
 """Families with a window only if use_sliding_window is true."""
 _BY_LAYER = ("qwen2", "qwen3")

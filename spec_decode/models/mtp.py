@@ -23,7 +23,7 @@ from spec_decode.models.layers.fuse import NormedProjection
 from spec_decode.models.layers.grouped_attention import GroupedAttention, read_grouped_shape
 from spec_decode.models.layers.linear import Linear
 from spec_decode.models.layers.mla_attention import MlaAttention, read_mla_shape
-from spec_decode.models.layers.moe import MixtureOfExperts, read_mixture, read_mixture_shape, read_qwen_mixture
+from spec_decode.models.layers.moe import MixtureOfExperts, read_mixture, read_mixture_shape, read_shared_qwen_mixture
 from spec_decode.models.layers.pre_norm_layer import PreNormLayer
 from spec_decode.models.layers.rms_norm import RMSNorm
 from spec_decode.models.layers.rope import Rotary
@@ -199,5 +199,5 @@ def _read_feed_forward(
             mixture = read_mixture_shape(config, hidden, scoring="sigmoid")
             return read_mixture(mixture, weights, replace(_NAMES, router_bias=_ROUTER_BIAS))
     elif config.optional("num_experts", int):
-        return read_qwen_mixture(config, weights, _NAMES)
+        return read_shared_qwen_mixture(config, weights, _NAMES)
     return read_dense(weights, _NAMES, hidden, config.get("intermediate_size", int), None)

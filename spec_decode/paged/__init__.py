@@ -10,7 +10,7 @@ from spec_decode.paged.metadata_plan import (
     MetadataUpdate,
     plan_uniform_step,
 )
-from spec_decode.paged.step_buffers import StepBuffers
+from spec_decode.paged.step_metadata import StepBuffers
 
 __all__ = [
     "BackendChoice",

@@ -9,7 +9,7 @@ import torch
 
 from attn_backends import AttentionBackend
 from builders import AttentionKind, AttentionSpec
-from engine_kits.null_page import NoAttention, with_null_page
+from engine_kits.engine_cache import NoAttention, with_null_page
 from engine_kits.vllm.forwards import Latents, PackedHeads, WindowLists
 
 HEADS = AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=64, page_size=16)

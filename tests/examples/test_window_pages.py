@@ -17,7 +17,7 @@ from tests.examples.stranger import Stranger
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "window_pages"
 _NARROWED = {
-    "pytest -q": "pytest -q -k 'contract or refusal or poison or soft_cap'",
+    "pytest -q": "pytest -q -k 'contract or refusal or poison or soft_cap or drawn_attention'",
     "attn-backends check window_pages --strict-claims --json report.json": (
         "attn-backends check window_pages --json report.json --only '*soft_cap*' --only '*sinks*' --only '*[[]base-*'"
     ),

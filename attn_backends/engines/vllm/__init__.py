@@ -13,20 +13,10 @@ from collections.abc import Callable
 from typing import Any
 
 from attn_backends.engines.vllm.compat import registry
+from attn_backends.engines.vllm.names import NAMES as NAMES
 
 ENTRY_POINT_GROUP = "vllm.general_plugins"
 """The group that vLLM calls in every process."""
-NAMES = {
-    "FLASHINFER_IN_GRAPH": "attn_backends.engines.vllm.flashinfer.InGraphFlashInfer",
-    "ATTN_BACKENDS_TRITON_PAGED": "attn_backends.engines.vllm.paged.TritonPaged",
-    "ATTN_BACKENDS_FLASH_ATTN3": "attn_backends.engines.vllm.paged.FlashAttn3",
-    "ATTN_BACKENDS_TRITON_MLA": "attn_backends.engines.vllm.mla.TritonMla",
-    "ATTN_BACKENDS_FLASH_ATTN3_MLA": "attn_backends.engines.vllm.mla.FlashAttn3Mla",
-    "ATTN_BACKENDS_FLASHMLA": "attn_backends.engines.vllm.mla.Flashmla",
-    "FLASHMLA_SPARSE_IN_GRAPH": "attn_backends.engines.vllm.sparse.InGraphFlashMlaSparse",
-}
-"""Name and class of each backend. The class's get_name() returns the same name: vLLM finds a layer's backend by it."""
-
 VALIDATE = "ATTN_BACKENDS_VALIDATE"
 """The variable that makes a served vLLM compare its draft metadata: 1 for yes, 0 for no."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from attn_backends import AttentionBackend, Sizes
-from engine_kits.null_page import NoAttention
+from engine_kits.engine_cache import NoAttention
 from engine_kits.subjects import LATENT, backend_class
 from engine_kits.vllm.making import builder_class, index_group
 

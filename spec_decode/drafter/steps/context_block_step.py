@@ -14,7 +14,7 @@ from spec_decode.drafter.steps.step import Step
 from spec_decode.model_api import CandidateTable, ContextBlockDraft, TokenBias
 from spec_decode.model_api.place_logits import Confidence
 from spec_decode.paged.attention import PagedAttention
-from spec_decode.paged.step_buffers import StepBuffers
+from spec_decode.paged.step_metadata import StepBuffers
 from spec_decode.sampling import DraftSampler
 from spec_decode.sampling.draft_sampler import NO_TOKEN, DraftSettings
 from spec_decode.trees.kernels.top_children import top_children

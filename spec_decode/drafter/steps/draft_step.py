@@ -9,7 +9,7 @@ from spec_decode.drafter.plan import DraftPlan
 from spec_decode.drafter.steps.step import Step
 from spec_decode.drafter.strategies.base import LaterSteps
 from spec_decode.model_api import Attention, DraftInputs, DraftModel
-from spec_decode.paged.step_buffers import StepBuffers
+from spec_decode.paged.step_metadata import StepBuffers
 from spec_decode.sampling import DraftSampler
 
 

@@ -15,7 +15,7 @@ from spec_decode.drafter.steps.step import Step
 from spec_decode.model_api import DraftInputs, ModuleDraft
 from spec_decode.paged.attention import PagedAttention
 from spec_decode.paged.kv_groups import KVGroup, build_ragged
-from spec_decode.paged.step_buffers import StepBuffers
+from spec_decode.paged.step_metadata import StepBuffers
 from spec_decode.sampling import DraftSampler
 
 _FIRST_SLOT = -NO_SLOT

@@ -23,7 +23,7 @@ from spec_decode.model_api import DraftInputs, DraftModel
 from spec_decode.paged.attention import PagedAttention
 from spec_decode.paged.kv_groups import KVGroup, build_ragged, products_of
 from spec_decode.paged.metadata_plan import GraphMode, plan_uniform_step
-from spec_decode.paged.step_buffers import StepBuffers
+from spec_decode.paged.step_metadata import StepBuffers
 from spec_decode.sampling import DraftSampler
 from spec_decode.sampling.draft_sampler import DraftSettings
 

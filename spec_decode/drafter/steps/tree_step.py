@@ -11,7 +11,7 @@ from spec_decode.drafter.steps.step import Step
 from spec_decode.drafter.strategies.base import LaterSteps
 from spec_decode.drafter.tree_sampler import TreeSampler
 from spec_decode.model_api import Attention, DraftInputs, DraftModel
-from spec_decode.paged.step_buffers import StepBuffers
+from spec_decode.paged.step_metadata import StepBuffers
 from spec_decode.trees import Tree
 from spec_decode.trees.kernels.place_frontier import PlaceFrontier, place_frontier
 

@@ -14,7 +14,7 @@ from spec_decode.graphs import Capturable, Factory, GraphManager
 from spec_decode.model_api import Attention
 from spec_decode.paged.kv_groups import KVGroup
 from spec_decode.paged.metadata_plan import GraphMode, GroupFacts, MetadataUpdate
-from spec_decode.paged.step_buffers import StepBuffers
+from spec_decode.paged.step_metadata import StepBuffers
 from spec_decode.sampling.draft_sampler import DraftSettings
 
 GRAPHS_OFF = "graphs are turned off"

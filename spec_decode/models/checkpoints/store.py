@@ -92,8 +92,15 @@ class TensorStore:
         shape = tuple(self._read(name).shape)
         return self.take(name, (1,) * (len(shape) - 1) + (size,), dtype).flatten()
 
-    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Return a copy of one tensor on the CPU; dtype None keeps the stored dtype.
+    def take(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        dtype: torch.dtype | None = None,
+        device: torch.device | None = None,
+    ) -> torch.Tensor:
+        """Return a copy of one tensor on the device, None for the CPU; dtype None keeps the stored dtype. A mapped file
+        goes straight to the device.
 
         Raises CheckpointError for another shape, for a dtype of another kind (integers, 8-bit floats and wider floats
         are not cast to one another), and for NaN and infinities.
@@ -111,7 +118,7 @@ class TensorStore:
                 "are not supported. Use an unquantised one."
             )
         # Copied: a mapped file would still be read, and could change, while the model runs.
-        cast = stored.to(dtype or stored.dtype, copy=True)
+        cast = stored.to(device, dtype or stored.dtype, copy=True)
         if not is_finite(cast):
             if is_finite(stored):
                 raise CheckpointError(
@@ -265,7 +272,7 @@ class ScopedWeights:
 
     def take(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Return the tensor with this name and shape; dtype None is the model's."""
-        return self.store.take(self.prefix + name, shape, dtype or self.dtype).to(self.device)
+        return self.store.take(self.prefix + name, shape, dtype or self.dtype, self.device)
 
     def parameter(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
         """Return `take`'s tensor as a frozen parameter."""
@@ -297,7 +304,13 @@ class RandomStore(TensorStore):
         super().__init__(Path("random"), config, dict.fromkeys(names, Path("random")))
         self._device = device
 
-    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> torch.Tensor:
+    def take(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        dtype: torch.dtype | None = None,
+        device: torch.device | None = None,
+    ) -> torch.Tensor:
         """Return ones for norms, the identity for token maps, and normal numbers for everything else."""
         self._taken.add(name)
         if name == "d2t":

@@ -78,6 +78,18 @@ def load_model(folder: Path, *, dtype: torch.dtype, device: torch.device | str =
     return model.to(device)
 
 
+def load_generation_config(folder: Path) -> Any:
+    """Load what generation_config.json says of generating, or without that file config.json. Raises CheckpointError."""
+    from transformers import AutoConfig, GenerationConfig
+
+    _require_valid_configs(folder)
+    if (folder / "generation_config.json").is_file():
+        return GenerationConfig.from_pretrained(folder, local_files_only=True)
+    return GenerationConfig.from_model_config(
+        AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    )
+
+
 def check_model(folder: Path) -> None:
     """Raise CheckpointError for a folder that `load_model` rejects before it reads tensors. Call it before anything
     else is loaded."""

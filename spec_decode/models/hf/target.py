@@ -17,6 +17,7 @@ from torch import nn
 from builders import AttentionSpec
 from spec_decode.model_api import Attention, AttentionInputs, LayerGroup, TargetModel, TargetStates
 from spec_decode.models.checkpoints.files import CheckpointError, is_finite
+from spec_decode.models.decoder import check_aux_layers
 from spec_decode.models.hf.attention import ATTENTION_NAME, serving, unserved
 from spec_decode.models.hf.hidden_states import capturing, set_hooks
 
@@ -58,7 +59,7 @@ class TransformersTarget(TargetModel):
         self.max_positions = self.config.max_position_embeddings
         self.num_layers: int = self.config.num_hidden_layers
         self.aux_hidden_state_layers = None if aux_hidden_state_layers is None else tuple(aux_hidden_state_layers)
-        self._check_aux_hidden_state_layers()
+        check_aux_layers(self.aux_hidden_state_layers, self.num_layers)
         num_states = 1 if aux_hidden_state_layers is None else len(aux_hidden_state_layers)
         self.target_states_size = num_states * self.hidden_size
         self._specs: dict[int, AttentionSpec] = {}
@@ -204,14 +205,6 @@ class TransformersTarget(TargetModel):
                 f"{type(self.model).__name__} does not compute its logits from the last states by an output projection "
                 f"with logit_scale, logits_scaling or final_logit_softcapping: {list(expected.shape)} up to "
                 f"{expected.abs().max():.4g}, where those give {list(logits.shape)} up to {logits.abs().max():.4g}"
-            )
-
-    def _check_aux_hidden_state_layers(self) -> None:
-        wrong = [layer for layer in self.aux_hidden_state_layers or () if not 0 <= layer <= self.num_layers]
-        if wrong or self.aux_hidden_state_layers == ():
-            raise ValueError(
-                f"aux_hidden_state_layers must be one or more of 0 to {self.num_layers}, got "
-                f"{self.aux_hidden_state_layers}. Use the layers that the draft was trained with."
             )
 
 

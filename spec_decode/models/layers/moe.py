@@ -125,19 +125,28 @@ def read_mixture(shape: MixtureShape, weights: ScopedWeights, names: Names) -> M
 
 
 def read_qwen_mixture(config: ConfigReader, weights: ScopedWeights, names: Names) -> MixtureOfExperts:
-    """Read a Qwen mixture: softmax routing, and a gated shared expert.
+    """Read a Qwen mixture: softmax routing, without a shared expert.
 
     Raises CheckpointError for an impossible routing.
     """
-    hidden, shared = config.get("hidden_size", int), config.get("shared_expert_intermediate_size", int)
+    # transformers renamed the field in its version 5.
+    count = config.optional("num_local_experts", int)
     fields = {
-        "n_routed_experts": config.get("num_experts", int),
+        "n_routed_experts": config.get("num_experts", int) if count is None else count,
         "num_experts_per_tok": config.get("num_experts_per_tok", int),
         "moe_intermediate_size": config.get("moe_intermediate_size", int),
         "norm_topk_prob": config.get("norm_topk_prob", bool, True),
     }
-    shape = read_mixture_shape(ConfigReader(fields, config.place), hidden, scoring="softmax")
-    mixture = read_mixture(shape, weights, names)
+    hidden = config.get("hidden_size", int)
+    return read_mixture(
+        read_mixture_shape(ConfigReader(fields, config.place), hidden, scoring="softmax"), weights, names
+    )
+
+
+def read_shared_qwen_mixture(config: ConfigReader, weights: ScopedWeights, names: Names) -> MixtureOfExperts:
+    """As `read_qwen_mixture`, with a gated shared expert."""
+    hidden, shared = config.get("hidden_size", int), config.get("shared_expert_intermediate_size", int)
+    mixture = read_qwen_mixture(config, weights, names)
     gate_up, down = read_gate_up_down(weights.under("shared_expert."), names, hidden, shared)
     mixture.shared = GatedFeedForward(weights.take("shared_expert_gate.weight", 1, hidden), gate_up, down)
     return mixture

@@ -14,7 +14,7 @@ from click.testing import CliRunner, Result
 from attn_backends import AttentionBackend, BrokenBackend, get, registry
 from attn_backends.torch_reference import TorchReference
 from spec_decode.cli.main import main
-from spec_decode.conformance import KnownFailure, check_backend
+from spec_decode.conformance import KnownFailure, check_backend, parametrize_with_checks
 from spec_decode.conformance.known_failures import known_failures_of
 from spec_decode.conformance.report import Report
 from spec_decode.testing.outcome import Outcome
@@ -100,6 +100,17 @@ def test_known_failures_file_marks_failures_expected(
     beside('[[known_failure]]\ncheck = "numerics.*"\ncase = "base-*"\nreason = "no"\nissue = "#7"\nerror = true\n')
     report = report_of(crashes, *(f"numerics.attention*[[]{case}]" for case in ("scale-decode", "base-decode")))
     assert outcomes(report) == {"base-decode": Outcome.XFAIL, "scale-decode": Outcome.ERROR}
+
+
+@pytest.mark.parametrize(("column", "strict"), [("", True), ("feature:soft_cap", False)])
+def test_known_failure_of_column_may_pass_in_pytest(
+    column: str, strict: bool, crashes: AttentionBackend, beside: Callable[[str], object]
+) -> None:
+    """As in the kit's own report: of the cases with a column, some can pass."""
+    beside(f'[[known_failure]]\ncheck = "*.drawn_*"\ncolumn = "{column}"\nreason = "no"\nissue = "#7"\n')
+    params = parametrize_with_checks(crashes, device=CPU, families=["numerics"]).args[1]
+    marks = [mark for param in params for mark in param.marks if mark.name == "xfail"]
+    assert marks and {mark.kwargs["strict"] for mark in marks} == {strict}
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from spec_decode import LLM, SamplingParams
 from spec_decode.llm.incremental_decoder import IncrementalDecoder
-from spec_decode.llm.outputs import GrowingText
+from spec_decode.llm.stop_strings import GrowingText
 from tests.spec_decode.llm.tokenizer_kinds import (
     BYTES,
     FAMILY,

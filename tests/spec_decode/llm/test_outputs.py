@@ -12,7 +12,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from spec_decode.llm.outputs import Completion, GrowingText
+from spec_decode.llm.outputs import Completion
+from spec_decode.llm.stop_strings import GrowingText
 
 
 def decode(tokens: Sequence[int]) -> str:

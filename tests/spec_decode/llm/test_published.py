@@ -100,6 +100,8 @@ def test_stop_ids_include_every_known_end_token(folders: tuple[Path, Path]) -> N
     assert load(folders).stop_ids == {0, 7}
     transformers.GenerationConfig(eos_token_id=[-1, 7, 8]).save_pretrained(folders[0])
     assert load(folders).stop_ids == {0, 7}
+    (folders[0] / "generation_config.json").unlink()
+    assert load(folders).stop_ids == {0, 7}
 
 
 def test_token_without_embedding_is_rejected_on_use(folders: tuple[Path, Path]) -> None:
@@ -263,7 +265,11 @@ def test_only_the_broken_file_is_named(tmp_path: Path, sharded: bool, role: str)
 
 BLAMED = {
     "a config of wrong types": ("config.json", {"hidden_size": "32"}, r"/config\.json: .*hidden_size"),
-    "another size": ("config.json", {"hidden_size": 16}, r"other shapes than its config\.json says, lm_head"),
+    "another size": (
+        "config.json",
+        {"hidden_size": 16},
+        r"embed_tokens\.weight in .* must be \[8, 16\], got \[8, 32\]",
+    ),
     "a wrong limit": ("generation_config.json", {"max_new_tokens": -1}, r"rejects .*/generation_config\.json: "),
     "a wrong token": ("tokenizer_config.json", {"eos_token": 5}, r"tokenizer_config\.json is wrong"),
     "another tokenizer": ("tokenizer.json", {"model": {"type": "none"}}, r"tokenizer\.json is wrong"),
@@ -278,6 +284,13 @@ def test_wrong_value_names_its_file(
     path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
     with pytest.raises(CheckpointError, match=message):
         load(folders)
+
+
+def test_wrong_size_is_named_in_transformers_too(folders: tuple[Path, Path]) -> None:
+    path = folders[0] / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "hidden_size": 16}))
+    with pytest.raises(CheckpointError, match=r"other shapes than its config\.json says, lm_head"):
+        load_published_pair(*folders, dtype=torch.float32, device=CPU, runs_in="transformers")
 
 
 def test_target_returns_states_the_draft_reads(folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -301,7 +314,10 @@ def test_uncapturable_model_error_names_layer(
     monkeypatch.setattr(transformers.models.llama.modeling_llama.LlamaMLP, "forward", forward)
     message = r"^layer model\.model\.layers\.0\.mlp \(LlamaMLP\) of the target cannot be captured.*=GraphMode\.NONE"
     with pytest.raises(CheckpointError, match=message):
-        LLM(folders[0], draft=folders[1], num_speculative_tokens=2, strategy="full_loop", device="cpu")
+        LLM(
+            folders[0], draft=folders[1], num_speculative_tokens=2, strategy="full_loop", device="cpu",
+            target="transformers",
+        )  # fmt: skip
 
 
 def test_explain_names_layers_the_draft_reads(tmp_path: Path) -> None:

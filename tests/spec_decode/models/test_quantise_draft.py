@@ -15,11 +15,11 @@ from spec_decode.drafter import Strategy
 from spec_decode.model_api import DraftModel
 from spec_decode.models import SHIPPED_PAIR, dspark, load_pair, quantise_draft
 from spec_decode.models.checkpoints.store import TensorStore
-from spec_decode.models.draft_weights import check_draft_weights
 from spec_decode.models.kernels.fp8_weight import Fp8Weight, widened
 from spec_decode.models.load import load_draft
 from spec_decode.models.mtp import load as load_mtp
 from spec_decode.models.mtp_modules import MtpModules
+from spec_decode.models.quantise_draft import check_draft_weights
 from spec_decode.models.target_head import TargetHead
 from tests.benchmarks.test_bench_parallel import tiny_block
 from tests.benchmarks.test_bench_random_drafts import tiny

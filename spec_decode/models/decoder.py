@@ -1,0 +1,108 @@
+"""A decoder as a target and as a draft: embedding, layers, final norm and output projection, under the same names in
+both.
+
+Legend: T tokens, H hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+
+import torch
+from torch import nn
+
+from spec_decode.model_api import Attention, LayerGroup, TargetModel, TargetStates
+from spec_decode.models.config import ModelConfig
+from spec_decode.models.draft import AttentionConfig
+from spec_decode.models.layers.linear import Embedding, Linear, joined
+from spec_decode.models.layers.rms_norm import RMSNorm
+from spec_decode.models.layers.rope import Rotary
+
+
+class Decoder(nn.Module):
+    """What a target and a draft share. The class beside it sets embed and rotary, and calls `add_layers`."""
+
+    embed: Embedding
+    rotary: Rotary
+
+    def add_layers(self, model: ModelConfig, layers: Iterable[nn.Module], scored: int) -> None:
+        """Add the layers, the norm, and the projection to `scored` tokens."""
+        self.layers = nn.ModuleList(layers)
+        self.norm = RMSNorm(model.hidden_size, model.norm_eps)
+        self.lm_head = Linear(model.hidden_size, scored)
+
+    def run_layers(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, attention: Attention, entering: Collection[int] = ()
+    ) -> tuple[torch.Tensor, torch.Tensor | None, dict[int, torch.Tensor]]:
+        """Return x [T, H] and the pending delta after the last layer, and the states [T, H] that enter these layers.
+
+        token_ids, positions: int64 [T].
+        """
+        x, delta, rope = self.embed(token_ids), None, self.rotary(positions)
+        entered = {}
+        for index, layer in enumerate(self.layers):
+            if index in entering:
+                entered[index] = joined(x, delta)
+            x, delta = layer(x, delta, rope, attention)
+        return x, delta, entered
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return logits [T, V] for hidden [T, H]; V is a draft's own vocabulary."""
+        return self.lm_head.product(hidden)
+
+
+class DecoderTarget(Decoder, TargetModel):
+    """A target of this library's layers."""
+
+    batch_invariant = True
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        config: AttentionConfig,
+        rotary: Rotary,
+        layers: Iterable[nn.Module],
+        aux_hidden_state_layers: Sequence[int] | None = None,
+    ) -> None:
+        """model: the sizes. config: the attention of the layers. aux_hidden_state_layers: as in TransformersTarget.
+
+        Raises ValueError for aux_hidden_state_layers that the model does not have.
+        """
+        super().__init__()
+        self.config, self.num_layers = config, model.num_layers
+        self.vocab_size, self.max_positions, self.hidden_size = model.vocab_size, model.max_positions, model.hidden_size
+        aux = None if aux_hidden_state_layers is None else tuple(aux_hidden_state_layers)
+        check_aux_layers(aux, model.num_layers)
+        self.aux_hidden_state_layers = aux
+        self.target_states_size = model.hidden_size * (1 if aux is None else len(aux))
+        self.embed = Embedding(model.vocab_size, model.hidden_size)
+        self.add_layers(model, layers, model.vocab_size)
+        self.rotary = rotary
+
+    @property
+    def output_projection(self) -> torch.Tensor:
+        """[V, H]."""
+        weight = self.lm_head.weight
+        assert isinstance(weight, torch.Tensor)
+        return weight
+
+    def layer_groups(self, page_size: int) -> list[LayerGroup]:
+        """Return the layers in groups of the same attention spec."""
+        return self.config.layer_groups(page_size, self.embed.weight.dtype)
+
+    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attention: Attention) -> TargetStates:
+        """Return the normed states for token_ids and positions, int64 [T], and the auxiliary ones, else the same."""
+        aux = self.aux_hidden_state_layers
+        x, delta, entered = self.run_layers(token_ids, positions, attention, aux or ())
+        last, hidden = self.norm(x, delta)
+        entered[len(self.layers)] = last
+        return TargetStates(hidden, hidden if aux is None else torch.cat([entered[layer] for layer in aux], -1))
+
+
+def check_aux_layers(layers: Sequence[int] | None, num_layers: int) -> None:
+    """Raise ValueError for an empty list, and for layers outside 0 to num_layers."""
+    if layers is not None and (not layers or not all(0 <= layer <= num_layers for layer in layers)):
+        raise ValueError(
+            f"aux_hidden_state_layers must be one or more of 0 to {num_layers}, got {tuple(layers)}. Use the layers "
+            "that the draft was trained with."
+        )

@@ -1,0 +1,125 @@
+"""Whether this library's layers compute all that a target's config.json asks for.
+
+`transformers` defines what each field means to each family. A field that is not listed here may mean something, so a
+config.json that has it is left to `transformers`: nothing is ignored in silence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from spec_decode.models.checkpoints.store import TensorStore
+from spec_decode.models.layer_windows import ARCHITECTURES
+from spec_decode.models.layers.rope import rope_section
+
+_REQUIRED = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "max_position_embeddings", "rms_norm_eps",
+)  # fmt: skip
+"""Fields that have no default here: the families' own differ."""
+_ALSO_REQUIRED = {
+    "llama": (),
+    "mistral": ("num_key_value_heads",),
+    "qwen2": ("num_key_value_heads",),
+    "qwen3": ("num_key_value_heads", "head_dim"),
+    "qwen3_moe": ("num_key_value_heads", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob"),
+}
+_READ = (
+    "model_type", "architectures", "num_key_value_heads", "head_dim", "tie_word_embeddings", "rope_theta",
+    "rope_parameters", "rope_scaling",
+)  # fmt: skip
+"""Further fields that every family reads."""
+_SWITCHED_WINDOW = ("use_sliding_window", "sliding_window", "max_window_layers")
+_ALSO_READ = {
+    "llama": ("attention_bias",),
+    "mistral": ("sliding_window",),
+    "qwen2": (*_SWITCHED_WINDOW, "layer_types"),
+    "qwen3": (*_SWITCHED_WINDOW, "layer_types", "attention_bias"),
+    "qwen3_moe": (*_SWITCHED_WINDOW, "num_experts", "num_local_experts", "decoder_sparse_step", "mlp_only_layers"),
+}
+"""Fields that the layers of a family read, and those of them that have no meaning to a family, as max_window_layers to
+Qwen3-MoE."""
+_FIXED: dict[str, object] = {
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "pretraining_tp": 1,
+    "partial_rotary_factor": 1.0,
+    "rope_interleaved": False,
+    "is_encoder_decoder": False,
+    "add_cross_attention": False,
+    "tie_encoder_decoder": False,
+}
+"""Fields of which one value is computed, in families that do not read them."""
+_ALSO_FIXED: dict[str, dict[str, object]] = {
+    "qwen2": {"use_mrope": False},
+    "qwen3_moe": {"qkv_bias": False, "use_qk_norm": True, "shared_expert_intermediate_size": 0},
+}
+"""The same for one family."""
+_NO_EFFECT = frozenset({
+    "_name_or_path", "_model_name_or_path", "_commit_hash", "_attn_implementation", "_attn_implementation_autoset",
+    "transformers_version", "dtype", "torch_dtype", "use_cache", "initializer_range", "attention_dropout",
+    "bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "unk_token_id", "decoder_start_token_id",
+    "chunk_size_feed_forward", "id2label", "label2id", "problem_type", "finetuning_task", "task_specific_params",
+    "tokenizer_class", "prefix", "return_dict", "output_attentions", "output_hidden_states", "output_router_logits",
+    "router_aux_loss_coef", "is_llama_config", "transformers.js_config", "unsloth_fixed", "unsloth_version",
+})  # fmt: skip
+"""Fields that change neither logits nor states."""
+_ROPE = frozenset({"rope_theta", "rope_type", "type", "partial_rotary_factor"})
+_SCALINGS = {
+    "default": frozenset[str](),
+    "linear": frozenset({"factor"}),
+    "llama3": frozenset({"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}),
+}
+"""The fields of each scaling. All of them must be given."""
+
+
+def read_fields(family: str) -> frozenset[str]:
+    """Return the fields of config.json that the layers of a family read."""
+    return frozenset({*_REQUIRED, *_ALSO_REQUIRED[family], *_READ, *_ALSO_READ[family]})
+
+
+def unserved(store: TensorStore) -> str | None:
+    """Return why this library's layers do not compute the model in a folder, or None if they do."""
+    fields, names = store.config.values, store.architectures
+    family = ARCHITECTURES.get(names[0]) if len(names) == 1 else None
+    if family is None or fields.get("model_type") != family:
+        said = f"architectures {fields.get('architectures')!r:.80} and model_type {fields.get('model_type')!r:.40}"
+        return f"config.json has {said}; our layers know {', '.join(ARCHITECTURES)}"
+    if missing := [name for name in (*_REQUIRED, *_ALSO_REQUIRED[family]) if name not in fields]:
+        return f"config.json has no {missing[0]}, whose default only transformers knows"
+    read, fixed = read_fields(family), _FIXED | _ALSO_FIXED.get(family, {})
+    for name, value in fields.items():
+        if name in read or name in _NO_EFFECT:
+            continue
+        if name not in fixed:
+            return f"config.json has {name:.80}, which our layers do not know"
+        if value is not None and value != fixed[name]:
+            return f"{name} in config.json is {value!r:.80}, and our layers compute {fixed[name]!r} only"
+    return _unserved_rope(store) or _unserved_experts(family, fields)
+
+
+def _unserved_rope(store: TensorStore) -> str | None:
+    if all(store.config.values.get(name) for name in ("rope_parameters", "rope_scaling")):
+        return "config.json has both rope_parameters and rope_scaling"
+    section = rope_section(store.config).values
+    kind = section.get("rope_type", section.get("type")) or "default"
+    if not isinstance(kind, str) or kind not in _SCALINGS:
+        return f"config.json has a rotary embedding of type {kind!r:.40}, and our layers know {', '.join(_SCALINGS)}"
+    if unknown := sorted(section.keys() - _ROPE - _SCALINGS[kind]):
+        return f"config.json's rotary embedding of type {kind} has {unknown[0]:.80}, which our layers do not know"
+    theta = {name: value for name, value in store.config.values.items() if name == "rope_theta"}
+    if nulls := sorted(name for name, value in (*section.items(), *theta.items()) if value is None):
+        return f"config.json's rotary embedding has null as {nulls[0]}"
+    if missing := sorted(_SCALINGS[kind] - section.keys()):
+        return f"config.json's rotary embedding of type {kind} has no {missing[0]}"
+    if (part := section.get("partial_rotary_factor")) not in (None, 1.0):
+        return f"partial_rotary_factor in config.json is {part!r:.80}, and our layers rotate whole heads only"
+    return None
+
+
+def _unserved_experts(family: str, fields: Mapping[str, Any]) -> str | None:
+    if family == "qwen3_moe" and ("num_experts" in fields) == ("num_local_experts" in fields):
+        return "config.json must have one of num_experts and num_local_experts for our layers"
+    return None

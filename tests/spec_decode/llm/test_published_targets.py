@@ -1,0 +1,169 @@
+"""Published targets on our own layers generate the texts that `transformers` generates, however they are drafted."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from builders import BatchError
+from spec_decode.cli.main import main
+from spec_decode.drafter import Strategy
+from spec_decode.engine import Engine
+from spec_decode.llm import LLM, SamplingParams
+from spec_decode.models import CheckpointError, TransformersTarget
+from spec_decode.models.decoder import DecoderTarget
+from spec_decode.trees import DynamicTreeConfig
+from tests.factories import engine_config, make_request
+from tests.spec_decode.llm.test_published import write_model, write_tokenizer
+from tests.spec_decode.models.test_decoder_target import KINDS, make_model
+from tests.spec_decode.models.test_speculators_drafts import FOLDERS
+
+WORDS = ["<end>", "<turn>", *(f"w{i}" for i in range(62))]
+PROMPTS = [[5, 9, 33, 2], [17], [40, 41, 42, 43, 44, 45, 46, 47, 48], [3, 60]]
+GREEDY = SamplingParams(max_tokens=12, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Return the folder of a kind of target with a tokenizer, or of a draft for it: itself, with another norm."""
+
+    @cache
+    def folder(kind: str, draft: bool = False) -> Path:
+        path, model = tmp_path_factory.mktemp(kind), make_model(kind)
+        if draft:
+            model.model.norm.weight.data.add_(0.2)
+        else:
+            write_tokenizer(path, WORDS)
+        model.save_pretrained(path)
+        return path
+
+    return folder
+
+
+def texts(llm: LLM, prompts: list[list[int]] = PROMPTS, params: SamplingParams = GREEDY) -> list[list[int]]:
+    return [list(completion.token_ids) for completion in llm.generate(prompts, params, progress=False)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_greedy_texts_match_those_of_transformers(kind: str, folder_of: Any) -> None:
+    target, draft = folder_of(kind), folder_of(kind, draft=True)
+    ours, library = LLM(target, device="cpu"), LLM(target, device="cpu", target="transformers")
+    drafted = LLM(target, draft=draft, device="cpu", num_speculative_tokens=3)
+
+    assert isinstance(ours.pair.target, DecoderTarget) and isinstance(library.pair.target, TransformersTarget)
+    assert texts(ours) == texts(library) == texts(drafted)
+    assert drafted.engine.stats.mean_accepted > 0 and ours.pair.stop_ids == library.pair.stop_ids
+
+
+@pytest.mark.parametrize("strategy", [strategy.value for strategy in Strategy if strategy is not Strategy.PIECEWISE])
+def test_every_strategy_generates_the_plain_text(strategy: str, folder_of: Any) -> None:
+    target, draft = folder_of("llama-3"), folder_of("llama-3", draft=True)
+    drafted = LLM(target, draft=draft, device="cpu", num_speculative_tokens=3, strategy=strategy)
+
+    assert texts(drafted) == texts(LLM(target, device="cpu", target="transformers"))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"tree": DynamicTreeConfig(width=2, num_tokens=6)}, {"verification": "block"}, {"batch_invariant": True}],
+    ids=str,
+)
+def test_trees_and_verifications_generate_the_plain_text(settings: Any, folder_of: Any) -> None:
+    target, draft = folder_of("qwen3"), folder_of("qwen3", draft=True)
+    drafted = LLM(target, draft=draft, device="cpu", num_speculative_tokens=3, **settings)
+
+    assert texts(drafted) == texts(LLM(target, device="cpu"))
+
+
+@pytest.mark.parametrize("kind", ["llama-3", "qwen2-window", "qwen3-moe"])
+def test_batch_invariant_logprobs_do_not_depend_on_other_prompts(kind: str, folder_of: Any) -> None:
+    llm = LLM(folder_of(kind), device="cpu", batch_invariant=True, max_logprobs=3)
+    params = SamplingParams(max_tokens=6, ignore_eos=True, logprobs=3)
+    together = llm.generate(PROMPTS, params, progress=False)
+
+    for prompt, completion in zip(PROMPTS, together, strict=True):
+        assert llm.generate([prompt], params, progress=False)[0].logprobs == completion.logprobs
+    with pytest.raises(BatchError, match="TransformersTarget, which cannot"):
+        LLM(folder_of(kind), device="cpu", batch_invariant=True, target="transformers")
+
+
+def test_logprobs_match_those_of_transformers(folder_of: Any) -> None:
+    params = SamplingParams(max_tokens=6, ignore_eos=True, logprobs=2)
+    ours, library = (
+        LLM(folder_of("mistral-window"), device="cpu", max_logprobs=2, target=target).generate(PROMPTS, params)
+        for target in (None, "transformers")
+    )
+    for found, wanted in zip(ours, library, strict=True):
+        assert found.logprobs is not None and wanted.logprobs is not None
+        for one, other in zip(found.logprobs, wanted.logprobs, strict=True):
+            assert one == pytest.approx(other, abs=1e-4)
+
+
+def test_preempted_requests_continue_their_texts(folder_of: Any) -> None:
+    llm = LLM(folder_of("qwen3-window"), device="cpu")
+    sizes = {"max_num_seqs": 4, "max_model_len": 64, "page_size": 4, "num_speculative_tokens": 0}
+    backends = llm.backends.target
+    tight = Engine(llm.pair.target, None, backends, engine_config(**sizes, num_pages=16))
+    requests = [make_request(prompt, max_tokens=30) for prompt in PROMPTS]
+
+    found = [list(generation.token_ids) for generation in tight.generate(requests)]
+    assert tight.stats.preemptions > 0
+    assert found == texts(llm, params=SamplingParams(max_tokens=30, ignore_eos=True))
+
+
+def test_chat_and_stream_match_those_of_transformers(folder_of: Any) -> None:
+    ours, library = (LLM(folder_of("smollm2"), device="cpu", target=target) for target in (None, "transformers"))
+    turns = [{"role": "user", "content": "w3 w4"}]
+    assert ours.pair.encode("w3 w4") == [5, 6]
+
+    assert ours.chat(turns, GREEDY)[0].text == library.chat(turns, GREEDY)[0].text != ""
+    pieces = [chunk.text for chunk in ours.stream("w3 w4", GREEDY)]
+    assert "".join(pieces) == library.generate("w3 w4", GREEDY)[0].text
+
+
+def test_eagle3_reads_the_same_states_of_both(tmp_path: Path) -> None:
+    write_model(tmp_path, vocab_size=24, hidden_size=16, num_hidden_layers=6)
+    write_tokenizer(tmp_path)
+    ours, library = (
+        LLM(tmp_path, draft=FOLDERS / "eagle3", device="cpu", target=target) for target in (None, "transformers")
+    )
+    assert ours.pair.target.aux_hidden_state_layers == library.pair.target.aux_hidden_state_layers == (1, 3, 5)
+    assert texts(ours, [[2, 3]]) == texts(library, [[2, 3]])
+    assert ours.engine.stats.mean_accepted == library.engine.stats.mean_accepted
+
+
+def test_explain_says_where_the_target_runs_and_why(folder_of: Any, tmp_path: Path) -> None:
+    assert LLM(folder_of("llama-2"), device="cpu").explain().startswith("target runs on this library's layers\n")
+    pinned = LLM(folder_of("llama-2"), device="cpu", target="transformers").explain()
+    assert pinned.startswith("target runs in transformers: you asked for it\n")
+    write_model(tmp_path, mlp_bias=True)
+    write_tokenizer(tmp_path)
+    left = LLM(tmp_path, device="cpu").explain()
+    assert left.startswith("target runs in transformers: mlp_bias in config.json is True, and our layers compute False")
+
+
+def test_unknown_place_for_a_target_is_rejected(folder_of: Any) -> None:
+    with pytest.raises(BatchError, match=r"^target is 'vllm'\. Pass transformers, or leave it out"):
+        LLM(folder_of("llama-2"), device="cpu", target="vllm")
+    with pytest.raises(CheckpointError, match=r"^target is 'transformers', and .* holds a byte-level pair"):
+        LLM("pydoc", device="cpu", target="transformers")
+
+
+@pytest.mark.parametrize(("more", "place"), [([], "on this library's layers"), (["--transformers"], "in transformers")])
+def test_the_command_line_says_where_the_target_runs(more: list[str], place: str, folder_of: Any) -> None:
+    words = ["draft", "w3", "--target", str(folder_of("llama-2")), "--device", "cpu", "--max-tokens", "4", "--explain"]
+    result = CliRunner().invoke(main, [*words, *more])
+
+    assert result.exit_code == 0 and f"target runs {place}" in result.output, result.output
+
+
+def test_float16_and_bfloat16_targets_load_in_their_dtype(folder_of: Any) -> None:
+    for dtype in ("bfloat16", "float16"):
+        llm = LLM(folder_of("qwen3-moe"), device="cpu", dtype=dtype)
+        (only,) = llm.pair.target.layer_groups(4)
+        assert only.spec.dtype is getattr(torch, dtype) and len(texts(llm)[0]) == GREEDY.max_tokens

@@ -1,0 +1,353 @@
+"""Targets of this library's layers, compared with the same checkpoints in `transformers`."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from shutil import copytree
+from tempfile import mkdtemp
+from typing import Any
+
+import pytest
+import torch
+
+from attn_backends import get
+from builders import RequestTables
+from spec_decode.model_api import DraftInputs, DraftModel, TargetModel, TargetStates
+from spec_decode.models import CheckpointError, TransformersTarget, load_draft
+from spec_decode.models.causal_lm import load_target
+from spec_decode.models.checkpoints.store import TensorStore
+from spec_decode.models.decoder import DecoderTarget
+from spec_decode.models.layer_windows import ARCHITECTURES, FULL, SLIDING
+from spec_decode.models.target_fields import read_fields, unserved
+from spec_decode.paged.attention import PagedAttention
+from spec_decode.paged.kv_groups import KVGroup, build_ragged, make_group
+from tests.factories import CPU, make_tables
+
+transformers = pytest.importorskip("transformers")
+transformers.logging.set_verbosity_error()
+
+from spec_decode.models.hf.folder import check_model  # noqa: E402
+
+TEXT = torch.randint(0, 64, (24,), generator=torch.Generator().manual_seed(5))
+PAGE, WINDOW = 4, 6
+SIZES: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 128,
+    # Large, so that attention is sharp and a wrong mask or angle shows.
+    "initializer_range": 0.2,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+SLIDES = {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2}
+MIXTURE = {
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "norm_topk_prob": True,
+}
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama-2": ("Llama", {"num_key_value_heads": 4}),
+    "llama-3": ("Llama", {"rope_parameters": LLAMA3}),
+    "llama-linear": ("Llama", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 100.0}}),
+    "llama-biased": ("Llama", {"attention_bias": True}),
+    "smollm2": ("Llama", {"tie_word_embeddings": True, "rms_norm_eps": 1e-5}),
+    "mistral": ("Mistral", {"sliding_window": None}),
+    "mistral-window": ("Mistral", {"sliding_window": WINDOW}),
+    "qwen2": ("Qwen2", {}),
+    "qwen2-window": ("Qwen2", {**SLIDES, "tie_word_embeddings": True}),
+    "qwen3": ("Qwen3", {}),
+    "qwen3-window": ("Qwen3", {**SLIDES, "attention_bias": True}),
+    "qwen3-moe": ("Qwen3Moe", MIXTURE),
+    "qwen3-moe-some-dense": ("Qwen3Moe", {**MIXTURE, "norm_topk_prob": False, "mlp_only_layers": [0]}),
+    "qwen3-moe-every-other": ("Qwen3Moe", {**MIXTURE, "decoder_sparse_step": 2, **SLIDES}),
+}
+
+
+def make_model(kind: str, **changes: Any) -> Any:
+    """A random fp32 model of `transformers` with its own attention, whose biases and norms do something."""
+    family, fields = KINDS[kind]
+    config = getattr(transformers, f"{family}Config")(**{**SIZES, **fields, **changes})
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(7)
+        model = getattr(transformers, f"{family}ForCausalLM")._from_config(config, attn_implementation="eager").eval()
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.data.normal_()
+            elif name.endswith("norm.weight"):
+                parameter.data.add_(0.3 * torch.randn(parameter.shape))
+    return model
+
+
+@cache
+def folder_of(kind: str) -> Path:
+    folder = Path(mkdtemp())
+    make_model(kind).save_pretrained(folder)
+    return folder
+
+
+def load(folder: Path, states: tuple[int, ...] | None = None) -> DecoderTarget:
+    store = TensorStore.open(folder)
+    assert unserved(store) is None
+    return load_target(store, lambda _: states, dtype=torch.float32, device=CPU)
+
+
+def paged(model: TargetModel | DraftModel) -> tuple[list[KVGroup], RequestTables]:
+    described, backend = model.layer_groups(PAGE), get("torch_reference")
+    groups = [make_group(g.name, backend, g.spec, g.layers, num_pages=64 // PAGE, device=CPU) for g in described]
+    return groups, make_tables([64], page_sizes=[PAGE] * len(described))
+
+
+def whole(target: TargetModel) -> tuple[torch.Tensor, TargetStates]:
+    """The logits and states of the text, in one forward."""
+    groups, tables = paged(target)
+    batch, metadata = build_ragged(groups, tables, [len(TEXT)], [len(TEXT)])
+    states = target(TEXT, batch.positions, PagedAttention(groups, metadata))
+    return target.logits(states.hidden), states
+
+
+def off(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float((found - wanted).abs().max())
+
+
+def close(found: torch.Tensor, wanted: torch.Tensor) -> bool:
+    """Within 1e-5 of numbers that are about 1."""
+    return off(found, wanted) <= 1e-5 * max(1.0, float(wanted.abs().max()))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_match_transformers_own(kind: str) -> None:
+    target, own = load(folder_of(kind)), make_model(kind)
+
+    assert close(whole(target)[0], own(TEXT[None]).logits[0])
+    assert target.batch_invariant and target.num_layers == 4 and target.vocab_size == 64
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_states_match_those_of_transformers_targets(kind: str) -> None:
+    layers = (2, 0, 4, 1)
+    found = whole(load(folder_of(kind), layers))[1]
+    wanted = whole(TransformersTarget(make_model(kind), aux_hidden_state_layers=layers))[1]
+
+    assert close(found.target_hidden_states, wanted.target_hidden_states) and close(found.hidden, wanted.hidden)
+    plain = whole(load(folder_of(kind)))[1]
+    assert plain.target_hidden_states is plain.hidden
+
+
+@pytest.mark.parametrize("layers", [(), (5,), (-1, 2)])
+def test_missing_aux_layers_are_rejected_by_our_targets(layers: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=r"0 to 4, got \("):
+        load(folder_of("llama-2"), layers)
+
+
+def test_tied_head_shares_the_embeddings_storage() -> None:
+    tied, untied = load(folder_of("smollm2")), load(folder_of("llama-2"))
+    assert tied.output_projection.data_ptr() == tied.embed.weight.data_ptr()
+    assert untied.output_projection.data_ptr() != untied.embed.weight.data_ptr()
+
+
+@pytest.mark.parametrize("kind", ["llama-3", "qwen3-moe"])
+def test_draft_and_target_of_one_folder_agree(kind: str) -> None:
+    target = load(folder_of(kind))
+    draft = load_draft(folder_of(kind), target, dtype=torch.float32)
+    logits, states = whole(target)
+    groups, tables = paged(draft)
+    batch, metadata = build_ragged(groups, tables, [len(TEXT)], [len(TEXT)])
+    inputs = DraftInputs(TEXT, states.hidden, batch.positions, PagedAttention(groups, metadata))
+
+    assert torch.equal(draft.logits(draft(inputs)), logits)
+
+
+FOREIGN = {
+    "hidden_act": ["gelu", "relu", "silu"],
+    "attention_bias": [True, False],
+    "mlp_bias": [True, False],
+    "pretraining_tp": [2, 1],
+    "partial_rotary_factor": [0.5, 1.0],
+    "rope_interleaved": [True, False],
+    "logits_scaling": [2.0],
+    "logit_scale": [0.5],
+    "final_logit_softcapping": [3.0],
+    "attn_logit_softcapping": [3.0],
+    "attention_multiplier": [0.1],
+    "residual_multiplier": [0.1],
+    "embedding_multiplier": [2.0],
+    "query_pre_attn_scalar": [24],
+    "attention_chunk_size": [4],
+    "sliding_window": [WINDOW],
+    "layer_types": [[SLIDING, FULL, SLIDING, FULL]],
+    "original_max_position_embeddings": [8],
+    "rope_theta": [50.0],
+    "rope_scaling": [{"rope_type": "linear", "factor": 2.0}, {"type": "yarn", "factor": 2.0}, {}],
+    "shared_expert_intermediate_size": [8, 0],
+    "use_mrope": [True, False],
+    "qkv_bias": [True, False],
+    "use_qk_norm": [True, False],
+    "unk_token_id": [0],
+    "num_nextn_predict_layers": [1],
+    "attention_dropout": [0.5],
+    "eos_token_id": [3, [3, 4]],
+    "torch_dtype": ["bfloat16"],
+    "quantization_config": [{"quant_method": "fp8"}],
+    "auto_map": [{"AutoModelForCausalLM": "modeling.Other"}],
+    "no_such_field": [1, None],
+}
+"""Values of fields that a config.json can have beside those that its family reads."""
+ROPE = {
+    "rope_theta": [50.0, None],
+    "rope_type": ["default", "linear", "yarn", "dynamic", None],
+    "type": ["linear"],
+    "factor": [3.0, None],
+    "low_freq_factor": [2.0],
+    "high_freq_factor": [8.0],
+    "original_max_position_embeddings": [32, None],
+    "attention_factor": [2.0],
+    "beta_fast": [8.0],
+    "partial_rotary_factor": [0.5, 1.0],
+    "no_such_field": [1],
+}
+MUTATED = ("llama-3", "mistral-window", "qwen2-window", "qwen3-window", "qwen3-moe")
+ABSENT = object()
+
+
+def other_values(value: Any) -> list[Any]:
+    """Values unlike the one in the file, absence among them."""
+    if isinstance(value, bool):
+        return [ABSENT, None, not value]
+    if isinstance(value, int | float):
+        return [ABSENT, None, value + 1, max(value - 1, 1e-6), value * 2]
+    if isinstance(value, list):
+        return [ABSENT, None, value[::-1], value[:-1], [0], []]
+    return [ABSENT, None, {} if isinstance(value, dict) else "other"]
+
+
+def differs(folder: Path, config: dict[str, Any]) -> str:
+    """What is wrong with our target of this config.json: nothing if it is refused, left to transformers, or has the
+    logits of transformers' own."""
+    (folder / "config.json").write_text(json.dumps(config))
+    try:
+        check_model(folder)
+        store = TensorStore.open(folder)
+        if unserved(store) is not None:
+            return ""
+        found = whole(load_target(store, dtype=torch.float32, device=CPU))[0]
+    except CheckpointError:
+        return ""
+    own = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
+    return "" if close(found, wanted := own(TEXT[None]).logits[0]) else f"off by {off(found, wanted)}"
+
+
+def mutations(kind: str, field: str, config: dict[str, Any]) -> list[dict[str, Any]]:
+    values = [*other_values(config.get(field)), *FOREIGN.get(field, [])]
+    if field == "rope_parameters":
+        sections = [(name, value) for name in ROPE for value in [ABSENT, *ROPE[name]]]
+        values += [changed(config[field], name, value) for name, value in sections]
+    return [changed(config, field, value) for value in values]
+
+
+def changed(fields: dict[str, Any], name: str, value: Any) -> dict[str, Any]:
+    others = {key: old for key, old in fields.items() if key != name}
+    return others if value is ABSENT else {**others, name: value}
+
+
+def older(config: dict[str, Any]) -> dict[str, Any]:
+    """The same model as older versions of the library wrote it."""
+    moved = {"rope_parameters": "rope_scaling", "num_local_experts": "num_experts", "dtype": "torch_dtype"}
+    found = {moved.get(name, name): value for name, value in config.items() if name != "layer_types"}
+    found["rope_theta"] = found["rope_scaling"].pop("rope_theta")
+    return found
+
+
+def ignored(folder: Path, kind: str, field: str, config: dict[str, Any]) -> dict[str, str]:
+    return {str(c.get(field)): wrong for c in mutations(kind, field, config) if (wrong := differs(folder, c))}
+
+
+@pytest.fixture
+def copied(kind: str, tmp_path: Path) -> Path:
+    return Path(copytree(folder_of(kind), tmp_path / "target"))
+
+
+def config_of(folder: Path) -> dict[str, Any]:
+    return dict(json.loads((folder / "config.json").read_text()))
+
+
+@pytest.mark.parametrize(
+    ("kind", "field"),
+    [
+        (kind, field)
+        for kind in MUTATED
+        for field in sorted({*read_fields(ARCHITECTURES[f"{KINDS[kind][0]}ForCausalLM"]), *FOREIGN})
+    ],
+)
+def test_no_field_is_ignored(kind: str, field: str, copied: Path) -> None:
+    assert ignored(copied, kind, field, config_of(copied)) == {}
+
+
+OLDER = {
+    "llama-3": ("rope_theta", "rope_scaling"),
+    "smollm2": ("rope_theta", "rope_scaling", "tie_word_embeddings"),
+    "qwen2-window": ("rope_theta", "sliding_window", "use_sliding_window", "max_window_layers", "layer_types"),
+    "qwen3-moe": ("num_experts", "mlp_only_layers", "decoder_sparse_step"),
+}
+
+
+@pytest.mark.parametrize(("kind", "field"), [(kind, field) for kind, fields in OLDER.items() for field in fields])
+def test_no_field_of_older_layouts_is_ignored(kind: str, field: str, copied: Path) -> None:
+    config = older(config_of(copied))
+
+    (copied / "config.json").write_text(json.dumps(config))
+    assert close(whole(load(copied))[0], whole(load(folder_of(kind)))[0])
+    assert ignored(copied, kind, field, config) == {}
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"logits_scaling": 2.0}, "config.json has logits_scaling, which our layers do not know"),
+        ({"mlp_bias": True}, "mlp_bias in config.json is True, and our layers compute False only"),
+        ({"model_type": "mistral"}, "architectures ['LlamaForCausalLM'] and model_type 'mistral'"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "a rotary embedding of type 'yarn'"),
+        ({"rope_parameters": {"rope_type": "linear", "rope_theta": 9.0}}, "of type linear has no factor"),
+        ({"rope_parameters": {"rope_type": "default", "mscale": 9.0}}, "has mscale, which our layers do not know"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "both rope_parameters and rope_scaling"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["llama-2"])
+def test_reason_names_the_field_that_is_left_to_transformers(kind: str, copied: Path, fields: Any, why: str) -> None:
+    (copied / "config.json").write_text(json.dumps({**config_of(copied), **fields}))
+    assert why in str(unserved(TensorStore.open(copied)))
+
+
+PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
+    "Llama-3.1": ("llama-3", {"bos_token_id": 1, "eos_token_id": [2, 3], "torch_dtype": "bfloat16"}),
+    "SmolLM2": ("smollm2", {"_model_name_or_path": "x", "unk_token_id": 0, "is_llama_config": True,
+                            "rope_interleaved": False, "pretraining_tp": 1, "transformers.js_config": {}}),
+    "Mistral-7B": ("mistral-window", {"_name_or_path": "x", "torch_dtype": "bfloat16"}),
+    "Qwen2.5": ("qwen2", {"use_mrope": False, "use_sliding_window": False, "sliding_window": 131072}),
+    "Qwen3": ("qwen3", {"rope_scaling": None, "max_window_layers": 36, "sliding_window": None}),
+    "Qwen3-Coder": ("qwen3-moe", {"qkv_bias": False, "use_qk_norm": True, "shared_expert_intermediate_size": 0}),
+}  # fmt: skip
+"""Fields of published files of these families, beside those that the library writes today."""
+
+
+@pytest.mark.parametrize(("kind", "fields"), PUBLISHED.values(), ids=PUBLISHED)
+def test_published_fields_keep_a_target_on_our_layers(kind: str, copied: Path, fields: dict[str, Any]) -> None:
+    config = older(config_of(copied)) if "rope_scaling" not in fields else config_of(copied)
+    (copied / "config.json").write_text(json.dumps({**config, **fields}))
+    assert close(whole(load(copied))[0], whole(load(folder_of(kind)))[0])
