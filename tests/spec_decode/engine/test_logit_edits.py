@@ -131,6 +131,15 @@ def test_penalties_count_the_tokens_of_prompt_and_text(way):
     assert texts(engine, plain) == [greedy(request, lambda logits, output: logits) for request in plain]
 
 
+def test_preempted_text_counts_each_token_once():
+    asked = [
+        make_request(prompt=[at + 1] * (at % 3 + 1), max_tokens=20, frequency_penalty=0.1 + at / 50) for at in range(12)
+    ]
+    engine = make_engine(**WAYS["preempted"])
+    assert texts(engine, asked) == [greedy(request, penalised(request)) for request in asked]
+    assert engine.stats.preemptions > 3
+
+
 @pytest.mark.parametrize("way", ["plain", "in trees"])
 def test_penalised_draws_equal_those_of_plain_decoding_alone(way):
     asked = [

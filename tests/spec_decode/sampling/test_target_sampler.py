@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from builders import BatchError
-from spec_decode.sampling.logit_edits import LogitEdits
+from spec_decode.sampling.logit_edits import LogitEdits, Penalties, RowEdits
 from spec_decode.sampling.target_sampler import process_target_logits, sample_target
 from tests.spec_decode.verification.verify_helpers import sampling_of
 
@@ -38,6 +38,32 @@ def edited(rows=ROWS, vocab=VOCAB):
 def test_edits_of_several_columns_need_their_drafts():
     with pytest.raises(BatchError, match="logits have 2 columns and sampling has edits, but there are no draft_tokens"):
         process_target_logits(torch.zeros(ROWS, 2, VOCAB), edited(), ZEROS)
+
+
+@pytest.mark.parametrize("parents", [None, [0, 0, 1, 3, 3], [0, 1, 2, 0, 4]])
+def test_each_column_counts_the_drafts_on_its_path(parents):
+    rows, vocab = 40, 6
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(rows, 6, vocab, generator=generator)
+    drafts = torch.randint(0, vocab, (rows, 5), generator=generator)
+    edits = LogitEdits.allocate(rows, vocab, "cpu")
+    edits.load([RowEdits([], Penalties(1.5, 0.4, 0.7), [row % vocab], [0, 1, 1][: row % 4]) for row in range(rows)])
+    sampling, positions = sampling_of(rows, 1.0)._replace(edits=edits), torch.arange(6).expand(rows, -1)
+    paths = None if parents is None else torch.tensor(parents).expand(rows, -1)
+    found = sample_target(logits, sampling=sampling, positions=positions, draft_tokens=drafts, parents=paths)
+    for column in range(6):
+        counts, query = edits.counts.clone(), column
+        while query > 0:
+            counts.scatter_add_(1, drafts[:, query - 1 : query], torch.full((rows, 1), 2, dtype=torch.int32))
+            query = query - 1 if parents is None else parents[query - 1]
+        own = sampling._replace(edits=edits._replace(counts=counts))
+        assert torch.equal(
+            found[:, column], sample_target(logits[:, column], sampling=own, positions=positions[:, column])
+        )
+        place = {"positions": positions[:, column], "column": torch.full((rows,), column)}
+        assert torch.equal(
+            found[:, column], sample_target(logits, sampling=sampling, draft_tokens=drafts, parents=paths, **place)
+        )
 
 
 def sample(logits, positions=ZEROS, column=None):
