@@ -85,14 +85,12 @@ class ThroughputCase:
         """Return target and draft with random weights, made on the device in their dtype."""
         fields = ConfigReader(self.draft.config, "the draft's config")
         config = replace(read_decoder(fields, no_windows).model, num_layers=self.num_layers)
-        count = self.draft.num_target_states
-        # Evenly spread.
-        aux = None if count == 1 else [1 + index * (config.num_layers - 1) // count for index in range(count)]
+        store = RandomStore(self.draft.config, list(self.draft.names), device)
+        read = getattr(self.draft.kind, "aux_hidden_state_layers", None)
         with torch.device("meta"):
-            target = LlamaTarget(config, aux)
+            target = LlamaTarget(config, read and read(store, config.num_layers))
         target.rotary = RotaryEmbedding(config)
         target = read_parameters(target, ScopedWeights(RandomStore({}, [], device), "", self.dtype, device))
-        store = RandomStore(self.draft.config, list(self.draft.names), device)
         return target, self.draft.kind.load(store, target, dtype=self.dtype, device=device)
 
     def requests(self, count: int) -> list[Request]:
