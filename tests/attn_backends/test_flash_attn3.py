@@ -69,6 +69,7 @@ def test_attention_and_trees_pass_except_windows(backend):
     assert served(result for result in report.results if result.check != TREES) == VARIANTS
 
 
+@pytest.mark.slow
 def test_latent_attention_passes_numerics_checks(mla):
     found = served(check_backend(mla, device=CPU, checks=telling_checks(mla, "numerics.*")).results)
     assert {"base", "bf16", "page_1", "heads_128", "length_4099"} <= found

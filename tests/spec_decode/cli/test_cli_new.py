@@ -9,6 +9,7 @@ from spec_decode.conformance import check_backend
 from tests.factories import CPU
 
 
+@pytest.mark.slow
 def test_new_backend_passes_its_checks(run, monkeypatch):
     assert run("new", "my_own2").exit_code == 0
     monkeypatch.syspath_prepend("my_own2")

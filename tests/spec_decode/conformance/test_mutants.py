@@ -86,6 +86,7 @@ def reasons(mutant: Mutant, check: str) -> list[str]:
     return [result.reason for result in report.results if result.outcome is Outcome.FAIL]
 
 
+@pytest.mark.slow
 def test_right_page_list_passes() -> None:
     check_backend(PageLists(), device=CPU, families=["contract", "builder"])
 
