@@ -72,7 +72,9 @@ def test_automatic_backend_passes_quick_kit():
     assert {result.outcome for result in report.results} == {Outcome.PASS}
 
 
-@pytest.mark.parametrize("name", OF_ONE_KERNEL)
+@pytest.mark.parametrize(
+    "name", [OF_ONE_KERNEL[0], *(pytest.param(name, marks=pytest.mark.slow) for name in OF_ONE_KERNEL[1:])]
+)
 def test_attention_and_trees_pass_except_windows(name):
     instance = backend(name)
     patterns = [*(f"numerics.*[[]{variant}-*" for variant in VARIANTS), f"{TREES[0]}[[]*-ragged[]]"]

@@ -81,7 +81,7 @@ def check(batch, sound, found):
 @pytest.mark.parametrize(
     ("way", "kind"),
     [
-        (way, kind)
+        pytest.param(way, kind, marks=[] if kind == "one nan" else [pytest.mark.slow])
         for way in WAYS
         for kind in LOGITS
         if kind == "one nan" or way in ("plain", "in graphs", "in trees", "block")
