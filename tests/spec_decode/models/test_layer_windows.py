@@ -51,7 +51,10 @@ def requested(family, fields, monkeypatch):
     return tuple(target._specs[layer].sliding_window for layer in range(LAYERS))
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "qwen3_moe"])
+@pytest.mark.parametrize(
+    "family",
+    ["qwen2", *(pytest.param(each, marks=pytest.mark.slow) for each in ("llama", "mistral", "qwen3", "qwen3_moe"))],
+)
 def test_windows_match_transformers_layers(family, monkeypatch):
     transformers.logging.set_verbosity_error()
     compared = set()
