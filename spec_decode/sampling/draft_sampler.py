@@ -96,7 +96,18 @@ class DraftSampler(DraftSettings):
         if token_map is not None or num_candidates is not None:
             self.draft_logits.fill_(float("-inf"))
         self.next_ids = torch.zeros(rows, dtype=torch.int64, device=device)
-        self._seq_lens, self._positions, self._step, self._token_map = seq_lens, positions, step, token_map
+        self._positions, self._step, self._token_map = positions, step, token_map
+        # What the ops of all three ways to sample take.
+        self._rows = {
+            "temperature": self.temperature,
+            "seeds": self.seeds,
+            "seq_lens": seq_lens,
+            "draft_tokens": self.draft_tokens,
+            "draft_logits": self.draft_logits,
+            "draft_lens": self.draft_lens,
+            "num_tokens": self.num_tokens,
+            "min_confidence": self.min_confidence,
+        }
         # The tokens whose logits the last round wrote, for the next one to reset.
         self._scored = torch.zeros(rows, columns, num_candidates or 0, dtype=torch.int64, device=device)
 
@@ -121,17 +132,10 @@ class DraftSampler(DraftSettings):
             hidden = whole_rows(hidden)
         arguments = SampleDraft(
             logits=whole_rows(logits),
-            temperature=self.temperature,
-            seeds=self.seeds,
             positions=self._positions,
-            seq_lens=self._seq_lens,
             step=self._step,
-            draft_tokens=self.draft_tokens,
-            draft_logits=self.draft_logits,
             next_ids=self.next_ids,
-            draft_lens=self.draft_lens,
-            num_tokens=self.num_tokens,
-            min_confidence=self.min_confidence,
+            **self._rows,
             continue_flag=self.continue_flag,
             token_map=self._token_map,
             hidden=hidden,
@@ -153,15 +157,8 @@ class DraftSampler(DraftSettings):
         require_tensor("positions", positions, shape=(lines,), dtype=torch.int64, device=device)
         arguments = SampleBlock(
             logits=whole_rows(logits),
-            temperature=self.temperature,
-            seeds=self.seeds,
             positions=positions.contiguous(),
-            seq_lens=self._seq_lens,
-            draft_tokens=self.draft_tokens,
-            draft_logits=self.draft_logits,
-            draft_lens=self.draft_lens,
-            num_tokens=self.num_tokens,
-            min_confidence=self.min_confidence,
+            **self._rows,
             token_map=self._token_map,
         )
         sample_block(*arguments)
@@ -207,16 +204,9 @@ class DraftSampler(DraftSettings):
             predecessors=codebooks[0],
             successors=codebooks[1],
             next_tokens=next_tokens.contiguous(),
-            temperature=self.temperature,
-            seeds=self.seeds,
             positions=positions.contiguous(),
-            seq_lens=self._seq_lens,
-            draft_tokens=self.draft_tokens,
-            draft_logits=self.draft_logits,
             scored=self._scored,
-            draft_lens=self.draft_lens,
-            num_tokens=self.num_tokens,
-            min_confidence=self.min_confidence,
+            **self._rows,
         )
         select_candidates(*arguments)
 

@@ -66,7 +66,7 @@ class Rounds:
 def test_block_is_drawn_like_single_steps(rows, columns, seed, confidence):
     one, each = make(rows, columns, confidence=confidence), make_sampler(rows, columns, confidence)
     seq_lens = torch.randint(0, 3, (rows,), generator=torch.Generator().manual_seed(seed), dtype=torch.int32)
-    one._seq_lens.copy_(seq_lens)
+    one._rows["seq_lens"].copy_(seq_lens)
     for round_ in range(2):
         given_ = Rounds(rows, columns, seed + round_)
         for sampler in (one, each):

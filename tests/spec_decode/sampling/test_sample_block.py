@@ -36,7 +36,7 @@ def draw_settings(sampler, seed):
 
 def step_by_step(logits, positions, seq_lens, sampler):
     """logits [R, K, V], positions [R, K]; seq_lens, positions and step are the sampler's own buffers."""
-    own_positions, own_lens, step = sampler._positions, sampler._seq_lens, sampler._step
+    own_positions, own_lens, step = sampler._positions, sampler._rows["seq_lens"], sampler._step
     own_lens.copy_(seq_lens)
     for column in range(logits.shape[1]):
         step.fill_(column)
@@ -61,7 +61,7 @@ def test_block_is_sampled_like_single_steps(rows, columns, seed, confidence, map
     one, each = (make_sampler(rows, columns, confidence, token_map) for _ in range(2))
     for sampler in (one, each):
         draw_settings(sampler, seed)
-    one._seq_lens.copy_(seq_lens)
+    one._rows["seq_lens"].copy_(seq_lens)
     one.sample_block(logits.flatten(0, 1), positions.flatten())
     step_by_step(logits, positions, seq_lens, each)
     assert one.draft_tokens.tolist() == each.draft_tokens.tolist()
