@@ -18,11 +18,11 @@ from spec_decode.models.decoder_config import DecoderConfig
 from spec_decode.models.decoder_weights import read_parameters
 from spec_decode.models.dflash_config import aux_hidden_state_layers as aux_hidden_state_layers
 from spec_decode.models.dflash_config import read_block_layers, read_block_size, refuse_factors, samples_from_anchor
-from spec_decode.models.draft import DecoderDraft, check_aux_states, check_embedding, check_shared
+from spec_decode.models.draft import DecoderDraft, check_aux_states, check_shared, read_embedding
 from spec_decode.models.draft_vocabulary import DraftVocabulary, read_vocabulary
 from spec_decode.models.kernels.linear import linear
 from spec_decode.models.layers.decoder_layer import AttentionLayer, DecoderLayer, LayerOptions
-from spec_decode.models.layers.linear import Embedding, Linear
+from spec_decode.models.layers.linear import Linear
 from spec_decode.models.layers.rms_norm import RMSNorm
 from spec_decode.models.layers.rope import RotaryEmbedding
 from spec_decode.models.target_head import TargetHead
@@ -47,15 +47,12 @@ class DFlash(DecoderDraft, ContextBlockDraft):
     def __init__(
         self, weights: ScopedWeights, config: DecoderConfig, vocabulary: DraftVocabulary, target: TargetModel
     ) -> None:
-        """Create it on the meta device, then load its parameters with `read_parameters`.
+        """Create it on the meta device, then load its other parameters with `read_parameters`.
 
         Raises CheckpointError if it needs the target's embedding and that has another size or dtype.
         """
         store, model = weights.store, config.model
-        owns = weights.has("embed_tokens.weight")
-        if not owns:
-            check_embedding(weights, target, model.hidden_size)
-        embed = Embedding(vocabulary.embedded, model.hidden_size) if owns else None
+        embed = read_embedding(weights, target, "embed_tokens.weight", vocabulary.embedded, model.hidden_size)
         super().__init__(target, config, RotaryEmbedding(model, config.scaling), embed)
         self.hidden_size, self.token_map = model.hidden_size, vocabulary.token_map
         self.config_json = store.config.values
