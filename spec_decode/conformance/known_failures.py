@@ -36,6 +36,11 @@ class KnownFailure(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 "untracked waiver would stay forever. Open an issue and name it."
             )
 
+    @property
+    def can_pass(self) -> bool:
+        """Whether some of the checks that it covers can pass, so that a pass does not make it stale."""
+        return bool(self.column)
+
     def covers(self, check: Check) -> bool:
         named = fnmatch(check.name, self.check) and fnmatch(check.case, self.case)
         return named and (not self.column or self.column in check.covers)

@@ -61,8 +61,7 @@ def _expected(check: Check, known_failures: Sequence[KnownFailure]) -> list[Any]
         pytest.mark.xfail(
             reason=f"{entry.issue}: {entry.reason}",
             raises=None if entry.error else pytest.fail.Exception,
-            # As in the runner: of the cases with a column, some can pass.
-            strict=not entry.column,
+            strict=not entry.can_pass,
         )
         for entry in known
     ]

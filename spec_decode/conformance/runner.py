@@ -202,7 +202,7 @@ def run_check(check: Check, blank: Result, known_failures: Sequence[KnownFailure
     known = next((entry for entry in known_failures if entry.covers(check)), None)
     if known and (outcome is Outcome.FAIL or (known.error and outcome is Outcome.ERROR)):
         outcome, reason = Outcome.XFAIL, f"{known.issue}: {known.reason} ({reason})"
-    elif known and not known.column and outcome is Outcome.PASS:
+    elif known and not known.can_pass and outcome is Outcome.PASS:
         outcome, reason = Outcome.XPASS, f"{known.issue} says this fails, but it passes: remove the entry"
     elif check.preview and outcome in (Outcome.FAIL, Outcome.ERROR):
         outcome, reason = Outcome.PREVIEW, f"{check.preview}: {reason}"
