@@ -110,10 +110,10 @@ def load_published_pair(
     if draft is not None:
         check_draft(draft)
         same = check_same_tokens(draft, target, tokenizer)
-    store = TensorStore.open(target)
-    why = "you asked for it" if runs_in == "transformers" else unserved(store)
+    store = None if runs_in == "transformers" else TensorStore.open(target)
+    why = "you asked for it" if store is None else unserved(store)
     target_model: TargetModel
-    if why is None:
+    if store is not None and why is None:
         target_model = load_target(store, partial(_states, draft), dtype=dtype, device=device)
     else:
         model = load_model(target, dtype=dtype, device=device)
