@@ -33,8 +33,6 @@ from spec_decode.tools.timing_limit import TimingLimit
 from spec_decode.trees import DynamicTreeConfig
 
 NAME = "throughput"
-_PREFILL_TOKENS = 8192
-"""Prompt tokens that a round prefills: large batches take only a few rounds, and memory stays bounded."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -196,7 +194,6 @@ class TimedPair:
             max_num_seqs=max(case.num_reqs),
             max_model_len=case.prompt + case.output,
             page_size=case.draft.page_size,
-            max_prefill_tokens=_PREFILL_TOKENS,
             verification=None if decoding.accepted is None else f"synthetic:{decoding.accepted}",
             one_graph=decoding.one_graph,
             batch_invariant=decoding.batch_invariant,

@@ -38,8 +38,9 @@ class EngineConfig:
     """Tokens per page, in every KV group."""
     num_pages: int | None = None
     """Pages of every KV group; None allocates enough for max_num_seqs of the longest requests."""
-    max_prefill_tokens: int = 512
-    """The most prompt tokens that one step prefills."""
+    max_prefill_tokens: int = 8192
+    """The most prompt tokens that one step prefills. Other requests wait that long for their next tokens, but fewer
+    prompt tokens a step make more steps of few requests."""
     verification: str | None = None
     """A name for `spec_decode.verification.verifier`: rejection, block or synthetic:MEAN. None is rejection, or with a
     tree the only choice, sampling, which follows the tokens that plain decoding would draw."""

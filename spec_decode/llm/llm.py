@@ -361,7 +361,7 @@ def _engine_config(settings: Settings, device: torch.device, strategy: Strategy 
     drafter, tree = None, settings.get("tree")
     if steps or tree is not None:
         drafter = DrafterConfig(num_speculative_tokens=steps, strategy=strategy, tree=tree, graph_mode=graphs)
-    config = EngineConfig(
+    return EngineConfig(
         drafter=drafter,
         graph_mode=graphs,
         max_num_seqs=settings.get("max_num_seqs", 8),
@@ -370,8 +370,6 @@ def _engine_config(settings: Settings, device: torch.device, strategy: Strategy 
         verification=settings.get("verification"),
         batch_invariant=settings.get("batch_invariant", False),
     )
-    # On busy cores each pass over the layers waits for threads hundreds of times: take a prompt in one.
-    return replace(config, max_prefill_tokens=_MAX_MODEL_LEN) if device.type == "cpu" else config
 
 
 def _params_per_prompt(params: Params, count: int) -> list[SamplingParams]:
