@@ -118,21 +118,14 @@ class LLM:
         )
         # Before the models are loaded, which can take minutes.
         torch_device, strategy = _device(device), _strategy(settings.get("strategy"))
-        torch_dtype, weights, draft_weights = (
-            _dtype(dtype, torch_device),
-            settings.get("weights"),
-            settings.get("draft_weights"),
-        )
+        torch_dtype, draft_weights = _dtype(dtype, torch_device), settings.get("draft_weights")
         if num_speculative_tokens == 0:
             draft = None
         if draft is None:
             _require_no_draft_settings(draft_backend=draft_backend, **settings)
-        for setting, value in (("weights", weights), ("draft_weights", draft_weights)):
-            if value is not None:
-                check_format(setting, value, torch_dtype, torch_device)
-        pair = load(
-            model, draft, dtype=torch_dtype, device=torch_device, runs_in=runs_in, quantises=weights is not None
-        )
+        _check_formats(torch_dtype, torch_device, **settings)
+        quantises = settings.get("weights") is not None
+        pair = load(model, draft, dtype=torch_dtype, device=torch_device, runs_in=runs_in, quantises=quantises)
         if pair.draft is not None and draft_weights is not None:
             quantise_draft(pair.draft, draft_weights)
         self._draft_weights, self._names = draft_weights, (os.fspath(model), draft and os.fspath(draft))
@@ -424,6 +417,13 @@ def _require_no_draft_settings(**settings: object) -> None:
             (value := settings.get(name)) is None,
             f"{name} is {value!r} and there is no draft. Pass draft= and speculative tokens, or leave {name} out.",
         )
+
+
+def _check_formats(dtype: torch.dtype, device: torch.device, **settings: object) -> None:
+    """Raise BatchError for weights or draft_weights that models of this dtype cannot have on this device."""
+    for name in ("weights", "draft_weights"):
+        if (weights := settings.get(name)) is not None:
+            check_format(name, weights, dtype, device)
 
 
 def _device(device: str | torch.device | None) -> torch.device:

@@ -58,7 +58,7 @@ class _Place(NamedTuple):
         setattr(self.module, self.name, weight)
 
 
-def check_format(setting: str, weights: str, dtype: torch.dtype, device: torch.device) -> None:
+def check_format(setting: str, weights: object, dtype: torch.dtype, device: torch.device) -> None:
     """Raise BatchError unless a model of this dtype, on this device, can have its weights in this format.
 
     setting: what asks for it, `weights` for a target or `draft_weights`.

@@ -166,4 +166,5 @@ def _read_experts(shape: MixtureShape, weights: ScopedWeights, names: Names) -> 
         stacks = stacks or [empty_stack(part, count) for part in expert]
         for stack, part in zip(stacks, expert, strict=True):
             fill(stack, index, part)
-    return Experts(*stacks, shape.limit)
+    gate_up, down = stacks
+    return Experts(gate_up, down, shape.limit)

@@ -134,7 +134,7 @@ def test_unsuitable_settings_are_rejected_before_loading(
 def test_families_of_other_layers_stay_in_16_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_model(tmp_path, mlp_bias=True)
     monkeypatch.setattr("spec_decode.models.hf.folder.load_tokenizer", None)
-    with pytest.raises(CheckpointError, match="stay in 16 bits: mlp_bias in config.json is True"):
+    with pytest.raises(CheckpointError, match=r"stay in 16 bits: mlp_bias in config\.json is True"):
         LLM(tmp_path, device="cpu", dtype="bfloat16", weights="fp8")
 
 

@@ -147,7 +147,7 @@ REFUSED = {
     "float32": (lambda _: shipped(torch.float32), "got float32. Load them with dtype bfloat16"),
     "a target": (
         lambda _: load_pair(SHIPPED_PAIR, dtype=torch.bfloat16)[0],
-        "a DraftModel, got LlamaTarget. Pass the draft",
+        "a DraftModel, got LlamaTarget. Pass the",
     ),
     "another library's layers": (lambda _: Foreign(), "Foreign uses none of this library's linear layers"),
     "a head that is more than a product": (of_a_target_that_does_not_say, "Leave draft_weights out, or use a draft"),
