@@ -12,7 +12,7 @@ from spec_decode.model_api import Attention, DraftModel, LayerGroup, TargetModel
 from spec_decode.models import deepseek_v4, dflash, dflash2, eagle, eagle3, mtp
 from spec_decode.models.checkpoints.store import SPREAD, RandomStore
 from spec_decode.models.kernels.linear import linear
-from spec_decode.models.quantise_draft import quantise_draft
+from spec_decode.models.quantise import quantise_draft
 
 _ATTENTION = [f"self_attn.{part}_proj.weight" for part in "qkvo"]
 _MLP = [f"mlp.{part}_proj.weight" for part in ("gate", "up", "down")]

@@ -37,7 +37,8 @@ _VERIFY = (
     "How drafts are verified: rejection (default), block, or synthetic:MEAN, which accepts that many on average. "
     "Trees: only sampling."
 )
-_WEIGHTS = "Weights of the draft's products: fp8 halves their bytes, see the guide; default: as they are loaded."
+_WEIGHTS = "Weights of the target's products: fp8 halves their bytes, see the guide; default: as they are stored."
+_DRAFT_WEIGHTS = "The same for the draft's products; default: as they are loaded."
 _INVARIANT = "Make texts independent of the other prompts, bit for bit; slower, see the guide."
 _INTERPRETED = (
     "TRITON_INTERPRET=1: kernels run in Triton's interpreter, which takes minutes for a few tokens. Unset it to use "
@@ -67,7 +68,8 @@ class _Options:
     num_speculative_tokens: Annotated[int | None, "-k", _TOKENS]
     tree: Annotated[str | None, _TREE]
     verification: Annotated[str | None, "--verify", _VERIFY]
-    draft_weights: Annotated[str | None, click.Choice(("fp8",)), _WEIGHTS]
+    weights: Annotated[str | None, click.Choice(("fp8",)), _WEIGHTS]
+    draft_weights: Annotated[str | None, click.Choice(("fp8",)), _DRAFT_WEIGHTS]
     batch_invariant: Annotated[bool, _INVARIANT] = False
     temperature: Annotated[float, "0 is greedy."] = 0.0
     top_k: Annotated[int, "Sample from the k most probable tokens; 0: from all."] = 0
@@ -141,6 +143,7 @@ class _Options:
             verification=self.verification,
             batch_invariant=self.batch_invariant,
             target="transformers" if self.transformers else None,
+            weights=self.weights,
             draft_weights=self.draft_weights,
             page_size=self.page_size,
             max_model_len=self.max_model_len,
@@ -318,7 +321,8 @@ def _summary(options: _Options, llm: LLM, seconds: float, first: float) -> list[
     names = [chosen.names(each) for each in (chosen.target, chosen.draft)]
     other = f", {names[1]} for the draft" if names[1] not in ("", names[0]) else ""
     dtype = str(next(llm.pair.target.parameters()).dtype).removeprefix("torch.")
-    weights = f", draft weights in {options.draft_weights}" if options.draft_weights else ""
+    weights = f", weights in {options.weights}" if options.weights else ""
+    weights += f", draft weights in {options.draft_weights}" if options.draft_weights else ""
     lines = [
         f"backend {names[0]}{other} on {llm.pair.device}, {dtype}{weights}",
         f"{stats.new_tokens} tokens in {seconds:.2f} s: {stats.new_tokens / max(seconds, 1e-9):.0f} tokens per second, "

@@ -31,7 +31,7 @@ from spec_decode.llm.prompts import Message, Prompt, as_list, contents, is_conve
 from spec_decode.llm.stop_strings import GrowingText
 from spec_decode.model_api import ContextBlockDraft, DraftModel
 from spec_decode.models import CheckpointError
-from spec_decode.models.quantise_draft import check_draft_weights, quantise_draft
+from spec_decode.models.quantise import check_format, quantise_draft
 from spec_decode.paged import GraphMode
 from spec_decode.paged.kv_groups import CachesTooLarge
 from spec_decode.sampling import SamplingParams
@@ -48,7 +48,8 @@ class Settings(TypedDict, total=False):
     """Further settings. EngineConfig explains verification, batch_invariant and page_size, DrafterConfig tree.
 
     - target         "transformers": run a published target there; None: on our layers if they compute it, else there
-    - draft_weights  "fp8": the draft's matrix products read 8-bit weights, see the guide; None: as loaded
+    - weights        "fp8": the target's matrix products read 8-bit weights, see the guide; None: as stored
+    - draft_weights  the same for the draft
     - strategy       how the later steps of a round run; None: on a CPU eager, else by the rule in the guide
     - max_model_len  the most tokens of a prompt and its text; 4,096, or fewer if a model has fewer positions
     - max_num_seqs   the most prompts that run at once; 8. The others wait
@@ -56,6 +57,7 @@ class Settings(TypedDict, total=False):
     """
 
     target: str | None
+    weights: str | None
     draft_weights: str | None
     strategy: str | Strategy | None
     tree: Tree | None
@@ -121,9 +123,9 @@ class LLM:
             draft = None
         if draft is None:
             _require_no_draft_settings(draft_backend=draft_backend, **settings)
-        if draft_weights is not None:
-            check_draft_weights(draft_weights, torch_dtype, torch_device)
-        pair = load(model, draft, dtype=torch_dtype, device=torch_device, runs_in=runs_in)
+        _check_formats(torch_dtype, torch_device, **settings)
+        quantises = settings.get("weights") is not None
+        pair = load(model, draft, dtype=torch_dtype, device=torch_device, runs_in=runs_in, quantises=quantises)
         if pair.draft is not None and draft_weights is not None:
             quantise_draft(pair.draft, draft_weights)
         self._draft_weights, self._names = draft_weights, (os.fspath(model), draft and os.fspath(draft))
@@ -184,14 +186,16 @@ class LLM:
 
     def explain(self) -> str:
         """Return a report: where the target runs and why not on our layers, which backend serves each layer group and
-        why not the others, which target states the draft reads, the block that it was trained on, quantised draft
-        weights, how the drafter runs and why, and whether one graph holds a round."""
+        why not the others, which target states the draft reads, the block that it was trained on, 8-bit weights,
+        how the drafter runs and why, and whether one graph holds a round."""
         plan, round_plan = self.plan, self.engine.round_plan
         how = [*plan.explain(), str(round_plan)] if plan else ["no draft: plain decoding"]
         target = self.pair.target
         layers = ", ".join(map(str, target.aux_hidden_state_layers or ()))
         reads = [f"draft reads the states that enter layers {layers} of the target's {target.num_layers}"]
-        weights = [f"draft's matrix products read {self._draft_weights} weights"] if self._draft_weights else []
+        target_weights, draft_weights = self.pair.target_weights, self._draft_weights
+        weights = [f"target's matrix products {target_weights}"] if target_weights else []
+        weights += [f"draft's matrix products read {draft_weights} weights"] if draft_weights else []
         reads = [*(reads if layers else ()), *_block(self.pair.draft, self.config.num_speculative_tokens), *weights]
         if self.config.graph_mode is GraphMode.NONE:
             reads.append(
@@ -411,6 +415,13 @@ def _require_no_draft_settings(**settings: object) -> None:
             (value := settings.get(name)) is None,
             f"{name} is {value!r} and there is no draft. Pass draft= and speculative tokens, or leave {name} out.",
         )
+
+
+def _check_formats(dtype: torch.dtype, device: torch.device, **settings: object) -> None:
+    """Raise BatchError for weights or draft_weights that models of this dtype cannot have on this device."""
+    for name in ("weights", "draft_weights"):
+        if (weights := settings.get(name)) is not None:
+            check_format(name, weights, dtype, device)
 
 
 def _device(device: str | torch.device | None) -> torch.device:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,19 +22,27 @@ from spec_decode.models.causal_lm import load_target
 from spec_decode.models.checkpoints.files import require_regular
 from spec_decode.models.checkpoints.store import TensorStore
 from spec_decode.models.load import aux_hidden_state_layers, check_draft, check_same_tokens, load_with_tokens
+from spec_decode.models.quantise import quantise_target
 from spec_decode.models.target_fields import unserved
 
 Name = str | os.PathLike[str]
+_QUANTISED = "read fp8 weights"
 
 
 def load(
-    model: Name, draft: Name | None, *, dtype: torch.dtype, device: torch.device, runs_in: str | None = None
+    model: Name,
+    draft: Name | None,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    runs_in: str | None = None,
+    quantises: bool = False,
 ) -> Pair:
     """Load the model and its draft.
 
     model: a folder, `pydoc` for this library's own pair, or the name of a model in this machine's Hugging
-    Face cache; nothing is downloaded. draft: the same; for a byte-level pair, the name of one of its drafts. runs_in:
-    as in `load_published_pair`. Raises CheckpointError.
+    Face cache; nothing is downloaded. draft: the same; for a byte-level pair, the name of one of its drafts. runs_in,
+    quantises: as in `load_published_pair`. Raises CheckpointError.
     """
     folder = find(model)
     if draft is not None:
@@ -49,9 +58,13 @@ def load(
                 f"{folder} has its own drafts, and {draft} is a folder. Pass one of the names {', '.join(own)}, or the "
                 "draft's own target."
             )
-        return load_byte_pair(folder, dtype, device, draft=None if draft is None else os.fspath(draft))
+        pair = load_byte_pair(folder, dtype, device, draft=None if draft is None else os.fspath(draft))
+        if not quantises:
+            return pair
+        quantise_target(pair.target)
+        return replace(pair, target_weights=_QUANTISED)
     found = None if draft is None else find(draft, "draft")
-    return load_published_pair(folder, found, dtype=dtype, device=device, runs_in=runs_in)
+    return load_published_pair(folder, found, dtype=dtype, device=device, runs_in=runs_in, quantises=quantises)
 
 
 def find(name: Name, what: str = "model") -> Path:
@@ -91,11 +104,18 @@ def is_pair(folder: Path) -> bool:
 
 
 def load_published_pair(
-    target: Path, draft: Path | None, *, dtype: torch.dtype, device: torch.device, runs_in: str | None = None
+    target: Path,
+    draft: Path | None,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    runs_in: str | None = None,
+    quantises: bool = False,
 ) -> Pair:
     """Load both folders, or only the target's. The target returns the hidden states that the draft's config names.
 
     runs_in: "transformers", or None for this library's layers if they compute the target, else `transformers`.
+    quantises: round the weights of the target's products to 8 bits, which needs this library's layers.
 
     Raises CheckpointError for an invalid folder, for a draft of another target, and without `transformers`.
     """
@@ -106,15 +126,20 @@ def load_published_pair(
     except ImportError as error:
         raise CheckpointError(str(error)) from error
     check_model(target)
+    store = None if runs_in == "transformers" else TensorStore.open(target)
+    why = "you asked for it" if store is None else unserved(store)
+    if quantises and why is not None:
+        raise CheckpointError(
+            f"{target} would run in transformers, where weights stay in 16 bits: {why}. Leave weights out, or use a "
+            "model that this library's layers compute."
+        )
     tokenizer, same = load_tokenizer(target), False
     if draft is not None:
         check_draft(draft)
         same = check_same_tokens(draft, target, tokenizer)
-    store = None if runs_in == "transformers" else TensorStore.open(target)
-    why = "you asked for it" if store is None else unserved(store)
     target_model: TargetModel
     if store is not None and why is None:
-        target_model = load_target(store, partial(_states, draft), dtype=dtype, device=device)
+        target_model = load_target(store, partial(_states, draft), dtype=dtype, device=device, quantises=quantises)
     else:
         model = load_model(target, dtype=dtype, device=device)
         states = _states(draft, model.config.get_text_config().num_hidden_layers)
@@ -129,6 +154,7 @@ def load_published_pair(
         partial(_encode_chat, tokenizer, target_model.vocab_size) if tokenizer.chat_template else None,
         _added_tokens(tokenizer, target_model.vocab_size),
         "on this library's layers" if why is None else f"in transformers: {why}",
+        _QUANTISED if quantises else "",
     )
 
 

@@ -51,6 +51,8 @@ class Pair:
     """The tokens that were added to the tokenizer, by their text. Special ones among them are left out of texts."""
     target_runs: str = "on this library's layers"
     """Where the target runs, and why, if that is elsewhere."""
+    target_weights: str = ""
+    """What the target's matrix products do with 8-bit weights; empty if there are none."""
 
     @property
     def device(self) -> torch.device:

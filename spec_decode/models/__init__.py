@@ -13,7 +13,7 @@ from spec_decode.models.eagle import EagleDraft
 from spec_decode.models.llama import LlamaTarget
 from spec_decode.models.load import load_draft
 from spec_decode.models.pair import SHIPPED_PAIR, draft_names, load_pair, load_target, save_draft, save_pair
-from spec_decode.models.quantise_draft import quantise_draft
+from spec_decode.models.quantise import quantise_draft
 
 if TYPE_CHECKING:
     from spec_decode.models.hf.target import TransformersTarget

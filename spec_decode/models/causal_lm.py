@@ -99,10 +99,15 @@ def load_target(
     *,
     dtype: torch.dtype,
     device: torch.device,
+    quantises: bool = False,
 ) -> DecoderTarget:
-    """Load the target that `unserved` has no objection to, ready to run. states: returns aux_hidden_state_layers, for
-    the number of layers. Raises CheckpointError, and ValueError for layers that the model does not have."""
-    weights = ScopedWeights(store, "", dtype, device)
+    """Load the target that `unserved` has no objection to, ready to run.
+
+    states: returns aux_hidden_state_layers, for the number of layers. quantises: round the weights of products to 8
+    bits, one by one, so that the 16-bit model is never whole on the device. Raises CheckpointError, and ValueError for
+    layers that the model does not have.
+    """
+    weights = ScopedWeights(store, "", dtype, device, quantises)
     config = _read_config(store)
     layers = _layers(config, weights)
     with torch.device("meta"):

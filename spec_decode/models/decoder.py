@@ -81,10 +81,9 @@ class DecoderTarget(Decoder, TargetModel):
 
     @property
     def output_projection(self) -> torch.Tensor:
-        """[V, H]."""
+        """[V, H], in the dtype of the embedding: of an 8-bit weight, a widened copy."""
         weight = self.lm_head.weight
-        assert isinstance(weight, torch.Tensor)
-        return weight
+        return weight if isinstance(weight, torch.Tensor) else weight.widened(self.embed.weight.dtype)
 
     def layer_groups(self, page_size: int) -> list[LayerGroup]:
         """Return the layers in groups of the same attention spec."""

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from spec_decode.models.checkpoints.store import ScopedWeights, frozen
+from spec_decode.models.kernels.fp8_weight import Fp8Weight
 from spec_decode.models.layers.linear import FusingLinear
 
 M = TypeVar("M", bound=nn.Module)
@@ -33,21 +34,28 @@ _PUBLISHED = {
 def read_parameters(model: M, weights: ScopedWeights, renamed: Callable[[str], str] = str) -> M:
     """Load all parameters that are on the meta device, and make the model ready to run.
 
-    renamed: maps a published tensor name to this checkpoint's. Parameters with the same name share storage. Raises
-    CheckpointError.
+    renamed: maps a published tensor name to this checkpoint's. Parameters with the same name share storage, except
+    the 8-bit copy of a tied head. Raises CheckpointError.
     """
-    state: dict[str, torch.Tensor] = {}
-    taken: dict[tuple[str, ...], torch.Tensor] = {}
-    for path, parameter in model.named_parameters():
+    taken: dict[tuple[str, ...], nn.Parameter] = {}
+    for path, parameter in list(model.named_parameters()):
         if not parameter.is_meta:
             continue
-        names = tuple(map(renamed, _names(path)))
-        if names not in taken:
-            taken[names] = weights.stacked(names, _rows(model, path), *parameter.shape[1:])
-        # A tied head can have fewer rows than the embedding that it shares.
-        rows, shared = len(parameter), taken[names]
-        state[path] = shared if len(shared) == rows else frozen(shared[:rows])
-    model.load_state_dict(state, assign=True, strict=False)
+        place, _, kind = path.rpartition(".")
+        layer, names, rows = model.get_submodule(place), tuple(map(renamed, _names(path))), len(parameter)
+        multiplies = kind == "weight" and isinstance(layer, FusingLinear)
+        weight: nn.Parameter | Fp8Weight | None = taken.get(names)
+        if weight is None:
+            read = weights.product if multiplies else weights.stacked
+            weight = read(names, _rows(model, path), *parameter.shape[1:])
+        if isinstance(weight, nn.Parameter):
+            taken[names] = weight
+            # A tied head can have fewer rows than the embedding that it shares.
+            weight = weight if len(weight) == rows else frozen(weight[:rows])
+            weight = Fp8Weight.of(weight) if multiplies and weights.quantises else weight
+        # nn.Module rejects a module under the name of a parameter.
+        delattr(layer, kind)
+        setattr(layer, kind, weight)
     return model.eval().requires_grad_(False).to(weights.device)
 
 

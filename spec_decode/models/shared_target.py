@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from spec_decode.model_api import TargetModel
+from spec_decode.models.kernels.fp8_weight import Fp8Weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,3 +22,8 @@ class SharedTarget:
     def embedding(self) -> torch.Tensor:
         """The target's token embedding [V, H]."""
         return cast(nn.Embedding, self.model.embed).weight
+
+    @property
+    def has_fp8_head(self) -> bool:
+        """Whether the target's own logits are a product with an 8-bit weight."""
+        return isinstance(getattr(getattr(self.model, "lm_head", None), "weight", None), Fp8Weight)

@@ -26,6 +26,11 @@ class TargetHead(nn.Module):
         """The target's `output_projection` [V, H], None if it has none."""
         return self._target.model.output_projection
 
+    @property
+    def is_quantised(self) -> bool:
+        """Whether it reads the 8-bit weight of a target, so that it needs no copy."""
+        return self.weight is None and self._target.has_fp8_head
+
     def product(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return logits [T, V] for hidden [T, H]."""
         return self._target.model.logits(hidden) if self.weight is None else linear(hidden, self.weight)

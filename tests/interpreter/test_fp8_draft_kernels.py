@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from builders.kernels.triton_runtime import torch_implementations
-from tests.spec_decode.models.test_quantise_draft import first_logits, make
+from tests.spec_decode.models.test_quantise import first_logits, make
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ import spec_decode.models.kernels.block_convolution
 import spec_decode.models.kernels.embed_concat
 import spec_decode.models.kernels.hyper_connections
 import spec_decode.models.kernels.mla_query_key
+import spec_decode.models.kernels.narrow_linear
 import spec_decode.models.kernels.sigmoid_gate
 import spec_decode.models.kernels.streamed_shares
 import spec_decode.models.kernels.swiglu  # noqa: F401
@@ -198,6 +199,14 @@ def streamed_shares():
 def sum_shares():
     for shares, width in ((3, 5), (2, 300), (1, 21)):
         yield noise(shares, 2, width), noise(2, width, seed=1, dtype=torch.bfloat16)
+
+
+# Quotients can differ in their last bit, and so tip a rounding to 8 bits.
+@op("spec_decode::narrow_rows", close={**CLOSE, torch.float8_e4m3fn: {"rtol": 2**-3, "atol": 2**-9}}, strided="x")
+def narrow_rows():
+    for rows, width, dtype in each((3, 0, 1), (40, 1, 300), (torch.bfloat16, torch.float16)):
+        yield (noise(rows, width, dtype=dtype) * torch.logspace(-3, 3, rows)[:, None].to(dtype),)
+    yield (torch.zeros(2, 16).half(),)
 
 
 @op("spec_decode::batch_invariant_linear", close=SUMS, strided="x weight")

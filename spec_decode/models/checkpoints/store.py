@@ -22,6 +22,7 @@ from spec_decode.models.checkpoints.files import (
     unreadable,
 )
 from spec_decode.models.checkpoints.folder_kind import read_config
+from spec_decode.models.kernels.fp8_weight import Fp8Weight, Weight
 
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 """Files that can hold the weights; the first that exists is read."""
@@ -261,6 +262,8 @@ class ScopedWeights:
     prefix: str
     dtype: torch.dtype
     device: torch.device
+    quantises: bool = False
+    """Whether weights of products are rounded to 8 bits as they are read."""
 
     def under(self, prefix: str) -> ScopedWeights:
         """Extend the prefix."""
@@ -283,6 +286,11 @@ class ScopedWeights:
         parts = [self.take(name, count, *columns) for name, count in zip(names, rows, strict=True)]
         return frozen(parts[0] if len(parts) == 1 else torch.cat(parts))
 
+    def product(self, names: Sequence[str], rows: Sequence[int], *columns: int) -> nn.Parameter | Fp8Weight:
+        """As `stacked`, for the weight of a product: in 8 bits if `quantises`."""
+        weight = self.stacked(names, rows, *columns)
+        return Fp8Weight.of(weight) if self.quantises else weight
+
     def refuse_unused(self) -> None:
         """Raise CheckpointError for tensors under the prefix that were not taken; all others belong to the target."""
         self.store.refuse_unused(under=self.prefix)
@@ -291,6 +299,11 @@ class ScopedWeights:
 def frozen(tensor: torch.Tensor) -> nn.Parameter:
     """Wrap a tensor in a parameter without a gradient."""
     return nn.Parameter(tensor, requires_grad=False)
+
+
+def held(weight: Weight) -> nn.Parameter | Fp8Weight:
+    """Return a product's weight as a module holds it: an 8-bit weight as it is, others frozen."""
+    return frozen(weight) if isinstance(weight, torch.Tensor) else weight
 
 
 SPREAD = 0.02

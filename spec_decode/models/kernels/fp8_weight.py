@@ -67,9 +67,18 @@ class Fp8Weight(nn.Module):
         self.values, self.scale = self.values.to(device), self.scale.to(device)
         return self
 
-    def __getitem__(self, index: slice | None) -> Fp8Weight:
-        """Return a view: a slice of the first axis or, with None, a new first axis of size 1."""
-        return Fp8Weight(self.values[index], self.scale[index])
+    def __getitem__(self, index: slice | torch.Tensor | None) -> Fp8Weight:
+        """Index the first axis: a view for a slice, a copy for int64 rows; None: a new first axis of size 1."""
+        # Indexing with a tensor is not implemented for 8-bit floats on every device.
+        return Fp8Weight(self.values.view(torch.uint8)[index].view(DTYPE), self.scale[index])
+
+    def widened(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return the weight rounded to this dtype."""
+        out = torch.empty(self.shape, dtype=dtype, device=self.values.device)
+        parts = (each.flatten(0, -2).split(_ROWS_AT_ONCE) for each in (out, self.values, self.scale[..., None]))
+        for into, values, scale in zip(*parts, strict=True):
+            into.copy_(widened(values, scale[:, 0]))
+        return out
 
 
 Weight: TypeAlias = torch.Tensor | Fp8Weight
@@ -89,6 +98,20 @@ def widened(values: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
     # On a CPU, a table lookup takes a quarter of the time of the conversion.
     found = _WIDE.index_select(0, values.view(torch.uint8).int().flatten()) if values.is_cpu else values.float()
     return found.view(values.shape) * scale[..., None]
+
+
+def empty_stack(weight: Weight, count: int) -> Weight:
+    """Return an uninitialised stack [count, ...] of weights with the shape and the form of this one."""
+    values, scale = (None if each is None else each.new_empty(count, *each.shape) for each in operands(weight))
+    assert values is not None
+    return values if scale is None else Fp8Weight(values, scale)
+
+
+def fill(stack: Weight, index: int, weight: Weight) -> None:
+    """Copy a weight into this place of a stack of its form."""
+    for into, part in zip(operands(stack), operands(weight), strict=True):
+        if into is not None and part is not None:
+            into[index].copy_(part)
 
 
 def is_scaled(values: torch.Tensor, scale: torch.Tensor | None) -> bool:

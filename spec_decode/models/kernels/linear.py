@@ -10,7 +10,8 @@ from torch.nn import functional as F
 
 from spec_decode.model_api import is_batch_invariant
 from spec_decode.models.kernels.batch_invariant_linear import batch_invariant_linear
-from spec_decode.models.kernels.fp8_weight import Weight
+from spec_decode.models.kernels.fp8_weight import Fp8Weight, Weight
+from spec_decode.models.kernels.narrow_linear import narrow_linear
 from spec_decode.models.kernels.product_kind import ProductKind, product_kind
 from spec_decode.models.kernels.skinny_linear import skinny_gated_linear, skinny_linear
 from spec_decode.models.kernels.streamed_linear import streamed_linear
@@ -38,11 +39,11 @@ def linear(
         return skinny_linear(x, weight, residual)
     if kind is ProductKind.STREAMED:
         return streamed_linear(x, weight, bias, residual)
-    if kind is ProductKind.TORCH:
-        assert isinstance(weight, torch.Tensor)
+    if isinstance(weight, torch.Tensor) and kind is ProductKind.TORCH:
         out = F.linear(x, weight, bias)
     else:
-        out = batch_invariant_linear(x[:, None], weight[None])[:, 0]
+        narrow = isinstance(weight, Fp8Weight) and kind is ProductKind.NARROW
+        out = narrow_linear(x, weight) if narrow else batch_invariant_linear(x[:, None], weight[None])[:, 0]
         out = out if bias is None else out + bias
     return out if residual is None else residual + out
 

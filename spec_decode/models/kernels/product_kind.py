@@ -8,6 +8,7 @@ import torch
 
 from spec_decode.model_api import is_batch_invariant
 from spec_decode.models.kernels.fp8_weight import Fp8Weight, Weight
+from spec_decode.models.kernels.narrow_linear import MAX_WIDE_ROWS, multiplies_narrow_rows
 from spec_decode.models.kernels.skinny_tiling import most_skinny_rows
 from spec_decode.models.kernels.streamed_tiling import most_rows, room_of
 
@@ -21,6 +22,8 @@ class ProductKind(Enum):
     """`skinny_linear`: one row or two, fused with the operations around the product."""
     STREAMED = "streamed"
     """`streamed_linear`: too few rows to keep tensor cores busy, so reading the weight takes the time."""
+    NARROW = "narrow"
+    """`narrow_linear`: many rows of an 8-bit weight, rounded to 8 bits too."""
     TORCH = "torch"
     """torch's own kernels: many rows, and tensors that the kernels above cannot read. Never an 8-bit weight."""
 
@@ -37,6 +40,8 @@ def product_kind(x: torch.Tensor, weight: Weight, *, gated: bool = False, skinny
         return ProductKind.BATCH_INVARIANT
     rows, (n, k) = x.shape[0], weight.shape
     if isinstance(weight, Fp8Weight):
+        if rows > MAX_WIDE_ROWS and multiplies_narrow_rows(x, weight):
+            return ProductKind.NARROW
         return ProductKind.SKINNY if skinny and 0 < rows <= most_skinny_rows(n, k) else ProductKind.STREAMED
     if (
         x.dim() != 2

@@ -40,6 +40,9 @@ from spec_decode.models.kernels.swiglu import activated
 _EVICT_ABOVE_BYTES = 32 << 20
 """Larger weights are evicted first from the L2 cache, which would not hold them until the next step anyway."""
 
+_WIDE_ROWS = 4096
+"""Outputs of an 8-bit weight that torch's implementation widens at once."""
+
 _SUM_BLOCK = 512
 """Outputs per program of the kernel that adds shares: 16 bytes of fp32 for each thread of its 4 warps."""
 
@@ -186,8 +189,9 @@ class StreamedLinear(NamedTuple):
     def reference(self) -> torch.Tensor:
         x = (self.x if self.tokens is None else self.x[self.tokens]).float()
         if self.ends is None:
-            weight = widened(self.weight, self.scale)
-            out = F.linear(x, weight, None if self.bias is None else self.bias.float())
+            bias = None if self.bias is None else self.bias.float()
+            out = F.linear(x, self.weight.float(), bias) if self.scale is None else self._in_parts(x, self.scale)
+            out = out if bias is None or self.scale is None else out + bias
         else:
             rows = torch.arange(self.rows, dtype=torch.int32, device=x.device)
             groups = torch.searchsorted(self.ends[:-1], rows, right=True)
@@ -203,6 +207,11 @@ class StreamedLinear(NamedTuple):
         if self.residual is not None:
             out = self.residual.float() + out
         return out.to(self.x.dtype)
+
+    def _in_parts(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        """Multiply by an 8-bit weight, of which only some outputs exist in fp32 at once."""
+        parts = zip(self.weight.split(_WIDE_ROWS), scale.split(_WIDE_ROWS), strict=True)
+        return torch.cat([F.linear(x, widened(*part)) for part in parts], 1)
 
     def fake(self) -> torch.Tensor:
         return self.x.new_empty(self.rows, self.outputs)

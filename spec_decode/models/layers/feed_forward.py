@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from spec_decode.models.checkpoints.store import ScopedWeights, frozen
+from spec_decode.models.checkpoints.store import ScopedWeights, frozen, held
 from spec_decode.models.kernels.fp8_weight import Weight
 from spec_decode.models.kernels.linear import gated_linear, linear
 from spec_decode.models.kernels.sigmoid_gate import sigmoid_gate
@@ -32,9 +32,9 @@ class FeedForward(nn.Module):
     gate_up: Weight
     down: Weight
 
-    def __init__(self, gate_up: torch.Tensor, down: torch.Tensor, limit: float | None = None) -> None:
+    def __init__(self, gate_up: Weight, down: Weight, limit: float | None = None) -> None:
         super().__init__()
-        self.gate_up, self.down = frozen(gate_up), frozen(down)
+        self.gate_up, self.down = held(gate_up), held(down)
         self.limit = limit
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
@@ -45,7 +45,7 @@ class FeedForward(nn.Module):
 class GatedFeedForward(FeedForward):
     """sigmoid(gate . x) times the feed-forward: gate [1, H]."""
 
-    def __init__(self, gate: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> None:
+    def __init__(self, gate: torch.Tensor, gate_up: Weight, down: Weight) -> None:
         super().__init__(gate_up, down)
         self.gate = frozen(gate)
 
@@ -62,9 +62,7 @@ def read_dense(
     return FeedForward(*read_gate_up_down(weights, names, hidden, intermediate), limit)
 
 
-def read_gate_up_down(
-    weights: ScopedWeights, names: Names, hidden: int, intermediate: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+def read_gate_up_down(weights: ScopedWeights, names: Names, hidden: int, intermediate: int) -> tuple[Weight, Weight]:
     """Read gate_up [2 I, H] and down [H, I]."""
-    gate_up = weights.stacked([f"{names.gate}.weight", f"{names.up}.weight"], [intermediate] * 2, hidden)
-    return gate_up, weights.take(f"{names.down}.weight", hidden, intermediate)
+    gate_up = weights.product([f"{names.gate}.weight", f"{names.up}.weight"], [intermediate] * 2, hidden)
+    return gate_up, weights.product([f"{names.down}.weight"], [hidden], intermediate)

@@ -15,7 +15,7 @@ from builders import AttentionSpec
 from spec_decode.model_api import Attention, AttentionInputs, KeepRows
 from spec_decode.models.checkpoints.config_reader import ConfigReader
 from spec_decode.models.checkpoints.files import CheckpointError
-from spec_decode.models.checkpoints.store import ScopedWeights, frozen
+from spec_decode.models.checkpoints.store import ScopedWeights, frozen, held
 from spec_decode.models.config import ModelConfig
 from spec_decode.models.kernels.fp8_weight import Weight
 from spec_decode.models.kernels.linear import linear
@@ -117,28 +117,30 @@ class GroupedAttention(nn.Module):
         """Raises CheckpointError."""
         super().__init__()
         self.shape, hidden = shape, shape.model.hidden_size
-        query, *gate = self._read_queries(weights, "weight", hidden)
-        key, value = (weights.take(f"{part}_proj.weight", self._kv_rows, hidden) for part in ("k", "v"))
-        self.project_in = frozen(torch.cat([query, self._ordered(key), value, *gate]))
+        heads, dim = (
+            (shape.model.num_q_heads * (1 + shape.gated), *[shape.model.num_kv_heads] * 2),
+            shape.model.head_dim,
+        )
+        stored, rows = self._stored_rows().to(weights.device), [count * dim for count in heads]
+        self.project_in = held(weights.product([f"{part}_proj.weight" for part in "qkv"], rows, hidden)[stored])
         self.bias = None
         if any(weights.has(f"{part}_proj.bias") for part in "qkv"):
-            query, *gate = self._read_queries(weights, "bias")
-            key, value = (weights.take(f"{part}_proj.bias", self._kv_rows) for part in ("k", "v"))
-            self.bias = frozen(torch.cat([query, self._ordered(key), value, *gate]))
+            self.bias = frozen(weights.stacked([f"{part}_proj.bias" for part in "qkv"], rows)[stored])
         self.q_norm = self._read_norm(weights, "q_norm.weight") if shape.qk_norm else None
         self.k_norm = self._read_norm(weights, "k_norm.weight") if shape.qk_norm else None
-        self.out = weights.parameter("o_proj.weight", hidden, shape.model.num_q_heads * shape.model.head_dim)
+        self.out = weights.product(["o_proj.weight"], [hidden], shape.model.num_q_heads * dim)
 
-    @property
-    def _kv_rows(self) -> int:
-        return self.shape.model.num_kv_heads * self.shape.model.head_dim
-
-    def _read_queries(self, weights: ScopedWeights, kind: str, *columns: int) -> list[torch.Tensor]:
-        """Read the rows of the queries, and of the gates, which follow each head's query in the checkpoint."""
-        heads, parts = self.shape.model.num_q_heads, 1 + self.shape.gated
-        rows = weights.take(f"q_proj.{kind}", heads * parts * self.shape.model.head_dim, *columns)
-        query, *gate = (part.flatten(0, 1) for part in rows.unflatten(0, (heads, parts, -1)).unbind(1))
-        return [self._ordered(query), *gate]
+    def _stored_rows(self) -> torch.Tensor:
+        """int64: the row among the checkpoint's query, key and value of each row of project_in. A head's gate follows
+        its query in the checkpoint, and all gates come last here."""
+        model, parts = self.shape.model, 1 + self.shape.gated
+        query, *gate = (
+            torch.arange(model.num_q_heads * parts * model.head_dim).view(-1, parts, model.head_dim).unbind(1)
+        )
+        key, value = torch.arange(2 * model.num_kv_heads * model.head_dim).add(parts * query.numel()).chunk(2)
+        return torch.cat(
+            [self._ordered(query.flatten()), self._ordered(key), value, *[rows.flatten() for rows in gate]]
+        )
 
     def _ordered(self, rows: torch.Tensor) -> torch.Tensor:
         """Reorder the dims of every head in rows [heads * D, ...]."""

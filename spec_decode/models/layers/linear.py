@@ -14,6 +14,7 @@ from spec_decode.models.kernels.batch_invariant_linear import batch_invariant_li
 from spec_decode.models.kernels.embed_concat import embed_concat
 from spec_decode.models.kernels.fp8_weight import Fp8Weight, Weight
 from spec_decode.models.kernels.linear import gated_linear, linear
+from spec_decode.models.kernels.narrow_linear import MAX_WIDE_SORTED_ROWS, multiplies_narrow_rows, narrow_groups
 from spec_decode.models.kernels.product_kind import ProductKind, product_kind
 from spec_decode.models.kernels.skinny_linear import embed_linear, norm_linear
 from spec_decode.models.kernels.streamed_linear import num_shares, streamed_groups
@@ -126,10 +127,13 @@ def grouped_linear(rows: torch.Tensor, weight: Weight, ends: torch.Tensor) -> to
 
     weight: [E, N, K] in the rows' dtype or in 8 bits. ends: int32 [E], one past each group's last row. The work has a
     fixed shape, so a graph can hold it. Only the weights of groups with rows are read: by torch's grouped matmul once,
-    for many bf16 rows on Hopper and Blackwell, else by a kernel once for every 16 rows of a group.
+    for many rows on Hopper and Blackwell, else by a kernel once for every 16 rows of a group. Many rows of an 8-bit
+    weight are rounded to 8 bits.
     """
     if is_batch_invariant():
         return batch_invariant_linear(rows[:, None], weight, ends)[:, 0]
+    if _is_narrow(weight, rows, rows):
+        return narrow_groups(rows, weight, ends)
     return _grouped_mm(rows, weight, ends) if _is_grouped_mm(weight, rows) else streamed_groups(rows, weight, ends)
 
 
@@ -139,7 +143,15 @@ def grouped_gated_linear(
     """Return swiglu(grouped_linear(x[tokens], weight, ends), limit), [R, N]. tokens: int64 [R]; weight: [E, 2 N, K]."""
     if is_batch_invariant() or _is_grouped_mm(weight, tokens):
         return swiglu(grouped_linear(x[tokens], weight, ends), limit)
+    if _is_narrow(weight, x, tokens):
+        return swiglu(narrow_groups(x, weight, ends, tokens), limit)
     return streamed_groups(x, weight, ends, tokens, gated=True, limit=limit)
+
+
+def _is_narrow(weight: Weight, x: torch.Tensor, rows: torch.Tensor) -> TypeGuard[Fp8Weight]:
+    """Whether so many rows, of x, are multiplied by an 8-bit weight that they are rounded to 8 bits too."""
+    many = rows.shape[0] > MAX_WIDE_SORTED_ROWS
+    return many and isinstance(weight, Fp8Weight) and multiplies_narrow_rows(x, weight)
 
 
 def _is_grouped_mm(weight: Weight, rows: torch.Tensor) -> TypeGuard[torch.Tensor]:

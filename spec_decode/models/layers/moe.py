@@ -13,9 +13,9 @@ from torch import nn
 
 from spec_decode.models.checkpoints.config_reader import ConfigReader
 from spec_decode.models.checkpoints.files import CheckpointError
-from spec_decode.models.checkpoints.store import ScopedWeights, frozen
+from spec_decode.models.checkpoints.store import ScopedWeights, frozen, held
 from spec_decode.models.kernels.combine_experts import combine_experts
-from spec_decode.models.kernels.fp8_weight import Weight
+from spec_decode.models.kernels.fp8_weight import Weight, empty_stack, fill
 from spec_decode.models.kernels.order_by_expert import order_by_expert
 from spec_decode.models.kernels.route_tokens import Routing, route_tokens
 from spec_decode.models.kernels.skinny_linear import wide_linear
@@ -29,9 +29,9 @@ class Experts(nn.Module):
     gate_up: Weight
     down: Weight
 
-    def __init__(self, gate_up: torch.Tensor, down: torch.Tensor, limit: float | None = None) -> None:
+    def __init__(self, gate_up: Weight, down: Weight, limit: float | None = None) -> None:
         super().__init__()
-        self.gate_up, self.down = frozen(gate_up), frozen(down)
+        self.gate_up, self.down = held(gate_up), held(down)
         self.limit = limit
 
     def forward(
@@ -157,16 +157,14 @@ def _read_experts(shape: MixtureShape, weights: ScopedWeights, names: Names) -> 
     must not exist twice."""
     count, hidden, intermediate = shape.routing.num_experts, shape.hidden, shape.intermediate
     if weights.has("experts.gate_up_proj"):
-        gate_up = weights.take("experts.gate_up_proj", count, 2 * intermediate, hidden)
-        return Experts(gate_up, weights.take("experts.down_proj", count, hidden, intermediate), shape.limit)
-    # Validate the sizes with the first expert before allocating memory for all.
-    weights.take(f"experts.0.{names.gate}.weight", intermediate, hidden)
-    gate_up = torch.empty(count, 2 * intermediate, hidden, dtype=weights.dtype, device=weights.device)
-    down = torch.empty(count, hidden, intermediate, dtype=weights.dtype, device=weights.device)
+        gate_up = weights.product(["experts.gate_up_proj"], [count], 2 * intermediate, hidden)
+        return Experts(gate_up, weights.product(["experts.down_proj"], [count], hidden, intermediate), shape.limit)
+    stacks: list[Weight] = []
     for index in range(count):
-        expert = weights.under(f"experts.{index}.")
-        gate, up = gate_up[index].chunk(2)
-        gate.copy_(expert.take(f"{names.gate}.weight", intermediate, hidden))
-        up.copy_(expert.take(f"{names.up}.weight", intermediate, hidden))
-        down[index].copy_(expert.take(f"{names.down}.weight", hidden, intermediate))
+        expert = read_gate_up_down(weights.under(f"experts.{index}."), names, hidden, intermediate)
+        # The first expert validates the sizes before memory for all is allocated.
+        stacks = stacks or [empty_stack(part, count) for part in expert]
+        for stack, part in zip(stacks, expert, strict=True):
+            fill(stack, index, part)
+    gate_up, down = stacks
     return Experts(gate_up, down, shape.limit)

@@ -102,7 +102,7 @@ REFUSED = {
     "a draft that drafts nothing": ({"num_speculative_tokens": 0}, "Pass draft= and speculative tokens, or"),
     "float32": (
         {"dtype": "auto"},
-        r"needs a draft in bfloat16 or float16, got float32\. Load the models with dtype bfloat16",
+        r"needs models in bfloat16 or float16, got float32\. Load them with dtype bfloat16",
     ),
     "another name": ({"draft_weights": "int8"}, r"draft_weights is 'int8'\..* Pass one of fp8, or leave it out"),
     "a number": ({"draft_weights": 8}, r"draft_weights is 8\. Pass one of fp8, or leave it out"),

@@ -19,7 +19,7 @@ from spec_decode.models.kernels.fp8_weight import Fp8Weight, widened
 from spec_decode.models.load import load_draft
 from spec_decode.models.mtp import load as load_mtp
 from spec_decode.models.mtp_modules import MtpModules
-from spec_decode.models.quantise_draft import check_draft_weights
+from spec_decode.models.quantise import check_format
 from spec_decode.models.target_head import TargetHead
 from tests.benchmarks.test_bench_parallel import tiny_block
 from tests.benchmarks.test_bench_random_drafts import tiny
@@ -144,8 +144,11 @@ def of_a_target_that_does_not_say(tmp_path):
 
 
 REFUSED = {
-    "float32": (lambda _: shipped(torch.float32), "got float32. Load the models with dtype bfloat16"),
-    "a target": (lambda _: load_pair(SHIPPED_PAIR, dtype=torch.bfloat16)[0], "a DraftModel, got LlamaTarget. Pass the"),
+    "float32": (lambda _: shipped(torch.float32), "got float32. Load them with dtype bfloat16"),
+    "a target": (
+        lambda _: load_pair(SHIPPED_PAIR, dtype=torch.bfloat16)[0],
+        "a DraftModel, got LlamaTarget. Pass the",
+    ),
     "another library's layers": (lambda _: Foreign(), "Foreign uses none of this library's linear layers"),
     "a head that is more than a product": (of_a_target_that_does_not_say, "Leave draft_weights out, or use a draft"),
 }
@@ -166,14 +169,14 @@ def test_quantising_twice_or_with_unknown_name_is_rejected():
     with pytest.raises(BatchError, match=r"is 'f8'\. Did you mean fp8\? Pass one of fp8, or leave it out"):
         quantise_draft(draft, "f8")
     quantise_draft(draft)
-    with pytest.raises(BatchError, match=r"already in 8 bits\. Call quantise_draft once"):
+    with pytest.raises(BatchError, match=r"already in 8 bits\. Quantise a loaded model once"):
         quantise_draft(draft)
 
 
 def test_gpu_without_fp8_conversion_is_rejected(monkeypatch):
     capabilities = iter([(8, 9), (9, 0), (8, 0)])
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: next(capabilities))
-    check = partial(check_draft_weights, "fp8", torch.float16, torch.device("cuda:0"))
+    check = partial(check_format, "draft_weights", "fp8", torch.float16, torch.device("cuda:0"))
     check()
     check()
     with pytest.raises(BatchError, match=r"needs compute capability 8\.9 or more .*, cuda:0 has 8\.0\."):

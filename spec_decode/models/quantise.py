@@ -1,4 +1,4 @@
-"""Quantise the linear weights of a loaded draft."""
+"""Quantise the linear weights of a loaded model."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from builders.errors import did_you_mean, require
-from spec_decode.model_api import DraftModel
+from spec_decode.model_api import DraftModel, TargetModel
 from spec_decode.models.kernels.fp8_weight import Fp8Weight
 from spec_decode.models.layers.feed_forward import FeedForward
 from spec_decode.models.layers.grouped_attention import GroupedAttention
@@ -19,8 +19,8 @@ from spec_decode.models.layers.moe import Experts
 from spec_decode.models.layers.window_attention import WindowAttention
 from spec_decode.models.target_head import TargetHead
 
-DRAFT_WEIGHTS = ("fp8",)
-"""The formats: fp8 is float8_e4m3fn with a scale for each output."""
+FORMATS = ("fp8",)
+"""fp8 is float8_e4m3fn with a scale for each output."""
 
 _QUANTISED = (torch.bfloat16, torch.float16)
 _CAPABILITY = (8, 9)
@@ -51,34 +51,55 @@ class _Place(NamedTuple):
         weight: object = getattr(self.module, self.name)
         return self.module.shared if weight is None and isinstance(self.module, TargetHead) else weight
 
+    def hold(self, weight: Fp8Weight) -> None:
+        """Put an 8-bit weight here."""
+        # nn.Module rejects a module under the name of a parameter.
+        delattr(self.module, self.name)
+        setattr(self.module, self.name, weight)
 
-def check_draft_weights(weights: str, dtype: torch.dtype, device: torch.device) -> None:
-    """Raise BatchError unless a draft of this dtype, on this device, can have its weights in this format."""
+
+def check_format(setting: str, weights: object, dtype: torch.dtype, device: torch.device) -> None:
+    """Raise BatchError unless a model of this dtype, on this device, can have its weights in this format.
+
+    setting: what asks for it, `weights` for a target or `draft_weights`.
+    """
     require(
-        weights in DRAFT_WEIGHTS,
-        f"draft_weights is {weights!r}.{did_you_mean(str(weights), DRAFT_WEIGHTS)} Pass one of "
-        f"{', '.join(DRAFT_WEIGHTS)}, or leave it out to keep the loaded weights.",
+        weights in FORMATS,
+        f"{setting} is {weights!r}.{did_you_mean(str(weights), FORMATS)} Pass one of {', '.join(FORMATS)}, or leave it "
+        "out to keep the loaded weights.",
     )
     require(
         dtype in _QUANTISED,
-        f"draft_weights={weights!r} needs a draft in bfloat16 or float16, got "
-        f"{str(dtype).removeprefix('torch.')}. Load the models with dtype bfloat16, or leave draft_weights out.",
+        f"{setting}={weights!r} needs models in bfloat16 or float16, got {str(dtype).removeprefix('torch.')}. Load "
+        f"them with dtype bfloat16, or leave {setting} out.",
     )
     if device.type == "cuda":
         capability = torch.cuda.get_device_capability(device)
         require(
             capability >= _CAPABILITY,
-            f"draft_weights={weights!r} needs compute capability 8.9 or more to convert its numbers, {device} has "
-            f"{'.'.join(map(str, capability))}. Leave draft_weights out.",
+            f"{setting}={weights!r} needs compute capability 8.9 or more to convert its numbers, {device} has "
+            f"{'.'.join(map(str, capability))}. Leave {setting} out.",
         )
+
+
+def quantise_target(target: TargetModel, weights: str = "fp8") -> None:
+    """Quantise the linear weights of a target of this library's layers to 8 bits in place, as `quantise_draft` does.
+
+    A head that is tied to the embedding becomes an 8-bit copy of it. Raises BatchError, with nothing changed, for an
+    unknown format, a model that is neither in bfloat16 nor float16, and a GPU of compute capability below 8.9.
+    """
+    for place in (places := list(_places(target))):
+        _checked(place, weights, "weights")
+    for place in places:
+        place.hold(Fp8Weight.of(_checked(place, weights, "weights")))
 
 
 def quantise_draft(draft: DraftModel, weights: str = "fp8") -> None:
     """Quantise the draft's linear weights to 8 bits in place: float8_e4m3fn with a scale for each output.
 
-    A draft that shares the target's head gets its own copy. The target and the embedding stay as they are. Call this
-    before a Drafter captures graphs of the draft. The drafted tokens and the acceptance rate change a little; the
-    target's text does not change.
+    A draft that shares the target's head gets its own copy, unless the target's is in 8 bits. The target and the
+    embedding stay as they are. Call this before a Drafter captures graphs of the draft. The drafted tokens and the
+    acceptance rate change a little; the target's text does not change.
 
     Raises BatchError, with nothing changed, for an unknown format, a model that is not a draft, a draft that is neither
     in bfloat16 nor float16 or is already quantised, a GPU of compute capability below 8.9, a draft that uses none of
@@ -86,7 +107,7 @@ def quantise_draft(draft: DraftModel, weights: str = "fp8") -> None:
     """
     require(
         isinstance(draft, DraftModel),
-        f"quantise_draft takes a DraftModel, got {type(draft).__name__}. Pass the draft; targets are not quantised.",
+        f"quantise_draft takes a DraftModel, got {type(draft).__name__}. Pass the draft.",
     )
     places = list(_places(draft))
     require(
@@ -103,25 +124,25 @@ def quantise_draft(draft: DraftModel, weights: str = "fp8") -> None:
             quantised = head = Fp8Weight.of(_checked(place, weights)) if head is None else head
         else:
             quantised = Fp8Weight.of(_checked(place, weights))
-        # nn.Module rejects a module under the name of a parameter.
-        delattr(place.module, place.name)
-        setattr(place.module, place.name, quantised)
+        place.hold(quantised)
 
 
-def _places(draft: DraftModel) -> Iterator[_Place]:
-    for module in draft.modules():
+def _places(model: nn.Module) -> Iterator[_Place]:
+    for module in model.modules():
         names = [name for kind, names in _PRODUCTS.items() if isinstance(module, kind) for name in names]
+        if isinstance(module, TargetHead) and module.is_quantised:
+            continue
         places = [_Place(module, name) for name in names]
         # A layer can lack a weight; a TargetHead whose target does not say its own is refused.
         yield from (place for place in places if place.weight is not None or isinstance(module, TargetHead))
 
 
-def _checked(place: _Place, weights: str) -> torch.Tensor:
+def _checked(place: _Place, weights: str, setting: str = "draft_weights") -> torch.Tensor:
     """Return the weight in 16 bits. Raises BatchError."""
     weight = place.weight
     require(
         not isinstance(weight, Fp8Weight),
-        "the draft's weights are already in 8 bits. Call quantise_draft once for each loaded draft.",
+        "the weights are already in 8 bits. Quantise a loaded model once.",
     )
     require(
         weight is not None,
@@ -129,5 +150,5 @@ def _checked(place: _Place, weights: str) -> torch.Tensor:
         "a bias to them, or does not define the property. Leave draft_weights out, or use a draft with its own head.",
     )
     assert isinstance(weight, torch.Tensor)
-    check_draft_weights(weights, weight.dtype, weight.device)
+    check_format(setting, weights, weight.dtype, weight.device)
     return weight
