@@ -107,6 +107,8 @@ class Arm:
     kind: str = "eagle"
     watched: bool = False
 
+    script = "vllm_arm.py"
+
     @property
     def target(self) -> str:
         """vLLM's own choice for the target on Hopper."""

@@ -1,5 +1,5 @@
 """Measure vLLM with its own draft backends and with ours, on the GPUs of one machine: python scripts/vllm_figures.py
---json reports/h100/vllm.json.
+--json reports/h100/vllm.json; or with --engines, whole engines: vLLM beside this library's LLM.
 
 The models are a Llama of the 8B shape with an EAGLE draft, a Qwen3 of its 8B shape with DFlash and DFlash2, which draft
 a block at once, and layers of DeepSeek-V3 with its MTP layer, whose cache holds latents. Weights are random, and the
@@ -19,6 +19,9 @@ Fails if one of our drafts is not fused, plans a batch of decodes on the host, w
 engine's graph mode, or drafts different tokens more often than vLLM's own backends do among themselves, or if a watched
 arm compares nothing or finds a difference. A batch with prefills has no graph, and vLLM plans it. Comparisons also plan
 and wait.
+
+With --engines, both engines run the Llama without a draft and with EAGLE, in 16 and in 8 bits, on the same prompts: see
+engine_arm.py. Fails if LLM runs the target elsewhere than on this library's layers.
 """
 
 from __future__ import annotations
@@ -33,7 +36,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -41,6 +44,7 @@ import msgspec
 import torch
 
 from attn_backends.engines.vllm import NAMES
+from scripts.engine_arm import EngineArm, engine_arms, engine_problems
 from scripts.free_places import share
 from scripts.on_gpus import run_on_gpus
 from scripts.only import chosen
@@ -50,11 +54,13 @@ from spec_decode.environment import environment
 from spec_decode.files import write_whole
 from spec_decode.source_digests import SourceRecord
 
-SCHEMA = "attn-vllm/1"
+SCHEMA, ENGINES_SCHEMA = "attn-vllm/1", "attn-engines/1"
 ROOTS = (
     *("attn_backends.engines.vllm", "scripts.vllm_arm", "scripts.vllm_worker"),
     *(path.rpartition(".")[0] for path in NAMES.values()),
 )
+ENGINE_ROOTS = ("spec_decode.llm", "scripts.engine_arm")
+AnyArm: TypeAlias = Arm | EngineArm
 BASE, REBUILT, CONTROL = "FLASH_ATTN", "FLASHINFER", "TRITON_ATTN"
 OURS = ("FLASHINFER_IN_GRAPH", "ATTN_BACKENDS_TRITON_PAGED", "ATTN_BACKENDS_FLASH_ATTN3")
 
@@ -170,22 +176,22 @@ class Kept:
         folder.mkdir(parents=True, exist_ok=True)
         self._folder, self._of = folder, json.loads(json.dumps(of))
 
-    def path(self, arm: Arm, ending: str) -> Path:
+    def path(self, arm: AnyArm, ending: str) -> Path:
         """Return the path of one of the arm's files."""
         return self._folder / (arm.name.replace(" ", "_") + ending)
 
-    def load(self, arm: Arm) -> dict[str, Any] | None:
+    def load(self, arm: AnyArm) -> dict[str, Any] | None:
         """Return None if the arm must be run."""
         path = self.path(arm, ".json")
         kept: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
         return kept["found"] if kept.get("of") == self._of else None
 
-    def store(self, arm: Arm, found: Mapping[str, Any]) -> None:
+    def store(self, arm: AnyArm, found: Mapping[str, Any]) -> None:
         write_whole(self.path(arm, ".json"), json.dumps({"of": self._of, "found": found}).encode())
 
 
 def run(
-    arm: Arm, gpus: Sequence[int], kept: Kept, seconds: float | None = None, *, among: Sequence[int]
+    arm: AnyArm, gpus: Sequence[int], kept: Kept, seconds: float | None = None, *, among: Sequence[int]
 ) -> dict[str, Any] | None:
     """Return the arm's result, or its exit status and the end of its log; None if it exceeds `seconds`."""
     if (before := kept.load(arm)) is not None:
@@ -195,7 +201,7 @@ def run(
     log = kept.path(arm, ".log")
     with tempfile.TemporaryDirectory() as folder:
         made = Path(folder, "arm.json")
-        command = [sys.executable, str(ROOT / "scripts" / "vllm_arm.py"), json.dumps(asdict(arm)), str(made)]
+        command = [sys.executable, str(ROOT / "scripts" / arm.script), json.dumps(asdict(arm)), str(made)]
         with log.open("w") as output:
             try:
                 status = run_on_gpus(command, gpus, output, seconds, among=among)
@@ -211,7 +217,7 @@ def run(
 
 
 def run_all(
-    selected: Sequence[Arm], gpus: Sequence[int], kept: Kept, *, seconds: float | None = None
+    selected: Sequence[AnyArm], gpus: Sequence[int], kept: Kept, *, seconds: float | None = None
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """Return the arms' results, and the names of those that were not finished within `seconds`.
 
@@ -220,7 +226,7 @@ def run_all(
     ends = None if seconds is None else time.monotonic() + seconds
     skipped: list[str] = []
 
-    def run_on(some: Sequence[int], arm: Arm) -> dict[str, Any] | None:
+    def run_on(some: Sequence[int], arm: AnyArm) -> dict[str, Any] | None:
         found = run(arm, some, kept, None if ends is None else ends - time.monotonic(), among=gpus)
         if found is None:
             skipped.append(arm.name)
@@ -325,6 +331,7 @@ def _engine(found: Mapping[str, Any]) -> tuple[bool, str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, required=True, help="report file to write")
+    parser.add_argument("--engines", action="store_true", help="measure vLLM beside this library's LLM")
     parser.add_argument("--only", action="append", help="pattern of arm names; all by default")
     parser.add_argument("--kept", type=Path, default=ROOT / "build/vllm", help="cache folder")
     parser.add_argument("--minutes", type=float, help="time limit; none by default")
@@ -334,22 +341,27 @@ def main() -> None:
     gpus = list(range(torch.cuda.device_count()))
     if not gpus:
         parser.error("vLLM's figures need a CUDA device, but none was found. Run this on a machine with one.")
-    every = arms(len(gpus))
+    every: Sequence[AnyArm] = engine_arms() if flags.engines else arms(len(gpus))
+    roots = (*ROOTS, *ENGINE_ROOTS) if flags.engines else ROOTS
     only = chosen(parser, flags.only, [arm.name for arm in every])
     device = torch.device("cuda")
     env = msgspec.to_builtins(environment(device))
-    of = {name: env[name] for name in MACHINE} | {"sources": SourceRecord.of({"": ROOTS}).modules}
+    of = {name: env[name] for name in MACHINE} | {"sources": SourceRecord.of({"": roots}).modules}
     selected = [arm for arm in every if arm.name in only]
     found, skipped = run_all(selected, gpus, Kept(flags.kept, of), seconds=flags.minutes and flags.minutes * 60)
-    compared = agreement(found)
-    messages = problems(found, compared)
+    content: dict[str, Any]
+    if flags.engines:
+        schema, messages, content = ENGINES_SCHEMA, engine_problems(found), {}
+    else:
+        compared = agreement(found)
+        schema, messages, content = SCHEMA, problems(found, compared), {"agreement": compared}
     for each in found:
         for row in each["rows"]:
             # Exact arms have thousands of tokens each; the agreement summarises them.
             for tokens in ("texts", "drafts"):
                 row.pop(tokens, None)
-    content = {"arms": found, "agreement": compared, "problems": messages, "finished": not skipped}
-    write_report(flags.json, SCHEMA, device, ROOTS, **content)
+    content = {"arms": found, **content, "problems": messages, "finished": not skipped}
+    write_report(flags.json, schema, device, roots, **content)
     print(*messages, *(f"skipped for lack of time: {name}" for name in skipped), sep="\n")
     raise SystemExit(bool(messages))
 

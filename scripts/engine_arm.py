@@ -1,0 +1,306 @@
+"""Measure one whole engine, vLLM's or this library's LLM: python scripts/engine_arm.py ARM FILE, with an EngineArm as
+JSON. See vllm_figures.py.
+
+Both engines run the same Llama of random weights on the same prompts. Ours is made as a user makes it: LLM of a folder.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import count
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import SimpleNamespace
+from typing import Any, Protocol
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+
+from scripts import vllm_arm
+from scripts.vllm_worker import weight_shapes
+
+VLLM, OURS = "vLLM", "our engine, LLM"
+BACKEND = "FLASH_ATTN"
+"""vLLM's own choice for target and draft on Hopper."""
+CHANNELS = "fp8_per_channel"
+"""vLLM's name for 8-bit weights with a scale for each output: what `weights="fp8"` is here."""
+WARM_UP = 32
+"""New tokens of every request before decoding alone is timed, as in `bench throughput`."""
+PREFILL_REQUESTS, PREFILL_TOKENS = 16, 1000
+_SPARE = 1 << 20
+_STRIDE = 104_729
+"""A prime, so that no two tensors of a model begin at the same number of their file."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineArm:
+    """One engine and its settings.
+
+    engine         VLLM or OURS
+    steps, kept    draft tokens per round, and the mean number of them that is kept; 0: no draft
+    weights        whether the target's matrix products read 8-bit weights
+    draft_weights  likewise the draft's, with its copy of the target's output projection
+    local_argmax   vLLM's use_local_argmax_reduction: the draft's tokens are maxima, and its logits are not kept
+    size           key of vllm_arm.SIZES
+    """
+
+    engine: str
+    steps: int = 0
+    kept: float = 0.0
+    weights: bool = False
+    draft_weights: bool = False
+    local_argmax: bool = False
+    size: str = "llama3-8b"
+    requests: tuple[int, ...] = vllm_arm.REQUESTS
+
+    num_gpus = 1
+    is_timed = True
+    script = "engine_arm.py"
+
+    @property
+    def name(self) -> str:
+        draft = f"EAGLE K={self.steps} keeps {self.kept:g}" if self.steps else "no draft"
+        more = {"fp8 target": self.weights, "fp8 draft": self.draft_weights, "local argmax": self.local_argmax}
+        return " ".join((self.engine, self.size, draft, *(name for name, on in more.items() if on)))
+
+
+class Engine(Protocol):
+    """What is measured of an engine."""
+
+    about: dict[str, Any]
+    """What the report says of it."""
+
+    def generate(self, prompts: Sequence[list[int]], new_tokens: int) -> None:
+        """Continue all prompts, each by so many tokens."""
+
+    def submit(self, prompts: Sequence[list[int]], new_tokens: int) -> None:
+        """Queue prompts for `step`."""
+
+    def step(self) -> list[int]:
+        """Run one step, and return how many new tokens each request has so far."""
+
+
+def measure(arm: EngineArm) -> dict[str, Any]:
+    """Return a row for each number of requests, the speed of prompts, and how the engine ran."""
+    began = time.monotonic()
+    engine = Ours(arm) if arm.engine == OURS else Theirs(arm)
+    up_s = round(time.monotonic() - began, 1)
+    vocab, new_tokens, rows = vllm_arm.SIZES[arm.size][5], vllm_arm.NEW_TOKENS, []
+    for requests in arm.requests:
+        prompts = [prompt["prompt_token_ids"] for prompt in vllm_arm.prompts(requests, vocab)]
+        seconds = whole_seconds(engine, prompts, new_tokens)
+        rows.append({
+            "requests": requests,
+            "tokens_per_s": _speeds(requests * new_tokens, seconds),
+            "decode_tokens_per_s": [
+                round(decoding_speed(engine, prompts, new_tokens), 1) for _ in range(vllm_arm.REPEATS)
+            ],
+        })  # fmt: skip
+    prompts = prefill_prompts(vocab)
+    tokens = sum(map(len, prompts))
+    speeds = _speeds(tokens, whole_seconds(engine, prompts, 1))
+    prefill = {"requests": len(prompts), "prompt_tokens": tokens, "tokens_per_s": speeds}
+    return {**engine.about, "up_s": up_s, "rows": rows, "prefill": prefill}
+
+
+def whole_seconds(engine: Engine, prompts: Sequence[list[int]], new_tokens: int) -> list[float]:
+    """Return the seconds of each of several runs, after one in which anything compiled on first use is compiled."""
+    engine.generate(prompts, new_tokens)
+    seconds = []
+    for _ in range(vllm_arm.REPEATS):
+        start = time.perf_counter()
+        engine.generate(prompts, new_tokens)
+        seconds.append(time.perf_counter() - start)
+    return seconds
+
+
+def _speeds(tokens: int, seconds: Sequence[float]) -> list[float]:
+    return [round(tokens / each, 1) for each in seconds]
+
+
+def decoding_speed(engine: Engine, prompts: Sequence[list[int]], new_tokens: int) -> float:
+    """Return the new tokens a second while every request decodes: from when each has WARM_UP of them until the first is
+    done."""
+    engine.submit(prompts, new_tokens)
+    counts = engine.step()
+    while min(counts) < min(WARM_UP, new_tokens):
+        counts = engine.step()
+    before, start = sum(counts), time.perf_counter()
+    while max(counts) < new_tokens:
+        counts = engine.step()
+    after, end = sum(counts), time.perf_counter()
+    while min(counts) < new_tokens:
+        counts = engine.step()
+    return (after - before) / (end - start)
+
+
+def prefill_prompts(vocab: int) -> list[list[int]]:
+    """Return prompts of one length."""
+    numbers = torch.Generator().manual_seed(0)
+    return torch.randint(3, vocab, (PREFILL_REQUESTS, PREFILL_TOKENS), generator=numbers).tolist()
+
+
+class Ours:
+    """`LLM` of a folder, with the defaults of a user."""
+
+    def __init__(self, arm: EngineArm) -> None:
+        from spec_decode.llm import LLM
+
+        self._arm = arm
+        with TemporaryDirectory() as folder:
+            self._llm = LLM(**llm_options(arm, Path(folder)))
+        self.about = {"explain": self._llm.explain().splitlines()}
+        self._handles: list[Any] = []
+
+    def generate(self, prompts: Sequence[list[int]], new_tokens: int) -> None:
+        self._llm.generate(prompts, self._params(prompts, new_tokens), progress=False)
+
+    def submit(self, prompts: Sequence[list[int]], new_tokens: int) -> None:
+        from spec_decode.engine import Request
+
+        params = self._params(prompts, new_tokens)
+        requests = [Request(prompt=prompt, sampling=each) for prompt, each in zip(prompts, params, strict=True)]
+        self._handles = [self._llm.engine.submit(request) for request in requests]
+
+    def step(self) -> list[int]:
+        self._llm.engine.step()
+        return [len(handle.generation.token_ids) for handle in self._handles]
+
+    def _params(self, prompts: Sequence[list[int]], new_tokens: int) -> list[Any]:
+        """Return greedy parameters with a seed each: the seed also draws how many drafts are kept."""
+        from spec_decode.sampling import SamplingParams
+
+        return [SamplingParams(max_tokens=new_tokens, ignore_eos=True, seed=seed) for seed in range(len(prompts))]
+
+
+def llm_options(arm: EngineArm, folder: Path) -> dict[str, Any]:
+    """Write the models to the folder, and return the arguments of LLM."""
+    options: dict[str, Any] = {"model": write_model(folder / "target", arm.size), "max_num_seqs": max(arm.requests)}
+    if arm.steps:
+        options |= {
+            "draft": write_model(folder / "draft", arm.size, kind="eagle"), "num_speculative_tokens": arm.steps,
+            "verification": f"synthetic:{arm.kept:g}",
+        }  # fmt: skip
+    chosen = {"weights": arm.weights, "draft_weights": arm.draft_weights}
+    return options | {name: "fp8" for name, on in chosen.items() if on}
+
+
+def write_model(folder: Path, size: str, *, kind: str = "") -> Path:
+    """Write a model in the published layout: config.json, a tokenizer of one word, and random weights.
+
+    The weights are one block of random numbers, at which each tensor begins elsewhere: the file is as large as the
+    largest tensor, while the loader reads every tensor whole. kind: as in vllm_arm.model_folder.
+    """
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+
+    config = json.loads(Path(vllm_arm.model_folder(size, kind=kind), "config.json").read_text())
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    Tokenizer(WordLevel({"word": 0}, unk_token="word")).save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
+    weights = weight_shapes(SimpleNamespace(**config), is_draft=bool(kind))
+    torch.save(_views({name: shape for name, (shape, _) in weights.items()}), folder / "pytorch_model.bin")
+    return folder
+
+
+def _views(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
+    """Return matrices of normal numbers, whose products have a standard deviation of 1 or less, and vectors of ones."""
+    matrices = {name: shape for name, shape in shapes.items() if len(shape) == 2}
+    spread = 1 / math.sqrt(max(columns for _, columns in matrices.values()))
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    size = max(map(math.prod, matrices.values())) + _SPARE
+    numbers = torch.randn(size, device=device, dtype=torch.bfloat16).mul_(spread).cpu()
+    starts = {name: index * _STRIDE % _SPARE for index, name in enumerate(matrices)}
+    return {
+        name: numbers[starts[name] :][: math.prod(shape)].view(shape)
+        if name in matrices
+        else torch.ones(shape, dtype=torch.bfloat16)
+        for name, shape in shapes.items()
+    }
+
+
+class Theirs:
+    """vLLM with its defaults, compiled, on its own attention backends."""
+
+    def __init__(self, arm: EngineArm) -> None:
+        os.environ.update({**vllm_arm.ENVIRONMENT, vllm_arm.VALIDATE: "0"})
+        os.environ["PYTHONPATH"] = os.pathsep.join([str(vllm_arm.ROOT), os.environ.get("PYTHONPATH", "")])
+        import vllm
+
+        self._new_params, self._llm = vllm.SamplingParams, vllm.LLM(**vllm_options(arm))
+        if not (arm.weights or arm.draft_weights):
+            # vLLM rounds weights as it loads them, so 8-bit ones stay those of its loader of random weights.
+            self._llm.collective_rpc("fill_weights", args=(vllm_arm.SEED,))
+        mode = self._llm.llm_engine.vllm_config.compilation_config.cudagraph_mode
+        self.about = {"vllm": vllm.__version__, "graph_mode": str(mode)}
+        self._waiting, self._counts, self._ids = 0, dict[str, int](), count()
+
+    def generate(self, prompts: Sequence[list[int]], new_tokens: int) -> None:
+        self._llm.generate([_tokens(prompt) for prompt in prompts], self._params(new_tokens), use_tqdm=False)
+
+    def submit(self, prompts: Sequence[list[int]], new_tokens: int) -> None:
+        self._waiting, self._counts = len(prompts), {}
+        for prompt in prompts:
+            self._llm.llm_engine.add_request(f"{next(self._ids)}", _tokens(prompt), self._params(new_tokens))
+
+    def step(self) -> list[int]:
+        for output in self._llm.llm_engine.step():
+            self._counts[output.request_id] = len(output.outputs[0].token_ids)
+        return [*self._counts.values(), *[0] * (self._waiting - len(self._counts))]
+
+    def _params(self, new_tokens: int) -> Any:
+        return self._new_params(temperature=0, max_tokens=new_tokens, ignore_eos=True, detokenize=False)
+
+
+def vllm_options(arm: EngineArm) -> dict[str, Any]:
+    """Return the arguments of vllm.LLM."""
+    draft = BACKEND if arm.steps else ""
+    same = vllm_arm.Arm(draft, arm.steps, arm.size, arm.kept, compiled=True, requests=arm.requests)
+    options = vllm_arm.engine_options(same)
+    if arm.weights:
+        options["quantization"] = CHANNELS
+    if arm.draft_weights:
+        options["speculative_config"] |= {"quantization": CHANNELS, "draft_lm_head_quantization": "fp8"}
+    if arm.local_argmax:
+        options["speculative_config"]["use_local_argmax_reduction"] = True
+    return options
+
+
+def _tokens(prompt: list[int]) -> Any:
+    return {"prompt_token_ids": prompt}
+
+
+def engine_arms() -> list[EngineArm]:
+    """Return the arms, the most telling first: each of ours after vLLM's of the same settings, then vLLM's further
+    option for its best drafts."""
+    drafted, bits = {"steps": 7, "kept": 3.2}, {"weights": True, "draft_weights": True}
+    settings: list[dict[str, Any]] = [
+        {}, drafted, drafted | {"draft_weights": True}, drafted | bits, {"weights": True}, drafted | {"weights": True},
+    ]  # fmt: skip
+    arms = [EngineArm(engine=engine, **each) for each in settings for engine in (VLLM, OURS)]
+    best = [each for each in arms if each.engine == VLLM and each.draft_weights]
+    return [*arms, *(replace(each, local_argmax=True) for each in best)]
+
+
+def engine_problems(found: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return each arm that failed, and each of ours whose target runs elsewhere than on this library's layers."""
+    failed = [f"{each['arm']['name']}: ended with {each['exit_status']}" for each in found if not each["rows"]]
+    ours = [each for each in found if each["arm"]["engine"] == OURS and each["rows"]]
+    elsewhere = [each for each in ours if "target runs on this library's layers" not in each["explain"]]
+    return [*failed, *(f"{each['arm']['name']}: {each['explain'][0]}" for each in elsewhere)]
+
+
+if __name__ == "__main__":
+    given = json.loads(sys.argv[1])
+    Path(sys.argv[2]).write_text(json.dumps(measure(EngineArm(**{**given, "requests": tuple(given["requests"])}))))
+    # Do not wait for the engine's threads.
+    sys.stdout.flush()
+    os._exit(0)

@@ -1,0 +1,48 @@
+"""vLLM accepts the options of the arms that compare whole engines."""
+
+import inspect
+import sys
+
+import pytest
+
+from engine_kits.kernels import stand_in_for
+from scripts import engine_arm, vllm_arm
+from tests.engines.vllm_runner import DIM, HEADS, KV_HEADS, NEEDS_VLLM
+
+pytestmark = NEEDS_VLLM
+THEIRS = [arm for arm in engine_arm.engine_arms() if arm.engine == engine_arm.VLLM]
+
+
+@pytest.fixture
+def tiny(one_process, monkeypatch):
+    monkeypatch.setitem(vllm_arm.SIZES, "llama3-8b", (64, 96, HEADS, KV_HEADS, DIM, 128, 2))
+    # vLLM imports it to learn the names of formats, and these arms read no such checkpoint.
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
+    stand_in_for("compressed_tensors")
+
+
+@pytest.mark.parametrize("arm", THEIRS, ids=lambda arm: arm.name)
+def test_vllm_takes_options_of_arm(arm, tiny):
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor.models import llama, llama_eagle
+    from vllm.model_executor.models.registry import ModelRegistry
+
+    ModelRegistry.register_model("LlamaForCausalLM", llama.LlamaForCausalLM)
+    ModelRegistry.register_model("EagleLlamaForCausalLM", llama_eagle.EagleLlamaForCausalLM)
+    config = EngineArgs(**engine_arm.vllm_options(arm)).create_engine_config()
+    assert config.model_config.quantization == (engine_arm.CHANNELS if arm.weights else None)
+    if not arm.steps:
+        assert config.speculative_config is None
+        return
+    draft = config.speculative_config
+    assert draft.draft_model_config.quantization == (engine_arm.CHANNELS if arm.draft_weights else None)
+    assert (draft.draft_lm_head_quantization == "fp8") is arm.draft_weights
+    assert draft.use_local_argmax_reduction is arm.local_argmax and draft.draft_sample_method == "greedy"
+    assert hasattr(llama_eagle.EagleLlamaForCausalLM, "get_top_tokens"), "local argmax needs it"
+
+
+def test_vllm_has_what_decoding_alone_calls():
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    inspect.signature(LLMEngine.add_request).bind(None, "0", {"prompt_token_ids": [1]}, None)
+    inspect.signature(LLMEngine.step).bind(None)
