@@ -1,4 +1,4 @@
-"""Causal language models in the layout of `transformers`, as targets and as drafts: Llama, Mistral and Qwen."""
+"""Causal language models in the layout of `transformers`, as targets and as drafts: Llama and its relatives."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from spec_decode.models.checkpoints.mask_token import read_mask_token
 from spec_decode.models.checkpoints.store import ScopedWeights, TensorStore
 from spec_decode.models.decoder import Decoder, DecoderTarget
 from spec_decode.models.decoder_config import DecoderConfig, read_decoder
-from spec_decode.models.decoder_weights import read_parameters
+from spec_decode.models.decoder_weights import FUSED, Layout, read_parameters
 from spec_decode.models.draft import DecoderDraft
 from spec_decode.models.draft_vocabulary import HEAD, DraftVocabulary, read_vocabulary
 from spec_decode.models.layer_windows import ARCHITECTURES as ARCHITECTURES
@@ -31,6 +31,8 @@ from spec_decode.models.layers.rms_norm import RMSNorm
 from spec_decode.models.layers.rope import RopeConfig, RotaryEmbedding
 
 EMBEDDING = "model.embed_tokens.weight"
+_LAYOUTS: dict[str, Layout] = {"phi3": FUSED}
+"""Names of a family's tensors that differ from Llama's."""
 _FEED_FORWARD = Names(gate="gate_proj", up="up_proj", down="down_proj")
 M = TypeVar("M", bound=Decoder)
 
@@ -112,13 +114,18 @@ def load_target(
 
 
 def _read_config(store: TensorStore) -> DecoderConfig:
-    return read_decoder(store.config, partial(read_windows, family=ARCHITECTURES[store.architectures[0]]))
+    return read_decoder(store.config, partial(read_windows, family=_family(store)))
+
+
+def _family(store: TensorStore) -> str:
+    (architecture,) = store.architectures
+    return ARCHITECTURES[architecture]
 
 
 def _layers(config: DecoderConfig, weights: ScopedWeights) -> list[nn.Module]:
     """Return the layers: on the meta device, or with their weights if they are a mixture's. Raises CheckpointError."""
-    count, (architecture,) = config.model.num_layers, weights.store.architectures
-    if ARCHITECTURES[architecture] == "qwen3_moe":
+    count = config.model.num_layers
+    if _family(weights.store) == "qwen3_moe":
         return [_mixture_layer(config, weights, layer) for layer in range(count)]
     options = _options(weights.store)
     with torch.device("meta"):
@@ -156,7 +163,8 @@ def _read(model: M, weights: ScopedWeights) -> M:
     store = weights.store
     tied = store.config.get("tie_word_embeddings", bool, False)
     head = EMBEDDING if tied else HEAD
-    model = read_parameters(model, weights, lambda name: head if name == HEAD else f"model.{name}")
+    layout = _LAYOUTS.get(_family(store), {})
+    model = read_parameters(model, weights, lambda name: head if name == HEAD else f"model.{name}", layout)
     if tied and weights.has(HEAD):
         table = model.embed.weight
         _check_tied(store, weights.take(HEAD, *table.shape), table)
@@ -173,10 +181,6 @@ def _check_tied(store: TensorStore, head: torch.Tensor, embedding: torch.Tensor)
 
 
 def _options(store: TensorStore) -> LayerOptions:
-    (architecture,) = store.architectures
-    if architecture == "Qwen2ForCausalLM":
-        return LayerOptions(qkv_bias=True)
-    if architecture == "MistralForCausalLM":
-        return LayerOptions()
-    biased = store.config.get("attention_bias", bool, False)
-    return LayerOptions(qkv_bias=biased, out_bias=biased, qk_norm=architecture == "Qwen3ForCausalLM")
+    family = _family(store)
+    biased = family not in ("mistral", "qwen2", "phi3") and store.config.get("attention_bias", bool, False)
+    return LayerOptions(qkv_bias=biased or family == "qwen2", out_bias=biased, qk_norm=family == "qwen3")

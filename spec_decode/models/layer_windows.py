@@ -13,6 +13,7 @@ ARCHITECTURES = {
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
     "Qwen3MoeForCausalLM": "qwen3_moe",
+    "Phi3ForCausalLM": "phi3",
 }
 """The family of each class of language model that this library's layers compute."""
 _SWITCHED = ("qwen2", "qwen3", "qwen3_moe")
@@ -48,7 +49,7 @@ def read_windows(config: ConfigReader, num_layers: int, *, family: str, listed: 
         return tuple(window if kind == SLIDING else None for kind in kinds)
     if family in _BY_LAYER:
         return tuple(window if kind == SLIDING else None for kind in default_kinds(config, num_layers, window))
-    return (window if family in ("mistral", *_SWITCHED) else None,) * num_layers
+    return (window if family in ("mistral", "phi3", *_SWITCHED) else None,) * num_layers
 
 
 def no_windows(config: ConfigReader, num_layers: int) -> Windows:

@@ -25,6 +25,7 @@ _ALSO_REQUIRED = {
     "qwen2": ("num_key_value_heads",),
     "qwen3": ("num_key_value_heads", "head_dim"),
     "qwen3_moe": ("num_key_value_heads", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob"),
+    "phi3": (),
 }
 _READ = (
     "model_type", "architectures", "num_key_value_heads", "head_dim", "tie_word_embeddings", "rope_theta",
@@ -38,9 +39,10 @@ _ALSO_READ = {
     "qwen2": (*_SWITCHED_WINDOW, "layer_types"),
     "qwen3": (*_SWITCHED_WINDOW, "layer_types", "attention_bias"),
     "qwen3_moe": (*_SWITCHED_WINDOW, "num_experts", "num_local_experts", "decoder_sparse_step", "mlp_only_layers"),
+    "phi3": ("sliding_window", "original_max_position_embeddings", "auto_map"),
 }
 """Fields that the layers of a family read, and those of them that have no meaning to a family, as max_window_layers to
-Qwen3-MoE."""
+Qwen3-MoE. auto_map names code in folders of Phi-3, which `transformers` does not run: it has its own."""
 _FIXED: dict[str, object] = {
     "hidden_act": "silu",
     "attention_bias": False,
@@ -64,7 +66,7 @@ _NO_EFFECT = frozenset({
     "bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "unk_token_id", "decoder_start_token_id",
     "chunk_size_feed_forward", "id2label", "label2id", "problem_type", "finetuning_task", "task_specific_params",
     "tokenizer_class", "prefix", "return_dict", "output_attentions", "output_hidden_states", "output_router_logits",
-    "router_aux_loss_coef", "is_llama_config", "transformers.js_config", "unsloth_fixed", "unsloth_version",
+    "router_aux_loss_coef", "is_llama_config", "embd_pdrop", "resid_pdrop", "transformers.js_config", "unsloth_fixed", "unsloth_version",
 })  # fmt: skip
 """Fields that change neither logits nor states."""
 _ROPE = frozenset({"rope_theta", "rope_type", "type", "partial_rotary_factor"})
@@ -74,6 +76,8 @@ _SCALINGS = {
     "llama3": frozenset({"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}),
 }
 """The fields of each scaling. All of them must be given."""
+_SCALINGS_OF = {"phi3": ("default",)}
+"""The scalings that a family knows, if not all of them; Phi-3 takes YaRN for LongRoPE."""
 _TENSORS = re.compile(
     r"lm_head\.weight|model\.(embed_tokens|norm)\.weight"
     r"|model\.layers\.\d+\..*(weight|bias|inv_freq|gate_up_proj|down_proj)"
@@ -105,16 +109,17 @@ def unserved(store: TensorStore) -> str | None:
             return f"{name} in config.json is {value!r:.80}, and our layers compute {fixed[name]!r} only"
     if others := sorted(name for name in store.names() if not _TENSORS.fullmatch(name)):
         return f"the weights have {others[0]:.80}, which our layers do not know"
-    return _unserved_rope(store) or _unserved_experts(family, fields)
+    return _unserved_rope(store, family) or _unserved_experts(family, fields)
 
 
-def _unserved_rope(store: TensorStore) -> str | None:
+def _unserved_rope(store: TensorStore, family: str) -> str | None:
     if all(store.config.values.get(name) for name in ("rope_parameters", "rope_scaling")):
         return "config.json has both rope_parameters and rope_scaling"
     section = rope_section(store.config).values
     kind = section.get("rope_type", section.get("type")) or "default"
-    if not isinstance(kind, str) or kind not in _SCALINGS:
-        return f"config.json has a rotary embedding of type {kind!r:.40}, and our layers know {', '.join(_SCALINGS)}"
+    known = _SCALINGS_OF.get(family, tuple(_SCALINGS))
+    if not isinstance(kind, str) or kind not in known:
+        return f"config.json has a rotary embedding of type {kind!r:.40}, and our layers know {', '.join(known)}"
     if unknown := sorted(section.keys() - _ROPE - _SCALINGS[kind]):
         return f"config.json's rotary embedding of type {kind} has {unknown[0]:.80}, which our layers do not know"
     theta = {name: value for name, value in store.config.values.items() if name == "rope_theta"}

@@ -75,6 +75,8 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2-window": ("Qwen2", {**SLIDES, "tie_word_embeddings": True}),
     "qwen3": ("Qwen3", {}),
     "qwen3-window": ("Qwen3", {**SLIDES, "attention_bias": True}),
+    "phi-3": ("Phi3", {"sliding_window": None}),
+    "phi-3-window": ("Phi3", {"sliding_window": WINDOW, "tie_word_embeddings": True}),
     "qwen3-moe": ("Qwen3Moe", MIXTURE),
     "qwen3-moe-some-dense": ("Qwen3Moe", {**MIXTURE, "norm_topk_prob": False, "mlp_only_layers": [0]}),
     "qwen3-moe-every-other": ("Qwen3Moe", {**MIXTURE, "decoder_sparse_step": 2, **SLIDES}),
@@ -223,7 +225,7 @@ ROPE = {
     "partial_rotary_factor": [0.5, 1.0],
     "no_such_field": [1],
 }
-MUTATED = ("llama-3", "mistral-window", "qwen2-window", "qwen3-window", "qwen3-moe")
+MUTATED = ("llama-3", "mistral-window", "qwen2-window", "qwen3-window", "qwen3-moe", "phi-3-window")
 ABSENT = object()
 
 
@@ -342,6 +344,8 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
     "Mistral-7B": ("mistral-window", {"_name_or_path": "x", "torch_dtype": "bfloat16"}),
     "Qwen2.5": ("qwen2", {"use_mrope": False, "use_sliding_window": False, "sliding_window": 131072}),
     "Qwen3": ("qwen3", {"rope_scaling": None, "max_window_layers": 36, "sliding_window": None}),
+    "Phi-3-mini": ("phi-3-window", {"rope_scaling": None, "embd_pdrop": 0.0, "resid_pdrop": 0.0,
+                                    "auto_map": {"AutoConfig": "configuration_phi3.Phi3Config"}}),
     "Qwen3-Coder": ("qwen3-moe", {"qkv_bias": False, "use_qk_norm": True, "shared_expert_intermediate_size": 0}),
 }  # fmt: skip
 """Fields of published files of these families, beside those that the library writes today."""
