@@ -14,7 +14,7 @@ from torch import nn
 from spec_decode.model_api import Attention, LayerGroup, TargetModel, TargetStates
 from spec_decode.models.config import ModelConfig
 from spec_decode.models.draft import AttentionConfig
-from spec_decode.models.layers.linear import Embedding, Linear, joined
+from spec_decode.models.layers.linear import Embedding, Linear, ScaledEmbedding, joined
 from spec_decode.models.layers.rms_norm import RMSNorm
 from spec_decode.models.layers.rope import Rotary
 
@@ -28,7 +28,7 @@ class Decoder(nn.Module):
     def add_layers(self, model: ModelConfig, layers: Iterable[nn.Module], scored: int) -> None:
         """Add the layers, the norm, and the projection to `scored` tokens."""
         self.layers = nn.ModuleList(layers)
-        self.norm = RMSNorm(model.hidden_size, model.norm_eps)
+        self.norm = RMSNorm(model.hidden_size, model.norm_eps, model.norm_offset)
         self.lm_head = Linear(model.hidden_size, scored)
 
     def run_layers(
@@ -38,12 +38,12 @@ class Decoder(nn.Module):
 
         token_ids, positions: int64 [T].
         """
-        x, delta, rope = self.embed(token_ids), None, self.rotary(positions)
+        x, delta, ropes = self.embed(token_ids), None, self.rotary.of_layers(positions, len(self.layers))
         entered = {}
         for index, layer in enumerate(self.layers):
             if index in entering:
                 entered[index] = joined(x, delta)
-            x, delta = layer(x, delta, rope, attention)
+            x, delta = layer(x, delta, ropes[index], attention)
         return x, delta, entered
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -75,7 +75,7 @@ class DecoderTarget(Decoder, TargetModel):
         check_aux_layers(aux, model.num_layers)
         self.aux_hidden_state_layers = aux
         self.target_states_size = model.hidden_size * (1 if aux is None else len(aux))
-        self.embed = Embedding(model.vocab_size, model.hidden_size)
+        self.embed = make_embedding(model, model.vocab_size)
         self.add_layers(model, layers, model.vocab_size)
         self.rotary = rotary
 
@@ -97,6 +97,12 @@ class DecoderTarget(Decoder, TargetModel):
         last, hidden = self.norm(x, delta)
         entered[len(self.layers)] = last
         return TargetStates(hidden, hidden if aux is None else torch.cat([entered[layer] for layer in aux], -1))
+
+
+def make_embedding(model: ModelConfig, rows: int) -> Embedding:
+    """Return an embedding of so many tokens, scaled as the config says."""
+    scale, hidden = model.embedding_scale, model.hidden_size
+    return Embedding(rows, hidden) if scale == 1 else ScaledEmbedding(rows, hidden, scale)
 
 
 def check_aux_layers(layers: Sequence[int] | None, num_layers: int) -> None:

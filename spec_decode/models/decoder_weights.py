@@ -13,6 +13,7 @@ from torch import nn
 
 from spec_decode.models.checkpoints.store import ScopedWeights, frozen
 from spec_decode.models.layers.linear import FusingLinear
+from spec_decode.models.layers.rms_norm import RMSNorm
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -29,6 +30,8 @@ _PUBLISHED: Layout = {
     "mlp_norm": ("post_attention_layernorm",),
     "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
     "down": ("mlp.down_proj",),
+    "attn_out_norm": ("post_attention_layernorm",),
+    "mlp_out_norm": ("post_feedforward_layernorm",),
 }
 """Llama's."""
 FUSED_GATE_UP: Layout = {"gate_up": ("mlp.gate_up_proj",)}
@@ -50,6 +53,9 @@ def read_parameters(
         if not parameter.is_meta:
             continue
         names = tuple(map(renamed, _names(path, layout)))
+        if isinstance(norm := model.get_submodule(path.rpartition(".")[0]), RMSNorm):
+            state[path] = norm.stored(weights, *names)
+            continue
         if names not in taken:
             rows = _rows(model, path) if len(names) > 1 else parameter.shape[:1]
             taken[names] = weights.stacked(names, rows, *parameter.shape[1:])

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from spec_decode.models.checkpoints.store import TensorStore
+from spec_decode.models.layer_ropes import has_layer_ropes, read_layer_ropes
 from spec_decode.models.layer_windows import ARCHITECTURES
 from spec_decode.models.layers.rope import rope_section
 
@@ -26,6 +27,7 @@ _ALSO_REQUIRED = {
     "qwen3": ("num_key_value_heads", "head_dim"),
     "qwen3_moe": ("num_key_value_heads", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob"),
     "phi3": (),
+    "gemma3_text": ("num_key_value_heads", "head_dim", "query_pre_attn_scalar"),
 }
 _READ = (
     "model_type", "architectures", "num_key_value_heads", "head_dim", "tie_word_embeddings", "rope_theta",
@@ -33,6 +35,7 @@ _READ = (
 )  # fmt: skip
 """Further fields that every family reads."""
 _SWITCHED_WINDOW = ("use_sliding_window", "sliding_window", "max_window_layers")
+_PATTERN = ("sliding_window_pattern", "_sliding_window_pattern")
 _ALSO_READ = {
     "llama": ("attention_bias",),
     "mistral": ("sliding_window",),
@@ -40,6 +43,7 @@ _ALSO_READ = {
     "qwen3": (*_SWITCHED_WINDOW, "layer_types", "attention_bias"),
     "qwen3_moe": (*_SWITCHED_WINDOW, "num_experts", "num_local_experts", "decoder_sparse_step", "mlp_only_layers"),
     "phi3": ("sliding_window", "original_max_position_embeddings", "auto_map"),
+    "gemma3_text": ("layer_types", "sliding_window", *_PATTERN, "attention_bias", "rope_local_base_freq"),
 }
 """Fields that the layers of a family read, and those of them that have no meaning to a family, as max_window_layers to
 Qwen3-MoE. auto_map names code in folders of Phi-3, which `transformers` does not run: it has its own."""
@@ -58,17 +62,25 @@ _FIXED: dict[str, object] = {
 _ALSO_FIXED: dict[str, dict[str, object]] = {
     "qwen2": {"use_mrope": False},
     "qwen3_moe": {"qkv_bias": False, "use_qk_norm": True, "shared_expert_intermediate_size": 0},
+    "gemma3_text": {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "final_logit_softcapping": None,
+        "attn_logit_softcapping": None,
+        "use_bidirectional_attention": False,
+    },
 }
 """The same for one family."""
 _NO_EFFECT = frozenset({
     "_name_or_path", "_model_name_or_path", "_commit_hash", "_attn_implementation", "_attn_implementation_autoset",
-    "transformers_version", "dtype", "torch_dtype", "use_cache", "initializer_range", "attention_dropout",
-    "bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "unk_token_id", "decoder_start_token_id",
-    "chunk_size_feed_forward", "id2label", "label2id", "problem_type", "finetuning_task", "task_specific_params",
-    "tokenizer_class", "prefix", "return_dict", "output_attentions", "output_hidden_states", "output_router_logits",
-    "router_aux_loss_coef", "is_llama_config", "embd_pdrop", "resid_pdrop", "transformers.js_config", "unsloth_fixed", "unsloth_version",
+    "transformers_version", "dtype", "torch_dtype", "use_cache", "cache_implementation", "initializer_range",
+    "attention_dropout", "bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "unk_token_id",
+    "decoder_start_token_id", "chunk_size_feed_forward", "id2label", "label2id", "problem_type", "finetuning_task",
+    "task_specific_params", "tokenizer_class", "prefix", "return_dict", "output_attentions", "output_hidden_states",
+    "output_router_logits", "embd_pdrop", "resid_pdrop", "router_aux_loss_coef", "is_llama_config",
+    "transformers.js_config", "unsloth_fixed", "unsloth_version",
 })  # fmt: skip
 """Fields that change neither logits nor states."""
+_THETAS = ("rope_theta", "rope_local_base_freq")
 _ROPE = frozenset({"rope_theta", "rope_type", "type", "partial_rotary_factor"})
 _SCALINGS = {
     "default": frozenset[str](),
@@ -115,14 +127,21 @@ def unserved(store: TensorStore) -> str | None:
 def _unserved_rope(store: TensorStore, family: str) -> str | None:
     if all(store.config.values.get(name) for name in ("rope_parameters", "rope_scaling")):
         return "config.json has both rope_parameters and rope_scaling"
-    section = rope_section(store.config).values
+    if has_layer_ropes(family):
+        sections = [section.values for section in read_layer_ropes(store.config, family)]
+    else:
+        sections = [rope_section(store.config).values]
+    theta = {name: value for name, value in store.config.values.items() if name in _THETAS}
+    return next(filter(None, (_unserved_section(family, section, theta) for section in sections)), None)
+
+
+def _unserved_section(family: str, section: Mapping[str, Any], theta: Mapping[str, Any]) -> str | None:
     kind = section.get("rope_type", section.get("type")) or "default"
     known = _SCALINGS_OF.get(family, tuple(_SCALINGS))
     if not isinstance(kind, str) or kind not in known:
         return f"config.json has a rotary embedding of type {kind!r:.40}, and our layers know {', '.join(known)}"
     if unknown := sorted(section.keys() - _ROPE - _SCALINGS[kind]):
         return f"config.json's rotary embedding of type {kind} has {unknown[0]:.80}, which our layers do not know"
-    theta = {name: value for name, value in store.config.values.items() if name == "rope_theta"}
     if nulls := sorted(name for name, value in (*section.items(), *theta.items()) if value is None):
         return f"config.json's rotary embedding has null as {nulls[0]}"
     if missing := sorted(_SCALINGS[kind] - section.keys()):

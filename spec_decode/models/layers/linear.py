@@ -79,19 +79,42 @@ class NormLinear(FusingLinear):
 
     gated: ClassVar[bool] = False
 
-    def forward(self, x: torch.Tensor, delta: torch.Tensor | None, norm: RMSNorm) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return x + delta, [T, K], and the layer's output for its norm: [T, N] ([T, I] with a gate)."""
+    def forward(
+        self, x: torch.Tensor, delta: torch.Tensor | None, norm: RMSNorm | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return x + delta, [T, K], and the layer's output for its norm, or for the sum itself: [T, N] ([T, I] with a
+        gate)."""
+        if norm is None:
+            x = joined(x, delta)
+            return x, self.applied(x)
         # Only the norm kernel sums the shares of a delta.
         if self.fuses(x) and (delta is None or delta.dim() == x.dim()):
             return norm_linear(x, delta, norm.weight, norm.eps, self.weight, self.gated)
         x, normed = norm(x, delta)
-        return x, gated_linear(normed, self.weight) if self.gated else self.product(normed)
+        return x, self.applied(normed)
+
+    def applied(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the layer's output for x [T, K], without addition or norm."""
+        return self.product(x)
 
 
 class NormGateUp(NormLinear):
-    """Residual addition and RMS norm, then gate and up projection (weight [2 I, K], gate first) and SwiGLU."""
+    """Residual addition and RMS norm, then gate and up projection (weight [2 I, K], gate first) and SwiGLU or GeGLU."""
 
     gated = True
+
+    def __init__(self, inputs: int, *outputs: int, bias: bool = False, gelu: bool = False) -> None:
+        """gelu: GeGLU, which is never fused."""
+        super().__init__(inputs, *outputs, bias=bias)
+        self.gelu = gelu
+
+    def fuses(self, x: torch.Tensor) -> bool:
+        """See FusingLinear."""
+        return not self.gelu and super().fuses(x)
+
+    def applied(self, x: torch.Tensor) -> torch.Tensor:
+        """See NormLinear."""
+        return gated_linear(x, self.weight, gelu=self.gelu)
 
 
 class ResidualLinear(FusingLinear):
@@ -168,3 +191,15 @@ class Embedding(nn.Embedding):
     def reset_parameters(self) -> None:
         if not self.weight.is_meta:
             super().reset_parameters()
+
+
+class ScaledEmbedding(Embedding):
+    """An embedding that returns its rows times a factor. Others who read its weight scale it themselves, or do not."""
+
+    def __init__(self, rows: int, dims: int, scale: float) -> None:
+        super().__init__(rows, dims)
+        self.scale = scale
+
+    def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Return [T, dims] for token_ids int64 [T]."""
+        return super().forward(token_ids) * self.scale

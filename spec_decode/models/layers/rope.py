@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -96,6 +96,10 @@ class Rotary(nn.Module):
         """Return the rotation of P dims to positions int64 [T]."""
         return Rope(positions, self.table)
 
+    def of_layers(self, positions: torch.Tensor, num_layers: int) -> Sequence[Rope]:
+        """Return the rotation in each layer."""
+        return [self(positions)] * num_layers
+
 
 class RotaryEmbedding(Rotary):
     """The angles that a decoder's config describes. They are on the device of construction, or on the CPU if that is
@@ -103,10 +107,33 @@ class RotaryEmbedding(Rotary):
 
     def __init__(self, config: ModelConfig, scaling: Scaling | None = None) -> None:
         rope = RopeConfig(dims=config.rotary_dim, theta=config.rope_theta, scaling=scaling)
-        with torch.device("cpu"):
-            table = rope.table(config.max_positions)
-        device = torch.empty(0).device
-        super().__init__(table if device.type == "meta" else table.to(device))
+        super().__init__(_placed_table(rope, config.max_positions))
+
+
+class WindowRotary(RotaryEmbedding):
+    """The same with other angles in the layers that have a sliding window: window_table fp32 [max_positions, P]."""
+
+    window_table: torch.Tensor
+
+    def __init__(
+        self, config: ModelConfig, scaling: Scaling | None, window: RopeConfig, windows: Sequence[int | None]
+    ) -> None:
+        """window: the rotation in the layers for which `windows`, which has an entry for each, is not None."""
+        super().__init__(config, scaling)
+        self.register_buffer("window_table", _placed_table(window, config.max_positions), persistent=False)
+        self.windowed = [each is not None for each in windows]
+
+    def of_layers(self, positions: torch.Tensor, num_layers: int) -> Sequence[Rope]:
+        """See Rotary."""
+        full, window = self(positions), Rope(positions, self.window_table)
+        return [window if windowed else full for windowed in self.windowed]
+
+
+def _placed_table(rope: RopeConfig, max_positions: int) -> torch.Tensor:
+    with torch.device("cpu"):
+        table = rope.table(max_positions)
+    device = torch.empty(0).device
+    return table if device.type == "meta" else table.to(device)
 
 
 ScalingReader = Callable[[ConfigReader, float], Scaling]

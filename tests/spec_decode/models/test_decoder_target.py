@@ -63,6 +63,15 @@ MIXTURE = {
     "moe_intermediate_size": 24,
     "norm_topk_prob": True,
 }
+GEMMA = {
+    "sliding_window": WINDOW,
+    "sliding_window_pattern": 2,
+    "query_pre_attn_scalar": 20,
+    "rope_parameters": {
+        FULL: {"rope_type": "linear", "factor": 4.0, "rope_theta": 300.0},
+        SLIDING: {"rope_type": "default", "rope_theta": 40.0},
+    },
+}
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-2": ("Llama", {"num_key_value_heads": 4}),
     "llama-3": ("Llama", {"rope_parameters": LLAMA3}),
@@ -77,16 +86,32 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-window": ("Qwen3", {**SLIDES, "attention_bias": True}),
     "phi-3": ("Phi3", {"sliding_window": None}),
     "phi-3-window": ("Phi3", {"sliding_window": WINDOW, "tie_word_embeddings": True}),
+    "gemma-3": ("Gemma3", GEMMA),
+    "gemma-3-untied": (
+        "Gemma3",
+        {
+            **GEMMA,
+            "rope_parameters": None,
+            "num_key_value_heads": 1,
+            "layer_types": [FULL, SLIDING, SLIDING, FULL],
+            "attention_bias": True,
+            "tie_word_embeddings": False,
+        },
+    ),
     "qwen3-moe": ("Qwen3Moe", MIXTURE),
     "qwen3-moe-some-dense": ("Qwen3Moe", {**MIXTURE, "norm_topk_prob": False, "mlp_only_layers": [0]}),
     "qwen3-moe-every-other": ("Qwen3Moe", {**MIXTURE, "decoder_sparse_step": 2, **SLIDES}),
 }
 
 
+def configuration(family: str) -> Any:
+    return getattr(transformers, f"{family}{'TextConfig' if family == 'Gemma3' else 'Config'}")
+
+
 def make_model(kind: str, **changes: Any) -> Any:
     """A random fp32 model of `transformers` with its own attention, whose biases and norms do something."""
     family, fields = KINDS[kind]
-    config = getattr(transformers, f"{family}Config")(**{**SIZES, **fields, **changes})
+    config = configuration(family)(**{**SIZES, **fields, **changes})
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(7)
         model = getattr(transformers, f"{family}ForCausalLM")._from_config(config, attn_implementation="eager").eval()
@@ -165,7 +190,18 @@ def test_tied_head_shares_the_embeddings_storage() -> None:
     assert untied.output_projection.data_ptr() != untied.embed.weight.data_ptr()
 
 
-@pytest.mark.parametrize("kind", ["llama-3", "qwen3-moe"])
+def test_gemma_rounds_its_embeddings_and_norms_as_transformers_does(tmp_path: Path) -> None:
+    """The factor has the dtype of the weights, and a norm's weight is added to 1 in fp32."""
+    own = make_model("gemma-3").bfloat16()
+    own.save_pretrained(tmp_path)
+    target = load_target(TensorStore.open(tmp_path), dtype=torch.bfloat16, device=CPU)
+    found = target.embed(TEXT)
+
+    assert torch.equal(found, own.model.embed_tokens(TEXT)) and target.embed.scale != 32**0.5
+    assert torch.equal(target.norm(found)[1], own.model.norm(found))
+
+
+@pytest.mark.parametrize("kind", ["llama-3", "qwen3-moe", "gemma-3"])
 def test_draft_and_target_of_one_folder_agree(kind: str) -> None:
     target = load(folder_of(kind))
     draft = load_draft(folder_of(kind), target, dtype=torch.float32)
@@ -195,6 +231,10 @@ FOREIGN = {
     "attention_chunk_size": [4],
     "sliding_window": [WINDOW],
     "layer_types": [[SLIDING, FULL, SLIDING, FULL]],
+    "sliding_window_pattern": [3, 0],
+    "rope_local_base_freq": [20.0],
+    "hidden_activation": ["gelu", "gelu_pytorch_tanh"],
+    "use_bidirectional_attention": [True, False],
     "original_max_position_embeddings": [8],
     "rope_theta": [50.0],
     "rope_scaling": [{"rope_type": "linear", "factor": 2.0}, {"type": "yarn", "factor": 2.0}, {}],
@@ -225,7 +265,7 @@ ROPE = {
     "partial_rotary_factor": [0.5, 1.0],
     "no_such_field": [1],
 }
-MUTATED = ("llama-3", "mistral-window", "qwen2-window", "qwen3-window", "qwen3-moe", "phi-3-window")
+MUTATED = ("llama-3", "mistral-window", "qwen2-window", "qwen3-window", "qwen3-moe", "phi-3-window", "gemma-3")
 ABSENT = object()
 
 
@@ -259,9 +299,15 @@ def differs(folder: Path, config: dict[str, Any]) -> str:
 def mutations(kind: str, field: str, config: dict[str, Any]) -> list[dict[str, Any]]:
     values = [*other_values(config.get(field)), *FOREIGN.get(field, [])]
     if field == "rope_parameters":
-        sections = [(name, value) for name in ROPE for value in [ABSENT, *ROPE[name]]]
-        values += [changed(config[field], name, value) for name, value in sections]
+        values += other_sections(config[field])
     return [changed(config, field, value) for value in values]
+
+
+def other_sections(section: dict[str, Any]) -> list[dict[str, Any]]:
+    found = [changed(section, name, value) for name in ROPE for value in [ABSENT, *ROPE[name]]]
+    for kind in section.keys() & {FULL, SLIDING}:
+        found += [changed(section, kind, other) for other in (ABSENT, None, {}, *other_sections(section[kind]))]
+    return found
 
 
 def changed(fields: dict[str, Any], name: str, value: Any) -> dict[str, Any]:
@@ -273,8 +319,10 @@ def older(config: dict[str, Any]) -> dict[str, Any]:
     """The same model as older versions of the library wrote it."""
     moved = {"rope_parameters": "rope_scaling", "num_local_experts": "num_experts", "dtype": "torch_dtype"}
     found = {moved.get(name, name): value for name, value in config.items() if name != "layer_types"}
-    found["rope_theta"] = found["rope_scaling"].pop("rope_theta")
-    return found
+    rope = dict(found.pop("rope_scaling"))
+    if SLIDING in rope:
+        found["rope_local_base_freq"], rope = rope[SLIDING]["rope_theta"], dict(rope[FULL])
+    return {**found, "rope_theta": rope.pop("rope_theta"), "rope_scaling": rope}
 
 
 def ignored(folder: Path, kind: str, field: str, config: dict[str, Any]) -> dict[str, str]:
@@ -306,6 +354,7 @@ OLDER = {
     "llama-3": ("rope_theta", "rope_scaling"),
     "smollm2": ("rope_theta", "rope_scaling", "tie_word_embeddings"),
     "qwen2-window": ("rope_theta", "sliding_window", "use_sliding_window", "max_window_layers", "layer_types"),
+    "gemma-3": ("rope_theta", "rope_scaling", "rope_local_base_freq", "sliding_window_pattern", "tie_word_embeddings"),
     "qwen3-moe": ("num_experts", "mlp_only_layers", "decoder_sparse_step"),
 }
 
@@ -346,6 +395,7 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen3": ("qwen3", {"rope_scaling": None, "max_window_layers": 36, "sliding_window": None}),
     "Phi-3-mini": ("phi-3-window", {"rope_scaling": None, "embd_pdrop": 0.0, "resid_pdrop": 0.0,
                                     "auto_map": {"AutoConfig": "configuration_phi3.Phi3Config"}}),
+    "Gemma-3": ("gemma-3", {"cache_implementation": "hybrid", "final_logit_softcapping": None}),
     "Qwen3-Coder": ("qwen3-moe", {"qkv_bias": False, "use_qk_norm": True, "shared_expert_intermediate_size": 0}),
 }  # fmt: skip
 """Fields of published files of these families, beside those that the library writes today."""

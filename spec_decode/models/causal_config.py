@@ -1,0 +1,50 @@
+"""Read the config.json of a causal language model: what its family adds to Llama's decoder."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from spec_decode.models.checkpoints.config_reader import ConfigReader
+from spec_decode.models.checkpoints.store import TensorStore
+from spec_decode.models.config import ModelConfig
+from spec_decode.models.decoder_config import DecoderConfig, read_decoder
+from spec_decode.models.layer_ropes import has_layer_ropes, read_layer_ropes
+from spec_decode.models.layer_windows import ARCHITECTURES, read_windows
+from spec_decode.models.layers.rope import LLAMA_SCALINGS, RopeConfig, read_rope
+
+
+def family_of(store: TensorStore) -> str:
+    """Return the family of a checkpoint whose config.json names one of ARCHITECTURES."""
+    (architecture,) = store.architectures
+    return ARCHITECTURES[architecture]
+
+
+def read_causal_config(store: TensorStore, dtype: torch.dtype) -> DecoderConfig:
+    """Read the decoder of a family, for weights of this dtype. Raises CheckpointError."""
+    family, fields = family_of(store), store.config
+    windows = partial(read_windows, family=family)
+    if not has_layer_ropes(family):
+        decoder = read_decoder(fields, windows)
+        return replace(decoder, model=_scaled(decoder.model, family, fields, dtype))
+    full, sliding = read_layer_ropes(fields, family)
+    decoder = read_decoder(ConfigReader({**fields.values, "rope_parameters": full.values}, fields.place), windows)
+    theta, scaling = read_rope(sliding, LLAMA_SCALINGS)
+    window_rope = RopeConfig(dims=decoder.model.rotary_dim, theta=theta, scaling=scaling)
+    return replace(decoder, model=_scaled(decoder.model, family, fields, dtype), window_rope=window_rope)
+
+
+def _scaled(model: ModelConfig, family: str, fields: ConfigReader, dtype: torch.dtype) -> ModelConfig:
+    """Return the model with the factors and offsets of its family."""
+    if family == "gemma3_text":
+        fields.require("hidden_activation", "gelu_pytorch_tanh")
+        return replace(
+            model,
+            norm_offset=1.0,
+            softmax_scale=fields.positive("query_pre_attn_scalar") ** -0.5,
+            # Gemma was trained with a factor in the dtype of its weights.
+            embedding_scale=float(torch.tensor(model.hidden_size**0.5).to(dtype)),
+        )
+    return model
