@@ -8,6 +8,7 @@ from functools import partial
 import torch
 
 from spec_decode.models.checkpoints.config_reader import ConfigReader
+from spec_decode.models.checkpoints.files import CheckpointError
 from spec_decode.models.checkpoints.store import TensorStore
 from spec_decode.models.config import ModelConfig
 from spec_decode.models.decoder_config import DecoderConfig, read_decoder
@@ -47,4 +48,25 @@ def _scaled(model: ModelConfig, family: str, fields: ConfigReader, dtype: torch.
             # Gemma was trained with a factor in the dtype of its weights.
             embedding_scale=float(torch.tensor(model.hidden_size**0.5).to(dtype)),
         )
+    if family == "granite":
+        return _granite(model, fields)
     return model
+
+
+def _granite(model: ModelConfig, fields: ConfigReader) -> ModelConfig:
+    """Return the model whose states are Granite's, divided by residual_multiplier m: with x = m y, the layer
+    x + m f(norm(x)) is y + f(norm(y)), and a norm of y adds eps / m^2 to the mean square. So no layer multiplies."""
+    residual = fields.positive("residual_multiplier", 1.0)
+    try:
+        return replace(
+            model,
+            softmax_scale=fields.positive("attention_multiplier", 1.0),
+            embedding_scale=fields.positive("embedding_multiplier", 1.0) / residual,
+            state_scale=residual,
+            norm_eps=model.norm_eps / residual**2,
+            logits_divisor=fields.positive("logits_scaling", 1.0),
+        )
+    except (ValueError, ArithmeticError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"invalid multipliers in {fields.place}: {error}. Restore the file.") from error

@@ -172,11 +172,12 @@ def _check_tied(store: TensorStore, head: torch.Tensor, embedding: torch.Tensor)
 def _options(store: TensorStore) -> LayerOptions:
     family = family_of(store)
     biased = family not in ("mistral", "qwen2", "phi3") and store.config.get("attention_bias", bool, False)
-    gemma = family == "gemma3_text"
+    gemma, olmo = family == "gemma3_text", family in ("olmo2", "olmo3")
     return LayerOptions(
         qkv_bias=biased or family == "qwen2",
         out_bias=biased,
-        qk_norm=gemma or family == "qwen3",
-        norms="both" if gemma else "before",
+        qk_norm=gemma or olmo or family == "qwen3",
+        joint_qk_norm=olmo,
+        norms="both" if gemma else "after" if olmo else "before",
         gelu=gemma,
     )

@@ -50,6 +50,9 @@ class ModelConfig:
     """Factor on q.k; None: head_dim ** -0.5."""
     embedding_scale: float = 1.0
     """Factor on the embeddings that enter the first layer."""
+    state_scale: float = 1.0
+    """Factor that turns the states between layers into the published model's."""
+    logits_divisor: float = 1.0
     sliding_window: int | None = None
     latent: LatentConfig | None = None
     """None: one key and one value per KV head."""
@@ -66,11 +69,14 @@ class ModelConfig:
             problems.append(f"num_q_heads * head_dim must be at most {_MAX_SIZE}, got {dims}")
         if self.head_dim % 2:
             problems.append(f"head_dim must be even for rotary pairs, got {self.head_dim}")
-        if not (math.isfinite(self.norm_offset) and 0 < self.embedding_scale < math.inf):
-            problems.append(
-                "norm_offset must be finite, and embedding_scale positive and finite, got "
-                f"{self.norm_offset} and {self.embedding_scale}"
-            )
+        scales = ("embedding_scale", "state_scale", "logits_divisor")
+        problems += [
+            f"{name} must be positive and finite, got {scale}"
+            for name in scales
+            if not 0 < (scale := getattr(self, name)) < math.inf
+        ]
+        if not math.isfinite(self.norm_offset):
+            problems.append(f"norm_offset must be finite, got {self.norm_offset}")
         if not (0 < self.norm_eps < math.inf and 0 < self.rope_theta < math.inf):
             problems.append(
                 f"norm_eps and rope_theta must be positive and finite, got {self.norm_eps} and {self.rope_theta}"

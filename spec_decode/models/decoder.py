@@ -24,12 +24,14 @@ class Decoder(nn.Module):
 
     embed: Embedding
     rotary: Rotary
+    logits_divisor: float
 
     def add_layers(self, model: ModelConfig, layers: Iterable[nn.Module], scored: int) -> None:
         """Add the layers, the norm, and the projection to `scored` tokens."""
         self.layers = nn.ModuleList(layers)
         self.norm = RMSNorm(model.hidden_size, model.norm_eps, model.norm_offset)
         self.lm_head = Linear(model.hidden_size, scored)
+        self.logits_divisor = model.logits_divisor
 
     def run_layers(
         self, token_ids: torch.Tensor, positions: torch.Tensor, attention: Attention, entering: Collection[int] = ()
@@ -48,7 +50,8 @@ class Decoder(nn.Module):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return logits [T, V] for hidden [T, H]; V is a draft's own vocabulary."""
-        return self.lm_head.product(hidden)
+        logits = self.lm_head.product(hidden)
+        return logits if self.logits_divisor == 1 else logits / self.logits_divisor
 
 
 class DecoderTarget(Decoder, TargetModel):
@@ -77,11 +80,13 @@ class DecoderTarget(Decoder, TargetModel):
         self.target_states_size = model.hidden_size * (1 if aux is None else len(aux))
         self.embed = make_embedding(model, model.vocab_size)
         self.add_layers(model, layers, model.vocab_size)
-        self.rotary = rotary
+        self.rotary, self.state_scale = rotary, model.state_scale
 
     @property
-    def output_projection(self) -> torch.Tensor:
-        """[V, H]."""
+    def output_projection(self) -> torch.Tensor | None:
+        """[V, H]; None if the logits are scaled."""
+        if self.logits_divisor != 1:
+            return None
         weight = self.lm_head.weight
         assert isinstance(weight, torch.Tensor)
         return weight
@@ -95,8 +100,11 @@ class DecoderTarget(Decoder, TargetModel):
         aux = self.aux_hidden_state_layers
         x, delta, entered = self.run_layers(token_ids, positions, attention, aux or ())
         last, hidden = self.norm(x, delta)
+        if aux is None:
+            return TargetStates(hidden, hidden)
         entered[len(self.layers)] = last
-        return TargetStates(hidden, hidden if aux is None else torch.cat([entered[layer] for layer in aux], -1))
+        states = torch.cat([entered[layer] for layer in aux], -1)
+        return TargetStates(hidden, states if self.state_scale == 1 else states * self.state_scale)
 
 
 def make_embedding(model: ModelConfig, rows: int) -> Embedding:

@@ -7,8 +7,8 @@ from spec_decode.models.checkpoints.config_reader import ConfigReader
 from spec_decode.models.checkpoints.files import CheckpointError
 from spec_decode.models.layer_windows import FULL, SLIDING
 
-_THETAS = {"gemma3_text": (1e6, 1e4)}
-"""rope_theta of full and of sliding layers, if config.json does not say."""
+_THETAS = {"gemma3_text": (1e6, 1e4), "olmo3": (5e5, 5e5)}
+"""rope_theta of full and of sliding layers, if config.json does not say. Older files of OLMo-3 never say the second."""
 
 
 def has_layer_ropes(family: str) -> bool:

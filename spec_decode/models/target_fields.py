@@ -28,6 +28,9 @@ _ALSO_REQUIRED = {
     "qwen3_moe": ("num_key_value_heads", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob"),
     "phi3": (),
     "gemma3_text": ("num_key_value_heads", "head_dim", "query_pre_attn_scalar"),
+    "olmo2": (),
+    "olmo3": (),
+    "granite": (),
 }
 _READ = (
     "model_type", "architectures", "num_key_value_heads", "head_dim", "tie_word_embeddings", "rope_theta",
@@ -36,6 +39,7 @@ _READ = (
 """Further fields that every family reads."""
 _SWITCHED_WINDOW = ("use_sliding_window", "sliding_window", "max_window_layers")
 _PATTERN = ("sliding_window_pattern", "_sliding_window_pattern")
+_MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
 _ALSO_READ = {
     "llama": ("attention_bias",),
     "mistral": ("sliding_window",),
@@ -44,6 +48,9 @@ _ALSO_READ = {
     "qwen3_moe": (*_SWITCHED_WINDOW, "num_experts", "num_local_experts", "decoder_sparse_step", "mlp_only_layers"),
     "phi3": ("sliding_window", "original_max_position_embeddings", "auto_map"),
     "gemma3_text": ("layer_types", "sliding_window", *_PATTERN, "attention_bias", "rope_local_base_freq"),
+    "olmo2": ("attention_bias",),
+    "olmo3": ("layer_types", "sliding_window", "attention_bias"),
+    "granite": ("attention_bias", *_MULTIPLIERS),
 }
 """Fields that the layers of a family read, and those of them that have no meaning to a family, as max_window_layers to
 Qwen3-MoE. auto_map names code in folders of Phi-3, which `transformers` does not run: it has its own."""
@@ -86,8 +93,11 @@ _SCALINGS = {
     "default": frozenset[str](),
     "linear": frozenset({"factor"}),
     "llama3": frozenset({"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}),
+    "yarn": frozenset({"factor", "original_max_position_embeddings"}),
 }
 """The fields of each scaling. All of them must be given."""
+_OPTIONAL = {"yarn": frozenset({"attention_factor", "beta_fast", "beta_slow"})}
+"""Fields of a scaling that can be absent."""
 _SCALINGS_OF = {"phi3": ("default",)}
 """The scalings that a family knows, if not all of them; Phi-3 takes YaRN for LongRoPE."""
 _TENSORS = re.compile(
@@ -140,7 +150,7 @@ def _unserved_section(family: str, section: Mapping[str, Any], theta: Mapping[st
     known = _SCALINGS_OF.get(family, tuple(_SCALINGS))
     if not isinstance(kind, str) or kind not in known:
         return f"config.json has a rotary embedding of type {kind!r:.40}, and our layers know {', '.join(known)}"
-    if unknown := sorted(section.keys() - _ROPE - _SCALINGS[kind]):
+    if unknown := sorted(section.keys() - _ROPE - _SCALINGS[kind] - _OPTIONAL.get(kind, frozenset())):
         return f"config.json's rotary embedding of type {kind} has {unknown[0]:.80}, which our layers do not know"
     if nulls := sorted(name for name, value in (*section.items(), *theta.items()) if value is None):
         return f"config.json's rotary embedding has null as {nulls[0]}"

@@ -56,6 +56,8 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
+YARN = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 48}
+WIDE_YARN = {**YARN, "rope_theta": 5e5, "attention_factor": 1.3, "beta_fast": 2.0, "beta_slow": 0.5}
 SLIDES = {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2}
 MIXTURE = {
     "num_experts": 6,
@@ -72,6 +74,12 @@ GEMMA = {
         SLIDING: {"rope_type": "default", "rope_theta": 40.0},
     },
 }
+GRANITE = {
+    "embedding_multiplier": 12.0,
+    "residual_multiplier": 0.22,
+    "attention_multiplier": 0.3,
+    "logits_scaling": 3.0,
+}
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-2": ("Llama", {"num_key_value_heads": 4}),
     "llama-3": ("Llama", {"rope_parameters": LLAMA3}),
@@ -83,6 +91,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2", {}),
     "qwen2-window": ("Qwen2", {**SLIDES, "tie_word_embeddings": True}),
     "qwen3": ("Qwen3", {}),
+    "qwen3-yarn": ("Qwen3", {"rope_parameters": YARN}),
     "qwen3-window": ("Qwen3", {**SLIDES, "attention_bias": True}),
     "phi-3": ("Phi3", {"sliding_window": None}),
     "phi-3-window": ("Phi3", {"sliding_window": WINDOW, "tie_word_embeddings": True}),
@@ -98,6 +107,12 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": False,
         },
     ),
+    "olmo-2": ("Olmo2", {}),
+    "olmo-3": (
+        "Olmo3",
+        {"sliding_window": WINDOW, "rope_parameters": {FULL: WIDE_YARN, SLIDING: {"rope_theta": 5e5}}},
+    ),
+    "granite": ("Granite", GRANITE),
     "qwen3-moe": ("Qwen3Moe", MIXTURE),
     "qwen3-moe-some-dense": ("Qwen3Moe", {**MIXTURE, "norm_topk_prob": False, "mlp_only_layers": [0]}),
     "qwen3-moe-every-other": ("Qwen3Moe", {**MIXTURE, "decoder_sparse_step": 2, **SLIDES}),
@@ -190,6 +205,10 @@ def test_tied_head_shares_the_embeddings_storage() -> None:
     assert untied.output_projection.data_ptr() != untied.embed.weight.data_ptr()
 
 
+def test_scaled_logits_have_no_output_projection() -> None:
+    assert load(folder_of("granite")).output_projection is None
+
+
 def test_gemma_rounds_its_embeddings_and_norms_as_transformers_does(tmp_path: Path) -> None:
     """The factor has the dtype of the weights, and a norm's weight is added to 1 in fp32."""
     own = make_model("gemma-3").bfloat16()
@@ -220,13 +239,13 @@ FOREIGN = {
     "pretraining_tp": [2, 1],
     "partial_rotary_factor": [0.5, 1.0],
     "rope_interleaved": [True, False],
-    "logits_scaling": [2.0],
+    "logits_scaling": [2.0, -2.0, 0.0],
     "logit_scale": [0.5],
     "final_logit_softcapping": [3.0],
     "attn_logit_softcapping": [3.0],
     "attention_multiplier": [0.1],
-    "residual_multiplier": [0.1],
-    "embedding_multiplier": [2.0],
+    "residual_multiplier": [0.1, 0.0],
+    "embedding_multiplier": [2.0, -2.0],
     "query_pre_attn_scalar": [24],
     "attention_chunk_size": [4],
     "sliding_window": [WINDOW],
@@ -262,10 +281,16 @@ ROPE = {
     "original_max_position_embeddings": [32, None],
     "attention_factor": [2.0],
     "beta_fast": [8.0],
+    "beta_slow": [1.5],
+    "mscale": [0.5],
+    "truncate": [False],
     "partial_rotary_factor": [0.5, 1.0],
     "no_such_field": [1],
 }
-MUTATED = ("llama-3", "mistral-window", "qwen2-window", "qwen3-window", "qwen3-moe", "phi-3-window", "gemma-3")
+MUTATED = (
+    "llama-3", "mistral-window", "qwen2-window", "qwen3-window", "qwen3-moe",
+    "phi-3-window", "gemma-3", "olmo-2", "olmo-3", "granite",
+)  # fmt: skip
 ABSENT = object()
 
 
@@ -321,7 +346,9 @@ def older(config: dict[str, Any]) -> dict[str, Any]:
     found = {moved.get(name, name): value for name, value in config.items() if name != "layer_types"}
     rope = dict(found.pop("rope_scaling"))
     if SLIDING in rope:
-        found["rope_local_base_freq"], rope = rope[SLIDING]["rope_theta"], dict(rope[FULL])
+        if config["model_type"] == "gemma3_text":
+            found["rope_local_base_freq"] = rope[SLIDING]["rope_theta"]
+        rope = dict(rope[FULL])
     return {**found, "rope_theta": rope.pop("rope_theta"), "rope_scaling": rope}
 
 
@@ -354,6 +381,7 @@ OLDER = {
     "llama-3": ("rope_theta", "rope_scaling"),
     "smollm2": ("rope_theta", "rope_scaling", "tie_word_embeddings"),
     "qwen2-window": ("rope_theta", "sliding_window", "use_sliding_window", "max_window_layers", "layer_types"),
+    "olmo-3": ("rope_theta", "rope_scaling"),
     "gemma-3": ("rope_theta", "rope_scaling", "rope_local_base_freq", "sliding_window_pattern", "tie_word_embeddings"),
     "qwen3-moe": ("num_experts", "mlp_only_layers", "decoder_sparse_step"),
 }
@@ -374,7 +402,7 @@ def test_no_field_of_older_layouts_is_ignored(kind: str, field: str, copied: Pat
         ({"logits_scaling": 2.0}, "config.json has logits_scaling, which our layers do not know"),
         ({"mlp_bias": True}, "mlp_bias in config.json is True, and our layers compute False only"),
         ({"model_type": "mistral"}, "architectures ['LlamaForCausalLM'] and model_type 'mistral'"),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "a rotary embedding of type 'yarn'"),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "a rotary embedding of type 'dynamic'"),
         ({"rope_parameters": {"rope_type": "linear", "rope_theta": 9.0}}, "of type linear has no factor"),
         ({"rope_parameters": {"rope_type": "default", "mscale": 9.0}}, "has mscale, which our layers do not know"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "both rope_parameters and rope_scaling"),
