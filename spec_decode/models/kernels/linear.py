@@ -47,17 +47,17 @@ def linear(
     return out if residual is None else residual + out
 
 
-def gated_linear(x: torch.Tensor, weight: Weight, limit: float | None = None, gelu: bool = False) -> torch.Tensor:
-    """Return swiglu(x @ weight^T, limit, gelu), [M, N], for rows x [M, K] and weight [2 N, K], gate above up."""
-    kind = product_kind(x, weight, gated=True, skinny=limit is None and not gelu)
+def gated_linear(x: torch.Tensor, weight: Weight, limit: float | None = None) -> torch.Tensor:
+    """Return swiglu(x @ weight^T, limit), [M, N], for rows x [M, K] and weight [2 N, K], gate above up."""
+    kind = product_kind(x, weight, gated=True, skinny=limit is None)
     if kind is ProductKind.SKINNY:
         return skinny_gated_linear(x, weight)
-    if kind is ProductKind.STREAMED and not gelu:
+    if kind is ProductKind.STREAMED:
         return streamed_linear(x, weight, gated=True, limit=limit)
     rows = x.shape[0]
     if kind is ProductKind.TORCH and rows in _SLOW_ROWS:
         x = F.pad(x, (0, 0, 0, _EXTRA_ROWS))
-    return swiglu(linear(x, weight)[:rows], limit, gelu)
+    return swiglu(linear(x, weight)[:rows], limit)
 
 
 def stacked_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

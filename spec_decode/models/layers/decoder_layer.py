@@ -17,7 +17,14 @@ from attn_backends.kernels.write_latent import KvANormRope
 from spec_decode.model_api import Attention, AttentionInputs, KeepRows
 from spec_decode.models.checkpoints.store import TensorStore
 from spec_decode.models.config import ModelConfig
-from spec_decode.models.layers.linear import Linear, NormGateUp, NormLinear, ResidualLinear, ResidualStream
+from spec_decode.models.layers.linear import (
+    Linear,
+    NormGateUp,
+    NormGateUpGelu,
+    NormLinear,
+    ResidualLinear,
+    ResidualStream,
+)
 from spec_decode.models.layers.rms_norm import RMSNorm
 
 
@@ -57,7 +64,7 @@ class ResidualLayer(nn.Module):
         """Create the feed-forward. Separate, because its parameters come after the attention's."""
         hidden, intermediate = config.hidden_size, config.intermediate_size
         self.mlp_norm = RMSNorm(hidden, config.norm_eps, config.norm_offset)
-        self.gate_up = NormGateUp(hidden, intermediate, intermediate, gelu=gelu)
+        self.gate_up = (NormGateUpGelu if gelu else NormGateUp)(hidden, intermediate, intermediate)
         self.down = ResidualLinear(intermediate, hidden)
 
     def feed_forward(self, x: torch.Tensor, delta: torch.Tensor | None) -> ResidualStream:

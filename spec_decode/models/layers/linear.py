@@ -85,36 +85,30 @@ class NormLinear(FusingLinear):
         """Return x + delta, [T, K], and the layer's output for its norm, or for the sum itself: [T, N] ([T, I] with a
         gate)."""
         if norm is None:
-            x = joined(x, delta)
-            return x, self.applied(x)
+            x = normed = joined(x, delta)
         # Only the norm kernel sums the shares of a delta.
-        if self.fuses(x) and (delta is None or delta.dim() == x.dim()):
+        elif self.fuses(x) and (delta is None or delta.dim() == x.dim()):
             return norm_linear(x, delta, norm.weight, norm.eps, self.weight, self.gated)
-        x, normed = norm(x, delta)
-        return x, self.applied(normed)
-
-    def applied(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the layer's output for x [T, K], without addition or norm."""
-        return self.product(x)
+        else:
+            x, normed = norm(x, delta)
+        return x, gated_linear(normed, self.weight) if self.gated else self.product(normed)
 
 
 class NormGateUp(NormLinear):
-    """Residual addition and RMS norm, then gate and up projection (weight [2 I, K], gate first) and SwiGLU or GeGLU."""
+    """Residual addition and RMS norm, then gate and up projection (weight [2 I, K], gate first) and SwiGLU."""
 
     gated = True
 
-    def __init__(self, inputs: int, *outputs: int, bias: bool = False, gelu: bool = False) -> None:
-        """gelu: GeGLU, which is never fused."""
-        super().__init__(inputs, *outputs, bias=bias)
-        self.gelu = gelu
 
-    def fuses(self, x: torch.Tensor) -> bool:
-        """See FusingLinear."""
-        return not self.gelu and super().fuses(x)
+class NormGateUpGelu(NormLinear):
+    """The same with GeGLU, which is not fused into the product."""
 
-    def applied(self, x: torch.Tensor) -> torch.Tensor:
-        """See NormLinear."""
-        return gated_linear(x, self.weight, gelu=self.gelu)
+    def forward(
+        self, x: torch.Tensor, delta: torch.Tensor | None, norm: RMSNorm | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return x + delta, [T, K], and the gated output, [T, I]."""
+        x, gate_up = super().forward(x, delta, norm)
+        return x, swiglu(gate_up, gelu=True)
 
 
 class ResidualLinear(FusingLinear):
