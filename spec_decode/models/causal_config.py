@@ -25,16 +25,17 @@ def family_of(store: TensorStore) -> str:
 
 def read_causal_config(store: TensorStore, dtype: torch.dtype) -> DecoderConfig:
     """Read the decoder of a family, for weights of this dtype. Raises CheckpointError."""
-    family, fields = family_of(store), store.config
-    windows = partial(read_windows, family=family)
-    if not has_layer_ropes(family):
-        decoder = read_decoder(fields, windows)
-        return replace(decoder, model=_scaled(decoder.model, family, fields, dtype))
-    full, sliding = read_layer_ropes(fields, family)
-    decoder = read_decoder(ConfigReader({**fields.values, "rope_parameters": full.values}, fields.place), windows)
-    theta, scaling = read_rope(sliding, LLAMA_SCALINGS)
-    window_rope = RopeConfig(dims=decoder.model.rotary_dim, theta=theta, scaling=scaling)
-    return replace(decoder, model=_scaled(decoder.model, family, fields, dtype), window_rope=window_rope)
+    family, fields, window = family_of(store), store.config, None
+    if has_layer_ropes(family):
+        full, sliding = read_layer_ropes(fields, family)
+        fields = ConfigReader({**fields.values, "rope_parameters": full.values}, fields.place)
+        window = read_rope(sliding, LLAMA_SCALINGS)
+    decoder = read_decoder(fields, partial(read_windows, family=family))
+    decoder = replace(decoder, model=_scaled(decoder.model, family, fields, dtype))
+    if window is None:
+        return decoder
+    theta, scaling = window
+    return replace(decoder, window_rope=RopeConfig(dims=decoder.model.rotary_dim, theta=theta, scaling=scaling))
 
 
 def _scaled(model: ModelConfig, family: str, fields: ConfigReader, dtype: torch.dtype) -> ModelConfig:
@@ -45,7 +46,7 @@ def _scaled(model: ModelConfig, family: str, fields: ConfigReader, dtype: torch.
             model,
             norm_offset=1.0,
             softmax_scale=fields.positive("query_pre_attn_scalar") ** -0.5,
-            # Gemma was trained with a factor in the dtype of its weights.
+            # The factor is rounded to the weights' dtype: in bf16, sqrt(3072) is 55.5.
             embedding_scale=float(torch.tensor(model.hidden_size**0.5).to(dtype)),
         )
     if family == "granite":

@@ -32,6 +32,8 @@ from spec_decode.models.layers.rope import RopeConfig
 EMBEDDING = "model.embed_tokens.weight"
 _LAYOUTS: dict[str, Layout] = {"phi3": FUSED, "gemma3_text": {"mlp_norm": ("pre_feedforward_layernorm",)}}
 """Names of a family's tensors that differ from Llama's."""
+_TIED = ("gemma3_text",)
+"""Families whose head is the embedding unless config.json says that it is not."""
 _FEED_FORWARD = Names(gate="gate_proj", up="up_proj", down="down_proj")
 M = TypeVar("M", bound=Decoder)
 
@@ -150,7 +152,7 @@ def _mixture_layer(config: DecoderConfig, weights: ScopedWeights, layer: int) ->
 def _read(model: M, weights: ScopedWeights) -> M:
     """Read the parameters that are left, and refuse tensors that no part of the model is. Raises CheckpointError."""
     store = weights.store
-    tied = store.config.get("tie_word_embeddings", bool, family_of(store) == "gemma3_text")
+    tied = store.config.get("tie_word_embeddings", bool, family_of(store) in _TIED)
     head = EMBEDDING if tied else HEAD
     layout = _LAYOUTS.get(family_of(store), {})
     model = read_parameters(model, weights, lambda name: head if name == HEAD else f"model.{name}", layout)

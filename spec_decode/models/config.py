@@ -69,11 +69,10 @@ class ModelConfig:
             problems.append(f"num_q_heads * head_dim must be at most {_MAX_SIZE}, got {dims}")
         if self.head_dim % 2:
             problems.append(f"head_dim must be even for rotary pairs, got {self.head_dim}")
-        scales = ("embedding_scale", "state_scale", "logits_divisor")
         problems += [
             f"{name} must be positive and finite, got {scale}"
-            for name in scales
-            if not 0 < (scale := getattr(self, name)) < math.inf
+            for name in ("softmax_scale", "embedding_scale", "state_scale", "logits_divisor")
+            if (scale := getattr(self, name)) is not None and not 0 < scale < math.inf
         ]
         if not math.isfinite(self.norm_offset):
             problems.append(f"norm_offset must be finite, got {self.norm_offset}")

@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from spec_decode.models.checkpoints.files import CheckpointError
 from spec_decode.models.checkpoints.store import TensorStore
 from spec_decode.models.layer_ropes import has_layer_ropes, read_layer_ropes
 from spec_decode.models.layer_windows import ARCHITECTURES
@@ -96,7 +97,7 @@ _SCALINGS = {
     "yarn": frozenset({"factor", "original_max_position_embeddings"}),
 }
 """The fields of each scaling. All of them must be given."""
-_OPTIONAL = {"yarn": frozenset({"attention_factor", "beta_fast", "beta_slow"})}
+_OPTIONAL = {"yarn": frozenset({"attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"})}
 """Fields of a scaling that can be absent."""
 _SCALINGS_OF = {"phi3": ("default",)}
 """The scalings that a family knows, if not all of them; Phi-3 takes YaRN for LongRoPE."""
@@ -137,10 +138,13 @@ def unserved(store: TensorStore) -> str | None:
 def _unserved_rope(store: TensorStore, family: str) -> str | None:
     if all(store.config.values.get(name) for name in ("rope_parameters", "rope_scaling")):
         return "config.json has both rope_parameters and rope_scaling"
-    if has_layer_ropes(family):
-        sections = [section.values for section in read_layer_ropes(store.config, family)]
-    else:
+    if not has_layer_ropes(family):
         sections = [rope_section(store.config).values]
+    else:
+        try:
+            sections = [section.values for section in read_layer_ropes(store.config, family)]
+        except CheckpointError as error:
+            return str(error)
     theta = {name: value for name, value in store.config.values.items() if name in _THETAS}
     return next(filter(None, (_unserved_section(family, section, theta) for section in sections)), None)
 

@@ -248,6 +248,8 @@ def _read_yarn(section: ConfigReader, theta: float) -> Yarn:
             f"{original}, and rope_theta above 1, got {theta}. Restore the file."
         )
     section.require("truncate", True)
+    # Either alone has no meaning but to DeepSeek.
+    mscales = {name: section.get(name, float, 0.0) for name in ("mscale", "mscale_all_dim")}
     return Yarn(
         theta=theta,
         factor=factor,
@@ -255,6 +257,7 @@ def _read_yarn(section: ConfigReader, theta: float) -> Yarn:
         beta_fast=section.positive("beta_fast", 32.0),
         beta_slow=section.positive("beta_slow", 1.0),
         attention_factor=section.optional("attention_factor", float),
+        **(mscales if all(mscales.values()) else {}),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from functools import cache
 from pathlib import Path
 from shutil import copytree
@@ -91,7 +92,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2", {}),
     "qwen2-window": ("Qwen2", {**SLIDES, "tie_word_embeddings": True}),
     "qwen3": ("Qwen3", {}),
-    "qwen3-yarn": ("Qwen3", {"rope_parameters": YARN}),
+    "qwen3-yarn": ("Qwen3", {"rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 0.2}}),
     "qwen3-window": ("Qwen3", {**SLIDES, "attention_bias": True}),
     "phi-3": ("Phi3", {"sliding_window": None}),
     "phi-3-window": ("Phi3", {"sliding_window": WINDOW, "tie_word_embeddings": True}),
@@ -412,6 +413,13 @@ def test_no_field_of_older_layouts_is_ignored(kind: str, field: str, copied: Pat
 def test_reason_names_the_field_that_is_left_to_transformers(kind: str, copied: Path, fields: Any, why: str) -> None:
     (copied / "config.json").write_text(json.dumps({**config_of(copied), **fields}))
     assert why in str(unserved(TensorStore.open(copied)))
+
+
+@pytest.mark.parametrize("kind", ["olmo-3"])
+def test_one_rotary_embedding_for_all_layers_is_left_to_transformers(kind: str, copied: Path) -> None:
+    (copied / "config.json").write_text(json.dumps({**config_of(copied), "rope_parameters": WIDE_YARN}))
+    why = r"rope_parameters in .* must have full_attention and sliding_attention, .* got attention_factor"
+    assert re.search(why, str(unserved(TensorStore.open(copied))))
 
 
 PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
