@@ -1,36 +1,39 @@
-"""Causal language models in the layout of `transformers`, as targets and as drafts: Llama, Mistral and Qwen."""
+"""Causal language models in the layout of `transformers`, as targets and as drafts: Llama and its relatives."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import ClassVar, TypeVar
 
 import torch
 from torch import nn
 
 from spec_decode.model_api import BlockDraft, DraftInputs, TargetModel
+from spec_decode.models.causal_config import family_of, read_causal_config
 from spec_decode.models.checkpoints.files import CheckpointError
 from spec_decode.models.checkpoints.mask_token import read_mask_token
 from spec_decode.models.checkpoints.store import ScopedWeights, TensorStore
-from spec_decode.models.decoder import Decoder, DecoderTarget
-from spec_decode.models.decoder_config import DecoderConfig, read_decoder
-from spec_decode.models.decoder_weights import read_parameters
+from spec_decode.models.decoder import Decoder, DecoderTarget, make_embedding
+from spec_decode.models.decoder_config import DecoderConfig
+from spec_decode.models.decoder_weights import FUSED, Layout, read_parameters
 from spec_decode.models.draft import DecoderDraft
 from spec_decode.models.draft_vocabulary import HEAD, DraftVocabulary, read_vocabulary
 from spec_decode.models.layer_windows import ARCHITECTURES as ARCHITECTURES
-from spec_decode.models.layer_windows import read_windows
-from spec_decode.models.layers.decoder_layer import DecoderLayer, LayerOptions
+from spec_decode.models.layers.decoder_layer import LayerOptions, make_layer
 from spec_decode.models.layers.feed_forward import Names, read_dense
 from spec_decode.models.layers.grouped_attention import GroupedAttention, GroupedShape
 from spec_decode.models.layers.linear import Embedding
 from spec_decode.models.layers.moe import read_qwen_mixture
 from spec_decode.models.layers.pre_norm_layer import PreNormLayer
 from spec_decode.models.layers.rms_norm import RMSNorm
-from spec_decode.models.layers.rope import RopeConfig, RotaryEmbedding
+from spec_decode.models.layers.rope import RopeConfig
 
 EMBEDDING = "model.embed_tokens.weight"
+_LAYOUTS: dict[str, Layout] = {"phi3": FUSED, "gemma3_text": {"mlp_norm": ("pre_feedforward_layernorm",)}}
+"""Names of a family's tensors that differ from Llama's."""
+_TIED = ("gemma3_text",)
+"""Families whose head is the embedding unless config.json says that it is not."""
 _FEED_FORWARD = Names(gate="gate_proj", up="up_proj", down="down_proj")
 M = TypeVar("M", bound=Decoder)
 
@@ -49,8 +52,7 @@ class CausalDraft(Decoder, DecoderDraft):
         self, config: DecoderConfig, layers: Iterable[nn.Module], vocabulary: DraftVocabulary, target: TargetModel
     ) -> None:
         model = config.model
-        embed = Embedding(vocabulary.embedded, model.hidden_size)
-        super().__init__(target, config, RotaryEmbedding(model, config.scaling), embed)
+        super().__init__(target, config, config.make_rotary(), make_embedding(model, vocabulary.embedded))
         self.hidden_size, self.token_map = model.hidden_size, vocabulary.token_map
         self.add_layers(model, layers, vocabulary.scored)
 
@@ -84,7 +86,7 @@ def serves(store: TensorStore) -> bool:
 def load(store: TensorStore, target: TargetModel, *, dtype: torch.dtype, device: torch.device) -> CausalDraft:
     """Load the draft, ready to run. Raises CheckpointError."""
     weights = ScopedWeights(store, "", dtype, device)
-    config = _read_config(store)
+    config = read_causal_config(store, dtype)
     vocabulary = read_vocabulary(store, target, config.model.vocab_size, device, embedding=EMBEDDING, has_head=True)
     mask_token_id = read_mask_token(store, vocabulary.known)
     arguments = (config, _layers(config, weights), vocabulary, target)
@@ -108,26 +110,22 @@ def load_target(
     layers that the model does not have.
     """
     weights = ScopedWeights(store, "", dtype, device, quantises)
-    config = _read_config(store)
+    config = read_causal_config(store, dtype)
     layers = _layers(config, weights)
     with torch.device("meta"):
-        rotary = RotaryEmbedding(config.model, config.scaling)
+        rotary = config.make_rotary()
         target = DecoderTarget(config.model, config, rotary, layers, states(config.model.num_layers))
     return _read(target, weights)
 
 
-def _read_config(store: TensorStore) -> DecoderConfig:
-    return read_decoder(store.config, partial(read_windows, family=ARCHITECTURES[store.architectures[0]]))
-
-
 def _layers(config: DecoderConfig, weights: ScopedWeights) -> list[nn.Module]:
     """Return the layers: on the meta device, or with their weights if they are a mixture's. Raises CheckpointError."""
-    count, (architecture,) = config.model.num_layers, weights.store.architectures
-    if ARCHITECTURES[architecture] == "qwen3_moe":
+    count = config.model.num_layers
+    if family_of(weights.store) == "qwen3_moe":
         return [_mixture_layer(config, weights, layer) for layer in range(count)]
     options = _options(weights.store)
     with torch.device("meta"):
-        return [DecoderLayer(config.model, layer, options) for layer in range(count)]
+        return [make_layer(config.model, layer, options) for layer in range(count)]
 
 
 def _mixture_layer(config: DecoderConfig, weights: ScopedWeights, layer: int) -> PreNormLayer:
@@ -159,9 +157,10 @@ def _mixture_layer(config: DecoderConfig, weights: ScopedWeights, layer: int) ->
 def _read(model: M, weights: ScopedWeights) -> M:
     """Read the parameters that are left, and refuse tensors that no part of the model is. Raises CheckpointError."""
     store = weights.store
-    tied = store.config.get("tie_word_embeddings", bool, False)
+    tied = store.config.get("tie_word_embeddings", bool, family_of(store) in _TIED)
     head = EMBEDDING if tied else HEAD
-    model = read_parameters(model, weights, lambda name: head if name == HEAD else f"model.{name}")
+    layout = _LAYOUTS.get(family_of(store), {})
+    model = read_parameters(model, weights, lambda name: head if name == HEAD else f"model.{name}", layout)
     if tied and weights.has(HEAD):
         table = model.embed.weight
         _check_tied(store, weights.take(HEAD, *table.shape), table)
@@ -178,10 +177,14 @@ def _check_tied(store: TensorStore, head: torch.Tensor, embedding: torch.Tensor)
 
 
 def _options(store: TensorStore) -> LayerOptions:
-    (architecture,) = store.architectures
-    if architecture == "Qwen2ForCausalLM":
-        return LayerOptions(qkv_bias=True)
-    if architecture == "MistralForCausalLM":
-        return LayerOptions()
-    biased = store.config.get("attention_bias", bool, False)
-    return LayerOptions(qkv_bias=biased, out_bias=biased, qk_norm=architecture == "Qwen3ForCausalLM")
+    family = family_of(store)
+    biased = family not in ("mistral", "qwen2", "phi3") and store.config.get("attention_bias", bool, False)
+    gemma, olmo = family == "gemma3_text", family in ("olmo2", "olmo3")
+    return LayerOptions(
+        qkv_bias=biased or family == "qwen2",
+        out_bias=biased,
+        qk_norm=gemma or olmo or family == "qwen3",
+        joint_qk_norm=olmo,
+        norms="both" if gemma else "after" if olmo else "before",
+        gelu=gemma,
+    )

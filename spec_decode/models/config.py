@@ -44,6 +44,15 @@ class ModelConfig:
     max_positions: int
     rope_theta: float = 10000.0
     norm_eps: float = 1e-6
+    norm_offset: float = 0.0
+    """What checkpoints store is a norm's weight minus this."""
+    softmax_scale: float | None = None
+    """Factor on q.k; None: head_dim ** -0.5."""
+    embedding_scale: float = 1.0
+    """Factor on the embeddings that enter the first layer."""
+    state_scale: float = 1.0
+    """Factor that turns the states between layers into the published model's."""
+    logits_divisor: float = 1.0
     sliding_window: int | None = None
     latent: LatentConfig | None = None
     """None: one key and one value per KV head."""
@@ -60,6 +69,13 @@ class ModelConfig:
             problems.append(f"num_q_heads * head_dim must be at most {_MAX_SIZE}, got {dims}")
         if self.head_dim % 2:
             problems.append(f"head_dim must be even for rotary pairs, got {self.head_dim}")
+        problems += [
+            f"{name} must be positive and finite, got {scale}"
+            for name in ("softmax_scale", "embedding_scale", "state_scale", "logits_divisor")
+            if (scale := getattr(self, name)) is not None and not 0 < scale < math.inf
+        ]
+        if not math.isfinite(self.norm_offset):
+            problems.append(f"norm_offset must be finite, got {self.norm_offset}")
         if not (0 < self.norm_eps < math.inf and 0 < self.rope_theta < math.inf):
             problems.append(
                 f"norm_eps and rope_theta must be positive and finite, got {self.norm_eps} and {self.rope_theta}"
@@ -109,6 +125,7 @@ class ModelConfig:
             page_size=page_size,
             dtype=dtype,
             sliding_window=self.sliding_window,
+            scale=self.softmax_scale,
             sinks=self.latent is not None and self.latent.sinks,
             kind=AttentionKind.MHA if self.latent is None else AttentionKind.MLA,
         )

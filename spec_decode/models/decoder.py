@@ -14,7 +14,7 @@ from torch import nn
 from spec_decode.model_api import Attention, LayerGroup, TargetModel, TargetStates
 from spec_decode.models.config import ModelConfig
 from spec_decode.models.draft import AttentionConfig
-from spec_decode.models.layers.linear import Embedding, Linear, joined
+from spec_decode.models.layers.linear import Embedding, Linear, ScaledEmbedding, joined
 from spec_decode.models.layers.rms_norm import RMSNorm
 from spec_decode.models.layers.rope import Rotary
 
@@ -24,12 +24,14 @@ class Decoder(nn.Module):
 
     embed: Embedding
     rotary: Rotary
+    logits_divisor: float
 
     def add_layers(self, model: ModelConfig, layers: Iterable[nn.Module], scored: int) -> None:
         """Add the layers, the norm, and the projection to `scored` tokens."""
         self.layers = nn.ModuleList(layers)
-        self.norm = RMSNorm(model.hidden_size, model.norm_eps)
+        self.norm = RMSNorm(model.hidden_size, model.norm_eps, model.norm_offset)
         self.lm_head = Linear(model.hidden_size, scored)
+        self.logits_divisor = model.logits_divisor
 
     def run_layers(
         self, token_ids: torch.Tensor, positions: torch.Tensor, attention: Attention, entering: Collection[int] = ()
@@ -38,17 +40,18 @@ class Decoder(nn.Module):
 
         token_ids, positions: int64 [T].
         """
-        x, delta, rope = self.embed(token_ids), None, self.rotary(positions)
+        x, delta, ropes = self.embed(token_ids), None, self.rotary.of_layers(positions, len(self.layers))
         entered = {}
         for index, layer in enumerate(self.layers):
             if index in entering:
                 entered[index] = joined(x, delta)
-            x, delta = layer(x, delta, rope, attention)
+            x, delta = layer(x, delta, ropes[index], attention)
         return x, delta, entered
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return logits [T, V] for hidden [T, H]; V is a draft's own vocabulary."""
-        return self.lm_head.product(hidden)
+        logits = self.lm_head.product(hidden)
+        return logits if self.logits_divisor == 1 else logits / self.logits_divisor
 
 
 class DecoderTarget(Decoder, TargetModel):
@@ -75,13 +78,15 @@ class DecoderTarget(Decoder, TargetModel):
         check_aux_layers(aux, model.num_layers)
         self.aux_hidden_state_layers = aux
         self.target_states_size = model.hidden_size * (1 if aux is None else len(aux))
-        self.embed = Embedding(model.vocab_size, model.hidden_size)
+        self.embed = make_embedding(model, model.vocab_size)
         self.add_layers(model, layers, model.vocab_size)
-        self.rotary = rotary
+        self.rotary, self.state_scale = rotary, model.state_scale
 
     @property
-    def output_projection(self) -> torch.Tensor:
-        """[V, H], in the dtype of the embedding: of an 8-bit weight, a widened copy."""
+    def output_projection(self) -> torch.Tensor | None:
+        """[V, H], in the dtype of the embedding: of an 8-bit weight, a widened copy. None if the logits are scaled."""
+        if self.logits_divisor != 1:
+            return None
         weight = self.lm_head.weight
         return weight if isinstance(weight, torch.Tensor) else weight.widened(self.embed.weight.dtype)
 
@@ -94,8 +99,17 @@ class DecoderTarget(Decoder, TargetModel):
         aux = self.aux_hidden_state_layers
         x, delta, entered = self.run_layers(token_ids, positions, attention, aux or ())
         last, hidden = self.norm(x, delta)
+        if aux is None:
+            return TargetStates(hidden, hidden)
         entered[len(self.layers)] = last
-        return TargetStates(hidden, hidden if aux is None else torch.cat([entered[layer] for layer in aux], -1))
+        states = torch.cat([entered[layer] for layer in aux], -1)
+        return TargetStates(hidden, states if self.state_scale == 1 else states * self.state_scale)
+
+
+def make_embedding(model: ModelConfig, rows: int) -> Embedding:
+    """Return an embedding of so many tokens, scaled as the config says."""
+    scale, hidden = model.embedding_scale, model.hidden_size
+    return Embedding(rows, hidden) if scale == 1 else ScaledEmbedding(rows, hidden, scale)
 
 
 def check_aux_layers(layers: Sequence[int] | None, num_layers: int) -> None:

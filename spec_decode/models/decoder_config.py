@@ -12,7 +12,15 @@ from spec_decode.models.checkpoints.config_reader import ConfigReader
 from spec_decode.models.checkpoints.files import CheckpointError
 from spec_decode.models.config import ModelConfig
 from spec_decode.models.layer_windows import Windows, read_windows
-from spec_decode.models.layers.rope import LLAMA_SCALINGS, Scaling, read_rope, rope_section
+from spec_decode.models.layers.rope import (
+    LLAMA_SCALINGS,
+    RopeConfig,
+    RotaryEmbedding,
+    Scaling,
+    WindowRotary,
+    read_rope,
+    rope_section,
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,6 +33,14 @@ class DecoderConfig:
     """The sliding window of each layer, None for full attention."""
     causal: tuple[bool, ...] | None = None
     """Whether each layer is causal; None: all are."""
+    window_rope: RopeConfig | None = None
+    """The rotation in layers with a window, if it differs from that in others."""
+
+    def make_rotary(self) -> RotaryEmbedding:
+        """Return the angles for the layers. Raises CheckpointError for an unreasonably large table."""
+        if self.window_rope is None:
+            return RotaryEmbedding(self.model, self.scaling)
+        return WindowRotary(self.model, self.scaling, self.window_rope, self.windows)
 
     def layer_groups(self, page_size: int, dtype: torch.dtype) -> list[LayerGroup]:
         """Return one group for each distinct window and causality, in the order of their first layers."""

@@ -5,7 +5,7 @@ Checkpoints store query, key and value, and gate and up, separately; here each g
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 import torch
@@ -14,10 +14,14 @@ from torch import nn
 from spec_decode.models.checkpoints.store import ScopedWeights, frozen
 from spec_decode.models.kernels.fp8_weight import Fp8Weight
 from spec_decode.models.layers.linear import FusingLinear
+from spec_decode.models.layers.rms_norm import RMSNorm
 
 M = TypeVar("M", bound=nn.Module)
 
-_PUBLISHED = {
+Layout = Mapping[str, tuple[str, ...]]
+"""The names in a checkpoint of what one module here holds, for modules with other names or with stacked parts."""
+
+_PUBLISHED: Layout = {
     "embed": ("embed_tokens",),
     "attn_norm": ("input_layernorm",),
     "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -27,27 +31,36 @@ _PUBLISHED = {
     "mlp_norm": ("post_attention_layernorm",),
     "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
     "down": ("mlp.down_proj",),
+    "attn_out_norm": ("post_attention_layernorm",),
+    "mlp_out_norm": ("post_feedforward_layernorm",),
 }
-"""Module names in checkpoints, for modules with different names here."""
+"""Llama's."""
+FUSED_GATE_UP: Layout = {"gate_up": ("mlp.gate_up_proj",)}
+FUSED: Layout = {"qkv": ("self_attn.qkv_proj",), **FUSED_GATE_UP}
+"""Of checkpoints that store the stacked matrices, with parts in the order that they have here."""
 
 
-def read_parameters(model: M, weights: ScopedWeights, renamed: Callable[[str], str] = str) -> M:
+def read_parameters(
+    model: M, weights: ScopedWeights, renamed: Callable[[str], str] = str, layout: Layout = _PUBLISHED
+) -> M:
     """Load all parameters that are on the meta device, and make the model ready to run.
 
-    renamed: maps a published tensor name to this checkpoint's. Parameters with the same name share storage, except
-    the 8-bit copy of a tied head. Raises CheckpointError.
+    renamed: maps a published tensor name to this checkpoint's. layout: replaces names of Llama's. Parameters with the
+    same name share storage, except the 8-bit copy of a tied head. Raises CheckpointError.
     """
     taken: dict[tuple[str, ...], nn.Parameter] = {}
     for path, parameter in list(model.named_parameters()):
         if not parameter.is_meta:
             continue
         place, _, kind = path.rpartition(".")
-        layer, names, rows = model.get_submodule(place), tuple(map(renamed, _names(path))), len(parameter)
+        layer, names, rows = model.get_submodule(place), tuple(map(renamed, _names(path, layout))), len(parameter)
         multiplies = kind == "weight" and isinstance(layer, FusingLinear)
         weight: nn.Parameter | Fp8Weight | None = taken.get(names)
-        if weight is None:
+        if isinstance(layer, RMSNorm):
+            weight = layer.stored(weights, *names)
+        elif weight is None:
             read = weights.product if multiplies else weights.stacked
-            weight = read(names, _rows(model, path), *parameter.shape[1:])
+            weight = read(names, _rows(model, path) if len(names) > 1 else [rows], *parameter.shape[1:])
         if isinstance(weight, nn.Parameter):
             taken[names] = weight
             # A tied head can have fewer rows than the embedding that it shares.
@@ -64,14 +77,14 @@ def published_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     return {
         name: part
         for path, parameter in model.named_parameters()
-        for name, part in zip(_names(path), parameter.detach().split(list(_rows(model, path))), strict=True)
+        for name, part in zip(_names(path, _PUBLISHED), parameter.detach().split(list(_rows(model, path))), strict=True)
     }
 
 
-def _names(path: str) -> list[str]:
+def _names(path: str, layout: Layout) -> list[str]:
     """Return the checkpoint's names of the tensors that are stacked in the parameter at `path`."""
     *prefix, module, kind = path.split(".")
-    return [".".join([*prefix, part, kind]) for part in _PUBLISHED.get(module, (module,))]
+    return [".".join([*prefix, part, kind]) for part in layout.get(module, _PUBLISHED.get(module, (module,)))]
 
 
 def _rows(model: nn.Module, path: str) -> Sequence[int]:

@@ -13,12 +13,19 @@ ARCHITECTURES = {
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
     "Qwen3MoeForCausalLM": "qwen3_moe",
+    "Phi3ForCausalLM": "phi3",
+    "Gemma3ForCausalLM": "gemma3_text",
+    "Olmo2ForCausalLM": "olmo2",
+    "Olmo3ForCausalLM": "olmo3",
+    "GraniteForCausalLM": "granite",
 }
 """The family of each class of language model that this library's layers compute."""
 _SWITCHED = ("qwen2", "qwen3", "qwen3_moe")
 """Families with a window only if use_sliding_window is true."""
 _BY_LAYER = ("qwen2", "qwen3")
 """Families in which layers differ: as layer_types lists them, or from max_window_layers on."""
+_PATTERNS = {"gemma3_text": 6, "olmo3": 4}
+"""Families in which layer_types lists the windows, or else all layers but every so many have one."""
 _WINDOW, _FIRST = 4096, 28
 """What an absent sliding_window and max_window_layers mean to the families that read them."""
 
@@ -35,11 +42,13 @@ def read_windows(config: ConfigReader, num_layers: int, *, family: str, listed: 
     """
     kinds, window = read_layer_kinds(config, num_layers), config.optional("sliding_window", int)
     enabled = config.get("use_sliding_window", bool, False)
-    if family == "mistral" or family in _SWITCHED:
+    if family == "mistral" or family in _SWITCHED or family in _PATTERNS:
         window = window if "sliding_window" in config.values else _WINDOW
     if family in _SWITCHED and not enabled:
         window = None
-    if kinds and (listed or family in _BY_LAYER):
+    if family in _PATTERNS:
+        kinds = kinds or _pattern_kinds(config, num_layers, _PATTERNS[family])
+    if kinds and (listed or family in _BY_LAYER or family in _PATTERNS):
         if SLIDING in kinds and window is None:
             raise CheckpointError(
                 f"layer_types in {config.place} names sliding layers, but there is no window: sliding_window is null "
@@ -48,7 +57,7 @@ def read_windows(config: ConfigReader, num_layers: int, *, family: str, listed: 
         return tuple(window if kind == SLIDING else None for kind in kinds)
     if family in _BY_LAYER:
         return tuple(window if kind == SLIDING else None for kind in default_kinds(config, num_layers, window))
-    return (window if family in ("mistral", *_SWITCHED) else None,) * num_layers
+    return (window if family in ("mistral", "phi3", *_SWITCHED) else None,) * num_layers
 
 
 def no_windows(config: ConfigReader, num_layers: int) -> Windows:
@@ -60,6 +69,13 @@ def default_kinds(config: ConfigReader, num_layers: int, window: int | None) -> 
     """Return the kind of each layer of a Qwen2 or Qwen3 whose config.json has no layer_types. window: None for none."""
     first = config.get("max_window_layers", int, _FIRST)
     return [SLIDING if window is not None and layer >= first else FULL for layer in range(num_layers)]
+
+
+def _pattern_kinds(config: ConfigReader, num_layers: int, default: int) -> list[str]:
+    pattern = config.get("sliding_window_pattern", int, default)
+    if pattern < 1:
+        raise CheckpointError(f"sliding_window_pattern in {config.place} must be 1 or more, got {pattern}.")
+    return [SLIDING if (layer + 1) % pattern else FULL for layer in range(num_layers)]
 
 
 def read_layer_kinds(config: ConfigReader, num_layers: int) -> list[str]:

@@ -10,7 +10,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from spec_decode.models.checkpoints.files import CheckpointError
 from spec_decode.models.checkpoints.store import TensorStore
+from spec_decode.models.layer_ropes import has_layer_ropes, read_layer_ropes
 from spec_decode.models.layer_windows import ARCHITECTURES
 from spec_decode.models.layers.rope import rope_section
 
@@ -25,6 +27,11 @@ _ALSO_REQUIRED = {
     "qwen2": ("num_key_value_heads",),
     "qwen3": ("num_key_value_heads", "head_dim"),
     "qwen3_moe": ("num_key_value_heads", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob"),
+    "phi3": (),
+    "gemma3_text": ("num_key_value_heads", "head_dim", "query_pre_attn_scalar"),
+    "olmo2": (),
+    "olmo3": (),
+    "granite": (),
 }
 _READ = (
     "model_type", "architectures", "num_key_value_heads", "head_dim", "tie_word_embeddings", "rope_theta",
@@ -32,15 +39,22 @@ _READ = (
 )  # fmt: skip
 """Further fields that every family reads."""
 _SWITCHED_WINDOW = ("use_sliding_window", "sliding_window", "max_window_layers")
+_PATTERN = ("sliding_window_pattern", "_sliding_window_pattern")
+_MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
 _ALSO_READ = {
     "llama": ("attention_bias",),
     "mistral": ("sliding_window",),
     "qwen2": (*_SWITCHED_WINDOW, "layer_types"),
     "qwen3": (*_SWITCHED_WINDOW, "layer_types", "attention_bias"),
     "qwen3_moe": (*_SWITCHED_WINDOW, "num_experts", "num_local_experts", "decoder_sparse_step", "mlp_only_layers"),
+    "phi3": ("sliding_window", "original_max_position_embeddings", "auto_map"),
+    "gemma3_text": ("layer_types", "sliding_window", *_PATTERN, "attention_bias", "rope_local_base_freq"),
+    "olmo2": ("attention_bias",),
+    "olmo3": ("layer_types", "sliding_window", "attention_bias"),
+    "granite": ("attention_bias", *_MULTIPLIERS),
 }
 """Fields that the layers of a family read, and those of them that have no meaning to a family, as max_window_layers to
-Qwen3-MoE."""
+Qwen3-MoE. auto_map names code in folders of Phi-3, which `transformers` does not run: it has its own."""
 _FIXED: dict[str, object] = {
     "hidden_act": "silu",
     "attention_bias": False,
@@ -56,24 +70,37 @@ _FIXED: dict[str, object] = {
 _ALSO_FIXED: dict[str, dict[str, object]] = {
     "qwen2": {"use_mrope": False},
     "qwen3_moe": {"qkv_bias": False, "use_qk_norm": True, "shared_expert_intermediate_size": 0},
+    "gemma3_text": {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "final_logit_softcapping": None,
+        "attn_logit_softcapping": None,
+        "use_bidirectional_attention": False,
+    },
 }
 """The same for one family."""
 _NO_EFFECT = frozenset({
     "_name_or_path", "_model_name_or_path", "_commit_hash", "_attn_implementation", "_attn_implementation_autoset",
-    "transformers_version", "dtype", "torch_dtype", "use_cache", "initializer_range", "attention_dropout",
-    "bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "unk_token_id", "decoder_start_token_id",
-    "chunk_size_feed_forward", "id2label", "label2id", "problem_type", "finetuning_task", "task_specific_params",
-    "tokenizer_class", "prefix", "return_dict", "output_attentions", "output_hidden_states", "output_router_logits",
-    "router_aux_loss_coef", "is_llama_config", "transformers.js_config", "unsloth_fixed", "unsloth_version",
+    "transformers_version", "dtype", "torch_dtype", "use_cache", "cache_implementation", "initializer_range",
+    "attention_dropout", "bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "unk_token_id",
+    "decoder_start_token_id", "chunk_size_feed_forward", "id2label", "label2id", "problem_type", "finetuning_task",
+    "task_specific_params", "tokenizer_class", "prefix", "return_dict", "output_attentions", "output_hidden_states",
+    "output_router_logits", "embd_pdrop", "resid_pdrop", "router_aux_loss_coef", "is_llama_config",
+    "transformers.js_config", "unsloth_fixed", "unsloth_version",
 })  # fmt: skip
 """Fields that change neither logits nor states."""
+_THETAS = ("rope_theta", "rope_local_base_freq")
 _ROPE = frozenset({"rope_theta", "rope_type", "type", "partial_rotary_factor"})
 _SCALINGS = {
     "default": frozenset[str](),
     "linear": frozenset({"factor"}),
     "llama3": frozenset({"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}),
+    "yarn": frozenset({"factor", "original_max_position_embeddings"}),
 }
 """The fields of each scaling. All of them must be given."""
+_OPTIONAL = {"yarn": frozenset({"attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"})}
+"""Fields of a scaling that can be absent."""
+_SCALINGS_OF = {"phi3": ("default",)}
+"""The scalings that a family knows, if not all of them; Phi-3 takes YaRN for LongRoPE."""
 _TENSORS = re.compile(
     r"lm_head\.weight|model\.(embed_tokens|norm)\.weight"
     r"|model\.layers\.\d+\..*(weight|bias|inv_freq|gate_up_proj|down_proj)"
@@ -105,19 +132,30 @@ def unserved(store: TensorStore) -> str | None:
             return f"{name} in config.json is {value!r:.80}, and our layers compute {fixed[name]!r} only"
     if others := sorted(name for name in store.names() if not _TENSORS.fullmatch(name)):
         return f"the weights have {others[0]:.80}, which our layers do not know"
-    return _unserved_rope(store) or _unserved_experts(family, fields)
+    return _unserved_rope(store, family) or _unserved_experts(family, fields)
 
 
-def _unserved_rope(store: TensorStore) -> str | None:
+def _unserved_rope(store: TensorStore, family: str) -> str | None:
     if all(store.config.values.get(name) for name in ("rope_parameters", "rope_scaling")):
         return "config.json has both rope_parameters and rope_scaling"
-    section = rope_section(store.config).values
+    if not has_layer_ropes(family):
+        sections = [rope_section(store.config).values]
+    else:
+        try:
+            sections = [section.values for section in read_layer_ropes(store.config, family)]
+        except CheckpointError as error:
+            return str(error)
+    theta = {name: value for name, value in store.config.values.items() if name in _THETAS}
+    return next(filter(None, (_unserved_section(family, section, theta) for section in sections)), None)
+
+
+def _unserved_section(family: str, section: Mapping[str, Any], theta: Mapping[str, Any]) -> str | None:
     kind = section.get("rope_type", section.get("type")) or "default"
-    if not isinstance(kind, str) or kind not in _SCALINGS:
-        return f"config.json has a rotary embedding of type {kind!r:.40}, and our layers know {', '.join(_SCALINGS)}"
-    if unknown := sorted(section.keys() - _ROPE - _SCALINGS[kind]):
+    known = _SCALINGS_OF.get(family, tuple(_SCALINGS))
+    if not isinstance(kind, str) or kind not in known:
+        return f"config.json has a rotary embedding of type {kind!r:.40}, and our layers know {', '.join(known)}"
+    if unknown := sorted(section.keys() - _ROPE - _SCALINGS[kind] - _OPTIONAL.get(kind, frozenset())):
         return f"config.json's rotary embedding of type {kind} has {unknown[0]:.80}, which our layers do not know"
-    theta = {name: value for name, value in store.config.values.items() if name == "rope_theta"}
     if nulls := sorted(name for name, value in (*section.items(), *theta.items()) if value is None):
         return f"config.json's rotary embedding has null as {nulls[0]}"
     if missing := sorted(_SCALINGS[kind] - section.keys()):

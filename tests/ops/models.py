@@ -54,11 +54,11 @@ def sigmoid_gate():
 
 @op("spec_decode::swiglu", close=CLOSE, strided="gate_up")
 def swiglu():
-    for width, dtype, limit in each((40, 2, 3000), DTYPES, (None, 0.7)):
-        yield noise(3, width, dtype=dtype), limit
+    for width, dtype, (limit, gelu) in each((40, 2, 3000), DTYPES, ((None, False), (0.7, False), (None, True))):
+        yield noise(3, width, dtype=dtype), limit, gelu
     nan = noise(1, 8)
     nan[0, [1, 6]] = torch.nan
-    yield nan, 0.7
+    yield nan, 0.7, False
 
 
 @op("spec_decode::block_convolution", close=CLOSE, strided="x change")

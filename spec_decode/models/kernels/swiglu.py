@@ -1,4 +1,4 @@
-"""SwiGLU, the gated activation of a feed-forward block."""
+"""SwiGLU and GeGLU, the gated activations of a feed-forward block."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ from spec_decode.model_api.batch_invariance import by_row
 _BLOCK = 1024
 
 
-def swiglu(gate_up: torch.Tensor, limit: float | None = None) -> torch.Tensor:
+def swiglu(gate_up: torch.Tensor, limit: float | None = None, gelu: bool = False) -> torch.Tensor:
     """Return silu(gate) * up, computed in fp32 and rounded once; [T, I].
 
     gate_up  float [T, 2 I], gate first
     limit    if given, silu(min(gate, limit)) * clamp(up, -limit, limit)
+    gelu     GeGLU: gelu(gate) instead of silu(gate), by the formula with tanh (Hendrycks and Gimpel, 2016)
     """
-    return SwiGLU(gate_up, limit).reference() if gate_up.requires_grad else _swiglu(gate_up, limit)
+    arguments = SwiGLU(gate_up, limit, gelu)
+    return arguments.reference() if gate_up.requires_grad else _swiglu(*arguments)
 
 
 class SwiGLU(NamedTuple):
@@ -29,9 +31,10 @@ class SwiGLU(NamedTuple):
 
     gate_up: torch.Tensor
     limit: float | None
+    gelu: bool = False
 
     def reference(self) -> torch.Tensor:
-        return by_row(lambda gate_up: activated(gate_up.float(), self.limit).to(gate_up.dtype), self.gate_up)
+        return by_row(lambda rows: activated(rows.float(), self.limit, self.gelu).to(rows.dtype), self.gate_up)
 
     def fake(self) -> torch.Tensor:
         return self.gate_up.new_empty(self.gate_up.shape[0], self.gate_up.shape[1] // 2)
@@ -45,18 +48,19 @@ class SwiGLU(NamedTuple):
             n_cols=width,
             stride_gate_up=self.gate_up.stride(0),
             limit=self.limit,
+            GELU=self.gelu,
             BLOCK_SIZE=_BLOCK,
             **dependent_launch(out.device),
         )
         return out
 
 
-def activated(gate_up: torch.Tensor, limit: float | None = None) -> torch.Tensor:
+def activated(gate_up: torch.Tensor, limit: float | None = None, gelu: bool = False) -> torch.Tensor:
     """Compute `swiglu` in torch, without rounding."""
     gate, up = gate_up.chunk(2, -1)
     if limit is not None:
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-    return F.silu(gate) * up
+    return (F.gelu(gate, approximate="tanh") if gelu else F.silu(gate)) * up
 
 
 @triton.jit
@@ -66,10 +70,11 @@ def _swiglu_kernel(
     n_cols,  # I
     stride_gate_up,  # between rows of gate_up
     limit,  # upper bound of the gate, and of up's absolute value; or None
+    GELU: tl.constexpr,  # instead of SiLU
     BLOCK_SIZE: tl.constexpr,  # columns per program
     PDL: tl.constexpr,  # programmatic dependent launch
 ):
-    """y = silu(gate) * up. Grid [T, ceil(I / BLOCK_SIZE)]."""
+    """y = silu(gate) * up, or gelu(gate) * up. Grid [T, ceil(I / BLOCK_SIZE)]."""
     await_previous(PDL)
     token = tl.program_id(0).to(tl.int64)
     offs = tl.program_id(1) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
@@ -80,7 +85,9 @@ def _swiglu_kernel(
         # Comparisons instead of minima, which would turn NaN into a number.
         gate = tl.where(gate > limit, limit, gate)
         up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
-    y = gate / (1.0 + tl.exp(-gate)) * up
+    # gate (1 + tanh z) / 2 = gate / (1 + exp(-2 z)), with z = sqrt(2 / pi) (gate + 0.044715 gate^3)
+    exponent = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate) if GELU else gate
+    y = gate / (1.0 + tl.exp(-exponent)) * up
     tl.store(y_ptr + token * n_cols + offs, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 

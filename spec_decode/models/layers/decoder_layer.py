@@ -6,6 +6,7 @@ Legend: T tokens, H hidden size, D head_dim, E value_dim. Floats are in the weig
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import nn
@@ -16,18 +17,29 @@ from attn_backends.kernels.write_latent import KvANormRope
 from spec_decode.model_api import Attention, AttentionInputs, KeepRows
 from spec_decode.models.checkpoints.store import TensorStore
 from spec_decode.models.config import ModelConfig
-from spec_decode.models.layers.linear import Linear, NormGateUp, NormLinear, ResidualLinear, ResidualStream
+from spec_decode.models.layers.linear import (
+    Linear,
+    NormGateUp,
+    NormGateUpGelu,
+    NormLinear,
+    ResidualLinear,
+    ResidualStream,
+)
 from spec_decode.models.layers.rms_norm import RMSNorm
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerOptions:
-    """Optional weights of a layer: biases of query, key and value and of the output, and norms of each query and key
-    head."""
+    """What layers differ in: biases of query, key and value and of the output, norms of queries and keys, norms of what
+    attention and feed-forward read ("before") and of what they return ("after"), and the gate's activation."""
 
     qkv_bias: bool = False
     out_bias: bool = False
     qk_norm: bool = False
+    joint_qk_norm: bool = False
+    """qk_norm is over all heads of a token together, not over each."""
+    norms: Literal["before", "after", "both"] = "before"
+    gelu: bool = False
 
     @classmethod
     def found(cls, store: TensorStore, prefix: str) -> LayerOptions:
@@ -46,13 +58,13 @@ class ResidualLayer(nn.Module):
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
         self.layer = layer
-        self.attn_norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.attn_norm = RMSNorm(config.hidden_size, config.norm_eps, config.norm_offset)
 
-    def add_feed_forward(self, config: ModelConfig) -> None:
+    def add_feed_forward(self, config: ModelConfig, *, gelu: bool = False) -> None:
         """Create the feed-forward. Separate, because its parameters come after the attention's."""
         hidden, intermediate = config.hidden_size, config.intermediate_size
-        self.mlp_norm = RMSNorm(hidden, config.norm_eps)
-        self.gate_up = NormGateUp(hidden, intermediate, intermediate)
+        self.mlp_norm = RMSNorm(hidden, config.norm_eps, config.norm_offset)
+        self.gate_up = (NormGateUpGelu if gelu else NormGateUp)(hidden, intermediate, intermediate)
         self.down = ResidualLinear(intermediate, hidden)
 
     def feed_forward(self, x: torch.Tensor, delta: torch.Tensor | None) -> ResidualStream:
@@ -76,16 +88,17 @@ class AttentionLayer(ResidualLayer):
         rows, kind = [count * dim for count in self.heads], NormLinear if qkv_inputs is None else Linear
         self.qkv = kind(qkv_inputs or hidden, *rows, bias=options.qkv_bias)
         self.out = ResidualLinear(rows[0], hidden, bias=options.out_bias)
-        self.q_norm = RMSNorm(dim, config.norm_eps) if options.qk_norm else None
-        self.k_norm = RMSNorm(dim, config.norm_eps) if options.qk_norm else None
-        self.add_feed_forward(config)
+        sizes = rows[:2] if options.joint_qk_norm else [dim, dim]
+        norms = [RMSNorm(size, config.norm_eps, config.norm_offset) if options.qk_norm else None for size in sizes]
+        self.q_norm, self.k_norm = norms
+        self.add_feed_forward(config, gelu=options.gelu)
 
     def attend(self, qkv: torch.Tensor, rope: Rope, attention: Attention) -> torch.Tensor:
         """Return the heads' outputs [T, heads * D] for qkv [T, (heads + 2 KV heads) * D]."""
         qkv = qkv.view(len(qkv), sum(self.heads), self.head_dim)
         query, key, value = qkv.split(self.heads, 1)
         if self.q_norm is not None and self.k_norm is not None:
-            qkv = torch.cat([self.q_norm(query)[1], self.k_norm(key)[1], value], 1)
+            qkv = torch.cat([_normed(query, self.q_norm), _normed(key, self.k_norm), value], 1)
             query, key, value = qkv.split(self.heads, 1)
         return attention(AttentionInputs(self.layer, query, key, value, rope=rope)).flatten(1)
 
@@ -113,6 +126,47 @@ class DecoderLayer(AttentionLayer):
         if keep is not None:
             x, attended = keep(x), keep(attended)
         return self.feed_forward(*self.out(attended, x))
+
+
+class PostNormLayer(AttentionLayer):
+    """A layer that norms what attention and feed-forward return, as OLMo-2's, or also what they read, as Gemma's."""
+
+    def __init__(self, config: ModelConfig, layer: int, options: LayerOptions) -> None:
+        super().__init__(config, layer, options)
+        hidden, eps, offset = config.hidden_size, config.norm_eps, config.norm_offset
+        self.attn_out_norm, self.mlp_out_norm = RMSNorm(hidden, eps, offset), RMSNorm(hidden, eps, offset)
+        self.norms_inputs = options.norms == "both"
+        if not self.norms_inputs:
+            del self.attn_norm, self.mlp_norm
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        delta: torch.Tensor | None,
+        rope: Rope,
+        attention: Attention,
+        keep: KeepRows | None = None,
+    ) -> ResidualStream:
+        """Run the layer on x and the pending delta, both [T, H]; returns the same pair for the kept rows."""
+        x, qkv = self.qkv(x, delta, self.attn_norm if self.norms_inputs else None)
+        attended = self.attend(qkv, rope, attention)
+        if keep is not None:
+            x, attended = keep(x), keep(attended)
+        delta = self.attn_out_norm(self.out.product(attended))[1]
+        x, inner = self.gate_up(x, delta, self.mlp_norm if self.norms_inputs else None)
+        return x, self.mlp_out_norm(self.down.product(inner))[1]
+
+
+def make_layer(config: ModelConfig, layer: int, options: LayerOptions) -> DecoderLayer | PostNormLayer:
+    """Return the layer that norms what the options say."""
+    return (DecoderLayer if options.norms == "before" else PostNormLayer)(config, layer, options)
+
+
+def _normed(heads: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
+    """Return heads [T, h, D], normed one by one, or together by a norm of h D dims."""
+    rows = heads.reshape(len(heads), -1, len(norm.weight))
+    normed: torch.Tensor = norm(rows)[1]
+    return normed.view(heads.shape)
 
 
 class FirstLayer(DecoderLayer):

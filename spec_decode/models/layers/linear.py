@@ -80,12 +80,18 @@ class NormLinear(FusingLinear):
 
     gated: ClassVar[bool] = False
 
-    def forward(self, x: torch.Tensor, delta: torch.Tensor | None, norm: RMSNorm) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return x + delta, [T, K], and the layer's output for its norm: [T, N] ([T, I] with a gate)."""
+    def forward(
+        self, x: torch.Tensor, delta: torch.Tensor | None, norm: RMSNorm | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return x + delta, [T, K], and the layer's output for its norm, or for the sum itself: [T, N] ([T, I] with a
+        gate)."""
+        if norm is None:
+            x = normed = joined(x, delta)
         # Only the norm kernel sums the shares of a delta.
-        if self.fuses(x) and (delta is None or delta.dim() == x.dim()):
+        elif self.fuses(x) and (delta is None or delta.dim() == x.dim()):
             return norm_linear(x, delta, norm.weight, norm.eps, self.weight, self.gated)
-        x, normed = norm(x, delta)
+        else:
+            x, normed = norm(x, delta)
         return x, gated_linear(normed, self.weight) if self.gated else self.product(normed)
 
 
@@ -93,6 +99,17 @@ class NormGateUp(NormLinear):
     """Residual addition and RMS norm, then gate and up projection (weight [2 I, K], gate first) and SwiGLU."""
 
     gated = True
+
+
+class NormGateUpGelu(NormLinear):
+    """The same with GeGLU, which is not fused into the product."""
+
+    def forward(
+        self, x: torch.Tensor, delta: torch.Tensor | None, norm: RMSNorm | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return x + delta, [T, K], and the gated output, [T, I]."""
+        x, gate_up = super().forward(x, delta, norm)
+        return x, swiglu(gate_up, gelu=True)
 
 
 class ResidualLinear(FusingLinear):
@@ -180,3 +197,15 @@ class Embedding(nn.Embedding):
     def reset_parameters(self) -> None:
         if not self.weight.is_meta:
             super().reset_parameters()
+
+
+class ScaledEmbedding(Embedding):
+    """An embedding that returns its rows times a factor. Others who read its weight scale it themselves, or do not."""
+
+    def __init__(self, rows: int, dims: int, scale: float) -> None:
+        super().__init__(rows, dims)
+        self.scale = scale
+
+    def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Return [T, dims] for token_ids int64 [T]."""
+        return super().forward(token_ids) * self.scale

@@ -12,21 +12,25 @@ from spec_decode.models.kernels.add_rms_norm import add_rms_norm
 class RMSNorm(nn.Module):
     """x / rms(x) * weight, in fp32."""
 
-    def __init__(self, size: int, eps: float) -> None:
+    def __init__(self, size: int, eps: float, offset: float = 0.0) -> None:
+        """offset: what checkpoints store is the weight minus this."""
         super().__init__()
         self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
+        self.eps, self.offset = eps, offset
 
     @classmethod
     def read(cls, weights: ScopedWeights, name: str, size: int, eps: float, offset: float = 0.0) -> RMSNorm:
-        """Read the norm's weight [size] from the tensor with this name. Raises CheckpointError.
-
-        offset: added to the tensor, for checkpoints that store the weight minus this offset; the sum stays in fp32.
-        """
-        norm = cls(size, eps)
-        norm.weight = weights.parameter(name, size, dtype=torch.float32 if offset else None)
-        norm.weight.data += offset
+        """Read the norm whose weight [size] is in the tensor with this name. Raises CheckpointError."""
+        norm = cls(size, eps, offset)
+        norm.weight = norm.stored(weights, name)
         return norm
+
+    def stored(self, weights: ScopedWeights, name: str) -> nn.Parameter:
+        """Return the weight, from the tensor with this name. With an offset it stays in fp32. Raises
+        CheckpointError."""
+        weight = weights.parameter(name, len(self.weight), dtype=torch.float32 if self.offset else None)
+        weight.data += self.offset
+        return weight
 
     def forward(self, x: torch.Tensor, delta: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Return x + delta (x if delta is None) and its norm, both [T, size]."""

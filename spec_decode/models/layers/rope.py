@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -96,6 +96,10 @@ class Rotary(nn.Module):
         """Return the rotation of P dims to positions int64 [T]."""
         return Rope(positions, self.table)
 
+    def of_layers(self, positions: torch.Tensor, num_layers: int) -> Sequence[Rope]:
+        """Return the rotation in each layer."""
+        return [self(positions)] * num_layers
+
 
 class RotaryEmbedding(Rotary):
     """The angles that a decoder's config describes. They are on the device of construction, or on the CPU if that is
@@ -103,10 +107,33 @@ class RotaryEmbedding(Rotary):
 
     def __init__(self, config: ModelConfig, scaling: Scaling | None = None) -> None:
         rope = RopeConfig(dims=config.rotary_dim, theta=config.rope_theta, scaling=scaling)
-        with torch.device("cpu"):
-            table = rope.table(config.max_positions)
-        device = torch.empty(0).device
-        super().__init__(table if device.type == "meta" else table.to(device))
+        super().__init__(_placed_table(rope, config.max_positions))
+
+
+class WindowRotary(RotaryEmbedding):
+    """The same with other angles in the layers that have a sliding window: window_table fp32 [max_positions, P]."""
+
+    window_table: torch.Tensor
+
+    def __init__(
+        self, config: ModelConfig, scaling: Scaling | None, window: RopeConfig, windows: Sequence[int | None]
+    ) -> None:
+        """window: the rotation in the layers for which `windows`, which has an entry for each, is not None."""
+        super().__init__(config, scaling)
+        self.register_buffer("window_table", _placed_table(window, config.max_positions), persistent=False)
+        self.windowed = [each is not None for each in windows]
+
+    def of_layers(self, positions: torch.Tensor, num_layers: int) -> Sequence[Rope]:
+        """See Rotary."""
+        full, window = self(positions), Rope(positions, self.window_table)
+        return [window if windowed else full for windowed in self.windowed]
+
+
+def _placed_table(rope: RopeConfig, max_positions: int) -> torch.Tensor:
+    with torch.device("cpu"):
+        table = rope.table(max_positions)
+    device = torch.empty(0).device
+    return table if device.type == "meta" else table.to(device)
 
 
 ScalingReader = Callable[[ConfigReader, float], Scaling]
@@ -154,20 +181,13 @@ def _read_llama3(section: ConfigReader, _: float) -> Llama3Scaling:
     )
 
 
-LLAMA_SCALINGS: dict[str, ScalingReader] = {
-    "linear": lambda section, _: LinearScaling(factor=section.positive("factor")),
-    "llama3": _read_llama3,
-}
-"""Scalings of models that rotate whole heads."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Yarn:
     """Waves that turn fewer than beta_slow times in the original context are stretched by factor, those that turn more
     than beta_fast times are kept, and those in between are interpolated.
 
     mscale and mscale_all_dim are DeepSeek's: mscale scales the rotated dims and mscale_all_dim whole heads, each
-    relative to the other.
+    relative to the other. attention_factor: the amplitude, instead of the one that follows from factor.
     """
 
     theta: float
@@ -177,6 +197,7 @@ class Yarn:
     beta_slow: float = 1.0
     mscale: float = 1.0
     mscale_all_dim: float = 0.0
+    attention_factor: float | None = None
 
     def scaled(self, frequencies: torch.Tensor) -> torch.Tensor:
         """See `Scaling`."""
@@ -187,14 +208,15 @@ class Yarn:
 
         first = max(math.floor(pair_index(self.beta_fast)), 0)
         last = min(math.ceil(pair_index(self.beta_slow)), 2 * half - 1)
-        width = max(last - first, 0.001)
+        width = last - first or 0.001
         share = ((torch.arange(half, dtype=frequencies.dtype) - first) / width).clamp(0, 1)
         return frequencies * (1 - share + share / self.factor)
 
     @property
     def amplitude(self) -> float:
         """Factor on cos and sin."""
-        return self._magnitude(self.mscale) / self._magnitude(self.mscale_all_dim)
+        own = self._magnitude(self.mscale) / self._magnitude(self.mscale_all_dim)
+        return own if self.attention_factor is None else self.attention_factor
 
     @property
     def softmax_factor(self) -> float:
@@ -208,7 +230,7 @@ class Yarn:
 def read_latent_rope(config: ConfigReader, dims: int) -> RopeConfig:
     """Read the rotary embedding of the last `dims` dims of a head, with or without YaRN. Raises CheckpointError."""
     config.require("rope_interleave", True)
-    theta, yarn = read_rope(config, {"yarn": _read_yarn})
+    theta, yarn = read_rope(config, {"yarn": _read_latent_yarn})
     if theta <= 1 or dims < 2 or dims % 2:
         raise CheckpointError(
             f"rope_theta in {config.place} must be above 1 and qk_rope_head_dim positive and even, got {theta} and "
@@ -220,20 +242,36 @@ def read_latent_rope(config: ConfigReader, dims: int) -> RopeConfig:
 def _read_yarn(section: ConfigReader, theta: float) -> Yarn:
     factor = section.get("factor", float)
     original = section.get("original_max_position_embeddings", int)
-    if factor < 1 or original < 1:
+    if factor < 1 or original < 1 or theta <= 1:
         raise CheckpointError(
             f"factor and original_max_position_embeddings in {section.place} must be at least 1, got {factor} and "
-            f"{original}. Restore the file."
+            f"{original}, and rope_theta above 1, got {theta}. Restore the file."
         )
-    yarn = Yarn(
+    section.require("truncate", True)
+    # Either alone has no meaning but to DeepSeek.
+    mscales = {name: section.get(name, float, 0.0) for name in ("mscale", "mscale_all_dim")}
+    return Yarn(
         theta=theta,
         factor=factor,
         original_positions=original,
         beta_fast=section.positive("beta_fast", 32.0),
         beta_slow=section.positive("beta_slow", 1.0),
-        mscale=section.get("mscale", float, 1.0),
-        mscale_all_dim=section.get("mscale_all_dim", float, 0.0),
+        attention_factor=section.optional("attention_factor", float),
+        **(mscales if all(mscales.values()) else {}),
     )
-    section.require("truncate", True)
+
+
+def _read_latent_yarn(section: ConfigReader, theta: float) -> Yarn:
+    mscale, mscale_all_dim = section.get("mscale", float, 1.0), section.get("mscale_all_dim", float, 0.0)
+    plain = replace(_read_yarn(section, theta), attention_factor=None)
+    yarn = replace(plain, mscale=mscale, mscale_all_dim=mscale_all_dim)
     section.require("attention_factor", yarn.amplitude)
     return yarn
+
+
+LLAMA_SCALINGS: dict[str, ScalingReader] = {
+    "linear": lambda section, _: LinearScaling(factor=section.positive("factor")),
+    "llama3": _read_llama3,
+    "yarn": _read_yarn,
+}
+"""Scalings of models that rotate whole heads."""

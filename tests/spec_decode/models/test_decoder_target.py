@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from functools import cache
 from pathlib import Path
 from shutil import copytree
@@ -56,12 +57,29 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
+YARN = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 48}
+WIDE_YARN = {**YARN, "rope_theta": 5e5, "attention_factor": 1.3, "beta_fast": 2.0, "beta_slow": 0.5}
 SLIDES = {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2}
 MIXTURE = {
     "num_experts": 6,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 24,
     "norm_topk_prob": True,
+}
+GEMMA = {
+    "sliding_window": WINDOW,
+    "sliding_window_pattern": 2,
+    "query_pre_attn_scalar": 20,
+    "rope_parameters": {
+        FULL: {"rope_type": "linear", "factor": 4.0, "rope_theta": 300.0},
+        SLIDING: {"rope_type": "default", "rope_theta": 40.0},
+    },
+}
+GRANITE = {
+    "embedding_multiplier": 12.0,
+    "residual_multiplier": 0.22,
+    "attention_multiplier": 0.3,
+    "logits_scaling": 3.0,
 }
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-2": ("Llama", {"num_key_value_heads": 4}),
@@ -74,17 +92,42 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2", {}),
     "qwen2-window": ("Qwen2", {**SLIDES, "tie_word_embeddings": True}),
     "qwen3": ("Qwen3", {}),
+    "qwen3-yarn": ("Qwen3", {"rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 0.2}}),
     "qwen3-window": ("Qwen3", {**SLIDES, "attention_bias": True}),
+    "phi-3": ("Phi3", {"sliding_window": None}),
+    "phi-3-window": ("Phi3", {"sliding_window": WINDOW, "tie_word_embeddings": True}),
+    "gemma-3": ("Gemma3", GEMMA),
+    "gemma-3-untied": (
+        "Gemma3",
+        {
+            **GEMMA,
+            "rope_parameters": None,
+            "num_key_value_heads": 1,
+            "layer_types": [FULL, SLIDING, SLIDING, FULL],
+            "attention_bias": True,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "olmo-2": ("Olmo2", {}),
+    "olmo-3": (
+        "Olmo3",
+        {"sliding_window": WINDOW, "rope_parameters": {FULL: WIDE_YARN, SLIDING: {"rope_theta": 5e5}}},
+    ),
+    "granite": ("Granite", GRANITE),
     "qwen3-moe": ("Qwen3Moe", MIXTURE),
     "qwen3-moe-some-dense": ("Qwen3Moe", {**MIXTURE, "norm_topk_prob": False, "mlp_only_layers": [0]}),
     "qwen3-moe-every-other": ("Qwen3Moe", {**MIXTURE, "decoder_sparse_step": 2, **SLIDES}),
 }
 
 
+def configuration(family: str) -> Any:
+    return getattr(transformers, f"{family}{'TextConfig' if family == 'Gemma3' else 'Config'}")
+
+
 def make_model(kind: str, **changes: Any) -> Any:
     """A random fp32 model of `transformers` with its own attention, whose biases and norms do something."""
     family, fields = KINDS[kind]
-    config = getattr(transformers, f"{family}Config")(**{**SIZES, **fields, **changes})
+    config = configuration(family)(**{**SIZES, **fields, **changes})
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(7)
         model = getattr(transformers, f"{family}ForCausalLM")._from_config(config, attn_implementation="eager").eval()
@@ -163,7 +206,22 @@ def test_tied_head_shares_the_embeddings_storage() -> None:
     assert untied.output_projection.data_ptr() != untied.embed.weight.data_ptr()
 
 
-@pytest.mark.parametrize("kind", ["llama-3", "qwen3-moe"])
+def test_scaled_logits_have_no_output_projection() -> None:
+    assert load(folder_of("granite")).output_projection is None
+
+
+def test_gemma_rounds_its_embeddings_and_norms_as_transformers_does(tmp_path: Path) -> None:
+    """The factor has the dtype of the weights, and a norm's weight is added to 1 in fp32."""
+    own = make_model("gemma-3").bfloat16()
+    own.save_pretrained(tmp_path)
+    target = load_target(TensorStore.open(tmp_path), dtype=torch.bfloat16, device=CPU)
+    found = target.embed(TEXT)
+
+    assert torch.equal(found, own.model.embed_tokens(TEXT)) and target.embed.scale != 32**0.5
+    assert torch.equal(target.norm(found)[1], own.model.norm(found))
+
+
+@pytest.mark.parametrize("kind", ["llama-3", "qwen3-moe", "gemma-3", "granite"])
 def test_draft_and_target_of_one_folder_agree(kind: str) -> None:
     target = load(folder_of(kind))
     draft = load_draft(folder_of(kind), target, dtype=torch.float32)
@@ -182,17 +240,21 @@ FOREIGN = {
     "pretraining_tp": [2, 1],
     "partial_rotary_factor": [0.5, 1.0],
     "rope_interleaved": [True, False],
-    "logits_scaling": [2.0],
+    "logits_scaling": [2.0, -2.0, 0.0],
     "logit_scale": [0.5],
     "final_logit_softcapping": [3.0],
     "attn_logit_softcapping": [3.0],
     "attention_multiplier": [0.1],
-    "residual_multiplier": [0.1],
-    "embedding_multiplier": [2.0],
+    "residual_multiplier": [0.1, 0.0],
+    "embedding_multiplier": [2.0, -2.0],
     "query_pre_attn_scalar": [24],
     "attention_chunk_size": [4],
     "sliding_window": [WINDOW],
     "layer_types": [[SLIDING, FULL, SLIDING, FULL]],
+    "sliding_window_pattern": [3, 0],
+    "rope_local_base_freq": [20.0],
+    "hidden_activation": ["gelu", "gelu_pytorch_tanh"],
+    "use_bidirectional_attention": [True, False],
     "original_max_position_embeddings": [8],
     "rope_theta": [50.0],
     "rope_scaling": [{"rope_type": "linear", "factor": 2.0}, {"type": "yarn", "factor": 2.0}, {}],
@@ -220,10 +282,16 @@ ROPE = {
     "original_max_position_embeddings": [32, None],
     "attention_factor": [2.0],
     "beta_fast": [8.0],
+    "beta_slow": [1.5],
+    "mscale": [0.5],
+    "truncate": [False],
     "partial_rotary_factor": [0.5, 1.0],
     "no_such_field": [1],
 }
-MUTATED = ("llama-3", "mistral-window", "qwen2-window", "qwen3-window", "qwen3-moe")
+MUTATED = (
+    "llama-3", "mistral-window", "qwen2-window", "qwen3-window", "qwen3-moe",
+    "phi-3-window", "gemma-3", "olmo-2", "olmo-3", "granite",
+)  # fmt: skip
 ABSENT = object()
 
 
@@ -257,9 +325,15 @@ def differs(folder: Path, config: dict[str, Any]) -> str:
 def mutations(kind: str, field: str, config: dict[str, Any]) -> list[dict[str, Any]]:
     values = [*other_values(config.get(field)), *FOREIGN.get(field, [])]
     if field == "rope_parameters":
-        sections = [(name, value) for name in ROPE for value in [ABSENT, *ROPE[name]]]
-        values += [changed(config[field], name, value) for name, value in sections]
+        values += other_sections(config[field])
     return [changed(config, field, value) for value in values]
+
+
+def other_sections(section: dict[str, Any]) -> list[dict[str, Any]]:
+    found = [changed(section, name, value) for name in ROPE for value in [ABSENT, *ROPE[name]]]
+    for kind in section.keys() & {FULL, SLIDING}:
+        found += [changed(section, kind, other) for other in (ABSENT, None, {}, *other_sections(section[kind]))]
+    return found
 
 
 def changed(fields: dict[str, Any], name: str, value: Any) -> dict[str, Any]:
@@ -271,8 +345,12 @@ def older(config: dict[str, Any]) -> dict[str, Any]:
     """The same model as older versions of the library wrote it."""
     moved = {"rope_parameters": "rope_scaling", "num_local_experts": "num_experts", "dtype": "torch_dtype"}
     found = {moved.get(name, name): value for name, value in config.items() if name != "layer_types"}
-    found["rope_theta"] = found["rope_scaling"].pop("rope_theta")
-    return found
+    rope = dict(found.pop("rope_scaling"))
+    if SLIDING in rope:
+        if config["model_type"] == "gemma3_text":
+            found["rope_local_base_freq"] = rope[SLIDING]["rope_theta"]
+        rope = dict(rope[FULL])
+    return {**found, "rope_theta": rope.pop("rope_theta"), "rope_scaling": rope}
 
 
 def ignored(folder: Path, kind: str, field: str, config: dict[str, Any]) -> dict[str, str]:
@@ -304,6 +382,8 @@ OLDER = {
     "llama-3": ("rope_theta", "rope_scaling"),
     "smollm2": ("rope_theta", "rope_scaling", "tie_word_embeddings"),
     "qwen2-window": ("rope_theta", "sliding_window", "use_sliding_window", "max_window_layers", "layer_types"),
+    "olmo-3": ("rope_theta", "rope_scaling"),
+    "gemma-3": ("rope_theta", "rope_scaling", "rope_local_base_freq", "sliding_window_pattern", "tie_word_embeddings"),
     "qwen3-moe": ("num_experts", "mlp_only_layers", "decoder_sparse_step"),
 }
 
@@ -323,7 +403,7 @@ def test_no_field_of_older_layouts_is_ignored(kind: str, field: str, copied: Pat
         ({"logits_scaling": 2.0}, "config.json has logits_scaling, which our layers do not know"),
         ({"mlp_bias": True}, "mlp_bias in config.json is True, and our layers compute False only"),
         ({"model_type": "mistral"}, "architectures ['LlamaForCausalLM'] and model_type 'mistral'"),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "a rotary embedding of type 'yarn'"),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "a rotary embedding of type 'dynamic'"),
         ({"rope_parameters": {"rope_type": "linear", "rope_theta": 9.0}}, "of type linear has no factor"),
         ({"rope_parameters": {"rope_type": "default", "mscale": 9.0}}, "has mscale, which our layers do not know"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "both rope_parameters and rope_scaling"),
@@ -335,6 +415,13 @@ def test_reason_names_the_field_that_is_left_to_transformers(kind: str, copied: 
     assert why in str(unserved(TensorStore.open(copied)))
 
 
+@pytest.mark.parametrize("kind", ["olmo-3"])
+def test_one_rotary_embedding_for_all_layers_is_left_to_transformers(kind: str, copied: Path) -> None:
+    (copied / "config.json").write_text(json.dumps({**config_of(copied), "rope_parameters": WIDE_YARN}))
+    why = r"rope_parameters in .* must have full_attention and sliding_attention, .* got attention_factor"
+    assert re.search(why, str(unserved(TensorStore.open(copied))))
+
+
 PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama-3.1": ("llama-3", {"bos_token_id": 1, "eos_token_id": [2, 3], "torch_dtype": "bfloat16"}),
     "SmolLM2": ("smollm2", {"_model_name_or_path": "x", "unk_token_id": 0, "is_llama_config": True,
@@ -342,6 +429,9 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
     "Mistral-7B": ("mistral-window", {"_name_or_path": "x", "torch_dtype": "bfloat16"}),
     "Qwen2.5": ("qwen2", {"use_mrope": False, "use_sliding_window": False, "sliding_window": 131072}),
     "Qwen3": ("qwen3", {"rope_scaling": None, "max_window_layers": 36, "sliding_window": None}),
+    "Phi-3-mini": ("phi-3-window", {"rope_scaling": None, "embd_pdrop": 0.0, "resid_pdrop": 0.0,
+                                    "auto_map": {"AutoConfig": "configuration_phi3.Phi3Config"}}),
+    "Gemma-3": ("gemma-3", {"cache_implementation": "hybrid", "final_logit_softcapping": None}),
     "Qwen3-Coder": ("qwen3-moe", {"qkv_bias": False, "use_qk_norm": True, "shared_expert_intermediate_size": 0}),
 }  # fmt: skip
 """Fields of published files of these families, beside those that the library writes today."""

@@ -203,7 +203,7 @@ WRONG = [
     ("mimo", {"num_nextn_predict_layers": 2}, "num_nextn_predict_layers in .* must be 1, got 2"),
     ("mimo", {"num_key_value_heads": 4}, "invalid attention in .*: "),
     ("mimo", {"head_dim": 13}, "invalid attention in .*: head_dim must be even"),
-    ("mimo", {"rope_scaling": {"rope_type": "yarn"}}, "rope_type in .* got 'yarn'"),
+    ("mimo", {"rope_scaling": {"rope_type": "dynamic"}}, "rope_type in .* got 'dynamic'"),
     ("glm_flash", {"num_nextn_predict_layers": 2}, "draft layers, 2 from .* got 1"),
     ("glm_of_modules", {"num_nextn_predict_layers": 5}, "draft layers, 5 from .* got 4"),
     ("glm_of_modules", {"num_nextn_predict_layers": 0}, "num_nextn_predict_layers .* at least 1, got 0"),

@@ -5,7 +5,7 @@ import torch
 
 from spec_decode.models.kernels import skinny_linear as skinny
 from spec_decode.models.kernels.skinny_linear import MAX_ROWS
-from spec_decode.models.layers.decoder_layer import DecoderLayer, LatentDecoderLayer, LayerOptions
+from spec_decode.models.layers.decoder_layer import DecoderLayer, LatentDecoderLayer, LayerOptions, make_layer
 from spec_decode.models.layers.rope import RotaryEmbedding
 from tests.factories import make_config, make_latent_config
 
@@ -69,11 +69,13 @@ def fused_calls(monkeypatch):
         (1, {"qkv_bias": True}, ["residual", "norm+gate", "residual"]),
         (1, {"qk_norm": True}, ["norm+delta", "residual", "norm+gate", "residual"]),
         (MAX_ROWS, {"out_bias": True}, ["norm+delta", "norm+delta+gate", "residual"]),
+        (1, {"norms": "both", "gelu": True}, ["norm+delta", "", "norm+delta", ""]),
+        (1, {"norms": "after"}, ["", "", "gate", ""]),
     ],
 )
 def test_layer_of_few_rows_fuses_expected_parts(rows, options, fused, monkeypatch):
     config = make_config()
-    module, rope = DecoderLayer(config, 0, LayerOptions(**options)), RotaryEmbedding(config)(torch.arange(rows))
+    module, rope = make_layer(config, 0, LayerOptions(**options)), RotaryEmbedding(config)(torch.arange(rows))
     calls = fused_calls(monkeypatch)
     x, delta = torch.randn(2, rows, config.hidden_size)
     module(x, delta, rope, averaging)

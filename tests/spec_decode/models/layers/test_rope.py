@@ -74,8 +74,11 @@ L3 = {"rope_type": "llama3", **LLAMA3}
 SCALING = "rope_scaling in config.json"
 WRONG = [
     *(
-        ({"rope_type": kind, "factor": 4.0}, f"rope_type in {SCALING} must be default, linear or llama3, got {kind!r}")
-        for kind in ("yarn", "longrope", "dynamic")
+        (
+            {"rope_type": kind, "factor": 4.0},
+            f"rope_type in {SCALING} must be default, linear, llama3 or yarn, got {kind!r}",
+        )
+        for kind in ("longrope", "dynamic")
     ),
     *(({name: value for name, value in L3.items() if name != field}, f"lacks {field}, a number") for field in LLAMA3),
     ({"rope_type": "linear", "factor": float("nan")}, f"factor in {SCALING} must be a number between"),
