@@ -10,7 +10,7 @@ from torch import nn
 
 from builders.errors import did_you_mean, require
 from spec_decode.model_api import DraftModel, TargetModel
-from spec_decode.models.kernels.fp8_weight import Fp8Weight
+from spec_decode.models.kernels.fp8_weight import CAPABILITY, READING, Fp8Weight
 from spec_decode.models.layers.feed_forward import FeedForward
 from spec_decode.models.layers.grouped_attention import GroupedAttention
 from spec_decode.models.layers.linear import FusingLinear
@@ -22,9 +22,6 @@ from spec_decode.models.target_head import TargetHead
 FORMATS = ("fp8",)
 """fp8 is float8_e4m3fn with a scale for each output."""
 
-_QUANTISED = (torch.bfloat16, torch.float16)
-_CAPABILITY = (8, 9)
-"""The lowest compute capability with instructions that convert float8_e4m3fn."""
 _PRODUCTS: dict[type[nn.Module], tuple[str, ...]] = {
     FusingLinear: ("weight",),
     FeedForward: ("gate_up", "down"),
@@ -69,14 +66,14 @@ def check_format(setting: str, weights: object, dtype: torch.dtype, device: torc
         "out to keep the loaded weights.",
     )
     require(
-        dtype in _QUANTISED,
+        dtype in READING,
         f"{setting}={weights!r} needs models in bfloat16 or float16, got {str(dtype).removeprefix('torch.')}. Load "
         f"them with dtype bfloat16, or leave {setting} out.",
     )
     if device.type == "cuda":
         capability = torch.cuda.get_device_capability(device)
         require(
-            capability >= _CAPABILITY,
+            capability >= CAPABILITY,
             f"{setting}={weights!r} needs compute capability 8.9 or more to convert its numbers, {device} has "
             f"{'.'.join(map(str, capability))}. Leave {setting} out.",
         )

@@ -157,8 +157,8 @@ def _read_experts(shape: MixtureShape, weights: ScopedWeights, names: Names) -> 
     must not exist twice."""
     count, hidden, intermediate = shape.routing.num_experts, shape.hidden, shape.intermediate
     if weights.has("experts.gate_up_proj"):
-        gate_up = weights.product(["experts.gate_up_proj"], [count], 2 * intermediate, hidden)
-        return Experts(gate_up, weights.product(["experts.down_proj"], [count], hidden, intermediate), shape.limit)
+        stacked = weights.product(["experts.gate_up_proj"], [count], 2 * intermediate, hidden)
+        return Experts(stacked, weights.product(["experts.down_proj"], [count], hidden, intermediate), shape.limit)
     stacks: list[Weight] = []
     for index in range(count):
         expert = read_gate_up_down(weights.under(f"experts.{index}."), names, hidden, intermediate)

@@ -114,7 +114,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "transformers": (
         {"target": "transformers"},
         CheckpointError,
-        "would run in transformers, where weights stay in 16 bits: you asked for it. Leave weights out, or",
+        "would run in transformers, which gets no 8-bit weights: you asked for it. Use a bf16 copy",
     ),
     "float32": ({"dtype": "auto"}, BatchError, "weights='fp8' needs models in bfloat16 or float16, got float32"),
     "another name": ({"weights": "int8"}, BatchError, r"weights is 'int8'\..* Pass one of fp8, or leave it out"),
@@ -134,7 +134,7 @@ def test_unsuitable_settings_are_rejected_before_loading(
 def test_families_of_other_layers_stay_in_16_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_model(tmp_path, mlp_bias=True)
     monkeypatch.setattr("spec_decode.models.hf.folder.load_tokenizer", None)
-    with pytest.raises(CheckpointError, match=r"stay in 16 bits: mlp_bias in config\.json is True"):
+    with pytest.raises(CheckpointError, match=r"which gets no 8-bit weights: mlp_bias in config\.json is True"):
         LLM(tmp_path, device="cpu", dtype="bfloat16", weights="fp8")
 
 
