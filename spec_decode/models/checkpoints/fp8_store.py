@@ -36,6 +36,7 @@ class Fp8Store(TensorStore):
 
     layout: Fp8Layout
     _scales: dict[str, _Scale]
+    _hidden: frozenset[str]
     keeps = True
     """Whether the model's products read 8-bit weights."""
 
@@ -51,6 +52,7 @@ class Fp8Store(TensorStore):
         fields = {name: value for name, value in store.config.values.items() if name != FIELD}
         store.config = ConfigReader(fields, store.config.place)
         store._scales = dict(store._paired())
+        store._hidden = frozenset().union(*map(store._beside, store._scales))
         return store
 
     @property
@@ -60,7 +62,7 @@ class Fp8Store(TensorStore):
 
     def names(self) -> frozenset[str]:
         """Return the names of all tensors but the scales."""
-        return super().names().difference(*map(self._hidden, self._scales))
+        return super().names() - self._hidden
 
     def take(
         self,
@@ -97,13 +99,13 @@ class Fp8Store(TensorStore):
         values = super().take(name, shape, DTYPE, device)
         if bool((values.view(torch.uint8) & 0x7F).eq(0x7F).any()):
             raise CheckpointError(f"{self._at(name)} must hold numbers, got NaN. Restore the file.")
-        self._taken |= self._hidden(name)
+        self._taken |= self._beside(name)
         scale = self.peek(self._scales[name].name).float()
         if not self._scales[name].blocked:
             scale = scale.flatten().expand(shape[0]).contiguous()
         return values, scale.to(values.device, copy=True)
 
-    def _hidden(self, name: str) -> set[str]:
+    def _beside(self, name: str) -> set[str]:
         """Return the names of a weight's scales."""
         module = name.removesuffix("weight")
         return {self._scales[name].name, *(module + each for each in _ROUNDING)}
@@ -116,55 +118,44 @@ class Fp8Store(TensorStore):
         config."""
         for name in sorted(self._files):
             stored, (module, _, kind) = self.peek(name), name.rpartition(".")
-            quantised, place = stored.dtype == DTYPE, f"{FIELD} in {self.config.place}"
-            if stored.itemsize == 1 and not (quantised and kind == "weight" and stored.dim() == 2):
-                raise CheckpointError(
-                    f"{self._at(name)} has {stored.dtype} {list(stored.shape)}; 8 bits are read as {DTYPE} of a "
-                    "linear layer's weight only. Use a bf16 copy."
-                )
-            if quantised and not self.layout.quantises(module):
-                raise CheckpointError(
-                    f"{self._at(name)} is in FP8, and {place} leaves {module} out. Restore config.json."
-                )
-            if not quantised and self._should_be_fp8(module, kind):
-                raise CheckpointError(
-                    f"{self._at(name)} has {stored.dtype}, and {place} says FP8. Add {module} to its ignored modules, "
-                    "or restore the file."
-                )
-            if quantised:
+            narrow, should = stored.dtype == DTYPE, self.layout.quantises(module)
+            # transformers leaves the head out without saying so.
+            linear = module.endswith("_proj") or (module == "lm_head" and self.layout.method != "fp8")
+            weight = next((name.removesuffix(end) for end in _SCALES if name.endswith(f".weight{end}")), None)
+            if stored.itemsize == 1 and not (narrow and kind == "weight" and stored.dim() == 2):
+                wrong = f"has {stored.dtype} {list(stored.shape)}; 8 bits are read as {DTYPE} [N, K]. Use a bf16 copy."
+            elif narrow and not should:
+                wrong = f"is in FP8, and config.json says that {module} is not. Restore config.json."
+            elif kind == "weight" and linear and should and not narrow:
+                wrong = f"has {stored.dtype}, and config.json says FP8. Let it ignore {module}, or restore the file."
+            elif weight is not None and (weight not in self._files or self.peek(weight).dtype != DTYPE):
+                wrong = f"is a scale without an FP8 {weight}. Restore the file."
+            else:
+                wrong = ""
+            if wrong:
+                raise CheckpointError(f"{self._at(name)} {wrong}")
+            if narrow:
                 yield name, self._find_scale(name, stored)
-            for suffix in _SCALES:
-                weight = name.removesuffix(suffix)
-                if name.endswith(f".weight{suffix}") and (
-                    weight not in self._files or self.peek(weight).dtype != DTYPE
-                ):
-                    raise CheckpointError(f"{self._at(name)} is a scale without an FP8 {weight}. Restore the file.")
-
-    def _should_be_fp8(self, module: str, kind: str) -> bool:
-        """Whether a tensor is the weight of a linear layer that the config says is in FP8."""
-        # transformers leaves the head out without saying so.
-        linear = module.endswith("_proj") or (module == "lm_head" and self.layout.method != "fp8")
-        return kind == "weight" and linear and self.layout.quantises(module)
 
     def _find_scale(self, weight: str, stored: torch.Tensor) -> _Scale:
-        found = [weight + suffix for suffix in _SCALES if weight + suffix in self._files]
+        found = [weight + end for end in _SCALES if weight + end in self._files]
         if len(found) != 1:
             raise CheckpointError(
-                f"{self._at(weight)} must have one scale, {weight}{_SCALES[0]} or {weight}{_SCALES[1]}, got "
+                f"{self._at(weight)} must have one scale, {weight + _SCALES[0]} or {weight + _SCALES[1]}, got "
                 f"{len(found)}. Complete the download, or restore the file."
             )
-        scale, (rows, columns) = self.peek(found[0]), stored.shape
-        sizes = [-(-size // block) for size, block in zip(stored.shape, self.layout.block, strict=True)]
-        shapes = {"tensor": [[], [1]], "channel": [[rows, 1], [rows]], "block": [sizes]}
-        fitting = {kind: shapes[kind] for kind in sorted(self.layout.strategies)}
-        kinds = [kind for kind, each in fitting.items() if list(scale.shape) in each]
+        scale, rows = self.peek(found[0]), len(stored)
+        blocks = [-(-size // block) for size, block in zip(stored.shape, self.layout.block, strict=True)]
+        shapes = {"tensor": ([], [1]), "channel": ([rows, 1], [rows]), "block": (blocks,)}
+        kinds = [kind for kind in sorted(self.layout.strategies) if list(scale.shape) in shapes[kind]]
         if not kinds or not scale.is_floating_point() or scale.itemsize < 2:
-            wanted = " or ".join(str(shape) for each in fitting.values() for shape in each)
+            wanted = " or ".join(str(shape) for kind in sorted(self.layout.strategies) for shape in shapes[kind])
             raise CheckpointError(
-                f"{self._at(found[0])} must be floats of at least 16 bits {wanted}, for a weight {[rows, columns]}, "
-                f"got {scale.dtype} {list(scale.shape)}. Use weights and config.json from the same model."
+                f"{self._at(found[0])} must have 16 bits or more and the shape {wanted}, for {list(stored.shape)}, got "
+                f"{scale.dtype} {list(scale.shape)}. Use weights and config.json from the same model."
             )
-        if not bool(((scale > 0) & scale.isfinite()).all()):
-            worst = scale[~((scale > 0) & scale.isfinite())].flatten()[0].item()
-            raise CheckpointError(f"{self._at(found[0])} must be positive and finite, got {worst}. Restore the file.")
+        if len(wrong := scale[~((scale > 0) & scale.isfinite())]):
+            raise CheckpointError(
+                f"{self._at(found[0])} must be positive and finite, got {wrong[0]}. Restore the file."
+            )
         return _Scale(found[0], kinds[0] == "block")

@@ -108,16 +108,22 @@ def with_byte(byte: int) -> Callable[[Tensors], None]:
 BAD: dict[str, tuple[Callable[[Tensors], Any], str]] = {
     "no scale": (lambda tensors: tensors.pop(SCALE), "must have one scale, .*up_proj.weight_scale or .*, got 0"),
     "two scales": (lambda tensors: tensors.update({f"{NAME}_scale_inv": torch.ones(48, 1)}), "one scale, .*, got 2"),
-    "a scale for each input": (put(SCALE, lambda scale: torch.ones(1, 32)), r"\[48, 1\] or \[48\], for a weight"),
+    "a scale for each input": (
+        put(SCALE, lambda scale: torch.ones(1, 32)),
+        r"the shape \[48, 1\] or \[48\], for \[48, 32\], got torch.float32 \[1, 32\]",
+    ),
     "a scale too few": (put(SCALE, lambda scale: scale[1:]), r"got torch.float32 \[47, 1\]"),
     "one scale": (put(SCALE, lambda scale: scale[:1, 0]), r"got torch.float32 \[1\]"),
-    "a scale of integers": (put(SCALE, lambda scale: scale.int()), r"floats of at least 16 bits"),
+    "a scale of integers": (put(SCALE, lambda scale: scale.int()), "must have 16 bits or more"),
     "a scale of 0": (with_number(SCALE, 0.0), r"up_proj.weight_scale in .* must be positive and finite, got 0.0"),
     "a negative scale": (with_number(SCALE, -1.0), "positive and finite, got -1.0"),
     "an infinite scale": (with_number(SCALE, torch.inf), "positive and finite, got inf"),
     "a scale of NaN": (with_number(SCALE, torch.nan), "positive and finite, got nan"),
     "a scale without its weight": (lambda tensors: tensors.pop(NAME), "is a scale without an FP8 "),
-    "a scale beside 16 bits": (put(NAME, lambda weight: weight.float()), "has torch.float32, and .* says FP8. Add"),
+    "a scale beside 16 bits": (
+        put(NAME, lambda weight: weight.float()),
+        "has torch.float32, and config.json says FP8. Let it ignore",
+    ),
     "a number that is NaN": (with_byte(0x7F), f"{NAME} in .* must hold numbers, got NaN"),
     "and with a sign": (with_byte(0xFF), "must hold numbers, got NaN"),
     "an ignored weight in FP8": (
@@ -127,12 +133,12 @@ BAD: dict[str, tuple[Callable[[Tensors], Any], str]] = {
                 "lm_head.weight_scale": torch.ones(64, 1),
             }
         ),
-        "lm_head.weight in .* is in FP8, and quantization_config in .* leaves lm_head out",
+        "lm_head.weight in .* is in FP8, and config.json says that lm_head is not",
     ),
     "another 8-bit float": (put(NAME, lambda weight: weight.to(torch.float8_e5m2)), "has torch.float8_e5m2"),
     "a bias in FP8": (
         lambda tensors: tensors.update({"model.norm.weight": tensors["model.norm.weight"].to(FP8)}),
-        "8 bits are read as torch.float8_e4m3fn of a linear layer's weight only",
+        r"model.norm.weight in .* \[32\]; 8 bits are read as torch.float8_e4m3fn \[N, K\]",
     ),
     "a weight of another size": (put(NAME, lambda weight: weight[:, 1:]), r"must be \[48, 32\], got \[48, 31\]"),
 }
@@ -151,11 +157,14 @@ CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "pruned weights": ({"sparsity_config": {"format": "sparse-24-bitmask"}}, "format in sparsity_config .* 'dense'"),
     "groups of inputs": (compressed("group"), r"strategy must be tensor, channel or block .*, got \['group'\]"),
     "no group": ({"config_groups": {}}, r"strategy must be .*, got \[\]"),
-    "scales of other weights": (compressed("tensor"), r"16 bits \[\] or \[1\], for a weight"),
+    "scales of other weights": (compressed("tensor"), r"the shape \[\] or \[1\], for "),
     "no pattern": ({"ignore": ["lm_head", "re:("]}, r"has the pattern '\('"),
     "names that are none": ({"ignore": "lm_head"}, "ignore in quantization_config .* must be a list"),
     "a layer that is not ignored": ({"ignore": []}, "lm_head.weight in .* has torch.float32, and .* says FP8"),
-    "ignored layers in FP8": ({"ignore": ["lm_head", "re:.*layers.2"]}, "leaves model.layers.2.mlp.down_proj out"),
+    "ignored layers in FP8": (
+        {"ignore": ["lm_head", "re:.*layers.2"]},
+        "says that model.layers.2.mlp.down_proj is not",
+    ),
 }
 
 
