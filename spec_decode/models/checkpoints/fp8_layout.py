@@ -64,8 +64,7 @@ def read_fp8_layout(config: ConfigReader) -> Fp8Layout | None:
 def _read_groups(section: ConfigReader) -> Fp8Layout:
     """Read the config of compressed-tensors, in which groups of modules have a scheme each."""
     section.section("sparsity_config").require("format", "dense")
-    targets, found = list[str](), dict[str, ConfigReader]()
-    groups = section.section("config_groups")
+    targets, found, groups = list[str](), dict[str, ConfigReader](), section.section("config_groups")
     for name in groups.values:
         weights = groups.section(name).section("weights")
         for field, expected in _WEIGHTS.items():
@@ -76,13 +75,14 @@ def _read_groups(section: ConfigReader) -> Fp8Layout:
         raise CheckpointError(
             f"strategy must be tensor, channel or block in all {groups.place}, got {sorted(found)!r:.80}. {_REMEDY}"
         )
+    ignored, chosen = (
+        [name[3:] if name.startswith("re:") else f"{re.escape(name)}$" for name in names if name != "Linear"]
+        for names in (_names(section, "ignore"), targets)
+    )
+    every = re.compile("") if "Linear" in targets else _pattern(section, chosen)
     (weights,) = found.values()
     return Fp8Layout(
-        "compressed-tensors",
-        frozenset(found),
-        _read_block(weights, "block_structure"),
-        _pattern(section, [_whole(name) for name in _names(section, "ignore")]),
-        _pattern(section, ["" if name == "Linear" else _whole(name) for name in targets]),
+        "compressed-tensors", frozenset(found), _block(weights, "block_structure"), _pattern(section, ignored), every
     )
 
 
@@ -93,16 +93,11 @@ def _read_blocks(section: ConfigReader) -> Fp8Layout:
     if "weight_block_size" in section.values:
         assumed = {"tensor" if section.values["weight_block_size"] is None else "block"}
     names = [*_names(section, "modules_to_not_convert"), *_names(section, "ignored_layers")]
-    return Fp8Layout(
-        "fp8",
-        frozenset(assumed),
-        _read_block(section, "weight_block_size"),
-        _pattern(section, [rf"(.*\.)?(?:{name})(\..*)?$" for name in names]),
-        re.compile(""),
-    )
+    ignored = _pattern(section, [rf"(.*\.)?(?:{name})(\..*)?$" for name in names])
+    return Fp8Layout("fp8", frozenset(assumed), _block(section, "weight_block_size"), ignored, re.compile(""))
 
 
-def _read_block(section: ConfigReader, name: str) -> tuple[int, int]:
+def _block(section: ConfigReader, name: str) -> tuple[int, int]:
     sizes = section.get(name, list, [128, 128])
     if len(sizes) != 2 or not all(type(size) is int and size > 0 for size in sizes):
         raise CheckpointError(f"{name} in {section.place} must be two sizes, got {sizes!r:.80}. Restore the file.")
@@ -114,11 +109,6 @@ def _names(section: ConfigReader, name: str) -> list[str]:
     if not all(isinstance(each, str) for each in names):
         raise CheckpointError(f"{name} in {section.place} must be names, got {names!r:.80}. Restore the file.")
     return names
-
-
-def _whole(name: str) -> str:
-    """Return the regular expression of a name in compressed-tensors."""
-    return name[3:] if name.startswith("re:") else f"{re.escape(name)}$"
 
 
 def _pattern(section: ConfigReader, parts: Sequence[str]) -> re.Pattern[str]:

@@ -71,7 +71,8 @@ class Fp8Store(TensorStore):
         dtype: torch.dtype | None = None,
         device: torch.device | None = None,
     ) -> torch.Tensor:
-        """As TensorStore.take; FP8 weights are widened on the device, to fp32 without a dtype."""
+        """As TensorStore.take; FP8 weights are widened on the device, to fp32 without a dtype. Raises CheckpointError,
+        also for numbers too large for the dtype."""
         if name not in self._scales:
             return super().take(name, shape, dtype, device)
         values, scale = self._take_parts(name, shape, device)

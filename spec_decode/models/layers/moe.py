@@ -15,7 +15,7 @@ from spec_decode.models.checkpoints.config_reader import ConfigReader
 from spec_decode.models.checkpoints.files import CheckpointError
 from spec_decode.models.checkpoints.store import ScopedWeights, frozen, held
 from spec_decode.models.kernels.combine_experts import combine_experts
-from spec_decode.models.kernels.fp8_weight import Weight, empty_stack, fill
+from spec_decode.models.kernels.fp8_weight import Weight, empty_stack, fill, operands
 from spec_decode.models.kernels.order_by_expert import order_by_expert
 from spec_decode.models.kernels.route_tokens import Routing, route_tokens
 from spec_decode.models.kernels.skinny_linear import wide_linear
@@ -165,6 +165,11 @@ def _read_experts(shape: MixtureShape, weights: ScopedWeights, names: Names) -> 
         # The first expert validates the sizes before memory for all is allocated.
         stacks = stacks or [empty_stack(part, count) for part in expert]
         for stack, part in zip(stacks, expert, strict=True):
+            if type(operands(stack)[1]) is not type(operands(part)[1]):
+                raise CheckpointError(
+                    f"some of {weights.prefix}experts in {weights.store.folder} are stored in 8 bits and others are "
+                    f"not, {index} first. Pass weights='fp8', or use a bf16 copy."
+                )
             fill(stack, index, part)
     gate_up, down = stacks
     return Experts(gate_up, down, shape.limit)

@@ -176,6 +176,36 @@ def test_contradicting_configs_are_rejected(changes: dict[str, Any], why: str, t
         load(tmp_path)
 
 
+TARGETS = {"all by a pattern": (["re:.*_proj$"], True), "a part of them": (["re:.*[qkvo]_proj$"], False)}
+
+
+@pytest.mark.parametrize(("targets", "fits"), TARGETS.values(), ids=TARGETS)
+def test_targets_of_groups_name_what_is_quantised(targets: list[str], fits: bool, tmp_path: Path) -> None:
+    write_fp8(tmp_path, "llama-3", "channel")
+    config = compressed("channel", ignore=[])
+    config["config_groups"]["group_0"]["targets"] = targets
+    change_config(tmp_path, **config)
+    if fits:
+        assert products(load(tmp_path, dtype=torch.bfloat16))
+    else:
+        with pytest.raises(CheckpointError, match=r"says that model.layers.0.mlp.down_proj is not"):
+            load(tmp_path)
+
+
+def test_experts_in_two_forms_are_rejected(tmp_path: Path) -> None:
+    name = "model.layers.2.mlp.experts.3.up_proj"
+
+    def widen(tensors: Tensors) -> None:
+        for part in ("gate", "up"):
+            tensors.pop(f"{name.replace('up', part)}.weight_scale")
+            tensors[f"{name.replace('up', part)}.weight"] = tensors[f"{name.replace('up', part)}.weight"].float()
+
+    write_fp8(tmp_path, "qwen3-moe", "channel", widen)
+    change_config(tmp_path, ignore=["lm_head", "re:.*mlp.gate$", "re:.*layers.2.*experts.3.(gate|up)_proj"])
+    with pytest.raises(CheckpointError, match=r"some of model.layers.2.mlp.experts in .* in 8 bits .* not, 3 first"):
+        load(tmp_path, dtype=torch.bfloat16)
+
+
 def test_other_formats_are_left_to_other_readers(tmp_path: Path) -> None:
     write_fp8(tmp_path, "llama-3", "channel", lambda tensors: None)
     change_config(tmp_path, format="pack-quantized")
