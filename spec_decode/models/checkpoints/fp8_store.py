@@ -152,8 +152,8 @@ class Fp8Store(TensorStore):
         if not kinds or not scale.is_floating_point() or scale.itemsize < 2:
             wanted = " or ".join(str(shape) for kind in sorted(self.layout.strategies) for shape in shapes[kind])
             raise CheckpointError(
-                f"{self._at(found[0])} must have 16 bits or more and the shape {wanted}, for {list(stored.shape)}, got "
-                f"{scale.dtype} {list(scale.shape)}. Use weights and config.json from the same model."
+                f"{self._at(found[0])} must be floats of 16 bits or more, {wanted} for {list(stored.shape)}, "
+                f"got {scale.dtype} {list(scale.shape)}. Use weights and config.json from the same model."
             )
         if len(wrong := scale[~((scale > 0) & scale.isfinite())]):
             raise CheckpointError(

@@ -110,11 +110,14 @@ BAD: dict[str, tuple[Callable[[Tensors], Any], str]] = {
     "two scales": (lambda tensors: tensors.update({f"{NAME}_scale_inv": torch.ones(48, 1)}), "one scale, .*, got 2"),
     "a scale for each input": (
         put(SCALE, lambda scale: torch.ones(1, 32)),
-        r"the shape \[48, 1\] or \[48\], for \[48, 32\], got torch.float32 \[1, 32\]",
+        r"\[48, 1\] or \[48\] for \[48, 32\], got torch.float32 \[1, 32\]",
     ),
     "a scale too few": (put(SCALE, lambda scale: scale[1:]), r"got torch.float32 \[47, 1\]"),
     "one scale": (put(SCALE, lambda scale: scale[:1, 0]), r"got torch.float32 \[1\]"),
-    "a scale of integers": (put(SCALE, lambda scale: scale.int()), "must have 16 bits or more"),
+    "a scale of integers": (
+        put(SCALE, lambda scale: scale.int()),
+        "of 16 bits or more, .* got torch.int32",
+    ),
     "a scale of 0": (with_number(SCALE, 0.0), r"up_proj.weight_scale in .* must be positive and finite, got 0.0"),
     "a negative scale": (with_number(SCALE, -1.0), "positive and finite, got -1.0"),
     "an infinite scale": (with_number(SCALE, torch.inf), "positive and finite, got inf"),
@@ -124,6 +127,11 @@ BAD: dict[str, tuple[Callable[[Tensors], Any], str]] = {
         put(NAME, lambda weight: weight.float()),
         "has torch.float32, and config.json says FP8. Let it ignore",
     ),
+    "a scale of an ignored layer": (
+        lambda tensors: tensors.update({"lm_head.weight_scale": torch.ones(64, 1)}),
+        "lm_head.weight_scale in .* is a scale without an FP8 lm_head.weight",
+    ),
+    "a scale in 8 bits": (put(SCALE, lambda scale: scale.to(FP8)), "of 16 bits or more, .* got torch.float8"),
     "a number that is NaN": (with_byte(0x7F), f"{NAME} in .* must hold numbers, got NaN"),
     "and with a sign": (with_byte(0xFF), "must hold numbers, got NaN"),
     "an ignored weight in FP8": (
@@ -157,7 +165,7 @@ CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "pruned weights": ({"sparsity_config": {"format": "sparse-24-bitmask"}}, "format in sparsity_config .* 'dense'"),
     "groups of inputs": (compressed("group"), r"strategy must be tensor, channel or block .*, got \['group'\]"),
     "no group": ({"config_groups": {}}, r"strategy must be .*, got \[\]"),
-    "scales of other weights": (compressed("tensor"), r"the shape \[\] or \[1\], for "),
+    "scales of other weights": (compressed("tensor"), r"\[\] or \[1\] for "),
     "no pattern": ({"ignore": ["lm_head", "re:("]}, r"has the pattern '\('"),
     "names that are none": ({"ignore": "lm_head"}, "ignore in quantization_config .* must be a list"),
     "a layer that is not ignored": ({"ignore": []}, "lm_head.weight in .* has torch.float32, and .* says FP8"),
