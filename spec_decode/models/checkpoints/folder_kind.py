@@ -21,7 +21,7 @@ _QUANTISED_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_confi
 _METHODS = ("quant_method", "quant_algo", "quant_type")
 _FORMATS = {
     "4-bit floats are not read": ("fp4",),
-    "FP8 is read for targets on our layers only, in two layouts": ("fp8", "float-quantized"),
+    "FP8 is read for targets on our layers only": ("fp8", "float-quantized"),
     "8-bit integers are not read": ("int-quantized", "naive-quantized", "int8"),
     "integers of few bits are not read": ("awq", "gptq", "round", "pack-quantized", "hqq", "quanto", "bits", "int4"),
 }
@@ -53,8 +53,8 @@ def refuse_quantised(folder: Path, config: dict[str, Any], *, fp8: bool = False)
         known = (what for what, words in _FORMATS.items() if any(word in method.lower() for word in words))
         raise CheckpointError(
             f"{folder} holds quantised weights: {where} has method {method!r:.{_MAX_QUOTED}}; "
-            f'{next(known, "this format is not read")}. Use a bf16 copy, with weights="fp8" for 8 bits, or serve this '
-            "one in vLLM with the plug-in."
+            f"{next(known, 'this format is not read')}. Use a bf16 copy, for 8 bits with weights or draft_weights='fp8', "
+            "or serve it in vLLM with the plug-in."
         )
 
 

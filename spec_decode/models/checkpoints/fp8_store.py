@@ -13,6 +13,7 @@ import torch
 
 from spec_decode.models.checkpoints.config_reader import ConfigReader
 from spec_decode.models.checkpoints.files import CheckpointError, is_finite
+from spec_decode.models.checkpoints.folder_kind import read_config
 from spec_decode.models.checkpoints.fp8_layout import FIELD, Fp8Layout, read_fp8_layout
 from spec_decode.models.checkpoints.store import TensorStore
 from spec_decode.models.kernels.fp8_weight import DTYPE, Fp8Weight
@@ -44,10 +45,11 @@ class Fp8Store(TensorStore):
     def open(cls, folder: Path) -> TensorStore:
         """As TensorStore.open: an Fp8Store if config.json describes FP8 weights, else a TensorStore. Reads the sizes of
         all tensors, and the scales. Raises CheckpointError for those that do not fit each other."""
+        layout = read_fp8_layout(ConfigReader(read_config(folder), str(folder / "config.json")))
+        if layout is None:
+            return TensorStore.open(folder)
         store = super().open(folder)
         assert isinstance(store, cls)
-        if (layout := read_fp8_layout(store.config)) is None:
-            return TensorStore.open(folder)
         store.layout = layout
         fields = {name: value for name, value in store.config.values.items() if name != FIELD}
         store.config = ConfigReader(fields, store.config.place)

@@ -212,7 +212,7 @@ PUBLISHED = {
     "in transformers": (in_transformers, "has method 'compressed-tensors float-quantized'; FP8 is read for targets on"),
     "of other layers": (of_other_layers, "would run in transformers, which gets no 8-bit weights: .* has logit_scale"),
     "with a wrong scale": (of_another_scale, "up_proj.weight_scale in .* must be positive and finite, got -1"),
-    "as a draft": (as_a_draft, "FP8 is read for targets on our layers only, in two layouts. Use a bf16 copy"),
+    "as a draft": (as_a_draft, "FP8 is read for targets on our layers only. Use a bf16 copy"),
 }
 
 
