@@ -53,8 +53,8 @@ def refuse_quantised(folder: Path, config: dict[str, Any], *, fp8: bool = False)
         known = (what for what, words in _FORMATS.items() if any(word in method.lower() for word in words))
         raise CheckpointError(
             f"{folder} holds quantised weights: {where} has method {method!r:.{_MAX_QUOTED}}; "
-            f"{next(known, 'this format is not read')}. Use a bf16 copy, for 8 bits with weights or draft_weights='fp8', "
-            "or serve it in vLLM with the plug-in."
+            f"{next(known, 'this format is not read')}. Use a bf16 copy, with weights or draft_weights='fp8' "
+            "for 8 bits, or serve it in vLLM with the plug-in."
         )
 
 
