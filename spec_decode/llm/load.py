@@ -20,7 +20,9 @@ from spec_decode.model_api import TargetModel
 from spec_decode.models import SHIPPED_PAIR, CheckpointError, draft_names
 from spec_decode.models.causal_lm import load_target
 from spec_decode.models.checkpoints.files import require_regular
+from spec_decode.models.checkpoints.fp8_store import Fp8Store
 from spec_decode.models.checkpoints.store import TensorStore
+from spec_decode.models.kernels.fp8_weight import reads_fp8
 from spec_decode.models.load import aux_hidden_state_layers, check_draft, check_same_tokens, load_with_tokens
 from spec_decode.models.quantise import quantise_target
 from spec_decode.models.target_fields import unserved
@@ -125,14 +127,16 @@ def load_published_pair(
         from spec_decode.models.hf.token_text import token_text
     except ImportError as error:
         raise CheckpointError(str(error)) from error
-    check_model(target)
-    store = None if runs_in == "transformers" else TensorStore.open(target)
+    check_model(target, fp8=runs_in is None)
+    store = None if runs_in == "transformers" else Fp8Store.open(target)
     why = "you asked for it" if store is None else unserved(store)
-    if quantises and why is not None:
+    if why is not None and (quantises or isinstance(store, Fp8Store)):
         raise CheckpointError(
-            f"{target} would run in transformers, where weights stay in 16 bits: {why}. Leave weights out, or use a "
-            "model that this library's layers compute."
+            f"{target} would run in transformers, which gets no 8-bit weights: {why}. Use a bf16 copy without "
+            "weights, or a model that this library's layers compute."
         )
+    if isinstance(store, Fp8Store):
+        store.keeps = reads_fp8(dtype, device)
     tokenizer, same = load_tokenizer(target), False
     if draft is not None:
         check_draft(draft)
@@ -154,8 +158,20 @@ def load_published_pair(
         partial(_encode_chat, tokenizer, target_model.vocab_size) if tokenizer.chat_template else None,
         _added_tokens(tokenizer, target_model.vocab_size),
         "on this library's layers" if why is None else f"in transformers: {why}",
-        _QUANTISED if quantises else "",
+        _weights(store, quantises=quantises, dtype=dtype),
     )
+
+
+def _weights(store: TensorStore | None, *, quantises: bool, dtype: torch.dtype) -> str:
+    """Return what the target's products do with 8-bit weights; empty if they are neither stored nor asked for."""
+    if not isinstance(store, Fp8Store):
+        return _QUANTISED if quantises else ""
+    blocks = f" in blocks of {' x '.join(map(str, store.layout.block))}" if store.is_blocked else ""
+    if blocks and quantises:
+        return f"{_QUANTISED}, rounded again from FP8{blocks}"
+    if blocks or not store.keeps:
+        return f"read {str(dtype).removeprefix('torch.')} weights, widened from FP8{blocks}"
+    return f"{_QUANTISED}, as stored{' where there are any' if quantises else ''}"
 
 
 def _states(draft: Path | None, num_layers: int) -> tuple[int, ...] | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -10,7 +10,7 @@ from torch import nn
 
 from builders.errors import did_you_mean, require
 from spec_decode.model_api import DraftModel, TargetModel
-from spec_decode.models.kernels.fp8_weight import Fp8Weight
+from spec_decode.models.kernels.fp8_weight import CAPABILITY, READING, Fp8Weight
 from spec_decode.models.layers.feed_forward import FeedForward
 from spec_decode.models.layers.grouped_attention import GroupedAttention
 from spec_decode.models.layers.linear import FusingLinear
@@ -22,9 +22,6 @@ from spec_decode.models.target_head import TargetHead
 FORMATS = ("fp8",)
 """fp8 is float8_e4m3fn with a scale for each output."""
 
-_QUANTISED = (torch.bfloat16, torch.float16)
-_CAPABILITY = (8, 9)
-"""The lowest compute capability with instructions that convert float8_e4m3fn."""
 _PRODUCTS: dict[type[nn.Module], tuple[str, ...]] = {
     FusingLinear: ("weight",),
     FeedForward: ("gate_up", "down"),
@@ -51,12 +48,6 @@ class _Place(NamedTuple):
         weight: object = getattr(self.module, self.name)
         return self.module.shared if weight is None and isinstance(self.module, TargetHead) else weight
 
-    def hold(self, weight: Fp8Weight) -> None:
-        """Put an 8-bit weight here."""
-        # nn.Module rejects a module under the name of a parameter.
-        delattr(self.module, self.name)
-        setattr(self.module, self.name, weight)
-
 
 def check_format(setting: str, weights: object, dtype: torch.dtype, device: torch.device) -> None:
     """Raise BatchError unless a model of this dtype, on this device, can have its weights in this format.
@@ -69,29 +60,23 @@ def check_format(setting: str, weights: object, dtype: torch.dtype, device: torc
         "out to keep the loaded weights.",
     )
     require(
-        dtype in _QUANTISED,
+        dtype in READING,
         f"{setting}={weights!r} needs models in bfloat16 or float16, got {str(dtype).removeprefix('torch.')}. Load "
         f"them with dtype bfloat16, or leave {setting} out.",
     )
     if device.type == "cuda":
         capability = torch.cuda.get_device_capability(device)
         require(
-            capability >= _CAPABILITY,
+            capability >= CAPABILITY,
             f"{setting}={weights!r} needs compute capability 8.9 or more to convert its numbers, {device} has "
             f"{'.'.join(map(str, capability))}. Leave {setting} out.",
         )
 
 
-def quantise_target(target: TargetModel, weights: str = "fp8") -> None:
-    """Quantise the linear weights of a target of this library's layers to 8 bits in place, as `quantise_draft` does.
-
-    A head that is tied to the embedding becomes an 8-bit copy of it. Raises BatchError, with nothing changed, for an
-    unknown format, a model that is neither in bfloat16 nor float16, and a GPU of compute capability below 8.9.
-    """
-    for place in (places := list(_places(target))):
-        _checked(place, weights, "weights")
-    for place in places:
-        place.hold(Fp8Weight.of(_checked(place, weights, "weights")))
+def quantise_target(target: TargetModel) -> None:
+    """Quantise the linear weights of a target as `quantise_draft` does a draft's; a head that is tied to the embedding
+    becomes a copy. Raises BatchError, with nothing changed, for weights that `check_format` rejects."""
+    _quantise(list(_places(target)), "weights", "fp8")
 
 
 def quantise_draft(draft: DraftModel, weights: str = "fp8") -> None:
@@ -115,16 +100,22 @@ def quantise_draft(draft: DraftModel, weights: str = "fp8") -> None:
         f"{type(draft).__name__} uses none of this library's linear layers, and only these read 8-bit weights. Leave "
         "draft_weights out.",
     )
+    _quantise(places, "draft_weights", weights)
+
+
+def _quantise(places: Sequence[_Place], setting: str, weights: str) -> None:
     for place in places:
-        _checked(place, weights)
+        _checked(place, setting, weights)
     head: Fp8Weight | None = None
     for place in places:
         if isinstance(place.module, TargetHead):
             # All prediction modules share one copy.
-            quantised = head = Fp8Weight.of(_checked(place, weights)) if head is None else head
+            quantised = head = Fp8Weight.of(_checked(place, setting, weights)) if head is None else head
         else:
-            quantised = Fp8Weight.of(_checked(place, weights))
-        place.hold(quantised)
+            quantised = Fp8Weight.of(_checked(place, setting, weights))
+        # nn.Module rejects a module under the name of a parameter.
+        delattr(place.module, place.name)
+        setattr(place.module, place.name, quantised)
 
 
 def _places(model: nn.Module) -> Iterator[_Place]:
@@ -137,7 +128,7 @@ def _places(model: nn.Module) -> Iterator[_Place]:
         yield from (place for place in places if place.weight is not None or isinstance(module, TargetHead))
 
 
-def _checked(place: _Place, weights: str, setting: str = "draft_weights") -> torch.Tensor:
+def _checked(place: _Place, setting: str, weights: str) -> torch.Tensor:
     """Return the weight in 16 bits. Raises BatchError."""
     weight = place.weight
     require(

@@ -10,6 +10,7 @@ from typing import Any
 
 from spec_decode.models.checkpoints.config_reader import ConfigReader
 from spec_decode.models.checkpoints.files import CheckpointError, read_object
+from spec_decode.models.checkpoints.fp8_layout import FIELD, read_fp8_layout
 
 _ADAPTER_CONFIG = "adapter_config.json"
 _ADAPTER = (_ADAPTER_CONFIG, "adapter_model.safetensors", "adapter_model.bin")
@@ -18,6 +19,13 @@ _QUANTISED = ("quantization_config", "compression_config", "quantization")
 _QUANTISED_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
 """The same as files, by ModelOpt, AutoGPTQ and AutoAWQ."""
 _METHODS = ("quant_method", "quant_algo", "quant_type")
+_FORMATS = {
+    "4-bit floats are not read": ("fp4",),
+    "FP8 is read for targets on our layers only": ("fp8", "float-quantized"),
+    "8-bit integers are not read": ("int-quantized", "naive-quantized", "int8"),
+    "integers of few bits are not read": ("awq", "gptq", "round", "pack-quantized", "hqq", "quanto", "bits", "int4"),
+}
+"""Families of formats, and words in the names of their methods."""
 _MAX_QUOTED = 80
 
 
@@ -35,13 +43,18 @@ def read_config(folder: Path) -> dict[str, Any]:
     return read_object(path, "Pass the folder of a downloaded model.")
 
 
-def refuse_quantised(folder: Path, config: dict[str, Any]) -> None:
-    """Raise CheckpointError if config.json, a section of it, or a file beside it describes quantised weights."""
+def refuse_quantised(folder: Path, config: dict[str, Any], *, fp8: bool = False) -> None:
+    """Raise CheckpointError if config.json, a section of it, or a file beside it describes quantised weights. fp8: not
+    for FP8 weights that Fp8Store reads."""
+    if fp8 and read_fp8_layout(ConfigReader(config, str(folder / "config.json"))) is not None:
+        config = {name: value for name, value in config.items() if name != FIELD}
     if (found := next(_quantised(folder, config), None)) is not None:
         where, method = found
+        known = (what for what, words in _FORMATS.items() if any(word in method.lower() for word in words))
         raise CheckpointError(
-            f"{folder} holds quantised weights: {where} has method {method!r:.{_MAX_QUOTED}}; no quantised target or "
-            "draft is served. Use a bf16 copy, or serve the model in vLLM with the plug-in."
+            f"{folder} holds quantised weights: {where} has method {method!r:.{_MAX_QUOTED}}; "
+            f"{next(known, 'this format is not read')}. Use a bf16 copy, with weights or draft_weights='fp8' "
+            "for 8 bits, or serve it in vLLM with the plug-in."
         )
 
 
@@ -80,6 +93,7 @@ def _method(described: Any) -> str:
     inner = described.get("quantization")
     sections = [described, *([inner] if isinstance(inner, dict) else [])]
     named = [str(section[name]) for section in sections for name in _METHODS if section.get(name)]
+    named = [f"{method} {described['format']}" if "format" in described else method for method in named]
     if not named and "bits" in described:
         named = [f"{described['bits']} bits"]
     return named[0] if named else json.dumps(described)

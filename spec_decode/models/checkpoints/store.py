@@ -22,7 +22,7 @@ from spec_decode.models.checkpoints.files import (
     unreadable,
 )
 from spec_decode.models.checkpoints.folder_kind import read_config
-from spec_decode.models.kernels.fp8_weight import Fp8Weight, Weight
+from spec_decode.models.kernels.fp8_weight import Fp8Weight, Weight, joined_rows
 
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 """Files that can hold the weights; the first that exists is read."""
@@ -129,6 +129,11 @@ class TensorStore:
             raise CheckpointError(f"{name} in {place} must hold finite numbers, got NaN or infinity. Restore the file.")
         self._taken.add(name)
         return cast
+
+    def take_fp8(self, name: str, shape: tuple[int, ...], device: torch.device) -> Fp8Weight | None:
+        """Return a weight [N, K] that products read as it is stored, in 8 bits; None for any other tensor. Raises
+        CheckpointError as `take`."""
+        return None
 
     def refuse_unused(self, *, under: str = "") -> None:
         """Raise CheckpointError for tensors under a prefix that were not taken, except the rotary tables that old
@@ -287,7 +292,14 @@ class ScopedWeights:
         return frozen(parts[0] if len(parts) == 1 else torch.cat(parts))
 
     def product(self, names: Sequence[str], rows: Sequence[int], *columns: int) -> nn.Parameter | Fp8Weight:
-        """As `stacked`, for the weight of a product: in 8 bits if `quantises`."""
+        """As `stacked`, for the weight of a product: in 8 bits if all are stored so, or if `quantises`."""
+        narrow = []
+        for name, count in zip(names, rows, strict=True):
+            if (part := self.store.take_fp8(self.prefix + name, (count, *columns), self.device)) is None:
+                break
+            narrow.append(part)
+        if len(narrow) == len(names):
+            return narrow[0] if len(narrow) == 1 else joined_rows(narrow)
         weight = self.stacked(names, rows, *columns)
         return Fp8Weight.of(weight) if self.quantises else weight
 

@@ -5,13 +5,17 @@ Legend: N outputs, K inputs. Stacked weights have more axes, before N.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 import torch
 from torch import nn
 
 DTYPE = torch.float8_e4m3fn
+READING = (torch.bfloat16, torch.float16)
+"""Dtypes of the rows that products multiply by 8-bit weights."""
+CAPABILITY = (8, 9)
+"""The lowest compute capability with instructions that convert float8_e4m3fn."""
 _LARGEST = torch.finfo(DTYPE).max
 _WIDE = torch.arange(256, dtype=torch.uint8).view(DTYPE).float()
 """The value of each byte."""
@@ -112,6 +116,17 @@ def fill(stack: Weight, index: int, weight: Weight) -> None:
     for into, part in zip(operands(stack), operands(weight), strict=True):
         if into is not None and part is not None:
             into[index].copy_(part)
+
+
+def joined_rows(weights: Sequence[Fp8Weight]) -> Fp8Weight:
+    """Stack weights [N, K] along the rows."""
+    values = torch.cat([weight.values.view(torch.uint8) for weight in weights]).view(DTYPE)
+    return Fp8Weight(values, torch.cat([weight.scale for weight in weights]))
+
+
+def reads_fp8(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether products of rows in this dtype, on this device, read 8-bit weights."""
+    return dtype in READING and (device.type != "cuda" or torch.cuda.get_device_capability(device) >= CAPABILITY)
 
 
 def is_scaled(values: torch.Tensor, scale: torch.Tensor | None) -> bool:

@@ -42,8 +42,10 @@ def linear(
     if isinstance(weight, torch.Tensor) and kind is ProductKind.TORCH:
         out = F.linear(x, weight, bias)
     else:
-        narrow = isinstance(weight, Fp8Weight) and kind is ProductKind.NARROW
-        out = narrow_linear(x, weight) if narrow else batch_invariant_linear(x[:, None], weight[None])[:, 0]
+        if isinstance(weight, Fp8Weight) and kind is ProductKind.NARROW:
+            out = narrow_linear(x, weight)
+        else:
+            out = batch_invariant_linear(x[:, None], weight[None])[:, 0]
         out = out if bias is None else out + bias
     return out if residual is None else residual + out
 

@@ -15,7 +15,7 @@ from spec_decode.models.checkpoints.config_reader import ConfigReader
 from spec_decode.models.checkpoints.files import CheckpointError
 from spec_decode.models.checkpoints.store import ScopedWeights, frozen, held
 from spec_decode.models.kernels.combine_experts import combine_experts
-from spec_decode.models.kernels.fp8_weight import Weight, empty_stack, fill
+from spec_decode.models.kernels.fp8_weight import Weight, empty_stack, fill, operands
 from spec_decode.models.kernels.order_by_expert import order_by_expert
 from spec_decode.models.kernels.route_tokens import Routing, route_tokens
 from spec_decode.models.kernels.skinny_linear import wide_linear
@@ -157,14 +157,19 @@ def _read_experts(shape: MixtureShape, weights: ScopedWeights, names: Names) -> 
     must not exist twice."""
     count, hidden, intermediate = shape.routing.num_experts, shape.hidden, shape.intermediate
     if weights.has("experts.gate_up_proj"):
-        gate_up = weights.product(["experts.gate_up_proj"], [count], 2 * intermediate, hidden)
-        return Experts(gate_up, weights.product(["experts.down_proj"], [count], hidden, intermediate), shape.limit)
+        stacked = weights.product(["experts.gate_up_proj"], [count], 2 * intermediate, hidden)
+        return Experts(stacked, weights.product(["experts.down_proj"], [count], hidden, intermediate), shape.limit)
     stacks: list[Weight] = []
     for index in range(count):
         expert = read_gate_up_down(weights.under(f"experts.{index}."), names, hidden, intermediate)
         # The first expert validates the sizes before memory for all is allocated.
         stacks = stacks or [empty_stack(part, count) for part in expert]
         for stack, part in zip(stacks, expert, strict=True):
+            if type(operands(stack)[1]) is not type(operands(part)[1]):
+                raise CheckpointError(
+                    f"some of {weights.prefix}experts in {weights.store.folder} are stored in 8 bits and others are "
+                    f"not, {index} first. Pass weights='fp8', or use a bf16 copy."
+                )
             fill(stack, index, part)
     gate_up, down = stacks
     return Experts(gate_up, down, shape.limit)

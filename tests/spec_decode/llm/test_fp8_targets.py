@@ -1,7 +1,8 @@
-"""Targets whose products read 8-bit weights that are made while they load."""
+"""Targets whose products read 8-bit weights: made while they load, or published."""
 
 from __future__ import annotations
 
+import json
 import weakref
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
+from safetensors.torch import load_file, save_file
 
 from builders import BatchError
 from spec_decode.cli.main import main
@@ -22,6 +24,7 @@ from spec_decode.models.kernels.fp8_weight import Fp8Weight, widened
 from tests.factories import CPU
 from tests.spec_decode.llm.test_published import write_model, write_tokenizer
 from tests.spec_decode.llm.test_published_targets import WORDS, texts
+from tests.spec_decode.models.checkpoints.fp8_folders import write_fp8
 from tests.spec_decode.models.test_decoder_target import close, folder_of, make_model, whole
 
 KINDS = ("llama-3", "llama-biased", "smollm2", "qwen3-moe-some-dense")
@@ -114,7 +117,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "transformers": (
         {"target": "transformers"},
         CheckpointError,
-        "would run in transformers, where weights stay in 16 bits: you asked for it. Leave weights out, or",
+        "would run in transformers, which gets no 8-bit weights: you asked for it. Use a bf16 copy",
     ),
     "float32": ({"dtype": "auto"}, BatchError, "weights='fp8' needs models in bfloat16 or float16, got float32"),
     "another name": ({"weights": "int8"}, BatchError, r"weights is 'int8'\..* Pass one of fp8, or leave it out"),
@@ -134,7 +137,7 @@ def test_unsuitable_settings_are_rejected_before_loading(
 def test_families_of_other_layers_stay_in_16_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_model(tmp_path, mlp_bias=True)
     monkeypatch.setattr("spec_decode.models.hf.folder.load_tokenizer", None)
-    with pytest.raises(CheckpointError, match=r"stay in 16 bits: mlp_bias in config\.json is True"):
+    with pytest.raises(CheckpointError, match=r"which gets no 8-bit weights: mlp_bias in config\.json is True"):
         LLM(tmp_path, device="cpu", dtype="bfloat16", weights="fp8")
 
 
@@ -143,3 +146,84 @@ def test_the_command_line_quantises_the_target() -> None:
     result = CliRunner().invoke(main, [*words, "--explain"])
     assert result.exit_code == 0 and "target's matrix products read fp8 weights" in result.output, result.output
     assert " on cpu, bfloat16, weights in fp8\n" in result.output
+
+
+SETTINGS: dict[str, Any] = {"device": "cpu", "dtype": "bfloat16"}
+READS = {
+    "as stored": ("channel", SETTINGS, "read fp8 weights, as stored"),
+    "in part": ("one tensor", {**SETTINGS, "weights": "fp8"}, "read fp8 weights, as stored where there are any"),
+    "blocks": ("blocks", SETTINGS, "read bfloat16 weights, widened from FP8 in blocks of 16 x 24"),
+    "rounded blocks": (
+        "blocks",
+        {**SETTINGS, "weights": "fp8"},
+        "read fp8 weights, rounded again from FP8 in blocks of 16 x 24",
+    ),
+    "fp32": ("channel", {"device": "cpu"}, "read float32 weights, widened from FP8"),
+}
+
+
+@pytest.mark.parametrize(("layout", "settings", "reads"), READS.values(), ids=READS)
+def test_published_fp8_targets_say_how_they_are_read(
+    layout: str, settings: dict[str, Any], reads: str, tmp_path: Path
+) -> None:
+    wide = write_fp8(tmp_path, "llama-3", layout)
+    write_tokenizer(tmp_path, WORDS)
+    llm = LLM(tmp_path, **settings)
+    assert f"target's matrix products {reads}\n" in llm.explain()
+    found = texts(llm)
+    assert all(len(text) == 12 for text in found)
+    if "dtype" not in settings:
+        write_tokenizer(wide, WORDS)
+        assert found == texts(LLM(wide, device="cpu", target="transformers"))
+
+
+@pytest.mark.parametrize("weights", [None, "fp8"])
+def test_plain_drafts_change_no_text_of_a_published_fp8_target(weights: str | None, tmp_path: Path) -> None:
+    wide = write_fp8(tmp_path, "qwen3-moe", "channel")
+    write_tokenizer(tmp_path, WORDS)
+    settings: dict[str, Any] = {**SETTINGS, "weights": weights, "batch_invariant": True}
+    drafted = LLM(tmp_path, draft=wide, num_speculative_tokens=3, **settings)
+    assert texts(drafted) == texts(LLM(tmp_path, **settings)) and drafted.engine.stats.mean_accepted > 0
+
+
+def in_transformers(folder: Path) -> dict[str, Any]:
+    return {"target": "transformers"}
+
+
+def of_other_layers(folder: Path) -> dict[str, Any]:
+    fields = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**fields, "logit_scale": 0.5}))
+    return {}
+
+
+def of_another_scale(folder: Path) -> dict[str, Any]:
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.0.mlp.up_proj.weight_scale"][1] = -1
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return {}
+
+
+def as_a_draft(folder: Path) -> dict[str, Any]:
+    write_tokenizer(folder / "wide", WORDS)
+    return {"model": folder / "wide", "draft": folder}
+
+
+PUBLISHED = {
+    "in transformers": (in_transformers, "has method 'compressed-tensors float-quantized'; FP8 is read for targets on"),
+    "of other layers": (of_other_layers, "would run in transformers, which gets no 8-bit weights: .* has logit_scale"),
+    "with a wrong scale": (of_another_scale, "up_proj.weight_scale in .* must be positive and finite, got -1"),
+    "as a draft": (as_a_draft, "FP8 is read for targets on our layers only. Use a bf16 copy"),
+}
+
+
+@pytest.mark.parametrize(("change", "why"), PUBLISHED.values(), ids=PUBLISHED)
+def test_unread_fp8_folders_are_rejected_before_loading(
+    change: Any, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_fp8(tmp_path, "llama-3", "channel")
+    write_tokenizer(tmp_path, WORDS)
+    settings = {"model": tmp_path, **SETTINGS, **change(tmp_path)}
+    monkeypatch.setattr("spec_decode.llm.load.load_target", None)
+    monkeypatch.setattr("spec_decode.models.hf.folder.load_model", None)
+    with pytest.raises(CheckpointError, match=why):
+        LLM(**settings)

@@ -213,7 +213,7 @@ def test_pair_config_with_false_size_is_rejected(pair, field):
 def test_quantised_checkpoint_of_any_kind_is_rejected(tmp_path, kind):
     quantised = EVERY[kind].checkpoint.changed({"quantization_config": {"quant_method": "gptq"}})
     message = load_refusal(tmp_path, kind, quantised)
-    assert "has method 'gptq'; no quantised target or draft is served" in message
+    assert "has method 'gptq'; integers of few bits are not read" in message
 
 
 def test_value_too_large_for_dtype_is_rejected(tmp_path):

@@ -121,13 +121,28 @@ def test_undeclared_quantised_weights_are_rejected(folder, plain):
 
 
 QUANTISED = {
-    "fp8": ({"quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic"}}, "'fp8'"),
-    "bitsandbytes": ({"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}, "'bitsandbytes'"),
-    "modelopt": ({"quantization_config": {"quant_algo": "NVFP4"}}, "'NVFP4'"),
+    "fp8": ({"quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic"}}, "'fp8'; FP8 is"),
+    "bitsandbytes": (
+        {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}},
+        "'bitsandbytes'; integers of few bits",
+    ),
+    "AWQ": ({"quantization_config": {"quant_method": "awq", "bits": 4}}, "'awq'; integers of few bits"),
+    "modelopt": ({"quantization_config": {"quant_algo": "NVFP4"}}, "'NVFP4'; 4-bit floats"),
     "no method": ({"quantization_config": {"load_in_8bit": True}}, "load_in_8bit"),
-    "a section": ({"text_config": {"quantization_config": {"quant_method": "mxfp4"}}}, "'mxfp4'"),
-    "compressed-tensors": ({"compression_config": {"quant_method": "compressed-tensors"}}, "'compressed-tensors'"),
-    "MLX": ({"quantization": {"group_size": 64, "bits": 4}}, "'4 bits'"),
+    "a section": ({"text_config": {"quantization_config": {"quant_method": "mxfp4"}}}, "'mxfp4'; 4-bit floats"),
+    "compressed-tensors": (
+        {"compression_config": {"quant_method": "compressed-tensors"}},
+        "'compressed-tensors'; this format",
+    ),
+    "int4": (
+        {"quantization_config": {"quant_method": "compressed-tensors", "format": "pack-quantized"}},
+        "'compressed-tensors pack-quantized'; integers of few bits",
+    ),
+    "int8": (
+        {"quantization_config": {"quant_method": "compressed-tensors", "format": "int-quantized"}},
+        "'compressed-tensors int-quantized'; 8-bit integers",
+    ),
+    "MLX": ({"quantization": {"group_size": 64, "bits": 4}}, "'4 bits'; integers of few bits"),
 }
 
 

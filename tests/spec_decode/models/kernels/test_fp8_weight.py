@@ -8,9 +8,17 @@ from torch.utils._pytree import tree_leaves
 from builders.errors import BatchError
 from spec_decode.graphs.dispatch_mode import PlainDispatchMode
 from spec_decode.model_api import batch_invariance
-from spec_decode.models.kernels import fp8_weight
+from spec_decode.models.kernels import fp8_weight, streamed_linear
 from spec_decode.models.kernels.batch_invariant_linear import batch_invariant_linear
-from spec_decode.models.kernels.fp8_weight import Fp8Weight, is_scaled, widened
+from spec_decode.models.kernels.fp8_weight import (
+    Fp8Weight,
+    empty_stack,
+    fill,
+    is_scaled,
+    joined_rows,
+    reads_fp8,
+    widened,
+)
 from spec_decode.models.kernels.linear import gated_linear, linear
 from spec_decode.models.kernels.swiglu import swiglu
 from spec_decode.models.layers.linear import grouped_gated_linear, grouped_linear
@@ -88,6 +96,35 @@ def test_a_weight_is_never_copied_whole(monkeypatch):
     assert copies.most == 40
 
 
+@pytest.mark.parametrize("shape", [(10, 8), (3, 6, 8)])
+def test_weight_is_widened_in_parts(shape, monkeypatch):
+    monkeypatch.setattr(fp8_weight, "_ROWS_AT_ONCE", 4)
+    weight = Fp8Weight.of(draw(*shape))
+    assert torch.equal(weight.widened(torch.bfloat16), widened(weight.values, weight.scale).bfloat16())
+
+
+def test_rows_and_stacks_keep_their_scales():
+    first, second = Fp8Weight.of(draw(4, 8)), Fp8Weight.of(draw(6, 8, seed=1))
+    rows = torch.tensor([7, 0, 9, 4])
+    both = torch.cat([widened(each.values, each.scale) for each in (first, second)])
+    chosen = joined_rows([first, second])[rows]
+    assert torch.equal(widened(chosen.values, chosen.scale), both[rows])
+    stack = empty_stack(first, 2)
+    for index, each in enumerate((first, Fp8Weight.of(draw(4, 8, seed=2)))):
+        fill(stack, index, each)
+        assert torch.equal(widened(stack.values, stack.scale)[index], widened(each.values, each.scale))
+
+
+READS = [("cuda:0", (8, 9), True), ("cuda:0", (8, 6), False), ("cpu", (0, 0), True)]
+
+
+@pytest.mark.parametrize(("device", "capability", "found"), READS)
+def test_old_devices_and_fp32_rows_read_no_fp8(device, capability, found, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert reads_fp8(torch.bfloat16, torch.device(device)) is found
+    assert not reads_fp8(torch.float32, torch.device(device))
+
+
 def test_slice_has_its_own_scales():
     whole = Fp8Weight.of(draw(10, 8))
     part = whole[slice(4, None)]
@@ -124,7 +161,8 @@ def test_products_reject_scale_of_wrong_shape(rows):
 
 @pytest.mark.parametrize("invariant", [False, True])
 @pytest.mark.parametrize("rows", [0, 1, 2, 3, 161, 400])
-def test_any_number_of_rows_is_multiplied(rows, invariant):
+def test_any_number_of_rows_is_multiplied(rows, invariant, monkeypatch):
+    monkeypatch.setattr(streamed_linear, "_WIDE_ROWS", 4)
     weight, x = Fp8Weight.of(draw(6, 8)), draw(rows, 8, seed=1) if rows else torch.zeros(0, 8).bfloat16()
     bias, residual = draw(1, 6, seed=2)[0], draw(rows, 6, seed=3) if rows else torch.zeros(0, 6).bfloat16()
     wide = x.float() @ widened(weight.values, weight.scale).T

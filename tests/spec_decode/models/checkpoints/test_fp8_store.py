@@ -1,0 +1,227 @@
+"""Targets from FP8 checkpoints: their numbers, which weights stay as they are, and files that contradict themselves."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from spec_decode.models.causal_lm import load_target
+from spec_decode.models.checkpoints.files import CheckpointError
+from spec_decode.models.checkpoints.fp8_store import Fp8Store
+from spec_decode.models.checkpoints.store import TensorStore
+from spec_decode.models.decoder import DecoderTarget
+from spec_decode.models.kernels.fp8_weight import Fp8Weight, widened
+from spec_decode.models.target_fields import unserved
+from tests.factories import CPU
+from tests.spec_decode.models.checkpoints.fp8_folders import FP8, LAYOUTS, Tensors, compressed, write_fp8
+from tests.spec_decode.models.test_decoder_target import TEXT, close, off, transformers, whole
+
+
+def load(folder: Path, *, dtype: torch.dtype = torch.float32, quantises: bool = False) -> DecoderTarget:
+    store = Fp8Store.open(folder)
+    assert isinstance(store, Fp8Store) and unserved(store) is None
+    store.keeps = dtype != torch.float32
+    return load_target(store, dtype=dtype, device=CPU, quantises=quantises)
+
+
+def products(target: torch.nn.Module) -> dict[str, Fp8Weight]:
+    return {path: part for path, part in target.named_modules() if isinstance(part, Fp8Weight)}
+
+
+@pytest.mark.parametrize("kind", ["llama-3", "qwen2-window", "qwen3-moe-some-dense"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_widened_logits_match_transformers(kind: str, layout: str, tmp_path: Path) -> None:
+    wide = write_fp8(tmp_path, kind, layout)
+    own = transformers.AutoModelForCausalLM.from_pretrained(wide, dtype=torch.float32, attn_implementation="eager")
+    target = load(tmp_path)
+    assert not products(target) and close(whole(target)[0], own(TEXT[None]).logits[0])
+
+
+@pytest.mark.parametrize("kind", ["llama-3", "qwen3-moe"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_weights_with_scales_of_outputs_stay_as_stored(kind: str, layout: str, tmp_path: Path) -> None:
+    wide = write_fp8(tmp_path, kind, layout)
+    found = load(tmp_path, dtype=torch.bfloat16)
+    kept = products(found)
+    if "block" in layout:
+        assert not kept
+        kept = products(rounded := load(tmp_path, dtype=torch.bfloat16, quantises=True))
+        assert "lm_head.weight" in kept and len(kept) == 4 * 4 + 1
+        assert off(whole(rounded.float())[0], whole(found.float())[0]) > 0
+        return
+    # In fp32, which leaves 8-bit weights as they are, these are the numbers of the file.
+    wanted = load_target(TensorStore.open(wide), dtype=torch.float32, device=CPU)
+    for path, weight in kept.items():
+        place, _, name = path.rpartition(".")
+        assert torch.equal(widened(weight.values, weight.scale), getattr(wanted.get_submodule(place), name))
+    assert len(kept) == 4 * 4 and isinstance(found.lm_head.weight, torch.nn.Parameter)
+    quantised = load(tmp_path, dtype=torch.bfloat16, quantises=True)
+    assert all(torch.equal(products(quantised)[path].values, weight.values) for path, weight in kept.items())
+    assert isinstance(quantised.lm_head.weight, Fp8Weight)
+
+
+def test_projection_that_is_stored_in_two_forms_is_widened(tmp_path: Path) -> None:
+    """As with an ignored q_proj: products read one form."""
+
+    def widen(tensors: Tensors) -> None:
+        for name in [name for name in tensors if ".q_proj" in name]:
+            part = tensors.pop(name)
+            if part.dtype == FP8:
+                tensors[name] = part.float() * 0.5
+
+    write_fp8(tmp_path, "llama-3", "channel", widen)
+    change_config(tmp_path, ignore=["lm_head", "re:.*q_proj"])
+    found = load(tmp_path, dtype=torch.bfloat16)
+    assert len(products(found)) == 4 * 3 and isinstance(found.layers[0].qkv.weight, torch.nn.Parameter)
+    assert len(products(load(tmp_path, dtype=torch.bfloat16, quantises=True))) == 4 * 4 + 1
+
+
+def change_config(folder: Path, **changes: Any) -> None:
+    path = folder / "config.json"
+    fields = json.loads(path.read_text())
+    fields["quantization_config"] |= changes
+    path.write_text(json.dumps(fields))
+
+
+NAME = "model.layers.1.mlp.up_proj.weight"
+SCALE = f"{NAME}_scale"
+
+
+def put(name: str, make: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Tensors], None]:
+    return lambda tensors: tensors.update({name: make(tensors[name]).contiguous()})
+
+
+def with_number(name: str, number: float) -> Callable[[Tensors], None]:
+    return lambda tensors: tensors[name].flatten().__setitem__(3, number)
+
+
+def with_byte(byte: int) -> Callable[[Tensors], None]:
+    return lambda tensors: tensors[NAME].view(torch.uint8).flatten().__setitem__(5, byte)
+
+
+BAD: dict[str, tuple[Callable[[Tensors], Any], str]] = {
+    "no scale": (lambda tensors: tensors.pop(SCALE), "must have one scale, .*up_proj.weight_scale or .*, got 0"),
+    "two scales": (lambda tensors: tensors.update({f"{NAME}_scale_inv": torch.ones(48, 1)}), "one scale, .*, got 2"),
+    "a scale for each input": (
+        put(SCALE, lambda scale: torch.ones(1, 32)),
+        r"\[48, 1\] or \[48\] for \[48, 32\], got torch.float32 \[1, 32\]",
+    ),
+    "a scale too few": (put(SCALE, lambda scale: scale[1:]), r"got torch.float32 \[47, 1\]"),
+    "one scale": (put(SCALE, lambda scale: scale[:1, 0]), r"got torch.float32 \[1\]"),
+    "a scale of integers": (
+        put(SCALE, lambda scale: scale.int()),
+        "of 16 bits or more, .* got torch.int32",
+    ),
+    "a scale of 0": (with_number(SCALE, 0.0), r"up_proj.weight_scale in .* must be positive and finite, got 0.0"),
+    "a negative scale": (with_number(SCALE, -1.0), "positive and finite, got -1.0"),
+    "an infinite scale": (with_number(SCALE, torch.inf), "positive and finite, got inf"),
+    "a scale of NaN": (with_number(SCALE, torch.nan), "positive and finite, got nan"),
+    "a scale without its weight": (lambda tensors: tensors.pop(NAME), "is a scale without an FP8 "),
+    "a scale beside 16 bits": (
+        put(NAME, lambda weight: weight.float()),
+        "has torch.float32, and config.json says FP8. Let it ignore",
+    ),
+    "a scale of an ignored layer": (
+        lambda tensors: tensors.update({"lm_head.weight_scale": torch.ones(64, 1)}),
+        "lm_head.weight_scale in .* is a scale without an FP8 lm_head.weight",
+    ),
+    "a scale in 8 bits": (put(SCALE, lambda scale: scale.to(FP8)), "of 16 bits or more, .* got torch.float8"),
+    "a number that is NaN": (with_byte(0x7F), f"{NAME} in .* must hold numbers, got NaN"),
+    "and with a sign": (with_byte(0xFF), "must hold numbers, got NaN"),
+    "an ignored weight in FP8": (
+        lambda tensors: tensors.update(
+            {
+                "lm_head.weight": tensors["lm_head.weight"].to(FP8),
+                "lm_head.weight_scale": torch.ones(64, 1),
+            }
+        ),
+        "lm_head.weight in .* is in FP8, and config.json says that lm_head is not",
+    ),
+    "another 8-bit float": (put(NAME, lambda weight: weight.to(torch.float8_e5m2)), "has torch.float8_e5m2"),
+    "a bias in FP8": (
+        lambda tensors: tensors.update({"model.norm.weight": tensors["model.norm.weight"].to(FP8)}),
+        r"model.norm.weight in .* \[32\]; 8 bits are read as torch.float8_e4m3fn \[N, K\]",
+    ),
+    "a weight of another size": (put(NAME, lambda weight: weight[:, 1:]), r"must be \[48, 32\], got \[48, 31\]"),
+}
+
+
+@pytest.mark.parametrize(("change", "why"), BAD.values(), ids=BAD)
+def test_contradicting_tensors_are_rejected(change: Callable[[Tensors], None], why: str, tmp_path: Path) -> None:
+    write_fp8(tmp_path, "llama-3", "channel", change)
+    with pytest.raises(CheckpointError, match=why):
+        load(tmp_path)
+
+
+CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
+    "a cache in 8 bits": ({"kv_cache_scheme": {"num_bits": 8}}, "has kv_cache_scheme, .*, which is not read"),
+    "rotated weights": ({"transform_config": {"config_groups": {"a": 1}}}, "has transform_config"),
+    "pruned weights": ({"sparsity_config": {"format": "sparse-24-bitmask"}}, "format in sparsity_config .* 'dense'"),
+    "groups of inputs": (compressed("group"), r"strategy must be tensor, channel or block .*, got \['group'\]"),
+    "no group": ({"config_groups": {}}, r"strategy must be .*, got \[\]"),
+    "scales of other weights": (compressed("tensor"), r"\[\] or \[1\] for "),
+    "no pattern": ({"ignore": ["lm_head", "re:("]}, r"has the pattern '\('"),
+    "names that are none": ({"ignore": "lm_head"}, "ignore in quantization_config .* must be a list"),
+    "a layer that is not ignored": ({"ignore": []}, "lm_head.weight in .* has torch.float32, and .* says FP8"),
+    "ignored layers in FP8": (
+        {"ignore": ["lm_head", "re:.*layers.2"]},
+        "says that model.layers.2.mlp.down_proj is not",
+    ),
+}
+
+
+@pytest.mark.parametrize(("changes", "why"), CONFIGS.values(), ids=CONFIGS)
+def test_contradicting_configs_are_rejected(changes: dict[str, Any], why: str, tmp_path: Path) -> None:
+    write_fp8(tmp_path, "llama-3", "channel")
+    change_config(tmp_path, **changes)
+    with pytest.raises(CheckpointError, match=why):
+        load(tmp_path)
+
+
+TARGETS = {"all by a pattern": (["re:.*_proj$"], True), "a part of them": (["re:.*[qkvo]_proj$"], False)}
+
+
+@pytest.mark.parametrize(("targets", "fits"), TARGETS.values(), ids=TARGETS)
+def test_targets_of_groups_name_what_is_quantised(targets: list[str], fits: bool, tmp_path: Path) -> None:
+    write_fp8(tmp_path, "llama-3", "channel")
+    config = compressed("channel", ignore=[])
+    config["config_groups"]["group_0"]["targets"] = targets
+    change_config(tmp_path, **config)
+    if fits:
+        assert products(load(tmp_path, dtype=torch.bfloat16))
+    else:
+        with pytest.raises(CheckpointError, match=r"says that model.layers.0.mlp.down_proj is not"):
+            load(tmp_path)
+
+
+def test_experts_in_two_forms_are_rejected(tmp_path: Path) -> None:
+    name = "model.layers.2.mlp.experts.3.up_proj"
+
+    def widen(tensors: Tensors) -> None:
+        for part in ("gate", "up"):
+            tensors.pop(f"{name.replace('up', part)}.weight_scale")
+            tensors[f"{name.replace('up', part)}.weight"] = tensors[f"{name.replace('up', part)}.weight"].float()
+
+    write_fp8(tmp_path, "qwen3-moe", "channel", widen)
+    change_config(tmp_path, ignore=["lm_head", "re:.*mlp.gate$", "re:.*layers.2.*experts.3.(gate|up)_proj"])
+    with pytest.raises(CheckpointError, match=r"some of model.layers.2.mlp.experts in .* in 8 bits .* not, 3 first"):
+        load(tmp_path, dtype=torch.bfloat16)
+
+
+def test_other_formats_are_left_to_other_readers(tmp_path: Path) -> None:
+    write_fp8(tmp_path, "llama-3", "channel", lambda tensors: None)
+    change_config(tmp_path, format="pack-quantized")
+    assert type(Fp8Store.open(tmp_path)) is TensorStore
+    assert load_file(tmp_path / "model.safetensors")[NAME].dtype == FP8
+
+
+def test_numbers_too_large_for_fp16_are_rejected(tmp_path: Path) -> None:
+    write_fp8(tmp_path, "llama-3", "blocks", put(f"{NAME}_scale_inv", lambda scale: scale * 1e6))
+    with pytest.raises(CheckpointError, match=r"has numbers too large for torch.float16. Load it as bfloat16"):
+        load(tmp_path, dtype=torch.float16)
