@@ -45,6 +45,8 @@ class ModelConfig:
     rope_theta: float = 10000.0
     norm_eps: float = 1e-6
     sliding_window: int | None = None
+    rotated_dims: int | None = None
+    """Rotated dims of a head without a latent; None: all."""
     latent: LatentConfig | None = None
     """None: one key and one value per KV head."""
 
@@ -97,7 +99,7 @@ class ModelConfig:
     @property
     def rotary_dim(self) -> int:
         """Rotated dims of a head."""
-        return self.head_dim if self.latent is None else self.latent.rope_dim
+        return self.latent.rope_dim if self.latent is not None else self.rotated_dims or self.head_dim
 
     def attention_spec(self, page_size: int, dtype: torch.dtype) -> AttentionSpec:
         """Return the spec of every layer's attention, over a cache with this page size."""

@@ -13,6 +13,7 @@ ARCHITECTURES = {
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
     "Qwen3MoeForCausalLM": "qwen3_moe",
+    "Glm4MoeForCausalLM": "glm4_moe",
 }
 """The family of each class of language model that this library's layers compute."""
 _SWITCHED = ("qwen2", "qwen3", "qwen3_moe")

@@ -25,6 +25,18 @@ _ALSO_REQUIRED = {
     "qwen2": ("num_key_value_heads",),
     "qwen3": ("num_key_value_heads", "head_dim"),
     "qwen3_moe": ("num_key_value_heads", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob"),
+    "glm4_moe": (
+        "num_key_value_heads",
+        "num_experts_per_tok",
+        "moe_intermediate_size",
+        "norm_topk_prob",
+        "n_routed_experts",
+        "n_shared_experts",
+        "n_group",
+        "topk_group",
+        "routed_scaling_factor",
+        "first_k_dense_replace",
+    ),
 }
 _READ = (
     "model_type", "architectures", "num_key_value_heads", "head_dim", "tie_word_embeddings", "rope_theta",
@@ -38,6 +50,7 @@ _ALSO_READ = {
     "qwen2": (*_SWITCHED_WINDOW, "layer_types"),
     "qwen3": (*_SWITCHED_WINDOW, "layer_types", "attention_bias"),
     "qwen3_moe": (*_SWITCHED_WINDOW, "num_experts", "num_local_experts", "decoder_sparse_step", "mlp_only_layers"),
+    "glm4_moe": ("attention_bias", "use_qk_norm", "partial_rotary_factor", "num_nextn_predict_layers"),
 }
 """Fields that the layers of a family read, and those of them that have no meaning to a family, as max_window_layers to
 Qwen3-MoE."""
@@ -105,10 +118,10 @@ def unserved(store: TensorStore) -> str | None:
             return f"{name} in config.json is {value!r:.80}, and our layers compute {fixed[name]!r} only"
     if others := sorted(name for name in store.names() if not _TENSORS.fullmatch(name)):
         return f"the weights have {others[0]:.80}, which our layers do not know"
-    return _unserved_rope(store) or _unserved_experts(family, fields)
+    return _unserved_rope(store, family) or _unserved_experts(family, fields)
 
 
-def _unserved_rope(store: TensorStore) -> str | None:
+def _unserved_rope(store: TensorStore, family: str) -> str | None:
     if all(store.config.values.get(name) for name in ("rope_parameters", "rope_scaling")):
         return "config.json has both rope_parameters and rope_scaling"
     section = rope_section(store.config).values
@@ -122,7 +135,7 @@ def _unserved_rope(store: TensorStore) -> str | None:
         return f"config.json's rotary embedding has null as {nulls[0]}"
     if missing := sorted(_SCALINGS[kind] - section.keys()):
         return f"config.json's rotary embedding of type {kind} has no {missing[0]}"
-    if (part := section.get("partial_rotary_factor")) not in (None, 1.0):
+    if family != "glm4_moe" and (part := section.get("partial_rotary_factor")) not in (None, 1.0):
         return f"partial_rotary_factor in config.json is {part!r:.80}, and our layers rotate whole heads only"
     return None
 

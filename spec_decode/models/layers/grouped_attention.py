@@ -21,7 +21,7 @@ from spec_decode.models.kernels.fp8_weight import Weight
 from spec_decode.models.kernels.linear import linear
 from spec_decode.models.kernels.sigmoid_gate import sigmoid_gate
 from spec_decode.models.layers.rms_norm import RMSNorm
-from spec_decode.models.layers.rope import LLAMA_SCALINGS, RopeConfig, read_rope, rope_section
+from spec_decode.models.layers.rope import LLAMA_SCALINGS, RopeConfig, read_rope, read_rotated_dims
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,6 +32,7 @@ class GroupedShape:
     qk_norm      whether each query and key head is normed
     gated        whether the output is gated, with one gate for each query dim
     norm_offset  of the head norms: see RMSNorm.read
+    qkv_bias     whether query, key and value have biases; None: if the checkpoint has one of them
     """
 
     model: ModelConfig
@@ -39,6 +40,7 @@ class GroupedShape:
     qk_norm: bool
     gated: bool
     norm_offset: float
+    qkv_bias: bool | None = None
 
     def spec(self, page_size: int, dtype: torch.dtype) -> AttentionSpec:
         """Return the attention spec for a cache with this page size."""
@@ -53,14 +55,6 @@ class GroupedShape:
         halves = zip(rotated, others, strict=True) if len(others) == 2 else [(half,) for half in rotated]
         return torch.cat([part for half in halves for part in half])
 
-    def table(self, max_positions: int) -> torch.Tensor:
-        """Return fp32 [max_positions, D] of cos | sin in this order, with angle 0 for unrotated dims. Raises
-        CheckpointError for a table that would be too large."""
-        cos, sin = self.rope.table(max_positions).chunk(2, -1)
-        still = (self.model.head_dim - self.rope.dims) // 2
-        pad = nn.functional.pad
-        return torch.cat([pad(cos, (0, still), value=1.0), pad(sin, (0, still))], -1)
-
 
 def read_grouped_shape(
     config: ConfigReader, eps: float, *, qk_norm: bool, gated: bool, norm_offset: float, rotated: float
@@ -72,9 +66,6 @@ def read_grouped_shape(
     hidden, heads = config.get("hidden_size", int), config.get("num_attention_heads", int)
     dim = config.get("head_dim", int, hidden // max(heads, 1))
     theta, scaling = read_rope(config, LLAMA_SCALINGS)
-    for section in (config, rope_section(config)):
-        rotated = section.get("partial_rotary_factor", float, rotated)
-    dims = int(dim * rotated)
     try:
         model = ModelConfig(
             vocab_size=config.get("vocab_size", int),
@@ -93,14 +84,9 @@ def read_grouped_shape(
         raise
     except ValueError as error:
         raise CheckpointError(f"invalid attention in {config.place}: {error}. Restore the file.") from error
-    if dims % 2 or not 2 <= dims <= dim:
-        raise CheckpointError(
-            f"partial_rotary_factor in {config.place} must rotate an even number of 2 to {dim} dims, got "
-            f"{rotated} of {dim}. Restore the file."
-        )
     return GroupedShape(
         model=model,
-        rope=RopeConfig(dims=dims, theta=theta, scaling=scaling),
+        rope=RopeConfig(dims=read_rotated_dims(config, dim, rotated), theta=theta, scaling=scaling),
         qk_norm=qk_norm,
         gated=gated,
         norm_offset=norm_offset,
@@ -121,7 +107,8 @@ class GroupedAttention(nn.Module):
         key, value = (weights.take(f"{part}_proj.weight", self._kv_rows, hidden) for part in ("k", "v"))
         self.project_in = frozen(torch.cat([query, self._ordered(key), value, *gate]))
         self.bias = None
-        if any(weights.has(f"{part}_proj.bias") for part in "qkv"):
+        found = any(weights.has(f"{part}_proj.bias") for part in "qkv")
+        if found if shape.qkv_bias is None else shape.qkv_bias:
             query, *gate = self._read_queries(weights, "bias")
             key, value = (weights.take(f"{part}_proj.bias", self._kv_rows) for part in ("k", "v"))
             self.bias = frozen(torch.cat([query, self._ordered(key), value, *gate]))

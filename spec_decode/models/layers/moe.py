@@ -6,7 +6,7 @@ unless stated otherwise.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -19,7 +19,14 @@ from spec_decode.models.kernels.fp8_weight import Weight
 from spec_decode.models.kernels.order_by_expert import order_by_expert
 from spec_decode.models.kernels.route_tokens import Routing, route_tokens
 from spec_decode.models.kernels.skinny_linear import wide_linear
-from spec_decode.models.layers.feed_forward import FeedForward, GatedFeedForward, Names, read_dense, read_gate_up_down
+from spec_decode.models.layers.feed_forward import (
+    LLAMA_NAMES,
+    FeedForward,
+    GatedFeedForward,
+    Names,
+    read_dense,
+    read_gate_up_down,
+)
 from spec_decode.models.layers.linear import grouped_gated_linear, grouped_linear
 
 
@@ -124,7 +131,22 @@ def read_mixture(shape: MixtureShape, weights: ScopedWeights, names: Names) -> M
     return MixtureOfExperts(shape.routing, router, bias, _read_experts(shape, weights, names), shared)
 
 
-def read_qwen_mixture(config: ConfigReader, weights: ScopedWeights, names: Names) -> MixtureOfExperts:
+def read_deepseek_feed_forward(
+    config: ConfigReader, weights: ScopedWeights, layer: int
+) -> FeedForward | MixtureOfExperts:
+    """Read the feed-forward of a layer in the layout of DeepSeek-V3 and GLM-4.5, whose config says by the layer's index
+    whether it is dense or a mixture with sigmoid routing, a bias of the choice and a shared expert. Raises
+    CheckpointError."""
+    hidden = config.get("hidden_size", int)
+    first, every = config.get("first_k_dense_replace", int, 0), config.get("moe_layer_freq", int, 1)
+    routed = config.optional("n_routed_experts", int) is not None
+    if routed and layer >= first and layer % max(every, 1) == 0:
+        mixture = read_mixture_shape(config, hidden, scoring="sigmoid")
+        return read_mixture(mixture, weights, replace(LLAMA_NAMES, router_bias="gate.e_score_correction_bias"))
+    return read_dense(weights, LLAMA_NAMES, hidden, config.get("intermediate_size", int), None)
+
+
+def read_qwen_mixture(config: ConfigReader, weights: ScopedWeights) -> MixtureOfExperts:
     """Read a Qwen mixture: softmax routing, without a shared expert.
 
     Raises CheckpointError for an impossible routing.
@@ -138,16 +160,15 @@ def read_qwen_mixture(config: ConfigReader, weights: ScopedWeights, names: Names
         "norm_topk_prob": config.get("norm_topk_prob", bool, True),
     }
     hidden = config.get("hidden_size", int)
-    return read_mixture(
-        read_mixture_shape(ConfigReader(fields, config.place), hidden, scoring="softmax"), weights, names
-    )
+    shape = read_mixture_shape(ConfigReader(fields, config.place), hidden, scoring="softmax")
+    return read_mixture(shape, weights, LLAMA_NAMES)
 
 
-def read_shared_qwen_mixture(config: ConfigReader, weights: ScopedWeights, names: Names) -> MixtureOfExperts:
+def read_shared_qwen_mixture(config: ConfigReader, weights: ScopedWeights) -> MixtureOfExperts:
     """As `read_qwen_mixture`, with a gated shared expert."""
     hidden, shared = config.get("hidden_size", int), config.get("shared_expert_intermediate_size", int)
-    mixture = read_qwen_mixture(config, weights, names)
-    gate_up, down = read_gate_up_down(weights.under("shared_expert."), names, hidden, shared)
+    mixture = read_qwen_mixture(config, weights)
+    gate_up, down = read_gate_up_down(weights.under("shared_expert."), LLAMA_NAMES, hidden, shared)
     mixture.shared = GatedFeedForward(weights.take("shared_expert_gate.weight", 1, hidden), gate_up, down)
     return mixture
 

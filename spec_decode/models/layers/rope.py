@@ -68,8 +68,9 @@ class RopeConfig:
     theta: float
     scaling: Scaling | None = None
 
-    def table(self, max_positions: int) -> torch.Tensor:
-        """Return fp32 [max_positions, dims] of cos | sin. Raises CheckpointError for an unreasonably large table."""
+    def table(self, max_positions: int, head_dim: int | None = None) -> torch.Tensor:
+        """Return fp32 [max_positions, dims] of cos | sin, or with head_dim D [max_positions, D], with angle 0 for
+        unrotated dims. Raises CheckpointError for an unreasonably large table."""
         if not 0 < max_positions * self.dims <= _MAX_TABLE:
             raise CheckpointError(
                 f"max_position_embeddings times the {self.dims} rotated dims must be 1 to {_MAX_TABLE}, got "
@@ -80,7 +81,9 @@ class RopeConfig:
         if self.scaling is not None:
             frequencies, amplitude = self.scaling.scaled(frequencies), self.scaling.amplitude
         angle = torch.arange(max_positions, dtype=torch.float64)[:, None] * frequencies
-        return (torch.cat([angle.cos(), angle.sin()], -1) * amplitude).float()
+        cos, sin, still = angle.cos() * amplitude, angle.sin() * amplitude, ((head_dim or self.dims) - self.dims) // 2
+        pad = nn.functional.pad
+        return torch.cat([pad(cos, (0, still), value=1.0), pad(sin, (0, still))], -1).float()
 
 
 class Rotary(nn.Module):
@@ -104,7 +107,7 @@ class RotaryEmbedding(Rotary):
     def __init__(self, config: ModelConfig, scaling: Scaling | None = None) -> None:
         rope = RopeConfig(dims=config.rotary_dim, theta=config.rope_theta, scaling=scaling)
         with torch.device("cpu"):
-            table = rope.table(config.max_positions)
+            table = rope.table(config.max_positions, config.head_dim if config.latent is None else None)
         device = torch.empty(0).device
         super().__init__(table if device.type == "meta" else table.to(device))
 
@@ -137,6 +140,20 @@ def read_rope(config: ConfigReader, scalings: Mapping[str, ScalingReader]) -> tu
             "Use a checkpoint with one of those."
         )
     return theta, scalings[kind](section, theta)
+
+
+def read_rotated_dims(config: ConfigReader, head_dim: int, fraction: float) -> int:
+    """Read how many dims of a head are rotated. fraction: of a head, if the file does not say. Raises
+    CheckpointError."""
+    for section in (config, rope_section(config)):
+        fraction = section.get("partial_rotary_factor", float, fraction)
+    dims = int(head_dim * fraction)
+    if dims % 2 or not 2 <= dims <= head_dim:
+        raise CheckpointError(
+            f"partial_rotary_factor in {config.place} must rotate an even number of 2 to {head_dim} dims, got "
+            f"{fraction} of {head_dim}. Restore the file."
+        )
+    return dims
 
 
 def _read_llama3(section: ConfigReader, _: float) -> Llama3Scaling:

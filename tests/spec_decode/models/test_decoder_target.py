@@ -63,6 +63,15 @@ MIXTURE = {
     "moe_intermediate_size": 24,
     "norm_topk_prob": True,
 }
+SIGMOID = {
+    "n_routed_experts": 12,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "first_k_dense_replace": 2,
+}
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-2": ("Llama", {"num_key_value_heads": 4}),
     "llama-3": ("Llama", {"rope_parameters": LLAMA3}),
@@ -78,6 +87,8 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-moe": ("Qwen3Moe", MIXTURE),
     "qwen3-moe-some-dense": ("Qwen3Moe", {**MIXTURE, "norm_topk_prob": False, "mlp_only_layers": [0]}),
     "qwen3-moe-every-other": ("Qwen3Moe", {**MIXTURE, "decoder_sparse_step": 2, **SLIDES}),
+    "glm-4.5": ("Glm4Moe", {**SIGMOID, "n_group": 3, "topk_group": 2, "attention_bias": True, "use_qk_norm": True}),
+    "glm-4.5-air": ("Glm4Moe", {**SIGMOID, "norm_topk_prob": False}),
 }
 
 
@@ -88,7 +99,7 @@ def make_model(kind: str, **changes: Any) -> Any:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(7)
         model = getattr(transformers, f"{family}ForCausalLM")._from_config(config, attn_implementation="eager").eval()
-        for name, parameter in model.named_parameters():
+        for name, parameter in (*model.named_parameters(), *model.named_buffers()):
             if name.endswith("bias"):
                 parameter.data.normal_()
             elif name.endswith("norm.weight"):
@@ -201,7 +212,11 @@ FOREIGN = {
     "qkv_bias": [True, False],
     "use_qk_norm": [True, False],
     "unk_token_id": [0],
-    "num_nextn_predict_layers": [1],
+    "num_nextn_predict_layers": [1, 3],
+    "num_mtp_layers": [0],
+    "moe_layer_freq": [2],
+    "scoring_func": ["softmax"],
+    "swiglu_limit": [0.1],
     "attention_dropout": [0.5],
     "eos_token_id": [3, [3, 4]],
     "torch_dtype": ["bfloat16"],
@@ -223,7 +238,7 @@ ROPE = {
     "partial_rotary_factor": [0.5, 1.0],
     "no_such_field": [1],
 }
-MUTATED = ("llama-3", "mistral-window", "qwen2-window", "qwen3-window", "qwen3-moe")
+MUTATED = ("llama-3", "mistral-window", "qwen2-window", "qwen3-window", "qwen3-moe", "glm-4.5")
 ABSENT = object()
 
 
@@ -342,6 +357,7 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
     "Mistral-7B": ("mistral-window", {"_name_or_path": "x", "torch_dtype": "bfloat16"}),
     "Qwen2.5": ("qwen2", {"use_mrope": False, "use_sliding_window": False, "sliding_window": 131072}),
     "Qwen3": ("qwen3", {"rope_scaling": None, "max_window_layers": 36, "sliding_window": None}),
+    "GLM-4.5": ("glm-4.5", {"partial_rotary_factor": 0.5, "rope_scaling": None, "torch_dtype": "bfloat16"}),
     "Qwen3-Coder": ("qwen3-moe", {"qkv_bias": False, "use_qk_norm": True, "shared_expert_intermediate_size": 0}),
 }  # fmt: skip
 """Fields of published files of these families, beside those that the library writes today."""
