@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import ClassVar, TypeVar
 
@@ -108,7 +109,8 @@ def load_target(
 def _read_config(store: TensorStore) -> DecoderConfig:
     family = ARCHITECTURES[store.architectures[0]]
     rotated = 0.5 if family == "glm4_moe" else None
-    return read_decoder(store.config, partial(read_windows, family=family), rotated=rotated)
+    config = read_decoder(store.config, partial(read_windows, family=family), rotated=rotated)
+    return replace(config, model=replace(config.model, sinks=family == "gpt_oss"))
 
 
 def _layers(config: DecoderConfig, weights: ScopedWeights) -> list[nn.Module]:

@@ -47,6 +47,8 @@ class ModelConfig:
     sliding_window: int | None = None
     rotated_dims: int | None = None
     """Rotated dims of a head without a latent; None: all."""
+    sinks: bool = False
+    """Whether each head without a latent has a learned sink logit."""
     latent: LatentConfig | None = None
     """None: one key and one value per KV head."""
 
@@ -111,7 +113,7 @@ class ModelConfig:
             page_size=page_size,
             dtype=dtype,
             sliding_window=self.sliding_window,
-            sinks=self.latent is not None and self.latent.sinks,
+            sinks=self.sinks if self.latent is None else self.latent.sinks,
             kind=AttentionKind.MHA if self.latent is None else AttentionKind.MLA,
         )
 

@@ -14,11 +14,12 @@ ARCHITECTURES = {
     "Qwen3ForCausalLM": "qwen3",
     "Qwen3MoeForCausalLM": "qwen3_moe",
     "Glm4MoeForCausalLM": "glm4_moe",
+    "GptOssForCausalLM": "gpt_oss",
 }
 """The family of each class of language model that this library's layers compute."""
 _SWITCHED = ("qwen2", "qwen3", "qwen3_moe")
 """Families with a window only if use_sliding_window is true."""
-_BY_LAYER = ("qwen2", "qwen3")
+_BY_LAYER = ("qwen2", "qwen3", "gpt_oss")
 """Families in which layers differ: as layer_types lists them, or from max_window_layers on."""
 _WINDOW, _FIRST = 4096, 28
 """What an absent sliding_window and max_window_layers mean to the families that read them."""
@@ -40,6 +41,8 @@ def read_windows(config: ConfigReader, num_layers: int, *, family: str, listed: 
         window = window if "sliding_window" in config.values else _WINDOW
     if family in _SWITCHED and not enabled:
         window = None
+    if family == "gpt_oss":
+        kinds = kinds or [FULL if layer % 2 else SLIDING for layer in range(num_layers)]
     if kinds and (listed or family in _BY_LAYER):
         if SLIDING in kinds and window is None:
             raise CheckpointError(

@@ -1,4 +1,5 @@
-"""The layers of targets with a mixture of experts: Qwen3-MoE and GLM-4.5. Some layers can have a dense feed-forward."""
+"""The layers of targets with a mixture of experts: Qwen3-MoE and GLM-4.5, in which some layers can have a dense
+feed-forward, and GPT-OSS."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from spec_decode.models.checkpoints.files import CheckpointError
 from spec_decode.models.checkpoints.store import ScopedWeights
 from spec_decode.models.decoder_config import DecoderConfig
 from spec_decode.models.layers.feed_forward import LLAMA_NAMES, FeedForward, read_dense
+from spec_decode.models.layers.gpt_oss_mixture import read_gpt_oss_mixture
 from spec_decode.models.layers.grouped_attention import GroupedAttention, GroupedShape
 from spec_decode.models.layers.moe import MixtureOfExperts, read_deepseek_feed_forward, read_qwen_mixture
 from spec_decode.models.layers.pre_norm_layer import PreNormLayer
@@ -21,13 +23,15 @@ def read_mixture_layer(config: DecoderConfig, weights: ScopedWeights, layer: int
     """Read one layer, with its weights. Raises CheckpointError."""
     fields, block = weights.store.config, weights.under(f"model.layers.{layer}.")
     model = replace(config.model, sliding_window=config.windows[layer])
+    biased = fields.get("attention_bias", bool, family == "gpt_oss")
     shape = GroupedShape(
         model=model,
         rope=RopeConfig(dims=model.rotary_dim, theta=model.rope_theta, scaling=config.scaling),
         qk_norm=fields.get("use_qk_norm", bool, family == "qwen3_moe"),
         gated=False,
         norm_offset=0.0,
-        qkv_bias=fields.get("attention_bias", bool, False),
+        qkv_bias=biased,
+        out_bias=biased and family == "gpt_oss",
     )
     return PreNormLayer(
         layer,
@@ -51,5 +55,6 @@ def _read_qwen(fields: ConfigReader, weights: ScopedWeights, layer: int) -> Feed
 FAMILIES: dict[str, Callable[[ConfigReader, ScopedWeights, int], FeedForward | MixtureOfExperts]] = {
     "qwen3_moe": _read_qwen,
     "glm4_moe": read_deepseek_feed_forward,
+    "gpt_oss": read_gpt_oss_mixture,
 }
 """How each family reads the feed-forward of a layer, under its prefix."""

@@ -37,6 +37,7 @@ _ALSO_REQUIRED = {
         "routed_scaling_factor",
         "first_k_dense_replace",
     ),
+    "gpt_oss": ("num_key_value_heads", "head_dim", "num_experts_per_tok", "sliding_window"),
 }
 _READ = (
     "model_type", "architectures", "num_key_value_heads", "head_dim", "tie_word_embeddings", "rope_theta",
@@ -51,6 +52,7 @@ _ALSO_READ = {
     "qwen3": (*_SWITCHED_WINDOW, "layer_types", "attention_bias"),
     "qwen3_moe": (*_SWITCHED_WINDOW, "num_experts", "num_local_experts", "decoder_sparse_step", "mlp_only_layers"),
     "glm4_moe": ("attention_bias", "use_qk_norm", "partial_rotary_factor", "num_nextn_predict_layers"),
+    "gpt_oss": ("attention_bias", "layer_types", "num_experts", "num_local_experts", "swiglu_alpha", "swiglu_limit"),
 }
 """Fields that the layers of a family read, and those of them that have no meaning to a family, as max_window_layers to
 Qwen3-MoE."""
@@ -78,6 +80,7 @@ _NO_EFFECT = frozenset({
     "chunk_size_feed_forward", "id2label", "label2id", "problem_type", "finetuning_task", "task_specific_params",
     "tokenizer_class", "prefix", "return_dict", "output_attentions", "output_hidden_states", "output_router_logits",
     "router_aux_loss_coef", "is_llama_config", "transformers.js_config", "unsloth_fixed", "unsloth_version",
+    "experts_per_token", "initial_context_length",
 })  # fmt: skip
 """Fields that change neither logits nor states."""
 _ROPE = frozenset({"rope_theta", "rope_type", "type", "partial_rotary_factor"})
@@ -85,11 +88,14 @@ _SCALINGS = {
     "default": frozenset[str](),
     "linear": frozenset({"factor"}),
     "llama3": frozenset({"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}),
+    "yarn": frozenset({"factor", "original_max_position_embeddings"}),
 }
 """The fields of each scaling. All of them must be given."""
+_OPTIONAL = {"yarn": frozenset({"attention_factor", "beta_fast", "beta_slow", "truncate"})}
+"""Fields of a scaling that can be absent."""
 _TENSORS = re.compile(
     r"lm_head\.weight|model\.(embed_tokens|norm)\.weight"
-    r"|model\.layers\.\d+\..*(weight|bias|inv_freq|gate_up_proj|down_proj)"
+    r"|model\.layers\.\d+\..*(weight|bias|inv_freq|gate_up_proj|down_proj|sinks)"
 )
 """Names of tensors. transformers leaves others out if no part of the model reads them, such as a cache's scales."""
 
@@ -128,11 +134,13 @@ def _unserved_rope(store: TensorStore, family: str) -> str | None:
     kind = section.get("rope_type", section.get("type")) or "default"
     if not isinstance(kind, str) or kind not in _SCALINGS:
         return f"config.json has a rotary embedding of type {kind!r:.40}, and our layers know {', '.join(_SCALINGS)}"
-    if unknown := sorted(section.keys() - _ROPE - _SCALINGS[kind]):
+    if unknown := sorted(section.keys() - _ROPE - _SCALINGS[kind] - _OPTIONAL.get(kind, frozenset())):
         return f"config.json's rotary embedding of type {kind} has {unknown[0]:.80}, which our layers do not know"
     theta = {name: value for name, value in store.config.values.items() if name == "rope_theta"}
     if nulls := sorted(name for name, value in (*section.items(), *theta.items()) if value is None):
         return f"config.json's rotary embedding has null as {nulls[0]}"
+    if family == "gpt_oss" and not (section and (theta or "rope_theta" in section)):
+        return "config.json has no rotary embedding with a rope_theta, whose defaults only transformers knows"
     if missing := sorted(_SCALINGS[kind] - section.keys()):
         return f"config.json's rotary embedding of type {kind} has no {missing[0]}"
     if family != "glm4_moe" and (part := section.get("partial_rotary_factor")) not in (None, 1.0):
@@ -141,6 +149,6 @@ def _unserved_rope(store: TensorStore, family: str) -> str | None:
 
 
 def _unserved_experts(family: str, fields: Mapping[str, Any]) -> str | None:
-    if family == "qwen3_moe" and ("num_experts" in fields) == ("num_local_experts" in fields):
+    if family in ("qwen3_moe", "gpt_oss") and ("num_experts" in fields) == ("num_local_experts" in fields):
         return "config.json must have one of num_experts and num_local_experts for our layers"
     return None

@@ -53,11 +53,11 @@ def sigmoid_gate():
 
 @op("spec_decode::swiglu", close=CLOSE, strided="gate_up")
 def swiglu():
-    for width, dtype, limit in each((40, 2, 3000), DTYPES, (None, 0.7)):
-        yield noise(3, width, dtype=dtype), limit
+    for width, dtype, limit, alpha in each((40, 2, 3000), DTYPES, (None, 0.7), (None, 1.7)):
+        yield noise(3, width, dtype=dtype), limit, alpha
     nan = noise(1, 8)
     nan[0, [1, 6]] = torch.nan
-    yield nan, 0.7
+    yield nan, 0.7, 1.7
 
 
 @op("spec_decode::block_convolution", close=CLOSE, strided="x change")
@@ -98,12 +98,13 @@ def mla_query_key():
 
 @op("spec_decode::route_tokens", close={torch.float32: {"rtol": 3e-6, "atol": 0}})
 def route_tokens():
-    def routed(logits, bias, **routing):
-        return logits, bias, *{**mixture_oracle.PLAIN, **routing}.values()
+    def routed(logits, bias, logit_bias=None, **routing):
+        return logits, bias, *{**mixture_oracle.PLAIN, **routing}.values(), logit_bias
 
     for experts, routing in mixture_oracle.ROUTINGS.values():
         for tokens in (5, 1):
             yield routed(noise(tokens, experts), noise(experts, seed=1) / 4, **routing)
+            yield routed(noise(tokens, experts), noise(experts, seed=1) / 4, noise(experts, seed=2), **routing)
     far = torch.tensor([[-40.0, -17.0, -12.0, -8.0, -5.0, 0.0, 5.0, 17.0, 40.0]])
     for scoring in mixture_oracle.SCORE:
         yield routed(far, torch.arange(9.0), scoring=scoring, normalised=False, top_k=9)

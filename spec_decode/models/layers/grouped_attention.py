@@ -33,6 +33,7 @@ class GroupedShape:
     gated        whether the output is gated, with one gate for each query dim
     norm_offset  of the head norms: see RMSNorm.read
     qkv_bias     whether query, key and value have biases; None: if the checkpoint has one of them
+    out_bias     whether the output projection has one
     """
 
     model: ModelConfig
@@ -41,6 +42,7 @@ class GroupedShape:
     gated: bool
     norm_offset: float
     qkv_bias: bool | None = None
+    out_bias: bool = False
 
     def spec(self, page_size: int, dtype: torch.dtype) -> AttentionSpec:
         """Return the attention spec for a cache with this page size."""
@@ -114,7 +116,10 @@ class GroupedAttention(nn.Module):
             self.bias = frozen(torch.cat([query, self._ordered(key), value, *gate]))
         self.q_norm = self._read_norm(weights, "q_norm.weight") if shape.qk_norm else None
         self.k_norm = self._read_norm(weights, "k_norm.weight") if shape.qk_norm else None
-        self.out = weights.parameter("o_proj.weight", hidden, shape.model.num_q_heads * shape.model.head_dim)
+        heads = shape.model.num_q_heads
+        self.out = weights.parameter("o_proj.weight", hidden, heads * shape.model.head_dim)
+        self.out_bias = weights.parameter("o_proj.bias", hidden) if shape.out_bias else None
+        self.sinks = weights.parameter("sinks", heads, dtype=torch.float32) if shape.model.sinks else None
 
     @property
     def _kv_rows(self) -> int:
@@ -148,9 +153,9 @@ class GroupedAttention(nn.Module):
         query, key, value, *gate = rows.split(heads, 1)
         if self.q_norm is not None and self.k_norm is not None:
             query, key = self.q_norm(query)[1], self.k_norm(key)[1]
-        attended = attention(AttentionInputs(layer, query, key, value, rope=rope)).flatten(1)
+        attended = attention(AttentionInputs(layer, query, key, value, rope=rope, sinks=self.sinks)).flatten(1)
         attended = attended if keep is None else keep(attended)
         if gate:
             opened = gate[0].flatten(1)
             attended = sigmoid_gate(attended, opened if keep is None else keep(opened))
-        return linear(attended, self.out)
+        return linear(attended, self.out, self.out_bias)

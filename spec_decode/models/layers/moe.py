@@ -31,15 +31,29 @@ from spec_decode.models.layers.linear import grouped_gated_linear, grouped_linea
 
 
 class Experts(nn.Module):
-    """E feed-forwards, k of them for each token: gate_up [E, 2 I, H] and down [E, H, I]."""
+    """E feed-forwards, k of them for each token: gate_up [E, 2 I, H] and down [E, H, I].
+
+    limit, alpha: of the activation, as in `swiglu`. gate_up_bias [E, 2 I] and down_bias [E, H]: None without biases.
+    """
 
     gate_up: Weight
     down: Weight
 
-    def __init__(self, gate_up: torch.Tensor, down: torch.Tensor, limit: float | None = None) -> None:
+    def __init__(
+        self,
+        gate_up: torch.Tensor,
+        down: torch.Tensor,
+        limit: float | None = None,
+        *,
+        alpha: float | None = None,
+        gate_up_bias: torch.Tensor | None = None,
+        down_bias: torch.Tensor | None = None,
+    ) -> None:
         super().__init__()
         self.gate_up, self.down = frozen(gate_up), frozen(down)
-        self.limit = limit
+        self.limit, self.alpha = limit, alpha
+        self.gate_up_bias = None if gate_up_bias is None else frozen(gate_up_bias)
+        self.down_bias = None if down_bias is None else frozen(down_bias)
 
     def forward(
         self, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, shared: torch.Tensor | None
@@ -50,25 +64,35 @@ class Experts(nn.Module):
         k T) experts: memory traffic grows with T until every expert has a row.
         """
         tokens, places, ends = order_by_expert(experts, self.gate_up.shape[0])
-        inner = grouped_gated_linear(x, tokens, self.gate_up, ends, self.limit)
-        rows = grouped_linear(inner, self.down, ends)
+        bias, alpha = self.gate_up_bias, self.alpha
+        inner = grouped_gated_linear(x, tokens, self.gate_up, ends, self.limit, bias=bias, alpha=alpha)
+        rows = grouped_linear(inner, self.down, ends, self.down_bias)
         return combine_experts(rows, weights, places, shared)
 
 
 class MixtureOfExperts(nn.Module):
-    """Routed experts plus an optional shared expert: router fp32 [E, H] with bias fp32 [E]."""
+    """Routed experts plus an optional shared expert: router fp32 [E, H], with fp32 [E] the bias of the choice and
+    optionally logit_bias of the logits."""
 
     def __init__(
-        self, routing: Routing, router: torch.Tensor, bias: torch.Tensor, experts: Experts, shared: FeedForward | None
+        self,
+        routing: Routing,
+        router: torch.Tensor,
+        bias: torch.Tensor,
+        experts: Experts,
+        shared: FeedForward | None = None,
+        *,
+        logit_bias: torch.Tensor | None = None,
     ) -> None:
         super().__init__()
         self.routing = routing
         self.router, self.bias = frozen(router), frozen(bias)
         self.experts, self.shared = experts, shared
+        self.logit_bias = None if logit_bias is None else frozen(logit_bias)
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """Return [T, H] for x [T, H], plus the residual [T, H] if given."""
-        weights, experts = route_tokens(wide_linear(x, self.router), self.bias, self.routing)
+        weights, experts = route_tokens(wide_linear(x, self.router), self.bias, self.routing, self.logit_bias)
         shared = residual if self.shared is None else self.shared(x, residual)
         out: torch.Tensor = self.experts(x, weights, experts, shared)
         return out

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -171,20 +171,14 @@ def _read_llama3(section: ConfigReader, _: float) -> Llama3Scaling:
     )
 
 
-LLAMA_SCALINGS: dict[str, ScalingReader] = {
-    "linear": lambda section, _: LinearScaling(factor=section.positive("factor")),
-    "llama3": _read_llama3,
-}
-"""Scalings of models that rotate whole heads."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Yarn:
     """Waves that turn fewer than beta_slow times in the original context are stretched by factor, those that turn more
     than beta_fast times are kept, and those in between are interpolated.
 
     mscale and mscale_all_dim are DeepSeek's: mscale scales the rotated dims and mscale_all_dim whole heads, each
-    relative to the other.
+    relative to the other. attention_factor: the amplitude, instead of the one that follows from factor. truncate:
+    whether the first and last pairs to interpolate are rounded to whole ones.
     """
 
     theta: float
@@ -194,6 +188,8 @@ class Yarn:
     beta_slow: float = 1.0
     mscale: float = 1.0
     mscale_all_dim: float = 0.0
+    attention_factor: float | None = None
+    truncate: bool = True
 
     def scaled(self, frequencies: torch.Tensor) -> torch.Tensor:
         """See `Scaling`."""
@@ -202,16 +198,19 @@ class Yarn:
         def pair_index(turns: float) -> float:
             return half * math.log(self.original_positions / (2 * math.pi * turns)) / math.log(self.theta)
 
-        first = max(math.floor(pair_index(self.beta_fast)), 0)
-        last = min(math.ceil(pair_index(self.beta_slow)), 2 * half - 1)
-        width = max(last - first, 0.001)
+        first, last = pair_index(self.beta_fast), pair_index(self.beta_slow)
+        if self.truncate:
+            first, last = math.floor(first), math.ceil(last)
+        first, last = max(first, 0), min(last, 2 * half - 1)
+        width = last - first or 0.001
         share = ((torch.arange(half, dtype=frequencies.dtype) - first) / width).clamp(0, 1)
         return frequencies * (1 - share + share / self.factor)
 
     @property
     def amplitude(self) -> float:
         """Factor on cos and sin."""
-        return self._magnitude(self.mscale) / self._magnitude(self.mscale_all_dim)
+        own = self._magnitude(self.mscale) / self._magnitude(self.mscale_all_dim)
+        return own if self.attention_factor is None else self.attention_factor
 
     @property
     def softmax_factor(self) -> float:
@@ -225,7 +224,7 @@ class Yarn:
 def read_latent_rope(config: ConfigReader, dims: int) -> RopeConfig:
     """Read the rotary embedding of the last `dims` dims of a head, with or without YaRN. Raises CheckpointError."""
     config.require("rope_interleave", True)
-    theta, yarn = read_rope(config, {"yarn": _read_yarn})
+    theta, yarn = read_rope(config, {"yarn": _read_latent_yarn})
     if theta <= 1 or dims < 2 or dims % 2:
         raise CheckpointError(
             f"rope_theta in {config.place} must be above 1 and qk_rope_head_dim positive and even, got {theta} and "
@@ -237,20 +236,40 @@ def read_latent_rope(config: ConfigReader, dims: int) -> RopeConfig:
 def _read_yarn(section: ConfigReader, theta: float) -> Yarn:
     factor = section.get("factor", float)
     original = section.get("original_max_position_embeddings", int)
-    if factor < 1 or original < 1:
+    if factor < 1 or original < 1 or theta <= 1:
         raise CheckpointError(
-            f"factor and original_max_position_embeddings in {section.place} must be at least 1, got {factor} and "
-            f"{original}. Restore the file."
+            f"factor and original_max_position_embeddings in {section.place} must be at least 1 and rope_theta above "
+            f"1, got {factor}, {original} and {theta}. Restore the file."
         )
-    yarn = Yarn(
+    return Yarn(
         theta=theta,
         factor=factor,
         original_positions=original,
         beta_fast=section.positive("beta_fast", 32.0),
         beta_slow=section.positive("beta_slow", 1.0),
-        mscale=section.get("mscale", float, 1.0),
-        mscale_all_dim=section.get("mscale_all_dim", float, 0.0),
+        attention_factor=section.optional("attention_factor", float),
+        truncate=section.get("truncate", bool, True),
     )
+
+
+def _read_grouped_yarn(section: ConfigReader, theta: float) -> Yarn:
+    section.require("mscale", 1.0)
+    section.require("mscale_all_dim", 0.0)
+    return _read_yarn(section, theta)
+
+
+def _read_latent_yarn(section: ConfigReader, theta: float) -> Yarn:
+    mscale, mscale_all_dim = section.get("mscale", float, 1.0), section.get("mscale_all_dim", float, 0.0)
+    plain = replace(_read_yarn(section, theta), attention_factor=None)
+    yarn = replace(plain, mscale=mscale, mscale_all_dim=mscale_all_dim)
     section.require("truncate", True)
     section.require("attention_factor", yarn.amplitude)
     return yarn
+
+
+LLAMA_SCALINGS: dict[str, ScalingReader] = {
+    "linear": lambda section, _: LinearScaling(factor=section.positive("factor")),
+    "llama3": _read_llama3,
+    "yarn": _read_grouped_yarn,
+}
+"""Scalings of models with grouped heads."""

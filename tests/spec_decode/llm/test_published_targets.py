@@ -95,7 +95,7 @@ def test_trees_and_verifications_generate_the_plain_text(settings: Any, folder_o
     assert texts(drafted) == texts(LLM(target, device="cpu"))
 
 
-@pytest.mark.parametrize("kind", ["llama-3", "qwen2-window", "qwen3-moe"])
+@pytest.mark.parametrize("kind", ["llama-3", "qwen2-window", "qwen3-moe", "glm-4.5", "gpt-oss"])
 def test_batch_invariant_logprobs_do_not_depend_on_other_prompts(kind: str, folder_of: Any) -> None:
     llm = LLM(folder_of(kind), device="cpu", batch_invariant=True, max_logprobs=3)
     params = SamplingParams(max_tokens=6, ignore_eos=True, logprobs=3)

@@ -72,6 +72,22 @@ SIGMOID = {
     "routed_scaling_factor": 2.5,
     "first_k_dense_replace": 2,
 }
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 16,
+    "beta_fast": 4.0,
+    "beta_slow": 0.5,
+    "truncate": False,
+}
+OSS = {
+    "num_local_experts": 6,
+    "num_experts_per_tok": 2,
+    "sliding_window": WINDOW,
+    "rope_parameters": YARN,
+    "swiglu_limit": 0.5,
+}
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-2": ("Llama", {"num_key_value_heads": 4}),
     "llama-3": ("Llama", {"rope_parameters": LLAMA3}),
@@ -87,6 +103,9 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-moe": ("Qwen3Moe", MIXTURE),
     "qwen3-moe-some-dense": ("Qwen3Moe", {**MIXTURE, "norm_topk_prob": False, "mlp_only_layers": [0]}),
     "qwen3-moe-every-other": ("Qwen3Moe", {**MIXTURE, "decoder_sparse_step": 2, **SLIDES}),
+    "qwen3-yarn": ("Qwen3", {"rope_parameters": {**YARN, "truncate": True}}),
+    "gpt-oss": ("GptOss", OSS),
+    "gpt-oss-plain": ("GptOss", {**OSS, "attention_bias": False, "layer_types": [FULL, FULL, SLIDING, FULL]}),
     "glm-4.5": ("Glm4Moe", {**SIGMOID, "n_group": 3, "topk_group": 2, "attention_bias": True, "use_qk_norm": True}),
     "glm-4.5-air": ("Glm4Moe", {**SIGMOID, "norm_topk_prob": False}),
 }
@@ -100,7 +119,7 @@ def make_model(kind: str, **changes: Any) -> Any:
         torch.manual_seed(7)
         model = getattr(transformers, f"{family}ForCausalLM")._from_config(config, attn_implementation="eager").eval()
         for name, parameter in (*model.named_parameters(), *model.named_buffers()):
-            if name.endswith("bias"):
+            if name.endswith(("bias", "sinks")):
                 parameter.data.normal_()
             elif name.endswith("norm.weight"):
                 parameter.data.add_(0.3 * torch.randn(parameter.shape))
@@ -217,6 +236,9 @@ FOREIGN = {
     "moe_layer_freq": [2],
     "scoring_func": ["softmax"],
     "swiglu_limit": [0.1],
+    "swiglu_alpha": [1.0],
+    "experts_per_token": [1],
+    "initial_context_length": [8],
     "attention_dropout": [0.5],
     "eos_token_id": [3, [3, 4]],
     "torch_dtype": ["bfloat16"],
@@ -235,10 +257,14 @@ ROPE = {
     "original_max_position_embeddings": [32, None],
     "attention_factor": [2.0],
     "beta_fast": [8.0],
+    "beta_slow": [2.0, 64.0],
+    "truncate": [True, False, None],
+    "mscale": [2.0],
+    "mscale_all_dim": [2.0],
     "partial_rotary_factor": [0.5, 1.0],
     "no_such_field": [1],
 }
-MUTATED = ("llama-3", "mistral-window", "qwen2-window", "qwen3-window", "qwen3-moe", "glm-4.5")
+MUTATED = ("llama-3", "mistral-window", "qwen2-window", "qwen3-window", "qwen3-moe", "glm-4.5", "gpt-oss")
 ABSENT = object()
 
 
@@ -319,6 +345,7 @@ OLDER = {
     "llama-3": ("rope_theta", "rope_scaling"),
     "smollm2": ("rope_theta", "rope_scaling", "tie_word_embeddings"),
     "qwen2-window": ("rope_theta", "sliding_window", "use_sliding_window", "max_window_layers", "layer_types"),
+    "gpt-oss": ("rope_theta", "rope_scaling", "swiglu_alpha", "layer_types", "num_experts"),
     "qwen3-moe": ("num_experts", "mlp_only_layers", "decoder_sparse_step"),
 }
 
@@ -338,7 +365,7 @@ def test_no_field_of_older_layouts_is_ignored(kind: str, field: str, copied: Pat
         ({"logits_scaling": 2.0}, "config.json has logits_scaling, which our layers do not know"),
         ({"mlp_bias": True}, "mlp_bias in config.json is True, and our layers compute False only"),
         ({"model_type": "mistral"}, "architectures ['LlamaForCausalLM'] and model_type 'mistral'"),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "a rotary embedding of type 'yarn'"),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "a rotary embedding of type 'dynamic'"),
         ({"rope_parameters": {"rope_type": "linear", "rope_theta": 9.0}}, "of type linear has no factor"),
         ({"rope_parameters": {"rope_type": "default", "mscale": 9.0}}, "has mscale, which our layers do not know"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "both rope_parameters and rope_scaling"),
@@ -357,6 +384,7 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
     "Mistral-7B": ("mistral-window", {"_name_or_path": "x", "torch_dtype": "bfloat16"}),
     "Qwen2.5": ("qwen2", {"use_mrope": False, "use_sliding_window": False, "sliding_window": 131072}),
     "Qwen3": ("qwen3", {"rope_scaling": None, "max_window_layers": 36, "sliding_window": None}),
+    "GPT-OSS": ("gpt-oss", {"experts_per_token": 2, "initial_context_length": 4096, "router_aux_loss_coef": 0.9}),
     "GLM-4.5": ("glm-4.5", {"partial_rotary_factor": 0.5, "rope_scaling": None, "torch_dtype": "bfloat16"}),
     "Qwen3-Coder": ("qwen3-moe", {"qkv_bias": False, "use_qk_norm": True, "shared_expert_intermediate_size": 0}),
 }  # fmt: skip
