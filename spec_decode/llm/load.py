@@ -19,11 +19,13 @@ from spec_decode.model_api import TargetModel
 from spec_decode.models import SHIPPED_PAIR, CheckpointError, draft_names
 from spec_decode.models.causal_lm import load_target
 from spec_decode.models.checkpoints.files import require_regular
+from spec_decode.models.checkpoints.folder_kind import is_mxfp4
 from spec_decode.models.checkpoints.store import TensorStore
 from spec_decode.models.load import aux_hidden_state_layers, check_draft, check_same_tokens, load_with_tokens
 from spec_decode.models.target_fields import unserved
 
 Name = str | os.PathLike[str]
+_WIDENED = ", with its MXFP4 weights widened"
 
 
 def load(
@@ -105,13 +107,19 @@ def load_published_pair(
         from spec_decode.models.hf.token_text import token_text
     except ImportError as error:
         raise CheckpointError(str(error)) from error
-    check_model(target)
+    check_model(target, mxfp4=runs_in is None)
     tokenizer, same = load_tokenizer(target), False
     if draft is not None:
         check_draft(draft)
         same = check_same_tokens(draft, target, tokenizer)
     store = None if runs_in == "transformers" else TensorStore.open(target)
     why = "you asked for it" if store is None else unserved(store)
+    narrow = store is not None and is_mxfp4(store.config.values)
+    if narrow and why is not None:
+        raise CheckpointError(
+            f"{target} holds MXFP4 weights, which only this library's layers read, and they do not compute the model: "
+            f"{why}. Use a bf16 copy."
+        )
     target_model: TargetModel
     if store is not None and why is None:
         target_model = load_target(store, partial(_states, draft), dtype=dtype, device=device)
@@ -128,7 +136,7 @@ def load_published_pair(
         token_text(tokenizer),
         partial(_encode_chat, tokenizer, target_model.vocab_size) if tokenizer.chat_template else None,
         _added_tokens(tokenizer, target_model.vocab_size),
-        "on this library's layers" if why is None else f"in transformers: {why}",
+        f"on this library's layers{_WIDENED if narrow else ''}" if why is None else f"in transformers: {why}",
     )
 
 

@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from spec_decode.models.checkpoints.folder_kind import FIELD, is_mxfp4
 from spec_decode.models.checkpoints.store import TensorStore
 from spec_decode.models.layer_windows import ARCHITECTURES
 from spec_decode.models.layers.rope import rope_section
@@ -98,6 +99,10 @@ _TENSORS = re.compile(
     r"|model\.layers\.\d+\..*(weight|bias|inv_freq|gate_up_proj|down_proj|sinks)"
 )
 """Names of tensors. transformers leaves others out if no part of the model reads them, such as a cache's scales."""
+_MXFP4_TENSORS = re.compile(
+    rf"{_TENSORS.pattern}|model\.layers\.\d+\.mlp\.experts\.(gate_up|down)_proj_(blocks|scales)"
+)
+"""The same with experts in MXFP4."""
 
 
 def read_fields(family: str) -> frozenset[str]:
@@ -114,15 +119,17 @@ def unserved(store: TensorStore) -> str | None:
         return f"config.json has {said}; our layers know {', '.join(ARCHITECTURES)}"
     if missing := [name for name in (*_REQUIRED, *_ALSO_REQUIRED[family]) if name not in fields]:
         return f"config.json has no {missing[0]}, whose default only transformers knows"
+    narrow = family == "gpt_oss" and is_mxfp4(fields)
+    tensors = _MXFP4_TENSORS if narrow else _TENSORS
     read, fixed = read_fields(family), _FIXED | _ALSO_FIXED.get(family, {})
     for name, value in fields.items():
-        if name in read or name in _NO_EFFECT:
+        if name in read or name in _NO_EFFECT or (narrow and name == FIELD):
             continue
         if name not in fixed:
             return f"config.json has {name:.80}, which our layers do not know"
         if value is not None and value != fixed[name]:
             return f"{name} in config.json is {value!r:.80}, and our layers compute {fixed[name]!r} only"
-    if others := sorted(name for name in store.names() if not _TENSORS.fullmatch(name)):
+    if others := sorted(name for name in store.names() if not tensors.fullmatch(name)):
         return f"the weights have {others[0]:.80}, which our layers do not know"
     return _unserved_rope(store, family) or _unserved_experts(family, fields)
 

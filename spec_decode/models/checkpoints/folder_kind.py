@@ -4,7 +4,7 @@ loaded: adapters, GGUF files, and quantised weights."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,10 @@ from spec_decode.models.checkpoints.files import CheckpointError, read_object
 
 _ADAPTER_CONFIG = "adapter_config.json"
 _ADAPTER = (_ADAPTER_CONFIG, "adapter_model.safetensors", "adapter_model.bin")
-_QUANTISED = ("quantization_config", "compression_config", "quantization")
+FIELD = "quantization_config"
+_MXFP4 = {"quant_method", "modules_to_not_convert", "dequantize"}
+"""What it can say of MXFP4. The tensors show which modules are in it."""
+_QUANTISED = (FIELD, "compression_config", "quantization")
 """Fields of config.json that describe quantised weights: transformers', compressed-tensors' older one, and MLX's."""
 _QUANTISED_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
 """The same as files, by ModelOpt, AutoGPTQ and AutoAWQ."""
@@ -35,14 +38,23 @@ def read_config(folder: Path) -> dict[str, Any]:
     return read_object(path, "Pass the folder of a downloaded model.")
 
 
-def refuse_quantised(folder: Path, config: dict[str, Any]) -> None:
-    """Raise CheckpointError if config.json, a section of it, or a file beside it describes quantised weights."""
+def refuse_quantised(folder: Path, config: dict[str, Any], *, mxfp4: bool = False) -> None:
+    """Raise CheckpointError if config.json, a section of it, or a file beside it describes quantised weights. mxfp4:
+    not for MXFP4."""
+    if mxfp4 and is_mxfp4(config):
+        config = {name: value for name, value in config.items() if name != FIELD}
     if (found := next(_quantised(folder, config), None)) is not None:
         where, method = found
         raise CheckpointError(
             f"{folder} holds quantised weights: {where} has method {method!r:.{_MAX_QUOTED}}; no quantised target or "
             "draft is served. Use a bf16 copy, or serve the model in vLLM with the plug-in."
         )
+
+
+def is_mxfp4(config: Mapping[str, Any]) -> bool:
+    """Whether config.json says that weights are in MXFP4, and nothing more of them."""
+    section = config.get(FIELD)
+    return isinstance(section, dict) and section.get("quant_method") == "mxfp4" and section.keys() <= _MXFP4
 
 
 def _refuse_adapter(folder: Path) -> None:

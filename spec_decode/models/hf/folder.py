@@ -90,14 +90,14 @@ def load_generation_config(folder: Path) -> Any:
     )
 
 
-def check_model(folder: Path) -> None:
+def check_model(folder: Path, *, mxfp4: bool = False) -> None:
     """Raise CheckpointError for a folder that `load_model` rejects before it reads tensors. Call it before anything
-    else is loaded."""
+    else is loaded. mxfp4: do not reject MXFP4 weights, which this library's layers read."""
     if not folder.is_dir():
         raise CheckpointError(f"there is no folder {folder}. Pass the folder of a downloaded model.")
     config = read_config(folder)
     _require_readable(folder)
-    refuse_quantised(folder, config)
+    refuse_quantised(folder, config, mxfp4=mxfp4)
     _refuse_other_tasks(folder, config)
     _require_valid_configs(folder)
     check_weights(folder)

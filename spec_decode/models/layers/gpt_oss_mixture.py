@@ -1,4 +1,5 @@
-"""Loading GPT-OSS's mixture of experts: biased, with the rows of gate and up alternating in one tensor.
+"""Loading GPT-OSS's mixture of experts: biased, with the rows of gate and up alternating in one tensor, in 16
+bits or in MXFP4.
 
 Legend: H hidden size, I intermediate size, E experts.
 """
@@ -9,6 +10,7 @@ import torch
 
 from spec_decode.models.checkpoints.config_reader import ConfigReader
 from spec_decode.models.checkpoints.files import CheckpointError
+from spec_decode.models.checkpoints.mxfp4 import take_blocks, widened
 from spec_decode.models.checkpoints.store import ScopedWeights
 from spec_decode.models.kernels.route_tokens import Routing
 from spec_decode.models.layers.moe import Experts, MixtureOfExperts
@@ -36,8 +38,8 @@ def read_gpt_oss_mixture(config: ConfigReader, weights: ScopedWeights, layer: in
         router.take("weight", count, hidden, dtype=torch.float32),
         torch.zeros(count, dtype=torch.float32, device=weights.device),
         Experts(
-            _gate_first(experts.take("gate_up_proj", count, hidden, 2 * inner).mT),
-            experts.take("down_proj", count, inner, hidden).mT.contiguous(),
+            _read_gate_up(experts, count, 2 * inner, hidden),
+            _read_down(experts, count, hidden, inner),
             config.positive("swiglu_limit", LIMIT),
             alpha=config.get("swiglu_alpha", float, ALPHA),
             gate_up_bias=_gate_first(experts.take("gate_up_proj_bias", count, 2 * inner)),
@@ -45,6 +47,20 @@ def read_gpt_oss_mixture(config: ConfigReader, weights: ScopedWeights, layer: in
         ),
         logit_bias=router.take("bias", count, dtype=torch.float32),
     )
+
+
+def _read_gate_up(weights: ScopedWeights, count: int, rows: int, columns: int) -> torch.Tensor:
+    if not weights.has("gate_up_proj_blocks"):
+        return _gate_first(weights.take("gate_up_proj", count, columns, rows).mT)
+    # Ordered before they are widened, while they are small.
+    blocks, scales = map(_gate_first, take_blocks(weights, "gate_up_proj", count, rows, columns))
+    return widened(blocks, scales, weights.dtype)
+
+
+def _read_down(weights: ScopedWeights, count: int, rows: int, columns: int) -> torch.Tensor:
+    if not weights.has("down_proj_blocks"):
+        return weights.take("down_proj", count, columns, rows).mT.contiguous()
+    return widened(*take_blocks(weights, "down_proj", count, rows, columns), weights.dtype)
 
 
 def _gate_first(rows: torch.Tensor) -> torch.Tensor:
